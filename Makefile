@@ -1,0 +1,100 @@
+# The same verbs by hand and in CI. `make` alone lists them.
+#
+#   TORCH=2.13.0        version of torch to install and build against
+#   UCX=libucx-cu12     wheel with UCX (libucx-cu13 beside a CUDA 13 torch), or `system` for conda's or the system's
+#   PYTHON=python3      interpreter of the virtual environment
+#   VENV=.venv          where that is
+#
+# pip's own variables work too: PIP_EXTRA_INDEX_URL, for one, with TORCH=2.13.0+cpu.
+TORCH ?= 2.13.0
+UCX ?= libucx-cu12
+PYTHON ?= python3
+VENV ?= .venv
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+
+ifeq ($(UCX),system)
+export TORCH_UCX_RPC_UCX := system
+endif
+
+PY := $(VENV)/bin/python
+# Of this environment, activated or not: cmake, ninja, ctest, ruff, clang-format.
+export PATH := $(abspath $(VENV))/bin:$(PATH)
+PIP := $(PY) -m pip --disable-pip-version-check
+NEEDS := tools/build_environment.py requirements
+
+# Each of these files says that something is installed; they live in the environment and go with it.
+ENVIRONMENT := $(VENV)/.torch-$(TORCH)-$(UCX)
+EDITABLE := $(VENV)/.editable-$(TORCH)-$(UCX)
+
+.PHONY: help build test test-cpp test-python conformance demo lint tidy format wheel clean distclean
+
+help: ## List the verbs
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
+
+build: $(ENVIRONMENT) ## Make .venv with torch and UCX, compile, install the package into it
+	@$(PY) setup.py --quiet build_ext --inplace
+	@$(MAKE) --no-print-directory --silent $(EDITABLE)
+
+$(ENVIRONMENT): setup.cfg pyproject.toml
+	@$(PYTHON) tools/build_environment.py toolchain $(TORCH)
+	@test -x $(VENV)/bin/pip || $(PYTHON) -m venv $(VENV)
+	@$(PIP) install torch==$(TORCH) $(filter-out system,$(UCX)) $$($(PY) $(NEEDS) build install)
+	@rm -f $(VENV)/.torch-* $(VENV)/.editable-*
+	@touch $@
+
+# What the extension is made of is setup.py's and CMake's affair; pip only has to know the package and where it is.
+$(EDITABLE): setup.cfg pyproject.toml setup.py
+	@$(PIP) --quiet install --no-build-isolation --no-deps --editable .
+	@touch $@
+
+# An extra of setup.cfg: test, demo, lint
+$(VENV)/.extra-%: setup.cfg | $(ENVIRONMENT)
+	@$(PIP) --quiet install $$($(PY) $(NEEDS) $*)
+	@touch $@
+
+test: build ## C++ and Python tests; the second run whatever the first find
+	@$(MAKE) --no-print-directory --keep-going test-cpp test-python
+
+test-cpp: build
+	@directory=$$($(PY) tools/build_environment.py directory); \
+	grep -q TORCH_UCX_RPC_TESTS:BOOL=ON $$directory/CMakeCache.txt || cmake -DTORCH_UCX_RPC_TESTS=ON $$directory; \
+	cmake --build $$directory; \
+	ctest --test-dir $$directory --output-on-failure --parallel $$(nproc)
+
+test-python: build $(VENV)/.extra-test
+	@$(PY) -m pytest
+
+conformance: build $(VENV)/.extra-test ## PyTorch's own RPC suites
+	@$(PY) -m pytest tests/conformance
+
+demo: build $(VENV)/.extra-demo ## Train a model split over two workers
+	@$(PY) examples/digits.py
+
+CXX_FILES = $$(find torch_ucx_rpc/csrc tests/cpp -name '*.h' -o -name '*.cpp')
+
+lint: $(VENV)/.extra-lint ## Style, formats and types, C++ and Python
+	@ruff check
+	@ruff format --check
+	@mypy
+	@clang-format --dry-run -Werror $(CXX_FILES)
+
+tidy: build $(VENV)/.extra-tidy ## Advice of clang-tidy on the C++ sources; takes minutes
+	@clang-tidy --quiet -p $$($(PY) tools/build_environment.py directory) $$(find torch_ucx_rpc/csrc -name '*.cpp')
+
+format: $(VENV)/.extra-lint ## Rewrite the sources in the project's formats
+	@ruff check --fix
+	@ruff format
+	@clang-format -i $(CXX_FILES)
+
+wheel: $(ENVIRONMENT) ## Build a wheel for this Python and torch into dist/
+	@rm -rf build/lib.*
+	@$(PIP) --quiet wheel --no-build-isolation --no-deps --wheel-dir dist .
+
+clean: ## Remove what the build wrote; the environment stays
+	@rm -rf build dist *.egg-info torch_ucx_rpc/*.so torch_ucx_rpc/_build_info.py $(VENV)/.editable-*
+
+distclean: clean ## Remove the environment too
+	@rm -rf $(VENV)

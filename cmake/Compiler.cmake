@@ -1,0 +1,45 @@
+# Language, flags, sanitizers, ccache, and how many heavy compilations may run at once.
+
+# NDEBUG as torch itself is built: some of its inline code differs without. -g1: backtraces have lines, and the
+# module stays small.
+set(CMAKE_CXX_FLAGS_RELEASE "-O2 -g1 -DNDEBUG" CACHE STRING "Flags of a Release build")
+if(NOT CMAKE_BUILD_TYPE)
+  set(CMAKE_BUILD_TYPE Release CACHE STRING "Release, Debug, RelWithDebInfo" FORCE)
+endif()
+enable_language(CXX)
+
+set(CMAKE_CXX_STANDARD 20)
+set(CMAKE_CXX_STANDARD_REQUIRED ON)
+set(CMAKE_CXX_EXTENSIONS OFF)
+set(CMAKE_CXX_SCAN_FOR_MODULES OFF)
+set(CMAKE_CXX_VISIBILITY_PRESET hidden)
+set(CMAKE_VISIBILITY_INLINES_HIDDEN ON)
+set(CMAKE_POSITION_INDEPENDENT_CODE ON)
+set(CMAKE_EXPORT_COMPILE_COMMANDS ON)
+add_compile_options(-Wall -Wextra)
+# Errors name the file they come from, but not where it was on the machine that built it.
+add_compile_options("-fmacro-prefix-map=${CMAKE_SOURCE_DIR}/=")
+
+if(TORCH_UCX_RPC_SANITIZE)
+  add_compile_options(-fsanitize=${TORCH_UCX_RPC_SANITIZE} -fno-sanitize-recover=all -fno-omit-frame-pointer)
+  add_link_options(-fsanitize=${TORCH_UCX_RPC_SANITIZE})
+endif()
+
+# A file with torch's headers takes up to 2 GiB to compile, and ninja starts one for each core.
+cmake_host_system_information(RESULT memory_mib QUERY AVAILABLE_PHYSICAL_MEMORY)
+math(EXPR compilations "${memory_mib} / 2048")
+if(compilations LESS 1)
+  set(compilations 1)
+endif()
+set_property(GLOBAL PROPERTY JOB_POOLS compilations=${compilations})
+set(CMAKE_JOB_POOL_COMPILE compilations)
+
+find_program(CCACHE ccache NO_CACHE)
+if(CCACHE AND NOT CMAKE_CXX_COMPILER_LAUNCHER)
+  # Without these two, ccache passes by everything that uses a precompiled header.
+  set(CMAKE_CXX_COMPILER_LAUNCHER
+    "${CMAKE_COMMAND}" -E env CCACHE_SLOPPINESS=pch_defines,time_macros "${CCACHE}")
+  if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
+    add_compile_options(-fpch-preprocess)
+  endif()
+endif()

@@ -1,0 +1,23 @@
+# One GoogleTest executable for each tests/cpp/<name>_test.cpp, its tests known to ctest one by one.
+include(cmake/GoogleTest.cmake)
+enable_testing()
+
+file(GLOB tests CONFIGURE_DEPENDS "${CMAKE_SOURCE_DIR}/tests/cpp/*_test.cpp")
+foreach(source IN LISTS tests)
+  cmake_path(GET source STEM name)
+  add_executable(${name} "${source}")
+  target_include_directories(${name} PRIVATE "${CMAKE_SOURCE_DIR}/tests/cpp")
+  target_link_libraries(${name} PRIVATE torch_ucx_rpc_agent torch_ucx_rpc_ucp GTest::gtest_main)
+  # A test that uses nothing of torch's big libraries does not wait for them at its start.
+  target_link_options(${name} PRIVATE -Wl,--as-needed)
+  set_target_properties(${name} PROPERTIES
+    RUNTIME_OUTPUT_DIRECTORY "${CMAKE_BINARY_DIR}/tests"
+    BUILD_RPATH "${TORCH_LIBRARY_DIRS};${UCX_LIBRARY_DIR}")
+  file(STRINGS "${source}" heavy REGEX "#include (\"agent/|<torch/)" LIMIT_COUNT 1)
+  if(heavy)
+    # The agent's precompiled header serves again where the flags are the same, -fPIC included.
+    target_compile_options(${name} PRIVATE -fPIC)
+    target_precompile_headers(${name} REUSE_FROM torch_ucx_rpc_agent)
+  endif()
+  gtest_discover_tests(${name} TEST_PREFIX "${name}." PROPERTIES TIMEOUT 120 DISCOVERY_TIMEOUT 60)
+endforeach()

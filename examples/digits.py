@@ -1,0 +1,232 @@
+"""Train a network that is split over two processes, on UCX, and once more on TensorPipe to compare.
+
+    driver ---- images ----> features ---- activations ----> classifier ---- logits ----> driver
+                (convolutions)                  (dense layers)                            (loss)
+
+Three processes form one RPC job. The two workers hold half of the network each and only serve calls. The driver holds
+the data and the loss: each step it sends a batch of images through the stages, has distributed autograd send the
+gradients back the same way, and the distributed optimizer update the parameters where they are.
+
+The data are the 1,797 handwritten digits, 8x8 pixels each, that come with scikit-learn. Nothing is downloaded.
+
+    python examples/digits.py                       both backends, and the comparison
+    python examples/digits.py --backend ucx         one of them
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import logging
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed.autograd as dist_autograd
+import torch.distributed.rpc as rpc
+import torch.multiprocessing as mp
+import torch.nn.functional as F  # noqa: N812 - its usual name
+from sklearn.datasets import load_digits
+from sklearn.model_selection import train_test_split
+from torch import nn
+from torch.distributed.optim import DistributedOptimizer
+from tqdm import tqdm
+
+WORKERS = ("driver", "features", "classifier")
+EPOCHS = 15
+BATCH = 64
+REQUIRED_ACCURACY = 0.95
+
+
+# ---- The two halves of the network, each on its worker ---------------------------------------------------------------
+
+
+class Stage(nn.Module):
+    """A part of the network that takes its input from wherever that is."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.layers = self.build()
+
+    def forward(self, rref: rpc.RRef) -> torch.Tensor:
+        # Fetched from its owner, which need not be the caller.
+        return self.layers(rref.to_here())
+
+    def parameter_rrefs(self) -> list[rpc.RRef]:
+        """References to the parameters, which never leave this worker."""
+        return [rpc.RRef(parameter) for parameter in self.parameters()]
+
+
+class Features(Stage):
+    def build(self) -> nn.Module:
+        return nn.Sequential(
+            nn.Conv2d(1, 32, kernel_size=3, padding=1),
+            nn.ReLU(),
+            nn.Conv2d(32, 64, kernel_size=3, padding=1),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Flatten(),
+        )
+
+
+class Classifier(Stage):
+    def build(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(64 * 4 * 4, 128), nn.ReLU(), nn.Linear(128, 10))
+
+
+# ---- The driver ------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Result:
+    """What came of one training."""
+
+    losses: list[float]
+    accuracy: float
+    steps_per_s: float
+    debug_info: dict[str, dict[str, str]]
+
+
+def train(backend: str) -> Result:
+    images, labels = load_digits(return_X_y=True)
+    images = torch.tensor(images, dtype=torch.float32).reshape(-1, 1, 8, 8) / 16
+    x, x_test, y, y_test = train_test_split(images, torch.tensor(labels), test_size=0.2, random_state=0)
+
+    # Built on the workers; here there are only references to them.
+    features = rpc.remote("features", Features, args=(1,))
+    classifier = rpc.remote("classifier", Classifier, args=(2,))
+    parameters = features.rpc_sync().parameter_rrefs() + classifier.rpc_sync().parameter_rrefs()
+    optimizer = DistributedOptimizer(torch.optim.SGD, parameters, lr=0.05, momentum=0.9)
+
+    def predict(batch: torch.Tensor) -> torch.Tensor:
+        # The activations go from one worker to the other: what is passed on here is only a reference to them.
+        activations = features.remote().forward(rpc.RRef(batch))
+        return classifier.rpc_sync().forward(activations)
+
+    losses: list[float] = []
+    shuffle = torch.Generator().manual_seed(0)
+    with tqdm(total=EPOCHS * -(-len(x) // BATCH), desc=f"{backend:10}", unit="step") as progress:
+        for _ in range(EPOCHS):
+            for indices in torch.randperm(len(x), generator=shuffle).split(BATCH):
+                # Gradients live in the context of their step, on every worker, and end with it.
+                with dist_autograd.context() as context:
+                    loss = F.cross_entropy(predict(x[indices]), y[indices])
+                    dist_autograd.backward(context, [loss])
+                    optimizer.step(context)
+                losses.append(loss.item())
+                if len(losses) == 1:
+                    # By now the workers have connected, which happens once.
+                    started = time.perf_counter()
+                progress.update()
+                progress.set_postfix(loss=f"{losses[-1]:.3f}", refresh=False)
+    seconds = time.perf_counter() - started
+
+    accuracy = (predict(x_test).argmax(dim=1) == y_test).double().mean().item()
+    # Of what the agents tell about themselves, the report below picks the bytes and the lanes.
+    debug_info = {worker: rpc.rpc_sync(worker, rpc._get_debug_info) for worker in WORKERS}
+    return Result(losses, accuracy, (len(losses) - 1) / seconds, debug_info)
+
+
+# ---- The job ---------------------------------------------------------------------------------------------------------
+
+
+def work(rank: int, backend: str, store: str, results: mp.SimpleQueue) -> None:
+    """What each of the three processes does."""
+    torch.set_num_threads(1)
+    # Torch warns about its own insides here: TensorPipe's way to find the other workers, TorchScript in optimizers.
+    logging.captureWarnings(True)
+    if backend == "UCX":
+        # This import, and the name of the backend, are all that a program changes for UCX.
+        from torch_ucx_rpc import UcxRpcBackendOptions
+
+        options = UcxRpcBackendOptions(init_method=store)
+    else:
+        options = rpc.TensorPipeRpcBackendOptions(init_method=store)
+
+    rpc.init_rpc(
+        WORKERS[rank],
+        backend=rpc.BackendType[backend],
+        rank=rank,
+        world_size=len(WORKERS),
+        rpc_backend_options=options,
+    )
+    if WORKERS[rank] == "driver":
+        results.put(train(backend))
+    # The workers wait here, serving calls, until the driver has come here too.
+    rpc.shutdown()
+
+
+def run(backend: str) -> Result:
+    results = mp.get_context("spawn").SimpleQueue()
+    with tempfile.TemporaryDirectory() as directory:
+        # The processes find each other through a file; on several hosts this would be tcp://host:port or env://.
+        store = Path(directory, "store").as_uri()
+        mp.spawn(work, args=(backend, store, results), nprocs=len(WORKERS))
+    return results.get()
+
+
+# ---- The report ------------------------------------------------------------------------------------------------------
+
+
+def report(results: dict[str, Result]) -> None:
+    rows = {
+        "test accuracy": [f"{result.accuracy:.1%}" for result in results.values()],
+        "steps per second": [f"{result.steps_per_s:.0f}" for result in results.values()],
+        "bytes moved": [bytes_moved(result) for result in results.values()],
+    }
+    print("\n" + " " * 18 + "".join(f"{backend:>16}" for backend in results))
+    for name, values in rows.items():
+        print(f"{name:18}" + "".join(f"{value:>16}" for value in values))
+    if "UCX" in results:
+        print("\nlanes that UCX chose:")
+        for worker, info in results["UCX"].debug_info.items():
+            for peer in (name for name in WORKERS if f"lanes.{name}" in info):
+                print(f"  {worker:>10} -> {peer:10} {info[f'lanes.{peer}']}")
+    if len(results) == 2:
+        ratio = results["UCX"].steps_per_s / results["TENSORPIPE"].steps_per_s
+        print(
+            f"\nUCX / TensorPipe: {ratio:.2f}x the steps per second, losses equal to {largest_difference(results):.1e}"
+        )
+
+
+def bytes_moved(result: Result) -> str:
+    counts = [info.get("agent.bytes_sent") for info in result.debug_info.values()]
+    return "not counted" if None in counts else f"{sum(map(int, counts)) / 1e6:.0f} MB"
+
+
+def largest_difference(results: dict[str, Result]) -> float:
+    first, second = (torch.tensor(result.losses) for result in results.values())
+    return (first - second).abs().max().item()
+
+
+def problems(results: dict[str, Result]) -> list[str]:
+    """Why this run is no success, in sentences."""
+    found = [
+        f"The accuracy on {backend} is {result.accuracy:.1%}; {REQUIRED_ACCURACY:.0%} is required."
+        for backend, result in results.items()
+        if result.accuracy < REQUIRED_ACCURACY
+    ]
+    # Same seed, same arithmetic: only the way the numbers travelled differs.
+    if len(results) == 2 and not torch.allclose(*(torch.tensor(result.losses) for result in results.values())):
+        found.append(
+            f"The losses of the two backends differ by up to {largest_difference(results):.1e}, beyond rounding."
+        )
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Train a network that is split over two processes.")
+    parser.add_argument("--backend", choices=("ucx", "tensorpipe", "both"), default="both")
+    backend = parser.parse_args().backend
+    backends = ("UCX", "TENSORPIPE") if backend == "both" else (backend.upper(),)
+
+    results = {backend: run(backend) for backend in backends}
+    report(results)
+    sys.exit("\n".join(problems(results)) or None)
+
+
+if __name__ == "__main__":
+    main()

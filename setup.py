@@ -1,0 +1,64 @@
+"""Drives the one CMake build of the extension; what the package is stands in setup.cfg."""
+
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+ROOT = Path(__file__).resolve().parent
+sys.path.insert(0, str(ROOT / "tools"))
+import build_environment  # noqa: E402  (found through the line above)
+
+try:
+    build_environment.check_setuptools()
+except build_environment.Missing as missing:
+    sys.exit(f"torch_ucx_rpc: {missing}")
+
+
+class CMakeBuild(build_ext):
+    """Configure, compile and install with CMake, in a build folder that outlives this process."""
+
+    def run(self) -> None:
+        in_place = self.inplace or self.editable_mode
+        destination = ROOT if in_place else Path(self.build_lib).resolve()
+        try:
+            folder = build_environment.build_directory()
+            cmake = build_environment.program("cmake")
+            self.configure(cmake, folder)
+        except build_environment.Missing as missing:
+            sys.exit(f"torch_ucx_rpc: {missing}")
+        # Asked for as one target: the C++ tests, where they are configured too, are not this command's affair.
+        self.call(cmake, "--build", str(folder), "--target", "_C")
+        self.call(cmake, "--install", str(folder), "--component", "python", "--prefix", str(destination))
+
+    def configure(self, cmake: str, folder: Path) -> None:
+        """Once for the same arguments; ninja sees by itself when CMake's files have changed."""
+        arguments = [
+            f"-DCMAKE_MAKE_PROGRAM={build_environment.program('ninja')}",
+            f"-DPython_EXECUTABLE={sys.executable}",
+            f"-DTORCH_UCX_RPC_UCX={os.environ.get('TORCH_UCX_RPC_UCX', '')}",
+            *shlex.split(os.environ.get("CMAKE_ARGS", "")),
+        ]
+        record = folder / "configured_with.txt"
+        if record.exists() and record.read_text(encoding="utf-8") == shlex.join(arguments):
+            return
+        # CMake asks the same again, but wraps what is missing into a report of its own.
+        build_environment.facts(os.environ.get("TORCH_UCX_RPC_UCX", ""))
+        self.call(cmake, "--fresh", "-G", "Ninja", "-S", str(ROOT), "-B", str(folder), *arguments)
+        record.write_text(shlex.join(arguments), encoding="utf-8")
+
+    def call(self, *command: str) -> None:
+        if subprocess.run(command, check=False).returncode != 0:
+            # The cause stands above, in the words of CMake or the compiler.
+            sys.exit(f"torch_ucx_rpc: this command failed: {shlex.join(command)}")
+
+
+setup(
+    # Without sources: it makes the wheel one of this platform, and setuptools run build_ext.
+    ext_modules=[Extension("torch_ucx_rpc._C", sources=[])],
+    cmdclass={"build_ext": CMakeBuild},
+)

@@ -1,0 +1,34 @@
+"""What PyTorch's suites ask about the agent under test, answered for each backend."""
+
+from __future__ import annotations
+
+import torch.distributed.rpc as rpc
+from _processes import PreloadedProcesses
+from torch.testing._internal.distributed.rpc.rpc_agent_test_fixture import RpcAgentTestFixture
+from torch.testing._internal.distributed.rpc.tensorpipe_rpc_agent_test_fixture import TensorPipeRpcAgentTestFixture
+
+
+class UcxFixture(PreloadedProcesses, RpcAgentTestFixture):
+    @property
+    def rpc_backend(self) -> rpc.BackendType:
+        # Asked first in a test's own process: UCX is loaded nowhere else.
+        import torch_ucx_rpc  # noqa: F401 - registers the backend
+
+        return rpc.backend_registry.BackendType["UCX"]
+
+    @property
+    def rpc_backend_options(self) -> rpc.RpcBackendOptions:
+        return rpc.backend_registry.construct_rpc_backend_options(self.rpc_backend, init_method=self.init_method)
+
+    def get_shutdown_error_regex(self) -> str:
+        return ".*"
+
+    def get_timeout_error_regex(self) -> str:
+        return "RPC ran for more than"
+
+
+class TensorPipeFixture(PreloadedProcesses, TensorPipeRpcAgentTestFixture):
+    """torch's own answers."""
+
+
+FIXTURES = {"UCX": UcxFixture, "TENSORPIPE": TensorPipeFixture}

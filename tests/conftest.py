@@ -1,0 +1,67 @@
+"""Options, markers and fixtures of every test; the package ``workers``, beside this file, runs the workers of one."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import workers
+
+BACKENDS = ("UCX", "TENSORPIPE")
+
+_CONFORMANCE = Path(__file__).resolve().parent / "conformance"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("torch_ucx_rpc")
+    group.addoption(
+        "--rpc-backend",
+        choices=BACKENDS,
+        default="UCX",
+        help="run the end-to-end tests and the conformance suites on this backend; TENSORPIPE shows what a test "
+        "demands of PyTorch's own",
+    )
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """PyTorch's suites take minutes: they run when their folder, or something in it, is asked for."""
+    if collection_path != _CONFORMANCE:
+        return None
+    asked_for = [(config.invocation_params.dir / arg.partition("::")[0]).resolve() for arg in config.args]
+    return None if any(path.is_relative_to(_CONFORMANCE) for path in asked_for) else True
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    for message in workers.ACCEPTED_WARNINGS:
+        config.addinivalue_line("filterwarnings", f"ignore:{message}")
+    config.addinivalue_line("markers", "slow: takes long or needs much memory")
+    config.addinivalue_line("markers", "ucx_only: states something that holds on UCX and not on TensorPipe")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--rpc-backend") == "UCX":
+        return
+    for item in items:
+        if item.get_closest_marker("ucx_only"):
+            item.add_marker(pytest.mark.skip(reason="holds on UCX only"))
+
+
+@pytest.fixture(scope="session")
+def rpc_backend(pytestconfig: pytest.Config) -> str:
+    backend: str = pytestconfig.getoption("--rpc-backend")
+    return backend
+
+
+@pytest.fixture(scope="session", params=list(workers.Transport), ids=lambda transport: transport.name.lower())
+def transport(request: pytest.FixtureRequest) -> workers.Transport:
+    """The test runs once over each transport."""
+    chosen: workers.Transport = request.param
+    return chosen
+
+
+@pytest.fixture(scope="session")
+def run_workers(rpc_backend: str, transport: workers.Transport) -> Callable[..., list]:
+    """`workers.run_workers` on the backend and over the transport of this test."""
+    return functools.partial(workers.run_workers, backend=rpc_backend, transport=transport)

@@ -1,0 +1,234 @@
+#include "wire/assembler.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <array>
+#include <numeric>
+#include <random>
+#include <set>
+#include <vector>
+
+namespace torch_ucx_rpc::wire {
+namespace {
+
+// Numbers the parked pieces it makes, and checks at the end that each came out of the assembler exactly once.
+class AssemblerTest : public testing::Test {
+ protected:
+  static constexpr uint64_t kSession = 77;
+
+  static Header header(uint32_t index, uint32_t spanCount, uint64_t callId = 1, Kind kind = Kind::kRequest) {
+    Header made;
+    made.kind = kind;
+    made.sourceSession = kSession;
+    made.callId = callId;
+    made.index = index;
+    made.spanCount = spanCount;
+    return made;
+  }
+
+  Piece parked(uint64_t bytes = 100'000) {
+    ++made_;
+    return {{}, reinterpret_cast<void*>(made_ * 16), bytes};
+  }
+
+  Assembler::Outcome add(const Header& header) {
+    return add(header, parked());
+  }
+  Assembler::Outcome add(const Header& header, Piece piece) {
+    std::vector<Piece> rejected;
+    const Assembler::Outcome outcome = assembler_.add(header, std::move(piece), assembled_, rejected);
+    EXPECT_EQ(rejected.empty(), outcome != Assembler::Outcome::kRejected);
+    note(rejected);
+    if (outcome == Assembler::Outcome::kWhole) {
+      note(assembled_.body);
+      note(assembled_.spans);
+    }
+    return outcome;
+  }
+
+  void note(const Piece& piece) {
+    if (piece.parked != nullptr) {
+      EXPECT_TRUE(out_.insert(piece.parked).second) << "a piece came out twice";
+    }
+  }
+  void note(const std::vector<Piece>& pieces) {
+    for (const Piece& piece : pieces) {
+      note(piece);
+    }
+  }
+
+  void TearDown() override {
+    std::vector<Piece> dropped;
+    assembler_.dropSession(kSession, dropped);
+    note(dropped);
+    EXPECT_EQ(out_.size(), made_) << "pieces handed in and never handed out";
+    EXPECT_EQ(assembler_.incomplete(), 0u);
+  }
+
+  Assembler assembler_;
+  Assembled assembled_;
+  uint64_t made_ = 0;
+  std::set<void*> out_;
+};
+
+TEST_F(AssemblerTest, BodyWithoutSpansIsWholeAtOnce) {
+  EXPECT_EQ(
+      add(header(kBodyIndex, 0), {Bytes(std::as_bytes(std::span("body", 4))), nullptr, 0}), Assembler::Outcome::kWhole);
+  EXPECT_EQ(assembled_.body.size(), 4u);
+  EXPECT_TRUE(assembled_.spans.empty());
+  EXPECT_EQ(assembler_.incomplete(), 0u);
+}
+
+TEST_F(AssemblerTest, EveryOrderOfArrivalGivesTheSameMessage) {
+  std::array<uint32_t, 4> order = {0, 1, 2, kBodyIndex};
+  uint64_t callId = 0;
+  do {
+    ++callId;
+    for (size_t arrived = 0; arrived < order.size(); ++arrived) {
+      const uint32_t index = order[arrived];
+      const auto outcome = add(header(index, 3, callId), parked(index == kBodyIndex ? 1000 : 100 + index));
+      EXPECT_EQ(outcome, arrived + 1 == order.size() ? Assembler::Outcome::kWhole : Assembler::Outcome::kIncomplete);
+    }
+    EXPECT_EQ(assembled_.header.index, kBodyIndex);
+    EXPECT_EQ(assembled_.header.callId, callId);
+    EXPECT_EQ(assembled_.body.size(), 1000u);
+    ASSERT_EQ(assembled_.spans.size(), 3u);
+    for (uint32_t index = 0; index < 3; ++index) {
+      EXPECT_EQ(assembled_.spans[index].size(), 100u + index);
+    }
+    EXPECT_EQ(assembler_.incomplete(), 0u);
+  } while (std::next_permutation(order.begin(), order.end()));
+  EXPECT_EQ(callId, 24u);
+}
+
+TEST_F(AssemblerTest, MessagesArriveInterleavedAndStayApart) {
+  constexpr uint64_t kMessages = 50;
+  std::vector<Header> frames;
+  for (uint64_t callId = 0; callId < kMessages; ++callId) {
+    for (const Kind kind : {Kind::kRequest, Kind::kResponse}) { // of the same number
+      for (const uint32_t index : {0u, 1u, kBodyIndex}) {
+        frames.push_back(header(index, 2, callId, kind));
+      }
+    }
+  }
+  std::shuffle(frames.begin(), frames.end(), std::mt19937(1));
+  size_t whole = 0;
+  for (const Header& frame : frames) {
+    if (add(frame, parked(frame.callId * 8 + 3 * static_cast<uint64_t>(frame.kind))) == Assembler::Outcome::kWhole) {
+      ++whole;
+      const uint64_t expected = assembled_.header.callId * 8 + 3 * static_cast<uint64_t>(assembled_.header.kind);
+      EXPECT_EQ(assembled_.body.size(), expected);
+      EXPECT_EQ(assembled_.spans[0].size(), expected);
+      EXPECT_EQ(assembled_.spans[1].size(), expected);
+    }
+  }
+  EXPECT_EQ(whole, 2 * kMessages);
+}
+
+TEST_F(AssemblerTest, SessionsStayApart) {
+  Header other = header(0, 1);
+  other.sourceSession = kSession + 1;
+  EXPECT_EQ(add(header(kBodyIndex, 1)), Assembler::Outcome::kIncomplete);
+  EXPECT_EQ(add(other), Assembler::Outcome::kIncomplete);
+  EXPECT_EQ(assembler_.incomplete(), 2u);
+  std::vector<Piece> dropped;
+  assembler_.dropSession(kSession + 1, dropped);
+  EXPECT_EQ(dropped.size(), 1u);
+  note(dropped);
+  EXPECT_EQ(assembler_.incomplete(), 1u);
+}
+
+TEST_F(AssemblerTest, DoubledSpanRejectsTheMessage) {
+  EXPECT_EQ(add(header(0, 3)), Assembler::Outcome::kIncomplete);
+  EXPECT_EQ(add(header(kBodyIndex, 3)), Assembler::Outcome::kIncomplete);
+  EXPECT_EQ(add(header(0, 3)), Assembler::Outcome::kRejected);
+  EXPECT_EQ(out_.size(), 3u);
+  EXPECT_EQ(assembler_.incomplete(), 0u);
+}
+
+TEST_F(AssemblerTest, DoubledBodyRejectsTheMessage) {
+  EXPECT_EQ(add(header(kBodyIndex, 2)), Assembler::Outcome::kIncomplete);
+  EXPECT_EQ(add(header(1, 2)), Assembler::Outcome::kIncomplete);
+  EXPECT_EQ(add(header(kBodyIndex, 2)), Assembler::Outcome::kRejected);
+  EXPECT_EQ(out_.size(), 3u);
+}
+
+TEST_F(AssemblerTest, ContradictingSpanCountsRejectTheMessage) {
+  EXPECT_EQ(add(header(0, 3)), Assembler::Outcome::kIncomplete);
+  EXPECT_EQ(add(header(1, 2)), Assembler::Outcome::kRejected);
+  EXPECT_EQ(out_.size(), 2u);
+  EXPECT_EQ(add(header(0, 3, 2)), Assembler::Outcome::kIncomplete);
+  EXPECT_EQ(add(header(kBodyIndex, 4, 2)), Assembler::Outcome::kRejected);
+  EXPECT_EQ(add(header(kBodyIndex, 3, 3)), Assembler::Outcome::kIncomplete);
+  EXPECT_EQ(add(header(0, 1, 3)), Assembler::Outcome::kRejected);
+}
+
+TEST_F(AssemblerTest, BodyThatDeniesTheSpansThatCameIsRejected) {
+  EXPECT_EQ(add(header(0, 3)), Assembler::Outcome::kIncomplete);
+  EXPECT_EQ(add(header(kBodyIndex, 0)), Assembler::Outcome::kRejected);
+  EXPECT_EQ(assembler_.incomplete(), 0u);
+}
+
+TEST_F(AssemblerTest, CancelHandsOutWhatHadArrived) {
+  add(header(2, 3));
+  add(header(kBodyIndex, 3));
+  add(header(0, 3, 2)); // another call
+  std::vector<Piece> dropped;
+  assembler_.cancel(kSession, Kind::kRequest, 1, dropped);
+  EXPECT_EQ(dropped.size(), 2u);
+  note(dropped);
+  EXPECT_EQ(assembler_.incomplete(), 1u);
+}
+
+TEST_F(AssemblerTest, CancelOfWhatIsNotThereDoesNothing) {
+  add(header(0, 3));
+  std::vector<Piece> dropped;
+  assembler_.cancel(kSession, Kind::kRequest, 2, dropped);
+  assembler_.cancel(kSession, Kind::kResponse, 1, dropped);
+  assembler_.cancel(kSession + 1, Kind::kRequest, 1, dropped);
+  EXPECT_TRUE(dropped.empty());
+  EXPECT_EQ(assembler_.incomplete(), 1u);
+}
+
+TEST_F(AssemblerTest, DropSessionHandsOutEverythingOfIt) {
+  for (uint64_t callId = 0; callId < 20; ++callId) {
+    add(header(0, 2, callId));
+    if (callId % 2 == 0) {
+      add(header(kBodyIndex, 2, callId));
+    }
+  }
+  std::vector<Piece> dropped;
+  assembler_.dropSession(kSession, dropped);
+  EXPECT_EQ(dropped.size(), 30u);
+  note(dropped);
+  EXPECT_EQ(assembler_.incomplete(), 0u);
+}
+
+TEST_F(AssemblerTest, AnnouncedSpansCostNothingUntilTheyArrive) {
+  // A hundred thousand messages that each announce a million spans: with memory for what is announced this
+  // would be terabytes.
+  for (uint64_t callId = 0; callId < 100'000; ++callId) {
+    ASSERT_EQ(add(header(kMaxSpans - 1, kMaxSpans, callId), {}), Assembler::Outcome::kIncomplete);
+  }
+  EXPECT_EQ(assembler_.incomplete(), 100'000u);
+}
+
+// Any sequence of frames, valid or not: what goes in comes out exactly once (TearDown checks it).
+TEST_F(AssemblerTest, RandomFramesNeverLoseAPiece) {
+  std::mt19937 random(7);
+  for (int step = 0; step < 50'000; ++step) {
+    const uint32_t spanCount = 1 + random() % 3;
+    const uint32_t index = random() % 4 == 0 ? kBodyIndex : static_cast<uint32_t>(random() % spanCount);
+    const Kind kind = random() % 2 == 0 ? Kind::kRequest : Kind::kResponse;
+    add(header(index, spanCount, random() % 8, kind));
+    if (random() % 16 == 0) {
+      std::vector<Piece> dropped;
+      assembler_.cancel(kSession, kind, random() % 8, dropped);
+      note(dropped);
+    }
+  }
+}
+
+} // namespace
+} // namespace torch_ucx_rpc::wire

@@ -1,0 +1,26 @@
+#pragma once
+
+#include <gtest/gtest.h>
+
+#include <chrono>
+#include <thread>
+
+namespace torch_ucx_rpc {
+
+// Far beyond what anything here takes, sanitizers and a busy machine included; far below the limit of a hung test.
+inline constexpr auto kPatience = std::chrono::seconds(30);
+
+// Asks until it is true; false when it has not become so in time. For what no condition variable announces.
+template <typename Condition>
+[[nodiscard]] bool eventually(Condition condition, std::chrono::milliseconds patience = kPatience) {
+  const auto deadline = std::chrono::steady_clock::now() + patience;
+  while (!condition()) {
+    if (std::chrono::steady_clock::now() > deadline) {
+      return false;
+    }
+    std::this_thread::sleep_for(std::chrono::milliseconds(1)); // between two looks, not instead of one
+  }
+  return true;
+}
+
+} // namespace torch_ucx_rpc

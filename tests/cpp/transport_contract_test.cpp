@@ -1,0 +1,669 @@
+// The contract of transport/transport.h, written once and run on every implementation of it.
+
+#include "base/bytes.h"
+#include "eventually.h"
+#include "outcome.h"
+#include "transport/loopback/loopback_transport.h"
+#include "transport/transport.h"
+#include "transport/ucp/ucp_transport.h"
+
+#include <gtest/gtest.h>
+#include <poll.h>
+
+#include <cstdlib>
+#include <cstring>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <ostream>
+#include <string>
+#include <thread>
+#include <vector>
+
+namespace torch_ucx_rpc {
+namespace {
+
+constexpr uint64_t kKiB = 1024;
+constexpr uint64_t kMiB = 1024 * kKiB;
+
+// What connects the transports of a test.
+class Fabric {
+ public:
+  virtual ~Fabric() = default;
+  virtual std::unique_ptr<Transport> make(const std::string& name) = 0;
+  // Ends a transport as the death of its process would.
+  virtual void destroy(std::unique_ptr<Transport> transport) = 0;
+  // Whether the death of a transport in this very process can be seen by the others.
+  virtual bool showsDeath() const = 0;
+};
+
+class LoopbackFabric final : public Fabric {
+ public:
+  std::unique_ptr<Transport> make(const std::string& name) override {
+    return network_.makeTransport(name);
+  }
+  void destroy(std::unique_ptr<Transport> transport) override {
+    network_.kill(transport->address());
+  }
+  bool showsDeath() const override {
+    return true;
+  }
+
+ private:
+  LoopbackNetwork network_;
+};
+
+// Sets UCX_TLS while a worker is made, unless it is empty.
+class UcpFabric final : public Fabric {
+ public:
+  explicit UcpFabric(std::string lanes) : lanes_(std::move(lanes)) {}
+
+  std::unique_ptr<Transport> make(const std::string& /*name*/) override {
+    if (lanes_.empty()) {
+      return makeUcpTransport(2);
+    }
+    const char* const before = std::getenv("UCX_TLS");
+    const std::string restored = before != nullptr ? before : "";
+    setenv("UCX_TLS", lanes_.c_str(), 1);
+    std::unique_ptr<Transport> made = makeUcpTransport(2);
+    if (before != nullptr) {
+      setenv("UCX_TLS", restored.c_str(), 1);
+    } else {
+      unsetenv("UCX_TLS");
+    }
+    return made;
+  }
+  void destroy(std::unique_ptr<Transport> transport) override {
+    transport.reset();
+  }
+  bool showsDeath() const override {
+    return !lanes_.empty(); // shared memory is watched by process, and this process lives on
+  }
+
+ private:
+  const std::string lanes_;
+};
+
+struct Implementation {
+  const char* name;
+  std::function<std::unique_ptr<Fabric>()> makeFabric;
+};
+
+void PrintTo(const Implementation& implementation, std::ostream* out) {
+  *out << implementation.name;
+}
+
+struct Arrival {
+  wire::Header header;
+  Bytes bytes; // of an eager message
+  void* parked = nullptr;
+  uint64_t parkedBytes = 0;
+};
+
+// A transport, and what it told.
+class Station final : public TransportListener {
+ public:
+  explicit Station(std::unique_ptr<Transport> made) : transport(std::move(made)) {
+    transport->setListener(this);
+  }
+
+  void onEager(std::span<const std::byte> header, std::span<const std::byte> bytes) override {
+    arrivals.push_back({readHeader(header), Bytes(bytes)});
+  }
+  void onParked(std::span<const std::byte> header, void* parked, uint64_t bytes) override {
+    arrivals.push_back({readHeader(header), {}, parked, bytes});
+  }
+  void onEndpointFailed(EndpointId endpoint, const Error& error) override {
+    EXPECT_TRUE(error);
+    failed.push_back(endpoint);
+  }
+
+  EndpointId connect(const Station& peer) const {
+    EndpointId endpoint = 0;
+    const Error error = transport->connect(peer.transport->address(), endpoint);
+    EXPECT_FALSE(error) << error.message();
+    return endpoint;
+  }
+
+  Arrival take() {
+    Arrival arrival = std::move(arrivals.front());
+    arrivals.pop_front();
+    return arrival;
+  }
+
+  std::unique_ptr<Transport> transport;
+  std::deque<Arrival> arrivals;
+  std::vector<EndpointId> failed;
+
+ private:
+  static wire::Header readHeader(std::span<const std::byte> bytes) {
+    wire::Header header;
+    const Error error = wire::readHeader(bytes, header);
+    EXPECT_FALSE(error) << error.message();
+    return header;
+  }
+};
+
+wire::Header header(uint64_t callId, wire::Kind kind = wire::Kind::kRequest) {
+  wire::Header made;
+  made.kind = kind;
+  made.sourceRank = 3;
+  made.sourceSession = 0x1122334455667788;
+  made.targetSession = 0x99AABBCCDDEEFF00;
+  made.callId = callId;
+  return made;
+}
+
+Bytes pattern(uint64_t size, uint64_t seed) {
+  Bytes bytes(size);
+  uint64_t state = seed * 2 + 1;
+  for (uint64_t at = 0; at + sizeof(state) <= size; at += sizeof(state)) {
+    state = state * 6364136223846793005ull + 1442695040888963407ull;
+    std::memcpy(bytes.data() + at, &state, sizeof(state));
+  }
+  for (uint64_t at = size - size % sizeof(state); at < size; ++at) {
+    bytes.data()[at] = static_cast<std::byte>(seed + at);
+  }
+  return bytes;
+}
+
+bool isSame(std::span<const std::byte> a, std::span<const std::byte> b) {
+  return a.size() == b.size() && (a.empty() || std::memcmp(a.data(), b.data(), a.size()) == 0);
+}
+
+class TransportContractTest : public testing::TestWithParam<Implementation> {
+ protected:
+  TransportContractTest() : fabric_(GetParam().makeFabric()) {}
+
+  Station& station(const std::string& name) {
+    stations_.push_back(std::make_unique<Station>(fabric_->make(name)));
+    return *stations_.back();
+  }
+
+  void progress() {
+    for (const auto& each : stations_) {
+      if (each->transport != nullptr) {
+        each->transport->progress();
+      }
+    }
+  }
+
+  // Progresses everybody until it is true.
+  [[nodiscard]] bool progressUntil(const std::function<bool()>& condition) {
+    const auto deadline = std::chrono::steady_clock::now() + kPatience;
+    while (!condition()) {
+      if (std::chrono::steady_clock::now() > deadline) {
+        return false;
+      }
+      progress();
+    }
+    return true;
+  }
+
+  // Progresses everybody until nobody has anything to do for a while: for showing that something does not happen.
+  void progressAWhile() {
+    for (int round = 0; round < 2000; ++round) {
+      progress();
+    }
+  }
+
+  std::unique_ptr<Fabric> fabric_;
+  std::vector<std::unique_ptr<Station>> stations_;
+};
+
+TEST_P(TransportContractTest, DescribesItself) {
+  Station& a = station("a");
+  EXPECT_FALSE(a.transport->address().empty());
+  EXPECT_GE(a.transport->eventFd(), 0);
+  EXPECT_FALSE(a.transport->description().empty());
+  EXPECT_EQ(a.transport->operationsInFlight(), 0u);
+}
+
+TEST_P(TransportContractTest, EagerMessageArrivesWithItsHeader) {
+  uint64_t callId = 0;
+  for (const uint64_t size : {uint64_t{0}, uint64_t{1}, uint64_t{7}, 8 * kKiB, 256 * kKiB, kMiB, 64 * kMiB}) {
+    Outcome sent;
+    Station& a = station("a");
+    Station& b = station("b");
+    const EndpointId toB = a.connect(b);
+    wire::Header frame = header(++callId, wire::Kind::kResponse);
+    frame.index = 1;
+    frame.spanCount = 2;
+    const Bytes bytes = pattern(size, callId);
+    a.transport->send(toB, frame, bytes, SendMode::kEager, sent.callback());
+    ASSERT_TRUE(progressUntil([&] { return sent.isDone() && !b.arrivals.empty(); })) << size;
+    EXPECT_FALSE(sent.error()) << sent.error().message();
+    const Arrival arrival = b.take();
+    EXPECT_EQ(std::memcmp(&arrival.header, &frame, sizeof(frame)), 0);
+    EXPECT_EQ(arrival.parked, nullptr);
+    EXPECT_TRUE(isSame(arrival.bytes, bytes)) << size;
+    EXPECT_EQ(a.transport->operationsInFlight(), 0u);
+    stations_.clear();
+  }
+}
+
+TEST_P(TransportContractTest, RendezvousIsReceivedWholeAndTakesNoMemoryBefore) {
+  Outcome sent[8];
+  Outcome received[8];
+  Station& a = station("a");
+  Station& b = station("b");
+  const EndpointId toB = a.connect(b);
+  size_t number = 0;
+  for (const uint64_t size : {uint64_t{1}, uint64_t{7}, 8 * kKiB, 40'000ul, 256 * kKiB, kMiB + 1, 64 * kMiB}) {
+    wire::Header frame = header(number);
+    frame.index = 0;
+    frame.spanCount = 1;
+    const Bytes bytes = pattern(size, number);
+    Outcome& sending = sent[number];
+    Outcome& receiving = received[number];
+    ++number;
+    a.transport->send(toB, frame, bytes, SendMode::kRendezvous, sending.callback());
+    ASSERT_TRUE(progressUntil([&] { return !b.arrivals.empty(); })) << size;
+    const Arrival arrival = b.take();
+    EXPECT_EQ(std::memcmp(&arrival.header, &frame, sizeof(frame)), 0);
+    ASSERT_NE(arrival.parked, nullptr) << size;
+    EXPECT_EQ(arrival.parkedBytes, size);
+    progressAWhile();
+    EXPECT_FALSE(sending.isDone()) << "the sender's bytes are wanted until they are taken: " << size;
+    EXPECT_EQ(a.transport->operationsInFlight(), 1u);
+
+    Bytes into(size);
+    b.transport->receive(arrival.parked, into.data(), size, receiving.callback());
+    ASSERT_TRUE(progressUntil([&] { return sending.isDone() && receiving.isDone(); })) << size;
+    EXPECT_FALSE(sending.error()) << sending.error().message();
+    EXPECT_FALSE(receiving.error()) << receiving.error().message();
+    EXPECT_TRUE(isSame(into, bytes)) << size;
+    EXPECT_EQ(a.transport->operationsInFlight(), 0u);
+    EXPECT_EQ(b.transport->operationsInFlight(), 0u);
+  }
+  // The array has one more than there are sizes: an empty one, which has no bytes to wait for and may arrive either way.
+  const wire::Header frame = header(number);
+  a.transport->send(toB, frame, {}, SendMode::kRendezvous, sent[number].callback());
+  ASSERT_TRUE(progressUntil([&] { return !b.arrivals.empty(); }));
+  const Arrival arrival = b.take();
+  EXPECT_EQ(arrival.header.callId, number);
+  EXPECT_EQ(arrival.parkedBytes + arrival.bytes.size(), 0u);
+  if (arrival.parked != nullptr) {
+    std::byte nothing{};
+    b.transport->receive(arrival.parked, &nothing, 0, received[number].callback());
+  } else {
+    received[number].callback()({});
+  }
+  ASSERT_TRUE(progressUntil([&] { return sent[number].isDone() && received[number].isDone(); }));
+}
+
+TEST_P(TransportContractTest, RefusedRendezvousCompletesAtTheSender) {
+  Outcome sent[4];
+  Station& a = station("a");
+  Station& b = station("b");
+  const EndpointId toB = a.connect(b);
+  const Bytes bytes = pattern(4 * kMiB, 1);
+  for (Outcome& sending : sent) {
+    const wire::Header frame = header(1);
+    a.transport->send(toB, frame, bytes, SendMode::kRendezvous, sending.callback());
+    ASSERT_TRUE(progressUntil([&] { return !b.arrivals.empty(); }));
+    b.transport->refuse(b.take().parked);
+    ASSERT_TRUE(progressUntil([&] { return sending.isDone(); }));
+  }
+  EXPECT_EQ(a.transport->operationsInFlight(), 0u);
+}
+
+TEST_P(TransportContractTest, EagerMessagesArriveInOrder) {
+  constexpr uint64_t kMessages = 3000;
+  std::vector<Outcome> sent(kMessages);
+  Station& a = station("a");
+  Station& b = station("b");
+  const EndpointId toB = a.connect(b);
+  const Bytes bytes = pattern(2000, 5);
+  std::vector<wire::Header> frames;
+  for (uint64_t callId = 0; callId < kMessages; ++callId) {
+    frames.push_back(header(callId));
+  }
+  for (uint64_t callId = 0; callId < kMessages; ++callId) {
+    const auto part = std::span<const std::byte>(bytes).first(callId % 2000);
+    a.transport->send(toB, frames[callId], part, SendMode::kEager, sent[callId].callback());
+    if (callId % 100 == 0) {
+      progress();
+    }
+  }
+  ASSERT_TRUE(progressUntil([&] { return b.arrivals.size() == kMessages && a.transport->operationsInFlight() == 0; }));
+  for (uint64_t callId = 0; callId < kMessages; ++callId) {
+    const Arrival arrival = b.take();
+    ASSERT_EQ(arrival.header.callId, callId);
+    ASSERT_TRUE(isSame(arrival.bytes, std::span<const std::byte>(bytes).first(callId % 2000))) << callId;
+  }
+}
+
+TEST_P(TransportContractTest, ManyRendezvousAreTakenInAnyOrder) {
+  constexpr uint64_t kMessages = 64;
+  constexpr uint64_t kBytes = 300'000;
+  std::vector<Outcome> sent(kMessages);
+  std::vector<Outcome> received(kMessages);
+  Station& a = station("a");
+  Station& b = station("b");
+  const EndpointId toB = a.connect(b);
+  std::vector<wire::Header> frames;
+  std::vector<Bytes> sources;
+  std::vector<Bytes> targets;
+  for (uint64_t callId = 0; callId < kMessages; ++callId) {
+    frames.push_back(header(callId));
+    sources.push_back(pattern(kBytes, callId));
+    targets.emplace_back(kBytes);
+  }
+  for (uint64_t callId = 0; callId < kMessages; ++callId) {
+    a.transport->send(toB, frames[callId], sources[callId], SendMode::kRendezvous, sent[callId].callback());
+  }
+  ASSERT_TRUE(progressUntil([&] { return b.arrivals.size() == kMessages; }));
+  EXPECT_EQ(a.transport->operationsInFlight(), kMessages);
+  while (!b.arrivals.empty()) { // the latest first
+    const Arrival arrival = std::move(b.arrivals.back());
+    b.arrivals.pop_back();
+    const uint64_t callId = arrival.header.callId;
+    b.transport->receive(arrival.parked, targets[callId].data(), kBytes, received[callId].callback());
+  }
+  ASSERT_TRUE(
+      progressUntil([&] { return a.transport->operationsInFlight() == 0 && b.transport->operationsInFlight() == 0; }));
+  for (uint64_t callId = 0; callId < kMessages; ++callId) {
+    EXPECT_FALSE(received[callId].error());
+    EXPECT_TRUE(isSame(targets[callId], sources[callId])) << callId;
+  }
+}
+
+TEST_P(TransportContractTest, BothDirectionsAtOnce) {
+  Outcome sent[2];
+  Outcome received[2];
+  Station& a = station("a");
+  Station& b = station("b");
+  const EndpointId toB = a.connect(b);
+  const EndpointId toA = b.connect(a);
+  const Bytes fromA = pattern(8 * kMiB, 1);
+  const Bytes fromB = pattern(8 * kMiB, 2);
+  const wire::Header frame = header(1);
+  a.transport->send(toB, frame, fromA, SendMode::kRendezvous, sent[0].callback());
+  b.transport->send(toA, frame, fromB, SendMode::kRendezvous, sent[1].callback());
+  ASSERT_TRUE(progressUntil([&] { return !a.arrivals.empty() && !b.arrivals.empty(); }));
+  Bytes atA(fromB.size());
+  Bytes atB(fromA.size());
+  a.transport->receive(a.take().parked, atA.data(), atA.size(), received[0].callback());
+  b.transport->receive(b.take().parked, atB.data(), atB.size(), received[1].callback());
+  ASSERT_TRUE(progressUntil(
+      [&] { return sent[0].isDone() && sent[1].isDone() && received[0].isDone() && received[1].isDone(); }));
+  EXPECT_TRUE(isSame(atA, fromB));
+  EXPECT_TRUE(isSame(atB, fromA));
+}
+
+TEST_P(TransportContractTest, LanesAreNamedAfterTraffic) {
+  Outcome sent;
+  Station& a = station("a");
+  Station& b = station("b");
+  const EndpointId toB = a.connect(b);
+  const wire::Header frame = header(1);
+  a.transport->send(toB, frame, {}, SendMode::kEager, sent.callback());
+  ASSERT_TRUE(progressUntil([&] { return sent.isDone() && !b.arrivals.empty(); }));
+  const std::vector<std::string> lanes = a.transport->lanes(toB);
+  ASSERT_FALSE(lanes.empty());
+  for (const std::string& lane : lanes) {
+    EXPECT_NE(lane.find('/'), std::string::npos) << lane;
+  }
+}
+
+TEST_P(TransportContractTest, DeathOfAPeerEndsWhatWasUnderWayToIt) {
+  if (!fabric_->showsDeath()) {
+    GTEST_SKIP() << "shared memory is watched by process";
+  }
+  Outcome first;
+  Outcome pending[3];
+  Outcome late;
+  Outcome other;
+  Station& a = station("a");
+  Station& b = station("b");
+  Station& c = station("c");
+  const EndpointId toB = a.connect(b);
+  const EndpointId toC = a.connect(c);
+  const Bytes bytes = pattern(kMiB, 1);
+  const wire::Header frame = header(1);
+  a.transport->send(toB, frame, {}, SendMode::kEager, first.callback());
+  for (Outcome& sending : pending) {
+    a.transport->send(toB, frame, bytes, SendMode::kRendezvous, sending.callback());
+  }
+  ASSERT_TRUE(progressUntil([&] { return first.isDone() && b.arrivals.size() == 4; }));
+  EXPECT_FALSE(first.error());
+
+  // Without refusing what it has parked: as a killed process would.
+  fabric_->destroy(std::move(b.transport));
+  ASSERT_TRUE(progressUntil([&] { return !a.failed.empty() && a.transport->operationsInFlight() == 0; }));
+  EXPECT_EQ(a.failed, std::vector<EndpointId>{toB});
+  for (const Outcome& sending : pending) {
+    EXPECT_TRUE(sending.isDone());
+  }
+  a.transport->send(toB, frame, {}, SendMode::kEager, late.callback());
+  ASSERT_TRUE(progressUntil([&] { return late.isDone(); }));
+  EXPECT_TRUE(late.error());
+  progressAWhile();
+  EXPECT_EQ(a.failed.size(), 1u) << "told once";
+
+  a.transport->send(toC, frame, {}, SendMode::kEager, other.callback());
+  ASSERT_TRUE(progressUntil([&] { return other.isDone() && !c.arrivals.empty(); }));
+  EXPECT_FALSE(other.error()) << "one peer's death is not another's";
+}
+
+TEST_P(TransportContractTest, AbandonedEndpointEndsItsOperationsWithAnError) {
+  Outcome pending[3];
+  Outcome late;
+  Outcome other;
+  Station& a = station("a");
+  Station& b = station("b");
+  Station& c = station("c");
+  const EndpointId toB = a.connect(b);
+  const EndpointId toC = a.connect(c);
+  const Bytes bytes = pattern(kMiB, 1);
+  const wire::Header frame = header(1);
+  for (Outcome& sending : pending) {
+    a.transport->send(toB, frame, bytes, SendMode::kRendezvous, sending.callback());
+  }
+  ASSERT_TRUE(progressUntil([&] { return b.arrivals.size() == 3; }));
+  a.transport->abandon(toB);
+  a.transport->abandon(toB); // twice is no harm
+  ASSERT_TRUE(progressUntil([&] { return a.transport->operationsInFlight() == 0; }));
+  for (const Outcome& sending : pending) {
+    EXPECT_TRUE(sending.error());
+  }
+  a.transport->send(toB, frame, bytes, SendMode::kEager, late.callback());
+  ASSERT_TRUE(progressUntil([&] { return late.isDone(); }));
+  EXPECT_TRUE(late.error());
+
+  a.transport->send(toC, frame, {}, SendMode::kEager, other.callback());
+  ASSERT_TRUE(progressUntil([&] { return other.isDone() && !c.arrivals.empty(); }));
+  EXPECT_FALSE(other.error());
+}
+
+TEST_P(TransportContractTest, AbandonBeforeThePeerHasHeardAnythingEndsTheOperations) {
+  Outcome pending[2];
+  Station& a = station("a");
+  Station& b = station("b");
+  const EndpointId toB = a.connect(b);
+  const Bytes bytes = pattern(kMiB, 1);
+  const wire::Header frame = header(1);
+  a.transport->send(toB, frame, bytes, SendMode::kRendezvous, pending[0].callback());
+  a.transport->send(toB, frame, {}, SendMode::kEager, pending[1].callback());
+  a.transport->abandon(toB);
+  ASSERT_TRUE(progressUntil([&] { return a.transport->operationsInFlight() == 0; }));
+  EXPECT_TRUE(pending[0].error());
+}
+
+TEST_P(TransportContractTest, CloseWithOperationsInFlightEndsThemAll) {
+  Outcome pending[3];
+  Outcome unheard;
+  Station& a = station("a");
+  Station& b = station("b");
+  Station& c = station("c");
+  const EndpointId toB = a.connect(b);
+  const EndpointId toC = a.connect(c);
+  const Bytes bytes = pattern(kMiB, 1);
+  const wire::Header frame = header(1);
+  for (Outcome& sending : pending) {
+    a.transport->send(toB, frame, bytes, SendMode::kRendezvous, sending.callback());
+  }
+  ASSERT_TRUE(progressUntil([&] { return b.arrivals.size() == 3; }));
+  a.transport->send(toC, frame, bytes, SendMode::kRendezvous, unheard.callback()); // c never makes progress
+  a.transport->close(20);
+  for (const Outcome& sending : pending) {
+    EXPECT_TRUE(sending.isDone());
+    EXPECT_TRUE(sending.error());
+  }
+  EXPECT_TRUE(unheard.isDone());
+  EXPECT_EQ(a.transport->operationsInFlight(), 0u);
+  a.transport.reset();
+}
+
+TEST_P(TransportContractTest, CloseRefusesWhatNobodyTook) {
+  Outcome pending[3];
+  Station& a = station("a");
+  Station& b = station("b");
+  const EndpointId toB = a.connect(b);
+  const Bytes bytes = pattern(kMiB, 1);
+  const wire::Header frame = header(1);
+  for (Outcome& sending : pending) {
+    a.transport->send(toB, frame, bytes, SendMode::kRendezvous, sending.callback());
+  }
+  ASSERT_TRUE(progressUntil([&] { return b.arrivals.size() == 3; }));
+  b.transport->close(1000);
+  b.transport.reset();
+  ASSERT_TRUE(progressUntil([&] { return a.transport->operationsInFlight() == 0; }))
+      << "the sender's bytes are pinned for ever";
+}
+
+TEST_P(TransportContractTest, CloseDuringAReceiveEndsIt) {
+  Outcome sent;
+  Outcome received;
+  Station& a = station("a");
+  Station& b = station("b");
+  const EndpointId toB = a.connect(b);
+  const Bytes bytes = pattern(64 * kMiB, 1);
+  Bytes into(bytes.size());
+  const wire::Header frame = header(1);
+  a.transport->send(toB, frame, bytes, SendMode::kRendezvous, sent.callback());
+  ASSERT_TRUE(progressUntil([&] { return !b.arrivals.empty(); }));
+  b.transport->receive(b.take().parked, into.data(), into.size(), received.callback());
+  b.transport->progress();
+  b.transport->close(0);
+  EXPECT_TRUE(received.isDone());
+  b.transport.reset();
+  a.transport->close(0);
+  EXPECT_TRUE(sent.isDone());
+  a.transport.reset();
+}
+
+TEST_P(TransportContractTest, CloseFlushesWhatWasSentEagerly) {
+  constexpr uint64_t kMessages = 200;
+  std::vector<Outcome> sent(kMessages);
+  Station& a = station("a");
+  Station& b = station("b");
+  std::atomic<bool> isOver{false};
+  std::thread receiver([&] { // b's transport belongs to this thread now
+    while (!isOver.load()) {
+      if (b.transport->progress() == 0 && b.transport->arm()) {
+        pollfd event{b.transport->eventFd(), POLLIN, 0};
+        (void)poll(&event, 1, 1);
+      }
+    }
+    (void)eventually([&] {
+      b.transport->progress();
+      return b.arrivals.size() == kMessages;
+    });
+  });
+  const EndpointId toB = a.connect(b);
+  const Bytes bytes = pattern(4000, 1);
+  std::vector<wire::Header> frames;
+  for (uint64_t callId = 0; callId < kMessages; ++callId) {
+    frames.push_back(header(callId));
+  }
+  for (uint64_t callId = 0; callId < kMessages; ++callId) {
+    a.transport->send(toB, frames[callId], bytes, SendMode::kEager, sent[callId].callback());
+  }
+  a.transport->close(10'000);
+  a.transport.reset();
+  isOver.store(true);
+  receiver.join();
+  EXPECT_EQ(b.arrivals.size(), kMessages);
+}
+
+TEST_P(TransportContractTest, CloseTwiceIsCloseOnce) {
+  Station& a = station("a");
+  a.transport->close(0);
+  a.transport->close(0);
+  a.transport.reset();
+}
+
+// Two threads that answer each other, each asleep in poll() while it waits. A lost wake-up would be a poll that times out.
+TEST_P(TransportContractTest, SleeperIsWokenEveryTime) {
+  constexpr uint64_t kRounds = 10'000;
+  std::vector<Outcome> sent(2 * kRounds);
+  Station& a = station("a");
+  Station& b = station("b");
+  const EndpointId toB = a.connect(b);
+  const EndpointId toA = b.connect(a);
+  std::vector<wire::Header> frames;
+  for (uint64_t round = 0; round < kRounds; ++round) {
+    frames.push_back(header(round));
+  }
+  std::atomic<int> lost{0};
+
+  const auto isReadable = [&lost](Station& self) {
+    while (self.arrivals.empty()) {
+      if (self.transport->progress() != 0 || !self.arrivals.empty() || !self.transport->arm()) {
+        continue;
+      }
+      pollfd event{self.transport->eventFd(), POLLIN, 0};
+      if (poll(&event, 1, 10'000) == 0) {
+        self.transport->progress();
+        if (!self.arrivals.empty()) {
+          lost.fetch_add(1); // it was there, and nobody said so
+        }
+        return !self.arrivals.empty();
+      }
+    }
+    return true;
+  };
+  std::thread other([&] {
+    for (uint64_t round = 0; round < kRounds; ++round) {
+      if (!isReadable(b)) {
+        return;
+      }
+      b.take();
+      b.transport->send(toA, frames[round], {}, SendMode::kEager, sent[2 * round].callback());
+    }
+  });
+  uint64_t rounds = 0;
+  for (; rounds < kRounds; ++rounds) {
+    a.transport->send(toB, frames[rounds], {}, SendMode::kEager, sent[2 * rounds + 1].callback());
+    if (!isReadable(a)) {
+      break;
+    }
+    EXPECT_EQ(a.take().header.callId, rounds);
+  }
+  other.join();
+  EXPECT_EQ(rounds, kRounds);
+  EXPECT_EQ(lost.load(), 0);
+  stations_.clear(); // ends what a failure above has left open
+}
+
+TEST_P(TransportContractTest, AddressesThatMakeNoSenseAreRefused) {
+  Station& a = station("a");
+  for (const std::string& address : {std::string(), std::string("nobody is called this")}) {
+    EndpointId endpoint = 0;
+    EXPECT_TRUE(a.transport->connect(address, endpoint)) << "'" << address << "'";
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    Implementations,
+    TransportContractTest,
+    testing::Values(
+        Implementation{"Loopback", [] { return std::make_unique<LoopbackFabric>(); }},
+        Implementation{"Ucp", [] { return std::make_unique<UcpFabric>(""); }},
+        Implementation{"UcpOverTcp", [] { return std::make_unique<UcpFabric>("tcp"); }}),
+    [](const auto& info) { return info.param.name; });
+
+} // namespace
+} // namespace torch_ucx_rpc

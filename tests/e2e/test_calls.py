@@ -1,0 +1,357 @@
+"""Calls: rpc_sync, rpc_async and remote on Python functions, builtin operators and TorchScript functions."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import time
+
+import pytest
+import torch
+import torch.distributed.rpc as rpc
+from workers import agent, in_every_worker, in_worker0
+
+# Well beyond what a loaded machine needs for a few calls, and well below what a hang costs.
+PROMPT_S = 15.0
+
+
+def greet(name: str, *, greeting: str = "Hello") -> str:
+    return f"{greeting}, {name}, from {rpc.get_worker_info().name}"
+
+
+@torch.jit.script
+def scaled_sum(a: torch.Tensor, b: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+    return (a + b) * scale
+
+
+class Unusual(Exception):
+    pass
+
+
+EXCEPTIONS = {"ValueError": ValueError, "TypeError": TypeError, "RuntimeError": RuntimeError, "Unusual": Unusual}
+
+
+def fail(kind: str) -> None:
+    raise EXCEPTIONS[kind]("this was to be")
+
+
+@in_worker0(of=2)
+def test_python_functions_are_called_with_arguments_and_keywords() -> None:
+    expected = "Ahoy, you, from worker1"
+    arguments = {"args": ("you",), "kwargs": {"greeting": "Ahoy"}}
+    assert rpc.rpc_sync("worker1", greet, **arguments) == expected
+    assert rpc.rpc_async("worker1", greet, **arguments).wait() == expected
+    assert rpc.remote("worker1", greet, **arguments).to_here() == expected
+
+
+@in_worker0(of=2)
+def test_builtin_operators_are_called() -> None:
+    a, b = torch.randn(3, 4), torch.randn(4)
+    assert torch.equal(rpc.rpc_sync("worker1", torch.add, args=(a, b)), a + b)
+    assert torch.equal(rpc.rpc_sync("worker1", torch.add, args=(a, b), kwargs={"alpha": 2}), a + 2 * b)
+    assert torch.equal(rpc.rpc_async("worker1", torch.mul, args=(a, b)).wait(), a * b)
+    assert torch.equal(rpc.remote("worker1", torch.sub, args=(a, b)).to_here(), a - b)
+
+
+@in_worker0(of=2)
+def test_torchscript_functions_are_called() -> None:
+    a, b = torch.randn(5), torch.randn(5)
+    assert torch.equal(rpc.rpc_sync("worker1", scaled_sum, args=(a, b)), a + b)
+    assert torch.equal(rpc.rpc_async("worker1", scaled_sum, args=(a, b), kwargs={"scale": 3.0}).wait(), (a + b) * 3)
+    assert torch.equal(rpc.remote("worker1", scaled_sum, args=(a, b, 0.5)).to_here(), (a + b) * 0.5)
+
+
+@in_worker0(of=3)
+def test_workers_are_addressed_by_name_rank_or_info() -> None:
+    for target in ("worker2", 2, rpc.get_worker_info("worker2")):
+        assert rpc.rpc_sync(target, greet, args=("you",)) == "Hello, you, from worker2"
+    with pytest.raises((RuntimeError, ValueError), match="worker7"):
+        rpc.rpc_sync("worker7", greet, args=("you",))
+
+
+@in_every_worker(of=2, silent=False)
+def test_calls_to_oneself_work(rank: int) -> None:
+    me = rpc.get_worker_info()
+    a = torch.randn(1000)
+    assert rpc.rpc_sync(me, greet, args=("me",)) == f"Hello, me, from worker{rank}"
+    assert torch.equal(rpc.rpc_async(me, torch.add, args=(a, 1)).wait(), a + 1)
+    assert torch.equal(rpc.rpc_sync(me, scaled_sum, args=(a, a)), a + a)
+    assert rpc.remote(me, greet, args=("me",)).to_here() == f"Hello, me, from worker{rank}"
+    with pytest.raises(ValueError, match="this was to be"):
+        rpc.rpc_sync(me, fail, args=("ValueError",))
+
+
+@in_worker0(of=1)
+def test_a_job_of_one_worker_works() -> None:
+    assert rpc.rpc_sync("worker0", greet, args=("me",)) == "Hello, me, from worker0"
+
+
+@in_worker0(of=2)
+def test_thousands_of_calls_in_flight_get_each_its_own_answer() -> None:
+    futures = [rpc.rpc_async("worker1", torch.add, args=(torch.tensor(i), 1)) for i in range(3000)]
+    assert [int(future.wait()) for future in futures] == list(range(1, 3001))
+
+
+@in_every_worker(of=4)
+def test_all_workers_call_all_at_once(rank: int) -> None:
+    futures = {
+        (peer, i): rpc.rpc_async(f"worker{peer}", torch.add, args=(torch.full((100,), float(rank)), i))
+        for i in range(50)
+        for peer in range(4)
+    }
+    for (_, i), future in futures.items():
+        assert torch.equal(future.wait(), torch.full((100,), float(rank + i)))
+
+
+def call_onwards(names: list[str]) -> list[str]:
+    here = rpc.get_worker_info().name
+    return [here, *rpc.rpc_sync(names[0], call_onwards, args=(names[1:],))] if names else [here]
+
+
+@in_worker0(of=3)
+def test_handlers_may_call_other_workers_and_back() -> None:
+    way = ["worker1", "worker2", "worker0", "worker1"]
+    assert call_onwards(way) == ["worker0", *way]
+
+
+@in_worker0(of=2)
+def test_callbacks_of_a_future_run_with_its_value() -> None:
+    future = rpc.rpc_async("worker1", torch.add, args=(torch.ones(2), 1))
+    assert torch.equal(future.then(lambda done: done.value() * 10).wait(), torch.full((2,), 20.0))
+
+    called = threading.Event()
+    rpc.rpc_async("worker1", torch.add, args=(torch.ones(2), 1)).add_done_callback(lambda _: called.set())
+    assert called.wait(PROMPT_S)
+
+
+@rpc.functions.async_execution
+def add_on(name: str, a: torch.Tensor, b: torch.Tensor) -> torch.futures.Future:
+    return rpc.rpc_async(name, torch.add, args=(a, b)).then(lambda sum_: sum_.wait() * 10)
+
+
+@rpc.functions.async_execution
+def not_a_future() -> int:
+    return 1
+
+
+class Accumulator:
+    """Answers each of ``of`` callers with the sum of all, once it has heard them all."""
+
+    def __init__(self, of: int) -> None:
+        self._left, self._sum = of, 0
+        self._answer: torch.futures.Future = torch.futures.Future()
+        self._lock = threading.Lock()
+
+    @staticmethod
+    @rpc.functions.async_execution
+    def add(self_rref: rpc.RRef, number: int) -> torch.futures.Future:
+        self = self_rref.local_value()
+        with self._lock:
+            self._left -= 1
+            self._sum += number
+            if self._left == 0:
+                self._answer.set_result(self._sum)
+        return self._answer
+
+
+@in_worker0(of=3)
+def test_async_execution_answers_when_its_future_is_done() -> None:
+    arguments = {"args": ("worker2", torch.ones(2), 1)}
+    expected = torch.full((2,), 20.0)
+    assert torch.equal(rpc.rpc_sync("worker1", add_on, **arguments), expected)
+    assert torch.equal(rpc.rpc_async("worker1", add_on, **arguments).wait(), expected)
+    assert torch.equal(rpc.remote("worker1", add_on, **arguments).to_here(), expected)
+    with pytest.raises(RuntimeError, match=r"Functions decorated with @rpc\.async_function must return"):
+        rpc.rpc_sync("worker1", not_a_future)
+
+
+@in_worker0(of=2)
+def test_async_execution_holds_no_thread_while_it_waits() -> None:
+    # More callers than there are threads to serve them.
+    accumulator = rpc.remote("worker1", Accumulator, args=(100,))
+    futures = [rpc.rpc_async("worker1", Accumulator.add, args=(accumulator, i)) for i in range(100)]
+    assert [future.wait() for future in futures] == [sum(range(100))] * 100
+
+
+# ---- Errors ----------------------------------------------------------------------------------------------------------
+
+
+# torch prints the traceback of a failing function on the callee.
+@in_worker0(of=2, silent=False)
+def test_exceptions_of_the_callee_are_raised_with_their_type_and_message() -> None:
+    for kind, exception in EXCEPTIONS.items():
+        # rpc_sync and rpc_async keep these types only; torch makes any other a RuntimeError that begins with its name.
+        kept = exception if exception in (ValueError, TypeError) else RuntimeError
+        for expected, call in (
+            (kept, lambda kind=kind: rpc.rpc_sync("worker1", fail, args=(kind,))),
+            (kept, lambda kind=kind: rpc.rpc_async("worker1", fail, args=(kind,)).wait()),
+            (exception, lambda kind=kind: rpc.remote("worker1", fail, args=(kind,)).to_here()),
+        ):
+            with pytest.raises(expected, match="this was to be") as raised:
+                call()
+            assert raised.type is expected
+            # Where it happened: the worker, and its stack.
+            for word in (kind, "worker1", "in fail"):
+                assert word in str(raised.value)
+
+
+@in_worker0(of=2)
+def test_errors_of_operators_and_torchscript_are_raised() -> None:
+    a, b = torch.ones(2), torch.ones(3)
+    for call in (
+        lambda: rpc.rpc_sync("worker1", torch.add, args=(a, b)),
+        lambda: rpc.rpc_sync("worker1", scaled_sum, args=(a, b)),
+        lambda: rpc.rpc_async("worker1", torch.add, args=(a, b)).wait(),
+    ):
+        with pytest.raises(RuntimeError, match="must match the size of tensor b"):
+            call()
+
+
+class Unpicklable:
+    def __reduce__(self) -> tuple:
+        raise TypeError("this stays where it is")
+
+
+def unpicklable() -> Unpicklable:
+    return Unpicklable()
+
+
+@in_worker0(of=2)
+def test_what_cannot_be_pickled_fails_its_call_only() -> None:
+    with pytest.raises(TypeError, match="this stays where it is"):
+        rpc.rpc_sync("worker1", greet, args=(Unpicklable(),))
+    with pytest.raises(Exception, match="this stays where it is"):
+        rpc.rpc_sync("worker1", unpicklable)
+    assert rpc.rpc_sync("worker1", greet, args=("you",)) == "Hello, you, from worker1"
+
+
+# ---- Time ------------------------------------------------------------------------------------------------------------
+
+_released = threading.Event()
+
+
+def wait_for_release() -> str:
+    assert _released.wait(60)
+    return "released"
+
+
+def release() -> None:
+    _released.set()
+
+
+def assert_times_out(call: object, *, after: float) -> None:
+    start = time.monotonic()
+    with pytest.raises(RuntimeError, match="RPC ran for more than"):
+        call()
+    # Agents count in milliseconds.
+    assert after - 0.01 <= time.monotonic() - start < after + PROMPT_S
+
+
+@in_worker0(of=2)
+def test_a_call_ends_at_its_own_timeout() -> None:
+    try:
+        assert_times_out(lambda: rpc.rpc_sync("worker1", wait_for_release, timeout=0.2), after=0.2)
+        assert_times_out(lambda: rpc.rpc_async("worker1", wait_for_release, timeout=0.2).wait(), after=0.2)
+        assert_times_out(lambda: rpc.rpc_sync("worker0", wait_for_release, timeout=0.2), after=0.2)
+        rref = rpc.remote("worker1", wait_for_release)
+        assert_times_out(lambda: rref.to_here(timeout=0.2), after=0.2)
+        # The others go on meanwhile, and what was given up can be asked for again.
+        assert rpc.rpc_sync("worker1", greet, args=("you",)) == "Hello, you, from worker1"
+    finally:
+        rpc.rpc_sync("worker1", release)
+        release()
+    assert rref.to_here() == "released"
+
+
+@in_worker0(of=2, options={"rpc_timeout": 0.5})
+def test_calls_without_a_timeout_end_at_the_agents() -> None:
+    assert rpc.get_rpc_timeout() == 0.5
+    try:
+        assert_times_out(lambda: rpc.rpc_sync("worker1", wait_for_release), after=0.5)
+        # 0 is no limit, and an agent's limit can be changed while it runs.
+        unlimited = rpc.rpc_async("worker1", wait_for_release, timeout=0)
+        rpc._set_rpc_timeout(1.0)
+        assert_times_out(lambda: rpc.rpc_sync("worker1", wait_for_release), after=1.0)
+        assert not unlimited.done()
+    finally:
+        rpc._set_rpc_timeout(60.0)
+        rpc.rpc_sync("worker1", release)
+    assert unlimited.wait() == "released"
+
+
+def hold(tensor: torch.Tensor) -> int:
+    wait_for_release()
+    return tensor.numel()
+
+
+@pytest.mark.ucx_only
+@in_worker0(of=2)
+def test_a_late_answer_is_dropped_and_the_agent_goes_on() -> None:
+    tensor = torch.ones(1 << 20)
+    futures = [rpc.rpc_async("worker1", hold, args=(tensor,), timeout=0.3) for _ in range(10)]
+    for future in futures:
+        with pytest.raises(RuntimeError, match="RPC ran for more than"):
+            future.wait()
+    rpc.rpc_sync("worker1", release)
+    for i in range(10):
+        assert torch.equal(rpc.rpc_sync("worker1", torch.add, args=(tensor, i)), tensor + i)
+    assert agent().get_metrics()["agent.calls_timed_out"] == "10"
+    assert agent().get_metrics()["agent.client_active_calls"] == "0"
+
+
+def interrupt_then_wait(pid: int) -> str:
+    # While the caller, by construction, waits for the answer to this call.
+    os.kill(pid, signal.SIGINT)
+    return wait_for_release()
+
+
+@pytest.mark.ucx_only
+@in_worker0(of=2)
+def test_ctrl_c_interrupts_a_blocked_call_and_the_agent_goes_on() -> None:
+    for call in (
+        lambda: rpc.rpc_sync("worker1", interrupt_then_wait, args=(os.getpid(),)),
+        lambda: rpc.remote("worker1", interrupt_then_wait, args=(os.getpid(),)).to_here(),
+    ):
+        start = time.monotonic()
+        with pytest.raises(KeyboardInterrupt):
+            call()
+        assert time.monotonic() - start < PROMPT_S
+        assert rpc.rpc_sync("worker1", greet, args=("you",)) == "Hello, you, from worker1"
+    rpc.rpc_sync("worker1", release)
+
+
+# ---- Surroundings ----------------------------------------------------------------------------------------------------
+
+
+@in_worker0(of=2)
+def test_calls_may_come_from_any_thread() -> None:
+    results: dict[int, torch.Tensor] = {}
+
+    def call(i: int) -> None:
+        results[i] = rpc.rpc_sync("worker1", torch.add, args=(torch.full((64,), float(i)), 1))
+
+    threads = [threading.Thread(target=call, args=(i,)) for i in range(32)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert {i: result[0].item() for i, result in results.items()} == {i: i + 1.0 for i in range(32)}
+
+
+@contextlib.contextmanager
+def deterministic_algorithms():
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@in_worker0(of=2)
+def test_tensors_arrive_under_deterministic_algorithms() -> None:
+    # torch then fills what it allocates, which must not happen to what has already been received.
+    with deterministic_algorithms():
+        tensor = torch.randn(1000, 100)
+        assert torch.equal(rpc.rpc_sync("worker1", torch.mul, args=(tensor, 1)), tensor)

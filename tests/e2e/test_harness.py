@@ -1,0 +1,90 @@
+"""The harness itself: a worker that fails in whatever way fails its test, with all that is known about it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+
+import pytest
+from workers import WorkersFailed, run_workers
+
+
+def give_rank(rank: int) -> int:
+    return 10 * rank
+
+
+def fail(rank: int) -> None:
+    print("before it failed")
+    values = {"rank": rank}
+    assert values["rank"] != 1
+
+
+def crash(rank: int) -> None:
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGSEGV)
+
+
+def leave(rank: int, code: int) -> None:
+    if rank == 1:
+        os._exit(code)
+
+
+def say_something(rank: int) -> None:
+    if rank == 1:
+        print("something is wrong", file=sys.stderr)
+
+
+def wait_for_ever(rank: int) -> None:
+    if rank == 1:
+        threading.Event().wait()
+
+
+def account_of(body: object, *args: object, **job: object) -> str:
+    with pytest.raises(WorkersFailed) as failed:
+        run_workers(2, body, *args, init=False, **job)
+    # The worker that failed comes first.
+    assert str(failed.value).startswith("worker1 (process ")
+    return str(failed.value)
+
+
+def test_results_come_back_by_rank() -> None:
+    assert run_workers(3, give_rank, init=False) == [0, 10, 20]
+
+
+def test_a_failed_assertion_is_explained() -> None:
+    account = account_of(fail)
+    for line in ('assert values["rank"] != 1', "AssertionError: assert 1 != 1", "before it failed"):
+        assert line in account
+
+
+def test_a_crash_is_reported_with_its_stack() -> None:
+    account = account_of(crash)
+    assert "ended with SIGSEGV" in account
+    assert "in crash" in account
+
+
+def test_an_early_end_is_a_failure_unless_it_is_expected() -> None:
+    assert "ended within its body" in account_of(leave, 0)
+    assert "ended with exit code 3" in account_of(leave, 3)
+    assert "ended with exit code 3" in account_of(leave, 3, exit_codes={1: 4})
+    assert run_workers(2, leave, 3, init=False, exit_codes={1: 3}) == [None, None]
+
+
+def test_output_on_stderr_is_a_failure_unless_it_is_expected() -> None:
+    account = account_of(say_something)
+    assert "wrote to stderr" in account
+    assert "something is wrong" in account
+    run_workers(2, say_something, init=False, silent=False)
+
+
+def test_a_hang_is_reported_with_the_stacks_and_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    # gdb takes many seconds, and says where C++ hangs, which this does not.
+    monkeypatch.setenv("PATH", "")
+    account = account_of(wait_for_ever, timeout=3)
+    assert "had not finished after 3 s, and was killed" in account
+    assert "in wait_for_ever" in account
+    pid = int(account.partition("(process ")[2].partition(")")[0])
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)

@@ -1,0 +1,349 @@
+"""Joining a job, leaving it, and the ends a process can come to."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import threading
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.rpc as rpc
+import workers
+from workers import backend_options, eventually, in_every_worker, init_rpc, reserved_port, run_program
+
+pytestmark = pytest.mark.ucx_only
+
+
+def add_one(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor + 1
+
+
+def assert_calls_work(world_size: int) -> None:
+    for peer in range(world_size):
+        for n in (3, 1 << 18):
+            tensor = torch.full((n,), float(peer))
+            assert torch.equal(rpc.rpc_sync(peer, add_one, args=(tensor,)), tensor + 1)
+
+
+# ---- Joining ---------------------------------------------------------------------------------------------------------
+
+
+@in_every_worker(of=2, init=False)
+def test_the_backend_is_given_by_name_or_as_a_member(rank: int) -> None:
+    for backend in ("UCX", rpc.BackendType.UCX, rpc.backend_registry.BackendType["UCX"]):
+        init_rpc(rank, backend=backend)
+        assert_calls_work(2)
+        rpc.shutdown()
+        init_rpc(rank, backend=backend, rpc_backend_options=None)
+        rpc.shutdown()
+
+
+@in_every_worker(of=2, init=False)
+def test_the_backend_is_inferred_from_the_options(rank: int) -> None:
+    import torch_ucx_rpc
+
+    init_rpc(rank, backend=None, rpc_backend_options=torch_ucx_rpc.UcxRpcBackendOptions(num_worker_threads=3))
+    assert type(workers.agent()).__name__ == "UcxRpcAgent"
+    assert workers.agent().get_debug_info()["agent.num_worker_threads"] == "3"
+    rpc.shutdown()
+
+
+@in_every_worker(of=2, init=False, silent=False)
+def test_tensorpipe_goes_on_working_in_the_same_process(rank: int) -> None:
+    for backend, options in (
+        (rpc.BackendType.TENSORPIPE, rpc.TensorPipeRpcBackendOptions()),
+        ("UCX", None),
+        (None, rpc.TensorPipeRpcBackendOptions()),
+        ("UCX", None),
+        (None, None),
+    ):
+        with warnings.catch_warnings():
+            # TensorPipe's start-up, which torch itself calls deprecated.
+            warnings.simplefilter("ignore")
+            init_rpc(rank, backend=backend, rpc_backend_options=options)
+        expected = "UcxRpcAgent" if backend == "UCX" else "TensorPipeAgent"
+        assert type(workers.agent()).__name__ == expected
+        assert_calls_work(2)
+        rpc.shutdown()
+
+
+def test_names_bound_before_the_import_work() -> None:
+    [ended] = run_program("""
+        import os, warnings
+        from torch.distributed.rpc import BackendType, init_rpc, rpc_sync, shutdown
+        import torch
+
+        tensorpipe = BackendType.TENSORPIPE
+        import torch_ucx_rpc
+
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+        init_rpc("w0", backend="UCX", rank=0, world_size=1)
+        assert rpc_sync("w0", torch.add, args=(torch.ones(1), 1)).item() == 2
+        shutdown()
+
+        warnings.simplefilter("ignore")
+        init_rpc("w0", backend=tensorpipe, rank=0, world_size=1)
+        assert rpc_sync("w0", torch.add, args=(torch.ones(1), 1)).item() == 2
+        shutdown()
+        print("done")
+    """)
+    assert (ended.returncode, ended.stdout) == (0, "done\n"), ended.stderr
+
+
+@in_every_worker(of=2, init=False)
+def test_only_one_agent_at_a_time(rank: int) -> None:
+    with pytest.raises(RuntimeError, match="RPC has not been initialized"):
+        rpc.rpc_sync("worker0", add_one, args=(torch.ones(1),))
+    init_rpc(rank)
+    with pytest.raises(RuntimeError, match="RPC is already initialized"):
+        init_rpc(rank)
+    assert_calls_work(2)
+    rpc.shutdown()
+    with pytest.raises(RuntimeError, match="RPC has not been initialized"):
+        rpc.rpc_sync("worker0", add_one, args=(torch.ones(1),))
+
+
+@in_every_worker(of=2, init=False)
+def test_workers_that_do_not_come_are_named(rank: int) -> None:
+    with pytest.raises(RuntimeError, match=r"these ranks have not come: 2-4\b"):
+        init_rpc(rank, world_size=5, rpc_backend_options=backend_options(rpc_timeout=2))
+    # Nothing is left of the attempt.
+    init_rpc(rank)
+    assert_calls_work(2)
+    rpc.shutdown()
+
+
+@in_every_worker(of=3, init=False)
+def test_a_name_taken_twice_is_refused_naming_both(rank: int) -> None:
+    with pytest.raises(RuntimeError, match="is not unique") as raised:
+        init_rpc(rank, name="only" if rank == 0 else "twin")
+    for word in ("'twin'", "rank 1", "rank 2", "pid"):
+        assert word in str(raised.value)
+    assert "'only'" not in str(raised.value)
+    init_rpc(rank)
+    assert_calls_work(3)
+    rpc.shutdown()
+
+
+@in_every_worker(of=2, init=False)
+def test_a_rank_or_world_size_that_does_not_fit_is_refused(rank: int) -> None:
+    with pytest.raises(RuntimeError, match="disagree on world_size"):
+        init_rpc(rank, world_size=2 + rank, rpc_backend_options=backend_options(rpc_timeout=10))
+
+
+@in_every_worker(of=2, init=False)
+def test_different_versions_of_this_package_are_refused_naming_both(rank: int) -> None:
+    import torch_ucx_rpc
+
+    own = torch_ucx_rpc.__version__
+    if rank == 1:
+        torch_ucx_rpc.__version__ = "0.0.0"
+    with pytest.raises(RuntimeError, match="different versions of torch_ucx_rpc") as raised:
+        init_rpc(rank)
+    for word in (own, "0.0.0", "rank 0", "rank 1"):
+        assert word in str(raised.value)
+
+
+@in_every_worker(of=1, init=False)
+def test_ctrl_c_interrupts_waiting_for_workers_that_do_not_come(rank: int) -> None:
+    interrupt = threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT))
+    interrupt.start()
+    with pytest.raises(KeyboardInterrupt):
+        init_rpc(rank, world_size=2)
+    init_rpc(rank, world_size=1)
+    assert_calls_work(1)
+    rpc.shutdown()
+
+
+def meet_by_file(rank: int, file: Path) -> None:
+    init_rpc(rank, rpc_backend_options=backend_options(init_method=file.as_uri()))
+    assert_calls_work(2)
+    rpc.shutdown()
+
+
+def test_workers_meet_through_a_file_too(run_workers: Callable[..., list], tmp_path: Path) -> None:
+    run_workers(2, meet_by_file, tmp_path / "store", init=False)
+
+
+# ---- Many ------------------------------------------------------------------------------------------------------------
+
+
+def call_everybody(rank: int) -> int:
+    me, names = f"worker{rank}", [info.name for info in workers.agent().get_worker_infos()]
+    futures = [rpc.rpc_async(name, add_one, args=(torch.tensor([rank]),)) for name in names]
+    assert [int(future.wait()) for future in futures] == [rank + 1] * len(names)
+    assert me in names
+    return len(names)
+
+
+def test_forty_workers_come_up_call_each_other_and_shut_down(run_workers: Callable[..., list]) -> None:
+    # All on this machine, whatever it has: what is asserted is that it ends.
+    assert run_workers(40, call_everybody, options={"num_worker_threads": 4}, timeout=150) == [40] * 40
+
+
+# ---- Leaving ---------------------------------------------------------------------------------------------------------
+
+
+def belongings() -> dict[str, int]:
+    gc.collect()
+    return {what: len(list(Path("/proc/self", what).iterdir())) for what in ("task", "fd")}
+
+
+@in_every_worker(of=2, init=False)
+def test_joining_again_and_again_leaves_nothing_behind(rank: int) -> None:
+    had = {}
+    for attempt in range(6):
+        init_rpc(rank, name=f"worker{rank}-{attempt}")
+        assert_calls_work(2)
+        rpc.shutdown()
+        # The first two bring up what torch and Python keep for the life of the process.
+        had[attempt] = belongings()
+    assert had[5] == had[1]
+
+
+_released = threading.Event()
+_recorded = threading.Event()
+
+
+def wait_then_record() -> None:
+    assert _released.wait(60)
+    _recorded.set()
+
+
+def release() -> None:
+    _released.set()
+
+
+@in_every_worker(of=2, shutdown=False)
+def test_a_graceful_shutdown_waits_for_calls_in_flight(rank: int) -> None:
+    if rank == 0:
+        future = rpc.rpc_async("worker1", wait_then_record)
+        rpc.rpc_async("worker1", release)
+    rpc.shutdown()
+    if rank == 0:
+        assert future.done()
+    else:
+        assert _recorded.is_set()
+
+
+def leave_at_once(rank: int, done: Path) -> None:
+    if rank == 0:
+        future = rpc.rpc_async("worker1", wait_for_file, args=(done,))
+        rpc.shutdown(graceful=False)
+        # Nobody will answer any more.
+        with pytest.raises(RuntimeError):
+            future.wait()
+        done.touch()
+    else:
+        eventually(done.exists, "worker0 has left", timeout=50)
+        rpc.shutdown(graceful=False)
+
+
+def wait_for_file(file: Path) -> None:
+    eventually(file.exists, f"{file} exists", timeout=50)
+
+
+def test_an_ungraceful_shutdown_waits_for_nobody(run_workers: Callable[..., list], tmp_path: Path) -> None:
+    # Not silent: worker1 may find that nobody is there to take its answer.
+    run_workers(2, leave_at_once, tmp_path / "done", shutdown=False, silent=False)
+
+
+@in_every_worker(of=2, shutdown=False)
+def test_a_second_shutdown_says_that_there_is_no_agent(rank: int) -> None:
+    rpc.shutdown()
+    with pytest.raises(RuntimeError, match="RPC has not been initialized"):
+        rpc.shutdown()
+
+
+# ---- Ends of an interpreter ------------------------------------------------------------------------------------------
+
+JOIN_AND_CALL = """
+import os, sys, threading, time
+import torch, torch.distributed.rpc as rpc
+import torch_ucx_rpc
+
+rank, world_size, meeting = int(sys.argv[1]), 2, os.environ["MEETING"]
+
+rpc.init_rpc(f"worker{rank}", backend="UCX", rank=rank, world_size=world_size)
+received = [rpc.rpc_sync(peer, torch.add, args=(torch.zeros(1 << n), 1)) for n in (1, 20) for peer in range(world_size)]
+"""
+
+# Nobody ends before the other has what it asked for.
+MEET = """
+open(f"{meeting}/{rank}", "w").close()
+while len(os.listdir(meeting)) < world_size:
+    time.sleep(0.01)
+"""
+
+
+def end(last_lines: str, meeting: Path, *, lines: str = "") -> list:
+    """Two interpreters that form a job, call each other, run ``lines``, meet, and run ``last_lines``."""
+    with reserved_port() as port:
+        env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "MEETING": str(meeting)}
+        return run_program(JOIN_AND_CALL + lines + MEET + last_lines, ranks=(0, 1), env=env)
+
+
+@pytest.mark.parametrize(
+    ("last_lines", "exit_code"),
+    [
+        pytest.param("", 0, id="the end of the script"),
+        pytest.param("sys.exit(3)", 3, id="sys.exit"),
+        pytest.param("rpc.shutdown()", 0, id="a graceful shutdown"),
+        pytest.param("rpc.shutdown(graceful=False)", 0, id="an ungraceful shutdown"),
+        pytest.param("rpc.shutdown(); del received", 0, id="a graceful shutdown, then the tensors"),
+        pytest.param("future = rpc.rpc_async(rank, time.sleep, args=(0.3,))", 0, id="a call to itself in flight"),
+        pytest.param("threading.Thread(target=time.sleep, args=(3600,), daemon=True).start()", 0, id="a daemon thread"),
+    ],
+)
+def test_an_interpreter_ends_quietly(last_lines: str, exit_code: int, tmp_path: Path) -> None:
+    for ended in end(last_lines, tmp_path):
+        assert ended.stderr == ""
+        assert ended.returncode == exit_code
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        pytest.param("rref = rpc.remote(1 - rank, torch.add, args=(torch.zeros(3), 1))", id="a remote reference"),
+        pytest.param("future = rpc.rpc_async(1 - rank, time.sleep, args=(3600,))", id="a handler that never returns"),
+    ],
+)
+def test_an_interpreter_ends_with_work_left(lines: str, tmp_path: Path) -> None:
+    # Torch and the agent have something to say about it, but nothing that hangs or fails.
+    for ended in end("", tmp_path, lines=lines):
+        assert ended.returncode == 0, ended.stderr
+
+
+def test_an_uncaught_exception_ends_an_interpreter_with_its_traceback_only(tmp_path: Path) -> None:
+    for ended in end("raise ValueError('enough')", tmp_path):
+        assert ended.returncode == 1
+        assert ended.stderr.startswith("Traceback")
+        assert ended.stderr.endswith("ValueError: enough\n")
+        assert ended.stderr.count("Traceback") == 1
+
+
+def test_ctrl_c_ends_an_interpreter_in_a_call(tmp_path: Path) -> None:
+    interrupted, other = end(
+        """
+if rank == 0:
+    rpc.rpc_sync("worker1", interrupt, args=(os.getpid(),))
+while not os.path.exists(f"{meeting}/interrupted"):
+    time.sleep(0.01)
+""",
+        tmp_path,
+        lines="""
+def interrupt(pid):
+    os.kill(pid, 2)
+    while os.path.exists(f"/proc/{pid}/exe"):
+        time.sleep(0.01)
+    open(f"{meeting}/interrupted", "w").close()
+""",
+    )
+    assert interrupted.returncode == -signal.SIGINT
+    assert interrupted.stderr.endswith("KeyboardInterrupt\n")
+    assert other.returncode == 0

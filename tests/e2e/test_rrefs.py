@@ -1,0 +1,193 @@
+"""Remote references: their values, their copies on other workers, and their end."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+import torch.distributed.rpc as rpc
+from workers import eventually, in_every_worker, in_worker0
+
+
+class Counter:
+    def __init__(self, start: int = 0) -> None:
+        self.count = start
+
+    def add(self, n: int, *, times: int = 1) -> int:
+        self.count += n * times
+        return self.count
+
+    def where(self) -> str:
+        return rpc.get_worker_info().name
+
+
+def owned_here() -> int:
+    gc.collect()
+    return int(rpc._rref_context_get_debug_info()["num_owner_rrefs"])
+
+
+def assert_all_freed(*workers: str) -> None:
+    gc.collect()
+    for worker in workers:
+        eventually(lambda worker=worker: rpc.rpc_sync(worker, owned_here) == 0, f"{worker} owns nothing")
+
+
+@in_worker0(of=2)
+def test_the_value_of_an_rref_is_with_its_owner() -> None:
+    rref = rpc.remote("worker1", torch.add, args=(torch.ones(2), 1))
+    assert rref.owner() == rpc.get_worker_info("worker1")
+    assert rref.owner_name() == "worker1"
+    assert not rref.is_owner()
+    assert torch.equal(rref.to_here(), torch.full((2,), 2.0))
+    # The owner's word travels beside the value, and may be dealt with after it.
+    eventually(rref.confirmed_by_owner, "the owner has confirmed")
+    with pytest.raises(RuntimeError, match="localValue"):
+        rref.local_value()
+
+
+@in_worker0(of=2)
+def test_an_rref_to_a_local_object_is_its_own() -> None:
+    counter = Counter()
+    rref = rpc.RRef(counter)
+    assert rref.is_owner()
+    assert rref.local_value() is counter
+    assert rref.to_here() is counter
+    assert rref.rpc_sync().add(3) == 3
+    mine = rpc.remote("worker0", Counter, args=(5,))
+    assert mine.rpc_sync().add(1) == 6
+    assert mine.to_here() is mine.local_value()
+
+
+@in_worker0(of=2)
+def test_proxies_call_methods_on_the_owner() -> None:
+    rref = rpc.remote("worker1", Counter, args=(10,))
+    assert rref.rpc_sync().where() == "worker1"
+    assert rref.rpc_sync().add(1) == 11
+    assert rref.rpc_async().add(2, times=2).wait() == 15
+    assert rref.remote().add(5).to_here() == 20
+
+
+@in_worker0(of=2)
+def test_large_values_come_here() -> None:
+    assert torch.equal(rpc.remote("worker1", torch.full, args=((3 << 20,), 7.0)).to_here(), torch.full((3 << 20,), 7.0))
+
+
+def value_of(rref: rpc.RRef) -> object:
+    return rref.to_here()
+
+
+def add_to(rref: rpc.RRef, n: int) -> int:
+    return rref.rpc_sync().add(n)
+
+
+@in_worker0(of=3)
+def test_an_rref_can_be_passed_to_a_third_worker_to_its_owner_and_back() -> None:
+    theirs = rpc.remote("worker1", Counter)
+    mine = rpc.RRef(Counter())
+    for rref in (theirs, mine):
+        assert rpc.rpc_sync("worker2", add_to, args=(rref, 1)) == 1
+        assert rpc.rpc_sync("worker1", add_to, args=(rref, 1)) == 2
+        assert rpc.rpc_sync("worker0", add_to, args=(rref, 1)) == 3
+        # Before the third worker has asked for it.
+        assert rpc.remote("worker2", add_to, args=(rref, 1)).to_here() == 4
+    assert mine.local_value().count == 4
+
+
+_kept: list[rpc.RRef] = []
+
+
+def keep(rref: rpc.RRef) -> None:
+    _kept.append(rref)
+
+
+def let_go() -> None:
+    _kept.clear()
+    gc.collect()
+
+
+def count_kept() -> int:
+    return _kept[0].rpc_sync().add(0)
+
+
+@in_worker0(of=3)
+def test_a_fork_keeps_the_value_alive_when_the_creator_is_gone() -> None:
+    rref = rpc.remote("worker1", Counter, args=(42,))
+    rpc.rpc_sync("worker2", keep, args=(rref,))
+    del rref
+    gc.collect()
+    assert rpc.rpc_sync("worker2", count_kept) == 42
+    assert rpc.rpc_sync("worker1", owned_here) == 1
+    rpc.rpc_sync("worker2", let_go)
+    assert_all_freed("worker0", "worker1", "worker2")
+
+
+@in_worker0(of=2)
+def test_deleting_the_last_reference_frees_the_owners_object() -> None:
+    rrefs = [rpc.remote("worker1", Counter, args=(i,)) for i in range(20)]
+    for rref in rrefs:
+        rref.to_here()
+    assert rpc.rpc_sync("worker1", owned_here) == 20
+    del rref
+    rrefs.clear()
+    assert_all_freed("worker1")
+
+
+def make_nested(names: list[str]) -> rpc.RRef:
+    """An RRef whose value is an RRef whose value is ..., each on the next worker."""
+    if not names:
+        return rpc.RRef(Counter(7))
+    return rpc.remote(names[0], make_nested, args=(names[1:],))
+
+
+@in_worker0(of=4)
+def test_rrefs_of_rrefs_can_be_followed() -> None:
+    value: object = make_nested(["worker1", "worker2", "worker3"])
+    depth = 0
+    while isinstance(value, rpc.PyRRef):
+        value, depth = value.to_here(), depth + 1
+    assert value.count == 7
+    # One for each worker, and the innermost, made by its owner.
+    assert depth == 4
+
+
+@in_worker0(of=3)
+def test_rrefs_in_containers_and_in_results_are_passed() -> None:
+    rrefs = {"a": rpc.remote("worker1", Counter, args=(1,)), "b": [rpc.remote("worker2", Counter, args=(2,))]}
+    returned = rpc.rpc_sync("worker2", same, args=(rrefs,))
+    assert returned["a"].rpc_sync().add(0) == 1
+    assert returned["b"][0].rpc_sync().add(0) == 2
+
+
+def same(value: object) -> object:
+    return value
+
+
+def fail(message: str) -> None:
+    raise ValueError(message)
+
+
+@in_worker0(of=2, silent=False)
+def test_an_rref_whose_creation_failed_raises_where_it_is_used() -> None:
+    rref = rpc.remote("worker1", fail, args=("no such thing",))
+    for use in (rref.to_here, lambda: rpc.rpc_sync("worker1", value_of, args=(rref,))):
+        with pytest.raises(ValueError, match="no such thing"):
+            use()
+
+
+@torch.jit.script
+def tenfold(rref: torch.distributed.rpc.RRef[torch.Tensor]) -> torch.Tensor:
+    return rref.to_here() * 10
+
+
+@in_worker0(of=2)
+def test_torchscript_functions_take_rrefs() -> None:
+    rref = rpc.remote("worker1", torch.add, args=(torch.ones(2), 1))
+    assert torch.equal(rpc.rpc_sync("worker1", tenfold, args=(rref,)), torch.full((2,), 20.0))
+
+
+@in_every_worker(of=4)
+def test_everybody_holds_references_to_everybody(rank: int) -> None:
+    rrefs = [rpc.remote(f"worker{peer}", Counter, args=(rank,)) for peer in range(4) for _ in range(25)]
+    futures = [rref.rpc_async().add(1) for rref in rrefs]
+    assert [future.wait() for future in futures] == [rank + 1] * 100

@@ -1,0 +1,41 @@
+"""Runs the workers of a test as real processes.
+
+* ``run_workers(2, body)`` calls ``body(rank)`` in two processes that are already members of one RPC job, shuts RPC
+  down and returns what the bodies returned. A worker that raises, dies or hangs fails the test with every worker's
+  traceback, stacks and output. (``_job``)
+* ``@in_worker0(of=2)`` and ``@in_every_worker(of=2)`` make a test out of what the workers do. (``_decorators``)
+* ``init_rpc(rank)`` joins the job by hand, for tests of joining and leaving; ``agent()`` is the agent that
+  runs. (``_worker``)
+* ``run_program(source)`` runs a script in an interpreter of its own, for what only a real interpreter exit
+  shows. (``_program``)
+* ``reserved_port()``, ``process_context()``, ``dump_stacks()``: what the above is made of, shared with the conformance
+  suites. (``_processes``)
+* ``eventually(condition)`` waits for what a remote worker does in its own time. (``_eventually``)
+"""
+
+from ._decorators import in_every_worker, in_worker0
+from ._eventually import eventually
+from ._job import WorkersFailed, run_workers
+from ._processes import dump_stacks, dump_stacks_on_request, kill, process_context, reserved_port
+from ._program import run_program
+from ._worker import ACCEPTED_WARNINGS, Transport, agent, backend_options, init_rpc, worker_name
+
+__all__ = [
+    "ACCEPTED_WARNINGS",
+    "Transport",
+    "WorkersFailed",
+    "agent",
+    "backend_options",
+    "dump_stacks",
+    "dump_stacks_on_request",
+    "eventually",
+    "in_every_worker",
+    "in_worker0",
+    "init_rpc",
+    "kill",
+    "process_context",
+    "reserved_port",
+    "run_program",
+    "run_workers",
+    "worker_name",
+]

@@ -1,0 +1,20 @@
+"""Waiting for something that happens elsewhere and tells nobody."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+
+def eventually(condition: Callable[[], bool], what: str, timeout: float = 20.0) -> None:
+    """Return as soon as ``condition()`` is true; AssertionError if it is not within ``timeout`` seconds.
+
+    Only for states that are reached by messages nobody can wait for, such as the deletion of an RRef on its owner.
+    The pauses grow, so that asking does not hold up what is asked for.
+    """
+    deadline = time.monotonic() + timeout
+    pause = 0.001
+    while not condition():
+        assert time.monotonic() < deadline, f"{what}: still not so after {timeout:.0f} s"
+        time.sleep(pause)
+        pause = min(2 * pause, 0.1)

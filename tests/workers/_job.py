@@ -1,0 +1,186 @@
+"""One RPC job of a test, followed from the pytest process: starts its workers and accounts for each of them."""
+
+from __future__ import annotations
+
+import pickle
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+from ._processes import dump_stacks, kill, process_context, reserved_port
+from ._worker import Transport, Worker, worker_name
+
+# What the others get to report, or to end, once the first has failed: the later errors often tell more.
+_GRACE_S = 5.0
+
+
+class WorkersFailed(AssertionError):
+    """Some worker of a job raised, died or hung. The text is the whole account."""
+
+
+def run_workers(
+    world_size: int,
+    body: Callable[..., Any],
+    *args: object,
+    backend: str = "UCX",
+    transport: Transport = Transport.SHARED_MEMORY,
+    options: Mapping[str, object] | None = None,
+    env: Mapping[str, str] | None = None,
+    init: bool = True,
+    shutdown: bool = True,
+    exit_codes: Mapping[int, int] | None = None,
+    silent: bool = True,
+    timeout: float = 50.0,
+) -> list[Any]:
+    """Call ``body(rank, *args)`` in ``world_size`` processes that form one RPC job; return what each returned, by rank.
+
+    RPC is initialized before the body, under the names ``worker0``, ``worker1``, ..., and shut down gracefully after
+    it. ``body`` is a function of a module; it, its arguments and its results are pickled.
+
+    Args:
+        backend: ``"UCX"`` or ``"TENSORPIPE"``.
+        transport: how the workers reach each other.
+        options: arguments for the backend's options object.
+        env: variables that are set in each worker before UCX is loaded.
+        init: false when the body joins by itself, with `workers.init_rpc`; it then also shuts down by itself.
+        shutdown: false when the body leaves RPC shut down.
+        exit_codes: rank to exit code, of the workers whose body ends the process and returns nothing (None is their
+            result).
+        silent: fail when a worker writes to stderr, be it Python, torch or UCX. Not enforced for TensorPipe.
+        timeout: seconds for the whole job, beyond which it is taken to hang. The default is less than a call has by
+            default, so that a call that hangs is seen hanging.
+
+    Raises WorkersFailed with each worker's traceback, end and output; when the job hangs, also with the Python stacks
+    of every worker that is left, and with their C++ stacks where gdb is installed. No process outlives this call.
+    """
+    __tracebackhide__ = True
+    with tempfile.TemporaryDirectory(prefix="workers-") as directory, reserved_port() as port:
+        worker = Worker(
+            world_size=world_size,
+            backend=backend,
+            transport=transport,
+            options=dict(options or {}),
+            env={"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), **(env or {})},
+            init=init,
+            shutdown=init and shutdown,
+            directory=Path(directory),
+            call=pickle.dumps((body, args)),
+        )
+        return _Job(worker, dict(exit_codes or {}), silent and backend == "UCX").run(timeout)
+
+
+class _Job:
+    def __init__(self, worker: Worker, exit_codes: dict[int, int], silent: bool) -> None:
+        self._worker = worker
+        self._expected_exit_codes = exit_codes
+        self._silent = silent
+        self._results: dict[int, Any] = {}
+        self._failures: dict[int, str] = {}
+        self._silent_ends: set[int] = set()
+        self._processes: list[BaseProcess] = []
+        self._reports: list[Connection] = []
+
+    def run(self, timeout: float) -> list[Any]:
+        __tracebackhide__ = True
+        try:
+            self._start()
+            self._follow(time.monotonic() + timeout, timeout)
+        finally:
+            kill(self._processes)
+        if self._silent:
+            self._check_silence()
+        if self._failures:
+            raise WorkersFailed(self._account())
+        return [self._results.get(rank) for rank in range(self._worker.world_size)]
+
+    def _start(self) -> None:
+        context = process_context()
+        for rank in range(self._worker.world_size):
+            report, worker_end = context.Pipe(duplex=False)
+            process = context.Process(target=self._worker.main, args=(rank, worker_end), name=worker_name(rank))
+            process.start()
+            # With the worker's copy the only one left, the worker's end is seen as the pipe's.
+            worker_end.close()
+            self._processes.append(process)
+            self._reports.append(report)
+
+    def _follow(self, deadline: float, timeout: float) -> None:
+        # A worker is done with when its process has ended; its report, if any, is in the pipe by then.
+        running = dict(enumerate(self._processes))
+        while running and not (self._failures and time.monotonic() > deadline):
+            readable = {self._reports[rank]: rank for rank in running if not self._has_reported(rank)}
+            ended = {process.sentinel: rank for rank, process in running.items()}
+            ready = wait([*readable, *ended], max(0.0, deadline - time.monotonic()))
+            if not ready and not self._failures:
+                self._hang(running, timeout)
+                return
+            for one in ready:
+                failed_before = bool(self._failures)
+                if one in readable:
+                    self._take_report(readable[one])
+                elif (rank := ended[one]) in running:
+                    self._take_end(rank)
+                    del running[rank]
+                if self._failures and not failed_before:
+                    deadline = min(deadline, time.monotonic() + _GRACE_S)
+        for rank in running:
+            self._failures.setdefault(rank, f"had not ended {_GRACE_S:.0f} s after the first failure, and was killed")
+
+    def _has_reported(self, rank: int) -> bool:
+        return rank in self._results or rank in self._failures or rank in self._silent_ends
+
+    def _take_report(self, rank: int) -> None:
+        try:
+            succeeded, content = pickle.loads(self._reports[rank].recv_bytes())
+        except EOFError:
+            # It ends without a report. Its exit code, which comes next, tells whether that was to be expected.
+            self._silent_ends.add(rank)
+            return
+        if succeeded:
+            self._results[rank] = content
+        else:
+            self._failures[rank] = f"raised:\n{content}"
+
+    def _take_end(self, rank: int) -> None:
+        process = self._processes[rank]
+        process.join()
+        if self._reports[rank].poll() and not self._has_reported(rank):
+            self._take_report(rank)
+        code = process.exitcode
+        if code != self._expected_exit_codes.get(rank, 0):
+            end = f"exit code {code}" if code >= 0 else signal.Signals(-code).name
+            self._failures.setdefault(rank, f"ended with {end}")
+        elif rank in self._silent_ends and rank not in self._expected_exit_codes:
+            self._failures[rank] = "ended within its body"
+
+    def _hang(self, running: dict[int, BaseProcess], timeout: float) -> None:
+        stacks = dump_stacks([process.pid for process in running.values()], self._worker.directory)
+        for rank, process in running.items():
+            state = "had finished its body but not ended" if rank in self._results else "had not finished"
+            self._failures[rank] = f"{state} after {timeout:.0f} s, and was killed\n{stacks[process.pid]}"
+
+    def _check_silence(self) -> None:
+        for rank in range(self._worker.world_size):
+            if self._output(rank, "stderr"):
+                self._failures.setdefault(rank, "wrote to stderr")
+
+    def _output(self, rank: int, stream: str) -> str:
+        file = self._worker.output_file(rank, stream)
+        # There is none of a worker that ended before it began.
+        return file.read_text(errors="replace") if file.exists() else ""
+
+    def _account(self) -> str:
+        lines = []
+        # In the order in which they failed: what comes first is usually the cause of the rest.
+        innocent = set(range(self._worker.world_size)) - set(self._failures)
+        for rank, failure in [*self._failures.items(), *((rank, "did not fail") for rank in sorted(innocent))]:
+            lines.append(f"{worker_name(rank)} (process {self._processes[rank].pid}) {failure}")
+            for stream in ("stdout", "stderr"):
+                if output := self._output(rank, stream):
+                    lines.append(f"--- {stream} of {worker_name(rank)}, its end ---\n{output[-10_000:]}")
+        return "\n".join(lines)

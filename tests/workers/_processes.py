@@ -1,0 +1,122 @@
+"""Processes that start fast, ports that stay free, and the stacks of a process that hangs."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import multiprocessing
+import multiprocessing.context
+import multiprocessing.process
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+# Imported once in the fork server, and from then on in every process it forks. torch_ucx_rpc is not among them: loading
+# it loads UCX, which reads its environment once, and each test brings its own.
+_PRELOADED = [
+    "numpy",
+    "pytest",
+    "torch",
+    "torch.distributed.rpc",
+    "torch.distributed.optim",
+    "torch.distributed.nn",
+    "torch.testing._internal.distributed.rpc_utils",
+]
+
+# torch keeps SIGUSR2 for itself.
+_STACKS_SIGNAL = signal.SIGUSR1
+
+
+def process_context() -> multiprocessing.context.ForkServerContext:
+    """The multiprocessing context of all tests: a process is forked from a server that has imported torch.
+
+    A test with two workers takes well under a second this way, instead of the several seconds that importing torch
+    twice would take.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOADED)
+    return context
+
+
+@contextlib.contextmanager
+def reserved_port() -> Iterator[int]:
+    """A TCP port on which a process of the test may listen and nobody else will, until the block is left.
+
+    A socket that is bound but does not listen keeps the kernel from handing the port to anyone who asks for any port;
+    SO_REUSEADDR, which the Store sets too, lets rank 0 listen on it all the same.
+    """
+    with socket.socket() as reservation:
+        reservation.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        reservation.bind(("0.0.0.0", 0))
+        yield reservation.getsockname()[1]
+
+
+def kill(processes: Iterable[multiprocessing.process.BaseProcess]) -> None:
+    """End these processes, and no others, whatever they are doing."""
+    processes = list(processes)
+    for process in processes:
+        if process.is_alive():
+            process.kill()
+    for process in processes:
+        process.join()
+
+
+def dump_stacks_on_request(directory: Path) -> None:
+    """To be called in a worker: lets `dump_stacks` have this process's Python stacks, even while it holds the GIL.
+
+    They are also written to stderr when the process crashes.
+    """
+    faulthandler.enable()
+    # Kept open for the life of the process: faulthandler writes to the bare file descriptor.
+    file = os.open(_stacks_file(directory, os.getpid()), os.O_CREAT | os.O_WRONLY, 0o600)
+    faulthandler.register(_STACKS_SIGNAL, file=file, all_threads=True)
+
+
+def dump_stacks(pids: Sequence[int], directory: Path) -> dict[int, str]:
+    """The Python stacks of workers that called `dump_stacks_on_request(directory)`; C++ stacks too where gdb is."""
+    # First all of these, which takes no time: gdb does, and what hangs may go on or end meanwhile.
+    python = {pid: _python_stacks(pid, directory) for pid in pids}
+    return {pid: f"--- stacks of process {pid} ---\n{stacks}{native_stacks(pid)}" for pid, stacks in python.items()}
+
+
+def _stacks_file(directory: Path, pid: int) -> Path:
+    return directory / f"{pid}.stacks"
+
+
+def _python_stacks(pid: int, directory: Path) -> str:
+    file = _stacks_file(directory, pid)
+    if not file.exists():
+        return "(it hangs before its test began)\n"
+    try:
+        os.kill(pid, _STACKS_SIGNAL)
+    except ProcessLookupError:
+        return "(it has ended just now)\n"
+    # The signal handler does not say when it is done: it is when the file has stopped growing.
+    text, deadline = "", time.monotonic() + 5
+    while time.monotonic() < deadline:
+        time.sleep(0.1)
+        seen, text = text, file.read_text(errors="replace")
+        if text and text == seen:
+            return text
+    return text or "(it did not answer the request for its Python stacks)\n"
+
+
+def native_stacks(pid: int) -> str:
+    """The C++ stacks of any process, if gdb is installed and may look at it."""
+    gdb = shutil.which("gdb")
+    if gdb is None:
+        return "(no C++ stacks: gdb is not installed)\n"
+    settings = ["set pagination off", "set width 0", "set print frame-arguments none"]
+    orders = [word for order in (*settings, "thread apply all backtrace 30") for word in ("-ex", order)]
+    command = [gdb, "-p", str(pid), "-batch", "-nx", *orders]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=120, check=False)
+    except subprocess.TimeoutExpired:
+        return "(no C++ stacks: gdb did not finish)\n"
+    _, found, threads = done.stdout.partition("\nThread ")
+    return f"Thread {threads}" if found else f"(no C++ stacks: {done.stderr.strip()[-500:]})\n"

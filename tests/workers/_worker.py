@@ -1,0 +1,155 @@
+"""The inside of a worker: what each process of a job is told, and what it does with it."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pickle
+import signal
+import sys
+import traceback
+import warnings
+from enum import Enum
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.rpc as rpc
+
+from ._processes import dump_stacks_on_request
+
+# Beginnings of the warnings that are not errors in tests: torch's, about torch's features that must work all the same.
+ACCEPTED_WARNINGS = (
+    r"`torch\.jit\.\w+` is deprecated",
+    "torch.quantize_per_tensor, torch.quantize_per_channel",
+    "ComplexHalf support is experimental",
+    "Sparse CSR tensor support is in beta state",
+    "Sparse invariant checks are implicitly disabled",
+)
+
+
+class Transport(Enum):
+    """How the workers of a job, all on this host, reach each other."""
+
+    SHARED_MEMORY = "shared memory"
+    TCP = "tcp"
+
+
+def worker_name(rank: int) -> str:
+    return f"worker{rank}"
+
+
+def init_rpc(rank: int, **overrides: Any) -> None:
+    """Join the job that `run_workers` started this process for; ``overrides`` are arguments of ``rpc.init_rpc``."""
+    this_worker().init_rpc(rank, overrides)
+
+
+def backend_options(**options: object) -> rpc.RpcBackendOptions:
+    """The options object of this job's backend, made from ``options`` alone; for `init_rpc`."""
+    return this_worker().backend_options(options)
+
+
+def agent() -> rpc.RpcAgent:
+    """This process's running agent."""
+    return rpc.api._get_current_rpc_agent()
+
+
+def this_worker() -> Worker:
+    assert _this_worker is not None, "only processes started by run_workers are workers"
+    return _this_worker
+
+
+_this_worker: Worker | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Worker:
+    """What `run_workers` was asked for, as each of its processes needs it."""
+
+    world_size: int
+    backend: str
+    transport: Transport
+    options: dict[str, object]
+    env: dict[str, str]
+    init: bool
+    shutdown: bool
+    directory: Path
+    call: bytes
+
+    def output_file(self, rank: int, stream: str) -> Path:
+        return self.directory / f"{worker_name(rank)}.{stream}"
+
+    def main(self, rank: int, report: Connection) -> None:
+        """Run the body and report ``(True, its result)`` or ``(False, traceback)``. The process's entry point."""
+        global _this_worker
+        _this_worker = self
+        try:
+            self._set_up_process(rank)
+            # Importing the test's module may load UCX: not before the environment is as the test wants it.
+            body, args = pickle.loads(self.call)
+            if self.init:
+                self.init_rpc(rank, {})
+            result = body(rank, *args)
+            if self.shutdown:
+                rpc.shutdown()
+            report.send_bytes(pickle.dumps((True, result)))
+        except BaseException:
+            report.send_bytes(pickle.dumps((False, traceback.format_exc())))
+            # All is said, and this agent may be in any state: leave without running anything more.
+            os._exit(1)
+
+    def init_rpc(self, rank: int, overrides: dict[str, Any]) -> None:
+        arguments = {
+            "name": worker_name(rank),
+            "backend": rpc.backend_registry.BackendType[self.backend],
+            "rank": rank,
+            "world_size": self.world_size,
+            **overrides,
+        }
+        if "rpc_backend_options" not in arguments:
+            arguments["rpc_backend_options"] = self.backend_options(self.options)
+        rpc.init_rpc(**arguments)
+
+    def backend_options(self, options: dict[str, object]) -> rpc.RpcBackendOptions:
+        if self.backend == "UCX":
+            import torch_ucx_rpc
+
+            return torch_ucx_rpc.UcxRpcBackendOptions(**options)
+        transports = ["shm", "uv"] if self.transport is Transport.SHARED_MEMORY else ["uv"]
+        return rpc.TensorPipeRpcBackendOptions(_transports=transports, **options)
+
+    def _set_up_process(self, rank: int) -> None:
+        for name, stream in (("stdout", sys.stdout), ("stderr", sys.stderr)):
+            stream.flush()
+            file = os.open(self.output_file(rank, name), os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600)
+            os.dup2(file, stream.fileno())
+            os.close(file)
+        dump_stacks_on_request(self.directory)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+        # What a developer has set would otherwise decide what is tested.
+        for variable in [name for name in os.environ if name.startswith(("UCX_", "TORCH_UCX_RPC_"))]:
+            del os.environ[variable]
+        if self.transport is Transport.TCP:
+            os.environ["UCX_TLS"] = "tcp,self"
+        os.environ.update(self.env)
+
+        torch.set_num_threads(1)
+        # A leaked RRef fails the shutdown, as in PyTorch's own tests.
+        rpc.api._ignore_rref_leak = False
+        _explain_failed_assertions()
+        if self.backend == "UCX":
+            import torch_ucx_rpc  # noqa: F401 - registers the backend
+
+            warnings.simplefilter("error")
+            for message in ACCEPTED_WARNINGS:
+                warnings.filterwarnings("ignore", message)
+
+
+def _explain_failed_assertions() -> None:
+    """Make ``assert a == b`` in a test's module tell the values, as it does in the pytest process."""
+    import _pytest.assertion
+    import _pytest.config
+
+    _pytest.assertion.install_importhook(_pytest.config.get_config())

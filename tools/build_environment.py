@@ -1,0 +1,311 @@
+"""What the build needs from this machine: found, or refused with one sentence that says what to install.
+
+Every way into the build asks here, so that all of them give the same answer:
+
+    make          build_environment.py toolchain     before anything is downloaded
+    setup.py      build_directory(), facts()         before CMake starts
+    CMake         build_environment.py cmake         versions and paths of torch and UCX, as CMake code
+
+The numbers (oldest Python, oldest torch) are read from setup.cfg, where pip reads them too. This file must
+run on any Python 3.8 without packages: it is what tells the user that theirs is too old.
+"""
+
+from __future__ import annotations
+
+import argparse
+import configparser
+import importlib.metadata
+import importlib.util
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# ucp_ep_query can name an endpoint's transports, which get_debug_info() reports, only from this version on.
+OLDEST_UCX = (1, 14)
+
+CPP20_PROGRAM = """
+#include <concepts>
+#include <semaphore>
+#include <span>
+#include <stop_token>
+static_assert(__cplusplus >= 202002L, "this is not C++20");
+template <std::integral T> T twice(std::span<const T> values) { return values[0] + values[0]; }
+int main() { const int values[] = {0}; return twice<int>(values); }
+"""
+
+
+class Missing(Exception):
+    """Something to install or to choose; the text is one sentence for the user."""
+
+
+def setup_cfg() -> configparser.ConfigParser:
+    config = configparser.ConfigParser()
+    config.read(ROOT / "setup.cfg", encoding="utf-8")
+    return config
+
+
+def requirements(group: str) -> list[str]:
+    """The requirement strings of `build`, of `install`, or of an extra, from the file that owns them."""
+    if group == "build":
+        if sys.version_info >= (3, 11):
+            import tomllib
+        else:
+            from pip._vendor import tomli as tomllib
+        build_system = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["build-system"]
+        return list(build_system["requires"])
+    options = setup_cfg()
+    owner = options["options"] if group == "install" else options["options.extras_require"]
+    lines = owner["install_requires" if group == "install" else group]
+    return [line.strip() for line in lines.splitlines() if line.strip() and not line.lstrip().startswith("#")]
+
+
+def version_numbers(version: str) -> tuple[int, ...]:
+    """(2, 13) of "2.13.0+cpu", of ">=2.13" and of "torch>=2.13": enough to compare with."""
+    found = re.search(r"(\d+)\.(\d+)", version)
+    if found is None:
+        raise Missing(f"{version!r} is not a version: say one like 2.13.0.")
+    return tuple(int(number) for number in found.groups())
+
+
+def dotted(numbers: tuple[int, ...]) -> str:
+    return ".".join(str(number) for number in numbers)
+
+
+def oldest_torch() -> tuple[int, ...]:
+    return next(version_numbers(line) for line in requirements("install") if line.startswith("torch"))
+
+
+def check_torch_version(version: str) -> None:
+    if version_numbers(version) < oldest_torch():
+        raise Missing(
+            f"torch {version} is too old, {dotted(oldest_torch())} is the oldest that works: "
+            f"pip install 'torch>={dotted(oldest_torch())}' (with make: TORCH=<version>)."
+        )
+
+
+def check_python() -> None:
+    oldest = version_numbers(setup_cfg()["options"]["python_requires"])
+    if sys.version_info[:2] < oldest:
+        raise Missing(
+            f"{sys.executable} is Python {dotted(sys.version_info[:2])}, {dotted(oldest)} is the oldest that works: "
+            f"install a newer one and name it (make PYTHON=python{dotted(oldest)})."
+        )
+    header = Path(sysconfig.get_path("include")) / "Python.h"
+    if not header.exists():
+        raise Missing(
+            f"the C headers of {sys.executable} are missing ({header}): install them (Debian, Ubuntu: "
+            f"apt install python{dotted(sys.version_info[:2])}-dev; Fedora: dnf install python3-devel)."
+        )
+
+
+def package_folder(name: str) -> Path | None:
+    """Where a package is, without importing it; None also for a folder that an uninstalled one left behind."""
+    spec = importlib.util.find_spec(name)
+    return None if spec is None or spec.origin is None else Path(spec.origin).parent
+
+
+def check_venv() -> None:
+    if package_folder("venv") is None or package_folder("ensurepip") is None:
+        raise Missing(
+            f"{sys.executable} cannot make virtual environments: install its venv module "
+            f"(Debian, Ubuntu: apt install python{dotted(sys.version_info[:2])}-venv)."
+        )
+
+
+def check_compiler() -> None:
+    """A C++20 compiler, proven by a program; the one CMake will take: $CXX, else the first on the path."""
+    install = "install GCC 12 or newer (Debian, Ubuntu: apt install g++; Fedora: dnf install gcc-c++)"
+    named = os.environ.get("CXX")
+    if named:
+        command = shlex.split(named)
+        if shutil.which(command[0]) is None:
+            raise Missing(
+                f"there is no compiler {command[0]!r}, which the variable CXX names: unset CXX, or {install}."
+            )
+    else:
+        found = next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
+        if found is None:
+            raise Missing(f"there is no C++ compiler: {install}.")
+        command = [found]
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "program.cpp").write_text(CPP20_PROGRAM, encoding="utf-8")
+        result = subprocess.run(
+            [*command, "-std=c++20", "program.cpp", "-o", "program"],
+            cwd=folder,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            check=False,
+        )
+    if result.returncode != 0:
+        errors = [line for line in result.stdout.splitlines() if "error" in line]
+        error = errors[0] if errors else f"exit status {result.returncode}"
+        raise Missing(
+            f"{shlex.join(command)} cannot compile a C++20 program ({error.strip()}), which torch's headers need: "
+            f"{install}, or name another compiler in the variable CXX."
+        )
+
+
+def check_setuptools() -> None:
+    """pip --no-build-isolation takes the one that is there, and new virtual environments come with an old one."""
+    wanted = next(line for line in requirements("build") if line.startswith("setuptools"))
+    found = importlib.metadata.version("setuptools")
+    if int(found.split(".")[0]) < int(wanted.split(">=")[1]):
+        everything = " ".join(f"'{line}'" for line in requirements("build"))
+        raise Missing(f"setuptools {found} is too old to build this, {wanted} is needed: pip install {everything}.")
+
+
+def program(name: str) -> str:
+    """cmake or ninja: from this Python's environment, which need not be activated, else from the path."""
+    beside_python = str(Path(sys.executable).parent)
+    found = shutil.which(name, path=os.pathsep.join([beside_python, os.environ.get("PATH", os.defpath)]))
+    if found is None:
+        raise Missing(f"the build needs {name}: pip install {name}.")
+    return found
+
+
+def no_torch() -> Missing:
+    return Missing(
+        f"there is no torch for {sys.executable} to build against: pip install torch; if it is installed, pip has "
+        f"hidden it from the build: pip install --no-build-isolation <the same arguments>."
+    )
+
+
+def build_directory() -> Path:
+    """One build folder for each environment and torch: another torch never meets the objects of this one."""
+    try:
+        version = importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        raise no_torch() from None
+    check_torch_version(version)
+    environment = Path(sys.prefix).name.lstrip(".")
+    return ROOT / "build" / f"{environment}-{sys.implementation.cache_tag}-torch-{version}"
+
+
+def torch_facts() -> dict[str, str]:
+    try:
+        import torch
+        from torch.utils import cpp_extension
+    except (ImportError, OSError) as error:
+        if getattr(error, "name", None) == "torch":
+            raise no_torch() from None
+        raise Missing(f"the torch of {sys.executable} cannot be imported: {error}.") from error
+    check_torch_version(torch.__version__)
+    if not torch.distributed.rpc.is_available():
+        raise Missing(
+            f"torch {torch.__version__} in {Path(torch.__file__).parent} was built without RPC: "
+            f"install a build with torch.distributed.rpc (pip install torch has it)."
+        )
+    return {
+        "TORCH_VERSION": torch.__version__,
+        "TORCH_INCLUDE_DIRS": ";".join(cpp_extension.include_paths()),
+        "TORCH_LIBRARY_DIRS": ";".join(cpp_extension.library_paths()),
+        "TORCH_CXX11_ABI": str(int(torch.compiled_with_cxx11_abi())),
+    }
+
+
+def ucx_facts(choice: str) -> dict[str, str]:
+    """UCX of the libucx wheel; of conda or the system when that is the choice, or when there is no wheel."""
+    if choice not in ("", "wheel", "system"):
+        raise Missing(f"TORCH_UCX_RPC_UCX={choice} means nothing: set it to wheel or system, or leave it unset.")
+    found = None
+    if choice != "system":
+        found = ucx_of_wheel()
+    if choice != "wheel":
+        found = found or ucx_of_conda() or ucx_of_system()
+    if found is None:
+        wanted = {"": "UCX", "wheel": "UCX of a libucx wheel", "system": "UCX of conda or the system"}[choice]
+        raise Missing(
+            f"there is no {wanted} to build against: pip install libucx-cu12 (libucx-cu13 beside a CUDA 13 torch), or "
+            f"conda install -c conda-forge ucx, or the system's (Debian 13, Ubuntu 24.04: apt install libucx-dev "
+            f"pkg-config)."
+        )
+    include, library = found
+    header = (include / "ucp" / "api" / "ucp_version.h").read_text(encoding="utf-8")
+    numbers = tuple(int(re.search(rf"define\s+UCP_API_{part}\s+(\d+)", header)[1]) for part in ("MAJOR", "MINOR"))
+    if numbers < OLDEST_UCX:
+        raise Missing(
+            f"UCX {dotted(numbers)} in {include} is too old, {dotted(OLDEST_UCX)} is the oldest that works: "
+            f"pip install libucx-cu12 and leave TORCH_UCX_RPC_UCX unset."
+        )
+    return {"UCX_VERSION": dotted(numbers), "UCX_INCLUDE_DIR": str(include), "UCX_LIBRARY_DIR": str(library)}
+
+
+def ucx_of_wheel() -> tuple[Path, Path] | None:
+    folder = package_folder("libucx")
+    return None if folder is None else (folder / "include", folder / "lib")
+
+
+def ucx_of_conda() -> tuple[Path, Path] | None:
+    prefix = Path(os.environ.get("CONDA_PREFIX") or sys.prefix)
+    if not (prefix / "include" / "ucp" / "api" / "ucp.h").exists():
+        return None
+    return prefix / "include", prefix / "lib"
+
+
+def ucx_of_system() -> tuple[Path, Path] | None:
+    if shutil.which("pkg-config") is None:
+        return None
+    folders = []
+    for variable in ("includedir", "libdir"):
+        asked = subprocess.run(
+            ["pkg-config", f"--variable={variable}", "ucx"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            check=False,
+        )
+        if asked.returncode != 0:
+            return None
+        folders.append(Path(asked.stdout.strip()))
+    return folders[0], folders[1]
+
+
+def facts(ucx: str) -> dict[str, str]:
+    """Everything CMake needs to know; raises Missing for the first thing that is not there.
+
+    `ucx` is the value of TORCH_UCX_RPC_UCX: "wheel", "system", or "" for whichever there is.
+    """
+    check_python()
+    check_compiler()
+    return {**torch_facts(), **ucx_facts(ucx)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    toolchain = commands.add_parser("toolchain", help="check Python, its headers and venv module, and the compiler")
+    toolchain.add_argument("torch", help="the version of torch that is going to be installed")
+    wanted = commands.add_parser("requirements", help="print what pip has to install")
+    wanted.add_argument("group", nargs="+", help="build, install, or an extra of setup.cfg")
+    commands.add_parser("directory", help="print the build folder")
+    cmake = commands.add_parser("cmake", help="check everything and print what CMake needs to know")
+    cmake.add_argument("ucx", help="the choice of UCX: wheel, system, or empty")
+    arguments = parser.parse_args()
+    try:
+        if arguments.command == "toolchain":
+            check_python()
+            check_venv()
+            check_compiler()
+            check_torch_version(arguments.torch)
+        elif arguments.command == "requirements":
+            print(*(line for group in arguments.group for line in requirements(group)), sep="\n")
+        elif arguments.command == "directory":
+            print(build_directory())
+        else:
+            for name, value in facts(arguments.ucx).items():
+                print(f"set({name} [==[{value}]==])")
+    except Missing as missing:
+        sys.exit(f"torch_ucx_rpc: {missing}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,64 @@
+# ruff: noqa: N999 - the name is that of the shared library
+"""The extension, as Python sees it; written in ``csrc/module.cpp``."""
+
+from typing import Any, overload
+
+import torch
+from torch._C import Future
+from torch._C._distributed_rpc import RpcAgent, WorkerInfo
+
+UCP_API_VERSION: str
+BUILT_FOR_TORCH: str
+WIRE_VERSION: int
+
+def ucx_library() -> dict[str, str]: ...
+
+class Member:
+    def __init__(
+        self,
+        *,
+        rank: int,
+        name: str,
+        host: str,
+        pid: int,
+        boot_id: str,
+        pid_namespace: int,
+        process_start_time: int,
+        session: int,
+        address: bytes,
+    ) -> None: ...
+
+class UcxRpcAgent(RpcAgent):
+    def __init__(
+        self,
+        name: str,
+        rank: int,
+        *,
+        rpc_timeout: float,
+        num_worker_threads: int,
+        receive_window_bytes: int,
+        host_pool_bytes: int,
+        expected_peers: int,
+    ) -> None: ...
+    @property
+    def address(self) -> bytes: ...
+    @property
+    def session(self) -> int: ...
+    def _add_members(self, members: list[Member]) -> None: ...
+    def _remove_member(self, rank: int) -> None: ...
+    def _set_device_maps(
+        self,
+        device_maps: dict[str, dict[torch.device, torch.device]],
+        reverse_device_maps: dict[str, dict[torch.device, torch.device]],
+        devices: list[torch.device],
+    ) -> None: ...
+    def _barrier(self, timeout: float) -> int: ...
+    def _wait(self, future: Future[Any]) -> None: ...
+    def join(self, shutdown: bool = False, timeout: float = 0) -> None: ...
+    def shutdown(self) -> None: ...
+    @overload
+    def get_worker_info(self) -> WorkerInfo: ...
+    @overload
+    def get_worker_info(self, name: str) -> WorkerInfo: ...
+    @overload
+    def get_worker_info(self, id: int) -> WorkerInfo: ...

@@ -1,0 +1,217 @@
+"""The agent of this process: how it is started, by ``init_rpc`` or through torch's registry, and how it ends.
+
+Starting takes the steps of ``torch.distributed.rpc.init_rpc``, with the Store and the exchange of members of this
+package (``_rendezvous``, ``_members``). If one of them fails, what was begun is undone and ``init_rpc`` can be called
+again.
+"""
+
+# mypy: allow-untyped-calls
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import copy
+import numbers
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed.rpc as rpc
+from torch._C import _distributed_autograd as dist_autograd
+from torch._C._distributed_c10d import PrefixStore, Store
+from torch._C._distributed_rpc import (
+    RpcBackendOptions,
+    WorkerInfo,
+    _cleanup_python_rpc_handler,
+    _destroy_rref_context,
+    _is_current_rpc_agent_set,
+    _reset_current_rpc_agent,
+    _set_profiler_node_id,
+)
+from torch.distributed.rpc import api
+from torch.distributed.rpc.backend_registry import _create_device_list, _create_reverse_mapping
+
+import torch_ucx_rpc
+from torch_ucx_rpc._members import gather_members
+from torch_ucx_rpc._native import _C
+from torch_ucx_rpc._options import UcxRpcBackendOptions
+from torch_ucx_rpc._record import Record, process_facts
+from torch_ucx_rpc._rendezvous import create_store
+
+# The running agent. torch keeps the C++ object; this keeps the Python one, with the attributes below, and as long as it
+# lives `_get_current_rpc_agent` returns that.
+current: UcxRpcAgent | None = None
+
+
+class UcxRpcAgent(_C.UcxRpcAgent):
+    """What torch's Python code, written for TensorPipe's agent, expects of one besides calls."""
+
+    is_static_group = True
+
+    def __init__(self, name: str, rank: int, world_size: int, store: Store, options: UcxRpcBackendOptions) -> None:
+        super().__init__(
+            name,
+            rank,
+            rpc_timeout=options.rpc_timeout,
+            num_worker_threads=options.num_worker_threads,
+            receive_window_bytes=options.receive_window_bytes,
+            host_pool_bytes=options.host_pool_bytes,
+            expected_peers=world_size,
+        )
+        self.store = store
+        self._options = options
+        self._owner = os.getpid()
+
+    def _get_backend_options(self) -> UcxRpcBackendOptions:
+        return self._options
+
+    def shutdown(self) -> None:
+        global current
+        try:
+            super().shutdown()
+        finally:
+            if current is self:
+                current = None
+
+    def is_of_this_process(self) -> bool:
+        """False in a forked child, which has the agent's memory but not its threads and connections."""
+        return self._owner == os.getpid()
+
+
+def init_rpc(name: str, rank: int, world_size: int | None, options: UcxRpcBackendOptions | None) -> None:
+    """``torch.distributed.rpc.init_rpc`` for the backend UCX."""
+    torch._C._log_api_usage_once("torch.distributed.init_rpc")
+    if options is None:
+        options = UcxRpcBackendOptions()
+    rank, world_size = _check_arguments(name, rank, world_size, options)
+    store = create_store(options.init_method, rank, world_size, options.rpc_timeout)
+    # Before others can call this worker, as torch does.
+    dist_autograd._init(rank)
+    _set_profiler_node_id(rank)
+    # Groups that follow each other on one Store are told apart by torch's count of them, TensorPipe's included. It goes
+    # on only when all workers have met: who gave up alone, and tries again, must find the others where they are.
+    with rpc._init_counter_lock:
+        store = PrefixStore(f"rpc_prefix_{rpc._init_counter}", store)
+    agent = _join_group(store, name, rank, world_size, options)
+    with rpc._init_counter_lock:
+        rpc._init_counter += 1
+    _start(agent)
+
+
+def init_backend(
+    store: Store, name: str, rank: int, world_size: int | None, rpc_backend_options: UcxRpcBackendOptions
+) -> UcxRpcAgent:
+    """Handler of ``backend_registry.init_backend``: a running agent, by way of a Store that the caller brings."""
+    rank, world_size = _check_arguments(name, rank, world_size, rpc_backend_options)
+    if not isinstance(store, Store):
+        raise TypeError(f"`store` must be a torch.distributed.Store; {store!r} is none")
+    agent = _join_group(store, name, rank, world_size, rpc_backend_options)
+    _start(agent)
+    return agent
+
+
+def _check_arguments(name: Any, rank: Any, world_size: Any, options: Any) -> tuple[int, int]:
+    """Rank and world_size as ints. What is wrong here is said before any other worker hears of this one."""
+    # The beginnings of these two, and of the third, are torch's.
+    if not isinstance(options, RpcBackendOptions):
+        raise TypeError(
+            f"Argument rpc_backend_options must be an instance of RpcBackendOptions, and {options!r} is none"
+        )
+    if not isinstance(options, UcxRpcBackendOptions):
+        raise TypeError(
+            f"`rpc_backend_options` must be a `UcxRpcBackendOptions` for the backend UCX, and {options!r} is none"
+        )
+    if _is_current_rpc_agent_set():
+        raise RuntimeError("RPC is already initialized: call rpc.shutdown() before init_rpc is called again")
+    for argument, value in {"name": name, "rank": rank, "world_size": world_size}.items():
+        type_ = str if argument == "name" else numbers.Integral
+        if not isinstance(value, type_) and not (argument == "world_size" and value is None):
+            raise TypeError(f"{argument} must be {'a str' if type_ is str else 'an int'}; {value!r} is none")
+    if not world_size:
+        raise ValueError(
+            f"the backend UCX needs the number of workers: pass world_size to init_rpc (it is {world_size}). Groups "
+            f"without it, which workers join and leave as they like, are not supported."
+        )
+    if not 0 <= rank < world_size:
+        raise ValueError(f"rank must be between 0 and world_size - 1, which is {world_size - 1}; it is {rank}")
+    # torch's rules for names.
+    WorkerInfo(name, int(rank))
+    return int(rank), int(world_size)
+
+
+def _join_group(store: Store, name: str, rank: int, world_size: int, options: UcxRpcBackendOptions) -> UcxRpcAgent:
+    """An agent that knows all workers of the group and their device maps, not started yet."""
+    agent = UcxRpcAgent(name, rank, world_size, store, copy.copy(options))
+    with _undone_on_error(agent):
+        own = Record(
+            rank=rank,
+            name=name,
+            world_size=world_size,
+            session=agent.session,
+            address=agent.address,
+            package_version=torch_ucx_rpc.__version__,
+            torch_version=torch.__version__,
+            device_maps=options.device_maps,
+            devices=options.devices,
+            device_count=torch.cuda.device_count(),
+            **process_facts(),
+        )
+        members = gather_members(store, own, options.rpc_timeout)
+        agent._add_members(
+            [
+                _C.Member(
+                    rank=member.rank,
+                    name=member.name,
+                    host=member.host,
+                    pid=member.pid,
+                    boot_id=member.boot_id,
+                    pid_namespace=member.pid_namespace,
+                    process_start_time=member.process_start_time,
+                    session=member.session,
+                    address=member.address,
+                )
+                for member in members
+            ]
+        )
+        all_maps = {member.name: member.device_maps for member in members}
+        reverse_maps = _create_reverse_mapping(name, list(all_maps), all_maps)
+        devices = _create_device_list(options.devices, options.device_maps, reverse_maps)
+        if devices and torch.cuda.is_available():
+            # A call with CUDA tensors may arrive before this process has used CUDA itself.
+            torch.cuda.init()
+        agent._set_device_maps(options.device_maps, reverse_maps, devices)
+    return agent
+
+
+def _start(agent: UcxRpcAgent) -> None:
+    global current
+    with _undone_on_error(agent):
+        # Before it starts: its first request may call back.
+        current = agent
+        api._init_rpc_states(agent)
+
+
+@contextlib.contextmanager
+def _undone_on_error(agent: UcxRpcAgent) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        agent.shutdown()
+        if _is_current_rpc_agent_set():
+            _reset_current_rpc_agent()
+        raise
+
+
+@atexit.register
+def _shut_down_at_exit() -> None:
+    """End the agent of a program that does not: its threads must be gone before the interpreter is finalized."""
+    agent = current
+    if agent is None or not agent.is_of_this_process():
+        return
+    # As rpc.shutdown(graceful=False); but RRefs that still exist, of which torch warns, are no error where all ends.
+    _destroy_rref_context(True)
+    agent.shutdown()
+    _cleanup_python_rpc_handler()
+    _reset_current_rpc_agent()

@@ -1,0 +1,179 @@
+"""Loads UCX, then the extension ``_C``; every failure is one ImportError that names the cause and the cure.
+
+The order is torch, UCX, ``_C``. The extension carries no search paths: it names its libraries (``libc10.so``,
+``libucp.so.0``) and takes those that the process has loaded already. That is also why a libucp that another package
+brought along, such as the one of Open MPI, is used and not replaced: two of them in one process abort.
+
+``TORCH_UCX_RPC_UCX`` chooses where UCX comes from: ``wheel`` is the package libucx, ``system`` is conda's or the
+operating system's; unset, it is the wheel if there is one.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import importlib.util
+import os
+import re
+import sys
+import sysconfig
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+SONAME = "libucp.so.0"
+
+_PACKAGE = Path(__file__).parent
+_INSTALL_UCX = "pip install libucx-cu12 (libucx-cu13 beside a CUDA 13 torch), or conda install -c conda-forge ucx"
+_BUILD = "run `make build` in the source tree, or `pip install --no-build-isolation <source tree>`"
+
+
+class Ucx(NamedTuple):
+    """The libucp of this process."""
+
+    version: tuple[int, int, int]
+    path: str
+
+    def __str__(self) -> str:
+        return f"UCX {'.'.join(map(str, self.version))} ({self.path})"
+
+
+def path_in_maps(maps: str) -> str | None:
+    """Where libucp is mapped from, by the text of ``/proc/self/maps``; None if it is not mapped."""
+    found = re.search(r"^(?:\S+\s+){5}(/.*/libucp\.so[.\d]*)", maps, re.MULTILINE)
+    return None if found is None else found[1]
+
+
+def loaded_ucx() -> Ucx | None:
+    """The libucp that the process has loaded, by whoever it was; None if there is none."""
+    try:
+        # NOLOAD: found by its soname among what is loaded, as the extension will find it.
+        library = ctypes.CDLL(SONAME, mode=os.RTLD_NOLOAD)
+    except OSError:
+        return None
+    numbers = [ctypes.c_uint() for _ in range(3)]
+    library.ucp_get_version(*map(ctypes.byref, numbers))
+    major, minor, release = (number.value for number in numbers)
+    path = path_in_maps(Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace"))
+    return Ucx((major, minor, release), path or SONAME)
+
+
+def sources(choice: str) -> tuple[str, ...]:
+    """Where to look for UCX, in this order, by the value of TORCH_UCX_RPC_UCX."""
+    if choice not in ("", "wheel", "system"):
+        raise _error(f"TORCH_UCX_RPC_UCX={choice} means nothing: set it to wheel or system, or leave it unset.")
+    return (choice,) if choice else ("wheel", "system")
+
+
+def load_wheel() -> bool:
+    """Load UCX from the libucx wheel; False if it is not installed."""
+    try:
+        libucx = importlib.import_module("libucx")
+        libucx.load_library()
+    # AttributeError: what an uninstalled package leaves behind, a folder, can be imported and is empty.
+    except (ImportError, AttributeError):
+        return False
+    return True
+
+
+def load_system() -> bool:
+    """Load UCX of this Python's prefix (conda) or of the operating system; False if there is none."""
+    for library in (str(Path(sys.prefix) / "lib" / SONAME), SONAME):
+        try:
+            ctypes.CDLL(library)
+        except OSError:
+            continue
+        return True
+    return False
+
+
+def is_from_wheel(path: str) -> bool:
+    spec = importlib.util.find_spec("libucx")
+    if spec is None or spec.origin is None:
+        return False
+    return Path(path).resolve().is_relative_to(Path(spec.origin).resolve().parent)
+
+
+def load_ucx(choice: str, built_for: str) -> Ucx:
+    """Have one libucp in the process, new enough for an extension built with UCX ``built_for`` ("1.22")."""
+    wanted = sources(choice)
+    before = loaded_ucx()
+    if before is not None:
+        if choice and is_from_wheel(before.path) != (choice == "wheel"):
+            raise _error(
+                f"{before} is in this process already and is not the one that TORCH_UCX_RPC_UCX={choice} asks for: "
+                f"import torch_ucx_rpc before the package that loads it, or unset TORCH_UCX_RPC_UCX."
+            )
+        check_ucx_version(before, built_for, was_there_before=True)
+        return before
+    load = {"wheel": load_wheel, "system": load_system}
+    if not any(load[source]() for source in wanted):
+        where = {"": "", "wheel": " in a libucx wheel", "system": " in conda's or the system's libraries"}[choice]
+        raise _error(f"there is no UCX ({SONAME}){where}: {_INSTALL_UCX}.")
+    found = loaded_ucx()
+    if found is None:
+        raise _error(f"the package libucx is incomplete, it brings no {SONAME}: reinstall it, {_INSTALL_UCX}.")
+    check_ucx_version(found, built_for, was_there_before=False)
+    return found
+
+
+def check_ucx_version(found: Ucx, built_for: str, *, was_there_before: bool) -> None:
+    """UCX promises that newer libraries run what was built with older headers, and not the reverse."""
+    if found.version[:2] >= tuple(int(number) for number in built_for.split(".")):
+        return
+    reason = f"torch_ucx_rpc was built with UCX {built_for} and cannot run with the older {found}"
+    if was_there_before:
+        raise _error(
+            f"{reason}, which another package loaded before: import torch_ucx_rpc before that package (MPI, for one), "
+            f"or build torch_ucx_rpc again with that UCX (TORCH_UCX_RPC_UCX=system)."
+        )
+    raise _error(f"{reason}: install a newer one, {_INSTALL_UCX}, or build torch_ucx_rpc again: {_BUILD}.")
+
+
+def check_torch_version(built_for: str, running: str) -> None:
+    """The extension runs with the torch release it was compiled against, be it the CPU or a CUDA build of it."""
+
+    def release(version: str) -> str:
+        # Only these labels: in a torch that somebody built, what follows the + is a commit.
+        return re.sub(r"\+(cpu|cu\d+|rocm[\d.]+|xpu)$", "", version)
+
+    if release(built_for) != release(running):
+        raise _error(
+            f"torch_ucx_rpc was built for torch {built_for} and this is torch {running}: build it again "
+            f"(`pip install --no-build-isolation --no-deps --force-reinstall <source tree>`), "
+            f"or install torch {built_for}."
+        )
+
+
+def check_built(folder: Path) -> None:
+    """The package's folder has an extension for this Python."""
+    suffix = str(sysconfig.get_config_var("EXT_SUFFIX"))
+    if (folder / f"_C{suffix}").exists() and (folder / "_build_info.py").exists():
+        return
+    others = sorted(file.name for file in folder.glob("_C.*.so"))
+    if others and f"_C{suffix}" not in others:
+        raise _error(f"the extension in {folder} is {others[0]}, and this Python needs _C{suffix}: {_BUILD}.")
+    raise _error(f"the extension has not been built in {folder}: {_BUILD}.")
+
+
+def _error(text: str) -> ImportError:
+    return ImportError(text, name="torch_ucx_rpc")
+
+
+def _prepare() -> None:
+    check_built(_PACKAGE)
+    from torch_ucx_rpc._build_info import BUILT_FOR_TORCH, BUILT_FOR_UCX
+
+    check_torch_version(BUILT_FOR_TORCH, torch.__version__)
+    if not torch.distributed.rpc.is_available():
+        raise _error(f"torch {torch.__version__} was built without RPC: install one with it (pip install torch).")
+    load_ucx(os.environ.get("TORCH_UCX_RPC_UCX", ""), BUILT_FOR_UCX)
+
+
+_prepare()
+
+try:
+    from torch_ucx_rpc import _C as _C
+except ImportError as error:
+    raise _error(f"the extension cannot be loaded ({error}): {_BUILD}.") from error

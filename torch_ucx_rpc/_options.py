@@ -1,0 +1,249 @@
+"""`UcxRpcBackendOptions`: what a user can choose for the agent of one worker."""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import functools
+import math
+import numbers
+import operator
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Generic, TypeAlias, TypeVar
+
+import torch
+from torch._C._distributed_rpc import RpcBackendOptions
+from torch.distributed.rpc.options import _to_device_list, _to_device_map
+
+Device: TypeAlias = int | str | torch.device
+T = TypeVar("T")
+
+# Linux numbers its threads up to this, unless told otherwise.
+_MOST_THREADS = 32_767
+# What is longer, 31 years, overflows clocks that count nanoseconds, and is meant to be no limit.
+_MOST_SECONDS = 1e9
+_MOST_BYTES = 2**62
+
+
+class _Option(Generic[T]):
+    """An attribute of the options that is checked whenever it is set."""
+
+    def __init__(self, check: Callable[[str, Any], T]) -> None:
+        self._check = check
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, options: UcxRpcBackendOptions, owner: type) -> T:
+        # What can be changed in place would escape the check.
+        value: T = copy.deepcopy(options._values[self._name])
+        return value
+
+    def __set__(self, options: UcxRpcBackendOptions, value: Any) -> None:
+        checked = self._check(self._name, value)
+        options._values[self._name] = checked
+        # rpc_timeout and init_method are fields of torch's C++ object too, for whoever reads them there. Its timeout
+        # has single precision (0.1 is 0.10000000149), so it is not what Python gets to see.
+        inherited = vars(RpcBackendOptions).get(self._name)
+        if inherited is not None:
+            inherited.__set__(options, checked)
+
+
+def _integer(least: int, most: int, meaning: str) -> _Option[int]:
+    def check(name: str, value: Any) -> int:
+        # True is an int to Python, and 64e6 may be meant as one: neither says clearly what was wanted.
+        if isinstance(value, bool) or not hasattr(type(value), "__index__"):
+            raise TypeError(f"{name} must be an int, {meaning}; {_shown(value)} is none")
+        number = operator.index(value)
+        if not least <= number <= most:
+            raise ValueError(f"{name} must be between {least} and {most}, {meaning}; it cannot be {number}")
+        return number
+
+    return _Option(check)
+
+
+def _check_seconds(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"{name} must be a number of seconds, 0 for no limit; {_shown(value)} is none")
+    seconds = float(value)
+    if math.isnan(seconds) or not 0 <= seconds <= _MOST_SECONDS:
+        raise ValueError(
+            f"{name} must be between 0 and {_MOST_SECONDS:.0f} seconds, 0 for no limit; it cannot be {seconds}"
+        )
+    return seconds
+
+
+def _check_url(name: str, value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{name} must be a str, the URL at which the workers meet; {_shown(value)} is none")
+    if "://" not in value:
+        raise ValueError(
+            f"{name} must be a URL such as 'env://', 'tcp://host:port' or 'file:///path'; it cannot be {value!r}"
+        )
+    return value
+
+
+def _check_device_maps(name: str, value: Any) -> dict[str, dict[torch.device, torch.device]]:
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise TypeError(f"{name} must be a dict from the callee's name to a device map; {_shown(value)} is none")
+    return {callee: _check_device_map(callee, device_map) for callee, device_map in value.items()}
+
+
+def _check_device_map(callee: Any, device_map: Any) -> dict[torch.device, torch.device]:
+    if not isinstance(callee, str):
+        raise TypeError(f"a device map is set for a callee's name, a str; {_shown(callee)} is none")
+    if not isinstance(device_map, Mapping):
+        raise TypeError(
+            f"the device map for {callee!r} must be a dict from a local device to one of the callee's; "
+            f"{_shown(device_map)} is none"
+        )
+    return _to_device_map(device_map)  # type: ignore[arg-type]
+
+
+def _check_devices(name: str, value: Any) -> list[torch.device]:
+    if value is None:
+        return []
+    if isinstance(value, (str, torch.device)) or not isinstance(value, Iterable):
+        raise TypeError(f"{name} must be a list of CUDA devices; {_shown(value)} is none")
+    return _to_device_list(list(value))
+
+
+def _shown(value: object) -> str:
+    return f"{value!r} ({type(value).__name__})"
+
+
+class UcxRpcBackendOptions(RpcBackendOptions):
+    """Options of ``init_rpc(backend="UCX", rpc_backend_options=...)``.
+
+    Each has a default, can be set as an attribute too, and is checked at once: an unknown name or a wrong type raises
+    TypeError, an impossible value ValueError. ``init_rpc`` takes a copy. Options can be compared, pickled, and pasted
+    back from their ``repr``.
+
+    Args:
+        num_worker_threads (int): threads that run the calls other workers make here (default: 16). With more of them,
+            more handlers can block at a time; with fewer, less memory is used and less fought over the GIL.
+        rpc_timeout (float): seconds after which a call fails that was given no timeout of its own, and after which
+            ``init_rpc`` gives up on workers that do not come (default: 60). 0 is no limit.
+        init_method (str): URL at which the workers find each other, as for ``init_process_group`` (default:
+            ``"env://"``, which reads MASTER_ADDR and MASTER_PORT).
+        device_maps (dict[str, dict]): for each callee, by name, on which of its devices the tensors of a local device
+            arrive; what it returns comes back the same way (default: none, only CPU tensors can be sent).
+        devices (list): local CUDA devices used for RPC (default: those that device maps mention, this worker's or the
+            others').
+        receive_window_bytes (int): bytes of large tensors that may be on their way into this worker at a time
+            (default: 64 MiB); the rest waits at the senders. A larger window keeps long or fast networks busy; a
+            smaller one bounds memory, and keeps the buffers in the processor's caches.
+        host_pool_bytes (int): bytes of host memory kept for the next tensors when the last ones are released (default:
+            256 MiB). Tensors are received several times faster into memory that was used before; 0 keeps none.
+
+    Devices are ints, strs or torch.devices. The attributes ``device_maps`` and ``devices`` are copies: to change them,
+    assign to them or call `set_device_map` and `set_devices`.
+
+    Example::
+
+        >>> options = UcxRpcBackendOptions(num_worker_threads=8, device_maps={"ps": {"cuda:0": "cuda:1"}})
+        >>> options.rpc_timeout = 30
+        >>> rpc.init_rpc("trainer", rank=0, world_size=2, rpc_backend_options=options)
+    """
+
+    # No __dict__: assigning to a misspelt name is an AttributeError instead of an option without effect.
+    __slots__ = ("_values",)
+
+    num_worker_threads = _integer(1, _MOST_THREADS, "how many threads run the calls of other workers")
+    rpc_timeout = _Option(_check_seconds)
+    init_method = _Option(_check_url)
+    device_maps = _Option(_check_device_maps)
+    devices = _Option(_check_devices)
+    receive_window_bytes = _integer(1, _MOST_BYTES, "how many bytes of large tensors are received at a time")
+    host_pool_bytes = _integer(0, _MOST_BYTES, "how many bytes of memory are kept for reuse")
+
+    def __init__(
+        self,
+        *,
+        num_worker_threads: int = 16,
+        rpc_timeout: float = 60.0,
+        init_method: str = "env://",
+        device_maps: Mapping[str, Mapping[Device, Device]] | None = None,
+        devices: Iterable[Device] | None = None,
+        receive_window_bytes: int = 64 * 1024**2,
+        host_pool_bytes: int = 256 * 1024**2,
+        **unknown: object,
+    ) -> None:
+        super().__init__()
+        self._values: dict[str, Any] = {}
+        self.num_worker_threads = num_worker_threads
+        self.rpc_timeout = rpc_timeout
+        self.init_method = init_method
+        self.device_maps = device_maps
+        self.devices = devices
+        self.receive_window_bytes = receive_window_bytes
+        self.host_pool_bytes = host_pool_bytes
+        for name in unknown:
+            near = difflib.get_close_matches(name, self._values, n=1)
+            meant = f"; did you mean {near[0]}?" if near else "."
+            raise TypeError(f"there is no option {name!r}{meant} The options are {', '.join(sorted(self._values))}.")
+
+    def set_device_map(self, to: str, device_map: Mapping[Device, Device]) -> None:
+        """Add to the device map for one callee.
+
+        Args:
+            to (str): the callee's name.
+            device_map (dict): from this worker's devices to the callee's. No two may go to the same device, and what an
+                earlier call has mapped stays.
+
+        Raises:
+            ValueError: a device is mapped already, to another device.
+
+        Example::
+
+            >>> options.set_device_map("ps", {"cuda:0": "cuda:1"})
+            >>> options.set_device_map("ps", {"cuda:1": "cuda:0"})
+        """
+        added = _check_device_map(to, device_map)
+        present = self._values["device_maps"].get(to, {})
+        for local, remote in added.items():
+            if present.get(local, remote) != remote:
+                # The beginning is that of TensorPipeRpcBackendOptions, which programs and tests may look for.
+                raise ValueError(
+                    f"`set_device_map` only supports 1-to-1 mapping: for {to!r} it has mapped {local} to "
+                    f"{present[local]} and cannot map it to {remote} too"
+                )
+        self._values["device_maps"][to] = {**present, **added}
+
+    def set_devices(self, devices: Iterable[Device]) -> None:
+        """Set the local CUDA devices used for RPC, in place of those that device maps mention."""
+        self.devices = devices
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, UcxRpcBackendOptions):
+            return NotImplemented
+        return self._values == other._values
+
+    def __hash__(self) -> int:
+        # torch uses options as a key of a dict, briefly. They can change, so their values cannot be in here.
+        return hash(type(self))
+
+    def __repr__(self) -> str:
+        arguments = ", ".join(f"{name}={value!r}" for name, value in self._arguments().items())
+        return f"UcxRpcBackendOptions({arguments})"
+
+    def __reduce__(self) -> tuple[functools.partial[UcxRpcBackendOptions], tuple[()]]:
+        return functools.partial(UcxRpcBackendOptions, **self._arguments()), ()
+
+    def _arguments(self) -> dict[str, Any]:
+        """Arguments that make an equal object; devices as strs, which can be pasted."""
+        device_maps = {
+            callee: {str(local): str(remote) for local, remote in device_map.items()}
+            for callee, device_map in self.device_maps.items()
+        }
+        return {**self._values, "device_maps": device_maps, "devices": [str(device) for device in self.devices]}
+
+
+def construct_options(rpc_timeout: float, init_method: str, **options: Any) -> UcxRpcBackendOptions:
+    """Handler of ``backend_registry.construct_rpc_backend_options``.
+
+    Has no side effect: to find the backend that given options belong to, torch constructs those of every backend.
+    """
+    return UcxRpcBackendOptions(rpc_timeout=rpc_timeout, init_method=init_method, **options)

@@ -1,0 +1,92 @@
+"""What a worker tells the others of itself, and how that is written in the Store."""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+import torch
+
+DeviceMaps = dict[str, dict[torch.device, torch.device]]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Record:
+    """What a worker tells the others of itself.
+
+    A process is known by its id only within a pid namespace, until it ends, and until the machine reboots: hence
+    `pid_namespace`, `process_start_time` (in clock ticks since the boot) and `boot_id`.
+    """
+
+    rank: int
+    name: str
+    world_size: int
+    session: int
+    address: bytes
+    package_version: str
+    torch_version: str
+    device_maps: DeviceMaps
+    devices: list[torch.device]
+    device_count: int
+    host: str
+    boot_id: str
+    pid_namespace: int
+    pid: int
+    process_start_time: int
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} ({self.name!r}, pid {self.pid} on {self.host})"
+
+    def to_values(self) -> dict[str, Any]:
+        """What JSON can write."""
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        values["address"] = base64.b64encode(self.address).decode("ascii")
+        values["devices"] = [str(device) for device in self.devices]
+        values["device_maps"] = {
+            callee: {str(local): str(remote) for local, remote in device_map.items()}
+            for callee, device_map in self.device_maps.items()
+        }
+        return values
+
+    @classmethod
+    def from_values(cls, values: Any) -> Record:
+        """The record that `to_values` was called on; ValueError for what it cannot have returned."""
+        try:
+            address = base64.b64decode(values["address"], validate=True)
+            devices = [torch.device(device) for device in values["devices"]]
+            device_maps = {
+                callee: {torch.device(local): torch.device(remote) for local, remote in device_map.items()}
+                for callee, device_map in values["device_maps"].items()
+            }
+            record = cls(**{**values, "address": address, "devices": devices, "device_maps": device_maps})
+        # Whatever other values lead to; RuntimeError is torch's for a device that cannot be.
+        except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+            raise ValueError(f"that is not the record of a worker: {error}") from error
+        for field in dataclasses.fields(cls):
+            if field.type in ("int", "str") and type(getattr(record, field.name)).__name__ != field.type:
+                raise ValueError(f"that is not the record of a worker: its {field.name} is no {field.type}")
+        return record
+
+
+def process_facts() -> dict[str, Any]:
+    """The fields of a `Record` that tell where this process is and which one it is."""
+    host = socket.gethostname()
+    try:
+        boot_id = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:
+        # Hidden in some sandboxes.
+        boot_id = host
+    # The process's name, in parentheses, may contain anything, spaces and parentheses too. The start time is the 22nd
+    # field, and the name is the second.
+    after_name = Path("/proc/self/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2]
+    return {
+        "host": host,
+        "boot_id": boot_id,
+        "pid_namespace": Path("/proc/self/ns/pid").stat().st_ino,
+        "pid": os.getpid(),
+        "process_start_time": int(after_name.split()[19]),
+    }

@@ -1,0 +1,132 @@
+"""Everything that this package changes in torch, in one function: `register`."""
+
+# mypy: allow-untyped-calls
+
+from __future__ import annotations
+
+import enum
+from types import FunctionType
+from typing import Any
+
+import torch
+import torch.distributed.rpc as rpc
+from torch._C._distributed_rpc import get_rpc_timeout
+from torch.distributed.rpc import api, backend_registry
+from torch.distributed.rpc.constants import DEFAULT_SHUTDOWN_TIMEOUT, UNSET_RPC_TIMEOUT
+from torch.distributed.rpc.internal import RPCExecMode, _internal_rpc_pickler
+
+from torch_ucx_rpc import _agent, _sparse
+from torch_ucx_rpc._options import UcxRpcBackendOptions, construct_options
+
+# What torch has in the places that `register` takes.
+_torchs_wait_all_workers = api._wait_all_workers
+_torchs_invoke_rpc = api._invoke_rpc
+_torchs_tensor_reducer = _internal_rpc_pickler._dispatch_table[torch.Tensor]
+_torchs_init_rpc = FunctionType(
+    rpc.init_rpc.__code__, rpc.init_rpc.__globals__, "init_rpc", rpc.init_rpc.__defaults__, rpc.init_rpc.__closure__
+)
+
+_SYNC = RPCExecMode.SYNC
+
+
+def register() -> None:
+    """Make "UCX" a backend of ``torch.distributed.rpc``, once; every other backend stays as it is.
+
+    * ``BackendType.UCX`` exists, in the enum of before too.
+    * ``init_rpc`` accepts it, the string "UCX", and members of an earlier enum.
+    * Graceful shutdown waits for those workers that are there, with Ctrl-C and an end when one dies.
+    * A blocked ``rpc_sync`` answers Ctrl-C, and drives its call instead of sleeping. So does ``RRef.to_here``, without
+      a patch: it sends and waits within one C++ function, and the agent waits where it sends.
+    * Python functions can return sparse tensors of compressed layouts.
+    """
+    # Asked of torch and not of this module, of which there may come to be a second one.
+    if hasattr(rpc, _torch_ucx_rpc_init_rpc.__name__):
+        return
+    before = rpc.BackendType
+    backend_registry.register_backend("UCX", construct_options, _agent.init_backend)
+    # Registering makes a new enum and tells nobody. Who has imported the old one finds the new member there.
+    rpc.BackendType = backend_registry.BackendType  # type: ignore[misc]
+    type.__setattr__(before, "UCX", _member("UCX"))
+    # init_rpc has often been imported by name before this package, so it is the function itself that gets new code.
+    setattr(rpc, _torch_ucx_rpc_init_rpc.__name__, _torch_ucx_rpc_init_rpc)
+    rpc.init_rpc.__code__ = _new_init_rpc.__code__
+    # These two are looked up whenever they are called.
+    api._wait_all_workers = _wait_all_workers
+    api._invoke_rpc = _invoke_rpc
+    _internal_rpc_pickler._dispatch_table[torch.Tensor] = _reduce_tensor
+
+
+# Only the code of this function is used, with the globals and the defaults of torch's own.
+def _new_init_rpc(name: Any, backend: Any, rank: Any, world_size: Any, rpc_backend_options: Any) -> None:
+    return _torch_ucx_rpc_init_rpc(name, backend, rank, world_size, rpc_backend_options)
+
+
+def _torch_ucx_rpc_init_rpc(name: Any, backend: Any, rank: Any, world_size: Any, rpc_backend_options: Any) -> None:
+    backend = _resolve(backend)
+    # Torch infers the backend too, and would warn that it is not TensorPipe.
+    if backend is None and isinstance(rpc_backend_options, UcxRpcBackendOptions):
+        backend = _member("UCX")
+    if backend is _member("UCX"):
+        _agent.init_rpc(name, rank, world_size, rpc_backend_options)
+        return
+    # Its default is taken from this enum, and then checked against the other.
+    rpc.BackendType = backend_registry.BackendType  # type: ignore[misc]
+    _torchs_init_rpc(name, backend, rank, world_size, rpc_backend_options)
+
+
+def _resolve(backend: Any) -> Any:
+    """The member of the enum of now, for "UCX" and members of an earlier one; anything else is torch's to judge."""
+    if backend == "UCX":
+        return _member("UCX")
+    if isinstance(backend, str):
+        # No other backend has a string: torch refuses strings, and its tests hold every agent to that for "TENSORPIPE".
+        known = ", ".join(sorted(backend_registry.BackendType.__members__))
+        raise TypeError(
+            f'Argument backend must be a member of BackendType or the string "UCX", and {backend!r} is neither; '
+            f"the members are {known}"
+        )
+    if isinstance(backend, enum.Enum) and isinstance(backend.value, backend_registry.BackendValue):
+        return backend_registry.BackendType.__members__.get(backend.name, backend)
+    return backend
+
+
+def _member(name: str) -> Any:
+    """Of the enum of now: whoever registers another backend replaces it."""
+    return backend_registry.BackendType[name]
+
+
+def _wait_all_workers(timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
+    agent = _agent.current
+    if agent is not None:
+        # Where workers that do not come, or die, are noticed and named, and Ctrl-C works.
+        came = agent._barrier(timeout)
+        # Then torch's own, which now has nobody to wait for: programs and tests hook into its parts. It waits for all
+        # that there ever were, so not when one has left before; and for ever for one that dies just now, so not without
+        # a limit.
+        if came < len(api._ALL_WORKER_NAMES):
+            return
+        timeout = timeout or get_rpc_timeout()
+    _torchs_wait_all_workers(timeout)
+
+
+# On the way of every call: nothing is looked up or repacked that need not be.
+def _invoke_rpc(
+    to: Any,
+    func: Any,
+    rpc_type: Any,
+    args: Any = None,
+    kwargs: Any = None,
+    rpc_timeout: float = UNSET_RPC_TIMEOUT,
+) -> Any:
+    future = _torchs_invoke_rpc(to, func, rpc_type, args, kwargs, rpc_timeout)
+    if rpc_type is _SYNC:
+        agent = _agent.current
+        if agent is not None:
+            agent._wait(future)
+    return future
+
+
+def _reduce_tensor(tensor: torch.Tensor) -> Any:
+    if tensor.layout in _sparse.COMPRESSED and _agent.current is not None:
+        return _sparse.reduce(tensor)
+    return _torchs_tensor_reducer(tensor)

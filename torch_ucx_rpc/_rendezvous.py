@@ -1,0 +1,188 @@
+"""The Store through which the workers of a job find each other.
+
+Rank 0 opens it at the address that ``init_method`` gives and the others connect to it, as with
+``torch.distributed.rendezvous``; but rank 0 does not wait there, inside C++ where Ctrl-C does not reach it, for workers
+that may never come. Who has come is the business of ``_members``.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import TypeVar
+from urllib.parse import ParseResult, urlparse
+
+from torch._C._distributed_c10d import Store, TCPStore
+from torch.distributed import DistError
+from torch.distributed.rendezvous import (
+    _get_use_libuv_from_query_dict,
+    _query_to_dict,
+    _torchelastic_use_agent_store,
+    rendezvous,
+)
+
+T = TypeVar("T")
+
+# For a Store to answer who has reached it. What does not answer is something else.
+_ANSWER_S = 10.0
+
+# Keeps alive the Store of this process's last group. When rank 0 opens the next one at the same port, workers that were
+# faster may be connected there already: the old server must not close before that, and then serves on. (The TCPStores
+# of one process share the server of a port.)
+_kept: tuple[object, Store] | None = None
+
+
+class Deadline:
+    """The point in time ``timeout`` seconds from now; 0 is never."""
+
+    def __init__(self, timeout: float) -> None:
+        self.timeout = timeout
+        self._end = time.monotonic() + timeout if timeout else float("inf")
+
+    def remaining(self) -> float:
+        return max(0.0, self._end - time.monotonic())
+
+    def passed(self) -> bool:
+        return self.remaining() == 0.0
+
+
+def create_store(init_method: str, rank: int, world_size: int, timeout: float) -> Store:
+    """The Store of the job, hosted by rank 0 unless torchrun does.
+
+    Args:
+        init_method: ``env://`` and ``tcp://host:port`` are ours; other URLs go to ``torch.distributed.rendezvous``.
+        timeout: seconds to wait for rank 0 to open the Store; 0 is no limit.
+
+    Raises ValueError for a URL or variables that say too little, RuntimeError where there is no Store or its port is in
+    use.
+    """
+    global _kept
+    scheme = urlparse(init_method).scheme
+    iterator: Iterator[tuple[Store, int, int]] | None = None
+    store: Store
+    if scheme in ("env", "tcp"):
+        host, port, use_libuv = _store_address(urlparse(init_method))
+        store = _create_tcp_store(host, port, use_libuv, rank, world_size, Deadline(timeout))
+    else:
+        # Some handlers clean up when their generator is collected: it lives as long as the Store.
+        iterator = rendezvous(init_method, rank=rank, world_size=world_size)
+        store, _, _ = next(iterator)
+    store.set_timeout(timedelta(seconds=timeout))
+    _kept = (iterator, store)
+    return store
+
+
+def _store_address(url: ParseResult) -> tuple[str, int, bool]:
+    """Host and port of the Store, and whether it runs on libuv, as torch decides it."""
+    query: dict[str, str] = _query_to_dict(url.query)
+    if {"rank", "world_size"} & set(query):
+        raise ValueError(f"the init_method {url.geturl()} cannot give rank or world_size: pass them to init_rpc.")
+    use_libuv: bool = _get_use_libuv_from_query_dict(query)
+    # The beginnings are those of torch's messages, which programs and tests may look for.
+    start = f"Error initializing torch.distributed using {url.scheme}:// rendezvous:"
+    if url.scheme == "tcp":
+        try:
+            host, port = url.hostname, url.port
+        except ValueError:
+            host, port = None, None
+        if not host or port is None:
+            raise ValueError(f"{start} port number missing, {url.geturl()} must be like tcp://host:29500.")
+        return host, port, use_libuv
+    missing = [variable for variable in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(variable)]
+    if missing:
+        raise ValueError(
+            f"{start} environment variable {' and '.join(missing)} expected, but not set: set MASTER_ADDR to the host "
+            f"of rank 0 and MASTER_PORT to a free port there, the same for every worker."
+        )
+    number = os.environ["MASTER_PORT"]
+    if not number.isdecimal() or int(number) >= 2**16:
+        raise ValueError(f"{start} MASTER_PORT={number} is not a port: set it to a number from 1 to 65535.")
+    return os.environ["MASTER_ADDR"], int(number), use_libuv
+
+
+def _create_tcp_store(
+    host: str, port: int, use_libuv: bool, rank: int, world_size: int, deadline: Deadline
+) -> TCPStore:
+    address = f"{host}:{port}"
+    by_torchrun: bool = _torchelastic_use_agent_store()
+    is_server = rank == 0 and not by_torchrun
+    if not is_server:
+        _await_listener(host, port, "torchrun" if by_torchrun else "rank 0", deadline)
+
+    def create() -> TCPStore:
+        return TCPStore(
+            host_name=host,
+            port=port,
+            world_size=world_size,
+            is_master=is_server,
+            timeout=timedelta(seconds=_ANSWER_S),
+            wait_for_workers=False,
+            multi_tenant=not by_torchrun,
+            use_libuv=use_libuv,
+        )
+
+    try:
+        # Longer than TCPStore's own timeout, which it overruns by its last pause, and which does not cover what never
+        # answers.
+        return _interruptible(create, 3 * _ANSWER_S)
+    except (DistError, TimeoutError) as error:
+        if is_server and "EADDRINUSE" in str(error):
+            problem = (
+                f"rank 0 cannot open the Store at {address}: the port {port} is in use on {socket.gethostname()}, by "
+                f"another program, another job or a second rank 0 of this one; choose a free port."
+            )
+        elif is_server:
+            problem = (
+                f"rank 0 runs on {socket.gethostname()} and has no Store at {address}: that must be an address of this "
+                f"host. ({error})"
+            )
+        else:
+            problem = (
+                f"rank {rank} cannot use what listens at {address} as a Store: if another program does, choose another "
+                f"port. ({error})"
+            )
+        raise RuntimeError(problem) from error
+
+
+def _await_listener(host: str, port: int, server: str, deadline: Deadline) -> None:
+    """Return once somebody listens. TCPStore would wait too, but in C++, printing each failure with its stack."""
+    pause = 0.01
+    while True:
+        try:
+            socket.create_connection((host, port), timeout=min(1.0, max(0.05, deadline.remaining()))).close()
+            return
+        except OSError as error:
+            if deadline.passed():
+                raise RuntimeError(
+                    f"nobody listens at {host}:{port} after {deadline.timeout:g} s ({error}): {server} must be running "
+                    f"there; check that it has started, and that MASTER_ADDR and MASTER_PORT, or the init_method, name "
+                    f"its host and port and are the same for every worker."
+                ) from error
+        time.sleep(min(pause, deadline.remaining()))
+        pause = min(2 * pause, 0.25)
+
+
+def _interruptible(call: Callable[[], T], limit: float) -> T:
+    """``call()``, on another thread, for Ctrl-C and TimeoutError to reach the caller while it blocks in C++."""
+    outcome: list[T] = []
+    failure: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            outcome.append(call())
+        except BaseException as error:
+            failure.append(error)
+
+    # A daemon: where it hangs, it must not hold up the end of the process.
+    thread = threading.Thread(target=run, name="torch_ucx_rpc-store", daemon=True)
+    thread.start()
+    thread.join(limit)
+    if failure:
+        raise failure[0]
+    if not outcome:
+        raise TimeoutError(f"no answer in {limit:g} s")
+    return outcome[0]

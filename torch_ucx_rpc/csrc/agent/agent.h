@@ -1,0 +1,175 @@
+#pragma once
+
+#include "agent/agent_threads.h"
+#include "agent/barrier.h"
+#include "agent/call_table.h"
+#include "agent/directory.h"
+#include "agent/inbox.h"
+#include "agent/outbox.h"
+#include "agent/process_watch.h"
+#include "agent/progress.h"
+#include "agent/receive_window.h"
+#include "agent/timer.h"
+
+#include <torch/csrc/distributed/rpc/rpc_agent.h>
+
+#include <atomic>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+namespace torch_ucx_rpc {
+
+using torch::distributed::rpc::DeviceMap;
+using torch::distributed::rpc::Message;
+using torch::distributed::rpc::RequestCallback;
+
+// What the user can choose; torch_ucx_rpc/_options.py documents each and checks it.
+struct AgentOptions {
+  std::chrono::milliseconds rpcTimeout{60'000};
+  size_t numWorkerThreads = 16;
+  uint64_t receiveWindowBytes = 64ull * 1024 * 1024;
+};
+
+// torch's RpcAgent over a Transport. It turns messages into mail and back, keeps the table of open calls, and decides
+// who runs what; how mail travels is Progress's, Outbox's and Inbox's business.
+//
+// Life: constructed -> members added (by Python, which exchanges them through the Store) -> start() -> join() or not ->
+// shutdown(). Agent threads that are stuck in user code at shutdown keep the object alive until they return.
+//
+// `whileWaiting` is called now and then, and when a signal has come in, by a thread that blocks in wait(), barrier(), join() or in
+// send() for an RRef's value; it may throw to end the wait (Ctrl-C).
+class UcxRpcAgent final : public torch::distributed::rpc::RpcAgent, public std::enable_shared_from_this<UcxRpcAgent> {
+ public:
+  UcxRpcAgent(
+      std::string name,
+      worker_id_t rank,
+      std::unique_ptr<Transport> transport,
+      std::unique_ptr<RequestCallback> callback,
+      ThreadHooks threadHooks,
+      std::function<void()> whileWaiting,
+      const AgentOptions& options);
+  ~UcxRpcAgent() override;
+
+  // Members.
+  const std::string& address() const {
+    return transport_->address();
+  }
+  uint64_t session() const {
+    return session_;
+  }
+  // Adds workers, this one included. Throws std::invalid_argument for a rank or name that is taken.
+  void addMembers(std::vector<Member> members);
+  void removeMember(worker_id_t rank);
+
+  void setDeviceMaps(
+      std::unordered_map<std::string, DeviceMap> deviceMaps,
+      std::unordered_map<std::string, DeviceMap> reverseDeviceMaps,
+      std::vector<c10::Device> devices);
+
+  // Waits until all workers present have come here, and sums a number over them. Throws std::runtime_error when `timeout`
+  // (0: none) runs out or a worker dies.
+  int64_t barrier(int64_t value, std::chrono::milliseconds timeout);
+
+  // Returns when the future is complete or the agent shuts down. The caller drives progress meanwhile, if no other caller does.
+  void wait(JitFuture& future);
+
+  // RpcAgent.
+  c10::intrusive_ptr<JitFuture> send(
+      const WorkerInfo& to,
+      c10::intrusive_ptr<Message> message,
+      float rpcTimeoutSeconds,
+      const DeviceMap& deviceMap) override;
+  const WorkerInfo& getWorkerInfo(const std::string& name) const override;
+  const WorkerInfo& getWorkerInfo(worker_id_t rank) const override;
+  using RpcAgent::getWorkerInfo;
+  std::vector<WorkerInfo> getWorkerInfos() const override;
+  void join(bool shutdown, float timeoutSeconds) override;
+  void sync() override {}
+  void startImpl() override;
+  void shutdownImpl() override;
+  std::unordered_map<std::string, std::string> getMetrics() override;
+  std::unordered_map<std::string, std::string> getDebugInfo() override;
+  DeviceMap getDeviceMap(const WorkerInfo& to) const override;
+  const std::vector<c10::Device>& getDevices() const override;
+
+ private:
+  void addGilWaitTime(std::chrono::microseconds waitTime) override;
+
+  // Outgoing.
+  void post(Peer& to, wire::Kind kind, uint64_t callId, std::unique_ptr<OutgoingMessage> message);
+  void postControl(Peer& to, wire::Kind kind, uint64_t callId, Bytes body);
+  void deliverToSelf(std::unique_ptr<OutgoingMessage> message);
+
+  // Incoming. dispatch() runs on the thread that drove, without the worker lock; user code runs in tasks, except that a
+  // visitor completes its own call itself.
+  void dispatch(Deliveries deliveries, const JitFuture* visitorsFuture = nullptr);
+  void dispatchMessage(IncomingMessage message, const JitFuture* visitorsFuture = nullptr);
+  void dispatchControl(const IncomingMessage& message);
+  void serve(IncomingMessage message);
+  // Runs the request on this thread.
+  c10::intrusive_ptr<JitFuture> handle(Message& request, Admission& admission) const;
+  // Makes a thread for one piece of user code, and waits for it.
+  void runOnOwnThread(const std::function<void()>& work) const;
+  void respond(Peer& to, uint64_t callId, const JitFuture& response);
+  void respondWithError(Peer& to, uint64_t callId, const std::string& what);
+  void complete(CallTable::Call call, IncomingMessage message);
+  void failCall(const CallTable::Call& call, const std::string& what);
+  void failCallLater(CallTable::Call call, std::string what);
+  void wakeVisitor();
+  bool visit(const JitFuture& future);
+  void onSent(std::unique_ptr<OutgoingMessage> message);
+  void onRejected(Deliveries::Rejection rejection);
+  void onPeerGone(Peer& peer, Peer::State state, Error why);
+
+  // Called by the timer; says when it wants to be called again.
+  Timer::Clock::time_point onTimer(Timer::Clock::time_point now);
+
+  int64_t activity() const;
+
+  const AgentOptions options_;
+  const uint64_t session_;
+  const ThreadHooks threadHooks_;
+  const std::function<void()> whileWaiting_;
+
+  // Own synchronization, in order of construction: what is below uses what is above.
+  const std::unique_ptr<Transport> transport_;
+  Directory directory_;
+  CallTable calls_;
+  const std::shared_ptr<ReceiveWindow> window_;
+  std::unique_ptr<Outbox> outbox_; // worker lock
+  std::unique_ptr<Inbox> inbox_; // worker lock
+  std::unique_ptr<Progress> progress_;
+  ProcessWatch processes_;
+  std::shared_ptr<AgentThreads> threads_;
+  Barrier barrier_;
+  Timer timer_;
+
+  std::mutex visitorMutex_; // held by the caller that visits Progress
+  std::atomic<bool> isVisited_{false};
+  std::atomic<bool> isClosed_{false}; // shutdown has begun
+  std::atomic<bool> isEverybodyLeaving_{false}; // a graceful join has succeeded: peers that vanish now are in order
+  std::once_flag shutdownOnce_;
+  std::atomic<bool> isStallTimerSet_{false};
+
+  std::atomic<int64_t> servedRequests_{0}; // received and not answered yet
+  std::atomic<int64_t> asyncRequests_{0}; // of those, the ones whose handler has returned
+  std::atomic<uint64_t> callsReceived_{0};
+  std::atomic<uint64_t> callsTimedOut_{0};
+
+  // Timer thread only:
+  uint64_t stalledReleases_ = 0;
+  Timer::Clock::time_point stalledSince_{};
+
+  mutable std::mutex mutex_;
+  // Guarded by mutex_:
+  uint64_t gilWaitMicroseconds_ = 0;
+  uint64_t gilWaits_ = 0;
+  std::unordered_map<std::string, DeviceMap> deviceMaps_;
+  std::unordered_map<std::string, DeviceMap> reverseDeviceMaps_;
+  std::vector<c10::Device> devices_;
+};
+
+} // namespace torch_ucx_rpc

@@ -1,0 +1,477 @@
+// What happens to a call, from send() to the completion of its future; the rest of UcxRpcAgent is in agent.cpp.
+
+#include "agent/agent.h"
+#include "agent/tensor_codec.h"
+#include "base/time.h"
+
+#include <c10/util/Logging.h>
+#include <torch/csrc/distributed/rpc/utils.h>
+
+#include <cstring>
+#include <stdexcept>
+#include <utility>
+
+namespace torch_ucx_rpc {
+
+namespace rpc = torch::distributed::rpc;
+
+namespace {
+
+// How often a thread that waits for another caller's visit looks up.
+constexpr auto kLookUp = std::chrono::milliseconds(100);
+
+// The share of the window that belongs to the request this thread is running.
+thread_local Admission* runningAdmission = nullptr;
+
+class AdmissionScope {
+ public:
+  explicit AdmissionScope(Admission& admission) : outer_(std::exchange(runningAdmission, &admission)) {}
+  ~AdmissionScope() {
+    runningAdmission = outer_;
+  }
+  AdmissionScope(const AdmissionScope&) = delete;
+  AdmissionScope& operator=(const AdmissionScope&) = delete;
+
+ private:
+  Admission* const outer_;
+};
+
+std::exception_ptr asException(const std::string& what) {
+  return std::make_exception_ptr(std::runtime_error(what));
+}
+
+// torch's own words, which programs look for, and whom we called.
+std::string timeoutText(std::chrono::milliseconds timeout, const Peer& to) {
+  std::string text = rpc::kRpcTimeoutErrorStr;
+  text.replace(text.find("{}"), 2, std::to_string(timeout.count()));
+  return text + "; called " + to.describe();
+}
+
+} // namespace
+
+c10::intrusive_ptr<JitFuture> UcxRpcAgent::send(
+    const WorkerInfo& to,
+    c10::intrusive_ptr<Message> message,
+    float rpcTimeoutSeconds,
+    const DeviceMap& /*deviceMap*/) {
+  TORCH_CHECK(message->isRequest(), "UcxRpcAgent::send() is for requests; this message is of type ", message->type());
+  TORCH_CHECK(
+      rpcAgentRunning_.load() && !isClosed_.load(),
+      "RPC is not running on worker '",
+      workerInfo_.name_,
+      "': it has been shut down, so nothing can be sent to worker '",
+      to.name_,
+      "'");
+  if (runningAdmission != nullptr) {
+    runningAdmission->release(); // a handler that calls out may wait for long: the window must not wait with it
+  }
+  Peer& peer = directory_.at(to.id_);
+  const rpc::MessageType type = message->type();
+  std::unique_ptr<OutgoingMessage> mail = encodeMessage(std::move(message), peer);
+
+  CallTable::Call call;
+  call.future = c10::make_intrusive<JitFuture>(at::AnyClassType::get(), getDevices());
+  call.to = &peer;
+  call.timeout = rpcTimeoutSeconds == rpc::kUnsetRpcTimeout ? getRpcTimeout() : toMilliseconds(rpcTimeoutSeconds);
+  if (call.timeout.count() != 0) { // 0: no limit
+    call.deadline = CallTable::Clock::now() + call.timeout;
+  }
+  c10::intrusive_ptr<JitFuture> future = call.future;
+  const CallTable::Clock::time_point deadline = call.deadline;
+  bool isEarliest = false;
+  const uint64_t id = calls_.open(std::move(call), isEarliest);
+  if (isEarliest) {
+    timer_.dueBy(deadline);
+  }
+  peer.callsSent.fetch_add(1, std::memory_order_relaxed);
+
+  const bool isFetch =
+      type == rpc::MessageType::PYTHON_RREF_FETCH_CALL || type == rpc::MessageType::SCRIPT_RREF_FETCH_CALL;
+  // Asked after the call is in the table: whoever marks the peer gone afterwards finds it there.
+  CallTable::Call refused;
+  if (peer.state() != Peer::State::kPresent && calls_.take(id, refused)) {
+    failCall(refused, peer.whyGone().message());
+  } else if (isClosed_.load() && calls_.take(id, refused)) {
+    failCall(refused, "RPC has been shut down on this worker");
+  } else {
+    post(peer, wire::Kind::kRequest, id, std::move(mail));
+  }
+  if (isFetch && !AgentThreads::isLeader()) {
+    // RRef.to_here() sends this and waits, within one function of torch. Waiting here instead, Ctrl-C works, and the caller
+    // drives its own call. Nobody else sends these messages.
+    wait(*future);
+  }
+  return future;
+}
+
+void UcxRpcAgent::post(Peer& to, wire::Kind kind, uint64_t callId, std::unique_ptr<OutgoingMessage> message) {
+  message->to = &to;
+  message->address(kind, session_, workerInfo_.id_, to.member().session, callId);
+  if (to.member().session == session_) {
+    deliverToSelf(std::move(message));
+    return;
+  }
+  progress_->submit([this, message = std::move(message)]() mutable { outbox_->send(std::move(message)); });
+}
+
+void UcxRpcAgent::postControl(Peer& to, wire::Kind kind, uint64_t callId, Bytes body) {
+  auto message = std::make_unique<OutgoingMessage>();
+  message->body = std::move(body);
+  post(to, kind, callId, std::move(message));
+}
+
+// Calls to oneself skip the transport (UCX's own loopback has no wake-up), not the rules: what arrives is a copy.
+void UcxRpcAgent::deliverToSelf(std::unique_ptr<OutgoingMessage> message) {
+  IncomingMessage arrived;
+  arrived.from = message->to;
+  arrived.header = message->header;
+  arrived.eagerBody = std::move(message->body);
+  arrived.spans.reserve(message->spans.size());
+  for (const OutgoingMessage::Span& span : message->spans) {
+    c10::DataPtr copy = HostPool::instance().allocate(span.bytes.size());
+    std::memcpy(copy.get(), span.bytes.data(), span.bytes.size());
+    arrived.spans.push_back({std::move(copy), span.bytes.size()});
+  }
+  dispatchMessage(std::move(arrived));
+}
+
+void UcxRpcAgent::onSent(std::unique_ptr<OutgoingMessage> message) {
+  if (message->error && message->header.kind == wire::Kind::kRequest) {
+    CallTable::Call call;
+    if (calls_.take(message->header.callId, call)) {
+      failCallLater(std::move(call), "could not send to " + message->to->describe() + ": " + message->error.message());
+    }
+  }
+  if (message->lender != nullptr && message->lender->mayRunUserCode() && AgentThreads::isLeader()) {
+    threads_->addCompletion([message = std::move(message)] {});
+  }
+}
+
+// --------------------------------------------------------------------------------------------------- incoming
+
+void UcxRpcAgent::dispatch(Deliveries deliveries, const JitFuture* visitorsFuture) {
+  for (IncomingMessage& message : deliveries.messages) {
+    dispatchMessage(std::move(message), visitorsFuture);
+  }
+  for (std::unique_ptr<OutgoingMessage>& message : deliveries.sent) {
+    onSent(std::move(message));
+  }
+  for (Deliveries::Rejection& rejection : deliveries.rejections) {
+    onRejected(std::move(rejection));
+  }
+  for (Deliveries::Failure& failure : deliveries.failures) {
+    onPeerGone(*failure.peer, Peer::State::kFailed, failure.peer->lost(failure.error));
+  }
+  if (!deliveries.warning.empty()) {
+    LOG(WARNING) << "torch_ucx_rpc: " << deliveries.warning;
+  }
+}
+
+void UcxRpcAgent::dispatchMessage(IncomingMessage message, const JitFuture* visitorsFuture) {
+  const std::shared_ptr<UcxRpcAgent> self = weak_from_this().lock();
+  if (self == nullptr) {
+    return; // being destroyed
+  }
+  switch (message.header.kind) {
+    case wire::Kind::kRequest:
+      servedRequests_.fetch_add(1);
+      callsReceived_.fetch_add(1, std::memory_order_relaxed);
+      threads_->addRequest([self, message = std::move(message)]() mutable { self->serve(std::move(message)); });
+      return;
+    case wire::Kind::kResponse: {
+      CallTable::Call call;
+      if (!calls_.isOpen(message.header.callId, *message.from) || !calls_.take(message.header.callId, call)) {
+        return; // a late answer, or one of a worker that was not asked; its buffers are recycled here
+      }
+      const bool isVisitors = call.future.get() == visitorsFuture;
+      if (isVisitors) {
+        complete(std::move(call), std::move(message));
+      } else {
+        threads_->addCompletion([self, call = std::move(call), message = std::move(message)]() mutable {
+          self->complete(std::move(call), std::move(message));
+          self->wakeVisitor();
+        });
+      }
+      return;
+    }
+    default:
+      dispatchControl(message);
+  }
+}
+
+void UcxRpcAgent::dispatchControl(const IncomingMessage& message) {
+  Peer& from = *message.from;
+  const std::span<const std::byte> body = message.body();
+  switch (message.header.kind) {
+    case wire::Kind::kGoodbye:
+      onPeerGone(from, Peer::State::kLeft, {ErrorCode::kShutDown, from.describe() + " has shut down its RPC agent"});
+      return;
+    case wire::Kind::kBarrierArrive: {
+      wire::BarrierArrive arrive{};
+      if (body.size() == sizeof(arrive)) {
+        std::memcpy(&arrive, body.data(), sizeof(arrive));
+        barrier_.onArrive(from, message.header.callId, arrive.value);
+      }
+      return;
+    }
+    case wire::Kind::kBarrierRelease: {
+      wire::BarrierRelease release{};
+      if (body.size() >= sizeof(release)) {
+        std::memcpy(&release, body.data(), sizeof(release));
+        const auto* sentence = reinterpret_cast<const char*>(body.data()) + sizeof(release);
+        Error error;
+        if (release.failed != 0) {
+          error = {ErrorCode::kPeerFailed, std::string(sentence, body.size() - sizeof(release))};
+        }
+        barrier_.onRelease(message.header.callId, {release.sum, std::move(error)});
+      }
+      return;
+    }
+    default:
+      return; // requests, responses and cancellations do not come here
+  }
+}
+
+void UcxRpcAgent::serve(IncomingMessage incoming) {
+  Peer& from = *incoming.from;
+  const uint64_t callId = incoming.header.callId;
+  Admission admission = std::move(incoming.admission);
+  c10::intrusive_ptr<Message> request;
+  if (Error error = decodeMessage(std::move(incoming), request)) {
+    respondWithError(from, callId, error.message());
+    return;
+  }
+  c10::intrusive_ptr<JitFuture> response;
+  try {
+    if (request->type() == rpc::MessageType::RUN_WITH_PROFILING_REQ) {
+      // torch's legacy profiler records on a thread only the first time it is enabled there (torch 2.13; TensorPipe with its 16
+      // threads returns the remote events of the first 16 calls). A thread of its own always records.
+      runOnOwnThread([&] { response = handle(*request, admission); });
+    } else {
+      response = handle(*request, admission);
+    }
+  } catch (const std::exception& error) {
+    respondWithError(from, callId, error.what());
+    return;
+  }
+  request.reset(); // the handler has what it wants to keep
+  admission.release();
+  if (response->completed()) {
+    respond(from, callId, *response);
+    return;
+  }
+  asyncRequests_.fetch_add(1);
+  response->addCallback([self = shared_from_this(), &from, callId](JitFuture& completed) {
+    self->asyncRequests_.fetch_sub(1);
+    self->respond(from, callId, completed);
+  });
+}
+
+c10::intrusive_ptr<JitFuture> UcxRpcAgent::handle(Message& request, Admission& admission) const {
+  const AdmissionScope scope(admission);
+  return (*cb_)(request, {});
+}
+
+void UcxRpcAgent::runOnOwnThread(const std::function<void()>& work) const {
+  std::exception_ptr failure;
+  std::thread([&] {
+    if (threadHooks_.onStart) {
+      threadHooks_.onStart();
+    }
+    try {
+      work();
+    } catch (...) {
+      failure = std::current_exception();
+    }
+    if (threadHooks_.onExit) {
+      threadHooks_.onExit();
+    }
+  }).join();
+  if (failure != nullptr) {
+    std::rethrow_exception(failure);
+  }
+}
+
+void UcxRpcAgent::respond(Peer& to, uint64_t callId, const JitFuture& response) {
+  if (response.hasError()) {
+    respondWithError(to, callId, response.tryRetrieveErrorMessage());
+    return;
+  }
+  std::unique_ptr<OutgoingMessage> mail;
+  try {
+    mail = encodeMessage(response.constValue().toCustomClass<Message>(), to);
+  } catch (const std::exception& error) {
+    respondWithError(to, callId, error.what());
+    return;
+  }
+  servedRequests_.fetch_sub(1);
+  post(to, wire::Kind::kResponse, callId, std::move(mail));
+}
+
+void UcxRpcAgent::respondWithError(Peer& to, uint64_t callId, const std::string& what) {
+  servedRequests_.fetch_sub(1);
+  post(
+      to,
+      wire::Kind::kResponse,
+      callId,
+      encodeMessage(rpc::createExceptionResponse(what, static_cast<int64_t>(callId)), to));
+}
+
+void UcxRpcAgent::complete(CallTable::Call call, IncomingMessage incoming) {
+  const Peer& from = *incoming.from;
+  c10::intrusive_ptr<Message> response;
+  // With the message goes its share of the window: the future's callbacks may wait for other answers.
+  if (Error error = decodeMessage(std::move(incoming), response)) {
+    failCall(call, "the answer of " + from.describe() + " is unreadable: " + error.message());
+    return;
+  }
+  if (response->type() == rpc::MessageType::EXCEPTION) {
+    const std::vector<char>& payload = response->payload();
+    failCall(call, std::string(payload.begin(), payload.end()));
+    return;
+  }
+  // Not Message::getStorages(), which throws for undefined tensors and for the compressed sparse layouts.
+  std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>> storages;
+  for (const at::Tensor& tensor : response->tensors()) {
+    if (tensor.defined() && tensor.has_storage()) {
+      storages.push_back(tensor.storage().getWeakStorageImpl());
+    }
+  }
+  call.future->markCompleted(std::move(response), std::move(storages));
+}
+
+void UcxRpcAgent::failCall(const CallTable::Call& call, const std::string& what) {
+  call.future->setError(asException(what));
+}
+
+void UcxRpcAgent::failCallLater(CallTable::Call call, std::string what) {
+  const std::shared_ptr<UcxRpcAgent> self = weak_from_this().lock();
+  if (self == nullptr) {
+    failCall(call, what);
+    return;
+  }
+  threads_->addCompletion([self, call = std::move(call), what = std::move(what)] {
+    self->failCall(call, what);
+    self->wakeVisitor();
+  });
+}
+
+void UcxRpcAgent::wakeVisitor() {
+  if (isVisited_.load()) {
+    progress_->wake();
+  }
+}
+
+void UcxRpcAgent::onRejected(Deliveries::Rejection rejection) {
+  if (rejection.header.kind == wire::Kind::kRequest) {
+    if (rejection.from->state() == Peer::State::kPresent) {
+      servedRequests_.fetch_add(1);
+      respondWithError(*rejection.from, rejection.header.callId, rejection.error.message());
+    }
+    return;
+  }
+  CallTable::Call call;
+  if (calls_.isOpen(rejection.header.callId, *rejection.from) && calls_.take(rejection.header.callId, call)) {
+    failCallLater(
+        std::move(call),
+        "could not receive the answer of " + rejection.from->describe() + ": " + rejection.error.message());
+  }
+}
+
+void UcxRpcAgent::onPeerGone(Peer& peer, Peer::State state, Error why) {
+  if (isClosed_.load() || isEverybodyLeaving_.load()) {
+    return;
+  }
+  const std::string what = why.message();
+  if (!peer.markGone(state, std::move(why))) {
+    return;
+  }
+  progress_->submit([this, &peer] {
+    inbox_->dropPeer(peer);
+    outbox_->abandon(peer);
+  });
+  for (CallTable::Call& call : calls_.takeAllTo(peer)) {
+    failCallLater(std::move(call), what);
+  }
+  barrier_.onMembershipChange();
+}
+
+// ------------------------------------------------------------------------------------------------------- time
+
+Timer::Clock::time_point UcxRpcAgent::onTimer(Timer::Clock::time_point now) {
+  Timer::Clock::time_point next = Timer::Clock::time_point::max();
+  for (CallTable::Expired& expired : calls_.takeExpired(now, next)) {
+    callsTimedOut_.fetch_add(1, std::memory_order_relaxed);
+    Peer& to = *expired.call.to;
+    // What the callee has not taken in yet it need not; its handler, once running, is not interrupted.
+    postControl(to, wire::Kind::kCancel, expired.id, {});
+    const std::string what = rpc::makeRPCError(timeoutText(expired.call.timeout, to), rpc::RPCErrorType::TIMEOUT);
+    failCallLater(std::move(expired.call), what);
+  }
+
+  next = std::min(next, threads_->check(now));
+
+  if (window_->waitingMessages.load() == 0) {
+    isStallTimerSet_.store(false);
+    stalledSince_ = {};
+    return next;
+  }
+  const uint64_t releases = window_->releases();
+  if (stalledSince_ == Timer::Clock::time_point{} || releases != stalledReleases_ ||
+      threads_->counts().waitingRequests != 0) {
+    stalledReleases_ = releases;
+    stalledSince_ = now;
+  } else if (now - stalledSince_ >= ReceiveWindow::kPatience) {
+    progress_->submit([this] { inbox_->admitStalled(); });
+    stalledSince_ = now;
+  }
+  return std::min(next, now + ReceiveWindow::kPatience / 2);
+}
+
+// Drives progress on the calling thread until the future is complete, or a signal comes in. False if another caller does.
+bool UcxRpcAgent::visit(const JitFuture& future) {
+  const std::unique_lock visitor(visitorMutex_, std::try_to_lock);
+  if (!visitor.owns_lock()) {
+    return false;
+  }
+  const auto isOver = [&] { return future.completed() || isClosed_.load(); };
+  isVisited_.store(true);
+  while (!isOver()) {
+    Deliveries deliveries = progress_->visit(isOver);
+    if (deliveries.empty()) {
+      break;
+    }
+    dispatch(std::move(deliveries), &future);
+  }
+  isVisited_.store(false);
+  progress_->leave();
+  return true;
+}
+
+void UcxRpcAgent::wait(JitFuture& future) {
+  while (!future.completed() && !isClosed_.load()) {
+    if (!visit(future)) {
+      struct Completion {
+        std::mutex mutex;
+        std::condition_variable changed;
+        bool isComplete = false;
+      };
+      const auto completion = std::make_shared<Completion>();
+      future.addCallback([completion](JitFuture& /*future*/) {
+        const std::lock_guard lock(completion->mutex);
+        completion->isComplete = true;
+        completion->changed.notify_all();
+      });
+      std::unique_lock lock(completion->mutex);
+      while (!completion->changed.wait_for(lock, kLookUp, [&] { return completion->isComplete; })) {
+        whileWaiting_();
+      }
+      return;
+    }
+    if (!future.completed()) {
+      whileWaiting_();
+    }
+  }
+}
+
+} // namespace torch_ucx_rpc

@@ -1,0 +1,70 @@
+#pragma once
+
+#include "agent/peer.h"
+
+#include <torch/csrc/distributed/rpc/message.h>
+
+#include <chrono>
+#include <cstdint>
+#include <map>
+#include <mutex>
+#include <unordered_map>
+#include <vector>
+
+namespace torch_ucx_rpc {
+
+using torch::distributed::rpc::JitFuture;
+
+// The calls that wait for an answer. A call leaves the table exactly once, and whoever takes it out completes its future: a
+// response, the deadline, the peer's failure or shutdown. (JitFuture itself has no test-and-set.) Thread-safe.
+class CallTable {
+ public:
+  using Clock = std::chrono::steady_clock;
+
+  struct Call {
+    c10::intrusive_ptr<JitFuture> future;
+    Peer* to = nullptr;
+    std::chrono::milliseconds timeout{0}; // 0: none
+    Clock::time_point deadline = Clock::time_point::max();
+  };
+
+  // Opens a call under a new id. True in `isEarliest` if its deadline is now the first to come.
+  uint64_t open(Call call, bool& isEarliest);
+
+  // Takes a call out; false if it is not, or no longer, open.
+  bool take(uint64_t id, Call& call);
+
+  // Takes out all calls to a peer; all calls.
+  std::vector<Call> takeAllTo(const Peer& peer);
+  std::vector<Call> takeAll();
+
+  // Takes out the calls whose deadline has come, and says when the next one comes.
+  struct Expired {
+    uint64_t id;
+    Call call;
+  };
+  std::vector<Expired> takeExpired(Clock::time_point now, Clock::time_point& next);
+
+  // Whether the answer of `peer` to this call is awaited.
+  bool isOpen(uint64_t id, const Peer& peer) const;
+  size_t size() const;
+  // Calls opened since the beginning.
+  uint64_t opened() const;
+
+ private:
+  struct Entry {
+    Call call;
+    std::multimap<Clock::time_point, uint64_t>::iterator deadline; // end() for none
+  };
+  using Entries = std::unordered_map<uint64_t, Entry>;
+  // Erases the entry and returns its call.
+  Call removeLocked(Entries::iterator entry);
+
+  mutable std::mutex mutex_;
+  // Guarded by mutex_:
+  Entries entries_;
+  std::multimap<Clock::time_point, uint64_t> deadlines_;
+  uint64_t nextId_ = 0;
+};
+
+} // namespace torch_ucx_rpc

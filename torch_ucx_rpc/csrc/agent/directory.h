@@ -1,0 +1,49 @@
+#pragma once
+
+#include "agent/peer.h"
+
+#include <map>
+#include <memory>
+#include <shared_mutex>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+namespace torch_ucx_rpc {
+
+// The workers of the job: by rank, by name, by session. Peers live as long as the directory, also after they are gone,
+// so references stay valid and errors can still name them. Thread-safe.
+class Directory {
+ public:
+  // Throws std::invalid_argument where a present worker has the same rank, name or session.
+  void add(Member member);
+
+  // Forgets a worker that left in good order; its rank and name can be taken again.
+  void remove(worker_id_t rank);
+
+  // Null where there is no such worker.
+  Peer* find(worker_id_t rank) const;
+  Peer* find(const std::string& name) const;
+  Peer* findSession(uint64_t session) const;
+
+  // Throw std::runtime_error naming the workers that do exist.
+  Peer& at(worker_id_t rank) const;
+  Peer& at(const std::string& name) const;
+
+  // By rank, those that left or failed included.
+  std::vector<Peer*> all() const;
+  // By rank, only those still there.
+  std::vector<Peer*> present() const;
+
+ private:
+  std::string knownNamesLocked() const;
+
+  mutable std::shared_mutex mutex_;
+  // Guarded by mutex_:
+  std::map<worker_id_t, Peer*> byRank_;
+  std::unordered_map<std::string, Peer*> byName_;
+  std::unordered_map<uint64_t, Peer*> bySession_;
+  std::vector<std::unique_ptr<Peer>> peers_;
+};
+
+} // namespace torch_ucx_rpc

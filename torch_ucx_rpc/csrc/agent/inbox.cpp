@@ -1,0 +1,280 @@
+#include "agent/inbox.h"
+
+#include <algorithm>
+#include <new>
+#include <utility>
+
+namespace torch_ucx_rpc {
+
+Peer* Inbox::checkSender(std::span<const std::byte> bytes, wire::Header& header) {
+  if (Error error = wire::readHeader(bytes, header)) {
+    refuseFrame(error.message());
+    return nullptr;
+  }
+  if (header.targetSession != session_) {
+    refuseFrame("a frame meant for a worker that had this address before");
+    return nullptr;
+  }
+  Peer* from = directory_.findSession(header.sourceSession);
+  if (from == nullptr || from->member().rank != static_cast<int64_t>(header.sourceRank)) {
+    refuseFrame("a frame from a process that is not a worker of this job");
+    return nullptr;
+  }
+  return from;
+}
+
+void Inbox::refuseFrame(const std::string& reason) {
+  if (refusedFrames_.fetch_add(1, std::memory_order_relaxed) == 0) {
+    deliveries_.warning = "refused " + reason + "; further ones are only counted (agent.frames_refused in get_metrics)";
+  }
+}
+
+void Inbox::onEager(std::span<const std::byte> headerBytes, std::span<const std::byte> bytes) {
+  wire::Header header;
+  if (Peer* from = checkSender(headerBytes, header)) {
+    add(*from, header, {Bytes(bytes), nullptr, 0});
+  }
+}
+
+void Inbox::onParked(std::span<const std::byte> headerBytes, void* parked, uint64_t bytes) {
+  wire::Header header;
+  wire::Piece piece{{}, parked, bytes};
+  Peer* from = checkSender(headerBytes, header);
+  if (from == nullptr) {
+    refuse(piece);
+    return;
+  }
+  add(*from, header, std::move(piece));
+}
+
+void Inbox::onEndpointFailed(EndpointId endpoint, const Error& error) {
+  if (Peer* peer = outbox_.peerOf(endpoint)) {
+    deliveries_.failures.push_back({peer, error});
+  }
+}
+
+void Inbox::add(Peer& from, const wire::Header& header, wire::Piece piece) {
+  if (header.kind == wire::Kind::kCancel) {
+    refuse(piece);
+    onCancel(from, header.callId);
+    return;
+  }
+  from.bytesReceived.fetch_add(piece.size(), std::memory_order_relaxed);
+  wire::Assembled assembled;
+  std::vector<wire::Piece> rejected;
+  switch (assembler_.add(header, std::move(piece), assembled, rejected)) {
+    case wire::Assembler::Outcome::kIncomplete:
+      break;
+    case wire::Assembler::Outcome::kWhole:
+      onAssembled(from, std::move(assembled));
+      break;
+    case wire::Assembler::Outcome::kRejected:
+      for (wire::Piece& part : rejected) {
+        refuse(part);
+      }
+      deliveries_.rejections.push_back(
+          {&from, header, {ErrorCode::kProtocol, "malformed message: its parts contradict each other"}});
+      break;
+  }
+}
+
+void Inbox::onAssembled(Peer& from, wire::Assembled assembled) {
+  if (assembled.header.kind == wire::Kind::kResponse && !isAwaited_(from, assembled.header.callId)) {
+    refuseAll(assembled); // a late answer: its caller has been told otherwise
+    return;
+  }
+  if (hasParked(assembled)) {
+    const uint64_t bytes = parkedBytes(assembled);
+    queueFor(assembled.header.kind).push_back({&from, std::move(assembled), bytes});
+    return; // settle() admits it
+  }
+  IncomingMessage message;
+  message.from = &from;
+  message.header = assembled.header;
+  message.eagerBody = std::move(assembled.body.data);
+  message.spans.reserve(assembled.spans.size());
+  for (wire::Piece& span : assembled.spans) { // small spans that came eagerly
+    c10::DataPtr data = pool_.allocate(span.data.size());
+    std::copy_n(span.data.data(), span.data.size(), static_cast<std::byte*>(data.get()));
+    message.spans.push_back({std::move(data), span.data.size()});
+  }
+  deliveries_.messages.push_back(std::move(message));
+}
+
+void Inbox::onCancel(const Peer& from, uint64_t callId) {
+  std::vector<wire::Piece> dropped;
+  assembler_.cancel(from.member().session, wire::Kind::kRequest, callId, dropped);
+  for (wire::Piece& piece : dropped) {
+    refuse(piece);
+  }
+  std::erase_if(waitingRequests_, [&](Waiting& waiting) {
+    const bool isCanceled = waiting.from == &from && waiting.assembled.header.callId == callId;
+    if (isCanceled) {
+      refuseAll(waiting.assembled);
+    }
+    return isCanceled;
+  });
+}
+
+void Inbox::refuse(wire::Piece& piece) {
+  if (piece.parked != nullptr) {
+    toRefuse_.push_back(std::exchange(piece.parked, nullptr));
+  }
+}
+
+void Inbox::refuseAll(wire::Assembled& assembled) {
+  refuse(assembled.body);
+  for (wire::Piece& span : assembled.spans) {
+    refuse(span);
+  }
+}
+
+bool Inbox::hasParked(const wire::Assembled& assembled) {
+  return assembled.body.parked != nullptr ||
+      std::any_of(assembled.spans.begin(), assembled.spans.end(), [](const wire::Piece& span) {
+           return span.parked != nullptr;
+         });
+}
+
+uint64_t Inbox::parkedBytes(const wire::Assembled& assembled) {
+  uint64_t bytes = assembled.body.parkedBytes;
+  for (const wire::Piece& span : assembled.spans) {
+    bytes += span.parkedBytes;
+  }
+  return bytes;
+}
+
+void Inbox::settle() {
+  for (void* parked : std::exchange(toRefuse_, {})) {
+    transport_.refuse(parked);
+  }
+  admitWaiting(waitingResponses_);
+  admitWaiting(waitingRequests_);
+  updateWaitingCount();
+}
+
+void Inbox::admitWaiting(std::deque<Waiting>& queue) {
+  while (!queue.empty()) {
+    Waiting& first = queue.front();
+    const bool isResponse = first.assembled.header.kind == wire::Kind::kResponse;
+    if (isResponse && !isAwaited_(*first.from, first.assembled.header.callId)) {
+      refuseAll(first.assembled);
+      queue.pop_front();
+      continue;
+    }
+    // Announced before it is tried: a release that comes in between then knows that it must call.
+    updateWaitingCount();
+    Admission admission;
+    if (!window_->tryAdmit(isResponse, first.bytes, admission)) {
+      break; // in order: a large message is not overtaken for ever by small ones
+    }
+    Waiting admitted = std::move(first);
+    queue.pop_front();
+    start(std::move(admitted), std::move(admission));
+  }
+}
+
+void Inbox::admitStalled() {
+  if (waitingRequests_.empty()) {
+    return;
+  }
+  Waiting admitted = std::move(waitingRequests_.front());
+  waitingRequests_.pop_front();
+  Admission admission;
+  window_->admit(false, admitted.bytes, admission);
+  start(std::move(admitted), std::move(admission));
+  updateWaitingCount();
+}
+
+void Inbox::updateWaitingCount() {
+  window_->waitingMessages.store(waitingRequests_.size() + waitingResponses_.size());
+}
+
+void Inbox::start(Waiting waiting, Admission admission) {
+  const auto receiving = receiving_.emplace(receiving_.end());
+  IncomingMessage& message = receiving->message;
+  wire::Assembled& assembled = waiting.assembled;
+  message.from = waiting.from;
+  message.header = assembled.header;
+  message.admission = std::move(admission);
+  message.eagerBody = std::move(assembled.body.data);
+  message.pooledBodyBytes = assembled.body.parkedBytes;
+  try {
+    if (assembled.body.parked != nullptr) {
+      message.pooledBody = pool_.allocate(assembled.body.parkedBytes);
+    }
+    message.spans.reserve(assembled.spans.size());
+    for (const wire::Piece& span : assembled.spans) {
+      message.spans.push_back({pool_.allocate(span.size()), span.size()});
+    }
+  } catch (const std::bad_alloc&) {
+    refuseAll(assembled);
+    deliveries_.rejections.push_back(
+        {waiting.from,
+         message.header,
+         {ErrorCode::kOutOfMemory, "out of memory for a message of " + std::to_string(waiting.bytes) + " bytes"},
+         std::move(message.admission)});
+    receiving_.erase(receiving);
+    return;
+  }
+
+  receiving->unfinished = 1 + assembled.spans.size();
+  for (size_t index = 0; index < assembled.spans.size(); ++index) {
+    receivePart(receiving, assembled.spans[index], message.spans[index].data.get());
+  }
+  receivePart(
+      receiving, assembled.body, message.pooledBody.get()); // last: it may finish, and with it free, the message
+}
+
+void Inbox::receivePart(std::list<Receiving>::iterator receiving, const wire::Piece& piece, void* into) {
+  if (piece.parked == nullptr) {
+    if (into != nullptr) {
+      std::copy_n(piece.data.data(), piece.data.size(), static_cast<std::byte*>(into));
+    }
+    finishPart(receiving, {});
+    return;
+  }
+  transport_.receive(piece.parked, into, piece.parkedBytes, [this, receiving](Error error) {
+    finishPart(receiving, std::move(error));
+  });
+}
+
+void Inbox::finishPart(std::list<Receiving>::iterator receiving, Error error) {
+  if (error && !receiving->error) {
+    receiving->error = std::move(error);
+  }
+  if (--receiving->unfinished != 0) {
+    return;
+  }
+  IncomingMessage message = std::move(receiving->message);
+  Error outcome = std::move(receiving->error);
+  receiving_.erase(receiving);
+  if (outcome) {
+    deliveries_.rejections.push_back({message.from, message.header, std::move(outcome), std::move(message.admission)});
+  } else {
+    deliveries_.messages.push_back(std::move(message));
+  }
+}
+
+void Inbox::dropPeer(const Peer& peer) {
+  std::vector<wire::Piece> dropped;
+  assembler_.dropSession(peer.member().session, dropped);
+  for (wire::Piece& piece : dropped) {
+    refuse(piece);
+  }
+  for (std::deque<Waiting>* queue : {&waitingRequests_, &waitingResponses_}) {
+    std::erase_if(*queue, [&](Waiting& waiting) {
+      if (waiting.from == &peer) {
+        refuseAll(waiting.assembled);
+      }
+      return waiting.from == &peer;
+    });
+  }
+  for (Receiving& receiving : receiving_) {
+    if (receiving.message.from == &peer && !receiving.error) {
+      receiving.error = {ErrorCode::kPeerFailed, peer.describe() + " is gone"};
+    }
+  }
+}
+
+} // namespace torch_ucx_rpc

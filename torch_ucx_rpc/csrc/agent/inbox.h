@@ -1,0 +1,114 @@
+#pragma once
+
+#include "agent/directory.h"
+#include "agent/mail.h"
+#include "agent/outbox.h"
+#include "agent/receive_window.h"
+#include "memory/host_pool.h"
+#include "transport/transport.h"
+#include "wire/assembler.h"
+
+#include <atomic>
+#include <deque>
+#include <list>
+#include <memory>
+#include <vector>
+
+namespace torch_ucx_rpc {
+
+// Receives whole messages: checks who sent, joins body and spans, admits what came by rendezvous into the receive window,
+// and has it received into pooled buffers. Everything here runs under the worker lock, unless it says otherwise.
+class Inbox final : public TransportListener {
+ public:
+  // Whether the answer of a peer to a call is still awaited; asked under the worker lock.
+  using IsAwaited = UniqueFunction<bool(const Peer& from, uint64_t callId)>;
+
+  Inbox(
+      Transport& transport,
+      const Directory& directory,
+      const Outbox& outbox,
+      std::shared_ptr<ReceiveWindow> window,
+      HostPool& pool,
+      uint64_t session,
+      IsAwaited isAwaited,
+      Deliveries& deliveries)
+      : transport_(transport),
+        directory_(directory),
+        outbox_(outbox),
+        window_(std::move(window)),
+        pool_(pool),
+        session_(session),
+        isAwaited_(std::move(isAwaited)),
+        deliveries_(deliveries) {}
+
+  void onEager(std::span<const std::byte> header, std::span<const std::byte> bytes) override;
+  void onParked(std::span<const std::byte> header, void* parked, uint64_t bytes) override;
+  void onEndpointFailed(EndpointId endpoint, const Error& error) override;
+
+  // Starts receives and refusals. Not inside a transport callback.
+  void settle();
+
+  // Admits the message that has waited longest, whether it fits or not. For when the window has not moved for a while although no request
+  // waits for a thread: then handlers wait for one another, and more memory is the only way on.
+  void admitStalled();
+
+  // Forgets what has not yet been received from a peer that is gone.
+  void dropPeer(const Peer& peer);
+
+  // Frames from strangers, from other jobs, or malformed; the first is also told in Deliveries::warning. Any thread.
+  uint64_t refusedFrames() const {
+    return refusedFrames_.load(std::memory_order_relaxed);
+  }
+
+ private:
+  // A message being received into memory.
+  struct Receiving {
+    IncomingMessage message;
+    size_t unfinished = 0;
+    Error error;
+  };
+
+  // The sender, if the header is in order and comes from a worker of this job.
+  Peer* checkSender(std::span<const std::byte> bytes, wire::Header& header);
+  void refuseFrame(const std::string& reason);
+  void add(Peer& from, const wire::Header& header, wire::Piece piece);
+  void onAssembled(Peer& from, wire::Assembled assembled);
+  void onCancel(const Peer& from, uint64_t callId);
+  void refuse(wire::Piece& piece);
+  void refuseAll(wire::Assembled& assembled);
+  static bool hasParked(const wire::Assembled& assembled);
+  static uint64_t parkedBytes(const wire::Assembled& assembled);
+
+  struct Waiting {
+    Peer* from;
+    wire::Assembled assembled;
+    uint64_t bytes;
+  };
+  std::deque<Waiting>& queueFor(wire::Kind kind) {
+    return kind == wire::Kind::kResponse ? waitingResponses_ : waitingRequests_;
+  }
+  void admitWaiting(std::deque<Waiting>& queue);
+  void start(Waiting waiting, Admission admission);
+  void receivePart(std::list<Receiving>::iterator receiving, const wire::Piece& piece, void* into);
+  void finishPart(std::list<Receiving>::iterator receiving, Error error);
+  void updateWaitingCount();
+
+  Transport& transport_;
+  const Directory& directory_;
+  const Outbox& outbox_;
+  const std::shared_ptr<ReceiveWindow> window_;
+  HostPool& pool_;
+  const uint64_t session_;
+  IsAwaited isAwaited_;
+  Deliveries& deliveries_;
+
+  wire::Assembler assembler_;
+  std::vector<void*> toRefuse_;
+  std::deque<Waiting> waitingRequests_;
+  std::deque<Waiting> waitingResponses_;
+  std::list<Receiving> receiving_;
+
+  std::atomic<uint64_t> refusedFrames_{0};
+};
+
+} // namespace torch_ucx_rpc

@@ -1,0 +1,94 @@
+#pragma once
+
+#include "agent/peer.h"
+#include "agent/receive_window.h"
+#include "base/bytes.h"
+#include "wire/header.h"
+
+#include <c10/core/Allocator.h>
+
+#include <memory>
+#include <span>
+#include <vector>
+
+namespace torch_ucx_rpc {
+
+// Keeps memory alive while it is lent to the transport. Destroyed without the worker lock, since releasing a
+// tensor may run anything, Python included.
+class Lender {
+ public:
+  virtual ~Lender() = default;
+  // Whether destroying it may take the GIL.
+  virtual bool mayRunUserCode() const = 0;
+};
+
+// A message on its way out.
+struct OutgoingMessage {
+  struct Span {
+    wire::Header header;
+    std::span<const std::byte> bytes;
+  };
+
+  // Writes the addressing into the headers of body and spans.
+  void address(
+      wire::Kind kind, uint64_t sourceSession, worker_id_t sourceRank, uint64_t targetSession, uint64_t callId);
+
+  uint64_t totalBytes() const;
+
+  wire::Header header; // of the body
+  Bytes body;
+  std::vector<Span> spans;
+  std::unique_ptr<Lender> lender; // owns what `spans` point to
+
+  // While it is under way, guarded by the worker lock:
+  Peer* to = nullptr;
+  size_t unfinished = 0; // active messages that the transport has not completed
+  Error error; // the first one
+};
+
+// A message that has arrived whole, in memory.
+struct IncomingMessage {
+  struct Span {
+    c10::DataPtr data;
+    uint64_t bytes = 0;
+  };
+
+  std::span<const std::byte> body() const {
+    return pooledBody ? std::span(static_cast<const std::byte*>(pooledBody.get()), pooledBodyBytes) : eagerBody;
+  }
+  uint64_t totalBytes() const;
+
+  Peer* from = nullptr;
+  wire::Header header;
+  Bytes eagerBody;
+  c10::DataPtr pooledBody; // instead of eagerBody where the body came by rendezvous
+  uint64_t pooledBodyBytes = 0;
+  std::vector<Span> spans;
+  Admission admission; // its share of the receive window, given back when the handler returns
+};
+
+// What progress brought about. Collected under the worker lock, acted upon after it is released.
+struct Deliveries {
+  struct Rejection {
+    Peer* from;
+    wire::Header header;
+    Error error;
+    Admission admission{}; // passed on, to be given back without the worker lock
+  };
+  struct Failure {
+    Peer* peer;
+    Error error;
+  };
+
+  bool empty() const {
+    return messages.empty() && sent.empty() && rejections.empty() && failures.empty() && warning.empty();
+  }
+
+  std::vector<IncomingMessage> messages;
+  std::vector<std::unique_ptr<OutgoingMessage>> sent; // done with, well or not: see error
+  std::vector<Rejection> rejections; // messages that could not be received
+  std::vector<Failure> failures;
+  std::string warning; // for the log
+};
+
+} // namespace torch_ucx_rpc

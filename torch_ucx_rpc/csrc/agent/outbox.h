@@ -1,0 +1,51 @@
+#pragma once
+
+#include "agent/mail.h"
+#include "transport/transport.h"
+
+#include <memory>
+#include <unordered_map>
+
+namespace torch_ucx_rpc {
+
+// Sends whole messages: one active message for the body, one for each span. Endpoints are made with the first message
+// to a peer. Everything here runs under the worker lock.
+class Outbox {
+ public:
+  // A body up to this size travels eagerly. Beyond it the receiver would pay for UCX's own reassembly buffer and another copy,
+  // and the bytes would escape the receive window.
+  static constexpr size_t kEagerBodyBytes = 256 * 1024;
+
+  Outbox(Transport& transport, Deliveries& deliveries) : transport_(transport), deliveries_(deliveries) {}
+
+  // Sends an addressed message to `message->to`. It comes back in Deliveries::sent, exactly once, when UCX is done with it.
+  void send(std::unique_ptr<OutgoingMessage> message);
+
+  // The peer behind an endpoint; null for one that is unknown.
+  Peer* peerOf(EndpointId endpoint) const;
+
+  // Ends everything under way to a peer that is gone.
+  void abandon(Peer& peer);
+
+  // From now on everything fails; the transport is about to be closed.
+  void close() {
+    isClosed_ = true;
+  }
+
+  // Messages that the transport has not finished.
+  size_t underWay() const {
+    return underWay_;
+  }
+
+ private:
+  Error connect(Peer& peer);
+  void finish(OutgoingMessage* message, size_t parts, Error error);
+
+  Transport& transport_;
+  Deliveries& deliveries_;
+  std::unordered_map<EndpointId, Peer*> peers_;
+  size_t underWay_ = 0;
+  bool isClosed_ = false;
+};
+
+} // namespace torch_ucx_rpc

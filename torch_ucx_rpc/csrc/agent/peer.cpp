@@ -1,0 +1,31 @@
+#include "agent/peer.h"
+
+namespace torch_ucx_rpc {
+
+std::string Peer::describe() const {
+  return "worker '" + member_.name + "' (rank " + std::to_string(member_.rank) + ", pid " +
+      std::to_string(member_.pid) + " on " + member_.host + ")";
+}
+
+Error Peer::lost(const Error& why) const {
+  return {
+      ErrorCode::kPeerFailed,
+      "lost " + describe() + ": it has died or cannot be reached any more (" + why.message() + ")"};
+}
+
+bool Peer::markGone(State state, Error why) {
+  const std::lock_guard lock(mutex_);
+  if (state_.load(std::memory_order_relaxed) != State::kPresent) {
+    return false;
+  }
+  whyGone_ = std::move(why);
+  state_.store(state, std::memory_order_release);
+  return true;
+}
+
+Error Peer::whyGone() const {
+  const std::lock_guard lock(mutex_);
+  return whyGone_;
+}
+
+} // namespace torch_ucx_rpc

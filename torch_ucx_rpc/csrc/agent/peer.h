@@ -1,0 +1,83 @@
+#pragma once
+
+#include "base/error.h"
+#include "transport/transport.h"
+
+#include <torch/csrc/distributed/rpc/rpc_agent.h>
+
+#include <atomic>
+#include <cstdint>
+#include <mutex>
+#include <optional>
+#include <string>
+
+namespace torch_ucx_rpc {
+
+using torch::distributed::rpc::worker_id_t;
+using torch::distributed::rpc::WorkerInfo;
+
+// What a worker publishes of itself and the others need to know.
+struct Member {
+  worker_id_t rank = 0;
+  std::string name;
+  std::string host;
+  // Which process it is: the id is unique within a pid namespace, until the process ends, and until the machine reboots.
+  int64_t pid = 0;
+  std::string bootId;
+  uint64_t pidNamespace = 0;
+  uint64_t processStartTime = 0; // clock ticks since boot
+  uint64_t session = 0; // random; tells this life of the worker from an earlier one
+  std::string address; // of its transport
+};
+
+// A worker of the job as this agent sees it, itself included.
+class Peer {
+ public:
+  enum class State : uint8_t {
+    kPresent,
+    kLeft, // it said goodbye
+    kFailed,
+  };
+
+  explicit Peer(Member member)
+      : member_(std::move(member)), info_(member_.name, static_cast<worker_id_t>(member_.rank)) {}
+
+  // Constant after construction.
+  const Member& member() const {
+    return member_;
+  }
+  const WorkerInfo& info() const {
+    return info_;
+  }
+
+  // "worker 'ps' (rank 1, pid 4711 on node07)": how errors name it.
+  std::string describe() const;
+  // That it has died or cannot be reached, and how that was seen.
+  Error lost(const Error& why) const;
+
+  State state() const {
+    return state_.load(std::memory_order_acquire);
+  }
+  // The first reason counts. True if this call changed the state.
+  bool markGone(State state, Error why);
+  // Why it is gone; nothing while it is present.
+  Error whyGone() const;
+
+  std::atomic<uint64_t> callsSent{0};
+  std::atomic<uint64_t> bytesSent{0};
+  std::atomic<uint64_t> bytesReceived{0};
+
+  bool isWatched = false; // ProcessWatch has been asked; of the thread that adds members
+
+  // Guarded by the worker lock: set with the first message to it.
+  std::optional<EndpointId> endpoint;
+
+ private:
+  const Member member_;
+  const WorkerInfo info_;
+  std::atomic<State> state_{State::kPresent};
+  mutable std::mutex mutex_;
+  Error whyGone_; // guarded by mutex_
+};
+
+} // namespace torch_ucx_rpc

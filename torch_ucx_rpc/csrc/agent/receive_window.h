@@ -1,0 +1,84 @@
+#pragma once
+
+#include "base/unique_function.h"
+
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <memory>
+#include <utility>
+
+namespace torch_ucx_rpc {
+
+class ReceiveWindow;
+
+// A message's share of the receive window; gives it back when released or destroyed, on any thread.
+class Admission {
+ public:
+  Admission() = default;
+  Admission(Admission&& other) noexcept = default;
+  Admission& operator=(Admission&& other) noexcept {
+    release();
+    window_ = std::move(other.window_);
+    isResponse_ = other.isResponse_;
+    bytes_ = other.bytes_;
+    return *this;
+  }
+  ~Admission() {
+    release();
+  }
+
+  void release();
+
+ private:
+  friend class ReceiveWindow;
+  std::shared_ptr<ReceiveWindow> window_; // null: nothing to give back
+  bool isResponse_ = false;
+  uint64_t bytes_ = 0;
+};
+
+// How many bytes of rendezvous messages this worker takes in at a time, so that memory stays bounded and buffers warm.
+//
+// Free of deadlock: requests and responses have a budget each, so a handler that waits for a large response gets it
+// whatever requests wait; a message larger than the budget is admitted alone; a request gives its bytes back when its handler
+// returns or calls out itself, not when its tensors die; and what waits longest is admitted after kPatience without any
+// movement, should handlers be waiting for one another (Inbox::admitStalled).
+class ReceiveWindow : public std::enable_shared_from_this<ReceiveWindow> {
+ public:
+  // A window that has not moved for this long, while no request waits for a thread, is stalled.
+  static constexpr auto kPatience = std::chrono::milliseconds(100);
+
+  // `onRoom` is called, on the releasing thread, when bytes are given back while something waits.
+  ReceiveWindow(uint64_t limitBytes, UniqueFunction<void()> onRoom)
+      : limitBytes_(limitBytes), onRoom_(std::move(onRoom)) {}
+
+  // True and an admission if the message fits now. Called under the worker lock.
+  bool tryAdmit(bool isResponse, uint64_t bytes, Admission& admission);
+  // Whether it fits or not.
+  void admit(bool isResponse, uint64_t bytes, Admission& admission);
+
+  // Messages that wait for admission; kept by the inbox under the worker lock.
+  std::atomic<uint64_t> waitingMessages{0};
+
+  uint64_t limitBytes() const {
+    return limitBytes_;
+  }
+  uint64_t inUseBytes() const {
+    return used_[0].load() + used_[1].load();
+  }
+  // Counts every release: no change means no movement.
+  uint64_t releases() const {
+    return releases_.load();
+  }
+
+ private:
+  friend class Admission;
+  void release(bool isResponse, uint64_t bytes);
+
+  const uint64_t limitBytes_; // of each budget
+  UniqueFunction<void()> onRoom_;
+  std::atomic<uint64_t> used_[2] = {0, 0}; // requests, responses
+  std::atomic<uint64_t> releases_{0};
+};
+
+} // namespace torch_ucx_rpc

@@ -1,0 +1,73 @@
+#pragma once
+
+#include <c10/core/Allocator.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <mutex>
+#include <vector>
+
+namespace torch_ucx_rpc {
+
+// Memory for large host tensors that arrive. Touching fresh pages costs three to four times as much as the copy itself,
+// so blocks go back to the pool when their tensor dies and the next message finds them warm.
+//
+// A real c10::Allocator: tensors that live in its blocks can be resized and keep their memory for as long as they like.
+// Blocks come in size classes, four to a power of two (at most a fifth of a block is slack); from kHugePageBytes on they are
+// whole huge pages, aligned for them and advised to use them. What is idle is kept up to a limit; the least recently
+// returned block is unmapped first. Thread-safe. The process-wide instance is never destroyed: tensors may outlive everything.
+class HostPool final : public c10::Allocator {
+ public:
+  // Requests below this are malloc's: it keeps small blocks warm by itself.
+  static constexpr size_t kMinBlockBytes = 64 * 1024;
+  static constexpr size_t kHugePageBytes = 2 * 1024 * 1024;
+
+  struct Statistics {
+    uint64_t inUseBytes = 0;
+    uint64_t cachedBytes = 0;
+    uint64_t hits = 0; // requests that found a warm block
+    uint64_t misses = 0;
+  };
+
+  static HostPool& instance();
+
+  explicit HostPool(size_t idleLimitBytes);
+  ~HostPool() override; // returns idle blocks; blocks in use must be gone
+
+  // Throws std::bad_alloc where the system has no memory left.
+  c10::DataPtr allocate(size_t bytes) override;
+  void copy_data(void* to, const void* from, std::size_t bytes) const override;
+
+  // Most bytes kept idle for reuse; takes effect at once.
+  void setIdleLimit(size_t bytes);
+  Statistics statistics() const;
+
+  // The size of the block that serves a request of `bytes`.
+  static size_t blockBytes(size_t bytes);
+
+ private:
+  struct Block {
+    HostPool* pool;
+    void* data;
+    size_t bytes;
+    Block* older = nullptr; // idle blocks are a list from the most to the least recently returned
+    Block* newer = nullptr;
+  };
+
+  static void release(void* block);
+  void giveBack(Block* block);
+  Block* takeIdleLocked(size_t bytes);
+  void unlinkLocked(Block* block);
+  // Unlinks the oldest idle blocks until the limit holds; the caller unmaps them without the lock.
+  std::vector<Block*> trimLocked();
+  static void unmap(Block* block);
+
+  mutable std::mutex mutex_;
+  // Guarded by mutex_:
+  size_t idleLimitBytes_;
+  Block* newest_ = nullptr;
+  Block* oldest_ = nullptr;
+  Statistics statistics_;
+};
+
+} // namespace torch_ucx_rpc

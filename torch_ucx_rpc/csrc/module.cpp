@@ -1,0 +1,184 @@
+// The bindings: types, defaults, and where the GIL is held. What Python sees is documented in _C.pyi.
+
+#include "agent/agent.h"
+#include "base/time.h"
+#include "memory/host_pool.h"
+#include "transport/ucp/ucp_transport.h"
+
+#include <torch/csrc/distributed/rpc/request_callback_impl.h>
+#include <torch/csrc/jit/python/pybind_utils.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <memory>
+#include <string>
+#include <utility>
+
+namespace py = pybind11;
+
+namespace torch_ucx_rpc {
+
+namespace {
+
+bool isInterpreterFinalizing() {
+#if PY_VERSION_HEX >= 0x030D0000
+  return Py_IsFinalizing() != 0;
+#else
+  return _Py_IsFinalizing() != 0;
+#endif
+}
+
+// A Python thread state that lasts as long as the agent thread. PyGILState_Ensure alone would build and tear down one for
+// every request.
+ThreadHooks pythonThreadHooks() {
+  static thread_local PyGILState_STATE gilState;
+  static thread_local PyThreadState* threadState;
+  return {
+      [] {
+        gilState = PyGILState_Ensure();
+        threadState = PyEval_SaveThread();
+      },
+      [] {
+        if (!isInterpreterFinalizing()) { // else the thread states are gone already
+          PyEval_RestoreThread(threadState);
+          PyGILState_Release(gilState);
+        }
+      }};
+}
+
+// Lets Ctrl-C through while a thread waits without the GIL.
+void checkSignals() {
+  const py::gil_scoped_acquire gil;
+  if (PyErr_CheckSignals() != 0) {
+    throw py::error_already_set();
+  }
+}
+
+std::shared_ptr<UcxRpcAgent> makeAgent(
+    std::string name,
+    worker_id_t rank,
+    double rpcTimeout,
+    size_t numWorkerThreads,
+    uint64_t receiveWindowBytes,
+    size_t hostPoolBytes,
+    size_t expectedPeers) {
+  const py::gil_scoped_release noGil;
+  HostPool::instance().setIdleLimit(hostPoolBytes);
+  return std::make_shared<UcxRpcAgent>(
+      std::move(name),
+      rank,
+      makeUcpTransport(expectedPeers),
+      std::make_unique<torch::distributed::rpc::RequestCallbackImpl>(),
+      pythonThreadHooks(),
+      &checkSignals,
+      AgentOptions{toMilliseconds(rpcTimeout), numWorkerThreads, receiveWindowBytes});
+}
+
+} // namespace
+
+PYBIND11_MODULE(_C, module) {
+  module.doc() = "C++ core of torch_ucx_rpc; see torch_ucx_rpc/_C.pyi";
+  module.attr("BUILT_FOR_TORCH") = TORCH_UCX_RPC_BUILT_FOR_TORCH;
+  module.attr("UCP_API_VERSION") = ucpHeaderVersion();
+  module.attr("WIRE_VERSION") = static_cast<int>(wire::kVersion);
+  module.def("ucx_library", [] {
+    const UcpLibrary library = loadedUcpLibrary();
+    py::dict result;
+    result["version"] = library.version;
+    result["path"] = library.path;
+    return result;
+  });
+
+  py::module_::import("torch.distributed.rpc"); // RpcAgent, the base class, and WorkerInfo are bound there
+
+  py::class_<Member>(module, "Member")
+      .def(
+          py::init([](worker_id_t rank,
+                      std::string name,
+                      std::string host,
+                      int64_t pid,
+                      std::string bootId,
+                      uint64_t pidNamespace,
+                      uint64_t processStartTime,
+                      uint64_t session,
+                      const py::bytes& address) {
+            return Member{
+                rank,
+                std::move(name),
+                std::move(host),
+                pid,
+                std::move(bootId),
+                pidNamespace,
+                processStartTime,
+                session,
+                std::string(address)};
+          }),
+          py::kw_only(),
+          py::arg("rank"),
+          py::arg("name"),
+          py::arg("host"),
+          py::arg("pid"),
+          py::arg("boot_id"),
+          py::arg("pid_namespace"),
+          py::arg("process_start_time"),
+          py::arg("session"),
+          py::arg("address"));
+
+  using torch::distributed::rpc::RpcAgent;
+  using NoGil = py::call_guard<py::gil_scoped_release>;
+  py::class_<UcxRpcAgent, RpcAgent, std::shared_ptr<UcxRpcAgent>>(module, "UcxRpcAgent")
+      .def(
+          py::init(&makeAgent),
+          py::arg("name"),
+          py::arg("rank"),
+          py::kw_only(),
+          py::arg("rpc_timeout"),
+          py::arg("num_worker_threads"),
+          py::arg("receive_window_bytes"),
+          py::arg("host_pool_bytes"),
+          py::arg("expected_peers") = 1)
+      .def_property_readonly("address", [](const UcxRpcAgent& agent) { return py::bytes(agent.address()); })
+      .def_property_readonly("session", &UcxRpcAgent::session)
+      .def("_add_members", &UcxRpcAgent::addMembers, py::arg("members"), NoGil())
+      .def("_remove_member", &UcxRpcAgent::removeMember, py::arg("rank"), NoGil())
+      .def(
+          "_set_device_maps",
+          &UcxRpcAgent::setDeviceMaps,
+          py::arg("device_maps"),
+          py::arg("reverse_device_maps"),
+          py::arg("devices"),
+          NoGil())
+      .def(
+          "_barrier",
+          [](UcxRpcAgent& agent, double timeout) { return agent.barrier(1, toMilliseconds(timeout)); },
+          py::arg("timeout"),
+          NoGil())
+      .def(
+          "_wait",
+          [](UcxRpcAgent& agent, const torch::jit::PythonFutureWrapper& future) { agent.wait(*future.fut); },
+          py::arg("future"),
+          NoGil())
+      .def("join", &UcxRpcAgent::join, py::arg("shutdown") = false, py::arg("timeout") = 0.0f, NoGil())
+      .def("shutdown", &UcxRpcAgent::shutdown, NoGil())
+      .def(
+          "get_worker_info",
+          [](const UcxRpcAgent& agent) -> const WorkerInfo& { return agent.getWorkerInfo(); },
+          py::return_value_policy::copy)
+      .def(
+          "get_worker_info",
+          [](const UcxRpcAgent& agent, const std::string& name) -> const WorkerInfo& {
+            return agent.getWorkerInfo(name);
+          },
+          py::arg("name"),
+          py::return_value_policy::copy)
+      .def(
+          "get_worker_info",
+          [](const UcxRpcAgent& agent, worker_id_t id) -> const WorkerInfo& { return agent.getWorkerInfo(id); },
+          py::arg("id"),
+          py::return_value_policy::copy)
+      .def("get_worker_infos", &UcxRpcAgent::getWorkerInfos, NoGil())
+      .def("get_debug_info", &UcxRpcAgent::getDebugInfo, NoGil())
+      .def("get_metrics", &UcxRpcAgent::getMetrics, NoGil())
+      .def("_get_device_map", &UcxRpcAgent::getDeviceMap, py::arg("dst"), NoGil());
+}
+
+} // namespace torch_ucx_rpc

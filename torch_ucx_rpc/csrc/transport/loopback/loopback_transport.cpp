@@ -1,0 +1,315 @@
+#include "transport/loopback/loopback_transport.h"
+
+#include <sys/eventfd.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <deque>
+#include <stdexcept>
+#include <unordered_map>
+#include <unordered_set>
+#include <utility>
+
+namespace torch_ucx_rpc {
+
+// Everything that crosses between transports, hence threads, is guarded by the network's mutex; callbacks run without it.
+class LoopbackTransport final : public Transport {
+ public:
+  LoopbackTransport(LoopbackNetwork* network, std::string name)
+      : network_(network), name_(std::move(name)), eventFd_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
+    if (eventFd_ < 0) {
+      throw std::runtime_error("eventfd failed: no file descriptors left");
+    }
+  }
+  ~LoopbackTransport() override {
+    close(0);
+    ::close(eventFd_);
+  }
+
+  void setListener(TransportListener* listener) override {
+    listener_ = listener;
+  }
+  const std::string& address() const override {
+    return name_;
+  }
+  int eventFd() const override {
+    return eventFd_;
+  }
+  std::vector<std::pair<std::string, std::string>> description() const override {
+    return {{"transport", "loopback"}};
+  }
+
+  Error connect(const std::string& address, EndpointId& endpoint) override {
+    const std::lock_guard lock(network_->mutex_);
+    if (!network_->transports_.contains(address)) {
+      return {ErrorCode::kPeerFailed, "loopback: nobody is called '" + address + "'"};
+    }
+    endpoint = static_cast<EndpointId>(endpoints_.size());
+    endpoints_.push_back({address, {}});
+    return {};
+  }
+
+  void send(
+      EndpointId endpointId,
+      const wire::Header& header,
+      std::span<const std::byte> bytes,
+      SendMode mode,
+      OperationDone done) override {
+    Error failure = endpoints_[endpointId].failure;
+    if (!failure) {
+      const std::lock_guard lock(network_->mutex_);
+      using Fate = LoopbackNetwork::Fate;
+      const Fate fate = network_->fault_ ? network_->fault_(header, mode) : Fate::kDeliver;
+      LoopbackNetwork::Delivery delivery{header, {}, nullptr, name_, endpoints_[endpointId].address};
+      if (mode == SendMode::kRendezvous && fate != Fate::kFail) {
+        const uint64_t operation = nextOperation_++;
+        delivery.rendezvous = std::make_shared<LoopbackNetwork::Rendezvous>();
+        *delivery.rendezvous = {this, operation, bytes};
+        operations_.emplace(operation, Operation{endpointId, delivery.rendezvous, std::move(done)});
+      } else {
+        delivery.eager = Bytes(bytes);
+      }
+      switch (fate) {
+        case Fate::kDeliver:
+          network_->deliverLocked(std::move(delivery));
+          break;
+        case Fate::kDuplicate: {
+          LoopbackNetwork::Delivery copy{
+              header,
+              Bytes(std::span<const std::byte>(delivery.eager)),
+              delivery.rendezvous,
+              delivery.from,
+              delivery.to};
+          network_->deliverLocked(std::move(copy));
+          network_->deliverLocked(std::move(delivery));
+          break;
+        }
+        case Fate::kHold:
+          network_->held_.push_back(std::move(delivery));
+          break;
+        case Fate::kDrop:
+          break;
+        case Fate::kFail:
+          failure = {ErrorCode::kPeerFailed, "loopback: the send was made to fail"};
+          break;
+      }
+    }
+    if (done) { // everything but a rendezvous under way
+      done(std::move(failure));
+    }
+  }
+
+  void receive(void* parked, void* into, uint64_t bytes, OperationDone done) override {
+    const std::shared_ptr<LoopbackNetwork::Rendezvous> rendezvous = unpark(parked);
+    Error failure;
+    {
+      const std::lock_guard lock(network_->mutex_);
+      if (rendezvous->isSettled) {
+        failure = {ErrorCode::kPeerFailed, "loopback: the sender is gone"};
+      } else {
+        std::copy_n(rendezvous->bytes.data(), bytes, static_cast<std::byte*>(into));
+        settleLocked(*rendezvous, {});
+      }
+    }
+    done(std::move(failure));
+  }
+
+  void refuse(void* parked) override {
+    const std::shared_ptr<LoopbackNetwork::Rendezvous> rendezvous = unpark(parked);
+    const std::lock_guard lock(network_->mutex_);
+    settleLocked(*rendezvous, {});
+  }
+
+  unsigned progress() override {
+    std::deque<LoopbackNetwork::Delivery> arrived;
+    std::vector<std::pair<uint64_t, Error>> settled;
+    std::vector<std::string> dead;
+    {
+      const std::lock_guard lock(network_->mutex_);
+      arrived.swap(arrived_);
+      settled.swap(settled_);
+      dead.swap(dead_);
+    }
+    for (auto& [operation, error] : settled) {
+      const auto entry = operations_.find(operation);
+      if (entry != operations_.end()) {
+        OperationDone done = std::move(entry->second.done);
+        operations_.erase(entry);
+        done(std::move(error));
+      }
+    }
+    for (LoopbackNetwork::Delivery& delivery : arrived) {
+      const auto header = std::as_bytes(std::span(&delivery.header, 1));
+      if (delivery.rendezvous != nullptr) {
+        auto* parked = new std::shared_ptr<LoopbackNetwork::Rendezvous>(delivery.rendezvous);
+        parked_.insert(parked);
+        listener_->onParked(header, parked, delivery.rendezvous->bytes.size());
+      } else {
+        listener_->onEager(header, delivery.eager);
+      }
+    }
+    for (const std::string& name : dead) {
+      for (EndpointId id = 0; id < endpoints_.size(); ++id) {
+        if (endpoints_[id].address == name && !endpoints_[id].failure) {
+          fail(id, {ErrorCode::kPeerFailed, "loopback: '" + name + "' was killed"});
+          listener_->onEndpointFailed(id, endpoints_[id].failure);
+        }
+      }
+    }
+    return static_cast<unsigned>(arrived.size() + settled.size() + dead.size());
+  }
+
+  bool arm() override {
+    uint64_t count = 0;
+    (void)!read(eventFd_, &count, sizeof(count));
+    const std::lock_guard lock(network_->mutex_);
+    return arrived_.empty() && settled_.empty() && dead_.empty();
+  }
+
+  size_t operationsInFlight() const override {
+    return operations_.size();
+  }
+
+  std::vector<std::string> lanes(EndpointId /*endpoint*/) const override {
+    return {"loopback/memory"};
+  }
+
+  void abandon(EndpointId endpoint) override {
+    if (!endpoints_[endpoint].failure) {
+      fail(endpoint, {ErrorCode::kCanceled, "the endpoint was abandoned"});
+    }
+  }
+
+  void close(int64_t /*limitMs*/) override {
+    if (std::exchange(isClosed_, true)) {
+      return;
+    }
+    {
+      const std::lock_guard lock(network_->mutex_);
+      network_->transports_.erase(name_);
+    }
+    while (!parked_.empty()) {
+      refuse(*parked_.begin());
+    }
+    for (EndpointId id = 0; id < endpoints_.size(); ++id) {
+      abandon(id);
+    }
+    const std::lock_guard lock(network_->mutex_);
+    for (auto& delivery : arrived_) {
+      if (delivery.rendezvous != nullptr) {
+        settleLocked(*delivery.rendezvous, {});
+      }
+    }
+    arrived_.clear();
+  }
+
+ private:
+  friend class LoopbackNetwork;
+
+  struct Endpoint {
+    std::string address;
+    Error failure;
+  };
+  struct Operation {
+    EndpointId endpoint;
+    std::shared_ptr<LoopbackNetwork::Rendezvous> rendezvous;
+    OperationDone done;
+  };
+
+  void signal() const {
+    const uint64_t one = 1;
+    (void)!write(eventFd_, &one, sizeof(one));
+  }
+
+  std::shared_ptr<LoopbackNetwork::Rendezvous> unpark(void* parked) {
+    parked_.erase(parked);
+    const std::unique_ptr<std::shared_ptr<LoopbackNetwork::Rendezvous>> owner(
+        static_cast<std::shared_ptr<LoopbackNetwork::Rendezvous>*>(parked));
+    return *owner;
+  }
+
+  // The sender learns of it in its next progress(). Its bytes are not read afterwards.
+  static void settleLocked(LoopbackNetwork::Rendezvous& rendezvous, Error error) {
+    if (!std::exchange(rendezvous.isSettled, true)) {
+      rendezvous.sender->settled_.emplace_back(rendezvous.operation, std::move(error));
+      rendezvous.sender->signal();
+    }
+  }
+
+  // Ends the operations of an endpoint with `error`.
+  void fail(EndpointId endpoint, Error error) {
+    endpoints_[endpoint].failure = error;
+    std::vector<OperationDone> ended;
+    {
+      const std::lock_guard lock(network_->mutex_);
+      for (auto entry = operations_.begin(); entry != operations_.end();) {
+        if (entry->second.endpoint == endpoint) {
+          entry->second.rendezvous->isSettled = true; // whoever has it parked must not read bytes about to be freed
+          ended.push_back(std::move(entry->second.done));
+          entry = operations_.erase(entry);
+        } else {
+          ++entry;
+        }
+      }
+    }
+    for (OperationDone& done : ended) {
+      done(error);
+    }
+  }
+
+  LoopbackNetwork* const network_;
+  const std::string name_;
+  const int eventFd_;
+  TransportListener* listener_ = nullptr;
+  bool isClosed_ = false;
+  std::vector<Endpoint> endpoints_;
+  uint64_t nextOperation_ = 0;
+  std::unordered_map<uint64_t, Operation> operations_;
+  std::unordered_set<void*> parked_;
+
+  // Guarded by the network's mutex: written by peers.
+  std::deque<LoopbackNetwork::Delivery> arrived_;
+  std::vector<std::pair<uint64_t, Error>> settled_;
+  std::vector<std::string> dead_;
+};
+
+std::unique_ptr<Transport> LoopbackNetwork::makeTransport(const std::string& name) {
+  auto transport = std::make_unique<LoopbackTransport>(this, name);
+  const std::lock_guard lock(mutex_);
+  transports_[name] = transport.get();
+  return transport;
+}
+
+void LoopbackNetwork::setFault(Fault fault) {
+  const std::lock_guard lock(mutex_);
+  fault_ = std::move(fault);
+}
+
+void LoopbackNetwork::deliverLocked(Delivery delivery) {
+  const auto target = transports_.find(delivery.to);
+  if (target != transports_.end() &&
+      transports_.contains(delivery.from)) { // else as on a real network: it goes nowhere
+    target->second->arrived_.push_back(std::move(delivery));
+    target->second->signal();
+  }
+}
+
+void LoopbackNetwork::releaseHeld() {
+  const std::lock_guard lock(mutex_);
+  while (!held_.empty()) {
+    Delivery delivery = std::move(held_.back());
+    held_.pop_back();
+    deliverLocked(std::move(delivery));
+  }
+}
+
+void LoopbackNetwork::kill(const std::string& name) {
+  const std::lock_guard lock(mutex_);
+  transports_.erase(name);
+  for (auto& [peer, transport] : transports_) {
+    transport->dead_.push_back(name);
+    transport->signal();
+  }
+}
+
+} // namespace torch_ucx_rpc

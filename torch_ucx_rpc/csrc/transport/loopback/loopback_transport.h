@@ -1,0 +1,64 @@
+#pragma once
+
+#include "base/bytes.h"
+#include "transport/transport.h"
+
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+namespace torch_ucx_rpc {
+
+class LoopbackTransport;
+
+// An in-process network for tests: transports that reach each other by a name, and faults on demand. Thread-safe.
+class LoopbackNetwork {
+ public:
+  enum class Fate { kDeliver, kDrop, kDuplicate, kHold, kFail };
+
+  // Asked about every message; without one, everything is delivered. kDrop: vanishes, while the sender believes it sent (a dropped
+  // rendezvous stays pending for ever). kHold: waits for releaseHeld(). kFail: the send completes with an error.
+  using Fault = std::function<Fate(const wire::Header& header, SendMode mode)>;
+
+  // The name is the transport's address. The network must outlive its transports.
+  std::unique_ptr<Transport> makeTransport(const std::string& name);
+
+  void setFault(Fault fault);
+
+  // Delivers what was held, the latest first: tests of reordering.
+  void releaseHeld();
+
+  // As if the process behind `name` had died: every endpoint to it fails, and nothing more comes from it.
+  void kill(const std::string& name);
+
+ private:
+  friend class LoopbackTransport;
+
+  // Bytes that wait at the sender. Guarded by the network's mutex.
+  struct Rendezvous {
+    LoopbackTransport* sender;
+    uint64_t operation;
+    std::span<const std::byte> bytes;
+    bool isSettled = false; // the sender's operation has completed: the bytes are no longer ours to read
+  };
+  struct Delivery {
+    wire::Header header;
+    Bytes eager;
+    std::shared_ptr<Rendezvous> rendezvous;
+    std::string from;
+    std::string to;
+  };
+
+  void deliverLocked(Delivery delivery);
+
+  std::mutex mutex_;
+  // Guarded by mutex_:
+  std::map<std::string, LoopbackTransport*> transports_;
+  Fault fault_;
+  std::vector<Delivery> held_;
+};
+
+} // namespace torch_ucx_rpc

@@ -1,0 +1,23 @@
+#pragma once
+
+#include "transport/transport.h"
+
+#include <memory>
+
+namespace torch_ucx_rpc {
+
+// Makes a transport on a UCX worker of its own. Throws std::runtime_error with a sentence for the user where UCX cannot
+// start. `expectedPeers` helps UCX choose resources; it is no limit.
+std::unique_ptr<Transport> makeUcpTransport(size_t expectedPeers);
+
+// Version and file of the libucp that this process has loaded.
+struct UcpLibrary {
+  std::string version;
+  std::string path;
+};
+UcpLibrary loadedUcpLibrary();
+
+// Version of the headers this was compiled against, "major.minor".
+std::string ucpHeaderVersion();
+
+} // namespace torch_ucx_rpc

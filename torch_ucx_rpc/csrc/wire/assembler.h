@@ -1,0 +1,76 @@
+#pragma once
+
+#include "base/bytes.h"
+#include "wire/header.h"
+
+#include <cstdint>
+#include <unordered_map>
+#include <vector>
+
+namespace torch_ucx_rpc::wire {
+
+// One active message as it arrived: its bytes, or the transport's handle for bytes that still wait at the sender.
+// A parked piece must be received or refused exactly once; the assembler only passes it on.
+struct Piece {
+  Bytes data; // empty when parked
+  void* parked = nullptr;
+  uint64_t parkedBytes = 0;
+
+  uint64_t size() const {
+    return parked != nullptr ? parkedBytes : data.size();
+  }
+};
+
+// A message of which every piece is known.
+struct Assembled {
+  Header header; // the body's
+  Piece body;
+  std::vector<Piece> spans;
+};
+
+// Joins the body of a message with its spans, in whatever order they arrive. Not thread-safe: it is used under the
+// worker lock. It allocates in proportion to what has really arrived, never to what a header announces.
+class Assembler {
+ public:
+  enum class Outcome { kIncomplete, kWhole, kRejected };
+
+  // Takes the piece that came with `header` (checked by readHeader). kWhole: `assembled` is filled. kRejected: the piece
+  // contradicts its message or doubles another piece; `rejected` gets all pieces of that message, which is forgotten.
+  Outcome add(const Header& header, Piece piece, Assembled& assembled, std::vector<Piece>& rejected);
+
+  // Forgets an incomplete message (its caller has given up); its pieces go to `dropped`.
+  void cancel(uint64_t session, Kind kind, uint64_t callId, std::vector<Piece>& dropped);
+
+  // Forgets every incomplete message of a session (its worker is gone); their pieces go to `dropped`.
+  void dropSession(uint64_t session, std::vector<Piece>& dropped);
+
+  size_t incomplete() const {
+    return partial_.size();
+  }
+
+ private:
+  struct Key {
+    uint64_t session;
+    uint64_t callId;
+    Kind kind;
+    bool operator==(const Key&) const = default;
+  };
+  struct HashKey {
+    size_t operator()(const Key& key) const {
+      // Sessions are random; call ids count up. The kind separates a request from the response of the same number.
+      return key.session ^ (key.callId * 0x9E3779B97F4A7C15ull) ^ static_cast<size_t>(key.kind);
+    }
+  };
+  struct Partial {
+    bool hasBody = false;
+    Header header;
+    Piece body;
+    std::unordered_map<uint32_t, Piece> spans;
+  };
+
+  static void take(Partial& partial, std::vector<Piece>& into);
+
+  std::unordered_map<Key, Partial, HashKey> partial_;
+};
+
+} // namespace torch_ucx_rpc::wire

@@ -1,0 +1,135 @@
+#pragma once
+
+#include "base/bytes.h"
+#include "base/error.h"
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <vector>
+
+// The body of a request or response: what the message says, where each of its tensors lies, and all that is small.
+//
+//      +----------------+-----------------+------------------------------------+---------+-----------------+
+//      | BodyPrefix, 32 | StorageRecord[] | TensorRecord[], each followed by   | payload | bytes of the    |
+//      |                | 16 each         | its sizes and strides (int64 each) | if here | inline storages |
+//      +----------------+-----------------+------------------------------------+---------+-----------------+
+//
+// Everything before the payload is 8-byte aligned and is read in place. A payload or storage is either inline, in this
+// body, or a span of the message. Tensor records are a forest in depth-first order: a strided tensor has no children;
+// a sparse tensor has its index and value tensors as children; a tensor quantized per channel its scales and zero points.
+
+namespace torch_ucx_rpc::wire {
+
+inline constexpr uint32_t kNowhere = 0xFFFFFFFF; // no span: inline; no storage: the tensor owns none
+
+enum class Layout : uint8_t {
+  kUndefined = 0, // an undefined tensor, which autograd sends for a gradient that is not there
+  kStrided = 1,
+  kSparseCoo = 2, // children: indices, values
+  kSparseCsr = 3, // children: compressed indices, plain indices, values; so for the next three
+  kSparseCsc = 4,
+  kSparseBsr = 5,
+  kSparseBsc = 6,
+  kQuantizedPerTensor = 7, // scale, zeroPoint
+  kQuantizedPerChannel = 8, // axis; children: scales, zero points
+};
+
+enum TensorFlags : uint8_t {
+  kRequiresGrad = 1 << 0,
+  kConjugate = 1 << 1, // torch's lazy conjugate and negative bits
+  kNegative = 1 << 2,
+  kCoalesced = 1 << 3, // of a sparse COO tensor
+};
+
+struct BodyPrefix {
+  uint32_t messageType; // torch::distributed::rpc::MessageType
+  uint32_t tensors; // of the message
+  uint32_t tensorRecords; // of the message, and their children
+  uint32_t storages;
+  uint64_t payloadBytes;
+  uint32_t payloadSpan;
+  uint32_t reserved;
+};
+static_assert(sizeof(BodyPrefix) == 32);
+
+struct StorageRecord {
+  uint64_t bytes;
+  uint32_t span;
+  int8_t deviceType; // c10::DeviceType of the memory it is to arrive in
+  int8_t deviceIndex;
+  uint16_t reserved;
+};
+static_assert(sizeof(StorageRecord) == 16);
+
+struct TensorRecord {
+  Layout layout;
+  uint8_t dtype; // c10::ScalarType
+  uint8_t itemBytes; // of the dtype, so that bounds are checked before torch is asked
+  uint8_t flags;
+  uint32_t dims;
+  uint32_t storage; // kNowhere for sparse and undefined tensors
+  uint32_t children;
+  int64_t storageOffset; // elements
+  int64_t axis;
+  double scale;
+  int64_t zeroPoint;
+};
+static_assert(sizeof(TensorRecord) == 48);
+
+// Collects a body. Storages and tensors are numbered in the order they are added.
+class BodyWriter {
+ public:
+  explicit BodyWriter(uint32_t messageType);
+
+  void setInlinePayload(std::span<const char> payload);
+  void setPayloadSpan(uint64_t bytes, uint32_t span);
+
+  // The memory must stay valid until finish().
+  uint32_t addInlineStorage(const void* data, uint64_t bytes, int8_t deviceType, int8_t deviceIndex);
+  uint32_t addSpanStorage(uint64_t bytes, uint32_t span, int8_t deviceType, int8_t deviceIndex);
+
+  // `record.dims` follows from `sizes`; `strides` is empty for a tensor without storage. Children are added right after
+  // their parent.
+  void addTensor(TensorRecord record, std::span<const int64_t> sizes, std::span<const int64_t> strides, bool isChild);
+
+  Bytes finish();
+
+ private:
+  struct InlineStorage {
+    const void* data;
+    uint64_t bytes;
+  };
+  BodyPrefix prefix_{};
+  std::span<const char> payload_;
+  std::vector<StorageRecord> storages_;
+  std::vector<InlineStorage> inlineStorages_;
+  Bytes tensors_;
+  uint64_t inlineBytes_ = 0;
+};
+
+// A body that has been checked: every count, index, size and extent in it is consistent with itself, with the body's
+// length and with the spans that came with it. Points into the body, which must outlive it.
+struct BodyView {
+  struct Storage {
+    StorageRecord record;
+    std::span<const std::byte> inlineBytes; // where record.span is kNowhere
+  };
+  struct Tensor {
+    TensorRecord record;
+    std::span<const int64_t> sizes;
+    std::span<const int64_t> strides; // empty where record.storage is kNowhere
+  };
+  uint32_t messageType = 0;
+  uint32_t tensorCount = 0; // top-level ones
+  std::span<const std::byte> payload; // where payloadSpan is kNowhere
+  uint32_t payloadSpan = kNowhere;
+  std::vector<Storage> storages;
+  std::vector<Tensor> tensors; // depth-first
+};
+
+// Checks and reads `body` (8-byte aligned). `spanBytes` has the size of each span of the message; every span must be
+// referred to exactly once. Allocates in proportion to the body's real length.
+Error readBody(std::span<const std::byte> body, std::span<const uint64_t> spanBytes, BodyView& view);
+
+} // namespace torch_ucx_rpc::wire

@@ -1,0 +1,74 @@
+#pragma once
+
+#include "base/error.h"
+
+#include <bit>
+#include <cstddef>
+#include <cstdint>
+#include <span>
+
+// The header that leads every active message. docs/wire_format.md draws it and the bodies.
+//
+//      0       2   3   4               8                              16
+//      +-------+---+---+---------------+-------------------------------+
+//   0  | magic |ver|knd|  source rank  |        source session         |
+//      +-------+---+---+---------------+-------------------------------+
+//  16  |        target session         |            call id            |
+//      +---------------+---------------+-------------------------------+
+//  32  |     index     |  span count   |
+//      +---------------+---------------+
+//
+// Little endian. A message is one body (index = kBodyIndex) and `span count` spans (index 0, 1, ...), each an active
+// message of its own with this same header; they may arrive in any order. What joins them is
+// (source session, kind, call id).
+
+namespace torch_ucx_rpc::wire {
+
+static_assert(
+    std::endian::native == std::endian::little, "the wire format is the memory layout of a little-endian host");
+
+enum class Kind : uint8_t {
+  kRequest = 1,
+  kResponse = 2,
+  kCancel = 3, // the sender no longer waits for `call id`; no body
+  kGoodbye = 4, // the sender shuts down; no body
+  kBarrierArrive = 5, // body: BarrierArrive; `call id` is the round
+  kBarrierRelease = 6, // body: BarrierRelease and a sentence; `call id` is the round
+};
+
+inline constexpr uint16_t kMagic = 0x5855; // "UX"
+// Raised with every change that an older reader would misread. Workers of one job must agree on it.
+inline constexpr uint8_t kVersion = 1;
+inline constexpr uint32_t kBodyIndex = 0xFFFFFFFF;
+// Far above any real message (a span is a tensor of at least tens of KiB), small enough that a lie costs nothing.
+inline constexpr uint32_t kMaxSpans = 1u << 20;
+
+struct Header {
+  uint16_t magic = kMagic;
+  uint8_t version = kVersion;
+  Kind kind = Kind::kRequest;
+  uint32_t sourceRank = 0;
+  uint64_t sourceSession = 0; // random, one for each life of an agent: frames of an earlier life are recognized
+  uint64_t targetSession = 0; // likewise: a frame meant for whoever had this address before is refused
+  uint64_t callId = 0;
+  uint32_t index = kBodyIndex;
+  uint32_t spanCount = 0;
+};
+static_assert(sizeof(Header) == 40 && offsetof(Header, sourceRank) == 4 && offsetof(Header, sourceSession) == 8);
+static_assert(offsetof(Header, targetSession) == 16 && offsetof(Header, callId) == 24);
+static_assert(offsetof(Header, index) == 32 && offsetof(Header, spanCount) == 36);
+
+// Bodies of the two barrier frames (agent/barrier.h).
+struct BarrierArrive {
+  int64_t value; // summed over all members
+};
+struct BarrierRelease {
+  int64_t sum;
+  uint32_t failed; // 1: the rest of the body is the sentence that says why
+  uint32_t reserved;
+};
+
+// Reads a header and checks everything that can be checked without knowing the job: size, magic, version, kind, index.
+Error readHeader(std::span<const std::byte> bytes, Header& header);
+
+} // namespace torch_ucx_rpc::wire
