@@ -1,6 +1,7 @@
 # ruff: noqa: N999 - the name is that of the shared library
 """The extension, as Python sees it; written in ``csrc/module.cpp``."""
 
+from collections.abc import Callable
 from typing import Any, overload
 
 import torch
@@ -12,6 +13,7 @@ BUILT_FOR_TORCH: str
 WIRE_VERSION: int
 
 def ucx_library() -> dict[str, str]: ...
+def translate_runtime_errors(original: Callable[[str], BaseException | None]) -> None: ...
 
 class Member:
     def __init__(

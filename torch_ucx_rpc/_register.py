@@ -11,11 +11,12 @@ from typing import Any
 import torch
 import torch.distributed.rpc as rpc
 from torch._C._distributed_rpc import get_rpc_timeout
-from torch.distributed.rpc import api, backend_registry
+from torch.distributed.rpc import api, backend_registry, internal
 from torch.distributed.rpc.constants import DEFAULT_SHUTDOWN_TIMEOUT, UNSET_RPC_TIMEOUT
 from torch.distributed.rpc.internal import RPCExecMode, _internal_rpc_pickler
 
-from torch_ucx_rpc import _agent, _sparse
+from torch_ucx_rpc import _agent, _exceptions, _sparse
+from torch_ucx_rpc._native import _C
 from torch_ucx_rpc._options import UcxRpcBackendOptions, construct_options
 
 # What torch has in the places that `register` takes.
@@ -37,6 +38,7 @@ def register() -> None:
     * Graceful shutdown waits for those workers that are there, with Ctrl-C and an end when one dies.
     * A blocked ``rpc_sync`` answers Ctrl-C, and drives its call instead of sleeping. So does ``RRef.to_here``, without
       a patch: it sends and waits within one C++ function, and the agent waits where it sends.
+    * What the callee raises keeps its type in ``rpc_sync`` and in futures too.
     * Python functions can return sparse tensors of compressed layouts.
     """
     # Asked of torch and not of this module, of which there may come to be a second one.
@@ -54,6 +56,9 @@ def register() -> None:
     api._wait_all_workers = _wait_all_workers
     api._invoke_rpc = _invoke_rpc
     _internal_rpc_pickler._dispatch_table[torch.Tensor] = _reduce_tensor
+    # Taken by torch's C++ when the first agent of the process starts.
+    internal._handle_exception = _exceptions.handle_exception
+    _C.translate_runtime_errors(_exceptions.original)
 
 
 # Only the code of this function is used, with the globals and the defaults of torch's own.

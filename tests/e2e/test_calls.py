@@ -27,14 +27,27 @@ def scaled_sum(a: torch.Tensor, b: torch.Tensor, scale: float = 1.0) -> torch.Te
 
 
 class Unusual(Exception):
-    pass
+    def __init__(self, text: str) -> None:
+        super().__init__(text, "cannot be made of its args")
 
 
-EXCEPTIONS = {"ValueError": ValueError, "TypeError": TypeError, "RuntimeError": RuntimeError, "Unusual": Unusual}
+EXCEPTIONS = {
+    exception.__name__: exception
+    for exception in (ValueError, TypeError, RuntimeError, KeyError, FileNotFoundError, StopIteration, Unusual)
+}
 
 
 def fail(kind: str) -> None:
     raise EXCEPTIONS[kind]("this was to be")
+
+
+class Failing:
+    def fail(self, kind: str) -> None:
+        fail(kind)
+
+
+def fail_through(name: str, kind: str) -> None:
+    rpc.rpc_sync(name, fail, args=(kind,))
 
 
 @in_worker0(of=2)
@@ -182,16 +195,20 @@ def test_async_execution_holds_no_thread_while_it_waits() -> None:
 @in_worker0(of=2, silent=False)
 def test_exceptions_of_the_callee_are_raised_with_their_type_and_message() -> None:
     for kind, exception in EXCEPTIONS.items():
-        # rpc_sync and rpc_async keep these types only; torch makes any other a RuntimeError that begins with its name.
-        kept = exception if exception in (ValueError, TypeError) else RuntimeError
-        for expected, call in (
-            (kept, lambda kind=kind: rpc.rpc_sync("worker1", fail, args=(kind,))),
-            (kept, lambda kind=kind: rpc.rpc_async("worker1", fail, args=(kind,)).wait()),
-            (exception, lambda kind=kind: rpc.remote("worker1", fail, args=(kind,)).to_here()),
+        future = rpc.rpc_async("worker1", fail, args=(kind,))
+        for call in (
+            lambda kind=kind: rpc.rpc_sync("worker1", fail, args=(kind,)),
+            future.wait,
+            future.value,  # again
+            lambda future=future: torch.futures.collect_all([future]).wait()[0].wait(),
+            lambda future=future: torch.futures.wait_all([future]),
+            lambda kind=kind: rpc.remote("worker1", fail, args=(kind,)).to_here(),
+            lambda kind=kind: rpc.remote("worker1", Failing).rpc_sync().fail(kind),
+            lambda kind=kind: rpc.rpc_sync("worker1", fail_through, args=("worker0", kind)),
         ):
-            with pytest.raises(expected, match="this was to be") as raised:
+            with pytest.raises(exception, match="this was to be") as raised:
                 call()
-            assert raised.type is expected
+            assert raised.type is exception
             # Where it happened: the worker, and its stack.
             for word in (kind, "worker1", "in fail"):
                 assert word in str(raised.value)

@@ -9,7 +9,9 @@
 #include <torch/csrc/jit/python/pybind_utils.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <exception>
 #include <memory>
+#include <stdexcept>
 #include <string>
 #include <utility>
 
@@ -53,6 +55,32 @@ void checkSignals() {
   }
 }
 
+// Asked what Python exception a std::runtime_error once was, before it becomes a RuntimeError. Never destroyed: the
+// interpreter may be gone first.
+py::object& originalOf() {
+  static auto* function = new py::object(); // NOLINT(cppcoreguidelines-owning-memory)
+  return *function;
+}
+
+// Called by pybind11 for every C++ exception that leaves torch's bindings or ours. What it throws goes on to the next
+// translator.
+void translateRuntimeError(std::exception_ptr thrown) {
+  try {
+    std::rethrow_exception(std::move(thrown));
+  } catch (const std::runtime_error& error) {
+    py::object original = py::none();
+    try {
+      original = originalOf()(error.what());
+    } catch (py::error_already_set& failure) {
+      failure.discard_as_unraisable("torch_ucx_rpc: what the callee raised");
+    }
+    if (original.is_none()) {
+      throw;
+    }
+    py::set_error(py::type::of(original), original);
+  }
+}
+
 std::shared_ptr<UcxRpcAgent> makeAgent(
     std::string name,
     worker_id_t rank,
@@ -86,6 +114,14 @@ PYBIND11_MODULE(_C, module) {
     result["version"] = library.version;
     result["path"] = library.path;
     return result;
+  });
+
+  module.def("translate_runtime_errors", [](py::object original) {
+    const bool isFirst = !originalOf();
+    originalOf() = std::move(original);
+    if (isFirst) {
+      py::register_exception_translator(&translateRuntimeError);
+    }
   });
 
   py::module_::import("torch.distributed.rpc"); // RpcAgent, the base class, and WorkerInfo are bound there

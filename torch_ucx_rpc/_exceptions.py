@@ -1,0 +1,58 @@
+"""Exceptions of the callee keep their type on their way through torch's C++ futures.
+
+torch pickles the type and the text of what a Python function raises, and its ``internal._handle_exception`` raises it
+anew at the caller. Where a future lies between, as in ``rpc_sync`` and ``rpc_async``, torch keeps of that a
+``std::runtime_error`` with the text (torch 2.13; a ValueError and a TypeError stay what they are). So what was raised
+is remembered here by the text that it becomes, and the extension asks whenever a ``std::runtime_error`` is about to
+become a Python exception.
+"""
+
+# mypy: allow-untyped-calls
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from typing import Any
+
+from torch.distributed.rpc import internal
+
+_torchs_handle_exception = internal._handle_exception
+
+# Calls that have failed, each in its own way, and whose futures have not been asked yet. With more of them, the oldest
+# are the RuntimeErrors that torch makes of them.
+_MOST_REMEMBERED = 1024
+
+# By that text, what torch makes the exception of. Not the exception, whose traceback keeps everything in its frames.
+_remembered: OrderedDict[str, Any] = OrderedDict()
+_lock = threading.Lock()
+
+
+def handle_exception(result: Any) -> None:
+    """In the place of ``internal._handle_exception`` of torch: raises what the callee raised, if it did."""
+    try:
+        _torchs_handle_exception(result)
+    except Exception as error:
+        # As pybind11 begins the text of a Python exception (error_already_set::what).
+        text = f"{type(error).__name__}: {error}"
+        with _lock:
+            _remembered[text] = result
+            _remembered.move_to_end(text)
+            if len(_remembered) > _MOST_REMEMBERED:
+                _remembered.popitem(last=False)
+        raise
+
+
+def original(text: str) -> Exception | None:
+    """A new exception of the type that became a ``std::runtime_error`` with this text; None if a callee raised none."""
+    if not _remembered:
+        return None
+    # What follows is where in this process it was raised for the first time.
+    beginning, _, _ = text.rpartition("\n\nAt:\n")
+    with _lock:
+        result = _remembered.get(beginning)
+    try:
+        _torchs_handle_exception(result)
+    except Exception as error:
+        return error.with_traceback(None)
+    return None
