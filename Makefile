@@ -4,12 +4,18 @@
 #   UCX=libucx-cu12     wheel with UCX (libucx-cu13 beside a CUDA 13 torch), or `system` for conda's or the system's
 #   PYTHON=python3      interpreter of the virtual environment
 #   VENV=.venv          where that is
+#   BACKEND=UCX         what the conformance suites run on; TENSORPIPE is PyTorch's own
+#   RUNS=1              how many times they run
+#   TORCHES=            versions of torch for the matrix; without any, the oldest supported and PyPI's newest
 #
 # pip's own variables work too: PIP_EXTRA_INDEX_URL, for one, with TORCH=2.13.0+cpu.
 TORCH ?= 2.13.0
 UCX ?= libucx-cu12
 PYTHON ?= python3
 VENV ?= .venv
+BACKEND ?= UCX
+RUNS ?= 1
+TORCHES ?=
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -29,10 +35,11 @@ NEEDS := tools/build_environment.py requirements
 ENVIRONMENT := $(VENV)/.torch-$(TORCH)-$(UCX)
 EDITABLE := $(VENV)/.editable-$(TORCH)-$(UCX)
 
-.PHONY: help build test test-cpp test-python conformance demo lint tidy format wheel clean distclean
+.PHONY: help build test test-cpp test-python test-conformance conformance conformance-cuda matrix demo lint tidy format
+.PHONY: wheel clean distclean
 
 help: ## List the verbs
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' Makefile
 
 build: $(ENVIRONMENT) ## Make .venv with torch and UCX, compile, install the package into it
 	@$(PY) setup.py --quiet build_ext --inplace
@@ -67,8 +74,25 @@ test-cpp: build
 test-python: build $(VENV)/.extra-test
 	@$(PY) -m pytest
 
-conformance: build $(VENV)/.extra-test ## PyTorch's own RPC suites
-	@$(PY) -m pytest tests/conformance
+test-conformance: build $(VENV)/.extra-test ## PyTorch's own RPC suites
+	@$(PY) -m pytest tests/conformance --rpc-backend $(BACKEND)
+
+conformance: ## The same RUNS times, for the page docs/conformance.md
+conformance-cuda: ## Those of PyTorch's suites that need GPUs, for the same page
+conformance: SUITES := tests/conformance
+conformance-cuda: SUITES := tests/conformance/test_cuda_suites.py --cuda
+conformance conformance-cuda: build $(VENV)/.extra-test
+	@reports=$$(mktemp -d); trap 'rm -r "$$reports"' EXIT; status=0; \
+	for run in $$(seq $(RUNS)); do \
+	  $(PY) -m pytest $(SUITES) --rpc-backend $(BACKEND) \
+	    --conformance-report $$reports/$$run.json || status=$$?; \
+	done; \
+	if [ -e $$reports/1.json ]; then $(PY) tests/conformance/page.py record $$reports/*.json; fi; \
+	exit $$status
+
+matrix: ## Build and test with several versions of torch, each in a copy of its own
+	@test -x $(VENV)/bin/pip || $(PYTHON) -m venv $(VENV)
+	@$(PY) tools/matrix.py $(TORCHES)
 
 demo: build $(VENV)/.extra-demo ## Train a model split over two workers
 	@$(PY) examples/digits.py

@@ -4,6 +4,7 @@ Importing loads UCX and the C++ agent and makes "UCX" a backend of PyTorch's RPC
 is. What a program may use from here:
 
 * `UcxRpcBackendOptions`: threads, timeouts, memory limits and device maps of a worker
+* `replace_tensorpipe`: UCX wherever a program asks for TensorPipe, or for no backend
 * `__version__`
 
 How the package is laid out:
@@ -11,6 +12,7 @@ How the package is laid out:
 * ``_native``      finds UCX, checks torch, loads the extension ``_C``
 * ``_options``     `UcxRpcBackendOptions`
 * ``_register``    everything that is changed in torch, in one function
+* ``_replace``     `replace_tensorpipe`, and the environment variable that calls it
 * ``_agent``       ``init_rpc`` for this backend, the running agent, the end of the process
 * ``_sparse``      compressed sparse tensors as results of Python functions
 * ``_rendezvous``  the Store through which the workers of a job find each other
@@ -23,11 +25,14 @@ from importlib.metadata import version as _installed_version
 
 # The first of these loads UCX and the extension, or explains why it cannot.
 from torch_ucx_rpc import _native as _native
-from torch_ucx_rpc import _register
+from torch_ucx_rpc import _register, _replace
 from torch_ucx_rpc._options import UcxRpcBackendOptions
+from torch_ucx_rpc._replace import replace_tensorpipe
 
-__all__ = ["UcxRpcBackendOptions", "__version__"]
+__all__ = ["UcxRpcBackendOptions", "__version__", "replace_tensorpipe"]
 
 __version__ = _installed_version("torch_ucx_rpc")
 
 _register.register()
+if _replace.is_asked_for():
+    replace_tensorpipe()

@@ -14,12 +14,11 @@ import contextlib
 import copy
 import numbers
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed.rpc as rpc
-from torch._C import _distributed_autograd as dist_autograd
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch._C._distributed_rpc import (
     RpcBackendOptions,
@@ -34,11 +33,12 @@ from torch.distributed.rpc import api
 from torch.distributed.rpc.backend_registry import _create_device_list, _create_reverse_mapping
 
 import torch_ucx_rpc
+from torch_ucx_rpc._dynamic_group import DynamicGroup, StaticGroup
 from torch_ucx_rpc._members import gather_members
 from torch_ucx_rpc._native import _C
 from torch_ucx_rpc._options import UcxRpcBackendOptions
 from torch_ucx_rpc._record import Record, process_facts
-from torch_ucx_rpc._rendezvous import create_store
+from torch_ucx_rpc._rendezvous import Deadline, check_rank, create_store
 
 # The running agent. torch keeps the C++ object; this keeps the Python one, with the attributes below, and as long as it
 # lives `_get_current_rpc_agent` returns that.
@@ -48,9 +48,12 @@ current: UcxRpcAgent | None = None
 class UcxRpcAgent(_C.UcxRpcAgent):
     """What torch's Python code, written for TensorPipe's agent, expects of one besides calls."""
 
-    is_static_group = True
+    # Which it is a member of.
+    group: StaticGroup | DynamicGroup | None = None
 
-    def __init__(self, name: str, rank: int, world_size: int, store: Store, options: UcxRpcBackendOptions) -> None:
+    def __init__(
+        self, name: str, rank: int, expected_peers: int, store: Store, options: UcxRpcBackendOptions, **faults: Any
+    ) -> None:
         super().__init__(
             name,
             rank,
@@ -58,18 +61,58 @@ class UcxRpcAgent(_C.UcxRpcAgent):
             num_worker_threads=options.num_worker_threads,
             receive_window_bytes=options.receive_window_bytes,
             host_pool_bytes=options.host_pool_bytes,
-            expected_peers=world_size,
+            expected_peers=expected_peers,
+            **faults,
         )
         self.store = store
         self._options = options
         self._owner = os.getpid()
 
+    @property
+    def is_static_group(self) -> bool:
+        return self.group is None or self.group.is_static
+
     def _get_backend_options(self) -> UcxRpcBackendOptions:
         return self._options
+
+    def add_records(self, records: Iterable[Record], members: Collection[Record]) -> None:
+        """Make workers known to the agent, itself first; ``members`` are all that are known by then."""
+        self._add_members(
+            [
+                _C.Member(
+                    rank=record.rank,
+                    name=record.name,
+                    host=record.host,
+                    pid=record.pid,
+                    boot_id=record.boot_id,
+                    pid_namespace=record.pid_namespace,
+                    process_start_time=record.process_start_time,
+                    session=record.session,
+                    address=record.address,
+                )
+                for record in records
+            ]
+        )
+        options = self._options
+        all_maps = {member.name: member.device_maps for member in members}
+        reverse_maps = _create_reverse_mapping(self.get_worker_info().name, list(all_maps), all_maps)
+        devices = _create_device_list(options.devices, options.device_maps, reverse_maps)
+        if devices and torch.cuda.is_available():
+            # A call with CUDA tensors may arrive before this process has used CUDA itself.
+            torch.cuda.init()
+        self._set_device_maps(options.device_maps, reverse_maps, devices)
+
+    def join(self, shutdown: bool = False, timeout: float = 0) -> None:
+        if self.group is not None and not self.group.is_static:
+            # Who joins from now on need not ask this worker.
+            self.group.leave()
+        super().join(shutdown, timeout)
 
     def shutdown(self) -> None:
         global current
         try:
+            if self.group is not None:
+                self.group.leave()
             super().shutdown()
         finally:
             if current is self:
@@ -80,6 +123,13 @@ class UcxRpcAgent(_C.UcxRpcAgent):
         return self._owner == os.getpid()
 
 
+# The agent that is made for options of a type.
+AGENT_TYPES: dict[type[UcxRpcBackendOptions], type[UcxRpcAgent]] = {UcxRpcBackendOptions: UcxRpcAgent}
+
+# What UCX is told of a group whose size nobody knows; it chooses transports for large numbers differently.
+_TYPICAL_PEERS = 8
+
+
 def init_rpc(name: str, rank: int, world_size: int | None, options: UcxRpcBackendOptions | None) -> None:
     """``torch.distributed.rpc.init_rpc`` for the backend UCX."""
     torch._C._log_api_usage_once("torch.distributed.init_rpc")
@@ -87,14 +137,14 @@ def init_rpc(name: str, rank: int, world_size: int | None, options: UcxRpcBacken
         options = UcxRpcBackendOptions()
     rank, world_size = _check_arguments(name, rank, world_size, options)
     store = create_store(options.init_method, rank, world_size, options.rpc_timeout)
-    # Before others can call this worker, as torch does.
-    dist_autograd._init(rank)
-    _set_profiler_node_id(rank)
+    if world_size is None:
+        _join_dynamic_group(store, name, rank, options)
+        return
     # Groups that follow each other on one Store are told apart by torch's count of them, TensorPipe's included. It goes
     # on only when all workers have met: who gave up alone, and tries again, must find the others where they are.
     with rpc._init_counter_lock:
-        store = PrefixStore(f"rpc_prefix_{rpc._init_counter}", store)
-    agent = _join_group(store, name, rank, world_size, options)
+        counted = PrefixStore(f"rpc_prefix_{rpc._init_counter}", store)
+    agent = _join_static_group(store, counted, name, rank, world_size, options)
     with rpc._init_counter_lock:
         rpc._init_counter += 1
     _start(agent)
@@ -107,13 +157,18 @@ def init_backend(
     rank, world_size = _check_arguments(name, rank, world_size, rpc_backend_options)
     if not isinstance(store, Store):
         raise TypeError(f"`store` must be a torch.distributed.Store; {store!r} is none")
-    agent = _join_group(store, name, rank, world_size, rpc_backend_options)
+    if world_size is None:
+        return _join_dynamic_group(store, name, rank, rpc_backend_options)
+    agent = _join_static_group(store, store, name, rank, world_size, rpc_backend_options)
     _start(agent)
     return agent
 
 
-def _check_arguments(name: Any, rank: Any, world_size: Any, options: Any) -> tuple[int, int]:
-    """Rank and world_size as ints. What is wrong here is said before any other worker hears of this one."""
+def _check_arguments(name: Any, rank: Any, world_size: Any, options: Any) -> tuple[int, int | None]:
+    """Rank and world_size as ints, the second None for a group without a size.
+
+    What is wrong here is said before any other worker hears of this one.
+    """
     # The beginnings of these two, and of the third, are torch's.
     if not isinstance(options, RpcBackendOptions):
         raise TypeError(
@@ -130,65 +185,77 @@ def _check_arguments(name: Any, rank: Any, world_size: Any, options: Any) -> tup
         if not isinstance(value, type_) and not (argument == "world_size" and value is None):
             raise TypeError(f"{argument} must be {'a str' if type_ is str else 'an int'}; {value!r} is none")
     if not world_size:
-        raise ValueError(
-            f"the backend UCX needs the number of workers: pass world_size to init_rpc (it is {world_size}). Groups "
-            f"without it, which workers join and leave as they like, are not supported."
-        )
-    if not 0 <= rank < world_size:
+        world_size = None
+        rank = check_rank(options.init_method, int(rank))
+    elif not 0 <= rank < world_size:
         raise ValueError(f"rank must be between 0 and world_size - 1, which is {world_size - 1}; it is {rank}")
     # torch's rules for names.
     WorkerInfo(name, int(rank))
-    return int(rank), int(world_size)
+    return int(rank), world_size and int(world_size)
 
 
-def _join_group(store: Store, name: str, rank: int, world_size: int, options: UcxRpcBackendOptions) -> UcxRpcAgent:
-    """An agent that knows all workers of the group and their device maps, not started yet."""
-    agent = UcxRpcAgent(name, rank, world_size, store, copy.copy(options))
+def _join_static_group(
+    store: Store, counted: Store, name: str, rank: int, world_size: int, options: UcxRpcBackendOptions
+) -> UcxRpcAgent:
+    """An agent that knows all workers of the group and their device maps, not started yet.
+
+    They meet at ``counted``, the part of the Store that is of this group alone.
+    """
+    agent = _make_agent(name, rank, world_size, store, options)
     with _undone_on_error(agent):
-        own = Record(
-            rank=rank,
-            name=name,
-            world_size=world_size,
-            session=agent.session,
-            address=agent.address,
-            package_version=torch_ucx_rpc.__version__,
-            torch_version=torch.__version__,
-            device_maps=options.device_maps,
-            devices=options.devices,
-            device_count=torch.cuda.device_count(),
-            **process_facts(),
-        )
-        members = gather_members(store, own, options.rpc_timeout)
-        agent._add_members(
-            [
-                _C.Member(
-                    rank=member.rank,
-                    name=member.name,
-                    host=member.host,
-                    pid=member.pid,
-                    boot_id=member.boot_id,
-                    pid_namespace=member.pid_namespace,
-                    process_start_time=member.process_start_time,
-                    session=member.session,
-                    address=member.address,
-                )
-                for member in members
-            ]
-        )
-        all_maps = {member.name: member.device_maps for member in members}
-        reverse_maps = _create_reverse_mapping(name, list(all_maps), all_maps)
-        devices = _create_device_list(options.devices, options.device_maps, reverse_maps)
-        if devices and torch.cuda.is_available():
-            # A call with CUDA tensors may arrive before this process has used CUDA itself.
-            torch.cuda.init()
-        agent._set_device_maps(options.device_maps, reverse_maps, devices)
+        own = _record_of(agent, world_size)
+        group = StaticGroup(store, own)
+        group.refuse_mixture()
+        members = gather_members(counted, own, options.rpc_timeout)
+        agent.add_records(members, members)
+        agent.group = group
+        group.announce()
     return agent
+
+
+def _join_dynamic_group(store: Store, name: str, rank: int, options: UcxRpcBackendOptions) -> UcxRpcAgent:
+    """A running agent, which all members of the group have admitted."""
+    deadline = Deadline(options.rpc_timeout)
+    agent = _make_agent(name, rank, _TYPICAL_PEERS, store, options)
+    with _undone_on_error(agent):
+        agent.group = group = DynamicGroup(store, _record_of(agent, 0), agent)
+        group.enter()
+    _start(agent)
+    with _undone_on_error(agent):
+        group.meet(deadline)
+    return agent
+
+
+def _make_agent(name: str, rank: int, expected_peers: int, store: Store, options: UcxRpcBackendOptions) -> UcxRpcAgent:
+    make = AGENT_TYPES[type(options)]
+    return make(name, rank, expected_peers, store, copy.copy(options))
+
+
+def _record_of(agent: UcxRpcAgent, world_size: int) -> Record:
+    info = agent.get_worker_info()
+    options = agent._get_backend_options()
+    return Record(
+        rank=info.id,
+        name=info.name,
+        world_size=world_size,
+        session=agent.session,
+        address=agent.address,
+        package_version=torch_ucx_rpc.__version__,
+        torch_version=torch.__version__,
+        device_maps=options.device_maps,
+        devices=options.devices,
+        device_count=torch.cuda.device_count(),
+        **process_facts(),
+    )
 
 
 def _start(agent: UcxRpcAgent) -> None:
     global current
+    rank = agent.get_worker_info().id
     with _undone_on_error(agent):
-        # Before it starts: its first request may call back.
+        # Before it starts: others may call this worker, and their first request may call back.
+        _C.init_autograd(rank, are_ids_random=not agent.is_static_group)
+        _set_profiler_node_id(rank)
         current = agent
         api._init_rpc_states(agent)
 

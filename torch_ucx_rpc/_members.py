@@ -116,7 +116,7 @@ def _listed(store: Store, own: Record) -> Iterator[str]:
 
 
 def _await_members(arrivals: _Arrivals, own: Record, deadline: Deadline) -> list[Record]:
-    for is_over in _ask_again(own.world_size, deadline):
+    for is_over in ask_again(own.world_size, deadline):
         arrivals.read()
         # Errors wait until all have come, so that all hear of them.
         if is_over or arrivals.are_all():
@@ -127,7 +127,7 @@ def _await_members(arrivals: _Arrivals, own: Record, deadline: Deadline) -> list
     _check_agreement(records)
     if len(records) < own.world_size:
         raise _absent(records, own, deadline)
-    _check_device_maps(records)
+    check_device_maps(records)
     _warn_of_different_torchs(records)
     return records
 
@@ -136,7 +136,7 @@ def _await_verdict(store: Store, own: Record, deadline: Deadline) -> dict[str, A
     arrivals = _Arrivals(store, own)
     # Once rank 0 has come, it tells all alike when time is up; it may have begun to wait a little later than this one.
     limit = Deadline(deadline.timeout and deadline.timeout + _FAREWELL_S)
-    for is_over in _ask_again(own.world_size, limit):
+    for is_over in ask_again(own.world_size, limit):
         verdict = _read_verdict(store)
         if verdict is not None:
             if own.session in verdict["sessions"]:
@@ -157,7 +157,7 @@ def _announce(
 ) -> None:
     """Tell workers, by their sessions, until all of them, and ``at_least`` so many, know or have had the time to."""
     told: set[int] = set()
-    for is_over in _ask_again(own.world_size, Deadline(_FAREWELL_S)):
+    for is_over in ask_again(own.world_size, Deadline(_FAREWELL_S)):
         sessions = whom()
         if sessions != told:
             store.set("verdict", json.dumps({**verdict, "by": own.session, "sessions": sorted(sessions)}))
@@ -172,7 +172,7 @@ def _read_verdict(store: Store) -> dict[str, Any] | None:
     return verdict
 
 
-def _ask_again(workers: int, deadline: Deadline) -> Iterator[bool]:
+def ask_again(workers: int, deadline: Deadline) -> Iterator[bool]:
     """Yields False, time after time, with a pause in between that grows; at the end of the deadline, True."""
     longest = min(_LONGEST_PAUSE_S, max(0.01, workers / _QUESTIONS_PER_S))
     pause = 0.001
@@ -198,18 +198,11 @@ class _Arrivals:
         while self._store.check([key := f"arrival/{self._position}"]):
             self._position += 1
             if text := self._store.get(key):
-                try:
-                    values = json.loads(text)
-                except ValueError:
-                    values = None
-                self._present[key] = values if isinstance(values, dict) else {}
+                self._present[key] = _to_values(text)
 
     def forget_those_who_left(self) -> None:
         keys = list(self._present)
-        if self._store.has_extended_api():  # type: ignore[attr-defined]
-            texts = self._store.multi_get(keys)
-        else:
-            texts = [self._store.get(key) for key in keys]
+        texts = _read_texts(self._store, keys)
         self._present = {key: self._present[key] for key, text in zip(keys, texts, strict=True) if text}
 
     def are_all(self) -> bool:
@@ -236,23 +229,44 @@ class _Arrivals:
 
     def records(self) -> list[Record]:
         """By rank; RuntimeError if one is of another version of this package, or none at all."""
-        records = []
-        for values in self._present.values():
-            who = f"rank {values.get('rank')} ({values.get('name')!r}, pid {values.get('pid')} on {values.get('host')})"
-            version = values.get("package_version")
-            if isinstance(version, str) and version != self.own.package_version:
-                raise RuntimeError(
-                    f"the workers have different versions of torch_ucx_rpc: {self.own} has "
-                    f"{self.own.package_version} and {who} has {version}; install the same everywhere."
-                )
-            try:
-                records.append(Record.from_values(values))
-            except ValueError as error:
-                raise RuntimeError(
-                    f"{self.own} found something in the Store that no worker wrote, or {who} did ({error}): give the "
-                    f"job a Store, that is an address and port or a file, of its own."
-                ) from error
-        return sorted(records, key=lambda record: record.rank)
+        return sorted((_check_record(values, self.own) for values in self._present.values()), key=lambda r: r.rank)
+
+
+def read_records(store: Store, keys: list[str], own: Record) -> dict[str, Record]:
+    """The records at those of these keys that hold one; RuntimeError if one is of another version of this package."""
+    texts = zip(keys, _read_texts(store, keys), strict=True)
+    return {key: _check_record(_to_values(text), own) for key, text in texts if text}
+
+
+def _read_texts(store: Store, keys: list[str]) -> list[bytes]:
+    if keys and store.has_extended_api():  # type: ignore[attr-defined]
+        return store.multi_get(keys)
+    return [store.get(key) for key in keys]
+
+
+def _to_values(text: bytes) -> dict[str, Any]:
+    try:
+        values = json.loads(text)
+    except ValueError:
+        values = None
+    return values if isinstance(values, dict) else {}
+
+
+def _check_record(values: dict[str, Any], own: Record) -> Record:
+    who = f"rank {values.get('rank')} ({values.get('name')!r}, pid {values.get('pid')} on {values.get('host')})"
+    version = values.get("package_version")
+    if isinstance(version, str) and version != own.package_version:
+        raise RuntimeError(
+            f"the workers have different versions of torch_ucx_rpc: {own} has {own.package_version} and {who} has "
+            f"{version}; install the same everywhere."
+        )
+    try:
+        return Record.from_values(values)
+    except ValueError as error:
+        raise RuntimeError(
+            f"{own} found something in the Store that no worker wrote, or {who} did ({error}): give the job a Store, "
+            f"that is an address and port or a file, of its own."
+        ) from error
 
 
 def _check_agreement(records: list[Record]) -> None:
@@ -281,13 +295,14 @@ def _check_agreement(records: list[Record]) -> None:
             )
 
 
-def _check_device_maps(records: list[Record]) -> None:
-    """ValueError, torch's own, unless the device maps of all fit together."""
+def check_device_maps(records: list[Record], is_static_group: bool = True) -> None:
+    """ValueError, torch's own, unless the device maps of all fit together; in a dynamic group others may still come."""
     _validate_device_maps(  # type: ignore[no-untyped-call]
         [record.name for record in records],
         {record.name: record.device_count for record in records},
         {record.name: record.device_maps for record in records},
         {record.name: record.devices for record in records},
+        is_static_group,
     )
 
 

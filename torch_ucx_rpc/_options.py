@@ -25,7 +25,7 @@ _MOST_SECONDS = 1e9
 _MOST_BYTES = 2**62
 
 
-class _Option(Generic[T]):
+class Option(Generic[T]):
     """An attribute of the options that is checked whenever it is set."""
 
     def __init__(self, check: Callable[[str, Any], T]) -> None:
@@ -49,7 +49,7 @@ class _Option(Generic[T]):
             inherited.__set__(options, checked)
 
 
-def _integer(least: int, most: int, meaning: str) -> _Option[int]:
+def _integer(least: int, most: int, meaning: str) -> Option[int]:
     def check(name: str, value: Any) -> int:
         # True is an int to Python, and 64e6 may be meant as one: neither says clearly what was wanted.
         if isinstance(value, bool) or not hasattr(type(value), "__index__"):
@@ -59,10 +59,10 @@ def _integer(least: int, most: int, meaning: str) -> _Option[int]:
             raise ValueError(f"{name} must be between {least} and {most}, {meaning}; it cannot be {number}")
         return number
 
-    return _Option(check)
+    return Option(check)
 
 
-def _check_seconds(name: str, value: Any) -> float:
+def check_seconds(name: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{name} must be a number of seconds, 0 for no limit; {_shown(value)} is none")
     seconds = float(value)
@@ -152,10 +152,10 @@ class UcxRpcBackendOptions(RpcBackendOptions):
     __slots__ = ("_values",)
 
     num_worker_threads = _integer(1, _MOST_THREADS, "how many threads run the calls of other workers")
-    rpc_timeout = _Option(_check_seconds)
-    init_method = _Option(_check_url)
-    device_maps = _Option(_check_device_maps)
-    devices = _Option(_check_devices)
+    rpc_timeout = Option(check_seconds)
+    init_method = Option(_check_url)
+    device_maps = Option(_check_device_maps)
+    devices = Option(_check_devices)
     receive_window_bytes = _integer(1, _MOST_BYTES, "how many bytes of large tensors are received at a time")
     host_pool_bytes = _integer(0, _MOST_BYTES, "how many bytes of memory are kept for reuse")
 
@@ -227,10 +227,10 @@ class UcxRpcBackendOptions(RpcBackendOptions):
 
     def __repr__(self) -> str:
         arguments = ", ".join(f"{name}={value!r}" for name, value in self._arguments().items())
-        return f"UcxRpcBackendOptions({arguments})"
+        return f"{type(self).__name__}({arguments})"
 
     def __reduce__(self) -> tuple[functools.partial[UcxRpcBackendOptions], tuple[()]]:
-        return functools.partial(UcxRpcBackendOptions, **self._arguments()), ()
+        return functools.partial(type(self), **self._arguments()), ()
 
     def _arguments(self) -> dict[str, Any]:
         """Arguments that make an equal object; devices as strs, which can be pasted."""

@@ -41,6 +41,15 @@ class Record:
     def __str__(self) -> str:
         return f"rank {self.rank} ({self.name!r}, pid {self.pid} on {self.host})"
 
+    def has_ended_beside(self, other: Record) -> bool:
+        """Whether the process has ended, as far as a process on the same machine can see; False for other machines."""
+        if (self.boot_id, self.pid_namespace) != (other.boot_id, other.pid_namespace):
+            return False
+        try:
+            return _start_time(self.pid) != self.process_start_time
+        except FileNotFoundError:
+            return True
+
     def to_values(self) -> dict[str, Any]:
         """What JSON can write."""
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
@@ -57,9 +66,9 @@ class Record:
         """The record that `to_values` was called on; ValueError for what it cannot have returned."""
         try:
             address = base64.b64decode(values["address"], validate=True)
-            devices = [torch.device(device) for device in values["devices"]]
+            devices = [_device(device) for device in values["devices"]]
             device_maps = {
-                callee: {torch.device(local): torch.device(remote) for local, remote in device_map.items()}
+                callee: {_device(local): _device(remote) for local, remote in device_map.items()}
                 for callee, device_map in values["device_maps"].items()
             }
             record = cls(**{**values, "address": address, "devices": devices, "device_maps": device_maps})
@@ -72,6 +81,13 @@ class Record:
         return record
 
 
+def _device(text: object) -> torch.device:
+    # torch takes numbers too, for the GPUs of this machine.
+    if not isinstance(text, str):
+        raise TypeError(f"{text!r} is no device")
+    return torch.device(text)
+
+
 def process_facts() -> dict[str, Any]:
     """The fields of a `Record` that tell where this process is and which one it is."""
     host = socket.gethostname()
@@ -80,13 +96,17 @@ def process_facts() -> dict[str, Any]:
     except OSError:
         # Hidden in some sandboxes.
         boot_id = host
-    # The process's name, in parentheses, may contain anything, spaces and parentheses too. The start time is the 22nd
-    # field, and the name is the second.
-    after_name = Path("/proc/self/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2]
     return {
         "host": host,
         "boot_id": boot_id,
         "pid_namespace": Path("/proc/self/ns/pid").stat().st_ino,
         "pid": os.getpid(),
-        "process_start_time": int(after_name.split()[19]),
+        "process_start_time": _start_time(os.getpid()),
     }
+
+
+def _start_time(pid: int) -> int:
+    # The process's name, in parentheses, may contain anything, spaces and parentheses too. The start time is the 22nd
+    # field, and the name is the second.
+    after_name = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2]
+    return int(after_name.split()[19])

@@ -5,29 +5,37 @@
 from __future__ import annotations
 
 import enum
+import inspect
+from datetime import timedelta
 from types import FunctionType
 from typing import Any
 
 import torch
 import torch.distributed.rpc as rpc
+from torch._C import _distributed_rpc
 from torch._C._distributed_rpc import get_rpc_timeout
 from torch.distributed.rpc import api, backend_registry, internal
 from torch.distributed.rpc.constants import DEFAULT_SHUTDOWN_TIMEOUT, UNSET_RPC_TIMEOUT
 from torch.distributed.rpc.internal import RPCExecMode, _internal_rpc_pickler
 
-from torch_ucx_rpc import _agent, _exceptions, _sparse
+from torch_ucx_rpc import _agent, _exceptions, _replace, _sparse
 from torch_ucx_rpc._native import _C
 from torch_ucx_rpc._options import UcxRpcBackendOptions, construct_options
 
 # What torch has in the places that `register` takes.
 _torchs_wait_all_workers = api._wait_all_workers
 _torchs_invoke_rpc = api._invoke_rpc
+_torchs_delete_rrefs = _distributed_rpc._delete_all_user_and_unforked_owner_rrefs
 _torchs_tensor_reducer = _internal_rpc_pickler._dispatch_table[torch.Tensor]
+# Whatever stands before it, be it the function by which TensorPipe is replaced.
+_init_rpc: Any = inspect.unwrap(rpc.init_rpc)
 _torchs_init_rpc = FunctionType(
-    rpc.init_rpc.__code__, rpc.init_rpc.__globals__, "init_rpc", rpc.init_rpc.__defaults__, rpc.init_rpc.__closure__
+    _init_rpc.__code__, _init_rpc.__globals__, "init_rpc", _init_rpc.__defaults__, _init_rpc.__closure__
 )
 
 _SYNC = RPCExecMode.SYNC
+# How long a worker that leaves a group waits for the others to be done with its RRefs.
+_RREFS_IN_USE = timedelta(seconds=1)
 
 
 def register() -> None:
@@ -51,10 +59,11 @@ def register() -> None:
     type.__setattr__(before, "UCX", _member("UCX"))
     # init_rpc has often been imported by name before this package, so it is the function itself that gets new code.
     setattr(rpc, _torch_ucx_rpc_init_rpc.__name__, _torch_ucx_rpc_init_rpc)
-    rpc.init_rpc.__code__ = _new_init_rpc.__code__
-    # These two are looked up whenever they are called.
+    _init_rpc.__code__ = _new_init_rpc.__code__
+    # These are looked up whenever they are called.
     api._wait_all_workers = _wait_all_workers
     api._invoke_rpc = _invoke_rpc
+    api._delete_all_user_and_unforked_owner_rrefs = _delete_rrefs  # type: ignore[attr-defined]
     _internal_rpc_pickler._dispatch_table[torch.Tensor] = _reduce_tensor
     # Taken by torch's C++ when the first agent of the process starts.
     internal._handle_exception = _exceptions.handle_exception
@@ -68,6 +77,8 @@ def _new_init_rpc(name: Any, backend: Any, rank: Any, world_size: Any, rpc_backe
 
 def _torch_ucx_rpc_init_rpc(name: Any, backend: Any, rank: Any, world_size: Any, rpc_backend_options: Any) -> None:
     backend = _resolve(backend)
+    if _replace.replaces(backend, rpc_backend_options):
+        backend, rpc_backend_options = _member("UCX"), _replace.equivalent(rpc_backend_options)
     # Torch infers the backend too, and would warn that it is not TensorPipe.
     if backend is None and isinstance(rpc_backend_options, UcxRpcBackendOptions):
         backend = _member("UCX")
@@ -103,6 +114,9 @@ def _member(name: str) -> Any:
 def _wait_all_workers(timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
     agent = _agent.current
     if agent is not None:
+        if not agent.is_static_group:
+            # Who leaves a group without a size does so alone.
+            return
         # Where workers that do not come, or die, are noticed and named, and Ctrl-C works.
         came = agent._barrier(timeout)
         # Then torch's own, which now has nobody to wait for: programs and tests hook into its parts. It waits for all
@@ -112,6 +126,15 @@ def _wait_all_workers(timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
             return
         timeout = timeout or get_rpc_timeout()
     _torchs_wait_all_workers(timeout)
+
+
+def _delete_rrefs(timeout: timedelta | None = None) -> None:
+    """Part of graceful shutdown: this worker's references to others' RRefs, and the RRefs that only it has."""
+    agent = _agent.current
+    if timeout is None and agent is not None and not agent.is_static_group:
+        # In a group that goes on, RRefs of this worker may be in use for as long as others please.
+        timeout = _RREFS_IN_USE
+    _torchs_delete_rrefs(*([] if timeout is None else [timeout]))
 
 
 # On the way of every call: nothing is looked up or repacked that need not be.

@@ -21,11 +21,14 @@ from torch.distributed import DistError
 from torch.distributed.rendezvous import (
     _get_use_libuv_from_query_dict,
     _query_to_dict,
+    _rendezvous_helper,
     _torchelastic_use_agent_store,
-    rendezvous,
 )
 
 T = TypeVar("T")
+
+# How torch's messages begin, which programs and tests may look for.
+_START = "Error initializing torch.distributed using {}:// rendezvous:"
 
 # For a Store to answer who has reached it. What does not answer is something else.
 _ANSWER_S = 10.0
@@ -50,11 +53,12 @@ class Deadline:
         return self.remaining() == 0.0
 
 
-def create_store(init_method: str, rank: int, world_size: int, timeout: float) -> Store:
+def create_store(init_method: str, rank: int, world_size: int | None, timeout: float) -> Store:
     """The Store of the job, hosted by rank 0 unless torchrun does.
 
     Args:
         init_method: ``env://`` and ``tcp://host:port`` are ours; other URLs go to ``torch.distributed.rendezvous``.
+        world_size: None for a group without a size.
         timeout: seconds to wait for rank 0 to open the Store; 0 is no limit.
 
     Raises ValueError for a URL or variables that say too little, RuntimeError where there is no Store or its port is in
@@ -69,11 +73,27 @@ def create_store(init_method: str, rank: int, world_size: int, timeout: float) -
         store = _create_tcp_store(host, port, use_libuv, rank, world_size, Deadline(timeout))
     else:
         # Some handlers clean up when their generator is collected: it lives as long as the Store.
-        iterator = rendezvous(init_method, rank=rank, world_size=world_size)
+        iterator = _rendezvous_helper(init_method, rank, world_size)
         store, _, _ = next(iterator)
     store.set_timeout(timedelta(seconds=timeout))
     _kept = (iterator, store)
     return store
+
+
+def check_rank(init_method: str, rank: int) -> int:
+    """The rank of a worker of a group without a size, where not giving one (-1) means that of the environment."""
+    url = urlparse(init_method)
+    if rank >= 0:
+        return rank
+    if url.scheme != "env":
+        raise ValueError(f"{_START.format(url.scheme)} rank parameter missing: pass rank to init_rpc.")
+    number = os.environ.get("RANK", "")
+    if not number.isdecimal():
+        raise ValueError(
+            f"{_START.format('env')} environment variable RANK expected, but not set: set it to the number of this "
+            f"worker, or pass rank to init_rpc."
+        )
+    return int(number)
 
 
 def _store_address(url: ParseResult) -> tuple[str, int, bool]:
@@ -82,8 +102,7 @@ def _store_address(url: ParseResult) -> tuple[str, int, bool]:
     if {"rank", "world_size"} & set(query):
         raise ValueError(f"the init_method {url.geturl()} cannot give rank or world_size: pass them to init_rpc.")
     use_libuv: bool = _get_use_libuv_from_query_dict(query)
-    # The beginnings are those of torch's messages, which programs and tests may look for.
-    start = f"Error initializing torch.distributed using {url.scheme}:// rendezvous:"
+    start = _START.format(url.scheme)
     if url.scheme == "tcp":
         try:
             host, port = url.hostname, url.port
@@ -105,13 +124,22 @@ def _store_address(url: ParseResult) -> tuple[str, int, bool]:
 
 
 def _create_tcp_store(
-    host: str, port: int, use_libuv: bool, rank: int, world_size: int, deadline: Deadline
+    host: str, port: int, use_libuv: bool, rank: int, world_size: int | None, deadline: Deadline
 ) -> TCPStore:
     address = f"{host}:{port}"
     by_torchrun: bool = _torchelastic_use_agent_store()
     is_server = rank == 0 and not by_torchrun
     if not is_server:
-        _await_listener(host, port, "torchrun" if by_torchrun else "rank 0", deadline)
+        try:
+            _await_listener(host, port, "torchrun" if by_torchrun else "rank 0", deadline)
+        except RuntimeError as error:
+            if world_size is not None or by_torchrun:
+                raise
+            raise RuntimeError(
+                f"{error} A group without a world_size can be joined as long as its Store is there, and this one ends "
+                f"with the process of rank 0. For joins after that use a Store outside of it: torchrun's, or a file, "
+                f"init_method='file:///path'."
+            ) from error
 
     def create() -> TCPStore:
         return TCPStore(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch.distributed.rpc as rpc
 from _processes import PreloadedProcesses
 from torch.testing._internal.distributed.rpc.rpc_agent_test_fixture import RpcAgentTestFixture
@@ -31,4 +33,17 @@ class TensorPipeFixture(PreloadedProcesses, TensorPipeRpcAgentTestFixture):
     """torch's own answers."""
 
 
+class UcxForTensorPipeFixture(PreloadedProcesses, TensorPipeRpcAgentTestFixture):
+    """torch's own answers, in processes where UCX is in the place of TensorPipe."""
+
+    @classmethod
+    def _run(cls, *arguments: Any, **named: Any) -> None:
+        import torch_ucx_rpc
+
+        torch_ucx_rpc.replace_tensorpipe()
+        super()._run(*arguments, **named)
+
+
+# For the suites that are for any agent, and for those that are for TensorPipe's.
 FIXTURES = {"UCX": UcxFixture, "TENSORPIPE": TensorPipeFixture}
+TENSORPIPE_FIXTURES = {"UCX": UcxForTensorPipeFixture, "TENSORPIPE": TensorPipeFixture}

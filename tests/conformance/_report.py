@@ -1,4 +1,4 @@
-"""How each suite fared, as data: for the page that sets the backends side by side."""
+"""How each test fared, as data: for the page that sets the backends side by side."""
 
 from __future__ import annotations
 
@@ -16,48 +16,48 @@ import torch
 class Report:
     """A pytest plugin that writes a JSON file when the run is over."""
 
-    def __init__(self, file: Path, backend: str) -> None:
-        self._file = file
-        self._backend = backend
+    def __init__(self, config: pytest.Config) -> None:
+        self._file: Path = config.getoption("--conformance-report")
+        self._backend: str = config.getoption("--rpc-backend")
+        self._gpus = torch.cuda.device_count() if config.getoption("--cuda") else 0
         self._started = time.time()
-        self._collected: collections.Counter[str] = collections.Counter()
-        self._outcomes: dict[str, dict[str, str]] = collections.defaultdict(dict)
+        # Suite -> test -> how it ended, and in a few words why.
+        self._outcomes: dict[str, dict[str, tuple[str, str]]] = collections.defaultdict(dict)
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
-        self._collected.update(self._names(item.nodeid)[0] for item in session.items)
+        for item in session.items:
+            suite, test = self._names(item.nodeid)
+            self._outcomes[suite][test] = ("not run", "")
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         # Setting up and clearing away count when they are what went wrong.
         if report.when == "call" or not report.passed:
             suite, test = self._names(report.nodeid)
-            if self._outcomes[suite].get(test) != "failed":
-                self._outcomes[suite][test] = report.outcome
+            if self._outcomes[suite][test][0] != "failed":
+                self._outcomes[suite][test] = (report.outcome, _reason(report))
 
-    def pytest_sessionfinish(self) -> None:
-        self._file.write_text(json.dumps(self._content(), indent=2) + "\n")
+    def pytest_sessionfinish(self, exitstatus: int) -> None:
+        self._file.parent.mkdir(parents=True, exist_ok=True)
+        self._file.write_text(json.dumps(self._content(exitstatus), indent=1) + "\n", encoding="utf-8")
 
     def _names(self, nodeid: str) -> tuple[str, str]:
         """Of the suite, as torch calls it, and of the test."""
         *_, suite, test = nodeid.split("::")
         return suite.removeprefix(self._backend), test
 
-    def _content(self) -> dict[str, object]:
-        suites = {}
-        for suite, collected in self._collected.items():
-            counts = collections.Counter(self._outcomes[suite].values())
-            suites[suite] = {
-                "collected": collected,
-                **{outcome: counts[outcome] for outcome in ("passed", "failed", "skipped")},
-                "not passed": {test: o for test, o in sorted(self._outcomes[suite].items()) if o != "passed"},
-            }
+    def _content(self, exitstatus: int) -> dict[str, object]:
         return {
-            "backend": self._backend,
+            "configuration": {
+                "backend": self._backend,
+                "environment": {name: value for name, value in sorted(os.environ.items()) if name.startswith("UCX_")},
+                "cores": len(os.sched_getaffinity(0)),
+                "gpus": self._gpus,
+            },
             "versions": {"torch": torch.__version__, "python": platform.python_version(), **self._ucx_version()},
-            "environment": {name: value for name, value in sorted(os.environ.items()) if name.startswith("UCX_")},
-            "cpus": len(os.sched_getaffinity(0)),
             "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(self._started)),
-            "seconds": round(time.time() - self._started, 1),
-            "suites": suites,
+            "seconds": round(time.time() - self._started),
+            "complete": exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED),
+            "outcomes": self._outcomes,
         }
 
     def _ucx_version(self) -> dict[str, str]:
@@ -66,3 +66,13 @@ class Report:
         import torch_ucx_rpc
 
         return {"torch_ucx_rpc": torch_ucx_rpc.__version__, "ucx": torch_ucx_rpc._C.ucx_library()["version"]}
+
+
+def _reason(report: pytest.TestReport) -> str:
+    if report.passed:
+        return ""
+    if isinstance(report.longrepr, tuple):
+        *_, text = report.longrepr
+        return text.removeprefix("Skipped: ")
+    crash = getattr(report.longrepr, "reprcrash", None)
+    return (crash.message if crash else str(report.longrepr)).splitlines()[0]

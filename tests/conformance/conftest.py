@@ -15,21 +15,51 @@ os.environ.setdefault("DISTRIBUTED_TESTS_DEFAULT_TIMEOUT", "150")
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("torch_ucx_rpc")
     group.addoption("--conformance-report", type=Path, metavar="FILE", help="write how each suite fared, as JSON")
+    group.addoption("--cuda", action="store_true", help="collect PyTorch's suites for GPUs too")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    file = config.getoption("--conformance-report")
-    if file:
+    if config.getoption("--cuda") and not config.getoption("--collect-only"):
+        import torch
+
+        if torch.cuda.device_count() == 0:
+            raise pytest.UsageError(
+                f"torch {torch.__version__} finds no GPU here: PyTorch's suites for GPUs cannot run."
+            )
+    if config.getoption("--conformance-report"):
         from _report import Report
 
-        config.pluginmanager.register(Report(file, config.getoption("--rpc-backend")))
+        config.pluginmanager.register(Report(config))
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    return True if collection_path.name == "test_cuda_suites.py" and not config.getoption("--cuda") else None
 
 
 def pytest_pycollect_makeitem(collector: pytest.Collector, obj: object) -> list | None:
     """Leave out the suites of the other backends."""
-    from _fixtures import FIXTURES
+    from _faulty_fixtures import FAULTY_FIXTURES
+    from _fixtures import FIXTURES, TENSORPIPE_FIXTURES
 
-    others = [
-        fixture for backend, fixture in FIXTURES.items() if backend != collector.config.getoption("--rpc-backend")
-    ]
+    chosen = collector.config.getoption("--rpc-backend")
+    others = {
+        fixture
+        for fixtures in (FIXTURES, TENSORPIPE_FIXTURES, FAULTY_FIXTURES)
+        for backend, fixture in fixtures.items()
+        if backend != chosen
+    }
     return [] if isinstance(obj, type) and issubclass(obj, tuple(others)) else None
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what no agent but TensorPipe's could pass, and what has an equivalent of this project's."""
+    backend = config.getoption("--rpc-backend")
+    if backend == "TENSORPIPE":
+        return
+    from _equivalents import EQUIVALENTS
+
+    left_out = tuple(f"::{backend}{name}".replace(".", "::") for name in EQUIVALENTS)
+    deselected = [item for item in items if item.nodeid.endswith(left_out)]
+    if deselected:
+        config.hook.pytest_deselected(items=deselected)
+        items[:] = [item for item in items if item not in deselected]

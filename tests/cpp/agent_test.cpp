@@ -1054,7 +1054,6 @@ TEST_F(AgentTest, WorkerThatLeftCanBeReplaced) {
   agent(1).shutdown();
   ASSERT_TRUE(contains(failure(call(0, 1, "gone")), "w1"));
   agents_.erase(1);
-  agent(0).removeMember(1);
   agents_[1] = makeAgent(1, [](Message& /*request*/) { return completed("second life"); });
   const Member zero = memberOf(0, agent(0).session(), agent(0).address());
   const Member one = memberOf(1, agent(1).session(), agent(1).address());

@@ -135,7 +135,7 @@ class Job {
       if (to != rank) {
         post(rank, to, [this, rank, index, state, code, what] {
           Peer* const peer = nodes_[index]->directory.find(rank);
-          peer->markGone(state, {code, peer->describe() + what});
+          peer->moveTo(state, {code, peer->describe() + what});
           nodes_[index]->barrier->onMembershipChange();
         });
       }

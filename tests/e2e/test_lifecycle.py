@@ -203,7 +203,8 @@ def test_joining_again_and_again_leaves_nothing_behind(rank: int) -> None:
         rpc.shutdown()
         # The first two bring up what torch and Python keep for the life of the process.
         had[attempt] = belongings()
-    assert had[5] == had[1]
+    # The end of a connection to the Store may take a moment.
+    eventually(lambda: all(now <= had[1][what] for what, now in belongings().items()), f"no more than in {had}")
 
 
 _released = threading.Event()

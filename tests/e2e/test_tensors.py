@@ -64,6 +64,10 @@ def per_channel(axis: int) -> torch.Tensor:
     return torch.quantize_per_channel(numbers(5, 7), scales, torch.arange(channels), axis, torch.qint8)
 
 
+def quantized_below_a_byte(dtype: torch.dtype) -> torch.Tensor:
+    return torch.quantize_per_channel(numbers(5, 7), torch.full((5,), 0.5), torch.ones(5), 0, dtype)
+
+
 def mapped_read_only() -> torch.Tensor:
     """Memory that nobody may write to, UCX included."""
     with tempfile.TemporaryDirectory() as directory, warnings.catch_warnings():
@@ -108,6 +112,7 @@ CASES: dict[str, Callable[[], torch.Tensor]] = {
     "per tensor, large": lambda: torch.quantize_per_tensor(numbers(3000, 1000), 0.1, 3, torch.qint8),
     "per channel 0": lambda: per_channel(0),
     "per channel 1": lambda: per_channel(1),
+    **{f"per channel, {d}": lambda d=d: quantized_below_a_byte(d) for d in (torch.quint4x2, torch.quint2x4)},
     "COO, coalesced": lambda: sparse_matrix().to_sparse().coalesce(),
     "COO, not coalesced": uncoalesced,
     "COO, hybrid": lambda: numbers(4, 5, 3).to_sparse(2),
@@ -136,7 +141,7 @@ def parts(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
         return {"crow": tensor.crow_indices(), "col": tensor.col_indices(), "values": tensor.values()}
     if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
         return {"ccol": tensor.ccol_indices(), "row": tensor.row_indices(), "values": tensor.values()}
-    if tensor.is_quantized and tensor.qscheme() is torch.per_channel_affine:
+    if tensor.is_quantized and tensor.qscheme() is not torch.per_tensor_affine:
         scales, zero_points = tensor.q_per_channel_scales(), tensor.q_per_channel_zero_points()
         return {"integers": tensor.int_repr(), "scales": scales, "zero points": zero_points}
     if tensor.is_quantized:

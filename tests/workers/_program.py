@@ -10,21 +10,24 @@ import sys
 import textwrap
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from ._processes import native_stacks
 
 
 def run_program(
-    source: str, *, ranks: Sequence[int] = (0,), env: Mapping[str, str] | None = None, timeout: float = 60.0
+    source: str | Path, *, ranks: Sequence[int] = (0,), env: Mapping[str, str] | None = None, timeout: float = 60.0
 ) -> list[subprocess.CompletedProcess[str]]:
-    """Run ``source`` once per rank, all at once, and return how each ended and what it wrote.
+    """Run ``source``, a text or a file, once per rank, all at once, and return how each ended and what it wrote.
 
     Unlike the workers of `run_workers`, which are forked and leave by ``os._exit``, these interpreters start and are
-    finalized as a user's are. The script finds its rank in ``sys.argv[1]``.
+    finalized as a user's are. The script finds its rank in ``sys.argv[1]``. One that starts processes by spawn must be
+    a file, where they find what they are to call.
 
     Raises AssertionError, with the stacks of those that have not ended, when ``timeout`` seconds are over.
     """
-    command = [sys.executable, "-X", "faulthandler", "-c", textwrap.dedent(source)]
+    script = [str(source)] if isinstance(source, Path) else ["-c", textwrap.dedent(source)]
+    command = [sys.executable, "-X", "faulthandler", *script]
     # The package is found as it is found by this process, be it installed or beside the tests.
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **(env or {})}
     deadline = time.monotonic() + timeout

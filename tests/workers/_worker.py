@@ -23,7 +23,7 @@ from ._processes import dump_stacks_on_request
 ACCEPTED_WARNINGS = (
     r"`torch\.jit\.\w+` is deprecated",
     "torch.quantize_per_tensor, torch.quantize_per_channel",
-    "ComplexHalf support is experimental",
+    "B?Complex(Half|32) support is experimental",
     "Sparse CSR tensor support is in beta state",
     "Sparse invariant checks are implicitly disabled",
 )

@@ -1,6 +1,8 @@
 // The bindings: types, defaults, and where the GIL is held. What Python sees is documented in _C.pyi.
 
 #include "agent/agent.h"
+#include "agent/faulty_agent.h"
+#include "agent/torch_state.h"
 #include "base/time.h"
 #include "memory/host_pool.h"
 #include "transport/ucp/ucp_transport.h"
@@ -9,11 +11,16 @@
 #include <torch/csrc/jit/python/pybind_utils.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <pybind11/functional.h>
+
 #include <exception>
+#include <functional>
+#include <map>
 #include <memory>
 #include <stdexcept>
 #include <string>
 #include <utility>
+#include <vector>
 
 namespace py = pybind11;
 
@@ -81,24 +88,54 @@ void translateRuntimeError(std::exception_ptr thrown) {
   }
 }
 
-std::shared_ptr<UcxRpcAgent> makeAgent(
+// What Python's constructors pass for every kind of agent, in front of what only one takes.
+template <typename Agent, typename... Own>
+std::shared_ptr<Agent> makeAgent(
     std::string name,
     worker_id_t rank,
     double rpcTimeout,
     size_t numWorkerThreads,
     uint64_t receiveWindowBytes,
     size_t hostPoolBytes,
-    size_t expectedPeers) {
+    size_t expectedPeers,
+    const Own&... own) {
   const py::gil_scoped_release noGil;
   HostPool::instance().setIdleLimit(hostPoolBytes);
-  return std::make_shared<UcxRpcAgent>(
+  return std::make_shared<Agent>(
       std::move(name),
       rank,
       makeUcpTransport(expectedPeers),
       std::make_unique<torch::distributed::rpc::RequestCallbackImpl>(),
       pythonThreadHooks(),
       &checkSignals,
-      AgentOptions{toMilliseconds(rpcTimeout), numWorkerThreads, receiveWindowBytes});
+      AgentOptions{toMilliseconds(rpcTimeout), numWorkerThreads, receiveWindowBytes},
+      own...);
+}
+
+std::shared_ptr<FaultyUcxRpcAgent> makeFaultyAgent(
+    std::string name,
+    worker_id_t rank,
+    double rpcTimeout,
+    size_t numWorkerThreads,
+    uint64_t receiveWindowBytes,
+    size_t hostPoolBytes,
+    size_t expectedPeers,
+    std::vector<std::string> messagesToFail,
+    const std::map<std::string, double>& messagesToDelay,
+    int sendsToFail) {
+  Faults faults{std::move(messagesToFail), sendsToFail, {}};
+  for (const auto& [type, seconds] : messagesToDelay) {
+    faults.messagesToDelay[type] = toMilliseconds(seconds);
+  }
+  return makeAgent<FaultyUcxRpcAgent>(
+      std::move(name),
+      rank,
+      rpcTimeout,
+      numWorkerThreads,
+      receiveWindowBytes,
+      hostPoolBytes,
+      expectedPeers,
+      faults);
 }
 
 } // namespace
@@ -107,6 +144,7 @@ PYBIND11_MODULE(_C, module) {
   module.doc() = "C++ core of torch_ucx_rpc; see torch_ucx_rpc/_C.pyi";
   module.attr("BUILT_FOR_TORCH") = TORCH_UCX_RPC_BUILT_FOR_TORCH;
   module.attr("UCP_API_VERSION") = ucpHeaderVersion();
+  module.attr("REQUEST_TYPES") = requestTypeNames();
   module.attr("WIRE_VERSION") = static_cast<int>(wire::kVersion);
   module.def("ucx_library", [] {
     const UcpLibrary library = loadedUcpLibrary();
@@ -123,6 +161,8 @@ PYBIND11_MODULE(_C, module) {
       py::register_exception_translator(&translateRuntimeError);
     }
   });
+
+  module.def("init_autograd", &initAutograd, py::arg("rank"), py::arg("are_ids_random"));
 
   py::module_::import("torch.distributed.rpc"); // RpcAgent, the base class, and WorkerInfo are bound there
 
@@ -163,7 +203,7 @@ PYBIND11_MODULE(_C, module) {
   using NoGil = py::call_guard<py::gil_scoped_release>;
   py::class_<UcxRpcAgent, RpcAgent, std::shared_ptr<UcxRpcAgent>>(module, "UcxRpcAgent")
       .def(
-          py::init(&makeAgent),
+          py::init(&makeAgent<UcxRpcAgent>),
           py::arg("name"),
           py::arg("rank"),
           py::kw_only(),
@@ -175,7 +215,18 @@ PYBIND11_MODULE(_C, module) {
       .def_property_readonly("address", [](const UcxRpcAgent& agent) { return py::bytes(agent.address()); })
       .def_property_readonly("session", &UcxRpcAgent::session)
       .def("_add_members", &UcxRpcAgent::addMembers, py::arg("members"), NoGil())
-      .def("_remove_member", &UcxRpcAgent::removeMember, py::arg("rank"), NoGil())
+      .def(
+          "_set_membership",
+          [](UcxRpcAgent& agent,
+             std::function<void(const std::string&)> onJoin,
+             std::function<void(uint64_t)> onLost) {
+            agent.setMembership({std::move(onJoin), std::move(onLost)});
+          },
+          py::arg("on_join"),
+          py::arg("on_lost"))
+      .def("_announce_join", &UcxRpcAgent::announceJoin, py::arg("record"), NoGil())
+      .def("_unacknowledged", &UcxRpcAgent::unacknowledged, NoGil())
+      .def("_remove_member", &UcxRpcAgent::removeMember, py::arg("session"), NoGil())
       .def(
           "_set_device_maps",
           &UcxRpcAgent::setDeviceMaps,
@@ -215,6 +266,21 @@ PYBIND11_MODULE(_C, module) {
       .def("get_debug_info", &UcxRpcAgent::getDebugInfo, NoGil())
       .def("get_metrics", &UcxRpcAgent::getMetrics, NoGil())
       .def("_get_device_map", &UcxRpcAgent::getDeviceMap, py::arg("dst"), NoGil());
+
+  py::class_<FaultyUcxRpcAgent, UcxRpcAgent, std::shared_ptr<FaultyUcxRpcAgent>>(module, "FaultyUcxRpcAgent")
+      .def(
+          py::init(&makeFaultyAgent),
+          py::arg("name"),
+          py::arg("rank"),
+          py::kw_only(),
+          py::arg("rpc_timeout"),
+          py::arg("num_worker_threads"),
+          py::arg("receive_window_bytes"),
+          py::arg("host_pool_bytes"),
+          py::arg("expected_peers") = 1,
+          py::arg("messages_to_fail"),
+          py::arg("messages_to_delay"),
+          py::arg("num_fail_sends"));
 }
 
 } // namespace torch_ucx_rpc

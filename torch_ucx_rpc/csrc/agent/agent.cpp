@@ -1,7 +1,9 @@
-// Construction, members, start and end, reports; what happens to a call is in agent_calls.cpp.
+// Construction, start and end, reports. Who belongs to the group is in agent_members.cpp, what happens to a call in
+// agent_calls.cpp.
 
 #include "agent/agent.h"
 
+#include "agent/torch_state.h"
 #include "base/time.h"
 
 #include <c10/util/Logging.h>
@@ -15,9 +17,6 @@ namespace torch_ucx_rpc {
 
 namespace {
 
-constexpr auto kForEver = CallTable::Clock::time_point::max();
-// How often a thread that blocks in barrier() or join() looks up.
-constexpr auto kLookUp = std::chrono::milliseconds(100);
 // At shutdown: for handlers that are still running, and for what was sent last.
 constexpr auto kHandlerGrace = std::chrono::milliseconds(1000);
 constexpr int64_t kFlushLimitMs = 1000;
@@ -95,48 +94,7 @@ UcxRpcAgent::~UcxRpcAgent() {
   shutdownImpl();
 }
 
-// ---------------------------------------------------------------------------------------------------- members
-
-void UcxRpcAgent::addMembers(std::vector<Member> members) {
-  for (Member& member : members) {
-    directory_.add(std::move(member));
-  }
-  const Peer* self = directory_.findSession(session_);
-  TORCH_CHECK(self != nullptr, "worker '", workerInfo_.name_, "' was not told of itself");
-  for (Peer* peer : directory_.present()) {
-    if (peer == self || std::exchange(peer->isWatched, true)) {
-      continue;
-    }
-    const Error ended(ErrorCode::kPeerFailed, "its process has ended");
-    const ProcessWatch::Outcome outcome = processes_.add(peer->member(), self->member(), [this, peer, ended] {
-      progress_->deliveries().failures.push_back({peer, ended}); // runs under the worker lock
-    });
-    if (outcome == ProcessWatch::Outcome::kHasEnded) {
-      onPeerGone(*peer, Peer::State::kFailed, peer->lost(ended));
-    }
-  }
-}
-
-void UcxRpcAgent::removeMember(worker_id_t rank) {
-  directory_.remove(rank);
-  barrier_.onMembershipChange();
-}
-
-const WorkerInfo& UcxRpcAgent::getWorkerInfo(const std::string& name) const {
-  return directory_.at(name).info();
-}
-
-const WorkerInfo& UcxRpcAgent::getWorkerInfo(worker_id_t rank) const {
-  return directory_.at(rank).info();
-}
-
-std::vector<WorkerInfo> UcxRpcAgent::getWorkerInfos() const {
-  std::vector<WorkerInfo> infos;
-  for (const Peer* peer : directory_.all()) {
-    infos.push_back(peer->info());
-  }
-  return infos;
-}
+// ------------------------------------------------------------------------------------------------- device maps
 
 void UcxRpcAgent::setDeviceMaps(
     std::unordered_map<std::string, DeviceMap> deviceMaps,
@@ -145,7 +103,9 @@ void UcxRpcAgent::setDeviceMaps(
   const std::lock_guard lock(mutex_);
   deviceMaps_ = std::move(deviceMaps);
   reverseDeviceMaps_ = std::move(reverseDeviceMaps);
-  devices_ = std::move(devices);
+  if (devices_.front() != devices) {
+    devices_.push_front(std::move(devices));
+  }
 }
 
 DeviceMap UcxRpcAgent::getDeviceMap(const WorkerInfo& to) const {
@@ -155,70 +115,25 @@ DeviceMap UcxRpcAgent::getDeviceMap(const WorkerInfo& to) const {
 }
 
 const std::vector<c10::Device>& UcxRpcAgent::getDevices() const {
-  return devices_; // set before start(), constant afterwards
+  const std::lock_guard lock(mutex_);
+  return devices_.front();
 }
 
 // ----------------------------------------------------------------------------------------------- start and end
 
 void UcxRpcAgent::startImpl() {
+  if (isCurrentRpcAgentSet() && getCurrentRpcAgent().get() == this) { // not in tests with several agents
+    renewRRefContext(shared_from_this());
+  }
   timer_.start();
   threads_->start();
-}
-
-int64_t UcxRpcAgent::activity() const {
-  return static_cast<int64_t>(calls_.size()) + servedRequests_.load();
-}
-
-int64_t UcxRpcAgent::barrier(int64_t value, std::chrono::milliseconds timeout) {
-  const auto deadline = timeout.count() != 0 ? CallTable::Clock::now() + timeout : kForEver;
-  barrier_.enter(value);
-  Barrier::Result result;
-  while (!barrier_.wait(kLookUp, result)) {
-    whileWaiting_();
-    TORCH_CHECK(
-        !isClosed_.load(), "RPC was shut down on worker '", workerInfo_.name_, "' while it waited for the others");
-    if (CallTable::Clock::now() >= deadline) {
-      const std::string missing = barrier_.missing();
-      throw std::runtime_error(
-          "worker '" + workerInfo_.name_ + "' waited " + std::to_string(timeout.count()) +
-          " ms for all workers to come to the same point" + (missing.empty() ? "" : "; missing: " + missing));
-    }
-  }
-  if (result.error) {
-    throw std::runtime_error("the workers cannot all come to the same point: " + result.error.message());
-  }
-  return result.sum;
-}
-
-// Ends when nothing is under way anywhere: two rounds in a row in which no worker had a call open, nor opened one in between.
-// (One round is not enough: a worker that has reported may still be asked for something by one that has not.)
-void UcxRpcAgent::join(bool /*shutdown*/, float timeoutSeconds) { // the same either way; torch calls shutdown() itself
-  const std::chrono::milliseconds timeout = toMilliseconds(timeoutSeconds);
-  const auto deadline = timeout.count() != 0 ? CallTable::Clock::now() + timeout : kForEver;
-  uint64_t openedBefore = ~0ull;
-  for (int quietRounds = 0; quietRounds < 2;) {
-    const auto left = deadline == kForEver
-        ? std::chrono::milliseconds(0)
-        : std::max(
-              std::chrono::milliseconds(1),
-              std::chrono::duration_cast<std::chrono::milliseconds>(deadline - CallTable::Clock::now()));
-    while (activity() != 0 && CallTable::Clock::now() < deadline) {
-      whileWaiting_();
-      std::this_thread::sleep_for(std::chrono::milliseconds(1));
-    }
-    const uint64_t opened = calls_.opened();
-    const bool isQuiet = activity() == 0 && (quietRounds == 0 || opened == openedBefore);
-    openedBefore = opened;
-    quietRounds = barrier(isQuiet ? 0 : 1, left) == 0 ? quietRounds + 1 : 0;
-  }
-  isEverybodyLeaving_.store(true);
 }
 
 void UcxRpcAgent::shutdownImpl() {
   std::call_once(shutdownOnce_, [this] {
     if (!isEverybodyLeaving_.load()) {
-      for (Peer* peer : directory_.present()) {
-        if (peer->member().session != session_) { // also who has never heard of us: it would take our end for a crash
+      for (Peer* peer : directory_.all()) {
+        if (peer->isThere() && peer->member().session != session_) { // also who has never heard of us: it would take our end for a crash
           postControl(*peer, wire::Kind::kGoodbye, 0, {});
         }
       }
@@ -262,7 +177,8 @@ std::unordered_map<std::string, std::string> UcxRpcAgent::getMetrics() {
   }
   std::unordered_map<std::string, std::string> metrics{
       {"agent.num_worker_threads", std::to_string(options_.numWorkerThreads)},
-      {"agent.thread_pool_size", std::to_string(threads.threads)},
+      {"agent.thread_pool_size", std::to_string(options_.numWorkerThreads)}, // torch's name for it
+      {"agent.num_threads", std::to_string(threads.threads)},
       {"agent.num_idle_threads", std::to_string(threads.idle)},
       {"agent.client_active_calls", std::to_string(calls_.size())},
       {"agent.server_active_calls", std::to_string(servedRequests_.load())},

@@ -14,6 +14,7 @@
 #include <torch/csrc/distributed/rpc/rpc_agent.h>
 
 #include <atomic>
+#include <forward_list>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -37,11 +38,11 @@ struct AgentOptions {
 // who runs what; how mail travels is Progress's, Outbox's and Inbox's business.
 //
 // Life: constructed -> members added (by Python, which exchanges them through the Store) -> start() -> join() or not ->
-// shutdown(). Agent threads that are stuck in user code at shutdown keep the object alive until they return.
+// shutdown(). In a dynamic group members come and go after start() too. Agent threads that are stuck in user code at shutdown keep the object alive until they return.
 //
 // `whileWaiting` is called now and then, and when a signal has come in, by a thread that blocks in wait(), barrier(), join() or in
 // send() for an RRef's value; it may throw to end the wait (Ctrl-C).
-class UcxRpcAgent final : public torch::distributed::rpc::RpcAgent, public std::enable_shared_from_this<UcxRpcAgent> {
+class UcxRpcAgent : public torch::distributed::rpc::RpcAgent, public std::enable_shared_from_this<UcxRpcAgent> {
  public:
   UcxRpcAgent(
       std::string name,
@@ -62,7 +63,22 @@ class UcxRpcAgent final : public torch::distributed::rpc::RpcAgent, public std::
   }
   // Adds workers, this one included. Throws std::invalid_argument for a rank or name that is taken.
   void addMembers(std::vector<Member> members);
-  void removeMember(worker_id_t rank);
+  // For a member that has gone without a goodbye to this worker.
+  void removeMember(uint64_t session);
+
+  // A dynamic group, one that workers join and leave as they like, needs somebody who keeps its list of members. Called on agent
+  // threads.
+  struct Membership {
+    // A process wants to become a member, with what it passed to announceJoin(). Adds it, or throws.
+    std::function<void(const std::string& record)> onJoin;
+    // A member was lost without a goodbye.
+    std::function<void(uint64_t session)> onLost;
+  };
+  // Before start(); makes the group a dynamic one.
+  void setMembership(Membership membership);
+  // Asks all members to admit this worker. Who has not answered yet is in unacknowledged().
+  void announceJoin(const std::string& record);
+  std::vector<WorkerInfo> unacknowledged() const;
 
   void setDeviceMaps(
       std::unordered_map<std::string, DeviceMap> deviceMaps,
@@ -124,15 +140,24 @@ class UcxRpcAgent final : public torch::distributed::rpc::RpcAgent, public std::
   void onRejected(Deliveries::Rejection rejection);
   void onPeerGone(Peer& peer, Peer::State state, Error why);
 
+  // Dynamic groups.
+  bool isDynamic() const {
+    return membership_.onJoin != nullptr;
+  }
+  void announce(wire::Kind kind, const std::string& body);
+  void onJoin(Deliveries::Join join);
+  void onLost(const Peer& peer);
+  void onLeave(Peer& from);
+  void leave(std::chrono::milliseconds timeout);
+
   // Called by the timer; says when it wants to be called again.
   Timer::Clock::time_point onTimer(Timer::Clock::time_point now);
-
-  int64_t activity() const;
 
   const AgentOptions options_;
   const uint64_t session_;
   const ThreadHooks threadHooks_;
   const std::function<void()> whileWaiting_;
+  Membership membership_; // set before start(), constant afterwards
 
   // Own synchronization, in order of construction: what is below uses what is above.
   const std::unique_ptr<Transport> transport_;
@@ -169,7 +194,7 @@ class UcxRpcAgent final : public torch::distributed::rpc::RpcAgent, public std::
   uint64_t gilWaits_ = 0;
   std::unordered_map<std::string, DeviceMap> deviceMaps_;
   std::unordered_map<std::string, DeviceMap> reverseDeviceMaps_;
-  std::vector<c10::Device> devices_;
+  std::forward_list<std::vector<c10::Device>> devices_{{}}; // the latest first; none is destroyed, getDevices() has given it out
 };
 
 } // namespace torch_ucx_rpc

@@ -159,6 +159,9 @@ void UcxRpcAgent::dispatch(Deliveries deliveries, const JitFuture* visitorsFutur
   for (Deliveries::Rejection& rejection : deliveries.rejections) {
     onRejected(std::move(rejection));
   }
+  for (Deliveries::Join& join : deliveries.joins) {
+    onJoin(std::move(join));
+  }
   for (Deliveries::Failure& failure : deliveries.failures) {
     onPeerGone(*failure.peer, Peer::State::kFailed, failure.peer->lost(failure.error));
   }
@@ -205,6 +208,12 @@ void UcxRpcAgent::dispatchControl(const IncomingMessage& message) {
   switch (message.header.kind) {
     case wire::Kind::kGoodbye:
       onPeerGone(from, Peer::State::kLeft, {ErrorCode::kShutDown, from.describe() + " has shut down its RPC agent"});
+      return;
+    case wire::Kind::kLeave:
+      onLeave(from);
+      return;
+    case wire::Kind::kAcknowledge:
+      from.hasAcknowledged.store(true);
       return;
     case wire::Kind::kBarrierArrive: {
       wire::BarrierArrive arrive{};
@@ -364,7 +373,7 @@ void UcxRpcAgent::wakeVisitor() {
 
 void UcxRpcAgent::onRejected(Deliveries::Rejection rejection) {
   if (rejection.header.kind == wire::Kind::kRequest) {
-    if (rejection.from->state() == Peer::State::kPresent) {
+    if (rejection.from->isThere()) {
       servedRequests_.fetch_add(1);
       respondWithError(*rejection.from, rejection.header.callId, rejection.error.message());
     }
@@ -383,7 +392,7 @@ void UcxRpcAgent::onPeerGone(Peer& peer, Peer::State state, Error why) {
     return;
   }
   const std::string what = why.message();
-  if (!peer.markGone(state, std::move(why))) {
+  if (!peer.moveTo(state, std::move(why))) {
     return;
   }
   progress_->submit([this, &peer] {
@@ -394,6 +403,10 @@ void UcxRpcAgent::onPeerGone(Peer& peer, Peer::State state, Error why) {
     failCallLater(std::move(call), what);
   }
   barrier_.onMembershipChange();
+  processes_.forget(peer.member());
+  if (state == Peer::State::kFailed && isDynamic()) {
+    onLost(peer);
+  }
 }
 
 // ------------------------------------------------------------------------------------------------------- time

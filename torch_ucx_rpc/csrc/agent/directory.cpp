@@ -5,6 +5,16 @@
 
 namespace torch_ucx_rpc {
 
+namespace {
+
+template <typename Map>
+Peer* findIn(const Map& map, const typename Map::key_type& key) {
+  const auto entry = map.find(key);
+  return entry != map.end() ? entry->second : nullptr;
+}
+
+} // namespace
+
 void Directory::add(Member member) {
   auto peer = std::make_unique<Peer>(std::move(member));
   const Member& added = peer->member();
@@ -12,49 +22,51 @@ void Directory::add(Member member) {
   const auto refuse = [&](const char* what, const Peer* other) {
     throw std::invalid_argument(peer->describe() + " has the same " + what + " as " + other->describe());
   };
-  if (const auto same = byRank_.find(added.rank); same != byRank_.end()) {
-    refuse("rank", same->second);
+  Peer* const sameRank = findIn(byRank_, added.rank);
+  Peer* const sameName = findIn(byName_, added.name);
+  if (sameRank != nullptr && sameRank->isThere()) {
+    refuse("rank", sameRank);
   }
-  if (const auto same = byName_.find(added.name); same != byName_.end()) {
-    refuse("name", same->second);
+  if (sameName != nullptr && sameName->isThere()) {
+    refuse("name", sameName);
   }
-  if (const auto same = bySession_.find(added.session); same != bySession_.end()) {
-    refuse("session", same->second);
+  if (const Peer* same = findIn(bySession_, added.session); same != nullptr) {
+    refuse("session", same);
   }
+  forgetLocked(sameRank);
+  forgetLocked(sameName == sameRank ? nullptr : sameName);
   byRank_[added.rank] = peer.get();
   byName_[added.name] = peer.get();
   bySession_[added.session] = peer.get();
   peers_.push_back(std::move(peer));
 }
 
-void Directory::remove(worker_id_t rank) {
+void Directory::remove(uint64_t session) {
   const std::unique_lock lock(mutex_);
-  const auto entry = byRank_.find(rank);
-  if (entry == byRank_.end()) {
-    return;
+  forgetLocked(findIn(bySession_, session));
+}
+
+void Directory::forgetLocked(Peer* peer) {
+  if (peer != nullptr) {
+    byRank_.erase(peer->member().rank);
+    byName_.erase(peer->member().name);
+    bySession_.erase(peer->member().session);
   }
-  Peer* peer = entry->second;
-  byName_.erase(peer->member().name);
-  bySession_.erase(peer->member().session);
-  byRank_.erase(entry);
 }
 
 Peer* Directory::find(worker_id_t rank) const {
   const std::shared_lock lock(mutex_);
-  const auto entry = byRank_.find(rank);
-  return entry != byRank_.end() ? entry->second : nullptr;
+  return findIn(byRank_, rank);
 }
 
 Peer* Directory::find(const std::string& name) const {
   const std::shared_lock lock(mutex_);
-  const auto entry = byName_.find(name);
-  return entry != byName_.end() ? entry->second : nullptr;
+  return findIn(byName_, name);
 }
 
 Peer* Directory::findSession(uint64_t session) const {
   const std::shared_lock lock(mutex_);
-  const auto entry = bySession_.find(session);
-  return entry != bySession_.end() ? entry->second : nullptr;
+  return findIn(bySession_, session);
 }
 
 std::string Directory::knownNamesLocked() const {

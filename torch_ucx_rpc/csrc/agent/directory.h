@@ -15,11 +15,12 @@ namespace torch_ucx_rpc {
 // so references stay valid and errors can still name them. Thread-safe.
 class Directory {
  public:
-  // Throws std::invalid_argument where a present worker has the same rank, name or session.
+  // The rank and the name of a worker that is gone can be taken again. Throws std::invalid_argument where a worker that is
+  // there has the same rank or name, or any worker the same session.
   void add(Member member);
 
-  // Forgets a worker that left in good order; its rank and name can be taken again.
-  void remove(worker_id_t rank);
+  // Forgets a worker; its rank and name can be taken again.
+  void remove(uint64_t session);
 
   // Null where there is no such worker.
   Peer* find(worker_id_t rank) const;
@@ -37,6 +38,7 @@ class Directory {
 
  private:
   std::string knownNamesLocked() const;
+  void forgetLocked(Peer* peer);
 
   mutable std::shared_mutex mutex_;
   // Guarded by mutex_:

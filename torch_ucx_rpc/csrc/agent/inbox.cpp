@@ -6,15 +6,19 @@
 
 namespace torch_ucx_rpc {
 
-Peer* Inbox::checkSender(std::span<const std::byte> bytes, wire::Header& header) {
+bool Inbox::checkHeader(std::span<const std::byte> bytes, wire::Header& header) {
   if (Error error = wire::readHeader(bytes, header)) {
     refuseFrame(error.message());
-    return nullptr;
+    return false;
   }
   if (header.targetSession != session_) {
     refuseFrame("a frame meant for a worker that had this address before");
-    return nullptr;
+    return false;
   }
+  return true;
+}
+
+Peer* Inbox::findSender(const wire::Header& header) {
   Peer* from = directory_.findSession(header.sourceSession);
   if (from == nullptr || from->member().rank != static_cast<int64_t>(header.sourceRank)) {
     refuseFrame("a frame from a process that is not a worker of this job");
@@ -31,7 +35,14 @@ void Inbox::refuseFrame(const std::string& reason) {
 
 void Inbox::onEager(std::span<const std::byte> headerBytes, std::span<const std::byte> bytes) {
   wire::Header header;
-  if (Peer* from = checkSender(headerBytes, header)) {
+  if (!checkHeader(headerBytes, header)) {
+    return;
+  }
+  if (header.kind == wire::Kind::kJoin && acceptsJoins_) {
+    deliveries_.joins.push_back({header.sourceSession, Bytes(bytes)});
+    return;
+  }
+  if (Peer* from = findSender(header)) {
     add(*from, header, {Bytes(bytes), nullptr, 0});
   }
 }
@@ -39,7 +50,7 @@ void Inbox::onEager(std::span<const std::byte> headerBytes, std::span<const std:
 void Inbox::onParked(std::span<const std::byte> headerBytes, void* parked, uint64_t bytes) {
   wire::Header header;
   wire::Piece piece{{}, parked, bytes};
-  Peer* from = checkSender(headerBytes, header);
+  Peer* from = checkHeader(headerBytes, header) ? findSender(header) : nullptr;
   if (from == nullptr) {
     refuse(piece);
     return;

@@ -52,6 +52,11 @@ class Inbox final : public TransportListener {
   // waits for a thread: then handlers wait for one another, and more memory is the only way on.
   void admitStalled();
 
+  // From now on processes that are no members may ask to become one.
+  void acceptJoins() {
+    acceptsJoins_ = true;
+  }
+
   // Forgets what has not yet been received from a peer that is gone.
   void dropPeer(const Peer& peer);
 
@@ -68,8 +73,10 @@ class Inbox final : public TransportListener {
     Error error;
   };
 
-  // The sender, if the header is in order and comes from a worker of this job.
-  Peer* checkSender(std::span<const std::byte> bytes, wire::Header& header);
+  // Whether the header is in order and meant for this worker.
+  bool checkHeader(std::span<const std::byte> bytes, wire::Header& header);
+  // Null where it is no worker of this job.
+  Peer* findSender(const wire::Header& header);
   void refuseFrame(const std::string& reason);
   void add(Peer& from, const wire::Header& header, wire::Piece piece);
   void onAssembled(Peer& from, wire::Assembled assembled);
@@ -108,6 +115,7 @@ class Inbox final : public TransportListener {
   std::deque<Waiting> waitingResponses_;
   std::list<Receiving> receiving_;
 
+  bool acceptsJoins_ = false;
   std::atomic<uint64_t> refusedFrames_{0};
 };
 

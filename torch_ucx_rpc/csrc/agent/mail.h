@@ -80,14 +80,22 @@ struct Deliveries {
     Error error;
   };
 
+  // A process that is no member yet asks to become one.
+  struct Join {
+    uint64_t session;
+    Bytes record;
+  };
+
   bool empty() const {
-    return messages.empty() && sent.empty() && rejections.empty() && failures.empty() && warning.empty();
+    return messages.empty() && sent.empty() && rejections.empty() && failures.empty() && joins.empty() &&
+        warning.empty();
   }
 
   std::vector<IncomingMessage> messages;
   std::vector<std::unique_ptr<OutgoingMessage>> sent; // done with, well or not: see error
   std::vector<Rejection> rejections; // messages that could not be received
   std::vector<Failure> failures;
+  std::vector<Join> joins;
   std::string warning; // for the log
 };
 

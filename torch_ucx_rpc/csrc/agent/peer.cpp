@@ -13,9 +13,10 @@ Error Peer::lost(const Error& why) const {
       "lost " + describe() + ": it has died or cannot be reached any more (" + why.message() + ")"};
 }
 
-bool Peer::markGone(State state, Error why) {
+bool Peer::moveTo(State state, Error why) {
   const std::lock_guard lock(mutex_);
-  if (state_.load(std::memory_order_relaxed) != State::kPresent) {
+  const State now = state_.load(std::memory_order_relaxed);
+  if (now >= State::kLeft || now >= state) {
     return false;
   }
   whyGone_ = std::move(why);

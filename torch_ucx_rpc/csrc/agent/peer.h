@@ -35,6 +35,7 @@ class Peer {
  public:
   enum class State : uint8_t {
     kPresent,
+    kLeaving, // it answers what it has been asked, and takes nothing new
     kLeft, // it said goodbye
     kFailed,
   };
@@ -58,16 +59,22 @@ class Peer {
   State state() const {
     return state_.load(std::memory_order_acquire);
   }
-  // The first reason counts. True if this call changed the state.
-  bool markGone(State state, Error why);
-  // Why it is gone; nothing while it is present.
+  // Present or leaving: messages reach it.
+  bool isThere() const {
+    return state() <= State::kLeaving;
+  }
+  // Only ever onwards in the order of State, and not from kLeft to kFailed: the first end counts. True if this call changed
+  // the state.
+  bool moveTo(State state, Error why);
+  // Why it takes no calls; nothing while it is present.
   Error whyGone() const;
 
   std::atomic<uint64_t> callsSent{0};
   std::atomic<uint64_t> bytesSent{0};
   std::atomic<uint64_t> bytesReceived{0};
+  std::atomic<bool> hasAcknowledged{true}; // what this worker has announced last
 
-  bool isWatched = false; // ProcessWatch has been asked; of the thread that adds members
+  std::atomic<bool> isWatched{false}; // ProcessWatch has been asked
 
   // Guarded by the worker lock: set with the first message to it.
   std::optional<EndpointId> endpoint;

@@ -34,7 +34,7 @@ uint64_t startTimeOf(int64_t pid) {
 } // namespace
 
 ProcessWatch::~ProcessWatch() {
-  for (const int process : processes_) {
+  for (const auto& [session, process] : processes_) {
     ::close(process);
   }
 }
@@ -54,9 +54,19 @@ ProcessWatch::Outcome ProcessWatch::add(const Member& member, const Member& self
     }
     return Outcome::kHasEnded;
   }
-  processes_.push_back(process);
+  const std::lock_guard lock(mutex_);
+  processes_[member.session] = process;
   watch_(process, std::move(onEnd));
   return Outcome::kWatched;
+}
+
+void ProcessWatch::forget(const Member& member) {
+  const std::lock_guard lock(mutex_);
+  const auto entry = processes_.find(member.session);
+  if (entry != processes_.end()) {
+    ::close(entry->second); // which takes it out of every epoll set
+    processes_.erase(entry);
+  }
 }
 
 } // namespace torch_ucx_rpc

@@ -80,7 +80,7 @@ class Decoder {
     const bool isQuantized =
         record.layout == Layout::kQuantizedPerTensor || record.layout == Layout::kQuantizedPerChannel;
     TORCH_CHECK(
-        isQuantized == c10::isQIntType(dtype) && dtype != at::kQUInt4x2 && dtype != at::kQUInt2x4,
+        isQuantized == c10::isQIntType(dtype),
         "malformed message: dtype ",
         dtype,
         " in the wrong place");

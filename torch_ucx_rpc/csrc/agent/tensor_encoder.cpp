@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 
 #include <algorithm>
+#include <cstring>
 #include <utility>
 #include <vector>
 
@@ -150,16 +151,6 @@ class Encoder {
     }
   }
 
-  void checkWholeBytes(const at::Tensor& tensor) const {
-    TORCH_CHECK(
-        tensor.scalar_type() != at::kQUInt4x2 && tensor.scalar_type() != at::kQUInt2x4,
-        "the UCX RPC backend cannot send a tensor of ",
-        tensor.scalar_type(),
-        ", whose elements share bytes, to ",
-        to_.describe(),
-        "; dequantize it first.");
-  }
-
   void planCoo(const at::Tensor& tensor) {
     PlannedTensor& planned = add(Layout::kSparseCoo, tensor, false);
     planned.record.children = 2;
@@ -176,7 +167,6 @@ class Encoder {
   }
 
   void planQuantized(const at::Tensor& tensor) {
-    checkWholeBytes(tensor);
     switch (tensor.qscheme()) {
       case at::kPerTensorAffine: {
         PlannedTensor& planned = add(Layout::kQuantizedPerTensor, tensor, false);
@@ -218,6 +208,14 @@ class Encoder {
     return (last + 1) * tensor.dtype().itemsize();
   }
 
+  // Elements that share bytes: torch counts a byte for each, which is more than their storage has.
+  static at::Tensor padded(const at::Tensor& tensor, uint64_t bytes) {
+    at::Tensor memory = at::zeros({static_cast<int64_t>(bytes)}, at::kByte);
+    const uint64_t present = tensor.storage().nbytes() - static_cast<uint64_t>(tensor.storage_offset());
+    std::memcpy(memory.mutable_data_ptr(), tensor.const_data_ptr(), std::min(bytes, present));
+    return memory;
+  }
+
   void planMemory(PlannedTensor& planned, const at::Tensor& tensor) {
     at::Tensor memory = tensor;
     planned.record.flags |= (tensor.is_conj() ? wire::kConjugate : 0) | (tensor.is_neg() ? wire::kNegative : 0);
@@ -235,6 +233,10 @@ class Encoder {
       lent_->keep(memory);
     }
     planned.strides = memory.strides().vec();
+    if (tensor.scalar_type() == at::kQUInt4x2 || tensor.scalar_type() == at::kQUInt2x4) {
+      memory = padded(memory, extentBytes(memory));
+      lent_->keep(memory);
+    }
     const auto* begin = static_cast<const std::byte*>(memory.const_data_ptr());
     planned.region = {
         begin, begin + extentBytes(memory), static_cast<const std::byte*>(memory.storage().data_ptr().get()), kNowhere};

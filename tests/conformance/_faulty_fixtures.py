@@ -1,0 +1,30 @@
+"""What PyTorch's suites for a faulty agent ask about it, answered for each backend.
+
+Apart from the other fixtures, since torch's own, when it is imported, registers a backend: that replaces the enum of
+backends, and a process in which rpc.BackendType is no longer the enum in use cannot infer a backend from options.
+"""
+
+from __future__ import annotations
+
+import torch.distributed.rpc as rpc
+from _processes import PreloadedProcesses
+from torch.testing._internal.distributed.rpc.faulty_rpc_agent_test_fixture import FaultyRpcAgentTestFixture
+
+
+class FaultyUcxFixture(PreloadedProcesses, FaultyRpcAgentTestFixture):
+    """torch's own answers, and under the name of its faulty backend, which tests ask for, the one of UCX."""
+
+    @property
+    def rpc_backend(self) -> rpc.BackendType:
+        import torch_ucx_rpc.testing  # noqa: F401 - registers the backend
+
+        backend = super().rpc_backend
+        backend._value_ = rpc.backend_registry.BackendType["FAULTY_UCX"].value
+        return backend
+
+
+class FaultyTensorPipeFixture(PreloadedProcesses, FaultyRpcAgentTestFixture):
+    """torch's own answers."""
+
+
+FAULTY_FIXTURES = {"UCX": FaultyUcxFixture, "TENSORPIPE": FaultyTensorPipeFixture}

@@ -1,0 +1,411 @@
+"""Groups without a world_size: workers join and leave while others call."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.rpc as rpc
+from workers import backend_options, eventually, init_rpc
+
+pytestmark = pytest.mark.ucx_only
+
+# How a call ends whose callee leaves or has left.
+LEFT = r"is leaving the group|has shut down its RPC agent|has left the group"
+
+
+def double(tensor: torch.Tensor) -> torch.Tensor:
+    return 2 * tensor
+
+
+def name_of_callee() -> str:
+    return rpc.get_worker_info().name
+
+
+def assert_answers(peer: int) -> None:
+    assert rpc.rpc_sync(f"worker{peer}", name_of_callee) == f"worker{peer}"
+    for n in (3, 1 << 18):
+        tensor = torch.full((n,), float(peer))
+        assert torch.equal(rpc.rpc_sync(f"worker{peer}", double, args=(tensor,)), 2 * tensor)
+
+
+def present() -> set[str]:
+    return {info.name for info in rpc.api._get_current_rpc_agent().get_worker_infos()}
+
+
+def join(rank: int, **overrides: object) -> None:
+    init_rpc(rank, world_size=None, **overrides)
+
+
+class Steps:
+    """Lets the workers of a test go on in an order, without RPC."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+
+    def done(self, step: str) -> None:
+        (self._directory / step).touch()
+
+    def wait_for(self, *steps: str) -> None:
+        eventually(lambda: all((self._directory / step).exists() for step in steps), f"waiting for {steps}", 40)
+
+
+RunWorkers = Callable[..., list]
+
+
+def test_workers_join_and_leave_one_after_the_other(run_workers: RunWorkers, tmp_path: Path) -> None:
+    run_workers(3, join_and_leave_in_order, Steps(tmp_path), init=False)
+
+
+def join_and_leave_in_order(rank: int, steps: Steps) -> None:
+    if rank:
+        steps.wait_for(f"joined {rank - 1}")
+    join(rank)
+    assert present() == {f"worker{earlier}" for earlier in range(rank + 1)}
+    for earlier in range(rank + 1):
+        assert_answers(earlier)
+    steps.done(f"joined {rank}")
+    steps.wait_for("joined 2")
+    for peer in range(3):
+        assert_answers(peer)
+    steps.done(f"called {rank}")
+    steps.wait_for("called 0", "called 1", "called 2")
+
+    # Rank 0, whose process hosts the Store, is the first to leave.
+    if rank:
+        steps.wait_for(f"left {rank - 1}")
+        eventually(lambda: f"worker{rank - 1}" not in present(), f"worker{rank - 1} has left")
+        with pytest.raises(RuntimeError, match=LEFT):
+            rpc.rpc_sync(f"worker{rank - 1}", name_of_callee)
+        for later in range(rank, 3):
+            assert_answers(later)
+    rpc.shutdown()
+    steps.done(f"left {rank}")
+    steps.wait_for("left 2")
+
+
+def test_workers_join_all_at_once(run_workers: RunWorkers, tmp_path: Path) -> None:
+    run_workers(8, join_at_once, Steps(tmp_path), init=False)
+
+
+def join_at_once(rank: int, steps: Steps) -> None:
+    join(rank)
+    steps.done(f"joined {rank}")
+    steps.wait_for(*(f"joined {peer}" for peer in range(8)))
+    assert len(present()) == 8
+    for peer in range(8):
+        assert_answers(peer)
+    # And leave all at once.
+    steps.done(f"called {rank}")
+    steps.wait_for(*(f"called {peer}" for peer in range(8)))
+    rpc.shutdown()
+
+
+ROUNDS = 4
+
+
+def test_others_do_not_notice_who_comes_and_goes(run_workers: RunWorkers, tmp_path: Path) -> None:
+    run_workers(5, come_and_go, Steps(tmp_path), init=False)
+
+
+def come_and_go(rank: int, steps: Steps) -> None:
+    if rank < 2:
+        join(rank)
+        steps.done(f"joined {rank}")
+        steps.wait_for("joined 0", "joined 1")
+        over = [f"over {visitor}" for visitor in (2, 3, 4)]
+        while not all((steps._directory / step).exists() for step in over):
+            assert_answers(1 - rank)
+        steps.done(f"stopped {rank}")
+        steps.wait_for("stopped 0", "stopped 1")
+        eventually(lambda: present() == {"worker0", "worker1"}, "only those two are left")
+        rpc.shutdown()
+        return
+    steps.wait_for("joined 0", "joined 1")
+    for _ in range(ROUNDS):
+        join(rank)
+        assert_answers(0)
+        assert_answers(1)
+        rref = rpc.remote("worker0", double, args=(torch.ones(2),))
+        assert rref.to_here().sum() == 4
+        # The one that stays behind calls it too.
+        assert rpc.rpc_sync("worker1", call_back, args=(rank,)) == f"worker{rank}"
+        del rref
+        rpc.shutdown()
+    steps.done(f"over {rank}")
+    steps.wait_for("over 2", "over 3", "over 4")
+
+
+def call_back(rank: int) -> str:
+    return rpc.rpc_sync(f"worker{rank}", name_of_callee)
+
+
+def test_a_worker_leaves_although_others_go_on_calling_it(run_workers: RunWorkers, tmp_path: Path) -> None:
+    [_, *answers] = run_workers(3, leave_while_called, Steps(tmp_path), init=False)
+    assert all(count > 0 for count in answers)
+
+
+def slow(tensor: torch.Tensor) -> torch.Tensor:
+    time.sleep(0.005)
+    return tensor + 1
+
+
+def is_refused(call: torch.futures.Future) -> bool:
+    try:
+        call.wait()
+    except RuntimeError as error:
+        return re.search(LEFT, str(error)) is not None
+    return False
+
+
+def leave_while_called(rank: int, steps: Steps) -> int:
+    join(rank)
+    steps.done(f"joined {rank}")
+    steps.wait_for("joined 0", "joined 1", "joined 2")
+    answered = 0
+    if rank == 0:
+        steps.wait_for("calling 1", "calling 2")
+        rpc.shutdown()
+    else:
+        tensor = torch.ones(1 << 16)
+        calls = []
+        while True:
+            calls.append(rpc.rpc_async("worker0", slow, args=(tensor,)))
+            if len(calls) < 10:
+                continue
+            # What was begun before is answered, and rightly; what comes after is refused, and says why.
+            torch.futures.collect_all(calls[:1]).wait()
+            if is_refused(calls[0]):
+                break
+            assert torch.equal(calls.pop(0).wait(), tensor + 1)
+            answered += 1
+            steps.done(f"calling {rank}")
+        assert all(is_refused(call) for call in calls)
+        assert_answers(3 - rank)
+        steps.done(f"called {rank}")
+        steps.wait_for("called 1", "called 2")
+        rpc.shutdown()
+    return answered
+
+
+def test_a_worker_joins_after_rank_0_has_ended_by_way_of_a_file(run_workers: RunWorkers, tmp_path: Path) -> None:
+    run_workers(3, join_without_rank_0, Steps(tmp_path), tmp_path / "store", init=False, exit_codes={0: 0})
+
+
+def join_without_rank_0(rank: int, steps: Steps, file: Path) -> None:
+    options = backend_options(init_method=file.as_uri())
+    if rank == 2:
+        steps.wait_for("alone 1")
+    join(rank, rpc_backend_options=options)
+    steps.done(f"joined {rank}")
+    steps.wait_for("joined 0", "joined 1")
+    if rank == 0:
+        rpc.shutdown()
+        os._exit(0)
+    if rank == 1:
+        eventually(lambda: present() == {"worker1"}, "worker0 has left")
+        steps.done("alone 1")
+    steps.wait_for("joined 2")
+    assert present() == {"worker1", "worker2"}
+    assert_answers(3 - rank)
+    steps.done(f"called {rank}")
+    steps.wait_for("called 1", "called 2")
+    rpc.shutdown()
+
+
+def test_joining_without_the_store_of_rank_0_is_an_error_that_says_so(run_workers: RunWorkers, tmp_path: Path) -> None:
+    run_workers(2, join_without_store, Steps(tmp_path), init=False, exit_codes={0: 0})
+
+
+def join_without_store(rank: int, steps: Steps) -> None:
+    if rank == 0:
+        join(0)
+        rpc.shutdown()
+        steps.done(f"left {os.getpid()}")
+        os._exit(0)
+    eventually(lambda: any(steps._directory.glob("left *")), "worker0 has left")
+    [step] = steps._directory.glob("left *")
+    eventually(lambda: not Path(f"/proc/{step.name.split()[1]}/fd/0").exists(), "its process has ended")
+    with pytest.raises(RuntimeError, match=r"(?s)nobody listens.*ends with the process of rank 0.*file:///path"):
+        join(1, rpc_backend_options=backend_options(rpc_timeout=1))
+
+
+# ---- Workers that die ------------------------------------------------------------------------------------------------
+
+
+def test_a_worker_takes_the_place_of_one_that_was_killed(run_workers: RunWorkers, tmp_path: Path) -> None:
+    run_workers(4, replace_the_killed, Steps(tmp_path), init=False, exit_codes={1: -signal.SIGKILL}, silent=False)
+
+
+def replace_the_killed(rank: int, steps: Steps) -> None:
+    if rank == 3:
+        # The successor of worker 1, with its rank and name.
+        steps.wait_for("noticed 0", "noticed 2")
+        join(1)
+        assert present() == {"worker0", "worker1", "worker2"}
+    else:
+        if rank:
+            steps.wait_for("joined 0")
+        join(rank)
+        steps.done(f"joined {rank}")
+        steps.wait_for("joined 0", "joined 1", "joined 2")
+    if rank == 1:
+        # Its RRefs, on workers 0 and 2, outlive it.
+        kept = [rpc.remote(f"worker{owner}", torch.full, args=((2,), 1.0)) for owner in (0, 2) for _ in range(5)]
+        assert all(rref.to_here().sum() == 2 for rref in kept)
+        steps.done("created")
+        steps.wait_for("never")
+    if rank in (0, 2):
+        steps.wait_for("created")
+        if rank == 0:
+            os.kill(rpc_pid_of(1), signal.SIGKILL)
+        eventually(lambda: "worker1" not in present(), "the death of worker1 is noticed")
+        with pytest.raises(RuntimeError, match="lost worker 'worker1'"):
+            rpc.rpc_sync("worker1", name_of_callee)
+        assert_answers(2 - rank)
+        steps.done(f"noticed {rank}")
+    steps.wait_for("noticed 0", "noticed 2")
+    eventually(lambda: "worker1" in present(), "the successor is there")
+    if rank == 3:
+        for owner in (0, 2):
+            # Not those of its predecessor, although torch numbers RRefs by rank, and from zero in each process.
+            rrefs = [rpc.remote(f"worker{owner}", torch.full, args=((2,), 5.0)) for _ in range(5)]
+            assert [rref.to_here().sum().item() for rref in rrefs] == [10.0] * 5
+            del rrefs
+        with torch.distributed.autograd.context() as context:
+            x = torch.ones(2, requires_grad=True)
+            loss = rpc.rpc_sync("worker0", double, args=(x,)).sum()
+            torch.distributed.autograd.backward(context, [loss])
+            assert torch.equal(torch.distributed.autograd.get_gradients(context)[x], torch.full((2,), 2.0))
+    for peer in range(3):
+        assert_answers(peer)
+    steps.done(f"called {rank}")
+    steps.wait_for("called 0", "called 2", "called 3")
+    # The RRefs of the dead cannot be given back by anybody.
+    rpc.api._ignore_rref_leak = True
+    rpc.shutdown()
+
+
+def rpc_pid_of(rank: int) -> int:
+    return rpc.rpc_sync(f"worker{rank}", os.getpid)
+
+
+def test_a_list_with_none_but_the_dead_in_it_is_no_obstacle(run_workers: RunWorkers, tmp_path: Path) -> None:
+    file = tmp_path / "store"
+    run_workers(2, die_in_a_group, Steps(tmp_path), file, init=False, exit_codes={0: 3, 1: 3})
+    # On the same file, with the same ranks and names.
+    run_workers(2, live_in_a_group, Steps(tmp_path), file, init=False)
+
+
+def die_in_a_group(rank: int, steps: Steps, file: Path) -> None:
+    join(rank, rpc_backend_options=backend_options(init_method=file.as_uri()))
+    steps.done(f"first {rank}")
+    steps.wait_for("first 0", "first 1")
+    os._exit(3)
+
+
+def live_in_a_group(rank: int, steps: Steps, file: Path) -> None:
+    join(rank, rpc_backend_options=backend_options(init_method=file.as_uri()))
+    steps.done(f"second {rank}")
+    steps.wait_for("second 0", "second 1")
+    assert_answers(1 - rank)
+    steps.done(f"third {rank}")
+    steps.wait_for("third 0", "third 1")
+    rpc.shutdown()
+
+
+# ---- What is refused -------------------------------------------------------------------------------------------------
+
+
+def test_a_rank_and_a_name_can_be_had_once(run_workers: RunWorkers, tmp_path: Path) -> None:
+    run_workers(2, take_what_is_taken, Steps(tmp_path), tmp_path / "store", init=False)
+
+
+def take_what_is_taken(rank: int, steps: Steps, file: Path) -> None:
+    options = backend_options(init_method=file.as_uri())
+    if rank == 0:
+        join(0, rpc_backend_options=options)
+        steps.done("joined 0")
+        steps.wait_for("joined 1")
+    else:
+        steps.wait_for("joined 0")
+        with pytest.raises(RuntimeError, match=r"worker name 'worker0' is not unique: rank 5 .* and rank 0 "):
+            join(5, name="worker0", rpc_backend_options=options)
+        with pytest.raises(RuntimeError, match=r"worker rank 0 is not unique: rank 0 .* and rank 0 "):
+            join(0, name="other", rpc_backend_options=options)
+        # Nothing is left of the attempts.
+        join(1, rpc_backend_options=options)
+        assert_answers(0)
+        assert present() == {"worker0", "worker1"}
+        steps.done("joined 1")
+    rpc.shutdown()
+
+
+@pytest.mark.parametrize("first", [2, None], ids=["static first", "dynamic first"])
+def test_groups_with_and_without_a_size_do_not_mix(run_workers: RunWorkers, tmp_path: Path, first: int | None) -> None:
+    run_workers(3, mix, Steps(tmp_path), tmp_path / "store", first, init=False)
+
+
+def mix(rank: int, steps: Steps, file: Path, first: int | None) -> None:
+    options = backend_options(init_method=file.as_uri())
+    if rank < 2:
+        init_rpc(rank, world_size=first, rpc_backend_options=options)
+        steps.done(f"joined {rank}")
+        steps.wait_for("refused")
+        rpc.shutdown()
+        steps.done(f"left {rank}")
+        steps.wait_for("tried again")
+    else:
+        steps.wait_for("joined 0", "joined 1")
+        second = None if first else 3
+        with pytest.raises(RuntimeError, match="mixes statically and dynamically initialized members"):
+            init_rpc(2, world_size=second, rpc_backend_options=options)
+        steps.done("refused")
+        steps.wait_for("left 0", "left 1")
+        # The Store is free again.
+        init_rpc(0 if second else 2, world_size=second and 1, rpc_backend_options=options)
+        rpc.shutdown()
+        steps.done("tried again")
+
+
+def test_a_worker_that_does_not_answer_is_named(run_workers: RunWorkers, tmp_path: Path) -> None:
+    file = tmp_path / "store"
+    run_workers(2, join_beside_one_that_hangs, Steps(tmp_path), file, init=False, exit_codes={0: -signal.SIGKILL})
+
+
+def join_beside_one_that_hangs(rank: int, steps: Steps, file: Path) -> None:
+    if rank == 0:
+        join(0, rpc_backend_options=backend_options(init_method=file.as_uri()))
+        steps.done(f"joined {os.getpid()}")
+        steps.wait_for("never")
+    eventually(lambda: any(steps._directory.glob("joined *")), "worker0 has joined")
+    [step] = steps._directory.glob("joined *")
+    pid = int(step.name.split()[1])
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        with pytest.raises(RuntimeError, match=r"waited 1 s .* to be admitted to the group by rank 0 \('worker0'"):
+            join(1, rpc_backend_options=backend_options(init_method=file.as_uri(), rpc_timeout=1))
+    finally:
+        os.kill(pid, signal.SIGCONT)
+        os.kill(pid, signal.SIGKILL)
+
+
+def test_the_rank_comes_from_the_environment(run_workers: RunWorkers) -> None:
+    run_workers(1, join_without_rank, init=False)
+
+
+def join_without_rank(rank: int) -> None:
+    with pytest.raises(ValueError, match="environment variable RANK expected"):
+        join(-1)
+    with pytest.raises(ValueError, match="rank parameter missing"):
+        join(-1, rpc_backend_options=backend_options(init_method="tcp://127.0.0.1:29500"))
+    os.environ["RANK"] = "0"
+    join(-1)
+    assert rpc.get_worker_info().id == 0
+    rpc.shutdown()

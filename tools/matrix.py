@@ -1,0 +1,98 @@
+"""Builds and tests the project for one torch after the other, each in a copy of the sources of its own.
+
+    make matrix                                 the oldest torch that setup.cfg allows, and PyPI's newest
+    make matrix TORCHES="2.11.0 2.13.0"         these
+
+A copy each, since the extension is compiled into the source tree: for another torch it would replace the one there.
+The copies, build/matrix/<version>, have their environments inside and stay for the next run: a CUDA build of torch,
+which PyPI's are, takes several gigabytes. `make clean` removes them. What make printed is in build/matrix/<version>.log
+beside them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import filecmp
+import re
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import build_environment
+
+ROOT = build_environment.ROOT
+MATRIX = ROOT / "build" / "matrix"
+
+# The closing lines of pytest and ctest.
+CLOSING_LINE = re.compile(r"^=+ (\d+ (?:passed|failed).*?) in .*=+$|^(\d+% tests passed.*)$", re.MULTILINE)
+
+
+def newest_torch() -> str:
+    asked = subprocess.run(
+        [sys.executable, "-m", "pip", "index", "versions", "torch"], stdout=subprocess.PIPE, text=True, check=True
+    )
+    return re.search(r"\((\S+)\)", asked.stdout)[1]
+
+
+def copy_sources(destination: Path) -> None:
+    """What git tracks or would track, as it lies here, committed or not; what was built there before stays."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    files = {Path(file) for file in listed.stdout.split("\0") if file and (ROOT / file).exists()}
+    copied = destination / ".sources"
+    for gone in {Path(line) for line in copied.read_text().splitlines()} - files if copied.exists() else ():
+        (destination / gone).unlink(missing_ok=True)
+    for file in files:
+        # What has not changed is left alone, and so not compiled again; what has changed is newer than its objects.
+        copy = destination / file
+        if not copy.exists() or not filecmp.cmp(ROOT / file, copy, shallow=False):
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / file, copy)
+    copied.write_text("".join(f"{file}\n" for file in sorted(files)))
+
+
+def run(version: str, verb: str) -> tuple[bool, str]:
+    """Whether make was content, and what the tests said last."""
+    folder = MATRIX / version
+    copy_sources(folder)
+    log = MATRIX / f"{version}.log"
+    print(f"torch {version}: make {verb} in {folder}, output in {log}", flush=True)
+    with log.open("w") as output:
+        made = subprocess.run(
+            ["make", "--no-print-directory", verb, f"TORCH={version}", "VENV=.venv"],
+            cwd=folder,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            check=False,
+        )
+    closing = ["".join(found) for found in CLOSING_LINE.findall(log.read_text(errors="replace"))]
+    return made.returncode == 0, "; ".join(closing) or "no test ran"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("versions", nargs="*", help="of torch; without any, the oldest and the newest")
+    parser.add_argument("--verb", default="test", help="what to make; test is the default")
+    arguments = parser.parse_args()
+    versions = arguments.versions or [build_environment.dotted(build_environment.oldest_torch()) + ".0", newest_torch()]
+
+    lines = []
+    for version in versions:
+        started = time.monotonic()
+        passed, closing = run(version, arguments.verb)
+        minutes = (time.monotonic() - started) / 60
+        lines.append(f"{version:<14} {'passed' if passed else 'FAILED'}   {minutes:5.1f} min   {closing}")
+        print(lines[-1], flush=True)
+    print("", *lines, sep="\n")
+    sys.exit(any("FAILED" in line for line in lines))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,210 @@
+"""A group without a size, which workers join and leave as they like.
+
+The list of its members is in the Store::
+
+    arrivals    how many workers have ever joined
+    member/0    record of the first; empty when it has left, or when another member has noticed that it died
+    member/1    record of the second ...
+
+A worker that joins puts itself into the list, reads who came before it, and asks each of those, over UCX, to admit it.
+Who comes later will ask it. So of two that join at the same time the later one asks the other, and the Store is needed
+for joining only: whoever hosts it may leave the group, and for those who are in it even end.
+"""
+
+# mypy: allow-untyped-calls
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+import time
+import weakref
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from torch._C._distributed_c10d import PrefixStore, Store
+from torch.distributed import DistError
+
+from torch_ucx_rpc._members import ask_again, check_device_maps, read_records
+from torch_ucx_rpc._record import Record
+from torch_ucx_rpc._rendezvous import Deadline
+
+if TYPE_CHECKING:
+    from torch_ucx_rpc._agent import UcxRpcAgent
+
+# Where in the Store: rank 0 of a group with a size, and the list of members of one without.
+_STATIC = "torch_ucx_rpc/static"
+_DYNAMIC = "torch_ucx_rpc/dynamic"
+
+# How long a worker that is in the list without a record is given to write it, between two lines of its code.
+_WRITING_S = 5.0
+
+
+class DynamicGroup:
+    """The group as one of its members sees it."""
+
+    is_static = False
+
+    def __init__(self, store: Store, own: Record, agent: UcxRpcAgent) -> None:
+        self._root = store
+        self._store = PrefixStore(_DYNAMIC, store)
+        self._own = own
+        # The agent keeps functions of this object.
+        self._agent = weakref.ref(agent)
+        self._lock = threading.Lock()
+        # The members that are known here, by their place in the list; those that left until somebody takes their place.
+        self._members: dict[str, Record] = {}
+        self._place: str | None = None
+
+    def enter(self) -> None:
+        """Put this worker into the list, and all that came before it into the agent, which is not running yet.
+
+        Raises RuntimeError when its rank or name is taken, the group at this Store is a static one, or its workers have
+        another version of this package; ValueError when the device maps do not fit together.
+        """
+        if self._root.check([_STATIC]) and (member := self._root.get(_STATIC).decode()):
+            raise _mixture(member, has_size=True)
+        position = self._store.add("arrivals", 1) - 1
+        place = self._place = f"member/{position}"
+        self._store.set(place, json.dumps(self._own.to_values()))
+        earlier = self._read([f"member/{earlier}" for earlier in range(position)])
+        for other_place, other in list(earlier.items()):
+            if other.rank == self._own.rank or other.name == self._own.name:
+                if not other.has_ended_beside(self._own):
+                    raise _place_is_taken(self._own, other)
+                self._strike(other_place)
+                del earlier[other_place]
+        check_device_maps([self._own, *earlier.values()], is_static_group=False)
+        agent = self._running_agent()
+        agent._set_membership(self._admit, self._forget)
+        with self._lock:
+            self._members = {place: self._own, **earlier}
+            agent.add_records([self._own, *earlier.values()], self._members.values())
+
+    def meet(self, deadline: Deadline) -> None:
+        """Have all members that came before admit this worker, whose agent is running now; RuntimeError otherwise."""
+        agent = self._running_agent()
+        agent._announce_join(json.dumps({"place": self._place, "record": self._own.to_values()}))
+        for is_over in ask_again(len(self._members), deadline):
+            silent = {info.id for info in agent._unacknowledged()}
+            with self._lock:
+                waited_for = {place: record for place, record in self._members.items() if record.rank in silent}
+            if not waited_for:
+                break
+            if is_over:
+                raise RuntimeError(
+                    f"{self._own} has waited {deadline.timeout:g} s (rpc_timeout) to be admitted to the group by "
+                    f"{', '.join(map(str, waited_for.values()))}: they are in its list of members, but do not answer. "
+                    f"They may hang, or have died with their host."
+                )
+            self._remove(place for place in waited_for if not self._store.get(place))
+
+    def leave(self) -> None:
+        """Take this worker off the list, where it is on it and the Store is still there."""
+        place, self._place = self._place, None
+        if place is not None:
+            self._strike(place)
+
+    def _running_agent(self) -> UcxRpcAgent:
+        agent = self._agent()
+        assert agent is not None
+        return agent
+
+    def _read(self, places: list[str]) -> dict[str, Record]:
+        """The records at these places, without those of workers that have left."""
+        deadline = Deadline(_WRITING_S)
+        while places and not self._store.check(places):
+            # Who has been killed between the two lines that take a place and fill it leaves it so.
+            if deadline.passed():
+                places = [place for place in places if self._store.check([place])]
+                break
+            time.sleep(0.01)
+        return read_records(self._store, places, self._own)
+
+    def _admit(self, text: str) -> None:
+        """For a worker that joins, with what it passed to `meet` has announced."""
+        values = json.loads(text)
+        place, record = str(values["place"]), Record.from_values(values["record"])
+        # It has found its rank and its name free in the list: who had them is gone, even if that was not seen here.
+        self._remove(
+            earlier
+            for earlier, member in list(self._members.items())
+            if earlier != place and (member.rank == record.rank or member.name == record.name)
+        )
+        with self._lock:
+            if place not in self._members:
+                self._members[place] = record
+                self._running_agent().add_records([record], self._members.values())
+
+    def _remove(self, places: Iterable[str]) -> None:
+        for place in places:
+            with self._lock:
+                record = self._members.pop(place, None)
+            if record is self._own:
+                raise RuntimeError(f"{record} is here, and its rank and name are not free")
+            if record is not None:
+                self._running_agent()._remove_member(record.session)
+
+    def _forget(self, session: int) -> None:
+        """For a member that has been lost: others shall not look for it."""
+        with self._lock:
+            places = [place for place, record in self._members.items() if record.session == session]
+        for place in places:
+            self._strike(place)
+
+    def _strike(self, place: str) -> None:
+        # Without the Store nobody can read the list either.
+        with contextlib.suppress(DistError):
+            self._store.set(place, "")
+
+
+class StaticGroup:
+    """A group of fixed size, as far as those must know of it who come without one."""
+
+    is_static = True
+
+    def __init__(self, store: Store, own: Record) -> None:
+        self._store = store
+        self._own = own
+        self._is_announced = False
+
+    def refuse_mixture(self) -> None:
+        """RuntimeError if workers at this Store are in a group without a size."""
+        store = PrefixStore(_DYNAMIC, self._store)
+        if store.check(["arrivals"]):
+            places = [f"member/{position}" for position in range(store.add("arrivals", 0))]
+            members = read_records(store, [place for place in places if store.check([place])], self._own)
+            for member in members.values():
+                if not member.has_ended_beside(self._own):
+                    raise _mixture(member, has_size=False)
+
+    def announce(self) -> None:
+        """Rank 0 does, for all of them."""
+        if self._own.rank == 0:
+            self._store.set(_STATIC, str(self._own))
+            self._is_announced = True
+
+    def leave(self) -> None:
+        """Of all of them, rank 0 says that the group is over."""
+        if self._is_announced:
+            self._is_announced = False
+            with contextlib.suppress(DistError):
+                self._store.set(_STATIC, "")
+
+
+def _mixture(member: object, has_size: bool) -> RuntimeError:
+    # The sentence is torch's, which programs and tests may look for.
+    return RuntimeError(
+        "RPC group mixes statically and dynamically initialized members which is not supported. At this Store is a "
+        f"group {'with' if has_size else 'without'} a world_size, which {member} belongs to: pass world_size to every "
+        "init_rpc, or to none."
+    )
+
+
+def _place_is_taken(own: Record, other: Record) -> RuntimeError:
+    what = f"name {own.name!r}" if own.name == other.name else f"rank {own.rank}"
+    return RuntimeError(
+        f"the worker {what} is not unique: {own} wants to join the group, and {other} is a member; give every worker a "
+        f"rank and a name of its own. If that one has died, the others have not noticed yet."
+    )

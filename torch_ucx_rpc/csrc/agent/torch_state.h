@@ -1,0 +1,22 @@
+#pragma once
+
+#include <torch/csrc/distributed/rpc/rpc_agent.h>
+
+#include <memory>
+
+// What torch keeps for the whole life of a process, made fit for workers that come and go. torch (2.11 to 2.15) has no
+// functions for it.
+namespace torch_ucx_rpc {
+
+// torch's bookkeeping of RRefs keeps the first agent of the process, and stops when that is shut down: in every later life
+// RRefs were never deleted on their owners, with any agent. To be called when an agent starts that is torch's current one.
+void renewRRefContext(std::shared_ptr<torch::distributed::rpc::RpcAgent> agent);
+
+// As torch.distributed.autograd._init, but the rank may be another one than in an earlier life of this process.
+//
+// torch makes the ids of RRefs, and of the contexts and messages of distributed autograd, from the rank and a count that starts
+// anew with the process. A worker with the rank of one that has crashed would reuse ids that other workers still know: with
+// `areIdsRandom`, for groups where that can happen, the counts start at random points.
+void initAutograd(torch::distributed::rpc::worker_id_t rank, bool areIdsRandom);
+
+} // namespace torch_ucx_rpc

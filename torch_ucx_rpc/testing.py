@@ -1,0 +1,107 @@
+"""A UCX agent that loses and delays messages on demand, to test what a program does then.
+
+Importing this module adds the backend "FAULTY_UCX" to ``torch.distributed.rpc``, the counterpart of torch's
+"FAULTY_TENSORPIPE" (``torch.distributed.rpc._testing``), with options of the same names. Nothing of it is imported
+otherwise.
+
+Example::
+
+    >>> from torch_ucx_rpc.testing import FaultyUcxRpcBackendOptions
+    >>> options = FaultyUcxRpcBackendOptions(messages_to_fail=["RREF_FORK_REQUEST"], num_fail_sends=3)
+    >>> rpc.init_rpc("w0", rank=0, world_size=2, rpc_backend_options=options)
+"""
+
+# mypy: allow-untyped-calls
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch.distributed.rpc import backend_registry
+
+from torch_ucx_rpc import _agent
+from torch_ucx_rpc._native import _C
+from torch_ucx_rpc._options import Option, UcxRpcBackendOptions, check_seconds
+
+__all__ = ["FaultyUcxRpcBackendOptions"]
+
+
+def _check_names(name: str, value: Any) -> list[str]:
+    if isinstance(value, str) or not isinstance(value, Iterable):
+        raise TypeError(f"{name} must be a list of request types such as 'PYTHON_CALL'; {value!r} is none")
+    return [_check_request_type(name, item) for item in value]
+
+
+def _check_delays(name: str, value: Any) -> dict[str, float]:
+    if not isinstance(value, Mapping):
+        raise TypeError(f"{name} must be a dict from request types such as 'PYTHON_CALL' to seconds; {value!r} is none")
+    return {_check_request_type(name, key): check_seconds(f"{name}[{key!r}]", delay) for key, delay in value.items()}
+
+
+def _check_request_type(name: str, value: Any) -> str:
+    if value not in _C.REQUEST_TYPES:
+        known = ", ".join(_C.REQUEST_TYPES)
+        raise ValueError(f"{name}: there are no requests of type {value!r}; the types are {known}")
+    return str(value)
+
+
+def _check_count(name: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ValueError(f"{name} must be an int of at least 0; it cannot be {value!r}")
+    return value
+
+
+class FaultyUcxRpcBackendOptions(UcxRpcBackendOptions):
+    """`UcxRpcBackendOptions`, and what goes wrong.
+
+    Args:
+        messages_to_fail (list[str]): requests of these types of torch's, such as ``"PYTHON_CALL"`` or
+            ``"RREF_FORK_REQUEST"``, fail when they are sent (default: none).
+        num_fail_sends (int): so many sends of each such message fail (default: 0). torch repeats those with which it
+            keeps books about RRefs and autograd contexts.
+        messages_to_delay (dict[str, float]): requests of these types wait so many seconds at the callee before they are
+            handled (default: none).
+    """
+
+    __slots__ = ()
+
+    messages_to_fail = Option(_check_names)
+    messages_to_delay = Option(_check_delays)
+    num_fail_sends = Option(_check_count)
+
+    def __init__(
+        self,
+        *,
+        messages_to_fail: Iterable[str] = (),
+        messages_to_delay: Mapping[str, float] | None = None,
+        num_fail_sends: int = 0,
+        **options: Any,
+    ) -> None:
+        super().__init__(**options)
+        self.messages_to_fail = messages_to_fail
+        self.messages_to_delay = messages_to_delay or {}
+        self.num_fail_sends = num_fail_sends
+
+
+class FaultyUcxRpcAgent(_agent.UcxRpcAgent, _C.FaultyUcxRpcAgent):
+    """The agent that these options make."""
+
+    def __init__(self, *arguments: Any) -> None:
+        *_, options = arguments
+        super().__init__(
+            *arguments,
+            messages_to_fail=options.messages_to_fail,
+            messages_to_delay=options.messages_to_delay,
+            num_fail_sends=options.num_fail_sends,
+        )
+
+
+def construct_options(rpc_timeout: float, init_method: str, **options: Any) -> FaultyUcxRpcBackendOptions:
+    """Handler of ``backend_registry.construct_rpc_backend_options``."""
+    return FaultyUcxRpcBackendOptions(rpc_timeout=rpc_timeout, init_method=init_method, **options)
+
+
+if FaultyUcxRpcBackendOptions not in _agent.AGENT_TYPES:
+    _agent.AGENT_TYPES[FaultyUcxRpcBackendOptions] = FaultyUcxRpcAgent
+    backend_registry.register_backend("FAULTY_UCX", construct_options, _agent.init_backend)
