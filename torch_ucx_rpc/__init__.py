@@ -5,20 +5,23 @@ is. What a program may use from here:
 
 * `UcxRpcBackendOptions`: threads, timeouts, memory limits and device maps of a worker
 * `replace_tensorpipe`: UCX wherever a program asks for TensorPipe, or for no backend
+* ``testing``, a module to import by itself: the agent with faults on demand
 * `__version__`
 
 How the package is laid out:
 
-* ``_native``      finds UCX, checks torch, loads the extension ``_C``
-* ``_options``     `UcxRpcBackendOptions`
-* ``_register``    everything that is changed in torch, in one function
-* ``_replace``     `replace_tensorpipe`, and the environment variable that calls it
-* ``_agent``       ``init_rpc`` for this backend, the running agent, the end of the process
-* ``_sparse``      compressed sparse tensors as results of Python functions
-* ``_rendezvous``  the Store through which the workers of a job find each other
-* ``_members``     who of them belongs to the group
-* ``_record``      what each tells the others of itself
-* ``_C``           the agent itself, written in C++ (``csrc/``)
+* ``_native``        finds UCX, checks torch, loads the extension ``_C``
+* ``_options``       `UcxRpcBackendOptions`
+* ``_register``      everything that is changed in torch, in one function
+* ``_replace``       `replace_tensorpipe`, and the environment variable that calls it
+* ``_agent``         ``init_rpc`` for this backend, the running agent, the end of the process
+* ``_exceptions``    what a callee raises keeps its type
+* ``_sparse``        compressed sparse tensors as results of Python functions
+* ``_rendezvous``    the Store through which the workers of a job find each other
+* ``_members``       who of them belongs to a group of fixed size
+* ``_dynamic_group`` who belongs to one that workers join and leave
+* ``_record``        what each tells the others of itself
+* ``_C``             the agent itself, written in C++ (``csrc/``)
 """
 
 from importlib.metadata import version as _installed_version

@@ -1,6 +1,7 @@
 #include "agent/process_watch.h"
 
 #include <gtest/gtest.h>
+#include <fcntl.h>
 #include <poll.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -98,6 +99,15 @@ TEST_F(ProcessWatchTest, EndOfAProcessIsNoticed) {
   ASSERT_TRUE(isReadable(30'000)) << "before anybody has reaped it";
   watched_[0].second();
   EXPECT_EQ(ends_, 1);
+}
+
+TEST_F(ProcessWatchTest, ProcessThatIsForgottenCostsNoDescriptor) {
+  const Child child;
+  const Member member = memberOf(child.pid());
+  ASSERT_EQ(watch_.add(member, self_, [] {}), ProcessWatch::Outcome::kWatched);
+  watch_.forget(member);
+  EXPECT_EQ(fcntl(watched_.at(0).first, F_GETFD), -1);
+  watch_.forget(member); // and again
 }
 
 TEST_F(ProcessWatchTest, ProcessThatHasEndedIsNotWatched) {

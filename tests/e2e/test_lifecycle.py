@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.autograd as dist_autograd
 import torch.distributed.rpc as rpc
 import workers
 from workers import backend_options, eventually, in_every_worker, init_rpc, reserved_port, run_program
@@ -205,6 +206,29 @@ def test_joining_again_and_again_leaves_nothing_behind(rank: int) -> None:
         had[attempt] = belongings()
     # The end of a connection to the Store may take a moment.
     eventually(lambda: all(now <= had[1][what] for what, now in belongings().items()), f"no more than in {had}")
+
+
+@in_every_worker(of=2, init=False)
+def test_rrefs_and_gradients_work_in_every_life(rank: int) -> None:
+    for attempt in range(3):
+        # The ranks change too, which torch alone does not allow.
+        own = (rank + attempt) % 2
+        init_rpc(own)
+        if own == 1:
+            rref = rpc.remote("worker0", add_one, args=(torch.ones(2),))
+            assert rref.to_here().sum() == 4
+            assert rpc.rpc_sync("worker0", owned_rrefs) == 1
+            del rref
+            eventually(lambda: rpc.rpc_sync("worker0", owned_rrefs) == 0, "the RRef is deleted on its owner")
+            with dist_autograd.context() as context:
+                x = torch.ones(2, requires_grad=True)
+                dist_autograd.backward(context, [rpc.rpc_sync("worker0", add_one, args=(x,)).sum()])
+                assert torch.equal(dist_autograd.get_gradients(context)[x], torch.ones(2))
+        rpc.shutdown()
+
+
+def owned_rrefs() -> int:
+    return int(rpc._get_debug_info()["num_owner_rrefs"])
 
 
 _released = threading.Event()
