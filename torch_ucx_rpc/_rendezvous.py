@@ -30,6 +30,12 @@ T = TypeVar("T")
 # How torch's messages begin, which programs and tests may look for.
 _START = "Error initializing torch.distributed using {}:// rendezvous:"
 
+# What to know of a group without a size.
+_STORE_ENDS = (
+    " A group without a world_size can be joined as long as its Store is there, and this one ends with the process of "
+    "rank 0. For joins after that use a Store outside of it: torchrun's, or a file, init_method='file:///path'."
+)
+
 # For a Store to answer who has reached it. What does not answer is something else.
 _ANSWER_S = 10.0
 
@@ -129,17 +135,9 @@ def _create_tcp_store(
     address = f"{host}:{port}"
     by_torchrun: bool = _torchelastic_use_agent_store()
     is_server = rank == 0 and not by_torchrun
+    hint = "" if world_size is not None or by_torchrun else _STORE_ENDS
     if not is_server:
-        try:
-            _await_listener(host, port, "torchrun" if by_torchrun else "rank 0", deadline)
-        except RuntimeError as error:
-            if world_size is not None or by_torchrun:
-                raise
-            raise RuntimeError(
-                f"{error} A group without a world_size can be joined as long as its Store is there, and this one ends "
-                f"with the process of rank 0. For joins after that use a Store outside of it: torchrun's, or a file, "
-                f"init_method='file:///path'."
-            ) from error
+        _await_listener(host, port, "torchrun" if by_torchrun else "rank 0", deadline, hint)
 
     def create() -> TCPStore:
         return TCPStore(
@@ -171,12 +169,12 @@ def _create_tcp_store(
         else:
             problem = (
                 f"rank {rank} cannot use what listens at {address} as a Store: if another program does, choose another "
-                f"port. ({error})"
+                f"port. ({error}){hint}"
             )
         raise RuntimeError(problem) from error
 
 
-def _await_listener(host: str, port: int, server: str, deadline: Deadline) -> None:
+def _await_listener(host: str, port: int, server: str, deadline: Deadline, hint: str) -> None:
     """Return once somebody listens. TCPStore would wait too, but in C++, printing each failure with its stack."""
     pause = 0.01
     while True:
@@ -188,7 +186,7 @@ def _await_listener(host: str, port: int, server: str, deadline: Deadline) -> No
                 raise RuntimeError(
                     f"nobody listens at {host}:{port} after {deadline.timeout:g} s ({error}): {server} must be running "
                     f"there; check that it has started, and that MASTER_ADDR and MASTER_PORT, or the init_method, name "
-                    f"its host and port and are the same for every worker."
+                    f"its host and port and are the same for every worker.{hint}"
                 ) from error
         time.sleep(min(pause, deadline.remaining()))
         pause = min(2 * pause, 0.25)

@@ -125,6 +125,8 @@ def come_and_go(rank: int, steps: Steps) -> None:
         steps.done(f"stopped {rank}")
         steps.wait_for("stopped 0", "stopped 1")
         eventually(lambda: present() == {"worker0", "worker1"}, "only those two are left")
+        steps.done(f"alone {rank}")
+        steps.wait_for("alone 0", "alone 1")
         rpc.shutdown()
         return
     steps.wait_for("joined 0", "joined 1")
@@ -230,7 +232,8 @@ def join_without_store(rank: int, steps: Steps) -> None:
         os._exit(0)
     eventually(lambda: any(steps._directory.glob("left *")), "worker0 has left")
     [step] = steps._directory.glob("left *")
-    eventually(lambda: not Path(f"/proc/{step.name.split()[1]}/fd/0").exists(), "its process has ended")
+    stat = Path(f"/proc/{step.name.split()[1]}/stat")
+    eventually(lambda: not stat.exists() or ") Z " in stat.read_text(), "its process has ended")
     with pytest.raises(RuntimeError, match=r"(?s)nobody listens.*ends with the process of rank 0.*file:///path"):
         join(1, rpc_backend_options=backend_options(rpc_timeout=1))
 

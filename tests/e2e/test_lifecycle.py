@@ -208,12 +208,15 @@ def test_joining_again_and_again_leaves_nothing_behind(rank: int) -> None:
     eventually(lambda: all(now <= had[1][what] for what, now in belongings().items()), f"no more than in {had}")
 
 
-@in_every_worker(of=2, init=False)
-def test_rrefs_and_gradients_work_in_every_life(rank: int) -> None:
+def test_rrefs_and_gradients_work_in_every_life(run_workers: Callable[..., list], tmp_path: Path) -> None:
+    run_workers(2, live_three_times, tmp_path, init=False)
+
+
+def live_three_times(rank: int, directory: Path) -> None:
     for attempt in range(3):
         # The ranks change too, which torch alone does not allow.
         own = (rank + attempt) % 2
-        init_rpc(own)
+        init_rpc(own, rpc_backend_options=backend_options(init_method=(directory / str(attempt)).as_uri()))
         if own == 1:
             rref = rpc.remote("worker0", add_one, args=(torch.ones(2),))
             assert rref.to_here().sum() == 4

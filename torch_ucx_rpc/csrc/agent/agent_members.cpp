@@ -49,7 +49,7 @@ void UcxRpcAgent::addMembers(std::vector<Member> members) {
 void UcxRpcAgent::removeMember(uint64_t session) {
   if (Peer* peer = directory_.findSession(session)) {
     onPeerGone(*peer, Peer::State::kLeft, {ErrorCode::kShutDown, peer->describe() + " has left the group"});
-    directory_.remove(session);
+    directory_.remove(*peer);
   }
 }
 

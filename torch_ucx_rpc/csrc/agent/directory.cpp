@@ -41,16 +41,17 @@ void Directory::add(Member member) {
   peers_.push_back(std::move(peer));
 }
 
-void Directory::remove(uint64_t session) {
+void Directory::remove(const Peer& peer) {
   const std::unique_lock lock(mutex_);
-  forgetLocked(findIn(bySession_, session));
+  if (findIn(byRank_, peer.member().rank) == &peer) {
+    forgetLocked(&peer);
+  }
 }
 
-void Directory::forgetLocked(Peer* peer) {
+void Directory::forgetLocked(const Peer* peer) {
   if (peer != nullptr) {
     byRank_.erase(peer->member().rank);
     byName_.erase(peer->member().name);
-    bySession_.erase(peer->member().session);
   }
 }
 

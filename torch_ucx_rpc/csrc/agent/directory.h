@@ -19,8 +19,8 @@ class Directory {
   // there has the same rank or name, or any worker the same session.
   void add(Member member);
 
-  // Forgets a worker; its rank and name can be taken again.
-  void remove(uint64_t session);
+  // Forgets the rank and the name of a worker. Its session stays known: frames of it may still arrive.
+  void remove(const Peer& peer);
 
   // Null where there is no such worker.
   Peer* find(worker_id_t rank) const;
@@ -38,7 +38,7 @@ class Directory {
 
  private:
   std::string knownNamesLocked() const;
-  void forgetLocked(Peer* peer);
+  void forgetLocked(const Peer* peer);
 
   mutable std::shared_mutex mutex_;
   // Guarded by mutex_:
