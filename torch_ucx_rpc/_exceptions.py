@@ -5,12 +5,17 @@ anew at the caller. Where a future lies between, as in ``rpc_sync`` and ``rpc_as
 ``std::runtime_error`` with the text (torch 2.13; a ValueError and a TypeError stay what they are). So what was raised
 is remembered here by the text that it becomes, and the extension asks whenever a ``std::runtime_error`` is about to
 become a Python exception.
+
+It gets an exception of the original type that is a RuntimeError too. So ``except KeyError`` works, and so does the
+``except RuntimeError`` of a program that was written for what torch makes of it.
 """
 
 # mypy: allow-untyped-calls
 
 from __future__ import annotations
 
+import copyreg
+import functools
 import threading
 from collections import OrderedDict
 from typing import Any
@@ -51,8 +56,39 @@ def original(text: str) -> Exception | None:
     beginning, _, _ = text.rpartition("\n\nAt:\n")
     with _lock:
         result = _remembered.get(beginning)
+    if result is None:
+        return None
     try:
-        _torchs_handle_exception(result)
+        _torchs_handle_exception(result._replace(exception_type=_that_is_a_runtime_error(result.exception_type)))
     except Exception as error:
         return error.with_traceback(None)
     return None
+
+
+class _TypeOfBoth(type):
+    """The type of the types that `_that_is_a_runtime_error` makes, for pickle to know them by."""
+
+
+@functools.cache
+def _that_is_a_runtime_error(exception_type: type[Exception]) -> type[Exception]:
+    if issubclass(exception_type, RuntimeError):
+        return exception_type
+    names = {name: getattr(exception_type, name) for name in ("__module__", "__qualname__", "__doc__")}
+    try:
+        both: type = _TypeOfBoth(exception_type.__name__, (exception_type, RuntimeError), names)
+    except TypeError:
+        # Not every type can have a second base: its memory is laid out otherwise, or it has a metaclass.
+        return exception_type
+    return both
+
+
+def reduce_type(both: _TypeOfBoth) -> tuple[Any, ...]:
+    """For pickle: a worker may raise on what another one has raised. It goes on as the original type."""
+    return _identity, (both.__bases__[0],)
+
+
+def _identity(value: Any) -> Any:
+    return value
+
+
+copyreg.pickle(_TypeOfBoth, reduce_type)

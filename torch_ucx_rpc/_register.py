@@ -65,6 +65,7 @@ def register() -> None:
     api._invoke_rpc = _invoke_rpc
     api._delete_all_user_and_unforked_owner_rrefs = _delete_rrefs  # type: ignore[attr-defined]
     _internal_rpc_pickler._dispatch_table[torch.Tensor] = _reduce_tensor
+    _internal_rpc_pickler._dispatch_table[_exceptions._TypeOfBoth] = _exceptions.reduce_type
     # Taken by torch's C++ when the first agent of the process starts.
     internal._handle_exception = _exceptions.handle_exception
     _C.translate_runtime_errors(_exceptions.original)

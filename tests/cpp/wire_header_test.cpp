@@ -47,7 +47,15 @@ TEST(WireHeaderTest, LayoutIsTheDrawnOne) {
 
 TEST(WireHeaderTest, EveryKindIsAcceptedWithoutSpans) {
   for (const Kind kind :
-       {Kind::kRequest, Kind::kResponse, Kind::kCancel, Kind::kGoodbye, Kind::kBarrierArrive, Kind::kBarrierRelease}) {
+       {Kind::kRequest,
+        Kind::kResponse,
+        Kind::kCancel,
+        Kind::kGoodbye,
+        Kind::kBarrierArrive,
+        Kind::kBarrierRelease,
+        Kind::kJoin,
+        Kind::kLeave,
+        Kind::kAcknowledge}) {
     Header sent;
     sent.kind = kind;
     Header received;
@@ -78,7 +86,7 @@ TEST(WireHeaderTest, LiesAreRefused) {
       {"older version", [](Header& header) { header.version = 0; }},
       {"newer version", [](Header& header) { header.version = kVersion + 1; }},
       {"kind 0", [](Header& header) { header.kind = static_cast<Kind>(0); }},
-      {"kind beyond the last", [](Header& header) { header.kind = static_cast<Kind>(7); }},
+      {"kind beyond the last", [](Header& header) { header.kind = static_cast<Kind>(10); }},
       {"kind 255", [](Header& header) { header.kind = static_cast<Kind>(255); }},
       {"more spans than allowed", [](Header& header) { header.spanCount = kMaxSpans + 1; }},
       {"spans without number", [](Header& header) { header.spanCount = 0xFFFFFFFF; }},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pickle
 import signal
 import threading
 import time
@@ -208,10 +209,22 @@ def test_exceptions_of_the_callee_are_raised_with_their_type_and_message() -> No
         ):
             with pytest.raises(exception, match="this was to be") as raised:
                 call()
-            assert raised.type is exception
+            assert (raised.type.__name__, raised.type.__module__) == (kind, exception.__module__)
             # Where it happened: the worker, and its stack.
             for word in (kind, "worker1", "in fail"):
                 assert word in str(raised.value)
+
+
+@in_worker0(of=2, silent=False)
+def test_exceptions_of_the_callee_are_the_runtime_errors_of_tensorpipe_too() -> None:
+    for kind in ("RuntimeError", "KeyError", "FileNotFoundError", "Unusual"):
+        with pytest.raises(RuntimeError, match="this was to be"):
+            rpc.rpc_sync("worker1", fail, args=(kind,))
+    with pytest.raises(KeyError) as raised:
+        rpc.rpc_sync("worker1", fail, args=("KeyError",))
+    copied = pickle.loads(pickle.dumps(raised.value))
+    assert type(copied) is KeyError
+    assert copied.args == raised.value.args
 
 
 @in_worker0(of=2)

@@ -128,14 +128,7 @@ std::shared_ptr<FaultyUcxRpcAgent> makeFaultyAgent(
     faults.messagesToDelay[type] = toMilliseconds(seconds);
   }
   return makeAgent<FaultyUcxRpcAgent>(
-      std::move(name),
-      rank,
-      rpcTimeout,
-      numWorkerThreads,
-      receiveWindowBytes,
-      hostPoolBytes,
-      expectedPeers,
-      faults);
+      std::move(name), rank, rpcTimeout, numWorkerThreads, receiveWindowBytes, hostPoolBytes, expectedPeers, faults);
 }
 
 } // namespace
@@ -217,9 +210,7 @@ PYBIND11_MODULE(_C, module) {
       .def("_add_members", &UcxRpcAgent::addMembers, py::arg("members"), NoGil())
       .def(
           "_set_membership",
-          [](UcxRpcAgent& agent,
-             std::function<void(const std::string&)> onJoin,
-             std::function<void(uint64_t)> onLost) {
+          [](UcxRpcAgent& agent, std::function<void(const std::string&)> onJoin, std::function<void(uint64_t)> onLost) {
             agent.setMembership({std::move(onJoin), std::move(onLost)});
           },
           py::arg("on_join"),

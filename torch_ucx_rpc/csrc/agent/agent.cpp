@@ -133,7 +133,8 @@ void UcxRpcAgent::shutdownImpl() {
   std::call_once(shutdownOnce_, [this] {
     if (!isEverybodyLeaving_.load()) {
       for (Peer* peer : directory_.all()) {
-        if (peer->isThere() && peer->member().session != session_) { // also who has never heard of us: it would take our end for a crash
+        if (peer->isThere() &&
+            peer->member().session != session_) { // also who has never heard of us: it would take our end for a crash
           postControl(*peer, wire::Kind::kGoodbye, 0, {});
         }
       }

@@ -194,7 +194,8 @@ class UcxRpcAgent : public torch::distributed::rpc::RpcAgent, public std::enable
   uint64_t gilWaits_ = 0;
   std::unordered_map<std::string, DeviceMap> deviceMaps_;
   std::unordered_map<std::string, DeviceMap> reverseDeviceMaps_;
-  std::forward_list<std::vector<c10::Device>> devices_{{}}; // the latest first; none is destroyed, getDevices() has given it out
+  std::forward_list<std::vector<c10::Device>> devices_{
+      {}}; // the latest first; none is destroyed, getDevices() has given it out
 };
 
 } // namespace torch_ucx_rpc

@@ -430,11 +430,13 @@ Timer::Clock::time_point UcxRpcAgent::onTimer(Timer::Clock::time_point now) {
     return next;
   }
   const uint64_t releases = window_->releases();
+  const auto patience =
+      window_->receivingMessages.load() == 0 ? ReceiveWindow::kPatience : ReceiveWindow::kPatienceWhileReceiving;
   if (stalledSince_ == Timer::Clock::time_point{} || releases != stalledReleases_ ||
       threads_->counts().waitingRequests != 0) {
     stalledReleases_ = releases;
     stalledSince_ = now;
-  } else if (now - stalledSince_ >= ReceiveWindow::kPatience) {
+  } else if (now - stalledSince_ >= patience) {
     progress_->submit([this] { inbox_->admitStalled(); });
     stalledSince_ = now;
   }

@@ -15,7 +15,8 @@ namespace torch_ucx_rpc {
 struct Faults {
   std::vector<std::string> messagesToFail; // their sends fail ...
   int sendsToFail = 0; // ... so many times each; torch retries some
-  std::map<std::string, std::chrono::milliseconds> messagesToDelay; // how long each waits at the callee before it is handled
+  std::map<std::string, std::chrono::milliseconds>
+      messagesToDelay; // how long each waits at the callee before it is handled
 };
 
 // The types there are.

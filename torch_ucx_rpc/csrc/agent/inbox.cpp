@@ -203,6 +203,7 @@ void Inbox::updateWaitingCount() {
 
 void Inbox::start(Waiting waiting, Admission admission) {
   const auto receiving = receiving_.emplace(receiving_.end());
+  window_->receivingMessages.store(receiving_.size());
   IncomingMessage& message = receiving->message;
   wire::Assembled& assembled = waiting.assembled;
   message.from = waiting.from;
@@ -225,7 +226,7 @@ void Inbox::start(Waiting waiting, Admission admission) {
          message.header,
          {ErrorCode::kOutOfMemory, "out of memory for a message of " + std::to_string(waiting.bytes) + " bytes"},
          std::move(message.admission)});
-    receiving_.erase(receiving);
+    forget(receiving);
     return;
   }
 
@@ -259,12 +260,17 @@ void Inbox::finishPart(std::list<Receiving>::iterator receiving, Error error) {
   }
   IncomingMessage message = std::move(receiving->message);
   Error outcome = std::move(receiving->error);
-  receiving_.erase(receiving);
+  forget(receiving);
   if (outcome) {
     deliveries_.rejections.push_back({message.from, message.header, std::move(outcome), std::move(message.admission)});
   } else {
     deliveries_.messages.push_back(std::move(message));
   }
+}
+
+void Inbox::forget(std::list<Receiving>::iterator receiving) {
+  receiving_.erase(receiving);
+  window_->receivingMessages.store(receiving_.size());
 }
 
 void Inbox::dropPeer(const Peer& peer) {

@@ -98,6 +98,7 @@ class Inbox final : public TransportListener {
   void start(Waiting waiting, Admission admission);
   void receivePart(std::list<Receiving>::iterator receiving, const wire::Piece& piece, void* into);
   void finishPart(std::list<Receiving>::iterator receiving, Error error);
+  void forget(std::list<Receiving>::iterator receiving);
   void updateWaitingCount();
 
   Transport& transport_;

@@ -47,6 +47,8 @@ class ReceiveWindow : public std::enable_shared_from_this<ReceiveWindow> {
  public:
   // A window that has not moved for this long, while no request waits for a thread, is stalled.
   static constexpr auto kPatience = std::chrono::milliseconds(100);
+  // The same while something is being received: a slow network is no deadlock, and a sender that hangs is none of the others'.
+  static constexpr auto kPatienceWhileReceiving = std::chrono::milliseconds(1000);
 
   // `onRoom` is called, on the releasing thread, when bytes are given back while something waits.
   ReceiveWindow(uint64_t limitBytes, UniqueFunction<void()> onRoom)
@@ -59,6 +61,8 @@ class ReceiveWindow : public std::enable_shared_from_this<ReceiveWindow> {
 
   // Messages that wait for admission; kept by the inbox under the worker lock.
   std::atomic<uint64_t> waitingMessages{0};
+  // Admitted messages that have not arrived whole; likewise.
+  std::atomic<uint64_t> receivingMessages{0};
 
   uint64_t limitBytes() const {
     return limitBytes_;

@@ -79,11 +79,7 @@ class Decoder {
         dtype);
     const bool isQuantized =
         record.layout == Layout::kQuantizedPerTensor || record.layout == Layout::kQuantizedPerChannel;
-    TORCH_CHECK(
-        isQuantized == c10::isQIntType(dtype),
-        "malformed message: dtype ",
-        dtype,
-        " in the wrong place");
+    TORCH_CHECK(isQuantized == c10::isQIntType(dtype), "malformed message: dtype ", dtype, " in the wrong place");
     return dtype;
   }
 
