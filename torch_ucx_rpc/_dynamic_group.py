@@ -123,7 +123,7 @@ class DynamicGroup:
         return read_records(self._store, places, self._own)
 
     def _admit(self, text: str) -> None:
-        """For a worker that joins, with what it passed to `meet` has announced."""
+        """For a worker that joins, with what its `meet` has announced."""
         values = json.loads(text)
         place, record = str(values["place"]), Record.from_values(values["record"])
         # It has found its rank and its name free in the list: who had them is gone, even if that was not seen here.
@@ -139,10 +139,10 @@ class DynamicGroup:
 
     def _remove(self, places: Iterable[str]) -> None:
         for place in places:
+            if self._members.get(place) is self._own:
+                raise RuntimeError(f"{self._own} is here, and its rank and name are not free")
             with self._lock:
                 record = self._members.pop(place, None)
-            if record is self._own:
-                raise RuntimeError(f"{record} is here, and its rank and name are not free")
             if record is not None:
                 self._running_agent()._remove_member(record.session)
 

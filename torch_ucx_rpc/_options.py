@@ -181,9 +181,10 @@ class UcxRpcBackendOptions(RpcBackendOptions):
         self.receive_window_bytes = receive_window_bytes
         self.host_pool_bytes = host_pool_bytes
         for name in unknown:
-            near = difflib.get_close_matches(name, self._values, n=1)
+            known = sorted(k for base in type(self).__mro__ for k, v in vars(base).items() if isinstance(v, Option))
+            near = difflib.get_close_matches(name, known, n=1)
             meant = f"; did you mean {near[0]}?" if near else "."
-            raise TypeError(f"there is no option {name!r}{meant} The options are {', '.join(sorted(self._values))}.")
+            raise TypeError(f"there is no option {name!r}{meant} The options are {', '.join(known)}.")
 
     def set_device_map(self, to: str, device_map: Mapping[Device, Device]) -> None:
         """Add to the device map for one callee.

@@ -1,0 +1,96 @@
+"""`torch_ucx_rpc.testing`: its options, and that they choose the agent. What the faults do, PyTorch's suites test."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import pytest
+import torch.distributed.rpc as rpc
+from workers import run_program
+
+from torch_ucx_rpc.testing import FaultyUcxRpcBackendOptions
+
+FAULTS: dict[str, Any] = {
+    "messages_to_fail": ["PYTHON_CALL"],
+    "messages_to_delay": {"SCRIPT_CALL": 0.2},
+    "num_fail_sends": 2,
+}
+
+
+def test_options_are_those_of_ucx_and_the_faults() -> None:
+    options = FaultyUcxRpcBackendOptions(num_worker_threads=3, **FAULTS)
+    assert options.num_worker_threads == 3
+    assert {name: getattr(options, name) for name in FAULTS} == FAULTS
+    assert pickle.loads(pickle.dumps(options)) == options
+    assert eval(repr(options)) == options
+    assert options != FaultyUcxRpcBackendOptions(num_worker_threads=3)
+
+
+def test_without_a_word_nothing_goes_wrong() -> None:
+    options = FaultyUcxRpcBackendOptions()
+    assert (options.messages_to_fail, options.messages_to_delay, options.num_fail_sends) == ([], {}, 0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        ({"messages_to_fail": ["PYTHON_CAL"]}, ValueError, r"no requests of type 'PYTHON_CAL'; .*PYTHON_CALL, "),
+        ({"messages_to_fail": ["PYTHON_RET"]}, ValueError, "no requests of type 'PYTHON_RET'"),
+        ({"messages_to_fail": "PYTHON_CALL"}, TypeError, "must be a list of request types"),
+        ({"messages_to_delay": {"NO": 1.0}}, ValueError, "no requests of type 'NO'"),
+        ({"messages_to_delay": {"PYTHON_CALL": "1"}}, TypeError, "must be a number of seconds"),
+        ({"messages_to_delay": ["PYTHON_CALL"]}, TypeError, "must be a dict"),
+        ({"num_fail_sends": -1}, ValueError, "must be an int of at least 0"),
+        ({"num_fail_send": 1}, TypeError, "did you mean num_fail_sends"),
+    ],
+)
+def test_mistakes_are_errors_that_name_them(arguments: dict[str, Any], error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        FaultyUcxRpcBackendOptions(**arguments)
+
+
+def test_the_backend_can_be_constructed_by_name() -> None:
+    backend = rpc.backend_registry.BackendType["FAULTY_UCX"]
+    options = rpc.backend_registry.construct_rpc_backend_options(backend, **FAULTS)
+    assert options == FaultyUcxRpcBackendOptions(**FAULTS)
+
+
+def test_the_options_choose_the_agent() -> None:
+    [ended] = run_program("""
+        import os, time, torch
+        import torch.distributed.rpc as rpc
+        from torch_ucx_rpc.testing import FaultyUcxRpcBackendOptions
+
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+        options = FaultyUcxRpcBackendOptions(
+            messages_to_fail=["PYTHON_CALL"], num_fail_sends=1, messages_to_delay={"SCRIPT_CALL": 0.3}
+        )
+        for backend in (None, "UCX", rpc.backend_registry.BackendType["FAULTY_UCX"]):
+            rpc.init_rpc("w0", backend=backend, rank=0, world_size=1, rpc_backend_options=options)
+            try:
+                rpc.rpc_sync("w0", os.getpid)
+            except RuntimeError as error:
+                assert "fails on demand" in str(error)
+            else:
+                raise AssertionError("that send was to fail")
+            # The same message again.
+            assert rpc.rpc_sync("w0", os.getpid) == os.getpid()
+            start = time.monotonic()
+            assert rpc.rpc_sync("w0", torch.add, args=(torch.ones(1), 1)).item() == 2
+            assert time.monotonic() - start >= 0.3
+            rpc.shutdown()
+        print("done")
+    """)
+    assert (ended.returncode, ended.stdout) == (0, "done\n"), ended.stderr
+
+
+def test_nothing_of_it_is_imported_otherwise() -> None:
+    [ended] = run_program("""
+        import sys, torch_ucx_rpc
+        import torch.distributed.rpc as rpc
+
+        assert "torch_ucx_rpc.testing" not in sys.modules
+        assert "FAULTY_UCX" not in rpc.backend_registry.BackendType.__members__
+    """)
+    assert ended.returncode == 0, ended.stderr
