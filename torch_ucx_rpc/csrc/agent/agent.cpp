@@ -132,9 +132,9 @@ void UcxRpcAgent::startImpl() {
 void UcxRpcAgent::shutdownImpl() {
   std::call_once(shutdownOnce_, [this] {
     if (!isEverybodyLeaving_.load()) {
+      // Also to those who have never heard of us: they would take our end for a crash.
       for (Peer* peer : directory_.all()) {
-        if (peer->isThere() &&
-            peer->member().session != session_) { // also who has never heard of us: it would take our end for a crash
+        if (peer->isThere() && peer->member().session != session_) {
           postControl(*peer, wire::Kind::kGoodbye, 0, {});
         }
       }

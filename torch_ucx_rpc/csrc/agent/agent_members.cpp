@@ -151,7 +151,11 @@ std::vector<WorkerInfo> UcxRpcAgent::unacknowledged() const {
 }
 
 void UcxRpcAgent::onJoin(Deliveries::Join join) {
-  threads_->addRequest([self = shared_from_this(), join = std::move(join)] {
+  const std::shared_ptr<UcxRpcAgent> self = weak_from_this().lock();
+  if (self == nullptr) {
+    return; // being destroyed
+  }
+  threads_->addRequest([self, join = std::move(join)] {
     const auto* text = reinterpret_cast<const char*>(join.record.data());
     try {
       self->membership_.onJoin({text, join.record.size()});
