@@ -313,17 +313,17 @@ void UcxRpcAgent::respond(Peer& to, uint64_t callId, const JitFuture& response) 
     respondWithError(to, callId, error.what());
     return;
   }
-  servedRequests_.fetch_sub(1);
   post(to, wire::Kind::kResponse, callId, std::move(mail));
+  servedRequests_.fetch_sub(1); // after the answer is on its way: one who leaves waits for it
 }
 
 void UcxRpcAgent::respondWithError(Peer& to, uint64_t callId, const std::string& what) {
-  servedRequests_.fetch_sub(1);
   post(
       to,
       wire::Kind::kResponse,
       callId,
       encodeMessage(rpc::createExceptionResponse(what, static_cast<int64_t>(callId)), to));
+  servedRequests_.fetch_sub(1);
 }
 
 void UcxRpcAgent::complete(CallTable::Call call, IncomingMessage incoming) {
