@@ -32,6 +32,8 @@ struct AgentOptions {
   std::chrono::milliseconds rpcTimeout{60'000};
   size_t numWorkerThreads = 16;
   uint64_t receiveWindowBytes = 64ull * 1024 * 1024;
+  uint64_t hostPoolBytes = 256ull * 1024 * 1024; // idle memory of the process-wide HostPool
+  Waiting waiting = Waiting::kAuto;
 };
 
 // torch's RpcAgent over a Transport. It turns messages into mail and back, keeps the table of open calls, and decides
