@@ -5,6 +5,7 @@
 
 #include "agent/torch_state.h"
 #include "base/time.h"
+#include "base/trace.h"
 
 #include <c10/util/Logging.h>
 
@@ -161,6 +162,7 @@ void UcxRpcAgent::shutdownImpl() {
       outbox_->close();
       transport_->close(kFlushLimitMs);
     });
+    trace::write(workerInfo_.name_);
   });
 }
 

@@ -117,6 +117,8 @@ class UcxRpcAgent : public torch::distributed::rpc::RpcAgent, public std::enable
   void addGilWaitTime(std::chrono::microseconds waitTime) override;
 
   // Outgoing.
+  c10::intrusive_ptr<JitFuture> request(
+      Peer& peer, c10::intrusive_ptr<Message> message, std::chrono::milliseconds timeout);
   void post(Peer& to, wire::Kind kind, uint64_t callId, std::unique_ptr<OutgoingMessage> message);
   void postControl(Peer& to, wire::Kind kind, uint64_t callId, Bytes body);
   void deliverToSelf(std::unique_ptr<OutgoingMessage> message);

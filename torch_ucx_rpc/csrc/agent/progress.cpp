@@ -9,6 +9,7 @@
 #include <cstring>
 #include <stdexcept>
 #include <string>
+#include <utility>
 
 namespace torch_ucx_rpc {
 
@@ -130,9 +131,12 @@ std::unique_lock<std::mutex> Progress::lockWorker() {
 Deliveries Progress::drive(Role role, IsDone& isDone) {
   Deliveries brought;
   const bool isLeader = role == Role::kLeader;
-  bool mustPassOn = false; // leads, was woken, and has found nothing so far
+  bool wasWoken = false;
   bool mustWake = false;
   int rounds = 0;
+  if (!isLeader) {
+    isVisited_.store(true);
+  }
   std::unique_lock lock = lockWorker();
   Spinning::Wait wait(spinning_, isLeader ? Spinning::Who::kLeader : Spinning::Who::kVisitor);
   while (!isClosed_) {
@@ -153,7 +157,11 @@ Deliveries Progress::drive(Role role, IsDone& isDone) {
     if (events != 0 || queued_.load() != 0) {
       continue;
     }
-    if (lockWaiters_.load() == 0 && !isDone() && wait.spin()) {
+    if (std::exchange(wasWoken, false) && isVisitorAsleep_.load()) {
+      wake(); // it may have been meant for the visitor
+    }
+    // A visitor spins for everybody.
+    if (lockWaiters_.load() == 0 && !(isLeader && isVisited_.load()) && !isDone() && wait.spin()) {
       continue;
     }
     if (!transport_.arm()) {
@@ -170,17 +178,12 @@ Deliveries Progress::drive(Role role, IsDone& isDone) {
     bool isInterrupted = false;
     bool isSpare = false;
     if (!isOver && queued_.load() == 0) {
-      if (isLeader && isVisitorAsleep_.load()) {
-        isSpare = leadersAsleep_.load() != 0;
-        if (mustPassOn) {
-          wake();
-        }
-      }
+      isSpare = isLeader && isVisitorAsleep_.load() && leadersAsleep_.load() != 0;
       if (!isSpare) {
         leadersAsleep_.fetch_add(isLeader ? 1 : 0);
         isInterrupted = !sleep() && !isLeader;
         leadersAsleep_.fetch_sub(isLeader ? 1 : 0);
-        mustPassOn = isLeader;
+        wasWoken = isLeader;
       }
     }
     if (!isLeader) {
@@ -225,6 +228,7 @@ void Progress::watch(int fd, Operation onReadable) {
 }
 
 void Progress::leave() {
+  isVisited_.store(false);
   bool isArmed = false;
   {
     const std::unique_lock lock(workerMutex_, std::try_to_lock);

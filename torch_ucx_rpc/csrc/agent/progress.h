@@ -111,6 +111,7 @@ class Progress {
   std::atomic<size_t> queued_{0};
   std::atomic<int> sleepers_{0};
   std::atomic<int> leadersAsleep_{0};
+  std::atomic<bool> isVisited_{false}; // between visit() and leave()
   std::atomic<bool> isVisitorAsleep_{false};
 };
 

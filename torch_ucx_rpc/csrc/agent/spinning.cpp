@@ -25,15 +25,23 @@ bool Spinning::Wait::spin() {
   const Clock::time_point now = Clock::now();
   if (began_ == Clock::time_point{}) {
     began_ = now;
+    last_ = now;
   }
-  const bool pays = spinning_.waiting_ == Waiting::kPoll ||
-      (shortness_ > kAlways / 2 && spinning_.cores_ > 1 && spinning_.processesHere_.load() <= spinning_.cores_ &&
-       now - began_ < kLimit);
-  hasSpun_ = hasSpun_ || pays;
-  if (pays && ++turns_ % kTurnsBetweenYields == 0) {
+  if (spinning_.waiting_ == Waiting::kAuto) {
+    if (now - last_ > kInterruption) {
+      shortness_ = 0; // another thread had this core meanwhile, and may need it again
+    }
+    last_ = now;
+    if (shortness_ <= kAlways / 2 || spinning_.cores_ == 1 || spinning_.processesHere_.load() > spinning_.cores_ ||
+        now - began_ >= kLimit) {
+      return false;
+    }
+  }
+  hasSpun_ = true;
+  if (++turns_ % kTurnsBetweenYields == 0) {
     sched_yield();
   }
-  return pays;
+  return true;
 }
 
 void Spinning::Wait::end() {

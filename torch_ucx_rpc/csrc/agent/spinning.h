@@ -21,6 +21,8 @@ class Spinning {
 
   // A wait is spun through up to this long: the time of a small call, with room for the callee's work.
   static constexpr auto kLimit = std::chrono::microseconds(200);
+  // Looks that are further apart were interrupted.
+  static constexpr auto kInterruption = std::chrono::microseconds(50);
   // What a sleeper's wait seems longer by.
   static constexpr auto kWakeUp = std::chrono::microseconds(50);
 
@@ -43,12 +45,13 @@ class Spinning {
     Spinning& spinning_;
     int& shortness_;
     Clock::time_point began_{};
+    Clock::time_point last_{};
     bool hasSpun_ = false;
     unsigned turns_ = 0;
   };
 
  private:
-  // Of the last waits, how many were short: a moving average, 0 to kOften.
+  // Of the last waits, how many were short: a moving average, 0 to kAlways.
   static constexpr int kAlways = 1024;
 
   const Waiting waiting_;
