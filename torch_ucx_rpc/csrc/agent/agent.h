@@ -17,6 +17,7 @@
 #include <forward_list>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <unordered_map>
 #include <vector>
@@ -125,8 +126,8 @@ class UcxRpcAgent : public torch::distributed::rpc::RpcAgent, public std::enable
 
   // Incoming. dispatch() runs on the thread that drove, without the worker lock; user code runs in tasks, except that a
   // visitor completes its own call itself.
-  void dispatch(Deliveries deliveries, const JitFuture* visitorsFuture = nullptr);
-  void dispatchMessage(IncomingMessage message, const JitFuture* visitorsFuture = nullptr);
+  void dispatch(Deliveries deliveries, std::optional<uint64_t> visitorsCall = {});
+  void dispatchMessage(IncomingMessage message, std::optional<uint64_t> visitorsCall = {});
   void dispatchControl(const IncomingMessage& message);
   void serve(IncomingMessage message);
   // Runs the request on this thread.

@@ -9,6 +9,7 @@
 #include <torch/csrc/distributed/rpc/utils.h>
 
 #include <cstring>
+#include <optional>
 #include <stdexcept>
 #include <utility>
 
@@ -20,6 +21,10 @@ namespace {
 
 // How often a thread that waits for another caller's visit looks up.
 constexpr auto kLookUp = std::chrono::milliseconds(100);
+
+// The call that this thread has sent last. Who waits next waits for that: rpc_sync and to_here() send and wait. Not told by the
+// future waited for, which torch has derived from the call's.
+thread_local std::optional<uint64_t> lastCall;
 
 // The share of the window that belongs to the request this thread is running.
 thread_local Admission* runningAdmission = nullptr;
@@ -103,6 +108,7 @@ c10::intrusive_ptr<JitFuture> UcxRpcAgent::request(
   bool isEarliest = false;
   const uint64_t id = calls_.open(std::move(call), isEarliest);
   span.belongsTo({session_, id});
+  lastCall = id;
   if (isEarliest) {
     timer_.dueBy(deadline);
   }
@@ -165,9 +171,9 @@ void UcxRpcAgent::onSent(std::unique_ptr<OutgoingMessage> message) {
 
 // --------------------------------------------------------------------------------------------------- incoming
 
-void UcxRpcAgent::dispatch(Deliveries deliveries, const JitFuture* visitorsFuture) {
+void UcxRpcAgent::dispatch(Deliveries deliveries, std::optional<uint64_t> visitorsCall) {
   for (IncomingMessage& message : deliveries.messages) {
-    dispatchMessage(std::move(message), visitorsFuture);
+    dispatchMessage(std::move(message), visitorsCall);
   }
   for (std::unique_ptr<OutgoingMessage>& message : deliveries.sent) {
     onSent(std::move(message));
@@ -186,7 +192,7 @@ void UcxRpcAgent::dispatch(Deliveries deliveries, const JitFuture* visitorsFutur
   }
 }
 
-void UcxRpcAgent::dispatchMessage(IncomingMessage message, const JitFuture* visitorsFuture) {
+void UcxRpcAgent::dispatchMessage(IncomingMessage message, std::optional<uint64_t> visitorsCall) {
   const std::shared_ptr<UcxRpcAgent> self = weak_from_this().lock();
   if (self == nullptr) {
     return; // being destroyed
@@ -205,8 +211,7 @@ void UcxRpcAgent::dispatchMessage(IncomingMessage message, const JitFuture* visi
       if (!calls_.isOpen(message.header.callId, *message.from) || !calls_.take(message.header.callId, call)) {
         return; // a late answer, or one of a worker that was not asked; its buffers are recycled here
       }
-      const bool isVisitors = call.future.get() == visitorsFuture;
-      if (isVisitors) {
+      if (message.header.callId == visitorsCall) {
         complete(std::move(call), std::move(message));
       } else {
         threads_->addCompletion([self, call = std::move(call), message = std::move(message)]() mutable {
@@ -475,6 +480,7 @@ bool UcxRpcAgent::visit(const JitFuture& future) {
   if (!visitor.owns_lock()) {
     return false;
   }
+  const std::optional<uint64_t> call = lastCall;
   const auto isOver = [&] { return future.completed() || isClosed_.load(); };
   isVisited_.store(true);
   while (!isOver()) {
@@ -482,7 +488,7 @@ bool UcxRpcAgent::visit(const JitFuture& future) {
     if (deliveries.empty()) {
       break;
     }
-    dispatch(std::move(deliveries), &future);
+    dispatch(std::move(deliveries), call);
   }
   isVisited_.store(false);
   progress_->leave();

@@ -21,10 +21,14 @@ namespace torch_ucx_rpc {
 // last (ep_poll() queues waiters exclusively, at the head). So a visitor is woken for its answer itself, and of two leaders the
 // one whose caches are warm; the others sleep on, and stand guard while that one runs what it was given. Nobody has to be
 // woken to take over. The invariants:
-// - The transport is armed, and so will signal, whenever nobody runs in drive(); or somebody has been woken to run there.
+// - The transport is armed, and so will signal, whenever nobody runs in drive(); or somebody has been woken to run there; or
+//   it is patrolled.
 // - Whoever was woken and finds nothing passes it on to the visitor, if that sleeps: it may have been meant for that.
 //
-// Before it sleeps a driver may spin for a while (see Spinning): what arrives then costs no wake-up on either side.
+// Before it sleeps a driver may spin for a while (see Spinning): what arrives then costs no wake-up on either side. But a
+// transport that is armed signals, which costs the sender as much as a wake-up, whether anybody sleeps or not, and cannot be disarmed. So
+// who spins, and is mostly back soon, leaves it unarmed. A leader then patrols: it looks every kPatrol whether anybody
+// has been away for long, and takes over if so.
 class Progress {
  public:
   using Operation = UniqueFunction<void()>;
@@ -32,7 +36,10 @@ class Progress {
   // `settle` runs under the worker lock after operations and after each progress: it starts what UCX forbids inside its
   // callbacks. `dispatch` gets what was brought about by an operation on the submitting thread, without the lock.
   Progress(
-      Transport& transport, Operation settle, UniqueFunction<void(Deliveries)> dispatch, Waiting waiting = Waiting::kSleep);
+      Transport& transport,
+      Operation settle,
+      UniqueFunction<void(Deliveries)> dispatch,
+      Waiting waiting = Waiting::kSleep);
   ~Progress();
   Progress(const Progress&) = delete;
   Progress& operator=(const Progress&) = delete;
@@ -79,16 +86,24 @@ class Progress {
   }
 
  private:
-  enum class Role : uint8_t { kLeader, kVisitor };
   Deliveries drive(Role role, IsDone& isDone);
+  // Sleeps, armed and without the lock, until there may be something to do. False: the thread is not needed, or was
+  // interrupted.
+  bool rest(Role role, IsDone& isDone, bool& wasWoken);
 
   void runQueueLocked();
   // Runs what others queued while this thread held the lock and they therefore went away.
   void runLeftovers();
-  // False where a signal, or its longest time, ended the sleep. Queues the operation of a watched descriptor that became readable.
-  bool sleep();
+  // What ended a sleep: a signal or its longest time; wake(); something that arrived, or a descriptor that became readable, whose
+  // operation is then queued.
+  enum class Slept : uint8_t { kForNothing, kUntilWoken, kUntilEvent };
+  Slept sleep();
   // Locks the worker mutex; who spins under it makes room.
   std::unique_lock<std::mutex> lockWorker();
+  // Whether the calling thread may leave the transport unarmed; if so it counts as away.
+  bool leaveToPatrolLocked(Role who);
+  // Returns when the calling thread must drive.
+  void patrol(IsDone& isDone);
 
   Transport& transport_;
   Operation settle_;
@@ -111,6 +126,10 @@ class Progress {
   std::atomic<size_t> queued_{0};
   std::atomic<int> sleepers_{0};
   std::atomic<int> leadersAsleep_{0};
+  using Time = Spinning::Clock::rep; // since the clock's epoch
+  std::atomic<Time> awaySince_{0}; // since when the transport has been left to the patrol; 0: it has not
+  std::atomic<uint64_t> absences_{0};
+  std::atomic<bool> isPatrolled_{false};
   std::atomic<bool> isVisited_{false}; // between visit() and leave()
   std::atomic<bool> isVisitorAsleep_{false};
 };

@@ -18,24 +18,25 @@ size_t usableCores() {
 
 Spinning::Spinning(Waiting waiting) : waiting_(waiting), cores_(usableCores()) {}
 
+bool Spinning::isOn(Role role) const {
+  return waiting_ == Waiting::kPoll ||
+      (waiting_ == Waiting::kAuto && cores_ > 1 && processesHere_.load() <= cores_ &&
+       waits_[static_cast<int>(role)].isMostlyShort());
+}
+
 bool Spinning::Wait::spin() {
-  if (spinning_.waiting_ == Waiting::kSleep) {
-    return false;
-  }
   const Clock::time_point now = Clock::now();
   if (began_ == Clock::time_point{}) {
     began_ = now;
     last_ = now;
   }
-  if (spinning_.waiting_ == Waiting::kAuto) {
-    if (now - last_ > kInterruption) {
-      shortness_ = 0; // another thread had this core meanwhile, and may need it again
-    }
-    last_ = now;
-    if (shortness_ <= kAlways / 2 || spinning_.cores_ == 1 || spinning_.processesHere_.load() > spinning_.cores_ ||
-        now - began_ >= kLimit) {
-      return false;
-    }
+  if (now - last_ > kInterruption) {
+    spinning_.waits_[static_cast<int>(role_)].add(
+        false); // another thread had this core meanwhile, and may need it again
+  }
+  last_ = now;
+  if (!spinning_.isOn(role_) || (spinning_.waiting_ == Waiting::kAuto && now - began_ >= kLimit)) {
+    return false;
   }
   hasSpun_ = true;
   if (++turns_ % kTurnsBetweenYields == 0) {
@@ -44,16 +45,13 @@ bool Spinning::Wait::spin() {
   return true;
 }
 
-void Spinning::Wait::end() {
-  if (began_ == Clock::time_point{}) {
-    return; // it did not have to wait
+Spinning::Clock::time_point Spinning::Wait::end() {
+  const Clock::time_point now = Clock::now();
+  if (began_ != Clock::time_point{}) { // it did have to wait
+    const auto limit = hasSpun_ ? kLimit : kLimit + kWakeUp;
+    spinning_.waits_[static_cast<int>(role_)].add(now - began_ <= limit);
   }
-  const auto limit = hasSpun_ ? kLimit : kLimit + kWakeUp;
-  if (Clock::now() - began_ <= limit) {
-    shortness_ += (kAlways - shortness_) / 8;
-  } else {
-    shortness_ -= shortness_ / 4;
-  }
+  return now;
 }
 
 } // namespace torch_ucx_rpc

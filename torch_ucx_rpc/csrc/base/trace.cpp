@@ -129,7 +129,7 @@ void write(const std::string& process) {
     return;
   }
   // Processes take turns. The array is never closed: the format allows that.
-  struct stat status {};
+  struct stat status{};
   if (flock(fd, LOCK_EX) == 0 && fstat(fd, &status) == 0 && status.st_size == 0) {
     text.insert(0, "[\n");
   }
