@@ -35,8 +35,8 @@ NEEDS := tools/build_environment.py requirements
 ENVIRONMENT := $(VENV)/.torch-$(TORCH)-$(UCX)
 EDITABLE := $(VENV)/.editable-$(TORCH)-$(UCX)
 
-.PHONY: help build test test-cpp test-python test-conformance conformance conformance-cuda matrix demo lint tidy format
-.PHONY: wheel clean distclean
+.PHONY: help build test test-cpp test-python test-conformance conformance conformance-cuda matrix bench bench-full demo lint
+.PHONY: tidy format wheel clean distclean
 
 help: ## List the verbs
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' Makefile
@@ -93,6 +93,22 @@ conformance conformance-cuda: build $(VENV)/.extra-test
 matrix: ## Build and test with several versions of torch, each in a copy of its own
 	@test -x $(VENV)/bin/pip || $(PYTHON) -m venv $(VENV)
 	@$(PY) tools/matrix.py $(TORCHES)
+
+BENCH_PEERS := .venv-peers
+
+bench: build $(VENV)/.extra-bench ## Benchmarks against TensorPipe, the short set: five minutes
+	@$(PY) -m benchmarks --json build/bench.json
+
+bench-full: build $(VENV)/.extra-bench $(BENCH_PEERS)/.done ## All benchmarks, other libraries beside, and the plots of docs/
+	@BENCH_PEERS_PYTHON=$(BENCH_PEERS)/bin/python $(PY) -m benchmarks --all --json build/bench-full.json
+	@$(PY) -m benchmarks.plot build/bench-full.json
+
+# In an environment of their own: UCXX wants an older UCX. mpi4py needs an MPI, and is left out without one.
+$(BENCH_PEERS)/.done:
+	@$(PYTHON) -m venv $(BENCH_PEERS)
+	@$(BENCH_PEERS)/bin/pip --quiet install ucxx-cu12 grpcio numpy
+	@$(BENCH_PEERS)/bin/pip --quiet install mpi4py || true
+	@touch $@
 
 demo: build $(VENV)/.extra-demo ## Train a model split over two workers
 	@$(PY) examples/digits.py

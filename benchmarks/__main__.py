@@ -29,6 +29,10 @@ BENCHMARKS = {
     "parameter_server": "autograd:PARAMETER_SERVER",
     "pipeline": "autograd:PIPELINE",
     "idle": "idle:BENCHMARK",
+    "others": "others:BENCHMARK",
+    "sizes": "growth:SIZE_SWEEP",
+    "calls_in_flight": "growth:IN_FLIGHT_SWEEP",
+    "workers": "growth:WORKER_SWEEP",
 }
 
 

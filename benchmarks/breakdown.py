@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import collections
 import dataclasses
+import itertools
 import json
 import os
 import statistics
@@ -65,7 +66,7 @@ def steps_us(trace: str) -> dict[str, list[float]]:
     durations = {step.name: [times[step.end] - times[step.begin] for times in whole] for step in STEPS}
     durations[REST] = [
         later["send request", "begin"] - earlier["complete call", "end"]
-        for earlier, later in zip(whole[:-1], whole[1:], strict=True)
+        for earlier, later in itertools.pairwise(whole)
     ]
     return durations
 

@@ -1,0 +1,75 @@
+"""Does the cost grow as the work grows?
+
+The echo of one tensor from 1 byte to 1 GiB; 1 to 10,000 calls in flight; jobs of 2 to 64 workers. Straight lines are
+good; steps are thresholds chosen badly. plot.py draws what this measures.
+"""
+
+from __future__ import annotations
+
+import time
+
+import torch
+import torch.distributed.rpc as rpc
+
+from benchmarks import harness
+from benchmarks.harness import Figure
+from benchmarks.large_tensors import echo
+from benchmarks.many_workers import Life
+from benchmarks.small_calls import nothing
+
+SIZES = [4**power for power in range(16)]
+IN_FLIGHT = [1, 10, 100, 1_000, 10_000]
+WORKERS = [2, 4, 8, 16, 24, 32, 48, 64]
+TENSORPIPE_WORKERS = [2, 4, 8, 16, 24]  # the life of larger jobs ends in errors there
+
+
+def measure_sizes() -> harness.Figures:
+    figures = {}
+    for size in SIZES:
+        tensor = torch.randint(0, 256, (size,), dtype=torch.uint8)
+        calls = max(3, min(500, 2**28 // size))
+        assert torch.equal(rpc.rpc_sync("worker1", echo, (tensor,)), tensor)  # and warms
+        durations = harness.durations_us(lambda tensor=tensor: rpc.rpc_sync("worker1", echo, (tensor,)), calls)
+        figures[f"{size}"] = harness.p50(durations)
+    return figures
+
+
+def measure_in_flight() -> harness.Figures:
+    figures = {}
+    for calls in IN_FLIGHT:
+        repeats = max(1, 2_000 // calls)
+        started = time.perf_counter()
+        for _ in range(repeats):
+            torch.futures.wait_all([rpc.rpc_async("worker1", nothing) for _ in range(calls)])
+        figures[f"{calls}"] = 1e6 * (time.perf_counter() - started) / (repeats * calls)
+    return figures
+
+
+SIZE_SWEEP = harness.Benchmark(
+    question="How does the echo of a tensor grow with its bytes?",
+    figures=tuple(Figure(f"{size}", "us") for size in SIZES),
+    contenders=lambda: [
+        harness.RpcJob(transport, measure_sizes)
+        for transport in (harness.UCX, harness.TENSORPIPE, harness.UCX_TCP, harness.TENSORPIPE_UV)
+    ],
+    rounds=3,
+    in_short_set=False,
+)
+
+IN_FLIGHT_SWEEP = harness.Benchmark(
+    question="How does a call's share of the time grow with the calls in flight?",
+    figures=tuple(Figure(f"{calls}", "us") for calls in IN_FLIGHT),
+    contenders=lambda: [
+        harness.RpcJob(transport, measure_in_flight) for transport in (harness.UCX, harness.TENSORPIPE)
+    ],
+    rounds=3,
+    in_short_set=False,
+)
+
+WORKER_SWEEP = harness.Benchmark(
+    question="How does the life of a job grow with its workers?",
+    figures=tuple(Figure(f"{workers} workers, in sum", "s") for workers in WORKERS),
+    contenders=lambda: [Life(harness.UCX, *WORKERS), Life(harness.TENSORPIPE, *TENSORPIPE_WORKERS)],
+    rounds=3,
+    in_short_set=False,
+)

@@ -1,0 +1,106 @@
+"""Draws what a JSON of ``python -m benchmarks --json FILE`` holds.
+
+    python -m benchmarks.plot FILE [--folder docs/figures]
+
+Latency and throughput against size, the share of a call against calls in flight, the life of a job against its workers: medians
+over the rounds, and bands from the lowest to the highest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("svg")
+import matplotlib.pyplot as plt  # noqa: E402  (after the backend is chosen)
+
+COLORS = {"UCX": "#1f6f43", "TensorPipe": "#c0392b", "UCX, tcp": "#76b58f", "TensorPipe, uv": "#e39a90"}
+
+
+def draw(
+    rounds: dict[str, list[dict[str, float]]],
+    file: Path,
+    *,
+    title: str,
+    x_of: Callable[[str], float | None],
+    x_label: str,
+    y_label: str,
+    y_of: Callable[[float, float], float] = lambda _, y: y,
+) -> None:
+    """One line for each contender, on logarithmic axes, of the figures whose name ``x_of`` reads as a number."""
+    figure, axes = plt.subplots(figsize=(6.4, 4.0), layout="constrained")
+    for contender, turns in rounds.items():
+        points = []
+        for name in turns[0]:
+            x = x_of(name)
+            if x is not None:
+                values = sorted(y_of(x, turn[name]) for turn in turns)
+                points.append((x, statistics.median(values), values[0], values[-1]))
+        points.sort()
+        xs, medians, lowest, highest = zip(*points, strict=True)
+        color = COLORS.get(contender)
+        axes.plot(xs, medians, marker="o", markersize=3, label=contender, color=color)
+        axes.fill_between(xs, lowest, highest, alpha=0.15, color=color)
+    axes.set(title=title, xlabel=x_label, ylabel=y_label, xscale="log", yscale="log")
+    axes.grid(visible=True, which="major", alpha=0.3)
+    axes.legend(frameon=False)
+    figure.savefig(file, metadata={"Date": None})
+    plt.close(figure)
+
+
+def workers_in_sum(name: str) -> float | None:
+    return float(name.split()[0]) if name.endswith("in sum") else None
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--folder", type=Path, default=Path("docs/figures"))
+    arguments = parser.parse_args()
+    arguments.folder.mkdir(parents=True, exist_ok=True)
+    rounds: dict[str, Any] = json.loads(arguments.file.read_text(encoding="utf-8"))["rounds"]
+    if "sizes" in rounds:
+        size = {"x_of": float, "x_label": "bytes of the tensor"}
+        draw(
+            rounds["sizes"],
+            arguments.folder / "latency_by_size.svg",
+            title="Echo of one tensor, rpc_sync, p50",
+            y_label="us",
+            **size,
+        )
+        draw(
+            rounds["sizes"],
+            arguments.folder / "throughput_by_size.svg",
+            title="Echo of one tensor, rpc_sync, both ways",
+            y_label="GiB/s",
+            y_of=lambda size, us: 2 * size / 2**30 / (1e-6 * us),
+            **size,
+        )
+    if "calls_in_flight" in rounds:
+        draw(
+            rounds["calls_in_flight"],
+            arguments.folder / "calls_in_flight.svg",
+            title="rpc_async of a function without arguments",
+            x_of=float,
+            x_label="calls in flight",
+            y_label="us a call",
+        )
+    if "workers" in rounds:
+        draw(
+            rounds["workers"],
+            arguments.folder / "workers.svg",
+            title="A job's init, first call of all pairs, shutdown",
+            x_of=workers_in_sum,
+            x_label="workers",
+            y_label="s",
+        )
+
+
+if __name__ == "__main__":
+    main()
