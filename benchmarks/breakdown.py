@@ -65,8 +65,7 @@ def steps_us(trace: str) -> dict[str, list[float]]:
     whole = whole[len(whole) // 4 :]  # without the warm-up
     durations = {step.name: [times[step.end] - times[step.begin] for times in whole] for step in STEPS}
     durations[REST] = [
-        later["send request", "begin"] - earlier["complete call", "end"]
-        for earlier, later in itertools.pairwise(whole)
+        later["send request", "begin"] - earlier["complete call", "end"] for earlier, later in itertools.pairwise(whole)
     ]
     return durations
 

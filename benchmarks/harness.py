@@ -1,10 +1,10 @@
 """Runs contenders in turns and compares them.
 
-A benchmark asks one question. It has figures (what is measured, with the bounds that a ratio must keep) and contenders (who is
-measured): RPC jobs on UCX and on TensorPipe, and baselines such as a memcpy. All contenders stay alive together and are
-measured one after the other, round by round, so that what else the machine does strikes all alike. Reported are the
-medians over the rounds, lowest and highest, and the median of each round's ratio: ratios are what to trust on a machine
-that is shared.
+A benchmark asks one question. It has figures (what is measured, with the bounds that a ratio must keep) and contenders
+(who is measured): RPC jobs on UCX and on TensorPipe, and baselines such as a memcpy. All contenders stay alive together
+and are measured one after the other, round by round, so that what else the machine does strikes all alike. Reported are
+the medians over the rounds, lowest and highest, and the median of each round's ratio: ratios are what to trust on a
+machine that is shared.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import dataclasses
 import multiprocessing
 import os
 import platform
+import re
 import statistics
 import subprocess
 import tempfile
@@ -27,7 +28,7 @@ Figures = dict[str, float]
 
 @dataclasses.dataclass(frozen=True)
 class Bound:
-    """What the ratio of ``contender`` to ``reference`` must keep, and what we aim at; without a reference, the figure itself."""
+    """What the ratio of ``contender`` to ``reference``, or without one the figure itself, must keep; what we aim at."""
 
     must: float | None
     aim: float | None = None
@@ -266,6 +267,10 @@ def _number(value: float) -> str:
     return f"{value:,.{digits}f}"
 
 
+def _spread(values: Sequence[float]) -> str:
+    return f"{_number(statistics.median(values))} ({_number(min(values))} to {_number(max(values))})"
+
+
 def table(result: Result) -> Iterator[str]:
     """The lines of a Markdown table: figures, contenders, ratios with their bounds."""
     names = list(result.rounds)
@@ -274,12 +279,8 @@ def table(result: Result) -> Iterator[str]:
     for figure in result.benchmark.figures:
         cells = []
         for name in names:
-            values = sorted(result.values(name, figure.name))
-            cells.append(
-                f"{_number(statistics.median(values))} ({_number(values[0])} to {_number(values[-1])})"
-                if values
-                else ""
-            )
+            values = result.values(name, figure.name)
+            cells.append(_spread(values) if values else "")
         line = f"| {figure.name}, {figure.unit} | " + " | ".join(cells)
         shown = False
         for bound in figure.bounds:
@@ -310,14 +311,11 @@ def circumstances() -> dict[str, Any]:
     import torch_ucx_rpc
     from torch_ucx_rpc import _native
 
-    processor = next(
-        (line.split(":", 1)[1].strip() for line in Path("/proc/cpuinfo").open() if line.startswith("model name")),
-        platform.processor(),
-    )
+    processor = re.search(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(encoding="utf-8"), re.MULTILINE)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return {
         "date": time.strftime("%Y-%m-%d"),
-        "processor": processor,
+        "processor": processor[1] if processor else platform.processor(),
         "cores": os.cpu_count(),
         "memory_gib": round(memory / 2**30, 1),
         "system": platform.platform(),

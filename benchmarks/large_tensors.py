@@ -1,8 +1,8 @@
 """How fast do large tensors travel?
 
-The echo of 1 MiB and of 64 MiB between two workers on one host. Beside it what the machine can do: a memcpy of 64 MiB within
-warm memory, and UCX's own ucx_perftest with messages of 64 MiB over the lanes that the workers use (cma cannot report
-dead peers, so they do without it).
+The echo of 1 MiB and of 64 MiB between two workers on one host. Beside it what the machine can do: a memcpy of 64 MiB
+within warm memory, and UCX's own ucx_perftest with messages of 64 MiB over the lanes that the workers use (cma cannot
+report dead peers, so they do without it).
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def ucx_perftest(size: int, iterations: int, test: str = "ucp_am_bw", lanes: str
                     check=False,
                 )
                 if client.returncode == 0:
-                    # The last line: iterations, then latency (typical, average, overall) and bandwidth in MiB/s (average, overall).
+                    # The last line ends with bandwidth in MiB/s (average, overall) and message rate (the same).
                     return float(client.stdout.strip().splitlines()[-1].split(",")[-3]) / 1024
                 time.sleep(0.05)  # the server has not opened its port yet
         finally:

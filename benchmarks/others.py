@@ -1,7 +1,8 @@
 """How do other libraries do?
 
-The echo of an array of 1 KB and of 64 MiB between two processes on one host: RPC on UCX and on TensorPipe, and beside them UCXX's active
-messages, gRPC and mpi4py, where they are installed (``make bench-full`` installs them into an environment of their own).
+The echo of an array of 1 KB and of 64 MiB between two processes on one host: RPC on UCX and on TensorPipe, and beside
+them UCXX's active messages, gRPC and mpi4py, where they are installed (``make bench-full`` installs them into an
+environment of their own).
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     python peer_programs.py UCXX|gRPC|mpi4py
 
-Run by others.py. By itself, without torch, because ucxx-cu12 wants an older UCX than torch_ucx_rpc is built with here. gRPC and
-mpi4py pickle, as a user would; UCXX sends the array's memory, and nothing says what to do with it.
+Run by others.py. By itself, without torch, because ucxx-cu12 wants an older UCX than torch_ucx_rpc is built with here.
+gRPC and mpi4py pickle, as a user would; UCXX sends the array's memory, and nothing says what to do with it.
 """
 
 import asyncio
@@ -45,7 +45,7 @@ def start_server(name: str) -> tuple["subprocess.Popen[str]", int]:
         [sys.executable, __file__, name, "--serve"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     assert server.stdout is not None
-    return server, int(server.stdout.readline())
+    return server, int(next(line for line in server.stdout if line.strip().isdecimal()))  # UCX warns there too
 
 
 def serve_grpc() -> None:
@@ -139,7 +139,8 @@ def main() -> None:
             server.kill()
     if figures is not None:
         print(json.dumps(figures), flush=True)
-    os._exit(0)  # UCXX's threads may outlive its interpreter otherwise
+    if name == "UCXX":
+        os._exit(0)  # its threads may outlive the interpreter otherwise
 
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@
 
     python -m benchmarks.plot FILE [--folder docs/figures]
 
-Latency and throughput against size, the share of a call against calls in flight, the life of a job against its workers: medians
-over the rounds, and bands from the lowest to the highest.
+Latency and throughput against size, the share of a call against calls in flight, the life of a job against its
+workers: medians over the rounds, and bands from the lowest to the highest.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 import matplotlib
 
 matplotlib.use("svg")
-import matplotlib.pyplot as plt  # noqa: E402  (after the backend is chosen)
+import matplotlib.pyplot as plt
 
 COLORS = {"UCX": "#1f6f43", "TensorPipe": "#c0392b", "UCX, tcp": "#76b58f", "TensorPipe, uv": "#e39a90"}
 
