@@ -244,7 +244,7 @@ def _create_tcp_store(
     is_server = rank == 0 and not by_torchrun
     hint = "" if world_size is not None or by_torchrun else _STORE_ENDS
     if not is_server:
-        _await_listener(host, port, "torchrun" if by_torchrun else "rank 0", deadline, hint)
+        await_listener(host, port, "torchrun" if by_torchrun else "rank 0", deadline, hint)
 
     def create() -> TCPStore:
         return TCPStore(
@@ -281,7 +281,7 @@ def _create_tcp_store(
         raise RuntimeError(problem) from error
 
 
-def _await_listener(host: str, port: int, server: str, deadline: Deadline, hint: str) -> None:
+def await_listener(host: str, port: int, server: str, deadline: Deadline, hint: str) -> None:
     """Return once somebody listens. TCPStore would wait too, but in C++, printing each failure with its stack."""
     pause = 0.01
     while True:
