@@ -168,7 +168,7 @@ def open_job_store(address: JobAddress, rank: int, world_size: int | None, timeo
 
 
 def _serve_job(address: JobAddress) -> TCPStore:
-    host = next(filter(_is_this_host, address.hosts), None)
+    host = next(filter(is_this_host, address.hosts), None)
     if host is None:
         raise RuntimeError(
             f"rank 0 runs on {socket.gethostname()}, and the other workers are going to look for it at "
@@ -212,7 +212,7 @@ def _find_job(address: JobAddress, deadline: Deadline) -> TCPStore:
         pause = min(2 * pause, 1.0)
 
 
-def _is_this_host(host: str) -> bool:
+def is_this_host(host: str) -> bool:
     try:
         address = socket.getaddrinfo(host, 0, socket.AF_INET, socket.SOCK_STREAM)[0][4]
         with socket.socket() as probe:
