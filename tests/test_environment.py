@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from torch_ucx_rpc._environment import Launch, find_launch, first_host, looked_for, ports_of
@@ -163,9 +165,8 @@ def test_first_host_of_a_compressed_list(node_list: str, host: str) -> None:
 
 
 def test_ports_are_the_same_for_a_job_and_others_for_others() -> None:
-    steps = [
-        find_launch({**SRUN, "SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step)}) for job in (1, 2) for step in (0, 1)
-    ]
+    numbers = itertools.product("12", "01")
+    steps = [find_launch({**SRUN, "SLURM_JOB_ID": job, "SLURM_STEP_ID": step}) for job, step in numbers]
     ports = [ports_of(launch.job) for launch in steps]
     assert ports == [ports_of(launch.job) for launch in steps]
     assert len(set(ports)) == 4

@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from workers import eventually
 
 HERE = Path(__file__).resolve().parent
 PROGRAMS = HERE / "launchers" / "programs"
@@ -188,7 +187,7 @@ def test_a_worker_killed_from_outside_ends_the_job() -> None:
         _, errors = launcher.communicate(timeout=60)
     assert launcher.returncode == 137
     assert f"(pid {pids[1]} on " in errors
-    eventually(lambda: not any(map(is_running, pids)))
+    assert [pid for pid in pids if is_running(pid)] == []
 
 
 # ---- Wrong arguments -------------------------------------------------------------------------------------------------
