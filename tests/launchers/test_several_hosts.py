@@ -10,8 +10,6 @@ from labs import VirtualHosts
 
 from ._reports import ENVIRON, MEET, PYTHON, assert_all_called
 
-NAMES = ["worker0", "worker1", "worker2", "worker3"]
-
 TORCHRUN = [PYTHON, "-m", "torch.distributed.run"]
 
 
@@ -35,28 +33,28 @@ def torch_ucx_rpc_run(number: int, *program: str) -> list[str]:
     return [PYTHON, "-m", "torch_ucx_rpc", "run", "-n", "2", *meeting, *program]
 
 
-def test_torchrun_on_one_host() -> None:
-    done = subprocess.run(
-        [*TORCHRUN, "--standalone", "--nproc-per-node", "2", "--role", "trainer", MEET],
-        env=ENVIRON,
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert_all_called(done.stdout, ["trainer0", "trainer1"])
-
-
-def test_torchrun_on_two_hosts(hosts: VirtualHosts) -> None:
+def test_torchrun_on_two_hosts_with_a_role(hosts: VirtualHosts) -> None:
     meeting = ["--rdzv-backend", "static", "--rdzv-endpoint", "n1:29400"]
 
     def command(number: int) -> list[str]:
-        return [*TORCHRUN, "--nnodes", "2", "--nproc-per-node", "2", *meeting, "--node-rank", str(number), MEET]
+        return [
+            *TORCHRUN,
+            "--nnodes",
+            "2",
+            "--nproc-per-node",
+            "2",
+            *meeting,
+            "--node-rank",
+            str(number),
+            "--role",
+            "trainer",
+            MEET,
+        ]
 
     ends = run_on_two(hosts, command)
     assert [code for code, _ in ends] == [0, 0], ends
-    assert_all_called("".join(output for _, output in ends), NAMES, on=["n1", "n1", "n2", "n2"])
+    names = ["trainer0", "trainer1", "trainer2", "trainer3"]
+    assert_all_called("".join(output for _, output in ends), names, on=["n1", "n1", "n2", "n2"])
 
 
 def test_our_launcher_on_two_hosts_with_roles_over_both(hosts: VirtualHosts) -> None:

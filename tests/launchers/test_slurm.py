@@ -62,10 +62,3 @@ def test_without_k_those_that_called_a_killed_task_name_it_and_end(slurm: SlurmC
     done = srun(slurm, "--kill-on-bad-exit=0", "-N", "3", "-n", "3", PYTHON, FAIL, "kill")
     assert done.returncode != 0
     assert len(re.findall(r"^RuntimeError: .*worker1.*rank 1", done.stderr, re.MULTILINE)) == 2, done.stderr
-
-
-def test_one_command_a_node_with_our_launcher(slurm: SlurmCluster) -> None:
-    words = "run -n 2 --nnodes $SLURM_NNODES --node-rank $SLURM_NODEID --rdzv n2:29500"
-    done = srun(slurm, "-w", "n[2-3]", "bash", "-c", f"{PYTHON} -m torch_ucx_rpc {words} {MEET}")
-    assert done.returncode == 0, done.stderr
-    assert_all_called(done.stdout, ["worker0", "worker1", "worker2", "worker3"], on=["n2", "n2", "n3", "n3"])
