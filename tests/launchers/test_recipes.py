@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import os
 import re
 import shutil
@@ -135,24 +133,11 @@ def test_open_mpi(place: Path, hosts: VirtualHosts, number: int) -> None:
     assert_all_called(done.stdout, THREE, on=None if number == 0 else ON_THREE)
 
 
-@pytest.mark.parametrize("number", [0, 1], ids=["one host", "variables"])
+@pytest.mark.parametrize("number", [0, 1, 2], ids=["one host", "variables", "mpi4py"])
 def test_mpich(place: Path, hosts: VirtualHosts, number: int) -> None:
     done = follow(recipes("MPICH")[number], place, mpi(place, "mpich", hosts), run=hosts.head.run)
     assert done.returncode == 0, done.stderr
     assert_all_called(done.stdout, THREE, on=None if number == 0 else ON_THREE)
-
-
-def test_mpich_with_mpi4py(place: Path, hosts: VirtualHosts) -> None:
-    [with_address] = [recipe for recipe in recipes("MPICH") if "MASTER" in recipe]
-    without = re.sub(r"-genv MASTER_\w+ \S+ ", "", with_address)
-    variables = dict(re.findall(r"`(MPI4PY_\w+)=(\S+)`", PAGE))
-    with contextlib.suppress(OSError):
-        # Under its usual name, elsewhere than in Debian.
-        ctypes.CDLL("libmpi.so.12")
-        del variables["MPI4PY_LIBMPI"]
-    done = follow(without, place, {**mpi(place, "mpich", hosts), **variables}, run=hosts.head.run)
-    assert done.returncode == 0, done.stderr
-    assert_all_called(done.stdout, THREE, on=ON_THREE)
 
 
 def test_by_hand(place: Path) -> None:
