@@ -99,6 +99,12 @@ def test_a_port_without_an_address_is_used_on_the_host_of_the_job(monkeypatch: p
         assert open_store(Launch("Slurm", 0, 1, "worker0", hosts=("127.0.0.1",), job="Slurm a 2")).port == port
 
 
+def test_a_meeting_place_that_is_no_url_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_UCX_RPC_INIT_METHOD", "/shared/store")
+    with pytest.raises(ValueError, match=r"TORCH_UCX_RPC_INIT_METHOD must be a URL such as .* '/shared/store'"):
+        open_store(None)
+
+
 SEVERAL_HOSTS = Launch("Open MPI", 1, 3, "worker1", job="Open MPI 1", speaks_mpi=True)
 
 

@@ -14,7 +14,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from torch_ucx_rpc import _agent, _mpi
 from torch_ucx_rpc._environment import Launch, default_name, find_launch, looked_for, ports_of
-from torch_ucx_rpc._options import UcxRpcBackendOptions
+from torch_ucx_rpc._options import UcxRpcBackendOptions, check_url
 from torch_ucx_rpc._record import process_stat, start_time
 from torch_ucx_rpc._rendezvous import JobAddress, check_port, create_store, open_job_store
 
@@ -83,7 +83,7 @@ def _process_group() -> Launch | None:
 def _open_store(launch: Launch | None, init_method: str, rank: int, world_size: int | None, timeout: float) -> Store:
     """The Store where the workers of this job meet; see `init_rpc`."""
     if init_method == "env://":
-        init_method = os.environ.get(_INIT_METHOD) or init_method
+        init_method = check_url(_INIT_METHOD, os.environ.get(_INIT_METHOD) or init_method)
     host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
     if init_method != "env://" or (host and port):
         return create_store(init_method, rank, world_size, timeout)
