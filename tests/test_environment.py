@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from torch_ucx_rpc._environment import Launch, find_launch, first_host, looked_for, ports_of
+from torch_ucx_rpc._environment import Launch, find_launch, first_host, nothing_found, ports_of
 
 TORCHRUN = {
     "RANK": "3",
@@ -103,7 +103,7 @@ def test_a_heterogeneous_step_may_have_rank_0_on_the_first_node_of_each_group(gr
 def test_a_batch_script_is_no_task_and_the_error_says_srun(step: dict[str, str]) -> None:
     environ = {**SBATCH_SCRIPT, **step}
     assert find_launch(environ) is None
-    assert "within job 12 of Slurm but no task of it: start it with srun" in looked_for(environ)
+    assert "within job 12 of Slurm but no task of it: start it with srun" in nothing_found(environ)
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ def test_the_innermost_launcher_is_believed(inner: dict, outer: dict, launcher: 
 def test_nothing_is_found_where_nothing_is() -> None:
     assert find_launch({"HOME": "/root", "MASTER_ADDR": "n1", "MASTER_PORT": "1"}) is None
     for variable in ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID"):
-        assert variable in looked_for({})
+        assert variable in nothing_found({})
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,9 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
 
 
 def test_nothing_found_says_what_was_looked_for() -> None:
-    with pytest.raises(RuntimeError, match=r"looked for RANK and WORLD_SIZE .* SLURM_PROCID .* torch_ucx_rpc run -n 2"):
+    with pytest.raises(
+        RuntimeError, match=r"looked for RANK and WORLD_SIZE .* SLURM_PROCID .* torch_ucx_rpc run -n 2 <script>"
+    ):
         torch_ucx_rpc.init_rpc()
 
 
