@@ -33,8 +33,8 @@ def ask_for_rank_0(launch: Launch, timeout: float) -> tuple[str, str]:
     Imports mpi4py, which initializes MPI unless the program has done so. UCX is loaded by then, and Open MPI takes it
     instead of an older one of its own; the reverse is refused when this package is imported (``_native``).
 
-    Raises RuntimeError when mpi4py belongs to another MPI than mpirun does, cannot start it, or rank 0 has told nothing
-    for ``timeout`` seconds (0: no limit).
+    Raises RuntimeError when mpi4py belongs to another MPI than mpirun does, cannot start it, or the others have not come
+    within ``timeout`` seconds (0: no limit).
     """
     try:
         mpi: Any = importlib.import_module("mpi4py.MPI")
@@ -55,14 +55,21 @@ def ask_for_rank_0(launch: Launch, timeout: float) -> tuple[str, str]:
         text = json.dumps([socket.gethostname(), uuid.uuid4().hex])
         letter[:] = text.encode().ljust(_LETTER_BYTES)
     deadline = Deadline(timeout)
-    sending = world.Ibcast([letter, mpi.BYTE], 0)
-    # Not by a wait, to which Ctrl-C would not come through.
-    while not sending.Test():
-        if deadline.passed():
-            raise RuntimeError(
-                f"rank {world.rank} has waited {timeout:g} s (rpc_timeout) for rank 0 to say over MPI where it is: "
-                f"check that all workers get as far as init_rpc()."
-            )
-        time.sleep(0.001)
+    _await(world.Ibcast([letter, mpi.BYTE], 0), world.rank, deadline)
+    # MPICH 4 over UCX would hang in MPI_Finalize, at the end of the process, when connections have been begun by messages
+    # in one direction only.
+    for _ in range(2):
+        _await(world.Ibarrier(), world.rank, deadline)
     host, job = json.loads(letter)
     return host, job
+
+
+def _await(request: Any, rank: int, deadline: Deadline) -> None:
+    # Not by MPI's own wait, to which Ctrl-C would not come through.
+    while not request.Test():
+        if deadline.passed():
+            raise RuntimeError(
+                f"rank {rank} has waited {deadline.timeout:g} s (rpc_timeout) for the others, over MPI, to learn where "
+                f"rank 0 is: check that all workers get as far as init_rpc()."
+            )
+        time.sleep(0.001)
