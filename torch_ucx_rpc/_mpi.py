@@ -33,8 +33,8 @@ def ask_for_rank_0(launch: Launch, timeout: float) -> tuple[str, str]:
     Imports mpi4py, which initializes MPI unless the program has done so. UCX is loaded by then, and Open MPI takes it
     instead of an older one of its own; the reverse is refused when this package is imported (``_native``).
 
-    Raises RuntimeError when mpi4py belongs to another MPI than mpirun does, cannot start it, or the others have not come
-    within ``timeout`` seconds (0: no limit).
+    Raises RuntimeError when mpi4py belongs to another MPI than mpirun does, cannot start it, or the others have not
+    come within ``timeout`` seconds (0: no limit).
     """
     try:
         mpi: Any = importlib.import_module("mpi4py.MPI")
@@ -56,8 +56,8 @@ def ask_for_rank_0(launch: Launch, timeout: float) -> tuple[str, str]:
         letter[:] = text.encode().ljust(_LETTER_BYTES)
     deadline = Deadline(timeout)
     _await(world.Ibcast([letter, mpi.BYTE], 0), world.rank, deadline)
-    # MPICH 4 over UCX would hang in MPI_Finalize, at the end of the process, when connections have been begun by messages
-    # in one direction only.
+    # MPICH 4.0 over UCX would hang in MPI_Finalize, at the end of the process, when connections have been begun by
+    # messages in one direction only.
     for _ in range(2):
         _await(world.Ibarrier(), world.rank, deadline)
     host, job = json.loads(letter)
