@@ -100,6 +100,15 @@ def test_much_output_arrives_whole_and_in_lines() -> None:
     assert len(lines) == 4002
 
 
+def test_workers_go_on_when_nobody_reads_any_more(tmp_path: Path) -> None:
+    code = f"import sys; [print('x' * 500) for _ in range(2000)]; open({str(tmp_path / 'done')!r}, 'w')"
+    with subprocess.Popen([*COMMAND, "-n", "1", "-c", code], env=ENVIRON, stdout=subprocess.PIPE) as launcher:
+        launcher.stdout.readline()
+        launcher.stdout.close()
+        launcher.wait(timeout=60)
+    assert (tmp_path / "done").exists()
+
+
 # ---- The end ---------------------------------------------------------------------------------------------------------
 
 # The others would be there for a minute.

@@ -34,6 +34,7 @@ class Stream:
         self._target = target
         self._prefix = prefix
         self._unfinished = b""
+        self._is_lost = False
         self.last_lines: collections.deque[bytes] = collections.deque(maxlen=_KEPT_LINES)
         # By time.monotonic.
         self.last_traceback = float("-inf")
@@ -42,22 +43,30 @@ class Stream:
         # Progress bars end their lines by a carriage return.
         lines = (self._unfinished + data).splitlines(keepends=True)
         self._unfinished = lines.pop() if lines and not lines[-1].endswith((b"\n", b"\r")) else b""
-        for line in lines:
-            self._write(line)
-        self._target.flush()
+        self._pass_on(lines)
 
     def finish(self) -> None:
         if self._unfinished:
-            self._write(self._unfinished + b"\n")
+            self._pass_on([self._unfinished + b"\n"])
             self._unfinished = b""
-        self._target.flush()
 
-    def _write(self, line: bytes) -> None:
-        if line.startswith(_TRACEBACK):
-            self.last_traceback = time.monotonic()
-        self.last_lines.append(line.rstrip(b"\r\n"))
-        # A line in one piece, since others write there too.
-        self._target.write(self._prefix + line)
+    def _pass_on(self, lines: list[bytes]) -> None:
+        for line in lines:
+            if line.startswith(_TRACEBACK):
+                self.last_traceback = time.monotonic()
+            self.last_lines.append(line.rstrip(b"\r\n"))
+        if self._is_lost:
+            return
+        try:
+            for line in lines:
+                # In one piece, since others write there too.
+                self._target.write(self._prefix + line)
+            self._target.flush()
+        except OSError as error:
+            # Nobody reads any more (`| head`), or a disk is full: no reason for the workers to stand still.
+            self._is_lost = True
+            if not isinstance(error, BrokenPipeError):
+                print(f"torch_ucx_rpc run: what a worker writes is lost from now on: {error}", file=sys.stderr)
 
 
 class WorkerOutput:
