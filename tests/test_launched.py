@@ -95,6 +95,11 @@ def test_an_address_without_a_port_has_that_of_the_job(monkeypatch: pytest.Monke
     assert open_store(launch).port in _launched.ports_of("Slurm a 1")
 
 
+def test_a_group_without_a_size_meets_there_too() -> None:
+    launch = Launch("Slurm", 0, 2, "worker0", hosts=("127.0.0.1",), job="Slurm a 3")
+    assert _launched._open_store(launch, "env://", 0, None, 5).port in _launched.ports_of("Slurm a 3")
+
+
 def test_a_port_without_an_address_is_used_on_the_host_of_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
     with reserved_port() as port:
         monkeypatch.setenv("MASTER_PORT", str(port))

@@ -82,7 +82,7 @@ def _open_store(launch: Launch | None, init_method: str, rank: int, world_size: 
     host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
     if init_method != "env://" or (host and port):
         return create_store(init_method, rank, world_size, timeout)
-    if launch is not None and (rank, world_size) == (launch.rank, launch.world_size):
+    if launch is not None and rank == launch.rank and world_size in (None, launch.world_size):
         hosts, job = (host,) if host else launch.hosts, launch.job
         if launch.speaks_mpi and not hosts:
             if not _mpi.is_installed():

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import signal
@@ -116,7 +117,9 @@ class JobAgent(LocalElasticAgent):
                 self._look_elsewhere(worker_group)
                 return result
             self._result = result
-            worker_group.store.add(_DONE, 1)
+            # Where it is gone, that is seen next.
+            with contextlib.suppress(DistError):
+                worker_group.store.add(_DONE, 1)
         return self._result if self._are_others_done(worker_group) else RunResult(state=WorkerState.HEALTHY)
 
     def _exit_barrier(self) -> None:
