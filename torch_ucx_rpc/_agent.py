@@ -12,6 +12,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import copy
+import functools
 import numbers
 import os
 from collections.abc import Collection, Iterable, Iterator
@@ -36,6 +37,7 @@ import torch_ucx_rpc
 from torch_ucx_rpc._dynamic_group import DynamicGroup, StaticGroup
 from torch_ucx_rpc._members import gather_members
 from torch_ucx_rpc._native import _C
+from torch_ucx_rpc._network import default_devices
 from torch_ucx_rpc._options import UcxRpcBackendOptions
 from torch_ucx_rpc._record import Record, process_facts
 from torch_ucx_rpc._rendezvous import Deadline, check_rank, create_store
@@ -62,11 +64,27 @@ class UcxRpcAgent(_C.UcxRpcAgent):
             receive_window_bytes=options.receive_window_bytes,
             host_pool_bytes=options.host_pool_bytes,
             expected_peers=expected_peers,
+            network_devices=default_devices(store, _C.ucx_library()["path"]),
             **faults,
         )
         self.store = store
         self._options = options
         self._owner = os.getpid()
+        self._endpoints = contextlib.ExitStack()
+        self.prometheus_port: int | None = None
+
+    def open_endpoints(self) -> None:
+        """Let Prometheus, if it was asked for, and ``python -m torch_ucx_rpc top`` read this worker's statistics."""
+        # They need the agent's class, and are needed by its objects alone.
+        from torch_ucx_rpc import _observation, _prometheus, _statistics
+
+        snapshot = functools.partial(_statistics.of_agent, self)
+        if self._options.prometheus_port is not None:
+            endpoint = _prometheus.serve(self._options.prometheus_port, self.get_worker_info().id, snapshot)
+            self._endpoints.callback(endpoint.close)
+            self.prometheus_port = endpoint.port
+        observed = _observation.Observed(snapshot)
+        self._endpoints.callback(observed.close)
 
     @property
     def is_static_group(self) -> bool:
@@ -113,6 +131,7 @@ class UcxRpcAgent(_C.UcxRpcAgent):
         try:
             if self.group is not None:
                 self.group.leave()
+            self._endpoints.close()
             super().shutdown()
         finally:
             if current is self:
@@ -228,7 +247,11 @@ def _join_dynamic_group(store: Store, name: str, rank: int, options: UcxRpcBacke
 
 def _make_agent(name: str, rank: int, expected_peers: int, store: Store, options: UcxRpcBackendOptions) -> UcxRpcAgent:
     make = AGENT_TYPES[type(options)]
-    return make(name, rank, expected_peers, store, copy.copy(options))
+    agent = make(name, rank, expected_peers, store, copy.copy(options))
+    with _undone_on_error(agent):
+        # Before the others hear of this worker: a port that is taken is nothing that they should wait for.
+        agent.open_endpoints()
+    return agent
 
 
 def _record_of(agent: UcxRpcAgent, world_size: int) -> Record:

@@ -73,8 +73,9 @@ c10::intrusive_ptr<JitFuture> UcxRpcAgent::send(
   call.future = c10::make_intrusive<JitFuture>(at::AnyClassType::get(), getDevices());
   call.to = &peer;
   call.timeout = rpcTimeoutSeconds == rpc::kUnsetRpcTimeout ? getRpcTimeout() : toMilliseconds(rpcTimeoutSeconds);
+  call.sentAt = CallTable::Clock::now();
   if (call.timeout.count() != 0) { // 0: no limit
-    call.deadline = CallTable::Clock::now() + call.timeout;
+    call.deadline = call.sentAt + call.timeout;
   }
   c10::intrusive_ptr<JitFuture> future = call.future;
   const CallTable::Clock::time_point deadline = call.deadline;
@@ -178,7 +179,7 @@ void UcxRpcAgent::dispatchMessage(IncomingMessage message, const JitFuture* visi
   switch (message.header.kind) {
     case wire::Kind::kRequest:
       servedRequests_.fetch_add(1);
-      callsReceived_.fetch_add(1, std::memory_order_relaxed);
+      message.from->callsReceived.fetch_add(1, std::memory_order_relaxed);
       threads_->addRequest([self, message = std::move(message)]() mutable { self->serve(std::move(message)); });
       return;
     case wire::Kind::kResponse: {
@@ -346,10 +347,12 @@ void UcxRpcAgent::complete(CallTable::Call call, IncomingMessage incoming) {
       storages.push_back(tensor.storage().getWeakStorageImpl());
     }
   }
+  call.to->latencies.add(CallTable::Clock::now() - call.sentAt);
   call.future->markCompleted(std::move(response), std::move(storages));
 }
 
 void UcxRpcAgent::failCall(const CallTable::Call& call, const std::string& what) {
+  call.to->callsFailed.fetch_add(1, std::memory_order_relaxed);
   call.future->setError(asException(what));
 }
 

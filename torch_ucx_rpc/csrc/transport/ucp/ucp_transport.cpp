@@ -75,7 +75,7 @@ void check(ucs_status_t status, const char* what) {
 
 class UcpTransport final : public Transport {
  public:
-  explicit UcpTransport(size_t expectedPeers);
+  UcpTransport(size_t expectedPeers, const std::string& networkDevices);
   ~UcpTransport() override;
 
   void setListener(TransportListener* listener) override {
@@ -150,27 +150,28 @@ class UcpTransport final : public Transport {
 };
 
 // What we set where the user has set nothing (UCX_* variables are the user's).
-void applyDefaults(ucp_config_t* config) {
+void applyDefaults(ucp_config_t* config, const std::string& networkDevices) {
   struct Default {
     const char* name;
     const char* value;
   };
-  static constexpr Default kDefaults[] = {
+  const Default defaults[] = {
       // Endpoints report dead peers (UCP_ERR_HANDLING_MODE_PEER). Without this, UCX then takes TCP even on one host.
       {"MM_ERROR_HANDLING", "y"},
+      {"NET_DEVICES", networkDevices.empty() ? "all" : networkDevices.c_str()},
   };
-  for (const Default& item : kDefaults) {
+  for (const Default& item : defaults) {
     if (std::getenv((std::string("UCX_") + item.name).c_str()) == nullptr) {
       check(ucp_config_modify(config, item.name, item.value), "configuring UCX");
     }
   }
 }
 
-UcpTransport::UcpTransport(size_t expectedPeers) {
+UcpTransport::UcpTransport(size_t expectedPeers, const std::string& networkDevices) {
   ucp_config_t* config = nullptr;
   check(ucp_config_read(nullptr, nullptr, &config), "reading UCX's configuration");
   const std::unique_ptr<ucp_config_t, decltype(&ucp_config_release)> configOwner(config, &ucp_config_release);
-  applyDefaults(config);
+  applyDefaults(config, networkDevices);
 
   ucp_params_t contextParams{};
   contextParams.field_mask = UCP_PARAM_FIELD_FEATURES | UCP_PARAM_FIELD_ESTIMATED_NUM_EPS | UCP_PARAM_FIELD_NAME;
@@ -472,8 +473,8 @@ void UcpTransport::close(int64_t limitMs) {
 
 } // namespace
 
-std::unique_ptr<Transport> makeUcpTransport(size_t expectedPeers) {
-  return std::make_unique<UcpTransport>(expectedPeers);
+std::unique_ptr<Transport> makeUcpTransport(size_t expectedPeers, const std::string& networkDevices) {
+  return std::make_unique<UcpTransport>(expectedPeers, networkDevices);
 }
 
 UcpLibrary loadedUcpLibrary() {
