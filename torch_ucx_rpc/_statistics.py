@@ -41,7 +41,7 @@ class Latencies:
         return self.sum_us / self.count if self.counts else math.nan
 
     def percentile_us(self, percent: float) -> float:
-        """What ``percent`` of the calls took less than, in microseconds, at most a fifth too high; nan of no calls.
+        """What ``percent`` of the calls took less than, in microseconds, at most a quarter too high; nan of no calls.
 
         Raises ValueError for what is no percentage. Infinite where calls took more than 69 s.
 

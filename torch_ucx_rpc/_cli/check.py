@@ -95,18 +95,20 @@ def main(arguments: argparse.Namespace) -> int:
         if arguments.workers is not None:
             arguments.error("-n is for workers that this command starts, and a launcher has started this one")
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        return _work(rank, size, "env://", arguments.timeout) or (_judge(size, arguments) if rank == 0 else _end())
+        return _work(rank, size, "env://", arguments)
     size = 2 if arguments.workers is None else arguments.workers
     if size < 2:
         arguments.error(f"-n must be at least 2, for workers to call each other; it cannot be {size}")
     spawn = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="torch_ucx_rpc-check-") as folder:
         url = Path(folder, "store").as_uri()
-        others = [spawn.Process(target=_other, args=(rank, size, url, arguments.timeout)) for rank in range(1, size)]
+        # argparse's functions, which cannot be pickled, stay here.
+        plain = argparse.Namespace(timeout=arguments.timeout)
+        others = [spawn.Process(target=_other, args=(rank, size, url, plain)) for rank in range(1, size)]
         for other in others:
             other.start()
         try:
-            return _work(0, size, url, arguments.timeout) or _judge(size, arguments)
+            return _work(0, size, url, arguments)
         finally:
             for other in others:
                 other.join(_END_S)
@@ -114,49 +116,40 @@ def main(arguments: argparse.Namespace) -> int:
                 other.join()
 
 
-# For a worker to end after it has been told to.
+# For a worker to end after it has been told to, and the most that measuring a pair takes where nothing is wrong.
 _END_S = 10.0
+_PAIR_S = 5.0
 
 
 def _name(rank: int) -> str:
     return f"worker{rank}"
 
 
-def _work(rank: int, size: int, url: str, timeout: float) -> int:
-    """Become a worker; 2 after an error, which is printed."""
+def _work(rank: int, size: int, url: str, arguments: argparse.Namespace) -> int:
+    """Be a worker; returns its exit code."""
     torch.set_num_threads(1)
-    options = torch_ucx_rpc.UcxRpcBackendOptions(init_method=url, rpc_timeout=timeout)
+    options = torch_ucx_rpc.UcxRpcBackendOptions(init_method=url, rpc_timeout=arguments.timeout)
     try:
         rpc.init_rpc(_name(rank), rank=rank, world_size=size, rpc_backend_options=options)
+        if rank == 0:
+            return _judge(size, arguments)
+        # They serve until rank 0 is done, but not for ever: it may be that it cannot tell.
+        rpc.shutdown(timeout=2 * arguments.timeout + _PAIR_S * size**2)
     except (RuntimeError, ValueError) as error:
-        print(f"check: {_name(rank)} could not start: {error}", file=sys.stderr)
+        print(f"check: {_name(rank)}: {error}", file=sys.stderr)
         return 2
     return 0
 
 
-def _end() -> int:
-    try:
-        rpc.shutdown()
-    except RuntimeError as error:
-        print(f"check: {error}", file=sys.stderr)
-        return 2
-    return 0
-
-
-def _other(rank: int, size: int, url: str, timeout: float) -> None:
-    sys.exit(_work(rank, size, url, timeout) or _end())
+def _other(rank: int, size: int, url: str, arguments: argparse.Namespace) -> None:
+    sys.exit(_work(rank, size, url, arguments))
 
 
 def _judge(size: int, arguments: argparse.Namespace) -> int:
     """Rank 0's part: have all pairs measured, say what is wrong, print."""
     names = [_name(rank) for rank in range(size)]
-    try:
-        places = {name: rpc.rpc_sync(name, where) for name in names}
-        pairs = list(_measure_all(places))
-    except RuntimeError as error:
-        print(f"check: {error}", file=sys.stderr)
-        return 2
-    code_of_end = _end()
+    places = {name: rpc.rpc_sync(name, where) for name in names}
+    pairs = list(_measure_all(places))
     errors = [f"{pair.caller} cannot call {pair.callee}: {pair.error}" for pair in pairs if pair.error]
     warnings, notes = judge(places, pairs)
     if arguments.json:
@@ -175,7 +168,9 @@ def _judge(size: int, arguments: argparse.Namespace) -> int:
                 print(f"{kind}: {text}")
         if not errors and not warnings:
             print("No problems found.")
-    return 2 if errors or code_of_end else 1 if warnings else 0
+    if not errors:
+        rpc.shutdown(timeout=arguments.timeout)
+    return 2 if errors else 1 if warnings else 0
 
 
 # ---- Measuring -------------------------------------------------------------------------------------------------------

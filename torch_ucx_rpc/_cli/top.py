@@ -116,7 +116,8 @@ def jobs_of_this_host() -> list[Job]:
     answers: list[tuple[_observation.Found, Statistics]] = []
     for found in _observation.workers_of_this_host():
         with contextlib.suppress(OSError, ValueError):
-            answers += [(found, answer) for answer in found.ask().values() if isinstance(answer, Statistics)]
+            # Who has not met the others yet belongs to no job.
+            answers += [(found, a) for a in found.ask().values() if isinstance(a, Statistics) and a.peers]
     jobs = []
     while answers:
         _, sample = answers[0]

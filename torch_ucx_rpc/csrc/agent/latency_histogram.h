@@ -10,7 +10,7 @@
 
 namespace torch_ucx_rpc {
 
-// How long calls took: counts in buckets, four to a power of two, so that a percentile read from them is at most a fifth too
+// How long calls took: counts in buckets, four to a power of two, so that a percentile read from them is at most a quarter too
 // high. Thread-safe without a lock; what is read while others count is of a moment that is not quite the same for all buckets.
 class LatencyHistogram {
  public:
