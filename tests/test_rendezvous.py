@@ -203,7 +203,7 @@ from torch_ucx_rpc import _rendezvous
 
 def interrupt():
     frame = ""
-    while "_await_listener" not in frame:
+    while "await_listener" not in frame:
         frame = "".join(traceback.format_stack(sys._current_frames()[main]))
     os.kill(os.getpid(), signal.SIGINT)
 

@@ -4,6 +4,7 @@ Importing loads UCX and the C++ agent and makes "UCX" a backend of PyTorch's RPC
 is. What a program may use from here:
 
 * `UcxRpcBackendOptions`: threads, timeouts, memory limits and device maps of a worker
+* `init_rpc`: for workers that a launcher started, which tells them all that they need
 * `replace_tensorpipe`: UCX wherever a program asks for TensorPipe, or for no backend
 * ``testing``, a module to import by itself: the agent with faults on demand
 * `statistics`: a snapshot of calls, bytes, lanes, queues, memory, and latencies per peer
@@ -19,6 +20,9 @@ How the package is laid out:
 * ``_register``      everything that is changed in torch, in one function
 * ``_replace``       `replace_tensorpipe`, and the environment variable that calls it
 * ``_agent``         ``init_rpc`` for this backend, the running agent, the end of the process
+* ``_launched``      `init_rpc`
+* ``_environment``   what launchers say in environment variables
+* ``_mpi``           what those of MPI do not say there
 * ``_exceptions``    what a callee raises keeps its type
 * ``_sparse``        compressed sparse tensors as results of Python functions
 * ``_rendezvous``    the Store through which the workers of a job find each other
@@ -57,6 +61,7 @@ except (ImportError, OSError) as error:
 
 if _failure is None:
     from torch_ucx_rpc import _register, _replace
+    from torch_ucx_rpc._launched import init_rpc
     from torch_ucx_rpc._options import UcxRpcBackendOptions
     from torch_ucx_rpc._replace import replace_tensorpipe
     from torch_ucx_rpc._statistics import Latencies, PeerStatistics, Statistics, statistics
@@ -71,6 +76,7 @@ __all__ = [
     "Statistics",
     "UcxRpcBackendOptions",
     "__version__",
+    "init_rpc",
     "replace_tensorpipe",
     "statistics",
 ]

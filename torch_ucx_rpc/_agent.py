@@ -15,8 +15,8 @@ import copy
 import functools
 import numbers
 import os
-from collections.abc import Collection, Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Iterator
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed.rpc as rpc
@@ -149,13 +149,23 @@ AGENT_TYPES: dict[type[UcxRpcBackendOptions], type[UcxRpcAgent]] = {UcxRpcBacken
 _TYPICAL_PEERS = 8
 
 
-def init_rpc(name: str, rank: int, world_size: int | None, options: UcxRpcBackendOptions | None) -> None:
+# By init_method, rank, world_size (None for a group without a size) and timeout.
+OpenStore: TypeAlias = Callable[[str, int, int | None, float], Store]
+
+
+def init_rpc(
+    name: str,
+    rank: int,
+    world_size: int | None,
+    options: UcxRpcBackendOptions | None,
+    open_store: OpenStore = create_store,
+) -> None:
     """``torch.distributed.rpc.init_rpc`` for the backend UCX."""
     torch._C._log_api_usage_once("torch.distributed.init_rpc")
     if options is None:
         options = UcxRpcBackendOptions()
     rank, world_size = _check_arguments(name, rank, world_size, options)
-    store = create_store(options.init_method, rank, world_size, options.rpc_timeout)
+    store = open_store(options.init_method, rank, world_size, options.rpc_timeout)
     if world_size is None:
         _join_dynamic_group(store, name, rank, options)
         return

@@ -46,7 +46,7 @@ class Record:
         if (self.boot_id, self.pid_namespace) != (other.boot_id, other.pid_namespace):
             return False
         try:
-            return _start_time(self.pid) != self.process_start_time
+            return start_time(self.pid) != self.process_start_time
         except FileNotFoundError:
             return True
 
@@ -101,12 +101,16 @@ def process_facts() -> dict[str, Any]:
         "boot_id": boot_id,
         "pid_namespace": Path("/proc/self/ns/pid").stat().st_ino,
         "pid": os.getpid(),
-        "process_start_time": _start_time(os.getpid()),
+        "process_start_time": start_time(os.getpid()),
     }
 
 
-def _start_time(pid: int) -> int:
-    # The process's name, in parentheses, may contain anything, spaces and parentheses too. The start time is the 22nd
-    # field, and the name is the second.
-    after_name = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2]
-    return int(after_name.split()[19])
+def process_stat(pid: int) -> list[str]:
+    """The fields of ``/proc/<pid>/stat`` that follow the process's name: the second is its parent's pid."""
+    # The name, in parentheses, may contain anything, spaces and parentheses too.
+    return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+
+
+def start_time(pid: int) -> int:
+    # The 22nd field of all, and the name is the second.
+    return int(process_stat(pid)[19])

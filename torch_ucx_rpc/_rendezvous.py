@@ -7,6 +7,9 @@ that may never come. Who has come is the business of ``_members``.
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import itertools
 import os
 import socket
 import threading
@@ -38,6 +41,9 @@ _STORE_ENDS = (
 
 # For a Store to answer who has reached it. What does not answer is something else.
 _ANSWER_S = 10.0
+
+# Where in the Store of a job that found its port by itself the name of the job is.
+_JOB = "torch_ucx_rpc/job"
 
 # Keeps alive the Store of this process's last group. When rank 0 opens the next one at the same port, workers that were
 # faster may be connected there already: the old server must not close before that, and then serves on. (The TCPStores
@@ -123,10 +129,111 @@ def _store_address(url: ParseResult) -> tuple[str, int, bool]:
             f"{start} environment variable {' and '.join(missing)} expected, but not set: set MASTER_ADDR to the host "
             f"of rank 0 and MASTER_PORT to a free port there, the same for every worker."
         )
-    number = os.environ["MASTER_PORT"]
+    return os.environ["MASTER_ADDR"], check_port(os.environ["MASTER_PORT"]), use_libuv
+
+
+def check_port(number: str) -> int:
+    """The value of MASTER_PORT."""
     if not number.isdecimal() or int(number) >= 2**16:
-        raise ValueError(f"{start} MASTER_PORT={number} is not a port: set it to a number from 1 to 65535.")
-    return os.environ["MASTER_ADDR"], int(number), use_libuv
+        raise ValueError(
+            f"{_START.format('env')} MASTER_PORT={number} is not a port: set it to a number from 1 to 65535."
+        )
+    return int(number)
+
+
+@dataclasses.dataclass(frozen=True)
+class JobAddress:
+    """Where rank 0 of a job opens its Store: on one of these hosts, at the first of these ports that is free there."""
+
+    job: str
+    hosts: tuple[str, ...]
+    ports: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"{' or '.join(self.hosts)}, port {' or '.join(map(str, self.ports))}"
+
+
+def open_job_store(address: JobAddress, rank: int, world_size: int | None, timeout: float) -> Store:
+    """The Store of a job whose workers know its address but roughly; arguments and errors as of `create_store`.
+
+    Rank 0 leaves the name of the job there. Of the others each tries all the places and takes that one where it finds
+    the name; at some of them may be the Store of another job.
+    """
+    global _kept
+    deadline = Deadline(timeout)
+    store = _serve_job(address) if rank == 0 else _find_job(address, deadline)
+    store.set_timeout(timedelta(seconds=timeout))
+    _kept = (None, store)
+    return store
+
+
+def _serve_job(address: JobAddress) -> TCPStore:
+    host = next(filter(_is_this_host, address.hosts), None)
+    if host is None:
+        raise RuntimeError(
+            f"rank 0 runs on {socket.gethostname()}, and the other workers are going to look for it at "
+            f"{' and '.join(address.hosts)}, as their launcher says: set MASTER_ADDR to the host of rank 0."
+        )
+    for port in address.ports:
+        # By whichever process; this one's own, of the job's last group, is shared.
+        with contextlib.suppress(DistError):
+            store = _connect(host, port, is_server=True)
+            store.set(_JOB, address.job)
+            return store
+    raise RuntimeError(
+        f"rank 0 cannot open the Store of this job: the ports {', '.join(map(str, address.ports))} are all in use on "
+        f"{socket.gethostname()}; set MASTER_PORT to one that is free, for all workers."
+    )
+
+
+def _find_job(address: JobAddress, deadline: Deadline) -> TCPStore:
+    pause = 0.01
+    while True:
+        # What is at a place, for the error.
+        seen: dict[str, object] = {}
+        for port, host in itertools.product(address.ports, address.hosts):
+            try:
+                socket.create_connection((host, port), timeout=min(1.0, max(0.05, deadline.remaining()))).close()
+                store = _connect(host, port, is_server=False)
+                if store.check([_JOB]) and store.get(_JOB).decode() == address.job:
+                    return store
+                seen[f"{host}:{port}"] = "the Store of another job"
+            except (OSError, DistError, TimeoutError) as error:
+                seen[f"{host}:{port}"] = error
+        if deadline.passed():
+            places = "; ".join(f"{place}: {what}" for place, what in seen.items())
+            raise RuntimeError(
+                f"the Store of this job is not at {address}, after {deadline.timeout:g} s: rank 0 must be running "
+                f"there. Check that it has started and got as far as init_rpc(), and that its host can be reached; if "
+                f"it is another one, set MASTER_ADDR. ({places})"
+            )
+        time.sleep(min(pause, deadline.remaining()))
+        # Many workers may be asking a host that is not ready.
+        pause = min(2 * pause, 1.0)
+
+
+def _is_this_host(host: str) -> bool:
+    try:
+        address = socket.getaddrinfo(host, 0, socket.AF_INET, socket.SOCK_STREAM)[0][4]
+        with socket.socket() as probe:
+            probe.bind(address)
+    except OSError:
+        return False
+    return True
+
+
+def _connect(host: str, port: int, *, is_server: bool) -> TCPStore:
+    def create() -> TCPStore:
+        return TCPStore(
+            host_name=host,
+            port=port,
+            is_master=is_server,
+            timeout=timedelta(seconds=_ANSWER_S),
+            wait_for_workers=False,
+            multi_tenant=True,
+        )
+
+    return _interruptible(create, _ANSWER_S)
 
 
 def _create_tcp_store(
@@ -137,7 +244,7 @@ def _create_tcp_store(
     is_server = rank == 0 and not by_torchrun
     hint = "" if world_size is not None or by_torchrun else _STORE_ENDS
     if not is_server:
-        _await_listener(host, port, "torchrun" if by_torchrun else "rank 0", deadline, hint)
+        await_listener(host, port, "torchrun" if by_torchrun else "rank 0", deadline, hint)
 
     def create() -> TCPStore:
         return TCPStore(
@@ -174,7 +281,7 @@ def _create_tcp_store(
         raise RuntimeError(problem) from error
 
 
-def _await_listener(host: str, port: int, server: str, deadline: Deadline, hint: str) -> None:
+def await_listener(host: str, port: int, server: str, deadline: Deadline, hint: str) -> None:
     """Return once somebody listens. TCPStore would wait too, but in C++, printing each failure with its stack."""
     pause = 0.01
     while True:

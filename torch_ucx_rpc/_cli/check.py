@@ -28,6 +28,7 @@ import torch.distributed.rpc as rpc
 import torch_ucx_rpc
 from torch_ucx_rpc import _agent, _network, _record
 from torch_ucx_rpc._cli._console import console, human_bytes, human_us
+from torch_ucx_rpc._environment import find_launch
 
 HELP = "let all workers call each other, and show how fast they are"
 
@@ -91,11 +92,14 @@ def main(arguments: argparse.Namespace) -> int:
         console(arguments)
     if arguments.timeout <= 0:
         arguments.error(f"--timeout must be a number of seconds above 0; it cannot be {arguments.timeout:g}")
-    if "WORLD_SIZE" in os.environ:
+    try:
+        launch = find_launch(os.environ)
+    except ValueError as error:
+        arguments.error(str(error))
+    if launch is not None:
         if arguments.workers is not None:
-            arguments.error("-n is for workers that this command starts, and a launcher has started this one")
-        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        return _work(rank, size, "env://", arguments)
+            arguments.error(f"-n is for workers that this command starts, and {launch.launcher} has started this one")
+        return _work(None, launch.world_size, "env://", arguments)
     size = 2 if arguments.workers is None else arguments.workers
     if size < 2:
         arguments.error(f"-n must be at least 2, for workers to call each other; it cannot be {size}")
@@ -120,23 +124,27 @@ def main(arguments: argparse.Namespace) -> int:
 _END_S = 10.0
 _PAIR_S = 5.0
 
+_UNREACHABLE = (
+    "if it runs, the network interface or transport that UCX takes does not lead there: unset UCX_NET_DEVICES and "
+    "UCX_TLS, check firewalls (UCX listens on any free port), and compare `python -m torch_ucx_rpc info` on both hosts"
+)
 
-def _name(rank: int) -> str:
-    return f"worker{rank}"
 
-
-def _work(rank: int, size: int, url: str, arguments: argparse.Namespace) -> int:
-    """Be a worker; returns its exit code."""
+def _work(rank: int | None, size: int, url: str, arguments: argparse.Namespace) -> int:
+    """Be a worker, under a launcher if it has no rank yet; returns the exit code."""
     torch.set_num_threads(1)
     options = torch_ucx_rpc.UcxRpcBackendOptions(init_method=url, rpc_timeout=arguments.timeout)
     try:
-        rpc.init_rpc(_name(rank), rank=rank, world_size=size, rpc_backend_options=options)
-        if rank == 0:
-            return _judge(size, arguments)
+        if rank is None:
+            torch_ucx_rpc.init_rpc(rpc_backend_options=options)
+        else:
+            torch_ucx_rpc.init_rpc(f"worker{rank}", rank=rank, world_size=size, rpc_backend_options=options)
+        if rpc.get_worker_info().id == 0:
+            return _judge(arguments)
         # They serve until rank 0 is done, but not for ever: it may be that it cannot tell.
         rpc.shutdown(timeout=2 * arguments.timeout + _PAIR_S * size**2)
     except (RuntimeError, ValueError) as error:
-        print(f"check: {_name(rank)}: {error}", file=sys.stderr)
+        print(f"check: {error}", file=sys.stderr)
         return 2
     return 0
 
@@ -145,12 +153,17 @@ def _other(rank: int, size: int, url: str, arguments: argparse.Namespace) -> Non
     sys.exit(_work(rank, size, url, arguments))
 
 
-def _judge(size: int, arguments: argparse.Namespace) -> int:
+def _judge(arguments: argparse.Namespace) -> int:
     """Rank 0's part: have all pairs measured, say what is wrong, print."""
-    names = [_name(rank) for rank in range(size)]
-    places = {name: rpc.rpc_sync(name, where) for name in names}
+    assert _agent.current is not None
+    places, errors = {}, []
+    for info in _agent.current.get_worker_infos():
+        try:
+            places[info.name] = rpc.rpc_sync(info.name, where)
+        except RuntimeError as error:
+            errors.append(f"{info.name} cannot be called: {error}; {_UNREACHABLE}")
     pairs = list(_measure_all(places))
-    errors = [f"{pair.caller} cannot call {pair.callee}: {pair.error}" for pair in pairs if pair.error]
+    errors += [f"{pair.caller} cannot call {pair.callee}: {pair.error}; {_UNREACHABLE}" for pair in pairs if pair.error]
     warnings, notes = judge(places, pairs)
     if arguments.json:
         report = {
@@ -196,7 +209,7 @@ def where() -> Place:
 def _measure_all(places: dict[str, Place]) -> Iterator[Pair]:
     hosts = {name: place.host for name, place in places.items()}
     waiting = [(caller, callee) for caller in places for callee in places if caller != callee]
-    effort = min(1.0, _UNHURRIED_PAIRS * len(set(hosts.values())) / len(waiting))
+    effort = min(1.0, _UNHURRIED_PAIRS * len(set(hosts.values())) / max(1, len(waiting)))
     while waiting:
         # On each host one at a time: pairs must not get into each other's way.
         busy: set[str] = set()

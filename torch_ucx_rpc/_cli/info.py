@@ -43,7 +43,7 @@ _OPTIONAL = {
     "rmm": "CUDA memory pools",
     "numba": "kernels on received arrays",
 }
-_OWN_VARIABLES = {"TORCH_UCX_RPC_UCX", "TORCH_UCX_RPC_REPLACE_TENSORPIPE"}
+_OWN_VARIABLES = {"TORCH_UCX_RPC_INIT_METHOD", "TORCH_UCX_RPC_REPLACE_TENSORPIPE", "TORCH_UCX_RPC_UCX"}
 _VARIABLES = re.compile(
     r"(UCX|TORCH_UCX_RPC|MASTER)_.*|RANK|WORLD_SIZE|LOCAL_RANK|LD_LIBRARY_PATH|CUDA_VISIBLE_DEVICES"
 )
@@ -360,7 +360,7 @@ def _environment(report: Report) -> None:
         if name.startswith("TORCH_UCX_RPC_") and name not in _OWN_VARIABLES:
             report.complain(
                 f"the variable {name} means nothing to torch_ucx_rpc",
-                f"unset it, or correct its name: there are {' and '.join(sorted(_OWN_VARIABLES))}",
+                f"unset it, or correct its name: there are {', '.join(sorted(_OWN_VARIABLES))}",
             )
     if "MASTER_ADDR" in os.environ:
         _rendezvous(report, os.environ["MASTER_ADDR"])

@@ -1,0 +1,184 @@
+"""What the launcher of this process says of it, in its environment: pure functions of that.
+
+The launchers, and by which variables each is known, in the order in which they are asked. Who comes first was started
+by who comes later, as torchrun or mpirun within a job of Slurm, or is a user's own word::
+
+    torchrun, `python -m torch_ucx_rpc run`, by hand   RANK and WORLD_SIZE
+    Open MPI's mpirun                                   OMPI_COMM_WORLD_RANK
+    MPICH's mpirun, and others with hydra               PMI_RANK with MPI_LOCALNRANKS
+    Slurm's srun                                        SLURM_PROCID with SLURM_STEP_ID
+    another with PMI                                    PMI_RANK
+
+MASTER_ADDR and MASTER_PORT, where they are set, hold under all of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import re
+from collections.abc import Mapping
+
+# Ports for Stores: below those that Linux gives to whoever asks for any (32768 and up), above those of services.
+# Another of a job's few is taken when the first is in use.
+_FIRST_PORT, _PORTS = 16_384, 16_384
+_PORTS_OF_A_JOB = 4
+
+# Slurm counts the steps of a job from 0, and those that are no srun's from the other end: batch scripts, and the shells
+# of salloc.
+_FIRST_SPECIAL_STEP = 0xFFFF_FFF0
+
+# torchrun's names of the role of a worker that was given none.
+_NO_ROLES = ("", "default", "default_role")
+
+Environ = Mapping[str, str]
+
+
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """A worker's place in its job, as its launcher tells it.
+
+    ``hosts`` are where rank 0 may be, the likeliest first; empty where nothing says so. ``job`` is a text that all
+    workers of this job have and no other job's; None where nothing is known to be such.
+    """
+
+    launcher: str
+    rank: int
+    world_size: int
+    name: str
+    hosts: tuple[str, ...] = ()
+    job: str | None = None
+    # By MPI, which knows more than its environment says.
+    speaks_mpi: bool = False
+
+
+def find_launch(environ: Environ) -> Launch | None:
+    """What the first of the launchers says that has left its variables; None if none has.
+
+    Raises ValueError for variables that are incomplete, no numbers, or contradict each other.
+    """
+    for read in (_read_plain, _read_open_mpi, _read_hydra, _read_slurm, _read_pmi):
+        launch = read(environ)
+        if launch is not None:
+            _check_agreement(environ, launch)
+            return launch
+    for given, missing in (("RANK", "WORLD_SIZE"), ("WORLD_SIZE", "RANK")):
+        if environ.get(given):
+            raise ValueError(f"{given}={environ[given]} is set and {missing} is not: set both, for every worker.")
+    return None
+
+
+def looked_for(environ: Environ) -> str:
+    """For an error: where `find_launch` has looked in vain, and what comes closest."""
+    searched = (
+        "RANK and WORLD_SIZE (torchrun, python -m torch_ucx_rpc run, Kubernetes, or by hand), OMPI_COMM_WORLD_RANK "
+        "(Open MPI's mpirun), PMI_RANK (MPICH's mpirun), SLURM_PROCID with SLURM_STEP_ID (srun)"
+    )
+    if environ.get("SLURM_JOB_ID"):
+        searched += (
+            f". This process is within job {environ['SLURM_JOB_ID']} of Slurm but no task of it: start it with srun"
+        )
+    return searched
+
+
+def default_name(rank: int) -> str:
+    return f"worker{rank}"
+
+
+def ports_of(job: str) -> tuple[int, ...]:
+    """Where the Store of a job may be: the same ports for all of its workers, and most likely others for other jobs."""
+    digests = (hashlib.sha256(f"{job} {attempt}".encode()).digest() for attempt in range(_PORTS_OF_A_JOB))
+    return tuple(_FIRST_PORT + int.from_bytes(digest[:4], "big") % _PORTS for digest in digests)
+
+
+def first_host(node_list: str) -> str:
+    """Of a list as Slurm compresses it: "a07" of ``"a[07-09,12]b,c"`` would be "a07b"."""
+    # Up to the first comma outside of brackets; of what is in brackets the first number.
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", node_list)
+    assert first is not None
+    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first[0])
+
+
+def _read_plain(environ: Environ) -> Launch | None:
+    if not (environ.get("RANK") and environ.get("WORLD_SIZE")):
+        return None
+    rank = _number(environ, "RANK")
+    role = environ.get("ROLE_NAME", "")
+    name = default_name(rank) if role in _NO_ROLES else f"{role}{_number(environ, 'ROLE_RANK')}"
+    launcher = "torchrun" if environ.get("TORCHELASTIC_RUN_ID") else "RANK and WORLD_SIZE"
+    return Launch(launcher, rank, _number(environ, "WORLD_SIZE"), name)
+
+
+def _read_open_mpi(environ: Environ) -> Launch | None:
+    if "OMPI_COMM_WORLD_RANK" not in environ:
+        return None
+    # Open MPI 4 and 5, and 4 without PMIx.
+    job = environ.get("PMIX_NAMESPACE") or environ.get("OMPI_MCA_ess_base_jobid")
+    # With where mpirun listens, since numbers alone may be those of a job on another host.
+    server = environ.get("OMPI_MCA_orte_hnp_uri", "")
+    variables = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE")
+    return _read_mpi(environ, "Open MPI", *variables, job=job and f"Open MPI {job} {server}")
+
+
+def _read_hydra(environ: Environ) -> Launch | None:
+    if "PMI_RANK" not in environ or "MPI_LOCALNRANKS" not in environ:
+        return None
+    return _read_mpi(environ, "MPICH", "PMI_RANK", "PMI_SIZE", "MPI_LOCALNRANKS", job=None)
+
+
+def _read_pmi(environ: Environ) -> Launch | None:
+    if "PMI_RANK" not in environ:
+        return None
+    return _read_mpi(environ, "PMI", "PMI_RANK", "PMI_SIZE", "PMI_LOCAL_SIZE", job=None)
+
+
+def _read_mpi(environ: Environ, launcher: str, rank: str, size: str, local_size: str, job: str | None) -> Launch:
+    number, world_size = _number(environ, rank), _number(environ, size)
+    on_one_host = local_size in environ and _number(environ, local_size) == world_size
+    return Launch(
+        launcher,
+        number,
+        world_size,
+        default_name(number),
+        hosts=("127.0.0.1",) if on_one_host else (),
+        job=job,
+        speaks_mpi=True,
+    )
+
+
+def _read_slurm(environ: Environ) -> Launch | None:
+    if "SLURM_PROCID" not in environ or "SLURM_STEP_ID" not in environ:
+        return None
+    step = _number(environ, "SLURM_STEP_ID")
+    if step >= _FIRST_SPECIAL_STEP:
+        return None
+    rank = _number(environ, "SLURM_PROCID")
+    # The other one may be that of the whole job, of which this is a part.
+    size = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS"
+    job = " ".join(environ.get(f"SLURM_{part}", "") for part in ("CLUSTER_NAME", "JOB_ID", "STEP_ID", "RESTART_COUNT"))
+    # The nodes of a step are listed in the order of their tasks; but those of heterogeneous steps by name, and rank 0
+    # is with the first task of one of the groups.
+    lists = [environ.get("SLURM_STEP_NODELIST", "")]
+    for group in ("HET_GROUP", "PACK_GROUP"):
+        pattern = re.compile(rf"SLURM_JOB_NODELIST_{group}_\d+")
+        lists += [environ[variable] for variable in sorted(environ) if pattern.fullmatch(variable)]
+    hosts = dict.fromkeys(first_host(nodes) for nodes in lists if nodes)
+    return Launch("Slurm", rank, _number(environ, size), default_name(rank), tuple(hosts), f"Slurm {job}")
+
+
+def _check_agreement(environ: Environ, launch: Launch) -> None:
+    """Half of the plain variables may be set beside a launcher's, as long as they say the same."""
+    for variable, number in {"RANK": launch.rank, "WORLD_SIZE": launch.world_size}.items():
+        if environ.get(variable) and _number(environ, variable) != number:
+            other = "WORLD_SIZE" if variable == "RANK" else "RANK"
+            raise ValueError(
+                f"{variable}={environ[variable]} contradicts {launch.launcher}, by which it is {number}: unset "
+                f"{variable}, or set {other} as well."
+            )
+
+
+def _number(environ: Environ, variable: str) -> int:
+    text = environ.get(variable, "")
+    if not text.isdecimal():
+        raise ValueError(f"{variable}={text} is not a number from 0 on.")
+    return int(text)
