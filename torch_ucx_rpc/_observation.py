@@ -71,8 +71,9 @@ class Observed:
                     connection.settimeout(_CLIENT_S)
                     if _uid(connection) in (os.geteuid(), 0):
                         connection.sendall(json.dumps(self._answer(_read_line(connection))).encode())
-                # Whatever is wrong with one who asks, or goes away, is none of the others'.
-                except (OSError, ValueError) as error:
+                # Whatever is wrong with one who asks, or goes away, is none of the others'; RuntimeError is JSON's for
+                # what is nested too deeply, and the agent's at its end.
+                except (OSError, ValueError, RuntimeError) as error:
                     _logger.debug("an observer was not answered: %s", error)
 
     def _answer(self, question: bytes) -> dict[str, Any]:

@@ -35,7 +35,7 @@ _GAUGES = {
 }
 _PEER_COUNTERS = {
     "calls_sent": "Calls made to the peer",
-    "calls_failed": "Calls made to the peer that raised an exception",
+    "calls_failed": "Calls made to the peer that were not answered",
     "calls_received": "Calls that the peer made here",
     "bytes_sent": "Bytes of messages to the peer",
     "bytes_received": "Bytes of messages from the peer",
@@ -109,7 +109,7 @@ class _Collector:
             yield metric
         durations = HistogramMetricFamily(
             "torch_ucx_rpc_call_duration_seconds",
-            "How long calls to the peer took that did not fail",
+            "How long calls to the peer took that were answered",
             labels=["worker", "rank", "peer"],
         )
         for peer in now.peers:

@@ -17,7 +17,7 @@ BUCKET_ENDS_US = tuple(end / 1000 for end in _C.LATENCY_BUCKET_ENDS_NS)
 
 @dataclasses.dataclass(frozen=True)
 class Latencies:
-    """How long calls took, from ``rpc_sync`` and its kin to their completion; only of those that did not fail.
+    """How long calls took, from ``rpc_sync`` and its kin to their completion; only of those that were answered.
 
     Durations are counted in buckets, four to a power of two between 1.3 us and 69 s. The difference of two is what came
     in between, and their sum is that of two workers or peers.
@@ -87,7 +87,8 @@ class PeerStatistics:
         lanes (tuple[str, ...]): what UCX chose to reach it, such as ``"sysv/memory"`` or ``"tcp/eth0"``; none before
             the first message to it, and none to itself, which UCX is not asked for.
         calls_sent (int): calls made to it.
-        calls_failed (int): of those, the ones that raised an exception: the callee's own, a timeout, a lost worker.
+        calls_failed (int): of those, the ones that were not answered: timed out, worker lost, message unreadable, or
+            not a Python function and failed there. What a Python function raises is an answer.
         calls_received (int): calls it made here.
         bytes_sent (int), bytes_received (int): bodies and tensors of messages, without UCX's headers.
         latencies (Latencies): of the calls made to it.

@@ -1,7 +1,15 @@
 """Watch all workers of a running job: calls, bytes, queues, memory and latencies, each second anew.
 
 It finds the workers of this host that belong to the same user by itself, and needs no setting in the job; they ask
-the workers on other hosts. Latencies are of the calls of the last interval. Ctrl-C ends it.
+the workers on other hosts. Ctrl-C ends it. The columns:
+
+    calls, open   calls made by the worker, and those of them that wait for an answer
+    p50, p99      how long calls took that were completed, of the last interval
+    sent, recv    bytes of messages
+    run, wait     calls of others that a thread is at; those that wait for one, and messages that wait at their senders
+    window        how much of receive_window_bytes is in use
+    pool          memory of receive buffers, in use and idle
+    failed        calls made by the worker that failed, since its start
 """
 
 from __future__ import annotations
@@ -11,7 +19,7 @@ import contextlib
 import dataclasses
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from torch_ucx_rpc import Latencies, Statistics, _observation
@@ -145,24 +153,21 @@ def _picture(before: View | None, now: View, of_peers: bool) -> Table:
 
 
 def _workers_table(before: View | None, now: View) -> Table:
-    from rich.table import Table
-
     per = "/s" if before else ""
-    table = Table(
-        "worker",
-        "host",
+    figures = (
         f"calls{per}",
         "open",
         "p50",
         "p99",
         f"sent{per}",
-        f"received{per}",
-        "serving",
-        "queued",
+        f"recv{per}",
+        "run",
+        "wait",
         "window",
         "pool",
         "failed",
     )
+    table = _table(("worker", "host"), figures)
     for rank, worker in now.workers.items():
         if isinstance(worker, str):
             table.add_row(f"{rank}", worker)
@@ -183,18 +188,17 @@ def _workers_table(before: View | None, now: View) -> Table:
             human_bytes(received / seconds),
             str(worker.requests_running),
             str(worker.requests_waiting + worker.window_waiting_messages),
-            f"{human_bytes(worker.window_in_use_bytes)} of {human_bytes(worker.window_limit_bytes)}",
-            f"{human_bytes(worker.pool_in_use_bytes)} + {human_bytes(worker.pool_cached_bytes)}",
+            f"{worker.window_in_use_bytes / worker.window_limit_bytes:.0%}",
+            human_bytes(worker.pool_in_use_bytes + worker.pool_cached_bytes),
             str(sum(peer.calls_failed for peer in worker.peers)),
         )
     return table
 
 
 def _peers_table(before: View | None, now: View) -> Table:
-    from rich.table import Table
-
     per = "/s" if before else ""
-    table = Table("from", "to", "state", "lanes", f"calls{per}", "open", "p50", "p99", f"sent{per}", "failed")
+    figures = (f"calls{per}", "open", "p50", "p99", f"sent{per}", "failed")
+    table = _table(("from", "to", "state", "lanes"), figures)
     for rank, worker in now.workers.items():
         if isinstance(worker, str):
             table.add_row(f"{rank}", "", worker)
@@ -220,6 +224,18 @@ def _peers_table(before: View | None, now: View) -> Table:
                 human_bytes(sent / seconds),
                 str(peer.calls_failed),
             )
+    return table
+
+
+def _table(words: Iterable[str], figures: Iterable[str]) -> Table:
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    for word in words:
+        table.add_column(word, no_wrap=True)
+    for figure in figures:
+        table.add_column(figure, justify="right", no_wrap=True)
     return table
 
 

@@ -71,7 +71,7 @@ class Peer {
   Error whyGone() const;
 
   std::atomic<uint64_t> callsSent{0};
-  std::atomic<uint64_t> callsFailed{0}; // of those sent; for whatever reason, an exception of the callee included
+  std::atomic<uint64_t> callsFailed{0}; // of those sent; what a Python function raises is an answer to torch
   std::atomic<uint64_t> callsReceived{0};
   LatencyHistogram latencies; // of calls sent that did not fail
   std::atomic<uint64_t> bytesSent{0};
