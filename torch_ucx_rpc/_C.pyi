@@ -2,6 +2,7 @@
 """The extension, as Python sees it; written in ``csrc/module.cpp``."""
 
 from collections.abc import Callable
+from enum import Enum
 from typing import Any, overload
 
 import torch
@@ -33,16 +34,25 @@ class Member:
         address: bytes,
     ) -> None: ...
 
+class Waiting(Enum):
+    auto = ...
+    poll = ...
+    sleep = ...
+
+class AgentOptions:
+    rpc_timeout: float
+    num_worker_threads: int
+    receive_window_bytes: int
+    host_pool_bytes: int
+    waiting: Waiting
+
 class UcxRpcAgent(RpcAgent):
     def __init__(
         self,
         name: str,
         rank: int,
         *,
-        rpc_timeout: float,
-        num_worker_threads: int,
-        receive_window_bytes: int,
-        host_pool_bytes: int,
+        options: AgentOptions,
         expected_peers: int,
         network_devices: str,
     ) -> None: ...
@@ -79,10 +89,7 @@ class FaultyUcxRpcAgent(UcxRpcAgent):
         name: str,
         rank: int,
         *,
-        rpc_timeout: float,
-        num_worker_threads: int,
-        receive_window_bytes: int,
-        host_pool_bytes: int,
+        options: AgentOptions,
         expected_peers: int,
         network_devices: str,
         messages_to_fail: list[str],

@@ -72,6 +72,17 @@ def _integer_check(least: int, most: int, meaning: str) -> Callable[[str, Any], 
     return check
 
 
+def _one_of(*choices: str) -> Option[str]:
+    def check(name: str, value: Any) -> str:
+        if not isinstance(value, str):
+            raise TypeError(f"{name} must be a str, one of {', '.join(map(repr, choices))}; {_shown(value)} is none")
+        if value not in choices:
+            raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}; it cannot be {value!r}")
+        return value
+
+    return Option(check)
+
+
 def check_seconds(name: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{name} must be a number of seconds, 0 for no limit; {_shown(value)} is none")
@@ -150,6 +161,9 @@ class UcxRpcBackendOptions(RpcBackendOptions):
         prometheus_port (int | None): each worker answers Prometheus over HTTP, without encryption, on all interfaces,
             at this port plus its rank; 0 is any free port, which ``statistics().prometheus_port`` tells (default:
             None, it does not). Needs the package prometheus_client.
+        waiting (str): how threads wait for messages (default: "auto"). "sleep" costs a wake-up of some 20 us for each
+            message; "poll" keeps a core busy; "auto" spins for up to 200 us before it sleeps, as long as the last waits
+            were that short and each worker of the job on this machine has a core.
 
     Devices are ints, strs or torch.devices. The attributes ``device_maps`` and ``devices`` are copies: to change them,
     assign to them or call `set_device_map` and `set_devices`.
@@ -172,6 +186,7 @@ class UcxRpcBackendOptions(RpcBackendOptions):
     receive_window_bytes = _integer(1, _MOST_BYTES, "how many bytes of large tensors are received at a time")
     host_pool_bytes = _integer(0, _MOST_BYTES, "how many bytes of memory are kept for reuse")
     prometheus_port = _integer_or_none(0, _LAST_PORT, "the port of rank 0 for Prometheus, 0 for any that is free")
+    waiting = _one_of("auto", "poll", "sleep")
 
     def __init__(
         self,
@@ -184,6 +199,7 @@ class UcxRpcBackendOptions(RpcBackendOptions):
         receive_window_bytes: int = 64 * 1024**2,
         host_pool_bytes: int = 256 * 1024**2,
         prometheus_port: int | None = None,
+        waiting: str = "auto",
         **unknown: object,
     ) -> None:
         super().__init__()
@@ -196,6 +212,7 @@ class UcxRpcBackendOptions(RpcBackendOptions):
         self.receive_window_bytes = receive_window_bytes
         self.host_pool_bytes = host_pool_bytes
         self.prometheus_port = prometheus_port
+        self.waiting = waiting
         for name in unknown:
             known = sorted(k for base in type(self).__mro__ for k, v in vars(base).items() if isinstance(v, Option))
             near = difflib.get_close_matches(name, known, n=1)

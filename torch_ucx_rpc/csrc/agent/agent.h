@@ -18,6 +18,7 @@
 #include <forward_list>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <unordered_map>
 #include <vector>
@@ -33,6 +34,8 @@ struct AgentOptions {
   std::chrono::milliseconds rpcTimeout{60'000};
   size_t numWorkerThreads = 16;
   uint64_t receiveWindowBytes = 64ull * 1024 * 1024;
+  uint64_t hostPoolBytes = 256ull * 1024 * 1024; // idle memory of the process-wide HostPool
+  Waiting waiting = Waiting::kAuto;
 };
 
 // torch's RpcAgent over a Transport. It turns messages into mail and back, keeps the table of open calls, and decides
@@ -117,14 +120,16 @@ class UcxRpcAgent : public torch::distributed::rpc::RpcAgent, public std::enable
   void addGilWaitTime(std::chrono::microseconds waitTime) override;
 
   // Outgoing.
+  c10::intrusive_ptr<JitFuture> request(
+      Peer& peer, c10::intrusive_ptr<Message> message, std::chrono::milliseconds timeout);
   void post(Peer& to, wire::Kind kind, uint64_t callId, std::unique_ptr<OutgoingMessage> message);
   void postControl(Peer& to, wire::Kind kind, uint64_t callId, Bytes body);
   void deliverToSelf(std::unique_ptr<OutgoingMessage> message);
 
   // Incoming. dispatch() runs on the thread that drove, without the worker lock; user code runs in tasks, except that a
   // visitor completes its own call itself.
-  void dispatch(Deliveries deliveries, const JitFuture* visitorsFuture = nullptr);
-  void dispatchMessage(IncomingMessage message, const JitFuture* visitorsFuture = nullptr);
+  void dispatch(Deliveries deliveries, std::optional<uint64_t> visitorsCall = {});
+  void dispatchMessage(IncomingMessage message, std::optional<uint64_t> visitorsCall = {});
   void dispatchControl(const IncomingMessage& message);
   void serve(IncomingMessage message);
   // Runs the request on this thread.

@@ -9,6 +9,7 @@
 #include <cstring>
 #include <stdexcept>
 #include <string>
+#include <thread>
 
 namespace torch_ucx_rpc {
 
@@ -25,8 +26,20 @@ int checked(int fd, const char* what) {
   return fd;
 }
 
-// What an event of the epoll set carries: this, or the index of a watch.
-constexpr uint64_t kNoWatch = ~0ull;
+// How long what arrives may lie while the transport is patrolled; and after how many rounds in which nobody was away that ends.
+constexpr auto kPatrol = std::chrono::milliseconds(1);
+constexpr int kQuietRounds = 20;
+
+// How often a leader that has something looks for more, before it leaves the rest to another.
+constexpr int kMostRounds = 8;
+
+using Clock = Spinning::Clock;
+// When this thread last left drive() to go about other things.
+thread_local Clock::time_point leftAt{};
+
+// What an event of the epoll set carries: one of these, or the index of a watch.
+constexpr uint64_t kTransport = ~0ull;
+constexpr uint64_t kWake = ~1ull;
 
 void addToEpoll(int epollFd, int fd, uint32_t events, uint64_t data) {
   epoll_event event{};
@@ -37,12 +50,12 @@ void addToEpoll(int epollFd, int fd, uint32_t events, uint64_t data) {
 
 } // namespace
 
-Progress::Progress(Transport& transport, Operation settle, UniqueFunction<void(Deliveries)> dispatch)
-    : transport_(transport), settle_(std::move(settle)), dispatch_(std::move(dispatch)) {
+Progress::Progress(Transport& transport, Operation settle, UniqueFunction<void(Deliveries)> dispatch, Waiting waiting)
+    : transport_(transport), settle_(std::move(settle)), dispatch_(std::move(dispatch)), spinning_(waiting) {
   epollFd_ = checked(epoll_create1(EPOLL_CLOEXEC), "epoll_create1");
   wakeFd_ = checked(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK), "eventfd");
-  addToEpoll(epollFd_, wakeFd_, EPOLLIN | EPOLLET, kNoWatch);
-  addToEpoll(epollFd_, transport_.eventFd(), EPOLLIN | EPOLLET, kNoWatch);
+  addToEpoll(epollFd_, wakeFd_, EPOLLIN | EPOLLET, kWake);
+  addToEpoll(epollFd_, transport_.eventFd(), EPOLLIN | EPOLLET, kTransport);
 }
 
 Progress::~Progress() {
@@ -62,7 +75,7 @@ void Progress::submit(Operation operation) {
 void Progress::run(Operation operation) {
   Deliveries brought;
   {
-    const std::lock_guard lock(workerMutex_);
+    const std::unique_lock lock = lockWorker();
     operation();
     std::swap(brought, deliveries_);
   }
@@ -116,68 +129,148 @@ void Progress::runLeftovers() {
   }
 }
 
+std::unique_lock<std::mutex> Progress::lockWorker() {
+  lockWaiters_.fetch_add(1);
+  std::unique_lock lock(workerMutex_);
+  lockWaiters_.fetch_sub(1);
+  return lock;
+}
+
 Deliveries Progress::drive(Role role, IsDone& isDone) {
   Deliveries brought;
-  std::unique_lock lock(workerMutex_);
+  bool mustWake = false;
+  bool wasWoken = false;
+  int rounds = 0;
+  if (role == Role::kVisitor) {
+    isVisited_.store(true);
+  }
+  std::unique_lock lock = lockWorker();
+  awaySince_.store(0);
+  if (leftAt != Clock::time_point{}) {
+    spinning_.wasAway(role, Clock::now() - leftAt);
+  }
+  Spinning::Wait wait(spinning_, role);
   while (!isClosed_) {
     runQueueLocked();
     const unsigned events = transport_.progress();
     settle_();
     if (!deliveries_.empty()) {
+      // A leader leaves the guard to another one, if there is one, and takes along what that would be woken for at once.
+      if (role == Role::kLeader && sleepers_.load() != 0) {
+        if (leaveToPatrolLocked(role)) {
+          mustWake = !isPatrolled_.load();
+        } else if (!transport_.arm()) {
+          mustWake = ++rounds == kMostRounds;
+          if (!mustWake) {
+            continue;
+          }
+        }
+      }
+      mustWake = mustWake || (wasWoken && isVisitorAsleep_.load()); // see rest()
+      leftAt = wait.end();
       std::swap(brought, deliveries_);
       break;
     }
-    if (events != 0 || queued_.load() != 0 || !transport_.arm()) {
+    if (events != 0 || queued_.load() != 0) {
       continue;
     }
-    sleepers_.fetch_add(1);
-    if (role == Role::kVisitor) {
-      isVisitorAsleep_.store(true);
+    const bool isVisitorsTurn = role == Role::kLeader && isVisited_.load(); // it spins for everybody
+    if (lockWaiters_.load() == 0 && !isVisitorsTurn && !isDone() && wait.spin()) {
+      continue;
     }
+    if (!transport_.arm()) {
+      continue;
+    }
+    ++sleepers_;
+    isVisitorAsleep_.store(isVisitorAsleep_.load() || role == Role::kVisitor);
     lock.unlock();
     // From here on a submitter gets the lock, or has queued before we unlocked and is seen now.
     std::atomic_thread_fence(std::memory_order_seq_cst);
-    const bool isOver = isDone();
-    bool isInterrupted = false;
-    if (!isOver && queued_.load() == 0) {
-      if (role == Role::kLeader && isVisitorAsleep_.load()) {
-        parkWhileVisited();
-      } else {
-        isInterrupted = !sleep() && role == Role::kVisitor;
-      }
-    }
+    const bool isOver = isDone() || (queued_.load() == 0 && !rest(role, isDone, wasWoken));
     if (role == Role::kVisitor) {
       isVisitorAsleep_.store(false);
     }
-    sleepers_.fetch_sub(1);
-    if (isOver || isInterrupted) {
+    --sleepers_;
+    if (isOver) {
       return brought; // armed
     }
-    lock.lock();
+    lock = lockWorker();
+    awaySince_.store(0);
   }
   lock.unlock();
+  if (mustWake) {
+    wake();
+  }
   runLeftovers();
   return brought;
 }
 
-void Progress::parkWhileVisited() {
-  wake(); // what woke us may have been meant for the visitor
-  std::unique_lock lock(parkMutex_);
-  isLeaderParked_.store(true);
-  visitorLeft_.wait_for(lock, kLongestSleep, [this] { return !isLeaderParked_.load(); });
-  isLeaderParked_.store(false);
+bool Progress::rest(Role role, IsDone& isDone, bool& wasWoken) {
+  if (role == Role::kVisitor) {
+    return sleep() != Slept::kForNothing;
+  }
+  const bool isVisitorAsleep = isVisitorAsleep_.load();
+  // Who woke this thread may have meant the visitor. On patrol, below, it does not intercept that again.
+  const bool mustPassOn = std::exchange(wasWoken, false) && isVisitorAsleep;
+  if (mustPassOn) {
+    wake();
+  }
+  if (isVisitorAsleep && leadersAsleep_.load() != 0) {
+    return false; // the other leader suffices
+  }
+  ++leadersAsleep_;
+  const uint64_t absences = absences_.load();
+  if (!mustPassOn) {
+    wasWoken = sleep() == Slept::kUntilWoken;
+  }
+  if (mustPassOn || absences_.load() != absences) {
+    patrol(isDone);
+  }
+  --leadersAsleep_;
+  return true;
 }
 
-bool Progress::sleep() {
+bool Progress::leaveToPatrolLocked(Role who) {
+  if (leadersAsleep_.load() == 0 || !spinning_.isBackSoon(who)) {
+    return false;
+  }
+  awaySince_.store(Clock::now().time_since_epoch().count());
+  absences_.fetch_add(1);
+  return true;
+}
+
+void Progress::patrol(IsDone& isDone) {
+  isPatrolled_.store(true);
+  uint64_t absences = absences_.load();
+  for (int quiet = 0; quiet < kQuietRounds; ++quiet) {
+    std::this_thread::sleep_for(kPatrol);
+    const Time since = awaySince_.load();
+    const bool isAway = since != 0 && Clock::now().time_since_epoch() - Clock::duration(since) > Spinning::kLimit;
+    if (isAway || isDone() || queued_.load() != 0) {
+      break;
+    }
+    if (const uint64_t now = absences_.load(); now != absences) {
+      absences = now;
+      quiet = 0;
+    }
+  }
+  isPatrolled_.store(false);
+}
+
+Progress::Slept Progress::sleep() {
   epoll_event event;
-  const int events = epoll_wait(epollFd_, &event, 1, static_cast<int>(kLongestSleep.count()));
-  if (events > 0 && event.data.u64 != kNoWatch) {
+  if (epoll_wait(epollFd_, &event, 1, static_cast<int>(kLongestSleep.count())) <= 0) {
+    return Slept::kForNothing;
+  }
+  if (event.data.u64 == kWake) {
+    return Slept::kUntilWoken;
+  }
+  if (event.data.u64 != kTransport) {
     const std::lock_guard lock(queueMutex_);
     queue_.push_back(std::move(watches_[event.data.u64]));
     queued_.fetch_add(1);
   }
-  // Other events need not be told apart: the caller looks at everything again.
-  return events > 0;
+  return Slept::kUntilEvent;
 }
 
 void Progress::wake() {
@@ -193,17 +286,31 @@ void Progress::watch(int fd, Operation onReadable) {
 }
 
 void Progress::leave() {
-  bool isArmed = false;
+  isVisited_.store(false);
+  bool isGuarded = false;
+  Deliveries brought;
   {
     const std::unique_lock lock(workerMutex_, std::try_to_lock);
-    isArmed = lock.owns_lock() && !isClosed_ && transport_.arm();
+    if (lock.owns_lock() && !isClosed_) {
+      if (leaveToPatrolLocked(Role::kVisitor)) {
+        isGuarded = isPatrolled_.load();
+      } else {
+        for (int round = 0; !isGuarded && round < kMostRounds; ++round) {
+          isGuarded = transport_.arm();
+          if (!isGuarded) {
+            (void)transport_.progress();
+            settle_();
+          }
+        }
+      }
+      std::swap(brought, deliveries_);
+    }
   }
-  if (isLeaderParked_.load()) {
-    const std::lock_guard lock(parkMutex_);
-    isLeaderParked_.store(false);
-    visitorLeft_.notify_one();
-  } else if (!isArmed) {
+  if (!isGuarded) {
     wake();
+  }
+  if (!brought.empty()) {
+    dispatch_(std::move(brought));
   }
   runLeftovers();
 }
@@ -211,7 +318,7 @@ void Progress::leave() {
 void Progress::close(Operation last) {
   Deliveries brought;
   {
-    const std::lock_guard lock(workerMutex_);
+    const std::unique_lock lock = lockWorker();
     last();
     isClosed_ = true;
     std::swap(brought, deliveries_);

@@ -158,10 +158,10 @@ void applyDefaults(ucp_config_t* config, const std::string& networkDevices) {
   const Default defaults[] = {
       // Endpoints report dead peers (UCP_ERR_HANDLING_MODE_PEER). Without this, UCX then takes TCP even on one host.
       {"MM_ERROR_HANDLING", "y"},
-      {"NET_DEVICES", networkDevices.empty() ? "all" : networkDevices.c_str()},
+      {"NET_DEVICES", networkDevices.c_str()},
   };
   for (const Default& item : defaults) {
-    if (std::getenv((std::string("UCX_") + item.name).c_str()) == nullptr) {
+    if (*item.value != '\0' && std::getenv((std::string("UCX_") + item.name).c_str()) == nullptr) {
       check(ucp_config_modify(config, item.name, item.value), "configuring UCX");
     }
   }

@@ -1,0 +1,57 @@
+#include "agent/spinning.h"
+
+#include <sched.h>
+
+namespace torch_ucx_rpc {
+
+namespace {
+
+// Every how many looks another thread may run: a look takes 0.1 to 0.5 us, as long as the system call.
+constexpr unsigned kTurnsBetweenYields = 8;
+
+size_t usableCores() {
+  cpu_set_t usable;
+  return sched_getaffinity(0, sizeof(usable), &usable) == 0 ? static_cast<size_t>(CPU_COUNT(&usable)) : 1;
+}
+
+} // namespace
+
+Spinning::Spinning(Waiting waiting) : waiting_(waiting), cores_(usableCores()) {}
+
+bool Spinning::isOn(Role role) const {
+  return waiting_ == Waiting::kPoll ||
+      (waiting_ == Waiting::kAuto && cores_ > 1 && processesHere_.load() <= cores_ &&
+       waits_[static_cast<int>(role)].isMostlyShort());
+}
+
+bool Spinning::Wait::spin() {
+  const Clock::time_point now = Clock::now();
+  if (began_ == Clock::time_point{}) {
+    began_ = now;
+    last_ = now;
+  }
+  if (now - last_ > kInterruption) {
+    spinning_.waits_[static_cast<int>(role_)].add(
+        false); // another thread had this core meanwhile, and may need it again
+  }
+  last_ = now;
+  if (!spinning_.isOn(role_) || (spinning_.waiting_ == Waiting::kAuto && now - began_ >= kLimit)) {
+    return false;
+  }
+  hasSpun_ = true;
+  if (++turns_ % kTurnsBetweenYields == 0) {
+    sched_yield();
+  }
+  return true;
+}
+
+Spinning::Clock::time_point Spinning::Wait::end() {
+  const Clock::time_point now = Clock::now();
+  if (began_ != Clock::time_point{}) { // it did have to wait
+    const auto limit = hasSpun_ ? kLimit : kLimit + kWakeUp;
+    spinning_.waits_[static_cast<int>(role_)].add(now - began_ <= limit);
+  }
+  return now;
+}
+
+} // namespace torch_ucx_rpc

@@ -1,0 +1,87 @@
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+
+namespace torch_ucx_rpc {
+
+// As what a thread drives progress: an agent thread that waits for whatever comes, or a caller that waits for its answer.
+enum class Role : uint8_t { kLeader, kVisitor };
+
+// How a thread that drives progress waits: asleep, with a wake-up of some 20 us when something comes; or polling, which uses a
+// core. kAuto spins for a short time before it sleeps, where each process of the job has a core and the last waits were short.
+enum class Waiting : uint8_t { kAuto, kPoll, kSleep };
+
+// Decides whether a wait is spun through. Spinning pays where what one waits for comes soon, as between the calls of a loop,
+// and costs a core's time where not: so it learns from the last waits, of leaders and of visitors apart, since one waits
+// for the next request and the other for its answer. Guarded by the worker lock.
+class Spinning {
+ public:
+  using Clock = std::chrono::steady_clock;
+  // A wait is spun through up to this long: the time of a small call, with room for the callee's work.
+  static constexpr auto kLimit = std::chrono::microseconds(200);
+  // What a sleeper's wait seems longer by.
+  static constexpr auto kWakeUp = std::chrono::microseconds(50);
+  // Looks that are further apart were interrupted.
+  static constexpr auto kInterruption = std::chrono::microseconds(50);
+
+  explicit Spinning(Waiting waiting);
+
+  void setProcessesHere(size_t processes) {
+    processesHere_.store(processes);
+  }
+
+  // Whether waits are spun through at present.
+  bool isOn(Role role) const;
+  // Whether a thread that spins is likely to be back soon when it goes about what it was given.
+  bool isBackSoon(Role role) const {
+    return isOn(role) && absences_[static_cast<int>(role)].isMostlyShort();
+  }
+  void wasAway(Role role, Clock::duration time) {
+    absences_[static_cast<int>(role)].add(time <= kLimit);
+  }
+
+  // One wait, from the first time nothing was found until something is.
+  class Wait {
+   public:
+    Wait(Spinning& spinning, Role role) : spinning_(spinning), role_(role) {}
+    // Nothing was found: whether to look again rather than sleep. Lets other threads run now and then.
+    bool spin();
+    // Something was found. Returns the time.
+    Clock::time_point end();
+
+   private:
+    Spinning& spinning_;
+    const Role role_;
+    Clock::time_point began_{};
+    Clock::time_point last_{};
+    bool hasSpun_ = false;
+    unsigned turns_ = 0;
+  };
+
+ private:
+  // How many of the last times were short: a moving average.
+  class Shortness {
+   public:
+    bool isMostlyShort() const {
+      return share_ > kAlways / 2;
+    }
+    void add(bool isShort) {
+      share_ += isShort ? (kAlways - share_) / 8 : -share_ / 4;
+    }
+
+   private:
+    static constexpr int kAlways = 1024;
+    int share_ = 0;
+  };
+
+  const Waiting waiting_;
+  const size_t cores_;
+  std::atomic<size_t> processesHere_{1};
+  Shortness waits_[2];
+  Shortness absences_[2];
+};
+
+} // namespace torch_ucx_rpc
