@@ -159,8 +159,9 @@ def _package(report: Report) -> None:
             is_fatal=True,
         )
     elif isinstance(failure, ImportError) and failure.name == "torch_ucx_rpc":
-        # Problem and cure in one sentence.
-        problem, _, cure = str(failure).partition(": ")
+        # Problem and cure in one sentence, between them the first colon that is in no parentheses.
+        sentence = re.fullmatch(r"((?:\([^)]*\)|[^(:]|:(?! ))*): (.*)", str(failure), re.DOTALL)
+        problem, cure = sentence.groups() if sentence else (str(failure), "see there")
         report.complain(problem, cure, is_fatal=True)
     elif failure is not None:
         report.complain(
