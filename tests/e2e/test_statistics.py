@@ -69,7 +69,7 @@ def hang() -> None:
     assert _released.wait(60)
 
 
-@in_worker0(of=2)
+@in_worker0(of=2, silent=False)
 def test_a_call_that_is_not_answered_is_counted_and_has_no_latency() -> None:
     with pytest.raises(KeyError):
         rpc.rpc_sync("worker1", fail)
