@@ -463,6 +463,7 @@ Timer::Clock::time_point UcxRpcAgent::onTimer(Timer::Clock::time_point now) {
     stalledSince_ = {};
     return next;
   }
+  progress_->submit([] {}); // settles: what is received slowly must not keep the rest waiting
   const uint64_t releases = window_->releases();
   const auto patience =
       window_->receivingMessages.load() == 0 ? ReceiveWindow::kPatience : ReceiveWindow::kPatienceWhileReceiving;

@@ -57,15 +57,25 @@ void AgentThreads::main(const std::shared_ptr<AgentThreads>& self) {
 }
 
 void AgentThreads::loop(std::unique_lock<std::mutex>& lock) {
+  bool isOnLeave = false; // goes about what it was given when it led
   while (!isStopping_) {
     // While others run tasks somebody must lead, before more tasks are begun, unless a spare thread will.
     const bool mustLead = leaders_ == 0 && running_ != 0 && !hasSpareLocked();
     if (hasTaskLocked() && !mustLead) {
       runOne(lock);
-    } else if (leaders_ == kMostLeaders || !leadOnce(lock)) {
+      continue;
+    }
+    onLeave_ -= std::exchange(isOnLeave, false) ? 1 : 0;
+    // Who is on leave leads again afterwards: Progress counts on it.
+    const bool isWanted = leaders_ == 0 || leaders_ + onLeave_ < kMostLeaders;
+    if (isWanted && leadOnce(lock)) {
+      isOnLeave = true;
+      ++onLeave_;
+    } else {
       idle(lock);
     }
   }
+  onLeave_ -= isOnLeave ? 1 : 0;
 }
 
 bool AgentThreads::leadOnce(std::unique_lock<std::mutex>& lock) {

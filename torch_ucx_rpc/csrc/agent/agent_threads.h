@@ -108,6 +108,7 @@ class AgentThreads : public std::enable_shared_from_this<AgentThreads> {
   bool isStopped_ = false; // completions are run by whoever brings them
   size_t threads_ = 0;
   size_t leaders_ = 0;
+  size_t onLeave_ = 0; // leaders that run what they brought
   size_t running_ = 0; // threads that run a task
   size_t runningRequests_ = 0;
   size_t idle_ = 0; // asleep and not yet called

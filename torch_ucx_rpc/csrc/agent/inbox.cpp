@@ -176,13 +176,22 @@ void Inbox::admitWaiting(std::deque<Waiting>& queue) {
     // Announced before it is tried: a release that comes in between then knows that it must call.
     updateWaitingCount();
     Admission admission;
-    if (!window_->tryAdmit(isResponse, first.bytes, admission)) {
+    if (isBusyReceiving(first.bytes) || !window_->tryAdmit(isResponse, first.bytes, admission)) {
       break; // in order: a large message is not overtaken for ever by small ones
     }
     Waiting admitted = std::move(first);
     queue.pop_front();
     start(std::move(admitted), std::move(admission));
   }
+}
+
+bool Inbox::isBusyReceiving(uint64_t more) const {
+  uint64_t bytes = 0;
+  const Clock::time_point now = Clock::now();
+  for (const Receiving& receiving : receiving_) {
+    bytes += now - receiving.began < kSlow ? receiving.bytes : 0;
+  }
+  return bytes != 0 && bytes + more > kReceivingBytes;
 }
 
 void Inbox::admitStalled() {
@@ -204,6 +213,8 @@ void Inbox::updateWaitingCount() {
 void Inbox::start(Waiting waiting, Admission admission) {
   const auto receiving = receiving_.emplace(receiving_.end());
   window_->receivingMessages.store(receiving_.size());
+  receiving->bytes = waiting.bytes;
+  receiving->began = Clock::now();
   IncomingMessage& message = receiving->message;
   wire::Assembled& assembled = waiting.assembled;
   message.from = waiting.from;

@@ -9,6 +9,7 @@
 #include "wire/assembler.h"
 
 #include <atomic>
+#include <chrono>
 #include <deque>
 #include <list>
 #include <memory>
@@ -45,6 +46,14 @@ class Inbox final : public TransportListener {
   void onParked(std::span<const std::byte> header, void* parked, uint64_t bytes) override;
   void onEndpointFailed(EndpointId endpoint, const Error& error) override;
 
+  using Clock = std::chrono::steady_clock;
+
+  // Bytes that are received at a time, of the window. Several messages in parallel arrive no sooner than one after the other, but
+  // into more memory, which is cold. Enough to hide a network's latency: 25 GB/s times 300 us.
+  static constexpr uint64_t kReceivingBytes = 8ull * 1024 * 1024;
+  // What is not there after this does not count any more: it is the sender or the network that is slow.
+  static constexpr auto kSlow = std::chrono::milliseconds(20);
+
   // Starts receives and refusals. Not inside a transport callback.
   void settle();
 
@@ -69,6 +78,8 @@ class Inbox final : public TransportListener {
   // A message being received into memory.
   struct Receiving {
     IncomingMessage message;
+    uint64_t bytes = 0;
+    Clock::time_point began;
     size_t unfinished = 0;
     Error error;
   };
@@ -95,6 +106,7 @@ class Inbox final : public TransportListener {
     return kind == wire::Kind::kResponse ? waitingResponses_ : waitingRequests_;
   }
   void admitWaiting(std::deque<Waiting>& queue);
+  bool isBusyReceiving(uint64_t more) const;
   void start(Waiting waiting, Admission admission);
   void receivePart(std::list<Receiving>::iterator receiving, const wire::Piece& piece, void* into);
   void finishPart(std::list<Receiving>::iterator receiving, Error error);

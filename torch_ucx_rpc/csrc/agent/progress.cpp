@@ -1,5 +1,6 @@
 #include "agent/progress.h"
 
+#include <sched.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
 #include <unistd.h>
@@ -172,13 +173,16 @@ Deliveries Progress::drive(Role role, IsDone& isDone) {
       break;
     }
     if (events != 0 || queued_.load() != 0) {
+      wait.again();
       continue;
     }
     const bool isVisitorsTurn = role == Role::kLeader && isVisited_.load(); // it spins for everybody
-    if (lockWaiters_.load() == 0 && !isVisitorsTurn && !isDone() && wait.spin()) {
+    if (lockWaiters_.load() == 0 && !isVisitorsTurn && !isDone() && wait.spin(transport_.operationsInFlight() != 0)) {
       continue;
     }
     if (!transport_.arm()) {
+      // Something has come, or waits for room on the other side, which cannot be slept for: the other side may need this core.
+      sched_yield();
       continue;
     }
     ++sleepers_;

@@ -24,18 +24,24 @@ bool Spinning::isOn(Role role) const {
        waits_[static_cast<int>(role)].isMostlyShort());
 }
 
-bool Spinning::Wait::spin() {
+bool Spinning::Wait::spin(bool isTransferring) {
   const Clock::time_point now = Clock::now();
   if (began_ == Clock::time_point{}) {
     began_ = now;
     last_ = now;
   }
   if (now - last_ > kInterruption) {
-    spinning_.waits_[static_cast<int>(role_)].add(
-        false); // another thread had this core meanwhile, and may need it again
+    spinning_.waits_[static_cast<int>(role_)].add(false); // another thread had this core meanwhile, and may need it again
   }
   last_ = now;
-  if (!spinning_.isOn(role_) || (spinning_.waiting_ == Waiting::kAuto && now - began_ >= kLimit)) {
+  const bool isOn = spinning_.isOn(role_);
+  if (isTransferring && now - began_ < kTransferLimit) {
+    if (!isOn || ++turns_ % kTurnsBetweenYields == 0) {
+      sched_yield(); // the other side may need this very core
+    }
+    return true;
+  }
+  if (!isOn || (spinning_.waiting_ == Waiting::kAuto && now - began_ >= kLimit)) {
     return false;
   }
   hasSpun_ = true;

@@ -24,6 +24,9 @@ class Spinning {
   static constexpr auto kLimit = std::chrono::microseconds(200);
   // What a sleeper's wait seems longer by.
   static constexpr auto kWakeUp = std::chrono::microseconds(50);
+  // The same while data is on its way: its parts follow one another closely, and each sleep between two would cost more than they
+  // take.
+  static constexpr auto kTransferLimit = std::chrono::microseconds(20);
   // Looks that are further apart were interrupted.
   static constexpr auto kInterruption = std::chrono::microseconds(50);
 
@@ -48,8 +51,12 @@ class Spinning {
    public:
     Wait(Spinning& spinning, Role role) : spinning_(spinning), role_(role) {}
     // Nothing was found: whether to look again rather than sleep. Lets other threads run now and then.
-    bool spin();
-    // Something was found. Returns the time.
+    bool spin(bool isTransferring);
+    // Something moved, but it is not what one waits for.
+    void again() {
+      began_ = {};
+    }
+    // What one waits for was found. Returns the time.
     Clock::time_point end();
 
    private:

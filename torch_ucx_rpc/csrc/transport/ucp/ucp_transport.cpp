@@ -159,6 +159,9 @@ void applyDefaults(ucp_config_t* config, const std::string& networkDevices) {
       // Endpoints report dead peers (UCP_ERR_HANDLING_MODE_PEER). Without this, UCX then takes TCP even on one host.
       {"MM_ERROR_HANDLING", "y"},
       {"NET_DEVICES", networkDevices.c_str()},
+      // UCX's own are 8 and 64 KiB. An echo of 64 MiB over loopback takes 33 ms with these and 135 with those.
+      {"TCP_TX_SEG_SIZE", "64k"},
+      {"TCP_RX_SEG_SIZE", "256k"},
   };
   for (const Default& item : defaults) {
     if (*item.value != '\0' && std::getenv((std::string("UCX_") + item.name).c_str()) == nullptr) {
