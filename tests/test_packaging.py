@@ -93,6 +93,30 @@ def test_conda_environment_has_the_channels_its_names_need(conda_environment):
     assert {"pytorch", "ucx", "ucxx", "rmm", "numba", "compilers"} <= set(conda_environment["dependencies"])
 
 
+def imported_by_the_package() -> set[str]:
+    """The names of other packages that modules of this one import, by a statement or by import_module."""
+    names = set()
+    for file in (ROOT / "torch_ucx_rpc").rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                names |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                names.add(node.module)
+            elif isinstance(node, ast.Call) and getattr(node.func, "attr", None) == "import_module":
+                # Other than a text it is the name of a module of this package.
+                names |= {argument.value for argument in node.args if isinstance(argument, ast.Constant)}
+    roots = {name.partition(".")[0] for name in names}
+    return roots - sys.stdlib_module_names - {"torch_ucx_rpc", "_torch_ucx_rpc_autoload"}
+
+
+def test_conda_environment_has_all_that_the_package_imports(conda_environment):
+    imported = imported_by_the_package()
+    assert {"torch", "mpi4py", "libucx"} <= imported
+    names = {**CONDA_NAMES, "libucx": "ucx"}
+    conda = {name_of(line) for line in conda_environment["dependencies"] if isinstance(line, str)}
+    assert {names.get(name, name) for name in imported} - conda == set()
+
+
 @pytest.fixture(scope="module")
 def conda_recipe() -> dict:
     return yaml.safe_load((ROOT / "recipe" / "recipe.yaml").read_text(encoding="utf-8"))

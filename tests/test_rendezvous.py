@@ -78,6 +78,11 @@ def test_other_urls_go_to_torch(tmp_path: Path) -> None:
     assert store.path == f"{tmp_path}/store"
 
 
+def test_a_file_in_a_folder_that_is_not_there_is_refused_at_once(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=f"there is no folder {tmp_path}/nowhere on"):
+        create_store(f"file://{tmp_path}/nowhere/store", 1, 2, 0)
+
+
 def test_the_store_has_the_timeout_of_the_calls(port: int) -> None:
     assert create_store(f"tcp://127.0.0.1:{port}", 0, 1, 7).timeout == timedelta(seconds=7)
 

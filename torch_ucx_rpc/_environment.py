@@ -68,17 +68,17 @@ def find_launch(environ: Environ) -> Launch | None:
     return None
 
 
-def looked_for(environ: Environ) -> str:
-    """For an error: where `find_launch` has looked in vain, and what comes closest."""
-    searched = (
-        "RANK and WORLD_SIZE (torchrun, python -m torch_ucx_rpc run, Kubernetes, or by hand), OMPI_COMM_WORLD_RANK "
-        "(Open MPI's mpirun), PMI_RANK (MPICH's mpirun), SLURM_PROCID with SLURM_STEP_ID (srun)"
-    )
+def nothing_found(environ: Environ) -> str:
+    """The error where `find_launch` has looked in vain: what for, and what to do."""
+    cure = "Start the program with a launcher, such as `python -m torch_ucx_rpc run -n 2 <script>`,"
     if environ.get("SLURM_JOB_ID"):
-        searched += (
-            f". This process is within job {environ['SLURM_JOB_ID']} of Slurm but no task of it: start it with srun"
-        )
-    return searched
+        cure = f"This process is within job {environ['SLURM_JOB_ID']} of Slurm but no task of it: start it with srun,"
+    return (
+        "init_rpc() finds nothing that tells this worker's rank and the number of workers. It has looked for RANK and "
+        "WORLD_SIZE (torchrun, python -m torch_ucx_rpc run, Kubernetes, or by hand), OMPI_COMM_WORLD_RANK (Open MPI's "
+        "mpirun), PMI_RANK (MPICH's mpirun), SLURM_PROCID with SLURM_STEP_ID (srun), and an initialized process group "
+        f"of torch.distributed. {cure} or pass rank and world_size."
+    )
 
 
 def default_name(rank: int) -> str:

@@ -13,8 +13,8 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.distributed_c10d import _get_default_store
 
 from torch_ucx_rpc import _agent, _mpi
-from torch_ucx_rpc._environment import Launch, default_name, find_launch, looked_for, ports_of
-from torch_ucx_rpc._options import UcxRpcBackendOptions
+from torch_ucx_rpc._environment import Launch, default_name, find_launch, nothing_found, ports_of
+from torch_ucx_rpc._options import UcxRpcBackendOptions, check_url
 from torch_ucx_rpc._record import process_stat, start_time
 from torch_ucx_rpc._rendezvous import JobAddress, check_port, create_store, open_job_store
 
@@ -58,12 +58,7 @@ def init_rpc(
     launch = find_launch(os.environ) or _process_group()
     if rank is None or world_size is None:
         if launch is None:
-            raise RuntimeError(
-                f"init_rpc() finds nothing that tells this worker's rank and the number of workers. It has looked for "
-                f"{looked_for(os.environ)}; and for an initialized process group of torch.distributed. Start the "
-                f"program with a launcher, such as `python -m torch_ucx_rpc run -n 2 <script>`, or pass rank and "
-                f"world_size."
-            )
+            raise RuntimeError(nothing_found(os.environ))
         if name is None and rank is None:
             name = launch.name
         rank = launch.rank if rank is None else rank
@@ -83,7 +78,7 @@ def _process_group() -> Launch | None:
 def _open_store(launch: Launch | None, init_method: str, rank: int, world_size: int | None, timeout: float) -> Store:
     """The Store where the workers of this job meet; see `init_rpc`."""
     if init_method == "env://":
-        init_method = os.environ.get(_INIT_METHOD) or init_method
+        init_method = check_url(_INIT_METHOD, os.environ.get(_INIT_METHOD) or init_method)
     host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
     if init_method != "env://" or (host and port):
         return create_store(init_method, rank, world_size, timeout)

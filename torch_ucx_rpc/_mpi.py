@@ -17,8 +17,8 @@ from torch_ucx_rpc._rendezvous import Deadline
 _LETTER_BYTES = 256
 
 _CHOOSE = (
-    "let mpi4py use the MPI of this mpirun (with mpi4py's wheels: MPI4PY_MPIABI=mpich or openmpi, and "
-    "MPI4PY_LIBMPI=<its libmpi.so> where that has an unusual name)"
+    "let mpi4py use the MPI of this mpirun (with mpi4py's wheels: MPI4PY_MPIABI=mpich or openmpi, and its library as "
+    "libmpi.so.12 or libmpi.so.40 in LD_LIBRARY_PATH)"
 )
 _SET_ADDRESS = "set MASTER_ADDR to the host of rank 0 and MASTER_PORT to a free port there"
 

@@ -94,7 +94,7 @@ def check_seconds(name: str, value: Any) -> float:
     return seconds
 
 
-def _check_url(name: str, value: Any) -> str:
+def check_url(name: str, value: Any) -> str:
     if not isinstance(value, str):
         raise TypeError(f"{name} must be a str, the URL at which the workers meet; {_shown(value)} is none")
     if "://" not in value:
@@ -180,7 +180,7 @@ class UcxRpcBackendOptions(RpcBackendOptions):
 
     num_worker_threads = _integer(1, _MOST_THREADS, "how many threads run the calls of other workers")
     rpc_timeout = Option(check_seconds)
-    init_method = Option(_check_url)
+    init_method = Option(check_url)
     device_maps = Option(_check_device_maps)
     devices = Option(_check_devices)
     receive_window_bytes = _integer(1, _MOST_BYTES, "how many bytes of large tensors are received at a time")

@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from pathlib import Path
 from typing import TypeVar
 from urllib.parse import ParseResult, urlparse
 
@@ -84,12 +85,24 @@ def create_store(init_method: str, rank: int, world_size: int | None, timeout: f
         host, port, use_libuv = _store_address(urlparse(init_method))
         store = _create_tcp_store(host, port, use_libuv, rank, world_size, Deadline(timeout))
     else:
+        if scheme == "file":
+            _check_folder(urlparse(init_method))
         # Some handlers clean up when their generator is collected: it lives as long as the Store.
         iterator = _rendezvous_helper(init_method, rank, world_size)
         store, _, _ = next(iterator)
     store.set_timeout(timedelta(seconds=timeout))
     _kept = (iterator, store)
     return store
+
+
+def _check_folder(url: ParseResult) -> None:
+    """torch's FileStore would wait for minutes for a folder to appear, deaf to Ctrl-C."""
+    folder = Path(url.path).parent
+    if not folder.is_dir():
+        raise ValueError(
+            f"{_START.format('file')} there is no folder {folder} on {socket.gethostname()}: the file must be on a "
+            f"file system that all workers see, in a folder that is there."
+        )
 
 
 def check_rank(init_method: str, rank: int) -> int:
@@ -168,11 +181,12 @@ def open_job_store(address: JobAddress, rank: int, world_size: int | None, timeo
 
 
 def _serve_job(address: JobAddress) -> TCPStore:
-    host = next(filter(_is_this_host, address.hosts), None)
+    host = next(filter(is_this_host, address.hosts), None)
     if host is None:
         raise RuntimeError(
             f"rank 0 runs on {socket.gethostname()}, and the other workers are going to look for it at "
-            f"{' and '.join(address.hosts)}, as their launcher says: set MASTER_ADDR to the host of rank 0."
+            f"{' and '.join(address.hosts)}, as MASTER_ADDR says or the launcher: set MASTER_ADDR to the "
+            f"host of rank 0."
         )
     for port in address.ports:
         # By whichever process; this one's own, of the job's last group, is shared.
@@ -212,7 +226,7 @@ def _find_job(address: JobAddress, deadline: Deadline) -> TCPStore:
         pause = min(2 * pause, 1.0)
 
 
-def _is_this_host(host: str) -> bool:
+def is_this_host(host: str) -> bool:
     try:
         address = socket.getaddrinfo(host, 0, socket.AF_INET, socket.SOCK_STREAM)[0][4]
         with socket.socket() as probe:

@@ -62,7 +62,7 @@ class SlurmCluster:
     """
 
     def __init__(self, hosts: VirtualHosts) -> None:
-        self._head: VirtualHost = hosts.head
+        self.head: VirtualHost = hosts.head
         self._names = [host.name for host in hosts]
         with contextlib.ExitStack() as begun:
             self.directory = Path(begun.enter_context(tempfile.TemporaryDirectory(prefix="slurm-")))
@@ -71,9 +71,9 @@ class SlurmCluster:
             self.environment = {**os.environ, "SLURM_CONF": str(configuration)}
             (self.directory / "state").mkdir()
             # Ended in the reverse order: the controller must not miss its nodes, and needs munge to the last.
-            self._start(begun, self._head, ["munged", *self._munge_arguments()])
+            self._start(begun, self.head, ["munged", *self._munge_arguments()])
             self._await(lambda: (self.directory / "munge.socket").exists(), "munged")
-            self._start(begun, self._head, ["slurmctld", "-D", "-i", "-c"])
+            self._start(begun, self.head, ["slurmctld", "-D", "-i", "-c"])
             for host in hosts:
                 self._start(begun, host, ["slurmd", "-D", "-N", host.name])
             self._await(self._are_all_idle, "the nodes")
@@ -94,12 +94,12 @@ class SlurmCluster:
     ) -> subprocess.CompletedProcess[str]:
         """Run srun, sbatch or another command on the head, with ``env`` besides this process's environment."""
         env = {**self.environment, **(env or {})}
-        return self._head.run(command, env=env, capture_output=True, text=True, timeout=timeout, **options)
+        return self.head.run(command, env=env, capture_output=True, text=True, timeout=timeout, **options)
 
     def popen(
         self, command: Sequence[str], *, env: Mapping[str, str] | None = None, **options: Any
     ) -> subprocess.Popen[str]:
-        return self._head.popen(command, env={**self.environment, **(env or {})}, text=True, **options)
+        return self.head.popen(command, env={**self.environment, **(env or {})}, text=True, **options)
 
     def _munge_arguments(self) -> list[str]:
         key = self.directory / "munge.key"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import os
+import re
 import selectors
 import sys
 import tempfile
@@ -14,6 +15,9 @@ from pathlib import Path
 from typing import BinaryIO
 
 _TRACEBACK = b"Traceback (most recent call last):"
+
+# As torch's C++ begins them.
+_LOG_LINE = re.compile(r"\[[IWE]\d{4} ")
 
 # Lines of a worker's stderr that are kept for the report of its end, and how many of them are shown where there is no
 # traceback among them.
@@ -116,6 +120,9 @@ class WorkerOutput:
     def last_words(self, worker: str) -> str:
         """The end of its stderr, from a traceback on if there is one."""
         lines = [line.decode(errors="replace") for line in self._streams[worker, "stderr"].last_lines]
+        # C++ code may have had its say at the end of the process.
+        while lines and _LOG_LINE.match(lines[-1]):
+            lines.pop()
         tracebacks = [index for index, line in enumerate(lines) if line.encode().startswith(_TRACEBACK)]
         # From the first: exceptions that were raised while another was handled come after each other.
         return "\n".join(lines[tracebacks[0] :] if tracebacks else lines[-_SHOWN_LINES:])

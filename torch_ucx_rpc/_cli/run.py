@@ -63,10 +63,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--node-rank",
         type=int,
         metavar="R",
-        help="number of this one, from 0 on, which ranks are given out by (default: as they come)",
+        help="number of this one, from 0 on; ranks follow it",
     )
     machines.add_argument(
-        "--rdzv", type=_endpoint, metavar="HOST:PORT", help="where they meet: a free port of one of them, of number 0"
+        "--rdzv", type=_endpoint, metavar="HOST:PORT", help="where they meet: a free port of number 0"
     )
     program = parser.add_argument_group("program")
     kinds = program.add_mutually_exclusive_group()
@@ -126,15 +126,19 @@ def _check(arguments: argparse.Namespace, roles: dict[str, int]) -> None:
         if arguments.rdzv is not None or arguments.node_rank is not None:
             error("--rdzv and --node-rank are for several machines: give --nnodes too")
         return
-    if arguments.rdzv is None:
-        error(f"--nnodes {arguments.nnodes} needs --rdzv HOST:PORT, the same on all machines")
-    if arguments.node_rank is not None and not 0 <= arguments.node_rank < arguments.nnodes:
+    if arguments.rdzv is None or arguments.node_rank is None:
+        error(
+            f"--nnodes {arguments.nnodes} needs --rdzv HOST:PORT, the same on all machines, and --node-rank, another "
+            f"on each"
+        )
+    if not 0 <= arguments.node_rank < arguments.nnodes:
         error(
             f"--node-rank {arguments.node_rank}: machines are counted from 0, so this is up to {arguments.nnodes - 1}"
         )
 
 
 def _run(arguments: argparse.Namespace, roles: dict[str, int], program: list[str]) -> int:
+    from torch.distributed import DistError
     from torch.distributed.elastic.agent.server.api import WorkerSpec
     from torch.distributed.elastic.multiprocessing import SignalException
 
@@ -149,7 +153,6 @@ def _run(arguments: argparse.Namespace, roles: dict[str, int], program: list[str
     output = WorkerOutput(arguments.log_dir)
     with contextlib.closing(output):
         names = WorkerNames(roles, output)
-        is_static = arguments.node_rank is not None
         host, port = arguments.rdzv or (None, None)
         try:
             spec = WorkerSpec(
@@ -161,8 +164,8 @@ def _run(arguments: argparse.Namespace, roles: dict[str, int], program: list[str
                 rdzv_handler=_rendezvous(arguments),
                 max_restarts=0,
                 monitor_interval=MONITOR_INTERVAL_S,
-                master_addr=host if is_static else None,
-                master_port=port if is_static else None,
+                master_addr=host,
+                master_port=port,
                 local_addr="127.0.0.1" if arguments.nnodes == 1 else None,
             )
             JobAgent(spec, names, output).run()
@@ -176,8 +179,10 @@ def _run(arguments: argparse.Namespace, roles: dict[str, int], program: list[str
             output.close()
             print(f"torch_ucx_rpc run: {received.sigval.name}, all workers have been ended", file=sys.stderr)
             return 128 + received.sigval
+        except DistError as error:
+            print(f"torch_ucx_rpc run: no meeting at {host}:{port}, is the port in use? {error}", file=sys.stderr)
+            return 1
         except (RuntimeError, ValueError) as error:
-            output.close()
             print(f"torch_ucx_rpc run: {error}", file=sys.stderr)
             return 1
 
@@ -186,20 +191,22 @@ def _rendezvous(arguments: argparse.Namespace) -> RendezvousHandler:
     from torch.distributed.elastic.rendezvous import RendezvousParameters
     from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
-    from torch_ucx_rpc._rendezvous import Deadline, await_listener
+    from torch_ucx_rpc._rendezvous import Deadline, await_listener, is_this_host
 
     options: dict[str, Any] = {"timeout": _RENDEZVOUS_S}
     if arguments.nnodes == 1:
         backend, endpoint, run_id = "c10d", "localhost:0", uuid.uuid4().hex
-        options["is_host"] = True
+        options |= {"is_host": True, "local_addr": "127.0.0.1"}
     else:
         host, port = arguments.rdzv
         endpoint = run_id = f"{host}:{port}"
-        backend = "c10d" if arguments.node_rank is None else "static"
-        if arguments.node_rank is not None:
-            options["rank"] = arguments.node_rank
-            if arguments.node_rank > 0:
-                await_listener(host, port, "the launcher with --node-rank 0", Deadline(_RENDEZVOUS_S), "")
+        backend = "static"
+        options["rank"] = arguments.node_rank
+        if arguments.node_rank == 0:
+            if not is_this_host(host):
+                raise ValueError(f"--rdzv {endpoint} is not on this machine, which is the one of --node-rank 0")
+        else:
+            await_listener(host, port, "the launcher with --node-rank 0", Deadline(_RENDEZVOUS_S), "")
     return get_rendezvous_handler(
         RendezvousParameters(
             backend=backend,
@@ -207,7 +214,6 @@ def _rendezvous(arguments: argparse.Namespace) -> RendezvousHandler:
             run_id=run_id,
             min_nodes=arguments.nnodes,
             max_nodes=arguments.nnodes,
-            local_addr="127.0.0.1" if arguments.nnodes == 1 else None,
             **options,
         )
     )

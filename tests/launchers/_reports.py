@@ -1,0 +1,29 @@
+"""What the programs of these tests say."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from pathlib import Path
+
+PYTHON = sys.executable
+MEET, FAIL = (str(Path(__file__).resolve().parent / "programs" / f"{name}.py") for name in ("meet", "fail"))
+
+# The package is found as it is found by this process, be it installed or beside the tests.
+PYTHON_PATH = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+ENVIRON = {**os.environ, **PYTHON_PATH}
+
+
+def assert_all_called(output: str, names: list[str], on: list[str] | None = None) -> None:
+    """``meet.py`` has run as these workers, by rank, on these hosts, and each called all."""
+    reports = [json.loads(found) for found in re.findall(r'\{"name".*?\}', output)]
+    reports.sort(key=lambda report: report["rank"])
+    assert [report["name"] for report in reports] == names, output
+    by_name = {report["name"]: report["on"] for report in reports}
+    if on is not None:
+        assert list(by_name.values()) == on
+    for report in reports:
+        assert report["calls"] == sorted(names)
+        assert report["hosts"] == [by_name[name] for name in sorted(names)]

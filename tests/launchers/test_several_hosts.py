@@ -1,0 +1,83 @@
+"""torchrun and our launcher, which are told where to meet, over several hosts."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from collections.abc import Callable
+
+from labs import VirtualHosts
+
+from ._reports import ENVIRON, MEET, PYTHON, assert_all_called
+
+TORCHRUN = [PYTHON, "-m", "torch.distributed.run"]
+
+
+def run_on_two(hosts: VirtualHosts, command: Callable[[int], list[str]]) -> list[tuple[int, str]]:
+    """Exit code and output of the launchers on the first two hosts."""
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    launchers = [hosts[number].popen(command(number), env=ENVIRON, **pipes) for number in range(2)]
+    outputs = []
+    try:
+        for launcher in launchers:
+            outputs.append(launcher.communicate(timeout=100)[0])
+    finally:
+        for launcher in launchers:
+            launcher.kill()
+            launcher.wait()
+    return [(launcher.returncode, output) for launcher, output in zip(launchers, outputs, strict=True)]
+
+
+def torch_ucx_rpc_run(number: int, *program: str) -> list[str]:
+    meeting = ["--nnodes", "2", "--node-rank", str(number), "--rdzv", "n1:29500"]
+    return [PYTHON, "-m", "torch_ucx_rpc", "run", "-n", "2", *meeting, *program]
+
+
+def test_torchrun_on_two_hosts_with_a_role(hosts: VirtualHosts) -> None:
+    meeting = ["--rdzv-backend", "static", "--rdzv-endpoint", "n1:29400"]
+
+    def command(number: int) -> list[str]:
+        return [
+            *TORCHRUN,
+            "--nnodes",
+            "2",
+            "--nproc-per-node",
+            "2",
+            *meeting,
+            "--node-rank",
+            str(number),
+            "--role",
+            "trainer",
+            MEET,
+        ]
+
+    ends = run_on_two(hosts, command)
+    assert [code for code, _ in ends] == [0, 0], ends
+    names = ["trainer0", "trainer1", "trainer2", "trainer3"]
+    assert_all_called("".join(output for _, output in ends), names, on=["n1", "n1", "n2", "n2"])
+
+
+def test_our_launcher_on_two_hosts_with_roles_over_both(hosts: VirtualHosts) -> None:
+    roles = ["--role", "ps=1", "--role", "trainer=3"]
+    ends = run_on_two(hosts, lambda number: torch_ucx_rpc_run(number, *roles, MEET))
+    assert [code for code, _ in ends] == [0, 0], ends
+    names = ["ps0", "trainer0", "trainer1", "trainer2"]
+    assert_all_called("".join(output for _, output in ends), names, on=["n1", "n1", "n2", "n2"])
+
+
+def test_a_failure_on_one_host_ends_the_job_on_both_and_both_show_it(hosts: VirtualHosts) -> None:
+    begin = time.monotonic()
+    program = ["-c", "import os, sys, time; time.sleep(60 if os.environ['RANK'] != '3' else 0); sys.exit('the cause')"]
+    ends = run_on_two(hosts, lambda number: torch_ucx_rpc_run(number, *program))
+    assert time.monotonic() - begin < 50
+    for code, output in ends:
+        assert code == 1
+        assert "since worker3 (pid" in output
+        assert output.splitlines()[-1] == "the cause"
+
+
+def test_roles_that_do_not_fit_all_hosts_are_refused_on_both(hosts: VirtualHosts) -> None:
+    ends = run_on_two(hosts, lambda number: torch_ucx_rpc_run(number, "--role", "ps=3", "-c", "pass"))
+    for code, output in ends:
+        assert code == 1
+        assert "the roles are for 3 workers, and all machines together start 4" in output

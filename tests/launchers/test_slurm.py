@@ -1,0 +1,64 @@
+"""Slurm with 4 nodes: no variable is set and no argument given, and the workers find each other."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+from pathlib import Path
+
+from labs import SlurmCluster
+from workers import eventually
+
+from ._reports import FAIL, MEET, PYTHON, PYTHON_PATH, assert_all_called
+
+
+def srun(slurm: SlurmCluster, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return slurm.run(["srun", *arguments], env=PYTHON_PATH, timeout=120)
+
+
+def test_srun_over_nodes_that_do_not_follow_each_other(slurm: SlurmCluster) -> None:
+    done = srun(slurm, "-w", "n[1,3-4]", "-n", "3", PYTHON, MEET)
+    assert done.returncode == 0, done.stderr
+    assert_all_called(done.stdout, ["worker0", "worker1", "worker2"], on=["n1", "n3", "n4"])
+
+
+def test_a_batch_script_with_two_steps_at_the_same_time_on_the_same_nodes(slurm: SlurmCluster, tmp_path: Path) -> None:
+    script = tmp_path / "job.sh"
+    # Different numbers of tasks on the nodes; and the script itself is no task.
+    script.write_text(
+        f"""#!/bin/bash
+srun --overlap -n 3 --output={tmp_path}/first.txt {PYTHON} {MEET} &
+srun --overlap -n 2 --output={tmp_path}/second.txt {PYTHON} {MEET} &
+wait
+{PYTHON} -c 'import torch_ucx_rpc; torch_ucx_rpc.init_rpc()'
+touch {tmp_path}/over
+"""
+    )
+    log = tmp_path / "log.txt"
+    slurm.run(["sbatch", "-w", "n[2,4]", f"--output={log}", str(script)], env=PYTHON_PATH, check=True)
+    # sbatch --wait asks every ten seconds.
+    eventually((tmp_path / "over").exists, "the end of the batch script", timeout=100)
+    said = log.read_text()
+    assert_all_called((tmp_path / "first.txt").read_text(), ["worker0", "worker1", "worker2"], on=["n2", "n2", "n4"])
+    assert_all_called((tmp_path / "second.txt").read_text(), ["worker0", "worker1"], on=["n2", "n4"])
+    assert re.search(r"within job \d+ of Slurm but no task of it: start it with srun", said)
+
+
+def test_a_heterogeneous_step_whose_first_task_is_not_on_the_first_node_of_its_list(slurm: SlurmCluster) -> None:
+    done = srun(slurm, "-w", "n4", "-n", "1", PYTHON, MEET, ":", "-w", "n[1-2]", "-n", "2", PYTHON, MEET)
+    assert done.returncode == 0, done.stderr
+    assert_all_called(done.stdout, ["worker0", "worker1", "worker2"], on=["n4", "n1", "n2"])
+
+
+def test_with_k_a_killed_task_ends_the_others(slurm: SlurmCluster) -> None:
+    done = srun(slurm, "-K1", "-N", "3", "-n", "3", PYTHON, FAIL, "kill")
+    # It gives the largest of their codes, and ends the others by SIGTERM.
+    assert done.returncode == 128 + signal.SIGTERM
+    assert "task 1: Killed" in done.stderr
+
+
+def test_without_k_those_that_called_a_killed_task_name_it_and_end(slurm: SlurmCluster) -> None:
+    done = srun(slurm, "--kill-on-bad-exit=0", "-N", "3", "-n", "3", PYTHON, FAIL, "kill")
+    assert done.returncode != 0
+    assert len(re.findall(r"^RuntimeError: .*worker1.*rank 1", done.stderr, re.MULTILINE)) == 2, done.stderr
