@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import sysconfig
@@ -76,6 +77,13 @@ def test_a_variable_that_is_wrong_is_named(
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     assert complaint in problems(info.collect())
+
+
+def test_the_variables_that_mean_something_are_all_known() -> None:
+    files = {*PACKAGE.rglob("*.py"), *PACKAGE.rglob("*.cpp"), PACKAGE.parent / "_torch_ucx_rpc_autoload.py"}
+    files.remove(PACKAGE / "_cli" / "info.py")
+    read = {name for file in files for name in re.findall(r'"(TORCH_UCX_RPC_[A-Z_]+)"', file.read_text("utf-8"))}
+    assert read == info._OWN_VARIABLES
 
 
 def test_devices_that_leave_out_the_way_to_rank_0_are_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
