@@ -14,6 +14,7 @@ import dataclasses
 import json
 import multiprocessing
 import os
+import signal
 import statistics
 import sys
 import tempfile
@@ -41,6 +42,14 @@ _LEAST_PAIRS = 6
 # Warm-up, calls and tensors of a pair take some tenths of a second. Where a host is in more pairs than this, each gets
 # less.
 _UNHURRIED_PAIRS = 60
+# For a worker to end after it has been told to, and the most that measuring a pair takes where nothing is wrong.
+_END_S = 10.0
+_PAIR_S = 5.0
+
+_UNREACHABLE = (
+    "if it runs, the network interface or transport that UCX takes does not lead there: unset UCX_NET_DEVICES and "
+    "UCX_TLS, check firewalls (UCX listens on any free port), and compare `python -m torch_ucx_rpc info` on both hosts"
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -120,16 +129,6 @@ def main(arguments: argparse.Namespace) -> int:
                 other.join()
 
 
-# For a worker to end after it has been told to, and the most that measuring a pair takes where nothing is wrong.
-_END_S = 10.0
-_PAIR_S = 5.0
-
-_UNREACHABLE = (
-    "if it runs, the network interface or transport that UCX takes does not lead there: unset UCX_NET_DEVICES and "
-    "UCX_TLS, check firewalls (UCX listens on any free port), and compare `python -m torch_ucx_rpc info` on both hosts"
-)
-
-
 def _work(rank: int | None, size: int, url: str, arguments: argparse.Namespace) -> int:
     """Be a worker, under a launcher if it has no rank yet; returns the exit code."""
     torch.set_num_threads(1)
@@ -146,6 +145,8 @@ def _work(rank: int | None, size: int, url: str, arguments: argparse.Namespace) 
     except (RuntimeError, ValueError) as error:
         print(f"check: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
     return 0
 
 
@@ -223,7 +224,8 @@ def _measure_all(places: dict[str, Place]) -> Iterator[Pair]:
             try:
                 yield future.wait()
             except RuntimeError as error:
-                yield Pair(caller=caller, callee=callee, error=str(error))
+                # Of an exception of the caller's, the traceback comes first.
+                yield Pair(caller=caller, callee=callee, error=str(error).strip().splitlines()[-1])
 
 
 def nothing() -> None:

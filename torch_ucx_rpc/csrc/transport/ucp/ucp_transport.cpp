@@ -69,7 +69,7 @@ void check(ucs_status_t status, const char* what) {
     throw std::runtime_error(
         std::string(what) + " failed: " + ucs_status_string(status) +
         ". If UCX_TLS or UCX_NET_DEVICES is set, check that it names transports and devices of this machine "
-        "(ucx_info -d lists them).");
+        "(python -m torch_ucx_rpc info lists them).");
   }
 }
 
