@@ -26,7 +26,8 @@ BENCHMARKS = {
     "in_flight": "in_flight:BENCHMARK",
     "all_pairs": "many_workers:ALL_PAIRS",
     "life": "many_workers:LIFE",
-    "autograd": "autograd:BENCHMARK",
+    "parameter_server": "autograd:PARAMETER_SERVER",
+    "pipeline": "autograd:PIPELINE",
     "idle": "idle:BENCHMARK",
 }
 

@@ -6,6 +6,9 @@ micro-batches through both): forward, backward and DistributedOptimizer.step.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
 import torch
 import torch.distributed.autograd as dist_autograd
 import torch.distributed.rpc as rpc
@@ -39,7 +42,7 @@ class Stage(Layer):
         return super().forward(batch.to_here())
 
 
-def step_us(forward: object, layers: list[rpc.RRef]) -> float:
+def step_us(forward: Callable[[torch.Tensor], torch.Tensor], layers: list[rpc.RRef]) -> float:
     parameters = [parameter for layer in layers for parameter in layer.rpc_sync().parameter_rrefs()]
     optimizer = DistributedOptimizer(torch.optim.SGD, parameters, lr=0.01)
     batch, target = torch.randn(BATCH, WIDTH), torch.randn(BATCH, WIDTH)
@@ -73,16 +76,21 @@ def pipeline() -> float:
     return step_us(forward, [first, second])
 
 
-def measure() -> harness.Figures:
-    return {"parameter server, a step": parameter_server(), "pipeline, a step": pipeline()}
+def _benchmark(name: str, step: Callable[[], float], workers: int) -> harness.Benchmark:
+    figure = f"{name}, a step"
+    return harness.Benchmark(
+        question="What does a step of distributed autograd cost?",
+        figures=(Figure(figure, "us", (Bound(0.6, 0.4),)),),
+        contenders=lambda: [
+            harness.RpcJob(transport, functools.partial(_measure, figure, step), workers=workers)
+            for transport in (harness.UCX, harness.TENSORPIPE)
+        ],
+    )
 
 
-BENCHMARK = harness.Benchmark(
-    question="What does a step of distributed autograd cost?",
-    figures=tuple(
-        Figure(name, "us", (Bound(0.6, 0.4),)) for name in ("parameter server, a step", "pipeline, a step")
-    ),
-    contenders=lambda: [
-        harness.RpcJob(transport, measure, workers=3) for transport in (harness.UCX, harness.TENSORPIPE)
-    ],
-)
+def _measure(figure: str, step: Callable[[], float]) -> harness.Figures:
+    return {figure: step()}
+
+
+PARAMETER_SERVER = _benchmark("parameter server", parameter_server, workers=2)
+PIPELINE = _benchmark("pipeline", pipeline, workers=3)

@@ -188,7 +188,7 @@ size_t AgentThreads::stop(std::chrono::milliseconds limit, const std::function<v
     wakeLeader();
     dropped.clear();
     lock.lock();
-    ended_.wait_for(lock, std::chrono::milliseconds(10), [this] { return threads_ == 0; });
+    ended_.wait_for(lock, std::chrono::milliseconds(1), [this] { return threads_ == 0; });
   }
   const size_t left = threads_;
   std::deque<Task> completions;
