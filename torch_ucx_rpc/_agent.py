@@ -13,6 +13,7 @@ import atexit
 import contextlib
 import copy
 import functools
+import logging
 import numbers
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -41,6 +42,8 @@ from torch_ucx_rpc._network import default_devices
 from torch_ucx_rpc._options import UcxRpcBackendOptions
 from torch_ucx_rpc._record import Record, process_facts
 from torch_ucx_rpc._rendezvous import Deadline, check_rank, create_store
+
+_logger = logging.getLogger(__name__)
 
 # The running agent. torch keeps the C++ object; this keeps the Python one, with the attributes below, and as long as it
 # lives `_get_current_rpc_agent` returns that.
@@ -90,8 +93,13 @@ class UcxRpcAgent(_C.UcxRpcAgent):
             endpoint = _prometheus.serve(self._options.prometheus_port, self.get_worker_info().id, snapshot)
             self._endpoints.callback(endpoint.close)
             self.prometheus_port = endpoint.port
-        observed = _observation.Observed(snapshot)
-        self._endpoints.callback(observed.close)
+        try:
+            observed = _observation.Observed(snapshot)
+        # Some sandboxes have no such sockets. A job can do without being watched.
+        except OSError as error:
+            _logger.info("worker %s cannot be watched by top: %s", self.get_worker_info().name, error)
+        else:
+            self._endpoints.callback(observed.close)
 
     @property
     def is_static_group(self) -> bool:

@@ -43,13 +43,20 @@ _LONGEST_QUESTION = 1 << 20
 
 
 class Observed:
-    """Answers observers of this worker, on a thread of its own, until `close`."""
+    """Answers observers of this worker, on a thread of its own, until `close`.
+
+    Raises OSError where there can be no such socket.
+    """
 
     def __init__(self, snapshot: Callable[[], Statistics]) -> None:
         self._snapshot = snapshot
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._socket.bind(_address(f"{os.getpid()}/{secrets.token_hex(4)}"))
-        self._socket.listen(16)
+        try:
+            self._socket.bind(_address(f"{os.getpid()}/{secrets.token_hex(4)}"))
+            self._socket.listen(16)
+        except OSError:
+            self._socket.close()
+            raise
         # A daemon: where a program ends without shutdown, it must not hold that up.
         self._thread = threading.Thread(target=self._serve, name="torch_ucx_rpc-observed", daemon=True)
         self._thread.start()

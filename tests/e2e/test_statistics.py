@@ -234,6 +234,17 @@ def test_nonsense_is_not_answered_and_the_worker_lives_on_until_it_shuts_down(ra
         own.ask()
 
 
+@in_every_worker(of=2, init=False)
+def test_a_worker_that_cannot_be_watched_works_all_the_same(rank: int) -> None:
+    def no_such_sockets(name: str) -> str:
+        raise OSError("abstract sockets are not supported")
+
+    observation()._address = no_such_sockets
+    init_rpc(rank)
+    rpc.rpc_sync(f"worker{1 - rank}", discard)
+    assert os.getpid() not in [found.pid for found in observation().workers_of_this_host()]
+
+
 def test_where_no_worker_runs_top_says_where_to_start_it(capsys: pytest.CaptureFixture[str]) -> None:
     from torch_ucx_rpc._cli import main
 
