@@ -36,9 +36,9 @@ _logger = logging.getLogger(__name__)
 
 _PREFIX = "torch_ucx_rpc"
 # For another worker to answer; whoever asked waits for all of them together.
-_ANSWER_S = 2.0
+_ANSWER_S = 5.0
 # Of those who connect; what they ask fits into one packet, and they read what they have asked for.
-_CLIENT_S = 5.0
+_CLIENT_S = 10.0
 _LONGEST_QUESTION = 1 << 20
 
 
