@@ -25,6 +25,7 @@ CHANGED = {
     "receive_window_bytes": 1,
     "host_pool_bytes": 0,
     "waiting": "sleep",
+    "prometheus_port": 9400,
 }
 
 
@@ -38,6 +39,7 @@ def test_defaults() -> None:
     assert options.receive_window_bytes == 64 * 1024**2
     assert options.host_pool_bytes == 256 * 1024**2
     assert options.waiting == "auto"
+    assert options.prometheus_port is None
 
 
 def test_every_option_is_taken_by_the_constructor_and_as_an_attribute() -> None:
@@ -147,6 +149,8 @@ def test_an_unknown_attribute_is_refused() -> None:
         ("receive_window_bytes", True),
         ("host_pool_bytes", "1GiB"),
         ("waiting", None),
+        ("prometheus_port", "9400"),
+        ("prometheus_port", True),
     ],
 )
 def test_a_wrong_type_is_refused_with_what_is_right(name: str, value: object) -> None:
@@ -175,6 +179,8 @@ def test_a_wrong_type_is_refused_with_what_is_right(name: str, value: object) ->
         ("receive_window_bytes", 2**80),
         ("host_pool_bytes", -1),
         ("waiting", "spin"),
+        ("prometheus_port", -1),
+        ("prometheus_port", 65_536),
     ],
 )
 def test_an_impossible_value_is_refused_by_name(name: str, value: object) -> None:
@@ -257,6 +263,7 @@ def test_the_page_on_options_has_each_with_its_default() -> None:
         "rpc_timeout": f"{options.rpc_timeout:g}",
         "init_method": f'`"{options.init_method}"`',
         "waiting": f'`"{options.waiting}"`',
+        "prometheus_port": "`None`",
         "device_maps": "none",
         "devices": "those in device maps",
         "receive_window_bytes": f"{options.receive_window_bytes / 1024**2:g} MiB",

@@ -6,7 +6,11 @@ import ast
 import configparser
 import importlib.metadata
 import importlib.util
+import json
+import os
 import re
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -111,6 +115,79 @@ def test_conda_environment_has_all_that_the_package_imports(conda_environment):
     names = {**CONDA_NAMES, "libucx": "ucx"}
     conda = {name_of(line) for line in conda_environment["dependencies"] if isinstance(line, str)}
     assert {names.get(name, name) for name in imported} - conda == set()
+
+
+@pytest.fixture(scope="module")
+def conda_recipe() -> dict:
+    return yaml.safe_load((ROOT / "recipe" / "recipe.yaml").read_text(encoding="utf-8"))
+
+
+def test_conda_recipe_says_of_the_package_what_setup_cfg_says(conda_recipe, setup_cfg):
+    metadata = setup_cfg["metadata"]
+    assert conda_recipe["context"]["version"] == metadata["version"]
+    assert conda_recipe["package"] == {"name": metadata["name"], "version": "${{ version }}"}
+    about = conda_recipe["about"]
+    assert (about["summary"], about["license"]) == (metadata["description"], metadata["license_expression"])
+    assert about["license_file"] == metadata["license_files"]
+    assert (ROOT / "recipe" / conda_recipe["source"]["path"]).samefile(ROOT)
+
+
+def test_conda_recipe_requires_what_the_package_requires(conda_recipe, build_environment):
+    def conda(group: str) -> set[str]:
+        """Requirements of setup.cfg or pyproject.toml, with their versions, under conda's names."""
+        lines = [line.replace(" ", "") for line in build_environment.requirements(group)]
+        return {line.replace(name_of(line), CONDA_NAMES.get(name_of(line), name_of(line)), 1) for line in lines}
+
+    requirements = conda_recipe["requirements"]
+    without_spaces = {section: {line.replace(" ", "") for line in lines} for section, lines in requirements.items()}
+    assert conda("build") | conda("install") <= without_spaces["build"] | without_spaces["host"]
+    pinned = {re.sub(r".*pin_compatible\(\"(\w+)\".*", r"\1", line) for line in requirements["run"]}
+    assert pinned == {name_of(line) for line in conda("install")} | {"python", "ucx"}
+    # UCX of the wheels would have no InfiniBand.
+    assert conda_recipe["build"]["script"]["env"] == {"TORCH_UCX_RPC_UCX": "system"}
+
+
+# ---- The wheel -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def unpacked_wheel(tmp_path_factory) -> Path:
+    """A folder with what pip installs from the wheel of this tree, and nothing else."""
+    folder = tmp_path_factory.mktemp("wheel")
+    for left_over in (ROOT / "build").glob("lib.*"):
+        shutil.rmtree(left_over)
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
+    options = ["--no-build-isolation", "--no-deps"]
+    subprocess.run([*pip, "wheel", *options, "--wheel-dir", str(folder), str(ROOT)], check=True, cwd=folder)
+    [wheel] = folder.glob("*.whl")
+    subprocess.run([*pip, "install", "--no-deps", "--target", str(folder / "site"), str(wheel)], check=True)
+    return folder / "site"
+
+
+def run_with_wheel(site: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    # -P: what is in the current folder is not importable, so that nothing of the source tree is.
+    environment = {**os.environ, "PYTHONPATH": str(site), "PYTHONSAFEPATH": "1"}
+    return subprocess.run(
+        [sys.executable, *arguments], env=environment, cwd=site, capture_output=True, text=True, check=False
+    )
+
+
+def test_the_wheel_has_every_module_and_runs_with_the_torch_it_was_built_for(unpacked_wheel):
+    package = ROOT / "torch_ucx_rpc"
+    wanted = {path.relative_to(ROOT) for pattern in ("*.py", "*.pyi", "py.typed") for path in package.rglob(pattern)}
+    assert wanted <= {path.relative_to(unpacked_wheel) for path in unpacked_wheel.rglob("*")}
+    done = run_with_wheel(unpacked_wheel, "-m", "torch_ucx_rpc", "info", "--json")
+    assert done.returncode == 0, done.stdout + done.stderr
+    facts = json.loads(done.stdout)["torch_ucx_rpc"]
+    assert facts["path"] == str(unpacked_wheel / "torch_ucx_rpc")
+    assert facts["extension"] == "loaded"
+
+
+def test_the_wheel_says_so_with_another_torch(unpacked_wheel):
+    script = "import torch; torch.__version__ = '2.99.0'; import torch_ucx_rpc"
+    done = run_with_wheel(unpacked_wheel, "-c", script)
+    assert done.returncode == 1
+    assert re.search(r"ImportError: torch_ucx_rpc was built for torch \S+ and this is torch 2\.99\.0: ", done.stderr)
 
 
 def test_license_is_bsd_3_clause(setup_cfg):

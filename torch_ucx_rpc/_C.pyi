@@ -12,6 +12,7 @@ from torch._C._distributed_rpc import RpcAgent, WorkerInfo
 UCP_API_VERSION: str
 BUILT_FOR_TORCH: str
 WIRE_VERSION: int
+LATENCY_BUCKET_ENDS_NS: tuple[int, ...]
 REQUEST_TYPES: list[str]
 
 def ucx_library() -> dict[str, str]: ...
@@ -53,6 +54,7 @@ class UcxRpcAgent(RpcAgent):
         *,
         options: AgentOptions,
         expected_peers: int,
+        network_devices: str,
     ) -> None: ...
     @property
     def address(self) -> bytes: ...
@@ -70,6 +72,7 @@ class UcxRpcAgent(RpcAgent):
         devices: list[torch.device],
     ) -> None: ...
     def _barrier(self, timeout: float) -> int: ...
+    def _statistics(self) -> dict[str, Any]: ...
     def _wait(self, future: Future[Any]) -> None: ...
     def join(self, shutdown: bool = False, timeout: float = 0) -> None: ...
     def shutdown(self) -> None: ...
@@ -88,6 +91,7 @@ class FaultyUcxRpcAgent(UcxRpcAgent):
         *,
         options: AgentOptions,
         expected_peers: int,
+        network_devices: str,
         messages_to_fail: list[str],
         messages_to_delay: dict[str, float],
         num_fail_sends: int,

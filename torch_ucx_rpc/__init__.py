@@ -7,6 +7,10 @@ is. What a program may use from here:
 * `init_rpc`: for workers that a launcher started, which tells them all that they need
 * `replace_tensorpipe`: UCX wherever a program asks for TensorPipe, or for no backend
 * ``testing``, a module to import by itself: the agent with faults on demand
+* `statistics`: a snapshot of calls, bytes, lanes, queues, memory, and latencies per peer
+* `Statistics`: its type
+* `PeerStatistics`: what is in it of each worker
+* `Latencies`: how long the calls to one took
 * `__version__`
 
 How the package is laid out:
@@ -25,24 +29,54 @@ How the package is laid out:
 * ``_members``       who of them belongs to a group of fixed size
 * ``_dynamic_group`` who belongs to one that workers join and leave
 * ``_record``        what each tells the others of itself
+* ``_network``       which network interface UCX gets
+* ``_statistics``    `statistics`
+* ``_prometheus``    the same for Prometheus
+* ``_observation``   the same for ``python -m torch_ucx_rpc top``
 * ``__main__``       ``python -m torch_ucx_rpc``
 * ``_cli``           its commands, a module each
 * ``_C``             the agent itself, written in C++ (``csrc/``)
 """
 
+import sys
 from importlib.metadata import version as _installed_version
 
-# The first of these loads UCX and the extension, or explains why it cannot.
-from torch_ucx_rpc import _native as _native
-from torch_ucx_rpc import _register, _replace
-from torch_ucx_rpc._launched import init_rpc
-from torch_ucx_rpc._options import UcxRpcBackendOptions
-from torch_ucx_rpc._replace import replace_tensorpipe
 
-__all__ = ["UcxRpcBackendOptions", "__version__", "init_rpc", "replace_tensorpipe"]
+def _is_asked_what_is_wrong() -> bool:
+    """In ``python -m torch_ucx_rpc info``, which runs where the rest of this cannot be imported, and tells why."""
+    # So it is while Python looks for the module to run, after which sys.argv[0] is its file.
+    return sys.argv[:2] == ["-m", "info"] and any(word.endswith("torch_ucx_rpc") for word in sys.orig_argv)
 
-__version__ = _installed_version("torch_ucx_rpc")
 
-_register.register()
-if _replace.is_asked_for():
-    replace_tensorpipe()
+__version__ = "unknown"
+_failure: ImportError | OSError | None = None
+try:
+    __version__ = _installed_version("torch_ucx_rpc")
+    # Loads UCX and the extension, or explains why it cannot.
+    from torch_ucx_rpc import _native as _native
+except (ImportError, OSError) as error:
+    if not _is_asked_what_is_wrong():
+        raise
+    _failure = error
+
+if _failure is None:
+    from torch_ucx_rpc import _register, _replace
+    from torch_ucx_rpc._launched import init_rpc
+    from torch_ucx_rpc._options import UcxRpcBackendOptions
+    from torch_ucx_rpc._replace import replace_tensorpipe
+    from torch_ucx_rpc._statistics import Latencies, PeerStatistics, Statistics, statistics
+
+    _register.register()
+    if _replace.is_asked_for():
+        replace_tensorpipe()
+
+__all__ = [
+    "Latencies",
+    "PeerStatistics",
+    "Statistics",
+    "UcxRpcBackendOptions",
+    "__version__",
+    "init_rpc",
+    "replace_tensorpipe",
+    "statistics",
+]

@@ -12,6 +12,8 @@ from __future__ import annotations
 import atexit
 import contextlib
 import copy
+import functools
+import logging
 import numbers
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -36,9 +38,12 @@ import torch_ucx_rpc
 from torch_ucx_rpc._dynamic_group import DynamicGroup, StaticGroup
 from torch_ucx_rpc._members import gather_members
 from torch_ucx_rpc._native import _C
+from torch_ucx_rpc._network import default_devices
 from torch_ucx_rpc._options import UcxRpcBackendOptions
 from torch_ucx_rpc._record import Record, process_facts
 from torch_ucx_rpc._rendezvous import Deadline, check_rank, create_store
+
+_logger = logging.getLogger(__name__)
 
 # The running agent. torch keeps the C++ object; this keeps the Python one, with the attributes below, and as long as it
 # lives `_get_current_rpc_agent` returns that.
@@ -69,11 +74,32 @@ class UcxRpcAgent(_C.UcxRpcAgent):
             rank,
             options=_native_options(options),
             expected_peers=expected_peers,
+            network_devices=default_devices(store, _C.ucx_library()["path"]),
             **faults,
         )
         self.store = store
         self._options = options
         self._owner = os.getpid()
+        self._endpoints = contextlib.ExitStack()
+        self.prometheus_port: int | None = None
+
+    def open_endpoints(self) -> None:
+        """Let Prometheus, if it was asked for, and ``python -m torch_ucx_rpc top`` read this worker's statistics."""
+        # They need the agent's class, and are needed by its objects alone.
+        from torch_ucx_rpc import _observation, _prometheus, _statistics
+
+        snapshot = functools.partial(_statistics.of_agent, self)
+        if self._options.prometheus_port is not None:
+            endpoint = _prometheus.serve(self._options.prometheus_port, self.get_worker_info().id, snapshot)
+            self._endpoints.callback(endpoint.close)
+            self.prometheus_port = endpoint.port
+        try:
+            observed = _observation.Observed(snapshot)
+        # Some sandboxes have no such sockets. A job can do without being watched.
+        except OSError as error:
+            _logger.info("worker %s cannot be watched by top: %s", self.get_worker_info().name, error)
+        else:
+            self._endpoints.callback(observed.close)
 
     @property
     def is_static_group(self) -> bool:
@@ -120,6 +146,7 @@ class UcxRpcAgent(_C.UcxRpcAgent):
         try:
             if self.group is not None:
                 self.group.leave()
+            self._endpoints.close()
             super().shutdown()
         finally:
             if current is self:
@@ -245,7 +272,11 @@ def _join_dynamic_group(store: Store, name: str, rank: int, options: UcxRpcBacke
 
 def _make_agent(name: str, rank: int, expected_peers: int, store: Store, options: UcxRpcBackendOptions) -> UcxRpcAgent:
     make = AGENT_TYPES[type(options)]
-    return make(name, rank, expected_peers, store, copy.copy(options))
+    agent = make(name, rank, expected_peers, store, copy.copy(options))
+    with _undone_on_error(agent):
+        # Before the others hear of this worker: a port that is taken is nothing that they should wait for.
+        agent.open_endpoints()
+    return agent
 
 
 def _record_of(agent: UcxRpcAgent, world_size: int) -> Record:

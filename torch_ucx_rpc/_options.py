@@ -23,6 +23,7 @@ _MOST_THREADS = 32_767
 # What is longer, 31 years, overflows clocks that count nanoseconds, and is meant to be no limit.
 _MOST_SECONDS = 1e9
 _MOST_BYTES = 2**62
+_LAST_PORT = 65_535
 
 
 class Option(Generic[T]):
@@ -50,6 +51,15 @@ class Option(Generic[T]):
 
 
 def _integer(least: int, most: int, meaning: str) -> Option[int]:
+    return Option(_integer_check(least, most, meaning))
+
+
+def _integer_or_none(least: int, most: int, meaning: str) -> Option[int | None]:
+    check = _integer_check(least, most, meaning)
+    return Option(lambda name, value: None if value is None else check(name, value))
+
+
+def _integer_check(least: int, most: int, meaning: str) -> Callable[[str, Any], int]:
     def check(name: str, value: Any) -> int:
         # True is an int to Python, and 64e6 may be meant as one: neither says clearly what was wanted.
         if isinstance(value, bool) or not hasattr(type(value), "__index__"):
@@ -59,7 +69,7 @@ def _integer(least: int, most: int, meaning: str) -> Option[int]:
             raise ValueError(f"{name} must be between {least} and {most}, {meaning}; it cannot be {number}")
         return number
 
-    return Option(check)
+    return check
 
 
 def _one_of(*choices: str) -> Option[str]:
@@ -148,6 +158,9 @@ class UcxRpcBackendOptions(RpcBackendOptions):
             smaller one bounds memory, and keeps the buffers in the processor's caches.
         host_pool_bytes (int): bytes of host memory kept for the next tensors when the last ones are released (default:
             256 MiB). Tensors are received several times faster into memory that was used before; 0 keeps none.
+        prometheus_port (int | None): each worker answers Prometheus over HTTP, without encryption, on all interfaces,
+            at this port plus its rank; 0 is any free port, which ``statistics().prometheus_port`` tells (default:
+            None, it does not). Needs the package prometheus_client.
         waiting (str): how threads wait for messages (default: "auto"). "sleep" costs a wake-up of some 20 us for each
             message; "poll" keeps a core busy; "auto" spins for up to 200 us before it sleeps, as long as the last waits
             were that short and each worker of the job on this machine has a core.
@@ -172,6 +185,7 @@ class UcxRpcBackendOptions(RpcBackendOptions):
     devices = Option(_check_devices)
     receive_window_bytes = _integer(1, _MOST_BYTES, "how many bytes of large tensors are received at a time")
     host_pool_bytes = _integer(0, _MOST_BYTES, "how many bytes of memory are kept for reuse")
+    prometheus_port = _integer_or_none(0, _LAST_PORT, "the port of rank 0 for Prometheus, 0 for any that is free")
     waiting = _one_of("auto", "poll", "sleep")
 
     def __init__(
@@ -184,6 +198,7 @@ class UcxRpcBackendOptions(RpcBackendOptions):
         devices: Iterable[Device] | None = None,
         receive_window_bytes: int = 64 * 1024**2,
         host_pool_bytes: int = 256 * 1024**2,
+        prometheus_port: int | None = None,
         waiting: str = "auto",
         **unknown: object,
     ) -> None:
@@ -196,6 +211,7 @@ class UcxRpcBackendOptions(RpcBackendOptions):
         self.devices = devices
         self.receive_window_bytes = receive_window_bytes
         self.host_pool_bytes = host_pool_bytes
+        self.prometheus_port = prometheus_port
         self.waiting = waiting
         for name in unknown:
             known = sorted(k for base in type(self).__mro__ for k, v in vars(base).items() if isinstance(v, Option))

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import torch_ucx_rpc
 
 # In the order of the list that --help shows.
-COMMANDS: tuple[str, ...] = ("run",)
+COMMANDS: tuple[str, ...] = ("run", "info", "check", "top")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

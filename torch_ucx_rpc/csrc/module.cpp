@@ -88,15 +88,90 @@ void translateRuntimeError(std::exception_ptr thrown) {
   }
 }
 
+const char* nameOf(Peer::State state) {
+  switch (state) {
+    case Peer::State::kPresent:
+      return "present";
+    case Peer::State::kLeaving:
+      return "leaving";
+    case Peer::State::kLeft:
+      return "left";
+    case Peer::State::kFailed:
+      return "failed";
+  }
+  return "";
+}
+
+// Under the names that _statistics.py has.
+py::dict statisticsOf(UcxRpcAgent& agent) {
+  AgentStatistics statistics{};
+  {
+    const py::gil_scoped_release noGil;
+    statistics = agent.statistics();
+  }
+  using py::operator""_a;
+  py::list peers;
+  for (const AgentStatistics::OfPeer& of : statistics.peers) {
+    const Member& member = of.peer->member();
+    peers.append(py::dict(
+        "name"_a = member.name,
+        "rank"_a = member.rank,
+        "host"_a = member.host,
+        "pid"_a = member.pid,
+        "session"_a = member.session,
+        "state"_a = nameOf(of.state),
+        "lanes"_a = of.lanes,
+        "calls_sent"_a = of.callsSent,
+        "calls_failed"_a = of.callsFailed,
+        "calls_received"_a = of.callsReceived,
+        "bytes_sent"_a = of.bytesSent,
+        "bytes_received"_a = of.bytesReceived,
+        "latency_counts"_a = of.latencyCounts,
+        "latency_sum_ns"_a = of.latencySum.count()));
+  }
+  return py::dict(
+      "peers"_a = peers,
+      "calls_open"_a = statistics.callsOpen,
+      "calls_timed_out"_a = statistics.callsTimedOut,
+      "requests_open"_a = statistics.requestsOpen,
+      "requests_running"_a = statistics.threads.runningRequests,
+      "requests_waiting"_a = statistics.threads.waitingRequests,
+      "messages_sending"_a = statistics.messagesSending,
+      "frames_refused"_a = statistics.framesRefused,
+      "threads"_a = statistics.threads.threads,
+      "threads_idle"_a = statistics.threads.idle,
+      "pool_in_use_bytes"_a = statistics.pool.inUseBytes,
+      "pool_cached_bytes"_a = statistics.pool.cachedBytes,
+      "pool_hits"_a = statistics.pool.hits,
+      "pool_misses"_a = statistics.pool.misses,
+      "window_limit_bytes"_a = statistics.windowLimitBytes,
+      "window_in_use_bytes"_a = statistics.windowInUseBytes,
+      "window_waiting_messages"_a = statistics.windowWaitingMessages);
+}
+
+// Where the buckets of LatencyHistogram end, in nanoseconds, the last but for one.
+std::vector<int64_t> latencyBucketEnds() {
+  std::vector<int64_t> ends;
+  for (size_t bucket = 0; bucket + 1 < LatencyHistogram::kBuckets; ++bucket) {
+    ends.push_back(LatencyHistogram::endOf(bucket).count());
+  }
+  return ends;
+}
+
 // What Python's constructors pass for every kind of agent, in front of what only one takes.
 template <typename Agent, typename... Own>
 std::shared_ptr<Agent> makeAgent(
-    std::string name, worker_id_t rank, const AgentOptions& options, size_t expectedPeers, const Own&... own) {
+    std::string name,
+    worker_id_t rank,
+    const AgentOptions& options,
+    size_t expectedPeers,
+    const std::string& networkDevices,
+    const Own&... own) {
   const py::gil_scoped_release noGil;
   return std::make_shared<Agent>(
       std::move(name),
       rank,
-      makeUcpTransport(expectedPeers),
+      makeUcpTransport(expectedPeers, networkDevices),
       std::make_unique<torch::distributed::rpc::RequestCallbackImpl>(),
       pythonThreadHooks(),
       &checkSignals,
@@ -109,6 +184,7 @@ std::shared_ptr<FaultyUcxRpcAgent> makeFaultyAgent(
     worker_id_t rank,
     const AgentOptions& options,
     size_t expectedPeers,
+    const std::string& networkDevices,
     std::vector<std::string> messagesToFail,
     const std::map<std::string, double>& messagesToDelay,
     int sendsToFail) {
@@ -116,7 +192,7 @@ std::shared_ptr<FaultyUcxRpcAgent> makeFaultyAgent(
   for (const auto& [type, seconds] : messagesToDelay) {
     faults.messagesToDelay[type] = toMilliseconds(seconds);
   }
-  return makeAgent<FaultyUcxRpcAgent>(std::move(name), rank, options, expectedPeers, faults);
+  return makeAgent<FaultyUcxRpcAgent>(std::move(name), rank, options, expectedPeers, networkDevices, faults);
 }
 
 } // namespace
@@ -126,6 +202,7 @@ PYBIND11_MODULE(_C, module) {
   module.attr("BUILT_FOR_TORCH") = TORCH_UCX_RPC_BUILT_FOR_TORCH;
   module.attr("UCP_API_VERSION") = ucpHeaderVersion();
   module.attr("REQUEST_TYPES") = requestTypeNames();
+  module.attr("LATENCY_BUCKET_ENDS_NS") = py::tuple(py::cast(latencyBucketEnds()));
   module.attr("WIRE_VERSION") = static_cast<int>(wire::kVersion);
   module.def("ucx_library", [] {
     const UcpLibrary library = loadedUcpLibrary();
@@ -204,7 +281,8 @@ PYBIND11_MODULE(_C, module) {
           py::arg("rank"),
           py::kw_only(),
           py::arg("options"),
-          py::arg("expected_peers") = 1)
+          py::arg("expected_peers") = 1,
+          py::arg("network_devices") = "")
       .def_property_readonly("address", [](const UcxRpcAgent& agent) { return py::bytes(agent.address()); })
       .def_property_readonly("session", &UcxRpcAgent::session)
       .def("_add_members", &UcxRpcAgent::addMembers, py::arg("members"), NoGil())
@@ -256,6 +334,7 @@ PYBIND11_MODULE(_C, module) {
       .def("get_worker_infos", &UcxRpcAgent::getWorkerInfos, NoGil())
       .def("get_debug_info", &UcxRpcAgent::getDebugInfo, NoGil())
       .def("get_metrics", &UcxRpcAgent::getMetrics, NoGil())
+      .def("_statistics", &statisticsOf)
       .def("_get_device_map", &UcxRpcAgent::getDeviceMap, py::arg("dst"), NoGil());
 
   py::class_<FaultyUcxRpcAgent, UcxRpcAgent, std::shared_ptr<FaultyUcxRpcAgent>>(module, "FaultyUcxRpcAgent")
@@ -266,6 +345,7 @@ PYBIND11_MODULE(_C, module) {
           py::kw_only(),
           py::arg("options"),
           py::arg("expected_peers") = 1,
+          py::arg("network_devices") = "",
           py::arg("messages_to_fail"),
           py::arg("messages_to_delay"),
           py::arg("num_fail_sends"));

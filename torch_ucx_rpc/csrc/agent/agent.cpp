@@ -174,14 +174,53 @@ void UcxRpcAgent::addGilWaitTime(std::chrono::microseconds waitTime) {
   ++gilWaits_;
 }
 
+AgentStatistics UcxRpcAgent::statistics() {
+  AgentStatistics statistics{};
+  for (const Peer* peer : directory_.all()) {
+    AgentStatistics::OfPeer of{};
+    of.peer = peer;
+    of.state = peer->state();
+    of.callsSent = peer->callsSent.load();
+    of.callsFailed = peer->callsFailed.load();
+    of.callsReceived = peer->callsReceived.load();
+    of.bytesSent = peer->bytesSent.load();
+    of.bytesReceived = peer->bytesReceived.load();
+    of.latencyCounts = peer->latencies.counts();
+    of.latencySum = peer->latencies.sum();
+    statistics.peers.push_back(std::move(of));
+  }
+  if (!isClosed_.load()) {
+    progress_->run([&] {
+      statistics.messagesSending = outbox_->underWay();
+      for (AgentStatistics::OfPeer& of : statistics.peers) {
+        if (of.peer->endpoint.has_value()) {
+          of.lanes = transport_->lanes(*of.peer->endpoint);
+        }
+      }
+    });
+  }
+  statistics.threads = threads_->counts();
+  statistics.callsOpen = calls_.size();
+  statistics.callsTimedOut = callsTimedOut_.load();
+  statistics.requestsOpen = static_cast<uint64_t>(servedRequests_.load());
+  statistics.framesRefused = inbox_->refusedFrames();
+  statistics.pool = HostPool::instance().statistics();
+  statistics.windowLimitBytes = window_->limitBytes();
+  statistics.windowInUseBytes = window_->inUseBytes();
+  statistics.windowWaitingMessages = window_->waitingMessages.load();
+  return statistics;
+}
+
 std::unordered_map<std::string, std::string> UcxRpcAgent::getMetrics() {
   const AgentThreads::Counts threads = threads_->counts();
   const HostPool::Statistics pool = HostPool::instance().statistics();
   uint64_t callsSent = 0;
+  uint64_t callsReceived = 0;
   uint64_t bytesSent = 0;
   uint64_t bytesReceived = 0;
   for (const Peer* peer : directory_.all()) {
     callsSent += peer->callsSent.load();
+    callsReceived += peer->callsReceived.load();
     bytesSent += peer->bytesSent.load();
     bytesReceived += peer->bytesReceived.load();
   }
@@ -194,7 +233,7 @@ std::unordered_map<std::string, std::string> UcxRpcAgent::getMetrics() {
       {"agent.server_active_calls", std::to_string(servedRequests_.load())},
       {"agent.server_active_async_calls", std::to_string(asyncRequests_.load())},
       {"agent.calls_sent", std::to_string(callsSent)},
-      {"agent.calls_received", std::to_string(callsReceived_.load())},
+      {"agent.calls_received", std::to_string(callsReceived)},
       {"agent.calls_timed_out", std::to_string(callsTimedOut_.load())},
       {"agent.bytes_sent", std::to_string(bytesSent)},
       {"agent.bytes_received", std::to_string(bytesReceived)},

@@ -9,6 +9,7 @@
 #include "agent/process_watch.h"
 #include "agent/progress.h"
 #include "agent/receive_window.h"
+#include "agent/statistics.h"
 #include "agent/timer.h"
 
 #include <torch/csrc/distributed/rpc/rpc_agent.h>
@@ -109,6 +110,7 @@ class UcxRpcAgent : public torch::distributed::rpc::RpcAgent, public std::enable
   void sync() override {}
   void startImpl() override;
   void shutdownImpl() override;
+  AgentStatistics statistics();
   std::unordered_map<std::string, std::string> getMetrics() override;
   std::unordered_map<std::string, std::string> getDebugInfo() override;
   DeviceMap getDeviceMap(const WorkerInfo& to) const override;
@@ -186,7 +188,6 @@ class UcxRpcAgent : public torch::distributed::rpc::RpcAgent, public std::enable
 
   std::atomic<int64_t> servedRequests_{0}; // received and not answered yet
   std::atomic<int64_t> asyncRequests_{0}; // of those, the ones whose handler has returned
-  std::atomic<uint64_t> callsReceived_{0};
   std::atomic<uint64_t> callsTimedOut_{0};
 
   // Timer thread only:

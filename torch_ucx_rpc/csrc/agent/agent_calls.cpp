@@ -99,9 +99,10 @@ c10::intrusive_ptr<JitFuture> UcxRpcAgent::request(
   CallTable::Call call;
   call.future = c10::make_intrusive<JitFuture>(at::AnyClassType::get(), getDevices());
   call.to = &peer;
+  call.sentAt = CallTable::Clock::now();
   call.timeout = timeout;
   if (timeout.count() != 0) { // 0: no limit
-    call.deadline = CallTable::Clock::now() + timeout;
+    call.deadline = call.sentAt + timeout;
   }
   c10::intrusive_ptr<JitFuture> future = call.future;
   const CallTable::Clock::time_point deadline = call.deadline;
@@ -201,7 +202,7 @@ void UcxRpcAgent::dispatchMessage(IncomingMessage message, std::optional<uint64_
     case wire::Kind::kRequest: {
       const trace::Span span("receive request", callOf(message), trace::Arrow::kRequestArrives);
       servedRequests_.fetch_add(1);
-      callsReceived_.fetch_add(1, std::memory_order_relaxed);
+      message.from->callsReceived.fetch_add(1, std::memory_order_relaxed);
       threads_->addRequest([self, message = std::move(message)]() mutable { self->serve(std::move(message)); });
       return;
     }
@@ -377,10 +378,12 @@ void UcxRpcAgent::complete(CallTable::Call call, IncomingMessage incoming) {
       storages.push_back(tensor.storage().getWeakStorageImpl());
     }
   }
+  call.to->latencies.add(CallTable::Clock::now() - call.sentAt);
   call.future->markCompleted(std::move(response), std::move(storages));
 }
 
 void UcxRpcAgent::failCall(const CallTable::Call& call, const std::string& what) {
+  call.to->callsFailed.fetch_add(1, std::memory_order_relaxed);
   call.future->setError(asException(what));
 }
 

@@ -24,6 +24,7 @@ class CallTable {
   struct Call {
     c10::intrusive_ptr<JitFuture> future;
     Peer* to = nullptr;
+    Clock::time_point sentAt{};
     std::chrono::milliseconds timeout{0}; // 0: none
     Clock::time_point deadline = Clock::time_point::max();
   };

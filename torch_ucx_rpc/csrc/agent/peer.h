@@ -1,5 +1,6 @@
 #pragma once
 
+#include "agent/latency_histogram.h"
 #include "base/error.h"
 #include "transport/transport.h"
 
@@ -70,6 +71,9 @@ class Peer {
   Error whyGone() const;
 
   std::atomic<uint64_t> callsSent{0};
+  std::atomic<uint64_t> callsFailed{0}; // of those sent; what a Python function raises is an answer to torch
+  std::atomic<uint64_t> callsReceived{0};
+  LatencyHistogram latencies; // of calls sent that did not fail
   std::atomic<uint64_t> bytesSent{0};
   std::atomic<uint64_t> bytesReceived{0};
   std::atomic<bool> hasAcknowledged{true}; // what this worker has announced last

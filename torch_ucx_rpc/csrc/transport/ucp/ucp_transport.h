@@ -7,8 +7,9 @@
 namespace torch_ucx_rpc {
 
 // Makes a transport on a UCX worker of its own. Throws std::runtime_error with a sentence for the user where UCX cannot
-// start. `expectedPeers` helps UCX choose resources; it is no limit.
-std::unique_ptr<Transport> makeUcpTransport(size_t expectedPeers);
+// start. `expectedPeers` helps UCX choose resources; it is no limit. `networkDevices`, separated by commas, are those UCX may use
+// where the user's UCX_NET_DEVICES says nothing; empty: any.
+std::unique_ptr<Transport> makeUcpTransport(size_t expectedPeers, const std::string& networkDevices = {});
 
 // Version and file of the libucp that this process has loaded.
 struct UcpLibrary {

@@ -1,0 +1,36 @@
+"""Output with the package rich, which the commands that need it ask for here."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import rich.console
+
+
+def console(arguments: argparse.Namespace) -> rich.console.Console:
+    """A console on stdout; without rich the command ends with an error that says how to get it."""
+    try:
+        import rich.console
+    except ImportError:
+        arguments.error("this command needs the package rich: pip install rich")
+    return rich.console.Console(soft_wrap=False)
+
+
+def human_bytes(count: float) -> str:
+    """ "1.5 MB" """
+    # Without rich.filesize: for --json, rich is not needed.
+    power = min(4, int(math.log10(max(count, 1)) / 3))
+    number = count / 1000**power
+    return f"{number:.{0 if power == 0 or number >= 100 else 1}f} {('B', 'kB', 'MB', 'GB', 'TB')[power]}"
+
+
+def human_us(microseconds: float) -> str:
+    """ "161 us" """
+    if not math.isfinite(microseconds):
+        return ""
+    if microseconds < 10_000:
+        return f"{microseconds:.0f} us"
+    return f"{microseconds / 1000:.0f} ms" if microseconds < 10_000_000 else f"{microseconds / 1e6:.0f} s"

@@ -1,0 +1,71 @@
+"""What UCX finds on this machine, as JSON on stdout: a script for ``info``.
+
+A process of its own, that imports nothing of this package: UCX may abort where it finds its surroundings impossible,
+and the package may not be importable. Its argument is the value of TORCH_UCX_RPC_UCX, by which ``_native`` chooses too.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import json
+import re
+import sys
+from pathlib import Path
+
+SONAME = "libucp.so.0"
+# <ucp/api/ucp_def.h>, the features of the agent: active messages and wake-up.
+UCP_PARAM_FIELD_FEATURES = 1
+UCP_FEATURES = 1 << 4 | 1 << 6
+
+
+def load(choice: str) -> ctypes.CDLL | None:
+    if choice != "system":
+        try:
+            importlib.import_module("libucx").load_library()
+            return ctypes.CDLL(SONAME)
+        except (ImportError, AttributeError, OSError):
+            pass
+    if choice != "wheel":
+        for library in (str(Path(sys.prefix) / "lib" / SONAME), SONAME):
+            try:
+                return ctypes.CDLL(library)
+            except OSError:
+                continue
+    return None
+
+
+def resources(ucp: ctypes.CDLL, version: tuple[int, ...]) -> list[str] | None:
+    """Such as "tcp/eth0"; None where UCX does not start, of which it has told on stderr."""
+    # ucp_params_t begins with the mask of the fields that count, and the features.
+    parameters = (ctypes.c_uint64 * 64)(UCP_PARAM_FIELD_FEATURES, UCP_FEATURES)
+    config, context = ctypes.c_void_p(), ctypes.c_void_p()
+    ucp.ucp_config_read(None, None, ctypes.byref(config))
+    if ucp.ucp_init_version(version[0], version[1], ctypes.byref(parameters), config, ctypes.byref(context)) != 0:
+        return None
+    libc = ctypes.CDLL(None)
+    libc.open_memstream.restype = ctypes.c_void_p
+    text, size = ctypes.c_char_p(), ctypes.c_size_t()
+    stream = ctypes.c_void_p(libc.open_memstream(ctypes.byref(text), ctypes.byref(size)))
+    ucp.ucp_context_print_info(context, stream)
+    libc.fclose(stream)
+    ucp.ucp_cleanup(context)
+    return re.findall(r"resource \d+ .* (\S+/\S+)$", (text.value or b"").decode(), re.MULTILINE)
+
+
+def main() -> None:
+    ucp = load(sys.argv[1])
+    if ucp is None:
+        print(json.dumps(None))
+        return
+    numbers = [ctypes.c_uint() for _ in range(3)]
+    ucp.ucp_get_version(*map(ctypes.byref, numbers))
+    version = tuple(number.value for number in numbers)
+    maps = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace")
+    path = re.search(r"^(?:\S+\s+){5}(/.*/libucp\.so[.\d]*)", maps, re.MULTILINE)
+    found = resources(ucp, version)
+    print(json.dumps({"version": version, "path": path[1] if path else SONAME, "resources": found}))
+
+
+if __name__ == "__main__":
+    main()

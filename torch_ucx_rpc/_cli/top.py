@@ -1,0 +1,254 @@
+"""Watch all workers of a running job: calls, bytes, queues, memory and latencies, each second anew.
+
+It finds the workers of this host that belong to the same user by itself, and needs no setting in the job; they ask
+the workers on other hosts. Ctrl-C ends it. The columns:
+
+    calls, open   calls made by the worker, and those of them that wait for an answer
+    p50, p99      how long calls took that were completed, of the last interval
+    sent, recv    bytes of messages
+    run, wait     calls of others that a thread is at; those that wait for one, and messages that wait at their senders
+    window        how much of receive_window_bytes is in use
+    pool          memory of receive buffers, in use and idle
+    failed        calls made by the worker that failed, since its start
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import time
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from torch_ucx_rpc import Latencies, Statistics, _observation
+from torch_ucx_rpc._cli._console import console, human_bytes, human_us
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+HELP = "watch all workers of a running job"
+
+
+@dataclasses.dataclass(frozen=True)
+class View:
+    """All workers of a job at one time."""
+
+    time_s: float
+    # By rank; a text says why there are none.
+    workers: dict[int, Statistics | str]
+
+
+class Job:
+    """One job, as seen from the workers of it that are on this host."""
+
+    def __init__(self, found: list[_observation.Found], sample: Statistics) -> None:
+        self.found = found
+        self._sample = sample
+
+    def __str__(self) -> str:
+        pids = ", ".join(str(found.pid) for found in self.found)
+        return f"{len(self._sample.peers)} workers, here the processes {pids}"
+
+    def view(self) -> View:
+        """Those of this host are asked themselves, the others through one of them. Nobody answers once it has ended."""
+        workers: dict[int, Statistics | str] = {}
+        relay = None
+        for found in self.found:
+            with contextlib.suppress(OSError, ValueError):
+                workers.update(found.ask())
+                relay = found
+        snapshots = [worker for worker in workers.values() if isinstance(worker, Statistics)]
+        if relay is not None and snapshots:
+            self._sample = snapshots[-1]
+            elsewhere = [p.rank for p in self._sample.peers if p.rank not in workers and p.state in _THERE]
+            if elsewhere:
+                with contextlib.suppress(OSError, ValueError):
+                    workers.update(relay.ask(elsewhere))
+            for peer in self._sample.peers:
+                workers.setdefault(peer.rank, peer.state)
+        return View(time.monotonic(), dict(sorted(workers.items())))
+
+
+_THERE = ("present", "leaving")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--pid", type=int, help="a worker of the job to watch, if several jobs have workers on this host"
+    )
+    parser.add_argument(
+        "--interval", type=float, default=1.0, metavar="S", help="seconds between two pictures (default: 1)"
+    )
+    parser.add_argument("--peers", action="store_true", help="a line for each pair of workers, with its lanes")
+    parser.add_argument("--once", action="store_true", help="one picture, of all calls so far, and end")
+    parser.add_argument("--json", action="store_true", help="with --once: all statistics as JSON")
+
+
+def main(arguments: argparse.Namespace) -> int:
+    if arguments.json and not arguments.once:
+        arguments.error("--json goes with --once")
+    if arguments.interval <= 0:
+        arguments.error(f"--interval must be a number of seconds above 0; it cannot be {arguments.interval:g}")
+    out = None if arguments.json else console(arguments)
+    jobs = jobs_of_this_host()
+    if arguments.pid is not None:
+        jobs = [job for job in jobs if arguments.pid in [found.pid for found in job.found]]
+    if not jobs:
+        whose = "" if arguments.pid is None else f" in process {arguments.pid}"
+        print(
+            f"top: no worker of this user runs on this host{whose}. Start this on a host of the job, as its user; in "
+            f"containers, inside one of them (docker exec, kubectl exec)."
+        )
+        return 1
+    if len(jobs) > 1:
+        print("top: several jobs have workers on this host; choose one with --pid:")
+        for job in jobs:
+            print(f"  --pid {job.found[0].pid}  ({job})")
+        return 1
+    view = jobs[0].view()
+    if arguments.json:
+        print(json.dumps({rank: w if isinstance(w, str) else w.to_values() for rank, w in view.workers.items()}))
+    elif arguments.once:
+        assert out is not None
+        out.print(_picture(None, view, arguments.peers))
+    else:
+        with contextlib.suppress(KeyboardInterrupt):
+            _watch(jobs[0], out, view, arguments)
+    return 0
+
+
+def jobs_of_this_host() -> list[Job]:
+    """Of the user who asks."""
+    answers: list[tuple[_observation.Found, Statistics]] = []
+    for found in _observation.workers_of_this_host():
+        with contextlib.suppress(OSError, ValueError):
+            # Who has not met the others yet belongs to no job.
+            answers += [(found, a) for a in found.ask().values() if isinstance(a, Statistics) and a.peers]
+    jobs = []
+    while answers:
+        _, sample = answers[0]
+        sessions = {peer.session for peer in sample.peers}
+        members = [(found, other) for found, other in answers if other.session in sessions]
+        answers = [answer for answer in answers if answer not in members]
+        jobs.append(Job([found for found, _ in members], sample))
+    return jobs
+
+
+def _watch(job: Job, out: Any, view: View, arguments: argparse.Namespace) -> None:
+    from rich.live import Live
+
+    with Live(_picture(None, view, arguments.peers), console=out, auto_refresh=False, screen=out.is_terminal) as live:
+        while view.workers:
+            time.sleep(arguments.interval)
+            before, view = view, job.view()
+            live.update(_picture(before, view, arguments.peers), refresh=True)
+    out.print("top: the workers on this host have ended.")
+
+
+def _picture(before: View | None, now: View, of_peers: bool) -> Table:
+    """What happened between two views, or since the beginning."""
+    return (_peers_table if of_peers else _workers_table)(before, now)
+
+
+def _workers_table(before: View | None, now: View) -> Table:
+    per = "/s" if before else ""
+    figures = (
+        f"calls{per}",
+        "open",
+        "p50",
+        "p99",
+        f"sent{per}",
+        f"recv{per}",
+        "run",
+        "wait",
+        "window",
+        "pool",
+        "failed",
+    )
+    table = _table(("worker", "host"), figures)
+    for rank, worker in now.workers.items():
+        if isinstance(worker, str):
+            table.add_row(f"{rank}", worker)
+            continue
+        earlier, seconds = _earlier(before, now, rank)
+        calls, latencies = worker.calls_sent, worker.latencies
+        sent, received = worker.bytes_sent, worker.bytes_received
+        if earlier is not None:
+            calls, latencies = calls - earlier.calls_sent, latencies - earlier.latencies
+            sent, received = sent - earlier.bytes_sent, received - earlier.bytes_received
+        table.add_row(
+            worker.name,
+            next(peer.host for peer in worker.peers if peer.rank == rank),
+            f"{calls / seconds:.0f}",
+            str(worker.calls_open),
+            *_percentiles(latencies),
+            human_bytes(sent / seconds),
+            human_bytes(received / seconds),
+            str(worker.requests_running),
+            str(worker.requests_waiting + worker.window_waiting_messages),
+            f"{worker.window_in_use_bytes / worker.window_limit_bytes:.0%}",
+            human_bytes(worker.pool_in_use_bytes + worker.pool_cached_bytes),
+            str(sum(peer.calls_failed for peer in worker.peers)),
+        )
+    return table
+
+
+def _peers_table(before: View | None, now: View) -> Table:
+    per = "/s" if before else ""
+    figures = (f"calls{per}", "open", "p50", "p99", f"sent{per}", "failed")
+    table = _table(("from", "to", "state", "lanes"), figures)
+    for rank, worker in now.workers.items():
+        if isinstance(worker, str):
+            table.add_row(f"{rank}", "", worker)
+            continue
+        earlier, seconds = _earlier(before, now, rank)
+        known = {peer.session: peer for peer in earlier.peers} if earlier else {}
+        for peer in worker.peers:
+            if not peer.calls_sent and not peer.lanes:
+                continue
+            old = known.get(peer.session)
+            calls, sent, latencies = peer.calls_sent, peer.bytes_sent, peer.latencies
+            if old is not None:
+                calls, sent = calls - old.calls_sent, sent - old.bytes_sent
+                latencies = latencies - old.latencies
+            table.add_row(
+                worker.name,
+                peer.name,
+                peer.state,
+                ", ".join(peer.lanes),
+                f"{calls / seconds:.0f}",
+                str(peer.calls_open),
+                *_percentiles(latencies),
+                human_bytes(sent / seconds),
+                str(peer.calls_failed),
+            )
+    return table
+
+
+def _table(words: Iterable[str], figures: Iterable[str]) -> Table:
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    for word in words:
+        table.add_column(word, no_wrap=True)
+    for figure in figures:
+        table.add_column(figure, justify="right", no_wrap=True)
+    return table
+
+
+def _earlier(before: View | None, now: View, rank: int) -> tuple[Statistics | None, float]:
+    """The same worker in the view before, and the seconds since; None and 1 for all that there ever was."""
+    if before is None:
+        return None, 1.0
+    worker, earlier = now.workers[rank], before.workers.get(rank)
+    assert isinstance(worker, Statistics)
+    # Another life of it has begun to count anew.
+    is_same = isinstance(earlier, Statistics) and earlier.session == worker.session
+    return (earlier if is_same else None), now.time_s - before.time_s  # type: ignore[return-value]
+
+
+def _percentiles(latencies: Latencies) -> Iterator[str]:
+    return (human_us(latencies.percentile_us(percent)) for percent in (50, 99))
