@@ -181,8 +181,15 @@ Deliveries Progress::drive(Role role, IsDone& isDone) {
       continue;
     }
     if (!transport_.arm()) {
-      // Something has come, or waits for room on the other side, which cannot be slept for: the other side may need this core.
+      // Something has come, or waits for room on the other side, which cannot be slept for: the other side may need this core,
+      // or never make room again.
+      lock.unlock();
       sched_yield();
+      if (isDone()) {
+        mustWake = true; // not armed
+        break;
+      }
+      lock = lockWorker();
       continue;
     }
     ++sleepers_;
@@ -201,7 +208,9 @@ Deliveries Progress::drive(Role role, IsDone& isDone) {
     lock = lockWorker();
     awaySince_.store(0);
   }
-  lock.unlock();
+  if (lock.owns_lock()) {
+    lock.unlock();
+  }
   if (mustWake) {
     wake();
   }

@@ -9,14 +9,12 @@ namespace {
 // Every how many looks another thread may run: a look takes 0.1 to 0.5 us, as long as the system call.
 constexpr unsigned kTurnsBetweenYields = 8;
 
-size_t usableCores() {
+} // namespace
+
+size_t Spinning::usableCores() {
   cpu_set_t usable;
   return sched_getaffinity(0, sizeof(usable), &usable) == 0 ? static_cast<size_t>(CPU_COUNT(&usable)) : 1;
 }
-
-} // namespace
-
-Spinning::Spinning(Waiting waiting) : waiting_(waiting), cores_(usableCores()) {}
 
 bool Spinning::isOn(Role role) const {
   return waiting_ == Waiting::kPoll ||
@@ -31,7 +29,8 @@ bool Spinning::Wait::spin(bool isTransferring) {
     last_ = now;
   }
   if (now - last_ > kInterruption) {
-    spinning_.waits_[static_cast<int>(role_)].add(false); // another thread had this core meanwhile, and may need it again
+    spinning_.waits_[static_cast<int>(role_)].add(
+        false); // another thread had this core meanwhile, and may need it again
   }
   last_ = now;
   const bool isOn = spinning_.isOn(role_);

@@ -30,7 +30,10 @@ class Spinning {
   // Looks that are further apart were interrupted.
   static constexpr auto kInterruption = std::chrono::microseconds(50);
 
-  explicit Spinning(Waiting waiting);
+  // Cores that this process may run on.
+  static size_t usableCores();
+
+  explicit Spinning(Waiting waiting, size_t cores = usableCores()) : waiting_(waiting), cores_(cores) {}
 
   void setProcessesHere(size_t processes) {
     processesHere_.store(processes);
