@@ -40,6 +40,8 @@ class UcxRpcAgent(RpcAgent):
         *,
         rpc_timeout: float,
         num_worker_threads: int,
+        max_worker_threads: int,
+        heartbeat_limit: float,
         receive_window_bytes: int,
         host_pool_bytes: int,
         expected_peers: int,
@@ -60,6 +62,7 @@ class UcxRpcAgent(RpcAgent):
         devices: list[torch.device],
     ) -> None: ...
     def _barrier(self, timeout: float) -> int: ...
+    def _check_process(self) -> None: ...
     def _wait(self, future: Future[Any]) -> None: ...
     def join(self, shutdown: bool = False, timeout: float = 0) -> None: ...
     def shutdown(self) -> None: ...
@@ -78,6 +81,8 @@ class FaultyUcxRpcAgent(UcxRpcAgent):
         *,
         rpc_timeout: float,
         num_worker_threads: int,
+        max_worker_threads: int,
+        heartbeat_limit: float,
         receive_window_bytes: int,
         host_pool_bytes: int,
         expected_peers: int,

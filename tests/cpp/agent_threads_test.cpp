@@ -67,9 +67,10 @@ class AgentThreadsTest : public testing::Test {
   static constexpr size_t kMaxRequests =
       12; // more than the machine has cores, so that both rules for new threads are met
 
-  void start(size_t maxRequests = kMaxRequests) {
+  void start(size_t maxRequests = kMaxRequests, size_t nestingLimit = kMaxRequests) {
     threads_ = std::make_shared<AgentThreads>(
         maxRequests,
+        nestingLimit,
         ThreadHooks{[this] { started_.fetch_add(1); }, [this] { ended_.fetch_add(1); }},
         [this] { progress_.lead(); },
         [this](AgentThreads::Clock::time_point when) { timer_.dueBy(when); });

@@ -95,6 +95,8 @@ std::shared_ptr<Agent> makeAgent(
     worker_id_t rank,
     double rpcTimeout,
     size_t numWorkerThreads,
+    size_t maxWorkerThreads,
+    double heartbeatLimit,
     uint64_t receiveWindowBytes,
     size_t hostPoolBytes,
     size_t expectedPeers,
@@ -108,7 +110,12 @@ std::shared_ptr<Agent> makeAgent(
       std::make_unique<torch::distributed::rpc::RequestCallbackImpl>(),
       pythonThreadHooks(),
       &checkSignals,
-      AgentOptions{toMilliseconds(rpcTimeout), numWorkerThreads, receiveWindowBytes},
+      AgentOptions{
+          toMilliseconds(rpcTimeout),
+          numWorkerThreads,
+          maxWorkerThreads,
+          receiveWindowBytes,
+          toMilliseconds(heartbeatLimit)},
       own...);
 }
 
@@ -117,6 +124,8 @@ std::shared_ptr<FaultyUcxRpcAgent> makeFaultyAgent(
     worker_id_t rank,
     double rpcTimeout,
     size_t numWorkerThreads,
+    size_t maxWorkerThreads,
+    double heartbeatLimit,
     uint64_t receiveWindowBytes,
     size_t hostPoolBytes,
     size_t expectedPeers,
@@ -128,7 +137,16 @@ std::shared_ptr<FaultyUcxRpcAgent> makeFaultyAgent(
     faults.messagesToDelay[type] = toMilliseconds(seconds);
   }
   return makeAgent<FaultyUcxRpcAgent>(
-      std::move(name), rank, rpcTimeout, numWorkerThreads, receiveWindowBytes, hostPoolBytes, expectedPeers, faults);
+      std::move(name),
+      rank,
+      rpcTimeout,
+      numWorkerThreads,
+      maxWorkerThreads,
+      heartbeatLimit,
+      receiveWindowBytes,
+      hostPoolBytes,
+      expectedPeers,
+      faults);
 }
 
 } // namespace
@@ -202,6 +220,8 @@ PYBIND11_MODULE(_C, module) {
           py::kw_only(),
           py::arg("rpc_timeout"),
           py::arg("num_worker_threads"),
+          py::arg("max_worker_threads"),
+          py::arg("heartbeat_limit"),
           py::arg("receive_window_bytes"),
           py::arg("host_pool_bytes"),
           py::arg("expected_peers") = 1)
@@ -230,13 +250,20 @@ PYBIND11_MODULE(_C, module) {
           [](UcxRpcAgent& agent, double timeout) { return agent.barrier(1, toMilliseconds(timeout)); },
           py::arg("timeout"),
           NoGil())
+      .def("_check_process", &UcxRpcAgent::checkProcess)
       .def(
           "_wait",
           [](UcxRpcAgent& agent, const torch::jit::PythonFutureWrapper& future) { agent.wait(*future.fut); },
           py::arg("future"),
           NoGil())
       .def("join", &UcxRpcAgent::join, py::arg("shutdown") = false, py::arg("timeout") = 0.0f, NoGil())
-      .def("shutdown", &UcxRpcAgent::shutdown, NoGil())
+      .def(
+          "shutdown",
+          [](UcxRpcAgent& agent) {
+            agent.checkProcess();
+            agent.shutdown();
+          },
+          NoGil())
       .def(
           "get_worker_info",
           [](const UcxRpcAgent& agent) -> const WorkerInfo& { return agent.getWorkerInfo(); },
@@ -266,6 +293,8 @@ PYBIND11_MODULE(_C, module) {
           py::kw_only(),
           py::arg("rpc_timeout"),
           py::arg("num_worker_threads"),
+          py::arg("max_worker_threads"),
+          py::arg("heartbeat_limit"),
           py::arg("receive_window_bytes"),
           py::arg("host_pool_bytes"),
           py::arg("expected_peers") = 1,
