@@ -2,6 +2,7 @@
 """The extension, as Python sees it; written in ``csrc/module.cpp``."""
 
 from collections.abc import Callable
+from enum import Enum
 from typing import Any, overload
 
 import torch
@@ -32,18 +33,27 @@ class Member:
         address: bytes,
     ) -> None: ...
 
+class Waiting(Enum):
+    auto = ...
+    poll = ...
+    sleep = ...
+
+class AgentOptions:
+    rpc_timeout: float
+    num_worker_threads: int
+    max_worker_threads: int
+    heartbeat_limit: float
+    receive_window_bytes: int
+    host_pool_bytes: int
+    waiting: Waiting
+
 class UcxRpcAgent(RpcAgent):
     def __init__(
         self,
         name: str,
         rank: int,
         *,
-        rpc_timeout: float,
-        num_worker_threads: int,
-        max_worker_threads: int,
-        heartbeat_limit: float,
-        receive_window_bytes: int,
-        host_pool_bytes: int,
+        options: AgentOptions,
         expected_peers: int,
     ) -> None: ...
     @property
@@ -79,12 +89,7 @@ class FaultyUcxRpcAgent(UcxRpcAgent):
         name: str,
         rank: int,
         *,
-        rpc_timeout: float,
-        num_worker_threads: int,
-        max_worker_threads: int,
-        heartbeat_limit: float,
-        receive_window_bytes: int,
-        host_pool_bytes: int,
+        options: AgentOptions,
         expected_peers: int,
         messages_to_fail: list[str],
         messages_to_delay: dict[str, float],

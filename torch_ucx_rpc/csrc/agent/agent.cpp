@@ -63,6 +63,7 @@ UcxRpcAgent::UcxRpcAgent(
             postControl(to, wire::Kind::kBarrierRelease, round, std::move(body));
           }),
       timer_([this](Timer::Clock::time_point now) { return onTimer(now); }) {
+  HostPool::instance().setIdleLimit(options.hostPoolBytes);
   progress_ = std::make_unique<Progress>(
       *transport_,
       [this] {
@@ -72,7 +73,8 @@ UcxRpcAgent::UcxRpcAgent(
           timer_.dueBy(Timer::Clock::now() + ReceiveWindow::kPatience);
         }
       },
-      [this](Deliveries deliveries) { dispatch(std::move(deliveries)); });
+      [this](Deliveries deliveries) { dispatch(std::move(deliveries)); },
+      options.waiting);
   outbox_ = std::make_unique<Outbox>(*transport_, progress_->deliveries());
   inbox_ = std::make_unique<Inbox>(
       *transport_,
@@ -88,7 +90,12 @@ UcxRpcAgent::UcxRpcAgent(
       options.numWorkerThreads,
       options.maxWorkerThreads,
       threadHooks_,
-      [this] { dispatch(progress_->lead([this] { return isClosed_.load(); })); },
+      [this] {
+        Deliveries deliveries = progress_->lead([this] { return isClosed_.load(); });
+        const bool isNeeded = !deliveries.empty() || isClosed_.load();
+        dispatch(std::move(deliveries));
+        return isNeeded;
+      },
       [this](AgentThreads::Clock::time_point when) { timer_.dueBy(when); });
 }
 

@@ -35,6 +35,8 @@ struct AgentOptions {
   size_t numWorkerThreads = 16;
   size_t maxWorkerThreads = 512;
   uint64_t receiveWindowBytes = 64ull * 1024 * 1024;
+  uint64_t hostPoolBytes = 256ull * 1024 * 1024; // idle memory of the process-wide HostPool
+  Waiting waiting = Waiting::kAuto;
   std::chrono::milliseconds heartbeatLimit{10'000};
 };
 

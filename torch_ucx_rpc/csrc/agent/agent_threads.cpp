@@ -21,9 +21,9 @@ thread_local bool hasRunHooks = false;
 thread_local AgentThreads* AgentThreads::requestRunsOn = nullptr;
 thread_local std::shared_ptr<AgentThreads::Nesting> AgentThreads::nesting;
 
-AgentThreads::AgentThreads(size_t maxRequests, size_t nestingLimit, ThreadHooks hooks, Task lead, CheckAt checkAt)
+AgentThreads::AgentThreads(size_t maxRequests, size_t nestingLimit, ThreadHooks hooks, Lead lead, CheckAt checkAt)
     : maxRequests_(maxRequests),
-      coreThreads_(std::min<size_t>(maxRequests, std::max(1u, std::thread::hardware_concurrency())) + 1),
+      coreThreads_(std::min<size_t>(maxRequests, std::max(1u, std::thread::hardware_concurrency())) + kMostLeaders),
       nestingLimit_(std::max(maxRequests, nestingLimit)),
       hooks_(std::move(hooks)),
       lead_(std::move(lead)),
@@ -63,26 +63,25 @@ void AgentThreads::main(const std::shared_ptr<AgentThreads>& self) {
 void AgentThreads::loop(std::unique_lock<std::mutex>& lock) {
   while (!isStopping_) {
     // While others run tasks somebody must lead, before more tasks are begun, unless a spare thread will.
-    const bool mustLead = !isLed_ && running_ != 0 && !hasSpareLocked();
+    const bool mustLead = leaders_ == 0 && running_ != 0 && !hasSpareLocked();
     if (hasTaskLocked() && !mustLead) {
       runOne(lock);
-    } else if (!isLed_) {
-      leadOnce(lock);
-    } else {
+    } else if (leaders_ == kMostLeaders || !leadOnce(lock)) {
       idle(lock);
     }
   }
 }
 
-void AgentThreads::leadOnce(std::unique_lock<std::mutex>& lock) {
-  isLed_ = true;
+bool AgentThreads::leadOnce(std::unique_lock<std::mutex>& lock) {
+  ++leaders_;
   callHelpLocked();
   lock.unlock();
   isLeadingThread = true;
-  lead_();
+  const bool isNeeded = lead_();
   isLeadingThread = false;
   lock.lock();
-  isLed_ = false;
+  --leaders_;
+  return isNeeded || leaders_ == 0 || hasTaskLocked();
 }
 
 void AgentThreads::runOne(std::unique_lock<std::mutex>& lock) {
@@ -164,11 +163,11 @@ bool AgentThreads::callIdleLocked() {
 
 void AgentThreads::callHelpLocked() {
   const bool hasTask = hasTaskLocked();
-  if (!isLed_ || hasTask) {
+  if (leaders_ == 0 || hasTask) {
     if (callIdleLocked()) {
       return;
     }
-    if ((threads_ < coreThreads_ || (!isLed_ && called_ == 0 && mayGrowLocked())) && spawnLocked()) {
+    if ((threads_ < coreThreads_ || (leaders_ == 0 && called_ == 0 && mayGrowLocked())) && spawnLocked()) {
       return;
     }
   }
