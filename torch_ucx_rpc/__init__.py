@@ -21,6 +21,8 @@ How the package is laid out:
 * ``_members``       who of them belongs to a group of fixed size
 * ``_dynamic_group`` who belongs to one that workers join and leave
 * ``_record``        what each tells the others of itself
+* ``__main__``       ``python -m torch_ucx_rpc``
+* ``_cli``           its commands, a module each
 * ``_C``             the agent itself, written in C++ (``csrc/``)
 """
 

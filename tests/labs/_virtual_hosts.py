@@ -1,0 +1,161 @@
+"""Hosts on one machine, made of namespaces: `VirtualHosts`."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+_NETWORK = "10.78.0"
+
+
+class VirtualHosts(Sequence["VirtualHost"]):
+    """Hosts that share this machine's files and nothing else, until ``close()`` or the end of a ``with``.
+
+    Each has its own network, host name, ``/dev/shm``, System V IPC and processes, and resolves the names of all. A
+    switch joins them and leads nowhere else, so that labs can be up at the same time. On it is one host more, ``head``,
+    for what starts the others' programs: it sees the processes of this machine.
+
+    Args:
+        names: the hosts' names, at most 250. Their addresses are 10.78.0.1, 10.78.0.2, ...; that of ``head`` is
+            10.78.0.254.
+
+    Example::
+
+        >>> with VirtualHosts(["a", "b"]) as (a, b):
+        ...     a.run(["ping", "-c1", "b"], check=True)
+        ...     b.cut()
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        addresses = {"head": f"{_NETWORK}.254", **{name: f"{_NETWORK}.{i}" for i, name in enumerate(names, 1)}}
+        with contextlib.ExitStack() as begun:
+            self._directory = Path(begun.enter_context(tempfile.TemporaryDirectory(prefix="lab-")))
+            hosts_file = self._directory / "hosts"
+            lines = [f"{address} {name}\n" for name, address in {"localhost": "127.0.0.1", **addresses}.items()]
+            hosts_file.write_text("".join(lines))
+            self.head = VirtualHost("head", addresses["head"], hosts_file, switch=None)
+            begun.callback(self.head.power_off)
+            self._hosts = []
+            for name in names:
+                host = VirtualHost(name, addresses[name], hosts_file, switch=self.head)
+                begun.callback(host.power_off)
+                self._hosts.append(host)
+            self.remote_shell = self._write_remote_shell()
+            self._resources = begun.pop_all()
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._hosts[index]
+
+    def __len__(self) -> int:
+        return len(self._hosts)
+
+    def __enter__(self) -> VirtualHosts:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the hosts, with all that still runs on them (not what runs on ``head``)."""
+        self._resources.close()
+
+    def _write_remote_shell(self) -> Path:
+        """A program in the place of ssh, on ``head``: ``remote-shell [options] HOST COMMAND...``"""
+        cases = "".join(f"  {host.name} | {host.address}) pid={host.pid} ;;\n" for host in self._hosts)
+        script = self._directory / "remote-shell"
+        script.write_text(
+            f"""#!/bin/bash
+while [[ $1 == -* ]]; do shift; done
+host=$1
+shift
+case $host in
+{cases}  *) echo "there is no host $host" >&2; exit 255 ;;
+esac
+exec nsenter --target $pid --net --ipc --uts --mount --pid --wd="$PWD" -- bash -c "$*"
+"""
+        )
+        script.chmod(0o755)
+        return script
+
+
+class VirtualHost:
+    """One of `VirtualHosts`."""
+
+    def __init__(self, name: str, address: str, hosts_file: Path, switch: VirtualHost | None) -> None:
+        self.name = name
+        self.address = address
+        # The head needs to see the hosts' processes, to start others there.
+        self._spaces = ["--net", "--ipc", "--uts", "--mount", *([] if switch is None else ["--pid"])]
+        set_up = [
+            f"hostname {name}",
+            "mount -t tmpfs tmpfs /dev/shm",
+            f"mount --bind {hosts_file} /etc/hosts",
+            "ip link set lo up",
+            *([] if switch else ["ip link add eth0 type bridge"]),
+            "echo up",
+            "exec sleep infinity",
+        ]
+        # Its first process, whose end is that of the host. It ends with this one, however that comes to its end.
+        self._holder = subprocess.Popen(
+            ["setpriv", "--pdeathsig", "KILL", "unshare", *self._spaces, "--fork", "--kill-child"]
+            + ([] if switch is None else ["--mount-proc"])
+            + ["sh", "-euc", "; ".join(set_up)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        if self._holder.stdout.readline() != "up\n":
+            _, reason = self._holder.communicate()
+            raise RuntimeError(f"the virtual host {name} has not come up: {reason.strip()}")
+        children = Path(f"/proc/{self._holder.pid}/task/{self._holder.pid}/children").read_text().split()
+        self.pid = int(children[0])
+        self._switch = switch
+        if switch is not None:
+            # Its end of the cable at the switch.
+            self._port = f"port{self.pid}"
+            # Only the network of the switch is entered: the number of a process means the same as here.
+            plug = f"ip link add {self._port} type veth peer name eth0 netns {self.pid}"
+            switch._on_network(plug)
+            switch._on_network(f"ip link set {self._port} master eth0 up")
+        self._on_network(f"ip addr add {address}/24 dev eth0")
+        self._on_network("ip link set eth0 up")
+
+    def run(self, command: Sequence[str], **options: Any) -> subprocess.CompletedProcess:
+        """``subprocess.run`` on this host."""
+        return subprocess.run([*self._entering(options), *command], **options)
+
+    def popen(self, command: Sequence[str], **options: Any) -> subprocess.Popen:
+        """``subprocess.Popen`` on this host. ``kill()`` ends the program; other signals do not reach it."""
+        return subprocess.Popen([*self._entering(options), "setpriv", "--pdeathsig", "KILL", *command], **options)
+
+    def cut(self) -> None:
+        """Pull the cable: nothing arrives and nothing leaves, and nobody is told."""
+        self._switch._on_network(f"ip link set {self._port} down")
+
+    def heal(self) -> None:
+        """Plug the cable in again."""
+        self._switch._on_network(f"ip link set {self._port} up")
+
+    def power_off(self) -> None:
+        """End it at once, with all that runs on it; no packet tells the others."""
+        if self._holder.poll() is not None:
+            return
+        if self._switch is not None:
+            # With its cable, which would outlive it for a moment.
+            self._switch._on_network(f"ip link del {self._port}")
+        os.kill(self.pid, 9)
+        self._holder.communicate()
+
+    def _entering(self, options: dict[str, Any]) -> list[str]:
+        # Another mount namespace begins at its root.
+        folder = options.get("cwd") or Path.cwd()
+        return ["nsenter", "--target", str(self.pid), *self._spaces, f"--wd={folder}", "--"]
+
+    def _on_network(self, command: str) -> None:
+        subprocess.run(["nsenter", "--target", str(self.pid), "--net", "--", *command.split()], check=True)
