@@ -259,6 +259,10 @@ void UcxRpcAgent::dispatchControl(const IncomingMessage& message) {
 
 void UcxRpcAgent::serve(IncomingMessage incoming) {
   Peer& from = *incoming.from;
+  if (from.state() == Peer::State::kFailed) { // it died while this queued: nobody waits for the answer
+    servedRequests_.fetch_sub(1);
+    return;
+  }
   const uint64_t callId = incoming.header.callId;
   Admission admission = std::move(incoming.admission);
   c10::intrusive_ptr<Message> request;

@@ -80,7 +80,7 @@ class Peer {
 
   // For how long nothing has come from it, as Heartbeat sees it.
   struct Silence {
-    bool isBroken = true; // something has come since Heartbeat looked last
+    bool isBroken = false; // something has come since Heartbeat looked last
     bool isAsked = false; // for a sign of life
     std::chrono::milliseconds lasted{0};
   };

@@ -1,5 +1,6 @@
 #include "wire/assembler.h"
 
+#include <algorithm>
 #include <utility>
 
 namespace torch_ucx_rpc::wire {
@@ -75,6 +76,11 @@ void Assembler::giveUp(Partials::iterator entry, std::vector<Piece>& dropped) {
   partial.spans.clear();
   partial.isGivenUp = true;
   partial.missing = partial.header.spanCount + 1ull - arrived;
+}
+
+size_t Assembler::incomplete() const {
+  return static_cast<size_t>(
+      std::count_if(partial_.begin(), partial_.end(), [](const auto& entry) { return !entry.second.isGivenUp; }));
 }
 
 void Assembler::dropSession(uint64_t session, std::vector<Piece>& dropped) {

@@ -46,9 +46,8 @@ class Assembler {
   // Forgets every incomplete message of a session (its worker is gone); their pieces go to `dropped`.
   void dropSession(uint64_t session, std::vector<Piece>& dropped);
 
-  size_t incomplete() const {
-    return partial_.size();
-  }
+  // Messages that are not whole yet, without those that are given up.
+  size_t incomplete() const;
 
  private:
   struct Key {
