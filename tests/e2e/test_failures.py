@@ -162,6 +162,10 @@ def keep(rref: object) -> None:
     kept.append(rref)
 
 
+def drop_kept() -> None:
+    kept.clear()
+
+
 def hold_all_sorts_of_things() -> None:
     """Runs on worker1, before it dies: holds references of worker0's objects, an autograd context there, its window."""
     kept.append(rpc.remote("worker0", make_value))
@@ -195,7 +199,7 @@ def outlive_worker1(rank: int) -> None:
         eventually(lambda: dist_autograd._get_debug_info()["num_autograd_contexts"] == "0", "its context is closed")
         # worker2 got a reference of its from worker1.
         assert rref_count("num_owner_rrefs") == "1"
-        rpc.rpc_sync("worker2", kept.clear)
+        rpc.rpc_sync("worker2", drop_kept)
         eventually(lambda: rref_count("num_owner_rrefs") == "0", "the value that only the dead held is freed")
         rpc.rpc_sync("worker2", let_go)
     else:
@@ -275,7 +279,7 @@ def counts() -> dict[int, int]:
 def call_through_a_cut(rank: int, fate: Fate) -> None:
     if rank == 0:
         rpc.rpc_sync("worker1", echo, (1,))
-        sizes = [10, 2**10, 2**20, 2**24]
+        sizes = [10, 2**10, 2**18, 2**22]
 
         def send(numbers: range) -> list[Future]:
             return [rpc.rpc_async("worker1", count, (n, torch.full((sizes[n % 4],), float(n)))) for n in numbers]

@@ -65,7 +65,7 @@ def test_rpc_in_a_forked_child_is_refused_and_the_parent_goes_on() -> None:
 @in_worker0(of=2)
 def test_a_forked_child_may_end_in_any_way() -> None:
     rref = rpc.remote("worker1", torch.add, (torch.ones(2), 1))
-    received = rpc.rpc_sync("worker1", torch.ones, (2**20,))
+    received = rpc.rpc_sync("worker1", torch.ones, ([2**20],))
     references = [rref]
 
     def end_as_python_does() -> None:

@@ -42,10 +42,10 @@ def test_threads_are_added_only_for_calls_that_wait() -> None:
     assert 20 <= threads() <= 20 + 2 * 4 + 3
 
 
-@in_worker0(of=2, options={**THREADS, "max_worker_threads": 8}, timeout=40)
+@in_worker0(of=2, options={**THREADS, "max_worker_threads": 32}, silent=False)
 def test_a_chain_that_exceeds_the_limit_fails_saying_so() -> None:
-    what = r"worker 'worker\d' has no thread left for this call: all 8 calls .* raise max_worker_threads"
+    what = r"worker 'worker\d' has no thread left for this call: all 32 calls .* raise max_worker_threads"
     with pytest.raises(RuntimeError, match=what):
         rpc.rpc_sync("worker1", bounce, ("rpc_sync", 100, "worker1", "worker0"))
     # And all threads are free again.
-    assert rpc.rpc_sync("worker1", bounce, ("rpc_sync", 8, "worker1", "worker0")) == 8
+    assert rpc.rpc_sync("worker1", bounce, ("rpc_sync", 60, "worker1", "worker0")) == 60
