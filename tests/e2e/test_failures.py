@@ -71,8 +71,11 @@ def die() -> None:
 
 def stop_for(seconds: float) -> None:
     """Stop this process, as Ctrl-Z does, until a child of it lets it go on."""
-    subprocess.Popen(["sh", "-c", f"sleep {seconds}; kill -CONT {os.getpid()}"])
-    os.kill(os.getpid(), signal.SIGSTOP)
+    me = os.getpid()
+    stopped = f"grep -q 'State:.T' /proc/{me}/status"
+    wait_and_resume = f"until {stopped}; do sleep 0.02; done; sleep {seconds}; kill -CONT {me}"
+    subprocess.run(["sh", "-c", f"({wait_and_resume}) &"], check=True)
+    os.kill(me, signal.SIGSTOP)
 
 
 def hold_the_gil(seconds: float) -> None:
@@ -196,7 +199,7 @@ def outlive_worker1(rank: int) -> None:
         eventually(lambda: metric("window.in_use_bytes") == 0, "the window is free")
         eventually(lambda: metric("window.waiting_messages") == 0, "nothing waits for the window")
         eventually(lambda: metric("pool.in_use_bytes") == in_use, "its buffers are back")
-        eventually(lambda: dist_autograd._get_debug_info()["num_autograd_contexts"] == "0", "its context is closed")
+        eventually(lambda: int(dist_autograd._get_debug_info()["num_autograd_contexts"]) == 0, "its context is closed")
         # worker2 got a reference of its from worker1.
         assert rref_count("num_owner_rrefs") == "1"
         rpc.rpc_sync("worker2", drop_kept)

@@ -57,7 +57,8 @@ def run_workers(
         exit_codes: rank to exit code, of the workers whose body ends the process and returns nothing (None is their
             result).
         expendable: ranks that may end in any way, or not at all: they are killed when the others have ended.
-        silent: fail when a worker writes to stderr, be it Python, torch or UCX. Not enforced for TensorPipe.
+        silent: fail when a worker writes to stderr, be it Python, torch or UCX. Not enforced for TensorPipe, nor
+            between hosts, where torch's Store warns of names that it cannot resolve.
         timeout: seconds for the whole job, beyond which it is taken to hang. The default is less than a call has by
             default, so that a call that hangs is seen hanging.
 
@@ -82,7 +83,9 @@ def run_workers(
             directory=Path(directory),
             call=pickle.dumps((body, args)),
         )
-        return _Job(worker, dict(exit_codes or {}), frozenset(expendable), silent and backend == "UCX").run(timeout)
+        return _Job(
+            worker, dict(exit_codes or {}), frozenset(expendable), silent and backend == "UCX" and not hosts
+        ).run(timeout)
 
 
 class _Job:
