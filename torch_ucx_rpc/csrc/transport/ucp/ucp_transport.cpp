@@ -158,6 +158,9 @@ void applyDefaults(ucp_config_t* config) {
   static constexpr Default kDefaults[] = {
       // Endpoints report dead peers (UCP_ERR_HANDLING_MODE_PEER). Without this, UCX then takes TCP even on one host.
       {"MM_ERROR_HANDLING", "y"},
+      // Connecting does not block. Otherwise the first call to a host that is down holds the worker for as long as the kernel tries, two
+      // minutes, and with it all other calls.
+      {"TCP_CONN_NB", "y"},
   };
   for (const Default& item : kDefaults) {
     if (std::getenv((std::string("UCX_") + item.name).c_str()) == nullptr) {
