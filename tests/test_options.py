@@ -261,6 +261,7 @@ def test_the_page_on_options_has_each_with_its_default() -> None:
     shown = {
         **{name: repr(getattr(options, name)) for name in CHANGED},
         "rpc_timeout": f"{options.rpc_timeout:g}",
+        "heartbeat_limit": f"{options.heartbeat_limit:g}",
         "init_method": f'`"{options.init_method}"`',
         "waiting": f'`"{options.waiting}"`',
         "device_maps": "none",
