@@ -410,7 +410,7 @@ TEST_F(AgentTest, DeathOfAPeerFreesWhatWasLentToItsCalls) {
 
 AgentOptions shortHeartbeats() {
   AgentOptions options;
-  options.heartbeatLimit = milliseconds(300);
+  options.heartbeatLimit = milliseconds(1000);
   options.numWorkerThreads = 1;
   return options;
 }
@@ -456,7 +456,7 @@ TEST_F(AgentTest, PeerWhoseHandlersAllBlockGivesSignsOfLife) {
     return Fate::kDeliver;
   });
   // More than the limit has room for.
-  EXPECT_TRUE(eventually([&] { return pongs.load() > 40; })) << pongs.load();
+  EXPECT_TRUE(eventually([&] { return pongs.load() > 20; })) << pongs.load();
   EXPECT_FALSE(pending->completed());
   gate_->open();
   EXPECT_EQ(textOf(*answer(pending)), "block");

@@ -223,7 +223,7 @@ TEST_F(AgentThreadsTest, CallsThatOutliveTheirRequestAreNoOnesWait) {
   blockRequests(1);
   call.reset();
   EXPECT_EQ(threads_->counts().nestingRequests, 0u);
-  EXPECT_EQ(AgentThreads::nest(), nullptr) << "this thread runs no request";
+  EXPECT_TRUE(AgentThreads::nest() == nullptr) << "this thread runs no request";
 }
 
 TEST_F(AgentThreadsTest, RequestIsRefusedWhenAllThereMayBeWait) {
