@@ -74,6 +74,7 @@ void Assembler::giveUp(Partials::iterator entry, std::vector<Piece>& dropped) {
   const uint64_t arrived = partial.spans.size() + (partial.hasBody ? 1 : 0);
   take(partial, dropped);
   partial.spans.clear();
+  partial.hasBody = false;
   partial.isGivenUp = true;
   partial.missing = partial.header.spanCount + 1ull - arrived;
 }
