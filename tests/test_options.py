@@ -18,7 +18,9 @@ from torch_ucx_rpc import UcxRpcBackendOptions
 
 CHANGED = {
     "num_worker_threads": 5,
+    "max_worker_threads": 50,
     "rpc_timeout": 0.1,
+    "heartbeat_limit": 2.5,
     "init_method": "tcp://127.0.0.1:29500",
     "device_maps": {"ps": {"cuda:0": "cuda:1"}},
     "devices": ["cuda:0", "cuda:2"],
@@ -33,6 +35,8 @@ def test_defaults() -> None:
     options = UcxRpcBackendOptions()
     assert options.num_worker_threads == rpc.constants.DEFAULT_NUM_WORKER_THREADS
     assert options.rpc_timeout == rpc.constants.DEFAULT_RPC_TIMEOUT_SEC
+    assert options.max_worker_threads == 512
+    assert options.heartbeat_limit == 10
     assert options.init_method == rpc.constants.DEFAULT_INIT_METHOD
     assert options.device_maps == {}
     assert options.devices == []
@@ -167,6 +171,8 @@ def test_a_wrong_type_is_refused_with_what_is_right(name: str, value: object) ->
     ("name", "value"),
     [
         ("num_worker_threads", 0),
+        ("max_worker_threads", 0),
+        ("heartbeat_limit", -1),
         ("num_worker_threads", -1),
         ("num_worker_threads", 2**40),
         ("rpc_timeout", -1),
@@ -261,6 +267,7 @@ def test_the_page_on_options_has_each_with_its_default() -> None:
     shown = {
         **{name: repr(getattr(options, name)) for name in CHANGED},
         "rpc_timeout": f"{options.rpc_timeout:g}",
+        "heartbeat_limit": f"{options.heartbeat_limit:g}",
         "init_method": f'`"{options.init_method}"`',
         "waiting": f'`"{options.waiting}"`',
         "prometheus_port": "`None`",

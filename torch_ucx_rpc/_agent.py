@@ -54,6 +54,8 @@ def _native_options(options: UcxRpcBackendOptions) -> _C.AgentOptions:
     native = _C.AgentOptions()
     native.rpc_timeout = options.rpc_timeout
     native.num_worker_threads = options.num_worker_threads
+    native.max_worker_threads = options.max_worker_threads
+    native.heartbeat_limit = options.heartbeat_limit
     native.receive_window_bytes = options.receive_window_bytes
     native.host_pool_bytes = options.host_pool_bytes
     native.waiting = getattr(_C.Waiting, options.waiting)
@@ -136,6 +138,7 @@ class UcxRpcAgent(_C.UcxRpcAgent):
         self._set_device_maps(options.device_maps, reverse_maps, devices)
 
     def join(self, shutdown: bool = False, timeout: float = 0) -> None:
+        self._check_process()
         if self.group is not None and not self.group.is_static:
             # Who joins from now on need not ask this worker.
             self.group.leave()
@@ -143,6 +146,7 @@ class UcxRpcAgent(_C.UcxRpcAgent):
 
     def shutdown(self) -> None:
         global current
+        self._check_process()
         try:
             if self.group is not None:
                 self.group.leave()
@@ -222,6 +226,8 @@ def _check_arguments(name: Any, rank: Any, world_size: Any, options: Any) -> tup
         raise TypeError(
             f"`rpc_backend_options` must be a `UcxRpcBackendOptions` for the backend UCX, and {options!r} is none"
         )
+    if current is not None:
+        current._check_process()
     if _is_current_rpc_agent_set():
         raise RuntimeError("RPC is already initialized: call rpc.shutdown() before init_rpc is called again")
     for argument, value in {"name": name, "rank": rank, "world_size": world_size}.items():

@@ -28,6 +28,11 @@ _torchs_handle_exception = internal._handle_exception
 # are the RuntimeErrors that torch makes of them.
 _MOST_REMEMBERED = 1024
 
+# An exception that passes through nested calls doubles its text at each: torch writes its repr and its traceback, both
+# with all that was before. Sixteen levels would be 100 MB. The end has the first cause.
+_LONGEST_BEGINNING = 2 * 1024
+_LONGEST_END = 30 * 1024
+
 # By that text, what torch makes the exception of. Not the exception, whose traceback keeps everything in its frames.
 _remembered: OrderedDict[str, Any] = OrderedDict()
 _lock = threading.Lock()
@@ -35,6 +40,8 @@ _lock = threading.Lock()
 
 def handle_exception(result: Any) -> None:
     """In the place of ``internal._handle_exception`` of torch: raises what the callee raised, if it did."""
+    if isinstance(result, internal.RemoteException) and len(result.msg) > _LONGEST_BEGINNING + _LONGEST_END:
+        result = result._replace(msg=_shortened(result.msg))
     try:
         _torchs_handle_exception(result)
     except Exception as error:
@@ -46,6 +53,13 @@ def handle_exception(result: Any) -> None:
             if len(_remembered) > _MOST_REMEMBERED:
                 _remembered.popitem(last=False)
         raise
+
+
+def _shortened(text: str) -> str:
+    # Between lines: torch will decode escapes, which must not be cut in two.
+    beginning = text[:_LONGEST_BEGINNING].rpartition("\n")[0]
+    end = text[-_LONGEST_END:].partition("\n")[2]
+    return f"{beginning}\n[... {len(text) - len(beginning) - len(end)} characters left out ...]\n{end}"
 
 
 def original(text: str) -> Exception | None:

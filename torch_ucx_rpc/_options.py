@@ -145,8 +145,14 @@ class UcxRpcBackendOptions(RpcBackendOptions):
     Args:
         num_worker_threads (int): threads that run the calls other workers make here (default: 16). With more of them,
             more handlers can block at a time; with fewer, less memory is used and less fought over the GIL.
+        max_worker_threads (int): threads at most, when handlers wait for calls of their own (default: 512, and never
+            fewer than ``num_worker_threads``). Such handlers do not count among ``num_worker_threads``, so that what
+            they wait for finds a thread; a call that even so gets none fails, saying so.
         rpc_timeout (float): seconds after which a call fails that was given no timeout of its own, and after which
             ``init_rpc`` gives up on workers that do not come (default: 60). 0 is no limit.
+        heartbeat_limit (float): seconds of silence after which a worker on another host, or in another pid namespace,
+            is lost, and the calls to it fail (default: 10). A cut of up to half of it is survived. 0 is no limit: then
+            only a process that ends is noticed. Workers of the same host are noticed when their process ends, at once.
         init_method (str): URL at which the workers find each other, as for ``init_process_group`` (default:
             ``"env://"``, which reads MASTER_ADDR and MASTER_PORT).
         device_maps (dict[str, dict]): for each callee, by name, on which of its devices the tensors of a local device
@@ -179,7 +185,9 @@ class UcxRpcBackendOptions(RpcBackendOptions):
     __slots__ = ("_values",)
 
     num_worker_threads = _integer(1, _MOST_THREADS, "how many threads run the calls of other workers")
+    max_worker_threads = _integer(1, _MOST_THREADS, "how many threads there are at most when calls are nested")
     rpc_timeout = Option(check_seconds)
+    heartbeat_limit = Option(check_seconds)
     init_method = Option(check_url)
     device_maps = Option(_check_device_maps)
     devices = Option(_check_devices)
@@ -192,7 +200,9 @@ class UcxRpcBackendOptions(RpcBackendOptions):
         self,
         *,
         num_worker_threads: int = 16,
+        max_worker_threads: int = 512,
         rpc_timeout: float = 60.0,
+        heartbeat_limit: float = 10.0,
         init_method: str = "env://",
         device_maps: Mapping[str, Mapping[Device, Device]] | None = None,
         devices: Iterable[Device] | None = None,
@@ -205,7 +215,9 @@ class UcxRpcBackendOptions(RpcBackendOptions):
         super().__init__()
         self._values: dict[str, Any] = {}
         self.num_worker_threads = num_worker_threads
+        self.max_worker_threads = max_worker_threads
         self.rpc_timeout = rpc_timeout
+        self.heartbeat_limit = heartbeat_limit
         self.init_method = init_method
         self.device_maps = device_maps
         self.devices = devices

@@ -408,6 +408,61 @@ TEST_F(AgentTest, DeathOfAPeerFreesWhatWasLentToItsCalls) {
   EXPECT_TRUE(eventually([&] { return storage.expired(); }));
 }
 
+AgentOptions shortHeartbeats() {
+  AgentOptions options;
+  options.heartbeatLimit = milliseconds(1000);
+  options.numWorkerThreads = 1;
+  return options;
+}
+
+TEST_F(AgentTest, PeerThatFallsSilentIsLostAndSoAreTheCallsToIt) {
+  start(
+      3,
+      [this](Message& request) {
+        if (textOf(request) == "block") {
+          gate_->pass();
+        }
+        return echo(request);
+      },
+      shortHeartbeats());
+  const Future pending = call(0, 1, "block");
+  ASSERT_TRUE(eventually([this] { return gate_->waiting() == 1; }));
+  network_.setFault([](const wire::Header& header, SendMode /*mode*/) {
+    return header.sourceRank == 1 ? Fate::kHold : Fate::kDeliver;
+  });
+  const std::string what = failure(pending);
+  EXPECT_TRUE(contains(what, "lost worker 'w1' (rank 1")) << what;
+  EXPECT_TRUE(contains(what, "no sign of life for")) << what;
+  EXPECT_EQ(textOf(*answer(call(0, 2, "fine"))), "fine");
+  // What it says later changes nothing.
+  network_.setFault({});
+  network_.releaseHeld();
+  EXPECT_TRUE(contains(failure(call(0, 1, "again")), "lost worker 'w1'"));
+}
+
+TEST_F(AgentTest, PeerWhoseHandlersAllBlockGivesSignsOfLife) {
+  start(
+      2,
+      [this](Message& request) {
+        gate_->pass();
+        return echo(request);
+      },
+      shortHeartbeats());
+  const Future pending = call(0, 1, "block");
+  ASSERT_TRUE(eventually([this] { return gate_->waiting() == 1; }));
+  std::atomic<int> pongs{0};
+  network_.setFault([&](const wire::Header& header, SendMode /*mode*/) {
+    pongs.fetch_add(header.kind == wire::Kind::kPong && header.sourceRank == 1 ? 1 : 0);
+    return Fate::kDeliver;
+  });
+  // More than the limit has room for.
+  EXPECT_TRUE(eventually([&] { return pongs.load() > 20; })) << pongs.load();
+  EXPECT_FALSE(pending->completed());
+  gate_->open();
+  EXPECT_EQ(textOf(*answer(pending)), "block");
+  network_.setFault({});
+}
+
 TEST_F(AgentTest, PeerThatShutsDownSaysGoodbye) {
   start(3, [this](Message& request) {
     if (textOf(request) == "block") {

@@ -9,6 +9,8 @@
 #include <algorithm>
 #include <atomic>
 #include <condition_variable>
+#include <functional>
+#include <memory>
 #include <mutex>
 #include <string>
 #include <thread>
@@ -66,9 +68,10 @@ class AgentThreadsTest : public testing::Test {
   static constexpr size_t kMaxRequests =
       12; // more than the machine has cores, so that both rules for new threads are met
 
-  void start(size_t maxRequests = kMaxRequests) {
+  void start(size_t maxRequests = kMaxRequests, size_t nestingLimit = kMaxRequests) {
     threads_ = std::make_shared<AgentThreads>(
         maxRequests,
+        nestingLimit,
         ThreadHooks{[this] { started_.fetch_add(1); }, [this] { ended_.fetch_add(1); }},
         [this] { return progress_.lead(); },
         [this](AgentThreads::Clock::time_point when) { timer_.dueBy(when); });
@@ -180,6 +183,73 @@ TEST_F(AgentThreadsTest, AtMostTheSetNumberOfRequestsRunAtOnce) {
   EXPECT_EQ(threads_->counts().waitingRequests, 5u);
   gate_.open();
   EXPECT_TRUE(eventually([&] { return later.load() == 5; }));
+}
+
+TEST_F(AgentThreadsTest, RequestsThatWaitForCallsOfTheirOwnMakeRoomForOthers) {
+  constexpr size_t kDepth = 100;
+  start(2, kDepth);
+  // Each request waits for the next one.
+  std::vector<std::shared_ptr<Gate>> gates;
+  for (size_t level = 0; level <= kDepth; ++level) {
+    gates.push_back(std::make_shared<Gate>());
+  }
+  std::atomic<size_t> ended{0};
+  std::function<void(size_t)> add = [&](size_t level) {
+    threads_->addRequest([&, level] {
+      if (level + 1 < kDepth) {
+        const std::shared_ptr<void> call = AgentThreads::nest();
+        add(level + 1);
+        gates[level + 1]->pass();
+      }
+      ended.fetch_add(1);
+      gates[level]->open();
+    });
+  };
+  add(0);
+  EXPECT_TRUE(eventually([&] { return ended.load() == kDepth; })) << ended.load();
+  EXPECT_TRUE(eventually([&] { return threads_->counts().runningRequests == 0; }));
+  EXPECT_EQ(threads_->counts().nestingRequests, 0u);
+}
+
+TEST_F(AgentThreadsTest, CallsThatOutliveTheirRequestAreNoOnesWait) {
+  start(1);
+  std::shared_ptr<void> call;
+  threads_->addRequest([&] {
+    call = AgentThreads::nest();
+    isDone_.store(true);
+  });
+  EXPECT_TRUE(eventually([&] { return isDone_.load() && threads_->counts().runningRequests == 0; }));
+  EXPECT_EQ(threads_->counts().nestingRequests, 0u);
+  blockRequests(1);
+  call.reset();
+  EXPECT_EQ(threads_->counts().nestingRequests, 0u);
+  EXPECT_TRUE(AgentThreads::nest() == nullptr) << "this thread runs no request";
+}
+
+TEST_F(AgentThreadsTest, RequestIsRefusedWhenAllThereMayBeWait) {
+  start(2, 4);
+  for (int request = 0; request < 4; ++request) {
+    threads_->addRequest([this] {
+      const std::shared_ptr<void> call = AgentThreads::nest();
+      gate_.pass();
+    });
+  }
+  ASSERT_TRUE(eventually([this] { return threads_->counts().nestingRequests == 4; }));
+  std::atomic<bool> isRun{false};
+  std::atomic<bool> isRefused{false};
+  threads_->addRequest([&] { isRun.store(true); }, [&] { isRefused.store(true); });
+  EXPECT_TRUE(eventually([&] { return isRefused.load(); }));
+  EXPECT_FALSE(isRun.load());
+  EXPECT_EQ(threads_->counts().waitingRequests, 0u);
+}
+
+TEST_F(AgentThreadsTest, HooksAreForThreadsThatRunTasks) {
+  start();
+  ASSERT_TRUE(eventually([this] { return progress_.isLed(); }));
+  EXPECT_EQ(started_.load(), 0) << "a thread that leads must not wait for Python";
+  progress_.arrive([this] { threads_->addRequest([this] { isDone_.store(true); }); });
+  EXPECT_TRUE(eventually([this] { return isDone_.load(); }));
+  EXPECT_GE(started_.load(), 1);
 }
 
 TEST_F(AgentThreadsTest, AllRequestsThatMayRunDoRunWhenTheyBlock) {

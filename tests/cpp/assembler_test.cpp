@@ -38,7 +38,8 @@ class AssemblerTest : public testing::Test {
   Assembler::Outcome add(const Header& header, Piece piece) {
     std::vector<Piece> rejected;
     const Assembler::Outcome outcome = assembler_.add(header, std::move(piece), assembled_, rejected);
-    EXPECT_EQ(rejected.empty(), outcome != Assembler::Outcome::kRejected);
+    const bool isOut = outcome == Assembler::Outcome::kRejected || outcome == Assembler::Outcome::kGivenUp;
+    EXPECT_EQ(rejected.empty(), !isOut);
     note(rejected);
     if (outcome == Assembler::Outcome::kWhole) {
       note(assembled_.body);
@@ -179,6 +180,27 @@ TEST_F(AssemblerTest, CancelHandsOutWhatHadArrived) {
   EXPECT_EQ(dropped.size(), 2u);
   note(dropped);
   EXPECT_EQ(assembler_.incomplete(), 1u);
+}
+
+TEST_F(AssemblerTest, WhatComesOfAMessageThatWasCanceledIsHandedOutAtOnce) {
+  add(header(2, 3));
+  std::vector<Piece> dropped;
+  assembler_.cancel(kSession, Kind::kRequest, 1, dropped);
+  note(dropped);
+  EXPECT_EQ(add(header(0, 3)), Assembler::Outcome::kGivenUp);
+  EXPECT_EQ(add(header(kBodyIndex, 3)), Assembler::Outcome::kGivenUp);
+  EXPECT_EQ(add(header(1, 3)), Assembler::Outcome::kGivenUp);
+  EXPECT_EQ(out_.size(), 4u);
+  // That was all of it: nothing is remembered.
+  EXPECT_EQ(add(header(0, 3)), Assembler::Outcome::kIncomplete);
+}
+
+TEST_F(AssemblerTest, WhatComesOfAMessageThatWasRejectedIsHandedOutAtOnce) {
+  add(header(0, 2));
+  EXPECT_EQ(add(header(0, 2)), Assembler::Outcome::kRejected);
+  EXPECT_EQ(add(header(1, 2)), Assembler::Outcome::kGivenUp);
+  EXPECT_EQ(add(header(kBodyIndex, 2)), Assembler::Outcome::kGivenUp);
+  EXPECT_EQ(out_.size(), 4u);
 }
 
 TEST_F(AssemblerTest, CancelOfWhatIsNotThereDoesNothing) {

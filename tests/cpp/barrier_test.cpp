@@ -179,8 +179,9 @@ TEST(BarrierTest, NobodyPassesBeforeTheLastHasCome) {
   for (const worker_id_t rank : {0, 2, 3}) {
     EXPECT_FALSE(job.isReleased(rank));
   }
-  EXPECT_EQ(job.at(0).missing().find("worker 'w1' (rank 1"), 0u) << job.at(0).missing();
-  EXPECT_EQ(job.at(2).missing(), "") << "only the coordinator knows";
+  ASSERT_EQ(job.at(0).missing().size(), 1u);
+  EXPECT_EQ(job.at(0).missing()[0]->member().rank, 1);
+  EXPECT_TRUE(job.at(2).missing().empty()) << "only the coordinator knows";
   job.at(1).enter(1);
   job.deliverAll();
   for (worker_id_t rank = 0; rank < 4; ++rank) {

@@ -2,13 +2,25 @@
 
 * ``VirtualHosts(["a", "b"])``: hosts with a network, shared memory and processes of their own, on one switch, with
   cables that can be cut. (``_virtual_hosts``)
+* ``move_to_host(pid)`` puts the calling process onto one; ``run_workers(..., hosts=hosts)`` does. (``_moving``)
+* ``Fate(hosts)`` cuts and heals them at the word of a worker. (``_fate``)
 * ``SlurmCluster(hosts)``: Slurm on them. (``_slurm``)
 * ``needs("srun", "mpirun.mpich")`` and ``needs_virtual_hosts()``: a test is skipped where that is not to be had; where
   CI is set it fails. (``_needs``)
 """
 
+from ._fate import Fate
+from ._moving import move_to_host
 from ._needs import needs, needs_virtual_hosts
 from ._slurm import SlurmCluster
 from ._virtual_hosts import VirtualHost, VirtualHosts
 
-__all__ = ["SlurmCluster", "VirtualHost", "VirtualHosts", "needs", "needs_virtual_hosts"]
+__all__ = [
+    "Fate",
+    "SlurmCluster",
+    "VirtualHost",
+    "VirtualHosts",
+    "move_to_host",
+    "needs",
+    "needs_virtual_hosts",
+]

@@ -6,11 +6,13 @@ import pickle
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
+
+from labs import VirtualHosts
 
 from ._processes import dump_stacks, kill, process_context, reserved_port
 from ._worker import Transport, Worker, worker_name
@@ -29,11 +31,13 @@ def run_workers(
     *args: object,
     backend: str = "UCX",
     transport: Transport = Transport.SHARED_MEMORY,
+    hosts: VirtualHosts | None = None,
     options: Mapping[str, object] | None = None,
     env: Mapping[str, str] | None = None,
     init: bool = True,
     shutdown: bool = True,
     exit_codes: Mapping[int, int] | None = None,
+    expendable: Collection[int] = (),
     silent: bool = True,
     timeout: float = 50.0,
 ) -> list[Any]:
@@ -45,13 +49,16 @@ def run_workers(
     Args:
         backend: ``"UCX"`` or ``"TENSORPIPE"``.
         transport: how the workers reach each other.
+        hosts: where they run, one on each host in turn; on this machine by default.
         options: arguments for the backend's options object.
         env: variables that are set in each worker before UCX is loaded.
         init: false when the body joins by itself, with `workers.init_rpc`; it then also shuts down by itself.
         shutdown: false when the body leaves RPC shut down.
         exit_codes: rank to exit code, of the workers whose body ends the process and returns nothing (None is their
             result).
-        silent: fail when a worker writes to stderr, be it Python, torch or UCX. Not enforced for TensorPipe.
+        expendable: ranks that may end in any way, or not at all: they are killed when the others have ended.
+        silent: fail when a worker writes to stderr, be it Python, torch or UCX. Not enforced for TensorPipe, nor
+            between hosts, where torch's Store warns of names that it cannot resolve.
         timeout: seconds for the whole job, beyond which it is taken to hang. The default is less than a call has by
             default, so that a call that hangs is seen hanging.
 
@@ -65,18 +72,26 @@ def run_workers(
             backend=backend,
             transport=transport,
             options=dict(options or {}),
-            env={"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), **(env or {})},
+            host_pids=tuple(host.pid for host in hosts or ()),
+            env={
+                "MASTER_ADDR": hosts[0].address if hosts else "127.0.0.1",
+                "MASTER_PORT": str(port),
+                **(env or {}),
+            },
             init=init,
             shutdown=init and shutdown,
             directory=Path(directory),
             call=pickle.dumps((body, args)),
         )
-        return _Job(worker, dict(exit_codes or {}), silent and backend == "UCX").run(timeout)
+        return _Job(
+            worker, dict(exit_codes or {}), frozenset(expendable), silent and backend == "UCX" and not hosts
+        ).run(timeout)
 
 
 class _Job:
-    def __init__(self, worker: Worker, exit_codes: dict[int, int], silent: bool) -> None:
+    def __init__(self, worker: Worker, exit_codes: dict[int, int], expendable: frozenset[int], silent: bool) -> None:
         self._worker = worker
+        self._expendable = expendable
         self._expected_exit_codes = exit_codes
         self._silent = silent
         self._results: dict[int, Any] = {}
@@ -111,7 +126,7 @@ class _Job:
 
     def _follow(self, deadline: float, timeout: float) -> None:
         # A worker is done with when its process has ended; its report, if any, is in the pipe by then.
-        running = dict(enumerate(self._processes))
+        running = {rank: process for rank, process in enumerate(self._processes) if rank not in self._expendable}
         while running and not (self._failures and time.monotonic() > deadline):
             readable = {self._reports[rank]: rank for rank in running if not self._has_reported(rank)}
             ended = {process.sentinel: rank for rank, process in running.items()}

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed.rpc as rpc
+from labs import move_to_host
 
 from ._processes import dump_stacks_on_request
 
@@ -70,6 +71,7 @@ class Worker:
     world_size: int
     backend: str
     transport: Transport
+    host_pids: tuple[int, ...]
     options: dict[str, object]
     env: dict[str, str]
     init: bool
@@ -85,6 +87,8 @@ class Worker:
         global _this_worker
         _this_worker = self
         try:
+            if self.host_pids:
+                move_to_host(self.host_pids[rank % len(self.host_pids)])
             self._set_up_process(rank)
             # Importing the test's module may load UCX: not before the environment is as the test wants it.
             body, args = pickle.loads(self.call)

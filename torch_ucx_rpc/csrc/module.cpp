@@ -268,6 +268,11 @@ PYBIND11_MODULE(_C, module) {
           [](const AgentOptions& options) { return std::chrono::duration<double>(options.rpcTimeout).count(); },
           [](AgentOptions& options, double seconds) { options.rpcTimeout = toMilliseconds(seconds); })
       .def_readwrite("num_worker_threads", &AgentOptions::numWorkerThreads)
+      .def_readwrite("max_worker_threads", &AgentOptions::maxWorkerThreads)
+      .def_property(
+          "heartbeat_limit",
+          [](const AgentOptions& options) { return std::chrono::duration<double>(options.heartbeatLimit).count(); },
+          [](AgentOptions& options, double seconds) { options.heartbeatLimit = toMilliseconds(seconds); })
       .def_readwrite("receive_window_bytes", &AgentOptions::receiveWindowBytes)
       .def_readwrite("host_pool_bytes", &AgentOptions::hostPoolBytes)
       .def_readwrite("waiting", &AgentOptions::waiting);
@@ -308,13 +313,20 @@ PYBIND11_MODULE(_C, module) {
           [](UcxRpcAgent& agent, double timeout) { return agent.barrier(1, toMilliseconds(timeout)); },
           py::arg("timeout"),
           NoGil())
+      .def("_check_process", &UcxRpcAgent::checkProcess)
       .def(
           "_wait",
           [](UcxRpcAgent& agent, const torch::jit::PythonFutureWrapper& future) { agent.wait(*future.fut); },
           py::arg("future"),
           NoGil())
       .def("join", &UcxRpcAgent::join, py::arg("shutdown") = false, py::arg("timeout") = 0.0f, NoGil())
-      .def("shutdown", &UcxRpcAgent::shutdown, NoGil())
+      .def(
+          "shutdown",
+          [](UcxRpcAgent& agent) {
+            agent.checkProcess();
+            agent.shutdown();
+          },
+          NoGil())
       .def(
           "get_worker_info",
           [](const UcxRpcAgent& agent) -> const WorkerInfo& { return agent.getWorkerInfo(); },

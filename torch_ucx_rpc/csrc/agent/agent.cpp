@@ -3,6 +3,7 @@
 
 #include "agent/agent.h"
 
+#include "agent/fork_guard.h"
 #include "agent/torch_state.h"
 #include "base/time.h"
 #include "base/trace.h"
@@ -40,6 +41,7 @@ UcxRpcAgent::UcxRpcAgent(
     : RpcAgent(WorkerInfo(std::move(name), rank), std::move(callback), options.rpcTimeout),
       options_(options),
       session_(randomSession()),
+      forkCount_(forkCount()),
       threadHooks_(std::move(threadHooks)),
       whileWaiting_(std::move(whileWaiting)),
       transport_(std::move(transport)),
@@ -47,6 +49,7 @@ UcxRpcAgent::UcxRpcAgent(
           options.receiveWindowBytes,
           [this] { progress_->submit([] {}); })), // settling, which follows, admits what waits
       processes_([this](int fd, UniqueFunction<void()> onReadable) { progress_->watch(fd, std::move(onReadable)); }),
+      heartbeat_(directory_, options.heartbeatLimit),
       barrier_(
           directory_,
           rank,
@@ -66,6 +69,7 @@ UcxRpcAgent::UcxRpcAgent(
       *transport_,
       [this] {
         inbox_->settle();
+        answerPingsWithWorkerLock();
         if (window_->waitingMessages.load() != 0 && !isStallTimerSet_.exchange(true)) {
           timer_.dueBy(Timer::Clock::now() + ReceiveWindow::kPatience);
         }
@@ -85,6 +89,7 @@ UcxRpcAgent::UcxRpcAgent(
   transport_->setListener(inbox_.get());
   threads_ = std::make_shared<AgentThreads>(
       options.numWorkerThreads,
+      options.maxWorkerThreads,
       threadHooks_,
       [this] {
         Deliveries deliveries = progress_->lead([this] { return isClosed_.load(); });
@@ -133,8 +138,18 @@ void UcxRpcAgent::startImpl() {
   if (isCurrentRpcAgentSet() && getCurrentRpcAgent().get() == this) { // not in tests with several agents
     renewRRefContext(shared_from_this());
   }
+  keepInForks(weak_from_this());
   timer_.start();
   threads_->start();
+}
+
+void UcxRpcAgent::checkProcess() const {
+  if (forkCount_ != forkCount()) {
+    throw std::runtime_error(
+        "RPC cannot be used in a process that was forked from worker '" + workerInfo_.name_ +
+        "': the agent's threads and UCX's connections stay with the parent. Let the parent call, or start the process with "
+        "multiprocessing's start method spawn or forkserver and call init_rpc in it.");
+  }
 }
 
 void UcxRpcAgent::shutdownImpl() {
@@ -212,6 +227,7 @@ AgentStatistics UcxRpcAgent::statistics() {
 }
 
 std::unordered_map<std::string, std::string> UcxRpcAgent::getMetrics() {
+  checkProcess();
   const AgentThreads::Counts threads = threads_->counts();
   const HostPool::Statistics pool = HostPool::instance().statistics();
   uint64_t callsSent = 0;
@@ -229,6 +245,10 @@ std::unordered_map<std::string, std::string> UcxRpcAgent::getMetrics() {
       {"agent.thread_pool_size", std::to_string(options_.numWorkerThreads)}, // torch's name for it
       {"agent.num_threads", std::to_string(threads.threads)},
       {"agent.num_idle_threads", std::to_string(threads.idle)},
+      {"agent.max_worker_threads", std::to_string(options_.maxWorkerThreads)},
+      {"agent.running_requests", std::to_string(threads.runningRequests)},
+      {"agent.nesting_requests", std::to_string(threads.nestingRequests)},
+      {"agent.waiting_requests", std::to_string(threads.waitingRequests)},
       {"agent.client_active_calls", std::to_string(calls_.size())},
       {"agent.server_active_calls", std::to_string(servedRequests_.load())},
       {"agent.server_active_async_calls", std::to_string(asyncRequests_.load())},

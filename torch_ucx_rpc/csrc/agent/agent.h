@@ -4,11 +4,13 @@
 #include "agent/barrier.h"
 #include "agent/call_table.h"
 #include "agent/directory.h"
+#include "agent/heartbeat.h"
 #include "agent/inbox.h"
 #include "agent/outbox.h"
 #include "agent/process_watch.h"
 #include "agent/progress.h"
 #include "agent/receive_window.h"
+#include "agent/rref_holders.h"
 #include "agent/statistics.h"
 #include "agent/timer.h"
 
@@ -33,9 +35,11 @@ using torch::distributed::rpc::RequestCallback;
 struct AgentOptions {
   std::chrono::milliseconds rpcTimeout{60'000};
   size_t numWorkerThreads = 16;
+  size_t maxWorkerThreads = 512;
   uint64_t receiveWindowBytes = 64ull * 1024 * 1024;
   uint64_t hostPoolBytes = 256ull * 1024 * 1024; // idle memory of the process-wide HostPool
   Waiting waiting = Waiting::kAuto;
+  std::chrono::milliseconds heartbeatLimit{10'000};
 };
 
 // torch's RpcAgent over a Transport. It turns messages into mail and back, keeps the table of open calls, and decides
@@ -65,6 +69,9 @@ class UcxRpcAgent : public torch::distributed::rpc::RpcAgent, public std::enable
   uint64_t session() const {
     return session_;
   }
+  // Throws std::runtime_error in a process that was forked from this agent's. Everything that needs its threads or UCX does.
+  void checkProcess() const;
+
   // Adds workers, this one included. Throws std::invalid_argument for a rank or name that is taken.
   void addMembers(std::vector<Member> members);
   // For a member that has gone without a goodbye to this worker.
@@ -138,6 +145,8 @@ class UcxRpcAgent : public torch::distributed::rpc::RpcAgent, public std::enable
   void runOnOwnThread(const std::function<void()>& work) const;
   void respond(Peer& to, uint64_t callId, const JitFuture& response);
   void respondWithError(Peer& to, uint64_t callId, const std::string& what);
+  // Why a request is refused when all threads wait.
+  std::string describeNesting() const;
   void complete(CallTable::Call call, IncomingMessage message);
   void failCall(const CallTable::Call& call, const std::string& what);
   void failCallLater(CallTable::Call call, std::string what);
@@ -146,6 +155,11 @@ class UcxRpcAgent : public torch::distributed::rpc::RpcAgent, public std::enable
   void onSent(std::unique_ptr<OutgoingMessage> message);
   void onRejected(Deliveries::Rejection rejection);
   void onPeerGone(Peer& peer, Peer::State state, Error why);
+  // What it held of this worker's through torch: autograd contexts and references to RRefs.
+  void releaseHeldBy(const Peer& gone);
+  void answerPingsWithWorkerLock();
+  void checkHeartbeats();
+  void sendNowWithWorkerLock(Peer& to, wire::Kind kind);
 
   // Dynamic groups.
   bool isDynamic() const {
@@ -162,6 +176,7 @@ class UcxRpcAgent : public torch::distributed::rpc::RpcAgent, public std::enable
 
   const AgentOptions options_;
   const uint64_t session_;
+  const uint64_t forkCount_;
   const ThreadHooks threadHooks_;
   const std::function<void()> whileWaiting_;
   Membership membership_; // set before start(), constant afterwards
@@ -175,6 +190,8 @@ class UcxRpcAgent : public torch::distributed::rpc::RpcAgent, public std::enable
   std::unique_ptr<Inbox> inbox_; // worker lock
   std::unique_ptr<Progress> progress_;
   ProcessWatch processes_;
+  Heartbeat heartbeat_; // worker lock
+  RRefHolders rrefHolders_;
   std::shared_ptr<AgentThreads> threads_;
   Barrier barrier_;
   Timer timer_;
@@ -190,7 +207,10 @@ class UcxRpcAgent : public torch::distributed::rpc::RpcAgent, public std::enable
   std::atomic<int64_t> asyncRequests_{0}; // of those, the ones whose handler has returned
   std::atomic<uint64_t> callsTimedOut_{0};
 
+  std::atomic<bool> hasHeartbeats_{false}; // some peer needs them
+
   // Timer thread only:
+  Timer::Clock::time_point heartbeatDue_{};
   uint64_t stalledReleases_ = 0;
   Timer::Clock::time_point stalledSince_{};
 

@@ -2,10 +2,13 @@
 
 #include "agent/agent.h"
 #include "agent/tensor_codec.h"
+#include "agent/torch_state.h"
 #include "base/time.h"
 #include "base/trace.h"
 
 #include <c10/util/Logging.h>
+#include <torch/csrc/distributed/autograd/context/container.h>
+#include <torch/csrc/distributed/rpc/rref_proto.h>
 #include <torch/csrc/distributed/rpc/utils.h>
 
 #include <cstring>
@@ -16,11 +19,14 @@
 namespace torch_ucx_rpc {
 
 namespace rpc = torch::distributed::rpc;
+using torch::distributed::autograd::DistAutogradContainer;
 
 namespace {
 
 // How often a thread that waits for another caller's visit looks up.
 constexpr auto kLookUp = std::chrono::milliseconds(100);
+// Of progress, before somebody is said to be silent; each takes in several messages.
+constexpr int kMostSteps = 1000;
 
 // The call that this thread has sent last. Who waits next waits for that: rpc_sync and to_here() send and wait. Not told by the
 // future waited for, which torch has derived from the call's.
@@ -67,6 +73,7 @@ c10::intrusive_ptr<JitFuture> UcxRpcAgent::send(
     c10::intrusive_ptr<Message> message,
     float rpcTimeoutSeconds,
     const DeviceMap& /*deviceMap*/) {
+  checkProcess();
   TORCH_CHECK(message->isRequest(), "UcxRpcAgent::send() is for requests; this message is of type ", message->type());
   TORCH_CHECK(
       rpcAgentRunning_.load() && !isClosed_.load(),
@@ -104,6 +111,7 @@ c10::intrusive_ptr<JitFuture> UcxRpcAgent::request(
   if (timeout.count() != 0) { // 0: no limit
     call.deadline = call.sentAt + timeout;
   }
+  call.nesting = AgentThreads::nest();
   c10::intrusive_ptr<JitFuture> future = call.future;
   const CallTable::Clock::time_point deadline = call.deadline;
   bool isEarliest = false;
@@ -162,7 +170,10 @@ void UcxRpcAgent::onSent(std::unique_ptr<OutgoingMessage> message) {
   if (message->error && message->header.kind == wire::Kind::kRequest) {
     CallTable::Call call;
     if (calls_.take(message->header.callId, call)) {
-      failCallLater(std::move(call), "could not send to " + message->to->describe() + ": " + message->error.message());
+      const Error gone = message->to->whyGone();
+      failCallLater(
+          std::move(call),
+          gone ? gone.message() : "could not send to " + message->to->describe() + ": " + message->error.message());
     }
   }
   if (message->lender != nullptr && message->lender->mayRunUserCode() && AgentThreads::isLeader()) {
@@ -203,7 +214,11 @@ void UcxRpcAgent::dispatchMessage(IncomingMessage message, std::optional<uint64_
       const trace::Span span("receive request", callOf(message), trace::Arrow::kRequestArrives);
       servedRequests_.fetch_add(1);
       message.from->callsReceived.fetch_add(1, std::memory_order_relaxed);
-      threads_->addRequest([self, message = std::move(message)]() mutable { self->serve(std::move(message)); });
+      Peer& from = *message.from;
+      const uint64_t callId = message.header.callId;
+      threads_->addRequest(
+          [self, message = std::move(message)]() mutable { self->serve(std::move(message)); },
+          [self, &from, callId] { self->respondWithError(from, callId, self->describeNesting()); });
       return;
     }
     case wire::Kind::kResponse: {
@@ -268,6 +283,10 @@ void UcxRpcAgent::dispatchControl(const IncomingMessage& message) {
 
 void UcxRpcAgent::serve(IncomingMessage incoming) {
   Peer& from = *incoming.from;
+  if (from.state() == Peer::State::kFailed) { // it died while this queued: nobody waits for the answer
+    servedRequests_.fetch_sub(1);
+    return;
+  }
   const uint64_t callId = incoming.header.callId;
   Admission admission = std::move(incoming.admission);
   const trace::CallId traced{from.member().session, callId};
@@ -279,6 +298,7 @@ void UcxRpcAgent::serve(IncomingMessage incoming) {
       return;
     }
   }
+  rrefHolders_.note(from.info().id_, *request);
   c10::intrusive_ptr<JitFuture> response;
   try {
     const trace::Span span("run handler", traced);
@@ -357,6 +377,13 @@ void UcxRpcAgent::respondWithError(Peer& to, uint64_t callId, const std::string&
   servedRequests_.fetch_sub(1);
 }
 
+std::string UcxRpcAgent::describeNesting() const {
+  return "worker '" + workerInfo_.name_ + "' has no thread left for this call: all " +
+      std::to_string(threads_->counts().runningRequests) +
+      " calls that it is running wait for calls that they have made themselves, and max_worker_threads allows no more; nest "
+      "calls less deeply, raise max_worker_threads, or have functions return futures (rpc.functions.async_execution)";
+}
+
 void UcxRpcAgent::complete(CallTable::Call call, IncomingMessage incoming) {
   const trace::Span span("complete call", callOf(incoming));
   const Peer& from = *incoming.from;
@@ -429,18 +456,47 @@ void UcxRpcAgent::onPeerGone(Peer& peer, Peer::State state, Error why) {
   if (!peer.moveTo(state, std::move(why))) {
     return;
   }
+  for (CallTable::Call& call : calls_.takeAllTo(peer)) {
+    failCallLater(std::move(call), what);
+  }
   progress_->submit([this, &peer] {
     inbox_->dropPeer(peer);
     outbox_->abandon(peer);
   });
-  for (CallTable::Call& call : calls_.takeAllTo(peer)) {
-    failCallLater(std::move(call), what);
-  }
+  releaseHeldBy(peer);
   barrier_.onMembershipChange();
   processes_.forget(peer.member());
   if (state == Peer::State::kFailed && isDynamic()) {
     onLost(peer);
   }
+}
+
+void UcxRpcAgent::releaseHeldBy(const Peer& gone) {
+  if (!isCurrentRpcAgentSet() || getCurrentRpcAgent().get() != this) {
+    return; // torch keeps books for one agent; tests have several
+  }
+  const std::shared_ptr<UcxRpcAgent> self = weak_from_this().lock();
+  if (self == nullptr) {
+    return; // being destroyed
+  }
+  // Looked up now: a worker that takes its rank may hold others soon.
+  std::vector<HeldFork> forks = rrefHolders_.takeHeldBy(gone.info().id_);
+  std::vector<int64_t> contexts = autogradContextsOf(gone.info().id_);
+  if (forks.empty() && contexts.empty()) {
+    return;
+  }
+  threads_->addCompletion([self, &gone, forks = std::move(forks), contexts = std::move(contexts)] {
+    try {
+      for (const HeldFork& held : forks) {
+        (*self->cb_)(*rpc::RRefUserDelete(held.rref, held.fork).toMessage(), {}); // as if it had deleted it itself
+      }
+      for (const int64_t context : contexts) {
+        DistAutogradContainer::getInstance().releaseContextIfPresent(context);
+      }
+    } catch (const std::exception& error) {
+      LOG(WARNING) << "torch_ucx_rpc: could not release all that " << gone.describe() << " held: " << error.what();
+    }
+  });
 }
 
 // ------------------------------------------------------------------------------------------------------- time
@@ -457,6 +513,14 @@ Timer::Clock::time_point UcxRpcAgent::onTimer(Timer::Clock::time_point now) {
   }
 
   next = std::min(next, threads_->check(now));
+
+  if (hasHeartbeats_.load()) {
+    if (now >= heartbeatDue_) {
+      heartbeatDue_ = now + heartbeat_.period();
+      progress_->submit([this] { checkHeartbeats(); });
+    }
+    next = std::min(next, heartbeatDue_);
+  }
 
   if (window_->waitingMessages.load() == 0) {
     isStallTimerSet_.store(false);
@@ -476,6 +540,36 @@ Timer::Clock::time_point UcxRpcAgent::onTimer(Timer::Clock::time_point now) {
     stalledSince_ = now;
   }
   return std::min(next, now + ReceiveWindow::kPatience / 2);
+}
+
+void UcxRpcAgent::checkHeartbeats() {
+  if (isClosed_.load()) {
+    return; // the transport may be too
+  }
+  // What has come in already is no silence, though nobody may have had the time to look.
+  for (int steps = 0; steps < kMostSteps && transport_->progress() != 0; ++steps) {
+  }
+  const Heartbeat::Findings findings = heartbeat_.check(Heartbeat::Clock::now());
+  for (Peer* peer : findings.quiet) {
+    sendNowWithWorkerLock(*peer, wire::Kind::kPing);
+  }
+  for (Peer* peer : findings.lost) {
+    progress_->deliveries().failures.push_back({peer, heartbeat_.describe(*peer)});
+  }
+}
+
+void UcxRpcAgent::answerPingsWithWorkerLock() {
+  // Here, by whoever drives: an answer that went the way of other messages could wait for Python.
+  for (Peer* peer : inbox_->takePings()) {
+    sendNowWithWorkerLock(*peer, wire::Kind::kPong);
+  }
+}
+
+void UcxRpcAgent::sendNowWithWorkerLock(Peer& to, wire::Kind kind) {
+  auto message = std::make_unique<OutgoingMessage>();
+  message->to = &to;
+  message->address(kind, session_, workerInfo_.id_, to.member().session, 0);
+  outbox_->send(std::move(message));
 }
 
 // Drives progress on the calling thread until the future is complete, or a signal comes in. False if another caller does.
@@ -500,6 +594,7 @@ bool UcxRpcAgent::visit(const JitFuture& future) {
 }
 
 void UcxRpcAgent::wait(JitFuture& future) {
+  checkProcess();
   while (!future.completed() && !isClosed_.load()) {
     if (!visit(future)) {
       struct Completion {

@@ -48,6 +48,11 @@ void UcxRpcAgent::addMembers(std::vector<Member> members) {
     });
     if (outcome == ProcessWatch::Outcome::kHasEnded) {
       onPeerGone(*peer, Peer::State::kFailed, peer->lost(ended));
+    } else if (outcome == ProcessWatch::Outcome::kNotPossible && heartbeat_.isOn()) {
+      peer->needsHeartbeat.store(true);
+      if (!hasHeartbeats_.exchange(true)) {
+        timer_.dueBy(Timer::Clock::now() + heartbeat_.period());
+      }
     }
   }
 }
@@ -78,18 +83,30 @@ std::vector<WorkerInfo> UcxRpcAgent::getWorkerInfos() const {
 // -------------------------------------------------------------------------------------------------- barriers
 
 int64_t UcxRpcAgent::barrier(int64_t value, std::chrono::milliseconds timeout) {
+  checkProcess();
   const auto deadline = deadlineOf(timeout);
   barrier_.enter(value);
   Barrier::Result result;
-  while (!barrier_.wait(kLookUp, result)) {
+  for (bool isFirstLook = true; !barrier_.wait(kLookUp, result); isFirstLook = false) {
     whileWaiting_();
+    if (isFirstLook) {
+      // Who has not been spoken to is not missed when it dies on another machine.
+      for (Peer* peer : barrier_.missing()) {
+        if (peer->needsHeartbeat.load()) {
+          postControl(*peer, wire::Kind::kPing, 0, {});
+        }
+      }
+    }
     TORCH_CHECK(
         !isClosed_.load(), "RPC was shut down on worker '", workerInfo_.name_, "' while it waited for the others");
     if (CallTable::Clock::now() >= deadline) {
-      const std::string missing = barrier_.missing();
+      std::string missing;
+      for (const Peer* peer : barrier_.missing()) {
+        missing += (missing.empty() ? "; missing: " : ", ") + peer->describe();
+      }
       throw std::runtime_error(
           "worker '" + workerInfo_.name_ + "' waited " + std::to_string(timeout.count()) +
-          " ms for all workers to come to the same point" + (missing.empty() ? "" : "; missing: " + missing));
+          " ms for all workers to come to the same point" + missing);
     }
   }
   if (result.error) {
@@ -101,6 +118,7 @@ int64_t UcxRpcAgent::barrier(int64_t value, std::chrono::milliseconds timeout) {
 // Ends when nobody waits for an answer any more: two rounds in a row in which no worker had a call open, nor opened one in between.
 // (One round is not enough: a worker that has reported may still be asked for something by one that has not.)
 void UcxRpcAgent::join(bool /*shutdown*/, float timeoutSeconds) { // the same either way; torch calls shutdown() itself
+  checkProcess();
   const std::chrono::milliseconds timeout = toMilliseconds(timeoutSeconds);
   if (isDynamic()) {
     leave(timeout.count() != 0 ? timeout : getRpcTimeout());

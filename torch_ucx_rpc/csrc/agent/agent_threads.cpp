@@ -3,6 +3,8 @@
 #include <pthread.h>
 
 #include <algorithm>
+#include <stdexcept>
+#include <system_error>
 #include <thread>
 #include <utility>
 
@@ -12,43 +14,45 @@ namespace {
 
 // Set while this thread leads: what it adds it will see to itself when it steps down.
 thread_local bool isLeadingThread = false;
+thread_local bool hasRunHooks = false;
 
 } // namespace
 
-AgentThreads::AgentThreads(size_t maxRequests, ThreadHooks hooks, Lead lead, CheckAt checkAt)
+thread_local AgentThreads* AgentThreads::requestRunsOn = nullptr;
+thread_local std::shared_ptr<AgentThreads::Nesting> AgentThreads::nesting;
+
+AgentThreads::AgentThreads(size_t maxRequests, size_t nestingLimit, ThreadHooks hooks, Lead lead, CheckAt checkAt)
     : maxRequests_(maxRequests),
       coreThreads_(std::min<size_t>(maxRequests, std::max(1u, std::thread::hardware_concurrency())) + kMostLeaders),
-      // Completions may need threads while every request thread is blocked, and some lead.
-      maxThreads_(2 * maxRequests + 1 + kMostLeaders),
+      nestingLimit_(std::max(maxRequests, nestingLimit)),
       hooks_(std::move(hooks)),
       lead_(std::move(lead)),
       checkAt_(std::move(checkAt)) {}
 
 void AgentThreads::start() {
   const std::lock_guard lock(mutex_);
-  spawnLocked();
+  if (!spawnLocked()) {
+    throw std::runtime_error("the system has no thread left for RPC; raise the limit of processes (ulimit -u)");
+  }
 }
 
-void AgentThreads::spawnLocked() {
-  ++threads_;
+bool AgentThreads::spawnLocked() {
   try {
     std::thread([self = shared_from_this()] { main(self); }).detach();
-  } catch (...) {
-    --threads_;
-    throw;
+  } catch (const std::system_error&) {
+    return false;
   }
+  ++threads_;
+  return true;
 }
 
 void AgentThreads::main(const std::shared_ptr<AgentThreads>& self) {
   pthread_setname_np(pthread_self(), "ucx_rpc");
-  if (self->hooks_.onStart) {
-    self->hooks_.onStart();
-  }
   {
     std::unique_lock lock(self->mutex_);
     self->loop(lock);
   }
-  if (self->hooks_.onExit) {
+  if (hasRunHooks && self->hooks_.onExit) {
     self->hooks_.onExit();
   }
   const std::lock_guard lock(self->mutex_);
@@ -92,19 +96,61 @@ bool AgentThreads::leadOnce(std::unique_lock<std::mutex>& lock) {
 
 void AgentThreads::runOne(std::unique_lock<std::mutex>& lock) {
   const bool isRequest = completions_.empty();
-  std::deque<Task>& queue = isRequest ? requests_ : completions_;
-  Task task = std::move(queue.front());
-  queue.pop_front();
+  Task task;
+  if (isRequest) {
+    task = std::move(requests_.front().run);
+    requests_.pop_front();
+  } else {
+    task = std::move(completions_.front());
+    completions_.pop_front();
+  }
   lastBegun_ = Clock::now();
   ++running_;
   runningRequests_ += isRequest ? 1 : 0;
   callHelpLocked();
   lock.unlock();
+  if (!std::exchange(hasRunHooks, true) && hooks_.onStart) {
+    hooks_.onStart();
+  }
+  requestRunsOn = isRequest ? this : nullptr;
   task();
   task = {}; // what it owned is destroyed without the lock
+  requestRunsOn = nullptr;
+  const std::shared_ptr<Nesting> nested = std::exchange(nesting, nullptr);
   lock.lock();
+  if (nested != nullptr) {
+    nested->isRunning = false;
+    nestingRequests_ -= nested->openCalls != 0 ? 1 : 0;
+  }
   --running_;
   runningRequests_ -= isRequest ? 1 : 0;
+}
+
+std::shared_ptr<void> AgentThreads::nest() {
+  if (requestRunsOn == nullptr) {
+    return nullptr;
+  }
+  if (nesting == nullptr) {
+    nesting = std::make_shared<Nesting>();
+    nesting->threads = requestRunsOn->shared_from_this();
+  }
+  nesting->threads->beginNesting(*nesting);
+  return {nesting.get(), [nested = nesting](Nesting* /*same*/) { nested->threads->endNesting(*nested); }};
+}
+
+void AgentThreads::beginNesting(Nesting& begun) {
+  const std::lock_guard lock(mutex_);
+  if (begun.openCalls++ == 0) {
+    ++nestingRequests_;
+    callHelpLocked(); // requests may have waited for just this
+  }
+}
+
+void AgentThreads::endNesting(Nesting& ended) {
+  const std::lock_guard lock(mutex_);
+  if (--ended.openCalls == 0 && ended.isRunning) {
+    --nestingRequests_;
+  }
 }
 
 void AgentThreads::idle(std::unique_lock<std::mutex>& lock) {
@@ -126,38 +172,70 @@ bool AgentThreads::callIdleLocked() {
 }
 
 void AgentThreads::callHelpLocked() {
-  if ((leaders_ != 0 && !hasTaskLocked()) || callIdleLocked()) {
-    return;
+  const bool hasTask = hasTaskLocked();
+  if (leaders_ == 0 || hasTask) {
+    if (callIdleLocked()) {
+      return;
+    }
+    if ((threads_ < coreThreads_ || (leaders_ == 0 && called_ == 0 && mayGrowLocked())) && spawnLocked()) {
+      return;
+    }
   }
-  if (threads_ < coreThreads_ || (leaders_ == 0 && called_ == 0 && threads_ < maxThreads_)) {
-    spawnLocked();
-  } else if (hasTaskLocked() && !isCheckDue_) {
-    isCheckDue_ = true;
-    checkAt_(Clock::now() + kStaleAfter);
+  if (hasTask || isFullLocked()) {
+    const Clock::time_point when = Clock::now() + (hasTask ? kStaleAfter : kFullPatience);
+    if (when < checkDue_) {
+      checkDue_ = when;
+      checkAt_(when);
+    }
   }
 }
 
 AgentThreads::Clock::time_point AgentThreads::check(Clock::time_point now) {
   const std::lock_guard lock(mutex_);
-  if (!isCheckDue_) {
-    return Clock::time_point::max();
+  if (checkDue_ == Clock::time_point::max()) {
+    return checkDue_;
   }
-  if (!hasTaskLocked() || isStopping_) {
-    isCheckDue_ = false;
-    return Clock::time_point::max();
+  checkDue_ = Clock::time_point::max();
+  if (isStopping_) {
+    return checkDue_;
   }
-  if (now - lastBegun_ >= kStaleAfter && !callIdleLocked() && threads_ < maxThreads_) {
-    spawnLocked();
+  if (hasTaskLocked()) {
+    fullSince_ = Clock::time_point::max();
+    if (now - lastBegun_ >= kStaleAfter && !callIdleLocked() && mayGrowLocked()) {
+      spawnLocked();
+    }
+    checkDue_ = now + kStaleAfter;
+  } else if (isFullLocked()) {
+    fullSince_ = std::max(lastBegun_, std::min(fullSince_, now));
+    if (now - fullSince_ >= kFullPatience) {
+      refuseOldestLocked();
+      fullSince_ = now;
+    }
+    checkDue_ = fullSince_ + kFullPatience;
+  } else {
+    fullSince_ = Clock::time_point::max();
   }
-  return now + kStaleAfter;
+  return checkDue_;
 }
 
-void AgentThreads::addRequest(Task task) {
+void AgentThreads::refuseOldestLocked() {
+  const auto oldest =
+      std::find_if(requests_.begin(), requests_.end(), [](const Request& request) { return bool(request.refuse); });
+  if (oldest != requests_.end()) {
+    completions_.push_back(std::move(oldest->refuse));
+    requests_.erase(oldest);
+    if (!callIdleLocked() && mayGrowLocked()) {
+      spawnLocked();
+    }
+  }
+}
+
+void AgentThreads::addRequest(Task task, Task refuse) {
   const std::lock_guard lock(mutex_);
   if (isStopping_) {
     return; // nobody will answer: its caller learns that this worker has gone
   }
-  requests_.push_back(std::move(task));
+  requests_.push_back({std::move(task), std::move(refuse)});
   if (!isLeadingThread) {
     callHelpLocked();
   }
@@ -178,7 +256,7 @@ void AgentThreads::addCompletion(Task task) {
 
 size_t AgentThreads::stop(std::chrono::milliseconds limit, const std::function<void()>& wakeLeader) {
   const auto deadline = std::chrono::steady_clock::now() + limit;
-  std::deque<Task> dropped;
+  std::deque<Request> dropped;
   std::unique_lock lock(mutex_);
   isStopping_ = true;
   dropped.swap(requests_);
@@ -207,7 +285,7 @@ bool AgentThreads::isLeader() {
 
 AgentThreads::Counts AgentThreads::counts() const {
   const std::lock_guard lock(mutex_);
-  return {threads_, idle_, runningRequests_, requests_.size()};
+  return {threads_, idle_, runningRequests_, nestingRequests_, requests_.size()};
 }
 
 } // namespace torch_ucx_rpc

@@ -27,6 +27,12 @@ struct ThreadHooks {
 // Two kinds of tasks. Requests run user functions, which may block: at most `maxRequests` at a time, the rest wait in
 // order. Completions (answers, failures) are short and never wait behind requests, because a request may be waiting for them.
 //
+// Requests that wait for calls of their own are not among those `maxRequests`: what they wait for may need a thread here. Together
+// they are at most `nestingLimit`. If all of those wait, and nothing is begun for kFullPatience, the request that has queued
+// longest is refused.
+//
+// A thread calls the hooks around its first task, not before: a thread that leads must not wait for Python.
+//
 // Threads are made when they are needed: freely up to the number of cores, since handlers may run without the GIL; beyond that
 // only when tasks wait and none has been begun for kStaleAfter, which means that the threads there are do block.
 class AgentThreads : public std::enable_shared_from_this<AgentThreads> {
@@ -41,15 +47,20 @@ class AgentThreads : public std::enable_shared_from_this<AgentThreads> {
   // `lead` drives progress once, on up to kMostLeaders threads at a time: it returns true after something was delivered (as
   // tasks), or after stop() and a wake-up; false where the other leader suffices. `checkAt` sees to it that check() is
   // called at that time; it must not call back.
-  AgentThreads(size_t maxRequests, ThreadHooks hooks, Lead lead, CheckAt checkAt);
+  AgentThreads(size_t maxRequests, size_t nestingLimit, ThreadHooks hooks, Lead lead, CheckAt checkAt);
 
   void start();
 
-  // Adds a task; any thread.
-  void addRequest(Task task);
+  // Adds a task; any thread. `refuse` runs, as a completion, in place of a request that no thread can be had for; without one, it
+  // waits on.
+  void addRequest(Task task, Task refuse = {});
   void addCompletion(Task task);
 
-  // Adds a thread if tasks have waited too long; says when it wants to be called again.
+  // For a call that the request on this thread makes: until what is returned is released, the request is taken to wait. Null on
+  // threads that run no request.
+  static std::shared_ptr<void> nest();
+
+  // Adds a thread if tasks have waited too long, or refuses one; says when it wants to be called again.
   Clock::time_point check(Clock::time_point now);
 
   // No further task is begun, and `wakeLeader` is called until the leader has noticed. Waits for running tasks up to `limit`; threads
@@ -62,13 +73,29 @@ class AgentThreads : public std::enable_shared_from_this<AgentThreads> {
   struct Counts {
     size_t threads = 0;
     size_t idle = 0; // neither leading nor running a task
-    size_t runningRequests = 0;
-    size_t waitingRequests = 0;
+    size_t runningRequests = 0; // those included that wait for calls of their own
+    size_t nestingRequests = 0; // those
+    size_t waitingRequests = 0; // for a thread
   };
   Counts counts() const;
 
  private:
   static constexpr auto kStaleAfter = std::chrono::milliseconds(1);
+  static constexpr auto kFullPatience = std::chrono::milliseconds(1000);
+
+  struct Request {
+    Task run;
+    Task refuse;
+  };
+  // A request that runs and has made a call, made with its first.
+  struct Nesting {
+    std::shared_ptr<AgentThreads> threads;
+    // Guarded by its mutex_:
+    size_t openCalls = 0;
+    bool isRunning = true;
+  };
+  static thread_local AgentThreads* requestRunsOn; // this thread; null while it runs none
+  static thread_local std::shared_ptr<Nesting> nesting;
 
   static void main(const std::shared_ptr<AgentThreads>& self);
   void loop(std::unique_lock<std::mutex>& lock);
@@ -80,10 +107,22 @@ class AgentThreads : public std::enable_shared_from_this<AgentThreads> {
   // Wakes or makes a thread, if there is something for it to do.
   void callHelpLocked();
   bool callIdleLocked();
-  void spawnLocked();
+  bool spawnLocked(); // false where the system has no more threads
   bool hasTaskLocked() const {
-    return !completions_.empty() || (!requests_.empty() && runningRequests_ < maxRequests_);
+    return !completions_.empty() ||
+        (!requests_.empty() && runningRequests_ - nestingRequests_ < maxRequests_ && runningRequests_ < nestingLimit_);
   }
+  // Whether requests queue behind requests that all wait themselves.
+  bool isFullLocked() const {
+    return !requests_.empty() && runningRequests_ >= nestingLimit_ && nestingRequests_ == runningRequests_;
+  }
+  bool mayGrowLocked() const {
+    // Completions may need threads while every request thread is blocked, and some lead.
+    return threads_ < 2 * maxRequests_ + 1 + kMostLeaders + nestingRequests_;
+  }
+  void refuseOldestLocked();
+  void beginNesting(Nesting& begun);
+  void endNesting(Nesting& ended);
   // Whether another thread could still be had without asking whether it is worth it.
   bool hasSpareLocked() const {
     return idle_ != 0 || threads_ < coreThreads_;
@@ -91,7 +130,7 @@ class AgentThreads : public std::enable_shared_from_this<AgentThreads> {
 
   const size_t maxRequests_;
   const size_t coreThreads_;
-  const size_t maxThreads_;
+  const size_t nestingLimit_;
   const ThreadHooks hooks_;
   Lead lead_;
   CheckAt checkAt_;
@@ -100,10 +139,11 @@ class AgentThreads : public std::enable_shared_from_this<AgentThreads> {
   std::condition_variable wanted_; // idle threads wait here
   std::condition_variable ended_;
   // Guarded by mutex_:
-  std::deque<Task> requests_;
+  std::deque<Request> requests_;
   std::deque<Task> completions_;
   Clock::time_point lastBegun_{};
-  bool isCheckDue_ = false;
+  Clock::time_point fullSince_ = Clock::time_point::max(); // max(): it is not
+  Clock::time_point checkDue_ = Clock::time_point::max(); // when check() will be called
   bool isStopping_ = false;
   bool isStopped_ = false; // completions are run by whoever brings them
   size_t threads_ = 0;
@@ -111,6 +151,7 @@ class AgentThreads : public std::enable_shared_from_this<AgentThreads> {
   size_t onLeave_ = 0; // leaders that run what they brought
   size_t running_ = 0; // threads that run a task
   size_t runningRequests_ = 0;
+  size_t nestingRequests_ = 0; // of those
   size_t idle_ = 0; // asleep and not yet called
   size_t called_ = 0; // called and not yet awake
 };

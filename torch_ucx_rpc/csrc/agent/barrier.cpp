@@ -42,20 +42,17 @@ bool Barrier::wait(std::chrono::milliseconds limit, Result& result) {
   return true;
 }
 
-std::string Barrier::missing() const {
+std::vector<Peer*> Barrier::missing() const {
   const std::lock_guard lock(mutex_);
   const Peer* coordinator = coordinatorLocked();
-  std::string names;
   if (coordinator == nullptr || coordinator->member().rank != self_) {
-    return names;
+    return {};
   }
-  const auto round = rounds_.find(entered_);
-  for (const Peer* peer : directory_.present()) {
-    if (round == rounds_.end() || !round->second.arrived.contains(peer->member().rank)) {
-      names += (names.empty() ? "" : ", ") + peer->describe();
-    }
+  std::vector<Peer*> missing = directory_.present();
+  if (const auto round = rounds_.find(entered_); round != rounds_.end()) {
+    std::erase_if(missing, [&](Peer* peer) { return round->second.arrived.contains(peer->member().rank); });
   }
-  return names;
+  return missing;
 }
 
 // Reports an arrival: to ourselves if we coordinate, else (our own arrival only) to who does.

@@ -9,7 +9,8 @@
 #include <functional>
 #include <map>
 #include <mutex>
-#include <string>
+#include <utility>
+#include <vector>
 
 namespace torch_ucx_rpc {
 
@@ -37,8 +38,8 @@ class Barrier {
   // Waits for the release of the round entered last. False after `limit`; may be called again.
   bool wait(std::chrono::milliseconds limit, Result& result);
 
-  // The workers whose arrival is missing, for the error text; known to the coordinator only, empty elsewhere.
-  std::string missing() const;
+  // The workers whose arrival is missing; known to the coordinator only, none elsewhere.
+  std::vector<Peer*> missing() const;
 
   // Frames and events, from any thread.
   void onArrive(Peer& from, uint64_t round, int64_t value);

@@ -7,6 +7,7 @@
 #include <chrono>
 #include <cstdint>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <unordered_map>
 #include <vector>
@@ -27,6 +28,7 @@ class CallTable {
     Clock::time_point sentAt{};
     std::chrono::milliseconds timeout{0}; // 0: none
     Clock::time_point deadline = Clock::time_point::max();
+    std::shared_ptr<void> nesting; // AgentThreads::nest(): released with the call
   };
 
   // Opens a call under a new id. True in `isEarliest` if its deadline is now the first to come.

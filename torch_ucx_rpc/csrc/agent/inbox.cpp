@@ -65,10 +65,25 @@ void Inbox::onEndpointFailed(EndpointId endpoint, const Error& error) {
 }
 
 void Inbox::add(Peer& from, const wire::Header& header, wire::Piece piece) {
-  if (header.kind == wire::Kind::kCancel) {
+  if (!from.isThere()) { // its calls have failed here already: it must not be half alive
     refuse(piece);
-    onCancel(from, header.callId);
     return;
+  }
+  from.silence.isBroken = true;
+  switch (header.kind) {
+    case wire::Kind::kCancel:
+      refuse(piece);
+      onCancel(from, header.callId);
+      return;
+    case wire::Kind::kPing:
+      refuse(piece);
+      pings_.push_back(&from);
+      return;
+    case wire::Kind::kPong:
+      refuse(piece);
+      return;
+    default:
+      break;
   }
   from.bytesReceived.fetch_add(piece.size(), std::memory_order_relaxed);
   wire::Assembled assembled;
@@ -78,6 +93,11 @@ void Inbox::add(Peer& from, const wire::Header& header, wire::Piece piece) {
       break;
     case wire::Assembler::Outcome::kWhole:
       onAssembled(from, std::move(assembled));
+      break;
+    case wire::Assembler::Outcome::kGivenUp:
+      for (wire::Piece& part : rejected) {
+        refuse(part);
+      }
       break;
     case wire::Assembler::Outcome::kRejected:
       for (wire::Piece& part : rejected) {
@@ -263,7 +283,9 @@ void Inbox::receivePart(std::list<Receiving>::iterator receiving, const wire::Pi
 }
 
 void Inbox::finishPart(std::list<Receiving>::iterator receiving, Error error) {
-  if (error && !receiving->error) {
+  if (!error) {
+    receiving->message.from->silence.isBroken = true;
+  } else if (!receiving->error) {
     receiving->error = std::move(error);
   }
   if (--receiving->unfinished != 0) {

@@ -13,6 +13,7 @@
 #include <deque>
 #include <list>
 #include <memory>
+#include <utility>
 #include <vector>
 
 namespace torch_ucx_rpc {
@@ -66,7 +67,12 @@ class Inbox final : public TransportListener {
     acceptsJoins_ = true;
   }
 
-  // Forgets what has not yet been received from a peer that is gone.
+  // Who has asked for a sign of life since the last call.
+  std::vector<Peer*> takePings() {
+    return std::exchange(pings_, {});
+  }
+
+  // Forgets what has not yet been received from a peer that is gone. What comes of it later is dropped too.
   void dropPeer(const Peer& peer);
 
   // Frames from strangers, from other jobs, or malformed; the first is also told in Deliveries::warning. Any thread.
@@ -128,6 +134,7 @@ class Inbox final : public TransportListener {
   std::deque<Waiting> waitingResponses_;
   std::list<Receiving> receiving_;
 
+  std::vector<Peer*> pings_;
   bool acceptsJoins_ = false;
   std::atomic<uint64_t> refusedFrames_{0};
 };

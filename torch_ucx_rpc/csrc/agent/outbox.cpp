@@ -6,6 +6,9 @@ Error Outbox::connect(Peer& peer) {
   if (isClosed_) {
     return {ErrorCode::kShutDown, "RPC has been shut down on this worker"};
   }
+  if (!peer.isThere()) {
+    return peer.whyGone();
+  }
   if (peer.endpoint.has_value()) {
     return {};
   }
@@ -33,6 +36,7 @@ void Outbox::send(std::unique_ptr<OutgoingMessage> owned) {
   for (size_t index = 0; index < spans; ++index) {
     const OutgoingMessage::Span& span = message->spans[index];
     transport_.send(endpoint, span.header, span.bytes, SendMode::kRendezvous, [this, message](Error error) {
+      message->to->silence.isBroken |= !error; // the peer has fetched it
       finish(message, 1, std::move(error));
     });
   }

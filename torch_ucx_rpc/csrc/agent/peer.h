@@ -7,6 +7,7 @@
 #include <torch/csrc/distributed/rpc/rpc_agent.h>
 
 #include <atomic>
+#include <chrono>
 #include <cstdint>
 #include <mutex>
 #include <optional>
@@ -79,9 +80,18 @@ class Peer {
   std::atomic<bool> hasAcknowledged{true}; // what this worker has announced last
 
   std::atomic<bool> isWatched{false}; // ProcessWatch has been asked
+  std::atomic<bool> needsHeartbeat{false}; // and could not
 
-  // Guarded by the worker lock: set with the first message to it.
-  std::optional<EndpointId> endpoint;
+  // For how long nothing has come from it, as Heartbeat sees it.
+  struct Silence {
+    bool isBroken = false; // something has come since Heartbeat looked last
+    bool isAsked = false; // for a sign of life
+    std::chrono::milliseconds lasted{0};
+  };
+
+  // Guarded by the worker lock:
+  std::optional<EndpointId> endpoint; // set with the first message to it
+  Silence silence;
 
  private:
   const Member member_;

@@ -35,6 +35,9 @@ struct AutogradInitialized { friend auto reach(AutogradInitialized); };
 struct AutogradRank { friend auto reach(AutogradRank); };
 struct NextContextId { friend auto reach(NextContextId); };
 struct NextMessageId { friend auto reach(NextMessageId); };
+struct ContextForks { friend auto reach(ContextForks); };
+struct ContextForksMutex { friend auto reach(ContextForksMutex); };
+struct AutogradContexts { friend auto reach(AutogradContexts); };
 // clang-format on
 template struct Reach<&RRefContext::nextLocalId_, NextRRefId>;
 template struct Reach<&RRefContext::agent_, ContextAgent>;
@@ -45,6 +48,12 @@ template struct Reach<&DistAutogradContainer::initialized_, AutogradInitialized>
 template struct Reach<&DistAutogradContainer::worker_id_, AutogradRank>;
 template struct Reach<&DistAutogradContainer::next_context_id_, NextContextId>;
 template struct Reach<&DistAutogradContainer::next_autograd_message_id_, NextMessageId>;
+template struct Reach<&RRefContext::forks_, ContextForks>;
+template struct Reach<&RRefContext::mutex_, ContextForksMutex>;
+template struct Reach<&DistAutogradContainer::autograd_contexts_, AutogradContexts>;
+
+// The upper bits of a context's id are the rank of the worker that has opened it.
+constexpr int kContextIdBits = 48;
 
 } // namespace
 
@@ -74,6 +83,40 @@ void initAutograd(worker_id_t rank, bool areIdsRandom) {
       *reach(NextRRefId()) += start;
     }
   }
+}
+
+void stopRRefDeletions() {
+  // Without the lock: in a forked child, whose only thread this is, the lock may be that of a thread that stayed behind.
+  RRefContext::getInstance().*reach(ContextDestroyed()) = true;
+}
+
+std::vector<HeldFork> heldForks() {
+  RRefContext& context = RRefContext::getInstance();
+  std::vector<HeldFork> held;
+  const std::lock_guard lock(context.*reach(ContextForksMutex()));
+  for (const auto& [rref, forks] : context.*reach(ContextForks())) {
+    for (const auto& fork : forks) {
+      held.push_back({rref, fork});
+    }
+  }
+  return held;
+}
+
+std::vector<int64_t> autogradContextsOf(worker_id_t rank) {
+  DistAutogradContainer& autograd = reach(AutogradInstance())();
+  std::vector<int64_t> ids;
+  if (!(autograd.*reach(AutogradInitialized()))) {
+    return ids;
+  }
+  for (auto& shard : autograd.*reach(AutogradContexts())) {
+    const std::lock_guard lock(shard.lock);
+    for (const auto& [id, context] : shard.contexts) {
+      if (id >> kContextIdBits == rank) {
+        ids.push_back(id);
+      }
+    }
+  }
+  return ids;
 }
 
 } // namespace torch_ucx_rpc

@@ -1,8 +1,12 @@
 #pragma once
 
+#include "agent/rref_holders.h"
+
 #include <torch/csrc/distributed/rpc/rpc_agent.h>
 
+#include <cstdint>
 #include <memory>
+#include <vector>
 
 // What torch keeps for the whole life of a process, made fit for workers that come and go. torch (2.11 to 2.15) has no
 // functions for it.
@@ -18,5 +22,15 @@ void renewRRefContext(std::shared_ptr<torch::distributed::rpc::RpcAgent> agent);
 // anew with the process. A worker with the rank of one that has crashed would reuse ids that other workers still know: with
 // `areIdsRandom`, for groups where that can happen, the counts start at random points.
 void initAutograd(torch::distributed::rpc::worker_id_t rank, bool areIdsRandom);
+
+// torch sends no more messages when references to RRefs are destroyed in this process. For a forked child, whose references are
+// its parent's.
+void stopRRefDeletions();
+
+// The references to RRefs of this worker that torch knows of.
+std::vector<HeldFork> heldForks();
+
+// The contexts of distributed autograd here that a worker has opened. Who died will not close them.
+std::vector<int64_t> autogradContextsOf(torch::distributed::rpc::worker_id_t rank);
 
 } // namespace torch_ucx_rpc

@@ -1,5 +1,6 @@
 #include "memory/host_pool.h"
 
+#include <pthread.h>
 #include <sys/mman.h>
 
 #include <algorithm>
@@ -46,7 +47,12 @@ void* mapAligned(size_t bytes, size_t alignment) {
 } // namespace
 
 HostPool& HostPool::instance() {
-  static auto* pool = new HostPool(kDefaultIdleLimitBytes);
+  static auto* const pool = [] {
+    // A forked child may release tensors: the lock must not be that of a thread which is not in it.
+    const auto unlock = [] { instance().mutex_.unlock(); };
+    pthread_atfork([] { instance().mutex_.lock(); }, unlock, unlock);
+    return new HostPool(kDefaultIdleLimitBytes);
+  }();
   return *pool;
 }
 

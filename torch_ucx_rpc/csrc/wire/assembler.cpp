@@ -1,5 +1,6 @@
 #include "wire/assembler.h"
 
+#include <algorithm>
 #include <utility>
 
 namespace torch_ucx_rpc::wire {
@@ -27,11 +28,17 @@ Assembler::Outcome Assembler::add(
   if (isNew) {
     partial.header = header;
   }
+  if (partial.isGivenUp) {
+    rejected.push_back(std::move(piece));
+    if (--partial.missing == 0) {
+      partial_.erase(entry);
+    }
+    return Outcome::kGivenUp;
+  }
   const bool doubled = isBody ? partial.hasBody : partial.spans.contains(header.index);
   if (doubled || header.spanCount != partial.header.spanCount) {
     rejected.push_back(std::move(piece));
-    take(partial, rejected);
-    partial_.erase(entry);
+    giveUp(entry, rejected);
     return Outcome::kRejected;
   }
   if (isBody) {
@@ -57,10 +64,24 @@ Assembler::Outcome Assembler::add(
 
 void Assembler::cancel(uint64_t session, Kind kind, uint64_t callId, std::vector<Piece>& dropped) {
   const auto entry = partial_.find(Key{session, callId, kind});
-  if (entry != partial_.end()) {
-    take(entry->second, dropped);
-    partial_.erase(entry);
+  if (entry != partial_.end() && !entry->second.isGivenUp) {
+    giveUp(entry, dropped);
   }
+}
+
+void Assembler::giveUp(Partials::iterator entry, std::vector<Piece>& dropped) {
+  Partial& partial = entry->second;
+  const uint64_t arrived = partial.spans.size() + (partial.hasBody ? 1 : 0);
+  take(partial, dropped);
+  partial.spans.clear();
+  partial.hasBody = false;
+  partial.isGivenUp = true;
+  partial.missing = partial.header.spanCount + 1ull - arrived;
+}
+
+size_t Assembler::incomplete() const {
+  return static_cast<size_t>(
+      std::count_if(partial_.begin(), partial_.end(), [](const auto& entry) { return !entry.second.isGivenUp; }));
 }
 
 void Assembler::dropSession(uint64_t session, std::vector<Piece>& dropped) {

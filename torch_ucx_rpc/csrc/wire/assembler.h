@@ -32,21 +32,22 @@ struct Assembled {
 // worker lock. It allocates in proportion to what has really arrived, never to what a header announces.
 class Assembler {
  public:
-  enum class Outcome { kIncomplete, kWhole, kRejected };
+  enum class Outcome { kIncomplete, kWhole, kRejected, kGivenUp };
 
   // Takes the piece that came with `header` (checked by readHeader). kWhole: `assembled` is filled. kRejected: the piece
-  // contradicts its message or doubles another piece; `rejected` gets all pieces of that message, which is forgotten.
+  // contradicts its message or doubles another piece; `rejected` gets all pieces of that message, which is given up. kGivenUp: it
+  // belongs to a message that was, and is in `rejected`.
   Outcome add(const Header& header, Piece piece, Assembled& assembled, std::vector<Piece>& rejected);
 
-  // Forgets an incomplete message (its caller has given up); its pieces go to `dropped`.
+  // Gives up an incomplete message (its caller has too); its pieces go to `dropped`. What is still to come of it is
+  // recognized by add(), up to the last piece.
   void cancel(uint64_t session, Kind kind, uint64_t callId, std::vector<Piece>& dropped);
 
   // Forgets every incomplete message of a session (its worker is gone); their pieces go to `dropped`.
   void dropSession(uint64_t session, std::vector<Piece>& dropped);
 
-  size_t incomplete() const {
-    return partial_.size();
-  }
+  // Messages that are not whole yet, without those that are given up.
+  size_t incomplete() const;
 
  private:
   struct Key {
@@ -66,11 +67,15 @@ class Assembler {
     Header header;
     Piece body;
     std::unordered_map<uint32_t, Piece> spans;
+    bool isGivenUp = false;
+    uint64_t missing = 0; // of a message that is given up: pieces that are still to come
   };
+  using Partials = std::unordered_map<Key, Partial, HashKey>;
 
   static void take(Partial& partial, std::vector<Piece>& into);
+  void giveUp(Partials::iterator entry, std::vector<Piece>& dropped);
 
-  std::unordered_map<Key, Partial, HashKey> partial_;
+  Partials partial_;
 };
 
 } // namespace torch_ucx_rpc::wire

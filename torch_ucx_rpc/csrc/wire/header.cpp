@@ -28,7 +28,7 @@ Error readHeader(std::span<const std::byte> bytes, Header& header) {
         "a peer speaks wire version " + std::to_string(header.version) + ", this worker " + std::to_string(kVersion) +
             "; install the same torch_ucx_rpc on every worker"};
   }
-  if (header.kind < Kind::kRequest || header.kind > Kind::kAcknowledge) {
+  if (header.kind < Kind::kRequest || header.kind > Kind::kPong) {
     return malformed("unknown kind " + std::to_string(static_cast<int>(header.kind)));
   }
   const bool isMessage = header.kind == Kind::kRequest || header.kind == Kind::kResponse;

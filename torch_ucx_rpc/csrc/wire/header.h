@@ -38,6 +38,9 @@ enum class Kind : uint8_t {
   kJoin = 7, // the sender, unknown so far, wants to be a member; body: its record (torch_ucx_rpc/_dynamic_group.py)
   kLeave = 8, // the sender takes no more calls, and says goodbye when it has answered those that it has; no body
   kAcknowledge = 9, // the receiver's kJoin or kLeave has been taken note of; no body
+  // For peers that fall silent (agent/heartbeat.h):
+  kPing = 10, // asks for a kPong; no body
+  kPong = 11, // no body
 };
 
 inline constexpr uint16_t kMagic = 0x5855; // "UX"

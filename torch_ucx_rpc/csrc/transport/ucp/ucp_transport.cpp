@@ -162,6 +162,9 @@ void applyDefaults(ucp_config_t* config, const std::string& networkDevices) {
       // UCX's own are 8 and 64 KiB. An echo of 64 MiB over loopback takes 33 ms with these and 135 with those.
       {"TCP_TX_SEG_SIZE", "64k"},
       {"TCP_RX_SEG_SIZE", "256k"},
+      // Connecting does not block. Otherwise the first call to a host that is down holds the worker for as long as the kernel tries, two
+      // minutes, and with it all other calls.
+      {"TCP_CONN_NB", "y"},
   };
   for (const Default& item : defaults) {
     if (*item.value != '\0' && std::getenv((std::string("UCX_") + item.name).c_str()) == nullptr) {

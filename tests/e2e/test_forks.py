@@ -1,0 +1,110 @@
+"""Processes forked from a worker: they are none, and do it no harm."""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import multiprocessing
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.rpc as rpc
+from torch.utils.data import DataLoader, Dataset
+from workers import agent, in_worker0
+
+pytestmark = pytest.mark.ucx_only
+
+REFUSED = "cannot be used in a process that was forked from worker 'worker0'"
+
+
+def in_forked_child(call: Callable[[], object]) -> str:
+    """What ``call`` raises in a child; "no error" if it raises nothing."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            call()
+            text = "no error"
+        except BaseException as error:
+            text = f"{type(error).__name__}: {error}"
+        os.write(writer, text.encode())
+        os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader) as result:
+        text = result.read()
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    return text
+
+
+@in_worker0(of=2)
+def test_rpc_in_a_forked_child_is_refused_and_the_parent_goes_on() -> None:
+    rref = rpc.remote("worker1", torch.add, (torch.ones(2), 1))
+    future = rpc.rpc_async("worker1", torch.add, (torch.ones(2), 1))
+    uses: dict[str, Callable[[], Any]] = {
+        "rpc_sync": lambda: rpc.rpc_sync("worker1", torch.add, (torch.ones(2), 1)),
+        "rpc_async": lambda: rpc.rpc_async("worker1", torch.add, (torch.ones(2), 1)),
+        "remote": lambda: rpc.remote("worker1", torch.add, (torch.ones(2), 1)),
+        "to_here": rref.to_here,
+        "a call to oneself": lambda: rpc.rpc_sync("worker0", torch.add, (torch.ones(2), 1)),
+        "metrics": lambda: agent().get_metrics(),
+        "lanes": lambda: agent().get_debug_info(),
+        "shutdown": rpc.shutdown,
+        "an ungraceful shutdown": lambda: rpc.shutdown(graceful=False),
+        "init_rpc": lambda: rpc.init_rpc("again", backend="UCX", rank=0, world_size=2),
+    }
+    for name, use in uses.items():
+        assert REFUSED in in_forked_child(use), name
+        assert rpc.rpc_sync("worker1", torch.add, (torch.ones(2), 1)).tolist() == [2, 2], name
+    assert future.wait().tolist() == [2, 2]
+    assert rref.to_here().tolist() == [2, 2]
+
+
+@in_worker0(of=2)
+def test_a_forked_child_may_end_in_any_way() -> None:
+    rref = rpc.remote("worker1", torch.add, (torch.ones(2), 1))
+    received = rpc.rpc_sync("worker1", torch.ones, ([2**20],))
+    references = [rref]
+
+    def end_as_python_does() -> None:
+        # The references die with their owner, the received memory is given back, and exit handlers run.
+        nonlocal received
+        references.clear()
+        received = None
+
+    context = multiprocessing.get_context("fork")
+    child = context.Process(target=end_as_python_does)
+    child.start()
+    child.join(20)
+    assert child.exitcode == 0
+    # A child that ends as programs do: Python's exit handlers, then those of C and C++.
+    if (pid := os.fork()) == 0:
+        end_as_python_does()
+        atexit._run_exitfuncs()
+        ctypes.CDLL(None).exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert rref.to_here().tolist() == [2, 2]
+    assert received.sum() == 2**20
+
+
+class Squares(Dataset):
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor(index**2)
+
+
+def load_data() -> list[int]:
+    loader = DataLoader(Squares(), batch_size=8, num_workers=2)
+    return [number for batch in loader for number in batch.tolist()]
+
+
+@in_worker0(of=2)
+def test_a_data_loader_with_processes_works_in_a_worker_and_in_its_handlers() -> None:
+    expected = [n**2 for n in range(64)]
+    assert load_data() == expected
+    assert rpc.rpc_sync("worker1", load_data) == expected
+    assert rpc.rpc_sync("worker1", torch.add, (torch.ones(2), 1)).tolist() == [2, 2]

@@ -1,0 +1,51 @@
+"""Calls that handlers make and wait for, deeper than there are threads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch.distributed.rpc as rpc
+from workers import agent, in_worker0
+
+pytestmark = pytest.mark.ucx_only
+
+THREADS = {"num_worker_threads": 4}
+
+
+def bounce(way: str, depth: int, here: str, there: str) -> int:
+    """Goes back and forth between two workers; returns how often."""
+    return 0 if depth == 0 else 1 + WAYS[way](there, (way, depth - 1, there, here))
+
+
+WAYS: dict[str, Callable[..., int]] = {
+    "rpc_sync": lambda to, arguments: rpc.rpc_sync(to, bounce, arguments),
+    "future": lambda to, arguments: rpc.rpc_async(to, bounce, arguments).wait(),
+    "to_here": lambda to, arguments: rpc.remote(to, bounce, arguments).to_here(),
+}
+
+
+@in_worker0(of=2, options=THREADS)
+def test_a_chain_of_calls_may_be_longer_than_there_are_threads() -> None:
+    for way in WAYS:
+        assert rpc.rpc_sync("worker1", bounce, (way, 200, "worker1", "worker0")) == 200, way
+
+
+def threads() -> int:
+    return int(agent().get_metrics()["agent.num_threads"])
+
+
+@in_worker0(of=2, options=THREADS)
+def test_threads_are_added_only_for_calls_that_wait() -> None:
+    rpc.rpc_sync("worker1", bounce, ("rpc_sync", 40, "worker1", "worker0"))
+    # 20 that wait here, and those that there are anyway.
+    assert 20 <= threads() <= 20 + 2 * 4 + 3
+
+
+@in_worker0(of=2, options={**THREADS, "max_worker_threads": 32}, silent=False)
+def test_a_chain_that_exceeds_the_limit_fails_saying_so() -> None:
+    what = r"worker 'worker\d' has no thread left for this call: all 32 calls .* raise max_worker_threads"
+    with pytest.raises(RuntimeError, match=what):
+        rpc.rpc_sync("worker1", bounce, ("rpc_sync", 100, "worker1", "worker0"))
+    # And all threads are free again.
+    assert rpc.rpc_sync("worker1", bounce, ("rpc_sync", 60, "worker1", "worker0")) == 60

@@ -1,0 +1,65 @@
+"""What happens to hosts while a test runs, at the word of its workers: `Fate`."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+import threading
+from multiprocessing.connection import Client, Listener
+from pathlib import Path
+from types import TracebackType
+
+from ._virtual_hosts import VirtualHosts
+
+
+class Fate:
+    """Cuts, heals and powers off hosts when a worker says so, which can pick the moment and is on one of them itself.
+
+    It is pickled to the workers; the pytest process keeps it running in a ``with``::
+
+        with Fate(hosts) as fate:
+            run_workers(2, body, fate, hosts=hosts)     # in the body: fate.of("b", "cut")
+    """
+
+    def __init__(self, hosts: VirtualHosts) -> None:
+        self._hosts = {host.name: host for host in hosts}
+        self._directory = tempfile.TemporaryDirectory(prefix="fate-")
+        self._address = str(Path(self._directory.name) / "socket")
+
+    def __getstate__(self) -> str:
+        return self._address
+
+    def __setstate__(self, address: str) -> None:
+        self._address = address
+
+    def of(self, host: str, what: str) -> None:
+        """``what`` is "cut", "heal" or "power_off"; returns when it has happened. For workers."""
+        # A path is found from every network namespace.
+        with Client(self._address) as desk:
+            desk.send((host, what))
+            assert desk.recv() == "done"
+
+    def __enter__(self) -> Fate:
+        self._listener = Listener(self._address)
+        self._thread = threading.Thread(target=self._serve, name="fate")
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with Client(self._address) as desk:
+            desk.send(None)
+        self._thread.join()
+        self._listener.close()
+        self._directory.cleanup()
+
+    def _serve(self) -> None:
+        while True:
+            with self._listener.accept() as worker, contextlib.suppress(EOFError, ConnectionError):
+                order = worker.recv()
+                if order is None:
+                    return
+                host, what = order
+                getattr(self._hosts[host], what)()
+                worker.send("done")

@@ -1,0 +1,37 @@
+"""A process of a test on a virtual host: `move_to_host`."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+from pathlib import Path
+
+_PR_SET_PDEATHSIG = 1
+
+
+def move_to_host(host_pid: int) -> None:
+    """Go on as a process of the host whose first process is ``host_pid``, with all files that are open.
+
+    To be called by a process with a single thread. Only a child can be in another pid namespace: this returns in one,
+    and the caller's process waits for it, ends as it ends, and takes it along if it is killed.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    folder = Path.cwd()
+    spaces = [os.open(f"/proc/{host_pid}/ns/{space}", os.O_RDONLY) for space in ("net", "ipc", "uts", "mnt", "pid")]
+    for space in spaces:
+        if libc.setns(space, 0) != 0:
+            raise OSError(ctypes.get_errno(), "cannot move to the virtual host")
+        os.close(space)
+    # Another mount namespace begins at its root.
+    os.chdir(folder)
+    child = os.fork()
+    if child == 0:
+        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        return
+    _, status = os.waitpid(child, 0)
+    code = os.waitstatus_to_exitcode(status)
+    if code < 0:
+        signal.signal(-code, signal.SIG_DFL) if -code != signal.SIGKILL else None
+        os.kill(os.getpid(), -code)
+    os._exit(code)

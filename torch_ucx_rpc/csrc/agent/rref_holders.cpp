@@ -1,0 +1,38 @@
+#include "agent/rref_holders.h"
+
+#include "agent/torch_state.h"
+
+#include <torch/csrc/distributed/rpc/rref_proto.h>
+
+namespace torch_ucx_rpc {
+
+namespace rpc = torch::distributed::rpc;
+
+void RRefHolders::note(rpc::worker_id_t sender, const rpc::Message& request) {
+  const rpc::MessageType type = request.type();
+  if (type != rpc::MessageType::RREF_FORK_REQUEST && type != rpc::MessageType::RREF_USER_DELETE) {
+    return;
+  }
+  const rpc::ForkId fork = rpc::ForkMessageBase::fromMessage(request, type).second;
+  const std::lock_guard lock(mutex_);
+  if (type == rpc::MessageType::RREF_FORK_REQUEST) {
+    reported_.insert_or_assign(fork, sender);
+  } else {
+    reported_.erase(fork);
+  }
+}
+
+std::vector<HeldFork> RRefHolders::takeHeldBy(rpc::worker_id_t gone) {
+  std::vector<HeldFork> held;
+  const std::lock_guard lock(mutex_);
+  for (const HeldFork& any : heldForks()) {
+    const auto reported = reported_.find(any.fork);
+    if ((reported != reported_.end() ? reported->second : any.fork.createdOn_) == gone) {
+      held.push_back(any);
+    }
+  }
+  std::erase_if(reported_, [gone](const auto& entry) { return entry.second == gone; });
+  return held;
+}
+
+} // namespace torch_ucx_rpc

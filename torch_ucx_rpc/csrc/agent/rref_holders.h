@@ -1,0 +1,41 @@
+#pragma once
+
+#include <torch/csrc/distributed/rpc/message.h>
+#include <torch/csrc/distributed/rpc/types.h>
+
+#include <mutex>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+namespace torch_ucx_rpc {
+
+// A reference, "fork" in torch's words, that a worker holds to an RRef of this one.
+struct HeldFork {
+  torch::distributed::rpc::RRefId rref;
+  torch::distributed::rpc::ForkId fork;
+};
+
+// Which worker holds which reference to this worker's RRefs, as far as torch's messages tell. Who died will not delete its
+// references; for those torch would keep the values for ever.
+//
+// Known are the caller of rpc.remote(), whose reference bears its rank, and who got a reference from a third worker, since it
+// reports to the owner. Not known is who got one from the owner itself, in an argument or a result: that message is an opaque pickle, and
+// nobody reports. Thread-safe.
+class RRefHolders {
+ public:
+  // Any request, before it is handled.
+  void note(torch::distributed::rpc::worker_id_t sender, const torch::distributed::rpc::Message& request);
+
+  // What a worker that is gone is known to hold. Asked once: its rank may be taken by another one.
+  std::vector<HeldFork> takeHeldBy(torch::distributed::rpc::worker_id_t gone);
+
+ private:
+  using ForkId = torch::distributed::rpc::ForkId;
+
+  std::mutex mutex_;
+  // Guarded by mutex_: references from third workers, by who reported them.
+  std::unordered_map<ForkId, torch::distributed::rpc::worker_id_t, ForkId::Hash> reported_;
+};
+
+} // namespace torch_ucx_rpc
