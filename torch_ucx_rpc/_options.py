@@ -8,6 +8,7 @@ import functools
 import math
 import numbers
 import operator
+import os
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Generic, TypeAlias, TypeVar
 
@@ -110,6 +111,16 @@ def _check_devices(name: str, value: Any) -> list[torch.device]:
     return _to_device_list(list(value))
 
 
+def _check_path(name: str, value: Any) -> str | None:
+    if value is None:
+        return None
+    if not isinstance(value, (str, os.PathLike)) or not isinstance(path := os.fspath(value), str):
+        raise TypeError(f"{name} must be the path of a file, a str or Path; {_shown(value)} is none")
+    if not path or "\0" in path:
+        raise ValueError(f"{name} must be the path of a file; it cannot be {path!r}")
+    return path
+
+
 def _shown(value: object) -> str:
     return f"{value!r} ({type(value).__name__})"
 
@@ -137,6 +148,10 @@ class UcxRpcBackendOptions(RpcBackendOptions):
             smaller one bounds memory, and keeps the buffers in the processor's caches.
         host_pool_bytes (int): bytes of host memory kept for the next tensors when the last ones are released (default:
             256 MiB). Tensors are received several times faster into memory that was used before; 0 keeps none.
+        secret_file (str or Path): file with the secret that all workers of the job share; frames of others are refused
+            (default: what TORCH_UCX_RPC_SECRET_FILE or TORCH_UCX_RPC_SECRET say; without any of them, whoever reaches
+            the workers' Store can run code in them). It is read in ``init_rpc``, must belong to the user or to root,
+            and no other user may read it.
 
     Devices are ints, strs or torch.devices. The attributes ``device_maps`` and ``devices`` are copies: to change them,
     assign to them or call `set_device_map` and `set_devices`.
@@ -158,6 +173,7 @@ class UcxRpcBackendOptions(RpcBackendOptions):
     devices = Option(_check_devices)
     receive_window_bytes = _integer(1, _MOST_BYTES, "how many bytes of large tensors are received at a time")
     host_pool_bytes = _integer(0, _MOST_BYTES, "how many bytes of memory are kept for reuse")
+    secret_file = Option(_check_path)
 
     def __init__(
         self,
@@ -169,6 +185,7 @@ class UcxRpcBackendOptions(RpcBackendOptions):
         devices: Iterable[Device] | None = None,
         receive_window_bytes: int = 64 * 1024**2,
         host_pool_bytes: int = 256 * 1024**2,
+        secret_file: str | os.PathLike[str] | None = None,
         **unknown: object,
     ) -> None:
         super().__init__()
@@ -180,6 +197,7 @@ class UcxRpcBackendOptions(RpcBackendOptions):
         self.devices = devices
         self.receive_window_bytes = receive_window_bytes
         self.host_pool_bytes = host_pool_bytes
+        self.secret_file = secret_file
         for name in unknown:
             known = sorted(k for base in type(self).__mro__ for k, v in vars(base).items() if isinstance(v, Option))
             near = difflib.get_close_matches(name, known, n=1)

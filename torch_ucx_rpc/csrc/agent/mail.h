@@ -24,6 +24,10 @@ class Lender {
 
 // A message on its way out.
 struct OutgoingMessage {
+  // A body up to this size travels eagerly. Beyond it the receiver would pay for UCX's own reassembly buffer and another copy,
+  // and the bytes would escape the receive window.
+  static constexpr size_t kEagerBodyBytes = 256 * 1024;
+
   struct Span {
     wire::Header header;
     std::span<const std::byte> bytes;
@@ -33,6 +37,12 @@ struct OutgoingMessage {
   void address(
       wire::Kind kind, uint64_t sourceSession, worker_id_t sourceRank, uint64_t targetSession, uint64_t callId);
 
+  // In a job with a secret, when it is addressed: nothing of it may change afterwards but the bytes of its tensors.
+  void seal(Peer& to);
+
+  bool isBodyEager() const {
+    return body.size() <= kEagerBodyBytes;
+  }
   uint64_t totalBytes() const;
 
   wire::Header header; // of the body
@@ -57,6 +67,10 @@ struct IncomingMessage {
     return pooledBody ? std::span(static_cast<const std::byte*>(pooledBody.get()), pooledBodyBytes) : eagerBody;
   }
   uint64_t totalBytes() const;
+
+  // Whether what came by rendezvous and is to be decoded is what the sender has sealed; true in a job without a secret. What came
+  // eagerly has been checked on arrival.
+  bool isContentGenuine() const;
 
   Peer* from = nullptr;
   wire::Header header;

@@ -36,7 +36,7 @@ void Outbox::send(std::unique_ptr<OutgoingMessage> owned) {
       finish(message, 1, std::move(error));
     });
   }
-  const SendMode mode = message->body.size() <= kEagerBodyBytes ? SendMode::kEager : SendMode::kRendezvous;
+  const SendMode mode = message->isBodyEager() ? SendMode::kEager : SendMode::kRendezvous;
   transport_.send(endpoint, message->header, message->body, mode, [this, message](Error error) {
     finish(message, 1, std::move(error));
   });

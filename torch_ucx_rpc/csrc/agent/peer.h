@@ -2,6 +2,7 @@
 
 #include "base/error.h"
 #include "transport/transport.h"
+#include "wire/seal.h"
 
 #include <torch/csrc/distributed/rpc/rpc_agent.h>
 
@@ -28,6 +29,10 @@ struct Member {
   uint64_t processStartTime = 0; // clock ticks since boot
   uint64_t session = 0; // random; tells this life of the worker from an earlier one
   std::string address; // of its transport
+  // In a job with a secret, see wire/seal.h; empty otherwise.
+  std::string sendKey; // for frames to it
+  std::string receiveKey; // for frames of it
+  std::string joinKey; // for the first frame of anybody to it, in a dynamic group
 };
 
 // A worker of the job as this agent sees it, itself included.
@@ -40,8 +45,8 @@ class Peer {
     kFailed,
   };
 
-  explicit Peer(Member member)
-      : member_(std::move(member)), info_(member_.name, static_cast<worker_id_t>(member_.rank)) {}
+  // Throws std::runtime_error where it has keys and there is no libcrypto.
+  explicit Peer(Member member);
 
   // Constant after construction.
   const Member& member() const {
@@ -76,8 +81,13 @@ class Peer {
 
   std::atomic<bool> isWatched{false}; // ProcessWatch has been asked
 
-  // Guarded by the worker lock: set with the first message to it.
-  std::optional<EndpointId> endpoint;
+  // In a job with a secret. Of the sealer only sealFrame() needs the mutex.
+  std::optional<wire::Sealer> sealer;
+  std::mutex sealMutex;
+
+  // Guarded by the worker lock, but for Opener::isContentGenuine():
+  std::optional<EndpointId> endpoint; // set with the first message to it
+  std::optional<wire::Opener> opener; // in a job with a secret
 
  private:
   const Member member_;
