@@ -24,6 +24,7 @@ CHANGED = {
     "devices": ["cuda:0", "cuda:2"],
     "receive_window_bytes": 1,
     "host_pool_bytes": 0,
+    "secret_file": "/run/secrets/job",
 }
 
 
@@ -36,6 +37,7 @@ def test_defaults() -> None:
     assert options.devices == []
     assert options.receive_window_bytes == 64 * 1024**2
     assert options.host_pool_bytes == 256 * 1024**2
+    assert options.secret_file is None
 
 
 def test_every_option_is_taken_by_the_constructor_and_as_an_attribute() -> None:
@@ -144,6 +146,8 @@ def test_an_unknown_attribute_is_refused() -> None:
         ("receive_window_bytes", 64e6),
         ("receive_window_bytes", True),
         ("host_pool_bytes", "1GiB"),
+        ("secret_file", b"/run/secrets/job"),
+        ("secret_file", 3),
     ],
 )
 def test_a_wrong_type_is_refused_with_what_is_right(name: str, value: object) -> None:
@@ -171,6 +175,8 @@ def test_a_wrong_type_is_refused_with_what_is_right(name: str, value: object) ->
         ("receive_window_bytes", 0),
         ("receive_window_bytes", 2**80),
         ("host_pool_bytes", -1),
+        ("secret_file", ""),
+        ("secret_file", "nul\0"),
     ],
 )
 def test_an_impossible_value_is_refused_by_name(name: str, value: object) -> None:

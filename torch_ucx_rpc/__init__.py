@@ -21,6 +21,7 @@ How the package is laid out:
 * ``_members``       who of them belongs to a group of fixed size
 * ``_dynamic_group`` who belongs to one that workers join and leave
 * ``_record``        what each tells the others of itself
+* ``_secret``        the secret of a job, and what is made of it
 * ``_C``             the agent itself, written in C++ (``csrc/``)
 """
 

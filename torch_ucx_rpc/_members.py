@@ -58,8 +58,8 @@ def gather_members(store: Store, own: Record, timeout: float, secret: Secret | N
     store = PrefixStore("torch_ucx_rpc", store)
     deadline = Deadline(timeout)
     try:
-        verdict = _read_verdict(store, own, secret)
-        if verdict is not None and "members" in verdict:
+        verdict = _read_verdict(store, secret)
+        if verdict is not None and "members" in verdict.values:
             raise _came_too_late(own, verdict)
         part = _lead if own.rank == 0 else _follow
         return part(store, own, secret, deadline)
@@ -92,11 +92,14 @@ def _lead(store: Store, own: Record, secret: Secret | None, deadline: Deadline) 
 def _follow(store: Store, own: Record, secret: Secret | None, deadline: Deadline) -> list[Record]:
     """The part of every other rank: wait for what rank 0 says."""
     with _listed(store, own, secret) as position:
-        verdict = _await_verdict(store, own, secret, deadline)
-    if "error" in verdict:
+        entry = _await_verdict(store, own, secret, deadline)
+    verdict = entry.values
+    if entry.doubt or "error" in verdict:
         store.set(position, "")
     # The last that is asked of the Store: rank 0 may take it away now.
-    store.add(f"read/{verdict['by']}", 1)
+    store.add(f"read/{verdict.get('by')}", 1)
+    if entry.doubt:
+        raise refusal(entry, own, verdict.get("judge"))
     if "error" in verdict:
         error = ValueError if verdict["error"] == "ValueError" else RuntimeError
         raise error(verdict["text"])
@@ -135,17 +138,17 @@ def _await_members(arrivals: _Arrivals, own: Record, deadline: Deadline) -> list
     return records
 
 
-def _await_verdict(store: Store, own: Record, secret: Secret | None, deadline: Deadline) -> dict[str, Any]:
+def _await_verdict(store: Store, own: Record, secret: Secret | None, deadline: Deadline) -> Entry:
     arrivals = _Arrivals(store, own, secret)
     # Once rank 0 has come, it tells all alike when time is up; it may have begun to wait a little later than this one.
     limit = Deadline(deadline.timeout and deadline.timeout + _FAREWELL_S)
     for is_over in ask_again(own.world_size, limit):
-        verdict = _read_verdict(store, own, secret)
+        verdict = _read_verdict(store, secret)
         if verdict is not None:
-            if own.session in verdict["sessions"]:
+            if own.session in verdict.values["sessions"]:
                 return verdict
             # An error for others is left over from an earlier attempt.
-            if "members" in verdict:
+            if "members" in verdict.values:
                 raise _came_too_late(own, verdict)
         if deadline.passed():
             arrivals.read()
@@ -176,20 +179,12 @@ def _announce(
             break
 
 
-def _read_verdict(store: Store, own: Record, secret: Secret | None) -> dict[str, Any] | None:
+def _read_verdict(store: Store, secret: Secret | None) -> Entry | None:
     if not store.check(["verdict"]):
         return None
-    entry = read_entry(store.get("verdict"), secret)
-    verdict = entry.values
-    if not isinstance(sessions := verdict.get("sessions"), list):
-        # Rank 0 did not write that, but will write over it.
-        return None
-    if entry.doubt:
-        if own.session not in sessions and "members" not in verdict:
-            # Left over from an attempt of others.
-            return None
-        raise refusal(entry, own, verdict.get("judge"))
-    return verdict
+    verdict = read_entry(store.get("verdict"), secret)
+    # What rank 0 did not write, it will write over.
+    return verdict if isinstance(verdict.values.get("sessions"), list) else None
 
 
 def ask_again(workers: int, deadline: Deadline) -> Iterator[bool]:
@@ -353,8 +348,10 @@ def _absent(records: list[Record], own: Record, deadline: Deadline) -> RuntimeEr
     )
 
 
-def _came_too_late(own: Record, verdict: dict[str, Any]) -> RuntimeError:
-    members = [Record.from_values(values) for values in verdict["members"]]
+def _came_too_late(own: Record, verdict: Entry) -> RuntimeError:
+    if verdict.doubt:
+        return refusal(verdict, own, verdict.values.get("judge"))
+    members = [Record.from_values(values) for values in verdict.values["members"]]
     rival = next((member for member in members if member.rank == own.rank), members[0])
     return RuntimeError(
         f"{own} came too late: the group of {len(members)} workers at this Store has formed without it, with {rival}. "

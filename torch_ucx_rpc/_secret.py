@@ -71,7 +71,7 @@ def write_entry(values: dict[str, Any], secret: Secret | None) -> str:
 
 
 def read_entry(text: bytes, secret: Secret | None) -> Entry:
-    """What `write_entry` has written. The values of a doubtful one, if there are any, say no more than whom to blame."""
+    """What `write_entry` has written. The values of a doubtful one, if it has any, say no more than whom to blame."""
     outer = _to_values(text)
     sealed, tag = outer.get("sealed"), outer.get("hmac")
     if not isinstance(sealed, str) or not isinstance(tag, str):

@@ -1,5 +1,5 @@
-#include "base/bytes.h"
 #include "wire/seal.h"
+#include "base/bytes.h"
 
 #include <gtest/gtest.h>
 
@@ -26,7 +26,6 @@ class SealTest : public testing::Test {
     header.targetSession = 12;
     header.callId = 13;
     header.spanCount = 2;
-    sealer_.number(header);
     sealer_.sealFrame(header, body.size(), bytesOf(body));
     return header;
   }

@@ -1,7 +1,7 @@
 """Writes the seed corpus of wire_fuzzer.cpp: ``python tests/fuzz/seeds.py``, after a change of the wire format.
 
-The layouts stand in ``wire/header.h`` and ``wire/body.h``; the test of the corpus in ``tests/cpp`` fails when these seeds are
-of another version.
+The layouts stand in ``wire/header.h`` and ``wire/body.h``; the test of the corpus in ``tests/cpp`` fails when these
+seeds are of another version.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ UNDEFINED, STRIDED, COO, CSR = 0, 1, 2, 3
 PER_TENSOR, PER_CHANNEL = 7, 8
 
 
-def header(kind: int, call: int = 1, index: int = NOWHERE, spans: int = 0, version: int = VERSION, sequence: int = 0) -> bytes:
+def header(
+    kind: int, call: int = 1, index: int = NOWHERE, spans: int = 0, version: int = VERSION, sequence: int = 0
+) -> bytes:
     return struct.pack("<HBBIQQQIIQ", 0x5855, version, kind, 1, 11, 12, call, index, spans, sequence) + bytes(32)
 
 
@@ -108,7 +110,8 @@ SEEDS = {
     "body_first": eager(header(RESPONSE, spans=1), body(payload=100)) + parked(header(RESPONSE, index=0, spans=1), 100),
     "parked_body": parked(header(REQUEST, spans=1), 300_000) + parked(header(REQUEST, index=0, spans=1), 100),
     "doubled_span": parked(header(REQUEST, index=0, spans=2), 8) * 2,
-    "contradicting_counts": parked(header(REQUEST, index=0, spans=2), 8) + eager(header(REQUEST, spans=1), body(payload=8)),
+    "contradicting_counts": parked(header(REQUEST, index=0, spans=2), 8)
+    + eager(header(REQUEST, spans=1), body(payload=8)),
     "canceled": parked(header(REQUEST, index=0, spans=2), 8) + cancel(REQUEST) + cancel(REQUEST, 2),
     "most_spans": parked(header(REQUEST, index=(1 << 20) - 1, spans=1 << 20), 8),
     "huge": alone(

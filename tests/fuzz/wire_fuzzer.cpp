@@ -93,14 +93,17 @@ void checkView(std::span<const std::byte> body, std::span<const uint64_t> spanBy
       end += static_cast<__int128>(tensor.sizes[dim] - 1) * tensor.strides[dim];
     }
     end = (end + 1) * tensor.record.itemBytes;
-    require(isEmpty || (end >= 0 && end <= view.storages[tensor.record.storage].record.bytes), "a tensor is in its storage");
+    require(
+        isEmpty || (end >= 0 && end <= view.storages[tensor.record.storage].record.bytes),
+        "a tensor is in its storage");
   }
 }
 
 // Stands for the receiver of an agent: what it has parked must come back, exactly once.
 class Receiver {
  public:
-  void onFrame(std::span<const std::byte> headerBytes, std::span<const std::byte> data, bool isParked, uint64_t parkedBytes) {
+  void onFrame(
+      std::span<const std::byte> headerBytes, std::span<const std::byte> data, bool isParked, uint64_t parkedBytes) {
     Header header;
     if (readHeader(headerBytes, header)) {
       return;

@@ -111,7 +111,7 @@ void UcxRpcAgent::post(Peer& to, wire::Kind kind, uint64_t callId, std::unique_p
     deliverToSelf(std::move(message));
     return;
   }
-  message->seal(to);
+  message->sealContent();
   progress_->submit([this, message = std::move(message)]() mutable { outbox_->send(std::move(message)); });
 }
 

@@ -36,28 +36,22 @@ void OutgoingMessage::address(
   }
 }
 
-void OutgoingMessage::seal(Peer& to) {
-  if (header.kind == wire::Kind::kJoin && !to.member().joinKey.empty()) {
-    wire::Sealer(to.member().joinKey).sealFrame(header, body.size(), body); // its own key is not known there yet
-    return;
-  }
-  if (!to.sealer.has_value()) {
-    return;
-  }
-  wire::Sealer& sealer = *to.sealer;
-  sealer.number(header);
-  for (Span& span : spans) {
-    sealer.number(span.header);
-  }
+void OutgoingMessage::sealContent() {
   const std::span<const std::byte> parkedBody = isBodyEager() ? std::span<const std::byte>() : body;
   const std::span<const std::byte> payload = payloadIn(spans, body);
-  if (!parkedBody.empty() || !payload.empty()) {
-    sealer.sealContent(header, parkedBody, payload);
+  if (to->sealer.has_value() && (!parkedBody.empty() || !payload.empty())) {
+    to->sealer->sealContent(header, parkedBody, payload);
   }
-  const std::lock_guard lock(to.sealMutex);
-  sealer.sealFrame(header, body.size(), isBodyEager() ? body : std::span<const std::byte>());
-  for (Span& span : spans) {
-    sealer.sealFrame(span.header, span.bytes.size(), {});
+}
+
+void OutgoingMessage::sealFrames() {
+  if (header.kind == wire::Kind::kJoin && !to->member().joinKey.empty()) {
+    wire::Sealer(to->member().joinKey).sealFrame(header, body.size(), body); // its own key is not known there yet
+  } else if (to->sealer.has_value()) {
+    to->sealer->sealFrame(header, body.size(), isBodyEager() ? body : std::span<const std::byte>());
+    for (Span& span : spans) {
+      to->sealer->sealFrame(span.header, span.bytes.size(), {});
+    }
   }
 }
 

@@ -37,8 +37,10 @@ struct OutgoingMessage {
   void address(
       wire::Kind kind, uint64_t sourceSession, worker_id_t sourceRank, uint64_t targetSession, uint64_t callId);
 
-  // In a job with a secret, when it is addressed: nothing of it may change afterwards but the bytes of its tensors.
-  void seal(Peer& to);
+  // In a job with a secret, when it is addressed. The first may take long for a large payload, and is for any thread; the second is
+  // for the worker lock, right before it is sent.
+  void sealContent();
+  void sealFrames();
 
   bool isBodyEager() const {
     return body.size() <= kEagerBodyBytes;
@@ -50,8 +52,9 @@ struct OutgoingMessage {
   std::vector<Span> spans;
   std::unique_ptr<Lender> lender; // owns what `spans` point to
 
-  // While it is under way, guarded by the worker lock:
   Peer* to = nullptr;
+
+  // While it is under way, guarded by the worker lock:
   size_t unfinished = 0; // active messages that the transport has not completed
   Error error; // the first one
 };

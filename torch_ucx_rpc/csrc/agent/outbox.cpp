@@ -26,6 +26,7 @@ void Outbox::send(std::unique_ptr<OutgoingMessage> owned) {
     finish(message, message->unfinished, std::move(error));
     return;
   }
+  message->sealFrames();
   const EndpointId endpoint = *message->to->endpoint;
   message->to->bytesSent.fetch_add(message->totalBytes(), std::memory_order_relaxed);
   // The last part may finish the message at once: nothing of it is touched after its last send.

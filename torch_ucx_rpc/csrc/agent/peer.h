@@ -81,13 +81,10 @@ class Peer {
 
   std::atomic<bool> isWatched{false}; // ProcessWatch has been asked
 
-  // In a job with a secret. Of the sealer only sealFrame() needs the mutex.
-  std::optional<wire::Sealer> sealer;
-  std::mutex sealMutex;
-
-  // Guarded by the worker lock, but for Opener::isContentGenuine():
+  // Guarded by the worker lock, but for what their headers say is for any thread:
   std::optional<EndpointId> endpoint; // set with the first message to it
-  std::optional<wire::Opener> opener; // in a job with a secret
+  std::optional<wire::Sealer> sealer; // in a job with a secret, as is:
+  std::optional<wire::Opener> opener;
 
  private:
   const Member member_;

@@ -28,7 +28,7 @@ Hmac::Tag contentTag(
   const uint64_t sizes[] = {parkedBody.size(), payload.size()};
   return Hmac(key).of(
       {bytesOf(kContentLabel),
-       bytesOf(header).first(offsetof(Header, contentTag)),
+       bytesOf(header).first(offsetof(Header, sequence)), // the call's, and so the message's own
        std::as_bytes(std::span(sizes)),
        parkedBody,
        payload});
@@ -42,6 +42,7 @@ void Sealer::sealContent(
 }
 
 void Sealer::sealFrame(Header& header, uint64_t dataBytes, std::span<const std::byte> data) {
+  header.sequence = next_++;
   header.frameTag = frameTag(hmac_, header, dataBytes, data);
 }
 

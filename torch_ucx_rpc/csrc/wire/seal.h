@@ -4,7 +4,6 @@
 #include "wire/header.h"
 #include "wire/replay_window.h"
 
-#include <atomic>
 #include <cstdint>
 #include <span>
 #include <string>
@@ -18,27 +17,21 @@
 
 namespace torch_ucx_rpc::wire {
 
-// Seals the frames to one peer.
+// Seals the frames to one peer. One thread at a time, unless it says otherwise.
 class Sealer {
  public:
   explicit Sealer(std::string key) : key_(std::move(key)), hmac_(key_) {}
 
-  // Any thread: numbers the frame.
-  void number(Header& header) {
-    header.sequence = next_.fetch_add(1, std::memory_order_relaxed);
-  }
-
-  // Any thread: for the header of a body, when it has its number.
+  // Any thread, before sealFrame(): for the header of a body with an address.
   void sealContent(Header& header, std::span<const std::byte> parkedBody, std::span<const std::byte> payload) const;
 
-  // One thread at a time, and last. `dataBytes` travel with the frame or are announced by it; `data` is the body that travels with
-  // it, or nothing.
+  // Numbers the frame, too. `dataBytes` travel with it or are announced by it; `data` is the body that travels with it, or nothing.
   void sealFrame(Header& header, uint64_t dataBytes, std::span<const std::byte> data);
 
  private:
   const std::string key_;
   Hmac hmac_;
-  std::atomic<uint64_t> next_{0};
+  uint64_t next_ = 0;
 };
 
 // Checks the frames of one peer. One thread at a time, unless it says otherwise.
