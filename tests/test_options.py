@@ -24,6 +24,7 @@ CHANGED = {
     "devices": ["cuda:0", "cuda:2"],
     "receive_window_bytes": 1,
     "host_pool_bytes": 0,
+    "waiting": "sleep",
     "secret_file": "/run/secrets/job",
 }
 
@@ -37,6 +38,7 @@ def test_defaults() -> None:
     assert options.devices == []
     assert options.receive_window_bytes == 64 * 1024**2
     assert options.host_pool_bytes == 256 * 1024**2
+    assert options.waiting == "auto"
     assert options.secret_file is None
 
 
@@ -146,6 +148,7 @@ def test_an_unknown_attribute_is_refused() -> None:
         ("receive_window_bytes", 64e6),
         ("receive_window_bytes", True),
         ("host_pool_bytes", "1GiB"),
+        ("waiting", None),
         ("secret_file", b"/run/secrets/job"),
         ("secret_file", 3),
     ],
@@ -175,6 +178,7 @@ def test_a_wrong_type_is_refused_with_what_is_right(name: str, value: object) ->
         ("receive_window_bytes", 0),
         ("receive_window_bytes", 2**80),
         ("host_pool_bytes", -1),
+        ("waiting", "spin"),
         ("secret_file", ""),
         ("secret_file", "nul\0"),
     ],
@@ -258,6 +262,7 @@ def test_the_page_on_options_has_each_with_its_default() -> None:
         **{name: repr(getattr(options, name)) for name in CHANGED},
         "rpc_timeout": f"{options.rpc_timeout:g}",
         "init_method": f'`"{options.init_method}"`',
+        "waiting": f'`"{options.waiting}"`',
         "device_maps": "none",
         "devices": "those in device maps",
         "receive_window_bytes": f"{options.receive_window_bytes / 1024**2:g} MiB",

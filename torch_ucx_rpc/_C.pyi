@@ -2,6 +2,7 @@
 """The extension, as Python sees it; written in ``csrc/module.cpp``."""
 
 from collections.abc import Callable
+from enum import Enum
 from typing import Any, overload
 
 import torch
@@ -36,16 +37,25 @@ class Member:
         join_key: bytes = b"",
     ) -> None: ...
 
+class Waiting(Enum):
+    auto = ...
+    poll = ...
+    sleep = ...
+
+class AgentOptions:
+    rpc_timeout: float
+    num_worker_threads: int
+    receive_window_bytes: int
+    host_pool_bytes: int
+    waiting: Waiting
+
 class UcxRpcAgent(RpcAgent):
     def __init__(
         self,
         name: str,
         rank: int,
         *,
-        rpc_timeout: float,
-        num_worker_threads: int,
-        receive_window_bytes: int,
-        host_pool_bytes: int,
+        options: AgentOptions,
         expected_peers: int,
     ) -> None: ...
     @property
@@ -82,10 +92,7 @@ class FaultyUcxRpcAgent(UcxRpcAgent):
         name: str,
         rank: int,
         *,
-        rpc_timeout: float,
-        num_worker_threads: int,
-        receive_window_bytes: int,
-        host_pool_bytes: int,
+        options: AgentOptions,
         expected_peers: int,
         messages_to_fail: list[str],
         messages_to_delay: dict[str, float],

@@ -46,6 +46,16 @@ from torch_ucx_rpc._secret import Secret, load_secret
 current: UcxRpcAgent | None = None
 
 
+def _native_options(options: UcxRpcBackendOptions) -> _C.AgentOptions:
+    native = _C.AgentOptions()
+    native.rpc_timeout = options.rpc_timeout
+    native.num_worker_threads = options.num_worker_threads
+    native.receive_window_bytes = options.receive_window_bytes
+    native.host_pool_bytes = options.host_pool_bytes
+    native.waiting = getattr(_C.Waiting, options.waiting)
+    return native
+
+
 class UcxRpcAgent(_C.UcxRpcAgent):
     """What torch's Python code, written for TensorPipe's agent, expects of one besides calls."""
 
@@ -60,10 +70,7 @@ class UcxRpcAgent(_C.UcxRpcAgent):
         super().__init__(
             name,
             rank,
-            rpc_timeout=options.rpc_timeout,
-            num_worker_threads=options.num_worker_threads,
-            receive_window_bytes=options.receive_window_bytes,
-            host_pool_bytes=options.host_pool_bytes,
+            options=_native_options(options),
             expected_peers=expected_peers,
             **faults,
         )

@@ -63,6 +63,17 @@ def _integer(least: int, most: int, meaning: str) -> Option[int]:
     return Option(check)
 
 
+def _one_of(*choices: str) -> Option[str]:
+    def check(name: str, value: Any) -> str:
+        if not isinstance(value, str):
+            raise TypeError(f"{name} must be a str, one of {', '.join(map(repr, choices))}; {_shown(value)} is none")
+        if value not in choices:
+            raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}; it cannot be {value!r}")
+        return value
+
+    return Option(check)
+
+
 def check_seconds(name: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{name} must be a number of seconds, 0 for no limit; {_shown(value)} is none")
@@ -148,6 +159,9 @@ class UcxRpcBackendOptions(RpcBackendOptions):
             smaller one bounds memory, and keeps the buffers in the processor's caches.
         host_pool_bytes (int): bytes of host memory kept for the next tensors when the last ones are released (default:
             256 MiB). Tensors are received several times faster into memory that was used before; 0 keeps none.
+        waiting (str): how threads wait for messages (default: "auto"). "sleep" costs a wake-up of some 20 us for each
+            message; "poll" keeps a core busy; "auto" spins for up to 200 us before it sleeps, as long as the last waits
+            were that short and each worker of the job on this machine has a core.
         secret_file (str or Path): file with the secret that all workers of the job share; frames of others are refused
             (default: what TORCH_UCX_RPC_SECRET_FILE or TORCH_UCX_RPC_SECRET say; without any of them, whoever reaches
             the workers' Store can run code in them). It is read in ``init_rpc``, must belong to the user or to root,
@@ -173,6 +187,7 @@ class UcxRpcBackendOptions(RpcBackendOptions):
     devices = Option(_check_devices)
     receive_window_bytes = _integer(1, _MOST_BYTES, "how many bytes of large tensors are received at a time")
     host_pool_bytes = _integer(0, _MOST_BYTES, "how many bytes of memory are kept for reuse")
+    waiting = _one_of("auto", "poll", "sleep")
     secret_file = Option(_check_path)
 
     def __init__(
@@ -185,6 +200,7 @@ class UcxRpcBackendOptions(RpcBackendOptions):
         devices: Iterable[Device] | None = None,
         receive_window_bytes: int = 64 * 1024**2,
         host_pool_bytes: int = 256 * 1024**2,
+        waiting: str = "auto",
         secret_file: str | os.PathLike[str] | None = None,
         **unknown: object,
     ) -> None:
@@ -197,6 +213,7 @@ class UcxRpcBackendOptions(RpcBackendOptions):
         self.devices = devices
         self.receive_window_bytes = receive_window_bytes
         self.host_pool_bytes = host_pool_bytes
+        self.waiting = waiting
         self.secret_file = secret_file
         for name in unknown:
             known = sorted(k for base in type(self).__mro__ for k, v in vars(base).items() if isinstance(v, Option))

@@ -57,10 +57,10 @@ def run(rank, world_size):
         init_method=f"tcp://{os.environ['MASTER_ADDR']}:{os.environ['RPC_PORT']}", num_worker_threads=8
     )
     names = {MASTER: "master", SERVER: "server"}
-    rpc.init_rpc(names.get(rank, f"trainer{rank}"), rank=rank, world_size=world_size, rpc_backend_options=options)
-    if rank < TRAINERS:
+    if rank < TRAINERS:  # before the master can ask for training
         dist.init_process_group("gloo", rank=rank, world_size=TRAINERS)
-    elif rank == MASTER:
+    rpc.init_rpc(names.get(rank, f"trainer{rank}"), rank=rank, world_size=world_size, rpc_backend_options=options)
+    if rank == MASTER:
         torch.manual_seed(0)
         embedding = RemoteModule("server", nn.EmbeddingBag, args=(50, 16), kwargs={"mode": "sum"})
         trained = [rpc.rpc_async(f"trainer{i}", train, args=(embedding, i)) for i in range(TRAINERS)]

@@ -92,16 +92,8 @@ void translateRuntimeError(std::exception_ptr thrown) {
 // What Python's constructors pass for every kind of agent, in front of what only one takes.
 template <typename Agent, typename... Own>
 std::shared_ptr<Agent> makeAgent(
-    std::string name,
-    worker_id_t rank,
-    double rpcTimeout,
-    size_t numWorkerThreads,
-    uint64_t receiveWindowBytes,
-    size_t hostPoolBytes,
-    size_t expectedPeers,
-    const Own&... own) {
+    std::string name, worker_id_t rank, const AgentOptions& options, size_t expectedPeers, const Own&... own) {
   const py::gil_scoped_release noGil;
-  HostPool::instance().setIdleLimit(hostPoolBytes);
   return std::make_shared<Agent>(
       std::move(name),
       rank,
@@ -109,17 +101,14 @@ std::shared_ptr<Agent> makeAgent(
       std::make_unique<torch::distributed::rpc::RequestCallbackImpl>(),
       pythonThreadHooks(),
       &checkSignals,
-      AgentOptions{toMilliseconds(rpcTimeout), numWorkerThreads, receiveWindowBytes},
+      options,
       own...);
 }
 
 std::shared_ptr<FaultyUcxRpcAgent> makeFaultyAgent(
     std::string name,
     worker_id_t rank,
-    double rpcTimeout,
-    size_t numWorkerThreads,
-    uint64_t receiveWindowBytes,
-    size_t hostPoolBytes,
+    const AgentOptions& options,
     size_t expectedPeers,
     std::vector<std::string> messagesToFail,
     const std::map<std::string, double>& messagesToDelay,
@@ -128,8 +117,7 @@ std::shared_ptr<FaultyUcxRpcAgent> makeFaultyAgent(
   for (const auto& [type, seconds] : messagesToDelay) {
     faults.messagesToDelay[type] = toMilliseconds(seconds);
   }
-  return makeAgent<FaultyUcxRpcAgent>(
-      std::move(name), rank, rpcTimeout, numWorkerThreads, receiveWindowBytes, hostPoolBytes, expectedPeers, faults);
+  return makeAgent<FaultyUcxRpcAgent>(std::move(name), rank, options, expectedPeers, faults);
 }
 
 } // namespace
@@ -205,6 +193,21 @@ PYBIND11_MODULE(_C, module) {
           py::arg("receive_key") = py::bytes(),
           py::arg("join_key") = py::bytes());
 
+  py::enum_<Waiting>(module, "Waiting")
+      .value("auto", Waiting::kAuto)
+      .value("poll", Waiting::kPoll)
+      .value("sleep", Waiting::kSleep);
+  py::class_<AgentOptions>(module, "AgentOptions")
+      .def(py::init())
+      .def_property(
+          "rpc_timeout",
+          [](const AgentOptions& options) { return std::chrono::duration<double>(options.rpcTimeout).count(); },
+          [](AgentOptions& options, double seconds) { options.rpcTimeout = toMilliseconds(seconds); })
+      .def_readwrite("num_worker_threads", &AgentOptions::numWorkerThreads)
+      .def_readwrite("receive_window_bytes", &AgentOptions::receiveWindowBytes)
+      .def_readwrite("host_pool_bytes", &AgentOptions::hostPoolBytes)
+      .def_readwrite("waiting", &AgentOptions::waiting);
+
   using torch::distributed::rpc::RpcAgent;
   using NoGil = py::call_guard<py::gil_scoped_release>;
   py::class_<UcxRpcAgent, RpcAgent, std::shared_ptr<UcxRpcAgent>>(module, "UcxRpcAgent")
@@ -213,10 +216,7 @@ PYBIND11_MODULE(_C, module) {
           py::arg("name"),
           py::arg("rank"),
           py::kw_only(),
-          py::arg("rpc_timeout"),
-          py::arg("num_worker_threads"),
-          py::arg("receive_window_bytes"),
-          py::arg("host_pool_bytes"),
+          py::arg("options"),
           py::arg("expected_peers") = 1)
       .def_property_readonly("address", [](const UcxRpcAgent& agent) { return py::bytes(agent.address()); })
       .def_property_readonly("session", &UcxRpcAgent::session)
@@ -279,10 +279,7 @@ PYBIND11_MODULE(_C, module) {
           py::arg("name"),
           py::arg("rank"),
           py::kw_only(),
-          py::arg("rpc_timeout"),
-          py::arg("num_worker_threads"),
-          py::arg("receive_window_bytes"),
-          py::arg("host_pool_bytes"),
+          py::arg("options"),
           py::arg("expected_peers") = 1,
           py::arg("messages_to_fail"),
           py::arg("messages_to_delay"),

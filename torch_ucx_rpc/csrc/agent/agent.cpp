@@ -5,6 +5,7 @@
 
 #include "agent/torch_state.h"
 #include "base/time.h"
+#include "base/trace.h"
 
 #include <c10/util/Logging.h>
 
@@ -60,6 +61,7 @@ UcxRpcAgent::UcxRpcAgent(
             postControl(to, wire::Kind::kBarrierRelease, round, std::move(body));
           }),
       timer_([this](Timer::Clock::time_point now) { return onTimer(now); }) {
+  HostPool::instance().setIdleLimit(options.hostPoolBytes);
   progress_ = std::make_unique<Progress>(
       *transport_,
       [this] {
@@ -68,7 +70,8 @@ UcxRpcAgent::UcxRpcAgent(
           timer_.dueBy(Timer::Clock::now() + ReceiveWindow::kPatience);
         }
       },
-      [this](Deliveries deliveries) { dispatch(std::move(deliveries)); });
+      [this](Deliveries deliveries) { dispatch(std::move(deliveries)); },
+      options.waiting);
   outbox_ = std::make_unique<Outbox>(*transport_, progress_->deliveries());
   inbox_ = std::make_unique<Inbox>(
       *transport_,
@@ -83,7 +86,12 @@ UcxRpcAgent::UcxRpcAgent(
   threads_ = std::make_shared<AgentThreads>(
       options.numWorkerThreads,
       threadHooks_,
-      [this] { dispatch(progress_->lead([this] { return isClosed_.load(); })); },
+      [this] {
+        Deliveries deliveries = progress_->lead([this] { return isClosed_.load(); });
+        const bool isNeeded = !deliveries.empty() || isClosed_.load();
+        dispatch(std::move(deliveries));
+        return isNeeded;
+      },
       [this](AgentThreads::Clock::time_point when) { timer_.dueBy(when); });
 }
 
@@ -154,6 +162,7 @@ void UcxRpcAgent::shutdownImpl() {
       outbox_->close();
       transport_->close(kFlushLimitMs);
     });
+    trace::write(workerInfo_.name_);
   });
 }
 

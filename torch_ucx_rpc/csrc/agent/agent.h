@@ -32,6 +32,8 @@ struct AgentOptions {
   std::chrono::milliseconds rpcTimeout{60'000};
   size_t numWorkerThreads = 16;
   uint64_t receiveWindowBytes = 64ull * 1024 * 1024;
+  uint64_t hostPoolBytes = 256ull * 1024 * 1024; // idle memory of the process-wide HostPool
+  Waiting waiting = Waiting::kAuto;
 };
 
 // torch's RpcAgent over a Transport. It turns messages into mail and back, keeps the table of open calls, and decides
@@ -115,6 +117,8 @@ class UcxRpcAgent : public torch::distributed::rpc::RpcAgent, public std::enable
   void addGilWaitTime(std::chrono::microseconds waitTime) override;
 
   // Outgoing.
+  c10::intrusive_ptr<JitFuture> request(
+      Peer& peer, c10::intrusive_ptr<Message> message, std::chrono::milliseconds timeout);
   void post(Peer& to, wire::Kind kind, uint64_t callId, std::unique_ptr<OutgoingMessage> message);
   void postControl(Peer& to, wire::Kind kind, uint64_t callId, Bytes body);
   void deliverToSelf(std::unique_ptr<OutgoingMessage> message);

@@ -3,6 +3,7 @@
 #include "agent/agent.h"
 #include "agent/tensor_codec.h"
 #include "base/time.h"
+#include "base/trace.h"
 
 #include <c10/util/Logging.h>
 #include <torch/csrc/distributed/rpc/utils.h>
@@ -47,6 +48,13 @@ std::string timeoutText(std::chrono::milliseconds timeout, const Peer& to) {
   return text + "; called " + to.describe();
 }
 
+// A request is its sender's call, an answer its receiver's.
+trace::CallId callOf(const IncomingMessage& message) {
+  const wire::Header& header = message.header;
+  const bool isRequest = header.kind == wire::Kind::kRequest;
+  return {isRequest ? header.sourceSession : header.targetSession, header.callId};
+}
+
 } // namespace
 
 c10::intrusive_ptr<JitFuture> UcxRpcAgent::send(
@@ -65,28 +73,41 @@ c10::intrusive_ptr<JitFuture> UcxRpcAgent::send(
   if (runningAdmission != nullptr) {
     runningAdmission->release(); // a handler that calls out may wait for long: the window must not wait with it
   }
-  Peer& peer = directory_.at(to.id_);
   const rpc::MessageType type = message->type();
+  const bool isFetch =
+      type == rpc::MessageType::PYTHON_RREF_FETCH_CALL || type == rpc::MessageType::SCRIPT_RREF_FETCH_CALL;
+  const auto timeout = rpcTimeoutSeconds == rpc::kUnsetRpcTimeout ? getRpcTimeout() : toMilliseconds(rpcTimeoutSeconds);
+  c10::intrusive_ptr<JitFuture> future = request(directory_.at(to.id_), std::move(message), timeout);
+  if (isFetch && !AgentThreads::isLeader()) {
+    // RRef.to_here() sends this and waits, within one function of torch. Waiting here instead, Ctrl-C works, and the caller
+    // drives its own call. Nobody else sends these messages.
+    wait(*future);
+  }
+  return future;
+}
+
+c10::intrusive_ptr<JitFuture> UcxRpcAgent::request(
+    Peer& peer, c10::intrusive_ptr<Message> message, std::chrono::milliseconds timeout) {
+  trace::Span span("send request", {}, trace::Arrow::kRequestLeaves);
   std::unique_ptr<OutgoingMessage> mail = encodeMessage(std::move(message), peer);
 
   CallTable::Call call;
   call.future = c10::make_intrusive<JitFuture>(at::AnyClassType::get(), getDevices());
   call.to = &peer;
-  call.timeout = rpcTimeoutSeconds == rpc::kUnsetRpcTimeout ? getRpcTimeout() : toMilliseconds(rpcTimeoutSeconds);
-  if (call.timeout.count() != 0) { // 0: no limit
-    call.deadline = CallTable::Clock::now() + call.timeout;
+  call.timeout = timeout;
+  if (timeout.count() != 0) { // 0: no limit
+    call.deadline = CallTable::Clock::now() + timeout;
   }
   c10::intrusive_ptr<JitFuture> future = call.future;
   const CallTable::Clock::time_point deadline = call.deadline;
   bool isEarliest = false;
   const uint64_t id = calls_.open(std::move(call), isEarliest);
+  span.belongsTo({session_, id});
   if (isEarliest) {
     timer_.dueBy(deadline);
   }
   peer.callsSent.fetch_add(1, std::memory_order_relaxed);
 
-  const bool isFetch =
-      type == rpc::MessageType::PYTHON_RREF_FETCH_CALL || type == rpc::MessageType::SCRIPT_RREF_FETCH_CALL;
   // Asked after the call is in the table: whoever marks the peer gone afterwards finds it there.
   CallTable::Call refused;
   if (peer.state() != Peer::State::kPresent && calls_.take(id, refused)) {
@@ -95,11 +116,6 @@ c10::intrusive_ptr<JitFuture> UcxRpcAgent::send(
     failCall(refused, "RPC has been shut down on this worker");
   } else {
     post(peer, wire::Kind::kRequest, id, std::move(mail));
-  }
-  if (isFetch && !AgentThreads::isLeader()) {
-    // RRef.to_here() sends this and waits, within one function of torch. Waiting here instead, Ctrl-C works, and the caller
-    // drives its own call. Nobody else sends these messages.
-    wait(*future);
   }
   return future;
 }
@@ -177,12 +193,15 @@ void UcxRpcAgent::dispatchMessage(IncomingMessage message, const JitFuture* visi
     return; // being destroyed
   }
   switch (message.header.kind) {
-    case wire::Kind::kRequest:
+    case wire::Kind::kRequest: {
+      const trace::Span span("receive request", callOf(message), trace::Arrow::kRequestArrives);
       servedRequests_.fetch_add(1);
       callsReceived_.fetch_add(1, std::memory_order_relaxed);
       threads_->addRequest([self, message = std::move(message)]() mutable { self->serve(std::move(message)); });
       return;
+    }
     case wire::Kind::kResponse: {
+      const trace::Span span("receive answer", callOf(message), trace::Arrow::kAnswerArrives);
       CallTable::Call call;
       if (!calls_.isOpen(message.header.callId, *message.from) || !calls_.take(message.header.callId, call)) {
         return; // a late answer, or one of a worker that was not asked; its buffers are recycled here
@@ -256,13 +275,18 @@ void UcxRpcAgent::serve(IncomingMessage incoming) {
   Peer& from = *incoming.from;
   const uint64_t callId = incoming.header.callId;
   Admission admission = std::move(incoming.admission);
+  const trace::CallId traced{from.member().session, callId};
   c10::intrusive_ptr<Message> request;
-  if (Error error = decode(std::move(incoming), request)) {
-    respondWithError(from, callId, error.message());
-    return;
+  {
+    const trace::Span span("decode request", traced);
+    if (Error error = decode(std::move(incoming), request)) {
+      respondWithError(from, callId, error.message());
+      return;
+    }
   }
   c10::intrusive_ptr<JitFuture> response;
   try {
+    const trace::Span span("run handler", traced);
     if (request->type() == rpc::MessageType::RUN_WITH_PROFILING_REQ) {
       // torch's legacy profiler records on a thread only the first time it is enabled there (torch 2.13; TensorPipe with its 16
       // threads returns the remote events of the first 16 calls). A thread of its own always records.
@@ -317,6 +341,7 @@ void UcxRpcAgent::respond(Peer& to, uint64_t callId, const JitFuture& response) 
     respondWithError(to, callId, response.tryRetrieveErrorMessage());
     return;
   }
+  const trace::Span span("send answer", {to.member().session, callId}, trace::Arrow::kAnswerLeaves);
   std::unique_ptr<OutgoingMessage> mail;
   try {
     mail = encodeMessage(response.constValue().toCustomClass<Message>(), to);
@@ -338,6 +363,7 @@ void UcxRpcAgent::respondWithError(Peer& to, uint64_t callId, const std::string&
 }
 
 void UcxRpcAgent::complete(CallTable::Call call, IncomingMessage incoming) {
+  const trace::Span span("complete call", callOf(incoming));
   const Peer& from = *incoming.from;
   c10::intrusive_ptr<Message> response;
   // With the message goes its share of the window: the future's callbacks may wait for other answers.

@@ -5,6 +5,7 @@
 
 #include <c10/util/Logging.h>
 
+#include <algorithm>
 #include <stdexcept>
 #include <thread>
 #include <utility>
@@ -32,7 +33,11 @@ void UcxRpcAgent::addMembers(std::vector<Member> members) {
   }
   const Peer* self = directory_.findSession(session_);
   TORCH_CHECK(self != nullptr, "worker '", workerInfo_.name_, "' was not told of itself");
-  for (Peer* peer : directory_.present()) {
+  const std::vector<Peer*> present = directory_.present();
+  progress_->setProcessesHere(static_cast<size_t>(std::count_if(present.begin(), present.end(), [self](const Peer* peer) {
+    return peer->member().bootId == self->member().bootId; // of one boot of one machine
+  })));
+  for (Peer* peer : present) {
     if (peer == self || peer->isWatched.exchange(true)) {
       continue;
     }

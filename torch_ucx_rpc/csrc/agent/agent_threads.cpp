@@ -15,11 +15,11 @@ thread_local bool isLeadingThread = false;
 
 } // namespace
 
-AgentThreads::AgentThreads(size_t maxRequests, ThreadHooks hooks, Task lead, CheckAt checkAt)
+AgentThreads::AgentThreads(size_t maxRequests, ThreadHooks hooks, Lead lead, CheckAt checkAt)
     : maxRequests_(maxRequests),
-      coreThreads_(std::min<size_t>(maxRequests, std::max(1u, std::thread::hardware_concurrency())) + 1),
-      // Completions may need threads while every request thread is blocked, and one thread leads.
-      maxThreads_(2 * maxRequests + 2),
+      coreThreads_(std::min<size_t>(maxRequests, std::max(1u, std::thread::hardware_concurrency())) + kMostLeaders),
+      // Completions may need threads while every request thread is blocked, and some lead.
+      maxThreads_(2 * maxRequests + 1 + kMostLeaders),
       hooks_(std::move(hooks)),
       lead_(std::move(lead)),
       checkAt_(std::move(checkAt)) {}
@@ -59,26 +59,25 @@ void AgentThreads::main(const std::shared_ptr<AgentThreads>& self) {
 void AgentThreads::loop(std::unique_lock<std::mutex>& lock) {
   while (!isStopping_) {
     // While others run tasks somebody must lead, before more tasks are begun, unless a spare thread will.
-    const bool mustLead = !isLed_ && running_ != 0 && !hasSpareLocked();
+    const bool mustLead = leaders_ == 0 && running_ != 0 && !hasSpareLocked();
     if (hasTaskLocked() && !mustLead) {
       runOne(lock);
-    } else if (!isLed_) {
-      leadOnce(lock);
-    } else {
+    } else if (leaders_ == kMostLeaders || !leadOnce(lock)) {
       idle(lock);
     }
   }
 }
 
-void AgentThreads::leadOnce(std::unique_lock<std::mutex>& lock) {
-  isLed_ = true;
+bool AgentThreads::leadOnce(std::unique_lock<std::mutex>& lock) {
+  ++leaders_;
   callHelpLocked();
   lock.unlock();
   isLeadingThread = true;
-  lead_();
+  const bool isNeeded = lead_();
   isLeadingThread = false;
   lock.lock();
-  isLed_ = false;
+  --leaders_;
+  return isNeeded || leaders_ == 0 || hasTaskLocked();
 }
 
 void AgentThreads::runOne(std::unique_lock<std::mutex>& lock) {
@@ -117,10 +116,10 @@ bool AgentThreads::callIdleLocked() {
 }
 
 void AgentThreads::callHelpLocked() {
-  if ((isLed_ && !hasTaskLocked()) || callIdleLocked()) {
+  if ((leaders_ != 0 && !hasTaskLocked()) || callIdleLocked()) {
     return;
   }
-  if (threads_ < coreThreads_ || (!isLed_ && called_ == 0 && threads_ < maxThreads_)) {
+  if (threads_ < coreThreads_ || (leaders_ == 0 && called_ == 0 && threads_ < maxThreads_)) {
     spawnLocked();
   } else if (hasTaskLocked() && !isCheckDue_) {
     isCheckDue_ = true;

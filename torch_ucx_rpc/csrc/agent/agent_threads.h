@@ -19,9 +19,10 @@ struct ThreadHooks {
   std::function<void()> onExit;
 };
 
-// The agent's threads: leader and followers. One thread, the leader, drives progress; what it brings about becomes
-// tasks; it then steps down, wakes a follower to lead, and runs a task itself, so that a request is run by the very thread that
-// received it. Whenever a thread runs a task, another one leads or is on its way.
+// The agent's threads: leaders and followers. A leader drives progress; what it brings about becomes tasks; it then steps
+// down and runs a task itself, so that a request is run by the very thread that received it. Up to two lead, so that the
+// other one stands guard meanwhile and nobody has to be woken; where there is no other, a follower is called. Whenever a
+// thread runs a task, another one leads or is on its way.
 //
 // Two kinds of tasks. Requests run user functions, which may block: at most `maxRequests` at a time, the rest wait in
 // order. Completions (answers, failures) are short and never wait behind requests, because a request may be waiting for them.
@@ -32,11 +33,15 @@ class AgentThreads : public std::enable_shared_from_this<AgentThreads> {
  public:
   using Clock = std::chrono::steady_clock;
   using Task = UniqueFunction<void()>;
+  using Lead = UniqueFunction<bool()>;
   using CheckAt = UniqueFunction<void(Clock::time_point when)>;
 
-  // `lead` drives progress once: it returns after something was delivered (as tasks), or after stop() and a wake-up. `checkAt`
-  // sees to it that check() is called at that time; it must not call back.
-  AgentThreads(size_t maxRequests, ThreadHooks hooks, Task lead, CheckAt checkAt);
+  static constexpr size_t kMostLeaders = 2;
+
+  // `lead` drives progress once, on up to kMostLeaders threads at a time: it returns true after something was delivered (as
+  // tasks), or after stop() and a wake-up; false where the other leader suffices. `checkAt` sees to it that check() is
+  // called at that time; it must not call back.
+  AgentThreads(size_t maxRequests, ThreadHooks hooks, Lead lead, CheckAt checkAt);
 
   void start();
 
@@ -67,7 +72,8 @@ class AgentThreads : public std::enable_shared_from_this<AgentThreads> {
 
   static void main(const std::shared_ptr<AgentThreads>& self);
   void loop(std::unique_lock<std::mutex>& lock);
-  void leadOnce(std::unique_lock<std::mutex>& lock);
+  // False where the thread is not needed for leading.
+  bool leadOnce(std::unique_lock<std::mutex>& lock);
   void runOne(std::unique_lock<std::mutex>& lock);
   void idle(std::unique_lock<std::mutex>& lock);
 
@@ -87,7 +93,7 @@ class AgentThreads : public std::enable_shared_from_this<AgentThreads> {
   const size_t coreThreads_;
   const size_t maxThreads_;
   const ThreadHooks hooks_;
-  Task lead_;
+  Lead lead_;
   CheckAt checkAt_;
 
   mutable std::mutex mutex_;
@@ -100,8 +106,8 @@ class AgentThreads : public std::enable_shared_from_this<AgentThreads> {
   bool isCheckDue_ = false;
   bool isStopping_ = false;
   bool isStopped_ = false; // completions are run by whoever brings them
-  bool isLed_ = false;
   size_t threads_ = 0;
+  size_t leaders_ = 0;
   size_t running_ = 0; // threads that run a task
   size_t runningRequests_ = 0;
   size_t idle_ = 0; // asleep and not yet called

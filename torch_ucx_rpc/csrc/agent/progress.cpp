@@ -9,6 +9,7 @@
 #include <cstring>
 #include <stdexcept>
 #include <string>
+#include <utility>
 
 namespace torch_ucx_rpc {
 
@@ -25,6 +26,9 @@ int checked(int fd, const char* what) {
   return fd;
 }
 
+// How often a leader that has something looks for more, before it leaves the rest to another.
+constexpr int kMostRounds = 8;
+
 // What an event of the epoll set carries: this, or the index of a watch.
 constexpr uint64_t kNoWatch = ~0ull;
 
@@ -37,8 +41,9 @@ void addToEpoll(int epollFd, int fd, uint32_t events, uint64_t data) {
 
 } // namespace
 
-Progress::Progress(Transport& transport, Operation settle, UniqueFunction<void(Deliveries)> dispatch)
-    : transport_(transport), settle_(std::move(settle)), dispatch_(std::move(dispatch)) {
+Progress::Progress(
+    Transport& transport, Operation settle, UniqueFunction<void(Deliveries)> dispatch, Waiting waiting)
+    : transport_(transport), settle_(std::move(settle)), dispatch_(std::move(dispatch)), spinning_(waiting) {
   epollFd_ = checked(epoll_create1(EPOLL_CLOEXEC), "epoll_create1");
   wakeFd_ = checked(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK), "eventfd");
   addToEpoll(epollFd_, wakeFd_, EPOLLIN | EPOLLET, kNoWatch);
@@ -62,7 +67,7 @@ void Progress::submit(Operation operation) {
 void Progress::run(Operation operation) {
   Deliveries brought;
   {
-    const std::lock_guard lock(workerMutex_);
+    const std::unique_lock lock = lockWorker();
     operation();
     std::swap(brought, deliveries_);
   }
@@ -116,22 +121,54 @@ void Progress::runLeftovers() {
   }
 }
 
+std::unique_lock<std::mutex> Progress::lockWorker() {
+  lockWaiters_.fetch_add(1);
+  std::unique_lock lock(workerMutex_);
+  lockWaiters_.fetch_sub(1);
+  return lock;
+}
+
 Deliveries Progress::drive(Role role, IsDone& isDone) {
   Deliveries brought;
-  std::unique_lock lock(workerMutex_);
+  const bool isLeader = role == Role::kLeader;
+  bool wasWoken = false;
+  bool mustWake = false;
+  int rounds = 0;
+  if (!isLeader) {
+    isVisited_.store(true);
+  }
+  std::unique_lock lock = lockWorker();
+  Spinning::Wait wait(spinning_, isLeader ? Spinning::Who::kLeader : Spinning::Who::kVisitor);
   while (!isClosed_) {
     runQueueLocked();
     const unsigned events = transport_.progress();
     settle_();
     if (!deliveries_.empty()) {
+      // A leader leaves the guard to another one, if there is one, and takes along what it would be woken for at once.
+      const bool isGuarded = isLeader && sleepers_.load() != 0;
+      if (isGuarded && !transport_.arm() && ++rounds < kMostRounds) {
+        continue;
+      }
+      mustWake = isGuarded && rounds == kMostRounds;
+      wait.end();
       std::swap(brought, deliveries_);
       break;
     }
-    if (events != 0 || queued_.load() != 0 || !transport_.arm()) {
+    if (events != 0 || queued_.load() != 0) {
+      continue;
+    }
+    if (std::exchange(wasWoken, false) && isVisitorAsleep_.load()) {
+      wake(); // it may have been meant for the visitor
+    }
+    // A visitor spins for everybody.
+    if (lockWaiters_.load() == 0 && !(isLeader && isVisited_.load()) && !isDone() && wait.spin()) {
+      continue;
+    }
+    if (!transport_.arm()) {
       continue;
     }
     sleepers_.fetch_add(1);
-    if (role == Role::kVisitor) {
+    if (!isLeader) {
       isVisitorAsleep_.store(true);
     }
     lock.unlock();
@@ -139,33 +176,31 @@ Deliveries Progress::drive(Role role, IsDone& isDone) {
     std::atomic_thread_fence(std::memory_order_seq_cst);
     const bool isOver = isDone();
     bool isInterrupted = false;
+    bool isSpare = false;
     if (!isOver && queued_.load() == 0) {
-      if (role == Role::kLeader && isVisitorAsleep_.load()) {
-        parkWhileVisited();
-      } else {
-        isInterrupted = !sleep() && role == Role::kVisitor;
+      isSpare = isLeader && isVisitorAsleep_.load() && leadersAsleep_.load() != 0;
+      if (!isSpare) {
+        leadersAsleep_.fetch_add(isLeader ? 1 : 0);
+        isInterrupted = !sleep() && !isLeader;
+        leadersAsleep_.fetch_sub(isLeader ? 1 : 0);
+        wasWoken = isLeader;
       }
     }
-    if (role == Role::kVisitor) {
+    if (!isLeader) {
       isVisitorAsleep_.store(false);
     }
     sleepers_.fetch_sub(1);
-    if (isOver || isInterrupted) {
+    if (isOver || isInterrupted || isSpare) {
       return brought; // armed
     }
-    lock.lock();
+    lock = lockWorker();
   }
   lock.unlock();
+  if (mustWake) {
+    wake();
+  }
   runLeftovers();
   return brought;
-}
-
-void Progress::parkWhileVisited() {
-  wake(); // what woke us may have been meant for the visitor
-  std::unique_lock lock(parkMutex_);
-  isLeaderParked_.store(true);
-  visitorLeft_.wait_for(lock, kLongestSleep, [this] { return !isLeaderParked_.load(); });
-  isLeaderParked_.store(false);
 }
 
 bool Progress::sleep() {
@@ -193,16 +228,13 @@ void Progress::watch(int fd, Operation onReadable) {
 }
 
 void Progress::leave() {
+  isVisited_.store(false);
   bool isArmed = false;
   {
     const std::unique_lock lock(workerMutex_, std::try_to_lock);
     isArmed = lock.owns_lock() && !isClosed_ && transport_.arm();
   }
-  if (isLeaderParked_.load()) {
-    const std::lock_guard lock(parkMutex_);
-    isLeaderParked_.store(false);
-    visitorLeft_.notify_one();
-  } else if (!isArmed) {
+  if (!isArmed) {
     wake();
   }
   runLeftovers();
@@ -211,7 +243,7 @@ void Progress::leave() {
 void Progress::close(Operation last) {
   Deliveries brought;
   {
-    const std::lock_guard lock(workerMutex_);
+    const std::unique_lock lock = lockWorker();
     last();
     isClosed_ = true;
     std::swap(brought, deliveries_);

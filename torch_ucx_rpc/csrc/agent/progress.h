@@ -1,12 +1,12 @@
 #pragma once
 
 #include "agent/mail.h"
+#include "agent/spinning.h"
 #include "base/unique_function.h"
 #include "transport/transport.h"
 
 #include <atomic>
 #include <chrono>
-#include <condition_variable>
 #include <mutex>
 #include <vector>
 
@@ -16,20 +16,23 @@ namespace torch_ucx_rpc {
 // worker lock may use the transport. Nothing under that lock takes the GIL or runs user code; what happens is collected as
 // Deliveries and handed out after unlocking.
 //
-// Two threads may drive at once: the leader, an agent thread, and one visitor, a caller that waits for its answer. Both sleep
-// on one epoll set, edge triggered: the kernel then wakes one of them for an event, the one that went to sleep last
-// (ep_poll() queues waiters exclusively, at the head). So the visitor is woken for its answer itself, and the leader, which slept
-// before it, sleeps on: two context switches fewer for a call. The invariants that make this safe:
+// Several threads may drive at once: up to two leaders, which are agent threads, and one visitor, a caller that waits for its
+// answer. All sleep on one epoll set, edge triggered: the kernel then wakes one of them for an event, the one that went to sleep
+// last (ep_poll() queues waiters exclusively, at the head). So a visitor is woken for its answer itself, and of two leaders the
+// one whose caches are warm; the others sleep on, and stand guard while that one runs what it was given. Nobody has to be
+// woken to take over. The invariants:
 // - The transport is armed, and so will signal, whenever nobody runs in drive(); or somebody has been woken to run there.
-// - While the visitor sleeps, the leader does not go to sleep after it, where it would intercept wake-ups meant
-//   for the visitor: it parks until the visitor has left.
+// - Whoever was woken and finds nothing passes it on to the visitor, if that sleeps: it may have been meant for that.
+//
+// Before it sleeps a driver may spin for a while (see Spinning): what arrives then costs no wake-up on either side.
 class Progress {
  public:
   using Operation = UniqueFunction<void()>;
 
   // `settle` runs under the worker lock after operations and after each progress: it starts what UCX forbids inside its
   // callbacks. `dispatch` gets what was brought about by an operation on the submitting thread, without the lock.
-  Progress(Transport& transport, Operation settle, UniqueFunction<void(Deliveries)> dispatch);
+  Progress(
+      Transport& transport, Operation settle, UniqueFunction<void(Deliveries)> dispatch, Waiting waiting = Waiting::kSleep);
   ~Progress();
   Progress(const Progress&) = delete;
   Progress& operator=(const Progress&) = delete;
@@ -43,8 +46,9 @@ class Progress {
 
   using IsDone = UniqueFunction<bool()>;
 
-  // Makes progress until something is delivered or `isDone` returns true; sleeps in between. isDone is asked without the
-  // lock, before each sleep. After close() it returns at once.
+  // Makes progress until something is delivered or `isDone` returns true; spins or sleeps in between. isDone is asked without the
+  // lock, before each sleep, and with it while spinning. After close() it returns at once. Returns with nothing also where the
+  // calling thread is not needed: another leader stands guard, and a visitor wants to be the next to be woken.
   Deliveries lead(IsDone isDone) {
     return drive(Role::kLeader, isDone);
   }
@@ -54,6 +58,11 @@ class Progress {
     return drive(Role::kVisitor, isDone);
   }
   void leave();
+
+  // How many processes of the job share this machine: spinning is for those that have a core each.
+  void setProcessesHere(size_t processes) {
+    spinning_.setProcessesHere(processes);
+  }
 
   // Wakes one thread that sleeps in lead() or visit(): the latest.
   void wake();
@@ -78,7 +87,8 @@ class Progress {
   void runLeftovers();
   // False where a signal, or its longest time, ended the sleep. Queues the operation of a watched descriptor that became readable.
   bool sleep();
-  void parkWhileVisited();
+  // Locks the worker mutex; who spins under it makes room.
+  std::unique_lock<std::mutex> lockWorker();
 
   Transport& transport_;
   Operation settle_;
@@ -91,18 +101,18 @@ class Progress {
   Deliveries deliveries_;
   std::vector<Operation> running_; // what runQueueLocked is at; a member so that its memory is reused
   bool isClosed_ = false;
+  Spinning spinning_;
 
+  std::atomic<int> lockWaiters_{0};
   std::mutex queueMutex_;
   // Guarded by queueMutex_:
   std::vector<Operation> queue_;
   std::vector<Operation> watches_; // what to run; the epoll set knows them by their index
   std::atomic<size_t> queued_{0};
   std::atomic<int> sleepers_{0};
-
+  std::atomic<int> leadersAsleep_{0};
+  std::atomic<bool> isVisited_{false}; // between visit() and leave()
   std::atomic<bool> isVisitorAsleep_{false};
-  std::mutex parkMutex_;
-  std::condition_variable visitorLeft_;
-  std::atomic<bool> isLeaderParked_{false}; // changed under parkMutex_
 };
 
 } // namespace torch_ucx_rpc

@@ -1,0 +1,88 @@
+"""What does a step of distributed autograd cost?
+
+A parameter server (a layer on worker1, its loss on worker0) and a pipeline (a layer on each of worker1 and worker2,
+micro-batches through both): forward, backward and DistributedOptimizer.step.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed.autograd as dist_autograd
+import torch.distributed.rpc as rpc
+from torch import nn
+from torch.distributed.optim import DistributedOptimizer
+
+from benchmarks import harness
+from benchmarks.harness import Bound, Figure
+
+STEPS = 60
+BATCH, WIDTH = 32, 64
+MICRO_BATCHES = 4
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        return torch.relu(self.linear(batch))
+
+    def parameter_rrefs(self) -> list[rpc.RRef]:
+        return [rpc.RRef(parameter) for parameter in self.parameters()]
+
+
+class Stage(Layer):
+    """Fetches its input from where it is, as in PyTorch's pipeline tutorial."""
+
+    def forward(self, batch: rpc.RRef) -> torch.Tensor:
+        return super().forward(batch.to_here())
+
+
+def step_us(forward: object, layers: list[rpc.RRef]) -> float:
+    parameters = [parameter for layer in layers for parameter in layer.rpc_sync().parameter_rrefs()]
+    optimizer = DistributedOptimizer(torch.optim.SGD, parameters, lr=0.01)
+    batch, target = torch.randn(BATCH, WIDTH), torch.randn(BATCH, WIDTH)
+
+    def step() -> None:
+        with dist_autograd.context() as context:
+            loss = nn.functional.mse_loss(forward(batch), target)
+            dist_autograd.backward(context, [loss])
+            optimizer.step(context)
+
+    for _ in range(5):
+        step()
+    return harness.p50(harness.durations_us(step, STEPS))
+
+
+def parameter_server() -> float:
+    layer = rpc.remote("worker1", Layer)
+    return step_us(lambda batch: layer.rpc_sync().forward(batch), [layer])
+
+
+def pipeline() -> float:
+    first, second = rpc.remote("worker1", Stage), rpc.remote("worker2", Stage)
+
+    def forward(batch: torch.Tensor) -> torch.Tensor:
+        outputs = []
+        for part in batch.split(BATCH // MICRO_BATCHES):
+            hidden = first.remote().forward(rpc.RRef(part))
+            outputs.append(second.rpc_async().forward(hidden))
+        return torch.cat(torch.futures.wait_all(outputs))
+
+    return step_us(forward, [first, second])
+
+
+def measure() -> harness.Figures:
+    return {"parameter server, a step": parameter_server(), "pipeline, a step": pipeline()}
+
+
+BENCHMARK = harness.Benchmark(
+    question="What does a step of distributed autograd cost?",
+    figures=tuple(
+        Figure(name, "us", (Bound(0.6, 0.4),)) for name in ("parameter server, a step", "pipeline, a step")
+    ),
+    contenders=lambda: [
+        harness.RpcJob(transport, measure, workers=3) for transport in (harness.UCX, harness.TENSORPIPE)
+    ],
+)

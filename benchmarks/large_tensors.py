@@ -1,0 +1,110 @@
+"""How fast do large tensors travel?
+
+The echo of 1 MiB and of 64 MiB between two workers on one host. Beside it what the machine can do: a memcpy of 64 MiB within
+warm memory, and UCX's own ucx_perftest with messages of 64 MiB over the lanes that the workers use (cma cannot report
+dead peers, so they do without it).
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed.rpc as rpc
+
+from benchmarks import harness
+from benchmarks.harness import Bound, Figure
+
+MIB = 2**20
+LARGE = 64 * MIB
+SMALL_CALLS, LARGE_CALLS = 200, 7
+
+
+def echo(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def measure() -> harness.Figures:
+    figures = {}
+    for name, size, calls in (("1 MiB", MIB, SMALL_CALLS), ("64 MiB", LARGE, LARGE_CALLS)):
+        tensor = torch.randint(0, 256, (size,), dtype=torch.uint8)
+        assert torch.equal(rpc.rpc_sync("worker1", echo, (tensor,)), tensor)  # and warms
+        # The answer dies before the next call, as in a program that uses it up.
+        figures[name] = harness.p50(harness.durations_us(lambda tensor=tensor: rpc.rpc_sync("worker1", echo, (tensor,)), calls))
+    return {
+        "echo of 1 MiB, p50": figures["1 MiB"],
+        "echo of 64 MiB, both ways": 2 * LARGE / 2**30 / (1e-6 * figures["64 MiB"]),
+    }
+
+
+def measure_memcpy() -> harness.Figures:
+    source, target = torch.ones(LARGE, dtype=torch.uint8), torch.zeros(LARGE, dtype=torch.uint8)
+    duration = harness.p50(harness.durations_us(lambda: target.copy_(source), LARGE_CALLS))
+    return {"echo of 64 MiB, both ways": LARGE / 2**30 / (1e-6 * duration)}
+
+
+def ucx_perftest(size: int, iterations: int, test: str = "ucp_am_bw", lanes: str = "self,sysv,posix,tcp") -> float:
+    """Bandwidth between two processes on this host as UCX's own benchmark sees it, in GiB/s."""
+    import libucx
+
+    program = Path(libucx.__file__).parent / "bin" / "ucx_perftest"
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    environment = {**os.environ, "UCX_TLS": lanes, "LD_LIBRARY_PATH": str(Path(libucx.__file__).parent / "lib")}
+    common = [str(program), "-p", str(port)]
+    with subprocess.Popen(common, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as server:
+        try:
+            for _ in range(100):
+                client = subprocess.run(
+                    [*common, "127.0.0.1", "-t", test, "-s", str(size), "-n", str(iterations), "-w", "3", "-f", "-v"],
+                    env=environment,
+                    capture_output=True,
+                    text=True,
+                    check=False,
+                )
+                if client.returncode == 0:
+                    # The last line: iterations, then latency (typical, average, overall) and bandwidth in MiB/s (average, overall).
+                    return float(client.stdout.strip().splitlines()[-1].split(",")[-3]) / 1024
+                time.sleep(0.05)  # the server has not opened its port yet
+        finally:
+            server.terminate()
+    raise RuntimeError(f"ucx_perftest failed: {client.stdout}{client.stderr}")
+
+
+def measure_ucx_perftest() -> harness.Figures:
+    return {"echo of 64 MiB, both ways": ucx_perftest(LARGE, 20)}
+
+
+BENCHMARK = harness.Benchmark(
+    question="How fast do large tensors travel?",
+    figures=(
+        Figure(
+            "echo of 1 MiB, p50",
+            "us",
+            (Bound(0.55, 0.4), Bound(1, contender=harness.UCX_TCP.name, reference=harness.TENSORPIPE_UV.name)),
+        ),
+        Figure(
+            "echo of 64 MiB, both ways",
+            "GiB/s",
+            (
+                Bound(2.5),
+                Bound(0.9, reference="ucx_perftest"),
+                Bound(None, 0.9, reference="memcpy"),
+                Bound(1, contender=harness.UCX_TCP.name, reference=harness.TENSORPIPE_UV.name),
+            ),
+            more_is_better=True,
+        ),
+    ),
+    contenders=lambda: [
+        *(
+            harness.RpcJob(transport, measure)
+            for transport in (harness.UCX, harness.TENSORPIPE, harness.UCX_TCP, harness.TENSORPIPE_UV)
+        ),
+        harness.Baseline("ucx_perftest", measure_ucx_perftest),
+        harness.Baseline("memcpy", measure_memcpy),
+    ],
+)

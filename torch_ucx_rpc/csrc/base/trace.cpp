@@ -1,0 +1,147 @@
+#include "base/trace.h"
+
+#include <fcntl.h>
+#include <sys/file.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+namespace torch_ucx_rpc::trace {
+
+namespace {
+
+// Of one thread; what comes later is dropped. 12 MB, and some 60,000 calls.
+constexpr size_t kMostSpans = 256 * 1024;
+
+struct Record {
+  const char* name;
+  int64_t began; // nanoseconds
+  int64_t ended;
+  CallId call;
+  Arrow arrow;
+};
+
+struct Buffer {
+  std::mutex mutex; // contended only while it is written out
+  std::vector<Record> records; // guarded by mutex
+  long thread = gettid();
+};
+
+const char* fileName() {
+  const char* name = std::getenv("TORCH_UCX_RPC_TRACE");
+  return name != nullptr ? name : "";
+}
+
+std::mutex buffersMutex;
+std::vector<std::shared_ptr<Buffer>>& buffers() {
+  static auto* all = new std::vector<std::shared_ptr<Buffer>>; // threads may outlive static objects
+  return *all;
+}
+
+Buffer& threadBuffer() {
+  thread_local const std::shared_ptr<Buffer> mine = [] {
+    auto made = std::make_shared<Buffer>();
+    const std::lock_guard lock(buffersMutex);
+    buffers().push_back(made);
+    return made;
+  }();
+  return *mine;
+}
+
+void append(std::string& text, const Record& record, long thread) {
+  char line[512];
+  const double began = static_cast<double>(record.began) / 1000;
+  const double ended = static_cast<double>(record.ended) / 1000;
+  const int pid = getpid();
+  (void)std::snprintf(
+      line,
+      sizeof(line),
+      R"({"ph":"X","name":"%s","ts":%.3f,"dur":%.3f,"pid":%d,"tid":%ld,"args":{"call":"%016llx:%llu"}},)"
+      "\n",
+      record.name,
+      began,
+      ended - began,
+      pid,
+      thread,
+      static_cast<unsigned long long>(record.call.session),
+      static_cast<unsigned long long>(record.call.number));
+  text += line;
+  if (record.arrow != Arrow::kNone) {
+    const bool leaves = record.arrow == Arrow::kRequestLeaves || record.arrow == Arrow::kAnswerLeaves;
+    const bool isAnswer = record.arrow == Arrow::kAnswerLeaves || record.arrow == Arrow::kAnswerArrives;
+    (void)std::snprintf(
+        line,
+        sizeof(line),
+        R"({"ph":"%s","bp":"e","cat":"message","name":"%s","id":"%016llx:%llu","ts":%.3f,"pid":%d,"tid":%ld},)"
+        "\n",
+        leaves ? "s" : "f",
+        isAnswer ? "answer" : "request",
+        static_cast<unsigned long long>(record.call.session),
+        static_cast<unsigned long long>(record.call.number),
+        leaves ? ended : began,
+        pid,
+        thread);
+    text += line;
+  }
+}
+
+} // namespace
+
+const bool isOn = *fileName() != '\0';
+
+int64_t Span::now() {
+  return std::chrono::steady_clock::now().time_since_epoch() / std::chrono::nanoseconds(1);
+}
+
+void Span::record(const Span& span) {
+  Buffer& buffer = threadBuffer();
+  const std::lock_guard lock(buffer.mutex);
+  if (buffer.records.size() < kMostSpans) {
+    buffer.records.push_back({span.name_, span.began_, now(), span.call_, span.arrow_});
+  }
+}
+
+void write(const std::string& process) {
+  if (!isOn) {
+    return;
+  }
+  std::string text = R"({"ph":"M","name":"process_name","pid":)" + std::to_string(getpid()) + R"(,"args":{"name":")" +
+      process + "\"}},\n";
+  {
+    const std::lock_guard lock(buffersMutex);
+    for (const std::shared_ptr<Buffer>& buffer : buffers()) {
+      const std::lock_guard bufferLock(buffer->mutex);
+      for (const Record& record : buffer->records) {
+        append(text, record, buffer->thread);
+      }
+      buffer->records.clear();
+    }
+  }
+  const int fd = open(fileName(), O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0644);
+  if (fd < 0) {
+    std::perror("torch_ucx_rpc: cannot write TORCH_UCX_RPC_TRACE");
+    return;
+  }
+  // Processes take turns. The array is never closed: the format allows that.
+  struct stat status {};
+  if (flock(fd, LOCK_EX) == 0 && fstat(fd, &status) == 0 && status.st_size == 0) {
+    text.insert(0, "[\n");
+  }
+  for (size_t done = 0; done < text.size();) {
+    const ssize_t written = ::write(fd, text.data() + done, text.size() - done);
+    if (written <= 0) {
+      std::perror("torch_ucx_rpc: cannot write TORCH_UCX_RPC_TRACE");
+      break;
+    }
+    done += static_cast<size_t>(written);
+  }
+  close(fd);
+}
+
+} // namespace torch_ucx_rpc::trace

@@ -1,0 +1,60 @@
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+namespace torch_ucx_rpc::trace {
+
+// Where the time of a call goes. With TORCH_UCX_RPC_TRACE=FILE every process appends its spans to that file when its agent shuts
+// down, in Chrome's trace event format (https://ui.perfetto.dev reads it). The spans of one call carry its id on both sides, and
+// arrows lead from one process to the other; clocks of one machine agree, those of several may not. Without the variable a
+// span costs a test of a constant.
+
+// Constant once the library is loaded.
+extern const bool isOn;
+
+// A call as all processes see it.
+struct CallId {
+  uint64_t session = 0; // of the caller
+  uint64_t number = 0;
+};
+
+// From the span with which a message leaves one process to that with which it arrives at another.
+enum class Arrow : uint8_t { kNone, kRequestLeaves, kRequestArrives, kAnswerLeaves, kAnswerArrives };
+
+// What happens on this thread during the life of the object. `name` must be a literal.
+class Span {
+ public:
+  explicit Span(const char* name, CallId call = {}, Arrow arrow = Arrow::kNone)
+      : call_(call), name_(name), arrow_(arrow) {
+    if (isOn) {
+      began_ = now();
+    }
+  }
+  ~Span() {
+    if (isOn) {
+      record(*this);
+    }
+  }
+  Span(const Span&) = delete;
+  Span& operator=(const Span&) = delete;
+
+  // For a call that has no id yet when the span begins.
+  void belongsTo(CallId call) {
+    call_ = call;
+  }
+
+ private:
+  static int64_t now();
+  static void record(const Span& span);
+
+  CallId call_;
+  const char* const name_;
+  const Arrow arrow_;
+  int64_t began_ = 0;
+};
+
+// Appends what was recorded since the last time; `process` is what the reader sees.
+void write(const std::string& process);
+
+} // namespace torch_ucx_rpc::trace
