@@ -79,9 +79,7 @@ def measure() -> harness.Figures:
 
 BENCHMARK = harness.Benchmark(
     question="What does a step of distributed autograd cost?",
-    figures=tuple(
-        Figure(name, "us", (Bound(0.6, 0.4),)) for name in ("parameter server, a step", "pipeline, a step")
-    ),
+    figures=tuple(Figure(name, "us", (Bound(0.6, 0.4),)) for name in ("parameter server, a step", "pipeline, a step")),
     contenders=lambda: [
         harness.RpcJob(transport, measure, workers=3) for transport in (harness.UCX, harness.TENSORPIPE)
     ],

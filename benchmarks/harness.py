@@ -237,9 +237,7 @@ class Result:
         if bound.reference is None:
             values = self.values(bound.contender, figure.name)
             return statistics.median(values) if values else None
-        pairs = zip(
-            self.values(bound.contender, figure.name), self.values(bound.reference, figure.name), strict=False
-        )
+        pairs = zip(self.values(bound.contender, figure.name), self.values(bound.reference, figure.name), strict=False)
         ratios = [mine / theirs for mine, theirs in pairs]
         return statistics.median(ratios) if ratios else None
 
@@ -278,7 +276,9 @@ def table(result: Result) -> Iterator[str]:
         for name in names:
             values = sorted(result.values(name, figure.name))
             cells.append(
-                f"{_number(statistics.median(values))} ({_number(values[0])} to {_number(values[-1])})" if values else ""
+                f"{_number(statistics.median(values))} ({_number(values[0])} to {_number(values[-1])})"
+                if values
+                else ""
             )
         line = f"| {figure.name}, {figure.unit} | " + " | ".join(cells)
         shown = False

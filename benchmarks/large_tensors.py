@@ -34,7 +34,9 @@ def measure() -> harness.Figures:
         tensor = torch.randint(0, 256, (size,), dtype=torch.uint8)
         assert torch.equal(rpc.rpc_sync("worker1", echo, (tensor,)), tensor)  # and warms
         # The answer dies before the next call, as in a program that uses it up.
-        figures[name] = harness.p50(harness.durations_us(lambda tensor=tensor: rpc.rpc_sync("worker1", echo, (tensor,)), calls))
+        figures[name] = harness.p50(
+            harness.durations_us(lambda tensor=tensor: rpc.rpc_sync("worker1", echo, (tensor,)), calls)
+        )
     return {
         "echo of 1 MiB, p50": figures["1 MiB"],
         "echo of 64 MiB, both ways": 2 * LARGE / 2**30 / (1e-6 * figures["64 MiB"]),

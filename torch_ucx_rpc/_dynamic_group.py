@@ -44,6 +44,9 @@ _DYNAMIC = "torch_ucx_rpc/dynamic"
 # How long a worker that is in the list without a record is given to write it, between two lines of its code.
 _WRITING_S = 5.0
 
+# More have never joined a group; the counter in the Store cannot be authenticated.
+_MOST_ARRIVALS = 1_000_000
+
 
 class DynamicGroup:
     """The group as one of its members sees it."""
@@ -73,7 +76,7 @@ class DynamicGroup:
         position = self._store.add("arrivals", 1) - 1
         place = self._place = f"member/{position}"
         self._store.set(place, write_entry(self._own.to_values(), self._secret))
-        earlier = self._read([f"member/{earlier}" for earlier in range(position)])
+        earlier = self._read(_places(position))
         for other_place, other in list(earlier.items()):
             if other.rank == self._own.rank or other.name == self._own.name:
                 if not other.has_ended_beside(self._own):
@@ -181,8 +184,7 @@ class StaticGroup:
         """RuntimeError if workers at this Store are in a group without a size."""
         store = PrefixStore(_DYNAMIC, self._store)
         if store.check(["arrivals"]):
-            places = [f"member/{position}" for position in range(store.add("arrivals", 0))]
-            filled = [place for place in places if store.check([place])]
+            filled = [place for place in _places(store.add("arrivals", 0)) if store.check([place])]
             members = read_records(store, filled, self._own, self._secret)
             for member in members.values():
                 if not member.has_ended_beside(self._own):
@@ -200,6 +202,16 @@ class StaticGroup:
             self._is_announced = False
             with contextlib.suppress(DistError):
                 self._store.set(_STATIC, "")
+
+
+def _places(arrivals: int) -> list[str]:
+    """Of all who have ever joined."""
+    if not 0 <= arrivals <= _MOST_ARRIVALS:
+        raise RuntimeError(
+            f"this Store says that {arrivals} workers have joined the group, which no worker wrote: give the job a Store "
+            f"of its own."
+        )
+    return [f"member/{position}" for position in range(arrivals)]
 
 
 def _mixture(member: object, has_size: bool) -> RuntimeError:
