@@ -208,8 +208,8 @@ def _places(arrivals: int) -> list[str]:
     """Of all who have ever joined."""
     if not 0 <= arrivals <= _MOST_ARRIVALS:
         raise RuntimeError(
-            f"this Store says that {arrivals} workers have joined the group, which no worker wrote: give the job a Store "
-            f"of its own."
+            f"this Store counts {arrivals} workers that have joined, which no worker wrote: give the job a Store of "
+            f"its own."
         )
     return [f"member/{position}" for position in range(arrivals)]
 
