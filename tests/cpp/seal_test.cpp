@@ -98,6 +98,7 @@ TEST_F(SealTest, ContentIsGenuineOnlyWhereItBelongs) {
   EXPECT_FALSE(opener_.isContentGenuine(header, bytesOf("large bodyl"), bytesOf("arge payload"))) << "moved over";
   EXPECT_FALSE(opener_.isContentGenuine(header, {}, {}));
   Header another = sealed("");
+  another.callId = header.callId + 1;
   another.contentTag = header.contentTag;
   EXPECT_FALSE(opener_.isContentGenuine(another, bytesOf("large body"), bytesOf("large payload")));
 }
