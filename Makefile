@@ -6,6 +6,7 @@
 #   VENV=.venv          where that is
 #   BACKEND=UCX         what the conformance suites run on; TENSORPIPE is PyTorch's own
 #   RUNS=1              how many times they run
+#   FUZZ_SECONDS=20     how long hostile bytes are tried
 #   TORCHES=            versions of torch for the matrix; without any, the oldest supported and PyPI's newest
 #
 # pip's own variables work too: PIP_EXTRA_INDEX_URL, for one, with TORCH=2.13.0+cpu.
@@ -15,6 +16,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BACKEND ?= UCX
 RUNS ?= 1
+FUZZ_SECONDS ?= 20
 TORCHES ?=
 
 SHELL := /bin/bash
@@ -35,8 +37,8 @@ NEEDS := tools/build_environment.py requirements
 ENVIRONMENT := $(VENV)/.torch-$(TORCH)-$(UCX)
 EDITABLE := $(VENV)/.editable-$(TORCH)-$(UCX)
 
-.PHONY: help build test test-cpp test-python test-conformance conformance conformance-cuda matrix bench bench-full demo lint
-.PHONY: tidy format wheel clean distclean
+.PHONY: help build test test-cpp test-python test-conformance conformance conformance-cuda fuzz matrix bench bench-full demo
+.PHONY: lint tidy format wheel clean distclean
 
 help: ## List the verbs
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' Makefile
@@ -90,6 +92,21 @@ conformance conformance-cuda: build $(VENV)/.extra-test
 	if [ -e $$reports/1.json ]; then $(PY) tests/conformance/page.py record $$reports/*.json; fi; \
 	exit $$status
 
+FUZZED := tests/fuzz/wire_fuzzer.cpp $(wildcard torch_ucx_rpc/csrc/wire/*.cpp) torch_ucx_rpc/csrc/base/hmac.cpp
+
+build/fuzz/wire_fuzzer: $(FUZZED) $(wildcard torch_ucx_rpc/csrc/wire/*.h torch_ucx_rpc/csrc/base/*.h)
+	@command -v clang++ > /dev/null || { echo "make fuzz needs clang with libFuzzer (Debian, Ubuntu: apt install clang)"; exit 1; }
+	@mkdir -p $(@D)
+	@clang++ -std=c++20 -O2 -g -Wall -Wextra -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=all \
+	  -Itorch_ucx_rpc/csrc $(FUZZED) -o $@
+
+# What is found is kept in build/fuzz for the next run; an input that fails is written there, and named.
+fuzz: build/fuzz/wire_fuzzer ## Hostile bytes against the wire format's readers, for FUZZ_SECONDS; needs clang
+	@mkdir -p build/fuzz/corpus
+	@build/fuzz/wire_fuzzer -max_total_time=$(FUZZ_SECONDS) -max_len=4096 -malloc_limit_mb=16 -rss_limit_mb=1024 \
+	  -artifact_prefix=build/fuzz/ -print_final_stats=1 build/fuzz/corpus tests/fuzz/corpus 2> build/fuzz/log \
+	  && grep number_of_executed_units build/fuzz/log || { tail -50 build/fuzz/log; exit 1; }
+
 matrix: ## Build and test with several versions of torch, each in a copy of its own
 	@test -x $(VENV)/bin/pip || $(PYTHON) -m venv $(VENV)
 	@$(PY) tools/matrix.py $(TORCHES)
@@ -113,7 +130,7 @@ $(BENCH_PEERS)/.done:
 demo: build $(VENV)/.extra-demo ## Train a model split over two workers
 	@$(PY) examples/digits.py
 
-CXX_FILES = $$(find torch_ucx_rpc/csrc tests/cpp -name '*.h' -o -name '*.cpp')
+CXX_FILES = $$(find torch_ucx_rpc/csrc tests/cpp tests/fuzz -name '*.h' -o -name '*.cpp')
 
 lint: $(VENV)/.extra-lint ## Style, formats and types, C++ and Python
 	@ruff check

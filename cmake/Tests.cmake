@@ -19,5 +19,14 @@ foreach(source IN LISTS tests)
     target_compile_options(${name} PRIVATE -fPIC)
     target_precompile_headers(${name} REUSE_FROM torch_ucx_rpc_agent)
   endif()
+  target_compile_definitions(${name} PRIVATE TORCH_UCX_RPC_FUZZ_CORPUS="${CMAKE_SOURCE_DIR}/tests/fuzz/corpus")
   gtest_discover_tests(${name} TEST_PREFIX "${name}." PROPERTIES TIMEOUT 120 DISCOVERY_TIMEOUT 60)
 endforeach()
+
+# The process that stranger_test runs, found beside it.
+add_executable(stranger "${CMAKE_SOURCE_DIR}/tests/cpp/stranger.cpp")
+target_link_libraries(stranger PRIVATE torch_ucx_rpc_ucp)
+target_link_options(stranger PRIVATE -Wl,--as-needed)
+set_target_properties(stranger PROPERTIES
+  RUNTIME_OUTPUT_DIRECTORY "${CMAKE_BINARY_DIR}/tests"
+  BUILD_RPATH "${TORCH_LIBRARY_DIRS};${UCX_LIBRARY_DIR}")

@@ -18,6 +18,7 @@ from torch.distributed import FileStore, HashStore, PrefixStore, Store
 from workers import run_workers
 
 from torch_ucx_rpc import _members
+from torch_ucx_rpc._dynamic_group import StaticGroup
 from torch_ucx_rpc._members import gather_members
 from torch_ucx_rpc._record import Record, process_facts
 from torch_ucx_rpc._rendezvous import create_store
@@ -181,6 +182,13 @@ def test_what_no_worker_wrote_is_refused(text: str) -> None:
     PrefixStore("torch_ucx_rpc", store).add("arrivals", 1)
     PrefixStore("torch_ucx_rpc", store).set("arrival/0", text)
     assert "found something in the Store that no worker wrote" in outcome(gather_members, store, record(0, 2), 10)
+
+
+def test_a_count_that_cannot_be_is_refused_before_anything_is_listed() -> None:
+    store = HashStore()
+    PrefixStore("torch_ucx_rpc/dynamic", store).add("arrivals", 2**62)
+    group = StaticGroup(store, record(0, 2), None)
+    assert f"counts {2**62} workers that have joined, which no worker wrote" in outcome(group.refuse_mixture)
 
 
 def meet_unless_absent(rank: int, absent: set[int]) -> str:

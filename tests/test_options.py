@@ -28,6 +28,7 @@ CHANGED = {
     "host_pool_bytes": 0,
     "waiting": "sleep",
     "prometheus_port": 9400,
+    "secret_file": "/run/secrets/job",
 }
 
 
@@ -44,6 +45,7 @@ def test_defaults() -> None:
     assert options.host_pool_bytes == 256 * 1024**2
     assert options.waiting == "auto"
     assert options.prometheus_port is None
+    assert options.secret_file is None
 
 
 def test_every_option_is_taken_by_the_constructor_and_as_an_attribute() -> None:
@@ -155,6 +157,8 @@ def test_an_unknown_attribute_is_refused() -> None:
         ("waiting", None),
         ("prometheus_port", "9400"),
         ("prometheus_port", True),
+        ("secret_file", b"/run/secrets/job"),
+        ("secret_file", 3),
     ],
 )
 def test_a_wrong_type_is_refused_with_what_is_right(name: str, value: object) -> None:
@@ -187,6 +191,8 @@ def test_a_wrong_type_is_refused_with_what_is_right(name: str, value: object) ->
         ("waiting", "spin"),
         ("prometheus_port", -1),
         ("prometheus_port", 65_536),
+        ("secret_file", ""),
+        ("secret_file", "nul\0"),
     ],
 )
 def test_an_impossible_value_is_refused_by_name(name: str, value: object) -> None:

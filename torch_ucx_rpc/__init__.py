@@ -35,6 +35,7 @@ How the package is laid out:
 * ``_observation``   the same for ``python -m torch_ucx_rpc top``
 * ``__main__``       ``python -m torch_ucx_rpc``
 * ``_cli``           its commands, a module each
+* ``_secret``        the secret of a job, and what is made of it
 * ``_C``             the agent itself, written in C++ (``csrc/``)
 """
 

@@ -42,6 +42,7 @@ from torch_ucx_rpc._network import default_devices
 from torch_ucx_rpc._options import UcxRpcBackendOptions
 from torch_ucx_rpc._record import Record, process_facts
 from torch_ucx_rpc._rendezvous import Deadline, check_rank, create_store
+from torch_ucx_rpc._secret import Secret, load_secret
 
 _logger = logging.getLogger(__name__)
 
@@ -65,6 +66,8 @@ def _native_options(options: UcxRpcBackendOptions) -> _C.AgentOptions:
 class UcxRpcAgent(_C.UcxRpcAgent):
     """What torch's Python code, written for TensorPipe's agent, expects of one besides calls."""
 
+    # The job's; None for a job without one.
+    secret: Secret | None = None
     # Which it is a member of.
     group: StaticGroup | DynamicGroup | None = None
 
@@ -112,6 +115,7 @@ class UcxRpcAgent(_C.UcxRpcAgent):
 
     def add_records(self, records: Iterable[Record], members: Collection[Record]) -> None:
         """Make workers known to the agent, itself first; ``members`` are all that are known by then."""
+        secret = self.secret
         self._add_members(
             [
                 _C.Member(
@@ -124,6 +128,7 @@ class UcxRpcAgent(_C.UcxRpcAgent):
                     process_start_time=record.process_start_time,
                     session=record.session,
                     address=record.address,
+                    **({} if secret is None else secret.frame_keys(self.session, record.session)),
                 )
                 for record in records
             ]
@@ -184,15 +189,16 @@ def init_rpc(
     if options is None:
         options = UcxRpcBackendOptions()
     rank, world_size = _check_arguments(name, rank, world_size, options)
+    secret = _load_secret(options)
     store = open_store(options.init_method, rank, world_size, options.rpc_timeout)
     if world_size is None:
-        _join_dynamic_group(store, name, rank, options)
+        _join_dynamic_group(store, name, rank, options, secret)
         return
     # Groups that follow each other on one Store are told apart by torch's count of them, TensorPipe's included. It goes
     # on only when all workers have met: who gave up alone, and tries again, must find the others where they are.
     with rpc._init_counter_lock:
         counted = PrefixStore(f"rpc_prefix_{rpc._init_counter}", store)
-    agent = _join_static_group(store, counted, name, rank, world_size, options)
+    agent = _join_static_group(store, counted, name, rank, world_size, options, secret)
     with rpc._init_counter_lock:
         rpc._init_counter += 1
     _start(agent)
@@ -203,11 +209,12 @@ def init_backend(
 ) -> UcxRpcAgent:
     """Handler of ``backend_registry.init_backend``: a running agent, by way of a Store that the caller brings."""
     rank, world_size = _check_arguments(name, rank, world_size, rpc_backend_options)
+    secret = _load_secret(rpc_backend_options)
     if not isinstance(store, Store):
         raise TypeError(f"`store` must be a torch.distributed.Store; {store!r} is none")
     if world_size is None:
-        return _join_dynamic_group(store, name, rank, rpc_backend_options)
-    agent = _join_static_group(store, store, name, rank, world_size, rpc_backend_options)
+        return _join_dynamic_group(store, name, rank, rpc_backend_options, secret)
+    agent = _join_static_group(store, store, name, rank, world_size, rpc_backend_options, secret)
     _start(agent)
     return agent
 
@@ -244,29 +251,44 @@ def _check_arguments(name: Any, rank: Any, world_size: Any, options: Any) -> tup
     return int(rank), world_size and int(world_size)
 
 
+def _load_secret(options: UcxRpcBackendOptions) -> Secret | None:
+    secret = load_secret(options.secret_file)
+    if secret is not None:
+        _C.load_libcrypto()
+    return secret
+
+
 def _join_static_group(
-    store: Store, counted: Store, name: str, rank: int, world_size: int, options: UcxRpcBackendOptions
+    store: Store,
+    counted: Store,
+    name: str,
+    rank: int,
+    world_size: int,
+    options: UcxRpcBackendOptions,
+    secret: Secret | None,
 ) -> UcxRpcAgent:
     """An agent that knows all workers of the group and their device maps, not started yet.
 
     They meet at ``counted``, the part of the Store that is of this group alone.
     """
-    agent = _make_agent(name, rank, world_size, store, options)
+    agent = _make_agent(name, rank, world_size, store, options, secret)
     with _undone_on_error(agent):
         own = _record_of(agent, world_size)
-        group = StaticGroup(store, own)
+        group = StaticGroup(store, own, secret)
         group.refuse_mixture()
-        members = gather_members(counted, own, options.rpc_timeout)
+        members = gather_members(counted, own, options.rpc_timeout, secret)
         agent.add_records(members, members)
         agent.group = group
         group.announce()
     return agent
 
 
-def _join_dynamic_group(store: Store, name: str, rank: int, options: UcxRpcBackendOptions) -> UcxRpcAgent:
+def _join_dynamic_group(
+    store: Store, name: str, rank: int, options: UcxRpcBackendOptions, secret: Secret | None
+) -> UcxRpcAgent:
     """A running agent, which all members of the group have admitted."""
     deadline = Deadline(options.rpc_timeout)
-    agent = _make_agent(name, rank, _TYPICAL_PEERS, store, options)
+    agent = _make_agent(name, rank, _TYPICAL_PEERS, store, options, secret)
     with _undone_on_error(agent):
         agent.group = group = DynamicGroup(store, _record_of(agent, 0), agent)
         group.enter()
@@ -276,9 +298,12 @@ def _join_dynamic_group(store: Store, name: str, rank: int, options: UcxRpcBacke
     return agent
 
 
-def _make_agent(name: str, rank: int, expected_peers: int, store: Store, options: UcxRpcBackendOptions) -> UcxRpcAgent:
+def _make_agent(
+    name: str, rank: int, expected_peers: int, store: Store, options: UcxRpcBackendOptions, secret: Secret | None
+) -> UcxRpcAgent:
     make = AGENT_TYPES[type(options)]
     agent = make(name, rank, expected_peers, store, copy.copy(options))
+    agent.secret = secret
     with _undone_on_error(agent):
         # Before the others hear of this worker: a port that is taken is nothing that they should wait for.
         agent.open_endpoints()

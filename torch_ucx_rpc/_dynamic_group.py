@@ -6,6 +6,9 @@ The list of its members is in the Store::
     member/0    record of the first; empty when it has left, or when another member has noticed that it died
     member/1    record of the second ...
 
+The records are JSON, and in a job with a secret authenticated, as is what a worker that joins says to the others
+(``_secret``).
+
 A worker that joins puts itself into the list, reads who came before it, and asks each of those, over UCX, to admit it.
 Who comes later will ask it. So of two that join at the same time the later one asks the other, and the Store is needed
 for joining only: whoever hosts it may leave the group, and for those who are in it even end.
@@ -29,6 +32,7 @@ from torch.distributed import DistError
 from torch_ucx_rpc._members import ask_again, check_device_maps, read_records
 from torch_ucx_rpc._record import Record
 from torch_ucx_rpc._rendezvous import Deadline
+from torch_ucx_rpc._secret import Secret, read_entry, write_entry
 
 if TYPE_CHECKING:
     from torch_ucx_rpc._agent import UcxRpcAgent
@@ -40,6 +44,9 @@ _DYNAMIC = "torch_ucx_rpc/dynamic"
 # How long a worker that is in the list without a record is given to write it, between two lines of its code.
 _WRITING_S = 5.0
 
+# More have never joined a group; the counter in the Store cannot be authenticated.
+_MOST_ARRIVALS = 1_000_000
+
 
 class DynamicGroup:
     """The group as one of its members sees it."""
@@ -47,6 +54,7 @@ class DynamicGroup:
     is_static = False
 
     def __init__(self, store: Store, own: Record, agent: UcxRpcAgent) -> None:
+        self._secret = agent.secret
         self._root = store
         self._store = PrefixStore(_DYNAMIC, store)
         self._own = own
@@ -63,12 +71,12 @@ class DynamicGroup:
         Raises RuntimeError when its rank or name is taken, the group at this Store is a static one, or its workers have
         another version of this package; ValueError when the device maps do not fit together.
         """
-        if self._root.check([_STATIC]) and (member := self._root.get(_STATIC).decode()):
-            raise _mixture(member, has_size=True)
+        if self._root.check([_STATIC]) and (text := self._root.get(_STATIC)):
+            raise _mixture(read_entry(text, self._secret).values.get("member"), has_size=True)
         position = self._store.add("arrivals", 1) - 1
         place = self._place = f"member/{position}"
-        self._store.set(place, json.dumps(self._own.to_values()))
-        earlier = self._read([f"member/{earlier}" for earlier in range(position)])
+        self._store.set(place, write_entry(self._own.to_values(), self._secret))
+        earlier = self._read(_places(position))
         for other_place, other in list(earlier.items()):
             if other.rank == self._own.rank or other.name == self._own.name:
                 if not other.has_ended_beside(self._own):
@@ -77,7 +85,9 @@ class DynamicGroup:
                 del earlier[other_place]
         check_device_maps([self._own, *earlier.values()], is_static_group=False)
         agent = self._running_agent()
-        agent._set_membership(self._admit, self._forget)
+        agent._set_membership(
+            self._admit, self._forget, b"" if self._secret is None else self._secret.join_key(self._own.session)
+        )
         with self._lock:
             self._members = {place: self._own, **earlier}
             agent.add_records([self._own, *earlier.values()], self._members.values())
@@ -120,7 +130,7 @@ class DynamicGroup:
                 places = [place for place in places if self._store.check([place])]
                 break
             time.sleep(0.01)
-        return read_records(self._store, places, self._own)
+        return read_records(self._store, places, self._own, self._secret)
 
     def _admit(self, text: str) -> None:
         """For a worker that joins, with what its `meet` has announced."""
@@ -164,17 +174,18 @@ class StaticGroup:
 
     is_static = True
 
-    def __init__(self, store: Store, own: Record) -> None:
+    def __init__(self, store: Store, own: Record, secret: Secret | None) -> None:
         self._store = store
         self._own = own
+        self._secret = secret
         self._is_announced = False
 
     def refuse_mixture(self) -> None:
         """RuntimeError if workers at this Store are in a group without a size."""
         store = PrefixStore(_DYNAMIC, self._store)
         if store.check(["arrivals"]):
-            places = [f"member/{position}" for position in range(store.add("arrivals", 0))]
-            members = read_records(store, [place for place in places if store.check([place])], self._own)
+            filled = [place for place in _places(store.add("arrivals", 0)) if store.check([place])]
+            members = read_records(store, filled, self._own, self._secret)
             for member in members.values():
                 if not member.has_ended_beside(self._own):
                     raise _mixture(member, has_size=False)
@@ -182,7 +193,7 @@ class StaticGroup:
     def announce(self) -> None:
         """Rank 0 does, for all of them."""
         if self._own.rank == 0:
-            self._store.set(_STATIC, str(self._own))
+            self._store.set(_STATIC, write_entry({"member": str(self._own)}, self._secret))
             self._is_announced = True
 
     def leave(self) -> None:
@@ -191,6 +202,16 @@ class StaticGroup:
             self._is_announced = False
             with contextlib.suppress(DistError):
                 self._store.set(_STATIC, "")
+
+
+def _places(arrivals: int) -> list[str]:
+    """Of all who have ever joined."""
+    if not 0 <= arrivals <= _MOST_ARRIVALS:
+        raise RuntimeError(
+            f"this Store counts {arrivals} workers that have joined, which no worker wrote: give the job a Store of "
+            f"its own."
+        )
+    return [f"member/{position}" for position in range(arrivals)]
 
 
 def _mixture(member: object, has_size: bool) -> RuntimeError:

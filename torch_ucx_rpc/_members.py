@@ -1,6 +1,7 @@
 """Who belongs to the group: each worker leaves a record of itself in the Store, and all learn of all.
 
-The records are JSON; nothing that comes from the Store is unpickled. Its keys::
+The entries are JSON, and in a job with a secret authenticated (``_secret``); nothing that comes from the Store is
+unpickled. Its keys::
 
     arrivals         how many workers have come
     arrival/0        record of the first; emptied when that worker gives up
@@ -19,7 +20,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -31,6 +31,7 @@ from torch.distributed.rpc.backend_registry import _validate_device_maps
 
 from torch_ucx_rpc._record import Record
 from torch_ucx_rpc._rendezvous import Deadline
+from torch_ucx_rpc._secret import Entry, Secret, read_entry, refusal, write_entry
 
 _logger = logging.getLogger(__name__)
 
@@ -41,7 +42,7 @@ _LONGEST_PAUSE_S = 1.0
 _FAREWELL_S = 5.0
 
 
-def gather_members(store: Store, own: Record, timeout: float) -> list[Record]:
+def gather_members(store: Store, own: Record, timeout: float, secret: Secret | None = None) -> list[Record]:
     """Tell the other workers of this one and learn of them; returns all by rank, this one included.
 
     To be called by all ``own.world_size`` workers, each with its record, on the same Store. After an error they can
@@ -49,17 +50,19 @@ def gather_members(store: Store, own: Record, timeout: float) -> list[Record]:
 
     Args:
         timeout: seconds to wait for workers that have not come; 0 is no limit.
+        secret: the job's; None for a job without one.
 
     Raises RuntimeError when workers do not come, have the same rank or name, or do not fit together; ValueError when
-    their device maps do not. All workers that have come raise the same.
+    their device maps do not. All workers that have come raise the same, but for who has another secret than rank 0.
     """
     store = PrefixStore("torch_ucx_rpc", store)
     deadline = Deadline(timeout)
     try:
-        verdict = _read_verdict(store)
-        if verdict is not None and "members" in verdict:
+        verdict = _read_verdict(store, secret)
+        if verdict is not None and "members" in verdict.values:
             raise _came_too_late(own, verdict)
-        return _lead(store, own, deadline) if own.rank == 0 else _follow(store, own, deadline)
+        part = _lead if own.rank == 0 else _follow
+        return part(store, own, secret, deadline)
     except DistError as error:
         raise RuntimeError(
             f"{own} lost the Store while it waited for the other workers: rank 0, or whoever hosts the Store, has "
@@ -67,11 +70,11 @@ def gather_members(store: Store, own: Record, timeout: float) -> list[Record]:
         ) from error
 
 
-def _lead(store: Store, own: Record, deadline: Deadline) -> list[Record]:
+def _lead(store: Store, own: Record, secret: Secret | None, deadline: Deadline) -> list[Record]:
     """Rank 0's part: wait for the others, judge, tell them."""
-    arrivals = _Arrivals(store, own)
+    arrivals = _Arrivals(store, own, secret)
     try:
-        with _listed(store, own):
+        with _listed(store, own, secret):
             members = _await_members(arrivals, own, deadline)
     except DistError:
         raise
@@ -79,21 +82,24 @@ def _lead(store: Store, own: Record, deadline: Deadline) -> list[Record]:
         kind = "ValueError" if isinstance(error, ValueError) else "RuntimeError"
         # Those who are still to come, where it is not for them that time is up, hear of it too.
         expected = 0 if deadline.passed() else max(arrivals.world_sizes())
-        _announce(store, own, {"error": kind, "text": str(error)}, arrivals.read_sessions, expected)
+        _announce(store, own, secret, {"error": kind, "text": str(error)}, arrivals.read_sessions, expected)
         raise
     sessions = {member.session for member in members}
-    _announce(store, own, {"members": [member.to_values() for member in members]}, lambda: sessions)
+    _announce(store, own, secret, {"members": [member.to_values() for member in members]}, lambda: sessions)
     return members
 
 
-def _follow(store: Store, own: Record, deadline: Deadline) -> list[Record]:
+def _follow(store: Store, own: Record, secret: Secret | None, deadline: Deadline) -> list[Record]:
     """The part of every other rank: wait for what rank 0 says."""
-    with _listed(store, own) as position:
-        verdict = _await_verdict(store, own, deadline)
-    if "error" in verdict:
+    with _listed(store, own, secret) as position:
+        entry = _await_verdict(store, own, secret, deadline)
+    verdict = entry.values
+    if entry.doubt or "error" in verdict:
         store.set(position, "")
     # The last that is asked of the Store: rank 0 may take it away now.
-    store.add(f"read/{verdict['by']}", 1)
+    store.add(f"read/{verdict.get('by')}", 1)
+    if entry.doubt:
+        raise refusal(entry, own, verdict.get("judge"))
     if "error" in verdict:
         error = ValueError if verdict["error"] == "ValueError" else RuntimeError
         raise error(verdict["text"])
@@ -101,10 +107,10 @@ def _follow(store: Store, own: Record, deadline: Deadline) -> list[Record]:
 
 
 @contextlib.contextmanager
-def _listed(store: Store, own: Record) -> Iterator[str]:
+def _listed(store: Store, own: Record, secret: Secret | None) -> Iterator[str]:
     """This worker is in the list, at the key that is yielded; after an error, Ctrl-C included, no longer."""
     position = f"arrival/{store.add('arrivals', 1) - 1}"
-    store.set(position, json.dumps(own.to_values()))
+    store.set(position, write_entry(own.to_values(), secret))
     try:
         yield position
     except DistError:
@@ -132,17 +138,17 @@ def _await_members(arrivals: _Arrivals, own: Record, deadline: Deadline) -> list
     return records
 
 
-def _await_verdict(store: Store, own: Record, deadline: Deadline) -> dict[str, Any]:
-    arrivals = _Arrivals(store, own)
+def _await_verdict(store: Store, own: Record, secret: Secret | None, deadline: Deadline) -> Entry:
+    arrivals = _Arrivals(store, own, secret)
     # Once rank 0 has come, it tells all alike when time is up; it may have begun to wait a little later than this one.
     limit = Deadline(deadline.timeout and deadline.timeout + _FAREWELL_S)
     for is_over in ask_again(own.world_size, limit):
-        verdict = _read_verdict(store)
+        verdict = _read_verdict(store, secret)
         if verdict is not None:
-            if own.session in verdict["sessions"]:
+            if own.session in verdict.values["sessions"]:
                 return verdict
             # An error for others is left over from an earlier attempt.
-            if "members" in verdict:
+            if "members" in verdict.values:
                 raise _came_too_late(own, verdict)
         if deadline.passed():
             arrivals.read()
@@ -153,23 +159,32 @@ def _await_verdict(store: Store, own: Record, deadline: Deadline) -> dict[str, A
 
 
 def _announce(
-    store: Store, own: Record, verdict: dict[str, Any], whom: Callable[[], set[int]], at_least: int = 0
+    store: Store,
+    own: Record,
+    secret: Secret | None,
+    verdict: dict[str, Any],
+    whom: Callable[[], set[int]],
+    at_least: int = 0,
 ) -> None:
     """Tell workers, by their sessions, until all of them, and ``at_least`` so many, know or have had the time to."""
     told: set[int] = set()
     for is_over in ask_again(own.world_size, Deadline(_FAREWELL_S)):
         sessions = whom()
         if sessions != told:
-            store.set("verdict", json.dumps({**verdict, "by": own.session, "sessions": sorted(sessions)}))
+            values = {**verdict, "by": own.session, "judge": str(own), "sessions": sorted(sessions)}
+            store.set("verdict", write_entry(values, secret))
             told = sessions
         # Rank 0 has told itself.
         if is_over or store.add(f"read/{own.session}", 0) + 1 >= max(len(told), at_least):
             break
 
 
-def _read_verdict(store: Store) -> dict[str, Any] | None:
-    verdict: dict[str, Any] | None = json.loads(store.get("verdict")) if store.check(["verdict"]) else None
-    return verdict
+def _read_verdict(store: Store, secret: Secret | None) -> Entry | None:
+    if not store.check(["verdict"]):
+        return None
+    verdict = read_entry(store.get("verdict"), secret)
+    # What rank 0 did not write, it will write over.
+    return verdict if isinstance(verdict.values.get("sessions"), list) else None
 
 
 def ask_again(workers: int, deadline: Deadline) -> Iterator[bool]:
@@ -186,19 +201,20 @@ def ask_again(workers: int, deadline: Deadline) -> Iterator[bool]:
 class _Arrivals:
     """The list in the Store, as far as it has been read."""
 
-    def __init__(self, store: Store, own: Record) -> None:
+    def __init__(self, store: Store, own: Record, secret: Secret | None) -> None:
         self._store = store
         self.own = own
+        self._secret = secret
         self._position = 0
         # By key: what each says of itself. Of another version of this package, or a stranger, it may be anything.
-        self._present: dict[str, dict[str, Any]] = {}
+        self._present: dict[str, Entry] = {}
 
     def read(self) -> None:
         """Read on, as far as there is something."""
         while self._store.check([key := f"arrival/{self._position}"]):
             self._position += 1
             if text := self._store.get(key):
-                self._present[key] = _to_values(text)
+                self._present[key] = read_entry(text, self._secret)
 
     def forget_those_who_left(self) -> None:
         keys = list(self._present)
@@ -213,7 +229,7 @@ class _Arrivals:
         """Of all that have come by now, be they records or not. Who comes again does so for the next attempt."""
         self.read()
         first_of_process: dict[str, int] = {}
-        for values in self._present.values():
+        for values in self._values():
             if isinstance(session := values.get("session"), int):
                 first_of_process.setdefault(f"{values.get('pid')} on {values.get('host')}", session)
         return {self.own.session, *first_of_process.values()}
@@ -225,17 +241,23 @@ class _Arrivals:
         return self._numbers("world_size") | {self.own.world_size}
 
     def _numbers(self, field: str) -> set[int]:
-        return {number for values in self._present.values() if isinstance(number := values.get(field), int)}
+        return {number for values in self._values() if isinstance(number := values.get(field), int)}
+
+    def _values(self) -> list[dict[str, Any]]:
+        return [entry.values for entry in self._present.values()]
 
     def records(self) -> list[Record]:
-        """By rank; RuntimeError if one is of another version of this package, or none at all."""
-        return sorted((_check_record(values, self.own) for values in self._present.values()), key=lambda r: r.rank)
+        """By rank; RuntimeError if one is of another version of this package, has another secret, or is none at all."""
+        return sorted((_check_record(entry, self.own) for entry in self._present.values()), key=lambda r: r.rank)
 
 
-def read_records(store: Store, keys: list[str], own: Record) -> dict[str, Record]:
-    """The records at those of these keys that hold one; RuntimeError if one is of another version of this package."""
+def read_records(store: Store, keys: list[str], own: Record, secret: Secret | None) -> dict[str, Record]:
+    """The records at those of these keys that hold one.
+
+    RuntimeError if one is of another version of this package, or of a worker with another secret.
+    """
     texts = zip(keys, _read_texts(store, keys), strict=True)
-    return {key: _check_record(_to_values(text), own) for key, text in texts if text}
+    return {key: _check_record(read_entry(text, secret), own) for key, text in texts if text}
 
 
 def _read_texts(store: Store, keys: list[str]) -> list[bytes]:
@@ -244,15 +266,8 @@ def _read_texts(store: Store, keys: list[str]) -> list[bytes]:
     return [store.get(key) for key in keys]
 
 
-def _to_values(text: bytes) -> dict[str, Any]:
-    try:
-        values = json.loads(text)
-    except ValueError:
-        values = None
-    return values if isinstance(values, dict) else {}
-
-
-def _check_record(values: dict[str, Any], own: Record) -> Record:
+def _check_record(entry: Entry, own: Record) -> Record:
+    values = entry.values
     who = f"rank {values.get('rank')} ({values.get('name')!r}, pid {values.get('pid')} on {values.get('host')})"
     version = values.get("package_version")
     if isinstance(version, str) and version != own.package_version:
@@ -260,6 +275,8 @@ def _check_record(values: dict[str, Any], own: Record) -> Record:
             f"the workers have different versions of torch_ucx_rpc: {own} has {own.package_version} and {who} has "
             f"{version}; install the same everywhere."
         )
+    if entry.doubt and values:
+        raise refusal(entry, own, who)
     try:
         return Record.from_values(values)
     except ValueError as error:
@@ -331,8 +348,10 @@ def _absent(records: list[Record], own: Record, deadline: Deadline) -> RuntimeEr
     )
 
 
-def _came_too_late(own: Record, verdict: dict[str, Any]) -> RuntimeError:
-    members = [Record.from_values(values) for values in verdict["members"]]
+def _came_too_late(own: Record, verdict: Entry) -> RuntimeError:
+    if verdict.doubt:
+        return refusal(verdict, own, verdict.values.get("judge"))
+    members = [Record.from_values(values) for values in verdict.values["members"]]
     rival = next((member for member in members if member.rank == own.rank), members[0])
     return RuntimeError(
         f"{own} came too late: the group of {len(members)} workers at this Store has formed without it, with {rival}. "

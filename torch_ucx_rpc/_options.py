@@ -8,6 +8,7 @@ import functools
 import math
 import numbers
 import operator
+import os
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Generic, TypeAlias, TypeVar
 
@@ -131,6 +132,16 @@ def _check_devices(name: str, value: Any) -> list[torch.device]:
     return _to_device_list(list(value))
 
 
+def _check_path(name: str, value: Any) -> str | None:
+    if value is None:
+        return None
+    if not isinstance(value, (str, os.PathLike)) or not isinstance(path := os.fspath(value), str):
+        raise TypeError(f"{name} must be the path of a file, a str or Path; {_shown(value)} is none")
+    if not path or "\0" in path:
+        raise ValueError(f"{name} must be the path of a file; it cannot be {path!r}")
+    return path
+
+
 def _shown(value: object) -> str:
     return f"{value!r} ({type(value).__name__})"
 
@@ -170,6 +181,10 @@ class UcxRpcBackendOptions(RpcBackendOptions):
         waiting (str): how threads wait for messages (default: "auto"). "sleep" costs a wake-up of some 20 us for each
             message; "poll" keeps a core busy; "auto" spins for up to 200 us before it sleeps, as long as the last waits
             were that short and each worker of the job on this machine has a core.
+        secret_file (str or Path): file with the secret that all workers of the job share; frames of others are refused
+            (default: what TORCH_UCX_RPC_SECRET_FILE or TORCH_UCX_RPC_SECRET say; without any of them, whoever reaches
+            the workers' Store can run code in them). It is read in ``init_rpc``, must belong to the user or to root,
+            and no other user may read it.
 
     Devices are ints, strs or torch.devices. The attributes ``device_maps`` and ``devices`` are copies: to change them,
     assign to them or call `set_device_map` and `set_devices`.
@@ -195,6 +210,7 @@ class UcxRpcBackendOptions(RpcBackendOptions):
     host_pool_bytes = _integer(0, _MOST_BYTES, "how many bytes of memory are kept for reuse")
     prometheus_port = _integer_or_none(0, _LAST_PORT, "the port of rank 0 for Prometheus, 0 for any that is free")
     waiting = _one_of("auto", "poll", "sleep")
+    secret_file = Option(_check_path)
 
     def __init__(
         self,
@@ -210,6 +226,7 @@ class UcxRpcBackendOptions(RpcBackendOptions):
         host_pool_bytes: int = 256 * 1024**2,
         prometheus_port: int | None = None,
         waiting: str = "auto",
+        secret_file: str | os.PathLike[str] | None = None,
         **unknown: object,
     ) -> None:
         super().__init__()
@@ -225,6 +242,7 @@ class UcxRpcBackendOptions(RpcBackendOptions):
         self.host_pool_bytes = host_pool_bytes
         self.prometheus_port = prometheus_port
         self.waiting = waiting
+        self.secret_file = secret_file
         for name in unknown:
             known = sorted(k for base in type(self).__mro__ for k, v in vars(base).items() if isinstance(v, Option))
             near = difflib.get_close_matches(name, known, n=1)

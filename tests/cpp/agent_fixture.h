@@ -156,12 +156,20 @@ class AgentTest : public testing::Test {
     return member;
   }
 
+  virtual std::unique_ptr<Transport> makeTransport(worker_id_t rank) {
+    return network_.makeTransport("address " + std::to_string(rank));
+  }
+
+  // What the worker is told of the others: in a job with a secret, its keys.
+  virtual std::vector<Member> asToldTo(worker_id_t /*rank*/, std::vector<Member> members) {
+    return members;
+  }
+
   std::shared_ptr<UcxRpcAgent> makeAgent(worker_id_t rank, Handler handler, const AgentOptions& options = {}) {
-    const std::string address = "address " + std::to_string(rank);
     auto agent = std::make_shared<UcxRpcAgent>(
         "w" + std::to_string(rank),
         rank,
-        network_.makeTransport(address),
+        makeTransport(rank),
         std::make_unique<Callback>(std::move(handler)),
         ThreadHooks{},
         [this] {
@@ -181,7 +189,7 @@ class AgentTest : public testing::Test {
       members.push_back(memberOf(rank, agents_[rank]->session(), agents_[rank]->address()));
     }
     for (const auto& [rank, agent] : agents_) {
-      agent->addMembers(members);
+      agent->addMembers(asToldTo(rank, members));
       agent->start();
     }
   }

@@ -3,6 +3,7 @@
 #include "agent/agent.h"
 #include "agent/faulty_agent.h"
 #include "agent/torch_state.h"
+#include "base/hmac.h"
 #include "base/time.h"
 #include "memory/host_pool.h"
 #include "transport/ucp/ucp_transport.h"
@@ -220,6 +221,9 @@ PYBIND11_MODULE(_C, module) {
     }
   });
 
+  // Throws where there is no libcrypto: before any other worker hears of this one.
+  module.def("load_libcrypto", [] { Hmac("any"); });
+
   module.def("init_autograd", &initAutograd, py::arg("rank"), py::arg("are_ids_random"));
 
   py::module_::import("torch.distributed.rpc"); // RpcAgent, the base class, and WorkerInfo are bound there
@@ -234,7 +238,10 @@ PYBIND11_MODULE(_C, module) {
                       uint64_t pidNamespace,
                       uint64_t processStartTime,
                       uint64_t session,
-                      const py::bytes& address) {
+                      const py::bytes& address,
+                      const py::bytes& sendKey,
+                      const py::bytes& receiveKey,
+                      const py::bytes& joinKey) {
             return Member{
                 rank,
                 std::move(name),
@@ -244,7 +251,10 @@ PYBIND11_MODULE(_C, module) {
                 pidNamespace,
                 processStartTime,
                 session,
-                std::string(address)};
+                std::string(address),
+                std::string(sendKey),
+                std::string(receiveKey),
+                std::string(joinKey)};
           }),
           py::kw_only(),
           py::arg("rank"),
@@ -255,7 +265,10 @@ PYBIND11_MODULE(_C, module) {
           py::arg("pid_namespace"),
           py::arg("process_start_time"),
           py::arg("session"),
-          py::arg("address"));
+          py::arg("address"),
+          py::arg("send_key") = py::bytes(),
+          py::arg("receive_key") = py::bytes(),
+          py::arg("join_key") = py::bytes());
 
   py::enum_<Waiting>(module, "Waiting")
       .value("auto", Waiting::kAuto)
@@ -293,11 +306,13 @@ PYBIND11_MODULE(_C, module) {
       .def("_add_members", &UcxRpcAgent::addMembers, py::arg("members"), NoGil())
       .def(
           "_set_membership",
-          [](UcxRpcAgent& agent, std::function<void(const std::string&)> onJoin, std::function<void(uint64_t)> onLost) {
-            agent.setMembership({std::move(onJoin), std::move(onLost)});
-          },
+          [](UcxRpcAgent& agent,
+             std::function<void(const std::string&)> onJoin,
+             std::function<void(uint64_t)> onLost,
+             const py::bytes& joinKey) { agent.setMembership({std::move(onJoin), std::move(onLost)}, joinKey); },
           py::arg("on_join"),
-          py::arg("on_lost"))
+          py::arg("on_lost"),
+          py::arg("join_key"))
       .def("_announce_join", &UcxRpcAgent::announceJoin, py::arg("record"), NoGil())
       .def("_unacknowledged", &UcxRpcAgent::unacknowledged, NoGil())
       .def("_remove_member", &UcxRpcAgent::removeMember, py::arg("session"), NoGil())

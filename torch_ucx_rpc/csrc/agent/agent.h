@@ -85,8 +85,8 @@ class UcxRpcAgent : public torch::distributed::rpc::RpcAgent, public std::enable
     // A member was lost without a goodbye.
     std::function<void(uint64_t session)> onLost;
   };
-  // Before start(); makes the group a dynamic one.
-  void setMembership(Membership membership);
+  // Before start(); makes the group a dynamic one. In a job with a secret, `joinKey` is this worker's own (Member::joinKey).
+  void setMembership(Membership membership, const std::string& joinKey = {});
   // Asks all members to admit this worker. Who has not answered yet is in unacknowledged().
   void announceJoin(const std::string& record);
   std::vector<WorkerInfo> unacknowledged() const;
@@ -138,6 +138,7 @@ class UcxRpcAgent : public torch::distributed::rpc::RpcAgent, public std::enable
   void dispatch(Deliveries deliveries, std::optional<uint64_t> visitorsCall = {});
   void dispatchMessage(IncomingMessage message, std::optional<uint64_t> visitorsCall = {});
   void dispatchControl(const IncomingMessage& message);
+  Error decode(IncomingMessage incoming, c10::intrusive_ptr<Message>& message);
   void serve(IncomingMessage message);
   // Runs the request on this thread.
   c10::intrusive_ptr<JitFuture> handle(Message& request, Admission& admission) const;

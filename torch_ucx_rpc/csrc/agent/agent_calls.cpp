@@ -142,6 +142,7 @@ void UcxRpcAgent::post(Peer& to, wire::Kind kind, uint64_t callId, std::unique_p
     deliverToSelf(std::move(message));
     return;
   }
+  message->sealContent();
   progress_->submit([this, message = std::move(message)]() mutable { outbox_->send(std::move(message)); });
 }
 
@@ -281,6 +282,16 @@ void UcxRpcAgent::dispatchControl(const IncomingMessage& message) {
   }
 }
 
+Error UcxRpcAgent::decode(IncomingMessage incoming, c10::intrusive_ptr<Message>& message) {
+  if (!incoming.isContentGenuine()) {
+    inbox_->countRefused();
+    return {
+        ErrorCode::kProtocol,
+        "a message of " + incoming.from->describe() + " has arrived with another content than it was sealed with"};
+  }
+  return decodeMessage(std::move(incoming), message);
+}
+
 void UcxRpcAgent::serve(IncomingMessage incoming) {
   Peer& from = *incoming.from;
   if (from.state() == Peer::State::kFailed) { // it died while this queued: nobody waits for the answer
@@ -293,7 +304,7 @@ void UcxRpcAgent::serve(IncomingMessage incoming) {
   c10::intrusive_ptr<Message> request;
   {
     const trace::Span span("decode request", traced);
-    if (Error error = decodeMessage(std::move(incoming), request)) {
+    if (Error error = decode(std::move(incoming), request)) {
       respondWithError(from, callId, error.message());
       return;
     }
@@ -389,7 +400,7 @@ void UcxRpcAgent::complete(CallTable::Call call, IncomingMessage incoming) {
   const Peer& from = *incoming.from;
   c10::intrusive_ptr<Message> response;
   // With the message goes its share of the window: the future's callbacks may wait for other answers.
-  if (Error error = decodeMessage(std::move(incoming), response)) {
+  if (Error error = decode(std::move(incoming), response)) {
     failCall(call, "the answer of " + from.describe() + " is unreadable: " + error.message());
     return;
   }

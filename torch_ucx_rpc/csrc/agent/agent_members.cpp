@@ -146,9 +146,9 @@ void UcxRpcAgent::join(bool /*shutdown*/, float timeoutSeconds) { // the same ei
 
 // ------------------------------------------------------------------------------------- groups without a size
 
-void UcxRpcAgent::setMembership(Membership membership) {
+void UcxRpcAgent::setMembership(Membership membership, const std::string& joinKey) {
   membership_ = std::move(membership);
-  progress_->run([this] { inbox_->acceptJoins(); });
+  progress_->run([&] { inbox_->acceptJoins(joinKey); });
 }
 
 void UcxRpcAgent::announce(wire::Kind kind, const std::string& body) {

@@ -6,30 +6,51 @@
 
 namespace torch_ucx_rpc {
 
+void Inbox::acceptJoins(const std::string& joinKey) {
+  acceptsJoins_ = true;
+  if (!joinKey.empty()) {
+    joinOpener_.emplace(joinKey);
+  }
+}
+
 bool Inbox::checkHeader(std::span<const std::byte> bytes, wire::Header& header) {
   if (Error error = wire::readHeader(bytes, header)) {
-    refuseFrame(error.message());
+    refuseFrame(Refusal::kMalformed, error.message());
     return false;
   }
   if (header.targetSession != session_) {
-    refuseFrame("a frame meant for a worker that had this address before");
+    refuseFrame(Refusal::kOtherLife, "a frame meant for a worker that had this address before, or of another job");
     return false;
   }
   return true;
 }
 
-Peer* Inbox::findSender(const wire::Header& header) {
+Peer* Inbox::findSender(const wire::Header& header, uint64_t dataBytes, std::span<const std::byte> data) {
   Peer* from = directory_.findSession(header.sourceSession);
   if (from == nullptr || from->member().rank != static_cast<int64_t>(header.sourceRank)) {
-    refuseFrame("a frame from a process that is not a worker of this job");
+    refuseFrame(Refusal::kStranger, "a frame from a process that is not a worker of this job");
     return nullptr;
+  }
+  if (from->opener.has_value()) {
+    if (!from->opener->isGenuine(header, dataBytes, data)) {
+      refuseFrame(
+          Refusal::kForged, "a frame in the name of " + from->describe() + " that is not sealed with the job's secret");
+      return nullptr;
+    }
+    if (!from->opener->isNew(header)) {
+      refuseFrame(Refusal::kReplayed, "a frame of " + from->describe() + " that has come before");
+      return nullptr;
+    }
   }
   return from;
 }
 
-void Inbox::refuseFrame(const std::string& reason) {
-  if (refusedFrames_.fetch_add(1, std::memory_order_relaxed) == 0) {
-    deliveries_.warning = "refused " + reason + "; further ones are only counted (agent.frames_refused in get_metrics)";
+void Inbox::refuseFrame(Refusal refusal, const std::string& what) {
+  countRefused();
+  if (!hasWarned_.test(static_cast<size_t>(refusal))) {
+    hasWarned_.set(static_cast<size_t>(refusal));
+    deliveries_.warning += (deliveries_.warning.empty() ? "refused " : "; refused ") + what +
+        " (more of the kind are only counted: agent.frames_refused in get_metrics)";
   }
 }
 
@@ -39,18 +60,36 @@ void Inbox::onEager(std::span<const std::byte> headerBytes, std::span<const std:
     return;
   }
   if (header.kind == wire::Kind::kJoin && acceptsJoins_) {
-    deliveries_.joins.push_back({header.sourceSession, Bytes(bytes)});
+    onJoin(header, bytes);
     return;
   }
-  if (Peer* from = findSender(header)) {
+  const bool isBody = header.index == wire::kBodyIndex;
+  if (Peer* from = findSender(header, bytes.size(), isBody ? bytes : std::span<const std::byte>())) {
     add(*from, header, {Bytes(bytes), nullptr, 0});
+  }
+}
+
+void Inbox::onJoin(const wire::Header& header, std::span<const std::byte> record) {
+  if (joinOpener_.has_value() && !joinOpener_->isGenuine(header, record.size(), record)) {
+    refuseFrame(Refusal::kForged, "a process that wants to join the group and does not have the job's secret");
+  } else if (directory_.findSession(header.sourceSession) != nullptr) {
+    refuseFrame(Refusal::kReplayed, "a join of a process that has joined before");
+  } else {
+    deliveries_.joins.push_back({header.sourceSession, Bytes(record)});
   }
 }
 
 void Inbox::onParked(std::span<const std::byte> headerBytes, void* parked, uint64_t bytes) {
   wire::Header header;
   wire::Piece piece{{}, parked, bytes};
-  Peer* from = checkHeader(headerBytes, header) ? findSender(header) : nullptr;
+  Peer* from = nullptr;
+  if (checkHeader(headerBytes, header)) {
+    if (header.kind == wire::Kind::kRequest || header.kind == wire::Kind::kResponse) {
+      from = findSender(header, bytes, {});
+    } else {
+      refuseFrame(Refusal::kMalformed, "a malformed frame: only requests and responses come by rendezvous");
+    }
+  }
   if (from == nullptr) {
     refuse(piece);
     return;

@@ -9,10 +9,13 @@
 #include "wire/assembler.h"
 
 #include <atomic>
+#include <bitset>
 #include <chrono>
 #include <deque>
 #include <list>
 #include <memory>
+#include <optional>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -62,10 +65,8 @@ class Inbox final : public TransportListener {
   // waits for a thread: then handlers wait for one another, and more memory is the only way on.
   void admitStalled();
 
-  // From now on processes that are no members may ask to become one.
-  void acceptJoins() {
-    acceptsJoins_ = true;
-  }
+  // From now on processes that are no members may ask to become one; with a key, those whose frames are sealed with it.
+  void acceptJoins(const std::string& joinKey);
 
   // Who has asked for a sign of life since the last call.
   std::vector<Peer*> takePings() {
@@ -75,9 +76,15 @@ class Inbox final : public TransportListener {
   // Forgets what has not yet been received from a peer that is gone. What comes of it later is dropped too.
   void dropPeer(const Peer& peer);
 
-  // Frames from strangers, from other jobs, or malformed; the first is also told in Deliveries::warning. Any thread.
+  // Frames from strangers, from other jobs, forged, replayed, or malformed; the first of each sort is also told in
+  // Deliveries::warning. Any thread.
   uint64_t refusedFrames() const {
     return refusedFrames_.load(std::memory_order_relaxed);
+  }
+
+  // For a message whose content turns out to be forged when it is there. Any thread.
+  void countRefused() {
+    refusedFrames_.fetch_add(1, std::memory_order_relaxed);
   }
 
  private:
@@ -90,11 +97,14 @@ class Inbox final : public TransportListener {
     Error error;
   };
 
+  enum class Refusal : uint8_t { kMalformed, kOtherLife, kStranger, kForged, kReplayed };
+
   // Whether the header is in order and meant for this worker.
   bool checkHeader(std::span<const std::byte> bytes, wire::Header& header);
-  // Null where it is no worker of this job.
-  Peer* findSender(const wire::Header& header);
-  void refuseFrame(const std::string& reason);
+  // The worker of this job that has sent it, for the first time; null where there is none. `data` is what travels in the frame.
+  Peer* findSender(const wire::Header& header, uint64_t dataBytes, std::span<const std::byte> data);
+  void onJoin(const wire::Header& header, std::span<const std::byte> record);
+  void refuseFrame(Refusal refusal, const std::string& what);
   void add(Peer& from, const wire::Header& header, wire::Piece piece);
   void onAssembled(Peer& from, wire::Assembled assembled);
   void onCancel(const Peer& from, uint64_t callId);
@@ -136,6 +146,8 @@ class Inbox final : public TransportListener {
 
   std::vector<Peer*> pings_;
   bool acceptsJoins_ = false;
+  std::optional<wire::Opener> joinOpener_;
+  std::bitset<8> hasWarned_; // by Refusal
   std::atomic<uint64_t> refusedFrames_{0};
 };
 

@@ -1,6 +1,26 @@
 #include "agent/mail.h"
 
+#include "wire/body.h"
+
 namespace torch_ucx_rpc {
+
+namespace {
+
+std::span<const std::byte> bytesOf(const OutgoingMessage::Span& span) {
+  return span.bytes;
+}
+std::span<const std::byte> bytesOf(const IncomingMessage::Span& span) {
+  return {static_cast<const std::byte*>(span.data.get()), span.bytes};
+}
+
+// The payload, where it is a span; the reader refuses a body that names one which is not there.
+template <typename Spans>
+std::span<const std::byte> payloadIn(const Spans& spans, std::span<const std::byte> body) {
+  const uint32_t index = spans.empty() ? wire::kNowhere : wire::payloadSpanOf(body);
+  return index < spans.size() ? bytesOf(spans[index]) : std::span<const std::byte>();
+}
+
+} // namespace
 
 void OutgoingMessage::address(
     wire::Kind kind, uint64_t sourceSession, worker_id_t sourceRank, uint64_t targetSession, uint64_t callId) {
@@ -13,6 +33,25 @@ void OutgoingMessage::address(
   for (size_t index = 0; index < spans.size(); ++index) {
     spans[index].header = header;
     spans[index].header.index = static_cast<uint32_t>(index);
+  }
+}
+
+void OutgoingMessage::sealContent() {
+  const std::span<const std::byte> parkedBody = isBodyEager() ? std::span<const std::byte>() : body;
+  const std::span<const std::byte> payload = payloadIn(spans, body);
+  if (to->sealer.has_value() && (!parkedBody.empty() || !payload.empty())) {
+    to->sealer->sealContent(header, parkedBody, payload);
+  }
+}
+
+void OutgoingMessage::sealFrames() {
+  if (header.kind == wire::Kind::kJoin && !to->member().joinKey.empty()) {
+    wire::Sealer(to->member().joinKey).sealFrame(header, body.size(), body); // its own key is not known there yet
+  } else if (to->sealer.has_value()) {
+    to->sealer->sealFrame(header, body.size(), isBodyEager() ? body : std::span<const std::byte>());
+    for (Span& span : spans) {
+      to->sealer->sealFrame(span.header, span.bytes.size(), {});
+    }
   }
 }
 
@@ -30,6 +69,13 @@ uint64_t IncomingMessage::totalBytes() const {
     total += span.bytes;
   }
   return total;
+}
+
+bool IncomingMessage::isContentGenuine() const {
+  const std::span<const std::byte> parkedBody = pooledBody ? body() : std::span<const std::byte>();
+  const std::span<const std::byte> payload = payloadIn(spans, body());
+  return !from->opener.has_value() || (parkedBody.empty() && payload.empty()) ||
+      from->opener->isContentGenuine(header, parkedBody, payload);
 }
 
 } // namespace torch_ucx_rpc

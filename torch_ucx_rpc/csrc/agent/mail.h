@@ -24,6 +24,10 @@ class Lender {
 
 // A message on its way out.
 struct OutgoingMessage {
+  // A body up to this size travels eagerly. Beyond it the receiver would pay for UCX's own reassembly buffer and another copy,
+  // and the bytes would escape the receive window.
+  static constexpr size_t kEagerBodyBytes = 256 * 1024;
+
   struct Span {
     wire::Header header;
     std::span<const std::byte> bytes;
@@ -33,6 +37,14 @@ struct OutgoingMessage {
   void address(
       wire::Kind kind, uint64_t sourceSession, worker_id_t sourceRank, uint64_t targetSession, uint64_t callId);
 
+  // In a job with a secret, when it is addressed. The first may take long for a large payload, and is for any thread; the second is
+  // for the worker lock, right before it is sent.
+  void sealContent();
+  void sealFrames();
+
+  bool isBodyEager() const {
+    return body.size() <= kEagerBodyBytes;
+  }
   uint64_t totalBytes() const;
 
   wire::Header header; // of the body
@@ -40,8 +52,9 @@ struct OutgoingMessage {
   std::vector<Span> spans;
   std::unique_ptr<Lender> lender; // owns what `spans` point to
 
-  // While it is under way, guarded by the worker lock:
   Peer* to = nullptr;
+
+  // While it is under way, guarded by the worker lock:
   size_t unfinished = 0; // active messages that the transport has not completed
   Error error; // the first one
 };
@@ -57,6 +70,10 @@ struct IncomingMessage {
     return pooledBody ? std::span(static_cast<const std::byte*>(pooledBody.get()), pooledBodyBytes) : eagerBody;
   }
   uint64_t totalBytes() const;
+
+  // Whether what came by rendezvous and is to be decoded is what the sender has sealed; true in a job without a secret. What came
+  // eagerly has been checked on arrival.
+  bool isContentGenuine() const;
 
   Peer* from = nullptr;
   wire::Header header;

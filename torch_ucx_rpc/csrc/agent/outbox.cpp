@@ -29,6 +29,7 @@ void Outbox::send(std::unique_ptr<OutgoingMessage> owned) {
     finish(message, message->unfinished, std::move(error));
     return;
   }
+  message->sealFrames();
   const EndpointId endpoint = *message->to->endpoint;
   message->to->bytesSent.fetch_add(message->totalBytes(), std::memory_order_relaxed);
   // The last part may finish the message at once: nothing of it is touched after its last send.
@@ -40,7 +41,7 @@ void Outbox::send(std::unique_ptr<OutgoingMessage> owned) {
       finish(message, 1, std::move(error));
     });
   }
-  const SendMode mode = message->body.size() <= kEagerBodyBytes ? SendMode::kEager : SendMode::kRendezvous;
+  const SendMode mode = message->isBodyEager() ? SendMode::kEager : SendMode::kRendezvous;
   transport_.send(endpoint, message->header, message->body, mode, [this, message](Error error) {
     finish(message, 1, std::move(error));
   });

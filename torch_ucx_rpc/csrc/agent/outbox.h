@@ -12,10 +12,6 @@ namespace torch_ucx_rpc {
 // to a peer. Everything here runs under the worker lock.
 class Outbox {
  public:
-  // A body up to this size travels eagerly. Beyond it the receiver would pay for UCX's own reassembly buffer and another copy,
-  // and the bytes would escape the receive window.
-  static constexpr size_t kEagerBodyBytes = 256 * 1024;
-
   Outbox(Transport& transport, Deliveries& deliveries) : transport_(transport), deliveries_(deliveries) {}
 
   // Sends an addressed message to `message->to`. It comes back in Deliveries::sent, exactly once, when UCX is done with it.

@@ -2,6 +2,13 @@
 
 namespace torch_ucx_rpc {
 
+Peer::Peer(Member member) : member_(std::move(member)), info_(member_.name, static_cast<worker_id_t>(member_.rank)) {
+  if (!member_.sendKey.empty()) {
+    sealer.emplace(member_.sendKey);
+    opener.emplace(member_.receiveKey);
+  }
+}
+
 std::string Peer::describe() const {
   return "worker '" + member_.name + "' (rank " + std::to_string(member_.rank) + ", pid " +
       std::to_string(member_.pid) + " on " + member_.host + ")";

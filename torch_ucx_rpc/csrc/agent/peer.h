@@ -3,6 +3,7 @@
 #include "agent/latency_histogram.h"
 #include "base/error.h"
 #include "transport/transport.h"
+#include "wire/seal.h"
 
 #include <torch/csrc/distributed/rpc/rpc_agent.h>
 
@@ -30,6 +31,10 @@ struct Member {
   uint64_t processStartTime = 0; // clock ticks since boot
   uint64_t session = 0; // random; tells this life of the worker from an earlier one
   std::string address; // of its transport
+  // In a job with a secret, see wire/seal.h; empty otherwise.
+  std::string sendKey; // for frames to it
+  std::string receiveKey; // for frames of it
+  std::string joinKey; // for the first frame of anybody to it, in a dynamic group
 };
 
 // A worker of the job as this agent sees it, itself included.
@@ -42,8 +47,8 @@ class Peer {
     kFailed,
   };
 
-  explicit Peer(Member member)
-      : member_(std::move(member)), info_(member_.name, static_cast<worker_id_t>(member_.rank)) {}
+  // Throws std::runtime_error where it has keys and there is no libcrypto.
+  explicit Peer(Member member);
 
   // Constant after construction.
   const Member& member() const {
@@ -89,9 +94,11 @@ class Peer {
     std::chrono::milliseconds lasted{0};
   };
 
-  // Guarded by the worker lock:
+  // Guarded by the worker lock, but for what their headers say is for any thread:
   std::optional<EndpointId> endpoint; // set with the first message to it
   Silence silence;
+  std::optional<wire::Sealer> sealer; // in a job with a secret, as is:
+  std::optional<wire::Opener> opener;
 
  private:
   const Member member_;

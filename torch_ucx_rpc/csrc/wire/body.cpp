@@ -223,6 +223,11 @@ Error readTensor(Cursor& cursor, const BodyView& view, bool isChild, BodyView::T
 
 } // namespace
 
+uint32_t payloadSpanOf(std::span<const std::byte> body) {
+  BodyPrefix prefix;
+  return Cursor(body).read(prefix) ? prefix.payloadSpan : kNowhere;
+}
+
 Error readBody(std::span<const std::byte> body, std::span<const uint64_t> spanBytes, BodyView& view) {
   if (reinterpret_cast<uintptr_t>(body.data()) % alignof(int64_t) != 0) {
     return {ErrorCode::kInternal, "the body of a message was received into unaligned memory"};

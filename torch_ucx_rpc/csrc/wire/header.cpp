@@ -14,20 +14,28 @@ Error malformed(const std::string& what) {
 } // namespace
 
 Error readHeader(std::span<const std::byte> bytes, Header& header) {
+  // Headers of other versions have other lengths: what they are is told from their start.
+  struct {
+    uint16_t magic;
+    uint8_t version;
+  } start{};
+  if (bytes.size() >= sizeof(start)) {
+    std::memcpy(&start, bytes.data(), sizeof(start));
+  }
+  if (start.magic != kMagic) {
+    return malformed("it does not start with the magic number of torch_ucx_rpc");
+  }
+  if (start.version != kVersion) {
+    return {
+        ErrorCode::kProtocol,
+        "a frame of wire version " + std::to_string(start.version) + ", while this worker speaks version " +
+            std::to_string(kVersion) + ": install the same torch_ucx_rpc on every worker"};
+  }
   if (bytes.size() != sizeof(Header)) {
     return malformed(
         "its header has " + std::to_string(bytes.size()) + " bytes, not " + std::to_string(sizeof(Header)));
   }
   std::memcpy(&header, bytes.data(), sizeof(Header));
-  if (header.magic != kMagic) {
-    return malformed("it does not start with the magic number of torch_ucx_rpc");
-  }
-  if (header.version != kVersion) {
-    return {
-        ErrorCode::kProtocol,
-        "a peer speaks wire version " + std::to_string(header.version) + ", this worker " + std::to_string(kVersion) +
-            "; install the same torch_ucx_rpc on every worker"};
-  }
   if (header.kind < Kind::kRequest || header.kind > Kind::kPong) {
     return malformed("unknown kind " + std::to_string(static_cast<int>(header.kind)));
   }

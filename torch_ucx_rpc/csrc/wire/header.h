@@ -1,6 +1,7 @@
 #pragma once
 
 #include "base/error.h"
+#include "base/hmac.h"
 
 #include <bit>
 #include <cstddef>
@@ -15,12 +16,16 @@
 //      +-------+---+---+---------------+-------------------------------+
 //  16  |        target session         |            call id            |
 //      +---------------+---------------+-------------------------------+
-//  32  |     index     |  span count   |
-//      +---------------+---------------+
+//  32  |     index     |  span count   |           sequence            |
+//      +---------------+---------------+-------------------------------+
+//  48  |                          content tag                          |
+//      +---------------------------------------------------------------+
+//  64  |                           frame tag                           |
+//      +---------------------------------------------------------------+
 //
 // Little endian. A message is one body (index = kBodyIndex) and `span count` spans (index 0, 1, ...), each an active
 // message of its own with this same header; they may arrive in any order. What joins them is
-// (source session, kind, call id).
+// (source session, kind, call id). The last three fields are wire/seal.h's; in a job without a secret they are zero.
 
 namespace torch_ucx_rpc::wire {
 
@@ -45,7 +50,7 @@ enum class Kind : uint8_t {
 
 inline constexpr uint16_t kMagic = 0x5855; // "UX"
 // Raised with every change that an older reader would misread. Workers of one job must agree on it.
-inline constexpr uint8_t kVersion = 1;
+inline constexpr uint8_t kVersion = 2;
 inline constexpr uint32_t kBodyIndex = 0xFFFFFFFF;
 // Far above any real message (a span is a tensor of at least tens of KiB), small enough that a lie costs nothing.
 inline constexpr uint32_t kMaxSpans = 1u << 20;
@@ -60,10 +65,15 @@ struct Header {
   uint64_t callId = 0;
   uint32_t index = kBodyIndex;
   uint32_t spanCount = 0;
+  uint64_t sequence = 0; // counted by the sender for each receiver
+  Hmac::Tag contentTag{}; // of a body: over what of the message is not in this frame and must not be changed
+  Hmac::Tag frameTag{}; // over this header, and over the data if it is a body that came along
 };
-static_assert(sizeof(Header) == 40 && offsetof(Header, sourceRank) == 4 && offsetof(Header, sourceSession) == 8);
+static_assert(sizeof(Header) == 80 && offsetof(Header, sourceRank) == 4 && offsetof(Header, sourceSession) == 8);
 static_assert(offsetof(Header, targetSession) == 16 && offsetof(Header, callId) == 24);
 static_assert(offsetof(Header, index) == 32 && offsetof(Header, spanCount) == 36);
+static_assert(
+    offsetof(Header, sequence) == 40 && offsetof(Header, contentTag) == 48 && offsetof(Header, frameTag) == 64);
 
 // Bodies of the two barrier frames (agent/barrier.h).
 struct BarrierArrive {

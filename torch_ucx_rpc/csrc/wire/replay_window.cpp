@@ -1,0 +1,36 @@
+#include "wire/replay_window.h"
+
+#include <limits>
+
+namespace torch_ucx_rpc::wire {
+
+bool ReplayWindow::accept(uint64_t number) {
+  if (number >= next_) {
+    if (number == std::numeric_limits<uint64_t>::max()) {
+      return false; // nobody counts so far, and what follows it would be 0
+    }
+    if (number > next_) {
+      gaps_.emplace(next_, number);
+    }
+    next_ = number + 1;
+  } else {
+    auto gap = gaps_.upper_bound(number);
+    if (gap == gaps_.begin() || number >= (--gap)->second) {
+      return false;
+    }
+    const uint64_t end = gap->second;
+    gap->second = number; // what is missing before it
+    if (gap->first == number) {
+      gaps_.erase(gap);
+    }
+    if (number + 1 < end) {
+      gaps_.emplace(number + 1, end);
+    }
+  }
+  if (gaps_.size() > kMaxGaps) {
+    gaps_.erase(gaps_.begin());
+  }
+  return true;
+}
+
+} // namespace torch_ucx_rpc::wire

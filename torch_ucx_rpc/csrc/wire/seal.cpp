@@ -1,0 +1,58 @@
+#include "wire/seal.h"
+
+#include <cstddef>
+
+namespace torch_ucx_rpc::wire {
+
+namespace {
+
+// In front of what a tag is over: a tag of one sort is none of the other.
+constexpr uint64_t kFrameLabel = 0x454D415246585455; // "UTXFRAME"
+constexpr uint64_t kContentLabel = 0x4E544E4F43585455; // "UTXCONTN"
+
+template <typename T>
+std::span<const std::byte> bytesOf(const T& value) {
+  return std::as_bytes(std::span(&value, 1));
+}
+
+Hmac::Tag frameTag(Hmac& hmac, const Header& header, uint64_t dataBytes, std::span<const std::byte> data) {
+  return hmac.of({bytesOf(kFrameLabel), bytesOf(header).first(offsetof(Header, frameTag)), bytesOf(dataBytes), data});
+}
+
+// With a context of its own: it is for what is large, and must not hold up the frames.
+Hmac::Tag contentTag(
+    const std::string& key,
+    const Header& header,
+    std::span<const std::byte> parkedBody,
+    std::span<const std::byte> payload) {
+  const uint64_t sizes[] = {parkedBody.size(), payload.size()};
+  return Hmac(key).of(
+      {bytesOf(kContentLabel),
+       bytesOf(header).first(offsetof(Header, sequence)), // the call's, and so the message's own
+       std::as_bytes(std::span(sizes)),
+       parkedBody,
+       payload});
+}
+
+} // namespace
+
+void Sealer::sealContent(
+    Header& header, std::span<const std::byte> parkedBody, std::span<const std::byte> payload) const {
+  header.contentTag = contentTag(key_, header, parkedBody, payload);
+}
+
+void Sealer::sealFrame(Header& header, uint64_t dataBytes, std::span<const std::byte> data) {
+  header.sequence = next_++;
+  header.frameTag = frameTag(hmac_, header, dataBytes, data);
+}
+
+bool Opener::isGenuine(const Header& header, uint64_t dataBytes, std::span<const std::byte> data) {
+  return Hmac::areEqual(frameTag(hmac_, header, dataBytes, data), header.frameTag);
+}
+
+bool Opener::isContentGenuine(
+    const Header& header, std::span<const std::byte> parkedBody, std::span<const std::byte> payload) const {
+  return Hmac::areEqual(contentTag(key_, header, parkedBody, payload), header.contentTag);
+}
+
+} // namespace torch_ucx_rpc::wire
