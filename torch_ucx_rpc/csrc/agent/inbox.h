@@ -53,8 +53,8 @@ class Inbox final : public TransportListener {
   using Clock = std::chrono::steady_clock;
 
   // Bytes that are received at a time, of the window. Several messages in parallel arrive no sooner than one after the other, but
-  // into more memory, which is cold. Enough to hide a network's latency: 25 GB/s times 300 us.
-  static constexpr uint64_t kReceivingBytes = 8ull * 1024 * 1024;
+  // into more memory, which is cold. Enough to hide a network's latency: 25 GB/s times 160 us.
+  static constexpr uint64_t kReceivingBytes = 4ull * 1024 * 1024;
   // What is not there after this does not count any more: it is the sender or the network that is slow.
   static constexpr auto kSlow = std::chrono::milliseconds(20);
 

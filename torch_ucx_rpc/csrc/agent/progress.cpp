@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <iterator>
 #include <stdexcept>
 #include <string>
 #include <thread>
@@ -38,9 +39,11 @@ using Clock = Spinning::Clock;
 // When this thread last left drive() to go about other things.
 thread_local Clock::time_point leftAt{};
 
-// What an event of the epoll set carries: one of these, or the index of a watch.
-constexpr uint64_t kTransport = ~0ull;
-constexpr uint64_t kWake = ~1ull;
+// What an event of the epoll set carries.
+enum Event : uint64_t { kTransport, kWake, kWatches };
+
+// While nobody sleeps: every how many turns somebody looks at the watched descriptors.
+constexpr unsigned kTurnsBetweenLooks = 1024;
 
 void addToEpoll(int epollFd, int fd, uint32_t events, uint64_t data) {
   epoll_event event{};
@@ -55,12 +58,15 @@ Progress::Progress(Transport& transport, Operation settle, UniqueFunction<void(D
     : transport_(transport), settle_(std::move(settle)), dispatch_(std::move(dispatch)), spinning_(waiting) {
   epollFd_ = checked(epoll_create1(EPOLL_CLOEXEC), "epoll_create1");
   wakeFd_ = checked(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK), "eventfd");
+  watchesFd_ = checked(epoll_create1(EPOLL_CLOEXEC), "epoll_create1");
   addToEpoll(epollFd_, wakeFd_, EPOLLIN | EPOLLET, kWake);
+  addToEpoll(epollFd_, watchesFd_, EPOLLIN | EPOLLET, kWatches);
   addToEpoll(epollFd_, transport_.eventFd(), EPOLLIN | EPOLLET, kTransport);
 }
 
 Progress::~Progress() {
   ::close(epollFd_);
+  ::close(watchesFd_);
   ::close(wakeFd_);
 }
 
@@ -178,6 +184,9 @@ Deliveries Progress::drive(Role role, IsDone& isDone) {
     }
     const bool isVisitorsTurn = role == Role::kLeader && isVisited_.load(); // it spins for everybody
     if (lockWaiters_.load() == 0 && !isVisitorsTurn && !isDone() && wait.spin(transport_.operationsInFlight() != 0)) {
+      if (++turns_ % kTurnsBetweenLooks == 0) {
+        queueWatches();
+      }
       continue;
     }
     if (!transport_.arm()) {
@@ -257,6 +266,7 @@ void Progress::patrol(IsDone& isDone) {
   uint64_t absences = absences_.load();
   for (int quiet = 0; quiet < kQuietRounds; ++quiet) {
     std::this_thread::sleep_for(kPatrol);
+    queueWatches();
     const Time since = awaySince_.load();
     const bool isAway = since != 0 && Clock::now().time_since_epoch() - Clock::duration(since) > Spinning::kLimit;
     if (isAway || isDone() || queued_.load() != 0) {
@@ -278,10 +288,8 @@ Progress::Slept Progress::sleep() {
   if (event.data.u64 == kWake) {
     return Slept::kUntilWoken;
   }
-  if (event.data.u64 != kTransport) {
-    const std::lock_guard lock(queueMutex_);
-    queue_.push_back(std::move(watches_[event.data.u64]));
-    queued_.fetch_add(1);
+  if (event.data.u64 == kWatches) {
+    queueWatches();
   }
   return Slept::kUntilEvent;
 }
@@ -295,7 +303,20 @@ void Progress::wake() {
 void Progress::watch(int fd, Operation onReadable) {
   const std::lock_guard lock(queueMutex_);
   watches_.push_back(std::move(onReadable));
-  addToEpoll(epollFd_, fd, EPOLLIN | EPOLLONESHOT, watches_.size() - 1);
+  addToEpoll(watchesFd_, fd, EPOLLIN | EPOLLONESHOT, watches_.size() - 1);
+}
+
+void Progress::queueWatches() {
+  epoll_event events[16];
+  int found = 0;
+  do {
+    found = epoll_wait(watchesFd_, events, static_cast<int>(std::size(events)), 0);
+    const std::lock_guard lock(queueMutex_);
+    for (int event = 0; event < found; ++event) {
+      queue_.push_back(std::move(watches_[events[event].data.u64]));
+      queued_.fetch_add(1);
+    }
+  } while (found == static_cast<int>(std::size(events)));
 }
 
 void Progress::leave() {

@@ -28,7 +28,7 @@ namespace torch_ucx_rpc {
 // Before it sleeps a driver may spin for a while (see Spinning): what arrives then costs no wake-up on either side. But a
 // transport that is armed signals, which costs the sender as much as a wake-up, whether anybody sleeps or not, and cannot be disarmed. So
 // who spins, and is mostly back soon, leaves it unarmed. A leader then patrols: it looks every kPatrol whether anybody
-// has been away for long, and takes over if so.
+// has been away for long, and takes over if so; and at what is watched.
 class Progress {
  public:
   using Operation = UniqueFunction<void()>;
@@ -98,6 +98,8 @@ class Progress {
   // operation is then queued.
   enum class Slept : uint8_t { kForNothing, kUntilWoken, kUntilEvent };
   Slept sleep();
+  // Queues the operations of watched descriptors that have become readable.
+  void queueWatches();
   // Locks the worker mutex; who spins under it makes room.
   std::unique_lock<std::mutex> lockWorker();
   // Whether the calling thread may leave the transport unarmed; if so it counts as away.
@@ -110,6 +112,7 @@ class Progress {
   UniqueFunction<void(Deliveries)> dispatch_;
   int epollFd_ = -1;
   int wakeFd_ = -1;
+  int watchesFd_ = -1; // an epoll set of its own, so that who does not sleep can look at it too
 
   std::mutex workerMutex_; // the worker lock
   // Guarded by workerMutex_:
@@ -117,12 +120,13 @@ class Progress {
   std::vector<Operation> running_; // what runQueueLocked is at; a member so that its memory is reused
   bool isClosed_ = false;
   Spinning spinning_;
+  unsigned turns_ = 0; // of spinning
 
   std::atomic<int> lockWaiters_{0};
   std::mutex queueMutex_;
   // Guarded by queueMutex_:
   std::vector<Operation> queue_;
-  std::vector<Operation> watches_; // what to run; the epoll set knows them by their index
+  std::vector<Operation> watches_; // what to run; watchesFd_ knows them by their index
   std::atomic<size_t> queued_{0};
   std::atomic<int> sleepers_{0};
   std::atomic<int> leadersAsleep_{0};
