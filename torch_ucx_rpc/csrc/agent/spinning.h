@@ -79,7 +79,10 @@ class Spinning {
       return share_ > kAlways / 2;
     }
     void add(bool isShort) {
-      share_ += isShort ? (kAlways - share_) / 8 : -share_ / 4;
+      share_ += isShort ? (kAlways - share_) / 16 : -share_ / 4;
+    }
+    void forget() {
+      share_ = 0;
     }
 
    private:
