@@ -202,7 +202,9 @@ Deliveries Progress::drive(Role role, IsDone& isDone) {
       continue;
     }
     ++sleepers_;
-    isVisitorAsleep_.store(isVisitorAsleep_.load() || role == Role::kVisitor);
+    if (role == Role::kVisitor) {
+      isVisitorAsleep_.store(true);
+    }
     lock.unlock();
     // From here on a submitter gets the lock, or has queued before we unlocked and is seen now.
     std::atomic_thread_fence(std::memory_order_seq_cst);
