@@ -79,6 +79,14 @@ def test_a_variable_that_is_wrong_is_named(
     assert complaint in problems(info.collect())
 
 
+def test_a_secret_is_not_shown(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("TORCH_UCX_RPC_SECRET", "swordfish and sixteen bytes")
+    assert main(["info"]) == 0
+    text = capsys.readouterr().out
+    assert "TORCH_UCX_RPC_SECRET" in text
+    assert "swordfish" not in text
+
+
 def test_the_variables_that_mean_something_are_all_known() -> None:
     files = {*PACKAGE.rglob("*.py"), *PACKAGE.rglob("*.cpp"), PACKAGE.parent / "_torch_ucx_rpc_autoload.py"}
     files.remove(PACKAGE / "_cli" / "info.py")

@@ -46,6 +46,8 @@ _OPTIONAL = {
 _OWN_VARIABLES = {
     "TORCH_UCX_RPC_INIT_METHOD",
     "TORCH_UCX_RPC_REPLACE_TENSORPIPE",
+    "TORCH_UCX_RPC_SECRET",
+    "TORCH_UCX_RPC_SECRET_FILE",
     "TORCH_UCX_RPC_TRACE",
     "TORCH_UCX_RPC_UCX",
 }
@@ -361,7 +363,10 @@ def _read(file: Path) -> str:
 
 
 def _environment(report: Report) -> None:
-    report.add("environment", **{name: os.environ[name] for name in sorted(os.environ) if _VARIABLES.fullmatch(name)})
+    shown = {name: os.environ[name] for name in sorted(os.environ) if _VARIABLES.fullmatch(name)}
+    if "TORCH_UCX_RPC_SECRET" in shown:
+        shown["TORCH_UCX_RPC_SECRET"] = "(not shown)"  # reports are passed on
+    report.add("environment", **shown)
     for name in os.environ:
         if name.startswith("TORCH_UCX_RPC_") and name not in _OWN_VARIABLES:
             report.complain(
