@@ -18,8 +18,7 @@ size_t Spinning::usableCores() {
 
 bool Spinning::isOn(Role role) const {
   return waiting_ == Waiting::kPoll ||
-      (waiting_ == Waiting::kAuto && cores_ > 1 && processesHere_.load() <= cores_ &&
-       waits_[static_cast<int>(role)].isMostlyShort());
+      (waiting_ == Waiting::kAuto && hasCoreEach() && waits_[static_cast<int>(role)].isMostlyShort());
 }
 
 bool Spinning::Wait::spin(bool isTransferring) {
@@ -29,18 +28,16 @@ bool Spinning::Wait::spin(bool isTransferring) {
     last_ = now;
   }
   if (now - last_ > kInterruption) {
-    spinning_.waits_[static_cast<int>(role_)].add(
-        false); // another thread had this core meanwhile, and may need it again
+    spinning_.waits_[static_cast<int>(role_)].forget(); // another thread had this core, and may need it again
   }
   last_ = now;
-  const bool isOn = spinning_.isOn(role_);
-  if (isTransferring && now - began_ < kTransferLimit) {
-    if (!isOn || ++turns_ % kTurnsBetweenYields == 0) {
-      sched_yield(); // the other side may need this very core
+  if (isTransferring && spinning_.hasCoreEach() && now - began_ < kTransferLimit) {
+    if (++turns_ % kTurnsBetweenYields == 0) {
+      sched_yield(); // the other side may be on this very core
     }
     return true;
   }
-  if (!isOn || (spinning_.waiting_ == Waiting::kAuto && now - began_ >= kLimit)) {
+  if (!spinning_.isOn(role_) || (spinning_.waiting_ == Waiting::kAuto && now - began_ >= kLimit)) {
     return false;
   }
   hasSpun_ = true;

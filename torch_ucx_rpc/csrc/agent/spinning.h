@@ -39,6 +39,11 @@ class Spinning {
     processesHere_.store(processes);
   }
 
+  // Whether each process of the job on this machine has a core. Where not, who waits must sleep: whoever it waits for then runs at
+  // once when there is something to do, and not when all others have used up their slices.
+  bool hasCoreEach() const {
+    return cores_ > 1 && processesHere_.load() <= cores_;
+  }
   // Whether waits are spun through at present.
   bool isOn(Role role) const;
   // Whether a thread that spins is likely to be back soon when it goes about what it was given.
