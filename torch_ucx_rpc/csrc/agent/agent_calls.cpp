@@ -176,6 +176,10 @@ void UcxRpcAgent::onSent(std::unique_ptr<OutgoingMessage> message) {
           std::move(call),
           gone ? gone.message() : "could not send to " + message->to->describe() + ": " + message->error.message());
     }
+  } else if (message->error && message->header.kind != wire::Kind::kResponse) {
+    // Nobody waits for this message itself, but somebody may for what it asks for: an acknowledgment, the end of a barrier. A
+    // worker that ended just before we would have connected shows in no other way if its process goes on.
+    onPeerGone(*message->to, Peer::State::kFailed, message->to->lost(message->error));
   }
   if (message->lender != nullptr && message->lender->mayRunUserCode() && AgentThreads::isLeader()) {
     threads_->addCompletion([message = std::move(message)] {});
