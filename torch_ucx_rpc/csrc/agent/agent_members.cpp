@@ -59,6 +59,9 @@ void UcxRpcAgent::addMembers(std::vector<Member> members) {
 
 void UcxRpcAgent::removeMember(uint64_t session) {
   if (Peer* peer = directory_.findSession(session)) {
+    if (peer->isThere()) {
+      postControl(*peer, wire::Kind::kGoodbye, 0, {}); // it may be leaving, and wait for us, who hear it no more
+    }
     onPeerGone(*peer, Peer::State::kLeft, {ErrorCode::kShutDown, peer->describe() + " has left the group"});
     directory_.remove(*peer);
   }
