@@ -28,7 +28,7 @@ bool Inbox::checkHeader(std::span<const std::byte> bytes, wire::Header& header) 
 Peer* Inbox::findSender(const wire::Header& header, uint64_t dataBytes, std::span<const std::byte> data) {
   Peer* from = directory_.findSession(header.sourceSession);
   if (from == nullptr || from->member().rank != static_cast<int64_t>(header.sourceRank)) {
-    if (from == nullptr && header.kind == wire::Kind::kGoodbye && acceptsJoins_) {
+    if (from == nullptr && header.kind == wire::Kind::kGoodbye && acceptsJoins_ && !joinOpener_.has_value()) {
       return nullptr; // it asked to join, and learned that this worker is leaving before it was admitted
     }
     refuseFrame(Refusal::kStranger, "a frame from a process that is not a worker of this job");
