@@ -48,10 +48,7 @@ def measure_in_flight() -> harness.Figures:
 SIZE_SWEEP = harness.Benchmark(
     question="How does the echo of a tensor grow with its bytes?",
     figures=tuple(Figure(f"{size}", "us") for size in SIZES),
-    contenders=lambda: [
-        harness.RpcJob(transport, measure_sizes)
-        for transport in (harness.UCX, harness.TENSORPIPE, harness.UCX_TCP, harness.TENSORPIPE_UV)
-    ],
+    contenders=lambda: [harness.RpcJob(transport, measure_sizes) for transport in harness.TRANSPORTS],
     rounds=3,
     in_short_set=False,
 )

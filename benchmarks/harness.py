@@ -93,6 +93,13 @@ TENSORPIPE = Transport("TensorPipe", "TENSORPIPE")
 UCX_TCP = Transport("UCX, tcp", "UCX", environment={"UCX_TLS": "tcp,self"})
 # Without its channels for one host (cma), which other hosts do not have.
 TENSORPIPE_UV = Transport("TensorPipe, uv", "TENSORPIPE", options={"_transports": ["uv"], "_channels": ["basic"]})
+TRANSPORTS = (UCX, TENSORPIPE, UCX_TCP, TENSORPIPE_UV)
+
+
+def over_tcp(must: float, aim: float | None = None) -> Bound:
+    """The bound of UCX over TCP against TensorPipe's."""
+    return Bound(must, aim, contender=UCX_TCP.name, reference=TENSORPIPE_UV.name)
+
 
 PROCESSES = multiprocessing.get_context("forkserver")
 PROCESSES.set_forkserver_preload(["torch.distributed.rpc"])
@@ -203,7 +210,7 @@ class Baseline:
 
 
 def durations_us(call: Callable[[], object], count: int) -> list[float]:
-    """How long each of ``count`` calls takes, sorted, in microseconds."""
+    """How long each of ``count`` calls takes, sorted, in microseconds; for p50 and p99."""
     durations = []
     for _ in range(count):
         started = time.perf_counter()
@@ -217,7 +224,7 @@ def p50(durations: Sequence[float]) -> float:
 
 
 def p99(durations: Sequence[float]) -> float:
-    return sorted(durations)[len(durations) * 99 // 100]
+    return durations[len(durations) * 99 // 100]
 
 
 # -------------------------------------------------------------------------------------------------------- results

@@ -64,13 +64,10 @@ BENCHMARK = harness.Benchmark(
         Figure(
             "300 calls of 1 MiB, the first time",
             "GiB/s",
-            (Bound(1.2, 2), Bound(1, contender=harness.UCX_TCP.name, reference=harness.TENSORPIPE_UV.name)),
+            (Bound(1.2, 2), harness.over_tcp(1)),
             more_is_better=True,
         ),
         Figure("growth of the callee's peak memory", "MiB", (Bound(0.6),)),
     ),
-    contenders=lambda: [
-        harness.FreshRpcJob(transport, measure)
-        for transport in (harness.UCX, harness.TENSORPIPE, harness.UCX_TCP, harness.TENSORPIPE_UV)
-    ],
+    contenders=lambda: [harness.FreshRpcJob(transport, measure) for transport in harness.TRANSPORTS],
 )

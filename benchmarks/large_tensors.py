@@ -87,7 +87,7 @@ BENCHMARK = harness.Benchmark(
         Figure(
             "echo of 1 MiB, p50",
             "us",
-            (Bound(0.55, 0.4), Bound(1, contender=harness.UCX_TCP.name, reference=harness.TENSORPIPE_UV.name)),
+            (Bound(0.55, 0.4), harness.over_tcp(1)),
         ),
         Figure(
             "echo of 64 MiB, both ways",
@@ -96,16 +96,13 @@ BENCHMARK = harness.Benchmark(
                 Bound(2.5),
                 Bound(0.9, reference="ucx_perftest"),
                 Bound(None, 0.9, reference="memcpy"),
-                Bound(1, contender=harness.UCX_TCP.name, reference=harness.TENSORPIPE_UV.name),
+                harness.over_tcp(1),
             ),
             more_is_better=True,
         ),
     ),
     contenders=lambda: [
-        *(
-            harness.RpcJob(transport, measure)
-            for transport in (harness.UCX, harness.TENSORPIPE, harness.UCX_TCP, harness.TENSORPIPE_UV)
-        ),
+        *(harness.RpcJob(transport, measure) for transport in harness.TRANSPORTS),
         harness.Baseline("ucx_perftest", measure_ucx_perftest),
         harness.Baseline("memcpy", measure_memcpy),
     ],

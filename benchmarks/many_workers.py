@@ -93,7 +93,7 @@ class Life(harness.Baseline):
 
     def __init__(self, transport: harness.Transport, *sizes: int) -> None:
         super().__init__(
-            f"{transport.name}",
+            transport.name,
             lambda: {name: value for workers in sizes for name, value in live(transport, workers).items()},
         )
 

@@ -43,21 +43,14 @@ def measure() -> harness.Figures:
     }
 
 
-def _over_tcp(must: float, aim: float) -> Bound:
-    return Bound(must, aim, contender=harness.UCX_TCP.name, reference=harness.TENSORPIPE_UV.name)
-
-
 BENCHMARK = harness.Benchmark(
     question="How long does a small call take?",
     figures=(
-        Figure("no-argument function, p50", "us", (Bound(0.5, 0.33), _over_tcp(0.6, 0.4))),
-        Figure("no-argument function, p99", "us", (Bound(0.6, 0.4), _over_tcp(0.6, 0.4))),
-        Figure("torch.add of 1 element, p50", "us", (Bound(0.5, 0.3), _over_tcp(0.6, 0.4))),
-        Figure("echo of 1 KB, p50", "us", (Bound(0.45, 0.3), _over_tcp(0.6, 0.4))),
-        Figure("asynchronous calls", "1/s", (Bound(2, 3), _over_tcp(1, 3)), more_is_better=True),
+        Figure("no-argument function, p50", "us", (Bound(0.5, 0.33), harness.over_tcp(0.6, 0.4))),
+        Figure("no-argument function, p99", "us", (Bound(0.6, 0.4), harness.over_tcp(0.6, 0.4))),
+        Figure("torch.add of 1 element, p50", "us", (Bound(0.5, 0.3), harness.over_tcp(0.6, 0.4))),
+        Figure("echo of 1 KB, p50", "us", (Bound(0.45, 0.3), harness.over_tcp(0.6, 0.4))),
+        Figure("asynchronous calls", "1/s", (Bound(2, 3), harness.over_tcp(1, 3)), more_is_better=True),
     ),
-    contenders=lambda: [
-        harness.RpcJob(transport, measure)
-        for transport in (harness.UCX, harness.TENSORPIPE, harness.UCX_TCP, harness.TENSORPIPE_UV)
-    ],
+    contenders=lambda: [harness.RpcJob(transport, measure) for transport in harness.TRANSPORTS],
 )
