@@ -10,6 +10,10 @@ import pytest
 # torch's limit for one of its tests, in seconds, which it reads when the suites are imported. On two cores the longest
 # takes 15, and several times that on one that is shared.
 os.environ.setdefault("DISTRIBUTED_TESTS_DEFAULT_TIMEOUT", "150")
+# torch's switch for an init_process_group that returns when it is done on every rank. The master of
+# DdpUnderDistAutogradTest calls its trainers as soon as it has returned from there itself, and they need the group:
+# trainers that are 50 ms late make the test fail with TensorPipe as well.
+os.environ.setdefault("TORCH_DIST_INIT_BARRIER", "1")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

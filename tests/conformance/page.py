@@ -80,6 +80,11 @@ on TensorPipe, PyTorch's own agent. `make conformance` runs them and writes this
 Passed means: ran to its end and passed, in each of the runs. A test that was skipped, that is covered by a test of our
 own, or that needs GPUs where there were none is counted as that. A dash stands for what was not run.
 
+Around the tests three things are not as torch runs them, for either backend: the processes come from a fork server that
+has imported torch; no DistributedDataParallel is destroyed before its process ends, which hangs in torch whatever the
+agent; and `TORCH_DIST_INIT_BARRIER=1` makes `init_process_group` return when it is done on every rank, as
+DdpUnderDistAutogradTest takes for granted (with trainers late by 50 ms it fails on TensorPipe too).
+
 ## Runs
 
 UCX chooses its transports itself, shared memory on one machine, unless a variable in the first column says otherwise.
