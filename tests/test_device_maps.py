@@ -196,6 +196,12 @@ def test_gradients_flow_where_there_are_device_maps() -> None:
         assert torch.equal(gradients[b], torch.ones(3))
 
 
+@in_worker0(of=2, options=TO_THE_CPU)
+def test_a_tensor_on_a_device_without_a_map_is_refused_naming_the_worker() -> None:
+    with pytest.raises(RuntimeError, match=r"worker 'worker1'.*tensor on meta.*set_device_map"):
+        rpc.rpc_sync("worker1", torch.add, args=(torch.empty(3, device="meta"), 1))
+
+
 @pytest.fixture
 def ucx(tmp_path: Path) -> Path:
     """The libucp of a UCX with CUDA."""

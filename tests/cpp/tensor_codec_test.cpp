@@ -32,7 +32,7 @@ const Peer& peer() {
 
 std::unique_ptr<OutgoingMessage> encode(std::vector<at::Tensor> tensors, std::vector<char> payload = {'p'}) {
   return encodeMessage(
-      c10::make_intrusive<Message>(std::move(payload), std::move(tensors), MessageType::PYTHON_CALL), peer());
+      c10::make_intrusive<Message>(std::move(payload), std::move(tensors), MessageType::PYTHON_CALL), peer(), {});
 }
 
 // What the transport does, without one.
@@ -49,10 +49,10 @@ IncomingMessage arrive(const OutgoingMessage& outgoing) {
 }
 
 c10::intrusive_ptr<Message> decode(IncomingMessage incoming) {
-  c10::intrusive_ptr<Message> message;
-  const Error error = decodeMessage(std::move(incoming), message);
+  DecodedMessage decoded;
+  const Error error = decodeMessage(std::move(incoming), {}, decoded);
   EXPECT_FALSE(error) << error.message();
-  return message;
+  return decoded.message;
 }
 
 std::vector<at::Tensor> travel(std::vector<at::Tensor> tensors) {
@@ -391,8 +391,8 @@ void replaceInt(Bytes& body, int64_t from, int64_t to) {
 }
 
 Error decodeError(IncomingMessage incoming) {
-  c10::intrusive_ptr<Message> message;
-  return decodeMessage(std::move(incoming), message);
+  DecodedMessage decoded;
+  return decodeMessage(std::move(incoming), {}, decoded);
 }
 
 TEST(TensorCodecTest, SparseIndicesOutsideTheTensorAreRefused) {
@@ -480,12 +480,12 @@ TEST(TensorCodecTest, DamagedBodiesNeverLeadOutsideMemory) {
       const size_t at = random() % incoming.eagerBody.size();
       incoming.eagerBody.data()[at] = static_cast<std::byte>(random() % 4 == 0 ? random() : random() % 8);
     }
-    c10::intrusive_ptr<Message> message;
-    if (decodeMessage(std::move(incoming), message)) {
+    DecodedMessage decoded;
+    if (decodeMessage(std::move(incoming), {}, decoded)) {
       ++refused;
       continue;
     }
-    for (const at::Tensor& tensor : message->tensors()) {
+    for (const at::Tensor& tensor : decoded.message->tensors()) {
       if (tensor.defined() && tensor.layout() == at::kStrided && !tensor.is_quantized() && tensor.numel() < 100'000) {
         (void)tensor.detach().clone();
       }

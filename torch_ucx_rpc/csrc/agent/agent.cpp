@@ -68,7 +68,12 @@ UcxRpcAgent::UcxRpcAgent(
   progress_ = std::make_unique<Progress>(
       *transport_,
       [this] {
+        makeContextCurrent(getDevices());
+        outbox_->settle();
         inbox_->settle();
+        if (outbox_->waitsForDevice() || inbox_->waitsForDevice()) {
+          progress_->lookAgain();
+        }
         answerPingsWithWorkerLock();
         if (window_->waitingMessages.load() != 0 && !isStallTimerSet_.exchange(true)) {
           timer_.dueBy(Timer::Clock::now() + ReceiveWindow::kPatience);
@@ -85,6 +90,7 @@ UcxRpcAgent::UcxRpcAgent(
       HostPool::instance(),
       session_,
       [this](const Peer& from, uint64_t callId) { return calls_.isOpen(callId, from); },
+      [this]() -> const Devices& { return getDevices(); },
       progress_->deliveries());
   transport_->setListener(inbox_.get());
   threads_ = std::make_shared<AgentThreads>(
@@ -116,20 +122,29 @@ void UcxRpcAgent::setDeviceMaps(
   const std::lock_guard lock(mutex_);
   deviceMaps_ = std::move(deviceMaps);
   reverseDeviceMaps_ = std::move(reverseDeviceMaps);
+  hasDeviceMaps_.store(!deviceMaps_.empty() || !reverseDeviceMaps_.empty());
   if (devices_.front() != devices) {
     devices_.push_front(std::move(devices));
+    latestDevices_.store(&devices_.front());
   }
 }
 
 DeviceMap UcxRpcAgent::getDeviceMap(const WorkerInfo& to) const {
-  const std::lock_guard lock(mutex_);
-  const auto entry = deviceMaps_.find(to.name_);
-  return entry != deviceMaps_.end() ? entry->second : DeviceMap{};
+  return deviceMapIn(deviceMaps_, to);
 }
 
-const std::vector<c10::Device>& UcxRpcAgent::getDevices() const {
+DeviceMap UcxRpcAgent::replyDeviceMap(const WorkerInfo& to) const {
+  return deviceMapIn(reverseDeviceMaps_, to);
+}
+
+DeviceMap UcxRpcAgent::deviceMapIn(
+    const std::unordered_map<std::string, DeviceMap>& deviceMaps, const WorkerInfo& to) const {
+  if (!hasDeviceMaps_.load()) {
+    return {};
+  }
   const std::lock_guard lock(mutex_);
-  return devices_.front();
+  const auto entry = deviceMaps.find(to.name_);
+  return entry != deviceMaps.end() ? entry->second : DeviceMap{};
 }
 
 // ----------------------------------------------------------------------------------------------- start and end

@@ -12,6 +12,7 @@
 #include "agent/receive_window.h"
 #include "agent/rref_holders.h"
 #include "agent/statistics.h"
+#include "agent/tensor_codec.h"
 #include "agent/timer.h"
 
 #include <torch/csrc/distributed/rpc/rpc_agent.h>
@@ -27,8 +28,6 @@
 
 namespace torch_ucx_rpc {
 
-using torch::distributed::rpc::DeviceMap;
-using torch::distributed::rpc::Message;
 using torch::distributed::rpc::RequestCallback;
 
 // What the user can choose; torch_ucx_rpc/_options.py documents each and checks it.
@@ -91,6 +90,8 @@ class UcxRpcAgent : public torch::distributed::rpc::RpcAgent, public std::enable
   void announceJoin(const std::string& record);
   std::vector<WorkerInfo> unacknowledged() const;
 
+  // Where tensors arrive at other workers, by their names: those of requests, and those of answers, by what each caller wants. `devices`
+  // are those of this worker that are used for RPC, besides the CPU, all of one type.
   void setDeviceMaps(
       std::unordered_map<std::string, DeviceMap> deviceMaps,
       std::unordered_map<std::string, DeviceMap> reverseDeviceMaps,
@@ -121,14 +122,18 @@ class UcxRpcAgent : public torch::distributed::rpc::RpcAgent, public std::enable
   std::unordered_map<std::string, std::string> getMetrics() override;
   std::unordered_map<std::string, std::string> getDebugInfo() override;
   DeviceMap getDeviceMap(const WorkerInfo& to) const override;
-  const std::vector<c10::Device>& getDevices() const override;
+  const std::vector<c10::Device>& getDevices() const override {
+    return *latestDevices_.load();
+  }
 
  private:
   void addGilWaitTime(std::chrono::microseconds waitTime) override;
+  DeviceMap replyDeviceMap(const WorkerInfo& to) const;
+  DeviceMap deviceMapIn(const std::unordered_map<std::string, DeviceMap>& deviceMaps, const WorkerInfo& to) const;
 
   // Outgoing.
   c10::intrusive_ptr<JitFuture> request(
-      Peer& peer, c10::intrusive_ptr<Message> message, std::chrono::milliseconds timeout);
+      Peer& peer, c10::intrusive_ptr<Message> message, std::chrono::milliseconds timeout, const DeviceMap& deviceMap);
   void post(Peer& to, wire::Kind kind, uint64_t callId, std::unique_ptr<OutgoingMessage> message);
   void postControl(Peer& to, wire::Kind kind, uint64_t callId, Bytes body);
   void deliverToSelf(std::unique_ptr<OutgoingMessage> message);
@@ -144,10 +149,12 @@ class UcxRpcAgent : public torch::distributed::rpc::RpcAgent, public std::enable
   void dispatchMessage(
       IncomingMessage message, std::optional<uint64_t> visitorsCall, std::optional<Answer>& visitorsAnswer);
   void dispatchControl(const IncomingMessage& message);
-  Error decode(IncomingMessage incoming, c10::intrusive_ptr<Message>& message);
+  // Its tensors may be used on `streams`, fresh ones.
+  Error decode(IncomingMessage incoming, Streams& streams, DecodedMessage& decoded);
   void serve(IncomingMessage message);
-  // Runs the request on this thread.
-  c10::intrusive_ptr<JitFuture> handle(Message& request, Admission& admission) const;
+  // Runs the request on this thread. If it is answered at once, the streams are ordered after the answer.
+  c10::intrusive_ptr<JitFuture> handle(
+      c10::intrusive_ptr<Message> request, const Streams& streams, Admission& admission) const;
   // Makes a thread for one piece of user code, and waits for it.
   void runOnOwnThread(const std::function<void()>& work) const;
   void respond(Peer& to, uint64_t callId, const JitFuture& response);
@@ -234,8 +241,11 @@ class UcxRpcAgent : public torch::distributed::rpc::RpcAgent, public std::enable
   uint64_t gilWaits_ = 0;
   std::unordered_map<std::string, DeviceMap> deviceMaps_;
   std::unordered_map<std::string, DeviceMap> reverseDeviceMaps_;
-  std::forward_list<std::vector<c10::Device>> devices_{
-      {}}; // the latest first; none is destroyed, getDevices() has given it out
+  std::forward_list<Devices> devices_{{}}; // the latest first; none is destroyed, getDevices() has given it out
+
+  // Of these, what every call asks:
+  std::atomic<const Devices*> latestDevices_{&devices_.front()};
+  std::atomic<bool> hasDeviceMaps_{false}; // of this worker or of others for it
 };
 
 } // namespace torch_ucx_rpc

@@ -1,10 +1,12 @@
 // What happens to a call, from send() to the completion of its future; the rest of UcxRpcAgent is in agent.cpp.
 
 #include "agent/agent.h"
+#include "agent/gradient_devices.h"
 #include "agent/tensor_codec.h"
 #include "base/time.h"
 #include "base/trace.h"
 
+#include <c10/core/StreamGuard.h>
 #include <c10/util/Logging.h>
 #include <torch/csrc/distributed/rpc/utils.h>
 
@@ -65,10 +67,7 @@ trace::CallId callOf(const IncomingMessage& message) {
 } // namespace
 
 c10::intrusive_ptr<JitFuture> UcxRpcAgent::send(
-    const WorkerInfo& to,
-    c10::intrusive_ptr<Message> message,
-    float rpcTimeoutSeconds,
-    const DeviceMap& /*deviceMap*/) {
+    const WorkerInfo& to, c10::intrusive_ptr<Message> message, float rpcTimeoutSeconds, const DeviceMap& deviceMap) {
   checkProcess();
   TORCH_CHECK(message->isRequest(), "UcxRpcAgent::send() is for requests; this message is of type ", message->type());
   TORCH_CHECK(
@@ -85,7 +84,8 @@ c10::intrusive_ptr<JitFuture> UcxRpcAgent::send(
   const bool isFetch =
       type == rpc::MessageType::PYTHON_RREF_FETCH_CALL || type == rpc::MessageType::SCRIPT_RREF_FETCH_CALL;
   const auto timeout = rpcTimeoutSeconds == rpc::kUnsetRpcTimeout ? getRpcTimeout() : toMilliseconds(rpcTimeoutSeconds);
-  c10::intrusive_ptr<JitFuture> future = request(directory_.at(to.id_), std::move(message), timeout);
+  c10::intrusive_ptr<JitFuture> future =
+      request(directory_.at(to.id_), std::move(message), timeout, deviceMap.empty() ? getDeviceMap(to) : deviceMap);
   if (isFetch && !AgentThreads::isLeader()) {
     // RRef.to_here() sends this and waits, within one function of torch. Waiting here instead, Ctrl-C works, and the caller
     // drives its own call. Nobody else sends these messages.
@@ -95,9 +95,9 @@ c10::intrusive_ptr<JitFuture> UcxRpcAgent::send(
 }
 
 c10::intrusive_ptr<JitFuture> UcxRpcAgent::request(
-    Peer& peer, c10::intrusive_ptr<Message> message, std::chrono::milliseconds timeout) {
+    Peer& peer, c10::intrusive_ptr<Message> message, std::chrono::milliseconds timeout, const DeviceMap& deviceMap) {
   trace::Span span("send request", {}, trace::Arrow::kRequestLeaves);
-  std::unique_ptr<OutgoingMessage> mail = encodeMessage(std::move(message), peer);
+  std::unique_ptr<OutgoingMessage> mail = encodeMessage(std::move(message), peer, deviceMap);
 
   CallTable::Call call;
   call.future = c10::make_intrusive<JitFuture>(at::AnyClassType::get(), getDevices());
@@ -155,10 +155,25 @@ void UcxRpcAgent::deliverToSelf(std::unique_ptr<OutgoingMessage> message) {
   arrived.header = message->header;
   arrived.eagerBody = std::move(message->body);
   arrived.spans.reserve(message->spans.size());
-  for (const OutgoingMessage::Span& span : message->spans) {
-    c10::DataPtr copy = HostPool::instance().allocate(span.bytes.size());
-    std::memcpy(copy.get(), span.bytes.data(), span.bytes.size());
-    arrived.spans.push_back({std::move(copy), span.bytes.size()});
+  try {
+    Devices devices;
+    for (const OutgoingMessage::Span& span : message->spans) {
+      c10::DataPtr copy;
+      if (span.from.is_cpu() && span.to.is_cpu()) {
+        copy = HostPool::instance().allocate(span.bytes.size());
+        std::memcpy(copy.get(), span.bytes.data(), span.bytes.size());
+      } else {
+        copy = copyBytes(span.bytes.data(), span.bytes.size(), span.from, span.to);
+      }
+      if (!span.to.is_cpu()) {
+        devices.push_back(span.to);
+      }
+      arrived.spans.push_back({std::move(copy), span.bytes.size()});
+    }
+    arrived.before = DeviceWork(currentStreams(devices));
+  } catch (const std::exception& failure) { // of a device
+    onRejected({message->to, message->header, {ErrorCode::kDeviceFailed, failure.what()}});
+    return;
   }
   std::optional<Answer> nobodys;
   dispatchMessage(std::move(arrived), {}, nobodys);
@@ -173,6 +188,9 @@ void UcxRpcAgent::onSent(std::unique_ptr<OutgoingMessage> message) {
           std::move(call),
           gone ? gone.message() : "could not send to " + message->to->describe() + ": " + message->error.message());
     }
+  } else if (message->error.code() == ErrorCode::kDeviceFailed && message->header.kind == wire::Kind::kResponse) {
+    servedRequests_.fetch_add(1);
+    respondWithError(*message->to, message->header.callId, message->error.message());
   } else if (message->error && message->header.kind != wire::Kind::kResponse) {
     // Nobody waits for this message itself, but somebody may for what it asks for: an acknowledgment, the end of a barrier. A
     // worker that ended just before we would have connected shows in no other way if its process goes on.
@@ -293,14 +311,22 @@ void UcxRpcAgent::dispatchControl(const IncomingMessage& message) {
   }
 }
 
-Error UcxRpcAgent::decode(IncomingMessage incoming, c10::intrusive_ptr<Message>& message) {
+Error UcxRpcAgent::decode(IncomingMessage incoming, Streams& streams, DecodedMessage& decoded) {
   if (!incoming.isContentGenuine()) {
     inbox_->countRefused();
     return {
         ErrorCode::kProtocol,
         "a message of " + incoming.from->describe() + " has arrived with another content than it was sealed with"};
   }
-  return decodeMessage(std::move(incoming), message);
+  try {
+    const Devices& devices = getDevices();
+    streams = poolStreams(devices);
+    incoming.before.blockStreams(streams);
+    const c10::MultiStreamGuard guard(streams);
+    return decodeMessage(std::move(incoming), devices, decoded);
+  } catch (const std::exception& failure) { // of a device
+    return {ErrorCode::kDeviceFailed, failure.what()};
+  }
 }
 
 void UcxRpcAgent::serve(IncomingMessage incoming) {
@@ -312,14 +338,16 @@ void UcxRpcAgent::serve(IncomingMessage incoming) {
   const uint64_t callId = incoming.header.callId;
   Admission admission = std::move(incoming.admission);
   const trace::CallId traced{from.member().session, callId};
-  c10::intrusive_ptr<Message> request;
+  Streams streams;
+  DecodedMessage decoded;
   {
     const trace::Span span("decode request", traced);
-    if (Error error = decode(std::move(incoming), request)) {
+    if (Error error = decode(std::move(incoming), streams, decoded)) {
       respondWithError(from, callId, error.message());
       return;
     }
   }
+  c10::intrusive_ptr<Message> request = std::move(decoded.message);
   rrefHolders_.note(from.info().id_, *request);
   c10::intrusive_ptr<JitFuture> response;
   try {
@@ -327,9 +355,9 @@ void UcxRpcAgent::serve(IncomingMessage incoming) {
     if (request->type() == rpc::MessageType::RUN_WITH_PROFILING_REQ) {
       // torch's legacy profiler records on a thread only the first time it is enabled there (torch 2.13; TensorPipe with its 16
       // threads returns the remote events of the first 16 calls). A thread of its own always records.
-      runOnOwnThread([&] { response = handle(*request, admission); });
+      runOnOwnThread([&] { response = handle(request, streams, admission); });
     } else {
-      response = handle(*request, admission);
+      response = handle(request, streams, admission);
     }
   } catch (const std::exception& error) {
     respondWithError(from, callId, error.what());
@@ -338,6 +366,7 @@ void UcxRpcAgent::serve(IncomingMessage incoming) {
   request.reset(); // the handler has what it wants to keep
   admission.release();
   if (response->completed()) {
+    const c10::MultiStreamGuard guard(streams);
     respond(from, callId, *response);
     return;
   }
@@ -348,9 +377,18 @@ void UcxRpcAgent::serve(IncomingMessage incoming) {
   });
 }
 
-c10::intrusive_ptr<JitFuture> UcxRpcAgent::handle(Message& request, Admission& admission) const {
+c10::intrusive_ptr<JitFuture> UcxRpcAgent::handle(
+    c10::intrusive_ptr<Message> request, const Streams& streams, Admission& admission) const {
   const AdmissionScope scope(admission);
-  return (*cb_)(request, {});
+  const c10::MultiStreamGuard guard(streams);
+  if (hasDeviceMaps_.load()) {
+    placeGradients(request);
+  }
+  c10::intrusive_ptr<JitFuture> response = (*cb_)(*request, streams);
+  if (!streams.empty() && response->completed()) {
+    response->wait(); // has these streams wait for its value
+  }
+  return response;
 }
 
 void UcxRpcAgent::runOnOwnThread(const std::function<void()>& work) const {
@@ -381,7 +419,7 @@ void UcxRpcAgent::respond(Peer& to, uint64_t callId, const JitFuture& response) 
   const trace::Span span("send answer", {to.member().session, callId}, trace::Arrow::kAnswerLeaves);
   std::unique_ptr<OutgoingMessage> mail;
   try {
-    mail = encodeMessage(response.constValue().toCustomClass<Message>(), to);
+    mail = encodeMessage(response.constValue().toCustomClass<Message>(), to, replyDeviceMap(to.info()));
   } catch (const std::exception& error) {
     respondWithError(to, callId, error.what());
     return;
@@ -395,7 +433,7 @@ void UcxRpcAgent::respondWithError(Peer& to, uint64_t callId, const std::string&
       to,
       wire::Kind::kResponse,
       callId,
-      encodeMessage(rpc::createExceptionResponse(what, static_cast<int64_t>(callId)), to));
+      encodeMessage(rpc::createExceptionResponse(what, static_cast<int64_t>(callId)), to, {}));
   servedRequests_.fetch_sub(1);
 }
 
@@ -409,26 +447,23 @@ std::string UcxRpcAgent::describeNesting() const {
 void UcxRpcAgent::complete(CallTable::Call call, IncomingMessage incoming) {
   const trace::Span span("complete call", callOf(incoming));
   const Peer& from = *incoming.from;
-  c10::intrusive_ptr<Message> response;
+  Streams streams;
+  DecodedMessage decoded;
   // With the message goes its share of the window: the future's callbacks may wait for other answers.
-  if (Error error = decode(std::move(incoming), response)) {
+  if (Error error = decode(std::move(incoming), streams, decoded)) {
     failCall(call, "the answer of " + from.describe() + " is unreadable: " + error.message());
     return;
   }
-  if (response->type() == rpc::MessageType::EXCEPTION) {
-    const std::vector<char>& payload = response->payload();
+  if (decoded.message->type() == rpc::MessageType::EXCEPTION) {
+    const std::vector<char>& payload = decoded.message->payload();
     failCall(call, std::string(payload.begin(), payload.end()));
     return;
   }
-  // Not Message::getStorages(), which throws for undefined tensors and for the compressed sparse layouts.
-  std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>> storages;
-  for (const at::Tensor& tensor : response->tensors()) {
-    if (tensor.defined() && tensor.has_storage()) {
-      storages.push_back(tensor.storage().getWeakStorageImpl());
-    }
-  }
   call.to->latencies.add(CallTable::Clock::now() - call.sentAt);
-  call.future->markCompleted(std::move(response), std::move(storages));
+  // The future has whoever gets its value wait for these streams. Not Message::getStorages(), which throws for undefined tensors and for
+  // the compressed sparse layouts.
+  const c10::MultiStreamGuard guard(streams);
+  call.future->markCompleted(std::move(decoded.message), std::move(decoded.deviceStorages));
 }
 
 void UcxRpcAgent::failCall(const CallTable::Call& call, const std::string& what) {

@@ -1,5 +1,9 @@
 #include "agent/inbox.h"
 
+#include "wire/body.h"
+
+#include <c10/util/Exception.h>
+
 #include <algorithm>
 #include <new>
 #include <utility>
@@ -221,6 +225,7 @@ void Inbox::settle() {
   for (void* parked : std::exchange(toRefuse_, {})) {
     transport_.refuse(parked);
   }
+  std::erase_if(starting_, [this](std::list<Receiving>::iterator receiving) { return receiveIfFree(receiving); });
   admitWaiting(waitingResponses_);
   admitWaiting(waitingRequests_);
   updateWaitingCount();
@@ -277,51 +282,108 @@ void Inbox::start(Waiting waiting, Admission admission) {
   window_->receivingMessages.store(receiving_.size());
   receiving->bytes = waiting.bytes;
   receiving->began = Clock::now();
+  receiving->assembled = std::move(waiting.assembled);
   IncomingMessage& message = receiving->message;
-  wire::Assembled& assembled = waiting.assembled;
+  wire::Assembled& assembled = receiving->assembled;
   message.from = waiting.from;
   message.header = assembled.header;
   message.admission = std::move(admission);
   message.eagerBody = std::move(assembled.body.data);
   message.pooledBodyBytes = assembled.body.parkedBytes;
+  Error error;
   try {
     if (assembled.body.parked != nullptr) {
       message.pooledBody = pool_.allocate(assembled.body.parkedBytes);
     }
-    message.spans.reserve(assembled.spans.size());
-    for (const wire::Piece& span : assembled.spans) {
-      message.spans.push_back({pool_.allocate(span.size()), span.size()});
-    }
+    error = allocateSpans(*receiving);
   } catch (const std::bad_alloc&) {
-    refuseAll(assembled);
-    deliveries_.rejections.push_back(
-        {waiting.from,
-         message.header,
-         {ErrorCode::kOutOfMemory, "out of memory for a message of " + std::to_string(waiting.bytes) + " bytes"},
-         std::move(message.admission)});
-    forget(receiving);
-    return;
+    error = {ErrorCode::kOutOfMemory, "out of memory for a message of " + std::to_string(waiting.bytes) + " bytes"};
+  } catch (const c10::Error& failure) { // of a device; without a backtrace
+    error = {ErrorCode::kOutOfMemory, failure.what_without_backtrace()};
   }
-
-  receiving->unfinished = 1 + assembled.spans.size();
-  for (size_t index = 0; index < assembled.spans.size(); ++index) {
-    receivePart(receiving, assembled.spans[index], message.spans[index].data.get());
+  if (error) {
+    reject(receiving, std::move(error));
+  } else if (!receiveIfFree(receiving)) {
+    starting_.push_back(receiving);
   }
-  receivePart(
-      receiving, assembled.body, message.pooledBody.get()); // last: it may finish, and with it free, the message
 }
 
-void Inbox::receivePart(std::list<Receiving>::iterator receiving, const wire::Piece& piece, void* into) {
+Error Inbox::allocateSpans(Receiving& receiving) {
+  IncomingMessage& message = receiving.message;
+  const std::vector<wire::Piece>& pieces = receiving.assembled.spans;
+  std::vector<c10::Device> targets(pieces.size(), c10::kCPU);
+  Devices used;
+  for (const wire::StorageRecord& storage : wire::storagesOf(message.eagerBody)) {
+    if (storage.deviceType == static_cast<int8_t>(c10::kCPU) || storage.span >= pieces.size() ||
+        pieces[storage.span].parked == nullptr) {
+      continue;
+    }
+    const Devices& known = devices_();
+    const auto device = std::find_if(known.begin(), known.end(), [&](const c10::Device& one) {
+      return static_cast<int8_t>(one.type()) == storage.deviceType && one.index() == storage.deviceIndex;
+    });
+    if (device == known.end()) {
+      return {ErrorCode::kProtocol, "it has a tensor for a device that this worker does not use for RPC"};
+    }
+    targets[storage.span] = *device;
+    if (std::find(used.begin(), used.end(), *device) == used.end()) {
+      used.push_back(*device);
+    }
+  }
+  message.spans.reserve(pieces.size());
+  for (size_t index = 0; index < pieces.size(); ++index) {
+    const uint64_t bytes = pieces[index].size();
+    message.spans.push_back(
+        {targets[index].is_cpu() ? pool_.allocate(bytes) : deviceMemory_.allocate(targets[index], bytes), bytes});
+  }
+  receiving.before = deviceMemory_.earlierWork(used);
+  return {};
+}
+
+bool Inbox::receiveIfFree(std::list<Receiving>::iterator receiving) {
+  if (receiving->error) {
+    reject(receiving, std::move(receiving->error));
+    return true;
+  }
+  try {
+    if (!receiving->before.isDone()) {
+      return false;
+    }
+  } catch (const std::exception& failure) { // of the device, whatever it was at
+    reject(receiving, {ErrorCode::kDeviceFailed, std::string("the device fails: ") + failure.what()});
+    return true;
+  }
+  const wire::Assembled assembled = std::move(receiving->assembled);
+  const IncomingMessage& message = receiving->message;
+  receiving->unfinished = 1 + assembled.spans.size();
+  for (size_t index = 0; index < assembled.spans.size(); ++index) {
+    receivePart(receiving, assembled.spans[index], message.spans[index].data);
+  }
+  receivePart(receiving, assembled.body, message.pooledBody); // last: it may finish, and with it free, the message
+  return true;
+}
+
+void Inbox::reject(std::list<Receiving>::iterator receiving, Error error) {
+  refuseAll(receiving->assembled);
+  deliveries_.rejections.push_back(
+      {receiving->message.from, receiving->message.header, std::move(error), std::move(receiving->message.admission)});
+  forget(receiving);
+}
+
+void Inbox::receivePart(std::list<Receiving>::iterator receiving, const wire::Piece& piece, const c10::DataPtr& into) {
   if (piece.parked == nullptr) {
-    if (into != nullptr) {
-      std::copy_n(piece.data.data(), piece.data.size(), static_cast<std::byte*>(into));
+    if (into) {
+      std::copy_n(piece.data.data(), piece.data.size(), static_cast<std::byte*>(into.get()));
     }
     finishPart(receiving, {});
     return;
   }
-  transport_.receive(piece.parked, into, piece.parkedBytes, [this, receiving](Error error) {
-    finishPart(receiving, std::move(error));
-  });
+  transport_.receive(
+      piece.parked,
+      into.get(),
+      piece.parkedBytes,
+      [this, receiving](Error error) { finishPart(receiving, std::move(error)); },
+      into.device().is_cpu() ? Memory::kHost : Memory::kDevice);
 }
 
 void Inbox::finishPart(std::list<Receiving>::iterator receiving, Error error) {

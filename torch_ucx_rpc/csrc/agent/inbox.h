@@ -1,5 +1,6 @@
 #pragma once
 
+#include "agent/device_streams.h"
 #include "agent/directory.h"
 #include "agent/mail.h"
 #include "agent/outbox.h"
@@ -27,6 +28,8 @@ class Inbox final : public TransportListener {
  public:
   // Whether the answer of a peer to a call is still awaited; asked under the worker lock.
   using IsAwaited = UniqueFunction<bool(const Peer& from, uint64_t callId)>;
+  // The devices that tensors may arrive on, besides the CPU.
+  using DevicesInUse = UniqueFunction<const Devices&()>;
 
   Inbox(
       Transport& transport,
@@ -36,6 +39,7 @@ class Inbox final : public TransportListener {
       HostPool& pool,
       uint64_t session,
       IsAwaited isAwaited,
+      DevicesInUse devices,
       Deliveries& deliveries)
       : transport_(transport),
         directory_(directory),
@@ -44,6 +48,7 @@ class Inbox final : public TransportListener {
         pool_(pool),
         session_(session),
         isAwaited_(std::move(isAwaited)),
+        devices_(std::move(devices)),
         deliveries_(deliveries) {}
 
   void onEager(std::span<const std::byte> header, std::span<const std::byte> bytes) override;
@@ -60,6 +65,11 @@ class Inbox final : public TransportListener {
 
   // Starts receives and refusals. Not inside a transport callback.
   void settle();
+
+  // Whether there is memory of a device that is not free yet for what is to be received. Nothing announces that it is.
+  bool waitsForDevice() const {
+    return !starting_.empty();
+  }
 
   // Admits the message that has waited longest, whether it fits or not. For when the window has not moved for a while although no request
   // waits for a thread: then handlers wait for one another, and more memory is the only way on.
@@ -93,6 +103,8 @@ class Inbox final : public TransportListener {
     IncomingMessage message;
     uint64_t bytes = 0;
     Clock::time_point began;
+    wire::Assembled assembled; // until its parts are being received
+    DeviceWork before; // then
     size_t unfinished = 0;
     Error error;
   };
@@ -124,7 +136,13 @@ class Inbox final : public TransportListener {
   void admitWaiting(std::deque<Waiting>& queue);
   bool isBusyReceiving(uint64_t more) const;
   void start(Waiting waiting, Admission admission);
-  void receivePart(std::list<Receiving>::iterator receiving, const wire::Piece& piece, void* into);
+  // Memory for the spans, of devices where the body says so; of the host if the body itself is still to be received.
+  Error allocateSpans(Receiving& receiving);
+  // False, and nothing done, while its memory is not free.
+  bool receiveIfFree(std::list<Receiving>::iterator receiving);
+  // For what is not being received yet.
+  void reject(std::list<Receiving>::iterator receiving, Error error);
+  void receivePart(std::list<Receiving>::iterator receiving, const wire::Piece& piece, const c10::DataPtr& into);
   void finishPart(std::list<Receiving>::iterator receiving, Error error);
   void forget(std::list<Receiving>::iterator receiving);
   void updateWaitingCount();
@@ -136,6 +154,7 @@ class Inbox final : public TransportListener {
   HostPool& pool_;
   const uint64_t session_;
   IsAwaited isAwaited_;
+  DevicesInUse devices_;
   Deliveries& deliveries_;
 
   wire::Assembler assembler_;
@@ -143,6 +162,8 @@ class Inbox final : public TransportListener {
   std::deque<Waiting> waitingRequests_;
   std::deque<Waiting> waitingResponses_;
   std::list<Receiving> receiving_;
+  std::vector<std::list<Receiving>::iterator> starting_; // of those, the ones whose memory is not free yet
+  ReceiveMemory deviceMemory_;
 
   std::vector<Peer*> pings_;
   bool acceptsJoins_ = false;

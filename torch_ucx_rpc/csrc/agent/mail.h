@@ -1,5 +1,6 @@
 #pragma once
 
+#include "agent/device_streams.h"
 #include "agent/peer.h"
 #include "agent/receive_window.h"
 #include "agent/turns.h"
@@ -32,6 +33,8 @@ struct OutgoingMessage {
   struct Span {
     wire::Header header;
     std::span<const std::byte> bytes;
+    c10::Device from = c10::kCPU; // where they lie
+    c10::Device to = c10::kCPU; // where they are to arrive
   };
 
   // Writes the addressing into the headers of body and spans.
@@ -52,6 +55,7 @@ struct OutgoingMessage {
   Bytes body;
   std::vector<Span> spans;
   std::unique_ptr<Lender> lender; // owns what `spans` point to
+  DeviceWork before; // what makes the tensors: they are sent when it is done
 
   Peer* to = nullptr;
 
@@ -82,6 +86,7 @@ struct IncomingMessage {
   c10::DataPtr pooledBody; // instead of eagerBody where the body came by rendezvous
   uint64_t pooledBodyBytes = 0;
   std::vector<Span> spans;
+  DeviceWork before; // what puts the spans there; nothing for what the transport has received
   Admission admission; // its share of the receive window, given back when the handler returns
 };
 

@@ -26,11 +26,27 @@ constexpr uint32_t kMostMessageType = 0x3FF;
 // Turns a checked body and its spans into tensors.
 class Decoder {
  public:
-  Decoder(const BodyView& view, std::vector<IncomingMessage::Span>& spans) : view_(view) {
+  Decoder(const BodyView& view, std::vector<IncomingMessage::Span>& spans, const Devices& devices)
+      : view_(view), devices_(devices) {
     storages_.reserve(view.storages.size());
     for (const BodyView::Storage& storage : view.storages) {
-      storages_.push_back(storage.record.span == kNowhere ? copyInline(storage) : adopt(spans[storage.record.span]));
+      const c10::Device device = deviceOf(storage.record);
+      storages_.push_back(
+          storage.record.span == kNowhere ? copyInline(storage, device) : adopt(spans[storage.record.span], device));
+      if (!device.is_cpu()) {
+        recordOnCurrentStream(storages_.back().data_ptr());
+      }
     }
+  }
+
+  std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>> deviceStorages() const {
+    std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>> storages;
+    for (const c10::Storage& storage : storages_) {
+      if (!storage.device().is_cpu()) {
+        storages.push_back(storage.getWeakStorageImpl());
+      }
+    }
+    return storages;
   }
 
   std::vector<at::Tensor> tensors() {
@@ -52,7 +68,22 @@ class Decoder {
         true);
   }
 
-  static c10::Storage copyInline(const BodyView::Storage& storage) {
+  c10::Device deviceOf(const wire::StorageRecord& record) const {
+    if (record.deviceType == static_cast<int8_t>(c10::kCPU)) {
+      return c10::kCPU;
+    }
+    for (const c10::Device& device : devices_) {
+      if (static_cast<int8_t>(device.type()) == record.deviceType && device.index() == record.deviceIndex) {
+        return device;
+      }
+    }
+    TORCH_CHECK(false, "malformed message: a tensor for a device that this worker does not use for RPC");
+  }
+
+  static c10::Storage copyInline(const BodyView::Storage& storage, c10::Device device) {
+    if (!device.is_cpu()) {
+      return copyFromHost(storage.inlineBytes.data(), storage.record.bytes, device);
+    }
     c10::Allocator* allocator = c10::GetCPUAllocator();
     c10::DataPtr data = allocator->allocate(storage.record.bytes);
     if (storage.record.bytes != 0) {
@@ -61,8 +92,18 @@ class Decoder {
     return makeStorage(std::move(data), storage.record.bytes, allocator);
   }
 
-  static c10::Storage adopt(IncomingMessage::Span& span) {
-    return makeStorage(std::move(span.data), span.bytes, &HostPool::instance());
+  static c10::Storage copyFromHost(const void* bytes, uint64_t count, c10::Device device) {
+    return makeStorage(copyBytes(bytes, count, c10::kCPU, device), count, c10::GetAllocator(device.type()));
+  }
+
+  static c10::Storage adopt(IncomingMessage::Span& span, c10::Device device) {
+    if (device.is_cpu()) {
+      return makeStorage(std::move(span.data), span.bytes, &HostPool::instance());
+    }
+    if (span.data.device() != device) { // it came eagerly, or before it was known where it was to go
+      return copyFromHost(span.data.get(), span.bytes, device);
+    }
+    return makeStorage(std::move(span.data), span.bytes, c10::GetAllocator(device.type()));
   }
 
   static c10::ScalarType dtypeOf(const TensorRecord& record) {
@@ -133,10 +174,11 @@ class Decoder {
   }
 
   template <typename Impl, typename... Args>
-  at::Tensor place(const BodyView::Tensor& tensor, c10::ScalarType dtype, c10::DispatchKey key, Args&&... args) const {
+  at::Tensor place(const BodyView::Tensor& tensor, c10::ScalarType dtype, Args&&... args) const {
+    const c10::Storage& storage = storages_[tensor.record.storage];
     at::Tensor made = at::detail::make_tensor<Impl>(
-        c10::Storage(storages_[tensor.record.storage]),
-        c10::DispatchKeySet(key),
+        c10::Storage(storage),
+        c10::DispatchKeySet(c10::computeDispatchKey(dtype, at::kStrided, storage.device())),
         c10::scalarTypeToTypeMeta(dtype),
         std::forward<Args>(args)...);
     made.unsafeGetTensorImpl()->set_sizes_and_strides(
@@ -147,11 +189,11 @@ class Decoder {
   }
 
   at::Tensor strided(const BodyView::Tensor& tensor, c10::ScalarType dtype) const {
-    return place<c10::TensorImpl>(tensor, dtype, c10::DispatchKey::CPU);
+    return place<c10::TensorImpl>(tensor, dtype);
   }
 
   at::Tensor quantized(const BodyView::Tensor& tensor, c10::ScalarType dtype, at::QuantizerPtr quantizer) const {
-    return place<at::QTensorImpl>(tensor, dtype, c10::DispatchKey::QuantizedCPU, std::move(quantizer));
+    return place<at::QTensorImpl>(tensor, dtype, std::move(quantizer));
   }
 
   static void checkChannels(const BodyView::Tensor& tensor, const at::Tensor& scales, const at::Tensor& zeroPoints) {
@@ -191,6 +233,7 @@ class Decoder {
   }
 
   const BodyView& view_;
+  const Devices& devices_;
   std::vector<c10::Storage> storages_;
   size_t position_ = 0;
 };
@@ -207,7 +250,7 @@ std::vector<char> payloadOf(const BodyView& view, std::vector<IncomingMessage::S
 
 } // namespace
 
-Error decodeMessage(IncomingMessage incoming, c10::intrusive_ptr<Message>& message) {
+Error decodeMessage(IncomingMessage incoming, const Devices& devices, DecodedMessage& decoded) {
   std::vector<uint64_t> spanBytes;
   spanBytes.reserve(incoming.spans.size());
   for (const IncomingMessage::Span& span : incoming.spans) {
@@ -224,8 +267,10 @@ Error decodeMessage(IncomingMessage incoming, c10::intrusive_ptr<Message>& messa
     // A gradient mode of the thread must not colour what arrives.
     const at::AutoDispatchBelowADInplaceOrView guard;
     std::vector<char> payload = payloadOf(view, incoming.spans);
-    std::vector<at::Tensor> tensors = Decoder(view, incoming.spans).tensors();
-    message = c10::make_intrusive<Message>(
+    Decoder decoder(view, incoming.spans, devices);
+    std::vector<at::Tensor> tensors = decoder.tensors();
+    decoded.deviceStorages = decoder.deviceStorages();
+    decoded.message = c10::make_intrusive<Message>(
         std::move(payload),
         std::move(tensors),
         static_cast<MessageType>(view.messageType),

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -41,6 +42,7 @@ class LentMessage final : public Lender {
 
 // The memory that one strided tensor reaches.
 struct Region {
+  c10::Device device = c10::kCPU;
   const std::byte* begin = nullptr;
   const std::byte* end = nullptr;
   const std::byte* storageBegin = nullptr; // of the torch storage it lies in
@@ -60,8 +62,8 @@ struct PlannedTensor {
 // Builds the plan for all tensors of a message, then the body.
 class Encoder {
  public:
-  Encoder(c10::intrusive_ptr<Message> message, const Peer& to)
-      : message_(message), to_(to), lent_(std::make_unique<LentMessage>(std::move(message))) {}
+  Encoder(c10::intrusive_ptr<Message> message, const Peer& to, const DeviceMap& deviceMap)
+      : message_(message), to_(to), deviceMap_(deviceMap), lent_(std::make_unique<LentMessage>(std::move(message))) {}
 
   std::unique_ptr<OutgoingMessage> encode() {
     auto outgoing = std::make_unique<OutgoingMessage>();
@@ -83,13 +85,19 @@ class Encoder {
       }
     }
     outgoing->body = writer.finish();
+    outgoing->before = DeviceWork(currentStreams(devices_));
     outgoing->lender = std::move(lent_);
     return outgoing;
   }
 
  private:
-  static uint32_t addSpan(OutgoingMessage& outgoing, const void* data, uint64_t bytes) {
-    outgoing.spans.push_back({{}, {static_cast<const std::byte*>(data), bytes}});
+  static uint32_t addSpan(
+      OutgoingMessage& outgoing,
+      const void* data,
+      uint64_t bytes,
+      c10::Device from = c10::kCPU,
+      c10::Device to = c10::kCPU) {
+    outgoing.spans.push_back({{}, {static_cast<const std::byte*>(data), bytes}, from, to});
     return static_cast<uint32_t>(outgoing.spans.size() - 1);
   }
 
@@ -112,15 +120,7 @@ class Encoder {
       planned.record.storage = kNowhere;
       return;
     }
-    if (!tensor.device().is_cpu()) {
-      TORCH_CHECK(
-          false,
-          "the UCX RPC backend sends CPU tensors; this message to ",
-          to_.describe(),
-          " has a tensor on ",
-          tensor.device(),
-          ". Move it to the CPU first, e.g. tensor.cpu().");
-    }
+    (void)targetOf(tensor.device()); // refuses
     switch (tensor.layout()) {
       case at::kStrided:
         if (tensor.is_quantized()) {
@@ -149,6 +149,30 @@ class Encoder {
             to_.describe(),
             "; convert it first, e.g. tensor.to_dense().");
     }
+  }
+
+  // Where a tensor on this device arrives.
+  c10::Device targetOf(c10::Device device) const {
+    const auto entry = deviceMap_.find(device);
+    if (entry != deviceMap_.end()) {
+      return entry->second;
+    }
+    // Half of it is TensorPipe's own text, which programs and PyTorch's tests look for.
+    TORCH_CHECK(
+        device.is_cpu(),
+        "this message to ",
+        to_.describe(),
+        " has a tensor on ",
+        device,
+        "; UCX's as well as the TensorPipe RPC backend only supports CPU tensors by default. Move it to the CPU first, e.g. "
+        "tensor.cpu(), or say where it is to arrive, by ",
+        message_->isRequest() ? "" : "the caller's ",
+        "`set_device_map` on `TensorPipeRpcBackendOptions` or UcxRpcBackendOptions: ",
+        message_->isRequest() ? "Request" : "Response",
+        " device mapping is not available for ",
+        device,
+        ".");
+    return device;
   }
 
   void planCoo(const at::Tensor& tensor) {
@@ -209,7 +233,16 @@ class Encoder {
   }
 
   // Elements that share bytes: torch counts a byte for each, which is more than their storage has.
-  static at::Tensor padded(const at::Tensor& tensor, uint64_t bytes) {
+  at::Tensor padded(const at::Tensor& tensor, uint64_t bytes) const {
+    TORCH_CHECK(
+        tensor.is_cpu(),
+        "the UCX RPC backend cannot send a tensor of dtype ",
+        tensor.scalar_type(),
+        " on ",
+        tensor.device(),
+        " to ",
+        to_.describe(),
+        "; dequantize it first.");
     at::Tensor memory = at::zeros({static_cast<int64_t>(bytes)}, at::kByte);
     const uint64_t present = tensor.storage().nbytes() - static_cast<uint64_t>(tensor.storage_offset());
     std::memcpy(memory.mutable_data_ptr(), tensor.const_data_ptr(), std::min(bytes, present));
@@ -233,13 +266,23 @@ class Encoder {
       lent_->keep(memory);
     }
     planned.strides = memory.strides().vec();
+    if (!tensor.is_cpu()) {
+      if (std::find(devices_.begin(), devices_.end(), tensor.device()) == devices_.end()) {
+        devices_.push_back(tensor.device());
+      }
+      recordOnCurrentStream(memory.storage().data_ptr());
+    }
     if (tensor.scalar_type() == at::kQUInt4x2 || tensor.scalar_type() == at::kQUInt2x4) {
       memory = padded(memory, extentBytes(memory));
       lent_->keep(memory);
     }
     const auto* begin = static_cast<const std::byte*>(memory.const_data_ptr());
     planned.region = {
-        begin, begin + extentBytes(memory), static_cast<const std::byte*>(memory.storage().data_ptr().get()), kNowhere};
+        memory.device(),
+        begin,
+        begin + extentBytes(memory),
+        static_cast<const std::byte*>(memory.storage().data_ptr().get()),
+        kNowhere};
     planned.hasRegion = true;
   }
 
@@ -252,14 +295,20 @@ class Encoder {
         byAddress.push_back(&tensor);
       }
     }
+    // Addresses of different devices have nothing to do with each other.
     std::stable_sort(byAddress.begin(), byAddress.end(), [](const PlannedTensor* a, const PlannedTensor* b) {
-      return a->region.begin < b->region.begin;
+      const auto key = [](const Region& region) {
+        return std::make_tuple(region.device.type(), region.device.index(), region.begin);
+      };
+      return key(a->region) < key(b->region);
     });
     for (size_t first = 0; first < byAddress.size();) {
+      const c10::Device device = byAddress[first]->region.device;
       const std::byte* const start = byAddress[first]->region.begin;
       const std::byte* end = byAddress[first]->region.end;
       size_t next = first + 1;
-      while (next < byAddress.size() && byAddress[next]->region.begin < end) {
+      while (next < byAddress.size() && byAddress[next]->region.device == device &&
+             byAddress[next]->region.begin < end) {
         end = std::max(end, byAddress[next]->region.end);
         ++next;
       }
@@ -270,10 +319,13 @@ class Encoder {
       });
       const std::byte* const begin = isWhole ? start : byAddress[first]->region.storageBegin;
       const auto bytes = static_cast<uint64_t>(end - begin);
-      const auto cpu = static_cast<int8_t>(c10::DeviceType::CPU);
-      const uint32_t storage = bytes <= kInlineStorageBytes
-          ? writer.addInlineStorage(begin, bytes, cpu, -1)
-          : writer.addSpanStorage(bytes, addSpan(outgoing, begin, bytes), cpu, -1);
+      const c10::Device target = targetOf(device);
+      const auto targetType = static_cast<int8_t>(target.type());
+      const bool isInline =
+          bytes <= (device.is_cpu() ? kInlineStorageBytes : 0); // the body is made now, and on the CPU
+      const uint32_t storage = isInline
+          ? writer.addInlineStorage(begin, bytes, targetType, target.index())
+          : writer.addSpanStorage(bytes, addSpan(outgoing, begin, bytes, device, target), targetType, target.index());
       for (; first < next; ++first) {
         PlannedTensor& tensor = *byAddress[first];
         tensor.region.storage = storage;
@@ -284,14 +336,17 @@ class Encoder {
 
   const c10::intrusive_ptr<Message> message_;
   const Peer& to_;
+  const DeviceMap& deviceMap_;
   std::unique_ptr<LentMessage> lent_;
+  Devices devices_; // that its tensors are on, besides the CPU
   std::vector<PlannedTensor> tensors_;
 };
 
 } // namespace
 
-std::unique_ptr<OutgoingMessage> encodeMessage(c10::intrusive_ptr<Message> message, const Peer& to) {
-  return Encoder(std::move(message), to).encode();
+std::unique_ptr<OutgoingMessage> encodeMessage(
+    c10::intrusive_ptr<Message> message, const Peer& to, const DeviceMap& deviceMap) {
+  return Encoder(std::move(message), to, deviceMap).encode();
 }
 
 } // namespace torch_ucx_rpc

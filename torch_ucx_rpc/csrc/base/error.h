@@ -14,6 +14,7 @@ enum class ErrorCode : uint8_t {
   kOutOfMemory,
   kProtocol, // the peer sent something that the wire format does not allow
   kShutDown, // this agent, or the peer, has shut down
+  kDeviceFailed, // a device of this side, or what a program does there
   kInternal,
 };
 

@@ -31,6 +31,12 @@ enum class SendMode : uint8_t {
   kRendezvous, // only the header travels; the bytes wait here until the receiver takes or refuses them
 };
 
+// Where the bytes of a rendezvous lie.
+enum class Memory : uint8_t {
+  kHost,
+  kDevice, // of any device; the transport finds out which
+};
+
 // What a transport tells its owner.
 class TransportListener {
  public:
@@ -64,16 +70,17 @@ class Transport {
   // Makes an endpoint; whether the peer can be reached shows later. Fails for an address that makes no sense.
   virtual Error connect(const std::string& address, EndpointId& endpoint) = 0;
 
-  // Sends one active message. Header and bytes must stay valid until `done`.
+  // Sends one active message. Header and bytes must stay valid until `done`. Only a rendezvous may be in device memory.
   virtual void send(
       EndpointId endpoint,
       const wire::Header& header,
       std::span<const std::byte> bytes,
       SendMode mode,
-      OperationDone done) = 0;
+      OperationDone done,
+      Memory memory = Memory::kHost) = 0;
 
   // Receives a parked message into `into`, which holds as many bytes as onParked announced and stays valid until `done`.
-  virtual void receive(void* parked, void* into, uint64_t bytes, OperationDone done) = 0;
+  virtual void receive(void* parked, void* into, uint64_t bytes, OperationDone done, Memory memory = Memory::kHost) = 0;
 
   // Gives a parked message up; the sender's operation completes.
   virtual void refuse(void* parked) = 0;

@@ -1,5 +1,6 @@
 #include "wire/body.h"
 
+#include <algorithm>
 #include <cstring>
 #include <limits>
 #include <string>
@@ -226,6 +227,17 @@ Error readTensor(Cursor& cursor, const BodyView& view, bool isChild, BodyView::T
 uint32_t payloadSpanOf(std::span<const std::byte> body) {
   BodyPrefix prefix;
   return Cursor(body).read(prefix) ? prefix.payloadSpan : kNowhere;
+}
+
+std::span<const StorageRecord> storagesOf(std::span<const std::byte> body) {
+  BodyPrefix prefix;
+  if (!Cursor(body).read(prefix)) {
+    return {};
+  }
+  const uint64_t room = (body.size() - sizeof(prefix)) / sizeof(StorageRecord);
+  return {
+      reinterpret_cast<const StorageRecord*>(body.data() + sizeof(prefix)),
+      static_cast<size_t>(std::min<uint64_t>(prefix.storages, room))};
 }
 
 Error readBody(std::span<const std::byte> body, std::span<const uint64_t> spanBytes, BodyView& view) {

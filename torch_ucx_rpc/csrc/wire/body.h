@@ -131,6 +131,10 @@ struct BodyView {
 // The span that has the payload, or kNowhere, of a body that nobody has checked: it may be any number.
 uint32_t payloadSpanOf(std::span<const std::byte> body);
 
+// The storages of a body (8-byte aligned) that nobody has checked, as many as there is room for: where the spans are to arrive must be
+// known before they have.
+std::span<const StorageRecord> storagesOf(std::span<const std::byte> body);
+
 // Checks and reads `body` (8-byte aligned). `spanBytes` has the size of each span of the message; every span must be
 // referred to exactly once. Allocates in proportion to the body's real length.
 Error readBody(std::span<const std::byte> body, std::span<const uint64_t> spanBytes, BodyView& view);

@@ -54,7 +54,8 @@ class LoopbackTransport final : public Transport {
       const wire::Header& header,
       std::span<const std::byte> bytes,
       SendMode mode,
-      OperationDone done) override {
+      OperationDone done,
+      Memory /*memory*/) override {
     Error failure = endpoints_[endpointId].failure;
     if (!failure) {
       const std::lock_guard lock(network_->mutex_);
@@ -99,7 +100,7 @@ class LoopbackTransport final : public Transport {
     }
   }
 
-  void receive(void* parked, void* into, uint64_t bytes, OperationDone done) override {
+  void receive(void* parked, void* into, uint64_t bytes, OperationDone done, Memory /*memory*/) override {
     const std::shared_ptr<LoopbackNetwork::Rendezvous> rendezvous = unpark(parked);
     Error failure;
     {

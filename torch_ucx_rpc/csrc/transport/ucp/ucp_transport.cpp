@@ -98,8 +98,9 @@ class UcpTransport final : public Transport {
       const wire::Header& header,
       std::span<const std::byte> bytes,
       SendMode mode,
-      OperationDone done) override;
-  void receive(void* parked, void* into, uint64_t bytes, OperationDone done) override;
+      OperationDone done,
+      Memory memory) override;
+  void receive(void* parked, void* into, uint64_t bytes, OperationDone done, Memory memory) override;
   void refuse(void* parked) override;
   unsigned progress() override;
   bool arm() override;
@@ -305,7 +306,8 @@ void UcpTransport::send(
     const wire::Header& header,
     std::span<const std::byte> bytes,
     SendMode mode,
-    OperationDone done) {
+    OperationDone done,
+    Memory memory) {
   const Endpoint& endpoint = *endpoints_[endpointId];
   if (endpoint.handle == nullptr) {
     done(endpoint.failure);
@@ -319,20 +321,20 @@ void UcpTransport::send(
   param.user_data = operation;
   // Which protocol suits is decided by the agent, once, for all lanes: UCX's own threshold differs from lane to lane.
   param.flags = mode == SendMode::kEager ? UCP_AM_SEND_FLAG_EAGER : UCP_AM_SEND_FLAG_RNDV;
-  param.memory_type = UCS_MEMORY_TYPE_HOST;
+  param.memory_type = memoryTypeOf(memory);
   settle(
       operation,
       ucp_am_send_nbx(endpoint.handle, kMessageId, &header, sizeof(header), bytes.data(), bytes.size(), &param));
 }
 
-void UcpTransport::receive(void* parked, void* into, uint64_t bytes, OperationDone done) {
+void UcpTransport::receive(void* parked, void* into, uint64_t bytes, OperationDone done, Memory memory) {
   parked_.erase(parked);
   Operation* operation = begin(std::move(done));
   ucp_request_param_t param{};
   param.op_attr_mask = UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA | UCP_OP_ATTR_FIELD_MEMORY_TYPE;
   param.cb.recv_am = &UcpTransport::onReceiveDone;
   param.user_data = operation;
-  param.memory_type = UCS_MEMORY_TYPE_HOST;
+  param.memory_type = memoryTypeOf(memory);
   settle(operation, ucp_am_recv_data_nbx(worker_, parked, into, bytes, &param));
 }
 
@@ -485,6 +487,11 @@ void UcpTransport::close(int64_t limitMs) {
   while (operations_ != nullptr) {
     finish(operations_, UCS_ERR_CANCELED);
   }
+}
+
+// UCX asks the device's driver about an address, unless told that it is the host's.
+ucs_memory_type_t memoryTypeOf(Memory memory) {
+  return memory == Memory::kHost ? UCS_MEMORY_TYPE_HOST : UCS_MEMORY_TYPE_UNKNOWN;
 }
 
 } // namespace

@@ -1,0 +1,477 @@
+#include "agent_fixture.h"
+
+#include "agent/gradient_devices.h"
+#include "fake_device.h"
+
+#include <c10/core/StreamGuard.h>
+#include <torch/csrc/autograd/variable.h>
+#include <torch/csrc/distributed/autograd/context/container.h>
+#include <torch/csrc/distributed/autograd/rpc_messages/propagate_gradients_req.h>
+
+namespace torch_ucx_rpc {
+namespace {
+
+constexpr int64_t kSmall = 3; // elements of float
+constexpr int64_t kLarge = 100'000;
+
+at::Tensor onDevice(int64_t elements, double value, c10::Device device = fake()) {
+  at::Tensor tensor = at::empty({elements}, at::TensorOptions(device).dtype(at::kFloat));
+  hostView(tensor).fill_(value);
+  return tensor;
+}
+
+c10::Stream latestStream(c10::Device device = fake()) {
+  return c10::Stream(c10::Stream::UNSAFE, device, kPoolStreams);
+}
+
+// What a kernel finds in a tensor when it runs, on the stream that is current now. The tensor is not kept.
+class Look {
+ public:
+  explicit Look(const at::Tensor& tensor) {
+    FakeDevice::instance().launch(tensor.device(), [seen = seen_, view = hostView(tensor)] { *seen = view.clone(); });
+  }
+  bool hasSeen(double value) const {
+    return seen_->defined() && isAll(*seen_, value);
+  }
+
+ private:
+  std::shared_ptr<at::Tensor> seen_ = std::make_shared<at::Tensor>();
+};
+
+class DeviceTest : public AgentTest {
+ protected:
+  void SetUp() override {
+    AgentTest::SetUp();
+    blocksAtStart_ = device_.blocksInUse();
+  }
+
+  void TearDown() override {
+    device_.fail(false);
+    AgentTest::TearDown();
+    received_.clear();
+    EXPECT_EQ(device_.blocksInUse(), blocksAtStart_) << "memory of the device is leaked";
+    device_.run();
+  }
+
+  // Two workers with the same maps in both directions, on both devices.
+  void startWith(const Handler& handler, const DeviceMap& requests, const DeviceMap& replies = {}) {
+    start(2, [this, handler](Message& request) {
+      handled_.fetch_add(1);
+      return handler(request);
+    });
+    for (worker_id_t rank : {0, 1}) {
+      agent(rank).setDeviceMaps({{"w0", requests}, {"w1", requests}}, {{"w0", replies}, {"w1", replies}}, devices_);
+    }
+  }
+
+  Future deviceFuture() const {
+    return c10::make_intrusive<JitFuture>(at::AnyClassType::get(), devices_);
+  }
+
+  Future reply(std::vector<at::Tensor> tensors) const {
+    Future future = deviceFuture();
+    complete(future, "", std::move(tensors));
+    return future;
+  }
+
+  // The answer, while the device runs.
+  c10::intrusive_ptr<Message> answerWhileRunning(const Future& future) {
+    EXPECT_TRUE(eventually([&] {
+      device_.run();
+      return future->completed();
+    }));
+    return answer(future);
+  }
+
+  // Whoever drives has looked at what waits, since this has gone the same way and come back.
+  void exchangeWithoutTensors() {
+    const int before = handled_.load();
+    (void)answer(call(0, 1, "no tensors"));
+    EXPECT_EQ(handled_.load(), before + 1) << "something else was handled too";
+  }
+
+  FakeDevice& device_ = FakeDevice::instance();
+  const Devices devices_{fake(0), fake(1)};
+  const DeviceMap same_{{fake(0), fake(0)}, {fake(1), fake(1)}};
+  std::atomic<int> handled_{0};
+  std::vector<at::Tensor> received_;
+  size_t blocksAtStart_ = 0;
+};
+
+// ---------------------------------------------------------------------------------------------------------- streams
+
+TEST_F(DeviceTest, TensorIsReadWhenItsStreamHasMadeIt) {
+  startWith(
+      [&](Message& request) {
+        received_ = request.tensors();
+        return completed("");
+      },
+      same_);
+  for (const int64_t elements : {kSmall, kLarge}) {
+    at::Tensor sent = onDevice(elements, 0);
+    device_.launch(fake(), [view = hostView(sent)] { view.fill_(7); });
+    const Future future = call(0, 1, "", {sent});
+    sent.reset();
+    exchangeWithoutTensors();
+    (void)answerWhileRunning(future);
+    ASSERT_EQ(received_.size(), 1u);
+    EXPECT_EQ(received_[0].device(), fake());
+    EXPECT_TRUE(isAll(hostView(received_[0]), 7));
+  }
+}
+
+TEST_F(DeviceTest, PackedViewIsMadeInOrderToo) {
+  startWith(
+      [&](Message& request) {
+        received_ = request.tensors();
+        return completed("");
+      },
+      same_);
+  const at::Tensor base = at::empty({1000, 1000}, at::TensorOptions(fake()).dtype(at::kFloat));
+  device_.launch(fake(), [view = hostView(base)] { view.fill_(7); });
+  (void)answerWhileRunning(call(0, 1, "", {base.select(1, 5)}));
+  ASSERT_EQ(received_.size(), 1u);
+  EXPECT_EQ(received_[0].sizes(), at::IntArrayRef({1000}));
+  EXPECT_TRUE(isAll(hostView(received_[0]), 7));
+}
+
+TEST_F(DeviceTest, HandlerComputesOnStreamsOfItsOwn) {
+  std::atomic<c10::StreamId> stream{0};
+  startWith(
+      [&](Message& request) {
+        stream.store(FakeDevice::currentStream(0));
+        const at::Tensor made = onDevice(kLarge, 0);
+        device_.launch(
+            fake(), [from = hostView(request.tensors()[0]), to = hostView(made)] { to.copy_(from).add_(1); });
+        return reply({made});
+      },
+      same_,
+      same_);
+  // The memory of each request is released before the handler's kernel has read it, and what comes next must not get it.
+  std::vector<Future> futures;
+  for (int number = 0; number < 4; ++number) {
+    futures.push_back(call(0, 1, "", {onDevice(kLarge, number)}));
+  }
+  ASSERT_TRUE(eventually([&] {
+    device_.run();
+    return std::all_of(futures.begin(), futures.end(), [](const Future& future) { return future->completed(); });
+  }));
+  EXPECT_NE(stream.load(), 0);
+  for (int number = 0; number < 4; ++number) {
+    EXPECT_TRUE(isAll(hostView(answer(futures[static_cast<size_t>(number)])->tensors()[0]), number + 1)) << number;
+  }
+  EXPECT_EQ(FakeDevice::currentStream(0), 0) << "the caller's is as it was";
+}
+
+TEST_F(DeviceTest, RequestOutlivesTheHandlersKernels) {
+  std::vector<Look> looks;
+  startWith(
+      [&](Message& request) {
+        looks.emplace_back(request.tensors()[0]);
+        return completed("");
+      },
+      {{c10::kCPU, fake()}});
+  (void)answer(call(0, 1, "", {at::full({kLarge}, 5.f)}));
+  (void)answer(call(0, 1, "", {at::full({kLarge}, 6.f)})); // would be received into the memory of the first
+  device_.run();
+  ASSERT_EQ(looks.size(), 2u);
+  EXPECT_TRUE(looks[0].hasSeen(5));
+  EXPECT_TRUE(looks[1].hasSeen(6));
+}
+
+// What is small comes with the body, and is copied to the device on a stream.
+TEST_F(DeviceTest, HandlerIsOrderedAfterTheArrivalOfWhatIsSmall) {
+  std::vector<Look> looks;
+  startWith(
+      [&](Message& request) {
+        looks.emplace_back(request.tensors()[0]);
+        return completed("");
+      },
+      {{c10::kCPU, fake()}});
+  (void)answer(call(0, 1, "", {at::full({kSmall}, 5.f)}));
+  device_.run();
+  EXPECT_TRUE(looks.at(0).hasSeen(5));
+}
+
+TEST_F(DeviceTest, WhoHasWaitedIsOrderedAfterTheAnswer) {
+  startWith([&](Message& /*request*/) { return completed("", {at::full({kSmall}, 5.f)}); }, {}, {{c10::kCPU, fake()}});
+  Future future = call(0, 1, "");
+  ASSERT_TRUE(eventually([&] { return future->completed(); }));
+  const c10::StreamGuard guard(latestStream()); // runs first, if nothing holds it up
+  future->wait();
+  c10::intrusive_ptr<Message> response = future->value().toCustomClass<Message>();
+  const Look look(response->tensors().at(0));
+  response.reset(); // and the memory must last
+  future.reset();
+  EXPECT_FALSE(look.hasSeen(5)) << "nothing has run yet";
+  device_.run();
+  EXPECT_TRUE(look.hasSeen(5));
+}
+
+TEST_F(DeviceTest, CallbackIsOrderedAfterTheAnswer) {
+  startWith([&](Message& /*request*/) { return completed("", {at::full({kSmall}, 5.f)}); }, {}, {{c10::kCPU, fake()}});
+  std::vector<Look> looks;
+  std::atomic<bool> hasRun{false};
+  call(0, 1, "")->addCallback([&](JitFuture& future) {
+    looks.emplace_back(future.value().toCustomClass<Message>()->tensors().at(0));
+    hasRun.store(true);
+  });
+  ASSERT_TRUE(eventually([&] { return hasRun.load(); }));
+  device_.run();
+  EXPECT_TRUE(looks.at(0).hasSeen(5));
+}
+
+TEST_F(DeviceTest, AnswerGivenLaterIsReadWhenItsStreamHasMadeIt) {
+  const Future later = deviceFuture();
+  startWith([&](Message& /*request*/) { return later; }, same_, same_);
+  const Future future = call(0, 1, "");
+  ASSERT_TRUE(eventually([&] { return metric(1, "agent.server_active_async_calls") == 1; }));
+  {
+    const c10::StreamGuard guard(latestStream());
+    at::Tensor made = onDevice(kLarge, 0);
+    device_.launch(fake(), [view = hostView(made)] { view.fill_(3); });
+    complete(later, "", {made});
+  }
+  EXPECT_FALSE(future->completed());
+  EXPECT_TRUE(isAll(hostView(answerWhileRunning(future)->tensors().at(0)), 3));
+}
+
+// torch's allocator gives memory back to its stream while kernels there still read it.
+TEST_F(DeviceTest, NothingIsReceivedIntoMemoryThatIsStillRead) {
+  startWith(
+      [&](Message& request) {
+        received_ = request.tensors();
+        return completed("");
+      },
+      {{c10::kCPU, fake()}});
+  std::vector<Look> looks;
+  for (c10::StreamId stream = 0; stream <= kPoolStreams; ++stream) { // whichever it is that receives
+    const c10::StreamGuard guard(c10::Stream(c10::Stream::UNSAFE, fake(), stream));
+    looks.emplace_back(onDevice(kLarge, 9));
+  }
+  const Future future = call(0, 1, "", {at::full({kLarge}, 5.f)});
+  exchangeWithoutTensors();
+  (void)answerWhileRunning(future);
+  EXPECT_TRUE(std::all_of(looks.begin(), looks.end(), [](const Look& look) { return look.hasSeen(9); }));
+  EXPECT_TRUE(isAll(hostView(received_.at(0)), 5));
+}
+
+TEST_F(DeviceTest, CallToOneselfIsInOrder) {
+  std::vector<Look> looks;
+  startWith(
+      [&](Message& request) {
+        for (const at::Tensor& tensor : request.tensors()) {
+          looks.emplace_back(tensor);
+        }
+        return reply(request.tensors());
+      },
+      {{fake(0), fake(1)}, {c10::kCPU, fake(0)}},
+      {{fake(1), fake(0)}, {fake(0), c10::kCPU}});
+  at::Tensor sent = onDevice(kLarge, 0);
+  device_.launch(fake(), [view = hostView(sent)] { view.fill_(7); });
+  const Future future = call(0, 0, "", {sent, at::full({kLarge}, 5.f)});
+  sent.reset();
+  const c10::intrusive_ptr<Message> response = answerWhileRunning(future);
+  device_.run();
+  ASSERT_EQ(looks.size(), 2u);
+  EXPECT_TRUE(looks[0].hasSeen(7));
+  EXPECT_TRUE(looks[1].hasSeen(5));
+  EXPECT_EQ(response->tensors().at(0).device(), fake(0));
+  EXPECT_TRUE(isAll(hostView(response->tensors()[0]), 7));
+  EXPECT_TRUE(isAll(response->tensors().at(1), 5));
+}
+
+// UCX's CUDA transports need that.
+TEST_F(DeviceTest, WhoDrivesHasAContext) {
+  startWith([&](Message& /*request*/) { return completed(""); }, same_);
+  std::thread caller([&] {
+    EXPECT_TRUE(eventually([&] {
+      agent(0).wait(*call(0, 1, "")); // drives, unless the answer is there at once
+      return device_.threads().contains(std::this_thread::get_id());
+    }));
+  });
+  caller.join();
+}
+
+// ----------------------------------------------------------------------------------------------------------- failure
+
+TEST_F(DeviceTest, WhatHasTimedOutIsNotSent) {
+  startWith([&](Message& /*request*/) { return completed(""); }, same_);
+  device_.launch(fake(), [] {});
+  EXPECT_TRUE(contains(failure(call(0, 1, "", {onDevice(kLarge, 1)}, 0.05f)), "ran for more than"));
+  exchangeWithoutTensors(); // the cancellation has been worked off
+  device_.run();
+  exchangeWithoutTensors();
+  EXPECT_EQ(metric(0, "agent.calls_timed_out"), 1u);
+}
+
+TEST_F(DeviceTest, WhatIsNotReadyEndsWithThePeer) {
+  startWith([&](Message& /*request*/) { return completed(""); }, same_);
+  (void)answer(call(0, 1, ""));
+  device_.launch(fake(), [] {});
+  const Future future = call(0, 1, "", {onDevice(kLarge, 1)});
+  network_.kill("address 1");
+  EXPECT_TRUE(contains(failure(future), "w1"));
+  EXPECT_TRUE(eventually([&] { return device_.blocksInUse() == blocksAtStart_; }));
+}
+
+TEST_F(DeviceTest, WhatIsNotReadyEndsWithTheAgent) {
+  startWith([&](Message& /*request*/) { return completed(""); }, same_);
+  device_.launch(fake(), [] {});
+  const Future future = call(0, 1, "", {onDevice(kLarge, 1)});
+  agent(0).shutdown();
+  EXPECT_TRUE(contains(failure(future), "shut down"));
+  EXPECT_TRUE(eventually([&] { return device_.blocksInUse() == blocksAtStart_; }));
+}
+
+TEST_F(DeviceTest, FailureOfTheDeviceReachesTheCaller) {
+  startWith(
+      [&](Message& /*request*/) {
+        device_.fail(true); // as a kernel of the handler may
+        return reply({onDevice(kLarge, 1)});
+      },
+      same_,
+      same_);
+  EXPECT_TRUE(contains(failure(call(0, 1, "")), "illegal memory access"));
+  EXPECT_TRUE(contains(failure(call(0, 1, "", {onDevice(kLarge, 1)})), "illegal memory access"));
+}
+
+// -------------------------------------------------------------------------------------------------------------- maps
+
+TEST_F(DeviceTest, TensorsArriveWhereTheMapSays) {
+  const std::vector<DeviceMap> maps = {
+      {{fake(0), fake(1)}, {fake(1), fake(0)}},
+      {{fake(0), c10::kCPU}, {fake(1), fake(1)}},
+      {{c10::kCPU, fake(1)}, {fake(0), fake(0)}, {fake(1), fake(0)}},
+      {{c10::kCPU, fake(0)}, {fake(0), fake(0)}, {fake(1), fake(0)}},
+      {{c10::kCPU, c10::kCPU}, {fake(0), c10::kCPU}, {fake(1), c10::kCPU}}};
+  startWith(
+      [&](Message& request) {
+        received_ = request.tensors();
+        return completed("");
+      },
+      same_);
+  for (const DeviceMap& map : maps) {
+    agent(0).setDeviceMaps({{"w1", map}}, {}, devices_);
+    for (const int64_t elements : {int64_t{0}, kSmall, kLarge}) {
+      (void)answerWhileRunning(
+          call(0, 1, "", {at::full({elements}, 1.f), onDevice(elements, 2, fake(0)), onDevice(elements, 3, fake(1))}));
+      device_.run();
+      const std::vector<c10::Device> from{c10::kCPU, fake(0), fake(1)};
+      ASSERT_EQ(received_.size(), from.size());
+      for (size_t index = 0; index < from.size(); ++index) {
+        const auto entry = map.find(from[index]);
+        EXPECT_EQ(received_[index].device(), entry != map.end() ? entry->second : from[index]);
+        EXPECT_TRUE(isAll(hostView(received_[index]), static_cast<double>(index + 1)));
+        EXPECT_EQ(received_[index].numel(), elements);
+      }
+    }
+  }
+}
+
+TEST_F(DeviceTest, MapThatIsGivenWithARequestComesFirst) {
+  startWith(
+      [&](Message& request) {
+        received_ = request.tensors();
+        return completed("");
+      },
+      same_);
+  const Future future = agent(0).send(
+      agent(0).getWorkerInfo("w1"),
+      makeMessage(MessageType::PYTHON_CALL, "", {onDevice(kLarge, 1)}),
+      rpc::kUnsetRpcTimeout,
+      {{fake(0), c10::kCPU}});
+  (void)answerWhileRunning(future);
+  EXPECT_TRUE(received_.at(0).is_cpu());
+}
+
+TEST_F(DeviceTest, TensorsThatShareMemoryStillDo) {
+  startWith(
+      [&](Message& request) {
+        received_ = request.tensors();
+        return completed("");
+      },
+      same_);
+  const at::Tensor base = onDevice(kLarge, 1);
+  (void)answerWhileRunning(call(0, 1, "", {base, base.narrow(0, 10, 20), onDevice(kLarge, 2, fake(1))}));
+  ASSERT_EQ(received_.size(), 3u);
+  EXPECT_TRUE(received_[0].is_alias_of(received_[1]));
+  EXPECT_EQ(received_[1].storage_offset(), 10);
+  EXPECT_EQ(received_[2].device(), fake(1));
+}
+
+// Its body comes by rendezvous, together with its spans: where they go is known when they are there.
+TEST_F(DeviceTest, MessageWithALargeBodyArrivesOnTheDevice) {
+  startWith(
+      [&](Message& request) {
+        received_ = request.tensors();
+        return completed("");
+      },
+      same_);
+  std::vector<at::Tensor> sent{onDevice(kLarge, 5)};
+  for (int number = 0; number < 20; ++number) {
+    sent.push_back(tensorOf(30 * kKiB, number));
+  }
+  (void)answerWhileRunning(call(0, 1, "", sent));
+  ASSERT_EQ(received_.size(), sent.size());
+  EXPECT_EQ(received_[0].device(), fake());
+  EXPECT_TRUE(isAll(hostView(received_[0]), 5));
+  EXPECT_TRUE(isAll(received_[20], 19));
+}
+
+TEST_F(DeviceTest, DeviceWithoutAnEntryIsRefusedNamingTheWorker) {
+  startWith([&](Message& request) { return completed("", request.tensors()); }, {{fake(0), fake(0)}});
+  try {
+    (void)call(0, 1, "", {onDevice(kSmall, 1, fake(1))});
+    ADD_FAILURE() << "was not refused";
+  } catch (const c10::Error& error) {
+    EXPECT_TRUE(contains(error.what(), "worker 'w1' (rank 1")) << error.what();
+    EXPECT_TRUE(contains(error.what(), "privateuseone:1"));
+    EXPECT_TRUE(contains(error.what(), "set_device_map"));
+    EXPECT_TRUE(contains(error.what(), "Request device mapping is not available"));
+  }
+  const Future future = call(0, 1, "", {onDevice(kSmall, 1)});
+  ASSERT_TRUE(eventually([&] {
+    device_.run();
+    return future->completed();
+  }));
+  EXPECT_TRUE(contains(failure(future), "Response device mapping is not available")) << failure(future);
+}
+
+TEST_F(DeviceTest, DeviceThatTheReceiverDoesNotUseIsRefused) {
+  startWith([&](Message& /*request*/) { return completed(""); }, {{c10::kCPU, fake(1)}});
+  agent(1).setDeviceMaps({}, {}, {fake(0)});
+  for (const int64_t elements : {kSmall, kLarge}) {
+    EXPECT_TRUE(contains(failure(call(0, 1, "", {at::ones({elements})})), "does not use for RPC")) << elements;
+  }
+  EXPECT_EQ(handled_.load(), 0);
+}
+
+TEST_F(DeviceTest, GradientsEndOnTheDevicesOfTheirTensors) {
+  namespace autograd = torch::distributed::autograd;
+  autograd::DistAutogradContainer& container = autograd::DistAutogradContainer::init(0);
+  const auto context = container.newContext();
+  const at::Tensor onCpu = at::ones({kSmall}).set_requires_grad(true);
+  at::Tensor there = onDevice(kSmall, 1);
+  there.set_requires_grad(true);
+  const decltype(context->retrieveSendFunction(0)) send(std::make_unique<autograd::SendRpcBackward>());
+  send->set_next_edges(torch::autograd::collect_next_edges(onCpu, there));
+  const autograd::AutogradMetadata metadata(context->contextId(), container.newAutogradMessageId());
+  context->addSendFunction(send, metadata.autogradMessageId);
+
+  c10::intrusive_ptr<Message> request =
+      autograd::PropagateGradientsReq(metadata, {onDevice(kSmall, 2), onDevice(kSmall, 3)}, true).toMessage();
+  request->setId(7);
+  placeGradients(request);
+  const auto placed = autograd::PropagateGradientsReq::fromMessage(*request);
+  EXPECT_EQ(request->id(), 7);
+  EXPECT_TRUE(placed->retainGraph());
+  EXPECT_TRUE(placed->getGrads().at(0).is_cpu());
+  EXPECT_EQ(placed->getGrads().at(1).device(), fake());
+  EXPECT_TRUE(isAll(placed->getGrads()[0], 2));
+  EXPECT_TRUE(isAll(hostView(placed->getGrads()[1]), 3));
+  container.releaseContext(context->contextId());
+}
+
+} // namespace
+} // namespace torch_ucx_rpc

@@ -1,0 +1,373 @@
+#pragma once
+
+// A device type whose streams run when the test says, so that what is not ordered by streams and events shows. Two devices,
+// privateuseone:0 and :1; their memory is the host's. As CUDA's do, allocations belong to the stream that was current: released memory is
+// given to the same stream again at once, or when what was in the streams recorded on it by then is done. Released memory is
+// overwritten in the order of that stream.
+
+#include <ATen/ATen.h>
+#include <ATen/EmptyTensor.h>
+#include <c10/core/Allocator.h>
+#include <c10/core/DeviceGuard.h>
+#include <c10/core/Event.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <cstring>
+#include <deque>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <set>
+#include <thread>
+#include <utility>
+#include <vector>
+
+namespace torch_ucx_rpc {
+
+inline constexpr c10::DeviceType kFake = c10::DeviceType::PrivateUse1;
+inline constexpr c10::DeviceIndex kFakeDevices = 2;
+inline constexpr c10::StreamId kPoolStreams = 64; // 1, 2, ...; stream 0 is the default one
+inline constexpr int kReleased = 0xEE; // what released memory is filled with
+
+inline c10::Device fake(c10::DeviceIndex index = 0) {
+  return {kFake, index};
+}
+
+class FakeDevice final : public c10::Allocator {
+ public:
+  using Kernel = std::function<void()>;
+  using StreamKey = std::pair<c10::DeviceIndex, c10::StreamId>;
+
+  static FakeDevice& instance() {
+    static auto* device = new FakeDevice();
+    return *device;
+  }
+
+  // Enqueues on the stream of the device that is current on this thread.
+  void launch(c10::Device device, Kernel kernel) {
+    const std::lock_guard lock(mutex_);
+    enqueue({device.index(), currentStream(device.index())}, std::move(kernel));
+  }
+
+  // Runs all that can run, the latest streams first and each as far as it can: the order in which most goes wrong.
+  void run() {
+    const std::lock_guard lock(mutex_);
+    while (runOnce()) {
+    }
+  }
+
+  // Whether everything has run.
+  bool isIdle() {
+    const std::lock_guard lock(mutex_);
+    return std::all_of(queues_.begin(), queues_.end(), [](const auto& entry) { return entry.second.empty(); });
+  }
+
+  // Events are asked in vain from now on, and throw.
+  void fail(bool isFailing) {
+    const std::lock_guard lock(mutex_);
+    isFailing_ = isFailing;
+  }
+
+  size_t blocksInUse() {
+    const std::lock_guard lock(mutex_);
+    return blocksInUse_;
+  }
+
+  // The threads that have asked the device for something that needs its context.
+  std::set<std::thread::id> threads() {
+    const std::lock_guard lock(mutex_);
+    return threads_;
+  }
+
+  // c10::Allocator.
+  c10::DataPtr allocate(size_t bytes) override {
+    const std::lock_guard lock(mutex_);
+    const c10::DeviceIndex device = currentDevice();
+    const StreamKey stream{device, currentStream(device)};
+    collect();
+    auto& idle = idle_[{stream, bytes}];
+    Block* block = nullptr;
+    if (idle.empty()) {
+      block = new Block{std::vector<std::byte>(bytes), stream, {}, {}};
+    } else {
+      block = idle.back();
+      idle.pop_back();
+    }
+    ++blocksInUse_;
+    return {block->memory.data(), block, &FakeDevice::release, fake(device)};
+  }
+  c10::DeleterFnPtr raw_deleter() const override {
+    return nullptr;
+  }
+  void copy_data(void* to, const void* from, size_t bytes) const override {
+    default_copy_data(to, from, bytes);
+  }
+
+  // For the guard.
+  static c10::DeviceIndex& currentDevice() {
+    thread_local c10::DeviceIndex device = 0;
+    return device;
+  }
+  static c10::StreamId& currentStream(c10::DeviceIndex device) {
+    thread_local std::map<c10::DeviceIndex, c10::StreamId> streams;
+    return streams[device];
+  }
+  c10::StreamId nextPoolStream(c10::DeviceIndex device) {
+    const std::lock_guard lock(mutex_);
+    return 1 + poolTurns_[device]++ % kPoolStreams;
+  }
+  bool isDone(const c10::Stream& stream) {
+    const std::lock_guard lock(mutex_);
+    threads_.insert(std::this_thread::get_id());
+    return queues_[{stream.device_index(), stream.id()}].empty();
+  }
+  void record(void** event, const c10::Stream& stream) {
+    const std::lock_guard lock(mutex_);
+    if (*event == nullptr) {
+      *event = new std::shared_ptr<Event>();
+    }
+    const auto recorded = std::make_shared<Event>();
+    *static_cast<std::shared_ptr<Event>*>(*event) = recorded;
+    enqueue({stream.device_index(), stream.id()}, [recorded] { recorded->isDone = true; });
+  }
+  void block(void* event, const c10::Stream& stream) {
+    const std::lock_guard lock(mutex_);
+    const auto recorded = *static_cast<std::shared_ptr<Event>*>(event);
+    queues_[{stream.device_index(), stream.id()}].push_back({{}, recorded});
+  }
+  static void destroy(void* event) {
+    delete static_cast<std::shared_ptr<Event>*>(event);
+  }
+  bool isDone(void* event) {
+    const std::lock_guard lock(mutex_);
+    TORCH_CHECK(!isFailing_, "an illegal memory access was encountered");
+    return (*static_cast<std::shared_ptr<Event>*>(event))->isDone;
+  }
+  void recordUse(const c10::DataPtr& data, const c10::Stream& stream) {
+    const std::lock_guard lock(mutex_);
+    if (data.get_deleter() == &FakeDevice::release) {
+      static_cast<Block*>(data.get_context())->users.insert({stream.device_index(), stream.id()});
+    }
+  }
+  void synchronize(const StreamKey& stream) {
+    const std::lock_guard lock(mutex_);
+    while (!queues_[stream].empty()) {
+      TORCH_CHECK(runOnce(), "a stream waits for an event that never comes");
+    }
+  }
+
+ private:
+  struct Event {
+    bool isDone = false;
+  };
+  struct Work {
+    Kernel kernel;
+    std::shared_ptr<Event> awaited; // instead
+  };
+  struct Block {
+    std::vector<std::byte> memory;
+    StreamKey stream;
+    std::set<StreamKey> users; // recorded
+    std::vector<std::shared_ptr<Event>> uses; // released, but not free before these
+  };
+
+  void enqueue(const StreamKey& stream, Kernel kernel) {
+    queues_[stream].push_back({std::move(kernel), nullptr});
+  }
+
+  bool runOnce() {
+    std::vector<StreamKey> streams;
+    for (const auto& [stream, queue] : queues_) {
+      streams.insert(streams.begin(), stream);
+    }
+    bool hasRun = false;
+    for (const StreamKey& stream : streams) {
+      while (step(stream)) {
+        hasRun = true;
+      }
+    }
+    return hasRun;
+  }
+
+  // Runs the first piece of work of a stream, if that can run.
+  bool step(const StreamKey& stream) {
+    auto& queue = queues_[stream];
+    if (queue.empty() || (queue.front().awaited != nullptr && !queue.front().awaited->isDone)) {
+      return false;
+    }
+    const Work work = std::move(queue.front());
+    queue.pop_front();
+    if (work.kernel) {
+      work.kernel();
+    }
+    return true;
+  }
+
+  static void release(void* context) {
+    FakeDevice& self = instance();
+    const std::lock_guard lock(self.mutex_);
+    auto* block = static_cast<Block*>(context);
+    for (const StreamKey& user : std::exchange(block->users, {})) {
+      if (user != block->stream) {
+        block->uses.push_back(std::make_shared<Event>());
+        self.enqueue(user, [use = block->uses.back()] { use->isDone = true; });
+      }
+    }
+    --self.blocksInUse_;
+    self.released_.push_back(block);
+    self.collect();
+  }
+
+  void collect() {
+    std::erase_if(released_, [this](Block* block) {
+      if (!std::all_of(block->uses.begin(), block->uses.end(), [](const auto& use) { return use->isDone; })) {
+        return false;
+      }
+      block->uses.clear();
+      const auto overwrite = [block] { std::memset(block->memory.data(), kReleased, block->memory.size()); };
+      if (queues_[block->stream].empty()) {
+        overwrite();
+      } else {
+        enqueue(block->stream, overwrite);
+      }
+      idle_[{block->stream, block->memory.size()}].push_back(block);
+      return true;
+    });
+  }
+
+  std::recursive_mutex mutex_;
+  std::map<StreamKey, std::deque<Work>> queues_;
+  std::map<c10::DeviceIndex, c10::StreamId> poolTurns_;
+  std::map<std::pair<StreamKey, size_t>, std::vector<Block*>> idle_;
+  std::vector<Block*> released_;
+  std::set<std::thread::id> threads_;
+  size_t blocksInUse_ = 0;
+  bool isFailing_ = false;
+};
+
+struct FakeGuard final : c10::impl::DeviceGuardImplInterface {
+  c10::DeviceType type() const override {
+    return kFake;
+  }
+  c10::Device exchangeDevice(c10::Device device) const override {
+    return fake(std::exchange(FakeDevice::currentDevice(), device.index()));
+  }
+  c10::Device getDevice() const override {
+    return fake(FakeDevice::currentDevice());
+  }
+  void setDevice(c10::Device device) const override {
+    FakeDevice::currentDevice() = device.index();
+  }
+  void uncheckedSetDevice(c10::Device device) const noexcept override {
+    FakeDevice::currentDevice() = device.index();
+  }
+  c10::Stream getStream(c10::Device device) const override {
+    return streamOf(device, FakeDevice::currentStream(device.index()));
+  }
+  c10::Stream getStreamFromGlobalPool(c10::Device device, bool /*isHighPriority*/) const override {
+    return streamOf(device, FakeDevice::instance().nextPoolStream(device.index()));
+  }
+  c10::Stream exchangeStream(c10::Stream stream) const override {
+    return streamOf(stream.device(), std::exchange(FakeDevice::currentStream(stream.device_index()), stream.id()));
+  }
+  c10::DeviceIndex deviceCount() const noexcept override {
+    return kFakeDevices;
+  }
+  void record(
+      void** event, const c10::Stream& stream, c10::DeviceIndex /*device*/, c10::EventFlag /*flag*/) const override {
+    FakeDevice::instance().record(event, stream);
+  }
+  void block(void* event, const c10::Stream& stream) const override {
+    FakeDevice::instance().block(event, stream);
+  }
+  void destroyEvent(void* event, c10::DeviceIndex /*device*/) const noexcept override {
+    FakeDevice::destroy(event);
+  }
+  bool queryEvent(void* event) const override {
+    return FakeDevice::instance().isDone(event);
+  }
+  bool queryStream(const c10::Stream& stream) const override {
+    return FakeDevice::instance().isDone(stream);
+  }
+  void recordDataPtrOnStream(const c10::DataPtr& data, const c10::Stream& stream) const override {
+    FakeDevice::instance().recordUse(data, stream);
+  }
+
+ private:
+  static c10::Stream streamOf(c10::Device device, c10::StreamId id) {
+    return c10::Stream(c10::Stream::UNSAFE, device, id);
+  }
+};
+
+C10_REGISTER_GUARD_IMPL(PrivateUse1, FakeGuard)
+
+inline const bool isFakeAllocatorSet = [] {
+  c10::SetAllocator(kFake, &FakeDevice::instance());
+  return true;
+}();
+
+// The memory of a tensor of the fake device, for kernels.
+inline at::Tensor hostView(const at::Tensor& tensor) {
+  return at::from_blob(tensor.data_ptr(), tensor.sizes(), tensor.strides(), at::TensorOptions().dtype(tensor.dtype()));
+}
+
+inline at::Tensor fakeEmpty(
+    at::IntArrayRef sizes,
+    std::optional<at::ScalarType> dtype,
+    std::optional<at::Layout> /*layout*/,
+    std::optional<at::Device> device,
+    std::optional<bool> /*pinned*/,
+    std::optional<at::MemoryFormat> format) {
+  const c10::OptionalDeviceGuard guard(device);
+  return at::detail::empty_generic(
+      sizes,
+      &FakeDevice::instance(),
+      c10::DispatchKeySet(c10::DispatchKey::PrivateUse1),
+      dtype.value_or(at::kFloat),
+      format);
+}
+
+inline at::Tensor fakeEmptyStrided(
+    at::IntArrayRef sizes,
+    at::IntArrayRef strides,
+    std::optional<at::ScalarType> dtype,
+    std::optional<at::Layout> /*layout*/,
+    std::optional<at::Device> device,
+    std::optional<bool> /*pinned*/) {
+  const c10::OptionalDeviceGuard guard(device);
+  return at::detail::empty_strided_generic(
+      sizes,
+      strides,
+      &FakeDevice::instance(),
+      c10::DispatchKeySet(c10::DispatchKey::PrivateUse1),
+      dtype.value_or(at::kFloat));
+}
+
+// In stream order; from the host, whose memory may change afterwards, and to it, which must have it on return, as CUDA's for memory that
+// is not pinned.
+inline at::Tensor& fakeCopy(at::Tensor& self, const at::Tensor& from, bool /*nonBlocking*/) {
+  const at::Tensor target = self.is_cpu() ? self : hostView(self);
+  if (from.is_cpu()) {
+    FakeDevice::instance().launch(self.device(), [target, source = from.clone()] { target.copy_(source); });
+  } else if (self.is_cpu()) {
+    FakeDevice::instance().synchronize({from.device().index(), FakeDevice::currentStream(from.device().index())});
+    target.copy_(hostView(from));
+  } else {
+    c10::Event ready(kFake);
+    ready.record(FakeGuard().getStream(from.device()));
+    ready.block(FakeGuard().getStream(self.device()));
+    FakeDevice::instance().launch(self.device(), [target, source = hostView(from)] { target.copy_(source); });
+  }
+  return self;
+}
+
+TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
+  library.impl("empty.memory_format", &fakeEmpty);
+  library.impl("empty_strided", &fakeEmptyStrided);
+  library.impl("copy_", &fakeCopy);
+}
+
+} // namespace torch_ucx_rpc

@@ -1,0 +1,69 @@
+#pragma once
+
+#include <c10/core/Allocator.h>
+#include <c10/core/Device.h>
+#include <c10/core/Event.h>
+#include <c10/core/Stream.h>
+
+#include <cstdint>
+#include <unordered_map>
+#include <vector>
+
+namespace torch_ucx_rpc {
+
+// Streams and memory of devices other than the CPU, which all are of one type. By torch's device-generic interface alone: nothing
+// here knows CUDA. docs/gpu.md has the rules that these are the words of.
+using Devices = std::vector<c10::Device>;
+using Streams = std::vector<c10::Stream>;
+
+// The streams that are current on this thread, one for each device.
+Streams currentStreams(const Devices& devices);
+
+// Streams of torch's pool, one for each device, on which no other work of ours is ordered.
+Streams poolStreams(const Devices& devices);
+
+// Tells torch's allocator that memory is used on the stream that is current on its device: released, it is not reused before what
+// is in that stream by then is done.
+void recordOnCurrentStream(const c10::DataPtr& data);
+
+// UCX's CUDA transports expect of the thread that drives them that a context is current. Does something once for each thread. A device
+// that fails says so where it is used, not here.
+void makeContextCurrent(const Devices& devices);
+
+// Copies bytes in the order of the streams that are current, into new memory of `to`. Blocks where one side is the CPU.
+c10::DataPtr copyBytes(const void* bytes, uint64_t count, c10::Device from, c10::Device to);
+
+// What was in some streams when this was made. Not thread-safe.
+class DeviceWork {
+ public:
+  DeviceWork() = default; // nothing
+  explicit DeviceWork(const Streams& streams);
+
+  // Does not block. Throws what the device fails with.
+  bool isDone();
+
+  // Has streams wait for that part of the work which is on their own device.
+  void blockStreams(const Streams& streams) const;
+
+ private:
+  std::vector<c10::Event> events_;
+};
+
+// Memory for what arrives. It is written to outside of any stream, so what its earlier owners have had done with it must be over. torch's
+// allocator gives memory back to the stream that it was allocated on, when the streams recorded on it are done, and does not
+// wait for that stream itself: hence one on which nothing else is done. Not thread-safe.
+class ReceiveMemory {
+ public:
+  // Throws c10::Error when there is no memory left.
+  c10::DataPtr allocate(c10::Device device, uint64_t bytes);
+
+  // Streams of torch's pool are shared. What is in those of these devices: the memory just allocated may be written to after that.
+  DeviceWork earlierWork(const Devices& devices);
+
+ private:
+  c10::Stream streamOf(c10::Device device);
+
+  std::unordered_map<c10::Device, c10::Stream> streams_;
+};
+
+} // namespace torch_ucx_rpc
