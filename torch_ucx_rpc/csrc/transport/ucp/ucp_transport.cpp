@@ -48,6 +48,11 @@ ErrorCode codeOf(ucs_status_t status) {
   }
 }
 
+// UCX asks the device's driver about an address, unless told that it is the host's.
+ucs_memory_type_t memoryTypeOf(Memory memory) {
+  return memory == Memory::kHost ? UCS_MEMORY_TYPE_HOST : UCS_MEMORY_TYPE_UNKNOWN;
+}
+
 Error errorOf(ucs_status_t status) {
   return status == UCS_OK ? Error() : Error(codeOf(status), std::string("UCX: ") + ucs_status_string(status));
 }
@@ -487,11 +492,6 @@ void UcpTransport::close(int64_t limitMs) {
   while (operations_ != nullptr) {
     finish(operations_, UCS_ERR_CANCELED);
   }
-}
-
-// UCX asks the device's driver about an address, unless told that it is the host's.
-ucs_memory_type_t memoryTypeOf(Memory memory) {
-  return memory == Memory::kHost ? UCS_MEMORY_TYPE_HOST : UCS_MEMORY_TYPE_UNKNOWN;
 }
 
 } // namespace
