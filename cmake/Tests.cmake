@@ -28,7 +28,7 @@ foreach(source IN LISTS tests)
   endif()
   add_dependencies(cpp_tests ${name})
   target_compile_definitions(${name} PRIVATE TORCH_UCX_RPC_FUZZ_CORPUS="${CMAKE_SOURCE_DIR}/tests/fuzz/corpus")
-  gtest_discover_tests(${name} TEST_PREFIX "${name}." PROPERTIES TIMEOUT 120 DISCOVERY_TIMEOUT 60)
+  gtest_discover_tests(${name} TEST_PREFIX "${name}." PROPERTIES TIMEOUT 120 DISCOVERY_TIMEOUT 300)
 endforeach()
 
 # The process that stranger_test runs, found beside it.
