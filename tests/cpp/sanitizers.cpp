@@ -18,4 +18,11 @@ RUNTIME_READS __tsan_default_options() {
   return "allocator_may_return_null=1:second_deadlock_stack=1:history_size=4";
 }
 
+RUNTIME_READS __tsan_default_suppressions() {
+  // The last reference to a tensor is often dropped within torch's libraries. They are not instrumented, so that ThreadSanitizer
+  // does not see how their count of references orders that after what others did with theirs:
+  // https://clang.llvm.org/docs/ThreadSanitizer.html#limitations
+  return "race:c10::TensorImpl::~TensorImpl\n";
+}
+
 // NOLINTEND(bugprone-reserved-identifier)
