@@ -103,6 +103,8 @@ class UcxRpcAgent : public torch::distributed::rpc::RpcAgent, public std::enable
 
   // Returns when the future is complete or the agent shuts down. The caller drives progress meanwhile, if no other caller does.
   void wait(JitFuture& future);
+  // The same for a future that somebody else completes.
+  void await(JitFuture& future);
 
   // RpcAgent.
   c10::intrusive_ptr<JitFuture> send(
@@ -127,6 +129,8 @@ class UcxRpcAgent : public torch::distributed::rpc::RpcAgent, public std::enable
   }
 
  private:
+  // All of the statistics that need no worker lock.
+  AgentStatistics counters() const;
   void addGilWaitTime(std::chrono::microseconds waitTime) override;
   DeviceMap replyDeviceMap(const WorkerInfo& to) const;
   DeviceMap deviceMapIn(const std::unordered_map<std::string, DeviceMap>& deviceMaps, const WorkerInfo& to) const;

@@ -67,7 +67,7 @@ void Outbox::settle() {
 
 bool Outbox::sendIfReady(OutgoingMessage* message) {
   try {
-    if (!message->before.isDone()) {
+    if (!isClosed_ && !message->before.isDone()) {
       return false;
     }
   } catch (const std::exception& failure) { // of the device, whatever it was at
