@@ -179,7 +179,7 @@ def test_calls_that_time_out_leave_nothing_behind() -> None:
     before = allocated()
     for _ in range(3):
         time_out(400)
-    # UCX keeps what the most messages at a time have needed, which may still grow. But these calls have sent 120 MiB; what
-    # 100,000 leave benchmarks/deadlines.py measures.
+    # UCX keeps what the most messages at a time have needed, which may still grow. But these calls have sent 120 MiB.
+    # What 100,000 leave benchmarks/deadlines.py measures.
     for now, then in zip(allocated(), before, strict=True):
         assert now - then < 16
