@@ -124,6 +124,8 @@ class UcxRpcAgent : public torch::distributed::rpc::RpcAgent, public std::enable
   const std::vector<c10::Device>& getDevices() const override;
 
  private:
+  // All of the statistics that need no worker lock.
+  AgentStatistics counters() const;
   void addGilWaitTime(std::chrono::microseconds waitTime) override;
 
   // Outgoing.
