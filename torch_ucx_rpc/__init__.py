@@ -30,6 +30,7 @@ How the package is laid out:
 * ``_dynamic_group`` who belongs to one that workers join and leave
 * ``_record``        what each tells the others of itself
 * ``_network``       which network interface UCX gets
+* ``_conflicts``     what the site has set or limited that RPC cannot work with
 * ``_statistics``    `statistics`
 * ``_prometheus``    the same for Prometheus
 * ``_observation``   the same for ``python -m torch_ucx_rpc top``

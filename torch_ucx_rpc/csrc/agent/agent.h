@@ -156,6 +156,8 @@ class UcxRpcAgent : public torch::distributed::rpc::RpcAgent, public std::enable
   void runOnOwnThread(const std::function<void()>& work) const;
   void respond(Peer& to, uint64_t callId, const JitFuture& response);
   void respondWithError(Peer& to, uint64_t callId, const std::string& what);
+  // Why a request fails that cannot be taken in, as its caller reads it.
+  std::string couldNotReceive(const Error& error) const;
   // Why a request is refused when all threads wait.
   std::string describeNesting() const;
   void complete(CallTable::Call call, IncomingMessage message);

@@ -173,6 +173,9 @@ void UcxRpcAgent::onSent(std::unique_ptr<OutgoingMessage> message) {
           std::move(call),
           gone ? gone.message() : "could not send to " + message->to->describe() + ": " + message->error.message());
     }
+  } else if (message->error.code() == ErrorCode::kOutOfFiles && message->header.kind == wire::Kind::kResponse) {
+    LOG(WARNING) << "torch_ucx_rpc: could not answer " << message->to->describe()
+                 << ", whose call will end with its timeout: " << message->error.message();
   } else if (message->error && message->header.kind != wire::Kind::kResponse) {
     // Nobody waits for this message itself, but somebody may for what it asks for: an acknowledgment, the end of a barrier. A
     // worker that ended just before we would have connected shows in no other way if its process goes on.
@@ -316,7 +319,7 @@ void UcxRpcAgent::serve(IncomingMessage incoming) {
   {
     const trace::Span span("decode request", traced);
     if (Error error = decode(std::move(incoming), request)) {
-      respondWithError(from, callId, error.message());
+      respondWithError(from, callId, couldNotReceive(error));
       return;
     }
   }
@@ -399,6 +402,10 @@ void UcxRpcAgent::respondWithError(Peer& to, uint64_t callId, const std::string&
   servedRequests_.fetch_sub(1);
 }
 
+std::string UcxRpcAgent::couldNotReceive(const Error& error) const {
+  return "worker '" + workerInfo_.name_ + "' could not receive this call: " + error.message();
+}
+
 std::string UcxRpcAgent::describeNesting() const {
   return "worker '" + workerInfo_.name_ + "' has no thread left for this call: all " +
       std::to_string(threads_->counts().runningRequests) +
@@ -458,7 +465,7 @@ void UcxRpcAgent::onRejected(Deliveries::Rejection rejection) {
   if (rejection.header.kind == wire::Kind::kRequest) {
     if (rejection.from->isThere()) {
       servedRequests_.fetch_add(1);
-      respondWithError(*rejection.from, rejection.header.callId, rejection.error.message());
+      respondWithError(*rejection.from, rejection.header.callId, couldNotReceive(rejection.error));
     }
     return;
   }

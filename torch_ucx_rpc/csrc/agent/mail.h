@@ -89,6 +89,9 @@ struct IncomingMessage {
   Admission admission; // its share of the receive window, given back when the handler returns
 };
 
+// Why a message of so many bytes is not received.
+Error outOfMemoryFor(uint64_t bytes);
+
 // What progress brought about. Collected under the worker lock, acted upon after it is released. Failures come last: what a peer had
 // sent before its end counts, also where another thread has taken it and is not through with it.
 struct Deliveries {
