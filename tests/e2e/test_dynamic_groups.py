@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.rpc as rpc
-from workers import backend_options, eventually, init_rpc
+from workers import Steps, backend_options, eventually, init_rpc
 
 pytestmark = pytest.mark.ucx_only
 
@@ -42,19 +42,6 @@ def present() -> set[str]:
 
 def join(rank: int, **overrides: object) -> None:
     init_rpc(rank, world_size=None, **overrides)
-
-
-class Steps:
-    """Lets the workers of a test go on in an order, without RPC."""
-
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
-
-    def done(self, step: str) -> None:
-        (self._directory / step).touch()
-
-    def wait_for(self, *steps: str) -> None:
-        eventually(lambda: all((self._directory / step).exists() for step in steps), f"waiting for {steps}", 40)
 
 
 RunWorkers = Callable[..., list]
@@ -121,7 +108,7 @@ def come_and_go(rank: int, steps: Steps) -> None:
         steps.done(f"joined {rank}")
         steps.wait_for("joined 0", "joined 1")
         over = [f"over {visitor}" for visitor in (2, 3, 4)]
-        while not all((steps._directory / step).exists() for step in over):
+        while not all(map(steps.is_done, over)):
             assert_answers(1 - rank)
         steps.done(f"stopped {rank}")
         steps.wait_for("stopped 0", "stopped 1")
@@ -393,8 +380,8 @@ def join_beside_one_that_hangs(rank: int, steps: Steps, file: Path) -> None:
         join(0, rpc_backend_options=backend_options(init_method=file.as_uri()))
         steps.done(f"joined {os.getpid()}")
         steps.wait_for("never")
-    eventually(lambda: any(steps._directory.glob("joined *")), "worker0 has joined")
-    [step] = steps._directory.glob("joined *")
+    eventually(lambda: any(steps.directory.glob("joined *")), "worker0 has joined")
+    [step] = steps.directory.glob("joined *")
     pid = int(step.name.split()[1])
     os.kill(pid, signal.SIGSTOP)
     try:
