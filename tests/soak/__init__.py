@@ -1,7 +1,7 @@
 """An hour of bad luck: workers on virtual hosts that call each other in every way, while some are killed and cut off.
 
-``make soak MINUTES=30`` runs it; as root, since it makes hosts. A report is written to ``build/soak``, and findings end it
-with an error.
+``make soak MINUTES=30`` runs it; as root, since it makes hosts. A report is written to ``build/soak``, and findings end
+it with an error.
 
 * ``__main__``     from the arguments to the report
 * ``_crew``        the workers as processes: started, killed, told what to do, measured

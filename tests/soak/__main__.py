@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import random
 import shutil
 import sys
@@ -21,6 +22,7 @@ from ._worker import HEARTBEAT_LIMIT_S, RPC_TIMEOUT_S
 
 _HOSTS = ("a", "b", "c")
 _WORKERS = 6
+_STARTING_S = 120.0
 # After the last misfortune, before all must see each other.
 _PEACE_S = 2.0
 # For a worker to end what it has begun, and to leave.
@@ -46,12 +48,14 @@ def main() -> int:
 
 def run(minutes: float, seed: int, directory: Path) -> Report:
     """Let the workers live for so long, and tell what has come of it."""
-    begin = time.monotonic()
     findings: list[Finding] = []
     with VirtualHosts(_HOSTS) as hosts:
         with Crew(hosts, _WORKERS, seed, directory) as crew:
             chaos = Chaos(crew, seed)
             try:
+                if absent := crew.all_say("joined", _STARTING_S):
+                    raise RuntimeError(f"not joined in {_STARTING_S:.0f} s: {', '.join(m.name for m in absent)}")
+                begin = time.monotonic()
                 while time.monotonic() < begin + 60 * minutes:
                     chaos.strike()
                 crew.watch(_PEACE_S)
@@ -61,6 +65,7 @@ def run(minutes: float, seed: int, directory: Path) -> Report:
         left = leftovers(hosts)
     if left:
         findings.append(Finding("left on a host", len(left), tuple(left)))
+    (directory / "timeline.json").write_text(json.dumps(chaos.timeline, indent=1))
     calls, events = read_calls(directory), list(read_events(directory))
     judgement = judge(calls, events, chaos.timeline, HEARTBEAT_LIMIT_S)
     survivors = [member for member in crew.current.values() if member.life.generation == 0]

@@ -198,9 +198,7 @@ class _History:
             ends = [m.end for m in mine if m.end <= failure.at]
             if ends and failure.began <= self._next_joined(name, max(ends)) + self._limit:
                 return True
-        return any(
-            cut["host"] in failure.hosts
-            and cut["at"] + self._limit <= failure.at
-            and failure.began <= self._repaired(cut)
-            for cut in self._cut_off
-        )
+        return any(cut["host"] in failure.hosts and self._has_parted(cut, failure) for cut in self._cut_off)
+
+    def _has_parted(self, cut: dict[str, Any], failure: _Failure) -> bool:
+        return cut["at"] + self._limit <= failure.at and failure.began <= self._repaired(cut)

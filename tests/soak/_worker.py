@@ -61,6 +61,7 @@ def live(rank: int, life: Life) -> dict[str, Any]:
 
     for membership in itertools.count():
         _join(journal, rank)
+        steps.done(f"joined {life}")
         if membership == 0:
             files, threads = _open_files(), _threads()
         callers = [_work.Caller(journal, f"{life.seed} {life} {membership} {n}") for n in range(_CALLERS)]

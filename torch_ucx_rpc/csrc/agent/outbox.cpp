@@ -1,5 +1,7 @@
 #include "agent/outbox.h"
 
+#include <utility>
+
 namespace torch_ucx_rpc {
 
 Error Outbox::connect(Peer& peer) {
@@ -22,6 +24,13 @@ Error Outbox::connect(Peer& peer) {
 }
 
 void Outbox::send(std::unique_ptr<OutgoingMessage> owned) {
+  if (owned->header.kind == wire::Kind::kJoin) {
+    waiting_.try_emplace(owned->to);
+  } else if (const auto entry = waiting_.find(owned->to);
+             entry != waiting_.end() && owned->header.kind != wire::Kind::kGoodbye) {
+    entry->second.push_back(std::move(owned));
+    return;
+  }
   OutgoingMessage* message = owned.release(); // ours again in finish()
   ++underWay_;
   message->unfinished = 1 + message->spans.size();
@@ -63,7 +72,23 @@ Peer* Outbox::peerOf(EndpointId endpoint) const {
   return entry != peers_.end() ? entry->second : nullptr;
 }
 
+void Outbox::onAdmitted(Peer& peer) {
+  if (auto waiting = waiting_.extract(&peer)) {
+    for (std::unique_ptr<OutgoingMessage>& message : waiting.mapped()) {
+      send(std::move(message));
+    }
+  }
+}
+
+void Outbox::close() {
+  isClosed_ = true;
+  while (!waiting_.empty()) {
+    onAdmitted(*waiting_.begin()->first);
+  }
+}
+
 void Outbox::abandon(Peer& peer) {
+  onAdmitted(peer); // nobody admits any more: what has waited fails
   if (!isClosed_ && peer.endpoint.has_value()) {
     transport_.abandon(*peer.endpoint);
   }
