@@ -16,7 +16,7 @@ from ._chaos import Chaos
 from ._crew import Crew, Member, WorkerEnded
 from ._journal import read_calls, read_events
 from ._judgement import Finding, judge
-from ._leftovers import leftovers
+from ._leftovers import left_by_workers, left_on_hosts
 from ._report import Report, count_misfortunes, gibibytes_of, kinds_of, memory_of
 from ._worker import HEARTBEAT_LIMIT_S, RPC_TIMEOUT_S
 
@@ -62,12 +62,12 @@ def run(minutes: float, seed: int, directory: Path) -> Report:
                 findings += _end(crew)
             except WorkerEnded as error:
                 findings.append(Finding("a worker has ended by itself", 1, (str(error),)))
-        left = leftovers(hosts)
-    if left:
-        findings.append(Finding("left on a host", len(left), tuple(left)))
-    (directory / "timeline.json").write_text(json.dumps(chaos.timeline, indent=1))
+        findings += left_on_hosts(hosts)
+    timeline = sorted([*chaos.timeline, *crew.stalls], key=lambda event: event["at"])
+    (directory / "timeline.json").write_text(json.dumps(timeline, indent=1))
     calls, events = read_calls(directory), list(read_events(directory))
-    judgement = judge(calls, events, chaos.timeline, HEARTBEAT_LIMIT_S)
+    judgement = judge(calls, events, timeline, HEARTBEAT_LIMIT_S)
+    findings += left_by_workers(crew.current.values(), calls)
     survivors = [member for member in crew.current.values() if member.life.generation == 0]
     memory = [memory_of(member.name, member.samples) for member in survivors]
     for growing in (m for m in memory if not m.is_flat):
@@ -79,7 +79,7 @@ def run(minutes: float, seed: int, directory: Path) -> Report:
         hosts=len(_HOSTS),
         gibibytes=gibibytes_of(calls),
         kinds=kinds_of(calls),
-        misfortunes=count_misfortunes(chaos.timeline),
+        misfortunes=count_misfortunes(timeline),
         reasons=judgement.reasons,
         memory=memory,
         findings=[*findings, *judgement.findings],
@@ -87,8 +87,7 @@ def run(minutes: float, seed: int, directory: Path) -> Report:
 
 
 def _end(crew: Crew) -> list[Finding]:
-    """Let all calls come to their ends, all references go, and all workers leave."""
-    found: list[Finding] = []
+    """Let all calls come to their ends, all references go, and all workers leave; returns who does not."""
     for order, answer in (("stop", "stopped"), ("let go", "released")):
         crew.steps.done(order)
         if hanging := crew.all_say(answer, _ENDING_S):
@@ -99,8 +98,7 @@ def _end(crew: Crew) -> list[Finding]:
     for member in crew.current.values():
         if member.result is None:
             raise WorkerEnded(member)
-        print(member.name, member.result, member.samples[-1])
-    return found
+    return []
 
 
 def _hang(what: str, members: list[Member]) -> Finding:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
+
+from labs import VirtualHost
 
 from ._crew import Crew
 from ._worker import HEARTBEAT_LIMIT_S
 
 # Of a cut that loses nothing, and of one after which both sides have given each other up (docs/failure_model.md).
 _SHORTEST_CUT_S, _LONGEST_SURVIVED_S = 0.2, HEARTBEAT_LIMIT_S / 2
+_SLACK_S = 0.3
 _FATAL_CUT_S = 1.05 * HEARTBEAT_LIMIT_S + 2.5
 
 
@@ -43,34 +47,49 @@ class Chaos:
         self._start(rank)
 
     def _cut(self) -> None:
-        host = self._choice.choice(self._crew.hosts)
-        with _Cut(self, host, is_fatal=False):
+        with self._cable_of(self._choice.choice(self._crew.hosts)):
             self._crew.watch(self._choice.uniform(_SHORTEST_CUT_S, _LONGEST_SURVIVED_S))
 
     def _kill_while_cut(self) -> None:
-        host = self._choice.choice(self._crew.hosts)
         rank = self._any_mortal()
-        with _Cut(self, host, is_fatal=False):
+        with self._cable_of(self._choice.choice(self._crew.hosts)):
             self._crew.watch(self._choice.uniform(_SHORTEST_CUT_S, _LONGEST_SURVIVED_S / 2))
             self._end(rank)
-            self._crew.watch(self._choice.uniform(_SHORTEST_CUT_S, _LONGEST_SURVIVED_S / 2))
+            self._crew.watch(self._choice.uniform(0, _LONGEST_SURVIVED_S / 2 - _SHORTEST_CUT_S))
         self._start(rank)
 
     def _cut_off(self) -> None:
-        """For so long that its workers are lost: one of them joins again, the other is another one then."""
-        host = self._choice.choice(self._crew.hosts)
-        with _Cut(self, host, is_fatal=True):
+        with self._cable_of(self._choice.choice(self._crew.hosts)):
             self._crew.watch(_FATAL_CUT_S + self._choice.uniform(0, 2))
+
+    @contextlib.contextmanager
+    def _cable_of(self, host: VirtualHost) -> Iterator[None]:
+        """It is out until the block is left."""
+        event = self._log("cut", host=host.name)
+        host.cut()
+        try:
+            yield
+        finally:
+            host.heal()
+            event["until"] = time.monotonic()
+        # By how long it was, not by how long it was to be: this process may have been held up.
+        if event["until"] - event["at"] > _LONGEST_SURVIVED_S + _SLACK_S:
+            event["what"] = "cut off"
+            self._reunite(host)
+
+    def _reunite(self, host: VirtualHost) -> None:
+        """Of the workers that all others have lost, one joins again, and the other is another one from now on."""
         # What has queued on either side arrives now, and is dropped.
         self._crew.watch(self._choice.uniform(0.1, 1))
-        for rank, _ in sorted(self._crew.current.items()):
-            if self._crew.host_of(rank) == host.name:
-                if self._is_mortal(rank):
-                    self._end(rank)
-                    self._start(rank)
-                else:
-                    self._log("rejoin", name=self._crew.current[rank].name)
-                    self._crew.rejoin(rank)
+        for rank in sorted(self._crew.current):
+            if self._crew.host_of(rank) != host.name:
+                continue
+            if self._is_mortal(rank):
+                self._end(rank)
+                self._start(rank)
+            else:
+                self._log("rejoin", name=self._crew.current[rank].name)
+                self._crew.rejoin(rank)
 
     def _any_mortal(self) -> int:
         return self._choice.choice([rank for rank in sorted(self._crew.current) if self._is_mortal(rank)])
@@ -91,18 +110,3 @@ class Chaos:
         event = {"what": what, "at": time.monotonic(), **values}
         self.timeline.append(event)
         return event
-
-
-class _Cut:
-    def __init__(self, chaos: Chaos, host: Any, is_fatal: bool) -> None:
-        self._chaos = chaos
-        self._host = host
-        self._is_fatal = is_fatal
-
-    def __enter__(self) -> None:
-        self._event = self._chaos._log("cut off" if self._is_fatal else "cut", host=self._host.name)
-        self._host.cut()
-
-    def __exit__(self, *exception: object) -> None:
-        self._host.heal()
-        self._event["until"] = time.monotonic()

@@ -20,7 +20,9 @@ from workers import Steps, Transport, Worker, dump_stacks, kill, process_context
 from ._worker import OPTIONS, Life, live
 
 _PAGE = os.sysconf("SC_PAGESIZE")
+_LOOK_EVERY_S = 0.05
 _SAMPLE_EVERY_S = 0.5
+_STALL_S = 2.0
 _FIRST_WORD_S = 60.0
 _LONGEST_OUTPUT = 4000
 
@@ -106,6 +108,8 @@ class Crew:
         self._due = 0.0
         self.current: dict[int, Member] = {}
         self.past: list[Member] = []
+        # Times at which this machine has let nobody run.
+        self.stalls: list[dict[str, Any]] = []
 
     def __enter__(self) -> Crew:
         context = process_context()
@@ -175,7 +179,10 @@ class Crew:
                 for member in self.current.values():
                     member.sample()
                 self._see_who_has_ended()
-            time.sleep(min(left, 0.05))
+            before = time.monotonic()
+            time.sleep(min(left, _LOOK_EVERY_S))
+            if time.monotonic() - before > _STALL_S:
+                self.stalls.append({"what": "stall", "at": before, "until": time.monotonic()})
 
     def _see_who_has_ended(self) -> None:
         for member in self.current.values():

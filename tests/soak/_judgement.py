@@ -146,6 +146,8 @@ class _History:
     def __init__(self, events: list[dict[str, Any]], timeline: list[dict[str, Any]], heartbeat_limit: float) -> None:
         self._limit = heartbeat_limit
         self._cut_off = [event for event in timeline if event["what"] == "cut off"]
+        self._cuts = [event for event in timeline if event["what"] in ("cut", "cut off")]
+        self._stalls = [event for event in timeline if event["what"] == "stall"]
         killed = {event["life"]: event["at"] for event in timeline if event["what"] == "kill"}
         self.memberships = []
         for event in sorted(events, key=lambda event: event["at"]):
@@ -170,8 +172,16 @@ class _History:
             if reason := self._why_gone(failure, name, int(pid), host):
                 return reason
         if "could not find destination worker" in failure.text and self._was_anybody_absent(failure):
-            return "not there: it had not joined yet"
+            return "it had not joined yet"
+        if event["what"] == "not admitted" and self._overlap(self._cuts, failure):
+            return "the Store was out of reach"
+        if "ran for more than set timeout" in failure.text and self._overlap(self._stalls, failure):
+            return "the machine stood still"
         return ""
+
+    @staticmethod
+    def _overlap(events: list[dict[str, Any]], failure: _Failure) -> bool:
+        return any(event["at"] <= failure.at and failure.began <= event["until"] for event in events)
 
     def _why_gone(self, failure: _Failure, name: str, pid: int, host: str) -> str:
         for gone in self.memberships:

@@ -59,7 +59,8 @@ class Report:
     """What is left of a run.
 
     Attributes:
-        misfortunes: how often what was done to the workers: "kill", "cut", "cut off", "restart", "rejoin".
+        misfortunes: how often what was done to the workers: "kill", "cut", "cut off", "restart", "rejoin"; and how
+            often the machine stood still for seconds, "stall", which is its own.
         reasons: why calls failed, and how many of them.
         findings: what must not have happened.
     """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import ctypes
 import dataclasses
 import gc
 import itertools
@@ -11,7 +12,6 @@ import os
 import socket
 import time
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed.autograd as dist_autograd
@@ -35,6 +35,16 @@ _CALLERS = 3
 # For all to see each other again when nothing more is done to them.
 _SETTLING_S = 2 * HEARTBEAT_LIMIT_S + 10
 _JOINING_S = 60.0
+# Longer than that of who leads the crew: it is to find out who hangs.
+_PATIENCE_S = 600.0
+
+# For the next group: the connection to the Store.
+_KEPT_OPEN = collections.Counter({"socket": 1})
+# For the rest of the process: torch's engine of distributed autograd.
+_KEPT_RUNNING = collections.Counter({"pt_dist_engine": 1})
+
+# Of <malloc.h>.
+_M_MMAP_THRESHOLD, _M_ARENA_MAX = -3, -8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,19 +61,19 @@ class Life:
         return f"{self.rank}.{self.generation}"
 
 
-def live(rank: int, life: Life) -> dict[str, Any]:
-    """The body of a worker: calls and is called, until told to stop. Returns what it has left, by name."""
+def live(rank: int, life: Life) -> dict[str, int]:
+    """The body of a worker: calls and is called, until told to stop. Returns how much of what it has left behind."""
+    _return_freed_memory()
     journal = Journal(life.directory, rank, life.generation)
     steps = Steps(life.directory)
     _work.write_to(journal)
     # The dead hold references that their owners have passed to them, which nobody can give back.
     rpc.api._ignore_rref_leak = True
 
+    files, threads = _open_files(), _threads()
     for membership in itertools.count():
         _join(journal, rank)
         steps.done(f"joined {life}")
-        if membership == 0:
-            files, threads = _open_files(), _threads()
         callers = [_work.Caller(journal, f"{life.seed} {life} {membership} {n}") for n in range(_CALLERS)]
         for caller in callers:
             caller.start()
@@ -81,15 +91,14 @@ def live(rank: int, life: Life) -> dict[str, Any]:
         rpc.shutdown(graceful=False)
 
     steps.done(f"stopped {life}")
-    steps.wait_for("let go", timeout=_SETTLING_S + RPC_TIMEOUT_S + 20)
+    steps.wait_for("let go", timeout=_PATIENCE_S)
     _work.let_go()
     left = _what_is_left()
     steps.done(f"released {life}")
-    steps.wait_for("leave", timeout=_SETTLING_S + 30)
+    steps.wait_for("leave", timeout=_PATIENCE_S)
     rpc.shutdown()
-    left["files"] = str(_open_files())
-    left["threads"] = str(_threads())
-    print(files, threads)
+    left.update({f"open: {name}": count for name, count in (_open_files() - files - _KEPT_OPEN).items()})
+    left.update({f"thread: {name}": count for name, count in (_threads() - threads - _KEPT_RUNNING).items()})
     return left
 
 
@@ -97,12 +106,13 @@ def _join(journal: Journal, rank: int) -> None:
     deadline = time.monotonic() + _JOINING_S
     journal.note("joining", name=worker_name(rank), pid=os.getpid(), host=socket.gethostname())
     while True:
+        began = time.monotonic()
         try:
             init_rpc(rank, world_size=None)
             break
         except RuntimeError as error:
             # Where the Store or another worker is out of reach just now.
-            journal.note("not admitted", error=str(error))
+            journal.note("not admitted", began=began, error=str(error))
             if time.monotonic() > deadline:
                 raise
     journal.note("joined", name=worker_name(rank), pid=os.getpid(), host=socket.gethostname())
@@ -132,7 +142,7 @@ def _see_all(journal: Journal, life: Life) -> None:
         journal.note("split", name=worker_name(life.rank), missing=missing, error=str(error))
 
 
-def _what_is_left() -> dict[str, Any]:
+def _what_is_left() -> dict[str, int]:
     """Of calls, buffers and references, once nobody calls any more."""
 
     def counts() -> dict[str, int]:
@@ -142,16 +152,23 @@ def _what_is_left() -> dict[str, Any]:
         return {
             **{name: int(metrics[name]) for name in names},
             "autograd contexts": int(dist_autograd._get_debug_info()["num_autograd_contexts"]),
-            "owner_rrefs": int(rpc._rref_context_get_debug_info()["num_owner_rrefs"]),
+            "values of RRefs": int(rpc._rref_context_get_debug_info()["num_owner_rrefs"]),
         }
 
     def is_quiet() -> bool:
         now = counts()
-        return not any(count for name, count in now.items() if name != "owner_rrefs")
+        return not any(count for name, count in now.items() if name != "values of RRefs")
 
     with contextlib.suppress(AssertionError):
         eventually(is_quiet, "nothing is left", _SETTLING_S)
     return counts()
+
+
+def _return_freed_memory() -> None:
+    """At once, for resident memory to be what is in use; glibc would keep up to 32 MiB pieces for each thread."""
+    libc = ctypes.CDLL(None)
+    for parameter, value in ((_M_MMAP_THRESHOLD, 128 << 10), (_M_ARENA_MAX, 2)):
+        libc.mallopt(parameter, value)
 
 
 def _open_files() -> collections.Counter[str]:
