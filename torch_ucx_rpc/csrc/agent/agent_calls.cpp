@@ -22,6 +22,8 @@ namespace {
 // How often a thread that waits for another caller's visit looks up.
 constexpr auto kLookUp = std::chrono::milliseconds(100);
 
+constexpr auto kRepairPeriod = std::chrono::milliseconds(20);
+
 // The call that this thread has sent last. Who waits next waits for that: rpc_sync and to_here() send and wait. Not told by the
 // future waited for, which torch has derived from the call's.
 thread_local std::optional<uint64_t> lastCall;
@@ -169,7 +171,8 @@ void UcxRpcAgent::deliverToSelf(std::unique_ptr<OutgoingMessage> message) {
     std::memcpy(copy.get(), span.bytes.data(), span.bytes.size());
     arrived.spans.push_back({std::move(copy), span.bytes.size()});
   }
-  dispatchMessage(std::move(arrived));
+  std::optional<Answer> nobodys;
+  dispatchMessage(std::move(arrived), {}, nobodys);
 }
 
 void UcxRpcAgent::onSent(std::unique_ptr<OutgoingMessage> message) {
@@ -194,8 +197,9 @@ void UcxRpcAgent::onSent(std::unique_ptr<OutgoingMessage> message) {
 // --------------------------------------------------------------------------------------------------- incoming
 
 void UcxRpcAgent::dispatch(Deliveries deliveries, std::optional<uint64_t> visitorsCall) {
+  std::optional<Answer> visitorsAnswer;
   for (IncomingMessage& message : deliveries.messages) {
-    dispatchMessage(std::move(message), visitorsCall);
+    dispatchMessage(std::move(message), visitorsCall, visitorsAnswer);
   }
   for (std::unique_ptr<OutgoingMessage>& message : deliveries.sent) {
     onSent(std::move(message));
@@ -206,15 +210,24 @@ void UcxRpcAgent::dispatch(Deliveries deliveries, std::optional<uint64_t> visito
   for (Deliveries::Join& join : deliveries.joins) {
     onJoin(std::move(join));
   }
-  for (Deliveries::Failure& failure : deliveries.failures) {
-    onPeerGone(*failure.peer, Peer::State::kFailed, failure.peer->lost(failure.error));
+  if (!deliveries.failures.empty()) {
+    deliveries.turn.end([this, failures = std::move(deliveries.failures)]() mutable {
+      for (Deliveries::Failure& failure : failures) {
+        onPeerGone(*failure.peer, Peer::State::kFailed, failure.peer->lost(std::move(failure.error)));
+      }
+    });
   }
+  deliveries.turn.end(); // what follows runs user code
   if (!deliveries.warning.empty()) {
     LOG(WARNING) << "torch_ucx_rpc: " << deliveries.warning;
   }
+  if (visitorsAnswer) {
+    complete(std::move(visitorsAnswer->call), std::move(visitorsAnswer->message));
+  }
 }
 
-void UcxRpcAgent::dispatchMessage(IncomingMessage message, std::optional<uint64_t> visitorsCall) {
+void UcxRpcAgent::dispatchMessage(
+    IncomingMessage message, std::optional<uint64_t> visitorsCall, std::optional<Answer>& visitorsAnswer) {
   const std::shared_ptr<UcxRpcAgent> self = weak_from_this().lock();
   if (self == nullptr) {
     return; // being destroyed
@@ -238,7 +251,7 @@ void UcxRpcAgent::dispatchMessage(IncomingMessage message, std::optional<uint64_
         return; // a late answer, or one of a worker that was not asked; its buffers are recycled here
       }
       if (message.header.callId == visitorsCall) {
-        complete(std::move(call), std::move(message));
+        visitorsAnswer.emplace(std::move(call), std::move(message));
       } else {
         threads_->addCompletion([self, call = std::move(call), message = std::move(message)]() mutable {
           self->complete(std::move(call), std::move(message));
@@ -480,6 +493,11 @@ Timer::Clock::time_point UcxRpcAgent::onTimer(Timer::Clock::time_point now) {
     postControl(to, wire::Kind::kCancel, expired.id, {});
     const std::string what = rpc::makeRPCError(timeoutText(expired.call.timeout, to), rpc::RPCErrorType::TIMEOUT);
     failCallLater(std::move(expired.call), what);
+    isRepairWanted_.store(true); // it is also how a worker looks that hears nothing
+  }
+  if (isRepairWanted_.load() || isRepairing_.load()) {
+    progress_->submit([this] { repairWithWorkerLock(); });
+    next = std::min(next, now + kRepairPeriod);
   }
 
   next = std::min(next, threads_->check(now));

@@ -16,7 +16,7 @@ using torch::distributed::autograd::DistAutogradContainer;
 
 namespace {
 
-// Of progress, before somebody is said to be silent; each takes in several messages.
+// Of progress, to take in what has come; each takes several messages.
 constexpr int kMostSteps = 1000;
 
 } // namespace
@@ -25,15 +25,18 @@ void UcxRpcAgent::checkHeartbeats() {
   if (isClosed_.load()) {
     return; // the transport may be too
   }
-  // What has come in already is no silence, though nobody may have had the time to look.
-  for (int steps = 0; steps < kMostSteps && transport_->progress() != 0; ++steps) {
-  }
+  takeInWithWorkerLock(); // that is no silence, though nobody may have had the time to look
   const Heartbeat::Findings findings = heartbeat_.check(Heartbeat::Clock::now());
   for (Peer* peer : findings.quiet) {
     sendNowWithWorkerLock(*peer, wire::Kind::kPing);
   }
   for (Peer* peer : findings.lost) {
     progress_->deliveries().failures.push_back({peer, heartbeat_.describe(*peer)});
+  }
+}
+
+void UcxRpcAgent::takeInWithWorkerLock() {
+  for (int steps = 0; !isClosed_.load() && steps < kMostSteps && transport_->progress() != 0; ++steps) {
   }
 }
 
@@ -66,12 +69,28 @@ void UcxRpcAgent::onPeerGone(Peer& peer, Peer::State state, Error why) {
     inbox_->dropPeer(peer);
     outbox_->abandon(peer);
   });
+  requestRepair();
   releaseHeldBy(peer);
   barrier_.onMembershipChange();
   processes_.forget(peer.member());
   if (state == Peer::State::kFailed && isDynamic()) {
     onLost(peer);
   }
+}
+
+void UcxRpcAgent::requestRepair() {
+  isRepairWanted_.store(true);
+  timer_.dueBy(Timer::Clock::now());
+}
+
+void UcxRpcAgent::repairWithWorkerLock() {
+  if (isClosed_.load()) {
+    return; // the transport may be too
+  }
+  if (!isRepairing_.load()) {
+    isRepairWanted_.store(false);
+  }
+  isRepairing_.store(!transport_->repair());
 }
 
 void UcxRpcAgent::releaseHeldBy(const Peer& gone) {
