@@ -176,6 +176,7 @@ class AgentTest : public testing::Test {
           if (isInterrupted_.load()) {
             throw Interrupted();
           }
+          whileWaiting_();
         },
         options);
     return agent;
@@ -224,6 +225,7 @@ class AgentTest : public testing::Test {
 
   uint64_t poolBytesAtStart_ = 0;
   std::atomic<bool> isInterrupted_{false};
+  std::function<void()> whileWaiting_ = [] {}; // what a blocked caller does now and then
   LoopbackNetwork network_;
   const std::shared_ptr<Gate> gate_ = std::make_shared<Gate>();
   std::map<worker_id_t, std::shared_ptr<UcxRpcAgent>> agents_;

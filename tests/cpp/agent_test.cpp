@@ -196,6 +196,35 @@ TEST_F(AgentTest, WaitersThatAreInterruptedStopWaiting) {
   }
 }
 
+TEST_F(AgentTest, WaiterThatLooksUpDoesNotBlockWhoCompletes) {
+  // Looking up takes the GIL, and torch completes some futures with it.
+  std::mutex gil;
+  std::atomic<size_t> lookingUp{0};
+  whileWaiting_ = [&] {
+    lookingUp.fetch_add(1);
+    const std::lock_guard lock(gil);
+  };
+  start(2);
+  const Future future = newFuture();
+  std::unique_lock lock(gil);
+  std::vector<std::thread> waiters;
+  for (int i = 0; i < 3; ++i) { // one of them drives progress
+    waiters.emplace_back([&] { agent(0).wait(*future); });
+  }
+  ASSERT_TRUE(eventually([&] { return lookingUp.load() >= 2; }));
+  std::atomic<bool> isCompleted{false};
+  std::thread completer([&] {
+    complete(future, "done");
+    isCompleted.store(true);
+  });
+  EXPECT_TRUE(eventually([&] { return isCompleted.load(); }, std::chrono::seconds(5)));
+  lock.unlock();
+  completer.join();
+  for (std::thread& waiter : waiters) {
+    waiter.join();
+  }
+}
+
 // ------------------------------------------------------------------------------------------------ timeouts and faults
 
 TEST_F(AgentTest, LostRequestFailsAtItsDeadline) {

@@ -568,7 +568,9 @@ void UcxRpcAgent::wait(JitFuture& future) {
       });
       std::unique_lock lock(completion->mutex);
       while (!completion->changed.wait_for(lock, kLookUp, [&] { return completion->isComplete; })) {
+        lock.unlock(); // this takes the GIL, which who completes the future may have
         whileWaiting_();
+        lock.lock();
       }
       return;
     }
