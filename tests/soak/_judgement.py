@@ -204,9 +204,9 @@ class _History:
 
     def _was_anybody_absent(self, failure: _Failure) -> bool:
         for name in failure.names:
-            mine = [m for m in self.memberships if m.name == name]
-            ends = [m.end for m in mine if m.end <= failure.at]
-            if ends and failure.began <= self._next_joined(name, max(ends)) + self._limit:
+            ends = [m.end for m in self.memberships if m.name == name and m.end <= failure.at]
+            # The others learn of a worker one after the other.
+            if failure.began <= self._next_joined(name, max(ends, default=0.0)) + self._limit:
                 return True
         return any(cut["host"] in failure.hosts and self._has_parted(cut, failure) for cut in self._cut_off)
 
