@@ -7,6 +7,7 @@ import dataclasses
 import os
 import pickle
 import signal
+import threading
 import time
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -110,6 +111,8 @@ class Crew:
         self.past: list[Member] = []
         # Times at which this machine has let nobody run.
         self.stalls: list[dict[str, Any]] = []
+        self._is_over = threading.Event()
+        self._watchman = threading.Thread(target=self._watch_for_stalls, name="watchman")
 
     def __enter__(self) -> Crew:
         context = process_context()
@@ -135,11 +138,14 @@ class Crew:
             directory=self.directory,
             call=b"",
         )
+        self._watchman.start()
         for rank in range(self._size):
             self.start(rank)
         return self
 
     def __exit__(self, *exception: object) -> None:
+        self._is_over.set()
+        self._watchman.join()
         kill([self._store, *(member.process for member in self.current.values())])
 
     def host_of(self, rank: int) -> str:
@@ -179,10 +185,15 @@ class Crew:
                 for member in self.current.values():
                     member.sample()
                 self._see_who_has_ended()
-            before = time.monotonic()
             time.sleep(min(left, _LOOK_EVERY_S))
-            if time.monotonic() - before > _STALL_S:
-                self.stalls.append({"what": "stall", "at": before, "until": time.monotonic()})
+
+    def _watch_for_stalls(self) -> None:
+        before = time.monotonic()
+        while not self._is_over.wait(_LOOK_EVERY_S):
+            now = time.monotonic()
+            if now - before > _STALL_S:
+                self.stalls.append({"what": "stall", "at": before, "until": now})
+            before = now
 
     def _see_who_has_ended(self) -> None:
         for member in self.current.values():

@@ -222,6 +222,10 @@ class Caller:
             (self.timeout, 4),
         ]
 
+    @property
+    def name(self) -> str:
+        return self._thread.name
+
     def start(self) -> None:
         self._thread.start()
 
