@@ -14,8 +14,8 @@ Who comes later will ask it. So of two that join at the same time the later one 
 for joining only: whoever hosts it may leave the group, and for those who are in it even end.
 
 When a cable is cut those on either side lose the others, and any of them may write so into the list. So who has merely
-fallen silent stays on it, in doubt: a worker that joins asks it too, but does not wait for its answer. Who joins and
-then loses it as well strikes it off.
+fallen silent stays on it, in doubt, until another takes its rank or its name: a worker that joins asks it too, but does
+not wait for its answer for long.
 """
 
 # mypy: allow-untyped-calls
@@ -189,7 +189,7 @@ class DynamicGroup:
         with self._lock:
             lost = {place: record for place, record in self._members.items() if record.session == session}
         for place, record in lost.items():
-            has_ended = place in self._doubted or record.has_ended_beside(self._own)
+            has_ended = record.has_ended_beside(self._own)
             self._set(place, None if has_ended else dataclasses.replace(record, in_doubt=True))
 
     def _trust(self, places: Iterable[str]) -> None:
