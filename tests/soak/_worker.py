@@ -38,7 +38,7 @@ _JOINING_S = 60.0
 # Longer than that of who leads the crew: it is to find out who hangs.
 _PATIENCE_S = 600.0
 
-# For the next group: the connection to the Store, and what UCX and torch wait with. It is no more after many memberships.
+# For the next group: the connection to the Store, and what UCX and torch wait with; as many after many memberships.
 _KEPT_OPEN = collections.Counter({"socket": 1, "anon_inode": 4})
 # For the rest of the process: torch's engine of distributed autograd.
 _KEPT_RUNNING = collections.Counter({"pt_dist_engine": 1})
