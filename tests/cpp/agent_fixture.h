@@ -195,6 +195,16 @@ class AgentTest : public testing::Test {
     }
   }
 
+  // Holds up "block" until the gate opens.
+  Handler echoBehindGate() {
+    return [this](Message& request) {
+      if (textOf(request) == "block") {
+        gate_->pass();
+      }
+      return echo(request);
+    };
+  }
+
   UcxRpcAgent& agent(worker_id_t rank) {
     return *agents_.at(rank);
   }

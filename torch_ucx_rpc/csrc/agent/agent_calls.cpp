@@ -524,7 +524,11 @@ Timer::Clock::time_point UcxRpcAgent::onTimer(Timer::Clock::time_point now) {
     stalledReleases_ = releases;
     stalledSince_ = now;
   } else if (now - stalledSince_ >= patience) {
-    progress_->submit([this] { inbox_->admitStalled(); });
+    progress_->submit([this] {
+      if (!isClosed_.load()) { // the transport may be too
+        inbox_->admitStalled();
+      }
+    });
     stalledSince_ = now;
   }
   return std::min(next, now + ReceiveWindow::kPatience / 2);
