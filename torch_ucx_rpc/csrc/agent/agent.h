@@ -175,7 +175,7 @@ class UcxRpcAgent : public torch::distributed::rpc::RpcAgent, public std::enable
   void takeInWithWorkerLock();
   void answerPingsWithWorkerLock();
   void checkHeartbeats();
-  void sendNowWithWorkerLock(Peer& to, wire::Kind kind);
+  void sendNowWithWorkerLock(Peer& to, wire::Kind kind, uint64_t callId = 0);
 
   // Dynamic groups.
   bool isDynamic() const {

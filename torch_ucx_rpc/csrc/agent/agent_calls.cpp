@@ -486,11 +486,13 @@ void UcxRpcAgent::onRejected(Deliveries::Rejection rejection) {
 
 Timer::Clock::time_point UcxRpcAgent::onTimer(Timer::Clock::time_point now) {
   Timer::Clock::time_point next = Timer::Clock::time_point::max();
+  std::vector<std::pair<Peer*, uint64_t>> expiredIds;
   for (CallTable::Expired& expired : calls_.takeExpired(now, next)) {
     callsTimedOut_.fetch_add(1, std::memory_order_relaxed);
     Peer& to = *expired.call.to;
-    // What the callee has not taken in yet it need not; its handler, once running, is not interrupted.
-    postControl(to, wire::Kind::kCancel, expired.id, {});
+    if (to.member().session != session_) {
+      expiredIds.emplace_back(&to, expired.id);
+    }
     const std::string what = rpc::makeRPCError(timeoutText(expired.call.timeout, to), rpc::RPCErrorType::TIMEOUT);
     failCallLater(std::move(expired.call), what);
     isRepairWanted_.store(true); // it is also how a worker looks that hears nothing
@@ -498,6 +500,17 @@ Timer::Clock::time_point UcxRpcAgent::onTimer(Timer::Clock::time_point now) {
   if (isRepairWanted_.load() || isRepairing_.load()) {
     progress_->submit([this] { repairWithWorkerLock(); });
     next = std::min(next, now + kRepairPeriod);
+  }
+  if (!expiredIds.empty()) {
+    // What the callee has not taken in yet it need not; its handler, once running, is not interrupted. After the failures: this may
+    // make progress for others.
+    progress_->submit([this, ids = std::move(expiredIds)] {
+      for (const auto& [to, id] : ids) {
+        if (!outbox_->cancel(*to, id)) {
+          sendNowWithWorkerLock(*to, wire::Kind::kCancel, id);
+        }
+      }
+    });
   }
 
   next = std::min(next, threads_->check(now));

@@ -46,6 +46,10 @@ struct OutgoingMessage {
   bool isBodyEager() const {
     return body.size() <= kEagerBodyBytes;
   }
+  // Active messages that wait at the sender until the receiver fetches them.
+  size_t rendezvousParts() const {
+    return spans.size() + (isBodyEager() ? 0 : 1);
+  }
   uint64_t totalBytes() const;
 
   wire::Header header; // of the body
