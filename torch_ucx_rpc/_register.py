@@ -67,7 +67,7 @@ def register() -> None:
     api._wait_all_workers = _wait_all_workers
     api._invoke_rpc = _invoke_rpc
     api._delete_all_user_and_unforked_owner_rrefs = _delete_rrefs  # type: ignore[attr-defined]
-    torch._C.Future.wait = _wait_for_future  # type: ignore[method-assign]
+    torch._C.Future.wait = _wait_for_future  # type: ignore[assignment, method-assign]
     _internal_rpc_pickler._dispatch_table[torch.Tensor] = _reduce_tensor
     _internal_rpc_pickler._dispatch_table[_exceptions._TypeOfBoth] = _exceptions.reduce_type
     # Taken by torch's C++ when the first agent of the process starts.
