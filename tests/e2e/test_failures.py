@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import ctypes
+import faulthandler
 import os
 import re
 import signal
@@ -12,6 +13,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -136,6 +138,38 @@ def test_calls_to_a_killed_process_fail_within_a_second(run_workers: Callable[..
 
 def test_calls_to_a_killed_process_of_another_host_fail_within_a_second(hosts: VirtualHosts) -> None:
     workers.run_workers(3, leave_ungracefully_after(see_a_worker_die), hosts=hosts, **DEATH_OF_WORKER1)
+
+
+def die_while_writing(to: str, directory: Path) -> None:
+    """Send what cannot be read to its end: the kernel kills this process in the middle of a copy into shared memory."""
+    file = directory / "gone"
+    size = 8 << 20
+    tensor = torch.from_file(str(file), shared=True, size=size, dtype=torch.uint8)
+    os.truncate(file, size // 2)
+    faulthandler.disable()
+    rpc.rpc_sync(to, echo, (tensor,))
+
+
+def lose_a_worker_that_writes(rank: int, directory: Path) -> None:
+    if rank == 0:
+        for name in ("worker1", "worker2"):
+            rpc.rpc_sync(name, echo, (1,))
+        dying = rpc.rpc_async("worker1", die_while_writing, ("worker0", directory))
+        assert "lost worker 'worker1'" in failure_of(dying.wait)
+        for number in range(1000):
+            assert rpc.rpc_sync("worker2", echo, (number,)) == number
+        big = torch.arange(1 << 20)
+        assert torch.equal(rpc.rpc_sync("worker2", echo, (big,)), big)
+        rpc.rpc_sync("worker2", let_go)
+    else:
+        gone.wait(30)
+
+
+def test_a_worker_killed_while_it_writes_here_keeps_nobody_else_from_it(
+    run_workers: Callable[..., list], tmp_path: Path
+) -> None:
+    death = {**DEATH_OF_WORKER1, "exit_codes": {1: -signal.SIGBUS}}
+    run_workers(3, leave_ungracefully_after(lose_a_worker_that_writes), tmp_path, **death)
 
 
 def keep_shared_memory(rank: int) -> None:

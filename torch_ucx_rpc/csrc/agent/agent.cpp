@@ -1,5 +1,5 @@
 // Construction, start and end, reports. Who belongs to the group is in agent_members.cpp, what happens to a call in
-// agent_calls.cpp.
+// agent_calls.cpp, to peers that fall silent or die in agent_peers.cpp.
 
 #include "agent/agent.h"
 

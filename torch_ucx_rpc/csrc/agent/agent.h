@@ -136,7 +136,13 @@ class UcxRpcAgent : public torch::distributed::rpc::RpcAgent, public std::enable
   // Incoming. dispatch() runs on the thread that drove, without the worker lock; user code runs in tasks, except that a
   // visitor completes its own call itself.
   void dispatch(Deliveries deliveries, std::optional<uint64_t> visitorsCall = {});
-  void dispatchMessage(IncomingMessage message, std::optional<uint64_t> visitorsCall = {});
+  struct Answer {
+    CallTable::Call call;
+    IncomingMessage message;
+  };
+  // The answer that the visitor waits for is handed back.
+  void dispatchMessage(
+      IncomingMessage message, std::optional<uint64_t> visitorsCall, std::optional<Answer>& visitorsAnswer);
   void dispatchControl(const IncomingMessage& message);
   Error decode(IncomingMessage incoming, c10::intrusive_ptr<Message>& message);
   void serve(IncomingMessage message);
@@ -158,6 +164,11 @@ class UcxRpcAgent : public torch::distributed::rpc::RpcAgent, public std::enable
   void onPeerGone(Peer& peer, Peer::State state, Error why);
   // What it held of this worker's through torch: autograd contexts and references to RRefs.
   void releaseHeldBy(const Peer& gone);
+  // Something of the dead may be in the way of messages to this worker.
+  void requestRepair();
+  void repairWithWorkerLock();
+  // All that has come in already, also what nobody has had the time to look at.
+  void takeInWithWorkerLock();
   void answerPingsWithWorkerLock();
   void checkHeartbeats();
   void sendNowWithWorkerLock(Peer& to, wire::Kind kind);
@@ -209,6 +220,8 @@ class UcxRpcAgent : public torch::distributed::rpc::RpcAgent, public std::enable
   std::atomic<uint64_t> callsTimedOut_{0};
 
   std::atomic<bool> hasHeartbeats_{false}; // some peer needs them
+  std::atomic<bool> isRepairWanted_{false};
+  std::atomic<bool> isRepairing_{false}; // written under the worker lock
 
   // Timer thread only:
   Timer::Clock::time_point heartbeatDue_{};

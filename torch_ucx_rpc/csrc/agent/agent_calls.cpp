@@ -2,13 +2,10 @@
 
 #include "agent/agent.h"
 #include "agent/tensor_codec.h"
-#include "agent/torch_state.h"
 #include "base/time.h"
 #include "base/trace.h"
 
 #include <c10/util/Logging.h>
-#include <torch/csrc/distributed/autograd/context/container.h>
-#include <torch/csrc/distributed/rpc/rref_proto.h>
 #include <torch/csrc/distributed/rpc/utils.h>
 
 #include <cstring>
@@ -19,14 +16,13 @@
 namespace torch_ucx_rpc {
 
 namespace rpc = torch::distributed::rpc;
-using torch::distributed::autograd::DistAutogradContainer;
 
 namespace {
 
 // How often a thread that waits for another caller's visit looks up.
 constexpr auto kLookUp = std::chrono::milliseconds(100);
-// Of progress, before somebody is said to be silent; each takes in several messages.
-constexpr int kMostSteps = 1000;
+
+constexpr auto kRepairPeriod = std::chrono::milliseconds(20);
 
 // The call that this thread has sent last. Who waits next waits for that: rpc_sync and to_here() send and wait. Not told by the
 // future waited for, which torch has derived from the call's.
@@ -164,7 +160,8 @@ void UcxRpcAgent::deliverToSelf(std::unique_ptr<OutgoingMessage> message) {
     std::memcpy(copy.get(), span.bytes.data(), span.bytes.size());
     arrived.spans.push_back({std::move(copy), span.bytes.size()});
   }
-  dispatchMessage(std::move(arrived));
+  std::optional<Answer> nobodys;
+  dispatchMessage(std::move(arrived), {}, nobodys);
 }
 
 void UcxRpcAgent::onSent(std::unique_ptr<OutgoingMessage> message) {
@@ -189,8 +186,9 @@ void UcxRpcAgent::onSent(std::unique_ptr<OutgoingMessage> message) {
 // --------------------------------------------------------------------------------------------------- incoming
 
 void UcxRpcAgent::dispatch(Deliveries deliveries, std::optional<uint64_t> visitorsCall) {
+  std::optional<Answer> visitorsAnswer;
   for (IncomingMessage& message : deliveries.messages) {
-    dispatchMessage(std::move(message), visitorsCall);
+    dispatchMessage(std::move(message), visitorsCall, visitorsAnswer);
   }
   for (std::unique_ptr<OutgoingMessage>& message : deliveries.sent) {
     onSent(std::move(message));
@@ -201,15 +199,24 @@ void UcxRpcAgent::dispatch(Deliveries deliveries, std::optional<uint64_t> visito
   for (Deliveries::Join& join : deliveries.joins) {
     onJoin(std::move(join));
   }
-  for (Deliveries::Failure& failure : deliveries.failures) {
-    onPeerGone(*failure.peer, Peer::State::kFailed, failure.peer->lost(failure.error));
+  if (!deliveries.failures.empty()) {
+    deliveries.turn.end([this, failures = std::move(deliveries.failures)]() mutable {
+      for (Deliveries::Failure& failure : failures) {
+        onPeerGone(*failure.peer, Peer::State::kFailed, failure.peer->lost(std::move(failure.error)));
+      }
+    });
   }
+  deliveries.turn.end(); // what follows runs user code
   if (!deliveries.warning.empty()) {
     LOG(WARNING) << "torch_ucx_rpc: " << deliveries.warning;
   }
+  if (visitorsAnswer) {
+    complete(std::move(visitorsAnswer->call), std::move(visitorsAnswer->message));
+  }
 }
 
-void UcxRpcAgent::dispatchMessage(IncomingMessage message, std::optional<uint64_t> visitorsCall) {
+void UcxRpcAgent::dispatchMessage(
+    IncomingMessage message, std::optional<uint64_t> visitorsCall, std::optional<Answer>& visitorsAnswer) {
   const std::shared_ptr<UcxRpcAgent> self = weak_from_this().lock();
   if (self == nullptr) {
     return; // being destroyed
@@ -233,7 +240,7 @@ void UcxRpcAgent::dispatchMessage(IncomingMessage message, std::optional<uint64_
         return; // a late answer, or one of a worker that was not asked; its buffers are recycled here
       }
       if (message.header.callId == visitorsCall) {
-        complete(std::move(call), std::move(message));
+        visitorsAnswer.emplace(std::move(call), std::move(message));
       } else {
         threads_->addCompletion([self, call = std::move(call), message = std::move(message)]() mutable {
           self->complete(std::move(call), std::move(message));
@@ -463,57 +470,6 @@ void UcxRpcAgent::onRejected(Deliveries::Rejection rejection) {
   }
 }
 
-void UcxRpcAgent::onPeerGone(Peer& peer, Peer::State state, Error why) {
-  if (isClosed_.load() || isEverybodyLeaving_.load()) {
-    return;
-  }
-  const std::string what = why.message();
-  if (!peer.moveTo(state, std::move(why))) {
-    return;
-  }
-  for (CallTable::Call& call : calls_.takeAllTo(peer)) {
-    failCallLater(std::move(call), what);
-  }
-  progress_->submit([this, &peer] {
-    inbox_->dropPeer(peer);
-    outbox_->abandon(peer);
-  });
-  releaseHeldBy(peer);
-  barrier_.onMembershipChange();
-  processes_.forget(peer.member());
-  if (state == Peer::State::kFailed && isDynamic()) {
-    onLost(peer);
-  }
-}
-
-void UcxRpcAgent::releaseHeldBy(const Peer& gone) {
-  if (!isCurrentRpcAgentSet() || getCurrentRpcAgent().get() != this) {
-    return; // torch keeps books for one agent; tests have several
-  }
-  const std::shared_ptr<UcxRpcAgent> self = weak_from_this().lock();
-  if (self == nullptr) {
-    return; // being destroyed
-  }
-  // Looked up now: a worker that takes its rank may hold others soon.
-  std::vector<HeldFork> forks = rrefHolders_.takeHeldBy(gone.info().id_);
-  std::vector<int64_t> contexts = autogradContextsOf(gone.info().id_);
-  if (forks.empty() && contexts.empty()) {
-    return;
-  }
-  threads_->addCompletion([self, &gone, forks = std::move(forks), contexts = std::move(contexts)] {
-    try {
-      for (const HeldFork& held : forks) {
-        (*self->cb_)(*rpc::RRefUserDelete(held.rref, held.fork).toMessage(), {}); // as if it had deleted it itself
-      }
-      for (const int64_t context : contexts) {
-        DistAutogradContainer::getInstance().releaseContextIfPresent(context);
-      }
-    } catch (const std::exception& error) {
-      LOG(WARNING) << "torch_ucx_rpc: could not release all that " << gone.describe() << " held: " << error.what();
-    }
-  });
-}
-
 // ------------------------------------------------------------------------------------------------------- time
 
 Timer::Clock::time_point UcxRpcAgent::onTimer(Timer::Clock::time_point now) {
@@ -525,6 +481,11 @@ Timer::Clock::time_point UcxRpcAgent::onTimer(Timer::Clock::time_point now) {
     postControl(to, wire::Kind::kCancel, expired.id, {});
     const std::string what = rpc::makeRPCError(timeoutText(expired.call.timeout, to), rpc::RPCErrorType::TIMEOUT);
     failCallLater(std::move(expired.call), what);
+    isRepairWanted_.store(true); // it is also how a worker looks that hears nothing
+  }
+  if (isRepairWanted_.load() || isRepairing_.load()) {
+    progress_->submit([this] { repairWithWorkerLock(); });
+    next = std::min(next, now + kRepairPeriod);
   }
 
   next = std::min(next, threads_->check(now));
@@ -555,36 +516,6 @@ Timer::Clock::time_point UcxRpcAgent::onTimer(Timer::Clock::time_point now) {
     stalledSince_ = now;
   }
   return std::min(next, now + ReceiveWindow::kPatience / 2);
-}
-
-void UcxRpcAgent::checkHeartbeats() {
-  if (isClosed_.load()) {
-    return; // the transport may be too
-  }
-  // What has come in already is no silence, though nobody may have had the time to look.
-  for (int steps = 0; steps < kMostSteps && transport_->progress() != 0; ++steps) {
-  }
-  const Heartbeat::Findings findings = heartbeat_.check(Heartbeat::Clock::now());
-  for (Peer* peer : findings.quiet) {
-    sendNowWithWorkerLock(*peer, wire::Kind::kPing);
-  }
-  for (Peer* peer : findings.lost) {
-    progress_->deliveries().failures.push_back({peer, heartbeat_.describe(*peer)});
-  }
-}
-
-void UcxRpcAgent::answerPingsWithWorkerLock() {
-  // Here, by whoever drives: an answer that went the way of other messages could wait for Python.
-  for (Peer* peer : inbox_->takePings()) {
-    sendNowWithWorkerLock(*peer, wire::Kind::kPong);
-  }
-}
-
-void UcxRpcAgent::sendNowWithWorkerLock(Peer& to, wire::Kind kind) {
-  auto message = std::make_unique<OutgoingMessage>();
-  message->to = &to;
-  message->address(kind, session_, workerInfo_.id_, to.member().session, 0);
-  outbox_->send(std::move(message));
 }
 
 // Drives progress on the calling thread until the future is complete, or a signal comes in. False if another caller does.

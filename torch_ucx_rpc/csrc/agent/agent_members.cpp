@@ -44,7 +44,8 @@ void UcxRpcAgent::addMembers(std::vector<Member> members) {
     }
     const Error ended(ErrorCode::kPeerFailed, "its process has ended");
     const ProcessWatch::Outcome outcome = processes_.add(peer->member(), self->member(), [this, peer, ended] {
-      progress_->deliveries().failures.push_back({peer, ended}); // runs under the worker lock
+      takeInWithWorkerLock(); // what it has sent before
+      progress_->deliveries().failures.push_back({peer, ended});
     });
     if (outcome == ProcessWatch::Outcome::kHasEnded) {
       onPeerGone(*peer, Peer::State::kFailed, peer->lost(ended));

@@ -2,6 +2,7 @@
 
 #include "agent/peer.h"
 #include "agent/receive_window.h"
+#include "agent/turns.h"
 #include "base/bytes.h"
 #include "wire/header.h"
 
@@ -84,7 +85,8 @@ struct IncomingMessage {
   Admission admission; // its share of the receive window, given back when the handler returns
 };
 
-// What progress brought about. Collected under the worker lock, acted upon after it is released.
+// What progress brought about. Collected under the worker lock, acted upon after it is released. Failures come last: what a peer had
+// sent before its end counts, also where another thread has taken it and is not through with it.
 struct Deliveries {
   struct Rejection {
     Peer* from;
@@ -114,6 +116,7 @@ struct Deliveries {
   std::vector<Failure> failures;
   std::vector<Join> joins;
   std::string warning; // for the log
+  Turns::Turn turn; // in the order in which they were taken from under the lock
 };
 
 } // namespace torch_ucx_rpc

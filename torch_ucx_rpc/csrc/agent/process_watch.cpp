@@ -1,37 +1,15 @@
 #include "agent/process_watch.h"
 
+#include "base/proc.h"
+
 #include <sys/syscall.h>
 #include <unistd.h>
 
 #include <cerrno>
-#include <fstream>
-#include <sstream>
+#include <optional>
 #include <string>
 
 namespace torch_ucx_rpc {
-
-namespace {
-
-// The start time of a process in clock ticks since boot, field 22 of /proc/PID/stat (proc(5)); 0 if there is no such process.
-uint64_t startTimeOf(int64_t pid) {
-  std::ifstream file("/proc/" + std::to_string(pid) + "/stat");
-  std::string line;
-  std::getline(file, line);
-  const size_t nameEnd = line.rfind(')'); // the name, field 2, may contain anything
-  if (nameEnd == std::string::npos) {
-    return 0;
-  }
-  std::istringstream fields(line.substr(nameEnd + 1));
-  std::string skipped;
-  for (int field = 3; field < 22; ++field) {
-    fields >> skipped;
-  }
-  uint64_t startTime = 0;
-  fields >> startTime;
-  return startTime;
-}
-
-} // namespace
 
 ProcessWatch::~ProcessWatch() {
   for (const auto& [session, process] : processes_) {
@@ -48,7 +26,8 @@ ProcessWatch::Outcome ProcessWatch::add(const Member& member, const Member& self
     return Outcome::kNotPossible;
   }
   // Asked with the descriptor open: its process can have ended by now, but its id cannot mean another one.
-  if (process < 0 || startTimeOf(member.pid) != member.processStartTime) {
+  const std::optional<ProcStat> stat = readProcStat("/proc/" + std::to_string(member.pid));
+  if (process < 0 || !stat || stat->startTicks != member.processStartTime) {
     if (process >= 0) {
       ::close(process);
     }

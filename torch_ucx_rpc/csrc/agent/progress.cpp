@@ -42,8 +42,8 @@ thread_local Clock::time_point leftAt{};
 // What an event of the epoll set carries.
 enum Event : uint64_t { kTransport, kWake, kWatches };
 
-// While nobody sleeps: every how many turns somebody looks at the watched descriptors.
-constexpr unsigned kTurnsBetweenLooks = 1024;
+// While nobody sleeps: every how many spins somebody looks at the watched descriptors.
+constexpr unsigned kSpinsBetweenLooks = 1024;
 
 void addToEpoll(int epollFd, int fd, uint32_t events, uint64_t data) {
   epoll_event event{};
@@ -84,12 +84,21 @@ void Progress::run(Operation operation) {
   {
     const std::unique_lock lock = lockWorker();
     operation();
-    std::swap(brought, deliveries_);
+    brought = takeDeliveriesLocked();
   }
   if (!brought.empty()) {
     dispatch_(std::move(brought));
   }
   runLeftovers();
+}
+
+Deliveries Progress::takeDeliveriesLocked() {
+  Deliveries taken;
+  if (!deliveries_.empty()) {
+    std::swap(taken, deliveries_);
+    taken.turn = turns_.begin();
+  }
+  return taken;
 }
 
 void Progress::runQueueLocked() {
@@ -123,8 +132,7 @@ void Progress::runLeftovers() {
     runQueueLocked();
     // What did not complete at once needs someone to drive it, and a thread asleep does not see what another started.
     const bool needsDriver = !isClosed_ && transport_.operationsInFlight() > before;
-    Deliveries brought;
-    std::swap(brought, deliveries_);
+    Deliveries brought = takeDeliveriesLocked();
     lock.unlock();
     if (needsDriver && sleepers_.load() != 0) {
       wake();
@@ -175,7 +183,7 @@ Deliveries Progress::drive(Role role, IsDone& isDone) {
       }
       mustWake = mustWake || (wasWoken && isVisitorAsleep_.load()); // see rest()
       leftAt = wait.end();
-      std::swap(brought, deliveries_);
+      brought = takeDeliveriesLocked();
       break;
     }
     if (events != 0 || queued_.load() != 0) {
@@ -184,14 +192,15 @@ Deliveries Progress::drive(Role role, IsDone& isDone) {
     }
     const bool isVisitorsTurn = role == Role::kLeader && isVisited_.load(); // it spins for everybody
     if (lockWaiters_.load() == 0 && !isVisitorsTurn && !isDone() && wait.spin(transport_.operationsInFlight() != 0)) {
-      if (++turns_ % kTurnsBetweenLooks == 0) {
+      if (++spins_ % kSpinsBetweenLooks == 0) {
         queueWatches();
       }
       continue;
     }
     if (!transport_.arm()) {
       // Something has come, or waits for room on the other side, which cannot be slept for: the other side may need this core,
-      // or never make room again.
+      // or never make room again, because its process has ended.
+      queueWatches();
       lock.unlock();
       sched_yield();
       if (isDone()) {
@@ -339,7 +348,7 @@ void Progress::leave() {
           }
         }
       }
-      std::swap(brought, deliveries_);
+      brought = takeDeliveriesLocked();
     }
   }
   if (!isGuarded) {
@@ -357,7 +366,7 @@ void Progress::close(Operation last) {
     const std::unique_lock lock = lockWorker();
     last();
     isClosed_ = true;
-    std::swap(brought, deliveries_);
+    brought = takeDeliveriesLocked();
   }
   dispatch_(std::move(brought));
   wake();

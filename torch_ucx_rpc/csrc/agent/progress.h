@@ -91,6 +91,8 @@ class Progress {
   // interrupted.
   bool rest(Role role, IsDone& isDone, bool& wasWoken);
 
+  // What has been brought about so far, for who releases the lock next.
+  Deliveries takeDeliveriesLocked();
   void runQueueLocked();
   // Runs what others queued while this thread held the lock and they therefore went away.
   void runLeftovers();
@@ -114,13 +116,14 @@ class Progress {
   int wakeFd_ = -1;
   int watchesFd_ = -1; // an epoll set of its own, so that who does not sleep can look at it too
 
+  Turns turns_;
   std::mutex workerMutex_; // the worker lock
   // Guarded by workerMutex_:
   Deliveries deliveries_;
   std::vector<Operation> running_; // what runQueueLocked is at; a member so that its memory is reused
   bool isClosed_ = false;
   Spinning spinning_;
-  unsigned turns_ = 0; // of spinning
+  unsigned spins_ = 0;
 
   std::atomic<int> lockWaiters_{0};
   std::mutex queueMutex_;

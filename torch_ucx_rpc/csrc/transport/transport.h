@@ -90,6 +90,10 @@ class Transport {
   // Ways the transport chose for this endpoint, e.g. "sysv/memory", "tcp/eth0".
   virtual std::vector<std::string> lanes(EndpointId endpoint) const = 0;
 
+  // To be called after a process of this machine has died, and again every few milliseconds until it returns true: nothing that it
+  // has left unfinished keeps messages of others from arriving.
+  virtual bool repair() = 0;
+
   // Abandons one endpoint at once: its operations complete with an error.
   virtual void abandon(EndpointId endpoint) = 0;
 

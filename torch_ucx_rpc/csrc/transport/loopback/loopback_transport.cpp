@@ -174,6 +174,10 @@ class LoopbackTransport final : public Transport {
     return {"loopback/memory"};
   }
 
+  bool repair() override {
+    return true;
+  }
+
   void abandon(EndpointId endpoint) override {
     if (!endpoints_[endpoint].failure) {
       fail(endpoint, {ErrorCode::kCanceled, "the endpoint was abandoned"});

@@ -1,5 +1,7 @@
 #include "transport/ucp/ucp_transport.h"
 
+#include "transport/ucp/queue_repair.h"
+
 #include <dlfcn.h>
 #include <poll.h>
 #include <ucp/api/ucp.h>
@@ -8,6 +10,8 @@
 #include <chrono>
 #include <cstdlib>
 #include <cstring>
+#include <optional>
+#include <set>
 #include <stdexcept>
 #include <string_view>
 #include <unordered_set>
@@ -103,6 +107,9 @@ class UcpTransport final : public Transport {
     return operationsInFlight_;
   }
   std::vector<std::string> lanes(EndpointId endpoint) const override;
+  bool repair() override {
+    return repair_->run();
+  }
   void abandon(EndpointId endpoint) override;
   void close(int64_t limitMs) override;
 
@@ -141,6 +148,7 @@ class UcpTransport final : public Transport {
   ucp_worker_h worker_ = nullptr;
   std::string address_;
   int eventFd_ = -1;
+  std::optional<QueueRepair> repair_;
   std::vector<std::unique_ptr<Endpoint>> endpoints_;
   std::vector<Endpoint*> failed_; // to be closed outside of UCX's callbacks
   std::vector<ucs_status_ptr_t> closing_;
@@ -190,7 +198,9 @@ UcpTransport::UcpTransport(size_t expectedPeers, const std::string& networkDevic
     ucp_worker_params_t workerParams{};
     workerParams.field_mask = UCP_WORKER_PARAM_FIELD_THREAD_MODE;
     workerParams.thread_mode = UCS_THREAD_MODE_SERIALIZED; // the worker lock serializes
+    const std::set<uintptr_t> othersQueues = SharedMemoryQueue::mapped();
     check(ucp_worker_create(context_, &workerParams, &worker_), "creating a UCX worker");
+    repair_.emplace(SharedMemoryQueue::mappedSince(othersQueues));
 
     ucp_am_handler_param_t handler{};
     handler.field_mask = UCP_AM_HANDLER_PARAM_FIELD_ID | UCP_AM_HANDLER_PARAM_FIELD_CB |

@@ -1,0 +1,208 @@
+// Shared-memory queues with a slot that nobody marks as written, as a sender leaves it that is killed while it writes.
+
+#include "transport/ucp/queue_repair.h"
+#include "eventually.h"
+#include "outcome.h"
+#include "transport/ucp/shared_memory_queue.h"
+#include "transport/ucp/ucp_transport.h"
+
+#include <gtest/gtest.h>
+#include <signal.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cstdlib>
+#include <functional>
+#include <memory>
+
+namespace torch_ucx_rpc {
+namespace {
+
+class Counter final : public TransportListener {
+ public:
+  void onEager(std::span<const std::byte> /*header*/, std::span<const std::byte> /*bytes*/) override {
+    ++arrived;
+  }
+  void onParked(std::span<const std::byte> /*header*/, void* /*parked*/, uint64_t /*bytes*/) override {}
+  void onEndpointFailed(EndpointId /*endpoint*/, const Error& /*error*/) override {}
+
+  int arrived = 0;
+};
+
+// A process that has what this one has mapped, and does what it is told to.
+class Bystander {
+ public:
+  explicit Bystander(const std::function<void()>& does) : pid_(fork()) {
+    if (pid_ == 0) {
+      does();
+      _exit(0);
+    }
+  }
+  ~Bystander() {
+    kill(pid_, SIGKILL);
+    waitpid(pid_, nullptr, 0);
+  }
+  void waitUntilStopped() const {
+    int status = 0;
+    ASSERT_EQ(waitpid(pid_, &status, WUNTRACED), pid_);
+    ASSERT_TRUE(WIFSTOPPED(status));
+  }
+  void goOn() const {
+    kill(pid_, SIGCONT);
+  }
+
+ private:
+  const pid_t pid_;
+};
+
+class QueueRepairTest : public testing::TestWithParam<const char*> {
+ protected:
+  QueueRepairTest() {
+    const char* const lanes = std::getenv("UCX_TLS");
+    const std::string before = lanes != nullptr ? lanes : "";
+    setenv("UCX_TLS", (std::string(GetParam()) + ",self").c_str(), 1);
+    sender_ = makeUcpTransport(2);
+    const std::set<uintptr_t> others = SharedMemoryQueue::mapped();
+    receiver_ = makeUcpTransport(2);
+    for (const uintptr_t begin : SharedMemoryQueue::mapped()) {
+      if (!others.contains(begin)) {
+        mapped_.push_back(begin);
+      }
+    }
+    queues_ = SharedMemoryQueue::mappedSince(others);
+    lanes != nullptr ? setenv("UCX_TLS", before.c_str(), 1) : unsetenv("UCX_TLS");
+
+    receiver_->setListener(&received_);
+    sender_->setListener(&sent_);
+    EXPECT_FALSE(sender_->connect(receiver_->address(), endpoint_));
+  }
+
+  void send() {
+    Outcome sent;
+    sender_->send(endpoint_, {}, {}, SendMode::kEager, sent.callback());
+    EXPECT_TRUE(eventually([&] { return progress(), sent.isDone(); }));
+  }
+  void progress() {
+    sender_->progress();
+    receiver_->progress();
+  }
+  bool arrives(int messages) {
+    return eventually([&] { return progress(), received_.arrived == messages; });
+  }
+  // As a sender does, which then marks it as written. The head of the queue is the first thing in its memory, and the
+  // receiver's process stands behind the second cache line.
+  void takeSlot() {
+    for (const uintptr_t begin : mapped_) {
+      if (*reinterpret_cast<const pid_t*>(begin + 136) == getpid()) { // NOLINT(performance-no-int-to-ptr)
+        std::atomic_ref(*reinterpret_cast<uint64_t*>(begin)).fetch_add(1); // NOLINT(performance-no-int-to-ptr)
+        ASSERT_NE(queues_.at(0).unwritten(), std::nullopt);
+        return;
+      }
+    }
+    FAIL() << "the queue is not among what is mapped";
+  }
+  bool isStuckWith(int messages) {
+    for (int turn = 0; turn < 1000; ++turn) {
+      progress();
+    }
+    return received_.arrived == messages;
+  }
+
+  std::unique_ptr<Transport> sender_;
+  std::unique_ptr<Transport> receiver_;
+  std::vector<uintptr_t> mapped_;
+  std::vector<SharedMemoryQueue> queues_;
+  Counter received_;
+  Counter sent_;
+  EndpointId endpoint_ = 0;
+};
+
+TEST_P(QueueRepairTest, QueueIsRecognized) {
+  ASSERT_EQ(queues_.size(), 1u);
+  EXPECT_EQ(queues_[0].end(), 0u);
+  send();
+  EXPECT_TRUE(arrives(1));
+  EXPECT_GT(queues_[0].end(), 0u);
+  EXPECT_EQ(queues_[0].unwritten(), std::nullopt);
+}
+
+TEST_P(QueueRepairTest, QueueThatWasUsedIsNotTakenForNew) {
+  send();
+  EXPECT_TRUE(arrives(1));
+  EXPECT_EQ(SharedMemoryQueue::mappedSince({}).size(), 1u); // the sender's own
+}
+
+TEST_P(QueueRepairTest, NothingIsToBeDoneWhereNothingIsUnwritten) {
+  send();
+  EXPECT_TRUE(arrives(1));
+  EXPECT_TRUE(receiver_->repair());
+}
+
+TEST_P(QueueRepairTest, WhatIsPutIntoASkippedSlotIsDroppedWithoutAWord) {
+  send();
+  ASSERT_TRUE(arrives(1));
+  takeSlot();
+  testing::internal::CaptureStdout(); // where UCX logs
+  queues_[0].skip(*queues_[0].unwritten());
+  send();
+  EXPECT_TRUE(arrives(2));
+  EXPECT_EQ(testing::internal::GetCapturedStdout(), "");
+}
+
+TEST_P(QueueRepairTest, SlotThatNobodyWillMarkIsSkippedAndTheOthersArrive) {
+  for (int round = 0; round < 600; ++round) { // twice round the ring, so that both marks occur
+    send();
+  }
+  ASSERT_TRUE(arrives(600));
+  takeSlot();
+  takeSlot();
+  send();
+  EXPECT_TRUE(isStuckWith(600));
+  EXPECT_TRUE(eventually([&] { return progress(), receiver_->repair(); }));
+  EXPECT_TRUE(arrives(601));
+  send();
+  EXPECT_TRUE(arrives(602));
+}
+
+TEST_P(QueueRepairTest, WhoMayStillBeWritingIsWaitedFor) {
+  send();
+  ASSERT_TRUE(arrives(1));
+  takeSlot();
+  send();
+  const Bystander bystander([] {
+    raise(SIGSTOP);
+    for (;;) { // busy with something else
+    }
+  });
+  bystander.waitUntilStopped();
+  for (int turn = 0; turn < 50; ++turn) {
+    EXPECT_FALSE(receiver_->repair());
+    usleep(1000);
+  }
+  EXPECT_TRUE(isStuckWith(1));
+  bystander.goOn();
+  EXPECT_TRUE(eventually([&] { return progress(), receiver_->repair(); }));
+  EXPECT_TRUE(arrives(2));
+}
+
+TEST_P(QueueRepairTest, WhoSleepsIsNotWriting) {
+  send();
+  ASSERT_TRUE(arrives(1));
+  takeSlot();
+  const Bystander bystander([] {
+    for (;;) {
+      pause();
+    }
+  });
+  send();
+  EXPECT_TRUE(eventually([&] { return progress(), receiver_->repair(); }));
+  EXPECT_TRUE(arrives(2));
+}
+
+INSTANTIATE_TEST_SUITE_P(Lanes, QueueRepairTest, testing::Values("posix", "sysv"), [](const auto& lanes) {
+  return std::string(lanes.param);
+});
+
+} // namespace
+} // namespace torch_ucx_rpc

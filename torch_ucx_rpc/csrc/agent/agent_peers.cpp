@@ -1,0 +1,124 @@
+// Peers that fall silent or die, and what becomes of what they held.
+
+#include "agent/agent.h"
+#include "agent/torch_state.h"
+
+#include <c10/util/Logging.h>
+#include <torch/csrc/distributed/autograd/context/container.h>
+#include <torch/csrc/distributed/rpc/rref_proto.h>
+
+#include <utility>
+
+namespace torch_ucx_rpc {
+
+namespace rpc = torch::distributed::rpc;
+using torch::distributed::autograd::DistAutogradContainer;
+
+namespace {
+
+// Of progress, to take in what has come; each takes several messages.
+constexpr int kMostSteps = 1000;
+
+} // namespace
+
+void UcxRpcAgent::checkHeartbeats() {
+  if (isClosed_.load()) {
+    return; // the transport may be too
+  }
+  takeInWithWorkerLock(); // that is no silence, though nobody may have had the time to look
+  const Heartbeat::Findings findings = heartbeat_.check(Heartbeat::Clock::now());
+  for (Peer* peer : findings.quiet) {
+    sendNowWithWorkerLock(*peer, wire::Kind::kPing);
+  }
+  for (Peer* peer : findings.lost) {
+    progress_->deliveries().failures.push_back({peer, heartbeat_.describe(*peer)});
+  }
+}
+
+void UcxRpcAgent::takeInWithWorkerLock() {
+  for (int steps = 0; !isClosed_.load() && steps < kMostSteps && transport_->progress() != 0; ++steps) {
+  }
+}
+
+void UcxRpcAgent::answerPingsWithWorkerLock() {
+  // Here, by whoever drives: an answer that went the way of other messages could wait for Python.
+  for (Peer* peer : inbox_->takePings()) {
+    sendNowWithWorkerLock(*peer, wire::Kind::kPong);
+  }
+}
+
+void UcxRpcAgent::sendNowWithWorkerLock(Peer& to, wire::Kind kind) {
+  auto message = std::make_unique<OutgoingMessage>();
+  message->to = &to;
+  message->address(kind, session_, workerInfo_.id_, to.member().session, 0);
+  outbox_->send(std::move(message));
+}
+
+void UcxRpcAgent::onPeerGone(Peer& peer, Peer::State state, Error why) {
+  if (isClosed_.load() || isEverybodyLeaving_.load()) {
+    return;
+  }
+  const std::string what = why.message();
+  if (!peer.moveTo(state, std::move(why))) {
+    return;
+  }
+  for (CallTable::Call& call : calls_.takeAllTo(peer)) {
+    failCallLater(std::move(call), what);
+  }
+  progress_->submit([this, &peer] {
+    inbox_->dropPeer(peer);
+    outbox_->abandon(peer);
+  });
+  requestRepair();
+  releaseHeldBy(peer);
+  barrier_.onMembershipChange();
+  processes_.forget(peer.member());
+  if (state == Peer::State::kFailed && isDynamic()) {
+    onLost(peer);
+  }
+}
+
+void UcxRpcAgent::requestRepair() {
+  isRepairWanted_.store(true);
+  timer_.dueBy(Timer::Clock::now());
+}
+
+void UcxRpcAgent::repairWithWorkerLock() {
+  if (isClosed_.load()) {
+    return; // the transport may be too
+  }
+  if (!isRepairing_.load()) {
+    isRepairWanted_.store(false);
+  }
+  isRepairing_.store(!transport_->repair());
+}
+
+void UcxRpcAgent::releaseHeldBy(const Peer& gone) {
+  if (!isCurrentRpcAgentSet() || getCurrentRpcAgent().get() != this) {
+    return; // torch keeps books for one agent; tests have several
+  }
+  const std::shared_ptr<UcxRpcAgent> self = weak_from_this().lock();
+  if (self == nullptr) {
+    return; // being destroyed
+  }
+  // Looked up now: a worker that takes its rank may hold others soon.
+  std::vector<HeldFork> forks = rrefHolders_.takeHeldBy(gone.info().id_);
+  std::vector<int64_t> contexts = autogradContextsOf(gone.info().id_);
+  if (forks.empty() && contexts.empty()) {
+    return;
+  }
+  threads_->addCompletion([self, &gone, forks = std::move(forks), contexts = std::move(contexts)] {
+    try {
+      for (const HeldFork& held : forks) {
+        (*self->cb_)(*rpc::RRefUserDelete(held.rref, held.fork).toMessage(), {}); // as if it had deleted it itself
+      }
+      for (const int64_t context : contexts) {
+        DistAutogradContainer::getInstance().releaseContextIfPresent(context);
+      }
+    } catch (const std::exception& error) {
+      LOG(WARNING) << "torch_ucx_rpc: could not release all that " << gone.describe() << " held: " << error.what();
+    }
+  });
+}
+
+} // namespace torch_ucx_rpc

@@ -1,0 +1,192 @@
+#include "transport/ucp/shared_memory_queue.h"
+
+#include <sys/socket.h>
+#include <sys/un.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <bit>
+#include <cctype>
+#include <cstring>
+#include <filesystem>
+#include <fstream>
+#include <sstream>
+
+namespace torch_ucx_rpc {
+
+namespace {
+
+constexpr size_t kCacheLine = 64; // UCS_SYS_CACHE_LINE_SIZE of x86-64 and aarch64
+constexpr uint64_t kArmed = uint64_t{1} << 63; // in Control::head: the receiver wants a signal
+constexpr uint8_t kOwner = 1; // in Slot::flags: turns over each time round
+constexpr uint8_t kInline = 2; // in Slot::flags: the message is in the slot itself
+
+} // namespace
+
+// uct_mm_fifo_ctl_t
+struct SharedMemoryQueue::Control {
+  alignas(kCacheLine) uint64_t head;
+  socklen_t signalAddressBytes;
+  sockaddr_un signalAddress;
+  alignas(kCacheLine) uint64_t tail; // what was read; told now and then
+  pid_t owner;
+};
+
+// uct_mm_fifo_element_t
+struct [[gnu::packed]] SharedMemoryQueue::Slot {
+  uint8_t flags;
+  uint8_t handler;
+  uint16_t bytes;
+  uint64_t segment; // where longer messages are written
+  uint32_t segmentBytes;
+  uint32_t segmentOffset;
+  void* receiversAddress;
+};
+
+// A message of UCP's own that it drops without a word: the acknowledgement of a rendezvous that there is not. They do come, from peers that
+// this side has given up.
+struct [[gnu::packed]] SharedMemoryQueue::Acknowledgement { // ucp_reply_hdr_t
+  static constexpr uint8_t kHandler = 10; // UCP_AM_ID_RNDV_ATS
+
+  uint64_t request = ~uint64_t{0}; // odd, so looked up in a table of ids that are given out in ascending order
+  int8_t status = 0;
+};
+
+// A line of /proc/PID/maps, see proc(5).
+struct SharedMemoryQueue::Mapping {
+  uintptr_t begin;
+  uintptr_t end;
+  std::string object;
+};
+
+std::vector<SharedMemoryQueue::Mapping> SharedMemoryQueue::mappingsOf(const std::string& process) {
+  std::vector<Mapping> mappings;
+  std::ifstream file("/proc/" + process + "/maps");
+  for (std::string line; std::getline(file, line);) {
+    // The names that UCX's transports posix and sysv leave. No other memory is looked at: reading a device's may do something.
+    if (line.find("/ucx_shm_posix_") == std::string::npos && line.find("/SYSV") == std::string::npos) {
+      continue;
+    }
+    std::istringstream fields(line);
+    Mapping mapping{};
+    char dash = 0;
+    std::string permissions;
+    std::string offset;
+    std::string device;
+    std::string inode;
+    fields >> std::hex >> mapping.begin >> dash >> mapping.end >> permissions >> offset >> device >> inode;
+    if (permissions == "rw-s") {
+      mapping.object = device + " " + inode;
+      mappings.push_back(std::move(mapping));
+    }
+  }
+  return mappings;
+}
+
+std::set<uintptr_t> SharedMemoryQueue::mapped() {
+  std::set<uintptr_t> begins;
+  for (const Mapping& mapping : mappingsOf("self")) {
+    begins.insert(mapping.begin);
+  }
+  return begins;
+}
+
+std::vector<SharedMemoryQueue> SharedMemoryQueue::mappedSince(const std::set<uintptr_t>& before) {
+  std::vector<SharedMemoryQueue> queues;
+  for (const Mapping& mapping : mappingsOf("self")) {
+    if (!before.contains(mapping.begin)) {
+      if (std::optional<SharedMemoryQueue> queue = recognize(mapping)) {
+        queues.push_back(std::move(*queue));
+      }
+    }
+  }
+  return queues;
+}
+
+std::optional<SharedMemoryQueue> SharedMemoryQueue::recognize(const Mapping& mapping) {
+  static_assert(offsetof(Control, signalAddressBytes) == 8 && offsetof(Control, signalAddress) == 12);
+  static_assert(offsetof(Control, tail) == 2 * kCacheLine && sizeof(Control) == 3 * kCacheLine && sizeof(Slot) == 28);
+  const size_t bytes = mapping.end - mapping.begin;
+  auto* const control = reinterpret_cast<Control*>(mapping.begin); // NOLINT(performance-no-int-to-ptr)
+  if (bytes < sizeof(Control) + sizeof(Slot) || control->owner != getpid() ||
+      control->signalAddress.sun_family != AF_UNIX || (control->head & ~kArmed) != 0 || control->tail != 0) {
+    return std::nullopt;
+  }
+  auto* const slots = reinterpret_cast<std::byte*>(control + 1);
+  const auto isNew = [&, first = reinterpret_cast<const Slot*>(slots)](size_t offset) {
+    if (sizeof(Control) + offset + sizeof(Slot) > bytes) {
+      return false;
+    }
+    const auto* slot = reinterpret_cast<const Slot*>(slots + offset);
+    return slot->flags == kOwner && slot->handler == 0 && slot->bytes == 0 &&
+        slot->segmentBytes == first->segmentBytes && slot->segmentBytes != 0 && slot->receiversAddress != nullptr;
+  };
+  size_t stride = sizeof(Slot);
+  while (stride < bytes && !isNew(stride)) {
+    ++stride;
+  }
+  size_t count = 0;
+  while (isNew(count * stride)) {
+    ++count;
+  }
+  if (count < 2 || !std::has_single_bit(count) || stride < sizeof(Slot) + sizeof(Acknowledgement)) {
+    return std::nullopt;
+  }
+  SharedMemoryQueue queue;
+  queue.object_ = mapping.object;
+  queue.control_ = control;
+  queue.slots_ = slots;
+  queue.count_ = count;
+  queue.stride_ = stride;
+  return queue;
+}
+
+SharedMemoryQueue::Slot& SharedMemoryQueue::slotAt(Position position) const {
+  return *reinterpret_cast<Slot*>(slots_ + (position & (count_ - 1)) * stride_);
+}
+
+uint8_t SharedMemoryQueue::markAt(Position position) const {
+  return (position & count_) != 0 ? kOwner : 0;
+}
+
+SharedMemoryQueue::Position SharedMemoryQueue::end() const {
+  return std::atomic_ref(control_->head).load(std::memory_order_acquire) & ~kArmed;
+}
+
+std::optional<SharedMemoryQueue::Position> SharedMemoryQueue::unwritten() const {
+  const Position last = end();
+  for (Position slot = std::atomic_ref(control_->tail).load(std::memory_order_acquire); slot < last; ++slot) {
+    const uint8_t flags = std::atomic_ref(slotAt(slot).flags).load(std::memory_order_acquire);
+    if ((flags & kOwner) != markAt(slot)) {
+      return slot;
+    }
+  }
+  return std::nullopt;
+}
+
+void SharedMemoryQueue::skip(Position position) {
+  Slot& slot = slotAt(position);
+  const Acknowledgement message;
+  std::memcpy(&slot + 1, &message, sizeof(message));
+  slot.handler = Acknowledgement::kHandler;
+  slot.bytes = sizeof(message);
+  std::atomic_ref(slot.flags).store(kInline | markAt(position), std::memory_order_release);
+}
+
+std::vector<pid_t> SharedMemoryQueue::processes() const {
+  std::vector<pid_t> found;
+  std::error_code ended; // a process may, meanwhile
+  for (const auto& entry : std::filesystem::directory_iterator("/proc", ended)) {
+    const std::string name = entry.path().filename();
+    if (std::all_of(name.begin(), name.end(), [](unsigned char letter) { return std::isdigit(letter) != 0; })) {
+      const std::vector<Mapping> mappings = mappingsOf(name);
+      if (std::any_of(mappings.begin(), mappings.end(), [this](const Mapping& m) { return m.object == object_; })) {
+        found.push_back(std::stoi(name));
+      }
+    }
+  }
+  return found;
+}
+
+} // namespace torch_ucx_rpc
