@@ -23,6 +23,7 @@ from benchmarks import harness
 BENCHMARKS = {
     "small_calls": "small_calls:BENCHMARK",
     "large_tensors": "large_tensors:BENCHMARK",
+    "arrays": "arrays:BENCHMARK",
     "in_flight": "in_flight:BENCHMARK",
     "all_pairs": "many_workers:ALL_PAIRS",
     "life": "many_workers:LIFE",
