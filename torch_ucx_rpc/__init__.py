@@ -25,6 +25,7 @@ How the package is laid out:
 * ``_mpi``           what those of MPI do not say there
 * ``_exceptions``    what a callee raises keeps its type
 * ``_sparse``        compressed sparse tensors as results of Python functions
+* ``_arrays``        arrays travel as tensors do
 * ``_rendezvous``    the Store through which the workers of a job find each other
 * ``_members``       who of them belongs to a group of fixed size
 * ``_dynamic_group`` who belongs to one that workers join and leave

@@ -71,6 +71,8 @@ class UcxRpcAgent(_C.UcxRpcAgent):
     secret: Secret | None = None
     # Which it is a member of.
     group: StaticGroup | DynamicGroup | None = None
+    # Those of this worker that device maps name.
+    devices: Collection[torch.device] = ()
 
     def __init__(
         self, name: str, rank: int, expected_peers: int, store: Store, options: UcxRpcBackendOptions, **faults: Any
@@ -137,7 +139,7 @@ class UcxRpcAgent(_C.UcxRpcAgent):
         options = self._options
         all_maps = {member.name: member.device_maps for member in members}
         reverse_maps = _create_reverse_mapping(self.get_worker_info().name, list(all_maps), all_maps)
-        devices = _create_device_list(options.devices, options.device_maps, reverse_maps)
+        self.devices = devices = _create_device_list(options.devices, options.device_maps, reverse_maps)
         if devices and torch.cuda.is_available():
             # A call with CUDA tensors may arrive before this process has used CUDA itself.
             torch.cuda.init()
