@@ -34,7 +34,7 @@ from torch._C._distributed_rpc import (
 from torch.distributed.rpc import api
 
 import torch_ucx_rpc
-from torch_ucx_rpc import _device_maps
+from torch_ucx_rpc import _conflicts, _device_maps
 from torch_ucx_rpc._dynamic_group import DynamicGroup, StaticGroup
 from torch_ucx_rpc._members import gather_members
 from torch_ucx_rpc._native import _C
@@ -189,6 +189,7 @@ def init_rpc(
     if options is None:
         options = UcxRpcBackendOptions()
     rank, world_size = _check_arguments(name, rank, world_size, options)
+    _conflicts.check(world_size)
     secret = _load_secret(options)
     store = open_store(options.init_method, rank, world_size, options.rpc_timeout)
     if world_size is None:
@@ -209,6 +210,7 @@ def init_backend(
 ) -> UcxRpcAgent:
     """Handler of ``backend_registry.init_backend``: a running agent, by way of a Store that the caller brings."""
     rank, world_size = _check_arguments(name, rank, world_size, rpc_backend_options)
+    _conflicts.check(world_size)
     secret = _load_secret(rpc_backend_options)
     if not isinstance(store, Store):
         raise TypeError(f"`store` must be a torch.distributed.Store; {store!r} is none")

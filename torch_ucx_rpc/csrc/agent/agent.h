@@ -102,6 +102,8 @@ class UcxRpcAgent : public torch::distributed::rpc::RpcAgent, public std::enable
 
   // Returns when the future is complete or the agent shuts down. The caller drives progress meanwhile, if no other caller does.
   void wait(JitFuture& future);
+  // The same for a future that somebody else completes.
+  void await(JitFuture& future);
 
   // RpcAgent.
   c10::intrusive_ptr<JitFuture> send(
@@ -124,6 +126,8 @@ class UcxRpcAgent : public torch::distributed::rpc::RpcAgent, public std::enable
   const std::vector<c10::Device>& getDevices() const override;
 
  private:
+  // All of the statistics that need no worker lock.
+  AgentStatistics counters() const;
   void addGilWaitTime(std::chrono::microseconds waitTime) override;
 
   // Outgoing.
@@ -152,6 +156,8 @@ class UcxRpcAgent : public torch::distributed::rpc::RpcAgent, public std::enable
   void runOnOwnThread(const std::function<void()>& work) const;
   void respond(Peer& to, uint64_t callId, const JitFuture& response);
   void respondWithError(Peer& to, uint64_t callId, const std::string& what);
+  // Why a request fails that cannot be taken in, as its caller reads it.
+  std::string couldNotReceive(const Error& error) const;
   // Why a request is refused when all threads wait.
   std::string describeNesting() const;
   void complete(CallTable::Call call, IncomingMessage message);
@@ -171,7 +177,7 @@ class UcxRpcAgent : public torch::distributed::rpc::RpcAgent, public std::enable
   void takeInWithWorkerLock();
   void answerPingsWithWorkerLock();
   void checkHeartbeats();
-  void sendNowWithWorkerLock(Peer& to, wire::Kind kind);
+  void sendNowWithWorkerLock(Peer& to, wire::Kind kind, uint64_t callId = 0);
 
   // Dynamic groups.
   bool isDynamic() const {

@@ -173,6 +173,9 @@ void UcxRpcAgent::onSent(std::unique_ptr<OutgoingMessage> message) {
           std::move(call),
           gone ? gone.message() : "could not send to " + message->to->describe() + ": " + message->error.message());
     }
+  } else if (message->error.code() == ErrorCode::kOutOfFiles && message->header.kind == wire::Kind::kResponse) {
+    LOG(WARNING) << "torch_ucx_rpc: could not answer " << message->to->describe()
+                 << ", whose call will end with its timeout: " << message->error.message();
   } else if (message->error && message->header.kind != wire::Kind::kResponse) {
     // Nobody waits for this message itself, but somebody may for what it asks for: an acknowledgment, the end of a barrier. A
     // worker that ended just before we would have connected shows in no other way if its process goes on.
@@ -316,7 +319,7 @@ void UcxRpcAgent::serve(IncomingMessage incoming) {
   {
     const trace::Span span("decode request", traced);
     if (Error error = decode(std::move(incoming), request)) {
-      respondWithError(from, callId, error.message());
+      respondWithError(from, callId, couldNotReceive(error));
       return;
     }
   }
@@ -399,6 +402,10 @@ void UcxRpcAgent::respondWithError(Peer& to, uint64_t callId, const std::string&
   servedRequests_.fetch_sub(1);
 }
 
+std::string UcxRpcAgent::couldNotReceive(const Error& error) const {
+  return "worker '" + workerInfo_.name_ + "' could not receive this call: " + error.message();
+}
+
 std::string UcxRpcAgent::describeNesting() const {
   return "worker '" + workerInfo_.name_ + "' has no thread left for this call: all " +
       std::to_string(threads_->counts().runningRequests) +
@@ -458,7 +465,7 @@ void UcxRpcAgent::onRejected(Deliveries::Rejection rejection) {
   if (rejection.header.kind == wire::Kind::kRequest) {
     if (rejection.from->isThere()) {
       servedRequests_.fetch_add(1);
-      respondWithError(*rejection.from, rejection.header.callId, rejection.error.message());
+      respondWithError(*rejection.from, rejection.header.callId, couldNotReceive(rejection.error));
     }
     return;
   }
@@ -474,11 +481,13 @@ void UcxRpcAgent::onRejected(Deliveries::Rejection rejection) {
 
 Timer::Clock::time_point UcxRpcAgent::onTimer(Timer::Clock::time_point now) {
   Timer::Clock::time_point next = Timer::Clock::time_point::max();
+  std::vector<std::pair<Peer*, uint64_t>> expiredIds;
   for (CallTable::Expired& expired : calls_.takeExpired(now, next)) {
     callsTimedOut_.fetch_add(1, std::memory_order_relaxed);
     Peer& to = *expired.call.to;
-    // What the callee has not taken in yet it need not; its handler, once running, is not interrupted.
-    postControl(to, wire::Kind::kCancel, expired.id, {});
+    if (to.member().session != session_) {
+      expiredIds.emplace_back(&to, expired.id);
+    }
     const std::string what = rpc::makeRPCError(timeoutText(expired.call.timeout, to), rpc::RPCErrorType::TIMEOUT);
     failCallLater(std::move(expired.call), what);
     isRepairWanted_.store(true); // it is also how a worker looks that hears nothing
@@ -486,6 +495,17 @@ Timer::Clock::time_point UcxRpcAgent::onTimer(Timer::Clock::time_point now) {
   if (isRepairWanted_.load() || isRepairing_.load()) {
     progress_->submit([this] { repairWithWorkerLock(); });
     next = std::min(next, now + kRepairPeriod);
+  }
+  if (!expiredIds.empty()) {
+    // What the callee has not taken in yet it need not; its handler, once running, is not interrupted. After the failures: this may
+    // make progress for others.
+    progress_->submit([this, ids = std::move(expiredIds)] {
+      for (const auto& [to, id] : ids) {
+        if (!outbox_->cancel(*to, id)) {
+          sendNowWithWorkerLock(*to, wire::Kind::kCancel, id);
+        }
+      }
+    });
   }
 
   next = std::min(next, threads_->check(now));
@@ -512,7 +532,11 @@ Timer::Clock::time_point UcxRpcAgent::onTimer(Timer::Clock::time_point now) {
     stalledReleases_ = releases;
     stalledSince_ = now;
   } else if (now - stalledSince_ >= patience) {
-    progress_->submit([this] { inbox_->admitStalled(); });
+    progress_->submit([this] {
+      if (!isClosed_.load()) { // the transport may be too
+        inbox_->admitStalled();
+      }
+    });
     stalledSince_ = now;
   }
   return std::min(next, now + ReceiveWindow::kPatience / 2);
@@ -543,26 +567,38 @@ void UcxRpcAgent::wait(JitFuture& future) {
   checkProcess();
   while (!future.completed() && !isClosed_.load()) {
     if (!visit(future)) {
-      struct Completion {
-        std::mutex mutex;
-        std::condition_variable changed;
-        bool isComplete = false;
-      };
-      const auto completion = std::make_shared<Completion>();
-      future.addCallback([completion](JitFuture& /*future*/) {
+      await(future); // somebody else visits
+    } else if (!future.completed()) {
+      whileWaiting_();
+    }
+  }
+}
+
+void UcxRpcAgent::await(JitFuture& future) {
+  struct Completion {
+    std::mutex mutex;
+    std::condition_variable changed;
+    bool isComplete = false;
+  };
+  if (future.completed()) {
+    return;
+  }
+  const auto completion = std::make_shared<Completion>();
+  constexpr bool kNeedsValue = false;
+  future.addCallback(
+      [completion](JitFuture& /*future*/) {
         const std::lock_guard lock(completion->mutex);
         completion->isComplete = true;
         completion->changed.notify_all();
-      });
-      std::unique_lock lock(completion->mutex);
-      while (!completion->changed.wait_for(lock, kLookUp, [&] { return completion->isComplete; })) {
-        whileWaiting_();
-      }
-      return;
-    }
-    if (!future.completed()) {
-      whileWaiting_();
-    }
+      },
+      kNeedsValue);
+  std::unique_lock lock(completion->mutex);
+  const auto isOver = [&] { return completion->isComplete || isClosed_.load(); };
+  while (!completion->changed.wait_for(lock, kLookUp, isOver)) {
+    // Without the lock: this takes the GIL, and who completes the future may have that.
+    lock.unlock();
+    whileWaiting_();
+    lock.lock();
   }
 }
 

@@ -47,10 +47,10 @@ void UcxRpcAgent::answerPingsWithWorkerLock() {
   }
 }
 
-void UcxRpcAgent::sendNowWithWorkerLock(Peer& to, wire::Kind kind) {
+void UcxRpcAgent::sendNowWithWorkerLock(Peer& to, wire::Kind kind, uint64_t callId) {
   auto message = std::make_unique<OutgoingMessage>();
   message->to = &to;
-  message->address(kind, session_, workerInfo_.id_, to.member().session, 0);
+  message->address(kind, session_, workerInfo_.id_, to.member().session, callId);
   outbox_->send(std::move(message));
 }
 
