@@ -21,6 +21,8 @@ class Record:
 
     A process is known by its id only within a pid namespace, until it ends, and until the machine reboots: hence
     `pid_namespace`, `process_start_time` (in clock ticks since the boot) and `boot_id`.
+
+    In a group without a size others may put it `in_doubt`: one of them has lost this worker, which may be alive.
     """
 
     rank: int
@@ -39,6 +41,7 @@ class Record:
     pid_namespace: int
     pid: int
     process_start_time: int
+    in_doubt: bool = False
 
     def __str__(self) -> str:
         return f"rank {self.rank} ({self.name!r}, pid {self.pid} on {self.host})"
@@ -48,7 +51,8 @@ class Record:
         if (self.boot_id, self.pid_namespace) != (other.boot_id, other.pid_namespace):
             return False
         try:
-            return start_time(self.pid) != self.process_start_time
+            # One that has ended stays there until its parent asks how.
+            return process_stat(self.pid)[0] in "ZX" or start_time(self.pid) != self.process_start_time
         except FileNotFoundError:
             return True
 
@@ -82,7 +86,7 @@ class Record:
         except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
             raise ValueError(f"that is not the record of a worker: {error}") from error
         for field in dataclasses.fields(cls):
-            if field.type in ("int", "str") and type(getattr(record, field.name)).__name__ != field.type:
+            if field.type in ("bool", "int", "str") and type(getattr(record, field.name)).__name__ != field.type:
                 raise ValueError(f"that is not the record of a worker: its {field.name} is no {field.type}")
         return record
 

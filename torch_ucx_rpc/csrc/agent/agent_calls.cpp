@@ -55,6 +55,17 @@ std::string timeoutText(std::chrono::milliseconds timeout, const Peer& to) {
   return text + "; called " + to.describe();
 }
 
+// Completes a future, and so runs its callbacks. Torch's own may throw: that of an RRef does, which its owner died over. Whoever
+// uses that RRef is told; here is nobody to tell, and an exception would end the process.
+template <typename Complete>
+void runCallbacks(const Complete& complete) {
+  try {
+    complete();
+  } catch (const std::exception& error) {
+    VLOG(1) << "torch_ucx_rpc: a callback of a call has failed: " << error.what();
+  }
+}
+
 // A request is its sender's call, an answer its receiver's.
 trace::CallId callOf(const IncomingMessage& message) {
   const wire::Header& header = message.header;
@@ -269,6 +280,7 @@ void UcxRpcAgent::dispatchControl(const IncomingMessage& message) {
       return;
     case wire::Kind::kAcknowledge:
       from.hasAcknowledged.store(true);
+      progress_->submit([this, &from] { outbox_->onAdmitted(from); });
       return;
     case wire::Kind::kBarrierArrive: {
       wire::BarrierArrive arrive{};
@@ -435,12 +447,12 @@ void UcxRpcAgent::complete(CallTable::Call call, IncomingMessage incoming) {
     }
   }
   call.to->latencies.add(CallTable::Clock::now() - call.sentAt);
-  call.future->markCompleted(std::move(response), std::move(storages));
+  runCallbacks([&] { call.future->markCompleted(std::move(response), std::move(storages)); });
 }
 
 void UcxRpcAgent::failCall(const CallTable::Call& call, const std::string& what) {
   call.to->callsFailed.fetch_add(1, std::memory_order_relaxed);
-  call.future->setError(asException(what));
+  runCallbacks([&] { call.future->setError(asException(what)); });
 }
 
 void UcxRpcAgent::failCallLater(CallTable::Call call, std::string what) {

@@ -1,5 +1,7 @@
 #include "agent/outbox.h"
 
+#include <utility>
+
 namespace torch_ucx_rpc {
 
 Error Outbox::connect(Peer& peer) {
@@ -22,6 +24,13 @@ Error Outbox::connect(Peer& peer) {
 }
 
 void Outbox::send(std::unique_ptr<OutgoingMessage> message) {
+  if (message->header.kind == wire::Kind::kJoin) {
+    unadmitted_.try_emplace(message->to);
+  } else if (const auto entry = unadmitted_.find(message->to);
+             entry != unadmitted_.end() && message->header.kind != wire::Kind::kGoodbye) {
+    entry->second.push_back(std::move(message));
+    return;
+  }
   ++underWay_;
   if (message->rendezvousParts() != 0) {
     Queue& queue = queueOf(*message);
@@ -114,7 +123,16 @@ Peer* Outbox::peerOf(EndpointId endpoint) const {
   return entry != peers_.end() ? entry->second : nullptr;
 }
 
+void Outbox::onAdmitted(Peer& peer) {
+  if (auto waiting = unadmitted_.extract(&peer)) {
+    for (std::unique_ptr<OutgoingMessage>& message : waiting.mapped()) {
+      send(std::move(message));
+    }
+  }
+}
+
 void Outbox::abandon(Peer& peer) {
+  onAdmitted(peer); // nobody admits any more: what has waited fails
   if (!isClosed_ && peer.endpoint.has_value()) {
     transport_.abandon(*peer.endpoint);
   }
@@ -127,6 +145,9 @@ void Outbox::abandon(Peer& peer) {
 
 void Outbox::close() {
   isClosed_ = true;
+  while (!unadmitted_.empty()) {
+    onAdmitted(*unadmitted_.begin()->first);
+  }
   for (auto& [key, queue] : queues_) {
     while (!queue.waiting.empty()) {
       startFirst(queue); // and fail

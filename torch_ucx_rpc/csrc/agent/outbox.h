@@ -12,7 +12,8 @@
 namespace torch_ucx_rpc {
 
 // Sends whole messages: one active message for the body, one for each span. Endpoints are made with the first message
-// to a peer. Everything here runs under the worker lock.
+// to a peer. A peer that has been asked to admit this worker to a group (kJoin) refuses everything else until it has: what is for
+// it waits here for that long. Everything here runs under the worker lock.
 //
 // What travels by rendezvous leaves a few parts at a time: each part that waits outside the peer's receive window costs it a
 // descriptor of UCX's, 8 KiB of shared memory. The rest wait here, where they cost next to nothing and can be canceled, in the order of
@@ -37,6 +38,9 @@ class Outbox {
 
   // The peer behind an endpoint; null for one that is unknown.
   Peer* peerOf(EndpointId endpoint) const;
+
+  // The peer has admitted this worker.
+  void onAdmitted(Peer& peer);
 
   // Ends everything under way to a peer that is gone.
   void abandon(Peer& peer);
@@ -71,6 +75,8 @@ class Outbox {
   Transport& transport_;
   Deliveries& deliveries_;
   std::unordered_map<EndpointId, Peer*> peers_;
+  // By who has been asked to admit this worker and has not done so.
+  std::unordered_map<Peer*, std::vector<std::unique_ptr<OutgoingMessage>>> unadmitted_;
   std::map<std::pair<const Peer*, wire::Kind>, Queue> queues_;
   std::vector<Queue*> moved_; // since settle() was called last
   size_t underWay_ = 0;
