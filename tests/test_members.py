@@ -41,6 +41,7 @@ def record(rank: int, world_size: int, **changed: Any) -> Record:
         package_version="1.2.3",
         torch_version="2.13.0",
         device_maps={},
+        reply_device_maps={},
         devices=[],
         device_count=0,
         **process_facts(),
@@ -301,6 +302,7 @@ def test_a_record_survives_the_way_through_json() -> None:
         3,
         4,
         device_maps={"worker1": {torch.device("cuda:0"): torch.device("cuda:1")}},
+        reply_device_maps={"worker1": {torch.device("cuda:1"): torch.device("cpu")}},
         devices=[torch.device("cuda:0")],
         session=2**64 - 1,
     )

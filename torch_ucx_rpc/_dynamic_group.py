@@ -34,7 +34,8 @@ from typing import TYPE_CHECKING
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import DistError
 
-from torch_ucx_rpc._members import ask_again, check_device_maps, read_records
+from torch_ucx_rpc import _device_maps
+from torch_ucx_rpc._members import ask_again, read_records
 from torch_ucx_rpc._record import Record
 from torch_ucx_rpc._rendezvous import Deadline
 from torch_ucx_rpc._secret import Secret, read_entry, write_entry
@@ -98,7 +99,7 @@ class DynamicGroup:
                 del earlier[other_place]
             elif self._own in rivals:
                 raise _place_is_taken(self._own, other)
-        check_device_maps([self._own, *earlier.values()], is_static_group=False)
+        _device_maps.check([self._own, *earlier.values()], is_static_group=False)
         agent = self._running_agent()
         agent._set_membership(
             self._admit, self._forget, b"" if self._secret is None else self._secret.join_key(self._own.session)

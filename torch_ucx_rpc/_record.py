@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-DeviceMaps = dict[str, dict[torch.device, torch.device]]
+DeviceMap = dict[torch.device, torch.device]
+DeviceMaps = dict[str, DeviceMap]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -32,6 +33,7 @@ class Record:
     package_version: str
     torch_version: str
     device_maps: DeviceMaps
+    reply_device_maps: DeviceMaps
     devices: list[torch.device]
     device_count: int
     host: str
@@ -59,10 +61,11 @@ class Record:
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         values["address"] = base64.b64encode(self.address).decode("ascii")
         values["devices"] = [str(device) for device in self.devices]
-        values["device_maps"] = {
-            callee: {str(local): str(remote) for local, remote in device_map.items()}
-            for callee, device_map in self.device_maps.items()
-        }
+        for name in ("device_maps", "reply_device_maps"):
+            values[name] = {
+                callee: {str(key): str(value) for key, value in device_map.items()}
+                for callee, device_map in values[name].items()
+            }
         return values
 
     @classmethod
@@ -71,11 +74,14 @@ class Record:
         try:
             address = base64.b64decode(values["address"], validate=True)
             devices = [_device(device) for device in values["devices"]]
-            device_maps = {
-                callee: {_device(local): _device(remote) for local, remote in device_map.items()}
-                for callee, device_map in values["device_maps"].items()
+            maps = {
+                name: {
+                    callee: {_device(key): _device(value) for key, value in device_map.items()}
+                    for callee, device_map in values[name].items()
+                }
+                for name in ("device_maps", "reply_device_maps")
             }
-            record = cls(**{**values, "address": address, "devices": devices, "device_maps": device_maps})
+            record = cls(**{**values, "address": address, "devices": devices, **maps})
         # Whatever other values lead to; RuntimeError is torch's for a device that cannot be.
         except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
             raise ValueError(f"that is not the record of a worker: {error}") from error
