@@ -133,7 +133,8 @@ c10::intrusive_ptr<JitFuture> UcxRpcAgent::request(
   // Asked after the call is in the table: whoever marks the peer gone afterwards finds it there.
   CallTable::Call refused;
   if (peer.state() != Peer::State::kPresent && calls_.take(id, refused)) {
-    failCall(refused, peer.whyGone().message());
+    // Not here: torch's thread that sends again and again what must arrive ends the process if a callback throws.
+    failCallLater(std::move(refused), peer.whyGone().message());
   } else if (isClosed_.load() && calls_.take(id, refused)) {
     failCall(refused, "RPC has been shut down on this worker");
   } else {
