@@ -162,6 +162,7 @@ class UcxRpcAgent : public torch::distributed::rpc::RpcAgent, public std::enable
   std::string describeNesting() const;
   void complete(CallTable::Call call, IncomingMessage message);
   void failCall(const CallTable::Call& call, const std::string& what);
+  void endCallToGone(CallTable::Call call);
   void failCallLater(CallTable::Call call, std::string what);
   void wakeVisitor();
   bool visit(const JitFuture& future);

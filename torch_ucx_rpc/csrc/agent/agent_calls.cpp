@@ -6,6 +6,8 @@
 #include "base/trace.h"
 
 #include <c10/util/Logging.h>
+#include <torch/csrc/distributed/autograd/rpc_messages/cleanup_autograd_context_resp.h>
+#include <torch/csrc/distributed/rpc/rref_proto.h>
 #include <torch/csrc/distributed/rpc/utils.h>
 
 #include <cstring>
@@ -66,6 +68,21 @@ void runCallbacks(const Complete& complete) {
   }
 }
 
+// torch sends these until they are answered, and ends the process over one that never is: its thread for that lets exceptions of
+// callbacks pass. A worker that is gone need not know what they say; null for any other.
+c10::intrusive_ptr<Message> answerForTheGone(rpc::MessageType request) {
+  switch (request) {
+    case rpc::MessageType::RREF_FORK_REQUEST:
+    case rpc::MessageType::RREF_CHILD_ACCEPT:
+    case rpc::MessageType::RREF_USER_DELETE:
+      return rpc::RRefAck().toMessage();
+    case rpc::MessageType::CLEANUP_AUTOGRAD_CONTEXT_REQ:
+      return torch::distributed::autograd::CleanupAutogradContextResp().toMessage();
+    default:
+      return nullptr;
+  }
+}
+
 // A request is its sender's call, an answer its receiver's.
 trace::CallId callOf(const IncomingMessage& message) {
   const wire::Header& header = message.header;
@@ -108,11 +125,13 @@ c10::intrusive_ptr<JitFuture> UcxRpcAgent::send(
 c10::intrusive_ptr<JitFuture> UcxRpcAgent::request(
     Peer& peer, c10::intrusive_ptr<Message> message, std::chrono::milliseconds timeout) {
   trace::Span span("send request", {}, trace::Arrow::kRequestLeaves);
+  const rpc::MessageType type = message->type();
   std::unique_ptr<OutgoingMessage> mail = encodeMessage(std::move(message), peer);
 
   CallTable::Call call;
   call.future = c10::make_intrusive<JitFuture>(at::AnyClassType::get(), getDevices());
   call.to = &peer;
+  call.type = type;
   call.sentAt = CallTable::Clock::now();
   call.timeout = timeout;
   if (timeout.count() != 0) { // 0: no limit
@@ -133,8 +152,7 @@ c10::intrusive_ptr<JitFuture> UcxRpcAgent::request(
   // Asked after the call is in the table: whoever marks the peer gone afterwards finds it there.
   CallTable::Call refused;
   if (peer.state() != Peer::State::kPresent && calls_.take(id, refused)) {
-    // Not here: torch's thread that sends again and again what must arrive ends the process if a callback throws.
-    failCallLater(std::move(refused), peer.whyGone().message());
+    endCallToGone(std::move(refused));
   } else if (isClosed_.load() && calls_.take(id, refused)) {
     failCall(refused, "RPC has been shut down on this worker");
   } else {
@@ -454,6 +472,19 @@ void UcxRpcAgent::complete(CallTable::Call call, IncomingMessage incoming) {
 void UcxRpcAgent::failCall(const CallTable::Call& call, const std::string& what) {
   call.to->callsFailed.fetch_add(1, std::memory_order_relaxed);
   runCallbacks([&] { call.future->setError(asException(what)); });
+}
+
+void UcxRpcAgent::endCallToGone(CallTable::Call call) {
+  const std::string what = call.to->whyGone().message();
+  const std::shared_ptr<UcxRpcAgent> self = weak_from_this().lock();
+  c10::intrusive_ptr<Message> answer = answerForTheGone(call.type);
+  if (answer == nullptr || self == nullptr) {
+    failCallLater(std::move(call), what);
+    return;
+  }
+  threads_->addCompletion([call = std::move(call), answer = std::move(answer)] {
+    runCallbacks([&] { call.future->markCompleted(answer, answer->getStorages()); });
+  });
 }
 
 void UcxRpcAgent::failCallLater(CallTable::Call call, std::string what) {

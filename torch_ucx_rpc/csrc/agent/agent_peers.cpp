@@ -58,12 +58,11 @@ void UcxRpcAgent::onPeerGone(Peer& peer, Peer::State state, Error why) {
   if (isClosed_.load() || isEverybodyLeaving_.load()) {
     return;
   }
-  const std::string what = why.message();
   if (!peer.moveTo(state, std::move(why))) {
     return;
   }
   for (CallTable::Call& call : calls_.takeAllTo(peer)) {
-    failCallLater(std::move(call), what);
+    endCallToGone(std::move(call));
   }
   progress_->submit([this, &peer] {
     inbox_->dropPeer(peer);
