@@ -44,6 +44,7 @@ def record(rank: int, world_size: int, **changed: Any) -> Record:
         reply_device_maps={},
         devices=[],
         device_count=0,
+        in_doubt=False,
         **process_facts(),
     )
     return dataclasses.replace(own, **changed)
@@ -320,6 +321,8 @@ def test_a_record_without_a_field_is_none(field: str) -> None:
 @pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(Record)])
 @pytest.mark.parametrize("value", [None, True, 1.5, [1]])
 def test_a_field_of_another_type_is_refused(field: str, value: object) -> None:
+    if isinstance(getattr(record(0, 1), field), bool):
+        value = int(value is True)  # which is no bool
     with pytest.raises(ValueError, match="not the record of a worker"):
         Record.from_values({**record(0, 1).to_values(), field: value})
 

@@ -6,7 +6,6 @@ libraries that are made on the spot.
 
 from __future__ import annotations
 
-import os
 import re
 import signal
 import subprocess
@@ -287,11 +286,14 @@ def test_the_system_is_taken_when_chosen_and_when_there_is_no_wheel(
 
 
 def test_loading_ucx_leaves_the_end_of_a_terminal_the_end_of_the_process() -> None:
-    workers.run_workers(1, end_by_sighup, init=False, exit_codes={0: -signal.SIGHUP})
-
-
-def end_by_sighup(rank: int) -> None:
-    os.kill(os.getpid(), signal.SIGHUP)
+    # Under nohup, say, these tests would begin with another disposition.
+    script = """
+        import os, signal
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+        import torch_ucx_rpc
+        os.kill(os.getpid(), signal.SIGHUP)
+    """
+    run_fresh(script, exit_codes={0: -signal.SIGHUP})
 
 
 def test_handlers_that_were_there_before_ucx_stay() -> None:

@@ -329,6 +329,7 @@ def _record_of(agent: UcxRpcAgent, world_size: int) -> Record:
         reply_device_maps=options.reply_device_maps,
         devices=options.devices,
         device_count=torch.cuda.device_count(),
+        in_doubt=False,
         **process_facts(),
     )
 

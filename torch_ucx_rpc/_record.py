@@ -41,7 +41,7 @@ class Record:
     pid_namespace: int
     pid: int
     process_start_time: int
-    in_doubt: bool = False
+    in_doubt: bool
 
     def __str__(self) -> str:
         return f"rank {self.rank} ({self.name!r}, pid {self.pid} on {self.host})"

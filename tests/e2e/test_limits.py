@@ -76,7 +76,7 @@ def call_short_of_files(rank: int) -> None:
     # These two know each other by now.
     assert rpc.rpc_sync("worker1", divmod, args=(17, 5)) == (3, 2)
     limit_files(2)
-    with pytest.raises(RuntimeError, match=r"could not send to worker 'worker2' .* too many files open .* ulimit -n"):
+    with pytest.raises(RuntimeError, match=r"could not send to worker 'worker2' .* too many files open .*ulimit -n"):
         rpc.rpc_sync("worker2", divmod, args=(17, 5))
     assert rpc.rpc_sync("worker1", divmod, args=(17, 5)) == (3, 2)
     limit_files(None)

@@ -40,8 +40,8 @@ _PATIENCE_S = 600.0
 
 # For the next group: the connection to the Store, and what UCX and torch wait with; as many after many memberships.
 _KEPT_OPEN = collections.Counter({"socket": 1, "anon_inode": 4})
-# For the rest of the process: torch's engine of distributed autograd.
-_KEPT_RUNNING = collections.Counter({"pt_dist_engine": 1})
+# For the rest of the process: torch's engine of distributed autograd, and its pool between operators.
+_KEPT_RUNNING = collections.Counter({"pt_dist_engine": 1, "PTThreadPool": os.cpu_count() or 1})
 
 # Of <malloc.h>.
 _M_MMAP_THRESHOLD, _M_ARENA_MAX = -3, -8
