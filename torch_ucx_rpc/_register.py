@@ -166,7 +166,8 @@ def _invoke_rpc(
 # torch.futures.Future and wait_all come here too.
 def _wait_for_future(future: Any) -> Any:
     agent = _agent.current
-    if agent is not None and agent.is_of_this_process():
+    # Of rpc_sync it is done by now.
+    if agent is not None and not future.done() and agent.is_of_this_process():
         agent._await(future)
     return _torchs_wait(future)
 
