@@ -5,7 +5,7 @@
 #include "outcome.h"
 #include "transport/loopback/loopback_transport.h"
 #include "transport/transport.h"
-#include "transport/ucp/ucp_transport.h"
+#include "ucp_lanes.h"
 
 #include <gtest/gtest.h>
 #include <poll.h>
@@ -54,25 +54,12 @@ class LoopbackFabric final : public Fabric {
   LoopbackNetwork network_;
 };
 
-// Sets UCX_TLS while a worker is made, unless it is empty.
 class UcpFabric final : public Fabric {
  public:
   explicit UcpFabric(std::string lanes) : lanes_(std::move(lanes)) {}
 
   std::unique_ptr<Transport> make(const std::string& /*name*/) override {
-    if (lanes_.empty()) {
-      return makeUcpTransport(2);
-    }
-    const char* const before = std::getenv("UCX_TLS");
-    const std::string restored = before != nullptr ? before : "";
-    setenv("UCX_TLS", lanes_.c_str(), 1);
-    std::unique_ptr<Transport> made = makeUcpTransport(2);
-    if (before != nullptr) {
-      setenv("UCX_TLS", restored.c_str(), 1);
-    } else {
-      unsetenv("UCX_TLS");
-    }
-    return made;
+    return makeUcpTransportOver(lanes_);
   }
   void destroy(std::unique_ptr<Transport> transport) override {
     transport.reset();
