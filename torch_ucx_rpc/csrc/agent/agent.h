@@ -145,9 +145,9 @@ class UcxRpcAgent : public torch::distributed::rpc::RpcAgent, public std::enable
     IncomingMessage message;
   };
   // The answer that the visitor waits for is handed back.
-  void dispatchMessage(
-      IncomingMessage message, std::optional<uint64_t> visitorsCall, std::optional<Answer>& visitorsAnswer);
-  void dispatchControl(const IncomingMessage& message);
+  std::optional<Answer> onResponse(IncomingMessage message, std::optional<uint64_t> visitorsCall = {});
+  void onMessage(IncomingMessage message); // any but a response
+  void onControl(const IncomingMessage& message);
   Error decode(IncomingMessage incoming, c10::intrusive_ptr<Message>& message);
   void serve(IncomingMessage message);
   // Runs the request on this thread.

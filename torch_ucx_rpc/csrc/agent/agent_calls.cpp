@@ -190,8 +190,11 @@ void UcxRpcAgent::deliverToSelf(std::unique_ptr<OutgoingMessage> message) {
     std::memcpy(copy.get(), span.bytes.data(), span.bytes.size());
     arrived.spans.push_back({std::move(copy), span.bytes.size()});
   }
-  std::optional<Answer> nobodys;
-  dispatchMessage(std::move(arrived), {}, nobodys);
+  if (arrived.header.kind == wire::Kind::kResponse) {
+    onResponse(std::move(arrived));
+  } else {
+    onMessage(std::move(arrived));
+  }
 }
 
 void UcxRpcAgent::onSent(std::unique_ptr<OutgoingMessage> message) {
@@ -220,8 +223,13 @@ void UcxRpcAgent::onSent(std::unique_ptr<OutgoingMessage> message) {
 
 void UcxRpcAgent::dispatch(Deliveries deliveries, std::optional<uint64_t> visitorsCall) {
   std::optional<Answer> visitorsAnswer;
+  std::vector<IncomingMessage> inOrder;
   for (IncomingMessage& message : deliveries.messages) {
-    dispatchMessage(std::move(message), visitorsCall, visitorsAnswer);
+    if (message.header.kind != wire::Kind::kResponse) {
+      inOrder.push_back(std::move(message));
+    } else if (std::optional<Answer> answer = onResponse(std::move(message), visitorsCall)) {
+      visitorsAnswer = std::move(answer);
+    }
   }
   for (std::unique_ptr<OutgoingMessage>& message : deliveries.sent) {
     onSent(std::move(message));
@@ -232,8 +240,12 @@ void UcxRpcAgent::dispatch(Deliveries deliveries, std::optional<uint64_t> visito
   for (Deliveries::Join& join : deliveries.joins) {
     onJoin(std::move(join));
   }
-  if (!deliveries.failures.empty()) {
-    deliveries.turn.end([this, failures = std::move(deliveries.failures)]() mutable {
+  // Requests may wait for what earlier ones bring about, and must not fill the threads before those.
+  if (!inOrder.empty() || !deliveries.failures.empty()) {
+    deliveries.turn.end([this, messages = std::move(inOrder), failures = std::move(deliveries.failures)]() mutable {
+      for (IncomingMessage& message : messages) {
+        onMessage(std::move(message));
+      }
       for (Deliveries::Failure& failure : failures) {
         onPeerGone(*failure.peer, Peer::State::kFailed, failure.peer->lost(std::move(failure.error)));
       }
@@ -248,46 +260,46 @@ void UcxRpcAgent::dispatch(Deliveries deliveries, std::optional<uint64_t> visito
   }
 }
 
-void UcxRpcAgent::dispatchMessage(
-    IncomingMessage message, std::optional<uint64_t> visitorsCall, std::optional<Answer>& visitorsAnswer) {
+std::optional<UcxRpcAgent::Answer> UcxRpcAgent::onResponse(
+    IncomingMessage message, std::optional<uint64_t> visitorsCall) {
+  const std::shared_ptr<UcxRpcAgent> self = weak_from_this().lock();
+  const uint64_t id = message.header.callId;
+  const trace::Span span("receive answer", callOf(message), trace::Arrow::kAnswerArrives);
+  Answer answer;
+  if (self == nullptr || !calls_.isOpen(id, *message.from) || !calls_.take(id, answer.call)) {
+    return std::nullopt; // a late answer, or one of a worker that was not asked; its buffers are recycled here
+  }
+  answer.message = std::move(message);
+  if (id == visitorsCall) {
+    return answer;
+  }
+  threads_->addCompletion([self, answer = std::move(answer)]() mutable {
+    self->complete(std::move(answer.call), std::move(answer.message));
+    self->wakeVisitor();
+  });
+  return std::nullopt;
+}
+
+void UcxRpcAgent::onMessage(IncomingMessage message) {
   const std::shared_ptr<UcxRpcAgent> self = weak_from_this().lock();
   if (self == nullptr) {
     return; // being destroyed
   }
-  switch (message.header.kind) {
-    case wire::Kind::kRequest: {
-      const trace::Span span("receive request", callOf(message), trace::Arrow::kRequestArrives);
-      servedRequests_.fetch_add(1);
-      message.from->callsReceived.fetch_add(1, std::memory_order_relaxed);
-      Peer& from = *message.from;
-      const uint64_t callId = message.header.callId;
-      threads_->addRequest(
-          [self, message = std::move(message)]() mutable { self->serve(std::move(message)); },
-          [self, &from, callId] { self->respondWithError(from, callId, self->describeNesting()); });
-      return;
-    }
-    case wire::Kind::kResponse: {
-      const trace::Span span("receive answer", callOf(message), trace::Arrow::kAnswerArrives);
-      CallTable::Call call;
-      if (!calls_.isOpen(message.header.callId, *message.from) || !calls_.take(message.header.callId, call)) {
-        return; // a late answer, or one of a worker that was not asked; its buffers are recycled here
-      }
-      if (message.header.callId == visitorsCall) {
-        visitorsAnswer.emplace(std::move(call), std::move(message));
-      } else {
-        threads_->addCompletion([self, call = std::move(call), message = std::move(message)]() mutable {
-          self->complete(std::move(call), std::move(message));
-          self->wakeVisitor();
-        });
-      }
-      return;
-    }
-    default:
-      dispatchControl(message);
+  if (message.header.kind != wire::Kind::kRequest) {
+    onControl(message);
+    return;
   }
+  const trace::Span span("receive request", callOf(message), trace::Arrow::kRequestArrives);
+  Peer& from = *message.from;
+  const uint64_t callId = message.header.callId;
+  servedRequests_.fetch_add(1);
+  from.callsReceived.fetch_add(1, std::memory_order_relaxed);
+  threads_->addRequest(
+      [self, message = std::move(message)]() mutable { self->serve(std::move(message)); },
+      [self, &from, callId] { self->respondWithError(from, callId, self->describeNesting()); });
 }
 
-void UcxRpcAgent::dispatchControl(const IncomingMessage& message) {
+void UcxRpcAgent::onControl(const IncomingMessage& message) {
   Peer& from = *message.from;
   const std::span<const std::byte> body = message.body();
   switch (message.header.kind) {
