@@ -31,6 +31,7 @@ def record(name: str, **changed: Any) -> Record:
         "reply_device_maps": {},
         "devices": [],
         "device_count": 2,
+        "in_doubt": False,
         **process_facts(),
         **changed,
     }

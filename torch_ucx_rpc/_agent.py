@@ -34,7 +34,7 @@ from torch._C._distributed_rpc import (
 from torch.distributed.rpc import api
 
 import torch_ucx_rpc
-from torch_ucx_rpc import _device_maps
+from torch_ucx_rpc import _conflicts, _device_maps
 from torch_ucx_rpc._dynamic_group import DynamicGroup, StaticGroup
 from torch_ucx_rpc._members import gather_members
 from torch_ucx_rpc._native import _C
@@ -70,6 +70,8 @@ class UcxRpcAgent(_C.UcxRpcAgent):
     secret: Secret | None = None
     # Which it is a member of.
     group: StaticGroup | DynamicGroup | None = None
+    # Those of this worker that device maps name.
+    devices: Collection[torch.device] = ()
 
     def __init__(
         self, name: str, rank: int, expected_peers: int, store: Store, options: UcxRpcBackendOptions, **faults: Any
@@ -135,7 +137,7 @@ class UcxRpcAgent(_C.UcxRpcAgent):
         )
         own = next(member for member in members if member.session == self.session)
         replies = _device_maps.maps_of_replies(own.name, members)
-        devices = _device_maps.devices_in_use(own, replies)
+        self.devices = devices = _device_maps.devices_in_use(own, replies)
         _device_maps.check_ucx(devices, _C.ucx_library()["path"], os.environ)
         if devices:
             # A call with CUDA tensors may arrive before this process has used CUDA itself.
@@ -189,6 +191,7 @@ def init_rpc(
     if options is None:
         options = UcxRpcBackendOptions()
     rank, world_size = _check_arguments(name, rank, world_size, options)
+    _conflicts.check(world_size)
     secret = _load_secret(options)
     store = open_store(options.init_method, rank, world_size, options.rpc_timeout)
     if world_size is None:
@@ -209,6 +212,7 @@ def init_backend(
 ) -> UcxRpcAgent:
     """Handler of ``backend_registry.init_backend``: a running agent, by way of a Store that the caller brings."""
     rank, world_size = _check_arguments(name, rank, world_size, rpc_backend_options)
+    _conflicts.check(world_size)
     secret = _load_secret(rpc_backend_options)
     if not isinstance(store, Store):
         raise TypeError(f"`store` must be a torch.distributed.Store; {store!r} is none")
@@ -325,6 +329,7 @@ def _record_of(agent: UcxRpcAgent, world_size: int) -> Record:
         reply_device_maps=options.reply_device_maps,
         devices=options.devices,
         device_count=torch.cuda.device_count(),
+        in_doubt=False,
         **process_facts(),
     )
 

@@ -15,6 +15,8 @@ from typing import Any, Generic, TypeAlias, TypeVar
 import torch
 from torch._C._distributed_rpc import RpcBackendOptions
 
+from torch_ucx_rpc._record import convert_devices
+
 Device: TypeAlias = int | str | torch.device
 T = TypeVar("T")
 
@@ -322,14 +324,7 @@ class UcxRpcBackendOptions(RpcBackendOptions):
 
     def _arguments(self) -> dict[str, Any]:
         """Arguments that make an equal object; devices as strs, which can be pasted."""
-        maps = {
-            name: {
-                callee: {str(key): str(value) for key, value in device_map.items()}
-                for callee, device_map in self._values[name].items()
-            }
-            for name in ("device_maps", "reply_device_maps")
-        }
-        return {**self._values, **maps, "devices": [str(device) for device in self.devices]}
+        return {**self._values, **convert_devices(self._values, str)}
 
 
 def construct_options(rpc_timeout: float, init_method: str, **options: Any) -> UcxRpcBackendOptions:

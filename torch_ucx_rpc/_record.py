@@ -6,6 +6,7 @@ import base64
 import dataclasses
 import os
 import socket
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ class Record:
 
     A process is known by its id only within a pid namespace, until it ends, and until the machine reboots: hence
     `pid_namespace`, `process_start_time` (in clock ticks since the boot) and `boot_id`.
+
+    In a group without a size others may put it `in_doubt`: one of them has lost this worker, which may be alive.
     """
 
     rank: int
@@ -39,6 +42,7 @@ class Record:
     pid_namespace: int
     pid: int
     process_start_time: int
+    in_doubt: bool
 
     def __str__(self) -> str:
         return f"rank {self.rank} ({self.name!r}, pid {self.pid} on {self.host})"
@@ -48,7 +52,8 @@ class Record:
         if (self.boot_id, self.pid_namespace) != (other.boot_id, other.pid_namespace):
             return False
         try:
-            return start_time(self.pid) != self.process_start_time
+            # One that has ended stays there until its parent asks how.
+            return process_stat(self.pid)[0] in "ZX" or start_time(self.pid) != self.process_start_time
         except FileNotFoundError:
             return True
 
@@ -56,35 +61,33 @@ class Record:
         """What JSON can write."""
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         values["address"] = base64.b64encode(self.address).decode("ascii")
-        values["devices"] = [str(device) for device in self.devices]
-        for name in ("device_maps", "reply_device_maps"):
-            values[name] = {
-                callee: {str(key): str(value) for key, value in device_map.items()}
-                for callee, device_map in values[name].items()
-            }
-        return values
+        return {**values, **convert_devices(values, str)}
 
     @classmethod
     def from_values(cls, values: Any) -> Record:
         """The record that `to_values` was called on; ValueError for what it cannot have returned."""
         try:
             address = base64.b64decode(values["address"], validate=True)
-            devices = [_device(device) for device in values["devices"]]
-            maps = {
-                name: {
-                    callee: {_device(key): _device(value) for key, value in device_map.items()}
-                    for callee, device_map in values[name].items()
-                }
-                for name in ("device_maps", "reply_device_maps")
-            }
-            record = cls(**{**values, "address": address, "devices": devices, **maps})
+            record = cls(**{**values, "address": address, **convert_devices(values, _device)})
         # Whatever other values lead to; RuntimeError is torch's for a device that cannot be.
         except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
             raise ValueError(f"that is not the record of a worker: {error}") from error
         for field in dataclasses.fields(cls):
-            if field.type in ("int", "str") and type(getattr(record, field.name)).__name__ != field.type:
+            if field.type in ("bool", "int", "str") and type(getattr(record, field.name)).__name__ != field.type:
                 raise ValueError(f"that is not the record of a worker: its {field.name} is no {field.type}")
         return record
+
+
+def convert_devices(values: Mapping[str, Any], convert: Callable[[Any], Any]) -> dict[str, Any]:
+    """The fields of a worker, or its options, that speak of devices, with each device converted."""
+    maps = {
+        name: {
+            callee: {convert(key): convert(value) for key, value in device_map.items()}
+            for callee, device_map in values[name].items()
+        }
+        for name in ("device_maps", "reply_device_maps")
+    }
+    return {**maps, "devices": [convert(device) for device in values["devices"]]}
 
 
 def _device(text: object) -> torch.device:

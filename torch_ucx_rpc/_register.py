@@ -16,9 +16,9 @@ from torch._C import _distributed_rpc
 from torch._C._distributed_rpc import get_rpc_timeout
 from torch.distributed.rpc import api, backend_registry, internal
 from torch.distributed.rpc.constants import DEFAULT_SHUTDOWN_TIMEOUT, UNSET_RPC_TIMEOUT
-from torch.distributed.rpc.internal import RPCExecMode, _internal_rpc_pickler
+from torch.distributed.rpc.internal import PythonUDF, RPCExecMode, _internal_rpc_pickler
 
-from torch_ucx_rpc import _agent, _exceptions, _replace, _sparse
+from torch_ucx_rpc import _agent, _arrays, _exceptions, _replace, _sparse
 from torch_ucx_rpc._native import _C
 from torch_ucx_rpc._options import UcxRpcBackendOptions, construct_options
 
@@ -51,6 +51,7 @@ def register() -> None:
       waiting thread, which may hold a lock that they need.)
     * What the callee raises keeps its type in ``rpc_sync`` and in futures too.
     * Python functions can return sparse tensors of compressed layouts.
+    * Arrays in arguments and results travel as tensors.
     """
     # Asked of torch and not of this module, of which there may come to be a second one.
     if hasattr(rpc, _torch_ucx_rpc_init_rpc.__name__):
@@ -67,8 +68,11 @@ def register() -> None:
     api._wait_all_workers = _wait_all_workers
     api._invoke_rpc = _invoke_rpc
     api._delete_all_user_and_unforked_owner_rrefs = _delete_rrefs  # type: ignore[attr-defined]
-    torch._C.Future.wait = _wait_for_future  # type: ignore[method-assign]
+    torch._C.Future.wait = _wait_for_future  # type: ignore[assignment, method-assign]
+    _internal_rpc_pickler._dispatch_table = _arrays.Reducers(_internal_rpc_pickler._dispatch_table)
     _internal_rpc_pickler._dispatch_table[torch.Tensor] = _reduce_tensor
+    # In every call of a Python function: what is in the table is not looked for further.
+    _internal_rpc_pickler._dispatch_table[PythonUDF] = _reduce_call
     _internal_rpc_pickler._dispatch_table[_exceptions._TypeOfBoth] = _exceptions.reduce_type
     # Taken by torch's C++ when the first agent of the process starts.
     internal._handle_exception = _exceptions.handle_exception
@@ -162,7 +166,8 @@ def _invoke_rpc(
 # torch.futures.Future and wait_all come here too.
 def _wait_for_future(future: Any) -> Any:
     agent = _agent.current
-    if agent is not None and agent.is_of_this_process():
+    # Of rpc_sync it is done by now.
+    if agent is not None and not future.done() and agent.is_of_this_process():
         agent._await(future)
     return _torchs_wait(future)
 
@@ -171,3 +176,7 @@ def _reduce_tensor(tensor: torch.Tensor) -> Any:
     if tensor.layout in _sparse.COMPRESSED and _agent.current is not None:
         return _sparse.reduce(tensor)
     return _torchs_tensor_reducer(tensor)
+
+
+def _reduce_call(call: PythonUDF) -> Any:
+    return PythonUDF, tuple(call)

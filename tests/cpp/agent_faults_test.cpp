@@ -300,5 +300,80 @@ TEST_F(AgentTest, CancelFreesAMessageThatArrivedInPart) {
   EXPECT_TRUE(eventually([&] { return storage.expired(); }));
 }
 
+// -------------------------------------------------------------------------------------------------------- the outbox
+
+TEST_F(AgentTest, LargeMessagesWaitForTheirTurnWhereTheyCostTheReceiverNothing) {
+  constexpr size_t kMore = 10;
+  start(2);
+  std::atomic<size_t> announced{0};
+  network_.setFault([&](const wire::Header& header, SendMode mode) {
+    const bool isSpan = header.kind == wire::Kind::kRequest && mode == SendMode::kRendezvous;
+    announced += isSpan ? 1 : 0;
+    return isSpan ? Fate::kDrop : Fate::kDeliver; // they are never fetched
+  });
+  std::vector<Future> calls;
+  std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>> storages;
+  for (size_t count = 0; count < Outbox::kMostRendezvous + kMore; ++count) {
+    at::Tensor tensor = tensorOf(64 * kKiB);
+    storages.push_back(tensor.storage().getWeakStorageImpl());
+    calls.push_back(call(0, 1, "large", {std::move(tensor)}, 0.5f));
+  }
+  EXPECT_EQ(textOf(*answer(call(0, 1, "small"))), "small") << "it does not wait with them";
+  for (const Future& call : calls) {
+    EXPECT_TRUE(contains(failure(call), "RPC ran for more than"));
+  }
+  EXPECT_EQ(announced.load(), Outbox::kMostRendezvous);
+  EXPECT_TRUE(eventually([&] {
+    return std::all_of(storages.end() - kMore, storages.end(), [](const auto& storage) { return storage.expired(); });
+  })) << "what had not left is free";
+  network_.setFault({}); // it refers to this frame
+}
+
+TEST_F(AgentTest, LargeMessagesThatWaitForTheirTurnFailWithTheirReceiver) {
+  start(2);
+  fault(wire::Kind::kRequest, 0, Fate::kDrop);
+  std::vector<Future> calls;
+  for (size_t count = 0; count < 2 * Outbox::kMostRendezvous; ++count) {
+    calls.push_back(call(0, 1, "large", {tensorOf(64 * kKiB)}, 3600.f));
+  }
+  network_.kill("address 1");
+  for (const Future& call : calls) {
+    const std::string what = failure(call);
+    EXPECT_TRUE(contains(what, "worker 'w1'")) << what; // lost, or could not be sent to
+  }
+  EXPECT_TRUE(eventually([&] { return agent(0).statistics().messagesSending == 0; }));
+}
+
+TEST_F(AgentTest, AllLargeMessagesGetTheirTurn) {
+  start(2);
+  std::vector<Future> calls;
+  for (size_t count = 0; count < 5 * Outbox::kMostRendezvous; ++count) {
+    calls.push_back(call(
+        static_cast<worker_id_t>(count % 2),
+        static_cast<worker_id_t>(1 - count % 2),
+        "large",
+        {tensorOf(64 * kKiB, static_cast<double>(count))}));
+  }
+  for (size_t count = 0; count < calls.size(); ++count) {
+    EXPECT_TRUE(isAll(answer(calls[count])->tensors()[0], static_cast<double>(count)));
+  }
+}
+
+// One message may have more parts than may be under way.
+TEST_F(AgentTest, MessageOfManyTensorsLeavesAlone) {
+  start(2);
+  std::vector<at::Tensor> sent;
+  for (size_t count = 0; count < Outbox::kMostRendezvous + 1; ++count) {
+    sent.push_back(tensorOf(64 * kKiB, static_cast<double>(count)));
+  }
+  const Future first = call(0, 1, "first", sent);
+  const Future second = call(0, 1, "second", sent);
+  for (const Future& future : {first, second}) {
+    const c10::intrusive_ptr<Message> received = answer(future);
+    ASSERT_EQ(received->tensors().size(), sent.size());
+    EXPECT_TRUE(isAll(received->tensors().back(), Outbox::kMostRendezvous));
+  }
+}
+
 } // namespace
 } // namespace torch_ucx_rpc

@@ -176,6 +176,9 @@ class AgentTest : public testing::Test {
           if (isInterrupted_.load()) {
             throw Interrupted();
           }
+          if (whileWaiting_) {
+            whileWaiting_();
+          }
         },
         options);
     return agent;
@@ -234,6 +237,7 @@ class AgentTest : public testing::Test {
 
   uint64_t poolBytesAtStart_ = 0;
   std::atomic<bool> isInterrupted_{false};
+  std::function<void()> whileWaiting_; // what a caller that waits does now and then; set before it waits
   LoopbackNetwork network_;
   const std::shared_ptr<Gate> gate_ = std::make_shared<Gate>();
   std::map<worker_id_t, std::shared_ptr<UcxRpcAgent>> agents_;

@@ -165,6 +165,25 @@ TEST_F(AgentTest, WaitersAreWokenForTheirAnswers) {
   EXPECT_LT(slowestMs.load(), 450) << "a lost wake-up shows as a sleep of its full bound, half a second";
 }
 
+// In Python `gil` is the GIL: who waits takes it now and then, to see to signals, and who completes a future has it.
+TEST_F(AgentTest, WhoCompletesAFutureMayHoldWhatItsWaiterWants) {
+  std::mutex gil;
+  std::atomic<bool> wantsGil{false};
+  whileWaiting_ = [&] {
+    wantsGil.store(true);
+    const std::lock_guard lock(gil);
+  };
+  start(1);
+  const Future future = newFuture();
+  std::unique_lock hasGil(gil);
+  std::thread waiter([&] { agent(0).await(*future); });
+  EXPECT_TRUE(eventually([&] { return wantsGil.load(); }));
+  complete(future, "done");
+  hasGil.unlock();
+  waiter.join();
+  whileWaiting_ = {};
+}
+
 TEST_F(AgentTest, WaitersThatAreInterruptedStopWaiting) {
   start(2, [this](Message& request) {
     gate_->pass();

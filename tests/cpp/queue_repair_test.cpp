@@ -4,7 +4,7 @@
 #include "eventually.h"
 #include "outcome.h"
 #include "transport/ucp/shared_memory_queue.h"
-#include "transport/ucp/ucp_transport.h"
+#include "ucp_lanes.h"
 
 #include <gtest/gtest.h>
 #include <signal.h>
@@ -12,7 +12,6 @@
 #include <unistd.h>
 
 #include <atomic>
-#include <cstdlib>
 #include <functional>
 #include <memory>
 
@@ -59,19 +58,16 @@ class Bystander {
 class QueueRepairTest : public testing::TestWithParam<const char*> {
  protected:
   QueueRepairTest() {
-    const char* const lanes = std::getenv("UCX_TLS");
-    const std::string before = lanes != nullptr ? lanes : "";
-    setenv("UCX_TLS", (std::string(GetParam()) + ",self").c_str(), 1);
-    sender_ = makeUcpTransport(2);
+    const std::string lanes = std::string(GetParam()) + ",self";
+    sender_ = makeUcpTransportOver(lanes);
     const std::set<uintptr_t> others = SharedMemoryQueue::mapped();
-    receiver_ = makeUcpTransport(2);
+    receiver_ = makeUcpTransportOver(lanes);
     for (const uintptr_t begin : SharedMemoryQueue::mapped()) {
       if (!others.contains(begin)) {
         mapped_.push_back(begin);
       }
     }
     queues_ = SharedMemoryQueue::mappedSince(others);
-    lanes != nullptr ? setenv("UCX_TLS", before.c_str(), 1) : unsetenv("UCX_TLS");
 
     receiver_->setListener(&received_);
     sender_->setListener(&sent_);

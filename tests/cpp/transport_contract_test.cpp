@@ -5,7 +5,7 @@
 #include "outcome.h"
 #include "transport/loopback/loopback_transport.h"
 #include "transport/transport.h"
-#include "transport/ucp/ucp_transport.h"
+#include "ucp_lanes.h"
 
 #include <gtest/gtest.h>
 #include <poll.h>
@@ -15,6 +15,7 @@
 #include <deque>
 #include <functional>
 #include <memory>
+#include <new>
 #include <ostream>
 #include <string>
 #include <thread>
@@ -53,25 +54,12 @@ class LoopbackFabric final : public Fabric {
   LoopbackNetwork network_;
 };
 
-// Sets UCX_TLS while a worker is made, unless it is empty.
 class UcpFabric final : public Fabric {
  public:
   explicit UcpFabric(std::string lanes) : lanes_(std::move(lanes)) {}
 
   std::unique_ptr<Transport> make(const std::string& /*name*/) override {
-    if (lanes_.empty()) {
-      return makeUcpTransport(2);
-    }
-    const char* const before = std::getenv("UCX_TLS");
-    const std::string restored = before != nullptr ? before : "";
-    setenv("UCX_TLS", lanes_.c_str(), 1);
-    std::unique_ptr<Transport> made = makeUcpTransport(2);
-    if (before != nullptr) {
-      setenv("UCX_TLS", restored.c_str(), 1);
-    } else {
-      unsetenv("UCX_TLS");
-    }
-    return made;
+    return makeUcpTransportOver(lanes_);
   }
   void destroy(std::unique_ptr<Transport> transport) override {
     transport.reset();
@@ -108,9 +96,11 @@ class Station final : public TransportListener {
   }
 
   void onEager(std::span<const std::byte> header, std::span<const std::byte> bytes) override {
+    takeMemory();
     arrivals.push_back({readHeader(header), Bytes(bytes)});
   }
   void onParked(std::span<const std::byte> header, void* parked, uint64_t bytes) override {
+    takeMemory();
     arrivals.push_back({readHeader(header), {}, parked, bytes});
   }
   void onEndpointFailed(EndpointId endpoint, const Error& error) override {
@@ -134,8 +124,17 @@ class Station final : public TransportListener {
   std::unique_ptr<Transport> transport;
   std::deque<Arrival> arrivals;
   std::vector<EndpointId> failed;
+  bool isOutOfMemory = false;
+  size_t lacks = 0; // messages for which there was no memory
 
  private:
+  void takeMemory() {
+    if (isOutOfMemory) {
+      ++lacks;
+      throw std::bad_alloc();
+    }
+  }
+
   static wire::Header readHeader(std::span<const std::byte> bytes) {
     wire::Header header;
     const Error error = wire::readHeader(bytes, header);
@@ -306,6 +305,27 @@ TEST_P(TransportContractTest, RefusedRendezvousCompletesAtTheSender) {
     ASSERT_TRUE(progressUntil([&] { return sending.isDone(); }));
   }
   EXPECT_EQ(a.transport->operationsInFlight(), 0u);
+}
+
+TEST_P(TransportContractTest, AMessageForWhichTheReceiverHasNoMemoryIsDroppedAndTheNextArrives) {
+  Outcome eager;
+  Outcome rendezvous;
+  Outcome next;
+  Station& a = station("a");
+  Station& b = station("b");
+  const EndpointId toB = a.connect(b);
+  const Bytes bytes = pattern(100 * kKiB, 1);
+  b.isOutOfMemory = true;
+  a.transport->send(toB, header(1), std::span<const std::byte>(bytes).first(100), SendMode::kEager, eager.callback());
+  a.transport->send(toB, header(2), bytes, SendMode::kRendezvous, rendezvous.callback());
+  ASSERT_TRUE(progressUntil([&] { return b.lacks == 2 && eager.isDone() && rendezvous.isDone(); }));
+  b.isOutOfMemory = false;
+  a.transport->send(toB, header(3), bytes, SendMode::kEager, next.callback());
+  ASSERT_TRUE(progressUntil([&] { return next.isDone() && !b.arrivals.empty(); }));
+  EXPECT_FALSE(next.error()) << next.error().message();
+  EXPECT_TRUE(isSame(b.take().bytes, bytes));
+  EXPECT_EQ(a.transport->operationsInFlight(), 0u);
+  EXPECT_TRUE(a.failed.empty());
 }
 
 TEST_P(TransportContractTest, EagerMessagesArriveInOrder) {

@@ -1,7 +1,10 @@
 #include "agent/turns.h"
+#include "eventually.h"
+#include "gate.h"
 
 #include <gtest/gtest.h>
 
+#include <thread>
 #include <vector>
 
 namespace torch_ucx_rpc {
@@ -29,6 +32,29 @@ TEST(TurnsTest, WhatFollowsATurnWaitsForAllEarlierOnes) {
   EXPECT_EQ(ran, std::vector<int>{1});
   second.end();
   EXPECT_EQ(ran, (std::vector<int>{1, 3}));
+}
+
+TEST(TurnsTest, WhatFollowsTurnsRunsInTheirOrderOneAtATime) {
+  Turns turns;
+  Gate gate;
+  std::vector<int> ran; // by one thread at a time, or a sanitizer finds out
+  std::thread busy([&, turn = turns.begin()]() mutable {
+    turn.end([&] {
+      gate.pass();
+      ran.push_back(1);
+    });
+  });
+  EXPECT_TRUE(eventually([&] { return gate.waiting() == 1; }));
+  Turns::Turn second = turns.begin();
+  turns.begin().end([&] { ran.push_back(3); });
+  second.end([&] {
+    ran.push_back(2);
+    turns.begin().end([&] { ran.push_back(4); }); // not within this one
+    ran.push_back(-2);
+  });
+  gate.open();
+  busy.join();
+  EXPECT_EQ(ran, (std::vector<int>{1, 2, -2, 3, 4}));
 }
 
 TEST(TurnsTest, ATurnEndsOnce) {

@@ -65,6 +65,16 @@ def test_calls_bytes_lanes_and_latencies_are_told_by_peer() -> None:
     assert one.latencies.percentile_us(0) <= 1.25 * one.latencies.mean_us
 
 
+@in_worker0(of=2)
+def test_large_tensors_that_come_in_turn_share_few_buffers() -> None:
+    tensor = torch.ones(MIB, dtype=torch.uint8)
+    for _ in range(200):
+        rpc.rpc_sync("worker1", discard, args=(tensor,))
+    there = rpc.rpc_sync("worker1", statistics)
+    assert there.pool_hits + there.pool_misses == 200
+    assert there.pool_misses <= 32
+
+
 def hang() -> None:
     assert _released.wait(60)
 
@@ -87,13 +97,16 @@ def release() -> None:
     _released.set()
 
 
-_entered = threading.Semaphore(0)
 _released = threading.Event()
+_counted = threading.Event()
 
 
 def wait_for_release() -> None:
-    _entered.release()
     assert _released.wait(60)
+
+
+def wait_for_count() -> None:
+    assert _counted.wait(60)
 
 
 def queues() -> tuple[int, int, int]:
@@ -107,10 +120,12 @@ def test_queues_tell_what_runs_and_what_waits(rank: int) -> None:
         futures = [rpc.rpc_async("worker1", wait_for_release) for _ in range(5)]
         eventually(lambda: statistics().messages_sending == 0, "the calls are sent")
         assert statistics().calls_open == peer("worker1").calls_open == 5
+        _counted.set()
         torch.futures.wait_all(futures)
         assert statistics().calls_open == peer("worker1").calls_open == 0
     else:
         eventually(lambda: queues() == (5, 2, 3), "two run, and three wait")
+        rpc.rpc_sync("worker0", wait_for_count)
         release()
         eventually(lambda: queues() == (0, 0, 0), "all are answered")
 

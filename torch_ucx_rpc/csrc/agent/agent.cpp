@@ -20,9 +20,12 @@ namespace torch_ucx_rpc {
 
 namespace {
 
-// At shutdown: for handlers that are still running, and for what was sent last.
-constexpr auto kHandlerGrace = std::chrono::milliseconds(1000);
-constexpr int64_t kFlushLimitMs = 1000;
+// At shutdown: for handlers that are still running, and for what was sent last; together less than a second.
+constexpr auto kHandlerGrace = std::chrono::milliseconds(500);
+constexpr int64_t kFlushLimitMs = 400;
+
+// How often a device is asked that nobody asks otherwise: of the order of what a short kernel takes.
+constexpr auto kDevicePeriod = std::chrono::microseconds(50);
 
 uint64_t randomSession() {
   std::random_device device;
@@ -70,10 +73,10 @@ UcxRpcAgent::UcxRpcAgent(
       *transport_,
       [this] {
         makeContextCurrent(getDevices());
-        outbox_->settle();
         inbox_->settle();
-        if (outbox_->waitsForDevice() || inbox_->waitsForDevice()) {
-          progress_->lookAgain();
+        outbox_->settle();
+        if ((outbox_->waitsForDevice() || inbox_->waitsForDevice()) && !isDeviceTimerSet_.exchange(true)) {
+          timer_.dueBy(Timer::Clock::now() + kDevicePeriod);
         }
         answerPingsWithWorkerLock();
         if (window_->waitingMessages.load() != 0 && !isStallTimerSet_.exchange(true)) {
@@ -191,6 +194,7 @@ void UcxRpcAgent::shutdownImpl() {
     }
     progress_->close([this] {
       outbox_->close();
+      inbox_->close();
       transport_->close(kFlushLimitMs);
     });
     trace::write(workerInfo_.name_);

@@ -150,23 +150,26 @@ class UcxRpcAgent : public torch::distributed::rpc::RpcAgent, public std::enable
     IncomingMessage message;
   };
   // The answer that the visitor waits for is handed back.
-  void dispatchMessage(
-      IncomingMessage message, std::optional<uint64_t> visitorsCall, std::optional<Answer>& visitorsAnswer);
-  void dispatchControl(const IncomingMessage& message);
+  std::optional<Answer> onResponse(IncomingMessage message, std::optional<uint64_t> visitorsCall = {});
+  void onMessage(IncomingMessage message); // any but a response
+  void onControl(const IncomingMessage& message);
   // Its tensors may be used on `streams`, fresh ones.
   Error decode(IncomingMessage incoming, Streams& streams, DecodedMessage& decoded);
   void serve(IncomingMessage message);
-  // Runs the request on this thread. If it is answered at once, the streams are ordered after the answer.
+  // Runs the request on this thread, with these streams current.
   c10::intrusive_ptr<JitFuture> handle(
       c10::intrusive_ptr<Message> request, const Streams& streams, Admission& admission) const;
   // Makes a thread for one piece of user code, and waits for it.
   void runOnOwnThread(const std::function<void()>& work) const;
   void respond(Peer& to, uint64_t callId, const JitFuture& response);
   void respondWithError(Peer& to, uint64_t callId, const std::string& what);
+  // Why a request fails that cannot be taken in, as its caller reads it.
+  std::string couldNotReceive(const Error& error) const;
   // Why a request is refused when all threads wait.
   std::string describeNesting() const;
   void complete(CallTable::Call call, IncomingMessage message);
   void failCall(const CallTable::Call& call, const std::string& what);
+  void endCallToGone(CallTable::Call call);
   void failCallLater(CallTable::Call call, std::string what);
   void wakeVisitor();
   bool visit(const JitFuture& future);
@@ -182,7 +185,7 @@ class UcxRpcAgent : public torch::distributed::rpc::RpcAgent, public std::enable
   void takeInWithWorkerLock();
   void answerPingsWithWorkerLock();
   void checkHeartbeats();
-  void sendNowWithWorkerLock(Peer& to, wire::Kind kind);
+  void sendNowWithWorkerLock(Peer& to, wire::Kind kind, uint64_t callId = 0);
 
   // Dynamic groups.
   bool isDynamic() const {
@@ -225,6 +228,7 @@ class UcxRpcAgent : public torch::distributed::rpc::RpcAgent, public std::enable
   std::atomic<bool> isEverybodyLeaving_{false}; // a graceful join has succeeded: peers that vanish now are in order
   std::once_flag shutdownOnce_;
   std::atomic<bool> isStallTimerSet_{false};
+  std::atomic<bool> isDeviceTimerSet_{false};
 
   std::atomic<int64_t> servedRequests_{0}; // received and not answered yet
   std::atomic<int64_t> asyncRequests_{0}; // of those, the ones whose handler has returned

@@ -8,6 +8,8 @@
 
 #include <c10/core/StreamGuard.h>
 #include <c10/util/Logging.h>
+#include <torch/csrc/distributed/autograd/rpc_messages/cleanup_autograd_context_resp.h>
+#include <torch/csrc/distributed/rpc/rref_proto.h>
 #include <torch/csrc/distributed/rpc/utils.h>
 
 #include <cstring>
@@ -57,6 +59,32 @@ std::string timeoutText(std::chrono::milliseconds timeout, const Peer& to) {
   return text + "; called " + to.describe();
 }
 
+// Completes a future, and so runs its callbacks. Torch's own may throw: that of an RRef does, which its owner died over. Whoever
+// uses that RRef is told; here is nobody to tell, and an exception would end the process.
+template <typename Complete>
+void runCallbacks(const Complete& complete) {
+  try {
+    complete();
+  } catch (const std::exception& error) {
+    VLOG(1) << "torch_ucx_rpc: a callback of a call has failed: " << error.what();
+  }
+}
+
+// torch sends these until they are answered, and ends the process over one that never is: its thread for that lets exceptions of
+// callbacks pass. A worker that is gone need not know what they say; null for any other.
+c10::intrusive_ptr<Message> answerForTheGone(rpc::MessageType request) {
+  switch (request) {
+    case rpc::MessageType::RREF_FORK_REQUEST:
+    case rpc::MessageType::RREF_CHILD_ACCEPT:
+    case rpc::MessageType::RREF_USER_DELETE:
+      return rpc::RRefAck().toMessage();
+    case rpc::MessageType::CLEANUP_AUTOGRAD_CONTEXT_REQ:
+      return torch::distributed::autograd::CleanupAutogradContextResp().toMessage();
+    default:
+      return nullptr;
+  }
+}
+
 // A request is its sender's call, an answer its receiver's.
 trace::CallId callOf(const IncomingMessage& message) {
   const wire::Header& header = message.header;
@@ -97,11 +125,13 @@ c10::intrusive_ptr<JitFuture> UcxRpcAgent::send(
 c10::intrusive_ptr<JitFuture> UcxRpcAgent::request(
     Peer& peer, c10::intrusive_ptr<Message> message, std::chrono::milliseconds timeout, const DeviceMap& deviceMap) {
   trace::Span span("send request", {}, trace::Arrow::kRequestLeaves);
+  const rpc::MessageType type = message->type();
   std::unique_ptr<OutgoingMessage> mail = encodeMessage(std::move(message), peer, deviceMap);
 
   CallTable::Call call;
   call.future = c10::make_intrusive<JitFuture>(at::AnyClassType::get(), getDevices());
   call.to = &peer;
+  call.type = type;
   call.sentAt = CallTable::Clock::now();
   call.timeout = timeout;
   if (timeout.count() != 0) { // 0: no limit
@@ -122,7 +152,7 @@ c10::intrusive_ptr<JitFuture> UcxRpcAgent::request(
   // Asked after the call is in the table: whoever marks the peer gone afterwards finds it there.
   CallTable::Call refused;
   if (peer.state() != Peer::State::kPresent && calls_.take(id, refused)) {
-    failCall(refused, peer.whyGone().message());
+    endCallToGone(std::move(refused));
   } else if (isClosed_.load() && calls_.take(id, refused)) {
     failCall(refused, "RPC has been shut down on this worker");
   } else {
@@ -171,12 +201,15 @@ void UcxRpcAgent::deliverToSelf(std::unique_ptr<OutgoingMessage> message) {
       arrived.spans.push_back({std::move(copy), span.bytes.size()});
     }
     arrived.before = DeviceWork(currentStreams(devices));
-  } catch (const std::exception& failure) { // of a device
-    onRejected({message->to, message->header, {ErrorCode::kDeviceFailed, failure.what()}});
+  } catch (const c10::Error& failure) {
+    onRejected({message->to, message->header, deviceFailed(failure)});
     return;
   }
-  std::optional<Answer> nobodys;
-  dispatchMessage(std::move(arrived), {}, nobodys);
+  if (arrived.header.kind == wire::Kind::kResponse) {
+    onResponse(std::move(arrived));
+  } else {
+    onMessage(std::move(arrived));
+  }
 }
 
 void UcxRpcAgent::onSent(std::unique_ptr<OutgoingMessage> message) {
@@ -191,6 +224,9 @@ void UcxRpcAgent::onSent(std::unique_ptr<OutgoingMessage> message) {
   } else if (message->error.code() == ErrorCode::kDeviceFailed && message->header.kind == wire::Kind::kResponse) {
     servedRequests_.fetch_add(1);
     respondWithError(*message->to, message->header.callId, message->error.message());
+  } else if (message->error.code() == ErrorCode::kOutOfFiles && message->header.kind == wire::Kind::kResponse) {
+    LOG(WARNING) << "torch_ucx_rpc: could not answer " << message->to->describe()
+                 << ", whose call will end with its timeout: " << message->error.message();
   } else if (message->error && message->header.kind != wire::Kind::kResponse) {
     // Nobody waits for this message itself, but somebody may for what it asks for: an acknowledgment, the end of a barrier. A
     // worker that ended just before we would have connected shows in no other way if its process goes on.
@@ -205,8 +241,13 @@ void UcxRpcAgent::onSent(std::unique_ptr<OutgoingMessage> message) {
 
 void UcxRpcAgent::dispatch(Deliveries deliveries, std::optional<uint64_t> visitorsCall) {
   std::optional<Answer> visitorsAnswer;
+  std::vector<IncomingMessage> inOrder;
   for (IncomingMessage& message : deliveries.messages) {
-    dispatchMessage(std::move(message), visitorsCall, visitorsAnswer);
+    if (message.header.kind != wire::Kind::kResponse) {
+      inOrder.push_back(std::move(message));
+    } else if (std::optional<Answer> answer = onResponse(std::move(message), visitorsCall)) {
+      visitorsAnswer = std::move(answer);
+    }
   }
   for (std::unique_ptr<OutgoingMessage>& message : deliveries.sent) {
     onSent(std::move(message));
@@ -217,8 +258,12 @@ void UcxRpcAgent::dispatch(Deliveries deliveries, std::optional<uint64_t> visito
   for (Deliveries::Join& join : deliveries.joins) {
     onJoin(std::move(join));
   }
-  if (!deliveries.failures.empty()) {
-    deliveries.turn.end([this, failures = std::move(deliveries.failures)]() mutable {
+  // Requests may wait for what earlier ones bring about, and must not fill the threads before those.
+  if (!inOrder.empty() || !deliveries.failures.empty()) {
+    deliveries.turn.end([this, messages = std::move(inOrder), failures = std::move(deliveries.failures)]() mutable {
+      for (IncomingMessage& message : messages) {
+        onMessage(std::move(message));
+      }
       for (Deliveries::Failure& failure : failures) {
         onPeerGone(*failure.peer, Peer::State::kFailed, failure.peer->lost(std::move(failure.error)));
       }
@@ -233,46 +278,46 @@ void UcxRpcAgent::dispatch(Deliveries deliveries, std::optional<uint64_t> visito
   }
 }
 
-void UcxRpcAgent::dispatchMessage(
-    IncomingMessage message, std::optional<uint64_t> visitorsCall, std::optional<Answer>& visitorsAnswer) {
+std::optional<UcxRpcAgent::Answer> UcxRpcAgent::onResponse(
+    IncomingMessage message, std::optional<uint64_t> visitorsCall) {
+  const std::shared_ptr<UcxRpcAgent> self = weak_from_this().lock();
+  const uint64_t id = message.header.callId;
+  const trace::Span span("receive answer", callOf(message), trace::Arrow::kAnswerArrives);
+  Answer answer;
+  if (self == nullptr || !calls_.isOpen(id, *message.from) || !calls_.take(id, answer.call)) {
+    return std::nullopt; // a late answer, or one of a worker that was not asked; its buffers are recycled here
+  }
+  answer.message = std::move(message);
+  if (id == visitorsCall) {
+    return answer;
+  }
+  threads_->addCompletion([self, answer = std::move(answer)]() mutable {
+    self->complete(std::move(answer.call), std::move(answer.message));
+    self->wakeVisitor();
+  });
+  return std::nullopt;
+}
+
+void UcxRpcAgent::onMessage(IncomingMessage message) {
   const std::shared_ptr<UcxRpcAgent> self = weak_from_this().lock();
   if (self == nullptr) {
     return; // being destroyed
   }
-  switch (message.header.kind) {
-    case wire::Kind::kRequest: {
-      const trace::Span span("receive request", callOf(message), trace::Arrow::kRequestArrives);
-      servedRequests_.fetch_add(1);
-      message.from->callsReceived.fetch_add(1, std::memory_order_relaxed);
-      Peer& from = *message.from;
-      const uint64_t callId = message.header.callId;
-      threads_->addRequest(
-          [self, message = std::move(message)]() mutable { self->serve(std::move(message)); },
-          [self, &from, callId] { self->respondWithError(from, callId, self->describeNesting()); });
-      return;
-    }
-    case wire::Kind::kResponse: {
-      const trace::Span span("receive answer", callOf(message), trace::Arrow::kAnswerArrives);
-      CallTable::Call call;
-      if (!calls_.isOpen(message.header.callId, *message.from) || !calls_.take(message.header.callId, call)) {
-        return; // a late answer, or one of a worker that was not asked; its buffers are recycled here
-      }
-      if (message.header.callId == visitorsCall) {
-        visitorsAnswer.emplace(std::move(call), std::move(message));
-      } else {
-        threads_->addCompletion([self, call = std::move(call), message = std::move(message)]() mutable {
-          self->complete(std::move(call), std::move(message));
-          self->wakeVisitor();
-        });
-      }
-      return;
-    }
-    default:
-      dispatchControl(message);
+  if (message.header.kind != wire::Kind::kRequest) {
+    onControl(message);
+    return;
   }
+  const trace::Span span("receive request", callOf(message), trace::Arrow::kRequestArrives);
+  Peer& from = *message.from;
+  const uint64_t callId = message.header.callId;
+  servedRequests_.fetch_add(1);
+  from.callsReceived.fetch_add(1, std::memory_order_relaxed);
+  threads_->addRequest(
+      [self, message = std::move(message)]() mutable { self->serve(std::move(message)); },
+      [self, &from, callId] { self->respondWithError(from, callId, self->describeNesting()); });
 }
 
-void UcxRpcAgent::dispatchControl(const IncomingMessage& message) {
+void UcxRpcAgent::onControl(const IncomingMessage& message) {
   Peer& from = *message.from;
   const std::span<const std::byte> body = message.body();
   switch (message.header.kind) {
@@ -284,6 +329,7 @@ void UcxRpcAgent::dispatchControl(const IncomingMessage& message) {
       return;
     case wire::Kind::kAcknowledge:
       from.hasAcknowledged.store(true);
+      progress_->submit([this, &from] { outbox_->onAdmitted(from); });
       return;
     case wire::Kind::kBarrierArrive: {
       wire::BarrierArrive arrive{};
@@ -324,8 +370,8 @@ Error UcxRpcAgent::decode(IncomingMessage incoming, Streams& streams, DecodedMes
     incoming.before.blockStreams(streams);
     const c10::MultiStreamGuard guard(streams);
     return decodeMessage(std::move(incoming), devices, decoded);
-  } catch (const std::exception& failure) { // of a device
-    return {ErrorCode::kDeviceFailed, failure.what()};
+  } catch (const std::exception& failure) {
+    return deviceFailed(failure);
   }
 }
 
@@ -343,7 +389,7 @@ void UcxRpcAgent::serve(IncomingMessage incoming) {
   {
     const trace::Span span("decode request", traced);
     if (Error error = decode(std::move(incoming), streams, decoded)) {
-      respondWithError(from, callId, error.message());
+      respondWithError(from, callId, couldNotReceive(error));
       return;
     }
   }
@@ -367,6 +413,9 @@ void UcxRpcAgent::serve(IncomingMessage incoming) {
   admission.release();
   if (response->completed()) {
     const c10::MultiStreamGuard guard(streams);
+    if (!streams.empty()) {
+      response->wait(); // the streams, not this thread, wait for its value
+    }
     respond(from, callId, *response);
     return;
   }
@@ -384,11 +433,7 @@ c10::intrusive_ptr<JitFuture> UcxRpcAgent::handle(
   if (hasDeviceMaps_.load()) {
     placeGradients(request);
   }
-  c10::intrusive_ptr<JitFuture> response = (*cb_)(*request, streams);
-  if (!streams.empty() && response->completed()) {
-    response->wait(); // has these streams wait for its value
-  }
-  return response;
+  return (*cb_)(*request, streams);
 }
 
 void UcxRpcAgent::runOnOwnThread(const std::function<void()>& work) const {
@@ -437,6 +482,10 @@ void UcxRpcAgent::respondWithError(Peer& to, uint64_t callId, const std::string&
   servedRequests_.fetch_sub(1);
 }
 
+std::string UcxRpcAgent::couldNotReceive(const Error& error) const {
+  return "worker '" + workerInfo_.name_ + "' could not receive this call: " + error.message();
+}
+
 std::string UcxRpcAgent::describeNesting() const {
   return "worker '" + workerInfo_.name_ + "' has no thread left for this call: all " +
       std::to_string(threads_->counts().runningRequests) +
@@ -460,15 +509,27 @@ void UcxRpcAgent::complete(CallTable::Call call, IncomingMessage incoming) {
     return;
   }
   call.to->latencies.add(CallTable::Clock::now() - call.sentAt);
-  // The future has whoever gets its value wait for these streams. Not Message::getStorages(), which throws for undefined tensors and for
-  // the compressed sparse layouts.
-  const c10::MultiStreamGuard guard(streams);
-  call.future->markCompleted(std::move(decoded.message), std::move(decoded.deviceStorages));
+  // Not Message::getStorages(), which throws for undefined tensors and for the compressed sparse layouts.
+  const c10::MultiStreamGuard guard(streams); // who gets the value waits for these
+  runCallbacks([&] { call.future->markCompleted(std::move(decoded.message), std::move(decoded.deviceStorages)); });
 }
 
 void UcxRpcAgent::failCall(const CallTable::Call& call, const std::string& what) {
   call.to->callsFailed.fetch_add(1, std::memory_order_relaxed);
-  call.future->setError(asException(what));
+  runCallbacks([&] { call.future->setError(asException(what)); });
+}
+
+void UcxRpcAgent::endCallToGone(CallTable::Call call) {
+  const std::string what = call.to->whyGone().message();
+  const std::shared_ptr<UcxRpcAgent> self = weak_from_this().lock();
+  c10::intrusive_ptr<Message> answer = answerForTheGone(call.type);
+  if (answer == nullptr || self == nullptr) {
+    failCallLater(std::move(call), what);
+    return;
+  }
+  threads_->addCompletion([call = std::move(call), answer = std::move(answer)] {
+    runCallbacks([&] { call.future->markCompleted(answer, answer->getStorages()); });
+  });
 }
 
 void UcxRpcAgent::failCallLater(CallTable::Call call, std::string what) {
@@ -493,7 +554,7 @@ void UcxRpcAgent::onRejected(Deliveries::Rejection rejection) {
   if (rejection.header.kind == wire::Kind::kRequest) {
     if (rejection.from->isThere()) {
       servedRequests_.fetch_add(1);
-      respondWithError(*rejection.from, rejection.header.callId, rejection.error.message());
+      respondWithError(*rejection.from, rejection.header.callId, couldNotReceive(rejection.error));
     }
     return;
   }
@@ -509,11 +570,13 @@ void UcxRpcAgent::onRejected(Deliveries::Rejection rejection) {
 
 Timer::Clock::time_point UcxRpcAgent::onTimer(Timer::Clock::time_point now) {
   Timer::Clock::time_point next = Timer::Clock::time_point::max();
+  std::vector<std::pair<Peer*, uint64_t>> expiredIds;
   for (CallTable::Expired& expired : calls_.takeExpired(now, next)) {
     callsTimedOut_.fetch_add(1, std::memory_order_relaxed);
     Peer& to = *expired.call.to;
-    // What the callee has not taken in yet it need not; its handler, once running, is not interrupted.
-    postControl(to, wire::Kind::kCancel, expired.id, {});
+    if (to.member().session != session_) {
+      expiredIds.emplace_back(&to, expired.id);
+    }
     const std::string what = rpc::makeRPCError(timeoutText(expired.call.timeout, to), rpc::RPCErrorType::TIMEOUT);
     failCallLater(std::move(expired.call), what);
     isRepairWanted_.store(true); // it is also how a worker looks that hears nothing
@@ -521,6 +584,21 @@ Timer::Clock::time_point UcxRpcAgent::onTimer(Timer::Clock::time_point now) {
   if (isRepairWanted_.load() || isRepairing_.load()) {
     progress_->submit([this] { repairWithWorkerLock(); });
     next = std::min(next, now + kRepairPeriod);
+  }
+  if (!expiredIds.empty()) {
+    // What the callee has not taken in yet it need not; its handler, once running, is not interrupted. After the failures: this may
+    // make progress for others.
+    progress_->submit([this, ids = std::move(expiredIds)] {
+      for (const auto& [to, id] : ids) {
+        if (!outbox_->cancel(*to, id)) {
+          sendNowWithWorkerLock(*to, wire::Kind::kCancel, id);
+        }
+      }
+    });
+  }
+
+  if (isDeviceTimerSet_.exchange(false)) {
+    progress_->submit([] {}); // settles, and sets it again if there is still something to wait for
   }
 
   next = std::min(next, threads_->check(now));

@@ -8,7 +8,7 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
-#include <exception>
+#include <string>
 #include <utility>
 
 namespace torch_ucx_rpc {
@@ -34,6 +34,13 @@ at::Tensor asTensor(void* bytes, uint64_t count, c10::Device device) {
 }
 
 } // namespace
+
+const c10::Device* findDevice(const Devices& devices, int8_t type, int8_t index) {
+  const auto found = std::find_if(devices.begin(), devices.end(), [&](const c10::Device& device) {
+    return static_cast<int8_t>(device.type()) == type && device.index() == index;
+  });
+  return found != devices.end() ? &*found : nullptr;
+}
 
 Streams currentStreams(const Devices& devices) {
   Streams streams;
@@ -83,6 +90,13 @@ c10::DataPtr copyBytes(const void* bytes, uint64_t count, c10::Device from, c10:
   return copy;
 }
 
+Error deviceFailed(const std::exception& failure) {
+  const auto* ofTorch = dynamic_cast<const c10::Error*>(&failure);
+  return {
+      ErrorCode::kDeviceFailed,
+      std::string("a device has failed: ") + (ofTorch != nullptr ? ofTorch->what_without_backtrace() : failure.what())};
+}
+
 DeviceWork::DeviceWork(const Streams& streams) {
   for (const c10::Stream& stream : streams) {
     events_.emplace_back(stream.device_type()).record(stream);
@@ -118,14 +132,12 @@ c10::DataPtr ReceiveMemory::allocate(c10::Device device, uint64_t bytes) {
 }
 
 DeviceWork ReceiveMemory::earlierWork(const Devices& devices) {
-  Streams busy;
+  Streams streams;
+  streams.reserve(devices.size());
   for (const c10::Device device : devices) {
-    const c10::Stream stream = streamOf(device);
-    if (!VirtualGuardImpl(device.type()).queryStream(stream)) {
-      busy.push_back(stream);
-    }
+    streams.push_back(streamOf(device));
   }
-  return DeviceWork(busy);
+  return DeviceWork(streams);
 }
 
 } // namespace torch_ucx_rpc

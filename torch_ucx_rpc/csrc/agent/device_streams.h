@@ -1,11 +1,14 @@
 #pragma once
 
+#include "base/error.h"
+
 #include <c10/core/Allocator.h>
 #include <c10/core/Device.h>
 #include <c10/core/Event.h>
 #include <c10/core/Stream.h>
 
 #include <cstdint>
+#include <exception>
 #include <unordered_map>
 #include <vector>
 
@@ -15,6 +18,9 @@ namespace torch_ucx_rpc {
 // here knows CUDA. docs/gpu.md has the rules that these are the words of.
 using Devices = std::vector<c10::Device>;
 using Streams = std::vector<c10::Stream>;
+
+// The one with torch's numbers for a type and an index; null if it is not among them.
+const c10::Device* findDevice(const Devices& devices, int8_t type, int8_t index);
 
 // The streams that are current on this thread, one for each device.
 Streams currentStreams(const Devices& devices);
@@ -32,6 +38,9 @@ void makeContextCurrent(const Devices& devices);
 
 // Copies bytes in the order of the streams that are current, into new memory of `to`. Blocks where one side is the CPU.
 c10::DataPtr copyBytes(const void* bytes, uint64_t count, c10::Device from, c10::Device to);
+
+// What torch has thrown for a device, without its backtrace. It may be the failure of something that has run there long before.
+Error deviceFailed(const std::exception& failure);
 
 // What was in some streams when this was made. Not thread-safe.
 class DeviceWork {
@@ -54,10 +63,10 @@ class DeviceWork {
 // wait for that stream itself: hence one on which nothing else is done. Not thread-safe.
 class ReceiveMemory {
  public:
-  // Throws c10::Error when there is no memory left.
+  // Throws what torch's allocator throws, c10::Error for one, when there is no memory left.
   c10::DataPtr allocate(c10::Device device, uint64_t bytes);
 
-  // Streams of torch's pool are shared. What is in those of these devices: the memory just allocated may be written to after that.
+  // What the streams of these devices have to do: the memory just allocated may be written to after that.
   DeviceWork earlierWork(const Devices& devices);
 
  private:

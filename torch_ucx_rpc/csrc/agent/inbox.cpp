@@ -290,54 +290,51 @@ void Inbox::start(Waiting waiting, Admission admission) {
   message.admission = std::move(admission);
   message.eagerBody = std::move(assembled.body.data);
   message.pooledBodyBytes = assembled.body.parkedBytes;
-  Error error;
   try {
     if (assembled.body.parked != nullptr) {
       message.pooledBody = pool_.allocate(assembled.body.parkedBytes);
     }
-    error = allocateSpans(*receiving);
+    allocateSpans(*receiving);
   } catch (const std::bad_alloc&) {
-    error = {ErrorCode::kOutOfMemory, "out of memory for a message of " + std::to_string(waiting.bytes) + " bytes"};
-  } catch (const c10::Error& failure) { // of a device; without a backtrace
-    error = {ErrorCode::kOutOfMemory, failure.what_without_backtrace()};
+    receiving->error = outOfMemoryFor(waiting.bytes);
+  } catch (const std::exception& failure) {
+    receiving->error = deviceFailed(failure);
   }
-  if (error) {
-    reject(receiving, std::move(error));
-  } else if (!receiveIfFree(receiving)) {
+  if (!receiveIfFree(receiving)) {
     starting_.push_back(receiving);
   }
 }
 
-Error Inbox::allocateSpans(Receiving& receiving) {
+void Inbox::allocateSpans(Receiving& receiving) {
   IncomingMessage& message = receiving.message;
   const std::vector<wire::Piece>& pieces = receiving.assembled.spans;
-  std::vector<c10::Device> targets(pieces.size(), c10::kCPU);
+  message.spans.resize(pieces.size());
+  if (!devices_().empty()) {
+    allocateOnDevices(receiving);
+  }
+  for (size_t index = 0; index < pieces.size(); ++index) {
+    IncomingMessage::Span& span = message.spans[index];
+    span.bytes = pieces[index].size();
+    if (!span.data) {
+      span.data = pool_.allocate(span.bytes);
+    }
+  }
+}
+
+void Inbox::allocateOnDevices(Receiving& receiving) {
+  const std::vector<wire::Piece>& pieces = receiving.assembled.spans;
   Devices used;
-  for (const wire::StorageRecord& storage : wire::storagesOf(message.eagerBody)) {
-    if (storage.deviceType == static_cast<int8_t>(c10::kCPU) || storage.span >= pieces.size() ||
-        pieces[storage.span].parked == nullptr) {
-      continue;
+  for (const wire::StorageRecord& storage : wire::storagesOf(receiving.message.eagerBody)) {
+    const c10::Device* device = findDevice(devices_(), storage.deviceType, storage.deviceIndex);
+    if (device == nullptr || storage.span >= pieces.size() || pieces[storage.span].parked == nullptr) {
+      continue; // for the host, or malformed: then it is refused when it is decoded
     }
-    const Devices& known = devices_();
-    const auto device = std::find_if(known.begin(), known.end(), [&](const c10::Device& one) {
-      return static_cast<int8_t>(one.type()) == storage.deviceType && one.index() == storage.deviceIndex;
-    });
-    if (device == known.end()) {
-      return {ErrorCode::kProtocol, "it has a tensor for a device that this worker does not use for RPC"};
-    }
-    targets[storage.span] = *device;
+    receiving.message.spans[storage.span].data = deviceMemory_.allocate(*device, pieces[storage.span].size());
     if (std::find(used.begin(), used.end(), *device) == used.end()) {
       used.push_back(*device);
     }
   }
-  message.spans.reserve(pieces.size());
-  for (size_t index = 0; index < pieces.size(); ++index) {
-    const uint64_t bytes = pieces[index].size();
-    message.spans.push_back(
-        {targets[index].is_cpu() ? pool_.allocate(bytes) : deviceMemory_.allocate(targets[index], bytes), bytes});
-  }
   receiving.before = deviceMemory_.earlierWork(used);
-  return {};
 }
 
 bool Inbox::receiveIfFree(std::list<Receiving>::iterator receiving) {
@@ -349,8 +346,8 @@ bool Inbox::receiveIfFree(std::list<Receiving>::iterator receiving) {
     if (!receiving->before.isDone()) {
       return false;
     }
-  } catch (const std::exception& failure) { // of the device, whatever it was at
-    reject(receiving, {ErrorCode::kDeviceFailed, std::string("the device fails: ") + failure.what()});
+  } catch (const std::exception& failure) {
+    reject(receiving, deviceFailed(failure));
     return true;
   }
   const wire::Assembled assembled = std::move(receiving->assembled);
@@ -408,6 +405,12 @@ void Inbox::finishPart(std::list<Receiving>::iterator receiving, Error error) {
 void Inbox::forget(std::list<Receiving>::iterator receiving) {
   receiving_.erase(receiving);
   window_->receivingMessages.store(receiving_.size());
+}
+
+void Inbox::close() {
+  for (const std::list<Receiving>::iterator receiving : std::exchange(starting_, {})) {
+    reject(receiving, {ErrorCode::kShutDown, "RPC has been shut down on this worker"});
+  }
 }
 
 void Inbox::dropPeer(const Peer& peer) {

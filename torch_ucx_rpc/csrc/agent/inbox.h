@@ -83,6 +83,9 @@ class Inbox final : public TransportListener {
     return std::exchange(pings_, {});
   }
 
+  // Gives up what waits for a device; the transport is about to be closed.
+  void close();
+
   // Forgets what has not yet been received from a peer that is gone. What comes of it later is dropped too.
   void dropPeer(const Peer& peer);
 
@@ -137,7 +140,8 @@ class Inbox final : public TransportListener {
   bool isBusyReceiving(uint64_t more) const;
   void start(Waiting waiting, Admission admission);
   // Memory for the spans, of devices where the body says so; of the host if the body itself is still to be received.
-  Error allocateSpans(Receiving& receiving);
+  void allocateSpans(Receiving& receiving);
+  void allocateOnDevices(Receiving& receiving);
   // False, and nothing done, while its memory is not free.
   bool receiveIfFree(std::list<Receiving>::iterator receiving);
   // For what is not being received yet.

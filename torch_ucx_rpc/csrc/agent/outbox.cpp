@@ -1,22 +1,14 @@
 #include "agent/outbox.h"
 
+#include <algorithm>
 #include <exception>
-#include <string>
 #include <utility>
 
 namespace torch_ucx_rpc {
 
-namespace {
-
-Error shutDown() {
-  return {ErrorCode::kShutDown, "RPC has been shut down on this worker"};
-}
-
-} // namespace
-
 Error Outbox::connect(Peer& peer) {
   if (isClosed_) {
-    return shutDown();
+    return {ErrorCode::kShutDown, "RPC has been shut down on this worker"};
   }
   if (!peer.isThere()) {
     return peer.whyGone();
@@ -33,54 +25,100 @@ Error Outbox::connect(Peer& peer) {
   return {};
 }
 
-template <typename Condition>
-void Outbox::failUnready(Condition condition, const Error& error) {
-  std::erase_if(unready_, [&](OutgoingMessage* message) {
-    const bool isMeant = condition(*message);
-    if (isMeant) {
-      finish(message, message->unfinished, error);
+void Outbox::send(std::unique_ptr<OutgoingMessage> message) {
+  if (message->header.kind == wire::Kind::kJoin) {
+    unadmitted_.try_emplace(message->to);
+  } else if (const auto entry = unadmitted_.find(message->to);
+             entry != unadmitted_.end() && message->header.kind != wire::Kind::kGoodbye) {
+    entry->second.push_back(std::move(message));
+    return;
+  }
+  ++underWay_;
+  if (isReady(*message)) {
+    enqueue(std::move(message));
+  } else {
+    unready_.push_back(std::move(message));
+  }
+}
+
+bool Outbox::isReady(OutgoingMessage& message) const {
+  if (!canLeave(message)) {
+    return true;
+  }
+  try {
+    return message.before.isDone();
+  } catch (const std::exception& failure) {
+    message.error = deviceFailed(failure);
+    return true;
+  }
+}
+
+void Outbox::sendReady() {
+  std::erase_if(unready_, [this](std::unique_ptr<OutgoingMessage>& message) {
+    const bool isNow = isReady(*message);
+    if (isNow) {
+      enqueue(std::move(message));
     }
-    return isMeant;
+    return isNow;
   });
 }
 
-void Outbox::send(std::unique_ptr<OutgoingMessage> owned) {
-  OutgoingMessage* message = owned.release(); // ours again in finish()
-  ++underWay_;
-  message->unfinished = 1 + message->spans.size();
-  if (message->header.kind == wire::Kind::kCancel) { // what has not been sent need not be
-    failUnready(
-        [message](const OutgoingMessage& other) {
-          return other.to == message->to && other.header.kind == wire::Kind::kRequest &&
-              other.header.callId == message->header.callId;
-        },
-        {ErrorCode::kCanceled, "the call has timed out before its tensors were ready"});
+void Outbox::enqueue(std::unique_ptr<OutgoingMessage> message) {
+  if (message->rendezvousParts() != 0 && canLeave(*message) && !message->error) { // else it fails at once
+    Queue& queue = queueOf(*message);
+    if (!queue.waiting.empty() || !queue.hasRoomFor(*message)) {
+      queue.waiting.emplace(message->header.callId, std::move(message));
+      return;
+    }
   }
-  if (!sendIfReady(message)) {
-    unready_.push_back(message);
-  }
+  start(std::move(message));
 }
 
 void Outbox::settle() {
-  std::erase_if(unready_, [this](OutgoingMessage* message) { return sendIfReady(message); });
+  sendReady();
+  while (!moved_.empty()) {
+    for (Queue* queue : std::exchange(moved_, {})) {
+      while (!queue->waiting.empty() && queue->hasRoomFor(*queue->waiting.begin()->second)) {
+        startFirst(*queue);
+      }
+    }
+  }
 }
 
-bool Outbox::sendIfReady(OutgoingMessage* message) {
-  try {
-    if (!isClosed_ && !message->before.isDone()) {
-      return false;
+bool Outbox::cancel(Peer& to, uint64_t callId) {
+  std::unique_ptr<OutgoingMessage> given;
+  const auto unready =
+      std::find_if(unready_.begin(), unready_.end(), [&](const std::unique_ptr<OutgoingMessage>& message) {
+        return message->to == &to && message->header.kind == wire::Kind::kRequest && message->header.callId == callId;
+      });
+  if (unready != unready_.end()) {
+    given = std::move(*unready);
+    unready_.erase(unready);
+  } else if (const auto queue = queues_.find({&to, wire::Kind::kRequest}); queue != queues_.end()) {
+    if (auto queued = queue->second.waiting.extract(callId)) {
+      given = std::move(queued.mapped());
     }
-  } catch (const std::exception& failure) { // of the device, whatever it was at
-    finish(
-        message, message->unfinished, {ErrorCode::kDeviceFailed, std::string("the device fails: ") + failure.what()});
-    return true;
   }
-  sendReady(message);
+  if (given == nullptr) {
+    return false;
+  }
+  given->error = {ErrorCode::kCanceled, "its call was given up"};
+  --underWay_;
+  deliveries_.sent.push_back(std::move(given));
   return true;
 }
 
-void Outbox::sendReady(OutgoingMessage* message) {
-  if (Error error = connect(*message->to)) {
+void Outbox::startFirst(Queue& queue) {
+  start(std::move(queue.waiting.extract(queue.waiting.begin()).mapped()));
+}
+
+void Outbox::start(std::unique_ptr<OutgoingMessage> owned) {
+  OutgoingMessage* message = owned.release(); // ours again in finish()
+  if (const size_t parts = message->rendezvousParts(); parts != 0) {
+    queueOf(*message).rendezvous += parts;
+  }
+  message->unfinished = 1 + message->spans.size();
+  if (Error error = message->error ? message->error : connect(*message->to)) {
     finish(message, message->unfinished, std::move(error));
     return;
   }
@@ -113,10 +151,16 @@ void Outbox::finish(OutgoingMessage* message, size_t parts, Error error) {
     message->error = std::move(error);
   }
   message->unfinished -= parts;
-  if (message->unfinished == 0) {
-    --underWay_;
-    deliveries_.sent.emplace_back(message);
+  if (message->unfinished != 0) {
+    return;
   }
+  if (const size_t rendezvous = message->rendezvousParts(); rendezvous != 0) {
+    Queue& queue = queueOf(*message);
+    queue.rendezvous -= rendezvous;
+    moved_.push_back(&queue);
+  }
+  --underWay_;
+  deliveries_.sent.emplace_back(message);
 }
 
 Peer* Outbox::peerOf(EndpointId endpoint) const {
@@ -124,15 +168,37 @@ Peer* Outbox::peerOf(EndpointId endpoint) const {
   return entry != peers_.end() ? entry->second : nullptr;
 }
 
-void Outbox::close() {
-  isClosed_ = true;
-  failUnready([](const OutgoingMessage&) { return true; }, shutDown());
+void Outbox::onAdmitted(Peer& peer) {
+  if (auto waiting = unadmitted_.extract(&peer)) {
+    for (std::unique_ptr<OutgoingMessage>& message : waiting.mapped()) {
+      send(std::move(message));
+    }
+  }
 }
 
 void Outbox::abandon(Peer& peer) {
-  failUnready([&peer](const OutgoingMessage& message) { return message.to == &peer; }, peer.whyGone());
+  onAdmitted(peer); // nobody admits any more: what has waited fails
   if (!isClosed_ && peer.endpoint.has_value()) {
     transport_.abandon(*peer.endpoint);
+  }
+  sendReady(); // those fail
+  for (auto& [key, queue] : queues_) {
+    while (key.first == &peer && !queue.waiting.empty()) {
+      startFirst(queue); // and fail
+    }
+  }
+}
+
+void Outbox::close() {
+  isClosed_ = true;
+  while (!unadmitted_.empty()) {
+    onAdmitted(*unadmitted_.begin()->first);
+  }
+  sendReady(); // and fail
+  for (auto& [key, queue] : queues_) {
+    while (!queue.waiting.empty()) {
+      startFirst(queue); // and fail
+    }
   }
 }
 

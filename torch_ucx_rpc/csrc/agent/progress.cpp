@@ -3,7 +3,6 @@
 #include <sched.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
-#include <sys/timerfd.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -33,9 +32,6 @@ int checked(int fd, const char* what) {
 constexpr auto kPatrol = std::chrono::milliseconds(1);
 constexpr int kQuietRounds = 20;
 
-// How long a sleeping driver leaves alone what nothing announces: of the order of what a kernel on a device takes.
-constexpr auto kLookAgain = std::chrono::microseconds(50);
-
 // How often a leader that has something looks for more, before it leaves the rest to another.
 constexpr int kMostRounds = 8;
 
@@ -44,7 +40,7 @@ using Clock = Spinning::Clock;
 thread_local Clock::time_point leftAt{};
 
 // What an event of the epoll set carries.
-enum Event : uint64_t { kTransport, kWake, kWatches, kTimer };
+enum Event : uint64_t { kTransport, kWake, kWatches };
 
 // While nobody sleeps: every how many spins somebody looks at the watched descriptors.
 constexpr unsigned kSpinsBetweenLooks = 1024;
@@ -63,16 +59,13 @@ Progress::Progress(Transport& transport, Operation settle, UniqueFunction<void(D
   epollFd_ = checked(epoll_create1(EPOLL_CLOEXEC), "epoll_create1");
   wakeFd_ = checked(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK), "eventfd");
   watchesFd_ = checked(epoll_create1(EPOLL_CLOEXEC), "epoll_create1");
-  timerFd_ = checked(timerfd_create(CLOCK_MONOTONIC, TFD_CLOEXEC | TFD_NONBLOCK), "timerfd_create");
   addToEpoll(epollFd_, wakeFd_, EPOLLIN | EPOLLET, kWake);
   addToEpoll(epollFd_, watchesFd_, EPOLLIN | EPOLLET, kWatches);
-  addToEpoll(epollFd_, timerFd_, EPOLLIN | EPOLLET, kTimer);
   addToEpoll(epollFd_, transport_.eventFd(), EPOLLIN | EPOLLET, kTransport);
 }
 
 Progress::~Progress() {
   ::close(epollFd_);
-  ::close(timerFd_);
   ::close(watchesFd_);
   ::close(wakeFd_);
 }
@@ -309,9 +302,6 @@ Progress::Slept Progress::sleep() {
   if (event.data.u64 == kWatches) {
     queueWatches();
   }
-  if (event.data.u64 == kTimer) {
-    isTimerSet_.store(false);
-  }
   return Slept::kUntilEvent;
 }
 
@@ -319,15 +309,6 @@ void Progress::wake() {
   // Never read: with edge triggering each write is an event of its own.
   const uint64_t one = 1;
   (void)!write(wakeFd_, &one, sizeof(one));
-}
-
-void Progress::lookAgain() {
-  if (isTimerSet_.exchange(true)) {
-    return;
-  }
-  itimerspec time{};
-  time.it_value.tv_nsec = std::chrono::nanoseconds(kLookAgain).count();
-  checked(timerfd_settime(timerFd_, 0, &time, nullptr), "timerfd_settime");
 }
 
 void Progress::watch(int fd, Operation onReadable) {

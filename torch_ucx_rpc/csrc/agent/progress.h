@@ -74,9 +74,6 @@ class Progress {
   // Wakes one thread that sleeps in lead() or visit(): the latest.
   void wake();
 
-  // Has somebody progress soon, and settle with it, even if nothing happens: for what nothing announces. Under the worker lock.
-  void lookAgain();
-
   // Runs an operation, once, when a file descriptor becomes readable. The descriptor stays the caller's.
   void watch(int fd, Operation onReadable);
 
@@ -117,7 +114,6 @@ class Progress {
   UniqueFunction<void(Deliveries)> dispatch_;
   int epollFd_ = -1;
   int wakeFd_ = -1;
-  int timerFd_ = -1; // of lookAgain()
   int watchesFd_ = -1; // an epoll set of its own, so that who does not sleep can look at it too
 
   Turns turns_;
@@ -140,7 +136,6 @@ class Progress {
   using Time = Spinning::Clock::rep; // since the clock's epoch
   std::atomic<Time> awaySince_{0}; // since when the transport has been left to the patrol; 0: it has not
   std::atomic<uint64_t> absences_{0};
-  std::atomic<bool> isTimerSet_{false}; // and has woken nobody yet
   std::atomic<bool> isPatrolled_{false};
   std::atomic<bool> isVisited_{false}; // between visit() and leave()
   std::atomic<bool> isVisitorAsleep_{false};

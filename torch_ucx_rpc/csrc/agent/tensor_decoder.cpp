@@ -7,6 +7,7 @@
 #include <c10/core/CPUAllocator.h>
 
 #include <cstring>
+#include <new>
 #include <utility>
 #include <vector>
 
@@ -72,12 +73,9 @@ class Decoder {
     if (record.deviceType == static_cast<int8_t>(c10::kCPU)) {
       return c10::kCPU;
     }
-    for (const c10::Device& device : devices_) {
-      if (static_cast<int8_t>(device.type()) == record.deviceType && device.index() == record.deviceIndex) {
-        return device;
-      }
-    }
-    TORCH_CHECK(false, "malformed message: a tensor for a device that this worker does not use for RPC");
+    const c10::Device* device = findDevice(devices_, record.deviceType, record.deviceIndex);
+    TORCH_CHECK(device != nullptr, "malformed message: a tensor for a device that this worker does not use for RPC");
+    return *device;
   }
 
   static c10::Storage copyInline(const BodyView::Storage& storage, c10::Device device) {
@@ -251,19 +249,20 @@ std::vector<char> payloadOf(const BodyView& view, std::vector<IncomingMessage::S
 } // namespace
 
 Error decodeMessage(IncomingMessage incoming, const Devices& devices, DecodedMessage& decoded) {
-  std::vector<uint64_t> spanBytes;
-  spanBytes.reserve(incoming.spans.size());
-  for (const IncomingMessage::Span& span : incoming.spans) {
-    spanBytes.push_back(span.bytes);
-  }
-  BodyView view;
-  if (Error error = wire::readBody(incoming.body(), spanBytes, view)) {
-    return error;
-  }
-  if (view.messageType > kMostMessageType) {
-    return {ErrorCode::kProtocol, "malformed message: unknown type " + std::to_string(view.messageType)};
-  }
+  const uint64_t bytes = incoming.totalBytes();
   try {
+    std::vector<uint64_t> spanBytes;
+    spanBytes.reserve(incoming.spans.size());
+    for (const IncomingMessage::Span& span : incoming.spans) {
+      spanBytes.push_back(span.bytes);
+    }
+    BodyView view;
+    if (Error error = wire::readBody(incoming.body(), spanBytes, view)) {
+      return error;
+    }
+    if (view.messageType > kMostMessageType) {
+      return {ErrorCode::kProtocol, "malformed message: unknown type " + std::to_string(view.messageType)};
+    }
     // A gradient mode of the thread must not colour what arrives.
     const at::AutoDispatchBelowADInplaceOrView guard;
     std::vector<char> payload = payloadOf(view, incoming.spans);
@@ -275,6 +274,8 @@ Error decodeMessage(IncomingMessage incoming, const Devices& devices, DecodedMes
         std::move(tensors),
         static_cast<MessageType>(view.messageType),
         static_cast<int64_t>(incoming.header.callId));
+  } catch (const std::bad_alloc&) {
+    return outOfMemoryFor(bytes);
   } catch (const std::exception& error) {
     return {ErrorCode::kProtocol, error.what()};
   }

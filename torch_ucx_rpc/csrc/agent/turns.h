@@ -3,15 +3,16 @@
 #include "base/unique_function.h"
 
 #include <cstdint>
+#include <map>
 #include <mutex>
+#include <set>
 #include <utility>
-#include <vector>
 
 namespace torch_ucx_rpc {
 
-// Keeps an order among threads that act on what they took, one after the other, under a lock that they have released since. What a
-// thread ends its turn with runs when all turns that began earlier have ended too: here, or in the thread that ends the last of
-// them. Thread-safe; must outlive its turns.
+// Keeps an order among threads that act on what they took, one after the other, under a lock that they have released since. What
+// they end their turns with runs in the order of the turns, one at a time: here, or in another thread that is at it or that ends an
+// earlier turn. It must not throw. Thread-safe; must outlive its turns.
 class Turns {
  public:
   class Turn {
@@ -43,39 +44,36 @@ class Turns {
 
   Turn begin() {
     const std::lock_guard lock(mutex_);
-    open_.push_back(++latest_);
+    open_.insert(++latest_);
     return {this, latest_};
   }
 
  private:
-  using Thereafter = std::pair<uint64_t, UniqueFunction<void()>>; // after all turns up to this one
-
   void end(uint64_t number, UniqueFunction<void()> thereafter) {
-    std::vector<Thereafter> due;
-    {
-      const std::lock_guard lock(mutex_);
-      std::erase(open_, number);
-      if (thereafter) {
-        waiting_.emplace_back(number, std::move(thereafter));
-      }
-      std::erase_if(waiting_, [&](Thereafter& item) {
-        const bool isDue = open_.empty() || item.first < open_.front();
-        if (isDue) {
-          due.push_back(std::move(item));
-        }
-        return isDue;
-      });
+    std::unique_lock lock(mutex_);
+    open_.erase(number);
+    if (thereafter) {
+      waiting_.emplace(number, std::move(thereafter));
     }
-    for (Thereafter& item : due) {
-      item.second();
+    if (isRunning_) {
+      return;
     }
+    isRunning_ = true;
+    while (!waiting_.empty() && (open_.empty() || waiting_.begin()->first < *open_.begin())) {
+      auto due = waiting_.extract(waiting_.begin());
+      lock.unlock();
+      due.mapped()();
+      lock.lock();
+    }
+    isRunning_ = false;
   }
 
   std::mutex mutex_;
   // Guarded by mutex_:
   uint64_t latest_ = 0;
-  std::vector<uint64_t> open_; // ascending
-  std::vector<Thereafter> waiting_;
+  std::set<uint64_t> open_;
+  std::map<uint64_t, UniqueFunction<void()>> waiting_; // what turns have ended with
+  bool isRunning_ = false; // some thread is at what was waiting
 };
 
 } // namespace torch_ucx_rpc

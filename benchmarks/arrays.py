@@ -1,0 +1,64 @@
+"""How fast do NumPy's arrays travel?
+
+The echo of arrays of 1 KB, 1 MiB and 64 MiB between two workers on one host, beside TensorPipe, which pickles them, and
+beside UCX with arrays that are pickled too: those of a subclass.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import numpy as np
+import torch.distributed.rpc as rpc
+
+from benchmarks import harness
+from benchmarks.harness import Bound, Figure
+
+MIB = 2**20
+LARGE = 64 * MIB
+PICKLED = "UCX, pickled"
+
+
+class Pickled(np.ndarray):
+    """Of this type and no other, so the pickler does not know it."""
+
+
+def echo(array: np.ndarray) -> np.ndarray:
+    return array
+
+
+def measure(type_: type[np.ndarray]) -> harness.Figures:
+    figures = {}
+    for name, size, calls in (("1 KB", 1000, 1000), ("1 MiB", MIB, 100), ("64 MiB", LARGE, 5)):
+        array = np.random.default_rng(1).integers(0, 256, size, dtype=np.uint8).view(type_)
+        returned = rpc.rpc_sync("worker1", echo, (array,))  # and warms
+        assert type(returned) is type_
+        assert np.array_equal(returned, array)
+        del returned
+        figures[name] = harness.p50(
+            harness.durations_us(lambda array=array: rpc.rpc_sync("worker1", echo, (array,)), calls)
+        )
+    return {
+        "echo of 1 KB, p50": figures["1 KB"],
+        "echo of 1 MiB, p50": figures["1 MiB"],
+        "echo of 64 MiB, both ways": 2 * LARGE / 2**30 / (1e-6 * figures["64 MiB"]),
+    }
+
+
+BENCHMARK = harness.Benchmark(
+    question="How fast do NumPy's arrays travel?",
+    figures=(
+        Figure("echo of 1 KB, p50", "us", (Bound(0.5),)),
+        Figure("echo of 1 MiB, p50", "us", (Bound(0.5), Bound(0.5, reference=PICKLED))),
+        Figure("echo of 64 MiB, both ways", "GiB/s", (Bound(2.5), Bound(2, reference=PICKLED)), more_is_better=True),
+    ),
+    contenders=lambda: [
+        *(
+            harness.RpcJob(transport, functools.partial(measure, np.ndarray))
+            for transport in (harness.UCX, harness.TENSORPIPE)
+        ),
+        harness.RpcJob(dataclasses.replace(harness.UCX, name=PICKLED), functools.partial(measure, Pickled)),
+    ],
+    in_short_set=False,
+)

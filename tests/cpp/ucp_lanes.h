@@ -1,0 +1,28 @@
+#pragma once
+
+#include "transport/ucp/ucp_transport.h"
+
+#include <cstdlib>
+#include <memory>
+#include <string>
+
+namespace torch_ucx_rpc {
+
+// A transport of UCX over `lanes`: UCX_TLS is set to them while it is made. Empty: over those that UCX takes by itself.
+inline std::unique_ptr<Transport> makeUcpTransportOver(const std::string& lanes) {
+  if (lanes.empty()) {
+    return makeUcpTransport(2);
+  }
+  const char* const before = std::getenv("UCX_TLS");
+  const std::string restored = before != nullptr ? before : "";
+  setenv("UCX_TLS", lanes.c_str(), 1);
+  std::unique_ptr<Transport> made = makeUcpTransport(2);
+  if (before != nullptr) {
+    setenv("UCX_TLS", restored.c_str(), 1);
+  } else {
+    unsetenv("UCX_TLS");
+  }
+  return made;
+}
+
+} // namespace torch_ucx_rpc
