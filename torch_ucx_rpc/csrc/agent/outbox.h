@@ -91,7 +91,8 @@ class Outbox {
   std::unordered_map<EndpointId, Peer*> peers_;
   // By who has been asked to admit this worker and has not done so.
   std::unordered_map<Peer*, std::vector<std::unique_ptr<OutgoingMessage>>> unadmitted_;
-  std::vector<std::unique_ptr<OutgoingMessage>> unready_ std::map<std::pair<const Peer*, wire::Kind>, Queue> queues_;
+  std::vector<std::unique_ptr<OutgoingMessage>> unready_;
+  std::map<std::pair<const Peer*, wire::Kind>, Queue> queues_;
   std::vector<Queue*> moved_; // since settle() was called last
   size_t underWay_ = 0;
   bool isClosed_ = false;
