@@ -47,8 +47,8 @@ class DeviceTest : public AgentTest {
 
   void TearDown() override {
     device_.fail(false);
-    AgentTest::TearDown();
     received_.clear();
+    AgentTest::TearDown();
     EXPECT_EQ(device_.blocksInUse(), blocksAtStart_) << "memory of the device is leaked";
     device_.run();
   }
@@ -81,6 +81,16 @@ class DeviceTest : public AgentTest {
       return future->completed();
     }));
     return answer(future);
+  }
+
+  // On each stream, so that whichever it is that receives is busy, and has memory to give that is still read.
+  static std::vector<Look> lookOnAllStreams() {
+    std::vector<Look> looks;
+    for (c10::StreamId stream = 0; stream <= kPoolStreams; ++stream) {
+      const c10::StreamGuard guard(c10::Stream(c10::Stream::UNSAFE, fake(), stream));
+      looks.emplace_back(onDevice(kLarge, 9));
+    }
+    return looks;
   }
 
   // Whoever drives has looked at what waits, since this has gone the same way and come back.
@@ -223,8 +233,8 @@ TEST_F(DeviceTest, CallbackIsOrderedAfterTheAnswer) {
 
 TEST_F(DeviceTest, AnswerGivenLaterIsReadWhenItsStreamHasMadeIt) {
   const Future later = deviceFuture();
-  startWith([&](Message& /*request*/) { return later; }, same_, same_);
-  const Future future = call(0, 1, "");
+  startWith([&](Message& request) { return textOf(request) == "later" ? later : completed(""); }, same_, same_);
+  const Future future = call(0, 1, "later");
   ASSERT_TRUE(eventually([&] { return metric(1, "agent.server_active_async_calls") == 1; }));
   {
     const c10::StreamGuard guard(latestStream());
@@ -232,8 +242,42 @@ TEST_F(DeviceTest, AnswerGivenLaterIsReadWhenItsStreamHasMadeIt) {
     device_.launch(fake(), [view = hostView(made)] { view.fill_(3); });
     complete(later, "", {made});
   }
+  exchangeWithoutTensors();
   EXPECT_FALSE(future->completed());
   EXPECT_TRUE(isAll(hostView(answerWhileRunning(future)->tensors().at(0)), 3));
+}
+
+TEST_F(DeviceTest, AnswerMadeOnAnotherStreamIsReadWhenThatHasMadeIt) {
+  startWith(
+      [&](Message& request) {
+        if (textOf(request) != "make") {
+          return completed("");
+        }
+        const c10::StreamGuard guard(latestStream());
+        const at::Tensor made = onDevice(kLarge, 0);
+        device_.launch(fake(), [view = hostView(made)] { view.fill_(3); });
+        return reply({made});
+      },
+      same_,
+      same_);
+  const Future future = call(0, 1, "make");
+  ASSERT_TRUE(eventually([&] { return handled_.load() == 1; }));
+  exchangeWithoutTensors();
+  EXPECT_FALSE(future->completed());
+  EXPECT_TRUE(isAll(hostView(answerWhileRunning(future)->tensors().at(0)), 3));
+}
+
+TEST_F(DeviceTest, WhatIsNotReadyHoldsUpNothing) {
+  startWith([&](Message& /*request*/) { return completed(""); }, same_);
+  device_.launch(fake(), [] {});
+  std::vector<at::Tensor> all; // the parts that may be under way at a time
+  for (size_t number = 0; number < Outbox::kMostRendezvous; ++number) {
+    all.push_back(onDevice(kSmall, 1));
+  }
+  const Future waiting = call(0, 1, "", all);
+  (void)answer(call(0, 1, "", {at::ones({kLarge})}));
+  EXPECT_FALSE(waiting->completed());
+  (void)answerWhileRunning(waiting);
 }
 
 // torch's allocator gives memory back to its stream while kernels there still read it.
@@ -244,11 +288,7 @@ TEST_F(DeviceTest, NothingIsReceivedIntoMemoryThatIsStillRead) {
         return completed("");
       },
       {{c10::kCPU, fake()}});
-  std::vector<Look> looks;
-  for (c10::StreamId stream = 0; stream <= kPoolStreams; ++stream) { // whichever it is that receives
-    const c10::StreamGuard guard(c10::Stream(c10::Stream::UNSAFE, fake(), stream));
-    looks.emplace_back(onDevice(kLarge, 9));
-  }
+  const std::vector<Look> looks = lookOnAllStreams();
   const Future future = call(0, 1, "", {at::full({kLarge}, 5.f)});
   exchangeWithoutTensors();
   (void)answerWhileRunning(future);
@@ -267,7 +307,11 @@ TEST_F(DeviceTest, CallToOneselfIsInOrder) {
       },
       {{fake(0), fake(1)}, {c10::kCPU, fake(0)}},
       {{fake(1), fake(0)}, {fake(0), c10::kCPU}});
-  at::Tensor sent = onDevice(kLarge, 0);
+  at::Tensor sent;
+  {
+    const c10::StreamGuard guard(latestStream()); // the memory goes back to this one, which runs before the caller's
+    sent = onDevice(kLarge, 0);
+  }
   device_.launch(fake(), [view = hostView(sent)] { view.fill_(7); });
   const Future future = call(0, 0, "", {sent, at::full({kLarge}, 5.f)});
   sent.reset();
@@ -322,6 +366,33 @@ TEST_F(DeviceTest, WhatIsNotReadyEndsWithTheAgent) {
   agent(0).shutdown();
   EXPECT_TRUE(contains(failure(future), "shut down"));
   EXPECT_TRUE(eventually([&] { return device_.blocksInUse() == blocksAtStart_; }));
+}
+
+TEST_F(DeviceTest, MemoryThatIsNotFreeIsNotWaitedForWhenTheSenderIsGone) {
+  startWith([&](Message& /*request*/) { return completed(""); }, {{c10::kCPU, fake()}});
+  exchangeWithoutTensors();
+  (void)lookOnAllStreams();
+  const Future future = call(0, 1, "", {at::ones({kLarge})});
+  ASSERT_TRUE(eventually([&] { return device_.blocksInUse() != blocksAtStart_; }));
+  network_.kill("address 0");
+  EXPECT_TRUE(eventually([&] { return device_.blocksInUse() == blocksAtStart_; }));
+}
+
+TEST_F(DeviceTest, MemoryThatIsNotFreeIsNotWaitedForWhenTheAgentEnds) {
+  startWith([&](Message& /*request*/) { return completed(""); }, {{c10::kCPU, fake()}});
+  (void)lookOnAllStreams();
+  const Future future = call(0, 1, "", {at::ones({kLarge})});
+  ASSERT_TRUE(eventually([&] { return device_.blocksInUse() != blocksAtStart_; }));
+  agent(1).shutdown();
+  EXPECT_EQ(device_.blocksInUse(), blocksAtStart_);
+  EXPECT_TRUE(contains(failure(future), "shut down"));
+}
+
+TEST_F(DeviceTest, FailureOfTheReceiversDeviceReachesTheCaller) {
+  startWith([&](Message& /*request*/) { return completed(""); }, {{c10::kCPU, fake()}});
+  device_.fail(true);
+  EXPECT_TRUE(contains(failure(call(0, 1, "", {at::ones({kLarge})})), "illegal memory access"));
+  EXPECT_EQ(handled_.load(), 0);
 }
 
 TEST_F(DeviceTest, FailureOfTheDeviceReachesTheCaller) {
@@ -449,6 +520,10 @@ TEST_F(DeviceTest, DeviceThatTheReceiverDoesNotUseIsRefused) {
 
 TEST_F(DeviceTest, GradientsEndOnTheDevicesOfTheirTensors) {
   namespace autograd = torch::distributed::autograd;
+  start(1, echo);
+  agent(0).setTypeResolver(
+      std::make_shared<rpc::TypeResolver>([](const c10::QualifiedName&) { return c10::StrongTypePtr({}, {}); }));
+  rpc::RpcAgent::setCurrentRpcAgent(agents_.at(0));
   autograd::DistAutogradContainer& container = autograd::DistAutogradContainer::init(0);
   const auto context = container.newContext();
   const at::Tensor onCpu = at::ones({kSmall}).set_requires_grad(true);
@@ -471,6 +546,7 @@ TEST_F(DeviceTest, GradientsEndOnTheDevicesOfTheirTensors) {
   EXPECT_TRUE(isAll(placed->getGrads()[0], 2));
   EXPECT_TRUE(isAll(hostView(placed->getGrads()[1]), 3));
   container.releaseContext(context->contextId());
+  rpc::RpcAgent::setCurrentRpcAgent(nullptr);
 }
 
 } // namespace

@@ -7,6 +7,7 @@
 
 #include <ATen/ATen.h>
 #include <ATen/EmptyTensor.h>
+#include <ATen/ops/as_strided_native.h>
 #include <c10/core/Allocator.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/Event.h>
@@ -131,7 +132,7 @@ class FakeDevice final : public c10::Allocator {
     }
     const auto recorded = std::make_shared<Event>();
     *static_cast<std::shared_ptr<Event>*>(*event) = recorded;
-    enqueue({stream.device_index(), stream.id()}, [recorded] { recorded->isDone = true; });
+    complete({stream.device_index(), stream.id()}, recorded);
   }
   void block(void* event, const c10::Stream& stream) {
     const std::lock_guard lock(mutex_);
@@ -178,6 +179,15 @@ class FakeDevice final : public c10::Allocator {
     queues_[stream].push_back({std::move(kernel), nullptr});
   }
 
+  // When the stream has come to this; at once on one that has nothing to do.
+  void complete(const StreamKey& stream, const std::shared_ptr<Event>& event) {
+    if (queues_[stream].empty()) {
+      event->isDone = true;
+    } else {
+      enqueue(stream, [event] { event->isDone = true; });
+    }
+  }
+
   bool runOnce() {
     std::vector<StreamKey> streams;
     for (const auto& [stream, queue] : queues_) {
@@ -213,7 +223,7 @@ class FakeDevice final : public c10::Allocator {
     for (const StreamKey& user : std::exchange(block->users, {})) {
       if (user != block->stream) {
         block->uses.push_back(std::make_shared<Event>());
-        self.enqueue(user, [use = block->uses.back()] { use->isDone = true; });
+        self.complete(user, block->uses.back());
       }
     }
     --self.blocksInUse_;
@@ -347,7 +357,7 @@ inline at::Tensor fakeEmptyStrided(
 }
 
 // In stream order; from the host, whose memory may change afterwards, and to it, which must have it on return, as CUDA's for memory that
-// is not pinned.
+// is not pinned. Between devices on the source's stream, once the target's has come to it, as CUDA's.
 inline at::Tensor& fakeCopy(at::Tensor& self, const at::Tensor& from, bool /*nonBlocking*/) {
   const at::Tensor target = self.is_cpu() ? self : hostView(self);
   if (from.is_cpu()) {
@@ -357,9 +367,12 @@ inline at::Tensor& fakeCopy(at::Tensor& self, const at::Tensor& from, bool /*non
     target.copy_(hostView(from));
   } else {
     c10::Event ready(kFake);
-    ready.record(FakeGuard().getStream(from.device()));
-    ready.block(FakeGuard().getStream(self.device()));
-    FakeDevice::instance().launch(self.device(), [target, source = hostView(from)] { target.copy_(source); });
+    ready.record(FakeGuard().getStream(self.device()));
+    ready.block(FakeGuard().getStream(from.device()));
+    FakeDevice::instance().launch(from.device(), [target, source = hostView(from)] { target.copy_(source); });
+    c10::Event copied(kFake);
+    copied.record(FakeGuard().getStream(from.device()));
+    copied.block(FakeGuard().getStream(self.device()));
   }
   return self;
 }
@@ -367,6 +380,7 @@ inline at::Tensor& fakeCopy(at::Tensor& self, const at::Tensor& from, bool /*non
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   library.impl("empty.memory_format", &fakeEmpty);
   library.impl("empty_strided", &fakeEmptyStrided);
+  library.impl("as_strided", &at::native::as_strided_tensorimpl);
   library.impl("copy_", &fakeCopy);
 }
 

@@ -271,6 +271,7 @@ class Encoder {
       if (std::find(devices_.begin(), devices_.end(), tensor.device()) == devices_.end()) {
         devices_.push_back(tensor.device());
       }
+      // The message keeps it until UCX has read it, but a copy for a call to oneself is only in the stream when the message is over.
       recordOnCurrentStream(memory.storage().data_ptr());
     }
     if (tensor.scalar_type() == at::kQUInt4x2 || tensor.scalar_type() == at::kQUInt2x4) {
