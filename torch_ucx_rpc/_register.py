@@ -24,6 +24,7 @@ from torch_ucx_rpc._options import UcxRpcBackendOptions, construct_options
 
 # What torch has in the places that `register` takes.
 _torchs_wait_all_workers = api._wait_all_workers
+_torchs_wait = torch._C.Future.wait
 _torchs_invoke_rpc = api._invoke_rpc
 _torchs_delete_rrefs = _distributed_rpc._delete_all_user_and_unforked_owner_rrefs
 _torchs_tensor_reducer = _internal_rpc_pickler._dispatch_table[torch.Tensor]
@@ -46,6 +47,8 @@ def register() -> None:
     * Graceful shutdown waits for those workers that are there, with Ctrl-C and an end when one dies.
     * A blocked ``rpc_sync`` answers Ctrl-C, and drives its call instead of sleeping. So does ``RRef.to_here``, without
       a patch: it sends and waits within one C++ function, and the agent waits where it sends.
+    * ``Future.wait`` answers Ctrl-C, whatever the future is of. (It does not drive: then callbacks would run on the
+      waiting thread, which may hold a lock that they need.)
     * What the callee raises keeps its type in ``rpc_sync`` and in futures too.
     * Python functions can return sparse tensors of compressed layouts.
     * Arrays in arguments and results travel as tensors.
@@ -65,6 +68,7 @@ def register() -> None:
     api._wait_all_workers = _wait_all_workers
     api._invoke_rpc = _invoke_rpc
     api._delete_all_user_and_unforked_owner_rrefs = _delete_rrefs  # type: ignore[attr-defined]
+    torch._C.Future.wait = _wait_for_future  # type: ignore[method-assign]
     _internal_rpc_pickler._dispatch_table = _arrays.Reducers(_internal_rpc_pickler._dispatch_table)
     _internal_rpc_pickler._dispatch_table[torch.Tensor] = _reduce_tensor
     # In every call of a Python function: what is in the table is not looked for further.
@@ -157,6 +161,14 @@ def _invoke_rpc(
         if agent is not None:
             agent._wait(future)
     return future
+
+
+# torch.futures.Future and wait_all come here too.
+def _wait_for_future(future: Any) -> Any:
+    agent = _agent.current
+    if agent is not None and agent.is_of_this_process():
+        agent._await(future)
+    return _torchs_wait(future)
 
 
 def _reduce_tensor(tensor: torch.Tensor) -> Any:

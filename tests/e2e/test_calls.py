@@ -342,6 +342,8 @@ def interrupt_then_wait(pid: int) -> str:
 def test_ctrl_c_interrupts_a_blocked_call_and_the_agent_goes_on() -> None:
     for call in (
         lambda: rpc.rpc_sync("worker1", interrupt_then_wait, args=(os.getpid(),)),
+        lambda: rpc.rpc_async("worker1", interrupt_then_wait, args=(os.getpid(),)).wait(),
+        lambda: torch.futures.wait_all([rpc.rpc_async("worker1", interrupt_then_wait, args=(os.getpid(),))]),
         lambda: rpc.remote("worker1", interrupt_then_wait, args=(os.getpid(),)).to_here(),
     ):
         start = time.monotonic()

@@ -243,6 +243,7 @@ def test_a_worker_that_cannot_be_watched_works_all_the_same(rank: int) -> None:
     init_rpc(rank)
     rpc.rpc_sync(f"worker{1 - rank}", discard)
     assert os.getpid() not in [found.pid for found in observation().workers_of_this_host()]
+    rpc.shutdown()
 
 
 def test_where_no_worker_runs_top_says_where_to_start_it(capsys: pytest.CaptureFixture[str]) -> None:

@@ -385,6 +385,11 @@ PYBIND11_MODULE(_C, module) {
           [](UcxRpcAgent& agent, const torch::jit::PythonFutureWrapper& future) { agent.wait(*future.fut); },
           py::arg("future"),
           NoGil())
+      .def(
+          "_await",
+          [](UcxRpcAgent& agent, const torch::jit::PythonFutureWrapper& future) { agent.await(*future.fut); },
+          py::arg("future"),
+          NoGil())
       .def("join", &UcxRpcAgent::join, py::arg("shutdown") = false, py::arg("timeout") = 0.0f, NoGil())
       .def(
           "shutdown",

@@ -9,6 +9,7 @@
 #include "base/trace.h"
 
 #include <c10/util/Logging.h>
+#include <c10/util/StringUtil.h>
 
 #include <cstring>
 #include <random>
@@ -189,7 +190,7 @@ void UcxRpcAgent::addGilWaitTime(std::chrono::microseconds waitTime) {
   ++gilWaits_;
 }
 
-AgentStatistics UcxRpcAgent::statistics() {
+AgentStatistics UcxRpcAgent::counters() const {
   AgentStatistics statistics{};
   for (const Peer* peer : directory_.all()) {
     AgentStatistics::OfPeer of{};
@@ -204,16 +205,6 @@ AgentStatistics UcxRpcAgent::statistics() {
     of.latencySum = peer->latencies.sum();
     statistics.peers.push_back(std::move(of));
   }
-  if (!isClosed_.load()) {
-    progress_->run([&] {
-      statistics.messagesSending = outbox_->underWay();
-      for (AgentStatistics::OfPeer& of : statistics.peers) {
-        if (of.peer->endpoint.has_value()) {
-          of.lanes = transport_->lanes(*of.peer->endpoint);
-        }
-      }
-    });
-  }
   statistics.threads = threads_->counts();
   statistics.callsOpen = calls_.size();
   statistics.callsTimedOut = callsTimedOut_.load();
@@ -226,45 +217,59 @@ AgentStatistics UcxRpcAgent::statistics() {
   return statistics;
 }
 
+AgentStatistics UcxRpcAgent::statistics() {
+  AgentStatistics statistics = counters();
+  if (!isClosed_.load()) {
+    progress_->run([&] {
+      statistics.messagesSending = outbox_->underWay();
+      for (AgentStatistics::OfPeer& of : statistics.peers) {
+        if (of.peer->endpoint.has_value()) {
+          of.lanes = transport_->lanes(*of.peer->endpoint);
+        }
+      }
+    });
+  }
+  return statistics;
+}
+
 std::unordered_map<std::string, std::string> UcxRpcAgent::getMetrics() {
   checkProcess();
-  const AgentThreads::Counts threads = threads_->counts();
-  const HostPool::Statistics pool = HostPool::instance().statistics();
+  const AgentStatistics now = counters();
   uint64_t callsSent = 0;
   uint64_t callsReceived = 0;
   uint64_t bytesSent = 0;
   uint64_t bytesReceived = 0;
-  for (const Peer* peer : directory_.all()) {
-    callsSent += peer->callsSent.load();
-    callsReceived += peer->callsReceived.load();
-    bytesSent += peer->bytesSent.load();
-    bytesReceived += peer->bytesReceived.load();
+  for (const AgentStatistics::OfPeer& of : now.peers) {
+    callsSent += of.callsSent;
+    callsReceived += of.callsReceived;
+    bytesSent += of.bytesSent;
+    bytesReceived += of.bytesReceived;
   }
   std::unordered_map<std::string, std::string> metrics{
       {"agent.num_worker_threads", std::to_string(options_.numWorkerThreads)},
       {"agent.thread_pool_size", std::to_string(options_.numWorkerThreads)}, // torch's name for it
-      {"agent.num_threads", std::to_string(threads.threads)},
-      {"agent.num_idle_threads", std::to_string(threads.idle)},
+      {"agent.num_threads", std::to_string(now.threads.threads)},
+      {"agent.num_idle_threads", std::to_string(now.threads.idle)},
       {"agent.max_worker_threads", std::to_string(options_.maxWorkerThreads)},
-      {"agent.running_requests", std::to_string(threads.runningRequests)},
-      {"agent.nesting_requests", std::to_string(threads.nestingRequests)},
-      {"agent.waiting_requests", std::to_string(threads.waitingRequests)},
-      {"agent.client_active_calls", std::to_string(calls_.size())},
-      {"agent.server_active_calls", std::to_string(servedRequests_.load())},
+      {"agent.running_requests", std::to_string(now.threads.runningRequests)},
+      {"agent.nesting_requests", std::to_string(now.threads.nestingRequests)},
+      {"agent.waiting_requests", std::to_string(now.threads.waitingRequests)},
+      {"agent.client_active_calls", std::to_string(now.callsOpen)},
+      {"agent.server_active_calls", std::to_string(now.requestsOpen)},
       {"agent.server_active_async_calls", std::to_string(asyncRequests_.load())},
       {"agent.calls_sent", std::to_string(callsSent)},
       {"agent.calls_received", std::to_string(callsReceived)},
-      {"agent.calls_timed_out", std::to_string(callsTimedOut_.load())},
+      {"agent.calls_timed_out", std::to_string(now.callsTimedOut)},
       {"agent.bytes_sent", std::to_string(bytesSent)},
       {"agent.bytes_received", std::to_string(bytesReceived)},
-      {"agent.frames_refused", std::to_string(inbox_->refusedFrames())},
-      {"pool.in_use_bytes", std::to_string(pool.inUseBytes)},
-      {"pool.cached_bytes", std::to_string(pool.cachedBytes)},
-      {"pool.hits", std::to_string(pool.hits)},
-      {"pool.misses", std::to_string(pool.misses)},
-      {"window.limit_bytes", std::to_string(window_->limitBytes())},
-      {"window.in_use_bytes", std::to_string(window_->inUseBytes())},
-      {"window.waiting_messages", std::to_string(window_->waitingMessages.load())},
+      {"agent.frames_refused", std::to_string(now.framesRefused)},
+      {"pool.in_use_bytes", std::to_string(now.pool.inUseBytes)},
+      {"pool.cached_bytes", std::to_string(now.pool.cachedBytes)},
+      {"pool.hits", std::to_string(now.pool.hits)},
+      {"pool.misses", std::to_string(now.pool.misses)},
+      {"window.limit_bytes", std::to_string(now.windowLimitBytes)},
+      {"window.in_use_bytes", std::to_string(now.windowInUseBytes)},
+      {"window.waiting_messages", std::to_string(now.windowWaitingMessages)},
   };
   if (isGILProfilingEnabled()) {
     const std::lock_guard lock(mutex_);
@@ -279,21 +284,11 @@ std::unordered_map<std::string, std::string> UcxRpcAgent::getDebugInfo() {
   for (const auto& [key, value] : transport_->description()) {
     info[key] = value;
   }
-  if (isClosed_.load()) {
-    return info;
-  }
-  progress_->run([&] {
-    for (const Peer* peer : directory_.all()) {
-      if (!peer->endpoint.has_value()) {
-        continue;
-      }
-      std::string lanes;
-      for (const std::string& lane : transport_->lanes(*peer->endpoint)) {
-        lanes += (lanes.empty() ? "" : ",") + lane;
-      }
-      info["lanes." + peer->member().name] = lanes;
+  for (const AgentStatistics::OfPeer& of : statistics().peers) {
+    if (!of.lanes.empty()) {
+      info["lanes." + of.peer->member().name] = c10::Join(",", of.lanes);
     }
-  });
+  }
   return info;
 }
 

@@ -102,6 +102,8 @@ class UcxRpcAgent : public torch::distributed::rpc::RpcAgent, public std::enable
 
   // Returns when the future is complete or the agent shuts down. The caller drives progress meanwhile, if no other caller does.
   void wait(JitFuture& future);
+  // The same for a future that somebody else completes.
+  void await(JitFuture& future);
 
   // RpcAgent.
   c10::intrusive_ptr<JitFuture> send(
@@ -124,6 +126,8 @@ class UcxRpcAgent : public torch::distributed::rpc::RpcAgent, public std::enable
   const std::vector<c10::Device>& getDevices() const override;
 
  private:
+  // All of the statistics that need no worker lock.
+  AgentStatistics counters() const;
   void addGilWaitTime(std::chrono::microseconds waitTime) override;
 
   // Outgoing.

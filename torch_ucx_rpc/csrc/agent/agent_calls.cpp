@@ -543,26 +543,38 @@ void UcxRpcAgent::wait(JitFuture& future) {
   checkProcess();
   while (!future.completed() && !isClosed_.load()) {
     if (!visit(future)) {
-      struct Completion {
-        std::mutex mutex;
-        std::condition_variable changed;
-        bool isComplete = false;
-      };
-      const auto completion = std::make_shared<Completion>();
-      future.addCallback([completion](JitFuture& /*future*/) {
+      await(future); // somebody else visits
+    } else if (!future.completed()) {
+      whileWaiting_();
+    }
+  }
+}
+
+void UcxRpcAgent::await(JitFuture& future) {
+  struct Completion {
+    std::mutex mutex;
+    std::condition_variable changed;
+    bool isComplete = false;
+  };
+  if (future.completed()) {
+    return;
+  }
+  const auto completion = std::make_shared<Completion>();
+  constexpr bool kNeedsValue = false;
+  future.addCallback(
+      [completion](JitFuture& /*future*/) {
         const std::lock_guard lock(completion->mutex);
         completion->isComplete = true;
         completion->changed.notify_all();
-      });
-      std::unique_lock lock(completion->mutex);
-      while (!completion->changed.wait_for(lock, kLookUp, [&] { return completion->isComplete; })) {
-        whileWaiting_();
-      }
-      return;
-    }
-    if (!future.completed()) {
-      whileWaiting_();
-    }
+      },
+      kNeedsValue);
+  std::unique_lock lock(completion->mutex);
+  const auto isOver = [&] { return completion->isComplete || isClosed_.load(); };
+  while (!completion->changed.wait_for(lock, kLookUp, isOver)) {
+    // Without the lock: this takes the GIL, and who completes the future may have that.
+    lock.unlock();
+    whileWaiting_();
+    lock.lock();
   }
 }
 
