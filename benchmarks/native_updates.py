@@ -91,7 +91,7 @@ def rate(parameter: RRef[Tensor], is_native: bool, count: int) -> float:
 
 
 def measure(is_native: bool) -> harness.Figures:
-    parameter = rpc.remote("worker1", torch.zeros, (NUMBERS,))
+    parameter = rpc.remote("worker1", torch.zeros, ([NUMBERS],))
     warm_up = 20
     rate(parameter, is_native, warm_up)  # and compiles
     idle = rate(parameter, is_native, UPDATES)

@@ -306,7 +306,7 @@ def read_one_byte_without_releasing_the_gil(fifo: str) -> None:
 def update_while_python_is_busy(rank: int, fifo: str) -> None:
     if rank != 0:
         return
-    parameter = rpc.remote("worker1", torch.zeros, args=(5,))
+    parameter = rpc.remote("worker1", torch.zeros, args=([5],))
     # Compiles, which takes the GIL.
     assert rpc.rpc_sync("worker1", update, args=(parameter, torch.ones(5))) == 2
     busy = rpc.rpc_async("worker1", read_one_byte_without_releasing_the_gil, args=(fifo,))
