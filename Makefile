@@ -7,6 +7,8 @@
 #   BACKEND=UCX         what the conformance suites run on; TENSORPIPE is PyTorch's own
 #   RUNS=1              how many times they run
 #   FUZZ_SECONDS=20     how long hostile bytes are tried
+#   MINUTES=1           how long workers are killed and cut off
+#   SEED=               which of them and when; without any, a new one, which is printed
 #   TORCHES=            versions of torch for the matrix; without any, the oldest supported and PyPI's newest
 #
 # pip's own variables work too: PIP_EXTRA_INDEX_URL, for one, with TORCH=2.13.0+cpu.
@@ -17,6 +19,8 @@ VENV ?= .venv
 BACKEND ?= UCX
 RUNS ?= 1
 FUZZ_SECONDS ?= 20
+MINUTES ?= 1
+SEED ?=
 TORCHES ?=
 
 SHELL := /bin/bash
@@ -37,8 +41,8 @@ NEEDS := tools/build_environment.py requirements
 ENVIRONMENT := $(VENV)/.torch-$(TORCH)-$(UCX)
 EDITABLE := $(VENV)/.editable-$(TORCH)-$(UCX)
 
-.PHONY: help build test test-cpp test-python test-conformance conformance conformance-cuda fuzz matrix bench bench-full demo
-.PHONY: lint tidy format wheel clean distclean
+.PHONY: help build test test-cpp test-python test-conformance conformance conformance-cuda fuzz soak matrix bench bench-full demo
+.PHONY: sanitize lint tidy format wheel clean distclean
 
 help: ## List the verbs
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' Makefile
@@ -106,6 +110,22 @@ fuzz: build/fuzz/wire_fuzzer ## Hostile bytes against the wire format's readers,
 	@build/fuzz/wire_fuzzer -max_total_time=$(FUZZ_SECONDS) -max_len=4096 -malloc_limit_mb=16 -rss_limit_mb=1024 \
 	  -artifact_prefix=build/fuzz/ -print_final_stats=1 build/fuzz/corpus tests/fuzz/corpus 2> build/fuzz/log \
 	  && grep number_of_executed_units build/fuzz/log || { tail -50 build/fuzz/log; exit 1; }
+
+soak: build $(VENV)/.extra-test ## Workers on virtual hosts, killed and cut off for MINUTES; needs root. A report in build/soak
+	@PYTHONPATH=tests $(PY) -m soak --minutes $(MINUTES) $(if $(SEED),--seed $(SEED)) --report build/soak
+
+# In build folders of their own. What is found fails a test, whose output says what and where. ThreadSanitizer and UCX's hooks for
+# memory get into each other's way, and the barriers of OpenMP, which torch computes with, are none that it knows.
+sanitize: ## C++ tests under AddressSanitizer and UBSan, and again under ThreadSanitizer
+	@$(MAKE) --no-print-directory --keep-going sanitize-address sanitize-thread
+
+sanitize-%: $(ENVIRONMENT)
+	@cmake --log-level=WARNING -G Ninja -S . -B build/$@ -DCMAKE_MAKE_PROGRAM=$$(command -v ninja) \
+	  -DPython_EXECUTABLE=$(abspath $(PY)) -DTORCH_UCX_RPC_UCX=$${TORCH_UCX_RPC_UCX:-} \
+	  -DTORCH_UCX_RPC_TESTS=ON -DTORCH_UCX_RPC_SANITIZE=$*
+	@cmake --build build/$@ --target cpp_tests
+	@UCX_MEM_EVENTS=n UCX_MEM_MMAP_HOOK_MODE=none OMP_NUM_THREADS=1 \
+	  ctest --test-dir build/$@ --output-on-failure --parallel $$(nproc)
 
 matrix: ## Build and test with several versions of torch, each in a copy of its own
 	@test -x $(VENV)/bin/pip || $(PYTHON) -m venv $(VENV)

@@ -25,6 +25,8 @@ BENCHMARKS = {
     "large_tensors": "large_tensors:BENCHMARK",
     "arrays": "arrays:BENCHMARK",
     "in_flight": "in_flight:BENCHMARK",
+    "overload": "overload:BENCHMARK",
+    "deadlines": "deadlines:BENCHMARK",
     "all_pairs": "many_workers:ALL_PAIRS",
     "life": "many_workers:LIFE",
     "parameter_server": "autograd:PARAMETER_SERVER",

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +21,7 @@ from workers import run_workers
 from torch_ucx_rpc import _members
 from torch_ucx_rpc._dynamic_group import StaticGroup
 from torch_ucx_rpc._members import gather_members
-from torch_ucx_rpc._record import Record, process_facts
+from torch_ucx_rpc._record import Record, process_facts, start_time
 from torch_ucx_rpc._rendezvous import create_store
 
 
@@ -40,8 +41,10 @@ def record(rank: int, world_size: int, **changed: Any) -> Record:
         package_version="1.2.3",
         torch_version="2.13.0",
         device_maps={},
+        reply_device_maps={},
         devices=[],
         device_count=0,
+        in_doubt=False,
         **process_facts(),
     )
     return dataclasses.replace(own, **changed)
@@ -300,6 +303,7 @@ def test_a_record_survives_the_way_through_json() -> None:
         3,
         4,
         device_maps={"worker1": {torch.device("cuda:0"): torch.device("cuda:1")}},
+        reply_device_maps={"worker1": {torch.device("cuda:1"): torch.device("cpu")}},
         devices=[torch.device("cuda:0")],
         session=2**64 - 1,
     )
@@ -317,6 +321,8 @@ def test_a_record_without_a_field_is_none(field: str) -> None:
 @pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(Record)])
 @pytest.mark.parametrize("value", [None, True, 1.5, [1]])
 def test_a_field_of_another_type_is_refused(field: str, value: object) -> None:
+    if isinstance(getattr(record(0, 1), field), bool):
+        value = int(value is True)  # which is no bool
     with pytest.raises(ValueError, match="not the record of a worker"):
         Record.from_values({**record(0, 1).to_values(), field: value})
 
@@ -327,3 +333,17 @@ def test_a_record_tells_which_process_it_is_of() -> None:
     assert Path("/proc/self/ns/pid").readlink().name == f"pid:[{facts['pid_namespace']}]"
     age = time.clock_gettime(time.CLOCK_BOOTTIME) - facts["process_start_time"] / os.sysconf("SC_CLK_TCK")
     assert 0 <= age < 3600
+
+
+# ---- Processes -------------------------------------------------------------------------------------------------------
+
+
+def test_a_process_has_ended_although_its_parent_has_not_asked() -> None:
+    process = subprocess.Popen(["sleep", "infinity"])
+    other = record(1, 0, pid=process.pid, process_start_time=start_time(process.pid))
+    assert not other.has_ended_beside(record(0, 0))
+    process.kill()
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    assert other.has_ended_beside(record(0, 0))
+    process.wait()
+    assert other.has_ended_beside(record(0, 0))

@@ -7,6 +7,7 @@ libraries that are made on the spot.
 from __future__ import annotations
 
 import re
+import signal
 import subprocess
 import sys
 import sysconfig
@@ -156,10 +157,10 @@ import torch_ucx_rpc
     return message
 
 
-def library(folder: Path, major: int, minor: int) -> Path:
+def library(folder: Path, major: int, minor: int, name: str = "libucp.so.0") -> Path:
     """A libucp of another version, as far as the loader and a question for the version can tell."""
-    folder.mkdir()
-    source, made = folder / "ucp.c", folder / "libucp.so.0"
+    folder.mkdir(exist_ok=True)
+    source, made = folder / "ucp.c", folder / name
     source.write_text(
         f"void ucp_get_version(unsigned* a, unsigned* b, unsigned* c) {{ *a = {major}; *b = {minor}; *c = 7; }}"
     )
@@ -221,6 +222,25 @@ def test_an_older_ucx_that_another_package_has_loaded_is_not_replaced(copied: Pa
     assert f"the older UCX 1.13.7 ({older}), which another package loaded before" in message
 
 
+def test_the_ucx_of_which_another_package_has_loaded_a_part_is_the_one_of_the_process(
+    copied: Path, tmp_path: Path
+) -> None:
+    part = library(tmp_path / "older", 1, 13, "libucs.so.0")
+    load_part = f"import ctypes; ctypes.CDLL({str(part)!r})"
+    message = import_error(copied, load_part)
+    assert f"a part of UCX ({part}) that has no libucp.so.0 beside it" in message
+    whole = library(tmp_path / "older", 1, 13)
+    message = import_error(copied, load_part)
+    assert f"the older UCX 1.13.7 ({whole}), which another package loaded before" in message
+
+
+def test_the_cure_for_an_older_ucx_that_is_there_already_names_the_newer_one(copied: Path, tmp_path: Path) -> None:
+    older = library(tmp_path / "older", 1, 13)
+    message = import_error(copied, f"import ctypes; ctypes.CDLL({str(older)!r})")
+    [folder] = re.findall(r"LD_LIBRARY_PATH=(.*)\.$", message)
+    assert (Path(folder) / "libucp.so.0").exists()
+
+
 def test_a_ucx_that_was_not_chosen_but_is_there_already_is_refused(copied: Path, tmp_path: Path) -> None:
     other = library(tmp_path / "other", 99, 0)
     message = import_error(copied, f"import ctypes; ctypes.CDLL({str(other)!r})", {"TORCH_UCX_RPC_UCX": "wheel"})
@@ -236,6 +256,7 @@ def test_without_any_ucx_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch
     # Under this name there is none, neither in this process nor on any machine.
     monkeypatch.setattr(_native, "SONAME", "libucp.so.none")
     monkeypatch.setitem(sys.modules, "libucx", None)
+    monkeypatch.setattr(_native, "complete_ucx", lambda: None)
     with pytest.raises(ImportError, match=r"there is no UCX \(libucp.so.none\): ") as refused:
         _native.load_ucx("", BUILT_FOR_UCX)
     assert "pip install libucx-cu12" in str(refused.value)
@@ -259,3 +280,39 @@ def test_the_system_is_taken_when_chosen_and_when_there_is_no_wheel(
     [ended] = workers.run_program(script, env={"LD_LIBRARY_PATH": str(made.parent), **env})
     assert ended.returncode == 1
     assert f"the older UCX 1.2.7 ({made}): install a newer one" in ended.stderr.splitlines()[-1]
+
+
+# ---- Signals ---------------------------------------------------------------------------------------------------------
+
+
+def test_loading_ucx_leaves_the_end_of_a_terminal_the_end_of_the_process() -> None:
+    # Under nohup, say, these tests would begin with another disposition.
+    script = """
+        import os, signal
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+        import torch_ucx_rpc
+        os.kill(os.getpid(), signal.SIGHUP)
+    """
+    run_fresh(script, exit_codes={0: -signal.SIGHUP})
+
+
+def test_handlers_that_were_there_before_ucx_stay() -> None:
+    run_fresh("""
+        import os, signal
+        came = []
+        signal.signal(signal.SIGHUP, lambda *_: came.append("hup"))
+        import torch_ucx_rpc
+        os.kill(os.getpid(), signal.SIGHUP)
+        assert came == ["hup"]
+    """)
+
+
+def test_a_signal_that_the_user_gives_to_ucx_is_left_to_it() -> None:
+    run_fresh(
+        """
+        import os, signal
+        import torch_ucx_rpc
+        os.kill(os.getpid(), signal.SIGHUP)
+        """,
+        env={"UCX_DEBUG_SIGNO": "HUP"},
+    )

@@ -23,6 +23,7 @@ CHANGED = {
     "heartbeat_limit": 2.5,
     "init_method": "tcp://127.0.0.1:29500",
     "device_maps": {"ps": {"cuda:0": "cuda:1"}},
+    "reply_device_maps": {"ps": {"cuda:0": "cpu"}},
     "devices": ["cuda:0", "cuda:2"],
     "receive_window_bytes": 1,
     "host_pool_bytes": 0,
@@ -40,6 +41,7 @@ def test_defaults() -> None:
     assert options.heartbeat_limit == 10
     assert options.init_method == rpc.constants.DEFAULT_INIT_METHOD
     assert options.device_maps == {}
+    assert options.reply_device_maps == {}
     assert options.devices == []
     assert options.receive_window_bytes == 64 * 1024**2
     assert options.host_pool_bytes == 256 * 1024**2
@@ -149,6 +151,7 @@ def test_an_unknown_attribute_is_refused() -> None:
         ("device_maps", ["ps"]),
         ("device_maps", {"ps": [0]}),
         ("device_maps", {1: {"cuda:0": "cuda:0"}}),
+        ("reply_device_maps", {"ps": [0]}),
         ("devices", "cuda:0"),
         ("devices", 0),
         ("receive_window_bytes", 64e6),
@@ -220,9 +223,29 @@ def test_set_device_map_keeps_what_is_mapped() -> None:
     assert options == UcxRpcBackendOptions(device_maps={"ps": {"cuda:0": "cuda:1"}})
 
 
-def test_two_devices_cannot_be_mapped_to_one() -> None:
-    with pytest.raises(ValueError, match="1-to-1"):
-        UcxRpcBackendOptions(device_maps={"ps": {"cuda:0": "cuda:0", "cuda:1": "cuda:0"}})
+def test_several_devices_can_be_mapped_to_one() -> None:
+    device_map = {"cpu": "cuda:0", "cuda:0": "cuda:0", "cuda:1": "cuda:0"}
+    options = UcxRpcBackendOptions(device_maps={"ps": device_map})
+    assert len(options.device_maps["ps"]) == 3
+    assert set(options.device_maps["ps"].values()) == {torch.device("cuda:0")}
+
+
+def test_a_device_cannot_be_mapped_to_two() -> None:
+    with pytest.raises(ValueError, match="'ps' has cuda:0 go to cuda:0 and to cuda:1"):
+        UcxRpcBackendOptions(device_maps={"ps": {"cuda:0": "cuda:0", torch.device("cuda:0"): "cuda:1"}})
+
+
+@pytest.mark.parametrize("device", ["cuda", "meta", torch.device("xpu:0")])
+def test_devices_are_the_cpu_and_cuda_devices_with_a_number(device: object) -> None:
+    for options in ({"device_maps": {"ps": {device: "cpu"}}}, {"reply_device_maps": {"ps": {"cpu": device}}}):
+        with pytest.raises(ValueError, match=r"such as 'cuda:0'; .* is none"):
+            UcxRpcBackendOptions(**options)
+
+
+def test_the_cpu_is_one_device() -> None:
+    assert UcxRpcBackendOptions(device_maps={"ps": {"cpu:0": 0}}).device_maps == {
+        "ps": {torch.device("cpu"): torch.device("cuda:0")}
+    }
 
 
 def test_devices_are_cuda_devices() -> None:
@@ -278,6 +301,7 @@ def test_the_page_on_options_has_each_with_its_default() -> None:
         "waiting": f'`"{options.waiting}"`',
         "prometheus_port": "`None`",
         "device_maps": "none",
+        "reply_device_maps": "none",
         "devices": "those in device maps",
         "receive_window_bytes": f"{options.receive_window_bytes / 1024**2:g} MiB",
         "host_pool_bytes": f"{options.host_pool_bytes / 1024**2:g} MiB",

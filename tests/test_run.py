@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import signal
@@ -21,9 +22,9 @@ COMMAND = [sys.executable, "-m", "torch_ucx_rpc", "run"]
 ENVIRON = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
 
 
-def run(*arguments: object, **options: object) -> subprocess.CompletedProcess[str]:
+def run(*arguments: object, timeout: float = 90, **options: object) -> subprocess.CompletedProcess[str]:
     command = [*COMMAND, *map(str, arguments)]
-    return subprocess.run(command, env=ENVIRON, capture_output=True, text=True, timeout=90, check=False, **options)
+    return subprocess.run(command, env=ENVIRON, capture_output=True, text=True, timeout=timeout, check=False, **options)
 
 
 @pytest.fixture
@@ -42,6 +43,16 @@ def test_workers_call_each_other_under_the_names_of_their_roles() -> None:
         assert re.search(
             rf'^\[{name}\] {{"name": "{name}", "rank": {rank}, "calls": \["ps0", ', done.stdout, re.MULTILINE
         )
+
+
+def test_sixteen_workers_come_up_call_each_other_and_end() -> None:
+    # Most of the time goes into importing torch 16 times.
+    done = run("-n", 16, PROGRAMS / "meet.py", timeout=170)
+    assert done.returncode == 0, done.stderr
+    reports = [json.loads(report) for report in re.findall(r'\{"name".*?\}', done.stdout)]
+    names = sorted(f"worker{rank}" for rank in range(16))
+    assert sorted(report["name"] for report in reports) == names
+    assert [report["calls"] for report in reports] == [names] * 16
 
 
 def test_role_and_index_are_in_the_environment() -> None:

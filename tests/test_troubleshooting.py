@@ -16,7 +16,12 @@ QUOTES = [
 ]
 COMMANDS = re.compile(r"(python|pip|make|ulimit|kubectl|docker) ")
 # By torch and UCX, or put together when they are written.
-FOREIGN = ("RPC ran for more than set timeout ", "UCX: Destination is unreachable", "starting UCX failed")
+FOREIGN = (
+    "RPC ran for more than set timeout ",
+    "UCX: Destination is unreachable",
+    "starting UCX failed",
+    "creating a UCX worker failed",
+)
 
 
 def sources() -> str:

@@ -32,8 +32,10 @@ How the package is laid out:
 * ``_rendezvous``    the Store through which the workers of a job find each other
 * ``_members``       who of them belongs to a group of fixed size
 * ``_dynamic_group`` who belongs to one that workers join and leave
+* ``_device_maps``   where tensors arrive on devices, and whether the maps of all workers fit together
 * ``_record``        what each tells the others of itself
 * ``_network``       which network interface UCX gets
+* ``_conflicts``     what the site has set or limited that RPC cannot work with
 * ``_statistics``    `statistics`
 * ``_prometheus``    the same for Prometheus
 * ``_observation``   the same for ``python -m torch_ucx_rpc top``

@@ -32,9 +32,9 @@ from torch._C._distributed_rpc import (
     _set_profiler_node_id,
 )
 from torch.distributed.rpc import api
-from torch.distributed.rpc.backend_registry import _create_device_list, _create_reverse_mapping
 
 import torch_ucx_rpc
+from torch_ucx_rpc import _conflicts, _device_maps
 from torch_ucx_rpc._dynamic_group import DynamicGroup, StaticGroup
 from torch_ucx_rpc._members import gather_members
 from torch_ucx_rpc._native import _C
@@ -135,14 +135,14 @@ class UcxRpcAgent(_C.UcxRpcAgent):
                 for record in records
             ]
         )
-        options = self._options
-        all_maps = {member.name: member.device_maps for member in members}
-        reverse_maps = _create_reverse_mapping(self.get_worker_info().name, list(all_maps), all_maps)
-        self.devices = devices = _create_device_list(options.devices, options.device_maps, reverse_maps)
-        if devices and torch.cuda.is_available():
+        own = next(member for member in members if member.session == self.session)
+        replies = _device_maps.maps_of_replies(own.name, members)
+        self.devices = devices = _device_maps.devices_in_use(own, replies)
+        _device_maps.check_ucx(devices, _C.ucx_library()["path"], os.environ)
+        if devices:
             # A call with CUDA tensors may arrive before this process has used CUDA itself.
             torch.cuda.init()
-        self._set_device_maps(options.device_maps, reverse_maps, devices)
+        self._set_device_maps(own.device_maps, replies, devices)
 
     def join(self, shutdown: bool = False, timeout: float = 0) -> None:
         self._check_process()
@@ -191,6 +191,7 @@ def init_rpc(
     if options is None:
         options = UcxRpcBackendOptions()
     rank, world_size = _check_arguments(name, rank, world_size, options)
+    _conflicts.check(world_size)
     secret = _load_secret(options)
     store = open_store(options.init_method, rank, world_size, options.rpc_timeout)
     if world_size is None:
@@ -211,6 +212,7 @@ def init_backend(
 ) -> UcxRpcAgent:
     """Handler of ``backend_registry.init_backend``: a running agent, by way of a Store that the caller brings."""
     rank, world_size = _check_arguments(name, rank, world_size, rpc_backend_options)
+    _conflicts.check(world_size)
     secret = _load_secret(rpc_backend_options)
     if not isinstance(store, Store):
         raise TypeError(f"`store` must be a torch.distributed.Store; {store!r} is none")
@@ -324,8 +326,10 @@ def _record_of(agent: UcxRpcAgent, world_size: int) -> Record:
         package_version=torch_ucx_rpc.__version__,
         torch_version=torch.__version__,
         device_maps=options.device_maps,
+        reply_device_maps=options.reply_device_maps,
         devices=options.devices,
         device_count=torch.cuda.device_count(),
+        in_doubt=False,
         **process_facts(),
     )
 

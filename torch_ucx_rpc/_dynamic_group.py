@@ -12,6 +12,10 @@ The records are JSON, and in a job with a secret authenticated, as is what a wor
 A worker that joins puts itself into the list, reads who came before it, and asks each of those, over UCX, to admit it.
 Who comes later will ask it. So of two that join at the same time the later one asks the other, and the Store is needed
 for joining only: whoever hosts it may leave the group, and for those who are in it even end.
+
+When a cable is cut those on either side lose the others, and any of them may write so into the list. So who has merely
+fallen silent stays on it, in doubt, until another takes its rank or its name: a worker that joins asks it too, but does
+not wait for its answer for long.
 """
 
 # mypy: allow-untyped-calls
@@ -19,6 +23,7 @@ for joining only: whoever hosts it may leave the group, and for those who are in
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import threading
 import time
@@ -29,7 +34,8 @@ from typing import TYPE_CHECKING
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import DistError
 
-from torch_ucx_rpc._members import ask_again, check_device_maps, read_records
+from torch_ucx_rpc import _device_maps
+from torch_ucx_rpc._members import ask_again, read_records
 from torch_ucx_rpc._record import Record
 from torch_ucx_rpc._rendezvous import Deadline
 from torch_ucx_rpc._secret import Secret, read_entry, write_entry
@@ -43,6 +49,9 @@ _DYNAMIC = "torch_ucx_rpc/dynamic"
 
 # How long a worker that is in the list without a record is given to write it, between two lines of its code.
 _WRITING_S = 5.0
+
+# How long those in doubt are given to admit a worker that joins. They do within milliseconds, or are not there.
+_DOUBTED_S = 1.0
 
 # More have never joined a group; the counter in the Store cannot be authenticated.
 _MOST_ARRIVALS = 1_000_000
@@ -64,6 +73,8 @@ class DynamicGroup:
         # The members that are known here, by their place in the list; those that left until somebody takes their place.
         self._members: dict[str, Record] = {}
         self._place: str | None = None
+        # Places of those that others had lost when this worker came, and that have not admitted it yet.
+        self._doubted: set[str] = set()
 
     def enter(self) -> None:
         """Put this worker into the list, and all that came before it into the agent, which is not running yet.
@@ -77,29 +88,47 @@ class DynamicGroup:
         place = self._place = f"member/{position}"
         self._store.set(place, write_entry(self._own.to_values(), self._secret))
         earlier = self._read(_places(position))
-        for other_place, other in list(earlier.items()):
-            if other.rank == self._own.rank or other.name == self._own.name:
-                if not other.has_ended_beside(self._own):
-                    raise _place_is_taken(self._own, other)
-                self._strike(other_place)
+        later = [self._own]
+        for other_place, other in reversed(list(earlier.items())):
+            rivals = [record for record in later if other.rank == record.rank or other.name == record.name]
+            if not rivals:
+                later.append(other)
+            # What was written of it on the other side of a cut may have come after it was replaced.
+            elif other.in_doubt or other.has_ended_beside(self._own):
+                self._set(other_place, None)
                 del earlier[other_place]
-        check_device_maps([self._own, *earlier.values()], is_static_group=False)
+            elif self._own in rivals:
+                raise _place_is_taken(self._own, other)
+        _device_maps.check([self._own, *earlier.values()], is_static_group=False)
         agent = self._running_agent()
         agent._set_membership(
             self._admit, self._forget, b"" if self._secret is None else self._secret.join_key(self._own.session)
         )
         with self._lock:
+            self._doubted = {other_place for other_place, other in earlier.items() if other.in_doubt}
             self._members = {place: self._own, **earlier}
             agent.add_records([self._own, *earlier.values()], self._members.values())
 
     def meet(self, deadline: Deadline) -> None:
-        """Have all members that came before admit this worker, whose agent is running now; RuntimeError otherwise."""
+        """Have all members that came before admit this worker, whose agent is running now; RuntimeError otherwise.
+
+        But for those in doubt.
+        """
         agent = self._running_agent()
         agent._announce_join(json.dumps({"place": self._place, "record": self._own.to_values()}))
+        patience = Deadline(_DOUBTED_S)
         for is_over in ask_again(len(self._members), deadline):
-            silent = {info.id for info in agent._unacknowledged()}
+            present, silent = (
+                {info.id for info in infos} for infos in (agent.get_worker_infos(), agent._unacknowledged())
+            )
             with self._lock:
-                waited_for = {place: record for place, record in self._members.items() if record.rank in silent}
+                members = dict(self._members)
+            self._trust(place for place, record in members.items() if record.rank in present - silent)
+            waited_for = {
+                place: record
+                for place, record in members.items()
+                if record.rank in silent and not (patience.passed() and place in self._doubted)
+            }
             if not waited_for:
                 break
             if is_over:
@@ -114,7 +143,7 @@ class DynamicGroup:
         """Take this worker off the list, where it is on it and the Store is still there."""
         place, self._place = self._place, None
         if place is not None:
-            self._strike(place)
+            self._set(place, None)
 
     def _running_agent(self) -> UcxRpcAgent:
         agent = self._agent()
@@ -159,14 +188,21 @@ class DynamicGroup:
     def _forget(self, session: int) -> None:
         """For a member that has been lost: others shall not look for it."""
         with self._lock:
-            places = [place for place, record in self._members.items() if record.session == session]
-        for place in places:
-            self._strike(place)
+            lost = {place: record for place, record in self._members.items() if record.session == session}
+        for place, record in lost.items():
+            has_ended = record.has_ended_beside(self._own)
+            self._set(place, None if has_ended else dataclasses.replace(record, in_doubt=True))
 
-    def _strike(self, place: str) -> None:
+    def _trust(self, places: Iterable[str]) -> None:
+        """For members that have admitted this worker, whatever others have written of them."""
+        for place in self._doubted.intersection(places):
+            self._doubted.discard(place)
+            self._set(place, dataclasses.replace(self._members[place], in_doubt=False))
+
+    def _set(self, place: str, record: Record | None) -> None:
         # Without the Store nobody can read the list either.
         with contextlib.suppress(DistError):
-            self._store.set(place, "")
+            self._store.set(place, "" if record is None else write_entry(record.to_values(), self._secret))
 
 
 class StaticGroup:

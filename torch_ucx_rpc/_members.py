@@ -27,8 +27,8 @@ from typing import Any
 
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import DistError
-from torch.distributed.rpc.backend_registry import _validate_device_maps
 
+from torch_ucx_rpc import _device_maps
 from torch_ucx_rpc._record import Record
 from torch_ucx_rpc._rendezvous import Deadline
 from torch_ucx_rpc._secret import Entry, Secret, read_entry, refusal, write_entry
@@ -133,7 +133,7 @@ def _await_members(arrivals: _Arrivals, own: Record, deadline: Deadline) -> list
     _check_agreement(records)
     if len(records) < own.world_size:
         raise _absent(records, own, deadline)
-    check_device_maps(records)
+    _device_maps.check(records)
     _warn_of_different_torchs(records)
     return records
 
@@ -310,17 +310,6 @@ def _check_agreement(records: list[Record]) -> None:
                 f"the worker name {earlier.name!r} is not unique: {earlier} and {later} use it; give every worker a "
                 f"name of its own."
             )
-
-
-def check_device_maps(records: list[Record], is_static_group: bool = True) -> None:
-    """ValueError, torch's own, unless the device maps of all fit together; in a dynamic group others may still come."""
-    _validate_device_maps(  # type: ignore[no-untyped-call]
-        [record.name for record in records],
-        {record.name: record.device_count for record in records},
-        {record.name: record.device_maps for record in records},
-        {record.name: record.devices for record in records},
-        is_static_group,
-    )
 
 
 def _warn_of_different_torchs(records: list[Record]) -> None:

@@ -2,7 +2,8 @@
 
 The order is torch, UCX, ``_C``. The extension carries no search paths: it names its libraries (``libc10.so``,
 ``libucp.so.0``) and takes those that the process has loaded already. That is also why a libucp that another package
-brought along, such as the one of Open MPI, is used and not replaced: two of them in one process abort.
+brought along, such as the one of Open MPI, is used and not replaced: two of them in one process abort. UCX is several
+libraries; where only some are there, the rest is taken from the same place.
 
 ``TORCH_UCX_RPC_UCX`` chooses where UCX comes from: ``wheel`` is the package libucx, ``system`` is conda's or the
 operating system's; unset, it is the wheel if there is one.
@@ -10,13 +11,16 @@ operating system's; unset, it is the wheel if there is one.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib
 import importlib.util
 import os
 import re
+import signal
 import sys
 import sysconfig
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -39,10 +43,24 @@ class Ucx(NamedTuple):
         return f"UCX {'.'.join(map(str, self.version))} ({self.path})"
 
 
-def path_in_maps(maps: str) -> str | None:
-    """Where libucp is mapped from, by the text of ``/proc/self/maps``; None if it is not mapped."""
-    found = re.search(r"^(?:\S+\s+){5}(/.*/libucp\.so[.\d]*)", maps, re.MULTILINE)
+# What UCX takes for itself when it is loaded, by the variable with which a user asks for it: SIGHUP, to write out more
+# of what it does, and before UCX 1.20 the signals of crashes, to write where.
+_TAKEN_SIGNALS = {
+    "UCX_DEBUG_SIGNO": [signal.SIGHUP],
+    "UCX_HANDLE_ERRORS": [signal.SIGILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE],
+}
+# More than any C library's struct sigaction has.
+_SIGACTION_BYTES = 256
+
+
+def path_in_maps(maps: str, library: str = "libucp") -> str | None:
+    """Where it is mapped from, by the text of ``/proc/self/maps``; None if it is not mapped."""
+    found = re.search(rf"^(?:\S+\s+){{5}}(/.*/{library}\.so[.\d]*)", maps, re.MULTILINE)
     return None if found is None else found[1]
+
+
+def _maps() -> str:
+    return Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace")
 
 
 def loaded_ucx() -> Ucx | None:
@@ -55,8 +73,41 @@ def loaded_ucx() -> Ucx | None:
     numbers = [ctypes.c_uint() for _ in range(3)]
     library.ucp_get_version(*map(ctypes.byref, numbers))
     major, minor, release = (number.value for number in numbers)
-    path = path_in_maps(Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace"))
-    return Ucx((major, minor, release), path or SONAME)
+    return Ucx((major, minor, release), path_in_maps(_maps()) or SONAME)
+
+
+def complete_ucx() -> Ucx | None:
+    """The libucp that belongs to parts of UCX which are in the process without one; None where there are no parts."""
+    part = path_in_maps(_maps(), "libucs")
+    if part is None:
+        return None
+    try:
+        ctypes.CDLL(str(Path(part).with_name(SONAME)))
+    except OSError:
+        raise _error(
+            f"another package has loaded a part of UCX ({part}) that has no {SONAME} beside it, and a process can have "
+            f"one UCX: import torch_ucx_rpc before that package."
+        ) from None
+    return loaded_ucx()
+
+
+@contextlib.contextmanager
+def signal_handlers_kept() -> Iterator[None]:
+    """Undo what the block does to signals that nobody has asked UCX to take.
+
+    Otherwise the end of a terminal would no longer end a worker, and handlers that the program has set before, with
+    ``signal`` or ``faulthandler``, would be gone. Not with Python's ``signal``, which does not see handlers in C.
+    """
+    sigaction = ctypes.CDLL(None).sigaction
+    taken = [number for variable, numbers in _TAKEN_SIGNALS.items() if variable not in os.environ for number in numbers]
+    before = {number: ctypes.create_string_buffer(_SIGACTION_BYTES) for number in taken}
+    for number, action in before.items():
+        sigaction(number, None, action)
+    try:
+        yield
+    finally:
+        for number, action in before.items():
+            sigaction(number, action, None)
 
 
 def sources(choice: str) -> tuple[str, ...]:
@@ -98,7 +149,7 @@ def is_from_wheel(path: str) -> bool:
 def load_ucx(choice: str, built_for: str) -> Ucx:
     """Have one libucp in the process, new enough for an extension built with UCX ``built_for`` ("1.22")."""
     wanted = sources(choice)
-    before = loaded_ucx()
+    before = loaded_ucx() or complete_ucx()
     if before is not None:
         if choice and is_from_wheel(before.path) != (choice == "wheel"):
             raise _error(
@@ -108,7 +159,9 @@ def load_ucx(choice: str, built_for: str) -> Ucx:
         check_ucx_version(before, built_for, was_there_before=True)
         return before
     load = {"wheel": load_wheel, "system": load_system}
-    if not any(load[source]() for source in wanted):
+    with signal_handlers_kept():
+        is_loaded = any(load[source]() for source in wanted)
+    if not is_loaded:
         where = {"": "", "wheel": " in a libucx wheel", "system": " in conda's or the system's libraries"}[choice]
         raise _error(f"there is no UCX ({SONAME}){where}: {_INSTALL_UCX}.")
     found = loaded_ucx()
@@ -125,10 +178,16 @@ def check_ucx_version(found: Ucx, built_for: str, *, was_there_before: bool) -> 
     reason = f"torch_ucx_rpc was built with UCX {built_for} and cannot run with the older {found}"
     if was_there_before:
         raise _error(
-            f"{reason}, which another package loaded before: import torch_ucx_rpc before that package (MPI, for one), "
-            f"or build torch_ucx_rpc again with that UCX (TORCH_UCX_RPC_UCX=system)."
+            f"{reason}, which another package loaded before, and a process can have one UCX: import torch_ucx_rpc "
+            f"before that package (MPI, for one), or have it find a newer UCX, by LD_LIBRARY_PATH={_newer_ucx()}."
         )
     raise _error(f"{reason}: install a newer one, {_INSTALL_UCX}, or build torch_ucx_rpc again: {_BUILD}.")
+
+
+def _newer_ucx() -> str:
+    """The folder with the libraries of a libucx wheel, if there is one."""
+    spec = importlib.util.find_spec("libucx")
+    return "<its folder>" if spec is None or spec.origin is None else str(Path(spec.origin).parent / "lib")
 
 
 def check_torch_version(built_for: str, running: str) -> None:

@@ -14,7 +14,6 @@ from typing import Any, Generic, TypeAlias, TypeVar
 
 import torch
 from torch._C._distributed_rpc import RpcBackendOptions
-from torch.distributed.rpc.options import _to_device_list, _to_device_map
 
 Device: TypeAlias = int | str | torch.device
 T = TypeVar("T")
@@ -118,10 +117,25 @@ def _check_device_map(callee: Any, device_map: Any) -> dict[torch.device, torch.
         raise TypeError(f"a device map is set for a callee's name, a str; {_shown(callee)} is none")
     if not isinstance(device_map, Mapping):
         raise TypeError(
-            f"the device map for {callee!r} must be a dict from a local device to one of the callee's; "
+            f"the device map for {callee!r} must be a dict from device to device, one local and one the callee's; "
             f"{_shown(device_map)} is none"
         )
-    return _to_device_map(device_map)  # type: ignore[arg-type]
+    checked: dict[torch.device, torch.device] = {}
+    for key, value in device_map.items():
+        source, target = _check_device(key), _check_device(value)
+        if checked.setdefault(source, target) != target:
+            raise ValueError(f"the device map for {callee!r} has {source} go to {checked[source]} and to {target}")
+    return checked
+
+
+def _check_device(value: Any) -> torch.device:
+    # A number alone is one for torch only where there are GPUs.
+    device = torch.device("cuda", value) if isinstance(value, int) else torch.device(value)
+    if device.type == "cpu":
+        return torch.device("cpu")
+    if device.type != "cuda" or device.index is None:
+        raise ValueError(f"RPC knows the CPU and CUDA devices with a number, such as 'cuda:0'; {_shown(value)} is none")
+    return device
 
 
 def _check_devices(name: str, value: Any) -> list[torch.device]:
@@ -129,7 +143,11 @@ def _check_devices(name: str, value: Any) -> list[torch.device]:
         return []
     if isinstance(value, (str, torch.device)) or not isinstance(value, Iterable):
         raise TypeError(f"{name} must be a list of CUDA devices; {_shown(value)} is none")
-    return _to_device_list(list(value))
+    devices = [_check_device(device) for device in value]
+    if torch.device("cpu") in devices:
+        # As TensorPipeRpcBackendOptions has it.
+        raise ValueError("`set_devices` expect a list of CUDA devices, but got device type cpu.")
+    return devices
 
 
 def _check_path(name: str, value: Any) -> str | None:
@@ -167,7 +185,10 @@ class UcxRpcBackendOptions(RpcBackendOptions):
         init_method (str): URL at which the workers find each other, as for ``init_process_group`` (default:
             ``"env://"``, which reads MASTER_ADDR and MASTER_PORT).
         device_maps (dict[str, dict]): for each callee, by name, on which of its devices the tensors of a local device
-            arrive; what it returns comes back the same way (default: none, only CPU tensors can be sent).
+            arrive (default: none, only CPU tensors can be sent). The CPU may stand on either side, and several devices
+            may go to one. What the callee returns comes back the same way.
+        reply_device_maps (dict[str, dict]): for each callee, by name, on which local device arrives what it returns
+            from one of its devices, where that is not to follow from ``device_maps``, or cannot (default: none).
         devices (list): local CUDA devices used for RPC (default: those that device maps mention, this worker's or the
             others').
         receive_window_bytes (int): bytes of large tensors that may be on their way into this worker at a time
@@ -205,6 +226,7 @@ class UcxRpcBackendOptions(RpcBackendOptions):
     heartbeat_limit = Option(check_seconds)
     init_method = Option(check_url)
     device_maps = Option(_check_device_maps)
+    reply_device_maps = Option(_check_device_maps)
     devices = Option(_check_devices)
     receive_window_bytes = _integer(1, _MOST_BYTES, "how many bytes of large tensors are received at a time")
     host_pool_bytes = _integer(0, _MOST_BYTES, "how many bytes of memory are kept for reuse")
@@ -221,6 +243,7 @@ class UcxRpcBackendOptions(RpcBackendOptions):
         heartbeat_limit: float = 10.0,
         init_method: str = "env://",
         device_maps: Mapping[str, Mapping[Device, Device]] | None = None,
+        reply_device_maps: Mapping[str, Mapping[Device, Device]] | None = None,
         devices: Iterable[Device] | None = None,
         receive_window_bytes: int = 64 * 1024**2,
         host_pool_bytes: int = 256 * 1024**2,
@@ -237,6 +260,7 @@ class UcxRpcBackendOptions(RpcBackendOptions):
         self.heartbeat_limit = heartbeat_limit
         self.init_method = init_method
         self.device_maps = device_maps
+        self.reply_device_maps = reply_device_maps
         self.devices = devices
         self.receive_window_bytes = receive_window_bytes
         self.host_pool_bytes = host_pool_bytes
@@ -254,8 +278,8 @@ class UcxRpcBackendOptions(RpcBackendOptions):
 
         Args:
             to (str): the callee's name.
-            device_map (dict): from this worker's devices to the callee's. No two may go to the same device, and what an
-                earlier call has mapped stays.
+            device_map (dict): from this worker's devices, the CPU included, to the callee's. What an earlier call has
+                mapped stays.
 
         Raises:
             ValueError: a device is mapped already, to another device.
@@ -298,11 +322,14 @@ class UcxRpcBackendOptions(RpcBackendOptions):
 
     def _arguments(self) -> dict[str, Any]:
         """Arguments that make an equal object; devices as strs, which can be pasted."""
-        device_maps = {
-            callee: {str(local): str(remote) for local, remote in device_map.items()}
-            for callee, device_map in self.device_maps.items()
+        maps = {
+            name: {
+                callee: {str(key): str(value) for key, value in device_map.items()}
+                for callee, device_map in self._values[name].items()
+            }
+            for name in ("device_maps", "reply_device_maps")
         }
-        return {**self._values, "device_maps": device_maps, "devices": [str(device) for device in self.devices]}
+        return {**self._values, **maps, "devices": [str(device) for device in self.devices]}
 
 
 def construct_options(rpc_timeout: float, init_method: str, **options: Any) -> UcxRpcBackendOptions:

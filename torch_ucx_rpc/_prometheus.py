@@ -24,7 +24,7 @@ _GAUGES = {
     "requests_open": "Calls of others that have arrived and are not answered",
     "requests_running": "Calls of others that a thread is at",
     "requests_waiting": "Calls of others that wait for a thread",
-    "messages_sending": "Messages that UCX is not done with",
+    "messages_sending": "Messages that UCX is not done with, or has not been given yet",
     "threads": "Threads of the agent",
     "threads_idle": "Idle threads of the agent",
     "pool_in_use_bytes": "Receive buffers that tensors live in",

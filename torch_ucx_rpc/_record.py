@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-DeviceMaps = dict[str, dict[torch.device, torch.device]]
+DeviceMap = dict[torch.device, torch.device]
+DeviceMaps = dict[str, DeviceMap]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -20,6 +21,8 @@ class Record:
 
     A process is known by its id only within a pid namespace, until it ends, and until the machine reboots: hence
     `pid_namespace`, `process_start_time` (in clock ticks since the boot) and `boot_id`.
+
+    In a group without a size others may put it `in_doubt`: one of them has lost this worker, which may be alive.
     """
 
     rank: int
@@ -30,6 +33,7 @@ class Record:
     package_version: str
     torch_version: str
     device_maps: DeviceMaps
+    reply_device_maps: DeviceMaps
     devices: list[torch.device]
     device_count: int
     host: str
@@ -37,6 +41,7 @@ class Record:
     pid_namespace: int
     pid: int
     process_start_time: int
+    in_doubt: bool
 
     def __str__(self) -> str:
         return f"rank {self.rank} ({self.name!r}, pid {self.pid} on {self.host})"
@@ -46,7 +51,8 @@ class Record:
         if (self.boot_id, self.pid_namespace) != (other.boot_id, other.pid_namespace):
             return False
         try:
-            return start_time(self.pid) != self.process_start_time
+            # One that has ended stays there until its parent asks how.
+            return process_stat(self.pid)[0] in "ZX" or start_time(self.pid) != self.process_start_time
         except FileNotFoundError:
             return True
 
@@ -55,10 +61,11 @@ class Record:
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         values["address"] = base64.b64encode(self.address).decode("ascii")
         values["devices"] = [str(device) for device in self.devices]
-        values["device_maps"] = {
-            callee: {str(local): str(remote) for local, remote in device_map.items()}
-            for callee, device_map in self.device_maps.items()
-        }
+        for name in ("device_maps", "reply_device_maps"):
+            values[name] = {
+                callee: {str(key): str(value) for key, value in device_map.items()}
+                for callee, device_map in values[name].items()
+            }
         return values
 
     @classmethod
@@ -67,16 +74,19 @@ class Record:
         try:
             address = base64.b64decode(values["address"], validate=True)
             devices = [_device(device) for device in values["devices"]]
-            device_maps = {
-                callee: {_device(local): _device(remote) for local, remote in device_map.items()}
-                for callee, device_map in values["device_maps"].items()
+            maps = {
+                name: {
+                    callee: {_device(key): _device(value) for key, value in device_map.items()}
+                    for callee, device_map in values[name].items()
+                }
+                for name in ("device_maps", "reply_device_maps")
             }
-            record = cls(**{**values, "address": address, "devices": devices, "device_maps": device_maps})
+            record = cls(**{**values, "address": address, "devices": devices, **maps})
         # Whatever other values lead to; RuntimeError is torch's for a device that cannot be.
         except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
             raise ValueError(f"that is not the record of a worker: {error}") from error
         for field in dataclasses.fields(cls):
-            if field.type in ("int", "str") and type(getattr(record, field.name)).__name__ != field.type:
+            if field.type in ("bool", "int", "str") and type(getattr(record, field.name)).__name__ != field.type:
                 raise ValueError(f"that is not the record of a worker: its {field.name} is no {field.type}")
         return record
 

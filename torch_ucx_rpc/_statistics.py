@@ -127,7 +127,7 @@ class Statistics:
         requests_open (int): calls of others that have arrived and are not answered.
         requests_running (int): of those, the ones that a thread is at; at most ``num_worker_threads``.
         requests_waiting (int): of those, the ones that wait for a thread.
-        messages_sending (int): messages that UCX is not done with.
+        messages_sending (int): messages that UCX is not done with, or has not been given yet.
         frames_refused (int): messages from strangers, or malformed.
         threads (int), threads_idle (int): of the agent.
         pool_in_use_bytes (int), pool_cached_bytes (int): receive buffers that tensors live in, and idle ones.

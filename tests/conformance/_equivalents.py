@@ -1,4 +1,4 @@
-"""Tests of PyTorch's that ask for TensorPipe by name, and the tests of this project that ask the same of UCX."""
+"""Tests of PyTorch's that ask for TensorPipe by name or for its limits, and the tests of this project on the same."""
 
 from __future__ import annotations
 
@@ -7,5 +7,9 @@ EQUIVALENTS: dict[str, dict[str, str]] = {
     "TensorPipeAgentRpcTest.test_infer_backend_from_options": {
         "reason": "asserts that the agent is an instance of TensorPipeAgent",
         "equivalent": "tests/test_replace.py::test_the_backend_is_inferred_from_options_for_tensorpipe",
+    },
+    "TensorPipeAgentCudaRpcTest.test_device_maps_many_to_one": {
+        "reason": "asks that several devices cannot be mapped to one",
+        "equivalent": "tests/test_device_maps.py::test_maps_with_the_cpu_and_several_devices_to_one_fit",
     },
 }

@@ -145,11 +145,6 @@ def add(column: tuple) -> object:
 
 def fate_of_tensorpipe_test(on_ucx: Data | None, suite: str, test: str) -> tuple[str, str]:
     """What kind of fate, to be counted; and the whole of it."""
-    covered = EQUIVALENTS.get(f"{suite}.{test}")
-    if covered:
-        ours = covered["equivalent"]
-        text = f"covered by [{ours}](../{ours.partition('::')[0]}): {covered['reason']}"
-        return "covered by a test of our own", text
     return fate_where_run(on_ucx, suite, test, "passed with UCX's options in place of TensorPipe's", "not run")
 
 
@@ -158,6 +153,10 @@ def fate_of_cuda_test(on_ucx: Data | None, suite: str, test: str) -> tuple[str, 
 
 
 def fate_where_run(on_ucx: Data | None, suite: str, test: str, passed: str, otherwise: str) -> tuple[str, str]:
+    if covered := EQUIVALENTS.get(f"{suite}.{test}"):
+        ours = covered["equivalent"]
+        text = f"covered by [{ours}](../{ours.partition('::')[0]}): {covered['reason']}"
+        return "covered by a test of our own", text
     if on_ucx is None or suite not in on_ucx["suites"]:
         return otherwise, otherwise
     how = on_ucx["not passed"].get(f"{suite}.{test}", passed)

@@ -176,6 +176,9 @@ class AgentTest : public testing::Test {
           if (isInterrupted_.load()) {
             throw Interrupted();
           }
+          if (whileWaiting_) {
+            whileWaiting_();
+          }
         },
         options);
     return agent;
@@ -192,6 +195,16 @@ class AgentTest : public testing::Test {
       agent->addMembers(asToldTo(rank, members));
       agent->start();
     }
+  }
+
+  // Holds up "block" until the gate opens.
+  Handler echoBehindGate() {
+    return [this](Message& request) {
+      if (textOf(request) == "block") {
+        gate_->pass();
+      }
+      return echo(request);
+    };
   }
 
   UcxRpcAgent& agent(worker_id_t rank) {
@@ -224,6 +237,7 @@ class AgentTest : public testing::Test {
 
   uint64_t poolBytesAtStart_ = 0;
   std::atomic<bool> isInterrupted_{false};
+  std::function<void()> whileWaiting_; // what a caller that waits does now and then; set before it waits
   LoopbackNetwork network_;
   const std::shared_ptr<Gate> gate_ = std::make_shared<Gate>();
   std::map<worker_id_t, std::shared_ptr<UcxRpcAgent>> agents_;

@@ -40,9 +40,11 @@ class DynamicGroupTest : public AgentTest {
   }
 
   std::string refused_; // no worker admits this record
+  std::function<void()> admission_ = [] {}; // runs before a worker admits another
 
  private:
   void admit(worker_id_t rank, const std::string& record) {
+    admission_();
     if (record == refused_) {
       throw std::runtime_error("nobody knows " + record);
     }
@@ -77,6 +79,30 @@ TEST_F(DynamicGroupTest, WorkerThatIsNotAdmittedWaits) {
   ASSERT_EQ(agent(1).unacknowledged().size(), 1u);
   EXPECT_EQ(agent(1).unacknowledged()[0].name_, "w0");
   EXPECT_EQ(agent(0).getWorkerInfos().size(), 1u);
+}
+
+TEST_F(DynamicGroupTest, CallsOfAWorkerThatIsNotAdmittedYetWait) {
+  const std::shared_ptr<Gate> gate = gate_;
+  join(0, {});
+  admission_ = [gate] { gate->pass(); };
+  join(1, {0});
+  // It may have been asked, by a member that has admitted it, to call one that has not.
+  const Future small = call(1, 0, "small");
+  const Future large = call(1, 0, "large", {tensorOf(kMiB)});
+  EXPECT_FALSE(eventually([&] { return small->completed() || large->completed(); }, milliseconds(200)));
+  gate_->open();
+  EXPECT_EQ(textOf(*answer(small)), "small");
+  EXPECT_EQ(textOf(*answer(large)), "large");
+  EXPECT_EQ(metric(0, "agent.frames_refused"), 0u);
+}
+
+TEST_F(DynamicGroupTest, CallsToAWorkerThatEndsBeforeItAdmitsFail) {
+  join(0, {});
+  refused_ = "1";
+  join(1, {0});
+  const Future future = call(1, 0, "?", {tensorOf(kMiB)});
+  network_.kill(agent(0).address());
+  EXPECT_TRUE(contains(failure(future), "w0"));
 }
 
 TEST_F(DynamicGroupTest, StaticGroupsAdmitNobody) {

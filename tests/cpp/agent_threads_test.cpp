@@ -333,21 +333,36 @@ TEST_F(AgentThreadsTest, ThreadsStayWithinTheirBound) {
   EXPECT_LE(started_.load(), 2 * 4 + 3);
 }
 
+// What a task may own: its end brings about another task.
+class AddsOnDestruction {
+ public:
+  AddsOnDestruction(AgentThreads& threads, std::atomic<bool>& isDone) : threads_(threads), isDone_(isDone) {}
+  AddsOnDestruction(const AddsOnDestruction&) = delete;
+  AddsOnDestruction& operator=(const AddsOnDestruction&) = delete;
+  ~AddsOnDestruction() {
+    threads_.addCompletion([&isDone = isDone_] { isDone.store(true); });
+  }
+
+ private:
+  AgentThreads& threads_;
+  std::atomic<bool>& isDone_;
+};
+
 TEST_F(AgentThreadsTest, TaskIsDestroyedWithoutAnyLock) {
   start();
-  struct AddsOnDestruction {
-    AgentThreads* threads;
-    std::atomic<bool>* isDone;
-    AddsOnDestruction(AgentThreads* threads, std::atomic<bool>* isDone) : threads(threads), isDone(isDone) {}
-    AddsOnDestruction(const AddsOnDestruction&) = delete;
-    AddsOnDestruction& operator=(const AddsOnDestruction&) = delete;
-    ~AddsOnDestruction() {
-      threads->addCompletion([isDone = isDone] { isDone->store(true); });
-    }
-  };
-  std::atomic<bool> isDone{false};
-  threads_->addRequest([owned = std::make_unique<AddsOnDestruction>(threads_.get(), &isDone)] {});
-  EXPECT_TRUE(eventually([&] { return isDone.load(); }));
+  threads_->addRequest([owned = std::make_unique<AddsOnDestruction>(*threads_, isDone_)] {});
+  EXPECT_TRUE(eventually([&] { return isDone_.load(); }));
+}
+
+TEST_F(AgentThreadsTest, RefusedRequestIsDestroyedWithoutAnyLock) {
+  start(1, 1);
+  threads_->addRequest([this] {
+    const std::shared_ptr<void> call = AgentThreads::nest();
+    gate_.pass();
+  });
+  ASSERT_TRUE(eventually([this] { return threads_->counts().nestingRequests == 1; }));
+  threads_->addRequest([owned = std::make_unique<AddsOnDestruction>(*threads_, isDone_)] {}, [] {});
+  EXPECT_TRUE(eventually([&] { return isDone_.load(); }));
 }
 
 TEST_F(AgentThreadsTest, StopDropsRequestsThatWait) {

@@ -5,11 +5,6 @@
 #include <limits>
 #include <string>
 
-// Memory that cannot be had is one of the tests: AddressSanitizer is to refuse it as malloc does.
-extern "C" const char* __asan_default_options() { // NOLINT(bugprone-reserved-identifier): the sanitizer's own name
-  return "allocator_may_return_null=1";
-}
-
 namespace torch_ucx_rpc {
 namespace {
 

@@ -3,6 +3,7 @@
 #include <fcntl.h>
 #include <gtest/gtest.h>
 #include <poll.h>
+#include <sys/resource.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -125,6 +126,24 @@ TEST_F(ProcessWatchTest, AnotherProcessOfTheSameIdIsNotTheOneThatWas) {
   Member member = memberOf(child.pid());
   member.processStartTime -= 1;
   EXPECT_EQ(watch_.add(member, self_, [] {}), ProcessWatch::Outcome::kHasEnded);
+}
+
+TEST_F(ProcessWatchTest, AProcessThatLivesIsNotTakenForEndedForWantOfFiles) {
+  Child child;
+  const Member member = memberOf(child.pid());
+  // One file is left: the next to be opened has the lowest number that is free.
+  const int next = dup(0);
+  close(next);
+  rlimit before{};
+  ASSERT_EQ(getrlimit(RLIMIT_NOFILE, &before), 0);
+  const rlimit one{static_cast<rlim_t>(next) + 1, before.rlim_max};
+  ASSERT_EQ(setrlimit(RLIMIT_NOFILE, &one), 0);
+  const ProcessWatch::Outcome outcome = watch_.add(member, self_, [this] { ++ends_; });
+  ASSERT_EQ(setrlimit(RLIMIT_NOFILE, &before), 0);
+  ASSERT_EQ(outcome, ProcessWatch::Outcome::kWatched);
+  EXPECT_FALSE(isReadable(0));
+  child.letGo();
+  EXPECT_TRUE(isReadable(30'000));
 }
 
 TEST_F(ProcessWatchTest, ProcessesElsewhereCannotBeWatched) {

@@ -80,20 +80,16 @@ TEST_F(SealedAgentTest, ManyThreadsCallOnePeer) {
 }
 
 // Someone on the network who knows address and session of worker 0, and who worker 1 is.
-class SealedAgentIntruderTest : public SealedAgentTest, private TransportListener {
+class SealedAgentIntruderTest : public ForgedFrameTest, private TransportListener {
  protected:
   void SetUp() override {
-    SealedAgentTest::SetUp();
-    start(2, [this](Message& request) {
-      handled_.fetch_add(1);
-      return echo(request);
-    });
+    ForgedFrameTest::SetUp();
     transport_ = network_.makeTransport("intruder");
     transport_->setListener(this);
     ASSERT_FALSE(transport_->connect("address 0", toZero_));
   }
   void TearDown() override {
-    SealedAgentTest::TearDown();
+    ForgedFrameTest::TearDown();
     transport_.reset();
   }
 
@@ -103,16 +99,6 @@ class SealedAgentIntruderTest : public SealedAgentTest, private TransportListene
   }
   void onEndpointFailed(EndpointId /*endpoint*/, const Error& /*error*/) override {}
 
-  // In the name of worker 1.
-  wire::Header frame(wire::Kind kind) {
-    wire::Header header;
-    header.kind = kind;
-    header.sourceRank = 1;
-    header.sourceSession = agent(1).session();
-    header.targetSession = agent(0).session();
-    header.callId = 1'000'000 + callId_++;
-    return header;
-  }
   void send(const wire::Header& header, std::span<const std::byte> bytes = {}, SendMode mode = SendMode::kEager) {
     headers_.push_back(header);
     bytes_.emplace_back(bytes);
@@ -126,8 +112,6 @@ class SealedAgentIntruderTest : public SealedAgentTest, private TransportListene
     });
   }
 
-  uint64_t callId_ = 0;
-  std::atomic<int> handled_{0};
   // Lent to the transport, which comes after them.
   std::deque<wire::Header> headers_;
   std::deque<Bytes> bytes_;
@@ -156,11 +140,7 @@ TEST_F(SealedAgentIntruderTest, NoKindOfFrameIsTakenWithoutTheKey) {
 }
 
 TEST_F(SealedAgentIntruderTest, ARecordedFrameIsTakenOnceAndNotInAnotherLife) {
-  const Bytes body = [] {
-    wire::BodyWriter writer(MessageType::PYTHON_CALL);
-    writer.setInlinePayload(std::string("recorded"));
-    return writer.finish();
-  }();
+  const Bytes body = bodyOfRequest("recorded");
   wire::Sealer sealer(keyOf(1, 0));
   wire::Header header = frame(wire::Kind::kRequest);
   sealer.sealFrame(header, body.size(), body);

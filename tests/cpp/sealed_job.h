@@ -26,4 +26,35 @@ class SealedAgentTest : public AgentTest {
   }
 };
 
+// The same, and somebody who forges frames.
+class ForgedFrameTest : public SealedAgentTest {
+ protected:
+  void SetUp() override {
+    SealedAgentTest::SetUp();
+    start(2, [this](Message& request) {
+      handled_.fetch_add(1);
+      return echo(request);
+    });
+  }
+
+  // In the name of worker 1, to worker 0.
+  wire::Header frame(wire::Kind kind) {
+    wire::Header header;
+    header.kind = kind;
+    header.sourceRank = 1;
+    header.sourceSession = agent(1).session();
+    header.targetSession = agent(0).session();
+    header.callId = callId_++;
+    return header;
+  }
+  static Bytes bodyOfRequest(const std::string& text) {
+    wire::BodyWriter writer(MessageType::PYTHON_CALL);
+    writer.setInlinePayload(text);
+    return writer.finish();
+  }
+
+  std::atomic<int> handled_{0};
+  uint64_t callId_ = 1'000'000; // beyond what the workers themselves call
+};
+
 } // namespace torch_ucx_rpc

@@ -24,38 +24,28 @@ uint64_t residentBytes() {
   return resident * static_cast<uint64_t>(sysconf(_SC_PAGESIZE));
 }
 
-class StrangerTest : public SealedAgentTest {
+class StrangerTest : public ForgedFrameTest {
  protected:
   void SetUp() override {
-    SealedAgentTest::SetUp();
-    start(2, [this](Message& request) {
-      handled_.fetch_add(1);
-      return echo(request);
-    });
-    const std::string& address = agent(0).address();
+    ForgedFrameTest::SetUp();
     path_ = testing::TempDir() + "shots-" + std::to_string(getpid());
-    shots_.open(path_, std::ios::binary | std::ios::trunc);
-    write(uint64_t{address.size()});
-    shots_.write(address.data(), static_cast<std::streamsize>(address.size()));
+    load();
   }
   void TearDown() override {
     std::filesystem::remove(path_);
-    SealedAgentTest::TearDown();
+    ForgedFrameTest::TearDown();
   }
 
   std::unique_ptr<Transport> makeTransport(worker_id_t /*rank*/) override {
     return makeUcpTransport(2);
   }
 
-  // In the name of worker 1, to worker 0.
-  wire::Header frame(wire::Kind kind) {
-    wire::Header header;
-    header.kind = kind;
-    header.sourceRank = 1;
-    header.sourceSession = agent(1).session();
-    header.targetSession = agent(0).session();
-    header.callId = 1'000'000 + expected_;
-    return header;
+  // Begins a new file for the stranger.
+  void load() {
+    const std::string& address = agent(0).address();
+    shots_.open(path_, std::ios::binary | std::ios::trunc);
+    write(uint64_t{address.size()});
+    shots_.write(address.data(), static_cast<std::streamsize>(address.size()));
   }
   void shoot(
       const wire::Header& header,
@@ -86,20 +76,13 @@ class StrangerTest : public SealedAgentTest {
     shots_.write(reinterpret_cast<const char*>(&value), sizeof(value));
   }
 
-  std::atomic<int> handled_{0};
   std::string path_;
   std::ofstream shots_;
   uint64_t expected_ = 0; // frames
 };
 
-Bytes request(const std::string& text) {
-  wire::BodyWriter writer(MessageType::PYTHON_CALL);
-  writer.setInlinePayload(text);
-  return writer.finish();
-}
-
 TEST_F(StrangerTest, WhateverIsForgedIsRefused) {
-  const Bytes body = request("forged");
+  const Bytes body = bodyOfRequest("forged");
   for (int kind = 1; kind <= static_cast<int>(wire::Kind::kPong); ++kind) {
     shoot(frame(static_cast<wire::Kind>(kind)), body);
     shoot(frame(static_cast<wire::Kind>(kind)), body, 1, SendMode::kRendezvous);
@@ -130,7 +113,7 @@ TEST_F(StrangerTest, WhateverIsForgedIsRefused) {
 }
 
 TEST_F(StrangerTest, WhatWasRecordedIsTakenAtMostOnce) {
-  const Bytes body = request("recorded");
+  const Bytes body = bodyOfRequest("recorded");
   wire::Header header = frame(wire::Kind::kRequest);
   wire::Sealer(keyOf(1, 0)).sealFrame(header, body.size(), body); // byte for byte what worker 1 would send
   shoot(header, body, 50);
@@ -153,9 +136,7 @@ TEST_F(StrangerTest, AFloodCostsNoMemory) {
   ASSERT_TRUE(areRefused(expected_));
   const uint64_t before = residentBytes();
 
-  shots_.open(path_, std::ios::binary | std::ios::trunc);
-  write(uint64_t{agent(0).address().size()});
-  shots_.write(agent(0).address().data(), static_cast<std::streamsize>(agent(0).address().size()));
+  load();
   shoot(header, large, 5'000); // 312 MiB
   shoot(span, parked, 5'000, SendMode::kRendezvous); // 4.9 GiB, of which none is fetched
   std::atomic<bool> isOver{false};

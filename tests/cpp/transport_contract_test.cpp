@@ -15,6 +15,7 @@
 #include <deque>
 #include <functional>
 #include <memory>
+#include <new>
 #include <ostream>
 #include <string>
 #include <thread>
@@ -108,9 +109,11 @@ class Station final : public TransportListener {
   }
 
   void onEager(std::span<const std::byte> header, std::span<const std::byte> bytes) override {
+    takeMemory();
     arrivals.push_back({readHeader(header), Bytes(bytes)});
   }
   void onParked(std::span<const std::byte> header, void* parked, uint64_t bytes) override {
+    takeMemory();
     arrivals.push_back({readHeader(header), {}, parked, bytes});
   }
   void onEndpointFailed(EndpointId endpoint, const Error& error) override {
@@ -134,8 +137,17 @@ class Station final : public TransportListener {
   std::unique_ptr<Transport> transport;
   std::deque<Arrival> arrivals;
   std::vector<EndpointId> failed;
+  bool isOutOfMemory = false;
+  size_t lacks = 0; // messages for which there was no memory
 
  private:
+  void takeMemory() {
+    if (isOutOfMemory) {
+      ++lacks;
+      throw std::bad_alloc();
+    }
+  }
+
   static wire::Header readHeader(std::span<const std::byte> bytes) {
     wire::Header header;
     const Error error = wire::readHeader(bytes, header);
@@ -306,6 +318,27 @@ TEST_P(TransportContractTest, RefusedRendezvousCompletesAtTheSender) {
     ASSERT_TRUE(progressUntil([&] { return sending.isDone(); }));
   }
   EXPECT_EQ(a.transport->operationsInFlight(), 0u);
+}
+
+TEST_P(TransportContractTest, AMessageForWhichTheReceiverHasNoMemoryIsDroppedAndTheNextArrives) {
+  Outcome eager;
+  Outcome rendezvous;
+  Outcome next;
+  Station& a = station("a");
+  Station& b = station("b");
+  const EndpointId toB = a.connect(b);
+  const Bytes bytes = pattern(100 * kKiB, 1);
+  b.isOutOfMemory = true;
+  a.transport->send(toB, header(1), std::span<const std::byte>(bytes).first(100), SendMode::kEager, eager.callback());
+  a.transport->send(toB, header(2), bytes, SendMode::kRendezvous, rendezvous.callback());
+  ASSERT_TRUE(progressUntil([&] { return b.lacks == 2 && eager.isDone() && rendezvous.isDone(); }));
+  b.isOutOfMemory = false;
+  a.transport->send(toB, header(3), bytes, SendMode::kEager, next.callback());
+  ASSERT_TRUE(progressUntil([&] { return next.isDone() && !b.arrivals.empty(); }));
+  EXPECT_FALSE(next.error()) << next.error().message();
+  EXPECT_TRUE(isSame(b.take().bytes, bytes));
+  EXPECT_EQ(a.transport->operationsInFlight(), 0u);
+  EXPECT_TRUE(a.failed.empty());
 }
 
 TEST_P(TransportContractTest, EagerMessagesArriveInOrder) {

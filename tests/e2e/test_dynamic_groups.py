@@ -13,7 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.rpc as rpc
-from workers import backend_options, eventually, init_rpc
+import workers
+from labs import Fate, VirtualHosts, needs_virtual_hosts
+from workers import Steps, agent, backend_options, eventually, init_rpc
 
 pytestmark = pytest.mark.ucx_only
 
@@ -37,24 +39,11 @@ def assert_answers(peer: int) -> None:
 
 
 def present() -> set[str]:
-    return {info.name for info in rpc.api._get_current_rpc_agent().get_worker_infos()}
+    return {info.name for info in agent().get_worker_infos()}
 
 
 def join(rank: int, **overrides: object) -> None:
     init_rpc(rank, world_size=None, **overrides)
-
-
-class Steps:
-    """Lets the workers of a test go on in an order, without RPC."""
-
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
-
-    def done(self, step: str) -> None:
-        (self._directory / step).touch()
-
-    def wait_for(self, *steps: str) -> None:
-        eventually(lambda: all((self._directory / step).exists() for step in steps), f"waiting for {steps}", 40)
 
 
 RunWorkers = Callable[..., list]
@@ -121,7 +110,7 @@ def come_and_go(rank: int, steps: Steps) -> None:
         steps.done(f"joined {rank}")
         steps.wait_for("joined 0", "joined 1")
         over = [f"over {visitor}" for visitor in (2, 3, 4)]
-        while not all((steps._directory / step).exists() for step in over):
+        while not all(map(steps.is_done, over)):
             assert_answers(1 - rank)
         steps.done(f"stopped {rank}")
         steps.wait_for("stopped 0", "stopped 1")
@@ -329,6 +318,58 @@ def live_in_a_group(rank: int, steps: Steps, file: Path) -> None:
     rpc.shutdown()
 
 
+def test_a_cut_strikes_nobody_off_the_list(tmp_path: Path) -> None:
+    needs_virtual_hosts()
+    with VirtualHosts(["a", "b", "c"]) as hosts, Fate(hosts) as fate:
+        arguments = {"options": {"heartbeat_limit": 1}, "hosts": hosts, "init": False}
+        workers.run_workers(4, join_after_a_cut, Steps(tmp_path), fate, **arguments)
+
+
+def join_after_a_cut(rank: int, steps: Steps, fate: Fate) -> None:
+    everybody = {f"worker{peer}" for peer in range(4)}
+    if rank < 3:
+        join(rank)
+        steps.done(f"joined {rank}")
+        steps.wait_for("joined 0", "joined 1", "joined 2")
+        for peer in range(3):
+            assert_answers(peer)
+        steps.done(f"called {rank}")
+        steps.wait_for("called 0", "called 1", "called 2")
+        if rank == 0:
+            fate.of("b", "cut")
+        # Each side loses the other, and says so in the Store: worker 1 when its words get there.
+        remaining = {"worker1"} if rank == 1 else {"worker0", "worker2"}
+        eventually(lambda: present() == remaining, "the other side of the cut is lost")
+        steps.done(f"lost {rank}")
+        steps.wait_for("lost 0", "lost 1", "lost 2")
+        if rank == 0:
+            fate.of("b", "heal")
+        # An answer of the Store comes after all that it has been told.
+        agent().store.check(["anything"])
+        steps.done(f"told {rank}")
+    else:
+        steps.wait_for("told 0", "told 1", "told 2")
+        join(3)
+        assert present() == everybody
+        for peer in range(4):
+            assert_answers(peer)
+        steps.done("joined 3")
+    steps.wait_for("joined 3")
+    if rank == 1:
+        # From those that have lost it nothing comes any more; it joins them again.
+        rpc.shutdown(graceful=False)
+        join(1)
+        assert present() == everybody
+        steps.done("joined again")
+    steps.wait_for("joined again")
+    eventually(lambda: present() == everybody, "all are there")
+    for peer in range(4):
+        assert_answers(peer)
+    steps.done(f"over {rank}")
+    steps.wait_for("over 0", "over 1", "over 2", "over 3")
+    rpc.shutdown()
+
+
 # ---- What is refused -------------------------------------------------------------------------------------------------
 
 
@@ -393,8 +434,8 @@ def join_beside_one_that_hangs(rank: int, steps: Steps, file: Path) -> None:
         join(0, rpc_backend_options=backend_options(init_method=file.as_uri()))
         steps.done(f"joined {os.getpid()}")
         steps.wait_for("never")
-    eventually(lambda: any(steps._directory.glob("joined *")), "worker0 has joined")
-    [step] = steps._directory.glob("joined *")
+    eventually(lambda: any(steps.directory.glob("joined *")), "worker0 has joined")
+    [step] = steps.directory.glob("joined *")
     pid = int(step.name.split()[1])
     os.kill(pid, signal.SIGSTOP)
     try:

@@ -140,6 +140,28 @@ def test_calls_to_a_killed_process_of_another_host_fail_within_a_second(hosts: V
     workers.run_workers(3, leave_ungracefully_after(see_a_worker_die), hosts=hosts, **DEATH_OF_WORKER1)
 
 
+def outlive_owners_to_be(rank: int) -> None:
+    if rank == 0:
+        created = [rpc.remote("worker1", sleep, (60,)) for _ in range(5)]
+        forwarded = rpc.rpc_async("worker2", fetch, (created[0],))
+        rpc.rpc_async("worker1", die)
+        for rref in created:
+            assert "lost worker 'worker1'" in failure_of(rref.to_here)
+        assert "lost worker 'worker1'" in failure_of(forwarded.wait)
+        assert rpc.rpc_sync("worker2", echo, (2,)) == 2
+        rpc.rpc_sync("worker2", let_go)
+    else:
+        gone.wait(30)
+
+
+def fetch(rref: rpc.RRef) -> object:
+    return rref.to_here()
+
+
+def test_a_worker_outlives_the_owners_of_rrefs_that_were_being_made(run_workers: Callable[..., list]) -> None:
+    run_workers(3, leave_ungracefully_after(outlive_owners_to_be), **DEATH_OF_WORKER1)
+
+
 def die_while_writing(to: str, directory: Path) -> None:
     """Send what cannot be read to its end: the kernel kills this process in the middle of a copy into shared memory."""
     file = directory / "gone"

@@ -98,7 +98,8 @@ class Squares(Dataset):
 
 
 def load_data() -> list[int]:
-    loader = DataLoader(Squares(), batch_size=8, num_workers=2)
+    # The default of a program. That of a process which a fork server has started, as here, is the fork server.
+    loader = DataLoader(Squares(), batch_size=8, num_workers=2, multiprocessing_context="fork")
     return [number for batch in loader for number in batch.tolist()]
 
 

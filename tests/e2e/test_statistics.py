@@ -65,6 +65,16 @@ def test_calls_bytes_lanes_and_latencies_are_told_by_peer() -> None:
     assert one.latencies.percentile_us(0) <= 1.25 * one.latencies.mean_us
 
 
+@in_worker0(of=2)
+def test_large_tensors_that_come_in_turn_share_few_buffers() -> None:
+    tensor = torch.ones(MIB, dtype=torch.uint8)
+    for _ in range(200):
+        rpc.rpc_sync("worker1", discard, args=(tensor,))
+    there = rpc.rpc_sync("worker1", statistics)
+    assert there.pool_hits + there.pool_misses == 200
+    assert there.pool_misses <= 32
+
+
 def hang() -> None:
     assert _released.wait(60)
 

@@ -9,7 +9,9 @@ import sys
 from pathlib import Path
 
 PYTHON = sys.executable
-MEET, FAIL = (str(Path(__file__).resolve().parent / "programs" / f"{name}.py") for name in ("meet", "fail"))
+BESIDE_MPI, FAIL, MEET = (
+    str(Path(__file__).resolve().parent / "programs" / f"{name}.py") for name in ("beside_mpi", "fail", "meet")
+)
 
 # The package is found as it is found by this process, be it installed or beside the tests.
 PYTHON_PATH = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import re
 import subprocess
+from pathlib import Path
 
 import pytest
 from labs import VirtualHosts, needs
 
-from ._reports import ENVIRON, MEET, PYTHON, assert_all_called
+from ._reports import BESIDE_MPI, ENVIRON, MEET, PYTHON, assert_all_called
 
 NAMES = ["worker0", "worker1", "worker2"]
 ON = ["n1", "n2", "n3"]
@@ -77,9 +80,45 @@ def test_an_mpi4py_for_another_mpi_is_explained(hosts: VirtualHosts) -> None:
     assert "MPI4PY_MPIABI=mpich or openmpi" in done.stderr
 
 
-def test_mpi_that_has_loaded_its_ucx_before_is_refused_with_the_reason() -> None:
+# ---- MPI's own traffic beside RPC ------------------------------------------------------------------------------------
+
+
+def beside(kind: str, tmp_path: Path, first: str, libraries: str = "") -> subprocess.CompletedProcess[str]:
+    """Two workers whose program also uses MPI, and starts it before RPC or after; ``libraries`` are looked at first."""
     needs_mpi4py()
-    code = "from mpi4py import MPI; import torch_ucx_rpc"
-    done = run(open_mpi(*UCX_IN_OPEN_MPI, "-n", "1", PYTHON, "-c", code))
-    assert done.returncode == 1
-    assert "import torch_ucx_rpc before that package (MPI, for one)" in done.stderr
+    program = [PYTHON, BESIDE_MPI, first]
+    if kind == "mpich":
+        # Debian's name for it is not the one that mpi4py's wheels look for.
+        [library] = Path("/usr/lib").glob("*-linux-gnu/libmpich.so.12")
+        (tmp_path / "libmpi.so.12").symlink_to(library)
+        path = os.pathsep.join(filter(None, [str(tmp_path), libraries]))
+        return run(mpich("-n", "2", "-genv", "MPI4PY_MPIABI", "mpich", "-genv", "LD_LIBRARY_PATH", path, *program))
+    options = [*UCX_IN_OPEN_MPI, "-x", f"LD_LIBRARY_PATH={libraries}"] if kind == "open mpi over ucx" else []
+    return run(open_mpi("-n", "2", *options, *program))
+
+
+def assert_both_worked(done: subprocess.CompletedProcess[str]) -> None:
+    assert done.returncode == 0, done.stderr
+    assert sorted(line for line in done.stdout.splitlines() if line.startswith("rank")) == [
+        "rank 0 has exchanged and called 10 times",
+        "rank 1 has exchanged and called 10 times",
+    ]
+
+
+@pytest.mark.parametrize("kind", ["open mpi", "open mpi over ucx", "mpich"])
+def test_mpi_that_is_started_after_rpc_works_beside_it(kind: str, tmp_path: Path) -> None:
+    assert_both_worked(beside(kind, tmp_path, first="rpc"))
+
+
+def test_open_mpi_that_does_not_use_ucx_may_be_started_before_rpc(tmp_path: Path) -> None:
+    assert_both_worked(beside("open mpi", tmp_path, first="mpi"))
+
+
+@pytest.mark.parametrize("kind", ["open mpi over ucx", "mpich"])
+def test_mpi_that_has_loaded_an_older_ucx_before_is_refused_with_a_cure_that_works(kind: str, tmp_path: Path) -> None:
+    refused = beside(kind, tmp_path, first="mpi")
+    assert refused.returncode != 0
+    assert "import torch_ucx_rpc before that package (MPI, for one)" in refused.stderr
+    [cure, *_] = re.findall(r"LD_LIBRARY_PATH=(.*)\.$", refused.stderr, re.MULTILINE)
+    (tmp_path / "cured").mkdir()
+    assert_both_worked(beside(kind, tmp_path / "cured", first="mpi", libraries=cure))

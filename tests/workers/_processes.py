@@ -88,13 +88,19 @@ def _stacks_file(directory: Path, pid: int) -> Path:
     return directory / f"{pid}.stacks"
 
 
+def _number_on_its_host(pid: int) -> int:
+    """What a process that may be on a virtual host takes its number to be."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    return int(next(line for line in status.splitlines() if line.startswith("NSpid:")).split()[-1])
+
+
 def _python_stacks(pid: int, directory: Path) -> str:
-    file = _stacks_file(directory, pid)
-    if not file.exists():
-        return "(it hangs before its test began)\n"
     try:
+        file = _stacks_file(directory, _number_on_its_host(pid))
+        if not file.exists():
+            return "(it hangs before its test began)\n"
         os.kill(pid, _STACKS_SIGNAL)
-    except ProcessLookupError:
+    except (FileNotFoundError, ProcessLookupError):
         return "(it has ended just now)\n"
     # The signal handler does not say when it is done: it is when the file has stopped growing.
     text, deadline = "", time.monotonic() + 5

@@ -49,6 +49,10 @@ def resources(ucp: ctypes.CDLL, version: tuple[int, ...]) -> list[str] | None:
     stream = ctypes.c_void_p(libc.open_memstream(ctypes.byref(text), ctypes.byref(size)))
     ucp.ucp_context_print_info(context, stream)
     libc.fclose(stream)
+    # With a worker it has read all of its variables, and then tells of those that it does not know.
+    worker = ctypes.c_void_p()
+    if ucp.ucp_worker_create(context, (ctypes.c_uint64 * 64)(), ctypes.byref(worker)) == 0:
+        ucp.ucp_worker_destroy(worker)
     ucp.ucp_cleanup(context)
     return re.findall(r"resource \d+ .* (\S+/\S+)$", (text.value or b"").decode(), re.MULTILINE)
 

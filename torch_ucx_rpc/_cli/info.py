@@ -25,7 +25,8 @@ from pathlib import Path
 from typing import Any
 
 import torch_ucx_rpc
-from torch_ucx_rpc import _network
+from torch_ucx_rpc import _conflicts, _network
+from torch_ucx_rpc._conflicts import Problem
 
 HELP = "tell versions, devices, limits and settings, and what is wrong with them"
 
@@ -58,16 +59,6 @@ _VARIABLES = re.compile(
 # Below these, something is going to fail that does not fail elsewhere. A container of Docker's has 64 MiB.
 _LEAST_SHARED_MEMORY = 256 * _MIB
 _LEAST_FILES = 4096
-
-
-@dataclasses.dataclass(frozen=True)
-class Problem:
-    """Something that is wrong, and what to do about it."""
-
-    problem: str
-    cure: str
-    # Whether the package cannot be used at all.
-    is_fatal: bool = False
 
 
 @dataclasses.dataclass
@@ -209,7 +200,8 @@ def _ucx(report: Report) -> None:
     done = subprocess.run(
         [sys.executable, str(_PROBE), choice], capture_output=True, text=True, timeout=_PROBE_S, check=False
     )
-    complaints = re.findall(r"UCX +(WARN|ERROR) +(.*)", done.stderr + done.stdout)
+    # But not how to have it silent, in parentheses.
+    complaints = re.findall(r"UCX +(WARN|ERROR) +([^( ].*)", done.stderr + done.stdout)
     found: dict[str, Any] | None = None
     if done.returncode == 0:
         found = json.loads(done.stdout.splitlines()[-1])
@@ -363,6 +355,7 @@ def _read(file: Path) -> str:
 
 
 def _environment(report: Report) -> None:
+    report.problems += _conflicts.of_settings(os.environ)
     shown = {name: os.environ[name] for name in sorted(os.environ) if _VARIABLES.fullmatch(name)}
     if "TORCH_UCX_RPC_SECRET" in shown:
         shown["TORCH_UCX_RPC_SECRET"] = "(not shown)"  # reports are passed on

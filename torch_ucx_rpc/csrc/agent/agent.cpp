@@ -20,9 +20,9 @@ namespace torch_ucx_rpc {
 
 namespace {
 
-// At shutdown: for handlers that are still running, and for what was sent last.
-constexpr auto kHandlerGrace = std::chrono::milliseconds(1000);
-constexpr int64_t kFlushLimitMs = 1000;
+// At shutdown: for handlers that are still running, and for what was sent last; together less than a second.
+constexpr auto kHandlerGrace = std::chrono::milliseconds(500);
+constexpr int64_t kFlushLimitMs = 400;
 
 uint64_t randomSession() {
   std::random_device device;
@@ -70,6 +70,7 @@ UcxRpcAgent::UcxRpcAgent(
       *transport_,
       [this] {
         inbox_->settle();
+        outbox_->settle();
         answerPingsWithWorkerLock();
         if (window_->waitingMessages.load() != 0 && !isStallTimerSet_.exchange(true)) {
           timer_.dueBy(Timer::Clock::now() + ReceiveWindow::kPatience);

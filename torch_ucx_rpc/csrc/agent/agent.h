@@ -156,10 +156,13 @@ class UcxRpcAgent : public torch::distributed::rpc::RpcAgent, public std::enable
   void runOnOwnThread(const std::function<void()>& work) const;
   void respond(Peer& to, uint64_t callId, const JitFuture& response);
   void respondWithError(Peer& to, uint64_t callId, const std::string& what);
+  // Why a request fails that cannot be taken in, as its caller reads it.
+  std::string couldNotReceive(const Error& error) const;
   // Why a request is refused when all threads wait.
   std::string describeNesting() const;
   void complete(CallTable::Call call, IncomingMessage message);
   void failCall(const CallTable::Call& call, const std::string& what);
+  void endCallToGone(CallTable::Call call);
   void failCallLater(CallTable::Call call, std::string what);
   void wakeVisitor();
   bool visit(const JitFuture& future);
@@ -175,7 +178,7 @@ class UcxRpcAgent : public torch::distributed::rpc::RpcAgent, public std::enable
   void takeInWithWorkerLock();
   void answerPingsWithWorkerLock();
   void checkHeartbeats();
-  void sendNowWithWorkerLock(Peer& to, wire::Kind kind);
+  void sendNowWithWorkerLock(Peer& to, wire::Kind kind, uint64_t callId = 0);
 
   // Dynamic groups.
   bool isDynamic() const {

@@ -6,6 +6,8 @@
 #include "base/trace.h"
 
 #include <c10/util/Logging.h>
+#include <torch/csrc/distributed/autograd/rpc_messages/cleanup_autograd_context_resp.h>
+#include <torch/csrc/distributed/rpc/rref_proto.h>
 #include <torch/csrc/distributed/rpc/utils.h>
 
 #include <cstring>
@@ -55,6 +57,32 @@ std::string timeoutText(std::chrono::milliseconds timeout, const Peer& to) {
   return text + "; called " + to.describe();
 }
 
+// Completes a future, and so runs its callbacks. Torch's own may throw: that of an RRef does, which its owner died over. Whoever
+// uses that RRef is told; here is nobody to tell, and an exception would end the process.
+template <typename Complete>
+void runCallbacks(const Complete& complete) {
+  try {
+    complete();
+  } catch (const std::exception& error) {
+    VLOG(1) << "torch_ucx_rpc: a callback of a call has failed: " << error.what();
+  }
+}
+
+// torch sends these until they are answered, and ends the process over one that never is: its thread for that lets exceptions of
+// callbacks pass. A worker that is gone need not know what they say; null for any other.
+c10::intrusive_ptr<Message> answerForTheGone(rpc::MessageType request) {
+  switch (request) {
+    case rpc::MessageType::RREF_FORK_REQUEST:
+    case rpc::MessageType::RREF_CHILD_ACCEPT:
+    case rpc::MessageType::RREF_USER_DELETE:
+      return rpc::RRefAck().toMessage();
+    case rpc::MessageType::CLEANUP_AUTOGRAD_CONTEXT_REQ:
+      return torch::distributed::autograd::CleanupAutogradContextResp().toMessage();
+    default:
+      return nullptr;
+  }
+}
+
 // A request is its sender's call, an answer its receiver's.
 trace::CallId callOf(const IncomingMessage& message) {
   const wire::Header& header = message.header;
@@ -97,11 +125,13 @@ c10::intrusive_ptr<JitFuture> UcxRpcAgent::send(
 c10::intrusive_ptr<JitFuture> UcxRpcAgent::request(
     Peer& peer, c10::intrusive_ptr<Message> message, std::chrono::milliseconds timeout) {
   trace::Span span("send request", {}, trace::Arrow::kRequestLeaves);
+  const rpc::MessageType type = message->type();
   std::unique_ptr<OutgoingMessage> mail = encodeMessage(std::move(message), peer);
 
   CallTable::Call call;
   call.future = c10::make_intrusive<JitFuture>(at::AnyClassType::get(), getDevices());
   call.to = &peer;
+  call.type = type;
   call.sentAt = CallTable::Clock::now();
   call.timeout = timeout;
   if (timeout.count() != 0) { // 0: no limit
@@ -122,7 +152,7 @@ c10::intrusive_ptr<JitFuture> UcxRpcAgent::request(
   // Asked after the call is in the table: whoever marks the peer gone afterwards finds it there.
   CallTable::Call refused;
   if (peer.state() != Peer::State::kPresent && calls_.take(id, refused)) {
-    failCall(refused, peer.whyGone().message());
+    endCallToGone(std::move(refused));
   } else if (isClosed_.load() && calls_.take(id, refused)) {
     failCall(refused, "RPC has been shut down on this worker");
   } else {
@@ -173,6 +203,9 @@ void UcxRpcAgent::onSent(std::unique_ptr<OutgoingMessage> message) {
           std::move(call),
           gone ? gone.message() : "could not send to " + message->to->describe() + ": " + message->error.message());
     }
+  } else if (message->error.code() == ErrorCode::kOutOfFiles && message->header.kind == wire::Kind::kResponse) {
+    LOG(WARNING) << "torch_ucx_rpc: could not answer " << message->to->describe()
+                 << ", whose call will end with its timeout: " << message->error.message();
   } else if (message->error && message->header.kind != wire::Kind::kResponse) {
     // Nobody waits for this message itself, but somebody may for what it asks for: an acknowledgment, the end of a barrier. A
     // worker that ended just before we would have connected shows in no other way if its process goes on.
@@ -266,6 +299,7 @@ void UcxRpcAgent::dispatchControl(const IncomingMessage& message) {
       return;
     case wire::Kind::kAcknowledge:
       from.hasAcknowledged.store(true);
+      progress_->submit([this, &from] { outbox_->onAdmitted(from); });
       return;
     case wire::Kind::kBarrierArrive: {
       wire::BarrierArrive arrive{};
@@ -316,7 +350,7 @@ void UcxRpcAgent::serve(IncomingMessage incoming) {
   {
     const trace::Span span("decode request", traced);
     if (Error error = decode(std::move(incoming), request)) {
-      respondWithError(from, callId, error.message());
+      respondWithError(from, callId, couldNotReceive(error));
       return;
     }
   }
@@ -399,6 +433,10 @@ void UcxRpcAgent::respondWithError(Peer& to, uint64_t callId, const std::string&
   servedRequests_.fetch_sub(1);
 }
 
+std::string UcxRpcAgent::couldNotReceive(const Error& error) const {
+  return "worker '" + workerInfo_.name_ + "' could not receive this call: " + error.message();
+}
+
 std::string UcxRpcAgent::describeNesting() const {
   return "worker '" + workerInfo_.name_ + "' has no thread left for this call: all " +
       std::to_string(threads_->counts().runningRequests) +
@@ -428,12 +466,25 @@ void UcxRpcAgent::complete(CallTable::Call call, IncomingMessage incoming) {
     }
   }
   call.to->latencies.add(CallTable::Clock::now() - call.sentAt);
-  call.future->markCompleted(std::move(response), std::move(storages));
+  runCallbacks([&] { call.future->markCompleted(std::move(response), std::move(storages)); });
 }
 
 void UcxRpcAgent::failCall(const CallTable::Call& call, const std::string& what) {
   call.to->callsFailed.fetch_add(1, std::memory_order_relaxed);
-  call.future->setError(asException(what));
+  runCallbacks([&] { call.future->setError(asException(what)); });
+}
+
+void UcxRpcAgent::endCallToGone(CallTable::Call call) {
+  const std::string what = call.to->whyGone().message();
+  const std::shared_ptr<UcxRpcAgent> self = weak_from_this().lock();
+  c10::intrusive_ptr<Message> answer = answerForTheGone(call.type);
+  if (answer == nullptr || self == nullptr) {
+    failCallLater(std::move(call), what);
+    return;
+  }
+  threads_->addCompletion([call = std::move(call), answer = std::move(answer)] {
+    runCallbacks([&] { call.future->markCompleted(answer, answer->getStorages()); });
+  });
 }
 
 void UcxRpcAgent::failCallLater(CallTable::Call call, std::string what) {
@@ -458,7 +509,7 @@ void UcxRpcAgent::onRejected(Deliveries::Rejection rejection) {
   if (rejection.header.kind == wire::Kind::kRequest) {
     if (rejection.from->isThere()) {
       servedRequests_.fetch_add(1);
-      respondWithError(*rejection.from, rejection.header.callId, rejection.error.message());
+      respondWithError(*rejection.from, rejection.header.callId, couldNotReceive(rejection.error));
     }
     return;
   }
@@ -474,11 +525,13 @@ void UcxRpcAgent::onRejected(Deliveries::Rejection rejection) {
 
 Timer::Clock::time_point UcxRpcAgent::onTimer(Timer::Clock::time_point now) {
   Timer::Clock::time_point next = Timer::Clock::time_point::max();
+  std::vector<std::pair<Peer*, uint64_t>> expiredIds;
   for (CallTable::Expired& expired : calls_.takeExpired(now, next)) {
     callsTimedOut_.fetch_add(1, std::memory_order_relaxed);
     Peer& to = *expired.call.to;
-    // What the callee has not taken in yet it need not; its handler, once running, is not interrupted.
-    postControl(to, wire::Kind::kCancel, expired.id, {});
+    if (to.member().session != session_) {
+      expiredIds.emplace_back(&to, expired.id);
+    }
     const std::string what = rpc::makeRPCError(timeoutText(expired.call.timeout, to), rpc::RPCErrorType::TIMEOUT);
     failCallLater(std::move(expired.call), what);
     isRepairWanted_.store(true); // it is also how a worker looks that hears nothing
@@ -486,6 +539,17 @@ Timer::Clock::time_point UcxRpcAgent::onTimer(Timer::Clock::time_point now) {
   if (isRepairWanted_.load() || isRepairing_.load()) {
     progress_->submit([this] { repairWithWorkerLock(); });
     next = std::min(next, now + kRepairPeriod);
+  }
+  if (!expiredIds.empty()) {
+    // What the callee has not taken in yet it need not; its handler, once running, is not interrupted. After the failures: this may
+    // make progress for others.
+    progress_->submit([this, ids = std::move(expiredIds)] {
+      for (const auto& [to, id] : ids) {
+        if (!outbox_->cancel(*to, id)) {
+          sendNowWithWorkerLock(*to, wire::Kind::kCancel, id);
+        }
+      }
+    });
   }
 
   next = std::min(next, threads_->check(now));
@@ -512,7 +576,11 @@ Timer::Clock::time_point UcxRpcAgent::onTimer(Timer::Clock::time_point now) {
     stalledReleases_ = releases;
     stalledSince_ = now;
   } else if (now - stalledSince_ >= patience) {
-    progress_->submit([this] { inbox_->admitStalled(); });
+    progress_->submit([this] {
+      if (!isClosed_.load()) { // the transport may be too
+        inbox_->admitStalled();
+      }
+    });
     stalledSince_ = now;
   }
   return std::min(next, now + ReceiveWindow::kPatience / 2);

@@ -47,10 +47,10 @@ void UcxRpcAgent::answerPingsWithWorkerLock() {
   }
 }
 
-void UcxRpcAgent::sendNowWithWorkerLock(Peer& to, wire::Kind kind) {
+void UcxRpcAgent::sendNowWithWorkerLock(Peer& to, wire::Kind kind, uint64_t callId) {
   auto message = std::make_unique<OutgoingMessage>();
   message->to = &to;
-  message->address(kind, session_, workerInfo_.id_, to.member().session, 0);
+  message->address(kind, session_, workerInfo_.id_, to.member().session, callId);
   outbox_->send(std::move(message));
 }
 
@@ -58,12 +58,11 @@ void UcxRpcAgent::onPeerGone(Peer& peer, Peer::State state, Error why) {
   if (isClosed_.load() || isEverybodyLeaving_.load()) {
     return;
   }
-  const std::string what = why.message();
   if (!peer.moveTo(state, std::move(why))) {
     return;
   }
   for (CallTable::Call& call : calls_.takeAllTo(peer)) {
-    failCallLater(std::move(call), what);
+    endCallToGone(std::move(call));
   }
   progress_->submit([this, &peer] {
     inbox_->dropPeer(peer);

@@ -191,6 +191,7 @@ void AgentThreads::callHelpLocked() {
 }
 
 AgentThreads::Clock::time_point AgentThreads::check(Clock::time_point now) {
+  Task refused; // destroyed without the lock: its share of the receive window lets in messages that become tasks
   const std::lock_guard lock(mutex_);
   if (checkDue_ == Clock::time_point::max()) {
     return checkDue_;
@@ -208,7 +209,7 @@ AgentThreads::Clock::time_point AgentThreads::check(Clock::time_point now) {
   } else if (isFullLocked()) {
     fullSince_ = std::max(lastBegun_, std::min(fullSince_, now));
     if (now - fullSince_ >= kFullPatience) {
-      refuseOldestLocked();
+      refused = refuseOldestLocked();
       fullSince_ = now;
     }
     checkDue_ = fullSince_ + kFullPatience;
@@ -218,16 +219,19 @@ AgentThreads::Clock::time_point AgentThreads::check(Clock::time_point now) {
   return checkDue_;
 }
 
-void AgentThreads::refuseOldestLocked() {
+AgentThreads::Task AgentThreads::refuseOldestLocked() {
+  Task refused;
   const auto oldest =
       std::find_if(requests_.begin(), requests_.end(), [](const Request& request) { return bool(request.refuse); });
   if (oldest != requests_.end()) {
+    refused = std::move(oldest->run);
     completions_.push_back(std::move(oldest->refuse));
     requests_.erase(oldest);
     if (!callIdleLocked() && mayGrowLocked()) {
       spawnLocked();
     }
   }
+  return refused;
 }
 
 void AgentThreads::addRequest(Task task, Task refuse) {

@@ -120,7 +120,8 @@ class AgentThreads : public std::enable_shared_from_this<AgentThreads> {
     // Completions may need threads while every request thread is blocked, and some lead.
     return threads_ < 2 * maxRequests_ + 1 + kMostLeaders + nestingRequests_;
   }
-  void refuseOldestLocked();
+  // Returns what will not be run.
+  Task refuseOldestLocked();
   void beginNesting(Nesting& begun);
   void endNesting(Nesting& ended);
   // Whether another thread could still be had without asking whether it is worth it.

@@ -25,6 +25,7 @@ class CallTable {
   struct Call {
     c10::intrusive_ptr<JitFuture> future;
     Peer* to = nullptr;
+    torch::distributed::rpc::MessageType type = torch::distributed::rpc::MessageType::UNKNOWN;
     Clock::time_point sentAt{};
     std::chrono::milliseconds timeout{0}; // 0: none
     Clock::time_point deadline = Clock::time_point::max();

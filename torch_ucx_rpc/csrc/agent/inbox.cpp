@@ -295,10 +295,7 @@ void Inbox::start(Waiting waiting, Admission admission) {
   } catch (const std::bad_alloc&) {
     refuseAll(assembled);
     deliveries_.rejections.push_back(
-        {waiting.from,
-         message.header,
-         {ErrorCode::kOutOfMemory, "out of memory for a message of " + std::to_string(waiting.bytes) + " bytes"},
-         std::move(message.admission)});
+        {waiting.from, message.header, outOfMemoryFor(waiting.bytes), std::move(message.admission)});
     forget(receiving);
     return;
   }

@@ -71,6 +71,10 @@ uint64_t IncomingMessage::totalBytes() const {
   return total;
 }
 
+Error outOfMemoryFor(uint64_t bytes) {
+  return {ErrorCode::kOutOfMemory, "out of memory for a message of " + std::to_string(bytes) + " bytes"};
+}
+
 bool IncomingMessage::isContentGenuine() const {
   const std::span<const std::byte> parkedBody = pooledBody ? body() : std::span<const std::byte>();
   const std::span<const std::byte> payload = payloadIn(spans, body());

@@ -46,6 +46,10 @@ struct OutgoingMessage {
   bool isBodyEager() const {
     return body.size() <= kEagerBodyBytes;
   }
+  // Active messages that wait at the sender until the receiver fetches them.
+  size_t rendezvousParts() const {
+    return spans.size() + (isBodyEager() ? 0 : 1);
+  }
   uint64_t totalBytes() const;
 
   wire::Header header; // of the body
@@ -84,6 +88,9 @@ struct IncomingMessage {
   std::vector<Span> spans;
   Admission admission; // its share of the receive window, given back when the handler returns
 };
+
+// Why a message of so many bytes is not received.
+Error outOfMemoryFor(uint64_t bytes);
 
 // What progress brought about. Collected under the worker lock, acted upon after it is released. Failures come last: what a peer had
 // sent before its end counts, also where another thread has taken it and is not through with it.

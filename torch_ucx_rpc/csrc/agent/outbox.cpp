@@ -1,5 +1,7 @@
 #include "agent/outbox.h"
 
+#include <utility>
+
 namespace torch_ucx_rpc {
 
 Error Outbox::connect(Peer& peer) {
@@ -21,9 +23,61 @@ Error Outbox::connect(Peer& peer) {
   return {};
 }
 
-void Outbox::send(std::unique_ptr<OutgoingMessage> owned) {
-  OutgoingMessage* message = owned.release(); // ours again in finish()
+void Outbox::send(std::unique_ptr<OutgoingMessage> message) {
+  if (message->header.kind == wire::Kind::kJoin) {
+    unadmitted_.try_emplace(message->to);
+  } else if (const auto entry = unadmitted_.find(message->to);
+             entry != unadmitted_.end() && message->header.kind != wire::Kind::kGoodbye) {
+    entry->second.push_back(std::move(message));
+    return;
+  }
   ++underWay_;
+  if (message->rendezvousParts() != 0) {
+    Queue& queue = queueOf(*message);
+    const bool isFirst = queue.waiting.empty() && queue.hasRoomFor(*message);
+    const bool canLeave = !isClosed_ && message->to->isThere(); // else it fails at once
+    if (!isFirst && canLeave) {
+      queue.waiting.emplace(message->header.callId, std::move(message));
+      return;
+    }
+  }
+  start(std::move(message));
+}
+
+void Outbox::settle() {
+  while (!moved_.empty()) {
+    for (Queue* queue : std::exchange(moved_, {})) {
+      while (!queue->waiting.empty() && queue->hasRoomFor(*queue->waiting.begin()->second)) {
+        startFirst(*queue);
+      }
+    }
+  }
+}
+
+bool Outbox::cancel(Peer& to, uint64_t callId) {
+  const auto queue = queues_.find({&to, wire::Kind::kRequest});
+  if (queue == queues_.end()) {
+    return false;
+  }
+  auto found = queue->second.waiting.extract(callId);
+  if (found.empty()) {
+    return false;
+  }
+  found.mapped()->error = {ErrorCode::kCanceled, "its call was given up"};
+  --underWay_;
+  deliveries_.sent.push_back(std::move(found.mapped()));
+  return true;
+}
+
+void Outbox::startFirst(Queue& queue) {
+  start(std::move(queue.waiting.extract(queue.waiting.begin()).mapped()));
+}
+
+void Outbox::start(std::unique_ptr<OutgoingMessage> owned) {
+  OutgoingMessage* message = owned.release(); // ours again in finish()
+  if (const size_t parts = message->rendezvousParts(); parts != 0) {
+    queueOf(*message).rendezvous += parts;
+  }
   message->unfinished = 1 + message->spans.size();
   if (Error error = connect(*message->to)) {
     finish(message, message->unfinished, std::move(error));
@@ -52,10 +106,16 @@ void Outbox::finish(OutgoingMessage* message, size_t parts, Error error) {
     message->error = std::move(error);
   }
   message->unfinished -= parts;
-  if (message->unfinished == 0) {
-    --underWay_;
-    deliveries_.sent.emplace_back(message);
+  if (message->unfinished != 0) {
+    return;
   }
+  if (const size_t rendezvous = message->rendezvousParts(); rendezvous != 0) {
+    Queue& queue = queueOf(*message);
+    queue.rendezvous -= rendezvous;
+    moved_.push_back(&queue);
+  }
+  --underWay_;
+  deliveries_.sent.emplace_back(message);
 }
 
 Peer* Outbox::peerOf(EndpointId endpoint) const {
@@ -63,9 +123,35 @@ Peer* Outbox::peerOf(EndpointId endpoint) const {
   return entry != peers_.end() ? entry->second : nullptr;
 }
 
+void Outbox::onAdmitted(Peer& peer) {
+  if (auto waiting = unadmitted_.extract(&peer)) {
+    for (std::unique_ptr<OutgoingMessage>& message : waiting.mapped()) {
+      send(std::move(message));
+    }
+  }
+}
+
 void Outbox::abandon(Peer& peer) {
+  onAdmitted(peer); // nobody admits any more: what has waited fails
   if (!isClosed_ && peer.endpoint.has_value()) {
     transport_.abandon(*peer.endpoint);
+  }
+  for (auto& [key, queue] : queues_) {
+    while (key.first == &peer && !queue.waiting.empty()) {
+      startFirst(queue); // and fail
+    }
+  }
+}
+
+void Outbox::close() {
+  isClosed_ = true;
+  while (!unadmitted_.empty()) {
+    onAdmitted(*unadmitted_.begin()->first);
+  }
+  for (auto& [key, queue] : queues_) {
+    while (!queue.waiting.empty()) {
+      startFirst(queue); // and fail
+    }
   }
 }
 

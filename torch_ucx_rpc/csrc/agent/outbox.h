@@ -3,43 +3,82 @@
 #include "agent/mail.h"
 #include "transport/transport.h"
 
+#include <map>
 #include <memory>
 #include <unordered_map>
+#include <utility>
+#include <vector>
 
 namespace torch_ucx_rpc {
 
 // Sends whole messages: one active message for the body, one for each span. Endpoints are made with the first message
-// to a peer. Everything here runs under the worker lock.
+// to a peer. A peer that has been asked to admit this worker to a group (kJoin) refuses everything else until it has: what is for
+// it waits here for that long. Everything here runs under the worker lock.
+//
+// What travels by rendezvous leaves a few parts at a time: each part that waits outside the peer's receive window costs it a
+// descriptor of UCX's, 8 KiB of shared memory. The rest wait here, where they cost next to nothing and can be canceled, in the order of
+// their calls. Answers do not wait for requests, nor one peer's messages for another's.
 class Outbox {
  public:
+  // Parts by rendezvous under way to a peer, of requests and of answers each. Enough to hide the latency of a network also
+  // where each is as small as rendezvous gets: 64 times 32 KiB are 80 us of 25 GB/s.
+  static constexpr size_t kMostRendezvous = 64;
+
   Outbox(Transport& transport, Deliveries& deliveries) : transport_(transport), deliveries_(deliveries) {}
 
-  // Sends an addressed message to `message->to`. It comes back in Deliveries::sent, exactly once, when UCX is done with it.
+  // Sends an addressed message to `message->to`, as soon as it is its turn. It comes back in Deliveries::sent, exactly once, when
+  // UCX is done with it.
   void send(std::unique_ptr<OutgoingMessage> message);
+
+  // Sends those whose turn has come. Not inside a transport callback.
+  void settle();
+
+  // Gives up a request whose turn has not come; false if there is none.
+  bool cancel(Peer& to, uint64_t callId);
 
   // The peer behind an endpoint; null for one that is unknown.
   Peer* peerOf(EndpointId endpoint) const;
+
+  // The peer has admitted this worker.
+  void onAdmitted(Peer& peer);
 
   // Ends everything under way to a peer that is gone.
   void abandon(Peer& peer);
 
   // From now on everything fails; the transport is about to be closed.
-  void close() {
-    isClosed_ = true;
-  }
+  void close();
 
-  // Messages that the transport has not finished.
+  // Messages that the transport has not finished, those included whose turn has not come.
   size_t underWay() const {
     return underWay_;
   }
 
  private:
+  // To a peer, of a kind.
+  struct Queue {
+    size_t rendezvous = 0; // parts under way
+    std::multimap<uint64_t, std::unique_ptr<OutgoingMessage>> waiting; // by the ids of their calls
+
+    // One with more parts than the limit leaves alone.
+    bool hasRoomFor(const OutgoingMessage& message) const {
+      return rendezvous == 0 || rendezvous + message.rendezvousParts() <= kMostRendezvous;
+    }
+  };
+  Queue& queueOf(const OutgoingMessage& message) {
+    return queues_[{message.to, message.header.kind}];
+  }
+  void startFirst(Queue& queue);
+  void start(std::unique_ptr<OutgoingMessage> message);
   Error connect(Peer& peer);
   void finish(OutgoingMessage* message, size_t parts, Error error);
 
   Transport& transport_;
   Deliveries& deliveries_;
   std::unordered_map<EndpointId, Peer*> peers_;
+  // By who has been asked to admit this worker and has not done so.
+  std::unordered_map<Peer*, std::vector<std::unique_ptr<OutgoingMessage>>> unadmitted_;
+  std::map<std::pair<const Peer*, wire::Kind>, Queue> queues_;
+  std::vector<Queue*> moved_; // since settle() was called last
   size_t underWay_ = 0;
   bool isClosed_ = false;
 };

@@ -25,9 +25,10 @@ ProcessWatch::Outcome ProcessWatch::add(const Member& member, const Member& self
   if (process < 0 && errno != ESRCH) {
     return Outcome::kNotPossible;
   }
-  // Asked with the descriptor open: its process can have ended by now, but its id cannot mean another one.
+  // Asked with the descriptor open: its process can have ended by now, but its id cannot mean another one. If it has, the descriptor
+  // is readable; that there is no answer may also be for want of a file to open.
   const std::optional<ProcStat> stat = readProcStat("/proc/" + std::to_string(member.pid));
-  if (process < 0 || !stat || stat->startTicks != member.processStartTime) {
+  if (process < 0 || (stat && stat->startTicks != member.processStartTime)) {
     if (process >= 0) {
       ::close(process);
     }

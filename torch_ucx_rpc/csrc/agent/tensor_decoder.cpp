@@ -7,6 +7,7 @@
 #include <c10/core/CPUAllocator.h>
 
 #include <cstring>
+#include <new>
 #include <utility>
 #include <vector>
 
@@ -208,19 +209,20 @@ std::vector<char> payloadOf(const BodyView& view, std::vector<IncomingMessage::S
 } // namespace
 
 Error decodeMessage(IncomingMessage incoming, c10::intrusive_ptr<Message>& message) {
-  std::vector<uint64_t> spanBytes;
-  spanBytes.reserve(incoming.spans.size());
-  for (const IncomingMessage::Span& span : incoming.spans) {
-    spanBytes.push_back(span.bytes);
-  }
-  BodyView view;
-  if (Error error = wire::readBody(incoming.body(), spanBytes, view)) {
-    return error;
-  }
-  if (view.messageType > kMostMessageType) {
-    return {ErrorCode::kProtocol, "malformed message: unknown type " + std::to_string(view.messageType)};
-  }
+  const uint64_t bytes = incoming.totalBytes();
   try {
+    std::vector<uint64_t> spanBytes;
+    spanBytes.reserve(incoming.spans.size());
+    for (const IncomingMessage::Span& span : incoming.spans) {
+      spanBytes.push_back(span.bytes);
+    }
+    BodyView view;
+    if (Error error = wire::readBody(incoming.body(), spanBytes, view)) {
+      return error;
+    }
+    if (view.messageType > kMostMessageType) {
+      return {ErrorCode::kProtocol, "malformed message: unknown type " + std::to_string(view.messageType)};
+    }
     // A gradient mode of the thread must not colour what arrives.
     const at::AutoDispatchBelowADInplaceOrView guard;
     std::vector<char> payload = payloadOf(view, incoming.spans);
@@ -230,6 +232,8 @@ Error decodeMessage(IncomingMessage incoming, c10::intrusive_ptr<Message>& messa
         std::move(tensors),
         static_cast<MessageType>(view.messageType),
         static_cast<int64_t>(incoming.header.callId));
+  } catch (const std::bad_alloc&) {
+    return outOfMemoryFor(bytes);
   } catch (const std::exception& error) {
     return {ErrorCode::kProtocol, error.what()};
   }

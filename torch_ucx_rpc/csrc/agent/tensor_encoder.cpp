@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <span>
 #include <utility>
 #include <vector>
 
@@ -265,7 +266,8 @@ class Encoder {
       }
       // Views of different dtypes may start at bytes that are no whole number of elements apart; seen from the start of
       // their torch storage they always are.
-      const bool isWhole = std::all_of(&byAddress[first], &byAddress[next], [start](const PlannedTensor* tensor) {
+      const auto overlapping = std::span(byAddress).subspan(first, next - first);
+      const bool isWhole = std::all_of(overlapping.begin(), overlapping.end(), [start](const PlannedTensor* tensor) {
         return (tensor->region.begin - start) % tensor->record.itemBytes == 0;
       });
       const std::byte* const begin = isWhole ? start : byAddress[first]->region.storageBegin;

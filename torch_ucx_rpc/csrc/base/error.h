@@ -12,6 +12,7 @@ enum class ErrorCode : uint8_t {
   kPeerFailed, // the peer or the way to it is gone
   kTimedOut,
   kOutOfMemory,
+  kOutOfFiles, // this process may open no more of them
   kProtocol, // the peer sent something that the wire format does not allow
   kShutDown, // this agent, or the peer, has shut down
   kInternal,

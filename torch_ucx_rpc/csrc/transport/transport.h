@@ -31,7 +31,8 @@ enum class SendMode : uint8_t {
   kRendezvous, // only the header travels; the bytes wait here until the receiver takes or refuses them
 };
 
-// What a transport tells its owner.
+// What a transport tells its owner. Whoever has no memory for a message throws std::bad_alloc out of the first two: an eager
+// message is dropped then, a rendezvous refused.
 class TransportListener {
  public:
   virtual ~TransportListener() = default;
@@ -61,7 +62,8 @@ class Transport {
   // For people: version and path of the library, say. Key -> value.
   virtual std::vector<std::pair<std::string, std::string>> description() const = 0;
 
-  // Makes an endpoint; whether the peer can be reached shows later. Fails for an address that makes no sense.
+  // Makes an endpoint; whether the peer can be reached shows later. Fails for an address that makes no sense, and where the process
+  // may open no more files.
   virtual Error connect(const std::string& address, EndpointId& endpoint) = 0;
 
   // Sends one active message. Header and bytes must stay valid until `done`.

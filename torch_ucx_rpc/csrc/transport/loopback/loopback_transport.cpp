@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <deque>
+#include <new>
 #include <stdexcept>
 #include <unordered_map>
 #include <unordered_set>
@@ -140,12 +141,19 @@ class LoopbackTransport final : public Transport {
     }
     for (LoopbackNetwork::Delivery& delivery : arrived) {
       const auto header = std::as_bytes(std::span(&delivery.header, 1));
-      if (delivery.rendezvous != nullptr) {
-        auto* parked = new std::shared_ptr<LoopbackNetwork::Rendezvous>(delivery.rendezvous);
-        parked_.insert(parked);
-        listener_->onParked(header, parked, delivery.rendezvous->bytes.size());
-      } else {
-        listener_->onEager(header, delivery.eager);
+      void* parked = nullptr;
+      try {
+        if (delivery.rendezvous != nullptr) {
+          parked = new std::shared_ptr<LoopbackNetwork::Rendezvous>(delivery.rendezvous);
+          parked_.insert(parked);
+          listener_->onParked(header, parked, delivery.rendezvous->bytes.size());
+        } else {
+          listener_->onEager(header, delivery.eager);
+        }
+      } catch (const std::bad_alloc&) {
+        if (parked != nullptr) {
+          refuse(parked);
+        }
       }
     }
     for (const std::string& name : dead) {

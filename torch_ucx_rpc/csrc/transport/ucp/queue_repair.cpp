@@ -77,6 +77,10 @@ bool QueueRepair::run(Repair& repair) {
   }
   if (slot != repair.slot) {
     repair.slot = slot;
+    repair.suspects.reset();
+    return false; // where there is traffic, one is always just being written, and going through all processes takes long
+  }
+  if (!repair.suspects) {
     repair.suspects.emplace(repair.queue);
     return false; // even if nobody is suspected: who was writing may just have finished
   }

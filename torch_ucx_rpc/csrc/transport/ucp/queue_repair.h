@@ -38,7 +38,7 @@ class QueueRepair {
     SharedMemoryQueue queue;
     std::optional<SharedMemoryQueue::Position> end; // of what is to be repaired, while it is
     std::optional<SharedMemoryQueue::Position> slot; // that is not marked, and ...
-    std::optional<Suspects> suspects; // ... who may be writing it
+    std::optional<Suspects> suspects; // ... who may be writing it; asked for once it is not marked at a second look
   };
   static bool run(Repair& repair);
 

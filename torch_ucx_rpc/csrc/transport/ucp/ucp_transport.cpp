@@ -3,13 +3,18 @@
 #include "transport/ucp/queue_repair.h"
 
 #include <dlfcn.h>
+#include <fcntl.h>
 #include <poll.h>
+#include <sys/resource.h>
 #include <ucp/api/ucp.h>
+#include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <chrono>
 #include <cstdlib>
 #include <cstring>
+#include <new>
 #include <optional>
 #include <set>
 #include <stdexcept>
@@ -68,13 +73,52 @@ uint32_t checksumOf(std::string_view bytes) {
   return sum;
 }
 
+// What to look at where UCX cannot start. It tells its own reason on stderr, before.
+const char* cureOf(ucs_status_t status) {
+  switch (status) {
+    case UCS_ERR_NO_MEMORY:
+    case UCS_ERR_NO_RESOURCE:
+    case UCS_ERR_SHMEM_SEGMENT:
+    case UCS_ERR_IO_ERROR:
+      return "Something is used up, of which UCX's line above this tells more: look at df /dev/shm, ipcs -l -u, free and "
+             "ulimit -a.";
+    default:
+      return "If UCX_TLS or UCX_NET_DEVICES is set, check that it names transports and devices of this machine "
+             "(python -m torch_ucx_rpc info lists them).";
+  }
+}
+
 void check(ucs_status_t status, const char* what) {
   if (status != UCS_OK) {
-    throw std::runtime_error(
-        std::string(what) + " failed: " + ucs_status_string(status) +
-        ". If UCX_TLS or UCX_NET_DEVICES is set, check that it names transports and devices of this machine "
-        "(python -m torch_ucx_rpc info lists them).");
+    throw std::runtime_error(std::string(what) + " failed: " + ucs_status_string(status) + ". " + cureOf(status));
   }
+}
+
+// A connection takes up to this many files: a socket on each of two lanes, a timer, and some shared memory while it is attached.
+constexpr size_t kFilesOfAConnection = 4;
+
+// UCX may come to half a connection where there are fewer, which says nothing of files and is lost for good; then it is better not
+// begun.
+Error filesForAConnection(int someFile) {
+  std::array<int, kFilesOfAConnection> files{};
+  for (int& file : files) {
+    file = fcntl(someFile, F_DUPFD_CLOEXEC, 0);
+  }
+  const bool isEnough = files.back() >= 0;
+  for (const int file : files) {
+    if (file >= 0) {
+      ::close(file);
+    }
+  }
+  if (isEnough) {
+    return {};
+  }
+  rlimit limit{};
+  (void)getrlimit(RLIMIT_NOFILE, &limit);
+  return {
+      ErrorCode::kOutOfFiles,
+      "this process has too many files open for another connection (" + std::to_string(limit.rlim_cur) +
+          " are allowed); raise the limit of open files (ulimit -n)"};
 }
 
 class UcpTransport final : public Transport {
@@ -252,6 +296,9 @@ Error UcpTransport::connect(const std::string& address, EndpointId& endpoint) {
   if (prefix.magic != kAddressMagic || ucxAddress.empty() || prefix.checksum != checksumOf(ucxAddress)) {
     return {ErrorCode::kPeerFailed, "that is not the address of a UCX worker of this package, or it is damaged"};
   }
+  if (Error error = filesForAConnection(eventFd_)) {
+    return error;
+  }
   auto created = std::make_unique<Endpoint>();
   created->transport = this;
   created->id = static_cast<EndpointId>(endpoints_.size());
@@ -337,20 +384,27 @@ void UcpTransport::receive(void* parked, void* into, uint64_t bytes, OperationDo
 }
 
 void UcpTransport::refuse(void* parked) {
-  parked_.erase(parked);
-  ucp_am_data_release(worker_, parked);
+  if (parked_.erase(parked) != 0) { // else UCX has it back: there was no memory for it, see onMessage()
+    ucp_am_data_release(worker_, parked);
+  }
 }
 
 ucs_status_t UcpTransport::onMessage(
     void* self, const void* header, size_t headerBytes, void* data, size_t bytes, const ucp_am_recv_param_t* param) {
   auto* transport = static_cast<UcpTransport*>(self);
   const std::span<const std::byte> headerSpan(static_cast<const std::byte*>(header), headerBytes);
-  if ((param->recv_attr & UCP_AM_RECV_ATTR_FLAG_RNDV) != 0) {
-    transport->parked_.insert(data);
-    transport->listener_->onParked(headerSpan, data, bytes);
-    return UCS_INPROGRESS; // we keep the descriptor
+  const bool isParked = (param->recv_attr & UCP_AM_RECV_ATTR_FLAG_RNDV) != 0;
+  try { // no exception may pass through UCX
+    if (isParked) {
+      transport->parked_.insert(data);
+      transport->listener_->onParked(headerSpan, data, bytes);
+      return UCS_INPROGRESS; // we keep the descriptor
+    }
+    transport->listener_->onEager(headerSpan, {static_cast<const std::byte*>(data), bytes});
+  } catch (const std::bad_alloc&) {
+    transport->parked_.erase(data);
+    return isParked ? UCS_ERR_NO_MEMORY : UCS_OK;
   }
-  transport->listener_->onEager(headerSpan, {static_cast<const std::byte*>(data), bytes});
   return UCS_OK;
 }
 

@@ -1,0 +1,128 @@
+"""A worker that runs out of memory or of files fails the calls concerned, says why, and lives."""
+
+from __future__ import annotations
+
+import gc
+import os
+import resource
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.rpc as rpc
+import workers
+from labs import VirtualHosts, needs_virtual_hosts
+
+pytestmark = pytest.mark.ucx_only
+
+MIB = 1 << 20
+
+
+def limit_memory(mib: int | None) -> None:
+    """Let this process have so much more address space than it has now; without limit for None."""
+    gc.collect()
+    now = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    _, most = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (most if mib is None else now + mib * MIB, most))
+
+
+def ones(mib: int) -> torch.Tensor:
+    return torch.ones(mib * MIB // 4)
+
+
+def total(tensor: torch.Tensor) -> float:
+    return float(tensor.double().sum())
+
+
+def call_short_of_memory(rank: int) -> None:
+    if rank != 0:
+        return
+    large, small = ones(1024), ones(1)
+    rpc.rpc_sync("worker1", limit_memory, args=(200,))
+    with pytest.raises(RuntimeError, match=r"worker 'worker1' could not .* out of memory for a message of 1073741824"):
+        rpc.rpc_sync("worker1", torch.numel, args=(large,))
+    for _ in range(3):
+        assert rpc.rpc_sync("worker1", total, args=(small,)) == small.numel()
+    rpc.rpc_sync("worker1", limit_memory, args=(None,))
+    assert rpc.rpc_sync("worker1", torch.numel, args=(large,)) == large.numel()
+
+    limit_memory(200)
+    with pytest.raises(RuntimeError, match=r"the answer of worker 'worker1' .* out of memory for a message of"):
+        rpc.rpc_sync("worker1", ones, args=(1024,))
+    assert rpc.rpc_sync("worker1", total, args=(small,)) == small.numel()
+    limit_memory(None)
+    assert rpc.rpc_sync("worker1", ones, args=(256,)).numel() == 64 * MIB
+
+
+def test_out_of_memory_for_a_message_fails_that_call_and_says_where() -> None:
+    workers.run_workers(2, call_short_of_memory)
+
+
+def limit_files(more: int | None) -> None:
+    """Let this process open so many more files than it has open now; without limit for None."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    # What counts is the lowest number that is free.
+    fillers = []
+    highest = max(int(file.name) for file in Path("/proc/self/fd").iterdir())
+    while not fillers or fillers[-1] < highest:
+        fillers.append(os.open("/dev/null", os.O_RDONLY))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most if more is None else fillers[-1] + 1 + more, most))
+
+
+def call_short_of_files(rank: int) -> None:
+    if rank != 0:
+        return
+    # These two know each other by now.
+    assert rpc.rpc_sync("worker1", divmod, args=(17, 5)) == (3, 2)
+    limit_files(2)
+    with pytest.raises(RuntimeError, match=r"could not send to worker 'worker2' .* too many files open .*ulimit -n"):
+        rpc.rpc_sync("worker2", divmod, args=(17, 5))
+    assert rpc.rpc_sync("worker1", divmod, args=(17, 5)) == (3, 2)
+    limit_files(None)
+    assert rpc.rpc_sync("worker2", divmod, args=(17, 5)) == (3, 2)
+
+
+def test_out_of_files_a_call_to_a_new_peer_fails_and_later_ones_do_not() -> None:
+    workers.run_workers(3, call_short_of_files, transport=workers.Transport.TCP)
+
+
+@pytest.fixture
+def host() -> Iterator[VirtualHosts]:
+    """One host, with shared memory of its own."""
+    needs_virtual_hosts()
+    with VirtualHosts(["small"]) as hosts:
+        yield hosts
+
+
+def call_over_shared_memory(rank: int) -> None:
+    if rank == 0:
+        for _ in range(3):
+            assert rpc.rpc_sync("worker1", total, args=(ones(8),)) == 2 * MIB
+        assert workers.agent().get_debug_info()["lanes.worker1"] == "sysv/memory"
+
+
+def test_with_dev_shm_full_workers_share_memory_all_the_same(host: VirtualHosts) -> None:
+    # The size that containers have by default.
+    host[0].run(["mount", "-o", "remount,size=64m", "/dev/shm"], check=True)
+    full = host[0].run(["sh", "-c", "head --bytes 64M /dev/zero > /dev/shm/full"], capture_output=True, check=False)
+    assert full.stderr == b""
+    workers.run_workers(2, call_over_shared_memory, hosts=host)
+
+
+def init_without_shared_memory(rank: int) -> str:
+    with pytest.raises(RuntimeError) as error:
+        workers.init_rpc(rank)
+    # What else there is will do.
+    os.environ["UCX_TLS"] = "tcp,self"
+    workers.init_rpc(rank)
+    assert rpc.rpc_sync(f"worker{1 - rank}", divmod, args=(17, 5)) == (3, 2)
+    rpc.shutdown()
+    return str(error.value)
+
+
+def test_with_no_shared_memory_left_init_rpc_says_what_to_look_at(host: VirtualHosts) -> None:
+    host[0].run(["sh", "-c", "echo 0 > /proc/sys/kernel/shmmni"], check=True)
+    for text in workers.run_workers(2, init_without_shared_memory, init=False, hosts=host):
+        assert text.startswith("creating a UCX worker failed: ")
+        assert "look at df /dev/shm, ipcs -l -u" in text

@@ -1,0 +1,16 @@
+"""An hour of bad luck: workers on virtual hosts that call each other in every way, while some are killed and cut off.
+
+``make soak MINUTES=30`` runs it; as root, since it makes hosts. A report is written to ``build/soak``, and findings end
+it with an error.
+
+* ``__main__``     from the arguments to the report
+* ``_crew``        the workers as processes: started, killed, told what to do, measured
+* ``_chaos``       what is done to them and to their hosts, and when
+* ``_worker``      what each of them does, from joining to leaving
+* ``_work``        the kinds of calls, each with the answer that it must have
+* ``_payload``     tensors that their receiver can check
+* ``_journal``     what a worker writes down as it goes; the dead leave it behind
+* ``_judgement``   what of all that must not have happened
+* ``_leftovers``   what they leave behind on their hosts
+* ``_report``      the same in words and numbers
+"""

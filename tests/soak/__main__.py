@@ -1,0 +1,109 @@
+"""``python -m soak --minutes 1``: see the package's docstring."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import shutil
+import sys
+import time
+from pathlib import Path
+
+from labs import VirtualHosts
+
+from ._chaos import Chaos
+from ._crew import Crew, Member, WorkerEnded
+from ._journal import read_calls, read_events
+from ._judgement import Finding, judge
+from ._leftovers import left_by_workers, left_on_hosts
+from ._report import Report, count_misfortunes, gibibytes_of, kinds_of, memory_of
+from ._worker import HEARTBEAT_LIMIT_S, RPC_TIMEOUT_S
+
+_HOSTS = ("a", "b", "c")
+_WORKERS = 6
+_STARTING_S = 120.0
+# After the last misfortune, before all must see each other.
+_PEACE_S = 2.0
+# For a worker to end what it has begun, and to leave.
+_ENDING_S = 2 * RPC_TIMEOUT_S + 60
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="soak", description=__doc__)
+    parser.add_argument("--minutes", type=float, default=1.0, help="of bad luck (default: %(default)g)")
+    parser.add_argument("--seed", type=int, default=random.randrange(10**6), help="of all choices (default: any)")
+    parser.add_argument("--report", type=Path, required=True, help="folder for report.json and report.md")
+    arguments = parser.parse_args()
+    print(f"soak: {arguments.minutes:g} minutes, seed {arguments.seed}", flush=True)
+    # What an earlier run has left would be taken for this one's.
+    shutil.rmtree(arguments.report, ignore_errors=True)
+    journals = arguments.report.resolve() / "journals"
+    journals.mkdir(parents=True)
+    report = run(arguments.minutes, arguments.seed, journals)
+    page = report.write(arguments.report)
+    print(f"{page.read_text()}\nwritten to {page}")
+    return 1 if report.findings else 0
+
+
+def run(minutes: float, seed: int, directory: Path) -> Report:
+    """Let the workers live for so long, and tell what has come of it."""
+    findings: list[Finding] = []
+    with VirtualHosts(_HOSTS) as hosts:
+        with Crew(hosts, _WORKERS, seed, directory) as crew:
+            chaos = Chaos(crew, seed)
+            try:
+                if absent := crew.all_say("joined", _STARTING_S):
+                    raise RuntimeError(f"not joined in {_STARTING_S:.0f} s: {', '.join(m.name for m in absent)}")
+                begin = time.monotonic()
+                while time.monotonic() < begin + 60 * minutes:
+                    chaos.strike()
+                crew.watch(_PEACE_S)
+                findings += _end(crew)
+            except WorkerEnded as error:
+                findings.append(Finding("a worker has ended by itself", 1, (str(error),)))
+        findings += left_on_hosts(hosts)
+    timeline = sorted([*chaos.timeline, *crew.stalls], key=lambda event: event["at"])
+    (directory / "timeline.json").write_text(json.dumps(timeline, indent=1))
+    calls, events = read_calls(directory), list(read_events(directory))
+    judgement = judge(calls, events, timeline, HEARTBEAT_LIMIT_S)
+    findings += left_by_workers(crew.current.values(), calls)
+    survivors = [member for member in crew.current.values() if member.life.generation == 0]
+    memory = [memory_of(member.name, member.samples) for member in survivors]
+    for growing in (m for m in memory if not m.is_flat):
+        findings.append(Finding("memory grows", 1, (str(growing),)))
+    return Report(
+        minutes=(time.monotonic() - begin) / 60,
+        seed=seed,
+        workers=_WORKERS,
+        hosts=len(_HOSTS),
+        gibibytes=gibibytes_of(calls),
+        kinds=kinds_of(calls),
+        misfortunes=count_misfortunes(timeline),
+        reasons=judgement.reasons,
+        memory=memory,
+        findings=[*findings, *judgement.findings],
+    )
+
+
+def _end(crew: Crew) -> list[Finding]:
+    """Let all calls come to their ends, all references go, and all workers leave; returns who does not."""
+    for order, answer in (("stop", "stopped"), ("let go", "released")):
+        crew.steps.done(order)
+        if hanging := crew.all_say(answer, _ENDING_S):
+            return [_hang(f"a worker has not {answer}", hanging)]
+    crew.steps.done("leave")
+    if hanging := crew.all_end(_ENDING_S):
+        return [_hang("a worker has not left", hanging)]
+    for member in crew.current.values():
+        if member.result is None:
+            raise WorkerEnded(member)
+    return []
+
+
+def _hang(what: str, members: list[Member]) -> Finding:
+    return Finding(what, len(members), tuple(f"{member.name}\n{member.stacks()}" for member in members))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

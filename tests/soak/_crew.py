@@ -1,0 +1,237 @@
+"""The workers as processes: started, killed, told what to do, measured."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import pickle
+import signal
+import threading
+import time
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+from labs import VirtualHosts, move_to_host
+from workers import Steps, Transport, Worker, dump_stacks, kill, process_context, worker_name
+
+from ._worker import OPTIONS, Life, live
+
+_PAGE = os.sysconf("SC_PAGESIZE")
+_LOOK_EVERY_S = 0.05
+_SAMPLE_EVERY_S = 0.5
+_STALL_S = 2.0
+_FIRST_WORD_S = 60.0
+_LONGEST_OUTPUT = 4000
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    """Of a worker at a point in time."""
+
+    time: float
+    resident_bytes: int
+    threads: int
+    files: int
+
+
+class Member:
+    """A process of a worker, from its start to its end."""
+
+    def __init__(self, worker: Worker, life: Life) -> None:
+        self._worker = worker
+        self.life = life
+        self.samples: list[Sample] = []
+        self.result: dict[str, Any] | None = None
+        self.error = ""
+        self.was_killed = False
+        self.membership = 0
+        context = process_context()
+        self._report, its_end = context.Pipe(duplex=False)
+        name = worker_name(life.rank)
+        self.process: BaseProcess = context.Process(target=worker.main, args=(life.rank, its_end), name=name)
+        self.process.start()
+        its_end.close()
+
+    @property
+    def name(self) -> str:
+        return worker_name(self.life.rank)
+
+    def pid(self) -> int | None:
+        """Of the worker itself, which is on its host: its parent is what was started. None while it is not there."""
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
+        with contextlib.suppress(OSError):
+            if words := children.read_text().split():
+                return int(words[0])
+        return None
+
+    def sample(self) -> None:
+        pid = self.pid()
+        with contextlib.suppress(OSError):
+            process = Path(f"/proc/{pid}")
+            files, threads = (sum(1 for _ in (process / folder).iterdir()) for folder in ("fd", "task"))
+            resident = int((process / "statm").read_text().split()[1]) * _PAGE
+            self.samples.append(Sample(time.monotonic(), resident, threads, files))
+
+    def has_ended(self) -> bool:
+        """Takes its report, too."""
+        if self._report.poll():
+            with contextlib.suppress(EOFError):
+                succeeded, content = pickle.loads(self._report.recv_bytes())
+                if succeeded:
+                    self.result = content
+                else:
+                    self.error = content
+        return not self.process.is_alive()
+
+    def output(self) -> str:
+        """The end of what it has written to stderr."""
+        file = self._worker.output_file(self.life.rank, "stderr")
+        return file.read_text(errors="replace")[-_LONGEST_OUTPUT:] if file.exists() else ""
+
+    def stacks(self) -> str:
+        pid = self.pid()
+        return "(it has no process)" if pid is None else dump_stacks([pid], self._worker.directory)[pid]
+
+
+class Crew:
+    """All workers of a run, those of now and those before, on the hosts in turn; with a Store beside them."""
+
+    def __init__(self, hosts: VirtualHosts, size: int, seed: int, directory: Path) -> None:
+        self.hosts = hosts
+        self.directory = directory
+        self.steps = Steps(directory)
+        self._size = size
+        self._seed = seed
+        self._due = 0.0
+        self.current: dict[int, Member] = {}
+        self.past: list[Member] = []
+        # Times at which this machine has let nobody run.
+        self.stalls: list[dict[str, Any]] = []
+        self._is_over = threading.Event()
+        self._watchman = threading.Thread(target=self._watch_for_stalls, name="watchman")
+
+    def __enter__(self) -> Crew:
+        context = process_context()
+        port, its_end = context.Pipe(duplex=False)
+        self._store = context.Process(target=_serve_store, args=(self.hosts.head.pid, its_end), name="store")
+        self._store.start()
+        if not port.poll(_FIRST_WORD_S):
+            raise RuntimeError(f"the Store has not come up within {_FIRST_WORD_S:.0f} s")
+        self._worker = Worker(
+            world_size=self._size,
+            backend="UCX",
+            transport=Transport.SHARED_MEMORY,
+            options=OPTIONS,
+            host_pids=tuple(host.pid for host in self.hosts),
+            # The Store of torchrun, to torch: one that no worker brings and takes along.
+            env={
+                "MASTER_ADDR": self.hosts.head.address,
+                "MASTER_PORT": str(port.recv()),
+                "TORCHELASTIC_USE_AGENT_STORE": "True",
+            },
+            init=False,
+            shutdown=False,
+            directory=self.directory,
+            call=b"",
+        )
+        self._watchman.start()
+        for rank in range(self._size):
+            self.start(rank)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._is_over.set()
+        self._watchman.join()
+        kill([self._store, *(member.process for member in self.current.values())])
+
+    def host_of(self, rank: int) -> str:
+        return self.hosts[rank % len(self.hosts)].name
+
+    def start(self, rank: int) -> None:
+        """Put a worker, or its next life, onto its host."""
+        generation = sum(member.life.rank == rank for member in self.past)
+        life = Life(rank, generation, self._size, self._seed, self.directory)
+        # A folder for each: processes of several hosts have the same numbers.
+        folder = self.directory / f"life {life}"
+        folder.mkdir()
+        worker = dataclasses.replace(self._worker, directory=folder, call=pickle.dumps((live, (life,))))
+        self.current[rank] = Member(worker, life)
+
+    def kill(self, rank: int) -> None:
+        member = self.current.pop(rank)
+        pid = member.pid()
+        member.was_killed = True
+        if pid is not None:
+            os.kill(pid, signal.SIGKILL)
+        kill([member.process])
+        self.past.append(member)
+
+    def rejoin(self, rank: int) -> None:
+        """Have a worker leave without a word, and join again."""
+        member = self.current[rank]
+        self.steps.done(f"rejoin {member.life} {member.membership}")
+        member.membership += 1
+
+    def watch(self, seconds: float) -> None:
+        """Let time pass and take samples; RuntimeError when a worker ends that nobody has killed."""
+        end = time.monotonic() + seconds
+        while (left := end - time.monotonic()) > 0:
+            if time.monotonic() >= self._due:
+                self._due = time.monotonic() + _SAMPLE_EVERY_S
+                for member in self.current.values():
+                    member.sample()
+                self._see_who_has_ended()
+            time.sleep(min(left, _LOOK_EVERY_S))
+
+    def _watch_for_stalls(self) -> None:
+        before = time.monotonic()
+        while not self._is_over.wait(_LOOK_EVERY_S):
+            now = time.monotonic()
+            if now - before > _STALL_S:
+                self.stalls.append({"what": "stall", "at": before, "until": now})
+            before = now
+
+    def _see_who_has_ended(self) -> None:
+        for member in self.current.values():
+            if member.has_ended():
+                raise WorkerEnded(member)
+
+    def all_say(self, step: str, timeout: float) -> list[Member]:
+        """Those that have not said it in time."""
+        deadline = time.monotonic() + timeout
+        while True:
+            silent = [m for m in self.current.values() if not self.steps.is_done(f"{step} {m.life}")]
+            if not silent or time.monotonic() > deadline:
+                return silent
+            self.watch(0.1)
+
+    def all_end(self, timeout: float) -> list[Member]:
+        """Those that have not ended in time."""
+        deadline = time.monotonic() + timeout
+        while True:
+            running = [member for member in self.current.values() if not member.has_ended()]
+            if not running or time.monotonic() > deadline:
+                return running
+            time.sleep(0.05)
+
+
+class WorkerEnded(RuntimeError):
+    """A worker has ended that nobody has killed."""
+
+    def __init__(self, member: Member) -> None:
+        code = member.process.exitcode
+        super().__init__(f"{member.name} has ended with {code}\n{member.error}\n--- stderr ---\n{member.output()}")
+
+
+def _serve_store(host_pid: int, report: Connection) -> None:
+    """On a host that is never cut off. Its workers' requests are answered by threads of the Store."""
+    move_to_host(host_pid)
+    from torch.distributed import TCPStore
+
+    store = TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
+    report.send(store.port)
+    signal.pause()

@@ -1,0 +1,94 @@
+"""What a worker writes down as it goes, in files that outlive it however it ends.
+
+Each process has two: ``3.2.calls``, of rank 3 and the third process to have it, is an array of `ENTRY`;
+``3.2.events`` has the failures of calls and the memberships, a JSON object a line. Times are those of the monotonic
+clock, which all processes of a machine share.
+"""
+
+from __future__ import annotations
+
+import enum
+import itertools
+import json
+import os
+import struct
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+
+class Step(enum.IntEnum):
+    """What a call has come to. A call of the kind "nested" is several, and each is executed once."""
+
+    BEGUN = 0
+    EXECUTED = 1
+    ANSWERED = 2
+    FAILED = 3
+
+
+ENTRY = np.dtype([("call", "<u8"), ("time", "<f8"), ("bytes", "<u4"), ("step", "u1"), ("kind", "u1"), ("pad", "<u2")])
+_ENTRY = struct.Struct("<QdIBBxx")
+
+# By their place here.
+KINDS = (
+    "rpc_sync",
+    "rpc_async",
+    "remote",
+    "async_execution",
+    "builtin",
+    "script",
+    "nested",
+    "rref",
+    "autograd",
+    "exception",
+    "timeout",
+)
+
+# Nobody but the callee of a Python function can tell that it has run.
+UNCOUNTED = ("builtin", "script")
+
+_RANK_SHIFT, _GENERATION_SHIFT = 56, 40
+
+
+class Journal:
+    """Of this process. Every entry is one ``write``, which is whole or not there."""
+
+    def __init__(self, directory: Path, rank: int, generation: int) -> None:
+        flags = os.O_CREAT | os.O_WRONLY | os.O_APPEND
+        self._calls = os.open(directory / f"{rank}.{generation}.calls", flags, 0o600)
+        self._events = os.open(directory / f"{rank}.{generation}.events", flags, 0o600)
+        first = (rank << _RANK_SHIFT) | (generation << _GENERATION_SHIFT)
+        self._numbers = itertools.count(first)
+
+    def new_call(self) -> int:
+        """A number that no other call of the run has."""
+        return next(self._numbers)
+
+    def enter(self, call: int, step: Step, kind: str, size: int = 0) -> None:
+        os.write(self._calls, _ENTRY.pack(call, time.monotonic(), min(size, 2**32 - 1), step, KINDS.index(kind)))
+
+    def note(self, what: str, **values: Any) -> None:
+        line = json.dumps({"what": what, "at": time.monotonic(), **values})
+        os.write(self._events, f"{line}\n".encode())
+
+
+def read_calls(directory: Path) -> np.ndarray:
+    """All entries of all processes."""
+    files = sorted(directory.glob("*.calls"))
+    return np.concatenate([np.empty(0, ENTRY), *(np.fromfile(file, ENTRY) for file in files)])
+
+
+def read_events(directory: Path) -> Iterator[dict[str, Any]]:
+    """All events of all processes, each with the ``rank`` and ``generation`` of who wrote it."""
+    for file in sorted(directory.glob("*.events")):
+        rank, generation, _ = file.name.split(".")
+        for line in file.read_text().splitlines():
+            yield {"rank": int(rank), "generation": int(generation), **json.loads(line)}
+
+
+def writer_of(call: int) -> tuple[int, int]:
+    """Rank and generation of the process that has begun a call."""
+    return call >> _RANK_SHIFT, (call >> _GENERATION_SHIFT) & 0xFFFF

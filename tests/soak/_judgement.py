@@ -1,0 +1,214 @@
+"""What of all that happened must not have happened: `judge`."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import re
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from ._journal import KINDS, UNCOUNTED, Step, writer_of
+
+# How errors name a worker (docs/failure_model.md).
+_WORKER = re.compile(r"worker '(\w+)' \(rank (\d+), pid (\d+) on (\w+)\)")
+_MOST_EXAMPLES = 5
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """Something that must not have happened, and how often it did."""
+
+    what: str
+    count: int
+    examples: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Judgement:
+    """What came of the calls of a run: why those failed that did, and what cannot be explained."""
+
+    findings: list[Finding]
+    reasons: dict[str, int]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Membership:
+    """Of a worker in the group: it can be lost only after its end, or when a cut host is in between."""
+
+    rank: int
+    generation: int
+    name: str
+    pid: int
+    host: str
+    joining: float
+    end: float
+    was_killed: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class _Failure:
+    began: float
+    at: float
+    hosts: frozenset[str]
+    names: frozenset[str]
+    text: str
+
+
+def judge(
+    calls: np.ndarray,
+    events: Iterable[dict[str, Any]],
+    timeline: Iterable[dict[str, Any]],
+    heartbeat_limit: float,
+) -> Judgement:
+    """Hold what the workers have written down against what was done to them.
+
+    Args:
+        calls: entries of all journals, as of `read_calls`.
+        events: of all journals, as of `read_events`.
+        timeline: of `Chaos`.
+        heartbeat_limit: of the workers, in seconds; nobody is lost by a cut that is shorter.
+    """
+    events, timeline = list(events), list(timeline)
+    history = _History(events, timeline, heartbeat_limit)
+    found = _Findings()
+    _judge_executions(calls, found)
+    _judge_ends(calls, {(m.rank, m.generation) for m in history.memberships if m.was_killed}, found)
+    reasons: collections.Counter[str] = collections.Counter()
+    for event in events:
+        what = event["what"]
+        if what in ("failed", "not admitted"):
+            reason = history.reason(event)
+            reasons[reason or "unexplained"] += 1
+            if not reason:
+                found.add(f"{what} for no reason: {event.get('kind', '')}", _shown(event))
+        elif what in ("wrong", "split", "hangs"):
+            found.add(
+                {"wrong": "wrong answer", "split": "a worker does not see all others", "hangs": "hangs"}[what],
+                _shown(event),
+            )
+    return Judgement(found.all(), dict(reasons.most_common()))
+
+
+class _Findings:
+    def __init__(self) -> None:
+        self._examples: dict[str, list[str]] = {}
+        self._counts: collections.Counter[str] = collections.Counter()
+
+    def add(self, what: str, *examples: str, count: int = 1) -> None:
+        self._counts[what] += count
+        kept = self._examples.setdefault(what, [])
+        kept.extend(examples[: _MOST_EXAMPLES - len(kept)])
+
+    def all(self) -> list[Finding]:
+        return [Finding(what, count, tuple(self._examples[what])) for what, count in self._counts.items()]
+
+
+def _judge_executions(calls: np.ndarray, found: _Findings) -> None:
+    numbers, counts = np.unique(calls["call"][calls["step"] == Step.EXECUTED], return_counts=True)
+    if (doubled := numbers[counts > 1]).size:
+        found.add("executed more than once", *map(_call, doubled), count=doubled.size)
+    # Of those that time out by design some are given up before they run.
+    exempt = [KINDS.index(kind) for kind in (*UNCOUNTED, "timeout")]
+    answered = calls[(calls["step"] == Step.ANSWERED) & ~np.isin(calls["kind"], exempt)]["call"]
+    if (unfounded := np.setdiff1d(answered, numbers)).size:
+        found.add("answered and not executed", *map(_call, unfounded), count=unfounded.size)
+    begun = calls["call"][calls["step"] == Step.BEGUN]
+    if (strange := np.setdiff1d(numbers, begun)).size:
+        found.add("executed and never begun", *map(_call, strange), count=strange.size)
+
+
+def _judge_ends(calls: np.ndarray, killed: set[tuple[int, int]], found: _Findings) -> None:
+    begun = calls["call"][calls["step"] == Step.BEGUN]
+    ended = calls["call"][(calls["step"] == Step.ANSWERED) | (calls["step"] == Step.FAILED)]
+    open_ = [call for call in np.setdiff1d(begun, ended).tolist() if writer_of(call) not in killed]
+    if open_:
+        found.add("neither answered nor failed", *map(_call, open_), count=len(open_))
+    numbers, counts = np.unique(ended, return_counts=True)
+    if (twice := numbers[counts > 1]).size:
+        found.add("ended more than once", *map(_call, twice), count=twice.size)
+
+
+def _call(number: int) -> str:
+    rank, generation = writer_of(int(number))
+    return f"call {int(number):#x} of {rank}.{generation}"
+
+
+def _shown(event: dict[str, Any]) -> str:
+    return ", ".join(f"{name}: {value}" for name, value in event.items())
+
+
+class _History:
+    """Who was a member and when, and which hosts were cut off."""
+
+    def __init__(self, events: list[dict[str, Any]], timeline: list[dict[str, Any]], heartbeat_limit: float) -> None:
+        self._limit = heartbeat_limit
+        self._cut_off = [event for event in timeline if event["what"] == "cut off"]
+        self._cuts = [event for event in timeline if event["what"] in ("cut", "cut off")]
+        self._stalls = [event for event in timeline if event["what"] == "stall"]
+        killed = {event["life"]: event["at"] for event in timeline if event["what"] == "kill"}
+        self.memberships = []
+        for event in sorted(events, key=lambda event: event["at"]):
+            if event["what"] != "joining":
+                continue
+            life = (event["rank"], event["generation"])
+            leaving = [e["at"] for e in events if e["what"] == "leaving" and (e["rank"], e["generation"]) == life]
+            left = min((at for at in leaving if at > event["at"]), default=float("inf"))
+            died = killed.get(f"{life[0]}.{life[1]}", float("inf"))
+            who = {name: event[name] for name in ("rank", "generation", "name", "pid", "host")}
+            end, was_killed = min(left, died), died < left
+            self.memberships.append(_Membership(joining=event["at"], end=end, was_killed=was_killed, **who))
+        self._joined = [event for event in events if event["what"] == "joined"]
+        self._host_of = {m.name: m.host for m in self.memberships}
+
+    def reason(self, event: dict[str, Any]) -> str:
+        """Why a call failed, or a worker was not admitted; empty if there is none."""
+        names = frozenset([*event.get("among", []), f"worker{event['rank']}"])
+        hosts = frozenset(self._host_of[name] for name in names if name in self._host_of)
+        failure = _Failure(event.get("began", event["at"]), event["at"], hosts, names, event["error"])
+        for name, _, pid, host in _WORKER.findall(failure.text):
+            if reason := self._why_gone(failure, name, int(pid), host):
+                return reason
+        if "could not find destination worker" in failure.text and self._was_anybody_absent(failure):
+            return "it had not joined yet"
+        if event["what"] == "not admitted" and self._overlap(self._cuts, failure):
+            return "the Store was out of reach"
+        if "ran for more than set timeout" in failure.text and self._overlap(self._stalls, failure):
+            return "the machine stood still"
+        return ""
+
+    @staticmethod
+    def _overlap(events: list[dict[str, Any]], failure: _Failure) -> bool:
+        return any(event["at"] <= failure.at and failure.began <= event["until"] for event in events)
+
+    def _why_gone(self, failure: _Failure, name: str, pid: int, host: str) -> str:
+        for gone in self.memberships:
+            if (gone.name, gone.pid, gone.host) != (name, pid, host) or not gone.joining <= failure.at:
+                continue
+            # What was begun after its successor has come is that one's.
+            if gone.end <= failure.at and failure.began <= self._next_joined(name, gone.end) + self._limit:
+                return "its process was killed" if gone.was_killed else "it left"
+            for cut in self._cut_off:
+                if cut["host"] in failure.hosts | {host} and self._has_parted(cut, failure):
+                    return "a host was cut off"
+        return ""
+
+    def _next_joined(self, name: str, after: float) -> float:
+        return min((e["at"] for e in self._joined if e["name"] == name and e["at"] > after), default=float("inf"))
+
+    def _repaired(self, cut: dict[str, Any]) -> float:
+        names = [name for name, host in self._host_of.items() if host == cut["host"]]
+        return max((self._next_joined(name, cut["until"]) for name in names), default=cut["until"]) + self._limit
+
+    def _was_anybody_absent(self, failure: _Failure) -> bool:
+        for name in failure.names:
+            ends = [m.end for m in self.memberships if m.name == name and m.end <= failure.at]
+            # The others learn of a worker one after the other.
+            if failure.began <= self._next_joined(name, max(ends, default=0.0)) + self._limit:
+                return True
+        return any(cut["host"] in failure.hosts and self._has_parted(cut, failure) for cut in self._cut_off)
+
+    def _has_parted(self, cut: dict[str, Any], failure: _Failure) -> bool:
+        return cut["at"] + self._limit <= failure.at and failure.began <= self._repaired(cut)

@@ -1,0 +1,61 @@
+"""What workers leave behind, in their processes and on their hosts, when all is over."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import numpy as np
+from labs import VirtualHost, VirtualHosts
+
+from ._crew import Member
+from ._journal import KINDS, Step
+from ._judgement import Finding
+
+_RREFS = "values of RRefs"
+# What an optimizer's workers make and pass on to it, and of how many executions its call consists.
+_RREFS_OF_AN_OPTIMIZER, _EXECUTIONS_WITH_AN_OPTIMIZER = 2, 6
+
+
+def left_by_workers(members: Collection[Member], calls: np.ndarray) -> list[Finding]:
+    """Threads, open files, buffers, contexts and values of references that a worker had at its end and not before.
+
+    A reference that an owner has itself passed to a worker that died stays (docs/failure_model.md). Of all that is done
+    here only optimizers come by such.
+    """
+    autograd = calls["kind"] == KINDS.index("autograd")
+    begun, answered = (np.count_nonzero(autograd & (calls["step"] == step)) for step in (Step.BEGUN, Step.ANSWERED))
+    excused = (begun - answered) // _EXECUTIONS_WITH_AN_OPTIMIZER * _RREFS_OF_AN_OPTIMIZER
+    left = {member.name: dict(member.result or {}) for member in members}
+    kept = sum(what.pop(_RREFS, 0) for what in left.values())
+    lines = [f"{name}: {count} x {what}" for name, all_ in left.items() for what, count in all_.items() if count]
+    if kept > excused:
+        lines.append(f"all workers: {kept} x {_RREFS}, and the dead can have held {excused}")
+    return [Finding("left by a worker", len(lines), tuple(lines))] if lines else []
+
+
+def left_on_hosts(hosts: VirtualHosts) -> list[Finding]:
+    """Processes, files in ``/dev/shm`` and System V segments."""
+    lines = [
+        f"{host.name}: {line}" for host in hosts for look in (_processes, _files, _segments) for line in look(host)
+    ]
+    return [Finding("left on a host", len(lines), tuple(lines))] if lines else []
+
+
+def _processes(host: VirtualHost) -> list[str]:
+    # Its first, which is the host, and those of this look.
+    names = _lines(host, "cat /proc/[0-9]*/comm")
+    return [f"process {name}" for name in names if name not in ("sleep", "sh", "cat")]
+
+
+def _files(host: VirtualHost) -> list[str]:
+    return [f"/dev/shm/{name}" for name in _lines(host, "ls /dev/shm")]
+
+
+def _segments(host: VirtualHost) -> list[str]:
+    rows = [row.split() for row in _lines(host, "cat /proc/sysvipc/shm")[1:]]
+    return [f"System V segment {row[1]} of {row[3]} bytes" for row in rows]
+
+
+def _lines(host: VirtualHost, command: str) -> list[str]:
+    # A process may end while it is looked at.
+    return host.run(["sh", "-c", command], capture_output=True, text=True, check=False).stdout.splitlines()

@@ -1,0 +1,166 @@
+"""A run in words and numbers: `Report`, as JSON and as Markdown."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ._crew import Sample
+from ._journal import KINDS, Step
+from ._judgement import Finding
+
+_MIB = 2**20
+# The beginning, in which pools and caches fill.
+_WARM_UP = 0.3
+_BLOCKS = 8
+# Growth that a run of any length may show, of allocators and of a group that has had more members.
+_TOLERATED_MIB = 24
+# A slope of so many standard errors is one.
+_NOISES = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class KindOfCall:
+    """All calls of a kind. A call of several executions, such as a nested one, counts once for each."""
+
+    kind: str
+    begun: int
+    answered: int
+    failed: int
+    p50_ms: float
+    p99_ms: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """Of a worker that lived from the beginning to the end, in MiB.
+
+    Resident memory goes up and down with the tensors under way; what would leak is in the lowest values. So the slope
+    is that of the minima of equal parts of the time, and its noise the standard error of that.
+    """
+
+    name: str
+    first_mib: float
+    last_mib: float
+    slope_mib_per_minute: float
+    noise_mib_per_minute: float
+    is_flat: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What is left of a run.
+
+    Attributes:
+        misfortunes: how often what was done to the workers: "kill", "cut", "cut off", "restart", "rejoin"; and how
+            often the machine stood still for seconds, "stall", which is its own.
+        reasons: why calls failed, and how many of them.
+        findings: what must not have happened.
+    """
+
+    minutes: float
+    seed: int
+    workers: int
+    hosts: int
+    gibibytes: float
+    kinds: list[KindOfCall]
+    misfortunes: dict[str, int]
+    reasons: dict[str, int]
+    memory: list[Memory]
+    findings: list[Finding]
+
+    def write(self, directory: Path) -> Path:
+        """Into ``report.json`` and ``report.md``; returns the latter."""
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / "report.json").write_text(json.dumps(dataclasses.asdict(self), indent=2) + "\n")
+        page = directory / "report.md"
+        page.write_text(self.to_markdown())
+        return page
+
+    def to_markdown(self) -> str:
+        done = {name: self.misfortunes.get(name, 0) for name in ("kill", "cut", "cut off", "restart", "rejoin")}
+        answered = sum(kind.answered for kind in self.kinds)
+        lines = [
+            f"# Soak of {self.minutes:.1f} minutes, seed {self.seed}",
+            "",
+            f"{self.workers} workers on {self.hosts} hosts; {answered:,} executions answered, {self.gibibytes:.1f} GiB "
+            f"of tensors; {done['kill']} kills, {done['cut']} cuts that were survived, {done['cut off']} that were too "
+            f"long, {done['restart']} workers restarted, {done['rejoin']} joined again.",
+            "",
+            *_table(
+                ("calls", "begun", "answered", "failed", "p50, ms", "p99, ms"),
+                [
+                    (k.kind, f"{k.begun:,}", f"{k.answered:,}", f"{k.failed:,}", f"{k.p50_ms:.1f}", f"{k.p99_ms:.0f}")
+                    for k in self.kinds
+                ],
+            ),
+            "",
+            *_table(("failed because", "calls"), [(why, f"{count:,}") for why, count in self.reasons.items()]),
+            "",
+            *_table(
+                ("resident memory, MiB", "at first", "at last", "slope a minute", "its noise"),
+                [
+                    (
+                        m.name,
+                        f"{m.first_mib:.0f}",
+                        f"{m.last_mib:.0f}",
+                        f"{m.slope_mib_per_minute:+.2f}",
+                        f"{m.noise_mib_per_minute:.2f}",
+                    )
+                    for m in self.memory
+                ],
+            ),
+            "",
+            "No findings." if not self.findings else "## Findings",
+        ]
+        for finding in self.findings:
+            lines += ["", f"{finding.count} x {finding.what}", *(f"- `{example}`" for example in finding.examples)]
+        return "\n".join(lines) + "\n"
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    return ["| " + " | ".join(row) + " |" for row in (head, ["---"] * len(head), *rows)]
+
+
+def kinds_of(calls: np.ndarray) -> list[KindOfCall]:
+    return [_kind_of(kind, calls[calls["kind"] == number]) for number, kind in enumerate(KINDS)]
+
+
+def _kind_of(kind: str, calls: np.ndarray) -> KindOfCall:
+    begun, answered, failed = (calls[calls["step"] == step] for step in (Step.BEGUN, Step.ANSWERED, Step.FAILED))
+    _, at_begin, at_end = np.intersect1d(begun["call"], answered["call"], return_indices=True)
+    took = (answered["time"][at_end] - begun["time"][at_begin]) * 1e3
+    p50, p99 = np.percentile(took, (50, 99)) if took.size else (math.nan, math.nan)
+    return KindOfCall(kind, begun.size, answered.size, failed.size, float(p50), float(p99))
+
+
+def gibibytes_of(calls: np.ndarray) -> float:
+    """Of tensors, there and back."""
+    answered = calls[calls["step"] == Step.ANSWERED]
+    # Each execution of a call has the bytes of the whole.
+    _, firsts = np.unique(np.stack([answered["time"], answered["bytes"]]), axis=1, return_index=True)
+    return float(answered["bytes"][firsts].sum(dtype=np.int64)) / 2**30
+
+
+def memory_of(name: str, samples: Sequence[Sample]) -> Memory:
+    times = np.array([sample.time for sample in samples]) / 60
+    resident = np.array([sample.resident_bytes for sample in samples]) / _MIB
+    is_warm = times >= times[0] + _WARM_UP * (times[-1] - times[0])
+    blocks = zip(*(np.array_split(values[is_warm], _BLOCKS) for values in (times, resident)), strict=True)
+    middles, floors = zip(*((block.mean(), values.min()) for block, values in blocks), strict=True)
+    (slope, _), covariance = np.polyfit(middles, floors, 1, cov=True)
+    noise = math.sqrt(covariance[0][0])
+    growth = slope * (middles[-1] - middles[0])
+    is_flat = slope <= _NOISES * noise or growth <= _TOLERATED_MIB
+    return Memory(name, float(floors[0]), float(floors[-1]), float(slope), noise, bool(is_flat))
+
+
+def count_misfortunes(timeline: Sequence[dict[str, Any]]) -> dict[str, int]:
+    return dict(collections.Counter(event["what"] for event in timeline))

@@ -1,0 +1,184 @@
+"""What each worker does, from joining to leaving: `live`."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import ctypes
+import dataclasses
+import gc
+import itertools
+import os
+import socket
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed.autograd as dist_autograd
+import torch.distributed.rpc as rpc
+from workers import Steps, agent, eventually, init_rpc, worker_name
+
+from . import _work
+from ._journal import Journal
+
+# Of what the workers of a run are told. Each is what a run of a minute has room for, on two cores.
+HEARTBEAT_LIMIT_S = 4.0
+RPC_TIMEOUT_S = 20.0
+OPTIONS = {
+    "heartbeat_limit": HEARTBEAT_LIMIT_S,
+    "rpc_timeout": RPC_TIMEOUT_S,
+    "receive_window_bytes": 32 << 20,
+    "host_pool_bytes": 64 << 20,
+}
+
+_CALLERS = 3
+# For all to see each other again when nothing more is done to them.
+_SETTLING_S = 2 * HEARTBEAT_LIMIT_S + 10
+_JOINING_S = 60.0
+# Longer than that of who leads the crew: it is to find out who hangs.
+_PATIENCE_S = 600.0
+
+# For the next group: the connection to the Store, and what UCX and torch wait with; as many after many memberships.
+_KEPT_OPEN = collections.Counter({"socket": 1, "anon_inode": 4})
+# For the rest of the process: torch's engine of distributed autograd, and its pool between operators.
+_KEPT_RUNNING = collections.Counter({"pt_dist_engine": 1, "PTThreadPool": os.cpu_count() or 1})
+
+# Of <malloc.h>.
+_M_MMAP_THRESHOLD, _M_ARENA_MAX = -3, -8
+
+
+@dataclasses.dataclass(frozen=True)
+class Life:
+    """Of one process: which it is, and where it writes."""
+
+    rank: int
+    generation: int
+    world_size: int
+    seed: int
+    directory: Path
+
+    def __str__(self) -> str:
+        return f"{self.rank}.{self.generation}"
+
+
+def live(rank: int, life: Life) -> dict[str, int]:
+    """The body of a worker: calls and is called, until told to stop. Returns how much of what it has left behind."""
+    _return_freed_memory()
+    journal = Journal(life.directory, rank, life.generation)
+    steps = Steps(life.directory)
+    _work.write_to(journal)
+    # The dead hold references that their owners have passed to them, which nobody can give back.
+    rpc.api._ignore_rref_leak = True
+
+    files, threads = _open_files(), _threads()
+    for membership in itertools.count():
+        _join(journal, rank)
+        steps.done(f"joined {life}")
+        callers = [_work.Caller(journal, f"{life.seed} {life} {membership} {n}") for n in range(_CALLERS)]
+        for caller in callers:
+            caller.start()
+        is_over = _wait_for_any(steps, "stop", f"rejoin {life} {membership}") == "stop"
+        if is_over:
+            _see_all(journal, life)
+        for caller in callers:
+            caller.stop()
+        for caller in callers:
+            if not caller.join(RPC_TIMEOUT_S + 10):
+                journal.note("hangs", caller=caller.name)
+        journal.note("leaving", name=worker_name(rank), pid=os.getpid())
+        if is_over:
+            break
+        rpc.shutdown(graceful=False)
+
+    steps.done(f"stopped {life}")
+    steps.wait_for("let go", timeout=_PATIENCE_S)
+    _work.let_go()
+    left = _what_is_left()
+    steps.done(f"released {life}")
+    steps.wait_for("leave", timeout=_PATIENCE_S)
+    rpc.shutdown()
+    left.update({f"open: {name}": count for name, count in (_open_files() - files - _KEPT_OPEN).items()})
+    left.update({f"thread: {name}": count for name, count in (_threads() - threads - _KEPT_RUNNING).items()})
+    return left
+
+
+def _join(journal: Journal, rank: int) -> None:
+    deadline = time.monotonic() + _JOINING_S
+    journal.note("joining", name=worker_name(rank), pid=os.getpid(), host=socket.gethostname())
+    while True:
+        began = time.monotonic()
+        try:
+            init_rpc(rank, world_size=None)
+            break
+        except RuntimeError as error:
+            # Where the Store or another worker is out of reach just now.
+            journal.note("not admitted", began=began, error=str(error))
+            if time.monotonic() > deadline:
+                raise
+    journal.note("joined", name=worker_name(rank), pid=os.getpid(), host=socket.gethostname())
+
+
+def _wait_for_any(steps: Steps, *names: str) -> str:
+    while True:
+        for name in names:
+            if steps.is_done(name):
+                return name
+        time.sleep(0.05)
+
+
+def _see_all(journal: Journal, life: Life) -> None:
+    """When the bad luck is over every worker has to know and to reach every other."""
+    everybody = {worker_name(rank) for rank in range(life.world_size)}
+
+    def present() -> set[str]:
+        return {info.name for info in agent().get_worker_infos()}
+
+    try:
+        eventually(lambda: present() == everybody, "all are there", _SETTLING_S)
+        for name in sorted(everybody):
+            rpc.rpc_sync(name, torch.add, args=(torch.ones(2), 1))
+    except (AssertionError, RuntimeError) as error:
+        missing = sorted(everybody - present())
+        journal.note("split", name=worker_name(life.rank), missing=missing, error=str(error))
+
+
+def _what_is_left() -> dict[str, int]:
+    """Of calls, buffers and references, once nobody calls any more."""
+
+    def counts() -> dict[str, int]:
+        gc.collect()
+        metrics = agent().get_metrics()
+        names = ("pool.in_use_bytes", "window.in_use_bytes", "window.waiting_messages", "agent.server_active_calls")
+        return {
+            **{name: int(metrics[name]) for name in names},
+            "autograd contexts": int(dist_autograd._get_debug_info()["num_autograd_contexts"]),
+            "values of RRefs": int(rpc._rref_context_get_debug_info()["num_owner_rrefs"]),
+        }
+
+    def is_quiet() -> bool:
+        now = counts()
+        return not any(count for name, count in now.items() if name != "values of RRefs")
+
+    with contextlib.suppress(AssertionError):
+        eventually(is_quiet, "nothing is left", _SETTLING_S)
+    return counts()
+
+
+def _return_freed_memory() -> None:
+    """At once, for resident memory to be what is in use; glibc would keep up to 32 MiB pieces for each thread."""
+    libc = ctypes.CDLL(None)
+    for parameter, value in ((_M_MMAP_THRESHOLD, 128 << 10), (_M_ARENA_MAX, 2)):
+        libc.mallopt(parameter, value)
+
+
+def _open_files() -> collections.Counter[str]:
+    """What the open descriptors of this process are, without the numbers that make each one unique."""
+    found: collections.Counter[str] = collections.Counter()
+    for descriptor in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            found[str(descriptor.readlink()).partition(":[")[0]] += 1
+    return found
+
+
+def _threads() -> collections.Counter[str]:
+    return collections.Counter((task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir())

@@ -1,0 +1,132 @@
+"""The judge of ``make soak`` sees what is wrong, and excuses what the workers' bad luck explains."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+from soak._crew import Sample
+from soak._journal import ENTRY, KINDS, Step
+from soak._judgement import Judgement, judge
+from soak._payload import _KINDS, Payload
+from soak._report import memory_of
+
+LIMIT = 4.0
+BEGUN, EXECUTED, ANSWERED, FAILED = Step
+
+
+def entries(*steps: tuple[int, Step], kind: str = "rpc_sync") -> np.ndarray:
+    return np.array([(call, 10.0, 0, step, KINDS.index(kind), 0) for call, step in steps], ENTRY)
+
+
+def event(rank: int, what: str, at: float, **values: Any) -> dict[str, Any]:
+    return {"rank": rank, "generation": 0, "what": what, "at": at, **values}
+
+
+def joined(rank: int, at: float, host: str, generation: int = 0) -> list[dict[str, Any]]:
+    who = {"name": f"worker{rank}", "pid": 7 + generation, "host": host, "generation": generation}
+    return [event(rank, what, at, **who) for what in ("joining", "joined")]
+
+
+LOST = "RuntimeError: lost worker 'worker1' (rank 1, pid 7 on b): it has died or cannot be reached any more (why)"
+MEMBERS = [*joined(0, 1.0, "a"), *joined(1, 1.0, "b"), *joined(2, 1.0, "c")]
+
+
+def judged(
+    calls: np.ndarray | None = None,
+    failures: tuple[dict[str, Any], ...] = (),
+    timeline: tuple[dict[str, Any], ...] = (),
+    members: tuple[dict[str, Any], ...] = (),
+) -> Judgement:
+    return judge(entries() if calls is None else calls, [*MEMBERS, *members, *failures], timeline, LIMIT)
+
+
+def failure(at: float, error: str = LOST, began: float | None = None, among: tuple[str, ...] = ("worker1",)) -> Any:
+    began = at - 0.1 if began is None else began
+    return event(0, "failed", at, kind="rpc_sync", among=list(among), began=began, error=error)
+
+
+def test_a_call_that_was_executed_once_and_answered_is_in_order() -> None:
+    assert judged(entries((1, BEGUN), (1, EXECUTED), (1, ANSWERED), (2, BEGUN), (2, FAILED))).findings == []
+
+
+@pytest.mark.parametrize(
+    ("steps", "finding"),
+    [
+        ((BEGUN, EXECUTED, EXECUTED, ANSWERED), "executed more than once"),
+        ((BEGUN, EXECUTED, EXECUTED, FAILED), "executed more than once"),
+        ((BEGUN, ANSWERED), "answered and not executed"),
+        ((EXECUTED,), "executed and never begun"),
+        ((BEGUN, EXECUTED), "neither answered nor failed"),
+        ((BEGUN, EXECUTED, ANSWERED, FAILED), "ended more than once"),
+    ],
+)
+def test_a_call_that_is_lost_or_doubled_is_a_finding(steps: tuple[Step, ...], finding: str) -> None:
+    assert [found.what for found in judged(entries(*((1, step) for step in steps))).findings] == [finding]
+
+
+def test_what_nobody_can_count_need_not_be_executed() -> None:
+    assert judged(entries((1, BEGUN), (1, ANSWERED), kind="builtin")).findings == []
+
+
+def test_calls_of_the_dead_need_not_end() -> None:
+    kill = {"what": "kill", "at": 11.0, "name": "worker1", "life": "1.0"}
+    calls = entries((1 << 56, BEGUN))
+    assert judged(calls, timeline=(kill,)).findings == []
+    assert [found.what for found in judged(calls).findings] == ["neither answered nor failed"]
+
+
+def test_a_wrong_answer_is_a_finding() -> None:
+    assert [found.what for found in judged(failures=(event(0, "wrong", 10.0, error="?"),)).findings] == ["wrong answer"]
+
+
+KILL = {"what": "kill", "at": 9.9, "name": "worker1", "life": "1.0"}
+CUT = {"what": "cut", "at": 9.0, "until": 11.0, "host": "b"}
+CUT_OFF = {"what": "cut off", "at": 3.0, "until": 9.5, "host": "b"}
+SUCCESSOR = tuple(joined(1, 10.5, "b", generation=1))
+
+
+@pytest.mark.parametrize(
+    ("failed", "timeline", "reason"),
+    [
+        (failure(10.0), (KILL,), "its process was killed"),
+        (failure(9.0), (KILL,), "unexplained"),
+        (failure(10.0), (), "unexplained"),
+        (failure(10.0), (CUT,), "unexplained"),
+        (failure(10.0), (CUT_OFF,), "a host was cut off"),
+        (failure(6.0), (CUT_OFF,), "unexplained"),
+        (failure(10.0), ({**CUT_OFF, "host": "a"},), "a host was cut off"),
+        (failure(10.0), ({**CUT_OFF, "host": "c"},), "unexplained"),
+        # When its successor has been there for long.
+        (failure(20.0), (KILL,), "unexplained"),
+        # The number of another process.
+        (failure(10.0, LOST.replace("pid 7", "pid 6")), (KILL,), "unexplained"),
+        (failure(10.0, "RuntimeError: RPC ran for more than set timeout (1 ms)"), (KILL,), "unexplained"),
+        (failure(10.0, "RuntimeError: something else"), (KILL, CUT_OFF), "unexplained"),
+    ],
+)
+def test_a_failure_needs_a_reason(failed: Any, timeline: tuple[dict[str, Any], ...], reason: str) -> None:
+    judgement = judged(failures=(failed,), timeline=timeline, members=SUCCESSOR)
+    assert judgement.reasons == {reason: 1}
+    assert len(judgement.findings) == (reason == "unexplained")
+
+
+def test_memory_that_leaks_is_not_flat() -> None:
+    noise = np.random.default_rng(1).integers(0, 200 << 20, 600)
+    steady = [Sample(float(i), int((400 << 20) + n), 1, 1) for i, n in enumerate(noise)]
+    assert memory_of("w", steady).is_flat
+    leaking = [dataclasses.replace(s, resident_bytes=s.resident_bytes + (i << 18)) for i, s in enumerate(steady)]
+    assert not memory_of("w", leaking).is_flat
+
+
+@pytest.mark.parametrize("kind", _KINDS)
+def test_a_payload_is_told_from_its_neighbours(kind: str) -> None:
+    for nbytes in (0, 64, 1 << 16):
+        payload = Payload(kind, nbytes, 128)
+        assert payload.differs_from(payload.make()) == ""
+        if nbytes:
+            assert payload.differs_from(payload._replace(offset=192).make())
+            assert payload.differs_from(payload._replace(nbytes=nbytes * 2).make())
+    assert payload.differs_from(None)
