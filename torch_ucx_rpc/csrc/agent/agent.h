@@ -222,8 +222,7 @@ class UcxRpcAgent : public torch::distributed::rpc::RpcAgent, public std::enable
   std::once_flag shutdownOnce_;
   std::atomic<bool> isStallTimerSet_{false};
 
-  std::atomic<int64_t> servedRequests_{0}; // received and not answered yet
-  std::atomic<int64_t> asyncRequests_{0}; // of those, the ones whose handler has returned
+  std::atomic<int64_t> asyncRequests_{0}; // received and not answered yet, whose handler has returned
   std::atomic<uint64_t> callsTimedOut_{0};
 
   std::atomic<bool> hasHeartbeats_{false}; // some peer needs them

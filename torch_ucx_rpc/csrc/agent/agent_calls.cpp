@@ -83,6 +83,18 @@ c10::intrusive_ptr<Message> answerForTheGone(rpc::MessageType request) {
   }
 }
 
+// What TorchScript and operators do runs beside a function of Python's that holds the GIL.
+bool mayNeedPython(rpc::MessageType request) {
+  switch (request) {
+    case rpc::MessageType::SCRIPT_CALL:
+    case rpc::MessageType::SCRIPT_REMOTE_CALL:
+    case rpc::MessageType::SCRIPT_RREF_FETCH_CALL:
+      return false;
+    default:
+      return true;
+  }
+}
+
 // A request is its sender's call, an answer its receiver's.
 trace::CallId callOf(const IncomingMessage& message) {
   const wire::Header& header = message.header;
@@ -257,7 +269,7 @@ void UcxRpcAgent::dispatchMessage(
   switch (message.header.kind) {
     case wire::Kind::kRequest: {
       const trace::Span span("receive request", callOf(message), trace::Arrow::kRequestArrives);
-      servedRequests_.fetch_add(1);
+      message.from->requestsOpen.fetch_add(1);
       message.from->callsReceived.fetch_add(1, std::memory_order_relaxed);
       Peer& from = *message.from;
       const uint64_t callId = message.header.callId;
@@ -340,7 +352,7 @@ Error UcxRpcAgent::decode(IncomingMessage incoming, c10::intrusive_ptr<Message>&
 void UcxRpcAgent::serve(IncomingMessage incoming) {
   Peer& from = *incoming.from;
   if (from.state() == Peer::State::kFailed) { // it died while this queued: nobody waits for the answer
-    servedRequests_.fetch_sub(1);
+    from.requestsOpen.fetch_sub(1);
     return;
   }
   const uint64_t callId = incoming.header.callId;
@@ -355,6 +367,9 @@ void UcxRpcAgent::serve(IncomingMessage incoming) {
     }
   }
   rrefHolders_.note(from.info().id_, *request);
+  if (mayNeedPython(request->type())) {
+    threads_->runHooks();
+  }
   c10::intrusive_ptr<JitFuture> response;
   try {
     const trace::Span span("run handler", traced);
@@ -421,7 +436,7 @@ void UcxRpcAgent::respond(Peer& to, uint64_t callId, const JitFuture& response) 
     return;
   }
   post(to, wire::Kind::kResponse, callId, std::move(mail));
-  servedRequests_.fetch_sub(1); // after the answer is on its way: one who leaves waits for it
+  to.requestsOpen.fetch_sub(1); // after the answer is on its way: one who leaves waits for it
 }
 
 void UcxRpcAgent::respondWithError(Peer& to, uint64_t callId, const std::string& what) {
@@ -430,7 +445,7 @@ void UcxRpcAgent::respondWithError(Peer& to, uint64_t callId, const std::string&
       wire::Kind::kResponse,
       callId,
       encodeMessage(rpc::createExceptionResponse(what, static_cast<int64_t>(callId)), to));
-  servedRequests_.fetch_sub(1);
+  to.requestsOpen.fetch_sub(1);
 }
 
 std::string UcxRpcAgent::couldNotReceive(const Error& error) const {
@@ -508,7 +523,7 @@ void UcxRpcAgent::wakeVisitor() {
 void UcxRpcAgent::onRejected(Deliveries::Rejection rejection) {
   if (rejection.header.kind == wire::Kind::kRequest) {
     if (rejection.from->isThere()) {
-      servedRequests_.fetch_add(1);
+      rejection.from->requestsOpen.fetch_add(1);
       respondWithError(*rejection.from, rejection.header.callId, couldNotReceive(rejection.error));
     }
     return;

@@ -109,8 +109,8 @@ void AgentThreads::runOne(std::unique_lock<std::mutex>& lock) {
   runningRequests_ += isRequest ? 1 : 0;
   callHelpLocked();
   lock.unlock();
-  if (!std::exchange(hasRunHooks, true) && hooks_.onStart) {
-    hooks_.onStart();
+  if (!isRequest) {
+    runHooks();
   }
   requestRunsOn = isRequest ? this : nullptr;
   task();
@@ -124,6 +124,12 @@ void AgentThreads::runOne(std::unique_lock<std::mutex>& lock) {
   }
   --running_;
   runningRequests_ -= isRequest ? 1 : 0;
+}
+
+void AgentThreads::runHooks() {
+  if (!std::exchange(hasRunHooks, true) && hooks_.onStart) {
+    hooks_.onStart();
+  }
 }
 
 std::shared_ptr<void> AgentThreads::nest() {

@@ -21,6 +21,7 @@ struct AgentStatistics {
     uint64_t callsSent;
     uint64_t callsFailed;
     uint64_t callsReceived;
+    uint64_t requestsOpen; // received from it and not answered
     uint64_t bytesSent;
     uint64_t bytesReceived;
     std::vector<uint64_t> latencyCounts; // LatencyHistogram::counts()
@@ -31,7 +32,7 @@ struct AgentStatistics {
   AgentThreads::Counts threads;
   uint64_t callsOpen;
   uint64_t callsTimedOut;
-  uint64_t requestsOpen; // received and not answered
+  uint64_t requestsOpen; // of all peers
   uint64_t messagesSending;
   uint64_t framesRefused;
   HostPool::Statistics pool;
