@@ -31,6 +31,7 @@ BENCHMARKS = {
     "life": "many_workers:LIFE",
     "parameter_server": "autograd:PARAMETER_SERVER",
     "pipeline": "autograd:PIPELINE",
+    "native_updates": "native_updates:BENCHMARK",
     "idle": "idle:BENCHMARK",
     "others": "others:BENCHMARK",
     "sizes": "growth:SIZE_SWEEP",

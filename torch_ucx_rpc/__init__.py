@@ -7,6 +7,7 @@ is. What a program may use from here:
 * `init_rpc`: for workers that a launcher started, which tells them all that they need
 * `replace_tensorpipe`: UCX wherever a program asks for TensorPipe, or for no backend
 * ``testing``, a module to import by itself: the agent with faults on demand
+* `native_op`: makes a Python function an operator of torch, compiled by numba, that runs without the GIL
 * `statistics`: a snapshot of calls, bytes, lanes, queues, memory, and latencies per peer
 * `Statistics`: its type
 * `PeerStatistics`: what is in it of each worker
@@ -26,6 +27,8 @@ How the package is laid out:
 * ``_exceptions``    what a callee raises keeps its type
 * ``_sparse``        compressed sparse tensors as results of Python functions
 * ``_arrays``        arrays travel as tensors do
+* ``_native_op``     `native_op`
+* ``_numba_code``    what numba makes for it
 * ``_rendezvous``    the Store through which the workers of a job find each other
 * ``_members``       who of them belongs to a group of fixed size
 * ``_dynamic_group`` who belongs to one that workers join and leave
@@ -66,6 +69,7 @@ except (ImportError, OSError) as error:
 if _failure is None:
     from torch_ucx_rpc import _register, _replace
     from torch_ucx_rpc._launched import init_rpc
+    from torch_ucx_rpc._native_op import native_op
     from torch_ucx_rpc._options import UcxRpcBackendOptions
     from torch_ucx_rpc._replace import replace_tensorpipe
     from torch_ucx_rpc._statistics import Latencies, PeerStatistics, Statistics, statistics
@@ -81,6 +85,7 @@ __all__ = [
     "UcxRpcBackendOptions",
     "__version__",
     "init_rpc",
+    "native_op",
     "replace_tensorpipe",
     "statistics",
 ]

@@ -96,7 +96,10 @@ class AgentThreadsTest : public testing::Test {
   void blockRequests(size_t count) {
     progress_.arrive([this, count] {
       for (size_t request = 0; request < count; ++request) {
-        threads_->addRequest([this] { gate_.pass(); });
+        threads_->addRequest([this] {
+          AgentThreads::runHooks();
+          gate_.pass();
+        });
       }
     });
     ASSERT_TRUE(eventually([this, count] { return gate_.waiting() == count; }))
@@ -243,13 +246,27 @@ TEST_F(AgentThreadsTest, RequestIsRefusedWhenAllThereMayBeWait) {
   EXPECT_EQ(threads_->counts().waitingRequests, 0u);
 }
 
-TEST_F(AgentThreadsTest, HooksAreForThreadsThatRunTasks) {
+TEST_F(AgentThreadsTest, HooksAreForTasksThatAskForThem) {
   start();
   ASSERT_TRUE(eventually([this] { return progress_.isLed(); }));
-  EXPECT_EQ(started_.load(), 0) << "a thread that leads must not wait for Python";
-  progress_.arrive([this] { threads_->addRequest([this] { isDone_.store(true); }); });
+  std::atomic<int> done{0};
+  progress_.arrive([&] {
+    threads_->addRequest([&] { done.fetch_add(1); });
+    threads_->addCompletion([&] { done.fetch_add(1); });
+  });
+  ASSERT_TRUE(eventually([&] { return done.load() == 2; }));
+  EXPECT_EQ(started_.load(), 0) << "neither a thread that leads nor one that runs TorchScript must wait for Python";
+  progress_.arrive([this] {
+    threads_->addRequest([this] {
+      AgentThreads::runHooks();
+      AgentThreads::runHooks();
+      EXPECT_EQ(started_.load(), 1);
+      isDone_.store(true);
+    });
+  });
   EXPECT_TRUE(eventually([this] { return isDone_.load(); }));
-  EXPECT_GE(started_.load(), 1);
+  AgentThreads::runHooks();
+  EXPECT_EQ(started_.load(), 1) << "this thread is none of the agent's";
 }
 
 TEST_F(AgentThreadsTest, AllRequestsThatMayRunDoRunWhenTheyBlock) {
@@ -324,8 +341,14 @@ TEST_F(AgentThreadsTest, ThreadsStayWithinTheirBound) {
   std::atomic<int> done{0};
   for (int count = 0; count < 2000; ++count) {
     progress_.arrive([&] {
-      threads_->addRequest([&] { done.fetch_add(1); });
-      threads_->addCompletion([&] { done.fetch_add(1); });
+      threads_->addRequest([&] {
+        AgentThreads::runHooks();
+        done.fetch_add(1);
+      });
+      threads_->addCompletion([&] {
+        AgentThreads::runHooks();
+        done.fetch_add(1);
+      });
     });
     EXPECT_LE(threads_->counts().threads, 2u * 4 + 3);
   }

@@ -218,6 +218,7 @@ AgentStatistics UcxRpcAgent::counters() const {
     of.callsSent = peer->callsSent.load();
     of.callsFailed = peer->callsFailed.load();
     of.callsReceived = peer->callsReceived.load();
+    statistics.requestsOpen += static_cast<uint64_t>(peer->requestsOpen.load());
     of.bytesSent = peer->bytesSent.load();
     of.bytesReceived = peer->bytesReceived.load();
     of.latencyCounts = peer->latencies.counts();
@@ -227,7 +228,6 @@ AgentStatistics UcxRpcAgent::counters() const {
   statistics.threads = threads_->counts();
   statistics.callsOpen = calls_.size();
   statistics.callsTimedOut = callsTimedOut_.load();
-  statistics.requestsOpen = static_cast<uint64_t>(servedRequests_.load());
   statistics.framesRefused = inbox_->refusedFrames();
   statistics.pool = HostPool::instance().statistics();
   statistics.windowLimitBytes = window_->limitBytes();

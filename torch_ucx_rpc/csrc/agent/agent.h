@@ -174,6 +174,7 @@ class UcxRpcAgent : public torch::distributed::rpc::RpcAgent, public std::enable
   void wakeVisitor();
   bool visit(const JitFuture& future);
   void onSent(std::unique_ptr<OutgoingMessage> message);
+  void destroyLater(std::unique_ptr<OutgoingMessage> message);
   void onRejected(Deliveries::Rejection rejection);
   void onPeerGone(Peer& peer, Peer::State state, Error why);
   // What it held of this worker's through torch: autograd contexts and references to RRefs.
@@ -230,8 +231,7 @@ class UcxRpcAgent : public torch::distributed::rpc::RpcAgent, public std::enable
   std::atomic<bool> isStallTimerSet_{false};
   std::atomic<bool> isDeviceTimerSet_{false};
 
-  std::atomic<int64_t> servedRequests_{0}; // received and not answered yet
-  std::atomic<int64_t> asyncRequests_{0}; // of those, the ones whose handler has returned
+  std::atomic<int64_t> asyncRequests_{0}; // received and not answered yet, whose handler has returned
   std::atomic<uint64_t> callsTimedOut_{0};
 
   std::atomic<bool> hasHeartbeats_{false}; // some peer needs them
@@ -247,6 +247,8 @@ class UcxRpcAgent : public torch::distributed::rpc::RpcAgent, public std::enable
   // Guarded by mutex_:
   uint64_t gilWaitMicroseconds_ = 0;
   uint64_t gilWaits_ = 0;
+  std::vector<std::unique_ptr<OutgoingMessage>> sentMessages_; // to be destroyed
+  bool isDestroyingSent_ = false; // a completion for that is under way
   std::unordered_map<std::string, DeviceMap> deviceMaps_;
   std::unordered_map<std::string, DeviceMap> reverseDeviceMaps_;
   std::forward_list<Devices> devices_{{}}; // the latest first; none is destroyed, getDevices() has given it out

@@ -85,6 +85,20 @@ c10::intrusive_ptr<Message> answerForTheGone(rpc::MessageType request) {
   }
 }
 
+// What TorchScript, operators and torch's own bookkeeping do goes on beside a function of Python's that holds the GIL.
+bool runsPython(rpc::MessageType request) {
+  switch (request) {
+    case rpc::MessageType::PYTHON_CALL:
+    case rpc::MessageType::PYTHON_REMOTE_CALL:
+    case rpc::MessageType::PYTHON_RREF_FETCH_CALL:
+    case rpc::MessageType::FORWARD_AUTOGRAD_REQ:
+    case rpc::MessageType::RUN_WITH_PROFILING_REQ:
+      return true;
+    default:
+      return false;
+  }
+}
+
 // A request is its sender's call, an answer its receiver's.
 trace::CallId callOf(const IncomingMessage& message) {
   const wire::Header& header = message.header;
@@ -222,7 +236,7 @@ void UcxRpcAgent::onSent(std::unique_ptr<OutgoingMessage> message) {
           gone ? gone.message() : "could not send to " + message->to->describe() + ": " + message->error.message());
     }
   } else if (message->error.code() == ErrorCode::kDeviceFailed && message->header.kind == wire::Kind::kResponse) {
-    servedRequests_.fetch_add(1);
+    message->to->requestsOpen.fetch_add(1);
     respondWithError(*message->to, message->header.callId, message->error.message());
   } else if (message->error.code() == ErrorCode::kOutOfFiles && message->header.kind == wire::Kind::kResponse) {
     LOG(WARNING) << "torch_ucx_rpc: could not answer " << message->to->describe()
@@ -233,8 +247,32 @@ void UcxRpcAgent::onSent(std::unique_ptr<OutgoingMessage> message) {
     onPeerGone(*message->to, Peer::State::kFailed, message->to->lost(message->error));
   }
   if (message->lender != nullptr && message->lender->mayRunUserCode() && AgentThreads::isLeader()) {
-    threads_->addCompletion([message = std::move(message)] {});
+    destroyLater(std::move(message));
   }
+}
+
+void UcxRpcAgent::destroyLater(std::unique_ptr<OutgoingMessage> message) {
+  const std::shared_ptr<UcxRpcAgent> self = weak_from_this().lock();
+  if (self == nullptr) {
+    return;
+  }
+  {
+    const std::lock_guard lock(mutex_);
+    sentMessages_.push_back(std::move(message));
+    if (std::exchange(isDestroyingSent_, true)) {
+      return;
+    }
+  }
+  // One thread for all: while a function of Python's holds the GIL, it waits for that.
+  threads_->addCompletion([self] {
+    std::vector<std::unique_ptr<OutgoingMessage>> taken;
+    do {
+      taken.clear();
+      const std::lock_guard lock(self->mutex_);
+      taken.swap(self->sentMessages_);
+      self->isDestroyingSent_ = !taken.empty();
+    } while (!taken.empty());
+  });
 }
 
 // --------------------------------------------------------------------------------------------------- incoming
@@ -310,7 +348,7 @@ void UcxRpcAgent::onMessage(IncomingMessage message) {
   const trace::Span span("receive request", callOf(message), trace::Arrow::kRequestArrives);
   Peer& from = *message.from;
   const uint64_t callId = message.header.callId;
-  servedRequests_.fetch_add(1);
+  from.requestsOpen.fetch_add(1);
   from.callsReceived.fetch_add(1, std::memory_order_relaxed);
   threads_->addRequest(
       [self, message = std::move(message)]() mutable { self->serve(std::move(message)); },
@@ -378,7 +416,7 @@ Error UcxRpcAgent::decode(IncomingMessage incoming, Streams& streams, DecodedMes
 void UcxRpcAgent::serve(IncomingMessage incoming) {
   Peer& from = *incoming.from;
   if (from.state() == Peer::State::kFailed) { // it died while this queued: nobody waits for the answer
-    servedRequests_.fetch_sub(1);
+    from.requestsOpen.fetch_sub(1);
     return;
   }
   const uint64_t callId = incoming.header.callId;
@@ -395,6 +433,9 @@ void UcxRpcAgent::serve(IncomingMessage incoming) {
   }
   c10::intrusive_ptr<Message> request = std::move(decoded.message);
   rrefHolders_.note(from.info().id_, *request);
+  if (runsPython(request->type())) {
+    AgentThreads::runHooks();
+  }
   c10::intrusive_ptr<JitFuture> response;
   try {
     const trace::Span span("run handler", traced);
@@ -470,7 +511,7 @@ void UcxRpcAgent::respond(Peer& to, uint64_t callId, const JitFuture& response) 
     return;
   }
   post(to, wire::Kind::kResponse, callId, std::move(mail));
-  servedRequests_.fetch_sub(1); // after the answer is on its way: one who leaves waits for it
+  to.requestsOpen.fetch_sub(1); // after the answer is on its way: one who leaves waits for it
 }
 
 void UcxRpcAgent::respondWithError(Peer& to, uint64_t callId, const std::string& what) {
@@ -479,7 +520,7 @@ void UcxRpcAgent::respondWithError(Peer& to, uint64_t callId, const std::string&
       wire::Kind::kResponse,
       callId,
       encodeMessage(rpc::createExceptionResponse(what, static_cast<int64_t>(callId)), to, {}));
-  servedRequests_.fetch_sub(1);
+  to.requestsOpen.fetch_sub(1);
 }
 
 std::string UcxRpcAgent::couldNotReceive(const Error& error) const {
@@ -509,6 +550,9 @@ void UcxRpcAgent::complete(CallTable::Call call, IncomingMessage incoming) {
     return;
   }
   call.to->latencies.add(CallTable::Clock::now() - call.sentAt);
+  if (runsPython(call.type)) {
+    AgentThreads::runHooks(); // for callbacks
+  }
   // Not Message::getStorages(), which throws for undefined tensors and for the compressed sparse layouts.
   const c10::MultiStreamGuard guard(streams); // who gets the value waits for these
   runCallbacks([&] { call.future->markCompleted(std::move(decoded.message), std::move(decoded.deviceStorages)); });
@@ -553,7 +597,7 @@ void UcxRpcAgent::wakeVisitor() {
 void UcxRpcAgent::onRejected(Deliveries::Rejection rejection) {
   if (rejection.header.kind == wire::Kind::kRequest) {
     if (rejection.from->isThere()) {
-      servedRequests_.fetch_add(1);
+      rejection.from->requestsOpen.fetch_add(1);
       respondWithError(*rejection.from, rejection.header.callId, couldNotReceive(rejection.error));
     }
     return;

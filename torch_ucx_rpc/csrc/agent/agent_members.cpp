@@ -221,8 +221,17 @@ void UcxRpcAgent::onLeave(Peer& from) {
 void UcxRpcAgent::leave(std::chrono::milliseconds timeout) {
   const auto deadline = deadlineOf(timeout);
   announce(wire::Kind::kLeave, {});
-  const auto isQuiet = [this] {
-    if (calls_.size() != 0 || servedRequests_.load() != 0) {
+  // Those who are gone wait for nothing. torch may never answer them: a backward pass whose context was closed when the worker died that
+  // had opened it, for one.
+  const auto requestsOpen = [this] {
+    int64_t sum = 0;
+    for (const Peer* peer : directory_.all()) {
+      sum += peer->isThere() ? peer->requestsOpen.load() : 0;
+    }
+    return sum;
+  };
+  const auto isQuiet = [&] {
+    if (calls_.size() != 0 || requestsOpen() != 0) {
       return false;
     }
     bool isSent = false; // asked last: the answer to a request is posted before it counts as served
@@ -243,7 +252,7 @@ void UcxRpcAgent::leave(std::chrono::milliseconds timeout) {
       throw std::runtime_error(
           "worker '" + workerInfo_.name_ + "' has tried to leave the group for " + std::to_string(timeout.count()) +
           " ms: " + std::to_string(calls_.size()) + " of its calls are open, and it has " +
-          std::to_string(servedRequests_.load()) + " of others to answer" + names);
+          std::to_string(requestsOpen()) + " of others to answer" + names);
     }
     std::this_thread::sleep_for(kPoll);
   }

@@ -14,7 +14,8 @@ namespace {
 
 // Set while this thread leads: what it adds it will see to itself when it steps down.
 thread_local bool isLeadingThread = false;
-thread_local bool hasRunHooks = false;
+// Of this thread, until it calls them; none on threads that are not the agent's.
+thread_local const ThreadHooks* hooksToRun = nullptr;
 
 } // namespace
 
@@ -48,11 +49,12 @@ bool AgentThreads::spawnLocked() {
 
 void AgentThreads::main(const std::shared_ptr<AgentThreads>& self) {
   pthread_setname_np(pthread_self(), "ucx_rpc");
+  hooksToRun = &self->hooks_;
   {
     std::unique_lock lock(self->mutex_);
     self->loop(lock);
   }
-  if (hasRunHooks && self->hooks_.onExit) {
+  if (hooksToRun == nullptr && self->hooks_.onExit) {
     self->hooks_.onExit();
   }
   const std::lock_guard lock(self->mutex_);
@@ -109,9 +111,6 @@ void AgentThreads::runOne(std::unique_lock<std::mutex>& lock) {
   runningRequests_ += isRequest ? 1 : 0;
   callHelpLocked();
   lock.unlock();
-  if (!std::exchange(hasRunHooks, true) && hooks_.onStart) {
-    hooks_.onStart();
-  }
   requestRunsOn = isRequest ? this : nullptr;
   task();
   task = {}; // what it owned is destroyed without the lock
@@ -124,6 +123,13 @@ void AgentThreads::runOne(std::unique_lock<std::mutex>& lock) {
   }
   --running_;
   runningRequests_ -= isRequest ? 1 : 0;
+}
+
+void AgentThreads::runHooks() {
+  const ThreadHooks* hooks = std::exchange(hooksToRun, nullptr);
+  if (hooks != nullptr && hooks->onStart) {
+    hooks->onStart();
+  }
 }
 
 std::shared_ptr<void> AgentThreads::nest() {

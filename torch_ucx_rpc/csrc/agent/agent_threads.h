@@ -31,7 +31,8 @@ struct ThreadHooks {
 // they are at most `nestingLimit`. If all of those wait, and nothing is begun for kFullPatience, the request that has queued
 // longest is refused.
 //
-// A thread calls the hooks around its first task, not before: a thread that leads must not wait for Python.
+// A thread calls the hooks when a task says so, not before: neither a thread that leads nor one that runs TorchScript must wait for
+// Python.
 //
 // Threads are made when they are needed: freely up to the number of cores, since handlers may run without the GIL; beyond that
 // only when tasks wait and none has been begun for kStaleAfter, which means that the threads there are do block.
@@ -59,6 +60,9 @@ class AgentThreads : public std::enable_shared_from_this<AgentThreads> {
   // For a call that the request on this thread makes: until what is returned is released, the request is taken to wait. Null on
   // threads that run no request.
   static std::shared_ptr<void> nest();
+
+  // For tasks that are about to run user code in Python: calls the hooks if this thread, one of an agent's, has not yet.
+  static void runHooks();
 
   // Adds a thread if tasks have waited too long, or refuses one; says when it wants to be called again.
   Clock::time_point check(Clock::time_point now);

@@ -1,0 +1,129 @@
+"""How many updates a second does a parameter server apply?
+
+Four clients send gradients of 4 KB to a server, which adds each to a parameter: by an operator that numba compiled
+(`torch_ucx_rpc.native_op`), within a TorchScript function, or by a Python function. Once while Python does nothing else
+on the server, and once while a thread there computes in Python.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import threading
+import time
+import warnings
+
+import torch
+import torch.distributed.rpc as rpc
+from torch import Tensor
+from torch.distributed.rpc import RRef
+
+from benchmarks import harness
+from benchmarks.harness import Bound, Figure
+from torch_ucx_rpc import native_op
+
+NUMBERS = 1024
+CLIENTS = 4
+UPDATES, UPDATES_WHILE_BUSY = 500, 50
+NATIVE_ON_TENSORPIPE = "TensorPipe, native"
+PYTHON = "UCX, Python"
+
+
+@native_op("benchmarks::accumulate(Tensor(a!) self, Tensor other) -> ()")
+def accumulate(self, other):
+    for i in range(self.shape[0]):
+        self[i] += other[i]
+
+
+with warnings.catch_warnings():
+    warnings.filterwarnings("ignore", message=r"`torch\.jit\.script` is deprecated")
+
+    @torch.jit.script
+    def update(parameter: RRef[Tensor], gradient: Tensor) -> None:
+        torch.ops.benchmarks.accumulate(parameter.local_value(), gradient)
+
+
+def update_in_python(parameter: RRef[Tensor], gradient: Tensor) -> None:
+    parameter.local_value().add_(gradient)
+
+
+class Busy:
+    """A thread of the server that keeps Python busy."""
+
+    current: Busy | None = None
+
+    def __init__(self) -> None:
+        self.is_ended = False
+        self.thread = threading.Thread(target=self.count)
+        self.thread.start()
+
+    def count(self) -> None:
+        n = 0
+        while not self.is_ended:
+            n += 1
+
+    @classmethod
+    def start(cls) -> None:
+        cls.current = cls()
+
+    @classmethod
+    def end(cls) -> None:
+        cls.current.is_ended = True
+        cls.current.thread.join()
+
+
+def send(parameter: RRef[Tensor], is_native: bool, count: int) -> None:
+    """What a client does."""
+    gradient = torch.ones(NUMBERS)
+    torch.futures.wait_all(
+        [
+            rpc.rpc_async(parameter.owner(), update if is_native else update_in_python, (parameter, gradient))
+            for _ in range(count)
+        ]
+    )
+
+
+def rate(parameter: RRef[Tensor], is_native: bool, count: int) -> float:
+    clients = [f"worker{rank}" for rank in range(2, 2 + CLIENTS)]
+    started = time.perf_counter()
+    torch.futures.wait_all([rpc.rpc_async(client, send, (parameter, is_native, count)) for client in clients])
+    return CLIENTS * count / (time.perf_counter() - started)
+
+
+def measure(is_native: bool) -> harness.Figures:
+    parameter = rpc.remote("worker1", torch.zeros, ([NUMBERS],))
+    warm_up = 20
+    rate(parameter, is_native, warm_up)  # and compiles
+    idle = rate(parameter, is_native, UPDATES)
+    rpc.rpc_sync("worker1", Busy.start)
+    busy = rate(parameter, is_native, UPDATES_WHILE_BUSY)
+    rpc.rpc_sync("worker1", Busy.end)
+    # Threads that run torch's add_ at once may overwrite each other's updates.
+    if is_native:
+        expected = CLIENTS * (warm_up + UPDATES + UPDATES_WHILE_BUSY)
+        assert torch.equal(parameter.to_here(), torch.full((NUMBERS,), float(expected)))
+    return {"updates": idle, "updates while Python is busy": busy}
+
+
+def job(transport: harness.Transport, name: str, is_native: bool) -> harness.RpcJob:
+    # worker0 measures, worker1 serves.
+    named = dataclasses.replace(transport, name=name)
+    return harness.RpcJob(named, functools.partial(measure, is_native), workers=2 + CLIENTS)
+
+
+BOUNDS = (Bound(None, 5), Bound(None, 5, reference=PYTHON))
+
+BENCHMARK = harness.Benchmark(
+    question="How many updates a second does a parameter server apply?",
+    figures=(
+        Figure("updates", "1/s", BOUNDS, more_is_better=True),
+        Figure("updates while Python is busy", "1/s", BOUNDS, more_is_better=True),
+    ),
+    contenders=lambda: [
+        job(harness.UCX, "UCX", True),
+        job(harness.TENSORPIPE, "TensorPipe", False),
+        job(harness.UCX, PYTHON, False),
+        job(harness.TENSORPIPE, NATIVE_ON_TENSORPIPE, True),
+    ],
+    in_short_set=False,
+)
