@@ -310,12 +310,12 @@ TEST_F(DeviceTest, CallToOneselfIsInOrder) {
   at::Tensor sent;
   {
     const c10::StreamGuard guard(latestStream()); // the memory goes back to this one, which runs before the caller's
-    sent = onDevice(kLarge, 0);
+    sent = onDevice(kLarge, 5);
   }
-  device_.launch(fake(), [view = hostView(sent)] { view.fill_(7); });
+  device_.launch(fake(), [view = hostView(sent)] { view.add_(2); });
   const Future future = call(0, 0, "", {sent, at::full({kLarge}, 5.f)});
   sent.reset();
-  const c10::intrusive_ptr<Message> response = answerWhileRunning(future);
+  const c10::intrusive_ptr<Message> response = answer(future); // what goes back to the CPU has the device run
   device_.run();
   ASSERT_EQ(looks.size(), 2u);
   EXPECT_TRUE(looks[0].hasSeen(7));
