@@ -177,11 +177,10 @@ void Outbox::onAdmitted(Peer& peer) {
 }
 
 void Outbox::abandon(Peer& peer) {
-  onAdmitted(peer); // nobody admits any more: what has waited fails
+  onAdmitted(peer); // nobody admits any more: what has waited fails; settle() ends what waits for a device
   if (!isClosed_ && peer.endpoint.has_value()) {
     transport_.abandon(*peer.endpoint);
   }
-  sendReady(); // those fail
   for (auto& [key, queue] : queues_) {
     while (key.first == &peer && !queue.waiting.empty()) {
       startFirst(queue); // and fail
