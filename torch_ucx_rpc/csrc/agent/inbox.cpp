@@ -330,6 +330,10 @@ void Inbox::finishPart(std::list<Receiving>::iterator receiving, Error error) {
   if (--receiving->unfinished != 0) {
     return;
   }
+  if (receiving->isDropped) {
+    forget(receiving);
+    return;
+  }
   IncomingMessage message = std::move(receiving->message);
   Error outcome = std::move(receiving->error);
   forget(receiving);
@@ -341,7 +345,7 @@ void Inbox::finishPart(std::list<Receiving>::iterator receiving, Error error) {
 }
 
 void Inbox::forget(std::list<Receiving>::iterator receiving) {
-  receiving_.erase(receiving);
+  (receiving->isDropped ? dropped_ : receiving_).erase(receiving);
   window_->receivingMessages.store(receiving_.size());
 }
 
@@ -359,11 +363,21 @@ void Inbox::dropPeer(const Peer& peer) {
       return waiting.from == &peer;
     });
   }
-  for (Receiving& receiving : receiving_) {
-    if (receiving.message.from == &peer && !receiving.error) {
-      receiving.error = {ErrorCode::kPeerFailed, peer.describe() + " is gone"};
+  for (auto next = receiving_.begin(); next != receiving_.end();) {
+    const auto receiving = next++;
+    if (receiving->message.from != &peer) {
+      continue;
     }
+    if (!receiving->error) {
+      receiving->error = {ErrorCode::kPeerFailed, peer.describe() + " is gone"};
+    }
+    // The transport may take its time; the window does not wait for it.
+    IncomingMessage& message = receiving->message;
+    deliveries_.rejections.push_back({message.from, message.header, receiving->error, std::move(message.admission)});
+    receiving->isDropped = true;
+    dropped_.splice(dropped_.end(), receiving_, receiving);
   }
+  window_->receivingMessages.store(receiving_.size());
 }
 
 } // namespace torch_ucx_rpc

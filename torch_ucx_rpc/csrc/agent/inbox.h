@@ -94,6 +94,7 @@ class Inbox final : public TransportListener {
     uint64_t bytes = 0;
     Clock::time_point began;
     size_t unfinished = 0;
+    bool isDropped = false;
     Error error;
   };
 
@@ -143,6 +144,7 @@ class Inbox final : public TransportListener {
   std::deque<Waiting> waitingRequests_;
   std::deque<Waiting> waitingResponses_;
   std::list<Receiving> receiving_;
+  std::list<Receiving> dropped_; // the transport still has their memory
 
   std::vector<Peer*> pings_;
   bool acceptsJoins_ = false;
