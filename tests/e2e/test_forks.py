@@ -103,7 +103,7 @@ def load_data() -> list[int]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="This DataLoader will create 2 worker processes")  # on one core
         loader = DataLoader(Squares(), batch_size=8, num_workers=2, multiprocessing_context="fork")
-    return [number for batch in loader for number in batch.tolist()]
+        return [number for batch in loader for number in batch.tolist()]
 
 
 @in_worker0(of=2)
