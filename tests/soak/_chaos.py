@@ -77,8 +77,8 @@ class Chaos:
             event["what"] = "cut off"
             self._reunite(host)
         else:
-            # TCP asks again after pauses that double: what was cut for so long may need as long again to find out that it
-            # no longer is, and another cut before that is the same one.
+            # TCP asks again after pauses that double: it may need as long again to find out that the cut has ended, and
+            # another cut before that is the same one.
             self._crew.watch(event["until"] - event["at"])
 
     def _reunite(self, host: VirtualHost) -> None:
