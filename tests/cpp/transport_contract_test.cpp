@@ -315,12 +315,13 @@ TEST_P(TransportContractTest, AMessageForWhichTheReceiverHasNoMemoryIsDroppedAnd
   Station& b = station("b");
   const EndpointId toB = a.connect(b);
   const Bytes bytes = pattern(100 * kKiB, 1);
+  const wire::Header headers[] = {header(1), header(2), header(3)};
   b.isOutOfMemory = true;
-  a.transport->send(toB, header(1), std::span<const std::byte>(bytes).first(100), SendMode::kEager, eager.callback());
-  a.transport->send(toB, header(2), bytes, SendMode::kRendezvous, rendezvous.callback());
+  a.transport->send(toB, headers[0], std::span<const std::byte>(bytes).first(100), SendMode::kEager, eager.callback());
+  a.transport->send(toB, headers[1], bytes, SendMode::kRendezvous, rendezvous.callback());
   ASSERT_TRUE(progressUntil([&] { return b.lacks == 2 && eager.isDone() && rendezvous.isDone(); }));
   b.isOutOfMemory = false;
-  a.transport->send(toB, header(3), bytes, SendMode::kEager, next.callback());
+  a.transport->send(toB, headers[2], bytes, SendMode::kEager, next.callback());
   ASSERT_TRUE(progressUntil([&] { return next.isDone() && !b.arrivals.empty(); }));
   EXPECT_FALSE(next.error()) << next.error().message();
   EXPECT_TRUE(isSame(b.take().bytes, bytes));

@@ -31,6 +31,8 @@ pytestmark = pytest.mark.ucx_only
 LIMIT = 3.0
 SHORT_LIMIT = 1.0
 
+TCP_ESTABLISHED = "01"  # in /proc/net/tcp
+
 # Arguments of `run_workers`: UCX logs what it notices of a death, too.
 DEATH_OF_WORKER1: dict[str, Any] = {"exit_codes": {1: -signal.SIGKILL}, "shutdown": False, "silent": False}
 
@@ -358,6 +360,36 @@ def call_through_a_cut(rank: int, fate: Fate) -> None:
 
 def test_a_cut_of_half_the_limit_loses_nothing(hosts: VirtualHosts, fate: Fate) -> None:
     workers.run_workers(2, call_through_a_cut, fate, hosts=hosts, options={"heartbeat_limit": LIMIT})
+
+
+def connections(*, blocked: bool) -> set[tuple[str, str]]:
+    """TCP connections of this host; those that hold bytes which the other side has not acknowledged, or all."""
+    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    return {(row[1], row[2]) for row in rows if row[3] == TCP_ESTABLISHED and (int(row[4][:8], 16) or not blocked)}
+
+
+def lose_each_other(rank: int, fate: Fate) -> None:
+    other = f"worker{1 - rank}"
+    assert rpc.rpc_sync(other, echo, (1,)) == 1
+    # Of a size that is sent without asking, and more than sockets hold.
+    calls = [rpc.rpc_async(other, echo, (bytes(50_000),)) for _ in range(200)]
+    if rank == 0:
+        fate.of("b", "cut")
+    calls += [rpc.rpc_async(other, echo, (bytes(50_000),)) for _ in range(400)]
+    assert is_lost(other)
+    waiting = connections(blocked=True)
+    assert waiting, "nothing was under way"
+    if rank == 0:
+        time.sleep(SHORT_LIMIT)  # worker1 notices too
+        fate.of("b", "heal")
+    eventually(lambda: not waiting & connections(blocked=False), "what connected them is closed", 30)
+    assert rpc.rpc_sync(f"worker{rank}", echo, (2,)) == 2
+
+
+def test_workers_that_have_lost_each_other_live_on_when_the_cut_ends(hosts: VirtualHosts, fate: Fate) -> None:
+    body = leave_ungracefully_after(lose_each_other)
+    options = {"heartbeat_limit": SHORT_LIMIT}
+    workers.run_workers(2, body, fate, hosts=hosts, options=options, shutdown=False, silent=False)
 
 
 def call_a_busy_worker(rank: int) -> None:

@@ -6,6 +6,7 @@ import atexit
 import ctypes
 import multiprocessing
 import os
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -99,8 +100,10 @@ class Squares(Dataset):
 
 def load_data() -> list[int]:
     # The default of a program. That of a process which a fork server has started, as here, is the fork server.
-    loader = DataLoader(Squares(), batch_size=8, num_workers=2, multiprocessing_context="fork")
-    return [number for batch in loader for number in batch.tolist()]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="This DataLoader will create 2 worker processes")  # on one core
+        loader = DataLoader(Squares(), batch_size=8, num_workers=2, multiprocessing_context="fork")
+        return [number for batch in loader for number in batch.tolist()]
 
 
 @in_worker0(of=2)

@@ -76,6 +76,10 @@ class Chaos:
         if event["until"] - event["at"] > _LONGEST_SURVIVED_S + _SLACK_S:
             event["what"] = "cut off"
             self._reunite(host)
+        else:
+            # TCP asks again after pauses that double: it may need as long again to find out that the cut has ended, and
+            # another cut before that is the same one.
+            self._crew.watch(event["until"] - event["at"])
 
     def _reunite(self, host: VirtualHost) -> None:
         """Of the workers that all others have lost, one joins again, and the other is another one from now on."""

@@ -392,6 +392,10 @@ void Inbox::finishPart(std::list<Receiving>::iterator receiving, Error error) {
   if (--receiving->unfinished != 0) {
     return;
   }
+  if (receiving->isDropped) {
+    forget(receiving);
+    return;
+  }
   IncomingMessage message = std::move(receiving->message);
   Error outcome = std::move(receiving->error);
   forget(receiving);
@@ -403,7 +407,7 @@ void Inbox::finishPart(std::list<Receiving>::iterator receiving, Error error) {
 }
 
 void Inbox::forget(std::list<Receiving>::iterator receiving) {
-  receiving_.erase(receiving);
+  (receiving->isDropped ? dropped_ : receiving_).erase(receiving);
   window_->receivingMessages.store(receiving_.size());
 }
 
@@ -427,11 +431,26 @@ void Inbox::dropPeer(const Peer& peer) {
       return waiting.from == &peer;
     });
   }
-  for (Receiving& receiving : receiving_) {
-    if (receiving.message.from == &peer && !receiving.error) {
-      receiving.error = {ErrorCode::kPeerFailed, peer.describe() + " is gone"};
+  const Error gone(ErrorCode::kPeerFailed, peer.describe() + " is gone");
+  std::erase_if(starting_, [&](std::list<Receiving>::iterator receiving) {
+    const bool isOfPeer = receiving->message.from == &peer;
+    if (isOfPeer) {
+      reject(receiving, gone);
     }
+    return isOfPeer;
+  });
+  for (auto next = receiving_.begin(); next != receiving_.end();) {
+    const auto receiving = next++;
+    if (receiving->message.from != &peer) {
+      continue;
+    }
+    // The transport may take its time; the window does not wait for it.
+    IncomingMessage& message = receiving->message;
+    deliveries_.rejections.push_back({message.from, message.header, gone, std::move(message.admission)});
+    receiving->isDropped = true;
+    dropped_.splice(dropped_.end(), receiving_, receiving);
   }
+  window_->receivingMessages.store(receiving_.size());
 }
 
 } // namespace torch_ucx_rpc

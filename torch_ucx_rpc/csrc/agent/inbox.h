@@ -109,6 +109,7 @@ class Inbox final : public TransportListener {
     wire::Assembled assembled; // until its parts are being received
     DeviceWork before; // then
     size_t unfinished = 0;
+    bool isDropped = false;
     Error error;
   };
 
@@ -168,6 +169,7 @@ class Inbox final : public TransportListener {
   std::list<Receiving> receiving_;
   std::vector<std::list<Receiving>::iterator> starting_; // of those, the ones whose memory is not free yet
   ReceiveMemory deviceMemory_;
+  std::list<Receiving> dropped_; // the transport still has their memory
 
   std::vector<Peer*> pings_;
   bool acceptsJoins_ = false;

@@ -33,7 +33,7 @@ void Outbox::send(std::unique_ptr<OutgoingMessage> message) {
     entry->second.push_back(std::move(message));
     return;
   }
-  ++underWay_;
+  ++message->to->messagesUnderWay;
   if (isReady(*message)) {
     enqueue(std::move(message));
   } else {
@@ -103,7 +103,7 @@ bool Outbox::cancel(Peer& to, uint64_t callId) {
     return false;
   }
   given->error = {ErrorCode::kCanceled, "its call was given up"};
-  --underWay_;
+  --to.messagesUnderWay;
   deliveries_.sent.push_back(std::move(given));
   return true;
 }
@@ -159,8 +159,16 @@ void Outbox::finish(OutgoingMessage* message, size_t parts, Error error) {
     queue.rendezvous -= rendezvous;
     moved_.push_back(&queue);
   }
-  --underWay_;
+  --message->to->messagesUnderWay;
   deliveries_.sent.emplace_back(message);
+}
+
+size_t Outbox::underWay() const {
+  size_t sum = 0;
+  for (const auto& [endpoint, peer] : peers_) {
+    sum += peer->isThere() ? peer->messagesUnderWay : 0;
+  }
+  return sum;
 }
 
 Peer* Outbox::peerOf(EndpointId endpoint) const {

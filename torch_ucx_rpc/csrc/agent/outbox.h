@@ -49,16 +49,14 @@ class Outbox {
   // The peer has admitted this worker.
   void onAdmitted(Peer& peer);
 
-  // Ends everything under way to a peer that is gone.
+  // Ends everything under way to a peer that is gone; what UCX cannot let go of yet later (see Transport::abandon()).
   void abandon(Peer& peer);
 
   // From now on everything fails; the transport is about to be closed.
   void close();
 
-  // Messages that the transport has not finished, those included that it has not been given yet.
-  size_t underWay() const {
-    return underWay_;
-  }
+  // Messages that the transport has not finished, those included that it has not been given yet; none of those to peers that are gone.
+  size_t underWay() const;
 
  private:
   // To a peer, of a kind.
@@ -94,7 +92,6 @@ class Outbox {
   std::vector<std::unique_ptr<OutgoingMessage>> unready_;
   std::map<std::pair<const Peer*, wire::Kind>, Queue> queues_;
   std::vector<Queue*> moved_; // since settle() was called last
-  size_t underWay_ = 0;
   bool isClosed_ = false;
 };
 

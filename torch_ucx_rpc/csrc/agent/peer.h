@@ -97,6 +97,7 @@ class Peer {
 
   // Guarded by the worker lock, but for what their headers say is for any thread:
   std::optional<EndpointId> endpoint; // set with the first message to it
+  size_t messagesUnderWay = 0; // to it: not finished by the transport, those included whose turn has not come
   Silence silence;
   std::optional<wire::Sealer> sealer; // in a job with a secret, as is:
   std::optional<wire::Opener> opener;

@@ -62,6 +62,10 @@ Error errorOf(ucs_status_t status) {
   return status == UCS_OK ? Error() : Error(codeOf(status), std::string("UCX: ") + ucs_status_string(status));
 }
 
+Error abandoned() {
+  return {ErrorCode::kCanceled, "the endpoint was abandoned"};
+}
+
 // UCX asserts what it reads in a worker address. Ours has this in front, so that a damaged or foreign one is an error instead.
 struct AddressPrefix {
   uint32_t magic;
@@ -190,6 +194,8 @@ class UcpTransport final : public Transport {
   // Ends an operation: called with what the UCX call returned, and by the callbacks.
   void settle(Operation* operation, ucs_status_ptr_t returned);
   void finish(Operation* operation, ucs_status_t status);
+  bool hasSharedMemory(const Endpoint& endpoint) const;
+  void closeDrained(Endpoint& endpoint);
   void closeHandle(Endpoint& endpoint);
   void destroy();
 
@@ -201,6 +207,8 @@ class UcpTransport final : public Transport {
   std::optional<QueueRepair> repair_;
   std::vector<std::unique_ptr<Endpoint>> endpoints_;
   std::vector<Endpoint*> failed_; // to be closed outside of UCX's callbacks
+  // Flushes of abandoned endpoints, to be closed then.
+  std::vector<std::pair<Endpoint*, ucs_status_ptr_t>> draining_;
   std::vector<ucs_status_ptr_t> closing_;
   std::unordered_set<void*> parked_;
   Operation* operations_ = nullptr;
@@ -361,7 +369,7 @@ void UcpTransport::send(
     OperationDone done,
     Memory memory) {
   const Endpoint& endpoint = *endpoints_[endpointId];
-  if (endpoint.handle == nullptr) {
+  if (endpoint.failure) {
     done(endpoint.failure);
     return;
   }
@@ -435,6 +443,30 @@ void UcpTransport::onEndpointError(void* endpoint, ucp_ep_h /*handle*/, ucs_stat
   failed->transport->listener_->onEndpointFailed(failed->id, failed->failure);
 }
 
+bool UcpTransport::hasSharedMemory(const Endpoint& endpoint) const {
+  const std::vector<std::string> lanes = this->lanes(endpoint.id);
+  return std::any_of(lanes.begin(), lanes.end(), [](const std::string& lane) { return lane.ends_with("/memory"); });
+}
+
+// UCX ends the process where both sides close a TCP connection while this one still has bytes for it, after a cut for instance: one event
+// may be that the socket is writable and that the other side's farewell is there, which frees what is then written from (1.22, and
+// master in August 2026: uct_tcp_iface_handle_events()). So there must be no such bytes; a flush that completes at once says so.
+void UcpTransport::closeDrained(Endpoint& endpoint) {
+  if (endpoint.handle == nullptr) {
+    return;
+  }
+  // Shared memory knows no such thing, and may never be drained: nobody empties the queue of a process that has ended.
+  if (!hasSharedMemory(endpoint)) {
+    const ucp_request_param_t param{};
+    const ucs_status_ptr_t flush = ucp_ep_flush_nbx(endpoint.handle, &param);
+    if (UCS_PTR_IS_PTR(flush)) {
+      draining_.emplace_back(&endpoint, flush);
+      return;
+    }
+  }
+  closeHandle(endpoint);
+}
+
 void UcpTransport::closeHandle(Endpoint& endpoint) {
   if (endpoint.handle == nullptr) {
     return;
@@ -452,6 +484,24 @@ unsigned UcpTransport::progress() {
   const unsigned events = ucp_worker_progress(worker_);
   for (Endpoint* endpoint : std::exchange(failed_, {})) {
     closeHandle(*endpoint);
+  }
+  std::vector<Endpoint*> drained;
+  std::erase_if(draining_, [&](const auto& item) {
+    const auto [endpoint, flush] = item;
+    const ucs_status_t status = ucp_request_check_status(flush);
+    if (status == UCS_INPROGRESS) {
+      return false;
+    }
+    ucp_request_free(flush);
+    if (status == UCS_OK) {
+      drained.push_back(endpoint);
+    } else {
+      closeHandle(*endpoint); // the connection has failed
+    }
+    return true;
+  });
+  for (Endpoint* endpoint : drained) {
+    closeDrained(*endpoint); // something may have been begun since
   }
   std::erase_if(closing_, [](ucs_status_ptr_t request) {
     const bool isDone = ucp_request_check_status(request) != UCS_INPROGRESS;
@@ -494,9 +544,9 @@ std::vector<std::string> UcpTransport::lanes(EndpointId endpointId) const {
 void UcpTransport::abandon(EndpointId endpointId) {
   Endpoint& endpoint = *endpoints_[endpointId];
   if (!endpoint.failure) {
-    endpoint.failure = {ErrorCode::kCanceled, "the endpoint was abandoned"};
+    endpoint.failure = abandoned();
+    closeDrained(endpoint);
   }
-  closeHandle(endpoint);
 }
 
 void UcpTransport::close(int64_t limitMs) {
@@ -535,7 +585,13 @@ void UcpTransport::close(int64_t limitMs) {
 
   refuseParked(); // what came during the flush
   for (const auto& endpoint : endpoints_) {
-    abandon(endpoint->id);
+    if (!endpoint->failure) {
+      endpoint->failure = abandoned();
+    }
+    closeHandle(*endpoint);
+  }
+  for (const auto& [endpoint, flush] : std::exchange(draining_, {})) {
+    ucp_request_free(flush);
   }
   // FORCE needs no answer from the peers, only progress; the bound is for what UCX leaves behind.
   const auto forcedDeadline = Clock::now() + std::chrono::milliseconds(500);
