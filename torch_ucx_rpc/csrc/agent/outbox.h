@@ -28,8 +28,8 @@ class Outbox {
 
   Outbox(Transport& transport, Deliveries& deliveries) : transport_(transport), deliveries_(deliveries) {}
 
-  // Sends an addressed message to `message->to`, as soon as its tensors are ready and it is its turn. It comes back in Deliveries::sent, exactly once, when
-  // UCX is done with it.
+  // Sends an addressed message to `message->to`, as soon as its tensors are ready and it is its turn. It comes back in
+  // Deliveries::sent, exactly once, when UCX is done with it.
   void send(std::unique_ptr<OutgoingMessage> message);
 
   // Sends those that can leave now. Not inside a transport callback.

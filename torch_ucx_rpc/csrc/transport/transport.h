@@ -37,7 +37,6 @@ enum class Memory : uint8_t {
   kDevice, // of any device; the transport finds out which
 };
 
-// What a transport tells its owner.
 // What a transport tells its owner. Whoever has no memory for a message throws std::bad_alloc out of the first two: an eager
 // message is dropped then, a rendezvous refused.
 class TransportListener {
