@@ -32,7 +32,8 @@ if(TORCH_UCX_RPC_SANITIZE)
   if(NOT sanitizers)
     message(FATAL_ERROR "torch_ucx_rpc: TORCH_UCX_RPC_SANITIZE is address or thread, not ${TORCH_UCX_RPC_SANITIZE}.")
   endif()
-  add_compile_options(-fsanitize=${sanitizers} -fno-sanitize-recover=all -fno-omit-frame-pointer)
+  # Whether an object can be looked at the check of its vptr asks with a pipe, which a test of what runs out has no file for.
+  add_compile_options(-fsanitize=${sanitizers} -fno-sanitize=vptr -fno-sanitize-recover=all -fno-omit-frame-pointer)
   add_link_options(-fsanitize=${sanitizers})
   # libstdc++ checks indexes, iterators and preconditions; it changes no layout that torch's libraries share.
   add_compile_definitions(_GLIBCXX_ASSERTIONS)

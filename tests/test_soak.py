@@ -96,7 +96,9 @@ SUCCESSOR = tuple(joined(1, 10.5, "b", generation=1))
         (failure(10.0), (), "unexplained"),
         (failure(10.0), (CUT,), "unexplained"),
         (failure(10.0), (CUT_OFF,), "a host was cut off"),
-        (failure(6.0), (CUT_OFF,), "unexplained"),
+        (failure(5.1), (CUT_OFF,), "a host was cut off"),
+        # Sooner than after half the limit.
+        (failure(4.9), (CUT_OFF,), "unexplained"),
         (failure(10.0), ({**CUT_OFF, "host": "a"},), "a host was cut off"),
         (failure(10.0), ({**CUT_OFF, "host": "c"},), "unexplained"),
         # When its successor has been there for long.

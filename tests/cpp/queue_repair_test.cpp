@@ -76,7 +76,8 @@ class QueueRepairTest : public testing::TestWithParam<const char*> {
 
   void send() {
     Outcome sent;
-    sender_->send(endpoint_, {}, {}, SendMode::kEager, sent.callback());
+    const wire::Header header{};
+    sender_->send(endpoint_, header, {}, SendMode::kEager, sent.callback());
     EXPECT_TRUE(eventually([&] { return progress(), sent.isDone(); }));
   }
   void progress() {

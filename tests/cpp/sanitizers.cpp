@@ -22,12 +22,6 @@ RUNTIME_READS __ubsan_default_options() {
   return "print_stacktrace=1";
 }
 
-RUNTIME_READS __ubsan_default_suppressions() {
-  // Whether an object can be looked at is asked with a pipe, for which a process without files has none:
-  // https://github.com/llvm/llvm-project/blob/main/compiler-rt/lib/sanitizer_common/sanitizer_posix_libcdep.cpp (IsAccessibleMemoryRange)
-  return "vptr_check:ios_base\n";
-}
-
 RUNTIME_READS __tsan_default_options() {
   return "allocator_may_return_null=1:second_deadlock_stack=1:history_size=4";
 }

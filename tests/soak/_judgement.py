@@ -211,4 +211,5 @@ class _History:
         return any(cut["host"] in failure.hosts and self._has_parted(cut, failure) for cut in self._cut_off)
 
     def _has_parted(self, cut: dict[str, Any], failure: _Failure) -> bool:
-        return cut["at"] + self._limit <= failure.at and failure.began <= self._repaired(cut)
+        # A cut of half the limit loses nobody. Beyond that, silence from before it counts with it.
+        return cut["at"] + self._limit / 2 <= failure.at and failure.began <= self._repaired(cut)

@@ -195,7 +195,8 @@ class UcpTransport final : public Transport {
   void settle(Operation* operation, ucs_status_ptr_t returned);
   void finish(Operation* operation, ucs_status_t status);
   bool hasSharedMemory(const Endpoint& endpoint) const;
-  void closeDrained(Endpoint& endpoint);
+  void closeWhenDrained(Endpoint& endpoint);
+  bool isDraining(const Endpoint& endpoint) const;
   void closeHandle(Endpoint& endpoint);
   void destroy();
 
@@ -448,23 +449,23 @@ bool UcpTransport::hasSharedMemory(const Endpoint& endpoint) const {
   return std::any_of(lanes.begin(), lanes.end(), [](const std::string& lane) { return lane.ends_with("/memory"); });
 }
 
-// UCX ends the process where both sides close a TCP connection while this one still has bytes for it, after a cut for instance: one event
-// may be that the socket is writable and that the other side's farewell is there, which frees what is then written from (1.22, and
-// master in August 2026: uct_tcp_iface_handle_events()). So there must be no such bytes; a flush that completes at once says so.
-void UcpTransport::closeDrained(Endpoint& endpoint) {
-  if (endpoint.handle == nullptr) {
-    return;
+// UCX ends the process in two cases (1.22, and master in August 2026), in each because it uses what has been freed:
+// - Both sides close a TCP connection while this one still has bytes for it, after a cut for instance. One event may be that the socket is
+//   writable and that the other side's farewell is there, which frees what is then written from (uct_tcp_iface_handle_events()). So there must
+//   be no such bytes; a flush that completes at once says so.
+// - An endpoint is closed while it is being flushed (ucp_ep_flush_resume_slow_path_callback()).
+void UcpTransport::closeWhenDrained(Endpoint& endpoint) {
+  const ucp_request_param_t param{};
+  const ucs_status_ptr_t flush = ucp_ep_flush_nbx(endpoint.handle, &param);
+  if (UCS_PTR_IS_PTR(flush)) {
+    draining_.emplace_back(&endpoint, flush);
+  } else {
+    closeHandle(endpoint);
   }
-  // Shared memory knows no such thing, and may never be drained: nobody empties the queue of a process that has ended.
-  if (!hasSharedMemory(endpoint)) {
-    const ucp_request_param_t param{};
-    const ucs_status_ptr_t flush = ucp_ep_flush_nbx(endpoint.handle, &param);
-    if (UCS_PTR_IS_PTR(flush)) {
-      draining_.emplace_back(&endpoint, flush);
-      return;
-    }
-  }
-  closeHandle(endpoint);
+}
+
+bool UcpTransport::isDraining(const Endpoint& endpoint) const {
+  return std::any_of(draining_.begin(), draining_.end(), [&](const auto& item) { return item.first == &endpoint; });
 }
 
 void UcpTransport::closeHandle(Endpoint& endpoint) {
@@ -483,7 +484,9 @@ void UcpTransport::closeHandle(Endpoint& endpoint) {
 unsigned UcpTransport::progress() {
   const unsigned events = ucp_worker_progress(worker_);
   for (Endpoint* endpoint : std::exchange(failed_, {})) {
-    closeHandle(*endpoint);
+    if (!isDraining(*endpoint)) {
+      closeHandle(*endpoint);
+    }
   }
   std::vector<Endpoint*> drained;
   std::erase_if(draining_, [&](const auto& item) {
@@ -501,7 +504,7 @@ unsigned UcpTransport::progress() {
     return true;
   });
   for (Endpoint* endpoint : drained) {
-    closeDrained(*endpoint); // something may have been begun since
+    closeWhenDrained(*endpoint); // something may have been begun since
   }
   std::erase_if(closing_, [](ucs_status_ptr_t request) {
     const bool isDone = ucp_request_check_status(request) != UCS_INPROGRESS;
@@ -543,9 +546,14 @@ std::vector<std::string> UcpTransport::lanes(EndpointId endpointId) const {
 
 void UcpTransport::abandon(EndpointId endpointId) {
   Endpoint& endpoint = *endpoints_[endpointId];
-  if (!endpoint.failure) {
-    endpoint.failure = abandoned();
-    closeDrained(endpoint);
+  if (endpoint.failure) {
+    return;
+  }
+  endpoint.failure = abandoned();
+  if (hasSharedMemory(endpoint)) {
+    closeHandle(endpoint); // it may never be drained: nobody empties the queue of a process that has ended
+  } else {
+    closeWhenDrained(endpoint);
   }
 }
 
@@ -562,41 +570,28 @@ void UcpTransport::close(int64_t limitMs) {
   };
   refuseParked();
 
-  std::vector<ucs_status_ptr_t> flushes;
   for (const auto& endpoint : endpoints_) {
     if (endpoint->handle != nullptr && !endpoint->failure) {
-      const ucp_request_param_t param{};
-      const ucs_status_ptr_t request = ucp_ep_flush_nbx(endpoint->handle, &param);
-      if (UCS_PTR_IS_PTR(request)) {
-        flushes.push_back(request);
-      }
+      endpoint->failure = abandoned();
+      closeWhenDrained(*endpoint);
     }
   }
-  const auto isPending = [](ucs_status_ptr_t request) { return ucp_request_check_status(request) == UCS_INPROGRESS; };
-  while (std::any_of(flushes.begin(), flushes.end(), isPending) && Clock::now() < deadline) {
+  while (!draining_.empty() && Clock::now() < deadline) {
     if (progress() == 0 && arm()) {
       pollfd event{eventFd_, POLLIN, 0};
       (void)poll(&event, 1, 1);
     }
   }
-  for (ucs_status_ptr_t request : flushes) {
-    ucp_request_free(request); // of a pending one: UCX frees it when it completes
-  }
+  refuseParked(); // what came meanwhile
 
-  refuseParked(); // what came during the flush
-  for (const auto& endpoint : endpoints_) {
-    if (!endpoint->failure) {
-      endpoint->failure = abandoned();
-    }
-    closeHandle(*endpoint);
+  // What is closed by force needs no answer from the peers, only progress; the bound is for what UCX leaves behind. What cannot be drained
+  // ends with the worker.
+  const auto forcedDeadline = Clock::now() + std::chrono::milliseconds(500);
+  while ((!closing_.empty() || (draining_.empty() && operationsInFlight_ != 0)) && Clock::now() < forcedDeadline) {
+    progress();
   }
   for (const auto& [endpoint, flush] : std::exchange(draining_, {})) {
     ucp_request_free(flush);
-  }
-  // FORCE needs no answer from the peers, only progress; the bound is for what UCX leaves behind.
-  const auto forcedDeadline = Clock::now() + std::chrono::milliseconds(500);
-  while ((!closing_.empty() || operationsInFlight_ != 0) && Clock::now() < forcedDeadline) {
-    progress();
   }
   destroy(); // may still run callbacks: operations must exist until here
   while (operations_ != nullptr) {
