@@ -246,6 +246,30 @@ TEST_F(AgentThreadsTest, RequestIsRefusedWhenAllThereMayBeWait) {
   EXPECT_EQ(threads_->counts().waitingRequests, 0u);
 }
 
+TEST_F(AgentThreadsTest, WhatFollowsATaskRunsWhenThatIsOver) {
+  start();
+  std::vector<int> order; // by one thread
+  struct AtEnd {
+    std::vector<int>& order;
+    ~AtEnd() {
+      order.push_back(2);
+    }
+  };
+  auto owned = std::make_unique<AtEnd>(order);
+  threads_->addRequest([&, owned = std::move(owned)] {
+    AgentThreads::Task then = [&] {
+      order.push_back(3);
+      isDone_.store(true);
+    };
+    EXPECT_TRUE(AgentThreads::runAfterTask(then));
+    order.push_back(1);
+  });
+  EXPECT_TRUE(eventually([this] { return isDone_.load(); }));
+  EXPECT_EQ(order, (std::vector<int>{1, 2, 3}));
+  AgentThreads::Task then = [] {};
+  EXPECT_FALSE(AgentThreads::runAfterTask(then)) << "this thread runs no task";
+}
+
 TEST_F(AgentThreadsTest, HooksAreForTasksThatAskForThem) {
   start();
   ASSERT_TRUE(eventually([this] { return progress_.isLed(); }));

@@ -246,9 +246,16 @@ void UcxRpcAgent::onSent(std::unique_ptr<OutgoingMessage> message) {
     // worker that ended just before we would have connected shows in no other way if its process goes on.
     onPeerGone(*message->to, Peer::State::kFailed, message->to->lost(message->error));
   }
-  if (message->lender != nullptr && message->lender->mayRunUserCode() && AgentThreads::isLeader()) {
-    destroyLater(std::move(message));
+  if (message->lender == nullptr || !message->lender->mayRunUserCode()) {
+    return;
   }
+  if (AgentThreads::isLeader()) {
+    destroyLater(std::move(message));
+    return;
+  }
+  // Not within a task: torch sends with locks of its own taken, which who has the GIL may be waiting for.
+  AgentThreads::Task destroy = [message = std::move(message)] {};
+  (void)AgentThreads::runAfterTask(destroy);
 }
 
 void UcxRpcAgent::destroyLater(std::unique_ptr<OutgoingMessage> message) {

@@ -7,6 +7,7 @@
 #include <system_error>
 #include <thread>
 #include <utility>
+#include <vector>
 
 namespace torch_ucx_rpc {
 
@@ -14,6 +15,8 @@ namespace {
 
 // Set while this thread leads: what it adds it will see to itself when it steps down.
 thread_local bool isLeadingThread = false;
+// What is to be done after the task that this thread runs; null while it runs none.
+thread_local std::vector<AgentThreads::Task>* afterTask = nullptr;
 // Of this thread, until it calls them; none on threads that are not the agent's.
 thread_local const ThreadHooks* hooksToRun = nullptr;
 
@@ -112,8 +115,15 @@ void AgentThreads::runOne(std::unique_lock<std::mutex>& lock) {
   callHelpLocked();
   lock.unlock();
   requestRunsOn = isRequest ? this : nullptr;
+  std::vector<Task> after;
+  afterTask = &after;
   task();
   task = {}; // what it owned is destroyed without the lock
+  afterTask = nullptr;
+  for (Task& then : after) {
+    then();
+  }
+  after.clear();
   requestRunsOn = nullptr;
   const std::shared_ptr<Nesting> nested = std::exchange(nesting, nullptr);
   lock.lock();
@@ -123,6 +133,14 @@ void AgentThreads::runOne(std::unique_lock<std::mutex>& lock) {
   }
   --running_;
   runningRequests_ -= isRequest ? 1 : 0;
+}
+
+bool AgentThreads::runAfterTask(Task& then) {
+  if (afterTask == nullptr) {
+    return false;
+  }
+  afterTask->push_back(std::move(then));
+  return true;
 }
 
 void AgentThreads::runHooks() {
