@@ -257,17 +257,16 @@ TEST_F(AgentThreadsTest, WhatFollowsATaskRunsWhenThatIsOver) {
   };
   auto owned = std::make_unique<AtEnd>(order);
   threads_->addRequest([&, owned = std::move(owned)] {
-    AgentThreads::Task then = [&] {
+    EXPECT_TRUE(AgentThreads::isInTask());
+    AgentThreads::runAfterTask([&] {
       order.push_back(3);
       isDone_.store(true);
-    };
-    EXPECT_TRUE(AgentThreads::runAfterTask(then));
+    });
     order.push_back(1);
   });
   EXPECT_TRUE(eventually([this] { return isDone_.load(); }));
   EXPECT_EQ(order, (std::vector<int>{1, 2, 3}));
-  AgentThreads::Task then = [] {};
-  EXPECT_FALSE(AgentThreads::runAfterTask(then)) << "this thread runs no task";
+  EXPECT_FALSE(AgentThreads::isInTask()) << "this thread is none of the agent's";
 }
 
 TEST_F(AgentThreadsTest, HooksAreForTasksThatAskForThem) {

@@ -144,7 +144,7 @@ class UcxRpcAgent : public torch::distributed::rpc::RpcAgent, public std::enable
 
   // Incoming. dispatch() runs on the thread that drove, without the worker lock; user code runs in tasks, except that a
   // visitor completes its own call itself.
-  void dispatch(Deliveries deliveries, std::optional<uint64_t> visitorsCall = {});
+  void dispatch(Deliveries deliveries, std::optional<uint64_t> visitorsCall = {}, bool isVisitor = false);
   struct Answer {
     CallTable::Call call;
     IncomingMessage message;
@@ -173,7 +173,7 @@ class UcxRpcAgent : public torch::distributed::rpc::RpcAgent, public std::enable
   void failCallLater(CallTable::Call call, std::string what);
   void wakeVisitor();
   bool visit(const JitFuture& future);
-  void onSent(std::unique_ptr<OutgoingMessage> message);
+  void onSent(std::unique_ptr<OutgoingMessage> message, bool isVisitor);
   void destroyLater(std::unique_ptr<OutgoingMessage> message);
   void onRejected(Deliveries::Rejection rejection);
   void onPeerGone(Peer& peer, Peer::State state, Error why);

@@ -226,7 +226,7 @@ void UcxRpcAgent::deliverToSelf(std::unique_ptr<OutgoingMessage> message) {
   }
 }
 
-void UcxRpcAgent::onSent(std::unique_ptr<OutgoingMessage> message) {
+void UcxRpcAgent::onSent(std::unique_ptr<OutgoingMessage> message, bool isVisitor) {
   if (message->error && message->header.kind == wire::Kind::kRequest) {
     CallTable::Call call;
     if (calls_.take(message->header.callId, call)) {
@@ -249,13 +249,15 @@ void UcxRpcAgent::onSent(std::unique_ptr<OutgoingMessage> message) {
   if (message->lender == nullptr || !message->lender->mayRunUserCode()) {
     return;
   }
-  if (AgentThreads::isLeader()) {
+  // Not by who is sending: torch does that with locks of its own taken, which who has the GIL may be waiting for.
+  if (isVisitor) {
+    return;
+  }
+  if (!AgentThreads::isInTask()) {
     destroyLater(std::move(message));
     return;
   }
-  // Not within a task: torch sends with locks of its own taken, which who has the GIL may be waiting for.
-  AgentThreads::Task destroy = [message = std::move(message)] {};
-  (void)AgentThreads::runAfterTask(destroy);
+  AgentThreads::runAfterTask([message = std::move(message)] {});
 }
 
 void UcxRpcAgent::destroyLater(std::unique_ptr<OutgoingMessage> message) {
@@ -284,7 +286,7 @@ void UcxRpcAgent::destroyLater(std::unique_ptr<OutgoingMessage> message) {
 
 // --------------------------------------------------------------------------------------------------- incoming
 
-void UcxRpcAgent::dispatch(Deliveries deliveries, std::optional<uint64_t> visitorsCall) {
+void UcxRpcAgent::dispatch(Deliveries deliveries, std::optional<uint64_t> visitorsCall, bool isVisitor) {
   std::optional<Answer> visitorsAnswer;
   std::vector<IncomingMessage> inOrder;
   for (IncomingMessage& message : deliveries.messages) {
@@ -295,7 +297,7 @@ void UcxRpcAgent::dispatch(Deliveries deliveries, std::optional<uint64_t> visito
     }
   }
   for (std::unique_ptr<OutgoingMessage>& message : deliveries.sent) {
-    onSent(std::move(message));
+    onSent(std::move(message), isVisitor);
   }
   for (Deliveries::Rejection& rejection : deliveries.rejections) {
     onRejected(std::move(rejection));
@@ -700,7 +702,7 @@ bool UcxRpcAgent::visit(const JitFuture& future) {
     if (deliveries.empty()) {
       break;
     }
-    dispatch(std::move(deliveries), call);
+    dispatch(std::move(deliveries), call, true);
   }
   isVisited_.store(false);
   progress_->leave();

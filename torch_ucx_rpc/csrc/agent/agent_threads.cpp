@@ -135,12 +135,12 @@ void AgentThreads::runOne(std::unique_lock<std::mutex>& lock) {
   runningRequests_ -= isRequest ? 1 : 0;
 }
 
-bool AgentThreads::runAfterTask(Task& then) {
-  if (afterTask == nullptr) {
-    return false;
-  }
+bool AgentThreads::isInTask() {
+  return afterTask != nullptr;
+}
+
+void AgentThreads::runAfterTask(Task then) {
   afterTask->push_back(std::move(then));
-  return true;
 }
 
 void AgentThreads::runHooks() {

@@ -61,8 +61,9 @@ class AgentThreads : public std::enable_shared_from_this<AgentThreads> {
   // threads that run no request.
   static std::shared_ptr<void> nest();
 
-  // Runs something on this thread as soon as the task is over that it is running; false, and nothing done, if it runs none.
-  static bool runAfterTask(Task& then);
+  // Whether this thread runs a task, and for such a thread: runs something as soon as that is over.
+  static bool isInTask();
+  static void runAfterTask(Task then);
 
   // For tasks that are about to run user code in Python: calls the hooks if this thread, one of an agent's, has not yet.
   static void runHooks();
