@@ -64,6 +64,20 @@ class DeviceTest : public AgentTest {
     }
   }
 
+  // Handlers.
+  Handler keep() {
+    return [this](Message& request) {
+      received_ = request.tensors();
+      return completed("");
+    };
+  }
+  static Handler lookAtFirst(std::vector<Look>& looks) {
+    return [&looks](Message& request) {
+      looks.emplace_back(request.tensors()[0]);
+      return completed("");
+    };
+  }
+
   Future deviceFuture() const {
     return c10::make_intrusive<JitFuture>(at::AnyClassType::get(), devices_);
   }
@@ -111,12 +125,7 @@ class DeviceTest : public AgentTest {
 // ---------------------------------------------------------------------------------------------------------- streams
 
 TEST_F(DeviceTest, TensorIsReadWhenItsStreamHasMadeIt) {
-  startWith(
-      [&](Message& request) {
-        received_ = request.tensors();
-        return completed("");
-      },
-      same_);
+  startWith(keep(), same_);
   for (const int64_t elements : {kSmall, kLarge}) {
     at::Tensor sent = onDevice(elements, 0);
     device_.launch(fake(), [view = hostView(sent)] { view.fill_(7); });
@@ -131,12 +140,7 @@ TEST_F(DeviceTest, TensorIsReadWhenItsStreamHasMadeIt) {
 }
 
 TEST_F(DeviceTest, PackedViewIsMadeInOrderToo) {
-  startWith(
-      [&](Message& request) {
-        received_ = request.tensors();
-        return completed("");
-      },
-      same_);
+  startWith(keep(), same_);
   const at::Tensor base = at::empty({1000, 1000}, at::TensorOptions(fake()).dtype(at::kFloat));
   device_.launch(fake(), [view = hostView(base)] { view.fill_(7); });
   (void)answerWhileRunning(call(0, 1, "", {base.select(1, 5)}));
@@ -175,12 +179,7 @@ TEST_F(DeviceTest, HandlerComputesOnStreamsOfItsOwn) {
 
 TEST_F(DeviceTest, RequestOutlivesTheHandlersKernels) {
   std::vector<Look> looks;
-  startWith(
-      [&](Message& request) {
-        looks.emplace_back(request.tensors()[0]);
-        return completed("");
-      },
-      {{c10::kCPU, fake()}});
+  startWith(lookAtFirst(looks), {{c10::kCPU, fake()}});
   (void)answer(call(0, 1, "", {at::full({kLarge}, 5.f)}));
   (void)answer(call(0, 1, "", {at::full({kLarge}, 6.f)})); // would be received into the memory of the first
   device_.run();
@@ -192,12 +191,7 @@ TEST_F(DeviceTest, RequestOutlivesTheHandlersKernels) {
 // What is small comes with the body, and is copied to the device on a stream.
 TEST_F(DeviceTest, HandlerIsOrderedAfterTheArrivalOfWhatIsSmall) {
   std::vector<Look> looks;
-  startWith(
-      [&](Message& request) {
-        looks.emplace_back(request.tensors()[0]);
-        return completed("");
-      },
-      {{c10::kCPU, fake()}});
+  startWith(lookAtFirst(looks), {{c10::kCPU, fake()}});
   (void)answer(call(0, 1, "", {at::full({kSmall}, 5.f)}));
   device_.run();
   EXPECT_TRUE(looks.at(0).hasSeen(5));
@@ -282,12 +276,7 @@ TEST_F(DeviceTest, WhatIsNotReadyHoldsUpNothing) {
 
 // torch's allocator gives memory back to its stream while kernels there still read it.
 TEST_F(DeviceTest, NothingIsReceivedIntoMemoryThatIsStillRead) {
-  startWith(
-      [&](Message& request) {
-        received_ = request.tensors();
-        return completed("");
-      },
-      {{c10::kCPU, fake()}});
+  startWith(keep(), {{c10::kCPU, fake()}});
   const std::vector<Look> looks = lookOnAllStreams();
   const Future future = call(0, 1, "", {at::full({kLarge}, 5.f)});
   exchangeWithoutTensors();
@@ -416,12 +405,7 @@ TEST_F(DeviceTest, TensorsArriveWhereTheMapSays) {
       {{c10::kCPU, fake(1)}, {fake(0), fake(0)}, {fake(1), fake(0)}},
       {{c10::kCPU, fake(0)}, {fake(0), fake(0)}, {fake(1), fake(0)}},
       {{c10::kCPU, c10::kCPU}, {fake(0), c10::kCPU}, {fake(1), c10::kCPU}}};
-  startWith(
-      [&](Message& request) {
-        received_ = request.tensors();
-        return completed("");
-      },
-      same_);
+  startWith(keep(), same_);
   for (const DeviceMap& map : maps) {
     agent(0).setDeviceMaps({{"w1", map}}, {}, devices_);
     for (const int64_t elements : {int64_t{0}, kSmall, kLarge}) {
@@ -441,12 +425,7 @@ TEST_F(DeviceTest, TensorsArriveWhereTheMapSays) {
 }
 
 TEST_F(DeviceTest, MapThatIsGivenWithARequestComesFirst) {
-  startWith(
-      [&](Message& request) {
-        received_ = request.tensors();
-        return completed("");
-      },
-      same_);
+  startWith(keep(), same_);
   const Future future = agent(0).send(
       agent(0).getWorkerInfo("w1"),
       makeMessage(MessageType::PYTHON_CALL, "", {onDevice(kLarge, 1)}),
@@ -457,12 +436,7 @@ TEST_F(DeviceTest, MapThatIsGivenWithARequestComesFirst) {
 }
 
 TEST_F(DeviceTest, TensorsThatShareMemoryStillDo) {
-  startWith(
-      [&](Message& request) {
-        received_ = request.tensors();
-        return completed("");
-      },
-      same_);
+  startWith(keep(), same_);
   const at::Tensor base = onDevice(kLarge, 1);
   (void)answerWhileRunning(call(0, 1, "", {base, base.narrow(0, 10, 20), onDevice(kLarge, 2, fake(1))}));
   ASSERT_EQ(received_.size(), 3u);
@@ -473,12 +447,7 @@ TEST_F(DeviceTest, TensorsThatShareMemoryStillDo) {
 
 // Its body comes by rendezvous, together with its spans: where they go is known when they are there.
 TEST_F(DeviceTest, MessageWithALargeBodyArrivesOnTheDevice) {
-  startWith(
-      [&](Message& request) {
-        received_ = request.tensors();
-        return completed("");
-      },
-      same_);
+  startWith(keep(), same_);
   std::vector<at::Tensor> sent{onDevice(kLarge, 5)};
   for (int number = 0; number < 20; ++number) {
     sent.push_back(tensorOf(30 * kKiB, number));

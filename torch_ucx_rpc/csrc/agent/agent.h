@@ -144,7 +144,7 @@ class UcxRpcAgent : public torch::distributed::rpc::RpcAgent, public std::enable
 
   // Incoming. dispatch() runs on the thread that drove, without the worker lock; user code runs in tasks, except that a
   // visitor completes its own call itself.
-  void dispatch(Deliveries deliveries, std::optional<uint64_t> visitorsCall = {}, bool isVisitor = false);
+  void dispatch(Deliveries deliveries, std::optional<uint64_t> visitorsCall = {});
   struct Answer {
     CallTable::Call call;
     IncomingMessage message;

@@ -286,7 +286,7 @@ void UcxRpcAgent::destroyLater(std::unique_ptr<OutgoingMessage> message) {
 
 // --------------------------------------------------------------------------------------------------- incoming
 
-void UcxRpcAgent::dispatch(Deliveries deliveries, std::optional<uint64_t> visitorsCall, bool isVisitor) {
+void UcxRpcAgent::dispatch(Deliveries deliveries, std::optional<uint64_t> visitorsCall) {
   std::optional<Answer> visitorsAnswer;
   std::vector<IncomingMessage> inOrder;
   for (IncomingMessage& message : deliveries.messages) {
@@ -297,7 +297,7 @@ void UcxRpcAgent::dispatch(Deliveries deliveries, std::optional<uint64_t> visito
     }
   }
   for (std::unique_ptr<OutgoingMessage>& message : deliveries.sent) {
-    onSent(std::move(message), isVisitor);
+    onSent(std::move(message), visitorsCall.has_value());
   }
   for (Deliveries::Rejection& rejection : deliveries.rejections) {
     onRejected(std::move(rejection));
@@ -702,7 +702,7 @@ bool UcxRpcAgent::visit(const JitFuture& future) {
     if (deliveries.empty()) {
       break;
     }
-    dispatch(std::move(deliveries), call, true);
+    dispatch(std::move(deliveries), call);
   }
   isVisited_.store(false);
   progress_->leave();

@@ -5,8 +5,8 @@
 #include <cstdint>
 #include <map>
 #include <mutex>
-#include <set>
 #include <utility>
+#include <vector>
 
 namespace torch_ucx_rpc {
 
@@ -44,14 +44,14 @@ class Turns {
 
   Turn begin() {
     const std::lock_guard lock(mutex_);
-    open_.insert(++latest_);
+    open_.push_back(++latest_);
     return {this, latest_};
   }
 
  private:
   void end(uint64_t number, UniqueFunction<void()> thereafter) {
     std::unique_lock lock(mutex_);
-    open_.erase(number);
+    std::erase(open_, number);
     if (thereafter) {
       waiting_.emplace(number, std::move(thereafter));
     }
@@ -59,7 +59,7 @@ class Turns {
       return;
     }
     isRunning_ = true;
-    while (!waiting_.empty() && (open_.empty() || waiting_.begin()->first < *open_.begin())) {
+    while (!waiting_.empty() && (open_.empty() || waiting_.begin()->first < open_.front())) {
       auto due = waiting_.extract(waiting_.begin());
       lock.unlock();
       due.mapped()();
@@ -71,7 +71,7 @@ class Turns {
   std::mutex mutex_;
   // Guarded by mutex_:
   uint64_t latest_ = 0;
-  std::set<uint64_t> open_;
+  std::vector<uint64_t> open_; // ascending
   std::map<uint64_t, UniqueFunction<void()>> waiting_; // what turns have ended with
   bool isRunning_ = false; // some thread is at what was waiting
 };

@@ -103,8 +103,8 @@ class Transport {
   // has left unfinished keeps messages of others from arriving.
   virtual bool repair() = 0;
 
-  // Abandons one endpoint: its operations complete, with an error unless the peer has taken them before that. Where a network is in between, not
-  // before what has been begun has left this machine or the network has given up, which may take minutes.
+  // Abandons one endpoint: its operations complete, with an error unless the peer has taken them before that. Where a network is
+  // in between, not before what has been begun has left this machine or the network has given up, which may take minutes.
   virtual void abandon(EndpointId endpoint) = 0;
 
   // Flushes what was sent eagerly, then ends everything; what is not done after `limitMs` is abandoned. Nothing may be called
