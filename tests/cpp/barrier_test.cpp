@@ -308,6 +308,16 @@ TEST(BarrierTest, WhoComesAfterADeathIsToldAtOnce) {
   EXPECT_NE(job.result(2).error.message().find("worker 'w1'"), std::string::npos);
 }
 
+TEST(BarrierTest, WhoDiedFirstIsNamed) {
+  Job job(3);
+  job.die(1);
+  job.deliverAll();
+  job.die(0); // over the first, say
+  job.deliverAll();
+  job.at(2).enter(1);
+  EXPECT_NE(job.result(2).error.message().find("worker 'w1'"), std::string::npos);
+}
+
 TEST(BarrierTest, LateReportOfAReleasedRoundIsAnswered) {
   Job job(2);
   job.at(0).enter(1);

@@ -108,6 +108,59 @@ TEST_F(ReceiveWindowTest, TellsOfRoomOnlyWhenSomethingWaits) {
   EXPECT_EQ(room_, 1);
 }
 
+constexpr uint64_t kAhead = ReceiveWindow::kAheadBytes;
+
+class WideReceiveWindowTest : public testing::Test {
+ protected:
+  int room_ = 0;
+  const std::shared_ptr<ReceiveWindow> window_ = std::make_shared<ReceiveWindow>(10 * kAhead, [this] { ++room_; });
+};
+
+TEST_F(WideReceiveWindowTest, TakesInAheadOnlySoMuch) {
+  Admission first;
+  Admission second;
+  ASSERT_TRUE(window_->tryAdmit(kRequest, kAhead, first));
+  EXPECT_FALSE(window_->tryAdmit(kRequest, 1, second));
+  EXPECT_TRUE(window_->tryAdmit(kResponse, 2 * kAhead, second)) << "who waits for an answer is there";
+  first.beginHandling();
+  EXPECT_EQ(window_->inUseBytes(), 3 * kAhead);
+  Admission third;
+  EXPECT_TRUE(window_->tryAdmit(kRequest, kAhead, third));
+}
+
+TEST_F(WideReceiveWindowTest, LargerThanMayBeAheadIsAdmittedWhenNothingIs) {
+  Admission small;
+  Admission large;
+  ASSERT_TRUE(window_->tryAdmit(kRequest, 1, small));
+  EXPECT_FALSE(window_->tryAdmit(kRequest, 2 * kAhead, large));
+  small.beginHandling();
+  EXPECT_TRUE(window_->tryAdmit(kRequest, 2 * kAhead, large));
+}
+
+TEST_F(WideReceiveWindowTest, WhatIsReleasedIsNotAheadAnyMore) {
+  Admission unhandled;
+  Admission handled;
+  Admission next;
+  ASSERT_TRUE(window_->tryAdmit(kRequest, kAhead / 2, unhandled));
+  ASSERT_TRUE(window_->tryAdmit(kRequest, kAhead / 2, handled));
+  handled.beginHandling();
+  handled.beginHandling(); // once is enough
+  handled.release();
+  EXPECT_FALSE(window_->tryAdmit(kRequest, kAhead, next));
+  unhandled.release();
+  EXPECT_TRUE(window_->tryAdmit(kRequest, kAhead, next));
+}
+
+TEST_F(WideReceiveWindowTest, TellsOfRoomWhenHandlingBegins) {
+  Admission admission;
+  ASSERT_TRUE(window_->tryAdmit(kRequest, kAhead, admission));
+  window_->waitingMessages.store(1);
+  admission.beginHandling();
+  EXPECT_EQ(room_, 1);
+  admission.release();
+  EXPECT_EQ(room_, 2);
+}
+
 TEST_F(ReceiveWindowTest, AdmissionKeepsTheWindowAlive) {
   Admission admission;
   {
@@ -132,6 +185,9 @@ TEST(ReceiveWindowThreadsTest, SumIsRightWhateverTheOrder) {
           if (window->tryAdmit(random() % 2 == 0, 1 + random() % 500, admission) && window->inUseBytes() > 2000) {
             isExceeded.store(true);
           }
+        }
+        if (random() % 2 == 0) {
+          admission.beginHandling();
         }
       }
     });

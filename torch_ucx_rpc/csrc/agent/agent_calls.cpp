@@ -430,6 +430,7 @@ void UcxRpcAgent::serve(IncomingMessage incoming) {
   }
   const uint64_t callId = incoming.header.callId;
   Admission admission = std::move(incoming.admission);
+  admission.beginHandling();
   const trace::CallId traced{from.member().session, callId};
   Streams streams;
   DecodedMessage decoded;

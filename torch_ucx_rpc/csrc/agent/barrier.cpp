@@ -1,5 +1,6 @@
 #include "agent/barrier.h"
 
+#include <algorithm>
 #include <utility>
 
 namespace torch_ucx_rpc {
@@ -55,6 +56,14 @@ std::vector<Peer*> Barrier::missing() const {
   return missing;
 }
 
+void Barrier::noteFailedLocked() {
+  for (const Peer* peer : directory_.all()) {
+    if (peer->state() == Peer::State::kFailed && std::find(failed_.begin(), failed_.end(), peer) == failed_.end()) {
+      failed_.push_back(peer);
+    }
+  }
+}
+
 // Reports an arrival: to ourselves if we coordinate, else (our own arrival only) to who does.
 void Barrier::arriveLocked(worker_id_t rank, uint64_t round, int64_t value, Outgoing& outgoing) {
   Peer* coordinator = coordinatorLocked();
@@ -81,20 +90,27 @@ void Barrier::releaseIfCompleteLocked(uint64_t round, Outgoing& outgoing) {
   if (entry == rounds_.end() || coordinator == nullptr || coordinator->member().rank != self_) {
     return;
   }
+  const std::map<worker_id_t, int64_t>& arrived = entry->second.arrived;
   Result result;
-  for (const Peer* peer : directory_.all()) {
-    const auto arrived = entry->second.arrived.find(peer->member().rank);
-    if (arrived != entry->second.arrived.end()) {
-      result.sum += arrived->second;
-    } else if (peer->state() == Peer::State::kFailed) {
-      result.error = peer->whyGone(); // nobody should wait for the dead
-      break;
-    } else if (peer->state() == Peer::State::kPresent) {
-      return;
+  const std::vector<Peer*> present = directory_.present();
+  noteFailedLocked(); // in this order: who fails meanwhile is among both, and not taken for one who has left
+  const auto missed = std::find_if(failed_.begin(), failed_.end(), [&](const Peer* peer) {
+    return !arrived.contains(peer->member().rank);
+  });
+  if (missed != failed_.end()) {
+    result.error = (*missed)->whyGone(); // nobody should wait for the dead
+  } else {
+    for (const Peer* peer : present) {
+      if (!arrived.contains(peer->member().rank)) {
+        return;
+      }
+    }
+    for (const auto& [rank, value] : arrived) {
+      result.sum += value;
     }
   }
-  for (Peer* peer : directory_.present()) {
-    if (peer->member().rank != self_ && (result.error || entry->second.arrived.contains(peer->member().rank))) {
+  for (Peer* peer : present) {
+    if (peer->member().rank != self_ && (result.error || arrived.contains(peer->member().rank))) {
       outgoing.releases.push_back({peer, {round, result}});
     }
   }
@@ -128,6 +144,7 @@ void Barrier::onMembershipChange() {
   Outgoing outgoing;
   {
     const std::lock_guard lock(mutex_);
+    noteFailedLocked();
     std::vector<uint64_t> open;
     for (const auto& [round, arrivals] : rounds_) {
       open.push_back(round);

@@ -59,6 +59,7 @@ class Barrier {
   };
 
   Peer* coordinatorLocked() const;
+  void noteFailedLocked();
   void arriveLocked(worker_id_t rank, uint64_t round, int64_t value, Outgoing& outgoing);
   void releaseIfCompleteLocked(uint64_t round, Outgoing& outgoing);
   void send(const Outgoing& outgoing);
@@ -75,6 +76,7 @@ class Barrier {
   int64_t value_ = 0;
   std::map<uint64_t, Round> rounds_; // as coordinator
   std::map<uint64_t, Result> results_; // the last few rounds released here
+  std::vector<const Peer*> failed_; // in the order in which they did: others may have ended over the first
 };
 
 } // namespace torch_ucx_rpc

@@ -2,16 +2,31 @@
 
 namespace torch_ucx_rpc {
 
+namespace {
+
+// What is larger than the limit fits alone.
+bool fits(uint64_t used, uint64_t bytes, uint64_t limit) {
+  return used == 0 || (used < limit && bytes <= limit - used);
+}
+
+} // namespace
+
+void Admission::beginHandling() {
+  if (window_ != nullptr && std::exchange(isAhead_, false)) {
+    window_->releaseAhead(bytes_);
+  }
+}
+
 void Admission::release() {
   if (const std::shared_ptr<ReceiveWindow> window = std::exchange(window_, nullptr)) {
-    window->release(isResponse_, bytes_);
+    window->release(isResponse_, isAhead_, bytes_);
   }
 }
 
 bool ReceiveWindow::tryAdmit(bool isResponse, uint64_t bytes, Admission& admission) {
-  const uint64_t used = used_[isResponse ? 1 : 0].load();
-  // Only admissions raise the sum, and they are made under the worker lock: between load and add it can only fall.
-  if (used != 0 && (used >= limitBytes_ || bytes > limitBytes_ - used)) {
+  // Only admissions raise the sums, and they are made under the worker lock: between load and add they can only fall.
+  if (!fits(used_[isResponse ? 1 : 0].load(), bytes, limitBytes_) ||
+      (!isResponse && !fits(ahead_.load(), bytes, kAheadBytes))) {
     return false;
   }
   admit(isResponse, bytes, admission);
@@ -20,14 +35,26 @@ bool ReceiveWindow::tryAdmit(bool isResponse, uint64_t bytes, Admission& admissi
 
 void ReceiveWindow::admit(bool isResponse, uint64_t bytes, Admission& admission) {
   used_[isResponse ? 1 : 0].fetch_add(bytes);
+  ahead_.fetch_add(isResponse ? 0 : bytes);
   admission.release();
   admission.window_ = shared_from_this();
   admission.isResponse_ = isResponse;
+  admission.isAhead_ = !isResponse;
   admission.bytes_ = bytes;
 }
 
-void ReceiveWindow::release(bool isResponse, uint64_t bytes) {
+void ReceiveWindow::release(bool isResponse, bool isAhead, uint64_t bytes) {
   used_[isResponse ? 1 : 0].fetch_sub(bytes);
+  ahead_.fetch_sub(isAhead ? bytes : 0);
+  onReleased();
+}
+
+void ReceiveWindow::releaseAhead(uint64_t bytes) {
+  ahead_.fetch_sub(bytes);
+  onReleased();
+}
+
+void ReceiveWindow::onReleased() {
   releases_.fetch_add(1);
   if (waitingMessages.load() != 0) {
     onRoom_();

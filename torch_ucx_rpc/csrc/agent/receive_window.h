@@ -12,7 +12,7 @@ namespace torch_ucx_rpc {
 
 class ReceiveWindow;
 
-// A message's share of the receive window; gives it back when released or destroyed, on any thread.
+// A message's share of the receive window; gives it back when released or destroyed. For one thread at a time, any.
 class Admission {
  public:
   Admission() = default;
@@ -21,6 +21,7 @@ class Admission {
     release();
     window_ = std::move(other.window_);
     isResponse_ = other.isResponse_;
+    isAhead_ = other.isAhead_;
     bytes_ = other.bytes_;
     return *this;
   }
@@ -28,16 +29,20 @@ class Admission {
     release();
   }
 
+  // Its message is being handled: it is received ahead no longer.
+  void beginHandling();
   void release();
 
  private:
   friend class ReceiveWindow;
   std::shared_ptr<ReceiveWindow> window_; // null: nothing to give back
   bool isResponse_ = false;
+  bool isAhead_ = false;
   uint64_t bytes_ = 0;
 };
 
-// How many bytes of rendezvous messages this worker takes in at a time, so that memory stays bounded and buffers warm.
+// How many bytes of rendezvous messages this worker takes in at a time, so that memory stays bounded and buffers warm. Of requests
+// that no thread handles yet it takes in less, whatever the limit: more of them gain nothing and only make memory cold.
 //
 // Free of deadlock: requests and responses have a budget each, so a handler that waits for a large response gets it
 // whatever requests wait; a message larger than the budget is admitted alone; a request gives its bytes back when its handler
@@ -49,6 +54,8 @@ class ReceiveWindow : public std::enable_shared_from_this<ReceiveWindow> {
   static constexpr auto kPatience = std::chrono::milliseconds(100);
   // The same while something is being received: a slow network is no deadlock, and a sender that hangs is none of the others'.
   static constexpr auto kPatienceWhileReceiving = std::chrono::milliseconds(1000);
+  // Of requests that are being received or wait for a thread.
+  static constexpr uint64_t kAheadBytes = 16ull * 1024 * 1024;
 
   // `onRoom` is called, on the releasing thread, when bytes are given back while something waits.
   ReceiveWindow(uint64_t limitBytes, UniqueFunction<void()> onRoom)
@@ -70,18 +77,21 @@ class ReceiveWindow : public std::enable_shared_from_this<ReceiveWindow> {
   uint64_t inUseBytes() const {
     return used_[0].load() + used_[1].load();
   }
-  // Counts every release: no change means no movement.
+  // Counts all that is given back: no change means no movement.
   uint64_t releases() const {
     return releases_.load();
   }
 
  private:
   friend class Admission;
-  void release(bool isResponse, uint64_t bytes);
+  void release(bool isResponse, bool isAhead, uint64_t bytes);
+  void releaseAhead(uint64_t bytes);
+  void onReleased();
 
   const uint64_t limitBytes_; // of each budget
   UniqueFunction<void()> onRoom_;
   std::atomic<uint64_t> used_[2] = {0, 0}; // requests, responses
+  std::atomic<uint64_t> ahead_ = 0; // of the requests' bytes, those that are not being handled
   std::atomic<uint64_t> releases_{0};
 };
 
