@@ -1,5 +1,6 @@
-// Construction, start and end, reports. Who belongs to the group is in agent_members.cpp, what happens to a call in
-// agent_calls.cpp, to peers that fall silent or die in agent_peers.cpp.
+// Construction, start and end, reports. The rest of the agent: calls of this worker are in agent_calls.cpp, those of others in
+// agent_serving.cpp; what comes in is handed out in agent_deliveries.cpp; what time brings about is in agent_time.cpp; who belongs
+// to the group in agent_members.cpp, and peers that fall silent or die in agent_peers.cpp.
 
 #include "agent/agent.h"
 

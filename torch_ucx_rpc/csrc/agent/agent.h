@@ -198,8 +198,10 @@ class UcxRpcAgent : public torch::distributed::rpc::RpcAgent, public std::enable
   void onLeave(Peer& from);
   void leave(std::chrono::milliseconds timeout);
 
-  // Called by the timer; says when it wants to be called again.
+  // Called by the timer; says when it wants to be called again, as do these parts of it.
   Timer::Clock::time_point onTimer(Timer::Clock::time_point now);
+  Timer::Clock::time_point expireCalls(Timer::Clock::time_point now);
+  Timer::Clock::time_point checkWindow(Timer::Clock::time_point now);
 
   const AgentOptions options_;
   const uint64_t session_;

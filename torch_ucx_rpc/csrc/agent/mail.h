@@ -5,6 +5,7 @@
 #include "agent/receive_window.h"
 #include "agent/turns.h"
 #include "base/bytes.h"
+#include "base/trace.h"
 #include "wire/header.h"
 
 #include <c10/core/Allocator.h>
@@ -74,6 +75,11 @@ struct IncomingMessage {
     c10::DataPtr data;
     uint64_t bytes = 0;
   };
+
+  // A request is its sender's call, an answer its receiver's.
+  trace::CallId call() const {
+    return {header.kind == wire::Kind::kRequest ? header.sourceSession : header.targetSession, header.callId};
+  }
 
   std::span<const std::byte> body() const {
     return pooledBody ? std::span(static_cast<const std::byte*>(pooledBody.get()), pooledBodyBytes) : eagerBody;

@@ -11,6 +11,8 @@ bool fits(uint64_t used, uint64_t bytes, uint64_t limit) {
 
 } // namespace
 
+thread_local Admission* HandlingScope::innermost = nullptr;
+
 void Admission::beginHandling() {
   if (window_ != nullptr && std::exchange(isAhead_, false)) {
     window_->releaseAhead(bytes_);

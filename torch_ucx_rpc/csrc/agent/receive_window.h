@@ -41,6 +41,28 @@ class Admission {
   uint64_t bytes_ = 0;
 };
 
+// While a thread handles a message with this admission.
+class HandlingScope {
+ public:
+  explicit HandlingScope(Admission& admission) : outer_(std::exchange(innermost, &admission)) {}
+  ~HandlingScope() {
+    innermost = outer_;
+  }
+  HandlingScope(const HandlingScope&) = delete;
+  HandlingScope& operator=(const HandlingScope&) = delete;
+
+  // Gives back the share of the message that this thread handles, if it does.
+  static void releaseInnermost() {
+    if (innermost != nullptr) {
+      innermost->release();
+    }
+  }
+
+ private:
+  static thread_local Admission* innermost;
+  Admission* const outer_;
+};
+
 // How many bytes of rendezvous messages this worker takes in at a time, so that memory stays bounded and buffers warm. Of requests
 // that no thread handles yet it takes in less, whatever the limit: more of them gain nothing and only make memory cold.
 //

@@ -1,0 +1,20 @@
+#pragma once
+
+#include <torch/csrc/distributed/rpc/message.h>
+
+namespace torch_ucx_rpc {
+
+// What the agent knows of torch's requests by their types.
+
+// Whether running it calls Python. What TorchScript, operators and torch's own bookkeeping do goes on beside a function of Python's
+// that holds the GIL.
+bool runsPython(torch::distributed::rpc::MessageType request);
+
+// Whether RRef.to_here() has sent it, as nobody else does.
+bool isFetch(torch::distributed::rpc::MessageType request);
+
+// torch sends some until they are answered, and ends the process over one that never is: its thread for that lets exceptions of
+// callbacks pass. A worker that is gone need not know what they say; null for any other.
+c10::intrusive_ptr<torch::distributed::rpc::Message> answerForTheGone(torch::distributed::rpc::MessageType request);
+
+} // namespace torch_ucx_rpc
