@@ -6,6 +6,7 @@ import collections
 import contextlib
 import ctypes
 import dataclasses
+import faulthandler
 import gc
 import itertools
 import os
@@ -62,7 +63,10 @@ class Life:
 
 
 def live(rank: int, life: Life) -> dict[str, int]:
-    """The body of a worker: calls and is called, until told to stop. Returns how much of what it has left behind."""
+    """The body of a worker: calls and is called, until told to stop. Returns how much of what it has left behind.
+
+    What its threads do that are left is in a file beside the journals.
+    """
     _return_freed_memory()
     journal = Journal(life.directory, rank, life.generation)
     steps = Steps(life.directory)
@@ -98,7 +102,11 @@ def live(rank: int, life: Life) -> dict[str, int]:
     steps.wait_for("leave", timeout=_PATIENCE_S)
     rpc.shutdown()
     left.update({f"open: {name}": count for name, count in (_open_files() - files - _KEPT_OPEN).items()})
-    left.update({f"thread: {name}": count for name, count in (_threads() - threads - _KEPT_RUNNING).items()})
+    running = _threads() - threads - _KEPT_RUNNING
+    if running:
+        with (life.directory / f"{life}.stacks").open("w") as stacks:
+            faulthandler.dump_traceback(stacks, all_threads=True)
+    left.update({f"thread: {name}": count for name, count in running.items()})
     return left
 
 
