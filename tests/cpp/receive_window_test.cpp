@@ -16,8 +16,11 @@ constexpr bool kResponse = true;
 
 class ReceiveWindowTest : public testing::Test {
  protected:
+  explicit ReceiveWindowTest(uint64_t limitBytes = 1000)
+      : window_(std::make_shared<ReceiveWindow>(limitBytes, [this] { ++room_; })) {}
+
   int room_ = 0;
-  const std::shared_ptr<ReceiveWindow> window_ = std::make_shared<ReceiveWindow>(1000, [this] { ++room_; });
+  const std::shared_ptr<ReceiveWindow> window_;
 };
 
 TEST_F(ReceiveWindowTest, AdmitsUpToItsLimit) {
@@ -110,10 +113,9 @@ TEST_F(ReceiveWindowTest, TellsOfRoomOnlyWhenSomethingWaits) {
 
 constexpr uint64_t kAhead = ReceiveWindow::kAheadBytes;
 
-class WideReceiveWindowTest : public testing::Test {
+class WideReceiveWindowTest : public ReceiveWindowTest {
  protected:
-  int room_ = 0;
-  const std::shared_ptr<ReceiveWindow> window_ = std::make_shared<ReceiveWindow>(10 * kAhead, [this] { ++room_; });
+  WideReceiveWindowTest() : ReceiveWindowTest(10 * kAhead) {}
 };
 
 TEST_F(WideReceiveWindowTest, TakesInAheadOnlySoMuch) {

@@ -8,7 +8,6 @@
 
 #include <c10/core/StreamGuard.h>
 #include <c10/util/Logging.h>
-#include <torch/csrc/distributed/rpc/utils.h>
 
 #include <cstring>
 #include <optional>

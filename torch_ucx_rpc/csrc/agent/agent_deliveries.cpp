@@ -1,11 +1,14 @@
 // What making progress brings about, handed out without the worker lock: to calls, to the threads, to whom it concerns.
 
 #include "agent/agent.h"
+#include "agent/tensor_codec.h"
 #include "base/trace.h"
 
+#include <c10/core/StreamGuard.h>
 #include <c10/util/Logging.h>
 
 #include <cstring>
+#include <optional>
 #include <utility>
 
 namespace torch_ucx_rpc {
@@ -166,18 +169,16 @@ void UcxRpcAgent::onSent(std::unique_ptr<OutgoingMessage> message, bool isVisito
     // worker that ended just before we would have connected shows in no other way if its process goes on.
     onPeerGone(*message->to, Peer::State::kFailed, message->to->lost(message->error));
   }
-  if (message->lender == nullptr || !message->lender->mayRunUserCode()) {
-    return;
+  const bool mayRunUserCode = message->lender != nullptr && message->lender->mayRunUserCode();
+  if (!mayRunUserCode || isVisitor) {
+    return; // it is destroyed here
   }
   // Not by who is sending: torch does that with locks of its own taken, which who has the GIL may be waiting for.
-  if (isVisitor) {
-    return;
-  }
-  if (!AgentThreads::isInTask()) {
+  if (AgentThreads::isInTask()) {
+    AgentThreads::runAfterTask([message = std::move(message)] {});
+  } else {
     destroyLater(std::move(message));
-    return;
   }
-  AgentThreads::runAfterTask([message = std::move(message)] {});
 }
 
 void UcxRpcAgent::destroyLater(std::unique_ptr<OutgoingMessage> message) {
