@@ -16,6 +16,7 @@ import functools
 import logging
 import numbers
 import os
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any, TypeAlias
 
@@ -35,7 +36,7 @@ from torch.distributed.rpc import api
 
 import torch_ucx_rpc
 from torch_ucx_rpc import _conflicts, _device_maps
-from torch_ucx_rpc._dynamic_group import DynamicGroup, StaticGroup
+from torch_ucx_rpc._dynamic_group import DOUBTED_S, DynamicGroup, MemberLost, StaticGroup
 from torch_ucx_rpc._members import gather_members
 from torch_ucx_rpc._native import _C
 from torch_ucx_rpc._network import default_devices
@@ -174,6 +175,9 @@ AGENT_TYPES: dict[type[UcxRpcBackendOptions], type[UcxRpcAgent]] = {UcxRpcBacken
 # What UCX is told of a group whose size nobody knows; it chooses transports for large numbers differently.
 _TYPICAL_PEERS = 8
 
+# Between two attempts to join a group.
+_PAUSE_S = 0.2
+
 
 # By init_method, rank, world_size (None for a group without a size) and timeout.
 OpenStore: TypeAlias = Callable[[str, int, int | None, float], Store]
@@ -291,14 +295,29 @@ def _join_dynamic_group(
     store: Store, name: str, rank: int, options: UcxRpcBackendOptions, secret: Secret | None
 ) -> UcxRpcAgent:
     """A running agent, which all members of the group have admitted."""
-    deadline = Deadline(options.rpc_timeout)
+    deadline, patience = Deadline(options.rpc_timeout), Deadline(DOUBTED_S)
+    while True:
+        with contextlib.suppress(MemberLost):
+            return _join_dynamic_group_once(store, name, rank, options, secret, deadline, patience)
+        time.sleep(_PAUSE_S)
+
+
+def _join_dynamic_group_once(
+    store: Store,
+    name: str,
+    rank: int,
+    options: UcxRpcBackendOptions,
+    secret: Secret | None,
+    deadline: Deadline,
+    patience: Deadline,
+) -> UcxRpcAgent:
     agent = _make_agent(name, rank, _TYPICAL_PEERS, store, options, secret)
     with _undone_on_error(agent):
         agent.group = group = DynamicGroup(store, _record_of(agent, 0), agent)
         group.enter()
     _start(agent)
     with _undone_on_error(agent):
-        group.meet(deadline)
+        group.meet(deadline, patience)
     return agent
 
 

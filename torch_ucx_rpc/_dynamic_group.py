@@ -15,7 +15,8 @@ for joining only: whoever hosts it may leave the group, and for those who are in
 
 When a cable is cut those on either side lose the others, and any of them may write so into the list. So who has merely
 fallen silent stays on it, in doubt, until another takes its rank or its name: a worker that joins asks it too, but does
-not wait for its answer for long.
+not wait for its answer for long. Nor does it take a member for lost at once that it cannot reach, for the network may
+be just coming back: it begins anew for as long, since what an agent has lost it never finds again.
 """
 
 # mypy: allow-untyped-calls
@@ -50,11 +51,16 @@ _DYNAMIC = "torch_ucx_rpc/dynamic"
 # How long a worker that is in the list without a record is given to write it, between two lines of its code.
 _WRITING_S = 5.0
 
-# How long those in doubt are given to admit a worker that joins. They do within milliseconds, or are not there.
-_DOUBTED_S = 1.0
+# How long those in doubt, and those who cannot be reached, are given to admit a worker that joins. They do within
+# milliseconds, or are not there.
+DOUBTED_S = 1.0
 
 # More have never joined a group; the counter in the Store cannot be authenticated.
 _MOST_ARRIVALS = 1_000_000
+
+
+class MemberLost(Exception):
+    """A worker that joins could not reach a member. Another attempt may."""
 
 
 class DynamicGroup:
@@ -109,14 +115,13 @@ class DynamicGroup:
             self._members = {place: self._own, **earlier}
             agent.add_records([self._own, *earlier.values()], self._members.values())
 
-    def meet(self, deadline: Deadline) -> None:
+    def meet(self, deadline: Deadline, patience: Deadline) -> None:
         """Have all members that came before admit this worker, whose agent is running now; RuntimeError otherwise.
 
-        But for those in doubt.
+        But for those who are in doubt, or lost meanwhile, once ``patience`` is over; until then, MemberLost for the lost.
         """
         agent = self._running_agent()
         agent._announce_join(json.dumps({"place": self._place, "record": self._own.to_values()}))
-        patience = Deadline(_DOUBTED_S)
         for is_over in ask_again(len(self._members), deadline):
             present, silent = (
                 {info.id for info in infos} for infos in (agent.get_worker_infos(), agent._unacknowledged())
@@ -130,6 +135,9 @@ class DynamicGroup:
                 if record.rank in silent and not (patience.passed() and place in self._doubted)
             }
             if not waited_for:
+                absent = {place: record for place, record in members.items() if record.rank not in present}
+                if not patience.passed() and any(self._is_lost(place, record) for place, record in absent.items()):
+                    raise MemberLost
                 break
             if is_over:
                 raise RuntimeError(
@@ -138,6 +146,10 @@ class DynamicGroup:
                     f"They may hang, or have died with their host."
                 )
             self._remove(place for place in waited_for if not self._store.get(place))
+
+    def _is_lost(self, place: str, absent: Record) -> bool:
+        """Whether it is for no reason that is known: it has not left, nor ended on this machine."""
+        return bool(self._store.get(place)) and not absent.has_ended_beside(self._own)
 
     def leave(self) -> None:
         """Take this worker off the list, where it is on it and the Store is still there."""

@@ -6,6 +6,8 @@ import os
 import re
 import signal
 import socket
+import subprocess
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -367,6 +369,30 @@ def join_after_a_cut(rank: int, steps: Steps, fate: Fate) -> None:
         assert_answers(peer)
     steps.done(f"over {rank}")
     steps.wait_for("over 0", "over 1", "over 2", "over 3")
+    rpc.shutdown()
+
+
+def test_a_worker_that_cannot_be_reached_at_once_is_tried_again(tmp_path: Path) -> None:
+    needs_virtual_hosts()
+    with VirtualHosts(["a", "b"]) as hosts:
+        arguments = (Steps(tmp_path), tmp_path / "store", hosts[0].address)
+        workers.run_workers(2, join_past_an_obstacle, *arguments, hosts=hosts, init=False)
+
+
+def join_past_an_obstacle(rank: int, steps: Steps, file: Path, address: str) -> None:
+    if rank == 1:
+        steps.wait_for("joined 0")
+        # What a host looks like whose network is just coming back: connections fail at once.
+        subprocess.run(["ip", "route", "add", "unreachable", address], check=True)
+        way = threading.Timer(0.4, subprocess.run, [["ip", "route", "del", "unreachable", address]])
+        way.start()
+    join(rank, rpc_backend_options=backend_options(init_method=file.as_uri()))
+    steps.done(f"joined {rank}")
+    steps.wait_for("joined 0", "joined 1")
+    eventually(lambda: present() == {"worker0", "worker1"}, "both are there")
+    assert_answers(1 - rank)
+    steps.done(f"called {rank}")
+    steps.wait_for("called 0", "called 1")
     rpc.shutdown()
 
 

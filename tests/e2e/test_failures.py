@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import collections
+import concurrent.futures
 import contextlib
 import ctypes
 import faulthandler
+import gc
 import os
 import re
 import signal
@@ -279,6 +281,67 @@ def test_what_a_dead_worker_held_is_released(run_workers: Callable[..., list]) -
         options={"receive_window_bytes": 16 * 2**20},
         **DEATH_OF_WORKER1,
     )
+
+
+# ---------------------------------------------------------------------------- what the dead had promised
+
+made = threading.Event()
+
+
+def set_made() -> None:
+    made.set()
+
+
+def make_slowly() -> dict[str, int]:
+    assert made.wait(30)
+    return make_value()
+
+
+def promise() -> None:
+    """Runs on worker1, before it dies: worker0 makes a value for it, worker2 has a reference."""
+    rpc.rpc_sync("worker2", keep, (rpc.remote("worker0", make_slowly),))
+
+
+def reference_whose_request_never_comes(number: int) -> rpc.RRef:
+    """As worker1 passes it on, when it dies before its `rpc.remote` is out."""
+    owner, creator, id_of_rref, id_of_fork = 0, 1, 10**6 + number, 2 * 10**6 + number
+    return rpc.PyRRef._deserialize((owner, creator, id_of_rref, creator, id_of_fork, creator, "PyObject"))
+
+
+def count_keys(rref: rpc.RRef) -> int:
+    return len(rref.rpc_sync(timeout=0).keys())
+
+
+def await_what_worker1_has_promised(rank: int) -> None:
+    if rank != 2:
+        gone.wait(60)
+        return
+    rpc.rpc_sync("worker1", promise)
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        comes = pool.submit(kept[0].to_here, timeout=0)
+        called, fetched, asked_late = map(reference_whose_request_never_comes, range(3))
+        # The first keeps a thread of the owner's waiting, the second none.
+        vain = [pool.submit(count_keys, called), pool.submit(fetched.to_here, timeout=0)]
+        eventually(lambda: rpc.rpc_sync("worker0", metric, ("agent.server_active_calls",)) == 5, "all wait at worker0")
+        rpc.rpc_async("worker1", die)
+        eventually(lambda: rpc.rpc_sync("worker0", is_lost, ("worker1",)), "worker0 has lost worker1")
+        vain.append(pool.submit(count_keys, asked_late))
+        assert not comes.done()
+        rpc.rpc_sync("worker0", set_made)
+        assert comes.result(30) == make_value()
+        for wait in vain:
+            assert re.search(r"this RRef will never have a value: lost worker 'worker1'", failure_of(wait.result))
+    eventually(lambda: rpc.rpc_sync("worker0", metric, ("agent.server_active_calls",)) == 1, "no other call is open")
+    kept.clear()
+    del comes, vain, called, fetched, asked_late, wait
+    gc.collect()
+    for what in ("num_owner_rrefs", "num_forks"):
+        eventually(lambda what=what: rpc.rpc_sync("worker0", rref_count, (what,)) == "0", "no reference is left")
+    rpc.rpc_sync("worker0", let_go)
+
+
+def test_nobody_waits_for_a_value_that_a_dead_worker_was_to_make(run_workers: Callable[..., list]) -> None:
+    run_workers(3, leave_ungracefully_after(await_what_worker1_has_promised), **DEATH_OF_WORKER1)
 
 
 # ------------------------------------------------------------------------------ silence, between hosts

@@ -178,6 +178,7 @@ class UcxRpcAgent : public torch::distributed::rpc::RpcAgent, public std::enable
   void onRejected(Deliveries::Rejection rejection);
   void onPeerGone(Peer& peer, Peer::State state, Error why);
   // What it held of this worker's through torch: autograd contexts and references to RRefs.
+  // Who waits for values that it was to make gets an error.
   void releaseHeldBy(const Peer& gone);
   // Something of the dead may be in the way of messages to this worker.
   void requestRepair();
@@ -202,6 +203,9 @@ class UcxRpcAgent : public torch::distributed::rpc::RpcAgent, public std::enable
   Timer::Clock::time_point onTimer(Timer::Clock::time_point now);
   Timer::Clock::time_point expireCalls(Timer::Clock::time_point now);
   Timer::Clock::time_point checkWindow(Timer::Clock::time_point now);
+  // Handlers that still run make contexts and references for a caller that has died, and others come to wait for what it had
+  // promised them.
+  Timer::Clock::time_point releaseLeftovers(Timer::Clock::time_point now);
 
   const AgentOptions options_;
   const uint64_t session_;
@@ -237,11 +241,13 @@ class UcxRpcAgent : public torch::distributed::rpc::RpcAgent, public std::enable
   std::atomic<uint64_t> callsTimedOut_{0};
 
   std::atomic<bool> hasHeartbeats_{false}; // some peer needs them
+  std::atomic<bool> hasGone_{false}; // some peer, and nobody has taken its rank
   std::atomic<bool> isRepairWanted_{false};
   std::atomic<bool> isRepairing_{false}; // written under the worker lock
 
   // Timer thread only:
   Timer::Clock::time_point heartbeatDue_{};
+  Timer::Clock::time_point leftoversDue_{};
   uint64_t stalledReleases_ = 0;
   Timer::Clock::time_point stalledSince_{};
 

@@ -7,6 +7,8 @@
 #include <torch/csrc/distributed/autograd/context/container.h>
 #include <torch/csrc/distributed/rpc/rref_proto.h>
 
+#include <exception>
+#include <stdexcept>
 #include <utility>
 
 namespace torch_ucx_rpc {
@@ -18,6 +20,9 @@ namespace {
 
 // Of progress, to take in what has come; each takes several messages.
 constexpr int kMostSteps = 1000;
+
+// How often something is looked for that the gone have left.
+constexpr auto kLeftoversPeriod = std::chrono::seconds(1);
 
 } // namespace
 
@@ -70,6 +75,8 @@ void UcxRpcAgent::onPeerGone(Peer& peer, Peer::State state, Error why) {
   });
   requestRepair();
   releaseHeldBy(peer);
+  hasGone_.store(true);
+  timer_.dueBy(Timer::Clock::now() + kLeftoversPeriod);
   barrier_.onMembershipChange();
   processes_.forget(peer.member());
   if (state == Peer::State::kFailed && isDynamic()) {
@@ -92,6 +99,20 @@ void UcxRpcAgent::repairWithWorkerLock() {
   isRepairing_.store(!transport_->repair());
 }
 
+Timer::Clock::time_point UcxRpcAgent::releaseLeftovers(Timer::Clock::time_point now) {
+  if (hasGone_.load() && now >= leftoversDue_) {
+    leftoversDue_ = now + kLeftoversPeriod;
+    hasGone_.store(false); // unless there is one
+    for (const Peer* peer : directory_.all()) {
+      if (!peer->isThere()) {
+        hasGone_.store(true);
+        releaseHeldBy(*peer);
+      }
+    }
+  }
+  return hasGone_.load() ? leftoversDue_ : Timer::Clock::time_point::max();
+}
+
 void UcxRpcAgent::releaseHeldBy(const Peer& gone) {
   if (!isCurrentRpcAgentSet() || getCurrentRpcAgent().get() != this) {
     return; // torch keeps books for one agent; tests have several
@@ -101,23 +122,33 @@ void UcxRpcAgent::releaseHeldBy(const Peer& gone) {
     return; // being destroyed
   }
   // Looked up now: a worker that takes its rank may hold others soon.
-  std::vector<HeldFork> forks = rrefHolders_.takeHeldBy(gone.info().id_);
-  std::vector<int64_t> contexts = autogradContextsOf(gone.info().id_);
-  if (forks.empty() && contexts.empty()) {
+  const worker_id_t rank = gone.info().id_;
+  std::vector<HeldFork> forks = rrefHolders_.takeHeldBy(rank);
+  std::vector<int64_t> contexts = autogradContextsOf(rank);
+  std::vector<c10::intrusive_ptr<JitFuture>> waits;
+  if (!gone.isMakingValues()) {
+    waits = takeWaitsForValuesOf(rank);
+  }
+  if (forks.empty() && contexts.empty() && waits.empty()) {
     return;
   }
-  threads_->addCompletion([self, &gone, forks = std::move(forks), contexts = std::move(contexts)] {
-    try {
-      for (const HeldFork& held : forks) {
-        (*self->cb_)(*rpc::RRefUserDelete(held.rref, held.fork).toMessage(), {}); // as if it had deleted it itself
-      }
-      for (const int64_t context : contexts) {
-        DistAutogradContainer::getInstance().releaseContextIfPresent(context);
-      }
-    } catch (const std::exception& error) {
-      LOG(WARNING) << "torch_ucx_rpc: could not release all that " << gone.describe() << " held: " << error.what();
-    }
-  });
+  threads_->addCompletion(
+      [self, &gone, forks = std::move(forks), contexts = std::move(contexts), waits = std::move(waits)] {
+        try {
+          for (const HeldFork& held : forks) {
+            (*self->cb_)(*rpc::RRefUserDelete(held.rref, held.fork).toMessage(), {}); // as if it had deleted it itself
+          }
+          for (const int64_t context : contexts) {
+            DistAutogradContainer::getInstance().releaseContextIfPresent(context);
+          }
+          for (const c10::intrusive_ptr<JitFuture>& wait : waits) {
+            wait->setErrorIfNeeded(std::make_exception_ptr(
+                std::runtime_error("this RRef will never have a value: " + gone.whyGone().message())));
+          }
+        } catch (const std::exception& error) {
+          LOG(WARNING) << "torch_ucx_rpc: could not release all that " << gone.describe() << " held: " << error.what();
+        }
+      });
 }
 
 } // namespace torch_ucx_rpc

@@ -38,6 +38,7 @@ void UcxRpcAgent::serve(IncomingMessage incoming) {
   }
   c10::intrusive_ptr<Message> request = std::move(decoded.message);
   rrefHolders_.note(from.info().id_, *request);
+  const std::shared_ptr<void> making = makesValue(request->type()) ? from.makeValue() : nullptr;
   if (runsPython(request->type())) {
     AgentThreads::runHooks();
   }
@@ -66,7 +67,7 @@ void UcxRpcAgent::serve(IncomingMessage incoming) {
     return;
   }
   asyncRequests_.fetch_add(1);
-  response->addCallback([self = shared_from_this(), &from, callId](JitFuture& completed) {
+  response->addCallback([self = shared_from_this(), &from, callId, making](JitFuture& completed) {
     self->asyncRequests_.fetch_sub(1);
     self->respond(from, callId, completed);
   });

@@ -1,6 +1,7 @@
 // What the passing of time brings about: calls expire, and what has come to a halt is set going again.
 
 #include "agent/agent.h"
+#include "agent/message_types.h"
 
 #include <torch/csrc/distributed/rpc/utils.h>
 
@@ -42,6 +43,7 @@ Timer::Clock::time_point UcxRpcAgent::onTimer(Timer::Clock::time_point now) {
     }
     next = std::min(next, heartbeatDue_);
   }
+  next = std::min(next, releaseLeftovers(now));
   return std::min(next, checkWindow(now));
 }
 
@@ -51,7 +53,7 @@ Timer::Clock::time_point UcxRpcAgent::expireCalls(Timer::Clock::time_point now) 
   for (CallTable::Expired& expired : calls_.takeExpired(now, next)) {
     callsTimedOut_.fetch_add(1, std::memory_order_relaxed);
     Peer& to = *expired.call.to;
-    if (to.member().session != session_) {
+    if (to.member().session != session_ && !matters(expired.call.type)) {
       expiredIds.emplace_back(&to, expired.id);
     }
     const std::string what = rpc::makeRPCError(timeoutText(expired.call.timeout, to), rpc::RPCErrorType::TIMEOUT);

@@ -13,6 +13,13 @@ bool runsPython(torch::distributed::rpc::MessageType request);
 // Whether RRef.to_here() has sent it, as nobody else does.
 bool isFetch(torch::distributed::rpc::MessageType request);
 
+// Whether it is rpc.remote(), whose value others may wait for at the callee, as long as it takes. (One within a context of distributed
+// autograd is wrapped, and not told from other calls.)
+bool makesValue(torch::distributed::rpc::MessageType request);
+
+// Whether others than its caller count on its being run, also after its caller has given up.
+bool matters(torch::distributed::rpc::MessageType request);
+
 // torch sends some until they are answered, and ends the process over one that never is: its thread for that lets exceptions of
 // callbacks pass. A worker that is gone need not know what they say; null for any other.
 c10::intrusive_ptr<torch::distributed::rpc::Message> answerForTheGone(torch::distributed::rpc::MessageType request);

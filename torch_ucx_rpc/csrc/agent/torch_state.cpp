@@ -14,6 +14,8 @@ namespace torch_ucx_rpc {
 namespace {
 
 using torch::distributed::autograd::DistAutogradContainer;
+using torch::distributed::rpc::JitFuture;
+using torch::distributed::rpc::OwnerRRef;
 using torch::distributed::rpc::RpcAgent;
 using torch::distributed::rpc::RRefContext;
 using torch::distributed::rpc::worker_id_t;
@@ -36,7 +38,9 @@ struct AutogradRank { friend auto reach(AutogradRank); };
 struct NextContextId { friend auto reach(NextContextId); };
 struct NextMessageId { friend auto reach(NextMessageId); };
 struct ContextForks { friend auto reach(ContextForks); };
-struct ContextForksMutex { friend auto reach(ContextForksMutex); };
+struct ContextOwners { friend auto reach(ContextOwners); };
+struct ContextPendingOwners { friend auto reach(ContextPendingOwners); };
+struct ContextMapsMutex { friend auto reach(ContextMapsMutex); };
 struct AutogradContexts { friend auto reach(AutogradContexts); };
 // clang-format on
 template struct Reach<&RRefContext::nextLocalId_, NextRRefId>;
@@ -49,7 +53,9 @@ template struct Reach<&DistAutogradContainer::worker_id_, AutogradRank>;
 template struct Reach<&DistAutogradContainer::next_context_id_, NextContextId>;
 template struct Reach<&DistAutogradContainer::next_autograd_message_id_, NextMessageId>;
 template struct Reach<&RRefContext::forks_, ContextForks>;
-template struct Reach<&RRefContext::mutex_, ContextForksMutex>;
+template struct Reach<&RRefContext::owners_, ContextOwners>;
+template struct Reach<&RRefContext::pendingOwners_, ContextPendingOwners>;
+template struct Reach<&RRefContext::mutex_, ContextMapsMutex>;
 template struct Reach<&DistAutogradContainer::autograd_contexts_, AutogradContexts>;
 
 // The upper bits of a context's id are the rank of the worker that has opened it.
@@ -93,13 +99,33 @@ void stopRRefDeletions() {
 std::vector<HeldFork> heldForks() {
   RRefContext& context = RRefContext::getInstance();
   std::vector<HeldFork> held;
-  const std::lock_guard lock(context.*reach(ContextForksMutex()));
+  const std::lock_guard lock(context.*reach(ContextMapsMutex()));
   for (const auto& [rref, forks] : context.*reach(ContextForks())) {
     for (const auto& fork : forks) {
       held.push_back({rref, fork});
     }
   }
   return held;
+}
+
+std::vector<c10::intrusive_ptr<JitFuture>> takeWaitsForValuesOf(worker_id_t creator) {
+  RRefContext& context = RRefContext::getInstance();
+  std::vector<c10::intrusive_ptr<JitFuture>> waits;
+  const std::lock_guard lock(context.*reach(ContextMapsMutex()));
+  for (const auto& [id, rref] : context.*reach(ContextOwners())) {
+    const auto owner = c10::static_intrusive_pointer_cast<OwnerRRef>(rref);
+    if (id.createdOn_ == creator && !owner->hasValue()) {
+      waits.push_back(owner->getFuture());
+    }
+  }
+  std::erase_if(context.*reach(ContextPendingOwners()), [&](const auto& entry) {
+    if (entry.first.createdOn_ != creator) {
+      return false;
+    }
+    waits.push_back(entry.second);
+    return true;
+  });
+  return waits;
 }
 
 std::vector<int64_t> autogradContextsOf(worker_id_t rank) {
