@@ -118,7 +118,7 @@ class DynamicGroup:
     def meet(self, deadline: Deadline, patience: Deadline) -> None:
         """Have all members that came before admit this worker, whose agent is running now; RuntimeError otherwise.
 
-        But for those who are in doubt, or lost meanwhile, once ``patience`` is over; until then, MemberLost for the lost.
+        Those who are in doubt, or lost meanwhile, need not, once ``patience`` is over; for the lost it is MemberLost before.
         """
         agent = self._running_agent()
         agent._announce_join(json.dumps({"place": self._place, "record": self._own.to_values()}))
