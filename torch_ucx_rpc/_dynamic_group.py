@@ -118,7 +118,8 @@ class DynamicGroup:
     def meet(self, deadline: Deadline, patience: Deadline) -> None:
         """Have all members that came before admit this worker, whose agent is running now; RuntimeError otherwise.
 
-        Those who are in doubt, or lost meanwhile, need not, once ``patience`` is over; for the lost it is MemberLost before.
+        Those who are in doubt, or lost meanwhile, need not, once ``patience`` is over; until then MemberLost is raised for
+        the lost.
         """
         agent = self._running_agent()
         agent._announce_join(json.dumps({"place": self._place, "record": self._own.to_values()}))
