@@ -118,7 +118,7 @@ class DynamicGroup:
     def meet(self, deadline: Deadline, patience: Deadline) -> None:
         """Have all members that came before admit this worker, whose agent is running now; RuntimeError otherwise.
 
-        Those who are in doubt, or lost meanwhile, need not, once ``patience`` is over; until then MemberLost is raised for
+        Those who are in doubt, or lost meanwhile, need not, once ``patience`` is over; until then it is MemberLost for
         the lost.
         """
         agent = self._running_agent()
