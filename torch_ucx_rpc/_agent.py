@@ -16,7 +16,6 @@ import functools
 import logging
 import numbers
 import os
-import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any, TypeAlias
 
@@ -32,17 +31,18 @@ from torch._C._distributed_rpc import (
     _reset_current_rpc_agent,
     _set_profiler_node_id,
 )
+from torch.distributed import DistError
 from torch.distributed.rpc import api
 
 import torch_ucx_rpc
 from torch_ucx_rpc import _conflicts, _device_maps
-from torch_ucx_rpc._dynamic_group import DOUBTED_S, DynamicGroup, MemberLost, StaticGroup
+from torch_ucx_rpc._dynamic_group import DynamicGroup, StaticGroup
 from torch_ucx_rpc._members import gather_members
 from torch_ucx_rpc._native import _C
 from torch_ucx_rpc._network import default_devices
 from torch_ucx_rpc._options import UcxRpcBackendOptions
 from torch_ucx_rpc._record import Record, process_facts
-from torch_ucx_rpc._rendezvous import Deadline, check_rank, create_store
+from torch_ucx_rpc._rendezvous import STORE_ENDS, Deadline, check_rank, create_store
 from torch_ucx_rpc._secret import Secret, load_secret
 
 _logger = logging.getLogger(__name__)
@@ -153,16 +153,18 @@ class UcxRpcAgent(_C.UcxRpcAgent):
         super().join(shutdown, timeout)
 
     def shutdown(self) -> None:
-        global current
         self._check_process()
-        try:
+        with contextlib.ExitStack() as last:
+            last.callback(self._forget)
+            last.callback(super().shutdown)
             if self.group is not None:
                 self.group.leave()
             self._endpoints.close()
-            super().shutdown()
-        finally:
-            if current is self:
-                current = None
+
+    def _forget(self) -> None:
+        global current
+        if current is self:
+            current = None
 
     def is_of_this_process(self) -> bool:
         """False in a forked child, which has the agent's memory but not its threads and connections."""
@@ -174,9 +176,6 @@ AGENT_TYPES: dict[type[UcxRpcBackendOptions], type[UcxRpcAgent]] = {UcxRpcBacken
 
 # What UCX is told of a group whose size nobody knows; it chooses transports for large numbers differently.
 _TYPICAL_PEERS = 8
-
-# Between two attempts to join a group.
-_PAUSE_S = 0.2
 
 
 # By init_method, rank, world_size (None for a group without a size) and timeout.
@@ -295,36 +294,26 @@ def _join_dynamic_group(
     store: Store, name: str, rank: int, options: UcxRpcBackendOptions, secret: Secret | None
 ) -> UcxRpcAgent:
     """A running agent, which all members of the group have admitted."""
-    deadline, patience = Deadline(options.rpc_timeout), Deadline(DOUBTED_S)
-    while True:
-        with contextlib.suppress(MemberLost):
-            return _join_dynamic_group_once(store, name, rank, options, secret, deadline, patience)
-        time.sleep(_PAUSE_S)
-
-
-def _join_dynamic_group_once(
-    store: Store,
-    name: str,
-    rank: int,
-    options: UcxRpcBackendOptions,
-    secret: Secret | None,
-    deadline: Deadline,
-    patience: Deadline,
-) -> UcxRpcAgent:
+    deadline = Deadline(options.rpc_timeout)
     agent = _make_agent(name, rank, _TYPICAL_PEERS, store, options, secret)
     with _undone_on_error(agent):
         agent.group = group = DynamicGroup(store, _record_of(agent, 0), agent)
-        group.enter()
+        try:
+            group.enter()
+        except DistError as error:
+            raise RuntimeError(
+                f"worker {name!r} (rank {rank}) lost the Store while it joined the group: {error}.{STORE_ENDS}"
+            ) from error
     _start(agent)
     with _undone_on_error(agent):
-        group.meet(deadline, patience)
+        group.meet(deadline)
     return agent
 
 
 def _make_agent(
     name: str, rank: int, expected_peers: int, store: Store, options: UcxRpcBackendOptions, secret: Secret | None
 ) -> UcxRpcAgent:
-    make = AGENT_TYPES[type(options)]
+    make = next(AGENT_TYPES[type_] for type_ in type(options).__mro__ if type_ in AGENT_TYPES)
     agent = make(name, rank, expected_peers, store, copy.copy(options))
     agent.secret = secret
     with _undone_on_error(agent):
@@ -375,6 +364,19 @@ def _undone_on_error(agent: UcxRpcAgent) -> Iterator[None]:
         raise
 
 
+def destroy_rref_context(ignores_leaks: bool) -> None:
+    """torch's, with the agent shut down before.
+
+    torch takes its RRefs apart without the lock under which requests, and the end of a worker, make use of them.
+    """
+    agent = current
+    try:
+        if agent is not None:
+            agent.shutdown()
+    finally:
+        _destroy_rref_context(ignores_leaks)
+
+
 @atexit.register
 def _shut_down_at_exit() -> None:
     """End the agent of a program that does not: its threads must be gone before the interpreter is finalized."""
@@ -382,7 +384,6 @@ def _shut_down_at_exit() -> None:
     if agent is None or not agent.is_of_this_process():
         return
     # As rpc.shutdown(graceful=False); but RRefs that still exist, of which torch warns, are no error where all ends.
-    _destroy_rref_context(True)
-    agent.shutdown()
+    destroy_rref_context(True)
     _cleanup_python_rpc_handler()
     _reset_current_rpc_agent()

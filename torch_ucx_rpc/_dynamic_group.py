@@ -15,8 +15,8 @@ for joining only: whoever hosts it may leave the group, and for those who are in
 
 When a cable is cut those on either side lose the others, and any of them may write so into the list. So who has merely
 fallen silent stays on it, in doubt, until another takes its rank or its name: a worker that joins asks it too, but does
-not wait for its answer for long. Nor does it take a member for lost at once that it cannot reach, for the network may
-be just coming back: it begins anew for as long, since what an agent has lost it never finds again.
+not wait for its answer for long. And whom it cannot reach it tries again for as long: the network may be just coming
+back.
 """
 
 # mypy: allow-untyped-calls
@@ -51,16 +51,13 @@ _DYNAMIC = "torch_ucx_rpc/dynamic"
 # How long a worker that is in the list without a record is given to write it, between two lines of its code.
 _WRITING_S = 5.0
 
-# How long those in doubt, and those who cannot be reached, are given to admit a worker that joins. They do within
-# milliseconds, or are not there.
-DOUBTED_S = 1.0
+# How long those in doubt are given to admit a worker that joins: they do within milliseconds, or are not there. And how
+# often those who cannot be reached are tried meanwhile.
+_DOUBTED_S = 1.0
+_TRY_AGAIN_S = 0.2
 
 # More have never joined a group; the counter in the Store cannot be authenticated.
 _MOST_ARRIVALS = 1_000_000
-
-
-class MemberLost(Exception):
-    """A worker that joins could not reach a member. Another attempt may."""
 
 
 class DynamicGroup:
@@ -79,7 +76,9 @@ class DynamicGroup:
         # The members that are known here, by their place in the list; those that left until somebody takes their place.
         self._members: dict[str, Record] = {}
         self._place: str | None = None
-        # Places of those that others had lost when this worker came, and that have not admitted it yet.
+        # Those that this worker found in the list when it came, and must be admitted by.
+        self._earlier: dict[str, Record] = {}
+        # Of the earlier ones those, by place, that this worker or another has lost, and that have not admitted it yet.
         self._doubted: set[str] = set()
 
     def enter(self) -> None:
@@ -101,7 +100,7 @@ class DynamicGroup:
                 later.append(other)
             # What was written of it on the other side of a cut may have come after it was replaced.
             elif other.in_doubt or other.has_ended_beside(self._own):
-                self._set(other_place, None)
+                self._store.set(other_place, "")
                 del earlier[other_place]
             elif self._own in rivals:
                 raise _place_is_taken(self._own, other)
@@ -110,35 +109,43 @@ class DynamicGroup:
         agent._set_membership(
             self._admit, self._forget, b"" if self._secret is None else self._secret.join_key(self._own.session)
         )
+        self._earlier = earlier
         with self._lock:
             self._doubted = {other_place for other_place, other in earlier.items() if other.in_doubt}
             self._members = {place: self._own, **earlier}
             agent.add_records([self._own, *earlier.values()], self._members.values())
 
-    def meet(self, deadline: Deadline, patience: Deadline) -> None:
+    def meet(self, deadline: Deadline) -> None:
         """Have all members that came before admit this worker, whose agent is running now; RuntimeError otherwise.
 
-        Those who are in doubt, or lost meanwhile, need not, once ``patience`` is over; until then it is MemberLost for
-        the lost.
+        But for those who are in doubt, or cannot be reached.
         """
         agent = self._running_agent()
-        agent._announce_join(json.dumps({"place": self._place, "record": self._own.to_values()}))
-        for is_over in ask_again(len(self._members), deadline):
-            present, silent = (
-                {info.id for info in infos} for infos in (agent.get_worker_infos(), agent._unacknowledged())
-            )
+        announcement = json.dumps({"place": self._place, "record": self._own.to_values()})
+        patience, pause = Deadline(_DOUBTED_S), Deadline(_TRY_AGAIN_S)
+        tried_again: dict[str, Record] = {}
+        agent._announce_join(announcement, [record.session for record in self._earlier.values()])
+        for is_over in ask_again(len(self._earlier), deadline):
+            # Asked first: who is lost in between has not admitted this worker.
+            silent = {info.id for info in agent._unacknowledged()}
+            present = {info.id for info in agent.get_worker_infos()}
             with self._lock:
-                members = dict(self._members)
-            self._trust(place for place, record in members.items() if record.rank in present - silent)
-            waited_for = {
+                earlier = {place: record for place, record in self._earlier.items() if place in self._members}
+            self._trust(place for place, record in earlier.items() if record.rank in present - silent)
+            waited_for = {place: record for place, record in earlier.items() if record.rank in silent}
+            lost = {
                 place: record
-                for place, record in members.items()
-                if record.rank in silent and not (patience.passed() and place in self._doubted)
+                for place, record in earlier.items()
+                if record.rank not in present | silent and not record.has_ended_beside(self._own)
             }
+            if patience.passed():
+                for place in waited_for.keys() & tried_again.keys():
+                    # From one that has lost this worker too, and does not take the same one in again.
+                    agent._lose_member(waited_for.pop(place).session)
+                waited_for = {place: record for place, record in waited_for.items() if place not in self._doubted}
+            else:
+                waited_for |= lost
             if not waited_for:
-                absent = {place: record for place, record in members.items() if record.rank not in present}
-                if not patience.passed() and any(self._is_lost(place, record) for place, record in absent.items()):
-                    raise MemberLost
                 break
             if is_over:
                 raise RuntimeError(
@@ -146,17 +153,19 @@ class DynamicGroup:
                     f"{', '.join(map(str, waited_for.values()))}: they are in its list of members, but do not answer. "
                     f"They may hang, or have died with their host."
                 )
-            self._remove(place for place in waited_for if not self._store.get(place))
-
-    def _is_lost(self, place: str, absent: Record) -> bool:
-        """Whether it is for no reason that is known: it has not left, nor ended on this machine."""
-        return bool(self._store.get(place)) and not absent.has_ended_beside(self._own)
+            self._remove(place for place in waited_for if not self._is_listed(place))
+            if pause.passed() and not patience.passed():
+                pause = Deadline(_TRY_AGAIN_S)
+                tried_again |= lost
+                self._doubted.update(lost)
+                agent._announce_join(announcement, [record.session for record in lost.values()])
 
     def leave(self) -> None:
         """Take this worker off the list, where it is on it and the Store is still there."""
         place, self._place = self._place, None
         if place is not None:
-            self._set(place, None)
+            with contextlib.suppress(DistError):
+                self._store.set(place, "")
 
     def _running_agent(self) -> UcxRpcAgent:
         agent = self._agent()
@@ -204,18 +213,28 @@ class DynamicGroup:
             lost = {place: record for place, record in self._members.items() if record.session == session}
         for place, record in lost.items():
             has_ended = record.has_ended_beside(self._own)
-            self._set(place, None if has_ended else dataclasses.replace(record, in_doubt=True))
+            self._replace(place, None if has_ended else dataclasses.replace(record, in_doubt=True))
 
     def _trust(self, places: Iterable[str]) -> None:
         """For members that have admitted this worker, whatever others have written of them."""
         for place in self._doubted.intersection(places):
             self._doubted.discard(place)
-            self._set(place, dataclasses.replace(self._members[place], in_doubt=False))
+            self._replace(place, dataclasses.replace(self._earlier[place], in_doubt=False))
 
-    def _set(self, place: str, record: Record | None) -> None:
+    def _is_listed(self, place: str) -> bool:
+        """False for who has left; where the Store has ended, that cannot be known."""
+        try:
+            return bool(self._store.get(place))
+        except DistError:
+            return True
+
+    def _replace(self, place: str, record: Record | None) -> None:
+        """What the list says of another worker, which may have taken itself off it: who has left does not come back."""
         # Without the Store nobody can read the list either.
         with contextlib.suppress(DistError):
-            self._store.set(place, "" if record is None else write_entry(record.to_values(), self._secret))
+            if text := self._store.get(place):
+                entry = "" if record is None else write_entry(record.to_values(), self._secret)
+                self._store.compare_set(place, text.decode(), entry)
 
 
 class StaticGroup:

@@ -68,6 +68,7 @@ def register() -> None:
     api._wait_all_workers = _wait_all_workers
     api._invoke_rpc = _invoke_rpc
     api._delete_all_user_and_unforked_owner_rrefs = _delete_rrefs  # type: ignore[attr-defined]
+    api._destroy_rref_context = _agent.destroy_rref_context  # type: ignore[assignment, attr-defined]
     torch._C.Future.wait = _wait_for_future  # type: ignore[assignment, method-assign]
     _internal_rpc_pickler._dispatch_table = _arrays.Reducers(_internal_rpc_pickler._dispatch_table)
     _internal_rpc_pickler._dispatch_table[torch.Tensor] = _reduce_tensor

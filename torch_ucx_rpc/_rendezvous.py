@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TypeVar
 from urllib.parse import ParseResult, urlparse
 
-from torch._C._distributed_c10d import Store, TCPStore
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed import DistError
 from torch.distributed.rendezvous import (
     _get_use_libuv_from_query_dict,
@@ -35,7 +35,7 @@ T = TypeVar("T")
 _START = "Error initializing torch.distributed using {}:// rendezvous:"
 
 # What to know of a group without a size.
-_STORE_ENDS = (
+STORE_ENDS = (
     " A group without a world_size can be joined as long as its Store is there, and this one ends with the process of "
     "rank 0. For joins after that use a Store outside of it: torchrun's, or a file, init_method='file:///path'."
 )
@@ -84,6 +84,9 @@ def create_store(init_method: str, rank: int, world_size: int | None, timeout: f
     if scheme in ("env", "tcp"):
         host, port, use_libuv = _store_address(urlparse(init_method))
         store = _create_tcp_store(host, port, use_libuv, rank, world_size, Deadline(timeout))
+        if _torchelastic_use_agent_store() and (attempt := os.environ.get("TORCHELASTIC_RESTART_COUNT")):
+            # As torch does: torchrun's Store stays when it starts the workers again, with all that those before wrote.
+            store = PrefixStore(f"/worker/attempt_{attempt}", store)
     else:
         if scheme == "file":
             _check_folder(urlparse(init_method))
@@ -256,7 +259,7 @@ def _create_tcp_store(
     address = f"{host}:{port}"
     by_torchrun: bool = _torchelastic_use_agent_store()
     is_server = rank == 0 and not by_torchrun
-    hint = "" if world_size is not None or by_torchrun else _STORE_ENDS
+    hint = "" if world_size is not None or by_torchrun else STORE_ENDS
     if not is_server:
         await_listener(host, port, "torchrun" if by_torchrun else "rank 0", deadline, hint)
 

@@ -125,7 +125,7 @@ class Statistics:
         calls_open (int): calls made here that wait for their answers.
         calls_timed_out (int): calls made here that were given up.
         requests_open (int): calls of others that have arrived and are not answered.
-        requests_running (int): of those, the ones that a thread is at; at most ``num_worker_threads``.
+        requests_running (int): of those, the ones that a thread is at; at most ``max_worker_threads``.
         requests_waiting (int): of those, the ones that wait for a thread.
         messages_sending (int): messages that UCX is not done with, or has not been given yet.
         frames_refused (int): messages from strangers, or malformed.

@@ -18,12 +18,14 @@ class DynamicGroupTest : public AgentTest {
            lost_[rank].push_back(session);
          }});
     std::vector<Member> members{selfOf(rank)};
+    std::vector<uint64_t> sessions;
     for (const worker_id_t other : known) {
       members.push_back(selfOf(other));
+      sessions.push_back(agent(other).session());
     }
     joining.addMembers(members);
     joining.start();
-    joining.announceJoin(std::to_string(rank));
+    joining.announceJoin(std::to_string(rank), sessions);
   }
 
   Member selfOf(worker_id_t rank) {
@@ -111,7 +113,7 @@ TEST_F(DynamicGroupTest, StaticGroupsAdmitNobody) {
   agent(2).setMembership({[](const std::string& /*record*/) {}, [](uint64_t /*session*/) {}});
   agent(2).addMembers({selfOf(2), selfOf(0)});
   agent(2).start();
-  agent(2).announceJoin("2");
+  agent(2).announceJoin("2", {agent(0).session()});
   ASSERT_TRUE(eventually([&] { return metric(0, "agent.frames_refused") == 1; }));
   EXPECT_EQ(agent(2).unacknowledged().size(), 1u);
   EXPECT_THROW((void)agent(0).getWorkerInfo(2), std::runtime_error);

@@ -232,13 +232,13 @@ TEST_F(SealedJoinTest, WhoHasTheSecretIsAdmitted) {
   makeMember(1);
   agent(1).addMembers(asToldTo(1, {selfOf(0)}));
   agent(1).start();
-  agent(1).announceJoin("record");
+  agent(1).announceJoin("record", {agent(0).session()});
   EXPECT_TRUE(eventually([&] { return agent(1).unacknowledged().empty(); }));
   EXPECT_EQ(textOf(*answer(call(1, 0, "ok"))), "ok");
   EXPECT_EQ(textOf(*answer(call(0, 1, "ok"))), "ok");
   EXPECT_EQ(joins_.load(), 1);
 
-  agent(1).announceJoin("record"); // as a replay of the first
+  agent(1).announceJoin("record", {agent(0).session()}); // as a replay of the first
   EXPECT_TRUE(eventually([&] { return metric(0, "agent.frames_refused") == 1; }));
   EXPECT_EQ(joins_.load(), 1);
 }
@@ -252,7 +252,7 @@ TEST_F(SealedJoinTest, WhoHasNotIsNotEvenRead) {
     agent(1).addMembers({selfOf(1), zero});
     agent(1).start();
     const uint64_t before = metric(0, "agent.frames_refused");
-    agent(1).announceJoin("record");
+    agent(1).announceJoin("record", {agent(0).session()});
     EXPECT_TRUE(eventually([&] { return metric(0, "agent.frames_refused") == before + 1; }));
     agent(1).shutdown(); // and its goodbye
     EXPECT_TRUE(eventually([&] { return metric(0, "agent.frames_refused") == before + 2; }));

@@ -297,9 +297,18 @@ def make_slowly() -> dict[str, int]:
     return make_value()
 
 
+def value_here(rref: rpc.RRef) -> object:
+    return rref.local_value()
+
+
 def promise() -> None:
-    """Runs on worker1, before it dies: worker0 makes a value for it, worker2 has a reference."""
+    """Runs on worker1, before it dies: worker0 makes values for it, and worker2 has a reference to one.
+
+    The other one is made of a value that never comes.
+    """
     rpc.rpc_sync("worker2", keep, (rpc.remote("worker0", make_slowly),))
+    kept.append(reference_whose_request_never_comes(3))
+    kept.append(rpc.remote("worker0", value_here, (kept[0],)))
 
 
 def reference_whose_request_never_comes(number: int) -> rpc.RRef:
@@ -322,7 +331,7 @@ def await_what_worker1_has_promised(rank: int) -> None:
         called, fetched, asked_late = map(reference_whose_request_never_comes, range(3))
         # The first keeps a thread of the owner's waiting, the second none.
         vain = [pool.submit(count_keys, called), pool.submit(fetched.to_here, timeout=0)]
-        eventually(lambda: rpc.rpc_sync("worker0", metric, ("agent.server_active_calls",)) == 5, "all wait at worker0")
+        eventually(lambda: rpc.rpc_sync("worker0", metric, ("agent.server_active_calls",)) == 6, "all wait at worker0")
         rpc.rpc_async("worker1", die)
         eventually(lambda: rpc.rpc_sync("worker0", is_lost, ("worker1",)), "worker0 has lost worker1")
         vain.append(pool.submit(count_keys, asked_late))

@@ -9,8 +9,9 @@ import sys
 from pathlib import Path
 
 PYTHON = sys.executable
-BESIDE_MPI, FAIL, MEET = (
-    str(Path(__file__).resolve().parent / "programs" / f"{name}.py") for name in ("beside_mpi", "fail", "meet")
+_PROGRAMS = Path(__file__).resolve().parent / "programs"
+BESIDE_MPI, FAIL, FAIL_ONCE, MEET = (
+    str(_PROGRAMS / f"{name}.py") for name in ("beside_mpi", "fail", "fail_once", "meet")
 )
 
 # The package is found as it is found by this process, be it installed or beside the tests.

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from labs import VirtualHosts
 
-from ._reports import ENVIRON, MEET, PYTHON, assert_all_called
+from ._reports import ENVIRON, FAIL_ONCE, MEET, PYTHON, assert_all_called
 
 TORCHRUN = [PYTHON, "-m", "torch.distributed.run"]
 
@@ -55,6 +55,16 @@ def test_torchrun_on_two_hosts_with_a_role(hosts: VirtualHosts) -> None:
     assert [code for code, _ in ends] == [0, 0], ends
     names = ["trainer0", "trainer1", "trainer2", "trainer3"]
     assert_all_called("".join(output for _, output in ends), names, on=["n1", "n1", "n2", "n2"])
+
+
+def test_torchrun_starts_a_job_again_whose_worker_has_failed() -> None:
+    command = [*TORCHRUN, "--standalone", "--nproc-per-node", "2", "--max-restarts", "1", FAIL_ONCE]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    job = subprocess.run(command, env=ENVIRON, timeout=100, check=False, **pipes)
+    assert job.returncode == 0, job.stdout
+    assert "the cause" in job.stdout
+    for rank in range(2):
+        assert f"{rank} is through, in attempt 1" in job.stdout
 
 
 def test_our_launcher_on_two_hosts_with_roles_over_both(hosts: VirtualHosts) -> None:

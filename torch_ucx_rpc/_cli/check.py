@@ -290,7 +290,7 @@ def judge(places: dict[str, Place], pairs: Iterable[Pair]) -> tuple[list[str], l
             "(Docker: --ipc=host; Kubernetes: hostIPC: true, or one pod) they would use shared memory"
         )
     if any(place.has_cuda for place in places.values()):
-        notes.append("only CPU tensors were sent: this version cannot send CUDA tensors, copy them to the CPU first")
+        notes.append("only CPU tensors were sent: CUDA tensors need device_maps, which this check has none of")
     return warnings, notes
 
 

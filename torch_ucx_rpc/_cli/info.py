@@ -40,9 +40,8 @@ _OPTIONAL = {
     "rich": "check, top",
     "prometheus_client": "the option prometheus_port",
     "mpi4py": "rank 0's address under mpirun",
-    "ucxx": "UCX from Python",
-    "rmm": "CUDA memory pools",
-    "numba": "kernels on received arrays",
+    "rmm": "device buffers as arguments",
+    "numba": "native_op, and device arrays as arguments",
 }
 _OWN_VARIABLES = {
     "TORCH_UCX_RPC_INIT_METHOD",

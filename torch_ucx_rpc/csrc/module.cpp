@@ -364,8 +364,9 @@ PYBIND11_MODULE(_C, module) {
           py::arg("on_join"),
           py::arg("on_lost"),
           py::arg("join_key"))
-      .def("_announce_join", &UcxRpcAgent::announceJoin, py::arg("record"), NoGil())
+      .def("_announce_join", &UcxRpcAgent::announceJoin, py::arg("record"), py::arg("members"), NoGil())
       .def("_unacknowledged", &UcxRpcAgent::unacknowledged, NoGil())
+      .def("_lose_member", &UcxRpcAgent::loseMember, py::arg("session"), NoGil())
       .def("_remove_member", &UcxRpcAgent::removeMember, py::arg("session"), NoGil())
       .def(
           "_set_device_maps",

@@ -86,8 +86,11 @@ class UcxRpcAgent : public torch::distributed::rpc::RpcAgent, public std::enable
   };
   // Before start(); makes the group a dynamic one. In a job with a secret, `joinKey` is this worker's own (Member::joinKey).
   void setMembership(Membership membership, const std::string& joinKey = {});
-  // Asks all members to admit this worker. Who has not answered yet is in unacknowledged().
-  void announceJoin(const std::string& record);
+  // For a member that does not admit this worker. Calls to it fail, and it hears a goodbye.
+  void loseMember(uint64_t session);
+  // Asks members, by their sessions, to admit this worker; those that were lost as if for the first time. Who is there and has not
+  // answered yet is in unacknowledged().
+  void announceJoin(const std::string& record, const std::vector<uint64_t>& members);
   std::vector<WorkerInfo> unacknowledged() const;
 
   // Where tensors arrive at other workers, by their names: those of requests, and those of answers, by what each caller wants. `devices`
@@ -152,6 +155,7 @@ class UcxRpcAgent : public torch::distributed::rpc::RpcAgent, public std::enable
   // The answer that the visitor waits for is handed back.
   std::optional<Answer> onResponse(IncomingMessage message, std::optional<uint64_t> visitorsCall = {});
   void onMessage(IncomingMessage message); // any but a response
+  void noteRequest(const IncomingMessage& message);
   void onControl(const IncomingMessage& message);
   // Its tensors may be used on `streams`, fresh ones.
   Error decode(IncomingMessage incoming, Streams& streams, DecodedMessage& decoded);
@@ -173,7 +177,8 @@ class UcxRpcAgent : public torch::distributed::rpc::RpcAgent, public std::enable
   void failCallLater(CallTable::Call call, std::string what);
   void wakeVisitor();
   bool visit(const JitFuture& future);
-  void onSent(std::unique_ptr<OutgoingMessage> message, bool isVisitor);
+  // Leaves the message where the caller may destroy it.
+  void onSent(std::unique_ptr<OutgoingMessage>& message, bool isVisitor);
   void destroyLater(std::unique_ptr<OutgoingMessage> message);
   void onRejected(Deliveries::Rejection rejection);
   void onPeerGone(Peer& peer, Peer::State state, Error why);
@@ -193,7 +198,7 @@ class UcxRpcAgent : public torch::distributed::rpc::RpcAgent, public std::enable
   bool isDynamic() const {
     return membership_.onJoin != nullptr;
   }
-  void announce(wire::Kind kind, const std::string& body);
+  void announce(Peer& to, wire::Kind kind, const std::string& body);
   void onJoin(Deliveries::Join join);
   void onLost(const Peer& peer);
   void onLeave(Peer& from);

@@ -32,13 +32,13 @@ std::exception_ptr asException(const std::string& what) {
 }
 
 // Completes a future, and so runs its callbacks. Torch's own may throw: that of an RRef does, which its owner died over. Whoever
-// uses that RRef is told; here is nobody to tell, and an exception would end the process.
+// uses that RRef is told; here is nobody to tell, and an exception would end the process. (Not for the log either: the text of one of
+// torch's takes milliseconds, under a lock of the dynamic linker, and all calls to a worker that dies may end so.)
 template <typename Complete>
 void runCallbacks(const Complete& complete) {
   try {
     complete();
-  } catch (const std::exception& error) {
-    VLOG(1) << "torch_ucx_rpc: a callback of a call has failed: " << error.what();
+  } catch (const std::exception&) {
   }
 }
 
@@ -149,6 +149,9 @@ void UcxRpcAgent::deliverToSelf(std::unique_ptr<OutgoingMessage> message) {
     arrived.before = DeviceWork(currentStreams(devices));
   } catch (const c10::Error& failure) {
     onRejected({message->to, message->header, deviceFailed(failure)});
+    return;
+  } catch (const std::bad_alloc&) {
+    onRejected({message->to, message->header, outOfMemoryFor(message->totalBytes())});
     return;
   }
   if (arrived.header.kind == wire::Kind::kResponse) {

@@ -1,8 +1,10 @@
 // What making progress brings about, handed out without the worker lock: to calls, to the threads, to whom it concerns.
 
 #include "agent/agent.h"
+#include "agent/message_types.h"
 #include "agent/tensor_codec.h"
 #include "base/trace.h"
+#include "wire/body.h"
 
 #include <c10/core/StreamGuard.h>
 #include <c10/util/Logging.h>
@@ -13,18 +15,31 @@
 
 namespace torch_ucx_rpc {
 
+namespace {
+
+bool isQuickRequest(const IncomingMessage& message) {
+  return message.header.kind == wire::Kind::kRequest &&
+      isQuick(static_cast<torch::distributed::rpc::MessageType>(wire::messageTypeOf(message.body())));
+}
+
+} // namespace
+
 void UcxRpcAgent::dispatch(Deliveries deliveries, std::optional<uint64_t> visitorsCall) {
   std::optional<Answer> visitorsAnswer;
   std::vector<IncomingMessage> inOrder;
+  std::vector<IncomingMessage> quick;
+  // A thread that had to be woken for it would compete with the visitor for the processor. But torch's handling of one request, in
+  // which a caller may be, does not expect another on the same thread.
+  const bool takesQuick = visitorsCall && !AgentThreads::isInTask();
   for (IncomingMessage& message : deliveries.messages) {
     if (message.header.kind != wire::Kind::kResponse) {
-      inOrder.push_back(std::move(message));
+      (takesQuick && isQuickRequest(message) ? quick : inOrder).push_back(std::move(message));
     } else if (std::optional<Answer> answer = onResponse(std::move(message), visitorsCall)) {
       visitorsAnswer = std::move(answer);
     }
   }
   for (std::unique_ptr<OutgoingMessage>& message : deliveries.sent) {
-    onSent(std::move(message), visitorsCall.has_value());
+    onSent(message, visitorsCall.has_value());
   }
   for (Deliveries::Rejection& rejection : deliveries.rejections) {
     onRejected(std::move(rejection));
@@ -44,6 +59,10 @@ void UcxRpcAgent::dispatch(Deliveries deliveries, std::optional<uint64_t> visito
     });
   }
   deliveries.turn.end(); // what follows runs user code
+  for (IncomingMessage& message : quick) {
+    noteRequest(message);
+    serve(std::move(message));
+  }
   if (!deliveries.warning.empty()) {
     LOG(WARNING) << "torch_ucx_rpc: " << deliveries.warning;
   }
@@ -81,14 +100,18 @@ void UcxRpcAgent::onMessage(IncomingMessage message) {
     onControl(message);
     return;
   }
-  const trace::Span span("receive request", message.call(), trace::Arrow::kRequestArrives);
+  noteRequest(message);
   Peer& from = *message.from;
   const uint64_t callId = message.header.callId;
-  from.requestsOpen.fetch_add(1);
-  from.callsReceived.fetch_add(1, std::memory_order_relaxed);
   threads_->addRequest(
       [self, message = std::move(message)]() mutable { self->serve(std::move(message)); },
       [self, &from, callId] { self->respondWithError(from, callId, self->describeNesting()); });
+}
+
+void UcxRpcAgent::noteRequest(const IncomingMessage& message) {
+  const trace::Span span("receive request", message.call(), trace::Arrow::kRequestArrives);
+  message.from->requestsOpen.fetch_add(1);
+  message.from->callsReceived.fetch_add(1, std::memory_order_relaxed);
 }
 
 void UcxRpcAgent::onControl(const IncomingMessage& message) {
@@ -149,7 +172,7 @@ Error UcxRpcAgent::decode(IncomingMessage incoming, Streams& streams, DecodedMes
   }
 }
 
-void UcxRpcAgent::onSent(std::unique_ptr<OutgoingMessage> message, bool isVisitor) {
+void UcxRpcAgent::onSent(std::unique_ptr<OutgoingMessage>& message, bool isVisitor) {
   if (message->error && message->header.kind == wire::Kind::kRequest) {
     CallTable::Call call;
     if (calls_.take(message->header.callId, call)) {
@@ -171,7 +194,7 @@ void UcxRpcAgent::onSent(std::unique_ptr<OutgoingMessage> message, bool isVisito
   }
   const bool mayRunUserCode = message->lender != nullptr && message->lender->mayRunUserCode();
   if (!mayRunUserCode || isVisitor) {
-    return; // it is destroyed here
+    return; // it is destroyed with the deliveries, when others' turn has come
   }
   // Not by who is sending: torch does that with locks of its own taken, which who has the GIL may be waiting for.
   if (AgentThreads::isInTask()) {

@@ -68,6 +68,13 @@ void UcxRpcAgent::removeMember(uint64_t session) {
   }
 }
 
+void UcxRpcAgent::loseMember(uint64_t session) {
+  if (Peer* peer = directory_.findSession(session); peer != nullptr && peer->isThere()) {
+    postControl(*peer, wire::Kind::kGoodbye, 0, {});
+    onPeerGone(*peer, Peer::State::kFailed, peer->lost({ErrorCode::kPeerFailed, "it has not admitted this worker"}));
+  }
+}
+
 const WorkerInfo& UcxRpcAgent::getWorkerInfo(const std::string& name) const {
   return directory_.at(name).info();
 }
@@ -155,17 +162,24 @@ void UcxRpcAgent::setMembership(Membership membership, const std::string& joinKe
   progress_->run([&] { inbox_->acceptJoins(joinKey); });
 }
 
-void UcxRpcAgent::announce(wire::Kind kind, const std::string& body) {
-  for (Peer* peer : directory_.all()) {
-    if (peer->isThere() && peer->member().session != session_) {
-      peer->hasAcknowledged.store(false);
-      postControl(*peer, kind, 0, Bytes(std::as_bytes(std::span(body))));
-    }
+void UcxRpcAgent::announce(Peer& to, wire::Kind kind, const std::string& body) {
+  if (to.isThere()) {
+    to.hasAcknowledged.store(false);
+    postControl(to, kind, 0, Bytes(std::as_bytes(std::span(body))));
   }
 }
 
-void UcxRpcAgent::announceJoin(const std::string& record) {
-  announce(wire::Kind::kJoin, record);
+void UcxRpcAgent::announceJoin(const std::string& record, const std::vector<uint64_t>& members) {
+  for (const uint64_t session : members) {
+    Peer* peer = directory_.findSession(session);
+    if (peer != nullptr && peer->state() == Peer::State::kFailed) {
+      addMembers({peer->member()});
+      peer = directory_.findSession(session);
+    }
+    if (peer != nullptr) {
+      announce(*peer, wire::Kind::kJoin, record);
+    }
+  }
 }
 
 std::vector<WorkerInfo> UcxRpcAgent::unacknowledged() const {
@@ -220,7 +234,11 @@ void UcxRpcAgent::onLeave(Peer& from) {
 // The others are told first: then they call no more, and what has been called is answered.
 void UcxRpcAgent::leave(std::chrono::milliseconds timeout) {
   const auto deadline = deadlineOf(timeout);
-  announce(wire::Kind::kLeave, {});
+  for (Peer* peer : directory_.all()) {
+    if (peer->member().session != session_) {
+      announce(*peer, wire::Kind::kLeave, {});
+    }
+  }
   // Those who are gone wait for nothing. torch may never answer them: a backward pass whose context was closed when the worker died that
   // had opened it, for one.
   const auto requestsOpen = [this] {

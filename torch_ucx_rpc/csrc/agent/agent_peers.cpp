@@ -126,8 +126,9 @@ void UcxRpcAgent::releaseHeldBy(const Peer& gone) {
   std::vector<HeldFork> forks = rrefHolders_.takeHeldBy(rank);
   std::vector<int64_t> contexts = autogradContextsOf(rank);
   std::vector<c10::intrusive_ptr<JitFuture>> waits;
-  if (!gone.isMakingValues()) {
-    waits = takeWaitsForValuesOf(rank);
+  // What has come from one that said goodbye is handled all the same.
+  if (gone.state() == Peer::State::kFailed || gone.requestsOpen.load() == 0) {
+    waits = rrefHolders_.takeWaitsForValuesOf(rank);
   }
   if (forks.empty() && contexts.empty() && waits.empty()) {
     return;

@@ -37,13 +37,13 @@ void UcxRpcAgent::serve(IncomingMessage incoming) {
     }
   }
   c10::intrusive_ptr<Message> request = std::move(decoded.message);
-  rrefHolders_.note(from.info().id_, *request);
-  const std::shared_ptr<void> making = makesValue(request->type()) ? from.makeValue() : nullptr;
   if (runsPython(request->type())) {
     AgentThreads::runHooks();
   }
+  std::shared_ptr<void> making;
   c10::intrusive_ptr<JitFuture> response;
   try {
+    making = rrefHolders_.note(from.info().id_, *request);
     const trace::Span span("run handler", traced);
     if (request->type() == rpc::MessageType::RUN_WITH_PROFILING_REQ) {
       // torch's legacy profiler records on a thread only the first time it is enabled there (torch 2.13; TensorPipe with its 16

@@ -30,7 +30,7 @@ void Directory::add(Member member) {
   if (sameName != nullptr && sameName->isThere()) {
     refuse("name", sameName);
   }
-  if (const Peer* same = findIn(bySession_, added.session); same != nullptr) {
+  if (const Peer* same = findIn(bySession_, added.session); same != nullptr && same->isThere()) {
     refuse("session", same);
   }
   forgetLocked(sameRank);

@@ -15,8 +15,8 @@ namespace torch_ucx_rpc {
 // so references stay valid and errors can still name them. Thread-safe.
 class Directory {
  public:
-  // The rank and the name of a worker that is gone can be taken again. Throws std::invalid_argument where a worker that is
-  // there has the same rank or name, or any worker the same session.
+  // The rank and the name of a worker that is gone can be taken again, by itself too: who was lost may be tried anew. Throws
+  // std::invalid_argument where a worker that is there has the same rank, name or session.
   void add(Member member);
 
   // Forgets the rank and the name of a worker. Its session stays known: frames of it may still arrive.

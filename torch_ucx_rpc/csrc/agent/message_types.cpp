@@ -24,12 +24,13 @@ bool isFetch(rpc::MessageType request) {
   return request == rpc::MessageType::PYTHON_RREF_FETCH_CALL || request == rpc::MessageType::SCRIPT_RREF_FETCH_CALL;
 }
 
-bool makesValue(rpc::MessageType request) {
-  return request == rpc::MessageType::PYTHON_REMOTE_CALL || request == rpc::MessageType::SCRIPT_REMOTE_CALL;
+bool isQuick(rpc::MessageType request) {
+  return request == rpc::MessageType::RREF_CHILD_ACCEPT;
 }
 
 bool matters(rpc::MessageType request) {
-  return makesValue(request) || answerForTheGone(request) != nullptr;
+  return request == rpc::MessageType::PYTHON_REMOTE_CALL || request == rpc::MessageType::SCRIPT_REMOTE_CALL ||
+      answerForTheGone(request) != nullptr;
 }
 
 c10::intrusive_ptr<rpc::Message> answerForTheGone(rpc::MessageType request) {

@@ -13,9 +13,8 @@ bool runsPython(torch::distributed::rpc::MessageType request);
 // Whether RRef.to_here() has sent it, as nobody else does.
 bool isFetch(torch::distributed::rpc::MessageType request);
 
-// Whether it is rpc.remote(), whose value others may wait for at the callee, as long as it takes. (One within a context of distributed
-// autograd is wrapped, and not told from other calls.)
-bool makesValue(torch::distributed::rpc::MessageType request);
+// Whether running it takes a few microseconds whatever the user does: neither Python nor a destructor of user's is involved.
+bool isQuick(torch::distributed::rpc::MessageType request);
 
 // Whether others than its caller count on its being run, also after its caller has given up.
 bool matters(torch::distributed::rpc::MessageType request);

@@ -31,11 +31,6 @@ bool Peer::moveTo(State state, Error why) {
   return true;
 }
 
-std::shared_ptr<void> Peer::makeValue() {
-  valuesInMaking_.fetch_add(1);
-  return {this, [](Peer* peer) { peer->valuesInMaking_.fetch_sub(1); }};
-}
-
 Error Peer::whyGone() const {
   const std::lock_guard lock(mutex_);
   return whyGone_;

@@ -9,9 +9,7 @@
 
 #include <atomic>
 #include <chrono>
-#include <cstddef>
 #include <cstdint>
-#include <memory>
 #include <mutex>
 #include <optional>
 #include <string>
@@ -78,12 +76,6 @@ class Peer {
   // Why it takes no calls; nothing while it is present.
   Error whyGone() const;
 
-  // For a request of it that makes a value for others: until what is returned is released, the value may come.
-  std::shared_ptr<void> makeValue();
-  bool isMakingValues() const {
-    return valuesInMaking_.load() != 0;
-  }
-
   std::atomic<uint64_t> callsSent{0};
   std::atomic<uint64_t> callsFailed{0}; // of those sent; what a Python function raises is an answer to torch
   std::atomic<uint64_t> callsReceived{0};
@@ -114,7 +106,6 @@ class Peer {
   const Member member_;
   const WorkerInfo info_;
   std::atomic<State> state_{State::kPresent};
-  std::atomic<size_t> valuesInMaking_{0};
   mutable std::mutex mutex_;
   Error whyGone_; // guarded by mutex_
 };

@@ -2,24 +2,34 @@
 
 #include "agent/torch_state.h"
 
+#include <torch/csrc/distributed/rpc/python_remote_call.h>
 #include <torch/csrc/distributed/rpc/rref_proto.h>
 
 namespace torch_ucx_rpc {
 
 namespace rpc = torch::distributed::rpc;
 
-void RRefHolders::note(rpc::worker_id_t sender, const rpc::Message& request) {
+std::shared_ptr<void> RRefHolders::note(rpc::worker_id_t sender, const rpc::Message& request) {
   const rpc::MessageType type = request.type();
-  if (type != rpc::MessageType::RREF_FORK_REQUEST && type != rpc::MessageType::RREF_USER_DELETE) {
-    return;
+  if (type == rpc::MessageType::PYTHON_REMOTE_CALL) {
+    const auto id = RRefId::fromIValue(rpc::PythonRemoteCall::fromMessage(request)->retRRefId());
+    const std::lock_guard lock(inMaking_->mutex);
+    inMaking_->ids.insert(id);
+    return {inMaking_.get(), [all = inMaking_, id](InMaking* /*all*/) {
+              const std::lock_guard end(all->mutex);
+              all->ids.erase(id);
+            }};
   }
-  const rpc::ForkId fork = rpc::ForkMessageBase::fromMessage(request, type).second;
-  const std::lock_guard lock(mutex_);
-  if (type == rpc::MessageType::RREF_FORK_REQUEST) {
-    reported_.insert_or_assign(fork, sender);
-  } else {
-    reported_.erase(fork);
+  if (type == rpc::MessageType::RREF_FORK_REQUEST || type == rpc::MessageType::RREF_USER_DELETE) {
+    const rpc::ForkId fork = rpc::ForkMessageBase::fromMessage(request, type).second;
+    const std::lock_guard lock(mutex_);
+    if (type == rpc::MessageType::RREF_FORK_REQUEST) {
+      reported_.insert_or_assign(fork, sender);
+    } else {
+      reported_.erase(fork);
+    }
   }
+  return nullptr;
 }
 
 std::vector<HeldFork> RRefHolders::takeHeldBy(rpc::worker_id_t gone) {
@@ -33,6 +43,12 @@ std::vector<HeldFork> RRefHolders::takeHeldBy(rpc::worker_id_t gone) {
   }
   std::erase_if(reported_, [gone](const auto& entry) { return entry.second == gone; });
   return held;
+}
+
+std::vector<c10::intrusive_ptr<rpc::JitFuture>> RRefHolders::takeWaitsForValuesOf(rpc::worker_id_t gone) {
+  const std::lock_guard lock(inMaking_->mutex);
+  return torch_ucx_rpc::takeWaitsForValuesOf(
+      gone, [this](const RRefId& id) { return inMaking_->ids.find(id) == inMaking_->ids.end(); });
 }
 
 } // namespace torch_ucx_rpc

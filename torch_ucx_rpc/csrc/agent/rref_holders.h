@@ -1,10 +1,13 @@
 #pragma once
 
 #include <torch/csrc/distributed/rpc/message.h>
+#include <torch/csrc/distributed/rpc/rpc_agent.h>
 #include <torch/csrc/distributed/rpc/types.h>
 
+#include <memory>
 #include <mutex>
 #include <unordered_map>
+#include <unordered_set>
 #include <utility>
 #include <vector>
 
@@ -24,14 +27,29 @@ struct HeldFork {
 // nobody reports. Thread-safe.
 class RRefHolders {
  public:
-  // Any request, before it is handled.
-  void note(torch::distributed::rpc::worker_id_t sender, const torch::distributed::rpc::Message& request);
+  // Any request, before it is handled. Throws what torch throws for one that it cannot read. For rpc.remote() of a Python function: until
+  // what is returned is released, its value is being made. (That of TorchScript, whose arguments cannot be read twice, and one
+  // within a context of distributed autograd, are not seen to be.)
+  std::shared_ptr<void> note(
+      torch::distributed::rpc::worker_id_t sender, const torch::distributed::rpc::Message& request);
 
   // What a worker that is gone is known to hold. Asked once: its rank may be taken by another one.
   std::vector<HeldFork> takeHeldBy(torch::distributed::rpc::worker_id_t gone);
 
+  // The futures of those that wait here for values which that worker was to make with rpc.remote(), and that are not being made.
+  std::vector<c10::intrusive_ptr<torch::distributed::rpc::JitFuture>> takeWaitsForValuesOf(
+      torch::distributed::rpc::worker_id_t gone);
+
  private:
   using ForkId = torch::distributed::rpc::ForkId;
+
+  using RRefId = torch::distributed::rpc::RRefId;
+
+  struct InMaking {
+    std::mutex mutex;
+    std::unordered_set<RRefId, RRefId::Hash> ids; // guarded by mutex
+  };
+  const std::shared_ptr<InMaking> inMaking_ = std::make_shared<InMaking>();
 
   std::mutex mutex_;
   // Guarded by mutex_: references from third workers, by who reported them.

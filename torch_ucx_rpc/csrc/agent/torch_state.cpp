@@ -18,6 +18,7 @@ using torch::distributed::rpc::JitFuture;
 using torch::distributed::rpc::OwnerRRef;
 using torch::distributed::rpc::RpcAgent;
 using torch::distributed::rpc::RRefContext;
+using torch::distributed::rpc::RRefId;
 using torch::distributed::rpc::worker_id_t;
 
 // Private members may be named in an explicit instantiation, whose friend hands them out.
@@ -108,18 +109,19 @@ std::vector<HeldFork> heldForks() {
   return held;
 }
 
-std::vector<c10::intrusive_ptr<JitFuture>> takeWaitsForValuesOf(worker_id_t creator) {
+std::vector<c10::intrusive_ptr<JitFuture>> takeWaitsForValuesOf(
+    worker_id_t creator, const std::function<bool(const RRefId&)>& isVain) {
   RRefContext& context = RRefContext::getInstance();
   std::vector<c10::intrusive_ptr<JitFuture>> waits;
   const std::lock_guard lock(context.*reach(ContextMapsMutex()));
   for (const auto& [id, rref] : context.*reach(ContextOwners())) {
     const auto owner = c10::static_intrusive_pointer_cast<OwnerRRef>(rref);
-    if (id.createdOn_ == creator && !owner->hasValue()) {
+    if (id.createdOn_ == creator && !owner->hasValue() && isVain(id)) {
       waits.push_back(owner->getFuture());
     }
   }
   std::erase_if(context.*reach(ContextPendingOwners()), [&](const auto& entry) {
-    if (entry.first.createdOn_ != creator) {
+    if (entry.first.createdOn_ != creator || !isVain(entry.first)) {
       return false;
     }
     waits.push_back(entry.second);

@@ -5,6 +5,7 @@
 #include <torch/csrc/distributed/rpc/rpc_agent.h>
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <vector>
 
@@ -30,10 +31,11 @@ void stopRRefDeletions();
 // The references to RRefs of this worker that torch knows of.
 std::vector<HeldFork> heldForks();
 
-// Takes the futures of those that wait here, without end, for what a worker was to make with rpc.remote() and has not: on a thread in
-// RRef.local_value(), or with a call that is to be answered.
+// Takes the futures of those that wait here, without end, for values that a worker was to make with rpc.remote(): on a thread in
+// RRef.local_value(), or with a call that is to be answered. Those of them whose wait is vain.
 std::vector<c10::intrusive_ptr<torch::distributed::rpc::JitFuture>> takeWaitsForValuesOf(
-    torch::distributed::rpc::worker_id_t creator);
+    torch::distributed::rpc::worker_id_t creator,
+    const std::function<bool(const torch::distributed::rpc::RRefId&)>& isVain);
 
 // The contexts of distributed autograd here that a worker has opened. Who died will not close them.
 std::vector<int64_t> autogradContextsOf(torch::distributed::rpc::worker_id_t rank);

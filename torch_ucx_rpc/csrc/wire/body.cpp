@@ -224,6 +224,11 @@ Error readTensor(Cursor& cursor, const BodyView& view, bool isChild, BodyView::T
 
 } // namespace
 
+uint32_t messageTypeOf(std::span<const std::byte> body) {
+  BodyPrefix prefix;
+  return Cursor(body).read(prefix) ? prefix.messageType : 0;
+}
+
 uint32_t payloadSpanOf(std::span<const std::byte> body) {
   BodyPrefix prefix;
   return Cursor(body).read(prefix) ? prefix.payloadSpan : kNowhere;

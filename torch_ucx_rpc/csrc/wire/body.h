@@ -128,6 +128,9 @@ struct BodyView {
   std::vector<Tensor> tensors; // depth-first
 };
 
+// The type of torch's message in a body that nobody has checked; 0 where it is too short to have one.
+uint32_t messageTypeOf(std::span<const std::byte> body);
+
 // The span that has the payload, or kNowhere, of a body that nobody has checked: it may be any number.
 uint32_t payloadSpanOf(std::span<const std::byte> body);
 
