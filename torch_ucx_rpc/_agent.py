@@ -156,10 +156,11 @@ class UcxRpcAgent(_C.UcxRpcAgent):
         self._check_process()
         with contextlib.ExitStack() as last:
             last.callback(self._forget)
+            # Whoever is being answered may wait for other workers, until the agent ends.
+            last.callback(self._endpoints.close)
             last.callback(super().shutdown)
             if self.group is not None:
                 self.group.leave()
-            self._endpoints.close()
 
     def _forget(self) -> None:
         global current

@@ -23,6 +23,7 @@ import secrets
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,9 @@ _ANSWER_S = 5.0
 # Of those who connect; what they ask fits into one packet, and they read what they have asked for.
 _CLIENT_S = 10.0
 _LONGEST_QUESTION = 1 << 20
+# For the end of an answer, when the agent ends; and until there may be a file for a connection again.
+_FAREWELL_S = 0.5
+_NO_FILE_S = 1.0
 
 
 class Observed:
@@ -50,6 +54,7 @@ class Observed:
 
     def __init__(self, snapshot: Callable[[], Statistics]) -> None:
         self._snapshot = snapshot
+        self._is_closed = False
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             self._socket.bind(_address(f"{os.getpid()}/{secrets.token_hex(4)}"))
@@ -62,17 +67,23 @@ class Observed:
         self._thread.start()
 
     def close(self) -> None:
+        self._is_closed = True
         # Wakes the thread, which closing alone would not.
         self._socket.shutdown(socket.SHUT_RDWR)
-        self._thread.join()
+        # It may be at somebody who does not read.
+        self._thread.join(_FAREWELL_S)
         self._socket.close()
 
     def _serve(self) -> None:
         while True:
             try:
                 connection, _ = self._socket.accept()
-            except OSError:
-                return
+            except OSError as error:
+                if self._is_closed:
+                    return
+                _logger.debug("an observer was not let in: %s", error)
+                time.sleep(_NO_FILE_S)
+                continue
             with connection:
                 try:
                     connection.settimeout(_CLIENT_S)

@@ -8,6 +8,7 @@
 
 #include <gtest/gtest.h>
 #include <signal.h>
+#include <sys/resource.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -179,6 +180,24 @@ TEST_P(QueueRepairTest, WhoMayStillBeWritingIsWaitedFor) {
   }
   EXPECT_TRUE(isStuckWith(1));
   bystander.goOn();
+  EXPECT_TRUE(eventually([&] { return progress(), receiver_->repair(); }));
+  EXPECT_TRUE(arrives(2));
+}
+
+TEST_P(QueueRepairTest, NothingIsSkippedWhereProcessesMayNotBeSeen) {
+  send();
+  ASSERT_TRUE(arrives(1));
+  takeSlot();
+  send();
+  rlimit files{};
+  ASSERT_EQ(getrlimit(RLIMIT_NOFILE, &files), 0);
+  const rlimit none{0, files.rlim_max};
+  ASSERT_EQ(setrlimit(RLIMIT_NOFILE, &none), 0);
+  for (int turn = 0; turn < 50; ++turn) {
+    EXPECT_FALSE(receiver_->repair());
+  }
+  EXPECT_TRUE(isStuckWith(1));
+  ASSERT_EQ(setrlimit(RLIMIT_NOFILE, &files), 0);
   EXPECT_TRUE(eventually([&] { return progress(), receiver_->repair(); }));
   EXPECT_TRUE(arrives(2));
 }

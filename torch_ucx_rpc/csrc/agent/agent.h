@@ -253,6 +253,7 @@ class UcxRpcAgent : public torch::distributed::rpc::RpcAgent, public std::enable
   // Timer thread only:
   Timer::Clock::time_point heartbeatDue_{};
   Timer::Clock::time_point leftoversDue_{};
+  Timer::Clock::time_point repairDue_{};
   uint64_t stalledReleases_ = 0;
   Timer::Clock::time_point stalledSince_{};
 

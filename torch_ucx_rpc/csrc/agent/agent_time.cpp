@@ -28,8 +28,11 @@ std::string timeoutText(std::chrono::milliseconds timeout, const Peer& to) {
 Timer::Clock::time_point UcxRpcAgent::onTimer(Timer::Clock::time_point now) {
   Timer::Clock::time_point next = expireCalls(now);
   if (isRepairWanted_.load() || isRepairing_.load()) {
-    progress_->submit([this] { repairWithWorkerLock(); });
-    next = std::min(next, now + kRepairPeriod);
+    if (now >= repairDue_) {
+      repairDue_ = now + kRepairPeriod;
+      progress_->submit([this] { repairWithWorkerLock(); });
+    }
+    next = std::min(next, repairDue_);
   }
 
   if (isDeviceTimerSet_.exchange(false)) {

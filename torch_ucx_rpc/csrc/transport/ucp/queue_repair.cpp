@@ -27,8 +27,8 @@ bool isAsleepOrEnded(const ProcStat& thread) {
 
 } // namespace
 
-QueueRepair::Suspects::Suspects(const SharedMemoryQueue& queue) {
-  for (const pid_t process : queue.processes()) {
+QueueRepair::Suspects::Suspects(const std::vector<pid_t>& processes) {
+  for (const pid_t process : processes) {
     std::error_code ended;
     for (const auto& task : std::filesystem::directory_iterator("/proc/" + std::to_string(process) + "/task", ended)) {
       const pid_t thread = std::stoi(task.path().filename());
@@ -81,7 +81,9 @@ bool QueueRepair::run(Repair& repair) {
     return false; // where there is traffic, one is always just being written, and going through all processes takes long
   }
   if (!repair.suspects) {
-    repair.suspects.emplace(repair.queue);
+    if (const std::optional<std::vector<pid_t>> processes = repair.queue.processes()) {
+      repair.suspects.emplace(*processes);
+    }
     return false; // even if nobody is suspected: who was writing may just have finished
   }
   // In this order: who was seen to have finished had marked it before.

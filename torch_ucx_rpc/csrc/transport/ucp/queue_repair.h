@@ -13,7 +13,7 @@ namespace torch_ucx_rpc {
 // Gets the queues of a UCX worker past the slots of processes that died while they were writing (see SharedMemoryQueue). A slot that
 // nobody has marked may also belong to somebody who is slow. It is skipped when nobody is left who could be writing it: since it was first
 // seen, every thread of every process that has the queue mapped has been asleep in a system call, or has run for longer than
-// the copying of any message takes, or is no more.
+// the copying of any message takes, or is no more. Where not all of these processes can be seen, nothing is skipped.
 class QueueRepair {
  public:
   explicit QueueRepair(std::vector<SharedMemoryQueue> queues);
@@ -26,7 +26,7 @@ class QueueRepair {
   // The threads that may be writing a slot, and how long each had run when first seen.
   class Suspects {
    public:
-    explicit Suspects(const SharedMemoryQueue& queue);
+    explicit Suspects(const std::vector<pid_t>& processes);
     // False when all have shown that they are not.
     bool remain();
 

@@ -1,5 +1,7 @@
 #include "transport/ucp/shared_memory_queue.h"
 
+#include <sys/ipc.h>
+#include <sys/shm.h>
 #include <sys/socket.h>
 #include <sys/un.h>
 #include <unistd.h>
@@ -58,6 +60,7 @@ struct SharedMemoryQueue::Mapping {
   uintptr_t begin;
   uintptr_t end;
   std::string object;
+  std::optional<int> segment;
 };
 
 std::vector<SharedMemoryQueue::Mapping> SharedMemoryQueue::mappingsOf(const std::string& process) {
@@ -78,6 +81,9 @@ std::vector<SharedMemoryQueue::Mapping> SharedMemoryQueue::mappingsOf(const std:
     fields >> std::hex >> mapping.begin >> dash >> mapping.end >> permissions >> offset >> device >> inode;
     if (permissions == "rw-s") {
       mapping.object = device + " " + inode;
+      if (line.find("/SYSV") != std::string::npos) {
+        mapping.segment = std::stoi(inode);
+      }
       mappings.push_back(std::move(mapping));
     }
   }
@@ -135,6 +141,7 @@ std::optional<SharedMemoryQueue> SharedMemoryQueue::recognize(const Mapping& map
   }
   SharedMemoryQueue queue;
   queue.object_ = mapping.object;
+  queue.segment_ = mapping.segment;
   queue.control_ = control;
   queue.slots_ = slots;
   queue.count_ = count;
@@ -174,19 +181,26 @@ void SharedMemoryQueue::skip(Position position) {
   std::atomic_ref(slot.flags).store(kInline | markAt(position), std::memory_order_release);
 }
 
-std::vector<pid_t> SharedMemoryQueue::processes() const {
+std::optional<std::vector<pid_t>> SharedMemoryQueue::processes() const {
   std::vector<pid_t> found;
+  size_t attachments = 0;
   std::error_code ended; // a process may, meanwhile
   for (const auto& entry : std::filesystem::directory_iterator("/proc", ended)) {
     const std::string name = entry.path().filename();
     if (std::all_of(name.begin(), name.end(), [](unsigned char letter) { return std::isdigit(letter) != 0; })) {
       const std::vector<Mapping> mappings = mappingsOf(name);
-      if (std::any_of(mappings.begin(), mappings.end(), [this](const Mapping& m) { return m.object == object_; })) {
+      const auto here = std::count_if(
+          mappings.begin(), mappings.end(), [this](const Mapping& mapping) { return mapping.object == object_; });
+      if (here != 0) {
         found.push_back(std::stoi(name));
+        attachments += static_cast<size_t>(here);
       }
     }
   }
-  return found;
+  shmid_ds state{};
+  const bool areAll = std::find(found.begin(), found.end(), getpid()) != found.end() &&
+      (!segment_ || (shmctl(*segment_, IPC_STAT, &state) == 0 && state.shm_nattch <= attachments));
+  return areAll ? std::optional(std::move(found)) : std::nullopt;
 }
 
 } // namespace torch_ucx_rpc

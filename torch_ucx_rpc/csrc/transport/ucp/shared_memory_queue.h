@@ -34,8 +34,9 @@ class SharedMemoryQueue {
   // Marks a slot as written, with a message that UCX drops. Whoever took the slot must not write any more.
   void skip(Position slot);
 
-  // The processes that have this memory mapped, and so may write.
-  std::vector<pid_t> processes() const;
+  // The processes that have this memory mapped, and so may write. Nothing where there may be others that cannot be seen from here: in
+  // a pid namespace of their own, as containers are that share no more than System V memory, or because no file is left to look.
+  std::optional<std::vector<pid_t>> processes() const;
 
  private:
   struct Control;
@@ -50,6 +51,7 @@ class SharedMemoryQueue {
   uint8_t markAt(Position position) const;
 
   std::string object_; // what is mapped: device and inode
+  std::optional<int> segment_; // of System V, if it is one
   Control* control_ = nullptr;
   std::byte* slots_ = nullptr;
   size_t count_ = 0; // a power of two
