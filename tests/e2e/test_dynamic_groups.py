@@ -263,6 +263,10 @@ def replace_the_killed(rank: int, steps: Steps) -> None:
         steps.wait_for("never")
     if rank in (0, 2):
         steps.wait_for("created")
+        theirs = rpc.remote("worker1", torch.full, args=((2,), 1.0))
+        assert theirs.to_here().sum() == 2
+        steps.done(f"holds {rank}")
+        steps.wait_for("holds 0", "holds 2")
         if rank == 0:
             os.kill(rpc_pid_of(1), signal.SIGKILL)
         eventually(lambda: "worker1" not in present(), "the death of worker1 is noticed")
@@ -272,6 +276,10 @@ def replace_the_killed(rank: int, steps: Steps) -> None:
         steps.done(f"noticed {rank}")
     steps.wait_for("noticed 0", "noticed 2")
     eventually(lambda: "worker1" in present(), "the successor is there")
+    if rank in (0, 2):
+        for use in (theirs.to_here, theirs.rpc_sync().sum, lambda: rpc.rpc_sync(f"worker{2 - rank}", repr, (theirs,))):
+            with pytest.raises(RuntimeError, match="possible that the RRef on the owner node does not exist"):
+                use()
     if rank == 3:
         for owner in (0, 2):
             # Not those of its predecessor, although torch numbers RRefs by rank, and from zero in each process.

@@ -155,12 +155,16 @@ DeviceMap UcxRpcAgent::deviceMapIn(
 // ----------------------------------------------------------------------------------------------- start and end
 
 void UcxRpcAgent::startImpl() {
-  if (isCurrentRpcAgentSet() && getCurrentRpcAgent().get() == this) { // not in tests with several agents
+  if (isTorchsAgent()) {
     renewRRefContext(shared_from_this());
   }
   keepInForks(weak_from_this());
   timer_.start();
   threads_->start();
+}
+
+bool UcxRpcAgent::isTorchsAgent() const {
+  return isCurrentRpcAgentSet() && getCurrentRpcAgent().get() == this;
 }
 
 void UcxRpcAgent::checkProcess() const {

@@ -194,6 +194,9 @@ class UcxRpcAgent : public torch::distributed::rpc::RpcAgent, public std::enable
   void checkHeartbeats();
   void sendNowWithWorkerLock(Peer& to, wire::Kind kind, uint64_t callId = 0);
 
+  // torch keeps books of RRefs and contexts for one agent of a process; tests have several.
+  bool isTorchsAgent() const;
+
   // Dynamic groups.
   bool isDynamic() const {
     return membership_.onJoin != nullptr;

@@ -1,6 +1,7 @@
 // Who belongs to the group: members that are added, barriers, and how workers join and leave a group that allows it.
 
 #include "agent/agent.h"
+#include "agent/torch_state.h"
 #include "base/time.h"
 
 #include <c10/util/Logging.h>
@@ -29,6 +30,9 @@ CallTable::Clock::time_point deadlineOf(std::chrono::milliseconds timeout) {
 
 void UcxRpcAgent::addMembers(std::vector<Member> members) {
   for (Member& member : members) {
+    if (isTorchsAgent() && directory_.findSession(member.session) == nullptr) {
+      forsakeRRefsOf(member.rank); // of any that had it before
+    }
     directory_.add(std::move(member));
   }
   const Peer* self = directory_.findSession(session_);

@@ -114,8 +114,8 @@ Timer::Clock::time_point UcxRpcAgent::releaseLeftovers(Timer::Clock::time_point 
 }
 
 void UcxRpcAgent::releaseHeldBy(const Peer& gone) {
-  if (!isCurrentRpcAgentSet() || getCurrentRpcAgent().get() != this) {
-    return; // torch keeps books for one agent; tests have several
+  if (!isTorchsAgent()) {
+    return;
   }
   const std::shared_ptr<UcxRpcAgent> self = weak_from_this().lock();
   if (self == nullptr) {

@@ -17,6 +17,7 @@ using torch::distributed::autograd::DistAutogradContainer;
 using torch::distributed::rpc::JitFuture;
 using torch::distributed::rpc::OwnerRRef;
 using torch::distributed::rpc::RpcAgent;
+using torch::distributed::rpc::RRef;
 using torch::distributed::rpc::RRefContext;
 using torch::distributed::rpc::RRefId;
 using torch::distributed::rpc::worker_id_t;
@@ -41,6 +42,9 @@ struct NextMessageId { friend auto reach(NextMessageId); };
 struct ContextForks { friend auto reach(ContextForks); };
 struct ContextOwners { friend auto reach(ContextOwners); };
 struct ContextPendingOwners { friend auto reach(ContextPendingOwners); };
+struct ContextPendingUsers { friend auto reach(ContextPendingUsers); };
+struct ContextConfirmedUsers { friend auto reach(ContextConfirmedUsers); };
+struct HasTimedOut { friend auto reach(HasTimedOut); };
 struct ContextMapsMutex { friend auto reach(ContextMapsMutex); };
 struct AutogradContexts { friend auto reach(AutogradContexts); };
 // clang-format on
@@ -56,6 +60,9 @@ template struct Reach<&DistAutogradContainer::next_autograd_message_id_, NextMes
 template struct Reach<&RRefContext::forks_, ContextForks>;
 template struct Reach<&RRefContext::owners_, ContextOwners>;
 template struct Reach<&RRefContext::pendingOwners_, ContextPendingOwners>;
+template struct Reach<&RRefContext::pendingUsers_, ContextPendingUsers>;
+template struct Reach<&RRefContext::confirmedUsers_, ContextConfirmedUsers>;
+template struct Reach<&RRef::timedOut_, HasTimedOut>;
 template struct Reach<&RRefContext::mutex_, ContextMapsMutex>;
 template struct Reach<&DistAutogradContainer::autograd_contexts_, AutogradContexts>;
 
@@ -128,6 +135,24 @@ std::vector<c10::intrusive_ptr<JitFuture>> takeWaitsForValuesOf(
     return true;
   });
   return waits;
+}
+
+void forsakeRRefsOf(worker_id_t owner) {
+  RRefContext& context = RRefContext::getInstance();
+  std::vector<c10::intrusive_ptr<RRef>> rrefs; // released without the lock, which their destructor takes
+  std::unique_lock lock(context.*reach(ContextMapsMutex()));
+  for (const auto& [fork, user] : context.*reach(ContextPendingUsers())) {
+    rrefs.push_back(user->rref_);
+  }
+  for (const auto& [fork, user] : context.*reach(ContextConfirmedUsers())) {
+    rrefs.push_back(user.lock());
+  }
+  lock.unlock();
+  for (const c10::intrusive_ptr<RRef>& rref : rrefs) {
+    if (rref != nullptr && rref->owner() == owner) {
+      ((*rref).*reach(HasTimedOut())).store(true);
+    }
+  }
 }
 
 std::vector<int64_t> autogradContextsOf(worker_id_t rank) {

@@ -37,6 +37,10 @@ std::vector<c10::intrusive_ptr<torch::distributed::rpc::JitFuture>> takeWaitsFor
     torch::distributed::rpc::worker_id_t creator,
     const std::function<bool(const torch::distributed::rpc::RRefId&)>& isVain);
 
+// Has torch refuse the use of references here to RRefs of a worker that is gone. It knows owners by their rank, which another one has by
+// now: that would wait for values that it never gets.
+void forsakeRRefsOf(torch::distributed::rpc::worker_id_t owner);
+
 // The contexts of distributed autograd here that a worker has opened. Who died will not close them.
 std::vector<int64_t> autogradContextsOf(torch::distributed::rpc::worker_id_t rank);
 
