@@ -128,6 +128,7 @@ TEST_F(AgentIntruderTest, RequestOfContradictingPartsIsAnsweredAndGivesItsMemory
   wire::Header header = frame(wire::Kind::kRequest, 1);
   header.spanCount = 3;
   header.index = 0;
+  header.place = {0, 500'000};
   send(header, Bytes(500'000), SendMode::kRendezvous);
   header.index = 1;
   send(header, Bytes(500'000), SendMode::kRendezvous);
@@ -145,6 +146,7 @@ TEST_F(AgentIntruderTest, SpansOfWrongSizesAreAnError) {
   header.spanCount = 1;
   send(header, writer.finish());
   header.index = 0;
+  header.place = {0, 500'000};
   send(header, Bytes(500'000), SendMode::kRendezvous); // half of what the body says
   ASSERT_TRUE(progressUntil([&] { return !replies_.empty() && areAllSent(); }));
   wire::BodyView view;

@@ -27,6 +27,13 @@ class AssemblerTest : public testing::Test {
     return made;
   }
 
+  // A piece of span 0.
+  Assembler::Outcome addPiece(uint64_t offset, uint64_t bytes, uint64_t spanBytes = 100, uint32_t spanCount = 1) {
+    Header made = header(0, spanCount);
+    made.place = {offset, spanBytes};
+    return add(made, parked(bytes));
+  }
+
   Piece parked(uint64_t bytes = 100'000) {
     ++made_;
     return {{}, reinterpret_cast<void*>(made_ * 16), bytes};
@@ -35,7 +42,11 @@ class AssemblerTest : public testing::Test {
   Assembler::Outcome add(const Header& header) {
     return add(header, parked());
   }
-  Assembler::Outcome add(const Header& header, Piece piece) {
+  // Where the header says nothing else, a piece is its whole span.
+  Assembler::Outcome add(Header header, Piece piece) {
+    if (header.index != kBodyIndex && header.place.spanBytes == 0) {
+      header.place = {0, piece.size()};
+    }
     std::vector<Piece> rejected;
     const Assembler::Outcome outcome = assembler_.add(header, std::move(piece), assembled_, rejected);
     const bool isOut = outcome == Assembler::Outcome::kRejected || outcome == Assembler::Outcome::kGivenUp;
@@ -43,7 +54,9 @@ class AssemblerTest : public testing::Test {
     note(rejected);
     if (outcome == Assembler::Outcome::kWhole) {
       note(assembled_.body);
-      note(assembled_.spans);
+      for (const Assembled::Span& span : assembled_.spans) {
+        note(span.pieces);
+      }
     }
     return outcome;
   }
@@ -66,6 +79,8 @@ class AssemblerTest : public testing::Test {
     EXPECT_EQ(out_.size(), made_) << "pieces handed in and never handed out";
     EXPECT_EQ(assembler_.incomplete(), 0u);
   }
+
+  static constexpr uint64_t kOffsets[] = {0, 10, 40, 90};
 
   Assembler assembler_;
   Assembled assembled_;
@@ -96,11 +111,66 @@ TEST_F(AssemblerTest, EveryOrderOfArrivalGivesTheSameMessage) {
     EXPECT_EQ(assembled_.body.size(), 1000u);
     ASSERT_EQ(assembled_.spans.size(), 3u);
     for (uint32_t index = 0; index < 3; ++index) {
-      EXPECT_EQ(assembled_.spans[index].size(), 100u + index);
+      EXPECT_EQ(assembled_.spans[index].bytes, 100u + index);
     }
     EXPECT_EQ(assembler_.incomplete(), 0u);
   } while (std::next_permutation(order.begin(), order.end()));
   EXPECT_EQ(callId, 24u);
+}
+
+TEST_F(AssemblerTest, PiecesOfASpanArriveInEveryOrder) {
+  std::array<uint64_t, 4> offsets = {0, 10, 40, 90};
+  do {
+    EXPECT_EQ(add(header(kBodyIndex, 1)), Assembler::Outcome::kIncomplete);
+    for (const uint64_t offset : offsets) {
+      const uint64_t end = offset == 90 ? 100 : *std::upper_bound(std::begin(kOffsets), std::end(kOffsets), offset);
+      EXPECT_EQ(
+          addPiece(offset, end - offset),
+          offset == offsets.back() ? Assembler::Outcome::kWhole : Assembler::Outcome::kIncomplete);
+    }
+    ASSERT_EQ(assembled_.spans.size(), 1u);
+    EXPECT_EQ(assembled_.spans[0].bytes, 100u);
+    ASSERT_EQ(assembled_.spans[0].pieces.size(), 4u);
+    for (size_t index = 0; index < 4; ++index) {
+      EXPECT_EQ(assembled_.spans[0].pieces[index].offset, kOffsets[index]);
+    }
+  } while (std::next_permutation(offsets.begin(), offsets.end()));
+}
+
+TEST_F(AssemblerTest, PiecesThatOverlapRejectTheMessage) {
+  EXPECT_EQ(addPiece(0, 50), Assembler::Outcome::kIncomplete);
+  EXPECT_EQ(addPiece(40, 40), Assembler::Outcome::kIncomplete);
+  EXPECT_EQ(add(header(kBodyIndex, 1)), Assembler::Outcome::kIncomplete);
+  EXPECT_EQ(out_.size(), 0u);
+  EXPECT_EQ(addPiece(90, 10), Assembler::Outcome::kRejected); // 100 bytes have come, but not all
+  EXPECT_EQ(out_.size(), 4u);
+  EXPECT_EQ(assembler_.incomplete(), 0u);
+}
+
+TEST_F(AssemblerTest, PiecesThatAreTooManyRejectTheMessage) {
+  EXPECT_EQ(addPiece(0, 50), Assembler::Outcome::kIncomplete);
+  EXPECT_EQ(addPiece(50, 51), Assembler::Outcome::kRejected);
+  EXPECT_EQ(out_.size(), 2u);
+}
+
+TEST_F(AssemblerTest, PiecesThatContradictEachOtherOnTheirSpanRejectTheMessage) {
+  EXPECT_EQ(addPiece(0, 50, 100), Assembler::Outcome::kIncomplete);
+  EXPECT_EQ(addPiece(50, 50, 101), Assembler::Outcome::kRejected);
+}
+
+TEST_F(AssemblerTest, EmptyPiecesOfWhatIsNotEmptyRejectTheMessage) {
+  EXPECT_EQ(addPiece(0, 0), Assembler::Outcome::kRejected); // else there could be any number
+}
+
+TEST_F(AssemblerTest, PiecesOfAMessageThatWasCanceledAreHandedOutUpToTheLast) {
+  addPiece(0, 50, 100, 2);
+  std::vector<Piece> dropped;
+  assembler_.cancel(kSession, Kind::kRequest, 1, dropped);
+  note(dropped);
+  EXPECT_EQ(addPiece(50, 50, 100, 2), Assembler::Outcome::kGivenUp);
+  EXPECT_EQ(add(header(1, 2)), Assembler::Outcome::kGivenUp);
+  EXPECT_EQ(add(header(kBodyIndex, 2)), Assembler::Outcome::kGivenUp);
+  EXPECT_EQ(add(header(0, 2)), Assembler::Outcome::kIncomplete); // nothing is remembered
 }
 
 TEST_F(AssemblerTest, MessagesArriveInterleavedAndStayApart) {
@@ -120,8 +190,8 @@ TEST_F(AssemblerTest, MessagesArriveInterleavedAndStayApart) {
       ++whole;
       const uint64_t expected = assembled_.header.callId * 8 + 3 * static_cast<uint64_t>(assembled_.header.kind);
       EXPECT_EQ(assembled_.body.size(), expected);
-      EXPECT_EQ(assembled_.spans[0].size(), expected);
-      EXPECT_EQ(assembled_.spans[1].size(), expected);
+      EXPECT_EQ(assembled_.spans[0].bytes, expected);
+      EXPECT_EQ(assembled_.spans[1].bytes, expected);
     }
   }
   EXPECT_EQ(whole, 2 * kMessages);
@@ -243,7 +313,11 @@ TEST_F(AssemblerTest, RandomFramesNeverLoseAPiece) {
     const uint32_t spanCount = 1 + random() % 3;
     const uint32_t index = random() % 4 == 0 ? kBodyIndex : static_cast<uint32_t>(random() % spanCount);
     const Kind kind = random() % 2 == 0 ? Kind::kRequest : Kind::kResponse;
-    add(header(index, spanCount, random() % 8, kind));
+    Header made = header(index, spanCount, random() % 8, kind);
+    if (index != kBodyIndex) {
+      made.place = {random() % 3, 1 + random() % 4};
+    }
+    add(made, parked(random() % 4));
     if (random() % 16 == 0) {
       std::vector<Piece> dropped;
       assembler_.cancel(kSession, kind, random() % 8, dropped);

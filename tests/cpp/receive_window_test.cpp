@@ -112,6 +112,7 @@ TEST_F(ReceiveWindowTest, TellsOfRoomOnlyWhenSomethingWaits) {
 }
 
 constexpr uint64_t kAhead = ReceiveWindow::kAheadBytes;
+constexpr uint64_t kMostAhead = ReceiveWindow::kMostAheadBytes;
 
 class WideReceiveWindowTest : public ReceiveWindowTest {
  protected:
@@ -121,22 +122,33 @@ class WideReceiveWindowTest : public ReceiveWindowTest {
 TEST_F(WideReceiveWindowTest, TakesInAheadOnlySoMuch) {
   Admission first;
   Admission second;
-  ASSERT_TRUE(window_->tryAdmit(kRequest, kAhead, first));
-  EXPECT_FALSE(window_->tryAdmit(kRequest, 1, second));
-  EXPECT_TRUE(window_->tryAdmit(kResponse, 2 * kAhead, second)) << "who waits for an answer is there";
+  ASSERT_TRUE(window_->tryAdmit(kRequest, kMostAhead, first));
+  EXPECT_FALSE(window_->tryAdmit(kRequest, kAhead - kMostAhead + 1, second));
+  EXPECT_TRUE(window_->tryAdmit(kResponse, 3 * kAhead - kMostAhead, second)) << "who waits for an answer is there";
   first.beginHandling();
   EXPECT_EQ(window_->inUseBytes(), 3 * kAhead);
   Admission third;
   EXPECT_TRUE(window_->tryAdmit(kRequest, kAhead, third));
 }
 
-TEST_F(WideReceiveWindowTest, LargerThanMayBeAheadIsAdmittedWhenNothingIs) {
-  Admission small;
+TEST_F(WideReceiveWindowTest, OfThoseLargerThanMayBeAheadThereIsOne) {
+  Admission one;
+  Admission other;
+  ASSERT_TRUE(window_->tryAdmit(kRequest, 2 * kAhead, one));
+  EXPECT_FALSE(window_->tryAdmit(kRequest, 2 * kAhead, other));
+  one.beginHandling();
+  EXPECT_TRUE(window_->tryAdmit(kRequest, 2 * kAhead, other));
+}
+
+TEST_F(WideReceiveWindowTest, BesideALargeOneThereIsRoomForSmallOnes) {
   Admission large;
-  ASSERT_TRUE(window_->tryAdmit(kRequest, 1, small));
-  EXPECT_FALSE(window_->tryAdmit(kRequest, 2 * kAhead, large));
-  small.beginHandling();
-  EXPECT_TRUE(window_->tryAdmit(kRequest, 2 * kAhead, large));
+  Admission small;
+  Admission next;
+  ASSERT_TRUE(window_->tryAdmit(kRequest, 4 * kAhead, large));
+  EXPECT_TRUE(window_->tryAdmit(kRequest, kAhead - kMostAhead, small));
+  EXPECT_FALSE(window_->tryAdmit(kRequest, 1, next));
+  large.release();
+  EXPECT_TRUE(window_->tryAdmit(kRequest, kMostAhead, next));
 }
 
 TEST_F(WideReceiveWindowTest, WhatIsReleasedIsNotAheadAnyMore) {

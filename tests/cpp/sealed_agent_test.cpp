@@ -172,6 +172,7 @@ TEST_F(SealedAgentIntruderTest, AContentThatWasChangedOnTheWayIsNotDecoded) {
   header.spanCount = 1;
   wire::Header span = header;
   span.index = 0;
+  span.place = {0, payload.size()};
   sealer.sealContent(header, {}, std::as_bytes(std::span(payload)));
   sealer.sealFrame(header, body.size(), body);
   sealer.sealFrame(span, payload.size(), {});

@@ -24,7 +24,7 @@ TEST(WireHeaderTest, EveryFieldArrives) {
   sent.index = 2;
   sent.spanCount = 3;
   sent.sequence = 0x4142434445464748;
-  sent.contentTag.fill(std::byte{0x51});
+  sent.place = {0x5152535455565758, 0x6162636465666768};
   sent.frameTag.fill(std::byte{0x61});
   Header received;
   ASSERT_FALSE(read(sent, received));
@@ -52,6 +52,9 @@ TEST(WireHeaderTest, LayoutIsTheDrawnOne) {
   EXPECT_EQ(bytes[40], 0x81);
   EXPECT_EQ(bytes[48], 0x82);
   EXPECT_EQ(bytes[64], 0x83);
+  header.place = {0x91, 0x92};
+  EXPECT_EQ(bytes[48], 0x91);
+  EXPECT_EQ(bytes[56], 0x92);
 }
 
 TEST(WireHeaderTest, EveryKindIsAcceptedWithoutSpans) {
@@ -106,6 +109,12 @@ TEST(WireHeaderTest, LiesAreRefused) {
        [](Header& header) {
          header.index = 3;
          header.spanCount = 3;
+       }},
+      {"a piece past the end of its span",
+       [](Header& header) {
+         header.index = 2;
+         header.spanCount = 3;
+         header.place = {100, 100};
        }},
       {"a cancellation with spans",
        [](Header& header) {

@@ -11,7 +11,7 @@ from pathlib import Path
 
 CORPUS = Path(__file__).parent / "corpus"
 
-VERSION = 2
+VERSION = 3
 REQUEST, RESPONSE, CANCEL, GOODBYE, ARRIVE, RELEASE, JOIN, LEAVE, ACKNOWLEDGE = range(1, 10)
 NOWHERE = 0xFFFFFFFF
 UNDEFINED, STRIDED, COO, CSR = 0, 1, 2, 3
@@ -19,9 +19,22 @@ PER_TENSOR, PER_CHANNEL = 7, 8
 
 
 def header(
-    kind: int, call: int = 1, index: int = NOWHERE, spans: int = 0, version: int = VERSION, sequence: int = 0
+    kind: int,
+    call: int = 1,
+    index: int = NOWHERE,
+    spans: int = 0,
+    version: int = VERSION,
+    sequence: int = 0,
+    place: tuple[int, int] = (0, 0),  # offset and bytes of the span
 ) -> bytes:
-    return struct.pack("<HBBIQQQIIQ", 0x5855, version, kind, 1, 11, 12, call, index, spans, sequence) + bytes(32)
+    return struct.pack("<HBBIQQQIIQQQ", 0x5855, version, kind, 1, 11, 12, call, index, spans, sequence, *place) + bytes(
+        16
+    )
+
+
+def span(kind: int, size: int, **fields: int) -> bytes:
+    """One that comes in one piece."""
+    return parked(header(kind, **{"index": 0, **fields}, place=(0, size)), size)
 
 
 def eager(head: bytes, data: bytes = b"") -> bytes:
@@ -104,16 +117,20 @@ SEEDS = {
     ),
     "undefined": alone(body([tensor(UNDEFINED, ()), tensor(PER_TENSOR, (0,), (1,), 0)], [storage(0)])),
     "shared_storage": alone(body([STRIDED_2X3, tensor(STRIDED, (3, 2), (1, 3), 0)], [storage(24)], inline=bytes(24))),
-    "spans_first": parked(header(REQUEST, index=0, spans=2), 4096)
-    + parked(header(REQUEST, index=1, spans=2, sequence=1), 24)
+    "spans_first": span(REQUEST, 4096, spans=2)
+    + span(REQUEST, 24, index=1, spans=2, sequence=1)
     + eager(header(REQUEST, spans=2, sequence=2), body([STRIDED_2X3], [storage(24, 1)], payload=4096)),
-    "body_first": eager(header(RESPONSE, spans=1), body(payload=100)) + parked(header(RESPONSE, index=0, spans=1), 100),
-    "parked_body": parked(header(REQUEST, spans=1), 300_000) + parked(header(REQUEST, index=0, spans=1), 100),
-    "doubled_span": parked(header(REQUEST, index=0, spans=2), 8) * 2,
-    "contradicting_counts": parked(header(REQUEST, index=0, spans=2), 8)
-    + eager(header(REQUEST, spans=1), body(payload=8)),
-    "canceled": parked(header(REQUEST, index=0, spans=2), 8) + cancel(REQUEST) + cancel(REQUEST, 2),
-    "most_spans": parked(header(REQUEST, index=(1 << 20) - 1, spans=1 << 20), 8),
+    "body_first": eager(header(RESPONSE, spans=1), body(payload=100)) + span(RESPONSE, 100, spans=1),
+    "pieces": parked(header(REQUEST, index=0, spans=1, place=(60, 100)), 40)
+    + eager(header(REQUEST, spans=1, sequence=1), body(payload=100))
+    + parked(header(REQUEST, index=0, spans=1, sequence=2, place=(0, 100)), 60),
+    "overlapping_pieces": parked(header(REQUEST, index=0, spans=1, place=(0, 100)), 50) * 2
+    + eager(header(REQUEST, spans=1), body(payload=100)),
+    "parked_body": parked(header(REQUEST, spans=1), 300_000) + span(REQUEST, 100, spans=1),
+    "doubled_span": span(REQUEST, 8, spans=2) * 2,
+    "contradicting_counts": span(REQUEST, 8, spans=2) + eager(header(REQUEST, spans=1), body(payload=8)),
+    "canceled": span(REQUEST, 8, spans=2) + cancel(REQUEST) + cancel(REQUEST, 2),
+    "most_spans": span(REQUEST, 8, index=(1 << 20) - 1, spans=1 << 20),
     "huge": alone(
         body([tensor(STRIDED, (1 << 62, 4), (1, 1 << 62), 0)], [storage(1 << 63)], payload=1 << 62), 1 << 62, 1 << 63
     ),

@@ -154,15 +154,23 @@ class Receiver {
   void onMessage(Assembled& message) {
     require(message.spans.size() == message.header.spanCount, "all spans are there");
     std::vector<uint64_t> spanBytes;
-    for (const Piece& span : message.spans) {
-      spanBytes.push_back(span.size());
+    std::vector<Piece> pieces;
+    for (Assembled::Span& span : message.spans) {
+      uint64_t end = 0;
+      for (Piece& piece : span.pieces) {
+        require(piece.offset == end, "the pieces of a span are all of it, in order");
+        end += piece.size();
+        pieces.push_back(std::move(piece));
+      }
+      require(end == span.bytes, "a span has as many bytes as it says");
+      spanBytes.push_back(span.bytes);
     }
     BodyView view;
     if (message.body.parked == nullptr && !readBody(message.body.data, spanBytes, view)) {
       checkView(message.body.data, spanBytes, view);
     }
-    message.spans.push_back(std::move(message.body));
-    release(message.spans);
+    pieces.push_back(std::move(message.body));
+    release(pieces);
   }
 
   void release(std::vector<Piece>& pieces) {

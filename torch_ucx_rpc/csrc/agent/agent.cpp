@@ -76,6 +76,9 @@ UcxRpcAgent::UcxRpcAgent(
         makeContextCurrent(getDevices());
         inbox_->settle();
         outbox_->settle();
+        if (inbox_->isUnsettled()) {
+          progress_->settleAgain();
+        }
         if ((outbox_->waitsForDevice() || inbox_->waitsForDevice()) && !isDeviceTimerSet_.exchange(true)) {
           timer_.dueBy(Timer::Clock::now() + kDevicePeriod);
         }

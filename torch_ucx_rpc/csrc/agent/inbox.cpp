@@ -170,10 +170,12 @@ void Inbox::onAssembled(Peer& from, wire::Assembled assembled) {
   message.header = assembled.header;
   message.eagerBody = std::move(assembled.body.data);
   message.spans.reserve(assembled.spans.size());
-  for (wire::Piece& span : assembled.spans) { // small spans that came eagerly
-    c10::DataPtr data = pool_.allocate(span.data.size());
-    std::copy_n(span.data.data(), span.data.size(), static_cast<std::byte*>(data.get()));
-    message.spans.push_back({std::move(data), span.data.size()});
+  for (const wire::Assembled::Span& span : assembled.spans) { // small spans that came eagerly
+    c10::DataPtr data = pool_.allocate(span.bytes);
+    for (const wire::Piece& piece : span.pieces) {
+      std::copy_n(piece.data.data(), piece.data.size(), static_cast<std::byte*>(data.get()) + piece.offset);
+    }
+    message.spans.push_back({std::move(data), span.bytes});
   }
   deliveries_.messages.push_back(std::move(message));
 }
@@ -201,34 +203,46 @@ void Inbox::refuse(wire::Piece& piece) {
 
 void Inbox::refuseAll(wire::Assembled& assembled) {
   refuse(assembled.body);
-  for (wire::Piece& span : assembled.spans) {
-    refuse(span);
+  for (wire::Assembled::Span& span : assembled.spans) {
+    for (wire::Piece& piece : span.pieces) {
+      refuse(piece);
+    }
   }
 }
 
+bool Inbox::isParked(const wire::Piece& piece) {
+  return piece.parked != nullptr;
+}
+
 bool Inbox::hasParked(const wire::Assembled& assembled) {
-  return assembled.body.parked != nullptr ||
-      std::any_of(assembled.spans.begin(), assembled.spans.end(), [](const wire::Piece& span) {
-           return span.parked != nullptr;
+  const auto& spans = assembled.spans;
+  return isParked(assembled.body) || std::any_of(spans.begin(), spans.end(), [](const wire::Assembled::Span& span) {
+           return std::any_of(span.pieces.begin(), span.pieces.end(), isParked);
          });
 }
 
 uint64_t Inbox::parkedBytes(const wire::Assembled& assembled) {
   uint64_t bytes = assembled.body.parkedBytes;
-  for (const wire::Piece& span : assembled.spans) {
-    bytes += span.parkedBytes;
+  for (const wire::Assembled::Span& span : assembled.spans) {
+    for (const wire::Piece& piece : span.pieces) {
+      bytes += piece.parkedBytes;
+    }
   }
   return bytes;
 }
 
 void Inbox::settle() {
-  for (void* parked : std::exchange(toRefuse_, {})) {
-    transport_.refuse(parked);
-  }
+  hasFinished_ = false;
   std::erase_if(starting_, [this](std::list<Receiving>::iterator receiving) { return receiveIfFree(receiving); });
   admitWaiting(waitingResponses_);
   admitWaiting(waitingRequests_);
   updateWaitingCount();
+  for (Source* source : std::exchange(due_, {})) {
+    askFor(*source);
+  }
+  for (void* parked : std::exchange(toRefuse_, {})) {
+    transport_.refuse(parked);
+  }
 }
 
 void Inbox::admitWaiting(std::deque<Waiting>& queue) {
@@ -307,14 +321,14 @@ void Inbox::start(Waiting waiting, Admission admission) {
 
 void Inbox::allocateSpans(Receiving& receiving) {
   IncomingMessage& message = receiving.message;
-  const std::vector<wire::Piece>& pieces = receiving.assembled.spans;
-  message.spans.resize(pieces.size());
+  const std::vector<wire::Assembled::Span>& spans = receiving.assembled.spans;
+  message.spans.resize(spans.size());
   if (!devices_().empty()) {
     allocateOnDevices(receiving);
   }
-  for (size_t index = 0; index < pieces.size(); ++index) {
+  for (size_t index = 0; index < spans.size(); ++index) {
     IncomingMessage::Span& span = message.spans[index];
-    span.bytes = pieces[index].size();
+    span.bytes = spans[index].bytes;
     if (!span.data) {
       span.data = pool_.allocate(span.bytes);
     }
@@ -322,14 +336,18 @@ void Inbox::allocateSpans(Receiving& receiving) {
 }
 
 void Inbox::allocateOnDevices(Receiving& receiving) {
-  const std::vector<wire::Piece>& pieces = receiving.assembled.spans;
+  const std::vector<wire::Assembled::Span>& spans = receiving.assembled.spans;
   Devices used;
   for (const wire::StorageRecord& storage : wire::storagesOf(receiving.message.eagerBody)) {
     const c10::Device* device = findDevice(devices_(), storage.deviceType, storage.deviceIndex);
-    if (device == nullptr || storage.span >= pieces.size() || pieces[storage.span].parked == nullptr) {
+    if (device == nullptr || storage.span >= spans.size()) {
       continue; // for the host, or malformed: then it is refused when it is decoded
     }
-    receiving.message.spans[storage.span].data = deviceMemory_.allocate(*device, pieces[storage.span].size());
+    const wire::Assembled::Span& span = spans[storage.span];
+    if (!std::all_of(span.pieces.begin(), span.pieces.end(), isParked)) {
+      continue; // it goes there when it is decoded
+    }
+    receiving.message.spans[storage.span].data = deviceMemory_.allocate(*device, span.bytes);
     if (std::find(used.begin(), used.end(), *device) == used.end()) {
       used.push_back(*device);
     }
@@ -352,11 +370,15 @@ bool Inbox::receiveIfFree(std::list<Receiving>::iterator receiving) {
   }
   const wire::Assembled assembled = std::move(receiving->assembled);
   const IncomingMessage& message = receiving->message;
-  receiving->unfinished = 1 + assembled.spans.size();
+  addPart(*receiving, assembled.body, message.pooledBody);
   for (size_t index = 0; index < assembled.spans.size(); ++index) {
-    receivePart(receiving, assembled.spans[index], message.spans[index].data);
+    for (const wire::Piece& piece : assembled.spans[index].pieces) {
+      addPart(*receiving, piece, message.spans[index].data);
+    }
   }
-  receivePart(receiving, assembled.body, message.pooledBody); // last: it may finish, and with it free, the message
+  Source& source = sources_[message.from];
+  source.waiting.push_back(receiving);
+  setDue(source);
   return true;
 }
 
@@ -367,29 +389,86 @@ void Inbox::reject(std::list<Receiving>::iterator receiving, Error error) {
   forget(receiving);
 }
 
-void Inbox::receivePart(std::list<Receiving>::iterator receiving, const wire::Piece& piece, const c10::DataPtr& into) {
-  if (piece.parked == nullptr) {
-    if (into) {
-      std::copy_n(piece.data.data(), piece.data.size(), static_cast<std::byte*>(into.get()));
-    }
-    finishPart(receiving, {});
-    return;
+void Inbox::addPart(Receiving& receiving, const wire::Piece& piece, const c10::DataPtr& into) {
+  std::byte* const begin = static_cast<std::byte*>(into.get()) + piece.offset;
+  if (isParked(piece)) {
+    receiving.parts.push_back(
+        {piece.parked, begin, piece.parkedBytes, into.device().is_cpu() ? Memory::kHost : Memory::kDevice});
+  } else if (into) { // else it is the body's
+    std::copy_n(piece.data.data(), piece.data.size(), begin);
   }
-  transport_.receive(
-      piece.parked,
-      into.get(),
-      piece.parkedBytes,
-      [this, receiving](Error error) { finishPart(receiving, std::move(error)); },
-      into.device().is_cpu() ? Memory::kHost : Memory::kDevice);
 }
 
-void Inbox::finishPart(std::list<Receiving>::iterator receiving, Error error) {
-  if (!error) {
-    receiving->message.from->silence.isBroken = true;
-  } else if (!receiving->error) {
-    receiving->error = std::move(error);
+void Inbox::setDue(Source& source) {
+  if (!std::exchange(source.isDue, true)) {
+    due_.push_back(&source);
   }
-  if (--receiving->unfinished != 0) {
+}
+
+void Inbox::askFor(Source& source) {
+  uint64_t bytes = source.askedBytes;
+  size_t pieces = source.askedPieces;
+  while (!source.waiting.empty()) {
+    const std::list<Receiving>::iterator receiving = source.waiting.front();
+    if (receiving->error) {
+      source.waiting.pop_front();
+      giveUpRest(receiving);
+      continue;
+    }
+    const uint64_t more = receiving->parts[receiving->begun].bytes;
+    if (pieces >= kAskedPieces && bytes + more > kAskedBytes) {
+      break;
+    }
+    ++pieces;
+    bytes += more;
+    source.waiting.pop_front();
+    if (receiving->begun + 1 != receiving->parts.size()) {
+      source.waiting.push_back(receiving);
+    }
+    receivePart(source, receiving);
+  }
+  source.isDue = false;
+  if (!source.waiting.empty() && source.askedPieces < pieces) { // some were there at once
+    setDue(source);
+  }
+}
+
+void Inbox::receivePart(Source& source, std::list<Receiving>::iterator receiving) {
+  const Part& part = receiving->parts[receiving->begun++];
+  const uint64_t bytes = part.bytes;
+  ++receiving->unfinished;
+  ++source.askedPieces;
+  source.askedBytes += bytes;
+  transport_.receive(
+      part.parked,
+      part.into,
+      bytes,
+      [this, &source, receiving, bytes](Error error) {
+        --source.askedPieces;
+        source.askedBytes -= bytes;
+        if (!source.waiting.empty()) {
+          setDue(source);
+        }
+        if (!error) {
+          receiving->message.from->silence.isBroken = true;
+        } else if (!receiving->error) {
+          receiving->error = std::move(error);
+        }
+        --receiving->unfinished;
+        finishIfDone(receiving);
+      },
+      part.memory);
+}
+
+void Inbox::giveUpRest(std::list<Receiving>::iterator receiving) {
+  for (; receiving->begun != receiving->parts.size(); ++receiving->begun) {
+    toRefuse_.push_back(receiving->parts[receiving->begun].parked);
+  }
+  finishIfDone(receiving);
+}
+
+void Inbox::finishIfDone(std::list<Receiving>::iterator receiving) {
+  if (receiving->unfinished != 0 || receiving->begun != receiving->parts.size()) {
     return;
   }
   if (receiving->isDropped) {
@@ -409,11 +488,19 @@ void Inbox::finishPart(std::list<Receiving>::iterator receiving, Error error) {
 void Inbox::forget(std::list<Receiving>::iterator receiving) {
   (receiving->isDropped ? dropped_ : receiving_).erase(receiving);
   window_->receivingMessages.store(receiving_.size());
+  hasFinished_ = true;
 }
 
 void Inbox::close() {
+  const Error shutDown(ErrorCode::kShutDown, "RPC has been shut down on this worker");
   for (const std::list<Receiving>::iterator receiving : std::exchange(starting_, {})) {
-    reject(receiving, {ErrorCode::kShutDown, "RPC has been shut down on this worker"});
+    reject(receiving, shutDown);
+  }
+  for (auto& [peer, source] : sources_) {
+    for (const std::list<Receiving>::iterator receiving : std::exchange(source.waiting, {})) {
+      receiving->error = shutDown;
+      giveUpRest(receiving);
+    }
   }
 }
 
@@ -439,6 +526,7 @@ void Inbox::dropPeer(const Peer& peer) {
     }
     return isOfPeer;
   });
+  sources_[&peer].waiting.clear();
   for (auto next = receiving_.begin(); next != receiving_.end();) {
     const auto receiving = next++;
     if (receiving->message.from != &peer) {
@@ -449,6 +537,7 @@ void Inbox::dropPeer(const Peer& peer) {
     deliveries_.rejections.push_back({message.from, message.header, gone, std::move(message.admission)});
     receiving->isDropped = true;
     dropped_.splice(dropped_.end(), receiving_, receiving);
+    giveUpRest(receiving);
   }
   window_->receivingMessages.store(receiving_.size());
 }

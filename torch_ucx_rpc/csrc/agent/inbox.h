@@ -17,13 +17,16 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
 namespace torch_ucx_rpc {
 
 // Receives whole messages: checks who sent, joins body and spans, admits what came by rendezvous into the receive window,
-// and has it received into pooled buffers. Everything here runs under the worker lock, unless it says otherwise.
+// and has it received into pooled buffers, a few pieces of each peer's at a time and of its messages in turn: on a network they travel
+// one after the other, and small messages and signs of life wait behind those that have been asked for. Everything here runs under the
+// worker lock, unless it says otherwise.
 class Inbox final : public TransportListener {
  public:
   // Whether the answer of a peer to a call is still awaited; asked under the worker lock.
@@ -63,8 +66,17 @@ class Inbox final : public TransportListener {
   // What is not there after this does not count any more: it is the sender or the network that is slow.
   static constexpr auto kSlow = std::chrono::milliseconds(20);
 
+  // Bytes that are asked of a peer at a time, and pieces where those are larger.
+  static constexpr uint64_t kAskedBytes = 2 * OutgoingMessage::kPieceBytes;
+  static constexpr size_t kAskedPieces = 2;
+
   // Starts receives and refusals. Not inside a transport callback.
   void settle();
+
+  // Whether settle() has more to do already: what it starts may be done at once, and is not to keep others from the lock.
+  bool isUnsettled() const {
+    return !due_.empty() || (hasFinished_ && !(waitingRequests_.empty() && waitingResponses_.empty()));
+  }
 
   // Whether there is memory of a device that is not free yet for what is to be received. Nothing announces that it is.
   bool waitsForDevice() const {
@@ -101,16 +113,32 @@ class Inbox final : public TransportListener {
   }
 
  private:
+  // What is received at a time: a piece of a span, or the body.
+  struct Part {
+    void* parked;
+    void* into;
+    uint64_t bytes;
+    Memory memory;
+  };
   // A message being received into memory.
   struct Receiving {
     IncomingMessage message;
     uint64_t bytes = 0;
     Clock::time_point began;
-    wire::Assembled assembled; // until its parts are being received
-    DeviceWork before; // then
-    size_t unfinished = 0;
+    wire::Assembled assembled; // until its memory is free
+    DeviceWork before; // until then
+    std::vector<Part> parts; // from then on
+    size_t begun = 0; // of those
+    size_t unfinished = 0; // of those begun
     bool isDropped = false;
     Error error;
+  };
+  // What is received from a peer.
+  struct Source {
+    bool isDue = false; // in due_
+    uint64_t askedBytes = 0;
+    size_t askedPieces = 0;
+    std::deque<std::list<Receiving>::iterator> waiting; // those that have parts not begun, in turn
   };
 
   enum class Refusal : uint8_t { kMalformed, kOtherLife, kStranger, kForged, kReplayed };
@@ -126,6 +154,7 @@ class Inbox final : public TransportListener {
   void onCancel(const Peer& from, uint64_t callId);
   void refuse(wire::Piece& piece);
   void refuseAll(wire::Assembled& assembled);
+  static bool isParked(const wire::Piece& piece);
   static bool hasParked(const wire::Assembled& assembled);
   static uint64_t parkedBytes(const wire::Assembled& assembled);
 
@@ -147,8 +176,15 @@ class Inbox final : public TransportListener {
   bool receiveIfFree(std::list<Receiving>::iterator receiving);
   // For what is not being received yet.
   void reject(std::list<Receiving>::iterator receiving, Error error);
-  void receivePart(std::list<Receiving>::iterator receiving, const wire::Piece& piece, const c10::DataPtr& into);
-  void finishPart(std::list<Receiving>::iterator receiving, Error error);
+  // Notes what is to be received; what came eagerly is copied.
+  static void addPart(Receiving& receiving, const wire::Piece& piece, const c10::DataPtr& into);
+  void setDue(Source& source);
+  void askFor(Source& source);
+  void receivePart(Source& source, std::list<Receiving>::iterator receiving);
+  // Gives up the parts that have not begun.
+  void giveUpRest(std::list<Receiving>::iterator receiving);
+  // If all its parts are through.
+  void finishIfDone(std::list<Receiving>::iterator receiving);
   void forget(std::list<Receiving>::iterator receiving);
   void updateWaitingCount();
 
@@ -170,6 +206,9 @@ class Inbox final : public TransportListener {
   std::vector<std::list<Receiving>::iterator> starting_; // of those, the ones whose memory is not free yet
   ReceiveMemory deviceMemory_;
   std::list<Receiving> dropped_; // the transport still has their memory
+  std::unordered_map<const Peer*, Source> sources_;
+  std::vector<Source*> due_; // of which something has come, or is to be received, since settle() was called last
+  bool hasFinished_ = false; // a message, since then
 
   std::vector<Peer*> pings_;
   bool acceptsJoins_ = false;

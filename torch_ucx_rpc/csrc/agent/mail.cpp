@@ -34,8 +34,18 @@ void OutgoingMessage::address(
   header.callId = callId;
   header.spanCount = static_cast<uint32_t>(spans.size());
   for (size_t index = 0; index < spans.size(); ++index) {
-    spans[index].header = header;
-    spans[index].header.index = static_cast<uint32_t>(index);
+    const Span& span = spans[index];
+    Piece piece{header, span.bytes, span.from.is_cpu() ? Memory::kHost : Memory::kDevice};
+    piece.header.index = static_cast<uint32_t>(index);
+    piece.header.place = {0, span.bytes.size()};
+    const size_t most = piece.memory == Memory::kHost ? kPieceBytes : kDevicePieceBytes;
+    while (piece.bytes.size() > most) {
+      pieces.push_back(piece);
+      pieces.back().bytes = piece.bytes.first(most);
+      piece.bytes = piece.bytes.subspan(most);
+      piece.header.place.offset += most;
+    }
+    pieces.push_back(piece);
   }
 }
 
@@ -52,8 +62,8 @@ void OutgoingMessage::sealFrames() {
     wire::Sealer(to->member().joinKey).sealFrame(header, body.size(), body); // its own key is not known there yet
   } else if (to->sealer.has_value()) {
     to->sealer->sealFrame(header, body.size(), isBodyEager() ? body : std::span<const std::byte>());
-    for (Span& span : spans) {
-      to->sealer->sealFrame(span.header, span.bytes.size(), {});
+    for (Piece& piece : pieces) {
+      to->sealer->sealFrame(piece.header, piece.bytes.size(), {});
     }
   }
 }

@@ -31,14 +31,23 @@ struct OutgoingMessage {
   // and the bytes would escape the receive window.
   static constexpr size_t kEagerBodyBytes = 256 * 1024;
 
+  // What is sent of a span at a time. What else is to be sent gets in between, and each that has arrived is a sign of life; yet large
+  // enough that its announcement is nothing beside it. A device's memory moves faster, and is to be set up for each.
+  static constexpr size_t kPieceBytes = 4 * 1024 * 1024;
+  static constexpr size_t kDevicePieceBytes = 64 * 1024 * 1024;
+
   struct Span {
-    wire::Header header;
     std::span<const std::byte> bytes;
     c10::Device from = c10::kCPU; // where they lie
     c10::Device to = c10::kCPU; // where they are to arrive
   };
+  struct Piece {
+    wire::Header header;
+    std::span<const std::byte> bytes;
+    Memory memory;
+  };
 
-  // Writes the addressing into the headers of body and spans.
+  // Writes the addressing into the headers of the body and of the pieces, which it makes.
   void address(
       wire::Kind kind, uint64_t sourceSession, worker_id_t sourceRank, uint64_t targetSession, uint64_t callId);
 
@@ -50,7 +59,7 @@ struct OutgoingMessage {
   bool isBodyEager() const {
     return body.size() <= kEagerBodyBytes;
   }
-  // Active messages that wait at the sender until the receiver fetches them.
+  // What waits at the sender until the receiver fetches it.
   size_t rendezvousParts() const {
     return spans.size() + (isBodyEager() ? 0 : 1);
   }
@@ -59,6 +68,7 @@ struct OutgoingMessage {
   wire::Header header; // of the body
   Bytes body;
   std::vector<Span> spans;
+  std::vector<Piece> pieces; // of the spans
   std::unique_ptr<Lender> lender; // owns what `spans` point to
   DeviceWork before; // what makes the tensors: they are sent when it is done
 

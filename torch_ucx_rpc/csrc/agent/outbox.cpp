@@ -117,7 +117,7 @@ void Outbox::start(std::unique_ptr<OutgoingMessage> owned) {
   if (const size_t parts = message->rendezvousParts(); parts != 0) {
     queueOf(*message).rendezvous += parts;
   }
-  message->unfinished = 1 + message->spans.size();
+  message->unfinished = 1 + message->pieces.size();
   if (Error error = message->error ? message->error : connect(*message->to)) {
     finish(message, message->unfinished, std::move(error));
     return;
@@ -126,19 +126,19 @@ void Outbox::start(std::unique_ptr<OutgoingMessage> owned) {
   const EndpointId endpoint = *message->to->endpoint;
   message->to->bytesSent.fetch_add(message->totalBytes(), std::memory_order_relaxed);
   // The last part may finish the message at once: nothing of it is touched after its last send.
-  const size_t spans = message->spans.size();
-  for (size_t index = 0; index < spans; ++index) {
-    const OutgoingMessage::Span& span = message->spans[index];
+  const size_t pieces = message->pieces.size();
+  for (size_t index = 0; index < pieces; ++index) {
+    const OutgoingMessage::Piece& piece = message->pieces[index];
     transport_.send(
         endpoint,
-        span.header,
-        span.bytes,
+        piece.header,
+        piece.bytes,
         SendMode::kRendezvous,
         [this, message](Error error) {
           message->to->silence.isBroken |= !error; // the peer has fetched it
           finish(message, 1, std::move(error));
         },
-        span.from.is_cpu() ? Memory::kHost : Memory::kDevice);
+        piece.memory);
   }
   const SendMode mode = message->isBodyEager() ? SendMode::kEager : SendMode::kRendezvous;
   transport_.send(endpoint, message->header, message->body, mode, [this, message](Error error) {

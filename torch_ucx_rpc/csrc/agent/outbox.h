@@ -11,15 +11,15 @@
 
 namespace torch_ucx_rpc {
 
-// Sends whole messages: one active message for the body, one for each span. Endpoints are made with the first message
+// Sends whole messages: one active message for the body, one for each piece of a span. Endpoints are made with the first message
 // to a peer. A peer that has been asked to admit this worker to a group (kJoin) refuses everything else until it has: what is for
 // it waits here for that long. Everything here runs under the worker lock.
 //
 // A message waits first of all until a device has made its tensors: UCX reads without regard to streams.
 //
 // What travels by rendezvous leaves a few parts at a time: each part that waits outside the peer's receive window costs it a
-// descriptor of UCX's, 8 KiB of shared memory. The rest wait here, where they cost next to nothing and can be canceled, in the order of
-// their calls. Answers do not wait for requests, nor one peer's messages for another's.
+// descriptor of UCX's, 8 KiB of shared memory for each of its pieces. The rest wait here, where they cost next to nothing and can be
+// canceled, in the order of their calls. Answers do not wait for requests, nor one peer's messages for another's.
 class Outbox {
  public:
   // Parts by rendezvous under way to a peer, of requests and of answers each. Enough to hide the latency of a network also

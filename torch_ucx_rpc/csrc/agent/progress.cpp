@@ -70,6 +70,12 @@ Progress::~Progress() {
   ::close(wakeFd_);
 }
 
+void Progress::settleAgain() {
+  const std::lock_guard lock(queueMutex_);
+  queue_.emplace_back([] {});
+  queued_.fetch_add(1);
+}
+
 void Progress::submit(Operation operation) {
   {
     const std::lock_guard lock(queueMutex_);

@@ -48,6 +48,9 @@ class Progress {
   // holds it. Operations run in the order of their submission by one thread.
   void submit(Operation operation);
 
+  // Has `settle` run again after the transport has had its turn. Under the worker lock.
+  void settleAgain();
+
   // Runs an operation under the worker lock and returns when it has run.
   void run(Operation operation);
 

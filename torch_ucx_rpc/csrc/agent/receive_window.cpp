@@ -28,7 +28,7 @@ void Admission::release() {
 bool ReceiveWindow::tryAdmit(bool isResponse, uint64_t bytes, Admission& admission) {
   // Only admissions raise the sums, and they are made under the worker lock: between load and add they can only fall.
   if (!fits(used_[isResponse ? 1 : 0].load(), bytes, limitBytes_) ||
-      (!isResponse && !fits(ahead_.load(), bytes, kAheadBytes))) {
+      (!isResponse && !fits(ahead_.load(), aheadBytesOf(bytes), kAheadBytes))) {
     return false;
   }
   admit(isResponse, bytes, admission);
@@ -37,7 +37,7 @@ bool ReceiveWindow::tryAdmit(bool isResponse, uint64_t bytes, Admission& admissi
 
 void ReceiveWindow::admit(bool isResponse, uint64_t bytes, Admission& admission) {
   used_[isResponse ? 1 : 0].fetch_add(bytes);
-  ahead_.fetch_add(isResponse ? 0 : bytes);
+  ahead_.fetch_add(isResponse ? 0 : aheadBytesOf(bytes));
   admission.release();
   admission.window_ = shared_from_this();
   admission.isResponse_ = isResponse;
@@ -47,12 +47,12 @@ void ReceiveWindow::admit(bool isResponse, uint64_t bytes, Admission& admission)
 
 void ReceiveWindow::release(bool isResponse, bool isAhead, uint64_t bytes) {
   used_[isResponse ? 1 : 0].fetch_sub(bytes);
-  ahead_.fetch_sub(isAhead ? bytes : 0);
+  ahead_.fetch_sub(isAhead ? aheadBytesOf(bytes) : 0);
   onReleased();
 }
 
 void ReceiveWindow::releaseAhead(uint64_t bytes) {
-  ahead_.fetch_sub(bytes);
+  ahead_.fetch_sub(aheadBytesOf(bytes));
   onReleased();
 }
 

@@ -2,6 +2,7 @@
 
 #include "base/unique_function.h"
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <cstdint>
@@ -78,6 +79,8 @@ class ReceiveWindow : public std::enable_shared_from_this<ReceiveWindow> {
   static constexpr auto kPatienceWhileReceiving = std::chrono::milliseconds(1000);
   // Of requests that are being received or wait for a thread.
   static constexpr uint64_t kAheadBytes = 16ull * 1024 * 1024;
+  // What a request counts of those at most: beside a large one, however slow it comes, there is room for small ones.
+  static constexpr uint64_t kMostAheadBytes = kAheadBytes / 4 * 3;
 
   // `onRoom` is called, on the releasing thread, when bytes are given back while something waits.
   ReceiveWindow(uint64_t limitBytes, UniqueFunction<void()> onRoom)
@@ -106,6 +109,9 @@ class ReceiveWindow : public std::enable_shared_from_this<ReceiveWindow> {
 
  private:
   friend class Admission;
+  static uint64_t aheadBytesOf(uint64_t bytes) {
+    return std::min(bytes, kMostAheadBytes);
+  }
   void release(bool isResponse, bool isAhead, uint64_t bytes);
   void releaseAhead(uint64_t bytes);
   void onReleased();

@@ -98,7 +98,7 @@ class Encoder {
       uint64_t bytes,
       c10::Device from = c10::kCPU,
       c10::Device to = c10::kCPU) {
-    outgoing.spans.push_back({{}, {static_cast<const std::byte*>(data), bytes}, from, to});
+    outgoing.spans.push_back({{static_cast<const std::byte*>(data), bytes}, from, to});
     return static_cast<uint32_t>(outgoing.spans.size() - 1);
   }
 

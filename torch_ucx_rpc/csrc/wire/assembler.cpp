@@ -1,17 +1,52 @@
 #include "wire/assembler.h"
 
 #include <algorithm>
+#include <iterator>
 #include <utility>
 
 namespace torch_ucx_rpc::wire {
 
-void Assembler::take(Partial& partial, std::vector<Piece>& into) {
-  if (partial.hasBody) {
-    into.push_back(std::move(partial.body));
+namespace {
+
+// Whether the pieces of a span, which are as many bytes as it has, are all of it; sorts them.
+bool cover(Assembled::Span& span) {
+  std::sort(span.pieces.begin(), span.pieces.end(), [](const Piece& one, const Piece& other) {
+    return one.offset < other.offset;
+  });
+  uint64_t end = 0;
+  for (const Piece& piece : span.pieces) {
+    if (piece.offset != end) {
+      return false;
+    }
+    end += piece.size();
   }
-  for (auto& [index, piece] : partial.spans) {
-    into.push_back(std::move(piece));
+  return true;
+}
+
+} // namespace
+
+bool Assembler::note(Partial& partial, const Header& header, uint64_t bytes) {
+  if (header.spanCount != partial.header.spanCount) {
+    return false;
   }
+  if (header.index == kBodyIndex) {
+    return !std::exchange(partial.hasBody, true);
+  }
+  const uint64_t spanBytes = header.place.spanBytes;
+  if (bytes > spanBytes || (bytes == 0 && spanBytes != 0)) {
+    return false;
+  }
+  const auto [entry, isNew] = partial.spans.try_emplace(header.index);
+  PartialSpan& span = entry->second;
+  if (isNew) {
+    span.span.bytes = spanBytes;
+    span.missing = spanBytes;
+  } else if (spanBytes != span.span.bytes || span.missing == 0 || bytes > span.missing) {
+    return false;
+  }
+  span.missing -= bytes;
+  partial.wholeSpans += span.missing == 0 ? 1 : 0;
+  return true;
 }
 
 Assembler::Outcome Assembler::add(
@@ -28,27 +63,32 @@ Assembler::Outcome Assembler::add(
   if (isNew) {
     partial.header = header;
   }
+  const bool isNoted = note(partial, header, piece.size());
   if (partial.isGivenUp) {
     rejected.push_back(std::move(piece));
-    if (--partial.missing == 0) {
+    if (partial.isWhole()) {
       partial_.erase(entry);
     }
     return Outcome::kGivenUp;
   }
-  const bool doubled = isBody ? partial.hasBody : partial.spans.contains(header.index);
-  if (doubled || header.spanCount != partial.header.spanCount) {
-    rejected.push_back(std::move(piece));
-    giveUp(entry, rejected);
-    return Outcome::kRejected;
-  }
-  if (isBody) {
-    partial.hasBody = true;
+  if (isNoted && isBody) {
     partial.header = header;
     partial.body = std::move(piece);
+  } else if (isNoted) {
+    piece.offset = header.place.offset;
+    partial.spans[header.index].span.pieces.push_back(std::move(piece));
   } else {
-    partial.spans.emplace(header.index, std::move(piece));
+    rejected.push_back(std::move(piece));
   }
-  if (!partial.hasBody || partial.spans.size() != partial.header.spanCount) {
+  const auto isBroken = [](auto& span) { return !cover(span.second.span); };
+  if (!isNoted || (partial.isWhole() && std::any_of(partial.spans.begin(), partial.spans.end(), isBroken))) {
+    giveUp(partial, rejected);
+    if (partial.isWhole()) {
+      partial_.erase(entry);
+    }
+    return Outcome::kRejected;
+  }
+  if (!partial.isWhole()) {
     return Outcome::kIncomplete;
   }
 
@@ -56,27 +96,37 @@ Assembler::Outcome Assembler::add(
   assembled.body = std::move(partial.body);
   assembled.spans.resize(partial.spans.size());
   for (auto& [index, span] : partial.spans) {
-    assembled.spans[index] = std::move(span);
+    assembled.spans[index] = std::move(span.span);
   }
   partial_.erase(entry);
   return Outcome::kWhole;
 }
 
-void Assembler::cancel(uint64_t session, Kind kind, uint64_t callId, std::vector<Piece>& dropped) {
-  const auto entry = partial_.find(Key{session, callId, kind});
-  if (entry != partial_.end() && !entry->second.isGivenUp) {
-    giveUp(entry, dropped);
+void Assembler::take(Partial& partial, std::vector<Piece>& into) {
+  if (partial.isGivenUp) {
+    return;
+  }
+  if (partial.hasBody) {
+    into.push_back(std::move(partial.body));
+  }
+  for (auto& [index, span] : partial.spans) {
+    std::move(span.span.pieces.begin(), span.span.pieces.end(), std::back_inserter(into));
   }
 }
 
-void Assembler::giveUp(Partials::iterator entry, std::vector<Piece>& dropped) {
-  Partial& partial = entry->second;
-  const uint64_t arrived = partial.spans.size() + (partial.hasBody ? 1 : 0);
+void Assembler::cancel(uint64_t session, Kind kind, uint64_t callId, std::vector<Piece>& dropped) {
+  const auto entry = partial_.find(Key{session, callId, kind});
+  if (entry != partial_.end() && !entry->second.isGivenUp) {
+    giveUp(entry->second, dropped);
+  }
+}
+
+void Assembler::giveUp(Partial& partial, std::vector<Piece>& dropped) {
   take(partial, dropped);
-  partial.spans.clear();
-  partial.hasBody = false;
+  for (auto& [index, span] : partial.spans) {
+    span.span.pieces.clear();
+  }
   partial.isGivenUp = true;
-  partial.missing = partial.header.spanCount + 1ull - arrived;
 }
 
 size_t Assembler::incomplete() const {

@@ -15,6 +15,7 @@ struct Piece {
   Bytes data; // empty when parked
   void* parked = nullptr;
   uint64_t parkedBytes = 0;
+  uint64_t offset = 0; // in its span
 
   uint64_t size() const {
     return parked != nullptr ? parkedBytes : data.size();
@@ -23,19 +24,24 @@ struct Piece {
 
 // A message of which every piece is known.
 struct Assembled {
+  struct Span {
+    uint64_t bytes = 0;
+    std::vector<Piece> pieces; // from its first byte to its last
+  };
+
   Header header; // the body's
   Piece body;
-  std::vector<Piece> spans;
+  std::vector<Span> spans;
 };
 
-// Joins the body of a message with its spans, in whatever order they arrive. Not thread-safe: it is used under the
-// worker lock. It allocates in proportion to what has really arrived, never to what a header announces.
+// Joins the body of a message with the pieces of its spans, in whatever order they arrive. Not thread-safe: it is used under
+// the worker lock. It allocates in proportion to what has really arrived, never to what a header announces.
 class Assembler {
  public:
   enum class Outcome { kIncomplete, kWhole, kRejected, kGivenUp };
 
   // Takes the piece that came with `header` (checked by readHeader). kWhole: `assembled` is filled. kRejected: the piece
-  // contradicts its message or doubles another piece; `rejected` gets all pieces of that message, which is given up. kGivenUp: it
+  // contradicts its message or overlaps another piece; `rejected` gets all pieces of that message, which is given up. kGivenUp: it
   // belongs to a message that was, and is in `rejected`.
   Outcome add(const Header& header, Piece piece, Assembled& assembled, std::vector<Piece>& rejected);
 
@@ -62,18 +68,29 @@ class Assembler {
       return key.session ^ (key.callId * 0x9E3779B97F4A7C15ull) ^ static_cast<size_t>(key.kind);
     }
   };
+  struct PartialSpan {
+    Assembled::Span span;
+    uint64_t missing = 0; // bytes
+  };
+  // Of one that is given up, only what has come is noted.
   struct Partial {
     bool hasBody = false;
     Header header;
     Piece body;
-    std::unordered_map<uint32_t, Piece> spans;
+    std::unordered_map<uint32_t, PartialSpan> spans;
+    size_t wholeSpans = 0;
     bool isGivenUp = false;
-    uint64_t missing = 0; // of a message that is given up: pieces that are still to come
+
+    bool isWhole() const {
+      return hasBody && wholeSpans == header.spanCount;
+    }
   };
   using Partials = std::unordered_map<Key, Partial, HashKey>;
 
+  // False where it contradicts what has come, and nothing is noted then.
+  static bool note(Partial& partial, const Header& header, uint64_t bytes);
   static void take(Partial& partial, std::vector<Piece>& into);
-  void giveUp(Partials::iterator entry, std::vector<Piece>& dropped);
+  static void giveUp(Partial& partial, std::vector<Piece>& dropped);
 
   Partials partial_;
 };

@@ -46,6 +46,9 @@ Error readHeader(std::span<const std::byte> bytes, Header& header) {
   if (header.index != kBodyIndex && header.index >= header.spanCount) {
     return malformed("span " + std::to_string(header.index) + " of " + std::to_string(header.spanCount));
   }
+  if (const auto [offset, bytes] = header.place; header.index != kBodyIndex && offset != 0 && offset >= bytes) {
+    return malformed("a piece at byte " + std::to_string(offset) + " of a span of " + std::to_string(bytes));
+  }
   return {};
 }
 

@@ -18,14 +18,14 @@
 //      +---------------+---------------+-------------------------------+
 //  32  |     index     |  span count   |           sequence            |
 //      +---------------+---------------+-------------------------------+
-//  48  |                          content tag                          |
+//  48  |       content tag; of a span: offset and span bytes           |
 //      +---------------------------------------------------------------+
 //  64  |                           frame tag                           |
 //      +---------------------------------------------------------------+
 //
-// Little endian. A message is one body (index = kBodyIndex) and `span count` spans (index 0, 1, ...), each an active
-// message of its own with this same header; they may arrive in any order. What joins them is
-// (source session, kind, call id). The last three fields are wire/seal.h's; in a job without a secret they are zero.
+// Little endian. A message is one body (index = kBodyIndex) and `span count` spans (index 0, 1, ...). The body is an active message,
+// and so is each piece of a span, all with this same header; they may arrive in any order. What joins them is
+// (source session, kind, call id). Sequence and tags are wire/seal.h's; in a job without a secret they are zero.
 
 namespace torch_ucx_rpc::wire {
 
@@ -50,10 +50,16 @@ enum class Kind : uint8_t {
 
 inline constexpr uint16_t kMagic = 0x5855; // "UX"
 // Raised with every change that an older reader would misread. Workers of one job must agree on it.
-inline constexpr uint8_t kVersion = 2;
+inline constexpr uint8_t kVersion = 3;
 inline constexpr uint32_t kBodyIndex = 0xFFFFFFFF;
 // Far above any real message (a span is a tensor of at least tens of KiB), small enough that a lie costs nothing.
 inline constexpr uint32_t kMaxSpans = 1u << 20;
+
+// Where in its span a piece belongs.
+struct Place {
+  uint64_t offset;
+  uint64_t spanBytes;
+};
 
 struct Header {
   uint16_t magic = kMagic;
@@ -66,7 +72,10 @@ struct Header {
   uint32_t index = kBodyIndex;
   uint32_t spanCount = 0;
   uint64_t sequence = 0; // counted by the sender for each receiver
-  Hmac::Tag contentTag{}; // of a body: over what of the message is not in this frame and must not be changed
+  union {
+    Hmac::Tag contentTag{}; // of a body: over what of the message is not in this frame and must not be changed
+    Place place; // of a piece of a span
+  };
   Hmac::Tag frameTag{}; // over this header, and over the data if it is a body that came along
 };
 static_assert(sizeof(Header) == 80 && offsetof(Header, sourceRank) == 4 && offsetof(Header, sourceSession) == 8);
