@@ -23,6 +23,7 @@ from benchmarks import harness
 BENCHMARKS = {
     "small_calls": "small_calls:BENCHMARK",
     "large_tensors": "large_tensors:BENCHMARK",
+    "beside_large": "beside_large:BENCHMARK",
     "arrays": "arrays:BENCHMARK",
     "in_flight": "in_flight:BENCHMARK",
     "overload": "overload:BENCHMARK",

@@ -332,7 +332,7 @@ def _record_of(agent: UcxRpcAgent, world_size: int) -> Record:
         world_size=world_size,
         session=agent.session,
         address=agent.address,
-        package_version=torch_ucx_rpc.__version__,
+        package_version=f"{torch_ucx_rpc.__version__} (wire version {_C.WIRE_VERSION})",
         torch_version=torch.__version__,
         device_maps=options.device_maps,
         reply_device_maps=options.reply_device_maps,

@@ -109,12 +109,17 @@ class InboxTest : public testing::Test {
     }
   }
 
-  // A request of one span, of which body and pieces are announced; pieces are parked under the numbers that follow `firstNumber`.
-  void announce(worker_id_t rank, uint64_t callId, uint64_t bytes, uintptr_t firstNumber) {
+  // A message of one span, of which body and pieces are announced; pieces are parked under the numbers that follow `firstNumber`.
+  void announce(
+      worker_id_t rank,
+      uint64_t callId,
+      uint64_t bytes,
+      uintptr_t firstNumber,
+      wire::Kind kind = wire::Kind::kRequest) {
     OutgoingMessage message;
     const std::span<const std::byte> memory(static_cast<const std::byte*>(nullptr), bytes);
     message.spans.push_back({memory});
-    message.address(wire::Kind::kRequest, kSession + static_cast<uint64_t>(rank), rank, kSession, callId);
+    message.address(kind, kSession + static_cast<uint64_t>(rank), rank, kSession, callId);
     for (const OutgoingMessage::Piece& piece : message.pieces) {
       inbox_.onParked(
           std::as_bytes(std::span(&piece.header, 1)), reinterpret_cast<void*>(firstNumber++), piece.bytes.size());
@@ -137,6 +142,7 @@ class InboxTest : public testing::Test {
   Deliveries deliveries_;
   Outbox outbox_{transport_, deliveries_};
   Devices devices_;
+  uint64_t forgotten_ = 0; // the call whose answer is not awaited
   const std::shared_ptr<ReceiveWindow> window_ = std::make_shared<ReceiveWindow>(1ull << 30, [] {});
   Inbox inbox_{
       transport_,
@@ -145,7 +151,7 @@ class InboxTest : public testing::Test {
       window_,
       HostPool::instance(),
       kSession,
-      [](const Peer& /*from*/, uint64_t /*callId*/) { return true; },
+      [this](const Peer& /*from*/, uint64_t callId) { return callId != forgotten_; },
       [this]() -> const Devices& { return devices_; },
       deliveries_};
 };
@@ -188,6 +194,46 @@ TEST_F(InboxTest, MessagesOfAPeerTakeTurns) {
     complete();
   }
   EXPECT_EQ(deliveries_.messages.size(), 2u);
+}
+
+TEST_F(InboxTest, LargeMessagesDoNotKeepEachOtherFromBeingFinished) {
+  announce(1, 1, 6 * kPiece, 1, wire::Kind::kResponse);
+  inbox_.settle();
+  std::this_thread::sleep_for(2 * Inbox::kSlow);
+  announce(1, 2, 6 * kPiece, 50, wire::Kind::kResponse);
+  for (int received = 0; received < 6; ++received) {
+    complete();
+  }
+  ASSERT_EQ(deliveries_.messages.size(), 1u);
+  EXPECT_EQ(deliveries_.messages[0].header.callId, 1u);
+  while (!transport_.asked.empty()) {
+    complete();
+  }
+  EXPECT_EQ(deliveries_.messages.size(), 2u);
+}
+
+TEST_F(InboxTest, TheRestOfWhatIsGivenUpIsRefused) {
+  announce(1, 1, 8 * kPiece, 1);
+  announce(2, 2, 8 * kPiece, 50, wire::Kind::kResponse);
+  inbox_.settle();
+  std::this_thread::sleep_for(2 * Inbox::kSlow);
+  inbox_.settle();
+  EXPECT_EQ(transport_.begun, 2 * kAskedAtOnce);
+  wire::Header cancel;
+  cancel.kind = wire::Kind::kCancel;
+  cancel.sourceRank = 1;
+  cancel.sourceSession = kSession + 1;
+  cancel.targetSession = kSession;
+  cancel.callId = 1;
+  inbox_.onEager(std::as_bytes(std::span(&cancel, 1)), {});
+  forgotten_ = 2;
+  while (!transport_.asked.empty()) {
+    complete();
+  }
+  EXPECT_EQ(transport_.begun, 2 * kAskedAtOnce);
+  EXPECT_EQ(transport_.refused.size(), 2 * (8 - kAskedAtOnce));
+  EXPECT_EQ(deliveries_.rejections.size(), 2u);
+  EXPECT_TRUE(deliveries_.messages.empty());
 }
 
 TEST_F(InboxTest, PeersDoNotWaitForOneAnother) {

@@ -434,6 +434,25 @@ def test_a_cut_of_half_the_limit_loses_nothing(hosts: VirtualHosts, fate: Fate) 
     workers.run_workers(2, call_through_a_cut, fate, hosts=hosts, options={"heartbeat_limit": LIMIT})
 
 
+def call_over_a_slow_network(rank: int) -> None:
+    if rank == 0:
+        assert rpc.rpc_sync("worker1", echo, (1,)) == 1
+        tensor = torch.arange(2**24, dtype=torch.int32)
+        large = rpc.rpc_async("worker1", echo, (tensor,))
+        small = 0
+        while not large.done():
+            assert rpc.rpc_sync("worker1", echo, (small,)) == small
+            small += 1
+        assert torch.equal(large.wait(), tensor)
+        # Were they to wait for the tensor, there would be one on its way there and one on its way back.
+        assert small > 4, small
+
+
+def test_a_tensor_that_takes_longer_than_the_limit_keeps_nothing_waiting(hosts: VirtualHosts) -> None:
+    with hosts[1].slowed_down(megabits=200):  # 64 MiB take 2.7 s, each way
+        workers.run_workers(2, call_over_a_slow_network, hosts=hosts, options={"heartbeat_limit": SHORT_LIMIT})
+
+
 def connections(*, blocked: bool) -> set[tuple[str, str]]:
     """TCP connections of this host; those that hold bytes which the other side has not acknowledged, or all."""
     rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]

@@ -6,7 +6,7 @@ import contextlib
 import os
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -141,6 +141,15 @@ class VirtualHost:
     def heal(self) -> None:
         """Plug the cable in again."""
         self._switch._on_network(f"ip link set {self._port} up")
+
+    @contextlib.contextmanager
+    def slowed_down(self, megabits: int) -> Iterator[None]:
+        """While it lasts, so many megabits a second go through the cable, each way."""
+        with contextlib.ExitStack() as slow:
+            for host, end in ((self._switch, self._port), (self, "eth0")):
+                host._on_network(f"tc qdisc add dev {end} root tbf rate {megabits}mbit burst 128kb latency 50ms")
+                slow.callback(host._on_network, f"tc qdisc del dev {end} root")
+            yield
 
     def power_off(self) -> None:
         """End it at once, with all that runs on it; no packet tells the others."""

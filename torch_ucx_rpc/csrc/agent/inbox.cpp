@@ -193,6 +193,14 @@ void Inbox::onCancel(const Peer& from, uint64_t callId) {
     }
     return isCanceled;
   });
+  std::erase_if(sources_[&from].waiting, [&](std::list<Receiving>::iterator receiving) {
+    const wire::Header& header = receiving->message.header;
+    const bool isCanceled = header.kind == wire::Kind::kRequest && header.callId == callId;
+    if (isCanceled) {
+      giveUpRest(receiving, {ErrorCode::kCanceled, "its call was given up"});
+    }
+    return isCanceled;
+  });
 }
 
 void Inbox::refuse(wire::Piece& piece) {
@@ -408,22 +416,25 @@ void Inbox::setDue(Source& source) {
 void Inbox::askFor(Source& source) {
   uint64_t bytes = source.askedBytes;
   size_t pieces = source.askedPieces;
-  while (!source.waiting.empty()) {
-    const std::list<Receiving>::iterator receiving = source.waiting.front();
-    if (receiving->error) {
-      source.waiting.pop_front();
-      giveUpRest(receiving);
-      continue;
+  std::erase_if(source.waiting, [this](std::list<Receiving>::iterator receiving) {
+    const bool isVain = receiving->error || !isWanted(receiving->message);
+    if (isVain) {
+      giveUpRest(receiving, {ErrorCode::kCanceled, "its call was given up"});
     }
+    return isVain;
+  });
+  while (!source.waiting.empty()) {
+    const auto entry = source.next();
+    const std::list<Receiving>::iterator receiving = *entry;
     const uint64_t more = receiving->parts[receiving->begun].bytes;
     if (pieces >= kAskedPieces && bytes + more > kAskedBytes) {
       break;
     }
     ++pieces;
     bytes += more;
-    source.waiting.pop_front();
-    if (receiving->begun + 1 != receiving->parts.size()) {
-      source.waiting.push_back(receiving);
+    source.isOldestsTurn = !source.isOldestsTurn;
+    if (receiving->begun + 1 == receiving->parts.size()) {
+      source.waiting.erase(entry);
     }
     receivePart(source, receiving);
   }
@@ -431,6 +442,10 @@ void Inbox::askFor(Source& source) {
   if (!source.waiting.empty() && source.askedPieces < pieces) { // some were there at once
     setDue(source);
   }
+}
+
+bool Inbox::isWanted(const IncomingMessage& message) {
+  return message.header.kind != wire::Kind::kResponse || isAwaited_(*message.from, message.header.callId);
 }
 
 void Inbox::receivePart(Source& source, std::list<Receiving>::iterator receiving) {
@@ -460,7 +475,10 @@ void Inbox::receivePart(Source& source, std::list<Receiving>::iterator receiving
       part.memory);
 }
 
-void Inbox::giveUpRest(std::list<Receiving>::iterator receiving) {
+void Inbox::giveUpRest(std::list<Receiving>::iterator receiving, const Error& why) {
+  if (!receiving->error) {
+    receiving->error = why;
+  }
   for (; receiving->begun != receiving->parts.size(); ++receiving->begun) {
     toRefuse_.push_back(receiving->parts[receiving->begun].parked);
   }
@@ -498,8 +516,7 @@ void Inbox::close() {
   }
   for (auto& [peer, source] : sources_) {
     for (const std::list<Receiving>::iterator receiving : std::exchange(source.waiting, {})) {
-      receiving->error = shutDown;
-      giveUpRest(receiving);
+      giveUpRest(receiving, shutDown);
     }
   }
 }
@@ -537,7 +554,7 @@ void Inbox::dropPeer(const Peer& peer) {
     deliveries_.rejections.push_back({message.from, message.header, gone, std::move(message.admission)});
     receiving->isDropped = true;
     dropped_.splice(dropped_.end(), receiving_, receiving);
-    giveUpRest(receiving);
+    giveUpRest(receiving, gone);
   }
   window_->receivingMessages.store(receiving_.size());
 }

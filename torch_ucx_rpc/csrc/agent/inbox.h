@@ -9,6 +9,7 @@
 #include "transport/transport.h"
 #include "wire/assembler.h"
 
+#include <algorithm>
 #include <atomic>
 #include <bitset>
 #include <chrono>
@@ -24,9 +25,9 @@
 namespace torch_ucx_rpc {
 
 // Receives whole messages: checks who sent, joins body and spans, admits what came by rendezvous into the receive window,
-// and has it received into pooled buffers, a few pieces of each peer's at a time and of its messages in turn: on a network they travel
-// one after the other, and small messages and signs of life wait behind those that have been asked for. Everything here runs under the
-// worker lock, unless it says otherwise.
+// and has it received into pooled buffers, a few pieces of each peer's at a time: on a network they travel one after the other, and small
+// messages and signs of life wait behind those that have been asked for. Everything here runs under the worker lock, unless it says
+// otherwise.
 class Inbox final : public TransportListener {
  public:
   // Whether the answer of a peer to a call is still awaited; asked under the worker lock.
@@ -73,7 +74,7 @@ class Inbox final : public TransportListener {
   // Starts receives and refusals. Not inside a transport callback.
   void settle();
 
-  // Whether settle() has more to do already: what it starts may be done at once, and is not to keep others from the lock.
+  // Whether settle() has more to do already: what it starts may be done at once, and other operations are to run in between.
   bool isUnsettled() const {
     return !due_.empty() || (hasFinished_ && !(waitingRequests_.empty() && waitingResponses_.empty()));
   }
@@ -138,7 +139,17 @@ class Inbox final : public TransportListener {
     bool isDue = false; // in due_
     uint64_t askedBytes = 0;
     size_t askedPieces = 0;
-    std::deque<std::list<Receiving>::iterator> waiting; // those that have parts not begun, in turn
+    bool isOldestsTurn = true;
+    std::vector<std::list<Receiving>::iterator> waiting; // those that have parts not begun, the oldest first
+
+    // The oldest and the one that has the least left have every other turn: a small one passes a large one, and large ones do not
+    // keep each other from being finished.
+    std::vector<std::list<Receiving>::iterator>::iterator next() {
+      return isOldestsTurn ? waiting.begin()
+                           : std::min_element(waiting.begin(), waiting.end(), [](auto one, auto other) {
+                               return one->parts.size() - one->begun < other->parts.size() - other->begun;
+                             });
+    }
   };
 
   enum class Refusal : uint8_t { kMalformed, kOtherLife, kStranger, kForged, kReplayed };
@@ -181,8 +192,10 @@ class Inbox final : public TransportListener {
   void setDue(Source& source);
   void askFor(Source& source);
   void receivePart(Source& source, std::list<Receiving>::iterator receiving);
+  // Whether it has not been given up meanwhile, as far as is known here.
+  bool isWanted(const IncomingMessage& message);
   // Gives up the parts that have not begun.
-  void giveUpRest(std::list<Receiving>::iterator receiving);
+  void giveUpRest(std::list<Receiving>::iterator receiving, const Error& why);
   // If all its parts are through.
   void finishIfDone(std::list<Receiving>::iterator receiving);
   void forget(std::list<Receiving>::iterator receiving);

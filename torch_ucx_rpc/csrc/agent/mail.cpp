@@ -38,7 +38,8 @@ void OutgoingMessage::address(
     Piece piece{header, span.bytes, span.from.is_cpu() ? Memory::kHost : Memory::kDevice};
     piece.header.index = static_cast<uint32_t>(index);
     piece.header.place = {0, span.bytes.size()};
-    const size_t most = piece.memory == Memory::kHost ? kPieceBytes : kDevicePieceBytes;
+    const size_t usual = piece.memory == Memory::kHost ? kPieceBytes : kDevicePieceBytes;
+    const size_t most = usual * (1 + piece.bytes.size() / (usual * kMostPieces + 1));
     while (piece.bytes.size() > most) {
       pieces.push_back(piece);
       pieces.back().bytes = piece.bytes.first(most);

@@ -35,6 +35,8 @@ struct OutgoingMessage {
   // enough that its announcement is nothing beside it. A device's memory moves faster, and is to be set up for each.
   static constexpr size_t kPieceBytes = 4 * 1024 * 1024;
   static constexpr size_t kDevicePieceBytes = 64 * 1024 * 1024;
+  // Of a span, where those would be more: each costs the receiver memory of UCX's.
+  static constexpr size_t kMostPieces = 256;
 
   struct Span {
     std::span<const std::byte> bytes;

@@ -20,7 +20,7 @@ bool cover(Assembled::Span& span) {
     }
     end += piece.size();
   }
-  return true;
+  return end == span.bytes;
 }
 
 } // namespace
