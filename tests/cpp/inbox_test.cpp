@@ -1,9 +1,10 @@
-// How large messages are received: piece by piece, those of one peer in turn.
+// How large messages are received, piece by piece, and frames refused.
 
 #include "agent/inbox.h"
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cstring>
 #include <deque>
 #include <memory>
@@ -303,6 +304,22 @@ TEST_F(InboxTest, TheRestOfAMessageOfAPeerThatIsGoneIsRefused) {
   }
   EXPECT_EQ(deliveries_.rejections.size(), 1u);
   EXPECT_EQ(deliveries_.messages.size(), 1u);
+}
+
+TEST_F(InboxTest, FramesThatAreRefusedAreCountedAndToldOfOnceForEachSort) {
+  wire::Header stranger;
+  stranger.targetSession = kSession;
+  stranger.sourceSession = 4711;
+  wire::Header other;
+  other.targetSession = kSession + 1;
+  for (int time = 0; time < 3; ++time) {
+    inbox_.onEager(std::as_bytes(std::span(&stranger, 1)), {});
+    inbox_.onEager(std::as_bytes(std::span(&other, 1)), {});
+  }
+  EXPECT_EQ(inbox_.refusedFrames(), 6u);
+  const std::string& warning = deliveries_.warning;
+  EXPECT_EQ(std::count(warning.begin(), warning.end(), ';'), 1) << warning;
+  EXPECT_NE(warning.find("not a worker of this job"), std::string::npos) << warning;
 }
 
 TEST_F(InboxTest, WhatIsBeingReceivedFailsWhenItCloses) {
