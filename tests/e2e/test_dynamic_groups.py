@@ -17,6 +17,7 @@ import torch
 import torch.distributed.rpc as rpc
 import workers
 from labs import Fate, VirtualHosts, needs_virtual_hosts
+from torch.distributed import TCPStore
 from workers import Steps, agent, backend_options, eventually, init_rpc
 
 pytestmark = pytest.mark.ucx_only
@@ -188,11 +189,21 @@ def leave_while_called(rank: int, steps: Steps) -> int:
 
 
 def test_a_worker_joins_after_rank_0_has_ended_by_way_of_a_file(run_workers: RunWorkers, tmp_path: Path) -> None:
-    run_workers(3, join_without_rank_0, Steps(tmp_path), tmp_path / "store", init=False, exit_codes={0: 0})
+    url = (tmp_path / "store").as_uri()
+    run_workers(3, join_without_rank_0, Steps(tmp_path), url, {}, init=False, exit_codes={0: 0})
 
 
-def join_without_rank_0(rank: int, steps: Steps, file: Path) -> None:
-    options = backend_options(init_method=file.as_uri())
+def test_a_worker_joins_after_rank_0_has_ended_by_way_of_a_launchers_store(
+    run_workers: RunWorkers, tmp_path: Path
+) -> None:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    run_workers(3, join_without_rank_0, Steps(tmp_path), "env://", environment, init=False, exit_codes={0: 0})
+
+
+def join_without_rank_0(rank: int, steps: Steps, url: str, environment: dict[str, str]) -> None:
+    os.environ.update(environment)
+    options = backend_options(init_method=url)
     if rank == 2:
         steps.wait_for("alone 1")
     join(rank, rpc_backend_options=options)
