@@ -15,7 +15,6 @@
 #include <torch/library.h>
 
 #include <algorithm>
-#include <cstring>
 #include <deque>
 #include <functional>
 #include <map>
@@ -31,7 +30,7 @@ namespace torch_ucx_rpc {
 inline constexpr c10::DeviceType kFake = c10::DeviceType::PrivateUse1;
 inline constexpr c10::DeviceIndex kFakeDevices = 2;
 inline constexpr c10::StreamId kPoolStreams = 64; // 1, 2, ...; stream 0 is the default one
-inline constexpr int kReleased = 0xEE; // what released memory is filled with
+inline constexpr std::byte kReleased{0xEE}; // what released memory is filled with
 
 inline c10::Device fake(c10::DeviceIndex index = 0) {
   return {kFake, index};
@@ -237,7 +236,7 @@ class FakeDevice final : public c10::Allocator {
         return false;
       }
       block->uses.clear();
-      const auto overwrite = [block] { std::memset(block->memory.data(), kReleased, block->memory.size()); };
+      const auto overwrite = [block] { std::fill(block->memory.begin(), block->memory.end(), kReleased); };
       if (queues_[block->stream].empty()) {
         overwrite();
       } else {
