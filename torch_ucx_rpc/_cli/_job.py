@@ -28,7 +28,11 @@ MONITOR_INTERVAL_S = 0.05
 # the one that began it.
 _LAST_MOMENTS_S = 3.0
 
-# Keys of the Store: how many machines are done, and the first failure as JSON.
+# Whoever cannot start its workers stays for so long at most, for others to find the same.
+_REFUSAL_S = 5.0
+
+# Keys of the Store: how many machines have refused to start, how many are done, and the first failure as JSON.
+_REFUSED = "torch_ucx_rpc/run/refused"
 _DONE = "torch_ucx_rpc/run/done"
 _FAILED = "torch_ucx_rpc/run/failed"
 
@@ -104,6 +108,22 @@ class JobAgent(LocalElasticAgent):
         self._output = output
         # What came of this machine's workers, once they have all ended well.
         self._result: RunResult | None = None
+
+    def _initialize_workers(self, worker_group: Any) -> None:
+        try:
+            super()._initialize_workers(worker_group)
+        except ValueError:
+            self._wait_for_other_refusals(worker_group)
+            raise
+
+    def _wait_for_other_refusals(self, worker_group: Any) -> None:
+        """All find the same, each when it has read the Store; which may be in this process."""
+        until = time.monotonic() + _REFUSAL_S
+        # Where it is gone, all have.
+        with contextlib.suppress(DistError):
+            worker_group.store.add(_REFUSED, 1)
+            while worker_group.store.add(_REFUSED, 0) < worker_group.group_world_size and time.monotonic() < until:
+                time.sleep(MONITOR_INTERVAL_S)
 
     # Any: torch declares what a group has only once it has started as None.
     def _monitor_workers(self, worker_group: Any) -> RunResult:
