@@ -38,6 +38,8 @@ _SETTLING_S = 2 * HEARTBEAT_LIMIT_S + 10
 _JOINING_S = 60.0
 # Longer than that of who leads the crew: it is to find out who hangs.
 _PATIENCE_S = 600.0
+# For threads that are ending to be gone.
+_ENDING_S = 5.0
 
 # For the next group: the connection to the Store, and what UCX and torch wait with; as many after many memberships.
 _KEPT_OPEN = collections.Counter({"socket": 1, "anon_inode": 4})
@@ -102,7 +104,10 @@ def live(rank: int, life: Life) -> dict[str, int]:
     steps.wait_for("leave", timeout=_PATIENCE_S)
     rpc.shutdown()
     left.update({f"open: {name}": count for name, count in (_open_files() - files - _KEPT_OPEN).items()})
-    running = _threads() - threads - _KEPT_RUNNING
+    # The kernel lists a thread for a moment after whoever joined it has gone on.
+    ended_by = time.monotonic() + _ENDING_S
+    while (running := _threads() - threads - _KEPT_RUNNING) and time.monotonic() < ended_by:
+        time.sleep(0.01)
     if running:
         with (life.directory / f"{life}.stacks").open("w") as stacks:
             faulthandler.dump_traceback(stacks, all_threads=True)
