@@ -71,6 +71,16 @@ def let_go() -> None:
     gone.set()
 
 
+def release(name: str) -> None:
+    """End the `stay` of ``name``, which may then leave before it has answered."""
+    with contextlib.suppress(RuntimeError):
+        rpc.rpc_sync(name, let_go)
+
+
+def stay() -> None:
+    assert gone.wait(60), "not released"
+
+
 def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -131,9 +141,9 @@ def see_a_worker_die(rank: int) -> None:
         assert "lost worker 'worker1'" in failure_of(lambda: rpc.rpc_sync("worker1", echo, (1,)))
         assert time.monotonic() - start < 0.5
         assert rpc.rpc_sync("worker2", echo, (2,)) == 2
-        rpc.rpc_sync("worker2", let_go)
+        release("worker2")
     else:
-        gone.wait(30)
+        stay()
 
 
 def test_calls_to_a_killed_process_fail_within_a_second(run_workers: Callable[..., list]) -> None:
@@ -153,9 +163,9 @@ def outlive_owners_to_be(rank: int) -> None:
             assert "lost worker 'worker1'" in failure_of(rref.to_here)
         assert "lost worker 'worker1'" in failure_of(forwarded.wait)
         assert rpc.rpc_sync("worker2", echo, (2,)) == 2
-        rpc.rpc_sync("worker2", let_go)
+        release("worker2")
     else:
-        gone.wait(30)
+        stay()
 
 
 def fetch(rref: rpc.RRef) -> object:
@@ -186,9 +196,9 @@ def lose_a_worker_that_writes(rank: int, directory: Path) -> None:
             assert rpc.rpc_sync("worker2", echo, (number,)) == number
         big = torch.arange(1 << 20)
         assert torch.equal(rpc.rpc_sync("worker2", echo, (big,)), big)
-        rpc.rpc_sync("worker2", let_go)
+        release("worker2")
     else:
-        gone.wait(30)
+        stay()
 
 
 def test_a_worker_killed_while_it_writes_here_keeps_nobody_else_from_it(
@@ -205,9 +215,9 @@ def keep_shared_memory(rank: int) -> None:
         assert "sysv" in lanes or "posix" in lanes, lanes
         rpc.rpc_async("worker1", die)
         eventually(lambda: is_lost("worker1"), "worker1 is lost")
-        rpc.rpc_sync("worker2", let_go)
+        release("worker2")
     else:
-        gone.wait(30)
+        stay()
 
 
 def test_workers_of_a_host_use_shared_memory_and_still_notice_a_death() -> None:
@@ -250,7 +260,7 @@ def sleep_over(tensor: torch.Tensor, seconds: float) -> None:
 
 def outlive_worker1(rank: int) -> None:
     if rank == 1:
-        gone.wait(30)
+        stay()
     elif rank == 0:
         in_use = metric("pool.in_use_bytes")
         rpc.rpc_async("worker1", hold_all_sorts_of_things)
@@ -264,9 +274,9 @@ def outlive_worker1(rank: int) -> None:
         assert rref_count("num_owner_rrefs") == "1"
         rpc.rpc_sync("worker2", drop_kept)
         eventually(lambda: rref_count("num_owner_rrefs") == "0", "the value that only the dead held is freed")
-        rpc.rpc_sync("worker2", let_go)
+        release("worker2")
     else:
-        gone.wait(30)
+        stay()
         eventually(lambda: rref_count("num_owner_rrefs") == "0", "the value that only the dead held is freed")
 
 
@@ -323,7 +333,7 @@ def count_keys(rref: rpc.RRef) -> int:
 
 def await_what_worker1_has_promised(rank: int) -> None:
     if rank != 2:
-        gone.wait(60)
+        stay()
         return
     rpc.rpc_sync("worker1", promise)
     with concurrent.futures.ThreadPoolExecutor() as pool:
@@ -346,7 +356,7 @@ def await_what_worker1_has_promised(rank: int) -> None:
     gc.collect()
     for what in ("num_owner_rrefs", "num_forks"):
         eventually(lambda what=what: rpc.rpc_sync("worker0", rref_count, (what,)) == "0", "no reference is left")
-    rpc.rpc_sync("worker0", let_go)
+    release("worker0")
 
 
 def test_nobody_waits_for_a_value_that_a_dead_worker_was_to_make(run_workers: Callable[..., list]) -> None:
@@ -378,9 +388,9 @@ def see_silence(rank: int, fate: Fate, what: str) -> None:
         assert re.search(r"lost worker 'worker1' \(rank 1, .* on b\).*no sign of life for \d+\.\d s", text), text
         assert LIMIT <= took <= 1.05 * LIMIT + 1, took
         assert slowest < 0.5
-        rpc.rpc_sync("worker2", let_go)
+        release("worker2")
     else:
-        gone.wait(60)
+        stay()
 
 
 @pytest.mark.parametrize("what", ["cut", "power_off", "stop"])

@@ -6,6 +6,7 @@ import gc
 import os
 import signal
 import threading
+import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -279,6 +280,27 @@ def wait_for_file(file: Path) -> None:
 def test_an_ungraceful_shutdown_waits_for_nobody(run_workers: Callable[..., list], tmp_path: Path) -> None:
     # Not silent: worker1 may find that nobody is there to take its answer.
     run_workers(2, leave_at_once, tmp_path / "done", shutdown=False, silent=False)
+
+
+_leaving = threading.Event()
+
+
+def have_worker1_leave() -> str:
+    _leaving.set()
+    time.sleep(0.1)
+    return "answer"
+
+
+def leave_while_answering(rank: int) -> None:
+    if rank == 0:
+        assert rpc.rpc_sync("worker1", have_worker1_leave) == "answer"
+    else:
+        assert _leaving.wait(50)
+    rpc.shutdown(graceful=False)
+
+
+def test_answers_that_come_soon_leave_before_an_ungraceful_shutdown(run_workers: Callable[..., list]) -> None:
+    run_workers(2, leave_while_answering, shutdown=False)
 
 
 @in_every_worker(of=2, shutdown=False)

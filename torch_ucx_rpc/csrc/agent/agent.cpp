@@ -181,14 +181,6 @@ void UcxRpcAgent::checkProcess() const {
 
 void UcxRpcAgent::shutdownImpl() {
   std::call_once(shutdownOnce_, [this] {
-    if (!isEverybodyLeaving_.load()) {
-      // Also to those who have never heard of us: they would take our end for a crash.
-      for (Peer* peer : directory_.all()) {
-        if (peer->isThere() && peer->member().session != session_) {
-          postControl(*peer, wire::Kind::kGoodbye, 0, {});
-        }
-      }
-    }
     isClosed_.store(true);
     for (CallTable::Call& call : calls_.takeAll()) {
       failCall(
@@ -199,6 +191,15 @@ void UcxRpcAgent::shutdownImpl() {
     if (stuck != 0) {
       LOG(WARNING) << "torch_ucx_rpc: " << stuck << " thread(s) of worker '" << workerInfo_.name_
                    << "' are still running user code at shutdown; they end when it returns";
+    }
+    // After the answers of those that have ended: who hears it awaits none any more.
+    if (!isEverybodyLeaving_.load()) {
+      // Also to those who have never heard of us: they would take our end for a crash.
+      for (Peer* peer : directory_.all()) {
+        if (peer->isThere() && peer->member().session != session_) {
+          postControl(*peer, wire::Kind::kGoodbye, 0, {});
+        }
+      }
     }
     progress_->close([this] {
       outbox_->close();
