@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import numpy as np
@@ -115,12 +114,22 @@ def test_a_failure_needs_a_reason(failed: Any, timeline: tuple[dict[str, Any], .
     assert len(judgement.findings) == (reason == "unexplained")
 
 
-def test_memory_that_leaks_is_not_flat() -> None:
-    noise = np.random.default_rng(1).integers(0, 200 << 20, 600)
-    steady = [Sample(float(i), int((400 << 20) + n), 1, 1) for i, n in enumerate(noise)]
-    assert memory_of("w", steady).is_flat
-    leaking = [dataclasses.replace(s, resident_bytes=s.resident_bytes + (i << 18)) for i, s in enumerate(steady)]
-    assert not memory_of("w", leaking).is_flat
+@pytest.mark.parametrize(
+    ("seconds", "mib_per_second", "is_flat"),
+    [
+        (600, 0, True),
+        (600, 0.25, False),
+        # In one minute, in which caches fill, only what is more than that.
+        (60, 0.5, True),
+        (60, 4, False),
+    ],
+)
+def test_memory_that_leaks_is_not_flat(seconds: int, mib_per_second: float, is_flat: bool) -> None:
+    under_way = np.random.default_rng(1).integers(0, 200 << 20, seconds * 2)
+    times = np.arange(under_way.size) / 2
+    resident = (400 << 20) + under_way + (times * mib_per_second * 2**20).astype(int)
+    samples = [Sample(*values, 1, 1) for values in zip(times.tolist(), resident.tolist(), strict=True)]
+    assert memory_of("w", samples).is_flat == is_flat
 
 
 @pytest.mark.parametrize("kind", _KINDS)

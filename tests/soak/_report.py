@@ -20,8 +20,11 @@ _MIB = 2**20
 # The beginning, in which pools and caches fill.
 _WARM_UP = 0.3
 _BLOCKS = 8
-# Growth that a run of any length may show, of allocators and of a group that has had more members.
+# Growth that a run of any length may show, of allocators and of a group that has had more members; and a run whose
+# warm-up is shorter than so many minutes: caches still fill then, by 10 to 36 MiB a minute and with less and less.
 _TOLERATED_MIB = 24
+_COLD_MINUTES = 2
+_TOLERATED_WHEN_COLD_MIB = 64
 # A slope of so many standard errors is one.
 _NOISES = 2
 
@@ -152,13 +155,15 @@ def gibibytes_of(calls: np.ndarray) -> float:
 def memory_of(name: str, samples: Sequence[Sample]) -> Memory:
     times = np.array([sample.time for sample in samples]) / 60
     resident = np.array([sample.resident_bytes for sample in samples]) / _MIB
-    is_warm = times >= times[0] + _WARM_UP * (times[-1] - times[0])
+    warm_up = _WARM_UP * (times[-1] - times[0])
+    is_warm = times >= times[0] + warm_up
     blocks = zip(*(np.array_split(values[is_warm], _BLOCKS) for values in (times, resident)), strict=True)
     middles, floors = zip(*((block.mean(), values.min()) for block, values in blocks), strict=True)
     (slope, _), covariance = np.polyfit(middles, floors, 1, cov=True)
     noise = math.sqrt(covariance[0][0])
     growth = slope * (middles[-1] - middles[0])
-    is_flat = slope <= _NOISES * noise or growth <= _TOLERATED_MIB
+    tolerated = _TOLERATED_MIB if warm_up >= _COLD_MINUTES else _TOLERATED_WHEN_COLD_MIB
+    is_flat = slope <= _NOISES * noise or growth <= tolerated
     return Memory(name, float(floors[0]), float(floors[-1]), float(slope), noise, bool(is_flat))
 
 
