@@ -194,4 +194,8 @@ def _open_files() -> collections.Counter[str]:
 
 
 def _threads() -> collections.Counter[str]:
-    return collections.Counter((task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir())
+    found: collections.Counter[str] = collections.Counter()
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended
+            found[(task / "comm").read_text().strip()] += 1
+    return found
