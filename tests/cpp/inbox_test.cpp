@@ -98,7 +98,7 @@ class PatientTransport final : public Transport {
 class InboxTest : public testing::Test {
  protected:
   static constexpr uint64_t kSession = 100; // ours
-  static constexpr size_t kAskedAtOnce = Inbox::kAskedBytes / kPiece;
+  static constexpr size_t kAskedAtOnce = Receiver::kAskedBytes / kPiece;
 
   InboxTest() {
     for (worker_id_t rank = 1; rank <= 2; ++rank) {
@@ -180,7 +180,7 @@ TEST_F(InboxTest, ALargeSpanIsReceivedAFewPiecesAtATime) {
 TEST_F(InboxTest, MessagesOfAPeerTakeTurns) {
   announce(1, 1, 8 * kPiece, 1);
   inbox_.settle();
-  std::this_thread::sleep_for(2 * Inbox::kSlow); // it is slow: the next one does not wait for all of it
+  std::this_thread::sleep_for(2 * Receiver::kSlow); // it is slow: the next one does not wait for all of it
   announce(1, 2, 100'000, 50);
   inbox_.settle();
   EXPECT_EQ(transport_.begun, kAskedAtOnce);
@@ -200,7 +200,7 @@ TEST_F(InboxTest, MessagesOfAPeerTakeTurns) {
 TEST_F(InboxTest, LargeMessagesDoNotKeepEachOtherFromBeingFinished) {
   announce(1, 1, 6 * kPiece, 1, wire::Kind::kResponse);
   inbox_.settle();
-  std::this_thread::sleep_for(2 * Inbox::kSlow);
+  std::this_thread::sleep_for(2 * Receiver::kSlow);
   announce(1, 2, 6 * kPiece, 50, wire::Kind::kResponse);
   for (int received = 0; received < 6; ++received) {
     complete();
@@ -217,7 +217,7 @@ TEST_F(InboxTest, TheRestOfWhatIsGivenUpIsRefused) {
   announce(1, 1, 8 * kPiece, 1);
   announce(2, 2, 8 * kPiece, 50, wire::Kind::kResponse);
   inbox_.settle();
-  std::this_thread::sleep_for(2 * Inbox::kSlow);
+  std::this_thread::sleep_for(2 * Receiver::kSlow);
   inbox_.settle();
   EXPECT_EQ(transport_.begun, 2 * kAskedAtOnce);
   wire::Header cancel;
@@ -240,7 +240,7 @@ TEST_F(InboxTest, TheRestOfWhatIsGivenUpIsRefused) {
 TEST_F(InboxTest, PeersDoNotWaitForOneAnother) {
   announce(1, 1, 8 * kPiece, 1);
   inbox_.settle();
-  std::this_thread::sleep_for(2 * Inbox::kSlow);
+  std::this_thread::sleep_for(2 * Receiver::kSlow);
   announce(2, 1, 100'000, 50);
   inbox_.settle();
   EXPECT_EQ(transport_.begun, kAskedAtOnce + 1);

@@ -1,11 +1,8 @@
 #include "agent/inbox.h"
 
-#include "wire/body.h"
-
 #include <c10/util/Exception.h>
 
 #include <algorithm>
-#include <new>
 #include <utility>
 
 namespace torch_ucx_rpc {
@@ -98,7 +95,7 @@ void Inbox::onParked(std::span<const std::byte> headerBytes, void* parked, uint6
     }
   }
   if (from == nullptr) {
-    refuse(piece);
+    receiver_.refuse(piece);
     return;
   }
   add(*from, header, std::move(piece));
@@ -112,21 +109,21 @@ void Inbox::onEndpointFailed(EndpointId endpoint, const Error& error) {
 
 void Inbox::add(Peer& from, const wire::Header& header, wire::Piece piece) {
   if (!from.isThere()) { // its calls have failed here already: it must not be half alive
-    refuse(piece);
+    receiver_.refuse(piece);
     return;
   }
   from.silence.isBroken = true;
   switch (header.kind) {
     case wire::Kind::kCancel:
-      refuse(piece);
+      receiver_.refuse(piece);
       onCancel(from, header.callId);
       return;
     case wire::Kind::kPing:
-      refuse(piece);
+      receiver_.refuse(piece);
       pings_.push_back(&from);
       return;
     case wire::Kind::kPong:
-      refuse(piece);
+      receiver_.refuse(piece);
       return;
     default:
       break;
@@ -141,14 +138,10 @@ void Inbox::add(Peer& from, const wire::Header& header, wire::Piece piece) {
       onAssembled(from, std::move(assembled));
       break;
     case wire::Assembler::Outcome::kGivenUp:
-      for (wire::Piece& part : rejected) {
-        refuse(part);
-      }
+      refuseAll(rejected);
       break;
     case wire::Assembler::Outcome::kRejected:
-      for (wire::Piece& part : rejected) {
-        refuse(part);
-      }
+      refuseAll(rejected);
       deliveries_.rejections.push_back(
           {&from, header, {ErrorCode::kProtocol, "malformed message: its parts contradict each other"}});
       break;
@@ -156,12 +149,17 @@ void Inbox::add(Peer& from, const wire::Header& header, wire::Piece piece) {
 }
 
 void Inbox::onAssembled(Peer& from, wire::Assembled assembled) {
-  if (assembled.header.kind == wire::Kind::kResponse && !isAwaited_(from, assembled.header.callId)) {
+  if (receiver_.isVain(from, assembled.header)) {
     refuseAll(assembled); // a late answer: its caller has been told otherwise
     return;
   }
-  if (hasParked(assembled)) {
-    const uint64_t bytes = parkedBytes(assembled);
+  uint64_t bytes = 0;
+  bool isParked = false;
+  assembled.forEachPiece([&](const wire::Piece& piece) {
+    bytes += piece.parkedBytes;
+    isParked |= piece.isParked();
+  });
+  if (isParked) {
     queueFor(assembled.header.kind).push_back({&from, std::move(assembled), bytes});
     return; // settle() admits it
   }
@@ -173,7 +171,7 @@ void Inbox::onAssembled(Peer& from, wire::Assembled assembled) {
   for (const wire::Assembled::Span& span : assembled.spans) { // small spans that came eagerly
     c10::DataPtr data = pool_.allocate(span.bytes);
     for (const wire::Piece& piece : span.pieces) {
-      std::copy_n(piece.data.data(), piece.data.size(), static_cast<std::byte*>(data.get()) + piece.offset);
+      piece.copyInto(data.get());
     }
     message.spans.push_back({std::move(data), span.bytes});
   }
@@ -183,9 +181,7 @@ void Inbox::onAssembled(Peer& from, wire::Assembled assembled) {
 void Inbox::onCancel(const Peer& from, uint64_t callId) {
   std::vector<wire::Piece> dropped;
   assembler_.cancel(from.member().session, wire::Kind::kRequest, callId, dropped);
-  for (wire::Piece& piece : dropped) {
-    refuse(piece);
-  }
+  refuseAll(dropped);
   std::erase_if(waitingRequests_, [&](Waiting& waiting) {
     const bool isCanceled = waiting.from == &from && waiting.assembled.header.callId == callId;
     if (isCanceled) {
@@ -193,71 +189,30 @@ void Inbox::onCancel(const Peer& from, uint64_t callId) {
     }
     return isCanceled;
   });
-  std::erase_if(sources_[&from].waiting, [&](std::list<Receiving>::iterator receiving) {
-    const wire::Header& header = receiving->message.header;
-    const bool isCanceled = header.kind == wire::Kind::kRequest && header.callId == callId;
-    if (isCanceled) {
-      giveUpRest(receiving, {ErrorCode::kCanceled, "its call was given up"});
-    }
-    return isCanceled;
-  });
+  receiver_.cancel(from, callId);
 }
 
-void Inbox::refuse(wire::Piece& piece) {
-  if (piece.parked != nullptr) {
-    toRefuse_.push_back(std::exchange(piece.parked, nullptr));
+void Inbox::refuseAll(std::vector<wire::Piece>& pieces) {
+  for (wire::Piece& piece : pieces) {
+    receiver_.refuse(piece);
   }
 }
 
 void Inbox::refuseAll(wire::Assembled& assembled) {
-  refuse(assembled.body);
-  for (wire::Assembled::Span& span : assembled.spans) {
-    for (wire::Piece& piece : span.pieces) {
-      refuse(piece);
-    }
-  }
-}
-
-bool Inbox::isParked(const wire::Piece& piece) {
-  return piece.parked != nullptr;
-}
-
-bool Inbox::hasParked(const wire::Assembled& assembled) {
-  const auto& spans = assembled.spans;
-  return isParked(assembled.body) || std::any_of(spans.begin(), spans.end(), [](const wire::Assembled::Span& span) {
-           return std::any_of(span.pieces.begin(), span.pieces.end(), isParked);
-         });
-}
-
-uint64_t Inbox::parkedBytes(const wire::Assembled& assembled) {
-  uint64_t bytes = assembled.body.parkedBytes;
-  for (const wire::Assembled::Span& span : assembled.spans) {
-    for (const wire::Piece& piece : span.pieces) {
-      bytes += piece.parkedBytes;
-    }
-  }
-  return bytes;
+  assembled.forEachPiece([this](wire::Piece& piece) { receiver_.refuse(piece); });
 }
 
 void Inbox::settle() {
-  hasFinished_ = false;
-  std::erase_if(starting_, [this](std::list<Receiving>::iterator receiving) { return receiveIfFree(receiving); });
   admitWaiting(waitingResponses_);
   admitWaiting(waitingRequests_);
   updateWaitingCount();
-  for (Source* source : std::exchange(due_, {})) {
-    askFor(*source);
-  }
-  for (void* parked : std::exchange(toRefuse_, {})) {
-    transport_.refuse(parked);
-  }
+  receiver_.settle();
 }
 
 void Inbox::admitWaiting(std::deque<Waiting>& queue) {
   while (!queue.empty()) {
     Waiting& first = queue.front();
-    const bool isResponse = first.assembled.header.kind == wire::Kind::kResponse;
-    if (isResponse && !isAwaited_(*first.from, first.assembled.header.callId)) {
+    if (receiver_.isVain(*first.from, first.assembled.header)) {
       refuseAll(first.assembled);
       queue.pop_front();
       continue;
@@ -265,22 +220,14 @@ void Inbox::admitWaiting(std::deque<Waiting>& queue) {
     // Announced before it is tried: a release that comes in between then knows that it must call.
     updateWaitingCount();
     Admission admission;
-    if (isBusyReceiving(first.bytes) || !window_->tryAdmit(isResponse, first.bytes, admission)) {
+    const bool isResponse = first.assembled.header.kind == wire::Kind::kResponse;
+    if (receiver_.isBusy(first.bytes) || !window_->tryAdmit(isResponse, first.bytes, admission)) {
       break; // in order: a large message is not overtaken for ever by small ones
     }
     Waiting admitted = std::move(first);
     queue.pop_front();
     start(std::move(admitted), std::move(admission));
   }
-}
-
-bool Inbox::isBusyReceiving(uint64_t more) const {
-  uint64_t bytes = 0;
-  const Clock::time_point now = Clock::now();
-  for (const Receiving& receiving : receiving_) {
-    bytes += now - receiving.began < kSlow ? receiving.bytes : 0;
-  }
-  return bytes != 0 && bytes + more > kReceivingBytes;
 }
 
 void Inbox::admitStalled() {
@@ -300,233 +247,13 @@ void Inbox::updateWaitingCount() {
 }
 
 void Inbox::start(Waiting waiting, Admission admission) {
-  const auto receiving = receiving_.emplace(receiving_.end());
-  window_->receivingMessages.store(receiving_.size());
-  receiving->bytes = waiting.bytes;
-  receiving->began = Clock::now();
-  receiving->assembled = std::move(waiting.assembled);
-  IncomingMessage& message = receiving->message;
-  wire::Assembled& assembled = receiving->assembled;
-  message.from = waiting.from;
-  message.header = assembled.header;
-  message.admission = std::move(admission);
-  message.eagerBody = std::move(assembled.body.data);
-  message.pooledBodyBytes = assembled.body.parkedBytes;
-  try {
-    if (assembled.body.parked != nullptr) {
-      message.pooledBody = pool_.allocate(assembled.body.parkedBytes);
-    }
-    allocateSpans(*receiving);
-  } catch (const std::bad_alloc&) {
-    receiving->error = outOfMemoryFor(waiting.bytes);
-  } catch (const std::exception& failure) {
-    receiving->error = deviceFailed(failure);
-  }
-  if (!receiveIfFree(receiving)) {
-    starting_.push_back(receiving);
-  }
-}
-
-void Inbox::allocateSpans(Receiving& receiving) {
-  IncomingMessage& message = receiving.message;
-  const std::vector<wire::Assembled::Span>& spans = receiving.assembled.spans;
-  message.spans.resize(spans.size());
-  if (!devices_().empty()) {
-    allocateOnDevices(receiving);
-  }
-  for (size_t index = 0; index < spans.size(); ++index) {
-    IncomingMessage::Span& span = message.spans[index];
-    span.bytes = spans[index].bytes;
-    if (!span.data) {
-      span.data = pool_.allocate(span.bytes);
-    }
-  }
-}
-
-void Inbox::allocateOnDevices(Receiving& receiving) {
-  const std::vector<wire::Assembled::Span>& spans = receiving.assembled.spans;
-  Devices used;
-  for (const wire::StorageRecord& storage : wire::storagesOf(receiving.message.eagerBody)) {
-    const c10::Device* device = findDevice(devices_(), storage.deviceType, storage.deviceIndex);
-    if (device == nullptr || storage.span >= spans.size()) {
-      continue; // for the host, or malformed: then it is refused when it is decoded
-    }
-    const wire::Assembled::Span& span = spans[storage.span];
-    if (!std::all_of(span.pieces.begin(), span.pieces.end(), isParked)) {
-      continue; // it goes there when it is decoded
-    }
-    receiving.message.spans[storage.span].data = deviceMemory_.allocate(*device, span.bytes);
-    if (std::find(used.begin(), used.end(), *device) == used.end()) {
-      used.push_back(*device);
-    }
-  }
-  receiving.before = deviceMemory_.earlierWork(used);
-}
-
-bool Inbox::receiveIfFree(std::list<Receiving>::iterator receiving) {
-  if (receiving->error) {
-    reject(receiving, std::move(receiving->error));
-    return true;
-  }
-  try {
-    if (!receiving->before.isDone()) {
-      return false;
-    }
-  } catch (const std::exception& failure) {
-    reject(receiving, deviceFailed(failure));
-    return true;
-  }
-  const wire::Assembled assembled = std::move(receiving->assembled);
-  const IncomingMessage& message = receiving->message;
-  addPart(*receiving, assembled.body, message.pooledBody);
-  for (size_t index = 0; index < assembled.spans.size(); ++index) {
-    for (const wire::Piece& piece : assembled.spans[index].pieces) {
-      addPart(*receiving, piece, message.spans[index].data);
-    }
-  }
-  Source& source = sources_[message.from];
-  source.waiting.push_back(receiving);
-  setDue(source);
-  return true;
-}
-
-void Inbox::reject(std::list<Receiving>::iterator receiving, Error error) {
-  refuseAll(receiving->assembled);
-  deliveries_.rejections.push_back(
-      {receiving->message.from, receiving->message.header, std::move(error), std::move(receiving->message.admission)});
-  forget(receiving);
-}
-
-void Inbox::addPart(Receiving& receiving, const wire::Piece& piece, const c10::DataPtr& into) {
-  std::byte* const begin = static_cast<std::byte*>(into.get()) + piece.offset;
-  if (isParked(piece)) {
-    receiving.parts.push_back(
-        {piece.parked, begin, piece.parkedBytes, into.device().is_cpu() ? Memory::kHost : Memory::kDevice});
-  } else if (into) { // else it is the body's
-    std::copy_n(piece.data.data(), piece.data.size(), begin);
-  }
-}
-
-void Inbox::setDue(Source& source) {
-  if (!std::exchange(source.isDue, true)) {
-    due_.push_back(&source);
-  }
-}
-
-void Inbox::askFor(Source& source) {
-  uint64_t bytes = source.askedBytes;
-  size_t pieces = source.askedPieces;
-  std::erase_if(source.waiting, [this](std::list<Receiving>::iterator receiving) {
-    const bool isVain = receiving->error || !isWanted(receiving->message);
-    if (isVain) {
-      giveUpRest(receiving, {ErrorCode::kCanceled, "its call was given up"});
-    }
-    return isVain;
-  });
-  while (!source.waiting.empty()) {
-    const auto entry = source.next();
-    const std::list<Receiving>::iterator receiving = *entry;
-    const uint64_t more = receiving->parts[receiving->begun].bytes;
-    if (pieces >= kAskedPieces && bytes + more > kAskedBytes) {
-      break;
-    }
-    ++pieces;
-    bytes += more;
-    source.isOldestsTurn = !source.isOldestsTurn;
-    if (receiving->begun + 1 == receiving->parts.size()) {
-      source.waiting.erase(entry);
-    }
-    receivePart(source, receiving);
-  }
-  source.isDue = false;
-  if (!source.waiting.empty() && source.askedPieces < pieces) { // some were there at once
-    setDue(source);
-  }
-}
-
-bool Inbox::isWanted(const IncomingMessage& message) {
-  return message.header.kind != wire::Kind::kResponse || isAwaited_(*message.from, message.header.callId);
-}
-
-void Inbox::receivePart(Source& source, std::list<Receiving>::iterator receiving) {
-  const Part& part = receiving->parts[receiving->begun++];
-  const uint64_t bytes = part.bytes;
-  ++receiving->unfinished;
-  ++source.askedPieces;
-  source.askedBytes += bytes;
-  transport_.receive(
-      part.parked,
-      part.into,
-      bytes,
-      [this, &source, receiving, bytes](Error error) {
-        --source.askedPieces;
-        source.askedBytes -= bytes;
-        if (!source.waiting.empty()) {
-          setDue(source);
-        }
-        if (!error) {
-          receiving->message.from->silence.isBroken = true;
-        } else if (!receiving->error) {
-          receiving->error = std::move(error);
-        }
-        --receiving->unfinished;
-        finishIfDone(receiving);
-      },
-      part.memory);
-}
-
-void Inbox::giveUpRest(std::list<Receiving>::iterator receiving, const Error& why) {
-  if (!receiving->error) {
-    receiving->error = why;
-  }
-  for (; receiving->begun != receiving->parts.size(); ++receiving->begun) {
-    toRefuse_.push_back(receiving->parts[receiving->begun].parked);
-  }
-  finishIfDone(receiving);
-}
-
-void Inbox::finishIfDone(std::list<Receiving>::iterator receiving) {
-  if (receiving->unfinished != 0 || receiving->begun != receiving->parts.size()) {
-    return;
-  }
-  if (receiving->isDropped) {
-    forget(receiving);
-    return;
-  }
-  IncomingMessage message = std::move(receiving->message);
-  Error outcome = std::move(receiving->error);
-  forget(receiving);
-  if (outcome) {
-    deliveries_.rejections.push_back({message.from, message.header, std::move(outcome), std::move(message.admission)});
-  } else {
-    deliveries_.messages.push_back(std::move(message));
-  }
-}
-
-void Inbox::forget(std::list<Receiving>::iterator receiving) {
-  (receiving->isDropped ? dropped_ : receiving_).erase(receiving);
-  window_->receivingMessages.store(receiving_.size());
-  hasFinished_ = true;
-}
-
-void Inbox::close() {
-  const Error shutDown(ErrorCode::kShutDown, "RPC has been shut down on this worker");
-  for (const std::list<Receiving>::iterator receiving : std::exchange(starting_, {})) {
-    reject(receiving, shutDown);
-  }
-  for (auto& [peer, source] : sources_) {
-    for (const std::list<Receiving>::iterator receiving : std::exchange(source.waiting, {})) {
-      giveUpRest(receiving, shutDown);
-    }
-  }
+  receiver_.start(*waiting.from, std::move(waiting.assembled), waiting.bytes, std::move(admission));
 }
 
 void Inbox::dropPeer(const Peer& peer) {
   std::vector<wire::Piece> dropped;
   assembler_.dropSession(peer.member().session, dropped);
-  for (wire::Piece& piece : dropped) {
-    refuse(piece);
-  }
+  refuseAll(dropped);
   for (std::deque<Waiting>* queue : {&waitingRequests_, &waitingResponses_}) {
     std::erase_if(*queue, [&](Waiting& waiting) {
       if (waiting.from == &peer) {
@@ -535,28 +262,7 @@ void Inbox::dropPeer(const Peer& peer) {
       return waiting.from == &peer;
     });
   }
-  const Error gone(ErrorCode::kPeerFailed, peer.describe() + " is gone");
-  std::erase_if(starting_, [&](std::list<Receiving>::iterator receiving) {
-    const bool isOfPeer = receiving->message.from == &peer;
-    if (isOfPeer) {
-      reject(receiving, gone);
-    }
-    return isOfPeer;
-  });
-  sources_[&peer].waiting.clear();
-  for (auto next = receiving_.begin(); next != receiving_.end();) {
-    const auto receiving = next++;
-    if (receiving->message.from != &peer) {
-      continue;
-    }
-    // The transport may take its time; the window does not wait for it.
-    IncomingMessage& message = receiving->message;
-    deliveries_.rejections.push_back({message.from, message.header, gone, std::move(message.admission)});
-    receiving->isDropped = true;
-    dropped_.splice(dropped_.end(), receiving_, receiving);
-    giveUpRest(receiving, gone);
-  }
-  window_->receivingMessages.store(receiving_.size());
+  receiver_.dropPeer(peer);
 }
 
 } // namespace torch_ucx_rpc

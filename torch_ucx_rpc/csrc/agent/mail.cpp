@@ -89,6 +89,10 @@ Error outOfMemoryFor(uint64_t bytes) {
   return {ErrorCode::kOutOfMemory, "out of memory for a message of " + std::to_string(bytes) + " bytes"};
 }
 
+Error callGivenUp() {
+  return {ErrorCode::kCanceled, "its call was given up"};
+}
+
 bool IncomingMessage::isContentGenuine() const {
   const std::span<const std::byte> parkedBody = pooledBody ? body() : std::span<const std::byte>();
   const std::span<const std::byte> payload = payloadIn(spans, body());

@@ -114,6 +114,8 @@ struct IncomingMessage {
 
 // Why a message of so many bytes is not received.
 Error outOfMemoryFor(uint64_t bytes);
+// Why one is neither sent nor received any further.
+Error callGivenUp();
 
 // What progress brought about. Collected under the worker lock, acted upon after it is released. Failures come last: what a peer had
 // sent before its end counts, also where another thread has taken it and is not through with it.

@@ -102,7 +102,7 @@ bool Outbox::cancel(Peer& to, uint64_t callId) {
   if (given == nullptr) {
     return false;
   }
-  given->error = {ErrorCode::kCanceled, "its call was given up"};
+  given->error = callGivenUp();
   --to.messagesUnderWay;
   deliveries_.sent.push_back(std::move(given));
   return true;

@@ -3,6 +3,8 @@
 #include "base/bytes.h"
 #include "wire/header.h"
 
+#include <algorithm>
+#include <cstddef>
 #include <cstdint>
 #include <unordered_map>
 #include <vector>
@@ -17,8 +19,15 @@ struct Piece {
   uint64_t parkedBytes = 0;
   uint64_t offset = 0; // in its span
 
+  bool isParked() const {
+    return parked != nullptr;
+  }
   uint64_t size() const {
-    return parked != nullptr ? parkedBytes : data.size();
+    return isParked() ? parkedBytes : data.size();
+  }
+  // For what is not parked: to its place in the memory of its span.
+  void copyInto(void* span) const {
+    std::copy_n(data.data(), data.size(), static_cast<std::byte*>(span) + offset);
   }
 };
 
@@ -28,6 +37,17 @@ struct Assembled {
     uint64_t bytes = 0;
     std::vector<Piece> pieces; // from its first byte to its last
   };
+
+  // The body, and the pieces of all spans.
+  template <class Callback>
+  void forEachPiece(Callback callback) {
+    callback(body);
+    for (Span& span : spans) {
+      for (Piece& piece : span.pieces) {
+        callback(piece);
+      }
+    }
+  }
 
   Header header; // the body's
   Piece body;
