@@ -24,6 +24,7 @@ def record(name: str, **changed: Any) -> Record:
         "rank": ord(name[0]) - ord("a"),
         "world_size": 3,
         "session": 1,
+        "first_rref_id": 0,
         "address": b"",
         "package_version": "1",
         "torch_version": "2.13.0+cpu",

@@ -38,6 +38,7 @@ class Member:
         pid_namespace: int,
         process_start_time: int,
         session: int,
+        first_rref_id: int,
         address: bytes,
         send_key: bytes = b"",
         receive_key: bytes = b"",

@@ -130,6 +130,7 @@ class UcxRpcAgent(_C.UcxRpcAgent):
                     pid_namespace=record.pid_namespace,
                     process_start_time=record.process_start_time,
                     session=record.session,
+                    first_rref_id=record.first_rref_id,
                     address=record.address,
                     **({} if secret is None else secret.frame_keys(self.session, record.session)),
                 )
@@ -331,6 +332,7 @@ def _record_of(agent: UcxRpcAgent, world_size: int) -> Record:
         name=info.name,
         world_size=world_size,
         session=agent.session,
+        first_rref_id=_C.begin_rref_ids(are_random=world_size == 0),
         address=agent.address,
         package_version=f"{torch_ucx_rpc.__version__} (wire version {_C.WIRE_VERSION})",
         torch_version=torch.__version__,

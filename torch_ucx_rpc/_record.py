@@ -23,13 +23,15 @@ class Record:
     A process is known by its id only within a pid namespace, until it ends, and until the machine reboots: hence
     `pid_namespace`, `process_start_time` (in clock ticks since the boot) and `boot_id`.
 
-    In a group without a size others may put it `in_doubt`: one of them has lost this worker, which may be alive.
+    Its RRefs bear numbers from `first_rref_id` on. In a group without a size, where another worker may take its rank,
+    that is a random one; and others may put it `in_doubt`: one of them has lost this worker, which may be alive.
     """
 
     rank: int
     name: str
     world_size: int
     session: int
+    first_rref_id: int
     address: bytes
     package_version: str
     torch_version: str

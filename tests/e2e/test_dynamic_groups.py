@@ -291,6 +291,14 @@ def replace_the_killed(rank: int, steps: Steps) -> None:
         for use in (theirs.to_here, theirs.rpc_sync().sum, lambda: rpc.rpc_sync(f"worker{2 - rank}", repr, (theirs,))):
             with pytest.raises(RuntimeError, match="possible that the RRef on the owner node does not exist"):
                 use()
+    if rank == 2:
+        # Passed on by the dead, whose rpc.remote() never came.
+        promised = rpc.PyRRef._deserialize((0, 1, 10**6, 1, 10**6 + 1, 0, "PyObject"))
+        for wait in (lambda: promised.rpc_sync(timeout=0).keys(), lambda: promised.to_here(timeout=0)):
+            with pytest.raises(
+                RuntimeError, match=r"never have a value: the worker .* gone, and another has its rank, 1,"
+            ):
+                wait()
     if rank == 3:
         for owner in (0, 2):
             # Not those of its predecessor, although torch numbers RRefs by rank, and from zero in each process.

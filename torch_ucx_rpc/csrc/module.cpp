@@ -275,6 +275,7 @@ PYBIND11_MODULE(_C, module) {
       py::arg("explain"),
       py::arg("release"));
 
+  module.def("begin_rref_ids", &beginRRefIds, py::arg("are_random"));
   module.def("init_autograd", &initAutograd, py::arg("rank"), py::arg("are_ids_random"));
 
   py::module_::import("torch.distributed.rpc"); // RpcAgent, the base class, and WorkerInfo are bound there
@@ -289,6 +290,7 @@ PYBIND11_MODULE(_C, module) {
                       uint64_t pidNamespace,
                       uint64_t processStartTime,
                       uint64_t session,
+                      int64_t firstRRefId,
                       const py::bytes& address,
                       const py::bytes& sendKey,
                       const py::bytes& receiveKey,
@@ -302,6 +304,7 @@ PYBIND11_MODULE(_C, module) {
                 pidNamespace,
                 processStartTime,
                 session,
+                firstRRefId,
                 std::string(address),
                 std::string(sendKey),
                 std::string(receiveKey),
@@ -316,6 +319,7 @@ PYBIND11_MODULE(_C, module) {
           py::arg("pid_namespace"),
           py::arg("process_start_time"),
           py::arg("session"),
+          py::arg("first_rref_id"),
           py::arg("address"),
           py::arg("send_key") = py::bytes(),
           py::arg("receive_key") = py::bytes(),

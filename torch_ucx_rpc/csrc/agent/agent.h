@@ -185,6 +185,8 @@ class UcxRpcAgent : public torch::distributed::rpc::RpcAgent, public std::enable
   // What it held of this worker's through torch: autograd contexts and references to RRefs.
   // Who waits for values that it was to make gets an error.
   void releaseHeldBy(const Peer& gone);
+  // Who waits for values of those that are gone and whose ranks others have now gets one, too.
+  void endWaitsForForerunners();
   // Something of the dead may be in the way of messages to this worker.
   void requestRepair();
   void repairWithWorkerLock();

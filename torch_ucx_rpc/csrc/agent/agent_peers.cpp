@@ -24,6 +24,11 @@ constexpr int kMostSteps = 1000;
 // How often something is looked for that the gone have left.
 constexpr auto kLeftoversPeriod = std::chrono::seconds(1);
 
+void endWait(const WaitForValue& wait, const std::string& why) {
+  wait.future->setErrorIfNeeded(
+      std::make_exception_ptr(std::runtime_error("this RRef will never have a value: " + why)));
+}
+
 } // namespace
 
 void UcxRpcAgent::checkHeartbeats() {
@@ -102,12 +107,15 @@ void UcxRpcAgent::repairWithWorkerLock() {
 Timer::Clock::time_point UcxRpcAgent::releaseLeftovers(Timer::Clock::time_point now) {
   if (hasGone_.load() && now >= leftoversDue_) {
     leftoversDue_ = now + kLeftoversPeriod;
-    hasGone_.store(false); // unless there is one
+    hasGone_.store(isDynamic()); // its rank may be taken meanwhile
     for (const Peer* peer : directory_.all()) {
       if (!peer->isThere()) {
         hasGone_.store(true);
         releaseHeldBy(*peer);
       }
+    }
+    if (isDynamic()) {
+      endWaitsForForerunners();
     }
   }
   return hasGone_.load() ? leftoversDue_ : Timer::Clock::time_point::max();
@@ -125,10 +133,10 @@ void UcxRpcAgent::releaseHeldBy(const Peer& gone) {
   const worker_id_t rank = gone.info().id_;
   std::vector<HeldFork> forks = rrefHolders_.takeHeldBy(rank);
   std::vector<int64_t> contexts = autogradContextsOf(rank);
-  std::vector<c10::intrusive_ptr<JitFuture>> waits;
+  std::vector<WaitForValue> waits;
   // What has come from one that said goodbye is handled all the same.
   if (gone.state() == Peer::State::kFailed || gone.requestsOpen.load() == 0) {
-    waits = rrefHolders_.takeWaitsForValuesOf(rank);
+    waits = rrefHolders_.takeVainWaits([rank](const rpc::RRefId& id) { return id.createdOn_ == rank; });
   }
   if (forks.empty() && contexts.empty() && waits.empty()) {
     return;
@@ -142,14 +150,37 @@ void UcxRpcAgent::releaseHeldBy(const Peer& gone) {
           for (const int64_t context : contexts) {
             DistAutogradContainer::getInstance().releaseContextIfPresent(context);
           }
-          for (const c10::intrusive_ptr<JitFuture>& wait : waits) {
-            wait->setErrorIfNeeded(std::make_exception_ptr(
-                std::runtime_error("this RRef will never have a value: " + gone.whyGone().message())));
+          for (const WaitForValue& wait : waits) {
+            endWait(wait, gone.whyGone().message());
           }
         } catch (const std::exception& error) {
           LOG(WARNING) << "torch_ucx_rpc: could not release all that " << gone.describe() << " held: " << error.what();
         }
       });
+}
+
+void UcxRpcAgent::endWaitsForForerunners() {
+  const std::shared_ptr<UcxRpcAgent> self = weak_from_this().lock();
+  if (!isTorchsAgent() || self == nullptr) {
+    return;
+  }
+  const auto isOfForerunner = [this](const rpc::RRefId& id) {
+    const Peer* holder = directory_.find(id.createdOn_);
+    return holder != nullptr && holder->isThere() && holder->info().id_ != workerInfo_.id_ &&
+        !holder->canHaveMade(id.localId_);
+  };
+  std::vector<WaitForValue> waits = rrefHolders_.takeVainWaits(isOfForerunner);
+  if (waits.empty()) {
+    return;
+  }
+  threads_->addCompletion([self, waits = std::move(waits)] {
+    for (const WaitForValue& wait : waits) {
+      endWait(
+          wait,
+          "the worker that was to make it is gone, and another has its rank, " + std::to_string(wait.creator) +
+              ", now");
+    }
+  });
 }
 
 } // namespace torch_ucx_rpc

@@ -30,6 +30,7 @@ struct Member {
   uint64_t pidNamespace = 0;
   uint64_t processStartTime = 0; // clock ticks since boot
   uint64_t session = 0; // random; tells this life of the worker from an earlier one
+  int64_t firstRRefId = 0; // that it makes in this life: from a random number on, where others may take its rank
   std::string address; // of its transport
   // In a job with a secret, see wire/seal.h; empty otherwise.
   std::string sendKey; // for frames to it
@@ -56,6 +57,12 @@ class Peer {
   }
   const WorkerInfo& info() const {
     return info_;
+  }
+
+  // Whether it can have made the id in this life, not one that had its rank before.
+  bool canHaveMade(int64_t rrefId) const {
+    constexpr int64_t kIdsOfALife = int64_t{1} << 40;
+    return rrefId >= member_.firstRRefId && rrefId - member_.firstRRefId < kIdsOfALife;
   }
 
   // "worker 'ps' (rank 1, pid 4711 on node07)": how errors name it.

@@ -45,10 +45,10 @@ std::vector<HeldFork> RRefHolders::takeHeldBy(rpc::worker_id_t gone) {
   return held;
 }
 
-std::vector<c10::intrusive_ptr<rpc::JitFuture>> RRefHolders::takeWaitsForValuesOf(rpc::worker_id_t gone) {
+std::vector<WaitForValue> RRefHolders::takeVainWaits(const std::function<bool(const RRefId&)>& isOfTheGone) {
   const std::lock_guard lock(inMaking_->mutex);
-  return torch_ucx_rpc::takeWaitsForValuesOf(
-      gone, [this](const RRefId& id) { return inMaking_->ids.find(id) == inMaking_->ids.end(); });
+  return takeWaitsForValues(
+      [&](const RRefId& id) { return isOfTheGone(id) && inMaking_->ids.find(id) == inMaking_->ids.end(); });
 }
 
 } // namespace torch_ucx_rpc

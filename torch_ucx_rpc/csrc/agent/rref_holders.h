@@ -4,6 +4,7 @@
 #include <torch/csrc/distributed/rpc/rpc_agent.h>
 #include <torch/csrc/distributed/rpc/types.h>
 
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <unordered_map>
@@ -17,6 +18,12 @@ namespace torch_ucx_rpc {
 struct HeldFork {
   torch::distributed::rpc::RRefId rref;
   torch::distributed::rpc::ForkId fork;
+};
+
+// A future that a value is awaited with, and the rank of who was to make it.
+struct WaitForValue {
+  torch::distributed::rpc::worker_id_t creator;
+  c10::intrusive_ptr<torch::distributed::rpc::JitFuture> future;
 };
 
 // Which worker holds which reference to this worker's RRefs, as far as torch's messages tell. Who died will not delete its
@@ -36,9 +43,9 @@ class RRefHolders {
   // What a worker that is gone is known to hold. Asked once: its rank may be taken by another one.
   std::vector<HeldFork> takeHeldBy(torch::distributed::rpc::worker_id_t gone);
 
-  // The futures of those that wait here for values which that worker was to make with rpc.remote(), and that are not being made.
-  std::vector<c10::intrusive_ptr<torch::distributed::rpc::JitFuture>> takeWaitsForValuesOf(
-      torch::distributed::rpc::worker_id_t gone);
+  // Those that wait here for values which workers that are gone were to make with rpc.remote(), and that are not being made.
+  std::vector<WaitForValue> takeVainWaits(
+      const std::function<bool(const torch::distributed::rpc::RRefId&)>& isOfTheGone);
 
  private:
   using ForkId = torch::distributed::rpc::ForkId;

@@ -79,13 +79,25 @@ void renewRRefContext(std::shared_ptr<RpcAgent> agent) {
   context.*reach(ContextDestroyed()) = false;
 }
 
+int64_t beginRRefIds(bool areRandom) {
+  static std::once_flag isRandom;
+  std::atomic<int64_t>& next = *reach(NextRRefId());
+  if (areRandom) {
+    std::call_once(isRandom, [&next] {
+      std::random_device device;
+      next += static_cast<int64_t>(device()) << 30;
+    });
+  }
+  return next;
+}
+
 void initAutograd(worker_id_t rank, bool areIdsRandom) {
   DistAutogradContainer& autograd = reach(AutogradInstance())();
   bool& isInitialized = autograd.*reach(AutogradInitialized());
   if (isInitialized && autograd.*reach(AutogradRank()) == rank) {
     return;
   }
-  const bool isFirst = !std::exchange(isInitialized, false);
+  isInitialized = false;
   DistAutogradContainer::init(rank);
   if (areIdsRandom) {
     // The ids of autograd have 48 bits for the count: this takes a quarter of them at most.
@@ -93,9 +105,6 @@ void initAutograd(worker_id_t rank, bool areIdsRandom) {
     const int64_t start = static_cast<int64_t>(device() >> 6) << 20;
     autograd.*reach(NextContextId()) += start;
     autograd.*reach(NextMessageId()) += start;
-    if (isFirst) {
-      *reach(NextRRefId()) += start;
-    }
   }
 }
 
@@ -116,22 +125,21 @@ std::vector<HeldFork> heldForks() {
   return held;
 }
 
-std::vector<c10::intrusive_ptr<JitFuture>> takeWaitsForValuesOf(
-    worker_id_t creator, const std::function<bool(const RRefId&)>& isVain) {
+std::vector<WaitForValue> takeWaitsForValues(const std::function<bool(const RRefId&)>& isVain) {
   RRefContext& context = RRefContext::getInstance();
-  std::vector<c10::intrusive_ptr<JitFuture>> waits;
+  std::vector<WaitForValue> waits;
   const std::lock_guard lock(context.*reach(ContextMapsMutex()));
   for (const auto& [id, rref] : context.*reach(ContextOwners())) {
     const auto owner = c10::static_intrusive_pointer_cast<OwnerRRef>(rref);
-    if (id.createdOn_ == creator && !owner->hasValue() && isVain(id)) {
-      waits.push_back(owner->getFuture());
+    if (!owner->hasValue() && isVain(id)) {
+      waits.push_back({id.createdOn_, owner->getFuture()});
     }
   }
   std::erase_if(context.*reach(ContextPendingOwners()), [&](const auto& entry) {
-    if (entry.first.createdOn_ != creator || !isVain(entry.first)) {
+    if (!isVain(entry.first)) {
       return false;
     }
-    waits.push_back(entry.second);
+    waits.push_back({entry.first.createdOn_, entry.second});
     return true;
   });
   return waits;

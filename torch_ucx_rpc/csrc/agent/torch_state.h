@@ -17,11 +17,15 @@ namespace torch_ucx_rpc {
 // RRefs were never deleted on their owners, with any agent. To be called when an agent starts that is torch's current one.
 void renewRRefContext(std::shared_ptr<torch::distributed::rpc::RpcAgent> agent);
 
-// As torch.distributed.autograd._init, but the rank may be another one than in an earlier life of this process.
-//
 // torch makes the ids of RRefs, and of the contexts and messages of distributed autograd, from the rank and a count that starts
-// anew with the process. A worker with the rank of one that has crashed would reuse ids that other workers still know: with
-// `areIdsRandom`, for groups where that can happen, the counts start at random points.
+// anew with the process. A worker with the rank of one that has crashed would reuse ids that other workers still know: in
+// groups where that can happen the counts start at random points.
+
+// Returns the first id of the RRefs that are made from now on. `areRandom`: see above.
+int64_t beginRRefIds(bool areRandom);
+
+// As torch.distributed.autograd._init, but the rank may be another one than in an earlier life of this process. `areIdsRandom`: see
+// above.
 void initAutograd(torch::distributed::rpc::worker_id_t rank, bool areIdsRandom);
 
 // torch sends no more messages when references to RRefs are destroyed in this process. For a forked child, whose references are
@@ -31,11 +35,9 @@ void stopRRefDeletions();
 // The references to RRefs of this worker that torch knows of.
 std::vector<HeldFork> heldForks();
 
-// Takes the futures of those that wait here, without end, for values that a worker was to make with rpc.remote(): on a thread in
-// RRef.local_value(), or with a call that is to be answered. Those of them whose wait is vain.
-std::vector<c10::intrusive_ptr<torch::distributed::rpc::JitFuture>> takeWaitsForValuesOf(
-    torch::distributed::rpc::worker_id_t creator,
-    const std::function<bool(const torch::distributed::rpc::RRefId&)>& isVain);
+// Takes those that wait here, without end, for values that other workers were to make with rpc.remote(): on a thread in
+// RRef.local_value(), or with a call that is to be answered. Of them, those whose wait is vain.
+std::vector<WaitForValue> takeWaitsForValues(const std::function<bool(const torch::distributed::rpc::RRefId&)>& isVain);
 
 // Has torch refuse the use of references here to RRefs of a worker that is gone. It knows owners by their rank, which another one has by
 // now: that would wait for values that it never gets.
