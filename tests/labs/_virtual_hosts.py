@@ -95,6 +95,8 @@ class VirtualHost:
             f"hostname {name}",
             "mount -t tmpfs tmpfs /dev/shm",
             f"mount --bind {hosts_file} /etc/hosts",
+            # The hosts' own could be bbr, which may pause a connection for seconds after a cut (docs/failure_model.md).
+            "echo reno > /proc/sys/net/ipv4/tcp_congestion_control",
             "ip link set lo up",
             *([] if switch else ["ip link add eth0 type bridge"]),
             "echo up",
