@@ -15,13 +15,11 @@ import torch.distributed.rpc as rpc
 from benchmarks import harness
 from benchmarks.harness import Bound, Figure
 from benchmarks.large_tensors import echo
+from benchmarks.small_calls import nothing
 
 GIB = 2**30
 SIZE = 2**26
 SECONDS = 2.0
-
-
-def nothing() -> None: ...
 
 
 def measure() -> harness.Figures:

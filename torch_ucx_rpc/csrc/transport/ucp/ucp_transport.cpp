@@ -1,8 +1,9 @@
 #include "transport/ucp/ucp_transport.h"
 
 #include "transport/ucp/queue_repair.h"
+#include "transport/ucp/ucp_library.h"
+#include "transport/ucp/worker_address.h"
 
-#include <dlfcn.h>
 #include <fcntl.h>
 #include <poll.h>
 #include <sys/resource.h>
@@ -12,12 +13,9 @@
 #include <algorithm>
 #include <array>
 #include <chrono>
-#include <cstdlib>
-#include <cstring>
 #include <new>
 #include <optional>
 #include <set>
-#include <stdexcept>
 #include <string_view>
 #include <unordered_set>
 #include <utility>
@@ -30,77 +28,13 @@ namespace {
 constexpr unsigned kMessageId = 0; // the one active-message id we use
 constexpr unsigned kMaxLanes = 16; // UCP_MAX_LANES of UCX 1.22
 
-// The only place where UCX's status codes are given a meaning.
-ErrorCode codeOf(ucs_status_t status) {
-  switch (status) {
-    case UCS_OK:
-      return ErrorCode::kOk;
-    case UCS_ERR_CANCELED:
-      return ErrorCode::kCanceled;
-    case UCS_ERR_NO_MEMORY:
-      return ErrorCode::kOutOfMemory;
-    case UCS_ERR_TIMED_OUT:
-    case UCS_ERR_ENDPOINT_TIMEOUT:
-      return ErrorCode::kTimedOut;
-    case UCS_ERR_CONNECTION_RESET:
-    case UCS_ERR_NOT_CONNECTED:
-    case UCS_ERR_REJECTED:
-    case UCS_ERR_UNREACHABLE:
-    case UCS_ERR_IO_ERROR:
-      return ErrorCode::kPeerFailed;
-    default:
-      return ErrorCode::kInternal;
-  }
-}
-
 // UCX asks the device's driver about an address, unless told that it is the host's.
 ucs_memory_type_t memoryTypeOf(Memory memory) {
   return memory == Memory::kHost ? UCS_MEMORY_TYPE_HOST : UCS_MEMORY_TYPE_UNKNOWN;
 }
 
-Error errorOf(ucs_status_t status) {
-  return status == UCS_OK ? Error() : Error(codeOf(status), std::string("UCX: ") + ucs_status_string(status));
-}
-
 Error abandoned() {
   return {ErrorCode::kCanceled, "the endpoint was abandoned"};
-}
-
-// UCX asserts what it reads in a worker address. Ours has this in front, so that a damaged or foreign one is an error instead.
-struct AddressPrefix {
-  uint32_t magic;
-  uint32_t checksum;
-};
-constexpr uint32_t kAddressMagic = 0x41584355; // "UCXA"
-
-// FNV-1a, http://www.isthe.com/chongo/tech/comp/fnv/
-uint32_t checksumOf(std::string_view bytes) {
-  uint32_t sum = 2166136261u;
-  for (const char byte : bytes) {
-    sum = (sum ^ static_cast<unsigned char>(byte)) * 16777619u;
-  }
-  return sum;
-}
-
-// What to look at where UCX cannot start. It tells its own reason on stderr, before.
-const char* cureOf(ucs_status_t status) {
-  switch (status) {
-    case UCS_ERR_NO_MEMORY:
-    case UCS_ERR_NO_RESOURCE:
-    case UCS_ERR_SHMEM_SEGMENT:
-    case UCS_ERR_IO_ERROR:
-      return "Something is used up, of which UCX's line above this tells more: look at df /dev/shm, ipcs -l -u, free and "
-             "ulimit -a.";
-    default:
-      return "If UCX_TLS or UCX_NET_DEVICES is set, check that it names transports and devices of this machine "
-             "(python -m torch_ucx_rpc info lists them).";
-  }
-}
-
-void check(ucs_status_t status, const char* what) {
-  if (status != UCS_OK) {
-    throw std::runtime_error(std::string(what) + " failed: " + ucs_status_string(status) + ". " + cureOf(status));
-  }
 }
 
 // A connection takes up to this many files: a socket on each of two lanes, a timer, and some shared memory while it is attached.
@@ -216,44 +150,9 @@ class UcpTransport final : public Transport {
   size_t operationsInFlight_ = 0;
 };
 
-// What we set where the user has set nothing (UCX_* variables are the user's).
-void applyDefaults(ucp_config_t* config, const std::string& networkDevices) {
-  struct Default {
-    const char* name;
-    const char* value;
-  };
-  const Default defaults[] = {
-      // Endpoints report dead peers (UCP_ERR_HANDLING_MODE_PEER). Without this, UCX then takes TCP even on one host.
-      {"MM_ERROR_HANDLING", "y"},
-      {"NET_DEVICES", networkDevices.c_str()},
-      // UCX's own are 8 and 64 KiB. An echo of 64 MiB over loopback takes 33 ms with these and 135 with those.
-      {"TCP_TX_SEG_SIZE", "64k"},
-      {"TCP_RX_SEG_SIZE", "256k"},
-      // Connecting does not block. Otherwise the first call to a host that is down holds the worker for as long as the kernel tries, two
-      // minutes, and with it all other calls.
-      {"TCP_CONN_NB", "y"},
-  };
-  for (const Default& item : defaults) {
-    if (*item.value != '\0' && std::getenv((std::string("UCX_") + item.name).c_str()) == nullptr) {
-      check(ucp_config_modify(config, item.name, item.value), "configuring UCX");
-    }
-  }
-}
-
 UcpTransport::UcpTransport(size_t expectedPeers, const std::string& networkDevices) {
-  ucp_config_t* config = nullptr;
-  check(ucp_config_read(nullptr, nullptr, &config), "reading UCX's configuration");
-  const std::unique_ptr<ucp_config_t, decltype(&ucp_config_release)> configOwner(config, &ucp_config_release);
-  applyDefaults(config, networkDevices);
-
-  ucp_params_t contextParams{};
-  contextParams.field_mask = UCP_PARAM_FIELD_FEATURES | UCP_PARAM_FIELD_ESTIMATED_NUM_EPS | UCP_PARAM_FIELD_NAME;
-  contextParams.features = UCP_FEATURE_AM | UCP_FEATURE_WAKEUP;
-  contextParams.estimated_num_eps = expectedPeers;
-  contextParams.name = "torch_ucx_rpc";
+  context_ = startUcx(expectedPeers, networkDevices);
   try {
-    check(ucp_init(&contextParams, config, &context_), "starting UCX");
-
     ucp_worker_params_t workerParams{};
     workerParams.field_mask = UCP_WORKER_PARAM_FIELD_THREAD_MODE;
     workerParams.thread_mode = UCS_THREAD_MODE_SERIALIZED; // the worker lock serializes
@@ -274,10 +173,7 @@ UcpTransport::UcpTransport(size_t expectedPeers, const std::string& networkDevic
     ucp_address_t* address = nullptr;
     size_t addressBytes = 0;
     check(ucp_worker_get_address(worker_, &address, &addressBytes), "getting UCX's worker address");
-    const std::string_view ucxAddress(reinterpret_cast<const char*>(address), addressBytes);
-    const AddressPrefix prefix{kAddressMagic, checksumOf(ucxAddress)};
-    address_.assign(reinterpret_cast<const char*>(&prefix), sizeof(prefix));
-    address_ += ucxAddress;
+    address_ = sealAddress({reinterpret_cast<const char*>(address), addressBytes});
     ucp_worker_release_address(worker_, address);
   } catch (...) {
     destroy();
@@ -305,10 +201,8 @@ std::vector<std::pair<std::string, std::string>> UcpTransport::description() con
 }
 
 Error UcpTransport::connect(const std::string& address, EndpointId& endpoint) {
-  AddressPrefix prefix{};
-  const std::string_view ucxAddress = std::string_view(address).substr(std::min(sizeof(prefix), address.size()));
-  std::memcpy(&prefix, address.data(), address.size() - ucxAddress.size());
-  if (prefix.magic != kAddressMagic || ucxAddress.empty() || prefix.checksum != checksumOf(ucxAddress)) {
+  const std::string_view ucxAddress = openAddress(address);
+  if (ucxAddress.empty()) {
     return {ErrorCode::kPeerFailed, "that is not the address of a UCX worker of this package, or it is damaged"};
   }
   if (Error error = filesForAConnection(eventFd_)) {
@@ -603,20 +497,6 @@ void UcpTransport::close(int64_t limitMs) {
 
 std::unique_ptr<Transport> makeUcpTransport(size_t expectedPeers, const std::string& networkDevices) {
   return std::make_unique<UcpTransport>(expectedPeers, networkDevices);
-}
-
-UcpLibrary loadedUcpLibrary() {
-  UcpLibrary library{ucp_get_version_string(), ""};
-  library.version = library.version.substr(0, library.version.find(' '));
-  Dl_info info;
-  if (dladdr(reinterpret_cast<void*>(&ucp_get_version_string), &info) != 0 && info.dli_fname != nullptr) {
-    library.path = info.dli_fname;
-  }
-  return library;
-}
-
-std::string ucpHeaderVersion() {
-  return std::to_string(UCP_API_MAJOR) + "." + std::to_string(UCP_API_MINOR);
 }
 
 } // namespace torch_ucx_rpc

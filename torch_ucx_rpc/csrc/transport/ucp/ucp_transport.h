@@ -3,6 +3,7 @@
 #include "transport/transport.h"
 
 #include <memory>
+#include <string>
 
 namespace torch_ucx_rpc {
 

@@ -1,0 +1,22 @@
+#pragma once
+
+#include "base/error.h"
+
+#include <ucp/api/ucp.h>
+
+#include <cstddef>
+#include <string>
+
+// UCX itself: how it is started, and what its status codes mean. Which one it is: ucp_transport.h.
+namespace torch_ucx_rpc {
+
+// Starts UCX with our settings where the user has set nothing. Throws std::runtime_error, as check() does. The parameters are
+// those of makeUcpTransport().
+ucp_context_h startUcx(size_t expectedPeers, const std::string& networkDevices);
+
+Error errorOf(ucs_status_t status);
+
+// For what UCX needs to start: throws std::runtime_error with a sentence for the user, of `what` failed.
+void check(ucs_status_t status, const char* what);
+
+} // namespace torch_ucx_rpc
