@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <thread>
+#include <vector>
 
 namespace torch_ucx_rpc {
 namespace {
@@ -52,6 +53,38 @@ TEST_F(SpinningTest, LeadersAndVisitorsLearnApart) {
   EXPECT_FALSE(spinning.isOn(Role::kLeader));
 }
 
+TEST_F(SpinningTest, WhoSleptWhileOthersWereServedHasNotWaitedForLong) {
+  Spinning spinning(Waiting::kAuto, 2);
+  waitShortly(spinning);
+  std::vector<Spinning::Wait> guards(10, Spinning::Wait(spinning, Role::kLeader));
+  for (Spinning::Wait& guard : guards) {
+    (void)guard.spin(false);
+  }
+  std::this_thread::sleep_for(2 * (Spinning::kLimit + Spinning::kWakeUp));
+  waitShortly(spinning, Role::kVisitor, 1);
+  for (Spinning::Wait& guard : guards) {
+    guard.end();
+  }
+  EXPECT_TRUE(spinning.isOn(Role::kLeader));
+}
+
+TEST_F(SpinningTest, OneInterruptionIsNoReasonToStopAndSeveralAre) {
+  Spinning spinning(Waiting::kAuto, 2);
+  waitShortly(spinning, Role::kLeader, 60);
+  Spinning::Wait wait(spinning, Role::kLeader);
+  const auto isSpunAfterAnInterruption = [&wait] {
+    wait.again();
+    (void)wait.spin(false);
+    std::this_thread::sleep_for(2 * Spinning::kInterruption);
+    return wait.spin(false);
+  };
+  EXPECT_TRUE(isSpunAfterAnInterruption());
+  for (int interruption = 0; interruption < 5; ++interruption) {
+    (void)isSpunAfterAnInterruption();
+  }
+  EXPECT_FALSE(spinning.isOn(Role::kLeader));
+}
+
 TEST_F(SpinningTest, AutoNeverSpinsOnOneCore) {
   Spinning spinning(Waiting::kAuto, 1);
   waitShortly(spinning);
@@ -94,12 +127,12 @@ TEST_F(SpinningTest, BackSoonIsWhoWasAwayShortly) {
   waitShortly(spinning);
   EXPECT_FALSE(spinning.isBackSoon(Role::kLeader));
   for (int time = 0; time < 20; ++time) {
-    spinning.wasAway(Role::kLeader, Spinning::kLimit / 2);
+    spinning.wasAway(Role::kLeader, Spinning::kShortAbsence / 2);
   }
   EXPECT_TRUE(spinning.isBackSoon(Role::kLeader));
   EXPECT_FALSE(spinning.isBackSoon(Role::kVisitor));
   for (int time = 0; time < 5; ++time) {
-    spinning.wasAway(Role::kLeader, Spinning::kLimit * 2);
+    spinning.wasAway(Role::kLeader, Spinning::kShortAbsence * 2);
   }
   EXPECT_FALSE(spinning.isBackSoon(Role::kLeader));
 }

@@ -2,6 +2,8 @@
 
 #include <sched.h>
 
+#include <algorithm>
+
 namespace torch_ucx_rpc {
 
 namespace {
@@ -28,7 +30,8 @@ bool Spinning::Wait::spin(bool isTransferring) {
     last_ = now;
   }
   if (now - last_ > kInterruption) {
-    spinning_.waits_[static_cast<int>(role_)].forget(); // another thread had this core, and may need it again
+    spinning_.waits_[static_cast<int>(role_)].add(
+        false); // another thread had this core, and may need it again; or the host
   }
   last_ = now;
   if (isTransferring && spinning_.hasCoreEach() && now - began_ < kTransferLimit) {
@@ -50,9 +53,12 @@ bool Spinning::Wait::spin(bool isTransferring) {
 Spinning::Clock::time_point Spinning::Wait::end() {
   const Clock::time_point now = Clock::now();
   if (began_ != Clock::time_point{}) { // it did have to wait
+    // A guard may have slept for long while others drove: what counts is how long nothing came to anybody.
+    const Clock::time_point began = std::max(began_, spinning_.lastFound_);
     const auto limit = hasSpun_ ? kLimit : kLimit + kWakeUp;
-    spinning_.waits_[static_cast<int>(role_)].add(now - began_ <= limit);
+    spinning_.waits_[static_cast<int>(role_)].add(now - began <= limit);
   }
+  spinning_.lastFound_ = now;
   return now;
 }
 

@@ -20,8 +20,11 @@ enum class Waiting : uint8_t { kAuto, kPoll, kSleep };
 class Spinning {
  public:
   using Clock = std::chrono::steady_clock;
-  // A wait is spun through up to this long: the time of a small call, with room for the callee's work.
-  static constexpr auto kLimit = std::chrono::microseconds(200);
+  // A wait is spun through up to this long: the time of a small call, with room for the callee's work, and of a step of torch's
+  // engine between two messages of distributed autograd.
+  static constexpr auto kLimit = std::chrono::microseconds(800);
+  // Whoever is away for longer is missed: what comes meanwhile waits for a patrol.
+  static constexpr auto kShortAbsence = std::chrono::microseconds(200);
   // What a sleeper's wait seems longer by.
   static constexpr auto kWakeUp = std::chrono::microseconds(50);
   // The same while data is on its way: its parts follow one another closely, and each sleep between two would cost more than they
@@ -51,7 +54,7 @@ class Spinning {
     return isOn(role) && absences_[static_cast<int>(role)].isMostlyShort();
   }
   void wasAway(Role role, Clock::duration time) {
-    absences_[static_cast<int>(role)].add(time <= kLimit);
+    absences_[static_cast<int>(role)].add(time <= kShortAbsence);
   }
 
   // One wait, from the first time nothing was found until something is.
@@ -86,9 +89,6 @@ class Spinning {
     void add(bool isShort) {
       share_ += isShort ? (kAlways - share_) / 16 : -share_ / 4;
     }
-    void forget() {
-      share_ = 0;
-    }
 
    private:
     static constexpr int kAlways = 1024;
@@ -100,6 +100,7 @@ class Spinning {
   std::atomic<size_t> processesHere_{1};
   Shortness waits_[2];
   Shortness absences_[2];
+  Clock::time_point lastFound_{}; // what anybody waited for
 };
 
 } // namespace torch_ucx_rpc
