@@ -285,7 +285,8 @@ void Progress::patrol(IsDone& isDone) {
     std::this_thread::sleep_for(kPatrol);
     queueWatches();
     const Time since = awaySince_.load();
-    const bool isAway = since != 0 && Clock::now().time_since_epoch() - Clock::duration(since) > Spinning::kShortAbsence;
+    const bool isAway =
+        since != 0 && Clock::now().time_since_epoch() - Clock::duration(since) > Spinning::kShortAbsence;
     if (isAway || isDone() || queued_.load() != 0) {
       break;
     }
