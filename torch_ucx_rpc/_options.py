@@ -202,7 +202,7 @@ class UcxRpcBackendOptions(RpcBackendOptions):
             at this port plus its rank; 0 is any free port, which ``statistics().prometheus_port`` tells (default:
             None, it does not). Needs the package prometheus_client.
         waiting (str): how threads wait for messages (default: "auto"). "sleep" costs a wake-up of some 20 us for each
-            message; "poll" keeps a core busy; "auto" spins for up to 200 us before it sleeps, as long as the last waits
+            message; "poll" keeps a core busy; "auto" spins for up to 0.8 ms before it sleeps, as long as the last waits
             were that short and each worker of the job on this machine has a core.
         secret_file (str or Path): file with the secret that all workers of the job share; frames of others are refused
             (default: what TORCH_UCX_RPC_SECRET_FILE or TORCH_UCX_RPC_SECRET say; without any of them, whoever reaches
