@@ -1,4 +1,4 @@
-// The contract of transport/transport.h, written once and run on every implementation of it.
+// The contract of transport/transport.h, written once and run on every implementation of it: one list, in one file, however long.
 
 #include "base/bytes.h"
 #include "eventually.h"

@@ -71,12 +71,6 @@ def let_go() -> None:
     gone.set()
 
 
-def release(name: str) -> None:
-    """End the `stay` of ``name``, which may then leave before it has answered."""
-    with contextlib.suppress(RuntimeError):
-        rpc.rpc_sync(name, let_go)
-
-
 def stay() -> None:
     assert gone.wait(60), "not released"
 
@@ -141,7 +135,7 @@ def see_a_worker_die(rank: int) -> None:
         assert "lost worker 'worker1'" in failure_of(lambda: rpc.rpc_sync("worker1", echo, (1,)))
         assert time.monotonic() - start < 0.5
         assert rpc.rpc_sync("worker2", echo, (2,)) == 2
-        release("worker2")
+        rpc.rpc_sync("worker2", let_go)
     else:
         stay()
 
@@ -163,7 +157,7 @@ def outlive_owners_to_be(rank: int) -> None:
             assert "lost worker 'worker1'" in failure_of(rref.to_here)
         assert "lost worker 'worker1'" in failure_of(forwarded.wait)
         assert rpc.rpc_sync("worker2", echo, (2,)) == 2
-        release("worker2")
+        rpc.rpc_sync("worker2", let_go)
     else:
         stay()
 
@@ -196,7 +190,7 @@ def lose_a_worker_that_writes(rank: int, directory: Path) -> None:
             assert rpc.rpc_sync("worker2", echo, (number,)) == number
         big = torch.arange(1 << 20)
         assert torch.equal(rpc.rpc_sync("worker2", echo, (big,)), big)
-        release("worker2")
+        rpc.rpc_sync("worker2", let_go)
     else:
         stay()
 
@@ -215,7 +209,7 @@ def keep_shared_memory(rank: int) -> None:
         assert "sysv" in lanes or "posix" in lanes, lanes
         rpc.rpc_async("worker1", die)
         eventually(lambda: is_lost("worker1"), "worker1 is lost")
-        release("worker2")
+        rpc.rpc_sync("worker2", let_go)
     else:
         stay()
 
@@ -274,7 +268,7 @@ def outlive_worker1(rank: int) -> None:
         assert rref_count("num_owner_rrefs") == "1"
         rpc.rpc_sync("worker2", drop_kept)
         eventually(lambda: rref_count("num_owner_rrefs") == "0", "the value that only the dead held is freed")
-        release("worker2")
+        rpc.rpc_sync("worker2", let_go)
     else:
         stay()
         eventually(lambda: rref_count("num_owner_rrefs") == "0", "the value that only the dead held is freed")
@@ -356,7 +350,7 @@ def await_what_worker1_has_promised(rank: int) -> None:
     gc.collect()
     for what in ("num_owner_rrefs", "num_forks"):
         eventually(lambda what=what: rpc.rpc_sync("worker0", rref_count, (what,)) == "0", "no reference is left")
-    release("worker0")
+    rpc.rpc_sync("worker0", let_go)
 
 
 def test_nobody_waits_for_a_value_that_a_dead_worker_was_to_make(run_workers: Callable[..., list]) -> None:
@@ -388,7 +382,7 @@ def see_silence(rank: int, fate: Fate, what: str) -> None:
         assert re.search(r"lost worker 'worker1' \(rank 1, .* on b\).*no sign of life for \d+\.\d s", text), text
         assert LIMIT <= took <= 1.05 * LIMIT + 1, took
         assert slowest < 0.5
-        release("worker2")
+        rpc.rpc_sync("worker2", let_go)
     else:
         stay()
 

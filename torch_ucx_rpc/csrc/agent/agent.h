@@ -182,11 +182,12 @@ class UcxRpcAgent : public torch::distributed::rpc::RpcAgent, public std::enable
   void destroyLater(std::unique_ptr<OutgoingMessage> message);
   void onRejected(Deliveries::Rejection rejection);
   void onPeerGone(Peer& peer, Peer::State state, Error why);
-  // What it held of this worker's through torch: autograd contexts and references to RRefs.
-  // Who waits for values that it was to make gets an error.
-  void releaseHeldBy(const Peer& gone);
-  // Who waits for values of those that are gone and whose ranks others have now gets one, too.
-  void endWaitsForForerunners();
+  // What they held of this worker's through torch: autograd contexts and references to RRefs. Who waits for values that any who is
+  // gone was to make, also where another has its rank by now, gets an error.
+  void releaseHeldBy(const std::vector<const Peer*>& gone);
+  // Whether an RRef that is waited for may still get its value.
+  bool isValueToCome(const torch::distributed::rpc::RRefId& id) const;
+  void endVainWait(const WaitForValue& wait) const;
   // Something of the dead may be in the way of messages to this worker.
   void requestRepair();
   void repairWithWorkerLock();

@@ -1,6 +1,7 @@
 // Calls of this worker, from send() to the completion of their futures, and those who wait for them.
 
 #include "agent/agent.h"
+#include "agent/completion.h"
 #include "agent/message_types.h"
 #include "agent/tensor_codec.h"
 #include "base/time.h"
@@ -26,21 +27,6 @@ constexpr auto kLookUp = std::chrono::milliseconds(100);
 // The call that this thread has sent last. Who waits next waits for that: rpc_sync and to_here() send and wait. Not told by the
 // future waited for, which torch has derived from the call's.
 thread_local std::optional<uint64_t> lastCall;
-
-std::exception_ptr asException(const std::string& what) {
-  return std::make_exception_ptr(std::runtime_error(what));
-}
-
-// Completes a future, and so runs its callbacks. Torch's own may throw: that of an RRef does, which its owner died over. Whoever
-// uses that RRef is told; here is nobody to tell, and an exception would end the process. (Not for the log either: the text of one of
-// torch's takes milliseconds, under a lock of the dynamic linker, and all calls to a worker that dies may end so.)
-template <typename Complete>
-void runCallbacks(const Complete& complete) {
-  try {
-    complete();
-  } catch (const std::exception&) {
-  }
-}
 
 } // namespace
 

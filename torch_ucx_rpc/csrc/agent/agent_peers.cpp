@@ -1,15 +1,18 @@
 // Peers that fall silent or die, and what becomes of what they held.
 
 #include "agent/agent.h"
+#include "agent/completion.h"
 #include "agent/torch_state.h"
 
 #include <c10/util/Logging.h>
 #include <torch/csrc/distributed/autograd/context/container.h>
 #include <torch/csrc/distributed/rpc/rref_proto.h>
 
+#include <algorithm>
 #include <exception>
-#include <stdexcept>
+#include <iterator>
 #include <utility>
+#include <vector>
 
 namespace torch_ucx_rpc {
 
@@ -23,11 +26,6 @@ constexpr int kMostSteps = 1000;
 
 // How often something is looked for that the gone have left.
 constexpr auto kLeftoversPeriod = std::chrono::seconds(1);
-
-void endWait(const WaitForValue& wait, const std::string& why) {
-  wait.future->setErrorIfNeeded(
-      std::make_exception_ptr(std::runtime_error("this RRef will never have a value: " + why)));
-}
 
 } // namespace
 
@@ -79,7 +77,7 @@ void UcxRpcAgent::onPeerGone(Peer& peer, Peer::State state, Error why) {
     outbox_->abandon(peer);
   });
   requestRepair();
-  releaseHeldBy(peer);
+  releaseHeldBy({&peer});
   hasGone_.store(true);
   timer_.dueBy(Timer::Clock::now() + kLeftoversPeriod);
   barrier_.onMembershipChange();
@@ -108,79 +106,72 @@ Timer::Clock::time_point UcxRpcAgent::releaseLeftovers(Timer::Clock::time_point 
   if (hasGone_.load() && now >= leftoversDue_) {
     leftoversDue_ = now + kLeftoversPeriod;
     hasGone_.store(isDynamic()); // its rank may be taken meanwhile
+    std::vector<const Peer*> gone;
     for (const Peer* peer : directory_.all()) {
       if (!peer->isThere()) {
         hasGone_.store(true);
-        releaseHeldBy(*peer);
+        gone.push_back(peer);
       }
     }
-    if (isDynamic()) {
-      endWaitsForForerunners();
-    }
+    releaseHeldBy(gone);
   }
   return hasGone_.load() ? leftoversDue_ : Timer::Clock::time_point::max();
 }
 
-void UcxRpcAgent::releaseHeldBy(const Peer& gone) {
-  if (!isTorchsAgent()) {
-    return;
-  }
-  const std::shared_ptr<UcxRpcAgent> self = weak_from_this().lock();
-  if (self == nullptr) {
-    return; // being destroyed
-  }
-  // Looked up now: a worker that takes its rank may hold others soon.
-  const worker_id_t rank = gone.info().id_;
-  std::vector<HeldFork> forks = rrefHolders_.takeHeldBy(rank);
-  std::vector<int64_t> contexts = autogradContextsOf(rank);
-  std::vector<WaitForValue> waits;
-  // What has come from one that said goodbye is handled all the same.
-  if (gone.state() == Peer::State::kFailed || gone.requestsOpen.load() == 0) {
-    waits = rrefHolders_.takeVainWaits([rank](const rpc::RRefId& id) { return id.createdOn_ == rank; });
-  }
-  if (forks.empty() && contexts.empty() && waits.empty()) {
-    return;
-  }
-  threads_->addCompletion(
-      [self, &gone, forks = std::move(forks), contexts = std::move(contexts), waits = std::move(waits)] {
-        try {
-          for (const HeldFork& held : forks) {
-            (*self->cb_)(*rpc::RRefUserDelete(held.rref, held.fork).toMessage(), {}); // as if it had deleted it itself
-          }
-          for (const int64_t context : contexts) {
-            DistAutogradContainer::getInstance().releaseContextIfPresent(context);
-          }
-          for (const WaitForValue& wait : waits) {
-            endWait(wait, gone.whyGone().message());
-          }
-        } catch (const std::exception& error) {
-          LOG(WARNING) << "torch_ucx_rpc: could not release all that " << gone.describe() << " held: " << error.what();
-        }
-      });
-}
-
-void UcxRpcAgent::endWaitsForForerunners() {
+void UcxRpcAgent::releaseHeldBy(const std::vector<const Peer*>& gone) {
   const std::shared_ptr<UcxRpcAgent> self = weak_from_this().lock();
   if (!isTorchsAgent() || self == nullptr) {
     return;
   }
-  const auto isOfForerunner = [this](const rpc::RRefId& id) {
-    const Peer* holder = directory_.find(id.createdOn_);
-    return holder != nullptr && holder->isThere() && holder->info().id_ != workerInfo_.id_ &&
-        !holder->canHaveMade(id.localId_);
-  };
-  std::vector<WaitForValue> waits = rrefHolders_.takeVainWaits(isOfForerunner);
-  if (waits.empty()) {
+  // Looked up now: a worker that takes a rank may hold others soon.
+  std::vector<HeldFork> forks;
+  std::vector<int64_t> contexts;
+  for (const Peer* peer : gone) {
+    const worker_id_t rank = peer->info().id_;
+    std::ranges::move(rrefHolders_.takeHeldBy(rank), std::back_inserter(forks));
+    std::ranges::move(autogradContextsOf(rank), std::back_inserter(contexts));
+  }
+  // After the forks, and ended before those are deleted: with its last fork, torch forgets an RRef that is waited for.
+  std::vector<WaitForValue> waits =
+      rrefHolders_.takeVainWaits([this](const rpc::RRefId& id) { return !isValueToCome(id); });
+  if (forks.empty() && contexts.empty() && waits.empty()) {
     return;
   }
-  threads_->addCompletion([self, waits = std::move(waits)] {
+  threads_->addCompletion([self, forks = std::move(forks), contexts = std::move(contexts), waits = std::move(waits)] {
     for (const WaitForValue& wait : waits) {
-      endWait(
-          wait,
-          "the worker that was to make it is gone, and another has its rank, " + std::to_string(wait.creator) +
-              ", now");
+      self->endVainWait(wait);
+    }
+    try {
+      for (const HeldFork& held : forks) {
+        (*self->cb_)(*rpc::RRefUserDelete(held.rref, held.fork).toMessage(), {}); // as if it had deleted it itself
+      }
+      for (const int64_t context : contexts) {
+        DistAutogradContainer::getInstance().releaseContextIfPresent(context);
+      }
+    } catch (const std::exception& error) {
+      LOG(WARNING) << "torch_ucx_rpc: could not release all that workers held which are gone: " << error.what();
     }
   });
+}
+
+bool UcxRpcAgent::isValueToCome(const rpc::RRefId& id) const {
+  const Peer* holder = directory_.find(id.createdOn_); // of the creator's rank
+  if (holder == nullptr || holder->info().id_ == workerInfo_.id_) {
+    return true;
+  }
+  if (holder->isThere()) {
+    return !isDynamic() || holder->canHaveMade(id.localId_);
+  }
+  // What has come from one that said goodbye is handled all the same.
+  return holder->state() == Peer::State::kLeft && holder->requestsOpen.load() != 0;
+}
+
+void UcxRpcAgent::endVainWait(const WaitForValue& wait) const {
+  const Peer* holder = directory_.find(wait.creator);
+  const std::string why = holder != nullptr && !holder->isThere()
+      ? holder->whyGone().message()
+      : "the worker that was to make it is gone, and another has its rank, " + std::to_string(wait.creator) + ", now";
+  runCallbacks([&] { wait.future->setErrorIfNeeded(asException("this RRef will never have a value: " + why)); });
 }
 
 } // namespace torch_ucx_rpc

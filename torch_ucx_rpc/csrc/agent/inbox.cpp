@@ -138,10 +138,10 @@ void Inbox::add(Peer& from, const wire::Header& header, wire::Piece piece) {
       onAssembled(from, std::move(assembled));
       break;
     case wire::Assembler::Outcome::kGivenUp:
-      refuseAll(rejected);
+      receiver_.refuse(rejected);
       break;
     case wire::Assembler::Outcome::kRejected:
-      refuseAll(rejected);
+      receiver_.refuse(rejected);
       deliveries_.rejections.push_back(
           {&from, header, {ErrorCode::kProtocol, "malformed message: its parts contradict each other"}});
       break;
@@ -150,7 +150,7 @@ void Inbox::add(Peer& from, const wire::Header& header, wire::Piece piece) {
 
 void Inbox::onAssembled(Peer& from, wire::Assembled assembled) {
   if (receiver_.isVain(from, assembled.header)) {
-    refuseAll(assembled); // a late answer: its caller has been told otherwise
+    receiver_.refuse(assembled); // a late answer: its caller has been told otherwise
     return;
   }
   uint64_t bytes = 0;
@@ -181,25 +181,15 @@ void Inbox::onAssembled(Peer& from, wire::Assembled assembled) {
 void Inbox::onCancel(const Peer& from, uint64_t callId) {
   std::vector<wire::Piece> dropped;
   assembler_.cancel(from.member().session, wire::Kind::kRequest, callId, dropped);
-  refuseAll(dropped);
-  std::erase_if(waitingRequests_, [&](Waiting& waiting) {
+  receiver_.refuse(dropped);
+  std::erase_if(waitingRequests_, [&](Receiver::Announced& waiting) {
     const bool isCanceled = waiting.from == &from && waiting.assembled.header.callId == callId;
     if (isCanceled) {
-      refuseAll(waiting.assembled);
+      receiver_.refuse(waiting.assembled);
     }
     return isCanceled;
   });
   receiver_.cancel(from, callId);
-}
-
-void Inbox::refuseAll(std::vector<wire::Piece>& pieces) {
-  for (wire::Piece& piece : pieces) {
-    receiver_.refuse(piece);
-  }
-}
-
-void Inbox::refuseAll(wire::Assembled& assembled) {
-  assembled.forEachPiece([this](wire::Piece& piece) { receiver_.refuse(piece); });
 }
 
 void Inbox::settle() {
@@ -209,11 +199,11 @@ void Inbox::settle() {
   receiver_.settle();
 }
 
-void Inbox::admitWaiting(std::deque<Waiting>& queue) {
+void Inbox::admitWaiting(std::deque<Receiver::Announced>& queue) {
   while (!queue.empty()) {
-    Waiting& first = queue.front();
+    Receiver::Announced& first = queue.front();
     if (receiver_.isVain(*first.from, first.assembled.header)) {
-      refuseAll(first.assembled);
+      receiver_.refuse(first.assembled);
       queue.pop_front();
       continue;
     }
@@ -224,9 +214,9 @@ void Inbox::admitWaiting(std::deque<Waiting>& queue) {
     if (receiver_.isBusy(first.bytes) || !window_->tryAdmit(isResponse, first.bytes, admission)) {
       break; // in order: a large message is not overtaken for ever by small ones
     }
-    Waiting admitted = std::move(first);
+    Receiver::Announced admitted = std::move(first);
     queue.pop_front();
-    start(std::move(admitted), std::move(admission));
+    receiver_.start(std::move(admitted), std::move(admission));
   }
 }
 
@@ -234,11 +224,11 @@ void Inbox::admitStalled() {
   if (waitingRequests_.empty()) {
     return;
   }
-  Waiting admitted = std::move(waitingRequests_.front());
+  Receiver::Announced admitted = std::move(waitingRequests_.front());
   waitingRequests_.pop_front();
   Admission admission;
   window_->admit(false, admitted.bytes, admission);
-  start(std::move(admitted), std::move(admission));
+  receiver_.start(std::move(admitted), std::move(admission));
   updateWaitingCount();
 }
 
@@ -246,18 +236,14 @@ void Inbox::updateWaitingCount() {
   window_->waitingMessages.store(waitingRequests_.size() + waitingResponses_.size());
 }
 
-void Inbox::start(Waiting waiting, Admission admission) {
-  receiver_.start(*waiting.from, std::move(waiting.assembled), waiting.bytes, std::move(admission));
-}
-
 void Inbox::dropPeer(const Peer& peer) {
   std::vector<wire::Piece> dropped;
   assembler_.dropSession(peer.member().session, dropped);
-  refuseAll(dropped);
-  for (std::deque<Waiting>* queue : {&waitingRequests_, &waitingResponses_}) {
-    std::erase_if(*queue, [&](Waiting& waiting) {
+  receiver_.refuse(dropped);
+  for (std::deque<Receiver::Announced>* queue : {&waitingRequests_, &waitingResponses_}) {
+    std::erase_if(*queue, [&](Receiver::Announced& waiting) {
       if (waiting.from == &peer) {
-        refuseAll(waiting.assembled);
+        receiver_.refuse(waiting.assembled);
       }
       return waiting.from == &peer;
     });

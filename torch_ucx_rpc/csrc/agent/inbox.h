@@ -102,19 +102,11 @@ class Inbox final : public TransportListener {
   void add(Peer& from, const wire::Header& header, wire::Piece piece);
   void onAssembled(Peer& from, wire::Assembled assembled);
   void onCancel(const Peer& from, uint64_t callId);
-  void refuseAll(std::vector<wire::Piece>& pieces);
-  void refuseAll(wire::Assembled& assembled);
 
-  struct Waiting {
-    Peer* from;
-    wire::Assembled assembled;
-    uint64_t bytes;
-  };
-  std::deque<Waiting>& queueFor(wire::Kind kind) {
+  std::deque<Receiver::Announced>& queueFor(wire::Kind kind) {
     return kind == wire::Kind::kResponse ? waitingResponses_ : waitingRequests_;
   }
-  void admitWaiting(std::deque<Waiting>& queue);
-  void start(Waiting waiting, Admission admission);
+  void admitWaiting(std::deque<Receiver::Announced>& queue);
   void updateWaitingCount();
 
   const Directory& directory_;
@@ -125,8 +117,8 @@ class Inbox final : public TransportListener {
   Deliveries& deliveries_;
 
   wire::Assembler assembler_;
-  std::deque<Waiting> waitingRequests_;
-  std::deque<Waiting> waitingResponses_;
+  std::deque<Receiver::Announced> waitingRequests_;
+  std::deque<Receiver::Announced> waitingResponses_;
   Receiver receiver_;
 
   std::vector<Peer*> pings_;

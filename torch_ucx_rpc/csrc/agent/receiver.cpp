@@ -18,15 +18,15 @@ bool Receiver::isBusy(uint64_t more) const {
   return bytes != 0 && bytes + more > kReceivingBytes;
 }
 
-void Receiver::start(Peer& from, wire::Assembled assembled, uint64_t parkedBytes, Admission admission) {
+void Receiver::start(Announced announced, Admission admission) {
   const Entry receiving = receiving_.emplace(receiving_.end());
   window_->receivingMessages.store(receiving_.size());
-  receiving->bytes = parkedBytes;
+  receiving->bytes = announced.bytes;
   receiving->began = Clock::now();
-  receiving->assembled = std::move(assembled);
+  receiving->assembled = std::move(announced.assembled);
   IncomingMessage& message = receiving->message;
   wire::Piece& body = receiving->assembled.body;
-  message.from = &from;
+  message.from = announced.from;
   message.header = receiving->assembled.header;
   message.admission = std::move(admission);
   message.eagerBody = std::move(body.data);
@@ -37,7 +37,7 @@ void Receiver::start(Peer& from, wire::Assembled assembled, uint64_t parkedBytes
     }
     allocateSpans(*receiving);
   } catch (const std::bad_alloc&) {
-    receiving->error = outOfMemoryFor(parkedBytes);
+    receiving->error = outOfMemoryFor(announced.bytes);
   } catch (const std::exception& failure) {
     receiving->error = deviceFailed(failure);
   }
@@ -86,6 +86,16 @@ void Receiver::refuse(wire::Piece& piece) {
   }
 }
 
+void Receiver::refuse(std::vector<wire::Piece>& pieces) {
+  for (wire::Piece& piece : pieces) {
+    refuse(piece);
+  }
+}
+
+void Receiver::refuse(wire::Assembled& assembled) {
+  assembled.forEachPiece([this](wire::Piece& piece) { refuse(piece); });
+}
+
 void Receiver::settle() {
   hasFinished_ = false;
   std::erase_if(starting_, [this](Entry receiving) { return beginIfFree(receiving); });
@@ -127,7 +137,7 @@ bool Receiver::beginIfFree(Entry receiving) {
 }
 
 void Receiver::reject(Entry receiving, Error error) {
-  receiving->assembled.forEachPiece([this](wire::Piece& piece) { refuse(piece); });
+  refuse(receiving->assembled);
   deliveries_.rejections.push_back(
       {receiving->message.from, receiving->message.header, std::move(error), std::move(receiving->message.admission)});
   forget(receiving);

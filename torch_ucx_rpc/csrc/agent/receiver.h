@@ -54,14 +54,23 @@ class Receiver {
   static constexpr uint64_t kAskedBytes = 2 * OutgoingMessage::kPieceBytes;
   static constexpr size_t kAskedPieces = 2;
 
+  // A message that waits to be admitted, of which so many bytes are parked.
+  struct Announced {
+    Peer* from;
+    wire::Assembled assembled;
+    uint64_t bytes;
+  };
+
   // Whether enough is being received, or would be with so many bytes more.
   bool isBusy(uint64_t more) const;
 
-  // Takes memory for a message, of which so many bytes are parked; settle() has them received.
-  void start(Peer& from, wire::Assembled assembled, uint64_t parkedBytes, Admission admission);
+  // Takes memory for a message; settle() has it received.
+  void start(Announced announced, Admission admission);
 
-  // The next settle() tells the transport that the piece is not wanted.
+  // The next settle() tells the transport that they are not wanted.
   void refuse(wire::Piece& piece);
+  void refuse(std::vector<wire::Piece>& pieces);
+  void refuse(wire::Assembled& assembled);
 
   // Starts receives and refusals. Not inside a transport callback.
   void settle();

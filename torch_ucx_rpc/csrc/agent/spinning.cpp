@@ -30,8 +30,8 @@ bool Spinning::Wait::spin(bool isTransferring) {
     last_ = now;
   }
   if (now - last_ > kInterruption) {
-    spinning_.waits_[static_cast<int>(role_)].add(
-        false); // another thread had this core, and may need it again; or the host
+    // Another thread had this core, and may need it again; or the host had it.
+    spinning_.waits_[static_cast<int>(role_)].add(false);
   }
   last_ = now;
   if (isTransferring && spinning_.hasCoreEach() && now - began_ < kTransferLimit) {

@@ -3,7 +3,11 @@
 #include "transport/ucp/ucp_transport.h"
 
 #include <dlfcn.h>
+#include <fcntl.h>
+#include <sys/resource.h>
+#include <unistd.h>
 
+#include <array>
 #include <cstdlib>
 #include <memory>
 #include <stdexcept>
@@ -74,6 +78,9 @@ void applyDefaults(ucp_config_t* config, const std::string& networkDevices) {
   }
 }
 
+// A connection takes up to this many files: a socket on each of two lanes, a timer, and some shared memory while it is attached.
+constexpr size_t kFilesOfAConnection = 4;
+
 } // namespace
 
 UcpLibrary loadedUcpLibrary() {
@@ -114,6 +121,28 @@ void check(ucs_status_t status, const char* what) {
   if (status != UCS_OK) {
     throw std::runtime_error(std::string(what) + " failed: " + ucs_status_string(status) + ". " + cureOf(status));
   }
+}
+
+Error filesForAConnection(int someFile) {
+  std::array<int, kFilesOfAConnection> files{};
+  for (int& file : files) {
+    file = fcntl(someFile, F_DUPFD_CLOEXEC, 0);
+  }
+  const bool isEnough = files.back() >= 0;
+  for (const int file : files) {
+    if (file >= 0) {
+      ::close(file);
+    }
+  }
+  if (isEnough) {
+    return {};
+  }
+  rlimit limit{};
+  (void)getrlimit(RLIMIT_NOFILE, &limit);
+  return {
+      ErrorCode::kOutOfFiles,
+      "this process has too many files open for another connection (" + std::to_string(limit.rlim_cur) +
+          " are allowed); raise the limit of open files (ulimit -n)"};
 }
 
 } // namespace torch_ucx_rpc

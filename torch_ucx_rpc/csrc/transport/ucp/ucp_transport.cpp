@@ -4,14 +4,11 @@
 #include "transport/ucp/ucp_library.h"
 #include "transport/ucp/worker_address.h"
 
-#include <fcntl.h>
 #include <poll.h>
-#include <sys/resource.h>
 #include <ucp/api/ucp.h>
 #include <unistd.h>
 
 #include <algorithm>
-#include <array>
 #include <chrono>
 #include <new>
 #include <optional>
@@ -35,33 +32,6 @@ ucs_memory_type_t memoryTypeOf(Memory memory) {
 
 Error abandoned() {
   return {ErrorCode::kCanceled, "the endpoint was abandoned"};
-}
-
-// A connection takes up to this many files: a socket on each of two lanes, a timer, and some shared memory while it is attached.
-constexpr size_t kFilesOfAConnection = 4;
-
-// UCX may come to half a connection where there are fewer, which says nothing of files and is lost for good; then it is better not
-// begun.
-Error filesForAConnection(int someFile) {
-  std::array<int, kFilesOfAConnection> files{};
-  for (int& file : files) {
-    file = fcntl(someFile, F_DUPFD_CLOEXEC, 0);
-  }
-  const bool isEnough = files.back() >= 0;
-  for (const int file : files) {
-    if (file >= 0) {
-      ::close(file);
-    }
-  }
-  if (isEnough) {
-    return {};
-  }
-  rlimit limit{};
-  (void)getrlimit(RLIMIT_NOFILE, &limit);
-  return {
-      ErrorCode::kOutOfFiles,
-      "this process has too many files open for another connection (" + std::to_string(limit.rlim_cur) +
-          " are allowed); raise the limit of open files (ulimit -n)"};
 }
 
 class UcpTransport final : public Transport {
