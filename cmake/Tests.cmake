@@ -20,7 +20,7 @@ foreach(source IN LISTS tests)
   set_target_properties(${name} PROPERTIES
     RUNTIME_OUTPUT_DIRECTORY "${CMAKE_BINARY_DIR}/tests"
     BUILD_RPATH "${TORCH_LIBRARY_DIRS};${UCX_LIBRARY_DIR}")
-  file(STRINGS "${source}" heavy REGEX "#include (\"agent(/|_fixture)|\"sealed_job|<torch/)" LIMIT_COUNT 1)
+  file(STRINGS "${source}" heavy REGEX "#include (\"(agent(/|_fixture)|device_fixture)|\"sealed_job|<torch/)" LIMIT_COUNT 1)
   if(heavy)
     # The agent's precompiled header serves again where the flags are the same, -fPIC included.
     target_compile_options(${name} PRIVATE -fPIC)

@@ -27,6 +27,8 @@ CHANGED = {
     "devices": ["cuda:0", "cuda:2"],
     "receive_window_bytes": 1,
     "host_pool_bytes": 0,
+    "device_pool": "rmm",
+    "device_pool_bytes": 2**30,
     "waiting": "sleep",
     "prometheus_port": 9400,
     "secret_file": "/run/secrets/job",
@@ -45,6 +47,8 @@ def test_defaults() -> None:
     assert options.devices == []
     assert options.receive_window_bytes == 64 * 1024**2
     assert options.host_pool_bytes == 256 * 1024**2
+    assert options.device_pool == "torch"
+    assert options.device_pool_bytes is None
     assert options.waiting == "auto"
     assert options.prometheus_port is None
     assert options.secret_file is None
@@ -158,6 +162,8 @@ def test_an_unknown_attribute_is_refused() -> None:
         ("receive_window_bytes", True),
         ("host_pool_bytes", "1GiB"),
         ("waiting", None),
+        ("device_pool", None),
+        ("device_pool_bytes", "1GiB"),
         ("prometheus_port", "9400"),
         ("prometheus_port", True),
         ("secret_file", b"/run/secrets/job"),
@@ -192,6 +198,8 @@ def test_a_wrong_type_is_refused_with_what_is_right(name: str, value: object) ->
         ("receive_window_bytes", 2**80),
         ("host_pool_bytes", -1),
         ("waiting", "spin"),
+        ("device_pool", "cuda"),
+        ("device_pool_bytes", 2**20 - 1),
         ("prometheus_port", -1),
         ("prometheus_port", 65_536),
         ("secret_file", ""),
@@ -300,6 +308,8 @@ def test_the_page_on_options_has_each_with_its_default() -> None:
         "init_method": f'`"{options.init_method}"`',
         "waiting": f'`"{options.waiting}"`',
         "prometheus_port": "`None`",
+        "device_pool": f'`"{options.device_pool}"`',
+        "device_pool_bytes": "`None`",
         "device_maps": "none",
         "reply_device_maps": "none",
         "devices": "those in device maps",

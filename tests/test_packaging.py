@@ -21,7 +21,14 @@ import yaml
 ROOT = Path(__file__).resolve().parent.parent
 
 # Where conda-forge calls a requirement otherwise than PyPI does.
-CONDA_NAMES = {"torch": "pytorch", "libucx-cu12": "ucx", "libucx-cu13": "ucx", "clang-tidy": "clang-tools"}
+CONDA_NAMES = {
+    "torch": "pytorch",
+    "libucx-cu12": "ucx",
+    "libucx-cu13": "ucx",
+    "rmm-cu12": "rmm",
+    "rmm-cu13": "rmm",
+    "clang-tidy": "clang-tools",
+}
 
 
 @pytest.fixture(scope="module")

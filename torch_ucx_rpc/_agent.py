@@ -35,7 +35,7 @@ from torch.distributed import DistError
 from torch.distributed.rpc import api
 
 import torch_ucx_rpc
-from torch_ucx_rpc import _conflicts, _device_maps
+from torch_ucx_rpc import _conflicts, _device_maps, _device_pool
 from torch_ucx_rpc._dynamic_group import DynamicGroup, StaticGroup
 from torch_ucx_rpc._members import gather_members
 from torch_ucx_rpc._native import _C
@@ -144,6 +144,7 @@ class UcxRpcAgent(_C.UcxRpcAgent):
         if devices:
             # A call with CUDA tensors may arrive before this process has used CUDA itself.
             torch.cuda.init()
+            _device_pool.choose(self._options, devices)
         self._set_device_maps(own.device_maps, replies, devices)
 
     def join(self, shutdown: bool = False, timeout: float = 0) -> None:
@@ -257,6 +258,7 @@ def _check_arguments(name: Any, rank: Any, world_size: Any, options: Any) -> tup
         raise ValueError(f"rank must be between 0 and world_size - 1, which is {world_size - 1}; it is {rank}")
     # torch's rules for names.
     WorkerInfo(name, int(rank))
+    _device_pool.check(options, name)
     return int(rank), world_size and int(world_size)
 
 

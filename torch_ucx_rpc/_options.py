@@ -198,6 +198,10 @@ class UcxRpcBackendOptions(RpcBackendOptions):
             smaller one bounds memory, and keeps the buffers in the processor's caches.
         host_pool_bytes (int): bytes of host memory kept for the next tensors when the last ones are released (default:
             256 MiB). Tensors are received several times faster into memory that was used before; 0 keeps none.
+        device_pool (str): whose memory tensors arrive in on CUDA devices: "torch", that of torch's allocator, or "rmm",
+            that of RMM's memory resource for the device: the user's, or a pool if there is none (default: "torch").
+        device_pool_bytes (int | None): bytes that RMM's pool may take of each device, at least 1 MiB (default: None,
+            all that the device has).
         prometheus_port (int | None): each worker answers Prometheus over HTTP, without encryption, on all interfaces,
             at this port plus its rank; 0 is any free port, which ``statistics().prometheus_port`` tells (default:
             None, it does not). Needs the package prometheus_client.
@@ -232,6 +236,8 @@ class UcxRpcBackendOptions(RpcBackendOptions):
     devices = Option(_check_devices)
     receive_window_bytes = _integer(1, _MOST_BYTES, "how many bytes of large tensors are received at a time")
     host_pool_bytes = _integer(0, _MOST_BYTES, "how many bytes of memory are kept for reuse")
+    device_pool = _one_of("torch", "rmm")
+    device_pool_bytes = _integer_or_none(1024**2, _MOST_BYTES, "how many bytes of a device RMM's pool may take")
     prometheus_port = _integer_or_none(0, _LAST_PORT, "the port of rank 0 for Prometheus, 0 for any that is free")
     waiting = _one_of("auto", "poll", "sleep")
     secret_file = Option(_check_path)
@@ -249,6 +255,8 @@ class UcxRpcBackendOptions(RpcBackendOptions):
         devices: Iterable[Device] | None = None,
         receive_window_bytes: int = 64 * 1024**2,
         host_pool_bytes: int = 256 * 1024**2,
+        device_pool: str = "torch",
+        device_pool_bytes: int | None = None,
         prometheus_port: int | None = None,
         waiting: str = "auto",
         secret_file: str | os.PathLike[str] | None = None,
@@ -266,6 +274,8 @@ class UcxRpcBackendOptions(RpcBackendOptions):
         self.devices = devices
         self.receive_window_bytes = receive_window_bytes
         self.host_pool_bytes = host_pool_bytes
+        self.device_pool = device_pool
+        self.device_pool_bytes = device_pool_bytes
         self.prometheus_port = prometheus_port
         self.waiting = waiting
         self.secret_file = secret_file

@@ -18,6 +18,7 @@ _COUNTERS = {
     "frames_refused": "Messages from strangers, or malformed",
     "pool_hits": "Large tensors that found an idle receive buffer",
     "pool_misses": "Large tensors that did not find an idle receive buffer",
+    "device_staged_bytes": "Bytes for workers of this host that went from a device through the host's memory",
 }
 _GAUGES = {
     "calls_open": "Calls made here that wait for their answers",
@@ -29,6 +30,8 @@ _GAUGES = {
     "threads_idle": "Idle threads of the agent",
     "pool_in_use_bytes": "Receive buffers that tensors live in",
     "pool_cached_bytes": "Idle receive buffers",
+    "device_pool_in_use_bytes": "Memory of devices that received tensors live in, if not of torch's own allocator",
+    "device_pool_held_bytes": "Memory of devices that streams may still use after its release",
     "window_limit_bytes": "Most bytes of large tensors that are received at a time",
     "window_in_use_bytes": "Bytes that have been given to large tensors",
     "window_waiting_messages": "Messages whose tensors wait at their senders",

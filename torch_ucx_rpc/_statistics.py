@@ -132,6 +132,11 @@ class Statistics:
         threads (int), threads_idle (int): of the agent.
         pool_in_use_bytes (int), pool_cached_bytes (int): receive buffers that tensors live in, and idle ones.
         pool_hits (int), pool_misses (int): large tensors that found an idle buffer, and those that did not.
+        device_pool_in_use_bytes (int): of CUDA devices, that tensors which have arrived live in; not counted where it
+            is torch's own allocator's, whose ``torch.cuda.memory_stats`` tell.
+        device_pool_held_bytes (int): released, but not given back yet, since a stream may still use it.
+        device_staged_bytes (int): of tensors sent to workers of this host, that went through pinned memory of the host,
+            since UCX cannot share theirs.
         window_limit_bytes (int): ``receive_window_bytes``.
         window_in_use_bytes (int): of it, what has been given to large tensors.
         window_waiting_messages (int): messages whose tensors wait at their senders.
@@ -154,6 +159,9 @@ class Statistics:
     pool_cached_bytes: int
     pool_hits: int
     pool_misses: int
+    device_pool_in_use_bytes: int
+    device_pool_held_bytes: int
+    device_staged_bytes: int
     window_limit_bytes: int
     window_in_use_bytes: int
     window_waiting_messages: int

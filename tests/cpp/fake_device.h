@@ -3,10 +3,11 @@
 // A device type whose streams run when the test says, so that what is not ordered by streams and events shows. Two devices,
 // privateuseone:0 and :1; their memory is the host's. As CUDA's do, allocations belong to the stream that was current: released memory is
 // given to the same stream again at once, or when what was in the streams recorded on it by then is done. Released memory is
-// overwritten in the order of that stream.
+// overwritten in the order of that stream. The host's pinned memory is overwritten at once.
 
 #include <ATen/ATen.h>
 #include <ATen/EmptyTensor.h>
+#include <ATen/core/CachingHostAllocator.h>
 #include <ATen/ops/as_strided_native.h>
 #include <c10/core/Allocator.h>
 #include <c10/core/DeviceGuard.h>
@@ -69,6 +70,12 @@ class FakeDevice final : public c10::Allocator {
   void fail(bool isFailing) {
     const std::lock_guard lock(mutex_);
     isFailing_ = isFailing;
+  }
+
+  // As an allocator that torch's has been replaced with: what is recorded on streams is not heard of.
+  void ignoreRecords(bool areIgnored) {
+    const std::lock_guard lock(mutex_);
+    ignoresRecords_ = areIgnored;
   }
 
   size_t blocksInUse() {
@@ -148,8 +155,15 @@ class FakeDevice final : public c10::Allocator {
   }
   void recordUse(const c10::DataPtr& data, const c10::Stream& stream) {
     const std::lock_guard lock(mutex_);
-    if (data.get_deleter() == &FakeDevice::release) {
+    if (data.get_deleter() == &FakeDevice::release && !ignoresRecords_) {
       static_cast<Block*>(data.get_context())->users.insert({stream.device_index(), stream.id()});
+    }
+  }
+  // Runs until the event is done.
+  void synchronize(void* event) {
+    const std::lock_guard lock(mutex_);
+    while (!(*static_cast<std::shared_ptr<Event>*>(event))->isDone) {
+      TORCH_CHECK(runOnce(), "a thread waits for an event that never comes");
     }
   }
   void synchronize(const StreamKey& stream) {
@@ -255,6 +269,38 @@ class FakeDevice final : public c10::Allocator {
   std::set<std::thread::id> threads_;
   size_t blocksInUse_ = 0;
   bool isFailing_ = false;
+  bool ignoresRecords_ = false;
+};
+
+// Pinned memory of the host, of the fake device's.
+class FakeHostAllocator final : public at::HostAllocator {
+ public:
+  c10::DataPtr allocate(size_t bytes) override {
+    auto* block = new std::vector<std::byte>(bytes);
+    return {block->data(), block, &FakeHostAllocator::release, c10::kCPU};
+  }
+  c10::DeleterFnPtr raw_deleter() const override {
+    return nullptr;
+  }
+  void copy_data(void* to, const void* from, size_t bytes) const override {
+    default_copy_data(to, from, bytes);
+  }
+  bool record_event(void* /*data*/, void* /*context*/, c10::Stream /*stream*/) override {
+    return true;
+  }
+  void empty_cache() override {}
+  at::HostStats get_stats() override {
+    return {};
+  }
+  void reset_accumulated_stats() override {}
+  void reset_peak_stats() override {}
+
+ private:
+  static void release(void* context) {
+    auto* block = static_cast<std::vector<std::byte>*>(context);
+    std::fill(block->begin(), block->end(), kReleased);
+    delete block;
+  }
 };
 
 struct FakeGuard final : c10::impl::DeviceGuardImplInterface {
@@ -279,6 +325,15 @@ struct FakeGuard final : c10::impl::DeviceGuardImplInterface {
   c10::Stream getStreamFromGlobalPool(c10::Device device, bool /*isHighPriority*/) const override {
     return streamOf(device, FakeDevice::instance().nextPoolStream(device.index()));
   }
+  c10::Stream getDefaultStream(c10::Device device) const override {
+    return streamOf(device, 0);
+  }
+  c10::Stream getNewStream(c10::Device device, int /*priority*/) const override {
+    return streamOf(device, FakeDevice::instance().nextPoolStream(device.index()));
+  }
+  void* getStreamNativeHandle(const c10::Stream stream) const override {
+    return reinterpret_cast<void*>(stream.id()); // NOLINT
+  }
   c10::Stream exchangeStream(c10::Stream stream) const override {
     return streamOf(stream.device(), std::exchange(FakeDevice::currentStream(stream.device_index()), stream.id()));
   }
@@ -298,6 +353,9 @@ struct FakeGuard final : c10::impl::DeviceGuardImplInterface {
   bool queryEvent(void* event) const override {
     return FakeDevice::instance().isDone(event);
   }
+  void synchronizeEvent(void* event) const override {
+    FakeDevice::instance().synchronize(event);
+  }
   bool queryStream(const c10::Stream& stream) const override {
     return FakeDevice::instance().isDone(stream);
   }
@@ -315,6 +373,7 @@ C10_REGISTER_GUARD_IMPL(PrivateUse1, FakeGuard)
 
 inline const bool isFakeAllocatorSet = [] {
   c10::SetAllocator(kFake, &FakeDevice::instance());
+  at::setHostAllocator(kFake, new FakeHostAllocator());
   return true;
 }();
 
@@ -356,11 +415,13 @@ inline at::Tensor fakeEmptyStrided(
 }
 
 // In stream order; from the host, whose memory may change afterwards, and to it, which must have it on return, as CUDA's for memory that
-// is not pinned. Between devices on the source's stream, once the target's has come to it, as CUDA's.
-inline at::Tensor& fakeCopy(at::Tensor& self, const at::Tensor& from, bool /*nonBlocking*/) {
+// is not pinned, unless it is told that nobody waits. Between devices on the source's stream, once the target's has come to it, as CUDA's.
+inline at::Tensor& fakeCopy(at::Tensor& self, const at::Tensor& from, bool nonBlocking) {
   const at::Tensor target = self.is_cpu() ? self : hostView(self);
   if (from.is_cpu()) {
     FakeDevice::instance().launch(self.device(), [target, source = from.clone()] { target.copy_(source); });
+  } else if (self.is_cpu() && nonBlocking) {
+    FakeDevice::instance().launch(from.device(), [to = hostView(self), source = hostView(from)] { to.copy_(source); });
   } else if (self.is_cpu()) {
     FakeDevice::instance().synchronize({from.device().index(), FakeDevice::currentStream(from.device().index())});
     target.copy_(hostView(from));

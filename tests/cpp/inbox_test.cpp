@@ -57,6 +57,9 @@ class PatientTransport final : public Transport {
       complete();
     }
   }
+  bool canShare(const void* /*deviceMemory*/) const override {
+    return true;
+  }
   void refuse(void* parked) override {
     EXPECT_TRUE(refused.insert(parked).second) << "refused twice";
   }

@@ -2,6 +2,7 @@
 
 #include "eventually.h"
 #include "memory/host_pool.h"
+#include "transport/loopback/loopback_transport.h"
 
 #include <ATen/ATen.h>
 #include <ATen/native/quantized/AffineQuantizerBase.h>
@@ -31,8 +32,13 @@ const Peer& peer() {
 }
 
 std::unique_ptr<OutgoingMessage> encode(std::vector<at::Tensor> tensors, std::vector<char> payload = {'p'}) {
+  LoopbackNetwork network;
+  const std::unique_ptr<Transport> transport = network.makeTransport("sender");
   return encodeMessage(
-      c10::make_intrusive<Message>(std::move(payload), std::move(tensors), MessageType::PYTHON_CALL), peer(), {});
+      c10::make_intrusive<Message>(std::move(payload), std::move(tensors), MessageType::PYTHON_CALL),
+      peer(),
+      {},
+      *transport);
 }
 
 // What the transport does, without one.

@@ -40,7 +40,7 @@ _OPTIONAL = {
     "rich": "check, top",
     "prometheus_client": "the option prometheus_port",
     "mpi4py": "rank 0's address under mpirun",
-    "rmm": "device buffers as arguments",
+    "rmm": "the option device_pool, and device buffers as arguments",
     "numba": "native_op, and device arrays as arguments",
 }
 _OWN_VARIABLES = {

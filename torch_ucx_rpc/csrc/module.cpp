@@ -5,6 +5,7 @@
 #include "agent/torch_state.h"
 #include "base/hmac.h"
 #include "base/time.h"
+#include "memory/device_pool.h"
 #include "memory/host_pool.h"
 #include "native_op.h"
 #include "transport/ucp/ucp_transport.h"
@@ -147,6 +148,9 @@ py::dict statisticsOf(UcxRpcAgent& agent) {
       "pool_cached_bytes"_a = statistics.pool.cachedBytes,
       "pool_hits"_a = statistics.pool.hits,
       "pool_misses"_a = statistics.pool.misses,
+      "device_pool_in_use_bytes"_a = statistics.devicePool.inUseBytes,
+      "device_pool_held_bytes"_a = statistics.devicePool.heldBytes,
+      "device_staged_bytes"_a = statistics.stagedBytes,
       "window_limit_bytes"_a = statistics.windowLimitBytes,
       "window_in_use_bytes"_a = statistics.windowInUseBytes,
       "window_waiting_messages"_a = statistics.windowWaitingMessages);
@@ -275,6 +279,24 @@ PYBIND11_MODULE(_C, module) {
       py::arg("explain"),
       py::arg("release"));
 
+  py::enum_<DevicePool::Source>(module, "DeviceMemorySource")
+      .value("torch", DevicePool::Source::kTorch)
+      .value("replaced_torch", DevicePool::Source::kReplacedTorch)
+      .value("entry_points", DevicePool::Source::kEntryPoints);
+  module.def(
+      "set_device_pool",
+      [](DevicePool::Source source, std::optional<std::pair<uintptr_t, uintptr_t>> entryPoints) {
+        DevicePool::EntryPoints functions{};
+        if (source == DevicePool::Source::kEntryPoints) {
+          // NOLINTBEGIN(cppcoreguidelines-pro-type-reinterpret-cast, performance-no-int-to-ptr)
+          functions.allocate = reinterpret_cast<decltype(functions.allocate)>(entryPoints.value().first);
+          functions.deallocate = reinterpret_cast<decltype(functions.deallocate)>(entryPoints.value().second);
+          // NOLINTEND(cppcoreguidelines-pro-type-reinterpret-cast, performance-no-int-to-ptr)
+        }
+        DevicePool::instance().setSource(source, functions);
+      },
+      py::arg("source"),
+      py::arg("entry_points"));
   module.def("begin_rref_ids", &beginRRefIds, py::arg("are_random"));
   module.def("init_autograd", &initAutograd, py::arg("rank"), py::arg("are_ids_random"));
 

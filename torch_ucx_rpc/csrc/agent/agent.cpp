@@ -82,6 +82,9 @@ UcxRpcAgent::UcxRpcAgent(
         if ((outbox_->waitsForDevice() || inbox_->waitsForDevice()) && !isDeviceTimerSet_.exchange(true)) {
           timer_.dueBy(Timer::Clock::now() + kDevicePeriod);
         }
+        if (DevicePool::instance().isCollecting() && !isCollectionTimerSet_.exchange(true)) {
+          timer_.dueBy(Timer::Clock::now());
+        }
         answerPingsWithWorkerLock();
         if (window_->waitingMessages.load() != 0 && !isStallTimerSet_.exchange(true)) {
           timer_.dueBy(Timer::Clock::now() + ReceiveWindow::kPatience);
@@ -239,6 +242,8 @@ AgentStatistics UcxRpcAgent::counters() const {
   statistics.callsTimedOut = callsTimedOut_.load();
   statistics.framesRefused = inbox_->refusedFrames();
   statistics.pool = HostPool::instance().statistics();
+  statistics.devicePool = DevicePool::instance().statistics();
+  statistics.stagedBytes = stagedBytes_.load();
   statistics.windowLimitBytes = window_->limitBytes();
   statistics.windowInUseBytes = window_->inUseBytes();
   statistics.windowWaitingMessages = window_->waitingMessages.load();
@@ -295,6 +300,9 @@ std::unordered_map<std::string, std::string> UcxRpcAgent::getMetrics() {
       {"pool.cached_bytes", std::to_string(now.pool.cachedBytes)},
       {"pool.hits", std::to_string(now.pool.hits)},
       {"pool.misses", std::to_string(now.pool.misses)},
+      {"device_pool.in_use_bytes", std::to_string(now.devicePool.inUseBytes)},
+      {"device_pool.held_bytes", std::to_string(now.devicePool.heldBytes)},
+      {"device_pool.staged_bytes", std::to_string(now.stagedBytes)},
       {"window.limit_bytes", std::to_string(now.windowLimitBytes)},
       {"window.in_use_bytes", std::to_string(now.windowInUseBytes)},
       {"window.waiting_messages", std::to_string(now.windowWaitingMessages)},

@@ -142,6 +142,7 @@ class UcxRpcAgent : public torch::distributed::rpc::RpcAgent, public std::enable
   c10::intrusive_ptr<JitFuture> request(
       Peer& peer, c10::intrusive_ptr<Message> message, std::chrono::milliseconds timeout, const DeviceMap& deviceMap);
   void post(Peer& to, wire::Kind kind, uint64_t callId, std::unique_ptr<OutgoingMessage> message);
+  void noteStaged(const OutgoingMessage& message);
   void postControl(Peer& to, wire::Kind kind, uint64_t callId, Bytes body);
   void deliverToSelf(std::unique_ptr<OutgoingMessage> message);
 
@@ -212,6 +213,7 @@ class UcxRpcAgent : public torch::distributed::rpc::RpcAgent, public std::enable
 
   // Called by the timer; says when it wants to be called again, as do these parts of it.
   Timer::Clock::time_point onTimer(Timer::Clock::time_point now);
+  Timer::Clock::time_point collectDeviceMemory(Timer::Clock::time_point now);
   Timer::Clock::time_point expireCalls(Timer::Clock::time_point now);
   Timer::Clock::time_point checkWindow(Timer::Clock::time_point now);
   // Handlers that still run make contexts and references for a caller that has died, and others come to wait for what it had
@@ -247,9 +249,11 @@ class UcxRpcAgent : public torch::distributed::rpc::RpcAgent, public std::enable
   std::once_flag shutdownOnce_;
   std::atomic<bool> isStallTimerSet_{false};
   std::atomic<bool> isDeviceTimerSet_{false};
+  std::atomic<bool> isCollectionTimerSet_{false};
 
   std::atomic<int64_t> asyncRequests_{0}; // received and not answered yet, whose handler has returned
   std::atomic<uint64_t> callsTimedOut_{0};
+  std::atomic<uint64_t> stagedBytes_{0};
 
   std::atomic<bool> hasHeartbeats_{false}; // some peer needs them
   std::atomic<bool> hasGone_{false}; // some peer, and nobody has taken its rank

@@ -2,6 +2,7 @@
 
 #include "agent/agent.h"
 #include "agent/completion.h"
+#include "agent/device_copy.h"
 #include "agent/message_types.h"
 #include "agent/tensor_codec.h"
 #include "base/time.h"
@@ -58,7 +59,7 @@ c10::intrusive_ptr<JitFuture> UcxRpcAgent::request(
     Peer& peer, c10::intrusive_ptr<Message> message, std::chrono::milliseconds timeout, const DeviceMap& deviceMap) {
   trace::Span span("send request", {}, trace::Arrow::kRequestLeaves);
   const rpc::MessageType type = message->type();
-  std::unique_ptr<OutgoingMessage> mail = encodeMessage(std::move(message), peer, deviceMap);
+  std::unique_ptr<OutgoingMessage> mail = encodeMessage(std::move(message), peer, deviceMap, *transport_);
 
   CallTable::Call call;
   call.future = c10::make_intrusive<JitFuture>(at::AnyClassType::get(), getDevices());
@@ -100,8 +101,21 @@ void UcxRpcAgent::post(Peer& to, wire::Kind kind, uint64_t callId, std::unique_p
     deliverToSelf(std::move(message));
     return;
   }
+  if (message->stagedBytes != 0) {
+    noteStaged(*message);
+  }
   message->sealContent();
   progress_->submit([this, message = std::move(message)]() mutable { outbox_->send(std::move(message)); });
+}
+
+void UcxRpcAgent::noteStaged(const OutgoingMessage& message) {
+  if (stagedBytes_.fetch_add(message.stagedBytes, std::memory_order_relaxed) == 0) {
+    LOG(WARNING)
+        << "torch_ucx_rpc: tensors for " << message.to->describe()
+        << " are in device memory that UCX cannot share with another process (of cudaMallocAsync, or of torch's "
+           "expandable_segments with UCX before 1.22): they are copied through the host's memory, which is slower. "
+           "Unset PYTORCH_CUDA_ALLOC_CONF and PYTORCH_ALLOC_CONF. This is said once.";
+  }
 }
 
 void UcxRpcAgent::postControl(Peer& to, wire::Kind kind, uint64_t callId, Bytes body) {

@@ -38,10 +38,14 @@ void UcxRpcAgent::addMembers(std::vector<Member> members) {
   const Peer* self = directory_.findSession(session_);
   TORCH_CHECK(self != nullptr, "worker '", workerInfo_.name_, "' was not told of itself");
   const std::vector<Peer*> present = directory_.present();
-  progress_->setProcessesHere(
-      static_cast<size_t>(std::count_if(present.begin(), present.end(), [self](const Peer* peer) {
-        return peer->member().bootId == self->member().bootId; // of one boot of one machine
-      })));
+  size_t processesHere = 1;
+  for (Peer* peer : present) {
+    if (peer != self && peer->member().bootId == self->member().bootId) { // of one boot of one machine
+      peer->isNeighbour.store(true);
+      ++processesHere;
+    }
+  }
+  progress_->setProcessesHere(processesHere);
   for (Peer* peer : present) {
     if (peer == self || peer->isWatched.exchange(true)) {
       continue;

@@ -111,7 +111,7 @@ void UcxRpcAgent::respond(Peer& to, uint64_t callId, const JitFuture& response) 
   const trace::Span span("send answer", {to.member().session, callId}, trace::Arrow::kAnswerLeaves);
   std::unique_ptr<OutgoingMessage> mail;
   try {
-    mail = encodeMessage(response.constValue().toCustomClass<Message>(), to, replyDeviceMap(to.info()));
+    mail = encodeMessage(response.constValue().toCustomClass<Message>(), to, replyDeviceMap(to.info()), *transport_);
   } catch (const std::exception& error) {
     respondWithError(to, callId, error.what());
     return;
@@ -125,7 +125,7 @@ void UcxRpcAgent::respondWithError(Peer& to, uint64_t callId, const std::string&
       to,
       wire::Kind::kResponse,
       callId,
-      encodeMessage(rpc::createExceptionResponse(what, static_cast<int64_t>(callId)), to, {}));
+      encodeMessage(rpc::createExceptionResponse(what, static_cast<int64_t>(callId)), to, {}, *transport_));
   to.requestsOpen.fetch_sub(1);
 }
 

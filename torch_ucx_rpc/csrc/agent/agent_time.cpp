@@ -2,6 +2,7 @@
 
 #include "agent/agent.h"
 #include "agent/message_types.h"
+#include "memory/device_pool.h"
 
 #include <torch/csrc/distributed/rpc/utils.h>
 
@@ -15,6 +16,9 @@ namespace rpc = torch::distributed::rpc;
 namespace {
 
 constexpr auto kRepairPeriod = std::chrono::milliseconds(20);
+
+// How often device memory is looked at that has been released and is still used.
+constexpr auto kCollectionPeriod = std::chrono::milliseconds(100);
 
 // torch's own words, which programs look for, and whom we called.
 std::string timeoutText(std::chrono::milliseconds timeout, const Peer& to) {
@@ -38,6 +42,9 @@ Timer::Clock::time_point UcxRpcAgent::onTimer(Timer::Clock::time_point now) {
   if (isDeviceTimerSet_.exchange(false)) {
     progress_->submit([] {}); // settles, and sets it again if there is still something to wait for
   }
+  if (isCollectionTimerSet_.load()) {
+    next = std::min(next, collectDeviceMemory(now));
+  }
   next = std::min(next, threads_->check(now));
   if (hasHeartbeats_.load()) {
     if (now >= heartbeatDue_) {
@@ -48,6 +55,14 @@ Timer::Clock::time_point UcxRpcAgent::onTimer(Timer::Clock::time_point now) {
   }
   next = std::min(next, releaseLeftovers(now));
   return std::min(next, checkWindow(now));
+}
+
+Timer::Clock::time_point UcxRpcAgent::collectDeviceMemory(Timer::Clock::time_point now) {
+  DevicePool& pool = DevicePool::instance();
+  pool.collect();
+  // What is in use is released by whoever, of which nobody hears.
+  isCollectionTimerSet_.store(pool.isCollecting());
+  return isCollectionTimerSet_.load() ? now + kCollectionPeriod : Timer::Clock::time_point::max();
 }
 
 Timer::Clock::time_point UcxRpcAgent::expireCalls(Timer::Clock::time_point now) {

@@ -1,11 +1,11 @@
 #pragma once
 
-#include "agent/device_streams.h"
 #include "agent/peer.h"
 #include "agent/receive_window.h"
 #include "agent/turns.h"
 #include "base/bytes.h"
 #include "base/trace.h"
+#include "memory/device_streams.h"
 #include "wire/header.h"
 
 #include <c10/core/Allocator.h>
@@ -71,6 +71,7 @@ struct OutgoingMessage {
   Bytes body;
   std::vector<Span> spans;
   std::vector<Piece> pieces; // of the spans
+  uint64_t stagedBytes = 0; // of the spans, copied to the host since the transport could not share a device's memory
   std::unique_ptr<Lender> lender; // owns what `spans` point to
   DeviceWork before; // what makes the tensors: they are sent when it is done
 

@@ -92,6 +92,7 @@ class Peer {
   std::atomic<uint64_t> bytesReceived{0};
   std::atomic<bool> hasAcknowledged{true}; // what this worker has announced last
 
+  std::atomic<bool> isNeighbour{false}; // another worker of this machine
   std::atomic<bool> isWatched{false}; // ProcessWatch has been asked
   std::atomic<bool> needsHeartbeat{false}; // and could not
 

@@ -1,8 +1,8 @@
 #pragma once
 
-#include "agent/device_streams.h"
 #include "agent/mail.h"
 #include "agent/receive_window.h"
+#include "memory/device_pool.h"
 #include "memory/host_pool.h"
 #include "transport/transport.h"
 #include "wire/assembler.h"
@@ -171,7 +171,7 @@ class Receiver {
 
   std::list<Receiving> receiving_;
   std::vector<Entry> starting_; // of those, the ones whose memory is not known to be free
-  ReceiveMemory deviceMemory_;
+  DevicePool& deviceMemory_ = DevicePool::instance();
   std::list<Receiving> dropped_; // the transport still has their memory
   std::unordered_map<const Peer*, Source> sources_;
   std::vector<Source*> due_; // of which something has come, or is to be received, since settle() was called last

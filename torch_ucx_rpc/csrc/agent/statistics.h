@@ -2,6 +2,7 @@
 
 #include "agent/agent_threads.h"
 #include "agent/peer.h"
+#include "memory/device_pool.h"
 #include "memory/host_pool.h"
 
 #include <chrono>
@@ -35,6 +36,8 @@ struct AgentStatistics {
   uint64_t messagesSending;
   uint64_t framesRefused;
   HostPool::Statistics pool;
+  DevicePool::Statistics devicePool;
+  uint64_t stagedBytes; // that went from a device through the host's memory, since they could not be shared
   uint64_t windowLimitBytes;
   uint64_t windowInUseBytes;
   uint64_t windowWaitingMessages;

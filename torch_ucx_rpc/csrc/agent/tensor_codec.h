@@ -18,9 +18,10 @@ using torch::distributed::rpc::Message;
 // tensors whose memory overlaps still overlap after arrival. Of a storage only the bytes that the tensors reach travel; a
 // view with large holes is packed. Memory that torch does not own (from_blob) is copied now, the rest is lent until UCX has sent it.
 // Tensors on devices are those that the streams current now have made by then. `deviceMap` says where they arrive. Throws c10::Error,
-// naming the worker `to`, for a tensor that cannot be sent.
+// naming the worker `to`, for a tensor that cannot be sent. For a worker of this machine, what the transport cannot share of a device's
+// memory is copied to the host's first.
 std::unique_ptr<OutgoingMessage> encodeMessage(
-    c10::intrusive_ptr<Message> message, const Peer& to, const DeviceMap& deviceMap);
+    c10::intrusive_ptr<Message> message, const Peer& to, const DeviceMap& deviceMap, const Transport& transport);
 
 struct DecodedMessage {
   c10::intrusive_ptr<Message> message;

@@ -1,3 +1,4 @@
+#include "agent/device_copy.h"
 #include "agent/tensor_codec.h"
 #include "memory/host_pool.h"
 

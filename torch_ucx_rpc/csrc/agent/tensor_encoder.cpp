@@ -1,3 +1,4 @@
+#include "agent/device_copy.h"
 #include "agent/tensor_codec.h"
 
 #include <ATen/ATen.h>
@@ -63,8 +64,12 @@ struct PlannedTensor {
 // Builds the plan for all tensors of a message, then the body.
 class Encoder {
  public:
-  Encoder(c10::intrusive_ptr<Message> message, const Peer& to, const DeviceMap& deviceMap)
-      : message_(message), to_(to), deviceMap_(deviceMap), lent_(std::make_unique<LentMessage>(std::move(message))) {}
+  Encoder(c10::intrusive_ptr<Message> message, const Peer& to, const DeviceMap& deviceMap, const Transport& transport)
+      : message_(message),
+        to_(to),
+        deviceMap_(deviceMap),
+        transport_(transport),
+        lent_(std::make_unique<LentMessage>(std::move(message))) {}
 
   std::unique_ptr<OutgoingMessage> encode() {
     auto outgoing = std::make_unique<OutgoingMessage>();
@@ -100,6 +105,17 @@ class Encoder {
       c10::Device to = c10::kCPU) {
     outgoing.spans.push_back({{static_cast<const std::byte*>(data), bytes}, from, to});
     return static_cast<uint32_t>(outgoing.spans.size() - 1);
+  }
+
+  uint32_t addStorageSpan(
+      OutgoingMessage& outgoing, const std::byte* begin, uint64_t bytes, c10::Device from, c10::Device to) {
+    if (from.is_cpu() || !to_.isNeighbour.load() || transport_.canShare(begin)) {
+      return addSpan(outgoing, begin, bytes, from, to);
+    }
+    const at::Tensor staged = stageBytes(begin, bytes, from);
+    lent_->keep(staged);
+    outgoing.stagedBytes += bytes;
+    return addSpan(outgoing, staged.const_data_ptr(), bytes, c10::kCPU, to);
   }
 
   PlannedTensor& add(Layout layout, const at::Tensor& tensor, bool isChild) {
@@ -328,7 +344,8 @@ class Encoder {
           bytes <= (device.is_cpu() ? kInlineStorageBytes : 0); // the body is made now, and on the CPU
       const uint32_t storage = isInline
           ? writer.addInlineStorage(begin, bytes, targetType, target.index())
-          : writer.addSpanStorage(bytes, addSpan(outgoing, begin, bytes, device, target), targetType, target.index());
+          : writer.addSpanStorage(
+                bytes, addStorageSpan(outgoing, begin, bytes, device, target), targetType, target.index());
       for (; first < next; ++first) {
         PlannedTensor& tensor = *byAddress[first];
         tensor.region.storage = storage;
@@ -340,6 +357,7 @@ class Encoder {
   const c10::intrusive_ptr<Message> message_;
   const Peer& to_;
   const DeviceMap& deviceMap_;
+  const Transport& transport_;
   std::unique_ptr<LentMessage> lent_;
   Devices devices_; // that its tensors are on, besides the CPU
   std::vector<PlannedTensor> tensors_;
@@ -348,8 +366,8 @@ class Encoder {
 } // namespace
 
 std::unique_ptr<OutgoingMessage> encodeMessage(
-    c10::intrusive_ptr<Message> message, const Peer& to, const DeviceMap& deviceMap) {
-  return Encoder(std::move(message), to, deviceMap).encode();
+    c10::intrusive_ptr<Message> message, const Peer& to, const DeviceMap& deviceMap, const Transport& transport) {
+  return Encoder(std::move(message), to, deviceMap, transport).encode();
 }
 
 } // namespace torch_ucx_rpc

@@ -15,8 +15,8 @@
 // loopback/ (in-process, with faults on demand, for tests). The contract below is written out as tests, once, in
 // tests/cpp/transport_contract_test.cpp, and both implementations run them.
 //
-// Threads: a transport is single-threaded. The caller holds the worker lock for every method except address(), eventFd()
-// and description(). All callbacks run inside a method call, hence under that lock: they must not block, take the GIL, run user
+// Threads: a transport is single-threaded. The caller holds the worker lock for every method except address(), eventFd(),
+// description() and canShare(). All callbacks run inside a method call, hence under that lock: they must not block, take the GIL, run user
 // code, or call progress().
 
 namespace torch_ucx_rpc {
@@ -83,6 +83,9 @@ class Transport {
 
   // Receives a parked message into `into`, which holds as many bytes as onParked announced and stays valid until `done`.
   virtual void receive(void* parked, void* into, uint64_t bytes, OperationDone done, Memory memory = Memory::kHost) = 0;
+
+  // Whether what is in this memory of a device can go straight from there to other workers of this machine. For any thread.
+  virtual bool canShare(const void* deviceMemory) const = 0;
 
   // Gives a parked message up; the sender's operation completes.
   virtual void refuse(void* parked) = 0;

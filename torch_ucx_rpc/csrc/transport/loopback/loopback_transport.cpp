@@ -101,6 +101,10 @@ class LoopbackTransport final : public Transport {
     }
   }
 
+  bool canShare(const void* /*deviceMemory*/) const override {
+    return network_->isDeviceMemoryShared_.load();
+  }
+
   void receive(void* parked, void* into, uint64_t bytes, OperationDone done, Memory /*memory*/) override {
     const std::shared_ptr<LoopbackNetwork::Rendezvous> rendezvous = unpark(parked);
     Error failure;

@@ -3,6 +3,7 @@
 #include "base/bytes.h"
 #include "transport/transport.h"
 
+#include <atomic>
 #include <functional>
 #include <map>
 #include <memory>
@@ -27,6 +28,11 @@ class LoopbackNetwork {
   std::unique_ptr<Transport> makeTransport(const std::string& name);
 
   void setFault(Fault fault);
+
+  // Whether transports say that they can share the memory of devices, as they do by default.
+  void shareDeviceMemory(bool isShared) {
+    isDeviceMemoryShared_.store(isShared);
+  }
 
   // Delivers what was held, the latest first: tests of reordering.
   void releaseHeld();
@@ -53,6 +59,8 @@ class LoopbackNetwork {
   };
 
   void deliverLocked(Delivery delivery);
+
+  std::atomic<bool> isDeviceMemoryShared_{true};
 
   std::mutex mutex_;
   // Guarded by mutex_:

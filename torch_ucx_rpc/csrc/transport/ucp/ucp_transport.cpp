@@ -1,5 +1,6 @@
 #include "transport/ucp/ucp_transport.h"
 
+#include "transport/ucp/device_sharing.h"
 #include "transport/ucp/queue_repair.h"
 #include "transport/ucp/ucp_library.h"
 #include "transport/ucp/worker_address.h"
@@ -58,6 +59,9 @@ class UcpTransport final : public Transport {
       OperationDone done,
       Memory memory) override;
   void receive(void* parked, void* into, uint64_t bytes, OperationDone done, Memory memory) override;
+  bool canShare(const void* deviceMemory) const override {
+    return canShareDeviceMemory(deviceMemory);
+  }
   void refuse(void* parked) override;
   unsigned progress() override;
   bool arm() override;

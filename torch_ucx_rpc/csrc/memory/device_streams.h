@@ -9,13 +9,12 @@
 
 #include <cstdint>
 #include <exception>
-#include <unordered_map>
 #include <vector>
 
 namespace torch_ucx_rpc {
 
-// Streams and memory of devices other than the CPU, which all are of one type. By torch's device-generic interface alone: nothing
-// here knows CUDA. docs/gpu.md has the rules that these are the words of.
+// Streams of devices other than the CPU, which all are of one type. By torch's device-generic interface alone: nothing here knows
+// CUDA. docs/gpu.md has the rules that these are the words of.
 using Devices = std::vector<c10::Device>;
 using Streams = std::vector<c10::Stream>;
 
@@ -28,6 +27,13 @@ Streams currentStreams(const Devices& devices);
 // Streams of torch's pool, one for each device, on which no other work of ours is ordered.
 Streams poolStreams(const Devices& devices);
 
+// All that torch has of a device: its default stream, and those of its pools.
+Streams allStreams(c10::Device device);
+
+// Of these and the one that is current on this thread, those that have something to do. One that is being captured into a graph
+// does nothing.
+Streams busyStreams(c10::Device device, const Streams& streams);
+
 // Tells torch's allocator that memory is used on the stream that is current on its device: released, it is not reused before what
 // is in that stream by then is done.
 void recordOnCurrentStream(const c10::DataPtr& data);
@@ -35,9 +41,6 @@ void recordOnCurrentStream(const c10::DataPtr& data);
 // UCX's CUDA transports expect of the thread that drives them that a context is current. Does something once for each thread. A device
 // that fails says so where it is used, not here.
 void makeContextCurrent(const Devices& devices);
-
-// Copies bytes in the order of the streams that are current, into new memory of `to`. Blocks where one side is the CPU.
-c10::DataPtr copyBytes(const void* bytes, uint64_t count, c10::Device from, c10::Device to);
 
 // What torch has thrown for a device, without its backtrace. It may be the failure of something that has run there long before.
 Error deviceFailed(const std::exception& failure);
@@ -51,28 +54,14 @@ class DeviceWork {
   // Does not block. Throws what the device fails with.
   bool isDone();
 
+  // Blocks until it is done.
+  void wait();
+
   // Has streams wait for that part of the work which is on their own device.
   void blockStreams(const Streams& streams) const;
 
  private:
   std::vector<c10::Event> events_;
-};
-
-// Memory for what arrives. It is written to outside of any stream, so what its earlier owners have had done with it must be over. torch's
-// allocator gives memory back to the stream that it was allocated on, when the streams recorded on it are done, and does not
-// wait for that stream itself: hence one on which nothing else is done. Not thread-safe.
-class ReceiveMemory {
- public:
-  // Throws what torch's allocator throws, c10::Error for one, when there is no memory left.
-  c10::DataPtr allocate(c10::Device device, uint64_t bytes);
-
-  // What the streams of these devices have to do: the memory just allocated may be written to after that.
-  DeviceWork earlierWork(const Devices& devices);
-
- private:
-  c10::Stream streamOf(c10::Device device);
-
-  std::unordered_map<c10::Device, c10::Stream> streams_;
 };
 
 } // namespace torch_ucx_rpc

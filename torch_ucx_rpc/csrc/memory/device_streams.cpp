@@ -1,13 +1,11 @@
-#include "agent/device_streams.h"
+#include "memory/device_streams.h"
 
-#include "memory/host_pool.h"
-
-#include <ATen/ATen.h>
 #include <c10/core/DeviceGuard.h>
-#include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
+#include <c10/util/Exception.h>
 
 #include <algorithm>
+#include <iterator>
 #include <string>
 #include <utility>
 
@@ -17,20 +15,16 @@ namespace {
 
 using c10::impl::VirtualGuardImpl;
 
-// Bytes as a tensor that does not own them. Not by at::from_blob(), which asks for hooks that not every device type has.
-at::Tensor asTensor(void* bytes, uint64_t count, c10::Device device) {
-  c10::Storage storage(c10::make_intrusive<c10::StorageImpl>(
-      c10::StorageImpl::use_byte_size_t(),
-      c10::SymInt(static_cast<int64_t>(count)),
-      c10::DataPtr(bytes, device),
-      nullptr,
-      false));
-  at::Tensor tensor = at::detail::make_tensor<c10::TensorImpl>(
-      std::move(storage),
-      c10::DispatchKeySet(c10::computeDispatchKey(at::kByte, at::kStrided, device)),
-      c10::scalarTypeToTypeMeta(at::kByte));
-  tensor.unsafeGetTensorImpl()->set_sizes_contiguous({static_cast<int64_t>(count)});
-  return tensor;
+// Of streams, from 0 downwards: torch has four at most.
+constexpr int kPriorities = 4;
+
+// A virtual function of torch's that its older versions do not have.
+template <typename Guard>
+bool isCapturing(const Guard& guard, const c10::Stream& stream) {
+  if constexpr (requires { guard.isStreamCapturing(stream); }) {
+    return guard.isStreamCapturing(stream);
+  }
+  return false;
 }
 
 } // namespace
@@ -60,6 +54,36 @@ Streams poolStreams(const Devices& devices) {
   return streams;
 }
 
+Streams allStreams(c10::Device device) {
+  const VirtualGuardImpl guard(device.type());
+  Streams streams{guard.getDefaultStream(device)};
+  // Each pool gives out its streams in turns. A priority that a device does not have gives the streams of another one.
+  for (int priority = 0; priority > -kPriorities; --priority) {
+    for (;;) {
+      const c10::Stream next = guard.getNewStream(device, priority);
+      if (std::find(streams.begin(), streams.end(), next) != streams.end()) {
+        break;
+      }
+      streams.push_back(next);
+    }
+  }
+  return streams;
+}
+
+Streams busyStreams(c10::Device device, const Streams& streams) {
+  const VirtualGuardImpl guard(device.type());
+  const auto isBusy = [&guard](const c10::Stream& stream) {
+    return !isCapturing(guard, stream) && !guard.queryStream(stream);
+  };
+  Streams busy;
+  std::copy_if(streams.begin(), streams.end(), std::back_inserter(busy), isBusy);
+  const c10::Stream current = guard.getStream(device); // it may be one that torch has not made
+  if (std::find(streams.begin(), streams.end(), current) == streams.end() && isBusy(current)) {
+    busy.push_back(current);
+  }
+  return busy;
+}
+
 void recordOnCurrentStream(const c10::DataPtr& data) {
   const VirtualGuardImpl device(data.device().type());
   device.recordDataPtrOnStream(data, device.getStream(data.device()));
@@ -77,17 +101,6 @@ void makeContextCurrent(const Devices& devices) {
     (void)device.queryStream(device.getStream(devices.front()));
   } catch (const std::exception&) {
   }
-}
-
-c10::DataPtr copyBytes(const void* bytes, uint64_t count, c10::Device from, c10::Device to) {
-  const c10::DeviceGuard guard(to);
-  c10::Allocator* allocator = to.is_cpu() ? &HostPool::instance() : c10::GetAllocator(to.type());
-  c10::DataPtr copy = allocator->allocate(count);
-  if (count != 0) {
-    const at::AutoDispatchBelowADInplaceOrView noAutograd;
-    asTensor(copy.get(), count, to).copy_(asTensor(const_cast<void*>(bytes), count, from));
-  }
-  return copy;
 }
 
 Error deviceFailed(const std::exception& failure) {
@@ -108,6 +121,13 @@ bool DeviceWork::isDone() {
   return events_.empty();
 }
 
+void DeviceWork::wait() {
+  for (const c10::Event& event : events_) {
+    event.synchronize();
+  }
+  events_.clear();
+}
+
 void DeviceWork::blockStreams(const Streams& streams) const {
   for (const c10::Event& event : events_) {
     for (const c10::Stream& stream : streams) {
@@ -116,28 +136,6 @@ void DeviceWork::blockStreams(const Streams& streams) const {
       }
     }
   }
-}
-
-c10::Stream ReceiveMemory::streamOf(c10::Device device) {
-  const auto entry = streams_.find(device);
-  if (entry != streams_.end()) {
-    return entry->second;
-  }
-  return streams_.emplace(device, VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device)).first->second;
-}
-
-c10::DataPtr ReceiveMemory::allocate(c10::Device device, uint64_t bytes) {
-  const c10::StreamGuard guard(streamOf(device));
-  return c10::GetAllocator(device.type())->allocate(bytes);
-}
-
-DeviceWork ReceiveMemory::earlierWork(const Devices& devices) {
-  Streams streams;
-  streams.reserve(devices.size());
-  for (const c10::Device device : devices) {
-    streams.push_back(streamOf(device));
-  }
-  return DeviceWork(streams);
 }
 
 } // namespace torch_ucx_rpc

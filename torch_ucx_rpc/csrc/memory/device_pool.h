@@ -1,0 +1,92 @@
+#pragma once
+
+#include "memory/device_streams.h"
+
+#include <c10/core/Allocator.h>
+#include <c10/core/Device.h>
+#include <c10/core/Stream.h>
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <unordered_map>
+#include <vector>
+
+namespace torch_ucx_rpc {
+
+// Memory of devices for what arrives. It is written to outside of any stream, so what its earlier owners have had done with it must
+// be over. Allocators give memory back to the stream that it was allocated on, and do not wait for that stream: hence one on which
+// nothing else is done.
+//
+// Torch's own allocator also waits for the streams that are recorded on memory, before it gives it out again. Another one, RMM's
+// or one that torch's has been replaced with, hears of no other stream than that of the allocation. What is released of such
+// memory is therefore held back here, until all is done that torch's streams had to do by then.
+//
+// One for the process: tensors may outlive everything. Thread-safe.
+class DevicePool {
+ public:
+  // Those that an allocator has for torch.cuda.memory.CUDAPluggableAllocator; the first throws where there is no memory left.
+  struct EntryPoints {
+    void* (*allocate)(size_t bytes, int device, void* stream);
+    void (*deallocate)(void* data, size_t bytes, int device, void* stream);
+  };
+  // Whose memory is taken.
+  enum class Source : uint8_t {
+    kTorch, // torch's allocator's, which waits for recorded streams
+    kReplacedTorch, // torch's, which has been replaced by one that does not
+    kEntryPoints,
+  };
+  // Of sources other than kTorch, for which torch has statistics.
+  struct Statistics {
+    uint64_t inUseBytes = 0;
+    uint64_t heldBytes = 0; // released, and held back
+  };
+
+  static DevicePool& instance();
+
+  // For what is allocated from now on. `entryPoints` for Source::kEntryPoints.
+  void setSource(Source source, EntryPoints entryPoints = {nullptr, nullptr});
+
+  // May be written to when earlierWork() is done. Throws what the allocator throws when there is no memory left, not before it has waited
+  // for what is held back.
+  c10::DataPtr allocate(c10::Device device, uint64_t bytes);
+  DeviceWork earlierWork(const Devices& devices);
+
+  // May be written to in the order of the stream that is current.
+  c10::DataPtr allocateInOrder(c10::Device device, uint64_t bytes);
+
+  // Gives the allocator back what need not be held back any longer.
+  void collect();
+
+  // Whether there is something of the kind, or will be.
+  bool isCollecting() const {
+    return inUseBytes_.load(std::memory_order_relaxed) + heldBytes_.load(std::memory_order_relaxed) != 0;
+  }
+  Statistics statistics() const {
+    return {inUseBytes_.load(), heldBytes_.load()};
+  }
+
+ private:
+  struct Block;
+  using Blocks = std::vector<std::unique_ptr<Block>>;
+
+  static void release(void* block);
+  void hold(std::unique_ptr<Block> block);
+  c10::Stream streamOf(c10::Device device);
+  const Streams& streamsOf(c10::Device device);
+
+  std::atomic<uint64_t> inUseBytes_{0};
+  std::atomic<uint64_t> heldBytes_{0};
+
+  std::mutex mutex_;
+  // Guarded by mutex_:
+  Source source_ = Source::kTorch;
+  EntryPoints entryPoints_{};
+  std::unordered_map<c10::Device, c10::Stream> streams_; // that memory is allocated on
+  std::unordered_map<c10::Device, Streams> allStreams_; // never changed once they are there
+  Blocks held_;
+};
+
+} // namespace torch_ucx_rpc
