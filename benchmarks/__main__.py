@@ -15,6 +15,7 @@ import json
 import sys
 from pathlib import Path
 
+import torch
 from tqdm import tqdm
 
 from benchmarks import harness
@@ -32,6 +33,7 @@ BENCHMARKS = {
     "life": "many_workers:LIFE",
     "parameter_server": "autograd:PARAMETER_SERVER",
     "pipeline": "autograd:PIPELINE",
+    "device_tensors": "device_tensors:BENCHMARK",
     "native_updates": "native_updates:BENCHMARK",
     "idle": "idle:BENCHMARK",
     "others": "others:BENCHMARK",
@@ -59,6 +61,8 @@ def main() -> int:
     arguments = parser.parse_args()
 
     chosen = {name: load(name) for name in arguments.names or BENCHMARKS}
+    if not arguments.names and not torch.cuda.is_available():
+        chosen = {name: benchmark for name, benchmark in chosen.items() if not benchmark.needs_gpu}
     if not arguments.names and not arguments.all:
         chosen = {name: benchmark for name, benchmark in chosen.items() if benchmark.in_short_set}
     results = {}

@@ -66,6 +66,7 @@ class Benchmark:
     contenders: Callable[[], Sequence[Contender]]
     rounds: int = 5
     in_short_set: bool = True
+    needs_gpu: bool = False
 
 
 # ------------------------------------------------------------------------------------------------------- RPC jobs

@@ -49,7 +49,9 @@ def measure_memcpy() -> harness.Figures:
     return {"echo of 64 MiB, both ways": LARGE / 2**30 / (1e-6 * duration)}
 
 
-def ucx_perftest(size: int, iterations: int, test: str = "ucp_am_bw", lanes: str = "self,sysv,posix,tcp") -> float:
+def ucx_perftest(
+    size: int, iterations: int, test: str = "ucp_am_bw", lanes: str = "self,sysv,posix,tcp", memory: str = "host"
+) -> float:
     """Bandwidth between two processes on this host as UCX's own benchmark sees it, in GiB/s."""
     import libucx
 
@@ -57,7 +59,7 @@ def ucx_perftest(size: int, iterations: int, test: str = "ucp_am_bw", lanes: str
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     environment = {**os.environ, "UCX_TLS": lanes, "LD_LIBRARY_PATH": str(Path(libucx.__file__).parent / "lib")}
-    common = [str(program), "-p", str(port)]
+    common = [str(program), "-p", str(port), "-m", memory]
     with subprocess.Popen(common, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as server:
         try:
             for _ in range(100):

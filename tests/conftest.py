@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 import workers
 
 BACKENDS = ("UCX", "TENSORPIPE")
@@ -37,10 +38,15 @@ def pytest_configure(config: pytest.Config) -> None:
     for message in workers.ACCEPTED_WARNINGS:
         config.addinivalue_line("filterwarnings", f"ignore:{message}")
     config.addinivalue_line("markers", "slow: takes long or needs much memory")
+    config.addinivalue_line("markers", "gpu: needs a GPU, and is skipped without one")
     config.addinivalue_line("markers", "ucx_only: states something that holds on UCX and not on TensorPipe")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs a GPU"))
     if config.getoption("--rpc-backend") == "UCX":
         return
     for item in items:

@@ -371,7 +371,7 @@ def echo_in_device_memory(rank: int, library: str) -> None:
 
 
 @pytest.mark.ucx_only
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
 @pytest.mark.parametrize("library", ["cupy", "numba", "rmm"])
 def test_arrays_in_device_memory_arrive_there_as_they_were(run_workers: Callable[..., list], library: str) -> None:
     make_in_device_memory(library)

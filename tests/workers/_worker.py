@@ -136,7 +136,7 @@ class Worker:
         for variable in [name for name in os.environ if name.startswith(("UCX_", "TORCH_UCX_RPC_"))]:
             del os.environ[variable]
         if self.transport is Transport.TCP:
-            os.environ["UCX_TLS"] = "tcp,self"
+            os.environ["UCX_TLS"] = "tcp,self,cuda_copy" if torch.cuda.is_available() else "tcp,self"
         os.environ.update(self.env)
 
         torch.set_num_threads(1)

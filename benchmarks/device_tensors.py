@@ -1,0 +1,81 @@
+"""How fast do tensors on a GPU travel?
+
+The echo of CUDA tensors between two workers that share one GPU, with device maps and default options. Beside it UCX's
+own ucx_perftest with device memory, over the lanes that UCX chooses.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed.rpc as rpc
+
+from benchmarks import harness
+from benchmarks.harness import Bound, Figure
+from benchmarks.large_tensors import echo, ucx_perftest
+
+KIB, MIB, GIB = 2**10, 2**20, 2**30
+SIZES = {"4 KiB": (4 * KIB, 500), "1 MiB": (MIB, 200), "64 MiB": (64 * MIB, 20), "1 GiB": (GIB, 5)}
+DEVICE_MAPS = {"device_maps": {"worker0": {0: 0}, "worker1": {0: 0}}}
+
+UCX = harness.Transport("UCX", "UCX", options=DEVICE_MAPS)
+UCX_RMM = harness.Transport("UCX, rmm", "UCX", options={**DEVICE_MAPS, "device_pool": "rmm"})
+TENSORPIPE = harness.Transport("TensorPipe", "TENSORPIPE", options=DEVICE_MAPS)
+
+
+def measure() -> harness.Figures:
+    figures = {}
+    for name, (size, calls) in SIZES.items():
+        tensor = torch.randint(0, 256, (size,), dtype=torch.uint8, device="cuda")
+        assert torch.equal(rpc.rpc_sync("worker1", echo, (tensor,)), tensor)  # and warms
+
+        def call(tensor: torch.Tensor = tensor) -> None:
+            rpc.rpc_sync("worker1", echo, (tensor,))
+            torch.cuda.current_stream().synchronize()
+
+        duration = harness.p50(harness.durations_us(call, calls))
+        if size < MIB:
+            figures[f"echo of {name}, p50"] = duration
+        else:
+            figures[f"echo of {name}, both ways"] = 2 * size / GIB / (1e-6 * duration)
+    return figures
+
+
+def measure_ucx_perftest() -> harness.Figures:
+    return {
+        f"echo of {name}, both ways": ucx_perftest(size, 20, lanes="all", memory="cuda")
+        for name, (size, _) in SIZES.items()
+        if size >= MIB
+    }
+
+
+def has_rmm() -> bool:
+    try:
+        import rmm  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+BENCHMARK = harness.Benchmark(
+    question="How fast do tensors on a GPU travel?",
+    figures=(
+        Figure("echo of 4 KiB, p50", "us", (Bound(1, 0.5),)),
+        *(
+            Figure(
+                f"echo of {name}, both ways",
+                "GiB/s",
+                (Bound(1, 2), Bound(None, 0.8, reference="ucx_perftest")),
+                more_is_better=True,
+            )
+            for name in ("1 MiB", "64 MiB", "1 GiB")
+        ),
+    ),
+    contenders=lambda: [
+        harness.RpcJob(UCX, measure),
+        harness.RpcJob(TENSORPIPE, measure),
+        *([harness.RpcJob(UCX_RMM, measure)] if has_rmm() else []),
+        harness.Baseline("ucx_perftest", measure_ucx_perftest),
+    ],
+    in_short_set=False,
+    needs_gpu=True,
+)

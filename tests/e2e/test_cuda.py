@@ -1,0 +1,234 @@
+"""CUDA tensors on a real GPU: streams, device maps, whose memory they arrive in, and what PyTorch builds on RPC.
+
+tests/cpp/device_*_test.cpp test the same rules without one, on a device whose streams run when the test says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed.autograd as dist_autograd
+import torch.distributed.rpc as rpc
+from torch.distributed.nn.api.remote_module import RemoteModule
+from workers import backend_options, eventually, in_worker0, init_rpc
+
+import torch_ucx_rpc
+
+pytestmark = [pytest.mark.ucx_only, pytest.mark.gpu]
+
+SMALL, LARGE = 3, 1 << 20  # elements of int64: with the message, and by rendezvous
+LONG = 500_000_000  # cycles, a quarter of a second or more, that a stream is kept busy for
+
+SAME = {"device_maps": {"worker0": {0: 0}, "worker1": {0: 0}}}
+RMM = {**SAME, "device_pool": "rmm"}
+TO_GPU = {"device_maps": {"worker1": {"cpu": 0}}}
+FROM_GPU = {"device_maps": {"worker1": {0: "cpu"}}}
+
+
+def full(elements: int, value: int) -> torch.Tensor:
+    return torch.full((elements,), value, dtype=torch.int64, device="cuda")
+
+
+def is_all(tensor: torch.Tensor, value: int) -> bool:
+    return bool(tensor.eq(value).all())
+
+
+def total(tensor: torch.Tensor) -> int:
+    return int(tensor.sum())
+
+
+def slow_total(tensor: torch.Tensor) -> torch.Tensor:
+    torch.cuda._sleep(LONG // 20)
+    return tensor.sum()
+
+
+def add_one_slowly(tensor: torch.Tensor) -> torch.Tensor:
+    torch.cuda._sleep(LONG)
+    return tensor + 1
+
+
+def echo(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+# ---- Streams ---------------------------------------------------------------------------------------------------------
+
+
+@in_worker0(of=2, options=SAME)
+def test_a_tensor_is_read_when_its_stream_has_made_it() -> None:
+    rpc.rpc_sync("worker1", total, (full(LARGE, 1),))  # what is done for the first time takes long
+    for elements in (SMALL, LARGE):
+        made = full(elements, 0)
+        torch.cuda._sleep(LONG)
+        made.fill_(7)
+        is_made = torch.cuda.Event()
+        is_made.record()
+        future = rpc.rpc_async("worker1", total, (made,))
+        assert not is_made.query(), "the call has waited for the GPU"
+        del made
+        assert future.wait() == 7 * elements
+
+
+@in_worker0(of=2, options=SAME)
+def test_an_answer_is_read_when_its_stream_has_made_it() -> None:
+    for elements in (SMALL, LARGE):
+        assert is_all(rpc.rpc_sync("worker1", add_one_slowly, (full(elements, 4),)), 5)
+
+
+@in_worker0(of=2, options=SAME)
+def test_who_waits_is_ordered_after_the_answer_on_its_own_stream() -> None:
+    future = rpc.rpc_async("worker1", add_one_slowly, (full(LARGE, 4),))
+    with torch.cuda.stream(torch.cuda.Stream()):
+        result = future.wait() * 2
+        torch.cuda.current_stream().synchronize()
+    assert is_all(result, 10)
+
+
+@in_worker0(of=2, options=SAME)
+def test_a_callback_is_ordered_after_the_answer() -> None:
+    future = rpc.rpc_async("worker1", add_one_slowly, (full(LARGE, 4),))
+    assert is_all(future.then(lambda answered: answered.value() * 2).wait(), 10)
+
+
+def is_on_the_default_stream(tensor: torch.Tensor) -> bool:
+    return torch.cuda.current_stream() == torch.cuda.default_stream()
+
+
+@in_worker0(of=2, options=SAME)
+def test_handlers_compute_on_streams_of_their_own() -> None:
+    assert not rpc.rpc_sync("worker1", is_on_the_default_stream, (full(SMALL, 1),))
+
+
+def compute_many_at_once(rank: int) -> None:
+    if rank == 0:
+        for elements in (SMALL, LARGE):
+            futures = [rpc.rpc_async("worker1", slow_total, (full(elements, number),)) for number in range(20)]
+            assert [int(future.wait()) for future in futures] == [number * elements for number in range(20)]
+
+
+@pytest.mark.parametrize("options", [SAME, RMM], ids=["torch", "rmm"])
+def test_memory_is_not_reused_while_it_is_read(run_workers: Callable[..., list], options: dict) -> None:
+    run_workers(2, compute_many_at_once, options=options)
+
+
+# ---- Device maps -----------------------------------------------------------------------------------------------------
+
+
+def device_of(tensor: torch.Tensor) -> str:
+    assert total(tensor) == tensor.numel()
+    return str(tensor.device)
+
+
+def send_to_the_gpu(rank: int) -> None:
+    init_rpc(rank, rpc_backend_options=backend_options(**(TO_GPU if rank == 0 else {})))
+    if rank == 0:
+        for elements in (SMALL, LARGE):
+            ones = torch.ones(elements, dtype=torch.int64)
+            assert rpc.rpc_sync("worker1", device_of, (ones,)) == "cuda:0"
+            assert torch.equal(rpc.rpc_sync("worker1", echo, (ones,)), ones)
+    rpc.shutdown()
+
+
+def send_to_the_cpu(rank: int) -> None:
+    init_rpc(rank, rpc_backend_options=backend_options(**(FROM_GPU if rank == 0 else {})))
+    if rank == 0:
+        for elements in (SMALL, LARGE):
+            ones = full(elements, 1)
+            assert rpc.rpc_sync("worker1", device_of, (ones,)) == "cpu"
+            assert torch.equal(rpc.rpc_sync("worker1", echo, (ones,)), ones)
+    rpc.shutdown()
+
+
+@pytest.mark.parametrize("body", [send_to_the_gpu, send_to_the_cpu])
+def test_tensors_travel_between_the_cpu_and_a_gpu(run_workers: Callable[..., list], body: Callable) -> None:
+    run_workers(2, body, init=False, shutdown=False)
+
+
+@in_worker0(of=2)
+def test_without_a_device_map_a_cuda_tensor_is_refused() -> None:
+    with pytest.raises(RuntimeError, match=r"worker 'worker1'.*set_device_map"):
+        rpc.rpc_sync("worker1", total, (full(SMALL, 1),))
+    assert rpc.rpc_sync("worker1", total, (torch.ones(SMALL),)) == SMALL
+
+
+# ---- Whose memory ----------------------------------------------------------------------------------------------------
+
+
+@in_worker0(of=2, options={**RMM, "device_pool_bytes": 2**30})
+def test_tensors_arrive_in_a_pool_of_rmms() -> None:
+    for elements in (SMALL, LARGE):
+        arrived = rpc.rpc_sync("worker1", echo, (full(elements, 3),))
+        assert torch_ucx_rpc.statistics().device_pool_in_use_bytes == arrived.nbytes
+        doubled = arrived * 2
+        del arrived
+        eventually(lambda: torch_ucx_rpc.statistics().device_pool_held_bytes == 0, "all is given back")
+        assert torch_ucx_rpc.statistics().device_pool_in_use_bytes == 0
+        assert is_all(doubled, 6)
+
+
+def receive_into_the_users_resource(rank: int) -> None:
+    import rmm
+
+    torch.cuda.init()
+    own = rmm.mr.TrackingResourceAdaptor(rmm.mr.PoolMemoryResource(rmm.mr.CudaMemoryResource(), 2**26))
+    rmm.mr.set_current_device_resource(own)
+    init_rpc(rank, rpc_backend_options=backend_options(**RMM))
+    if rank == 0:
+        arrived = rpc.rpc_sync("worker1", echo, (full(LARGE, 3),))
+        assert own.get_allocated_bytes() >= arrived.nbytes
+        assert is_all(arrived, 3)
+    rpc.shutdown()
+
+
+def test_tensors_arrive_in_the_resource_that_the_program_has_set(run_workers: Callable[..., list]) -> None:
+    pytest.importorskip("rmm")
+    run_workers(2, receive_into_the_users_resource, init=False, shutdown=False)
+
+
+def echo_and_count_staged(rank: int) -> int:
+    if rank == 0:
+        sent = full(LARGE, 3)
+        for _ in range(3):
+            assert is_all(rpc.rpc_sync("worker1", echo, (sent,)), 3)
+    return torch_ucx_rpc.statistics().device_staged_bytes
+
+
+@pytest.mark.parametrize("setting", ["backend:cudaMallocAsync", "expandable_segments:True"])
+def test_memory_that_cannot_be_shared_arrives_too(run_workers: Callable[..., list], setting: str) -> None:
+    env = {"PYTORCH_CUDA_ALLOC_CONF": setting, "PYTORCH_ALLOC_CONF": setting}
+    # What is staged is said, once; and torch that the first of the variables has a new name.
+    staged = run_workers(2, echo_and_count_staged, options=SAME, env=env, silent=False)
+    if "Async" in setting:
+        assert staged[0] == 3 * LARGE * torch.int64.itemsize
+
+
+# ---- What PyTorch builds on it ---------------------------------------------------------------------------------------
+
+
+@in_worker0(of=2, options=SAME)
+def test_rrefs_hold_cuda_tensors() -> None:
+    rref = rpc.remote("worker1", add_one_slowly, (full(LARGE, 4),))
+    assert is_all(rref.to_here(), 5)
+    assert rref.rpc_sync().numel() == LARGE
+
+
+@in_worker0(of=2, options=SAME)
+def test_distributed_autograd_with_cuda_tensors() -> None:
+    a, b = (torch.rand(64, 64, device="cuda", requires_grad=True) for _ in range(2))
+    (a @ b).sum().backward()
+    with dist_autograd.context() as context:
+        loss = rpc.rpc_sync("worker1", torch.matmul, (a, b)).sum()
+        dist_autograd.backward(context, [loss])
+        gradients = dist_autograd.get_gradients(context)
+        assert torch.allclose(gradients[a], a.grad)
+        assert torch.allclose(gradients[b], b.grad)
+
+
+@in_worker0(of=2, options=SAME)
+def test_a_remote_module_on_a_gpu() -> None:
+    module = RemoteModule("worker1/cuda:0", torch.nn.Linear, args=(8, 5))
+    result = module.forward(torch.ones(2, 8, device="cuda"))
+    assert result.shape == (2, 5)
+    assert result.device == torch.device("cuda:0")
