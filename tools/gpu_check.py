@@ -19,7 +19,6 @@ import re
 import signal
 import subprocess
 import sys
-import sysconfig
 import time
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable
@@ -87,10 +86,11 @@ class Check:
     # ---- Steps ---------------------------------------------------------------------------------------------------
 
     def environment(self) -> dict[str, Any]:
-        """A virtual environment over the packages of this Python, which may itself be of one."""
-        self.run(sys.executable, "-m", "venv", VENV, at_most_s=60)
+        """A virtual environment over the packages of this Python, which may itself be of one, its pip included."""
+        self.run(sys.executable, "-m", "venv", "--without-pip", VENV, at_most_s=60)
         purelib = self.run(PYTHON, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", at_most_s=10).strip()
-        Path(purelib, "beside.pth").write_text(sysconfig.get_path("purelib") + "\n", encoding="utf-8")
+        beside = [path for path in sys.path if path.endswith("-packages")]
+        Path(purelib, "beside.pth").write_text("\n".join(beside) + "\n", encoding="utf-8")
         offline = ["--no-index", "--find-links", str(self._wheels)] if self._wheels else []
         cuda = self.run(PYTHON, "-c", "import torch; print(torch.version.cuda)", at_most_s=60).split(".")[0].strip()
         rmm = [] if cuda == "None" else [f"rmm-cu{cuda}"]
