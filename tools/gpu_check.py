@@ -30,6 +30,8 @@ import build_environment
 ROOT = build_environment.ROOT
 VENV = ROOT / ".venv-gpu"
 PYTHON = VENV / "bin" / "python"
+# Also those that came with the packages beside torch.
+PROGRAMS = [VENV / "bin", Path(sys.executable).parent, os.environ["PATH"]]
 OUTPUT = ROOT / "build" / "gpu-check"
 REPORT = ROOT / "build" / "gpu-check.json"
 
@@ -65,7 +67,7 @@ class Check:
             process = subprocess.Popen(
                 [str(part) for part in command],
                 cwd=ROOT,
-                env={**os.environ, "PATH": f"{VENV / 'bin'}:{os.environ['PATH']}", **environment},
+                env={**os.environ, "PATH": ":".join(map(str, PROGRAMS)), **environment},
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
