@@ -108,6 +108,7 @@ class Check:
 
     def build(self) -> None:
         self.run(PYTHON, "setup.py", "--quiet", "build_ext", "--inplace", at_most_s=240)
+        self.run(PYTHON, "-m", "pip", "install", "--no-build-isolation", "--no-deps", "--editable", ".", at_most_s=60)
 
     def conformance(self) -> dict[str, Any]:
         """PyTorch's suites for GPUs."""
