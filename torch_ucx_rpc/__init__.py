@@ -33,6 +33,7 @@ How the package is laid out:
 * ``_members``       who of them belongs to a group of fixed size
 * ``_dynamic_group`` who belongs to one that workers join and leave
 * ``_device_maps``   where tensors arrive on devices, and whether the maps of all workers fit together
+* ``_device_pool``   in whose memory they arrive there
 * ``_record``        what each tells the others of itself
 * ``_network``       which network interface UCX gets
 * ``_conflicts``     what the site has set or limited that RPC cannot work with

@@ -1,20 +1,17 @@
-"""Workers that die, fall silent or are cut off; the others, and what is left of them."""
+"""Workers that die; the others, and what is left of them. (Those that fall silent: test_silence.py.)"""
 
 from __future__ import annotations
 
-import collections
 import concurrent.futures
 import contextlib
-import ctypes
 import faulthandler
 import gc
 import os
 import re
 import signal
-import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,100 +20,28 @@ import torch
 import torch.distributed.autograd as dist_autograd
 import torch.distributed.rpc as rpc
 import workers
+from _failures import (
+    DEATH_OF_WORKER1,
+    SHORT_LIMIT,
+    die,
+    echo,
+    failure_of,
+    is_lost,
+    leave_ungracefully_after,
+    let_go,
+    sleep,
+    stay,
+)
 from labs import Fate, VirtualHosts, needs_virtual_hosts
-from torch.futures import Future
 from workers import agent, eventually
 
 pytestmark = pytest.mark.ucx_only
 
-# heartbeat_limit, in seconds: where its end is awaited, and where it has only to be exceeded.
-LIMIT = 3.0
-SHORT_LIMIT = 1.0
-
-TCP_ESTABLISHED = "01"  # in /proc/net/tcp
-
-# Arguments of `run_workers`: UCX logs what it notices of a death, too.
-DEATH_OF_WORKER1: dict[str, Any] = {"exit_codes": {1: -signal.SIGKILL}, "shutdown": False, "silent": False}
-
-gone = threading.Event()
 kept: list[Any] = []
-counted: collections.Counter[int] = collections.Counter()
-
-
-@pytest.fixture(scope="module")
-def hosts() -> Iterator[VirtualHosts]:
-    needs_virtual_hosts()
-    with VirtualHosts(["a", "b", "c"]) as made:
-        yield made
-
-
-@pytest.fixture
-def fate(hosts: VirtualHosts) -> Iterator[Fate]:
-    with Fate(hosts) as desk:
-        yield desk
-
-
-class leave_ungracefully_after:  # noqa: N801 - used as a function, and pickled
-    """The body, and then a shutdown that waits for nobody."""
-
-    def __init__(self, body: Callable[..., Any]) -> None:
-        self._body = body
-
-    def __call__(self, *arguments: object) -> None:
-        self._body(*arguments)
-        rpc.shutdown(graceful=False)
-
-
-def let_go() -> None:
-    gone.set()
-
-
-def stay() -> None:
-    assert gone.wait(60), "not released"
-
-
-def die() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def stop_for(seconds: float) -> None:
-    """Stop this process, as Ctrl-Z does, until a child of it lets it go on."""
-    me = os.getpid()
-    stopped = f"grep -q 'State:.T' /proc/{me}/status"
-    wait_and_resume = f"until {stopped}; do sleep 0.02; done; sleep {seconds}; kill -CONT {me}"
-    subprocess.run(["sh", "-c", f"({wait_and_resume}) &"], check=True)
-    os.kill(me, signal.SIGSTOP)
-
-
-def hold_the_gil(seconds: float) -> None:
-    # A PyDLL keeps it during the call.
-    ctypes.PyDLL(None).usleep(int(seconds * 1e6))
 
 
 def metric(name: str) -> int:
     return int(agent().get_metrics()[name])
-
-
-def echo(value: object) -> object:
-    return value
-
-
-def sleep(seconds: float) -> None:
-    time.sleep(seconds)
-
-
-def failure_of(call: Callable[[], object]) -> str:
-    with pytest.raises(RuntimeError) as raised:
-        call()
-    return str(raised.value)
-
-
-def is_lost(name: str) -> bool:
-    try:
-        rpc.rpc_sync(name, echo, (1,))
-    except RuntimeError as error:
-        return f"lost worker '{name}'" in str(error)
-    return False
 
 
 # ------------------------------------------------------------------------------------------ processes that end
@@ -355,183 +280,6 @@ def await_what_worker1_has_promised(rank: int) -> None:
 
 def test_nobody_waits_for_a_value_that_a_dead_worker_was_to_make(run_workers: Callable[..., list]) -> None:
     run_workers(3, leave_ungracefully_after(await_what_worker1_has_promised), **DEATH_OF_WORKER1)
-
-
-# ------------------------------------------------------------------------------ silence, between hosts
-
-
-def see_silence(rank: int, fate: Fate, what: str) -> None:
-    if rank == 0:
-        for peer in ("worker1", "worker2"):
-            rpc.rpc_sync(peer, echo, (1,))
-        slowest = start = time.monotonic()
-        pending = rpc.rpc_async("worker1", sleep, (60,))
-        if what == "stop":
-            rpc.rpc_async("worker1", stop_for, (60,))
-        else:
-            fate.of("b", what)
-        slowest = 0.0
-        while not pending.done():
-            before = time.monotonic()
-            assert before - start < 2 * LIMIT, "nobody noticed"
-            # The others notice nothing.
-            assert rpc.rpc_sync("worker2", echo, (2,)) == 2
-            slowest = max(slowest, time.monotonic() - before)
-        took = time.monotonic() - start
-        text = failure_of(pending.wait)
-        assert re.search(r"lost worker 'worker1' \(rank 1, .* on b\).*no sign of life for \d+\.\d s", text), text
-        assert LIMIT <= took <= 1.05 * LIMIT + 1, took
-        assert slowest < 0.5
-        rpc.rpc_sync("worker2", let_go)
-    else:
-        stay()
-
-
-@pytest.mark.parametrize("what", ["cut", "power_off", "stop"])
-def test_a_silent_host_is_lost_after_the_limit(what: str) -> None:
-    needs_virtual_hosts()
-    with VirtualHosts(["a", "b", "c"]) as hosts, Fate(hosts) as fate:
-        workers.run_workers(
-            3,
-            leave_ungracefully_after(see_silence),
-            fate,
-            what,
-            hosts=hosts,
-            options={"heartbeat_limit": LIMIT},
-            expendable={1},
-            shutdown=False,
-            silent=False,
-        )
-
-
-def count(number: int, tensor: torch.Tensor) -> tuple[int, torch.Tensor]:
-    counted[number] += 1
-    return number, tensor + 1
-
-
-def counts() -> dict[int, int]:
-    return dict(counted)
-
-
-def call_through_a_cut(rank: int, fate: Fate) -> None:
-    if rank == 0:
-        rpc.rpc_sync("worker1", echo, (1,))
-        sizes = [10, 2**10, 2**18, 2**22]
-
-        def send(numbers: range) -> list[Future]:
-            return [rpc.rpc_async("worker1", count, (n, torch.full((sizes[n % 4],), float(n)))) for n in numbers]
-
-        calls = send(range(20))
-        fate.of("b", "cut")
-        calls += send(range(20, 40))
-        time.sleep(LIMIT / 2)
-        fate.of("b", "heal")
-        calls += send(range(40, 48))
-        for n, call in enumerate(calls):
-            number, tensor = call.wait()
-            assert number == n
-            assert tensor.eq(n + 1).all()
-        assert rpc.rpc_sync("worker1", counts) == dict.fromkeys(range(48), 1)
-
-
-def test_a_cut_of_half_the_limit_loses_nothing(hosts: VirtualHosts, fate: Fate) -> None:
-    workers.run_workers(2, call_through_a_cut, fate, hosts=hosts, options={"heartbeat_limit": LIMIT})
-
-
-def call_over_a_slow_network(rank: int) -> None:
-    if rank == 0:
-        assert rpc.rpc_sync("worker1", echo, (1,)) == 1
-        tensor = torch.arange(2**24, dtype=torch.int32)
-        large = rpc.rpc_async("worker1", echo, (tensor,))
-        small = 0
-        while not large.done():
-            assert rpc.rpc_sync("worker1", echo, (small,)) == small
-            small += 1
-        assert torch.equal(large.wait(), tensor)
-        # Were they to wait for the tensor, there would be one on its way there and one on its way back.
-        assert small > 4, small
-
-
-def test_a_tensor_that_takes_longer_than_the_limit_keeps_nothing_waiting(hosts: VirtualHosts) -> None:
-    with hosts[1].slowed_down(megabits=200):  # 64 MiB take 2.7 s, each way
-        workers.run_workers(2, call_over_a_slow_network, hosts=hosts, options={"heartbeat_limit": SHORT_LIMIT})
-
-
-def connections(*, blocked: bool) -> set[tuple[str, str]]:
-    """TCP connections of this host; those that hold bytes which the other side has not acknowledged, or all."""
-    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
-    return {(row[1], row[2]) for row in rows if row[3] == TCP_ESTABLISHED and (int(row[4][:8], 16) or not blocked)}
-
-
-def lose_each_other(rank: int, fate: Fate) -> None:
-    other = f"worker{1 - rank}"
-    assert rpc.rpc_sync(other, echo, (1,)) == 1
-    calls = []
-
-    def send(number: int) -> None:
-        # Of a size that is sent without asking.
-        calls.extend(rpc.rpc_async(other, echo, (bytes(50_000),)) for _ in range(number))
-
-    def is_lost_under_load() -> bool:
-        send(400)  # more than sockets hold
-        return is_lost(other)
-
-    send(200)
-    if rank == 0:
-        fate.of("b", "cut")
-    eventually(is_lost_under_load, "the cut")  # of which worker1 knows nothing
-    waiting = connections(blocked=True)
-    assert waiting, "nothing was under way"
-    if rank == 0:
-        time.sleep(SHORT_LIMIT)  # worker1 notices too
-        fate.of("b", "heal")
-    eventually(lambda: not waiting & connections(blocked=False), "what connected them is closed", 30)
-    assert rpc.rpc_sync(f"worker{rank}", echo, (2,)) == 2
-
-
-def test_workers_that_have_lost_each_other_live_on_when_the_cut_ends(hosts: VirtualHosts, fate: Fate) -> None:
-    body = leave_ungracefully_after(lose_each_other)
-    options = {"heartbeat_limit": SHORT_LIMIT}
-    workers.run_workers(2, body, fate, hosts=hosts, options=options, shutdown=False, silent=False)
-
-
-def call_a_busy_worker(rank: int) -> None:
-    if rank == 0:
-        rpc.rpc_sync("worker1", echo, (1,))
-        busy = [rpc.rpc_async("worker1", hold_the_gil, (2.5 * SHORT_LIMIT,)) for _ in range(2)]
-        # More than there are threads, and each in need of the GIL.
-        calls = [rpc.rpc_async("worker1", echo, (n,)) for n in range(40)]
-        for call in busy:
-            call.wait()
-        assert [call.wait() for call in calls] == list(range(40))
-
-
-def test_a_worker_that_holds_the_gil_for_longer_than_the_limit_is_not_lost(hosts: VirtualHosts) -> None:
-    options = {"heartbeat_limit": SHORT_LIMIT, "num_worker_threads": 4}
-    workers.run_workers(2, call_a_busy_worker, hosts=hosts, options=options)
-
-
-def call_a_stopped_worker(rank: int) -> None:
-    if rank == 0:
-        rpc.rpc_sync("worker1", echo, (1,))
-        rpc.rpc_async("worker1", stop_for, (2.5 * SHORT_LIMIT,))
-        assert rpc.rpc_sync("worker1", echo, (2,)) == 2
-
-
-def test_a_stopped_worker_of_the_same_host_is_not_lost(run_workers: Callable[..., list]) -> None:
-    run_workers(2, call_a_stopped_worker, options={"heartbeat_limit": SHORT_LIMIT})
-
-
-def stop_for_longer_than_the_limit(rank: int) -> None:
-    if rank == 0:
-        rpc.rpc_sync("worker1", echo, (1,))
-        # Who was stopped itself has heard nobody, and must not blame the others.
-        stop_for(SHORT_LIMIT / 2)
-        assert rpc.rpc_sync("worker1", echo, (2,)) == 2
-
-
-def test_who_was_stopped_does_not_take_the_others_for_dead(hosts: VirtualHosts) -> None:
-    workers.run_workers(2, stop_for_longer_than_the_limit, hosts=hosts, options={"heartbeat_limit": SHORT_LIMIT})
 
 
 # ------------------------------------------------------------------------------------------------ shutdown

@@ -1,0 +1,67 @@
+"""What workers do in tests of failures: die, stay until they may leave, tell how a call failed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch.distributed.rpc as rpc
+
+# Arguments of `run_workers`: UCX logs what it notices of a death, too.
+DEATH_OF_WORKER1: dict[str, Any] = {"exit_codes": {1: -signal.SIGKILL}, "shutdown": False, "silent": False}
+
+# heartbeat_limit, in seconds, where it has only to be exceeded.
+SHORT_LIMIT = 1.0
+
+_gone = threading.Event()
+
+
+class leave_ungracefully_after:  # noqa: N801 - used as a function, and pickled
+    """The body, and then a shutdown that waits for nobody."""
+
+    def __init__(self, body: Callable[..., Any]) -> None:
+        self._body = body
+
+    def __call__(self, *arguments: object) -> None:
+        self._body(*arguments)
+        rpc.shutdown(graceful=False)
+
+
+def let_go() -> None:
+    """End the `stay` of the worker that this is called in."""
+    _gone.set()
+
+
+def stay() -> None:
+    assert _gone.wait(60), "not released"
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def echo(value: object) -> object:
+    return value
+
+
+def sleep(seconds: float) -> None:
+    time.sleep(seconds)
+
+
+def failure_of(call: Callable[[], object]) -> str:
+    with pytest.raises(RuntimeError) as raised:
+        call()
+    return str(raised.value)
+
+
+def is_lost(name: str) -> bool:
+    try:
+        rpc.rpc_sync(name, echo, (1,))
+    except RuntimeError as error:
+        return f"lost worker '{name}'" in str(error)
+    return False
