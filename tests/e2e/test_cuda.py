@@ -168,23 +168,31 @@ def test_tensors_arrive_in_a_pool_of_rmms() -> None:
         assert is_all(doubled, 6)
 
 
-def receive_into_the_users_resource(rank: int) -> None:
+def share_a_resource(rank: int) -> None:
     import rmm
+    from numba import cuda
+    from rmm.allocators.numba import RMMNumbaManager
 
+    cuda.set_memory_manager(RMMNumbaManager)
     torch.cuda.init()
     own = rmm.mr.TrackingResourceAdaptor(rmm.mr.PoolMemoryResource(rmm.mr.CudaMemoryResource(), 2**26))
     rmm.mr.set_current_device_resource(own)
     init_rpc(rank, rpc_backend_options=backend_options(**RMM))
     if rank == 0:
         arrived = rpc.rpc_sync("worker1", echo, (full(LARGE, 3),))
-        assert own.get_allocated_bytes() >= arrived.nbytes
+        allocated = own.get_allocated_bytes()
+        assert allocated >= arrived.nbytes
+        of_numba = cuda.device_array(LARGE)
+        assert own.get_allocated_bytes() >= allocated + of_numba.nbytes
         assert is_all(arrived, 3)
     rpc.shutdown()
 
 
-def test_tensors_arrive_in_the_resource_that_the_program_has_set(run_workers: Callable[..., list]) -> None:
+def test_tensors_and_numbas_arrays_share_the_resource_that_the_program_has_set(
+    run_workers: Callable[..., list],
+) -> None:
     pytest.importorskip("rmm")
-    run_workers(2, receive_into_the_users_resource, init=False, shutdown=False)
+    run_workers(2, share_a_resource, init=False, shutdown=False)
 
 
 def echo_and_count_staged(rank: int) -> int:
