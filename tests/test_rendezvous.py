@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from datetime import timedelta
@@ -192,13 +194,85 @@ def test_what_listens_and_is_no_store_is_told_from_one(monkeypatch: pytest.Monke
         other.listen()
         port = other.getsockname()[1]
         with pytest.raises(RuntimeError, match=f"rank 1 cannot use what listens at 127.0.0.1:{port} as a Store"):
-            create_store(f"tcp://127.0.0.1:{port}", 1, 2, 10)
+            create_store(f"tcp://127.0.0.1:{port}", 1, 2, 0.5)
+
+
+class Slow:
+    """Passes connections on to a Store, the first after a while."""
+
+    def __init__(self, port: int, after: float) -> None:
+        self._port, self._after = port, after
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port = self._listener.getsockname()[1]
+        self.accepted = 0
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def _serve(self) -> None:
+        time.sleep(self._after)
+        while True:
+            try:
+                client, _ = self._listener.accept()
+            except OSError:
+                return
+            self.accepted += 1
+            store = socket.create_connection(("127.0.0.1", self._port))
+            for source, target in ((client, store), (store, client)):
+                threading.Thread(target=self._pass_on, args=(source, target), daemon=True).start()
+
+    @staticmethod
+    def _pass_on(source: socket.socket, target: socket.socket) -> None:
+        with contextlib.suppress(OSError), source:
+            while data := source.recv(4096):
+                target.sendall(data)
+            target.shutdown(socket.SHUT_WR)
+
+    def close(self) -> None:
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+
+
+def test_a_store_that_is_slow_to_answer_is_waited_for_and_connected_to_once(
+    port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_rendezvous, "_ANSWER_S", 0.2)
+    served = create_store(f"tcp://127.0.0.1:{port}", 0, 2, 10)
+    with contextlib.closing(Slow(port, 1.5)) as slow:
+        store = create_store(f"tcp://127.0.0.1:{slow.port}", 1, 2, 10)
+        served.set("key", "value")
+        assert store.get("key") == b"value"
+        assert slow.accepted == 1
 
 
 def test_an_address_of_another_host_is_no_place_for_rank_0(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_rendezvous, "_ANSWER_S", 0.5)
     with pytest.raises(RuntimeError, match=f"rank 0 runs on {socket.gethostname()} .*must be an address of this host"):
-        create_store(f"tcp://no-such-host.invalid:{port}", 0, 2, 10)
+        create_store(f"tcp://no-such-host.invalid:{port}", 0, 2, 0.5)
+
+
+# What comes back from C++ while the interpreter is finalized has the process aborted.
+LEFT_BEHIND = """
+from datetime import timedelta
+from torch.distributed import TCPStore
+from torch_ucx_rpc import _rendezvous
+
+store = TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=1), wait_for_workers=False)
+
+def wait_for_what_does_not_come():
+    try:
+        store.get("nothing")
+    finally:
+        print("came back")
+
+try:
+    _rendezvous._interruptible(wait_for_what_does_not_come, 0.1)
+except TimeoutError:
+    print("gave up")
+"""
+
+
+def test_the_end_of_the_process_waits_for_a_thread_that_is_left_in_the_store() -> None:
+    [ended] = workers.run_program(LEFT_BEHIND)
+    assert (ended.returncode, ended.stdout.split("\n")) == (0, ["gave up", "came back", ""])
 
 
 # Says where it is, so that the signal comes when it waits and not before.

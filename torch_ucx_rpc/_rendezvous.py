@@ -7,11 +7,14 @@ that may never come. Who has come is the business of ``_members``.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import dataclasses
+import errno
 import itertools
 import os
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -42,6 +45,13 @@ STORE_ENDS = (
 
 # For a Store to answer who has reached it. What does not answer is something else.
 _ANSWER_S = 10.0
+# Or it has many to answer first: torch's looks up the name of each, and where no DNS answers that takes 5 s and more.
+_LONGEST_ANSWER_S = 300.0
+
+# At the end of the process, for what is still being asked of a Store.
+_LAST_WAIT_S = 10.0
+
+_LISTENING = "0A"  # in /proc/net/tcp
 
 # Where in the Store of a job that found its port by itself the name of the job is.
 _JOB = "torch_ucx_rpc/job"
@@ -263,13 +273,15 @@ def _create_tcp_store(
     if not is_server:
         await_listener(host, port, "torchrun" if by_torchrun else "rank 0", deadline, hint)
 
+    answer_s = min(max(_ANSWER_S, deadline.remaining()), _LONGEST_ANSWER_S)
+
     def create() -> TCPStore:
         return TCPStore(
             host_name=host,
             port=port,
             world_size=world_size,
             is_master=is_server,
-            timeout=timedelta(seconds=_ANSWER_S),
+            timeout=timedelta(seconds=answer_s),
             wait_for_workers=False,
             multi_tenant=not by_torchrun,
             use_libuv=use_libuv,
@@ -278,7 +290,7 @@ def _create_tcp_store(
     try:
         # Longer than TCPStore's own timeout, which it overruns by its last pause, and which does not cover what never
         # answers.
-        return _interruptible(create, 3 * _ANSWER_S)
+        return _interruptible(create, answer_s + 2 * _ANSWER_S)
     except (DistError, TimeoutError) as error:
         if is_server and "EADDRINUSE" in str(error):
             problem = (
@@ -303,7 +315,7 @@ def await_listener(host: str, port: int, server: str, deadline: Deadline, hint: 
     pause = 0.01
     while True:
         try:
-            socket.create_connection((host, port), timeout=min(1.0, max(0.05, deadline.remaining()))).close()
+            _check_listener(host, port, min(1.0, max(0.05, deadline.remaining())))
             return
         except OSError as error:
             if deadline.passed():
@@ -314,6 +326,45 @@ def await_listener(host: str, port: int, server: str, deadline: Deadline, hint: 
                 ) from error
         time.sleep(min(pause, deadline.remaining()))
         pause = min(2 * pause, 0.25)
+
+
+def _check_listener(host: str, port: int, limit: float) -> None:
+    """OSError unless somebody listens there."""
+    is_there = _is_listened_at_here(host, port)
+    if is_there is None:
+        socket.create_connection((host, port), timeout=limit).close()
+    elif not is_there:
+        raise ConnectionRefusedError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
+
+
+def _is_listened_at_here(host: str, port: int) -> bool | None:
+    """The kernel knows of addresses of this host, None for others; a connection is one more for the Store to answer."""
+    if not is_this_host(host):
+        return None
+    number = int.from_bytes(socket.inet_aton(socket.gethostbyname(host)), sys.byteorder)
+    anywhere_or_there = {"0" * 8, f"{number:08X}", "0" * 32, f"{'0' * 16}FFFF0000{number:08X}"}
+    try:
+        for table in ("tcp", "tcp6"):
+            for line in Path("/proc/net", table).read_text(encoding="ascii").splitlines()[1:]:
+                _, local, _, state, *_ = line.split()
+                address, _, its_port = local.partition(":")
+                if state == _LISTENING and int(its_port, 16) == port and address in anywhere_or_there:
+                    return True
+    except (OSError, ValueError):
+        return None
+    return False
+
+
+# Threads that were still in C++ when nobody waited for them any more.
+_left_behind: list[threading.Thread] = []
+
+
+@atexit.register
+def _await_left_behind() -> None:
+    """One that comes back from C++ while the interpreter is finalized has the process aborted."""
+    end = Deadline(_LAST_WAIT_S)
+    for thread in _left_behind:
+        thread.join(end.remaining())
 
 
 def _interruptible(call: Callable[[], T], limit: float) -> T:
@@ -330,7 +381,11 @@ def _interruptible(call: Callable[[], T], limit: float) -> T:
     # A daemon: where it hangs, it must not hold up the end of the process.
     thread = threading.Thread(target=run, name="torch_ucx_rpc-store", daemon=True)
     thread.start()
-    thread.join(limit)
+    try:
+        thread.join(limit)
+    finally:
+        if thread.is_alive():
+            _left_behind.append(thread)
     if failure:
         raise failure[0]
     if not outcome:
