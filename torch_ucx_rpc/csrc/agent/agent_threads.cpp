@@ -89,8 +89,7 @@ void AgentThreads::loop(std::unique_lock<std::mutex>& lock) {
 
 bool AgentThreads::leadOnce(std::unique_lock<std::mutex>& lock) {
   ++leaders_;
-  callHelpLocked();
-  lock.unlock();
+  unlockAndCallHelp(lock);
   isLeadingThread = true;
   const bool isNeeded = lead_();
   isLeadingThread = false;
@@ -112,8 +111,7 @@ void AgentThreads::runOne(std::unique_lock<std::mutex>& lock) {
   lastBegun_ = Clock::now();
   ++running_;
   runningRequests_ += isRequest ? 1 : 0;
-  callHelpLocked();
-  lock.unlock();
+  unlockAndCallHelp(lock);
   requestRunsOn = isRequest ? this : nullptr;
   std::vector<Task> after;
   afterTask = &after;
@@ -163,10 +161,10 @@ std::shared_ptr<void> AgentThreads::nest() {
 }
 
 void AgentThreads::beginNesting(Nesting& begun) {
-  const std::lock_guard lock(mutex_);
+  std::unique_lock lock(mutex_);
   if (begun.openCalls++ == 0) {
     ++nestingRequests_;
-    callHelpLocked(); // requests may have waited for just this
+    unlockAndCallHelp(lock); // requests may have waited for just this
   }
 }
 
@@ -190,19 +188,26 @@ bool AgentThreads::callIdleLocked() {
     return false;
   }
   --idle_;
-  ++called_;
-  wanted_.notify_one(); // who wakes calls further help, if there is more to do
+  ++called_; // who wakes calls further help, if there is more to do
   return true;
 }
 
-void AgentThreads::callHelpLocked() {
+void AgentThreads::unlockAndCallHelp(std::unique_lock<std::mutex>& lock) {
+  const bool isCalled = callHelpLocked();
+  lock.unlock();
+  if (isCalled) {
+    wanted_.notify_one();
+  }
+}
+
+bool AgentThreads::callHelpLocked() {
   const bool hasTask = hasTaskLocked();
   if (leaders_ == 0 || hasTask) {
     if (callIdleLocked()) {
-      return;
+      return true;
     }
     if ((threads_ < coreThreads_ || (leaders_ == 0 && called_ == 0 && mayGrowLocked())) && spawnLocked()) {
-      return;
+      return false;
     }
   }
   if (hasTask || isFullLocked()) {
@@ -211,6 +216,15 @@ void AgentThreads::callHelpLocked() {
       checkDue_ = when;
       checkAt_(when);
     }
+  }
+  return false;
+}
+
+void AgentThreads::addThreadLocked() {
+  if (callIdleLocked()) {
+    wanted_.notify_one();
+  } else if (mayGrowLocked()) {
+    spawnLocked();
   }
 }
 
@@ -226,8 +240,8 @@ AgentThreads::Clock::time_point AgentThreads::check(Clock::time_point now) {
   }
   if (hasTaskLocked()) {
     fullSince_ = Clock::time_point::max();
-    if (now - lastBegun_ >= kStaleAfter && !callIdleLocked() && mayGrowLocked()) {
-      spawnLocked();
+    if (now - lastBegun_ >= kStaleAfter) {
+      addThreadLocked();
     }
     checkDue_ = now + kStaleAfter;
   } else if (isFullLocked()) {
@@ -251,21 +265,19 @@ AgentThreads::Task AgentThreads::refuseOldestLocked() {
     refused = std::move(oldest->run);
     completions_.push_back(std::move(oldest->refuse));
     requests_.erase(oldest);
-    if (!callIdleLocked() && mayGrowLocked()) {
-      spawnLocked();
-    }
+    addThreadLocked();
   }
   return refused;
 }
 
 void AgentThreads::addRequest(Task task, Task refuse) {
-  const std::lock_guard lock(mutex_);
+  std::unique_lock lock(mutex_);
   if (isStopping_) {
     return; // nobody will answer: its caller learns that this worker has gone
   }
   requests_.push_back({std::move(task), std::move(refuse)});
   if (!isLeadingThread) {
-    callHelpLocked();
+    unlockAndCallHelp(lock);
   }
 }
 
@@ -278,7 +290,7 @@ void AgentThreads::addCompletion(Task task) {
   }
   completions_.push_back(std::move(task));
   if (!isLeadingThread) {
-    callHelpLocked();
+    unlockAndCallHelp(lock);
   }
 }
 

@@ -112,9 +112,12 @@ class AgentThreads : public std::enable_shared_from_this<AgentThreads> {
   void runOne(std::unique_lock<std::mutex>& lock);
   void idle(std::unique_lock<std::mutex>& lock);
 
-  // Wakes or makes a thread, if there is something for it to do.
-  void callHelpLocked();
+  // Calls or makes a thread, if there is something for it to do. True: who is called must be woken, better after unlocking, since
+  // it would otherwise wake up only to wait for the lock.
+  bool callHelpLocked();
   bool callIdleLocked();
+  void unlockAndCallHelp(std::unique_lock<std::mutex>& lock);
+  void addThreadLocked();
   bool spawnLocked(); // false where the system has no more threads
   bool hasTaskLocked() const {
     return !completions_.empty() ||

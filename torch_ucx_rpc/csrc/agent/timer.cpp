@@ -29,11 +29,14 @@ void Timer::stop() {
 }
 
 void Timer::dueBy(Clock::time_point when) {
-  const std::lock_guard lock(mutex_);
-  if (when < due_) {
+  {
+    const std::lock_guard lock(mutex_);
+    if (when >= due_) {
+      return;
+    }
     due_ = when;
-    changed_.notify_all();
   }
+  changed_.notify_one(); // without the lock, which who wakes up needs
 }
 
 void Timer::loop() {
