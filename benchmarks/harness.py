@@ -2,9 +2,10 @@
 
 A benchmark asks one question. It has figures (what is measured, with the bounds that a ratio must keep) and contenders
 (who is measured): RPC jobs on UCX and on TensorPipe, and baselines such as a memcpy. All contenders stay alive together
-and are measured one after the other, round by round, so that what else the machine does strikes all alike. Reported are
-the medians over the rounds, lowest and highest, and the median of each round's ratio: ratios are what to trust on a
-machine that is shared.
+and are measured one after the other, round by round, so that what else the machine does strikes all alike. Who is not
+measured is stopped (SIGSTOP): an idle worker of TensorPipe spins and would take a core from the others. Reported are the
+medians over the rounds, lowest and highest, and the median of each round's ratio: ratios are what to trust on a machine
+that is shared.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import multiprocessing
 import os
 import platform
 import re
+import signal
 import statistics
 import subprocess
 import tempfile
@@ -158,14 +160,18 @@ class RpcJob:
             process.start()
         theirs.close()
         self._turns.recv()
+        self._signal(signal.SIGSTOP)
         return self
 
     def measure(self) -> Figures:
+        self._signal(signal.SIGCONT)
         self._turns.send("measure")
         figures: Figures = self._turns.recv()
+        self._signal(signal.SIGSTOP)
         return figures
 
     def __exit__(self, *exception: object) -> None:
+        self._signal(signal.SIGCONT)
         with contextlib.suppress(BrokenPipeError):
             self._turns.send("end")
         for process in self._processes:
@@ -173,6 +179,11 @@ class RpcJob:
             if process.exitcode is None:
                 process.kill()
         self._folder.cleanup()
+
+    def _signal(self, number: signal.Signals) -> None:
+        for process in self._processes:
+            assert process.pid is not None
+            os.kill(process.pid, number)
 
 
 class FreshRpcJob:
