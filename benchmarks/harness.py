@@ -3,9 +3,9 @@
 A benchmark asks one question. It has figures (what is measured, with the bounds that a ratio must keep) and contenders
 (who is measured): RPC jobs on UCX and on TensorPipe, and baselines such as a memcpy. All contenders stay alive together
 and are measured one after the other, round by round, so that what else the machine does strikes all alike. Who is not
-measured is stopped (SIGSTOP): an idle worker of TensorPipe spins and would take a core from the others. Reported are the
-medians over the rounds, lowest and highest, and the median of each round's ratio: ratios are what to trust on a machine
-that is shared.
+measured is stopped (SIGSTOP): an idle worker of TensorPipe spins and would take a core from the others. Reported are
+the medians over the rounds, lowest and highest, and the median of each round's ratio: ratios are what to trust on a
+machine that is shared.
 """
 
 from __future__ import annotations
