@@ -81,6 +81,7 @@ def _benchmark(name: str, step: Callable[[], float], workers: int) -> harness.Be
     return harness.Benchmark(
         question="What does a step of distributed autograd cost?",
         figures=(Figure(figure, "us", (Bound(0.6, 0.4),)),),
+        rounds=15,  # they spread, and a round is short
         contenders=lambda: [
             harness.RpcJob(transport, functools.partial(_measure, figure, step), workers=workers)
             for transport in (harness.UCX, harness.TENSORPIPE)
