@@ -184,6 +184,34 @@ TEST_F(AgentTest, WhoCompletesAFutureMayHoldWhatItsWaiterWants) {
   whileWaiting_ = {};
 }
 
+// No thread is woken for the answers of torch's own bookkeeping: who receives one completes the call. Not so of others, whose
+// completion may run user code.
+TEST_F(AgentTest, WhoReceivesAnAnswerOfBookkeepingCompletesTheCall) {
+  std::mutex beforeCallback;
+  start(2, [&](Message& request) {
+    const std::lock_guard lock(beforeCallback);
+    return echo(request);
+  });
+  const auto isCompletedByATask = [&](MessageType type) {
+    std::atomic<bool> isInTask{false};
+    std::atomic<bool> isCompleted{false};
+    {
+      const std::lock_guard lock(beforeCallback);
+      agent(0)
+          .send(agent(0).getWorkerInfo(1), makeMessage(type, "request"), rpc::kUnsetRpcTimeout, {})
+          ->addCallback([&](JitFuture& /*future*/) {
+            isInTask.store(AgentThreads::isInTask());
+            isCompleted.store(true);
+          });
+    }
+    EXPECT_TRUE(eventually([&] { return isCompleted.load(); }));
+    return isInTask.load();
+  };
+  EXPECT_TRUE(isCompletedByATask(MessageType::PYTHON_CALL));
+  EXPECT_FALSE(isCompletedByATask(MessageType::RREF_CHILD_ACCEPT));
+  EXPECT_FALSE(isCompletedByATask(MessageType::CLEANUP_AUTOGRAD_CONTEXT_REQ));
+}
+
 TEST_F(AgentTest, WaitersThatAreInterruptedStopWaiting) {
   start(2, [this](Message& request) {
     gate_->pass();

@@ -111,7 +111,7 @@ UcxRpcAgent::UcxRpcAgent(
       [this] {
         Deliveries deliveries = progress_->lead([this] { return isClosed_.load(); });
         const bool isNeeded = !deliveries.empty() || isClosed_.load();
-        dispatch(std::move(deliveries));
+        dispatch(std::move(deliveries), Driver{Role::kLeader, std::nullopt});
         return isNeeded;
       },
       [this](AgentThreads::Clock::time_point when) { timer_.dueBy(when); });

@@ -146,15 +146,20 @@ class UcxRpcAgent : public torch::distributed::rpc::RpcAgent, public std::enable
   void postControl(Peer& to, wire::Kind kind, uint64_t callId, Bytes body);
   void deliverToSelf(std::unique_ptr<OutgoingMessage> message);
 
-  // Incoming. dispatch() runs on the thread that drove, without the worker lock; user code runs in tasks, except that a
-  // visitor completes its own call itself.
-  void dispatch(Deliveries deliveries, std::optional<uint64_t> visitorsCall = {});
+  // Incoming. dispatch() runs on the thread that brought them about, without the worker lock; user code runs in tasks, except that a
+  // visitor completes its own call itself. Who drives also does at once what is quick; who has only submitted an operation may have
+  // locks of torch's.
+  struct Driver {
+    Role role;
+    std::optional<uint64_t> call; // the one that a visitor waits for
+  };
+  void dispatch(Deliveries deliveries, const std::optional<Driver>& driver = {});
   struct Answer {
     CallTable::Call call;
     IncomingMessage message;
   };
-  // The answer that the visitor waits for is handed back.
-  std::optional<Answer> onResponse(IncomingMessage message, std::optional<uint64_t> visitorsCall = {});
+  // An answer that the driver is to complete itself is handed back.
+  std::optional<Answer> onResponse(IncomingMessage message, const std::optional<Driver>& driver = {});
   void onMessage(IncomingMessage message); // any but a response
   void noteRequest(const IncomingMessage& message);
   void onControl(const IncomingMessage& message);

@@ -227,7 +227,7 @@ bool UcxRpcAgent::visit(const JitFuture& future) {
   if (!visitor.owns_lock()) {
     return false;
   }
-  const std::optional<uint64_t> call = lastCall;
+  const Driver driver{Role::kVisitor, lastCall};
   const auto isOver = [&] { return future.completed() || isClosed_.load(); };
   isVisited_.store(true);
   while (!isOver()) {
@@ -235,7 +235,7 @@ bool UcxRpcAgent::visit(const JitFuture& future) {
     if (deliveries.empty()) {
       break;
     }
-    dispatch(std::move(deliveries), call);
+    dispatch(std::move(deliveries), driver);
   }
   isVisited_.store(false);
   progress_->leave();

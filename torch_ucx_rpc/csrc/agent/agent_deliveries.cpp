@@ -24,22 +24,22 @@ bool isQuickRequest(const IncomingMessage& message) {
 
 } // namespace
 
-void UcxRpcAgent::dispatch(Deliveries deliveries, std::optional<uint64_t> visitorsCall) {
-  std::optional<Answer> visitorsAnswer;
+void UcxRpcAgent::dispatch(Deliveries deliveries, const std::optional<Driver>& driver) {
+  std::vector<Answer> answers;
   std::vector<IncomingMessage> inOrder;
   std::vector<IncomingMessage> quick;
-  // A thread that had to be woken for it would compete with the visitor for the processor. But torch's handling of one request, in
-  // which a caller may be, does not expect another on the same thread.
-  const bool takesQuick = visitorsCall && !AgentThreads::isInTask();
+  // A thread that had to be woken for it would compete with this one for the processor. But torch's handling of one request, in
+  // which a visitor may be, does not expect another on the same thread.
+  const bool takesQuick = driver && !AgentThreads::isInTask();
   for (IncomingMessage& message : deliveries.messages) {
     if (message.header.kind != wire::Kind::kResponse) {
       (takesQuick && isQuickRequest(message) ? quick : inOrder).push_back(std::move(message));
-    } else if (std::optional<Answer> answer = onResponse(std::move(message), visitorsCall)) {
-      visitorsAnswer = std::move(answer);
+    } else if (std::optional<Answer> answer = onResponse(std::move(message), driver)) {
+      answers.push_back(std::move(*answer));
     }
   }
   for (std::unique_ptr<OutgoingMessage>& message : deliveries.sent) {
-    onSent(message, visitorsCall.has_value());
+    onSent(message, driver && driver->role == Role::kVisitor);
   }
   for (Deliveries::Rejection& rejection : deliveries.rejections) {
     onRejected(std::move(rejection));
@@ -66,13 +66,13 @@ void UcxRpcAgent::dispatch(Deliveries deliveries, std::optional<uint64_t> visito
   if (!deliveries.warning.empty()) {
     LOG(WARNING) << "torch_ucx_rpc: " << deliveries.warning;
   }
-  if (visitorsAnswer) {
-    complete(std::move(visitorsAnswer->call), std::move(visitorsAnswer->message));
+  for (Answer& answer : answers) {
+    complete(std::move(answer.call), std::move(answer.message));
   }
 }
 
 std::optional<UcxRpcAgent::Answer> UcxRpcAgent::onResponse(
-    IncomingMessage message, std::optional<uint64_t> visitorsCall) {
+    IncomingMessage message, const std::optional<Driver>& driver) {
   const std::shared_ptr<UcxRpcAgent> self = weak_from_this().lock();
   const uint64_t id = message.header.callId;
   const trace::Span span("receive answer", message.call(), trace::Arrow::kAnswerArrives);
@@ -81,7 +81,7 @@ std::optional<UcxRpcAgent::Answer> UcxRpcAgent::onResponse(
     return std::nullopt; // a late answer, or one of a worker that was not asked; its buffers are recycled here
   }
   answer.message = std::move(message);
-  if (id == visitorsCall) {
+  if (driver && (id == driver->call || isAnswerQuick(answer.call.type))) {
     return answer;
   }
   threads_->addCompletion([self, answer = std::move(answer)]() mutable {

@@ -28,6 +28,12 @@ bool isQuick(rpc::MessageType request) {
   return request == rpc::MessageType::RREF_CHILD_ACCEPT;
 }
 
+bool isAnswerQuick(rpc::MessageType request) {
+  // Not RREF_FORK_REQUEST's, which sets requests going that wait for their RRefs.
+  return request == rpc::MessageType::RREF_CHILD_ACCEPT || request == rpc::MessageType::RREF_USER_DELETE ||
+      request == rpc::MessageType::CLEANUP_AUTOGRAD_CONTEXT_REQ;
+}
+
 bool matters(rpc::MessageType request) {
   return request == rpc::MessageType::PYTHON_REMOTE_CALL || request == rpc::MessageType::SCRIPT_REMOTE_CALL ||
       answerForTheGone(request) != nullptr;

@@ -16,6 +16,9 @@ bool isFetch(torch::distributed::rpc::MessageType request);
 // Whether running it takes a few microseconds whatever the user does: neither Python nor a destructor of user's is involved.
 bool isQuick(torch::distributed::rpc::MessageType request);
 
+// The same of what torch does with the answer; nobody waits for that.
+bool isAnswerQuick(torch::distributed::rpc::MessageType request);
+
 // Whether others than its caller count on its being run, also after its caller has given up.
 bool matters(torch::distributed::rpc::MessageType request);
 
