@@ -62,21 +62,24 @@ def ucx_perftest(
     common = [str(program), "-p", str(port), "-m", memory]
     with subprocess.Popen(common, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as server:
         try:
-            for _ in range(100):
+            give_up_at = time.monotonic() + 10
+            while True:
                 client = subprocess.run(
                     [*common, "127.0.0.1", "-t", test, "-s", str(size), "-n", str(iterations), "-w", "3", "-f", "-v"],
                     env=environment,
                     capture_output=True,
                     text=True,
                     check=False,
+                    timeout=60,
                 )
                 if client.returncode == 0:
                     # The last line ends with bandwidth in MiB/s (average, overall) and message rate (the same).
                     return float(client.stdout.strip().splitlines()[-1].split(",")[-3]) / 1024
+                if time.monotonic() > give_up_at:
+                    raise RuntimeError(f"ucx_perftest failed: {client.stdout}{client.stderr}")
                 time.sleep(0.05)  # the server has not opened its port yet
         finally:
             server.terminate()
-    raise RuntimeError(f"ucx_perftest failed: {client.stdout}{client.stderr}")
 
 
 def measure_ucx_perftest() -> harness.Figures:

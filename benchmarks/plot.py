@@ -2,8 +2,8 @@
 
     python -m benchmarks.plot FILE [--folder docs/figures]
 
-Latency and throughput against size, the share of a call against calls in flight, the life of a job against its
-workers: medians over the rounds, and bands from the lowest to the highest.
+Latency, throughput and memory against size, the share of a call and memory against calls in flight, the life of a job
+against its workers: medians over the rounds, and bands from the lowest to the highest.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ def draw(
     x_label: str,
     y_label: str,
     y_of: Callable[[float, float], float] = lambda _, y: y,
+    y_scale: str = "log",
 ) -> None:
     """One line for each contender, on logarithmic axes, of the figures whose name ``x_of`` reads as a number."""
     figure, axes = plt.subplots(figsize=(6.4, 4.0), layout="constrained")
@@ -47,11 +48,19 @@ def draw(
         color = COLORS.get(contender)
         axes.plot(xs, medians, marker="o", markersize=3, label=contender, color=color)
         axes.fill_between(xs, lowest, highest, alpha=0.15, color=color)
-    axes.set(title=title, xlabel=x_label, ylabel=y_label, xscale="log", yscale="log")
+    axes.set(title=title, xlabel=x_label, ylabel=y_label, xscale="log", yscale=y_scale)
     axes.grid(visible=True, which="major", alpha=0.3)
     axes.legend(frameon=False)
     figure.savefig(file, metadata={"Date": None})
     plt.close(figure)
+
+
+def work(name: str) -> float | None:
+    return float(name) if name.isdecimal() else None
+
+
+def memory(name: str) -> float | None:
+    return float(name.split(",")[0]) if name.endswith("memory") else None
 
 
 def workers_in_sum(name: str) -> float | None:
@@ -66,30 +75,50 @@ def main() -> None:
     arguments.folder.mkdir(parents=True, exist_ok=True)
     rounds: dict[str, Any] = json.loads(arguments.file.read_text(encoding="utf-8"))["rounds"]
     if "sizes" in rounds:
-        size = {"x_of": float, "x_label": "bytes of the tensor"}
+        x_label = "bytes of the tensor"
         draw(
             rounds["sizes"],
             arguments.folder / "latency_by_size.svg",
             title="Echo of one tensor, rpc_sync, p50",
+            x_of=work,
+            x_label=x_label,
             y_label="us",
-            **size,
         )
         draw(
             rounds["sizes"],
             arguments.folder / "throughput_by_size.svg",
             title="Echo of one tensor, rpc_sync, both ways",
+            x_of=work,
+            x_label=x_label,
             y_label="GiB/s",
             y_of=lambda size, us: 2 * size / 2**30 / (1e-6 * us),
-            **size,
+        )
+        draw(
+            rounds["sizes"],
+            arguments.folder / "memory_by_size.svg",
+            title="The callee's peak memory while it echoes tensors",
+            x_of=memory,
+            x_label=x_label,
+            y_label="growth, MiB",
+            y_scale="symlog",
         )
     if "calls_in_flight" in rounds:
         draw(
             rounds["calls_in_flight"],
             arguments.folder / "calls_in_flight.svg",
             title="rpc_async of a function without arguments",
-            x_of=float,
+            x_of=work,
             x_label="calls in flight",
             y_label="us a call",
+        )
+        draw(
+            rounds["calls_in_flight"],
+            arguments.folder / "memory_by_calls.svg",
+            title="The callee's peak memory while calls are in flight",
+            x_of=memory,
+            x_label="calls in flight",
+            y_label="growth, MiB",
+            y_scale="symlog",
         )
     if "workers" in rounds:
         draw(

@@ -64,14 +64,17 @@ class Check:
         log = OUTPUT / f"{self.step}.log"
         with log.open("a", encoding="utf-8") as output:
             begin = output.tell()
-            process = subprocess.Popen(
-                [str(part) for part in command],
-                cwd=ROOT,
-                env={**os.environ, "PATH": ":".join(map(str, PROGRAMS)), **environment},
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+            try:
+                process = subprocess.Popen(
+                    [str(part) for part in command],
+                    cwd=ROOT,
+                    env={**os.environ, "PATH": ":".join(map(str, PROGRAMS)), **environment},
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
+            except FileNotFoundError:
+                raise Failed(f"there is no {command[0]}") from None
             try:
                 process.wait(limit)
             except subprocess.TimeoutExpired:
@@ -91,8 +94,9 @@ class Check:
         """A virtual environment over the packages of this Python, which may itself be of one, its pip included."""
         self.run(sys.executable, "-m", "venv", "--without-pip", VENV, at_most_s=60)
         purelib = self.run(PYTHON, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", at_most_s=10).strip()
-        beside = [path for path in sys.path if path.endswith("-packages")]
-        Path(purelib, "beside.pth").write_text("\n".join(beside) + "\n", encoding="utf-8")
+        # Not the folders alone: they have .pth files themselves.
+        beside = [f"import site; site.addsitedir({path!r})\n" for path in sys.path if path.endswith("-packages")]
+        Path(purelib, "beside.pth").write_text("".join(beside), encoding="utf-8")
         offline = ["--no-index", "--find-links", str(self._wheels)] if self._wheels else []
         cuda = self.run(PYTHON, "-c", "import torch; print(torch.version.cuda)", at_most_s=60).split(".")[0].strip()
         rmm = [] if cuda == "None" else [f"rmm-cu{cuda}"]
@@ -112,7 +116,10 @@ class Check:
 
     def conformance(self) -> dict[str, Any]:
         """PyTorch's suites for GPUs."""
-        return self._pytest("tests/conformance/test_cuda_suites.py", "--cuda", at_most_s=240)
+        report = OUTPUT / "conformance-suites.json"  # what tests/conformance/page.py reads
+        return self._pytest(
+            "tests/conformance/test_cuda_suites.py", "--cuda", f"--conformance-report={report}", at_most_s=240
+        )
 
     def tests(self) -> dict[str, Any]:
         """This project's tests that need a GPU."""
@@ -123,6 +130,8 @@ class Check:
         printed = self.run(
             "compute-sanitizer",
             "--target-processes=all",
+            # UCX asks CUDA about memory of all kinds, and is told that it is of another.
+            "--report-api-errors=no",
             PYTHON,
             *(
                 "-m",

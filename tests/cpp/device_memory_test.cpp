@@ -2,6 +2,7 @@
 
 #include "device_fixture.h"
 
+#include "agent/device_copy.h"
 #include "memory/device_pool.h"
 
 #include <map>
@@ -60,6 +61,9 @@ class FakeRmm {
   };
 
   static void* allocate(size_t bytes, int device, void* stream) {
+    if (bytes == 0) {
+      return nullptr;
+    }
     FakeRmm& self = instance();
     const std::lock_guard lock(self.mutex_);
     if (self.inUseBytes_ + bytes > self.limitBytes_) {
@@ -240,6 +244,15 @@ TEST_P(EntryPointsTest, WhatArrivesOnDevicesIsTheirs) {
   }
 }
 
+TEST_P(EntryPointsTest, EmptyTensorsNeedNoMemory) {
+  startWith(keep(), {{c10::kCPU, fake()}, {fake(1), fake(1)}});
+  (void)answerWhileRunning(call(0, 1, "", {at::empty({0, 3}), onDevice(0, 7, fake(1))}));
+  ASSERT_EQ(received_.size(), 2u);
+  EXPECT_EQ(received_[0].device(), fake(0));
+  EXPECT_EQ(received_[0].sizes(), at::IntArrayRef({0, 3}));
+  EXPECT_EQ(received_[1].device(), fake(1));
+}
+
 TEST_P(EntryPointsTest, WhatIsSmallIsWrittenWhenEarlierOwnersAreDone) {
   startWith(keep(), {{c10::kCPU, fake()}});
   (void)answer(call(0, 1, "", {at::full({kSmall}, 5.f)}));
@@ -276,6 +289,34 @@ TEST_P(EntryPointsTest, WhatThereIsNoMemoryForIsRefused) {
   rmm_.setLimit(kLargeBytes);
   (void)answer(call(0, 1, "", {at::full({kLarge}, 5.f)}));
   EXPECT_TRUE(isAll(hostView(received_.at(0)), 5));
+}
+
+// ------------------------------------------------------------------------------------------------- what torch has
+
+// As torch.cuda.memory.change_current_allocator leaves it: what makes tensors is not what is registered.
+TEST_F(DeviceTest, WhatHasReplacedTorchsAllocatorIsAsked) {
+  c10::SetAllocator(kFake, c10::GetAllocator(c10::kCPU), 1);
+  EXPECT_EQ(allocatorOf(kFake), &device_);
+  c10::SetAllocator(kFake, &device_, 1);
+
+  static std::atomic<int> asked{0};
+  DevicePool::instance().setSource(DevicePool::Source::kReplacedTorch, {}, [](const c10::DeviceType& type) {
+    asked.fetch_add(1);
+    return allocatorOf(type);
+  });
+  startWith(keep(), {{c10::kCPU, fake()}});
+  (void)answer(call(0, 1, "", {at::full({kLarge}, 5.f)}));
+  EXPECT_EQ(asked.load(), 1);
+  EXPECT_TRUE(isAll(hostView(received_.at(0)), 5));
+  received_.clear();
+  DevicePool::instance().setSource(DevicePool::Source::kTorch);
+}
+
+TEST_F(DeviceTest, AllStreamsAreFoundWhileOthersTakeSome) {
+  for (int turn = 1; turn <= kPoolStreams; ++turn) {
+    device_.skipPoolStreamAfter(turn);
+    EXPECT_EQ(allStreams(fake()).size(), static_cast<size_t>(kPoolStreams + 1)) << "skipped at turn " << turn;
+  }
 }
 
 // ---------------------------------------------------------------------------------------------------------- staging

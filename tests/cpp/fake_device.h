@@ -124,7 +124,15 @@ class FakeDevice final : public c10::Allocator {
   }
   c10::StreamId nextPoolStream(c10::DeviceIndex device) {
     const std::lock_guard lock(mutex_);
+    if (turnsUntilSkip_ != 0 && --turnsUntilSkip_ == 0) {
+      ++poolTurns_[device];
+    }
     return 1 + poolTurns_[device]++ % kPoolStreams;
+  }
+  // Somebody else gets the stream whose turn it is then.
+  void skipPoolStreamAfter(int turns) {
+    const std::lock_guard lock(mutex_);
+    turnsUntilSkip_ = turns;
   }
   bool isDone(const c10::Stream& stream) {
     const std::lock_guard lock(mutex_);
@@ -264,6 +272,7 @@ class FakeDevice final : public c10::Allocator {
   std::recursive_mutex mutex_;
   std::map<StreamKey, std::deque<Work>> queues_;
   std::map<c10::DeviceIndex, c10::StreamId> poolTurns_;
+  int turnsUntilSkip_ = 0;
   std::map<std::pair<StreamKey, size_t>, std::vector<Block*>> idle_;
   std::vector<Block*> released_;
   std::set<std::thread::id> threads_;

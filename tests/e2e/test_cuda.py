@@ -6,13 +6,15 @@ tests/cpp/device_*_test.cpp test the same rules without one, on a device whose s
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed.autograd as dist_autograd
 import torch.distributed.rpc as rpc
 from torch.distributed.nn.api.remote_module import RemoteModule
-from workers import backend_options, eventually, in_worker0, init_rpc
+from workers import backend_options, eventually, in_worker0, init_rpc, run_program
 
 import torch_ucx_rpc
 
@@ -23,6 +25,7 @@ LONG = 500_000_000  # cycles, a quarter of a second or more, that a stream is ke
 
 SAME = {"device_maps": {"worker0": {0: 0}, "worker1": {0: 0}}}
 RMM = {**SAME, "device_pool": "rmm"}
+needs_rmm = pytest.mark.skipif(find_spec("rmm") is None, reason="needs rmm")
 TO_GPU = {"device_maps": {"worker1": {"cpu": 0}}}
 FROM_GPU = {"device_maps": {"worker1": {0: "cpu"}}}
 
@@ -108,7 +111,7 @@ def compute_many_at_once(rank: int) -> None:
             assert [int(future.wait()) for future in futures] == [number * elements for number in range(20)]
 
 
-@pytest.mark.parametrize("options", [SAME, RMM], ids=["torch", "rmm"])
+@pytest.mark.parametrize("options", [SAME, pytest.param(RMM, marks=needs_rmm)], ids=["torch", "rmm"])
 def test_memory_is_not_reused_while_it_is_read(run_workers: Callable[..., list], options: dict) -> None:
     run_workers(2, compute_many_at_once, options=options)
 
@@ -156,9 +159,10 @@ def test_without_a_device_map_a_cuda_tensor_is_refused() -> None:
 # ---- Whose memory ----------------------------------------------------------------------------------------------------
 
 
+@needs_rmm
 @in_worker0(of=2, options={**RMM, "device_pool_bytes": 2**30})
 def test_tensors_arrive_in_a_pool_of_rmms() -> None:
-    for elements in (SMALL, LARGE):
+    for elements in (0, SMALL, LARGE):
         arrived = rpc.rpc_sync("worker1", echo, (full(elements, 3),))
         assert torch_ucx_rpc.statistics().device_pool_in_use_bytes == arrived.nbytes
         doubled = arrived * 2
@@ -195,21 +199,84 @@ def test_tensors_and_numbas_arrays_share_the_resource_that_the_program_has_set(
     run_workers(2, share_a_resource, init=False, shutdown=False)
 
 
-def echo_and_count_staged(rank: int) -> int:
+# A program of its own: torch lets nobody replace its allocator after the first CUDA tensor.
+WITH_RMM_INSTEAD_OF_TORCHS = """
+    import os, sys
+    import rmm
+    import torch
+    from rmm.allocators.torch import rmm_torch_allocator
+
+    rmm.mr.set_current_device_resource(rmm.mr.PoolMemoryResource(rmm.mr.CudaMemoryResource(), 2**26))
+    torch.cuda.memory.change_current_allocator(rmm_torch_allocator)
+
+    import torch.distributed.rpc as rpc
+    import torch_ucx_rpc
+
+    def echo(tensor):
+        return tensor
+
+    rank = int(sys.argv[1])
+    options = torch_ucx_rpc.UcxRpcBackendOptions(
+        init_method=os.environ["STORE"], device_maps={f"worker{1 - rank}": {0: 0}}
+    )
+    rpc.init_rpc(f"worker{rank}", backend="UCX", rank=rank, world_size=2, rpc_backend_options=options)
     if rank == 0:
-        sent = full(LARGE, 3)
+        for elements in (0, 3, 1 << 20):
+            arrived = rpc.rpc_sync("worker1", echo, (torch.full((elements,), 3, device="cuda"),))
+            assert arrived.numel() == elements
+            assert arrived.eq(3).all()
+            assert torch_ucx_rpc.statistics().device_pool_in_use_bytes == arrived.nbytes
+    rpc.shutdown()
+"""
+
+
+@needs_rmm
+def test_rmm_may_be_torchs_allocator(tmp_path: Path) -> None:
+    for ended in run_program(WITH_RMM_INSTEAD_OF_TORCHS, ranks=(0, 1), env={"STORE": f"file://{tmp_path}/store"}):
+        assert ended.returncode == 0, ended.stderr
+
+
+# Programs of their own: torch reads the setting when it is loaded.
+ECHO_AND_COUNT_STAGED = """
+    import os, sys
+    import torch
+    import torch.distributed.rpc as rpc
+    import torch_ucx_rpc
+
+    def echo(tensor):
+        return tensor
+
+    rank = int(sys.argv[1])
+    options = torch_ucx_rpc.UcxRpcBackendOptions(
+        init_method=os.environ["STORE"], device_maps={f"worker{1 - rank}": {0: 0}}
+    )
+    rpc.init_rpc(f"worker{rank}", backend="UCX", rank=rank, world_size=2, rpc_backend_options=options)
+    if rank == 0:
+        sent = torch.full((1 << 20,), 3, device="cuda")
         for _ in range(3):
-            assert is_all(rpc.rpc_sync("worker1", echo, (sent,)), 3)
-    return torch_ucx_rpc.statistics().device_staged_bytes
+            assert rpc.rpc_sync("worker1", echo, (sent,)).eq(3).all()
+    print(torch.cuda.get_allocator_backend(), torch_ucx_rpc.statistics().device_staged_bytes)
+    rpc.shutdown()
+"""
 
 
 @pytest.mark.parametrize("setting", ["backend:cudaMallocAsync", "expandable_segments:True"])
-def test_memory_that_cannot_be_shared_arrives_too(run_workers: Callable[..., list], setting: str) -> None:
-    env = {"PYTORCH_CUDA_ALLOC_CONF": setting, "PYTORCH_ALLOC_CONF": setting}
-    # What is staged is said, once; and torch that the first of the variables has a new name.
-    staged = run_workers(2, echo_and_count_staged, options=SAME, env=env, silent=False)
-    if "Async" in setting:
-        assert staged[0] == 3 * LARGE * torch.int64.itemsize
+def test_memory_that_cannot_be_shared_arrives_too(tmp_path: Path, setting: str) -> None:
+    env = {
+        "PYTORCH_CUDA_ALLOC_CONF": setting,
+        "PYTORCH_ALLOC_CONF": setting,
+        "STORE": f"file://{tmp_path}/store",
+    }
+    for ended in run_program(ECHO_AND_COUNT_STAGED, ranks=(0, 1), env=env):
+        assert ended.returncode == 0, ended.stderr
+        allocator, staged = ended.stdout.split()
+        if "Async" in setting:
+            assert allocator == "cudaMallocAsync"
+            assert int(staged) == 3 * LARGE * torch.int64.itemsize
+            assert ended.stderr.count("This is said once.") == 1
+        else:
+            ucx = tuple(int(part) for part in torch_ucx_rpc._C.ucx_library()["version"].split(".")[:2])
+            assert (int(staged) == 0) == (ucx >= (1, 22))
 
 
 # ---- What PyTorch builds on it ---------------------------------------------------------------------------------------

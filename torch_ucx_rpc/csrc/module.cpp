@@ -1,6 +1,7 @@
 // The bindings: types, defaults, and where the GIL is held. What Python sees is documented in _C.pyi.
 
 #include "agent/agent.h"
+#include "agent/device_copy.h"
 #include "agent/faulty_agent.h"
 #include "agent/torch_state.h"
 #include "base/hmac.h"
@@ -293,7 +294,7 @@ PYBIND11_MODULE(_C, module) {
           functions.deallocate = reinterpret_cast<decltype(functions.deallocate)>(entryPoints.value().second);
           // NOLINTEND(cppcoreguidelines-pro-type-reinterpret-cast, performance-no-int-to-ptr)
         }
-        DevicePool::instance().setSource(source, functions);
+        DevicePool::instance().setSource(source, functions, &allocatorOf);
       },
       py::arg("source"),
       py::arg("entry_points"));

@@ -111,6 +111,8 @@ UcxRpcAgent::UcxRpcAgent(
       [this] {
         Deliveries deliveries = progress_->lead([this] { return isClosed_.load(); });
         const bool isNeeded = !deliveries.empty() || isClosed_.load();
+        const std::shared_ptr<UcxRpcAgent> self =
+            weak_from_this().lock(); // what is done at once may outlast a shutdown
         dispatch(std::move(deliveries), Driver{Role::kLeader, std::nullopt});
         return isNeeded;
       },

@@ -33,6 +33,20 @@ at::Tensor viewOf(const void* bytes, uint64_t count, c10::Device device) {
 
 } // namespace
 
+c10::Allocator* allocatorOf(const c10::DeviceType& type) {
+  // Straight to the device's kernel: the thread may be the user's, in one of torch's modes.
+  const c10::Device device(type);
+  const at::Tensor empty = at::_ops::empty_memory_format::redispatch(
+      c10::DispatchKeySet(c10::computeDispatchKey(at::kByte, at::kStrided, device)),
+      c10::SymIntArrayRef(c10::SymInt(0)),
+      at::kByte,
+      at::kStrided,
+      device,
+      /*pin_memory=*/false,
+      /*memory_format=*/std::nullopt);
+  return empty.storage().allocator();
+}
+
 c10::DataPtr copyBytes(const void* bytes, uint64_t count, c10::Device from, c10::Device to) {
   const c10::DeviceGuard guard(to);
   c10::DataPtr copy =

@@ -92,7 +92,7 @@ class Decoder {
   }
 
   static c10::Storage copyFromHost(const void* bytes, uint64_t count, c10::Device device) {
-    return makeStorage(copyBytes(bytes, count, c10::kCPU, device), count, c10::GetAllocator(device.type()));
+    return makeStorage(copyBytes(bytes, count, c10::kCPU, device), count, allocatorOf(device.type()));
   }
 
   static c10::Storage adopt(IncomingMessage::Span& span, c10::Device device) {
@@ -102,7 +102,7 @@ class Decoder {
     if (span.data.device() != device) { // it came eagerly, or before it was known where it was to go
       return copyFromHost(span.data.get(), span.bytes, device);
     }
-    return makeStorage(std::move(span.data), span.bytes, c10::GetAllocator(device.type()));
+    return makeStorage(std::move(span.data), span.bytes, allocatorOf(device.type()));
   }
 
   static c10::ScalarType dtypeOf(const TensorRecord& record) {

@@ -10,6 +10,7 @@
 #include <cstdlib>
 #include <memory>
 #include <mutex>
+#include <utility>
 #include <vector>
 
 namespace torch_ucx_rpc::trace {
@@ -29,7 +30,9 @@ struct Record {
 
 struct Buffer {
   std::mutex mutex; // contended only while it is written out
-  std::vector<Record> records; // guarded by mutex
+  // Guarded by mutex:
+  std::vector<Record> records;
+  size_t dropped = 0;
   long thread = gettid();
 };
 
@@ -104,6 +107,8 @@ void Span::record(const Span& span) {
   const std::lock_guard lock(buffer.mutex);
   if (buffer.records.size() < kMostSpans) {
     buffer.records.push_back({span.name_, span.began_, now(), span.call_, span.arrow_});
+  } else {
+    ++buffer.dropped;
   }
 }
 
@@ -113,6 +118,7 @@ void write(const std::string& process) {
   }
   std::string text = R"({"ph":"M","name":"process_name","pid":)" + std::to_string(getpid()) + R"(,"args":{"name":")" +
       process + "\"}},\n";
+  size_t dropped = 0;
   {
     const std::lock_guard lock(buffersMutex);
     for (const std::shared_ptr<Buffer>& buffer : buffers()) {
@@ -121,7 +127,16 @@ void write(const std::string& process) {
         append(text, record, buffer->thread);
       }
       buffer->records.clear();
+      dropped += std::exchange(buffer->dropped, 0);
     }
+  }
+  if (dropped != 0) {
+    (void)std::fprintf(
+        stderr,
+        "torch_ucx_rpc: TORCH_UCX_RPC_TRACE lacks the last %zu spans of %s: a thread keeps %zu\n",
+        dropped,
+        process.c_str(),
+        kMostSpans);
   }
   const int fd = open(fileName(), O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0644);
   if (fd < 0) {

@@ -51,23 +51,28 @@ DevicePool& DevicePool::instance() {
   return *pool;
 }
 
-void DevicePool::setSource(Source source, EntryPoints entryPoints) {
+void DevicePool::setSource(Source source, EntryPoints entryPoints, AllocatorOf allocatorOf) {
   const std::lock_guard lock(mutex_);
   source_ = source;
   entryPoints_ = entryPoints;
+  allocatorOf_ = allocatorOf;
 }
 
 c10::DataPtr DevicePool::allocate(c10::Device device, uint64_t bytes) {
+  if (bytes == 0) {
+    return {nullptr, device};
+  }
   const c10::Stream stream = streamOf(device);
   const c10::StreamGuard guard(stream);
   std::unique_lock lock(mutex_);
   const Source source = source_;
   const EntryPoints entryPoints = entryPoints_;
+  const AllocatorOf allocatorOf = allocatorOf_;
   lock.unlock();
 
   const auto take = [&] {
     return source == Source::kEntryPoints ? allocateFrom(entryPoints, bytes, stream)
-                                          : c10::GetAllocator(device.type())->allocate(bytes);
+                                          : allocatorOf(device.type())->allocate(bytes);
   };
   if (source == Source::kTorch) {
     return take();
@@ -108,7 +113,7 @@ c10::DataPtr DevicePool::allocateInOrder(c10::Device device, uint64_t bytes) {
   {
     const std::lock_guard lock(mutex_);
     if (source_ == Source::kTorch) {
-      return c10::GetAllocator(device.type())->allocate(bytes);
+      return allocatorOf_(device.type())->allocate(bytes);
     }
   }
   c10::DataPtr data = allocate(device, bytes);

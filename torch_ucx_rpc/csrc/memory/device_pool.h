@@ -32,6 +32,8 @@ class DevicePool {
     void* (*allocate)(size_t bytes, int device, void* stream);
     void (*deallocate)(void* data, size_t bytes, int device, void* stream);
   };
+  // Torch's for a type of devices.
+  using AllocatorOf = c10::Allocator* (*)(const c10::DeviceType& type);
   // Whose memory is taken.
   enum class Source : uint8_t {
     kTorch, // torch's allocator's, which waits for recorded streams
@@ -46,11 +48,12 @@ class DevicePool {
 
   static DevicePool& instance();
 
-  // For what is allocated from now on. `entryPoints` for Source::kEntryPoints.
-  void setSource(Source source, EntryPoints entryPoints = {nullptr, nullptr});
+  // For what is allocated from now on. `entryPoints` for Source::kEntryPoints, `allocatorOf` for the others.
+  void setSource(
+      Source source, EntryPoints entryPoints = {nullptr, nullptr}, AllocatorOf allocatorOf = &c10::GetAllocator);
 
   // May be written to when earlierWork() is done. Throws what the allocator throws when there is no memory left, not before it has waited
-  // for what is held back.
+  // for what is held back. No bytes need no memory, as with torch's own.
   c10::DataPtr allocate(c10::Device device, uint64_t bytes);
   DeviceWork earlierWork(const Devices& devices);
 
@@ -84,6 +87,7 @@ class DevicePool {
   // Guarded by mutex_:
   Source source_ = Source::kTorch;
   EntryPoints entryPoints_{};
+  AllocatorOf allocatorOf_ = &c10::GetAllocator;
   std::unordered_map<c10::Device, c10::Stream> streams_; // that memory is allocated on
   std::unordered_map<c10::Device, Streams> allStreams_; // never changed once they are there
   Blocks held_;

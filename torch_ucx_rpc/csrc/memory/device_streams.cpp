@@ -57,14 +57,17 @@ Streams poolStreams(const Devices& devices) {
 Streams allStreams(c10::Device device) {
   const VirtualGuardImpl guard(device.type());
   Streams streams{guard.getDefaultStream(device)};
-  // Each pool gives out its streams in turns. A priority that a device does not have gives the streams of another one.
+  // Each pool gives out its streams in turns, to other threads as well: what those get meanwhile comes in the next round. A priority
+  // that a device does not have gives the streams of another one.
   for (int priority = 0; priority > -kPriorities; --priority) {
-    for (;;) {
+    for (size_t knownInARow = 0; knownInARow < streams.size();) {
       const c10::Stream next = guard.getNewStream(device, priority);
       if (std::find(streams.begin(), streams.end(), next) != streams.end()) {
-        break;
+        ++knownInARow;
+      } else {
+        streams.push_back(next);
+        knownInARow = 0;
       }
-      streams.push_back(next);
     }
   }
   return streams;
