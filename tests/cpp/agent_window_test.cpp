@@ -50,6 +50,37 @@ TEST_F(AgentWindowTest, MessageLargerThanTheWindowPassesAlone) {
   }
 }
 
+// The window cannot hold back what is sent at once, so that not too much is.
+TEST_F(AgentWindowTest, ManyBodiesThatAreSmallWaitAtTheSender) {
+  std::atomic<uint64_t> eagerBytes{0};
+  constexpr size_t kCalls = 300;
+  const std::string text(60 * kKiB, 'x');
+  network_.setFault([&](const wire::Header& header, SendMode mode) {
+    eagerBytes.fetch_add(header.kind == wire::Kind::kRequest && mode == SendMode::kEager ? text.size() : 0);
+    return Fate::kDeliver;
+  });
+  start(2, [&](Message& request) {
+    gate_->pass();
+    return completed(std::to_string(request.payload().size()));
+  });
+  for (int round = 0; round < 2; ++round) { // what a call has taken is given back with its answer
+    std::vector<Future> calls;
+    for (size_t number = 0; number < kCalls; ++number) {
+      calls.push_back(call(0, 1, text));
+    }
+    EXPECT_GT(eagerBytes.load(), EagerShare::kMostBytes - 2 * text.size());
+    if (round == 0) {
+      EXPECT_LE(eagerBytes.load(), EagerShare::kMostBytes);
+      gate_->open();
+    }
+    for (const Future& future : calls) {
+      EXPECT_EQ(textOf(*answer(future)), std::to_string(text.size()));
+    }
+    eagerBytes.store(0);
+  }
+  network_.setFault({});
+}
+
 TEST_F(AgentWindowTest, HandlerThatKeepsItsTensorsDoesNotStallIt) {
   std::mutex mutex;
   std::vector<at::Tensor> kept;

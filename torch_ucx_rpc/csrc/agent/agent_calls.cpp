@@ -71,6 +71,7 @@ c10::intrusive_ptr<JitFuture> UcxRpcAgent::request(
     call.deadline = call.sentAt + timeout;
   }
   call.nesting = AgentThreads::nest();
+  mail->waitsForRoom = mail->isBodyEager() && !call.eager.take(peer, mail->body.size());
   c10::intrusive_ptr<JitFuture> future = call.future;
   const CallTable::Clock::time_point deadline = call.deadline;
   bool isEarliest = false;

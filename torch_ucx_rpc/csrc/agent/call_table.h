@@ -1,5 +1,6 @@
 #pragma once
 
+#include "agent/eager_share.h"
 #include "agent/peer.h"
 
 #include <torch/csrc/distributed/rpc/message.h>
@@ -30,6 +31,7 @@ class CallTable {
     std::chrono::milliseconds timeout{0}; // 0: none
     Clock::time_point deadline = Clock::time_point::max();
     std::shared_ptr<void> nesting; // AgentThreads::nest(): released with the call
+    EagerShare eager;
   };
 
   // Opens a call under a new id. True in `isEarliest` if its deadline is now the first to come.

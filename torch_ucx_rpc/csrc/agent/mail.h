@@ -59,7 +59,7 @@ struct OutgoingMessage {
   void sealFrames();
 
   bool isBodyEager() const {
-    return body.size() <= kEagerBodyBytes;
+    return !waitsForRoom && body.size() <= kEagerBodyBytes;
   }
   // What waits at the sender until the receiver fetches it.
   size_t rendezvousParts() const {
@@ -69,6 +69,7 @@ struct OutgoingMessage {
 
   wire::Header header; // of the body
   Bytes body;
+  bool waitsForRoom = false; // also with a small body: until the receiver fetches it
   std::vector<Span> spans;
   std::vector<Piece> pieces; // of the spans
   uint64_t stagedBytes = 0; // of the spans, copied to the host since the transport could not share a device's memory

@@ -87,6 +87,7 @@ class Peer {
   std::atomic<uint64_t> callsFailed{0}; // of those sent; what a Python function raises is an answer to torch
   std::atomic<uint64_t> callsReceived{0};
   std::atomic<int64_t> requestsOpen{0}; // received from it and not answered yet
+  std::atomic<uint64_t> eagerBytesOpen{0}; // sent to it at once, with requests that it has not answered: see EagerShare
   LatencyHistogram latencies; // of calls sent that did not fail
   std::atomic<uint64_t> bytesSent{0};
   std::atomic<uint64_t> bytesReceived{0};
