@@ -26,6 +26,8 @@ def native_op(schema: str) -> Callable[[Callable[..., Any]], torch._ops.OpOverlo
 
         @torch_ucx_rpc.native_op("ps::accumulate(Tensor(a!) self, Tensor other) -> ()")
         def accumulate(self, other):
+            if self.shape != other.shape:
+                raise ValueError("shapes differ")  # numba checks no indices
             for i in range(self.shape[0]):
                 self[i] += other[i]
 
