@@ -199,7 +199,7 @@ void UcxRpcAgent::endCallToGone(CallTable::Call call) {
     failCallLater(std::move(call), what);
     return;
   }
-  threads_->addCompletion([call = std::move(call), answer = std::move(answer)] {
+  threads_->addCompletion([self, call = std::move(call), answer = std::move(answer)] {
     runCallbacks([&] { call.future->markCompleted(answer, answer->getStorages()); });
   });
 }
