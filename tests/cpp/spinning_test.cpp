@@ -92,12 +92,14 @@ TEST_F(SpinningTest, AutoNeverSpinsOnOneCore) {
 }
 
 TEST_F(SpinningTest, AutoSpinsOnlyWhereEachProcessHasACore) {
-  Spinning spinning(Waiting::kAuto, 2);
-  waitShortly(spinning);
-  spinning.setProcessesHere(3);
-  EXPECT_FALSE(spinning.isOn(Role::kLeader));
-  spinning.setProcessesHere(2);
-  EXPECT_TRUE(spinning.isOn(Role::kLeader));
+  for (const size_t cores : {2, 16}) {
+    for (const size_t processes : {size_t{2}, cores, cores + 1}) {
+      Spinning spinning(Waiting::kAuto, cores);
+      waitShortly(spinning);
+      spinning.setProcessesHere(processes);
+      EXPECT_EQ(spinning.isOn(Role::kLeader), processes <= cores) << processes << " processes, " << cores << " cores";
+    }
+  }
 }
 
 TEST_F(SpinningTest, PollSpinsFromTheBeginningAndForLong) {

@@ -28,15 +28,16 @@ void UcxRpcAgent::serve(IncomingMessage incoming) {
   admission.beginHandling();
   const trace::CallId traced{from.member().session, callId};
   Streams streams;
-  DecodedMessage decoded;
+  c10::intrusive_ptr<Message> request;
   {
     const trace::Span span("decode request", traced);
+    DecodedMessage decoded;
     if (Error error = decode(std::move(incoming), streams, decoded)) {
       respondWithError(from, callId, couldNotReceive(error));
       return;
     }
+    request = std::move(decoded.message);
   }
-  c10::intrusive_ptr<Message> request = std::move(decoded.message);
   if (runsPython(request->type())) {
     AgentThreads::runHooks();
   }

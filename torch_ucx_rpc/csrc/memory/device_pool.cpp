@@ -131,7 +131,7 @@ void DevicePool::release(void* context) {
       pool.hold(std::move(block));
     }
   } catch (const std::exception&) {
-    (void)block.release(); // the device has failed: nobody will use its memory again, nor can it be given back
+    pool.lose(std::move(block));
   }
 }
 
@@ -139,6 +139,11 @@ void DevicePool::hold(std::unique_ptr<Block> block) {
   heldBytes_.fetch_add(block->bytes);
   const std::lock_guard lock(mutex_);
   held_.push_back(std::move(block));
+}
+
+void DevicePool::lose(std::unique_ptr<Block> block) {
+  const std::lock_guard lock(mutex_);
+  lost_.push_back(std::move(block));
 }
 
 void DevicePool::collect() {
@@ -151,7 +156,7 @@ void DevicePool::collect() {
         isOver = block->uses.isDone();
       } catch (const std::exception&) {
         heldBytes_.fetch_sub(block->bytes);
-        (void)block.release(); // as in release()
+        lost_.push_back(std::move(block));
         return true;
       }
       if (isOver) {

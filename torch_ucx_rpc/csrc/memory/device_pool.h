@@ -77,6 +77,7 @@ class DevicePool {
 
   static void release(void* block);
   void hold(std::unique_ptr<Block> block);
+  void lose(std::unique_ptr<Block> block);
   c10::Stream streamOf(c10::Device device);
   const Streams& streamsOf(c10::Device device);
 
@@ -91,6 +92,7 @@ class DevicePool {
   std::unordered_map<c10::Device, c10::Stream> streams_; // that memory is allocated on
   std::unordered_map<c10::Device, Streams> allStreams_; // never changed once they are there
   Blocks held_;
+  Blocks lost_; // of devices that have failed: nobody will use their memory again, nor can it be given back
 };
 
 } // namespace torch_ucx_rpc
