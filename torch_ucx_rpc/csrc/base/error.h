@@ -24,7 +24,9 @@ enum class ErrorCode : uint8_t {
 class [[nodiscard]] Error {
  public:
   Error() = default;
-  Error(ErrorCode code, std::string message) : code_(code), message_(std::move(message)) {}
+  // `cause`: the part of the message that says how it was seen, where programs may want it alone.
+  Error(ErrorCode code, std::string message, std::string cause = {})
+      : code_(code), message_(std::move(message)), cause_(std::move(cause)) {}
 
   explicit operator bool() const {
     return code_ != ErrorCode::kOk;
@@ -35,10 +37,14 @@ class [[nodiscard]] Error {
   const std::string& message() const {
     return message_;
   }
+  const std::string& cause() const {
+    return cause_;
+  }
 
  private:
   ErrorCode code_ = ErrorCode::kOk;
   std::string message_;
+  std::string cause_;
 };
 
 } // namespace torch_ucx_rpc

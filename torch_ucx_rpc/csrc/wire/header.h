@@ -43,9 +43,10 @@ enum class Kind : uint8_t {
   kJoin = 7, // the sender, unknown so far, wants to be a member; body: its record (torch_ucx_rpc/_dynamic_group.py)
   kLeave = 8, // the sender takes no more calls, and says goodbye when it has answered those that it has; no body
   kAcknowledge = 9, // the receiver's kJoin or kLeave has been taken note of; no body
-  // For peers that fall silent (agent/heartbeat.h):
+  // For peers that fall silent (peers/heartbeat.h):
   kPing = 10, // asks for a kPong; no body
   kPong = 11, // no body
+  kRefused = 12, // the request with this call id has not been run; body: the sentence that says why
 };
 
 inline constexpr uint16_t kMagic = 0x5855; // "UX"
@@ -84,7 +85,7 @@ static_assert(offsetof(Header, index) == 32 && offsetof(Header, spanCount) == 36
 static_assert(
     offsetof(Header, sequence) == 40 && offsetof(Header, contentTag) == 48 && offsetof(Header, frameTag) == 64);
 
-// Bodies of the two barrier frames (agent/barrier.h).
+// Bodies of the two barrier frames (peers/barrier.h).
 struct BarrierArrive {
   int64_t value; // summed over all members
 };
