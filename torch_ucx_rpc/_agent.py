@@ -35,15 +35,17 @@ from torch.distributed import DistError
 from torch.distributed.rpc import api
 
 import torch_ucx_rpc
-from torch_ucx_rpc import _conflicts, _device_maps, _device_pool
-from torch_ucx_rpc._dynamic_group import DynamicGroup, StaticGroup
-from torch_ucx_rpc._members import gather_members
+from torch_ucx_rpc._bootstrap import site_settings
+from torch_ucx_rpc._bootstrap.dynamic_group import DynamicGroup, StaticGroup
+from torch_ucx_rpc._bootstrap.members import gather_members
+from torch_ucx_rpc._bootstrap.network import default_devices
+from torch_ucx_rpc._bootstrap.record import Record, process_facts
+from torch_ucx_rpc._bootstrap.rendezvous import STORE_ENDS, Deadline, check_rank, create_store
+from torch_ucx_rpc._bootstrap.secret import Secret, load_secret
+from torch_ucx_rpc._devices import maps as device_maps
+from torch_ucx_rpc._devices import pool as device_pool
 from torch_ucx_rpc._native import _C
-from torch_ucx_rpc._network import default_devices
 from torch_ucx_rpc._options import UcxRpcBackendOptions
-from torch_ucx_rpc._record import Record, process_facts
-from torch_ucx_rpc._rendezvous import STORE_ENDS, Deadline, check_rank, create_store
-from torch_ucx_rpc._secret import Secret, load_secret
 
 _logger = logging.getLogger(__name__)
 
@@ -94,15 +96,16 @@ class UcxRpcAgent(_C.UcxRpcAgent):
     def open_endpoints(self) -> None:
         """Let Prometheus, if it was asked for, and ``python -m torch_ucx_rpc top`` read this worker's statistics."""
         # They need the agent's class, and are needed by its objects alone.
-        from torch_ucx_rpc import _observation, _prometheus, _statistics
+        from torch_ucx_rpc._observe import prometheus, statistics
+        from torch_ucx_rpc._observe import socket as observation
 
-        snapshot = functools.partial(_statistics.of_agent, self)
+        snapshot = functools.partial(statistics.of_agent, self)
         if self._options.prometheus_port is not None:
-            endpoint = _prometheus.serve(self._options.prometheus_port, self.get_worker_info().id, snapshot)
+            endpoint = prometheus.serve(self._options.prometheus_port, self.get_worker_info().id, snapshot)
             self._endpoints.callback(endpoint.close)
             self.prometheus_port = endpoint.port
         try:
-            observed = _observation.Observed(snapshot)
+            observed = observation.Observed(snapshot)
         # Some sandboxes have no such sockets. A job can do without being watched.
         except OSError as error:
             _logger.info("worker %s cannot be watched by top: %s", self.get_worker_info().name, error)
@@ -138,13 +141,13 @@ class UcxRpcAgent(_C.UcxRpcAgent):
             ]
         )
         own = next(member for member in members if member.session == self.session)
-        replies = _device_maps.maps_of_replies(own.name, members)
-        self.devices = devices = _device_maps.devices_in_use(own, replies)
-        _device_maps.check_ucx(devices, _C.ucx_library()["path"], os.environ)
+        replies = device_maps.maps_of_replies(own.name, members)
+        self.devices = devices = device_maps.devices_in_use(own, replies)
+        device_maps.check_ucx(devices, _C.ucx_library()["path"], os.environ)
         if devices:
             # A call with CUDA tensors may arrive before this process has used CUDA itself.
             torch.cuda.init()
-            _device_pool.choose(self._options, devices)
+            device_pool.choose(self._options, devices)
         self._set_device_maps(own.device_maps, replies, devices)
 
     def join(self, shutdown: bool = False, timeout: float = 0) -> None:
@@ -197,7 +200,7 @@ def init_rpc(
     if options is None:
         options = UcxRpcBackendOptions()
     rank, world_size = _check_arguments(name, rank, world_size, options)
-    _conflicts.check(world_size)
+    site_settings.check(world_size)
     secret = _load_secret(options)
     store = open_store(options.init_method, rank, world_size, options.rpc_timeout)
     if world_size is None:
@@ -218,7 +221,7 @@ def init_backend(
 ) -> UcxRpcAgent:
     """Handler of ``backend_registry.init_backend``: a running agent, by way of a Store that the caller brings."""
     rank, world_size = _check_arguments(name, rank, world_size, rpc_backend_options)
-    _conflicts.check(world_size)
+    site_settings.check(world_size)
     secret = _load_secret(rpc_backend_options)
     if not isinstance(store, Store):
         raise TypeError(f"`store` must be a torch.distributed.Store; {store!r} is none")
@@ -258,7 +261,7 @@ def _check_arguments(name: Any, rank: Any, world_size: Any, options: Any) -> tup
         raise ValueError(f"rank must be between 0 and world_size - 1, which is {world_size - 1}; it is {rank}")
     # torch's rules for names.
     WorkerInfo(name, int(rank))
-    _device_pool.check(options, name)
+    device_pool.check(options, name)
     return int(rank), world_size and int(world_size)
 
 

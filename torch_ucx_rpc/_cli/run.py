@@ -191,7 +191,7 @@ def _rendezvous(arguments: argparse.Namespace) -> RendezvousHandler:
     from torch.distributed.elastic.rendezvous import RendezvousParameters
     from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
-    from torch_ucx_rpc._rendezvous import Deadline, await_listener, is_this_host
+    from torch_ucx_rpc._bootstrap.rendezvous import Deadline, await_listener, is_this_host
 
     options: dict[str, Any] = {"timeout": _RENDEZVOUS_S}
     if arguments.nnodes == 1:
