@@ -16,9 +16,11 @@ is. What a program may use from here:
 
 The package, module by module and room by room; the docstring of each room lists its modules:
 
+* ``_version``     the version of the installed package
 * ``_native``      finds UCX, checks torch, loads the extension ``_C``
 * ``_options``     `UcxRpcBackendOptions`
-* ``_agent``       ``init_rpc`` for this backend, the running agent, the end of the process
+* ``_agent``       the running agent, and the end of the process
+* ``_start``       ``init_rpc`` for this backend, step by step
 * ``_bootstrap``   how workers find each other before the first call
 * ``_devices``     device maps, and the memory of received tensors on devices
 * ``_launch``      `init_rpc`, and what launchers say in environment variables
@@ -31,23 +33,22 @@ The package, module by module and room by room; the docstring of each room lists
 """
 
 import sys
-from importlib.metadata import version as _installed_version
 
 
-def _is_asked_what_is_wrong() -> bool:
-    """In ``python -m torch_ucx_rpc info``, which runs where the rest of this cannot be imported, and tells why."""
-    # So it is while Python looks for the module to run, after which sys.argv[0] is its file.
+def _runs_info() -> bool:
+    """True in ``python -m torch_ucx_rpc info``, which explains why the rest of the package cannot be imported."""
+    # These are the arguments while Python looks for the module to run. Afterwards, sys.argv[0] is its file.
     return sys.argv[:2] == ["-m", "info"] and any(word.endswith("torch_ucx_rpc") for word in sys.orig_argv)
 
 
 __version__ = "unknown"
 _failure: ImportError | OSError | None = None
 try:
-    __version__ = _installed_version("torch_ucx_rpc")
     # Loads UCX and the extension, or explains why it cannot.
     from torch_ucx_rpc import _native as _native
+    from torch_ucx_rpc._version import __version__
 except (ImportError, OSError) as error:
-    if not _is_asked_what_is_wrong():
+    if not _runs_info():
         raise
     _failure = error
 
@@ -56,11 +57,12 @@ if _failure is None:
     from torch_ucx_rpc._native_op.op import native_op
     from torch_ucx_rpc._observe.statistics import Latencies, PeerStatistics, Statistics, statistics
     from torch_ucx_rpc._options import UcxRpcBackendOptions
-    from torch_ucx_rpc._torch import patches, replace
+    from torch_ucx_rpc._torch.patches import register as _register
+    from torch_ucx_rpc._torch.replace import is_asked_for as _is_asked_for
     from torch_ucx_rpc._torch.replace import replace_tensorpipe
 
-    patches.register()
-    if replace.is_asked_for():
+    _register()
+    if _is_asked_for():
         replace_tensorpipe()
 
 __all__ = [

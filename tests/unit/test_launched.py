@@ -39,7 +39,7 @@ def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
 def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
     """The names, ranks and sizes of agents that would have started."""
     calls: list[tuple] = []
-    monkeypatch.setattr(init._agent, "init_rpc", lambda *arguments, open_store: calls.append(arguments[:3]))
+    monkeypatch.setattr(init._start, "init_rpc", lambda *arguments, open_store: calls.append(arguments[:3]))
     return calls
 
 

@@ -10,6 +10,7 @@ import workers
 from fresh import run_fresh
 from torch.distributed.rpc import TensorPipeRpcBackendOptions
 
+import _torch_ucx_rpc_autoload as autoload
 from torch_ucx_rpc import UcxRpcBackendOptions
 from torch_ucx_rpc._torch import replace
 
@@ -180,6 +181,10 @@ def test_without_the_variable_nothing_is_loaded_or_changed(env: dict[str, str]) 
         **env,
     )
     assert VARIABLE not in ended.stderr
+
+
+def test_the_module_that_torch_loads_and_the_package_mean_the_same_variable() -> None:
+    assert (autoload.VARIABLE, autoload.OFF) == (replace.VARIABLE, replace.OFF)
 
 
 def test_ucx_is_loaded_by_init_rpc_and_not_before() -> None:

@@ -29,10 +29,11 @@ import json
 import threading
 import time
 import weakref
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Protocol
 
 from torch._C._distributed_c10d import PrefixStore, Store
+from torch._C._distributed_rpc import WorkerInfo
 from torch.distributed import DistError
 
 from torch_ucx_rpc._bootstrap.members import ask_again, read_records
@@ -40,9 +41,6 @@ from torch_ucx_rpc._bootstrap.record import Record
 from torch_ucx_rpc._bootstrap.rendezvous import Deadline
 from torch_ucx_rpc._bootstrap.secret import Secret, read_entry, write_entry
 from torch_ucx_rpc._devices import maps as device_maps
-
-if TYPE_CHECKING:
-    from torch_ucx_rpc._agent import UcxRpcAgent
 
 # Where in the Store: rank 0 of a group with a size, and the list of members of one without.
 _STATIC = "torch_ucx_rpc/static"
@@ -60,13 +58,27 @@ _TRY_AGAIN_S = 0.2
 _MOST_ARRIVALS = 1_000_000
 
 
+class Agent(Protocol):
+    """The part of the agent (``_agent``) that a dynamic group uses; ``csrc/module.cpp`` documents its own methods."""
+
+    def add_records(self, records: Iterable[Record], members: Collection[Record]) -> None: ...
+    def get_worker_infos(self) -> list[WorkerInfo]: ...
+    def _set_membership(
+        self, on_join: Callable[[str], None], on_lost: Callable[[int], None], join_key: bytes
+    ) -> None: ...
+    def _announce_join(self, record: str, members: Sequence[int]) -> None: ...
+    def _unacknowledged(self) -> list[WorkerInfo]: ...
+    def _lose_member(self, session: int) -> None: ...
+    def _remove_member(self, session: int) -> None: ...
+
+
 class DynamicGroup:
     """The group as one of its members sees it."""
 
     is_static = False
 
-    def __init__(self, store: Store, own: Record, agent: UcxRpcAgent) -> None:
-        self._secret = agent.secret
+    def __init__(self, store: Store, own: Record, agent: Agent, secret: Secret | None) -> None:
+        self._secret = secret
         self._root = store
         self._store = PrefixStore(_DYNAMIC, store)
         self._own = own
@@ -167,7 +179,7 @@ class DynamicGroup:
             with contextlib.suppress(DistError):
                 self._store.set(place, "")
 
-    def _running_agent(self) -> UcxRpcAgent:
+    def _running_agent(self) -> Agent:
         agent = self._agent()
         assert agent is not None
         return agent

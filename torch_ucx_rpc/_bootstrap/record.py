@@ -6,14 +6,12 @@ import base64
 import dataclasses
 import os
 import socket
-from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-DeviceMap = dict[torch.device, torch.device]
-DeviceMaps = dict[str, DeviceMap]
+from torch_ucx_rpc._devices.maps import DeviceMaps, convert_devices
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -78,18 +76,6 @@ class Record:
             if field.type in ("bool", "int", "str") and type(getattr(record, field.name)).__name__ != field.type:
                 raise ValueError(f"that is not the record of a worker: its {field.name} is no {field.type}")
         return record
-
-
-def convert_devices(values: Mapping[str, Any], convert: Callable[[Any], Any]) -> dict[str, Any]:
-    """The fields of a worker, or its options, that speak of devices, with each device converted."""
-    maps = {
-        name: {
-            callee: {convert(key): convert(value) for key, value in device_map.items()}
-            for callee, device_map in values[name].items()
-        }
-        for name in ("device_maps", "reply_device_maps")
-    }
-    return {**maps, "devices": [convert(device) for device in values["devices"]]}
 
 
 def _device(text: object) -> torch.device:

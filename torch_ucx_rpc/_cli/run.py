@@ -21,7 +21,7 @@ import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from _torch_ucx_rpc_autoload import VARIABLE as REPLACE_TENSORPIPE
+from torch_ucx_rpc._torch.replace import VARIABLE as REPLACE_TENSORPIPE
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.rendezvous import RendezvousHandler

@@ -5,14 +5,47 @@ docs/gpu.md has the rules. Errors begin with the words of TensorPipe's, which pr
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any, Protocol, TypeAlias
 
 import torch
 
-from torch_ucx_rpc._bootstrap.record import DeviceMap, DeviceMaps, Record
-
 CPU = torch.device("cpu")
+
+# From a device of the caller to a device of the callee, or back.
+DeviceMap: TypeAlias = dict[torch.device, torch.device]
+# Device maps by the name of the other worker.
+DeviceMaps: TypeAlias = dict[str, DeviceMap]
+
+
+class Worker(Protocol):
+    """The part of a worker's record (``_bootstrap.record``) that says something about devices."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def torch_version(self) -> str: ...
+    @property
+    def device_maps(self) -> DeviceMaps: ...
+    @property
+    def reply_device_maps(self) -> DeviceMaps: ...
+    @property
+    def devices(self) -> list[torch.device]: ...
+    @property
+    def device_count(self) -> int: ...
+
+
+def convert_devices(values: Mapping[str, Any], convert: Callable[[Any], Any]) -> dict[str, Any]:
+    """Convert every device in the fields of a worker, or of its options, that contain devices; return these fields."""
+    maps = {
+        name: {
+            callee: {convert(key): convert(value) for key, value in device_map.items()}
+            for callee, device_map in values[name].items()
+        }
+        for name in ("device_maps", "reply_device_maps")
+    }
+    return {**maps, "devices": [convert(device) for device in values["devices"]]}
 
 
 def reply_map(requests: DeviceMap, named: DeviceMap) -> DeviceMap:
@@ -32,7 +65,7 @@ def reply_map(requests: DeviceMap, named: DeviceMap) -> DeviceMap:
     return {**replies, **named}
 
 
-def maps_of_replies(name: str, members: Iterable[Record]) -> DeviceMaps:
+def maps_of_replies(name: str, members: Iterable[Worker]) -> DeviceMaps:
     """For the worker of this name: where what it returns arrives, by caller."""
     maps = {
         caller.name: reply_map(caller.device_maps.get(name, {}), caller.reply_device_maps.get(name, {}))
@@ -41,7 +74,7 @@ def maps_of_replies(name: str, members: Iterable[Record]) -> DeviceMaps:
     return {caller: replies for caller, replies in maps.items() if replies}
 
 
-def devices_in_use(own: Record, replies: DeviceMaps) -> list[torch.device]:
+def devices_in_use(own: Worker, replies: DeviceMaps) -> list[torch.device]:
     """The CUDA devices of a worker that are used for RPC: those it names, or all that maps mention, others' too.
 
     Args:
@@ -58,7 +91,7 @@ def devices_in_use(own: Record, replies: DeviceMaps) -> list[torch.device]:
     return sorted(mentioned - {CPU}, key=lambda device: device.index)
 
 
-def check(records: list[Record], is_static_group: bool = True) -> None:
+def check(records: Sequence[Worker], is_static_group: bool = True) -> None:
     """ValueError unless the device maps of all fit together; in a dynamic group others may still come."""
     members = {record.name: record for record in records}
     for record in records:
@@ -80,7 +113,7 @@ def check(records: list[Record], is_static_group: bool = True) -> None:
                 _check_side("target", [*requests.values(), *replies], members[name], caller, name)
 
 
-def _check_side(side: str, devices: list[torch.device], owner: Record, caller: Record, callee: str) -> None:
+def _check_side(side: str, devices: list[torch.device], owner: Worker, caller: Worker, callee: str) -> None:
     """For what the maps of a caller for a callee say of one of the two, the owner of the devices."""
     which = f"in its device map for {callee}"
     if owner.devices and (unexpected := sorted({*devices} - {*owner.devices, CPU}, key=str)):
@@ -95,12 +128,12 @@ def _check_side(side: str, devices: list[torch.device], owner: Record, caller: R
         )
 
 
-def _absent(devices: Iterable[torch.device], record: Record) -> list[torch.device]:
+def _absent(devices: Iterable[torch.device], record: Worker) -> list[torch.device]:
     """Those of the devices that this worker does not have."""
     return sorted({device for device in devices if device != CPU and device.index >= record.device_count}, key=str)
 
 
-def _cure(record: Record) -> str:
+def _cure(record: Worker) -> str:
     if record.device_count == 0:
         return (
             f"There is no CUDA device for {record}: it needs a GPU that CUDA_VISIBLE_DEVICES lets it see and a CUDA "

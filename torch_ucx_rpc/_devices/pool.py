@@ -14,12 +14,11 @@ import functools
 import importlib
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 
 from torch_ucx_rpc._native import _C
-from torch_ucx_rpc._options import UcxRpcBackendOptions
 
 # Addresses of C functions: allocate, and deallocate.
 EntryPoints: TypeAlias = tuple[int, int]
@@ -28,7 +27,16 @@ EntryPoints: TypeAlias = tuple[int, int]
 _GRANULE = 256
 
 
-def check(options: UcxRpcBackendOptions, worker: str) -> None:
+class PoolOptions(Protocol):
+    """The part of `UcxRpcBackendOptions` that chooses the allocator."""
+
+    @property
+    def device_pool(self) -> str: ...
+    @property
+    def device_pool_bytes(self) -> int | None: ...
+
+
+def check(options: PoolOptions, worker: str) -> None:
     """What `device_pool` asks for is there; otherwise ValueError, ImportError or RuntimeError, with the cure."""
     if options.device_pool != "rmm":
         if options.device_pool_bytes is not None:
@@ -46,7 +54,7 @@ def check(options: UcxRpcBackendOptions, worker: str) -> None:
         )
 
 
-def choose(options: UcxRpcBackendOptions, devices: Iterable[torch.device]) -> None:
+def choose(options: PoolOptions, devices: Iterable[torch.device]) -> None:
     """Have tensors arrive in the memory that the options name, from now on and in the whole process."""
     if options.device_pool == "rmm":
         for device in devices:

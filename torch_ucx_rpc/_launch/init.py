@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.distributed_c10d import _get_default_store
 
-from torch_ucx_rpc import _agent
+from torch_ucx_rpc import _start
 from torch_ucx_rpc._bootstrap.record import process_stat, start_time
 from torch_ucx_rpc._bootstrap.rendezvous import JobAddress, check_port, create_store, open_job_store
 from torch_ucx_rpc._launch import mpi
@@ -66,7 +66,7 @@ def init_rpc(
         world_size = launch.world_size if world_size is None else world_size
     if name is None:
         name = default_name(rank)
-    _agent.init_rpc(name, rank, world_size, options, open_store=functools.partial(_open_store, launch))
+    _start.init_rpc(name, rank, world_size, options, open_store=functools.partial(_open_store, launch))
 
 
 def _process_group() -> Launch | None:

@@ -18,7 +18,7 @@ from torch.distributed.rpc import api, backend_registry, internal
 from torch.distributed.rpc.constants import DEFAULT_SHUTDOWN_TIMEOUT, UNSET_RPC_TIMEOUT
 from torch.distributed.rpc.internal import PythonUDF, RPCExecMode, _internal_rpc_pickler
 
-from torch_ucx_rpc import _agent
+from torch_ucx_rpc import _agent, _start
 from torch_ucx_rpc._native import _C
 from torch_ucx_rpc._options import UcxRpcBackendOptions, construct_options
 from torch_ucx_rpc._torch import arrays, exceptions, replace, sparse
@@ -58,7 +58,7 @@ def register() -> None:
     if hasattr(rpc, _torch_ucx_rpc_init_rpc.__name__):
         return
     before = rpc.BackendType
-    backend_registry.register_backend("UCX", construct_options, _agent.init_backend)
+    backend_registry.register_backend("UCX", construct_options, _start.init_backend)
     # Registering makes a new enum and tells nobody. Who has imported the old one finds the new member there.
     rpc.BackendType = backend_registry.BackendType  # type: ignore[misc]
     type.__setattr__(before, "UCX", _member("UCX"))
@@ -94,7 +94,7 @@ def _torch_ucx_rpc_init_rpc(name: Any, backend: Any, rank: Any, world_size: Any,
     if backend is None and isinstance(rpc_backend_options, UcxRpcBackendOptions):
         backend = _member("UCX")
     if backend is _member("UCX"):
-        _agent.init_rpc(name, rank, world_size, rpc_backend_options)
+        _start.init_rpc(name, rank, world_size, rpc_backend_options)
         return
     # Its default is taken from this enum, and then checked against the other.
     rpc.BackendType = backend_registry.BackendType  # type: ignore[misc]

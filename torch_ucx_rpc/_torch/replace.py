@@ -12,8 +12,12 @@ import torch.distributed.rpc as rpc
 from torch._C._distributed_rpc import RpcBackendOptions
 from torch.distributed.rpc import backend_registry
 
-from _torch_ucx_rpc_autoload import OFF, VARIABLE
 from torch_ucx_rpc._options import UcxRpcBackendOptions
+
+# The module _torch_ucx_rpc_autoload repeats these two: it must not import this package before a program uses RPC.
+VARIABLE = "TORCH_UCX_RPC_REPLACE_TENSORPIPE"
+# Values that leave TensorPipe in place.
+OFF = ("", "0")
 
 _logger = logging.getLogger(__name__)
 
