@@ -6,6 +6,7 @@ is. What a program may use from here:
 * `UcxRpcBackendOptions`: threads, timeouts, memory limits and device maps of a worker
 * `init_rpc`: for workers that a launcher started, which tells them all that they need
 * `replace_tensorpipe`: UCX wherever a program asks for TensorPipe, or for no backend
+* ``errors``: the exceptions of calls that fail, for programs that tell a lost worker from a timeout
 * ``testing``, a module to import by itself: the agent with faults on demand
 * `native_op`: makes a Python function an operator of torch, compiled by numba, that runs without the GIL
 * `statistics`: a snapshot of calls, bytes, lanes, queues, memory, and latencies per peer
@@ -33,6 +34,8 @@ The package, module by module and room by room; the docstring of each room lists
 """
 
 import sys
+
+from torch_ucx_rpc import errors
 
 
 def _runs_info() -> bool:
@@ -71,6 +74,7 @@ __all__ = [
     "Statistics",
     "UcxRpcBackendOptions",
     "__version__",
+    "errors",
     "init_rpc",
     "native_op",
     "replace_tensorpipe",

@@ -19,6 +19,7 @@ AUTOLOAD = "_torch_ucx_rpc_autoload"
 # From the ground up: the modules and rooms of the package. A module may import its own room, and what stands above
 # its own line. "" is the package itself, that is, its __init__.py.
 ORDER = (
+    "errors",
     "_version",
     "_build_info",
     "_C",
