@@ -22,6 +22,8 @@ torch sends the type and the text of an exception.
 
 from __future__ import annotations
 
+import inspect
+
 __all__ = [
     "BarrierFailed",
     "CallTimedOut",
@@ -175,6 +177,4 @@ def from_native(kind: str, what: str, fields: dict[str, object]) -> RpcError | N
 
 
 def _attributes_of(kind: type[RpcError]) -> set[str]:
-    return {
-        name for base in kind.__mro__ if issubclass(base, RpcError) for name in vars(base).get("__annotations__", ())
-    }
+    return {name for base in kind.__mro__ if issubclass(base, RpcError) for name in inspect.get_annotations(base)}

@@ -2,47 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from torch_ucx_rpc._observe.statistics import BUCKET_ENDS_US, Statistics
+from torch_ucx_rpc._observe.statistics import BUCKET_ENDS_US, Latencies, PeerStatistics, Statistics
 
-# Where the buckets that Prometheus gets end: every second power of two, from 8 us to 34 s. All of ours, for each peer,
+# Ends of the buckets that Prometheus gets: every second power of two, from 8 us to 34 s. All buckets, for each peer,
 # would be a hundred series.
 _BUCKET_ENDS_US = BUCKET_ENDS_US[11::8]
 _LAST_PORT = 65_535
-
-# Name, what it is, and which field of the snapshot. Counters get the ending _total by themselves.
-_COUNTERS = {
-    "calls_timed_out": "Calls made here that were given up",
-    "frames_refused": "Messages from strangers, or malformed",
-    "pool_hits": "Large tensors that found an idle receive buffer",
-    "pool_misses": "Large tensors that did not find an idle receive buffer",
-    "device_staged_bytes": "Bytes for workers of this host that went from a device through the host's memory",
-}
-_GAUGES = {
-    "calls_open": "Calls made here that wait for their answers",
-    "requests_open": "Calls of others that have arrived and are not answered",
-    "requests_running": "Calls of others that a thread is at",
-    "requests_waiting": "Calls of others that wait for a thread",
-    "messages_sending": "Messages that UCX is not done with, or has not been given yet",
-    "threads": "Threads of the agent",
-    "threads_idle": "Idle threads of the agent",
-    "pool_in_use_bytes": "Receive buffers that tensors live in",
-    "pool_cached_bytes": "Idle receive buffers",
-    "device_pool_in_use_bytes": "Memory of devices that received tensors live in, if not of torch's own allocator",
-    "device_pool_held_bytes": "Memory of devices that streams may still use after its release",
-    "window_limit_bytes": "Most bytes of large tensors that are received at a time",
-    "window_in_use_bytes": "Bytes that have been given to large tensors",
-    "window_waiting_messages": "Messages whose tensors wait at their senders",
-}
-_PEER_COUNTERS = {
-    "calls_sent": "Calls made to the peer",
-    "calls_failed": "Calls made to the peer that were not answered",
-    "calls_received": "Calls that the peer made here",
-    "bytes_sent": "Bytes of messages to the peer",
-    "bytes_received": "Bytes of messages from the peer",
-}
 
 
 class Endpoint:
@@ -62,7 +31,7 @@ class Endpoint:
 def serve(first_port: int, rank: int, snapshot: Callable[[], Statistics]) -> Endpoint:
     """Answer Prometheus at the port ``first_port + rank``, or at any free one if ``first_port`` is 0.
 
-    Raises RuntimeError where prometheus_client is not installed or the port cannot be had.
+    Raises RuntimeError if prometheus_client is not installed, or the port is in use or beyond the last one.
     """
     try:
         import prometheus_client
@@ -90,33 +59,42 @@ def serve(first_port: int, rank: int, snapshot: Callable[[], Statistics]) -> End
 
 
 class _Collector:
-    """Takes a snapshot when Prometheus asks."""
+    """Takes a snapshot when Prometheus asks. The metrics are the fields of `Statistics` that have a kind."""
 
     def __init__(self, snapshot: Callable[[], Statistics]) -> None:
         self._snapshot = snapshot
 
     def collect(self) -> Iterator[Any]:
-        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
-
         now = self._snapshot()
         worker = [now.name, str(now.rank)]
-        for family, fields in ((CounterMetricFamily, _COUNTERS), (GaugeMetricFamily, _GAUGES)):
-            for field, meaning in fields.items():
-                metric = family(f"torch_ucx_rpc_{field}", meaning, labels=["worker", "rank"])
-                metric.add_metric(worker, getattr(now, field))
-                yield metric
-        for field, meaning in _PEER_COUNTERS.items():
-            metric = CounterMetricFamily(f"torch_ucx_rpc_{field}", meaning, labels=["worker", "rank", "peer"])
-            for peer in now.peers:
-                metric.add_metric([*worker, peer.name], getattr(peer, field))
-            yield metric
-        durations = HistogramMetricFamily(
-            "torch_ucx_rpc_call_duration_seconds",
-            "How long calls to the peer took that were answered",
-            labels=["worker", "rank", "peer"],
-        )
-        for peer in now.peers:
-            buckets = [(repr(end / 1e6), peer.latencies.at_most_us(end)) for end in _BUCKET_ENDS_US]
-            buckets.append(("+Inf", peer.latencies.count))
-            durations.add_metric([*worker, peer.name], buckets, sum_value=peer.latencies.sum_us / 1e6)
-        yield durations
+        for field in dataclasses.fields(Statistics):
+            if field.metadata["kind"]:
+                yield _metric(field, ["worker", "rank"], [(worker, getattr(now, field.name))])
+        for field in dataclasses.fields(PeerStatistics):
+            if field.metadata["kind"]:
+                values = [([*worker, peer.name], getattr(peer, field.name)) for peer in now.peers]
+                yield _metric(field, ["worker", "rank", "peer"], values)
+
+
+def metric_name(field: dataclasses.Field[Any]) -> str:
+    """Name of the metric of a field of `Statistics` or `PeerStatistics`, as Prometheus shows it."""
+    ending = "_total" if field.metadata["kind"] == "counter" else ""
+    return f"torch_ucx_rpc_{field.metadata.get('metric', field.name)}{ending}"
+
+
+def _metric(field: dataclasses.Field[Any], labels: list[str], values: Iterable[tuple[list[str], Any]]) -> Any:
+    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+
+    families = {"counter": CounterMetricFamily, "gauge": GaugeMetricFamily, "histogram": HistogramMetricFamily}
+    # Counters append the ending _total themselves.
+    name = metric_name(field).removesuffix("_total")
+    meaning = field.metadata["meaning"].replace("``", "")
+    metric = families[field.metadata["kind"]](name, meaning[0].upper() + meaning[1:], labels=labels)
+    for label_values, value in values:
+        if isinstance(value, Latencies):
+            buckets = [(repr(end / 1e6), value.at_most_us(end)) for end in _BUCKET_ENDS_US]
+            buckets.append(("+Inf", value.count))
+            metric.add_metric(label_values, buckets, sum_value=value.sum_us / 1e6)
+        else:
+            metric.add_metric(label_values, value)
+    return metric

@@ -1,4 +1,9 @@
-"""What this worker has done and what it is at: `statistics`, and the snapshot it returns."""
+"""What this worker has done and is doing: `statistics`, and the snapshot that it returns.
+
+The fields of `Statistics` and `PeerStatistics` are the one table of what is counted. Their metadata has the meaning,
+the unit and the kind of metric. The docstrings, Prometheus's metrics and ``docs/statistics.md`` follow from it; the
+values come from C++, under the same names (``csrc/module.cpp``).
+"""
 
 from __future__ import annotations
 
@@ -6,7 +11,9 @@ import bisect
 import dataclasses
 import itertools
 import math
-from typing import Any
+import textwrap
+from dataclasses import field
+from typing import Any, TypeVar
 
 from torch_ucx_rpc import _agent
 from torch_ucx_rpc._native import _C
@@ -17,14 +24,14 @@ BUCKET_ENDS_US = tuple(end / 1000 for end in _C.LATENCY_BUCKET_ENDS_NS)
 
 @dataclasses.dataclass(frozen=True)
 class Latencies:
-    """How long calls took, from ``rpc_sync`` and its kin to their completion; only of those that were answered.
+    """Durations of answered calls, from ``rpc_sync``, ``rpc_async`` or ``remote`` to completion.
 
-    Durations are counted in buckets, four to a power of two between 1.3 us and 69 s. The difference of two is what came
-    in between, and their sum is that of two workers or peers.
+    Durations are counted in buckets, four to a power of two between 1.3 us and 69 s. The difference of two objects
+    covers the calls between the two; the sum combines workers or peers.
 
     Attributes:
         counts (tuple[int, ...]): calls by bucket, without the empty buckets at the end.
-        sum_us (float): of all durations, in microseconds.
+        sum_us (float): sum of all durations, in microseconds.
     """
 
     counts: tuple[int, ...] = ()
@@ -32,18 +39,19 @@ class Latencies:
 
     @property
     def count(self) -> int:
-        """How many calls these are."""
+        """Number of calls."""
         return sum(self.counts)
 
     @property
     def mean_us(self) -> float:
-        """In microseconds; nan of no calls."""
+        """Mean duration, in microseconds; nan without calls."""
         return self.sum_us / self.count if self.counts else math.nan
 
     def percentile_us(self, percent: float) -> float:
-        """What ``percent`` of the calls took less than, in microseconds, at most a quarter too high; nan of no calls.
+        """The duration that ``percent`` of the calls did not exceed, in microseconds; nan without calls.
 
-        Raises ValueError for what is no percentage. Infinite where calls took more than 69 s.
+        The value is the end of a bucket, at most a quarter too high, and infinite for calls over 69 s. Raises
+        ValueError for a ``percent`` outside 0 to 100.
 
         Example::
 
@@ -58,7 +66,7 @@ class Latencies:
         return (*BUCKET_ENDS_US, math.inf)[bucket]
 
     def at_most_us(self, limit_us: float) -> int:
-        """How many calls are in the buckets that end at ``limit_us`` microseconds or before."""
+        """Number of calls in the buckets that end at ``limit_us`` microseconds or before."""
         return sum(self.counts[: bisect.bisect_right(BUCKET_ENDS_US, limit_us)])
 
     def __add__(self, other: Latencies) -> Latencies:
@@ -76,100 +84,136 @@ class Latencies:
         return Latencies(tuple(counts), self.sum_us + sign * other.sum_us)
 
 
+def _counter(meaning: str, unit: str) -> dict[str, str]:
+    """Metadata of a field that only grows; Prometheus reads it."""
+    return {"meaning": meaning, "unit": unit, "kind": "counter"}
+
+
+def _gauge(meaning: str, unit: str) -> dict[str, str]:
+    """Metadata of a field that rises and falls; Prometheus reads it."""
+    return {"meaning": meaning, "unit": unit, "kind": "gauge"}
+
+
+def _label(meaning: str, unit: str = "") -> dict[str, str]:
+    """Metadata of a field that is no metric."""
+    return {"meaning": meaning, "unit": unit, "kind": ""}
+
+
+_Class = TypeVar("_Class")
+
+
+def _documented(cls: type[_Class]) -> type[_Class]:
+    """Class decorator: adds the fields, which are described once, in their metadata, to the docstring."""
+    lines = [cls.__doc__ or "", "", "    Attributes:"]
+    for each in dataclasses.fields(cls):  # type: ignore[arg-type]
+        text = f"{each.name} ({each.type}): {each.metadata['meaning']}"
+        lines += textwrap.wrap(f"{text}.", 120, initial_indent=" " * 8, subsequent_indent=" " * 12)
+    cls.__doc__ = "\n".join(lines) + "\n    "
+    return cls
+
+
+@_documented
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PeerStatistics:
-    """One worker of the job, as the worker that was asked sees it. All counts are since its ``init_rpc``.
+    """One worker of the job, as the worker that was asked sees it. All counts are since its ``init_rpc``."""
 
-    Attributes:
-        name (str), rank (int), host (str), pid (int): which worker that is.
-        session (int): random; tells this life of the worker from an earlier one.
-        state (str): ``"present"``, ``"leaving"``, ``"left"`` or ``"failed"``.
-        lanes (tuple[str, ...]): what UCX chose to reach it, such as ``"sysv/memory"`` or ``"tcp/eth0"``; none before
-            the first message to it, and none to itself, which UCX is not asked for.
-        calls_sent (int): calls made to it.
-        calls_failed (int): of those, the ones that were not answered: timed out, worker lost, message unreadable, or
-            not a Python function and failed there. What a Python function raises is an answer.
-        calls_received (int): calls it made here.
-        bytes_sent (int), bytes_received (int): bodies and tensors of messages, without UCX's headers.
-        latencies (Latencies): of the calls made to it.
-    """
-
-    name: str
-    rank: int
-    host: str
-    pid: int
-    session: int
-    state: str
-    lanes: tuple[str, ...]
-    calls_sent: int
-    calls_failed: int
-    calls_received: int
-    bytes_sent: int
-    bytes_received: int
-    latencies: Latencies
+    name: str = field(metadata=_label("name of the peer"))
+    rank: int = field(metadata=_label("rank of the peer"))
+    host: str = field(metadata=_label("name of its host"))
+    pid: int = field(metadata=_label("id of its process"))
+    session: int = field(metadata=_label("random number; tells this life of the worker from an earlier one"))
+    state: str = field(metadata=_label('``"present"``, ``"leaving"``, ``"left"`` or ``"failed"``'))
+    lanes: tuple[str, ...] = field(
+        metadata=_label(
+            'what UCX chose to reach it, such as ``"sysv/memory"`` or ``"tcp/eth0"``; empty before the first '
+            "message, and for this worker itself"
+        )
+    )
+    calls_sent: int = field(metadata=_counter("calls made to the peer", "calls"))
+    calls_failed: int = field(
+        metadata=_counter(
+            "calls made to the peer without an answer: timed out, worker lost, message unreadable, or a C++ or "
+            "TorchScript function failed there; an exception of a Python function is an answer",
+            "calls",
+        )
+    )
+    calls_received: int = field(metadata=_counter("calls that the peer made here", "calls"))
+    bytes_sent: int = field(
+        metadata=_counter("bodies and tensors of messages to the peer, without UCX's headers", "bytes")
+    )
+    bytes_received: int = field(
+        metadata=_counter("bodies and tensors of messages from the peer, without UCX's headers", "bytes")
+    )
+    latencies: Latencies = field(
+        metadata={
+            "meaning": "durations of the calls made to the peer that were answered",
+            "unit": "seconds",
+            "kind": "histogram",
+            "metric": "call_duration_seconds",
+        }
+    )
 
     @property
     def calls_open(self) -> int:
-        """Calls made to it that have not been completed."""
-        # The three are not read at the same moment.
+        """Calls made to the peer that have not been completed."""
+        # C++ does not read the three counts at the same moment.
         return max(0, self.calls_sent - self.calls_failed - self.latencies.count)
 
 
+@_documented
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Statistics:
-    """What a worker has done since its ``init_rpc``, and what it is at.
+    """What a worker has done since its ``init_rpc``, and what it is doing."""
 
-    Attributes:
-        name (str), rank (int): which worker this is.
-        peers (tuple[PeerStatistics, ...]): all workers of the job by rank, this one included.
-        calls_open (int): calls made here that wait for their answers.
-        calls_timed_out (int): calls made here that were given up.
-        requests_open (int): calls of others that have arrived and are not answered.
-        requests_running (int): of those, the ones that a thread is at; at most ``max_worker_threads``.
-        requests_waiting (int): of those, the ones that wait for a thread.
-        messages_sending (int): messages that UCX is not done with, or has not been given yet.
-        frames_refused (int): messages from strangers, or malformed.
-        threads (int), threads_idle (int): of the agent.
-        pool_in_use_bytes (int), pool_cached_bytes (int): receive buffers that tensors live in, and idle ones.
-        pool_hits (int), pool_misses (int): large tensors that found an idle buffer, and those that did not.
-        device_pool_in_use_bytes (int): of CUDA devices, that tensors which have arrived live in; not counted where it
-            is torch's own allocator's, whose ``torch.cuda.memory_stats`` tell.
-        device_pool_held_bytes (int): released, but not given back yet, since a stream may still use it.
-        device_staged_bytes (int): of tensors sent to workers of this host, that went through pinned memory of the host,
-            since UCX cannot share theirs.
-        window_limit_bytes (int): ``receive_window_bytes``.
-        window_in_use_bytes (int): of it, what has been given to large tensors.
-        window_waiting_messages (int): messages whose tensors wait at their senders.
-        prometheus_port (int | None): where Prometheus finds this, if it was asked for.
-    """
-
-    name: str
-    rank: int
-    peers: tuple[PeerStatistics, ...]
-    calls_open: int
-    calls_timed_out: int
-    requests_open: int
-    requests_running: int
-    requests_waiting: int
-    messages_sending: int
-    frames_refused: int
-    threads: int
-    threads_idle: int
-    pool_in_use_bytes: int
-    pool_cached_bytes: int
-    pool_hits: int
-    pool_misses: int
-    device_pool_in_use_bytes: int
-    device_pool_held_bytes: int
-    device_staged_bytes: int
-    window_limit_bytes: int
-    window_in_use_bytes: int
-    window_waiting_messages: int
-    prometheus_port: int | None
+    name: str = field(metadata=_label("name of this worker"))
+    rank: int = field(metadata=_label("rank of this worker"))
+    peers: tuple[PeerStatistics, ...] = field(metadata=_label("all workers of the job by rank, this one included"))
+    calls_open: int = field(metadata=_gauge("calls made here that wait for their answers", "calls"))
+    calls_timed_out: int = field(metadata=_counter("calls made here that timed out", "calls"))
+    requests_open: int = field(metadata=_gauge("calls of others that have arrived and are not answered", "calls"))
+    requests_running: int = field(
+        metadata=_gauge("open requests that a thread is running; at most ``max_worker_threads``", "calls")
+    )
+    requests_waiting: int = field(metadata=_gauge("open requests that wait for a thread", "calls"))
+    messages_sending: int = field(
+        metadata=_gauge("messages that UCX has not finished sending, or has not been given yet", "messages")
+    )
+    frames_refused: int = field(metadata=_counter("messages from strangers, or malformed", "messages"))
+    threads: int = field(metadata=_gauge("threads of the agent", "threads"))
+    threads_idle: int = field(metadata=_gauge("idle threads of the agent", "threads"))
+    pool_in_use_bytes: int = field(metadata=_gauge("receive buffers that tensors live in", "bytes"))
+    pool_cached_bytes: int = field(metadata=_gauge("idle receive buffers", "bytes"))
+    pool_hits: int = field(metadata=_counter("large tensors that found an idle receive buffer", "tensors"))
+    pool_misses: int = field(metadata=_counter("large tensors that found no idle receive buffer", "tensors"))
+    device_pool_in_use_bytes: int = field(
+        metadata=_gauge(
+            "memory of CUDA devices that received tensors live in; memory of torch's own allocator is not counted, see "
+            "``torch.cuda.memory_stats``",
+            "bytes",
+        )
+    )
+    device_pool_held_bytes: int = field(
+        metadata=_gauge("memory of CUDA devices that was released, and that a stream may still use", "bytes")
+    )
+    device_staged_bytes: int = field(
+        metadata=_counter(
+            "device tensors sent to workers of this host by way of pinned host memory, since UCX cannot share their "
+            "memory",
+            "bytes",
+        )
+    )
+    window_limit_bytes: int = field(
+        metadata=_gauge("the option ``receive_window_bytes``: large tensors received at a time, at most", "bytes")
+    )
+    window_in_use_bytes: int = field(metadata=_gauge("part of the window that large tensors occupy", "bytes"))
+    window_waiting_messages: int = field(metadata=_gauge("messages whose tensors wait at their senders", "messages"))
+    prometheus_port: int | None = field(
+        metadata=_label("port where Prometheus reads these statistics; None without the option ``prometheus_port``")
+    )
 
     @property
     def session(self) -> int:
-        """Random; tells this life of the worker from an earlier one."""
+        """Random number; tells this life of the worker from an earlier one."""
         return next(peer.session for peer in self.peers if peer.rank == self.rank)
 
     @property
@@ -184,26 +228,26 @@ class Statistics:
 
     @property
     def bytes_sent(self) -> int:
-        """To all workers."""
+        """Bytes sent to all workers."""
         return sum(peer.bytes_sent for peer in self.peers)
 
     @property
     def bytes_received(self) -> int:
-        """From all workers."""
+        """Bytes received from all workers."""
         return sum(peer.bytes_received for peer in self.peers)
 
     @property
     def latencies(self) -> Latencies:
-        """Of the calls made here, to all workers."""
+        """Durations of the calls made here, to all workers."""
         return sum((peer.latencies for peer in self.peers), Latencies())
 
     def to_values(self) -> dict[str, Any]:
-        """What JSON can write."""
+        """This snapshot as values that JSON can write."""
         return dataclasses.asdict(self)
 
     @classmethod
     def from_values(cls, values: Any) -> Statistics:
-        """The snapshot that `to_values` was called on; ValueError for what it cannot have returned."""
+        """The snapshot that `to_values` converted. Raises ValueError for other values."""
         try:
             peers = tuple(_peer(**peer) for peer in values["peers"])
             return cls(**{**values, "peers": peers})
@@ -217,12 +261,12 @@ def _peer(*, lanes: Any, latencies: Any, **values: Any) -> PeerStatistics:
 
 
 def statistics() -> Statistics:
-    """A snapshot of what this worker has done since ``init_rpc``, and what it is at.
+    """A snapshot of what this worker has done since ``init_rpc``, and what it is doing.
 
-    Taking it costs tens of microseconds, and some for each peer. Snapshots do not change and can be compared; what
-    happened between two is the difference of their counts.
+    A snapshot costs tens of microseconds, and a few more for each peer. Snapshots do not change and can be compared.
+    The difference of two counts is what happened in between.
 
-    Raises RuntimeError where RPC is not running with the backend UCX.
+    Raises RuntimeError if RPC is not running with the backend UCX.
 
     Example::
 
@@ -238,7 +282,7 @@ def statistics() -> Statistics:
 
 
 def of_agent(agent: _agent.UcxRpcAgent) -> Statistics:
-    """The same for an agent that may not be running."""
+    """A snapshot of an agent, which need not be the running one."""
     info = agent.get_worker_info()
     values = agent._statistics()
     peers = []
