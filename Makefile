@@ -114,7 +114,7 @@ fuzz: build/fuzz/wire_fuzzer ## Hostile bytes against the wire format's readers,
 	  && grep number_of_executed_units build/fuzz/log || { tail -50 build/fuzz/log; exit 1; }
 
 soak: build $(VENV)/.extra-test ## Workers on virtual hosts, killed and cut off for MINUTES; needs root. A report in build/soak
-	@PYTHONPATH=tests $(PY) -m soak --minutes $(MINUTES) $(if $(SEED),--seed $(SEED)) --report build/soak
+	@PYTHONPATH=tests:tests/support $(PY) -m soak --minutes $(MINUTES) $(if $(SEED),--seed $(SEED)) --report build/soak
 
 # In build folders of their own. What is found fails a test, whose output says what and where. ThreadSanitizer and UCX's hooks for
 # memory get into each other's way, and the barriers of OpenMP, which torch computes with, are none that it knows.

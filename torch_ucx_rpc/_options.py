@@ -15,7 +15,7 @@ from typing import Any, Generic, TypeAlias, TypeVar
 import torch
 from torch._C._distributed_rpc import RpcBackendOptions
 
-from torch_ucx_rpc._record import convert_devices
+from torch_ucx_rpc._devices.maps import convert_devices
 
 Device: TypeAlias = int | str | torch.device
 T = TypeVar("T")

@@ -20,7 +20,7 @@ from typing import Any
 
 from torch.distributed.rpc import backend_registry
 
-from torch_ucx_rpc import _agent
+from torch_ucx_rpc import _agent, _start
 from torch_ucx_rpc._native import _C
 from torch_ucx_rpc._options import Option, UcxRpcBackendOptions, check_seconds
 
@@ -102,6 +102,6 @@ def construct_options(rpc_timeout: float, init_method: str, **options: Any) -> F
     return FaultyUcxRpcBackendOptions(rpc_timeout=rpc_timeout, init_method=init_method, **options)
 
 
-if FaultyUcxRpcBackendOptions not in _agent.AGENT_TYPES:
-    _agent.AGENT_TYPES[FaultyUcxRpcBackendOptions] = FaultyUcxRpcAgent
-    backend_registry.register_backend("FAULTY_UCX", construct_options, _agent.init_backend)
+if FaultyUcxRpcBackendOptions not in _start.AGENT_TYPES:
+    _start.AGENT_TYPES[FaultyUcxRpcBackendOptions] = FaultyUcxRpcAgent
+    backend_registry.register_backend("FAULTY_UCX", construct_options, _start.init_backend)

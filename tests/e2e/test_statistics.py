@@ -269,6 +269,5 @@ def test_where_no_worker_runs_top_says_where_to_start_it(capsys: pytest.CaptureF
 
 
 def observation():
-    from torch_ucx_rpc import _observation
 
-    return _observation
+    return observation
