@@ -8,7 +8,7 @@
 #include <cstdint>
 #include <span>
 
-// The header that leads every active message. docs/wire_format.md draws it and the bodies.
+// The header that leads every active message. docs/development/wire_format.md draws it and the bodies.
 //
 //      0       2   3   4               8                              16
 //      +-------+---+---+---------------+-------------------------------+
