@@ -1,4 +1,4 @@
-"""The folders of csrc are layers, and includes go one way (docs/architecture.md)."""
+"""The folders of csrc are layers, and includes go one way (docs/development/architecture.md)."""
 
 from __future__ import annotations
 

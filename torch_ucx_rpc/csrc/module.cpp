@@ -146,7 +146,7 @@ const char* nameOf(Peer::State state) {
   return "";
 }
 
-// Under the names that _statistics.py has.
+// Under the names that _observe/statistics.py has.
 py::dict statisticsOf(UcxRpcAgent& agent) {
   AgentStatistics statistics{};
   {

@@ -13,7 +13,7 @@
 namespace torch_ucx_rpc {
 
 // What an agent has done so far and what it is at, for torch_ucx_rpc.statistics(), which documents it
-// (torch_ucx_rpc/_statistics.py). Counters run on while they are read.
+// (torch_ucx_rpc/_observe/statistics.py). Counters run on while they are read.
 struct AgentStatistics {
   struct OfPeer {
     const Peer* peer; // lives as long as the agent
