@@ -18,7 +18,7 @@ from torch.distributed.rpc import api, backend_registry, internal
 from torch.distributed.rpc.constants import DEFAULT_SHUTDOWN_TIMEOUT, UNSET_RPC_TIMEOUT
 from torch.distributed.rpc.internal import PythonUDF, RPCExecMode, _internal_rpc_pickler
 
-from torch_ucx_rpc import _agent, _start
+from torch_ucx_rpc import _agent, _start, errors
 from torch_ucx_rpc._native import _C
 from torch_ucx_rpc._options import UcxRpcBackendOptions, construct_options
 from torch_ucx_rpc._torch import arrays, exceptions, replace, sparse
@@ -84,7 +84,7 @@ def register() -> None:
     _internal_rpc_pickler._dispatch_table[exceptions._TypeOfBoth] = exceptions.reduce_type
     # torch's C++ takes this when the first agent of the process starts.
     internal._handle_exception = exceptions.handle_exception
-    _C.translate_runtime_errors(exceptions.original)
+    _C.translate_runtime_errors(exceptions.original, errors.from_native)
 
 
 # init_rpc gets the code of this function, and keeps its own globals and defaults.

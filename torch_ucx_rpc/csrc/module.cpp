@@ -3,9 +3,9 @@
 #include "rpc/agent.h"
 #include "tensors/device_copy.h"
 #include "rpc/faulty_agent.h"
-#include "torch_glue/call_failure.h"
 #include "torch_glue/torch_state.h"
 #include "base/hmac.h"
+#include "base/rpc_failure.h"
 #include "base/time.h"
 #include "memory/device_pool.h"
 #include "memory/host_pool.h"
@@ -71,7 +71,7 @@ void checkSignals() {
 // Python's functions that turn C++ exceptions into those that programs see. Never destroyed: the interpreter may be gone first.
 struct Translators {
   py::object original; // what Python exception a std::runtime_error once was, before it becomes a RuntimeError
-  py::object failure; // of a CallFailure
+  py::object failure; // the exception that an RpcFailure becomes
 };
 Translators& translators() {
   static auto* functions = new Translators(); // NOLINT(cppcoreguidelines-owning-memory)
@@ -79,32 +79,45 @@ Translators& translators() {
 }
 
 // The names that errors.py has.
-const char* nameOf(CallFailure::Kind kind) {
+const char* nameOf(RpcFailure::Kind kind) {
   switch (kind) {
-    case CallFailure::Kind::kWorkerLost:
+    case RpcFailure::Kind::kWorkerLost:
       return "worker_lost";
-    case CallFailure::Kind::kWorkerLeft:
+    case RpcFailure::Kind::kWorkerLeft:
       return "worker_left";
-    case CallFailure::Kind::kTimedOut:
-      return "timed_out";
-    case CallFailure::Kind::kRefused:
-      return "refused";
-    case CallFailure::Kind::kNotSent:
-      return "not_sent";
-    case CallFailure::Kind::kShutDown:
+    case RpcFailure::Kind::kShutDown:
       return "shut_down";
+    case RpcFailure::Kind::kTimedOut:
+      return "timed_out";
+    case RpcFailure::Kind::kMessageRefused:
+      return "message_refused";
+    case RpcFailure::Kind::kNotSent:
+      return "not_sent";
+    case RpcFailure::Kind::kOutOfResources:
+      return "out_of_resources";
+    case RpcFailure::Kind::kUnknownWorker:
+      return "unknown_worker";
+    case RpcFailure::Kind::kRRefLost:
+      return "rref_lost";
+    case RpcFailure::Kind::kBarrierFailed:
+      return "barrier_failed";
+    case RpcFailure::Kind::kForked:
+      return "forked";
   }
   return "";
 }
 
-py::object exceptionOf(const CallFailure& failure) {
+py::object exceptionOf(const RpcFailure& failure) {
   using py::operator""_a;
-  py::dict fields("name"_a = failure.name(), "rank"_a = failure.rank(), "host"_a = failure.host());
-  if (!failure.cause().empty()) {
-    fields["cause"] = failure.cause();
-  }
-  if (failure.timeout()) {
-    fields["timeout"] = std::chrono::duration<double>(*failure.timeout()).count();
+  const RpcFailure::Details& details = failure.details();
+  py::dict fields(
+      "name"_a = details.name,
+      "rank"_a = details.rank,
+      "host"_a = details.host,
+      "cause"_a = details.cause,
+      "resource"_a = details.resource);
+  if (details.timeout) {
+    fields["timeout"] = std::chrono::duration<double>(*details.timeout).count();
   }
   return translators().failure(nameOf(failure.kind()), failure.what(), fields);
 }
@@ -117,7 +130,7 @@ void translateRuntimeError(std::exception_ptr thrown) {
   } catch (const std::runtime_error& error) {
     py::object original = py::none();
     try {
-      if (const auto* failure = dynamic_cast<const CallFailure*>(&error)) {
+      if (const auto* failure = dynamic_cast<const RpcFailure*>(&error)) {
         original = exceptionOf(*failure);
       } else {
         original = translators().original(error.what());

@@ -10,7 +10,7 @@
 namespace torch_ucx_rpc {
 namespace {
 
-TEST(TurnsTest, WhatFollowsATurnRunsAtOnceWhenNoEarlierOneIsOpen) {
+TEST(DispatchOrderTest, WhatFollowsATurnRunsAtOnceWhenNoEarlierOneIsOpen) {
   DispatchOrder turns;
   turns.begin().end();
   DispatchOrder::Turn turn = turns.begin();
@@ -20,7 +20,7 @@ TEST(TurnsTest, WhatFollowsATurnRunsAtOnceWhenNoEarlierOneIsOpen) {
   EXPECT_TRUE(hasRun);
 }
 
-TEST(TurnsTest, WhatFollowsATurnWaitsForAllEarlierOnes) {
+TEST(DispatchOrderTest, WhatFollowsATurnWaitsForAllEarlierOnes) {
   DispatchOrder turns;
   std::vector<int> ran;
   DispatchOrder::Turn first = turns.begin();
@@ -34,7 +34,7 @@ TEST(TurnsTest, WhatFollowsATurnWaitsForAllEarlierOnes) {
   EXPECT_EQ(ran, (std::vector<int>{1, 3}));
 }
 
-TEST(TurnsTest, WhatFollowsTurnsRunsInTheirOrderOneAtATime) {
+TEST(DispatchOrderTest, WhatFollowsTurnsRunsInTheirOrderOneAtATime) {
   DispatchOrder turns;
   Gate gate;
   std::vector<int> ran; // by one thread at a time, or a sanitizer finds out
@@ -57,7 +57,7 @@ TEST(TurnsTest, WhatFollowsTurnsRunsInTheirOrderOneAtATime) {
   EXPECT_EQ(ran, (std::vector<int>{1, 2, -2, 3, 4}));
 }
 
-TEST(TurnsTest, ATurnEndsOnce) {
+TEST(DispatchOrderTest, ATurnEndsOnce) {
   DispatchOrder turns;
   int runs = 0;
   DispatchOrder::Turn turn = turns.begin();
@@ -66,7 +66,7 @@ TEST(TurnsTest, ATurnEndsOnce) {
   EXPECT_EQ(runs, 1);
 }
 
-TEST(TurnsTest, ATurnThatIsForgottenEnds) {
+TEST(DispatchOrderTest, ATurnThatIsForgottenEnds) {
   DispatchOrder turns;
   bool hasRun = false;
   {
@@ -77,7 +77,7 @@ TEST(TurnsTest, ATurnThatIsForgottenEnds) {
   EXPECT_TRUE(hasRun);
 }
 
-TEST(TurnsTest, ATurnMovesWithItsOwner) {
+TEST(DispatchOrderTest, ATurnMovesWithItsOwner) {
   DispatchOrder turns;
   DispatchOrder::Turn moved;
   {

@@ -2,6 +2,9 @@
 
 #include "messaging/inbox.h"
 
+#include "event_log.h"
+#include "patient_transport.h"
+
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -18,93 +21,13 @@ namespace {
 
 constexpr uint64_t kPiece = OutgoingMessage::kPieceBytes;
 
-// Receives when the test says so.
-class PatientTransport final : public Transport {
- public:
-  struct Receive {
-    void* parked;
-    void* into;
-    uint64_t bytes;
-    OperationDone done;
-  };
-
-  void setListener(TransportListener* /*listener*/) override {}
-  const std::string& address() const override {
-    return address_;
-  }
-  int eventFd() const override {
-    return -1;
-  }
-  std::vector<std::pair<std::string, std::string>> description() const override {
-    return {};
-  }
-  Error connect(const std::string& /*address*/, EndpointId& /*endpoint*/) override {
-    return {};
-  }
-  void send(
-      EndpointId /*endpoint*/,
-      const wire::Header& /*header*/,
-      std::span<const std::byte> /*bytes*/,
-      SendMode /*mode*/,
-      OperationDone done,
-      Memory /*memory*/) override {
-    done({});
-  }
-  void receive(void* parked, void* into, uint64_t bytes, OperationDone done, Memory /*memory*/) override {
-    asked.push_back({parked, into, bytes, std::move(done)});
-    ++begun;
-    if (isImmediate) {
-      complete();
-    }
-  }
-  bool canShare(const void* /*deviceMemory*/) const override {
-    return true;
-  }
-  void refuse(void* parked) override {
-    EXPECT_TRUE(refused.insert(parked).second) << "refused twice";
-  }
-  unsigned progress() override {
-    return 0;
-  }
-  bool arm() override {
-    return true;
-  }
-  size_t operationsInFlight() const override {
-    return asked.size();
-  }
-  std::vector<std::string> lanes(EndpointId /*endpoint*/) const override {
-    return {};
-  }
-  bool repair() override {
-    return true;
-  }
-  void abandon(EndpointId /*endpoint*/) override {}
-  void close(int64_t /*limitMs*/) override {}
-
-  // The first of those asked for. Its bytes are the number that it is parked under.
-  void complete(Error error = {}) {
-    Receive first = std::move(asked.front());
-    asked.pop_front();
-    std::memset(first.into, static_cast<int>(reinterpret_cast<uintptr_t>(first.parked)), first.bytes);
-    first.done(std::move(error));
-  }
-
-  bool isImmediate = false;
-  size_t begun = 0;
-  std::deque<Receive> asked;
-  std::set<void*> refused;
-
- private:
-  const std::string address_ = "patient";
-};
-
 class InboxTest : public testing::Test {
  protected:
   static constexpr uint64_t kSession = 100; // ours
   static constexpr size_t kAskedAtOnce = Receiver::kAskedBytes / kPiece;
 
   InboxTest() {
-    for (worker_id_t rank = 1; rank <= 2; ++rank) {
+    for (Rank rank = 1; rank <= 2; ++rank) {
       Member member;
       member.rank = rank;
       member.name = "w" + std::to_string(rank);
@@ -115,7 +38,7 @@ class InboxTest : public testing::Test {
 
   // A message of one span, of which body and pieces are announced; pieces are parked under the numbers that follow `firstNumber`.
   void announce(
-      worker_id_t rank,
+      Rank rank,
       uint64_t callId,
       uint64_t bytes,
       uintptr_t firstNumber,
@@ -134,19 +57,20 @@ class InboxTest : public testing::Test {
 
   void complete(Error error = {}) {
     transport_.complete(std::move(error));
-    inbox_.settle();
+    inbox_.startDeferred();
   }
 
-  Peer& peer(worker_id_t rank) {
+  Peer& peer(Rank rank) {
     return directory_.at(rank);
   }
 
+  using Notes = std::vector<std::string>; // what the handlers were told
+
   PatientTransport transport_;
   Directory directory_;
-  Deliveries deliveries_;
-  Outbox outbox_{transport_, deliveries_};
-  Devices devices_;
-  uint64_t forgotten_ = 0; // the call whose answer is not awaited
+  EventLog events_;
+  Outbox outbox_{transport_, events_.buffer};
+  DevicesInUse devices_;
   const std::shared_ptr<ReceiveWindow> window_ = std::make_shared<ReceiveWindow>(1ull << 30, [] {});
   Inbox inbox_{
       transport_,
@@ -155,23 +79,23 @@ class InboxTest : public testing::Test {
       window_,
       HostPool::instance(),
       kSession,
-      [this](const Peer& /*from*/, uint64_t callId) { return callId != forgotten_; },
-      [this]() -> const Devices& { return devices_; },
-      deliveries_};
+      events_.handlers.all,
+      devices_,
+      events_.buffer};
 };
 
 TEST_F(InboxTest, ALargeSpanIsReceivedAFewPiecesAtATime) {
   announce(1, 1, 9 * kPiece + 5, 1);
-  inbox_.settle();
+  inbox_.startDeferred();
   for (size_t received = 0; received < 10; ++received) {
-    ASSERT_TRUE(deliveries_.empty()) << received;
+    ASSERT_TRUE(events_.buffer.isEmpty()) << received;
     EXPECT_EQ(transport_.begun, std::min<size_t>(10, received + kAskedAtOnce));
-    peer(1).silence.isBroken = false;
+    peer(1).silence.heardSinceCheck = false;
     complete();
-    EXPECT_TRUE(peer(1).silence.isBroken) << "each piece is a sign of life";
+    EXPECT_TRUE(peer(1).silence.heardSinceCheck) << "each piece is a sign of life";
   }
-  ASSERT_EQ(deliveries_.messages.size(), 1u);
-  const std::vector<IncomingMessage::Span>& spans = deliveries_.messages[0].spans;
+  ASSERT_EQ(events_.take(), Notes{"request 1"});
+  const std::vector<IncomingMessage::Span>& spans = events_.handlers.requests[0].spans;
   ASSERT_EQ(spans.size(), 1u);
   EXPECT_EQ(spans[0].bytes, 9 * kPiece + 5);
   const auto* bytes = static_cast<const unsigned char*>(spans[0].data.get());
@@ -182,46 +106,44 @@ TEST_F(InboxTest, ALargeSpanIsReceivedAFewPiecesAtATime) {
 
 TEST_F(InboxTest, MessagesOfAPeerTakeTurns) {
   announce(1, 1, 8 * kPiece, 1);
-  inbox_.settle();
+  inbox_.startDeferred();
   std::this_thread::sleep_for(2 * Receiver::kSlow); // it is slow: the next one does not wait for all of it
   announce(1, 2, 100'000, 50);
-  inbox_.settle();
+  inbox_.startDeferred();
   EXPECT_EQ(transport_.begun, kAskedAtOnce);
   complete();
   complete();
   complete();
-  EXPECT_TRUE(deliveries_.empty());
+  EXPECT_TRUE(events_.buffer.isEmpty());
   complete();
-  ASSERT_EQ(deliveries_.messages.size(), 1u) << "after what had been asked for, and one piece in between";
-  EXPECT_EQ(deliveries_.messages[0].header.callId, 2u);
+  EXPECT_EQ(events_.take(), Notes{"request 2"}) << "after what had been asked for, and one piece in between";
   while (!transport_.asked.empty()) {
     complete();
   }
-  EXPECT_EQ(deliveries_.messages.size(), 2u);
+  EXPECT_EQ(events_.take(), Notes{"request 1"});
 }
 
 TEST_F(InboxTest, LargeMessagesDoNotKeepEachOtherFromBeingFinished) {
   announce(1, 1, 6 * kPiece, 1, wire::Kind::kResponse);
-  inbox_.settle();
+  inbox_.startDeferred();
   std::this_thread::sleep_for(2 * Receiver::kSlow);
   announce(1, 2, 6 * kPiece, 50, wire::Kind::kResponse);
   for (int received = 0; received < 6; ++received) {
     complete();
   }
-  ASSERT_EQ(deliveries_.messages.size(), 1u);
-  EXPECT_EQ(deliveries_.messages[0].header.callId, 1u);
+  EXPECT_EQ(events_.take(), Notes{"answer 1"});
   while (!transport_.asked.empty()) {
     complete();
   }
-  EXPECT_EQ(deliveries_.messages.size(), 2u);
+  EXPECT_EQ(events_.take(), Notes{"answer 2"});
 }
 
 TEST_F(InboxTest, TheRestOfWhatIsGivenUpIsRefused) {
   announce(1, 1, 8 * kPiece, 1);
   announce(2, 2, 8 * kPiece, 50, wire::Kind::kResponse);
-  inbox_.settle();
+  inbox_.startDeferred();
   std::this_thread::sleep_for(2 * Receiver::kSlow);
-  inbox_.settle();
+  inbox_.startDeferred();
   EXPECT_EQ(transport_.begun, 2 * kAskedAtOnce);
   wire::Header cancel;
   cancel.kind = wire::Kind::kCancel;
@@ -230,22 +152,23 @@ TEST_F(InboxTest, TheRestOfWhatIsGivenUpIsRefused) {
   cancel.targetSession = kSession;
   cancel.callId = 1;
   inbox_.onEager(std::as_bytes(std::span(&cancel, 1)), {});
-  forgotten_ = 2;
+  events_.handlers.abandonedCall = 2;
   while (!transport_.asked.empty()) {
     complete();
   }
   EXPECT_EQ(transport_.begun, 2 * kAskedAtOnce);
   EXPECT_EQ(transport_.refused.size(), 2 * (8 - kAskedAtOnce));
-  EXPECT_EQ(deliveries_.rejections.size(), 2u);
-  EXPECT_TRUE(deliveries_.messages.empty());
+  EXPECT_EQ(
+      events_.take(),
+      (Notes{"answer rejected: its call was given up 2", "request rejected: its call was given up 1"}));
 }
 
 TEST_F(InboxTest, PeersDoNotWaitForOneAnother) {
   announce(1, 1, 8 * kPiece, 1);
-  inbox_.settle();
+  inbox_.startDeferred();
   std::this_thread::sleep_for(2 * Receiver::kSlow);
   announce(2, 1, 100'000, 50);
-  inbox_.settle();
+  inbox_.startDeferred();
   EXPECT_EQ(transport_.begun, kAskedAtOnce + 1);
   while (!transport_.asked.empty()) {
     complete();
@@ -255,58 +178,58 @@ TEST_F(InboxTest, PeersDoNotWaitForOneAnother) {
 TEST_F(InboxTest, PiecesThatAreThereAtOnceLeaveRoomForOthers) {
   transport_.isImmediate = true;
   announce(1, 1, 7 * kPiece, 1);
-  inbox_.settle();
+  inbox_.startDeferred();
   for (size_t begun = kAskedAtOnce; begun < 7; begun += kAskedAtOnce) {
     EXPECT_EQ(transport_.begun, begun);
-    EXPECT_TRUE(inbox_.isUnsettled());
-    EXPECT_TRUE(deliveries_.empty());
-    inbox_.settle();
+    EXPECT_TRUE(inbox_.hasDeferred());
+    EXPECT_TRUE(events_.buffer.isEmpty());
+    inbox_.startDeferred();
   }
   EXPECT_EQ(transport_.begun, 7u);
-  EXPECT_EQ(deliveries_.messages.size(), 1u);
-  inbox_.settle();
-  EXPECT_FALSE(inbox_.isUnsettled());
+  EXPECT_EQ(events_.take(), Notes{"request 1"});
+  inbox_.startDeferred();
+  EXPECT_FALSE(inbox_.hasDeferred());
 }
 
 TEST_F(InboxTest, WhatHasWaitedForAMessageThatIsThereAtOnceIsNotForgotten) {
   transport_.isImmediate = true;
   announce(1, 1, 2 * kPiece, 1);
   announce(1, 2, 2 * kPiece, 50); // waits while the first is being received
-  inbox_.settle();
-  EXPECT_EQ(deliveries_.messages.size(), 1u);
-  EXPECT_TRUE(inbox_.isUnsettled());
-  inbox_.settle();
-  EXPECT_EQ(deliveries_.messages.size(), 2u);
-  EXPECT_FALSE(inbox_.isUnsettled());
+  inbox_.startDeferred();
+  EXPECT_EQ(events_.take(), Notes{"request 1"});
+  EXPECT_TRUE(inbox_.hasDeferred());
+  inbox_.startDeferred();
+  EXPECT_EQ(events_.take(), Notes{"request 2"});
+  EXPECT_FALSE(inbox_.hasDeferred());
 }
 
 TEST_F(InboxTest, APieceThatFailsFailsItsMessageAndTheRestIsRefused) {
   announce(1, 1, 8 * kPiece, 1);
-  inbox_.settle();
+  inbox_.startDeferred();
   complete({ErrorCode::kPeerFailed, "broken"});
-  EXPECT_TRUE(deliveries_.empty()) << "the transport still writes to its memory";
+  EXPECT_TRUE(events_.buffer.isEmpty()) << "the transport still writes to its memory";
   EXPECT_EQ(transport_.refused.size(), 8 - kAskedAtOnce);
   while (!transport_.asked.empty()) {
     complete();
   }
-  ASSERT_EQ(deliveries_.rejections.size(), 1u);
-  EXPECT_EQ(deliveries_.rejections[0].error.message(), "broken");
+  EXPECT_EQ(events_.take(), Notes{"request rejected: broken 1"});
   EXPECT_EQ(transport_.begun, kAskedAtOnce);
 }
 
 TEST_F(InboxTest, TheRestOfAMessageOfAPeerThatIsGoneIsRefused) {
   announce(1, 1, 8 * kPiece, 1);
   announce(2, 1, kPiece, 50);
-  inbox_.settle();
+  inbox_.startDeferred();
   inbox_.dropPeer(peer(1));
-  ASSERT_EQ(deliveries_.rejections.size(), 1u);
-  inbox_.settle();
+  const Notes rejected = events_.take();
+  ASSERT_EQ(rejected.size(), 1u);
+  EXPECT_TRUE(rejected[0].starts_with("request rejected: worker 'w1'")) << rejected[0];
+  inbox_.startDeferred();
   EXPECT_EQ(transport_.refused.size(), 8 - kAskedAtOnce);
   while (!transport_.asked.empty()) {
     complete();
   }
-  EXPECT_EQ(deliveries_.rejections.size(), 1u);
-  EXPECT_EQ(deliveries_.messages.size(), 1u);
+  EXPECT_EQ(events_.take(), Notes{"request 1"}) << "of the other peer";
 }
 
 TEST_F(InboxTest, FramesThatAreRefusedAreCountedAndToldOfOnceForEachSort) {
@@ -320,20 +243,21 @@ TEST_F(InboxTest, FramesThatAreRefusedAreCountedAndToldOfOnceForEachSort) {
     inbox_.onEager(std::as_bytes(std::span(&other, 1)), {});
   }
   EXPECT_EQ(inbox_.refusedFrames(), 6u);
-  const std::string& warning = deliveries_.warning;
+  testing::internal::CaptureStderr();
+  (void)events_.take();
+  const std::string warning = testing::internal::GetCapturedStderr();
   EXPECT_EQ(std::count(warning.begin(), warning.end(), ';'), 1) << warning;
   EXPECT_NE(warning.find("not a worker of this job"), std::string::npos) << warning;
 }
 
 TEST_F(InboxTest, WhatIsBeingReceivedFailsWhenItCloses) {
   announce(1, 1, 8 * kPiece, 1);
-  inbox_.settle();
+  inbox_.startDeferred();
   inbox_.close();
   while (!transport_.asked.empty()) {
     transport_.complete({ErrorCode::kCanceled, "closed"});
   }
-  ASSERT_EQ(deliveries_.rejections.size(), 1u);
-  EXPECT_EQ(deliveries_.rejections[0].error.code(), ErrorCode::kShutDown);
+  EXPECT_EQ(events_.take(), Notes{"request rejected: RPC has been shut down on this worker 1"});
 }
 
 } // namespace

@@ -14,7 +14,7 @@
 namespace torch_ucx_rpc {
 namespace {
 
-Member member(worker_id_t rank) {
+Member member(Rank rank) {
   Member made;
   made.rank = rank;
   made.name = "w" + std::to_string(rank);
@@ -26,41 +26,51 @@ Member member(worker_id_t rank) {
 // Several workers' barriers in one thread. What they send, and what they learn of one another, waits until it is
 // delivered: in order from one worker to another, in any order otherwise, as on a network.
 class Job {
+ private:
+  // From one worker to the others.
+  class Link final : public Barrier::Link {
+   public:
+    Link(Job& job, Rank rank) : job_(job), rank_(rank) {}
+    void sendArrive(Peer& coordinator, uint64_t round, int64_t value) override {
+      const Rank to = coordinator.member().rank;
+      job_.post(rank_, to, [&job = job_, from = rank_, to, round, value] {
+        Node& target = *job.nodes_[static_cast<size_t>(to)];
+        target.barrier->onArrive(*target.directory.find(from), round, value);
+      });
+    }
+    void sendRelease(Peer& peer, uint64_t round, const Barrier::Result& result) override {
+      const Rank to = peer.member().rank;
+      job_.post(rank_, to, [&job = job_, to, round, result] { job.at(to).onRelease(round, result); });
+    }
+
+   private:
+    Job& job_;
+    const Rank rank_;
+  };
+
  public:
-  explicit Job(worker_id_t size, unsigned seed = 1) : random_(seed) {
-    for (worker_id_t rank = 0; rank < size; ++rank) {
+  explicit Job(Rank size, unsigned seed = 1) : random_(seed) {
+    for (Rank rank = 0; rank < size; ++rank) {
       nodes_.push_back(std::make_unique<Node>());
       Node& node = *nodes_.back();
-      for (worker_id_t other = 0; other < size; ++other) {
+      for (Rank other = 0; other < size; ++other) {
         node.directory.add(member(other));
       }
-      node.barrier = std::make_unique<Barrier>(
-          node.directory,
-          rank,
-          [this, rank](Peer& coordinator, uint64_t round, int64_t value) {
-            post(rank, coordinator.member().rank, [this, rank, to = coordinator.member().rank, round, value] {
-              Node& target = *nodes_[static_cast<size_t>(to)];
-              target.barrier->onArrive(*target.directory.find(rank), round, value);
-            });
-          },
-          [this, rank](Peer& to, uint64_t round, const Barrier::Result& result) {
-            post(rank, to.member().rank, [this, to = to.member().rank, round, result] {
-              at(to).onRelease(round, result);
-            });
-          });
+      node.link = std::make_unique<Link>(*this, rank);
+      node.barrier = std::make_unique<Barrier>(node.directory, rank, *node.link);
     }
   }
 
-  Barrier& at(worker_id_t rank) {
+  Barrier& at(Rank rank) {
     return *nodes_[static_cast<size_t>(rank)]->barrier;
   }
 
   // `rank` says goodbye to everybody, or its death is noticed by everybody, each in its time.
-  void leave(worker_id_t rank) {
+  void leave(Rank rank) {
     isGone_[rank] = true;
     tellOthers(rank, Peer::State::kLeft, ErrorCode::kShutDown, " has left");
   }
-  void die(worker_id_t rank) {
+  void die(Rank rank) {
     isGone_[rank] = true;
     for (auto& [channel, frames] : channels_) {
       if (channel.first == rank) {
@@ -86,7 +96,7 @@ class Job {
       deliverOne();
     }
   }
-  void deliverAllTo(worker_id_t rank) {
+  void deliverAllTo(Rank rank) {
     for (bool isAnyLeft = true; isAnyLeft;) {
       isAnyLeft = false;
       for (auto& [channel, frames] : channels_) {
@@ -98,7 +108,7 @@ class Job {
       }
     }
   }
-  void loseAllTo(worker_id_t rank) {
+  void loseAllTo(Rank rank) {
     for (auto& [channel, frames] : channels_) {
       if (channel.second == rank) {
         frames.clear();
@@ -106,11 +116,11 @@ class Job {
     }
   }
 
-  bool isReleased(worker_id_t rank) {
+  bool isReleased(Rank rank) {
     Barrier::Result result;
     return at(rank).wait(std::chrono::milliseconds(0), result);
   }
-  Barrier::Result result(worker_id_t rank) {
+  Barrier::Result result(Rank rank) {
     Barrier::Result result;
     EXPECT_TRUE(at(rank).wait(std::chrono::milliseconds(0), result)) << "rank " << rank << " was not released";
     return result;
@@ -120,18 +130,19 @@ class Job {
   }
 
  private:
-  using Channel = std::pair<worker_id_t, worker_id_t>; // from, to
+  using Channel = std::pair<Rank, Rank>; // from, to
   struct Node {
+    std::unique_ptr<Link> link;
     Directory directory;
     std::unique_ptr<Barrier> barrier;
   };
 
-  void post(worker_id_t from, worker_id_t to, std::function<void()> frame) {
+  void post(Rank from, Rank to, std::function<void()> frame) {
     channels_[{from, to}].push_back(std::move(frame));
   }
-  void tellOthers(worker_id_t rank, Peer::State state, ErrorCode code, const std::string& what) {
+  void tellOthers(Rank rank, Peer::State state, ErrorCode code, const std::string& what) {
     for (size_t index = 0; index < nodes_.size(); ++index) {
-      const auto to = static_cast<worker_id_t>(index);
+      const auto to = static_cast<Rank>(index);
       if (to != rank) {
         post(rank, to, [this, rank, index, state, code, what] {
           Peer* const peer = nodes_[index]->directory.find(rank);
@@ -159,7 +170,7 @@ class Job {
 
   std::vector<std::unique_ptr<Node>> nodes_;
   std::map<Channel, std::deque<std::function<void()>>> channels_;
-  std::map<worker_id_t, bool> isGone_;
+  std::map<Rank, bool> isGone_;
   std::mt19937 random_;
 };
 
@@ -172,11 +183,11 @@ TEST(BarrierTest, OneWorkerAlonePassesAtOnce) {
 
 TEST(BarrierTest, NobodyPassesBeforeTheLastHasCome) {
   Job job(4);
-  for (const worker_id_t rank : {3, 0, 2}) {
+  for (const Rank rank : {3, 0, 2}) {
     job.at(rank).enter(1);
     job.deliverAll();
   }
-  for (const worker_id_t rank : {0, 2, 3}) {
+  for (const Rank rank : {0, 2, 3}) {
     EXPECT_FALSE(job.isReleased(rank));
   }
   ASSERT_EQ(job.at(0).missing().size(), 1u);
@@ -184,7 +195,7 @@ TEST(BarrierTest, NobodyPassesBeforeTheLastHasCome) {
   EXPECT_TRUE(job.at(2).missing().empty()) << "only the coordinator knows";
   job.at(1).enter(1);
   job.deliverAll();
-  for (worker_id_t rank = 0; rank < 4; ++rank) {
+  for (Rank rank = 0; rank < 4; ++rank) {
     EXPECT_EQ(job.result(rank).sum, 4);
   }
 }
@@ -193,14 +204,14 @@ TEST(BarrierTest, SumsOverAllInAnyOrder) {
   for (unsigned seed = 0; seed < 200; ++seed) {
     Job job(5, seed);
     for (int round = 0; round < 4; ++round) {
-      std::vector<worker_id_t> order = {0, 1, 2, 3, 4};
+      std::vector<Rank> order = {0, 1, 2, 3, 4};
       std::shuffle(order.begin(), order.end(), job.random());
-      for (const worker_id_t rank : order) {
+      for (const Rank rank : order) {
         job.at(rank).enter(rank * 10 - round);
         job.deliverOne();
       }
       job.deliverAll();
-      for (worker_id_t rank = 0; rank < 5; ++rank) {
+      for (Rank rank = 0; rank < 5; ++rank) {
         EXPECT_EQ(job.result(rank).sum, 100 - 5 * round) << "seed " << seed;
         EXPECT_FALSE(job.result(rank).error);
       }
@@ -210,7 +221,7 @@ TEST(BarrierTest, SumsOverAllInAnyOrder) {
 
 TEST(BarrierTest, WorkersMayBeOneRoundApart) {
   Job job(3);
-  for (worker_id_t rank = 0; rank < 3; ++rank) {
+  for (Rank rank = 0; rank < 3; ++rank) {
     job.at(rank).enter(1);
   }
   job.deliverAllTo(0);
@@ -222,7 +233,7 @@ TEST(BarrierTest, WorkersMayBeOneRoundApart) {
   job.at(2).enter(5);
   job.at(0).enter(5);
   job.deliverAll();
-  for (worker_id_t rank = 0; rank < 3; ++rank) {
+  for (Rank rank = 0; rank < 3; ++rank) {
     EXPECT_EQ(job.result(rank).sum, 15);
   }
 }
@@ -242,13 +253,13 @@ TEST(BarrierTest, WhoSaidGoodbyeIsNotWaitedFor) {
 
 TEST(BarrierTest, CoordinatorThatLeavesIsReplaced) {
   Job job(4);
-  for (const worker_id_t rank : {1, 2, 3}) {
+  for (const Rank rank : {1, 2, 3}) {
     job.at(rank).enter(10);
   }
   job.deliverAll(); // all have reported to rank 0, which now goes without entering
   job.leave(0);
   job.deliverAll();
-  for (const worker_id_t rank : {1, 2, 3}) {
+  for (const Rank rank : {1, 2, 3}) {
     EXPECT_EQ(job.result(rank).sum, 30);
     EXPECT_FALSE(job.result(rank).error);
   }
@@ -256,7 +267,7 @@ TEST(BarrierTest, CoordinatorThatLeavesIsReplaced) {
 
 TEST(BarrierTest, NewCoordinatorAnswersForARoundReleasedInPart) {
   Job job(3);
-  for (worker_id_t rank = 0; rank < 3; ++rank) {
+  for (Rank rank = 0; rank < 3; ++rank) {
     job.at(rank).enter(7);
   }
   job.deliverAllTo(0);
@@ -270,13 +281,13 @@ TEST(BarrierTest, NewCoordinatorAnswersForARoundReleasedInPart) {
 
 TEST(BarrierTest, DeathOfAMemberEndsTheWaitOfAllAndNamesIt) {
   Job job(4);
-  for (const worker_id_t rank : {0, 1, 3}) {
+  for (const Rank rank : {0, 1, 3}) {
     job.at(rank).enter(1);
   }
   job.deliverAll();
   job.die(2);
   job.deliverAll();
-  for (const worker_id_t rank : {0, 1, 3}) {
+  for (const Rank rank : {0, 1, 3}) {
     EXPECT_TRUE(job.result(rank).error);
     EXPECT_NE(job.result(rank).error.message().find("worker 'w2' (rank 2"), std::string::npos);
   }
@@ -284,13 +295,13 @@ TEST(BarrierTest, DeathOfAMemberEndsTheWaitOfAllAndNamesIt) {
 
 TEST(BarrierTest, DeathOfTheCoordinatorEndsTheWaitOfAllAndNamesIt) {
   Job job(4);
-  for (const worker_id_t rank : {1, 2, 3}) {
+  for (const Rank rank : {1, 2, 3}) {
     job.at(rank).enter(1);
   }
   job.deliverAll();
   job.die(0);
   job.deliverAll();
-  for (const worker_id_t rank : {1, 2, 3}) {
+  for (const Rank rank : {1, 2, 3}) {
     EXPECT_TRUE(job.result(rank).error);
     EXPECT_NE(job.result(rank).error.message().find("worker 'w0'"), std::string::npos);
   }
@@ -338,7 +349,7 @@ TEST(BarrierTest, ADoubledReportCountsOnce) {
   job.at(0).enter(5);
   job.at(2).enter(5);
   job.deliverAll();
-  for (worker_id_t rank = 0; rank < 3; ++rank) {
+  for (Rank rank = 0; rank < 3; ++rank) {
     EXPECT_EQ(job.result(rank).sum, 15);
   }
 }
@@ -358,17 +369,17 @@ TEST(BarrierTest, WaitGivesUpAfterItsLimitAndCanBeRepeated) {
 // are all released, and without an error.
 TEST(BarrierTest, EverybodyWhoStaysIsReleasedWhoeverLeaves) {
   for (unsigned seed = 0; seed < 2000; ++seed) {
-    constexpr worker_id_t kSize = 5;
+    constexpr Rank kSize = 5;
     Job job(kSize, seed);
     std::mt19937& random = job.random();
     std::vector<bool> isGone(kSize, false);
     for (int round = 0; round < 3; ++round) {
-      std::vector<worker_id_t> order;
-      for (worker_id_t rank = 0; rank < kSize; ++rank) {
+      std::vector<Rank> order;
+      for (Rank rank = 0; rank < kSize; ++rank) {
         order.push_back(rank);
       }
       std::shuffle(order.begin(), order.end(), random);
-      for (const worker_id_t rank : order) {
+      for (const Rank rank : order) {
         const auto index = static_cast<size_t>(rank);
         if (isGone[index]) {
           continue;
@@ -385,7 +396,7 @@ TEST(BarrierTest, EverybodyWhoStaysIsReleasedWhoeverLeaves) {
         }
       }
       job.deliverAll();
-      for (worker_id_t rank = 0; rank < kSize; ++rank) {
+      for (Rank rank = 0; rank < kSize; ++rank) {
         if (!isGone[static_cast<size_t>(rank)]) {
           ASSERT_TRUE(job.isReleased(rank)) << "seed " << seed << ", round " << round << ", rank " << rank;
           EXPECT_FALSE(job.result(rank).error) << "seed " << seed;
@@ -398,12 +409,12 @@ TEST(BarrierTest, EverybodyWhoStaysIsReleasedWhoeverLeaves) {
 // The same with deaths: everybody left is released, with the sum or with the error.
 TEST(BarrierTest, EverybodyWhoLivesIsReleasedWhoeverDies) {
   for (unsigned seed = 0; seed < 2000; ++seed) {
-    constexpr worker_id_t kSize = 5;
+    constexpr Rank kSize = 5;
     Job job(kSize, seed);
     std::mt19937& random = job.random();
-    const auto victim = static_cast<worker_id_t>(random() % kSize);
-    const auto moment = static_cast<worker_id_t>(random() % (kSize + 1));
-    for (worker_id_t rank = 0; rank < kSize; ++rank) {
+    const auto victim = static_cast<Rank>(random() % kSize);
+    const auto moment = static_cast<Rank>(random() % (kSize + 1));
+    for (Rank rank = 0; rank < kSize; ++rank) {
       if (rank == moment) {
         job.die(victim);
       }
@@ -418,7 +429,7 @@ TEST(BarrierTest, EverybodyWhoLivesIsReleasedWhoeverDies) {
       job.die(victim);
     }
     job.deliverAll();
-    for (worker_id_t rank = 0; rank < kSize; ++rank) {
+    for (Rank rank = 0; rank < kSize; ++rank) {
       if (rank != victim) {
         ASSERT_TRUE(job.isReleased(rank)) << "seed " << seed << ", rank " << rank;
       }

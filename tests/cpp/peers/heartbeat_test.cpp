@@ -13,7 +13,7 @@ class HeartbeatTest : public testing::Test {
  protected:
   static constexpr auto kLimit = milliseconds(1000);
 
-  Peer& add(worker_id_t rank) {
+  Peer& add(Rank rank) {
     Member member;
     member.rank = rank;
     member.name = "w" + std::to_string(rank);
@@ -45,14 +45,14 @@ class HeartbeatTest : public testing::Test {
 TEST_F(HeartbeatTest, AQuietPeerIsAskedOnceForASignOfLife) {
   Peer& peer = add(1);
   EXPECT_EQ(wait(kLimit / 2).quiet, std::vector<Peer*>{&peer});
-  peer.silence.isBroken = true;
+  peer.silence.heardSinceCheck = true;
   EXPECT_EQ(wait(kLimit / 2).quiet, std::vector<Peer*>{&peer}) << "and again when it falls silent again";
 }
 
 TEST_F(HeartbeatTest, WhoIsHeardIsNeitherAskedNorLost) {
   Peer& peer = add(1);
   for (int period = 0; period < 100; ++period) {
-    peer.silence.isBroken = true;
+    peer.silence.heardSinceCheck = true;
     const Heartbeat::Findings found = wait(heartbeat_.period());
     EXPECT_TRUE(found.quiet.empty() && found.lost.empty());
   }
@@ -70,7 +70,7 @@ TEST_F(HeartbeatTest, ASilentPeerIsLostAfterTheLimitAndNotBefore) {
 TEST_F(HeartbeatTest, ALateSignOfLifeStartsTheSilenceAnew) {
   Peer& peer = add(1);
   EXPECT_TRUE(wait(kLimit).lost.empty());
-  peer.silence.isBroken = true;
+  peer.silence.heardSinceCheck = true;
   EXPECT_TRUE(wait(kLimit).lost.empty());
 }
 

@@ -136,7 +136,7 @@ TEST_F(AgentTest, ShutdownEndsAWaitingCaller) {
     return echo(request);
   });
   const Future future = call(0, 1, "a", {}, 3600.f);
-  std::thread waiter([&] { agent(0).wait(*future); });
+  std::thread waiter([&] { agent(0).waitDriving(*future); });
   ASSERT_TRUE(eventually([&] { return gate_->waiting() == 1; }));
   agent(0).shutdown();
   waiter.join();

@@ -11,7 +11,7 @@ class DynamicGroupTest : public AgentTest {
   void join(worker_id_t rank, const std::vector<worker_id_t>& known, const Handler& handler = &echo) {
     agents_[rank] = makeAgent(rank, handler);
     UcxRpcAgent& joining = agent(rank);
-    joining.setMembership(
+    joining.group().setMembership(
         {[this, rank](const std::string& record) { admit(rank, record); },
          [this, rank](uint64_t session) {
            const std::lock_guard lock(mutex_);
@@ -23,9 +23,9 @@ class DynamicGroupTest : public AgentTest {
       members.push_back(selfOf(other));
       sessions.push_back(agent(other).session());
     }
-    joining.addMembers(members);
+    joining.group().addMembers(members);
     joining.start();
-    joining.announceJoin(std::to_string(rank), sessions);
+    joining.group().announceJoin(std::to_string(rank), sessions);
   }
 
   Member selfOf(worker_id_t rank) {
@@ -33,7 +33,7 @@ class DynamicGroupTest : public AgentTest {
   }
 
   bool isAdmitted(worker_id_t rank) {
-    return eventually([&] { return agent(rank).unacknowledged().empty(); });
+    return eventually([&] { return agent(rank).group().unacknowledged().empty(); });
   }
 
   std::vector<uint64_t> lostBy(worker_id_t rank) {
@@ -50,7 +50,7 @@ class DynamicGroupTest : public AgentTest {
     if (record == refused_) {
       throw std::runtime_error("nobody knows " + record);
     }
-    agent(rank).addMembers({selfOf(std::stoi(record))});
+    agent(rank).group().addMembers({selfOf(std::stoi(record))});
   }
 
   std::mutex mutex_;
@@ -77,9 +77,9 @@ TEST_F(DynamicGroupTest, WorkerThatIsNotAdmittedWaits) {
   join(0, {});
   refused_ = "1";
   join(1, {0});
-  EXPECT_FALSE(eventually([&] { return agent(1).unacknowledged().empty(); }, milliseconds(200)));
-  ASSERT_EQ(agent(1).unacknowledged().size(), 1u);
-  EXPECT_EQ(agent(1).unacknowledged()[0].name_, "w0");
+  EXPECT_FALSE(eventually([&] { return agent(1).group().unacknowledged().empty(); }, milliseconds(200)));
+  ASSERT_EQ(agent(1).group().unacknowledged().size(), 1u);
+  EXPECT_EQ(agent(1).group().unacknowledged()[0].name_, "w0");
   EXPECT_EQ(agent(0).getWorkerInfos().size(), 1u);
 }
 
@@ -110,12 +110,12 @@ TEST_F(DynamicGroupTest, CallsToAWorkerThatEndsBeforeItAdmitsFail) {
 TEST_F(DynamicGroupTest, StaticGroupsAdmitNobody) {
   start(2);
   agents_[2] = makeAgent(2, &echo);
-  agent(2).setMembership({[](const std::string& /*record*/) {}, [](uint64_t /*session*/) {}});
-  agent(2).addMembers({selfOf(2), selfOf(0)});
+  agent(2).group().setMembership({[](const std::string& /*record*/) {}, [](uint64_t /*session*/) {}});
+  agent(2).group().addMembers({selfOf(2), selfOf(0)});
   agent(2).start();
-  agent(2).announceJoin("2", {agent(0).session()});
+  agent(2).group().announceJoin("2", {agent(0).session()});
   ASSERT_TRUE(eventually([&] { return metric(0, "agent.frames_refused") == 1; }));
-  EXPECT_EQ(agent(2).unacknowledged().size(), 1u);
+  EXPECT_EQ(agent(2).group().unacknowledged().size(), 1u);
   EXPECT_THROW((void)agent(0).getWorkerInfo(2), std::runtime_error);
 }
 
@@ -232,8 +232,8 @@ TEST_F(DynamicGroupTest, MemberThatIsRemovedIsNotWaitedFor) {
   refused_ = "1";
   join(1, {0});
   const Future future = call(1, 0, "?");
-  agent(1).removeMember(agent(0).session());
-  EXPECT_TRUE(agent(1).unacknowledged().empty());
+  agent(1).group().removeMember(agent(0).session());
+  EXPECT_TRUE(agent(1).group().unacknowledged().empty());
   EXPECT_TRUE(contains(failure(future), "has left the group"));
   EXPECT_THROW((void)agent(1).getWorkerInfo(0), std::runtime_error);
 }

@@ -20,7 +20,7 @@ using std::chrono::milliseconds;
 
 constexpr auto kNever = Clock::time_point::max();
 
-std::unique_ptr<Peer> makePeer(worker_id_t rank) {
+std::unique_ptr<Peer> makePeer(Rank rank) {
   Member member;
   member.rank = rank;
   member.name = "w" + std::to_string(rank);
@@ -56,22 +56,44 @@ TEST_F(CallTableTest, TakenCallIsGone) {
   EXPECT_FALSE(table_.isOpen(id + 1, *a_));
   EXPECT_EQ(table_.size(), 1u);
 
-  CallTable::Call taken;
-  ASSERT_TRUE(table_.take(id, taken));
-  EXPECT_EQ(taken.future.get(), future);
-  EXPECT_EQ(taken.to, a_.get());
-  EXPECT_FALSE(table_.take(id, taken));
+  EXPECT_FALSE(table_.take(id, *b_)) << "an answer of a worker that was not asked";
+  const std::optional<CallTable::Call> taken = table_.take(id, *a_);
+  ASSERT_TRUE(taken);
+  EXPECT_EQ(taken->future.get(), future);
+  EXPECT_EQ(taken->to, a_.get());
+  EXPECT_FALSE(table_.take(id, *a_));
   EXPECT_FALSE(table_.isOpen(id, *a_));
   EXPECT_EQ(table_.size(), 0u);
 }
 
+TEST_F(CallTableTest, KnowsTheLatestOpenCallOfEachThread) {
+  const std::thread::id other = std::thread().get_id();
+  const std::thread::id self = std::this_thread::get_id();
+  const auto openFrom = [&](std::thread::id sender) {
+    CallTable::Call made = call(*a_);
+    made.sender = sender;
+    return table_.open(std::move(made), isEarliest_);
+  };
+  EXPECT_FALSE(table_.latestOf(self));
+  const uint64_t first = openFrom(self);
+  const uint64_t second = openFrom(self);
+  const uint64_t others = openFrom(other);
+  EXPECT_EQ(table_.latestOf(self), second);
+  EXPECT_EQ(table_.latestOf(other), others);
+  ASSERT_TRUE(table_.take(first, *a_));
+  EXPECT_EQ(table_.latestOf(self), second) << "an earlier call has been answered";
+  ASSERT_TRUE(table_.take(second, *a_));
+  EXPECT_FALSE(table_.latestOf(self));
+  EXPECT_EQ(table_.takeAll().size(), 1u);
+  EXPECT_FALSE(table_.latestOf(other));
+}
+
 TEST_F(CallTableTest, IdsAreNotUsedAgain) {
-  CallTable::Call taken;
   const uint64_t first = open(*a_);
-  ASSERT_TRUE(table_.take(first, taken));
+  ASSERT_TRUE(table_.take(first, *a_));
   const uint64_t second = open(*a_);
   EXPECT_NE(first, second);
-  EXPECT_FALSE(table_.take(first, taken)) << "an answer to an earlier call does not complete a later one";
+  EXPECT_FALSE(table_.take(first, *a_)) << "an answer to an earlier call does not complete a later one";
   EXPECT_EQ(table_.opened(), 2u);
 }
 
@@ -104,8 +126,7 @@ TEST_F(CallTableTest, DeadlinesComeInOrder) {
     EXPECT_EQ(expired[at].id, ids[at + 1]);
   }
   EXPECT_EQ(next, start + milliseconds(5));
-  CallTable::Call taken;
-  ASSERT_TRUE(table_.take(ids[5], taken)); // answered in time
+  ASSERT_TRUE(table_.take(ids[5], *a_)); // answered in time
   expired = table_.takeExpired(start + std::chrono::hours(1), next);
   EXPECT_EQ(expired.size(), 4u);
   EXPECT_EQ(next, kNever);
@@ -178,9 +199,12 @@ TEST_F(CallTableTest, EachCallLeavesExactlyOnce) {
       std::mt19937 random(id);
       while (!isOver.load()) {
         const uint64_t latest = opened.load();
-        CallTable::Call call;
-        if (latest != 0 && table_.take(latest - 1 - random() % std::min<uint64_t>(latest, 64), call)) {
-          note(call);
+        if (latest == 0) {
+          continue;
+        }
+        const uint64_t answered = latest - 1 - random() % std::min<uint64_t>(latest, 64);
+        if (const auto call = table_.take(answered, answered % 3 == 0 ? *b_ : *a_)) {
+          note(*call);
         }
       }
     });

@@ -123,7 +123,7 @@ class SealedAgentIntruderTest : public ForgedFrameTest, private TransportListene
 TEST_F(SealedAgentIntruderTest, NoKindOfFrameIsTakenWithoutTheKey) {
   const Bytes body = wire::BodyWriter(MessageType::PYTHON_CALL).finish();
   uint64_t sent = 0;
-  for (int kind = 1; kind <= static_cast<int>(wire::Kind::kPong); ++kind) {
+  for (int kind = 1; kind <= static_cast<int>(wire::Kind::kRefused); ++kind) {
     for (const SendMode mode : {SendMode::kEager, SendMode::kRendezvous}) {
       wire::Header header = frame(static_cast<wire::Kind>(kind));
       send(header, body, mode); // without any tag
@@ -213,14 +213,14 @@ class SealedJoinTest : public SealedAgentTest {
 
   void makeMember(worker_id_t rank) {
     agents_[rank] = makeAgent(rank, &echo);
-    agent(rank).setMembership(
+    agent(rank).group().setMembership(
         {[this, rank](const std::string& /*record*/) {
            joins_.fetch_add(1);
-           agent(rank).addMembers(asToldTo(rank, {selfOf(1)}));
+           agent(rank).group().addMembers(asToldTo(rank, {selfOf(1)}));
          },
          [](uint64_t /*session*/) {}},
         joinKeyOf(rank));
-    agent(rank).addMembers(asToldTo(rank, {selfOf(rank)}));
+    agent(rank).group().addMembers(asToldTo(rank, {selfOf(rank)}));
   }
   Member selfOf(worker_id_t rank) {
     return memberOf(rank, agent(rank).session(), agent(rank).address());
@@ -231,15 +231,15 @@ class SealedJoinTest : public SealedAgentTest {
 
 TEST_F(SealedJoinTest, WhoHasTheSecretIsAdmitted) {
   makeMember(1);
-  agent(1).addMembers(asToldTo(1, {selfOf(0)}));
+  agent(1).group().addMembers(asToldTo(1, {selfOf(0)}));
   agent(1).start();
-  agent(1).announceJoin("record", {agent(0).session()});
-  EXPECT_TRUE(eventually([&] { return agent(1).unacknowledged().empty(); }));
+  agent(1).group().announceJoin("record", {agent(0).session()});
+  EXPECT_TRUE(eventually([&] { return agent(1).group().unacknowledged().empty(); }));
   EXPECT_EQ(textOf(*answer(call(1, 0, "ok"))), "ok");
   EXPECT_EQ(textOf(*answer(call(0, 1, "ok"))), "ok");
   EXPECT_EQ(joins_.load(), 1);
 
-  agent(1).announceJoin("record", {agent(0).session()}); // as a replay of the first
+  agent(1).group().announceJoin("record", {agent(0).session()}); // as a replay of the first
   EXPECT_TRUE(eventually([&] { return metric(0, "agent.frames_refused") == 1; }));
   EXPECT_EQ(joins_.load(), 1);
 }
@@ -249,11 +249,11 @@ TEST_F(SealedJoinTest, WhoHasNotIsNotEvenRead) {
   for (const std::string& guess : {std::string(), std::string("a guess"), joinKeyOf(1)}) {
     zero.joinKey = guess;
     agents_[1] = makeAgent(1, &echo);
-    agent(1).setMembership({[](const std::string& /*record*/) {}, [](uint64_t /*session*/) {}});
-    agent(1).addMembers({selfOf(1), zero});
+    agent(1).group().setMembership({[](const std::string& /*record*/) {}, [](uint64_t /*session*/) {}});
+    agent(1).group().addMembers({selfOf(1), zero});
     agent(1).start();
     const uint64_t before = metric(0, "agent.frames_refused");
-    agent(1).announceJoin("record", {agent(0).session()});
+    agent(1).group().announceJoin("record", {agent(0).session()});
     EXPECT_TRUE(eventually([&] { return metric(0, "agent.frames_refused") == before + 1; }));
     agent(1).shutdown(); // and its goodbye
     EXPECT_TRUE(eventually([&] { return metric(0, "agent.frames_refused") == before + 2; }));

@@ -22,9 +22,9 @@ namespace {
 using Task = Executor::Task;
 
 // Stands for Progress: sleeps in lead() until something is delivered or it is woken.
-class FakeProgress {
+class FakeProgress final : public Leader {
  public:
-  bool lead() {
+  bool lead() override {
     EXPECT_TRUE(Executor::isLeader());
     EXPECT_LT(leaders_.fetch_add(1), static_cast<int>(Executor::kMostLeaders));
     std::vector<Task> delivered;
@@ -63,7 +63,7 @@ class FakeProgress {
   std::atomic<int> leaders_{0};
 };
 
-class AgentThreadsTest : public testing::Test {
+class ExecutorTest : public testing::Test {
  protected:
   static constexpr size_t kMaxRequests =
       12; // more than the machine has cores, so that both rules for new threads are met
@@ -73,10 +73,9 @@ class AgentThreadsTest : public testing::Test {
         maxRequests,
         nestingLimit,
         ThreadHooks{[this] { started_.fetch_add(1); }, [this] { ended_.fetch_add(1); }},
-        [this] { return progress_.lead(); },
-        [this](Executor::Clock::time_point when) { timer_.dueBy(when); });
+        timer_);
     timer_.start();
-    threads_->start();
+    threads_->start(progress_);
   }
 
   void TearDown() override {
@@ -111,11 +110,11 @@ class AgentThreadsTest : public testing::Test {
   std::atomic<bool> isDone_{false}; // set by tasks that may outlast the body of a failing test
   std::atomic<int> started_{0};
   std::atomic<int> ended_{0};
+  Timer timer_;
   std::shared_ptr<Executor> threads_;
-  Timer timer_{[this](Timer::Clock::time_point now) { return threads_->check(now); }};
 };
 
-TEST_F(AgentThreadsTest, RunsWhatTheLeaderBrings) {
+TEST_F(ExecutorTest, RunsWhatTheLeaderBrings) {
   start();
   std::atomic<int> requests{0};
   std::atomic<int> completions{0};
@@ -134,7 +133,7 @@ TEST_F(AgentThreadsTest, RunsWhatTheLeaderBrings) {
   EXPECT_TRUE(eventually([&] { return requests.load() == 1000 && completions.load() == 1000; }));
 }
 
-TEST_F(AgentThreadsTest, RunsWhatOtherThreadsAdd) {
+TEST_F(ExecutorTest, RunsWhatOtherThreadsAdd) {
   start();
   std::atomic<int> done{0};
   std::vector<std::thread> adders;
@@ -152,7 +151,7 @@ TEST_F(AgentThreadsTest, RunsWhatOtherThreadsAdd) {
   EXPECT_TRUE(eventually([&] { return done.load() == 4000; }));
 }
 
-TEST_F(AgentThreadsTest, RequestsAreBegunInOrder) {
+TEST_F(ExecutorTest, RequestsAreBegunInOrder) {
   start(1);
   std::vector<int> order; // one request at a time: no lock needed
   std::atomic<int> done{0};
@@ -168,7 +167,7 @@ TEST_F(AgentThreadsTest, RequestsAreBegunInOrder) {
   EXPECT_TRUE(std::is_sorted(order.begin(), order.end()));
 }
 
-TEST_F(AgentThreadsTest, AtMostTheSetNumberOfRequestsRunAtOnce) {
+TEST_F(ExecutorTest, AtMostTheSetNumberOfRequestsRunAtOnce) {
   start(3);
   blockRequests(3);
   std::atomic<int> later{0};
@@ -188,7 +187,7 @@ TEST_F(AgentThreadsTest, AtMostTheSetNumberOfRequestsRunAtOnce) {
   EXPECT_TRUE(eventually([&] { return later.load() == 5; }));
 }
 
-TEST_F(AgentThreadsTest, RequestsThatWaitForCallsOfTheirOwnMakeRoomForOthers) {
+TEST_F(ExecutorTest, RequestsThatWaitForCallsOfTheirOwnMakeRoomForOthers) {
   constexpr size_t kDepth = 100;
   start(2, kDepth);
   // Each request waits for the next one.
@@ -200,7 +199,7 @@ TEST_F(AgentThreadsTest, RequestsThatWaitForCallsOfTheirOwnMakeRoomForOthers) {
   std::function<void(size_t)> add = [&](size_t level) {
     threads_->addRequest([&, level] {
       if (level + 1 < kDepth) {
-        const std::shared_ptr<void> call = Executor::nest();
+        const std::shared_ptr<void> call = Executor::markBlocked();
         add(level + 1);
         gates[level + 1]->pass();
       }
@@ -214,11 +213,11 @@ TEST_F(AgentThreadsTest, RequestsThatWaitForCallsOfTheirOwnMakeRoomForOthers) {
   EXPECT_EQ(threads_->counts().nestingRequests, 0u);
 }
 
-TEST_F(AgentThreadsTest, CallsThatOutliveTheirRequestAreNoOnesWait) {
+TEST_F(ExecutorTest, CallsThatOutliveTheirRequestAreNoOnesWait) {
   start(1);
   std::shared_ptr<void> call;
   threads_->addRequest([&] {
-    call = Executor::nest();
+    call = Executor::markBlocked();
     isDone_.store(true);
   });
   EXPECT_TRUE(eventually([&] { return isDone_.load() && threads_->counts().runningRequests == 0; }));
@@ -226,14 +225,14 @@ TEST_F(AgentThreadsTest, CallsThatOutliveTheirRequestAreNoOnesWait) {
   blockRequests(1);
   call.reset();
   EXPECT_EQ(threads_->counts().nestingRequests, 0u);
-  EXPECT_TRUE(Executor::nest() == nullptr) << "this thread runs no request";
+  EXPECT_TRUE(Executor::markBlocked() == nullptr) << "this thread runs no request";
 }
 
-TEST_F(AgentThreadsTest, RequestIsRefusedWhenAllThereMayBeWait) {
+TEST_F(ExecutorTest, RequestIsRefusedWhenAllThereMayBeWait) {
   start(2, 4);
   for (int request = 0; request < 4; ++request) {
     threads_->addRequest([this] {
-      const std::shared_ptr<void> call = Executor::nest();
+      const std::shared_ptr<void> call = Executor::markBlocked();
       gate_.pass();
     });
   }
@@ -246,7 +245,7 @@ TEST_F(AgentThreadsTest, RequestIsRefusedWhenAllThereMayBeWait) {
   EXPECT_EQ(threads_->counts().waitingRequests, 0u);
 }
 
-TEST_F(AgentThreadsTest, WhatFollowsATaskRunsWhenThatIsOver) {
+TEST_F(ExecutorTest, WhatFollowsATaskRunsWhenThatIsOver) {
   start();
   std::vector<int> order; // by one thread
   struct AtEnd {
@@ -269,7 +268,7 @@ TEST_F(AgentThreadsTest, WhatFollowsATaskRunsWhenThatIsOver) {
   EXPECT_FALSE(Executor::isInTask()) << "this thread is none of the agent's";
 }
 
-TEST_F(AgentThreadsTest, HooksAreForTasksThatAskForThem) {
+TEST_F(ExecutorTest, HooksAreForTasksThatAskForThem) {
   start();
   ASSERT_TRUE(eventually([this] { return progress_.isLed(); }));
   std::atomic<int> done{0};
@@ -292,13 +291,13 @@ TEST_F(AgentThreadsTest, HooksAreForTasksThatAskForThem) {
   EXPECT_EQ(started_.load(), 1) << "this thread is none of the agent's";
 }
 
-TEST_F(AgentThreadsTest, AllRequestsThatMayRunDoRunWhenTheyBlock) {
+TEST_F(ExecutorTest, AllRequestsThatMayRunDoRunWhenTheyBlock) {
   start();
   blockRequests(kMaxRequests);
   EXPECT_TRUE(eventually([&] { return progress_.isLed(); }));
 }
 
-TEST_F(AgentThreadsTest, CompletionThatArrivesDoesNotWaitBehindBlockedRequests) {
+TEST_F(ExecutorTest, CompletionThatArrivesDoesNotWaitBehindBlockedRequests) {
   start();
   blockRequests(kMaxRequests);
   std::atomic<bool> isDone{false};
@@ -307,9 +306,9 @@ TEST_F(AgentThreadsTest, CompletionThatArrivesDoesNotWaitBehindBlockedRequests) 
 }
 
 // A timer, or a thread that calls its own worker, adds tasks while the leader sleeps and everyone else is blocked.
-class AgentThreadsBlockedTest : public AgentThreadsTest, public testing::WithParamInterface<size_t> {};
+class ExecutorBlockedTest : public ExecutorTest, public testing::WithParamInterface<size_t> {};
 
-TEST_P(AgentThreadsBlockedTest, CompletionAddedFromOutsideDoesNotWait) {
+TEST_P(ExecutorBlockedTest, CompletionAddedFromOutsideDoesNotWait) {
   start();
   blockRequests(GetParam());
   ASSERT_TRUE(eventually([&] { return progress_.isLed(); }));
@@ -317,9 +316,9 @@ TEST_P(AgentThreadsBlockedTest, CompletionAddedFromOutsideDoesNotWait) {
   EXPECT_TRUE(eventually([&] { return isDone_.load(); }, std::chrono::seconds(5)));
 }
 
-INSTANTIATE_TEST_SUITE_P(Requests, AgentThreadsBlockedTest, testing::Values(1, 2, 3, 4, 8, 12));
+INSTANTIATE_TEST_SUITE_P(Requests, ExecutorBlockedTest, testing::Values(1, 2, 3, 4, 8, 12));
 
-TEST_F(AgentThreadsTest, RequestAddedFromOutsideDoesNotWaitForBlockedOnes) {
+TEST_F(ExecutorTest, RequestAddedFromOutsideDoesNotWaitForBlockedOnes) {
   start();
   blockRequests(kMaxRequests - 1);
   ASSERT_TRUE(eventually([&] { return progress_.isLed(); }));
@@ -328,7 +327,7 @@ TEST_F(AgentThreadsTest, RequestAddedFromOutsideDoesNotWaitForBlockedOnes) {
 }
 
 // A chain in which each request waits for a later one: it ends only if there is always someone to lead and to run.
-TEST_F(AgentThreadsTest, RequestsThatWaitForLaterOnesAreServed) {
+TEST_F(ExecutorTest, RequestsThatWaitForLaterOnesAreServed) {
   start();
   std::vector<Gate> gates(kMaxRequests);
   std::atomic<size_t> done{0};
@@ -351,7 +350,7 @@ TEST_F(AgentThreadsTest, RequestsThatWaitForLaterOnesAreServed) {
   }
 }
 
-TEST_F(AgentThreadsTest, SomeoneLeadsWhileTasksRun) {
+TEST_F(ExecutorTest, SomeoneLeadsWhileTasksRun) {
   start();
   for (size_t blocked = 1; blocked <= kMaxRequests; ++blocked) {
     progress_.arrive([this] { threads_->addRequest([this] { gate_.pass(); }); });
@@ -359,7 +358,7 @@ TEST_F(AgentThreadsTest, SomeoneLeadsWhileTasksRun) {
   }
 }
 
-TEST_F(AgentThreadsTest, ThreadsStayWithinTheirBound) {
+TEST_F(ExecutorTest, ThreadsStayWithinTheirBound) {
   start(4);
   std::atomic<int> done{0};
   for (int count = 0; count < 2000; ++count) {
@@ -394,16 +393,16 @@ class AddsOnDestruction {
   std::atomic<bool>& isDone_;
 };
 
-TEST_F(AgentThreadsTest, TaskIsDestroyedWithoutAnyLock) {
+TEST_F(ExecutorTest, TaskIsDestroyedWithoutAnyLock) {
   start();
   threads_->addRequest([owned = std::make_unique<AddsOnDestruction>(*threads_, isDone_)] {});
   EXPECT_TRUE(eventually([&] { return isDone_.load(); }));
 }
 
-TEST_F(AgentThreadsTest, RefusedRequestIsDestroyedWithoutAnyLock) {
+TEST_F(ExecutorTest, RefusedRequestIsDestroyedWithoutAnyLock) {
   start(1, 1);
   threads_->addRequest([this] {
-    const std::shared_ptr<void> call = Executor::nest();
+    const std::shared_ptr<void> call = Executor::markBlocked();
     gate_.pass();
   });
   ASSERT_TRUE(eventually([this] { return threads_->counts().nestingRequests == 1; }));
@@ -411,7 +410,7 @@ TEST_F(AgentThreadsTest, RefusedRequestIsDestroyedWithoutAnyLock) {
   EXPECT_TRUE(eventually([&] { return isDone_.load(); }));
 }
 
-TEST_F(AgentThreadsTest, StopDropsRequestsThatWait) {
+TEST_F(ExecutorTest, StopDropsRequestsThatWait) {
   start(1);
   blockRequests(1);
   std::atomic<bool> hasRun{false};
@@ -425,7 +424,7 @@ TEST_F(AgentThreadsTest, StopDropsRequestsThatWait) {
   EXPECT_FALSE(hasRun.load());
 }
 
-TEST_F(AgentThreadsTest, StopRunsCompletionsThatWait) {
+TEST_F(ExecutorTest, StopRunsCompletionsThatWait) {
   start(1);
   std::atomic<int> done{0};
   // Blocked completions fill the threads up to their bound, so that the last one has to wait.
@@ -444,7 +443,7 @@ TEST_F(AgentThreadsTest, StopRunsCompletionsThatWait) {
   EXPECT_EQ(done.load(), 5) << "futures must be completed, whoever does it";
 }
 
-TEST_F(AgentThreadsTest, CompletionAddedAfterStopIsRun) {
+TEST_F(ExecutorTest, CompletionAddedAfterStopIsRun) {
   start();
   EXPECT_EQ(stop(), 0u);
   threads_->addCompletion([this] { isDone_.store(true); });
@@ -452,7 +451,7 @@ TEST_F(AgentThreadsTest, CompletionAddedAfterStopIsRun) {
       << "a future that hangs on it is never completed";
 }
 
-TEST_F(AgentThreadsTest, StopLeavesStuckThreadsBehindAndCountsThem) {
+TEST_F(ExecutorTest, StopLeavesStuckThreadsBehindAndCountsThem) {
   start();
   blockRequests(3);
   EXPECT_EQ(stop(std::chrono::milliseconds(100)), 3u);
@@ -460,7 +459,7 @@ TEST_F(AgentThreadsTest, StopLeavesStuckThreadsBehindAndCountsThem) {
   EXPECT_TRUE(eventually([&] { return started_.load() == ended_.load(); })) << "they end when they return";
 }
 
-TEST_F(AgentThreadsTest, StuckThreadsMayOutliveTheirOwner) {
+TEST_F(ExecutorTest, StuckThreadsMayOutliveTheirOwner) {
   start();
   blockRequests(2);
   EXPECT_EQ(stop(std::chrono::milliseconds(20)), 2u);
@@ -469,7 +468,7 @@ TEST_F(AgentThreadsTest, StuckThreadsMayOutliveTheirOwner) {
   EXPECT_TRUE(eventually([&] { return started_.load() == ended_.load(); }));
 }
 
-TEST_F(AgentThreadsTest, StopTwiceIsStopOnce) {
+TEST_F(ExecutorTest, StopTwiceIsStopOnce) {
   start();
   EXPECT_EQ(stop(), 0u);
   EXPECT_EQ(stop(), 0u);

@@ -9,8 +9,9 @@
 #include <unistd.h>
 
 #include <atomic>
-#include <deque>
-#include <mutex>
+#include <functional>
+#include <memory>
+#include <optional>
 #include <string>
 #include <thread>
 #include <vector>
@@ -20,19 +21,17 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// A Progress over a loopback transport whose messages become deliveries.
-class Station final : public TransportListener {
+// A Progress over a loopback transport whose messages become events: their call ids.
+class TestEndpoint final : public TransportListener, private ProgressClient {
  public:
-  Station(LoopbackNetwork& network, const std::string& name, Waiting waiting)
-      : transport_(network.makeTransport(name)),
-        progress(
-            *transport_,
-            [] {},
-            [this](Deliveries deliveries) { dispatched.fetch_add(deliveries.messages.size()); },
-            waiting) {
+  // Called with the call ids of a batch, and how the thread that hands them out drives.
+  using Hand = std::function<void(const std::vector<uint64_t>& calls, const std::optional<Driver>& driver)>;
+
+  TestEndpoint(LoopbackNetwork& network, const std::string& name, Waiting waiting)
+      : transport_(network.makeTransport(name)), progress(*transport_, *this, waiting) {
     transport_->setListener(this);
   }
-  ~Station() override {
+  ~TestEndpoint() override {
     if (!isClosed_) {
       close();
     }
@@ -43,17 +42,17 @@ class Station final : public TransportListener {
     progress.close([this] { transport_->close(0); });
   }
 
-  void onEager(std::span<const std::byte> header, std::span<const std::byte> /*bytes*/) override {
-    IncomingMessage message;
-    EXPECT_FALSE(wire::readHeader(header, message.header));
-    progress.deliveries().messages.push_back(std::move(message));
+  void onEager(std::span<const std::byte> headerBytes, std::span<const std::byte> /*bytes*/) override {
+    wire::Header header;
+    EXPECT_FALSE(wire::readHeader(headerBytes, header));
+    arrive(header.callId);
   }
   void onParked(std::span<const std::byte> /*header*/, void* parked, uint64_t /*bytes*/) override {
     transport_->refuse(parked);
   }
   void onEndpointFailed(EndpointId /*endpoint*/, const Error& /*error*/) override {}
 
-  void connect(const Station& peer) {
+  void connect(const TestEndpoint& peer) {
     progress.run([&] { EXPECT_FALSE(transport_->connect(peer.transport_->address(), endpoint_)); });
   }
   void send(uint64_t callId) {
@@ -63,42 +62,88 @@ class Station final : public TransportListener {
       transport_->send(endpoint_, header, {}, SendMode::kEager, [](Error error) { EXPECT_FALSE(error); });
     });
   }
-  // As an operation does that brings something about by itself.
-  void deliver(uint64_t callId) {
-    IncomingMessage message;
-    message.header.callId = callId;
-    progress.deliveries().messages.push_back(std::move(message));
+  // As an operation does that brings something about by itself. Under the worker lock.
+  void arrive(uint64_t callId) {
+    pending_.push_back(callId);
+  }
+  // Set before threads drive.
+  void handTo(Hand hand) {
+    hand_ = std::move(hand);
+  }
+
+  std::atomic<uint64_t> withoutDriver{0}; // calls that were handed out by threads that did not drive
+  std::atomic<uint64_t> toLeaders{0};
+  std::atomic<uint64_t> toWaitingCaller{0};
+  std::atomic<int> deferredStarts{0};
+  uint64_t all() const {
+    return withoutDriver.load() + toLeaders.load() + toWaitingCaller.load();
   }
 
  private:
+  class Batch final : public EventBatch {
+   public:
+    Batch(TestEndpoint& endpoint, std::vector<uint64_t> calls) : endpoint_(endpoint), calls_(std::move(calls)) {}
+    void dispatch(const std::optional<Driver>& driver) override {
+      std::atomic<uint64_t>& count = !driver ? endpoint_.withoutDriver
+          : driver->role == Role::kLeader    ? endpoint_.toLeaders
+                                             : endpoint_.toWaitingCaller;
+      count.fetch_add(calls_.size());
+      if (endpoint_.hand_) {
+        endpoint_.hand_(calls_, driver);
+      }
+    }
+
+   private:
+    TestEndpoint& endpoint_;
+    const std::vector<uint64_t> calls_;
+  };
+
+  void startDeferredWithWorkerLock() override {
+    deferredStarts.fetch_add(1);
+  }
+  bool hasEventsWithWorkerLock() const override {
+    return !pending_.empty();
+  }
+  std::unique_ptr<EventBatch> takeEventsWithWorkerLock() override {
+    return pending_.empty() ? nullptr : std::make_unique<Batch>(*this, std::exchange(pending_, {}));
+  }
+
   std::unique_ptr<Transport> transport_;
   EndpointId endpoint_ = 0;
   bool isClosed_ = false;
+  Hand hand_;
+  std::vector<uint64_t> pending_; // guarded by the worker lock
 
  public:
-  std::atomic<uint64_t> dispatched{0}; // what neither leader nor visitor got
   Progress progress;
 };
 
-// Leads, as an agent thread does, until it is told to stop, and hands on what it gets.
-class Leader {
+// Leads once; false if there was nothing to hand out.
+template <typename IsDone>
+bool lead(TestEndpoint& endpoint, IsDone isDone) {
+  const std::unique_ptr<EventBatch> events = endpoint.progress.lead(isDone);
+  if (events != nullptr) {
+    events->dispatch(Driver{Role::kLeader, std::nullopt});
+  }
+  return events != nullptr;
+}
+
+// Leads, as an agent thread does, until it is told to stop.
+class LeadingThread {
  public:
-  explicit Leader(
-      Progress& progress, std::function<void(Deliveries&)> hand = [](Deliveries&) {})
-      : progress_(progress), thread_([this, hand] {
-          while (!isStopping_.load()) {
-            Deliveries deliveries = progress_.lead([this] { return isStopping_.load(); });
-            hand(deliveries);
-          }
-        }) {}
-  ~Leader() {
+  explicit LeadingThread(TestEndpoint& endpoint) : endpoint_(endpoint), thread_([this] {
+                                                     while (!isStopping_.load()) {
+                                                       (void)lead(endpoint_, [this] { return isStopping_.load(); });
+                                                     }
+                                                   }) {}
+  ~LeadingThread() {
     isStopping_.store(true);
-    progress_.wake();
+    endpoint_.progress.wake();
     thread_.join();
   }
 
  private:
-  Progress& progress_;
+  TestEndpoint& endpoint_;
   std::atomic<bool> isStopping_{false};
   std::thread thread_;
 };
@@ -106,8 +151,8 @@ class Leader {
 class ProgressTest : public testing::TestWithParam<Waiting> {
  protected:
   LoopbackNetwork network_;
-  Station a_{network_, "a", GetParam()};
-  Station b_{network_, "b", GetParam()};
+  TestEndpoint a_{network_, "a", GetParam()};
+  TestEndpoint b_{network_, "b", GetParam()};
 };
 
 std::string nameOf(const testing::TestParamInfo<Waiting>& info) {
@@ -134,11 +179,24 @@ TEST_P(ProgressTest, OperationMaySubmitAnother) {
   EXPECT_EQ(order, (std::vector<int>{1, 3, 2}));
 }
 
-TEST_P(ProgressTest, WhatAnOperationBringsAboutIsDispatchedWithoutTheLock) {
-  a_.progress.submit([&] { a_.deliver(1); });
-  EXPECT_EQ(a_.dispatched.load(), 1u);
-  a_.progress.run([&] { a_.deliver(2); });
-  EXPECT_EQ(a_.dispatched.load(), 2u);
+TEST_P(ProgressTest, EventsOfAnOperationAreDispatchedWithoutTheLock) {
+  std::vector<uint64_t> got;
+  a_.handTo([&](const std::vector<uint64_t>& calls, const std::optional<Driver>& driver) {
+    EXPECT_FALSE(driver) << "it has only submitted an operation";
+    a_.progress.run([&] { got.insert(got.end(), calls.begin(), calls.end()); }); // takes the lock
+  });
+  a_.progress.submit([&] { a_.arrive(1); });
+  EXPECT_EQ(got, std::vector<uint64_t>{1});
+  a_.progress.run([&] { a_.arrive(2); });
+  EXPECT_EQ(got, (std::vector<uint64_t>{1, 2}));
+}
+
+TEST_P(ProgressTest, DeferredWorkIsStartedOnRequest) {
+  const int before = a_.deferredStarts.load();
+  a_.progress.requestStartDeferred();
+  EXPECT_EQ(a_.deferredStarts.load(), before + 1);
+  a_.progress.submit([&] { a_.progress.requestStartDeferredWithWorkerLock(); });
+  EXPECT_EQ(a_.deferredStarts.load(), before + 2) << "after the operation; what it asked for is done with that";
 }
 
 TEST_P(ProgressTest, NothingSubmittedIsLostWhileOneLeads) {
@@ -148,7 +206,7 @@ TEST_P(ProgressTest, NothingSubmittedIsLostWhileOneLeads) {
   bool isOrdered = true;
   int total = 0;
   {
-    const Leader leader(a_.progress);
+    const LeadingThread leader(a_);
     std::vector<std::thread> submitters;
     for (int id = 0; id < kThreads; ++id) {
       submitters.emplace_back([&, id] {
@@ -177,24 +235,23 @@ TEST_P(ProgressTest, NothingSubmittedIsLostWhileOneLeads) {
 TEST_P(ProgressTest, LeaderReturnsWhatArrives) {
   a_.connect(b_);
   std::vector<uint64_t> got;
+  b_.handTo([&](const std::vector<uint64_t>& calls, const std::optional<Driver>& /*driver*/) {
+    got.insert(got.end(), calls.begin(), calls.end());
+  });
   std::thread sender([&] {
     for (uint64_t callId = 0; callId < 1000; ++callId) {
       a_.send(callId);
     }
   });
   while (got.size() < 1000) {
-    const Deliveries deliveries = b_.progress.lead([] { return false; });
-    ASSERT_FALSE(deliveries.empty());
-    for (const IncomingMessage& message : deliveries.messages) {
-      got.push_back(message.header.callId);
-    }
+    ASSERT_TRUE(lead(b_, [] { return false; }));
   }
   sender.join();
   EXPECT_TRUE(std::is_sorted(got.begin(), got.end()));
 }
 
 TEST_P(ProgressTest, LeadEndsWhenItIsDone) {
-  EXPECT_TRUE(a_.progress.lead([] { return true; }).empty());
+  EXPECT_FALSE(lead(a_, [] { return true; }));
 }
 
 TEST_P(ProgressTest, WakeEndsASleepThatIsDone) {
@@ -203,75 +260,91 @@ TEST_P(ProgressTest, WakeEndsASleepThatIsDone) {
     isDone.store(true);
     a_.progress.wake();
   });
-  EXPECT_TRUE(a_.progress.lead([&] { return isDone.load(); }).empty());
+  EXPECT_FALSE(lead(a_, [&] { return isDone.load(); }));
   waker.join();
 }
 
-// A call in miniature, thousands of times: a caller that waits as a visitor sends to an echo, while an agent thread leads. Each
+TEST_P(ProgressTest, OneCallerDrivesAtATime) {
+  std::atomic<bool> isDone{false};
+  std::thread first([&] { EXPECT_TRUE(a_.progress.driveUntil([&] { return isDone.load(); }, 1)); });
+  EXPECT_TRUE(eventually([&] { return !a_.progress.driveUntil([] { return true; }, 2); }))
+      << "the second is told to wait otherwise";
+  isDone.store(true);
+  a_.progress.wake();
+  first.join();
+  EXPECT_TRUE(a_.progress.driveUntil([] { return true; }, 3));
+}
+
+TEST_P(ProgressTest, DriverSaysWhatItWaitsFor) {
+  a_.connect(b_);
+  std::atomic<uint64_t> awaited{0};
+  b_.handTo([&](const std::vector<uint64_t>& calls, const std::optional<Driver>& driver) {
+    if (driver && driver->role == Role::kWaitingCaller) {
+      awaited.store(driver->awaitedCall.value_or(0));
+    }
+    EXPECT_EQ(calls, std::vector<uint64_t>{1});
+  });
+  a_.send(1);
+  while (b_.all() == 0) {
+    EXPECT_TRUE(b_.progress.driveUntil([&] { return b_.all() != 0; }, 7));
+  }
+  EXPECT_EQ(awaited.load(), 7u);
+}
+
+// A call in miniature, thousands of times: a caller that drives while it waits sends to an echo, while an agent thread leads. Each
 // answer is delivered once, to either of the two, and none is left lying.
-TEST_P(ProgressTest, NoAnswerIsLostBetweenLeaderAndVisitor) {
+TEST_P(ProgressTest, NoAnswerIsLostBetweenLeaderAndWaitingCaller) {
   constexpr uint64_t kCalls = 5000;
   a_.connect(b_);
   b_.connect(a_);
-  std::atomic<uint64_t> answers{0};
-  std::atomic<uint64_t> toVisitor{0};
-  const Leader echo(b_.progress, [&](Deliveries& deliveries) {
-    for (const IncomingMessage& message : deliveries.messages) {
-      b_.send(message.header.callId);
+  b_.handTo([&](const std::vector<uint64_t>& calls, const std::optional<Driver>& /*driver*/) {
+    for (const uint64_t call : calls) {
+      b_.send(call);
     }
   });
-  const Leader leader(a_.progress, [&](Deliveries& deliveries) {
-    answers.fetch_add(deliveries.messages.size());
-    if (!deliveries.messages.empty()) {
-      a_.progress.wake(); // as the agent does when another thread completes a call
+  a_.handTo([&](const std::vector<uint64_t>& /*calls*/, const std::optional<Driver>& driver) {
+    if (driver && driver->role == Role::kLeader) {
+      a_.progress.wakeWaitingCaller(); // as the agent does when another thread completes a call
     }
   });
+  const LeadingThread echo(b_);
+  const LeadingThread leader(a_);
   auto slowest = Clock::duration::zero();
   for (uint64_t call = 1; call <= kCalls; ++call) {
     a_.send(call);
     const auto began = Clock::now();
-    const auto isAnswered = [&] { return answers.load() + a_.dispatched.load() >= call; };
+    const auto isAnswered = [&] { return a_.all() >= call; };
     while (!isAnswered()) {
-      const Deliveries deliveries = a_.progress.visit(isAnswered);
-      answers.fetch_add(deliveries.messages.size());
-      toVisitor.fetch_add(deliveries.messages.size());
+      EXPECT_TRUE(a_.progress.driveUntil(isAnswered, call));
     }
-    a_.progress.leave();
     slowest = std::max(slowest, Clock::now() - began);
   }
-  EXPECT_EQ(answers.load() + a_.dispatched.load(), kCalls);
-  RecordProperty("answers_to_the_visitor", std::to_string(toVisitor.load()));
+  EXPECT_EQ(a_.all(), kCalls);
+  RecordProperty("answers_to_the_waiting_caller", std::to_string(a_.toWaitingCaller.load()));
   // A lost wake-up shows as a sleep of its full bound, half a second.
   EXPECT_LT(std::chrono::duration<double>(slowest).count(), 0.45);
 }
 
-TEST_P(ProgressTest, VisitorThatLeavesHandsOverToTheLeader) {
+TEST_P(ProgressTest, CallerThatEndsHandsOverToTheLeader) {
   a_.connect(b_);
-  b_.connect(a_);
-  std::atomic<uint64_t> got{0};
-  const Leader leader(b_.progress, [&](Deliveries& deliveries) { got.fetch_add(deliveries.messages.size()); });
+  const LeadingThread leader(b_);
   auto slowest = Clock::duration::zero();
   for (uint64_t round = 1; round <= 500; ++round) {
-    std::atomic<bool> isAway{false};
-    std::thread visitor([&] {
-      Deliveries deliveries = b_.progress.visit([&] { return isAway.load(); });
-      got.fetch_add(deliveries.messages.size());
-      b_.progress.leave();
+    std::atomic<bool> isOver{false};
+    std::thread caller([&] {
+      (void)b_.progress.driveUntil([&] { return isOver.load() || b_.all() == round; }, std::nullopt);
     });
     if (round % 2 == 0) {
-      isAway.store(true);
+      isOver.store(true);
       b_.progress.wake();
     }
     const auto began = Clock::now();
     a_.send(round);
-    ASSERT_TRUE(eventually([&] { return got.load() + b_.dispatched.load() == round; })) << round;
+    ASSERT_TRUE(eventually([&] { return b_.all() == round; })) << round;
     slowest = std::max(slowest, Clock::now() - began);
-    isAway.store(true);
-    ASSERT_TRUE(eventually([&] {
-      b_.progress.wake();
-      return true;
-    }));
-    visitor.join();
+    isOver.store(true);
+    b_.progress.wake();
+    caller.join();
   }
   EXPECT_LT(std::chrono::duration<double>(slowest).count(), 0.45);
 }
@@ -282,7 +355,7 @@ TEST_P(ProgressTest, WatchedDescriptorRunsItsOperationOnce) {
   std::atomic<int> runs{0};
   a_.progress.watch(fd, [&] { runs.fetch_add(1); });
   {
-    const Leader leader(a_.progress);
+    const LeadingThread leader(a_);
     const uint64_t one = 1;
     ASSERT_EQ(write(fd, &one, sizeof(one)), static_cast<ssize_t>(sizeof(one)));
     EXPECT_TRUE(eventually([&] { return runs.load() == 1; }));
@@ -296,7 +369,7 @@ TEST_P(ProgressTest, CloseEndsTheLeaderAndLaterOperationsStillRun) {
   std::atomic<bool> hasEnded{false};
   std::thread leader([&] {
     while (!hasEnded.load()) {
-      (void)a_.progress.lead([&] { return hasEnded.load(); });
+      (void)lead(a_, [&] { return hasEnded.load(); });
     }
   });
   hasEnded.store(true);
@@ -305,9 +378,8 @@ TEST_P(ProgressTest, CloseEndsTheLeaderAndLaterOperationsStillRun) {
   bool hasRun = false;
   a_.progress.submit([&] { hasRun = true; });
   EXPECT_TRUE(hasRun) << "what they own must not stay queued";
-  EXPECT_TRUE(a_.progress.lead([] { return false; }).empty()) << "returns at once";
-  EXPECT_TRUE(a_.progress.visit([] { return false; }).empty());
-  a_.progress.leave();
+  EXPECT_FALSE(lead(a_, [] { return false; })) << "returns at once";
+  EXPECT_TRUE(a_.progress.driveUntil([] { return false; }, std::nullopt)) << "likewise";
 }
 
 TEST_P(ProgressTest, CloseAmidSubmissionsLosesNone) {

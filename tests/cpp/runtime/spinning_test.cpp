@@ -46,10 +46,10 @@ TEST_F(SpinningTest, AutoEndsASpinAtItsLimit) {
   }
 }
 
-TEST_F(SpinningTest, LeadersAndVisitorsLearnApart) {
+TEST_F(SpinningTest, LeadersAndWaitingCallersLearnApart) {
   Spinning spinning(Waiting::kAuto, 2);
-  waitShortly(spinning, Role::kVisitor);
-  EXPECT_TRUE(spinning.isOn(Role::kVisitor));
+  waitShortly(spinning, Role::kWaitingCaller);
+  EXPECT_TRUE(spinning.isOn(Role::kWaitingCaller));
   EXPECT_FALSE(spinning.isOn(Role::kLeader));
 }
 
@@ -61,7 +61,7 @@ TEST_F(SpinningTest, WhoSleptWhileOthersWereServedHasNotWaitedForLong) {
     (void)guard.spin(false);
   }
   std::this_thread::sleep_for(2 * (Spinning::kLimit + Spinning::kWakeUp));
-  waitShortly(spinning, Role::kVisitor, 1);
+  waitShortly(spinning, Role::kWaitingCaller, 1);
   for (Spinning::Wait& guard : guards) {
     guard.end();
   }
@@ -132,7 +132,7 @@ TEST_F(SpinningTest, BackSoonIsWhoWasAwayShortly) {
     spinning.wasAway(Role::kLeader, Spinning::kShortAbsence / 2);
   }
   EXPECT_TRUE(spinning.isBackSoon(Role::kLeader));
-  EXPECT_FALSE(spinning.isBackSoon(Role::kVisitor));
+  EXPECT_FALSE(spinning.isBackSoon(Role::kWaitingCaller));
   for (int time = 0; time < 5; ++time) {
     spinning.wasAway(Role::kLeader, Spinning::kShortAbsence * 2);
   }

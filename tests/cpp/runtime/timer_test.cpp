@@ -6,137 +6,201 @@
 
 #include <atomic>
 #include <chrono>
-#include <mutex>
+#include <string>
+#include <thread>
 #include <vector>
 
 namespace torch_ucx_rpc {
 namespace {
 
 using Clock = Timer::Clock;
+using TimePoint = Timer::TimePoint;
+using std::chrono::hours;
 using std::chrono::milliseconds;
 
-constexpr auto kNever = Clock::time_point::max();
+// ----------------------------------------------------------------------------------------- tasks, by a fake clock
 
-TEST(TimerTest, CallsWhenItIsDueAndNotBefore) {
-  std::atomic<int> calls{0};
-  std::atomic<bool> isEarly{false};
-  const Clock::time_point due = Clock::now() + milliseconds(30);
-  Timer timer([&](Clock::time_point now) {
-    isEarly.store(now < due);
-    calls.fetch_add(1);
-    return kNever;
-  });
-  timer.start();
-  timer.dueBy(due);
-  EXPECT_TRUE(eventually([&] { return calls.load() == 1; }));
-  EXPECT_FALSE(isEarly.load());
+class TimerTasksTest : public testing::Test {
+ protected:
+  // A task that notes its runs, and wants to run again after `period`; never for zero.
+  Timer::Task& add(const std::string& name, milliseconds period = milliseconds(0)) {
+    return timer_.add(name, [this, name, period](TimePoint now) {
+      EXPECT_EQ(now, now_);
+      ran_.push_back(name);
+      return period.count() != 0 ? now + period : Timer::kNever;
+    });
+  }
+
+  // The names of the tasks that run when so much time has passed.
+  std::vector<std::string> after(milliseconds time) {
+    now_ += time;
+    ran_.clear();
+    next_ = timer_.runDue(now_);
+    return ran_;
+  }
+
+  using Names = std::vector<std::string>;
+
+  TimePoint now_ = Clock::now();
+  TimePoint next_{};
+  Names ran_;
+  Timer timer_{[this] { return now_; }};
+};
+
+TEST_F(TimerTasksTest, TaskRunsWhenItIsDueAndNotBefore) {
+  Timer::Task& task = add("task");
+  EXPECT_EQ(task.name(), "task");
+  EXPECT_EQ(after(hours(1)), Names{}) << "nobody has asked for it";
+  EXPECT_EQ(next_, Timer::kNever);
+  task.dueIn(milliseconds(30));
+  EXPECT_EQ(after(milliseconds(29)), Names{});
+  EXPECT_EQ(next_, now_ + milliseconds(1));
+  EXPECT_EQ(after(milliseconds(1)), Names{"task"});
+  EXPECT_EQ(next_, Timer::kNever);
+  EXPECT_EQ(after(hours(1)), Names{}) << "once";
 }
 
-TEST(TimerTest, EarlierDueTimeOvertakesALaterOne) {
-  std::atomic<int> calls{0};
-  Timer timer([&](Clock::time_point /*now*/) {
-    calls.fetch_add(1);
-    return kNever;
-  });
-  timer.start();
-  timer.dueBy(Clock::now() + std::chrono::hours(1));
-  timer.dueBy(Clock::now());
-  EXPECT_TRUE(eventually([&] { return calls.load() == 1; }));
+TEST_F(TimerTasksTest, EarlierDueTimeWins) {
+  Timer::Task& task = add("task");
+  task.dueIn(hours(1));
+  task.dueIn(milliseconds(5));
+  task.dueIn(hours(2));
+  EXPECT_EQ(after(milliseconds(5)), Names{"task"});
+  EXPECT_EQ(after(hours(3)), Names{}) << "the later times are gone with the run";
 }
 
-TEST(TimerTest, LaterDueTimeDoesNotDelayAnEarlierOne) {
-  std::atomic<int> calls{0};
-  Timer timer([&](Clock::time_point /*now*/) {
-    calls.fetch_add(1);
-    return kNever;
-  });
-  timer.dueBy(Clock::now()); // before it starts: kept
-  timer.dueBy(Clock::now() + std::chrono::hours(1));
-  timer.start();
-  EXPECT_TRUE(eventually([&] { return calls.load() == 1; }));
+TEST_F(TimerTasksTest, TaskComesAgainWhenItSaysSo) {
+  add("task", milliseconds(10)).dueNow();
+  EXPECT_EQ(after(milliseconds(0)), Names{"task"});
+  EXPECT_EQ(after(milliseconds(9)), Names{});
+  EXPECT_EQ(after(milliseconds(1)), Names{"task"});
+  EXPECT_EQ(after(milliseconds(100)), Names{"task"}) << "a late run is one run";
 }
 
-TEST(TimerTest, ComesAgainWhenTheFunctionSaysSo) {
-  std::atomic<int> calls{0};
-  Timer timer([&](Clock::time_point now) { return calls.fetch_add(1) + 1 < 5 ? now + milliseconds(1) : kNever; });
-  timer.start();
-  timer.dueBy(Clock::now());
-  EXPECT_TRUE(eventually([&] { return calls.load() == 5; }));
-  timer.stop();
-  EXPECT_EQ(calls.load(), 5);
+TEST_F(TimerTasksTest, TasksKeepTheirOwnTimes) {
+  Timer::Task& fast = add("fast", milliseconds(10));
+  Timer::Task& slow = add("slow", milliseconds(25));
+  slow.dueNow();
+  fast.dueNow();
+  EXPECT_EQ(after(milliseconds(0)), (Names{"fast", "slow"})) << "in the order in which they were added";
+  EXPECT_EQ(after(milliseconds(10)), Names{"fast"});
+  EXPECT_EQ(after(milliseconds(15)), (Names{"fast", "slow"}));
+  EXPECT_EQ(next_, now_ + milliseconds(10));
 }
 
-TEST(TimerTest, DueTimeSetWhileTheFunctionRunsCounts) {
-  std::atomic<int> calls{0};
-  Timer* self = nullptr;
-  Timer timer([&](Clock::time_point now) {
-    if (calls.fetch_add(1) == 0) {
-      self->dueBy(now + milliseconds(1));
+TEST_F(TimerTasksTest, DueTimeSetWhileTheTaskRunsCounts) {
+  Timer::Task* self = nullptr;
+  int runs = 0;
+  self = &timer_.add("task", [&](TimePoint /*now*/) {
+    if (++runs == 1) {
+      self->dueIn(milliseconds(1));
     }
-    return kNever;
+    return Timer::kNever;
   });
-  self = &timer;
-  timer.start();
-  timer.dueBy(Clock::now());
-  EXPECT_TRUE(eventually([&] { return calls.load() == 2; }));
+  self->dueNow();
+  after(milliseconds(0));
+  after(milliseconds(1));
+  EXPECT_EQ(runs, 2);
 }
 
-TEST(TimerTest, StopEndsASleepThatWouldTakeForEver) {
-  Timer timer([](Clock::time_point /*now*/) { return kNever; });
-  timer.start();
-  timer.stop();
-  timer.stop();
+TEST_F(TimerTasksTest, TaskMayMakeAnotherDue) {
+  Timer::Task& second = add("second");
+  timer_.add("first", [&](TimePoint /*now*/) {
+    second.dueNow();
+    return Timer::kNever;
+  }).dueNow();
+  EXPECT_EQ(after(milliseconds(0)), Names{}) << "it had been looked at before";
+  EXPECT_EQ(next_, now_);
+  EXPECT_EQ(after(milliseconds(0)), Names{"second"});
 }
 
-TEST(TimerTest, StopWaitsForTheFunction) {
+// ----------------------------------------------------------------------------------------------------- the thread
+
+// Counts its runs; due once, or again as long as `again` says.
+class TimerTest : public testing::Test {
+ protected:
+  ~TimerTest() override {
+    timer_.stop();
+  }
+
+  std::atomic<int> runs_{0};
+  std::atomic<TimePoint> ranAt_{};
+  Timer timer_;
+  Timer::Task& task_ = timer_.add("task", [this](TimePoint now) {
+    ranAt_.store(now);
+    runs_.fetch_add(1);
+    return Timer::kNever;
+  });
+};
+
+TEST_F(TimerTest, ThreadWakesForAnEarlierTime) {
+  timer_.start();
+  task_.dueIn(hours(1));
+  const TimePoint due = Clock::now() + milliseconds(20);
+  task_.dueBy(due);
+  EXPECT_TRUE(eventually([&] { return runs_.load() == 1; }));
+  EXPECT_GE(ranAt_.load(), due);
+}
+
+TEST_F(TimerTest, DueTimeFromBeforeTheStartCounts) {
+  task_.dueNow();
+  timer_.start();
+  EXPECT_TRUE(eventually([&] { return runs_.load() == 1; }));
+}
+
+TEST_F(TimerTest, StopEndsASleepThatWouldTakeForEver) {
+  timer_.start();
+  timer_.stop();
+  timer_.stop();
+}
+
+TEST_F(TimerTest, NeverStartedCanBeStopped) {
+  task_.dueNow();
+  timer_.stop();
+  EXPECT_EQ(runs_.load(), 0);
+}
+
+TEST_F(TimerTest, StopWaitsForTheTask) {
   std::atomic<bool> isInside{false};
   std::atomic<bool> isAllowed{false};
   std::atomic<bool> hasReturned{false};
-  Timer timer([&](Clock::time_point /*now*/) {
-    isInside.store(true);
-    EXPECT_TRUE(eventually([&] { return isAllowed.load(); }));
-    hasReturned.store(true);
-    return kNever;
-  });
-  timer.start();
-  timer.dueBy(Clock::now());
+  timer_
+      .add(
+          "slow",
+          [&](TimePoint /*now*/) {
+            isInside.store(true);
+            EXPECT_TRUE(eventually([&] { return isAllowed.load(); }));
+            hasReturned.store(true);
+            return Timer::kNever;
+          })
+      .dueNow();
+  timer_.start();
   ASSERT_TRUE(eventually([&] { return isInside.load(); }));
   std::thread stopper([&] {
-    timer.stop();
+    timer_.stop();
     EXPECT_TRUE(hasReturned.load());
   });
   isAllowed.store(true);
   stopper.join();
 }
 
-TEST(TimerTest, NeverStartedCanBeStopped) {
-  Timer timer([](Clock::time_point /*now*/) { return kNever; });
-  timer.dueBy(Clock::now());
-  timer.stop();
-}
-
-TEST(TimerTest, ManyThreadsSetItAndTheEarliestWins) {
-  std::atomic<int> calls{0};
-  Timer timer([&](Clock::time_point /*now*/) {
-    calls.fetch_add(1);
-    return kNever;
-  });
-  timer.start();
+TEST_F(TimerTest, ManyThreadsSetItAndTheEarliestWins) {
+  timer_.start();
   std::vector<std::thread> threads;
   for (int id = 0; id < 8; ++id) {
     threads.emplace_back([&, id] {
       for (int step = 0; step < 500; ++step) {
-        timer.dueBy(Clock::now() + std::chrono::hours(1 + (id + step) % 5));
+        task_.dueIn(hours(1 + (id + step) % 5));
       }
       if (id == 5) {
-        timer.dueBy(Clock::now());
+        task_.dueNow();
       }
     });
   }
   for (std::thread& thread : threads) {
     thread.join();
   }
-  EXPECT_TRUE(eventually([&] { return calls.load() >= 1; }));
+  EXPECT_TRUE(eventually([&] { return runs_.load() >= 1; }));
 }
 
 } // namespace

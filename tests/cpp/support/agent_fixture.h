@@ -192,7 +192,7 @@ class AgentTest : public testing::Test {
       members.push_back(memberOf(rank, agents_[rank]->session(), agents_[rank]->address()));
     }
     for (const auto& [rank, agent] : agents_) {
-      agent->addMembers(asToldTo(rank, members));
+      agent->group().addMembers(asToldTo(rank, members));
       agent->start();
     }
   }

@@ -83,7 +83,7 @@ class StrangerTest : public ForgedFrameTest {
 
 TEST_F(StrangerTest, WhateverIsForgedIsRefused) {
   const Bytes body = bodyOfRequest("forged");
-  for (int kind = 1; kind <= static_cast<int>(wire::Kind::kPong); ++kind) {
+  for (int kind = 1; kind <= static_cast<int>(wire::Kind::kRefused); ++kind) {
     shoot(frame(static_cast<wire::Kind>(kind)), body);
     shoot(frame(static_cast<wire::Kind>(kind)), body, 1, SendMode::kRendezvous);
   }

@@ -1,6 +1,6 @@
 // The fuzz target on its seed corpus, without libFuzzer: what it found once stays found, with any compiler.
 
-#include "../fuzz/wire_fuzzer.cpp"
+#include "../../fuzz/wire_fuzzer.cpp"
 
 #include <gtest/gtest.h>
 

@@ -69,7 +69,8 @@ TEST(WireHeaderTest, EveryKindIsAcceptedWithoutSpans) {
         Kind::kLeave,
         Kind::kAcknowledge,
         Kind::kPing,
-        Kind::kPong}) {
+        Kind::kPong,
+        Kind::kRefused}) {
     Header sent;
     sent.kind = kind;
     Header received;
@@ -100,7 +101,7 @@ TEST(WireHeaderTest, LiesAreRefused) {
       {"older version", [](Header& header) { header.version = 0; }},
       {"newer version", [](Header& header) { header.version = kVersion + 1; }},
       {"kind 0", [](Header& header) { header.kind = static_cast<Kind>(0); }},
-      {"kind beyond the last", [](Header& header) { header.kind = static_cast<Kind>(12); }},
+      {"kind beyond the last", [](Header& header) { header.kind = static_cast<Kind>(13); }},
       {"kind 255", [](Header& header) { header.kind = static_cast<Kind>(255); }},
       {"more spans than allowed", [](Header& header) { header.spanCount = kMaxSpans + 1; }},
       {"spans without number", [](Header& header) { header.spanCount = 0xFFFFFFFF; }},

@@ -13,6 +13,7 @@ enum class ErrorCode : uint8_t {
   kTimedOut,
   kOutOfMemory,
   kOutOfFiles, // this process may open no more of them
+  kOutOfThreads, // this process may have no more of them for requests
   kProtocol, // the peer sent something that the wire format does not allow
   kShutDown, // this agent, or the peer, has shut down
   kDeviceFailed, // a device of this side, or what a program does there

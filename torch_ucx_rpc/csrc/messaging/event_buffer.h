@@ -27,7 +27,7 @@ struct BarrierRelease {
 };
 struct Refused {
   uint64_t callId = 0;
-  std::string why;
+  Error why;
 };
 using ControlFrame = std::variant<Goodbye, Leave, Acknowledge, BarrierArrive, BarrierRelease, Refused>;
 

@@ -26,7 +26,7 @@ class AnswerHandler {
   // Completes the call: at the end of the batch where `driver` may do that, on an agent thread otherwise.
   virtual void onAnswer(IncomingMessage answer, const std::optional<Driver>& driver, WorkAtEnd& atEnd) = 0;
   // The callee has not run the request.
-  virtual void onRefused(Peer& by, uint64_t callId, const std::string& why) = 0;
+  virtual void onRefused(Peer& by, uint64_t callId, const Error& why) = 0;
   // The answer arrived but could not be taken in.
   virtual void onAnswerRejected(Peer& from, uint64_t callId, const Error& why) = 0;
   // The request did not leave, or not whole.

@@ -21,6 +21,26 @@ std::optional<Body> readBody(const Bytes& bytes) {
   return body;
 }
 
+// The rest of a frame that readBody() has read.
+template <typename Body>
+std::string sentenceAfter(const Bytes& bytes) {
+  return {reinterpret_cast<const char*>(bytes.data()) + sizeof(Body), bytes.size() - sizeof(Body)};
+}
+
+ErrorCode codeOf(wire::RefusalReason reason) {
+  switch (reason) {
+    case wire::RefusalReason::kMalformed:
+      return ErrorCode::kProtocol;
+    case wire::RefusalReason::kNoMemory:
+      return ErrorCode::kOutOfMemory;
+    case wire::RefusalReason::kNoThread:
+      return ErrorCode::kOutOfThreads;
+    case wire::RefusalReason::kOther:
+      break;
+  }
+  return ErrorCode::kInternal;
+}
+
 // Nothing for a frame that is none, or is cut short: nobody waits for an answer to it.
 std::optional<ControlFrame> readControlFrame(const wire::Header& header, const Bytes& bytes) {
   switch (header.kind) {
@@ -31,7 +51,10 @@ std::optional<ControlFrame> readControlFrame(const wire::Header& header, const B
     case wire::Kind::kAcknowledge:
       return Acknowledge{};
     case wire::Kind::kRefused:
-      return Refused{header.callId, {reinterpret_cast<const char*>(bytes.data()), bytes.size()}};
+      if (const auto refusal = readBody<wire::Refusal>(bytes)) {
+        return Refused{header.callId, {codeOf(refusal->reason), sentenceAfter<wire::Refusal>(bytes)}};
+      }
+      return std::nullopt;
     case wire::Kind::kBarrierArrive:
       if (const auto arrive = readBody<wire::BarrierArrive>(bytes); arrive && bytes.size() == sizeof(*arrive)) {
         return BarrierArrive{header.callId, arrive->value};
@@ -41,8 +64,7 @@ std::optional<ControlFrame> readControlFrame(const wire::Header& header, const B
       if (const auto release = readBody<wire::BarrierRelease>(bytes)) {
         Barrier::Result result{release->sum, {}};
         if (release->failed != 0) {
-          const auto* sentence = reinterpret_cast<const char*>(bytes.data()) + sizeof(*release);
-          result.error = {ErrorCode::kPeerFailed, std::string(sentence, bytes.size() - sizeof(*release))};
+          result.error = {ErrorCode::kPeerFailed, sentenceAfter<wire::BarrierRelease>(bytes)};
         }
         return BarrierRelease{header.callId, std::move(result)};
       }

@@ -83,9 +83,11 @@ Peer& Directory::at(Rank rank) const {
     return *peer;
   }
   const std::shared_lock lock(mutex_);
-  throw std::runtime_error(
+  throw RpcFailure(
+      RpcFailure::Kind::kUnknownWorker,
       "could not find destination worker with rank " + std::to_string(rank) +
-      ". The workers are: " + knownNamesLocked());
+          ". The workers are: " + knownNamesLocked(),
+      {.name = {}, .rank = rank, .host = {}, .cause = {}, .resource = {}, .timeout = {}});
 }
 
 Peer& Directory::at(const std::string& name) const {
@@ -93,7 +95,10 @@ Peer& Directory::at(const std::string& name) const {
     return *peer;
   }
   const std::shared_lock lock(mutex_);
-  throw std::runtime_error("could not find destination worker '" + name + "'. The workers are: " + knownNamesLocked());
+  throw RpcFailure(
+      RpcFailure::Kind::kUnknownWorker,
+      "could not find destination worker '" + name + "'. The workers are: " + knownNamesLocked(),
+      {.name = name, .rank = {}, .host = {}, .cause = {}, .resource = {}, .timeout = {}});
 }
 
 std::vector<Peer*> Directory::all() const {

@@ -27,7 +27,7 @@ class Directory {
   Peer* find(const std::string& name) const;
   Peer* findSession(uint64_t session) const;
 
-  // Throw std::runtime_error naming the workers that do exist.
+  // Throw RpcFailure naming the workers that do exist.
   Peer& at(Rank rank) const;
   Peer& at(const std::string& name) const;
 

@@ -2,6 +2,7 @@
 
 #include "peers/latency_histogram.h"
 #include "base/error.h"
+#include "base/rpc_failure.h"
 #include "transport/transport.h"
 #include "wire/seal.h"
 
@@ -64,6 +65,12 @@ class Peer {
   std::string describe() const;
   // That it has died or cannot be reached, and how that was seen.
   Error lost(const Error& why) const;
+  // A failure that is about this worker.
+  RpcFailure failure(RpcFailure::Kind kind, const std::string& sentence, const std::string& cause = {}) const;
+  // The failure of a call to a peer that takes none: lost, left, or leaving.
+  RpcFailure failureOfGone() const;
+  // The failure of a call over an error of this side or of the peer's, by its code.
+  RpcFailure failureOver(const Error& error, const std::string& sentence) const;
 
   State state() const {
     return state_.load(std::memory_order_acquire);

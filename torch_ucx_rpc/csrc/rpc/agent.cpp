@@ -102,7 +102,8 @@ void UcxRpcAgent::startImpl() {
 
 void UcxRpcAgent::checkProcess() const {
   if (forkCount_ != forkCount()) {
-    throw std::runtime_error(
+    throw RpcFailure(
+        RpcFailure::Kind::kForked,
         "RPC cannot be used in a process that was forked from worker '" + self_.name +
         "': the agent's threads and UCX's connections stay with the parent. Let the parent call, or start the process with "
         "multiprocessing's start method spawn or forkserver and call init_rpc in it.");
@@ -148,13 +149,13 @@ c10::intrusive_ptr<JitFuture> UcxRpcAgent::send(
     const WorkerInfo& to, c10::intrusive_ptr<Message> message, float rpcTimeoutSeconds, const DeviceMap& deviceMap) {
   checkProcess();
   TORCH_CHECK(message->isRequest(), "UcxRpcAgent::send() is for requests; this message is of type ", message->type());
-  TORCH_CHECK(
-      rpcAgentRunning_.load() && !lifetime_.isClosed(),
-      "RPC is not running on worker '",
-      self_.name,
-      "': it has been shut down, so nothing can be sent to worker '",
-      to.name_,
-      "'");
+  if (!rpcAgentRunning_.load() || lifetime_.isClosed()) {
+    throw RpcFailure(
+        RpcFailure::Kind::kShutDown,
+        "RPC is not running on worker '" + self_.name + "': it has been shut down, so nothing can be sent to worker '" +
+            to.name_ + "'",
+        {.name = to.name_, .rank = to.id_, .host = {}, .cause = {}, .resource = {}, .timeout = {}});
+  }
   HandlingScope::releaseInnermost(); // a handler that calls out may wait for long: the window must not wait with it
   const rpc::MessageType type = message->type();
   const auto timeout = rpcTimeoutSeconds == rpc::kUnsetRpcTimeout ? getRpcTimeout() : toMilliseconds(rpcTimeoutSeconds);

@@ -57,7 +57,7 @@ class UcxRpcAgent : public torch::distributed::rpc::RpcAgent, public std::enable
   uint64_t session() const {
     return self_.session;
   }
-  // Throws std::runtime_error in a process that was forked from this agent's. Everything that needs its threads or UCX does.
+  // Throws RpcFailure in a process that was forked from this agent's. Everything that needs its threads or UCX does.
   void checkProcess() const;
 
   Group& group() {

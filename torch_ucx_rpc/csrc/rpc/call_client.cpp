@@ -88,8 +88,7 @@ c10::intrusive_ptr<JitFuture> CallClient::send(
     if (const std::optional<CallTable::Call> taken = calls_.take(id, to)) {
       fail(
           *taken,
-          std::make_exception_ptr(
-              CallFailure(CallFailure::Kind::kShutDown, "RPC has been shut down on this worker", to)));
+          std::make_exception_ptr(to.failure(RpcFailure::Kind::kShutDown, "RPC has been shut down on this worker")));
     }
   } else {
     messenger_.post(to, wire::Kind::kRequest, id, std::move(outgoing));
@@ -131,7 +130,7 @@ void CallClient::complete(CallTable::Call call, IncomingMessage answer) {
   // With the message goes its share of the window: the future's callbacks may wait for other answers.
   if (const Error error = decodeArrived(messenger_, deviceMaps_.devices(), std::move(answer), streams, decoded)) {
     const std::string what = "the answer of " + from.describe() + " is unreadable: " + error.message();
-    fail(call, std::make_exception_ptr(CallFailure(CallFailure::Kind::kNotSent, what, from)));
+    fail(call, std::make_exception_ptr(from.failureOver(error, what)));
     return;
   }
   if (decoded.message->type() == rpc::MessageType::EXCEPTION) {
@@ -157,7 +156,7 @@ void CallClient::fail(const CallTable::Call& call, const std::exception_ptr& why
   runCallbacks([&] { call.future->setError(why); });
 }
 
-void CallClient::failLater(CallTable::Call call, const CallFailure& why) {
+void CallClient::failLater(CallTable::Call call, const RpcFailure& why) {
   std::exception_ptr failure = std::make_exception_ptr(why);
   std::shared_ptr<void> hold = lifetime_.hold();
   if (hold == nullptr) {
@@ -174,7 +173,7 @@ void CallClient::finishCallToLostPeer(CallTable::Call call) {
   c10::intrusive_ptr<Message> answer = syntheticAck(call.type);
   std::shared_ptr<void> hold = lifetime_.hold();
   if (answer == nullptr || hold == nullptr) {
-    const CallFailure why = CallFailure::ofGone(*call.to);
+    const RpcFailure why = call.to->failureOfGone();
     failLater(std::move(call), why);
     return;
   }
@@ -186,23 +185,23 @@ void CallClient::finishCallToLostPeer(CallTable::Call call) {
 void CallClient::onAnswerRejected(Peer& from, uint64_t callId, const Error& why) {
   if (std::optional<CallTable::Call> call = calls_.take(callId, from)) {
     const std::string what = "could not receive the answer of " + from.describe() + ": " + why.message();
-    failLater(std::move(*call), {CallFailure::Kind::kNotSent, what, from});
+    failLater(std::move(*call), from.failureOver(why, what));
   }
 }
 
-void CallClient::onRefused(Peer& by, uint64_t callId, const std::string& why) {
+void CallClient::onRefused(Peer& by, uint64_t callId, const Error& why) {
   if (std::optional<CallTable::Call> call = calls_.take(callId, by)) {
-    failLater(std::move(*call), {CallFailure::Kind::kRefused, why, by});
+    failLater(std::move(*call), by.failureOver(why, why.message()));
   }
 }
 
 void CallClient::onRequestNotSent(Peer& to, uint64_t callId, const Error& why) {
   if (std::optional<CallTable::Call> call = calls_.take(callId, to)) {
     if (to.whyGone()) {
-      failLater(std::move(*call), CallFailure::ofGone(to));
+      failLater(std::move(*call), to.failureOfGone());
     } else {
       const std::string what = "could not send to " + to.describe() + ": " + why.message();
-      failLater(std::move(*call), {CallFailure::Kind::kNotSent, what, to});
+      failLater(std::move(*call), to.failureOver(why, what));
     }
   }
 }
@@ -224,8 +223,12 @@ Timer::TimePoint CallClient::expire(Timer::TimePoint now) {
       abandoned.emplace_back(&to, one.id);
     }
     const std::chrono::milliseconds timeout = one.call.timeout;
+    const Member& callee = to.member();
     failLater(
-        std::move(one.call), {CallFailure::Kind::kTimedOut, timeoutText(timeout, to), to, {}, timeout});
+        std::move(one.call),
+        {RpcFailure::Kind::kTimedOut,
+         timeoutText(timeout, to),
+         {callee.name, callee.rank, callee.host, {}, {}, timeout}});
   }
   if (!abandoned.empty()) {
     // The callee need not take in what it has not; its handler, once running, is not interrupted. After the failures, since this may
@@ -242,7 +245,7 @@ void CallClient::shutDown() {
   for (const CallTable::Call& call : calls_.takeAll()) {
     const std::string what =
         "RPC was shut down on worker '" + self_.name + "' before " + call.to->describe() + " answered";
-    fail(call, std::make_exception_ptr(CallFailure(CallFailure::Kind::kShutDown, what, *call.to)));
+    fail(call, std::make_exception_ptr(call.to->failure(RpcFailure::Kind::kShutDown, what)));
   }
 }
 

@@ -1,5 +1,6 @@
 #pragma once
 
+#include "base/rpc_failure.h"
 #include "messaging/event_handlers.h"
 #include "messaging/messenger.h"
 #include "rpc/call_table.h"
@@ -8,7 +9,6 @@
 #include "runtime/executor.h"
 #include "runtime/lifetime.h"
 #include "runtime/timer.h"
-#include "torch_glue/call_failure.h"
 
 #include <atomic>
 #include <chrono>
@@ -31,7 +31,7 @@ class CallClient final : public AnswerHandler, public PeerObserver {
       const DeviceMaps& deviceMaps,
       std::function<void()> whileWaiting);
 
-  // Sends a request. `timeout` 0: none. The future holds torch's answer message, or fails with a CallFailure or with what the callee
+  // Sends a request. `timeout` 0: none. The future holds torch's answer message, or fails with a RpcFailure or with what the callee
   // raised. Throws c10::Error for tensors that cannot be sent.
   c10::intrusive_ptr<JitFuture> send(
       Peer& to, c10::intrusive_ptr<Message> message, std::chrono::milliseconds timeout, const DeviceMap& deviceMap);
@@ -61,7 +61,7 @@ class CallClient final : public AnswerHandler, public PeerObserver {
   }
   void onAnswer(IncomingMessage answer, const std::optional<Driver>& driver, WorkAtEnd& atEnd) override;
   void onAnswerRejected(Peer& from, uint64_t callId, const Error& why) override;
-  void onRefused(Peer& by, uint64_t callId, const std::string& why) override;
+  void onRefused(Peer& by, uint64_t callId, const Error& why) override;
   void onRequestNotSent(Peer& to, uint64_t callId, const Error& why) override;
 
   // PeerObserver.
@@ -72,7 +72,7 @@ class CallClient final : public AnswerHandler, public PeerObserver {
   static void completeWith(const CallTable::Call& call, const c10::intrusive_ptr<Message>& answer);
   static void fail(const CallTable::Call& call, const std::exception_ptr& why);
   // On an agent thread, where callbacks may run.
-  void failLater(CallTable::Call call, const CallFailure& why);
+  void failLater(CallTable::Call call, const RpcFailure& why);
   void finishCallToLostPeer(CallTable::Call call);
   Timer::TimePoint expire(Timer::TimePoint now);
 

@@ -190,20 +190,26 @@ int64_t Group::barrier(int64_t value, std::chrono::milliseconds timeout) {
         }
       }
     }
-    TORCH_CHECK(
-        !lifetime_.isClosed(), "RPC was shut down on worker '", self_.name, "' while it waited for the others");
+    if (lifetime_.isClosed()) {
+      throw RpcFailure(
+          RpcFailure::Kind::kShutDown, "RPC was shut down on worker '" + self_.name + "' while it waited for the others");
+    }
     if (Clock::now() >= deadline) {
       std::string missing;
       for (const Peer* peer : barrier_.missing()) {
         missing += (missing.empty() ? "; missing: " : ", ") + peer->describe();
       }
-      throw std::runtime_error(
+      throw RpcFailure(
+          RpcFailure::Kind::kBarrierFailed,
           "worker '" + self_.name + "' waited " + std::to_string(timeout.count()) +
-          " ms for all workers to come to the same point" + missing);
+              " ms for all workers to come to the same point" + missing);
     }
   }
   if (result.error) {
-    throw std::runtime_error("the workers cannot all come to the same point: " + result.error.message());
+    throw RpcFailure(
+        RpcFailure::Kind::kBarrierFailed,
+        "the workers cannot all come to the same point: " + result.error.message(),
+        {.name = {}, .rank = {}, .host = {}, .cause = result.error.message(), .resource = {}, .timeout = {}});
   }
   return result.sum;
 }
@@ -337,7 +343,8 @@ void Group::leave(std::chrono::milliseconds timeout) {
       for (const WorkerInfo& info : silent) {
         names += (names.empty() ? "; not acknowledged by " : ", ") + info.name_;
       }
-      throw std::runtime_error(
+      throw RpcFailure(
+          RpcFailure::Kind::kBarrierFailed,
           "worker '" + self_.name + "' has tried to leave the group for " + std::to_string(timeout.count()) +
           " ms: " + std::to_string(calls_.open()) + " of its calls are open, and it has " +
           std::to_string(requestsOpen()) + " of others to answer" + names);

@@ -52,18 +52,18 @@ class Group final : public GroupHandler, public PeerObserver, private Barrier::L
   // For a member that does not admit this worker. Calls to it fail, and it hears a goodbye.
   void loseMember(uint64_t session);
 
-  // References stay valid for as long as the agent lives. Throw std::runtime_error naming the workers that do exist.
+  // References stay valid for as long as the agent lives. Throw RpcFailure naming the workers that do exist.
   const WorkerInfo& info(const std::string& name) const;
   const WorkerInfo& info(Rank rank) const;
   // In a dynamic group, those that are there.
   std::vector<WorkerInfo> infos() const;
 
-  // Waits until all workers present have come here, and sums a number over them. Throws std::runtime_error when `timeout`
+  // Waits until all workers present have come here, and sums a number over them. Throws RpcFailure when `timeout`
   // (0: none) runs out or a worker dies.
   int64_t barrier(int64_t value, std::chrono::milliseconds timeout);
 
   // Graceful end. Static groups: returns when nobody waits for an answer any more. Dynamic ones: this worker leaves, when it has
-  // answered everybody. Throws std::runtime_error when `timeout` (0: none) runs out or a worker dies.
+  // answered everybody. Throws RpcFailure when `timeout` (0: none) runs out or a worker dies.
   void join(std::chrono::milliseconds timeout, std::chrono::milliseconds defaultTimeout);
 
   // A dynamic group, one that workers join and leave as they like, needs a keeper of its list of members. Called on agent threads.

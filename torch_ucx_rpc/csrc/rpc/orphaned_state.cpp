@@ -1,6 +1,5 @@
 #include "rpc/orphaned_state.h"
 
-#include "torch_glue/call_failure.h"
 #include "torch_glue/completion.h"
 #include "torch_glue/torch_state.h"
 
@@ -118,9 +117,10 @@ void OrphanedState::endHopelessWait(const WaitForValue& wait) const {
       ? holder->whyGone().message()
       : "the worker that was to make it is gone, and another has its rank, " + std::to_string(wait.creator) + ", now";
   const std::string what = "this RRef will never have a value: " + why;
-  const std::exception_ptr failure = holder != nullptr && !holder->isThere()
-      ? std::make_exception_ptr(CallFailure(CallFailure::Kind::kWorkerLost, what, *holder))
-      : std::make_exception_ptr(std::runtime_error(what));
+  const std::exception_ptr failure = std::make_exception_ptr(
+      holder != nullptr && !holder->isThere()
+          ? holder->failure(RpcFailure::Kind::kRRefLost, what, why)
+          : RpcFailure(RpcFailure::Kind::kRRefLost, what));
   runCallbacks([&] { wait.future->setErrorIfNeeded(failure); });
 }
 

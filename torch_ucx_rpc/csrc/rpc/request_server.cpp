@@ -19,6 +19,23 @@ namespace torch_ucx_rpc {
 
 namespace rpc = torch::distributed::rpc;
 
+namespace {
+
+wire::RefusalReason reasonOf(const Error& error) {
+  switch (error.code()) {
+    case ErrorCode::kProtocol:
+      return wire::RefusalReason::kMalformed;
+    case ErrorCode::kOutOfMemory:
+      return wire::RefusalReason::kNoMemory;
+    case ErrorCode::kOutOfThreads:
+      return wire::RefusalReason::kNoThread;
+    default:
+      return wire::RefusalReason::kOther;
+  }
+}
+
+} // namespace
+
 RequestServer::RequestServer(
     Identity self,
     const RequestCallback& callback,
@@ -196,12 +213,15 @@ void RequestServer::answerWithError(Peer& to, uint64_t callId, const std::string
           rpc::createExceptionResponse(what, static_cast<int64_t>(callId)), to, {}, messenger_.transport()));
 }
 
-void RequestServer::refuse(Peer& to, uint64_t callId, const std::string& why) {
+void RequestServer::refuse(Peer& to, uint64_t callId, const Error& why) {
   if (to.member().session == self_.session) {
-    answerWithError(to, callId, why); // control frames never go to oneself
+    answerWithError(to, callId, why.message()); // control frames never go to oneself
     return;
   }
-  messenger_.postControl(to, wire::Kind::kRefused, callId, Bytes(std::as_bytes(std::span(why))));
+  const wire::Refusal refusal{reasonOf(why), 0};
+  Bytes body(std::as_bytes(std::span(&refusal, 1)));
+  body.append(why.message().data(), why.message().size());
+  messenger_.postControl(to, wire::Kind::kRefused, callId, std::move(body));
 }
 
 void RequestServer::onAnswerNotSent(Peer& to, uint64_t callId, const Error& why) {
@@ -213,15 +233,18 @@ void RequestServer::onAnswerNotSent(Peer& to, uint64_t callId, const Error& why)
   }
 }
 
-std::string RequestServer::couldNotReceive(const Error& error) const {
-  return "worker '" + self_.name + "' could not receive this call: " + error.message();
+Error RequestServer::couldNotReceive(const Error& error) const {
+  return {error.code(), "worker '" + self_.name + "' could not receive this call: " + error.message()};
 }
 
-std::string RequestServer::describeNesting() const {
-  return "worker '" + self_.name + "' has no thread left for this call: all " +
-      std::to_string(executor_.counts().runningRequests) +
-      " calls that it is running wait for calls that they have made themselves, and max_worker_threads allows no more; nest "
-      "calls less deeply, raise max_worker_threads, or have functions return futures (rpc.functions.async_execution)";
+Error RequestServer::describeNesting() const {
+  return {
+      ErrorCode::kOutOfThreads,
+      "worker '" + self_.name + "' has no thread left for this call: all " +
+          std::to_string(executor_.counts().runningRequests) +
+          " calls that it is running wait for calls that they have made themselves, and max_worker_threads allows no "
+          "more; nest calls less deeply, raise max_worker_threads, or have functions return futures "
+          "(rpc.functions.async_execution)"};
 }
 
 } // namespace torch_ucx_rpc

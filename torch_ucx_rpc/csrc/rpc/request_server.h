@@ -57,10 +57,10 @@ class RequestServer final : public RequestHandler {
   void runOnOwnThread(const std::function<void()>& work) const;
   void answer(const OpenRequest& open, const JitFuture& response);
   void answerWithError(Peer& to, uint64_t callId, const std::string& what);
-  void refuse(Peer& to, uint64_t callId, const std::string& why);
+  void refuse(Peer& to, uint64_t callId, const Error& why);
   // As the caller reads it.
-  std::string couldNotReceive(const Error& error) const;
-  std::string describeNesting() const;
+  Error couldNotReceive(const Error& error) const;
+  Error describeNesting() const;
 
   const Identity self_;
   const RequestCallback& callback_;

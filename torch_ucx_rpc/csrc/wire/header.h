@@ -46,7 +46,7 @@ enum class Kind : uint8_t {
   // For peers that fall silent (peers/heartbeat.h):
   kPing = 10, // asks for a kPong; no body
   kPong = 11, // no body
-  kRefused = 12, // the request with this call id has not been run; body: the sentence that says why
+  kRefused = 12, // the request with this call id has not been run; body: Refusal and a sentence
 };
 
 inline constexpr uint16_t kMagic = 0x5855; // "UX"
@@ -92,6 +92,18 @@ struct BarrierArrive {
 struct BarrierRelease {
   int64_t sum;
   uint32_t failed; // 1: the rest of the body is the sentence that says why
+  uint32_t reserved;
+};
+
+// Body of kRefused, followed by the sentence that says why.
+enum class RefusalReason : uint32_t {
+  kOther = 0,
+  kMalformed = 1, // or with another content than it was sealed with
+  kNoMemory = 2,
+  kNoThread = 3,
+};
+struct Refusal {
+  RefusalReason reason;
   uint32_t reserved;
 };
 
