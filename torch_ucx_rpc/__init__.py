@@ -1,18 +1,18 @@
 """UCX for ``torch.distributed.rpc``: import this package, then ``init_rpc(..., backend="UCX")``.
 
-Importing loads UCX and the C++ agent and makes "UCX" a backend of PyTorch's RPC; the rest of a program stays as it
-is. What a program may use from here:
+Importing loads UCX and the C++ agent, and makes "UCX" a backend of PyTorch's RPC. The rest of a program stays as it
+is. The public names:
 
 * `UcxRpcBackendOptions`: threads, timeouts, memory limits and device maps of a worker
-* `init_rpc`: for workers that a launcher started, which tells them all that they need
-* `replace_tensorpipe`: UCX wherever a program asks for TensorPipe, or for no backend
+* `init_rpc`: for workers that a launcher started; it reads all arguments from the environment
+* `replace_tensorpipe`: starts UCX wherever a program asks for TensorPipe, or for no backend
 * ``errors``: the exceptions of calls that fail, for programs that tell a lost worker from a timeout
-* ``testing``, a module to import by itself: the agent with faults on demand
-* `native_op`: makes a Python function an operator of torch, compiled by numba, that runs without the GIL
+* ``testing``, a module that is imported by name: the agent with faults on demand
+* `native_op`: makes a Python function an operator of torch, which numba compiles and which runs without the GIL
 * `statistics`: a snapshot of calls, bytes, lanes, queues, memory, and latencies per peer
-* `Statistics`: its type
-* `PeerStatistics`: what is in it of each worker
-* `Latencies`: how long the calls to one took
+* `Statistics`: the type of the snapshot
+* `PeerStatistics`: the part of the snapshot about one worker
+* `Latencies`: durations of the calls to one worker
 * `__version__`
 
 The package, module by module and room by room; the docstring of each room lists its modules:

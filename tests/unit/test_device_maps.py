@@ -13,8 +13,8 @@ import torch.distributed.rpc as rpc
 from workers import in_worker0
 
 from torch_ucx_rpc import UcxRpcBackendOptions
-from torch_ucx_rpc._bootstrap.record import DeviceMap, Record, process_facts
-from torch_ucx_rpc._devices.maps import check, check_ucx, devices_in_use, maps_of_replies, reply_map
+from torch_ucx_rpc._bootstrap.record import Record, process_facts
+from torch_ucx_rpc._devices.maps import DeviceMap, check, check_ucx, devices_in_use, maps_of_replies, reply_map
 
 CPU, CUDA0, CUDA1, CUDA2 = map(torch.device, ("cpu", "cuda:0", "cuda:1", "cuda:2"))
 

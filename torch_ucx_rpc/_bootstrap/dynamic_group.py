@@ -6,17 +6,17 @@ The list of its members is in the Store::
     member/0    record of the first; empty when it has left, or when another member has noticed that it died
     member/1    record of the second ...
 
-The records are JSON, and in a job with a secret authenticated, as is what a worker that joins says to the others
-(``_secret``).
+The records are JSON. In a job with a secret they are authenticated, and so are the announcements of workers that join
+(``secret``).
 
-A worker that joins puts itself into the list, reads who came before it, and asks each of those, over UCX, to admit it.
-Who comes later will ask it. So of two that join at the same time the later one asks the other, and the Store is needed
-for joining only: whoever hosts it may leave the group, and for those who are in it even end.
+A worker that joins puts itself into the list, reads the records before its own, and asks each of those workers, over
+UCX, to admit it. Later workers will ask it in turn. So of two workers that join at the same time the later one asks the
+earlier one. The Store is needed for joining only: its host may leave the group, and even end, without harm to members.
 
-When a cable is cut those on either side lose the others, and any of them may write so into the list. So who has merely
-fallen silent stays on it, in doubt, until another takes its rank or its name: a worker that joins asks it too, but does
-not wait for its answer for long. And whom it cannot reach it tries again for as long: the network may be just coming
-back.
+When a cable is cut, the workers on either side lose the others, and each of them may write that into the list. So a
+worker that has merely fallen silent stays on the list, in doubt, until another takes its rank or its name. A worker
+that joins asks doubtful members too, but does not wait long for them, and for that time tries again to reach those that
+it cannot reach: the network may be just coming back.
 """
 
 # mypy: allow-untyped-calls
@@ -42,19 +42,19 @@ from torch_ucx_rpc._bootstrap.rendezvous import Deadline
 from torch_ucx_rpc._bootstrap.secret import Secret, read_entry, write_entry
 from torch_ucx_rpc._devices import maps as device_maps
 
-# Where in the Store: rank 0 of a group with a size, and the list of members of one without.
+# Keys in the Store: rank 0 of a group with a size, and the list of members of a group without a size.
 _STATIC = "torch_ucx_rpc/static"
 _DYNAMIC = "torch_ucx_rpc/dynamic"
 
-# How long a worker that is in the list without a record is given to write it, between two lines of its code.
+# A worker takes its place in the list, and writes its record in the next line of code. Others wait this long for it.
 _WRITING_S = 5.0
 
-# How long those in doubt are given to admit a worker that joins: they do within milliseconds, or are not there. And how
-# often those who cannot be reached are tried meanwhile.
+# Members in doubt have this long to admit a worker that joins: they do within milliseconds, or are not there. Members
+# that cannot be reached are tried this often meanwhile.
 _DOUBTED_S = 1.0
 _TRY_AGAIN_S = 0.2
 
-# More have never joined a group; the counter in the Store cannot be authenticated.
+# No group has ever had more arrivals. The counter in the Store cannot be authenticated, so it is checked.
 _MOST_ARRIVALS = 1_000_000
 
 
@@ -73,7 +73,7 @@ class Agent(Protocol):
 
 
 class DynamicGroup:
-    """The group as one of its members sees it."""
+    """A group that workers join and leave, as one of its members sees it."""
 
     is_static = False
 
@@ -82,22 +82,22 @@ class DynamicGroup:
         self._root = store
         self._store = PrefixStore(_DYNAMIC, store)
         self._own = own
-        # The agent keeps functions of this object.
+        # Weak, since the agent holds methods of this object.
         self._agent = weakref.ref(agent)
         self._lock = threading.Lock()
-        # The members that are known here, by their place in the list; those that left until somebody takes their place.
+        # The members that this worker knows, by place in the list; those that left, until another takes their rank.
         self._members: dict[str, Record] = {}
         self._place: str | None = None
-        # Those that this worker found in the list when it came, and must be admitted by.
+        # The members that this worker found in the list when it came. Each must admit it.
         self._earlier: dict[str, Record] = {}
-        # Of the earlier ones those, by place, that this worker or another has lost, and that have not admitted it yet.
+        # Places of earlier members that this worker or another has lost, and that have not admitted this worker yet.
         self._doubted: set[str] = set()
 
     def enter(self) -> None:
-        """Put this worker into the list, and all that came before it into the agent, which is not running yet.
+        """Put this worker into the list, and all earlier members into the agent, which is not running yet.
 
-        Raises RuntimeError when its rank or name is taken, the group at this Store is a static one, or its workers have
-        another version of this package; ValueError when the device maps do not fit together.
+        Raises RuntimeError when the rank or the name is taken, when the group at this Store has a fixed size, or when
+        its workers have another version of this package; ValueError when the device maps do not fit together.
         """
         if self._root.check([_STATIC]) and (text := self._root.get(_STATIC)):
             raise _mixture(read_entry(text, self._secret).values.get("member"), has_size=True)
@@ -110,7 +110,7 @@ class DynamicGroup:
             rivals = [record for record in later if other.rank == record.rank or other.name == record.name]
             if not rivals:
                 later.append(other)
-            # What was written of it on the other side of a cut may have come after it was replaced.
+            # The other side of a cut may have written this entry after the worker was replaced.
             elif other.in_doubt or other.has_ended_beside(self._own):
                 self._store.set(other_place, "")
                 del earlier[other_place]
@@ -128,9 +128,9 @@ class DynamicGroup:
             agent.add_records([self._own, *earlier.values()], self._members.values())
 
     def meet(self, deadline: Deadline) -> None:
-        """Have all members that came before admit this worker, whose agent is running now; RuntimeError otherwise.
+        """Wait until all earlier members have admitted this worker, whose agent is running now.
 
-        But for those who are in doubt, or cannot be reached.
+        Members that are in doubt, or cannot be reached, need not. Raises RuntimeError at the deadline.
         """
         agent = self._running_agent()
         announcement = json.dumps({"place": self._place, "record": self._own.to_values()})
@@ -138,7 +138,7 @@ class DynamicGroup:
         tried_again: dict[str, Record] = {}
         agent._announce_join(announcement, [record.session for record in self._earlier.values()])
         for is_over in ask_again(len(self._earlier), deadline):
-            # Asked first: who is lost in between has not admitted this worker.
+            # This question comes first: a member that is lost in between has not admitted this worker.
             silent = {info.id for info in agent._unacknowledged()}
             present = {info.id for info in agent.get_worker_infos()}
             with self._lock:
@@ -152,7 +152,7 @@ class DynamicGroup:
             }
             if patience.passed():
                 for place in waited_for.keys() & tried_again.keys():
-                    # From one that has lost this worker too, and does not take the same one in again.
+                    # That member has lost this worker too, and does not take the same session in again.
                     agent._lose_member(waited_for.pop(place).session)
                 waited_for = {place: record for place, record in waited_for.items() if place not in self._doubted}
             else:
@@ -173,7 +173,7 @@ class DynamicGroup:
                 agent._announce_join(announcement, [record.session for record in lost.values()])
 
     def leave(self) -> None:
-        """Take this worker off the list, where it is on it and the Store is still there."""
+        """Take this worker off the list, if it is on the list and the Store still exists."""
         place, self._place = self._place, None
         if place is not None:
             with contextlib.suppress(DistError):
@@ -185,10 +185,10 @@ class DynamicGroup:
         return agent
 
     def _read(self, places: list[str]) -> dict[str, Record]:
-        """The records at these places, without those of workers that have left."""
+        """The records at these places, without empty ones, of workers that have left."""
         deadline = Deadline(_WRITING_S)
         while places and not self._store.check(places):
-            # Who has been killed between the two lines that take a place and fill it leaves it so.
+            # A worker that was killed between taking its place and writing its record leaves no entry.
             if deadline.passed():
                 places = [place for place in places if self._store.check([place])]
                 break
@@ -196,10 +196,10 @@ class DynamicGroup:
         return read_records(self._store, places, self._own, self._secret)
 
     def _admit(self, text: str) -> None:
-        """For a worker that joins, with what its `meet` has announced."""
+        """Take in a worker that joins; ``text`` is the announcement of its `meet`."""
         values = json.loads(text)
         place, record = str(values["place"]), Record.from_values(values["record"])
-        # It has found its rank and its name free in the list: who had them is gone, even if that was not seen here.
+        # It found its rank and its name free in the list: the worker that had them is gone, even if unnoticed here.
         self._remove(
             earlier
             for earlier, member in list(self._members.items())
@@ -220,7 +220,7 @@ class DynamicGroup:
                 self._running_agent()._remove_member(record.session)
 
     def _forget(self, session: int) -> None:
-        """For a member that has been lost: others shall not look for it."""
+        """Mark a lost member in the list, so that workers that join do not look for it."""
         with self._lock:
             lost = {place: record for place, record in self._members.items() if record.session == session}
         for place, record in lost.items():
@@ -228,20 +228,20 @@ class DynamicGroup:
             self._replace(place, None if has_ended else dataclasses.replace(record, in_doubt=True))
 
     def _trust(self, places: Iterable[str]) -> None:
-        """For members that have admitted this worker, whatever others have written of them."""
+        """Clear the doubt about members that have admitted this worker."""
         for place in self._doubted.intersection(places):
             self._doubted.discard(place)
             self._replace(place, dataclasses.replace(self._earlier[place], in_doubt=False))
 
     def _is_listed(self, place: str) -> bool:
-        """False for who has left; where the Store has ended, that cannot be known."""
+        """False if the member has left; True if the Store has ended and cannot tell."""
         try:
             return bool(self._store.get(place))
         except DistError:
             return True
 
     def _replace(self, place: str, record: Record | None) -> None:
-        """What the list says of another worker, which may have taken itself off it: who has left does not come back."""
+        """Change the entry of another worker, unless it is empty: a worker that left the list stays off it."""
         # Without the Store nobody can read the list either.
         with contextlib.suppress(DistError):
             if text := self._store.get(place):
@@ -250,7 +250,7 @@ class DynamicGroup:
 
 
 class StaticGroup:
-    """A group of fixed size, as far as those must know of it who come without one."""
+    """A group of fixed size, as far as workers of a group without a size must know of it."""
 
     is_static = True
 
@@ -271,13 +271,13 @@ class StaticGroup:
                     raise _mixture(member, has_size=False)
 
     def announce(self) -> None:
-        """Rank 0 does, for all of them."""
+        """Write the group into the Store; rank 0 does it for all workers."""
         if self._own.rank == 0:
             self._store.set(_STATIC, write_entry({"member": str(self._own)}, self._secret))
             self._is_announced = True
 
     def leave(self) -> None:
-        """Of all of them, rank 0 says that the group is over."""
+        """Mark the group as over; rank 0 does it for all workers."""
         if self._is_announced:
             self._is_announced = False
             with contextlib.suppress(DistError):
@@ -285,7 +285,7 @@ class StaticGroup:
 
 
 def _places(arrivals: int) -> list[str]:
-    """Of all who have ever joined."""
+    """Places of all workers that have ever joined."""
     if not 0 <= arrivals <= _MOST_ARRIVALS:
         raise RuntimeError(
             f"this Store counts {arrivals} workers that have joined, which no worker wrote: give the job a Store of "

@@ -1,19 +1,19 @@
-"""Who belongs to the group: each worker leaves a record of itself in the Store, and all learn of all.
+"""The members of a group of fixed size: each worker leaves its record in the Store, and all workers learn of all.
 
-The entries are JSON, and in a job with a secret authenticated (``_secret``); nothing that comes from the Store is
-unpickled. Its keys::
+The entries are JSON, and authenticated in a job with a secret (``secret``). Nothing from the Store is unpickled. Its
+keys::
 
     arrivals         how many workers have come
-    arrival/0        record of the first; emptied when that worker gives up
+    arrival/0        record of the first; empty after that worker gave up
     arrival/1        record of the second ...
     verdict          by rank 0: the members of the group, or the error that all of them raise
-    read/<session>   how many have read that; rank 0 waits for them, because it may host the Store and leave
+    read/<session>   how many have read the verdict; rank 0 waits for them, since it may host the Store and leave
 
 Only rank 0 reads the records, and judges them when enough have come or time is up. So every worker starts with the same
-members or raises the same error, and what the Store is asked grows linearly with the number of workers.
+members, or raises the same error, and the requests to the Store grow linearly with the number of workers.
 
-Workers wait by asking again, in growing intervals. The Store could wait for them, but inside C++, where Ctrl-C does not
-reach, and with a warning on stderr whenever a wait ends without result.
+Workers wait by asking again, in growing intervals. A wait inside the Store would be deaf to Ctrl-C, since it is in C++,
+and would warn on stderr whenever it ends without a result.
 """
 
 from __future__ import annotations
@@ -35,25 +35,26 @@ from torch_ucx_rpc._devices import maps as device_maps
 
 _logger = logging.getLogger(__name__)
 
-# All workers together ask the Store, which answers on one thread, about this often.
+# The Store answers on one thread. All workers together ask it about this often.
 _QUESTIONS_PER_S = 1000
 _LONGEST_PAUSE_S = 1.0
-# How long rank 0 stays for the others to read the verdict.
+# Rank 0 waits this long for the others to read the verdict.
 _FAREWELL_S = 5.0
 
 
 def gather_members(store: Store, own: Record, timeout: float, secret: Secret | None = None) -> list[Record]:
-    """Tell the other workers of this one and learn of them; returns all by rank, this one included.
+    """Announce this worker to the others, and return the records of all workers by rank, this one included.
 
-    To be called by all ``own.world_size`` workers, each with its record, on the same Store. After an error they can
-    call it again, on the same Store, with new sessions.
+    All ``own.world_size`` workers call this, each with its record, on the same Store. After an error they can call it
+    again, on the same Store, with new sessions.
 
     Args:
         timeout: seconds to wait for workers that have not come; 0 is no limit.
-        secret: the job's; None for a job without one.
+        secret: the secret of the job; None for a job without one.
 
     Raises RuntimeError when workers do not come, have the same rank or name, or do not fit together; ValueError when
-    their device maps do not. All workers that have come raise the same, but for who has another secret than rank 0.
+    their device maps do not fit together. All workers that have come raise the same error, except those with another
+    secret than rank 0.
     """
     store = PrefixStore("torch_ucx_rpc", store)
     deadline = Deadline(timeout)
@@ -71,7 +72,7 @@ def gather_members(store: Store, own: Record, timeout: float, secret: Secret | N
 
 
 def _lead(store: Store, own: Record, secret: Secret | None, deadline: Deadline) -> list[Record]:
-    """Rank 0's part: wait for the others, judge, tell them."""
+    """The part of rank 0: wait for the others, judge, and tell them the verdict."""
     arrivals = _Arrivals(store, own, secret)
     try:
         with _listed(store, own, secret):
@@ -80,7 +81,7 @@ def _lead(store: Store, own: Record, secret: Secret | None, deadline: Deadline) 
         raise
     except (RuntimeError, ValueError) as error:
         kind = "ValueError" if isinstance(error, ValueError) else "RuntimeError"
-        # Those who are still to come, where it is not for them that time is up, hear of it too.
+        # Workers that are still to come hear of the error too, unless rank 0 has stopped waiting for them.
         expected = 0 if deadline.passed() else max(arrivals.world_sizes())
         _announce(store, own, secret, {"error": kind, "text": str(error)}, arrivals.read_sessions, expected)
         raise
@@ -90,13 +91,13 @@ def _lead(store: Store, own: Record, secret: Secret | None, deadline: Deadline) 
 
 
 def _follow(store: Store, own: Record, secret: Secret | None, deadline: Deadline) -> list[Record]:
-    """The part of every other rank: wait for what rank 0 says."""
+    """The part of every other rank: wait for the verdict of rank 0."""
     with _listed(store, own, secret) as position:
         entry = _await_verdict(store, own, secret, deadline)
     verdict = entry.values
     if entry.doubt or "error" in verdict:
         store.set(position, "")
-    # The last that is asked of the Store: rank 0 may take it away now.
+    # The last request to the Store: rank 0 may end it now.
     store.add(f"read/{verdict.get('by')}", 1)
     if entry.doubt:
         raise refusal(entry, own, verdict.get("judge"))
@@ -108,13 +109,13 @@ def _follow(store: Store, own: Record, secret: Secret | None, deadline: Deadline
 
 @contextlib.contextmanager
 def _listed(store: Store, own: Record, secret: Secret | None) -> Iterator[str]:
-    """This worker is in the list, at the key that is yielded; after an error, Ctrl-C included, no longer."""
+    """Put this worker into the list, and yield its key; take it off after an error, Ctrl-C included."""
     position = f"arrival/{store.add('arrivals', 1) - 1}"
     store.set(position, write_entry(own.to_values(), secret))
     try:
         yield position
     except DistError:
-        # The Store is gone, and would say so on stderr.
+        # The Store is gone, and another request would print a warning on stderr.
         raise
     except BaseException:
         store.set(position, "")
@@ -124,7 +125,7 @@ def _listed(store: Store, own: Record, secret: Secret | None) -> Iterator[str]:
 def _await_members(arrivals: _Arrivals, own: Record, deadline: Deadline) -> list[Record]:
     for is_over in ask_again(own.world_size, deadline):
         arrivals.read()
-        # Errors wait until all have come, so that all hear of them.
+        # An error is raised when all have come, so that all hear of it.
         if is_over or arrivals.are_all():
             arrivals.forget_those_who_left()
         if is_over or arrivals.are_all():
@@ -140,14 +141,14 @@ def _await_members(arrivals: _Arrivals, own: Record, deadline: Deadline) -> list
 
 def _await_verdict(store: Store, own: Record, secret: Secret | None, deadline: Deadline) -> Entry:
     arrivals = _Arrivals(store, own, secret)
-    # Once rank 0 has come, it tells all alike when time is up; it may have begun to wait a little later than this one.
+    # Once rank 0 has come, it tells all workers when time is up. It may have begun to wait a little later than this.
     limit = Deadline(deadline.timeout and deadline.timeout + _FAREWELL_S)
     for is_over in ask_again(own.world_size, limit):
         verdict = _read_verdict(store, secret)
         if verdict is not None:
             if own.session in verdict.values["sessions"]:
                 return verdict
-            # An error for others is left over from an earlier attempt.
+            # An error that is not for this session is left over from an earlier attempt.
             if "members" in verdict.values:
                 raise _came_too_late(own, verdict)
         if deadline.passed():
@@ -166,7 +167,7 @@ def _announce(
     whom: Callable[[], set[int]],
     at_least: int = 0,
 ) -> None:
-    """Tell workers, by their sessions, until all of them, and ``at_least`` so many, know or have had the time to."""
+    """Tell workers, by session, until all of them and at least ``at_least`` have read it, or their time is up."""
     told: set[int] = set()
     for is_over in ask_again(own.world_size, Deadline(_FAREWELL_S)):
         sessions = whom()
@@ -174,7 +175,7 @@ def _announce(
             values = {**verdict, "by": own.session, "judge": str(own), "sessions": sorted(sessions)}
             store.set("verdict", write_entry(values, secret))
             told = sessions
-        # Rank 0 has told itself.
+        # Plus one: rank 0 knows the verdict itself.
         if is_over or store.add(f"read/{own.session}", 0) + 1 >= max(len(told), at_least):
             break
 
@@ -183,12 +184,12 @@ def _read_verdict(store: Store, secret: Secret | None) -> Entry | None:
     if not store.check(["verdict"]):
         return None
     verdict = read_entry(store.get("verdict"), secret)
-    # What rank 0 did not write, it will write over.
+    # Other values are not of rank 0, which will overwrite them.
     return verdict if isinstance(verdict.values.get("sessions"), list) else None
 
 
 def ask_again(workers: int, deadline: Deadline) -> Iterator[bool]:
-    """Yields False, time after time, with a pause in between that grows; at the end of the deadline, True."""
+    """Yield False again and again, with growing pauses in between; at the end of the deadline, yield True."""
     longest = min(_LONGEST_PAUSE_S, max(0.01, workers / _QUESTIONS_PER_S))
     pause = 0.001
     while not deadline.passed():
@@ -199,18 +200,18 @@ def ask_again(workers: int, deadline: Deadline) -> Iterator[bool]:
 
 
 class _Arrivals:
-    """The list in the Store, as far as it has been read."""
+    """The part of the list in the Store that has been read."""
 
     def __init__(self, store: Store, own: Record, secret: Secret | None) -> None:
         self._store = store
         self.own = own
         self._secret = secret
         self._position = 0
-        # By key: what each says of itself. Of another version of this package, or a stranger, it may be anything.
+        # Entries by key. An entry of another version of this package, or of a stranger, may contain anything.
         self._present: dict[str, Entry] = {}
 
     def read(self) -> None:
-        """Read on, as far as there is something."""
+        """Read the entries that have been added since."""
         while self._store.check([key := f"arrival/{self._position}"]):
             self._position += 1
             if text := self._store.get(key):
@@ -222,11 +223,11 @@ class _Arrivals:
         self._present = {key: self._present[key] for key, text in zip(keys, texts, strict=True) if text}
 
     def are_all(self) -> bool:
-        """As many have come as belong to the group. If they disagree on that, the fewest are enough to see it."""
+        """Whether the whole group has come; if workers disagree on its size, whether the smallest of the sizes has."""
         return len(self._present) >= min(self.world_sizes())
 
     def read_sessions(self) -> set[int]:
-        """Of all that have come by now, be they records or not. Who comes again does so for the next attempt."""
+        """Sessions of all entries, valid or not, without second entries of a process: they are for its next attempt."""
         self.read()
         first_of_process: dict[str, int] = {}
         for values in self._values():
@@ -247,14 +248,14 @@ class _Arrivals:
         return [entry.values for entry in self._present.values()]
 
     def records(self) -> list[Record]:
-        """By rank; RuntimeError if one is of another version of this package, has another secret, or is none at all."""
+        """Records by rank. RuntimeError for an entry of another version, with another secret, or that is no record."""
         return sorted((_check_record(entry, self.own) for entry in self._present.values()), key=lambda r: r.rank)
 
 
 def read_records(store: Store, keys: list[str], own: Record, secret: Secret | None) -> dict[str, Record]:
-    """The records at those of these keys that hold one.
+    """The records at these keys, without empty ones.
 
-    RuntimeError if one is of another version of this package, or of a worker with another secret.
+    RuntimeError for a record of another version of this package, or of a worker with another secret.
     """
     texts = zip(keys, _read_texts(store, keys), strict=True)
     return {key: _check_record(read_entry(text, secret), own) for key, text in texts if text}
@@ -287,7 +288,7 @@ def _check_record(entry: Entry, own: Record) -> Record:
 
 
 def _check_agreement(records: list[Record]) -> None:
-    """RuntimeError unless these can be members of one group, as far as they have come."""
+    """RuntimeError unless these records, of workers that have come so far, can belong to one group."""
     for earlier, later in itertools.pairwise(sorted(records, key=lambda record: record.world_size)):
         if earlier.world_size != later.world_size:
             raise RuntimeError(
@@ -305,7 +306,7 @@ def _check_agreement(records: list[Record]) -> None:
             )
     for earlier, later in itertools.pairwise(sorted(records, key=lambda record: record.name)):
         if earlier.name == later.name:
-            # "is not unique" is what torch says too, and what programs and tests may look for.
+            # "is not unique" are torch's words, which programs and tests may look for.
             raise RuntimeError(
                 f"the worker name {earlier.name!r} is not unique: {earlier} and {later} use it; give every worker a "
                 f"name of its own."
@@ -328,7 +329,7 @@ def _absent(records: list[Record], own: Record, deadline: Deadline) -> RuntimeEr
     for record in records:
         ranks_by_host.setdefault(record.host, set()).add(record.rank)
     present = ", ".join(f"{_numbers(ranks)} on {host}" for host, ranks in sorted(ranks_by_host.items()))
-    # Without a rank 0 to tell all at the same time, others may have been here and left just now.
+    # Without rank 0, nobody tells all at the same time: other workers may have been here and left just now.
     not_come = "have not come" if own.rank == 0 else "have not come, or have given up"
     return RuntimeError(
         f"init_rpc has waited {deadline.timeout:g} s (rpc_timeout) for all {own.world_size} workers, and these ranks "

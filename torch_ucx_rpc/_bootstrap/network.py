@@ -1,8 +1,8 @@
-"""Which network interface UCX gets, where the user does not say: the one that leads to the rendezvous.
+"""The network interface for UCX, unless the user chooses one: the interface that leads to the Store.
 
-UCX takes the fastest interface of a host, whether it leads to the others or not: a bridge of containers, or a second
-network card that is cabled to something else. The Store proves that one of them does lead there. InfiniBand is never
-excluded: its devices are not interfaces, and the Store is usually reached by Ethernet where there is InfiniBand too.
+UCX takes the fastest interface of a host, even if it does not lead to the other hosts: a bridge of containers, or a
+second network card that is cabled to something else. The interface to the Store does lead there. InfiniBand is always
+included: its devices are no network interfaces, and hosts with InfiniBand usually reach the Store by Ethernet.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ _ARPHRD_INFINIBAND = "32"
 
 
 def default_devices(store: Store, ucx_path: str) -> str:
-    """What UCX_NET_DEVICES would have to be, or an empty string to leave the choice to UCX.
+    """The value for UCX_NET_DEVICES, or an empty string to leave the choice to UCX.
 
-    It is UCX's where the user has made one, where the workers do not meet by TCP, and where they meet at a loopback
-    address: rank 0 may know its own name by one, and is looked for by the others at another.
+    UCX chooses if the user has set the variable, if the workers do not meet by TCP, or if they meet at a loopback
+    address: rank 0 may know its own host by a loopback address, while the others use another one.
     """
     host = host_of(store)
     if "UCX_NET_DEVICES" in os.environ or host is None:
@@ -44,13 +44,13 @@ def default_devices(store: Store, ucx_path: str) -> str:
 
 
 def interface_to(host: str) -> str | None:
-    """The interface by which packets to ``host`` leave; None where there is no way to it or no such name."""
+    """The interface by which packets to ``host`` leave; None if there is no route or no such name."""
     own = address_towards(host)
     return None if own is None else _interface_of(own)
 
 
 def address_towards(host: str) -> str | None:
-    """This host's address as ``host`` sees it; None where there is no way to it or no such name."""
+    """This host's address as ``host`` sees it; None if there is no route or no such name."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
         # Nothing is sent: connecting a datagram socket only looks up the route.
@@ -63,9 +63,9 @@ def address_towards(host: str) -> str | None:
 
 
 def infiniband_devices(ucx_path: str) -> list[str]:
-    """Names of InfiniBand and RoCE ports that are up, if that UCX can use them, and of interfaces over InfiniBand.
+    """Interfaces over InfiniBand, and InfiniBand and RoCE ports that are up, if that UCX can use them.
 
-    UCX warns of devices that it is told of and does not have.
+    UCX warns of devices in UCX_NET_DEVICES that it cannot use.
     """
     devices = sorted(p.parent.name for p in _INTERFACES.glob("*/type") if _read(p) == _ARPHRD_INFINIBAND)
     return devices + (active_ports() if has_verbs(ucx_path) else [])
@@ -83,8 +83,8 @@ def has_verbs(ucx_path: str) -> bool:
 
 
 def host_of(store: Store) -> str | None:
-    """Where a Store is that is reached by TCP; None for another."""
-    # ``info`` uses the rest of this module where torch cannot be imported.
+    """The host of a TCPStore; None for other Stores."""
+    # Imported here, since ``info`` uses this module even if torch cannot be imported.
     from torch._C._distributed_c10d import PrefixStore, TCPStore
 
     while isinstance(store, PrefixStore):
@@ -98,8 +98,8 @@ def _interface_of(address: str) -> str | None:
         table = Path("/proc/net/if_inet6").read_text(encoding="ascii").splitlines()
         addresses = {ipaddress.ip_address(bytes.fromhex(line.split()[0])): line.split()[-1] for line in table}
         return addresses.get(wanted)
-    # netdevice(7): struct ifconf, the size and the address of room for struct ifreq's, which have a name, a family and,
-    # 20 bytes in, an IPv4 address.
+    # netdevice(7): struct ifconf has the size and the address of a buffer for struct ifreq's. Each has a name, a family
+    # and, 20 bytes in, an IPv4 address.
     room = array.array("B", bytes(_IFREQ_BYTES * _MOST_ADDRESSES))
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
         answer = fcntl.ioctl(asking, _SIOCGIFCONF, struct.pack("iP", len(room), room.buffer_info()[0]))
@@ -107,9 +107,9 @@ def _interface_of(address: str) -> str | None:
     for start in range(0, used, _IFREQ_BYTES):
         name, _, ipv4 = struct.unpack_from("16sI4s", room, start)
         if ipaddress.ip_address(ipv4) == wanted:
-            # A further address of an interface may have a label: "eth0:1".
+            # A second address of an interface may have a label: "eth0:1".
             return str(name.rstrip(b"\0").decode()).partition(":")[0]
-    # All of 127.0.0.0/8, of which only one address is listed.
+    # All of 127.0.0.0/8 is loopback, but only one address is listed.
     return "lo" if wanted.is_loopback else None
 
 

@@ -1,8 +1,8 @@
 """The Store through which the workers of a job find each other.
 
 Rank 0 opens it at the address that ``init_method`` gives and the others connect to it, as with
-``torch.distributed.rendezvous``; but rank 0 does not wait there, inside C++ where Ctrl-C does not reach it, for workers
-that may never come. Who has come is the business of ``_members``.
+``torch.distributed.rendezvous``. But here rank 0 does not wait for workers that may never come, inside C++ where Ctrl-C
+does not reach it. ``members`` waits for the workers.
 """
 
 from __future__ import annotations
@@ -34,36 +34,36 @@ from torch.distributed.rendezvous import (
 
 T = TypeVar("T")
 
-# How torch's messages begin, which programs and tests may look for.
+# The beginning of torch's messages, which programs and tests may look for.
 _START = "Error initializing torch.distributed using {}:// rendezvous:"
 
-# What to know of a group without a size.
+# A hint for users of groups without a size.
 STORE_ENDS = (
     " A group without a world_size can be joined as long as its Store is there, and this one ends with the process of "
     "rank 0. For joins after that use a Store outside of it: torchrun's, or a file, init_method='file:///path'."
 )
 
-# For a Store to answer who has reached it. What does not answer is something else.
+# A Store answers a new connection within this time. If nothing answers, it is no Store.
 _ANSWER_S = 10.0
-# Or it has many to answer first: torch's looks up the name of each, and where no DNS answers that takes 5 s and more.
+# But a Store may have many connections to answer first: torch's looks up the host name of each client, and a DNS that
+# does not answer costs 5 s or more.
 _LONGEST_ANSWER_S = 300.0
 
-# At the end of the process, for what is still being asked of a Store.
+# The end of the process waits this long for requests to a Store that are still under way.
 _LAST_WAIT_S = 10.0
 
 _LISTENING = "0A"  # in /proc/net/tcp
 
-# Where in the Store of a job that found its port by itself the name of the job is.
+# The key of the job's name, in a Store whose port follows from the job.
 _JOB = "torch_ucx_rpc/job"
 
-# Keeps alive the Store of this process's last group. When rank 0 opens the next one at the same port, workers that were
-# faster may be connected there already: the old server must not close before that, and then serves on. (The TCPStores
-# of one process share the server of a port.)
+# Keeps the Store of this process's last group alive. When rank 0 opens the next Store at the same port, faster workers
+# may be connected already, so the old server must serve on. (The TCPStores of one process share the server of a port.)
 _kept: tuple[object, Store] | None = None
 
 
 class Deadline:
-    """The point in time ``timeout`` seconds from now; 0 is never."""
+    """The point in time ``timeout`` seconds from now; never if ``timeout`` is 0."""
 
     def __init__(self, timeout: float) -> None:
         self.timeout = timeout
@@ -80,11 +80,11 @@ def create_store(init_method: str, rank: int, world_size: int | None, timeout: f
     """The Store of the job, hosted by rank 0 unless torchrun does.
 
     Args:
-        init_method: ``env://`` and ``tcp://host:port`` are ours; other URLs go to ``torch.distributed.rendezvous``.
+        init_method: a URL; all but ``env://`` and ``tcp://host:port`` go to ``torch.distributed.rendezvous``.
         world_size: None for a group without a size.
         timeout: seconds to wait for rank 0 to open the Store; 0 is no limit.
 
-    Raises ValueError for a URL or variables that say too little, RuntimeError where there is no Store or its port is in
+    Raises ValueError for an incomplete URL or incomplete variables, RuntimeError if there is no Store or its port is in
     use.
     """
     global _kept
@@ -95,12 +95,12 @@ def create_store(init_method: str, rank: int, world_size: int | None, timeout: f
         host, port, use_libuv = _store_address(urlparse(init_method))
         store = _create_tcp_store(host, port, use_libuv, rank, world_size, Deadline(timeout))
         if _torchelastic_use_agent_store() and (attempt := os.environ.get("TORCHELASTIC_RESTART_COUNT")):
-            # As torch does: torchrun's Store stays when it starts the workers again, with all that those before wrote.
+            # As in torch: torchrun's Store outlives a restart of the workers, with all entries of the attempt before.
             store = PrefixStore(f"/worker/attempt_{attempt}", store)
     else:
         if scheme == "file":
             _check_folder(urlparse(init_method))
-        # Some handlers clean up when their generator is collected: it lives as long as the Store.
+        # Some handlers clean up when their generator is collected, so it must live as long as the Store.
         iterator = _rendezvous_helper(init_method, rank, world_size)
         store, _, _ = next(iterator)
     store.set_timeout(timedelta(seconds=timeout))
@@ -119,7 +119,7 @@ def _check_folder(url: ParseResult) -> None:
 
 
 def check_rank(init_method: str, rank: int) -> int:
-    """The rank of a worker of a group without a size, where not giving one (-1) means that of the environment."""
+    """The rank of a worker of a group without a size. A missing rank (-1) is taken from the environment."""
     url = urlparse(init_method)
     if rank >= 0:
         return rank
@@ -135,7 +135,7 @@ def check_rank(init_method: str, rank: int) -> int:
 
 
 def _store_address(url: ParseResult) -> tuple[str, int, bool]:
-    """Host and port of the Store, and whether it runs on libuv, as torch decides it."""
+    """Host and port of the Store, and whether torch would run it on libuv."""
     query: dict[str, str] = _query_to_dict(url.query)
     if {"rank", "world_size"} & set(query):
         raise ValueError(f"the init_method {url.geturl()} cannot give rank or world_size: pass them to init_rpc.")
@@ -159,7 +159,7 @@ def _store_address(url: ParseResult) -> tuple[str, int, bool]:
 
 
 def check_port(number: str) -> int:
-    """The value of MASTER_PORT."""
+    """MASTER_PORT as a number; ValueError if it is no port."""
     if not number.isdecimal() or int(number) >= 2**16:
         raise ValueError(
             f"{_START.format('env')} MASTER_PORT={number} is not a port: set it to a number from 1 to 65535."
@@ -169,7 +169,7 @@ def check_port(number: str) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class JobAddress:
-    """Where rank 0 of a job opens its Store: on one of these hosts, at the first of these ports that is free there."""
+    """The places where rank 0 of a job may open its Store: one of the hosts, at its first free one of the ports."""
 
     job: str
     hosts: tuple[str, ...]
@@ -180,10 +180,10 @@ class JobAddress:
 
 
 def open_job_store(address: JobAddress, rank: int, world_size: int | None, timeout: float) -> Store:
-    """The Store of a job whose workers know its address but roughly; arguments and errors as of `create_store`.
+    """The Store of a job, found without a known port; arguments and errors are those of `create_store`.
 
-    Rank 0 leaves the name of the job there. Of the others each tries all the places and takes that one where it finds
-    the name; at some of them may be the Store of another job.
+    Rank 0 writes the name of the job into its Store. Every other worker tries all hosts and ports, and takes the Store
+    with that name. Some places may have the Store of another job.
     """
     global _kept
     deadline = Deadline(timeout)
@@ -202,7 +202,7 @@ def _serve_job(address: JobAddress) -> TCPStore:
             f"host of rank 0."
         )
     for port in address.ports:
-        # By whichever process; this one's own, of the job's last group, is shared.
+        # A port in use raises DistError; but the Store of this process's last group shares its port.
         with contextlib.suppress(DistError):
             store = _connect(host, port, is_server=True)
             store.set(_JOB, address.job)
@@ -216,7 +216,7 @@ def _serve_job(address: JobAddress) -> TCPStore:
 def _find_job(address: JobAddress, deadline: Deadline) -> TCPStore:
     pause = 0.01
     while True:
-        # What is at a place, for the error.
+        # The finding at each place, for the error.
         seen: dict[str, object] = {}
         for port, host in itertools.product(address.ports, address.hosts):
             try:
@@ -235,7 +235,7 @@ def _find_job(address: JobAddress, deadline: Deadline) -> TCPStore:
                 f"it is another one, set MASTER_ADDR. ({places})"
             )
         time.sleep(min(pause, deadline.remaining()))
-        # Many workers may be asking a host that is not ready.
+        # Many workers may ask a host that is not ready yet.
         pause = min(2 * pause, 1.0)
 
 
@@ -288,8 +288,8 @@ def _create_tcp_store(
         )
 
     try:
-        # Longer than TCPStore's own timeout, which it overruns by its last pause, and which does not cover what never
-        # answers.
+        # Longer than TCPStore's own timeout: it overruns that by its last pause, and does not apply it to a server that
+        # never answers.
         return _interruptible(create, answer_s + 2 * _ANSWER_S)
     except (DistError, TimeoutError) as error:
         if is_server and "EADDRINUSE" in str(error):
@@ -311,7 +311,7 @@ def _create_tcp_store(
 
 
 def await_listener(host: str, port: int, server: str, deadline: Deadline, hint: str) -> None:
-    """Return once somebody listens. TCPStore would wait too, but in C++, printing each failure with its stack."""
+    """Return when a server listens. TCPStore would wait too, but in C++, and print a stack for each failure."""
     pause = 0.01
     while True:
         try:
@@ -329,7 +329,7 @@ def await_listener(host: str, port: int, server: str, deadline: Deadline, hint: 
 
 
 def _check_listener(host: str, port: int, limit: float) -> None:
-    """OSError unless somebody listens there."""
+    """OSError unless a server listens there."""
     is_there = _is_listened_at_here(host, port)
     if is_there is None:
         socket.create_connection((host, port), timeout=limit).close()
@@ -338,7 +338,10 @@ def _check_listener(host: str, port: int, limit: float) -> None:
 
 
 def _is_listened_at_here(host: str, port: int) -> bool | None:
-    """The kernel knows of addresses of this host, None for others; a connection is one more for the Store to answer."""
+    """Whether a server of this host listens there, by the kernel's table; None for addresses of other hosts.
+
+    This spares the Store a connection that it would have to answer.
+    """
     if not is_this_host(host):
         return None
     number = int.from_bytes(socket.inet_aton(socket.gethostbyname(host)), sys.byteorder)
@@ -355,20 +358,20 @@ def _is_listened_at_here(host: str, port: int) -> bool | None:
     return False
 
 
-# Threads that were still in C++ when nobody waited for them any more.
+# Threads that were still in C++ when their caller stopped waiting.
 _left_behind: list[threading.Thread] = []
 
 
 @atexit.register
 def _await_left_behind() -> None:
-    """One that comes back from C++ while the interpreter is finalized has the process aborted."""
+    """Wait for these threads: one that returns from C++ during finalization would abort the process."""
     end = Deadline(_LAST_WAIT_S)
     for thread in _left_behind:
         thread.join(end.remaining())
 
 
 def _interruptible(call: Callable[[], T], limit: float) -> T:
-    """``call()``, on another thread, for Ctrl-C and TimeoutError to reach the caller while it blocks in C++."""
+    """Run ``call()`` on another thread: then Ctrl-C and TimeoutError reach this one while C++ blocks."""
     outcome: list[T] = []
     failure: list[BaseException] = []
 
@@ -378,7 +381,7 @@ def _interruptible(call: Callable[[], T], limit: float) -> T:
         except BaseException as error:
             failure.append(error)
 
-    # A daemon: where it hangs, it must not hold up the end of the process.
+    # A daemon, so that a hanging call does not hold up the end of the process.
     thread = threading.Thread(target=run, name="torch_ucx_rpc-store", daemon=True)
     thread.start()
     try:

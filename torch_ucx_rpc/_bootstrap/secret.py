@@ -1,10 +1,10 @@
-"""The secret of a job: who has it is a member, and nobody else is listened to.
+"""The secret of a job: only workers that have it are members, and frames of others are refused.
 
-Two things are made of it. Texts in the Store carry an HMAC-SHA256, so that what a stranger has written there is told
-from what a worker has. And every ordered pair of workers has a key for the frames between them (``wire/seal.h``),
-derived by HKDF (RFC 5869) from the secret and both sessions, which each of the two has drawn at random for this life of
-its agent and published in its record. Nothing recorded earlier, of either, fits the new key; so a challenge and its
-answer, which UCX could not bind to the frames that follow, are not needed.
+The secret has two uses. Texts in the Store carry an HMAC-SHA256, which tells a worker's text from a stranger's. And
+every ordered pair of workers has a key for the frames between them (``wire/seal.h``). HKDF (RFC 5869) derives that key
+from the secret and both sessions: numbers that each worker draws at random for one life of its agent, and publishes in
+its record. Frames recorded in an earlier life do not fit the new key. So no challenge and answer are needed, which UCX
+could not bind to the frames that follow.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ from typing import Any
 FILE_VARIABLE = "TORCH_UCX_RPC_SECRET_FILE"
 VARIABLE = "TORCH_UCX_RPC_SECRET"
 
-# Who sees one frame can try secrets in peace: 16 bytes are what cannot be guessed if they are random.
+# An observer of one frame can try secrets offline. 16 random bytes cannot be guessed.
 _LEAST_BYTES = 16
-# Longer than any secret, so that a file that is none is not read to its end.
+# No secret is longer. A large file that is no secret is not read to its end.
 _MOST_BYTES = 4096
 
 _HOW_TO_MAKE = "make one with `(umask 077; openssl rand -hex 32 > job.secret)`"
 
 
 class Secret:
-    """What the secret is used for; the secret itself is not kept."""
+    """Keys derived from the secret; the secret itself is not kept."""
 
     def __init__(self, value: bytes) -> None:
         # HKDF-Extract.
         self._key = hmac.digest(b"torch_ucx_rpc", value, "sha256")
 
     def key(self, purpose: str, *sessions: int) -> bytes:
-        """32 bytes for one purpose: HKDF-Expand, of which that is one block."""
+        """A key of 32 bytes for one purpose: one block of HKDF-Expand."""
         info = b"".join([purpose.encode(), *(session.to_bytes(8, "little") for session in sessions)])
         return hmac.digest(self._key, info + b"\x01", "sha256")
 
     def frame_keys(self, own: int, other: int) -> dict[str, bytes]:
-        """Of the frames between this worker and another, by their sessions: arguments of ``_C.Member``."""
+        """Keys of the frames between this worker and another, by session; arguments of ``_C.Member``."""
         return {
             "send_key": self.key("frames", own, other),
             "receive_key": self.key("frames", other, own),
@@ -48,30 +48,30 @@ class Secret:
         }
 
     def join_key(self, session: int) -> bytes:
-        """Of what a worker, of this session, is sent by those who want to join it, of whom it knows nothing yet."""
+        """Key of announcements to the worker of this session, from workers that join and that it does not know yet."""
         return self.key("join", session)
 
     def tag(self, text: str) -> str:
-        """Of a text in the Store."""
+        """HMAC of a text in the Store, as hexadecimal digits."""
         return hmac.digest(self.key("store"), text.encode(), "sha256").hex()
 
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """What is read in the Store: its values, and why they are not to be believed, if so, of {own} and {who}."""
+    """An entry of the Store: its values, and the doubt about them, if any, with {own} and {who} for the workers."""
 
     values: dict[str, Any]
     doubt: str = ""
 
 
 def write_entry(values: dict[str, Any], secret: Secret | None) -> str:
-    """As a text for the Store."""
+    """The text for the Store, authenticated if there is a secret."""
     text = json.dumps(values)
     return text if secret is None else json.dumps({"sealed": text, "hmac": secret.tag(text)})
 
 
 def read_entry(text: bytes, secret: Secret | None) -> Entry:
-    """What `write_entry` has written. The values of a doubtful one, if it has any, say no more than whom to blame."""
+    """Read a text of `write_entry`. The values of a doubtful entry serve only to name its writer."""
     outer = _to_values(text)
     sealed, tag = outer.get("sealed"), outer.get("hmac")
     if not isinstance(sealed, str) or not isinstance(tag, str):
@@ -85,7 +85,7 @@ def read_entry(text: bytes, secret: Secret | None) -> Entry:
 
 
 def refusal(entry: Entry, own: object, who: object) -> RuntimeError:
-    """The error for a doubtful entry, found by one worker and of another."""
+    """The error for a doubtful entry: ``own`` has found it, and ``who`` has written it."""
     return RuntimeError(
         f"the workers do not share one secret: {entry.doubt.format(own=own, who=who)}; give every worker of "
         f"the job the same, by secret_file, {FILE_VARIABLE} or {VARIABLE}, or none."
@@ -102,10 +102,10 @@ def _to_values(text: bytes | str) -> dict[str, Any]:
 
 
 def load_secret(secret_file: str | None) -> Secret | None:
-    """The secret in the file, else the one that the environment gives; None where nothing is said of any.
+    """The secret in the file, or else the secret in the environment; None if neither is given.
 
-    Raises ValueError for what can be no secret, and for a file that others can read; OSError for one that this process
-    cannot.
+    Raises ValueError for a secret that is too short or too long and for a file that other users can read; OSError for a
+    file that this process cannot read.
     """
     if secret_file is not None:
         return _from_file(secret_file, "secret_file")
@@ -119,7 +119,7 @@ def load_secret(secret_file: str | None) -> Secret | None:
 
 def _from_file(path: str, named_by: str) -> Secret:
     what = f"{named_by} {path!r}"
-    # NONBLOCK: to open a pipe would wait for somebody to write.
+    # NONBLOCK: opening a pipe would wait for a writer.
     with os.fdopen(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
         facts = os.fstat(file.fileno())
         if not stat.S_ISREG(facts.st_mode):

@@ -1,7 +1,7 @@
-"""What the site has set, or does not allow, that RPC cannot work with, or not well: found before workers meet.
+"""Settings and limits of the site that RPC cannot work with, or works badly with; checked before workers meet.
 
-Here is what UCX does not tell by itself. Of variables that it does not know, of devices and transports that a machine
-does not have, and of values that make no sense it warns on stderr.
+Only settings that UCX takes silently are checked here. UCX itself warns on stderr of variables that it does not know,
+of devices and transports that the machine does not have, and of values that make no sense.
 """
 
 from __future__ import annotations
@@ -16,34 +16,35 @@ from pathlib import Path
 
 _logger = logging.getLogger(__name__)
 
-# Names in UCX_TLS that take no messages to another process: loopback, and what only copies once two are connected.
+# Names in UCX_TLS of transports that carry no messages to another process: loopback, and those that only copy memory.
 _NO_CARRIERS = re.compile(r"self|cma|knem|gdr_copy|gdrcopy|cuda(_copy|_ipc)?|rocm(_copy|_ipc)?|ze(_copy|_ipc)?")
 _SHARED_MEMORY = {"sm", "shm", "mm", "sysv", "posix", "xpmem"}
 _NO = {"n", "no", "off", "0", "false"}
 
-# What an agent opens before it calls anybody, 27 files, with room for the Store and what Python imports late.
+# An agent opens 27 files before its first call. The rest is room for the Store and for late imports.
 _FILES_OF_AN_AGENT = 48
-# To watch the process of another worker on this host, and for a connection to it over TCP.
+# One file watches the process of a peer on this host, and one is a TCP connection to it.
 _FILES_OF_A_PEER = 2
 
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """Something that is wrong, and what to do about it."""
+    """Something that is wrong, and its cure."""
 
     problem: str
     cure: str
-    # Whether the package cannot be used at all.
+    # True if the package cannot be used at all.
     is_fatal: bool = False
 
 
 def check(world_size: int | None) -> None:
-    """Raise RuntimeError for what cannot work in a job of so many workers; warn, once a process, of what works badly.
+    """Raise RuntimeError for settings that cannot work; warn, once a process, of those that work badly.
 
-    ``None`` is a group without a size.
+    Args:
+        world_size: number of workers; None for a group without a size.
     """
     found = list(of_files(world_size or 1))
-    # Alone, a worker calls nobody but itself, and for that UCX is not needed.
+    # A single worker calls only itself, which does not need UCX.
     if world_size != 1:
         found += of_settings(os.environ)
     for conflict in found:
@@ -58,7 +59,7 @@ _told: set[Problem] = set()
 
 
 def of_settings(environ: Mapping[str, str]) -> Iterator[Problem]:
-    """Values of ``UCX_*`` variables that UCX takes without a word."""
+    """Problems with values of ``UCX_*`` variables that UCX takes silently."""
     names = _names(environ.get("UCX_TLS", "all"))
     if names and all(_NO_CARRIERS.fullmatch(name) for name in names):
         yield Problem(
@@ -91,13 +92,13 @@ def of_settings(environ: Mapping[str, str]) -> Iterator[Problem]:
 
 
 def of_files(world_size: int) -> Iterator[Problem]:
-    """Too few files for this process to open, for a job of so many workers."""
+    """Problems with the limit of open files, for a job of so many workers."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit == resource.RLIM_INFINITY:
         return
     try:
         is_open = len(list(Path("/proc/self/fd").iterdir()))
-    # There is none left even for that.
+    # No file is left even for listing them.
     except OSError:
         is_open = limit
     wanted = is_open + _FILES_OF_AN_AGENT + _FILES_OF_A_PEER * (world_size - 1)
@@ -116,6 +117,6 @@ def of_files(world_size: int) -> Iterator[Problem]:
 
 
 def _names(transports: str) -> list[str] | None:
-    """What is listed in UCX_TLS; None for a list that names what it excludes, and for all."""
+    """The transports that UCX_TLS lists; None for a list of exclusions, and for "all"."""
     listed = [name.strip().lstrip("\\").partition(":")[0] for name in transports.split(",") if name.strip()]
     return None if transports.startswith("^") or "all" in listed else listed

@@ -1,6 +1,6 @@
-"""Where tensors arrive on devices: whether the device maps of all workers fit together, and what follows from them.
+"""Device maps: they say on which devices tensors arrive. Here the maps of all workers are checked and combined.
 
-docs/gpu.md has the rules. Errors begin with the words of TensorPipe's, which programs and PyTorch's tests look for.
+docs/gpu.md has the rules. Errors begin with TensorPipe's words, which programs and PyTorch's tests look for.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def convert_devices(values: Mapping[str, Any], convert: Callable[[Any], Any]) ->
 
 
 def reply_map(requests: DeviceMap, named: DeviceMap) -> DeviceMap:
-    """Where what a callee returns arrives at the caller, by the device that it is on.
+    """The map for replies: from the callee's device of a result to the caller's device where it arrives.
 
     Args:
         requests: the caller's device map for the callee.
@@ -59,14 +59,14 @@ def reply_map(requests: DeviceMap, named: DeviceMap) -> DeviceMap:
     for remote in requests.values():
         sources = [local for local, target in requests.items() if target == remote]
         if len(sources) > 1:
-            # CPU tensors stay where they are unless a single device stands for them.
+            # CPU tensors stay on the CPU unless a single device maps to it.
             sources = [local for local in sources if local.type == remote.type] or [CPU]
         replies[remote] = min(sources, key=lambda device: device.index or 0)
     return {**replies, **named}
 
 
 def maps_of_replies(name: str, members: Iterable[Worker]) -> DeviceMaps:
-    """For the worker of this name: where what it returns arrives, by caller."""
+    """The maps for replies of the worker of this name, by caller."""
     maps = {
         caller.name: reply_map(caller.device_maps.get(name, {}), caller.reply_device_maps.get(name, {}))
         for caller in members
@@ -75,10 +75,10 @@ def maps_of_replies(name: str, members: Iterable[Worker]) -> DeviceMaps:
 
 
 def devices_in_use(own: Worker, replies: DeviceMaps) -> list[torch.device]:
-    """The CUDA devices of a worker that are used for RPC: those it names, or all that maps mention, others' too.
+    """The CUDA devices of a worker that RPC uses: its option ``devices``, or all devices in maps, others' too.
 
     Args:
-        replies: what `maps_of_replies` returns for it.
+        replies: the result of `maps_of_replies` for this worker.
     """
     mentioned = set(own.devices)
     if not mentioned:
@@ -92,7 +92,7 @@ def devices_in_use(own: Worker, replies: DeviceMaps) -> list[torch.device]:
 
 
 def check(records: Sequence[Worker], is_static_group: bool = True) -> None:
-    """ValueError unless the device maps of all fit together; in a dynamic group others may still come."""
+    """ValueError unless all device maps fit together; a dynamic group may map workers that are still to come."""
     members = {record.name: record for record in records}
     for record in records:
         if len(set(record.devices)) != len(record.devices):
@@ -114,7 +114,7 @@ def check(records: Sequence[Worker], is_static_group: bool = True) -> None:
 
 
 def _check_side(side: str, devices: list[torch.device], owner: Worker, caller: Worker, callee: str) -> None:
-    """For what the maps of a caller for a callee say of one of the two, the owner of the devices."""
+    """Check one side of a caller's maps for a callee; ``owner`` is the worker of the devices on that side."""
     which = f"in its device map for {callee}"
     if owner.devices and (unexpected := sorted({*devices} - {*owner.devices, CPU}, key=str)):
         raise ValueError(
@@ -129,7 +129,7 @@ def _check_side(side: str, devices: list[torch.device], owner: Worker, caller: W
 
 
 def _absent(devices: Iterable[torch.device], record: Worker) -> list[torch.device]:
-    """Those of the devices that this worker does not have."""
+    """The devices among these that the worker does not have."""
     return sorted({device for device in devices if device != CPU and device.index >= record.device_count}, key=str)
 
 
@@ -146,16 +146,16 @@ def _list(devices: Iterable[torch.device]) -> str:
     return ", ".join(map(str, devices))
 
 
-# UCX_TLS names transports, or groups of them; these have what device memory needs.
+# UCX_TLS names transports, or groups of them. These names include the transports for device memory.
 _FOR_CUDA = {"all", "cuda", "cuda_copy"}
 
 
 def check_ucx(devices: Collection[torch.device], ucx_path: str, environment: Mapping[str, str]) -> None:
-    """RuntimeError if UCX would take pointers to these devices for the host's, and crash.
+    """RuntimeError if UCX would take pointers to these devices for host memory, and crash.
 
     Args:
-        ucx_path: the file of the libucp that is loaded.
-        environment: of the process, with what the user has set for UCX.
+        ucx_path: the file of the loaded libucp.
+        environment: the environment of the process, with the user's settings of UCX.
     """
     if not devices:
         return

@@ -1,8 +1,8 @@
-"""Whose memory tensors arrive in on CUDA devices: torch's allocator's, or RMM's (docs/gpu.md).
+"""The allocator of received tensors on CUDA devices: torch's, or RMM's (docs/gpu.md).
 
-RMM's memory is taken through the entry points that it has for ``torch.cuda.memory.CUDAPluggableAllocator``, so that no
-thread of the agent needs Python for it; torch's own allocator is left as it is. They ask whatever memory resource
-RMM has for the device, with which numba and CuPy can be told to share it.
+RMM has entry points for ``torch.cuda.memory.CUDAPluggableAllocator``. The agent calls them directly, so that its
+threads need no Python. torch's own allocator stays as it is. The entry points use RMM's memory resource for the device,
+which numba and CuPy can share.
 """
 
 # mypy: allow-untyped-calls
@@ -20,7 +20,7 @@ import torch
 
 from torch_ucx_rpc._native import _C
 
-# Addresses of C functions: allocate, and deallocate.
+# Addresses of two C functions: allocate and deallocate.
 EntryPoints: TypeAlias = tuple[int, int]
 
 # RMM's pools take no other sizes.
@@ -37,7 +37,7 @@ class PoolOptions(Protocol):
 
 
 def check(options: PoolOptions, worker: str) -> None:
-    """What `device_pool` asks for is there; otherwise ValueError, ImportError or RuntimeError, with the cure."""
+    """Raise ValueError, ImportError or RuntimeError, with the cure, if `device_pool` cannot be provided."""
     if options.device_pool != "rmm":
         if options.device_pool_bytes is not None:
             raise ValueError(
@@ -55,13 +55,13 @@ def check(options: PoolOptions, worker: str) -> None:
 
 
 def choose(options: PoolOptions, devices: Iterable[torch.device]) -> None:
-    """Have tensors arrive in the memory that the options name, from now on and in the whole process."""
+    """From now on, in the whole process, receive tensors in the memory that the options choose."""
     if options.device_pool == "rmm":
         for device in devices:
             prepare_resource(device.index, options.device_pool_bytes)
         _C.set_device_pool(_C.DeviceMemorySource.entry_points, rmm_entry_points())
     elif torch.cuda.memory.get_allocator_backend() == "pluggable":
-        # Such as RMM's: it hears of no other stream than that of the allocation.
+        # Such an allocator, RMM's for one, knows only the stream of the allocation.
         _C.set_device_pool(_C.DeviceMemorySource.replaced_torch, None)
     else:
         _C.set_device_pool(_C.DeviceMemorySource.torch, None)
@@ -78,19 +78,19 @@ def _rmm() -> Any:
         ) from error
 
 
-# The pools made here, by device, with the bytes that were asked for. They stay: tensors outlive RPC.
+# The pools made here, by device, with their limits in bytes. They stay, since tensors outlive RPC.
 _pools: dict[int, tuple[Any, int | None]] = {}
 
 
 def prepare_resource(device: int, most_bytes: int | None) -> None:
-    """Give RMM a pool for a device, unless the user has given it something else than cudaMalloc.
+    """Give RMM a pool for a device, unless the user has chosen another memory resource than cudaMalloc.
 
     Args:
-        device: its number.
-        most_bytes: that the pool may take of it; all that the device has if None. It grows as needed.
+        device: number of the device.
+        most_bytes: limit of the pool, which grows as needed; None for all memory of the device.
 
-    Raises ValueError if the memory cannot be bounded like that, since somebody else has chosen it, or an earlier
-    ``init_rpc`` of this process with another bound.
+    Raises ValueError if this limit cannot be set: the user has chosen the resource, or an earlier ``init_rpc`` of this
+    process made the pool with another limit.
     """
     mr = _rmm().mr
     resource = mr.get_per_device_resource(device)
@@ -121,7 +121,7 @@ def prepare_resource(device: int, most_bytes: int | None) -> None:
 
 @functools.cache
 def rmm_entry_points() -> EntryPoints:
-    """RuntimeError if this RMM does not have them where all versions since 23.4 do."""
+    """RMM's entry points; RuntimeError if they are not where all versions since 23.4 have them."""
     package = Path(_rmm().__file__).parent
     for library in sorted(package.rglob("_torch_allocator*.so")):
         functions = ctypes.CDLL(str(library))

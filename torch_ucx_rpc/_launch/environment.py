@@ -1,7 +1,7 @@
-"""What the launcher of this process says of it, in its environment: pure functions of that.
+"""The variables of launchers: pure functions that find rank, world size and meeting place in an environment.
 
-The launchers, and by which variables each is known, in the order in which they are asked. Who comes first was started
-by who comes later, as torchrun or mpirun within a job of Slurm, or is a user's own word::
+These are the launchers and the variables that identify them, in the order in which they are tried. An earlier one runs
+inside a later one, such as torchrun or mpirun in a job of Slurm, or its variables were set by the user::
 
     torchrun, `python -m torch_ucx_rpc run`, by hand   RANK and WORLD_SIZE
     Open MPI's mpirun                                   OMPI_COMM_WORLD_RANK
@@ -9,7 +9,7 @@ by who comes later, as torchrun or mpirun within a job of Slurm, or is a user's 
     Slurm's srun                                        SLURM_PROCID with SLURM_STEP_ID
     another with PMI                                    PMI_RANK
 
-MASTER_ADDR and MASTER_PORT, where they are set, hold under all of them.
+MASTER_ADDR and MASTER_PORT, if set, apply under all launchers.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ import hashlib
 import re
 from collections.abc import Mapping
 
-# Ports for Stores: below those that Linux gives to whoever asks for any (32768 and up), above those of services.
-# Another of a job's few is taken when the first is in use.
+# Ports for Stores: below the ports that Linux hands out by itself (32768 and up), above the ports of services. A job
+# has a few of them, for the case that the first is in use.
 _FIRST_PORT, _PORTS = 16_384, 16_384
 _PORTS_OF_A_JOB = 4
 
-# Slurm counts the steps of a job from 0, and those that are no srun's from the other end: batch scripts, and the shells
-# of salloc.
+# Slurm counts the steps of srun from 0. Other steps, such as batch scripts and shells of salloc, count down from the
+# largest number.
 _FIRST_SPECIAL_STEP = 0xFFFF_FFF0
 
-# torchrun's names of the role of a worker that was given none.
+# torchrun's names for the role of a worker without a role.
 _NO_ROLES = ("", "default", "default_role")
 
 Environ = Mapping[str, str]
@@ -38,8 +38,8 @@ Environ = Mapping[str, str]
 class Launch:
     """A worker's place in its job, as its launcher tells it.
 
-    ``hosts`` are where rank 0 may be, the likeliest first; empty where nothing says so. ``job`` is a text that all
-    workers of this job have and no other job's; None where nothing is known to be such.
+    ``hosts`` are hosts where rank 0 may be, the likeliest first; empty if unknown. ``job`` is a text that all workers
+    of this job have, and no worker of another job; None if unknown.
     """
 
     launcher: str
@@ -48,12 +48,12 @@ class Launch:
     name: str
     hosts: tuple[str, ...] = ()
     job: str | None = None
-    # By MPI, which knows more than its environment says.
+    # True if MPI started the worker: MPI can then tell what its variables do not.
     speaks_mpi: bool = False
 
 
 def find_launch(environ: Environ) -> Launch | None:
-    """What the first of the launchers says that has left its variables; None if none has.
+    """The launch according to the first launcher whose variables are set; None if there is none.
 
     Raises ValueError for variables that are incomplete, no numbers, or contradict each other.
     """
@@ -69,7 +69,7 @@ def find_launch(environ: Environ) -> Launch | None:
 
 
 def nothing_found(environ: Environ) -> str:
-    """The error where `find_launch` has looked in vain: what for, and what to do."""
+    """The error text for an environment in which `find_launch` found nothing, with the cure."""
     cure = "Start the program with a launcher, such as `python -m torch_ucx_rpc run -n 2 <script>`,"
     if environ.get("SLURM_JOB_ID"):
         cure = f"This process is within job {environ['SLURM_JOB_ID']} of Slurm but no task of it: start it with srun,"
@@ -86,14 +86,14 @@ def default_name(rank: int) -> str:
 
 
 def ports_of(job: str) -> tuple[int, ...]:
-    """Where the Store of a job may be: the same ports for all of its workers, and most likely others for other jobs."""
+    """The ports where the Store of a job may be: the same for all its workers, most likely others for other jobs."""
     digests = (hashlib.sha256(f"{job} {attempt}".encode()).digest() for attempt in range(_PORTS_OF_A_JOB))
     return tuple(_FIRST_PORT + int.from_bytes(digest[:4], "big") % _PORTS for digest in digests)
 
 
 def first_host(node_list: str) -> str:
-    """Of a list as Slurm compresses it: "a07" of ``"a[07-09,12]b,c"`` would be "a07b"."""
-    # Up to the first comma outside of brackets; of what is in brackets the first number.
+    """The first host of a list that Slurm has compressed: "a07b" of ``"a[07-09,12]b,c"``."""
+    # The text before the first comma outside of brackets, with the first number of each pair of brackets.
     first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", node_list)
     assert first is not None
     return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first[0])
@@ -112,9 +112,9 @@ def _read_plain(environ: Environ) -> Launch | None:
 def _read_open_mpi(environ: Environ) -> Launch | None:
     if "OMPI_COMM_WORLD_RANK" not in environ:
         return None
-    # Open MPI 4 and 5, and 4 without PMIx.
+    # The first is set by Open MPI 4 and 5, the second by 4 without PMIx.
     job = environ.get("PMIX_NAMESPACE") or environ.get("OMPI_MCA_ess_base_jobid")
-    # With where mpirun listens, since numbers alone may be those of a job on another host.
+    # The address of mpirun is added: another host may have a job of the same number.
     server = environ.get("OMPI_MCA_orte_hnp_uri", "")
     variables = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE")
     return _read_mpi(environ, "Open MPI", *variables, job=job and f"Open MPI {job} {server}")
@@ -153,11 +153,11 @@ def _read_slurm(environ: Environ) -> Launch | None:
     if step >= _FIRST_SPECIAL_STEP:
         return None
     rank = _number(environ, "SLURM_PROCID")
-    # The other one may be that of the whole job, of which this is a part.
+    # SLURM_NTASKS may be the size of the whole job, of which this step is a part.
     size = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS"
     job = " ".join(environ.get(f"SLURM_{part}", "") for part in ("CLUSTER_NAME", "JOB_ID", "STEP_ID", "RESTART_COUNT"))
-    # The nodes of a step are listed in the order of their tasks; but those of heterogeneous steps by name, and rank 0
-    # is with the first task of one of the groups.
+    # The nodes of a step are listed in the order of their tasks. But nodes of heterogeneous steps are sorted by name,
+    # and rank 0 is the first task of one of the groups.
     lists = [environ.get("SLURM_STEP_NODELIST", "")]
     for group in ("HET_GROUP", "PACK_GROUP"):
         pattern = re.compile(rf"SLURM_JOB_NODELIST_{group}_\d+")
@@ -167,7 +167,7 @@ def _read_slurm(environ: Environ) -> Launch | None:
 
 
 def _check_agreement(environ: Environ, launch: Launch) -> None:
-    """Half of the plain variables may be set beside a launcher's, as long as they say the same."""
+    """RANK or WORLD_SIZE alone may be set beside a launcher's variables, if it agrees with them."""
     for variable, number in {"RANK": launch.rank, "WORLD_SIZE": launch.world_size}.items():
         if environ.get(variable) and _number(environ, variable) != number:
             other = "WORLD_SIZE" if variable == "RANK" else "RANK"

@@ -1,4 +1,4 @@
-"""`init_rpc` for workers that a launcher started: all that it needs is in their environment."""
+"""`init_rpc` for workers that a launcher started: rank, world size and meeting place are in the environment."""
 
 # mypy: allow-untyped-calls
 
@@ -19,7 +19,7 @@ from torch_ucx_rpc._launch import mpi
 from torch_ucx_rpc._launch.environment import Launch, default_name, find_launch, nothing_found, ports_of
 from torch_ucx_rpc._options import UcxRpcBackendOptions, check_url
 
-# Where the workers meet, as a URL; above all for a file that all hosts see, where nothing else tells them.
+# The meeting place as a URL; mostly a file that all hosts see, under launchers that tell no host of rank 0.
 _INIT_METHOD = "TORCH_UCX_RPC_INIT_METHOD"
 
 
@@ -30,26 +30,33 @@ def init_rpc(
     world_size: int | None = None,
     rpc_backend_options: UcxRpcBackendOptions | None = None,
 ) -> None:
-    """``torch.distributed.rpc.init_rpc`` on UCX; what is not given, the launcher of the process tells.
+    """``torch.distributed.rpc.init_rpc`` on UCX. The launcher of the process supplies the arguments that are not given.
 
-    The launcher is ``python -m torch_ucx_rpc run``, torchrun or whoever sets RANK and WORLD_SIZE; if none of them is,
-    mpirun of Open MPI or MPICH; if it is not, Slurm's srun. Without any, an initialized process group of
-    ``torch.distributed`` tells rank and size.
+    The first of these launchers counts whose variables are set: RANK and WORLD_SIZE (``python -m torch_ucx_rpc run``,
+    torchrun, or by hand), mpirun of Open MPI or MPICH, Slurm's srun. Without a launcher, rank and size are those of an
+    initialized process group of ``torch.distributed``.
 
-    Where the workers meet is decided by the first of these that is there: an ``init_method`` other than ``env://`` in
-    the options; the URL in TORCH_UCX_RPC_INIT_METHOD; MASTER_ADDR and MASTER_PORT; the first host of the step, under
-    Slurm; this host, under an mpirun that uses no other; what rank 0 says over MPI, with mpi4py, under an mpirun that
-    does; the Store of the process group. Where only a host is known, one of four ports is taken that follow from the
-    number of the job.
+    The meeting place of the workers is the first of these that is known:
+
+    * an ``init_method`` other than ``env://`` in the options
+    * the URL in TORCH_UCX_RPC_INIT_METHOD
+    * MASTER_ADDR and MASTER_PORT
+    * under Slurm, the first host of the step
+    * under an mpirun that uses only this host, this host
+    * under another mpirun, with mpi4py, the host of rank 0, which it tells over MPI
+    * the Store of the process group
+
+    If only a host is known, the port is one of four that follow from the number of the job.
 
     Args:
-        name (str): of this worker (default: its role and its number in that, as ``"trainer3"``, or ``"worker3"``).
+        name (str): name of this worker (default: its role and its number in it, such as ``"trainer3"``, or
+            ``"worker3"``).
         rank (int): number of this worker, from 0 on.
-        world_size (int): how many workers there are; 0 for a group that workers join and leave.
+        world_size (int): number of workers; 0 for a group that workers join and leave.
         rpc_backend_options (UcxRpcBackendOptions): as for ``torch.distributed.rpc.init_rpc``.
 
-    Raises RuntimeError when nothing tells rank, size or meeting place; ValueError for variables that cannot be true;
-    and what ``torch.distributed.rpc.init_rpc`` raises.
+    Raises RuntimeError if rank, size or meeting place is unknown; ValueError for variables that cannot be true; and the
+    errors of ``torch.distributed.rpc.init_rpc``.
 
     Example::
 
@@ -91,7 +98,7 @@ def _open_store(launch: Launch | None, init_method: str, rank: int, world_size: 
             found, job = mpi.ask_for_rank_0(launch, timeout)
             hosts = (found,)
         elif launch.speaks_mpi and not host and job is None:
-            # All are on this host, and have the same ancestor.
+            # All workers are on this host, and children of one mpirun: that process names the job.
             job = f"{launch.launcher} {_starting_process('PMI_RANK')}"
         if hosts and job is not None:
             address = JobAddress(job, hosts, ports_of(job) if port is None else (check_port(port),))
@@ -99,7 +106,7 @@ def _open_store(launch: Launch | None, init_method: str, rank: int, world_size: 
     group = _process_group()
     if group is not None and (rank, world_size) == (group.rank, group.world_size):
         return PrefixStore("torch_ucx_rpc", _get_default_store())
-    # Which says what of MASTER_ADDR and MASTER_PORT is missing.
+    # This raises an error that names the missing variable: MASTER_ADDR or MASTER_PORT.
     return create_store(init_method, rank, world_size, timeout)
 
 
@@ -113,12 +120,12 @@ def _no_host(launch: Launch) -> RuntimeError:
 
 
 def _starting_process(variable: str) -> str:
-    """Number and start time of the nearest ancestor that has not this variable: who set it for its children."""
+    """Pid and start time of the process that set this variable for its children: the nearest ancestor without it."""
     pid = os.getppid()
     try:
         while variable.encode() + b"=" in Path(f"/proc/{pid}/environ").read_bytes():
             pid = int(process_stat(pid)[1])
     except OSError:
-        # Another user's, which has not been started by mpirun.
+        # The process of another user, whose environment cannot be read, is not one that mpirun started.
         pass
     return f"{pid} {start_time(pid)}"

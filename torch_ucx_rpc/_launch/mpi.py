@@ -1,4 +1,4 @@
-"""Over MPI, rank 0 tells the others where it is: for workers under mpirun, to whom no variable says that."""
+"""Rank 0 tells the others its host, over MPI: for workers under mpirun, where no variable has it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 from torch_ucx_rpc._bootstrap.rendezvous import Deadline
 from torch_ucx_rpc._launch.environment import Launch
 
-# For a host name, of 64 letters at most, and a number.
+# Room for a host name, of 64 letters at most, and a number.
 _LETTER_BYTES = 256
 
 _CHOOSE = (
@@ -28,13 +28,13 @@ def is_installed() -> bool:
 
 
 def ask_for_rank_0(launch: Launch, timeout: float) -> tuple[str, str]:
-    """The host of rank 0 and a name for this job, from rank 0 to all; to be called by all workers that mpirun started.
+    """The host of rank 0 and a name for this job, broadcast by rank 0. All workers that mpirun started must call this.
 
-    Imports mpi4py, which initializes MPI unless the program has done so. UCX is loaded by then, and Open MPI takes it
-    instead of an older one of its own; the reverse is refused when this package is imported (``_native``).
+    Imports mpi4py, which initializes MPI unless the program has done so. UCX is loaded by then, and Open MPI uses that
+    UCX instead of an older one of its own. The reverse order is refused when this package is imported (``_native``).
 
-    Raises RuntimeError when mpi4py belongs to another MPI than mpirun does, cannot start it, or the others have not
-    come within ``timeout`` seconds (0: no limit).
+    Raises RuntimeError if mpi4py belongs to another MPI than mpirun, if MPI cannot start, or if the other workers have
+    not come within ``timeout`` seconds (0: no limit).
     """
     try:
         mpi: Any = importlib.import_module("mpi4py.MPI")
@@ -56,8 +56,8 @@ def ask_for_rank_0(launch: Launch, timeout: float) -> tuple[str, str]:
         letter[:] = text.encode().ljust(_LETTER_BYTES)
     deadline = Deadline(timeout)
     _await(world.Ibcast([letter, mpi.BYTE], 0), world.rank, deadline)
-    # MPICH 4.0 over UCX would hang in MPI_Finalize, at the end of the process, when connections have been begun by
-    # messages in one direction only.
+    # Without these, MPICH 4.0 over UCX would hang in MPI_Finalize, at the end of the process: it does if all messages
+    # of a connection went in one direction.
     for _ in range(2):
         _await(world.Ibarrier(), world.rank, deadline)
     host, job = json.loads(letter)
@@ -65,7 +65,7 @@ def ask_for_rank_0(launch: Launch, timeout: float) -> tuple[str, str]:
 
 
 def _await(request: Any, rank: int, deadline: Deadline) -> None:
-    # Not by MPI's own wait, to which Ctrl-C would not come through.
+    # Polled, since Ctrl-C does not interrupt MPI's own wait.
     while not request.Test():
         if deadline.passed():
             raise RuntimeError(

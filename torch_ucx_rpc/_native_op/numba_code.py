@@ -1,7 +1,7 @@
 """Machine code for `native_op`, by numba; imported when the first operator is defined.
 
-The code of an operator is called from C++ with a row of slots that hold its arguments (``csrc/native_op.h``). So
-between the two stands a function that unpacks them: compiled with the user's into one, by two intrinsics of numba.
+C++ calls the code of an operator with a row of slots that hold its arguments (``csrc/native_op.h``). A function in
+between unpacks the slots. Two intrinsics of numba make it, and it is compiled together with the user's function.
 """
 
 # mypy: allow-untyped-calls, allow-untyped-decorators, allow-untyped-defs
@@ -41,9 +41,9 @@ _SLOT = types.int64
 
 
 class NumbaCode:
-    """The code of one operator, made for the types of tensors that it is called with."""
+    """The code of one operator, compiled for the types of tensors in its calls."""
 
-    # Of the function that gives back the memory of a returned array; needs no GIL.
+    # Address of the function that releases the memory of a returned array; it needs no GIL.
     release_address: int = _nrt_python.c_helpers["MemInfo_release"]
 
     def __init__(self, schema: Any, function: Callable[..., Any]) -> None:
@@ -55,7 +55,7 @@ class NumbaCode:
                 f"the function of {schema.name} is compiled by numba with options ({options}) that need "
                 f"other threads or the GIL; a native operator can have neither parallel nor forceobj"
             )
-        # Kept for good, as the operator is.
+        # Kept for ever, as the operator is.
         self._entries: list[Any] = []
 
     @property
@@ -66,7 +66,8 @@ class NumbaCode:
     def compile(self, tensors: Sequence[tuple[torch.dtype, int, bool]]) -> tuple[int, torch.dtype, int]:
         """The address of code for tensor arguments of these dtypes, dimensions and contiguities.
 
-        Behind it the dtype and the number of dimensions of the tensor that it returns; anything if it returns none.
+        The address is followed by the dtype and the number of dimensions of the returned tensor; any values if the
+        code returns no tensor.
         Raises TypeError for tensors that the function does not compile for.
         """
         described = ", ".join(
@@ -86,9 +87,10 @@ class NumbaCode:
         return (entry.address, *returned)
 
     def explain(self, arguments: Sequence[Any]) -> str:
-        """What the function raises with these arguments: numba keeps nothing of an exception that its code catches.
+        """The exception that the function raises with these arguments, as text.
 
-        So it is called again, on copies, from Python. They are as the failed call has left them.
+        numba keeps nothing of an exception that its code catches. So the function is called again, from Python, on
+        copies of the arguments as the failed call has left them.
         """
         copies = [value.clone().numpy() if isinstance(value, torch.Tensor) else value for value in arguments]
         try:
@@ -125,7 +127,7 @@ class NumbaCode:
             is_right = isinstance(found, types.Array) and found.dtype in _OF_NUMBA
             what = "a Tensor"
         else:
-            # As numbers convert in TorchScript: an int is a float too, and nothing else is another.
+            # Numbers convert as in TorchScript: only from int to float.
             wanted = {"IntType": types.Integer, "BoolType": types.Boolean, "FloatType": (types.Float, types.Integer)}
             is_right = isinstance(found, wanted[expected.type.kind()])
             what = f"{expected.type}"
@@ -133,7 +135,7 @@ class NumbaCode:
             raise _Unfit(f"its function returns {found}, and its schema says that it returns {what}")
 
     def _entry(self, arguments: tuple[types.Type, ...], result: types.Type) -> Callable[[Any], bool]:
-        """The function to compile for C++ to call: true if the user's returned, false if it raised."""
+        """The function that C++ will call: true if the user's function returned, false if it raised."""
         function = self._function
         load, slots_used = _loader(arguments)
         wanted = self._schema.returns[0].type.kind() if self._schema.returns else ""
@@ -150,11 +152,11 @@ class NumbaCode:
 
 
 class _Unfit(Exception):
-    """The function compiles, but not for this."""
+    """The function compiles, but not for these types."""
 
 
 def _loader(arguments: tuple[types.Type, ...]) -> tuple[Any, int]:
-    """What makes a tuple of arguments from slots, and how many of those it reads."""
+    """An intrinsic that makes a tuple of arguments from slots, and the number of slots that it reads."""
     tuple_type = types.Tuple(arguments)
 
     @intrinsic
@@ -187,7 +189,7 @@ def _loader(arguments: tuple[types.Type, ...]) -> tuple[Any, int]:
 
 
 def _storer(result: types.Type, wanted: types.Type, first: int) -> Any:
-    """What leaves a result, as a ``wanted``, in the slots from ``first`` on."""
+    """An intrinsic that stores a result, converted to ``wanted``, in the slots from ``first`` on."""
 
     @intrinsic
     def store(typing_context, slots, value):
@@ -195,7 +197,7 @@ def _storer(result: types.Type, wanted: types.Type, first: int) -> Any:
             pointer, returned = values
             slot = context.get_value_type(_SLOT)
             if isinstance(result, types.Array):
-                # Its owner is now C++.
+                # C++ owns the array from here on.
                 context.nrt.incref(builder, result, returned)
                 array = make_array(result)(context, builder, returned)
                 fields = [builder.ptrtoint(field, slot) for field in (array.meminfo, array.data)]

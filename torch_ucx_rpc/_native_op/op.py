@@ -1,4 +1,4 @@
-"""`native_op`: operators of torch that are written in Python and run without it."""
+"""`native_op`: operators of torch that are written in Python and run without the GIL."""
 
 # mypy: allow-untyped-calls
 
@@ -128,5 +128,5 @@ def _check(text: str, schema: Any) -> None:
 
 
 def _kind(argument: Any) -> str:
-    # The type in full would do, were it not that torch calls a SymInt an int.
+    # Not the type's full name: torch calls a SymInt an int there.
     return str(argument.real_type.kind()).removesuffix("Type")

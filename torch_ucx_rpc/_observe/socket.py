@@ -1,13 +1,13 @@
-"""How another program gets at the statistics of the workers of a job: ``python -m torch_ucx_rpc top``.
+"""Statistics of a running job for another program: ``python -m torch_ucx_rpc top``.
 
-Each worker listens on a Unix socket with a name in Linux's abstract namespace, ``torch_ucx_rpc/<pid>/<random>``: it
-needs no folder, vanishes with the process however that ends, can be found in ``/proc/net/unix``, and cannot be reached
-from other hosts. The kernel says who connects: only the worker's own user, and root, are answered.
+Each worker listens on a Unix socket with a name in Linux's abstract namespace, ``torch_ucx_rpc/<pid>/<random>``. Such a
+socket needs no folder, vanishes with its process, can be found in ``/proc/net/unix``, and cannot be reached from other
+hosts. The kernel tells the user of a connection: the worker answers only its own user and root.
 
-A question is a line of JSON, an answer one document of JSON, and nothing is unpickled::
+A question is a line of JSON, an answer is one document of JSON, and nothing is unpickled::
 
-    []           the worker's own statistics
-    [3, 4, ...]  those of other workers, whom it asks by RPC: of those on other hosts
+    []           statistics of this worker
+    [3, 4, ...]  statistics of these workers on other hosts, which this worker asks by RPC
 
 The answer is ``{"3": statistics, "4": "why there are none", ...}``, by rank.
 """
@@ -36,12 +36,12 @@ from torch_ucx_rpc._observe.statistics import Statistics
 _logger = logging.getLogger(__name__)
 
 _PREFIX = "torch_ucx_rpc"
-# For another worker to answer; whoever asked waits for all of them together.
+# Limit for the answers of other workers, all together.
 _ANSWER_S = 5.0
-# Of those who connect; what they ask fits into one packet, and they read what they have asked for.
+# Limit for each step of a client: its question fits into one packet, and it reads the answer at once.
 _CLIENT_S = 10.0
 _LONGEST_QUESTION = 1 << 20
-# For the end of an answer, when the agent ends; and until there may be a file for a connection again.
+# At the end of the agent, limit for an answer under way. Pause after a connection for which no file was left.
 _FAREWELL_S = 0.5
 _NO_FILE_S = 1.0
 
@@ -49,7 +49,7 @@ _NO_FILE_S = 1.0
 class Observed:
     """Answers observers of this worker, on a thread of its own, until `close`.
 
-    Raises OSError where there can be no such socket.
+    Raises OSError if there can be no such socket.
     """
 
     def __init__(self, snapshot: Callable[[], Statistics]) -> None:
@@ -62,15 +62,15 @@ class Observed:
         except OSError:
             self._socket.close()
             raise
-        # A daemon: where a program ends without shutdown, it must not hold that up.
+        # A daemon, so that it does not hold up the end of a program without shutdown.
         self._thread = threading.Thread(target=self._serve, name="torch_ucx_rpc-observed", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
         self._is_closed = True
-        # Wakes the thread, which closing alone would not.
+        # Wakes the thread; closing alone would not.
         self._socket.shutdown(socket.SHUT_RDWR)
-        # It may be at somebody who does not read.
+        # The thread may be blocked by a client that does not read.
         self._thread.join(_FAREWELL_S)
         self._socket.close()
 
@@ -89,8 +89,8 @@ class Observed:
                     connection.settimeout(_CLIENT_S)
                     if _uid(connection) in (os.geteuid(), 0):
                         connection.sendall(json.dumps(self._answer(_read_line(connection))).encode())
-                # Whatever is wrong with one who asks, or goes away, is none of the others'; RuntimeError is JSON's for
-                # what is nested too deeply, and the agent's at its end.
+                # A client that asks nonsense or goes away must not harm others. JSON raises RuntimeError for deep
+                # nesting, and the agent raises it at its end.
                 except (OSError, ValueError, RuntimeError) as error:
                     _logger.debug("an observer was not answered: %s", error)
 
@@ -110,7 +110,7 @@ def _ask_by_rpc(ranks: list[int]) -> dict[str, Any]:
     for rank in ranks:
         try:
             asked[rank] = rpc.rpc_async(rank, own_statistics, timeout=_ANSWER_S)
-        # RPC is not running any more, there is no such worker, or it is gone.
+        # RPC has ended, or there is no such worker, or it is gone.
         except RuntimeError as error:
             answers[str(rank)] = str(error)
     for rank, future in asked.items():
@@ -122,7 +122,7 @@ def _ask_by_rpc(ranks: list[int]) -> dict[str, Any]:
 
 
 def own_statistics() -> str:
-    """What another worker asks for by RPC; a text, so that it unpickles no more than that."""
+    """This worker's statistics for another worker, by RPC; as text, so that nothing but a str is unpickled."""
     return json.dumps(statistics.statistics().to_values())
 
 
@@ -134,9 +134,9 @@ class Found:
     name: str
 
     def ask(self, ranks: Iterable[int] = ()) -> dict[int, Statistics | str]:
-        """Its own statistics, or those of other workers; a str says why there are none.
+        """Statistics of this worker, or of the workers ``ranks``, by rank; a str says why there are none.
 
-        Raises OSError if it does not answer, ValueError if that makes no sense.
+        Raises OSError if the worker does not answer, ValueError for an answer that makes no sense.
         """
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
             connection.settimeout(_CLIENT_S)
@@ -152,9 +152,9 @@ class Found:
 
 
 def workers_of_this_host() -> list[Found]:
-    """All workers in this network namespace, of every job, by process."""
+    """All workers in this network namespace, of every job, sorted by pid."""
     table = Path("/proc/net/unix").read_text(encoding="utf-8", errors="replace")
-    # Connections have its name too; the socket that listens is marked, __SO_ACCEPTCON, in the fourth column.
+    # Connections have the same name. The listening socket has the flag __SO_ACCEPTCON in the fourth column.
     names = re.findall(rf"^(?:\S+ ){{3}}00010000 .* @{_PREFIX}/((\d+)/\w+)$", table, re.MULTILINE)
     return sorted((Found(int(pid), name) for name, pid in names), key=lambda found: found.pid)
 
@@ -164,7 +164,7 @@ def _address(name: str) -> str:
 
 
 def _uid(connection: socket.socket) -> int:
-    """Of the process at the other end, by the kernel's word."""
+    """User id of the process at the other end, from the kernel."""
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     uid: int = struct.unpack("3i", credentials)[1]
     return uid

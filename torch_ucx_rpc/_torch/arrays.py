@@ -1,9 +1,9 @@
 """Arrays of NumPy, CuPy, numba and RMM in arguments and results travel as tensors do, and arrive as what they were.
 
-torch's RPC pickler puts tensors into a table, whose memory is sent as it is, and pickles everything else. Here it
-learns to take an array for a tensor on the same memory, and what it takes to make the array of it again. What no tensor
-can stand for is pickled as before: objects of subclasses, arrays with Python objects in them. So are small arrays,
-arrays in device memory where no device maps are, and all where the agent that runs is not UCX's.
+torch's RPC pickler collects tensors, whose memory is sent as it is, and pickles everything else. The reducers of this
+module replace an array by a tensor on the same memory, and a function that makes the array again. These arrays are
+pickled as before: objects of subclasses, arrays with Python objects in them, small arrays, arrays in device memory
+without device maps, and all arrays if the running agent is not UCX's.
 """
 
 # mypy: allow-untyped-calls
@@ -21,15 +21,15 @@ from torch_ucx_rpc import _agent
 if TYPE_CHECKING:
     import numpy as np
 
-# What is smaller is pickled: up to here a pickle rides in the body of its message (csrc/agent/tensor_encoder.cpp), and
-# copying it costs less than making a tensor, and an array again. Measured, the two are even at this size.
+# Smaller arrays are pickled. A small pickle rides in the body of its message (csrc/agent/tensor_encoder.cpp), and
+# copying it costs less than making a tensor and an array again. Measured, the two cost the same at this size.
 _LEAST_BYTES = 64 * 1024
-# NumPy allowed 32 once, of which one is needed here.
+# Old versions of NumPy allow 32, and one is needed here.
 _MOST_DIMENSIONS = 31
 
 
 class Reducers(dict[type, Callable[[Any], Any]]):
-    """A pickler's dispatch table that also has the types of arrays, and imports no library for it."""
+    """A pickler's dispatch table with the types of arrays, which are added when first met: no library is imported."""
 
     def __missing__(self, type_: type) -> Callable[[Any], Any]:
         reducer = _REDUCERS[type_.__module__, type_.__qualname__]
@@ -45,7 +45,7 @@ def _pickled(array: Any) -> Any:
 
 
 class _Memory:
-    """What NumPy takes for an array, of memory that ``owner`` keeps."""
+    """An object that NumPy accepts as an array, on memory that ``owner`` keeps alive."""
 
     def __init__(self, interface: dict[str, Any], owner: Any) -> None:
         self.__array_interface__ = interface
@@ -59,8 +59,8 @@ def _reduce_numpy(array: np.ndarray[Any, Any]) -> Any:
     is_writable = array.flags.writeable
     if any(stride < 0 for stride in array.strides):
         array = array.copy()  # no tensor goes backwards
-    # As bytes, in a dimension of their own: for dtypes that torch lacks, strides that are no whole number of elements,
-    # and memory that is read-only, of which torch would warn.
+    # As bytes, in a further dimension: this serves dtypes that torch lacks, strides that are no whole number of
+    # elements, and read-only memory, of which torch would warn.
     interface = {
         "version": 3,
         "data": (array.__array_interface__["data"][0], False),
@@ -81,12 +81,12 @@ def _build_numpy(memory: torch.Tensor, dtype: np.dtype[Any], is_writable: bool) 
 
 # ---------------------------------------------------------------------------------------------------- device memory
 
-# CUDA's handle of the stream that these libraries use when they are told of none.
+# CUDA's handle of the stream that these libraries use by default.
 _LEGACY_DEFAULT_STREAM = 1
 
 
 def _device_reducer(library: str) -> Callable[[Any], Any]:
-    """For arrays with a ``__cuda_array_interface__``, which ``library`` makes."""
+    """Reducer for arrays of ``library``, which have a ``__cuda_array_interface__``."""
 
     def reduce(array: Any) -> Any:
         interface = array.__cuda_array_interface__
@@ -99,7 +99,7 @@ def _device_reducer(library: str) -> Callable[[Any], Any]:
         ):
             return _pickled(array)
         tensor = torch.as_tensor(array)
-        # The agent reads it in the order of torch's stream. Without a word it has been written on the default one.
+        # The agent reads the memory in the order of torch's stream. The array may name the stream that wrote it.
         stream = interface.get("stream") or _LEGACY_DEFAULT_STREAM
         torch.cuda.current_stream(tensor.device).wait_stream(torch.cuda.ExternalStream(stream, tensor.device))
         return _build_on_device, (library, tensor)
@@ -109,8 +109,8 @@ def _device_reducer(library: str) -> Callable[[Any], Any]:
 
 def _build_on_device(library: str, tensor: torch.Tensor) -> Any:
     if not tensor.is_cuda:
-        return tensor.numpy()  # a device map has sent it here
-    # The library will use the default stream and not wait for torch's.
+        return tensor.numpy()  # a device map has sent it to the CPU
+    # The library will use the default stream, and will not wait for torch's stream.
     default = torch.cuda.default_stream(tensor.device)
     default.wait_stream(torch.cuda.current_stream(tensor.device))
     tensor.record_stream(default)
@@ -125,7 +125,7 @@ def _build_on_device(library: str, tensor: torch.Tensor) -> Any:
             return cuda.as_cuda_array(tensor)
         import rmm
 
-        # A copy within the device: a DeviceBuffer is always of RMM's memory.
+        # A copy within the device: a DeviceBuffer always owns memory of RMM.
         return rmm.DeviceBuffer(ptr=tensor.data_ptr(), size=tensor.nbytes)
 
 

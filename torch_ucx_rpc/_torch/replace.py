@@ -1,4 +1,4 @@
-"""UCX in the place of TensorPipe, for programs that were written for TensorPipe: `replace_tensorpipe`."""
+"""`replace_tensorpipe`: UCX in the place of TensorPipe, for programs that were written for TensorPipe."""
 
 # mypy: allow-untyped-calls
 
@@ -28,13 +28,13 @@ _said = False
 def replace_tensorpipe() -> None:
     """Let ``init_rpc`` start UCX wherever it would start TensorPipe, from now on and in this process.
 
-    That is without a backend, with ``BackendType.TENSORPIPE``, and with ``TensorPipeRpcBackendOptions``. Of those
-    options, ``num_worker_threads``, ``rpc_timeout``, ``init_method``, ``device_maps`` and ``devices`` hold for UCX too;
-    ``_transports`` and ``_channels``, which choose among TensorPipe's own, are ignored. Other backends stay as they
-    are. The first ``init_rpc`` that is concerned says so, in a warning of the logger ``torch_ucx_rpc``.
+    TensorPipe starts without a backend, with ``BackendType.TENSORPIPE``, and with ``TensorPipeRpcBackendOptions``. Of
+    those options, ``num_worker_threads``, ``rpc_timeout``, ``init_method``, ``device_maps`` and ``devices`` apply to
+    UCX. ``_transports`` and ``_channels``, which choose among parts of TensorPipe, are ignored. Other backends stay as
+    they are. The first ``init_rpc`` that starts UCX instead logs a warning, with the logger ``torch_ucx_rpc``.
 
-    The environment variable ``TORCH_UCX_RPC_REPLACE_TENSORPIPE=1`` does the same for a program that is not to be
-    changed, and for the processes that it starts. All workers of a job must have it.
+    The environment variable ``TORCH_UCX_RPC_REPLACE_TENSORPIPE=1`` does the same for an unchanged program, and for the
+    processes that it starts. All workers of a job must have it.
 
     Example::
 
@@ -46,7 +46,7 @@ def replace_tensorpipe() -> None:
 
 
 def is_asked_for() -> bool:
-    """What the environment variable says."""
+    """True if the environment variable asks for it; ImportError for a value that means nothing."""
     value = os.environ.get(VARIABLE, "")
     if value not in (*OFF, "1"):
         raise ImportError(
@@ -58,7 +58,7 @@ def is_asked_for() -> bool:
 
 
 def replaces(backend: Any, options: Any) -> bool:
-    """True of arguments with which ``init_rpc`` would start TensorPipe, if that is to be replaced."""
+    """True if TensorPipe is to be replaced, and ``init_rpc`` would start it with these arguments."""
     if not _replacing:
         return False
     if backend is None:
@@ -67,7 +67,7 @@ def replaces(backend: Any, options: Any) -> bool:
 
 
 def equivalent(options: Any) -> Any:
-    """For options given to TensorPipe, those for UCX; TypeError for those of another backend."""
+    """Options for UCX that are equivalent to options for TensorPipe; TypeError for options of another backend."""
     _say_so()
     if options is None:
         return UcxRpcBackendOptions()
@@ -80,9 +80,9 @@ def equivalent(options: Any) -> Any:
             devices=options.devices,
         )
     if isinstance(options, RpcBackendOptions):
-        # TensorPipe's own words.
+        # The error has TensorPipe's words.
         raise TypeError(f"`rpc_backend_options` must be a `TensorPipeRpcBackendOptions`. {options}")
-    # No options at all, which init_rpc refuses whatever the backend.
+    # These are no options; init_rpc refuses them for every backend.
     return options
 
 

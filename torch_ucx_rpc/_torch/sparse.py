@@ -1,8 +1,8 @@
 """Sparse tensors in compressed layouts (CSR, CSC, BSR, BSC) as results of Python functions.
 
-The agent sends them like any other tensor. But torch, after a Python function has returned, asks every tensor of the
-answer for its storage (``Message::getStorages``, torch 2.13), which these do not have. So torch's RPC pickler hands
-them over as their parts, which do.
+The agent sends them like any other tensor. But after a Python function has returned, torch asks every tensor of the
+answer for its storage (``Message::getStorages``, torch 2.13), and these tensors have none. So torch's RPC pickler
+replaces them by their parts, which have storages.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ COMPRESSED = frozenset({torch.sparse_csr, torch.sparse_bsr}) | _COLUMN_COMPRESSE
 
 
 def reduce(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """For pickle: how to build ``tensor``, of a compressed layout, from strided ones."""
+    """Reducer for pickle: builds ``tensor``, of a compressed layout, from strided tensors."""
     if tensor.layout in _COLUMN_COMPRESSED:
         compressed, plain = tensor.ccol_indices(), tensor.row_indices()
     else:
