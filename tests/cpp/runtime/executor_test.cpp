@@ -358,8 +358,42 @@ TEST_F(ExecutorTest, SomeoneLeadsWhileTasksRun) {
   }
 }
 
+TEST_F(ExecutorTest, CompletionsThatBlockLeaveAThreadForFailures) {
+  constexpr size_t kMostTasks = 1 + 4; // one request, and completions up to the nesting limit
+  start(1, 4);
+  for (size_t count = 0; count < 20; ++count) {
+    threads_->addCompletion([this] { gate_.pass(); });
+  }
+  ASSERT_TRUE(eventually([&] { return gate_.waiting() == kMostTasks; })) << gate_.waiting();
+  threads_->addFailure([this] { isDone_.store(true); });
+  EXPECT_TRUE(eventually([this] { return isDone_.load(); })) << "a deadline behind callbacks that block";
+  EXPECT_EQ(gate_.waiting(), kMostTasks) << "the thread kept for failures begins nothing else";
+  gate_.open();
+  EXPECT_TRUE(eventually([this] { return gate_.waiting() == 0; }));
+}
+
+TEST_F(ExecutorTest, FailuresComeBeforeOtherTasks) {
+  start(1, 1);
+  std::vector<int> order; // by one thread: there is one task at a time
+  std::mutex mutex;
+  const auto note = [&](int what) {
+    const std::lock_guard lock(mutex);
+    order.push_back(what);
+  };
+  progress_.arrive([&] {
+    threads_->addRequest([&] { note(3); });
+    threads_->addCompletion([&] { note(2); });
+    threads_->addFailure([&] { note(1); });
+  });
+  EXPECT_TRUE(eventually([&] {
+    const std::lock_guard lock(mutex);
+    return order.size() == 3;
+  }));
+  EXPECT_EQ(order.front(), 1);
+}
+
 TEST_F(ExecutorTest, ThreadsStayWithinTheirBound) {
-  start(4);
+  start(4, 4);
   std::atomic<int> done{0};
   for (int count = 0; count < 2000; ++count) {
     progress_.arrive([&] {

@@ -20,6 +20,20 @@ enum class ErrorCode : uint8_t {
   kInternal,
 };
 
+// True for failures of this process or of one message. Such a failure says nothing about the peer, which may be well.
+constexpr bool isLocal(ErrorCode code) {
+  switch (code) {
+    case ErrorCode::kCanceled:
+    case ErrorCode::kOutOfMemory:
+    case ErrorCode::kOutOfFiles:
+    case ErrorCode::kOutOfThreads:
+    case ErrorCode::kDeviceFailed:
+      return true;
+    default:
+      return false;
+  }
+}
+
 // An outcome passed between threads as a value. It becomes an exception once, where the agent meets torch
 // or Python, and its message is written for the person who reads that exception.
 class [[nodiscard]] Error {

@@ -170,7 +170,13 @@ void Inbox::onParked(std::span<const std::byte> headerBytes, void* parked, uint6
 }
 
 void Inbox::onEndpointFailed(EndpointId endpoint, const Error& error) {
-  if (Peer* peer = outbox_.peerOf(endpoint)) {
+  Peer* const peer = outbox_.peerOf(endpoint);
+  if (peer == nullptr) {
+    return;
+  }
+  if (isLocal(error.code()) && peer->endpoint == endpoint) {
+    peer->endpoint.reset(); // the peer is well: the next message makes another
+  } else {
     events_.addFailure(*peer, error);
   }
 }
@@ -181,6 +187,7 @@ void Inbox::add(Peer& from, const wire::Header& header, wire::Piece piece) {
     return;
   }
   from.silence.heardSinceCheck = true;
+  from.isMet.store(true, std::memory_order_relaxed);
   switch (header.kind) {
     case wire::Kind::kCancel:
       onCancel(from, header.callId);
@@ -197,6 +204,9 @@ void Inbox::add(Peer& from, const wire::Header& header, wire::Piece piece) {
       return;
     default:
       from.bytesReceived.fetch_add(piece.size(), std::memory_order_relaxed);
+      if (header.kind == wire::Kind::kRefused) {
+        dropAnswer(from, header.callId); // where a part of it has come before it failed
+      }
       if (std::optional<ControlFrame> frame = readControlFrame(header, piece.data)) {
         events_.addControl(from, std::move(*frame));
       }
@@ -265,6 +275,12 @@ void Inbox::onCancel(const Peer& from, uint64_t callId) {
     return isCanceled;
   });
   receiver_.cancel(from, callId);
+}
+
+void Inbox::dropAnswer(const Peer& from, uint64_t callId) {
+  std::vector<wire::Piece> dropped;
+  assembler_.cancel(from.member().session, wire::Kind::kResponse, callId, dropped);
+  receiver_.release(dropped);
 }
 
 void Inbox::startDeferred() {

@@ -78,6 +78,9 @@ class Inbox final : public TransportListener {
     receiver_.close();
   }
 
+  // Forgets the parts that have come of an answer that nobody waits for.
+  void dropAnswer(const Peer& from, uint64_t callId);
+
   // Forgets what has not yet been received from a peer that is gone. What comes of it later is dropped too.
   void dropPeer(const Peer& peer);
 

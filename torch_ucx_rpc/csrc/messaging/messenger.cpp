@@ -18,6 +18,11 @@ constexpr auto kCollectionPeriod = std::chrono::milliseconds(100);
 // A process that died with a lock of shared memory keeps others from sending until its queue is repaired.
 constexpr auto kRepairPeriod = std::chrono::milliseconds(20);
 
+// How often messages are tried again that this process could not send, over a full file table for one.
+constexpr auto kRetryPeriod = std::chrono::milliseconds(20);
+
+constexpr auto kStrandedReminder = std::chrono::seconds(10);
+
 // Rounds of progress in which everything is taken in that has come; each takes several messages.
 constexpr int kMostSteps = 1000;
 
@@ -45,6 +50,7 @@ Messenger::Messenger(
           timer.add("collect device memory", [this](Timer::TimePoint now) { return collectDeviceMemory(now); })),
       windowTask_(timer.add("receive window", [this](Timer::TimePoint now) { return checkWindow(now); })),
       repairTask_(timer.add("repair", [this](Timer::TimePoint now) { return repair(now); })),
+      retryTask_(timer.add("retry sends", [this](Timer::TimePoint now) { return retry(now); })),
       transport_(std::move(transport)),
       sentMessages_(executor, lifetime),
       events_(handlers, sentMessages_),
@@ -139,6 +145,7 @@ void Messenger::cancel(std::vector<std::pair<Peer*, uint64_t>> calls) {
       if (!outbox_.cancel(*to, id)) {
         sendNowWithWorkerLock(*to, wire::Kind::kCancel, id);
       }
+      inbox_.dropAnswer(*to, id);
     }
   });
 }
@@ -193,6 +200,9 @@ void Messenger::startDeferredWithWorkerLock() {
   }
   if (DevicePool::instance().isCollecting()) {
     collectionTask_.dueIn(kCollectionPeriod);
+  }
+  if (outbox_.hasStranded()) {
+    retryTask_.dueIn(kRetryPeriod);
   }
   answerPingsWithWorkerLock();
   if (window_->waitingMessages.load() != 0) {
@@ -252,6 +262,20 @@ Timer::TimePoint Messenger::checkWindow(Timer::TimePoint now) {
     stalledSince_ = now;
   }
   return now + ReceiveWindow::kPatience / 2;
+}
+
+Timer::TimePoint Messenger::retry(Timer::TimePoint now) {
+  const bool isTold = now < strandedToldAt_ + kStrandedReminder;
+  strandedToldAt_ = isTold ? strandedToldAt_ : now;
+  submitWhileOpen([this, isTold] {
+    if (!isTold) {
+      events_.addWarning(outbox_.describeStranded());
+    }
+    files_.release(); // for the connections that are tried now
+    outbox_.retryStranded();
+    files_.refill();
+  });
+  return Timer::kNever; // set again if that fails
 }
 
 void Messenger::requestRepair() {

@@ -11,6 +11,7 @@
 #include "peers/identity.h"
 #include "peers/peer_observer.h"
 #include "runtime/executor.h"
+#include "runtime/file_reserve.h"
 #include "runtime/lifetime.h"
 #include "runtime/progress.h"
 #include "runtime/timer.h"
@@ -57,7 +58,8 @@ class Messenger final : public Leader, public PeerObserver, private ProgressClie
   void postControl(Peer& to, wire::Kind kind, uint64_t callId = 0, Bytes body = {});
   void sendNowWithWorkerLock(Peer& to, wire::Kind kind, uint64_t callId = 0);
 
-  // Gives up requests whose callers wait no longer: those that have not left here, the others at their callees.
+  // Gives up calls whose callers wait no longer: requests that have not left here, the others at their callees, and the parts of their
+  // answers that have come.
   void cancel(std::vector<std::pair<Peer*, uint64_t>> calls);
 
   // A peer has admitted this worker to its group: messages that have waited for that leave.
@@ -67,6 +69,10 @@ class Messenger final : public Leader, public PeerObserver, private ProgressClie
   // Notes a failure of a peer as if the transport had told of it; it takes its turn after everything that has arrived.
   void addFailureWithWorkerLock(Peer& peer, Error why) {
     events_.addFailure(peer, std::move(why));
+  }
+
+  void addWarningWithWorkerLock(const std::string& sentence) {
+    events_.addWarning(sentence);
   }
 
   // From now on processes that are no members may ask to become one; with a key, those whose frames are sealed with it.
@@ -150,6 +156,7 @@ class Messenger final : public Leader, public PeerObserver, private ProgressClie
   Timer::TimePoint collectDeviceMemory(Timer::TimePoint now);
   Timer::TimePoint checkWindow(Timer::TimePoint now);
   Timer::TimePoint repair(Timer::TimePoint now);
+  Timer::TimePoint retry(Timer::TimePoint now);
 
   // Constant after construction.
   const Identity self_;
@@ -163,6 +170,7 @@ class Messenger final : public Leader, public PeerObserver, private ProgressClie
   Timer::Task& collectionTask_;
   Timer::Task& windowTask_;
   Timer::Task& repairTask_;
+  Timer::Task& retryTask_;
 
   // In order of construction: what is below uses what is above.
   const std::unique_ptr<Transport> transport_; // worker lock
@@ -173,6 +181,8 @@ class Messenger final : public Leader, public PeerObserver, private ProgressClie
   Outbox outbox_; // worker lock
   Inbox inbox_; // worker lock
 
+  FileReserve files_; // worker lock
+
   std::atomic<uint64_t> stagedBytes_{0};
   std::atomic<bool> isRepairWanted_{false};
   std::atomic<bool> isRepairing_{false}; // written under the worker lock
@@ -181,6 +191,7 @@ class Messenger final : public Leader, public PeerObserver, private ProgressClie
   uint64_t stalledReleases_ = 0;
   Timer::TimePoint stalledSince_{}; // the receive window has not moved since
   Timer::TimePoint repairedAt_{};
+  Timer::TimePoint strandedToldAt_{};
 };
 
 } // namespace torch_ucx_rpc

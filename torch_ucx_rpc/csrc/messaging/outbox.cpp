@@ -64,7 +64,7 @@ void Outbox::sendReady() {
 }
 
 void Outbox::enqueue(std::unique_ptr<OutgoingMessage> message) {
-  if (message->rendezvousParts() != 0 && canLeave(*message) && !message->error) { // else it fails at once
+  if (isQueued(*message) && canLeave(*message) && !message->error) { // else it fails at once
     Queue& queue = queueOf(*message);
     if (!queue.waiting.empty() || !queue.hasRoomFor(*message)) {
       queue.waiting.emplace(message->header.callId, std::move(message));
@@ -94,9 +94,13 @@ bool Outbox::cancel(Peer& to, uint64_t callId) {
   if (unready != unready_.end()) {
     given = std::move(*unready);
     unready_.erase(unready);
-  } else if (const auto queue = queues_.find({&to, wire::Kind::kRequest}); queue != queues_.end()) {
-    if (auto queued = queue->second.waiting.extract(callId)) {
-      given = std::move(queued.mapped());
+  }
+  for (const bool isEager : {true, false}) {
+    const auto queue = queues_.find({&to, wire::Kind::kRequest, isEager});
+    if (given == nullptr && queue != queues_.end()) {
+      if (auto queued = queue->second.waiting.extract(callId)) {
+        given = std::move(queued.mapped());
+      }
     }
   }
   if (given == nullptr) {
@@ -114,8 +118,8 @@ void Outbox::startFirst(Queue& queue) {
 
 void Outbox::start(std::unique_ptr<OutgoingMessage> owned) {
   OutgoingMessage* message = owned.release(); // ours again in finish()
-  if (const size_t parts = message->rendezvousParts(); parts != 0) {
-    queueOf(*message).rendezvous += parts;
+  if (isQueued(*message)) {
+    queueOf(*message).account(*message, true);
   }
   message->unfinished = 1 + message->pieces.size();
   if (Error error = message->error ? message->error : connect(*message->to)) {
@@ -124,6 +128,7 @@ void Outbox::start(std::unique_ptr<OutgoingMessage> owned) {
   }
   message->sealFrames();
   const EndpointId endpoint = *message->to->endpoint;
+  message->to->isMet.store(true, std::memory_order_relaxed);
   message->to->bytesSent.fetch_add(message->totalBytes(), std::memory_order_relaxed);
   // The last part may finish the message at once: nothing of it is touched after its last send.
   const size_t pieces = message->pieces.size();
@@ -154,13 +159,35 @@ void Outbox::finish(OutgoingMessage* message, size_t parts, Error error) {
   if (message->unfinished != 0) {
     return;
   }
-  if (const size_t rendezvous = message->rendezvousParts(); rendezvous != 0) {
+  if (isQueued(*message)) {
     Queue& queue = queueOf(*message);
-    queue.rendezvous -= rendezvous;
+    queue.account(*message, false);
     moved_.push_back(&queue);
   }
   --message->to->messagesUnderWay;
-  events_.addSent(std::unique_ptr<OutgoingMessage>(message));
+  std::unique_ptr<OutgoingMessage> owned(message);
+  const bool hasLeftInPart = parts != 1 + owned->pieces.size();
+  if (isLocal(owned->error.code()) && owned->error.code() != ErrorCode::kDeviceFailed && !hasLeftInPart &&
+      canLeave(*owned) && owned->header.kind != wire::Kind::kRequest) {
+    stranded_.push_back(std::move(owned));
+    return;
+  }
+  events_.addSent(std::move(owned));
+}
+
+std::string Outbox::describeStranded() const {
+  if (stranded_.empty()) {
+    return "messages could not be sent at first, and have been";
+  }
+  const OutgoingMessage& first = *stranded_.front();
+  return "cannot send to " + first.to->describe() + " at present, and tries on: " + first.error.message();
+}
+
+void Outbox::retryStranded() {
+  for (std::unique_ptr<OutgoingMessage>& message : std::exchange(stranded_, {})) {
+    message->error = {};
+    send(std::move(message));
+  }
 }
 
 size_t Outbox::underWay() const {
@@ -189,8 +216,9 @@ void Outbox::abandon(Peer& peer) {
   if (!isClosed_ && peer.endpoint.has_value()) {
     transport_.abandon(*peer.endpoint);
   }
+  retryStranded(); // messages to a peer that is gone fail
   for (auto& [key, queue] : queues_) {
-    while (key.first == &peer && !queue.waiting.empty()) {
+    while (std::get<const Peer*>(key) == &peer && !queue.waiting.empty()) {
       startFirst(queue); // and fail
     }
   }
@@ -201,7 +229,8 @@ void Outbox::close() {
   while (!unadmitted_.empty()) {
     onAdmitted(*unadmitted_.begin()->first);
   }
-  sendReady(); // and fail
+  retryStranded(); // and fail
+  sendReady(); // likewise
   for (auto& [key, queue] : queues_) {
     while (!queue.waiting.empty()) {
       startFirst(queue); // and fail

@@ -6,6 +6,8 @@
 
 #include <map>
 #include <memory>
+#include <string>
+#include <tuple>
 #include <unordered_map>
 #include <utility>
 #include <vector>
@@ -27,6 +29,12 @@ class Outbox {
   // where each is as small as rendezvous gets: 64 times 32 KiB are 80 us of 25 GB/s.
   static constexpr size_t kMostRendezvous = 64;
 
+  // Bytes that travel eagerly and that the transport has not finished, to a peer, of requests and of answers each. UCX queues them in
+  // memory of its own when the peer does not read, a stopped process for one, and never gives a timed-out one back.
+  static constexpr uint64_t kMostEagerBytes = 8ull * 1024 * 1024;
+  // What a message costs the transport beside its body.
+  static constexpr uint64_t kEagerOverhead = 512;
+
   Outbox(Transport& transport, EventBuffer& events) : transport_(transport), events_(events) {}
 
   // Sends an addressed message to `message->to`, as soon as its tensors are ready and it is its turn. It goes to
@@ -35,6 +43,15 @@ class Outbox {
 
   // Sends messages that can leave now. Not inside a transport callback.
   void startDeferred();
+
+  // Whether messages that are no requests have failed over an error of this process, such as a full file table, and wait for another
+  // try: retryStranded(). Their peers are well, and may be waiting for them. (A request's failure is told to its caller.)
+  bool hasStranded() const {
+    return !stranded_.empty();
+  }
+  void retryStranded();
+  // A sentence for the log.
+  std::string describeStranded() const;
 
   // Whether messages wait for a device. Nothing announces that it is done: startDeferred() asks.
   bool waitsForDevice() const {
@@ -60,18 +77,37 @@ class Outbox {
   size_t underWay() const;
 
  private:
-  // To a peer, of a kind.
+  // To a peer, of a kind, eager or not: small messages do not wait behind large ones.
   struct Queue {
     size_t rendezvous = 0; // parts under way
+    uint64_t eagerBytes = 0; // under way
     std::multimap<uint64_t, std::unique_ptr<OutgoingMessage>> waiting; // by the ids of their calls
 
-    // One with more parts than the limit leaves alone.
+    // A message that is larger than a limit leaves alone.
     bool hasRoomFor(const OutgoingMessage& message) const {
+      if (message.rendezvousParts() == 0) {
+        return eagerBytes == 0 || eagerBytes + eagerBytesOf(message) <= kMostEagerBytes;
+      }
       return rendezvous == 0 || rendezvous + message.rendezvousParts() <= kMostRendezvous;
     }
+    void account(const OutgoingMessage& message, bool begins) {
+      if (message.rendezvousParts() == 0) {
+        eagerBytes += begins ? eagerBytesOf(message) : -eagerBytesOf(message);
+      } else {
+        rendezvous += begins ? message.rendezvousParts() : -message.rendezvousParts();
+      }
+    }
   };
+  static uint64_t eagerBytesOf(const OutgoingMessage& message) {
+    return message.body.size() + kEagerOverhead;
+  }
+  // Control frames are few and small, and never wait.
+  static bool isQueued(const OutgoingMessage& message) {
+    return message.header.kind == wire::Kind::kRequest || message.header.kind == wire::Kind::kResponse;
+  }
+  using QueueKey = std::tuple<const Peer*, wire::Kind, bool>;
   Queue& queueOf(const OutgoingMessage& message) {
-    return queues_[{message.to, message.header.kind}];
+    return queues_[QueueKey(message.to, message.header.kind, message.rendezvousParts() == 0)];
   }
   // Also true for a message that fails anyway; it has an error if the device has.
   bool isReady(OutgoingMessage& message) const;
@@ -91,7 +127,8 @@ class Outbox {
   // By who has been asked to admit this worker and has not done so.
   std::unordered_map<Peer*, std::vector<std::unique_ptr<OutgoingMessage>>> unadmitted_;
   std::vector<std::unique_ptr<OutgoingMessage>> unready_;
-  std::map<std::pair<const Peer*, wire::Kind>, Queue> queues_;
+  std::map<QueueKey, Queue> queues_;
+  std::vector<std::unique_ptr<OutgoingMessage>> stranded_;
   std::vector<Queue*> moved_; // since startDeferred() was called last
   bool isClosed_ = false;
 };

@@ -91,10 +91,9 @@ void Barrier::releaseIfCompleteLocked(uint64_t round, Outgoing& outgoing) {
   Result result;
   const std::vector<Peer*> present = directory_.present();
   noteFailedLocked(); // in this order: who fails meanwhile is among both, and not taken for one who has left
-  const auto missed = std::find_if(
-      failed_.begin(), failed_.end(), [&](const Peer* peer) { return !arrived.contains(peer->member().rank); });
-  if (missed != failed_.end()) {
-    result.error = (*missed)->whyGone(); // nobody should wait for the dead
+  if (!failed_.empty()) {
+    // Also for one that had arrived: the others are about to wait for it at the next point, which it never reaches.
+    result.error = failed_.front()->whyGone();
   } else {
     for (const Peer* peer : present) {
       if (!arrived.contains(peer->member().rank)) {

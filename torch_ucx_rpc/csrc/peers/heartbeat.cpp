@@ -23,12 +23,19 @@ Heartbeat::Findings Heartbeat::check(Clock::time_point now) {
   const auto passed =
       std::min(std::chrono::duration_cast<Milliseconds>(now - std::exchange(lastCheck_, now)), 2 * period());
   for (Peer* peer : directory_.all()) {
-    if (!peer->needsHeartbeat.load() || !peer->isThere() || !peer->endpoint.has_value()) {
+    if (!peer->isThere() || !peer->endpoint.has_value()) {
       continue;
     }
     Peer::Silence& silence = peer->silence;
     if (std::exchange(silence.heardSinceCheck, false)) {
       silence = {};
+      continue;
+    }
+    if (!peer->needsHeartbeat.load()) {
+      silence.lasted = peer->messagesUnderWay != 0 ? silence.lasted + passed : Milliseconds(0);
+      if (silence.lasted >= limit_ && !std::exchange(silence.isSuspect, true)) {
+        findings.suspect.push_back(peer);
+      }
       continue;
     }
     silence.lasted += passed;
@@ -39,6 +46,12 @@ Heartbeat::Findings Heartbeat::check(Clock::time_point now) {
     }
   }
   return findings;
+}
+
+std::string Heartbeat::describeSuspect(const Peer& peer) const {
+  return peer.describe() + " takes no messages and has given no sign of life for " + seconds(peer.silence.lasted) +
+      ", though its process is there: it is stopped (SIGSTOP, a debugger, a frozen container) or writes a core dump. "
+      "Calls to it end with their timeouts";
 }
 
 Error Heartbeat::describe(const Peer& peer) const {

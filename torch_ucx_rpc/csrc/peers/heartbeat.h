@@ -33,9 +33,14 @@ class Heartbeat {
   struct Findings {
     std::vector<Peer*> quiet; // to be asked for a sign of life
     std::vector<Peer*> lost;
+    std::vector<Peer*> suspect; // newly: watched by process, silent for the limit, with messages waiting for it
   };
   // Of the peers that this worker has an endpoint to.
   Findings check(Clock::time_point now);
+
+  // A peer whose process is watched is never lost by silence: it may be stopped, or writing a core dump, and go on. A sentence for
+  // the log.
+  std::string describeSuspect(const Peer& peer) const;
 
   // What is said of a lost peer.
   Error describe(const Peer& peer) const;

@@ -95,6 +95,7 @@ class Peer {
   std::atomic<uint64_t> bytesReceived{0};
   std::atomic<bool> hasAcknowledged{true}; // what this worker has announced last
 
+  std::atomic<bool> isMet{false}; // a message has been sent to it, or has come from it
   std::atomic<bool> isNeighbour{false}; // another worker of this machine
   std::atomic<bool> isWatched{false}; // ProcessWatch has been asked
   std::atomic<bool> needsHeartbeat{false}; // and could not
@@ -103,6 +104,7 @@ class Peer {
   struct Silence {
     bool heardSinceCheck = false; // something has come since Heartbeat looked last
     bool isAsked = false; // for a sign of life
+    bool isSuspect = false; // told of, and not heard of since
     std::chrono::milliseconds lasted{0};
   };
 

@@ -135,9 +135,11 @@ void UcxRpcAgent::sayGoodbye() {
   if (monitor_.isEverybodyLeaving()) {
     return;
   }
-  // Also to peers that have never heard of us: they would take our end for a crash.
+  // To peers that were met, and to neighbours, whose process watch would take our end for a crash. Not to all others: where a job of a
+  // thousand fails, each would connect to each.
   for (Peer* peer : directory_.all()) {
-    if (peer->isThere() && peer->member().session != self_.session) {
+    const bool wasMet = peer->isMet.load() || peer->isNeighbour.load();
+    if (wasMet && peer->isThere() && peer->member().session != self_.session) {
       messenger_.postControl(*peer, wire::Kind::kGoodbye);
     }
   }

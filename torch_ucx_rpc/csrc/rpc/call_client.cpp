@@ -163,7 +163,7 @@ void CallClient::failLater(CallTable::Call call, const RpcFailure& why) {
     fail(call, failure);
     return;
   }
-  executor_.addCompletion([this, hold = std::move(hold), call = std::move(call), failure = std::move(failure)] {
+  executor_.addFailure([this, hold = std::move(hold), call = std::move(call), failure = std::move(failure)] {
     fail(call, failure);
     messenger_.wakeWaitingCaller();
   });

@@ -7,9 +7,7 @@
 #include <torch/csrc/distributed/autograd/context/container.h>
 #include <torch/csrc/distributed/rpc/rref_proto.h>
 
-#include <algorithm>
 #include <exception>
-#include <iterator>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -23,6 +21,8 @@ namespace {
 
 // How often something is looked for that gone workers have left.
 constexpr auto kReleasePeriod = std::chrono::seconds(1);
+// Passes after the last end in which everything is looked for.
+constexpr int kPasses = 10;
 
 } // namespace
 
@@ -43,23 +43,30 @@ OrphanedState::OrphanedState(
       releaseTask_(timer.add("orphaned state", [this](Timer::TimePoint now) { return releaseAgain(now); })) {}
 
 void OrphanedState::onPeerGone(Peer& peer) {
-  release({&peer});
+  release({peer.member().rank});
+  passesLeft_.store(kPasses);
   releaseTask_.dueIn(kReleasePeriod);
 }
 
 Timer::TimePoint OrphanedState::releaseAgain(Timer::TimePoint now) {
-  std::vector<const Peer*> gone;
+  Ranks gone;
+  bool isHandling = false;
   for (const Peer* peer : directory_.all()) {
     if (!peer->isThere()) {
-      gone.push_back(peer);
+      gone.insert(peer->member().rank);
+      isHandling = isHandling || peer->requestsOpen.load() != 0;
     }
   }
-  release(gone);
-  // In a dynamic group another worker may have taken the rank: what waits for the one before it is looked for all the same.
+  // No work that grows with the dead for ever: once their handlers are through, nothing more is made for them. Threads may still
+  // come to wait for values that they were to make; that is looked for on.
+  const bool mayHoldMore = isHandling || passesLeft_.load() > 0;
+  passesLeft_.fetch_sub(passesLeft_.load() > 0 ? 1 : 0);
+  release(mayHoldMore ? gone : Ranks{});
+  // In a dynamic group another worker may have taken the rank: waits for the one before it are looked for all the same.
   return gone.empty() && !isDynamic_ ? Timer::kNever : now + kReleasePeriod;
 }
 
-void OrphanedState::release(const std::vector<const Peer*>& gone) {
+void OrphanedState::release(const Ranks& gone) {
   std::shared_ptr<void> hold = lifetime_.hold();
   if (!isTorchsAgent(agent_) || hold == nullptr) {
     return;
@@ -67,10 +74,9 @@ void OrphanedState::release(const std::vector<const Peer*>& gone) {
   // Looked up now: a worker that takes a rank may hold others soon.
   std::vector<HeldFork> forks;
   std::vector<int64_t> contexts;
-  for (const Peer* peer : gone) {
-    const Rank rank = peer->member().rank;
-    std::ranges::move(holders_.takeHeldBy(rank), std::back_inserter(forks));
-    std::ranges::move(autogradContextsOf(rank), std::back_inserter(contexts));
+  if (!gone.empty()) {
+    forks = holders_.takeHeldBy(gone);
+    contexts = autogradContextsOf(gone);
   }
   // Looked up after the forks, and ended before those are deleted: with its last fork, torch forgets an RRef that is waited for.
   std::vector<WaitForValue> waits =

@@ -12,6 +12,7 @@
 #include <torch/csrc/distributed/rpc/rpc_agent.h>
 
 #include <atomic>
+#include <unordered_set>
 #include <vector>
 
 namespace torch_ucx_rpc {
@@ -51,7 +52,9 @@ class OrphanedState final : public PeerObserver {
  private:
   using RRefId = torch::distributed::rpc::RRefId;
 
-  void release(const std::vector<const Peer*>& gone);
+  using Ranks = std::unordered_set<Rank>;
+
+  void release(const Ranks& gone);
   Timer::TimePoint releaseAgain(Timer::TimePoint now);
   // Whether an RRef that is waited for may still get its value.
   bool isValueToCome(const RRefId& id) const;
@@ -67,6 +70,7 @@ class OrphanedState final : public PeerObserver {
   bool isDynamic_ = false; // constant after start()
 
   RRefHolders holders_; // own synchronization
+  std::atomic<int> passesLeft_{0}; // in which references and contexts are looked for
 };
 
 } // namespace torch_ucx_rpc

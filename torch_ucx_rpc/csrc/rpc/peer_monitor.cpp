@@ -28,9 +28,11 @@ void PeerMonitor::watch(const Member& self, const std::vector<Peer*>& peers) {
     });
     if (outcome == ProcessWatch::Outcome::kHasEnded) {
       end(*peer, Peer::State::kFailed, peer->lost(ended));
-    } else if (outcome == ProcessWatch::Outcome::kNotPossible && heartbeat_.isOn()) {
-      peer->needsHeartbeat.store(true);
-      heartbeatTask_.dueIn(heartbeat_.period());
+      continue;
+    }
+    if (heartbeat_.isOn()) {
+      peer->needsHeartbeat.store(outcome == ProcessWatch::Outcome::kNotPossible);
+      heartbeatTask_.dueIn(heartbeat_.period()); // of a watched process only who is stopped is looked for
     }
   }
 }
@@ -50,13 +52,18 @@ void PeerMonitor::onGoodbye(Peer& from) {
 }
 
 void PeerMonitor::onFailure(Peer& peer, Error why) {
+  if (isLocal(why.code())) {
+    return; // only the peer's own error or silence ends it
+  }
   end(peer, Peer::State::kFailed, peer.lost(why));
 }
 
 void PeerMonitor::onControlNotSent(Peer& to, const Error& why) {
   // Somebody may wait for what the frame asks for: an acknowledgment, the end of a barrier. A worker that ended just before we
-  // would have connected shows in no other way if its process goes on.
-  onFailure(to, why);
+  // would have connected shows in no other way if its process goes on. An error of this process is not the peer's.
+  if (!isLocal(why.code())) {
+    onFailure(to, why);
+  }
 }
 
 Timer::TimePoint PeerMonitor::beat(Timer::TimePoint now) {
@@ -72,6 +79,9 @@ void PeerMonitor::checkHeartbeatsWithWorkerLock() {
   const Heartbeat::Findings findings = heartbeat_.check(Heartbeat::Clock::now());
   for (Peer* peer : findings.quiet) {
     messenger_.sendNowWithWorkerLock(*peer, wire::Kind::kPing);
+  }
+  for (Peer* peer : findings.suspect) {
+    messenger_.addWarningWithWorkerLock(heartbeat_.describeSuspect(*peer));
   }
   for (Peer* peer : findings.lost) {
     messenger_.addFailureWithWorkerLock(*peer, heartbeat_.describe(*peer));

@@ -227,9 +227,9 @@ void RequestServer::refuse(Peer& to, uint64_t callId, const Error& why) {
 void RequestServer::onAnswerNotSent(Peer& to, uint64_t callId, const Error& why) {
   if (why.code() == ErrorCode::kDeviceFailed) {
     answerWithError(to, callId, why.message());
-  } else if (why.code() == ErrorCode::kOutOfFiles) {
-    LOG(WARNING) << "torch_ucx_rpc: could not answer " << to.describe()
-                 << ", whose call will end with its timeout: " << why.message();
+  } else if (to.isThere() && !lifetime_.isClosed() && why.code() != ErrorCode::kCanceled) {
+    // Its caller may have some parts of the answer, and would wait for the others.
+    refuse(to, callId, {ErrorCode::kInternal, "worker '" + self_.name + "' could not send its answer: " + why.message()});
   }
 }
 

@@ -99,14 +99,18 @@ bool Executor::leadOnce(std::unique_lock<std::mutex>& lock) {
 }
 
 void Executor::runOne(std::unique_lock<std::mutex>& lock) {
-  const bool isRequest = completions_.empty();
+  bool isRequest = false;
   Task task;
-  if (isRequest) {
-    task = std::move(requests_.front().run);
-    requests_.pop_front();
-  } else {
+  if (!failures_.empty()) {
+    task = std::move(failures_.front());
+    failures_.pop_front();
+  } else if (!completions_.empty() && running_ < mostTasksLocked()) {
     task = std::move(completions_.front());
     completions_.pop_front();
+  } else {
+    isRequest = true;
+    task = std::move(requests_.front().run);
+    requests_.pop_front();
   }
   lastBegun_ = Clock::now();
   ++running_;
@@ -274,13 +278,21 @@ void Executor::addRequest(Task task, Task shed) {
 }
 
 void Executor::addCompletion(Task task) {
+  add(completions_, std::move(task));
+}
+
+void Executor::addFailure(Task task) {
+  add(failures_, std::move(task));
+}
+
+void Executor::add(std::deque<Task>& queue, Task task) {
   std::unique_lock lock(mutex_);
   if (isStopped_) {
     lock.unlock();
     task(); // nobody else is left to complete a future
     return;
   }
-  completions_.push_back(std::move(task));
+  queue.push_back(std::move(task));
   if (!isLeadingThread) {
     unlockAndWake(lock);
   }
@@ -303,10 +315,14 @@ size_t Executor::stop(std::chrono::milliseconds limit, const std::function<void(
   const size_t left = threads_;
   std::deque<Task> completions;
   completions.swap(completions_);
+  std::deque<Task> failures;
+  failures.swap(failures_);
   isStopped_ = true;
   lock.unlock();
-  for (Task& task : completions) {
-    task(); // futures must be completed, whoever does it
+  for (std::deque<Task>* queue : {&failures, &completions}) {
+    for (Task& task : *queue) {
+      task(); // futures must be completed, whichever thread does it
+    }
   }
   return left;
 }

@@ -34,8 +34,9 @@ class Leader {
 // other one stands guard meanwhile and nobody has to be woken; where there is no other, a follower is called. Whenever a
 // thread runs a task, another one leads or is on its way.
 //
-// Two kinds of tasks. Requests run user functions, which may block: at most `maxRequests` at a time, the rest wait in
-// order. Completions (answers, failures) are short and never wait behind requests, because a request may be waiting for them.
+// Three kinds of tasks. Requests run user functions, which may block: at most `maxRequests` at a time, the rest wait in
+// order. Completions (answers) never wait behind requests, because a request may be waiting for them. Failures never wait behind
+// either: deadlines hold also where callbacks block every other thread.
 //
 // Requests that wait for calls of their own are not among those `maxRequests`: what they wait for may need a thread here. Together
 // they are at most `nestingLimit`. If all of those wait, and nothing is begun for kFullPatience, the request that has queued
@@ -63,6 +64,9 @@ class Executor : public std::enable_shared_from_this<Executor> {
   // waits on.
   void addRequest(Task task, Task shed = {});
   void addCompletion(Task task);
+  // The same for a call that fails, at its deadline for one. Runs before other tasks, and on a thread kept for it where callbacks
+  // of completions block all others.
+  void addFailure(Task task);
 
   // For a call that the request on this thread makes: until what is returned is released, the request is taken to wait. Null on
   // threads that run no request.
@@ -109,6 +113,7 @@ class Executor : public std::enable_shared_from_this<Executor> {
   static thread_local Executor* requestRunsOn; // this thread; null while it runs none
   static thread_local std::shared_ptr<Nesting> nesting;
 
+  void add(std::deque<Task>& queue, Task task);
   static void main(const std::shared_ptr<Executor>& self);
   void loop(std::unique_lock<std::mutex>& lock);
   // False where the thread is not needed for leading.
@@ -124,16 +129,20 @@ class Executor : public std::enable_shared_from_this<Executor> {
   void addThreadLocked();
   bool spawnLocked(); // false where the system has no more threads
   bool hasTaskLocked() const {
-    return !completions_.empty() ||
+    return !failures_.empty() || (!completions_.empty() && running_ < mostTasksLocked()) ||
         (!requests_.empty() && runningRequests_ - nestingRequests_ < maxRequests_ && runningRequests_ < nestingLimit_);
   }
   // Whether requests queue behind requests that all wait themselves.
   bool isFullLocked() const {
     return !requests_.empty() && runningRequests_ >= nestingLimit_ && nestingRequests_ == runningRequests_;
   }
+  // Callbacks of completions may block, for one on calls of their own, whose answers are completions too. So threads for completions
+  // are bounded as generously as threads for requests that wait.
+  size_t mostTasksLocked() const {
+    return maxRequests_ + nestingRequests_ + nestingLimit_;
+  }
   bool mayGrowLocked() const {
-    // Completions may need threads while every request thread is blocked, and some lead.
-    return threads_ < 2 * maxRequests_ + 1 + kMostLeaders + nestingRequests_;
+    return threads_ < mostTasksLocked() + kMostLeaders + (failures_.empty() ? 0 : 1);
   }
   // Adds a thread if tasks have waited too long, or sheds one; says when it wants to be called again.
   Clock::time_point check(Clock::time_point now);
@@ -159,6 +168,7 @@ class Executor : public std::enable_shared_from_this<Executor> {
   // Guarded by mutex_:
   std::deque<Request> requests_;
   std::deque<Task> completions_;
+  std::deque<Task> failures_;
   Clock::time_point lastBegun_{};
   Clock::time_point fullSince_ = Clock::time_point::max(); // max(): it is not
   bool isStopping_ = false;

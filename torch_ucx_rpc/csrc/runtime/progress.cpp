@@ -45,6 +45,19 @@ enum Event : uint64_t { kTransport, kWake, kWatches };
 // While nobody sleeps: every how many spins somebody looks at the watched descriptors.
 constexpr unsigned kSpinsBetweenLooks = 1024;
 
+// A transport that waits for room on the other side cannot be armed. For so long its driver only yields; then it naps, since a
+// process that makes no room for that long is busy with something else, or stopped.
+constexpr auto kPatienceForRoom = std::chrono::milliseconds(2);
+constexpr auto kNap = std::chrono::microseconds(500);
+
+void yieldFor(Clock::duration sinceMoved) {
+  if (sinceMoved < kPatienceForRoom) {
+    sched_yield();
+  } else {
+    std::this_thread::sleep_for(kNap);
+  }
+}
+
 void addToEpoll(int epollFd, int fd, uint32_t events, uint64_t data) {
   epoll_event event{};
   event.events = events;
@@ -158,6 +171,7 @@ std::unique_ptr<EventBatch> Progress::drive(Role role, IsDone& isDone) {
     spinning_.wasAway(role, Clock::now() - leftAt);
   }
   Spinning::Wait wait(spinning_, role);
+  Clock::time_point movedAt = Clock::now();
   while (!isClosed_) {
     runQueueLocked();
     const unsigned advances = transport_.progress();
@@ -179,6 +193,9 @@ std::unique_ptr<EventBatch> Progress::drive(Role role, IsDone& isDone) {
       brought = client_.takeEventsWithWorkerLock();
       break;
     }
+    if (advances != 0) {
+      movedAt = Clock::now();
+    }
     if (advances != 0 || hasPending()) {
       wait.again();
       continue;
@@ -192,10 +209,10 @@ std::unique_ptr<EventBatch> Progress::drive(Role role, IsDone& isDone) {
     }
     if (!transport_.arm()) {
       // Something has come, or waits for room on the other side, which cannot be slept for: the other side may need this core,
-      // or never make room again, because its process has ended.
+      // or never make room again, because its process has ended or is stopped.
       queueWatches();
       lock.unlock();
-      sched_yield();
+      yieldFor(Clock::now() - movedAt);
       if (isDone()) {
         mustWake = true; // not armed
         break;

@@ -32,16 +32,16 @@ std::shared_ptr<void> RRefHolders::note(rpc::worker_id_t sender, const rpc::Mess
   return nullptr;
 }
 
-std::vector<HeldFork> RRefHolders::takeHeldBy(rpc::worker_id_t gone) {
+std::vector<HeldFork> RRefHolders::takeHeldBy(const std::unordered_set<rpc::worker_id_t>& gone) {
   std::vector<HeldFork> held;
   const std::lock_guard lock(mutex_);
   for (const HeldFork& any : heldForks()) {
     const auto reported = reported_.find(any.fork);
-    if ((reported != reported_.end() ? reported->second : any.fork.createdOn_) == gone) {
+    if (gone.contains(reported != reported_.end() ? reported->second : any.fork.createdOn_)) {
       held.push_back(any);
     }
   }
-  std::erase_if(reported_, [gone](const auto& entry) { return entry.second == gone; });
+  std::erase_if(reported_, [&gone](const auto& entry) { return gone.contains(entry.second); });
   return held;
 }
 

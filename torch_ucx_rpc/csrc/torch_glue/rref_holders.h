@@ -40,8 +40,8 @@ class RRefHolders {
   std::shared_ptr<void> note(
       torch::distributed::rpc::worker_id_t sender, const torch::distributed::rpc::Message& request);
 
-  // What a worker that is gone is known to hold. Asked once: its rank may be taken by another one.
-  std::vector<HeldFork> takeHeldBy(torch::distributed::rpc::worker_id_t gone);
+  // The references that workers that are gone are known to hold. To be asked before another worker takes their ranks.
+  std::vector<HeldFork> takeHeldBy(const std::unordered_set<torch::distributed::rpc::worker_id_t>& gone);
 
   // Those that wait here for values which workers that are gone were to make with rpc.remote(), and that are not being made.
   std::vector<WaitForValue> takeHopelessWaits(

@@ -167,7 +167,7 @@ void invalidateRRefsOf(worker_id_t owner) {
   }
 }
 
-std::vector<int64_t> autogradContextsOf(worker_id_t rank) {
+std::vector<int64_t> autogradContextsOf(const std::unordered_set<worker_id_t>& ranks) {
   DistAutogradContainer& autograd = reach(AutogradInstance())();
   std::vector<int64_t> ids;
   if (!(autograd.*reach(AutogradInitialized()))) {
@@ -176,7 +176,7 @@ std::vector<int64_t> autogradContextsOf(worker_id_t rank) {
   for (auto& shard : autograd.*reach(AutogradContexts())) {
     const std::lock_guard lock(shard.lock);
     for (const auto& [id, context] : shard.contexts) {
-      if (id >> kContextIdBits == rank) {
+      if (ranks.contains(static_cast<worker_id_t>(id >> kContextIdBits))) {
         ids.push_back(id);
       }
     }

@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <unordered_set>
 #include <vector>
 
 // What torch keeps for the whole life of a process, made fit for workers that come and go. torch (2.11 to 2.15) has no
@@ -46,7 +47,7 @@ std::vector<WaitForValue> takeWaitsForValues(const std::function<bool(const torc
 // now: that would wait for values that it never gets.
 void invalidateRRefsOf(torch::distributed::rpc::worker_id_t owner);
 
-// The contexts of distributed autograd here that a worker has opened. Who died will not close them.
-std::vector<int64_t> autogradContextsOf(torch::distributed::rpc::worker_id_t rank);
+// The contexts of distributed autograd here that these workers have opened. Dead workers will not close them.
+std::vector<int64_t> autogradContextsOf(const std::unordered_set<torch::distributed::rpc::worker_id_t>& ranks);
 
 } // namespace torch_ucx_rpc
