@@ -38,6 +38,8 @@ PY := $(VENV)/bin/python
 export PATH := $(abspath $(VENV))/bin:$(PATH)
 PIP := $(PY) -m pip --disable-pip-version-check
 NEEDS := tools/build_environment.py requirements
+# How each test fared, for tools/check_tests.py.
+REPORTS := build/reports
 
 # Each of these files says that something is installed; they live in the environment and go with it.
 ENVIRONMENT := $(VENV)/.torch-$(TORCH)-$(UCX)
@@ -77,13 +79,14 @@ test-cpp: build
 	@directory=$$($(PY) tools/build_environment.py directory); \
 	grep -q TORCH_UCX_RPC_TESTS:BOOL=ON $$directory/CMakeCache.txt || cmake -DTORCH_UCX_RPC_TESTS=ON $$directory; \
 	cmake --build $$directory; \
-	ctest --test-dir $$directory --output-on-failure --parallel $$(nproc)
+	ctest --test-dir $$directory --output-on-failure --no-tests=error --parallel $$(nproc) \
+	  --output-junit $(abspath $(REPORTS))/ctest.xml
 
 test-python: build $(VENV)/.extra-test
-	@$(PY) -m pytest
+	@$(PY) -m pytest --junit-xml=$(REPORTS)/pytest.xml
 
 test-conformance: build $(VENV)/.extra-test ## PyTorch's own RPC suites
-	@$(PY) -m pytest tests/conformance --rpc-backend $(BACKEND)
+	@$(PY) -m pytest tests/conformance --rpc-backend $(BACKEND) --junit-xml=$(REPORTS)/conformance.xml
 
 conformance: ## The same RUNS times, for the page docs/conformance.md
 conformance-cuda: ## Those of PyTorch's suites that need GPUs, for the same page
@@ -127,7 +130,7 @@ sanitize-%: $(ENVIRONMENT)
 	  -DTORCH_UCX_RPC_TESTS=ON -DTORCH_UCX_RPC_SANITIZE=$*
 	@cmake --build build/$@ --target cpp_tests
 	@UCX_MEM_EVENTS=n UCX_MEM_MMAP_HOOK_MODE=none OMP_NUM_THREADS=1 \
-	  ctest --test-dir build/$@ --output-on-failure --parallel $$(nproc)
+	  ctest --test-dir build/$@ --output-on-failure --no-tests=error --parallel $$(nproc)
 
 # With the torch of PYTHON, not TORCH's: the whole environment may lie on a machine without a network.
 gpu-check: ## All that needs a GPU, on one and with the CUDA torch of PYTHON, in 9 minutes; WHEELS=folder without a network

@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,8 @@ from ._journal import KINDS, UNCOUNTED, Step, writer_of
 # How errors name a worker (docs/failure_model.md).
 _WORKER = re.compile(r"worker '(\w+)' \(rank (\d+), pid (\d+) on (\w+)\)")
 _MOST_EXAMPLES = 5
+# Of each kind of call. The rarest is answered some hundred times a minute on two cores that are busy otherwise.
+_ANSWERS_A_MINUTE = 10
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,6 +92,26 @@ def judge(
                 _shown(event),
             )
     return Judgement(found.all(), dict(reasons.most_common()))
+
+
+def what_did_not_happen(
+    answered: Mapping[str, int], misfortunes: Mapping[str, int], expected: Collection[str], minutes: float
+) -> list[Finding]:
+    """A run proves nothing of calls that were not made, nor of misfortunes that did not strike.
+
+    Args:
+        answered: executions that were answered, by the kind of call.
+        misfortunes: how often each happened; ``expected`` are those that must.
+    """
+    fewest = max(1, round(_ANSWERS_A_MINUTE * minutes))
+    idle = [f"{kind}: {count} of at least {fewest}" for kind, count in answered.items() if count < fewest]
+    absent = [what for what in expected if not misfortunes.get(what)]
+    findings = []
+    if idle:
+        findings.append(Finding("hardly any call of a kind was answered", len(idle), tuple(idle)))
+    if absent:
+        findings.append(Finding("a misfortune did not happen", len(absent), tuple(absent)))
+    return findings
 
 
 class _Findings:
