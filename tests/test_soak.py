@@ -114,6 +114,18 @@ def test_a_failure_needs_a_reason(failed: Any, timeline: tuple[dict[str, Any], .
     assert len(judgement.findings) == (reason == "unexplained")
 
 
+NOT_RUNNING = "RuntimeError: RPC is not running on worker 'worker1': it has been shut down, so nothing can be sent"
+
+
+@pytest.mark.parametrize(
+    ("at", "reason"), [(10.0, "it left"), (9.0, "unexplained"), (20.0, "unexplained")], ids=["then", "before", "later"]
+)
+def test_a_handler_of_a_worker_that_leaves_may_fail(at: float, reason: str) -> None:
+    leaving = event(1, "leaving", 9.5)
+    judgement = judged(failures=(failure(at, NOT_RUNNING),), members=(leaving, *SUCCESSOR))
+    assert judgement.reasons == {reason: 1}
+
+
 @pytest.mark.parametrize(
     ("seconds", "mib_per_second", "is_flat"),
     [
