@@ -95,7 +95,7 @@ For both backends:
   faster the RPC part, the likelier it is. A hang with these two stacks says nothing of the agent.
 - `TORCH_DIST_INIT_BARRIER=1` makes `init_process_group` return when it is done on every rank. DdpUnderDistAutogradTest
   takes that for granted: with trainers that are 50 ms late it fails on TensorPipe too.
-- A test may take 150 s instead of torch's 100 (`DISTRIBUTED_TESTS_DEFAULT_TIMEOUT`).
+- A test may take 150 s instead of torch's 300 (`DISTRIBUTED_TESTS_DEFAULT_TIMEOUT`).
 - A test that hangs prints the stacks of all its processes, C++ included, instead of torch's Python stacks.
 
 For UCX alone:
@@ -104,7 +104,7 @@ For UCX alone:
   both; the text of an error after a shutdown is not looked at, for neither.
 - FAULTY_AGENT_TESTS ask for `BackendType.FAULTY_TENSORPIPE` by name. The fixture overwrites the value of that member
   with the one of `FAULTY_UCX`, so that the name leads to this backend's faulty agent.
-- TENSORPIPE_TESTS run after `torch_ucx_rpc.replace_tensorpipe()`, which lets programs written for TensorPipe run on UCX.
+- TENSORPIPE_TESTS run after `torch_ucx_rpc.replace_tensorpipe()`, by which programs written for TensorPipe run on UCX.
 
 ## Runs
 
