@@ -46,7 +46,7 @@ ENVIRONMENT := $(VENV)/.torch-$(TORCH)-$(UCX)
 EDITABLE := $(VENV)/.editable-$(TORCH)-$(UCX)
 
 .PHONY: help build test test-cpp test-python test-conformance conformance conformance-cuda fuzz soak matrix bench bench-full demo
-.PHONY: gpu-check sanitize lint tidy format wheel clean distclean
+.PHONY: bench-record mutants gpu-check sanitize lint tidy format wheel clean distclean
 
 help: ## List the verbs
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' Makefile
@@ -119,6 +119,12 @@ fuzz: build/fuzz/wire_fuzzer ## Hostile bytes against the wire format's readers,
 soak: build $(VENV)/.extra-test ## Workers on virtual hosts, killed and cut off for MINUTES; needs root. A report in build/soak
 	@PYTHONPATH=tests $(PY) -m soak --minutes $(MINUTES) $(if $(SEED),--seed $(SEED)) --report build/soak
 
+mutants: build $(VENV)/.extra-test ## Bugs put into a copy of the sources, in Python and in C++: each must fail a test
+	@status=0; \
+	$(PY) tools/mutants.py || status=$$?; \
+	$(PY) tools/mutants.py --cpp || status=$$?; \
+	exit $$status
+
 # In build folders of their own. What is found fails a test, whose output says what and where. ThreadSanitizer and UCX's hooks for
 # memory get into each other's way, and the barriers of OpenMP, which torch computes with, are none that it knows.
 sanitize: ## C++ tests under AddressSanitizer and UBSan, and again under ThreadSanitizer
@@ -148,6 +154,17 @@ bench: build $(VENV)/.extra-bench ## Benchmarks against TensorPipe, the short se
 bench-full: build $(VENV)/.extra-bench $(BENCH_PEERS)/.done ## All benchmarks, other libraries beside, and the plots of docs/
 	@BENCH_PEERS_PYTHON=$(BENCH_PEERS)/bin/python $(PY) -m benchmarks --all --json build/bench-full.json
 	@$(PY) -m benchmarks.plot build/bench-full.json
+
+# On a machine that does nothing else. Missed bounds are recorded like the others, and fail this.
+bench-record: build $(VENV)/.extra-bench $(BENCH_PEERS)/.done ## All benchmarks; their results, the tables and plots of the docs
+	@status=0; \
+	BENCH_PEERS_PYTHON=$(BENCH_PEERS)/bin/python $(PY) -m benchmarks --all --record two_cores || status=$$?; \
+	taskset -c 0 $(PY) -m benchmarks --record one_core $(ONE_CORE) || status=$$?; \
+	$(PY) -m benchmarks.tables --write; \
+	$(PY) -m benchmarks.plot benchmarks/results/two_cores.json; \
+	exit $$status
+
+ONE_CORE := small_calls large_tensors parameter_server pipeline
 
 # In an environment of their own: UCXX wants an older UCX. What does not install (mpi4py needs an MPI) is left out.
 $(BENCH_PEERS)/.done:
