@@ -56,14 +56,23 @@ HEADLINES = (
 )
 
 
+class NotMeasured(LookupError):
+    """The results have no such run, or the run no such benchmark."""
+
+
 class Run:
     """A file of benchmarks/results."""
 
     def __init__(self, name: str) -> None:
+        file = RESULTS / f"{name}.json"
+        if not file.exists():
+            raise NotMeasured(f"there is no run {name}: make bench-record")
+        self.kept: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         self.name = name
-        self.kept: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
 
     def result(self, benchmark: str) -> Result:
+        if benchmark not in self.kept["rounds"]:
+            raise NotMeasured(f"the run {self.name} has no {benchmark}: make bench-record")
         failures = self.kept.get("failures", {}).get(benchmark, {})
         return Result(load(benchmark), self.kept["rounds"][benchmark], failures)
 
@@ -139,17 +148,22 @@ def main() -> int:
     )
     parser.add_argument("--write", action="store_true", help="write the tables into the pages")
     arguments = parser.parse_args()
-    differ = []
+    differ: list[Path] = []
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
-        new = written(text)
-        if new != text:
+        try:
+            new = written(text)
+        except NotMeasured as error:
+            print(f"{page.relative_to(ROOT)} is left as it is: {error}")
             differ.append(page)
-            if arguments.write:
-                page.write_text(new, encoding="utf-8")
-    for page in differ:
-        print(f"{page.relative_to(ROOT)}: {'written' if arguments.write else 'differs from the results'}")
-    return 1 if differ and not arguments.write else 0
+            continue
+        if new != text and arguments.write:
+            page.write_text(new, encoding="utf-8")
+            print(f"{page.relative_to(ROOT)} is written")
+        elif new != text:
+            print(f"{page.relative_to(ROOT)} differs from the results")
+            differ.append(page)
+    return 1 if differ else 0
 
 
 if __name__ == "__main__":

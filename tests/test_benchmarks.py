@@ -114,7 +114,12 @@ def test_the_program_ends_with_1_where_a_bound_is_missed(
 @pytest.mark.parametrize("page", tables.PAGES, ids=lambda page: page.name)
 def test_the_tables_of_the_docs_are_what_was_measured(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
-    assert tables.written(text) == text, "run: python -m benchmarks.tables --write"
+    try:
+        written = tables.written(text)
+    except tables.NotMeasured as error:
+        # CI does not let this pass.
+        pytest.skip(str(error))
+    assert written == text, "run: python -m benchmarks.tables --write"
 
 
 def test_the_readme_and_the_page_on_performance_have_such_tables() -> None:
@@ -133,6 +138,15 @@ def test_what_stands_between_the_lines_is_replaced(monkeypatch: pytest.MonkeyPat
         "- latency, UCX to TensorPipe or TensorPipe, uv: 0.60, at most 0.5 MISSED\n<!-- end of benchmark -->\nb\n"
     )
     assert tables.written(tables.written(text)) == tables.written(text)
+
+
+def test_a_table_that_nobody_has_measured_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    with pytest.raises(tables.NotMeasured, match="there is no run run"):
+        tables.written("<!-- benchmark: run small_calls -->\n<!-- end of benchmark -->\n")
+    (tmp_path / "run.json").write_text(json.dumps({"rounds": {}}), encoding="utf-8")
+    with pytest.raises(tables.NotMeasured, match="has no small_calls"):
+        tables.written("<!-- benchmark: run small_calls -->\n<!-- end of benchmark -->\n")
 
 
 def test_a_table_without_an_end_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
