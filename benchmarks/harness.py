@@ -226,19 +226,21 @@ class RpcJob:
     def _receive(self, expected: str) -> Figures:
         try:
             if not self._turns.poll(self._limit_s):
-                raise ContenderFailed(f"worker0 has not answered in {self._limit_s:g} s")
+                raise self._failure(f"worker0 has not answered in {self._limit_s:g} s")
             kind, content = self._turns.recv()
         except (EOFError, ConnectionError) as error:
-            self._has_failed = True
-            raise ContenderFailed("worker0 has died") from error
-        except ContenderFailed:
-            self._has_failed = True
-            raise
+            raise self._failure("worker0 has died") from error
         if kind != expected:
-            self._has_failed = True
-            raise ContenderFailed(content)
+            raise self._failure(content)
         figures: Figures = content
         return figures
+
+    def _failure(self, reason: str) -> ContenderFailed:
+        """Its workers are killed: they would take time from the contenders that are left."""
+        self._has_failed = True
+        for process in self._processes:
+            process.kill()
+        return ContenderFailed(reason)
 
     def _end(self) -> None:
         give_up_at = time.monotonic() + (0.0 if self._has_failed else _END_S)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import signal
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -84,6 +86,22 @@ def test_a_job_whose_worker0_dies_is_a_failure() -> None:
         Benchmark("How?", (LATENCY,), lambda: [harness.RpcJob(harness.UCX, dies, limit_s=60)], rounds=1)
     )
     assert result.failures == {"UCX": "worker0 has died"}
+
+
+def hangs() -> harness.Figures:
+    time.sleep(3600)
+    return {}
+
+
+def test_a_job_that_hangs_is_a_failure_and_its_workers_are_gone_at_once() -> None:
+    job = harness.RpcJob(harness.UCX, hangs, limit_s=60)
+    with job:
+        job._limit_s = 0.1
+        with pytest.raises(harness.ContenderFailed, match="has not answered"):
+            job.measure()
+        for process in job._processes:
+            process.join(30)
+            assert process.exitcode == -signal.SIGKILL
 
 
 def test_the_error_of_a_job_is_told() -> None:

@@ -94,10 +94,12 @@ class UcxRpcAgent(_C.UcxRpcAgent):
     def open_endpoints(self) -> None:
         """Let Prometheus, if it was asked for, and ``python -m torch_ucx_rpc top`` read this worker's statistics."""
         # They need the agent's class, and are needed by its objects alone.
-        from torch_ucx_rpc import _observation, _prometheus, _statistics
+        from torch_ucx_rpc import _observation, _statistics
 
         snapshot = functools.partial(_statistics.of_agent, self)
         if self._options.prometheus_port is not None:
+            from torch_ucx_rpc import _prometheus
+
             endpoint = _prometheus.serve(self._options.prometheus_port, self.get_worker_info().id, snapshot)
             self._endpoints.callback(endpoint.close)
             self.prometheus_port = endpoint.port
