@@ -94,6 +94,8 @@ def main(command_line: Sequence[str] | None = None) -> int:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(json.dumps(harness.record(results, load_before), indent=1) + "\n", encoding="utf-8")
 
+    for name, lanes in harness.LANES.items():
+        print(f"{name} went by {lanes}")
     verdicts = [verdict for result in results.values() for verdict in result.verdicts()]
     missed = [verdict for verdict in verdicts if not verdict.holds]
     failed = {name: sorted(result.failures) for name, result in results.items() if result.failures}

@@ -97,6 +97,8 @@ class Transport:
     backend: str
     environment: dict[str, str] = dataclasses.field(default_factory=dict)
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    # How its lanes to another worker must read, a pattern; TensorPipe does not tell its own.
+    lanes: str = ""
 
     def rpc_backend_options(self, **more: Any) -> Any:
         if self.backend == "UCX":
@@ -106,9 +108,9 @@ class Transport:
         return Options(**self.options, **more)
 
 
-UCX = Transport("UCX", "UCX")
+UCX = Transport("UCX", "UCX", lanes="sysv|posix")
 TENSORPIPE = Transport("TensorPipe", "TENSORPIPE")
-UCX_TCP = Transport("UCX, tcp", "UCX", environment={"UCX_TLS": "tcp,self"})
+UCX_TCP = Transport("UCX, tcp", "UCX", environment={"UCX_TLS": "tcp,self"}, lanes=r"(?!.*(sysv|posix)).*tcp")
 # Without its transport and its channel for one host (shm, cma): what it has between hosts. mpt_uv sends large tensors
 # over several connections; without it the echo of 64 MiB takes 1.2 to 1.3 times as long.
 TENSORPIPE_UV = Transport(
@@ -131,6 +133,10 @@ PROCESSES.set_forkserver_preload(["torch.distributed.rpc"])
 # For workers to meet, for one round, and for the end of a job, each.
 LIMIT_S = 300.0
 _END_S = 20.0
+
+
+# By which the messages of contenders went, as far as they tell.
+LANES: dict[str, str] = {}
 
 
 class ContenderFailed(Exception):
@@ -162,9 +168,11 @@ def _work(
             rpc_backend_options=transport.rpc_backend_options(init_method=store),
         )
         if rank == 0:
-            turns.send(("ready", {}))
+            turns.send(("ready", None))
             while turns.recv() == "measure":
-                turns.send(("figures", measure()))
+                figures = measure()
+                lanes = rpc.api._get_current_rpc_agent().get_debug_info().get("lanes.worker1", "")
+                turns.send(("figures", (figures, lanes)))
         rpc.shutdown()
     except BaseException:
         if turns is not None:
@@ -212,7 +220,12 @@ class RpcJob:
     def measure(self) -> Figures:
         self._signal(signal.SIGCONT)
         self._turns.send("measure")
-        figures = self._receive("figures")
+        figures: Figures
+        figures, lanes = self._receive("figures")
+        if lanes and not re.search(self._transport.lanes, lanes):
+            raise self._failure(f"its messages go by {lanes}")
+        if lanes:
+            LANES[self.name] = lanes
         self._signal(signal.SIGSTOP)
         return figures
 
@@ -223,7 +236,7 @@ class RpcJob:
                 self._turns.send("end")
         self._end()
 
-    def _receive(self, expected: str) -> Figures:
+    def _receive(self, expected: str) -> Any:
         try:
             if not self._turns.poll(self._limit_s):
                 raise self._failure(f"worker0 has not answered in {self._limit_s:g} s")
@@ -232,8 +245,7 @@ class RpcJob:
             raise self._failure("worker0 has died") from error
         if kind != expected:
             raise self._failure(content)
-        figures: Figures = content
-        return figures
+        return content
 
     def _failure(self, reason: str) -> ContenderFailed:
         """Its workers are killed: they would take time from the contenders that are left."""
@@ -492,6 +504,7 @@ def record(results: Mapping[str, Result], load_before: float) -> dict[str, Any]:
     return {
         "circumstances": {**circumstances(), "load before and after": [load_before, os.getloadavg()[0]]},
         "configuration": configuration(),
+        "lanes": LANES,
         "rounds": {name: result.rounds for name, result in results.items()},
         "failures": {name: result.failures for name, result in results.items() if result.failures},
     }

@@ -11,6 +11,8 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed.rpc as rpc
 
 ROOT = Path(__file__).resolve().parent.parent
 while not (ROOT / "benchmarks").is_dir():
@@ -102,6 +104,23 @@ def test_a_job_that_hangs_is_a_failure_and_its_workers_are_gone_at_once() -> Non
         for process in job._processes:
             process.join(30)
             assert process.exitcode == -signal.SIGKILL
+
+
+def measures() -> harness.Figures:
+    rpc.rpc_sync("worker1", torch.add, (torch.ones(1), 1))
+    return {"latency": 1.0}
+
+
+def test_a_job_that_goes_by_other_lanes_is_a_failure() -> None:
+    strays = dataclasses.replace(harness.UCX_TCP, lanes="sysv|posix")
+    with (
+        harness.RpcJob(strays, measures, limit_s=60) as job,
+        pytest.raises(harness.ContenderFailed, match=r"go by .*tcp"),
+    ):
+        job.measure()
+    with harness.RpcJob(harness.UCX_TCP, measures, limit_s=60) as job:
+        assert job.measure() == {"latency": 1.0}
+    assert "tcp" in harness.LANES["UCX, tcp"]
 
 
 def test_the_error_of_a_job_is_told() -> None:

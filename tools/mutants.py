@@ -115,6 +115,36 @@ MUTANTS = (
         "    longest = 60.0\n",
         ("test_pauses_between_questions_stay_short",),
     ),
+    Mutant(
+        "another-secret-is-fine",
+        "    if not hmac.compare_digest(secret.tag(sealed).encode(), tag.encode()):\n",
+        "    if False:\n",
+        ("test_an_entry_of_another_secret_is_doubted_and_says_whose_it_is",),
+    ),
+    Mutant(
+        "replies-to-any-device",
+        "            sources = [local for local in sources if local.type == remote.type] or [CPU]\n",
+        "            pass\n",
+        ("test_maps_with_the_cpu_and_several_devices_to_one_fit",),
+    ),
+    Mutant(
+        "warned-of-again",
+        "            _told.add(conflict)\n",
+        "",
+        ("test_a_warning_is_given_once",),
+    ),
+    Mutant(
+        "arrays-become-writable",
+        "    array.flags.writeable = is_writable\n",
+        "",
+        ("test_arrays_arrive_as_they_were_sent",),
+    ),
+    Mutant(
+        "dead-worker0-not-noticed",
+        "        except (EOFError, ConnectionError) as error:\n            raise self._failure(",
+        "        except ConnectionError as error:\n            raise self._failure(",
+        ("test_a_job_whose_worker0_dies_is_a_failure",),
+    ),
     # ---- C++. Where a name of a suite changes, so does the one here.
     Mutant(
         "cpp-deadlines-late",
