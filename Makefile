@@ -79,6 +79,7 @@ test-cpp: build
 	@directory=$$($(PY) tools/build_environment.py directory); \
 	grep -q TORCH_UCX_RPC_TESTS:BOOL=ON $$directory/CMakeCache.txt || cmake -DTORCH_UCX_RPC_TESTS=ON $$directory; \
 	cmake --build $$directory; \
+	mkdir -p $(REPORTS); \
 	ctest --test-dir $$directory --output-on-failure --no-tests=error --parallel $$(nproc) \
 	  --output-junit $(abspath $(REPORTS))/ctest.xml
 
