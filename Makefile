@@ -38,13 +38,15 @@ PY := $(VENV)/bin/python
 export PATH := $(abspath $(VENV))/bin:$(PATH)
 PIP := $(PY) -m pip --disable-pip-version-check
 NEEDS := tools/build_environment.py requirements
+# How each test fared, for tools/check_tests.py.
+REPORTS := build/reports
 
 # Each of these files says that something is installed; they live in the environment and go with it.
 ENVIRONMENT := $(VENV)/.torch-$(TORCH)-$(UCX)
 EDITABLE := $(VENV)/.editable-$(TORCH)-$(UCX)
 
 .PHONY: help build test test-cpp test-python test-conformance conformance conformance-cuda fuzz soak matrix bench bench-full demo
-.PHONY: gpu-check sanitize lint tidy format wheel clean distclean
+.PHONY: bench-record mutants gpu-check sanitize lint tidy format wheel clean distclean
 
 help: ## List the verbs
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' Makefile
@@ -77,13 +79,15 @@ test-cpp: build
 	@directory=$$($(PY) tools/build_environment.py directory); \
 	grep -q TORCH_UCX_RPC_TESTS:BOOL=ON $$directory/CMakeCache.txt || cmake -DTORCH_UCX_RPC_TESTS=ON $$directory; \
 	cmake --build $$directory; \
-	ctest --test-dir $$directory --output-on-failure --parallel $$(nproc)
+	mkdir -p $(REPORTS); \
+	ctest --test-dir $$directory --output-on-failure --no-tests=error --parallel $$(nproc) \
+	  --output-junit $(abspath $(REPORTS))/ctest.xml
 
 test-python: build $(VENV)/.extra-test
-	@$(PY) -m pytest
+	@$(PY) -m pytest --junit-xml=$(REPORTS)/pytest.xml
 
 test-conformance: build $(VENV)/.extra-test ## PyTorch's own RPC suites
-	@$(PY) -m pytest tests/conformance --rpc-backend $(BACKEND)
+	@$(PY) -m pytest tests/conformance --rpc-backend $(BACKEND) --junit-xml=$(REPORTS)/conformance.xml
 
 conformance: ## The same RUNS times, for the page docs/conformance.md
 conformance-cuda: ## Those of PyTorch's suites that need GPUs, for the same page
@@ -116,6 +120,12 @@ fuzz: build/fuzz/wire_fuzzer ## Hostile bytes against the wire format's readers,
 soak: build $(VENV)/.extra-test ## Workers on virtual hosts, killed and cut off for MINUTES; needs root. A report in build/soak
 	@PYTHONPATH=tests:tests/support $(PY) -m soak --minutes $(MINUTES) $(if $(SEED),--seed $(SEED)) --report build/soak
 
+mutants: build $(VENV)/.extra-test ## Bugs put into a copy of the sources, in Python and in C++: each must fail a test
+	@status=0; \
+	$(PY) tools/mutants.py || status=$$?; \
+	$(PY) tools/mutants.py --cpp || status=$$?; \
+	exit $$status
+
 # In build folders of their own. What is found fails a test, whose output says what and where. ThreadSanitizer and UCX's hooks for
 # memory get into each other's way, and the barriers of OpenMP, which torch computes with, are none that it knows.
 sanitize: ## C++ tests under AddressSanitizer and UBSan, and again under ThreadSanitizer
@@ -127,7 +137,7 @@ sanitize-%: $(ENVIRONMENT)
 	  -DTORCH_UCX_RPC_TESTS=ON -DTORCH_UCX_RPC_SANITIZE=$*
 	@cmake --build build/$@ --target cpp_tests
 	@UCX_MEM_EVENTS=n UCX_MEM_MMAP_HOOK_MODE=none OMP_NUM_THREADS=1 \
-	  ctest --test-dir build/$@ --output-on-failure --parallel $$(nproc)
+	  ctest --test-dir build/$@ --output-on-failure --no-tests=error --parallel $$(nproc)
 
 # With the torch of PYTHON, not TORCH's: the whole environment may lie on a machine without a network.
 gpu-check: ## All that needs a GPU, on one and with the CUDA torch of PYTHON, in 9 minutes; WHEELS=folder without a network
@@ -145,6 +155,17 @@ bench: build $(VENV)/.extra-bench ## Benchmarks against TensorPipe, the short se
 bench-full: build $(VENV)/.extra-bench $(BENCH_PEERS)/.done ## All benchmarks, other libraries beside, and the plots of docs/
 	@BENCH_PEERS_PYTHON=$(BENCH_PEERS)/bin/python $(PY) -m benchmarks --all --json build/bench-full.json
 	@$(PY) -m benchmarks.plot build/bench-full.json
+
+# On a machine that does nothing else. Missed bounds are recorded like the others, and fail this.
+bench-record: build $(VENV)/.extra-bench $(BENCH_PEERS)/.done ## All benchmarks; their results, the tables and plots of the docs
+	@status=0; \
+	BENCH_PEERS_PYTHON=$(BENCH_PEERS)/bin/python $(PY) -m benchmarks --all --record two_cores || status=$$?; \
+	taskset -c 0 $(PY) -m benchmarks --record one_core $(ONE_CORE) || status=$$?; \
+	$(PY) -m benchmarks.tables --write; \
+	$(PY) -m benchmarks.plot benchmarks/results/two_cores.json; \
+	exit $$status
+
+ONE_CORE := small_calls large_tensors parameter_server pipeline
 
 # In an environment of their own: UCXX wants an older UCX. What does not install (mpi4py needs an MPI) is left out.
 $(BENCH_PEERS)/.done:

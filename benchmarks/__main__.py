@@ -1,10 +1,12 @@
 """``python -m benchmarks``: run benchmarks, print their tables, keep every round as JSON.
 
-    python -m benchmarks                  the short set, five minutes
-    python -m benchmarks --all            everything
-    python -m benchmarks small_calls      one question
+    python -m benchmarks                        the short set, six minutes
+    python -m benchmarks --all                  everything
+    python -m benchmarks small_calls            one question
+    python -m benchmarks --all --record NAME    and keep all rounds in benchmarks/results/NAME.json
 
-Each file here asks one question; harness.py says how contenders are compared. plot.py draws what the JSON holds.
+Each file here asks one question; harness.py says how contenders are compared. It ends with 1 where a bound is missed or
+a contender has failed. tables.py writes the tables of the docs from what is kept, and plot.py draws it.
 """
 
 from __future__ import annotations
@@ -12,13 +14,16 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from tqdm import tqdm
 
 from benchmarks import harness
+
+RESULTS = Path(__file__).parent / "results"
 
 # In the order in which they are reported: the file, and what it calls its benchmark.
 BENCHMARKS = {
@@ -50,7 +55,7 @@ def load(name: str) -> harness.Benchmark:
     return benchmark
 
 
-def main() -> int:
+def main(command_line: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -58,13 +63,18 @@ def main() -> int:
     parser.add_argument("--all", action="store_true", help="also those that take long")
     parser.add_argument("--rounds", type=int, help="rounds of each contender (default: each benchmark's own)")
     parser.add_argument("--json", type=Path, help="keep every round here")
-    arguments = parser.parse_args()
+    parser.add_argument("--record", metavar="NAME", help="keep every round in benchmarks/results, for the docs")
+    arguments = parser.parse_args(command_line)
+    load_before = os.getloadavg()[0]
 
     chosen = {name: load(name) for name in arguments.names or BENCHMARKS}
     if not arguments.names and not torch.cuda.is_available():
         chosen = {name: benchmark for name, benchmark in chosen.items() if not benchmark.needs_gpu}
     if not arguments.names and not arguments.all:
         chosen = {name: benchmark for name, benchmark in chosen.items() if benchmark.in_short_set}
+    # Of those who run benchmarks; the tables are written, and checked, without it.
+    from tqdm import tqdm
+
     results = {}
     total = sum(harness.steps(benchmark, arguments.rounds) for benchmark in chosen.values())
     with tqdm(total=total, unit="step", disable=not sys.stderr.isatty()) as bar:
@@ -78,13 +88,23 @@ def main() -> int:
             bar.clear()
             print("\n".join(harness.table(results[name])), end="\n\n", flush=True)
 
-    if arguments.json:
-        record = {
-            "circumstances": harness.circumstances(),
-            "rounds": {name: result.rounds for name, result in results.items()},
-        }
-        arguments.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    return 0
+    files = [arguments.json] if arguments.json else []
+    files += [RESULTS / f"{arguments.record}.json"] if arguments.record else []
+    for file in files:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(harness.record(results, load_before), indent=1) + "\n", encoding="utf-8")
+
+    for name, lanes in harness.LANES.items():
+        print(f"{name} went by {lanes}")
+    verdicts = [verdict for result in results.values() for verdict in result.verdicts()]
+    missed = [verdict for verdict in verdicts if not verdict.holds]
+    failed = {name: sorted(result.failures) for name, result in results.items() if result.failures}
+    for verdict in missed:
+        print(f"MISSED: {verdict}")
+    for name, contenders in failed.items():
+        print(f"FAILED in {name}: {', '.join(contenders)}")
+    print(f"{len(verdicts) - len(missed)} of {len(verdicts)} bounds hold.")
+    return 1 if missed or failed else 0
 
 
 if __name__ == "__main__":

@@ -54,10 +54,7 @@ BENCHMARK = harness.Benchmark(
         Figure("echo of 64 MiB, both ways", "GiB/s", (Bound(2.5), Bound(2, reference=PICKLED)), more_is_better=True),
     ),
     contenders=lambda: [
-        *(
-            harness.RpcJob(transport, functools.partial(measure, np.ndarray))
-            for transport in (harness.UCX, harness.TENSORPIPE)
-        ),
+        *(harness.RpcJob(transport, functools.partial(measure, np.ndarray)) for transport in harness.ON_ONE_HOST),
         harness.RpcJob(dataclasses.replace(harness.UCX, name=PICKLED), functools.partial(measure, Pickled)),
     ],
     in_short_set=False,

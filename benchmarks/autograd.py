@@ -84,7 +84,7 @@ def _benchmark(name: str, step: Callable[[], float], workers: int) -> harness.Be
         rounds=15,  # they spread, and a round is short
         contenders=lambda: [
             harness.RpcJob(transport, functools.partial(_measure, figure, step), workers=workers)
-            for transport in (harness.UCX, harness.TENSORPIPE)
+            for transport in harness.ON_ONE_HOST
         ],
     )
 

@@ -7,7 +7,9 @@ badly. plot.py draws what this measures.
 
 from __future__ import annotations
 
+import functools
 import time
+from collections.abc import Callable
 
 import torch
 import torch.distributed.rpc as rpc
@@ -22,6 +24,8 @@ from benchmarks.small_calls import nothing
 # Also both sides of where a tensor leaves the body of its message, where that is no longer eager, where pieces begin.
 SIZES = sorted([4**power for power in range(16)] + [2**15, 2**15 + 1, 2**18 + 1, 2**22 + 1])
 IN_FLIGHT = [1, 10, 100, 1_000, 10_000]
+# Memory is measured in new processes for each: pools that are warm hide what a size costs.
+MEMORY_SIZES = [1, 2**15, 2**20, 2**22 + 1, 2**24, 2**26, 2**28, 2**30]
 WORKERS = [2, 4, 8, 16, 24, 32, 48, 64]
 TENSORPIPE_WORKERS = [2, 4, 8, 16, 24]  # the life of larger jobs ends in errors there
 
@@ -30,8 +34,11 @@ def memory_of(work: int) -> str:
     return f"{work}, growth of the callee's peak memory"
 
 
-def figures_of(works: list[int]) -> tuple[Figure, ...]:
-    return tuple(figure for work in works for figure in (Figure(f"{work}", "us"), Figure(memory_of(work), "MiB")))
+def figures_of(works: list[int], memory_works: list[int]) -> tuple[Figure, ...]:
+    return (
+        *(Figure(f"{work}", "us") for work in works),
+        *(Figure(memory_of(work), "MiB") for work in memory_works),
+    )
 
 
 def measure_sizes() -> harness.Figures:
@@ -39,40 +46,74 @@ def measure_sizes() -> harness.Figures:
     for size in SIZES:
         tensor = torch.randint(0, 256, (size,), dtype=torch.uint8)
         calls = max(3, min(500, 2**28 // size))
-        before = rpc.rpc_sync("worker1", forget_peak)
         assert torch.equal(rpc.rpc_sync("worker1", echo, (tensor,)), tensor)  # and warms
         durations = harness.durations_us(lambda tensor=tensor: rpc.rpc_sync("worker1", echo, (tensor,)), calls)
         figures[f"{size}"] = harness.p50(durations)
-        figures[memory_of(size)] = rpc.rpc_sync("worker1", resident_mib, (True,)) - before
     return figures
+
+
+def measure_memory_of_size(size: int) -> harness.Figures:
+    tensor = torch.randint(0, 256, (size,), dtype=torch.uint8)
+    rpc.rpc_sync("worker1", echo, (tensor[:1],))
+    before = rpc.rpc_sync("worker1", forget_peak)
+    for _ in range(5):
+        assert torch.equal(rpc.rpc_sync("worker1", echo, (tensor,)), tensor)
+    return {memory_of(size): rpc.rpc_sync("worker1", resident_mib, (True,)) - before}
 
 
 def measure_in_flight() -> harness.Figures:
     figures = {}
     for calls in IN_FLIGHT:
         repeats = max(1, 2_000 // calls)
-        before = rpc.rpc_sync("worker1", forget_peak)
         started = time.perf_counter()
         for _ in range(repeats):
             torch.futures.wait_all([rpc.rpc_async("worker1", nothing) for _ in range(calls)])
         figures[f"{calls}"] = 1e6 * (time.perf_counter() - started) / (repeats * calls)
-        figures[memory_of(calls)] = rpc.rpc_sync("worker1", resident_mib, (True,)) - before
     return figures
+
+
+def measure_memory_of_calls(calls: int) -> harness.Figures:
+    rpc.rpc_sync("worker1", nothing)
+    before = rpc.rpc_sync("worker1", forget_peak)
+    torch.futures.wait_all([rpc.rpc_async("worker1", nothing) for _ in range(calls)])
+    return {memory_of(calls): rpc.rpc_sync("worker1", resident_mib, (True,)) - before}
+
+
+class Sweep(harness.RpcJob):
+    """A job that lives through all rounds for the times, and one of new processes for the memory of each work."""
+
+    def __init__(
+        self,
+        transport: harness.Transport,
+        measure: Callable[[], harness.Figures],
+        measure_memory: Callable[[int], harness.Figures],
+        works: list[int],
+    ) -> None:
+        super().__init__(transport, measure)
+        self._memory_jobs = [harness.FreshRpcJob(transport, functools.partial(measure_memory, work)) for work in works]
+
+    def measure(self) -> harness.Figures:
+        figures = super().measure()
+        for job in self._memory_jobs:
+            figures |= job.measure()
+        return figures
 
 
 SIZE_SWEEP = harness.Benchmark(
     question="How does the echo of a tensor grow with its bytes?",
-    figures=figures_of(SIZES),
-    contenders=lambda: [harness.RpcJob(transport, measure_sizes) for transport in harness.TRANSPORTS],
+    figures=figures_of(SIZES, MEMORY_SIZES),
+    contenders=lambda: [
+        Sweep(transport, measure_sizes, measure_memory_of_size, MEMORY_SIZES) for transport in harness.TRANSPORTS
+    ],
     rounds=3,
     in_short_set=False,
 )
 
 IN_FLIGHT_SWEEP = harness.Benchmark(
     question="How does a call's share of the time grow with the calls in flight?",
-    figures=figures_of(IN_FLIGHT),
+    figures=figures_of(IN_FLIGHT, IN_FLIGHT),
     contenders=lambda: [
-        harness.RpcJob(transport, measure_in_flight) for transport in (harness.UCX, harness.TENSORPIPE)
+        Sweep(transport, measure_in_flight, measure_memory_of_calls, IN_FLIGHT) for transport in harness.ON_ONE_HOST
     ],
     rounds=3,
     in_short_set=False,
@@ -81,7 +122,11 @@ IN_FLIGHT_SWEEP = harness.Benchmark(
 WORKER_SWEEP = harness.Benchmark(
     question="How does the life of a job grow with its workers?",
     figures=tuple(Figure(f"{workers} workers, in sum", "s") for workers in WORKERS),
-    contenders=lambda: [Life(harness.UCX, *WORKERS), Life(harness.TENSORPIPE, *TENSORPIPE_WORKERS)],
+    contenders=lambda: [
+        Life(harness.UCX, *WORKERS),
+        Life(harness.TENSORPIPE, *TENSORPIPE_WORKERS),
+        Life(harness.TENSORPIPE_UV, *WORKERS),
+    ],
     rounds=3,
     in_short_set=False,
 )

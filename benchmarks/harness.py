@@ -1,11 +1,14 @@
 """Runs contenders in turns and compares them.
 
-A benchmark asks one question. It has figures (what is measured, with the bounds that a ratio must keep) and contenders
-(who is measured): RPC jobs on UCX and on TensorPipe, and baselines such as a memcpy. All contenders stay alive together
-and are measured one after the other, round by round, so that what else the machine does strikes all alike. Who is not
-measured is stopped (SIGSTOP): an idle worker of TensorPipe spins and would take a core from the others. Reported are
-the medians over the rounds, lowest and highest, and the median of each round's ratio: ratios are what to trust on a
-machine that is shared.
+A benchmark asks one question. Its figures are what is measured, with the bounds that a ratio must keep. Its contenders
+are RPC jobs on UCX and on TensorPipe, and baselines such as a memcpy. All contenders stay alive together and are
+measured one after the other, round by round, so that other load of the machine strikes all alike. Contenders that are
+not being measured are stopped (SIGSTOP): an idle worker of TensorPipe spins and would take a core from the others.
+Reported are the medians over the rounds, lowest and highest, and the median of each round's ratio: ratios are what to
+trust on a shared machine.
+
+TensorPipe comes in two configurations, and a ratio is taken to the better one in each round. A contender that fails or
+hangs is left out from then on; its bounds count as missed.
 """
 
 from __future__ import annotations
@@ -19,23 +22,35 @@ import re
 import signal
 import statistics
 import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 Figures = dict[str, float]
 
+# Its configurations: as it comes, and with the transport and channels that it would have between hosts.
+TENSORPIPES = ("TensorPipe", "TensorPipe, uv")
+
 
 @dataclasses.dataclass(frozen=True)
 class Bound:
-    """What the ratio of ``contender`` to ``reference``, or without one the figure itself, must keep; what we aim at."""
+    """What the ratio of ``contender`` to ``reference`` must keep, and what we aim at.
+
+    Of several references the best one of each round counts. Without any, the bound is on the figure itself.
+    """
 
     must: float | None
     aim: float | None = None
     contender: str = "UCX"
-    reference: str | None = "TensorPipe"
+    reference: str | tuple[str, ...] | None = TENSORPIPES
+
+    @property
+    def references(self) -> tuple[str, ...]:
+        return (self.reference,) if isinstance(self.reference, str) else self.reference or ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,6 +97,8 @@ class Transport:
     backend: str
     environment: dict[str, str] = dataclasses.field(default_factory=dict)
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    # How its lanes to another worker must read, a pattern; TensorPipe does not tell its own.
+    lanes: str = ""
 
     def rpc_backend_options(self, **more: Any) -> Any:
         if self.backend == "UCX":
@@ -91,11 +108,16 @@ class Transport:
         return Options(**self.options, **more)
 
 
-UCX = Transport("UCX", "UCX")
+UCX = Transport("UCX", "UCX", lanes="sysv|posix")
 TENSORPIPE = Transport("TensorPipe", "TENSORPIPE")
-UCX_TCP = Transport("UCX, tcp", "UCX", environment={"UCX_TLS": "tcp,self"})
-# Without its channels for one host (cma), which other hosts do not have.
-TENSORPIPE_UV = Transport("TensorPipe, uv", "TENSORPIPE", options={"_transports": ["uv"], "_channels": ["basic"]})
+UCX_TCP = Transport("UCX, tcp", "UCX", environment={"UCX_TLS": "tcp,self"}, lanes=r"(?!.*(sysv|posix)).*tcp")
+# Without its transport and its channel for one host (shm, cma): what it has between hosts. mpt_uv sends large tensors
+# over several connections; without it the echo of 64 MiB takes 1.2 to 1.3 times as long.
+TENSORPIPE_UV = Transport(
+    "TensorPipe, uv", "TENSORPIPE", options={"_transports": ["uv"], "_channels": ["mpt_uv", "basic"]}
+)
+# On one host either may be the faster one.
+ON_ONE_HOST = (UCX, TENSORPIPE, TENSORPIPE_UV)
 TRANSPORTS = (UCX, TENSORPIPE, UCX_TCP, TENSORPIPE_UV)
 
 
@@ -108,6 +130,19 @@ PROCESSES = multiprocessing.get_context("forkserver")
 PROCESSES.set_forkserver_preload(["torch.distributed.rpc"])
 
 
+# For workers to meet, for one round, and for the end of a job, each.
+LIMIT_S = 300.0
+_END_S = 20.0
+
+
+# By which the messages of contenders went, as far as they tell.
+LANES: dict[str, str] = {}
+
+
+class ContenderFailed(Exception):
+    """A contender has failed, has died, or has not answered in time."""
+
+
 def _work(
     rank: int,
     workers: int,
@@ -116,82 +151,134 @@ def _work(
     measure: Callable[[], Figures],
     turns: Any,
 ) -> None:
-    os.environ.update(transport.environment)
-    import torch
-    import torch.distributed.rpc as rpc
+    """A worker; only worker0 has ``turns``, whose end tells that it is gone."""
+    try:
+        os.environ.update(transport.environment)
+        import torch
+        import torch.distributed.rpc as rpc
 
-    torch.set_num_threads(1)
-    if transport.backend == "UCX":
-        import torch_ucx_rpc  # noqa: F401  (makes "UCX" a backend)
-    rpc.init_rpc(
-        f"worker{rank}",
-        backend=rpc.BackendType[transport.backend],
-        rank=rank,
-        world_size=workers,
-        rpc_backend_options=transport.rpc_backend_options(init_method=store),
-    )
-    if rank == 0:
-        turns.send("ready")
-        while turns.recv() == "measure":
-            turns.send(measure())
-    rpc.shutdown()
+        torch.set_num_threads(1)
+        if transport.backend == "UCX":
+            import torch_ucx_rpc  # noqa: F401  (makes "UCX" a backend)
+        rpc.init_rpc(
+            f"worker{rank}",
+            backend=rpc.BackendType[transport.backend],
+            rank=rank,
+            world_size=workers,
+            rpc_backend_options=transport.rpc_backend_options(init_method=store),
+        )
+        if rank == 0:
+            turns.send(("ready", None))
+            while turns.recv() == "measure":
+                figures = measure()
+                lanes = rpc.api._get_current_rpc_agent().get_debug_info().get("lanes.worker1", "")
+                turns.send(("figures", (figures, lanes)))
+        rpc.shutdown()
+    except BaseException:
+        if turns is not None:
+            turns.send(("failed", traceback.format_exc()))
+        raise
 
 
 class RpcJob:
     """Workers on this machine, named worker0, worker1 and so on; ``measure`` runs on worker0."""
 
-    def __init__(self, transport: Transport, measure: Callable[[], Figures], *, workers: int = 2) -> None:
+    def __init__(
+        self, transport: Transport, measure: Callable[[], Figures], *, workers: int = 2, limit_s: float = LIMIT_S
+    ) -> None:
         self.name = transport.name
         self._transport = transport
         self._measure = measure
         self._workers = workers
+        self._limit_s = limit_s
+        self._has_failed = False
 
     def __enter__(self) -> RpcJob:
         self._folder = tempfile.TemporaryDirectory()
         self._turns, theirs = PROCESSES.Pipe()
         store = Path(self._folder.name, "store").as_uri()
+        self._has_failed = False
         self._processes = [
             PROCESSES.Process(
-                target=_work, args=(rank, self._workers, self._transport, store, self._measure, theirs), daemon=True
+                target=_work,
+                args=(rank, self._workers, self._transport, store, self._measure, theirs if rank == 0 else None),
+                daemon=True,
             )
             for rank in range(self._workers)
         ]
         for process in self._processes:
             process.start()
         theirs.close()
-        self._turns.recv()
+        try:
+            self._receive("ready")
+        except ContenderFailed:
+            self._end()
+            raise
         self._signal(signal.SIGSTOP)
         return self
 
     def measure(self) -> Figures:
         self._signal(signal.SIGCONT)
         self._turns.send("measure")
-        figures: Figures = self._turns.recv()
+        figures: Figures
+        figures, lanes = self._receive("figures")
+        if lanes and not re.search(self._transport.lanes, lanes):
+            raise self._failure(f"its messages go by {lanes}")
+        if lanes:
+            LANES[self.name] = lanes
         self._signal(signal.SIGSTOP)
         return figures
 
     def __exit__(self, *exception: object) -> None:
         self._signal(signal.SIGCONT)
-        with contextlib.suppress(BrokenPipeError):
-            self._turns.send("end")
+        if not self._has_failed:
+            with contextlib.suppress(BrokenPipeError):
+                self._turns.send("end")
+        self._end()
+
+    def _receive(self, expected: str) -> Any:
+        try:
+            if not self._turns.poll(self._limit_s):
+                raise self._failure(f"worker0 has not answered in {self._limit_s:g} s")
+            kind, content = self._turns.recv()
+        except (EOFError, ConnectionError) as error:
+            raise self._failure("worker0 has died") from error
+        if kind != expected:
+            raise self._failure(content)
+        return content
+
+    def _failure(self, reason: str) -> ContenderFailed:
+        """Its workers are killed: they would take time from the contenders that are left."""
+        self._has_failed = True
         for process in self._processes:
-            process.join(timeout=60)
+            process.kill()
+        return ContenderFailed(reason)
+
+    def _end(self) -> None:
+        give_up_at = time.monotonic() + (0.0 if self._has_failed else _END_S)
+        for process in self._processes:
+            process.join(timeout=max(0.0, give_up_at - time.monotonic()))
             if process.exitcode is None:
                 process.kill()
+                process.join()
+        self._turns.close()
         self._folder.cleanup()
 
     def _signal(self, number: signal.Signals) -> None:
         for process in self._processes:
             assert process.pid is not None
-            os.kill(process.pid, number)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, number)
 
 
 class FreshRpcJob:
     """The same with new processes every round, for what only the first time shows."""
 
-    def __init__(self, transport: Transport, measure: Callable[[], Figures], *, workers: int = 2) -> None:
+    def __init__(
+        self, transport: Transport, measure: Callable[[], Figures], *, workers: int = 2, limit_s: float = LIMIT_S
+    ) -> None:
         self.name = transport.name
-        self._job = RpcJob(transport, measure, workers=workers)
+        self._job = RpcJob(transport, measure, workers=workers, limit_s=limit_s)
 
     def __enter__(self) -> FreshRpcJob:
         return self
@@ -235,7 +322,13 @@ def p50(durations: Sequence[float]) -> float:
     return statistics.median(durations)
 
 
+# Of fewer the 99th percentile is the highest.
+FEWEST_FOR_P99 = 200
+
+
 def p99(durations: Sequence[float]) -> float:
+    if len(durations) < FEWEST_FOR_P99:
+        raise ValueError(f"{len(durations)} samples are too few for a 99th percentile: take {FEWEST_FOR_P99}")
     return durations[len(durations) * 99 // 100]
 
 
@@ -244,36 +337,79 @@ def p99(durations: Sequence[float]) -> float:
 
 @dataclasses.dataclass
 class Result:
-    """Every round of every contender."""
+    """Every round of every contender, and why contenders have failed."""
 
     benchmark: Benchmark
     rounds: dict[str, list[Figures]]
+    failures: dict[str, str] = dataclasses.field(default_factory=dict)
 
     def values(self, contender: str, figure: str) -> list[float]:
         return [figures[figure] for figures in self.rounds.get(contender, []) if figure in figures]
 
     def ratio(self, figure: Figure, bound: Bound) -> float | None:
-        """The median over the rounds of one contender's figure divided by the other's."""
-        if bound.reference is None:
-            values = self.values(bound.contender, figure.name)
-            return statistics.median(values) if values else None
-        pairs = zip(self.values(bound.contender, figure.name), self.values(bound.reference, figure.name), strict=False)
-        ratios = [mine / theirs for mine, theirs in pairs]
-        return statistics.median(ratios) if ratios else None
+        """The median over the rounds of one contender's figure divided by that of the best of the others."""
+        values = self.values(bound.contender, figure.name)
+        if bound.reference is not None:
+            best = max if figure.more_is_better else min
+            columns = [column for name in bound.references if (column := self.values(name, figure.name))]
+            others = [best(row) for row in zip(*columns, strict=False)]
+            values = [mine / theirs for mine, theirs in zip(values, others, strict=False)]
+        return statistics.median(values) if values else None
+
+    def verdicts(self) -> Iterator[Verdict]:
+        """Of each bound that there is one of; a bound whose contenders have failed is missed."""
+        for figure in self.benchmark.figures:
+            for bound in figure.bounds:
+                if bound.must is None:
+                    continue
+                ratio = self.ratio(figure, bound)
+                if ratio is None and not {bound.contender, *bound.references} & set(self.failures):
+                    continue  # nobody was to measure it
+                yield Verdict(figure, bound, ratio, ratio is not None and figure.holds(ratio, bound.must))
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    figure: Figure
+    bound: Bound
+    ratio: float | None
+    holds: bool
+
+    def __str__(self) -> str:
+        relation = "at least" if self.figure.more_is_better else "at most"
+        found = "not measured" if self.ratio is None else number(self.ratio)
+        against = " or ".join(self.bound.references)
+        return (
+            f"{self.figure.name}, {self.bound.contender}{f' to {against}' if against else ''}: {found}, "
+            f"{relation} {self.bound.must:g} {'holds' if self.holds else 'MISSED'}"
+        )
 
 
 def run(benchmark: Benchmark, rounds: int | None = None, on_step: Callable[[str], None] = lambda _: None) -> Result:
     """Measures all contenders in turns. ``on_step`` is told what is being measured, once for each step of steps()."""
     contenders = benchmark.contenders()
     result = Result(benchmark, {contender.name: [] for contender in contenders})
+
+    @contextlib.contextmanager
+    def failing_alone(name: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            reason = str(error) if isinstance(error, ContenderFailed) else traceback.format_exc()
+            result.failures[name] = reason
+            print(f"{name} has failed and is left out: {reason}", file=sys.stderr, flush=True)
+
     with contextlib.ExitStack() as alive:
         for contender in contenders:
-            alive.enter_context(contender)
+            with failing_alone(contender.name):
+                alive.enter_context(contender)
         for turn in range(rounds or benchmark.rounds):
             # Every other round in reverse: nobody always follows the same neighbour.
             for contender in contenders if turn % 2 == 0 else reversed(contenders):
                 on_step(contender.name)
-                result.rounds[contender.name].append(contender.measure())
+                if contender.name not in result.failures:
+                    with failing_alone(contender.name):
+                        result.rounds[contender.name].append(contender.measure())
     return result
 
 
@@ -281,25 +417,26 @@ def steps(benchmark: Benchmark, rounds: int | None = None) -> int:
     return len(benchmark.contenders()) * (rounds or benchmark.rounds)
 
 
-def _number(value: float) -> str:
+def number(value: float) -> str:
     digits = 0 if abs(value) >= 100 else 1 if abs(value) >= 10 else 2 if abs(value) >= 0.1 else 4
     return f"{value:,.{digits}f}"
 
 
-def _spread(values: Sequence[float]) -> str:
-    return f"{_number(statistics.median(values))} ({_number(min(values))} to {_number(max(values))})"
+def spread(values: Sequence[float]) -> str:
+    return f"{number(statistics.median(values))} ({number(min(values))} to {number(max(values))})"
 
 
 def table(result: Result) -> Iterator[str]:
     """The lines of a Markdown table: figures, contenders, ratios with their bounds."""
     names = list(result.rounds)
-    yield f"| {result.benchmark.question} | " + " | ".join(names) + " | ratio | must | aim | |"
+    titles = [f"{name} (failed)" if name in result.failures else name for name in names]
+    yield f"| {result.benchmark.question} | " + " | ".join(titles) + " | ratio | must | aim | |"
     yield "|---|" + "---:|" * (len(names) + 3) + "---|"
     for figure in result.benchmark.figures:
         cells = []
         for name in names:
             values = result.values(name, figure.name)
-            cells.append(_spread(values) if values else "")
+            cells.append(spread(values) if values else "")
         line = f"| {figure.name}, {figure.unit} | " + " | ".join(cells)
         shown = False
         for bound in figure.bounds:
@@ -310,12 +447,20 @@ def table(result: Result) -> Iterator[str]:
             must = "" if bound.must is None else f"{relation} {bound.must:g}"
             aim = "" if bound.aim is None else f"{relation} {bound.aim:g}"
             verdict = "" if bound.must is None else "holds" if figure.holds(ratio, bound.must) else "MISSED"
-            against = {"TensorPipe": "", None: " by itself"}.get(bound.reference, f" to {bound.reference}")
             head = line if not shown else "| | " + " | ".join("" for _ in names)
-            yield f"{head} | {_number(ratio)}{against} | {must} | {aim} | {verdict} |"
+            yield f"{head} | {number(ratio)}{_against(bound, names)} | {must} | {aim} | {verdict} |"
             shown = True
         if not shown:
             yield f"{line} | | | | |"
+
+
+def _against(bound: Bound, names: Sequence[str]) -> str:
+    """What a ratio is taken to, where that is not TensorPipe, or the better one of its configurations."""
+    if bound.reference is None:
+        return " by itself"
+    if set(bound.references) >= set(TENSORPIPES) & set(names):
+        return ""
+    return f" to {' or '.join(bound.references)}"
 
 
 def _output(*command: str) -> str:
@@ -335,7 +480,7 @@ def circumstances() -> dict[str, Any]:
     return {
         "date": time.strftime("%Y-%m-%d"),
         "processor": processor[1] if processor else platform.processor(),
-        "cores": os.cpu_count(),
+        "cores": len(os.sched_getaffinity(0)),
         "memory_gib": round(memory / 2**30, 1),
         "system": platform.platform(),
         "python": platform.python_version(),
@@ -343,4 +488,23 @@ def circumstances() -> dict[str, Any]:
         "ucx": ".".join(map(str, loaded.version)) if (loaded := _native.loaded_ucx()) else "",
         "torch_ucx_rpc": torch_ucx_rpc.__version__,
         "commit": _output("git", "describe", "--always", "--dirty", "--abbrev=12"),
+    }
+
+
+def configuration() -> dict[str, dict[str, Any]]:
+    """How each transport is told to work, by its name."""
+    return {
+        transport.name: {"backend": transport.backend, **transport.environment, **transport.options}
+        for transport in TRANSPORTS
+    }
+
+
+def record(results: Mapping[str, Result], load_before: float) -> dict[str, Any]:
+    """All of a run, to be kept as JSON; tables.py and plot.py read it."""
+    return {
+        "circumstances": {**circumstances(), "load before and after": [load_before, os.getloadavg()[0]]},
+        "configuration": configuration(),
+        "lanes": LANES,
+        "rounds": {name: result.rounds for name, result in results.items()},
+        "failures": {name: result.failures for name, result in results.items() if result.failures},
     }

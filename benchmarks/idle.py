@@ -34,5 +34,5 @@ def measure() -> harness.Figures:
 BENCHMARK = harness.Benchmark(
     question="What does an idle worker cost?",
     figures=(Figure("CPU time of an idle worker", "% of a core", (Bound(0.5, 0, reference=None),)),),
-    contenders=lambda: [harness.RpcJob(transport, measure) for transport in (harness.UCX, harness.TENSORPIPE)],
+    contenders=lambda: [harness.RpcJob(transport, measure) for transport in harness.ON_ONE_HOST],
 )

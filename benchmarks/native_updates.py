@@ -124,6 +124,7 @@ BENCHMARK = harness.Benchmark(
         job(harness.TENSORPIPE, "TensorPipe", False),
         job(harness.UCX, PYTHON, False),
         job(harness.TENSORPIPE, NATIVE_ON_TENSORPIPE, True),
+        job(harness.TENSORPIPE_UV, harness.TENSORPIPE_UV.name, False),
     ],
     in_short_set=False,
 )

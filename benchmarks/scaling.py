@@ -26,6 +26,8 @@ import torch.distributed.rpc as rpc
 import torch.multiprocessing as mp
 
 MIB = 1 << 20
+# For each step of a worker.
+LIMIT_S = 600
 
 
 def nothing() -> None:
@@ -64,7 +66,8 @@ def run(size: int) -> dict[str, list[dict[str, float]]]:
         store = f"tcp://127.0.0.1:{reserved.getsockname()[1]}"
         ends = [spawn.Pipe() for _ in range(size)]
         workers = [
-            spawn.Process(target=work, args=(rank, size, store, theirs)) for rank, (_, theirs) in enumerate(ends)
+            spawn.Process(target=work, args=(rank, size, store, theirs), daemon=True)
+            for rank, (_, theirs) in enumerate(ends)
         ]
         for worker in workers:
             worker.start()
@@ -75,14 +78,23 @@ def run(size: int) -> dict[str, list[dict[str, float]]]:
             started = time.perf_counter()
             for ours, _ in ends:
                 ours.send(step)
-            steps[step] = [ours.recv() for ours, _ in ends]
+            steps[step] = [receive(ours, step) for ours, _ in ends]
             # Of all of them together, with the last.
             steps[step].append({"seconds": time.perf_counter() - started})
         for ours, _ in ends:
             ours.send(None)
         for worker in workers:
-            worker.join()
+            worker.join(timeout=60)
+            if worker.exitcode is None:
+                worker.kill()
     return steps
+
+
+def receive(ours: Connection, step: str) -> dict[str, float]:
+    if not ours.poll(LIMIT_S):
+        raise TimeoutError(f"a worker has not got through {step!r} in {LIMIT_S} s")
+    figures: dict[str, float] = ours.recv()
+    return figures
 
 
 def spread(values: list[float]) -> str:

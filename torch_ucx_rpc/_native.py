@@ -20,6 +20,7 @@ import re
 import signal
 import sys
 import sysconfig
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -51,6 +52,16 @@ _TAKEN_SIGNALS = {
 }
 # No C library has a larger struct sigaction.
 _SIGACTION_BYTES = 256
+
+# UCX overwrites the first bytes of these functions of the C library while it is loaded, to learn of memory that is
+# released. It locks one after the other and waits each time for threads in the middle of those bytes: since UCX 1.21
+# for 50 ms, before for 5 ms (openucx/ucx#11112). That is 0.40 s of the 0.41 s that loading takes.
+_PATCHED_BY_UCX = ("mmap", "munmap", "mremap", "shmat", "shmdt", "sbrk", "brk", "madvise")
+# More than it overwrites of each.
+_PATCHED_BYTES = 64
+_PATCHING_WAIT = "UCX_MEM_BISTRO_GRACE_DURATION"
+# Where no thread can be there. Not zero: a thread of a library may have been woken since that was found out.
+_SHORT_PATCHING_WAIT = "1ms"
 
 
 def path_in_maps(maps: str, library: str = "libucp") -> str | None:
@@ -110,6 +121,48 @@ def signal_handlers_kept() -> Iterator[None]:
             sigaction(number, action, None)
 
 
+def may_be_patched_at_once(tasks: Path = Path("/proc/self/task")) -> bool:
+    """No thread but this one is in, or about to enter, the functions that UCX overwrites.
+
+    So it is where this is the only thread of Python, and all others sleep in system calls that are made elsewhere:
+    those of a BLAS or of OpenMP, which wait for work. False where that cannot be seen.
+    """
+    if len(sys._current_frames()) != 1:
+        return False
+    library = ctypes.CDLL(None)
+    functions = [getattr(library, name, None) for name in _PATCHED_BY_UCX]
+    begins = [ctypes.cast(function, ctypes.c_void_p).value or 0 for function in functions if function is not None]
+    this = str(threading.get_native_id())
+    try:
+        # The last number is the address in the program; of a thread that runs there is none.
+        others = [task for task in tasks.iterdir() if task.name != this]
+        where = [(task / "syscall").read_text(encoding="ascii").split()[-1] for task in others]
+    except OSError:
+        return False
+    addresses = [int(address, 16) if address.startswith("0x") else None for address in where]
+    return all(
+        address is not None and not any(begin <= address < begin + _PATCHED_BYTES for begin in begins)
+        for address in addresses
+    )
+
+
+@contextlib.contextmanager
+def short_patching_wait() -> Iterator[None]:
+    """Let UCX wait for threads in what it overwrites no longer than is needed, unless the user says how long.
+
+    By the environment, which UCX has read when it is loaded: for this setting there is no other way. Processes that
+    are started later do not get it.
+    """
+    if _PATCHING_WAIT in os.environ or not may_be_patched_at_once():
+        yield
+        return
+    os.environ[_PATCHING_WAIT] = _SHORT_PATCHING_WAIT
+    try:
+        yield
+    finally:
+        os.environ.pop(_PATCHING_WAIT, None)
+
+
 def sources(choice: str) -> tuple[str, ...]:
     """Sources of UCX, in the order to try them, for a value of TORCH_UCX_RPC_UCX."""
     if choice not in ("", "wheel", "system"):
@@ -159,7 +212,7 @@ def load_ucx(choice: str, built_for: str) -> Ucx:
         check_ucx_version(before, built_for, was_there_before=True)
         return before
     load = {"wheel": load_wheel, "system": load_system}
-    with signal_handlers_kept():
+    with signal_handlers_kept(), short_patching_wait():
         is_loaded = any(load[source]() for source in wanted)
     if not is_loaded:
         where = {"": "", "wheel": " in a libucx wheel", "system": " in conda's or the system's libraries"}[choice]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import collections
 import json
 import re
+import subprocess
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -37,7 +38,15 @@ def record(files: Iterable[Path]) -> None:
     lists = installed_suites()
     RESULTS.mkdir(exist_ok=True)
     write(SUITES, {"torch": installed_release(), "lists": lists})
-    write(RESULTS / f"{file_name(reports[0]['configuration'])}.json", condensed(reports, lists))
+    kept = {**condensed(reports, lists), "commit": commit()}
+    write(RESULTS / f"{file_name(reports[0]['configuration'])}.json", kept)
+
+
+def commit() -> str:
+    """Of the sources that ran, just now; "-dirty" where they differ from it."""
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    found = subprocess.run(command, cwd=RESULTS.parent, capture_output=True, text=True, check=False)
+    return found.stdout.strip() or "unknown"
 
 
 def file_name(configuration: Data) -> str:

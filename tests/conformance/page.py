@@ -27,7 +27,7 @@ def page(suites: Data, results: list[Data]) -> str:
 def lines_of_page(suites: Data, results: list[Data]) -> Iterator[str]:
     lists = suites["lists"]
     yield from INTRODUCTION.format(torch=suites["torch"]).splitlines()
-    yield from table(("configuration", "torch", "UCX", "runs", *COUNTED, "date"), map(run_row, results))
+    yield from table(("configuration", "torch", "UCX", "runs", *COUNTED, "date", "commit"), map(run_row, results))
     yield from ("", "## Suite by suite")
     for listed, explanation in LISTS_ON_THE_PAGE.items():
         yield from ("", f"### {listed}", "", *explanation.splitlines(), "")
@@ -81,12 +81,31 @@ own agent. `make conformance` runs them and writes this page from
 A test counts as passed if it ran to its end and passed in each of the runs. Skipped tests, tests that are covered by a
 test of this project, and tests that need absent GPUs are counted as such. A dash stands for a suite that was not run.
 
-Three things around the tests differ from torch's own way of running them, for either backend:
+A test of our own that covers one of torch's is checked to exist, by its name. What it asserts nobody compares with
+torch's.
 
-- The processes come from a fork server that has imported torch.
-- No DistributedDataParallel is destroyed before its process ends, since that hangs in torch whatever the agent.
-- `TORCH_DIST_INIT_BARRIER=1` makes `init_process_group` return when it is done on every rank.
-  DdpUnderDistAutogradTest takes that for granted: with trainers late by 50 ms it fails on TensorPipe too.
+## What is not as torch runs it
+
+For both backends:
+
+- The processes come from a fork server that has imported torch, instead of importing it each.
+- No DistributedDataParallel is destroyed before its process ends. Its destruction deadlocks in torch, whatever the
+  agent: `~Reducer` holds the GIL and waits, in `std::thread::join` below `~ProcessGroupGloo`, for Gloo's thread; that
+  thread waits for the GIL, in `take_gil` below the destructor of an `AsyncAllreduceWork`, to release a tensor.
+  `DdpComparisonTest.test_ddp_comparison` can still hang by it: 3 of 10 runs did on a machine busy with other work. The
+  faster the RPC part, the likelier it is. A hang with these two stacks says nothing of the agent.
+- `TORCH_DIST_INIT_BARRIER=1` makes `init_process_group` return when it is done on every rank. DdpUnderDistAutogradTest
+  takes that for granted: with trainers that are 50 ms late it fails on TensorPipe too.
+- A test may take 150 s instead of torch's 300 (`DISTRIBUTED_TESTS_DEFAULT_TIMEOUT`).
+- A test that hangs prints the stacks of all its processes, C++ included, instead of torch's Python stacks.
+
+For UCX alone:
+
+- The fixture names `BackendType.UCX` where TensorPipe's names its own. A timeout must read "RPC ran for more than" for
+  both; the text of an error after a shutdown is not looked at, for neither.
+- FAULTY_AGENT_TESTS ask for `BackendType.FAULTY_TENSORPIPE` by name. The fixture overwrites the value of that member
+  with the one of `FAULTY_UCX`, so that the name leads to this backend's faulty agent.
+- TENSORPIPE_TESTS run after `torch_ucx_rpc.replace_tensorpipe()`, by which programs written for TensorPipe run on UCX.
 
 ## Runs
 
@@ -119,6 +138,7 @@ def run_row(result: Data) -> tuple:
         f"{len(runs)}, " + ("all clean" if clean else "not all clean"),
         *totals,
         " to ".join(dict.fromkeys((dates[0], dates[-1]))),
+        result.get("commit", "not recorded"),
     )
 
 

@@ -112,7 +112,10 @@ def differences(expected: Any, actual: Any) -> list[str]:
     if found:
         return found
     if isinstance(expected, np.ma.MaskedArray):
-        return [] if np.array_equal(expected.mask, actual.mask) else ["other mask"]
+        found = [] if np.array_equal(expected.mask, actual.mask) else ["other mask"]
+        # Of what is masked, too.
+        found += [] if np.array_equal(expected.data, actual.data) else ["other data"]
+        return found + ([] if expected.fill_value == actual.fill_value else ["other fill value"])
     if expected.dtype.hasobject or expected.dtype.char in "gG":  # these have bytes that mean nothing
         same = expected.tolist() == actual.tolist()
     else:

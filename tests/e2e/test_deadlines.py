@@ -100,9 +100,10 @@ def test_calls_fail_at_their_deadlines_also_under_load() -> None:
         calls = [call(0.1 + 0.001 * number) for number in range(400)]
         assert all(map(fails_by_timeout, calls))
     assert len(lateness) == len(calls)
-    # In whole milliseconds. benchmarks/deadlines.py says how punctual they are; here the machine may be busy otherwise.
+    # In whole milliseconds. benchmarks/deadlines.py says how punctual they are; here the machine may be busy otherwise,
+    # but half of them are no later than a timer that looks every tenth of a second would have them.
     assert min(lateness) > -0.001
-    assert statistics.median(lateness) < 0.5
+    assert statistics.median(lateness) < 0.05
     assert max(lateness) < 5
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import gc
 import os
 import threading
+from collections.abc import Callable
 
 import pytest
 import torch
 import torch.distributed.rpc as rpc
+import workers
 from workers import agent, eventually, in_every_worker, in_worker0
 
 pytestmark = pytest.mark.ucx_only
@@ -234,3 +236,21 @@ def test_what_the_caller_received_goes_back_to_its_pool() -> None:
     del view
     gc.collect()
     eventually(lambda: metric("pool.in_use_bytes") < MIB, "the buffer is back")
+
+
+CPU_ONLY = {"cpu": "cpu"}
+
+
+def compare_maps(rank: int) -> None:
+    # worker0 calls worker1, and is called by worker2.
+    maps = {0: {"worker1": CPU_ONLY}, 1: {}, 2: {"worker0": CPU_ONLY}}
+    workers.init_rpc(rank, rpc_backend_options=workers.backend_options(device_maps=maps[rank]))
+    cpu = torch.device("cpu")
+    known = {name: agent()._get_device_map(rpc.get_worker_info(name)) for name in ("worker0", "worker1", "worker2")}
+    expected = {name: {cpu: cpu} if name in maps[rank] else {} for name in known}
+    rpc.shutdown()
+    assert known == expected
+
+
+def test_the_agent_has_the_maps_for_calls_and_those_for_replies_apart(run_workers: Callable[..., list]) -> None:
+    run_workers(3, compare_maps, init=False, shutdown=False)

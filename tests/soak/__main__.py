@@ -12,10 +12,10 @@ from pathlib import Path
 
 from labs import VirtualHosts
 
-from ._chaos import Chaos
+from ._chaos import MISFORTUNES, Chaos
 from ._crew import Crew, Member, WorkerEnded
 from ._journal import read_calls, read_events
-from ._judgement import Finding, judge
+from ._judgement import Finding, judge, what_did_not_happen
 from ._leftovers import left_by_workers, left_on_hosts
 from ._report import Report, count_misfortunes, gibibytes_of, kinds_of, memory_of
 from ._worker import HEARTBEAT_LIMIT_S, RPC_TIMEOUT_S
@@ -23,6 +23,8 @@ from ._worker import HEARTBEAT_LIMIT_S, RPC_TIMEOUT_S
 _HOSTS = ("a", "b", "c")
 _WORKERS = 6
 _STARTING_S = 120.0
+# A run takes so much longer where some misfortune has not happened by then.
+_LONGER_S = 60.0
 # After the last misfortune, before all must see each other.
 _PEACE_S = 2.0
 # For a worker to end what it has begun, and to leave.
@@ -56,7 +58,9 @@ def run(minutes: float, seed: int, directory: Path) -> Report:
                 if absent := crew.all_say("joined", _STARTING_S):
                     raise RuntimeError(f"not joined in {_STARTING_S:.0f} s: {', '.join(m.name for m in absent)}")
                 begin = time.monotonic()
-                while time.monotonic() < begin + 60 * minutes:
+                while time.monotonic() < begin + 60 * minutes or (
+                    chaos.missing and time.monotonic() < begin + 60 * minutes + _LONGER_S
+                ):
                     chaos.strike()
                 crew.watch(_PEACE_S)
                 findings += _end(crew)
@@ -72,14 +76,16 @@ def run(minutes: float, seed: int, directory: Path) -> Report:
     memory = [memory_of(member.name, member.samples) for member in survivors]
     for growing in (m for m in memory if not m.is_flat):
         findings.append(Finding("memory grows", 1, (str(growing),)))
+    kinds, misfortunes = kinds_of(calls), count_misfortunes(timeline)
+    findings += what_did_not_happen({kind.kind: kind.answered for kind in kinds}, misfortunes, MISFORTUNES, minutes)
     return Report(
         minutes=(time.monotonic() - begin) / 60,
         seed=seed,
         workers=_WORKERS,
         hosts=len(_HOSTS),
         gibibytes=gibibytes_of(calls),
-        kinds=kinds_of(calls),
-        misfortunes=count_misfortunes(timeline),
+        kinds=kinds,
+        misfortunes=misfortunes,
         reasons=judgement.reasons,
         memory=memory,
         findings=[*findings, *judgement.findings],

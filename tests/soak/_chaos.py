@@ -18,6 +18,9 @@ _SHORTEST_CUT_S, _LONGEST_SURVIVED_S = 0.2, HEARTBEAT_LIMIT_S / 2
 _SLACK_S = 0.3
 _FATAL_CUT_S = 1.05 * HEARTBEAT_LIMIT_S + 2.5
 
+# What a run has seen each of at least once, as the timeline calls them.
+MISFORTUNES = ("kill", "cut", "cut off", "restart")
+
 
 class Chaos:
     """Bad luck for a crew, the same for the same seed; the first half of its workers, by rank, is never killed.
@@ -31,6 +34,12 @@ class Chaos:
         self._choice = random.Random(seed)
         self._bag: list[Callable[[], None]] = []
         self.timeline: list[dict[str, Any]] = []
+
+    @property
+    def missing(self) -> list[str]:
+        """Misfortunes that have not happened yet."""
+        happened = {event["what"] for event in self.timeline}
+        return [what for what in MISFORTUNES if what not in happened]
 
     def strike(self) -> None:
         """One misfortune and what repairs it, after a while in which there is peace."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,11 @@ from ._journal import KINDS, UNCOUNTED, Step, writer_of
 
 # How errors name a worker (docs/failure_model.md).
 _WORKER = re.compile(r"worker '(\w+)' \(rank (\d+), pid (\d+) on (\w+)\)")
+# How the handlers of one fail that is leaving.
+_LEAVING = re.compile(r"RPC is not running on worker '(\w+)': it has been shut down")
 _MOST_EXAMPLES = 5
+# Of each kind of call. The rarest is answered some hundred times a minute on two cores that are busy otherwise.
+_ANSWERS_A_MINUTE = 10
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,6 +94,26 @@ def judge(
                 _shown(event),
             )
     return Judgement(found.all(), dict(reasons.most_common()))
+
+
+def what_did_not_happen(
+    answered: Mapping[str, int], misfortunes: Mapping[str, int], expected: Collection[str], minutes: float
+) -> list[Finding]:
+    """A run proves nothing of calls that were not made, nor of misfortunes that did not strike.
+
+    Args:
+        answered: executions that were answered, by the kind of call.
+        misfortunes: how often each happened; ``expected`` are those that must.
+    """
+    fewest = max(1, round(_ANSWERS_A_MINUTE * minutes))
+    idle = [f"{kind}: {count} of at least {fewest}" for kind, count in answered.items() if count < fewest]
+    absent = [what for what in expected if not misfortunes.get(what)]
+    findings = []
+    if idle:
+        findings.append(Finding("hardly any call of a kind was answered", len(idle), tuple(idle)))
+    if absent:
+        findings.append(Finding("a misfortune did not happen", len(absent), tuple(absent)))
+    return findings
 
 
 class _Findings:
@@ -171,6 +195,8 @@ class _History:
         for name, _, pid, host in _WORKER.findall(failure.text):
             if reason := self._why_gone(failure, name, int(pid), host):
                 return reason
+        if any(self._has_left(failure, name) for name in _LEAVING.findall(failure.text)):
+            return "it left"
         if "could not find destination worker" in failure.text and self._was_anybody_absent(failure):
             return "it had not joined yet"
         if event["what"] == "not admitted" and self._overlap(self._cuts, failure):
@@ -194,6 +220,13 @@ class _History:
                 if cut["host"] in failure.hosts | {host} and self._has_parted(cut, failure):
                     return "a host was cut off"
         return ""
+
+    def _has_left(self, failure: _Failure, name: str) -> bool:
+        return any(
+            gone.end <= failure.at and failure.began <= self._next_joined(name, gone.end) + self._limit
+            for gone in self.memberships
+            if gone.name == name and not gone.was_killed
+        )
 
     def _next_joined(self, name: str, after: float) -> float:
         return min((e["at"] for e in self._joined if e["name"] == name and e["at"] > after), default=float("inf"))

@@ -46,7 +46,8 @@ class Memory:
     """Of a worker that lived from the beginning to the end, in MiB.
 
     Resident memory goes up and down with the tensors under way; what would leak is in the lowest values. So the slope
-    is that of the minima of equal parts of the time, and its noise the standard error of that.
+    is that of the minima of equal parts of the time, and its noise the standard error of that. It is flat when it has
+    grown by no more than is tolerated, or when the slope is no more than its noise: a smaller leak is not seen.
     """
 
     name: str
@@ -54,6 +55,8 @@ class Memory:
     last_mib: float
     slope_mib_per_minute: float
     noise_mib_per_minute: float
+    growth_mib: float
+    tolerated_mib: float
     is_flat: bool
 
 
@@ -108,7 +111,7 @@ class Report:
             *_table(("failed because", "calls"), [(why, f"{count:,}") for why, count in self.reasons.items()]),
             "",
             *_table(
-                ("resident memory, MiB", "at first", "at last", "slope a minute", "its noise"),
+                ("resident memory, MiB", "at first", "at last", "slope a minute", "its noise", "grown", "tolerated"),
                 [
                     (
                         m.name,
@@ -116,6 +119,8 @@ class Report:
                         f"{m.last_mib:.0f}",
                         f"{m.slope_mib_per_minute:+.2f}",
                         f"{m.noise_mib_per_minute:.2f}",
+                        f"{m.growth_mib:+.0f}",
+                        f"{m.tolerated_mib:.0f}",
                     )
                     for m in self.memory
                 ],
@@ -123,6 +128,8 @@ class Report:
             "",
             "No findings." if not self.findings else "## Findings",
         ]
+        if any(m.tolerated_mib > _TOLERATED_MIB for m in self.memory):
+            lines += ["", "Too short to tell growth of memory from caches that fill: a run of 7 minutes or more does."]
         for finding in self.findings:
             lines += ["", f"{finding.count} x {finding.what}", *(f"- `{example}`" for example in finding.examples)]
         return "\n".join(lines) + "\n"
@@ -164,7 +171,9 @@ def memory_of(name: str, samples: Sequence[Sample]) -> Memory:
     growth = slope * (middles[-1] - middles[0])
     tolerated = _TOLERATED_MIB if warm_up >= _COLD_MINUTES else _TOLERATED_WHEN_COLD_MIB
     is_flat = slope <= _NOISES * noise or growth <= tolerated
-    return Memory(name, float(floors[0]), float(floors[-1]), float(slope), noise, bool(is_flat))
+    return Memory(
+        name, float(floors[0]), float(floors[-1]), float(slope), noise, float(growth), tolerated, bool(is_flat)
+    )
 
 
 def count_misfortunes(timeline: Sequence[dict[str, Any]]) -> dict[str, int]:

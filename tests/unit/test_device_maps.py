@@ -86,12 +86,14 @@ def test_the_devices_that_a_worker_names_are_those_it_uses() -> None:
 
 
 def test_maps_with_the_cpu_and_several_devices_to_one_fit() -> None:
-    check(
-        [
-            record("a", device_maps={"b": {CPU: CUDA0, CUDA0: CUDA0, CUDA1: CPU}}),
-            record("b", device_maps={"a": {CUDA0: CUDA1}}, reply_device_maps={"a": {CUDA0: CPU}}),
-        ]
-    )
+    members = [
+        record("a", device_maps={"b": {CPU: CUDA0, CUDA0: CUDA0, CUDA1: CPU}}),
+        record("b", device_maps={"a": {CUDA0: CUDA1}}, reply_device_maps={"a": {CUDA0: CPU}}),
+    ]
+    check(members)
+    # And each reply has one place: of those that went to one device, the GPU's.
+    assert maps_of_replies("b", members) == {"a": {CUDA0: CUDA0, CPU: CUDA1}}
+    assert maps_of_replies("a", members) == {"b": {CUDA1: CUDA0, CUDA0: CPU}}
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import os
 import re
@@ -22,7 +23,7 @@ from torch_ucx_rpc._bootstrap import members
 from torch_ucx_rpc._bootstrap.dynamic_group import StaticGroup
 from torch_ucx_rpc._bootstrap.members import gather_members
 from torch_ucx_rpc._bootstrap.record import Record, process_facts, start_time
-from torch_ucx_rpc._bootstrap.rendezvous import create_store
+from torch_ucx_rpc._bootstrap.rendezvous import Deadline, create_store
 
 
 @pytest.fixture
@@ -348,3 +349,15 @@ def test_a_process_has_ended_although_its_parent_has_not_asked() -> None:
     assert other.has_ended_beside(record(0, 0))
     process.wait()
     assert other.has_ended_beside(record(0, 0))
+
+
+@pytest.mark.parametrize(("size", "longest"), [(2, 0.01), (24, 0.024), (64, 0.064), (5000, 1.0)])
+def test_pauses_between_questions_stay_short(monkeypatch: pytest.MonkeyPatch, size: int, longest: float) -> None:
+    # All ask about 1,000 times a second together; a worker that comes last is seen so much later at most.
+    pauses: list[float] = []
+    monkeypatch.setattr(_members.time, "sleep", pauses.append)
+    for _ in itertools.islice(_members.ask_again(size, Deadline(60)), 20):
+        pass
+    assert pauses[0] == 0.001
+    assert max(pauses) == pytest.approx(longest)
+    assert pauses == sorted(pauses)

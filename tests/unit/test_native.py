@@ -6,11 +6,13 @@ libraries that are made on the spot.
 
 from __future__ import annotations
 
+import ctypes
 import re
 import signal
 import subprocess
 import sys
 import sysconfig
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -316,4 +318,97 @@ def test_a_signal_that_the_user_gives_to_ucx_is_left_to_it() -> None:
         os.kill(os.getpid(), signal.SIGHUP)
         """,
         env={"UCX_DEBUG_SIGNO": "HUP"},
+    )
+
+
+# ---- The functions that UCX overwrites -------------------------------------------------------------------------------
+
+
+def tasks(folder: Path, *syscalls: str) -> Path:
+    """A folder as /proc/self/task, with this thread in a read, and others."""
+    for number, syscall in enumerate(["0 0x3 0x7ffc 0x7f16", *syscalls]):
+        task = folder / str(threading.get_native_id() + number)
+        task.mkdir()
+        (task / "syscall").write_text(syscall + "\n", encoding="ascii")
+    return folder
+
+
+def inside(name: str) -> str:
+    function = ctypes.cast(getattr(ctypes.CDLL(None), name), ctypes.c_void_p).value
+    assert function is not None
+    return f"11 0x7000 0x1000 0x7ffc {function + 7:#x}"
+
+
+def test_ucx_need_not_wait_where_all_others_sleep_elsewhere(tmp_path: Path) -> None:
+    assert _native.may_be_patched_at_once(tasks(tmp_path, "202 0x7f11 0x189 0x7f11 0x7f16", "232 0x4 0x7f11 0x7f17"))
+
+
+@pytest.mark.parametrize(
+    "syscall",
+    [
+        pytest.param("running", id="runs"),
+        pytest.param(inside("munmap"), id="munmap"),
+        pytest.param(inside("brk"), id="brk"),
+    ],
+)
+def test_ucx_waits_for_a_thread_that_may_be_in_what_it_overwrites(tmp_path: Path, syscall: str) -> None:
+    assert not _native.may_be_patched_at_once(tasks(tmp_path, "202 0x7f11 0x189 0x7f11 0x7f16", syscall))
+
+
+def test_ucx_waits_where_other_threads_cannot_be_seen(tmp_path: Path) -> None:
+    assert not _native.may_be_patched_at_once(tmp_path / "missing")
+    (tasks(tmp_path, "running") / str(threading.get_native_id() + 1) / "syscall").unlink()
+    assert not _native.may_be_patched_at_once(tmp_path)
+
+
+# What UCX finds in the environment when it is loaded: libucs's constructor reads it, and nothing later does.
+LOADED_WITH = """
+    import ctypes, os, threading
+    during = []
+    load = ctypes.CDLL.__init__
+
+    def look(library, name, *arguments, **named):
+        if "libuc" in str(name) and "mode" not in named:  # which is RTLD_NOLOAD
+            during.append(os.environ.get("UCX_MEM_BISTRO_GRACE_DURATION"))
+        load(library, name, *arguments, **named)
+
+    ctypes.CDLL.__init__ = look
+"""
+
+
+def test_ucx_hardly_waits_in_a_process_with_one_thread_and_its_children_do_not_inherit_that() -> None:
+    run_fresh(
+        LOADED_WITH
+        + """
+    import torch_ucx_rpc
+    assert set(during) == {"1ms"}, during
+    assert "UCX_MEM_BISTRO_GRACE_DURATION" not in os.environ
+    """
+    )
+
+
+def test_ucx_waits_as_it_likes_in_a_process_with_more_threads_of_python() -> None:
+    run_fresh(
+        LOADED_WITH
+        + """
+    is_over = threading.Event()
+    other = threading.Thread(target=is_over.wait)
+    other.start()
+    import torch_ucx_rpc
+    is_over.set()
+    other.join()
+    assert set(during) == {None}, during
+    """
+    )
+
+
+def test_how_long_a_user_lets_ucx_wait_stands() -> None:
+    run_fresh(
+        LOADED_WITH
+        + """
+    import torch_ucx_rpc
+    assert set(during) == {"2ms"}, during
+    assert os.environ["UCX_MEM_BISTRO_GRACE_DURATION"] == "2ms"
+    """,
+        env={"UCX_MEM_BISTRO_GRACE_DURATION": "2ms"},
     )

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from soak._crew import Sample
 from soak._journal import ENTRY, KINDS, Step
-from soak._judgement import Judgement, judge
+from soak._judgement import Judgement, judge, what_did_not_happen
 from soak._payload import _KINDS, Payload
 from soak._report import memory_of
 
@@ -114,6 +114,18 @@ def test_a_failure_needs_a_reason(failed: Any, timeline: tuple[dict[str, Any], .
     assert len(judgement.findings) == (reason == "unexplained")
 
 
+NOT_RUNNING = "RuntimeError: RPC is not running on worker 'worker1': it has been shut down, so nothing can be sent"
+
+
+@pytest.mark.parametrize(
+    ("at", "reason"), [(10.0, "it left"), (9.0, "unexplained"), (20.0, "unexplained")], ids=["then", "before", "later"]
+)
+def test_a_handler_of_a_worker_that_leaves_may_fail(at: float, reason: str) -> None:
+    leaving = event(1, "leaving", 9.5)
+    judgement = judged(failures=(failure(at, NOT_RUNNING),), members=(leaving, *SUCCESSOR))
+    assert judgement.reasons == {reason: 1}
+
+
 @pytest.mark.parametrize(
     ("seconds", "mib_per_second", "is_flat"),
     [
@@ -130,6 +142,23 @@ def test_memory_that_leaks_is_not_flat(seconds: int, mib_per_second: float, is_f
     resident = (400 << 20) + under_way + (times * mib_per_second * 2**20).astype(int)
     samples = [Sample(*values, 1, 1) for values in zip(times.tolist(), resident.tolist(), strict=True)]
     assert memory_of("w", samples).is_flat == is_flat
+
+
+@pytest.mark.parametrize(
+    ("answered", "happened", "minutes", "findings"),
+    [
+        ({"rpc_sync": 10, "nested": 10}, {"kill": 1, "cut": 3}, 1, []),
+        ({"rpc_sync": 10, "nested": 9}, {"kill": 1, "cut": 3}, 1, ["nested: 9 of at least 10"]),
+        ({"rpc_sync": 300, "nested": 299}, {"kill": 1, "cut": 3}, 30, ["nested: 299 of at least 300"]),
+        ({"rpc_sync": 10, "nested": 10}, {"kill": 0, "stall": 1}, 1, ["kill", "cut"]),
+        ({"rpc_sync": 0}, {}, 0.1, ["rpc_sync: 0 of at least 1", "kill", "cut"]),
+    ],
+)
+def test_a_run_in_which_little_happens_proves_nothing(
+    answered: dict[str, int], happened: dict[str, int], minutes: float, findings: list[str]
+) -> None:
+    found = what_did_not_happen(answered, happened, ("kill", "cut"), minutes)
+    assert [example for finding in found for example in finding.examples] == findings
 
 
 @pytest.mark.parametrize("kind", _KINDS)

@@ -326,5 +326,18 @@ TEST_F(AssemblerTest, RandomFramesNeverLoseAPiece) {
   }
 }
 
+// Nothing of so much memory is there: parked pieces are only announced.
+TEST_F(AssemblerTest, PiecesBeyond4GiBKeepTheirPlaces) {
+  constexpr uint64_t kGiB = uint64_t{1} << 30;
+  EXPECT_EQ(addPiece(9 * kGiB / 2, kGiB / 2, 5 * kGiB), Assembler::Outcome::kIncomplete);
+  EXPECT_EQ(addPiece(0, 9 * kGiB / 2, 5 * kGiB), Assembler::Outcome::kIncomplete);
+  ASSERT_EQ(add(header(kBodyIndex, 1)), Assembler::Outcome::kWhole);
+  ASSERT_EQ(assembled_.spans.size(), 1u);
+  const std::vector<Piece>& pieces = assembled_.spans[0].pieces;
+  ASSERT_EQ(pieces.size(), 2u);
+  EXPECT_EQ(pieces[0].offset, 0u);
+  EXPECT_EQ(pieces[1].offset, 9 * kGiB / 2);
+}
+
 } // namespace
 } // namespace torch_ucx_rpc::wire

@@ -1,0 +1,170 @@
+"""Writes the tables of the README and the docs from what ``python -m benchmarks --record NAME`` has kept.
+
+    python -m benchmarks.tables             say which tables differ from the results; ends with 1 if one does
+    python -m benchmarks.tables --write     write them
+
+A table stands between two lines, and nobody edits what is between them::
+
+    <!-- benchmark: two_cores small_calls -->
+    <!-- end of benchmark -->
+
+The first word is the file in benchmarks/results, the second one of its benchmarks, or ``headline`` for the table of the
+README, ``bounds`` for what is missed and how much holds, ``circumstances`` for the machine, versions and commit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from benchmarks import harness
+from benchmarks.__main__ import RESULTS, load
+from benchmarks.harness import Result
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
+
+BEGIN = re.compile(r"^<!-- benchmark: (?P<file>\w+) (?P<name>\w+) -->$")
+END = "<!-- end of benchmark -->"
+
+
+@dataclasses.dataclass(frozen=True)
+class Headline:
+    """A row of the README's table."""
+
+    title: str
+    benchmark: str
+    figure: str
+    unit: str
+    scale: float = 1.0
+
+
+HEADLINES = (
+    Headline("`rpc_sync`, no-argument function, median", "small_calls", "no-argument function, p50", "us"),
+    Headline("the same, 99th percentile", "small_calls", "no-argument function, p99", "us"),
+    Headline("`rpc_sync`, `torch.add` on 1 element, median", "small_calls", "torch.add of 1 element, p50", "us"),
+    Headline("`rpc_sync`, echo of a 1 KB tensor, median", "small_calls", "echo of 1 KB, p50", "us"),
+    Headline("`rpc_async`, calls per second", "small_calls", "asynchronous calls", ""),
+    Headline("echo of 64 MiB, both ways", "large_tensors", "echo of 64 MiB, both ways", "GiB/s"),
+    Headline("24 workers: start, init, first call of all pairs, shutdown", "life", "24 workers, in sum", "s"),
+)
+
+
+class NotMeasured(LookupError):
+    """The results have no such run, or the run no such benchmark."""
+
+
+class Run:
+    """A file of benchmarks/results."""
+
+    def __init__(self, name: str) -> None:
+        file = RESULTS / f"{name}.json"
+        if not file.exists():
+            raise NotMeasured(f"there is no run {name}: make bench-record")
+        self.kept: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        self.name = name
+
+    def result(self, benchmark: str) -> Result:
+        if benchmark not in self.kept["rounds"]:
+            raise NotMeasured(f"the run {self.name} has no {benchmark}: make bench-record")
+        failures = self.kept.get("failures", {}).get(benchmark, {})
+        return Result(load(benchmark), self.kept["rounds"][benchmark], failures)
+
+    def lines(self, name: str) -> Iterator[str]:
+        """What belongs between the two lines of this name."""
+        if name == "headline":
+            yield from self.headline()
+        elif name == "bounds":
+            yield from self.bounds()
+        elif name == "circumstances":
+            yield self.circumstances()
+        else:
+            yield from harness.table(self.result(name))
+
+    def headline(self) -> Iterator[str]:
+        names = [transport.name for transport in harness.ON_ONE_HOST]
+        yield f"| | {' | '.join(names)} | ratio to the better |"
+        yield "|---|" + "---:|" * (len(names) + 1)
+        for row in HEADLINES:
+            result = self.result(row.benchmark)
+            figure = next(figure for figure in result.benchmark.figures if figure.name == row.figure)
+            cells = [harness.spread(result.values(name, figure.name)) for name in names]
+            ratio = result.ratio(figure, harness.Bound(None))
+            assert ratio is not None
+            title = f"{row.title}, {row.unit}" if row.unit else row.title
+            yield f"| {title} | {' | '.join(cells)} | {harness.number(ratio)} |"
+
+    def bounds(self) -> Iterator[str]:
+        verdicts = [verdict for name in self.kept["rounds"] for verdict in self.result(name).verdicts()]
+        missed = [verdict for verdict in verdicts if not verdict.holds]
+        yield f"{len(verdicts) - len(missed)} of {len(verdicts)} bounds hold{'; missed are:' if missed else '.'}"
+        if missed:
+            yield ""
+            yield from (f"- {verdict}" for verdict in missed)
+
+    def circumstances(self) -> str:
+        facts = self.kept["circumstances"]
+        before, after = facts["load before and after"]
+        return (
+            f"{facts['processor']}, {facts['cores']} core{'' if facts['cores'] == 1 else 's'}, "
+            f"{facts['memory_gib']:g} GiB, {facts['system']}; torch {facts['torch']}, UCX {facts['ucx']}, "
+            f"Python {facts['python']}; commit {facts['commit']}, {facts['date']}; load {before:.1f} before, "
+            f"{after:.1f} after."
+        )
+
+
+def written(text: str) -> str:
+    """The text of a page with its tables as the results give them."""
+    runs: dict[str, Run] = {}
+    lines: list[str] = []
+    inside: str | None = None
+    for line in text.splitlines():
+        begin = BEGIN.match(line)
+        if inside is None:
+            lines.append(line)
+            if begin:
+                inside = line
+                run = runs.setdefault(begin["file"], Run(begin["file"]))
+                lines += run.lines(begin["name"])
+        elif begin:
+            raise ValueError(f"{inside} has no {END} before {line}")
+        elif line == END:
+            lines.append(line)
+            inside = None
+    if inside is not None:
+        raise ValueError(f"{inside} has no {END}")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.tables", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--write", action="store_true", help="write the tables into the pages")
+    arguments = parser.parse_args()
+    differ: list[Path] = []
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        try:
+            new = written(text)
+        except NotMeasured as error:
+            print(f"{page.relative_to(ROOT)} is left as it is: {error}")
+            differ.append(page)
+            continue
+        if new != text and arguments.write:
+            page.write_text(new, encoding="utf-8")
+            print(f"{page.relative_to(ROOT)} is written")
+        elif new != text:
+            print(f"{page.relative_to(ROOT)} differs from the results")
+            differ.append(page)
+    return 1 if differ else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

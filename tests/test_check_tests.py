@@ -1,0 +1,75 @@
+"""What CI expects of a run of tests is enforced: the number that pass, and which may be skipped."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from xml.etree import ElementTree
+
+import pytest
+
+ROOT = next(folder for folder in Path(__file__).resolve().parents if (folder / "setup.cfg").exists())
+PROGRAM = ROOT / "tools" / "check_tests.py"
+
+MAY_SKIP = {r".*test_cuda\b.*": "needs a GPU|needs rmm"}
+
+
+@pytest.fixture(scope="module")
+def check_tests() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("check_tests", PROGRAM)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def report(*cases: str) -> ElementTree.Element:
+    return ElementTree.fromstring(f"<testsuites><testsuite>{''.join(cases)}</testsuite></testsuites>")
+
+
+def case(name: str, inside: str = "") -> str:
+    return f'<testcase classname="tests.e2e.{name.partition(" ")[0]}" name="{name}">{inside}</testcase>'
+
+
+PASSED = case("test_calls one")
+
+
+@pytest.mark.parametrize(
+    ("cases", "problem"),
+    [
+        ((PASSED, PASSED), ""),
+        ((PASSED,), "1 tests passed, fewer than the 2"),
+        ((PASSED, PASSED, case("test_cuda x", '<skipped message="needs a GPU"/>')), ""),
+        ((PASSED, PASSED, case("test_cuda x", '<skipped message="not today"/>')), "test_cuda x was skipped"),
+        ((PASSED, PASSED, case("test_calls x", '<skipped message="needs a GPU"/>')), "test_calls x was skipped"),
+        ((PASSED, PASSED, case("test_calls x", '<failure message="no"/>')), "test_calls x failed"),
+        ((), "0 tests passed"),
+    ],
+)
+def test_what_is_missing_or_skipped_is_told(check_tests: ModuleType, cases: tuple[str, ...], problem: str) -> None:
+    found = list(check_tests.problems(report(*cases), 2, MAY_SKIP))
+    assert len(found) == bool(problem)
+    assert problem in "".join(found)
+
+
+def test_every_run_of_ci_has_a_floor_and_patterns_that_are_some(check_tests: ModuleType) -> None:
+    import re
+
+    expected = check_tests.read_expectations()
+    assert set(expected["floors"]) == {"pytest", "ctest", "conformance"}
+    assert all(int(floor) > 400 for floor in expected["floors"].values())
+    for name in expected["floors"]:
+        for pattern, reason in expected[f"skipped {name}"].items():
+            re.compile(pattern)
+            re.compile(reason)
+
+
+def test_a_run_without_a_report_is_a_failure(tmp_path: Path) -> None:
+    command = [sys.executable, str(PROGRAM), "pytest", str(tmp_path / "missing.xml")]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ended.returncode == 1
+    assert "there is no report of it" in ended.stdout

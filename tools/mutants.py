@@ -1,0 +1,328 @@
+"""Whether the tests notice bugs: puts them into a copy of the sources, one by one, and runs the tests that must fail.
+
+    python tools/mutants.py --list
+    python tools/mutants.py                  those in Python, which need no build
+    python tools/mutants.py --cpp            those in C++: the copy is built, and again after each
+    python tools/mutants.py NAME ...
+
+A mutant is found by its text, wherever that stands by now; text that is missing, or stands twice, is an error: mend the
+list. The tests must pass on the sources as they are, and at least one of them must fail with the mutant. Ends with 1
+where a mutant survives. The copy is build/mutants.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+COPY = ROOT / "build" / "mutants"
+LIMIT_S = 900
+
+
+@dataclasses.dataclass(frozen=True)
+class Mutant:
+    """A bug. ``text`` becomes ``instead``; of ``tests``, names of Python or C++ tests, one must fail."""
+
+    name: str
+    text: str
+    instead: str
+    tests: tuple[str, ...]
+
+    @property
+    def is_cpp(self) -> bool:
+        return self.name.startswith("cpp-")
+
+
+MUTANTS = (
+    # ---- Python
+    Mutant(
+        "ucx-never-waits",
+        "    return all(\n        address is not None and",
+        "    return all(\n        True or address is not None and",
+        ("test_ucx_waits_for_a_thread_that_may_be_in_what_it_overwrites",),
+    ),
+    Mutant(
+        "children-inherit-the-wait",
+        "os.environ.pop(_PATCHING_WAIT, None)",
+        "pass",
+        ("test_ucx_hardly_waits_in_a_process_with_one_thread_and_its_children_do_not_inherit_that",),
+    ),
+    Mutant(
+        "threads-of-python-overlooked",
+        "    if len(sys._current_frames()) != 1:\n        return False\n",
+        "",
+        ("test_ucx_waits_as_it_likes_in_a_process_with_more_threads_of_python",),
+    ),
+    Mutant(
+        "device-maps-swapped",
+        "self._set_device_maps(own.device_maps, replies, devices)",
+        "self._set_device_maps(replies, own.device_maps, devices)",
+        ("test_the_agent_has_the_maps_for_calls_and_those_for_replies_apart",),
+    ),
+    Mutant(
+        "two-workers-of-one-rank",
+        "        if earlier.rank == later.rank:\n",
+        "        if False:\n",
+        ("test_a_rank_used_twice_is_refused_everywhere_naming_both",),
+    ),
+    Mutant(
+        "handlers-of-signals-lost",
+        "        for number, action in before.items():\n            sigaction(number, action, None)\n",
+        "        pass\n",
+        ("test_handlers_that_were_there_before_ucx_stay",),
+    ),
+    Mutant(
+        "older-ucx-taken",
+        '    if found.version[:2] >= tuple(int(number) for number in built_for.split(".")):\n        return\n',
+        "    if found:\n        return\n",
+        ("test_an_older_ucx_than_at_the_build_is_refused_with_the_cure",),
+    ),
+    Mutant(
+        "soak-without-calls",
+        "if count < fewest]",
+        "if count < 0]",
+        ("test_a_run_in_which_little_happens_proves_nothing",),
+    ),
+    Mutant(
+        "bounds-always-hold",
+        "        return ratio >= limit if self.more_is_better else ratio <= limit\n",
+        "        return True\n",
+        ("test_the_table_says_which_bounds_are_missed",),
+    ),
+    Mutant(
+        "worse-configuration-of-tensorpipe",
+        "            best = max if figure.more_is_better else min\n",
+        "            best = min if figure.more_is_better else max\n",
+        ("test_a_ratio_is_taken_to_the_better_configuration_of_tensorpipe",),
+    ),
+    Mutant(
+        "any-skip-is-fine",
+        "            if not any(re.fullmatch(reasons, reason) for reasons in allowed):\n",
+        "            if not allowed:\n",
+        ("test_what_is_missing_or_skipped_is_told",),
+    ),
+    Mutant(
+        "pauses-without-bound",
+        "    longest = min(_LONGEST_PAUSE_S, max(0.01, workers / _QUESTIONS_PER_S))\n",
+        "    longest = 60.0\n",
+        ("test_pauses_between_questions_stay_short",),
+    ),
+    Mutant(
+        "another-secret-is-fine",
+        "    if not hmac.compare_digest(secret.tag(sealed).encode(), tag.encode()):\n",
+        "    if False:\n",
+        ("test_an_entry_of_another_secret_is_doubted_and_says_whose_it_is",),
+    ),
+    Mutant(
+        "replies-to-any-device",
+        "            sources = [local for local in sources if local.type == remote.type] or [CPU]\n",
+        "            pass\n",
+        ("test_maps_with_the_cpu_and_several_devices_to_one_fit",),
+    ),
+    Mutant(
+        "warned-of-again",
+        "            _told.add(conflict)\n",
+        "",
+        ("test_a_warning_is_given_once",),
+    ),
+    Mutant(
+        "arrays-become-writable",
+        "    array.flags.writeable = is_writable\n",
+        "",
+        ("test_arrays_arrive_as_they_were_sent",),
+    ),
+    Mutant(
+        "dead-worker0-not-noticed",
+        "        except (EOFError, ConnectionError) as error:\n            raise self._failure(",
+        "        except ConnectionError as error:\n            raise self._failure(",
+        ("test_a_job_whose_worker0_dies_is_a_failure",),
+    ),
+    # ---- C++. Where a name of a suite changes, so does the one here.
+    Mutant(
+        "cpp-deadlines-late",
+        "while (!deadlines_.empty() && deadlines_.begin()->first <= now)",
+        "while (!deadlines_.empty() && deadlines_.begin()->first + std::chrono::milliseconds(400) <= now)",
+        ("CallTableTest", "test_calls_fail_at_their_deadlines_also_under_load"),
+    ),
+    Mutant(
+        "cpp-offset-of-32-bits",
+        "  uint64_t offset = 0; // in its span\n",
+        "  uint32_t offset = 0; // in its span\n",
+        ("PiecesBeyond4GiBKeepTheirPlaces",),
+    ),
+    Mutant(
+        "cpp-contexts-of-the-dead-stay",
+        "std::ranges::move(autogradContextsOf(rank), std::back_inserter(contexts));",
+        "",
+        ("test_contexts_of_a_dead_worker_are_closed_all_along_the_way",),
+    ),
+    Mutant(
+        "cpp-references-of-the-dead-stay",
+        "std::ranges::move(rrefHolders_.takeHeldBy(rank), std::back_inserter(forks));",
+        "",
+        ("test_references_that_the_dead_had_from_a_third_worker_are_dropped",),
+    ),
+    Mutant(
+        "cpp-own-stop-counts-as-silence",
+        "std::min(std::chrono::duration_cast<Milliseconds>(now - std::exchange(lastCheck_, now)), 2 * period());",
+        "std::chrono::duration_cast<Milliseconds>(now - std::exchange(lastCheck_, now));",
+        ("TimeInWhichThisProcessDidNotRunDoesNotCount",),
+    ),
+    Mutant(
+        "cpp-pieces-out-of-order",
+        "    return one.offset < other.offset;\n",
+        "    return one.offset > other.offset;\n",
+        ("AssemblerTest",),
+    ),
+    Mutant(
+        "cpp-replies-by-the-map-for-calls",
+        "  return deviceMapIn(reverseDeviceMaps_, to);\n",
+        "  return deviceMapIn(deviceMaps_, to);\n",
+        ("DeviceTest",),
+    ),
+)
+
+
+def sources() -> Iterator[Path]:
+    """Of the copy, where mutants may be: not the tests, nor this list."""
+    for folder in ("torch_ucx_rpc", "benchmarks", "tools", "tests/soak"):
+        for file in sorted((COPY / folder).rglob("*")):
+            if file.suffix in (".py", ".h", ".cpp") and file.name != Path(__file__).name:
+                yield file
+
+
+def copy_tree() -> None:
+    """What git knows, with changes, and what the build has put beside it."""
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.splitlines()
+    built = [str(file.relative_to(ROOT)) for file in (ROOT / "torch_ucx_rpc").glob("*.so")]
+    built += ["torch_ucx_rpc/_build_info.py"]
+    wanted = {name for name in (*listed, *built) if (ROOT / name).is_file()}
+    for name in sorted(wanted):
+        file, target = ROOT / name, COPY / name
+        # Times decide what is compiled again.
+        if target.exists() and target.read_bytes() == file.read_bytes():
+            continue
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(file, target)
+    for file in sources():
+        if str(file.relative_to(COPY)) not in wanted:
+            file.unlink()
+
+
+def build(targets: Sequence[str]) -> bool:
+    folder = COPY / "build" / "cpp"
+    if not (folder / "build.ninja").exists():
+        configure = ["cmake", "--log-level=WARNING", "-G", "Ninja", "-S", ".", "-B", str(folder)]
+        configure += [f"-DPython_EXECUTABLE={sys.executable}", "-DTORCH_UCX_RPC_TESTS=ON"]
+        subprocess.run(configure, cwd=COPY, check=True)
+    return (
+        subprocess.run(["cmake", "--build", str(folder), "--target", *targets], cwd=COPY, check=False).returncode == 0
+    )
+
+
+def build_extension() -> bool:
+    command = [sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"]
+    return subprocess.run(command, cwd=COPY, check=False).returncode == 0
+
+
+def file_of(test: str) -> Path | None:
+    """Of a Python test; None for one in C++."""
+    pattern = re.compile(rf"^\s*def {test}\(", re.MULTILINE)
+    found = [file for file in (COPY / "tests").rglob("test_*.py") if pattern.search(file.read_text(encoding="utf-8"))]
+    return found[0] if found else None
+
+
+def passes(tests: Sequence[str], is_cpp: bool) -> bool:
+    """Whether all of these tests pass in the copy, as it is now; a test that there is not raises."""
+    python = {test: file for test in tests if (file := file_of(test)) is not None}
+    cpp = [test for test in tests if test not in python]
+    if is_cpp and cpp and not build(["cpp_tests"]):
+        return False
+    if is_cpp and python and not build_extension():
+        return False
+    environment = {**os.environ, "PYTHONPATH": str(COPY)}
+    for test, file in python.items():
+        command = [sys.executable, "-m", "pytest", "-q", "-x", str(file), "-k", test, "-p", "no:cacheprovider"]
+        if not runs(command, environment):
+            return False
+    for test in cpp:
+        if not is_cpp:
+            raise LookupError(f"there is no test {test}")
+        command = ["ctest", "--test-dir", str(COPY / "build" / "cpp"), "--no-tests=error", "-R", test]
+        if not runs(command, environment):
+            return False
+    return True
+
+
+def runs(command: Sequence[str], environment: dict[str, str]) -> bool:
+    try:
+        done = subprocess.run(
+            command, cwd=COPY, env=environment, capture_output=True, text=True, check=False, timeout=LIMIT_S
+        )
+    except subprocess.TimeoutExpired:
+        return False
+    # 5: pytest has found no test. ctest says the same with an error of its own.
+    if done.returncode == 5 or "No tests were found" in done.stdout + done.stderr:
+        raise LookupError(f"there is no such test: {' '.join(command)}")
+    return done.returncode == 0
+
+
+def place_of(mutant: Mutant) -> Path:
+    found = [file for file in sources() if mutant.text in file.read_text(encoding="utf-8")]
+    if len(found) != 1 or found[0].read_text(encoding="utf-8").count(mutant.text) != 1:
+        where = ", ".join(str(file.relative_to(COPY)) for file in found) or "nowhere"
+        raise LookupError(f"its text stands {where}, and must stand once: {mutant.text.strip()!r}")
+    return found[0]
+
+
+def fate(mutant: Mutant) -> str:
+    """ "caught", or what is wrong."""
+    file = place_of(mutant)
+    if not passes(mutant.tests, mutant.is_cpp):
+        return "its tests fail without it"
+    text = file.read_text(encoding="utf-8")
+    file.write_text(text.replace(mutant.text, mutant.instead), encoding="utf-8")
+    try:
+        return "SURVIVED" if passes(mutant.tests, mutant.is_cpp) else "caught"
+    finally:
+        file.write_text(text, encoding="utf-8")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    names = [mutant.name for mutant in MUTANTS]
+    parser.add_argument("names", nargs="*", choices=[*names, []], metavar="NAME", help="of mutants")
+    parser.add_argument("--cpp", action="store_true", help="those in C++, instead of those in Python")
+    parser.add_argument("--list", action="store_true", help="list them")
+    arguments = parser.parse_args()
+    if arguments.list:
+        print("\n".join(f"{mutant.name}: {', '.join(mutant.tests)}" for mutant in MUTANTS))
+        return 0
+    chosen = [m for m in MUTANTS if (m.name in arguments.names if arguments.names else m.is_cpp == arguments.cpp)]
+    copy_tree()
+    fates = {}
+    for mutant in chosen:
+        try:
+            fates[mutant.name] = fate(mutant)
+        except LookupError as error:
+            fates[mutant.name] = f"stale: {error}"
+        print(f"{mutant.name}: {fates[mutant.name]}", flush=True)
+    return 0 if set(fates.values()) == {"caught"} else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
