@@ -29,8 +29,8 @@ PRELOADED = (
     "torch.distributed.optim",
     "torch.distributed.nn",
 )
-# torch's own suites; saves their processes 1.7 s each. Its import asks torch.cuda.is_available(), which is harmless in a
-# torch without CUDA.
+# torch's own suites; saves their processes 1.7 s each. Its import asks torch.cuda.is_available(), which is harmless in
+# a torch without CUDA.
 _PRELOADED_WITHOUT_CUDA = ("torch.testing._internal.distributed.rpc_utils",)
 
 # torch keeps SIGUSR2 for itself.
