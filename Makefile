@@ -156,7 +156,7 @@ $(BENCH_PEERS)/.done:
 demo: build $(VENV)/.extra-demo ## Train a model split over two workers
 	@$(PY) examples/digits.py
 
-CXX_FILES = $$(find torch_ucx_rpc/csrc tests/cpp tests/fuzz -name '*.h' -o -name '*.cpp')
+CXX_FILES = $$(find torch_ucx_rpc/csrc tests/cpp tests/cuda_stub tests/fuzz -name '*.h' -o -name '*.cpp')
 
 lint: $(VENV)/.extra-lint ## Style, formats and types, C++ and Python
 	@ruff check
