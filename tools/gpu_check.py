@@ -32,6 +32,7 @@ import time
 import traceback
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Sequence
+from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from typing import Any
 
@@ -194,11 +195,14 @@ class Check:
         cuda = self.run(self.python, "-c", "import torch; print(torch.version.cuda)").split(".")[0].strip()
         wanted = [self._ucx, *PACKAGES, *([] if cuda == "None" else [f"rmm-cu{cuda}"])]
         without = {}
-        for package in wanted:  # one that is not there must not cost the others
-            try:
-                self.install(package)
-            except Failed as missing:
-                without[package] = str(missing)
+        try:
+            self.install(*wanted)
+        except Failed:
+            for package in wanted:  # one that is not there must not cost the others
+                try:
+                    self.install(package)
+                except Failed as missing:
+                    without[package] = str(missing)
         found = {"cuda": cuda, "without": without}
         if self._ucx in without:
             raise Failed(f"there is no UCX: {without[self._ucx]}", found)
@@ -210,7 +214,7 @@ class Check:
 
     def extension(self) -> dict[str, Any]:
         """The one that was carried, if it works with this torch; else one is built."""
-        carried = sorted(self._wheels.glob("_C.*.so")) if self._wheels else []
+        carried = sorted(self._wheels.glob(f"_C{EXTENSION_SUFFIXES[0]}")) if self._wheels else []
         for file in [*carried, *(self._wheels.glob("_build_info.py") if carried and self._wheels else [])]:
             shutil.copy(file, ROOT / "torch_ucx_rpc" / file.name)
         test = ["-c", "import torch_ucx_rpc; print(torch_ucx_rpc._C.ucx_library())"]
@@ -534,11 +538,13 @@ def prepare(folder: Path, ucx: str) -> int:
         ]
         if subprocess.run([*pip, package], check=False).returncode != 0:
             print(f"gpu-check: pip has not found {package}, which is left out")
-    for file in [*(ROOT / "torch_ucx_rpc").glob("_C.*.so"), ROOT / "torch_ucx_rpc" / "_build_info.py"]:
-        if file.exists():
-            shutil.copy(file, folder / file.name)
-    for file in folder.glob("_C.*.so"):
-        subprocess.run(["strip", "--strip-debug", str(file)], check=False)
+    extension = ROOT / "torch_ucx_rpc" / f"_C{EXTENSION_SUFFIXES[0]}"
+    if extension.exists():
+        shutil.copy(extension, folder / extension.name)
+        shutil.copy(extension.with_name("_build_info.py"), folder)
+        subprocess.run(["strip", "--strip-debug", str(folder / extension.name)], check=False)
+    else:
+        print(f"gpu-check: there is no {extension.name}, without which gpu-check compiles for minutes: build it first")
     (folder / "COMMIT").write_text(f"{_commit()}\n", encoding="utf-8")
     files = sorted(folder.iterdir())
     print("\n".join(f"{file.stat().st_size / 2**20:7.1f} MiB  {file.name}" for file in files))
