@@ -9,6 +9,7 @@ RMM has for the device, with which numba and CuPy can be told to share it.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import functools
 import importlib
@@ -52,11 +53,19 @@ def choose(options: UcxRpcBackendOptions, devices: Iterable[torch.device]) -> No
         for device in devices:
             prepare_resource(device.index, options.device_pool_bytes)
         _C.set_device_pool(_C.DeviceMemorySource.entry_points, rmm_entry_points())
+        _stop_at_exit()
     elif torch.cuda.memory.get_allocator_backend() == "pluggable":
         # Such as RMM's: it hears of no other stream than that of the allocation.
         _C.set_device_pool(_C.DeviceMemorySource.replaced_torch, None)
+        _stop_at_exit()
     else:
         _C.set_device_pool(_C.DeviceMemorySource.torch, None)
+
+
+@functools.cache
+def _stop_at_exit() -> None:
+    """Give no memory back once the interpreter ends: RMM's resources are Python's, and may go before the tensors do."""
+    atexit.register(_C.stop_device_pool)
 
 
 def _rmm() -> Any:
