@@ -9,8 +9,9 @@
 #   FUZZ_SECONDS=20     how long hostile bytes are tried
 #   MINUTES=1           how long workers are killed and cut off
 #   SEED=               which of them and when; without any, a new one, which is printed
-#   WHEELS=             folder with what pip is to install for gpu-check, instead of an index
-#   STEPS=              of gpu-check; without any, all
+#   WHEELS=             folder with what gpu-check needs without a network; gpu-prepare fills it
+#   PART=first          of gpu-check: first, and then second
+#   STEPS=              of that part; without any, all
 #   TORCHES=            versions of torch for the matrix; without any, the oldest supported and PyPI's newest
 #
 # pip's own variables work too: PIP_EXTRA_INDEX_URL, for one, with TORCH=2.13.0+cpu.
@@ -46,7 +47,7 @@ ENVIRONMENT := $(VENV)/.torch-$(TORCH)-$(UCX)
 EDITABLE := $(VENV)/.editable-$(TORCH)-$(UCX)
 
 .PHONY: help build test test-cpp test-python test-conformance conformance conformance-cuda fuzz soak matrix bench bench-full demo
-.PHONY: bench-record mutants gpu-check sanitize lint tidy format wheel clean distclean
+.PHONY: bench-record mutants gpu-prepare gpu-check gpu-rehearse sanitize lint tidy format wheel clean distclean
 
 help: ## List the verbs
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' Makefile
@@ -139,9 +140,18 @@ sanitize-%: $(ENVIRONMENT)
 	@UCX_MEM_EVENTS=n UCX_MEM_MMAP_HOOK_MODE=none OMP_NUM_THREADS=1 \
 	  ctest --test-dir build/$@ --output-on-failure --no-tests=error --parallel $$(nproc)
 
-# With the torch of PYTHON, not TORCH's: the whole environment may lie on a machine without a network.
-gpu-check: ## All that needs a GPU, on one and with the CUDA torch of PYTHON, in 9 minutes; WHEELS=folder without a network
-	@$(PYTHON) tools/gpu_check.py --ucx $(UCX) $(if $(WHEELS),--wheels $(WHEELS)) $(STEPS)
+# With the torch of PYTHON, not TORCH's: the whole environment may lie on a machine without a network. Beside a torch with CUDA 13,
+# which today's are, unless UCX is given.
+GPU_UCX := $(if $(filter command environment,$(firstword $(origin UCX))),$(UCX),libucx-cu13)
+
+gpu-prepare: build ## Fill WHEELS with what gpu-check needs on a machine without a network, the compiled extension included
+	@$(PY) tools/gpu_check.py prepare $(or $(WHEELS),wheels) --ucx $(GPU_UCX)
+
+gpu-check: ## PART of what needs a GPU, on one and with the CUDA torch of PYTHON: each less than 9 minutes; WHEELS=folder without a network
+	@$(PYTHON) tools/gpu_check.py $(or $(PART),first) --ucx $(GPU_UCX) $(if $(WHEELS),--wheels $(WHEELS)) $(if $(STEPS),--steps $(STEPS))
+
+gpu-rehearse: build $(VENV)/.extra-test ## The ways of gpu-check without a GPU: some tests, one of which hangs
+	@$(PY) tools/gpu_check.py rehearse
 
 matrix: ## Build and test with several versions of torch, each in a copy of its own
 	@test -x $(VENV)/bin/pip || $(PYTHON) -m venv $(VENV)
@@ -177,7 +187,7 @@ $(BENCH_PEERS)/.done:
 demo: build $(VENV)/.extra-demo ## Train a model split over two workers
 	@$(PY) examples/digits.py
 
-CXX_FILES = $$(find torch_ucx_rpc/csrc tests/cpp tests/fuzz -name '*.h' -o -name '*.cpp')
+CXX_FILES = $$(find torch_ucx_rpc/csrc tests/cpp tests/cuda_stub tests/fuzz -name '*.h' -o -name '*.cpp')
 
 lint: $(VENV)/.extra-lint ## Style, formats and types, C++ and Python
 	@ruff check

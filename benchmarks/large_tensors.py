@@ -52,7 +52,10 @@ def measure_memcpy() -> harness.Figures:
 def ucx_perftest(
     size: int, iterations: int, test: str = "ucp_am_bw", lanes: str = "self,sysv,posix,tcp", memory: str = "host"
 ) -> float:
-    """Bandwidth between two processes on this host as UCX's own benchmark sees it, in GiB/s."""
+    """Bandwidth between two processes on this host as UCX's own benchmark sees it, in GiB/s.
+
+    A test of latency (``ucp_am_lat``) gives the bandwidth of messages that wait for each other, as those of an echo do.
+    """
     import libucx
 
     program = Path(libucx.__file__).parent / "bin" / "ucx_perftest"
@@ -73,13 +76,39 @@ def ucx_perftest(
                     timeout=60,
                 )
                 if client.returncode == 0:
-                    # The last line ends with bandwidth in MiB/s (average, overall) and message rate (the same).
-                    return float(client.stdout.strip().splitlines()[-1].split(",")[-3]) / 1024
+                    if test.endswith("_lat"):
+                        return size / 2**30 / (1e-6 * perftest_latency_us(client.stdout))
+                    return perftest_bandwidth(client.stdout)
                 if time.monotonic() > give_up_at:
                     raise RuntimeError(f"ucx_perftest failed: {client.stdout}{client.stderr}")
                 time.sleep(0.05)  # the server has not opened its port yet
         finally:
             server.terminate()
+
+
+def perftest_bandwidth(output: str) -> float:
+    """The overall bandwidth, in GiB/s, that `ucx_perftest -f -v` says in its last line of figures.
+
+    UCX's own messages may come after that line, at the end of a process that has used a GPU for one.
+    """
+    return _perftest_figures(output)[-3] / 1024
+
+
+def perftest_latency_us(output: str) -> float:
+    """The median latency, in microseconds and one way, that `ucx_perftest -f -v` says."""
+    return _perftest_figures(output)[1]
+
+
+def _perftest_figures(output: str) -> list[float]:
+    """Iterations; latency or overhead in us: median, average, overall; MiB/s and messages/s: average, overall."""
+    for line in reversed(output.splitlines()):
+        try:
+            figures = [float(field) for field in line.split(",")]
+        except ValueError:
+            continue
+        if len(figures) >= 5:
+            return figures
+    raise RuntimeError(f"ucx_perftest has printed no figures: {output}")
 
 
 def measure_ucx_perftest() -> harness.Figures:

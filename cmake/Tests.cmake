@@ -39,3 +39,27 @@ target_link_options(stranger PRIVATE -Wl,--as-needed)
 set_target_properties(stranger PROPERTIES
   RUNTIME_OUTPUT_DIRECTORY "${CMAKE_BINARY_DIR}/tests"
   BUILD_RPATH "${TORCH_LIBRARY_DIRS};${UCX_LIBRARY_DIR}")
+
+# UCX with device memory, on a driver without a GPU: where this UCX has CUDA transports, and is one that the tests speak of.
+# UCX puts jumps at the beginning of the driver's functions, and understands no other beginning than that of unoptimized code.
+if(EXISTS "${UCX_LIBRARY_DIR}/ucx/libuct_cuda.so.0" AND UCX_VERSION VERSION_GREATER_EQUAL 1.22 AND NOT TORCH_UCX_RPC_SANITIZE)
+  foreach(name IN ITEMS cuda nvidia-ml)
+    string(REPLACE "nvidia-ml" "nvml" source ${name})
+    add_library(stub_${source} SHARED "${CMAKE_SOURCE_DIR}/tests/cuda_stub/${source}.cpp")
+    target_compile_options(stub_${source} PRIVATE -O0 -fno-omit-frame-pointer)
+    set_target_properties(stub_${source} PROPERTIES
+      OUTPUT_NAME ${name} SOVERSION 1 CXX_VISIBILITY_PRESET default LIBRARY_OUTPUT_DIRECTORY "${CMAKE_BINARY_DIR}/cuda_stub")
+  endforeach()
+  target_link_libraries(stub_cuda PRIVATE Threads::Threads)
+
+  add_executable(device_lanes_test "${CMAKE_SOURCE_DIR}/tests/cuda_stub/device_lanes_test.cpp")
+  target_link_libraries(device_lanes_test PRIVATE torch_ucx_rpc_ucp stub_cuda GTest::gtest_main)
+  target_link_options(device_lanes_test PRIVATE -Wl,--as-needed)
+  target_compile_definitions(device_lanes_test PRIVATE CUDA_STUB_NVML="$<TARGET_SONAME_FILE:stub_nvml>")
+  set_target_properties(device_lanes_test PROPERTIES
+    RUNTIME_OUTPUT_DIRECTORY "${CMAKE_BINARY_DIR}/tests"
+    BUILD_RPATH "${TORCH_LIBRARY_DIRS};${UCX_LIBRARY_DIR}")
+  add_dependencies(device_lanes_test stub_nvml)
+  add_dependencies(cpp_tests device_lanes_test)
+  gtest_discover_tests(device_lanes_test TEST_PREFIX "device_lanes_test." PROPERTIES TIMEOUT 120 DISCOVERY_TIMEOUT 300)
+endif()

@@ -7,38 +7,53 @@ import json
 import os
 import platform
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
-import torch
 
 
 class Report:
-    """A pytest plugin that writes a JSON file when the run is over."""
+    """A pytest plugin that writes a JSON file when the run is over.
+
+    Under pytest-xdist it belongs into the process that hands the tests out, which hears of all results (``is_needed``).
+    """
+
+    @staticmethod
+    def is_needed(config: pytest.Config) -> bool:
+        """Whether a report is asked for, and this process is the one that writes it."""
+        return bool(config.getoption("--conformance-report")) and not hasattr(config, "workerinput")
 
     def __init__(self, config: pytest.Config) -> None:
         self._file: Path = config.getoption("--conformance-report")
         self._backend: str = config.getoption("--rpc-backend")
-        self._gpus = torch.cuda.device_count() if config.getoption("--cuda") else 0
+        self._are_gpus_used: bool = config.getoption("--cuda")
         self._started = time.time()
         # Suite -> test -> how it ended, and in a few words why.
         self._outcomes: dict[str, dict[str, tuple[str, str]]] = collections.defaultdict(dict)
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
-        for item in session.items:
-            suite, test = self._names(item.nodeid)
-            self._outcomes[suite][test] = ("not run", "")
+        self._expect(item.nodeid for item in session.items)
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_xdist_node_collection_finished(self, node: object, ids: list[str]) -> None:
+        self._expect(ids)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        # Setting up and clearing away count when they are what went wrong.
-        if report.when == "call" or not report.passed:
-            suite, test = self._names(report.nodeid)
-            if self._outcomes[suite][test][0] != "failed":
-                self._outcomes[suite][test] = (report.outcome, _reason(report))
+        suite, test = self._names(report.nodeid)
+        earlier, _ = self._outcomes[suite].get(test, ("not run", ""))
+        # Setting up and clearing away count when they are what went wrong; so does a process of xdist's that dies.
+        if earlier != "failed" and (report.when == "call" or not report.passed):
+            self._outcomes[suite][test] = (report.outcome, _reason(report))
 
     def pytest_sessionfinish(self, exitstatus: int) -> None:
         self._file.parent.mkdir(parents=True, exist_ok=True)
         self._file.write_text(json.dumps(self._content(exitstatus), indent=1) + "\n", encoding="utf-8")
+
+    def _expect(self, nodeids: Iterable[str]) -> None:
+        for nodeid in nodeids:
+            suite, test = self._names(nodeid)
+            self._outcomes[suite].setdefault(test, ("not run", ""))
 
     def _names(self, nodeid: str) -> tuple[str, str]:
         """Of the suite, as torch calls it, and of the test."""
@@ -46,12 +61,14 @@ class Report:
         return suite.removeprefix(self._backend), test
 
     def _content(self, exitstatus: int) -> dict[str, object]:
+        import torch  # here: xdist's processes import this module, and write nothing
+
         return {
             "configuration": {
                 "backend": self._backend,
                 "environment": {name: value for name, value in sorted(os.environ.items()) if name.startswith("UCX_")},
                 "cores": len(os.sched_getaffinity(0)),
-                "gpus": self._gpus,
+                "gpus": torch.cuda.device_count() if self._are_gpus_used else 0,
             },
             "versions": {"torch": torch.__version__, "python": platform.python_version(), **self._ucx_version()},
             "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(self._started)),

@@ -30,9 +30,9 @@ def pytest_configure(config: pytest.Config) -> None:
             raise pytest.UsageError(
                 f"torch {torch.__version__} finds no GPU here: PyTorch's suites for GPUs cannot run."
             )
-    if config.getoption("--conformance-report"):
-        from _report import Report
+    from _report import Report
 
+    if Report.is_needed(config):
         config.pluginmanager.register(Report(config))
 
 

@@ -246,6 +246,9 @@ ECHO_AND_COUNT_STAGED = """
     def echo(tensor):
         return tensor
 
+    def staged_bytes():
+        return torch_ucx_rpc.statistics().device_staged_bytes
+
     rank = int(sys.argv[1])
     options = torch_ucx_rpc.UcxRpcBackendOptions(
         init_method=os.environ["STORE"], device_maps={f"worker{1 - rank}": {0: 0}}
@@ -255,28 +258,27 @@ ECHO_AND_COUNT_STAGED = """
         sent = torch.full((1 << 20,), 3, device="cuda")
         for _ in range(3):
             assert rpc.rpc_sync("worker1", echo, (sent,)).eq(3).all()
-    print(torch.cuda.get_allocator_backend(), torch_ucx_rpc.statistics().device_staged_bytes)
+        # Of both, when all that they send has been sent.
+        print(torch.cuda.get_allocator_backend(), staged_bytes(), rpc.rpc_sync("worker1", staged_bytes))
     rpc.shutdown()
 """
 
 
-@pytest.mark.parametrize("setting", ["backend:cudaMallocAsync", "expandable_segments:True"])
-def test_memory_that_cannot_be_shared_arrives_too(tmp_path: Path, setting: str) -> None:
+@pytest.mark.parametrize(
+    ("setting", "allocator"), [("backend:cudaMallocAsync", "cudaMallocAsync"), ("expandable_segments:True", "native")]
+)
+def test_memory_that_cannot_be_shared_arrives_too(tmp_path: Path, setting: str, allocator: str) -> None:
     env = {
         "PYTORCH_CUDA_ALLOC_CONF": setting,
         "PYTORCH_ALLOC_CONF": setting,
         "STORE": f"file://{tmp_path}/store",
     }
-    for ended in run_program(ECHO_AND_COUNT_STAGED, ranks=(0, 1), env=env):
+    programs = run_program(ECHO_AND_COUNT_STAGED, ranks=(0, 1), env=env)
+    for ended in programs:
         assert ended.returncode == 0, ended.stderr
-        allocator, staged = ended.stdout.split()
-        if "Async" in setting:
-            assert allocator == "cudaMallocAsync"
-            assert int(staged) == 3 * LARGE * torch.int64.itemsize
-            assert ended.stderr.count("This is said once.") == 1
-        else:
-            ucx = tuple(int(part) for part in torch_ucx_rpc._C.ucx_library()["version"].split(".")[:2])
-            assert (int(staged) == 0) == (ucx >= (1, 22))
+        assert ended.stderr.count("This is said once.") == 1
+    sent = 3 * LARGE * torch.int64.itemsize
+    assert programs[0].stdout.split() == [allocator, str(sent), str(sent)]
 
 
 # ---- What PyTorch builds on it ---------------------------------------------------------------------------------------

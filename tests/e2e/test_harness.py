@@ -8,7 +8,7 @@ import sys
 import threading
 
 import pytest
-from workers import WorkersFailed, run_workers
+from workers import PRELOADED, WorkersFailed, run_program, run_workers
 
 
 def give_rank(rank: int) -> int:
@@ -88,3 +88,34 @@ def test_a_hang_is_reported_with_the_stacks_and_ended(monkeypatch: pytest.Monkey
     pid = int(account.partition("(process ")[2].partition(")")[0])
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
+
+
+# CUDA as a torch that is built with it has it, and every way to ask it something an error.
+IMPORT_WITH_CUDA_POISONED = """
+    import importlib, sys
+    import torch
+
+    def poisoned(name):
+        def ask(*args, **kwargs):
+            raise RuntimeError(f"{name} was asked by {sys._getframe(1).f_globals['__name__']}")
+        return ask
+
+    torch.cuda._is_compiled = lambda: True
+    for name in ("is_available", "device_count", "_device_count_nvml", "_lazy_init", "init"):
+        setattr(torch.cuda, name, poisoned(name))
+    for name in ("_cuda_getDeviceCount", "_cuda_init"):
+        setattr(torch._C, name, poisoned(name))
+    try:
+        import torch.testing._internal.common_cuda  # which is known to ask
+    except RuntimeError as error:
+        assert "was asked by" in str(error), error
+    else:
+        sys.exit("the poison does not work")
+    for module in {preloaded!r}:
+        importlib.import_module(module)
+"""
+
+
+def test_what_is_preloaded_asks_cuda_nothing() -> None:
+    [ended] = run_program(IMPORT_WITH_CUDA_POISONED.replace("{preloaded!r}", repr(PRELOADED)))
+    assert ended.returncode == 0, ended.stderr

@@ -5,6 +5,7 @@ RMM runs here without a GPU as far as its resources call back into Python.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import sys
 from collections.abc import Iterator
@@ -133,6 +134,26 @@ def test_the_source_of_memory_follows_options_and_torchs_allocator(
     device_pool.choose(UcxRpcBackendOptions(**options), [torch.device("cuda", DEVICE)])
     source, entry_points = chosen
     assert calls == [(source, entry_points and device_pool.rmm_entry_points())]
+
+
+@pytest.mark.usefixtures("without_switching_devices")
+@pytest.mark.parametrize(
+    ("options", "backend", "is_stopped"),
+    [({}, "native", False), ({}, "pluggable", True), ({"device_pool": "rmm"}, "native", True)],
+    ids=str,
+)
+def test_others_memory_is_not_given_back_at_the_interpreters_end(
+    rmm: Any, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], backend: str, is_stopped: bool
+) -> None:
+    registered: list[object] = []
+    monkeypatch.setattr(atexit, "register", registered.append)
+    monkeypatch.setattr(_C, "set_device_pool", lambda *_: None)
+    monkeypatch.setattr(torch.cuda.memory, "get_allocator_backend", lambda: backend)
+    _device_pool._stop_at_exit.cache_clear()
+    for _ in range(2):
+        _device_pool.choose(UcxRpcBackendOptions(**options), [torch.device("cuda", DEVICE)])
+    _device_pool._stop_at_exit.cache_clear()
+    assert registered == ([_C.stop_device_pool] if is_stopped else [])
 
 
 def test_the_native_pool_takes_every_source() -> None:

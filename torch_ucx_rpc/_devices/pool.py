@@ -9,6 +9,7 @@ which numba and CuPy can share.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import functools
 import importlib
@@ -60,11 +61,19 @@ def choose(options: PoolOptions, devices: Iterable[torch.device]) -> None:
         for device in devices:
             prepare_resource(device.index, options.device_pool_bytes)
         _C.set_device_pool(_C.DeviceMemorySource.entry_points, rmm_entry_points())
+        _stop_at_exit()
     elif torch.cuda.memory.get_allocator_backend() == "pluggable":
         # Such an allocator, RMM's for one, knows only the stream of the allocation.
         _C.set_device_pool(_C.DeviceMemorySource.replaced_torch, None)
+        _stop_at_exit()
     else:
         _C.set_device_pool(_C.DeviceMemorySource.torch, None)
+
+
+@functools.cache
+def _stop_at_exit() -> None:
+    """Give no memory back once the interpreter ends: RMM's resources are Python's, and may go before the tensors do."""
+    atexit.register(_C.stop_device_pool)
 
 
 def _rmm() -> Any:

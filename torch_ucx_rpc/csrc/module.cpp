@@ -382,6 +382,7 @@ PYBIND11_MODULE(_C, module) {
       },
       py::arg("source"),
       py::arg("entry_points"));
+  module.def("stop_device_pool", [] { DevicePool::instance().stop(); });
   module.def("begin_rref_ids", &beginRRefIds, py::arg("are_random"));
   module.def("init_autograd", &initAutograd, py::arg("rank"), py::arg("are_ids_random"));
 

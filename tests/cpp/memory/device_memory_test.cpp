@@ -5,9 +5,12 @@
 #include "tensors/device_copy.h"
 #include "memory/device_pool.h"
 
+#include <atomic>
+#include <cstdlib>
 #include <map>
 #include <mutex>
 #include <new>
+#include <utility>
 
 namespace torch_ucx_rpc {
 namespace {
@@ -42,6 +45,10 @@ class FakeRmm {
   c10::Stream stream() {
     const std::lock_guard lock(mutex_);
     return c10::Stream(c10::Stream::UNSAFE, fake(), reinterpret_cast<c10::StreamId>(stream_)); // NOLINT
+  }
+  // Whoever gives memory back ends the process.
+  static void forbid() {
+    instance().isForbidden_.store(true);
   }
   // What is in use is lost.
   void forget() {
@@ -89,6 +96,9 @@ class FakeRmm {
 
   static void deallocate(void* data, size_t bytes, int device, void* stream) {
     FakeRmm& self = instance();
+    if (self.isForbidden_.load()) {
+      std::_Exit(2);
+    }
     const std::lock_guard lock(self.mutex_);
     auto node = self.inUse_.extract(data);
     if (!node || node.mapped().memory.size() != bytes || node.mapped().device != device ||
@@ -109,6 +119,7 @@ class FakeRmm {
   uint64_t allocations_ = 0;
   void* stream_ = nullptr;
   bool isMisused_ = false;
+  std::atomic<bool> isForbidden_{false};
 };
 
 // By the source that is no allocator of torch's own.
@@ -192,15 +203,71 @@ TEST_P(DeviceMemoryTest, MemoryThatIsReceivedIntoIsNotHeldUp) {
   EXPECT_TRUE(looks[0].hasSeen(5));
 }
 
-TEST_P(DeviceMemoryTest, MemoryOfIdleStreamsIsGivenBackAtOnce) {
+// Which would take long: a device has 129 streams.
+TEST_P(DeviceMemoryTest, ReleaseAsksTheDeviceNothing) {
   startWith(keep(), {{c10::kCPU, fake(1)}});
   (void)answer(call(0, 1, "", {at::full({kLarge}, 5.f)}));
   EXPECT_EQ(received_.at(0).device(), fake(1));
   EXPECT_EQ(pool_.statistics().inUseBytes, kLargeBytes);
+  agent(0).shutdown(); // the timers, which ask
+  agent(1).shutdown();
+  const uint64_t before = device_.questions();
   received_.clear();
+  EXPECT_EQ(device_.questions(), before);
   EXPECT_EQ(pool_.statistics().inUseBytes, 0u);
+  EXPECT_EQ(pool_.statistics().heldBytes, kLargeBytes);
+  pool_.collect();
+  EXPECT_GE(device_.questions(), before + kPoolStreams);
   EXPECT_EQ(pool_.statistics().heldBytes, 0u);
   EXPECT_EQ(rmm_.inUseBytes(), 0u);
+}
+
+TEST_P(DeviceMemoryTest, StreamsAreAskedOnceForManyBlocks) {
+  c10::DataPtr last = pool_.allocate(fake(), 64);
+  (void)allStreams(fake());
+  const uint64_t before = device_.questions();
+  for (int block = 0; block < 100; ++block) {
+    last = pool_.allocate(fake(), 64); // releases the one before
+  }
+  EXPECT_LT(device_.questions() - before, 10u * (kPoolStreams + 1));
+  // Nobody collects, and yet few blocks are held.
+  EXPECT_LT(pool_.statistics().heldBytes, 20u * 64);
+  last.clear();
+}
+
+// Who has no more use for memory may have used it on a stream that torch does not know, and destroys that next.
+TEST_P(DeviceMemoryTest, StreamsOfOthersAreAskedAtOnce) {
+  const c10::Stream other(c10::Stream::UNSAFE, fake(), kPoolStreams + 7);
+  c10::DataPtr data = pool_.allocate(fake(), 64);
+  {
+    const c10::StreamGuard guard(other);
+    device_.launch(fake(), [] {});
+    data.clear();
+  }
+  pool_.collect();
+  EXPECT_EQ(pool_.statistics().heldBytes, 64u);
+  device_.run();
+  pool_.collect();
+  EXPECT_EQ(pool_.statistics().heldBytes, 0u);
+}
+
+// At the end of a process RMM may be gone before the last tensors are. (The pool is a process's: a new process has another one.)
+TEST_P(DeviceMemoryTest, NothingIsGivenBackOnceItHasStopped) {
+  GTEST_FLAG_SET(death_test_style, "threadsafe"); // forks before there are threads
+  EXPECT_EXIT(
+      {
+        c10::DataPtr early = pool_.allocate(fake(), 64);
+        c10::DataPtr late = pool_.allocate(fake(), 64);
+        early.clear();
+        pool_.stop();
+        device_.fail(true);
+        FakeRmm::forbid();
+        late.clear();
+        pool_.collect();
+        std::_Exit(pool_.statistics().inUseBytes == 0 ? 0 : 1);
+      },
+      testing::ExitedWithCode(0),
+      "");
 }
 
 TEST_P(DeviceMemoryTest, TensorsOutliveTheAgents) {
@@ -217,7 +284,9 @@ TEST_P(DeviceMemoryTest, ReleaseOnADeviceThatHasFailedEndsNothing) {
   device_.launch(fake(), [] {});
   device_.fail(true);
   EXPECT_NO_THROW(received_.clear());
+  EXPECT_NO_THROW(pool_.collect());
   EXPECT_EQ(pool_.statistics().inUseBytes, 0u);
+  EXPECT_EQ(pool_.statistics().heldBytes, 0u);
   device_.fail(false);
   // What it has is lost; not for the test's books.
   blocksAtStart_ = device_.blocksInUse();

@@ -50,6 +50,7 @@ class DeviceTest : public AgentTest {
 
   void TearDown() override {
     device_.fail(false);
+    device_.completeEventsLater(false);
     received_.clear();
     AgentTest::TearDown();
     EXPECT_EQ(device_.blocksInUse(), blocksAtStart_) << "memory of the device is leaked";

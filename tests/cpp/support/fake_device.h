@@ -66,7 +66,20 @@ class FakeDevice final : public c10::Allocator {
     return std::all_of(queues_.begin(), queues_.end(), [](const auto& entry) { return entry.second.empty(); });
   }
 
-  // Events are asked in vain from now on, and throw.
+  // As CUDA's, events are not done at once from now on when they are recorded on a stream that has nothing to do, but when the
+  // device runs the next time.
+  void completeEventsLater(bool isLater) {
+    const std::lock_guard lock(mutex_);
+    completesEventsLater_ = isLater;
+  }
+
+  // How often the device was asked whether a stream, or an event, is done.
+  uint64_t questions() {
+    const std::lock_guard lock(mutex_);
+    return questions_;
+  }
+
+  // Events and streams are asked in vain from now on, and throw.
   void fail(bool isFailing) {
     const std::lock_guard lock(mutex_);
     isFailing_ = isFailing;
@@ -137,6 +150,8 @@ class FakeDevice final : public c10::Allocator {
   bool isDone(const c10::Stream& stream) {
     const std::lock_guard lock(mutex_);
     threads_.insert(std::this_thread::get_id());
+    ++questions_;
+    TORCH_CHECK(!isFailing_, "an illegal memory access was encountered");
     return queues_[{stream.device_index(), stream.id()}].empty();
   }
   void record(void** event, const c10::Stream& stream) {
@@ -158,6 +173,7 @@ class FakeDevice final : public c10::Allocator {
   }
   bool isDone(void* event) {
     const std::lock_guard lock(mutex_);
+    ++questions_;
     TORCH_CHECK(!isFailing_, "an illegal memory access was encountered");
     return (*static_cast<std::shared_ptr<Event>*>(event))->isDone;
   }
@@ -200,9 +216,9 @@ class FakeDevice final : public c10::Allocator {
     queues_[stream].push_back({std::move(kernel), nullptr});
   }
 
-  // When the stream has come to this; at once on one that has nothing to do.
+  // When the stream has come to this; on one that has nothing to do at once, or when the device runs.
   void complete(const StreamKey& stream, const std::shared_ptr<Event>& event) {
-    if (queues_[stream].empty()) {
+    if (queues_[stream].empty() && !completesEventsLater_) {
       event->isDone = true;
     } else {
       enqueue(stream, [event] { event->isDone = true; });
@@ -277,6 +293,8 @@ class FakeDevice final : public c10::Allocator {
   std::vector<Block*> released_;
   std::set<std::thread::id> threads_;
   size_t blocksInUse_ = 0;
+  uint64_t questions_ = 0;
+  bool completesEventsLater_ = false;
   bool isFailing_ = false;
   bool ignoresRecords_ = false;
 };

@@ -22,6 +22,17 @@ TEST_F(DeviceTest, TensorIsReadWhenItsStreamHasMadeIt) {
   }
 }
 
+// CUDA says of an event that was just recorded that it is not ready, on a stream that has nothing to do as well: a message that waited
+// for it would wait for the timer.
+TEST_F(DeviceTest, WhatIsOnIdleStreamsWaitsForNoEvent) {
+  startWith(keep(), same_);
+  device_.completeEventsLater(true);
+  for (const int64_t elements : {kSmall, kLarge}) {
+    (void)answer(call(0, 1, "", {onDevice(elements, 7)})); // the device does not run
+    EXPECT_TRUE(isAll(hostView(received_.at(0)), 7));
+  }
+}
+
 TEST_F(DeviceTest, PackedViewIsMadeInOrderToo) {
   startWith(keep(), same_);
   const at::Tensor base = at::empty({1000, 1000}, at::TensorOptions(fake()).dtype(at::kFloat));

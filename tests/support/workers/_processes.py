@@ -16,17 +16,22 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
+import torch
+
 # Imported once in the fork server, and from then on in every process it forks. torch_ucx_rpc is not among them: loading
-# it loads UCX, which reads its environment once, and each test brings its own.
-_PRELOADED = [
+# it loads UCX, which reads its environment once, and each test brings its own. None of these may ask CUDA anything:
+# whoever is forked after that cannot use CUDA ("Cannot re-initialize CUDA in forked subprocess").
+PRELOADED = (
     "numpy",
     "pytest",
     "torch",
     "torch.distributed.rpc",
     "torch.distributed.optim",
     "torch.distributed.nn",
-    "torch.testing._internal.distributed.rpc_utils",
-]
+)
+# torch's own suites; saves their processes 1.7 s each. Its import asks torch.cuda.is_available(), which is harmless in
+# a torch without CUDA.
+_PRELOADED_WITHOUT_CUDA = ("torch.testing._internal.distributed.rpc_utils",)
 
 # torch keeps SIGUSR2 for itself.
 _STACKS_SIGNAL = signal.SIGUSR1
@@ -39,8 +44,13 @@ def process_context() -> multiprocessing.context.ForkServerContext:
     twice would take.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOADED)
+    context.set_forkserver_preload([*PRELOADED, *(() if _has_cuda() else _PRELOADED_WITHOUT_CUDA)])
     return context
+
+
+def _has_cuda() -> bool:
+    """Whether this torch is built for GPUs; asks no driver."""
+    return torch.version.cuda is not None or torch.version.hip is not None
 
 
 @contextlib.contextmanager

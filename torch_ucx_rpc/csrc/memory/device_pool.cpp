@@ -3,7 +3,9 @@
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
+#include <algorithm>
 #include <exception>
+#include <iterator>
 #include <new>
 #include <utility>
 
@@ -12,6 +14,11 @@ namespace torch_ucx_rpc {
 using c10::impl::VirtualGuardImpl;
 
 namespace {
+
+// How much is released before somebody asks about it: asking takes as long as copying some 100 MiB. What is less waits for the agent's
+// timer.
+constexpr uint64_t kMostReleasedBytes = 16 * 1024 * 1024;
+constexpr size_t kMostReleasedBlocks = 16;
 
 // Memory that entry points have given.
 struct Allocation {
@@ -43,7 +50,7 @@ struct DevicePool::Block {
   c10::Device device;
   uint64_t bytes;
   c10::DataPtr data;
-  DeviceWork uses; // that were under way when it was released
+  DeviceWork use; // of a stream that torch does not know, when it was released
 };
 
 DevicePool& DevicePool::instance() {
@@ -77,22 +84,18 @@ c10::DataPtr DevicePool::allocate(c10::Device device, uint64_t bytes) {
   if (source == Source::kTorch) {
     return take();
   }
-  collect();
+  giveBack();
   auto block = std::make_unique<Block>(Block{this, device, bytes, {}, {}});
   try {
     block->data = take();
   } catch (const std::exception&) {
+    examine();
     lock.lock();
-    Blocks held = std::exchange(held_, {});
+    std::vector<Batch> held = std::exchange(held_, {});
     lock.unlock();
-    if (held.empty()) {
-      throw;
+    for (Batch& earlier : held) {
+      wait(earlier);
     }
-    for (const std::unique_ptr<Block>& earlier : held) {
-      earlier->uses.wait();
-      heldBytes_.fetch_sub(earlier->bytes);
-    }
-    held.clear();
     block->data = take();
   }
   inUseBytes_.fetch_add(bytes);
@@ -125,46 +128,119 @@ void DevicePool::release(void* context) {
   std::unique_ptr<Block> block(static_cast<Block*>(context));
   DevicePool& pool = *block->pool;
   pool.inUseBytes_.fetch_sub(block->bytes);
+  pool.heldBytes_.fetch_add(block->bytes);
+  if (pool.isStopped_.load()) {
+    pool.lose(std::move(block));
+    return;
+  }
   try {
-    block->uses = DeviceWork(busyStreams(block->device, pool.streamsOf(block->device)));
-    if (!block->uses.isDone()) {
-      pool.hold(std::move(block));
+    // One that torch has not made may be gone when the others are asked.
+    const Streams current = currentStreams({block->device});
+    const Streams& known = pool.streamsOf(block->device);
+    if (std::find(known.begin(), known.end(), current.front()) == known.end()) {
+      block->use = DeviceWork(uncaptured(current));
     }
   } catch (const std::exception&) {
     pool.lose(std::move(block));
+    return;
+  }
+  std::unique_lock lock(pool.mutex_);
+  pool.releasedBytes_ += block->bytes;
+  pool.released_.push_back(std::move(block));
+  const bool isMuch = pool.releasedBytes_ >= kMostReleasedBytes || pool.released_.size() >= kMostReleasedBlocks;
+  lock.unlock();
+  if (isMuch) {
+    pool.collect();
   }
 }
 
-void DevicePool::hold(std::unique_ptr<Block> block) {
-  heldBytes_.fetch_add(block->bytes);
-  const std::lock_guard lock(mutex_);
-  held_.push_back(std::move(block));
-}
-
 void DevicePool::lose(std::unique_ptr<Block> block) {
+  heldBytes_.fetch_sub(block->bytes);
   const std::lock_guard lock(mutex_);
   lost_.push_back(std::move(block));
 }
 
 void DevicePool::collect() {
-  Blocks over; // given back without the lock
+  examine();
+  giveBack();
+}
+
+void DevicePool::stop() {
+  isStopped_.store(true);
+}
+
+void DevicePool::examine() {
+  std::unordered_map<c10::Device, Batch> batches;
   {
     const std::lock_guard lock(mutex_);
-    std::erase_if(held_, [&](std::unique_ptr<Block>& block) {
-      bool isOver = false;
+    releasedBytes_ = 0;
+    for (std::unique_ptr<Block>& block : std::exchange(released_, {})) {
+      batches[block->device].blocks.push_back(std::move(block));
+    }
+  }
+  for (auto& [device, batch] : batches) {
+    try {
+      batch.uses = DeviceWork(uncaptured(streamsOf(device)));
+    } catch (const std::exception&) {
+      for (std::unique_ptr<Block>& block : batch.blocks) {
+        lose(std::move(block));
+      }
+      continue;
+    }
+    const std::lock_guard lock(mutex_);
+    held_.push_back(std::move(batch));
+  }
+}
+
+void DevicePool::giveBack() {
+  if (isStopped_.load()) {
+    return;
+  }
+  Blocks over;
+  Blocks failed;
+  {
+    const std::lock_guard lock(mutex_);
+    std::erase_if(held_, [&](Batch& batch) {
       try {
-        isOver = block->uses.isDone();
+        bool isOver = batch.uses.isDone();
+        for (const std::unique_ptr<Block>& block : batch.blocks) {
+          isOver = block->use.isDone() && isOver;
+        }
+        if (isOver) {
+          std::move(batch.blocks.begin(), batch.blocks.end(), std::back_inserter(over));
+        }
+        return isOver;
       } catch (const std::exception&) {
-        heldBytes_.fetch_sub(block->bytes);
-        lost_.push_back(std::move(block));
+        std::move(batch.blocks.begin(), batch.blocks.end(), std::back_inserter(failed));
         return true;
       }
-      if (isOver) {
-        heldBytes_.fetch_sub(block->bytes);
-        over.push_back(std::move(block));
-      }
-      return isOver;
     });
+  }
+  for (std::unique_ptr<Block>& block : failed) {
+    lose(std::move(block));
+  }
+  giveBack(std::move(over));
+}
+
+void DevicePool::wait(Batch& batch) {
+  try {
+    batch.uses.wait();
+    for (const std::unique_ptr<Block>& block : batch.blocks) {
+      block->use.wait();
+    }
+  } catch (const std::exception&) {
+    for (std::unique_ptr<Block>& block : batch.blocks) {
+      lose(std::move(block));
+    }
+    return;
+  }
+  giveBack(std::move(batch.blocks));
+}
+
+void DevicePool::giveBack(Blocks blocks) {
+  for (std::unique_ptr<Block>& block : blocks) {
+    heldBytes_.fetch_sub(block->bytes);
+    block.reset(); // without the lock: the allocator may take its time
   }
 }
 

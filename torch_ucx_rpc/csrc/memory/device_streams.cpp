@@ -73,18 +73,12 @@ Streams allStreams(c10::Device device) {
   return streams;
 }
 
-Streams busyStreams(c10::Device device, const Streams& streams) {
-  const VirtualGuardImpl guard(device.type());
-  const auto isBusy = [&guard](const c10::Stream& stream) {
-    return !isCapturing(guard, stream) && !guard.queryStream(stream);
-  };
-  Streams busy;
-  std::copy_if(streams.begin(), streams.end(), std::back_inserter(busy), isBusy);
-  const c10::Stream current = guard.getStream(device); // it may be one that torch has not made
-  if (std::find(streams.begin(), streams.end(), current) == streams.end() && isBusy(current)) {
-    busy.push_back(current);
-  }
-  return busy;
+Streams uncaptured(const Streams& streams) {
+  Streams found;
+  std::copy_if(streams.begin(), streams.end(), std::back_inserter(found), [](const c10::Stream& stream) {
+    return !isCapturing(VirtualGuardImpl(stream.device_type()), stream);
+  });
+  return found;
 }
 
 void recordOnCurrentStream(const c10::DataPtr& data) {
@@ -115,7 +109,11 @@ Error deviceFailed(const std::exception& failure) {
 
 DeviceWork::DeviceWork(const Streams& streams) {
   for (const c10::Stream& stream : streams) {
-    events_.emplace_back(stream.device_type()).record(stream);
+    // CUDA says of a fresh event that it is not ready for 5 to 10 us, on a stream with nothing to do as well.
+    const VirtualGuardImpl guard(stream.device_type());
+    if (isCapturing(guard, stream) || !guard.queryStream(stream)) {
+      events_.emplace_back(stream.device_type()).record(stream);
+    }
   }
 }
 

@@ -30,9 +30,8 @@ Streams poolStreams(const Devices& devices);
 // All that torch has of a device: its default stream, and those of its pools.
 Streams allStreams(c10::Device device);
 
-// Of these and the one that is current on this thread, those that have something to do. One that is being captured into a graph
-// does nothing.
-Streams busyStreams(c10::Device device, const Streams& streams);
+// These without those that are being captured into a graph, which do nothing meanwhile, and must not be asked.
+Streams uncaptured(const Streams& streams);
 
 // Tells torch's allocator that memory is used on the stream that is current on its device: released, it is not reused before what
 // is in that stream by then is done.
@@ -45,7 +44,7 @@ void makeContextCurrent(const Devices& devices);
 // What torch has thrown for a device, without its backtrace. It may be the failure of something that has run there long before.
 Error deviceFailed(const std::exception& failure);
 
-// What was in some streams when this was made. Not thread-safe.
+// What was in some streams when this was made: nothing where they had nothing to do. Not thread-safe.
 class DeviceWork {
  public:
   DeviceWork() = default; // nothing

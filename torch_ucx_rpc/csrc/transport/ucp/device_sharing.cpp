@@ -1,10 +1,14 @@
 #include "transport/ucp/device_sharing.h"
 
+#include "transport/ucp/ucp_transport.h"
+
 #include <dlfcn.h>
-#include <ucp/api/ucp.h>
 
 #include <array>
-#include <cstdint>
+#include <cstddef>
+#include <cstdio>
+#include <cstdlib>
+#include <string>
 
 namespace torch_ucx_rpc {
 
@@ -14,45 +18,93 @@ namespace {
 using CUresult = int;
 using CUdeviceptr = unsigned long long; // NOLINT(google-runtime-int): as declared there
 using PointerGetAttributes = CUresult (*)(unsigned count, int* attributes, void** values, CUdeviceptr address);
+using MemGetAddressRange = CUresult (*)(CUdeviceptr* begin, size_t* bytes, CUdeviceptr address);
+constexpr int kMemoryType = 2; // CU_POINTER_ATTRIBUTE_MEMORY_TYPE: an unsigned int, 0 for what is not CUDA's
 constexpr int kIsLegacyIpcCapable = 10; // CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE: an int
-constexpr int kAllowedHandleTypes = 14; // CU_POINTER_ATTRIBUTE_ALLOWED_HANDLE_TYPES: 64 bits
-constexpr uint64_t kPosixFileDescriptor = 0x1; // CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
-constexpr uint64_t kFabric = 0x8; // CU_MEM_HANDLE_TYPE_FABRIC
 
-PointerGetAttributes findDriver() {
-  void* const driver =
-      dlopen("libcuda.so.1", RTLD_LAZY | RTLD_NOLOAD); // torch has loaded it, if there are CUDA tensors
-  // NOLINTNEXTLINE(cppcoreguidelines-pro-type-reinterpret-cast)
-  return driver == nullptr ? nullptr : reinterpret_cast<PointerGetAttributes>(dlsym(driver, "cuPointerGetAttributes"));
+struct Driver {
+  PointerGetAttributes pointerGetAttributes = nullptr;
+  MemGetAddressRange memGetAddressRange = nullptr;
+};
+
+Driver findDriver() {
+  // Not loaded here: torch has done that if there are CUDA tensors.
+  void* const library = dlopen("libcuda.so.1", RTLD_LAZY | RTLD_NOLOAD);
+  if (library == nullptr) {
+    return {};
+  }
+  // NOLINTBEGIN(cppcoreguidelines-pro-type-reinterpret-cast)
+  return {
+      reinterpret_cast<PointerGetAttributes>(dlsym(library, "cuPointerGetAttributes")),
+      reinterpret_cast<MemGetAddressRange>(dlsym(library, "cuMemGetAddressRange_v2"))};
+  // NOLINTEND(cppcoreguidelines-pro-type-reinterpret-cast)
 }
 
-// As uct_cuda_ipc_mem_add_reg() has it in src/uct/cuda/cuda_ipc/cuda_ipc_md.c.
-uint64_t handleTypesOfUcx() {
-  unsigned major = 0;
-  unsigned minor = 0;
-  unsigned release = 0;
-  ucp_get_version(&major, &minor, &release);
-  return major > 1 || minor >= 22 ? kPosixFileDescriptor | kFabric : kFabric;
+// UCX has no other way to tell which transports a context has.
+std::string describe(ucp_context_h context) {
+  char* text = nullptr;
+  size_t bytes = 0;
+  std::FILE* const stream = open_memstream(&text, &bytes);
+  if (stream == nullptr) {
+    return {};
+  }
+  ucp_context_print_info(context, stream);
+  (void)std::fclose(stream);
+  std::string description(text, bytes);
+  std::free(text); // NOLINT(cppcoreguidelines-no-malloc, cppcoreguidelines-owning-memory): as open_memstream() asks
+  return description;
 }
 
 } // namespace
 
-bool canShareDeviceMemory(const void* address) {
-  static const PointerGetAttributes pointerGetAttributes = findDriver();
-  static const uint64_t handleTypes = handleTypesOfUcx();
-  if (pointerGetAttributes == nullptr) {
+bool canShareDeviceMemory(const void* address, uint64_t bytes) {
+  static const Driver driver = findDriver();
+  if (driver.pointerGetAttributes == nullptr || driver.memGetAddressRange == nullptr) {
     return true;
   }
+  unsigned memoryType = 0;
   int isLegacy = 0;
-  uint64_t allowed = 0;
-  std::array<int, 2> attributes{kIsLegacyIpcCapable, kAllowedHandleTypes};
-  std::array<void*, 2> values{&isLegacy, &allowed};
+  std::array<int, 2> attributes{kMemoryType, kIsLegacyIpcCapable};
+  std::array<void*, 2> values{&memoryType, &isLegacy};
   // NOLINTNEXTLINE(cppcoreguidelines-pro-type-reinterpret-cast)
   const auto at = static_cast<CUdeviceptr>(reinterpret_cast<uintptr_t>(address));
-  if (pointerGetAttributes(attributes.size(), attributes.data(), values.data(), at) != 0) {
+  if (driver.pointerGetAttributes(attributes.size(), attributes.data(), values.data(), at) != 0 || memoryType == 0) {
     return true;
   }
-  return isLegacy != 0 || (allowed & handleTypes) != 0;
+  if (isLegacy == 0) {
+    return false;
+  }
+  CUdeviceptr begin = 0;
+  size_t length = 0;
+  return driver.memGetAddressRange(&begin, &length, at) != 0 || at + bytes <= begin + length;
+}
+
+bool hasCudaIpc(ucp_context_h context) {
+  return describe(context).find(" cuda_ipc/") != std::string::npos;
+}
+
+Error deviceMemoryRefusal(ucp_context_h context) {
+  const UcpLibrary library = loadedUcpLibrary();
+  ucp_context_attr_t attributes{};
+  attributes.field_mask = UCP_ATTR_FIELD_MEMORY_TYPES;
+  if (ucp_context_query(context, &attributes) != UCS_OK ||
+      (attributes.memory_types & UCS_BIT(UCS_MEMORY_TYPE_CUDA)) == 0) {
+    return {
+        ErrorCode::kDeviceFailed,
+        "UCX " + library.version + " (" + library.path +
+            ") has started without CUDA, and cannot send or receive CUDA tensors. Its CUDA transports need "
+            "libcuda.so.1 and libnvidia-ml.so.1 of the driver, and UCX_TLS must not exclude cuda_copy; "
+            "UCX_LOG_LEVEL=debug shows why they were not loaded. In a container, NVIDIA_DRIVER_CAPABILITIES must name "
+            "compute and utility."};
+  }
+  if (library.version.starts_with("1.21.") && hasCudaIpc(context)) {
+    return {
+        ErrorCode::kDeviceFailed,
+        "UCX " + library.version +
+            " cannot be used for CUDA tensors: its cuda_ipc is broken (https://github.com/rapidsai/ucxx/pull/734). "
+            "Install UCX 1.22 or later, or 1.20, or set UCX_TLS=^cuda_ipc."};
+  }
+  return {};
 }
 
 } // namespace torch_ucx_rpc

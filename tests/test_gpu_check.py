@@ -1,0 +1,131 @@
+"""What tools/gpu_check.py keeps when time is up, or tests hang: it has one chance, on a machine that is lent."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "tools"))
+
+import gpu_check  # noqa: E402  (found through the line above)
+from gpu_check import Check, Failed, Step  # noqa: E402
+
+
+def check_with(tmp_path: Path, all_s: float = 60) -> Check:
+    check = Check(tmp_path, all_s=all_s + gpu_check._age_s())
+    check.python = Path(sys.executable)
+    return check
+
+
+def test_a_rehearsal_finds_what_hangs_and_keeps_the_rest(tmp_path: Path) -> None:
+    pytest.importorskip("xdist")
+    ended = subprocess.run(
+        [sys.executable, ROOT / "tools" / "gpu_check.py", "rehearse", "--steps", "hang", "--out", tmp_path],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**gpu_check.os.environ, "PYTHONPATH": ":".join(filter(None, sys.path))},
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    found = json.loads((tmp_path / "report.json").read_text())["steps"]["hang"]["found"]
+    assert found["passed"] == 1
+    assert [name.rpartition("::")[2] for name in found["unfinished"]] == ["test_hangs"]
+    assert "in the_test_that_hangs" in (tmp_path / "hang.log").read_text()
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["hang.log", "report.json"]
+
+
+def test_each_command_writes_few_files() -> None:
+    for steps in gpu_check.COMMANDS.values():
+        logs, report, suites = len(steps), 1, 1
+        assert logs + report + suites <= 8
+
+
+def test_a_step_leaves_those_after_it_their_time(tmp_path: Path) -> None:
+    left = {}
+
+    def note(check: Check) -> None:
+        left[check.step] = check.seconds_left()
+
+    check_with(tmp_path, 100).do(
+        {"greedy": Step(note, 1, 1000), "modest": Step(note, 40, 1000), "last": Step(note, 30, 20)}
+    )
+    assert 28 < left["greedy"] <= 30
+    assert 68 < left["modest"] <= 70
+    assert 18 < left["last"] <= 20
+
+
+def test_what_goes_wrong_costs_no_other_step(tmp_path: Path) -> None:
+    def fail(check: Check) -> None:
+        raise Failed("it has failed", {"a figure": 1})
+
+    def break_down(check: Check) -> None:
+        raise ValueError("a fault of the program")
+
+    check = check_with(tmp_path)
+    assert not check.do(
+        {"fails": Step(fail, 1, 9), "breaks": Step(break_down, 1, 9), "works": Step(lambda _: None, 1, 9)}
+    )
+    steps = json.loads((tmp_path / "report.json").read_text())["steps"]
+    assert [step["passed"] for step in steps.values()] == [False, False, True]
+    assert steps["fails"]["why"] == "it has failed"
+    assert steps["fails"]["found"] == {"a figure": 1}
+    assert "ValueError: a fault of the program" in steps["breaks"]["why"]
+
+
+def test_the_report_says_what_was_under_way(tmp_path: Path) -> None:
+    def look(check: Check) -> None:
+        assert "under way" in json.loads((tmp_path / "report.json").read_text())["steps"]["looks"]["why"]
+
+    assert check_with(tmp_path).do({"looks": Step(look, 1, 9)})
+
+
+def test_programs_that_are_missing_fail_by_name(tmp_path: Path) -> None:
+    check = check_with(tmp_path)
+    check.do({"runs": Step(lambda check: check.run("no-such-program"), 1, 30)})
+    assert check.report["steps"]["runs"]["why"] == "there is no no-such-program"
+
+
+def test_what_a_program_leaves_behind_is_ended(tmp_path: Path) -> None:
+    child = (
+        "import subprocess, sys; print(subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(1000)']).pid)"
+    )
+    check = check_with(tmp_path)
+    pid = None
+
+    def leave(check: Check) -> None:
+        nonlocal pid
+        pid = int(check.run(sys.executable, "-c", child))
+
+    assert check.do({"leaves": Step(leave, 1, 30)})
+    assert pid is not None
+    assert not Path(f"/proc/{pid}/cmdline").exists() or not Path(f"/proc/{pid}/cmdline").read_bytes()
+
+
+@pytest.mark.parametrize(
+    "printed",
+    [
+        # pytest -v, by itself and under pytest-xdist
+        "tests/a.py::test_one PASSED\n"
+        "tests/a.py::test_two FAILED\n"
+        "tests/a.py::test_three SKIPPED (why)\n"
+        "tests/a.py::test_x ",
+        "tests/a.py::test_one \n"
+        "[gw1] [ 10%] PASSED tests/a.py::test_one \n"
+        "tests/a.py::test_x \n"
+        "tests/a.py::test_two \n"
+        "tests/a.py::test_three \n"
+        "[gw0] [ 20%] FAILED tests/a.py::test_two \n"
+        "[gw0] [ 30%] SKIPPED tests/a.py::test_three ",
+    ],
+)
+def test_without_results_the_log_tells(tmp_path: Path, printed: str) -> None:
+    found = gpu_check.outcome(tmp_path / "none.xml", printed)
+    assert found["passed"] == 1
+    assert list(found["failed"]) == ["tests/a.py::test_two"]
+    assert found["skipped"] == ["tests/a.py::test_three"]
+    assert found["unfinished"] == ["tests/a.py::test_x"]
