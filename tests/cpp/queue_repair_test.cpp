@@ -1,6 +1,7 @@
 // Shared-memory queues with a slot that nobody marks as written, as a sender leaves it that is killed while it writes.
 
 #include "transport/ucp/queue_repair.h"
+
 #include "eventually.h"
 #include "outcome.h"
 #include "transport/ucp/shared_memory_queue.h"
@@ -15,6 +16,8 @@
 #include <atomic>
 #include <functional>
 #include <memory>
+#include <string>
+#include <thread>
 
 namespace torch_ucx_rpc {
 namespace {

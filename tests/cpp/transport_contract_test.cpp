@@ -1,4 +1,5 @@
-// The contract of transport/transport.h, written once and run on every implementation of it: one list, in one file, however long.
+// The contract of transport/transport.h, written once and run on every implementation of it: one list, in one file,
+// however long.
 
 #include "base/bytes.h"
 #include "eventually.h"
@@ -286,7 +287,8 @@ TEST_P(TransportContractTest, RendezvousIsReceivedWholeAndTakesNoMemoryBefore) {
     EXPECT_EQ(a.transport->operationsInFlight(), 0u);
     EXPECT_EQ(b.transport->operationsInFlight(), 0u);
   }
-  // The array has one more than there are sizes: an empty one, which has no bytes to wait for and may arrive either way.
+  // The array has one more than there are sizes: an empty one, which has no bytes to wait for and may arrive either
+  // way.
   const wire::Header frame = header(number);
   a.transport->send(toB, frame, {}, SendMode::kRendezvous, sent[number].callback());
   ASSERT_TRUE(progressUntil([&] { return !b.arrivals.empty(); }));
@@ -398,11 +400,10 @@ TEST_P(TransportContractTest, WhatACompletionThrowsComesOutOfProgressAndTheOther
   const wire::Header frame = header(1);
   size_t thrown = 0;
   for (Outcome& sending : sent) {
-    a.transport->send(
-        toB, frame, bytes, SendMode::kRendezvous, [callback = sending.callback()](Error error) mutable {
-          callback(std::move(error));
-          throw std::runtime_error("a completion that throws");
-        });
+    a.transport->send(toB, frame, bytes, SendMode::kRendezvous, [callback = sending.callback()](Error error) mutable {
+      callback(std::move(error));
+      throw std::runtime_error("a completion that throws");
+    });
   }
   ASSERT_TRUE(progressUntil([&] { return b.arrivals.size() == kSends; }));
   while (!b.arrivals.empty()) {
@@ -826,7 +827,8 @@ TEST_P(TransportContractTest, CloseTwiceIsCloseOnce) {
   a.transport.reset();
 }
 
-// Two threads that answer each other, each asleep in poll() while it waits. A lost wake-up would be a poll that times out.
+// Two threads that answer each other, each asleep in poll() while it waits. A lost wake-up would be a poll that times
+// out.
 TEST_P(TransportContractTest, SleeperIsWokenEveryTime) {
   constexpr uint64_t kRounds = 10'000;
   std::vector<Outcome> sent(2 * kRounds);

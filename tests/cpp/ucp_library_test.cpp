@@ -39,7 +39,8 @@ TEST(UcxTlsTest, ALackOfAnAuxiliaryTransportIsTold) {
   EXPECT_NE(whatIsLackingToConnect("rc_verbs,self").find("say rc instead of rc_verbs"), std::string::npos);
   EXPECT_NE(whatIsLackingToConnect("dc_mlx5").find("say dc instead of dc_mlx5"), std::string::npos);
   EXPECT_NE(whatIsLackingToConnect("sysv,rc_mlx5"), "") << "shared memory reaches no other machine";
-  for (const char* tls : {"", "all", "rc,self", "rc_v", "ib", "rc_verbs,ud_verbs", "rc_verbs,ud:aux", "rc_verbs,tcp", "tcp", "shm"}) {
+  for (const char* tls :
+       {"", "all", "rc,self", "rc_v", "ib", "rc_verbs,ud_verbs", "rc_verbs,ud:aux", "rc_verbs,tcp", "tcp", "shm"}) {
     EXPECT_EQ(whatIsLackingToConnect(tls), "") << tls;
   }
 }

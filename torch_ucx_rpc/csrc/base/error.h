@@ -20,11 +20,11 @@ enum class ErrorCode : uint8_t {
   kInternal, // a fault of this package or of UCX
 };
 
-// True for failures of this process or of one message. Such a failure says nothing about the peer, which may be well: it must
-// not end the peer, and trying again later may work. A peer ends by its own error or by its own silence.
+// True for failures of this process or of one message. Such a failure says nothing about the peer, which may be well:
+// it must not end the peer, and trying again later may work. A peer ends by its own error or by its own silence.
 //
-// kOutOfMemory counts as local although a rendezvous also completes with it when the receiver had no memory: that, too, says
-// that the receiver is alive. kInternal does not count: trying again would fail again.
+// kOutOfMemory counts as local although a rendezvous also completes with it when the receiver had no memory: that, too,
+// says that the receiver is alive. kInternal does not count: trying again would fail again.
 constexpr bool isLocal(ErrorCode code) {
   switch (code) {
     case ErrorCode::kCanceled:
@@ -44,8 +44,8 @@ constexpr bool isLocal(ErrorCode code) {
   return false;
 }
 
-// The outcome of an operation, passed between threads as a value. It becomes an exception once, where the agent meets torch or
-// Python. Its message is written for the person who reads that exception.
+// The outcome of an operation, passed between threads as a value. It becomes an exception once, where the agent meets
+// torch or Python. Its message is written for the person who reads that exception.
 class [[nodiscard]] Error {
  public:
   Error() = default;

@@ -15,7 +15,8 @@ namespace torch_ucx_rpc {
 
 namespace {
 
-// Of the kernel's functions in which a thread waits within a system call: what their names contain, in Linux 4.18 to 6.18.
+// Of the kernel's functions in which a thread waits within a system call: what their names contain, in Linux 4.18 to
+// 6.18.
 constexpr std::array<std::string_view, 15> kWaits = {
     "futex",
     "poll",
@@ -83,16 +84,15 @@ Sleep sleepOf(const std::string& directory) {
     const long number = std::strtol(call->c_str(), &end, 10);
     return end != call->c_str() && number >= 0 && number != SYS_ioctl ? Sleep::kSystemCall : Sleep::kElsewhere;
   }
-  // That takes the right to trace the thread, which Yama denies to siblings on many systems. The name of the function in which
-  // it waits takes the right to read only.
+  // That takes the right to trace the thread, which Yama denies to siblings on many systems. The name of the function
+  // in which it waits takes the right to read only.
   const std::optional<std::string> function = readProcFile(directory + "/wchan");
   const std::optional<ProcStat> stat = readProcStat(directory);
   if (!function || !stat) {
     return Sleep::kUnknown;
   }
-  const bool isWait = std::any_of(kWaits.begin(), kWaits.end(), [&](std::string_view name) {
-    return function->find(name) != std::string::npos;
-  });
+  const bool isWait = std::any_of(
+      kWaits.begin(), kWaits.end(), [&](std::string_view name) { return function->find(name) != std::string::npos; });
   if (stat->state == 'S' && isWait) {
     return Sleep::kSystemCall;
   }

@@ -25,9 +25,9 @@
 //  80  |                               |
 //      +-------------------------------+
 //
-// Little endian. A message is one body (index = kBodyIndex) and `span count` spans (index 0, 1, ...). The body is an active
-// message, and so is each piece of a span, all with this same header. They may arrive in any order, and (source session, kind,
-// call id) joins them. wire/seal.h fills sequence and tags; they are zero in a job without a secret.
+// Little endian. A message is one body (index = kBodyIndex) and `span count` spans (index 0, 1, ...). The body is an
+// active message, and so is each piece of a span, all with this same header. They may arrive in any order, and (source
+// session, kind, call id) joins them. wire/seal.h fills sequence and tags; they are zero in a job without a secret.
 
 namespace torch_ucx_rpc::wire {
 
@@ -51,7 +51,8 @@ enum class Kind : uint8_t {
 };
 
 inline constexpr uint16_t kMagic = 0x5855; // "UX"
-// Raised with every change that an older reader would misread. Workers of one job must agree on it. 4 added the deadline.
+// Raised with every change that an older reader would misread. Workers of one job must agree on it. 4 added the
+// deadline.
 inline constexpr uint8_t kVersion = 4;
 inline constexpr uint32_t kBodyIndex = 0xFFFFFFFF;
 // Far above any real message (a span is a tensor of at least tens of KiB), small enough that a lie costs nothing.
@@ -78,8 +79,9 @@ struct Header {
     Hmac::Tag contentTag{}; // of a body: over what of the message is not in this frame and must not be changed
     Place place; // of a piece of a span
   };
-  // Of a request's body: how many milliseconds its caller was still going to wait when it was sent; 0: for ever, or unknown. It is
-  // relative, because the clocks of two machines may differ, so time on the way does not count against it.
+  // Of a request's body: how many milliseconds its caller was still going to wait when it was sent; 0: for ever, or
+  // unknown. It is relative, because the clocks of two machines may differ, so time on the way does not count against
+  // it.
   uint32_t deadlineMs = 0;
   uint32_t reserved = 0; // 0; not looked at
   Hmac::Tag frameTag{}; // over this header, and over the data if it is a body that came along

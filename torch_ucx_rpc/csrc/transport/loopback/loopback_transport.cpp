@@ -14,7 +14,8 @@
 
 namespace torch_ucx_rpc {
 
-// Everything that crosses between transports, hence threads, is guarded by the network's mutex; callbacks run without it.
+// Everything that crosses between transports, hence threads, is guarded by the network's mutex; callbacks run without
+// it.
 class LoopbackTransport final : public Transport {
  public:
   LoopbackTransport(LoopbackNetwork* network, std::string name)
@@ -134,8 +135,8 @@ class LoopbackTransport final : public Transport {
     }
   }
 
-  // A callback may throw: each thing is taken out before it is told, and what is left is told the next time. What callbacks bring
-  // about waits for the next time, too.
+  // A callback may throw: each thing is taken out before it is told, and what is left is told the next time. What
+  // callbacks bring about waits for the next time, too.
   unsigned progress() override {
     size_t settledBefore = 0;
     size_t arrivedBefore = 0;

@@ -13,28 +13,29 @@
 
 namespace torch_ucx_rpc {
 
-// Why queues of this UCX are left alone; empty if they can be repaired. Repair writes into memory that belongs to UCX, so only
-// versions are taken with which tests/cpp/queue_repair_test.cpp has passed.
+// Why queues of this UCX are left alone; empty if they can be repaired. Repair writes into memory that belongs to UCX,
+// so only versions are taken with which tests/cpp/queue_repair_test.cpp has passed.
 std::string whyQueuesAreNotRepaired(const std::string& ucxVersion);
 
-// Gets the queues of a UCX worker past the slots of processes that died while they were writing (see SharedMemoryQueue).
+// Gets the queues of a UCX worker past the slots of processes that died while they were writing (see
+// SharedMemoryQueue).
 //
-// A slot that nobody has marked may also belong to a slow writer. It is skipped only when nobody can be writing it any more:
-// since the slot was first seen unmarked, every thread of every process that has the queue mapped has been in a system call, or
-// has run for longer than the copying of any message takes, or has ended. "Asleep" alone proves nothing: a page fault
-// (userfaultfd, FUSE), a frozen cgroup or a stop may hold a thread in the middle of writing.
+// A slot that nobody has marked may also belong to a slow writer. It is skipped only when nobody can be writing it any
+// more: since the slot was first seen unmarked, every thread of every process that has the queue mapped has been in a
+// system call, or has run for longer than the copying of any message takes, or has ended. "Asleep" alone proves
+// nothing: a page fault (userfaultfd, FUSE), a frozen cgroup or a stop may hold a thread in the middle of writing.
 //
 // Where this cannot be shown, nothing is skipped, and the state becomes kUnrepairable after a bounded number of scans.
 //
-// Threads. state() belongs to the worker lock and takes microseconds. scan() reads /proc, which takes milliseconds; one thread
-// at a time may call it, without the worker lock. Neither waits for the other.
+// Threads. state() belongs to the worker lock and takes microseconds. scan() reads /proc, which takes milliseconds; one
+// thread at a time may call it, without the worker lock. Neither waits for the other.
 class QueueRepair {
  public:
   // `whyNot`: why the queues are left alone, empty to repair them.
   QueueRepair(std::vector<SharedMemoryQueue> queues, std::string whyNot);
 
-  // Skips what the last scan has cleared, and asks for another scan where one is needed. kWhole: everything that had been begun
-  // at the first call has been written or skipped.
+  // Skips what the last scan has cleared, and asks for another scan where one is needed. kWhole: everything that had
+  // been begun at the first call has been written or skipped.
   RepairState state();
 
   // Does what state() has asked for, if anything.

@@ -51,8 +51,8 @@ struct [[gnu::packed]] SharedMemoryQueue::Slot {
   void* receiversAddress;
 };
 
-// A message of UCP's own that it drops without a word: the acknowledgement of a rendezvous that there is not. They do come, from peers that
-// this side has given up.
+// A message of UCP's own that it drops without a word: the acknowledgement of a rendezvous that there is not. They do
+// come, from peers that this side has given up.
 struct [[gnu::packed]] SharedMemoryQueue::Acknowledgement { // ucp_reply_hdr_t
   static constexpr uint8_t kHandler = 10; // UCP_AM_ID_RNDV_ATS
 
@@ -76,7 +76,8 @@ std::optional<std::vector<SharedMemoryQueue::Mapping>> SharedMemoryQueue::mappin
   std::vector<Mapping> mappings;
   std::istringstream file(*text);
   for (std::string line; std::getline(file, line);) {
-    // The names that UCX's transports posix and sysv leave. No other memory is looked at: reading a device's may do something.
+    // The names that UCX's transports posix and sysv leave. No other memory is looked at: reading a device's may do
+    // something.
     if (line.find("/ucx_shm_posix_") == std::string::npos && line.find("/SYSV") == std::string::npos) {
       continue;
     }
@@ -245,7 +246,7 @@ std::optional<std::vector<pid_t>> SharedMemoryQueue::processes() const {
   if (segment_) {
     shmid_ds state{};
     return shmctl(*segment_, IPC_STAT, &state) == 0 && state.shm_nattch <= attachments ? std::optional(std::move(found))
-                                                                                      : std::nullopt;
+                                                                                       : std::nullopt;
   }
   struct stat space{};
   const bool seesAll = stat("/proc/self/ns/pid", &space) == 0 && space.st_ino == kFirstPidNamespace;

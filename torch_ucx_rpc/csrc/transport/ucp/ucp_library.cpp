@@ -84,8 +84,8 @@ const char* userSetting(const char* name) {
   return value != nullptr ? value : "";
 }
 
-// The groups of transports that matter here, as ucp_tl_aliases[] has them in UCX 1.14 to 1.22. Those of InfiniBand's reliable
-// connections bring along the transport over which these are set up.
+// The groups of transports that matter here, as ucp_tl_aliases[] has them in UCX 1.14 to 1.22. Those of InfiniBand's
+// reliable connections bring along the transport over which these are set up.
 struct TransportGroup {
   std::string_view name;
   std::vector<std::string_view> members;
@@ -113,7 +113,8 @@ std::vector<std::string> wordsOf(const std::string& tls) {
   std::vector<std::string> words;
   std::istringstream list(tls.starts_with('^') ? tls.substr(1) : tls);
   for (std::string word; std::getline(list, word, ',');) {
-    word.erase(std::remove_if(word.begin(), word.end(), [](unsigned char c) { return std::isspace(c) != 0; }), word.end());
+    word.erase(
+        std::remove_if(word.begin(), word.end(), [](unsigned char c) { return std::isspace(c) != 0; }), word.end());
     if (!word.empty()) {
       words.push_back(word);
     }
@@ -141,16 +142,16 @@ const char* cureOf(ucs_status_t status) {
     case UCS_ERR_NO_RESOURCE:
     case UCS_ERR_SHMEM_SEGMENT:
     case UCS_ERR_IO_ERROR:
-      return "Something is used up, of which UCX's line above this tells more: look at df /dev/shm, ipcs -l -u, free and "
-             "ulimit -a.";
+      return "Something is used up, of which UCX's line above this tells more: look at df /dev/shm, ipcs -l -u, free "
+             "and ulimit -a.";
     default:
       return "If UCX_TLS or UCX_NET_DEVICES is set, check that it names transports and devices of this machine "
              "(python -m torch_ucx_rpc info lists them).";
   }
 }
 
-// What we set where the user has set nothing (UCX_* variables are the user's). Each is a setting of some transports, and set
-// only where UCX_TLS allows one of them: UCX 1.18 to 1.20 warn of settings that nothing has used.
+// What we set where the user has set nothing (UCX_* variables are the user's). Each is a setting of some transports,
+// and set only where UCX_TLS allows one of them: UCX 1.18 to 1.20 warn of settings that nothing has used.
 void applyDefaults(ucp_config_t* config, const std::string& networkDevices) {
   struct Default {
     const char* name;
@@ -158,14 +159,15 @@ void applyDefaults(ucp_config_t* config, const std::string& networkDevices) {
     std::vector<const char*> transports; // empty: UCX's own setting
   };
   const Default defaults[] = {
-      // Endpoints report dead peers (UCP_ERR_HANDLING_MODE_PEER). Without this setting UCX takes TCP then, even on one host.
+      // Endpoints report dead peers (UCP_ERR_HANDLING_MODE_PEER). Without this setting UCX takes TCP then, even on one
+      // host.
       {"MM_ERROR_HANDLING", "y", {"posix", "sysv", "xpmem"}},
       {"NET_DEVICES", networkDevices.c_str(), {}},
       // UCX's own are 8 and 64 KiB. An echo of 64 MiB over loopback takes 33 ms with these and 135 with those.
       {"TCP_TX_SEG_SIZE", "64k", {"tcp"}},
       {"TCP_RX_SEG_SIZE", "256k", {"tcp"}},
-      // Connecting does not block. Otherwise the first call to a host that is down holds the worker for as long as the kernel
-      // tries, two minutes, and with it all other calls.
+      // Connecting does not block. Otherwise the first call to a host that is down holds the worker for as long as the
+      // kernel tries, two minutes, and with it all other calls.
       {"TCP_CONN_NB", "y", {"tcp"}},
   };
   const std::string tls = userSetting("UCX_TLS");
@@ -180,7 +182,8 @@ void applyDefaults(ucp_config_t* config, const std::string& networkDevices) {
   }
 }
 
-// A connection takes up to this many files: a socket on each of two lanes, a timer, and some shared memory while it is attached.
+// A connection takes up to this many files: a socket on each of two lanes, a timer, and some shared memory while it is
+// attached.
 constexpr size_t kFilesOfAConnection = 4;
 
 } // namespace

@@ -10,8 +10,8 @@
 // UCX itself: how it is started, what it needs, and what its status codes mean. ucp_transport.h tells which UCX it is.
 namespace torch_ucx_rpc {
 
-// Starts UCX with our settings where the user has set nothing. Throws std::runtime_error, as check() does. The parameters are
-// those of makeUcpTransport().
+// Starts UCX with our settings where the user has set nothing. Throws std::runtime_error, as check() does. The
+// parameters are those of makeUcpTransport().
 ucp_context_h startUcx(size_t expectedPeers, const std::string& networkDevices);
 
 // True if UCX_TLS, set to `tls`, lets UCX use this transport: "tcp", "posix", "sysv" and so on. Knows UCX's groups of
@@ -31,8 +31,9 @@ Error errorOfEndpoint(ucs_status_t status, int someFile);
 // For what UCX needs to start: throws std::runtime_error with a sentence for the user if `what` has failed.
 void check(ucs_status_t status, const char* what);
 
-// An error where this process may not open the files that a connection takes. They are made as copies of `someFile`, and closed
-// again. UCX would come to half a connection then, which says nothing of files and stays lost: it is better not begun.
+// An error where this process may not open the files that a connection takes. They are made as copies of `someFile`,
+// and closed again. UCX would come to half a connection then, which says nothing of files and stays lost: it is better
+// not begun.
 Error filesForAConnection(int someFile);
 
 } // namespace torch_ucx_rpc

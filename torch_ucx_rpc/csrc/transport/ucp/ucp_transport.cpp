@@ -61,9 +61,9 @@ Error noMemory() {
   return {ErrorCode::kOutOfMemory, "there was no memory for the message"};
 }
 
-// UCX calls back in C frames, through which no exception may pass. So its callbacks only note what has happened, in members
-// that need no memory; tell() hands it out, from progress() and from close(). Only messages are handed out at once, because
-// eager bytes are valid during the callback only: onMessage() catches everything.
+// UCX calls back in C frames, through which no exception may pass. So its callbacks only note what has happened, in
+// members that need no memory; tell() hands it out, from progress() and from close(). Only messages are handed out at
+// once, because eager bytes are valid during the callback only: onMessage() catches everything.
 class UcpTransport final : public Transport {
  public:
   UcpTransport(size_t expectedPeers, const std::string& networkDevices);
@@ -130,8 +130,8 @@ class UcpTransport final : public Transport {
     }
   };
 
-  // One send or receive. UCX owns its buffers until it calls back. The list of all lets close() end operations for which UCX
-  // never does.
+  // One send or receive. UCX owns its buffers until it calls back. The list of all lets close() end operations for
+  // which UCX never does.
   struct Operation {
     UcpTransport* transport;
     OperationDone done;
@@ -142,8 +142,8 @@ class UcpTransport final : public Transport {
     Operation* next = nullptr; // in operations_ or completed_
   };
 
-  // A rendezvous that waits here. Listeners get its address as the handle, never that of UCX's descriptor: UCX may give the
-  // same descriptor out again while the listener still has the handle of a message that it failed to store.
+  // A rendezvous that waits here. Listeners get its address as the handle, never that of UCX's descriptor: UCX may give
+  // the same descriptor out again while the listener still has the handle of a message that it failed to store.
   struct Parked {
     void* descriptor; // null: void, UCX has it back
     Parked* previous = nullptr; // in parked_
@@ -151,7 +151,7 @@ class UcpTransport final : public Transport {
   };
 
   // Things in the order of their arrival, linked through `Next`.
-  template <class T, T* T::*Next>
+  template <class T, T* T::* Next>
   struct Queue {
     T* first = nullptr;
     T* last = nullptr;
@@ -274,7 +274,9 @@ void UcpTransport::destroy() {
 std::vector<std::pair<std::string, std::string>> UcpTransport::description() const {
   const UcpLibrary library = loadedUcpLibrary();
   return {
-      {"ucx.version", library.version}, {"ucx.path", library.path}, {"ucx.shared_memory_repair", repair_->description()}};
+      {"ucx.version", library.version},
+      {"ucx.path", library.path},
+      {"ucx.shared_memory_repair", repair_->description()}};
 }
 
 Error UcpTransport::connectTo(std::string_view ucxAddress, EndpointId& endpoint) {
@@ -529,11 +531,12 @@ void UcpTransport::onEndpointError(void* endpoint, ucp_ep_h /*handle*/, ucs_stat
 }
 
 // UCX ends the process in two cases (1.22, and master in August 2026). In each it uses memory that it has freed:
-// - Both sides close a TCP connection while this side still has bytes for it, after a cut for instance. One event may say that
-//   the socket is writable and that the other side's farewell is there; reading the farewell frees the bytes that are written
-//   next (uct_tcp_iface_handle_events()). So there must be no such bytes, and a flush that completes at once proves it.
-// - An endpoint that has failed is closed while it is being flushed (ucp_ep_flush_resume_slow_path_callback()): its lanes are
-//   gone, so nothing keeps it until the flush has ended.
+// - Both sides close a TCP connection while this side still has bytes for it, after a cut for instance. One event may
+//   say that the socket is writable and that the other side's farewell is there; reading the farewell frees the bytes
+//   that are written next (uct_tcp_iface_handle_events()). So there must be no such bytes, and a flush that completes
+//   at once proves it.
+// - An endpoint that has failed is closed while it is being flushed (ucp_ep_flush_resume_slow_path_callback()): its
+//   lanes are gone, so nothing keeps it until the flush has ended.
 void UcpTransport::closeWhenDrained(Endpoint& endpoint) {
   draining_.reserve(draining_.size() + 1);
   const ucp_request_param_t param{};
@@ -545,9 +548,9 @@ void UcpTransport::closeWhenDrained(Endpoint& endpoint) {
   }
 }
 
-// Forced, UCX cancels whatever the endpoint has under way. It must be done to every endpoint before its worker is destroyed:
-// ucp_worker_destroy() by itself leaves an endpoint's requests where they are, and builds of UCX with assertions abort then
-// (ucp_ep_destroy_base(): "proto_reqs not empty").
+// Forced, UCX cancels whatever the endpoint has under way. It must be done to every endpoint before its worker is
+// destroyed: ucp_worker_destroy() by itself leaves an endpoint's requests where they are, and builds of UCX with
+// assertions abort then (ucp_ep_destroy_base(): "proto_reqs not empty").
 void UcpTransport::closeHandle(Endpoint& endpoint) {
   if (endpoint.handle == nullptr) {
     return;
@@ -634,8 +637,8 @@ std::vector<std::string> UcpTransport::lanes(EndpointId endpointId) const {
   return lanes;
 }
 
-// Only TCP needs draining (see closeWhenDrained()). Anything else must not be drained, because that may never end: nobody
-// empties the queue of a process that has died, and a card waits for acknowledgements of a host that is cut off.
+// Only TCP needs draining (see closeWhenDrained()). Anything else must not be drained, because that may never end:
+// nobody empties the queue of a process that has died, and a card waits for acknowledgements of a host that is cut off.
 bool UcpTransport::mayBeForced(const Endpoint& endpoint) const {
   const std::vector<std::string> lanes = this->lanes(endpoint.id);
   const auto isTcp = [](const std::string& lane) { return lane.starts_with("tcp/"); };
@@ -703,8 +706,8 @@ void UcpTransport::close(int64_t limitMs) {
   }
   refuseParked(); // what came meanwhile
 
-  // What could not be drained is forced. A card ends its requests then, for which it needs progress but no peer; the bound is
-  // for what UCX leaves behind.
+  // What could not be drained is forced. A card ends its requests then, for which it needs progress but no peer; the
+  // bound is for what UCX leaves behind.
   forceDraining(false);
   const auto isForcing = [this] {
     return !closing_.empty() || (operationsInFlight_ != 0 && draining_.empty()) ||
@@ -714,8 +717,9 @@ void UcpTransport::close(int64_t limitMs) {
   while (isForcing() && Clock::now() < forcedDeadline) {
     turn();
   }
-  // TCP comes last, and with as little progress afterwards as its requests need, because both ends of a connection might close
-  // at once (see closeWhenDrained()). Without any, ucp_worker_destroy() would free some of UCX's own memory twice (1.22).
+  // TCP comes last, and with as little progress afterwards as its requests need, because both ends of a connection
+  // might close at once (see closeWhenDrained()). Without any, ucp_worker_destroy() would free some of UCX's own memory
+  // twice (1.22).
   forceDraining(true);
   for (int turns = 0; turns < kTurnsToCancel && isForcing(); ++turns) {
     turn();

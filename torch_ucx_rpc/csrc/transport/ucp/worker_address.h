@@ -15,8 +15,8 @@ struct WorkerAddressView {
   std::string_view network;
 };
 
-// Packs both into the one address that this package passes on. UCX trusts what it reads in an address, and asserts it. So a
-// checksum stands in front, and a damaged or foreign address becomes an error.
+// Packs both into the one address that this package passes on. UCX trusts what it reads in an address, and asserts it.
+// So a checksum stands in front, and a damaged or foreign address becomes an error.
 std::string sealAddress(const WorkerAddress& address);
 
 // Unpacks what sealAddress() has returned; both are empty for anything else. Points into `address`.
