@@ -78,6 +78,12 @@ class QueueRepairTest : public testing::TestWithParam<const char*> {
     EXPECT_FALSE(sender_->connect(receiver_->address(), endpoint_));
   }
 
+  void SetUp() override {
+    if (std::string(GetParam()) == "posix" && queues_.size() == 1 && !queues_[0].processes()) {
+      GTEST_SKIP() << "POSIX memory is repaired only where no process is out of sight, as in containers";
+    }
+  }
+
   void send() {
     Outcome sent;
     const wire::Header header{};

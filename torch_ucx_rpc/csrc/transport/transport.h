@@ -47,7 +47,8 @@ enum class Memory : uint8_t {
 };
 
 // What an endpoint has under way. A peer that stops reading makes this grow without bound, because UCX queues eager
-// messages in memory of its own: the caller sets the bound and stops sending.
+// messages in memory of its own: the caller sets the bound and stops sending. Eager messages that fit into the lane's
+// own queue have completed and do not count.
 struct InFlight {
   size_t operations = 0; // sends that have not completed
   uint64_t bytes = 0; // their headers and data, as they were given to send()
@@ -76,7 +77,7 @@ class TransportListener {
   virtual void onEager(std::span<const std::byte> header, std::span<const std::byte> bytes) = 0;
 
   // A rendezvous was announced. The header is valid during the call only. Hand `parked` to receive() or refuse(),
-  // exactly once, at any later time.
+  // exactly once: to refuse() at any time, to receive() after this call.
   virtual void onParked(std::span<const std::byte> header, void* parked, uint64_t bytes) = 0;
 
   // The endpoint is dead, told once: its operations complete with errors, now or in a later progress(), and so will new

@@ -212,6 +212,9 @@ bool SharedMemoryQueue::mayHideMappings(const std::string& process, int why) {
   if (why == ENOENT || why == ESRCH) {
     return false; // it has ended
   }
+  if (process == "1") {
+    return false; // the machine's init, which is nobody's worker and may be closed to root itself
+  }
   const std::string status = readProcFile("/proc/" + process + "/status").value_or("");
   const size_t user = status.find("\nUid:");
   return user == std::string::npos ? errno != ENOENT && errno != ESRCH
