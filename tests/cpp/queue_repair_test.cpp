@@ -2,6 +2,7 @@
 
 #include "transport/ucp/queue_repair.h"
 
+#include "base/proc.h"
 #include "eventually.h"
 #include "outcome.h"
 #include "transport/ucp/shared_memory_queue.h"
@@ -46,10 +47,16 @@ class Bystander {
     kill(pid_, SIGKILL);
     waitpid(pid_, nullptr, 0);
   }
-  void waitUntilStopped() const {
-    int status = 0;
-    ASSERT_EQ(waitpid(pid_, &status, WUNTRACED), pid_);
-    ASSERT_TRUE(WIFSTOPPED(status));
+  // In its own code, where it may be in the middle of writing; not in a system call.
+  void stop() const {
+    const std::string thread = "/proc/" + std::to_string(pid_) + "/task/" + std::to_string(pid_);
+    do {
+      int status = 0;
+      kill(pid_, SIGCONT);
+      kill(pid_, SIGSTOP);
+      ASSERT_EQ(waitpid(pid_, &status, WUNTRACED), pid_);
+      ASSERT_TRUE(WIFSTOPPED(status));
+    } while (sleepOf(thread) != Sleep::kElsewhere);
   }
   void goOn() const {
     kill(pid_, SIGCONT);
@@ -178,11 +185,10 @@ TEST_P(QueueRepairTest, WhoMayStillBeWritingIsWaitedFor) {
   takeSlot();
   send();
   const Bystander bystander([] {
-    raise(SIGSTOP);
     for (;;) { // busy with something else
     }
   });
-  bystander.waitUntilStopped();
+  bystander.stop();
   for (int turn = 0; turn < 50; ++turn) {
     EXPECT_FALSE(receiver_->repair());
     usleep(1000);
@@ -253,11 +259,10 @@ TEST_P(QueueRepairTest, ASenderThatStaysStoppedMakesTheQueueUnrepairableUntilItG
   takeSlot();
   send();
   const Bystander bystander([] {
-    raise(SIGSTOP);
     for (;;) {
     }
   });
-  bystander.waitUntilStopped();
+  bystander.stop();
   while (receiver_->repairState() == RepairState::kUndecided) {
     receiver_->scanForRepair();
   }
