@@ -246,9 +246,9 @@ def ucx_of_wheel() -> tuple[Path, Path] | None:
 
 def ucx_of_conda() -> tuple[Path, Path] | None:
     prefix = Path(os.environ.get("CONDA_PREFIX") or sys.prefix)
-    if not (prefix / "include" / "ucp" / "api" / "ucp.h").exists():
-        return None
-    return prefix / "include", prefix / "lib"
+    # Both: Debian has the headers in /usr/include too, but the library in a folder of the architecture.
+    needed = (prefix / "include" / "ucp" / "api" / "ucp.h", prefix / "lib" / "libucp.so")
+    return (prefix / "include", prefix / "lib") if all(path.exists() for path in needed) else None
 
 
 def ucx_of_system() -> tuple[Path, Path] | None:

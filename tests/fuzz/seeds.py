@@ -11,7 +11,7 @@ from pathlib import Path
 
 CORPUS = Path(__file__).parent / "corpus"
 
-VERSION = 3
+VERSION = 4
 REQUEST, RESPONSE, CANCEL, GOODBYE, ARRIVE, RELEASE, JOIN, LEAVE, ACKNOWLEDGE = range(1, 10)
 NOWHERE = 0xFFFFFFFF
 UNDEFINED, STRIDED, COO, CSR = 0, 1, 2, 3
@@ -26,10 +26,10 @@ def header(
     version: int = VERSION,
     sequence: int = 0,
     place: tuple[int, int] = (0, 0),  # offset and bytes of the span
+    deadline: int = 0,  # milliseconds
 ) -> bytes:
-    return struct.pack("<HBBIQQQIIQQQ", 0x5855, version, kind, 1, 11, 12, call, index, spans, sequence, *place) + bytes(
-        16
-    )
+    fields = (0x5855, version, kind, 1, 11, 12, call, index, spans, sequence, *place, deadline, 0)
+    return struct.pack("<HBBIQQQIIQQQII", *fields) + bytes(16)
 
 
 def span(kind: int, size: int, **fields: int) -> bytes:
@@ -101,6 +101,7 @@ SPARSE = body(
 
 SEEDS = {
     "request": eager(header(REQUEST), body()),
+    "deadline": eager(header(REQUEST, deadline=5000), body()) + eager(header(REQUEST, call=2, deadline=(1 << 32) - 1)),
     "inline_tensor": eager(header(REQUEST), INLINE),
     "sparse": eager(header(RESPONSE), SPARSE),
     "per_channel": alone(
@@ -140,7 +141,7 @@ SEEDS = {
     + eager(header(RELEASE), struct.pack("<qII", 3, 1, 0) + b"why")
     + eager(header(JOIN), b'{"place": "member/1"}'),
     "other_versions": eager(header(REQUEST, version=1)) + other_length(header(REQUEST, version=1)[:40]),
-    "other_lengths": b"".join(other_length(header(REQUEST)[:size]) for size in (0, 1, 3, 4, 40, 79)),
+    "other_lengths": b"".join(other_length(header(REQUEST)[:size]) for size in (0, 1, 3, 4, 40, 80, 87)),
     "sequence": number(0, 1, 5, 3, 3, 2, 4, 4, (1 << 64) - 1, (1 << 64) - 2, 0),
 }
 

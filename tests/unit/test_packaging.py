@@ -231,6 +231,17 @@ def test_a_compiler_that_is_not_one_is_named(build_environment, monkeypatch):
         build_environment.check_compiler()
 
 
+def test_a_prefix_with_the_headers_of_ucx_and_no_library_is_not_condas(build_environment, monkeypatch, tmp_path):
+    header = tmp_path / "include" / "ucp" / "api" / "ucp.h"
+    header.parent.mkdir(parents=True)
+    header.touch()
+    monkeypatch.setenv("CONDA_PREFIX", str(tmp_path))
+    assert build_environment.ucx_of_conda() is None
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib" / "libucp.so").touch()
+    assert build_environment.ucx_of_conda() == (tmp_path / "include", tmp_path / "lib")
+
+
 def test_without_ucx_the_build_says_what_to_install(build_environment, monkeypatch):
     for place in ("ucx_of_wheel", "ucx_of_conda", "ucx_of_system"):
         monkeypatch.setattr(build_environment, place, lambda: None)

@@ -1,6 +1,8 @@
 // Shared-memory queues with a slot that nobody marks as written, as a sender leaves it that is killed while it writes.
 
 #include "transport/ucp/queue_repair.h"
+
+#include "base/proc.h"
 #include "eventually.h"
 #include "outcome.h"
 #include "transport/ucp/shared_memory_queue.h"
@@ -15,6 +17,8 @@
 #include <atomic>
 #include <functional>
 #include <memory>
+#include <string>
+#include <thread>
 
 namespace torch_ucx_rpc {
 namespace {
@@ -43,10 +47,16 @@ class Bystander {
     kill(pid_, SIGKILL);
     waitpid(pid_, nullptr, 0);
   }
-  void waitUntilStopped() const {
-    int status = 0;
-    ASSERT_EQ(waitpid(pid_, &status, WUNTRACED), pid_);
-    ASSERT_TRUE(WIFSTOPPED(status));
+  // In its own code, where it may be in the middle of writing; not in a system call.
+  void stop() const {
+    const std::string thread = "/proc/" + std::to_string(pid_) + "/task/" + std::to_string(pid_);
+    do {
+      int status = 0;
+      kill(pid_, SIGCONT);
+      kill(pid_, SIGSTOP);
+      ASSERT_EQ(waitpid(pid_, &status, WUNTRACED), pid_);
+      ASSERT_TRUE(WIFSTOPPED(status));
+    } while (sleepOf(thread) != Sleep::kElsewhere);
   }
   void goOn() const {
     kill(pid_, SIGCONT);
@@ -73,6 +83,12 @@ class QueueRepairTest : public testing::TestWithParam<const char*> {
     receiver_->setListener(&received_);
     sender_->setListener(&sent_);
     EXPECT_FALSE(sender_->connect(receiver_->address(), endpoint_));
+  }
+
+  void SetUp() override {
+    if (std::string(GetParam()) == "posix" && queues_.size() == 1 && !queues_[0].processes()) {
+      GTEST_SKIP() << "POSIX memory is repaired only where no process is out of sight, as in containers";
+    }
   }
 
   void send() {
@@ -169,11 +185,10 @@ TEST_P(QueueRepairTest, WhoMayStillBeWritingIsWaitedFor) {
   takeSlot();
   send();
   const Bystander bystander([] {
-    raise(SIGSTOP);
     for (;;) { // busy with something else
     }
   });
-  bystander.waitUntilStopped();
+  bystander.stop();
   for (int turn = 0; turn < 50; ++turn) {
     EXPECT_FALSE(receiver_->repair());
     usleep(1000);
@@ -216,9 +231,101 @@ TEST_P(QueueRepairTest, WhoSleepsIsNotWriting) {
   EXPECT_TRUE(arrives(2));
 }
 
+// As NothingIsSkippedWhereProcessesMayNotBeSeen, until it is told.
+TEST_P(QueueRepairTest, WhereProcessesMayNotBeSeenTheQueueIsUnrepairableAfterABoundedNumberOfScans) {
+  send();
+  ASSERT_TRUE(arrives(1));
+  takeSlot();
+  send();
+  rlimit files{};
+  ASSERT_EQ(getrlimit(RLIMIT_NOFILE, &files), 0);
+  const rlimit none{0, files.rlim_max};
+  ASSERT_EQ(setrlimit(RLIMIT_NOFILE, &none), 0);
+  int scans = 0;
+  while (receiver_->repairState() == RepairState::kUndecided && scans < 1000) {
+    receiver_->scanForRepair();
+    ++scans;
+  }
+  EXPECT_EQ(receiver_->repairState(), RepairState::kUnrepairable);
+  ASSERT_EQ(setrlimit(RLIMIT_NOFILE, &files), 0);
+  EXPECT_TRUE(isStuckWith(1));
+  EXPECT_TRUE(eventually([&] { return progress(), receiver_->repair(); })) << "it is still looked at now and then";
+  EXPECT_TRUE(arrives(2));
+}
+
+TEST_P(QueueRepairTest, ASenderThatStaysStoppedMakesTheQueueUnrepairableUntilItGoesOn) {
+  send();
+  ASSERT_TRUE(arrives(1));
+  takeSlot();
+  send();
+  const Bystander bystander([] {
+    for (;;) {
+    }
+  });
+  bystander.stop();
+  while (receiver_->repairState() == RepairState::kUndecided) {
+    receiver_->scanForRepair();
+  }
+  EXPECT_EQ(receiver_->repairState(), RepairState::kUnrepairable);
+  EXPECT_TRUE(isStuckWith(1));
+  bystander.goOn();
+  EXPECT_TRUE(eventually([&] { return progress(), receiver_->repair(); }));
+  EXPECT_TRUE(arrives(2));
+}
+
+// Only the state closes gaps, under the worker lock: a scan on another thread touches nothing of UCX's.
+TEST_P(QueueRepairTest, AScanRunsBesideTheTransport) {
+  send();
+  ASSERT_TRUE(arrives(1));
+  takeSlot();
+  std::atomic<bool> isOver{false};
+  std::thread scanner([&] {
+    while (!isOver.load()) {
+      receiver_->scanForRepair();
+    }
+  });
+  send();
+  EXPECT_TRUE(eventually([&] { return progress(), receiver_->repairState() == RepairState::kWhole; }));
+  EXPECT_TRUE(arrives(2));
+  receiver_->close(0);
+  isOver.store(true);
+  scanner.join();
+}
+
+TEST_P(QueueRepairTest, AQueueIsPlausibleWhateverItHasCarried) {
+  for (int round = 0; round < 300; ++round) { // more than once round the ring
+    send();
+    ASSERT_TRUE(queues_.at(0).isPlausible()) << round;
+  }
+  ASSERT_TRUE(arrives(300));
+  takeSlot();
+  EXPECT_TRUE(queues_.at(0).isPlausible());
+}
+
 INSTANTIATE_TEST_SUITE_P(Lanes, QueueRepairTest, testing::Values("posix", "sysv"), [](const auto& lanes) {
   return std::string(lanes.param);
 });
+
+TEST(QueueRepairVersionTest, OnlyTestedVersionsAreRepaired) {
+  for (const char* tested : {"1.14.1", "1.18.0", "1.22.0", "1.22"}) {
+    EXPECT_EQ(whyQueuesAreNotRepaired(tested), "") << tested;
+  }
+  for (const char* other : {"1.13.1", "1.23.0", "2.0.0", ""}) {
+    EXPECT_NE(whyQueuesAreNotRepaired(other), "") << other;
+  }
+}
+
+TEST(QueueRepairVersionTest, TheDescriptionTellsWhy) {
+  EXPECT_EQ(QueueRepair({}, "").description(), "on");
+  QueueRepair off({}, "UCX 1.23 was not tested");
+  EXPECT_EQ(off.description(), "off: UCX 1.23 was not tested");
+  EXPECT_EQ(off.state(), RepairState::kWhole);
+  bool isDescribed = false;
+  for (const auto& [key, value] : makeUcpTransport(1)->description()) {
+    isDescribed |= key == "ucx.shared_memory_repair" && value == "on";
+  }
+  EXPECT_TRUE(isDescribed);
+}
 
 } // namespace
 } // namespace torch_ucx_rpc

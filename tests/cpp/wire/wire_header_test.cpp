@@ -25,6 +25,7 @@ TEST(WireHeaderTest, EveryFieldArrives) {
   sent.spanCount = 3;
   sent.sequence = 0x4142434445464748;
   sent.place = {0x5152535455565758, 0x6162636465666768};
+  sent.deadlineMs = 0x71727374;
   sent.frameTag.fill(std::byte{0x61});
   Header received;
   ASSERT_FALSE(read(sent, received));
@@ -39,6 +40,7 @@ TEST(WireHeaderTest, LayoutIsTheDrawnOne) {
   header.spanCount = 7;
   header.sequence = 0x81;
   header.contentTag[0] = std::byte{0x82};
+  header.deadlineMs = 0x74;
   header.frameTag[0] = std::byte{0x83};
   const auto* bytes = reinterpret_cast<const unsigned char*>(&header);
   EXPECT_EQ(bytes[0], 'U');
@@ -51,7 +53,9 @@ TEST(WireHeaderTest, LayoutIsTheDrawnOne) {
   EXPECT_EQ(bytes[36], 7);
   EXPECT_EQ(bytes[40], 0x81);
   EXPECT_EQ(bytes[48], 0x82);
-  EXPECT_EQ(bytes[64], 0x83);
+  EXPECT_EQ(bytes[64], 0x74);
+  EXPECT_EQ(bytes[68], 0);
+  EXPECT_EQ(bytes[72], 0x83);
   header.place = {0x91, 0x92};
   EXPECT_EQ(bytes[48], 0x91);
   EXPECT_EQ(bytes[56], 0x92);

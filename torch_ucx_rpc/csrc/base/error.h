@@ -8,34 +8,46 @@ namespace torch_ucx_rpc {
 
 enum class ErrorCode : uint8_t {
   kOk = 0,
-  kCanceled, // given up on by this side; nothing is wrong with the peer
-  kPeerFailed, // the peer or the way to it is gone
-  kTimedOut,
+  kCanceled, // this side gave it up
+  kPeerFailed, // the peer, or the way to it, is gone
+  kTimedOut, // the peer, or the way to it, did not answer in time
   kOutOfMemory,
-  kOutOfFiles, // this process may open no more of them
-  kOutOfThreads, // this process may have no more of them for requests
+  kOutOfFiles, // this process may not open more files
+  kOutOfResources, // this process or machine has no more of something else: shared memory segments, queue pairs, ports
+  kOutOfThreads, // this process may not have more threads for requests
   kProtocol, // the peer sent something that the wire format does not allow
   kShutDown, // this agent, or the peer, has shut down
-  kDeviceFailed, // a device of this side, or what a program does there
-  kInternal,
+  kDeviceFailed, // a device of this process failed, or the program that runs on it
+  kInternal, // a fault of this package or of UCX
 };
 
-// True for failures of this process or of one message. Such a failure says nothing about the peer, which may be well.
+// True for failures of this process or of one message. Such a failure says nothing about the peer, which may be well:
+// it must not end the peer, and trying again later may work. A peer ends by its own error or by its own silence.
+//
+// kOutOfMemory counts as local although a rendezvous also completes with it when the receiver had no memory: that, too,
+// says that the receiver is alive. kInternal does not count: trying again would fail again.
 constexpr bool isLocal(ErrorCode code) {
   switch (code) {
     case ErrorCode::kCanceled:
     case ErrorCode::kOutOfMemory:
     case ErrorCode::kOutOfFiles:
+    case ErrorCode::kOutOfResources:
     case ErrorCode::kOutOfThreads:
     case ErrorCode::kDeviceFailed:
       return true;
-    default:
-      return false;
+    case ErrorCode::kOk:
+    case ErrorCode::kPeerFailed:
+    case ErrorCode::kTimedOut:
+    case ErrorCode::kProtocol:
+    case ErrorCode::kShutDown:
+    case ErrorCode::kInternal:
+      break;
   }
+  return false;
 }
 
-// An outcome passed between threads as a value. It becomes an exception once, where the agent meets torch
-// or Python, and its message is written for the person who reads that exception.
+// The outcome of an operation, passed between threads as a value. It becomes an exception once, where the agent meets
+// torch or Python. Its message is written for the person who reads that exception.
 class [[nodiscard]] Error {
  public:
   Error() = default;
@@ -43,6 +55,7 @@ class [[nodiscard]] Error {
   Error(ErrorCode code, std::string message, std::string cause = {})
       : code_(code), message_(std::move(message)), cause_(std::move(cause)) {}
 
+  // True if something failed.
   explicit operator bool() const {
     return code_ != ErrorCode::kOk;
   }

@@ -9,9 +9,12 @@
 
 namespace torch_ucx_rpc {
 
-// HMAC-SHA256 (RFC 2104) with one key, by OpenSSL's libcrypto, version 3 or newer. The library is loaded when it is first needed,
-// by its soname, so that a process without secrets does without it and the build needs no headers of it: what Python's
-// own hashlib has loaded is taken, else what the system has. Not thread-safe; one for each thread, or a lock.
+// HMAC-SHA256 (RFC 2104) with one key, by OpenSSL's libcrypto, version 3 or newer.
+//
+// The library is loaded by its soname when it is first needed. So a process without secrets needs no libcrypto, and the
+// build needs no headers of it. The copy that Python's hashlib has loaded is taken first, then the system's.
+//
+// Not thread-safe: use one for each thread, or a lock.
 class Hmac {
  public:
   // The leftmost half of the output, the shortest that RFC 2104 advises.
@@ -20,10 +23,10 @@ class Hmac {
   // Throws std::runtime_error where there is no libcrypto, with the cure.
   explicit Hmac(std::string_view key);
 
-  // Over the parts, one behind the other.
+  // The tag of the parts, one behind the other. Where one part ends is not part of it: the caller puts the lengths in.
   Tag of(std::initializer_list<std::span<const std::byte>> parts);
 
-  // In a time that does not depend on where they differ.
+  // Compares in a time that does not depend on where the two differ, so that a forger learns nothing from the clock.
   static bool areEqual(const Tag& left, const Tag& right);
 
  private:

@@ -1,14 +1,60 @@
 #include "base/proc.h"
 
-#include <fstream>
+#include <fcntl.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <cstdlib>
 #include <sstream>
+#include <string_view>
 
 namespace torch_ucx_rpc {
 
+namespace {
+
+// Of the kernel's functions in which a thread waits within a system call: what their names contain, in Linux 4.18 to
+// 6.18.
+constexpr std::array<std::string_view, 15> kWaits = {
+    "futex",
+    "poll",
+    "nanosleep",
+    "select",
+    "pipe_",
+    "skb_wait",
+    "sk_wait",
+    "wait_woken",
+    "unix_stream",
+    "accept",
+    "do_wait",
+    "pause",
+    "sigtimedwait",
+    "sigsuspend",
+    "cqring_wait"};
+
+} // namespace
+
+std::optional<std::string> readProcFile(const std::string& path) {
+  const int fd = open(path.c_str(), O_RDONLY | O_CLOEXEC);
+  if (fd < 0) {
+    return std::nullopt;
+  }
+  std::string text;
+  std::array<char, 16 * 1024> part{};
+  ssize_t bytes = 0;
+  while ((bytes = read(fd, part.data(), part.size())) > 0) {
+    text.append(part.data(), static_cast<size_t>(bytes));
+  }
+  const int why = errno;
+  close(fd);
+  errno = why;
+  return bytes == 0 ? std::optional(std::move(text)) : std::nullopt;
+}
+
 std::optional<ProcStat> readProcStat(const std::string& directory) {
-  std::ifstream file(directory + "/stat");
-  std::string line;
-  std::getline(file, line);
+  const std::string line = readProcFile(directory + "/stat").value_or("");
   const size_t nameEnd = line.rfind(')'); // the name, field 2, may contain anything
   if (nameEnd == std::string::npos) {
     return std::nullopt;
@@ -29,6 +75,28 @@ std::optional<ProcStat> readProcStat(const std::string& directory) {
   fields >> stat.startTicks; // field 22
   stat.cpuTicks = userTicks + systemTicks;
   return stat;
+}
+
+Sleep sleepOf(const std::string& directory) {
+  // "NUMBER ARGUMENTS... SP PC" in a system call, "-1 SP PC" asleep elsewhere, or "running".
+  if (const std::optional<std::string> call = readProcFile(directory + "/syscall")) {
+    char* end = nullptr;
+    const long number = std::strtol(call->c_str(), &end, 10);
+    return end != call->c_str() && number >= 0 && number != SYS_ioctl ? Sleep::kSystemCall : Sleep::kElsewhere;
+  }
+  // That takes the right to trace the thread, which Yama denies to siblings on many systems. The name of the function
+  // in which it waits takes the right to read only.
+  const std::optional<std::string> function = readProcFile(directory + "/wchan");
+  const std::optional<ProcStat> stat = readProcStat(directory);
+  if (!function || !stat) {
+    return Sleep::kUnknown;
+  }
+  const bool isWait = std::any_of(
+      kWaits.begin(), kWaits.end(), [&](std::string_view name) { return function->find(name) != std::string::npos; });
+  if (stat->state == 'S' && isWait) {
+    return Sleep::kSystemCall;
+  }
+  return *function == "0" && stat->state == 'S' ? Sleep::kUnknown : Sleep::kElsewhere; // "0": hidden, or not asleep
 }
 
 } // namespace torch_ucx_rpc

@@ -5,7 +5,7 @@
 
 namespace torch_ucx_rpc {
 
-// Python and torch give seconds.
+// Rounds to the nearest millisecond. Python and torch give seconds; everything below them counts milliseconds.
 inline std::chrono::milliseconds toMilliseconds(double seconds) {
   return std::chrono::milliseconds(std::llround(seconds * 1000));
 }

@@ -9,16 +9,18 @@
 
 namespace torch_ucx_rpc {
 
-// Memory for large host tensors that arrive. Touching fresh pages costs three to four times as much as the copy itself,
-// so blocks go back to the pool when their tensor dies and the next message finds them warm.
+// Memory for large host tensors that arrive. Touching fresh pages costs three to four times as much as the copy itself.
+// So a block goes back to the pool when its tensor dies, and the next message finds it warm.
 //
-// A real c10::Allocator: tensors that live in its blocks can be resized and keep their memory for as long as they like.
-// Blocks come in size classes, four to a power of two (at most a fifth of a block is slack); from kHugePageBytes on they are
-// whole huge pages, aligned for them and advised to use them. What is idle is kept up to a limit; the least recently
-// returned block is unmapped first. Thread-safe. The process-wide instance is never destroyed: tensors may outlive everything.
+// - It is a real c10::Allocator: tensors in its blocks can be resized, and keep their memory for as long as they like.
+// - Blocks come in size classes, four to a power of two, so at most a fifth of a block is slack. From kHugePageBytes
+//   on, blocks are whole huge pages, aligned for them, and the kernel is advised to use them.
+// - Idle blocks are kept up to a limit. The least recently returned one is unmapped first.
+// - Any thread may allocate and release. The process-wide instance is never destroyed, because tensors may outlive
+//   everything.
 class HostPool final : public c10::Allocator {
  public:
-  // Requests below this are malloc's: it keeps small blocks warm by itself.
+  // Smaller requests go to malloc, which keeps small blocks warm by itself.
   static constexpr size_t kMinBlockBytes = 64 * 1024;
   static constexpr size_t kHugePageBytes = 2 * 1024 * 1024;
 
@@ -34,11 +36,11 @@ class HostPool final : public c10::Allocator {
   explicit HostPool(size_t idleLimitBytes);
   ~HostPool() override; // returns idle blocks; blocks in use must be gone
 
-  // Throws std::bad_alloc where the system has no memory left.
+  // Throws std::bad_alloc where the system has no memory left. The pointer frees by itself, on any thread.
   c10::DataPtr allocate(size_t bytes) override;
   void copy_data(void* to, const void* from, std::size_t bytes) const override;
 
-  // Most bytes kept idle for reuse; takes effect at once.
+  // Sets how many idle bytes are kept at most (256 MiB by default); takes effect at once.
   void setIdleLimit(size_t bytes);
   Statistics statistics() const;
 

@@ -9,47 +9,80 @@
 #include <memory>
 #include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
-// The seam between what the agent wants to say and how it travels. Two implementations: ucp/ (UCX active messages) and
-// loopback/ (in-process, with faults on demand, for tests). The contract below is written out as tests, once, in
-// tests/cpp/transport_contract_test.cpp, and both implementations run them.
+// The seam between the agent's messages and the way they travel. There are two implementations: ucp/ sends UCX active
+// messages, loopback/ stays inside the process and makes faults on demand, for tests.
+// tests/cpp/transport_contract_test.cpp states the contract below as tests, which run on both.
 //
-// Threads: a transport is single-threaded. The caller holds the worker lock for every method except address(), eventFd(),
-// description() and canShare(). All callbacks run inside a method call, hence under that lock: they must not block, take the GIL, run user
-// code, or call progress().
+// Threads. A transport is single-threaded: the caller holds the worker lock for every method. The exceptions are
+// address(), eventFd(), description(), canShare() and scanForRepair(), which any thread may call without it.
+//
+// Callbacks run inside a method call, hence under the worker lock. They must not block, take the GIL, run user code or
+// call progress().
+//
+// Exceptions. A callback may throw. No exception crosses UCX's C frames, and the transport stays usable:
+// - Out of onEager and onParked: the message is lost, see TransportListener.
+// - Out of any other callback: progress(), send(), receive() or abandon() throws it in turn. What has not been told yet
+//   is told by the next progress(). close() swallows it.
 
 namespace torch_ucx_rpc {
 
 using EndpointId = uint32_t;
 
-// Outcome of one send or receive; called exactly once, inside send()/receive() itself or inside a later progress().
+// Gets the outcome of one send or receive. It is called exactly once, inside send() or receive() itself or inside a
+// later progress(), abandon() or close().
 using OperationDone = UniqueFunction<void(Error)>;
 
 enum class SendMode : uint8_t {
-  kEager, // travels with its header; the receiver gets the bytes at once
-  kRendezvous, // only the header travels; the bytes wait here until the receiver takes or refuses them
+  kEager, // the bytes travel with the header, and the receiver gets both at once
+  kRendezvous, // only the header travels; the bytes wait at the sender until the receiver takes or refuses them
 };
 
 // Where the bytes of a rendezvous lie.
 enum class Memory : uint8_t {
   kHost,
-  kDevice, // of any device; the transport finds out which
+  kDevice, // of any device; the transport finds out which one
 };
 
-// What a transport tells its owner. Whoever has no memory for a message throws std::bad_alloc out of the first two: an eager
-// message is dropped then, a rendezvous refused.
+// What an endpoint has under way. A peer that stops reading makes this grow without bound, because UCX queues eager
+// messages in memory of its own: the caller sets the bound and stops sending. Eager messages that fit into the lane's
+// own queue have completed and do not count.
+struct InFlight {
+  size_t operations = 0; // sends that have not completed
+  uint64_t bytes = 0; // their headers and data, as they were given to send()
+};
+
+// Where repair() stands.
+enum class RepairState : uint8_t {
+  kWhole, // nothing is missing, or nothing can be missing because there is no shared memory
+  kUndecided, // a message is missing, and its sender may still be writing it: scan and ask again in some milliseconds
+  // A message is missing, and nobody can tell whether its sender still writes it. This worker gets nothing more over
+  // shared memory until the sender marks it: peers of this machine must reach it over the network
+  // (connectOverNetwork()). Keep asking: the state returns to kWhole once the sender has gone on.
+  kUnrepairable,
+};
+
+// What a transport tells its owner.
+//
+// onEager and onParked may throw when there is no memory for the message. An eager message is dropped then. A
+// rendezvous is refused, and its handle is void: handing it to receive() ends with kOutOfMemory, handing it to refuse()
+// does nothing. So a listener that has stored the handle before it threw stays consistent.
 class TransportListener {
  public:
   virtual ~TransportListener() = default;
 
-  // An active message arrived. Eager bytes are valid during the call only.
+  // An active message arrived. The header and the bytes are valid during the call only.
   virtual void onEager(std::span<const std::byte> header, std::span<const std::byte> bytes) = 0;
 
-  // A rendezvous was announced: hand `parked` to receive() or refuse(), once, whenever it suits.
+  // A rendezvous was announced. The header is valid during the call only. Hand `parked` to receive() or refuse(),
+  // exactly once: to refuse() at any time, to receive() after this call.
   virtual void onParked(std::span<const std::byte> header, void* parked, uint64_t bytes) = 0;
 
-  // The endpoint is dead: its operations complete with errors (now or in a later progress()), and so will new ones.
+  // The endpoint is dead, told once: its operations complete with errors, now or in a later progress(), and so will new
+  // ones. The error's code tells a failure of this process from one of the peer, see isLocal(). After a local one,
+  // connect() may make another endpoint to the same peer.
   virtual void onEndpointFailed(EndpointId endpoint, const Error& error) = 0;
 };
 
@@ -57,20 +90,31 @@ class Transport {
  public:
   virtual ~Transport() = default;
 
+  // Must be called before the first progress(). The listener must outlive the transport or its close().
   virtual void setListener(TransportListener* listener) = 0;
 
-  // What a peer's connect() needs to reach this worker. Opaque bytes.
+  // Tells a peer's connect() how to reach this worker. Opaque bytes, constant.
   virtual const std::string& address() const = 0;
 
-  // Readable, edge by edge, when progress() has something to do after arm() returned true.
+  // Becomes readable, edge by edge, when progress() has something to do after arm() returned true. The descriptor stays
+  // the transport's.
   virtual int eventFd() const = 0;
 
-  // For people: version and path of the library, say. Key -> value.
+  // Facts for people, key and value: version and path of the library, for instance.
   virtual std::vector<std::pair<std::string, std::string>> description() const = 0;
 
-  // Makes an endpoint; whether the peer can be reached shows later. Fails for an address that makes no sense, and where the process
-  // may open no more files.
+  // Makes an endpoint. Whether the peer can be reached shows later. Fails for an address that makes no sense
+  // (kPeerFailed), and with a local error where this process lacks something.
   virtual Error connect(const std::string& address, EndpointId& endpoint) = 0;
+
+  // Does the same, but reaches the peer over network transports only, never over shared memory. Both sides must choose
+  // alike. This is for peers of the same machine
+  // - in another pid namespace: UCX looks for the peer's process by its id in the own namespace, so shared memory fails
+  //   or watches a stranger (containers with a common IPC namespace: `--ipc=host` without `--pid=host`);
+  // - that report RepairState::kUnrepairable.
+  virtual Error connectOverNetwork(const std::string& address, EndpointId& endpoint) {
+    return connect(address, endpoint);
+  }
 
   // Sends one active message. Header and bytes must stay valid until `done`. Only a rendezvous may be in device memory.
   virtual void send(
@@ -81,37 +125,63 @@ class Transport {
       OperationDone done,
       Memory memory = Memory::kHost) = 0;
 
-  // Receives a parked message into `into`, which holds as many bytes as onParked announced and stays valid until `done`.
+  // Receives a parked message into `into`, which must hold as many bytes as onParked announced and stay valid until
+  // `done`.
   virtual void receive(void* parked, void* into, uint64_t bytes, OperationDone done, Memory memory = Memory::kHost) = 0;
 
-  // Whether what is in this memory of a device can go straight from there to other workers of this machine. For any thread.
+  // True if other workers of this machine can read this device memory where it lies. Any thread.
   virtual bool canShare(const void* deviceMemory) const = 0;
 
   // Gives a parked message up; the sender's operation completes.
   virtual void refuse(void* parked) = 0;
 
-  // Does what can be done without blocking; returns how many things it did. 0: nothing to do now.
+  // Does everything that does not block, and returns how many things that were. 0: nothing to do now.
   virtual unsigned progress() = 0;
 
   // Prepares for sleep. False: something happened meanwhile, call progress() first. True: the event fd will tell.
   virtual bool arm() = 0;
 
-  // Sends and receives that have not completed.
+  // Sends and receives that have not completed, over all endpoints.
   virtual size_t operationsInFlight() const = 0;
 
-  // Ways the transport chose for this endpoint, e.g. "sysv/memory", "tcp/eth0".
+  // The sends to one endpoint that have not completed.
+  virtual InFlight inFlight(EndpointId /*endpoint*/) const {
+    return {};
+  }
+
+  // The ways that the transport chose for this endpoint, "sysv/memory" and "tcp/eth0" for instance.
   virtual std::vector<std::string> lanes(EndpointId endpoint) const = 0;
 
-  // To be called after a process of this machine has died, and again every few milliseconds until it returns true: nothing that it
-  // has left unfinished keeps messages of others from arriving.
-  virtual bool repair() = 0;
+  // Repair. A process of this machine that dies while it writes into this worker's shared memory leaves a gap there,
+  // and nothing behind the gap arrives, whoever sent it. After a process has died, and whenever this worker seems deaf,
+  // call repairState() under the worker lock. While it returns kUndecided, call scanForRepair() and then repairState()
+  // again, every 20 ms or so.
+  //
+  // repairState() takes microseconds. It closes a gap if the last scan has shown that nobody can be writing there any
+  // more.
+  virtual RepairState repairState() {
+    return RepairState::kWhole;
+  }
+  // Looks at the processes of this machine through /proc. That takes milliseconds, tens of them among thousands of
+  // processes, so it must not be done under the worker lock. It does nothing where repairState() has asked for nothing.
+  // Any one thread at a time, also after close(), not after destruction.
+  virtual void scanForRepair() {}
 
-  // Abandons one endpoint: its operations complete, with an error unless the peer has taken them before that. Where a network is
-  // in between, not before what has been begun has left this machine or the network has given up, which may take minutes.
+  // Both in one call, for callers that do not mind scanning under the worker lock. True once there is nothing to
+  // repair.
+  virtual bool repair() {
+    scanForRepair();
+    return repairState() == RepairState::kWhole;
+  }
+
+  // Gives up one endpoint. Its operations complete, with an error unless the peer took them before. Over TCP they
+  // complete when what was begun has left this machine or the kernel has given up, which may take minutes; over other
+  // transports they complete within a few calls of progress(). A rendezvous of memory that is also under way to another
+  // endpoint may complete only with that one: UCX lets go of the memory once.
   virtual void abandon(EndpointId endpoint) = 0;
 
-  // Flushes what was sent eagerly, then ends everything; what is not done after `limitMs` is abandoned. Nothing may be called
-  // afterwards but the destructor. Parked messages that nobody took are refused.
+  // Flushes what was sent eagerly, then ends everything; what is not done after `limitMs` is given up. Parked messages
+  // that nobody took are refused. Afterwards only the destructor and scanForRepair() may be called.
   virtual void close(int64_t limitMs) = 0;
 };
 

@@ -11,8 +11,8 @@
 
 namespace torch_ucx_rpc::wire {
 
-// One active message as it arrived: its bytes, or the transport's handle for bytes that still wait at the sender.
-// A parked piece must be received or refused exactly once; the assembler only passes it on.
+// One active message as it arrived: its bytes, or the transport's handle for bytes that still wait at the sender. A
+// parked piece must be received or refused exactly once. The assembler only passes it on.
 struct Piece {
   Bytes data; // empty when parked
   void* parked = nullptr;
@@ -25,20 +25,20 @@ struct Piece {
   uint64_t size() const {
     return isParked() ? parkedBytes : data.size();
   }
-  // For what is not parked: to its place in the memory of its span.
+  // Copies the bytes of a piece that is not parked to their place in the memory of its span.
   void copyInto(void* span) const {
     std::copy_n(data.data(), data.size(), static_cast<std::byte*>(span) + offset);
   }
 };
 
-// A message of which every piece is known.
+// A message whose pieces are all known, whether their bytes are here or not.
 struct Assembled {
   struct Span {
     uint64_t bytes = 0;
     std::vector<Piece> pieces; // from its first byte to its last
   };
 
-  // The body, and the pieces of all spans.
+  // Visits the body and the pieces of all spans.
   template <class Callback>
   void forEachPiece(Callback callback) {
     callback(body);
@@ -54,25 +54,31 @@ struct Assembled {
   std::vector<Span> spans;
 };
 
-// Joins the body of a message with the pieces of its spans, in whatever order they arrive. Not thread-safe: it is used under
-// the worker lock. It allocates in proportion to what has really arrived, never to what a header announces.
+// Joins the body of a message with the pieces of its spans, in whatever order they arrive.
+//
+// Every piece given to it comes back exactly once: in an assembled message, or among the rejected or dropped ones. It
+// allocates in proportion to what has really arrived, never to what a header announces. Not thread-safe: it is used
+// under the worker lock.
 class Assembler {
  public:
   enum class Outcome { kIncomplete, kWhole, kRejected, kGivenUp };
 
-  // Takes the piece that came with `header` (checked by readHeader). kWhole: `assembled` is filled. kRejected: the piece
-  // contradicts its message or overlaps another piece; `rejected` gets all pieces of that message, which is given up. kGivenUp: it
-  // belongs to a message that was, and is in `rejected`.
+  // Takes the piece that came with `header`, which readHeader() has checked.
+  // - kIncomplete: the piece is kept.
+  // - kWhole: `assembled` is filled.
+  // - kRejected: the piece contradicts its message or overlaps another piece. The message is given up, and `rejected`
+  //   gets all its pieces.
+  // - kGivenUp: the piece belongs to a message that was given up before, and is in `rejected`.
   Outcome add(const Header& header, Piece piece, Assembled& assembled, std::vector<Piece>& rejected);
 
-  // Gives up an incomplete message (its caller has too); its pieces go to `dropped`. What is still to come of it is
-  // recognized by add(), up to the last piece.
+  // Gives up an incomplete message, whose caller has given it up; its pieces go to `dropped`. add() recognizes the
+  // pieces that are still to come, up to the last one.
   void cancel(uint64_t session, Kind kind, uint64_t callId, std::vector<Piece>& dropped);
 
-  // Forgets every incomplete message of a session (its worker is gone); their pieces go to `dropped`.
+  // Forgets every incomplete message of a session, whose worker is gone; their pieces go to `dropped`.
   void dropSession(uint64_t session, std::vector<Piece>& dropped);
 
-  // Messages that are not whole yet, without those that are given up.
+  // Counts the messages that are not whole yet, without those that were given up.
   size_t incomplete() const;
 
  private:
@@ -92,7 +98,7 @@ class Assembler {
     Assembled::Span span;
     uint64_t missing = 0; // bytes
   };
-  // Of one that is given up, only what has come is noted.
+  // A message that was given up keeps no pieces, only the note of which ones have come.
   struct Partial {
     bool hasBody = false;
     Header header;
@@ -107,7 +113,7 @@ class Assembler {
   };
   using Partials = std::unordered_map<Key, Partial, HashKey>;
 
-  // False where it contradicts what has come, and nothing is noted then.
+  // Notes a piece. False where it contradicts what has come, and then nothing is noted.
   static bool note(Partial& partial, const Header& header, uint64_t bytes);
   static void take(Partial& partial, std::vector<Piece>& into);
   static void giveUp(Partial& partial, std::vector<Piece>& dropped);

@@ -8,7 +8,8 @@
 #include <span>
 #include <vector>
 
-// The body of a request or response: what the message says, where each of its tensors lies, and all that is small.
+// The body of a request or response: what the message says, where each of its tensors lies, and everything that is
+// small. Nothing in it is believed before readBody() has checked it.
 //
 //      +----------------+-----------------+------------------------------------+---------+-----------------+
 //      | BodyPrefix, 32 | StorageRecord[] | TensorRecord[], each followed by   | payload | bytes of the    |
@@ -16,8 +17,8 @@
 //      +----------------+-----------------+------------------------------------+---------+-----------------+
 //
 // Everything before the payload is 8-byte aligned and is read in place. A payload or storage is either inline, in this
-// body, or a span of the message. Tensor records are a forest in depth-first order: a strided tensor has no children;
-// a sparse tensor has its index and value tensors as children; a tensor quantized per channel its scales and zero points.
+// body, or a span of the message. Tensor records are a forest in depth-first order. A strided tensor has no children. A
+// sparse tensor has its index and value tensors as children, a tensor quantized per channel its scales and zero points.
 
 namespace torch_ucx_rpc::wire {
 
@@ -77,7 +78,8 @@ struct TensorRecord {
 };
 static_assert(sizeof(TensorRecord) == 48);
 
-// Collects a body. Storages and tensors are numbered in the order they are added.
+// Collects a body, for one thread. Storages and tensors are numbered in the order in which they are added. The payload
+// and the inline storages stay the caller's: their memory must be valid until finish().
 class BodyWriter {
  public:
   explicit BodyWriter(uint32_t messageType);
@@ -85,14 +87,15 @@ class BodyWriter {
   void setInlinePayload(std::span<const char> payload);
   void setPayloadSpan(uint64_t bytes, uint32_t span);
 
-  // The memory must stay valid until finish().
+  // Both return the number of the storage, which tensor records refer to.
   uint32_t addInlineStorage(const void* data, uint64_t bytes, int8_t deviceType, int8_t deviceIndex);
   uint32_t addSpanStorage(uint64_t bytes, uint32_t span, int8_t deviceType, int8_t deviceIndex);
 
-  // `record.dims` follows from `sizes`; `strides` is empty for a tensor without storage. Children are added right after
+  // `record.dims` is taken from `sizes`. `strides` is empty for a tensor without storage. Add children right after
   // their parent.
   void addTensor(TensorRecord record, std::span<const int64_t> sizes, std::span<const int64_t> strides, bool isChild);
 
+  // The whole body; the writer is of no use afterwards.
   Bytes finish();
 
  private:
@@ -128,14 +131,14 @@ struct BodyView {
   std::vector<Tensor> tensors; // depth-first
 };
 
-// The type of torch's message in a body that nobody has checked; 0 where it is too short to have one.
+// The type of torch's message, out of a body that nobody has checked; 0 where the body is too short to have one.
 uint32_t messageTypeOf(std::span<const std::byte> body);
 
-// The span that has the payload, or kNowhere, of a body that nobody has checked: it may be any number.
+// The span that has the payload, or kNowhere, out of a body that nobody has checked: it may be any number.
 uint32_t payloadSpanOf(std::span<const std::byte> body);
 
-// The storages of a body (8-byte aligned) that nobody has checked, as many as there is room for: where the spans are to arrive must be
-// known before they have.
+// The storages of a body (8-byte aligned) that nobody has checked, as many as there is room for. The receiver needs
+// them early: it must know where spans are to arrive before they have.
 std::span<const StorageRecord> storagesOf(std::span<const std::byte> body);
 
 // Checks and reads `body` (8-byte aligned). `spanBytes` has the size of each span of the message; every span must be

@@ -19,13 +19,15 @@
 //  32  |     index     |  span count   |           sequence            |
 //      +---------------+---------------+-------------------------------+
 //  48  |       content tag; of a span: offset and span bytes           |
-//      +---------------------------------------------------------------+
-//  64  |                           frame tag                           |
-//      +---------------------------------------------------------------+
+//      +---------------+---------------+-------------------------------+
+//  64  |  deadline ms  |       0       |           frame tag           |
+//      +---------------+---------------+                               +
+//  80  |                               |
+//      +-------------------------------+
 //
-// Little endian. A message is one body (index = kBodyIndex) and `span count` spans (index 0, 1, ...). The body is an active message,
-// and so is each piece of a span, all with this same header; they may arrive in any order. What joins them is
-// (source session, kind, call id). Sequence and tags are wire/seal.h's; in a job without a secret they are zero.
+// Little endian. A message is one body (index = kBodyIndex) and `span count` spans (index 0, 1, ...). The body is an
+// active message, and so is each piece of a span, all with this same header. They may arrive in any order, and (source
+// session, kind, call id) joins them. wire/seal.h fills sequence and tags; they are zero in a job without a secret.
 
 namespace torch_ucx_rpc::wire {
 
@@ -50,8 +52,9 @@ enum class Kind : uint8_t {
 };
 
 inline constexpr uint16_t kMagic = 0x5855; // "UX"
-// Raised with every change that an older reader would misread. Workers of one job must agree on it.
-inline constexpr uint8_t kVersion = 3;
+// Raised with every change that an older reader would misread. Workers of one job must agree on it. 4 added the
+// deadline.
+inline constexpr uint8_t kVersion = 4;
 inline constexpr uint32_t kBodyIndex = 0xFFFFFFFF;
 // Far above any real message (a span is a tensor of at least tens of KiB), small enough that a lie costs nothing.
 inline constexpr uint32_t kMaxSpans = 1u << 20;
@@ -77,13 +80,19 @@ struct Header {
     Hmac::Tag contentTag{}; // of a body: over what of the message is not in this frame and must not be changed
     Place place; // of a piece of a span
   };
+  // Of a request's body: how many milliseconds its caller was still going to wait when it was sent; 0: for ever, or
+  // unknown. It is relative, because the clocks of two machines may differ, so time on the way does not count against
+  // it.
+  uint32_t deadlineMs = 0;
+  uint32_t reserved = 0; // 0; not looked at
   Hmac::Tag frameTag{}; // over this header, and over the data if it is a body that came along
 };
-static_assert(sizeof(Header) == 80 && offsetof(Header, sourceRank) == 4 && offsetof(Header, sourceSession) == 8);
+static_assert(sizeof(Header) == 88 && offsetof(Header, sourceRank) == 4 && offsetof(Header, sourceSession) == 8);
 static_assert(offsetof(Header, targetSession) == 16 && offsetof(Header, callId) == 24);
 static_assert(offsetof(Header, index) == 32 && offsetof(Header, spanCount) == 36);
 static_assert(
-    offsetof(Header, sequence) == 40 && offsetof(Header, contentTag) == 48 && offsetof(Header, frameTag) == 64);
+    offsetof(Header, sequence) == 40 && offsetof(Header, contentTag) == 48 && offsetof(Header, deadlineMs) == 64);
+static_assert(offsetof(Header, reserved) == 68 && offsetof(Header, frameTag) == 72);
 
 // Bodies of the two barrier frames (peers/barrier.h).
 struct BarrierArrive {

@@ -6,16 +6,16 @@
 
 namespace torch_ucx_rpc::wire {
 
-// Which numbers of a sequence have come. Frames overtake each other, on several lanes by seconds and thousands, so what is
-// kept is not a fixed stretch of the latest but what is missing below the highest: nothing as long as they come in order,
-// and no frame is ever taken for a replay that is none.
+// Knows which numbers of a sequence have come. Frames overtake each other, on several lanes by seconds and by
+// thousands. So it keeps no fixed stretch of the latest numbers but the gaps below the highest: nothing as long as
+// numbers come in order, and no frame is taken for a replay that is none. Not thread-safe.
 class ReplayWindow {
  public:
-  // A gap is a run of missing numbers. Beyond so many the oldest is given up: who leaves them has the secret, but shall
-  // not cost more than this (about 64 bytes each).
+  // A gap is a run of missing numbers. Beyond this many the oldest gap is given up, and its numbers count as replays. A
+  // peer that leaves so many has the secret, but must not cost more memory than this (about 64 bytes a gap).
   static constexpr size_t kMaxGaps = 4096;
 
-  // False for a number that has come before.
+  // Takes a number. False if it has come before, or may have.
   bool accept(uint64_t number);
 
   size_t gaps() const {

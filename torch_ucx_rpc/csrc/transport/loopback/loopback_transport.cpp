@@ -5,7 +5,8 @@
 
 #include <algorithm>
 #include <deque>
-#include <new>
+#include <exception>
+#include <optional>
 #include <stdexcept>
 #include <unordered_map>
 #include <unordered_set>
@@ -13,7 +14,8 @@
 
 namespace torch_ucx_rpc {
 
-// Everything that crosses between transports, hence threads, is guarded by the network's mutex; callbacks run without it.
+// Everything that crosses between transports, hence threads, is guarded by the network's mutex; callbacks run without
+// it.
 class LoopbackTransport final : public Transport {
  public:
   LoopbackTransport(LoopbackNetwork* network, std::string name)
@@ -46,7 +48,7 @@ class LoopbackTransport final : public Transport {
       return {ErrorCode::kPeerFailed, "loopback: nobody is called '" + address + "'"};
     }
     endpoint = static_cast<EndpointId>(endpoints_.size());
-    endpoints_.push_back({address, {}});
+    endpoints_.push_back({address, {}, {}});
     return {};
   }
 
@@ -67,7 +69,11 @@ class LoopbackTransport final : public Transport {
         const uint64_t operation = nextOperation_++;
         delivery.rendezvous = std::make_shared<LoopbackNetwork::Rendezvous>();
         *delivery.rendezvous = {this, operation, bytes};
-        operations_.emplace(operation, Operation{endpointId, delivery.rendezvous, std::move(done)});
+        const uint64_t size = sizeof(header) + bytes.size();
+        operations_.emplace(operation, Operation{endpointId, delivery.rendezvous, size, std::move(done)});
+        InFlight& inFlight = endpoints_[endpointId].inFlight;
+        ++inFlight.operations;
+        inFlight.bytes += size;
       } else {
         delivery.eager = Bytes(bytes);
       }
@@ -110,7 +116,9 @@ class LoopbackTransport final : public Transport {
     Error failure;
     {
       const std::lock_guard lock(network_->mutex_);
-      if (rendezvous->isSettled) {
+      if (rendezvous == nullptr) {
+        failure = {ErrorCode::kOutOfMemory, "loopback: there was no memory for the message"};
+      } else if (rendezvous->isSettled) {
         failure = {ErrorCode::kPeerFailed, "loopback: the sender is gone"};
       } else {
         std::copy_n(rendezvous->bytes.data(), bytes, static_cast<std::byte*>(into));
@@ -121,74 +129,69 @@ class LoopbackTransport final : public Transport {
   }
 
   void refuse(void* parked) override {
-    const std::shared_ptr<LoopbackNetwork::Rendezvous> rendezvous = unpark(parked);
-    const std::lock_guard lock(network_->mutex_);
-    settleLocked(*rendezvous, {});
+    if (const std::shared_ptr<LoopbackNetwork::Rendezvous> rendezvous = unpark(parked)) {
+      const std::lock_guard lock(network_->mutex_);
+      settleLocked(*rendezvous, {});
+    }
   }
 
+  // A callback may throw: each thing is taken out before it is told, and what is left is told the next time. What
+  // callbacks bring about waits for the next time, too.
   unsigned progress() override {
-    std::deque<LoopbackNetwork::Delivery> arrived;
-    std::vector<std::pair<uint64_t, Error>> settled;
-    std::vector<std::string> dead;
+    size_t settledBefore = 0;
+    size_t arrivedBefore = 0;
     {
       const std::lock_guard lock(network_->mutex_);
-      arrived.swap(arrived_);
-      settled.swap(settled_);
-      dead.swap(dead_);
+      settledBefore = settled_.size();
+      arrivedBefore = arrived_.size();
     }
-    for (auto& [operation, error] : settled) {
-      const auto entry = operations_.find(operation);
-      if (entry != operations_.end()) {
-        OperationDone done = std::move(entry->second.done);
-        operations_.erase(entry);
-        done(std::move(error));
+    unsigned told = 0;
+    for (; settledBefore != 0; --settledBefore) {
+      auto settled = take(settled_);
+      ++told;
+      if (auto operation = operations_.extract(settled->first)) {
+        finish(operation.mapped(), std::move(settled->second));
       }
     }
-    for (LoopbackNetwork::Delivery& delivery : arrived) {
-      const auto header = std::as_bytes(std::span(&delivery.header, 1));
-      void* parked = nullptr;
-      try {
-        if (delivery.rendezvous != nullptr) {
-          parked = new std::shared_ptr<LoopbackNetwork::Rendezvous>(delivery.rendezvous);
-          parked_.insert(parked);
-          listener_->onParked(header, parked, delivery.rendezvous->bytes.size());
-        } else {
-          listener_->onEager(header, delivery.eager);
-        }
-      } catch (const std::bad_alloc&) {
-        if (parked != nullptr) {
-          refuse(parked);
-        }
-      }
+    for (; arrivedBefore != 0; --arrivedBefore) {
+      auto delivery = take(arrived_);
+      ++told;
+      deliver(*delivery);
     }
-    for (const std::string& name : dead) {
+    while (auto dead = take(dead_)) {
       for (EndpointId id = 0; id < endpoints_.size(); ++id) {
-        if (endpoints_[id].address == name && !endpoints_[id].failure) {
-          fail(id, {ErrorCode::kPeerFailed, "loopback: '" + name + "' was killed"});
-          listener_->onEndpointFailed(id, endpoints_[id].failure);
+        if (endpoints_[id].address == *dead && !endpoints_[id].failure) {
+          failing_.push_back(id);
         }
       }
     }
-    return static_cast<unsigned>(arrived.size() + settled.size() + dead.size());
+    while (!failing_.empty()) {
+      const EndpointId id = failing_.front();
+      failing_.pop_front();
+      ++told;
+      fail(id, {ErrorCode::kPeerFailed, "loopback: '" + endpoints_[id].address + "' was killed"});
+      listener_->onEndpointFailed(id, endpoints_[id].failure);
+    }
+    return told;
   }
 
   bool arm() override {
     uint64_t count = 0;
     (void)!read(eventFd_, &count, sizeof(count));
     const std::lock_guard lock(network_->mutex_);
-    return arrived_.empty() && settled_.empty() && dead_.empty();
+    return arrived_.empty() && settled_.empty() && dead_.empty() && failing_.empty();
   }
 
   size_t operationsInFlight() const override {
     return operations_.size();
   }
 
-  std::vector<std::string> lanes(EndpointId /*endpoint*/) const override {
-    return {"loopback/memory"};
+  InFlight inFlight(EndpointId endpoint) const override {
+    return endpoints_[endpoint].inFlight;
   }
 
-  bool repair() override {
-    return true;
+  std::vector<std::string> lanes(EndpointId /*endpoint*/) const override {
+    return {"loopback/memory"};
   }
 
   void abandon(EndpointId endpoint) override {
@@ -226,12 +229,58 @@ class LoopbackTransport final : public Transport {
   struct Endpoint {
     std::string address;
     Error failure;
+    InFlight inFlight;
   };
   struct Operation {
     EndpointId endpoint;
     std::shared_ptr<LoopbackNetwork::Rendezvous> rendezvous;
+    uint64_t bytes;
     OperationDone done;
   };
+
+  // The first of what peers have put there.
+  template <class T>
+  std::optional<T> take(std::deque<T>& things) {
+    const std::lock_guard lock(network_->mutex_);
+    if (things.empty()) {
+      return std::nullopt;
+    }
+    std::optional<T> first(std::move(things.front()));
+    things.pop_front();
+    return first;
+  }
+
+  void deliver(LoopbackNetwork::Delivery& delivery) {
+    const auto header = std::as_bytes(std::span(&delivery.header, 1));
+    if (delivery.rendezvous == nullptr) {
+      try {
+        listener_->onEager(header, delivery.eager);
+      } catch (const std::exception&) { // the message is lost
+      }
+      return;
+    }
+    auto parked = std::make_unique<std::shared_ptr<LoopbackNetwork::Rendezvous>>(delivery.rendezvous);
+    parked_.insert(parked.get());
+    announced_ = parked.release();
+    const auto* const announced = announced_;
+    try {
+      listener_->onParked(header, announced_, delivery.rendezvous->bytes.size());
+    } catch (const std::exception&) {
+      if (announced_ == announced) { // the listener may have kept the handle: it is void from now on
+        const std::lock_guard lock(network_->mutex_);
+        settleLocked(*delivery.rendezvous, {ErrorCode::kOutOfMemory, "loopback: the receiver had no memory"});
+        announced_->reset();
+      }
+    }
+    announced_ = nullptr;
+  }
+
+  void finish(Operation& operation, Error error) {
+    InFlight& inFlight = endpoints_[operation.endpoint].inFlight;
+    --inFlight.operations;
+    inFlight.bytes -= operation.bytes;
+    operation.done(std::move(error));
+  }
 
   void signal() const {
     const uint64_t one = 1;
@@ -240,6 +289,7 @@ class LoopbackTransport final : public Transport {
 
   std::shared_ptr<LoopbackNetwork::Rendezvous> unpark(void* parked) {
     parked_.erase(parked);
+    announced_ = announced_ == parked ? nullptr : announced_;
     const std::unique_ptr<std::shared_ptr<LoopbackNetwork::Rendezvous>> owner(
         static_cast<std::shared_ptr<LoopbackNetwork::Rendezvous>*>(parked));
     return *owner;
@@ -254,23 +304,23 @@ class LoopbackTransport final : public Transport {
   }
 
   // Ends the operations of an endpoint with `error`.
-  void fail(EndpointId endpoint, Error error) {
+  void fail(EndpointId endpoint, const Error& error) {
     endpoints_[endpoint].failure = error;
-    std::vector<OperationDone> ended;
+    std::vector<Operation> ended;
     {
       const std::lock_guard lock(network_->mutex_);
       for (auto entry = operations_.begin(); entry != operations_.end();) {
         if (entry->second.endpoint == endpoint) {
-          entry->second.rendezvous->isSettled = true; // whoever has it parked must not read bytes about to be freed
-          ended.push_back(std::move(entry->second.done));
+          entry->second.rendezvous->isSettled = true; // the receiver must not read bytes that are about to be freed
+          ended.push_back(std::move(entry->second));
           entry = operations_.erase(entry);
         } else {
           ++entry;
         }
       }
     }
-    for (OperationDone& done : ended) {
-      done(error);
+    for (Operation& operation : ended) {
+      finish(operation, error);
     }
   }
 
@@ -282,12 +332,14 @@ class LoopbackTransport final : public Transport {
   std::vector<Endpoint> endpoints_;
   uint64_t nextOperation_ = 0;
   std::unordered_map<uint64_t, Operation> operations_;
+  std::deque<EndpointId> failing_; // the listener has not heard
   std::unordered_set<void*> parked_;
+  std::shared_ptr<LoopbackNetwork::Rendezvous>* announced_ = nullptr; // the listener is being told of it
 
   // Guarded by the network's mutex: written by peers.
   std::deque<LoopbackNetwork::Delivery> arrived_;
-  std::vector<std::pair<uint64_t, Error>> settled_;
-  std::vector<std::string> dead_;
+  std::deque<std::pair<uint64_t, Error>> settled_;
+  std::deque<std::string> dead_;
 };
 
 std::unique_ptr<Transport> LoopbackNetwork::makeTransport(const std::string& name) {

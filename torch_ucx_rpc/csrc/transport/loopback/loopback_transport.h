@@ -15,29 +15,33 @@ namespace torch_ucx_rpc {
 
 class LoopbackTransport;
 
-// An in-process network for tests: transports that reach each other by a name, and faults on demand. Thread-safe.
+// An in-process network for tests: transports that reach each other by name, with faults on demand. Thread-safe; each
+// transport is single-threaded like any other, and several may belong to several threads. It must outlive its
+// transports.
 class LoopbackNetwork {
  public:
   enum class Fate { kDeliver, kDrop, kDuplicate, kHold, kFail };
 
-  // Asked about every message; without one, everything is delivered. kDrop: vanishes, while the sender believes it sent (a dropped
-  // rendezvous stays pending for ever). kHold: waits for releaseHeld(). kFail: the send completes with an error.
+  // Decides on every message, on the sending thread, with the network locked. Without one, everything is delivered.
+  // - kDrop: the message vanishes while its sender believes it sent; a rendezvous stays pending for ever.
+  // - kHold: it waits for releaseHeld().
+  // - kFail: the send completes with an error.
   using Fault = std::function<Fate(const wire::Header& header, SendMode mode)>;
 
-  // The name is the transport's address. The network must outlive its transports.
+  // The name is the transport's address.
   std::unique_ptr<Transport> makeTransport(const std::string& name);
 
   void setFault(Fault fault);
 
-  // Whether transports say that they can share the memory of devices, as they do by default.
+  // Sets what transports answer to canShare(); true by default.
   void shareDeviceMemory(bool isShared) {
     isDeviceMemoryShared_.store(isShared);
   }
 
-  // Delivers what was held, the latest first: tests of reordering.
+  // Delivers the held messages, the latest first, for tests of reordering.
   void releaseHeld();
 
-  // As if the process behind `name` had died: every endpoint to it fails, and nothing more comes from it.
+  // Behaves as if the process behind `name` had died: every endpoint to it fails, and nothing more comes from it.
   void kill(const std::string& name);
 
  private:

@@ -6,6 +6,8 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cstdio>
+#include <exception>
 #include <filesystem>
 #include <string>
 
@@ -13,27 +15,59 @@ namespace torch_ucx_rpc {
 
 namespace {
 
+// The versions of UCX with which the tests have passed, and all between them.
+constexpr std::pair<int, int> kOldestTested{1, 14};
+constexpr std::pair<int, int> kNewestTested{1, 22};
+
 // A message takes UCX microseconds to copy into a slot: at most 64 KiB, 8 by default.
 constexpr uint64_t kLongerThanAnyCopyMs = 50;
+
+// Scans for one slot before the state is kUnrepairable: one second at the agent's pace of 20 ms. Later, every so many
+// scans look again for processes that could not be seen. Suspects are looked at every time, which costs little.
+constexpr unsigned kMostScans = 50;
+
+std::string dotted(std::pair<int, int> version) {
+  return std::to_string(version.first) + "." + std::to_string(version.second);
+}
 
 std::string directoryOf(pid_t process, pid_t thread) {
   return "/proc/" + std::to_string(process) + "/task/" + std::to_string(thread);
 }
 
-// One that is stopped or waits for memory to be read in (states T and D) may be in the middle of copying.
-bool isAsleepOrEnded(const ProcStat& thread) {
-  return thread.state == 'S' || thread.state == 'Z' || thread.state == 'X';
+bool hasEnded(const std::optional<ProcStat>& thread) {
+  return !thread || thread->state == 'Z' || thread->state == 'X';
+}
+
+// True if the thread cannot be in the middle of writing a slot.
+bool isElsewhere(const std::string& thread) {
+  return hasEnded(readProcStat(thread)) || sleepOf(thread) == Sleep::kSystemCall;
 }
 
 } // namespace
+
+std::string whyQueuesAreNotRepaired(const std::string& ucxVersion) {
+  std::pair<int, int> version{0, 0};
+  if (std::sscanf(ucxVersion.c_str(), "%d.%d", &version.first, &version.second) != 2) {
+    return "'" + ucxVersion + "' is no version of UCX";
+  }
+  if (version < kOldestTested || version > kNewestTested) {
+    return "UCX " + dotted(version) + " was not tested; " + dotted(kOldestTested) + " to " + dotted(kNewestTested) +
+        " were";
+  }
+  return "";
+}
 
 QueueRepair::Suspects::Suspects(const std::vector<pid_t>& processes) {
   for (const pid_t process : processes) {
     std::error_code ended;
     for (const auto& task : std::filesystem::directory_iterator("/proc/" + std::to_string(process) + "/task", ended)) {
       const pid_t thread = std::stoi(task.path().filename());
+      if (thread == gettid()) {
+        continue;
+      }
+      // Its time first: what it runs between the two looks counts against it otherwise.
       const std::optional<ProcStat> stat = readProcStat(task.path());
-      if (thread != gettid() && stat && !isAsleepOrEnded(*stat)) {
+      if (stat && !isElsewhere(task.path())) {
         cpuTicks_.emplace(std::pair(process, thread), stat->cpuTicks);
       }
     }
@@ -44,27 +78,32 @@ bool QueueRepair::Suspects::remain() {
   const uint64_t longEnough = kLongerThanAnyCopyMs * static_cast<uint64_t>(sysconf(_SC_CLK_TCK)) / 1000 + 1;
   std::erase_if(cpuTicks_, [longEnough](const auto& suspect) {
     const auto& [id, ticksBefore] = suspect;
-    const std::optional<ProcStat> stat = readProcStat(directoryOf(id.first, id.second));
-    return !stat || isAsleepOrEnded(*stat) || stat->cpuTicks >= ticksBefore + longEnough;
+    const std::string thread = directoryOf(id.first, id.second);
+    const std::optional<ProcStat> stat = readProcStat(thread);
+    return hasEnded(stat) || stat->cpuTicks >= ticksBefore + longEnough || isElsewhere(thread);
   });
   return !cpuTicks_.empty();
 }
 
-QueueRepair::QueueRepair(std::vector<SharedMemoryQueue> queues) {
+QueueRepair::QueueRepair(std::vector<SharedMemoryQueue> queues, std::string whyNot)
+    : description_(whyNot.empty() ? "on" : "off: " + whyNot) {
+  if (!whyNot.empty()) {
+    return;
+  }
   for (SharedMemoryQueue& queue : queues) {
-    repairs_.push_back({std::move(queue), {}, {}, {}});
+    repairs_.push_back(Repair{std::move(queue), {}, {}, {}, Finding::kNone, {}, {}, 0, 0});
   }
 }
 
-bool QueueRepair::run() {
-  bool isDone = true;
+RepairState QueueRepair::state() {
+  RepairState worst = RepairState::kWhole;
   for (Repair& repair : repairs_) {
-    isDone = run(repair) && isDone;
+    worst = std::max(worst, state(repair));
   }
-  return isDone;
+  return worst;
 }
 
-bool QueueRepair::run(Repair& repair) {
+RepairState QueueRepair::state(Repair& repair) {
   if (!repair.end) {
     repair.end = repair.queue.end();
   }
@@ -72,28 +111,85 @@ bool QueueRepair::run(Repair& repair) {
   if (!slot || *slot >= *repair.end) {
     repair.end.reset();
     repair.slot.reset();
-    repair.suspects.reset();
-    return true;
+    ask(repair, std::nullopt);
+    return RepairState::kWhole;
   }
   if (slot != repair.slot) {
+    // Where there is traffic, one slot is always just being written: no scan before the second look at the same one.
     repair.slot = slot;
+    ask(repair, std::nullopt);
+    return RepairState::kUndecided;
+  }
+  Finding finding = Finding::kNone;
+  {
+    const std::lock_guard lock(mutex_);
+    finding = repair.asked == slot ? repair.finding : Finding::kNone;
+  }
+  ask(repair, slot);
+  if (finding == Finding::kNobodyWrites) {
+    // In this order: a writer that the scan saw elsewhere had marked the slot before.
+    if (repair.queue.unwritten() == slot) {
+      if (!repair.queue.isPlausible()) {
+        return RepairState::kUnrepairable;
+      }
+      LOG(WARNING) << "torch_ucx_rpc: a process of this machine died while it was writing to this one over shared "
+                      "memory; its last message is dropped";
+      repair.queue.skip(*slot);
+    }
+    return RepairState::kUndecided; // there may be more behind it
+  }
+  return finding == Finding::kUnsure ? RepairState::kUnrepairable : RepairState::kUndecided;
+}
+
+void QueueRepair::ask(Repair& repair, std::optional<SharedMemoryQueue::Position> slot) {
+  const std::lock_guard lock(mutex_);
+  if (repair.asked != slot) {
+    repair.asked = slot;
+    repair.finding = Finding::kNone;
+  }
+}
+
+void QueueRepair::scan() {
+  for (Repair& repair : repairs_) {
+    std::optional<SharedMemoryQueue::Position> slot;
+    {
+      const std::lock_guard lock(mutex_);
+      slot = repair.asked;
+    }
+    if (!slot) {
+      continue;
+    }
+    const Finding finding = look(repair, *slot);
+    const std::lock_guard lock(mutex_);
+    if (repair.asked == slot) {
+      repair.finding = finding;
+    }
+  }
+}
+
+QueueRepair::Finding QueueRepair::look(Repair& repair, SharedMemoryQueue::Position slot) {
+  if (repair.scanned != slot) {
+    repair.scanned = slot;
     repair.suspects.reset();
-    return false; // where there is traffic, one is always just being written, and going through all processes takes long
+    repair.blindScans = 0;
+    repair.suspectScans = 0;
+  }
+  try {
+    if (!repair.suspects && (repair.blindScans < kMostScans || repair.blindScans % kMostScans == 0)) {
+      if (const std::optional<std::vector<pid_t>> processes = repair.queue.processes()) {
+        repair.suspects.emplace(*processes);
+      }
+    }
+  } catch (const std::exception&) { // no memory, or a /proc like no other: as good as blind
+    repair.suspects.reset();
   }
   if (!repair.suspects) {
-    if (const std::optional<std::vector<pid_t>> processes = repair.queue.processes()) {
-      repair.suspects.emplace(*processes);
-    }
-    return false; // even if nobody is suspected: who was writing may just have finished
+    return ++repair.blindScans >= kMostScans ? Finding::kUnsure : Finding::kNone;
   }
-  // In this order: who was seen to have finished had marked it before.
-  if (!repair.suspects->remain() && repair.queue.unwritten() == slot) {
-    LOG(WARNING)
-        << "torch_ucx_rpc: a process of this machine died while it was writing to this one over shared memory; its "
-           "last message is dropped";
-    repair.queue.skip(*slot);
+  if (!repair.suspects->remain()) {
+    return Finding::kNobodyWrites;
   }
-  return false;
+  return ++repair.suspectScans >= kMostScans ? Finding::kUnsure : Finding::kNone;
 }
 
 } // namespace torch_ucx_rpc

@@ -1,48 +1,94 @@
 #pragma once
 
+#include "transport/transport.h"
 #include "transport/ucp/shared_memory_queue.h"
 
 #include <cstdint>
 #include <map>
+#include <mutex>
 #include <optional>
+#include <string>
 #include <utility>
 #include <vector>
 
 namespace torch_ucx_rpc {
 
-// Gets the queues of a UCX worker past the slots of processes that died while they were writing (see SharedMemoryQueue). A slot that
-// nobody has marked may also belong to somebody who is slow. It is skipped when nobody is left who could be writing it: since it was first
-// seen, every thread of every process that has the queue mapped has been asleep in a system call, or has run for longer than
-// the copying of any message takes, or is no more. Where not all of these processes can be seen, nothing is skipped.
+// Why queues of this UCX are left alone; empty if they can be repaired. Repair writes into memory that belongs to UCX,
+// so only versions are taken with which tests/cpp/queue_repair_test.cpp has passed.
+std::string whyQueuesAreNotRepaired(const std::string& ucxVersion);
+
+// Gets the queues of a UCX worker past the slots of processes that died while they were writing (see
+// SharedMemoryQueue).
+//
+// A slot that nobody has marked may also belong to a slow writer. It is skipped only when nobody can be writing it any
+// more: since the slot was first seen unmarked, every thread of every process that has the queue mapped has been in a
+// system call, or has run for longer than the copying of any message takes, or has ended. "Asleep" alone proves
+// nothing: a page fault (userfaultfd, FUSE), a frozen cgroup or a stop may hold a thread in the middle of writing.
+//
+// Where this cannot be shown, nothing is skipped, and the state becomes kUnrepairable after a bounded number of scans.
+//
+// Threads. state() belongs to the worker lock and takes microseconds. scan() reads /proc, which takes milliseconds; one
+// thread at a time may call it, without the worker lock. Neither waits for the other.
 class QueueRepair {
  public:
-  explicit QueueRepair(std::vector<SharedMemoryQueue> queues);
+  // `whyNot`: why the queues are left alone, empty to repair them.
+  QueueRepair(std::vector<SharedMemoryQueue> queues, std::string whyNot);
 
-  // To be called after a process has died, and again every few milliseconds until it returns true: what was begun before
-  // the first call has been written or skipped.
-  bool run();
+  // Skips what the last scan has cleared, and asks for another scan where one is needed. kWhole: everything that had
+  // been begun at the first call has been written or skipped.
+  RepairState state();
+
+  // Does what state() has asked for, if anything.
+  void scan();
+
+  // "on", or "off: " and why. Constant, any thread.
+  const std::string& description() const {
+    return description_;
+  }
 
  private:
-  // The threads that may be writing a slot, and how long each had run when first seen.
+  // The threads that may be writing a slot, and how long each had run when it was first seen.
   class Suspects {
    public:
     explicit Suspects(const std::vector<pid_t>& processes);
-    // False when all have shown that they are not.
+    // False when all of them have shown that they are not writing it.
     bool remain();
 
    private:
     std::map<std::pair<pid_t, pid_t>, uint64_t> cpuTicks_; // by process and thread
   };
 
+  enum class Finding : uint8_t {
+    kNone, // not looked yet, or a suspect remains
+    kNobodyWrites,
+    kUnsure, // looked long enough, and cannot tell
+  };
+
   struct Repair {
     SharedMemoryQueue queue;
-    std::optional<SharedMemoryQueue::Position> end; // of what is to be repaired, while it is
-    std::optional<SharedMemoryQueue::Position> slot; // that is not marked, and ...
-    std::optional<Suspects> suspects; // ... who may be writing it; asked for once it is not marked at a second look
-  };
-  static bool run(Repair& repair);
 
+    // Guarded by the worker lock.
+    std::optional<SharedMemoryQueue::Position> end; // of what is to be repaired, while there is something
+    std::optional<SharedMemoryQueue::Position> slot; // the first one that is not marked
+
+    // Guarded by mutex_.
+    std::optional<SharedMemoryQueue::Position> asked; // the slot whose writers a scan is to look for
+    Finding finding = Finding::kNone; // about that slot
+
+    // Of the scanning thread.
+    std::optional<SharedMemoryQueue::Position> scanned; // the slot that these are about
+    std::optional<Suspects> suspects;
+    unsigned blindScans = 0; // that could not see all processes
+    unsigned suspectScans = 0; // that found suspects
+  };
+
+  RepairState state(Repair& repair);
+  void ask(Repair& repair, std::optional<SharedMemoryQueue::Position> slot);
+  static Finding look(Repair& repair, SharedMemoryQueue::Position slot);
+
+  std::string description_;
   std::vector<Repair> repairs_;
+  std::mutex mutex_; // held for moments only, never while /proc is read
 };
 
 } // namespace torch_ucx_rpc

@@ -1,8 +1,11 @@
 #include "transport/ucp/shared_memory_queue.h"
 
+#include "base/proc.h"
+
 #include <sys/ipc.h>
 #include <sys/shm.h>
 #include <sys/socket.h>
+#include <sys/stat.h>
 #include <sys/un.h>
 #include <unistd.h>
 
@@ -10,9 +13,9 @@
 #include <atomic>
 #include <bit>
 #include <cctype>
+#include <cerrno>
 #include <cstring>
 #include <filesystem>
-#include <fstream>
 #include <sstream>
 
 namespace torch_ucx_rpc {
@@ -23,6 +26,8 @@ constexpr size_t kCacheLine = 64; // UCS_SYS_CACHE_LINE_SIZE of x86-64 and aarch
 constexpr uint64_t kArmed = uint64_t{1} << 63; // in Control::head: the receiver wants a signal
 constexpr uint8_t kOwner = 1; // in Slot::flags: turns over each time round
 constexpr uint8_t kInline = 2; // in Slot::flags: the message is in the slot itself
+constexpr uint8_t kHandlers = 32; // UCT_AM_ID_MAX: Slot::handler is below
+constexpr ino_t kFirstPidNamespace = 0xEFFFFFFC; // PROC_PID_INIT_INO of linux/proc_ns.h
 
 } // namespace
 
@@ -46,8 +51,8 @@ struct [[gnu::packed]] SharedMemoryQueue::Slot {
   void* receiversAddress;
 };
 
-// A message of UCP's own that it drops without a word: the acknowledgement of a rendezvous that there is not. They do come, from peers that
-// this side has given up.
+// A message of UCP's own that it drops without a word: the acknowledgement of a rendezvous that there is not. They do
+// come, from peers that this side has given up.
 struct [[gnu::packed]] SharedMemoryQueue::Acknowledgement { // ucp_reply_hdr_t
   static constexpr uint8_t kHandler = 10; // UCP_AM_ID_RNDV_ATS
 
@@ -63,11 +68,16 @@ struct SharedMemoryQueue::Mapping {
   std::optional<int> segment;
 };
 
-std::vector<SharedMemoryQueue::Mapping> SharedMemoryQueue::mappingsOf(const std::string& process) {
+std::optional<std::vector<SharedMemoryQueue::Mapping>> SharedMemoryQueue::mappingsOf(const std::string& process) {
+  const std::optional<std::string> text = readProcFile("/proc/" + process + "/maps");
+  if (!text) {
+    return std::nullopt;
+  }
   std::vector<Mapping> mappings;
-  std::ifstream file("/proc/" + process + "/maps");
+  std::istringstream file(*text);
   for (std::string line; std::getline(file, line);) {
-    // The names that UCX's transports posix and sysv leave. No other memory is looked at: reading a device's may do something.
+    // The names that UCX's transports posix and sysv leave. No other memory is looked at: reading a device's may do
+    // something.
     if (line.find("/ucx_shm_posix_") == std::string::npos && line.find("/SYSV") == std::string::npos) {
       continue;
     }
@@ -79,7 +89,8 @@ std::vector<SharedMemoryQueue::Mapping> SharedMemoryQueue::mappingsOf(const std:
     std::string device;
     std::string inode;
     fields >> std::hex >> mapping.begin >> dash >> mapping.end >> permissions >> offset >> device >> inode;
-    if (permissions == "rw-s") {
+    // From its first byte: the kernel may show one attachment in several lines.
+    if (permissions == "rw-s" && std::stoull(offset, nullptr, 16) == 0) {
       mapping.object = device + " " + inode;
       if (line.find("/SYSV") != std::string::npos) {
         mapping.segment = std::stoi(inode);
@@ -92,7 +103,7 @@ std::vector<SharedMemoryQueue::Mapping> SharedMemoryQueue::mappingsOf(const std:
 
 std::set<uintptr_t> SharedMemoryQueue::mapped() {
   std::set<uintptr_t> begins;
-  for (const Mapping& mapping : mappingsOf("self")) {
+  for (const Mapping& mapping : mappingsOf("self").value_or(std::vector<Mapping>())) {
     begins.insert(mapping.begin);
   }
   return begins;
@@ -100,7 +111,7 @@ std::set<uintptr_t> SharedMemoryQueue::mapped() {
 
 std::vector<SharedMemoryQueue> SharedMemoryQueue::mappedSince(const std::set<uintptr_t>& before) {
   std::vector<SharedMemoryQueue> queues;
-  for (const Mapping& mapping : mappingsOf("self")) {
+  for (const Mapping& mapping : mappingsOf("self").value_or(std::vector<Mapping>())) {
     if (!before.contains(mapping.begin)) {
       if (std::optional<SharedMemoryQueue> queue = recognize(mapping)) {
         queues.push_back(std::move(*queue));
@@ -181,26 +192,68 @@ void SharedMemoryQueue::skip(Position position) {
   std::atomic_ref(slot.flags).store(kInline | markAt(position), std::memory_order_release);
 }
 
+bool SharedMemoryQueue::isPlausible() const {
+  const Position last = unwritten().value_or(end());
+  for (Position slot = last > count_ ? last - count_ : 0; slot < last; ++slot) {
+    const Slot& used = slotAt(slot);
+    const uint8_t flags = std::atomic_ref(slotAt(slot).flags).load(std::memory_order_acquire);
+    if (slot + count_ < end()) {
+      continue; // taken again, meanwhile or before
+    }
+    const bool isLikeUcx = (flags & ~(kOwner | kInline)) == 0 && used.handler < kHandlers && used.segmentBytes != 0;
+    if (!isLikeUcx || (flags & kOwner) != markAt(slot)) {
+      return false;
+    }
+  }
+  return true;
+}
+
+bool SharedMemoryQueue::mayHideMappings(const std::string& process, int why) {
+  if (why == ENOENT || why == ESRCH) {
+    return false; // it has ended
+  }
+  if (process == "1") {
+    return false; // the machine's init, which is nobody's worker and may be closed to root itself
+  }
+  const std::string status = readProcFile("/proc/" + process + "/status").value_or("");
+  const size_t user = status.find("\nUid:");
+  return user == std::string::npos ? errno != ENOENT && errno != ESRCH
+                                   : std::stoul(status.substr(user + 5)) == geteuid();
+}
+
 std::optional<std::vector<pid_t>> SharedMemoryQueue::processes() const {
   std::vector<pid_t> found;
   size_t attachments = 0;
+  bool mayBeHidden = false;
   std::error_code ended; // a process may, meanwhile
   for (const auto& entry : std::filesystem::directory_iterator("/proc", ended)) {
     const std::string name = entry.path().filename();
-    if (std::all_of(name.begin(), name.end(), [](unsigned char letter) { return std::isdigit(letter) != 0; })) {
-      const std::vector<Mapping> mappings = mappingsOf(name);
-      const auto here = std::count_if(
-          mappings.begin(), mappings.end(), [this](const Mapping& mapping) { return mapping.object == object_; });
-      if (here != 0) {
-        found.push_back(std::stoi(name));
-        attachments += static_cast<size_t>(here);
-      }
+    if (!std::all_of(name.begin(), name.end(), [](unsigned char letter) { return std::isdigit(letter) != 0; })) {
+      continue;
+    }
+    const std::optional<std::vector<Mapping>> mappings = mappingsOf(name);
+    if (!mappings) {
+      mayBeHidden |= mayHideMappings(name, errno);
+      continue;
+    }
+    const auto here = std::count_if(
+        mappings->begin(), mappings->end(), [this](const Mapping& mapping) { return mapping.object == object_; });
+    if (here != 0) {
+      found.push_back(std::stoi(name));
+      attachments += static_cast<size_t>(here);
     }
   }
-  shmid_ds state{};
-  const bool areAll = std::find(found.begin(), found.end(), getpid()) != found.end() &&
-      (!segment_ || (shmctl(*segment_, IPC_STAT, &state) == 0 && state.shm_nattch <= attachments));
-  return areAll ? std::optional(std::move(found)) : std::nullopt;
+  if (std::find(found.begin(), found.end(), getpid()) == found.end()) {
+    return std::nullopt;
+  }
+  if (segment_) {
+    shmid_ds state{};
+    return shmctl(*segment_, IPC_STAT, &state) == 0 && state.shm_nattch <= attachments ? std::optional(std::move(found))
+                                                                                       : std::nullopt;
+  }
+  struct stat space{};
+  const bool seesAll = stat("/proc/self/ns/pid", &space) == 0 && space.st_ino == kFirstPidNamespace;
+  return seesAll && !mayBeHidden ? std::optional(std::move(found)) : std::nullopt;
 }
 
 } // namespace torch_ucx_rpc

@@ -11,31 +11,42 @@
 
 namespace torch_ucx_rpc {
 
-// The queue through which the processes of a machine send to a UCX worker over shared memory: a ring of slots in memory that
-// belongs to the receiver. A sender takes a slot, writes its message, and marks the slot as written; the receiver reads slot after
-// slot. UCX has no answer to a sender that is killed in between. Its slot is never marked, and the receiver gets nothing more over
-// shared memory, from anybody. So this looks into the ring behind UCX's back.
+// The queue through which the processes of a machine send to a UCX worker over shared memory: a ring of slots in memory
+// that belongs to the receiver. A sender takes a slot, writes its message, and marks the slot as written. The receiver
+// reads slot after slot. UCX has no answer to a sender that is killed in between: its slot is never marked, and the
+// receiver gets nothing more over shared memory, from anybody. So this class looks into the ring behind UCX's back.
 //
-// The layout is uct_mm's, the same from UCX 1.14 to 1.22 (src/uct/sm/mm/base/mm_iface.h). A ring is recognized by what UCX writes into
-// a new one; what looks different is left alone.
+// The layout is uct_mm's, the same from UCX 1.14 to 1.22 (src/uct/sm/mm/base/mm_iface.h). A ring is recognized by what
+// UCX writes into a new one. A ring that looks different is left alone.
+//
+// Threads: end(), unwritten(), isPlausible() and skip() read and write the ring, which must still be UCX's; the worker
+// lock guards that. processes() touches no ring, and any thread may call it at any time.
 class SharedMemoryQueue {
  public:
-  // Where the memory of such queues starts, in this process. A new worker's are those that were not there before it was made.
+  // Where the memory of such queues starts, in this process. The queues of a new worker are those that were not there
+  // before.
   static std::set<uintptr_t> mapped();
-  // The queues among what is mapped now and was not `before`; of workers that nobody has sent to yet.
+  // The queues among what is mapped now and was not `before`; only those of workers that nobody has sent to yet.
   static std::vector<SharedMemoryQueue> mappedSince(const std::set<uintptr_t>& before);
 
   // Counts the slots that were ever taken.
   using Position = uint64_t;
-  // Where the next message will be.
+  // The position of the next message.
   Position end() const;
-  // The first slot that was taken and is not marked as written. Somebody is writing it, or died writing it.
+  // The first slot that was taken and is not marked as written. Its sender is writing it, or died writing it.
   std::optional<Position> unwritten() const;
-  // Marks a slot as written, with a message that UCX drops. Whoever took the slot must not write any more.
+  // True if the slots before the first unwritten one look as they do after use. False: this is not the ring it was
+  // taken for, and must not be written to.
+  bool isPlausible() const;
+  // Marks a slot as written, with a message that UCX drops. The process that took the slot must not write any more.
   void skip(Position slot);
 
-  // The processes that have this memory mapped, and so may write. Nothing where there may be others that cannot be seen from here: in
-  // a pid namespace of their own, as containers are that share no more than System V memory, or because no file is left to look.
+  // The processes that have this memory mapped, and so may write. Nothing where there may be others that cannot be seen
+  // from here, or where no file is left to look:
+  // - System V memory: the kernel counts its users, and each must be found.
+  // - POSIX memory: nobody counts. So this process must be in the machine's first pid namespace, where no process is
+  //   out of sight, and may read the mappings of all processes of its user: UCX gives no other user access. Containers
+  //   get nothing.
   std::optional<std::vector<pid_t>> processes() const;
 
  private:
@@ -44,7 +55,10 @@ class SharedMemoryQueue {
   struct Acknowledgement;
   struct Mapping;
 
-  static std::vector<Mapping> mappingsOf(const std::string& process);
+  // Nothing if they cannot be read; errno says why.
+  static std::optional<std::vector<Mapping>> mappingsOf(const std::string& process);
+  // False if a process whose mappings may not be read cannot have this memory mapped, or is no more.
+  static bool mayHideMappings(const std::string& process, int why);
   static std::optional<SharedMemoryQueue> recognize(const Mapping& mapping);
 
   Slot& slotAt(Position position) const;

@@ -7,10 +7,15 @@
 #include <sys/resource.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <array>
+#include <cctype>
 #include <cstdlib>
 #include <memory>
+#include <sstream>
 #include <stdexcept>
+#include <string_view>
+#include <vector>
 
 namespace torch_ucx_rpc {
 
@@ -20,11 +25,22 @@ namespace {
 ErrorCode codeOf(ucs_status_t status) {
   switch (status) {
     case UCS_OK:
+    case UCS_INPROGRESS:
       return ErrorCode::kOk;
     case UCS_ERR_CANCELED:
       return ErrorCode::kCanceled;
+
+    // This process or machine.
     case UCS_ERR_NO_MEMORY:
       return ErrorCode::kOutOfMemory;
+    case UCS_ERR_NO_RESOURCE:
+    case UCS_ERR_NO_DEVICE:
+    case UCS_ERR_BUSY:
+    case UCS_ERR_SHMEM_SEGMENT:
+    case UCS_ERR_EXCEEDS_LIMIT:
+      return ErrorCode::kOutOfResources;
+
+    // The peer, or the way to it. An input or output error is one of a connection, or of a card.
     case UCS_ERR_TIMED_OUT:
     case UCS_ERR_ENDPOINT_TIMEOUT:
       return ErrorCode::kTimedOut;
@@ -33,10 +49,90 @@ ErrorCode codeOf(ucs_status_t status) {
     case UCS_ERR_REJECTED:
     case UCS_ERR_UNREACHABLE:
     case UCS_ERR_IO_ERROR:
+    case UCS_ERR_SOME_CONNECTS_FAILED:
+    case UCS_ERR_FIRST_LINK_FAILURE:
+    case UCS_ERR_LAST_LINK_FAILURE:
+    case UCS_ERR_FIRST_ENDPOINT_FAILURE:
+    case UCS_ERR_LAST_ENDPOINT_FAILURE:
       return ErrorCode::kPeerFailed;
-    default:
+
+    // UCX was called wrongly, by us.
+    case UCS_ERR_NO_MESSAGE:
+    case UCS_ERR_INVALID_PARAM:
+    case UCS_ERR_INVALID_ADDR:
+    case UCS_ERR_NOT_IMPLEMENTED:
+    case UCS_ERR_MESSAGE_TRUNCATED:
+    case UCS_ERR_NO_PROGRESS:
+    case UCS_ERR_BUFFER_TOO_SMALL:
+    case UCS_ERR_NO_ELEM:
+    case UCS_ERR_ALREADY_EXISTS:
+    case UCS_ERR_OUT_OF_RANGE:
+    case UCS_ERR_UNSUPPORTED:
+    case UCS_ERR_LAST:
       return ErrorCode::kInternal;
   }
+  // Link and endpoint failures without a name, of other versions.
+  return UCS_IS_LINK_ERROR(status) || UCS_IS_ENDPOINT_ERROR(status) ? ErrorCode::kPeerFailed : ErrorCode::kInternal;
+}
+
+std::string textOf(ucs_status_t status) {
+  return std::string("UCX: ") + ucs_status_string(status);
+}
+
+const char* userSetting(const char* name) {
+  const char* value = std::getenv(name);
+  return value != nullptr ? value : "";
+}
+
+// The groups of transports that matter here, as ucp_tl_aliases[] has them in UCX 1.14 to 1.22. Those of InfiniBand's
+// reliable connections bring along the transport over which these are set up.
+struct TransportGroup {
+  std::string_view name;
+  std::vector<std::string_view> members;
+};
+const std::vector<TransportGroup>& transportGroups() {
+  static const auto* const groups = new std::vector<TransportGroup>{
+      {"mm", {"posix", "sysv", "xpmem"}},
+      {"sm", {"posix", "sysv", "xpmem", "knem", "cma"}},
+      {"shm", {"posix", "sysv", "xpmem", "knem", "cma"}},
+      {"rc", {"rc_verbs", "rc_mlx5", "ud_verbs", "ud_mlx5"}},
+      {"rc_v", {"rc_verbs", "ud_verbs"}},
+      {"rc_x", {"rc_mlx5", "ud_mlx5"}},
+      {"ud", {"ud_verbs", "ud_mlx5"}},
+      {"ud_v", {"ud_verbs"}},
+      {"ud_x", {"ud_mlx5"}},
+      {"dc", {"dc_mlx5", "ud_mlx5"}},
+      {"dc_x", {"dc_mlx5", "ud_mlx5"}},
+      {"ib", {"rc_verbs", "rc_mlx5", "ud_verbs", "ud_mlx5", "dc_mlx5"}},
+  };
+  return *groups;
+}
+
+// The words of UCX_TLS.
+std::vector<std::string> wordsOf(const std::string& tls) {
+  std::vector<std::string> words;
+  std::istringstream list(tls.starts_with('^') ? tls.substr(1) : tls);
+  for (std::string word; std::getline(list, word, ',');) {
+    word.erase(
+        std::remove_if(word.begin(), word.end(), [](unsigned char c) { return std::isspace(c) != 0; }), word.end());
+    if (!word.empty()) {
+      words.push_back(word);
+    }
+  }
+  return words;
+}
+
+// True if the word of UCX_TLS means the transport.
+bool means(std::string_view word, std::string_view transport) {
+  word = word.substr(0, word.find(':')); // "ud:aux" is for connecting only, and for our purposes as good
+  if (word.starts_with('\\')) { // the transport of that name, whatever group has it too
+    return word.substr(1) == transport;
+  }
+  return word == "all" || word == transport ||
+      std::any_of(transportGroups().begin(), transportGroups().end(), [&](const TransportGroup& group) {
+           return group.name == word &&
+               std::find(group.members.begin(), group.members.end(), transport) != group.members.end();
+         });
 }
 
 // What to look at where UCX cannot start. It tells its own reason on stderr, before.
@@ -46,39 +142,48 @@ const char* cureOf(ucs_status_t status) {
     case UCS_ERR_NO_RESOURCE:
     case UCS_ERR_SHMEM_SEGMENT:
     case UCS_ERR_IO_ERROR:
-      return "Something is used up, of which UCX's line above this tells more: look at df /dev/shm, ipcs -l -u, free and "
-             "ulimit -a.";
+      return "Something is used up, of which UCX's line above this tells more: look at df /dev/shm, ipcs -l -u, free "
+             "and ulimit -a.";
     default:
       return "If UCX_TLS or UCX_NET_DEVICES is set, check that it names transports and devices of this machine "
              "(python -m torch_ucx_rpc info lists them).";
   }
 }
 
-// What we set where the user has set nothing (UCX_* variables are the user's).
+// What we set where the user has set nothing (UCX_* variables are the user's). Each is a setting of some transports,
+// and set only where UCX_TLS allows one of them: UCX 1.18 to 1.20 warn of settings that nothing has used.
 void applyDefaults(ucp_config_t* config, const std::string& networkDevices) {
   struct Default {
     const char* name;
     const char* value;
+    std::vector<const char*> transports; // empty: UCX's own setting
   };
   const Default defaults[] = {
-      // Endpoints report dead peers (UCP_ERR_HANDLING_MODE_PEER). Without this, UCX then takes TCP even on one host.
-      {"MM_ERROR_HANDLING", "y"},
-      {"NET_DEVICES", networkDevices.c_str()},
+      // Endpoints report dead peers (UCP_ERR_HANDLING_MODE_PEER). Without this setting UCX takes TCP then, even on one
+      // host.
+      {"MM_ERROR_HANDLING", "y", {"posix", "sysv", "xpmem"}},
+      {"NET_DEVICES", networkDevices.c_str(), {}},
       // UCX's own are 8 and 64 KiB. An echo of 64 MiB over loopback takes 33 ms with these and 135 with those.
-      {"TCP_TX_SEG_SIZE", "64k"},
-      {"TCP_RX_SEG_SIZE", "256k"},
-      // Connecting does not block. Otherwise the first call to a host that is down holds the worker for as long as the kernel tries, two
-      // minutes, and with it all other calls.
-      {"TCP_CONN_NB", "y"},
+      {"TCP_TX_SEG_SIZE", "64k", {"tcp"}},
+      {"TCP_RX_SEG_SIZE", "256k", {"tcp"}},
+      // Connecting does not block. Otherwise the first call to a host that is down holds the worker for as long as the
+      // kernel tries, two minutes, and with it all other calls.
+      {"TCP_CONN_NB", "y", {"tcp"}},
   };
+  const std::string tls = userSetting("UCX_TLS");
   for (const Default& item : defaults) {
-    if (*item.value != '\0' && std::getenv((std::string("UCX_") + item.name).c_str()) == nullptr) {
+    const bool isUsed = item.transports.empty() ||
+        std::any_of(item.transports.begin(), item.transports.end(), [&](const char* transport) {
+                          return allowsTransport(tls, transport);
+                        });
+    if (isUsed && *item.value != '\0' && std::getenv((std::string("UCX_") + item.name).c_str()) == nullptr) {
       check(ucp_config_modify(config, item.name, item.value), "configuring UCX");
     }
   }
 }
 
-// A connection takes up to this many files: a socket on each of two lanes, a timer, and some shared memory while it is attached.
+// A connection takes up to this many files: a socket on each of two lanes, a timer, and some shared memory while it is
+// attached.
 constexpr size_t kFilesOfAConnection = 4;
 
 } // namespace
@@ -113,8 +218,47 @@ ucp_context_h startUcx(size_t expectedPeers, const std::string& networkDevices) 
   return context;
 }
 
+bool allowsTransport(const std::string& tls, const std::string& transport) {
+  const std::vector<std::string> words = wordsOf(tls);
+  const bool isNamed =
+      std::any_of(words.begin(), words.end(), [&](const std::string& word) { return means(word, transport); });
+  return words.empty() || (tls.starts_with('^') ? !isNamed : isNamed);
+}
+
+std::string whatIsLackingToConnect(const std::string& tls) {
+  const auto isAllowed = [&](const char* transport) { return allowsTransport(tls, transport); };
+  constexpr std::array<const char*, 3> kReliable = {"rc_verbs", "rc_mlx5", "dc_mlx5"}; // set up over another transport
+  constexpr std::array<const char*, 3> kConnecting = {"ud_verbs", "ud_mlx5", "tcp"};
+  const auto* const reliable = std::find_if(kReliable.begin(), kReliable.end(), isAllowed);
+  if (reliable == kReliable.end() || std::any_of(kConnecting.begin(), kConnecting.end(), isAllowed)) {
+    return "";
+  }
+  const std::string name(*reliable);
+  return "UCX_TLS=" + tls + " has no transport over which " + name + " could set a connection up: say " +
+      name.substr(0, name.find('_')) + " instead of " + name;
+}
+
 Error errorOf(ucs_status_t status) {
-  return status == UCS_OK ? Error() : Error(codeOf(status), std::string("UCX: ") + ucs_status_string(status));
+  return codeOf(status) == ErrorCode::kOk ? Error() : Error(codeOf(status), textOf(status));
+}
+
+Error errorOfConnecting(ucs_status_t status) {
+  if (status == UCS_ERR_UNREACHABLE) {
+    const std::string lack = whatIsLackingToConnect(userSetting("UCX_TLS"));
+    return {ErrorCode::kPeerFailed, textOf(status) + (lack.empty() ? "" : ". " + lack)};
+  }
+  // Connections are made later, so no peer can have caused this: a socket or a queue pair could not be made.
+  return status == UCS_ERR_IO_ERROR ? Error(ErrorCode::kOutOfResources, textOf(status)) : errorOf(status);
+}
+
+Error errorOfEndpoint(ucs_status_t status, int someFile) {
+  // UCX says "input/output error" also where it could not open a socket. Where none can be opened now, that is why.
+  if (status == UCS_ERR_IO_ERROR) {
+    if (Error files = filesForAConnection(someFile)) {
+      return files;
+    }
+  }
+  return errorOf(status);
 }
 
 void check(ucs_status_t status, const char* what) {

@@ -5,17 +5,18 @@
 #include "transport/ucp/ucp_library.h"
 #include "transport/ucp/worker_address.h"
 
+#include <c10/util/Logging.h>
 #include <poll.h>
 #include <ucp/api/ucp.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <chrono>
+#include <exception>
 #include <new>
 #include <optional>
 #include <set>
 #include <string_view>
-#include <unordered_set>
 #include <utility>
 #include <vector>
 
@@ -25,6 +26,27 @@ namespace {
 
 constexpr unsigned kMessageId = 0; // the one active-message id we use
 constexpr unsigned kMaxLanes = 16; // UCP_MAX_LANES of UCX 1.22
+constexpr int kTurnsToCancel = 8; // UCX needs two or three
+
+std::string addressOf(ucp_worker_h worker, uint32_t flags) {
+  ucp_worker_attr_t attributes{};
+  attributes.field_mask = UCP_WORKER_ATTR_FIELD_ADDRESS | UCP_WORKER_ATTR_FIELD_ADDRESS_FLAGS;
+  attributes.address_flags = flags;
+  check(ucp_worker_query(worker, &attributes), "getting UCX's worker address");
+  std::string address(reinterpret_cast<const char*>(attributes.address), attributes.address_length);
+  ucp_worker_release_address(worker, attributes.address);
+  return address;
+}
+
+void warnOfLoss(const std::exception_ptr& loss) {
+  try {
+    std::rethrow_exception(loss);
+  } catch (const std::exception& error) {
+    LOG(WARNING) << "torch_ucx_rpc: dropped a message that could not be stored (" << error.what()
+                 << "); further ones are dropped without a word";
+  } catch (...) { // it has no words
+  }
+}
 
 // UCX asks the device's driver about an address, unless told that it is the host's.
 ucs_memory_type_t memoryTypeOf(Memory memory) {
@@ -35,6 +57,13 @@ Error abandoned() {
   return {ErrorCode::kCanceled, "the endpoint was abandoned"};
 }
 
+Error noMemory() {
+  return {ErrorCode::kOutOfMemory, "there was no memory for the message"};
+}
+
+// UCX calls back in C frames, through which no exception may pass. So its callbacks only note what has happened, in
+// members that need no memory; tell() hands it out, from progress() and from close(). Only messages are handed out at
+// once, because eager bytes are valid during the callback only: onMessage() catches everything.
 class UcpTransport final : public Transport {
  public:
   UcpTransport(size_t expectedPeers, const std::string& networkDevices);
@@ -50,7 +79,12 @@ class UcpTransport final : public Transport {
     return eventFd_;
   }
   std::vector<std::pair<std::string, std::string>> description() const override;
-  Error connect(const std::string& address, EndpointId& endpoint) override;
+  Error connect(const std::string& address, EndpointId& endpoint) override {
+    return connectTo(openAddress(address).full, endpoint);
+  }
+  Error connectOverNetwork(const std::string& address, EndpointId& endpoint) override {
+    return connectTo(openAddress(address).network, endpoint);
+  }
   void send(
       EndpointId endpoint,
       const wire::Header& header,
@@ -68,9 +102,15 @@ class UcpTransport final : public Transport {
   size_t operationsInFlight() const override {
     return operationsInFlight_;
   }
+  InFlight inFlight(EndpointId endpoint) const override {
+    return endpoints_[endpoint]->inFlight;
+  }
   std::vector<std::string> lanes(EndpointId endpoint) const override;
-  bool repair() override {
-    return repair_->run();
+  RepairState repairState() override {
+    return repair_->state();
+  }
+  void scanForRepair() override {
+    repair_->scan();
   }
   void abandon(EndpointId endpoint) override;
   void close(int64_t limitMs) override;
@@ -80,32 +120,90 @@ class UcpTransport final : public Transport {
     UcpTransport* transport;
     EndpointId id;
     ucp_ep_h handle = nullptr; // null once closed
-    Error failure; // why it is dead
+    Error failure; // why it is dead; known to the listener, unless this side gave the endpoint up
+    ucs_status_t reported = UCS_OK; // by UCX, as the reason of its death
+    Endpoint* nextReported = nullptr; // in reported_
+    InFlight inFlight;
+
+    bool isDead() const {
+      return failure || reported != UCS_OK;
+    }
   };
 
-  // One send or receive that UCX has not completed. UCX owns the buffers until its callback; the list lets close() end
-  // operations whose callback UCX never runs.
+  // One send or receive. UCX owns its buffers until it calls back. The list of all lets close() end operations for
+  // which UCX never does.
   struct Operation {
     UcpTransport* transport;
     OperationDone done;
-    Operation* previous = nullptr;
-    Operation* next = nullptr;
+    Endpoint* endpoint; // of a send
+    uint64_t bytes; // counted in endpoint->inFlight
+    ucs_status_t status = UCS_INPROGRESS;
+    Operation* previous = nullptr; // in operations_
+    Operation* next = nullptr; // in operations_ or completed_
+  };
+
+  // A rendezvous that waits here. Listeners get its address as the handle, never that of UCX's descriptor: UCX may give
+  // the same descriptor out again while the listener still has the handle of a message that it failed to store.
+  struct Parked {
+    void* descriptor; // null: void, UCX has it back
+    Parked* previous = nullptr; // in parked_
+    Parked* next = nullptr;
+  };
+
+  // Things in the order of their arrival, linked through `Next`.
+  template <class T, T* T::* Next>
+  struct Queue {
+    T* first = nullptr;
+    T* last = nullptr;
+
+    void push(T* item) {
+      item->*Next = nullptr;
+      (last != nullptr ? last->*Next : first) = item;
+      last = item;
+    }
+    T* pop() {
+      T* item = first;
+      if (item != nullptr) {
+        first = item->*Next;
+        last = first != nullptr ? last : nullptr;
+      }
+      return item;
+    }
   };
 
   static ucs_status_t onMessage(
-      void* self, const void* header, size_t headerBytes, void* data, size_t bytes, const ucp_am_recv_param_t* param);
-  static void onSendDone(void* request, ucs_status_t status, void* operation);
-  static void onReceiveDone(void* request, ucs_status_t status, size_t bytes, void* operation);
-  static void onEndpointError(void* endpoint, ucp_ep_h handle, ucs_status_t status);
+      void* self,
+      const void* header,
+      size_t headerBytes,
+      void* data,
+      size_t bytes,
+      const ucp_am_recv_param_t* param) noexcept;
+  ucs_status_t onParked(std::span<const std::byte> header, void* descriptor, size_t bytes) noexcept;
+  static void onSendDone(void* request, ucs_status_t status, void* operation) noexcept;
+  static void onReceiveDone(void* request, ucs_status_t status, size_t bytes, void* operation) noexcept;
+  static void onEndpointError(void* endpoint, ucp_ep_h handle, ucs_status_t status) noexcept;
 
-  Operation* begin(OperationDone done);
-  // Ends an operation: called with what the UCX call returned, and by the callbacks.
+  Error connectTo(std::string_view ucxAddress, EndpointId& endpoint);
+  // Null where there is no memory; `done` is untouched then.
+  Operation* begin(OperationDone& done, Endpoint* endpoint, uint64_t bytes) noexcept;
+  // Deals with what the UCX call has returned that began the operation.
   void settle(Operation* operation, ucs_status_ptr_t returned);
-  void finish(Operation* operation, ucs_status_t status);
-  bool hasSharedMemory(const Endpoint& endpoint) const;
+  void complete(Operation* operation, ucs_status_t status) noexcept;
+  void unlink(Operation* operation) noexcept;
+  static void tell(Operation* operation);
+  void noteLoss() noexcept;
+  unsigned tell();
+  void tellAll() noexcept;
+  static Error failureOf(const Endpoint& endpoint);
+
+  void unpark(Parked* parked) noexcept;
+  void refuseParked();
+  bool mayBeForced(const Endpoint& endpoint) const;
   void closeWhenDrained(Endpoint& endpoint);
-  bool isDraining(const Endpoint& endpoint) const;
   void closeHandle(Endpoint& endpoint);
+  void closeReported();
+  void closeDrained();
+  void forceDraining(bool isTcpsTurn);
   void destroy();
 
   TransportListener* listener_ = nullptr;
@@ -115,13 +213,22 @@ class UcpTransport final : public Transport {
   int eventFd_ = -1;
   std::optional<QueueRepair> repair_;
   std::vector<std::unique_ptr<Endpoint>> endpoints_;
-  std::vector<Endpoint*> failed_; // to be closed outside of UCX's callbacks
-  // Flushes of abandoned endpoints, to be closed then.
+  Operation* operations_ = nullptr; // those that UCX has not completed
+  size_t operationsInFlight_ = 0; // these, and those in completed_
+  Parked* parked_ = nullptr;
+  Parked* announced_ = nullptr; // the one that the listener is being told of, until it takes or refuses it
+  bool isAnnouncedRefused_ = false;
+
+  // What UCX's callbacks have noted.
+  Queue<Operation, &Operation::next> completed_;
+  Queue<Endpoint, &Endpoint::nextReported> reported_; // not closed yet: UCX's callbacks must not
+  Queue<Endpoint, &Endpoint::nextReported> untold_; // closed, and the listener has not heard
+  std::exception_ptr loss_; // why the first message was lost
+  uint64_t losses_ = 0;
+
+  // Flushes of abandoned endpoints; these are closed after them.
   std::vector<std::pair<Endpoint*, ucs_status_ptr_t>> draining_;
   std::vector<ucs_status_ptr_t> closing_;
-  std::unordered_set<void*> parked_;
-  Operation* operations_ = nullptr;
-  size_t operationsInFlight_ = 0;
 };
 
 UcpTransport::UcpTransport(size_t expectedPeers, const std::string& networkDevices) {
@@ -132,7 +239,7 @@ UcpTransport::UcpTransport(size_t expectedPeers, const std::string& networkDevic
     workerParams.thread_mode = UCS_THREAD_MODE_SERIALIZED; // the worker lock serializes
     const std::set<uintptr_t> othersQueues = SharedMemoryQueue::mapped();
     check(ucp_worker_create(context_, &workerParams, &worker_), "creating a UCX worker");
-    repair_.emplace(SharedMemoryQueue::mappedSince(othersQueues));
+    repair_.emplace(SharedMemoryQueue::mappedSince(othersQueues), whyQueuesAreNotRepaired(loadedUcpLibrary().version));
 
     ucp_am_handler_param_t handler{};
     handler.field_mask = UCP_AM_HANDLER_PARAM_FIELD_ID | UCP_AM_HANDLER_PARAM_FIELD_CB |
@@ -143,12 +250,7 @@ UcpTransport::UcpTransport(size_t expectedPeers, const std::string& networkDevic
     handler.flags = UCP_AM_FLAG_WHOLE_MSG;
     check(ucp_worker_set_am_recv_handler(worker_, &handler), "registering the UCX message handler");
     check(ucp_worker_get_efd(worker_, &eventFd_), "getting UCX's event descriptor");
-
-    ucp_address_t* address = nullptr;
-    size_t addressBytes = 0;
-    check(ucp_worker_get_address(worker_, &address, &addressBytes), "getting UCX's worker address");
-    address_ = sealAddress({reinterpret_cast<const char*>(address), addressBytes});
-    ucp_worker_release_address(worker_, address);
+    address_ = sealAddress({addressOf(worker_, 0), addressOf(worker_, UCP_WORKER_ADDRESS_FLAG_NET_ONLY)});
   } catch (...) {
     destroy();
     throw;
@@ -171,11 +273,13 @@ void UcpTransport::destroy() {
 
 std::vector<std::pair<std::string, std::string>> UcpTransport::description() const {
   const UcpLibrary library = loadedUcpLibrary();
-  return {{"ucx.version", library.version}, {"ucx.path", library.path}};
+  return {
+      {"ucx.version", library.version},
+      {"ucx.path", library.path},
+      {"ucx.shared_memory_repair", repair_->description()}};
 }
 
-Error UcpTransport::connect(const std::string& address, EndpointId& endpoint) {
-  const std::string_view ucxAddress = openAddress(address);
+Error UcpTransport::connectTo(std::string_view ucxAddress, EndpointId& endpoint) {
   if (ucxAddress.empty()) {
     return {ErrorCode::kPeerFailed, "that is not the address of a UCX worker of this package, or it is damaged"};
   }
@@ -185,6 +289,7 @@ Error UcpTransport::connect(const std::string& address, EndpointId& endpoint) {
   auto created = std::make_unique<Endpoint>();
   created->transport = this;
   created->id = static_cast<EndpointId>(endpoints_.size());
+  endpoints_.reserve(endpoints_.size() + 1); // once UCX has the endpoint, nothing may fail
 
   ucp_ep_params_t params{};
   params.field_mask =
@@ -193,7 +298,7 @@ Error UcpTransport::connect(const std::string& address, EndpointId& endpoint) {
   params.err_mode = UCP_ERR_HANDLING_MODE_PEER;
   params.err_handler.cb = &UcpTransport::onEndpointError;
   params.err_handler.arg = created.get();
-  if (Error error = errorOf(ucp_ep_create(worker_, &params, &created->handle))) {
+  if (Error error = errorOfConnecting(ucp_ep_create(worker_, &params, &created->handle))) {
     return error;
   }
   endpoint = created->id;
@@ -201,33 +306,86 @@ Error UcpTransport::connect(const std::string& address, EndpointId& endpoint) {
   return {};
 }
 
-UcpTransport::Operation* UcpTransport::begin(OperationDone done) {
-  auto* operation = new Operation{this, std::move(done), nullptr, operations_};
+UcpTransport::Operation* UcpTransport::begin(OperationDone& done, Endpoint* endpoint, uint64_t bytes) noexcept {
+  auto* operation = new (std::nothrow) Operation{this, {}, endpoint, bytes};
+  if (operation == nullptr) {
+    return nullptr;
+  }
+  operation->done = std::move(done);
+  operation->next = operations_;
   if (operations_ != nullptr) {
     operations_->previous = operation;
   }
   operations_ = operation;
   ++operationsInFlight_;
+  if (endpoint != nullptr) {
+    ++endpoint->inFlight.operations;
+    endpoint->inFlight.bytes += bytes;
+  }
   return operation;
 }
 
 void UcpTransport::settle(Operation* operation, ucs_status_ptr_t returned) {
-  if (returned == nullptr) {
-    finish(operation, UCS_OK);
-  } else if (UCS_PTR_IS_ERR(returned)) {
-    finish(operation, UCS_PTR_STATUS(returned));
-  } // else the callback will
+  if (UCS_PTR_IS_PTR(returned)) {
+    return; // the callback will complete it
+  }
+  unlink(operation);
+  operation->status = UCS_PTR_RAW_STATUS(returned);
+  tell(operation);
 }
 
-void UcpTransport::finish(Operation* operation, ucs_status_t status) {
+void UcpTransport::unlink(Operation* operation) noexcept {
   (operation->previous != nullptr ? operation->previous->next : operations_) = operation->next;
   if (operation->next != nullptr) {
     operation->next->previous = operation->previous;
   }
-  --operationsInFlight_;
-  OperationDone done = std::move(operation->done);
-  delete operation;
-  done(errorOf(status));
+}
+
+void UcpTransport::complete(Operation* operation, ucs_status_t status) noexcept {
+  unlink(operation);
+  operation->status = status;
+  completed_.push(operation);
+}
+
+void UcpTransport::tell(Operation* operation) {
+  const std::unique_ptr<Operation> owner(operation);
+  --operation->transport->operationsInFlight_;
+  if (operation->endpoint != nullptr) {
+    --operation->endpoint->inFlight.operations;
+    operation->endpoint->inFlight.bytes -= operation->bytes;
+  }
+  operation->done(errorOf(operation->status));
+}
+
+unsigned UcpTransport::tell() {
+  unsigned told = 0;
+  if (std::exception_ptr loss = std::exchange(loss_, nullptr)) {
+    warnOfLoss(loss);
+  }
+  while (Operation* operation = completed_.pop()) {
+    ++told;
+    tell(operation);
+  }
+  while (Endpoint* endpoint = untold_.pop()) {
+    ++told;
+    endpoint->failure = failureOf(*endpoint);
+    listener_->onEndpointFailed(endpoint->id, endpoint->failure);
+  }
+  return told;
+}
+
+void UcpTransport::tellAll() noexcept {
+  for (bool isAllTold = false; !isAllTold;) {
+    try {
+      tell();
+      isAllTold = true;
+    } catch (...) { // whoever closes cannot do anything about it
+    }
+  }
+}
+
+Error UcpTransport::failureOf(const Endpoint& endpoint) {
+  return endpoint.failure ? endpoint.failure : errorOfEndpoint(endpoint.reported, endpoint.transport->eventFd_);
 }
 
 void UcpTransport::send(
@@ -237,18 +395,22 @@ void UcpTransport::send(
     SendMode mode,
     OperationDone done,
     Memory memory) {
-  const Endpoint& endpoint = *endpoints_[endpointId];
-  if (endpoint.failure) {
-    done(endpoint.failure);
+  Endpoint& endpoint = *endpoints_[endpointId];
+  if (endpoint.isDead()) {
+    done(failureOf(endpoint));
     return;
   }
-  Operation* operation = begin(std::move(done));
+  Operation* operation = begin(done, &endpoint, sizeof(header) + bytes.size());
+  if (operation == nullptr) {
+    done(noMemory());
+    return;
+  }
   ucp_request_param_t param{};
   param.op_attr_mask = UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA | UCP_OP_ATTR_FIELD_FLAGS |
       UCP_OP_ATTR_FIELD_MEMORY_TYPE;
   param.cb.send = &UcpTransport::onSendDone;
   param.user_data = operation;
-  // Which protocol suits is decided by the agent, once, for all lanes: UCX's own threshold differs from lane to lane.
+  // The agent decides which protocol suits, once for all lanes: UCX's own threshold differs from lane to lane.
   param.flags = mode == SendMode::kEager ? UCP_AM_SEND_FLAG_EAGER : UCP_AM_SEND_FLAG_RNDV;
   param.memory_type = memoryTypeOf(memory);
   settle(
@@ -256,73 +418,127 @@ void UcpTransport::send(
       ucp_am_send_nbx(endpoint.handle, kMessageId, &header, sizeof(header), bytes.data(), bytes.size(), &param));
 }
 
-void UcpTransport::receive(void* parked, void* into, uint64_t bytes, OperationDone done, Memory memory) {
-  parked_.erase(parked);
-  Operation* operation = begin(std::move(done));
+void UcpTransport::receive(void* handle, void* into, uint64_t bytes, OperationDone done, Memory memory) {
+  const std::unique_ptr<Parked> parked(static_cast<Parked*>(handle));
+  unpark(parked.get());
+  Operation* operation = parked->descriptor != nullptr ? begin(done, nullptr, 0) : nullptr;
+  if (operation == nullptr) {
+    if (parked->descriptor != nullptr) {
+      ucp_am_data_release(worker_, parked->descriptor);
+    }
+    done(noMemory());
+    return;
+  }
   ucp_request_param_t param{};
   param.op_attr_mask = UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA | UCP_OP_ATTR_FIELD_MEMORY_TYPE;
   param.cb.recv_am = &UcpTransport::onReceiveDone;
   param.user_data = operation;
   param.memory_type = memoryTypeOf(memory);
-  settle(operation, ucp_am_recv_data_nbx(worker_, parked, into, bytes, &param));
+  settle(operation, ucp_am_recv_data_nbx(worker_, parked->descriptor, into, bytes, &param));
 }
 
-void UcpTransport::refuse(void* parked) {
-  if (parked_.erase(parked) != 0) { // else UCX has it back: there was no memory for it, see onMessage()
-    ucp_am_data_release(worker_, parked);
+void UcpTransport::refuse(void* handle) {
+  const std::unique_ptr<Parked> parked(static_cast<Parked*>(handle));
+  if (parked.get() == announced_) {
+    isAnnouncedRefused_ = true; // UCX has not given its descriptor away yet, and need not
+    unpark(parked.get());
+    return;
+  }
+  unpark(parked.get());
+  if (parked->descriptor != nullptr) {
+    ucp_am_data_release(worker_, parked->descriptor);
+  }
+}
+
+void UcpTransport::unpark(Parked* parked) noexcept {
+  if (parked == announced_) {
+    announced_ = nullptr;
+  }
+  (parked->previous != nullptr ? parked->previous->next : parked_) = parked->next;
+  if (parked->next != nullptr) {
+    parked->next->previous = parked->previous;
   }
 }
 
 ucs_status_t UcpTransport::onMessage(
-    void* self, const void* header, size_t headerBytes, void* data, size_t bytes, const ucp_am_recv_param_t* param) {
+    void* self,
+    const void* header,
+    size_t headerBytes,
+    void* data,
+    size_t bytes,
+    const ucp_am_recv_param_t* param) noexcept {
   auto* transport = static_cast<UcpTransport*>(self);
   const std::span<const std::byte> headerSpan(static_cast<const std::byte*>(header), headerBytes);
-  const bool isParked = (param->recv_attr & UCP_AM_RECV_ATTR_FLAG_RNDV) != 0;
-  try { // no exception may pass through UCX
-    if (isParked) {
-      transport->parked_.insert(data);
-      transport->listener_->onParked(headerSpan, data, bytes);
-      return UCS_INPROGRESS; // we keep the descriptor
-    }
+  if ((param->recv_attr & UCP_AM_RECV_ATTR_FLAG_RNDV) != 0) {
+    return transport->onParked(headerSpan, data, bytes);
+  }
+  try {
     transport->listener_->onEager(headerSpan, {static_cast<const std::byte*>(data), bytes});
-  } catch (const std::bad_alloc&) {
-    transport->parked_.erase(data);
-    return isParked ? UCS_ERR_NO_MEMORY : UCS_OK;
+  } catch (...) {
+    transport->noteLoss();
   }
   return UCS_OK;
 }
 
-void UcpTransport::onSendDone(void* request, ucs_status_t status, void* operation) {
-  ucp_request_free(request);
-  auto* done = static_cast<Operation*>(operation);
-  done->transport->finish(done, status);
+ucs_status_t UcpTransport::onParked(std::span<const std::byte> header, void* descriptor, size_t bytes) noexcept {
+  auto* parked = new (std::nothrow) Parked{descriptor, nullptr, parked_};
+  if (parked == nullptr) {
+    return UCS_ERR_NO_MEMORY; // which the sender gets
+  }
+  if (parked_ != nullptr) {
+    parked_->previous = parked;
+  }
+  parked_ = parked;
+  announced_ = parked;
+  try {
+    listener_->onParked(header, parked, bytes);
+  } catch (...) {
+    noteLoss();
+    if (announced_ == parked) { // the listener may have kept the handle, and it has not used it
+      announced_ = nullptr;
+      parked->descriptor = nullptr;
+      return UCS_ERR_NO_MEMORY;
+    }
+  }
+  announced_ = nullptr;
+  return std::exchange(isAnnouncedRefused_, false) ? UCS_OK : UCS_INPROGRESS; // in progress: we keep the descriptor
 }
 
-void UcpTransport::onReceiveDone(void* request, ucs_status_t status, size_t /*bytes*/, void* operation) {
+void UcpTransport::noteLoss() noexcept {
+  if (losses_++ == 0) {
+    loss_ = std::current_exception();
+  }
+}
+
+void UcpTransport::onSendDone(void* request, ucs_status_t status, void* operation) noexcept {
+  ucp_request_free(request);
+  auto* done = static_cast<Operation*>(operation);
+  done->transport->complete(done, status);
+}
+
+void UcpTransport::onReceiveDone(void* request, ucs_status_t status, size_t /*bytes*/, void* operation) noexcept {
   onSendDone(request, status, operation);
 }
 
-void UcpTransport::onEndpointError(void* endpoint, ucp_ep_h /*handle*/, ucs_status_t status) {
+void UcpTransport::onEndpointError(void* endpoint, ucp_ep_h /*handle*/, ucs_status_t status) noexcept {
   auto* failed = static_cast<Endpoint*>(endpoint);
-  if (failed->failure) {
-    return; // we gave it up ourselves
+  if (failed->reported == UCS_OK) {
+    failed->reported = status;
+    if (!failed->failure) { // else this side has given it up, and is closing it
+      failed->transport->reported_.push(failed);
+    }
   }
-  failed->failure = {ErrorCode::kPeerFailed, std::string("UCX: ") + ucs_status_string(status)};
-  failed->transport->failed_.push_back(failed);
-  failed->transport->listener_->onEndpointFailed(failed->id, failed->failure);
 }
 
-bool UcpTransport::hasSharedMemory(const Endpoint& endpoint) const {
-  const std::vector<std::string> lanes = this->lanes(endpoint.id);
-  return std::any_of(lanes.begin(), lanes.end(), [](const std::string& lane) { return lane.ends_with("/memory"); });
-}
-
-// UCX ends the process in two cases (1.22, and master in August 2026), in each because it uses what has been freed:
-// - Both sides close a TCP connection while this one still has bytes for it, after a cut for instance. One event may be that the socket is
-//   writable and that the other side's farewell is there, which frees what is then written from (uct_tcp_iface_handle_events()). So there must
-//   be no such bytes; a flush that completes at once says so.
-// - An endpoint is closed while it is being flushed (ucp_ep_flush_resume_slow_path_callback()).
+// UCX ends the process in two cases (1.22, and master in August 2026). In each it uses memory that it has freed:
+// - Both sides close a TCP connection while this side still has bytes for it, after a cut for instance. One event may
+//   say that the socket is writable and that the other side's farewell is there; reading the farewell frees the bytes
+//   that are written next (uct_tcp_iface_handle_events()). So there must be no such bytes, and a flush that completes
+//   at once proves it.
+// - An endpoint that has failed is closed while it is being flushed (ucp_ep_flush_resume_slow_path_callback()): its
+//   lanes are gone, so nothing keeps it until the flush has ended.
 void UcpTransport::closeWhenDrained(Endpoint& endpoint) {
+  draining_.reserve(draining_.size() + 1);
   const ucp_request_param_t param{};
   const ucs_status_ptr_t flush = ucp_ep_flush_nbx(endpoint.handle, &param);
   if (UCS_PTR_IS_PTR(flush)) {
@@ -332,14 +548,14 @@ void UcpTransport::closeWhenDrained(Endpoint& endpoint) {
   }
 }
 
-bool UcpTransport::isDraining(const Endpoint& endpoint) const {
-  return std::any_of(draining_.begin(), draining_.end(), [&](const auto& item) { return item.first == &endpoint; });
-}
-
+// Forced, UCX cancels whatever the endpoint has under way. It must be done to every endpoint before its worker is
+// destroyed: ucp_worker_destroy() by itself leaves an endpoint's requests where they are, and builds of UCX with
+// assertions abort then (ucp_ep_destroy_base(): "proto_reqs not empty").
 void UcpTransport::closeHandle(Endpoint& endpoint) {
   if (endpoint.handle == nullptr) {
     return;
   }
+  closing_.reserve(closing_.size() + 1);
   ucp_request_param_t param{};
   param.op_attr_mask = UCP_OP_ATTR_FIELD_FLAGS;
   param.flags = UCP_EP_CLOSE_FLAG_FORCE;
@@ -349,14 +565,16 @@ void UcpTransport::closeHandle(Endpoint& endpoint) {
   }
 }
 
-unsigned UcpTransport::progress() {
-  const unsigned events = ucp_worker_progress(worker_);
-  for (Endpoint* endpoint : std::exchange(failed_, {})) {
-    if (!isDraining(*endpoint)) {
-      closeHandle(*endpoint);
-    }
+void UcpTransport::closeReported() {
+  while (reported_.first != nullptr) {
+    closeHandle(*reported_.first);
+    untold_.push(reported_.pop());
   }
+}
+
+void UcpTransport::closeDrained() {
   std::vector<Endpoint*> drained;
+  drained.reserve(draining_.size());
   std::erase_if(draining_, [&](const auto& item) {
     const auto [endpoint, flush] = item;
     const ucs_status_t status = ucp_request_check_status(flush);
@@ -364,16 +582,22 @@ unsigned UcpTransport::progress() {
       return false;
     }
     ucp_request_free(flush);
-    if (status == UCS_OK) {
+    if (status == UCS_OK && endpoint->handle != nullptr) {
       drained.push_back(endpoint);
     } else {
-      closeHandle(*endpoint); // the connection has failed
+      closeHandle(*endpoint); // the connection has failed, or close() has forced it
     }
     return true;
   });
   for (Endpoint* endpoint : drained) {
     closeWhenDrained(*endpoint); // something may have been begun since
   }
+}
+
+unsigned UcpTransport::progress() {
+  const unsigned events = ucp_worker_progress(worker_);
+  closeReported();
+  closeDrained();
   std::erase_if(closing_, [](ucs_status_ptr_t request) {
     const bool isDone = ucp_request_check_status(request) != UCS_INPROGRESS;
     if (isDone) {
@@ -381,11 +605,12 @@ unsigned UcpTransport::progress() {
     }
     return isDone;
   });
-  return events;
+  return events + tell();
 }
 
 bool UcpTransport::arm() {
-  return ucp_worker_arm(worker_) != UCS_ERR_BUSY;
+  const bool isAllTold = completed_.first == nullptr && reported_.first == nullptr && untold_.first == nullptr;
+  return isAllTold && ucp_worker_arm(worker_) != UCS_ERR_BUSY;
 }
 
 std::vector<std::string> UcpTransport::lanes(EndpointId endpointId) const {
@@ -412,16 +637,44 @@ std::vector<std::string> UcpTransport::lanes(EndpointId endpointId) const {
   return lanes;
 }
 
+// Only TCP needs draining (see closeWhenDrained()). Anything else must not be drained, because that may never end:
+// nobody empties the queue of a process that has died, and a card waits for acknowledgements of a host that is cut off.
+bool UcpTransport::mayBeForced(const Endpoint& endpoint) const {
+  const std::vector<std::string> lanes = this->lanes(endpoint.id);
+  const auto isTcp = [](const std::string& lane) { return lane.starts_with("tcp/"); };
+  const auto isMemory = [](const std::string& lane) { return lane.ends_with("/memory"); };
+  return std::any_of(lanes.begin(), lanes.end(), isMemory) ||
+      (!lanes.empty() && std::none_of(lanes.begin(), lanes.end(), isTcp));
+}
+
 void UcpTransport::abandon(EndpointId endpointId) {
   Endpoint& endpoint = *endpoints_[endpointId];
-  if (endpoint.failure) {
+  if (endpoint.isDead()) {
     return;
   }
   endpoint.failure = abandoned();
-  if (hasSharedMemory(endpoint)) {
-    closeHandle(endpoint); // it may never be drained: nobody empties the queue of a process that has ended
+  if (mayBeForced(endpoint)) {
+    closeHandle(endpoint);
   } else {
     closeWhenDrained(endpoint);
+  }
+}
+
+void UcpTransport::refuseParked() {
+  for (Parked* parked = parked_; parked != nullptr; parked = parked->next) {
+    if (parked->descriptor != nullptr) {
+      ucp_am_data_release(worker_, std::exchange(parked->descriptor, nullptr));
+    }
+  }
+}
+
+void UcpTransport::forceDraining(bool isTcpsTurn) {
+  for (const auto& [endpoint, flush] : draining_) {
+    const bool hasFailed = endpoint->reported != UCS_OK; // UCX has ended its requests already, see closeWhenDrained()
+    const bool isIdle = isTcpsTurn && operationsInFlight_ == 0; // there is nothing to cancel
+    if (!hasFailed && !isIdle && endpoint->handle != nullptr && mayBeForced(*endpoint) != isTcpsTurn) {
+      closeHandle(*endpoint);
+    }
   }
 }
 
@@ -431,39 +684,57 @@ void UcpTransport::close(int64_t limitMs) {
   }
   using Clock = std::chrono::steady_clock;
   const auto deadline = Clock::now() + std::chrono::milliseconds(limitMs);
-  const auto refuseParked = [this] {
-    for (void* parked : std::exchange(parked_, {})) {
-      ucp_am_data_release(worker_, parked);
-    }
-  };
   refuseParked();
-
   for (const auto& endpoint : endpoints_) {
-    if (endpoint->handle != nullptr && !endpoint->failure) {
+    if (endpoint->handle != nullptr && !endpoint->isDead()) {
       endpoint->failure = abandoned();
       closeWhenDrained(*endpoint);
     }
   }
+  const auto turn = [this] {
+    try {
+      return progress();
+    } catch (...) { // of a callback; progress() has told it
+      return 1u;
+    }
+  };
   while (!draining_.empty() && Clock::now() < deadline) {
-    if (progress() == 0 && arm()) {
+    if (turn() == 0 && arm()) {
       pollfd event{eventFd_, POLLIN, 0};
       (void)poll(&event, 1, 1);
     }
   }
   refuseParked(); // what came meanwhile
 
-  // What is closed by force needs no answer from the peers, only progress; the bound is for what UCX leaves behind. What cannot be drained
-  // ends with the worker.
+  // What could not be drained is forced. A card ends its requests then, for which it needs progress but no peer; the
+  // bound is for what UCX leaves behind.
+  forceDraining(false);
+  const auto isForcing = [this] {
+    return !closing_.empty() || (operationsInFlight_ != 0 && draining_.empty()) ||
+        std::any_of(draining_.begin(), draining_.end(), [](const auto& item) { return item.first->handle == nullptr; });
+  };
   const auto forcedDeadline = Clock::now() + std::chrono::milliseconds(500);
-  while ((!closing_.empty() || (draining_.empty() && operationsInFlight_ != 0)) && Clock::now() < forcedDeadline) {
-    progress();
+  while (isForcing() && Clock::now() < forcedDeadline) {
+    turn();
+  }
+  // TCP comes last, and with as little progress afterwards as its requests need, because both ends of a connection
+  // might close at once (see closeWhenDrained()). Without any, ucp_worker_destroy() would free some of UCX's own memory
+  // twice (1.22).
+  forceDraining(true);
+  for (int turns = 0; turns < kTurnsToCancel && isForcing(); ++turns) {
+    turn();
   }
   for (const auto& [endpoint, flush] : std::exchange(draining_, {})) {
     ucp_request_free(flush);
   }
-  destroy(); // may still run callbacks: operations must exist until here
+  destroy(); // runs callbacks: operations must exist until here
   while (operations_ != nullptr) {
-    finish(operations_, UCS_ERR_CANCELED);
+    complete(operations_, UCS_ERR_CANCELED);
+  }
+  tellAll();
+  while (parked_ != nullptr) {
+    const std::unique_ptr<Parked> parked(parked_);
+    unpark(parked.get());
   }
 }
 

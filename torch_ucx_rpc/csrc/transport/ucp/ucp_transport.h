@@ -7,19 +7,22 @@
 
 namespace torch_ucx_rpc {
 
-// Makes a transport on a UCX worker of its own. Throws std::runtime_error with a sentence for the user where UCX cannot
-// start. `expectedPeers` helps UCX choose resources; it is no limit. `networkDevices`, separated by commas, are those UCX may use
-// where the user's UCX_NET_DEVICES says nothing; empty: any.
+// Makes a transport on a UCX worker of its own. Throws std::runtime_error, with a sentence for the user, where UCX
+// cannot start.
+// - `expectedPeers` helps UCX choose resources. It is no limit.
+// - `networkDevices` are those that UCX may use where the user's UCX_NET_DEVICES says nothing, separated by commas;
+//   empty: any.
 std::unique_ptr<Transport> makeUcpTransport(size_t expectedPeers, const std::string& networkDevices = {});
 
-// Version and file of the libucp that this process has loaded.
+// Version ("1.22.0") and file of the libucp that this process has loaded. The file is empty where the linker does not
+// tell.
 struct UcpLibrary {
   std::string version;
   std::string path;
 };
 UcpLibrary loadedUcpLibrary();
 
-// Version of the headers this was compiled against, "major.minor".
+// Version of the headers that this was compiled against, "major.minor".
 std::string ucpHeaderVersion();
 
 } // namespace torch_ucx_rpc

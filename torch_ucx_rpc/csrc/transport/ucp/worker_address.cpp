@@ -1,6 +1,6 @@
 #include "transport/ucp/worker_address.h"
 
-#include <algorithm>
+#include <cstddef>
 #include <cstdint>
 #include <cstring>
 
@@ -10,9 +10,10 @@ namespace {
 
 struct AddressPrefix {
   uint32_t magic;
-  uint32_t checksum;
+  uint32_t checksum; // of everything that follows it
+  uint32_t fullBytes; // the network address is the rest
 };
-constexpr uint32_t kAddressMagic = 0x41584355; // "UCXA"
+constexpr uint32_t kAddressMagic = 0x42584355; // "UCXB"; "UCXA" had one address
 
 // FNV-1a, http://www.isthe.com/chongo/tech/comp/fnv/
 uint32_t checksumOf(std::string_view bytes) {
@@ -23,21 +24,34 @@ uint32_t checksumOf(std::string_view bytes) {
   return sum;
 }
 
-} // namespace
-
-std::string sealAddress(std::string_view ucxAddress) {
-  const AddressPrefix prefix{kAddressMagic, checksumOf(ucxAddress)};
-  std::string address(reinterpret_cast<const char*>(&prefix), sizeof(prefix));
-  address += ucxAddress;
-  return address;
+std::string_view summed(std::string_view address) {
+  return address.substr(offsetof(AddressPrefix, fullBytes));
 }
 
-std::string_view openAddress(std::string_view address) {
+} // namespace
+
+std::string sealAddress(const WorkerAddress& address) {
+  AddressPrefix prefix{kAddressMagic, 0, static_cast<uint32_t>(address.full.size())};
+  std::string sealed(reinterpret_cast<const char*>(&prefix), sizeof(prefix));
+  sealed += address.full;
+  sealed += address.network;
+  prefix.checksum = checksumOf(summed(sealed));
+  std::memcpy(sealed.data(), &prefix, sizeof(prefix));
+  return sealed;
+}
+
+WorkerAddressView openAddress(std::string_view address) {
   AddressPrefix prefix{};
-  const std::string_view ucxAddress = address.substr(std::min(sizeof(prefix), address.size()));
-  std::memcpy(&prefix, address.data(), address.size() - ucxAddress.size());
-  const bool isWhole = prefix.magic == kAddressMagic && prefix.checksum == checksumOf(ucxAddress);
-  return isWhole ? ucxAddress : std::string_view();
+  if (address.size() < sizeof(prefix)) {
+    return {};
+  }
+  std::memcpy(&prefix, address.data(), sizeof(prefix));
+  const std::string_view both = address.substr(sizeof(prefix));
+  if (prefix.magic != kAddressMagic || prefix.checksum != checksumOf(summed(address)) ||
+      prefix.fullBytes > both.size()) {
+    return {};
+  }
+  return {both.substr(0, prefix.fullBytes), both.substr(prefix.fullBytes)};
 }
 
 } // namespace torch_ucx_rpc

@@ -5,11 +5,21 @@
 
 namespace torch_ucx_rpc {
 
-// The address of a UCX worker as this package passes it on. UCX asserts what it reads in one: so it has something in front that
-// makes an error of a damaged or foreign one.
-std::string sealAddress(std::string_view ucxAddress);
+// The addresses of one UCX worker. Each is UCX's own bytes.
+struct WorkerAddress {
+  std::string full; // of all its transports
+  std::string network; // of those alone that reach other machines, see Transport::connectOverNetwork()
+};
+struct WorkerAddressView {
+  std::string_view full;
+  std::string_view network;
+};
 
-// UCX's part of what sealAddress() has returned; empty for anything else. Valid as long as `address` is.
-std::string_view openAddress(std::string_view address);
+// Packs both into the one address that this package passes on. UCX trusts what it reads in an address, and asserts it.
+// So a checksum stands in front, and a damaged or foreign address becomes an error.
+std::string sealAddress(const WorkerAddress& address);
+
+// Unpacks what sealAddress() has returned; both are empty for anything else. Points into `address`.
+WorkerAddressView openAddress(std::string_view address);
 
 } // namespace torch_ucx_rpc
