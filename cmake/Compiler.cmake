@@ -37,6 +37,8 @@ if(TORCH_UCX_RPC_SANITIZE)
   add_link_options(-fsanitize=${sanitizers})
   # libstdc++ checks indexes, iterators and preconditions; it changes no layout that torch's libraries share.
   add_compile_definitions(_GLIBCXX_ASSERTIONS)
+  # Functions that need the worker lock look whether their thread has it (runtime/worker_mutex.h).
+  add_compile_definitions(TORCH_UCX_RPC_CHECK_LOCKS)
   if(TORCH_UCX_RPC_SANITIZE STREQUAL thread AND CMAKE_CXX_COMPILER_ID STREQUAL GNU)
     # It does not follow fences, and GCC says so (https://gcc.gnu.org/onlinedocs/gcc/Warning-Options.html#index-Wtsan). The fences
     # there see to it that a wake-up is not missed; the data has a mutex, which it does follow.

@@ -170,6 +170,9 @@ class Statistics:
     peers: tuple[PeerStatistics, ...] = field(metadata=_label("all workers of the job by rank, this one included"))
     calls_open: int = field(metadata=_gauge("calls made here that wait for their answers", "calls"))
     calls_timed_out: int = field(metadata=_counter("calls made here that timed out", "calls"))
+    requests_expired: int = field(
+        metadata=_counter("calls of others that were dropped before they ran, since their callers had given up", "calls")
+    )
     requests_open: int = field(metadata=_gauge("calls of others that have arrived and are not answered", "calls"))
     requests_running: int = field(
         metadata=_gauge("open requests that a thread is running; at most ``max_worker_threads``", "calls")

@@ -191,6 +191,7 @@ py::dict statisticsOf(UcxRpcAgent& agent) {
       "calls_open"_a = statistics.callsOpen,
       "calls_timed_out"_a = statistics.callsTimedOut,
       "requests_open"_a = statistics.requestsOpen,
+      "requests_expired"_a = statistics.requestsExpired,
       "requests_running"_a = statistics.threads.runningRequests,
       "requests_waiting"_a = statistics.threads.waitingRequests,
       "messages_sending"_a = statistics.messagesSending,

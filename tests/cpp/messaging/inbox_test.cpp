@@ -4,6 +4,7 @@
 
 #include "event_log.h"
 #include "patient_transport.h"
+#include "runtime/worker_mutex.h"
 
 #include <gtest/gtest.h>
 
@@ -66,6 +67,7 @@ class InboxTest : public testing::Test {
 
   using Notes = std::vector<std::string>; // what the handlers were told
 
+  const AssumeWorkerLock lock_;
   PatientTransport transport_;
   Directory directory_;
   EventLog events_;

@@ -375,5 +375,32 @@ TEST_F(AgentTest, MessageOfManyTensorsLeavesAlone) {
   }
 }
 
+TEST_F(AgentTest, RequestWhoseCallerHasGivenUpIsNotRun) {
+  AgentOptions options;
+  options.numWorkerThreads = 1;
+  std::atomic<int> handled{0};
+  start(
+      2,
+      [&](Message& request) {
+        handled.fetch_add(1);
+        if (textOf(request) == "block") {
+          gate_->pass();
+        }
+        return echo(request);
+      },
+      options);
+  const Future blocking = call(0, 1, "block");
+  ASSERT_TRUE(eventually([&] { return gate_->waiting() == 1; }));
+  const Future givenUp = call(0, 1, "given up", {}, 0.05F);
+  const Future patient = call(0, 1, "patient");
+  EXPECT_TRUE(contains(failure(givenUp), "RPC ran for more than"));
+  gate_->open();
+  EXPECT_EQ(textOf(*answer(blocking)), "block");
+  EXPECT_EQ(textOf(*answer(patient)), "patient");
+  EXPECT_EQ(handled.load(), 2);
+  EXPECT_EQ(metric(1, "agent.requests_expired"), 1u);
+  EXPECT_EQ(metric(1, "agent.server_active_calls"), 0u);
+}
+
 } // namespace
 } // namespace torch_ucx_rpc

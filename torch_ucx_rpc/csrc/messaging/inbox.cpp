@@ -1,5 +1,7 @@
 #include "messaging/inbox.h"
 
+#include "runtime/worker_mutex.h"
+
 #include <c10/util/Exception.h>
 
 #include <algorithm>
@@ -127,6 +129,7 @@ void Inbox::rejectFrame(Refusal refusal, const std::string& what) {
 }
 
 void Inbox::onEager(std::span<const std::byte> headerBytes, std::span<const std::byte> bytes) {
+  assertHoldsWorkerLock();
   wire::Header header;
   if (!checkHeader(headerBytes, header)) {
     return;
@@ -152,6 +155,7 @@ void Inbox::onJoin(const wire::Header& header, std::span<const std::byte> record
 }
 
 void Inbox::onParked(std::span<const std::byte> headerBytes, void* parked, uint64_t bytes) {
+  assertHoldsWorkerLock();
   wire::Header header;
   wire::Piece piece{{}, parked, bytes};
   Peer* from = nullptr;
@@ -278,12 +282,14 @@ void Inbox::onCancel(const Peer& from, uint64_t callId) {
 }
 
 void Inbox::dropAnswer(const Peer& from, uint64_t callId) {
+  assertHoldsWorkerLock();
   std::vector<wire::Piece> dropped;
   assembler_.cancel(from.member().session, wire::Kind::kResponse, callId, dropped);
   receiver_.release(dropped);
 }
 
 void Inbox::startDeferred() {
+  assertHoldsWorkerLock();
   admitWaiting(waitingResponses_);
   admitWaiting(waitingRequests_);
   updateWaitingCount();
@@ -312,6 +318,7 @@ void Inbox::admitWaiting(std::deque<Receiver::Announced>& queue) {
 }
 
 void Inbox::admitStalled() {
+  assertHoldsWorkerLock();
   if (waitingRequests_.empty()) {
     return;
   }
@@ -328,6 +335,7 @@ void Inbox::updateWaitingCount() {
 }
 
 void Inbox::dropPeer(const Peer& peer) {
+  assertHoldsWorkerLock();
   std::vector<wire::Piece> dropped;
   assembler_.dropSession(peer.member().session, dropped);
   receiver_.release(dropped);

@@ -2,6 +2,7 @@
 
 #include "memory/device_pool.h"
 #include "memory/host_pool.h"
+#include "runtime/worker_mutex.h"
 
 #include <c10/util/Logging.h>
 
@@ -94,6 +95,7 @@ void Messenger::postControl(Peer& to, wire::Kind kind, uint64_t callId, Bytes bo
 }
 
 void Messenger::sendNowWithWorkerLock(Peer& to, wire::Kind kind, uint64_t callId) {
+  assertHoldsWorkerLock();
   auto message = std::make_unique<OutgoingMessage>();
   message->to = &to;
   message->address(kind, self_.session, self_.rank, to.member().session, callId);
@@ -189,6 +191,7 @@ bool Messenger::lead() {
 }
 
 void Messenger::startDeferredWithWorkerLock() {
+  assertHoldsWorkerLock();
   makeContextCurrent(devices_.get());
   inbox_.startDeferred();
   outbox_.startDeferred();
@@ -211,6 +214,7 @@ void Messenger::startDeferredWithWorkerLock() {
 }
 
 void Messenger::answerPingsWithWorkerLock() {
+  assertHoldsWorkerLock();
   // On the driving thread: an answer that went the way of other messages could wait for Python.
   for (Peer* peer : inbox_.takePings()) {
     sendNowWithWorkerLock(*peer, wire::Kind::kPong);
@@ -218,6 +222,7 @@ void Messenger::answerPingsWithWorkerLock() {
 }
 
 void Messenger::takeInWithWorkerLock() {
+  assertHoldsWorkerLock();
   for (int steps = 0; !lifetime_.isClosed() && steps < kMostSteps && transport_->progress() != 0; ++steps) {
   }
 }
@@ -288,16 +293,24 @@ Timer::TimePoint Messenger::repair(Timer::TimePoint now) {
     return repairedAt_ + kRepairPeriod; // calls that time out ask for it one by one
   }
   repairedAt_ = now;
+  if (isRepairing_.load()) {
+    transport_->scanForRepair(); // on this thread, since it may take long: the worker lock is free meanwhile
+  }
   submitWhileOpen([this] { repairWithWorkerLock(); });
   // The operation may still be queued; then it is looked at again once more than needed.
   return isRepairWanted_.load() || isRepairing_.load() ? now + kRepairPeriod : Timer::kNever;
 }
 
 void Messenger::repairWithWorkerLock() {
-  if (!isRepairing_.load()) {
-    isRepairWanted_.store(false);
+  assertHoldsWorkerLock();
+  isRepairWanted_.store(false);
+  const RepairState state = transport_->repairState();
+  isRepairing_.store(state != RepairState::kWhole);
+  if (state == RepairState::kUnrepairable && !std::exchange(isDeafTold_, true)) {
+    events_.addWarning(
+        "messages of workers on this machine may not arrive: a process has ended or been stopped while it wrote one into shared "
+        "memory, and nobody can tell whether it will go on. UCX_TLS=tcp,self does without shared memory");
   }
-  isRepairing_.store(!transport_->repair());
 }
 
 // ------------------------------------------------------------------------------------------------------ the end

@@ -186,6 +186,7 @@ class Messenger final : public Leader, public PeerObserver, private ProgressClie
   std::atomic<uint64_t> stagedBytes_{0};
   std::atomic<bool> isRepairWanted_{false};
   std::atomic<bool> isRepairing_{false}; // written under the worker lock
+  bool isDeafTold_ = false; // guarded by the worker lock
 
   // Timer thread only:
   uint64_t stalledReleases_ = 0;

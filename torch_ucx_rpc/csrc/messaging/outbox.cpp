@@ -1,5 +1,7 @@
 #include "messaging/outbox.h"
 
+#include "runtime/worker_mutex.h"
+
 #include <algorithm>
 #include <exception>
 #include <utility>
@@ -17,7 +19,9 @@ Error Outbox::connect(Peer& peer) {
     return {};
   }
   EndpointId endpoint = 0;
-  if (Error error = transport_.connect(peer.member().address, endpoint)) {
+  const std::string& address = peer.member().address;
+  if (Error error = peer.isOverNetwork.load() ? transport_.connectOverNetwork(address, endpoint)
+                                              : transport_.connect(address, endpoint)) {
     return error;
   }
   peer.endpoint = endpoint;
@@ -26,6 +30,7 @@ Error Outbox::connect(Peer& peer) {
 }
 
 void Outbox::send(std::unique_ptr<OutgoingMessage> message) {
+  assertHoldsWorkerLock();
   if (message->header.kind == wire::Kind::kJoin) {
     unadmitted_.try_emplace(message->to);
   } else if (const auto entry = unadmitted_.find(message->to);
@@ -75,6 +80,7 @@ void Outbox::enqueue(std::unique_ptr<OutgoingMessage> message) {
 }
 
 void Outbox::startDeferred() {
+  assertHoldsWorkerLock();
   sendReady();
   while (!moved_.empty()) {
     for (Queue* queue : std::exchange(moved_, {})) {
@@ -86,6 +92,7 @@ void Outbox::startDeferred() {
 }
 
 bool Outbox::cancel(Peer& to, uint64_t callId) {
+  assertHoldsWorkerLock();
   std::unique_ptr<OutgoingMessage> given;
   const auto unready =
       std::find_if(unready_.begin(), unready_.end(), [&](const std::unique_ptr<OutgoingMessage>& message) {
@@ -184,6 +191,7 @@ std::string Outbox::describeStranded() const {
 }
 
 void Outbox::retryStranded() {
+  assertHoldsWorkerLock();
   for (std::unique_ptr<OutgoingMessage>& message : std::exchange(stranded_, {})) {
     message->error = {};
     send(std::move(message));
@@ -204,6 +212,7 @@ Peer* Outbox::peerOf(EndpointId endpoint) const {
 }
 
 void Outbox::onAdmitted(Peer& peer) {
+  assertHoldsWorkerLock();
   if (auto waiting = unadmitted_.extract(&peer)) {
     for (std::unique_ptr<OutgoingMessage>& message : waiting.mapped()) {
       send(std::move(message));
@@ -212,6 +221,7 @@ void Outbox::onAdmitted(Peer& peer) {
 }
 
 void Outbox::abandon(Peer& peer) {
+  assertHoldsWorkerLock();
   onAdmitted(peer); // nobody admits any more: what has waited fails; startDeferred() ends what waits for a device
   if (!isClosed_ && peer.endpoint.has_value()) {
     transport_.abandon(*peer.endpoint);
@@ -225,6 +235,7 @@ void Outbox::abandon(Peer& peer) {
 }
 
 void Outbox::close() {
+  assertHoldsWorkerLock();
   isClosed_ = true;
   while (!unadmitted_.empty()) {
     onAdmitted(*unadmitted_.begin()->first);

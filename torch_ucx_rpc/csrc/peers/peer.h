@@ -97,6 +97,9 @@ class Peer {
 
   std::atomic<bool> isMet{false}; // a message has been sent to it, or has come from it
   std::atomic<bool> isNeighbour{false}; // another worker of this machine
+  // On this machine, but in another pid namespace: a container. UCX takes a common IPC namespace for a common machine and looks for the
+  // process by its id, which means nothing here, or another process.
+  std::atomic<bool> isOverNetwork{false};
   std::atomic<bool> isWatched{false}; // ProcessWatch has been asked
   std::atomic<bool> needsHeartbeat{false}; // and could not
 

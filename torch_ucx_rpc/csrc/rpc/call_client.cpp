@@ -9,6 +9,8 @@
 #include <torch/csrc/distributed/rpc/utils.h>
 
 #include <condition_variable>
+#include <cstdint>
+#include <limits>
 #include <mutex>
 #include <optional>
 #include <utility>
@@ -65,6 +67,8 @@ c10::intrusive_ptr<JitFuture> CallClient::send(
   call.timeout = timeout;
   if (timeout.count() != 0) { // 0: no limit
     call.deadline = call.sentAt + timeout;
+    constexpr std::chrono::milliseconds kLongest(std::numeric_limits<uint32_t>::max());
+    outgoing->header.deadlineMs = timeout < kLongest ? static_cast<uint32_t>(timeout.count()) : 0;
   }
   call.sender = std::this_thread::get_id();
   call.nesting = Executor::markBlocked();

@@ -68,6 +68,7 @@ void Group::addMembers(std::vector<Member> members) {
   for (Peer* peer : present) {
     if (peer != self && peer->member().bootId == self->member().bootId) { // of one boot of one machine
       peer->isNeighbour.store(true);
+      peer->isOverNetwork.store(peer->member().pidNamespace != self->member().pidNamespace);
       ++processesHere;
     }
   }

@@ -1,5 +1,7 @@
 #include "rpc/peer_monitor.h"
 
+#include "runtime/worker_mutex.h"
+
 #include <utility>
 
 namespace torch_ucx_rpc {
@@ -72,6 +74,7 @@ Timer::TimePoint PeerMonitor::beat(Timer::TimePoint now) {
 }
 
 void PeerMonitor::checkHeartbeatsWithWorkerLock() {
+  assertHoldsWorkerLock();
   if (lifetime_.isClosed()) {
     return; // the transport may be too
   }

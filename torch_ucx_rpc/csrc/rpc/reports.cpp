@@ -30,6 +30,7 @@ AgentStatistics Reports::counters() const {
   statistics.callsOpen = calls_.open();
   statistics.callsTimedOut = calls_.timedOut();
   statistics.asyncRequestsOpen = static_cast<uint64_t>(requests_.openAsync());
+  statistics.requestsExpired = requests_.expired();
   statistics.framesRefused = messenger_.refusedFrames();
   statistics.pool = HostPool::instance().statistics();
   statistics.devicePool = DevicePool::instance().statistics();
@@ -84,6 +85,7 @@ Reports::Texts Reports::metricsOf(const AgentStatistics& now, bool isProfilingGi
       {"agent.calls_sent", std::to_string(callsSent)},
       {"agent.calls_received", std::to_string(callsReceived)},
       {"agent.calls_timed_out", std::to_string(now.callsTimedOut)},
+      {"agent.requests_expired", std::to_string(now.requestsExpired)},
       {"agent.bytes_sent", std::to_string(bytesSent)},
       {"agent.bytes_received", std::to_string(bytesReceived)},
       {"agent.frames_refused", std::to_string(now.framesRefused)},

@@ -75,10 +75,20 @@ void RequestServer::onRequest(IncomingMessage request) {
   const uint64_t callId = request.header.callId;
   OpenRequest open = take(request);
   executor_.addRequest(
-      [this, hold, open = std::move(open), request = std::move(request)]() mutable {
+      [this, hold, open = std::move(open), request = std::move(request), arrivedAt = Clock::now()]() mutable {
+        if (hasExpired(request, arrivedAt)) {
+          expired_.fetch_add(1, std::memory_order_relaxed);
+          return; // timeouts and retries would collapse a server that ran what nobody waits for
+        }
         serve(std::move(open), std::move(request));
       },
       [this, hold, &from, callId] { refuse(from, callId, describeNesting()); });
+}
+
+bool RequestServer::hasExpired(const IncomingMessage& request, Clock::time_point arrivedAt) {
+  const std::chrono::milliseconds deadline(request.header.deadlineMs);
+  return deadline.count() != 0 && Clock::now() - arrivedAt >= deadline &&
+      !mustExecute(static_cast<rpc::MessageType>(wire::messageTypeOf(request.body())));
 }
 
 void RequestServer::runOnDriver(IncomingMessage request) {

@@ -11,6 +11,7 @@
 #include <torch/csrc/distributed/rpc/request_callback.h>
 
 #include <atomic>
+#include <chrono>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -40,6 +41,11 @@ class RequestServer final : public RequestHandler {
     return openAsync_.load();
   }
 
+  // Requests that were dropped before they ran, since their callers had given up.
+  uint64_t expired() const {
+    return expired_.load(std::memory_order_relaxed);
+  }
+
   // RequestHandler.
   bool mayRunOnDriver(const IncomingMessage& request) const override;
   void onRequest(IncomingMessage request) override;
@@ -49,7 +55,10 @@ class RequestServer final : public RequestHandler {
 
  private:
   static OpenRequest take(const IncomingMessage& request);
+  using Clock = std::chrono::steady_clock;
   void serve(OpenRequest open, IncomingMessage incoming);
+  // Whether the caller, by the deadline in the header, has given up a request that came at that time, and nobody else counts on it.
+  static bool hasExpired(const IncomingMessage& request, Clock::time_point arrivedAt);
   // Runs the handler on this thread, with these streams current.
   c10::intrusive_ptr<JitFuture> handle(
       c10::intrusive_ptr<Message> request, const Streams& streams, Admission& admission) const;
@@ -72,6 +81,7 @@ class RequestServer final : public RequestHandler {
   const ThreadHooks threadHooks_;
 
   std::atomic<int64_t> openAsync_{0};
+  std::atomic<uint64_t> expired_{0};
 };
 
 } // namespace torch_ucx_rpc

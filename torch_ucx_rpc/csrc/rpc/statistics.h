@@ -34,6 +34,7 @@ struct AgentStatistics {
   uint64_t callsTimedOut;
   uint64_t requestsOpen; // received and not answered
   uint64_t asyncRequestsOpen; // of those, whose handler has returned
+  uint64_t requestsExpired; // dropped before they ran, since their callers had given up
   uint64_t messagesSending;
   uint64_t framesRefused;
   HostPool::Statistics pool;

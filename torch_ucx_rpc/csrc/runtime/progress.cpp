@@ -150,7 +150,7 @@ void Progress::drainQueue() {
   }
 }
 
-std::unique_lock<std::mutex> Progress::lockWorker() {
+std::unique_lock<WorkerMutex> Progress::lockWorker() {
   lockWaiters_.fetch_add(1);
   std::unique_lock lock(workerMutex_);
   lockWaiters_.fetch_sub(1);

@@ -3,6 +3,7 @@
 #include "base/unique_function.h"
 #include "runtime/event_batch.h"
 #include "runtime/spinning.h"
+#include "runtime/worker_mutex.h"
 #include "transport/transport.h"
 
 #include <atomic>
@@ -110,7 +111,7 @@ class Progress {
   // Queues the operations of watched descriptors that have become readable.
   void queueWatches();
   // Locks the worker mutex; a thread that spins under it makes room.
-  std::unique_lock<std::mutex> lockWorker();
+  std::unique_lock<WorkerMutex> lockWorker();
   // Whether the calling thread may leave the transport unarmed; if so it counts as away.
   bool leaveUnarmedLocked(Role who);
   // Stands in for a driver that left the transport unarmed. Returns when the calling thread must drive.
@@ -122,7 +123,7 @@ class Progress {
   int wakeFd_ = -1;
   int watchesFd_ = -1; // an epoll set of its own, so that a thread that does not sleep can look at it too
 
-  std::mutex workerMutex_; // the worker lock
+  WorkerMutex workerMutex_;
   // Guarded by workerMutex_:
   std::vector<Operation> running_; // the batch of runQueueLocked(); a member so that its memory is reused
   bool isClosed_ = false;

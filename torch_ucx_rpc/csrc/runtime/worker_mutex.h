@@ -1,0 +1,52 @@
+#pragma once
+
+#include <mutex>
+
+namespace torch_ucx_rpc {
+
+// The worker lock: the thread that holds it may use the transport, Outbox, Inbox and everything whose name ends in WithWorkerLock.
+// Builds with TORCH_UCX_RPC_CHECK_LOCKS, which `make sanitize` makes, end the process where such a function is called without it.
+class WorkerMutex {
+ public:
+  void lock() {
+    mutex_.lock();
+    note(1);
+  }
+  bool try_lock() {
+    const bool isLocked = mutex_.try_lock();
+    note(isLocked ? 1 : 0);
+    return isLocked;
+  }
+  void unlock() {
+    note(-1);
+    mutex_.unlock();
+  }
+
+ private:
+  friend class AssumeWorkerLock;
+  static void note(int change);
+
+  std::mutex mutex_;
+};
+
+// For tests of one thread that use such functions without a Progress.
+class AssumeWorkerLock {
+ public:
+  AssumeWorkerLock() {
+    WorkerMutex::note(1);
+  }
+  ~AssumeWorkerLock() {
+    WorkerMutex::note(-1);
+  }
+  AssumeWorkerLock(const AssumeWorkerLock&) = delete;
+  AssumeWorkerLock& operator=(const AssumeWorkerLock&) = delete;
+};
+
+#ifdef TORCH_UCX_RPC_CHECK_LOCKS
+void assertHoldsWorkerLock(const char* function = __builtin_FUNCTION());
+#else
+inline void WorkerMutex::note(int /*change*/) {}
+inline void assertHoldsWorkerLock(const char* /*function*/ = __builtin_FUNCTION()) {}
+#endif
+
+} // namespace torch_ucx_rpc
