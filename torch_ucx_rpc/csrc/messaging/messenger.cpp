@@ -201,8 +201,8 @@ void Messenger::startDeferredWithWorkerLock() {
   if (outbox_.waitsForDevice() || inbox_.waitsForDevice()) {
     deviceTask_.dueIn(kDevicePeriod);
   }
-  if (DevicePool::instance().isCollecting()) {
-    collectionTask_.dueIn(kCollectionPeriod);
+  if (DevicePool::instance().isCollecting() && !collectionTask_.isScheduled()) {
+    collectionTask_.dueNow();
   }
   if (outbox_.hasStranded()) {
     retryTask_.dueIn(kRetryPeriod);
@@ -223,7 +223,11 @@ void Messenger::answerPingsWithWorkerLock() {
 
 void Messenger::takeInWithWorkerLock() {
   assertHoldsWorkerLock();
-  for (int steps = 0; !lifetime_.isClosed() && steps < kMostSteps && transport_->progress() != 0; ++steps) {
+  try {
+    for (int steps = 0; !lifetime_.isClosed() && steps < kMostSteps && transport_->progress() != 0; ++steps) {
+    }
+  } catch (const std::exception&) {
+    // A callback had no memory. The rest is taken in by whichever thread drives next.
   }
 }
 

@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <exception>
 #include <iterator>
 #include <stdexcept>
 #include <string>
@@ -108,6 +109,14 @@ void Progress::run(Operation operation) {
   drainQueue();
 }
 
+unsigned Progress::advanceLocked() {
+  try {
+    return transport_.progress();
+  } catch (const std::exception&) {
+    return 1; // the transport stays usable, and tells the rest when it is asked again
+  }
+}
+
 void Progress::runQueueLocked() {
   while (queued_.load() != 0) {
     {
@@ -174,7 +183,7 @@ std::unique_ptr<EventBatch> Progress::drive(Role role, IsDone& isDone) {
   Clock::time_point movedAt = Clock::now();
   while (!isClosed_) {
     runQueueLocked();
-    const unsigned advances = transport_.progress();
+    const unsigned advances = advanceLocked();
     client_.startDeferredWithWorkerLock();
     if (client_.hasEventsWithWorkerLock()) {
       // A leader leaves the guard to another one, if there is one, and takes along what that one would be woken for at once.
@@ -373,7 +382,7 @@ void Progress::endDriving() {
         for (int round = 0; !isGuarded && round < kMostRounds; ++round) {
           isGuarded = transport_.arm();
           if (!isGuarded) {
-            (void)transport_.progress();
+            (void)advanceLocked();
             client_.startDeferredWithWorkerLock();
           }
         }

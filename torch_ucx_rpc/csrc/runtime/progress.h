@@ -93,6 +93,8 @@ class Progress {
   // interrupted.
   bool rest(Role role, IsDone& isDone, bool& wasWoken);
 
+  // Lets the transport advance; a callback that throws, for want of memory, has advanced it too.
+  unsigned advanceLocked();
   bool hasPending() const {
     return queued_.load() != 0 || isStartRequested_.load();
   }

@@ -30,6 +30,10 @@ class Timer {
     void dueNow() {
       dueBy(timer_.now());
     }
+    // False while it waits for dueBy(), and while it runs.
+    bool isScheduled() const {
+      return due_.load() != kNever;
+    }
     const std::string& name() const {
       return name_;
     }
