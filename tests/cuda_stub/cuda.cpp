@@ -488,6 +488,9 @@ CUresult cuDeviceGetUuid(CUuuid* uuid, CUdevice /*device*/) {
   std::memset(uuid, 7, sizeof(*uuid));
   return kSuccess;
 }
+CUresult cuDeviceGetUuid_v2(CUuuid* uuid, CUdevice device) { // of CUDA 13
+  return cuDeviceGetUuid(uuid, device);
+}
 CUresult cuDeviceTotalMem_v2(size_t* bytes, CUdevice /*device*/) {
   CALLED();
   *bytes = kPages * kPage;

@@ -27,6 +27,16 @@ bool isCapturing(const Guard& guard, const c10::Stream& stream) {
   return false;
 }
 
+// What the device fails with, its events say later, where somebody is told.
+bool isIdle(const c10::Stream& stream) {
+  const VirtualGuardImpl guard(stream.device_type());
+  try {
+    return !isCapturing(guard, stream) && guard.queryStream(stream);
+  } catch (const std::exception&) {
+    return false;
+  }
+}
+
 } // namespace
 
 const c10::Device* findDevice(const Devices& devices, int8_t type, int8_t index) {
@@ -110,8 +120,7 @@ Error deviceFailed(const std::exception& failure) {
 DeviceWork::DeviceWork(const Streams& streams) {
   for (const c10::Stream& stream : streams) {
     // CUDA says of a fresh event that it is not ready for 5 to 10 us, on a stream with nothing to do as well.
-    const VirtualGuardImpl guard(stream.device_type());
-    if (isCapturing(guard, stream) || !guard.queryStream(stream)) {
+    if (!isIdle(stream)) {
       events_.emplace_back(stream.device_type()).record(stream);
     }
   }
