@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import pickle
 import signal
@@ -293,6 +294,23 @@ def test_a_call_ends_at_its_own_timeout() -> None:
         rpc.rpc_sync("worker1", release)
         release()
     assert rref.to_here() == "released"
+
+
+@pytest.mark.ucx_only
+@in_worker0(of=2)
+def test_timeouts_of_every_size_count() -> None:
+    for endless in (math.inf, 1e10, 1e30):
+        assert rpc.rpc_sync("worker1", divmod, args=(17, 5), timeout=endless) == (3, 2)
+        assert rpc.remote("worker1", divmod, args=(17, 5), timeout=endless).to_here(timeout=endless) == (3, 2)
+    try:
+        for tiny in (1e-4, 1e-30):  # never rounded to 0, which is no limit
+            assert_times_out(lambda timeout=tiny: rpc.rpc_sync("worker1", wait_for_release, timeout=timeout), after=0)
+    finally:
+        rpc.rpc_sync("worker1", release)
+    for wrong in (-2.0, -math.inf, math.nan):
+        with pytest.raises(ValueError, match="0 or more seconds"):
+            rpc.rpc_sync("worker1", divmod, args=(17, 5), timeout=wrong)
+    assert rpc.rpc_sync("worker1", divmod, args=(17, 5), timeout=rpc.constants.UNSET_RPC_TIMEOUT) == (3, 2)
 
 
 @in_worker0(of=2, options={"rpc_timeout": 0.5})

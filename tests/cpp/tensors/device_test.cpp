@@ -55,7 +55,8 @@ TEST_F(DeviceTest, HandlerComputesOnStreamsOfItsOwn) {
       },
       same_,
       same_);
-  // The memory of each request is released before the handler's kernel has read it, and what comes next must not get it.
+  // The memory of each request is released before the handler's kernel has read it, and the next request must not get
+  // it.
   std::vector<Future> futures;
   for (int number = 0; number < 4; ++number) {
     futures.push_back(call(0, 1, "", {onDevice(kLarge, number)}));

@@ -324,6 +324,47 @@ TEST(WireBodyTest, ASpanIsUsedOnce) {
   EXPECT_EQ(readBody(storageAndPayload.finish(), spans, view).code(), ErrorCode::kProtocol);
 }
 
+TEST(WireBodyTest, StoragesOfOneSpanLieInItInTheirOrder) {
+  const std::vector<uint64_t> spans = {4000, 100};
+  BodyWriter writer(1);
+  writer.addSpanStorage(1500, 0, 0, -1);
+  writer.addSpanStorage(100, 1, 0, -1);
+  writer.addSpanStorage(2500, 0, 0, -1);
+  const Bytes body = writer.finish();
+  BodyView view;
+  const Error error = readBody(body, spans, view);
+  ASSERT_FALSE(error) << error.message();
+  EXPECT_EQ(view.storages[0].spanOffset, 0u);
+  EXPECT_EQ(view.storages[2].spanOffset, 1500u);
+  EXPECT_TRUE(view.storages[0].isPacked);
+  EXPECT_TRUE(view.storages[2].isPacked);
+  EXPECT_EQ(view.storages[1].spanOffset, 0u);
+  EXPECT_FALSE(view.storages[1].isPacked);
+}
+
+TEST(WireBodyTest, StoragesMustFillTheirSpan) {
+  const std::vector<uint64_t> spans = {4000};
+  for (const auto& storages : std::vector<std::vector<uint64_t>>{
+           {1500, 2499}, {1500, 2501}, {4000, 0}, {0, 4000}, {1500, 2500, 0}, {1500, kMax}, {3999}}) {
+    BodyWriter writer(1);
+    for (const uint64_t bytes : storages) {
+      writer.addSpanStorage(bytes, 0, 0, -1);
+    }
+    BodyView view;
+    EXPECT_EQ(readBody(writer.finish(), spans, view).code(), ErrorCode::kProtocol)
+        << testing::PrintToString(storages);
+  }
+}
+
+TEST(WireBodyTest, APayloadSharesItsSpanWithNothing) {
+  const std::vector<uint64_t> spans = {4000};
+  BodyWriter writer(1);
+  writer.addSpanStorage(1500, 0, 0, -1);
+  writer.setPayloadSpan(2500, 0);
+  BodyView view;
+  EXPECT_EQ(readBody(writer.finish(), spans, view).code(), ErrorCode::kProtocol);
+}
+
 TEST(WireBodyTest, ASpanThatNothingRefersToIsRefused) {
   const std::vector<uint64_t> spans = {4000};
   BodyView view;

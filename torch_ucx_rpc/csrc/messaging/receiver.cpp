@@ -69,8 +69,8 @@ void Receiver::allocateOnDevices(Receiving& receiving) {
       continue; // for the host, or malformed: then it is refused when it is decoded
     }
     const wire::Assembled::Span& span = spans[storage.span];
-    if (!std::ranges::all_of(span.pieces, &wire::Piece::isParked)) {
-      continue; // it goes there when it is decoded
+    if (storage.bytes != span.bytes || !std::ranges::all_of(span.pieces, &wire::Piece::isParked)) {
+      continue; // it goes there when it is decoded; packed storages always do
     }
     receiving.message.spans[storage.span].data = deviceMemory_.allocate(*device, span.bytes);
     if (std::find(used.begin(), used.end(), *device) == used.end()) {

@@ -13,7 +13,7 @@ namespace torch_ucx_rpc {
 
 namespace {
 
-// Bytes as a tensor. Not by at::from_blob(), which asks for hooks that not every device type has.
+// Bytes as a tensor that owns them. at::from_blob() would ask for hooks that not every device type has.
 at::Tensor asTensor(c10::DataPtr data, uint64_t count) {
   const c10::Device device = data.device();
   c10::Storage storage(c10::make_intrusive<c10::StorageImpl>(
@@ -26,7 +26,7 @@ at::Tensor asTensor(c10::DataPtr data, uint64_t count) {
   return tensor;
 }
 
-// Of somebody else's.
+// Bytes as a tensor that does not own them.
 at::Tensor viewOf(const void* bytes, uint64_t count, c10::Device device) {
   return asTensor(c10::DataPtr(const_cast<void*>(bytes), device), count);
 }
@@ -34,7 +34,7 @@ at::Tensor viewOf(const void* bytes, uint64_t count, c10::Device device) {
 } // namespace
 
 c10::Allocator* allocatorOf(const c10::DeviceType& type) {
-  // Straight to the device's kernel: the thread may be the user's, in one of torch's modes.
+  // Straight to the device's kernel: this thread may be the user's, in one of torch's modes.
   const c10::Device device(type);
   const at::Tensor empty = at::_ops::empty_memory_format::redispatch(
       c10::DispatchKeySet(c10::computeDispatchKey(at::kByte, at::kStrided, device)),

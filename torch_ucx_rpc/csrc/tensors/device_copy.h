@@ -8,15 +8,15 @@
 
 namespace torch_ucx_rpc {
 
-// What torch makes tensors there with. c10::GetAllocator() still has torch's own where another has replaced it
-// (torch.cuda.memory.change_current_allocator), and that one has never been set up.
+// The allocator that torch uses for tensors on such a device. c10::GetAllocator() returns torch's own even where
+// torch.cuda.memory.change_current_allocator has replaced it, and that one was never set up.
 c10::Allocator* allocatorOf(const c10::DeviceType& type);
 
-// Copies bytes in the order of the streams that are current, into new memory of `to`. Blocks where one side is the CPU.
+// Copies bytes into new memory of `to`, in the order of the current streams. Blocks where one side is the CPU.
 c10::DataPtr copyBytes(const void* bytes, uint64_t count, c10::Device from, c10::Device to);
 
-// Copies bytes of a device into pinned memory of the host, in the order of the device's current stream, without waiting for that. The memory
-// comes from torch's pool for it, and goes back there with the tensor.
+// Copies a device's bytes into pinned host memory, in the order of the device's current stream, without waiting for
+// the copy. The memory comes from torch's pool for pinned memory, and returns there with the tensor.
 at::Tensor stageBytes(const void* bytes, uint64_t count, c10::Device from);
 
 } // namespace torch_ucx_rpc

@@ -22,10 +22,10 @@ using wire::kNowhere;
 using wire::Layout;
 using wire::TensorRecord;
 
-// torch's message types are a byte and two flags, 0x100 and 0x200.
+// A message type of torch's is a byte and two flags, 0x100 and 0x200.
 constexpr uint32_t kMostMessageType = 0x3FF;
 
-// DispatchOrder a checked body and its spans into tensors.
+// Turns a checked body and its spans into tensors.
 class Decoder {
  public:
   Decoder(const BodyView& view, std::vector<IncomingMessage::Span>& spans, const Devices& devices)
@@ -34,7 +34,9 @@ class Decoder {
     for (const BodyView::Storage& storage : view.storages) {
       const c10::Device device = deviceOf(storage.record);
       storages_.push_back(
-          storage.record.span == kNowhere ? copyInline(storage, device) : adopt(spans[storage.record.span], device));
+          storage.record.span == kNowhere ? copyInline(storage, device)
+              : storage.isPacked          ? copyPacked(storage, spans[storage.record.span], device)
+                                          : adopt(spans[storage.record.span], device));
       if (!device.is_cpu()) {
         recordOnCurrentStream(storages_.back().data_ptr());
       }
@@ -80,15 +82,27 @@ class Decoder {
   }
 
   static c10::Storage copyInline(const BodyView::Storage& storage, c10::Device device) {
+    return copySmall(storage.inlineBytes.data(), storage.record.bytes, device);
+  }
+
+  static c10::Storage copyPacked(
+      const BodyView::Storage& storage, const IncomingMessage::Span& pack, c10::Device device) {
+    TORCH_CHECK(pack.data.device().is_cpu(), "malformed message: packed storages on a device");
+    const auto* begin = static_cast<const std::byte*>(pack.data.get()) + storage.spanOffset;
+    return copySmall(begin, storage.record.bytes, device);
+  }
+
+  // Each storage has memory of its own, so that it can be resized and outlives the others.
+  static c10::Storage copySmall(const std::byte* bytes, uint64_t count, c10::Device device) {
     if (!device.is_cpu()) {
-      return copyFromHost(storage.inlineBytes.data(), storage.record.bytes, device);
+      return copyFromHost(bytes, count, device);
     }
     c10::Allocator* allocator = c10::GetCPUAllocator();
-    c10::DataPtr data = allocator->allocate(storage.record.bytes);
-    if (storage.record.bytes != 0) {
-      std::memcpy(data.get(), storage.inlineBytes.data(), storage.record.bytes);
+    c10::DataPtr data = allocator->allocate(count);
+    if (count != 0) {
+      std::memcpy(data.get(), bytes, count);
     }
-    return makeStorage(std::move(data), storage.record.bytes, allocator);
+    return makeStorage(std::move(data), count, allocator);
   }
 
   static c10::Storage copyFromHost(const void* bytes, uint64_t count, c10::Device device) {
@@ -99,7 +113,7 @@ class Decoder {
     if (device.is_cpu()) {
       return makeStorage(std::move(span.data), span.bytes, &HostPool::instance());
     }
-    if (span.data.device() != device) { // it came eagerly, or before it was known where it was to go
+    if (span.data.device() != device) { // the span came eagerly, or before its target was known
       return copyFromHost(span.data.get(), span.bytes, device);
     }
     return makeStorage(std::move(span.data), span.bytes, allocatorOf(device.type()));
@@ -264,7 +278,7 @@ Error decodeMessage(IncomingMessage incoming, const Devices& devices, DecodedMes
     if (view.messageType > kMostMessageType) {
       return {ErrorCode::kProtocol, "malformed message: unknown type " + std::to_string(view.messageType)};
     }
-    // A gradient mode of the thread must not colour what arrives.
+    // The gradient mode of this thread must not affect the tensors that arrive.
     const at::AutoDispatchBelowADInplaceOrView guard;
     std::vector<char> payload = payloadOf(view, incoming.spans);
     Decoder decoder(view, incoming.spans, devices);

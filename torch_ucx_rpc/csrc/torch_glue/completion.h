@@ -2,12 +2,12 @@
 
 #include <exception>
 
-// How futures are completed.
 namespace torch_ucx_rpc {
 
-// Completes a future, and so runs its callbacks. Torch's own may throw: that of an RRef does, which its owner died over. Whoever
-// uses that RRef is told; here is nobody to tell, and an exception would end the process. (Not for the log either: the text of one of
-// torch's takes milliseconds, under a lock of the dynamic linker, and all calls to a worker that dies may end so.)
+// Completes a future, and so runs its callbacks. A callback of torch's own may throw: an RRef's callback does if the
+// RRef's owner has died. Any use of that RRef raises the error. An exception that leaves this function would end the
+// process, so it is dropped. It is not logged either: making the text of an exception of torch's takes milliseconds,
+// under a lock of the dynamic linker, and all calls to a worker that dies may end here.
 template <typename Complete>
 void runCallbacks(const Complete& complete) {
   try {

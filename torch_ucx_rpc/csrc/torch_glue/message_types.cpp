@@ -29,7 +29,7 @@ bool mayRunOnDriver(rpc::MessageType request) {
 }
 
 bool mayCompleteOnDriver(rpc::MessageType request) {
-  // Not RREF_FORK_REQUEST's, which sets requests going that wait for their RRefs.
+  // Not RREF_FORK_REQUEST: its answer starts requests that wait for their RRefs.
   return request == rpc::MessageType::RREF_CHILD_ACCEPT || request == rpc::MessageType::RREF_USER_DELETE ||
       request == rpc::MessageType::CLEANUP_AUTOGRAD_CONTEXT_REQ;
 }

@@ -4,26 +4,28 @@
 
 namespace torch_ucx_rpc {
 
-// What the agent knows of torch's requests by their types.
+// The agent tells torch's requests apart by their types.
 
-// Whether running it calls Python. What TorchScript, operators and torch's own bookkeeping do goes on beside a function of Python's
-// that holds the GIL.
+// Whether running the request calls Python. TorchScript, operators and torch's own bookkeeping do not: they can run
+// while a Python function holds the GIL.
 bool runsPython(torch::distributed::rpc::MessageType request);
 
-// Whether RRef.to_here() has sent it, as nobody else does.
+// Whether RRef.to_here() has sent the request. Nothing else sends requests of these types.
 bool isFetch(torch::distributed::rpc::MessageType request);
 
-// Whether running it takes a few microseconds whatever the user does: neither Python nor a destructor of user's is involved.
+// Whether running the request takes only microseconds, whatever the program does: it involves neither Python nor
+// destructors of the user's objects.
 bool mayRunOnDriver(torch::distributed::rpc::MessageType request);
 
-// The same of what torch does with the answer; nobody waits for that.
+// The same for torch's work when the answer arrives. Nobody waits for these answers.
 bool mayCompleteOnDriver(torch::distributed::rpc::MessageType request);
 
-// Whether others than its caller count on its being run, also after its caller has given up.
+// Whether the request must run even if its caller has given up, because other workers count on its effect.
 bool mustExecute(torch::distributed::rpc::MessageType request);
 
-// torch sends some until they are answered, and ends the process over one that never is: its thread for that lets exceptions of
-// callbacks pass. A worker that is gone need not know what they say; null for any other.
+// The answer to give in place of a peer that is gone; null if the request needs none. torch repeats some requests
+// until they are answered, and ends the process if one never is: the thread that repeats them does not catch
+// exceptions of callbacks. A worker that is gone does not need the information in them.
 c10::intrusive_ptr<torch::distributed::rpc::Message> syntheticAck(torch::distributed::rpc::MessageType request);
 
 } // namespace torch_ucx_rpc

@@ -14,36 +14,38 @@
 
 namespace torch_ucx_rpc {
 
-// A reference, "fork" in torch's words, that a worker holds to an RRef of this one.
+// A reference ("fork" in torch's words) that another worker holds to an RRef of this worker.
 struct HeldFork {
   torch::distributed::rpc::RRefId rref;
   torch::distributed::rpc::ForkId fork;
 };
 
-// A future that a value is awaited with, and the rank of who was to make it.
+// A future that waits for the value of an RRef, and the rank of the worker that was to make the value.
 struct WaitForValue {
   torch::distributed::rpc::worker_id_t creator;
   c10::intrusive_ptr<torch::distributed::rpc::JitFuture> future;
 };
 
-// Which worker holds which reference to this worker's RRefs, as far as torch's messages tell. Who died will not delete its
-// references; for those torch would keep the values for ever.
+// Records which worker holds which reference to this worker's RRefs, as far as torch's messages tell. A worker that
+// dies never deletes its references, and torch would keep their values for ever.
 //
-// Known are the caller of rpc.remote(), whose reference bears its rank, and who got a reference from a third worker, since it
-// reports to the owner. Not known is who got one from the owner itself, in an argument or a result: that message is an opaque pickle, and
-// nobody reports. Thread-safe.
+// Two kinds of holders are known. The caller of rpc.remote() holds a reference that bears its rank. A worker that got
+// a reference from a third worker reports to the owner. A worker that got a reference from the owner itself, in an
+// argument or a result, is not known: that message is an opaque pickle, and nobody reports. Thread-safe.
 class RRefHolders {
  public:
-  // Any request, before it is handled. Throws what torch throws for one that it cannot read. For rpc.remote() of a Python function: until
-  // what is returned is released, its value is being made. (That of TorchScript, whose arguments cannot be read twice, and one
-  // within a context of distributed autograd, are not seen to be.)
+  // To be called with every request before it is handled. Throws torch's error for a request that torch cannot read.
+  // For rpc.remote() of a Python function, returns a guard: the value counts as being made until the guard is
+  // released. Two kinds of rpc.remote() go unnoticed: those of TorchScript, whose arguments cannot be read twice, and
+  // those in a context of distributed autograd.
   std::shared_ptr<void> note(
       torch::distributed::rpc::worker_id_t sender, const torch::distributed::rpc::Message& request);
 
   // The references that workers that are gone are known to hold. To be asked before another worker takes their ranks.
   std::vector<HeldFork> takeHeldBy(const std::unordered_set<torch::distributed::rpc::worker_id_t>& gone);
 
-  // Those that wait here for values which workers that are gone were to make with rpc.remote(), and that are not being made.
+  // Returns and forgets the waits on this worker for values that lost workers were to make with rpc.remote(), except
+  // values that are being made.
   std::vector<WaitForValue> takeHopelessWaits(
       const std::function<bool(const torch::distributed::rpc::RRefId&)>& isOfTheGone);
 

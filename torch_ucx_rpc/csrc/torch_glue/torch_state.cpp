@@ -22,7 +22,7 @@ using torch::distributed::rpc::RRefContext;
 using torch::distributed::rpc::RRefId;
 using torch::distributed::rpc::worker_id_t;
 
-// Private members may be named in an explicit instantiation, whose friend hands them out.
+// C++ lets an explicit instantiation name private members. Its friend function returns them.
 template <auto kMember, typename Tag>
 struct Reach {
   friend auto reach(Tag /*tag*/) {
@@ -78,7 +78,7 @@ bool isTorchsAgent(const RpcAgent& agent) {
 void renewRRefContext(std::shared_ptr<RpcAgent> agent) {
   RRefContext& context = RRefContext::getInstance();
   const std::lock_guard lock(context.*reach(ContextMutex()));
-  // It is const, but of an object on the heap, in a library that was compiled long before, and nobody uses it now.
+  // The member is const, but its object lies on the heap, in a library compiled long before, and nobody uses it now.
   const_cast<std::shared_ptr<RpcAgent>&>(context.*reach(ContextAgent())) = std::move(agent); // NOLINT
   context.*reach(ContextDestroyed()) = false;
 }
@@ -113,7 +113,7 @@ void initAutograd(worker_id_t rank, bool areIdsRandom) {
 }
 
 void stopRRefDeletions() {
-  // Without the lock: in a forked child, whose only thread this is, the lock may be that of a thread that stayed behind.
+  // Without the lock: a forked child has only this thread, and a thread of the parent may have held the lock.
   RRefContext::getInstance().*reach(ContextDestroyed()) = true;
 }
 

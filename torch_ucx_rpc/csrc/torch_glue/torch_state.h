@@ -10,41 +10,44 @@
 #include <unordered_set>
 #include <vector>
 
-// What torch keeps for the whole life of a process, made fit for workers that come and go. torch (2.11 to 2.15) has no
-// functions for it.
+// torch keeps some state for the whole life of a process. These functions make it fit for workers that come and go.
+// torch (2.11 to 2.15) has no functions for that.
 namespace torch_ucx_rpc {
 
-// Whether torch's functions use this agent. torch keeps books of RRefs and contexts for one agent of a process; tests have several.
+// Whether torch's functions use this agent. torch tracks RRefs and contexts for one agent of a process; tests have
+// several agents.
 bool isTorchsAgent(const torch::distributed::rpc::RpcAgent& agent);
 
-// torch's bookkeeping of RRefs keeps the first agent of the process, and stops when that is shut down: in every later life
-// RRefs were never deleted on their owners, with any agent. To be called when an agent starts that is torch's current one.
+// torch's RRef context keeps the first agent of the process, and stops when that agent shuts down. In every later
+// life of the process, with any agent, owners would never delete RRefs. To be called when an agent starts that is
+// torch's current one.
 void renewRRefContext(std::shared_ptr<torch::distributed::rpc::RpcAgent> agent);
 
-// torch makes the ids of RRefs, and of the contexts and messages of distributed autograd, from the rank and a count that starts
-// anew with the process. A worker with the rank of one that has crashed would reuse ids that other workers still know: in
-// groups where that can happen the counts start at random points.
+// torch makes the ids of RRefs, and of the contexts and messages of distributed autograd, from the rank and a count.
+// The count starts anew with the process. A worker that takes the rank of a crashed one would reuse ids that other
+// workers still know. In groups where that can happen, the counts start at random points.
 
-// Returns the first id of the RRefs that are made from now on. `areRandom`: see above.
+// Returns the first id of the RRefs made from now on. For `areRandom` see above.
 int64_t beginRRefIds(bool areRandom);
 
-// As torch.distributed.autograd._init, but the rank may be another one than in an earlier life of this process. `areIdsRandom`: see
-// above.
+// Like torch.distributed.autograd._init, but the rank may differ from an earlier life of this process. For
+// `areIdsRandom` see above.
 void initAutograd(torch::distributed::rpc::worker_id_t rank, bool areIdsRandom);
 
-// torch sends no more messages when references to RRefs are destroyed in this process. For a forked child, whose references are
-// its parent's.
+// From now on torch sends no messages when references to RRefs are destroyed in this process. For a forked child,
+// whose references belong to its parent.
 void stopRRefDeletions();
 
-// The references to RRefs of this worker that torch knows of.
+// The references to RRefs of this worker that torch knows.
 std::vector<HeldFork> heldForks();
 
-// Takes those that wait here, without end, for values that other workers were to make with rpc.remote(): on a thread in
-// RRef.local_value(), or with a call that is to be answered. Of them, those whose wait is hopeless.
-std::vector<WaitForValue> takeWaitsForValues(const std::function<bool(const torch::distributed::rpc::RRefId&)>& isHopeless);
+// Returns and forgets endless waits on this worker for values that other workers were to make with rpc.remote(),
+// where `isHopeless`. A wait is a thread in RRef.local_value(), or a call that is to be answered.
+std::vector<WaitForValue> takeWaitsForValues(
+    const std::function<bool(const torch::distributed::rpc::RRefId&)>& isHopeless);
 
-// Has torch refuse the use of references here to RRefs of a worker that is gone. It knows owners by their rank, which another one has by
-// now: that would wait for values that it never gets.
+// Makes torch refuse any use here of references to RRefs of a lost worker. torch knows owners by rank, and another
+// worker may have the rank by now: a call to it would wait for ever.
 void invalidateRRefsOf(torch::distributed::rpc::worker_id_t owner);
 
 // The contexts of distributed autograd here that these workers have opened. Dead workers will not close them.

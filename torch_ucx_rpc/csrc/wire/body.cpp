@@ -105,36 +105,55 @@ class Cursor {
   std::span<const std::byte> rest_;
 };
 
-// Checks that each span of the message carries exactly one storage or the payload, of the size it says.
+// Checks that the storages and the payload use up every span of the message, each byte once.
 class SpanBook {
  public:
-  explicit SpanBook(std::span<const uint64_t> spanBytes) : spanBytes_(spanBytes), used_(spanBytes.size(), false) {}
+  explicit SpanBook(std::span<const uint64_t> spanBytes)
+      : spanBytes_(spanBytes), takenBytes_(spanBytes.size(), 0), isTaken_(spanBytes.size(), false) {}
 
-  Error use(uint32_t span, uint64_t bytes) {
+  // The next bytes of the span; `offset` says where they begin.
+  Error take(uint32_t span, uint64_t bytes, uint64_t& offset) {
     if (span >= spanBytes_.size()) {
       return malformed("it refers to span " + std::to_string(span) + " of " + std::to_string(spanBytes_.size()));
     }
-    if (used_[span]) {
-      return malformed("it refers twice to span " + std::to_string(span));
+    offset = takenBytes_[span];
+    if (isTaken_[span] && offset == spanBytes_[span]) {
+      return malformed("it refers again to span " + std::to_string(span) + ", of which nothing is left");
     }
-    if (spanBytes_[span] != bytes) {
+    if (bytes > spanBytes_[span] - offset) {
       return malformed(
-          "span " + std::to_string(span) + " has " + std::to_string(spanBytes_[span]) + " bytes, not the announced " +
-          std::to_string(bytes));
+          "span " + std::to_string(span) + " of " + std::to_string(spanBytes_[span]) + " bytes has fewer than the " +
+          std::to_string(bytes) + " that follow the first " + std::to_string(offset));
     }
-    used_[span] = true;
-    ++count_;
+    if (bytes == 0 && spanBytes_[span] != 0) {
+      return malformed("an empty part of span " + std::to_string(span));
+    }
+    takenBytes_[span] += bytes;
+    isTaken_[span] = true;
     return {};
   }
 
-  bool allUsed() const {
-    return count_ == spanBytes_.size();
+  Error takeAll(uint32_t span, uint64_t bytes) {
+    uint64_t offset = 0;
+    if (Error error = take(span, bytes, offset)) {
+      return error;
+    }
+    return offset == 0 ? Error() : malformed("span " + std::to_string(span) + " has a payload and a storage");
+  }
+
+  bool allTaken() const {
+    for (size_t span = 0; span < spanBytes_.size(); ++span) {
+      if (!isTaken_[span] || takenBytes_[span] != spanBytes_[span]) {
+        return false;
+      }
+    }
+    return true;
   }
 
  private:
-  std::span<const uint64_t> spanBytes_;
-  std::vector<bool> used_;
-  size_t count_ = 0;
+  const std::span<const uint64_t> spanBytes_;
+  std::vector<uint64_t> takenBytes_;
+  std::vector<bool> isTaken_; // a span may have no bytes at all
 };
 
 // Whether every element that the sizes and strides can reach lies inside the storage.
@@ -269,9 +288,10 @@ Error readBody(std::span<const std::byte> body, std::span<const uint64_t> spanBy
       return malformed("a storage of impossible size");
     }
     if (storage.record.span != kNowhere) {
-      if (Error error = spans.use(storage.record.span, storage.record.bytes)) {
+      if (Error error = spans.take(storage.record.span, storage.record.bytes, storage.spanOffset)) {
         return error;
       }
+      storage.isPacked = storage.record.bytes != spanBytes[storage.record.span];
     }
   }
 
@@ -294,7 +314,7 @@ Error readBody(std::span<const std::byte> body, std::span<const uint64_t> spanBy
   }
 
   if (prefix.payloadSpan != kNowhere) {
-    if (Error error = spans.use(prefix.payloadSpan, prefix.payloadBytes)) {
+    if (Error error = spans.takeAll(prefix.payloadSpan, prefix.payloadBytes)) {
       return error;
     }
   } else if (!cursor.take(prefix.payloadBytes, view.payload)) {
@@ -308,8 +328,8 @@ Error readBody(std::span<const std::byte> body, std::span<const uint64_t> spanBy
   if (cursor.left() != 0) {
     return malformed(std::to_string(cursor.left()) + " bytes too many");
   }
-  if (!spans.allUsed()) {
-    return malformed("a span that nothing refers to");
+  if (!spans.allTaken()) {
+    return malformed("a span, or a part of one, that nothing refers to");
   }
   return {};
 }

@@ -8,17 +8,22 @@
 #include <span>
 #include <vector>
 
-// The body of a request or response: what the message says, where each of its tensors lies, and everything that is
-// small. Nothing in it is believed before readBody() has checked it.
+// The body of a request or response. It says what the message is and where each of its tensors lies, and has everything
+// that is small.
 //
 //      +----------------+-----------------+------------------------------------+---------+-----------------+
 //      | BodyPrefix, 32 | StorageRecord[] | TensorRecord[], each followed by   | payload | bytes of the    |
 //      |                | 16 each         | its sizes and strides (int64 each) | if here | inline storages |
 //      +----------------+-----------------+------------------------------------+---------+-----------------+
 //
-// Everything before the payload is 8-byte aligned and is read in place. A payload or storage is either inline, in this
-// body, or a span of the message. Tensor records are a forest in depth-first order. A strided tensor has no children. A
-// sparse tensor has its index and value tensors as children, a tensor quantized per channel its scales and zero points.
+// Everything before the payload is 8-byte aligned and is read in place.
+//
+// The payload is inline, in this body, or a span of its own. A storage is inline, a span of its own, or packed: several
+// storages name the same span. Packed storages lie in their span one after another, without gaps, in the order of their
+// records, and fill it.
+//
+// Tensor records are a forest in depth-first order. A strided tensor has no children. A sparse tensor has its index and
+// value tensors as children. A tensor quantized per channel has its scales and zero points as children.
 
 namespace torch_ucx_rpc::wire {
 
@@ -56,8 +61,8 @@ static_assert(sizeof(BodyPrefix) == 32);
 
 struct StorageRecord {
   uint64_t bytes;
-  uint32_t span;
-  int8_t deviceType; // c10::DeviceType of the memory it is to arrive in
+  uint32_t span; // kNowhere: inline
+  int8_t deviceType; // c10::DeviceType of the memory where the storage is to arrive
   int8_t deviceIndex;
   uint16_t reserved;
 };
@@ -87,7 +92,8 @@ class BodyWriter {
   void setInlinePayload(std::span<const char> payload);
   void setPayloadSpan(uint64_t bytes, uint32_t span);
 
-  // Both return the number of the storage, which tensor records refer to.
+  // Both return the number of the storage. Inline memory must stay valid until finish(). Storages of the same span are
+  // packed.
   uint32_t addInlineStorage(const void* data, uint64_t bytes, int8_t deviceType, int8_t deviceIndex);
   uint32_t addSpanStorage(uint64_t bytes, uint32_t span, int8_t deviceType, int8_t deviceIndex);
 
@@ -111,12 +117,14 @@ class BodyWriter {
   uint64_t inlineBytes_ = 0;
 };
 
-// A body that has been checked: every count, index, size and extent in it is consistent with itself, with the body's
-// length and with the spans that came with it. Points into the body, which must outlive it.
+// A body that has been checked: every count, index, size and extent agrees with the others, with the body's length and
+// with the spans that came with it. The view points into the body, which must outlive it.
 struct BodyView {
   struct Storage {
     StorageRecord record;
     std::span<const std::byte> inlineBytes; // where record.span is kNowhere
+    uint64_t spanOffset = 0; // where the storage begins in its span
+    bool isPacked = false; // the span has other storages too
   };
   struct Tensor {
     TensorRecord record;
@@ -137,12 +145,12 @@ uint32_t messageTypeOf(std::span<const std::byte> body);
 // The span that has the payload, or kNowhere, out of a body that nobody has checked: it may be any number.
 uint32_t payloadSpanOf(std::span<const std::byte> body);
 
-// The storages of a body (8-byte aligned) that nobody has checked, as many as there is room for. The receiver needs
-// them early: it must know where spans are to arrive before they have.
+// The storages of a body (8-byte aligned) that nobody has checked, as many as there is room for. They say where the
+// spans are to arrive, which must be known before the spans are received.
 std::span<const StorageRecord> storagesOf(std::span<const std::byte> body);
 
-// Checks and reads `body` (8-byte aligned). `spanBytes` has the size of each span of the message; every span must be
-// referred to exactly once. Allocates in proportion to the body's real length.
+// Checks and reads `body` (8-byte aligned). `spanBytes` has the size of each span of the message. Storages and the
+// payload must use up every span, each byte once. Allocates in proportion to the body's real length.
 Error readBody(std::span<const std::byte> body, std::span<const uint64_t> spanBytes, BodyView& view);
 
 } // namespace torch_ucx_rpc::wire
