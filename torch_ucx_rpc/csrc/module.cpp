@@ -1,4 +1,6 @@
-// The bindings: types, defaults, and where the GIL is held. What Python sees is documented in _C.pyi.
+// The bindings: types, defaults, and where the GIL is held. _C.pyi documents them for Python.
+//
+// Long: one list of all that Python sees, which is searched rather than read.
 
 #include "rpc/agent.h"
 #include "tensors/device_copy.h"
