@@ -48,7 +48,7 @@ KNOWN_WIDE: dict[str, int] = {
     "torch_ucx_rpc/csrc/messaging": 36,
     "torch_ucx_rpc/csrc/peers": 16,
     "torch_ucx_rpc/csrc/rpc": 37,
-    "torch_ucx_rpc/csrc/runtime": 50,
+    "torch_ucx_rpc/csrc/runtime": 5,
     "torch_ucx_rpc/csrc/tensors": 13,
     "torch_ucx_rpc/csrc/torch_glue": 24,
     "torch_ucx_rpc/csrc/transport": 10,
