@@ -43,7 +43,7 @@ class FakeRmm {
     const std::lock_guard lock(mutex_);
     return c10::Stream(c10::Stream::UNSAFE, fake(), reinterpret_cast<c10::StreamId>(stream_)); // NOLINT
   }
-  // What is in use is lost.
+  // Memory in use is lost.
   void forget() {
     const std::lock_guard lock(mutex_);
     inUseBytes_ = 0;
