@@ -210,7 +210,7 @@ def test_a_stopped_worker_of_the_same_host_is_not_lost(run_workers: Callable[...
 def stop_for_longer_than_the_limit(rank: int) -> None:
     if rank == 0:
         rpc.rpc_sync("worker1", echo, (1,))
-        # Who was stopped itself has heard nobody, and must not blame the others.
+        # A worker that was stopped itself has heard nobody, and must not blame the others.
         stop_for(SHORT_LIMIT / 2)
         assert rpc.rpc_sync("worker1", echo, (2,)) == 2
 

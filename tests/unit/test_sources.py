@@ -47,11 +47,6 @@ KNOWN_WIDE: dict[str, int] = {
     "torch_ucx_rpc/csrc/wire": 14,
 }
 KNOWN_HEADLESS: dict[str, int] = {
-    "tests/conformance": 1,
-    "tests/e2e": 4,
-    "tests/soak": 6,
-    "tests/unit": 8,
-    "torch_ucx_rpc/_cli": 5,
     "torch_ucx_rpc/csrc/memory": 3,
     "torch_ucx_rpc/csrc/messaging": 8,
     "torch_ucx_rpc/csrc/rpc": 1,
