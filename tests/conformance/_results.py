@@ -1,4 +1,4 @@
-"""What is kept of the runs: results/, one file for each configuration (backend, UCX_* variables, cores, GPUs).
+"""The results of the runs, in results/: one file for each configuration (backend, UCX_* variables, cores, GPUs).
 
 The next runs of a configuration replace the former ones. ``suites.json``, beside them, has the suites of the torch that
 they are about.

@@ -174,7 +174,7 @@ def leave_while_called(rank: int, steps: Steps) -> int:
             calls.append(rpc.rpc_async("worker0", slow, args=(tensor,)))
             if len(calls) < 10:
                 continue
-            # What was begun before is answered, and rightly; what comes after is refused, and says why.
+            # Calls begun before are answered, and rightly; later ones are refused, with the reason.
             if is_refused(calls[0]):
                 break
             assert torch.equal(calls.pop(0).wait(), tensor + 1)
@@ -423,7 +423,7 @@ def join_past_an_obstacle(rank: int, steps: Steps, file: Path, address: str) -> 
     rpc.shutdown()
 
 
-# ---- What is refused -------------------------------------------------------------------------------------------------
+# ---- Refusals --------------------------------------------------------------------------------------------------------
 
 
 def test_a_rank_and_a_name_can_be_had_once(run_workers: RunWorkers, tmp_path: Path) -> None:

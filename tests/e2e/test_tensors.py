@@ -359,7 +359,7 @@ def kept_numbers() -> list[set[float]]:
 
 @in_worker0(of=2)
 def test_messages_never_share_memory() -> None:
-    # What is kept must stay as it was while buffers of what was not kept come and go.
+    # Tensors that are kept must not change while the buffers of others come and go.
     futures = []
     for number in range(60):
         small, large = torch.full((10,), float(number)), torch.full((LARGE // 4,), float(number))

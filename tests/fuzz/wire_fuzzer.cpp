@@ -1,7 +1,7 @@
-// What arrives, thrown at everything that reads it: headers, the assembler, bodies, the replay window. An input is a run of
-// steps, each a byte that says which and what it needs; it stops to count where it ends. libFuzzer looks for inputs that
-// crash, read out of bounds, or make something allocate more than was sent (`make fuzz`); tests/cpp/wire_corpus_test.cpp
-// runs the ones in corpus/, which tests/fuzz/seeds.py writes.
+// Arriving bytes, thrown at everything that reads them: headers, the assembler, bodies, the replay window. An input is
+// a run of steps, each a byte that says which, followed by what it needs. Bytes that are missing at the end are zeros.
+// libFuzzer looks for inputs that crash, read out of bounds, or make something allocate more than was sent (`make
+// fuzz`). tests/cpp/wire/wire_corpus_test.cpp runs the inputs in corpus/, which tests/fuzz/seeds.py writes.
 
 #include "base/bytes.h"
 #include "wire/assembler.h"

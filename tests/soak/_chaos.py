@@ -1,4 +1,4 @@
-"""What is done to the workers and to their hosts, and when: `Chaos`."""
+"""`Chaos`: the misfortunes of the workers and of their hosts, and their times."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class Chaos:
 
     def _reunite(self, host: VirtualHost) -> None:
         """Of the workers that all others have lost, one joins again, and the other is another one from now on."""
-        # What has queued on either side arrives now, and is dropped.
+        # Messages that queued on either side arrive now, and are dropped.
         self._crew.watch(self._choice.uniform(0.1, 1))
         for rank in sorted(self._crew.current):
             if self._crew.host_of(rank) != host.name:

@@ -165,7 +165,7 @@ def _shown(event: dict[str, Any]) -> str:
 
 
 class _History:
-    """Who was a member and when, and which hosts were cut off."""
+    """The members over time, and the hosts that were cut off."""
 
     def __init__(self, events: list[dict[str, Any]], timeline: list[dict[str, Any]], heartbeat_limit: float) -> None:
         self._limit = heartbeat_limit
@@ -213,7 +213,7 @@ class _History:
         for gone in self.memberships:
             if (gone.name, gone.pid, gone.host) != (name, pid, host) or not gone.joining <= failure.at:
                 continue
-            # What was begun after its successor has come is that one's.
+            # A call that began after its successor had come was made to the successor.
             if gone.end <= failure.at and failure.began <= self._next_joined(name, gone.end) + self._limit:
                 return "its process was killed" if gone.was_killed else "it left"
             for cut in self._cut_off:

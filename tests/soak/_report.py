@@ -62,7 +62,7 @@ class Memory:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """What is left of a run.
+    """The results of a run.
 
     Attributes:
         misfortunes: how often what was done to the workers: "kill", "cut", "cut off", "restart", "rejoin"; and how

@@ -149,7 +149,7 @@ class Call:
     """One of this worker's, from its beginning to its end, as the journal has it.
 
     To be used in a ``with`` once or more often: an exception ends the call, as failed, and goes no further; it is
-    answered when `answered` says so. What is neither hangs.
+    answered when `answered` says so. A call that is neither hangs.
 
     Args:
         among: the names of the workers that take part, without this one.

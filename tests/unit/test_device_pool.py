@@ -33,7 +33,7 @@ def rmm() -> Iterator[Any]:
     device_pool._pools.clear()
 
 
-# ---- What is asked for is checked before anybody else hears of the worker -------------------------------------------
+# ---- Options are checked before anybody else hears of the worker -----------------------------------------------------
 
 
 def test_a_bound_needs_the_pool_that_it_bounds() -> None:

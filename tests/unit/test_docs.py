@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import prose
 import pytest
 
 ROOT = next(folder for folder in Path(__file__).resolve().parents if (folder / "pyproject.toml").exists())
@@ -20,26 +21,17 @@ PAGES = sorted(
     ]
 )
 
-LONGEST_LINE = 120
 LONGEST_CELL = 200
 MOST_WORDS = 1500
 
 FENCED = re.compile(r"^```.*?^```[ ]*$", re.MULTILINE | re.DOTALL)
 CODE_SPAN = re.compile(r"`[^`\n]*`")
-URL = re.compile(r"https?://[^\s)>]+")
 LINK = re.compile(r"\[(?:[^\]\[]|\[[^\]]*\])*\]\(([^()\s]+)\)")
 HEADING = re.compile(r"^#+ +(.*?) *$", re.MULTILINE)
-# The subject of a sentence names the thing, so none begins with these. Questions may.
-HEADLESS = re.compile(
-    r"(?:^[ #/|*-]*|[.:|] )((?:Who|What|That of|Those of|There is nobody) "
-    r"(?:is|was|has|had|does|waits|calls|sends|leaves|dies|comes|receives|goes|asks|cannot)\b[^.|?\n]*)(\??)",
-    re.MULTILINE,
-)
 
 
-def prose(text: str) -> str:
-    """The text without what stands between fences, one paragraph or row a line."""
-    return re.sub(r"(?<=[^\n])\n(?=[^\n|#>*-])[ ]*", " ", FENCED.sub("", text))
+def headless(text: str) -> list[str]:
+    return prose.headless(FENCED.sub("", text))
 
 
 def anchors(text: str) -> set[str]:
@@ -73,7 +65,7 @@ def too_wide(text: str) -> Iterator[str]:
             for cell in re.split(r"(?<!\\)\|", line):
                 if len(cell.strip()) > LONGEST_CELL:
                     yield f"line {number}: a cell of {len(cell.strip())} characters: {cell.strip()[:50]}"
-        elif len(URL.sub("", line)) > LONGEST_LINE:
+        elif prose.is_too_wide(line):
             yield f"line {number}: {len(line)} columns: {line[:50]}"
 
 
@@ -84,10 +76,6 @@ def words(text: str) -> int:
 def says_why_it_is_long(text: str) -> bool:
     comment = re.match(r"<!--(.*?)-->", text, re.DOTALL)
     return comment is not None and words(comment[1]) >= 5
-
-
-def headless(text: str) -> list[str]:
-    return [sentence for sentence, mark in HEADLESS.findall(prose(text)) if not mark]
 
 
 def name_of(page: Path) -> str:

@@ -1,4 +1,4 @@
-"""The folders of csrc are layers, and includes go one way (docs/development/architecture.md)."""
+"""The folders of csrc are layers, and includes go one way (torch_ucx_rpc/csrc/README.md), and tests mirror them."""
 
 from __future__ import annotations
 
@@ -10,35 +10,47 @@ import pytest
 
 CSRC = Path(__file__).resolve().parents[2] / "torch_ucx_rpc" / "csrc"
 
-# What the files of a folder may include of ours: folders, or single headers. The longest folder that matches counts.
+# Which headers of ours the files of a layer may include: of folders, or single ones. A layer is a folder, or a header
+# with its source. The longest that matches counts.
+BELOW_TRANSPORT = {"base", "wire", "memory"}
+BELOW_RUNTIME = BELOW_TRANSPORT | {"transport/transport.h"}
 MAY_INCLUDE = {
     "base": {"base"},
+    "wire": {"wire", "base"},
     "memory": {"memory", "base"},
-    "wire": {"wire", "memory", "base"},
-    "transport": {"transport/transport.h", "wire", "memory", "base"},
-    "transport/loopback": {"transport/loopback", "transport/transport.h", "wire", "memory", "base"},
-    "transport/ucp": {"transport/ucp", "transport/transport.h", "wire", "memory", "base"},
-    "agent": {"agent", "transport/transport.h", "wire", "memory", "base"},
-    # module.cpp and its like, which bind the agent and make its transport.
-    ".": {".", "agent", "transport", "wire", "memory", "base"},
+    "transport": BELOW_RUNTIME,
+    "transport/loopback": {"transport/loopback"} | BELOW_RUNTIME,
+    "transport/ucp": {"transport/ucp"} | BELOW_RUNTIME,
+    "runtime": {"runtime"} | BELOW_RUNTIME,
+    "peers": {"peers", "runtime"} | BELOW_RUNTIME,
+    "messaging": {"messaging", "peers", "runtime"} | BELOW_RUNTIME,
+    "torch_glue": {"torch_glue"},
+    "tensors": {"tensors", "torch_glue", "messaging", "peers", "runtime"} | BELOW_RUNTIME,
+    "rpc": {"rpc", "tensors", "torch_glue", "messaging", "peers", "runtime"} | BELOW_RUNTIME,
+    "native_op": {"native_op.h"},
+    # module.cpp, which binds all this and makes the agent's transport.
+    ".": {".", "rpc", "tensors", "torch_glue", "messaging", "peers", "runtime", "transport"} | BELOW_TRANSPORT,
 }
 
-# Whose headers are for a few only: first part of the include path -> who may, and why not the others.
+# Whose headers are for a few only: first part of the include path -> who may, and why not the others. c10 is for all.
+OF_TORCH = ({"tensors", "torch_glue", "rpc", "native_op", "."}, "below tensors only c10's light headers are used")
+OF_UCX = ({"transport/ucp"}, "UCX is the affair of transport/ucp alone")
+OF_PYTHON = ({"."}, "only the bindings know of Python")
 RESERVED = {
-    "ucp": ({"transport/ucp"}, "UCX is the affair of transport/ucp alone"),
-    "ucs": ({"transport/ucp"}, "UCX is the affair of transport/ucp alone"),
-    "uct": ({"transport/ucp"}, "UCX is the affair of transport/ucp alone"),
-    "torch": ({"agent", "."}, "below the agent only c10's light headers are used"),
-    "ATen": ({"agent", "."}, "below the agent only c10's light headers are used"),
-    "pybind11": ({"."}, "only the bindings know of Python"),
-    "Python.h": ({"."}, "only the bindings know of Python"),
+    "torch": OF_TORCH,
+    "ATen": OF_TORCH,
+    "ucp": OF_UCX,
+    "ucs": OF_UCX,
+    "uct": OF_UCX,
+    "pybind11": OF_PYTHON,
+    "Python.h": OF_PYTHON,
 }
 
 INCLUDE = re.compile(r'^\s*#\s*include\s*(?:"(?P<ours>[^"]+)"|<(?P<theirs>[^>]+)>)')
 
 
 def layer_of(path: PurePosixPath) -> str:
-    return next((str(folder) for folder in path.parents if str(folder) in MAY_INCLUDE), ".")
+    return next((str(layer) for layer in (path.with_suffix(""), *path.parents) if str(layer) in MAY_INCLUDE), ".")
 
 
 def folders_of(path: str) -> set[str]:
@@ -87,7 +99,43 @@ def test_every_source_is_in_a_layer():
     assert not stray, f"no layer has these files, so no rule guards them: {stray}"
 
 
-HEADERS = {"base/error.h", "wire/header.h", "agent/agent.h", "transport/transport.h", "transport/ucp/worker.h"}
+# Of folders without C++ tests of their own: those that are still to be written.
+KNOWN_UNTESTED = {"torch_glue"}
+
+
+def missing_mirrors(folders: set[str], tested: set[str]) -> tuple[set[str], set[str]]:
+    """The folders of csrc without C++ tests, and those of C++ tests that are of no folder of csrc."""
+    return folders - tested, tested - folders
+
+
+def test_the_tests_mirror_the_folders():
+    tests = CSRC.parents[1] / "tests" / "cpp"
+    folders = {file.split("/")[0] for file in sources() if "/" in file}
+    tested = {path.relative_to(tests).parts[0] for path in tests.rglob("*_test.cpp")}
+    untested, strays = missing_mirrors(folders, tested)
+    assert untested <= KNOWN_UNTESTED
+    assert not strays
+
+
+def test_a_folder_without_tests_is_found():
+    assert missing_mirrors({"base", "wire"}, {"wire", "agent"}) == ({"base"}, {"agent"})
+    assert missing_mirrors({"base"}, {"base"}) == (set(), set())
+
+
+HEADERS = {
+    "base/error.h",
+    "wire/header.h",
+    "memory/host_pool.h",
+    "transport/transport.h",
+    "transport/ucp/worker.h",
+    "runtime/timer.h",
+    "peers/peer.h",
+    "messaging/outbox.h",
+    "torch_glue/torch_state.h",
+    "tensors/device_copy.h",
+    "rpc/agent.h",
+    "native_op.h",
+}
 
 
 @pytest.mark.parametrize(
@@ -95,19 +143,32 @@ HEADERS = {"base/error.h", "wire/header.h", "agent/agent.h", "transport/transpor
     [
         ("base/a.h", '"wire/header.h"', "files of base may include only: base."),
         ("memory/a.h", '"wire/header.h"', "files of memory may include only: base, memory."),
-        ("wire/a.h", '"agent/agent.h"', "files of wire may include only: base, memory, wire."),
-        ("wire/a.cpp", "<torch/types.h>", "below the agent only c10's light headers are used."),
-        ("base/a.h", "<ATen/Tensor.h>", "below the agent only c10's light headers are used."),
+        ("wire/a.h", '"memory/host_pool.h"', "files of wire may include only: base, wire."),
+        ("wire/a.h", '"rpc/agent.h"', "files of wire may include only: base, wire."),
+        ("wire/a.cpp", "<torch/types.h>", "below tensors only c10's light headers are used."),
+        ("base/a.h", "<ATen/Tensor.h>", "below tensors only c10's light headers are used."),
+        ("messaging/a.h", "<ATen/Tensor.h>", "below tensors only c10's light headers are used."),
         ("transport/ucp/a.cpp", "<Python.h>", "only the bindings know of Python."),
-        ("transport/ucp/a.cpp", '"agent/agent.h"', "files of transport/ucp may include only"),
+        ("transport/ucp/a.cpp", '"runtime/timer.h"', "files of transport/ucp may include only"),
         ("transport/loopback/a.cpp", '"transport/ucp/worker.h"', "files of transport/loopback may include only"),
         ("transport/transport.h", '"transport/ucp/worker.h"', "files of transport may include only"),
-        ("agent/a.cpp", '"transport/ucp/worker.h"', "files of agent may include only"),
-        ("agent/a.cpp", "<ucp/api/ucp.h>", "UCX is the affair of transport/ucp alone."),
+        ("runtime/a.cpp", '"peers/peer.h"', "files of runtime may include only"),
+        ("peers/a.cpp", '"messaging/outbox.h"', "files of peers may include only"),
+        ("messaging/a.cpp", '"tensors/device_copy.h"', "files of messaging may include only"),
+        ("messaging/a.cpp", '"torch_glue/torch_state.h"', "files of messaging may include only"),
+        ("torch_glue/a.cpp", '"rpc/agent.h"', "files of torch_glue may include only: torch_glue."),
+        ("torch_glue/a.cpp", '"messaging/outbox.h"', "files of torch_glue may include only: torch_glue."),
+        ("tensors/a.cpp", '"rpc/agent.h"', "files of tensors may include only"),
+        ("rpc/a.cpp", '"transport/ucp/worker.h"', "files of rpc may include only"),
+        ("rpc/a.cpp", '"native_op.h"', "files of rpc may include only"),
+        ("rpc/a.cpp", "<ucp/api/ucp.h>", "UCX is the affair of transport/ucp alone."),
+        ("transport/loopback/a.cpp", "<ucs/type/status.h>", "UCX is the affair of transport/ucp alone."),
         ("module.cpp", "<ucp/api/ucp.h>", "UCX is the affair of transport/ucp alone."),
-        ("agent/a.cpp", "<pybind11/pybind11.h>", "only the bindings know of Python."),
-        ("agent/a.cpp", '"agent.h"', "csrc has no such header"),
-        ("agent/a.cpp", "<base/error.h>", 'our own headers are included as "base/error.h".'),
+        ("rpc/a.cpp", "<pybind11/pybind11.h>", "only the bindings know of Python."),
+        ("native_op.cpp", "<pybind11/pybind11.h>", "only the bindings know of Python."),
+        ("native_op.cpp", '"rpc/agent.h"', "files of native_op may include only: native_op.h."),
+        ("rpc/a.cpp", '"agent.h"', "csrc has no such header"),
+        ("rpc/a.cpp", "<base/error.h>", 'our own headers are included as "base/error.h".'),
     ],
 )
 def test_a_broken_rule_is_named(file, include, sentence):
@@ -123,10 +184,22 @@ def test_a_broken_rule_is_named(file, include, sentence):
         ("wire/a.h", "<c10/core/Device.h>"),
         ("transport/ucp/a.cpp", '"transport/ucp/worker.h"'),
         ("transport/ucp/a.cpp", '"transport/transport.h"'),
+        ("transport/ucp/a.cpp", '"memory/host_pool.h"'),
         ("transport/ucp/a.cpp", "<ucp/api/ucp.h>"),
-        ("agent/a.cpp", '"transport/transport.h"'),
-        ("agent/a.cpp", "<torch/types.h>"),
-        ("module.cpp", '"agent/agent.h"'),
+        ("runtime/a.cpp", '"transport/transport.h"'),
+        ("peers/a.cpp", '"runtime/timer.h"'),
+        ("messaging/a.cpp", '"peers/peer.h"'),
+        ("torch_glue/a.cpp", "<torch/types.h>"),
+        ("tensors/a.cpp", '"torch_glue/torch_state.h"'),
+        ("tensors/a.cpp", '"messaging/outbox.h"'),
+        ("tensors/a.cpp", "<ATen/Tensor.h>"),
+        ("rpc/a.cpp", '"torch_glue/torch_state.h"'),
+        ("rpc/a.cpp", '"tensors/device_copy.h"'),
+        ("rpc/a.cpp", "<torch/types.h>"),
+        ("native_op.cpp", '"native_op.h"'),
+        ("native_op.cpp", "<torch/library.h>"),
+        ("module.cpp", '"rpc/agent.h"'),
+        ("module.cpp", '"native_op.h"'),
         ("module.cpp", '"transport/ucp/worker.h"'),
         ("module.cpp", "<pybind11/pybind11.h>"),
     ],

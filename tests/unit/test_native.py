@@ -1,6 +1,6 @@
 """Which UCX and which torch the package runs with, and what it says where it cannot.
 
-What goes wrong on import is provoked in a process of its own, with a copy of the package that lacks something and with
+Errors on import are provoked in a process of its own, with a copy of the package that lacks something and with
 libraries that are made on the spot.
 """
 
@@ -36,7 +36,7 @@ MAPS = """\
 """
 
 
-# ---- What is there ---------------------------------------------------------------------------------------------------
+# ---- Loaded libraries ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_the_extension_was_built_with_what_the_build_wrote_down() -> None:
     assert _native._C.UCP_API_VERSION == BUILT_FOR_UCX
 
 
-# ---- What is looked for ----------------------------------------------------------------------------------------------
+# ---- Sources of UCX --------------------------------------------------------------------------------------------------
 
 
 def test_the_wheel_comes_before_the_system_unless_one_is_chosen() -> None:

@@ -250,7 +250,7 @@ def test_an_address_of_another_host_is_no_place_for_rank_0(port: int, monkeypatc
         create_store(f"tcp://no-such-host.invalid:{port}", 0, 2, 0.5)
 
 
-# What comes back from C++ while the interpreter is finalized has the process aborted.
+# A thread that returns from C++ while the interpreter is finalized aborts the process.
 LEFT_BEHIND = """
 from datetime import timedelta
 from torch.distributed import TCPStore

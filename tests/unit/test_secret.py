@@ -117,7 +117,7 @@ def test_any_bytes_can_be_a_secret(file: Path) -> None:
     assert load_secret(str(file)) is not None
 
 
-# ---- What is made of it ----------------------------------------------------------------------------------------------
+# ---- Derived keys ----------------------------------------------------------------------------------------------------
 
 
 def hkdf(secret: bytes, info: bytes) -> bytes:
@@ -179,7 +179,7 @@ def test_what_is_no_entry_is_never_believed(text: str, secret: Secret | None) ->
     assert entry.doubt or "rank" not in entry.values
 
 
-# ---- Who is kept out -------------------------------------------------------------------------------------------------
+# ---- Strangers -------------------------------------------------------------------------------------------------------
 
 
 def meet_with(rank: int, secrets: list[Secret | None]) -> str:

@@ -1,4 +1,4 @@
-"""What is counted stands in one table, the fields of ``Statistics``; docstrings, metrics and docs agree with it."""
+"""The fields of ``Statistics`` are the one table of all counters: docstrings, metrics and docs agree with it."""
 
 from __future__ import annotations
 

@@ -16,14 +16,14 @@ from collections.abc import Sequence
 
 import torch_ucx_rpc
 
-# In the order of the list that --help shows.
+# The commands, in the order of --help.
 COMMANDS: tuple[str, ...] = ("run", "info", "check", "top")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command that ``argv``, by default that of the process, asks for; returns its exit code."""
+    """Run the command that ``argv``, by default the process's own, names; return its exit code."""
     argv = sys.argv[1:] if argv is None else argv
-    # All of them for the list, one to run.
+    # The list of commands needs all modules, and running a command needs one.
     names = argv[:1] if argv and argv[0] in COMMANDS else COMMANDS
     parser = argparse.ArgumentParser(prog="python -m torch_ucx_rpc", description="UCX for torch.distributed.rpc")
     parser.add_argument("--version", action="version", version=f"torch_ucx_rpc {torch_ucx_rpc.__version__}")

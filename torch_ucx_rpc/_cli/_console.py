@@ -1,4 +1,4 @@
-"""Output with the package rich, which the commands that need it ask for here."""
+"""Output with the package rich; commands that need it get it here."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ def console(arguments: argparse.Namespace) -> rich.console.Console:
 
 
 def human_bytes(count: float) -> str:
-    """ "1.5 MB" """
-    # Without rich.filesize: for --json, rich is not needed.
+    """A number of bytes as text, such as "1.5 MB"."""
+    # rich.filesize is not used, since --json works without rich.
     power = min(4, int(math.log10(max(count, 1)) / 3))
     number = count / 1000**power
     return f"{number:.{0 if power == 0 or number >= 100 else 1}f} {('B', 'kB', 'MB', 'GB', 'TB')[power]}"
 
 
 def human_us(microseconds: float) -> str:
-    """ "161 us" """
+    """A duration as text, such as "161 us"."""
     if not math.isfinite(microseconds):
         return ""
     if microseconds < 10_000:

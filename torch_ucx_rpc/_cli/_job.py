@@ -21,14 +21,14 @@ from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 from torch_ucx_rpc._cli._output import WorkerOutput
 from torch_ucx_rpc._launch.environment import default_name
 
-# Seconds between two looks at the workers, and at the Store, which has the news of other machines.
+# Seconds between two looks at the workers, and at the Store, which tells of other machines.
 MONITOR_INTERVAL_S = 0.05
 
-# A worker with a traceback of its last moments has this long to end by itself when another one has failed: it may be
-# the one that began it.
+# When a worker has failed, another one that has just written a traceback has this long to end by itself: the first
+# failure may be its own.
 _LAST_MOMENTS_S = 3.0
 
-# Whoever cannot start its workers stays for so long at most, for others to find the same.
+# A machine that refuses to start its workers stays for at most this long, until the others have refused too.
 _REFUSAL_S = 5.0
 
 # Keys of the Store: how many machines have refused to start, how many are done, and the first failure as JSON.
@@ -39,7 +39,7 @@ _FAILED = "torch_ucx_rpc/run/failed"
 
 @dataclasses.dataclass(frozen=True)
 class Failure(Exception):
-    """The first failure of the job: the worker, where it was, how it ended, and the end of what it wrote to stderr."""
+    """The first failure of the job: the worker, where it was, how it ended, and the end of its stderr."""
 
     worker: str
     pid: int
@@ -55,16 +55,16 @@ class Failure(Exception):
 
 
 class WorkerNames(LogsSpecs):
-    """Gives each worker its role, its name and its output, of which elastic would have one for all of a machine.
+    """Gives each worker a role, a name and an output of its own; elastic has one of each for a machine.
 
-    The workers of the job have roles by their rank: of ``{"ps": 2, "trainer": 8}`` 0 and 1 are ``ps0`` and ``ps1``.
+    Roles go by rank: with ``{"ps": 2, "trainer": 8}``, ranks 0 and 1 are ``ps0`` and ``ps1``.
     """
 
     def __init__(self, roles: Mapping[str, int], output: WorkerOutput) -> None:
         super().__init__()
         self._roles = roles
         self._output = output
-        # By rank, of those of this machine.
+        # Names of this machine's workers, by rank.
         self.names: dict[int, str] = {}
 
     @property
@@ -100,13 +100,13 @@ class WorkerNames(LogsSpecs):
 
 
 class JobAgent(LocalElasticAgent):
-    """elastic's agent of this machine; it raises the first `Failure` of the job, be it here or on another machine."""
+    """elastic's agent of this machine; raises the first `Failure` of the job, on whichever machine it is."""
 
     def __init__(self, spec: WorkerSpec, names: WorkerNames, output: WorkerOutput) -> None:
         super().__init__(spec, logs_specs=names)
         self._names = names
         self._output = output
-        # What came of this machine's workers, once they have all ended well.
+        # The result of this machine's workers, once all of them have ended well.
         self._result: RunResult | None = None
 
     def _initialize_workers(self, worker_group: Any) -> None:
@@ -117,15 +117,15 @@ class JobAgent(LocalElasticAgent):
             raise
 
     def _wait_for_other_refusals(self, worker_group: Any) -> None:
-        """All find the same, each when it has read the Store; which may be in this process."""
+        """Stay until every machine has read the Store, which may be in this process, and so has refused too."""
         until = time.monotonic() + _REFUSAL_S
-        # Where it is gone, all have.
+        # If the Store is gone, all machines have refused.
         with contextlib.suppress(DistError):
             worker_group.store.add(_REFUSED, 1)
             while worker_group.store.add(_REFUSED, 0) < worker_group.group_world_size and time.monotonic() < until:
                 time.sleep(MONITOR_INTERVAL_S)
 
-    # Any: torch declares what a group has only once it has started as None.
+    # Any: torch declares the attributes that a started group has as None.
     def _monitor_workers(self, worker_group: Any) -> RunResult:
         if self._result is None:
             if self._is_one_ending():
@@ -137,17 +137,17 @@ class JobAgent(LocalElasticAgent):
                 self._look_elsewhere(worker_group)
                 return result
             self._result = result
-            # Where it is gone, that is seen next.
+            # If the Store is gone, `_are_others_done` notices.
             with contextlib.suppress(DistError):
                 worker_group.store.add(_DONE, 1)
         return self._result if self._are_others_done(worker_group) else RunResult(state=WorkerState.HEALTHY)
 
     def _exit_barrier(self) -> None:
-        # All are done, on all machines.
+        # The workers of all machines are done by now.
         pass
 
     def _is_one_ending(self) -> bool:
-        """Whether one has failed while another, still there, wrote a traceback just before."""
+        """Whether a worker has failed while another, still running, has just written a traceback."""
         context: Any = self._pcontext
         # Local ranks are counted in the order of ranks, and so are the names.
         names = list(self._names.names.values())
@@ -164,7 +164,7 @@ class JobAgent(LocalElasticAgent):
             self._look_elsewhere(worker_group)
             done: int = worker_group.store.add(_DONE, 0)
         except (DistError, _StoreLost):
-            # Its machine leaves when all are done.
+            # The machine with the Store leaves when all are done.
             return True
         size: int = worker_group.group_world_size
         return done == size
@@ -186,26 +186,26 @@ class JobAgent(LocalElasticAgent):
             try:
                 worker_group.store.set(_FAILED, json.dumps(dataclasses.asdict(failure)))
             except DistError:
-                # They know that something is wrong.
+                # Without a Store, the others know that something is wrong.
                 return failure
-            # The Store may be in this process.
+            # The Store may be in this process: the others need time to read it.
             time.sleep(10 * MONITOR_INTERVAL_S)
         return failure
 
     def _first_failure(self, result: RunResult) -> Failure:
-        """Of several that were found at once: who was killed did not do that because of another's end."""
-        # Theirs is passed on by now, or nearly so: they have ended.
+        """The first of several failures found at once. A worker that was killed did not fail because of another one."""
+        # The failed workers have ended, so their output has arrived, or is about to.
         self._output.close()
 
         def order(item: tuple[int, Any]) -> tuple[int, float]:
             rank, failure = item
             code = failure.exitcode
             if code < 0:
-                # By this agent, which ends the rest.
+                # SIGTERM comes from this agent, which ends the other workers.
                 return (2 if code == -signal.SIGTERM else 0), 0.0
             return 1, self._output.last_traceback(self._names.names[rank])
 
-        # Without a traceback, in the order in which they were found.
+        # Failures without a traceback stay in the order in which they were found.
         rank, failure = min(result.failures.items(), key=order)
         name = self._names.names[rank]
         return Failure(

@@ -1,4 +1,4 @@
-"""What the workers of ``run`` write: passed on line by line with the worker's name in front, or into files."""
+"""The output of ``run``'s workers: passed on line by line with the worker's name in front, or into files."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from typing import BinaryIO
 
 _TRACEBACK = b"Traceback (most recent call last):"
 
-# As torch's C++ begins them.
+# How torch's C++ code begins lines of its log.
 _LOG_LINE = re.compile(r"\[[IWE]\d{4} ")
 
-# Lines of a worker's stderr that are kept for the report of its end, and how many of them are shown where there is no
+# So many lines of a worker's stderr are kept for the report of its end. So many of them are shown if there is no
 # traceback among them.
 _KEPT_LINES = 200
 _SHOWN_LINES = 20
@@ -36,11 +36,11 @@ class Stream:
         self._unfinished = b""
         self._is_lost = False
         self.last_lines: collections.deque[bytes] = collections.deque(maxlen=_KEPT_LINES)
-        # By time.monotonic.
+        # When the last traceback began to arrive, by time.monotonic.
         self.last_traceback = float("-inf")
 
     def take(self, data: bytes) -> None:
-        # Progress bars end their lines by a carriage return.
+        # Progress bars end their lines with a carriage return.
         lines = (self._unfinished + data).splitlines(keepends=True)
         self._unfinished = lines.pop() if lines and not lines[-1].endswith((b"\n", b"\r")) else b""
         self._pass_on(lines)
@@ -59,24 +59,25 @@ class Stream:
             return
         try:
             for line in lines:
-                # In one piece, since others write there too.
+                # One write for the whole line, since others write there too.
                 self._target.write(self._prefix + line)
             self._target.flush()
         except OSError as error:
-            # Nobody reads any more (`| head`), or a disk is full: no reason for the workers to stand still.
+            # The reader has gone (`| head`), or a disk is full. The workers go on all the same.
             self._is_lost = True
             if not isinstance(error, BrokenPipeError):
                 print(f"torch_ucx_rpc run: what a worker writes is lost from now on: {error}", file=sys.stderr)
 
 
 class WorkerOutput:
-    """Reads what workers write to named pipes, on a thread of its own, until ``close()``.
+    """Reads the output of workers from named pipes, on a thread of its own, until ``close()``.
 
-    Pipes and not files that are followed: what a long job writes is kept nowhere unless that is asked for, and a worker
-    cannot be faster than whoever reads.
+    Pipes rather than files: the output of a long job is kept only if the user asks for it, and a worker cannot write
+    faster than its output is read.
 
     Args:
-        directory: for a file each of every worker's stdout and stderr; None for this process's own, with prefixes.
+        directory: folder for files of every worker's stdout and stderr; None to write to this process's own stdout and
+            stderr, with prefixes.
     """
 
     def __init__(self, directory: Path | None) -> None:
@@ -89,7 +90,7 @@ class WorkerOutput:
         self._thread: threading.Thread | None = None
 
     def path(self, worker: str, kind: str) -> str:
-        """Where this worker is to write its ``"stdout"`` or ``"stderr"``; for all workers before `start`."""
+        """The pipe for a worker's ``"stdout"`` or ``"stderr"``. To be called for all workers before `start`."""
         pipe = self._pipes / f"{worker}.{kind}"
         os.mkfifo(pipe, 0o600)
         if self._directory is None:
@@ -99,14 +100,14 @@ class WorkerOutput:
             target = self._resources.enter_context((self._directory / f"{worker}.{kind}").open("wb"))
             prefix = b""
         stream = self._streams[worker, kind] = Stream(target, prefix)
-        # Opened for writing as well: there is no end before the first writer has come, nor between two.
+        # Opened for writing as well: otherwise the pipe would end before the first writer, and between two writers.
         end = os.open(pipe, os.O_RDWR | os.O_NONBLOCK)
         self._resources.callback(os.close, end)
         self._selector.register(end, selectors.EVENT_READ, stream)
         return str(pipe)
 
     def error_file(self, worker: str) -> str:
-        """For what the program may report by ``torch.distributed.elastic.multiprocessing.errors.record``."""
+        """The file for a report of ``torch.distributed.elastic.multiprocessing.errors.record``, if any."""
         return str(self._pipes / f"{worker}.error.json")
 
     def start(self) -> None:
@@ -114,7 +115,7 @@ class WorkerOutput:
         self._thread.start()
 
     def close(self) -> None:
-        """Pass on what is left, of workers that have ended."""
+        """Pass on the rest of the output. All workers have ended."""
         self._is_over.set()
         if self._thread is not None:
             self._thread.join()
@@ -123,17 +124,17 @@ class WorkerOutput:
         self._resources.close()
 
     def last_traceback(self, worker: str) -> float:
-        """When its last traceback began to arrive, by time.monotonic; minus infinity if there was none."""
+        """When the worker's last traceback began to arrive, by time.monotonic; minus infinity without one."""
         return self._streams[worker, "stderr"].last_traceback
 
     def last_words(self, worker: str) -> str:
-        """The end of its stderr, from a traceback on if there is one."""
+        """The end of the worker's stderr, from a traceback on if there is one."""
         lines = [line.decode(errors="replace") for line in self._streams[worker, "stderr"].last_lines]
-        # C++ code may have had its say at the end of the process.
+        # C++ code may have logged lines at the end of the process.
         while lines and _LOG_LINE.match(lines[-1]):
             lines.pop()
         tracebacks = [index for index, line in enumerate(lines) if line.encode().startswith(_TRACEBACK)]
-        # From the first: exceptions that were raised while another was handled come after each other.
+        # From the first traceback on: chained exceptions have one each, in a row.
         return "\n".join(lines[tracebacks[0] :] if tracebacks else lines[-_SHOWN_LINES:])
 
     def _follow(self) -> None:

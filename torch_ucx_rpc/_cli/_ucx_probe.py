@@ -1,7 +1,7 @@
-"""What UCX finds on this machine, as JSON on stdout: a script for ``info``.
+"""Writes what UCX finds on this machine, as JSON, to stdout: a script for ``info``.
 
-A process of its own, that imports nothing of this package: UCX may abort where it finds its surroundings impossible,
-and the package may not be importable. Its argument is the value of TORCH_UCX_RPC_UCX, by which ``_native`` chooses too.
+The script runs in a process of its own and imports nothing of this package: UCX may abort in surroundings that it finds
+impossible, and the package may not be importable. The argument is the value of TORCH_UCX_RPC_UCX, as for ``_native``.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 SONAME = "libucp.so.0"
-# <ucp/api/ucp_def.h>, the features of the agent: active messages and wake-up.
+# From <ucp/api/ucp_def.h>. The features are those of the agent: active messages and wake-up.
 UCP_PARAM_FIELD_FEATURES = 1
 UCP_FEATURES = 1 << 4 | 1 << 6
 
@@ -36,7 +36,7 @@ def load(choice: str) -> ctypes.CDLL | None:
 
 
 def resources(ucp: ctypes.CDLL, version: tuple[int, ...]) -> list[str] | None:
-    """Such as "tcp/eth0"; None where UCX does not start, of which it has told on stderr."""
+    """Resources such as "tcp/eth0"; None if UCX does not start, which it has explained on stderr."""
     # ucp_params_t begins with the mask of the fields that count, and the features.
     parameters = (ctypes.c_uint64 * 64)(UCP_PARAM_FIELD_FEATURES, UCP_FEATURES)
     config, context = ctypes.c_void_p(), ctypes.c_void_p()
@@ -49,7 +49,7 @@ def resources(ucp: ctypes.CDLL, version: tuple[int, ...]) -> list[str] | None:
     stream = ctypes.c_void_p(libc.open_memstream(ctypes.byref(text), ctypes.byref(size)))
     ucp.ucp_context_print_info(context, stream)
     libc.fclose(stream)
-    # With a worker it has read all of its variables, and then tells of those that it does not know.
+    # Creating a worker has UCX read all of its variables, and it then warns of those that it does not know.
     worker = ctypes.c_void_p()
     if ucp.ucp_worker_create(context, (ctypes.c_uint64 * 64)(), ctypes.byref(worker)) == 0:
         ucp.ucp_worker_destroy(worker)

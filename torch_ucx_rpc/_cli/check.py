@@ -1,8 +1,8 @@
 """Start workers, let each call every other, and show for each pair which way UCX took and how fast it is.
 
 Alone it starts workers on this machine. Under a launcher (srun, mpirun, torchrun) each process is a worker, and rank 0
-prints. What is slower than it should be is a warning, with the cure. The exit code, of rank 0, is 0 if all is well, 1
-after warnings, and 2 if workers could not call each other.
+prints. Pairs that are slower than they should be get a warning, with the cure. The exit code, of rank 0, is 0 if all is
+well, 1 after warnings, and 2 if workers could not call each other.
 """
 
 # mypy: allow-untyped-calls
@@ -36,14 +36,14 @@ HELP = "let all workers call each other, and show how fast they are"
 
 _SHARED_MEMORY = ("sysv/", "posix/", "xpmem/", "cma/", "knem/")
 _TENSOR_BYTES = 32 << 20
-# A pair that is this much worse than the median of its kind is not just noise; and of how many pairs a median says
+# A pair that is this much worse than the median of its kind is more than noise. A median needs this many pairs to mean
 # something.
 _OUTLIER = 4
 _LEAST_PAIRS = 6
-# Warm-up, calls and tensors of a pair take some tenths of a second. Where a host is in more pairs than this, each gets
-# less.
+# Warm-up, calls and tensors of a pair take some tenths of a second. If a host is in more pairs than this, each gets
+# less time.
 _UNHURRIED_PAIRS = 60
-# For a worker to end after it has been told to, and the most that measuring a pair takes where nothing is wrong.
+# Time for a worker to end after it has been told to, and the longest time for measuring a pair if nothing is wrong.
 _END_S = 10.0
 _PAIR_S = 5.0
 
@@ -55,7 +55,7 @@ _UNREACHABLE = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where a worker is."""
+    """The host of a worker, and its means of communication."""
 
     host: str
     machine: str
@@ -71,14 +71,14 @@ class Place:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Pair:
-    """What was measured of calls from one worker to another; an error instead where they failed."""
+    """Measurements of calls from one worker to another; an error instead if the calls failed."""
 
     caller: str
     callee: str
     lanes: list[str] = dataclasses.field(default_factory=list)
     latency_us: float = 0.0
     bytes_per_s: float = 0.0
-    # The caller's interface that leads to the callee.
+    # The interface of the caller that leads to the callee.
     route: str | None = None
     error: str | None = None
 
@@ -116,7 +116,7 @@ def main(arguments: argparse.Namespace) -> int:
     spawn = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="torch_ucx_rpc-check-") as folder:
         url = Path(folder, "store").as_uri()
-        # argparse's functions, which cannot be pickled, stay here.
+        # The functions of argparse cannot be pickled, so they stay here.
         plain = argparse.Namespace(timeout=arguments.timeout)
         others = [spawn.Process(target=_other, args=(rank, size, url, plain)) for rank in range(1, size)]
         for other in others:
@@ -131,7 +131,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _work(rank: int | None, size: int, url: str, arguments: argparse.Namespace) -> int:
-    """Be a worker, under a launcher if it has no rank yet; returns the exit code."""
+    """Run as one worker, under a launcher if it has no rank yet; return the exit code."""
     torch.set_num_threads(1)
     options = torch_ucx_rpc.UcxRpcBackendOptions(init_method=url, rpc_timeout=arguments.timeout)
     try:
@@ -141,7 +141,7 @@ def _work(rank: int | None, size: int, url: str, arguments: argparse.Namespace) 
             torch_ucx_rpc.init_rpc(f"worker{rank}", rank=rank, world_size=size, rpc_backend_options=options)
         if rpc.get_worker_info().id == 0:
             return _judge(arguments)
-        # They serve until rank 0 is done, but not for ever: it may be that it cannot tell.
+        # Other ranks serve until rank 0 is done, but not for ever: rank 0 may be unable to tell them.
         rpc.shutdown(timeout=2 * arguments.timeout + _PAIR_S * size**2)
     except (RuntimeError, ValueError) as error:
         print(f"check: {error}", file=sys.stderr)
@@ -156,7 +156,7 @@ def _other(rank: int, size: int, url: str, arguments: argparse.Namespace) -> Non
 
 
 def _judge(arguments: argparse.Namespace) -> int:
-    """Rank 0's part: have all pairs measured, say what is wrong, print."""
+    """The part of rank 0: have all pairs measured, judge and print them."""
     assert _agent.current is not None
     places, errors = {}, []
     for info in _agent.current.get_worker_infos():
@@ -192,7 +192,7 @@ def _judge(arguments: argparse.Namespace) -> int:
 
 
 def where() -> Place:
-    """Of the worker that runs this."""
+    """The place of the worker that runs this."""
     agent = _agent.current
     assert agent is not None
     facts = record.process_facts()
@@ -213,7 +213,7 @@ def _measure_all(places: dict[str, Place]) -> Iterator[Pair]:
     waiting = [(caller, callee) for caller in places for callee in places if caller != callee]
     effort = min(1.0, _UNHURRIED_PAIRS * len(set(hosts.values())) / max(1, len(waiting)))
     while waiting:
-        # On each host one at a time: pairs must not get into each other's way.
+        # Each host measures one pair at a time, so that pairs do not disturb each other.
         busy: set[str] = set()
         measured = []
         for caller, callee in list(waiting):
@@ -225,16 +225,16 @@ def _measure_all(places: dict[str, Place]) -> Iterator[Pair]:
             try:
                 yield future.wait()
             except RuntimeError as error:
-                # Of an exception of the caller's, the traceback comes first.
+                # The text of a caller's exception begins with the traceback.
                 yield Pair(caller=caller, callee=callee, error=str(error).strip().splitlines()[-1])
 
 
 def nothing() -> None:
-    """The smallest call."""
+    """The smallest call, for latencies."""
 
 
 def take(tensor: torch.Tensor) -> None:
-    """Of a large tensor only the way there counts."""
+    """A call with a large tensor, of which only the way to the callee counts."""
 
 
 def measure(callee: str, place: Place, effort: float) -> Pair:
@@ -242,7 +242,7 @@ def measure(callee: str, place: Place, effort: float) -> Pair:
     caller = rpc.get_worker_info().name
     calls, tensors = max(10, int(200 * effort)), max(2, int(8 * effort))
     tensor = torch.ones(_TENSOR_BYTES, dtype=torch.uint8)
-    # First of each, connections are made and receive buffers are warmed.
+    # The first calls of each kind make connections and warm receive buffers.
     for _ in range(calls // 5):
         rpc.rpc_sync(callee, nothing)
     rpc.rpc_sync(callee, take, (tensor,))
@@ -269,7 +269,7 @@ def _seconds(callee: str, function: Any, *arguments: Any) -> float:
 
 
 def judge(places: dict[str, Place], pairs: Iterable[Pair]) -> tuple[list[str], list[str]]:
-    """What is slower than it should be, and what is only to be known."""
+    """Warnings about pairs that are slower than they should be, and notes that need no action."""
     good = [pair for pair in pairs if not pair.error]
     warnings = []
     for pair in good:
@@ -359,7 +359,7 @@ def _print(out: Any, places: dict[str, Place], pairs: list[Pair]) -> None:
     from rich.table import Table
 
     by_names = {(pair.caller, pair.callee): pair for pair in pairs}
-    # Of more workers than fit beside each other there is the table below.
+    # If the workers do not fit beside each other, the table below has them.
     if 12 + 16 * len(places) <= out.width:
         matrix = Table("", *places, title="from the worker on the left to the one above", show_lines=True)
         for caller, place in places.items():

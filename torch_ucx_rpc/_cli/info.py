@@ -1,4 +1,4 @@
-"""What this installation is made of and what this machine offers it, and what is wrong with either, with the cure.
+"""Show what this installation and this machine offer, and problems of either, with the cure.
 
 It runs where the package itself cannot be imported too. The exit code is 1 if the package cannot be used, else 0.
 """
@@ -35,7 +35,7 @@ _PROBE = Path(__file__).with_name("_ucx_probe.py")
 _PROBE_S = 60.0
 _MIB = 1 << 20
 
-# What the package can make use of, and for what.
+# Packages that this one can use, and for what.
 _OPTIONAL = {
     "rich": "check, top",
     "prometheus_client": "the option prometheus_port",
@@ -55,7 +55,7 @@ _VARIABLES = re.compile(
     r"(UCX|TORCH_UCX_RPC|MASTER)_.*|RANK|WORLD_SIZE|LOCAL_RANK|LD_LIBRARY_PATH|CUDA_VISIBLE_DEVICES"
 )
 
-# Below these, something is going to fail that does not fail elsewhere. A container of Docker's has 64 MiB.
+# Below these limits, jobs fail that run elsewhere. A Docker container has 64 MiB of shared memory.
 _LEAST_SHARED_MEMORY = 256 * _MIB
 _LEAST_FILES = 4096
 
@@ -89,7 +89,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def collect() -> Report:
-    """Everything there is to say."""
+    """The full report."""
     report = Report()
     _package(report)
     _torch(report)
@@ -106,7 +106,7 @@ def _text(report: Report) -> str:
         lines.append(section)
         width = max(map(len, facts), default=0)
         for name, value in facts.items():
-            # Names of variables and packages are what they are.
+            # Names of variables and packages stay as they are.
             label = name if section in ("environment", "optional packages") else name.replace("_", " ")
             lines.append(f"  {label:{width}}  {_shown(value)}")
     lines.append("")
@@ -132,7 +132,7 @@ def _version(package: str) -> str | None:
         return None
 
 
-# ---- What is installed -----------------------------------------------------------------------------------------------
+# ---- Installed packages ----------------------------------------------------------------------------------------------
 
 
 def _package(report: Report) -> None:
@@ -199,7 +199,7 @@ def _ucx(report: Report) -> None:
     done = subprocess.run(
         [sys.executable, str(_PROBE), choice], capture_output=True, text=True, timeout=_PROBE_S, check=False
     )
-    # But not how to have it silent, in parentheses.
+    # Lines in parentheses are left out: they only say how to silence the warning.
     complaints = re.findall(r"UCX +(WARN|ERROR) +([^( ].*)", done.stderr + done.stdout)
     found: dict[str, Any] | None = None
     if done.returncode == 0:
@@ -327,11 +327,11 @@ def _container() -> str | None:
 
 
 def _reading_other_processes() -> str:
-    """Whether UCX's cma would be allowed, which the agent does without."""
+    """Whether UCX could use its transport cma here. The agent works without it."""
     libc = ctypes.CDLL(None, use_errno=True)
     nothing = (ctypes.c_size_t * 2)(0, 1)
     with subprocess.Popen(["sleep", "60"]) as other:
-        # At the address 0 there is nothing; whether it may look is asked first.
+        # Nothing is at address 0, but the kernel checks the permission first.
         libc.process_vm_readv(other.pid, nothing, 1, nothing, 1, 0)
         answer = "allowed" if ctypes.get_errno() == errno.EFAULT else f"refused, {os.strerror(ctypes.get_errno())}"
         other.kill()

@@ -1,6 +1,6 @@
 """Start the workers of a job on this machine, or this machine's part of a job on several, and wait for their end.
 
-Each worker runs the program in a Python of its own, where torch_ucx_rpc.init_rpc() needs no arguments. What it writes
+Each worker runs the program in a Python of its own, where torch_ucx_rpc.init_rpc() needs no arguments. Its output
 appears with its name in front. When one fails, the others are ended, its traceback comes last, and its exit code is
 that of this command. Ctrl-C and SIGTERM end all.
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 HELP = "start workers"
 
-# For the launchers of all machines to meet.
+# Time for the launchers of all machines to meet.
 _RENDEZVOUS_S = 600
 
 
@@ -80,10 +80,11 @@ def main(arguments: argparse.Namespace) -> int:
     program = _program(arguments)
     roles = dict(arguments.roles)
     _check(arguments, roles)
-    # elastic would tell of every step on stderr.
+    # elastic would log every step to stderr.
     if "LOGLEVEL" not in os.environ:
         logging.disable(logging.CRITICAL)
-    # Until the workers run, when elastic takes over: C++ code that waits for other machines would not hear of it.
+    # elastic handles Ctrl-C once the workers run. Until then it has to end the process at once: C++ code that waits for
+    # other machines would not notice it.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
     os.environ.setdefault("PYTHONUNBUFFERED", "1")
@@ -94,7 +95,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _program(arguments: argparse.Namespace) -> list[str]:
-    """What follows ``python`` on the command line of a worker."""
+    """The arguments after ``python`` on the command line of a worker."""
     for option, words in {"-m": arguments.module, "-c": arguments.code}.items():
         if words is not None:
             if not words:

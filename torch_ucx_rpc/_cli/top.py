@@ -37,7 +37,7 @@ class View:
     """All workers of a job at one time."""
 
     time_s: float
-    # By rank; a text says why there are none.
+    # By rank. A text instead of statistics says why there are none.
     workers: dict[int, Statistics | str]
 
 
@@ -53,7 +53,7 @@ class Job:
         return f"{len(self._sample.peers)} workers, here the processes {pids}"
 
     def view(self) -> View:
-        """Those of this host are asked themselves, the others through one of them. Nobody answers once it has ended."""
+        """Ask the workers of this host directly, and the others through one of them. An ended job gives no answers."""
         workers: dict[int, Statistics | str] = {}
         relay = None
         for found in self.found:
@@ -121,11 +121,11 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def jobs_of_this_host() -> list[Job]:
-    """Of the user who asks."""
+    """The jobs of this user."""
     answers: list[tuple[observation.Found, Statistics]] = []
     for found in observation.workers_of_this_host():
         with contextlib.suppress(OSError, ValueError):
-            # Who has not met the others yet belongs to no job.
+            # A worker that has not met the others yet belongs to no job.
             answers += [(found, a) for a in found.ask().values() if isinstance(a, Statistics) and a.peers]
     jobs = []
     while answers:
@@ -149,7 +149,7 @@ def _watch(job: Job, out: Any, view: View, arguments: argparse.Namespace) -> Non
 
 
 def _picture(before: View | None, now: View, of_peers: bool) -> Table:
-    """What happened between two views, or since the beginning."""
+    """The changes between two views, or since the beginning."""
     return (_peers_table if of_peers else _workers_table)(before, now)
 
 
@@ -241,12 +241,12 @@ def _table(words: Iterable[str], figures: Iterable[str]) -> Table:
 
 
 def _earlier(before: View | None, now: View, rank: int) -> tuple[Statistics | None, float]:
-    """The same worker in the view before, and the seconds since; None and 1 for all that there ever was."""
+    """The same worker in the view before, and the seconds since; None and 1 to count from the beginning."""
     if before is None:
         return None, 1.0
     worker, earlier = now.workers[rank], before.workers.get(rank)
     assert isinstance(worker, Statistics)
-    # Another life of it has begun to count anew.
+    # A restarted worker counts anew.
     is_same = isinstance(earlier, Statistics) and earlier.session == worker.session
     return (earlier if is_same else None), now.time_s - before.time_s  # type: ignore[return-value]
 

@@ -1,15 +1,17 @@
-// The bindings: types, defaults, and where the GIL is held. What Python sees is documented in _C.pyi.
+// The bindings: types, defaults, and where the GIL is held. _C.pyi documents them for Python.
+//
+// Long: one list of all that Python sees, which is searched rather than read.
 
-#include "rpc/agent.h"
-#include "tensors/device_copy.h"
-#include "rpc/faulty_agent.h"
-#include "torch_glue/torch_state.h"
 #include "base/hmac.h"
 #include "base/rpc_failure.h"
 #include "base/time.h"
 #include "memory/device_pool.h"
 #include "memory/host_pool.h"
 #include "native_op.h"
+#include "rpc/agent.h"
+#include "rpc/faulty_agent.h"
+#include "tensors/device_copy.h"
+#include "torch_glue/torch_state.h"
 #include "transport/ucp/ucp_transport.h"
 
 #include <torch/csrc/distributed/rpc/request_callback_impl.h>
@@ -42,8 +44,8 @@ bool isInterpreterFinalizing() {
 #endif
 }
 
-// A Python thread state that lasts as long as the agent thread. PyGILState_Ensure alone would build and tear down one for
-// every request.
+// A Python thread state that lasts as long as the agent thread. PyGILState_Ensure alone would build and tear down one
+// for every request.
 ThreadHooks pythonThreadHooks() {
   static thread_local PyGILState_STATE gilState;
   static thread_local PyThreadState* threadState;
@@ -68,17 +70,19 @@ void checkSignals() {
   }
 }
 
-// Python's functions that turn C++ exceptions into those that programs see. Never destroyed: the interpreter may be gone first.
+// Functions of Python that turn C++ exceptions into those that programs see. Never destroyed, since the interpreter may
+// be gone first.
 struct Translators {
-  py::object original; // what Python exception a std::runtime_error once was, before it becomes a RuntimeError
-  py::object failure; // the exception that an RpcFailure becomes
+  // Finds the Python exception that a std::runtime_error once was, before it becomes a RuntimeError.
+  py::object original;
+  py::object failure; // makes the exception that an RpcFailure becomes
 };
 Translators& translators() {
   static auto* functions = new Translators(); // NOLINT(cppcoreguidelines-owning-memory)
   return *functions;
 }
 
-// The names that errors.py has.
+// The kind's name in errors.py.
 const char* nameOf(RpcFailure::Kind kind) {
   switch (kind) {
     case RpcFailure::Kind::kWorkerLost:
@@ -122,8 +126,8 @@ py::object exceptionOf(const RpcFailure& failure) {
   return translators().failure(nameOf(failure.kind()), failure.what(), fields);
 }
 
-// Called by pybind11 for every C++ exception that leaves torch's bindings or ours. What it throws goes on to the next
-// translator.
+// pybind11 calls this for every C++ exception that leaves torch's bindings or ours. An exception thrown here goes on to
+// the next translator.
 void translateRuntimeError(std::exception_ptr thrown) {
   try {
     std::rethrow_exception(std::move(thrown));
@@ -159,7 +163,7 @@ const char* nameOf(Peer::State state) {
   return "";
 }
 
-// Under the names that _observe/statistics.py has.
+// The statistics, under the names that _observe/statistics.py has.
 py::dict statisticsOf(UcxRpcAgent& agent) {
   AgentStatistics statistics{};
   {
@@ -210,7 +214,7 @@ py::dict statisticsOf(UcxRpcAgent& agent) {
       "window_waiting_messages"_a = statistics.windowWaitingMessages);
 }
 
-// Where the buckets of LatencyHistogram end, in nanoseconds, the last but for one.
+// The ends of LatencyHistogram's buckets in nanoseconds. The last bucket has none.
 std::vector<int64_t> latencyBucketEnds() {
   std::vector<int64_t> ends;
   for (size_t bucket = 0; bucket + 1 < LatencyHistogram::kBuckets; ++bucket) {
@@ -219,7 +223,7 @@ std::vector<int64_t> latencyBucketEnds() {
   return ends;
 }
 
-// What Python's constructors pass for every kind of agent, in front of what only one takes.
+// Makes any kind of agent. `own` is what only this kind takes, after the arguments that Python passes for every kind.
 template <typename Agent, typename... Own>
 std::shared_ptr<Agent> makeAgent(
     std::string name,
@@ -256,11 +260,12 @@ std::shared_ptr<FaultyUcxRpcAgent> makeFaultyAgent(
   return makeAgent<FaultyUcxRpcAgent>(std::move(name), rank, options, expectedPeers, networkDevices, faults);
 }
 
-// `callback(session, name, rank, has_failed, reason)` runs on an agent thread for each peer that is gone; None: no more.
+// `callback(session, name, rank, has_failed, reason)` runs on an agent thread for each peer that is gone. None ends
+// that.
 void setOnGone(UcxRpcAgent& agent, const py::object& callback) {
   Group::OnGone onGone;
   if (!callback.is_none()) {
-    // The last copy may die on a thread without the GIL, at any time.
+    // The last copy may be destroyed on a thread without the GIL, at any time.
     const std::shared_ptr<py::object> held(new py::object(callback), [](py::object* object) {
       if (isInterpreterFinalizing()) {
         return; // the object goes with the process
@@ -274,11 +279,7 @@ void setOnGone(UcxRpcAgent& agent, const py::object& callback) {
       const py::gil_scoped_acquire gil;
       try {
         (*held)(
-            member.session,
-            member.name,
-            member.rank,
-            peer.state() == Peer::State::kFailed,
-            peer.whyGone().message());
+            member.session, member.name, member.rank, peer.state() == Peer::State::kFailed, peer.whyGone().message());
       } catch (py::error_already_set& error) {
         error.discard_as_unraisable("torch_ucx_rpc: a callback for lost workers");
       }
@@ -288,7 +289,7 @@ void setOnGone(UcxRpcAgent& agent, const py::object& callback) {
   agent.group().setOnGone(std::move(onGone));
 }
 
-// Never destroyed: operators are for good, and the interpreter is not.
+// Never destroyed: operators stay until the process ends, and the interpreter does not.
 const py::function& forGood(py::function function) {
   return *new py::function(std::move(function)); // NOLINT(cppcoreguidelines-owning-memory)
 }
@@ -354,7 +355,7 @@ PYBIND11_MODULE(_C, module) {
     }
   });
 
-  // Throws where there is no libcrypto: before any other worker hears of this one.
+  // Throws if there is no libcrypto. Python calls this before any other worker hears of this one.
   module.def("load_libcrypto", [] { Hmac("any"); });
 
   module.def(
@@ -477,7 +478,9 @@ PYBIND11_MODULE(_C, module) {
           [](UcxRpcAgent& agent,
              std::function<void(const std::string&)> onJoin,
              std::function<void(uint64_t)> onLost,
-             const py::bytes& joinKey) { agent.group().setMembership({std::move(onJoin), std::move(onLost)}, joinKey); },
+             const py::bytes& joinKey) {
+            agent.group().setMembership({std::move(onJoin), std::move(onLost)}, joinKey);
+          },
           py::arg("on_join"),
           py::arg("on_lost"),
           py::arg("join_key"))
@@ -489,7 +492,8 @@ PYBIND11_MODULE(_C, module) {
           py::arg("record"),
           py::arg("members"),
           NoGil())
-      .def("_unacknowledged", [](UcxRpcAgent& agent) { return agent.group().unacknowledged(); }, NoGil())
+      .def(
+          "_unacknowledged", [](UcxRpcAgent& agent) { return agent.group().unacknowledged(); }, NoGil())
       .def(
           "_lose_member",
           [](UcxRpcAgent& agent, uint64_t session) { agent.group().loseMember(session); },

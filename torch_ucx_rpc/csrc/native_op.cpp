@@ -23,7 +23,8 @@ namespace {
 using c10::IValue;
 using Slots = c10::SmallVector<int64_t, 64>;
 
-// Calls that write to storages of the same stripe take turns. More stripes than cores: two storages seldom meet in one.
+// Calls that write to storages of the same stripe take turns. There are more stripes than cores, so two storages seldom
+// meet in one.
 constexpr size_t kStripes = 64;
 std::array<std::mutex, kStripes>& stripes() {
   static auto* mutexes = new std::array<std::mutex, kStripes>(); // NOLINT(cppcoreguidelines-owning-memory): see define
@@ -71,7 +72,7 @@ class NativeOp final : public c10::OperatorKernel {
       hasSucceeded = code.function(slots.data());
       for (const size_t index : written_) {
         const at::Tensor& tensor = arguments[index].toTensor();
-        if (!tensor.is_inference()) { // these have no version
+        if (!tensor.is_inference()) { // inference tensors have no version
           tensor.unsafeGetTensorImpl()->bump_version();
         }
       }
@@ -102,7 +103,7 @@ class NativeOp final : public c10::OperatorKernel {
     }
   }
 
-  // As torch's own operators that write.
+  // The same checks as in torch's own operators that write.
   void checkOverlaps(const std::vector<IValue>& arguments) const {
     for (const size_t index : written_) {
       const at::Tensor& written = arguments[index].toTensor();
@@ -126,7 +127,7 @@ class NativeOp final : public c10::OperatorKernel {
     return types;
   }
 
-  // Compiles without the lock: that takes the GIL, whose owner may be waiting for the lock.
+  // Compiles without the lock: compiling takes the GIL, whose owner may be waiting for the lock.
   NativeCode codeFor(const std::vector<TensorType>& types) {
     {
       const std::shared_lock lock(mutex_);
@@ -148,7 +149,7 @@ class NativeOp final : public c10::OperatorKernel {
       const IValue& argument = arguments[index];
       if (argument.isTensor()) {
         const at::Tensor& tensor = argument.toTensor();
-        // What is written and was copied lazily gets memory of its own now.
+        // A written tensor that was copied lazily gets memory of its own now.
         const bool isWritten = std::find(written_.begin(), written_.end(), index) != written_.end();
         const void* data = isWritten ? tensor.mutable_data_ptr() : tensor.const_data_ptr();
         slots.push_back(reinterpret_cast<int64_t>(data)); // NOLINT(cppcoreguidelines-pro-type-reinterpret-cast)
@@ -165,7 +166,7 @@ class NativeOp final : public c10::OperatorKernel {
     return slots;
   }
 
-  // The locks of what is written, taken in the order of the stripes.
+  // Locks the stripes of the written storages, in the order of the stripes so that two calls cannot deadlock.
   c10::SmallVector<std::unique_lock<std::mutex>, 4> takeTurn(const std::vector<IValue>& arguments) const {
     c10::SmallVector<size_t, 4> wanted;
     for (const size_t index : written_) {
@@ -222,11 +223,12 @@ class NativeOp final : public c10::OperatorKernel {
 
   const std::string name_;
   const NativeCompiler compiler_;
-  std::vector<size_t> written_; // the arguments that are, and the following: constant after construction
-  std::optional<size_t> returned_; // the argument that is
-  std::optional<c10::TypeKind> resultType_; // none without a result
+  // Indices of the written arguments; this and the next two are constant after construction.
+  std::vector<size_t> written_;
+  std::optional<size_t> returned_; // index of the argument that is returned
+  std::optional<c10::TypeKind> resultType_; // none if the operator returns nothing
   std::shared_mutex mutex_;
-  // Guarded by mutex_; few, so searched in turn:
+  // Guarded by mutex_; there are few, so they are searched in turn:
   std::vector<std::pair<std::vector<TensorType>, NativeCode>> codes_;
 };
 
@@ -236,7 +238,7 @@ void defineNativeOp(const std::string& schema, NativeCompiler compiler) {
   c10::FunctionSchema parsed = torch::schema(schema.c_str());
   const c10::OperatorName name = parsed.operator_name();
   auto kernel = std::make_unique<NativeOp>(parsed, std::move(compiler));
-  // Never destroyed: operators may be called until the process ends, and the compiler belongs to Python, which ends before.
+  // Never destroyed: operators may be called until the process ends. The compiler belongs to Python, which ends before.
   // NOLINTNEXTLINE(cppcoreguidelines-owning-memory)
   auto* library = new torch::Library(
       torch::Library::FRAGMENT, std::string(name.getNamespace().value()), std::nullopt, __FILE__, __LINE__);

@@ -46,11 +46,11 @@ class FakeRmm {
     const std::lock_guard lock(mutex_);
     return c10::Stream(c10::Stream::UNSAFE, fake(), reinterpret_cast<c10::StreamId>(stream_)); // NOLINT
   }
-  // Whoever gives memory back ends the process.
+  // Giving memory back ends the process from now on.
   static void forbid() {
     instance().isForbidden_.store(true);
   }
-  // What is in use is lost.
+  // Memory in use is lost.
   void forget() {
     const std::lock_guard lock(mutex_);
     inUseBytes_ = 0;

@@ -1,4 +1,5 @@
-// The order in which events reach their handlers: requests before failures, answers before ends, one turn after the other.
+// The order in which events reach their handlers: requests before failures, answers before ends, one batch after the
+// other.
 
 #include "messaging/event_buffer.h"
 

@@ -37,7 +37,8 @@ class InboxTest : public testing::Test {
     }
   }
 
-  // A message of one span, of which body and pieces are announced; pieces are parked under the numbers that follow `firstNumber`.
+  // A message of one span. Its body and its pieces are announced; pieces are parked under the numbers that follow
+  // `firstNumber`.
   void announce(
       Rank rank,
       uint64_t callId,

@@ -365,8 +365,8 @@ TEST(BarrierTest, WaitGivesUpAfterItsLimitAndCanBeRepeated) {
   EXPECT_EQ(result.sum, 2);
 }
 
-// Workers leave at any moment, before, in and after the round, and everyone learns of it in his own time: those that stay
-// are all released, and without an error.
+// Workers leave at any moment, before, in and after the round, and every other worker learns of it at another time.
+// Those that stay are all released, and without an error.
 TEST(BarrierTest, EverybodyWhoStaysIsReleasedWhoeverLeaves) {
   for (unsigned seed = 0; seed < 2000; ++seed) {
     constexpr Rank kSize = 5;

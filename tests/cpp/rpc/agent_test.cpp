@@ -184,8 +184,8 @@ TEST_F(AgentTest, WhoCompletesAFutureMayHoldWhatItsWaiterWants) {
   whileWaiting_ = {};
 }
 
-// No thread is woken for the answers of torch's own bookkeeping: who receives one completes the call. Not so of others, whose
-// completion may run user code.
+// No thread is woken for the answers of torch's own bookkeeping: the thread that receives one completes the call. Other
+// calls are different, since their completion may run user code.
 TEST_F(AgentTest, WhoReceivesAnAnswerOfBookkeepingCompletesTheCall) {
   std::mutex beforeCallback;
   start(2, [&](Message& request) {

@@ -291,8 +291,8 @@ TEST_P(ProgressTest, DriverSaysWhatItWaitsFor) {
   EXPECT_EQ(awaited.load(), 7u);
 }
 
-// A call in miniature, thousands of times: a caller that drives while it waits sends to an echo, while an agent thread leads. Each
-// answer is delivered once, to either of the two, and none is left lying.
+// A call in miniature, thousands of times: a caller that drives while it waits sends to an echo, while an agent thread
+// leads. Each answer is delivered once, to either of the two, and none is left lying.
 TEST_P(ProgressTest, NoAnswerIsLostBetweenLeaderAndWaitingCaller) {
   constexpr uint64_t kCalls = 5000;
   a_.connect(b_);

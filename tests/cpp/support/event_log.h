@@ -12,7 +12,8 @@ namespace torch_ucx_rpc {
 
 class EventLog {
  public:
-  // Hands out all events so far, as a thread that only submitted an operation does, and returns what the handlers were told.
+  // Hands out all events so far, as a thread that only submitted an operation does. Returns what the handlers were
+  // told.
   std::vector<std::string> take(const std::optional<Driver>& driver = {}) {
     if (const std::unique_ptr<EventBatch> batch = buffer.take()) {
       batch->dispatch(driver);

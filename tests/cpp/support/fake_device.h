@@ -1,9 +1,10 @@
 #pragma once
 
-// A device type whose streams run when the test says, so that what is not ordered by streams and events shows. Two devices,
-// privateuseone:0 and :1; their memory is the host's. As CUDA's do, allocations belong to the stream that was current: released memory is
-// given to the same stream again at once, or when what was in the streams recorded on it by then is done. Released memory is
-// overwritten in the order of that stream. The host's pinned memory is overwritten at once.
+// A device type whose streams run when the test says. Accesses that streams and events do not order then show. There
+// are two devices, privateuseone:0 and :1, and their memory is the host's. As with CUDA, allocations belong to the
+// stream that was current. Released memory is given to the same stream again at once, or after all work that the
+// streams recorded on it had by then. It is overwritten in the order of that stream. The host's pinned memory is
+// overwritten at once.
 
 #include <ATen/ATen.h>
 #include <ATen/EmptyTensor.h>
@@ -441,8 +442,9 @@ inline at::Tensor fakeEmptyStrided(
       dtype.value_or(at::kFloat));
 }
 
-// In stream order; from the host, whose memory may change afterwards, and to it, which must have it on return, as CUDA's for memory that
-// is not pinned, unless it is told that nobody waits. Between devices on the source's stream, once the target's has come to it, as CUDA's.
+// Copies in stream order. The host's source may change afterwards. A host target has its data on return, as with CUDA
+// for memory that is not pinned, unless the copy is non-blocking. Between devices the source's stream copies once the
+// target's has come to it, as with CUDA.
 inline at::Tensor& fakeCopy(at::Tensor& self, const at::Tensor& from, bool nonBlocking) {
   const at::Tensor target = self.is_cpu() ? self : hostView(self);
   if (from.is_cpu()) {

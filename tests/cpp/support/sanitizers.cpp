@@ -1,19 +1,20 @@
-// How sanitizers behave in the C++ tests: part of every test, so that it is the same by hand, in ctest and in a debugger. Only
-// builds with TORCH_UCX_RPC_SANITIZE have it (cmake/Tests.cmake).
+// The settings of sanitizers in the C++ tests. They are part of every test, so that it is the same by hand, in ctest
+// and in a debugger. Only builds with TORCH_UCX_RPC_SANITIZE have them (cmake/Tests.cmake).
 
 #define RUNTIME_READS extern "C" __attribute__((visibility("default"))) const char*
 
 // NOLINTBEGIN(bugprone-reserved-identifier): the names are the sanitizers' own
 
 RUNTIME_READS __asan_default_options() {
-  // Memory that cannot be had is one of the tests: it is to be refused as malloc refuses it. Another is how much there is: what has
-  // been freed counts, and by default 256 MiB of it are kept.
-  return "allocator_may_return_null=1:detect_stack_use_after_return=1:check_initialization_order=1:strict_string_checks=1:"
-         "quarantine_size_mb=16";
+  // One test asks for memory that cannot be had: it is to be refused as malloc refuses it. Another test measures
+  // memory: freed memory counts, and by default 256 MiB of it are kept.
+  return "allocator_may_return_null=1:detect_stack_use_after_return=1:check_initialization_order=1:"
+         "strict_string_checks=1:quarantine_size_mb=16";
 }
 
 RUNTIME_READS __lsan_default_suppressions() {
-  // UCX 1.22 does not free what it knows of a receive under way when its worker is destroyed, and says so: "was not returned to mpool",
+  // UCX 1.22 does not free its records of a receive under way when its worker is destroyed, and says so: "was not
+  // returned to mpool",
   // https://github.com/openucx/ucx/blob/v1.22.0/src/ucs/datastruct/mpool.c
   return "leak:ucs_calloc\n";
 }
@@ -27,8 +28,8 @@ RUNTIME_READS __tsan_default_options() {
 }
 
 RUNTIME_READS __tsan_default_suppressions() {
-  // The last reference to a tensor is often dropped within torch's libraries. They are not instrumented, so that ThreadSanitizer
-  // does not see how their count of references orders that after what others did with theirs:
+  // The last reference to a tensor is often dropped within torch's libraries. They are not instrumented. So
+  // ThreadSanitizer does not see how their count of references orders that after what others did with theirs:
   // https://clang.llvm.org/docs/ThreadSanitizer.html#limitations
   return "race:c10::TensorImpl::~TensorImpl\n";
 }

@@ -6,7 +6,8 @@
 
 namespace torch_ucx_rpc {
 
-// A job with a secret, over the loopback network; keys as torch_ucx_rpc/_bootstrap/secret.py gives them out, but readable.
+// A job with a secret, over the loopback network. Its keys are given out as torch_ucx_rpc/_bootstrap/secret.py does,
+// but readable.
 class SealedAgentTest : public AgentTest {
  protected:
   static std::string keyOf(worker_id_t from, worker_id_t to) {

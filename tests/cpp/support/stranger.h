@@ -6,7 +6,8 @@
 
 #include <cstdint>
 
-// What stranger_test tells the program `stranger` through a file: the address of a worker, its length in front, and then shots.
+// The file by which stranger_test instructs the program `stranger`: the address of a worker, its length in front, and
+// then shots.
 
 namespace torch_ucx_rpc {
 

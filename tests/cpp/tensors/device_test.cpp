@@ -55,8 +55,7 @@ TEST_F(DeviceTest, HandlerComputesOnStreamsOfItsOwn) {
       },
       same_,
       same_);
-  // The memory of each request is released before the handler's kernel has read it, and the next request must not get
-  // it.
+  // The memory of each request is released before the handler's kernel has read it. The next request must not get it.
   std::vector<Future> futures;
   for (int number = 0; number < 4; ++number) {
     futures.push_back(call(0, 1, "", {onDevice(kLarge, number)}));
@@ -83,7 +82,7 @@ TEST_F(DeviceTest, RequestOutlivesTheHandlersKernels) {
   EXPECT_TRUE(looks[1].hasSeen(6));
 }
 
-// What is small comes with the body, and is copied to the device on a stream.
+// Small tensors come with the body, and are copied to the device on a stream.
 TEST_F(DeviceTest, HandlerIsOrderedAfterTheArrivalOfWhatIsSmall) {
   std::vector<Look> looks;
   startWith(lookAtFirst(looks), {{c10::kCPU, fake()}});

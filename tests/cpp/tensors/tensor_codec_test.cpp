@@ -382,7 +382,7 @@ TEST(TensorCodecTest, WhatCannotBeSentIsRefusedNamingTheWorker) {
   }
 }
 
-// -------------------------------------------------------------------------------------------- what a peer may get wrong
+// ------------------------------------------------------------------------------------------ malformed bodies of a peer
 
 // Replaces one int64 of the body, which must occur in it exactly once.
 void replaceInt(Bytes& body, int64_t from, int64_t to) {

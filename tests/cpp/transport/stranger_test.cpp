@@ -1,4 +1,5 @@
-// A job with a secret on real UCX, and another process that has got hold of a worker's address, and of bytes that were sent.
+// A job with a secret on real UCX, and another process that has got hold of a worker's address and of bytes that were
+// sent.
 
 #include "stranger.h"
 #include "sealed_job.h"

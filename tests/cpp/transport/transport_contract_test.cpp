@@ -1,5 +1,6 @@
-// The contract of transport/transport.h, written once and run on every implementation of it: one list, in one file,
-// however long.
+// The contract of transport/transport.h, written once and run on every implementation of it.
+//
+// Long: one list of promises in one file.
 
 #include "base/bytes.h"
 #include "eventually.h"
@@ -287,8 +288,8 @@ TEST_P(TransportContractTest, RendezvousIsReceivedWholeAndTakesNoMemoryBefore) {
     EXPECT_EQ(a.transport->operationsInFlight(), 0u);
     EXPECT_EQ(b.transport->operationsInFlight(), 0u);
   }
-  // The array has one more than there are sizes: an empty one, which has no bytes to wait for and may arrive either
-  // way.
+  // `sent` has one element more than there are sizes, for an empty message. That has no bytes to wait for, and may
+  // arrive either way.
   const wire::Header frame = header(number);
   a.transport->send(toB, frame, {}, SendMode::kRendezvous, sent[number].callback());
   ASSERT_TRUE(progressUntil([&] { return !b.arrivals.empty(); }));

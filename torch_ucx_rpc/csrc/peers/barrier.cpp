@@ -61,7 +61,7 @@ void Barrier::noteFailedLocked() {
   }
 }
 
-// Reports an arrival: to ourselves if we coordinate, else (our own arrival only) to who does.
+// Sends this worker's own arrival to the coordinator, if that is another worker. Records any other arrival here.
 void Barrier::arriveLocked(Rank rank, uint64_t round, int64_t value, Outgoing& outgoing) {
   Peer* coordinator = coordinatorLocked();
   if (coordinator != nullptr && coordinator->member().rank != self_ && rank == self_) {
@@ -71,7 +71,7 @@ void Barrier::arriveLocked(Rank rank, uint64_t round, int64_t value, Outgoing& o
     return;
   }
   if (const auto known = results_.find(round); known != results_.end()) {
-    // Released already, by us or by a coordinator before us, but not heard of by the one who asks.
+    // This coordinator, or one before it, has released the round. The worker that reports has not heard of it.
     if (Peer* peer = directory_.find(rank); peer != nullptr && rank != self_) {
       outgoing.releases.push_back({peer, {round, known->second}});
     }
@@ -90,9 +90,9 @@ void Barrier::releaseIfCompleteLocked(uint64_t round, Outgoing& outgoing) {
   const std::map<Rank, int64_t>& arrived = entry->second.arrived;
   Result result;
   const std::vector<Peer*> present = directory_.present();
-  noteFailedLocked(); // in this order: who fails meanwhile is among both, and not taken for one who has left
+  noteFailedLocked(); // in this order: a worker that fails meanwhile is in both lists, and not taken for one that left
   if (!failed_.empty()) {
-    // Also for one that had arrived: the others are about to wait for it at the next point, which it never reaches.
+    // Also where the dead worker had arrived: the others would wait for it at the next point, which it never reaches.
     result.error = failed_.front()->whyGone();
   } else {
     for (const Peer* peer : present) {

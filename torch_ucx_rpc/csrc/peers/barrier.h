@@ -1,7 +1,7 @@
 #pragma once
 
-#include "peers/directory.h"
 #include "base/error.h"
+#include "peers/directory.h"
 
 #include <chrono>
 #include <condition_variable>
@@ -13,19 +13,21 @@
 
 namespace torch_ucx_rpc {
 
-// A barrier over the workers that are present, which also sums a number. Each worker reports to the coordinator, the present
-// worker of lowest rank; when all have, it releases them. It runs over the agent's own frames, so it needs neither the Store
-// (whose host may leave first) nor Python, and it ends with an error, instead of never, when a worker dies.
+// A barrier over the workers that are present, which also sums a number. Each worker reports to the coordinator, the
+// present worker of lowest rank. When all have reported, the coordinator releases them. The barrier runs over the
+// agent's own frames, so it needs neither Python nor the Store, whose host may leave first. When a worker dies, the
+// barrier ends with an error instead of never.
 //
-// Workers that said goodbye are not waited for. When the coordinator itself goes, the next one takes over: everybody
-// reports again, and it answers for rounds that the old one may have released only in part. Thread-safe.
+// The barrier does not wait for workers that said goodbye. When the coordinator itself goes, the next one takes over,
+// and every worker reports again. The new coordinator also answers for rounds that the old one may have released only
+// in part. Thread-safe.
 class Barrier {
  public:
   struct Result {
     int64_t sum = 0;
     Error error;
   };
-  // How its frames travel. Neither may block nor call back.
+  // Sends the barrier's frames. Neither function may block or call back.
   class Link {
    public:
     virtual ~Link() = default;
@@ -35,16 +37,16 @@ class Barrier {
 
   Barrier(const Directory& directory, Rank self, Link& link) : directory_(directory), self_(self), link_(link) {}
 
-  // Enters the next round; every worker must enter the same rounds. One thread at a time.
+  // Enters the next round and returns its number. Every worker must enter the same rounds. One thread at a time.
   uint64_t enter(int64_t value);
 
   // Waits for the release of the round entered last. False after `limit`; may be called again.
   bool wait(std::chrono::milliseconds limit, Result& result);
 
-  // The workers whose arrival is missing; known to the coordinator only, none elsewhere.
+  // The workers whose arrival is missing. Only the coordinator knows them; empty on other workers.
   std::vector<Peer*> missing() const;
 
-  // Frames and events, from any thread.
+  // To be called for arriving frames and changes of membership, from any thread.
   void onArrive(Peer& from, uint64_t round, int64_t value);
   void onRelease(uint64_t round, Result result);
   void onMembershipChange();
@@ -53,7 +55,7 @@ class Barrier {
   struct Round {
     std::map<Rank, int64_t> arrived;
   };
-  // What has to be sent once the lock is released.
+  // The frames to send once the lock is released.
   struct Outgoing {
     Peer* arriveAt = nullptr;
     uint64_t round = 0;
@@ -76,9 +78,10 @@ class Barrier {
   // Guarded by mutex_:
   uint64_t entered_ = 0; // rounds are numbered from 1
   int64_t value_ = 0;
-  std::map<uint64_t, Round> rounds_; // as coordinator
+  std::map<uint64_t, Round> rounds_; // rounds not yet released here, as coordinator
   std::map<uint64_t, Result> results_; // the last few rounds released here
-  std::vector<const Peer*> failed_; // in the order in which they did: others may have ended over the first
+  // In the order of their failures: other workers may have ended a round over the first.
+  std::vector<const Peer*> failed_;
 };
 
 } // namespace torch_ucx_rpc

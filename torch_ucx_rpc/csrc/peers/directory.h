@@ -11,29 +11,30 @@
 
 namespace torch_ucx_rpc {
 
-// The workers of the job: by rank, by name, by session. Peers live as long as the directory, also after they are gone,
-// so references stay valid and errors can still name them. Thread-safe.
+// The workers of the job, found by rank, by name or by session. The directory owns its peers and keeps them after they
+// are gone. References therefore stay valid, and errors can still name lost workers. Thread-safe.
 class Directory {
  public:
-  // The rank and the name of a worker that is gone can be taken again, by itself too: who was lost may be tried anew. Throws
-  // std::invalid_argument where a worker that is there has the same rank, name or session.
+  // Adds a worker. It may have the rank and the name of a worker that is gone. It may also be that worker itself, so
+  // that a lost one can be tried anew. Throws std::invalid_argument if a worker that is there has the same rank, name
+  // or session.
   void add(Member member);
 
-  // Forgets the rank and the name of a worker. Its session stays known: frames of it may still arrive.
+  // Forgets the rank and the name of a worker. Its session stays known, since frames from it may still arrive.
   void remove(const Peer& peer);
 
-  // Null where there is no such worker.
+  // Null if there is no such worker.
   Peer* find(Rank rank) const;
   Peer* find(const std::string& name) const;
   Peer* findSession(uint64_t session) const;
 
-  // Throw RpcFailure naming the workers that do exist.
+  // Throw RpcFailure if there is no such worker, with the names of those that exist.
   Peer& at(Rank rank) const;
   Peer& at(const std::string& name) const;
 
-  // By rank, those that left or failed included.
+  // All workers by rank, including those that left or failed.
   std::vector<Peer*> all() const;
-  // By rank, only those still there.
+  // Only the workers in state kPresent, by rank.
   std::vector<Peer*> present() const;
 
  private:

@@ -19,7 +19,7 @@ std::string seconds(std::chrono::milliseconds time) {
 
 Heartbeat::Findings Heartbeat::check(Clock::time_point now) {
   Findings findings;
-  // A process that was stopped, or a machine that slept, has heard nobody: that is nobody's silence.
+  // A stopped process, or one on a machine that slept, has heard no peer. That time is not the peers' silence.
   const auto passed =
       std::min(std::chrono::duration_cast<Milliseconds>(now - std::exchange(lastCheck_, now)), 2 * period());
   for (Peer* peer : directory_.all()) {

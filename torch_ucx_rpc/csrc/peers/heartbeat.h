@@ -8,48 +8,50 @@
 
 namespace torch_ucx_rpc {
 
-// Notices peers that fall silent and whose process cannot be watched (peers/process_watch.h), since it runs on another machine or in
-// another pid namespace. A dead host or a cut cable shows in nothing else: UCX reports neither within 45 s.
+// Notices peers that fall silent and whose process cannot be watched (peers/process_watch.h), because it runs on
+// another machine or in another pid namespace. Nothing else shows a dead host or a cut cable: UCX reports neither
+// within 45 s.
 //
-// Whatever comes from a peer is a sign of life. One that gave none for a period is asked for one, once: transports are reliable, and
-// answers come from whichever thread drives the other agent, which never waits for Python. One that stays silent for longer
-// than the limit is lost. Time during which this process did not run itself does not count. Everything here runs under the worker lock.
+// Any frame from a peer is a sign of life. A peer that sent none for a period is asked for one, once, since transports
+// are reliable. The answer comes from whichever thread drives the other agent, and that thread never waits for Python.
+// A peer that stays silent for longer than the limit is lost. Time during which this process itself did not run does
+// not count. All functions run under the worker lock.
 class Heartbeat {
  public:
   using Clock = std::chrono::steady_clock;
   using Milliseconds = std::chrono::milliseconds;
 
-  // 0: never gives a peer up.
+  // A limit of 0 turns the heartbeat off: no peer is ever given up.
   Heartbeat(const Directory& directory, Milliseconds limit) : directory_(directory), limit_(limit) {}
 
   bool isOn() const {
     return limit_.count() != 0;
   }
-  // How often check() is to be called.
+  // The interval at which check() is to be called.
   Milliseconds period() const {
     return std::max(Milliseconds(1), limit_ / kPeriodsPerLimit);
   }
 
   struct Findings {
-    std::vector<Peer*> quiet; // to be asked for a sign of life
+    std::vector<Peer*> quiet; // peers to ask for a sign of life
     std::vector<Peer*> lost;
     std::vector<Peer*> suspect; // newly: watched by process, silent for the limit, with messages waiting for it
   };
-  // Of the peers that this worker has an endpoint to.
+  // Checks the peers that this worker has an endpoint to.
   Findings check(Clock::time_point now);
 
-  // A peer whose process is watched is never lost by silence: it may be stopped, or writing a core dump, and go on. A sentence for
-  // the log.
+  // A sentence for the log. A peer whose process is watched is never lost by silence: it may be stopped, or writing a
+  // core dump, and go on.
   std::string describeSuspect(const Peer& peer) const;
 
-  // What is said of a lost peer.
+  // The error that names how long a lost peer was silent.
   Error describe(const Peer& peer) const;
 
  private:
-  // Few enough that an idle pair costs two small messages a second at the default limit.
+  // Chosen so that an idle pair costs two small messages a second at the default limit.
   static constexpr int kPeriodsPerLimit = 20;
-  // TCP sends again what a cut cable has swallowed after 0.2 s and then after twice the time, again and again. What was sent at the
-  // beginning of a cut that lasts half the limit arrives up to this much after the limit.
+  // TCP sends lost data again after 0.2 s, and each further time after twice the wait. Data from the beginning of a cut
+  // that lasts half the limit may therefore arrive this much after the limit.
   static constexpr auto kRetransmission = Milliseconds(300);
 
   const Directory& directory_;

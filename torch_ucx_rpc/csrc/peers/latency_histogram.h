@@ -10,8 +10,8 @@
 
 namespace torch_ucx_rpc {
 
-// How long calls took: counts in buckets, four to a power of two, so that a percentile read from them is at most a quarter too
-// high. Thread-safe without a lock; what is read while others count is of a moment that is not quite the same for all buckets.
+// Counts how long calls took, in buckets: four to a power of two. A percentile read from them is at most a quarter too
+// high. Thread-safe without a lock. While other threads count, a reader sees the buckets at slightly different moments.
 class LatencyHistogram {
  public:
   using Nanoseconds = std::chrono::nanoseconds;
@@ -21,7 +21,7 @@ class LatencyHistogram {
     sum_.fetch_add(latency.count(), std::memory_order_relaxed);
   }
 
-  // By bucket, without the empty ones at the end.
+  // The counts by bucket, without the empty buckets at the end.
   std::vector<uint64_t> counts() const {
     std::vector<uint64_t> counts;
     for (size_t bucket = 0; bucket < kBuckets; ++bucket) {
@@ -36,10 +36,10 @@ class LatencyHistogram {
     return Nanoseconds(sum_.load(std::memory_order_relaxed));
   }
 
-  // Up to 2^36 ns, 69 s, in quarters of powers of two; the last bucket has what took longer.
+  // Quarters of powers of two, up to 2^36 ns (69 s). The last bucket counts longer calls.
   static constexpr size_t kBuckets = 4 * 26 + 1;
 
-  // What is in a bucket took less than this, and no less than the end of the one before. The first ends at 1.3 us.
+  // Latencies in a bucket are below this, and not below the end of the bucket before. The first bucket ends at 1.3 us.
   static constexpr Nanoseconds endOf(size_t bucket) {
     if (bucket + 1 >= kBuckets) {
       return Nanoseconds::max();

@@ -28,8 +28,7 @@ RpcFailure Peer::failure(RpcFailure::Kind kind, const std::string& sentence, con
 RpcFailure Peer::failureOfGone() const {
   const Error why = whyGone();
   const bool hasLeft = why.code() == ErrorCode::kShutDown;
-  return failure(
-      hasLeft ? RpcFailure::Kind::kWorkerLeft : RpcFailure::Kind::kWorkerLost, why.message(), why.cause());
+  return failure(hasLeft ? RpcFailure::Kind::kWorkerLeft : RpcFailure::Kind::kWorkerLost, why.message(), why.cause());
 }
 
 RpcFailure Peer::failureOver(const Error& error, const std::string& sentence) const {

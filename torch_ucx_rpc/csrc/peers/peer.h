@@ -1,8 +1,8 @@
 #pragma once
 
-#include "peers/latency_histogram.h"
 #include "base/error.h"
 #include "base/rpc_failure.h"
+#include "peers/latency_histogram.h"
 #include "transport/transport.h"
 #include "wire/seal.h"
 
@@ -18,36 +18,38 @@ namespace torch_ucx_rpc {
 // A worker's number in its job; torch calls it Rank.
 using Rank = int16_t;
 
-// What a worker publishes of itself and the others need to know.
+// The facts that a worker publishes about itself, because others need to know them.
 struct Member {
   Rank rank = 0;
   std::string name;
   std::string host;
-  // Which process it is: the id is unique within a pid namespace, until the process ends, and until the machine reboots.
+  // These four identify the process. A pid alone is unique only within a pid namespace, until the process ends or the
+  // machine reboots.
   int64_t pid = 0;
   std::string bootId;
   uint64_t pidNamespace = 0;
   uint64_t processStartTime = 0; // clock ticks since boot
   uint64_t session = 0; // random; tells this life of the worker from an earlier one
-  int64_t firstRRefId = 0; // that it makes in this life: from a random number on, where others may take its rank
+  int64_t firstRRefId = 0; // of the RRefs made in this life; random if other workers may take its rank
   std::string address; // of its transport
-  // In a job with a secret, see wire/seal.h; empty otherwise.
-  std::string sendKey; // for frames to it
-  std::string receiveKey; // for frames of it
-  std::string joinKey; // for the first frame of anybody to it, in a dynamic group
+  // Keys of a job with a secret, see wire/seal.h; empty otherwise.
+  std::string sendKey; // for frames to this worker
+  std::string receiveKey; // for frames from this worker
+  std::string joinKey; // for the first frame of any worker to this one, in a dynamic group
 };
 
-// A worker of the job as this agent sees it, itself included.
+// A worker of the job as this agent sees it. The agent itself is a peer too. Thread-safe, except the members that the
+// worker lock guards.
 class Peer {
  public:
   enum class State : uint8_t {
     kPresent,
-    kLeaving, // it answers what it has been asked, and takes nothing new
+    kLeaving, // it answers open requests, and takes no new ones
     kLeft, // it said goodbye
     kFailed,
   };
 
-  // Throws std::runtime_error where it has keys and there is no libcrypto.
+  // Throws std::runtime_error if the member has keys and there is no libcrypto.
   explicit Peer(Member member);
 
   // Constant after construction.
@@ -55,21 +57,21 @@ class Peer {
     return member_;
   }
 
-  // Whether it can have made the id in this life, not one that had its rank before.
+  // Whether this worker can have made the id in its present life, rather than a worker that had its rank before.
   bool canHaveMade(int64_t rrefId) const {
     constexpr int64_t kIdsOfALife = int64_t{1} << 40;
     return rrefId >= member_.firstRRefId && rrefId - member_.firstRRefId < kIdsOfALife;
   }
 
-  // "worker 'ps' (rank 1, pid 4711 on node07)": how errors name it.
+  // The worker as errors name it: "worker 'ps' (rank 1, pid 4711 on node07)".
   std::string describe() const;
-  // That it has died or cannot be reached, and how that was seen.
+  // The error that the worker has died or cannot be reached; `why` says how that was seen.
   Error lost(const Error& why) const;
-  // A failure that is about this worker.
+  // A failure that concerns this worker.
   RpcFailure failure(RpcFailure::Kind kind, const std::string& sentence, const std::string& cause = {}) const;
-  // The failure of a call to a peer that takes none: lost, left, or leaving.
+  // The failure of a call to a peer that takes none, because it is lost, has left, or is leaving.
   RpcFailure failureOfGone() const;
-  // The failure of a call over an error of this side or of the peer's, by its code.
+  // The failure of a call because of an error of this side or of the peer's. The error's code decides the kind.
   RpcFailure failureOver(const Error& error, const std::string& sentence) const;
 
   State state() const {
@@ -79,43 +81,44 @@ class Peer {
   bool isThere() const {
     return state() <= State::kLeaving;
   }
-  // Only ever onwards in the order of State, and not from kLeft to kFailed: the first end counts. True if this call changed
-  // the state.
+  // Moves to a later state in the order of State. The first end counts, so kLeft never becomes kFailed. True if this
+  // call changed the state.
   bool moveTo(State state, Error why);
-  // Why it takes no calls; nothing while it is present.
+  // Why the worker takes no calls; no error while it is present.
   Error whyGone() const;
 
   std::atomic<uint64_t> callsSent{0};
-  std::atomic<uint64_t> callsFailed{0}; // of those sent; what a Python function raises is an answer to torch
+  std::atomic<uint64_t> callsFailed{0}; // of those sent; an exception of a Python function is an answer to torch
   std::atomic<uint64_t> callsReceived{0};
   std::atomic<int64_t> requestsOpen{0}; // received from it and not answered yet
-  std::atomic<uint64_t> eagerBytesOpen{0}; // sent to it at once, with requests that it has not answered: see EagerCredit
+  // Sent to it at once, with requests that it has not answered: see EagerCredit.
+  std::atomic<uint64_t> eagerBytesOpen{0};
   LatencyHistogram latencies; // of calls sent that did not fail
   std::atomic<uint64_t> bytesSent{0};
   std::atomic<uint64_t> bytesReceived{0};
-  std::atomic<bool> hasAcknowledged{true}; // what this worker has announced last
+  std::atomic<bool> hasAcknowledged{true}; // whether it has acknowledged this worker's latest announcement
 
   std::atomic<bool> isMet{false}; // a message has been sent to it, or has come from it
   std::atomic<bool> isNeighbour{false}; // another worker of this machine
-  // On this machine, but in another pid namespace: a container. UCX takes a common IPC namespace for a common machine and looks for the
-  // process by its id, which means nothing here, or another process.
+  // It runs on this machine, but in another pid namespace: a container. UCX takes a common IPC namespace for a common
+  // machine and looks for the process by its id, which means nothing here, or another process.
   std::atomic<bool> isOverNetwork{false};
-  std::atomic<bool> isWatched{false}; // ProcessWatch has been asked
-  std::atomic<bool> needsHeartbeat{false}; // and could not
+  std::atomic<bool> isWatched{false}; // ProcessWatch has been asked to watch it
+  std::atomic<bool> needsHeartbeat{false}; // ProcessWatch cannot watch it
 
-  // For how long nothing has come from it, as Heartbeat sees it.
+  // How long nothing has come from the worker, as Heartbeat sees it.
   struct Silence {
     bool heardSinceCheck = false; // something has come since Heartbeat looked last
-    bool isAsked = false; // for a sign of life
-    bool isSuspect = false; // told of, and not heard of since
+    bool isAsked = false; // a sign of life has been asked for
+    bool isSuspect = false; // a warning has been given, and nothing has come since
     std::chrono::milliseconds lasted{0};
   };
 
-  // Guarded by the worker lock, but for what their headers say is for any thread:
+  // Guarded by the worker lock, except functions that their headers allow on any thread:
   std::optional<EndpointId> endpoint; // set with the first message to it
-  size_t messagesUnderWay = 0; // to it: not finished by the transport, those included whose turn has not come
+  size_t messagesUnderWay = 0; // to it: unfinished by the transport, or not yet handed to it
   Silence silence;
-  std::optional<wire::Sealer> sealer; // in a job with a secret, as is:
+  std::optional<wire::Sealer> sealer; // only in a job with a secret, as the opener is
   std::optional<wire::Opener> opener;
 
  private:

@@ -25,8 +25,8 @@ ProcessWatch::Outcome ProcessWatch::add(const Member& member, const Member& self
   if (process < 0 && errno != ESRCH) {
     return Outcome::kNotPossible;
   }
-  // Asked with the descriptor open: its process can have ended by now, but its id cannot mean another one. If it has, the descriptor
-  // is readable; that there is no answer may also be for want of a file to open.
+  // Read with the descriptor open: the process may have ended by now, but its id cannot mean another process. If it has
+  // ended, the descriptor is readable. A missing stat proves nothing: there may be no file left to open.
   const std::optional<ProcStat> stat = readProcStat("/proc/" + std::to_string(member.pid));
   if (process < 0 || (stat && stat->startTicks != member.processStartTime)) {
     if (process >= 0) {
@@ -44,7 +44,7 @@ void ProcessWatch::forget(const Member& member) {
   const std::lock_guard lock(mutex_);
   const auto entry = processes_.find(member.session);
   if (entry != processes_.end()) {
-    ::close(entry->second); // which takes it out of every epoll set
+    ::close(entry->second); // also takes it out of every epoll set
     processes_.erase(entry);
   }
 }

@@ -1,19 +1,19 @@
 #pragma once
 
-#include "peers/peer.h"
 #include "base/unique_function.h"
+#include "peers/peer.h"
 
 #include <map>
 #include <mutex>
 
 namespace torch_ucx_rpc {
 
-// Notices within milliseconds when the process of a peer on the same machine ends, however it ends. UCX does not: over
-// shared memory a killed peer was not reported within 45 s. Works for processes of the same pid namespace, by pidfd.
-// Thread-safe.
+// Notices within milliseconds that the process of a peer on the same machine has ended, in whatever way. UCX does not:
+// over shared memory it did not report a killed peer within 45 s. Watches a pidfd, so it works only for processes of
+// the same pid namespace. Thread-safe.
 class ProcessWatch {
  public:
-  // Must run `onReadable`, once, when the descriptor becomes readable.
+  // Must run `onReadable` once, when the descriptor becomes readable.
   using Watch = UniqueFunction<void(int fd, UniqueFunction<void()> onReadable)>;
 
   explicit ProcessWatch(Watch watch) : watch_(std::move(watch)) {}
@@ -23,11 +23,12 @@ class ProcessWatch {
 
   enum class Outcome { kWatched, kHasEnded, kNotPossible };
 
-  // Runs `onEnd` when the process of `member` ends, unless it has ended already. Not possible: it runs on another machine or in another
-  // pid namespace, or the kernel is older than Linux 5.3.
+  // Runs `onEnd` when the process of `member` ends. kHasEnded: it has ended already, and `onEnd` never runs.
+  // kNotPossible: it runs on another machine or in another pid namespace, or the system gives no pidfd (before Linux
+  // 5.3, or for want of files).
   Outcome add(const Member& member, const Member& self, UniqueFunction<void()> onEnd);
 
-  // `onEnd` is no longer wanted, though it may be running or about to.
+  // Ends a watch. `onEnd` may be running already, or about to.
   void forget(const Member& member);
 
  private:

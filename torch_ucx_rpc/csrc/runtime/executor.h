@@ -13,40 +13,42 @@
 
 namespace torch_ucx_rpc {
 
-// What a thread that runs user code needs around its life: a lasting Python thread state, which module.cpp provides. (Without it
-// every call of a Python function builds and destroys one: the largest single cost of a small call.)
+// Hooks around the life of a thread that runs user code. module.cpp uses them for a lasting Python thread state.
+// Without one, every call of a Python function builds and destroys a thread state: the largest single cost of a small
+// call.
 struct ThreadHooks {
   std::function<void()> onStart;
   std::function<void()> onExit;
 };
 
-// What the executor's threads do while they have no task: drive progress.
+// Drives progress on the executor's threads while they have no task.
 class Leader {
  public:
   virtual ~Leader() = default;
-  // Drives progress once, on up to Executor::kMostLeaders threads at a time. True after events were handed out (as tasks), or after
-  // Executor::stop() and a wake-up; false where the other leader suffices.
+  // Drives progress once, on up to Executor::kMostLeaders threads at a time. True after events were handed out as
+  // tasks, or after Executor::stop() and a wake-up. False if the other leader suffices.
   virtual bool lead() = 0;
 };
 
-// The agent's threads: leaders and followers. A leader drives progress; what it brings about becomes tasks; it then steps
-// down and runs a task itself, so that a request is run by the very thread that received it. Up to two lead, so that the
-// other one stands guard meanwhile and nobody has to be woken; where there is no other, a follower is called. Whenever a
-// thread runs a task, another one leads or is on its way.
+// The agent's threads: leaders and followers. A leader drives progress, and the events it finds become tasks. It then
+// steps down and runs a task itself, so the thread that received a request also runs it. Up to two threads lead. The
+// other one stands guard meanwhile, and no thread has to be woken. If there is no other leader, a follower is called.
+// Whenever a thread runs a task, another one leads or is on its way. Thread-safe, except start().
 //
-// Three kinds of tasks. Requests run user functions, which may block: at most `maxRequests` at a time, the rest wait in
-// order. Completions (answers) never wait behind requests, because a request may be waiting for them. Failures never wait behind
-// either: deadlines hold also where callbacks block every other thread.
+// There are three kinds of tasks. Requests run user functions, which may block. At most `maxRequests` run at a time, and
+// the rest wait in order. Completions (answers) never wait behind requests, because a request may be waiting for them.
+// Failures wait behind neither: deadlines hold also where callbacks block every other thread.
 //
-// Requests that wait for calls of their own are not among those `maxRequests`: what they wait for may need a thread here. Together
-// they are at most `nestingLimit`. If all of those wait, and nothing is begun for kFullPatience, the request that has queued
-// longest is refused.
+// Requests that wait for calls of their own do not count towards `maxRequests`: those calls may need a thread here. All
+// running requests together are at most `nestingLimit`. If all of them wait, and no task is begun for kFullPatience,
+// the request that has queued longest is refused.
 //
-// A thread calls the hooks when a task says so, not before: neither a thread that leads nor one that runs TorchScript must wait for
-// Python.
+// A thread calls the hooks when a task says so, not before. A thread that leads must not wait for Python, nor must one
+// that runs TorchScript.
 //
-// Threads are made when they are needed: freely up to the number of cores, since handlers may run without the GIL; beyond that
-// only when tasks wait and none has been begun for kStaleAfter, which means that the threads there are do block.
+// Threads are made when they are needed. Up to the number of cores they are made freely, since handlers may run without
+// the GIL. Beyond that a thread is made only if tasks wait and none has been begun for kStaleAfter: the existing
+// threads then do block.
 class Executor : public std::enable_shared_from_this<Executor> {
  public:
   using Clock = std::chrono::steady_clock;

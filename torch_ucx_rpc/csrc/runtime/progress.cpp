@@ -18,7 +18,7 @@ namespace torch_ucx_rpc {
 
 namespace {
 
-// No wait is unbounded: should a wake-up be lost for a reason nobody thought of, this is what it costs.
+// Every sleep is bounded: should a wake-up be lost after all, this is what it costs.
 constexpr auto kLongestSleep = std::chrono::milliseconds(500);
 
 int checked(int fd, const char* what) {
@@ -29,21 +29,22 @@ int checked(int fd, const char* what) {
   return fd;
 }
 
-// How long an arrival may lie while the transport is polled unarmed; and after how many rounds in which nobody was away that ends.
+// An arrival may lie for this long while a leader polls the unarmed transport. Polling ends after kQuietRounds rounds
+// without a new absence.
 constexpr auto kUnarmedPeriod = std::chrono::milliseconds(1);
 constexpr int kQuietRounds = 20;
 
-// How often a leader that has events looks for more, before it leaves the rest to another.
+// A driver that is about to leave looks for more events this often. The rest is left to another driver.
 constexpr int kMostRounds = 8;
 
 using Clock = Spinning::Clock;
-// When this thread last left drive() to go about other things.
+// When this thread last left drive() to handle events.
 thread_local Clock::time_point leftAt{};
 
-// What an event of the epoll set carries.
+// The user data of events in the epoll set.
 enum Event : uint64_t { kTransport, kWake, kWatches };
 
-// While nobody sleeps: every how many spins somebody looks at the watched descriptors.
+// A driver that spins checks the watched descriptors once in this many spins, since no thread may sleep on them.
 constexpr unsigned kSpinsBetweenLooks = 1024;
 
 // A transport that waits for room on the other side cannot be armed. For so long its driver only yields; then it naps, since a
@@ -147,7 +148,8 @@ void Progress::drainQueue() {
     }
     const size_t before = isClosed_ ? 0 : transport_.operationsInFlight();
     runQueueLocked();
-    // What did not complete at once needs someone to drive it, and a thread asleep does not see what another started.
+    // An operation that did not complete at once needs a driver. A sleeping thread does not see that another one
+    // started it.
     const bool needsDriver = !isClosed_ && transport_.operationsInFlight() > before;
     std::unique_ptr<EventBatch> events = client_.takeEventsWithWorkerLock();
     lock.unlock();
@@ -186,7 +188,8 @@ std::unique_ptr<EventBatch> Progress::drive(Role role, IsDone& isDone) {
     const unsigned advances = advanceLocked();
     client_.startDeferredWithWorkerLock();
     if (client_.hasEventsWithWorkerLock()) {
-      // A leader leaves the guard to another one, if there is one, and takes along what that one would be woken for at once.
+      // A leader leaves the guard to another driver, if there is one. It first takes along the events that would wake
+      // that driver at once.
       if (role == Role::kLeader && sleepers_.load() != 0) {
         if (leaveUnarmedLocked(role)) {
           mustWake = !isPolledUnarmed_.load();
@@ -209,7 +212,8 @@ std::unique_ptr<EventBatch> Progress::drive(Role role, IsDone& isDone) {
       wait.again();
       continue;
     }
-    const bool isCallersTurn = role == Role::kLeader && hasWaitingCaller_.load(); // it spins for everybody
+    // The waiting caller spins for everybody.
+    const bool isCallersTurn = role == Role::kLeader && hasWaitingCaller_.load();
     if (lockWaiters_.load() == 0 && !isCallersTurn && !isDone() && wait.spin(transport_.operationsInFlight() != 0)) {
       if (++spins_ % kSpinsBetweenLooks == 0) {
         queueWatches();
@@ -217,13 +221,14 @@ std::unique_ptr<EventBatch> Progress::drive(Role role, IsDone& isDone) {
       continue;
     }
     if (!transport_.arm()) {
-      // Something has come, or waits for room on the other side, which cannot be slept for: the other side may need this core,
-      // or never make room again, because its process has ended or is stopped.
+      // Something has come, or waits for room on the other side. No thread may sleep for either: the other side may
+      // need this core, or never make room again because its process has
+      // ended or is stopped.
       queueWatches();
       lock.unlock();
       yieldFor(Clock::now() - movedAt);
       if (isDone()) {
-        mustWake = true; // not armed
+        mustWake = true; // the transport is not armed, so another thread must drive
         break;
       }
       lock = lockWorker();
@@ -234,7 +239,7 @@ std::unique_ptr<EventBatch> Progress::drive(Role role, IsDone& isDone) {
       isWaitingCallerAsleep_.store(true);
     }
     lock.unlock();
-    // From here on a submitter gets the lock, or has queued before we unlocked and is seen now.
+    // From here on a submitter gets the lock. One that queued before the lock was released is seen now.
     std::atomic_thread_fence(std::memory_order_seq_cst);
     const bool isOver = isDone() || (!hasPending() && !rest(role, isDone, wasWoken));
     if (role == Role::kWaitingCaller) {
@@ -242,7 +247,7 @@ std::unique_ptr<EventBatch> Progress::drive(Role role, IsDone& isDone) {
     }
     --sleepers_;
     if (isOver) {
-      return brought; // armed
+      return brought; // the transport is armed
     }
     lock = lockWorker();
     unarmedSince_.store(0);
@@ -262,7 +267,8 @@ bool Progress::rest(Role role, IsDone& isDone, bool& wasWoken) {
     return sleep() != Slept::kForNothing;
   }
   const bool isCallerAsleep = isWaitingCallerAsleep_.load();
-  // The wake-up may have been meant for the waiting caller. A thread that polls unarmed, below, does not intercept it again.
+  // The wake-up may have been meant for the waiting caller. This thread goes on to pollUnarmed(), which does not wait
+  // on the epoll set and so cannot take the wake-up again.
   const bool mustPassOn = std::exchange(wasWoken, false) && isCallerAsleep;
   if (mustPassOn) {
     wake();
@@ -283,6 +289,7 @@ bool Progress::rest(Role role, IsDone& isDone, bool& wasWoken) {
 }
 
 bool Progress::leaveUnarmedLocked(Role who) {
+  // Without a sleeping leader no thread would poll in place of the signal.
   if (leadersAsleep_.load() == 0 || !spinning_.isBackSoon(who)) {
     return false;
   }
@@ -326,13 +333,14 @@ Progress::Slept Progress::sleep() {
 }
 
 void Progress::wake() {
-  // Never read: with edge triggering each write is an event of its own.
+  // The counter is never read: with edge triggering each write is an event of its own.
   const uint64_t one = 1;
   (void)!write(wakeFd_, &one, sizeof(one));
 }
 
 void Progress::watch(int fd, Operation onReadable) {
   const std::lock_guard lock(queueMutex_);
+  // The index is the user data, so an entry keeps its place for good.
   watches_.push_back(std::move(onReadable));
   addToEpoll(watchesFd_, fd, EPOLLIN | EPOLLONESHOT, watches_.size() - 1);
 }
@@ -369,7 +377,7 @@ bool Progress::driveUntil(IsDone isDone, std::optional<uint64_t> awaitedCall) {
 
 void Progress::endDriving() {
   if (!hasWaitingCaller_.exchange(false)) {
-    return; // it was done before it drove
+    return; // isDone() was true before it drove
   }
   bool isGuarded = false;
   std::unique_ptr<EventBatch> events;

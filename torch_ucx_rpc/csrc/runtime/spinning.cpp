@@ -8,7 +8,7 @@ namespace torch_ucx_rpc {
 
 namespace {
 
-// Every how many looks another thread may run: a look takes 0.1 to 0.5 us, as long as the system call.
+// Other threads may run once in this many looks. A look takes 0.1 to 0.5 us, as long as the system call.
 constexpr unsigned kTurnsBetweenYields = 8;
 
 } // namespace
@@ -30,7 +30,7 @@ bool Spinning::Wait::spin(bool isTransferring) {
     last_ = now;
   }
   if (now - last_ > kInterruption) {
-    // Another thread had this core, and may need it again; or the host had it.
+    // Another thread had this core and may need it again, or the host had it.
     spinning_.waits_[static_cast<int>(role_)].add(false);
   }
   last_ = now;
@@ -52,8 +52,9 @@ bool Spinning::Wait::spin(bool isTransferring) {
 
 Spinning::Clock::time_point Spinning::Wait::end() {
   const Clock::time_point now = Clock::now();
-  if (began_ != Clock::time_point{}) { // it did have to wait
-    // A guard may have slept for long while others drove: what counts is how long nothing came to anybody.
+  if (began_ != Clock::time_point{}) { // false if the first look found something
+    // A leader on guard may have slept for long while others drove. The wait that counts is how long no driver found
+    // anything.
     const Clock::time_point began = std::max(began_, spinning_.lastFound_);
     const auto limit = hasSpun_ ? kLimit : kLimit + kWakeUp;
     spinning_.waits_[static_cast<int>(role_)].add(now - began <= limit);

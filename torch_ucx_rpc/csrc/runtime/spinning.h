@@ -9,30 +9,32 @@
 
 namespace torch_ucx_rpc {
 
-// How a thread that drives progress waits: asleep, with a wake-up of some 20 us when something comes; or polling, which uses a
-// core. kAuto spins for a short time before it sleeps, where each process of the job has a core and the last waits were short.
+// How a thread that drives progress waits. A sleeping thread needs some 20 us to wake up when something arrives. A
+// polling thread uses a core. kAuto spins for a short time before it sleeps, if each process of the job has a core and
+// the last waits were short.
 enum class Waiting : uint8_t { kAuto, kPoll, kSleep };
 
-// Decides whether a wait is spun through. Spinning pays where what one waits for comes soon, as between the calls of a loop,
-// and costs a core's time where not: so it learns from the last waits, of leaders and of waiting callers apart, since one waits
-// for the next request and the other for its answer. Guarded by the worker lock.
+// Decides whether a driver spins through a wait or sleeps. Spinning pays if the awaited event comes soon, as between
+// the calls of a loop; otherwise it wastes a core. The decision is learned from the last waits. Leaders and waiting
+// callers count apart, since a leader waits for the next request and a caller for its answer. Guarded by the worker
+// lock, except setProcessesHere().
 class Spinning {
  public:
   using Clock = std::chrono::steady_clock;
-  // A wait is spun through up to this long: the time of a small call, with room for the callee's work, and of a step of torch's
-  // engine between two messages of distributed autograd.
+  // The longest time to spin through one wait. It fits a small call, with room for the callee's work. It also fits a
+  // step of torch's engine between two messages of distributed autograd.
   static constexpr auto kLimit = std::chrono::microseconds(800);
-  // Whoever is away for longer is missed: what comes meanwhile waits for a patrol.
+  // A driver that is away for longer than this is missed: arrivals wait until a leader that polls takes over.
   static constexpr auto kShortAbsence = std::chrono::microseconds(200);
-  // What a sleeper's wait seems longer by.
+  // A wait that was slept through seems longer by this much.
   static constexpr auto kWakeUp = std::chrono::microseconds(50);
-  // The same while data is on its way: its parts follow one another closely, and each sleep between two would cost more than they
-  // take.
+  // The longest time to spin while data is on its way. The parts of a transfer follow one another closely, and each
+  // sleep between two parts would cost more than they take.
   static constexpr auto kTransferLimit = std::chrono::microseconds(20);
-  // Looks that are further apart were interrupted.
+  // A longer time between two looks means that the thread was interrupted.
   static constexpr auto kInterruption = std::chrono::microseconds(50);
 
-  // Cores that this process may run on.
+  // The number of cores that this process may run on.
   static size_t usableCores();
 
   explicit Spinning(Waiting waiting, size_t cores = usableCores()) : waiting_(waiting), cores_(cores) {}
@@ -41,14 +43,14 @@ class Spinning {
     processesHere_.store(processes);
   }
 
-  // Whether each process of the job on this machine has a core. Where not, who waits must sleep: whoever it waits for then runs at
-  // once when there is something to do, and not when all others have used up their slices.
+  // Whether each process of the job on this machine has a core. If not, waiting threads must sleep. The awaited process
+  // then runs as soon as it has something to do, and not when all others have used up their time slices.
   bool hasCoreEach() const {
     return cores_ > 1 && processesHere_.load() <= cores_;
   }
-  // Whether waits are spun through at present.
+  // Whether drivers of this role spin through their waits at present.
   bool isOn(Role role) const;
-  // Whether a thread that spins is likely to be back soon when it goes about what it was given.
+  // Whether a driver that spins is likely to return soon after it leaves to handle events.
   bool isBackSoon(Role role) const {
     return isOn(role) && absences_[static_cast<int>(role)].isMostlyShort();
   }
@@ -56,17 +58,17 @@ class Spinning {
     absences_[static_cast<int>(role)].add(time <= kShortAbsence);
   }
 
-  // One wait, from the first time nothing was found until something is.
+  // One wait: from the first look that found nothing to the one that finds the awaited event.
   class Wait {
    public:
     Wait(Spinning& spinning, Role role) : spinning_(spinning), role_(role) {}
-    // Nothing was found: whether to look again rather than sleep. Lets other threads run now and then.
+    // Called after a look that found nothing. True: look again; false: sleep. Lets other threads run now and then.
     bool spin(bool isTransferring);
-    // Something moved, but it is not what one waits for.
+    // Something moved, but not what the driver waits for: the wait starts anew.
     void again() {
       began_ = {};
     }
-    // What one waits for was found. Returns the time.
+    // The awaited event was found. Learns from the wait, and returns the present time.
     Clock::time_point end();
 
    private:
@@ -79,7 +81,7 @@ class Spinning {
   };
 
  private:
-  // How many of the last times were short: a moving average.
+  // The share of the last times that were short: a moving average.
   class Shortness {
    public:
     bool isMostlyShort() const {
@@ -99,7 +101,7 @@ class Spinning {
   std::atomic<size_t> processesHere_{1};
   Shortness waits_[2];
   Shortness absences_[2];
-  Clock::time_point lastFound_{}; // what anybody waited for
+  Clock::time_point lastFound_{}; // when any driver last found what it waited for
 };
 
 } // namespace torch_ucx_rpc

@@ -9,7 +9,7 @@ namespace torch_ucx_rpc {
 
 namespace {
 
-// wait_until(time_point::max()) overflows in libstdc++; this is as good as never.
+// wait_until(time_point::max()) overflows in libstdc++, so no wait is longer than this.
 constexpr auto kFarAway = std::chrono::hours(24);
 
 } // namespace

@@ -12,8 +12,8 @@
 
 namespace torch_ucx_rpc {
 
-// One thread that runs named tasks when they are due. A task knows by itself when it wants to run again; nobody else keeps flags or
-// due times for it. Tasks run one after another, so a task must not block. Thread-safe, but for add().
+// One thread that runs named tasks when they are due. Each task decides when it runs again, so no other object keeps
+// flags or due times for it. Tasks run one after another, and a task must not block. Thread-safe, except add().
 class Timer {
  public:
   using Clock = std::chrono::steady_clock;
@@ -22,7 +22,7 @@ class Timer {
 
   class Task {
    public:
-    // Runs the task at `when`, unless it is due earlier. Cheap then.
+    // Makes the task run at `when`, unless it is due earlier. In that case the call takes no lock.
     void dueBy(TimePoint when);
     void dueIn(Clock::duration delay) {
       dueBy(timer_.now() + delay);
@@ -40,7 +40,7 @@ class Timer {
 
    private:
     friend class Timer;
-    // Returns when the task wants to run again; kNever to wait for dueBy().
+    // Runs the task and returns when it wants to run again. kNever: not before the next dueBy().
     using Run = std::function<TimePoint(TimePoint now)>;
     Task(Timer& timer, std::string name, Run run) : timer_(timer), name_(std::move(name)), run_(std::move(run)) {}
 
@@ -58,7 +58,7 @@ class Timer {
   Timer(const Timer&) = delete;
   Timer& operator=(const Timer&) = delete;
 
-  // Before start(). The task lives as long as the timer.
+  // Adds a task; not after start(). The task lives as long as the timer.
   Task& add(std::string name, Task::Run run);
 
   void start();
@@ -68,7 +68,8 @@ class Timer {
     return now_();
   }
 
-  // Runs all tasks that are due at `now`, in the order of add(), and returns when the next one is. The timer's thread calls nothing else.
+  // Runs all tasks that are due at `now`, in the order of add(). Returns when the next task is due. The timer's thread
+  // calls nothing else.
   TimePoint runDue(TimePoint now);
 
  private:
@@ -76,7 +77,7 @@ class Timer {
   TimePoint nextDueLocked() const;
 
   const std::function<TimePoint()> now_;
-  std::vector<std::unique_ptr<Task>> tasks_; // constant after start(); due_ of each is written under mutex_
+  std::vector<std::unique_ptr<Task>> tasks_; // constant after start(), except due_ of each task
 
   mutable std::mutex mutex_;
   std::condition_variable changed_;

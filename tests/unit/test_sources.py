@@ -1,0 +1,242 @@
+"""Sources: lines and files stay short, no room of csrc outgrows the others, and sentences in comments have subjects."""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import tokenize
+from collections import Counter
+from pathlib import Path
+
+import prose
+import pytest
+
+ROOT = next(folder for folder in Path(__file__).resolve().parents if (folder / "pyproject.toml").exists())
+CSRC = ROOT / "torch_ucx_rpc" / "csrc"
+CPP = {".h", ".cpp"}
+PYTHON = {".py", ".pyi"}
+
+LONGEST_SOURCE = 400
+LARGEST_SHARE = 1 / 4
+
+
+def sources(*folders: Path) -> list[Path]:
+    return sorted(
+        path
+        for folder in folders
+        for path in folder.rglob("*")
+        if path.suffix in CPP | PYTHON and "__pycache__" not in path.parts
+    )
+
+
+SOURCES = sources(ROOT / "torch_ucx_rpc", ROOT / "tests")
+
+# Findings from before these rules, by folder, and long sources by file. No number may grow; each entry has to go.
+KNOWN_WIDE: dict[str, int] = {
+    "torch_ucx_rpc/csrc/base": 5,
+    "torch_ucx_rpc/csrc/memory": 15,
+    "torch_ucx_rpc/csrc/messaging": 36,
+    "torch_ucx_rpc/csrc/rpc": 37,
+    "torch_ucx_rpc/csrc/runtime": 5,
+    "torch_ucx_rpc/csrc/tensors": 13,
+    "torch_ucx_rpc/csrc/torch_glue": 24,
+    "torch_ucx_rpc/csrc/transport": 10,
+    "torch_ucx_rpc/csrc/transport/loopback": 2,
+    "torch_ucx_rpc/csrc/transport/ucp": 27,
+    "torch_ucx_rpc/csrc/wire": 14,
+}
+KNOWN_HEADLESS: dict[str, int] = {
+    "torch_ucx_rpc/csrc/memory": 3,
+    "torch_ucx_rpc/csrc/messaging": 8,
+    "torch_ucx_rpc/csrc/rpc": 1,
+    "torch_ucx_rpc/csrc/runtime": 2,
+    "torch_ucx_rpc/csrc/transport/ucp": 2,
+    "torch_ucx_rpc/csrc/wire": 2,
+}
+KNOWN_LONG = {"transport/ucp/ucp_transport.cpp": 476}
+
+CPP_TOKEN = re.compile(
+    r'R"(?P<delimiter>[^(\s]*)\(.*?\)(?P=delimiter)"'
+    r'|"(?:\\.|[^"\\\n])*"'
+    r"|'(?:\\.|[^'\\\n])+'"
+    r"|//(?P<line>[^\n]*)"
+    r"|/\*(?P<block>.*?)\*/",
+    re.DOTALL,
+)
+
+
+def paragraphs(comments: list[tuple[int, bool, str]]) -> str:
+    """Of comments as (line, whether it has the line to itself, text). A run of lines without a gap is one paragraph."""
+    text = ""
+    before, was_alone = -1, False
+    for line, is_alone, comment in comments:
+        text += "\n" if is_alone and was_alone and line == before + 1 else "\n\n"
+        text += comment.strip()
+        before, was_alone = line, is_alone
+    return text
+
+
+def comments_of_cpp(text: str) -> str:
+    found = []
+    for token in CPP_TOKEN.finditer(text):
+        comment = token["line"] if token["line"] is not None else token["block"]
+        if comment is not None:
+            begins = text.rfind("\n", 0, token.start()) + 1
+            is_alone = not text[begins : token.start()].strip()
+            found.append((text.count("\n", 0, token.start()), is_alone, comment))
+    return paragraphs(found)
+
+
+def comments_of_python(text: str) -> str:
+    """Docstrings too."""
+    found = [
+        (token.start[0], token.line.lstrip().startswith("#"), token.string.lstrip("#:"))
+        for token in tokenize.generate_tokens(io.StringIO(text).readline)
+        if token.type == tokenize.COMMENT
+    ]
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    docstrings = [ast.get_docstring(node) for node in ast.walk(ast.parse(text)) if isinstance(node, documented)]
+    return "\n\n".join([paragraphs(found), *filter(None, docstrings)])
+
+
+def headless(path: Path, text: str) -> list[str]:
+    return prose.headless(comments_of_cpp(text) if path.suffix in CPP else comments_of_python(text))
+
+
+def wide(text: str) -> list[str]:
+    return [f"{number}: {line}" for number, line in enumerate(text.splitlines(), start=1) if prose.is_too_wide(line)]
+
+
+def says_why_it_is_long(text: str) -> bool:
+    """Whether the comment at the top has a sentence such as "Long: a table that is searched, not read."."""
+    top = re.match(r"(?://[^\n]*\n)*", text)
+    reason = re.search(r"\bLong:(.*)", comments_of_cpp(top[0]) if top else "", re.DOTALL)
+    return reason is not None and len(reason[1].split()) >= 5
+
+
+def lines_by_folder(lines: dict[str, int]) -> Counter[str]:
+    """Of files relative to csrc. transport counts with its subfolders."""
+    folders: Counter[str] = Counter()
+    for file, count in lines.items():
+        folders[file.split("/")[0] if "/" in file else "."] += count
+    return folders
+
+
+def too_large(lines: dict[str, int]) -> list[str]:
+    most = sum(lines.values()) * LARGEST_SHARE
+    return [folder for folder, count in lines_by_folder(lines).items() if count > most]
+
+
+def folder_of(path: Path) -> str:
+    return path.relative_to(ROOT).parent.as_posix()
+
+
+def assert_none_above(found: dict[Path, list[str]], known: dict[str, int]) -> None:
+    counts = Counter(folder_of(path) for path, findings in found.items() for _ in findings)
+    worse = {folder for folder, count in counts.items() if count > known.get(folder, 0)}
+    message = [f"{folder}: {counts[folder]}, and known are {known.get(folder, 0)}" for folder in sorted(worse)]
+    for path, findings in found.items():
+        if folder_of(path) in worse:
+            message += [f"{path.relative_to(ROOT)}: {finding}" for finding in findings]
+    assert not worse, "\n" + "\n".join(message)
+
+
+def read(path: Path) -> str:
+    return path.read_text(encoding="utf-8")
+
+
+def lines_of_csrc() -> dict[str, int]:
+    return {path.relative_to(CSRC).as_posix(): len(read(path).splitlines()) for path in sources(CSRC)}
+
+
+def test_no_line_is_too_wide() -> None:
+    assert_none_above({path: wide(read(path)) for path in SOURCES}, KNOWN_WIDE)
+
+
+def test_sentences_in_comments_have_subjects() -> None:
+    assert_none_above({path: headless(path, read(path)) for path in SOURCES}, KNOWN_HEADLESS)
+
+
+def test_a_long_source_says_why() -> None:
+    found = [
+        f"{file}: {count} lines, and no comment at the top says why"
+        for file, count in lines_of_csrc().items()
+        if count > KNOWN_LONG.get(file, LONGEST_SOURCE) and not says_why_it_is_long(read(CSRC / file))
+    ]
+    assert not found, "\n" + "\n".join(found)
+
+
+def test_no_folder_outgrows_the_others() -> None:
+    lines = lines_of_csrc()
+    assert not too_large(lines), lines_by_folder(lines).most_common()
+
+
+def test_there_are_sources() -> None:
+    names = {path.relative_to(ROOT).as_posix() for path in SOURCES}
+    assert {"torch_ucx_rpc/_C.pyi", "torch_ucx_rpc/csrc/module.cpp", "tests/fuzz/seeds.py"} <= names
+
+
+@pytest.mark.parametrize("line", ["x" * 121, "    // " + "x" * 114, "# https://a.b " + "x" * 120])
+def test_a_wide_line_is_found(line: str) -> None:
+    assert wide(f"a\n{line}\n") == [f"2: {line}"]
+
+
+@pytest.mark.parametrize("line", ["x" * 120, "// https://a.b/" + "x" * 120])
+def test_a_line_that_fits_passes(line: str) -> None:
+    assert wide(line) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("a.h", "int a;\n// Who waits sleeps.\n"),
+        ("a.h", "int a; // That of the caller is released. Who calls waits.\n"),
+        ("a.h", "/* What was\n   sent stays. */\n"),
+        ("a.cpp", "  // It ends. What was\n  // sent stays.\n"),
+        ("a.cpp", 'f("a"); // Those of a peer. Who leaves is forgotten.\n'),
+        ("a.py", "# Who waits sleeps.\n"),
+        ("a.py", "a = 1  # It ends: What is sent stays.\n"),
+        ("a.py", '"""A module. Who calls waits."""\n'),
+        ("a.py", 'def f():\n    """It ends. What was\n    sent stays."""\n'),
+    ],
+)
+def test_a_sentence_without_a_subject_is_found(name: str, text: str) -> None:
+    assert len(headless(Path(name), text)) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("a.h", "// The caller waits.\n// What is sent?\n"),
+        ("a.cpp", 'f("// Who waits sleeps.");\n'),
+        ("a.cpp", 'f(R"(// Who waits sleeps.)"); // a caller\n'),
+        ("a.cpp", "int a; // ends in .\n// what is on a line of its own\n"),
+        ("a.py", 'print("# Who waits sleeps.")\n'),
+    ],
+)
+def test_other_text_passes(name: str, text: str) -> None:
+    assert headless(Path(name), text) == []
+
+
+def test_a_folder_may_not_have_more_than_is_known() -> None:
+    found = {ROOT / "tests" / "a.py": ["one", "two"], ROOT / "tests" / "b.py": ["three"]}
+    assert_none_above(found, {"tests": 3})
+    with pytest.raises(AssertionError, match=r"tests: 3, and known are 2\n *tests/a.py: one\n"):
+        assert_none_above(found, {"tests": 2})
+    with pytest.raises(AssertionError, match="tests: 3, and known are 0"):
+        assert_none_above(found, {})
+
+
+def test_a_long_source_has_to_say_why_at_its_top() -> None:
+    assert says_why_it_is_long("// The bindings.\n//\n// Long: one list that is\n// searched, not read.\n\nint a;\n")
+    assert not says_why_it_is_long("// The bindings. Long: a list.\n\nint a;\n")
+    assert not says_why_it_is_long("int a;\n// Long: one list that is searched, not read.\n")
+    assert not says_why_it_is_long("// The bindings, which make one list.\n")
+
+
+def test_a_large_folder_is_found() -> None:
+    lines = {"a/a.h": 30, "b/c/d.h": 30, "b/e.h": 21, "f.cpp": 39}
+    assert lines_by_folder(lines) == {"a": 30, "b": 51, ".": 39}
+    assert too_large(lines) == ["b", "."]
+    assert too_large({"a/a.h": 25, "b/a.h": 25, "c/a.h": 25, "d/a.h": 25}) == []
