@@ -118,7 +118,7 @@ fuzz: build/fuzz/wire_fuzzer ## Hostile bytes against the wire format's readers,
 	  && grep number_of_executed_units build/fuzz/log || { tail -50 build/fuzz/log; exit 1; }
 
 soak: build $(VENV)/.extra-test ## Workers on virtual hosts, killed and cut off for MINUTES; needs root. A report in build/soak
-	@PYTHONPATH=tests $(PY) -m soak --minutes $(MINUTES) $(if $(SEED),--seed $(SEED)) --report build/soak
+	@PYTHONPATH=tests:tests/support $(PY) -m soak --minutes $(MINUTES) $(if $(SEED),--seed $(SEED)) --report build/soak
 
 mutants: build $(VENV)/.extra-test ## Bugs put into a copy of the sources, in Python and in C++: each must fail a test
 	@status=0; \

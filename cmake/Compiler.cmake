@@ -40,7 +40,7 @@ if(TORCH_UCX_RPC_SANITIZE)
   if(TORCH_UCX_RPC_SANITIZE STREQUAL thread AND CMAKE_CXX_COMPILER_ID STREQUAL GNU)
     # It does not follow fences, and GCC says so (https://gcc.gnu.org/onlinedocs/gcc/Warning-Options.html#index-Wtsan). The fences
     # there see to it that a wake-up is not missed; the data has a mutex, which it does follow.
-    set_source_files_properties("${CMAKE_SOURCE_DIR}/torch_ucx_rpc/csrc/agent/progress.cpp" PROPERTIES COMPILE_OPTIONS -Wno-tsan)
+    set_source_files_properties("${CMAKE_SOURCE_DIR}/torch_ucx_rpc/csrc/runtime/progress.cpp" PROPERTIES COMPILE_OPTIONS -Wno-tsan)
   endif()
 endif()
 

@@ -1,4 +1,4 @@
-"""Options, markers and fixtures of every test; the package ``workers``, beside this file, runs the workers of one."""
+"""Options, markers and fixtures of every test; the package ``support/workers`` runs the workers of one."""
 
 from __future__ import annotations
 

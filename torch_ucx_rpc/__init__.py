@@ -1,82 +1,71 @@
 """UCX for ``torch.distributed.rpc``: import this package, then ``init_rpc(..., backend="UCX")``.
 
-Importing loads UCX and the C++ agent and makes "UCX" a backend of PyTorch's RPC; the rest of a program stays as it
-is. What a program may use from here:
+Importing loads UCX and the C++ agent, and makes "UCX" a backend of PyTorch's RPC. The rest of a program stays as it
+is. The public names:
 
 * `UcxRpcBackendOptions`: threads, timeouts, memory limits and device maps of a worker
-* `init_rpc`: for workers that a launcher started, which tells them all that they need
-* `replace_tensorpipe`: UCX wherever a program asks for TensorPipe, or for no backend
-* ``testing``, a module to import by itself: the agent with faults on demand
-* `native_op`: makes a Python function an operator of torch, compiled by numba, that runs without the GIL
+* `init_rpc`: for workers that a launcher started; it reads all arguments from the environment
+* `replace_tensorpipe`: starts UCX wherever a program asks for TensorPipe, or for no backend
+* ``errors``: the exceptions of calls that fail, for programs that tell a lost worker from a timeout
+* ``testing``, a module that is imported by name: the agent with faults on demand
+* `native_op`: makes a Python function an operator of torch, which numba compiles and which runs without the GIL
 * `statistics`: a snapshot of calls, bytes, lanes, queues, memory, and latencies per peer
-* `Statistics`: its type
-* `PeerStatistics`: what is in it of each worker
-* `Latencies`: how long the calls to one took
+* `Statistics`: the type of the snapshot
+* `PeerStatistics`: the part of the snapshot about one worker
+* `Latencies`: durations of the calls to one worker
 * `__version__`
 
-How the package is laid out:
+The package, module by module and room by room; the docstring of each room lists its modules:
 
-* ``_native``        finds UCX, checks torch, loads the extension ``_C``
-* ``_options``       `UcxRpcBackendOptions`
-* ``_register``      everything that is changed in torch, in one function
-* ``_replace``       `replace_tensorpipe`, and the environment variable that calls it
-* ``_agent``         ``init_rpc`` for this backend, the running agent, the end of the process
-* ``_launched``      `init_rpc`
-* ``_environment``   what launchers say in environment variables
-* ``_mpi``           what those of MPI do not say there
-* ``_exceptions``    what a callee raises keeps its type
-* ``_sparse``        compressed sparse tensors as results of Python functions
-* ``_arrays``        arrays travel as tensors do
-* ``_native_op``     `native_op`
-* ``_numba_code``    what numba makes for it
-* ``_rendezvous``    the Store through which the workers of a job find each other
-* ``_members``       who of them belongs to a group of fixed size
-* ``_dynamic_group`` who belongs to one that workers join and leave
-* ``_device_maps``   where tensors arrive on devices, and whether the maps of all workers fit together
-* ``_device_pool``   in whose memory they arrive there
-* ``_record``        what each tells the others of itself
-* ``_network``       which network interface UCX gets
-* ``_conflicts``     what the site has set or limited that RPC cannot work with
-* ``_statistics``    `statistics`
-* ``_prometheus``    the same for Prometheus
-* ``_observation``   the same for ``python -m torch_ucx_rpc top``
-* ``__main__``       ``python -m torch_ucx_rpc``
-* ``_cli``           its commands, a module each
-* ``_secret``        the secret of a job, and what is made of it
-* ``_C``             the agent itself, written in C++ (``csrc/``)
+* ``_version``     the version of the installed package
+* ``_native``      finds UCX, checks torch, loads the extension ``_C``
+* ``_options``     `UcxRpcBackendOptions`
+* ``_agent``       the running agent, and the end of the process
+* ``_start``       ``init_rpc`` for this backend, step by step
+* ``_bootstrap``   how workers find each other before the first call
+* ``_devices``     device maps, and the memory of received tensors on devices
+* ``_launch``      `init_rpc`, and what launchers say in environment variables
+* ``_native_op``   `native_op`
+* ``_observe``     `statistics`, for Prometheus and ``python -m torch_ucx_rpc top`` too
+* ``_torch``       everything that is changed in torch
+* ``_cli``         the commands of ``python -m torch_ucx_rpc``, a module each
+* ``__main__``     ``python -m torch_ucx_rpc``
+* ``_C``           the agent itself, written in C++ (``csrc/``)
 """
 
 import sys
-from importlib.metadata import version as _installed_version
+
+from torch_ucx_rpc import errors
 
 
-def _is_asked_what_is_wrong() -> bool:
-    """In ``python -m torch_ucx_rpc info``, which runs where the rest of this cannot be imported, and tells why."""
-    # So it is while Python looks for the module to run, after which sys.argv[0] is its file.
+def _runs_info() -> bool:
+    """True in ``python -m torch_ucx_rpc info``, which explains why the rest of the package cannot be imported."""
+    # These are the arguments while Python looks for the module to run. Afterwards, sys.argv[0] is its file.
     return sys.argv[:2] == ["-m", "info"] and any(word.endswith("torch_ucx_rpc") for word in sys.orig_argv)
 
 
 __version__ = "unknown"
 _failure: ImportError | OSError | None = None
 try:
-    __version__ = _installed_version("torch_ucx_rpc")
     # Loads UCX and the extension, or explains why it cannot.
     from torch_ucx_rpc import _native as _native
+    from torch_ucx_rpc._version import __version__
 except (ImportError, OSError) as error:
-    if not _is_asked_what_is_wrong():
+    if not _runs_info():
         raise
     _failure = error
 
 if _failure is None:
-    from torch_ucx_rpc import _register, _replace
-    from torch_ucx_rpc._launched import init_rpc
-    from torch_ucx_rpc._native_op import native_op
+    from torch_ucx_rpc._launch.init import init_rpc
+    from torch_ucx_rpc._native_op.op import native_op
+    from torch_ucx_rpc._observe.statistics import Latencies, PeerStatistics, Statistics, statistics
     from torch_ucx_rpc._options import UcxRpcBackendOptions
-    from torch_ucx_rpc._replace import replace_tensorpipe
-    from torch_ucx_rpc._statistics import Latencies, PeerStatistics, Statistics, statistics
+    from torch_ucx_rpc._torch.patches import register as _register
+    from torch_ucx_rpc._torch.replace import is_asked_for as _is_asked_for
+    from torch_ucx_rpc._torch.replace import replace_tensorpipe
 
-    _register.register()
-    if _replace.is_asked_for():
+    _register()
+    if _is_asked_for():
         replace_tensorpipe()
 
 __all__ = [
@@ -85,6 +74,7 @@ __all__ = [
     "Statistics",
     "UcxRpcBackendOptions",
     "__version__",
+    "errors",
     "init_rpc",
     "native_op",
     "replace_tensorpipe",

@@ -1,12 +1,12 @@
 """Loads UCX, then the extension ``_C``; every failure is one ImportError that names the cause and the cure.
 
-The order is torch, UCX, ``_C``. The extension carries no search paths: it names its libraries (``libc10.so``,
-``libucp.so.0``) and takes those that the process has loaded already. That is also why a libucp that another package
-brought along, such as the one of Open MPI, is used and not replaced: two of them in one process abort. UCX is several
-libraries; where only some are there, the rest is taken from the same place.
+The order is torch, UCX, ``_C``. The extension has no search paths: it names its libraries (``libc10.so``,
+``libucp.so.0``), and the loader finds those that the process has loaded already. So a libucp that another package
+loaded before, such as Open MPI, is used and not replaced: two of them in one process abort. UCX consists of several
+libraries. If only some of them are loaded, the others are loaded from the same folder.
 
-``TORCH_UCX_RPC_UCX`` chooses where UCX comes from: ``wheel`` is the package libucx, ``system`` is conda's or the
-operating system's; unset, it is the wheel if there is one.
+``TORCH_UCX_RPC_UCX`` chooses the source of UCX: ``wheel`` is the package libucx, ``system`` is conda's or the operating
+system's. By default it is the wheel if there is one.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ class Ucx(NamedTuple):
         return f"UCX {'.'.join(map(str, self.version))} ({self.path})"
 
 
-# What UCX takes for itself when it is loaded, by the variable with which a user asks for it: SIGHUP, to write out more
-# of what it does, and before UCX 1.20 the signals of crashes, to write where.
+# Signals that UCX takes when it is loaded, by the variable with which a user asks for that: SIGHUP, for debug output,
+# and before UCX 1.20 the signals of crashes, for a backtrace.
 _TAKEN_SIGNALS = {
     "UCX_DEBUG_SIGNO": [signal.SIGHUP],
     "UCX_HANDLE_ERRORS": [signal.SIGILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE],
 }
-# More than any C library's struct sigaction has.
+# No C library has a larger struct sigaction.
 _SIGACTION_BYTES = 256
 
 # UCX overwrites the first bytes of these functions of the C library while it is loaded, to learn of memory that is
@@ -65,7 +65,7 @@ _SHORT_PATCHING_WAIT = "1ms"
 
 
 def path_in_maps(maps: str, library: str = "libucp") -> str | None:
-    """Where it is mapped from, by the text of ``/proc/self/maps``; None if it is not mapped."""
+    """The file of a mapped library, from the text of ``/proc/self/maps``; None if it is not mapped."""
     found = re.search(rf"^(?:\S+\s+){{5}}(/.*/{library}\.so[.\d]*)", maps, re.MULTILINE)
     return None if found is None else found[1]
 
@@ -75,9 +75,9 @@ def _maps() -> str:
 
 
 def loaded_ucx() -> Ucx | None:
-    """The libucp that the process has loaded, by whoever it was; None if there is none."""
+    """The libucp that is loaded in the process, by any package; None if there is none."""
     try:
-        # NOLOAD: found by its soname among what is loaded, as the extension will find it.
+        # NOLOAD: finds a loaded library by its soname, as the extension will.
         library = ctypes.CDLL(SONAME, mode=os.RTLD_NOLOAD)
     except OSError:
         return None
@@ -88,7 +88,7 @@ def loaded_ucx() -> Ucx | None:
 
 
 def complete_ucx() -> Ucx | None:
-    """The libucp that belongs to parts of UCX which are in the process without one; None where there are no parts."""
+    """Load the libucp that belongs to loaded parts of UCX; None if no part is loaded."""
     part = path_in_maps(_maps(), "libucs")
     if part is None:
         return None
@@ -104,10 +104,10 @@ def complete_ucx() -> Ucx | None:
 
 @contextlib.contextmanager
 def signal_handlers_kept() -> Iterator[None]:
-    """Undo what the block does to signals that nobody has asked UCX to take.
+    """Restore the signal handlers that the block has changed, except those that the user asked UCX to take.
 
-    Otherwise the end of a terminal would no longer end a worker, and handlers that the program has set before, with
-    ``signal`` or ``faulthandler``, would be gone. Not with Python's ``signal``, which does not see handlers in C.
+    Otherwise a worker would not end with its terminal, and handlers that the program has set before, with ``signal`` or
+    ``faulthandler``, would be gone. Python's ``signal`` cannot do this: it does not see handlers in C.
     """
     sigaction = ctypes.CDLL(None).sigaction
     taken = [number for variable, numbers in _TAKEN_SIGNALS.items() if variable not in os.environ for number in numbers]
@@ -164,7 +164,7 @@ def short_patching_wait() -> Iterator[None]:
 
 
 def sources(choice: str) -> tuple[str, ...]:
-    """Where to look for UCX, in this order, by the value of TORCH_UCX_RPC_UCX."""
+    """Sources of UCX, in the order to try them, for a value of TORCH_UCX_RPC_UCX."""
     if choice not in ("", "wheel", "system"):
         raise _error(f"TORCH_UCX_RPC_UCX={choice} means nothing: set it to wheel or system, or leave it unset.")
     return (choice,) if choice else ("wheel", "system")
@@ -175,14 +175,14 @@ def load_wheel() -> bool:
     try:
         libucx = importlib.import_module("libucx")
         libucx.load_library()
-    # AttributeError: what an uninstalled package leaves behind, a folder, can be imported and is empty.
+    # AttributeError: an uninstalled package may leave an empty folder behind, which can be imported.
     except (ImportError, AttributeError):
         return False
     return True
 
 
 def load_system() -> bool:
-    """Load UCX of this Python's prefix (conda) or of the operating system; False if there is none."""
+    """Load UCX from this Python's prefix (conda) or from the operating system; False if there is none."""
     for library in (str(Path(sys.prefix) / "lib" / SONAME), SONAME):
         try:
             ctypes.CDLL(library)
@@ -200,7 +200,7 @@ def is_from_wheel(path: str) -> bool:
 
 
 def load_ucx(choice: str, built_for: str) -> Ucx:
-    """Have one libucp in the process, new enough for an extension built with UCX ``built_for`` ("1.22")."""
+    """Make sure of one libucp in the process, new enough for an extension built with UCX ``built_for`` ("1.22")."""
     wanted = sources(choice)
     before = loaded_ucx() or complete_ucx()
     if before is not None:
@@ -225,7 +225,7 @@ def load_ucx(choice: str, built_for: str) -> Ucx:
 
 
 def check_ucx_version(found: Ucx, built_for: str, *, was_there_before: bool) -> None:
-    """UCX promises that newer libraries run what was built with older headers, and not the reverse."""
+    """Refuse a UCX older than the headers of the build: UCX is compatible in the other direction only."""
     if found.version[:2] >= tuple(int(number) for number in built_for.split(".")):
         return
     reason = f"torch_ucx_rpc was built with UCX {built_for} and cannot run with the older {found}"
@@ -238,16 +238,16 @@ def check_ucx_version(found: Ucx, built_for: str, *, was_there_before: bool) -> 
 
 
 def _newer_ucx() -> str:
-    """The folder with the libraries of a libucx wheel, if there is one."""
+    """The folder with the libraries of the libucx wheel, or a placeholder if there is no wheel."""
     spec = importlib.util.find_spec("libucx")
     return "<its folder>" if spec is None or spec.origin is None else str(Path(spec.origin).parent / "lib")
 
 
 def check_torch_version(built_for: str, running: str) -> None:
-    """The extension runs with the torch release it was compiled against, be it the CPU or a CUDA build of it."""
+    """Refuse another torch release than that of the build; its CPU and CUDA builds are interchangeable."""
 
     def release(version: str) -> str:
-        # Only these labels: in a torch that somebody built, what follows the + is a commit.
+        # Only these labels: in a torch built from source, the text after the + is a commit.
         return re.sub(r"\+(cpu|cu\d+|rocm[\d.]+|xpu)$", "", version)
 
     if release(built_for) != release(running):
@@ -259,7 +259,7 @@ def check_torch_version(built_for: str, running: str) -> None:
 
 
 def check_built(folder: Path) -> None:
-    """The package's folder has an extension for this Python."""
+    """ImportError if the package's folder has no extension for this Python."""
     suffix = str(sysconfig.get_config_var("EXT_SUFFIX"))
     if (folder / f"_C{suffix}").exists() and (folder / "_build_info.py").exists():
         return

@@ -1,4 +1,4 @@
-"""`UcxRpcBackendOptions`: what a user can choose for the agent of one worker."""
+"""`UcxRpcBackendOptions`: the user's choices for the agent of one worker."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from typing import Any, Generic, TypeAlias, TypeVar
 import torch
 from torch._C._distributed_rpc import RpcBackendOptions
 
-from torch_ucx_rpc._record import convert_devices
+from torch_ucx_rpc._devices.maps import convert_devices
 
 Device: TypeAlias = int | str | torch.device
 T = TypeVar("T")
 
-# Linux numbers its threads up to this, unless told otherwise.
+# Linux's default limit of thread ids.
 _MOST_THREADS = 32_767
-# What is longer, 31 years, overflows clocks that count nanoseconds, and is meant to be no limit.
+# 31 years. Longer times overflow clocks that count nanoseconds; users who give them mean no limit.
 _MOST_SECONDS = 1e9
 _MOST_BYTES = 2**62
 _LAST_PORT = 65_535
 
 
 class Option(Generic[T]):
-    """An attribute of the options that is checked whenever it is set."""
+    """An attribute of the options, which is checked whenever it is set."""
 
     def __init__(self, check: Callable[[str, Any], T]) -> None:
         self._check = check
@@ -38,15 +38,15 @@ class Option(Generic[T]):
         self._name = name
 
     def __get__(self, options: UcxRpcBackendOptions, owner: type) -> T:
-        # What can be changed in place would escape the check.
+        # A copy: a change in place would escape the check.
         value: T = copy.deepcopy(options._values[self._name])
         return value
 
     def __set__(self, options: UcxRpcBackendOptions, value: Any) -> None:
         checked = self._check(self._name, value)
         options._values[self._name] = checked
-        # rpc_timeout and init_method are fields of torch's C++ object too, for whoever reads them there. Its timeout
-        # has single precision (0.1 is 0.10000000149), so it is not what Python gets to see.
+        # rpc_timeout and init_method are fields of torch's C++ object too, and torch reads them there. Its timeout has
+        # single precision (0.1 is 0.10000000149), so Python reads the values of this class instead.
         inherited = vars(RpcBackendOptions).get(self._name)
         if inherited is not None:
             inherited.__set__(options, checked)
@@ -63,7 +63,7 @@ def _integer_or_none(least: int, most: int, meaning: str) -> Option[int | None]:
 
 def _integer_check(least: int, most: int, meaning: str) -> Callable[[str, Any], int]:
     def check(name: str, value: Any) -> int:
-        # True is an int to Python, and 64e6 may be meant as one: neither says clearly what was wanted.
+        # True is an int to Python, and 64e6 may be meant as one, but neither is a clear request.
         if isinstance(value, bool) or not hasattr(type(value), "__index__"):
             raise TypeError(f"{name} must be an int, {meaning}; {_shown(value)} is none")
         number = operator.index(value)
@@ -131,7 +131,7 @@ def _check_device_map(callee: Any, device_map: Any) -> dict[torch.device, torch.
 
 
 def _check_device(value: Any) -> torch.device:
-    # A number alone is one for torch only where there are GPUs.
+    # torch accepts a bare number as a device only on machines with GPUs.
     device = torch.device("cuda", value) if isinstance(value, int) else torch.device(value)
     if device.type == "cpu":
         return torch.device("cpu")
@@ -147,7 +147,7 @@ def _check_devices(name: str, value: Any) -> list[torch.device]:
         raise TypeError(f"{name} must be a list of CUDA devices; {_shown(value)} is none")
     devices = [_check_device(device) for device in value]
     if torch.device("cpu") in devices:
-        # As TensorPipeRpcBackendOptions has it.
+        # The text is that of TensorPipeRpcBackendOptions.
         raise ValueError("`set_devices` expect a list of CUDA devices, but got device type cpu.")
     return devices
 
@@ -223,7 +223,7 @@ class UcxRpcBackendOptions(RpcBackendOptions):
         >>> rpc.init_rpc("trainer", rank=0, world_size=2, rpc_backend_options=options)
     """
 
-    # No __dict__: assigning to a misspelt name is an AttributeError instead of an option without effect.
+    # No __dict__, so that assigning to a misspelt name raises AttributeError.
     __slots__ = ("_values",)
 
     num_worker_threads = _integer(1, _MOST_THREADS, "how many threads run the calls of other workers")
@@ -322,7 +322,7 @@ class UcxRpcBackendOptions(RpcBackendOptions):
         return self._values == other._values
 
     def __hash__(self) -> int:
-        # torch uses options as a key of a dict, briefly. They can change, so their values cannot be in here.
+        # torch uses options as a key of a dict, briefly. Values can change, so they must not enter the hash.
         return hash(type(self))
 
     def __repr__(self) -> str:
@@ -333,13 +333,13 @@ class UcxRpcBackendOptions(RpcBackendOptions):
         return functools.partial(type(self), **self._arguments()), ()
 
     def _arguments(self) -> dict[str, Any]:
-        """Arguments that make an equal object; devices as strs, which can be pasted."""
+        """Arguments that make an equal object, with devices as strs, which can be pasted."""
         return {**self._values, **convert_devices(self._values, str)}
 
 
 def construct_options(rpc_timeout: float, init_method: str, **options: Any) -> UcxRpcBackendOptions:
     """Handler of ``backend_registry.construct_rpc_backend_options``.
 
-    Has no side effect: to find the backend that given options belong to, torch constructs those of every backend.
+    Has no side effects: to find the backend of given options, torch constructs the options of every backend.
     """
     return UcxRpcBackendOptions(rpc_timeout=rpc_timeout, init_method=init_method, **options)

@@ -1,8 +1,8 @@
 """A UCX agent that loses and delays messages on demand, to test what a program does then.
 
 Importing this module adds the backend "FAULTY_UCX" to ``torch.distributed.rpc``, the counterpart of torch's
-"FAULTY_TENSORPIPE" (``torch.distributed.rpc._testing``), with options of the same names. Nothing of it is imported
-otherwise.
+"FAULTY_TENSORPIPE" (``torch.distributed.rpc._testing``), with options of the same names. The package itself never
+imports it.
 
 Example::
 
@@ -20,7 +20,7 @@ from typing import Any
 
 from torch.distributed.rpc import backend_registry
 
-from torch_ucx_rpc import _agent
+from torch_ucx_rpc import _agent, _start
 from torch_ucx_rpc._native import _C
 from torch_ucx_rpc._options import Option, UcxRpcBackendOptions, check_seconds
 
@@ -53,15 +53,15 @@ def _check_count(name: str, value: Any) -> int:
 
 
 class FaultyUcxRpcBackendOptions(UcxRpcBackendOptions):
-    """`UcxRpcBackendOptions`, and what goes wrong.
+    """`UcxRpcBackendOptions`, with faults.
 
     Args:
-        messages_to_fail (list[str]): requests of these types of torch's, such as ``"PYTHON_CALL"`` or
-            ``"RREF_FORK_REQUEST"``, fail when they are sent (default: none).
-        num_fail_sends (int): so many sends of each such message fail (default: 0). torch repeats those with which it
-            keeps books about RRefs and autograd contexts.
-        messages_to_delay (dict[str, float]): requests of these types wait so many seconds at the callee before they are
-            handled (default: none).
+        messages_to_fail (list[str]): types of torch's requests that fail when they are sent, such as
+            ``"PYTHON_CALL"`` or ``"RREF_FORK_REQUEST"`` (default: none).
+        num_fail_sends (int): number of sends of each such message that fail (default: 0). torch repeats the messages
+            that manage RRefs and autograd contexts.
+        messages_to_delay (dict[str, float]): seconds that requests wait at the callee before they are handled, by type
+            (default: none).
     """
 
     __slots__ = ()
@@ -85,7 +85,7 @@ class FaultyUcxRpcBackendOptions(UcxRpcBackendOptions):
 
 
 class FaultyUcxRpcAgent(_agent.UcxRpcAgent, _C.FaultyUcxRpcAgent):
-    """The agent that these options make."""
+    """The agent for `FaultyUcxRpcBackendOptions`."""
 
     def __init__(self, *arguments: Any) -> None:
         *_, options = arguments
@@ -102,6 +102,6 @@ def construct_options(rpc_timeout: float, init_method: str, **options: Any) -> F
     return FaultyUcxRpcBackendOptions(rpc_timeout=rpc_timeout, init_method=init_method, **options)
 
 
-if FaultyUcxRpcBackendOptions not in _agent.AGENT_TYPES:
-    _agent.AGENT_TYPES[FaultyUcxRpcBackendOptions] = FaultyUcxRpcAgent
-    backend_registry.register_backend("FAULTY_UCX", construct_options, _agent.init_backend)
+if FaultyUcxRpcBackendOptions not in _start.AGENT_TYPES:
+    _start.AGENT_TYPES[FaultyUcxRpcBackendOptions] = FaultyUcxRpcAgent
+    backend_registry.register_backend("FAULTY_UCX", construct_options, _start.init_backend)

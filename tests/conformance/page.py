@@ -32,7 +32,7 @@ def lines_of_page(suites: Data, results: list[Data]) -> Iterator[str]:
     for listed, explanation in LISTS_ON_THE_PAGE.items():
         yield from ("", f"### {listed}", "", *explanation.splitlines(), "")
         yield from side_by_side(lists[listed], results)
-    yield from ("", "## What did not pass", "")
+    yield from ("", "## Not passed", "")
     yield from exceptions(results) or ["Nothing of what was run."]
     for listed, fate in FATES.items():
         on_ucx = first_that_ran(lists[listed], results, "UCX")
@@ -59,7 +59,7 @@ def exceptions(results: list[Data]) -> list[str]:
         for test, how in result["not passed"].items():
             if (test, how) not in expected:
                 tests[f"- {describe(result['configuration'])}, {how}:"].append(f"`{test}`")
-    return [f"{where_and_how} {', '.join(names)}" for where_and_how, names in tests.items()]
+    return ["\n  ".join([where_and_how, *names]) for where_and_how, names in tests.items()]
 
 
 def one_by_one(fates: dict[str, dict[str, tuple[str, str]]]) -> Iterator[str]:
@@ -71,19 +71,19 @@ def one_by_one(fates: dict[str, dict[str, tuple[str, str]]]) -> Iterator[str]:
 
 
 INTRODUCTION = """\
+<!-- Over 1,500 words: written by `make conformance`, with a row for each test. -->
 # Conformance
 
-PyTorch tests its RPC agents with suites that are part of every wheel of torch. Here they are run, unedited, on UCX and
-on TensorPipe, PyTorch's own agent. `make conformance` runs them and writes this page, from what is kept in
-[tests/conformance/results](../tests/conformance/results). It is about the suites of torch {torch}.
+Every wheel of torch contains suites that test RPC agents. Here they run, unedited, on UCX and on TensorPipe, PyTorch's
+own agent. `make conformance` runs them and writes this page from
+[tests/conformance/results](../tests/conformance/results). The suites are those of torch {torch}.
 
-Passed means: ran to its end and passed, in each of the runs. A test that was skipped, that is covered by a test of our
-own, or that needs GPUs where there were none is counted as that. A dash stands for what was not run.
+A test counts as passed if it ran to its end and passed in each of the runs. Skipped tests, tests that are covered by a
+test of this project, and tests that need absent GPUs are counted as such. A dash stands for a suite that was not run.
 
-A test of our own that covers one of torch's is checked to exist, by its name. What it asserts nobody compares with
-torch's.
+A test of this project that covers one of torch's must exist, by its name. No check compares the assertions of the two.
 
-## What is not as torch runs it
+## Differences from torch's own runs
 
 For both backends:
 
@@ -100,8 +100,8 @@ For both backends:
 
 For UCX alone:
 
-- The fixture names `BackendType.UCX` where TensorPipe's names its own. A timeout must read "RPC ran for more than" for
-  both; the text of an error after a shutdown is not looked at, for neither.
+- The fixture names `BackendType.UCX` where TensorPipe's names its own. For both backends a
+  timeout must read "RPC ran for more than", and an error after a shutdown may read anything.
 - FAULTY_AGENT_TESTS ask for `BackendType.FAULTY_TENSORPIPE` by name. The fixture overwrites the value of that member
   with the one of `FAULTY_UCX`, so that the name leads to this backend's faulty agent.
 - TENSORPIPE_TESTS run after `torch_ucx_rpc.replace_tensorpipe()`, by which programs written for TensorPipe run on UCX.
@@ -113,15 +113,14 @@ UCX chooses its transports itself, shared memory on one machine, unless a variab
 """
 
 LISTS_ON_THE_PAGE = {
-    "GENERIC_TESTS": "What torch asks of any agent.",
+    "GENERIC_TESTS": "Tests for any agent.",
     "TENSORPIPE_TESTS": """\
-What torch asks of TensorPipe's agent only. On UCX they run with UCX's options in the place of TensorPipe's; what cannot
-is covered by tests of our own. [Test by test](#tensorpipe_tests-test-by-test).""",
-    "FAULTY_AGENT_TESTS": "What torch asks when messages get lost or come late.",
-    "GENERIC_CUDA_TESTS": """\
-What torch asks of any agent where there are GPUs. [Test by test](#generic_cuda_tests-test-by-test).""",
+Tests for TensorPipe's agent only. On UCX they run with UCX's options in the place of TensorPipe's. Tests of this
+project cover the rest. [Test by test](#tensorpipe_tests-test-by-test).""",
+    "FAULTY_AGENT_TESTS": "Tests with messages that get lost or come late.",
+    "GENERIC_CUDA_TESTS": "Tests for any agent with GPUs. [Test by test](#generic_cuda_tests-test-by-test).",
     "TENSORPIPE_CUDA_TESTS": """\
-What torch asks of TensorPipe's agent where there are GPUs: device maps and streams.
+Tests for TensorPipe's agent with GPUs: device maps and streams.
 [Test by test](#tensorpipe_cuda_tests-test-by-test).""",
 }
 

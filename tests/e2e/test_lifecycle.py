@@ -140,11 +140,11 @@ def test_a_rank_or_world_size_that_does_not_fit_is_refused(rank: int) -> None:
 
 @in_every_worker(of=2, init=False)
 def test_different_versions_of_this_package_are_refused_naming_both(rank: int) -> None:
-    import torch_ucx_rpc
+    from torch_ucx_rpc import _version
 
-    own = torch_ucx_rpc.__version__
+    own = _version.__version__
     if rank == 1:
-        torch_ucx_rpc.__version__ = "0.0.0"
+        _version.__version__ = "0.0.0"
     with pytest.raises(RuntimeError, match="different versions of torch_ucx_rpc") as raised:
         init_rpc(rank)
     for word in (own, "0.0.0", "rank 0", "rank 1"):

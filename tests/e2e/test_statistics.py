@@ -269,6 +269,6 @@ def test_where_no_worker_runs_top_says_where_to_start_it(capsys: pytest.CaptureF
 
 
 def observation():
-    from torch_ucx_rpc import _observation
+    from torch_ucx_rpc._observe import socket as room_of_observers
 
-    return _observation
+    return room_of_observers

@@ -31,8 +31,8 @@ from test_tensors import (  # noqa: F401
 from test_training import test_a_model_over_two_workers_trains_as_a_local_one  # noqa: F401
 from workers import agent, backend_options, init_rpc
 
-from torch_ucx_rpc import _members
-from torch_ucx_rpc._secret import Entry
+from torch_ucx_rpc._bootstrap import members
+from torch_ucx_rpc._bootstrap.secret import Entry
 
 pytestmark = pytest.mark.ucx_only
 
@@ -156,7 +156,7 @@ def believe_everything_without_the_secret() -> None:
         outer = json.loads(text)
         return Entry(json.loads(outer["sealed"]))
 
-    _members.read_entry = believe
+    members.read_entry = believe
 
 
 def test_a_joiner_with_another_secret_is_refused_with_both_named(

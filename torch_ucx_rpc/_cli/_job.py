@@ -19,7 +19,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 
 from torch_ucx_rpc._cli._output import WorkerOutput
-from torch_ucx_rpc._environment import default_name
+from torch_ucx_rpc._launch.environment import default_name
 
 # Seconds between two looks at the workers, and at the Store, which has the news of other machines.
 MONITOR_INTERVAL_S = 0.05

@@ -27,9 +27,10 @@ import torch
 import torch.distributed.rpc as rpc
 
 import torch_ucx_rpc
-from torch_ucx_rpc import _agent, _network, _record
+from torch_ucx_rpc import _agent
+from torch_ucx_rpc._bootstrap import network, record
 from torch_ucx_rpc._cli._console import console, human_bytes, human_us
-from torch_ucx_rpc._environment import find_launch
+from torch_ucx_rpc._launch.environment import find_launch
 
 HELP = "let all workers call each other, and show how fast they are"
 
@@ -194,14 +195,14 @@ def where() -> Place:
     """Of the worker that runs this."""
     agent = _agent.current
     assert agent is not None
-    facts = _record.process_facts()
-    host = _network.host_of(agent.store)
+    facts = record.process_facts()
+    host = network.host_of(agent.store)
     return Place(
         host=facts["host"],
         machine=facts["boot_id"],
         ipc=str(Path("/proc/self/ns/ipc").readlink()),
-        address=None if host is None else _network.address_towards(host),
-        infiniband=_network.active_ports(),
+        address=None if host is None else network.address_towards(host),
+        infiniband=network.active_ports(),
         has_cuda=torch.cuda.is_available(),
         tls=os.environ.get("UCX_TLS"),
     )
@@ -254,7 +255,7 @@ def measure(callee: str, place: Place, effort: float) -> Pair:
         lanes=list(lanes),
         latency_us=1e6 * latency,
         bytes_per_s=tensor.nbytes / transfer,
-        route=None if place.address is None else _network.interface_to(place.address),
+        route=None if place.address is None else network.interface_to(place.address),
     )
 
 

@@ -25,8 +25,8 @@ from pathlib import Path
 from typing import Any
 
 import torch_ucx_rpc
-from torch_ucx_rpc import _conflicts, _network
-from torch_ucx_rpc._conflicts import Problem
+from torch_ucx_rpc._bootstrap import network, site_settings
+from torch_ucx_rpc._bootstrap.site_settings import Problem
 
 HELP = "tell versions, devices, limits and settings, and what is wrong with them"
 
@@ -249,7 +249,7 @@ def _absent(transports: dict[str, list[str]], path: Path) -> list[str]:
     absent = []
     modules = path.resolve().parent / "ucx"
     if not any(name.startswith(("rc", "dc", "ud")) for name in transports):
-        has_module = _network.has_verbs(str(path))
+        has_module = network.has_verbs(str(path))
         no_verbs = "this UCX is built without verbs; conda's or the system's has them, with TORCH_UCX_RPC_UCX=system"
         absent.append(f"InfiniBand ({'no device' if has_module else no_verbs})")
     if not any(name.startswith("cuda") for name in transports):
@@ -261,10 +261,10 @@ def _absent(transports: dict[str, list[str]], path: Path) -> list[str]:
 
 
 def _infiniband(report: Report, transports: dict[str, list[str]], path: Path) -> None:
-    active = _network.active_ports()
+    active = network.active_ports()
     report.add("UCX", InfiniBand_ports=active)
     if active and not any(name.startswith(("rc", "dc", "ud")) for name in transports):
-        if _network.has_verbs(str(path)):
+        if network.has_verbs(str(path)):
             report.complain(
                 "this machine has active InfiniBand or RoCE ports, and UCX does not use them",
                 "check UCX_TLS and UCX_NET_DEVICES, and that /dev/infiniband is there (in a container: --device)",
@@ -354,7 +354,7 @@ def _read(file: Path) -> str:
 
 
 def _environment(report: Report) -> None:
-    report.problems += _conflicts.of_settings(os.environ)
+    report.problems += site_settings.of_settings(os.environ)
     shown = {name: os.environ[name] for name in sorted(os.environ) if _VARIABLES.fullmatch(name)}
     if "TORCH_UCX_RPC_SECRET" in shown:
         shown["TORCH_UCX_RPC_SECRET"] = "(not shown)"  # reports are passed on
@@ -379,7 +379,7 @@ def _rendezvous(report: Report, host: str) -> None:
         )
         return
     report.add("environment", MASTER_ADDR_is=address)
-    interface = _network.interface_to(host)
+    interface = network.interface_to(host)
     report.add("environment", interface_to_it=interface)
     if interface is None:
         report.complain(

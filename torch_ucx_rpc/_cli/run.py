@@ -21,7 +21,7 @@ import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from _torch_ucx_rpc_autoload import VARIABLE as REPLACE_TENSORPIPE
+from torch_ucx_rpc._torch.replace import VARIABLE as REPLACE_TENSORPIPE
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.rendezvous import RendezvousHandler
@@ -191,7 +191,7 @@ def _rendezvous(arguments: argparse.Namespace) -> RendezvousHandler:
     from torch.distributed.elastic.rendezvous import RendezvousParameters
     from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
-    from torch_ucx_rpc._rendezvous import Deadline, await_listener, is_this_host
+    from torch_ucx_rpc._bootstrap.rendezvous import Deadline, await_listener, is_this_host
 
     options: dict[str, Any] = {"timeout": _RENDEZVOUS_S}
     if arguments.nnodes == 1:

@@ -22,8 +22,9 @@ import time
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from torch_ucx_rpc import Latencies, Statistics, _observation
+from torch_ucx_rpc import Latencies, Statistics
 from torch_ucx_rpc._cli._console import console, human_bytes, human_us
+from torch_ucx_rpc._observe import socket as observation
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -43,7 +44,7 @@ class View:
 class Job:
     """One job, as seen from the workers of it that are on this host."""
 
-    def __init__(self, found: list[_observation.Found], sample: Statistics) -> None:
+    def __init__(self, found: list[observation.Found], sample: Statistics) -> None:
         self.found = found
         self._sample = sample
 
@@ -121,8 +122,8 @@ def main(arguments: argparse.Namespace) -> int:
 
 def jobs_of_this_host() -> list[Job]:
     """Of the user who asks."""
-    answers: list[tuple[_observation.Found, Statistics]] = []
-    for found in _observation.workers_of_this_host():
+    answers: list[tuple[observation.Found, Statistics]] = []
+    for found in observation.workers_of_this_host():
         with contextlib.suppress(OSError, ValueError):
             # Who has not met the others yet belongs to no job.
             answers += [(found, a) for a in found.ask().values() if isinstance(a, Statistics) and a.peers]

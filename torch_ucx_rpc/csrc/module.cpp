@@ -1,10 +1,11 @@
 // The bindings: types, defaults, and where the GIL is held. What Python sees is documented in _C.pyi.
 
-#include "agent/agent.h"
-#include "agent/device_copy.h"
-#include "agent/faulty_agent.h"
-#include "agent/torch_state.h"
+#include "rpc/agent.h"
+#include "tensors/device_copy.h"
+#include "rpc/faulty_agent.h"
+#include "torch_glue/torch_state.h"
 #include "base/hmac.h"
+#include "base/rpc_failure.h"
 #include "base/time.h"
 #include "memory/device_pool.h"
 #include "memory/host_pool.h"
@@ -67,11 +68,58 @@ void checkSignals() {
   }
 }
 
-// Asked what Python exception a std::runtime_error once was, before it becomes a RuntimeError. Never destroyed: the
-// interpreter may be gone first.
-py::object& originalOf() {
-  static auto* function = new py::object(); // NOLINT(cppcoreguidelines-owning-memory)
-  return *function;
+// Python's functions that turn C++ exceptions into those that programs see. Never destroyed: the interpreter may be gone first.
+struct Translators {
+  py::object original; // what Python exception a std::runtime_error once was, before it becomes a RuntimeError
+  py::object failure; // the exception that an RpcFailure becomes
+};
+Translators& translators() {
+  static auto* functions = new Translators(); // NOLINT(cppcoreguidelines-owning-memory)
+  return *functions;
+}
+
+// The names that errors.py has.
+const char* nameOf(RpcFailure::Kind kind) {
+  switch (kind) {
+    case RpcFailure::Kind::kWorkerLost:
+      return "worker_lost";
+    case RpcFailure::Kind::kWorkerLeft:
+      return "worker_left";
+    case RpcFailure::Kind::kShutDown:
+      return "shut_down";
+    case RpcFailure::Kind::kTimedOut:
+      return "timed_out";
+    case RpcFailure::Kind::kMessageRefused:
+      return "message_refused";
+    case RpcFailure::Kind::kNotSent:
+      return "not_sent";
+    case RpcFailure::Kind::kOutOfResources:
+      return "out_of_resources";
+    case RpcFailure::Kind::kUnknownWorker:
+      return "unknown_worker";
+    case RpcFailure::Kind::kRRefLost:
+      return "rref_lost";
+    case RpcFailure::Kind::kBarrierFailed:
+      return "barrier_failed";
+    case RpcFailure::Kind::kForked:
+      return "forked";
+  }
+  return "";
+}
+
+py::object exceptionOf(const RpcFailure& failure) {
+  using py::operator""_a;
+  const RpcFailure::Details& details = failure.details();
+  py::dict fields(
+      "name"_a = details.name,
+      "rank"_a = details.rank,
+      "host"_a = details.host,
+      "cause"_a = details.cause,
+      "resource"_a = details.resource);
+  if (details.timeout) {
+    fields["timeout"] = std::chrono::duration<double>(*details.timeout).count();
+  }
+  return translators().failure(nameOf(failure.kind()), failure.what(), fields);
 }
 
 // Called by pybind11 for every C++ exception that leaves torch's bindings or ours. What it throws goes on to the next
@@ -82,7 +130,11 @@ void translateRuntimeError(std::exception_ptr thrown) {
   } catch (const std::runtime_error& error) {
     py::object original = py::none();
     try {
-      original = originalOf()(error.what());
+      if (const auto* failure = dynamic_cast<const RpcFailure*>(&error)) {
+        original = exceptionOf(*failure);
+      } else {
+        original = translators().original(error.what());
+      }
     } catch (py::error_already_set& failure) {
       failure.discard_as_unraisable("torch_ucx_rpc: what the callee raised");
     }
@@ -107,12 +159,12 @@ const char* nameOf(Peer::State state) {
   return "";
 }
 
-// Under the names that _statistics.py has.
+// Under the names that _observe/statistics.py has.
 py::dict statisticsOf(UcxRpcAgent& agent) {
   AgentStatistics statistics{};
   {
     const py::gil_scoped_release noGil;
-    statistics = agent.statistics();
+    statistics = agent.reports().statistics();
   }
   using py::operator""_a;
   py::list peers;
@@ -203,6 +255,38 @@ std::shared_ptr<FaultyUcxRpcAgent> makeFaultyAgent(
   return makeAgent<FaultyUcxRpcAgent>(std::move(name), rank, options, expectedPeers, networkDevices, faults);
 }
 
+// `callback(session, name, rank, has_failed, reason)` runs on an agent thread for each peer that is gone; None: no more.
+void setOnGone(UcxRpcAgent& agent, const py::object& callback) {
+  Group::OnGone onGone;
+  if (!callback.is_none()) {
+    // The last copy may die on a thread without the GIL, at any time.
+    const std::shared_ptr<py::object> held(new py::object(callback), [](py::object* object) {
+      if (isInterpreterFinalizing()) {
+        return; // the object goes with the process
+      }
+      const py::gil_scoped_acquire gil;
+      delete object; // NOLINT(cppcoreguidelines-owning-memory)
+    });
+    onGone = [held](const Peer& peer) {
+      Executor::runHooks();
+      const Member& member = peer.member();
+      const py::gil_scoped_acquire gil;
+      try {
+        (*held)(
+            member.session,
+            member.name,
+            member.rank,
+            peer.state() == Peer::State::kFailed,
+            peer.whyGone().message());
+      } catch (py::error_already_set& error) {
+        error.discard_as_unraisable("torch_ucx_rpc: a callback for lost workers");
+      }
+    };
+  }
+  const py::gil_scoped_release noGil;
+  agent.group().setOnGone(std::move(onGone));
+}
+
 // Never destroyed: operators are for good, and the interpreter is not.
 const py::function& forGood(py::function function) {
   return *new py::function(std::move(function)); // NOLINT(cppcoreguidelines-owning-memory)
@@ -261,9 +345,9 @@ PYBIND11_MODULE(_C, module) {
     return result;
   });
 
-  module.def("translate_runtime_errors", [](py::object original) {
-    const bool isFirst = !originalOf();
-    originalOf() = std::move(original);
+  module.def("translate_runtime_errors", [](py::object original, py::object failure) {
+    const bool isFirst = !translators().original;
+    translators() = {std::move(original), std::move(failure)};
     if (isFirst) {
       py::register_exception_translator(&translateRuntimeError);
     }
@@ -381,20 +465,40 @@ PYBIND11_MODULE(_C, module) {
           py::arg("network_devices") = "")
       .def_property_readonly("address", [](const UcxRpcAgent& agent) { return py::bytes(agent.address()); })
       .def_property_readonly("session", &UcxRpcAgent::session)
-      .def("_add_members", &UcxRpcAgent::addMembers, py::arg("members"), NoGil())
+      .def(
+          "_add_members",
+          [](UcxRpcAgent& agent, std::vector<Member> members) { agent.group().addMembers(std::move(members)); },
+          py::arg("members"),
+          NoGil())
       .def(
           "_set_membership",
           [](UcxRpcAgent& agent,
              std::function<void(const std::string&)> onJoin,
              std::function<void(uint64_t)> onLost,
-             const py::bytes& joinKey) { agent.setMembership({std::move(onJoin), std::move(onLost)}, joinKey); },
+             const py::bytes& joinKey) { agent.group().setMembership({std::move(onJoin), std::move(onLost)}, joinKey); },
           py::arg("on_join"),
           py::arg("on_lost"),
           py::arg("join_key"))
-      .def("_announce_join", &UcxRpcAgent::announceJoin, py::arg("record"), py::arg("members"), NoGil())
-      .def("_unacknowledged", &UcxRpcAgent::unacknowledged, NoGil())
-      .def("_lose_member", &UcxRpcAgent::loseMember, py::arg("session"), NoGil())
-      .def("_remove_member", &UcxRpcAgent::removeMember, py::arg("session"), NoGil())
+      .def(
+          "_announce_join",
+          [](UcxRpcAgent& agent, const std::string& record, const std::vector<uint64_t>& members) {
+            agent.group().announceJoin(record, members);
+          },
+          py::arg("record"),
+          py::arg("members"),
+          NoGil())
+      .def("_unacknowledged", [](UcxRpcAgent& agent) { return agent.group().unacknowledged(); }, NoGil())
+      .def(
+          "_lose_member",
+          [](UcxRpcAgent& agent, uint64_t session) { agent.group().loseMember(session); },
+          py::arg("session"),
+          NoGil())
+      .def(
+          "_remove_member",
+          [](UcxRpcAgent& agent, uint64_t session) { agent.group().removeMember(session); },
+          py::arg("session"),
+          NoGil())
+      .def("_set_on_gone", &setOnGone, py::arg("callback"))
       .def(
           "_set_device_maps",
           &UcxRpcAgent::setDeviceMaps,
@@ -410,12 +514,12 @@ PYBIND11_MODULE(_C, module) {
       .def("_check_process", &UcxRpcAgent::checkProcess)
       .def(
           "_wait",
-          [](UcxRpcAgent& agent, const torch::jit::PythonFutureWrapper& future) { agent.wait(*future.fut); },
+          [](UcxRpcAgent& agent, const torch::jit::PythonFutureWrapper& future) { agent.waitDriving(*future.fut); },
           py::arg("future"),
           NoGil())
       .def(
           "_await",
-          [](UcxRpcAgent& agent, const torch::jit::PythonFutureWrapper& future) { agent.await(*future.fut); },
+          [](UcxRpcAgent& agent, const torch::jit::PythonFutureWrapper& future) { agent.waitIdle(*future.fut); },
           py::arg("future"),
           NoGil())
       .def("join", &UcxRpcAgent::join, py::arg("shutdown") = false, py::arg("timeout") = 0.0f, NoGil())

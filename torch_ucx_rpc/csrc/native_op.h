@@ -9,7 +9,7 @@
 #include <vector>
 
 // Operators of torch whose CPU kernels are machine code that a compiler of Python made at run time (numba, see
-// _native_op.py). Called from Python, TorchScript or the RPC agent they need no GIL.
+// _native_op/op.py). Called from Python, TorchScript or the RPC agent they need no GIL.
 namespace torch_ucx_rpc {
 
 // What code is made for: a tensor argument as the compiler types it.

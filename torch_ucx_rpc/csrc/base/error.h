@@ -13,6 +13,7 @@ enum class ErrorCode : uint8_t {
   kTimedOut,
   kOutOfMemory,
   kOutOfFiles, // this process may open no more of them
+  kOutOfThreads, // this process may have no more of them for requests
   kProtocol, // the peer sent something that the wire format does not allow
   kShutDown, // this agent, or the peer, has shut down
   kDeviceFailed, // a device of this side, or what a program does there
@@ -24,7 +25,9 @@ enum class ErrorCode : uint8_t {
 class [[nodiscard]] Error {
  public:
   Error() = default;
-  Error(ErrorCode code, std::string message) : code_(code), message_(std::move(message)) {}
+  // `cause`: the part of the message that says how it was seen, where programs may want it alone.
+  Error(ErrorCode code, std::string message, std::string cause = {})
+      : code_(code), message_(std::move(message)), cause_(std::move(cause)) {}
 
   explicit operator bool() const {
     return code_ != ErrorCode::kOk;
@@ -35,10 +38,14 @@ class [[nodiscard]] Error {
   const std::string& message() const {
     return message_;
   }
+  const std::string& cause() const {
+    return cause_;
+  }
 
  private:
   ErrorCode code_ = ErrorCode::kOk;
   std::string message_;
+  std::string cause_;
 };
 
 } // namespace torch_ucx_rpc

@@ -8,7 +8,7 @@
 #include <cstdint>
 #include <span>
 
-// The header that leads every active message. docs/wire_format.md draws it and the bodies.
+// The header that leads every active message. docs/development/wire_format.md draws it and the bodies.
 //
 //      0       2   3   4               8                              16
 //      +-------+---+---+---------------+-------------------------------+
@@ -40,12 +40,13 @@ enum class Kind : uint8_t {
   kBarrierArrive = 5, // body: BarrierArrive; `call id` is the round
   kBarrierRelease = 6, // body: BarrierRelease and a sentence; `call id` is the round
   // In groups that workers join and leave:
-  kJoin = 7, // the sender, unknown so far, wants to be a member; body: its record (torch_ucx_rpc/_dynamic_group.py)
+  kJoin = 7, // the sender, unknown so far, wants to be a member; body: its record (torch_ucx_rpc/_bootstrap/dynamic_group.py)
   kLeave = 8, // the sender takes no more calls, and says goodbye when it has answered those that it has; no body
   kAcknowledge = 9, // the receiver's kJoin or kLeave has been taken note of; no body
-  // For peers that fall silent (agent/heartbeat.h):
+  // For peers that fall silent (peers/heartbeat.h):
   kPing = 10, // asks for a kPong; no body
   kPong = 11, // no body
+  kRefused = 12, // the request with this call id has not been run; body: Refusal and a sentence
 };
 
 inline constexpr uint16_t kMagic = 0x5855; // "UX"
@@ -84,13 +85,25 @@ static_assert(offsetof(Header, index) == 32 && offsetof(Header, spanCount) == 36
 static_assert(
     offsetof(Header, sequence) == 40 && offsetof(Header, contentTag) == 48 && offsetof(Header, frameTag) == 64);
 
-// Bodies of the two barrier frames (agent/barrier.h).
+// Bodies of the two barrier frames (peers/barrier.h).
 struct BarrierArrive {
   int64_t value; // summed over all members
 };
 struct BarrierRelease {
   int64_t sum;
   uint32_t failed; // 1: the rest of the body is the sentence that says why
+  uint32_t reserved;
+};
+
+// Body of kRefused, followed by the sentence that says why.
+enum class RefusalReason : uint32_t {
+  kOther = 0,
+  kMalformed = 1, // or with another content than it was sealed with
+  kNoMemory = 2,
+  kNoThread = 3,
+};
+struct Refusal {
+  RefusalReason reason;
   uint32_t reserved;
 };
 

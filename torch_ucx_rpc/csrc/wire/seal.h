@@ -9,7 +9,7 @@
 #include <string>
 
 // How the frames of a job with a secret are sealed. Each ordered pair of workers has a key of its own, made of the secret and
-// of both sessions (torch_ucx_rpc/_secret.py): what was recorded of an earlier life of either means nothing to this one. Under
+// of both sessions (torch_ucx_rpc/_bootstrap/secret.py): what was recorded of an earlier life of either means nothing to this one. Under
 // it every frame has a number, which is taken once, and a tag over header, number and the length of its data; that of a
 // body which travels in its frame is over the body too. What comes by rendezvous and must not be changed, a large body and a
 // large payload, is covered by the content tag in the body's header, which can be checked when it is there. The bytes of

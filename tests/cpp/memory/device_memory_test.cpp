@@ -1,0 +1,382 @@
+// Whose memory of devices tensors arrive in, and leave from.
+
+#include "device_fixture.h"
+
+#include "tensors/device_copy.h"
+#include "memory/device_pool.h"
+
+#include <map>
+#include <mutex>
+#include <new>
+
+namespace torch_ucx_rpc {
+namespace {
+
+constexpr uint64_t kLargeBytes = kLarge * sizeof(float);
+
+// An allocator such as RMM's: it has entry points, and hands memory out again that it has been given back, at once.
+class FakeRmm {
+ public:
+  static FakeRmm& instance() {
+    static FakeRmm rmm;
+    return rmm;
+  }
+
+  static DevicePool::EntryPoints entryPoints() {
+    return {&FakeRmm::allocate, &FakeRmm::deallocate};
+  }
+
+  void setLimit(uint64_t bytes) {
+    const std::lock_guard lock(mutex_);
+    limitBytes_ = bytes;
+  }
+  uint64_t inUseBytes() {
+    const std::lock_guard lock(mutex_);
+    return inUseBytes_;
+  }
+  uint64_t allocations() {
+    const std::lock_guard lock(mutex_);
+    return allocations_;
+  }
+  // That memory was given on last.
+  c10::Stream stream() {
+    const std::lock_guard lock(mutex_);
+    return c10::Stream(c10::Stream::UNSAFE, fake(), reinterpret_cast<c10::StreamId>(stream_)); // NOLINT
+  }
+  // What is in use is lost.
+  void forget() {
+    const std::lock_guard lock(mutex_);
+    inUseBytes_ = 0;
+  }
+  bool isMisused() {
+    const std::lock_guard lock(mutex_);
+    return isMisused_;
+  }
+
+ private:
+  struct Allocation {
+    std::vector<std::byte> memory;
+    int device;
+    void* stream;
+  };
+
+  static void* allocate(size_t bytes, int device, void* stream) {
+    if (bytes == 0) {
+      return nullptr;
+    }
+    FakeRmm& self = instance();
+    const std::lock_guard lock(self.mutex_);
+    if (self.inUseBytes_ + bytes > self.limitBytes_) {
+      throw std::bad_alloc();
+    }
+    self.inUseBytes_ += bytes;
+    ++self.allocations_;
+    self.stream_ = stream;
+    // That of the stream which is current, and no default stream.
+    self.isMisused_ |= device != FakeDevice::currentDevice() || stream == nullptr ||
+        stream != FakeGuard().getStreamNativeHandle(FakeGuard().getStream(fake(FakeDevice::currentDevice())));
+    for (auto idle = self.idle_.begin(); idle != self.idle_.end(); ++idle) {
+      if (idle->second.memory.size() == bytes && idle->second.device == device) {
+        idle->second.stream = stream;
+        return self.inUse_.insert(self.idle_.extract(idle)).position->first;
+      }
+    }
+    Allocation made{std::vector<std::byte>(bytes), device, stream};
+    void* const data = made.memory.data();
+    self.inUse_.emplace(data, std::move(made));
+    return data;
+  }
+
+  static void deallocate(void* data, size_t bytes, int device, void* stream) {
+    FakeRmm& self = instance();
+    const std::lock_guard lock(self.mutex_);
+    auto node = self.inUse_.extract(data);
+    if (!node || node.mapped().memory.size() != bytes || node.mapped().device != device ||
+        node.mapped().stream != stream) {
+      self.isMisused_ = true;
+      return;
+    }
+    self.inUseBytes_ -= bytes;
+    std::fill(node.mapped().memory.begin(), node.mapped().memory.end(), kReleased);
+    self.idle_.insert(std::move(node));
+  }
+
+  std::mutex mutex_;
+  std::map<void*, Allocation> inUse_;
+  std::map<void*, Allocation> idle_;
+  uint64_t limitBytes_ = UINT64_MAX;
+  uint64_t inUseBytes_ = 0;
+  uint64_t allocations_ = 0;
+  void* stream_ = nullptr;
+  bool isMisused_ = false;
+};
+
+// By the source that is no allocator of torch's own.
+class DeviceMemoryTest : public DeviceTest, public testing::WithParamInterface<DevicePool::Source> {
+ protected:
+  void SetUp() override {
+    DeviceTest::SetUp();
+    device_.ignoreRecords(true);
+    pool_.setSource(GetParam(), FakeRmm::entryPoints());
+  }
+
+  void TearDown() override {
+    rmm_.setLimit(UINT64_MAX);
+    received_.clear();
+    device_.run();
+    pool_.collect();
+    EXPECT_EQ(pool_.statistics().inUseBytes, 0u);
+    EXPECT_EQ(pool_.statistics().heldBytes, 0u);
+    DeviceTest::TearDown();
+    pool_.setSource(DevicePool::Source::kTorch);
+    device_.ignoreRecords(false);
+    EXPECT_EQ(rmm_.inUseBytes(), 0u);
+    EXPECT_FALSE(rmm_.isMisused());
+  }
+
+  // Reads what has come on a stream that the agent knows nothing of, and keeps nothing.
+  Handler lookOnAnotherStream() {
+    return [this](Message& request) {
+      c10::Event arrived(kFake);
+      arrived.record(FakeGuard().getStream(fake()));
+      arrived.block(latestStream());
+      const c10::StreamGuard guard(latestStream());
+      looks_.emplace_back(request.tensors().at(0));
+      return completed("");
+    };
+  }
+
+  DevicePool& pool_ = DevicePool::instance();
+  FakeRmm& rmm_ = FakeRmm::instance();
+  std::vector<Look> looks_;
+};
+
+INSTANTIATE_TEST_SUITE_P(
+    Sources,
+    DeviceMemoryTest,
+    testing::Values(DevicePool::Source::kReplacedTorch, DevicePool::Source::kEntryPoints),
+    [](const auto& source) {
+      return source.param == DevicePool::Source::kEntryPoints ? "EntryPoints" : "ReplacedTorch";
+    });
+
+TEST_P(DeviceMemoryTest, ReleasedMemoryIsHeldWhileAnyStreamUsesIt) {
+  startWith(lookOnAnotherStream(), {{c10::kCPU, fake()}});
+  for (const int64_t elements : {kLarge, kSmall}) {
+    looks_.clear();
+    (void)answer(call(0, 1, "", {at::full({elements}, 5.f)}));
+    ASSERT_TRUE(eventually([&] { return metric(1, "device_pool.held_bytes") != 0; })) << elements;
+    (void)answer(call(0, 1, "", {at::full({elements}, 6.f)}));
+    device_.run();
+    ASSERT_EQ(looks_.size(), 2u);
+    EXPECT_TRUE(looks_[0].hasSeen(5)) << elements;
+    EXPECT_TRUE(looks_[1].hasSeen(6)) << elements;
+    // Without anything that is received, or released.
+    EXPECT_TRUE(eventually([&] { return pool_.statistics().heldBytes == 0; }));
+  }
+}
+
+TEST_P(DeviceMemoryTest, MemoryThatIsReceivedIntoIsNotHeldUp) {
+  startWith(keep(), {{c10::kCPU, fake()}});
+  (void)answer(call(0, 1, "", {at::full({kLarge}, 5.f)}));
+  std::vector<Look> looks;
+  {
+    const c10::StreamGuard guard(latestStream());
+    looks.emplace_back(received_.at(0));
+  }
+  received_.clear();
+  EXPECT_EQ(pool_.statistics().heldBytes, kLargeBytes);
+  (void)answer(call(0, 1, "", {at::full({kLarge}, 6.f)})); // the device has not run
+  EXPECT_EQ(pool_.statistics().inUseBytes, kLargeBytes);
+  EXPECT_TRUE(isAll(hostView(received_.at(0)), 6));
+  device_.run();
+  EXPECT_TRUE(looks[0].hasSeen(5));
+}
+
+TEST_P(DeviceMemoryTest, MemoryOfIdleStreamsIsGivenBackAtOnce) {
+  startWith(keep(), {{c10::kCPU, fake(1)}});
+  (void)answer(call(0, 1, "", {at::full({kLarge}, 5.f)}));
+  EXPECT_EQ(received_.at(0).device(), fake(1));
+  EXPECT_EQ(pool_.statistics().inUseBytes, kLargeBytes);
+  received_.clear();
+  EXPECT_EQ(pool_.statistics().inUseBytes, 0u);
+  EXPECT_EQ(pool_.statistics().heldBytes, 0u);
+  EXPECT_EQ(rmm_.inUseBytes(), 0u);
+}
+
+TEST_P(DeviceMemoryTest, TensorsOutliveTheAgents) {
+  startWith(keep(), {{c10::kCPU, fake()}});
+  (void)answer(call(0, 1, "", {at::full({kLarge}, 5.f)}));
+  agent(0).shutdown();
+  agent(1).shutdown();
+  EXPECT_TRUE(isAll(hostView(received_.at(0)), 5));
+}
+
+TEST_P(DeviceMemoryTest, ReleaseOnADeviceThatHasFailedEndsNothing) {
+  startWith(keep(), {{c10::kCPU, fake()}});
+  (void)answer(call(0, 1, "", {at::full({kLarge}, 5.f)}));
+  device_.launch(fake(), [] {});
+  device_.fail(true);
+  EXPECT_NO_THROW(received_.clear());
+  EXPECT_EQ(pool_.statistics().inUseBytes, 0u);
+  device_.fail(false);
+  // What it has is lost; not for the test's books.
+  blocksAtStart_ = device_.blocksInUse();
+  rmm_.forget();
+}
+
+// -------------------------------------------------------------------------------------------------- of entry points
+
+class EntryPointsTest : public DeviceMemoryTest {};
+
+INSTANTIATE_TEST_SUITE_P(Sources, EntryPointsTest, testing::Values(DevicePool::Source::kEntryPoints));
+
+TEST_P(EntryPointsTest, WhatArrivesOnDevicesIsTheirs) {
+  startWith(keep(), {{c10::kCPU, fake()}, {fake(1), fake(1)}});
+  const uint64_t before = rmm_.allocations();
+  (void)answerWhileRunning(
+      call(0, 1, "", {at::full({kLarge}, 5.f), at::full({kSmall}, 6.f), onDevice(kLarge, 7, fake(1))}));
+  device_.run();
+  EXPECT_EQ(rmm_.allocations(), before + 3);
+  ASSERT_EQ(received_.size(), 3u);
+  for (size_t index = 0; index < 3; ++index) {
+    EXPECT_EQ(received_[index].device(), fake(index == 2 ? 1 : 0));
+    EXPECT_TRUE(isAll(hostView(received_[index]), 5 + static_cast<double>(index)));
+  }
+}
+
+TEST_P(EntryPointsTest, EmptyTensorsNeedNoMemory) {
+  startWith(keep(), {{c10::kCPU, fake()}, {fake(1), fake(1)}});
+  (void)answerWhileRunning(call(0, 1, "", {at::empty({0, 3}), onDevice(0, 7, fake(1))}));
+  ASSERT_EQ(received_.size(), 2u);
+  EXPECT_EQ(received_[0].device(), fake(0));
+  EXPECT_EQ(received_[0].sizes(), at::IntArrayRef({0, 3}));
+  EXPECT_EQ(received_[1].device(), fake(1));
+}
+
+TEST_P(EntryPointsTest, WhatIsSmallIsWrittenWhenEarlierOwnersAreDone) {
+  startWith(keep(), {{c10::kCPU, fake()}});
+  (void)answer(call(0, 1, "", {at::full({kSmall}, 5.f)}));
+  device_.run();
+  received_.clear();
+  {
+    // Somebody else uses the memory in the order of the same stream: streams of torch's pool are shared.
+    const c10::StreamGuard guard(rmm_.stream());
+    void* const stream = FakeGuard().getStreamNativeHandle(rmm_.stream());
+    void* const memory = FakeRmm::entryPoints().allocate(kSmall * sizeof(float), 0, stream);
+    device_.launch(fake(), [memory] { std::fill_n(static_cast<float*>(memory), kSmall, 9.f); });
+    FakeRmm::entryPoints().deallocate(memory, kSmall * sizeof(float), 0, stream);
+  }
+  (void)answer(call(0, 1, "", {at::full({kSmall}, 6.f)}));
+  device_.run();
+  EXPECT_TRUE(isAll(hostView(received_.at(0)), 6));
+}
+
+TEST_P(EntryPointsTest, WhatIsHeldIsWaitedForWhenNothingIsLeft) {
+  startWith(lookOnAnotherStream(), {{c10::kCPU, fake()}});
+  rmm_.setLimit(kLargeBytes);
+  (void)answer(call(0, 1, "", {at::full({kLarge}, 5.f)}));
+  ASSERT_TRUE(eventually([&] { return pool_.statistics().heldBytes != 0; }));
+  (void)answer(call(0, 1, "", {at::full({kLarge}, 6.f)}));
+  device_.run();
+  EXPECT_TRUE(looks_.at(0).hasSeen(5));
+  EXPECT_TRUE(looks_.at(1).hasSeen(6));
+}
+
+TEST_P(EntryPointsTest, WhatThereIsNoMemoryForIsRefused) {
+  startWith(keep(), {{c10::kCPU, fake()}});
+  rmm_.setLimit(kLargeBytes - 1);
+  EXPECT_TRUE(contains(failure(call(0, 1, "", {at::full({kLarge}, 5.f)})), "memory"));
+  rmm_.setLimit(kLargeBytes);
+  (void)answer(call(0, 1, "", {at::full({kLarge}, 5.f)}));
+  EXPECT_TRUE(isAll(hostView(received_.at(0)), 5));
+}
+
+// ------------------------------------------------------------------------------------------------- what torch has
+
+// As torch.cuda.memory.change_current_allocator leaves it: what makes tensors is not what is registered.
+TEST_F(DeviceTest, WhatHasReplacedTorchsAllocatorIsAsked) {
+  c10::SetAllocator(kFake, c10::GetAllocator(c10::kCPU), 1);
+  EXPECT_EQ(allocatorOf(kFake), &device_);
+  c10::SetAllocator(kFake, &device_, 1);
+
+  static std::atomic<int> asked{0};
+  DevicePool::instance().setSource(DevicePool::Source::kReplacedTorch, {}, [](const c10::DeviceType& type) {
+    asked.fetch_add(1);
+    return allocatorOf(type);
+  });
+  startWith(keep(), {{c10::kCPU, fake()}});
+  (void)answer(call(0, 1, "", {at::full({kLarge}, 5.f)}));
+  EXPECT_EQ(asked.load(), 1);
+  EXPECT_TRUE(isAll(hostView(received_.at(0)), 5));
+  received_.clear();
+  DevicePool::instance().setSource(DevicePool::Source::kTorch);
+}
+
+TEST_F(DeviceTest, AllStreamsAreFoundWhileOthersTakeSome) {
+  for (int turn = 1; turn <= kPoolStreams; ++turn) {
+    device_.skipPoolStreamAfter(turn);
+    EXPECT_EQ(allStreams(fake()).size(), static_cast<size_t>(kPoolStreams + 1)) << "skipped at turn " << turn;
+  }
+}
+
+// ---------------------------------------------------------------------------------------------------------- staging
+
+// Workers of one machine, who cannot be shown to be processes.
+class StagingTest : public DeviceTest {
+ protected:
+  void SetUp() override {
+    DeviceTest::SetUp();
+    network_.shareDeviceMemory(false);
+  }
+
+  std::vector<Member> asToldTo(worker_id_t /*rank*/, std::vector<Member> members) override {
+    for (Member& member : members) {
+      member.bootId = areApart_ ? member.bootId : "one machine";
+      member.pidNamespace = 1 + static_cast<uint64_t>(member.rank);
+    }
+    return members;
+  }
+
+  bool areApart_ = false;
+};
+
+TEST_F(StagingTest, WhatCannotBeSharedIsCopiedToTheHostInOrder) {
+  startWith(keep(), same_);
+  at::Tensor sent = onDevice(kLarge, 0);
+  device_.launch(fake(), [view = hostView(sent)] { view.fill_(7); });
+  const Future future = call(0, 1, "", {sent, sent.narrow(0, 10, 20), onDevice(kSmall, 8, fake(1))});
+  device_.launch(fake(), [view = hostView(sent)] { view.fill_(9); }); // it has been copied before
+  sent.reset();
+  exchangeWithoutTensors();
+  EXPECT_FALSE(future->completed());
+  (void)answerWhileRunning(future);
+  ASSERT_EQ(received_.size(), 3u);
+  EXPECT_EQ(received_[0].device(), fake());
+  EXPECT_TRUE(isAll(hostView(received_[0]), 7));
+  EXPECT_TRUE(received_[0].is_alias_of(received_[1]));
+  EXPECT_EQ(received_[2].device(), fake(1));
+  EXPECT_TRUE(isAll(hostView(received_[2]), 8));
+  EXPECT_EQ(metric(0, "device_pool.staged_bytes"), kLargeBytes + kSmall * sizeof(float));
+}
+
+TEST_F(StagingTest, AnswersAreStagedToo) {
+  startWith([&](Message& /*request*/) { return reply({onDevice(kLarge, 5)}); }, same_, same_);
+  const c10::intrusive_ptr<Message> response = answerWhileRunning(call(0, 1, ""));
+  EXPECT_EQ(response->tensors().at(0).device(), fake());
+  EXPECT_TRUE(isAll(hostView(response->tensors()[0]), 5));
+  EXPECT_EQ(metric(1, "device_pool.staged_bytes"), kLargeBytes);
+}
+
+TEST_F(StagingTest, NothingIsStagedForOtherMachinesNorForOneself) {
+  areApart_ = true;
+  startWith(keep(), same_);
+  (void)answerWhileRunning(call(0, 1, "", {onDevice(kLarge, 5)}));
+  EXPECT_TRUE(isAll(hostView(received_.at(0)), 5));
+  (void)answerWhileRunning(call(0, 0, "", {onDevice(kLarge, 6)}));
+  device_.run();
+  EXPECT_TRUE(isAll(hostView(received_.at(0)), 6));
+  EXPECT_EQ(metric(0, "device_pool.staged_bytes"), 0u);
+}
+
+} // namespace
+} // namespace torch_ucx_rpc

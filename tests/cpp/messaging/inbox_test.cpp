@@ -1,0 +1,264 @@
+// How large messages are received, piece by piece, and frames refused.
+
+#include "messaging/inbox.h"
+
+#include "event_log.h"
+#include "patient_transport.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cstring>
+#include <deque>
+#include <memory>
+#include <set>
+#include <string>
+#include <thread>
+#include <vector>
+
+namespace torch_ucx_rpc {
+namespace {
+
+constexpr uint64_t kPiece = OutgoingMessage::kPieceBytes;
+
+class InboxTest : public testing::Test {
+ protected:
+  static constexpr uint64_t kSession = 100; // ours
+  static constexpr size_t kAskedAtOnce = Receiver::kAskedBytes / kPiece;
+
+  InboxTest() {
+    for (Rank rank = 1; rank <= 2; ++rank) {
+      Member member;
+      member.rank = rank;
+      member.name = "w" + std::to_string(rank);
+      member.session = kSession + static_cast<uint64_t>(rank);
+      directory_.add(member);
+    }
+  }
+
+  // A message of one span, of which body and pieces are announced; pieces are parked under the numbers that follow `firstNumber`.
+  void announce(
+      Rank rank,
+      uint64_t callId,
+      uint64_t bytes,
+      uintptr_t firstNumber,
+      wire::Kind kind = wire::Kind::kRequest) {
+    OutgoingMessage message;
+    const std::span<const std::byte> memory(static_cast<const std::byte*>(nullptr), bytes);
+    message.spans.push_back({memory});
+    message.address(kind, kSession + static_cast<uint64_t>(rank), rank, kSession, callId);
+    for (const OutgoingMessage::Piece& piece : message.pieces) {
+      inbox_.onParked(
+          std::as_bytes(std::span(&piece.header, 1)), reinterpret_cast<void*>(firstNumber++), piece.bytes.size());
+    }
+    const Bytes body(std::as_bytes(std::span("body", 4)));
+    inbox_.onEager(std::as_bytes(std::span(&message.header, 1)), body);
+  }
+
+  void complete(Error error = {}) {
+    transport_.complete(std::move(error));
+    inbox_.startDeferred();
+  }
+
+  Peer& peer(Rank rank) {
+    return directory_.at(rank);
+  }
+
+  using Notes = std::vector<std::string>; // what the handlers were told
+
+  PatientTransport transport_;
+  Directory directory_;
+  EventLog events_;
+  Outbox outbox_{transport_, events_.buffer};
+  DevicesInUse devices_;
+  const std::shared_ptr<ReceiveWindow> window_ = std::make_shared<ReceiveWindow>(1ull << 30, [] {});
+  Inbox inbox_{
+      transport_,
+      directory_,
+      outbox_,
+      window_,
+      HostPool::instance(),
+      kSession,
+      events_.handlers.all,
+      devices_,
+      events_.buffer};
+};
+
+TEST_F(InboxTest, ALargeSpanIsReceivedAFewPiecesAtATime) {
+  announce(1, 1, 9 * kPiece + 5, 1);
+  inbox_.startDeferred();
+  for (size_t received = 0; received < 10; ++received) {
+    ASSERT_TRUE(events_.buffer.isEmpty()) << received;
+    EXPECT_EQ(transport_.begun, std::min<size_t>(10, received + kAskedAtOnce));
+    peer(1).silence.heardSinceCheck = false;
+    complete();
+    EXPECT_TRUE(peer(1).silence.heardSinceCheck) << "each piece is a sign of life";
+  }
+  ASSERT_EQ(events_.take(), Notes{"request 1"});
+  const std::vector<IncomingMessage::Span>& spans = events_.handlers.requests[0].spans;
+  ASSERT_EQ(spans.size(), 1u);
+  EXPECT_EQ(spans[0].bytes, 9 * kPiece + 5);
+  const auto* bytes = static_cast<const unsigned char*>(spans[0].data.get());
+  for (uint64_t offset = 0; offset < spans[0].bytes; ++offset) {
+    ASSERT_EQ(bytes[offset], 1 + offset / kPiece) << offset;
+  }
+}
+
+TEST_F(InboxTest, MessagesOfAPeerTakeTurns) {
+  announce(1, 1, 8 * kPiece, 1);
+  inbox_.startDeferred();
+  std::this_thread::sleep_for(2 * Receiver::kSlow); // it is slow: the next one does not wait for all of it
+  announce(1, 2, 100'000, 50);
+  inbox_.startDeferred();
+  EXPECT_EQ(transport_.begun, kAskedAtOnce);
+  complete();
+  complete();
+  complete();
+  EXPECT_TRUE(events_.buffer.isEmpty());
+  complete();
+  EXPECT_EQ(events_.take(), Notes{"request 2"}) << "after what had been asked for, and one piece in between";
+  while (!transport_.asked.empty()) {
+    complete();
+  }
+  EXPECT_EQ(events_.take(), Notes{"request 1"});
+}
+
+TEST_F(InboxTest, LargeMessagesDoNotKeepEachOtherFromBeingFinished) {
+  announce(1, 1, 6 * kPiece, 1, wire::Kind::kResponse);
+  inbox_.startDeferred();
+  std::this_thread::sleep_for(2 * Receiver::kSlow);
+  announce(1, 2, 6 * kPiece, 50, wire::Kind::kResponse);
+  for (int received = 0; received < 6; ++received) {
+    complete();
+  }
+  EXPECT_EQ(events_.take(), Notes{"answer 1"});
+  while (!transport_.asked.empty()) {
+    complete();
+  }
+  EXPECT_EQ(events_.take(), Notes{"answer 2"});
+}
+
+TEST_F(InboxTest, TheRestOfWhatIsGivenUpIsRefused) {
+  announce(1, 1, 8 * kPiece, 1);
+  announce(2, 2, 8 * kPiece, 50, wire::Kind::kResponse);
+  inbox_.startDeferred();
+  std::this_thread::sleep_for(2 * Receiver::kSlow);
+  inbox_.startDeferred();
+  EXPECT_EQ(transport_.begun, 2 * kAskedAtOnce);
+  wire::Header cancel;
+  cancel.kind = wire::Kind::kCancel;
+  cancel.sourceRank = 1;
+  cancel.sourceSession = kSession + 1;
+  cancel.targetSession = kSession;
+  cancel.callId = 1;
+  inbox_.onEager(std::as_bytes(std::span(&cancel, 1)), {});
+  events_.handlers.abandonedCall = 2;
+  while (!transport_.asked.empty()) {
+    complete();
+  }
+  EXPECT_EQ(transport_.begun, 2 * kAskedAtOnce);
+  EXPECT_EQ(transport_.refused.size(), 2 * (8 - kAskedAtOnce));
+  EXPECT_EQ(
+      events_.take(),
+      (Notes{"answer rejected: its call was given up 2", "request rejected: its call was given up 1"}));
+}
+
+TEST_F(InboxTest, PeersDoNotWaitForOneAnother) {
+  announce(1, 1, 8 * kPiece, 1);
+  inbox_.startDeferred();
+  std::this_thread::sleep_for(2 * Receiver::kSlow);
+  announce(2, 1, 100'000, 50);
+  inbox_.startDeferred();
+  EXPECT_EQ(transport_.begun, kAskedAtOnce + 1);
+  while (!transport_.asked.empty()) {
+    complete();
+  }
+}
+
+TEST_F(InboxTest, PiecesThatAreThereAtOnceLeaveRoomForOthers) {
+  transport_.isImmediate = true;
+  announce(1, 1, 7 * kPiece, 1);
+  inbox_.startDeferred();
+  for (size_t begun = kAskedAtOnce; begun < 7; begun += kAskedAtOnce) {
+    EXPECT_EQ(transport_.begun, begun);
+    EXPECT_TRUE(inbox_.hasDeferred());
+    EXPECT_TRUE(events_.buffer.isEmpty());
+    inbox_.startDeferred();
+  }
+  EXPECT_EQ(transport_.begun, 7u);
+  EXPECT_EQ(events_.take(), Notes{"request 1"});
+  inbox_.startDeferred();
+  EXPECT_FALSE(inbox_.hasDeferred());
+}
+
+TEST_F(InboxTest, WhatHasWaitedForAMessageThatIsThereAtOnceIsNotForgotten) {
+  transport_.isImmediate = true;
+  announce(1, 1, 2 * kPiece, 1);
+  announce(1, 2, 2 * kPiece, 50); // waits while the first is being received
+  inbox_.startDeferred();
+  EXPECT_EQ(events_.take(), Notes{"request 1"});
+  EXPECT_TRUE(inbox_.hasDeferred());
+  inbox_.startDeferred();
+  EXPECT_EQ(events_.take(), Notes{"request 2"});
+  EXPECT_FALSE(inbox_.hasDeferred());
+}
+
+TEST_F(InboxTest, APieceThatFailsFailsItsMessageAndTheRestIsRefused) {
+  announce(1, 1, 8 * kPiece, 1);
+  inbox_.startDeferred();
+  complete({ErrorCode::kPeerFailed, "broken"});
+  EXPECT_TRUE(events_.buffer.isEmpty()) << "the transport still writes to its memory";
+  EXPECT_EQ(transport_.refused.size(), 8 - kAskedAtOnce);
+  while (!transport_.asked.empty()) {
+    complete();
+  }
+  EXPECT_EQ(events_.take(), Notes{"request rejected: broken 1"});
+  EXPECT_EQ(transport_.begun, kAskedAtOnce);
+}
+
+TEST_F(InboxTest, TheRestOfAMessageOfAPeerThatIsGoneIsRefused) {
+  announce(1, 1, 8 * kPiece, 1);
+  announce(2, 1, kPiece, 50);
+  inbox_.startDeferred();
+  inbox_.dropPeer(peer(1));
+  const Notes rejected = events_.take();
+  ASSERT_EQ(rejected.size(), 1u);
+  EXPECT_TRUE(rejected[0].starts_with("request rejected: worker 'w1'")) << rejected[0];
+  inbox_.startDeferred();
+  EXPECT_EQ(transport_.refused.size(), 8 - kAskedAtOnce);
+  while (!transport_.asked.empty()) {
+    complete();
+  }
+  EXPECT_EQ(events_.take(), Notes{"request 1"}) << "of the other peer";
+}
+
+TEST_F(InboxTest, FramesThatAreRefusedAreCountedAndToldOfOnceForEachSort) {
+  wire::Header stranger;
+  stranger.targetSession = kSession;
+  stranger.sourceSession = 4711;
+  wire::Header other;
+  other.targetSession = kSession + 1;
+  for (int time = 0; time < 3; ++time) {
+    inbox_.onEager(std::as_bytes(std::span(&stranger, 1)), {});
+    inbox_.onEager(std::as_bytes(std::span(&other, 1)), {});
+  }
+  EXPECT_EQ(inbox_.refusedFrames(), 6u);
+  testing::internal::CaptureStderr();
+  (void)events_.take();
+  const std::string warning = testing::internal::GetCapturedStderr();
+  EXPECT_EQ(std::count(warning.begin(), warning.end(), ';'), 1) << warning;
+  EXPECT_NE(warning.find("not a worker of this job"), std::string::npos) << warning;
+}
+
+TEST_F(InboxTest, WhatIsBeingReceivedFailsWhenItCloses) {
+  announce(1, 1, 8 * kPiece, 1);
+  inbox_.startDeferred();
+  inbox_.close();
+  while (!transport_.asked.empty()) {
+    transport_.complete({ErrorCode::kCanceled, "closed"});
+  }
+  EXPECT_EQ(events_.take(), Notes{"request rejected: RPC has been shut down on this worker 1"});
+}
+
+} // namespace
+} // namespace torch_ucx_rpc

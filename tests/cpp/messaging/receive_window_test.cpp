@@ -1,0 +1,217 @@
+#include "messaging/receive_window.h"
+
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <mutex>
+#include <random>
+#include <thread>
+#include <vector>
+
+namespace torch_ucx_rpc {
+namespace {
+
+constexpr bool kRequest = false;
+constexpr bool kResponse = true;
+
+class ReceiveWindowTest : public testing::Test {
+ protected:
+  explicit ReceiveWindowTest(uint64_t limitBytes = 1000)
+      : window_(std::make_shared<ReceiveWindow>(limitBytes, [this] { ++room_; })) {}
+
+  int room_ = 0;
+  const std::shared_ptr<ReceiveWindow> window_;
+};
+
+TEST_F(ReceiveWindowTest, AdmitsUpToItsLimit) {
+  Admission first;
+  Admission second;
+  Admission third;
+  EXPECT_TRUE(window_->tryAdmit(kRequest, 600, first));
+  EXPECT_TRUE(window_->tryAdmit(kRequest, 400, second));
+  EXPECT_FALSE(window_->tryAdmit(kRequest, 1, third));
+  EXPECT_EQ(window_->inUseBytes(), 1000u);
+  first.release();
+  EXPECT_EQ(window_->inUseBytes(), 400u);
+  EXPECT_TRUE(window_->tryAdmit(kRequest, 600, third));
+}
+
+TEST_F(ReceiveWindowTest, ResponsesHaveABudgetOfTheirOwn) {
+  Admission request;
+  Admission response;
+  EXPECT_TRUE(window_->tryAdmit(kRequest, 1000, request));
+  EXPECT_TRUE(window_->tryAdmit(kResponse, 1000, response));
+  Admission none;
+  EXPECT_FALSE(window_->tryAdmit(kResponse, 1, none));
+  request.release();
+  EXPECT_FALSE(window_->tryAdmit(kResponse, 1, none)) << "a request's room is not a response's";
+}
+
+TEST_F(ReceiveWindowTest, LargerThanTheWindowIsAdmittedAlone) {
+  Admission small;
+  Admission large;
+  EXPECT_TRUE(window_->tryAdmit(kRequest, 1, small));
+  EXPECT_FALSE(window_->tryAdmit(kRequest, 5000, large));
+  small.release();
+  EXPECT_TRUE(window_->tryAdmit(kRequest, 5000, large));
+  EXPECT_EQ(window_->inUseBytes(), 5000u);
+  EXPECT_FALSE(window_->tryAdmit(kRequest, 1, small));
+  large.release();
+  EXPECT_TRUE(window_->tryAdmit(kRequest, 1, small));
+}
+
+TEST_F(ReceiveWindowTest, SizesNearTheEndOfTheNumbersDoNotWrap) {
+  Admission first;
+  Admission second;
+  EXPECT_TRUE(window_->tryAdmit(kRequest, 500, first));
+  EXPECT_FALSE(window_->tryAdmit(kRequest, ~uint64_t{0} - 400, second));
+}
+
+TEST_F(ReceiveWindowTest, AdmitAsksNobody) {
+  Admission first;
+  Admission second;
+  window_->admit(kRequest, 900, first);
+  window_->admit(kRequest, 900, second);
+  EXPECT_EQ(window_->inUseBytes(), 1800u);
+}
+
+TEST_F(ReceiveWindowTest, AdmissionGivesBackExactlyOnce) {
+  {
+    Admission first;
+    ASSERT_TRUE(window_->tryAdmit(kRequest, 700, first));
+    Admission moved = std::move(first);
+    first.release(); // NOLINT(bugprone-use-after-move): holds nothing any more
+    EXPECT_EQ(window_->inUseBytes(), 700u);
+    moved.release();
+    moved.release();
+    EXPECT_EQ(window_->inUseBytes(), 0u);
+    ASSERT_TRUE(window_->tryAdmit(kRequest, 300, moved));
+  }
+  EXPECT_EQ(window_->inUseBytes(), 0u) << "destruction gives back";
+  EXPECT_EQ(window_->releases(), 2u);
+}
+
+TEST_F(ReceiveWindowTest, AssignmentGivesBackWhatWasHeld) {
+  Admission first;
+  Admission second;
+  ASSERT_TRUE(window_->tryAdmit(kRequest, 100, first));
+  ASSERT_TRUE(window_->tryAdmit(kResponse, 200, second));
+  first = std::move(second);
+  EXPECT_EQ(window_->inUseBytes(), 200u);
+}
+
+TEST_F(ReceiveWindowTest, TellsOfRoomOnlyWhenSomethingWaits) {
+  Admission admission;
+  ASSERT_TRUE(window_->tryAdmit(kRequest, 100, admission));
+  admission.release();
+  EXPECT_EQ(room_, 0);
+  window_->waitingMessages.store(1);
+  ASSERT_TRUE(window_->tryAdmit(kRequest, 100, admission));
+  admission.release();
+  EXPECT_EQ(room_, 1);
+}
+
+constexpr uint64_t kAhead = ReceiveWindow::kAheadBytes;
+constexpr uint64_t kMostAhead = ReceiveWindow::kMostAheadBytes;
+
+class WideReceiveWindowTest : public ReceiveWindowTest {
+ protected:
+  WideReceiveWindowTest() : ReceiveWindowTest(10 * kAhead) {}
+};
+
+TEST_F(WideReceiveWindowTest, TakesInAheadOnlySoMuch) {
+  Admission first;
+  Admission second;
+  ASSERT_TRUE(window_->tryAdmit(kRequest, kMostAhead, first));
+  EXPECT_FALSE(window_->tryAdmit(kRequest, kAhead - kMostAhead + 1, second));
+  EXPECT_TRUE(window_->tryAdmit(kResponse, 3 * kAhead - kMostAhead, second)) << "who waits for an answer is there";
+  first.beginHandling();
+  EXPECT_EQ(window_->inUseBytes(), 3 * kAhead);
+  Admission third;
+  EXPECT_TRUE(window_->tryAdmit(kRequest, kAhead, third));
+}
+
+TEST_F(WideReceiveWindowTest, OfThoseLargerThanMayBeAheadThereIsOne) {
+  Admission one;
+  Admission other;
+  ASSERT_TRUE(window_->tryAdmit(kRequest, 2 * kAhead, one));
+  EXPECT_FALSE(window_->tryAdmit(kRequest, 2 * kAhead, other));
+  one.beginHandling();
+  EXPECT_TRUE(window_->tryAdmit(kRequest, 2 * kAhead, other));
+}
+
+TEST_F(WideReceiveWindowTest, BesideALargeOneThereIsRoomForSmallOnes) {
+  Admission large;
+  Admission small;
+  Admission next;
+  ASSERT_TRUE(window_->tryAdmit(kRequest, 4 * kAhead, large));
+  EXPECT_TRUE(window_->tryAdmit(kRequest, kAhead - kMostAhead, small));
+  EXPECT_FALSE(window_->tryAdmit(kRequest, 1, next));
+  large.release();
+  EXPECT_TRUE(window_->tryAdmit(kRequest, kMostAhead, next));
+}
+
+TEST_F(WideReceiveWindowTest, WhatIsReleasedIsNotAheadAnyMore) {
+  Admission unhandled;
+  Admission handled;
+  Admission next;
+  ASSERT_TRUE(window_->tryAdmit(kRequest, kAhead / 2, unhandled));
+  ASSERT_TRUE(window_->tryAdmit(kRequest, kAhead / 2, handled));
+  handled.beginHandling();
+  handled.beginHandling(); // once is enough
+  handled.release();
+  EXPECT_FALSE(window_->tryAdmit(kRequest, kAhead, next));
+  unhandled.release();
+  EXPECT_TRUE(window_->tryAdmit(kRequest, kAhead, next));
+}
+
+TEST_F(WideReceiveWindowTest, TellsOfRoomWhenHandlingBegins) {
+  Admission admission;
+  ASSERT_TRUE(window_->tryAdmit(kRequest, kAhead, admission));
+  window_->waitingMessages.store(1);
+  admission.beginHandling();
+  EXPECT_EQ(room_, 1);
+  admission.release();
+  EXPECT_EQ(room_, 2);
+}
+
+TEST_F(ReceiveWindowTest, AdmissionKeepsTheWindowAlive) {
+  Admission admission;
+  {
+    const auto window = std::make_shared<ReceiveWindow>(10, [] {});
+    ASSERT_TRUE(window->tryAdmit(kRequest, 10, admission));
+  }
+  admission.release();
+}
+
+TEST(ReceiveWindowThreadsTest, SumIsRightWhateverTheOrder) {
+  const auto window = std::make_shared<ReceiveWindow>(1000, [] {});
+  std::mutex workerLock; // admissions are made under it, releases are not
+  std::atomic<bool> isExceeded{false};
+  std::vector<std::thread> threads;
+  for (unsigned id = 0; id < 6; ++id) {
+    threads.emplace_back([&, id] {
+      std::mt19937 random(id);
+      for (int step = 0; step < 20'000; ++step) {
+        Admission admission;
+        {
+          const std::lock_guard lock(workerLock);
+          if (window->tryAdmit(random() % 2 == 0, 1 + random() % 500, admission) && window->inUseBytes() > 2000) {
+            isExceeded.store(true);
+          }
+        }
+        if (random() % 2 == 0) {
+          admission.beginHandling();
+        }
+      }
+    });
+  }
+  for (std::thread& thread : threads) {
+    thread.join();
+  }
+  EXPECT_FALSE(isExceeded.load());
+  EXPECT_EQ(window->inUseBytes(), 0u);
+}
+
+} // namespace
+} // namespace torch_ucx_rpc

@@ -1,0 +1,93 @@
+#include "peers/heartbeat.h"
+
+#include <gtest/gtest.h>
+
+#include <string>
+
+namespace torch_ucx_rpc {
+namespace {
+
+using std::chrono::milliseconds;
+
+class HeartbeatTest : public testing::Test {
+ protected:
+  static constexpr auto kLimit = milliseconds(1000);
+
+  Peer& add(Rank rank) {
+    Member member;
+    member.rank = rank;
+    member.name = "w" + std::to_string(rank);
+    member.session = 100 + static_cast<uint64_t>(rank);
+    directory_.add(member);
+    Peer& peer = directory_.at(rank);
+    peer.needsHeartbeat.store(true);
+    peer.endpoint = 0;
+    return peer;
+  }
+
+  // Lets time pass, with checks as often as they are to be made; what was found all together.
+  Heartbeat::Findings wait(milliseconds time) {
+    Heartbeat::Findings all;
+    for (const auto end = now_ + time; now_ < end;) {
+      now_ += heartbeat_.period();
+      const Heartbeat::Findings found = heartbeat_.check(now_);
+      all.quiet.insert(all.quiet.end(), found.quiet.begin(), found.quiet.end());
+      all.lost.insert(all.lost.end(), found.lost.begin(), found.lost.end());
+    }
+    return all;
+  }
+
+  Directory directory_;
+  Heartbeat heartbeat_{directory_, kLimit};
+  Heartbeat::Clock::time_point now_{std::chrono::hours(1)};
+};
+
+TEST_F(HeartbeatTest, AQuietPeerIsAskedOnceForASignOfLife) {
+  Peer& peer = add(1);
+  EXPECT_EQ(wait(kLimit / 2).quiet, std::vector<Peer*>{&peer});
+  peer.silence.heardSinceCheck = true;
+  EXPECT_EQ(wait(kLimit / 2).quiet, std::vector<Peer*>{&peer}) << "and again when it falls silent again";
+}
+
+TEST_F(HeartbeatTest, WhoIsHeardIsNeitherAskedNorLost) {
+  Peer& peer = add(1);
+  for (int period = 0; period < 100; ++period) {
+    peer.silence.heardSinceCheck = true;
+    const Heartbeat::Findings found = wait(heartbeat_.period());
+    EXPECT_TRUE(found.quiet.empty() && found.lost.empty());
+  }
+}
+
+TEST_F(HeartbeatTest, ASilentPeerIsLostAfterTheLimitAndNotBefore) {
+  Peer& peer = add(1);
+  EXPECT_TRUE(wait(kLimit).lost.empty());
+  EXPECT_EQ(wait(kLimit / 2).lost.at(0), &peer);
+  const std::string what = heartbeat_.describe(peer).message();
+  EXPECT_NE(what.find("no sign of life for 1."), std::string::npos) << what;
+  EXPECT_NE(what.find("heartbeat_limit is 1.0 s"), std::string::npos) << what;
+}
+
+TEST_F(HeartbeatTest, ALateSignOfLifeStartsTheSilenceAnew) {
+  Peer& peer = add(1);
+  EXPECT_TRUE(wait(kLimit).lost.empty());
+  peer.silence.heardSinceCheck = true;
+  EXPECT_TRUE(wait(kLimit).lost.empty());
+}
+
+TEST_F(HeartbeatTest, TimeInWhichThisProcessDidNotRunDoesNotCount) {
+  add(1);
+  EXPECT_TRUE(wait(kLimit / 2).lost.empty());
+  now_ += 100 * kLimit; // stopped, say
+  EXPECT_TRUE(wait(kLimit / 4).lost.empty());
+}
+
+TEST_F(HeartbeatTest, OnlyPeersThatCannotBeWatchedAndAreSpokenToCount) {
+  add(1).needsHeartbeat.store(false);
+  add(2).endpoint.reset();
+  ASSERT_TRUE(add(3).moveTo(Peer::State::kLeft, {ErrorCode::kShutDown, "it has left"}));
+  const Heartbeat::Findings found = wait(10 * kLimit);
+  EXPECT_TRUE(found.quiet.empty() && found.lost.empty());
+}
+
+} // namespace
+} // namespace torch_ucx_rpc

@@ -1,0 +1,478 @@
+#include "runtime/executor.h"
+
+#include "runtime/timer.h"
+#include "eventually.h"
+#include "gate.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <atomic>
+#include <condition_variable>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
+
+namespace torch_ucx_rpc {
+namespace {
+
+using Task = Executor::Task;
+
+// Stands for Progress: sleeps in lead() until something is delivered or it is woken.
+class FakeProgress final : public Leader {
+ public:
+  bool lead() override {
+    EXPECT_TRUE(Executor::isLeader());
+    EXPECT_LT(leaders_.fetch_add(1), static_cast<int>(Executor::kMostLeaders));
+    std::vector<Task> delivered;
+    {
+      std::unique_lock lock(mutex_);
+      changed_.wait(lock, [this] { return isWoken_ || !delivered_.empty(); });
+      isWoken_ = false;
+      delivered.swap(delivered_);
+    }
+    for (Task& deliver : delivered) {
+      deliver();
+    }
+    leaders_.fetch_sub(1);
+    return true;
+  }
+  // Something arrives: `deliver` runs on the leader, which adds tasks in it.
+  void arrive(Task deliver) {
+    const std::lock_guard lock(mutex_);
+    delivered_.push_back(std::move(deliver));
+    changed_.notify_all();
+  }
+  void wake() {
+    const std::lock_guard lock(mutex_);
+    isWoken_ = true;
+    changed_.notify_all();
+  }
+  bool isLed() const {
+    return leaders_.load() != 0;
+  }
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  bool isWoken_ = false;
+  std::vector<Task> delivered_;
+  std::atomic<int> leaders_{0};
+};
+
+class ExecutorTest : public testing::Test {
+ protected:
+  static constexpr size_t kMaxRequests =
+      12; // more than the machine has cores, so that both rules for new threads are met
+
+  void start(size_t maxRequests = kMaxRequests, size_t nestingLimit = kMaxRequests) {
+    threads_ = std::make_shared<Executor>(
+        maxRequests,
+        nestingLimit,
+        ThreadHooks{[this] { started_.fetch_add(1); }, [this] { ended_.fetch_add(1); }},
+        timer_);
+    timer_.start();
+    threads_->start(progress_);
+  }
+
+  void TearDown() override {
+    gate_.open();
+    if (threads_ != nullptr) {
+      EXPECT_EQ(stop(), 0u);
+      EXPECT_EQ(started_.load(), ended_.load()) << "a hook for the end of each thread that began";
+    }
+  }
+
+  size_t stop(std::chrono::milliseconds limit = kPatience) {
+    timer_.stop();
+    return threads_->stop(limit, [this] { progress_.wake(); });
+  }
+
+  // Blocks `count` requests, and waits until they do.
+  void blockRequests(size_t count) {
+    progress_.arrive([this, count] {
+      for (size_t request = 0; request < count; ++request) {
+        threads_->addRequest([this] {
+          Executor::runHooks();
+          gate_.pass();
+        });
+      }
+    });
+    ASSERT_TRUE(eventually([this, count] { return gate_.waiting() == count; }))
+        << gate_.waiting() << " of " << count << " requests run";
+  }
+
+  Gate gate_;
+  FakeProgress progress_;
+  std::atomic<bool> isDone_{false}; // set by tasks that may outlast the body of a failing test
+  std::atomic<int> started_{0};
+  std::atomic<int> ended_{0};
+  Timer timer_;
+  std::shared_ptr<Executor> threads_;
+};
+
+TEST_F(ExecutorTest, RunsWhatTheLeaderBrings) {
+  start();
+  std::atomic<int> requests{0};
+  std::atomic<int> completions{0};
+  for (int count = 0; count < 1000; ++count) {
+    progress_.arrive([&] {
+      threads_->addRequest([&] {
+        EXPECT_FALSE(Executor::isLeader());
+        requests.fetch_add(1);
+      });
+      threads_->addCompletion([&] {
+        EXPECT_FALSE(Executor::isLeader());
+        completions.fetch_add(1);
+      });
+    });
+  }
+  EXPECT_TRUE(eventually([&] { return requests.load() == 1000 && completions.load() == 1000; }));
+}
+
+TEST_F(ExecutorTest, RunsWhatOtherThreadsAdd) {
+  start();
+  std::atomic<int> done{0};
+  std::vector<std::thread> adders;
+  for (int id = 0; id < 4; ++id) {
+    adders.emplace_back([&] {
+      for (int count = 0; count < 500; ++count) {
+        threads_->addRequest([&] { done.fetch_add(1); });
+        threads_->addCompletion([&] { done.fetch_add(1); });
+      }
+    });
+  }
+  for (std::thread& adder : adders) {
+    adder.join();
+  }
+  EXPECT_TRUE(eventually([&] { return done.load() == 4000; }));
+}
+
+TEST_F(ExecutorTest, RequestsAreBegunInOrder) {
+  start(1);
+  std::vector<int> order; // one request at a time: no lock needed
+  std::atomic<int> done{0};
+  progress_.arrive([&] {
+    for (int number = 0; number < 200; ++number) {
+      threads_->addRequest([&, number] {
+        order.push_back(number);
+        done.fetch_add(1);
+      });
+    }
+  });
+  ASSERT_TRUE(eventually([&] { return done.load() == 200; }));
+  EXPECT_TRUE(std::is_sorted(order.begin(), order.end()));
+}
+
+TEST_F(ExecutorTest, AtMostTheSetNumberOfRequestsRunAtOnce) {
+  start(3);
+  blockRequests(3);
+  std::atomic<int> later{0};
+  for (int count = 0; count < 5; ++count) {
+    threads_->addRequest([&] { later.fetch_add(1); });
+  }
+  // Completions come and go meanwhile, and bring no further request in.
+  std::atomic<int> completions{0};
+  for (int count = 0; count < 50; ++count) {
+    progress_.arrive([&] { threads_->addCompletion([&] { completions.fetch_add(1); }); });
+  }
+  ASSERT_TRUE(eventually([&] { return completions.load() == 50; }));
+  EXPECT_EQ(later.load(), 0);
+  EXPECT_EQ(threads_->counts().runningRequests, 3u);
+  EXPECT_EQ(threads_->counts().waitingRequests, 5u);
+  gate_.open();
+  EXPECT_TRUE(eventually([&] { return later.load() == 5; }));
+}
+
+TEST_F(ExecutorTest, RequestsThatWaitForCallsOfTheirOwnMakeRoomForOthers) {
+  constexpr size_t kDepth = 100;
+  start(2, kDepth);
+  // Each request waits for the next one.
+  std::vector<std::shared_ptr<Gate>> gates;
+  for (size_t level = 0; level <= kDepth; ++level) {
+    gates.push_back(std::make_shared<Gate>());
+  }
+  std::atomic<size_t> ended{0};
+  std::function<void(size_t)> add = [&](size_t level) {
+    threads_->addRequest([&, level] {
+      if (level + 1 < kDepth) {
+        const std::shared_ptr<void> call = Executor::markBlocked();
+        add(level + 1);
+        gates[level + 1]->pass();
+      }
+      ended.fetch_add(1);
+      gates[level]->open();
+    });
+  };
+  add(0);
+  EXPECT_TRUE(eventually([&] { return ended.load() == kDepth; })) << ended.load();
+  EXPECT_TRUE(eventually([&] { return threads_->counts().runningRequests == 0; }));
+  EXPECT_EQ(threads_->counts().nestingRequests, 0u);
+}
+
+TEST_F(ExecutorTest, CallsThatOutliveTheirRequestAreNoOnesWait) {
+  start(1);
+  std::shared_ptr<void> call;
+  threads_->addRequest([&] {
+    call = Executor::markBlocked();
+    isDone_.store(true);
+  });
+  EXPECT_TRUE(eventually([&] { return isDone_.load() && threads_->counts().runningRequests == 0; }));
+  EXPECT_EQ(threads_->counts().nestingRequests, 0u);
+  blockRequests(1);
+  call.reset();
+  EXPECT_EQ(threads_->counts().nestingRequests, 0u);
+  EXPECT_TRUE(Executor::markBlocked() == nullptr) << "this thread runs no request";
+}
+
+TEST_F(ExecutorTest, RequestIsRefusedWhenAllThereMayBeWait) {
+  start(2, 4);
+  for (int request = 0; request < 4; ++request) {
+    threads_->addRequest([this] {
+      const std::shared_ptr<void> call = Executor::markBlocked();
+      gate_.pass();
+    });
+  }
+  ASSERT_TRUE(eventually([this] { return threads_->counts().nestingRequests == 4; }));
+  std::atomic<bool> isRun{false};
+  std::atomic<bool> isRefused{false};
+  threads_->addRequest([&] { isRun.store(true); }, [&] { isRefused.store(true); });
+  EXPECT_TRUE(eventually([&] { return isRefused.load(); }));
+  EXPECT_FALSE(isRun.load());
+  EXPECT_EQ(threads_->counts().waitingRequests, 0u);
+}
+
+TEST_F(ExecutorTest, WhatFollowsATaskRunsWhenThatIsOver) {
+  start();
+  std::vector<int> order; // by one thread
+  struct AtEnd {
+    std::vector<int>& order;
+    ~AtEnd() {
+      order.push_back(2);
+    }
+  };
+  auto owned = std::make_unique<AtEnd>(order);
+  threads_->addRequest([&, owned = std::move(owned)] {
+    EXPECT_TRUE(Executor::isInTask());
+    Executor::runAfterTask([&] {
+      order.push_back(3);
+      isDone_.store(true);
+    });
+    order.push_back(1);
+  });
+  EXPECT_TRUE(eventually([this] { return isDone_.load(); }));
+  EXPECT_EQ(order, (std::vector<int>{1, 2, 3}));
+  EXPECT_FALSE(Executor::isInTask()) << "this thread is none of the agent's";
+}
+
+TEST_F(ExecutorTest, HooksAreForTasksThatAskForThem) {
+  start();
+  ASSERT_TRUE(eventually([this] { return progress_.isLed(); }));
+  std::atomic<int> done{0};
+  progress_.arrive([&] {
+    threads_->addRequest([&] { done.fetch_add(1); });
+    threads_->addCompletion([&] { done.fetch_add(1); });
+  });
+  ASSERT_TRUE(eventually([&] { return done.load() == 2; }));
+  EXPECT_EQ(started_.load(), 0) << "neither a thread that leads nor one that runs TorchScript must wait for Python";
+  progress_.arrive([this] {
+    threads_->addRequest([this] {
+      Executor::runHooks();
+      Executor::runHooks();
+      EXPECT_EQ(started_.load(), 1);
+      isDone_.store(true);
+    });
+  });
+  EXPECT_TRUE(eventually([this] { return isDone_.load(); }));
+  Executor::runHooks();
+  EXPECT_EQ(started_.load(), 1) << "this thread is none of the agent's";
+}
+
+TEST_F(ExecutorTest, AllRequestsThatMayRunDoRunWhenTheyBlock) {
+  start();
+  blockRequests(kMaxRequests);
+  EXPECT_TRUE(eventually([&] { return progress_.isLed(); }));
+}
+
+TEST_F(ExecutorTest, CompletionThatArrivesDoesNotWaitBehindBlockedRequests) {
+  start();
+  blockRequests(kMaxRequests);
+  std::atomic<bool> isDone{false};
+  progress_.arrive([&] { threads_->addCompletion([&] { isDone.store(true); }); });
+  EXPECT_TRUE(eventually([&] { return isDone.load(); }, std::chrono::seconds(5)));
+}
+
+// A timer, or a thread that calls its own worker, adds tasks while the leader sleeps and everyone else is blocked.
+class ExecutorBlockedTest : public ExecutorTest, public testing::WithParamInterface<size_t> {};
+
+TEST_P(ExecutorBlockedTest, CompletionAddedFromOutsideDoesNotWait) {
+  start();
+  blockRequests(GetParam());
+  ASSERT_TRUE(eventually([&] { return progress_.isLed(); }));
+  threads_->addCompletion([this] { isDone_.store(true); });
+  EXPECT_TRUE(eventually([&] { return isDone_.load(); }, std::chrono::seconds(5)));
+}
+
+INSTANTIATE_TEST_SUITE_P(Requests, ExecutorBlockedTest, testing::Values(1, 2, 3, 4, 8, 12));
+
+TEST_F(ExecutorTest, RequestAddedFromOutsideDoesNotWaitForBlockedOnes) {
+  start();
+  blockRequests(kMaxRequests - 1);
+  ASSERT_TRUE(eventually([&] { return progress_.isLed(); }));
+  threads_->addRequest([this] { isDone_.store(true); });
+  EXPECT_TRUE(eventually([&] { return isDone_.load(); }, std::chrono::seconds(5)));
+}
+
+// A chain in which each request waits for a later one: it ends only if there is always someone to lead and to run.
+TEST_F(ExecutorTest, RequestsThatWaitForLaterOnesAreServed) {
+  start();
+  std::vector<Gate> gates(kMaxRequests);
+  std::atomic<size_t> done{0};
+  for (size_t number = 0; number < kMaxRequests; ++number) {
+    progress_.arrive([&, number] {
+      threads_->addRequest([&, number] {
+        if (number + 1 < kMaxRequests) {
+          gates[number].pass();
+        }
+        if (number > 0) {
+          gates[number - 1].open();
+        }
+        done.fetch_add(1);
+      });
+    });
+  }
+  EXPECT_TRUE(eventually([&] { return done.load() == kMaxRequests; }));
+  for (Gate& gate : gates) {
+    gate.open();
+  }
+}
+
+TEST_F(ExecutorTest, SomeoneLeadsWhileTasksRun) {
+  start();
+  for (size_t blocked = 1; blocked <= kMaxRequests; ++blocked) {
+    progress_.arrive([this] { threads_->addRequest([this] { gate_.pass(); }); });
+    ASSERT_TRUE(eventually([&] { return gate_.waiting() == blocked && progress_.isLed(); })) << blocked;
+  }
+}
+
+TEST_F(ExecutorTest, ThreadsStayWithinTheirBound) {
+  start(4);
+  std::atomic<int> done{0};
+  for (int count = 0; count < 2000; ++count) {
+    progress_.arrive([&] {
+      threads_->addRequest([&] {
+        Executor::runHooks();
+        done.fetch_add(1);
+      });
+      threads_->addCompletion([&] {
+        Executor::runHooks();
+        done.fetch_add(1);
+      });
+    });
+    EXPECT_LE(threads_->counts().threads, 2u * 4 + 3);
+  }
+  EXPECT_TRUE(eventually([&] { return done.load() == 4000; }));
+  EXPECT_LE(started_.load(), 2 * 4 + 3);
+}
+
+// What a task may own: its end brings about another task.
+class AddsOnDestruction {
+ public:
+  AddsOnDestruction(Executor& threads, std::atomic<bool>& isDone) : threads_(threads), isDone_(isDone) {}
+  AddsOnDestruction(const AddsOnDestruction&) = delete;
+  AddsOnDestruction& operator=(const AddsOnDestruction&) = delete;
+  ~AddsOnDestruction() {
+    threads_.addCompletion([&isDone = isDone_] { isDone.store(true); });
+  }
+
+ private:
+  Executor& threads_;
+  std::atomic<bool>& isDone_;
+};
+
+TEST_F(ExecutorTest, TaskIsDestroyedWithoutAnyLock) {
+  start();
+  threads_->addRequest([owned = std::make_unique<AddsOnDestruction>(*threads_, isDone_)] {});
+  EXPECT_TRUE(eventually([&] { return isDone_.load(); }));
+}
+
+TEST_F(ExecutorTest, RefusedRequestIsDestroyedWithoutAnyLock) {
+  start(1, 1);
+  threads_->addRequest([this] {
+    const std::shared_ptr<void> call = Executor::markBlocked();
+    gate_.pass();
+  });
+  ASSERT_TRUE(eventually([this] { return threads_->counts().nestingRequests == 1; }));
+  threads_->addRequest([owned = std::make_unique<AddsOnDestruction>(*threads_, isDone_)] {}, [] {});
+  EXPECT_TRUE(eventually([&] { return isDone_.load(); }));
+}
+
+TEST_F(ExecutorTest, StopDropsRequestsThatWait) {
+  start(1);
+  blockRequests(1);
+  std::atomic<bool> hasRun{false};
+  auto owned = std::make_shared<int>(0);
+  const std::weak_ptr<int> watched = owned;
+  threads_->addRequest([&hasRun, owned = std::move(owned)] { hasRun.store(true); });
+  EXPECT_EQ(stop(std::chrono::milliseconds(50)), 1u);
+  EXPECT_TRUE(watched.expired()) << "what a dropped request owned is released";
+  gate_.open();
+  EXPECT_EQ(stop(), 0u);
+  EXPECT_FALSE(hasRun.load());
+}
+
+TEST_F(ExecutorTest, StopRunsCompletionsThatWait) {
+  start(1);
+  std::atomic<int> done{0};
+  // Blocked completions fill the threads up to their bound, so that the last one has to wait.
+  for (int count = 0; count < 5; ++count) {
+    threads_->addCompletion([&] {
+      gate_.pass();
+      done.fetch_add(1);
+    });
+  }
+  std::thread opener([&] {
+    (void)eventually([&] { return gate_.waiting() != 0; });
+    gate_.open();
+  });
+  EXPECT_EQ(stop(), 0u);
+  opener.join();
+  EXPECT_EQ(done.load(), 5) << "futures must be completed, whoever does it";
+}
+
+TEST_F(ExecutorTest, CompletionAddedAfterStopIsRun) {
+  start();
+  EXPECT_EQ(stop(), 0u);
+  threads_->addCompletion([this] { isDone_.store(true); });
+  EXPECT_TRUE(eventually([&] { return isDone_.load(); }, std::chrono::seconds(1)))
+      << "a future that hangs on it is never completed";
+}
+
+TEST_F(ExecutorTest, StopLeavesStuckThreadsBehindAndCountsThem) {
+  start();
+  blockRequests(3);
+  EXPECT_EQ(stop(std::chrono::milliseconds(100)), 3u);
+  gate_.open();
+  EXPECT_TRUE(eventually([&] { return started_.load() == ended_.load(); })) << "they end when they return";
+}
+
+TEST_F(ExecutorTest, StuckThreadsMayOutliveTheirOwner) {
+  start();
+  blockRequests(2);
+  EXPECT_EQ(stop(std::chrono::milliseconds(20)), 2u);
+  threads_.reset();
+  gate_.open();
+  EXPECT_TRUE(eventually([&] { return started_.load() == ended_.load(); }));
+}
+
+TEST_F(ExecutorTest, StopTwiceIsStopOnce) {
+  start();
+  EXPECT_EQ(stop(), 0u);
+  EXPECT_EQ(stop(), 0u);
+}
+
+} // namespace
+} // namespace torch_ucx_rpc

@@ -1,0 +1,35 @@
+#pragma once
+
+// An EventBuffer whose events go to handlers that write them down.
+
+#include "handlers.h"
+#include "messaging/event_buffer.h"
+
+#include <string>
+#include <vector>
+
+namespace torch_ucx_rpc {
+
+class EventLog {
+ public:
+  // Hands out all events so far, as a thread that only submitted an operation does, and returns what the handlers were told.
+  std::vector<std::string> take(const std::optional<Driver>& driver = {}) {
+    if (const std::unique_ptr<EventBatch> batch = buffer.take()) {
+      batch->dispatch(driver);
+    }
+    return handlers.takeNotes();
+  }
+
+  Handlers handlers;
+
+ private:
+  Timer timer_;
+  const std::shared_ptr<Executor> executor_ = std::make_shared<Executor>(1, 1, ThreadHooks{}, timer_); // never started
+  Lifetime lifetime_{[] { return nullptr; }};
+  SentMessages sentMessages_{*executor_, lifetime_};
+
+ public:
+  EventBuffer buffer{handlers.all, sentMessages_};
+};
+
+} // namespace torch_ucx_rpc

@@ -1,0 +1,96 @@
+#pragma once
+
+#include "transport/transport.h"
+
+#include <gtest/gtest.h>
+
+#include <cstring>
+#include <deque>
+#include <set>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace torch_ucx_rpc {
+
+// Receives when the test says so.
+class PatientTransport final : public Transport {
+ public:
+  struct Receive {
+    void* parked;
+    void* into;
+    uint64_t bytes;
+    OperationDone done;
+  };
+
+  void setListener(TransportListener* /*listener*/) override {}
+  const std::string& address() const override {
+    return address_;
+  }
+  int eventFd() const override {
+    return -1;
+  }
+  std::vector<std::pair<std::string, std::string>> description() const override {
+    return {};
+  }
+  Error connect(const std::string& /*address*/, EndpointId& /*endpoint*/) override {
+    return {};
+  }
+  void send(
+      EndpointId /*endpoint*/,
+      const wire::Header& /*header*/,
+      std::span<const std::byte> /*bytes*/,
+      SendMode /*mode*/,
+      OperationDone done,
+      Memory /*memory*/) override {
+    done({});
+  }
+  void receive(void* parked, void* into, uint64_t bytes, OperationDone done, Memory /*memory*/) override {
+    asked.push_back({parked, into, bytes, std::move(done)});
+    ++begun;
+    if (isImmediate) {
+      complete();
+    }
+  }
+  bool canShare(const void* /*deviceMemory*/) const override {
+    return true;
+  }
+  void refuse(void* parked) override {
+    EXPECT_TRUE(refused.insert(parked).second) << "refused twice";
+  }
+  unsigned progress() override {
+    return 0;
+  }
+  bool arm() override {
+    return true;
+  }
+  size_t operationsInFlight() const override {
+    return asked.size();
+  }
+  std::vector<std::string> lanes(EndpointId /*endpoint*/) const override {
+    return {};
+  }
+  bool repair() override {
+    return true;
+  }
+  void abandon(EndpointId /*endpoint*/) override {}
+  void close(int64_t /*limitMs*/) override {}
+
+  // The first of those asked for. Its bytes are the number that it is parked under.
+  void complete(Error error = {}) {
+    Receive first = std::move(asked.front());
+    asked.pop_front();
+    std::memset(first.into, static_cast<int>(reinterpret_cast<uintptr_t>(first.parked)), first.bytes);
+    first.done(std::move(error));
+  }
+
+  bool isImmediate = false;
+  size_t begun = 0;
+  std::deque<Receive> asked;
+  std::set<void*> refused;
+
+ private:
+  const std::string address_ = "patient";
+};
+
+} // namespace torch_ucx_rpc

@@ -1,0 +1,283 @@
+// In which order the streams of devices, and the transport, use the memory of tensors.
+
+#include "device_fixture.h"
+
+namespace torch_ucx_rpc {
+namespace {
+
+// ---------------------------------------------------------------------------------------------------------- streams
+
+TEST_F(DeviceTest, TensorIsReadWhenItsStreamHasMadeIt) {
+  startWith(keep(), same_);
+  for (const int64_t elements : {kSmall, kLarge}) {
+    at::Tensor sent = onDevice(elements, 0);
+    device_.launch(fake(), [view = hostView(sent)] { view.fill_(7); });
+    const Future future = call(0, 1, "", {sent});
+    sent.reset();
+    exchangeWithoutTensors();
+    (void)answerWhileRunning(future);
+    ASSERT_EQ(received_.size(), 1u);
+    EXPECT_EQ(received_[0].device(), fake());
+    EXPECT_TRUE(isAll(hostView(received_[0]), 7));
+  }
+}
+
+TEST_F(DeviceTest, PackedViewIsMadeInOrderToo) {
+  startWith(keep(), same_);
+  const at::Tensor base = at::empty({1000, 1000}, at::TensorOptions(fake()).dtype(at::kFloat));
+  device_.launch(fake(), [view = hostView(base)] { view.fill_(7); });
+  (void)answerWhileRunning(call(0, 1, "", {base.select(1, 5)}));
+  ASSERT_EQ(received_.size(), 1u);
+  EXPECT_EQ(received_[0].sizes(), at::IntArrayRef({1000}));
+  EXPECT_TRUE(isAll(hostView(received_[0]), 7));
+}
+
+TEST_F(DeviceTest, HandlerComputesOnStreamsOfItsOwn) {
+  std::atomic<c10::StreamId> stream{0};
+  startWith(
+      [&](Message& request) {
+        stream.store(FakeDevice::currentStream(0));
+        const at::Tensor made = onDevice(kLarge, 0);
+        device_.launch(
+            fake(), [from = hostView(request.tensors()[0]), to = hostView(made)] { to.copy_(from).add_(1); });
+        return reply({made});
+      },
+      same_,
+      same_);
+  // The memory of each request is released before the handler's kernel has read it, and what comes next must not get it.
+  std::vector<Future> futures;
+  for (int number = 0; number < 4; ++number) {
+    futures.push_back(call(0, 1, "", {onDevice(kLarge, number)}));
+  }
+  ASSERT_TRUE(eventually([&] {
+    device_.run();
+    return std::all_of(futures.begin(), futures.end(), [](const Future& future) { return future->completed(); });
+  }));
+  EXPECT_NE(stream.load(), 0);
+  for (int number = 0; number < 4; ++number) {
+    EXPECT_TRUE(isAll(hostView(answer(futures[static_cast<size_t>(number)])->tensors()[0]), number + 1)) << number;
+  }
+  EXPECT_EQ(FakeDevice::currentStream(0), 0) << "the caller's is as it was";
+}
+
+TEST_F(DeviceTest, RequestOutlivesTheHandlersKernels) {
+  std::vector<Look> looks;
+  startWith(lookAtFirst(looks), {{c10::kCPU, fake()}});
+  (void)answer(call(0, 1, "", {at::full({kLarge}, 5.f)}));
+  (void)answer(call(0, 1, "", {at::full({kLarge}, 6.f)})); // would be received into the memory of the first
+  device_.run();
+  ASSERT_EQ(looks.size(), 2u);
+  EXPECT_TRUE(looks[0].hasSeen(5));
+  EXPECT_TRUE(looks[1].hasSeen(6));
+}
+
+// What is small comes with the body, and is copied to the device on a stream.
+TEST_F(DeviceTest, HandlerIsOrderedAfterTheArrivalOfWhatIsSmall) {
+  std::vector<Look> looks;
+  startWith(lookAtFirst(looks), {{c10::kCPU, fake()}});
+  (void)answer(call(0, 1, "", {at::full({kSmall}, 5.f)}));
+  device_.run();
+  EXPECT_TRUE(looks.at(0).hasSeen(5));
+}
+
+TEST_F(DeviceTest, WhoHasWaitedIsOrderedAfterTheAnswer) {
+  startWith([&](Message& /*request*/) { return completed("", {at::full({kSmall}, 5.f)}); }, {}, {{c10::kCPU, fake()}});
+  Future future = call(0, 1, "");
+  ASSERT_TRUE(eventually([&] { return future->completed(); }));
+  const c10::StreamGuard guard(latestStream()); // runs first, if nothing holds it up
+  future->wait();
+  c10::intrusive_ptr<Message> response = future->value().toCustomClass<Message>();
+  const Look look(response->tensors().at(0));
+  response.reset(); // and the memory must last
+  future.reset();
+  EXPECT_FALSE(look.hasSeen(5)) << "nothing has run yet";
+  device_.run();
+  EXPECT_TRUE(look.hasSeen(5));
+}
+
+TEST_F(DeviceTest, CallbackIsOrderedAfterTheAnswer) {
+  startWith([&](Message& /*request*/) { return completed("", {at::full({kSmall}, 5.f)}); }, {}, {{c10::kCPU, fake()}});
+  std::vector<Look> looks;
+  std::atomic<bool> hasRun{false};
+  call(0, 1, "")->addCallback([&](JitFuture& future) {
+    looks.emplace_back(future.value().toCustomClass<Message>()->tensors().at(0));
+    hasRun.store(true);
+  });
+  ASSERT_TRUE(eventually([&] { return hasRun.load(); }));
+  device_.run();
+  EXPECT_TRUE(looks.at(0).hasSeen(5));
+}
+
+TEST_F(DeviceTest, AnswerGivenLaterIsReadWhenItsStreamHasMadeIt) {
+  const Future later = deviceFuture();
+  startWith([&](Message& request) { return textOf(request) == "later" ? later : completed(""); }, same_, same_);
+  const Future future = call(0, 1, "later");
+  ASSERT_TRUE(eventually([&] { return metric(1, "agent.server_active_async_calls") == 1; }));
+  {
+    const c10::StreamGuard guard(latestStream());
+    at::Tensor made = onDevice(kLarge, 0);
+    device_.launch(fake(), [view = hostView(made)] { view.fill_(3); });
+    complete(later, "", {made});
+  }
+  exchangeWithoutTensors();
+  EXPECT_FALSE(future->completed());
+  EXPECT_TRUE(isAll(hostView(answerWhileRunning(future)->tensors().at(0)), 3));
+}
+
+TEST_F(DeviceTest, AnswerMadeOnAnotherStreamIsReadWhenThatHasMadeIt) {
+  startWith(
+      [&](Message& request) {
+        if (textOf(request) != "make") {
+          return completed("");
+        }
+        const c10::StreamGuard guard(latestStream());
+        const at::Tensor made = onDevice(kLarge, 0);
+        device_.launch(fake(), [view = hostView(made)] { view.fill_(3); });
+        return reply({made});
+      },
+      same_,
+      same_);
+  const Future future = call(0, 1, "make");
+  ASSERT_TRUE(eventually([&] { return handled_.load() == 1; }));
+  exchangeWithoutTensors();
+  EXPECT_FALSE(future->completed());
+  EXPECT_TRUE(isAll(hostView(answerWhileRunning(future)->tensors().at(0)), 3));
+}
+
+TEST_F(DeviceTest, WhatIsNotReadyHoldsUpNothing) {
+  startWith([&](Message& /*request*/) { return completed(""); }, same_);
+  device_.launch(fake(), [] {});
+  std::vector<at::Tensor> all; // the parts that may be under way at a time
+  for (size_t number = 0; number < Outbox::kMostRendezvous; ++number) {
+    all.push_back(onDevice(kSmall, 1));
+  }
+  const Future waiting = call(0, 1, "", all);
+  (void)answer(call(0, 1, "", {at::ones({kLarge})}));
+  EXPECT_FALSE(waiting->completed());
+  (void)answerWhileRunning(waiting);
+}
+
+// torch's allocator gives memory back to its stream while kernels there still read it.
+TEST_F(DeviceTest, NothingIsReceivedIntoMemoryThatIsStillRead) {
+  startWith(keep(), {{c10::kCPU, fake()}});
+  const std::vector<Look> looks = lookOnAllStreams();
+  const Future future = call(0, 1, "", {at::full({kLarge}, 5.f)});
+  exchangeWithoutTensors();
+  (void)answerWhileRunning(future);
+  EXPECT_TRUE(std::all_of(looks.begin(), looks.end(), [](const Look& look) { return look.hasSeen(9); }));
+  EXPECT_TRUE(isAll(hostView(received_.at(0)), 5));
+}
+
+TEST_F(DeviceTest, CallToOneselfIsInOrder) {
+  std::vector<Look> looks;
+  startWith(
+      [&](Message& request) {
+        for (const at::Tensor& tensor : request.tensors()) {
+          looks.emplace_back(tensor);
+        }
+        return reply(request.tensors());
+      },
+      {{fake(0), fake(1)}, {c10::kCPU, fake(0)}},
+      {{fake(1), fake(0)}, {fake(0), c10::kCPU}});
+  at::Tensor sent;
+  {
+    const c10::StreamGuard guard(latestStream()); // the memory goes back to this one, which runs before the caller's
+    sent = onDevice(kLarge, 5);
+  }
+  device_.launch(fake(), [view = hostView(sent)] { view.add_(2); });
+  const Future future = call(0, 0, "", {sent, at::full({kLarge}, 5.f)});
+  sent.reset();
+  const c10::intrusive_ptr<Message> response = answer(future); // what goes back to the CPU has the device run
+  device_.run();
+  ASSERT_EQ(looks.size(), 2u);
+  EXPECT_TRUE(looks[0].hasSeen(7));
+  EXPECT_TRUE(looks[1].hasSeen(5));
+  EXPECT_EQ(response->tensors().at(0).device(), fake(0));
+  EXPECT_TRUE(isAll(hostView(response->tensors()[0]), 7));
+  EXPECT_TRUE(isAll(response->tensors().at(1), 5));
+}
+
+// UCX's CUDA transports need that.
+TEST_F(DeviceTest, WhoDrivesHasAContext) {
+  startWith([&](Message& /*request*/) { return completed(""); }, same_);
+  std::thread caller([&] {
+    EXPECT_TRUE(eventually([&] {
+      agent(0).waitDriving(*call(0, 1, "")); // drives, unless the answer is there at once
+      return device_.threads().contains(std::this_thread::get_id());
+    }));
+  });
+  caller.join();
+}
+
+// ----------------------------------------------------------------------------------------------------------- failure
+
+TEST_F(DeviceTest, WhatHasTimedOutIsNotSent) {
+  startWith([&](Message& /*request*/) { return completed(""); }, same_);
+  device_.launch(fake(), [] {});
+  EXPECT_TRUE(contains(failure(call(0, 1, "", {onDevice(kLarge, 1)}, 0.05f)), "ran for more than"));
+  exchangeWithoutTensors(); // the cancellation has been worked off
+  device_.run();
+  exchangeWithoutTensors();
+  EXPECT_EQ(metric(0, "agent.calls_timed_out"), 1u);
+}
+
+TEST_F(DeviceTest, WhatIsNotReadyEndsWithThePeer) {
+  startWith([&](Message& /*request*/) { return completed(""); }, same_);
+  (void)answer(call(0, 1, ""));
+  device_.launch(fake(), [] {});
+  const Future future = call(0, 1, "", {onDevice(kLarge, 1)});
+  network_.kill("address 1");
+  EXPECT_TRUE(contains(failure(future), "w1"));
+  EXPECT_TRUE(eventually([&] { return device_.blocksInUse() == blocksAtStart_; }));
+}
+
+TEST_F(DeviceTest, WhatIsNotReadyEndsWithTheAgent) {
+  startWith([&](Message& /*request*/) { return completed(""); }, same_);
+  device_.launch(fake(), [] {});
+  const Future future = call(0, 1, "", {onDevice(kLarge, 1)});
+  agent(0).shutdown();
+  EXPECT_TRUE(contains(failure(future), "shut down"));
+  EXPECT_TRUE(eventually([&] { return device_.blocksInUse() == blocksAtStart_; }));
+}
+
+TEST_F(DeviceTest, MemoryThatIsNotFreeIsNotWaitedForWhenTheSenderIsGone) {
+  startWith([&](Message& /*request*/) { return completed(""); }, {{c10::kCPU, fake()}});
+  exchangeWithoutTensors();
+  (void)lookOnAllStreams();
+  const Future future = call(0, 1, "", {at::ones({kLarge})});
+  ASSERT_TRUE(eventually([&] { return device_.blocksInUse() != blocksAtStart_; }));
+  network_.kill("address 0");
+  EXPECT_TRUE(eventually([&] { return device_.blocksInUse() == blocksAtStart_; }));
+}
+
+TEST_F(DeviceTest, MemoryThatIsNotFreeIsNotWaitedForWhenTheAgentEnds) {
+  startWith([&](Message& /*request*/) { return completed(""); }, {{c10::kCPU, fake()}});
+  (void)lookOnAllStreams();
+  const Future future = call(0, 1, "", {at::ones({kLarge})});
+  ASSERT_TRUE(eventually([&] { return device_.blocksInUse() != blocksAtStart_; }));
+  agent(1).shutdown();
+  EXPECT_EQ(device_.blocksInUse(), blocksAtStart_);
+  EXPECT_TRUE(contains(failure(future), "shut down"));
+}
+
+TEST_F(DeviceTest, FailureOfTheReceiversDeviceReachesTheCaller) {
+  startWith([&](Message& /*request*/) { return completed(""); }, {{c10::kCPU, fake()}});
+  device_.fail(true);
+  EXPECT_TRUE(contains(failure(call(0, 1, "", {at::ones({kLarge})})), "illegal memory access"));
+  EXPECT_EQ(handled_.load(), 0);
+}
+
+TEST_F(DeviceTest, FailureOfTheDeviceReachesTheCaller) {
+  startWith(
+      [&](Message& /*request*/) {
+        device_.fail(true); // as a kernel of the handler may
+        return reply({onDevice(kLarge, 1)});
+      },
+      same_,
+      same_);
+  EXPECT_TRUE(contains(failure(call(0, 1, "")), "illegal memory access"));
+  EXPECT_TRUE(contains(failure(call(0, 1, "", {onDevice(kLarge, 1)})), "illegal memory access"));
+}
+
+} // namespace
+} // namespace torch_ucx_rpc

@@ -1,0 +1,122 @@
+"""docs/conformance.md says what the stored results say, of the suites that torch has."""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "tests" / "conformance"))
+
+import _results  # noqa: E402  (found through the line above)
+import page  # noqa: E402
+from _equivalents import EQUIVALENTS  # noqa: E402
+
+SUITES, RESULTS = _results.stored()
+TESTS = {f"{suite}.{test}" for suites in SUITES["lists"].values() for suite, tests in suites.items() for test in tests}
+UCX = {"backend": "UCX", "environment": {}, "cores": 2, "gpus": 0}
+
+
+def report(**outcomes: list[str]) -> dict:
+    """Of one run of a suite that consists of these tests."""
+    return {
+        "configuration": UCX,
+        "versions": {"torch": "2.13.0+cpu", "ucx": "1.22.0"},
+        "started": "2026-01-01T00:00:00Z",
+        "seconds": 1,
+        "complete": True,
+        "outcomes": {"RpcTest": outcomes},
+    }
+
+
+def condensed(*reports: dict) -> dict:
+    return _results.condensed(list(reports), {"GENERIC_TESTS": {"RpcTest": ["test_a", "test_b"]}})
+
+
+def test_the_page_is_what_the_results_give():
+    assert page.PAGE.read_text(encoding="utf-8") == page.page(SUITES, RESULTS), (
+        "run: python tests/conformance/page.py render"
+    )
+
+
+def test_the_page_is_about_the_suites_of_this_torch():
+    import _suites
+
+    if _suites.installed_release() != SUITES["torch"]:
+        pytest.skip(f"the page is about torch {SUITES['torch']}")
+    assert _suites.installed_suites() == SUITES["lists"], "run: make conformance"
+
+
+@pytest.mark.parametrize("result", RESULTS, ids=lambda result: _results.file_name(result["configuration"]))
+def test_every_result_is_of_whole_suites_of_that_torch(result):
+    assert result["versions"]["torch"].partition("+")[0] == SUITES["torch"]
+    sizes = {suite: len(tests) for suites in SUITES["lists"].values() for suite, tests in suites.items()}
+    left_out = [test for test, how in result["not passed"].items() if how == "not collected"]
+    for suite, counts in result["suites"].items():
+        assert counts["collected"] + sum(test.startswith(f"{suite}.") for test in left_out) == sizes[suite]
+    assert set(left_out) <= set(EQUIVALENTS)
+    assert set(result["not passed"]) <= TESTS
+
+
+@pytest.mark.parametrize("name", EQUIVALENTS)
+def test_an_equivalent_is_a_test_of_ours_for_one_of_torchs(name):
+    assert name in TESTS
+    file, *path = EQUIVALENTS[name]["equivalent"].partition("[")[0].split("::")
+    node: ast.AST = ast.parse((ROOT / file).read_text(encoding="utf-8"))
+    for part in path:
+        node = next((child for child in ast.iter_child_nodes(node) if getattr(child, "name", None) == part), None)
+        assert node is not None, f"{file} has no {part}"
+    assert path
+
+
+def test_of_several_runs_the_worst_counts():
+    result = condensed(
+        report(test_a=["passed", ""], test_b=["passed", ""]),
+        report(test_a=["failed", "RuntimeError: no"], test_b=["skipped", "no GPU"]),
+        report(test_a=["skipped", ""], test_b=["passed", ""]),
+    )
+    assert result["suites"]["RpcTest"] == {"collected": 2, "passed": 0, "skipped": 1, "failed": 1}
+    assert result["not passed"] == {
+        "RpcTest.test_a": "failed in 1 of 3 runs: RuntimeError: no",
+        "RpcTest.test_b": "skipped in 1 of 3 runs: no GPU",
+    }
+
+
+def test_a_stored_result_names_its_commit(monkeypatch, tmp_path):
+    import _suites
+
+    lists = {**{listed: {} for listed in SUITES["lists"]}, "GENERIC_TESTS": {"RpcTest": ["test_a"]}}
+    monkeypatch.setattr(_suites, "installed_suites", lambda: lists)
+    monkeypatch.setattr(_results, "RESULTS", tmp_path)
+    monkeypatch.setattr(_results, "SUITES", tmp_path / "suites.json")
+    monkeypatch.setattr(_results, "commit", lambda: "0123456789ab")
+    file = tmp_path.with_suffix(".report")
+    file.write_text(json.dumps(report(test_a=["passed", ""])), encoding="utf-8")
+    _results.record([file])
+    suites, [result] = _results.stored()
+    assert result["commit"] == "0123456789ab"
+    assert "| 2026-01-01 | 0123456789ab |" in page.page(suites, [result])
+    del result["commit"]
+    assert "| 2026-01-01 | not recorded |" in page.page(suites, [result])
+
+
+def test_what_was_not_collected_or_did_not_run_did_not_pass():
+    result = condensed(report(test_a=["not run", ""]))
+    assert result["suites"]["RpcTest"] == {"collected": 1, "passed": 0, "skipped": 0, "failed": 0}
+    assert result["not passed"] == {"RpcTest.test_a": "not run", "RpcTest.test_b": "not collected"}
+    suites = {"torch": "2.13.0", "lists": {listed: {} for listed in SUITES["lists"]}}
+    assert "| 1, not all clean | 1 | 0 | 0 | 0 |" in page.page(suites, [result])
+
+
+@pytest.mark.skipif(torch.cuda.device_count() > 0, reason="there are GPUs")
+def test_without_gpus_the_suites_for_gpus_fail():
+    asked = [sys.executable, "-m", "pytest", "tests/conformance/test_cuda_suites.py", "--cuda"]
+    run = subprocess.run(asked, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert run.returncode != 0
+    assert "finds no GPU here" in run.stderr

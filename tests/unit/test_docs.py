@@ -1,0 +1,153 @@
+"""Pages: links lead somewhere, lines and pages stay short, sentences have subjects, and an index lists each page."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = next(folder for folder in Path(__file__).resolve().parents if (folder / "pyproject.toml").exists())
+PAGES = sorted(
+    [
+        *ROOT.glob("*.md"),
+        *(
+            page
+            for folder in ("docs", "examples", "torch_ucx_rpc", "tests", "benchmarks")
+            for page in (ROOT / folder).rglob("*.md")
+        ),
+    ]
+)
+
+LONGEST_LINE = 120
+LONGEST_CELL = 200
+MOST_WORDS = 1500
+
+FENCED = re.compile(r"^```.*?^```[ ]*$", re.MULTILINE | re.DOTALL)
+CODE_SPAN = re.compile(r"`[^`\n]*`")
+URL = re.compile(r"https?://[^\s)>]+")
+LINK = re.compile(r"\[(?:[^\]\[]|\[[^\]]*\])*\]\(([^()\s]+)\)")
+HEADING = re.compile(r"^#+ +(.*?) *$", re.MULTILINE)
+# The subject of a sentence names the thing, so none begins with these. Questions may.
+HEADLESS = re.compile(
+    r"(?:^[ #/|*-]*|[.:|] )((?:Who|What|That of|Those of|There is nobody) "
+    r"(?:is|was|has|had|does|waits|calls|sends|leaves|dies|comes|receives|goes|asks|cannot)\b[^.|?\n]*)(\??)",
+    re.MULTILINE,
+)
+
+
+def prose(text: str) -> str:
+    """The text without what stands between fences, one paragraph or row a line."""
+    return re.sub(r"(?<=[^\n])\n(?=[^\n|#>*-])[ ]*", " ", FENCED.sub("", text))
+
+
+def anchors(text: str) -> set[str]:
+    """Of the headings, as GitHub makes them."""
+    found: set[str] = set()
+    for heading in HEADING.findall(FENCED.sub("", text)):
+        bare = LINK.sub(lambda link: link[0][1 : link[0].index("]")], heading)
+        slug = re.sub(r"[^\w\- ]", "", bare.lower()).replace(" ", "-")
+        number = 0
+        while (unique := f"{slug}-{number}" if number else slug) in found:
+            number += 1
+        found.add(unique)
+    return found
+
+
+def broken_links(page: Path, text: str) -> Iterator[str]:
+    for target in LINK.findall(CODE_SPAN.sub("", FENCED.sub("", text))):
+        if re.match(r"\w+:", target):
+            continue
+        path, _, anchor = target.partition("#")
+        file = page.parent / path
+        if path and not file.exists():
+            yield f"{target}: no such file"
+        elif anchor and anchor not in anchors(file.read_text(encoding="utf-8") if path else text):
+            yield f"{target}: no such heading"
+
+
+def too_wide(text: str) -> Iterator[str]:
+    for number, line in enumerate(text.splitlines(), start=1):
+        if line.startswith("|"):
+            for cell in re.split(r"(?<!\\)\|", line):
+                if len(cell.strip()) > LONGEST_CELL:
+                    yield f"line {number}: a cell of {len(cell.strip())} characters: {cell.strip()[:50]}"
+        elif len(URL.sub("", line)) > LONGEST_LINE:
+            yield f"line {number}: {len(line)} columns: {line[:50]}"
+
+
+def words(text: str) -> int:
+    return sum(bool(re.search(r"\w", word)) for word in FENCED.sub("", text).split())
+
+
+def says_why_it_is_long(text: str) -> bool:
+    comment = re.match(r"<!--(.*?)-->", text, re.DOTALL)
+    return comment is not None and words(comment[1]) >= 5
+
+
+def headless(text: str) -> list[str]:
+    return [sentence for sentence, mark in HEADLESS.findall(prose(text)) if not mark]
+
+
+def name_of(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_a_page_keeps_the_rules(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    found = [*broken_links(page, text), *too_wide(text), *(f"no subject: {sentence}" for sentence in headless(text))]
+    if words(text) > MOST_WORDS and not says_why_it_is_long(text):
+        found.append(f"{words(text)} words, and no comment at the top that says why")
+    assert not found, "\n" + "\n".join(found)
+
+
+@pytest.mark.parametrize("shelf", ["docs", "docs/development"])
+def test_the_index_of_a_shelf_lists_its_pages(shelf: str) -> None:
+    index = ROOT / shelf / "README.md"
+    listed = set(LINK.findall(index.read_text(encoding="utf-8")))
+    assert {page.name for page in index.parent.glob("*.md")} - {"README.md"} <= listed
+
+
+def test_there_are_pages() -> None:
+    assert {"README.md", "CHANGELOG.md", "CONTRIBUTING.md"} <= {name_of(page) for page in PAGES}
+
+
+SAMPLE = "# A b, `c`\n\nOne. See [a](#a-b-c).\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "finding"),
+    [
+        ("[a](nowhere.md)\n", "no such file"),
+        ("[a](#b)\n", "no such heading"),
+        ("# A\n\n```\n# B\n```\n\n[a](#b)\n", "no such heading"),
+        ("x" * 121 + "\n", "121 columns"),
+        ("| a | " + "x" * 201 + " |\n", "201 characters"),
+    ],
+)
+def test_a_fault_is_found(tmp_path: Path, text: str, finding: str) -> None:
+    (found,) = [*broken_links(tmp_path / "page.md", text), *too_wide(text)]
+    assert finding in found
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["Who waits sleeps.\n", "It ends. What was\nsent stays.\n", "- A list. Who calls waits.\n", "| a | Who is it. |\n"],
+)
+def test_a_sentence_without_a_subject_is_found(text: str) -> None:
+    assert headless(text)
+
+
+@pytest.mark.parametrize(
+    "text", [SAMPLE, "What does it cost?\n", "```\nWho waits sleeps.\n```\n", "A worker knows. It asks.\n"]
+)
+def test_nothing_is_found_in_good_text(tmp_path: Path, text: str) -> None:
+    assert [*broken_links(tmp_path / "page.md", text), *too_wide(text), *headless(text)] == []
+
+
+def test_a_long_page_has_to_say_why() -> None:
+    assert words("a b 7 | -- |\n\n```\nnot this\n```\n") == 3
+    assert says_why_it_is_long("<!-- Long: a table that is searched, not read. -->\n# A\n")
+    assert not says_why_it_is_long("# A\n<!-- Long: a table that is searched, not read. -->\n")

@@ -1,0 +1,35 @@
+"""What the package offers by name is what its docstring and ``__all__`` say, and no more."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import pkgutil
+import re
+import types
+
+import torch_ucx_rpc
+
+# The second is imported by name only.
+PUBLIC_MODULES = ("errors", "testing")
+
+
+def test_all_names_exist_and_are_all_the_public_ones() -> None:
+    public = {
+        name
+        for name, value in vars(torch_ucx_rpc).items()
+        if not name.startswith("_") and not isinstance(value, types.ModuleType)
+    }
+    assert public | {"__version__", "errors"} == set(torch_ucx_rpc.__all__)
+    assert list(torch_ucx_rpc.__all__) == sorted(torch_ucx_rpc.__all__)
+
+
+def test_every_other_module_is_private_and_all_are_mapped_by_the_docstring() -> None:
+    # One is written by the build, and of interest to `_native` alone.
+    modules = {module.name for module in pkgutil.iter_modules(torch_ucx_rpc.__path__)} - {"_build_info"}
+    assert {name for name in modules if not name.startswith("_")} == set(PUBLIC_MODULES)
+    mapped = set(re.findall(r"^\* `+(\w+)`+", torch_ucx_rpc.__doc__, re.MULTILINE))
+    assert mapped == modules | set(torch_ucx_rpc.__all__)
+
+
+def test_the_version_is_that_of_the_installed_package() -> None:
+    assert torch_ucx_rpc.__version__ == importlib.metadata.version("torch_ucx_rpc")

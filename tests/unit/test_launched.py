@@ -1,0 +1,249 @@
+"""init_rpc() without arguments: what it asks for and in which order; real launchers are in ``launchers/``."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.rpc as rpc
+import workers
+from torch.distributed import FileStore, TCPStore
+from workers import reserved_port, run_program, run_workers
+
+import torch_ucx_rpc
+from torch_ucx_rpc._bootstrap.rendezvous import JobAddress, open_job_store
+from torch_ucx_rpc._launch import init, mpi
+from torch_ucx_rpc._launch.environment import Launch
+from torch_ucx_rpc._options import UcxRpcBackendOptions
+
+LAUNCHERS = ("RANK", "WORLD_SIZE", "MASTER_", "OMPI_", "PMI_", "PMIX_", "MPI_", "SLURM_", "ROLE_", "TORCHELASTIC_")
+
+
+@pytest.fixture(autouse=True)
+def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in [name for name in os.environ if name.startswith(LAUNCHERS)]:
+        monkeypatch.delenv(variable)
+
+
+# ---- Arguments -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
+    """The names, ranks and sizes of agents that would have started."""
+    calls: list[tuple] = []
+    monkeypatch.setattr(init._start, "init_rpc", lambda *arguments, open_store: calls.append(arguments[:3]))
+    return calls
+
+
+def test_nothing_found_says_what_was_looked_for() -> None:
+    with pytest.raises(
+        RuntimeError, match=r"looked for RANK and WORLD_SIZE .* SLURM_PROCID .* torch_ucx_rpc run -n 2 <script>"
+    ):
+        torch_ucx_rpc.init_rpc()
+
+
+def test_explicit_arguments_win(started: list, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    torch_ucx_rpc.init_rpc()
+    torch_ucx_rpc.init_rpc("ps")
+    torch_ucx_rpc.init_rpc(rank=2)
+    torch_ucx_rpc.init_rpc(world_size=0)
+    torch_ucx_rpc.init_rpc("x", rank=0, world_size=9)
+    assert started == [("worker1", 1, 4), ("ps", 1, 4), ("worker2", 2, 4), ("worker1", 1, 0), ("x", 0, 9)]
+
+
+def test_a_rank_of_ones_own_has_no_role(started: list, monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable, value in {"RANK": "5", "WORLD_SIZE": "8", "ROLE_NAME": "trainer", "ROLE_RANK": "3"}.items():
+        monkeypatch.setenv(variable, value)
+    torch_ucx_rpc.init_rpc()
+    torch_ucx_rpc.init_rpc(rank=6)
+    assert started == [("trainer3", 5, 8), ("worker6", 6, 8)]
+
+
+# ---- Where the workers meet ------------------------------------------------------------------------------------------
+
+
+def open_store(launch: Launch | None, init_method: str = "env://", timeout: float = 5) -> Any:
+    rank, size = (0, 1) if launch is None else (launch.rank, launch.world_size)
+    return init._open_store(launch, init_method, rank, size, timeout)
+
+
+def test_the_options_come_first_then_the_variable_then_the_address(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with reserved_port() as port:
+        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+        monkeypatch.setenv("MASTER_PORT", str(port))
+        assert isinstance(open_store(None), TCPStore)
+        monkeypatch.setenv("TORCH_UCX_RPC_INIT_METHOD", f"file://{tmp_path}/variable")
+        assert open_store(None).path == f"{tmp_path}/variable"
+        assert open_store(None, f"file://{tmp_path}/options").path == f"{tmp_path}/options"
+
+
+def test_an_address_without_a_port_has_that_of_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    launch = Launch("Slurm", 0, 1, "worker0", hosts=("nowhere.invalid",), job="Slurm a 1")
+    assert open_store(launch).port in init.ports_of("Slurm a 1")
+
+
+def test_a_group_without_a_size_meets_there_too() -> None:
+    launch = Launch("Slurm", 0, 2, "worker0", hosts=("127.0.0.1",), job="Slurm a 3")
+    assert init._open_store(launch, "env://", 0, None, 5).port in init.ports_of("Slurm a 3")
+
+
+def test_a_port_without_an_address_is_used_on_the_host_of_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    with reserved_port() as port:
+        monkeypatch.setenv("MASTER_PORT", str(port))
+        assert open_store(Launch("Slurm", 0, 1, "worker0", hosts=("127.0.0.1",), job="Slurm a 2")).port == port
+
+
+def test_a_meeting_place_that_is_no_url_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_UCX_RPC_INIT_METHOD", "/shared/store")
+    with pytest.raises(ValueError, match=r"TORCH_UCX_RPC_INIT_METHOD must be a URL such as .* '/shared/store'"):
+        open_store(None)
+
+
+SEVERAL_HOSTS = Launch("Open MPI", 1, 3, "worker1", job="Open MPI 1", speaks_mpi=True)
+
+
+def test_without_mpi4py_one_error_says_which_variable_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mpi, "is_installed", lambda: False)
+    with pytest.raises(RuntimeError, match=r"set MASTER_ADDR to its host .* TORCH_UCX_RPC_INIT_METHOD to file:///"):
+        open_store(SEVERAL_HOSTS)
+
+
+def test_without_mpi4py_a_shared_file_will_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mpi, "is_installed", lambda: False)
+    monkeypatch.setenv("TORCH_UCX_RPC_INIT_METHOD", f"file://{tmp_path}/store")
+    assert isinstance(open_store(SEVERAL_HOSTS), FileStore)
+
+
+# ---- The Store of a job ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def ports() -> Iterator[tuple[int, int]]:
+    with reserved_port() as first, reserved_port() as second:
+        yield first, second
+
+
+def meet(address: JobAddress) -> tuple[TCPStore, TCPStore]:
+    """The Stores of rank 0 and of a rank that has begun to look for it before."""
+    found: list[TCPStore] = []
+    looking = threading.Thread(target=lambda: found.append(open_job_store(address, 1, 2, 20)))
+    looking.start()
+    served = open_job_store(address, 0, 2, 20)
+    looking.join()
+    return served, found[0]
+
+
+def test_the_workers_meet_at_the_first_free_port(ports: tuple[int, int]) -> None:
+    with socket.create_server(("", 0)) as other:
+        taken = other.getsockname()[1]
+        # Whoever has it hangs up on strangers, or it would take seconds to find that it is no Store.
+        threading.Thread(target=hang_up, args=(other,), daemon=True).start()
+        served, found = meet(JobAddress("job", ("127.0.0.1",), (taken, *ports)))
+    assert served.port == found.port == ports[0]
+    served.set("key", "value")
+    assert found.get("key") == b"value"
+
+
+def hang_up(server: socket.socket) -> None:
+    try:
+        while True:
+            server.accept()[0].close()
+    except OSError:
+        pass
+
+
+def test_two_jobs_with_the_same_ports_do_not_meet(ports: tuple[int, int]) -> None:
+    # Multi-tenant Stores of one process, as the others of this test are, would share a port.
+    other = TCPStore("127.0.0.1", ports[0], is_master=True, wait_for_workers=False, multi_tenant=False)
+    other.set("torch_ucx_rpc/job", "another")
+    served, found = meet(JobAddress("job", ("127.0.0.1",), ports))
+    assert served.port == found.port == ports[1]
+
+
+def test_rank_0_is_looked_for_on_all_hosts_where_it_may_be(ports: tuple[int, int]) -> None:
+    served, found = meet(JobAddress("job", ("nowhere.invalid", "127.0.0.1"), ports))
+    assert served.port == found.port
+
+
+def test_rank_0_says_when_the_others_would_look_elsewhere(ports: tuple[int, int]) -> None:
+    with pytest.raises(RuntimeError, match=r"look for it at nowhere.invalid, .* set MASTER_ADDR to the host of rank 0"):
+        open_job_store(JobAddress("job", ("nowhere.invalid",), ports), 0, 2, 5)
+
+
+def test_the_error_says_what_is_at_the_places_where_rank_0_is_not(ports: tuple[int, int]) -> None:
+    with pytest.raises(RuntimeError, match=rf"not at 127.0.0.1, port {ports[0]} or {ports[1]}, .*refused"):
+        open_job_store(JobAddress("job", ("127.0.0.1",), ports), 1, 2, 0.2)
+
+
+def test_all_ports_taken_is_said(ports: tuple[int, int]) -> None:
+    with socket.create_server(("", 0)) as other:
+        taken = other.getsockname()[1]
+        with pytest.raises(RuntimeError, match=rf"the ports {taken} are all in use .* set MASTER_PORT"):
+            open_job_store(JobAddress("job", ("127.0.0.1",), (taken,)), 0, 2, 5)
+
+
+# ---- Beside a process group ------------------------------------------------------------------------------------------
+
+
+def call_next(rank: int) -> float:
+    names = [workers.worker_name(0), workers.worker_name(1)]
+    return rpc.rpc_sync(names[1 - rank], torch.add, args=(torch.ones(1), rank)).item()
+
+
+def join_after_process_group(rank: int, with_variables: bool) -> float:
+    host, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+    if with_variables:
+        os.environ.update(RANK=str(rank), WORLD_SIZE="2")
+        dist.init_process_group("gloo")
+    else:
+        # As of a program that has all that from elsewhere.
+        del os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+        dist.init_process_group("gloo", init_method=f"tcp://{host}:{port}", rank=rank, world_size=2)
+    torch_ucx_rpc.init_rpc()
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(1, 1, bias=False))
+    model(torch.full((1, 1), float(rank))).sum().backward()
+    # The mean of 0 and 1: DDP has reduced it.
+    assert model.module.weight.grad.item() == 0.5
+    sum_ = call_next(rank)
+    rpc.shutdown()
+    dist.destroy_process_group()
+    return sum_
+
+
+@pytest.mark.parametrize("with_variables", [True, False], ids=["variables", "process group alone"])
+def test_it_works_after_init_process_group_and_next_to_ddp(with_variables: bool) -> None:
+    assert run_workers(2, join_after_process_group, with_variables, init=False, silent=False) == [1.0, 2.0]
+
+
+def join_twice(rank: int) -> list[float]:
+    os.environ.update(RANK=str(rank), WORLD_SIZE="2")
+    results = []
+    for _ in range(2):
+        torch_ucx_rpc.init_rpc(rpc_backend_options=UcxRpcBackendOptions(num_worker_threads=2))
+        results.append(call_next(rank))
+        rpc.shutdown()
+    return results
+
+
+def test_it_can_be_called_again_after_shutdown() -> None:
+    assert run_workers(2, join_twice, init=False) == [[1.0, 1.0], [2.0, 2.0]]
+
+
+def test_the_error_without_a_launcher_is_what_a_user_sees_last() -> None:
+    environ = dict.fromkeys(("RANK", "WORLD_SIZE"), "")
+    [ended] = run_program("import torch_ucx_rpc; torch_ucx_rpc.init_rpc()", env=environ)
+    assert ended.returncode == 1
+    assert ended.stderr.splitlines()[-1].startswith("RuntimeError: init_rpc() finds nothing that tells")

@@ -1,0 +1,414 @@
+"""Which UCX and which torch the package runs with, and what it says where it cannot.
+
+What goes wrong on import is provoked in a process of its own, with a copy of the package that lacks something and with
+libraries that are made on the spot.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import signal
+import subprocess
+import sys
+import sysconfig
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+import workers
+from fresh import run_fresh
+
+import torch_ucx_rpc
+from torch_ucx_rpc import _native
+from torch_ucx_rpc._build_info import BUILT_FOR_TORCH, BUILT_FOR_UCX
+
+PACKAGE = Path(torch_ucx_rpc.__file__).parent
+EXT_SUFFIX = sysconfig.get_config_var("EXT_SUFFIX")
+
+MAPS = """\
+7f0000000000-7f0000010000 r--p 00000000 08:01 1000 /usr/lib/libuct.so.0
+7f0000010000-7f0000020000 r--p 00000000 08:01 1001 {libucp}
+7f0000020000-7f0000030000 r-xp 00010000 08:01 1001 {libucp}
+7f0000030000-7f0000040000 rw-p 00000000 00:00 0
+"""
+
+
+# ---- What is there ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "libucp", ["/usr/lib/x86_64-linux-gnu/libucp.so.0.0.0", "/opt/with space/libucx/lib/libucp.so", "/lib/libucp.so.0"]
+)
+def test_the_path_of_libucp_is_read_from_the_maps(libucp: str) -> None:
+    assert _native.path_in_maps(MAPS.format(libucp=libucp)) == libucp
+
+
+def test_a_library_that_was_replaced_on_disk_keeps_its_path() -> None:
+    assert _native.path_in_maps(MAPS.format(libucp="/usr/lib/libucp.so.0 (deleted)")) == "/usr/lib/libucp.so.0"
+
+
+@pytest.mark.parametrize("other", ["/usr/lib/libucpp.so", "/usr/lib/my_libucp.so", "/usr/lib/libucp/readme"])
+def test_other_libraries_are_not_libucp(other: str) -> None:
+    assert _native.path_in_maps(MAPS.format(libucp=other)) is None
+
+
+def test_the_ucx_of_this_process_is_new_enough_and_where_it_is_said_to_be() -> None:
+    ucx = _native.loaded_ucx()
+    assert ucx is not None
+    _native.check_ucx_version(ucx, BUILT_FOR_UCX, was_there_before=False)
+    assert ".".join(map(str, ucx.version)) == _native._C.ucx_library()["version"]
+    assert Path(ucx.path).samefile(_native._C.ucx_library()["path"])
+
+
+def test_the_extension_was_built_with_what_the_build_wrote_down() -> None:
+    assert _native._C.BUILT_FOR_TORCH == BUILT_FOR_TORCH
+    assert _native._C.UCP_API_VERSION == BUILT_FOR_UCX
+
+
+# ---- What is looked for ----------------------------------------------------------------------------------------------
+
+
+def test_the_wheel_comes_before_the_system_unless_one_is_chosen() -> None:
+    assert _native.sources("") == ("wheel", "system")
+    assert _native.sources("wheel") == ("wheel",)
+    assert _native.sources("system") == ("system",)
+
+
+def test_a_choice_that_is_none_is_refused() -> None:
+    with pytest.raises(ImportError, match=r"TORCH_UCX_RPC_UCX=conda means nothing: set it to wheel or system"):
+        _native.sources("conda")
+
+
+@pytest.mark.parametrize("version", [(1, 22, 0), (1, 22, 3), (1, 23, 0), (2, 0, 0)])
+def test_a_newer_ucx_than_at_the_build_is_taken(version: tuple[int, int, int]) -> None:
+    _native.check_ucx_version(_native.Ucx(version, "/lib/libucp.so.0"), "1.22", was_there_before=True)
+
+
+@pytest.mark.parametrize(
+    ("was_there_before", "cure"),
+    [(True, "import torch_ucx_rpc before that package"), (False, "install a newer one, pip install libucx-cu12")],
+)
+def test_an_older_ucx_than_at_the_build_is_refused_with_the_cure(was_there_before: bool, cure: str) -> None:
+    with pytest.raises(ImportError, match=cure) as refused:
+        _native.check_ucx_version(
+            _native.Ucx((1, 13, 1), "/lib/libucp.so.0"), "1.22", was_there_before=was_there_before
+        )
+    assert "built with UCX 1.22" in str(refused.value)
+    assert "UCX 1.13.1 (/lib/libucp.so.0)" in str(refused.value)
+
+
+# ---- torch -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("built_for", "running"),
+    [
+        ("2.13.0+cpu", "2.13.0+cpu"),
+        ("2.13.0+cpu", "2.13.0+cu130"),
+        ("2.13.0", "2.13.0+cpu"),
+        ("2.13.0+rocm6.4", "2.13.0"),
+        ("2.13.0a0+git1234567", "2.13.0a0+git1234567"),
+    ],
+)
+def test_every_build_of_one_torch_release_will_do(built_for: str, running: str) -> None:
+    _native.check_torch_version(built_for, running)
+
+
+@pytest.mark.parametrize(
+    ("built_for", "running"),
+    [
+        ("2.13.0+cpu", "2.13.1+cpu"),
+        ("2.13.0", "2.12.0"),
+        ("2.14.0.dev20260101", "2.14.0.dev20260102"),
+        ("2.13.0a0+git1234567", "2.13.0a0+git7654321"),
+    ],
+)
+def test_another_torch_than_at_the_build_is_refused_naming_both(built_for: str, running: str) -> None:
+    with pytest.raises(ImportError, match="build it again") as refused:
+        _native.check_torch_version(built_for, running)
+    assert f"built for torch {built_for} and this is torch {running}" in str(refused.value)
+
+
+# ---- On import -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def copied(tmp_path: Path) -> Path:
+    """A folder with a package torch_ucx_rpc that is made of links to this one's files."""
+    package = tmp_path / "copied" / "torch_ucx_rpc"
+    package.mkdir(parents=True)
+    rooms = [file.parent for file in PACKAGE.glob("*/__init__.py")]
+    for file in [*PACKAGE.glob("*.py"), *rooms, PACKAGE / f"_C{EXT_SUFFIX}"]:
+        (package / file.name).symlink_to(file)
+    return package
+
+
+def import_error(copied: Path, before: str = "", env: Mapping[str, str] | None = None) -> str:
+    """What the ImportError says with which importing the copied package ends."""
+    script = f"""
+import sys
+sys.path.insert(0, {str(copied.parent)!r})
+{before}
+import torch_ucx_rpc
+"""
+    with pytest.raises(workers.WorkersFailed) as failed:
+        run_fresh(script, env=env)
+    [message] = re.findall(r"^ImportError: (.*)$", str(failed.value), re.MULTILINE)[-1:]
+    return message
+
+
+def library(folder: Path, major: int, minor: int, name: str = "libucp.so.0") -> Path:
+    """A libucp of another version, as far as the loader and a question for the version can tell."""
+    folder.mkdir(exist_ok=True)
+    source, made = folder / "ucp.c", folder / name
+    source.write_text(
+        f"void ucp_get_version(unsigned* a, unsigned* b, unsigned* c) {{ *a = {major}; *b = {minor}; *c = 7; }}"
+    )
+    command = ["cc", "-shared", "-fPIC", f"-Wl,-soname,{made.name}", str(source), "-o", str(made)]
+    subprocess.run(command, check=True)
+    return made
+
+
+def test_the_copy_can_be_imported(copied: Path) -> None:
+    run_fresh(f"""
+        import sys
+        sys.path.insert(0, {str(copied.parent)!r})
+        import torch_ucx_rpc
+        assert torch_ucx_rpc.__file__ == {str(copied / "__init__.py")!r}
+    """)
+
+
+def test_a_source_tree_that_is_not_built_says_how_to_build(copied: Path) -> None:
+    (copied / f"_C{EXT_SUFFIX}").unlink()
+    (copied / "_build_info.py").unlink()
+    message = import_error(copied)
+    assert f"the extension has not been built in {copied}" in message
+    assert "make build" in message
+    assert "pip install --no-build-isolation" in message
+
+
+def test_an_extension_for_another_python_is_named(copied: Path) -> None:
+    (copied / f"_C{EXT_SUFFIX}").rename(copied / "_C.cpython-34m.so")
+    message = import_error(copied)
+    assert "is _C.cpython-34m.so" in message
+    assert f"needs _C{EXT_SUFFIX}" in message
+
+
+def test_another_torch_than_at_the_build_is_noticed(copied: Path) -> None:
+    (copied / "_build_info.py").unlink()
+    (copied / "_build_info.py").write_text(f"BUILT_FOR_TORCH = '1.0.0'\nBUILT_FOR_UCX = '{BUILT_FOR_UCX}'\n")
+    assert f"built for torch 1.0.0 and this is torch {torch.__version__}" in import_error(copied)
+
+
+def test_an_older_ucx_is_noticed(copied: Path) -> None:
+    (copied / "_build_info.py").unlink()
+    (copied / "_build_info.py").write_text(f"BUILT_FOR_TORCH = '{BUILT_FOR_TORCH}'\nBUILT_FOR_UCX = '99.0'\n")
+    message = import_error(copied)
+    assert "built with UCX 99.0" in message
+    assert "install a newer one" in message
+
+
+def test_an_extension_that_cannot_be_loaded_says_why(copied: Path) -> None:
+    (copied / f"_C{EXT_SUFFIX}").unlink()
+    (copied / f"_C{EXT_SUFFIX}").write_bytes(b"not a library")
+    message = import_error(copied)
+    assert "the extension cannot be loaded" in message
+    assert "make build" in message
+
+
+def test_an_older_ucx_that_another_package_has_loaded_is_not_replaced(copied: Path, tmp_path: Path) -> None:
+    older = library(tmp_path / "older", 1, 13)
+    message = import_error(copied, f"import ctypes; ctypes.CDLL({str(older)!r})")
+    assert f"the older UCX 1.13.7 ({older}), which another package loaded before" in message
+
+
+def test_the_ucx_of_which_another_package_has_loaded_a_part_is_the_one_of_the_process(
+    copied: Path, tmp_path: Path
+) -> None:
+    part = library(tmp_path / "older", 1, 13, "libucs.so.0")
+    load_part = f"import ctypes; ctypes.CDLL({str(part)!r})"
+    message = import_error(copied, load_part)
+    assert f"a part of UCX ({part}) that has no libucp.so.0 beside it" in message
+    whole = library(tmp_path / "older", 1, 13)
+    message = import_error(copied, load_part)
+    assert f"the older UCX 1.13.7 ({whole}), which another package loaded before" in message
+
+
+def test_the_cure_for_an_older_ucx_that_is_there_already_names_the_newer_one(copied: Path, tmp_path: Path) -> None:
+    older = library(tmp_path / "older", 1, 13)
+    message = import_error(copied, f"import ctypes; ctypes.CDLL({str(older)!r})")
+    [folder] = re.findall(r"LD_LIBRARY_PATH=(.*)\.$", message)
+    assert (Path(folder) / "libucp.so.0").exists()
+
+
+def test_a_ucx_that_was_not_chosen_but_is_there_already_is_refused(copied: Path, tmp_path: Path) -> None:
+    other = library(tmp_path / "other", 99, 0)
+    message = import_error(copied, f"import ctypes; ctypes.CDLL({str(other)!r})", {"TORCH_UCX_RPC_UCX": "wheel"})
+    assert f"UCX 99.0.7 ({other}) is in this process already" in message
+    assert "TORCH_UCX_RPC_UCX=wheel" in message
+
+
+# What Python takes for a package that is not installed.
+NO_WHEEL = "sys.modules['libucx'] = None"
+
+
+def test_without_any_ucx_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Under this name there is none, neither in this process nor on any machine.
+    monkeypatch.setattr(_native, "SONAME", "libucp.so.none")
+    monkeypatch.setitem(sys.modules, "libucx", None)
+    monkeypatch.setattr(_native, "complete_ucx", lambda: None)
+    with pytest.raises(ImportError, match=r"there is no UCX \(libucp.so.none\): ") as refused:
+        _native.load_ucx("", BUILT_FOR_UCX)
+    assert "pip install libucx-cu12" in str(refused.value)
+    assert "conda install -c conda-forge ucx" in str(refused.value)
+
+
+def test_a_choice_that_is_not_installed_is_named(copied: Path) -> None:
+    message = import_error(copied, NO_WHEEL, {"TORCH_UCX_RPC_UCX": "wheel"})
+    assert "there is no UCX (libucp.so.0) in a libucx wheel" in message
+
+
+@pytest.mark.parametrize(
+    ("before", "env"), [("", {"TORCH_UCX_RPC_UCX": "system"}), (NO_WHEEL, {})], ids=["chosen", "no wheel"]
+)
+def test_the_system_is_taken_when_chosen_and_when_there_is_no_wheel(
+    copied: Path, tmp_path: Path, before: str, env: dict[str, str]
+) -> None:
+    made = library(tmp_path / "system", 1, 2)
+    script = f"import sys; sys.path.insert(0, {str(copied.parent)!r}); {before or 'pass'}; import torch_ucx_rpc"
+    # The loader reads this when a program starts.
+    [ended] = workers.run_program(script, env={"LD_LIBRARY_PATH": str(made.parent), **env})
+    assert ended.returncode == 1
+    assert f"the older UCX 1.2.7 ({made}): install a newer one" in ended.stderr.splitlines()[-1]
+
+
+# ---- Signals ---------------------------------------------------------------------------------------------------------
+
+
+def test_loading_ucx_leaves_the_end_of_a_terminal_the_end_of_the_process() -> None:
+    # Under nohup, say, these tests would begin with another disposition.
+    script = """
+        import os, signal
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+        import torch_ucx_rpc
+        os.kill(os.getpid(), signal.SIGHUP)
+    """
+    run_fresh(script, exit_codes={0: -signal.SIGHUP})
+
+
+def test_handlers_that_were_there_before_ucx_stay() -> None:
+    run_fresh("""
+        import os, signal
+        came = []
+        signal.signal(signal.SIGHUP, lambda *_: came.append("hup"))
+        import torch_ucx_rpc
+        os.kill(os.getpid(), signal.SIGHUP)
+        assert came == ["hup"]
+    """)
+
+
+def test_a_signal_that_the_user_gives_to_ucx_is_left_to_it() -> None:
+    run_fresh(
+        """
+        import os, signal
+        import torch_ucx_rpc
+        os.kill(os.getpid(), signal.SIGHUP)
+        """,
+        env={"UCX_DEBUG_SIGNO": "HUP"},
+    )
+
+
+# ---- The functions that UCX overwrites -------------------------------------------------------------------------------
+
+
+def tasks(folder: Path, *syscalls: str) -> Path:
+    """A folder as /proc/self/task, with this thread in a read, and others."""
+    for number, syscall in enumerate(["0 0x3 0x7ffc 0x7f16", *syscalls]):
+        task = folder / str(threading.get_native_id() + number)
+        task.mkdir()
+        (task / "syscall").write_text(syscall + "\n", encoding="ascii")
+    return folder
+
+
+def inside(name: str) -> str:
+    function = ctypes.cast(getattr(ctypes.CDLL(None), name), ctypes.c_void_p).value
+    assert function is not None
+    return f"11 0x7000 0x1000 0x7ffc {function + 7:#x}"
+
+
+def test_ucx_need_not_wait_where_all_others_sleep_elsewhere(tmp_path: Path) -> None:
+    assert _native.may_be_patched_at_once(tasks(tmp_path, "202 0x7f11 0x189 0x7f11 0x7f16", "232 0x4 0x7f11 0x7f17"))
+
+
+@pytest.mark.parametrize(
+    "syscall",
+    [
+        pytest.param("running", id="runs"),
+        pytest.param(inside("munmap"), id="munmap"),
+        pytest.param(inside("brk"), id="brk"),
+    ],
+)
+def test_ucx_waits_for_a_thread_that_may_be_in_what_it_overwrites(tmp_path: Path, syscall: str) -> None:
+    assert not _native.may_be_patched_at_once(tasks(tmp_path, "202 0x7f11 0x189 0x7f11 0x7f16", syscall))
+
+
+def test_ucx_waits_where_other_threads_cannot_be_seen(tmp_path: Path) -> None:
+    assert not _native.may_be_patched_at_once(tmp_path / "missing")
+    (tasks(tmp_path, "running") / str(threading.get_native_id() + 1) / "syscall").unlink()
+    assert not _native.may_be_patched_at_once(tmp_path)
+
+
+# What UCX finds in the environment when it is loaded: libucs's constructor reads it, and nothing later does.
+LOADED_WITH = """
+    import ctypes, os, threading
+    during = []
+    load = ctypes.CDLL.__init__
+
+    def look(library, name, *arguments, **named):
+        if "libuc" in str(name) and "mode" not in named:  # which is RTLD_NOLOAD
+            during.append(os.environ.get("UCX_MEM_BISTRO_GRACE_DURATION"))
+        load(library, name, *arguments, **named)
+
+    ctypes.CDLL.__init__ = look
+"""
+
+
+def test_ucx_hardly_waits_in_a_process_with_one_thread_and_its_children_do_not_inherit_that() -> None:
+    run_fresh(
+        LOADED_WITH
+        + """
+    import torch_ucx_rpc
+    assert set(during) == {"1ms"}, during
+    assert "UCX_MEM_BISTRO_GRACE_DURATION" not in os.environ
+    """
+    )
+
+
+def test_ucx_waits_as_it_likes_in_a_process_with_more_threads_of_python() -> None:
+    run_fresh(
+        LOADED_WITH
+        + """
+    is_over = threading.Event()
+    other = threading.Thread(target=is_over.wait)
+    other.start()
+    import torch_ucx_rpc
+    is_over.set()
+    other.join()
+    assert set(during) == {None}, during
+    """
+    )
+
+
+def test_how_long_a_user_lets_ucx_wait_stands() -> None:
+    run_fresh(
+        LOADED_WITH
+        + """
+    import torch_ucx_rpc
+    assert set(during) == {"2ms"}, during
+    assert os.environ["UCX_MEM_BISTRO_GRACE_DURATION"] == "2ms"
+    """,
+        env={"UCX_MEM_BISTRO_GRACE_DURATION": "2ms"},
+    )

@@ -1,0 +1,298 @@
+"""The Store opens at rank 0 and waits for nobody; where there is none, the error says where it should be."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import workers
+from torch.distributed import FileStore, TCPStore
+from torch.distributed import rendezvous as torchs_rendezvous
+from workers import reserved_port, run_workers
+
+from torch_ucx_rpc._bootstrap import rendezvous
+from torch_ucx_rpc._bootstrap.rendezvous import create_store
+
+
+@pytest.fixture(autouse=True)
+def no_store_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of another test, that would still hold a port."""
+    monkeypatch.setattr(rendezvous, "_kept", None)
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    with reserved_port() as port:
+        yield port
+
+
+@pytest.fixture
+def master(monkeypatch: pytest.MonkeyPatch, port: int) -> int:
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(port))
+    return port
+
+
+# ---- The Store -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scheme", ["env", "tcp"])
+def test_rank_0_does_not_wait_for_the_others(scheme: str, master: int) -> None:
+    store = create_store("env://" if scheme == "env" else f"tcp://127.0.0.1:{master}", 0, 1000, 0)
+    store.set("key", "value")
+    assert TCPStore("127.0.0.1", master, wait_for_workers=False).get("key") == b"value"
+
+
+def come_before_rank_0(rank: int, file: Path) -> bytes:
+    meeting = FileStore(str(file))
+    if rank == 0:
+        meeting.wait(["come/1", "come/2"])
+    else:
+        meeting.set(f"come/{rank}", "")
+    store = create_store("env://", rank, 3, 30)
+    if rank == 0:
+        store.set("key", "value")
+    value = store.get("key")
+    # With rank 0 the Store ends.
+    meeting.set(f"read/{rank}", "")
+    meeting.wait(["read/0", "read/1", "read/2"])
+    return value
+
+
+def test_workers_that_are_ahead_wait_for_rank_0(tmp_path: Path) -> None:
+    assert run_workers(3, come_before_rank_0, tmp_path / "meeting", init=False) == [b"value"] * 3
+
+
+@pytest.mark.parametrize("use_libuv", [0, 1])
+def test_the_store_is_of_the_kind_that_the_url_asks_for(use_libuv: int, port: int) -> None:
+    store = create_store(f"tcp://127.0.0.1:{port}?use_libuv={use_libuv}", 0, 1, 10)
+    assert store.libuvBackend == bool(use_libuv)
+
+
+def test_other_urls_go_to_torch(tmp_path: Path) -> None:
+    store = create_store(f"file://{tmp_path}/store", 0, 2, 10)
+    assert isinstance(store, FileStore)
+    assert store.path == f"{tmp_path}/store"
+
+
+def test_a_file_in_a_folder_that_is_not_there_is_refused_at_once(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=f"there is no folder {tmp_path}/nowhere on"):
+        create_store(f"file://{tmp_path}/nowhere/store", 1, 2, 0)
+
+
+def test_the_store_has_the_timeout_of_the_calls(port: int) -> None:
+    assert create_store(f"tcp://127.0.0.1:{port}", 0, 1, 7).timeout == timedelta(seconds=7)
+
+
+def test_under_torchrun_rank_0_uses_torchruns_store(master: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    torchruns = TCPStore("127.0.0.1", master, is_master=True, wait_for_workers=False)
+    torchruns.set("key", "torchrun's")
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    assert create_store("env://", 0, 2, 10).get("key") == b"torchrun's"
+
+
+def test_a_store_of_torchs_own_at_the_same_port_is_shared(master: int) -> None:
+    # As when the program has called init_process_group before.
+    torchs, _, _ = next(torchs_rendezvous(f"tcp://127.0.0.1:{master}", rank=0, world_size=1))
+    torchs.set("key", "value")
+    assert create_store("env://", 0, 1, 10).get("key") == b"value"
+
+
+# ---- The next Store --------------------------------------------------------------------------------------------------
+
+
+def test_the_server_stays_until_the_next_store_takes_over(master: int) -> None:
+    create_store("env://", 0, 2, 10)
+    # The other worker is ahead: it has connected for the next group while rank 0 still has the Store of the last.
+    ahead = TCPStore("127.0.0.1", master, wait_for_workers=False)
+    ahead.set("next", "of the one ahead")
+    store = create_store("env://", 0, 2, 10)
+    assert store.get("next") == b"of the one ahead"
+    store.set("answer", "of rank 0")
+    assert ahead.get("answer") == b"of rank 0"
+
+
+def test_a_failure_to_open_the_next_store_leaves_the_last_one(master: int) -> None:
+    create_store("env://", 0, 2, 10)
+    with pytest.raises(ValueError, match="port number missing"):
+        create_store("tcp://127.0.0.1", 0, 2, 10)
+    TCPStore("127.0.0.1", master, wait_for_workers=False).set("key", "value")
+
+
+def test_the_store_of_another_port_frees_the_last_one(master: int) -> None:
+    create_store("env://", 0, 1, 10)
+    with reserved_port() as other:
+        create_store(f"tcp://127.0.0.1:{other}", 0, 1, 10)
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", master))
+
+
+# ---- No Store --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("missing", [("MASTER_ADDR",), ("MASTER_PORT",), ("MASTER_ADDR", "MASTER_PORT")])
+def test_variables_that_are_not_set_are_named(
+    missing: tuple[str, ...], master: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for variable in missing:
+        monkeypatch.delenv(variable)
+    with pytest.raises(ValueError, match=f"environment variable {' and '.join(missing)} expected, but not set: set "):
+        create_store("env://", 0, 2, 10)
+
+
+@pytest.mark.parametrize("value", ["http", "-1", "65536", "29500.0"])
+def test_a_port_that_is_none_is_refused(value: str, master: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MASTER_PORT", value)
+    with pytest.raises(ValueError, match=f"MASTER_PORT={value} is not a port"):
+        create_store("env://", 0, 2, 10)
+
+
+@pytest.mark.parametrize(
+    "url", ["tcp://localhost", "tcp://", "tcp://:29500", "tcp://localhost:99999", "tcp://localhost:x"]
+)
+def test_a_tcp_url_without_host_and_port_is_refused(url: str) -> None:
+    with pytest.raises(ValueError, match="must be like tcp://host:29500"):
+        create_store(url, 0, 2, 10)
+
+
+def test_rank_and_world_size_do_not_belong_in_the_url(port: int) -> None:
+    with pytest.raises(ValueError, match="pass them to init_rpc"):
+        create_store(f"tcp://127.0.0.1:{port}?rank=0&world_size=2", 0, 2, 10)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "no-such-host.invalid"])
+def test_an_address_where_nobody_listens_is_named_in_time_and_quietly(
+    host: str, port: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    began = time.monotonic()
+    with pytest.raises(RuntimeError, match=f"nobody listens at {host}:{port} after 0.5 s .*rank 0 must be running"):
+        create_store(f"tcp://{host}:{port}", 1, 2, 0.5)
+    assert time.monotonic() - began >= 0.5
+    assert capfd.readouterr().err == ""
+
+
+def test_a_port_in_use_is_named() -> None:
+    with socket.socket() as other:
+        other.bind(("0.0.0.0", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        with pytest.raises(
+            RuntimeError, match=f"the port {port} is in use on {socket.gethostname()}, by another program"
+        ):
+            create_store(f"tcp://127.0.0.1:{port}", 0, 2, 10)
+
+
+def test_what_listens_and_is_no_store_is_told_from_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendezvous, "_ANSWER_S", 0.5)
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        with pytest.raises(RuntimeError, match=f"rank 1 cannot use what listens at 127.0.0.1:{port} as a Store"):
+            create_store(f"tcp://127.0.0.1:{port}", 1, 2, 0.5)
+
+
+class Slow:
+    """Passes connections on to a Store, the first after a while."""
+
+    def __init__(self, port: int, after: float) -> None:
+        self._port, self._after = port, after
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port = self._listener.getsockname()[1]
+        self.accepted = 0
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def _serve(self) -> None:
+        time.sleep(self._after)
+        while True:
+            try:
+                client, _ = self._listener.accept()
+            except OSError:
+                return
+            self.accepted += 1
+            store = socket.create_connection(("127.0.0.1", self._port))
+            for source, target in ((client, store), (store, client)):
+                threading.Thread(target=self._pass_on, args=(source, target), daemon=True).start()
+
+    @staticmethod
+    def _pass_on(source: socket.socket, target: socket.socket) -> None:
+        with contextlib.suppress(OSError), source:
+            while data := source.recv(4096):
+                target.sendall(data)
+            target.shutdown(socket.SHUT_WR)
+
+    def close(self) -> None:
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+
+
+def test_a_store_that_is_slow_to_answer_is_waited_for_and_connected_to_once(
+    port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rendezvous, "_ANSWER_S", 0.2)
+    served = create_store(f"tcp://127.0.0.1:{port}", 0, 2, 10)
+    with contextlib.closing(Slow(port, 1.5)) as slow:
+        store = create_store(f"tcp://127.0.0.1:{slow.port}", 1, 2, 10)
+        served.set("key", "value")
+        assert store.get("key") == b"value"
+        assert slow.accepted == 1
+
+
+def test_an_address_of_another_host_is_no_place_for_rank_0(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendezvous, "_ANSWER_S", 0.5)
+    with pytest.raises(RuntimeError, match=f"rank 0 runs on {socket.gethostname()} .*must be an address of this host"):
+        create_store(f"tcp://no-such-host.invalid:{port}", 0, 2, 0.5)
+
+
+# What comes back from C++ while the interpreter is finalized has the process aborted.
+LEFT_BEHIND = """
+from datetime import timedelta
+from torch.distributed import TCPStore
+from torch_ucx_rpc._bootstrap import rendezvous
+
+store = TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=1), wait_for_workers=False)
+
+def wait_for_what_does_not_come():
+    try:
+        store.get("nothing")
+    finally:
+        print("came back")
+
+try:
+    rendezvous._interruptible(wait_for_what_does_not_come, 0.1)
+except TimeoutError:
+    print("gave up")
+"""
+
+
+def test_the_end_of_the_process_waits_for_a_thread_that_is_left_in_the_store() -> None:
+    [ended] = workers.run_program(LEFT_BEHIND)
+    assert (ended.returncode, ended.stdout.split("\n")) == (0, ["gave up", "came back", ""])
+
+
+# Says where it is, so that the signal comes when it waits and not before.
+WAITING = """
+import os, signal, sys, threading, time, traceback
+from torch_ucx_rpc._bootstrap import rendezvous
+
+def interrupt():
+    frame = ""
+    while "await_listener" not in frame:
+        frame = "".join(traceback.format_stack(sys._current_frames()[main]))
+    os.kill(os.getpid(), signal.SIGINT)
+
+main = threading.get_ident()
+threading.Thread(target=interrupt).start()
+rendezvous.create_store("env://", 1, 2, 0)
+"""
+
+
+def test_ctrl_c_ends_the_wait_for_rank_0(master: int) -> None:
+    [ended] = workers.run_program(WAITING)
+    assert ended.stderr.endswith("KeyboardInterrupt\n")

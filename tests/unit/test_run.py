@@ -1,0 +1,247 @@
+"""``python -m torch_ucx_rpc run`` on one machine, as a user meets it; several machines are in ``launchers/``."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PROGRAMS = Path(__file__).resolve().parents[1] / "launchers" / "programs"
+
+COMMAND = [sys.executable, "-m", "torch_ucx_rpc", "run"]
+ENVIRON = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+
+
+def run(*arguments: object, timeout: float = 90, **options: object) -> subprocess.CompletedProcess[str]:
+    command = [*COMMAND, *map(str, arguments)]
+    return subprocess.run(command, env=ENVIRON, capture_output=True, text=True, timeout=timeout, check=False, **options)
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    """An empty file for a program of the test."""
+    return tmp_path / "script.py"
+
+
+# ---- What workers are told -------------------------------------------------------------------------------------------
+
+
+def test_workers_call_each_other_under_the_names_of_their_roles() -> None:
+    done = run("--role", "ps=1", "--role", "trainer=2", PROGRAMS / "meet.py")
+    assert done.returncode == 0, done.stderr
+    for name, rank in {"ps0": 0, "trainer0": 1, "trainer1": 2}.items():
+        assert re.search(
+            rf'^\[{name}\] {{"name": "{name}", "rank": {rank}, "calls": \["ps0", ', done.stdout, re.MULTILINE
+        )
+
+
+def test_sixteen_workers_come_up_call_each_other_and_end() -> None:
+    # Most of the time goes into importing torch 16 times.
+    done = run("-n", 16, PROGRAMS / "meet.py", timeout=170)
+    assert done.returncode == 0, done.stderr
+    reports = [json.loads(report) for report in re.findall(r'\{"name".*?\}', done.stdout)]
+    names = sorted(f"worker{rank}" for rank in range(16))
+    assert sorted(report["name"] for report in reports) == names
+    assert [report["calls"] for report in reports] == [names] * 16
+
+
+def test_role_and_index_are_in_the_environment() -> None:
+    code = "import os; print(os.environ['ROLE_NAME'], os.environ['ROLE_RANK'], os.environ['ROLE_WORLD_SIZE'])"
+    done = run("--role", "ps=1", "--role", "trainer=2", "-c", code)
+    assert sorted(done.stdout.splitlines()) == ["[ps0] ps 0 1", "[trainer0] trainer 0 2", "[trainer1] trainer 1 2"]
+
+
+def test_the_program_gets_its_arguments_as_they_are(script: Path) -> None:
+    script.write_text("import sys; print(sys.argv)")
+    words = ["-n", "3", "--role", "x", "$HOME", "${local_rank}", "$$", "a b"]
+    assert run("-n", 1, script, *words).stdout == f"[worker0] {[str(script), *words]}\n"
+    assert run("-n", 1, "-c", "import sys; print(sys.argv)", *words).stdout == f"[worker0] {['-c', *words]}\n"
+
+
+def test_a_module_runs_as_python_runs_it() -> None:
+    assert run("-n", 1, "-m", "torch_ucx_rpc", "--version").stdout.startswith("[worker0] torch_ucx_rpc ")
+
+
+def test_a_tensorpipe_program_runs_on_ucx_unedited(script: Path) -> None:
+    script.write_text(
+        """
+import os
+import torch.distributed.rpc as rpc
+
+rank = int(os.environ["RANK"])
+rpc.init_rpc(f"w{rank}", rank=rank, world_size=int(os.environ["WORLD_SIZE"]))
+print(type(rpc.api._get_current_rpc_agent()).__name__)
+rpc.shutdown()
+"""
+    )
+    assert sorted(run("-n", 2, "--replace-tensorpipe", script).stdout.splitlines()) == [
+        "[worker0] UcxRpcAgent",
+        "[worker1] UcxRpcAgent",
+    ]
+
+
+# ---- Output ----------------------------------------------------------------------------------------------------------
+
+
+def test_output_goes_to_files_when_that_is_asked_for(tmp_path: Path) -> None:
+    done = run("-n", 2, "--log-dir", tmp_path / "logs", "-c", "import sys; print('out'); print('err', file=sys.stderr)")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    written = {path.name: path.read_text() for path in (tmp_path / "logs").iterdir()}
+    assert written == {f"worker{rank}.std{kind}": f"{kind}\n" for rank in (0, 1) for kind in ("out", "err")}
+
+
+def test_much_output_arrives_whole_and_in_lines() -> None:
+    code = "import sys; [print('x' * 500) for _ in range(2000)]; sys.stdout.write('no newline')"
+    done = run("-n", 2, "-c", code)
+    assert done.returncode == 0
+    lines = done.stdout.splitlines()
+    for rank in (0, 1):
+        assert lines.count(f"[worker{rank}] {'x' * 500}") == 2000
+        assert lines.count(f"[worker{rank}] no newline") == 1
+    assert len(lines) == 4002
+
+
+def test_workers_go_on_when_nobody_reads_any_more(tmp_path: Path) -> None:
+    code = f"import sys; [print('x' * 500) for _ in range(2000)]; open({str(tmp_path / 'done')!r}, 'w')"
+    with subprocess.Popen([*COMMAND, "-n", "1", "-c", code], env=ENVIRON, stdout=subprocess.PIPE) as launcher:
+        launcher.stdout.readline()
+        launcher.stdout.close()
+        launcher.wait(timeout=60)
+    assert (tmp_path / "done").exists()
+
+
+# ---- The end ---------------------------------------------------------------------------------------------------------
+
+# The others would be there for a minute.
+FAIL = """
+import os, signal, sys, time
+if os.environ["RANK"] == "1":
+    {how}
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "last"),
+    [
+        ("raise KeyError('the cause')", 1, "KeyError: 'the cause'"),
+        ("sys.exit(7)", 7, r"worker1 \(pid \d+ on \S+\) ended with exit code 7"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", 137, r"worker1 \(pid \d+ on \S+\) ended with SIGKILL"),
+    ],
+)
+def test_the_first_failure_ends_the_job_with_its_code_and_its_traceback_last(how: str, code: int, last: str) -> None:
+    begin = time.monotonic()
+    done = run("-n", 3, "-c", FAIL.format(how=how))
+    assert time.monotonic() - begin < 45
+    assert done.returncode == code
+    assert re.search(last, done.stderr.splitlines()[-1])
+    assert "worker1 (pid" in done.stderr
+
+
+def test_the_worker_that_began_it_is_named_and_not_one_that_failed_because_of_it() -> None:
+    done = run("-n", 3, PROGRAMS / "fail.py", "raise")
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == "KeyError: 'the cause'"
+    assert "since worker1 (pid" in done.stderr
+    # Which the others have noticed, before they were ended.
+    assert "[worker0] " in done.stderr
+
+
+def test_a_killed_worker_is_named_and_not_those_that_called_it() -> None:
+    done = run("-n", 3, PROGRAMS / "fail.py", "kill")
+    assert done.returncode == 128 + signal.SIGKILL
+    assert re.search(r"since worker1 \(pid \d+ on \S+\) ended with SIGKILL", done.stderr.splitlines()[-1])
+
+
+@contextlib.contextmanager
+def running(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
+    """The launcher of two workers that wait for ever, and the pids of these."""
+    code = "import os, time; print(os.getpid()); time.sleep(600)"
+    command = [*COMMAND, "-n", "2", *arguments, "-c", code]
+    # A shell starts what it runs in the background deaf to Ctrl-C, and that is inherited.
+    with subprocess.Popen(
+        command,
+        env=ENVIRON,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    ) as launcher:
+        try:
+            yield launcher, [int(launcher.stdout.readline().split()[1]) for _ in range(2)]
+        finally:
+            launcher.kill()
+
+
+def is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
+def test_ctrl_c_and_sigterm_end_all(number: signal.Signals) -> None:
+    with running() as (launcher, pids):
+        launcher.send_signal(number)
+        _, errors = launcher.communicate(timeout=60)
+    assert launcher.returncode == 128 + number
+    assert errors.splitlines()[-1] == f"torch_ucx_rpc run: {number.name}, all workers have been ended"
+    assert [pid for pid in pids if is_running(pid)] == []
+
+
+def test_a_worker_killed_from_outside_ends_the_job() -> None:
+    with running() as (launcher, pids):
+        os.kill(pids[1], signal.SIGKILL)
+        _, errors = launcher.communicate(timeout=60)
+    assert launcher.returncode == 137
+    assert f"(pid {pids[1]} on " in errors
+    assert [pid for pid in pids if is_running(pid)] == []
+
+
+# ---- Wrong arguments -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        ("", "no program: give a script, -m <module> or -c <code>"),
+        ("-n 2 nowhere.py", "there is no script nowhere.py"),
+        ("-n 2 -m", "-m needs a module"),
+        ("-c pass", "how many workers? -n N, or --role NAME=COUNT"),
+        ("-n 0 -c pass", "0 is not a number from 1 on"),
+        ("--role ps -c pass", "'ps' is not like trainer=8"),
+        ("--role ps=1 --role ps=2 -c pass", "each role once"),
+        ("-n 3 --role ps=2 -c pass", "-n 3, and the roles are for 2 workers"),
+        ("-n 2 --rdzv a:1 -c pass", "--rdzv and --node-rank are for several machines"),
+        ("-n 2 --nnodes 2 -c pass", "--nnodes 2 needs --rdzv HOST:PORT, the same on all machines, and --node-rank"),
+        ("-n 2 --nnodes 2 --node-rank 2 --rdzv a:1 -c pass", "machines are counted from 0, so this is up to 1"),
+        ("-n 2 --nnodes 2 --node-rank 0 --rdzv a -c pass", "'a' is not like host0:29500"),
+        ("--role ps=3 --nnodes 2 --node-rank 0 --rdzv a:1 -c pass", "3 workers cannot be divided evenly"),
+    ],
+)
+def test_wrong_arguments_are_explained(
+    arguments: str, error: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch_ucx_rpc import _cli
+
+    with pytest.raises(SystemExit) as ended:
+        _cli.main(["run", *arguments.split()])
+    assert ended.value.code == 2
+    assert error in capsys.readouterr().err
+
+
+def test_a_meeting_place_that_is_not_on_the_first_machine_is_refused() -> None:
+    done = run("-n", 1, "--nnodes", 2, "--node-rank", 0, "--rdzv", "192.0.2.77:29500", "-c", "pass")
+    assert done.returncode == 1
+    assert "--rdzv 192.0.2.77:29500 is not on this machine" in done.stderr

@@ -1,0 +1,135 @@
+"""What the site has set or limited, and RPC cannot work with, is said at ``init_rpc``, with the cure."""
+
+from __future__ import annotations
+
+import logging
+import resource
+
+import pytest
+import torch.distributed.rpc as rpc
+import workers
+
+from torch_ucx_rpc._bootstrap import site_settings
+
+
+def told(**variables: str) -> list[tuple[str, bool]]:
+    return [(conflict.problem, conflict.is_fatal) for conflict in site_settings.of_settings(variables)]
+
+
+@pytest.mark.parametrize("transports", ["self", "cma", "self,cma", "cuda,self", "cuda_ipc,cuda_copy", "knem"])
+def test_transports_that_lead_to_nobody_are_refused(transports: str) -> None:
+    [(problem, is_fatal)] = told(UCX_TLS=transports)
+    assert problem == f"UCX_TLS={transports} leaves no transport by which messages reach another worker"
+    assert is_fatal
+
+
+@pytest.mark.parametrize(
+    "transports",
+    [
+        "all",
+        "",
+        "sm",
+        "shm,self",
+        "tcp",
+        "self,tcp",
+        "^cma",
+        "^self",
+        "rc,sm",
+        "rc_x:aux",
+        "cuda,sm",
+        "\\tcp",
+        "ib",
+        "ud",
+    ],
+)
+def test_transports_that_lead_to_somebody_are_the_users_choice(transports: str) -> None:
+    assert told(UCX_TLS=transports) == []
+
+
+def test_without_peer_errors_shared_memory_is_not_used() -> None:
+    assert told(UCX_MM_ERROR_HANDLING="y") == []
+    [(problem, is_fatal)] = told(UCX_MM_ERROR_HANDLING="n")
+    assert problem.endswith("cannot use shared memory and take TCP")
+    assert not is_fatal
+    [(problem, is_fatal)] = told(UCX_MM_ERROR_HANDLING="No", UCX_TLS="sm,self")
+    assert problem.endswith("which is all that UCX_TLS=sm,self allows")
+    assert is_fatal
+
+
+@pytest.mark.parametrize(("handling", "stops"), [("bt", False), ("none", False), ("bt,freeze", True), ("debug", True)])
+def test_a_crash_that_stops_the_process_is_warned_of(handling: str, stops: bool) -> None:
+    assert [
+        problem.startswith(f"with UCX_HANDLE_ERRORS={handling} a worker")
+        for problem, _ in told(UCX_HANDLE_ERRORS=handling)
+    ] == [True] * stops
+
+
+def test_connecting_that_blocks_is_warned_of() -> None:
+    [(problem, is_fatal)] = told(UCX_TCP_CONN_NB="n")
+    assert "holds up all other calls" in problem
+    assert not is_fatal
+
+
+def limited(monkeypatch: pytest.MonkeyPatch, more: int, world_size: int) -> list[site_settings.Problem]:
+    is_open = 10
+    monkeypatch.setattr(site_settings.Path, "iterdir", lambda path: range(is_open))
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (is_open + more, 1 << 20))
+    return list(site_settings.of_files(world_size))
+
+
+def test_too_few_files_for_an_agent_are_an_error_and_for_all_its_peers_a_warning(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert limited(monkeypatch, 1014, world_size=100) == []
+    [warning] = limited(monkeypatch, 1014, world_size=1000)
+    assert "not enough to call all of 1000 workers" in warning.problem
+    assert warning.cure.endswith("ulimit -n 65536")
+    assert not warning.is_fatal
+    [error] = limited(monkeypatch, 20, world_size=2)
+    assert "may open 30 files, has 10 open" in error.problem
+    assert error.is_fatal
+
+
+# ---- In a job --------------------------------------------------------------------------------------------------------
+
+
+def refused(rank: int, files: int | None) -> str:
+    limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if files is not None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (files, most))
+    try:
+        with pytest.raises(RuntimeError) as error:
+            workers.init_rpc(rank)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, most))
+    return str(error.value)
+
+
+def test_init_rpc_refuses_transports_that_lead_to_nobody() -> None:
+    said = workers.run_workers(2, refused, None, init=False, env={"UCX_TLS": "self"})
+    assert [text.endswith("tcp or rc for those of several, or unset it") for text in said] == [True, True]
+
+
+def test_init_rpc_refuses_too_few_files_before_ucx_aborts_for_want_of_them() -> None:
+    [text] = workers.run_workers(1, refused, 30, init=False)
+    assert text.startswith("this process may open 30 files")
+    assert "ulimit -n 65536" in text
+
+
+def init_twice(rank: int) -> list[str]:
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("torch_ucx_rpc")
+    logger.addHandler(handler)
+    logger.propagate = False
+    for _ in range(2):
+        workers.init_rpc(rank)
+        rpc.shutdown()
+    return said
+
+
+def test_a_warning_is_given_once() -> None:
+    said = workers.run_workers(2, init_twice, init=False, env={"UCX_MM_ERROR_HANDLING": "n"})
+    expected = "with UCX_MM_ERROR_HANDLING=n workers of one host cannot use shared memory and take TCP: unset it"
+    assert said == [[expected], [expected]]

@@ -1,0 +1,51 @@
+"""Programs written for TensorPipe, one for each pattern of PyTorch's RPC tutorials, run on UCX as they are.
+
+The scripts, in ``tutorials/``, know nothing of this package; the environment variable is all that is added. Each checks
+its own results, and those in which no race decides about them print the same on TensorPipe.
+"""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+
+import pytest
+import workers
+
+TUTORIALS = sorted((Path(__file__).resolve().parents[1] / "tutorials").glob("*.py"))
+DETERMINISTIC = ["batched_parameter_server", "pipeline_parallel", "rnn_model_parallel"]
+
+VARIABLE = "TORCH_UCX_RPC_REPLACE_TENSORPIPE"
+
+
+@functools.cache
+def printed_by(tutorial: Path, on: str) -> str:
+    """What it prints on "UCX" or "TENSORPIPE", having made sure that it was that."""
+    with workers.reserved_port() as port, workers.reserved_port() as rpc_port:
+        env = {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "RPC_PORT": str(rpc_port),
+            VARIABLE: "1" if on == "UCX" else "0",
+        }
+        [ended] = workers.run_program(tutorial, env=env, timeout=120)
+    assert ended.returncode == 0, ended.stderr
+    assert (f"{VARIABLE}: torch.distributed.rpc uses UCX" in ended.stderr) == (on == "UCX"), ended.stderr
+    return ended.stdout
+
+
+@pytest.mark.parametrize("tutorial", TUTORIALS, ids=lambda tutorial: tutorial.stem)
+def test_it_knows_nothing_of_ucx(tutorial: Path) -> None:
+    assert "ucx" not in tutorial.read_text(encoding="utf-8").lower()
+
+
+@pytest.mark.parametrize("tutorial", TUTORIALS, ids=lambda tutorial: tutorial.stem)
+def test_it_runs_on_ucx(tutorial: Path) -> None:
+    assert printed_by(tutorial, "UCX")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tutorial", DETERMINISTIC)
+def test_its_results_are_those_of_tensorpipe(tutorial: str) -> None:
+    file = TUTORIALS[0].with_name(f"{tutorial}.py")
+    assert printed_by(file, "UCX") == printed_by(file, "TENSORPIPE")

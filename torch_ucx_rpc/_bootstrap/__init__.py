@@ -1,0 +1,10 @@
+"""How the workers of a job find each other, before the first call.
+
+* ``site_settings``  refuses settings and limits of the site that RPC cannot work with
+* ``rendezvous``     opens the Store: the place where workers meet
+* ``record``         describes one worker to the others
+* ``members``        agrees on the members of a group of fixed size
+* ``dynamic_group``  keeps the list of a group that workers join and leave
+* ``secret``         authenticates Store entries, and derives the keys of frames
+* ``network``        chooses the network interface for UCX
+"""

@@ -1,0 +1,311 @@
+"""A group without a size, which workers join and leave as they like.
+
+The list of its members is in the Store::
+
+    arrivals    how many workers have ever joined
+    member/0    record of the first; empty when it has left, or when another member has noticed that it died
+    member/1    record of the second ...
+
+The records are JSON. In a job with a secret they are authenticated, and so are the announcements of workers that join
+(``secret``).
+
+A worker that joins puts itself into the list, reads the records before its own, and asks each of those workers, over
+UCX, to admit it. Later workers will ask it in turn. So of two workers that join at the same time the later one asks the
+earlier one. The Store is needed for joining only: its host may leave the group, and even end, without harm to members.
+
+When a cable is cut, the workers on either side lose the others, and each of them may write that into the list. So a
+worker that has merely fallen silent stays on the list, in doubt, until another takes its rank or its name. A worker
+that joins asks doubtful members too, but does not wait long for them, and for that time tries again to reach those that
+it cannot reach: the network may be just coming back.
+"""
+
+# mypy: allow-untyped-calls
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import threading
+import time
+import weakref
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Protocol
+
+from torch._C._distributed_c10d import PrefixStore, Store
+from torch._C._distributed_rpc import WorkerInfo
+from torch.distributed import DistError
+
+from torch_ucx_rpc._bootstrap.members import ask_again, read_records
+from torch_ucx_rpc._bootstrap.record import Record
+from torch_ucx_rpc._bootstrap.rendezvous import Deadline
+from torch_ucx_rpc._bootstrap.secret import Secret, read_entry, write_entry
+from torch_ucx_rpc._devices import maps as device_maps
+
+# Keys in the Store: rank 0 of a group with a size, and the list of members of a group without a size.
+_STATIC = "torch_ucx_rpc/static"
+_DYNAMIC = "torch_ucx_rpc/dynamic"
+
+# A worker takes its place in the list, and writes its record in the next line of code. Others wait this long for it.
+_WRITING_S = 5.0
+
+# Members in doubt have this long to admit a worker that joins: they do within milliseconds, or are not there. Members
+# that cannot be reached are tried this often meanwhile.
+_DOUBTED_S = 1.0
+_TRY_AGAIN_S = 0.2
+
+# No group has ever had more arrivals. The counter in the Store cannot be authenticated, so it is checked.
+_MOST_ARRIVALS = 1_000_000
+
+
+class Agent(Protocol):
+    """The part of the agent (``_agent``) that a dynamic group uses; ``csrc/module.cpp`` documents its own methods."""
+
+    def add_records(self, records: Iterable[Record], members: Collection[Record]) -> None: ...
+    def get_worker_infos(self) -> list[WorkerInfo]: ...
+    def _set_membership(
+        self, on_join: Callable[[str], None], on_lost: Callable[[int], None], join_key: bytes
+    ) -> None: ...
+    def _announce_join(self, record: str, members: Sequence[int]) -> None: ...
+    def _unacknowledged(self) -> list[WorkerInfo]: ...
+    def _lose_member(self, session: int) -> None: ...
+    def _remove_member(self, session: int) -> None: ...
+
+
+class DynamicGroup:
+    """A group that workers join and leave, as one of its members sees it."""
+
+    is_static = False
+
+    def __init__(self, store: Store, own: Record, agent: Agent, secret: Secret | None) -> None:
+        self._secret = secret
+        self._root = store
+        self._store = PrefixStore(_DYNAMIC, store)
+        self._own = own
+        # Weak, since the agent holds methods of this object.
+        self._agent = weakref.ref(agent)
+        self._lock = threading.Lock()
+        # The members that this worker knows, by place in the list; those that left, until another takes their rank.
+        self._members: dict[str, Record] = {}
+        self._place: str | None = None
+        # The members that this worker found in the list when it came. Each must admit it.
+        self._earlier: dict[str, Record] = {}
+        # Places of earlier members that this worker or another has lost, and that have not admitted this worker yet.
+        self._doubted: set[str] = set()
+
+    def enter(self) -> None:
+        """Put this worker into the list, and all earlier members into the agent, which is not running yet.
+
+        Raises RuntimeError when the rank or the name is taken, when the group at this Store has a fixed size, or when
+        its workers have another version of this package; ValueError when the device maps do not fit together.
+        """
+        if self._root.check([_STATIC]) and (text := self._root.get(_STATIC)):
+            raise _mixture(read_entry(text, self._secret).values.get("member"), has_size=True)
+        position = self._store.add("arrivals", 1) - 1
+        place = self._place = f"member/{position}"
+        self._store.set(place, write_entry(self._own.to_values(), self._secret))
+        earlier = self._read(_places(position))
+        later = [self._own]
+        for other_place, other in reversed(list(earlier.items())):
+            rivals = [record for record in later if other.rank == record.rank or other.name == record.name]
+            if not rivals:
+                later.append(other)
+            # The other side of a cut may have written this entry after the worker was replaced.
+            elif other.in_doubt or other.has_ended_beside(self._own):
+                self._store.set(other_place, "")
+                del earlier[other_place]
+            elif self._own in rivals:
+                raise _place_is_taken(self._own, other)
+        device_maps.check([self._own, *earlier.values()], is_static_group=False)
+        agent = self._running_agent()
+        agent._set_membership(
+            self._admit, self._forget, b"" if self._secret is None else self._secret.join_key(self._own.session)
+        )
+        self._earlier = earlier
+        with self._lock:
+            self._doubted = {other_place for other_place, other in earlier.items() if other.in_doubt}
+            self._members = {place: self._own, **earlier}
+            agent.add_records([self._own, *earlier.values()], self._members.values())
+
+    def meet(self, deadline: Deadline) -> None:
+        """Wait until all earlier members have admitted this worker, whose agent is running now.
+
+        Members that are in doubt, or cannot be reached, need not. Raises RuntimeError at the deadline.
+        """
+        agent = self._running_agent()
+        announcement = json.dumps({"place": self._place, "record": self._own.to_values()})
+        patience, pause = Deadline(_DOUBTED_S), Deadline(_TRY_AGAIN_S)
+        tried_again: dict[str, Record] = {}
+        agent._announce_join(announcement, [record.session for record in self._earlier.values()])
+        for is_over in ask_again(len(self._earlier), deadline):
+            # This question comes first: a member that is lost in between has not admitted this worker.
+            silent = {info.id for info in agent._unacknowledged()}
+            present = {info.id for info in agent.get_worker_infos()}
+            with self._lock:
+                earlier = {place: record for place, record in self._earlier.items() if place in self._members}
+            self._trust(place for place, record in earlier.items() if record.rank in present - silent)
+            waited_for = {place: record for place, record in earlier.items() if record.rank in silent}
+            lost = {
+                place: record
+                for place, record in earlier.items()
+                if record.rank not in present | silent and not record.has_ended_beside(self._own)
+            }
+            if patience.passed():
+                for place in waited_for.keys() & tried_again.keys():
+                    # That member has lost this worker too, and does not take the same session in again.
+                    agent._lose_member(waited_for.pop(place).session)
+                waited_for = {place: record for place, record in waited_for.items() if place not in self._doubted}
+            else:
+                waited_for |= lost
+            if not waited_for:
+                break
+            if is_over:
+                raise RuntimeError(
+                    f"{self._own} has waited {deadline.timeout:g} s (rpc_timeout) to be admitted to the group by "
+                    f"{', '.join(map(str, waited_for.values()))}: they are in its list of members, but do not answer. "
+                    f"They may hang, or have died with their host."
+                )
+            self._remove(place for place in waited_for if not self._is_listed(place))
+            if pause.passed() and not patience.passed():
+                pause = Deadline(_TRY_AGAIN_S)
+                tried_again |= lost
+                self._doubted.update(lost)
+                agent._announce_join(announcement, [record.session for record in lost.values()])
+
+    def leave(self) -> None:
+        """Take this worker off the list, if it is on the list and the Store still exists."""
+        place, self._place = self._place, None
+        if place is not None:
+            with contextlib.suppress(DistError):
+                self._store.set(place, "")
+
+    def _running_agent(self) -> Agent:
+        agent = self._agent()
+        assert agent is not None
+        return agent
+
+    def _read(self, places: list[str]) -> dict[str, Record]:
+        """The records at these places, without empty ones, of workers that have left."""
+        deadline = Deadline(_WRITING_S)
+        while places and not self._store.check(places):
+            # A worker that was killed between taking its place and writing its record leaves no entry.
+            if deadline.passed():
+                places = [place for place in places if self._store.check([place])]
+                break
+            time.sleep(0.01)
+        return read_records(self._store, places, self._own, self._secret)
+
+    def _admit(self, text: str) -> None:
+        """Take in a worker that joins; ``text`` is the announcement of its `meet`."""
+        values = json.loads(text)
+        place, record = str(values["place"]), Record.from_values(values["record"])
+        # It found its rank and its name free in the list: the worker that had them is gone, even if unnoticed here.
+        self._remove(
+            earlier
+            for earlier, member in list(self._members.items())
+            if earlier != place and (member.rank == record.rank or member.name == record.name)
+        )
+        with self._lock:
+            if place not in self._members:
+                self._members[place] = record
+                self._running_agent().add_records([record], self._members.values())
+
+    def _remove(self, places: Iterable[str]) -> None:
+        for place in places:
+            if self._members.get(place) is self._own:
+                raise RuntimeError(f"{self._own} is here, and its rank and name are not free")
+            with self._lock:
+                record = self._members.pop(place, None)
+            if record is not None:
+                self._running_agent()._remove_member(record.session)
+
+    def _forget(self, session: int) -> None:
+        """Mark a lost member in the list, so that workers that join do not look for it."""
+        with self._lock:
+            lost = {place: record for place, record in self._members.items() if record.session == session}
+        for place, record in lost.items():
+            has_ended = record.has_ended_beside(self._own)
+            self._replace(place, None if has_ended else dataclasses.replace(record, in_doubt=True))
+
+    def _trust(self, places: Iterable[str]) -> None:
+        """Clear the doubt about members that have admitted this worker."""
+        for place in self._doubted.intersection(places):
+            self._doubted.discard(place)
+            self._replace(place, dataclasses.replace(self._earlier[place], in_doubt=False))
+
+    def _is_listed(self, place: str) -> bool:
+        """False if the member has left; True if the Store has ended and cannot tell."""
+        try:
+            return bool(self._store.get(place))
+        except DistError:
+            return True
+
+    def _replace(self, place: str, record: Record | None) -> None:
+        """Change the entry of another worker, unless it is empty: a worker that left the list stays off it."""
+        # Without the Store nobody can read the list either.
+        with contextlib.suppress(DistError):
+            if text := self._store.get(place):
+                entry = "" if record is None else write_entry(record.to_values(), self._secret)
+                self._store.compare_set(place, text.decode(), entry)
+
+
+class StaticGroup:
+    """A group of fixed size, as far as workers of a group without a size must know of it."""
+
+    is_static = True
+
+    def __init__(self, store: Store, own: Record, secret: Secret | None) -> None:
+        self._store = store
+        self._own = own
+        self._secret = secret
+        self._is_announced = False
+
+    def refuse_mixture(self) -> None:
+        """RuntimeError if workers at this Store are in a group without a size."""
+        store = PrefixStore(_DYNAMIC, self._store)
+        if store.check(["arrivals"]):
+            filled = [place for place in _places(store.add("arrivals", 0)) if store.check([place])]
+            members = read_records(store, filled, self._own, self._secret)
+            for member in members.values():
+                if not member.has_ended_beside(self._own):
+                    raise _mixture(member, has_size=False)
+
+    def announce(self) -> None:
+        """Write the group into the Store; rank 0 does it for all workers."""
+        if self._own.rank == 0:
+            self._store.set(_STATIC, write_entry({"member": str(self._own)}, self._secret))
+            self._is_announced = True
+
+    def leave(self) -> None:
+        """Mark the group as over; rank 0 does it for all workers."""
+        if self._is_announced:
+            self._is_announced = False
+            with contextlib.suppress(DistError):
+                self._store.set(_STATIC, "")
+
+
+def _places(arrivals: int) -> list[str]:
+    """Places of all workers that have ever joined."""
+    if not 0 <= arrivals <= _MOST_ARRIVALS:
+        raise RuntimeError(
+            f"this Store counts {arrivals} workers that have joined, which no worker wrote: give the job a Store of "
+            f"its own."
+        )
+    return [f"member/{position}" for position in range(arrivals)]
+
+
+def _mixture(member: object, has_size: bool) -> RuntimeError:
+    # The sentence is torch's, which programs and tests may look for.
+    return RuntimeError(
+        "RPC group mixes statically and dynamically initialized members which is not supported. At this Store is a "
+        f"group {'with' if has_size else 'without'} a world_size, which {member} belongs to: pass world_size to every "
+        "init_rpc, or to none."
+    )
+
+
+def _place_is_taken(own: Record, other: Record) -> RuntimeError:
+    what = f"name {own.name!r}" if own.name == other.name else f"rank {own.rank}"
+    return RuntimeError(
+        f"the worker {what} is not unique: {own} wants to join the group, and {other} is a member; give every worker a "
+        f"rank and a name of its own. If that one has died, the others have not noticed yet."
+    )

@@ -1,0 +1,360 @@
+"""The members of a group of fixed size: each worker leaves its record in the Store, and all workers learn of all.
+
+The entries are JSON, and authenticated in a job with a secret (``secret``). Nothing from the Store is unpickled. Its
+keys::
+
+    arrivals         how many workers have come
+    arrival/0        record of the first; empty after that worker gave up
+    arrival/1        record of the second ...
+    verdict          by rank 0: the members of the group, or the error that all of them raise
+    read/<session>   how many have read the verdict; rank 0 waits for them, since it may host the Store and leave
+
+Only rank 0 reads the records, and judges them when enough have come or time is up. So every worker starts with the same
+members, or raises the same error, and the requests to the Store grow linearly with the number of workers.
+
+Workers wait by asking again, in growing intervals. A wait inside the Store would be deaf to Ctrl-C, since it is in C++,
+and would warn on stderr whenever it ends without a result.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from torch._C._distributed_c10d import PrefixStore, Store
+from torch.distributed import DistError
+
+from torch_ucx_rpc._bootstrap.record import Record
+from torch_ucx_rpc._bootstrap.rendezvous import Deadline
+from torch_ucx_rpc._bootstrap.secret import Entry, Secret, read_entry, refusal, write_entry
+from torch_ucx_rpc._devices import maps as device_maps
+
+_logger = logging.getLogger(__name__)
+
+# The Store answers on one thread. All workers together ask it about this often.
+_QUESTIONS_PER_S = 1000
+_LONGEST_PAUSE_S = 1.0
+# Rank 0 waits this long for the others to read the verdict.
+_FAREWELL_S = 5.0
+
+
+def gather_members(store: Store, own: Record, timeout: float, secret: Secret | None = None) -> list[Record]:
+    """Announce this worker to the others, and return the records of all workers by rank, this one included.
+
+    All ``own.world_size`` workers call this, each with its record, on the same Store. After an error they can call it
+    again, on the same Store, with new sessions.
+
+    Args:
+        timeout: seconds to wait for workers that have not come; 0 is no limit.
+        secret: the secret of the job; None for a job without one.
+
+    Raises RuntimeError when workers do not come, have the same rank or name, or do not fit together; ValueError when
+    their device maps do not fit together. All workers that have come raise the same error, except those with another
+    secret than rank 0.
+    """
+    store = PrefixStore("torch_ucx_rpc", store)
+    deadline = Deadline(timeout)
+    try:
+        verdict = _read_verdict(store, secret)
+        if verdict is not None and "members" in verdict.values:
+            raise _came_too_late(own, verdict)
+        part = _lead if own.rank == 0 else _follow
+        return part(store, own, secret, deadline)
+    except DistError as error:
+        raise RuntimeError(
+            f"{own} lost the Store while it waited for the other workers: rank 0, or whoever hosts the Store, has "
+            f"ended or given up, and its output tells why. ({error})"
+        ) from error
+
+
+def _lead(store: Store, own: Record, secret: Secret | None, deadline: Deadline) -> list[Record]:
+    """The part of rank 0: wait for the others, judge, and tell them the verdict."""
+    arrivals = _Arrivals(store, own, secret)
+    try:
+        with _listed(store, own, secret):
+            members = _await_members(arrivals, own, deadline)
+    except DistError:
+        raise
+    except (RuntimeError, ValueError) as error:
+        kind = "ValueError" if isinstance(error, ValueError) else "RuntimeError"
+        # Workers that are still to come hear of the error too, unless rank 0 has stopped waiting for them.
+        expected = 0 if deadline.passed() else max(arrivals.world_sizes())
+        _announce(store, own, secret, {"error": kind, "text": str(error)}, arrivals.read_sessions, expected)
+        raise
+    sessions = {member.session for member in members}
+    _announce(store, own, secret, {"members": [member.to_values() for member in members]}, lambda: sessions)
+    return members
+
+
+def _follow(store: Store, own: Record, secret: Secret | None, deadline: Deadline) -> list[Record]:
+    """The part of every other rank: wait for the verdict of rank 0."""
+    with _listed(store, own, secret) as position:
+        entry = _await_verdict(store, own, secret, deadline)
+    verdict = entry.values
+    if entry.doubt or "error" in verdict:
+        store.set(position, "")
+    # The last request to the Store: rank 0 may end it now.
+    store.add(f"read/{verdict.get('by')}", 1)
+    if entry.doubt:
+        raise refusal(entry, own, verdict.get("judge"))
+    if "error" in verdict:
+        error = ValueError if verdict["error"] == "ValueError" else RuntimeError
+        raise error(verdict["text"])
+    return [Record.from_values(values) for values in verdict["members"]]
+
+
+@contextlib.contextmanager
+def _listed(store: Store, own: Record, secret: Secret | None) -> Iterator[str]:
+    """Put this worker into the list, and yield its key; take it off after an error, Ctrl-C included."""
+    position = f"arrival/{store.add('arrivals', 1) - 1}"
+    store.set(position, write_entry(own.to_values(), secret))
+    try:
+        yield position
+    except DistError:
+        # The Store is gone, and another request would print a warning on stderr.
+        raise
+    except BaseException:
+        store.set(position, "")
+        raise
+
+
+def _await_members(arrivals: _Arrivals, own: Record, deadline: Deadline) -> list[Record]:
+    for is_over in ask_again(own.world_size, deadline):
+        arrivals.read()
+        # An error is raised when all have come, so that all hear of it.
+        if is_over or arrivals.are_all():
+            arrivals.forget_those_who_left()
+        if is_over or arrivals.are_all():
+            break
+    records = arrivals.records()
+    _check_agreement(records)
+    if len(records) < own.world_size:
+        raise _absent(records, own, deadline)
+    device_maps.check(records)
+    _warn_of_different_torchs(records)
+    return records
+
+
+def _await_verdict(store: Store, own: Record, secret: Secret | None, deadline: Deadline) -> Entry:
+    arrivals = _Arrivals(store, own, secret)
+    # Once rank 0 has come, it tells all workers when time is up. It may have begun to wait a little later than this.
+    limit = Deadline(deadline.timeout and deadline.timeout + _FAREWELL_S)
+    for is_over in ask_again(own.world_size, limit):
+        verdict = _read_verdict(store, secret)
+        if verdict is not None:
+            if own.session in verdict.values["sessions"]:
+                return verdict
+            # An error that is not for this session is left over from an earlier attempt.
+            if "members" in verdict.values:
+                raise _came_too_late(own, verdict)
+        if deadline.passed():
+            arrivals.read()
+            if is_over or 0 not in arrivals.ranks():
+                break
+    arrivals.forget_those_who_left()
+    raise _absent(arrivals.records(), own, deadline)
+
+
+def _announce(
+    store: Store,
+    own: Record,
+    secret: Secret | None,
+    verdict: dict[str, Any],
+    whom: Callable[[], set[int]],
+    at_least: int = 0,
+) -> None:
+    """Tell workers, by session, until all of them and at least ``at_least`` have read it, or their time is up."""
+    told: set[int] = set()
+    for is_over in ask_again(own.world_size, Deadline(_FAREWELL_S)):
+        sessions = whom()
+        if sessions != told:
+            values = {**verdict, "by": own.session, "judge": str(own), "sessions": sorted(sessions)}
+            store.set("verdict", write_entry(values, secret))
+            told = sessions
+        # Plus one: rank 0 knows the verdict itself.
+        if is_over or store.add(f"read/{own.session}", 0) + 1 >= max(len(told), at_least):
+            break
+
+
+def _read_verdict(store: Store, secret: Secret | None) -> Entry | None:
+    if not store.check(["verdict"]):
+        return None
+    verdict = read_entry(store.get("verdict"), secret)
+    # Other values are not of rank 0, which will overwrite them.
+    return verdict if isinstance(verdict.values.get("sessions"), list) else None
+
+
+def ask_again(workers: int, deadline: Deadline) -> Iterator[bool]:
+    """Yield False again and again, with growing pauses in between; at the end of the deadline, yield True."""
+    longest = min(_LONGEST_PAUSE_S, max(0.01, workers / _QUESTIONS_PER_S))
+    pause = 0.001
+    while not deadline.passed():
+        yield False
+        time.sleep(min(pause, deadline.remaining()))
+        pause = min(2 * pause, longest)
+    yield True
+
+
+class _Arrivals:
+    """The part of the list in the Store that has been read."""
+
+    def __init__(self, store: Store, own: Record, secret: Secret | None) -> None:
+        self._store = store
+        self.own = own
+        self._secret = secret
+        self._position = 0
+        # Entries by key. An entry of another version of this package, or of a stranger, may contain anything.
+        self._present: dict[str, Entry] = {}
+
+    def read(self) -> None:
+        """Read the entries that have been added since."""
+        while self._store.check([key := f"arrival/{self._position}"]):
+            self._position += 1
+            if text := self._store.get(key):
+                self._present[key] = read_entry(text, self._secret)
+
+    def forget_those_who_left(self) -> None:
+        keys = list(self._present)
+        texts = _read_texts(self._store, keys)
+        self._present = {key: self._present[key] for key, text in zip(keys, texts, strict=True) if text}
+
+    def are_all(self) -> bool:
+        """Whether the whole group has come; if workers disagree on its size, whether the smallest of the sizes has."""
+        return len(self._present) >= min(self.world_sizes())
+
+    def read_sessions(self) -> set[int]:
+        """Sessions of all entries, valid or not, without second entries of a process: they are for its next attempt."""
+        self.read()
+        first_of_process: dict[str, int] = {}
+        for values in self._values():
+            if isinstance(session := values.get("session"), int):
+                first_of_process.setdefault(f"{values.get('pid')} on {values.get('host')}", session)
+        return {self.own.session, *first_of_process.values()}
+
+    def ranks(self) -> set[int]:
+        return self._numbers("rank")
+
+    def world_sizes(self) -> set[int]:
+        return self._numbers("world_size") | {self.own.world_size}
+
+    def _numbers(self, field: str) -> set[int]:
+        return {number for values in self._values() if isinstance(number := values.get(field), int)}
+
+    def _values(self) -> list[dict[str, Any]]:
+        return [entry.values for entry in self._present.values()]
+
+    def records(self) -> list[Record]:
+        """Records by rank. RuntimeError for an entry of another version, with another secret, or that is no record."""
+        return sorted((_check_record(entry, self.own) for entry in self._present.values()), key=lambda r: r.rank)
+
+
+def read_records(store: Store, keys: list[str], own: Record, secret: Secret | None) -> dict[str, Record]:
+    """The records at these keys, without empty ones.
+
+    RuntimeError for a record of another version of this package, or of a worker with another secret.
+    """
+    texts = zip(keys, _read_texts(store, keys), strict=True)
+    return {key: _check_record(read_entry(text, secret), own) for key, text in texts if text}
+
+
+def _read_texts(store: Store, keys: list[str]) -> list[bytes]:
+    if keys and store.has_extended_api():  # type: ignore[attr-defined]
+        return store.multi_get(keys)
+    return [store.get(key) for key in keys]
+
+
+def _check_record(entry: Entry, own: Record) -> Record:
+    values = entry.values
+    who = f"rank {values.get('rank')} ({values.get('name')!r}, pid {values.get('pid')} on {values.get('host')})"
+    version = values.get("package_version")
+    if isinstance(version, str) and version != own.package_version:
+        raise RuntimeError(
+            f"the workers have different versions of torch_ucx_rpc: {own} has {own.package_version} and {who} has "
+            f"{version}; install the same everywhere."
+        )
+    if entry.doubt and values:
+        raise refusal(entry, own, who)
+    try:
+        return Record.from_values(values)
+    except ValueError as error:
+        raise RuntimeError(
+            f"{own} found something in the Store that no worker wrote, or {who} did ({error}): give the job a Store, "
+            f"that is an address and port or a file, of its own."
+        ) from error
+
+
+def _check_agreement(records: list[Record]) -> None:
+    """RuntimeError unless these records, of workers that have come so far, can belong to one group."""
+    for earlier, later in itertools.pairwise(sorted(records, key=lambda record: record.world_size)):
+        if earlier.world_size != later.world_size:
+            raise RuntimeError(
+                f"the workers disagree on world_size: {earlier} says {earlier.world_size} and {later} says "
+                f"{later.world_size}; pass the same number to every init_rpc."
+            )
+    for record in records:
+        if not 0 <= record.rank < record.world_size:
+            raise RuntimeError(f"{record} has no place in a group of {record.world_size}: ranks are counted from 0.")
+    for earlier, later in itertools.pairwise(records):
+        if earlier.rank == later.rank:
+            raise RuntimeError(
+                f"rank {earlier.rank} is taken twice, by {earlier} and by {later}; start every worker with a rank of "
+                f"its own, and all of them anew if one of these was there before."
+            )
+    for earlier, later in itertools.pairwise(sorted(records, key=lambda record: record.name)):
+        if earlier.name == later.name:
+            # "is not unique" are torch's words, which programs and tests may look for.
+            raise RuntimeError(
+                f"the worker name {earlier.name!r} is not unique: {earlier} and {later} use it; give every worker a "
+                f"name of its own."
+            )
+
+
+def _warn_of_different_torchs(records: list[Record]) -> None:
+    # The CPU and the CUDA build of one release may work together.
+    releases = {record.torch_version.partition("+")[0]: record for record in records}
+    if len(releases) > 1:
+        _logger.warning(
+            "the workers run different releases of torch, which may not understand each other: %s",
+            ", ".join(f"{release} on {record}" for release, record in sorted(releases.items())),
+        )
+
+
+def _absent(records: list[Record], own: Record, deadline: Deadline) -> RuntimeError:
+    absent = _numbers(set(range(own.world_size)) - {record.rank for record in records})
+    ranks_by_host: dict[str, set[int]] = {}
+    for record in records:
+        ranks_by_host.setdefault(record.host, set()).add(record.rank)
+    present = ", ".join(f"{_numbers(ranks)} on {host}" for host, ranks in sorted(ranks_by_host.items()))
+    # Without rank 0, nobody tells all at the same time: other workers may have been here and left just now.
+    not_come = "have not come" if own.rank == 0 else "have not come, or have given up"
+    return RuntimeError(
+        f"init_rpc has waited {deadline.timeout:g} s (rpc_timeout) for all {own.world_size} workers, and these ranks "
+        f"{not_come}: {absent}. Present are the ranks {present}. Check that every worker has been started and got "
+        f"as far as init_rpc, with the same world_size and init_method; or give them more time, a larger rpc_timeout."
+    )
+
+
+def _came_too_late(own: Record, verdict: Entry) -> RuntimeError:
+    if verdict.doubt:
+        return refusal(verdict, own, verdict.values.get("judge"))
+    members = [Record.from_values(values) for values in verdict.values["members"]]
+    rival = next((member for member in members if member.rank == own.rank), members[0])
+    return RuntimeError(
+        f"{own} came too late: the group of {len(members)} workers at this Store has formed without it, with {rival}. "
+        f"Start all workers anew; a file:// Store that an earlier run left behind has to be removed."
+    )
+
+
+def _numbers(numbers: Iterable[int]) -> str:
+    """ "0-2, 5" for 0, 1, 2 and 5."""
+    ranges: list[list[int]] = []
+    for number in sorted(numbers):
+        if ranges and number == ranges[-1][-1] + 1:
+            ranges[-1][1:] = [number]
+        else:
+            ranges.append([number])
+    return ", ".join("-".join(map(str, ends)) for ends in ranges)

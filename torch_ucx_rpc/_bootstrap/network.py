@@ -1,0 +1,120 @@
+"""The network interface for UCX, unless the user chooses one: the interface that leads to the Store.
+
+UCX takes the fastest interface of a host, even if it does not lead to the other hosts: a bridge of containers, or a
+second network card that is cabled to something else. The interface to the Store does lead there. InfiniBand is always
+included: its devices are no network interfaces, and hosts with InfiniBand usually reach the Store by Ethernet.
+"""
+
+from __future__ import annotations
+
+import array
+import fcntl
+import ipaddress
+import os
+import socket
+import struct
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+_INTERFACES = Path("/sys/class/net")
+_INFINIBAND = Path("/sys/class/infiniband")
+# <linux/sockios.h>, <linux/if_arp.h>
+_SIOCGIFCONF = 0x8912
+_IFREQ_BYTES = 40
+_MOST_ADDRESSES = 4096
+_ARPHRD_INFINIBAND = "32"
+
+
+def default_devices(store: Store, ucx_path: str) -> str:
+    """The value for UCX_NET_DEVICES, or an empty string to leave the choice to UCX.
+
+    UCX chooses if the user has set the variable, if the workers do not meet by TCP, or if they meet at a loopback
+    address: rank 0 may know its own host by a loopback address, while the others use another one.
+    """
+    host = host_of(store)
+    if "UCX_NET_DEVICES" in os.environ or host is None:
+        return ""
+    interface = interface_to(host)
+    if interface is None or interface == "lo":
+        return ""
+    return ",".join([interface, "lo", *infiniband_devices(ucx_path)])
+
+
+def interface_to(host: str) -> str | None:
+    """The interface by which packets to ``host`` leave; None if there is no route or no such name."""
+    own = address_towards(host)
+    return None if own is None else _interface_of(own)
+
+
+def address_towards(host: str) -> str | None:
+    """This host's address as ``host`` sees it; None if there is no route or no such name."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        # Nothing is sent: connecting a datagram socket only looks up the route.
+        with socket.socket(family, socket.SOCK_DGRAM) as asking:
+            asking.connect(address)
+            own: str = asking.getsockname()[0]
+            return own.partition("%")[0]
+    except OSError:
+        return None
+
+
+def infiniband_devices(ucx_path: str) -> list[str]:
+    """Interfaces over InfiniBand, and InfiniBand and RoCE ports that are up, if that UCX can use them.
+
+    UCX warns of devices in UCX_NET_DEVICES that it cannot use.
+    """
+    devices = sorted(p.parent.name for p in _INTERFACES.glob("*/type") if _read(p) == _ARPHRD_INFINIBAND)
+    return devices + (active_ports() if has_verbs(ucx_path) else [])
+
+
+def active_ports() -> list[str]:
+    """InfiniBand and RoCE ports that are up, such as "mlx5_0:1"."""
+    ports = sorted(_INFINIBAND.glob("*/ports/*"))
+    return [f"{port.parent.parent.name}:{port.name}" for port in ports if "ACTIVE" in _read(port / "state")]
+
+
+def has_verbs(ucx_path: str) -> bool:
+    """Whether the UCX whose libucp is this file has its module for InfiniBand."""
+    return any((Path(ucx_path).resolve().parent / "ucx").glob("libuct_ib.so*"))
+
+
+def host_of(store: Store) -> str | None:
+    """The host of a TCPStore; None for other Stores."""
+    # Imported here, since ``info`` uses this module even if torch cannot be imported.
+    from torch._C._distributed_c10d import PrefixStore, TCPStore
+
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return store.host if isinstance(store, TCPStore) else None
+
+
+def _interface_of(address: str) -> str | None:
+    wanted = ipaddress.ip_address(address)
+    if wanted.version == 6:
+        table = Path("/proc/net/if_inet6").read_text(encoding="ascii").splitlines()
+        addresses = {ipaddress.ip_address(bytes.fromhex(line.split()[0])): line.split()[-1] for line in table}
+        return addresses.get(wanted)
+    # netdevice(7): struct ifconf has the size and the address of a buffer for struct ifreq's. Each has a name, a family
+    # and, 20 bytes in, an IPv4 address.
+    room = array.array("B", bytes(_IFREQ_BYTES * _MOST_ADDRESSES))
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+        answer = fcntl.ioctl(asking, _SIOCGIFCONF, struct.pack("iP", len(room), room.buffer_info()[0]))
+    (used,) = struct.unpack_from("i", answer)
+    for start in range(0, used, _IFREQ_BYTES):
+        name, _, ipv4 = struct.unpack_from("16sI4s", room, start)
+        if ipaddress.ip_address(ipv4) == wanted:
+            # A second address of an interface may have a label: "eth0:1".
+            return str(name.rstrip(b"\0").decode()).partition(":")[0]
+    # All of 127.0.0.0/8 is loopback, but only one address is listed.
+    return "lo" if wanted.is_loopback else None
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8").strip()
+    except OSError:
+        return ""

@@ -1,0 +1,113 @@
+"""The record of a worker: its description for the other workers, which the Store holds as JSON."""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torch_ucx_rpc._devices.maps import DeviceMaps, convert_devices
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Record:
+    """The description of one worker for the others.
+
+    A process id identifies a process only within a pid namespace, until the process ends or the machine reboots. Hence
+    `pid_namespace`, `process_start_time` (in clock ticks since the boot) and `boot_id`.
+
+    The worker numbers its RRefs from `first_rref_id` on. In a group without a size another worker may take its rank, so
+    that number is random. There, `in_doubt` means that another member has lost this worker, which may still be alive.
+    """
+
+    rank: int
+    name: str
+    world_size: int
+    session: int
+    first_rref_id: int
+    address: bytes
+    package_version: str
+    torch_version: str
+    device_maps: DeviceMaps
+    reply_device_maps: DeviceMaps
+    devices: list[torch.device]
+    device_count: int
+    host: str
+    boot_id: str
+    pid_namespace: int
+    pid: int
+    process_start_time: int
+    in_doubt: bool
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} ({self.name!r}, pid {self.pid} on {self.host})"
+
+    def has_ended_beside(self, other: Record) -> bool:
+        """Whether the process has ended, as ``other`` can see on the same machine; False for other machines."""
+        if (self.boot_id, self.pid_namespace) != (other.boot_id, other.pid_namespace):
+            return False
+        try:
+            # A process that has ended stays in the table, as a zombie, until its parent asks for its exit code.
+            return process_stat(self.pid)[0] in "ZX" or start_time(self.pid) != self.process_start_time
+        except FileNotFoundError:
+            return True
+
+    def to_values(self) -> dict[str, Any]:
+        """This record as values that JSON can write."""
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        values["address"] = base64.b64encode(self.address).decode("ascii")
+        return {**values, **convert_devices(values, str)}
+
+    @classmethod
+    def from_values(cls, values: Any) -> Record:
+        """The record that `to_values` converted; ValueError for other values."""
+        try:
+            address = base64.b64decode(values["address"], validate=True)
+            record = cls(**{**values, "address": address, **convert_devices(values, _device)})
+        # Wrong values raise any of these; RuntimeError is torch's, for an impossible device.
+        except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+            raise ValueError(f"that is not the record of a worker: {error}") from error
+        for field in dataclasses.fields(cls):
+            if field.type in ("bool", "int", "str") and type(getattr(record, field.name)).__name__ != field.type:
+                raise ValueError(f"that is not the record of a worker: its {field.name} is no {field.type}")
+        return record
+
+
+def _device(text: object) -> torch.device:
+    # torch.device would take numbers too, and mean GPUs of this machine.
+    if not isinstance(text, str):
+        raise TypeError(f"{text!r} is no device")
+    return torch.device(text)
+
+
+def process_facts() -> dict[str, Any]:
+    """The fields of a `Record` that identify this process and its machine."""
+    host = socket.gethostname()
+    try:
+        boot_id = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:
+        # Some sandboxes hide the file.
+        boot_id = host
+    return {
+        "host": host,
+        "boot_id": boot_id,
+        "pid_namespace": Path("/proc/self/ns/pid").stat().st_ino,
+        "pid": os.getpid(),
+        "process_start_time": start_time(os.getpid()),
+    }
+
+
+def process_stat(pid: int) -> list[str]:
+    """The fields of ``/proc/<pid>/stat`` after the name of the process: state, parent's pid, and so on."""
+    # The name, in parentheses, may itself contain spaces and parentheses.
+    return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+
+
+def start_time(pid: int) -> int:
+    # The 22nd field of the file. The name is the second.
+    return int(process_stat(pid)[19])

@@ -1,0 +1,396 @@
+"""The Store through which the workers of a job find each other.
+
+Rank 0 opens it at the address that ``init_method`` gives and the others connect to it, as with
+``torch.distributed.rendezvous``. But here rank 0 does not wait for workers that may never come, inside C++ where Ctrl-C
+does not reach it. ``members`` waits for the workers.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import dataclasses
+import errno
+import itertools
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import TypeVar
+from urllib.parse import ParseResult, urlparse
+
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch.distributed import DistError
+from torch.distributed.rendezvous import (
+    _get_use_libuv_from_query_dict,
+    _query_to_dict,
+    _rendezvous_helper,
+    _torchelastic_use_agent_store,
+)
+
+T = TypeVar("T")
+
+# The beginning of torch's messages, which programs and tests may look for.
+_START = "Error initializing torch.distributed using {}:// rendezvous:"
+
+# A hint for users of groups without a size.
+STORE_ENDS = (
+    " A group without a world_size can be joined as long as its Store is there, and this one ends with the process of "
+    "rank 0. For joins after that use a Store outside of it: torchrun's, or a file, init_method='file:///path'."
+)
+
+# A Store answers a new connection within this time. If nothing answers, it is no Store.
+_ANSWER_S = 10.0
+# But a Store may have many connections to answer first: torch's looks up the host name of each client, and a DNS that
+# does not answer costs 5 s or more.
+_LONGEST_ANSWER_S = 300.0
+
+# The end of the process waits this long for requests to a Store that are still under way.
+_LAST_WAIT_S = 10.0
+
+_LISTENING = "0A"  # in /proc/net/tcp
+
+# The key of the job's name, in a Store whose port follows from the job.
+_JOB = "torch_ucx_rpc/job"
+
+# Keeps the Store of this process's last group alive. When rank 0 opens the next Store at the same port, faster workers
+# may be connected already, so the old server must serve on. (The TCPStores of one process share the server of a port.)
+_kept: tuple[object, Store] | None = None
+
+
+class Deadline:
+    """The point in time ``timeout`` seconds from now; never if ``timeout`` is 0."""
+
+    def __init__(self, timeout: float) -> None:
+        self.timeout = timeout
+        self._end = time.monotonic() + timeout if timeout else float("inf")
+
+    def remaining(self) -> float:
+        return max(0.0, self._end - time.monotonic())
+
+    def passed(self) -> bool:
+        return self.remaining() == 0.0
+
+
+def create_store(init_method: str, rank: int, world_size: int | None, timeout: float) -> Store:
+    """The Store of the job, hosted by rank 0 unless torchrun does.
+
+    Args:
+        init_method: a URL; all but ``env://`` and ``tcp://host:port`` go to ``torch.distributed.rendezvous``.
+        world_size: None for a group without a size.
+        timeout: seconds to wait for rank 0 to open the Store; 0 is no limit.
+
+    Raises ValueError for an incomplete URL or incomplete variables, RuntimeError if there is no Store or its port is in
+    use.
+    """
+    global _kept
+    scheme = urlparse(init_method).scheme
+    iterator: Iterator[tuple[Store, int, int]] | None = None
+    store: Store
+    if scheme in ("env", "tcp"):
+        host, port, use_libuv = _store_address(urlparse(init_method))
+        store = _create_tcp_store(host, port, use_libuv, rank, world_size, Deadline(timeout))
+        if _torchelastic_use_agent_store() and (attempt := os.environ.get("TORCHELASTIC_RESTART_COUNT")):
+            # As in torch: torchrun's Store outlives a restart of the workers, with all entries of the attempt before.
+            store = PrefixStore(f"/worker/attempt_{attempt}", store)
+    else:
+        if scheme == "file":
+            _check_folder(urlparse(init_method))
+        # Some handlers clean up when their generator is collected, so it must live as long as the Store.
+        iterator = _rendezvous_helper(init_method, rank, world_size)
+        store, _, _ = next(iterator)
+    store.set_timeout(timedelta(seconds=timeout))
+    _kept = (iterator, store)
+    return store
+
+
+def _check_folder(url: ParseResult) -> None:
+    """torch's FileStore would wait for minutes for a folder to appear, deaf to Ctrl-C."""
+    folder = Path(url.path).parent
+    if not folder.is_dir():
+        raise ValueError(
+            f"{_START.format('file')} there is no folder {folder} on {socket.gethostname()}: the file must be on a "
+            f"file system that all workers see, in a folder that is there."
+        )
+
+
+def check_rank(init_method: str, rank: int) -> int:
+    """The rank of a worker of a group without a size. A missing rank (-1) is taken from the environment."""
+    url = urlparse(init_method)
+    if rank >= 0:
+        return rank
+    if url.scheme != "env":
+        raise ValueError(f"{_START.format(url.scheme)} rank parameter missing: pass rank to init_rpc.")
+    number = os.environ.get("RANK", "")
+    if not number.isdecimal():
+        raise ValueError(
+            f"{_START.format('env')} environment variable RANK expected, but not set: set it to the number of this "
+            f"worker, or pass rank to init_rpc."
+        )
+    return int(number)
+
+
+def _store_address(url: ParseResult) -> tuple[str, int, bool]:
+    """Host and port of the Store, and whether torch would run it on libuv."""
+    query: dict[str, str] = _query_to_dict(url.query)
+    if {"rank", "world_size"} & set(query):
+        raise ValueError(f"the init_method {url.geturl()} cannot give rank or world_size: pass them to init_rpc.")
+    use_libuv: bool = _get_use_libuv_from_query_dict(query)
+    start = _START.format(url.scheme)
+    if url.scheme == "tcp":
+        try:
+            host, port = url.hostname, url.port
+        except ValueError:
+            host, port = None, None
+        if not host or port is None:
+            raise ValueError(f"{start} port number missing, {url.geturl()} must be like tcp://host:29500.")
+        return host, port, use_libuv
+    missing = [variable for variable in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(variable)]
+    if missing:
+        raise ValueError(
+            f"{start} environment variable {' and '.join(missing)} expected, but not set: set MASTER_ADDR to the host "
+            f"of rank 0 and MASTER_PORT to a free port there, the same for every worker."
+        )
+    return os.environ["MASTER_ADDR"], check_port(os.environ["MASTER_PORT"]), use_libuv
+
+
+def check_port(number: str) -> int:
+    """MASTER_PORT as a number; ValueError if it is no port."""
+    if not number.isdecimal() or int(number) >= 2**16:
+        raise ValueError(
+            f"{_START.format('env')} MASTER_PORT={number} is not a port: set it to a number from 1 to 65535."
+        )
+    return int(number)
+
+
+@dataclasses.dataclass(frozen=True)
+class JobAddress:
+    """The places where rank 0 of a job may open its Store: one of the hosts, at its first free one of the ports."""
+
+    job: str
+    hosts: tuple[str, ...]
+    ports: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"{' or '.join(self.hosts)}, port {' or '.join(map(str, self.ports))}"
+
+
+def open_job_store(address: JobAddress, rank: int, world_size: int | None, timeout: float) -> Store:
+    """The Store of a job, found without a known port; arguments and errors are those of `create_store`.
+
+    Rank 0 writes the name of the job into its Store. Every other worker tries all hosts and ports, and takes the Store
+    with that name. Some places may have the Store of another job.
+    """
+    global _kept
+    deadline = Deadline(timeout)
+    store = _serve_job(address) if rank == 0 else _find_job(address, deadline)
+    store.set_timeout(timedelta(seconds=timeout))
+    _kept = (None, store)
+    return store
+
+
+def _serve_job(address: JobAddress) -> TCPStore:
+    host = next(filter(is_this_host, address.hosts), None)
+    if host is None:
+        raise RuntimeError(
+            f"rank 0 runs on {socket.gethostname()}, and the other workers are going to look for it at "
+            f"{' and '.join(address.hosts)}, as MASTER_ADDR says or the launcher: set MASTER_ADDR to the "
+            f"host of rank 0."
+        )
+    for port in address.ports:
+        # A port in use raises DistError; but the Store of this process's last group shares its port.
+        with contextlib.suppress(DistError):
+            store = _connect(host, port, is_server=True)
+            store.set(_JOB, address.job)
+            return store
+    raise RuntimeError(
+        f"rank 0 cannot open the Store of this job: the ports {', '.join(map(str, address.ports))} are all in use on "
+        f"{socket.gethostname()}; set MASTER_PORT to one that is free, for all workers."
+    )
+
+
+def _find_job(address: JobAddress, deadline: Deadline) -> TCPStore:
+    pause = 0.01
+    while True:
+        # The finding at each place, for the error.
+        seen: dict[str, object] = {}
+        for port, host in itertools.product(address.ports, address.hosts):
+            try:
+                socket.create_connection((host, port), timeout=min(1.0, max(0.05, deadline.remaining()))).close()
+                store = _connect(host, port, is_server=False)
+                if store.check([_JOB]) and store.get(_JOB).decode() == address.job:
+                    return store
+                seen[f"{host}:{port}"] = "the Store of another job"
+            except (OSError, DistError, TimeoutError) as error:
+                seen[f"{host}:{port}"] = error
+        if deadline.passed():
+            places = "; ".join(f"{place}: {what}" for place, what in seen.items())
+            raise RuntimeError(
+                f"the Store of this job is not at {address}, after {deadline.timeout:g} s: rank 0 must be running "
+                f"there. Check that it has started and got as far as init_rpc(), and that its host can be reached; if "
+                f"it is another one, set MASTER_ADDR. ({places})"
+            )
+        time.sleep(min(pause, deadline.remaining()))
+        # Many workers may ask a host that is not ready yet.
+        pause = min(2 * pause, 1.0)
+
+
+def is_this_host(host: str) -> bool:
+    try:
+        address = socket.getaddrinfo(host, 0, socket.AF_INET, socket.SOCK_STREAM)[0][4]
+        with socket.socket() as probe:
+            probe.bind(address)
+    except OSError:
+        return False
+    return True
+
+
+def _connect(host: str, port: int, *, is_server: bool) -> TCPStore:
+    def create() -> TCPStore:
+        return TCPStore(
+            host_name=host,
+            port=port,
+            is_master=is_server,
+            timeout=timedelta(seconds=_ANSWER_S),
+            wait_for_workers=False,
+            multi_tenant=True,
+        )
+
+    return _interruptible(create, _ANSWER_S)
+
+
+def _create_tcp_store(
+    host: str, port: int, use_libuv: bool, rank: int, world_size: int | None, deadline: Deadline
+) -> TCPStore:
+    address = f"{host}:{port}"
+    by_torchrun: bool = _torchelastic_use_agent_store()
+    is_server = rank == 0 and not by_torchrun
+    hint = "" if world_size is not None or by_torchrun else STORE_ENDS
+    if not is_server:
+        await_listener(host, port, "torchrun" if by_torchrun else "rank 0", deadline, hint)
+
+    answer_s = min(max(_ANSWER_S, deadline.remaining()), _LONGEST_ANSWER_S)
+
+    def create() -> TCPStore:
+        return TCPStore(
+            host_name=host,
+            port=port,
+            world_size=world_size,
+            is_master=is_server,
+            timeout=timedelta(seconds=answer_s),
+            wait_for_workers=False,
+            multi_tenant=not by_torchrun,
+            use_libuv=use_libuv,
+        )
+
+    try:
+        # Longer than TCPStore's own timeout: it overruns that by its last pause, and does not apply it to a server that
+        # never answers.
+        return _interruptible(create, answer_s + 2 * _ANSWER_S)
+    except (DistError, TimeoutError) as error:
+        if is_server and "EADDRINUSE" in str(error):
+            problem = (
+                f"rank 0 cannot open the Store at {address}: the port {port} is in use on {socket.gethostname()}, by "
+                f"another program, another job or a second rank 0 of this one; choose a free port."
+            )
+        elif is_server:
+            problem = (
+                f"rank 0 runs on {socket.gethostname()} and has no Store at {address}: that must be an address of this "
+                f"host. ({error})"
+            )
+        else:
+            problem = (
+                f"rank {rank} cannot use what listens at {address} as a Store: if another program does, choose another "
+                f"port. ({error}){hint}"
+            )
+        raise RuntimeError(problem) from error
+
+
+def await_listener(host: str, port: int, server: str, deadline: Deadline, hint: str) -> None:
+    """Return when a server listens. TCPStore would wait too, but in C++, and print a stack for each failure."""
+    pause = 0.01
+    while True:
+        try:
+            _check_listener(host, port, min(1.0, max(0.05, deadline.remaining())))
+            return
+        except OSError as error:
+            if deadline.passed():
+                raise RuntimeError(
+                    f"nobody listens at {host}:{port} after {deadline.timeout:g} s ({error}): {server} must be running "
+                    f"there; check that it has started, and that MASTER_ADDR and MASTER_PORT, or the init_method, name "
+                    f"its host and port and are the same for every worker.{hint}"
+                ) from error
+        time.sleep(min(pause, deadline.remaining()))
+        pause = min(2 * pause, 0.25)
+
+
+def _check_listener(host: str, port: int, limit: float) -> None:
+    """OSError unless a server listens there."""
+    is_there = _is_listened_at_here(host, port)
+    if is_there is None:
+        socket.create_connection((host, port), timeout=limit).close()
+    elif not is_there:
+        raise ConnectionRefusedError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
+
+
+def _is_listened_at_here(host: str, port: int) -> bool | None:
+    """Whether a server of this host listens there, by the kernel's table; None for addresses of other hosts.
+
+    This spares the Store a connection that it would have to answer.
+    """
+    if not is_this_host(host):
+        return None
+    number = int.from_bytes(socket.inet_aton(socket.gethostbyname(host)), sys.byteorder)
+    anywhere_or_there = {"0" * 8, f"{number:08X}", "0" * 32, f"{'0' * 16}FFFF0000{number:08X}"}
+    try:
+        for table in ("tcp", "tcp6"):
+            for line in Path("/proc/net", table).read_text(encoding="ascii").splitlines()[1:]:
+                _, local, _, state, *_ = line.split()
+                address, _, its_port = local.partition(":")
+                if state == _LISTENING and int(its_port, 16) == port and address in anywhere_or_there:
+                    return True
+    except (OSError, ValueError):
+        return None
+    return False
+
+
+# Threads that were still in C++ when their caller stopped waiting.
+_left_behind: list[threading.Thread] = []
+
+
+@atexit.register
+def _await_left_behind() -> None:
+    """Wait for these threads: one that returns from C++ during finalization would abort the process."""
+    end = Deadline(_LAST_WAIT_S)
+    for thread in _left_behind:
+        thread.join(end.remaining())
+
+
+def _interruptible(call: Callable[[], T], limit: float) -> T:
+    """Run ``call()`` on another thread: then Ctrl-C and TimeoutError reach this one while C++ blocks."""
+    outcome: list[T] = []
+    failure: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            outcome.append(call())
+        except BaseException as error:
+            failure.append(error)
+
+    # A daemon, so that a hanging call does not hold up the end of the process.
+    thread = threading.Thread(target=run, name="torch_ucx_rpc-store", daemon=True)
+    thread.start()
+    try:
+        thread.join(limit)
+    finally:
+        if thread.is_alive():
+            _left_behind.append(thread)
+    if failure:
+        raise failure[0]
+    if not outcome:
+        raise TimeoutError(f"no answer in {limit:g} s")
+    return outcome[0]

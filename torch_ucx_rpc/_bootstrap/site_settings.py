@@ -1,0 +1,122 @@
+"""Settings and limits of the site that RPC cannot work with, or works badly with; checked before workers meet.
+
+Only settings that UCX takes silently are checked here. UCX itself warns on stderr of variables that it does not know,
+of devices and transports that the machine does not have, and of values that make no sense.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import re
+import resource
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+_logger = logging.getLogger(__name__)
+
+# Names in UCX_TLS of transports that carry no messages to another process: loopback, and those that only copy memory.
+_NO_CARRIERS = re.compile(r"self|cma|knem|gdr_copy|gdrcopy|cuda(_copy|_ipc)?|rocm(_copy|_ipc)?|ze(_copy|_ipc)?")
+_SHARED_MEMORY = {"sm", "shm", "mm", "sysv", "posix", "xpmem"}
+_NO = {"n", "no", "off", "0", "false"}
+
+# An agent opens 27 files before its first call. The rest is room for the Store and for late imports.
+_FILES_OF_AN_AGENT = 48
+# One file watches the process of a peer on this host, and one is a TCP connection to it.
+_FILES_OF_A_PEER = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """Something that is wrong, and its cure."""
+
+    problem: str
+    cure: str
+    # True if the package cannot be used at all.
+    is_fatal: bool = False
+
+
+def check(world_size: int | None) -> None:
+    """Raise RuntimeError for settings that cannot work; warn, once a process, of those that work badly.
+
+    Args:
+        world_size: number of workers; None for a group without a size.
+    """
+    found = list(of_files(world_size or 1))
+    # A single worker calls only itself, which does not need UCX.
+    if world_size != 1:
+        found += of_settings(os.environ)
+    for conflict in found:
+        if conflict.is_fatal:
+            raise RuntimeError(f"{conflict.problem}: {conflict.cure}")
+        if conflict not in _told:
+            _told.add(conflict)
+            _logger.warning("%s: %s", conflict.problem, conflict.cure)
+
+
+_told: set[Problem] = set()
+
+
+def of_settings(environ: Mapping[str, str]) -> Iterator[Problem]:
+    """Problems with values of ``UCX_*`` variables that UCX takes silently."""
+    names = _names(environ.get("UCX_TLS", "all"))
+    if names and all(_NO_CARRIERS.fullmatch(name) for name in names):
+        yield Problem(
+            f"UCX_TLS={environ['UCX_TLS']} leaves no transport by which messages reach another worker",
+            "add sm for workers of one host, and tcp or rc for those of several, or unset it",
+            is_fatal=True,
+        )
+    elif environ.get("UCX_MM_ERROR_HANDLING", "").lower() in _NO:
+        has_no_other_way = names is not None and all(
+            name in _SHARED_MEMORY or _NO_CARRIERS.fullmatch(name) for name in names
+        )
+        yield Problem(
+            "with UCX_MM_ERROR_HANDLING=n workers of one host cannot use shared memory"
+            + (f", which is all that UCX_TLS={environ['UCX_TLS']} allows" if has_no_other_way else " and take TCP"),
+            "unset it",
+            is_fatal=has_no_other_way,
+        )
+    stops = re.search("freeze|debug", environ.get("UCX_HANDLE_ERRORS", ""))
+    if stops:
+        yield Problem(
+            f"with UCX_HANDLE_ERRORS={environ['UCX_HANDLE_ERRORS']} a worker that crashes stops and does not end, and "
+            f"calls to it wait for their timeouts",
+            "set it to bt or none, unless somebody waits for crashes with a debugger",
+        )
+    if environ.get("UCX_TCP_CONN_NB", "").lower() in _NO:
+        yield Problem(
+            "with UCX_TCP_CONN_NB=n a call to a host that is down holds up all other calls of this worker, for minutes",
+            "unset it",
+        )
+
+
+def of_files(world_size: int) -> Iterator[Problem]:
+    """Problems with the limit of open files, for a job of so many workers."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limit == resource.RLIM_INFINITY:
+        return
+    try:
+        is_open = len(list(Path("/proc/self/fd").iterdir()))
+    # No file is left even for listing them.
+    except OSError:
+        is_open = limit
+    wanted = is_open + _FILES_OF_AN_AGENT + _FILES_OF_A_PEER * (world_size - 1)
+    if limit < is_open + _FILES_OF_AN_AGENT:
+        yield Problem(
+            f"this process may open {limit} files, has {is_open} open, and RPC takes up to {_FILES_OF_AN_AGENT}",
+            f"raise the limit of open files, ulimit -n {max(65536, wanted)}",
+            is_fatal=True,
+        )
+    elif limit < wanted:
+        yield Problem(
+            f"this process may open {limit} files and has {is_open} open, which is not enough to call all of "
+            f"{world_size} workers; calls to the last ones are going to fail",
+            f"raise the limit of open files, ulimit -n {max(65536, wanted)}",
+        )
+
+
+def _names(transports: str) -> list[str] | None:
+    """The transports that UCX_TLS lists; None for a list of exclusions, and for "all"."""
+    listed = [name.strip().lstrip("\\").partition(":")[0] for name in transports.split(",") if name.strip()]
+    return None if transports.startswith("^") or "all" in listed else listed

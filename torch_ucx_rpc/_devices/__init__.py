@@ -1,0 +1,5 @@
+"""Tensors on CUDA devices.
+
+* ``maps``  checks that the device maps of all workers fit together, and derives the maps for replies
+* ``pool``  chooses the allocator of received tensors: torch's or RMM's
+"""

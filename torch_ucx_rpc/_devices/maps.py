@@ -1,0 +1,171 @@
+"""Device maps: they say on which devices tensors arrive. Here the maps of all workers are checked and combined.
+
+docs/gpu.md has the rules. Errors begin with TensorPipe's words, which programs and PyTorch's tests look for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol, TypeAlias
+
+import torch
+
+CPU = torch.device("cpu")
+
+# From a device of the caller to a device of the callee, or back.
+DeviceMap: TypeAlias = dict[torch.device, torch.device]
+# Device maps by the name of the other worker.
+DeviceMaps: TypeAlias = dict[str, DeviceMap]
+
+
+class Worker(Protocol):
+    """The part of a worker's record (``_bootstrap.record``) that says something about devices."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def torch_version(self) -> str: ...
+    @property
+    def device_maps(self) -> DeviceMaps: ...
+    @property
+    def reply_device_maps(self) -> DeviceMaps: ...
+    @property
+    def devices(self) -> list[torch.device]: ...
+    @property
+    def device_count(self) -> int: ...
+
+
+def convert_devices(values: Mapping[str, Any], convert: Callable[[Any], Any]) -> dict[str, Any]:
+    """Convert every device in the fields of a worker, or of its options, that contain devices; return these fields."""
+    maps = {
+        name: {
+            callee: {convert(key): convert(value) for key, value in device_map.items()}
+            for callee, device_map in values[name].items()
+        }
+        for name in ("device_maps", "reply_device_maps")
+    }
+    return {**maps, "devices": [convert(device) for device in values["devices"]]}
+
+
+def reply_map(requests: DeviceMap, named: DeviceMap) -> DeviceMap:
+    """The map for replies: from the callee's device of a result to the caller's device where it arrives.
+
+    Args:
+        requests: the caller's device map for the callee.
+        named: the caller's reply device map for the callee.
+    """
+    replies = {}
+    for remote in requests.values():
+        sources = [local for local, target in requests.items() if target == remote]
+        if len(sources) > 1:
+            # CPU tensors stay on the CPU unless a single device maps to it.
+            sources = [local for local in sources if local.type == remote.type] or [CPU]
+        replies[remote] = min(sources, key=lambda device: device.index or 0)
+    return {**replies, **named}
+
+
+def maps_of_replies(name: str, members: Iterable[Worker]) -> DeviceMaps:
+    """The maps for replies of the worker of this name, by caller."""
+    maps = {
+        caller.name: reply_map(caller.device_maps.get(name, {}), caller.reply_device_maps.get(name, {}))
+        for caller in members
+    }
+    return {caller: replies for caller, replies in maps.items() if replies}
+
+
+def devices_in_use(own: Worker, replies: DeviceMaps) -> list[torch.device]:
+    """The CUDA devices of a worker that RPC uses: its option ``devices``, or all devices in maps, others' too.
+
+    Args:
+        replies: the result of `maps_of_replies` for this worker.
+    """
+    mentioned = set(own.devices)
+    if not mentioned:
+        for requests in own.device_maps.values():
+            mentioned.update(requests)
+        for named in own.reply_device_maps.values():
+            mentioned.update(named.values())
+        for returned in replies.values():
+            mentioned.update(returned)
+    return sorted(mentioned - {CPU}, key=lambda device: device.index)
+
+
+def check(records: Sequence[Worker], is_static_group: bool = True) -> None:
+    """ValueError unless all device maps fit together; a dynamic group may map workers that are still to come."""
+    members = {record.name: record for record in records}
+    for record in records:
+        if len(set(record.devices)) != len(record.devices):
+            raise ValueError(f"Node {record.name} has duplicated devices: {_list(record.devices)}, on {record}")
+        if absent := _absent(record.devices, record):
+            raise ValueError(f"Node {record.name} has devices with invalid indices: {_list(absent)}. {_cure(record)}")
+    for caller in records:
+        names = {*caller.device_maps, *caller.reply_device_maps}
+        if is_static_group and (unknown := sorted(names - set(members))):
+            raise ValueError(
+                f"Node {caller.name} has invalid target node names in its device maps: "
+                f"{', '.join(map(repr, unknown))}, on {caller}. The workers are {', '.join(map(repr, members))}."
+            )
+        for name in sorted(names):
+            requests, replies = caller.device_maps.get(name, {}), caller.reply_device_maps.get(name, {})
+            _check_side("source", [*requests, *replies.values()], caller, caller, name)
+            if name in members:
+                _check_side("target", [*requests.values(), *replies], members[name], caller, name)
+
+
+def _check_side(side: str, devices: list[torch.device], owner: Worker, caller: Worker, callee: str) -> None:
+    """Check one side of a caller's maps for a callee; ``owner`` is the worker of the devices on that side."""
+    which = f"in its device map for {callee}"
+    if owner.devices and (unexpected := sorted({*devices} - {*owner.devices, CPU}, key=str)):
+        raise ValueError(
+            f"Node {caller.name} has unexpected {side} devices {which}: {_list(unexpected)}, on {caller}. Of {owner} "
+            f"only {_list(owner.devices)} may be used, by its option devices."
+        )
+    if absent := _absent(devices, owner):
+        raise ValueError(
+            f"Node {caller.name} has {side} devices with invalid indices {which}: {_list(absent)}, on {caller}. "
+            f"{_cure(owner)}"
+        )
+
+
+def _absent(devices: Iterable[torch.device], record: Worker) -> list[torch.device]:
+    """The devices among these that the worker does not have."""
+    return sorted({device for device in devices if device != CPU and device.index >= record.device_count}, key=str)
+
+
+def _cure(record: Worker) -> str:
+    if record.device_count == 0:
+        return (
+            f"There is no CUDA device for {record}: it needs a GPU that CUDA_VISIBLE_DEVICES lets it see and a CUDA "
+            f"build of torch (its is {record.torch_version}), or the maps must do without."
+        )
+    return f"{record} has {record.device_count}, numbered from 0."
+
+
+def _list(devices: Iterable[torch.device]) -> str:
+    return ", ".join(map(str, devices))
+
+
+# UCX_TLS names transports, or groups of them. These names include the transports for device memory.
+_FOR_CUDA = {"all", "cuda", "cuda_copy"}
+
+
+def check_ucx(devices: Collection[torch.device], ucx_path: str, environment: Mapping[str, str]) -> None:
+    """RuntimeError if UCX would take pointers to these devices for host memory, and crash.
+
+    Args:
+        ucx_path: the file of the loaded libucp.
+        environment: the environment of the process, with the user's settings of UCX.
+    """
+    if not devices:
+        return
+    asked = f"tensors on {_list(devices)} are to be sent by RPC (device_maps, devices)"
+    if not any((Path(ucx_path).resolve().parent / "ucx").glob("libuct_cuda.so*")):
+        raise RuntimeError(
+            f"{asked}, and this UCX has no module for CUDA: {ucx_path}. Install libucx-cu12 or libucx-cu13, "
+            f"or a UCX that is built with CUDA."
+        )
+    chosen = environment.get("UCX_TLS", "all")
+    transports = {name.partition(":")[0] for name in chosen.removeprefix("^").split(",")}
+    if bool(transports & _FOR_CUDA) == chosen.startswith("^"):
+        raise RuntimeError(f"{asked}, and UCX_TLS={chosen} leaves out what that needs: add cuda to it, or unset it.")

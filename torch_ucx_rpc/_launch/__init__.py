@@ -1,0 +1,6 @@
+"""`torch_ucx_rpc.init_rpc`: starting a worker with what its launcher says.
+
+* ``init``         `init_rpc`
+* ``environment``  reads the variables of launchers: torchrun, mpirun, srun
+* ``mpi``          asks MPI for the host of rank 0, where no variable names it
+"""

@@ -1,0 +1,131 @@
+"""`init_rpc` for workers that a launcher started: rank, world size and meeting place are in the environment."""
+
+# mypy: allow-untyped-calls
+
+from __future__ import annotations
+
+import functools
+import os
+from pathlib import Path
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
+from torch.distributed.distributed_c10d import _get_default_store
+
+from torch_ucx_rpc import _start
+from torch_ucx_rpc._bootstrap.record import process_stat, start_time
+from torch_ucx_rpc._bootstrap.rendezvous import JobAddress, check_port, create_store, open_job_store
+from torch_ucx_rpc._launch import mpi
+from torch_ucx_rpc._launch.environment import Launch, default_name, find_launch, nothing_found, ports_of
+from torch_ucx_rpc._options import UcxRpcBackendOptions, check_url
+
+# The meeting place as a URL; mostly a file that all hosts see, under launchers that tell no host of rank 0.
+_INIT_METHOD = "TORCH_UCX_RPC_INIT_METHOD"
+
+
+def init_rpc(
+    name: str | None = None,
+    *,
+    rank: int | None = None,
+    world_size: int | None = None,
+    rpc_backend_options: UcxRpcBackendOptions | None = None,
+) -> None:
+    """``torch.distributed.rpc.init_rpc`` on UCX. The launcher of the process supplies the arguments that are not given.
+
+    The first of these launchers counts whose variables are set: RANK and WORLD_SIZE (``python -m torch_ucx_rpc run``,
+    torchrun, or by hand), mpirun of Open MPI or MPICH, Slurm's srun. Without a launcher, rank and size are those of an
+    initialized process group of ``torch.distributed``.
+
+    The meeting place of the workers is the first of these that is known:
+
+    * an ``init_method`` other than ``env://`` in the options
+    * the URL in TORCH_UCX_RPC_INIT_METHOD
+    * MASTER_ADDR and MASTER_PORT
+    * under Slurm, the first host of the step
+    * under an mpirun that uses only this host, this host
+    * under another mpirun, with mpi4py, the host of rank 0, which it tells over MPI
+    * the Store of the process group
+
+    If only a host is known, the port is one of four that follow from the number of the job.
+
+    Args:
+        name (str): name of this worker (default: its role and its number in it, such as ``"trainer3"``, or
+            ``"worker3"``).
+        rank (int): number of this worker, from 0 on.
+        world_size (int): number of workers; 0 for a group that workers join and leave.
+        rpc_backend_options (UcxRpcBackendOptions): as for ``torch.distributed.rpc.init_rpc``.
+
+    Raises RuntimeError if rank, size or meeting place is unknown; ValueError for variables that cannot be true; and the
+    errors of ``torch.distributed.rpc.init_rpc``.
+
+    Example::
+
+        >>> torch_ucx_rpc.init_rpc()  # in train.py, started by: python -m torch_ucx_rpc run -n 4 train.py
+    """
+    options = UcxRpcBackendOptions() if rpc_backend_options is None else rpc_backend_options
+    launch = find_launch(os.environ) or _process_group()
+    if rank is None or world_size is None:
+        if launch is None:
+            raise RuntimeError(nothing_found(os.environ))
+        if name is None and rank is None:
+            name = launch.name
+        rank = launch.rank if rank is None else rank
+        world_size = launch.world_size if world_size is None else world_size
+    if name is None:
+        name = default_name(rank)
+    _start.init_rpc(name, rank, world_size, options, open_store=functools.partial(_open_store, launch))
+
+
+def _process_group() -> Launch | None:
+    if not (dist.is_available() and dist.is_initialized()):
+        return None
+    rank = dist.get_rank()
+    return Launch("process group", rank, dist.get_world_size(), default_name(rank))
+
+
+def _open_store(launch: Launch | None, init_method: str, rank: int, world_size: int | None, timeout: float) -> Store:
+    """The Store where the workers of this job meet; see `init_rpc`."""
+    if init_method == "env://":
+        init_method = check_url(_INIT_METHOD, os.environ.get(_INIT_METHOD) or init_method)
+    host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+    if init_method != "env://" or (host and port):
+        return create_store(init_method, rank, world_size, timeout)
+    if launch is not None and rank == launch.rank and world_size in (None, launch.world_size):
+        hosts, job = (host,) if host else launch.hosts, launch.job
+        if launch.speaks_mpi and not hosts:
+            if not mpi.is_installed():
+                raise _no_host(launch)
+            found, job = mpi.ask_for_rank_0(launch, timeout)
+            hosts = (found,)
+        elif launch.speaks_mpi and not host and job is None:
+            # All workers are on this host, and children of one mpirun: that process names the job.
+            job = f"{launch.launcher} {_starting_process('PMI_RANK')}"
+        if hosts and job is not None:
+            address = JobAddress(job, hosts, ports_of(job) if port is None else (check_port(port),))
+            return open_job_store(address, rank, world_size, timeout)
+    group = _process_group()
+    if group is not None and (rank, world_size) == (group.rank, group.world_size):
+        return PrefixStore("torch_ucx_rpc", _get_default_store())
+    # This raises an error that names the missing variable: MASTER_ADDR or MASTER_PORT.
+    return create_store(init_method, rank, world_size, timeout)
+
+
+def _no_host(launch: Launch) -> RuntimeError:
+    option = "-x" if launch.launcher == "Open MPI" else "-genv"
+    return RuntimeError(
+        f"{launch.launcher} has started the workers on several hosts and tells none of them where rank 0 is: set "
+        f"MASTER_ADDR to its host and MASTER_PORT to a free port there (mpirun {option}). Or install mpi4py, to "
+        f"have MPI asked; or set {_INIT_METHOD} to file:///<path of a new file that all hosts see>."
+    )
+
+
+def _starting_process(variable: str) -> str:
+    """Pid and start time of the process that set this variable for its children: the nearest ancestor without it."""
+    pid = os.getppid()
+    try:
+        while variable.encode() + b"=" in Path(f"/proc/{pid}/environ").read_bytes():
+            pid = int(process_stat(pid)[1])
+    except OSError:
+        # The process of another user, whose environment cannot be read, is not one that mpirun started.
+        pass
+    return f"{pid} {start_time(pid)}"

@@ -1,0 +1,132 @@
+"""`native_op`: operators of torch that are written in Python and run without the GIL."""
+
+# mypy: allow-untyped-calls
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from torch_ucx_rpc._native import _C
+
+if TYPE_CHECKING:
+    from torch_ucx_rpc._native_op.numba_code import NumbaCode
+
+_KINDS = ("Tensor", "Int", "Float", "Bool")
+
+
+def native_op(schema: str) -> Callable[[Callable[..., Any]], torch._ops.OpOverloadPacket]:
+    """Decorator that makes a Python function an operator of torch, compiled by numba and called without the GIL.
+
+    ::
+
+        @torch_ucx_rpc.native_op("ps::accumulate(Tensor(a!) self, Tensor other) -> ()")
+        def accumulate(self, other):
+            if self.shape != other.shape:
+                raise ValueError("shapes differ")  # numba checks no indices
+            for i in range(self.shape[0]):
+                self[i] += other[i]
+
+        torch.ops.ps.accumulate(torch.zeros(3), torch.ones(3))   # or accumulate(...)
+
+    On another worker it runs within a TorchScript function, which RPC runs without the GIL too::
+
+        @torch.jit.script
+        def update(parameter: RRef[Tensor], gradient: Tensor) -> None:
+            torch.ops.ps.accumulate(parameter.local_value(), gradient)
+
+        rpc.rpc_async("ps", update, args=(parameter, gradient))
+
+    The function gets each tensor as an array on the tensor's memory, CPU tensors only. It is compiled for the dtypes,
+    numbers of dimensions and layouts (contiguous or not) that a call has, when the first such call is made; that takes
+    the GIL, and a second or so. Arrays of arguments that the schema does not mark as written (``Tensor(a!)``) are read
+    only: a function that writes to them does not compile. Calls that write to the same storage take turns.
+
+    Args:
+        schema: in torch's language, with a namespace. Arguments are ``Tensor``, ``int``, ``float`` and ``bool``, with
+            defaults as one likes, and one of them at least is a tensor. The result is ``()``, ``int``, ``float``,
+            ``bool``, ``Tensor`` for an array that the function makes, or ``Tensor(a!)``, which is the argument marked
+            so; then the function returns nothing.
+
+    Returns what ``torch.ops`` has: the operator, which TorchScript knows by either name.
+
+    The decorated function may be numba's already, from ``numba.njit`` with options of its own, but not a parallel one:
+    numba's default threads abort a process where two calls run at once.
+
+    Raises ValueError for a schema beyond that, a function with other parameters, or an operator that exists;
+    ImportError without numba. A call raises TypeError for tensors that the function does not compile for, and
+    RuntimeError for what it raises itself (``raise ValueError("shapes differ")``), for tensors that require grad
+    outside ``torch.no_grad()``, and for written tensors that overlap with others in part. From another worker all of
+    these come as RuntimeError.
+    """
+    try:
+        parsed = torch._C.parse_schema(schema)
+    except RuntimeError as error:
+        raise ValueError(f"{schema!r} is no schema of an operator: {error}") from None
+    _check(schema, parsed)
+
+    def define(function: Callable[..., Any]) -> torch._ops.OpOverloadPacket:
+        code = _load_compiler()(parsed, function)
+        expected = [argument.name for argument in parsed.arguments]
+        found = list(inspect.signature(code.python_function).parameters)
+        if found != expected:
+            raise ValueError(f"{parsed.name} has the arguments {expected}, and its function the parameters {found}")
+        namespace, name = parsed.name.split("::")
+        if torch._C._jit_get_schemas_for_operator(parsed.name):
+            raise ValueError(f"{parsed.name} is an operator already: one can be defined once in a process")
+        _C.define_native_op(schema, code.compile, code.explain, code.release_address)
+        packet: torch._ops.OpOverloadPacket = getattr(getattr(torch.ops, namespace), name)
+        return packet
+
+    return define
+
+
+def _load_compiler() -> type[NumbaCode]:
+    try:
+        importlib.import_module("numba")
+    except ImportError as error:
+        raise ImportError(
+            f"native_op compiles with numba, which cannot be imported ({error}): pip install numba"
+        ) from None
+    from torch_ucx_rpc._native_op.numba_code import NumbaCode
+
+    return NumbaCode
+
+
+def _check(text: str, schema: Any) -> None:
+    def refuse(why: str) -> ValueError:
+        return ValueError(f"native_op cannot make {text!r}: {why}")
+
+    if "::" not in schema.name:
+        raise refuse("its name has no namespace, as in ns::name")
+    for argument in schema.arguments:
+        if _kind(argument) not in _KINDS:
+            raise refuse(
+                f"its argument {argument.name} is of type {_kind(argument)}; those that a native operator takes are "
+                f"Tensor, int, float and bool"
+            )
+    if not any(_kind(argument) == "Tensor" for argument in schema.arguments):
+        raise refuse("it has no tensor among its arguments")
+    if not schema.returns:
+        return
+    if len(schema.returns) > 1:
+        raise refuse(f"it returns {len(schema.returns)} values, and a native operator one or none")
+    (result,) = schema.returns
+    if _kind(result) not in _KINDS:
+        raise refuse(f"it returns a {_kind(result)}; a native operator returns (), Tensor, int, float or bool")
+    if result.alias_info is not None and not any(
+        argument.alias_info is not None
+        and argument.alias_info.is_write
+        and argument.alias_info.before_set == result.alias_info.before_set
+        for argument in schema.arguments
+    ):
+        raise refuse("the tensor it returns is said to be memory of an argument, but none is marked as written so")
+
+
+def _kind(argument: Any) -> str:
+    # Not the type's full name: torch calls a SymInt an int there.
+    return str(argument.real_type.kind()).removesuffix("Type")

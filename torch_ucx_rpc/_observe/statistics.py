@@ -1,0 +1,292 @@
+"""What this worker has done and is doing: `statistics`, and the snapshot that it returns.
+
+The fields of `Statistics` and `PeerStatistics` are the one table of what is counted. Their metadata has the meaning,
+the unit and the kind of metric. The docstrings, Prometheus's metrics and ``docs/statistics.md`` follow from it; the
+values come from C++, under the same names (``csrc/module.cpp``).
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import itertools
+import math
+import textwrap
+from dataclasses import field
+from typing import Any, TypeVar
+
+from torch_ucx_rpc import _agent
+from torch_ucx_rpc._native import _C
+
+# Where the buckets of latencies end; one more has what took longer.
+BUCKET_ENDS_US = tuple(end / 1000 for end in _C.LATENCY_BUCKET_ENDS_NS)
+
+
+@dataclasses.dataclass(frozen=True)
+class Latencies:
+    """Durations of answered calls, from ``rpc_sync``, ``rpc_async`` or ``remote`` to completion.
+
+    Durations are counted in buckets, four to a power of two between 1.3 us and 69 s. The difference of two objects
+    covers the calls between the two; the sum combines workers or peers.
+
+    Attributes:
+        counts (tuple[int, ...]): calls by bucket, without the empty buckets at the end.
+        sum_us (float): sum of all durations, in microseconds.
+    """
+
+    counts: tuple[int, ...] = ()
+    sum_us: float = 0.0
+
+    @property
+    def count(self) -> int:
+        """Number of calls."""
+        return sum(self.counts)
+
+    @property
+    def mean_us(self) -> float:
+        """Mean duration, in microseconds; nan without calls."""
+        return self.sum_us / self.count if self.counts else math.nan
+
+    def percentile_us(self, percent: float) -> float:
+        """The duration that ``percent`` of the calls did not exceed, in microseconds; nan without calls.
+
+        The value is the end of a bucket, at most a quarter too high, and infinite for calls over 69 s. Raises
+        ValueError for a ``percent`` outside 0 to 100.
+
+        Example::
+
+            >>> latencies.percentile_us(99)
+        """
+        if not 0 <= percent <= 100:
+            raise ValueError(f"percent must be between 0 and 100; it cannot be {percent!r}")
+        if not self.counts:
+            return math.nan
+        wanted = max(1, math.ceil(self.count * percent / 100))
+        bucket = bisect.bisect_left(list(itertools.accumulate(self.counts)), wanted)
+        return (*BUCKET_ENDS_US, math.inf)[bucket]
+
+    def at_most_us(self, limit_us: float) -> int:
+        """Number of calls in the buckets that end at ``limit_us`` microseconds or before."""
+        return sum(self.counts[: bisect.bisect_right(BUCKET_ENDS_US, limit_us)])
+
+    def __add__(self, other: Latencies) -> Latencies:
+        return self._combined(other, 1)
+
+    def __sub__(self, earlier: Latencies) -> Latencies:
+        return self._combined(earlier, -1)
+
+    def _combined(self, other: Latencies, sign: int) -> Latencies:
+        length = max(len(self.counts), len(other.counts))
+        mine, theirs = ([*counts, *[0] * (length - len(counts))] for counts in (self.counts, other.counts))
+        counts = [a + sign * b for a, b in zip(mine, theirs, strict=True)]
+        while counts and not counts[-1]:
+            counts.pop()
+        return Latencies(tuple(counts), self.sum_us + sign * other.sum_us)
+
+
+def _counter(meaning: str, unit: str) -> dict[str, str]:
+    """Metadata of a field that only grows; Prometheus reads it."""
+    return {"meaning": meaning, "unit": unit, "kind": "counter"}
+
+
+def _gauge(meaning: str, unit: str) -> dict[str, str]:
+    """Metadata of a field that rises and falls; Prometheus reads it."""
+    return {"meaning": meaning, "unit": unit, "kind": "gauge"}
+
+
+def _label(meaning: str, unit: str = "") -> dict[str, str]:
+    """Metadata of a field that is no metric."""
+    return {"meaning": meaning, "unit": unit, "kind": ""}
+
+
+_Class = TypeVar("_Class")
+
+
+def _documented(cls: type[_Class]) -> type[_Class]:
+    """Class decorator: adds the fields, which are described once, in their metadata, to the docstring."""
+    lines = [cls.__doc__ or "", "", "    Attributes:"]
+    for each in dataclasses.fields(cls):  # type: ignore[arg-type]
+        text = f"{each.name} ({each.type}): {each.metadata['meaning']}"
+        lines += textwrap.wrap(f"{text}.", 120, initial_indent=" " * 8, subsequent_indent=" " * 12)
+    cls.__doc__ = "\n".join(lines) + "\n    "
+    return cls
+
+
+@_documented
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PeerStatistics:
+    """One worker of the job, as the worker that was asked sees it. All counts are since its ``init_rpc``."""
+
+    name: str = field(metadata=_label("name of the peer"))
+    rank: int = field(metadata=_label("rank of the peer"))
+    host: str = field(metadata=_label("name of its host"))
+    pid: int = field(metadata=_label("id of its process"))
+    session: int = field(metadata=_label("random number; tells this life of the worker from an earlier one"))
+    state: str = field(metadata=_label('``"present"``, ``"leaving"``, ``"left"`` or ``"failed"``'))
+    lanes: tuple[str, ...] = field(
+        metadata=_label(
+            'what UCX chose to reach it, such as ``"sysv/memory"`` or ``"tcp/eth0"``; empty before the first '
+            "message, and for this worker itself"
+        )
+    )
+    calls_sent: int = field(metadata=_counter("calls made to the peer", "calls"))
+    calls_failed: int = field(
+        metadata=_counter(
+            "calls made to the peer without an answer: timed out, worker lost, message unreadable, or a C++ or "
+            "TorchScript function failed there; an exception of a Python function is an answer",
+            "calls",
+        )
+    )
+    calls_received: int = field(metadata=_counter("calls that the peer made here", "calls"))
+    bytes_sent: int = field(
+        metadata=_counter("bodies and tensors of messages to the peer, without UCX's headers", "bytes")
+    )
+    bytes_received: int = field(
+        metadata=_counter("bodies and tensors of messages from the peer, without UCX's headers", "bytes")
+    )
+    latencies: Latencies = field(
+        metadata={
+            "meaning": "durations of the calls made to the peer that were answered",
+            "unit": "seconds",
+            "kind": "histogram",
+            "metric": "call_duration_seconds",
+        }
+    )
+
+    @property
+    def calls_open(self) -> int:
+        """Calls made to the peer that have not been completed."""
+        # C++ does not read the three counts at the same moment.
+        return max(0, self.calls_sent - self.calls_failed - self.latencies.count)
+
+
+@_documented
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Statistics:
+    """What a worker has done since its ``init_rpc``, and what it is doing."""
+
+    name: str = field(metadata=_label("name of this worker"))
+    rank: int = field(metadata=_label("rank of this worker"))
+    peers: tuple[PeerStatistics, ...] = field(metadata=_label("all workers of the job by rank, this one included"))
+    calls_open: int = field(metadata=_gauge("calls made here that wait for their answers", "calls"))
+    calls_timed_out: int = field(metadata=_counter("calls made here that timed out", "calls"))
+    requests_open: int = field(metadata=_gauge("calls of others that have arrived and are not answered", "calls"))
+    requests_running: int = field(
+        metadata=_gauge("open requests that a thread is running; at most ``max_worker_threads``", "calls")
+    )
+    requests_waiting: int = field(metadata=_gauge("open requests that wait for a thread", "calls"))
+    messages_sending: int = field(
+        metadata=_gauge("messages that UCX has not finished sending, or has not been given yet", "messages")
+    )
+    frames_refused: int = field(metadata=_counter("messages from strangers, or malformed", "messages"))
+    threads: int = field(metadata=_gauge("threads of the agent", "threads"))
+    threads_idle: int = field(metadata=_gauge("idle threads of the agent", "threads"))
+    pool_in_use_bytes: int = field(metadata=_gauge("receive buffers that tensors live in", "bytes"))
+    pool_cached_bytes: int = field(metadata=_gauge("idle receive buffers", "bytes"))
+    pool_hits: int = field(metadata=_counter("large tensors that found an idle receive buffer", "tensors"))
+    pool_misses: int = field(metadata=_counter("large tensors that found no idle receive buffer", "tensors"))
+    device_pool_in_use_bytes: int = field(
+        metadata=_gauge(
+            "memory of CUDA devices that received tensors live in; memory of torch's own allocator is not counted, see "
+            "``torch.cuda.memory_stats``",
+            "bytes",
+        )
+    )
+    device_pool_held_bytes: int = field(
+        metadata=_gauge("memory of CUDA devices that was released, and that a stream may still use", "bytes")
+    )
+    device_staged_bytes: int = field(
+        metadata=_counter(
+            "device tensors sent to workers of this host by way of pinned host memory, since UCX cannot share their "
+            "memory",
+            "bytes",
+        )
+    )
+    window_limit_bytes: int = field(
+        metadata=_gauge("the option ``receive_window_bytes``: large tensors received at a time, at most", "bytes")
+    )
+    window_in_use_bytes: int = field(metadata=_gauge("part of the window that large tensors occupy", "bytes"))
+    window_waiting_messages: int = field(metadata=_gauge("messages whose tensors wait at their senders", "messages"))
+    prometheus_port: int | None = field(
+        metadata=_label("port where Prometheus reads these statistics; None without the option ``prometheus_port``")
+    )
+
+    @property
+    def session(self) -> int:
+        """Random number; tells this life of the worker from an earlier one."""
+        return next(peer.session for peer in self.peers if peer.rank == self.rank)
+
+    @property
+    def calls_sent(self) -> int:
+        """Calls made here, to all workers."""
+        return sum(peer.calls_sent for peer in self.peers)
+
+    @property
+    def calls_received(self) -> int:
+        """Calls made by all workers to this one."""
+        return sum(peer.calls_received for peer in self.peers)
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes sent to all workers."""
+        return sum(peer.bytes_sent for peer in self.peers)
+
+    @property
+    def bytes_received(self) -> int:
+        """Bytes received from all workers."""
+        return sum(peer.bytes_received for peer in self.peers)
+
+    @property
+    def latencies(self) -> Latencies:
+        """Durations of the calls made here, to all workers."""
+        return sum((peer.latencies for peer in self.peers), Latencies())
+
+    def to_values(self) -> dict[str, Any]:
+        """This snapshot as values that JSON can write."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_values(cls, values: Any) -> Statistics:
+        """The snapshot that `to_values` converted. Raises ValueError for other values."""
+        try:
+            peers = tuple(_peer(**peer) for peer in values["peers"])
+            return cls(**{**values, "peers": peers})
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"that is not the statistics of a worker: {error}") from error
+
+
+def _peer(*, lanes: Any, latencies: Any, **values: Any) -> PeerStatistics:
+    counts, sum_us = tuple(latencies["counts"]), latencies["sum_us"]
+    return PeerStatistics(**values, lanes=tuple(lanes), latencies=Latencies(counts, sum_us))
+
+
+def statistics() -> Statistics:
+    """A snapshot of what this worker has done since ``init_rpc``, and what it is doing.
+
+    A snapshot costs tens of microseconds, and a few more for each peer. Snapshots do not change and can be compared.
+    The difference of two counts is what happened in between.
+
+    Raises RuntimeError if RPC is not running with the backend UCX.
+
+    Example::
+
+        >>> for peer in torch_ucx_rpc.statistics().peers:
+        ...     print(peer.name, peer.lanes, peer.calls_sent, peer.latencies.percentile_us(99))
+    """
+    agent = _agent.current
+    if agent is None:
+        raise RuntimeError(
+            'there are no statistics: RPC is not running with the backend UCX; call init_rpc(..., backend="UCX") first'
+        )
+    return of_agent(agent)
+
+
+def of_agent(agent: _agent.UcxRpcAgent) -> Statistics:
+    """A snapshot of an agent, which need not be the running one."""
+    info = agent.get_worker_info()
+    values = agent._statistics()
+    peers = []
+    for peer in values.pop("peers"):
+        counts, sum_ns = peer.pop("latency_counts"), peer.pop("latency_sum_ns")
+        peers.append(_peer(**peer, latencies={"counts": counts, "sum_us": sum_ns / 1000}))
+    return Statistics(name=info.name, rank=info.id, peers=tuple(peers), prometheus_port=agent.prometheus_port, **values)

@@ -1,0 +1,137 @@
+"""Arrays of NumPy, CuPy, numba and RMM in arguments and results travel as tensors do, and arrive as what they were.
+
+torch's RPC pickler collects tensors, whose memory is sent as it is, and pickles everything else. The reducers of this
+module replace an array by a tensor on the same memory, and a function that makes the array again. These arrays are
+pickled as before: objects of subclasses, arrays with Python objects in them, small arrays, arrays in device memory
+without device maps, and all arrays if the running agent is not UCX's.
+"""
+
+# mypy: allow-untyped-calls
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from torch_ucx_rpc import _agent
+
+if TYPE_CHECKING:
+    import numpy as np
+
+# Smaller arrays are pickled. A small pickle rides in the body of its message (csrc/agent/tensor_encoder.cpp), and
+# copying it costs less than making a tensor and an array again. Measured, the two cost the same at this size.
+_LEAST_BYTES = 64 * 1024
+# Old versions of NumPy allow 32, and one is needed here.
+_MOST_DIMENSIONS = 31
+
+
+class Reducers(dict[type, Callable[[Any], Any]]):
+    """A pickler's dispatch table with the types of arrays, which are added when first met: no library is imported."""
+
+    def __missing__(self, type_: type) -> Callable[[Any], Any]:
+        reducer = _REDUCERS[type_.__module__, type_.__qualname__]
+        self[type_] = reducer
+        return reducer
+
+
+def _pickled(array: Any) -> Any:
+    return array.__reduce_ex__(pickle.DEFAULT_PROTOCOL)
+
+
+# ------------------------------------------------------------------------------------------------------------ NumPy
+
+
+class _Memory:
+    """An object that NumPy accepts as an array, on memory that ``owner`` keeps alive."""
+
+    def __init__(self, interface: dict[str, Any], owner: Any) -> None:
+        self.__array_interface__ = interface
+        self._owner = owner
+
+
+def _reduce_numpy(array: np.ndarray[Any, Any]) -> Any:
+    dtype = array.dtype
+    if _agent.current is None or array.nbytes < _LEAST_BYTES or dtype.hasobject or array.ndim > _MOST_DIMENSIONS:
+        return _pickled(array)
+    is_writable = array.flags.writeable
+    if any(stride < 0 for stride in array.strides):
+        array = array.copy()  # no tensor goes backwards
+    # As bytes, in a further dimension: this serves dtypes that torch lacks, strides that are no whole number of
+    # elements, and read-only memory, of which torch would warn.
+    interface = {
+        "version": 3,
+        "data": (array.__array_interface__["data"][0], False),
+        "typestr": "|u1",
+        "shape": (*array.shape, dtype.itemsize),
+        "strides": (*array.strides, 1),
+    }
+    import numpy as np
+
+    return _build_numpy, (torch.from_numpy(np.asarray(_Memory(interface, array))), dtype, is_writable)
+
+
+def _build_numpy(memory: torch.Tensor, dtype: np.dtype[Any], is_writable: bool) -> np.ndarray[Any, Any]:
+    array: np.ndarray[Any, Any] = memory.numpy().view(dtype)[..., 0]
+    array.flags.writeable = is_writable
+    return array
+
+
+# ---------------------------------------------------------------------------------------------------- device memory
+
+# CUDA's handle of the stream that these libraries use by default.
+_LEGACY_DEFAULT_STREAM = 1
+
+
+def _device_reducer(library: str) -> Callable[[Any], Any]:
+    """Reducer for arrays of ``library``, which have a ``__cuda_array_interface__``."""
+
+    def reduce(array: Any) -> Any:
+        interface = array.__cuda_array_interface__
+        if (
+            _agent.current is None
+            or not _agent.current.devices
+            or 0 in interface["shape"]
+            or interface["typestr"][1] not in "biufc"
+            or any(stride < 0 for stride in interface.get("strides") or ())
+        ):
+            return _pickled(array)
+        tensor = torch.as_tensor(array)
+        # The agent reads the memory in the order of torch's stream. The array may name the stream that wrote it.
+        stream = interface.get("stream") or _LEGACY_DEFAULT_STREAM
+        torch.cuda.current_stream(tensor.device).wait_stream(torch.cuda.ExternalStream(stream, tensor.device))
+        return _build_on_device, (library, tensor)
+
+    return reduce
+
+
+def _build_on_device(library: str, tensor: torch.Tensor) -> Any:
+    if not tensor.is_cuda:
+        return tensor.numpy()  # a device map has sent it to the CPU
+    # The library will use the default stream, and will not wait for torch's stream.
+    default = torch.cuda.default_stream(tensor.device)
+    default.wait_stream(torch.cuda.current_stream(tensor.device))
+    tensor.record_stream(default)
+    with torch.cuda.device(tensor.device):
+        if library == "cupy":
+            import cupy
+
+            return cupy.asarray(tensor)
+        if library == "numba":
+            from numba import cuda
+
+            return cuda.as_cuda_array(tensor)
+        import rmm
+
+        # A copy within the device: a DeviceBuffer always owns memory of RMM.
+        return rmm.DeviceBuffer(ptr=tensor.data_ptr(), size=tensor.nbytes)
+
+
+_REDUCERS: dict[tuple[str, str], Callable[[Any], Any]] = {
+    ("numpy", "ndarray"): _reduce_numpy,
+    ("cupy", "ndarray"): _device_reducer("cupy"),
+    ("numba.cuda.cudadrv.devicearray", "DeviceNDArray"): _device_reducer("numba"),
+    ("rmm.pylibrmm.device_buffer", "DeviceBuffer"): _device_reducer("rmm"),
+}

@@ -1,0 +1,108 @@
+"""Exceptions of the callee keep their type on their way through torch's C++ futures.
+
+torch pickles the type and the text of an exception of a Python function, and its ``internal._handle_exception`` raises
+it anew at the caller. If a future lies between, as in ``rpc_sync`` and ``rpc_async``, torch keeps only a
+``std::runtime_error`` with the text (torch 2.13; ValueError and TypeError keep their types). So this module remembers
+the exception by the text that it becomes. The extension asks for it when a ``std::runtime_error`` is about to become a
+Python exception.
+
+The answer is an exception of the original type that is a RuntimeError too. So ``except KeyError`` works, and so does
+the ``except RuntimeError`` of programs that were written for torch's own agent.
+"""
+
+# mypy: allow-untyped-calls
+
+from __future__ import annotations
+
+import copyreg
+import functools
+import threading
+from collections import OrderedDict
+from typing import Any
+
+from torch.distributed.rpc import internal
+
+_torchs_handle_exception = internal._handle_exception
+
+# Exceptions of failed calls, with different texts, that no future has asked for yet. Beyond this number, the oldest
+# remain torch's RuntimeErrors.
+_MOST_REMEMBERED = 1024
+
+# Each nested call doubles the text of an exception that passes through: torch writes its repr and its traceback, and
+# both contain the earlier text. Sixteen levels would be 100 MB. The first cause is at the end.
+_LONGEST_BEGINNING = 2 * 1024
+_LONGEST_END = 30 * 1024
+
+# By text: torch's description of the exception. Not the exception itself, whose traceback would keep frames alive.
+_remembered: OrderedDict[str, Any] = OrderedDict()
+_lock = threading.Lock()
+
+
+def handle_exception(result: Any) -> None:
+    """Replaces torch's ``internal._handle_exception``: raises the exception of the callee, if ``result`` is one."""
+    if isinstance(result, internal.RemoteException) and len(result.msg) > _LONGEST_BEGINNING + _LONGEST_END:
+        result = result._replace(msg=_shortened(result.msg))
+    try:
+        _torchs_handle_exception(result)
+    except Exception as error:
+        # The beginning of pybind11's text for a Python exception (error_already_set::what).
+        text = f"{type(error).__name__}: {error}"
+        with _lock:
+            _remembered[text] = result
+            _remembered.move_to_end(text)
+            if len(_remembered) > _MOST_REMEMBERED:
+                _remembered.popitem(last=False)
+        raise
+
+
+def _shortened(text: str) -> str:
+    # Cut between lines: torch decodes escapes, which must stay whole.
+    beginning = text[:_LONGEST_BEGINNING].rpartition("\n")[0]
+    end = text[-_LONGEST_END:].partition("\n")[2]
+    return f"{beginning}\n[... {len(text) - len(beginning) - len(end)} characters left out ...]\n{end}"
+
+
+def original(text: str) -> Exception | None:
+    """A new exception of the type that became a ``std::runtime_error`` with this text; None if no callee raised it."""
+    if not _remembered:
+        return None
+    # The rest of the text says where in this process the exception was first raised.
+    beginning, _, _ = text.rpartition("\n\nAt:\n")
+    with _lock:
+        result = _remembered.get(beginning)
+    if result is None:
+        return None
+    try:
+        _torchs_handle_exception(result._replace(exception_type=_that_is_a_runtime_error(result.exception_type)))
+    except Exception as error:
+        return error.with_traceback(None)
+    return None
+
+
+class _TypeOfBoth(type):
+    """Metaclass of the types that `_that_is_a_runtime_error` makes, by which pickle recognizes them."""
+
+
+@functools.cache
+def _that_is_a_runtime_error(exception_type: type[Exception]) -> type[Exception]:
+    if issubclass(exception_type, RuntimeError):
+        return exception_type
+    names = {name: getattr(exception_type, name) for name in ("__module__", "__qualname__", "__doc__")}
+    try:
+        both: type = _TypeOfBoth(exception_type.__name__, (exception_type, RuntimeError), names)
+    except TypeError:
+        # Some types cannot have this second base: their memory layout differs, or they have a metaclass.
+        return exception_type
+    return both
+
+
+def reduce_type(both: _TypeOfBoth) -> tuple[Any, ...]:
+    """Reducer for pickle: a worker may pass on another worker's exception, which travels as the original type."""
+    return _identity, (both.__bases__[0],)
+
+
+def _identity(value: Any) -> Any:
+    return value
+
+
+copyreg.pickle(_TypeOfBoth, reduce_type)

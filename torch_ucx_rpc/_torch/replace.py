@@ -1,0 +1,93 @@
+"""`replace_tensorpipe`: UCX in the place of TensorPipe, for programs that were written for TensorPipe."""
+
+# mypy: allow-untyped-calls
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import Any
+
+import torch.distributed.rpc as rpc
+from torch._C._distributed_rpc import RpcBackendOptions
+from torch.distributed.rpc import backend_registry
+
+from torch_ucx_rpc._options import UcxRpcBackendOptions
+
+# The module _torch_ucx_rpc_autoload repeats these two: it must not import this package before a program uses RPC.
+VARIABLE = "TORCH_UCX_RPC_REPLACE_TENSORPIPE"
+# Values that leave TensorPipe in place.
+OFF = ("", "0")
+
+_logger = logging.getLogger(__name__)
+
+_replacing = False
+_said = False
+
+
+def replace_tensorpipe() -> None:
+    """Let ``init_rpc`` start UCX wherever it would start TensorPipe, from now on and in this process.
+
+    TensorPipe starts without a backend, with ``BackendType.TENSORPIPE``, and with ``TensorPipeRpcBackendOptions``. Of
+    those options, ``num_worker_threads``, ``rpc_timeout``, ``init_method``, ``device_maps`` and ``devices`` apply to
+    UCX. ``_transports`` and ``_channels``, which choose among parts of TensorPipe, are ignored. Other backends stay as
+    they are. The first ``init_rpc`` that starts UCX instead logs a warning, with the logger ``torch_ucx_rpc``.
+
+    The environment variable ``TORCH_UCX_RPC_REPLACE_TENSORPIPE=1`` does the same for an unchanged program, and for the
+    processes that it starts. All workers of a job must have it.
+
+    Example::
+
+        >>> torch_ucx_rpc.replace_tensorpipe()
+        >>> rpc.init_rpc("ps", rank=0, world_size=2)
+    """
+    global _replacing
+    _replacing = True
+
+
+def is_asked_for() -> bool:
+    """True if the environment variable asks for it; ImportError for a value that means nothing."""
+    value = os.environ.get(VARIABLE, "")
+    if value not in (*OFF, "1"):
+        raise ImportError(
+            f"{VARIABLE}={value} means nothing: set it to 1 to have UCX in the place of TensorPipe, or to 0, or leave "
+            f"it unset.",
+            name="torch_ucx_rpc",
+        )
+    return value not in OFF
+
+
+def replaces(backend: Any, options: Any) -> bool:
+    """True if TensorPipe is to be replaced, and ``init_rpc`` would start it with these arguments."""
+    if not _replacing:
+        return False
+    if backend is None:
+        return options is None or isinstance(options, rpc.TensorPipeRpcBackendOptions)
+    return backend is backend_registry.BackendType["TENSORPIPE"]
+
+
+def equivalent(options: Any) -> Any:
+    """Options for UCX that are equivalent to options for TensorPipe; TypeError for options of another backend."""
+    _say_so()
+    if options is None:
+        return UcxRpcBackendOptions()
+    if isinstance(options, rpc.TensorPipeRpcBackendOptions):
+        return UcxRpcBackendOptions(
+            num_worker_threads=options.num_worker_threads,
+            rpc_timeout=options.rpc_timeout,
+            init_method=options.init_method,
+            device_maps=options.device_maps,  # type: ignore[arg-type]
+            devices=options.devices,
+        )
+    if isinstance(options, RpcBackendOptions):
+        # The error has TensorPipe's words.
+        raise TypeError(f"`rpc_backend_options` must be a `TensorPipeRpcBackendOptions`. {options}")
+    # These are no options; init_rpc refuses them for every backend.
+    return options
+
+
+def _say_so() -> None:
+    global _said
+    if not _said:
+        _said = True
+        _logger.warning("%s: torch.distributed.rpc uses UCX in the place of TensorPipe in this process", VARIABLE)

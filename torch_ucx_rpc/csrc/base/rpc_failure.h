@@ -1,0 +1,55 @@
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <utility>
+
+namespace torch_ucx_rpc {
+
+// Why a call or another operation of RPC failed, where programs tell failures apart by type: the extension turns each kind into an
+// exception of torch_ucx_rpc/errors.py, which describes them. Through torch's C++ it travels as the std::runtime_error that it is.
+class RpcFailure : public std::runtime_error {
+ public:
+  enum class Kind : uint8_t {
+    kWorkerLost,
+    kWorkerLeft,
+    kShutDown,
+    kTimedOut,
+    kMessageRefused,
+    kNotSent,
+    kOutOfResources,
+    kUnknownWorker,
+    kRRefLost,
+    kBarrierFailed,
+    kForked,
+  };
+
+  // The parts of the sentence that programs may want alone; empty where this worker does not know them.
+  struct Details {
+    std::string name; // of the worker that the sentence is about
+    std::optional<int> rank;
+    std::string host;
+    std::string cause;
+    std::string resource; // "memory", "files", "threads"
+    std::optional<std::chrono::milliseconds> timeout;
+  };
+
+  RpcFailure(Kind kind, const std::string& sentence, Details details = {})
+      : std::runtime_error(sentence), kind_(kind), details_(std::move(details)) {}
+
+  Kind kind() const {
+    return kind_;
+  }
+  const Details& details() const {
+    return details_;
+  }
+
+ private:
+  Kind kind_;
+  Details details_;
+};
+
+} // namespace torch_ucx_rpc

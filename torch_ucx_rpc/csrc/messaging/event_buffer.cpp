@@ -1,0 +1,126 @@
+#include "messaging/event_buffer.h"
+
+#include <c10/util/Logging.h>
+
+#include <algorithm>
+
+namespace torch_ucx_rpc {
+
+std::unique_ptr<EventBatch> EventBuffer::take() {
+  if (pending_ != nullptr) {
+    pending_->turn = order_.begin();
+  }
+  return std::move(pending_);
+}
+
+void EventBuffer::Batch::dispatch(const std::optional<Driver>& driver) {
+  WorkAtEnd atEnd;
+  for (IncomingMessage& answer : answers) {
+    handlers_.answers->onAnswer(std::move(answer), driver, atEnd);
+  }
+  for (std::unique_ptr<OutgoingMessage>& message : sent) {
+    dispatchSent(*message);
+    // A waiting caller holds no lock of torch's; it destroys the rest of the batch when others' turn has come.
+    if (!driver || driver->role != Role::kWaitingCaller) {
+      sentMessages_.destroy(message);
+    }
+  }
+  for (Rejection& rejection : rejections) {
+    dispatchRejection(rejection);
+  }
+  for (Join& join : joins) {
+    handlers_.group->onJoin(join.session, std::move(join.record));
+  }
+  // A thread that had to be woken for a short request would compete with this one for the processor. But torch's handling of one
+  // request, in which a waiting caller may be, does not expect another on the same thread.
+  std::vector<IncomingMessage> onDriver;
+  if (driver && !Executor::isInTask()) {
+    std::erase_if(inOrder, [&](std::variant<IncomingMessage, Control>& event) {
+      auto* request = std::get_if<IncomingMessage>(&event);
+      const bool isTaken = request != nullptr && handlers_.requests->mayRunOnDriver(*request);
+      if (isTaken) {
+        onDriver.push_back(std::move(*request));
+      }
+      return isTaken;
+    });
+  }
+  // Requests may wait for what earlier ones bring about, and must not fill the threads before those.
+  if (!inOrder.empty() || !failures.empty()) {
+    turn.end([handlers = &handlers_, inOrder = std::move(inOrder), failures = std::move(failures)]() mutable {
+      for (std::variant<IncomingMessage, Control>& event : inOrder) {
+        if (auto* request = std::get_if<IncomingMessage>(&event)) {
+          handlers->requests->onRequest(std::move(*request));
+        } else {
+          dispatchControl(*handlers, std::get<Control>(event));
+        }
+      }
+      for (Failure& failure : failures) {
+        handlers->peers->onFailure(*failure.peer, std::move(failure.why));
+      }
+    });
+  }
+  turn.end(); // user code follows
+  for (IncomingMessage& request : onDriver) {
+    handlers_.requests->runOnDriver(std::move(request));
+  }
+  if (!warning.empty()) {
+    LOG(WARNING) << "torch_ucx_rpc: " << warning;
+  }
+  for (UniqueFunction<void()>& work : atEnd) {
+    work();
+  }
+}
+
+void EventBuffer::Batch::dispatchSent(OutgoingMessage& message) {
+  if (!message.error) {
+    return;
+  }
+  switch (message.header.kind) {
+    case wire::Kind::kRequest:
+      handlers_.answers->onRequestNotSent(*message.to, message.header.callId, message.error);
+      return;
+    case wire::Kind::kResponse:
+    case wire::Kind::kRefused:
+      handlers_.requests->onAnswerNotSent(*message.to, message.header.callId, message.error);
+      return;
+    default:
+      handlers_.peers->onControlNotSent(*message.to, message.error);
+  }
+}
+
+void EventBuffer::Batch::dispatchRejection(Rejection& rejection) {
+  if (rejection.header.kind == wire::Kind::kRequest) {
+    handlers_.requests->onRequestRejected(*rejection.from, rejection.header.callId, rejection.why);
+  } else {
+    handlers_.answers->onAnswerRejected(*rejection.from, rejection.header.callId, rejection.why);
+  }
+}
+
+void EventBuffer::Batch::dispatchControl(const EventHandlers& handlers, Control& control) {
+  struct Visitor {
+    const EventHandlers& handlers;
+    Peer& from;
+
+    void operator()(const Goodbye& /*frame*/) const {
+      handlers.peers->onGoodbye(from);
+    }
+    void operator()(const Leave& /*frame*/) const {
+      handlers.group->onLeave(from);
+    }
+    void operator()(const Acknowledge& /*frame*/) const {
+      handlers.group->onAcknowledge(from);
+    }
+    void operator()(const BarrierArrive& frame) const {
+      handlers.group->onBarrierArrive(from, frame.round, frame.value);
+    }
+    void operator()(const Refused& frame) const {
+      handlers.answers->onRefused(from, frame.callId, frame.why);
+    }
+    void operator()(BarrierRelease& frame) const {
+      handlers.group->onBarrierRelease(frame.round, std::move(frame.result));
+    }
+  };
+  std::visit(Visitor{handlers, *control.from}, control.frame);
+}
+
+} // namespace torch_ucx_rpc

@@ -1,0 +1,135 @@
+#pragma once
+
+#include "messaging/dispatch_order.h"
+#include "messaging/event_handlers.h"
+#include "messaging/message.h"
+#include "messaging/sent_messages.h"
+
+#include <memory>
+#include <string>
+#include <utility>
+#include <variant>
+#include <vector>
+
+namespace torch_ucx_rpc {
+
+// Control frames, as read from the wire.
+struct Goodbye {};
+struct Leave {};
+struct Acknowledge {};
+struct BarrierArrive {
+  uint64_t round = 0;
+  int64_t value = 0;
+};
+struct BarrierRelease {
+  uint64_t round = 0;
+  Barrier::Result result;
+};
+struct Refused {
+  uint64_t callId = 0;
+  Error why;
+};
+using ControlFrame = std::variant<Goodbye, Leave, Acknowledge, BarrierArrive, BarrierRelease, Refused>;
+
+// Events, typed from the moment they happen: Inbox, Receiver, Outbox and PeerMonitor add them under the worker lock, one method a
+// kind; whichever thread releases the lock next takes them as a batch and hands them to the handlers.
+//
+// The order within a batch: answers, ends of sends, rejections and joins; then requests and control frames in the order of arrival,
+// and failures of peers, since what a peer sent before its end counts; then requests that the driver runs itself, and last its own
+// answers. Requests, control frames and failures keep their order across batches too (DispatchOrder).
+class EventBuffer {
+ public:
+  EventBuffer(const EventHandlers& handlers, SentMessages& sentMessages) : handlers_(handlers), sentMessages_(sentMessages) {}
+
+  // All with the worker lock held:
+  void addAnswer(IncomingMessage answer) {
+    pending().answers.push_back(std::move(answer));
+  }
+  void addRequest(IncomingMessage request) {
+    pending().inOrder.emplace_back(std::move(request));
+  }
+  void addControl(Peer& from, ControlFrame frame) {
+    pending().inOrder.emplace_back(Control{&from, std::move(frame)});
+  }
+  // The transport is done with a message, well or not: see OutgoingMessage::error.
+  void addSent(std::unique_ptr<OutgoingMessage> message) {
+    pending().sent.push_back(std::move(message));
+  }
+  // A message that could not be received. Its share of the receive window is given back without the worker lock.
+  void addRejection(Peer& from, const wire::Header& header, Error why, Admission admission = {}) {
+    pending().rejections.push_back({&from, header, std::move(why), std::move(admission)});
+  }
+  void addJoin(uint64_t session, Bytes record) {
+    pending().joins.push_back({session, std::move(record)});
+  }
+  void addFailure(Peer& peer, Error why) {
+    pending().failures.push_back({&peer, std::move(why)});
+  }
+  void addWarning(const std::string& sentence) {
+    std::string& warning = pending().warning;
+    warning += (warning.empty() ? "" : "; ") + sentence;
+  }
+
+  bool isEmpty() const {
+    return pending_ == nullptr;
+  }
+  // Null where there are none.
+  std::unique_ptr<EventBatch> take();
+
+ private:
+  struct Control {
+    Peer* from;
+    ControlFrame frame;
+  };
+  struct Rejection {
+    Peer* from;
+    wire::Header header;
+    Error why;
+    Admission admission;
+  };
+  struct Join {
+    uint64_t session;
+    Bytes record;
+  };
+  struct Failure {
+    Peer* peer;
+    Error why;
+  };
+  class Batch final : public EventBatch {
+   public:
+    Batch(const EventHandlers& handlers, SentMessages& sentMessages)
+        : handlers_(handlers), sentMessages_(sentMessages) {}
+    void dispatch(const std::optional<Driver>& driver) override;
+
+    std::vector<IncomingMessage> answers;
+    std::vector<std::unique_ptr<OutgoingMessage>> sent;
+    std::vector<Rejection> rejections;
+    std::vector<Join> joins;
+    std::vector<std::variant<IncomingMessage, Control>> inOrder; // requests and control frames
+    std::vector<Failure> failures;
+    std::string warning; // for the log
+    DispatchOrder::Turn turn;
+
+   private:
+    void dispatchSent(OutgoingMessage& message);
+    void dispatchRejection(Rejection& rejection);
+    static void dispatchControl(const EventHandlers& handlers, Control& control);
+
+    const EventHandlers& handlers_;
+    SentMessages& sentMessages_;
+  };
+
+  Batch& pending() {
+    if (pending_ == nullptr) {
+      pending_ = std::make_unique<Batch>(handlers_, sentMessages_);
+    }
+    return *pending_;
+  }
+
+  const EventHandlers& handlers_;
+  SentMessages& sentMessages_;
+  DispatchOrder order_;
+  std::unique_ptr<Batch> pending_; // guarded by the worker lock
+};
+
+} // namespace torch_ucx_rpc

@@ -1,0 +1,329 @@
+#include "messaging/inbox.h"
+
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <cstring>
+#include <optional>
+#include <utility>
+
+namespace torch_ucx_rpc {
+
+namespace {
+
+template <typename Body>
+std::optional<Body> readBody(const Bytes& bytes) {
+  Body body{};
+  if (bytes.size() < sizeof(body)) {
+    return std::nullopt;
+  }
+  std::memcpy(&body, bytes.data(), sizeof(body));
+  return body;
+}
+
+// The rest of a frame that readBody() has read.
+template <typename Body>
+std::string sentenceAfter(const Bytes& bytes) {
+  return {reinterpret_cast<const char*>(bytes.data()) + sizeof(Body), bytes.size() - sizeof(Body)};
+}
+
+ErrorCode codeOf(wire::RefusalReason reason) {
+  switch (reason) {
+    case wire::RefusalReason::kMalformed:
+      return ErrorCode::kProtocol;
+    case wire::RefusalReason::kNoMemory:
+      return ErrorCode::kOutOfMemory;
+    case wire::RefusalReason::kNoThread:
+      return ErrorCode::kOutOfThreads;
+    case wire::RefusalReason::kOther:
+      break;
+  }
+  return ErrorCode::kInternal;
+}
+
+// Nothing for a frame that is none, or is cut short: nobody waits for an answer to it.
+std::optional<ControlFrame> readControlFrame(const wire::Header& header, const Bytes& bytes) {
+  switch (header.kind) {
+    case wire::Kind::kGoodbye:
+      return Goodbye{};
+    case wire::Kind::kLeave:
+      return Leave{};
+    case wire::Kind::kAcknowledge:
+      return Acknowledge{};
+    case wire::Kind::kRefused:
+      if (const auto refusal = readBody<wire::Refusal>(bytes)) {
+        return Refused{header.callId, {codeOf(refusal->reason), sentenceAfter<wire::Refusal>(bytes)}};
+      }
+      return std::nullopt;
+    case wire::Kind::kBarrierArrive:
+      if (const auto arrive = readBody<wire::BarrierArrive>(bytes); arrive && bytes.size() == sizeof(*arrive)) {
+        return BarrierArrive{header.callId, arrive->value};
+      }
+      return std::nullopt;
+    case wire::Kind::kBarrierRelease:
+      if (const auto release = readBody<wire::BarrierRelease>(bytes)) {
+        Barrier::Result result{release->sum, {}};
+        if (release->failed != 0) {
+          result.error = {ErrorCode::kPeerFailed, sentenceAfter<wire::BarrierRelease>(bytes)};
+        }
+        return BarrierRelease{header.callId, std::move(result)};
+      }
+      return std::nullopt;
+    default:
+      return std::nullopt;
+  }
+}
+
+} // namespace
+
+void Inbox::acceptJoins(const std::string& joinKey) {
+  acceptsJoins_ = true;
+  if (!joinKey.empty()) {
+    joinOpener_.emplace(joinKey);
+  }
+}
+
+bool Inbox::checkHeader(std::span<const std::byte> bytes, wire::Header& header) {
+  if (Error error = wire::readHeader(bytes, header)) {
+    rejectFrame(Refusal::kMalformed, error.message());
+    return false;
+  }
+  if (header.targetSession != session_) {
+    rejectFrame(Refusal::kStaleSession, "a frame meant for a worker that had this address before, or of another job");
+    return false;
+  }
+  return true;
+}
+
+Peer* Inbox::findSender(const wire::Header& header, uint64_t dataBytes, std::span<const std::byte> data) {
+  Peer* from = directory_.findSession(header.sourceSession);
+  if (from == nullptr || from->member().rank != static_cast<int64_t>(header.sourceRank)) {
+    if (from == nullptr && header.kind == wire::Kind::kGoodbye && acceptsJoins_ && !joinOpener_.has_value()) {
+      return nullptr; // it asked to join, and learned that this worker is leaving before it was admitted
+    }
+    rejectFrame(Refusal::kStranger, "a frame from a process that is not a worker of this job");
+    return nullptr;
+  }
+  if (from->opener.has_value()) {
+    if (!from->opener->isGenuine(header, dataBytes, data)) {
+      rejectFrame(
+          Refusal::kForged, "a frame in the name of " + from->describe() + " that is not sealed with the job's secret");
+      return nullptr;
+    }
+    if (!from->opener->isNew(header)) {
+      rejectFrame(Refusal::kReplayed, "a frame of " + from->describe() + " that has come before");
+      return nullptr;
+    }
+  }
+  return from;
+}
+
+void Inbox::rejectFrame(Refusal refusal, const std::string& what) {
+  countRefused();
+  if (!hasWarned_.test(static_cast<size_t>(refusal))) {
+    hasWarned_.set(static_cast<size_t>(refusal));
+    events_.addWarning("refused " + what + " (more of the kind are only counted: agent.frames_refused in get_metrics)");
+  }
+}
+
+void Inbox::onEager(std::span<const std::byte> headerBytes, std::span<const std::byte> bytes) {
+  wire::Header header;
+  if (!checkHeader(headerBytes, header)) {
+    return;
+  }
+  if (header.kind == wire::Kind::kJoin && acceptsJoins_) {
+    onJoin(header, bytes);
+    return;
+  }
+  const bool isBody = header.index == wire::kBodyIndex;
+  if (Peer* from = findSender(header, bytes.size(), isBody ? bytes : std::span<const std::byte>())) {
+    add(*from, header, {Bytes(bytes), nullptr, 0});
+  }
+}
+
+void Inbox::onJoin(const wire::Header& header, std::span<const std::byte> record) {
+  if (joinOpener_.has_value() && !joinOpener_->isGenuine(header, record.size(), record)) {
+    rejectFrame(Refusal::kForged, "a process that wants to join the group and does not have the job's secret");
+  } else if (directory_.findSession(header.sourceSession) != nullptr) {
+    rejectFrame(Refusal::kReplayed, "a join of a process that has joined before");
+  } else {
+    events_.addJoin(header.sourceSession, Bytes(record));
+  }
+}
+
+void Inbox::onParked(std::span<const std::byte> headerBytes, void* parked, uint64_t bytes) {
+  wire::Header header;
+  wire::Piece piece{{}, parked, bytes};
+  Peer* from = nullptr;
+  if (checkHeader(headerBytes, header)) {
+    if (header.kind == wire::Kind::kRequest || header.kind == wire::Kind::kResponse) {
+      from = findSender(header, bytes, {});
+    } else {
+      rejectFrame(Refusal::kMalformed, "a malformed frame: only requests and responses come by rendezvous");
+    }
+  }
+  if (from == nullptr) {
+    receiver_.release(piece);
+    return;
+  }
+  add(*from, header, std::move(piece));
+}
+
+void Inbox::onEndpointFailed(EndpointId endpoint, const Error& error) {
+  if (Peer* peer = outbox_.peerOf(endpoint)) {
+    events_.addFailure(*peer, error);
+  }
+}
+
+void Inbox::add(Peer& from, const wire::Header& header, wire::Piece piece) {
+  if (!from.isThere()) { // its calls have failed here already: it must not be half alive
+    receiver_.release(piece);
+    return;
+  }
+  from.silence.heardSinceCheck = true;
+  switch (header.kind) {
+    case wire::Kind::kCancel:
+      onCancel(from, header.callId);
+      return;
+    case wire::Kind::kPing:
+      pings_.push_back(&from);
+      return;
+    case wire::Kind::kPong:
+      return;
+    case wire::Kind::kRequest:
+    case wire::Kind::kResponse:
+      from.bytesReceived.fetch_add(piece.size(), std::memory_order_relaxed);
+      assemble(from, header, std::move(piece));
+      return;
+    default:
+      from.bytesReceived.fetch_add(piece.size(), std::memory_order_relaxed);
+      if (std::optional<ControlFrame> frame = readControlFrame(header, piece.data)) {
+        events_.addControl(from, std::move(*frame));
+      }
+  }
+}
+
+void Inbox::assemble(Peer& from, const wire::Header& header, wire::Piece piece) {
+  wire::Assembled assembled;
+  std::vector<wire::Piece> rejected;
+  switch (assembler_.add(header, std::move(piece), assembled, rejected)) {
+    case wire::Assembler::Outcome::kIncomplete:
+      break;
+    case wire::Assembler::Outcome::kWhole:
+      onAssembled(from, std::move(assembled));
+      break;
+    case wire::Assembler::Outcome::kGivenUp:
+      receiver_.release(rejected);
+      break;
+    case wire::Assembler::Outcome::kRejected:
+      receiver_.release(rejected);
+      events_.addRejection(
+          from, header, {ErrorCode::kProtocol, "malformed message: its parts contradict each other"});
+      break;
+  }
+}
+
+void Inbox::onAssembled(Peer& from, wire::Assembled assembled) {
+  uint64_t bytes = 0;
+  bool isParked = false;
+  assembled.forEachPiece([&](const wire::Piece& piece) {
+    bytes += piece.parkedBytes;
+    isParked |= piece.isParked();
+  });
+  if (isParked) {
+    queueFor(assembled.header.kind).push_back({&from, std::move(assembled), bytes});
+    return; // startDeferred() admits it, unless its call was given up
+  }
+  IncomingMessage message;
+  message.from = &from;
+  message.header = assembled.header;
+  message.eagerBody = std::move(assembled.body.data);
+  message.spans.reserve(assembled.spans.size());
+  for (const wire::Assembled::Span& span : assembled.spans) { // small spans that came eagerly
+    c10::DataPtr data = pool_.allocate(span.bytes);
+    for (const wire::Piece& piece : span.pieces) {
+      piece.copyInto(data.get());
+    }
+    message.spans.push_back({std::move(data), span.bytes});
+  }
+  if (message.header.kind == wire::Kind::kRequest) {
+    events_.addRequest(std::move(message));
+  } else {
+    events_.addAnswer(std::move(message));
+  }
+}
+
+void Inbox::onCancel(const Peer& from, uint64_t callId) {
+  std::vector<wire::Piece> dropped;
+  assembler_.cancel(from.member().session, wire::Kind::kRequest, callId, dropped);
+  receiver_.release(dropped);
+  std::erase_if(waitingRequests_, [&](Receiver::Announced& waiting) {
+    const bool isCanceled = waiting.from == &from && waiting.assembled.header.callId == callId;
+    if (isCanceled) {
+      receiver_.release(waiting.assembled);
+    }
+    return isCanceled;
+  });
+  receiver_.cancel(from, callId);
+}
+
+void Inbox::startDeferred() {
+  admitWaiting(waitingResponses_);
+  admitWaiting(waitingRequests_);
+  updateWaitingCount();
+  receiver_.startDeferred();
+}
+
+void Inbox::admitWaiting(std::deque<Receiver::Announced>& queue) {
+  while (!queue.empty()) {
+    Receiver::Announced& first = queue.front();
+    if (receiver_.isAbandoned(*first.from, first.assembled.header)) {
+      receiver_.release(first.assembled);
+      queue.pop_front();
+      continue;
+    }
+    // Announced before it is tried: a release that comes in between then knows that it must call.
+    updateWaitingCount();
+    Admission admission;
+    const bool isResponse = first.assembled.header.kind == wire::Kind::kResponse;
+    if (receiver_.isBusy(first.bytes) || !window_->tryAdmit(isResponse, first.bytes, admission)) {
+      break; // in order: a large message is not overtaken for ever by small ones
+    }
+    Receiver::Announced admitted = std::move(first);
+    queue.pop_front();
+    receiver_.start(std::move(admitted), std::move(admission));
+  }
+}
+
+void Inbox::admitStalled() {
+  if (waitingRequests_.empty()) {
+    return;
+  }
+  Receiver::Announced admitted = std::move(waitingRequests_.front());
+  waitingRequests_.pop_front();
+  Admission admission;
+  window_->admit(false, admitted.bytes, admission);
+  receiver_.start(std::move(admitted), std::move(admission));
+  updateWaitingCount();
+}
+
+void Inbox::updateWaitingCount() {
+  window_->waitingMessages.store(waitingRequests_.size() + waitingResponses_.size());
+}
+
+void Inbox::dropPeer(const Peer& peer) {
+  std::vector<wire::Piece> dropped;
+  assembler_.dropSession(peer.member().session, dropped);
+  receiver_.release(dropped);
+  for (std::deque<Receiver::Announced>* queue : {&waitingRequests_, &waitingResponses_}) {
+    std::erase_if(*queue, [&](Receiver::Announced& waiting) {
+      if (waiting.from == &peer) {
+        receiver_.release(waiting.assembled);
+      }
+      return waiting.from == &peer;
+    });
+  }
+  receiver_.dropPeer(peer);
+}
+
+} // namespace torch_ucx_rpc

@@ -1,0 +1,103 @@
+#include "messaging/message.h"
+
+#include "wire/body.h"
+
+namespace torch_ucx_rpc {
+
+namespace {
+
+std::span<const std::byte> bytesOf(const OutgoingMessage::Span& span) {
+  return span.bytes;
+}
+std::span<const std::byte> bytesOf(const IncomingMessage::Span& span) {
+  if (!span.data.device().is_cpu()) {
+    return {}; // it is a tensor's too, so that the reader will refuse the body; here it cannot be read
+  }
+  return {static_cast<const std::byte*>(span.data.get()), span.bytes};
+}
+
+// The payload, where it is a span; the reader refuses a body that names one which is not there.
+template <typename Spans>
+std::span<const std::byte> payloadIn(const Spans& spans, std::span<const std::byte> body) {
+  const uint32_t index = spans.empty() ? wire::kNowhere : wire::payloadSpanOf(body);
+  return index < spans.size() ? bytesOf(spans[index]) : std::span<const std::byte>();
+}
+
+} // namespace
+
+void OutgoingMessage::address(
+    wire::Kind kind, uint64_t sourceSession, Rank sourceRank, uint64_t targetSession, uint64_t callId) {
+  header.kind = kind;
+  header.sourceRank = static_cast<uint32_t>(sourceRank);
+  header.sourceSession = sourceSession;
+  header.targetSession = targetSession;
+  header.callId = callId;
+  header.spanCount = static_cast<uint32_t>(spans.size());
+  for (size_t index = 0; index < spans.size(); ++index) {
+    const Span& span = spans[index];
+    Piece piece{header, span.bytes, span.from.is_cpu() ? Memory::kHost : Memory::kDevice};
+    piece.header.index = static_cast<uint32_t>(index);
+    piece.header.place = {0, span.bytes.size()};
+    const size_t usual = piece.memory == Memory::kHost ? kPieceBytes : kDevicePieceBytes;
+    const size_t most = usual * (1 + piece.bytes.size() / (usual * kMostPieces + 1));
+    while (piece.bytes.size() > most) {
+      pieces.push_back(piece);
+      pieces.back().bytes = piece.bytes.first(most);
+      piece.bytes = piece.bytes.subspan(most);
+      piece.header.place.offset += most;
+    }
+    pieces.push_back(piece);
+  }
+}
+
+void OutgoingMessage::sealContent() {
+  const std::span<const std::byte> parkedBody = isBodyEager() ? std::span<const std::byte>() : body;
+  const std::span<const std::byte> payload = payloadIn(spans, body);
+  if (to->sealer.has_value() && (!parkedBody.empty() || !payload.empty())) {
+    to->sealer->sealContent(header, parkedBody, payload);
+  }
+}
+
+void OutgoingMessage::sealFrames() {
+  if (header.kind == wire::Kind::kJoin && !to->member().joinKey.empty()) {
+    wire::Sealer(to->member().joinKey).sealFrame(header, body.size(), body); // its own key is not known there yet
+  } else if (to->sealer.has_value()) {
+    to->sealer->sealFrame(header, body.size(), isBodyEager() ? body : std::span<const std::byte>());
+    for (Piece& piece : pieces) {
+      to->sealer->sealFrame(piece.header, piece.bytes.size(), {});
+    }
+  }
+}
+
+uint64_t OutgoingMessage::totalBytes() const {
+  uint64_t total = body.size();
+  for (const Span& span : spans) {
+    total += span.bytes.size();
+  }
+  return total;
+}
+
+uint64_t IncomingMessage::totalBytes() const {
+  uint64_t total = body().size();
+  for (const Span& span : spans) {
+    total += span.bytes;
+  }
+  return total;
+}
+
+Error outOfMemoryFor(uint64_t bytes) {
+  return {ErrorCode::kOutOfMemory, "out of memory for a message of " + std::to_string(bytes) + " bytes"};
+}
+
+Error callGivenUp() {
+  return {ErrorCode::kCanceled, "its call was given up"};
+}
+
+bool IncomingMessage::isContentGenuine() const {
+  const std::span<const std::byte> parkedBody = pooledBody ? body() : std::span<const std::byte>();
+  const std::span<const std::byte> payload = payloadIn(spans, body());
+  return !from->opener.has_value() || (parkedBody.empty() && payload.empty()) ||
+      from->opener->isContentGenuine(header, parkedBody, payload);
+}
+
+} // namespace torch_ucx_rpc

@@ -1,0 +1,309 @@
+#include "messaging/messenger.h"
+
+#include "memory/device_pool.h"
+#include "memory/host_pool.h"
+
+#include <c10/util/Logging.h>
+
+namespace torch_ucx_rpc {
+
+namespace {
+
+// How often a device is asked that nobody asks otherwise: of the order of what a short kernel takes.
+constexpr auto kDevicePeriod = std::chrono::microseconds(50);
+
+// How often device memory is looked at that has been released and is still used.
+constexpr auto kCollectionPeriod = std::chrono::milliseconds(100);
+
+// A process that died with a lock of shared memory keeps others from sending until its queue is repaired.
+constexpr auto kRepairPeriod = std::chrono::milliseconds(20);
+
+// Rounds of progress in which everything is taken in that has come; each takes several messages.
+constexpr int kMostSteps = 1000;
+
+} // namespace
+
+Messenger::Messenger(
+    std::unique_ptr<Transport> transport,
+    Identity self,
+    const Directory& directory,
+    const DevicesInUse& devices,
+    const EventHandlers& handlers,
+    Executor& executor,
+    Timer& timer,
+    const Lifetime& lifetime,
+    CopyForSelf copyForSelf,
+    const Options& options)
+    : self_(self),
+      devices_(devices),
+      handlers_(handlers),
+      executor_(executor),
+      lifetime_(lifetime),
+      copyForSelf_(copyForSelf),
+      deviceTask_(timer.add("ask devices", [this](Timer::TimePoint now) { return askDevices(now); })),
+      collectionTask_(
+          timer.add("collect device memory", [this](Timer::TimePoint now) { return collectDeviceMemory(now); })),
+      windowTask_(timer.add("receive window", [this](Timer::TimePoint now) { return checkWindow(now); })),
+      repairTask_(timer.add("repair", [this](Timer::TimePoint now) { return repair(now); })),
+      transport_(std::move(transport)),
+      sentMessages_(executor, lifetime),
+      events_(handlers, sentMessages_),
+      progress_(*transport_, *this, options.waiting),
+      window_(std::make_shared<ReceiveWindow>(
+          options.receiveWindowBytes, [this] { progress_.requestStartDeferred(); })), // which admits messages that wait
+      outbox_(*transport_, events_),
+      inbox_(
+          *transport_,
+          directory,
+          outbox_,
+          window_,
+          HostPool::instance(),
+          self.session,
+          handlers,
+          devices,
+          events_) {
+  transport_->setListener(&inbox_);
+}
+
+// ------------------------------------------------------------------------------------------------------ sending
+
+void Messenger::post(Peer& to, wire::Kind kind, uint64_t callId, std::unique_ptr<OutgoingMessage> message) {
+  message->to = &to;
+  message->address(kind, self_.session, self_.rank, to.member().session, callId);
+  if (to.member().session == self_.session) {
+    deliverToSelf(std::move(message));
+    return;
+  }
+  if (message->stagedBytes != 0) {
+    noteStaged(*message);
+  }
+  message->sealContent();
+  progress_.submit([this, message = std::move(message)]() mutable { outbox_.send(std::move(message)); });
+}
+
+void Messenger::postControl(Peer& to, wire::Kind kind, uint64_t callId, Bytes body) {
+  auto message = std::make_unique<OutgoingMessage>();
+  message->body = std::move(body);
+  post(to, kind, callId, std::move(message));
+}
+
+void Messenger::sendNowWithWorkerLock(Peer& to, wire::Kind kind, uint64_t callId) {
+  auto message = std::make_unique<OutgoingMessage>();
+  message->to = &to;
+  message->address(kind, self_.session, self_.rank, to.member().session, callId);
+  outbox_.send(std::move(message));
+}
+
+void Messenger::deliverToSelf(std::unique_ptr<OutgoingMessage> message) {
+  IncomingMessage arrived;
+  arrived.from = message->to;
+  arrived.header = message->header;
+  arrived.eagerBody = std::move(message->body);
+  const Error error = copyForSelf_(*message, arrived);
+  Peer& self = *message->to;
+  const uint64_t callId = message->header.callId;
+  switch (message->header.kind) {
+    case wire::Kind::kRequest:
+      if (error) {
+        handlers_.requests->onRequestRejected(self, callId, error);
+      } else {
+        handlers_.requests->onRequest(std::move(arrived));
+      }
+      return;
+    case wire::Kind::kResponse:
+      if (error) {
+        handlers_.answers->onAnswerRejected(self, callId, error);
+      } else {
+        WorkAtEnd atEnd; // of a driver, which this thread is not: an agent thread completes the call
+        handlers_.answers->onAnswer(std::move(arrived), {}, atEnd);
+      }
+      return;
+    default:
+      return; // no worker sends control frames to itself
+  }
+}
+
+void Messenger::noteStaged(const OutgoingMessage& message) {
+  if (stagedBytes_.fetch_add(message.stagedBytes, std::memory_order_relaxed) == 0) {
+    LOG(WARNING)
+        << "torch_ucx_rpc: tensors for " << message.to->describe()
+        << " are in device memory that UCX cannot share with another process (of cudaMallocAsync, or of torch's "
+           "expandable_segments with UCX before 1.22): they are copied through the host's memory, which is slower. "
+           "Unset PYTORCH_CUDA_ALLOC_CONF and PYTORCH_ALLOC_CONF. This is said once.";
+  }
+}
+
+void Messenger::cancel(std::vector<std::pair<Peer*, uint64_t>> calls) {
+  progress_.submit([this, calls = std::move(calls)] {
+    for (const auto& [to, id] : calls) {
+      if (!outbox_.cancel(*to, id)) {
+        sendNowWithWorkerLock(*to, wire::Kind::kCancel, id);
+      }
+    }
+  });
+}
+
+void Messenger::onAdmitted(Peer& peer) {
+  progress_.submit([this, &peer] { outbox_.onAdmitted(peer); });
+}
+
+void Messenger::onPeerGone(Peer& peer) {
+  progress_.submit([this, &peer] {
+    inbox_.dropPeer(peer);
+    outbox_.abandon(peer);
+  });
+  requestRepair();
+}
+
+void Messenger::acceptJoins(const std::string& joinKey) {
+  progress_.run([&] { inbox_.acceptJoins(joinKey); });
+}
+
+Error Messenger::checkContent(const IncomingMessage& message) {
+  if (message.isContentGenuine()) {
+    return {};
+  }
+  inbox_.countRefused();
+  return {
+      ErrorCode::kProtocol,
+      "a message of " + message.from->describe() + " has arrived with another content than it was sealed with"};
+}
+
+// ------------------------------------------------------------------------------------------------------ driving
+
+bool Messenger::lead() {
+  const std::unique_ptr<EventBatch> events = progress_.lead([this] { return lifetime_.isClosed(); });
+  const bool isNeeded = events != nullptr || lifetime_.isClosed();
+  const std::shared_ptr<void> hold = lifetime_.hold(); // work that a driver does at once may outlast a shutdown
+  if (events != nullptr) {
+    events->dispatch(Driver{Role::kLeader, std::nullopt});
+  }
+  return isNeeded;
+}
+
+void Messenger::startDeferredWithWorkerLock() {
+  makeContextCurrent(devices_.get());
+  inbox_.startDeferred();
+  outbox_.startDeferred();
+  if (inbox_.hasDeferred()) {
+    progress_.requestStartDeferredWithWorkerLock();
+  }
+  if (outbox_.waitsForDevice() || inbox_.waitsForDevice()) {
+    deviceTask_.dueIn(kDevicePeriod);
+  }
+  if (DevicePool::instance().isCollecting()) {
+    collectionTask_.dueIn(kCollectionPeriod);
+  }
+  answerPingsWithWorkerLock();
+  if (window_->waitingMessages.load() != 0) {
+    windowTask_.dueIn(ReceiveWindow::kPatience);
+  }
+}
+
+void Messenger::answerPingsWithWorkerLock() {
+  // On the driving thread: an answer that went the way of other messages could wait for Python.
+  for (Peer* peer : inbox_.takePings()) {
+    sendNowWithWorkerLock(*peer, wire::Kind::kPong);
+  }
+}
+
+void Messenger::takeInWithWorkerLock() {
+  for (int steps = 0; !lifetime_.isClosed() && steps < kMostSteps && transport_->progress() != 0; ++steps) {
+  }
+}
+
+template <typename Operation>
+void Messenger::submitWhileOpen(Operation operation) {
+  progress_.submit([this, operation = std::move(operation)]() mutable {
+    if (!lifetime_.isClosed()) {
+      operation();
+    }
+  });
+}
+
+// -------------------------------------------------------------------------------------------------- timer tasks
+
+Timer::TimePoint Messenger::askDevices(Timer::TimePoint /*now*/) {
+  progress_.requestStartDeferred(); // which asks, and sets the task again if there is still something to wait for
+  return Timer::kNever;
+}
+
+Timer::TimePoint Messenger::collectDeviceMemory(Timer::TimePoint now) {
+  DevicePool& pool = DevicePool::instance();
+  pool.collect();
+  // Memory in use is released by any thread, and nobody hears of that.
+  return pool.isCollecting() ? now + kCollectionPeriod : Timer::kNever;
+}
+
+Timer::TimePoint Messenger::checkWindow(Timer::TimePoint now) {
+  if (window_->waitingMessages.load() == 0) {
+    stalledSince_ = {};
+    return Timer::kNever;
+  }
+  progress_.requestStartDeferred(); // a message that is received slowly must not keep the rest waiting
+  const uint64_t releases = window_->releases();
+  const auto patience =
+      window_->receivingMessages.load() == 0 ? ReceiveWindow::kPatience : ReceiveWindow::kPatienceWhileReceiving;
+  if (stalledSince_ == Timer::TimePoint{} || releases != stalledReleases_ || executor_.counts().waitingRequests != 0) {
+    stalledReleases_ = releases;
+    stalledSince_ = now;
+  } else if (now - stalledSince_ >= patience) {
+    submitWhileOpen([this] { inbox_.admitStalled(); });
+    stalledSince_ = now;
+  }
+  return now + ReceiveWindow::kPatience / 2;
+}
+
+void Messenger::requestRepair() {
+  isRepairWanted_.store(true);
+  repairTask_.dueNow();
+}
+
+Timer::TimePoint Messenger::repair(Timer::TimePoint now) {
+  if (now < repairedAt_ + kRepairPeriod) {
+    return repairedAt_ + kRepairPeriod; // calls that time out ask for it one by one
+  }
+  repairedAt_ = now;
+  submitWhileOpen([this] { repairWithWorkerLock(); });
+  // The operation may still be queued; then it is looked at again once more than needed.
+  return isRepairWanted_.load() || isRepairing_.load() ? now + kRepairPeriod : Timer::kNever;
+}
+
+void Messenger::repairWithWorkerLock() {
+  if (!isRepairing_.load()) {
+    isRepairWanted_.store(false);
+  }
+  isRepairing_.store(!transport_->repair());
+}
+
+// ------------------------------------------------------------------------------------------------------ the end
+
+void Messenger::close(int64_t flushLimitMs) {
+  progress_.close([this, flushLimitMs] {
+    outbox_.close();
+    inbox_.close();
+    transport_->close(flushLimitMs);
+  });
+}
+
+// ------------------------------------------------------------------------------------------------------ reports
+
+size_t Messenger::underWay() {
+  size_t underWay = 0;
+  progress_.run([&] { underWay = outbox_.underWay(); });
+  return underWay;
+}
+
+std::vector<std::vector<std::string>> Messenger::lanes(const std::vector<const Peer*>& peers) {
+  std::vector<std::vector<std::string>> lanes(peers.size());
+  progress_.run([&] {
+    for (size_t index = 0; index < peers.size(); ++index) {
+      if (peers[index]->endpoint.has_value()) {
+        lanes[index] = transport_->lanes(*peers[index]->endpoint);
+      }
+    }
+  });
+  return lanes;
+}
+
+} // namespace torch_ucx_rpc

@@ -1,0 +1,186 @@
+#pragma once
+
+#include "memory/devices_in_use.h"
+#include "messaging/event_buffer.h"
+#include "messaging/event_handlers.h"
+#include "messaging/inbox.h"
+#include "messaging/outbox.h"
+#include "messaging/receive_window.h"
+#include "messaging/sent_messages.h"
+#include "peers/directory.h"
+#include "peers/identity.h"
+#include "peers/peer_observer.h"
+#include "runtime/executor.h"
+#include "runtime/lifetime.h"
+#include "runtime/progress.h"
+#include "runtime/timer.h"
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace torch_ucx_rpc {
+
+// Messages in and out. It owns the transport and everything that touches it: Progress, Outbox, Inbox and the receive window. The
+// rest of the agent sends by post(), and hears of what arrives, leaves or fails through the EventHandlers.
+//
+// Thread-safe, but for methods whose names end in WithWorkerLock: those are for operations that the messenger itself runs.
+class Messenger final : public Leader, public PeerObserver, private ProgressClient {
+ public:
+  struct Options {
+    uint64_t receiveWindowBytes = 0;
+    Waiting waiting = Waiting::kAuto;
+  };
+  // Copies a message for the worker itself: `arrived` gets the memory. The messenger does not know how devices copy.
+  using CopyForSelf = Error (*)(OutgoingMessage& message, IncomingMessage& arrived);
+
+  // Adds tasks to the timer, so it must not have started. The handlers are looked up when they are needed, only once members have been added.
+  Messenger(
+      std::unique_ptr<Transport> transport,
+      Identity self,
+      const Directory& directory,
+      const DevicesInUse& devices,
+      const EventHandlers& handlers,
+      Executor& executor,
+      Timer& timer,
+      const Lifetime& lifetime,
+      CopyForSelf copyForSelf,
+      const Options& options);
+
+  // Sends a message: gives it its addressing, seals it, and queues it for the transport. For this worker itself it arrives at once,
+  // as a copy.
+  void post(Peer& to, wire::Kind kind, uint64_t callId, std::unique_ptr<OutgoingMessage> message);
+  void postControl(Peer& to, wire::Kind kind, uint64_t callId = 0, Bytes body = {});
+  void sendNowWithWorkerLock(Peer& to, wire::Kind kind, uint64_t callId = 0);
+
+  // Gives up requests whose callers wait no longer: those that have not left here, the others at their callees.
+  void cancel(std::vector<std::pair<Peer*, uint64_t>> calls);
+
+  // A peer has admitted this worker to its group: messages that have waited for that leave.
+  void onAdmitted(Peer& peer);
+  // PeerObserver: ends everything under way from and to the peer.
+  void onPeerGone(Peer& peer) override;
+  // Notes a failure of a peer as if the transport had told of it; it takes its turn after everything that has arrived.
+  void addFailureWithWorkerLock(Peer& peer, Error why) {
+    events_.addFailure(peer, std::move(why));
+  }
+
+  // From now on processes that are no members may ask to become one; with a key, those whose frames are sealed with it.
+  void acceptJoins(const std::string& joinKey);
+
+  // Whether the content of a message that came by rendezvous is what its sender sealed; an error, and counted, if not.
+  Error checkContent(const IncomingMessage& message);
+
+  // Driving.
+  bool lead() override; // of the executor's threads
+  // See Progress::driveUntil().
+  bool driveUntil(Progress::IsDone isDone, std::optional<uint64_t> awaitedCall) {
+    return progress_.driveUntil(std::move(isDone), awaitedCall);
+  }
+  void wake() {
+    progress_.wake();
+  }
+  void wakeWaitingCaller() {
+    progress_.wakeWaitingCaller();
+  }
+  void setProcessesHere(size_t processes) {
+    progress_.setProcessesHere(processes);
+  }
+  void watch(int fd, Progress::Operation onReadable) {
+    progress_.watch(fd, std::move(onReadable));
+  }
+  void submit(Progress::Operation operation) {
+    progress_.submit(std::move(operation));
+  }
+
+  // Takes in all that has come already, also what nobody has had the time to look at.
+  void takeInWithWorkerLock();
+  // Something of a dead process of this machine may be in the way of messages to this worker: has it cleared away.
+  void requestRepair();
+
+  // Ends everything; what was sent last has up to `flushLimitMs` to leave. Events of the end still reach the handlers.
+  void close(int64_t flushLimitMs);
+
+  // For reports.
+  const std::string& address() const {
+    return transport_->address();
+  }
+  const Transport& transport() const {
+    return *transport_;
+  }
+  const ReceiveWindow& window() const {
+    return *window_;
+  }
+  uint64_t refusedFrames() const {
+    return inbox_.refusedFrames();
+  }
+  uint64_t stagedBytes() const {
+    return stagedBytes_.load();
+  }
+  // Messages that the transport has not finished; waits for the worker lock.
+  size_t underWay();
+  // The lanes of each of these peers, empty before the first message; waits for the worker lock.
+  std::vector<std::vector<std::string>> lanes(const std::vector<const Peer*>& peers);
+
+ private:
+  // ProgressClient.
+  void startDeferredWithWorkerLock() override;
+  bool hasEventsWithWorkerLock() const override {
+    return !events_.isEmpty();
+  }
+  std::unique_ptr<EventBatch> takeEventsWithWorkerLock() override {
+    return events_.take();
+  }
+
+  // Calls to oneself skip the transport (UCX's own loopback has no wake-up), not the rules: a copy arrives.
+  void deliverToSelf(std::unique_ptr<OutgoingMessage> message);
+  void noteStaged(const OutgoingMessage& message);
+  void answerPingsWithWorkerLock();
+  void repairWithWorkerLock();
+  // Runs an operation under the worker lock unless the transport may be closed.
+  template <typename Operation>
+  void submitWhileOpen(Operation operation);
+
+  // Timer tasks.
+  Timer::TimePoint askDevices(Timer::TimePoint now);
+  Timer::TimePoint collectDeviceMemory(Timer::TimePoint now);
+  Timer::TimePoint checkWindow(Timer::TimePoint now);
+  Timer::TimePoint repair(Timer::TimePoint now);
+
+  // Constant after construction.
+  const Identity self_;
+  const DevicesInUse& devices_;
+  const EventHandlers& handlers_;
+  Executor& executor_;
+  const Lifetime& lifetime_;
+  const CopyForSelf copyForSelf_;
+
+  Timer::Task& deviceTask_;
+  Timer::Task& collectionTask_;
+  Timer::Task& windowTask_;
+  Timer::Task& repairTask_;
+
+  // In order of construction: what is below uses what is above.
+  const std::unique_ptr<Transport> transport_; // worker lock
+  SentMessages sentMessages_; // own synchronization
+  EventBuffer events_; // worker lock
+  Progress progress_; // own synchronization: it has the worker lock
+  const std::shared_ptr<ReceiveWindow> window_; // own synchronization
+  Outbox outbox_; // worker lock
+  Inbox inbox_; // worker lock
+
+  std::atomic<uint64_t> stagedBytes_{0};
+  std::atomic<bool> isRepairWanted_{false};
+  std::atomic<bool> isRepairing_{false}; // written under the worker lock
+
+  // Timer thread only:
+  uint64_t stalledReleases_ = 0;
+  Timer::TimePoint stalledSince_{}; // the receive window has not moved since
+  Timer::TimePoint repairedAt_{};
+};
+
+} // namespace torch_ucx_rpc

@@ -1,0 +1,99 @@
+#pragma once
+
+#include "messaging/event_buffer.h"
+#include "messaging/message.h"
+#include "transport/transport.h"
+
+#include <map>
+#include <memory>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+namespace torch_ucx_rpc {
+
+// Sends whole messages: one active message for the body, one for each piece of a span. Endpoints are made with the first message
+// to a peer. A peer that has been asked to admit this worker to a group (kJoin) refuses everything else until it has: what is for
+// it waits here for that long. Everything here runs under the worker lock.
+//
+// A message waits first of all until a device has made its tensors: UCX reads without regard to streams.
+//
+// What travels by rendezvous leaves a few parts at a time: each part that waits outside the peer's receive window costs it a
+// descriptor of UCX's, 8 KiB of shared memory for each of its pieces. The rest wait here, where they cost next to nothing and can be
+// canceled, in the order of their calls. Answers do not wait for requests, nor one peer's messages for another's.
+class Outbox {
+ public:
+  // Parts by rendezvous under way to a peer, of requests and of answers each. Enough to hide the latency of a network also
+  // where each is as small as rendezvous gets: 64 times 32 KiB are 80 us of 25 GB/s.
+  static constexpr size_t kMostRendezvous = 64;
+
+  Outbox(Transport& transport, EventBuffer& events) : transport_(transport), events_(events) {}
+
+  // Sends an addressed message to `message->to`, as soon as its tensors are ready and it is its turn. It goes to
+  // EventBuffer::addSent(), exactly once, when UCX is done with it.
+  void send(std::unique_ptr<OutgoingMessage> message);
+
+  // Sends messages that can leave now. Not inside a transport callback.
+  void startDeferred();
+
+  // Whether messages wait for a device. Nothing announces that it is done: startDeferred() asks.
+  bool waitsForDevice() const {
+    return !unready_.empty();
+  }
+
+  // Gives up a request that has not left; false if there is none.
+  bool cancel(Peer& to, uint64_t callId);
+
+  // The peer behind an endpoint; null for one that is unknown.
+  Peer* peerOf(EndpointId endpoint) const;
+
+  // The peer has admitted this worker.
+  void onAdmitted(Peer& peer);
+
+  // Ends everything under way to a peer that is gone; what UCX cannot let go of yet later (see Transport::abandon()).
+  void abandon(Peer& peer);
+
+  // From now on everything fails; the transport is about to be closed.
+  void close();
+
+  // Messages that the transport has not finished, those included that it has not been given yet; none of those to peers that are gone.
+  size_t underWay() const;
+
+ private:
+  // To a peer, of a kind.
+  struct Queue {
+    size_t rendezvous = 0; // parts under way
+    std::multimap<uint64_t, std::unique_ptr<OutgoingMessage>> waiting; // by the ids of their calls
+
+    // One with more parts than the limit leaves alone.
+    bool hasRoomFor(const OutgoingMessage& message) const {
+      return rendezvous == 0 || rendezvous + message.rendezvousParts() <= kMostRendezvous;
+    }
+  };
+  Queue& queueOf(const OutgoingMessage& message) {
+    return queues_[{message.to, message.header.kind}];
+  }
+  // Also true for a message that fails anyway; it has an error if the device has.
+  bool isReady(OutgoingMessage& message) const;
+  bool canLeave(const OutgoingMessage& message) const {
+    return !isClosed_ && message.to->isThere();
+  }
+  void sendReady();
+  void enqueue(std::unique_ptr<OutgoingMessage> message);
+  void startFirst(Queue& queue);
+  void start(std::unique_ptr<OutgoingMessage> message);
+  Error connect(Peer& peer);
+  void finish(OutgoingMessage* message, size_t parts, Error error);
+
+  Transport& transport_;
+  EventBuffer& events_;
+  std::unordered_map<EndpointId, Peer*> peers_;
+  // By who has been asked to admit this worker and has not done so.
+  std::unordered_map<Peer*, std::vector<std::unique_ptr<OutgoingMessage>>> unadmitted_;
+  std::vector<std::unique_ptr<OutgoingMessage>> unready_;
+  std::map<std::pair<const Peer*, wire::Kind>, Queue> queues_;
+  std::vector<Queue*> moved_; // since startDeferred() was called last
+  bool isClosed_ = false;
+};
+
+} // namespace torch_ucx_rpc

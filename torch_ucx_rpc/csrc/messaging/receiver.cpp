@@ -1,0 +1,304 @@
+#include "messaging/receiver.h"
+
+#include "wire/body.h"
+
+#include <algorithm>
+#include <exception>
+#include <new>
+#include <utility>
+
+namespace torch_ucx_rpc {
+
+bool Receiver::isBusy(uint64_t more) const {
+  uint64_t bytes = 0;
+  const Clock::time_point now = Clock::now();
+  for (const Receiving& receiving : receiving_) {
+    bytes += now - receiving.began < kSlow ? receiving.bytes : 0;
+  }
+  return bytes != 0 && bytes + more > kReceivingBytes;
+}
+
+void Receiver::start(Announced announced, Admission admission) {
+  const Entry receiving = receiving_.emplace(receiving_.end());
+  window_->receivingMessages.store(receiving_.size());
+  receiving->bytes = announced.bytes;
+  receiving->began = Clock::now();
+  receiving->assembled = std::move(announced.assembled);
+  IncomingMessage& message = receiving->message;
+  wire::Piece& body = receiving->assembled.body;
+  message.from = announced.from;
+  message.header = receiving->assembled.header;
+  message.admission = std::move(admission);
+  message.eagerBody = std::move(body.data);
+  message.pooledBodyBytes = body.parkedBytes;
+  try {
+    if (body.isParked()) {
+      message.pooledBody = pool_.allocate(body.parkedBytes);
+    }
+    allocateSpans(*receiving);
+  } catch (const std::bad_alloc&) {
+    receiving->error = outOfMemoryFor(announced.bytes);
+  } catch (const std::exception& failure) {
+    receiving->error = deviceFailed(failure);
+  }
+  starting_.push_back(receiving);
+}
+
+void Receiver::allocateSpans(Receiving& receiving) {
+  IncomingMessage& message = receiving.message;
+  const std::vector<wire::Assembled::Span>& spans = receiving.assembled.spans;
+  message.spans.resize(spans.size());
+  if (!devices_.get().empty()) {
+    allocateOnDevices(receiving);
+  }
+  for (size_t index = 0; index < spans.size(); ++index) {
+    IncomingMessage::Span& span = message.spans[index];
+    span.bytes = spans[index].bytes;
+    if (!span.data) {
+      span.data = pool_.allocate(span.bytes);
+    }
+  }
+}
+
+void Receiver::allocateOnDevices(Receiving& receiving) {
+  const std::vector<wire::Assembled::Span>& spans = receiving.assembled.spans;
+  Devices used;
+  for (const wire::StorageRecord& storage : wire::storagesOf(receiving.message.eagerBody)) {
+    const c10::Device* device = findDevice(devices_.get(), storage.deviceType, storage.deviceIndex);
+    if (device == nullptr || storage.span >= spans.size()) {
+      continue; // for the host, or malformed: then it is refused when it is decoded
+    }
+    const wire::Assembled::Span& span = spans[storage.span];
+    if (!std::ranges::all_of(span.pieces, &wire::Piece::isParked)) {
+      continue; // it goes there when it is decoded
+    }
+    receiving.message.spans[storage.span].data = deviceMemory_.allocate(*device, span.bytes);
+    if (std::find(used.begin(), used.end(), *device) == used.end()) {
+      used.push_back(*device);
+    }
+  }
+  receiving.before = deviceMemory_.earlierWork(used);
+}
+
+void Receiver::release(wire::Piece& piece) {
+  if (piece.isParked()) {
+    toRelease_.push_back(std::exchange(piece.parked, nullptr));
+  }
+}
+
+void Receiver::release(std::vector<wire::Piece>& pieces) {
+  for (wire::Piece& piece : pieces) {
+    release(piece);
+  }
+}
+
+void Receiver::release(wire::Assembled& assembled) {
+  assembled.forEachPiece([this](wire::Piece& piece) { release(piece); });
+}
+
+void Receiver::startDeferred() {
+  hasFinished_ = false;
+  std::erase_if(starting_, [this](Entry receiving) { return beginIfFree(receiving); });
+  for (Source* source : std::exchange(due_, {})) {
+    askFor(*source);
+  }
+  for (void* parked : std::exchange(toRelease_, {})) {
+    transport_.refuse(parked);
+  }
+}
+
+bool Receiver::beginIfFree(Entry receiving) {
+  if (receiving->error) {
+    reject(receiving, std::move(receiving->error));
+    return true;
+  }
+  try {
+    if (!receiving->before.isDone()) {
+      return false;
+    }
+  } catch (const std::exception& failure) {
+    reject(receiving, deviceFailed(failure));
+    return true;
+  }
+  const wire::Assembled assembled = std::move(receiving->assembled);
+  const IncomingMessage& message = receiving->message;
+  if (assembled.body.isParked()) {
+    addPart(*receiving, assembled.body, message.pooledBody);
+  }
+  for (size_t index = 0; index < assembled.spans.size(); ++index) {
+    for (const wire::Piece& piece : assembled.spans[index].pieces) {
+      addPart(*receiving, piece, message.spans[index].data);
+    }
+  }
+  Source& source = sources_[message.from];
+  source.waiting.push_back(receiving);
+  setDue(source);
+  return true;
+}
+
+void Receiver::reject(Entry receiving, Error error) {
+  release(receiving->assembled);
+  IncomingMessage& message = receiving->message;
+  events_.addRejection(*message.from, message.header, std::move(error), std::move(message.admission));
+  forget(receiving);
+}
+
+void Receiver::addPart(Receiving& receiving, const wire::Piece& piece, const c10::DataPtr& into) {
+  if (piece.isParked()) {
+    std::byte* const begin = static_cast<std::byte*>(into.get()) + piece.offset;
+    receiving.parts.push_back(
+        {piece.parked, begin, piece.parkedBytes, into.device().is_cpu() ? Memory::kHost : Memory::kDevice});
+  } else {
+    piece.copyInto(into.get());
+  }
+}
+
+void Receiver::setDue(Source& source) {
+  if (!std::exchange(source.isDue, true)) {
+    due_.push_back(&source);
+  }
+}
+
+void Receiver::askFor(Source& source) {
+  uint64_t bytes = source.askedBytes;
+  size_t pieces = source.askedPieces;
+  std::erase_if(source.waiting, [this](Entry receiving) {
+    const bool isOver = receiving->error || isAbandoned(*receiving->message.from, receiving->message.header);
+    if (isOver) {
+      giveUpRest(receiving, callGivenUp());
+    }
+    return isOver;
+  });
+  while (!source.waiting.empty()) {
+    const auto next = source.next();
+    const Entry receiving = *next;
+    const uint64_t more = receiving->parts[receiving->begun].bytes;
+    if (pieces >= kAskedPieces && bytes + more > kAskedBytes) {
+      break;
+    }
+    ++pieces;
+    bytes += more;
+    source.isOldestsTurn = !source.isOldestsTurn;
+    if (receiving->begun + 1 == receiving->parts.size()) {
+      source.waiting.erase(next);
+    }
+    receivePart(source, receiving);
+  }
+  source.isDue = false;
+  if (!source.waiting.empty() && source.askedPieces < pieces) { // some were there at once
+    setDue(source);
+  }
+}
+
+void Receiver::receivePart(Source& source, Entry receiving) {
+  const Part& part = receiving->parts[receiving->begun++];
+  const uint64_t bytes = part.bytes;
+  ++receiving->unfinished;
+  ++source.askedPieces;
+  source.askedBytes += bytes;
+  transport_.receive(
+      part.parked,
+      part.into,
+      bytes,
+      [this, &source, receiving, bytes](Error error) {
+        --source.askedPieces;
+        source.askedBytes -= bytes;
+        if (!source.waiting.empty()) {
+          setDue(source);
+        }
+        if (!error) {
+          receiving->message.from->silence.heardSinceCheck = true;
+        } else if (!receiving->error) {
+          receiving->error = std::move(error);
+        }
+        --receiving->unfinished;
+        finishIfDone(receiving);
+      },
+      part.memory);
+}
+
+void Receiver::cancel(const Peer& from, uint64_t callId) {
+  std::erase_if(sources_[&from].waiting, [&](Entry receiving) {
+    const wire::Header& header = receiving->message.header;
+    const bool isCanceled = header.kind == wire::Kind::kRequest && header.callId == callId;
+    if (isCanceled) {
+      giveUpRest(receiving, callGivenUp());
+    }
+    return isCanceled;
+  });
+}
+
+void Receiver::giveUpRest(Entry receiving, const Error& why) {
+  if (!receiving->error) {
+    receiving->error = why;
+  }
+  for (; receiving->begun != receiving->parts.size(); ++receiving->begun) {
+    toRelease_.push_back(receiving->parts[receiving->begun].parked);
+  }
+  finishIfDone(receiving);
+}
+
+void Receiver::finishIfDone(Entry receiving) {
+  if (receiving->unfinished != 0 || receiving->begun != receiving->parts.size()) {
+    return;
+  }
+  if (receiving->isDropped) {
+    forget(receiving);
+    return;
+  }
+  IncomingMessage message = std::move(receiving->message);
+  Error outcome = std::move(receiving->error);
+  forget(receiving);
+  if (outcome) {
+    events_.addRejection(*message.from, message.header, std::move(outcome), std::move(message.admission));
+  } else if (message.header.kind == wire::Kind::kRequest) {
+    events_.addRequest(std::move(message));
+  } else {
+    events_.addAnswer(std::move(message));
+  }
+}
+
+void Receiver::forget(Entry receiving) {
+  (receiving->isDropped ? dropped_ : receiving_).erase(receiving);
+  window_->receivingMessages.store(receiving_.size());
+  hasFinished_ = true;
+}
+
+void Receiver::dropPeer(const Peer& peer) {
+  const Error gone(ErrorCode::kPeerFailed, peer.describe() + " is gone");
+  std::erase_if(starting_, [&](Entry receiving) {
+    const bool isOfPeer = receiving->message.from == &peer;
+    if (isOfPeer) {
+      reject(receiving, gone);
+    }
+    return isOfPeer;
+  });
+  sources_[&peer].waiting.clear();
+  for (auto next = receiving_.begin(); next != receiving_.end();) {
+    const Entry receiving = next++;
+    if (receiving->message.from != &peer) {
+      continue;
+    }
+    // The transport may take its time; the window does not wait for it.
+    IncomingMessage& message = receiving->message;
+    events_.addRejection(*message.from, message.header, gone, std::move(message.admission));
+    receiving->isDropped = true;
+    dropped_.splice(dropped_.end(), receiving_, receiving);
+    giveUpRest(receiving, gone);
+  }
+  window_->receivingMessages.store(receiving_.size());
+}
+
+void Receiver::close() {
+  const Error shutDown(ErrorCode::kShutDown, "RPC has been shut down on this worker");
+  for (const Entry receiving : std::exchange(starting_, {})) {
+    reject(receiving, shutDown);
+  }
+  for (auto& [peer, source] : sources_) {
+    for (const Entry receiving : std::exchange(source.waiting, {})) {
+      giveUpRest(receiving, shutDown);
+    }
+  }
+}
+
+} // namespace torch_ucx_rpc

@@ -1,0 +1,120 @@
+#include "peers/directory.h"
+
+#include <mutex>
+#include <stdexcept>
+
+namespace torch_ucx_rpc {
+
+namespace {
+
+template <typename Map>
+Peer* findIn(const Map& map, const typename Map::key_type& key) {
+  const auto entry = map.find(key);
+  return entry != map.end() ? entry->second : nullptr;
+}
+
+} // namespace
+
+void Directory::add(Member member) {
+  auto peer = std::make_unique<Peer>(std::move(member));
+  const Member& added = peer->member();
+  const std::unique_lock lock(mutex_);
+  const auto refuse = [&](const char* what, const Peer* other) {
+    throw std::invalid_argument(peer->describe() + " has the same " + what + " as " + other->describe());
+  };
+  Peer* const sameRank = findIn(byRank_, added.rank);
+  Peer* const sameName = findIn(byName_, added.name);
+  if (sameRank != nullptr && sameRank->isThere()) {
+    refuse("rank", sameRank);
+  }
+  if (sameName != nullptr && sameName->isThere()) {
+    refuse("name", sameName);
+  }
+  if (const Peer* same = findIn(bySession_, added.session); same != nullptr && same->isThere()) {
+    refuse("session", same);
+  }
+  forgetLocked(sameRank);
+  forgetLocked(sameName == sameRank ? nullptr : sameName);
+  byRank_[added.rank] = peer.get();
+  byName_[added.name] = peer.get();
+  bySession_[added.session] = peer.get();
+  peers_.push_back(std::move(peer));
+}
+
+void Directory::remove(const Peer& peer) {
+  const std::unique_lock lock(mutex_);
+  if (findIn(byRank_, peer.member().rank) == &peer) {
+    forgetLocked(&peer);
+  }
+}
+
+void Directory::forgetLocked(const Peer* peer) {
+  if (peer != nullptr) {
+    byRank_.erase(peer->member().rank);
+    byName_.erase(peer->member().name);
+  }
+}
+
+Peer* Directory::find(Rank rank) const {
+  const std::shared_lock lock(mutex_);
+  return findIn(byRank_, rank);
+}
+
+Peer* Directory::find(const std::string& name) const {
+  const std::shared_lock lock(mutex_);
+  return findIn(byName_, name);
+}
+
+Peer* Directory::findSession(uint64_t session) const {
+  const std::shared_lock lock(mutex_);
+  return findIn(bySession_, session);
+}
+
+std::string Directory::knownNamesLocked() const {
+  std::string names;
+  for (const auto& [rank, peer] : byRank_) {
+    names += (names.empty() ? "" : ", ") + peer->member().name + " (rank " + std::to_string(rank) + ")";
+  }
+  return names;
+}
+
+Peer& Directory::at(Rank rank) const {
+  if (Peer* peer = find(rank)) {
+    return *peer;
+  }
+  const std::shared_lock lock(mutex_);
+  throw RpcFailure(
+      RpcFailure::Kind::kUnknownWorker,
+      "could not find destination worker with rank " + std::to_string(rank) +
+          ". The workers are: " + knownNamesLocked(),
+      {.name = {}, .rank = rank, .host = {}, .cause = {}, .resource = {}, .timeout = {}});
+}
+
+Peer& Directory::at(const std::string& name) const {
+  if (Peer* peer = find(name)) {
+    return *peer;
+  }
+  const std::shared_lock lock(mutex_);
+  throw RpcFailure(
+      RpcFailure::Kind::kUnknownWorker,
+      "could not find destination worker '" + name + "'. The workers are: " + knownNamesLocked(),
+      {.name = name, .rank = {}, .host = {}, .cause = {}, .resource = {}, .timeout = {}});
+}
+
+std::vector<Peer*> Directory::all() const {
+  const std::shared_lock lock(mutex_);
+  std::vector<Peer*> peers;
+  peers.reserve(byRank_.size());
+  for (const auto& [rank, peer] : byRank_) {
+    peers.push_back(peer);
+  }
+  return peers;
+}
+
+std::vector<Peer*> Directory::present() const {
+  std::vector<Peer*> peers = all();
+  std::erase_if(peers, [](const Peer* peer) { return peer->state() != Peer::State::kPresent; });
+  return peers;
+}
+
+} // namespace torch_ucx_rpc

@@ -1,0 +1,199 @@
+#include "rpc/agent.h"
+
+#include "base/time.h"
+#include "base/trace.h"
+#include "memory/host_pool.h"
+#include "tensors/self_copy.h"
+#include "torch_glue/fork_guard.h"
+#include "torch_glue/message_types.h"
+#include "torch_glue/torch_state.h"
+
+#include <c10/util/Logging.h>
+
+#include <random>
+#include <stdexcept>
+#include <utility>
+
+namespace torch_ucx_rpc {
+
+namespace rpc = torch::distributed::rpc;
+
+namespace {
+
+// At shutdown: for handlers that are still running, and for what was sent last; together less than a second.
+constexpr auto kHandlerGrace = std::chrono::milliseconds(500);
+constexpr int64_t kFlushLimitMs = 400;
+
+uint64_t randomSession() {
+  std::random_device device;
+  return (static_cast<uint64_t>(device()) << 32) | device();
+}
+
+} // namespace
+
+UcxRpcAgent::UcxRpcAgent(
+    std::string name,
+    worker_id_t rank,
+    std::unique_ptr<Transport> transport,
+    std::unique_ptr<RequestCallback> callback,
+    ThreadHooks threadHooks,
+    std::function<void()> whileWaiting,
+    const AgentOptions& options)
+    : RpcAgent(WorkerInfo(std::move(name), rank), std::move(callback), options.rpcTimeout),
+      options_(options),
+      self_{rank, workerInfo_.name_, randomSession()},
+      forkCount_(forkCount()),
+      lifetime_([this] { return weak_from_this().lock(); }),
+      executor_(std::make_shared<Executor>(options.numWorkerThreads, options.maxWorkerThreads, threadHooks, timer_)),
+      messenger_(
+          std::move(transport),
+          self_,
+          directory_,
+          deviceMaps_.devicesInUse(),
+          handlers_,
+          *executor_,
+          timer_,
+          lifetime_,
+          &copyForSelf,
+          Messenger::Options{options.receiveWindowBytes, options.waiting}),
+      calls_(self_, messenger_, *executor_, timer_, lifetime_, deviceMaps_, whileWaiting),
+      orphans_(self_, *this, *cb_, directory_, *executor_, timer_, lifetime_),
+      monitor_(directory_, messenger_, timer_, lifetime_, options.heartbeatLimit),
+      requests_(
+          self_, *cb_, orphans_.holders(), messenger_, *executor_, lifetime_, deviceMaps_, std::move(threadHooks)),
+      group_(
+          self_,
+          *this,
+          directory_,
+          messenger_,
+          *executor_,
+          lifetime_,
+          calls_,
+          monitor_,
+          orphans_,
+          std::move(whileWaiting)),
+      reports_(options_, directory_, messenger_, *executor_, lifetime_, calls_, requests_) {
+  handlers_ = {&calls_, &requests_, &monitor_, &group_};
+  HostPool::instance().setIdleLimit(options.hostPoolBytes);
+  // Calls fail first, since programs wait for those.
+  monitor_.addObserver(calls_);
+  monitor_.addObserver(messenger_);
+  monitor_.addObserver(orphans_);
+  monitor_.addObserver(group_);
+}
+
+UcxRpcAgent::~UcxRpcAgent() {
+  if (rpcAgentRunning_.load()) {
+    shutdown(); // else ~RpcAgent would, and find shutdownImpl gone
+  }
+  shutdownImpl();
+}
+
+// ----------------------------------------------------------------------------------------------- start and end
+
+void UcxRpcAgent::startImpl() {
+  if (isTorchsAgent(*this)) {
+    renewRRefContext(shared_from_this());
+  }
+  keepInForks(weak_from_this());
+  timer_.start();
+  executor_->start(messenger_);
+}
+
+void UcxRpcAgent::checkProcess() const {
+  if (forkCount_ != forkCount()) {
+    throw RpcFailure(
+        RpcFailure::Kind::kForked,
+        "RPC cannot be used in a process that was forked from worker '" + self_.name +
+        "': the agent's threads and UCX's connections stay with the parent. Let the parent call, or start the process with "
+        "multiprocessing's start method spawn or forkserver and call init_rpc in it.");
+  }
+}
+
+void UcxRpcAgent::join(bool /*shutdown*/, float timeoutSeconds) { // the same either way; torch calls shutdown() itself
+  checkProcess();
+  group_.join(toMilliseconds(timeoutSeconds), getRpcTimeout());
+}
+
+void UcxRpcAgent::shutdownImpl() {
+  std::call_once(shutdownOnce_, [this] {
+    lifetime_.close();
+    calls_.shutDown();
+    timer_.stop();
+    const size_t stuck = executor_->stop(kHandlerGrace, [this] { messenger_.wake(); });
+    if (stuck != 0) {
+      LOG(WARNING) << "torch_ucx_rpc: " << stuck << " thread(s) of worker '" << self_.name
+                   << "' are still running user code at shutdown; they end when it returns";
+    }
+    sayGoodbye(); // after the answers of handlers that have ended: a peer that hears it awaits none any more
+    messenger_.close(kFlushLimitMs);
+    trace::write(self_.name);
+  });
+}
+
+void UcxRpcAgent::sayGoodbye() {
+  if (monitor_.isEverybodyLeaving()) {
+    return;
+  }
+  // Also to peers that have never heard of us: they would take our end for a crash.
+  for (Peer* peer : directory_.all()) {
+    if (peer->isThere() && peer->member().session != self_.session) {
+      messenger_.postControl(*peer, wire::Kind::kGoodbye);
+    }
+  }
+}
+
+// ------------------------------------------------------------------------------------------------------- calls
+
+c10::intrusive_ptr<JitFuture> UcxRpcAgent::send(
+    const WorkerInfo& to, c10::intrusive_ptr<Message> message, float rpcTimeoutSeconds, const DeviceMap& deviceMap) {
+  checkProcess();
+  TORCH_CHECK(message->isRequest(), "UcxRpcAgent::send() is for requests; this message is of type ", message->type());
+  if (!rpcAgentRunning_.load() || lifetime_.isClosed()) {
+    throw RpcFailure(
+        RpcFailure::Kind::kShutDown,
+        "RPC is not running on worker '" + self_.name + "': it has been shut down, so nothing can be sent to worker '" +
+            to.name_ + "'",
+        {.name = to.name_, .rank = to.id_, .host = {}, .cause = {}, .resource = {}, .timeout = {}});
+  }
+  HandlingScope::releaseInnermost(); // a handler that calls out may wait for long: the window must not wait with it
+  const rpc::MessageType type = message->type();
+  const auto timeout = rpcTimeoutSeconds == rpc::kUnsetRpcTimeout ? getRpcTimeout() : toMilliseconds(rpcTimeoutSeconds);
+  c10::intrusive_ptr<JitFuture> future = calls_.send(
+      directory_.at(to.id_), std::move(message), timeout, deviceMap.empty() ? getDeviceMap(to) : deviceMap);
+  if (isFetch(type) && !Executor::isLeader()) {
+    // RRef.to_here() sends this and waits, within one function of torch. Waiting here instead, Ctrl-C works, and the caller
+    // drives its own call. Nobody else sends these messages.
+    waitDriving(*future);
+  }
+  return future;
+}
+
+void UcxRpcAgent::waitDriving(JitFuture& future) {
+  checkProcess();
+  calls_.waitDriving(future);
+}
+
+void UcxRpcAgent::waitIdle(JitFuture& future) {
+  checkProcess();
+  calls_.waitIdle(future);
+}
+
+int64_t UcxRpcAgent::barrier(int64_t value, std::chrono::milliseconds timeout) {
+  checkProcess();
+  return group_.barrier(value, timeout);
+}
+
+// ---------------------------------------------------------------------------------------------------- reports
+
+std::unordered_map<std::string, std::string> UcxRpcAgent::getMetrics() {
+  checkProcess();
+  return reports_.metrics(isGILProfilingEnabled());
+}
+
+std::unordered_map<std::string, std::string> UcxRpcAgent::getDebugInfo() {
+  checkProcess();
+  return reports_.debugInfo(isGILProfilingEnabled());
+}
+
+} // namespace torch_ucx_rpc

@@ -1,0 +1,293 @@
+#include "rpc/call_client.h"
+
+#include "base/trace.h"
+#include "rpc/decoding.h"
+#include "torch_glue/completion.h"
+#include "torch_glue/message_types.h"
+
+#include <c10/core/StreamGuard.h>
+#include <torch/csrc/distributed/rpc/utils.h>
+
+#include <condition_variable>
+#include <mutex>
+#include <optional>
+#include <utility>
+#include <vector>
+
+namespace torch_ucx_rpc {
+
+namespace rpc = torch::distributed::rpc;
+
+namespace {
+
+// How often a thread that waits for another caller's progress looks for signals.
+constexpr auto kSignalCheckPeriod = std::chrono::milliseconds(100);
+
+// Torch's own words, which programs look for, and the callee.
+std::string timeoutText(std::chrono::milliseconds timeout, const Peer& to) {
+  std::string text = rpc::kRpcTimeoutErrorStr;
+  text.replace(text.find("{}"), 2, std::to_string(timeout.count()));
+  return rpc::makeRPCError(text + "; called " + to.describe(), rpc::RPCErrorType::TIMEOUT);
+}
+
+} // namespace
+
+CallClient::CallClient(
+    Identity self,
+    Messenger& messenger,
+    Executor& executor,
+    Timer& timer,
+    const Lifetime& lifetime,
+    const DeviceMaps& deviceMaps,
+    std::function<void()> whileWaiting)
+    : self_(self),
+      messenger_(messenger),
+      executor_(executor),
+      lifetime_(lifetime),
+      deviceMaps_(deviceMaps),
+      whileWaiting_(std::move(whileWaiting)),
+      expiryTask_(timer.add("expire calls", [this](Timer::TimePoint now) { return expire(now); })) {}
+
+// ------------------------------------------------------------------------------------------------------ sending
+
+c10::intrusive_ptr<JitFuture> CallClient::send(
+    Peer& to, c10::intrusive_ptr<Message> message, std::chrono::milliseconds timeout, const DeviceMap& deviceMap) {
+  trace::Span span("send request", {}, trace::Arrow::kRequestLeaves);
+  const rpc::MessageType type = message->type();
+  std::unique_ptr<OutgoingMessage> outgoing =
+      encodeMessage(std::move(message), to, deviceMap, messenger_.transport());
+
+  CallTable::Call call;
+  call.future = c10::make_intrusive<JitFuture>(at::AnyClassType::get(), deviceMaps_.devices());
+  call.to = &to;
+  call.type = type;
+  call.sentAt = CallTable::Clock::now();
+  call.timeout = timeout;
+  if (timeout.count() != 0) { // 0: no limit
+    call.deadline = call.sentAt + timeout;
+  }
+  call.sender = std::this_thread::get_id();
+  call.nesting = Executor::markBlocked();
+  outgoing->waitsForRoom = outgoing->isBodyEager() && !call.eager.take(to, outgoing->body.size());
+  c10::intrusive_ptr<JitFuture> future = call.future;
+  const CallTable::Clock::time_point deadline = call.deadline;
+  bool isEarliest = false;
+  const uint64_t id = calls_.open(std::move(call), isEarliest);
+  span.belongsTo({self_.session, id});
+  if (isEarliest) {
+    expiryTask_.dueBy(deadline);
+  }
+  to.callsSent.fetch_add(1, std::memory_order_relaxed);
+
+  // Asked after the call is in the table: a thread that marks the peer gone afterwards finds it there.
+  if (to.state() != Peer::State::kPresent) {
+    if (std::optional<CallTable::Call> taken = calls_.take(id, to)) {
+      finishCallToLostPeer(std::move(*taken));
+    }
+  } else if (lifetime_.isClosed()) {
+    if (const std::optional<CallTable::Call> taken = calls_.take(id, to)) {
+      fail(
+          *taken,
+          std::make_exception_ptr(to.failure(RpcFailure::Kind::kShutDown, "RPC has been shut down on this worker")));
+    }
+  } else {
+    messenger_.post(to, wire::Kind::kRequest, id, std::move(outgoing));
+  }
+  return future;
+}
+
+// --------------------------------------------------------------------------------------------------- completing
+
+void CallClient::onAnswer(IncomingMessage answer, const std::optional<Driver>& driver, WorkAtEnd& atEnd) {
+  const trace::Span span("receive answer", answer.call(), trace::Arrow::kAnswerArrives);
+  std::shared_ptr<void> hold = lifetime_.hold();
+  if (hold == nullptr) {
+    return; // being destroyed
+  }
+  const uint64_t id = answer.header.callId;
+  std::optional<CallTable::Call> call = calls_.take(id, *answer.from);
+  if (!call) {
+    return; // a late answer, or one of a worker that was not asked; its buffers are recycled here
+  }
+  if (driver && (id == driver->awaitedCall || mayCompleteOnDriver(call->type))) {
+    atEnd.emplace_back([this, call = std::move(*call), answer = std::move(answer)]() mutable {
+      complete(std::move(call), std::move(answer));
+    });
+    return;
+  }
+  executor_.addCompletion(
+      [this, hold = std::move(hold), call = std::move(*call), answer = std::move(answer)]() mutable {
+        complete(std::move(call), std::move(answer));
+        messenger_.wakeWaitingCaller();
+      });
+}
+
+void CallClient::complete(CallTable::Call call, IncomingMessage answer) {
+  const trace::Span span("complete call", answer.call());
+  const Peer& from = *answer.from;
+  Streams streams;
+  DecodedMessage decoded;
+  // With the message goes its share of the window: the future's callbacks may wait for other answers.
+  if (const Error error = decodeArrived(messenger_, deviceMaps_.devices(), std::move(answer), streams, decoded)) {
+    const std::string what = "the answer of " + from.describe() + " is unreadable: " + error.message();
+    fail(call, std::make_exception_ptr(from.failureOver(error, what)));
+    return;
+  }
+  if (decoded.message->type() == rpc::MessageType::EXCEPTION) {
+    const std::vector<char>& payload = decoded.message->payload();
+    fail(call, std::make_exception_ptr(std::runtime_error(std::string(payload.begin(), payload.end()))));
+    return;
+  }
+  call.to->latencies.add(CallTable::Clock::now() - call.sentAt);
+  if (runsPython(call.type)) {
+    Executor::runHooks(); // for callbacks
+  }
+  // Not Message::getStorages(), which throws for undefined tensors and for the compressed sparse layouts.
+  const c10::MultiStreamGuard guard(streams); // callers that get the value wait for these
+  runCallbacks([&] { call.future->markCompleted(std::move(decoded.message), std::move(decoded.deviceStorages)); });
+}
+
+void CallClient::completeWith(const CallTable::Call& call, const c10::intrusive_ptr<Message>& answer) {
+  runCallbacks([&] { call.future->markCompleted(answer, answer->getStorages()); });
+}
+
+void CallClient::fail(const CallTable::Call& call, const std::exception_ptr& why) {
+  call.to->callsFailed.fetch_add(1, std::memory_order_relaxed);
+  runCallbacks([&] { call.future->setError(why); });
+}
+
+void CallClient::failLater(CallTable::Call call, const RpcFailure& why) {
+  std::exception_ptr failure = std::make_exception_ptr(why);
+  std::shared_ptr<void> hold = lifetime_.hold();
+  if (hold == nullptr) {
+    fail(call, failure);
+    return;
+  }
+  executor_.addCompletion([this, hold = std::move(hold), call = std::move(call), failure = std::move(failure)] {
+    fail(call, failure);
+    messenger_.wakeWaitingCaller();
+  });
+}
+
+void CallClient::finishCallToLostPeer(CallTable::Call call) {
+  c10::intrusive_ptr<Message> answer = syntheticAck(call.type);
+  std::shared_ptr<void> hold = lifetime_.hold();
+  if (answer == nullptr || hold == nullptr) {
+    const RpcFailure why = call.to->failureOfGone();
+    failLater(std::move(call), why);
+    return;
+  }
+  executor_.addCompletion([hold = std::move(hold), call = std::move(call), answer = std::move(answer)] {
+    completeWith(call, answer);
+  });
+}
+
+void CallClient::onAnswerRejected(Peer& from, uint64_t callId, const Error& why) {
+  if (std::optional<CallTable::Call> call = calls_.take(callId, from)) {
+    const std::string what = "could not receive the answer of " + from.describe() + ": " + why.message();
+    failLater(std::move(*call), from.failureOver(why, what));
+  }
+}
+
+void CallClient::onRefused(Peer& by, uint64_t callId, const Error& why) {
+  if (std::optional<CallTable::Call> call = calls_.take(callId, by)) {
+    failLater(std::move(*call), by.failureOver(why, why.message()));
+  }
+}
+
+void CallClient::onRequestNotSent(Peer& to, uint64_t callId, const Error& why) {
+  if (std::optional<CallTable::Call> call = calls_.take(callId, to)) {
+    if (to.whyGone()) {
+      failLater(std::move(*call), to.failureOfGone());
+    } else {
+      const std::string what = "could not send to " + to.describe() + ": " + why.message();
+      failLater(std::move(*call), to.failureOver(why, what));
+    }
+  }
+}
+
+void CallClient::onPeerGone(Peer& peer) {
+  for (CallTable::Call& call : calls_.takeAllTo(peer)) {
+    finishCallToLostPeer(std::move(call));
+  }
+}
+
+Timer::TimePoint CallClient::expire(Timer::TimePoint now) {
+  Timer::TimePoint next = Timer::kNever;
+  std::vector<std::pair<Peer*, uint64_t>> abandoned;
+  std::vector<CallTable::Expired> expired = calls_.takeExpired(now, next);
+  for (CallTable::Expired& one : expired) {
+    timedOut_.fetch_add(1, std::memory_order_relaxed);
+    Peer& to = *one.call.to;
+    if (to.member().session != self_.session && !mustExecute(one.call.type)) {
+      abandoned.emplace_back(&to, one.id);
+    }
+    const std::chrono::milliseconds timeout = one.call.timeout;
+    const Member& callee = to.member();
+    failLater(
+        std::move(one.call),
+        {RpcFailure::Kind::kTimedOut,
+         timeoutText(timeout, to),
+         {callee.name, callee.rank, callee.host, {}, {}, timeout}});
+  }
+  if (!abandoned.empty()) {
+    // The callee need not take in what it has not; its handler, once running, is not interrupted. After the failures, since this may
+    // make progress for others.
+    messenger_.cancel(std::move(abandoned));
+  }
+  if (!expired.empty()) {
+    messenger_.requestRepair(); // a worker that hears nothing, since a dead one blocks its queue, looks like this too
+  }
+  return next;
+}
+
+void CallClient::shutDown() {
+  for (const CallTable::Call& call : calls_.takeAll()) {
+    const std::string what =
+        "RPC was shut down on worker '" + self_.name + "' before " + call.to->describe() + " answered";
+    fail(call, std::make_exception_ptr(call.to->failure(RpcFailure::Kind::kShutDown, what)));
+  }
+}
+
+// ------------------------------------------------------------------------------------------------------ waiting
+
+void CallClient::waitDriving(JitFuture& future) {
+  const std::optional<uint64_t> awaited = calls_.latestOf(std::this_thread::get_id());
+  while (!future.completed() && !lifetime_.isClosed()) {
+    if (!messenger_.driveUntil([&] { return future.completed() || lifetime_.isClosed(); }, awaited)) {
+      waitIdle(future); // another caller drives
+    } else if (!future.completed()) {
+      whileWaiting_();
+    }
+  }
+}
+
+void CallClient::waitIdle(JitFuture& future) {
+  struct Completion {
+    std::mutex mutex;
+    std::condition_variable changed;
+    bool isComplete = false;
+  };
+  if (future.completed()) {
+    return;
+  }
+  const auto completion = std::make_shared<Completion>();
+  constexpr bool kNeedsValue = false;
+  future.addCallback(
+      [completion](JitFuture& /*future*/) {
+        const std::lock_guard lock(completion->mutex);
+        completion->isComplete = true;
+        completion->changed.notify_all();
+      },
+      kNeedsValue);
+  std::unique_lock lock(completion->mutex);
+  const auto isOver = [&] { return completion->isComplete || lifetime_.isClosed(); };
+  while (!completion->changed.wait_for(lock, kSignalCheckPeriod, isOver)) {
+    // Without the lock: this takes the GIL, and the thread that completes the future may have that.
+    lock.unlock();
+    whileWaiting_();
+    lock.lock();
+  }
+}
+
+} // namespace torch_ucx_rpc

@@ -1,0 +1,100 @@
+#include "rpc/call_table.h"
+
+#include <utility>
+
+namespace torch_ucx_rpc {
+
+uint64_t CallTable::open(Call call, bool& isEarliest) {
+  const std::lock_guard lock(mutex_);
+  const uint64_t id = nextId_++;
+  auto deadline = deadlines_.end();
+  isEarliest = false;
+  if (call.deadline != Clock::time_point::max()) {
+    deadline = deadlines_.emplace(call.deadline, id);
+    isEarliest = deadline == deadlines_.begin();
+  }
+  latest_[call.sender] = id;
+  entries_.emplace(id, Entry{std::move(call), deadline});
+  return id;
+}
+
+CallTable::Call CallTable::removeLocked(Entries::iterator entry) {
+  if (entry->second.deadline != deadlines_.end()) {
+    deadlines_.erase(entry->second.deadline);
+  }
+  Call call = std::move(entry->second.call);
+  if (const auto latest = latest_.find(call.sender); latest != latest_.end() && latest->second == entry->first) {
+    latest_.erase(latest);
+  }
+  entries_.erase(entry);
+  return call;
+}
+
+std::optional<CallTable::Call> CallTable::take(uint64_t id, const Peer& peer) {
+  const std::lock_guard lock(mutex_);
+  const auto entry = entries_.find(id);
+  if (entry == entries_.end() || entry->second.call.to != &peer) {
+    return std::nullopt;
+  }
+  return removeLocked(entry);
+}
+
+std::optional<uint64_t> CallTable::latestOf(std::thread::id sender) const {
+  const std::lock_guard lock(mutex_);
+  const auto latest = latest_.find(sender);
+  return latest != latest_.end() ? std::optional(latest->second) : std::nullopt;
+}
+
+std::vector<CallTable::Call> CallTable::takeAllTo(const Peer& peer) {
+  std::vector<Call> calls;
+  const std::lock_guard lock(mutex_);
+  for (auto entry = entries_.begin(); entry != entries_.end();) {
+    const auto next = std::next(entry);
+    if (entry->second.call.to == &peer) {
+      calls.push_back(removeLocked(entry));
+    }
+    entry = next;
+  }
+  return calls;
+}
+
+std::vector<CallTable::Call> CallTable::takeAll() {
+  std::vector<Call> calls;
+  const std::lock_guard lock(mutex_);
+  for (auto& [id, entry] : entries_) {
+    calls.push_back(std::move(entry.call));
+  }
+  entries_.clear();
+  deadlines_.clear();
+  latest_.clear();
+  return calls;
+}
+
+std::vector<CallTable::Expired> CallTable::takeExpired(Clock::time_point now, Clock::time_point& next) {
+  std::vector<Expired> expired;
+  const std::lock_guard lock(mutex_);
+  while (!deadlines_.empty() && deadlines_.begin()->first <= now) {
+    const uint64_t id = deadlines_.begin()->second;
+    expired.push_back({id, removeLocked(entries_.find(id))});
+  }
+  next = deadlines_.empty() ? Clock::time_point::max() : deadlines_.begin()->first;
+  return expired;
+}
+
+bool CallTable::isOpen(uint64_t id, const Peer& peer) const {
+  const std::lock_guard lock(mutex_);
+  const auto entry = entries_.find(id);
+  return entry != entries_.end() && entry->second.call.to == &peer;
+}
+
+size_t CallTable::size() const {
+  const std::lock_guard lock(mutex_);
+  return entries_.size();
+}
+
+uint64_t CallTable::opened() const {
+  const std::lock_guard lock(mutex_);
+  return nextId_;
+}
+
+} // namespace torch_ucx_rpc

@@ -1,0 +1,84 @@
+#pragma once
+
+#include "messaging/eager_credit.h"
+#include "peers/peer.h"
+
+#include <torch/csrc/distributed/rpc/message.h>
+
+#include <chrono>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <thread>
+#include <unordered_map>
+#include <vector>
+
+namespace torch_ucx_rpc {
+
+using torch::distributed::rpc::JitFuture;
+
+// The calls that wait for an answer. A call leaves the table exactly once, and whoever takes it out completes its future: a
+// response, the deadline, the peer's failure or shutdown. (JitFuture itself has no test-and-set.) Thread-safe.
+class CallTable {
+ public:
+  using Clock = std::chrono::steady_clock;
+
+  struct Call {
+    c10::intrusive_ptr<JitFuture> future;
+    Peer* to = nullptr;
+    torch::distributed::rpc::MessageType type = torch::distributed::rpc::MessageType::UNKNOWN;
+    Clock::time_point sentAt{};
+    std::chrono::milliseconds timeout{0}; // 0: none
+    Clock::time_point deadline = Clock::time_point::max();
+    std::thread::id sender; // the thread that made it
+    std::shared_ptr<void> nesting; // Executor::markBlocked(): released with the call
+    EagerCredit eager; // given back with the call
+  };
+
+  // Opens a call under a new id. True in `isEarliest` if its deadline is now the first to come.
+  uint64_t open(Call call, bool& isEarliest);
+
+  // Takes out a call to `peer`; nothing if it is not, or no longer, open, or is another worker's.
+  std::optional<Call> take(uint64_t id, const Peer& peer);
+
+  // The call that a thread has made last, while it is open. rpc_sync and RRef.to_here() make a call and then wait, so it is the call
+  // that the thread waits for. The future cannot tell: torch derives another one from the call's.
+  std::optional<uint64_t> latestOf(std::thread::id sender) const;
+
+  // Takes out all calls to a peer; all calls.
+  std::vector<Call> takeAllTo(const Peer& peer);
+  std::vector<Call> takeAll();
+
+  // Takes out the calls whose deadline has come, and says when the next one comes.
+  struct Expired {
+    uint64_t id;
+    Call call;
+  };
+  std::vector<Expired> takeExpired(Clock::time_point now, Clock::time_point& next);
+
+  // Whether the answer of `peer` to this call is awaited.
+  bool isOpen(uint64_t id, const Peer& peer) const;
+  size_t size() const;
+  // Calls opened since the beginning.
+  uint64_t opened() const;
+
+ private:
+  struct Entry {
+    Call call;
+    std::multimap<Clock::time_point, uint64_t>::iterator deadline; // end() for none
+  };
+  using Entries = std::unordered_map<uint64_t, Entry>;
+  // Erases the entry and returns its call.
+  Call removeLocked(Entries::iterator entry);
+
+  mutable std::mutex mutex_;
+  // Guarded by mutex_:
+  Entries entries_;
+  std::multimap<Clock::time_point, uint64_t> deadlines_;
+  std::unordered_map<std::thread::id, uint64_t> latest_; // open calls, by who made them
+  uint64_t nextId_ = 0;
+};
+
+} // namespace torch_ucx_rpc

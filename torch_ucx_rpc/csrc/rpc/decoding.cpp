@@ -1,0 +1,25 @@
+#include "rpc/decoding.h"
+
+#include <c10/core/StreamGuard.h>
+
+#include <exception>
+#include <utility>
+
+namespace torch_ucx_rpc {
+
+Error decodeArrived(
+    Messenger& messenger, const Devices& devices, IncomingMessage arrived, Streams& streams, DecodedMessage& decoded) {
+  if (Error error = messenger.checkContent(arrived)) {
+    return error;
+  }
+  try {
+    streams = poolStreams(devices);
+    arrived.before.blockStreams(streams);
+    const c10::MultiStreamGuard guard(streams);
+    return decodeMessage(std::move(arrived), devices, decoded);
+  } catch (const std::exception& failure) {
+    return deviceFailed(failure);
+  }
+}
+
+} // namespace torch_ucx_rpc

@@ -1,0 +1,56 @@
+#pragma once
+
+#include "rpc/agent.h"
+
+#include <chrono>
+#include <map>
+#include <mutex>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace torch_ucx_rpc {
+
+// What goes wrong, by the names of torch's request types ("PYTHON_CALL", "RREF_FORK_REQUEST", ...).
+struct Faults {
+  std::vector<std::string> messagesToFail; // their sends fail ...
+  int sendsToFail = 0; // ... so many times each; torch retries some
+  std::map<std::string, std::chrono::milliseconds>
+      messagesToDelay; // how long each waits at the callee before it is handled
+};
+
+// The types there are.
+std::vector<std::string> requestTypeNames();
+
+// The agent with faults on demand, for tests of what programs, and torch's protocols for RRefs and distributed autograd,
+// do then. Made by torch_ucx_rpc/testing.py only.
+class FaultyUcxRpcAgent final : public UcxRpcAgent {
+ public:
+  // Throws std::invalid_argument for a type that there is not.
+  FaultyUcxRpcAgent(
+      std::string name,
+      worker_id_t rank,
+      std::unique_ptr<Transport> transport,
+      std::unique_ptr<RequestCallback> callback,
+      ThreadHooks threadHooks,
+      std::function<void()> whileWaiting,
+      const AgentOptions& options,
+      const Faults& faults);
+
+  c10::intrusive_ptr<JitFuture> send(
+      const WorkerInfo& to,
+      c10::intrusive_ptr<Message> message,
+      float rpcTimeoutSeconds,
+      const DeviceMap& deviceMap) override;
+
+ private:
+  using MessageType = torch::distributed::rpc::MessageType;
+
+  const std::vector<MessageType> typesToFail_;
+  const int sendsToFail_;
+  std::mutex mutex_;
+  // Guarded by mutex_:
+  std::map<std::pair<MessageType, std::vector<char>>, int> failedSends_; // a message is known by its payload
+};
+
+} // namespace torch_ucx_rpc

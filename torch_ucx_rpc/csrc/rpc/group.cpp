@@ -1,0 +1,356 @@
+#include "rpc/group.h"
+
+#include "torch_glue/torch_state.h"
+
+#include <c10/util/Exception.h>
+#include <c10/util/Logging.h>
+
+#include <algorithm>
+#include <exception>
+#include <span>
+#include <stdexcept>
+#include <thread>
+#include <utility>
+
+namespace torch_ucx_rpc {
+
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+constexpr auto kForEver = Clock::time_point::max();
+// How often a thread that blocks in barrier() or join() looks for signals.
+constexpr auto kSignalCheckPeriod = std::chrono::milliseconds(100);
+constexpr auto kPoll = std::chrono::milliseconds(1);
+
+Clock::time_point deadlineOf(std::chrono::milliseconds timeout) {
+  return timeout.count() != 0 ? Clock::now() + timeout : kForEver;
+}
+
+} // namespace
+
+Group::Group(
+    Identity self,
+    const RpcAgent& agent,
+    Directory& directory,
+    Messenger& messenger,
+    Executor& executor,
+    const Lifetime& lifetime,
+    CallClient& calls,
+    PeerMonitor& monitor,
+    OrphanedState& orphans,
+    std::function<void()> whileWaiting)
+    : self_(std::move(self)),
+      agent_(agent),
+      directory_(directory),
+      messenger_(messenger),
+      executor_(executor),
+      lifetime_(lifetime),
+      calls_(calls),
+      monitor_(monitor),
+      orphans_(orphans),
+      whileWaiting_(std::move(whileWaiting)),
+      barrier_(directory, self_.rank, *this) {}
+
+// ---------------------------------------------------------------------------------------------------- members
+
+void Group::addMembers(std::vector<Member> members) {
+  for (Member& member : members) {
+    if (isTorchsAgent(agent_) && directory_.findSession(member.session) == nullptr) {
+      invalidateRRefsOf(member.rank); // of any worker that had the rank before
+    }
+    directory_.add(std::move(member));
+  }
+  const Peer* self = directory_.findSession(self_.session);
+  TORCH_CHECK(self != nullptr, "worker '", self_.name, "' was not told of itself");
+  const std::vector<Peer*> present = directory_.present();
+  size_t processesHere = 1;
+  for (Peer* peer : present) {
+    if (peer != self && peer->member().bootId == self->member().bootId) { // of one boot of one machine
+      peer->isNeighbour.store(true);
+      ++processesHere;
+    }
+  }
+  messenger_.setProcessesHere(processesHere);
+  monitor_.watch(self->member(), present);
+}
+
+void Group::removeMember(uint64_t session) {
+  if (Peer* peer = directory_.findSession(session)) {
+    if (peer->isThere()) {
+      messenger_.postControl(*peer, wire::Kind::kGoodbye); // it may be leaving, and wait for us, who hear it no more
+    }
+    monitor_.end(*peer, Peer::State::kLeft, {ErrorCode::kShutDown, peer->describe() + " has left the group"});
+    directory_.remove(*peer);
+  }
+}
+
+void Group::loseMember(uint64_t session) {
+  if (Peer* peer = directory_.findSession(session); peer != nullptr && peer->isThere()) {
+    messenger_.postControl(*peer, wire::Kind::kGoodbye);
+    monitor_.onFailure(*peer, {ErrorCode::kPeerFailed, "it has not admitted this worker"});
+  }
+}
+
+const WorkerInfo& Group::infoOf(const Peer& peer) const {
+  const std::lock_guard lock(mutex_);
+  std::unique_ptr<const WorkerInfo>& info = infos_[&peer];
+  if (info == nullptr) {
+    info = std::make_unique<const WorkerInfo>(peer.member().name, peer.member().rank);
+  }
+  return *info;
+}
+
+const WorkerInfo& Group::info(const std::string& name) const {
+  return infoOf(directory_.at(name));
+}
+
+const WorkerInfo& Group::info(Rank rank) const {
+  return infoOf(directory_.at(rank));
+}
+
+std::vector<WorkerInfo> Group::infos() const {
+  std::vector<WorkerInfo> infos;
+  for (const Peer* peer : isDynamic() ? directory_.present() : directory_.all()) {
+    infos.push_back(infoOf(*peer));
+  }
+  return infos;
+}
+
+void Group::setOnGone(OnGone onGone) {
+  std::shared_ptr<const OnGone> replaced; // destroyed without the lock
+  const std::lock_guard lock(mutex_);
+  replaced = std::exchange(onGone_, onGone ? std::make_shared<const OnGone>(std::move(onGone)) : nullptr);
+}
+
+void Group::onPeerGone(Peer& peer) {
+  barrier_.onMembershipChange();
+  std::shared_ptr<const OnGone> onGone;
+  {
+    const std::lock_guard lock(mutex_);
+    onGone = onGone_;
+  }
+  const bool mustTellKeeper = isDynamic() && peer.state() == Peer::State::kFailed;
+  std::shared_ptr<void> hold = lifetime_.hold();
+  if (hold == nullptr || (onGone == nullptr && !mustTellKeeper)) {
+    return;
+  }
+  executor_.addRequest([this, hold = std::move(hold), &peer, onGone = std::move(onGone), mustTellKeeper] {
+    try {
+      if (mustTellKeeper) {
+        membership_.onLost(peer.member().session);
+      }
+    } catch (const std::exception& error) {
+      LOG(WARNING) << "torch_ucx_rpc: the list of members still has " << peer.describe() << ": " << error.what();
+    }
+    try {
+      if (onGone != nullptr) {
+        (*onGone)(peer);
+      }
+    } catch (const std::exception& error) {
+      LOG(WARNING) << "torch_ucx_rpc: a callback for the end of " << peer.describe() << " has failed: " << error.what();
+    }
+  });
+}
+
+// -------------------------------------------------------------------------------------------------- barriers
+
+void Group::sendArrive(Peer& coordinator, uint64_t round, int64_t value) {
+  const wire::BarrierArrive body{value};
+  messenger_.postControl(
+      coordinator, wire::Kind::kBarrierArrive, round, Bytes(std::as_bytes(std::span(&body, 1))));
+}
+
+void Group::sendRelease(Peer& to, uint64_t round, const Barrier::Result& result) {
+  const wire::BarrierRelease release{result.sum, result.error ? 1u : 0u, 0};
+  Bytes body(std::as_bytes(std::span(&release, 1)));
+  body.append(result.error.message().data(), result.error.message().size());
+  messenger_.postControl(to, wire::Kind::kBarrierRelease, round, std::move(body));
+}
+
+void Group::onBarrierArrive(Peer& from, uint64_t round, int64_t value) {
+  barrier_.onArrive(from, round, value);
+}
+
+void Group::onBarrierRelease(uint64_t round, Barrier::Result result) {
+  barrier_.onRelease(round, std::move(result));
+}
+
+int64_t Group::barrier(int64_t value, std::chrono::milliseconds timeout) {
+  const auto deadline = deadlineOf(timeout);
+  barrier_.enter(value);
+  Barrier::Result result;
+  for (bool isFirstLook = true; !barrier_.wait(kSignalCheckPeriod, result); isFirstLook = false) {
+    whileWaiting_();
+    if (isFirstLook) {
+      // A peer that this worker has never spoken to is not missed when it dies on another machine.
+      for (Peer* peer : barrier_.missing()) {
+        if (peer->needsHeartbeat.load()) {
+          messenger_.postControl(*peer, wire::Kind::kPing);
+        }
+      }
+    }
+    if (lifetime_.isClosed()) {
+      throw RpcFailure(
+          RpcFailure::Kind::kShutDown, "RPC was shut down on worker '" + self_.name + "' while it waited for the others");
+    }
+    if (Clock::now() >= deadline) {
+      std::string missing;
+      for (const Peer* peer : barrier_.missing()) {
+        missing += (missing.empty() ? "; missing: " : ", ") + peer->describe();
+      }
+      throw RpcFailure(
+          RpcFailure::Kind::kBarrierFailed,
+          "worker '" + self_.name + "' waited " + std::to_string(timeout.count()) +
+              " ms for all workers to come to the same point" + missing);
+    }
+  }
+  if (result.error) {
+    throw RpcFailure(
+        RpcFailure::Kind::kBarrierFailed,
+        "the workers cannot all come to the same point: " + result.error.message(),
+        {.name = {}, .rank = {}, .host = {}, .cause = result.error.message(), .resource = {}, .timeout = {}});
+  }
+  return result.sum;
+}
+
+// Ends when nobody waits for an answer any more: two rounds in a row in which no worker had a call open, nor opened one in between.
+// (One round is not enough: a worker that has reported may still be asked for something by one that has not.)
+void Group::join(std::chrono::milliseconds timeout, std::chrono::milliseconds defaultTimeout) {
+  if (isDynamic()) {
+    leave(timeout.count() != 0 ? timeout : defaultTimeout);
+    return;
+  }
+  const auto deadline = deadlineOf(timeout);
+  uint64_t openedBefore = ~0ull;
+  for (int quietRounds = 0; quietRounds < 2;) {
+    const auto left = deadline == kForEver
+        ? std::chrono::milliseconds(0)
+        : std::max(
+              std::chrono::milliseconds(1),
+              std::chrono::duration_cast<std::chrono::milliseconds>(deadline - Clock::now()));
+    while (calls_.open() != 0 && Clock::now() < deadline) {
+      whileWaiting_();
+      std::this_thread::sleep_for(kPoll);
+    }
+    const uint64_t opened = calls_.opened();
+    const bool isQuiet = calls_.open() == 0 && (quietRounds == 0 || opened == openedBefore);
+    openedBefore = opened;
+    quietRounds = barrier(isQuiet ? 0 : 1, left) == 0 ? quietRounds + 1 : 0;
+  }
+  monitor_.everybodyLeaves();
+}
+
+// --------------------------------------------------------------------------------------------- dynamic groups
+
+void Group::setMembership(Membership membership, const std::string& joinKey) {
+  membership_ = std::move(membership);
+  orphans_.setDynamic();
+  messenger_.acceptJoins(joinKey);
+}
+
+void Group::announce(Peer& to, wire::Kind kind, const std::string& body) {
+  if (to.isThere()) {
+    to.hasAcknowledged.store(false);
+    messenger_.postControl(to, kind, 0, Bytes(std::as_bytes(std::span(body))));
+  }
+}
+
+void Group::announceJoin(const std::string& record, const std::vector<uint64_t>& members) {
+  for (const uint64_t session : members) {
+    Peer* peer = directory_.findSession(session);
+    if (peer != nullptr && peer->state() == Peer::State::kFailed) {
+      addMembers({peer->member()});
+      peer = directory_.findSession(session);
+    }
+    if (peer != nullptr) {
+      announce(*peer, wire::Kind::kJoin, record);
+    }
+  }
+}
+
+std::vector<WorkerInfo> Group::unacknowledged() const {
+  std::vector<WorkerInfo> infos;
+  for (const Peer* peer : directory_.all()) {
+    if (peer->isThere() && !peer->hasAcknowledged.load()) {
+      infos.push_back(infoOf(*peer));
+    }
+  }
+  return infos;
+}
+
+void Group::onJoin(uint64_t session, Bytes record) {
+  std::shared_ptr<void> hold = lifetime_.hold();
+  if (hold == nullptr) {
+    return; // being destroyed
+  }
+  executor_.addRequest([this, hold = std::move(hold), session, record = std::move(record)] {
+    const auto* text = reinterpret_cast<const char*>(record.data());
+    try {
+      membership_.onJoin({text, record.size()});
+    } catch (const std::exception& error) {
+      LOG(WARNING) << "torch_ucx_rpc: worker '" << self_.name
+                   << "' does not admit a process that wants to join the group: " << error.what();
+      return;
+    }
+    if (Peer* peer = directory_.findSession(session); peer != nullptr) {
+      messenger_.postControl(*peer, wire::Kind::kAcknowledge);
+    }
+  });
+}
+
+void Group::onAcknowledge(Peer& from) {
+  from.hasAcknowledged.store(true);
+  messenger_.onAdmitted(from);
+}
+
+void Group::onLeave(Peer& from) {
+  from.moveTo(Peer::State::kLeaving, {ErrorCode::kShutDown, from.describe() + " is leaving the group"});
+  messenger_.postControl(from, wire::Kind::kAcknowledge);
+}
+
+int64_t Group::requestsOpen() const {
+  // Peers that are gone wait for nothing. torch may never answer them: a backward pass whose context was closed when the worker died
+  // that had opened it, for one.
+  int64_t sum = 0;
+  for (const Peer* peer : directory_.all()) {
+    sum += peer->isThere() ? peer->requestsOpen.load() : 0;
+  }
+  return sum;
+}
+
+bool Group::hasAnsweredAll() const {
+  // The transport is asked last: the answer to a request is posted before the request counts as served.
+  return calls_.open() == 0 && requestsOpen() == 0 && messenger_.underWay() == 0;
+}
+
+// The others are told first: then they call no more, and every call made before is answered.
+void Group::leave(std::chrono::milliseconds timeout) {
+  const auto deadline = deadlineOf(timeout);
+  for (Peer* peer : directory_.all()) {
+    if (peer->member().session != self_.session) {
+      announce(*peer, wire::Kind::kLeave, {});
+    }
+  }
+  while (true) {
+    whileWaiting_();
+    const std::vector<WorkerInfo> silent = unacknowledged();
+    if (silent.empty() && hasAnsweredAll()) {
+      return;
+    }
+    if (Clock::now() >= deadline) {
+      std::string names;
+      for (const WorkerInfo& info : silent) {
+        names += (names.empty() ? "; not acknowledged by " : ", ") + info.name_;
+      }
+      throw RpcFailure(
+          RpcFailure::Kind::kBarrierFailed,
+          "worker '" + self_.name + "' has tried to leave the group for " + std::to_string(timeout.count()) +
+          " ms: " + std::to_string(calls_.open()) + " of its calls are open, and it has " +
+          std::to_string(requestsOpen()) + " of others to answer" + names);
+    }
+    std::this_thread::sleep_for(kPoll);
+  }
+}
+
+} // namespace torch_ucx_rpc

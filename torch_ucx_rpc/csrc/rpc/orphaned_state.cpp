@@ -1,0 +1,127 @@
+#include "rpc/orphaned_state.h"
+
+#include "torch_glue/completion.h"
+#include "torch_glue/torch_state.h"
+
+#include <c10/util/Logging.h>
+#include <torch/csrc/distributed/autograd/context/container.h>
+#include <torch/csrc/distributed/rpc/rref_proto.h>
+
+#include <algorithm>
+#include <exception>
+#include <iterator>
+#include <stdexcept>
+#include <string>
+#include <utility>
+
+namespace torch_ucx_rpc {
+
+namespace rpc = torch::distributed::rpc;
+using torch::distributed::autograd::DistAutogradContainer;
+
+namespace {
+
+// How often something is looked for that gone workers have left.
+constexpr auto kReleasePeriod = std::chrono::seconds(1);
+
+} // namespace
+
+OrphanedState::OrphanedState(
+    const Identity& self,
+    const RpcAgent& agent,
+    const RequestCallback& callback,
+    const Directory& directory,
+    Executor& executor,
+    Timer& timer,
+    const Lifetime& lifetime)
+    : self_(self.rank),
+      agent_(agent),
+      callback_(callback),
+      directory_(directory),
+      executor_(executor),
+      lifetime_(lifetime),
+      releaseTask_(timer.add("orphaned state", [this](Timer::TimePoint now) { return releaseAgain(now); })) {}
+
+void OrphanedState::onPeerGone(Peer& peer) {
+  release({&peer});
+  releaseTask_.dueIn(kReleasePeriod);
+}
+
+Timer::TimePoint OrphanedState::releaseAgain(Timer::TimePoint now) {
+  std::vector<const Peer*> gone;
+  for (const Peer* peer : directory_.all()) {
+    if (!peer->isThere()) {
+      gone.push_back(peer);
+    }
+  }
+  release(gone);
+  // In a dynamic group another worker may have taken the rank: what waits for the one before it is looked for all the same.
+  return gone.empty() && !isDynamic_ ? Timer::kNever : now + kReleasePeriod;
+}
+
+void OrphanedState::release(const std::vector<const Peer*>& gone) {
+  std::shared_ptr<void> hold = lifetime_.hold();
+  if (!isTorchsAgent(agent_) || hold == nullptr) {
+    return;
+  }
+  // Looked up now: a worker that takes a rank may hold others soon.
+  std::vector<HeldFork> forks;
+  std::vector<int64_t> contexts;
+  for (const Peer* peer : gone) {
+    const Rank rank = peer->member().rank;
+    std::ranges::move(holders_.takeHeldBy(rank), std::back_inserter(forks));
+    std::ranges::move(autogradContextsOf(rank), std::back_inserter(contexts));
+  }
+  // Looked up after the forks, and ended before those are deleted: with its last fork, torch forgets an RRef that is waited for.
+  std::vector<WaitForValue> waits =
+      holders_.takeHopelessWaits([this](const RRefId& id) { return !isValueToCome(id); });
+  if (forks.empty() && contexts.empty() && waits.empty()) {
+    return;
+  }
+  executor_.addCompletion([this,
+                           hold = std::move(hold),
+                           forks = std::move(forks),
+                           contexts = std::move(contexts),
+                           waits = std::move(waits)] {
+    for (const WaitForValue& wait : waits) {
+      endHopelessWait(wait);
+    }
+    try {
+      for (const HeldFork& held : forks) {
+        callback_(*rpc::RRefUserDelete(held.rref, held.fork).toMessage(), {}); // as if the worker had deleted it itself
+      }
+      for (const int64_t context : contexts) {
+        DistAutogradContainer::getInstance().releaseContextIfPresent(context);
+      }
+    } catch (const std::exception& error) {
+      LOG(WARNING) << "torch_ucx_rpc: could not release all that workers held which are gone: " << error.what();
+    }
+  });
+}
+
+bool OrphanedState::isValueToCome(const RRefId& id) const {
+  const Peer* holder = directory_.find(id.createdOn_); // of the creator's rank
+  if (holder == nullptr || holder->member().rank == self_) {
+    return true;
+  }
+  if (holder->isThere()) {
+    return !isDynamic_ || holder->canHaveMade(id.localId_);
+  }
+  // A request that came before a goodbye is handled all the same.
+  return holder->state() == Peer::State::kLeft && holder->requestsOpen.load() != 0;
+}
+
+void OrphanedState::endHopelessWait(const WaitForValue& wait) const {
+  const Peer* holder = directory_.find(wait.creator);
+  const std::string why = holder != nullptr && !holder->isThere()
+      ? holder->whyGone().message()
+      : "the worker that was to make it is gone, and another has its rank, " + std::to_string(wait.creator) + ", now";
+  const std::string what = "this RRef will never have a value: " + why;
+  const std::exception_ptr failure = std::make_exception_ptr(
+      holder != nullptr && !holder->isThere()
+          ? holder->failure(RpcFailure::Kind::kRRefLost, what, why)
+          : RpcFailure(RpcFailure::Kind::kRRefLost, what));
+  runCallbacks([&] { wait.future->setErrorIfNeeded(failure); });
+}
+
+} // namespace torch_ucx_rpc

@@ -1,0 +1,81 @@
+#include "rpc/peer_monitor.h"
+
+#include <utility>
+
+namespace torch_ucx_rpc {
+
+PeerMonitor::PeerMonitor(
+    Directory& directory,
+    Messenger& messenger,
+    Timer& timer,
+    const Lifetime& lifetime,
+    std::chrono::milliseconds heartbeatLimit)
+    : messenger_(messenger),
+      lifetime_(lifetime),
+      heartbeatTask_(timer.add("heartbeats", [this](Timer::TimePoint now) { return beat(now); })),
+      processes_([this](int fd, UniqueFunction<void()> onReadable) { messenger_.watch(fd, std::move(onReadable)); }),
+      heartbeat_(directory, heartbeatLimit) {}
+
+void PeerMonitor::watch(const Member& self, const std::vector<Peer*>& peers) {
+  for (Peer* peer : peers) {
+    if (peer->member().session == self.session || peer->isWatched.exchange(true)) {
+      continue;
+    }
+    const Error ended(ErrorCode::kPeerFailed, "its process has ended");
+    const ProcessWatch::Outcome outcome = processes_.add(peer->member(), self, [this, peer, ended] {
+      messenger_.takeInWithWorkerLock(); // what it sent before its end counts
+      messenger_.addFailureWithWorkerLock(*peer, ended);
+    });
+    if (outcome == ProcessWatch::Outcome::kHasEnded) {
+      end(*peer, Peer::State::kFailed, peer->lost(ended));
+    } else if (outcome == ProcessWatch::Outcome::kNotPossible && heartbeat_.isOn()) {
+      peer->needsHeartbeat.store(true);
+      heartbeatTask_.dueIn(heartbeat_.period());
+    }
+  }
+}
+
+void PeerMonitor::end(Peer& peer, Peer::State state, Error why) {
+  if (lifetime_.isClosed() || isEverybodyLeaving_.load() || !peer.moveTo(state, std::move(why))) {
+    return;
+  }
+  processes_.forget(peer.member());
+  for (PeerObserver* observer : observers_) {
+    observer->onPeerGone(peer);
+  }
+}
+
+void PeerMonitor::onGoodbye(Peer& from) {
+  end(from, Peer::State::kLeft, {ErrorCode::kShutDown, from.describe() + " has shut down its RPC agent"});
+}
+
+void PeerMonitor::onFailure(Peer& peer, Error why) {
+  end(peer, Peer::State::kFailed, peer.lost(why));
+}
+
+void PeerMonitor::onControlNotSent(Peer& to, const Error& why) {
+  // Somebody may wait for what the frame asks for: an acknowledgment, the end of a barrier. A worker that ended just before we
+  // would have connected shows in no other way if its process goes on.
+  onFailure(to, why);
+}
+
+Timer::TimePoint PeerMonitor::beat(Timer::TimePoint now) {
+  messenger_.submit([this] { checkHeartbeatsWithWorkerLock(); });
+  return now + heartbeat_.period();
+}
+
+void PeerMonitor::checkHeartbeatsWithWorkerLock() {
+  if (lifetime_.isClosed()) {
+    return; // the transport may be too
+  }
+  messenger_.takeInWithWorkerLock(); // a message that nobody had the time to look at is no silence
+  const Heartbeat::Findings findings = heartbeat_.check(Heartbeat::Clock::now());
+  for (Peer* peer : findings.quiet) {
+    messenger_.sendNowWithWorkerLock(*peer, wire::Kind::kPing);
+  }
+  for (Peer* peer : findings.lost) {
+    messenger_.addFailureWithWorkerLock(*peer, heartbeat_.describe(*peer));
+  }
+}
+
+} // namespace torch_ucx_rpc

@@ -1,0 +1,68 @@
+#pragma once
+
+#include "messaging/event_handlers.h"
+#include "messaging/messenger.h"
+#include "peers/directory.h"
+#include "peers/heartbeat.h"
+#include "peers/process_watch.h"
+#include "peers/peer_observer.h"
+#include "runtime/lifetime.h"
+#include "runtime/timer.h"
+
+#include <atomic>
+#include <vector>
+
+namespace torch_ucx_rpc {
+
+// Decides that a peer is gone, and tells everybody concerned, once. It learns of an end from the peer's goodbye, from the end of its
+// process (same machine), from its silence (elsewhere), or from the transport. A lost worker stays lost; late messages are dropped.
+// Thread-safe.
+class PeerMonitor final : public PeerHandler {
+ public:
+  // Adds a task to the timer, so it must not have started.
+  PeerMonitor(
+      Directory& directory,
+      Messenger& messenger,
+      Timer& timer,
+      const Lifetime& lifetime,
+      std::chrono::milliseconds heartbeatLimit);
+
+  // Told of each peer that is gone, in this order. Before start().
+  void addObserver(PeerObserver& observer) {
+    observers_.push_back(&observer);
+  }
+
+  // Begins to watch peers, for `self`; those that are watched already it passes over.
+  void watch(const Member& self, const std::vector<Peer*>& peers);
+
+  // Ends a peer. Does nothing if it is gone already, if this agent is closed, or if all are leaving.
+  void end(Peer& peer, Peer::State state, Error why);
+
+  // A graceful join has succeeded: peers that vanish from now on are in order.
+  void everybodyLeaves() {
+    isEverybodyLeaving_.store(true);
+  }
+  bool isEverybodyLeaving() const {
+    return isEverybodyLeaving_.load();
+  }
+
+  // PeerHandler.
+  void onGoodbye(Peer& from) override;
+  void onFailure(Peer& peer, Error why) override;
+  void onControlNotSent(Peer& to, const Error& why) override;
+
+ private:
+  Timer::TimePoint beat(Timer::TimePoint now);
+  void checkHeartbeatsWithWorkerLock();
+
+  Messenger& messenger_;
+  const Lifetime& lifetime_;
+  Timer::Task& heartbeatTask_;
+  std::vector<PeerObserver*> observers_; // constant after start()
+
+  ProcessWatch processes_; // own synchronization
+  Heartbeat heartbeat_; // worker lock
+  std::atomic<bool> isEverybodyLeaving_{false};
+};
+
+} // namespace torch_ucx_rpc

@@ -1,0 +1,71 @@
+#pragma once
+
+#include "messaging/messenger.h"
+#include "peers/directory.h"
+#include "rpc/agent_options.h"
+#include "rpc/call_client.h"
+#include "rpc/request_server.h"
+#include "rpc/statistics.h"
+#include "runtime/executor.h"
+#include "runtime/lifetime.h"
+
+#include <chrono>
+#include <cstdint>
+#include <mutex>
+#include <string>
+#include <unordered_map>
+
+namespace torch_ucx_rpc {
+
+// What the agent tells of itself: statistics, and torch's metrics and debug info made of them. Thread-safe.
+class Reports {
+ public:
+  using Texts = std::unordered_map<std::string, std::string>;
+
+  Reports(
+      const AgentOptions& options,
+      const Directory& directory,
+      Messenger& messenger,
+      const Executor& executor,
+      const Lifetime& lifetime,
+      const CallClient& calls,
+      const RequestServer& requests)
+      : options_(options),
+        directory_(directory),
+        messenger_(messenger),
+        executor_(executor),
+        lifetime_(lifetime),
+        calls_(calls),
+        requests_(requests) {}
+
+  // Waits for the worker lock, unless the agent is closed.
+  AgentStatistics statistics() const;
+  // Does not. `isProfilingGil`: with the time that handlers have waited for the GIL.
+  Texts metrics(bool isProfilingGil) const {
+    return metricsOf(counters(), isProfilingGil);
+  }
+  // Metrics, the transport's own description, and the lanes to each peer.
+  Texts debugInfo(bool isProfilingGil) const;
+
+  void addGilWait(std::chrono::microseconds time);
+
+ private:
+  // All of the statistics that need no worker lock.
+  AgentStatistics counters() const;
+  Texts metricsOf(const AgentStatistics& now, bool isProfilingGil) const;
+
+  const AgentOptions& options_;
+  const Directory& directory_;
+  Messenger& messenger_;
+  const Executor& executor_;
+  const Lifetime& lifetime_;
+  const CallClient& calls_;
+  const RequestServer& requests_;
+
+  mutable std::mutex mutex_;
+  // Guarded by mutex_:
+  std::chrono::microseconds gilWaited_{0};
+  uint64_t gilWaits_ = 0;
+};
+
+} // namespace torch_ucx_rpc

@@ -1,0 +1,250 @@
+#include "rpc/request_server.h"
+
+#include "base/trace.h"
+#include "rpc/decoding.h"
+#include "tensors/gradient_devices.h"
+#include "torch_glue/message_types.h"
+#include "wire/body.h"
+
+#include <c10/core/StreamGuard.h>
+#include <c10/util/Logging.h>
+#include <torch/csrc/distributed/rpc/utils.h>
+
+#include <exception>
+#include <span>
+#include <thread>
+#include <utility>
+
+namespace torch_ucx_rpc {
+
+namespace rpc = torch::distributed::rpc;
+
+namespace {
+
+wire::RefusalReason reasonOf(const Error& error) {
+  switch (error.code()) {
+    case ErrorCode::kProtocol:
+      return wire::RefusalReason::kMalformed;
+    case ErrorCode::kOutOfMemory:
+      return wire::RefusalReason::kNoMemory;
+    case ErrorCode::kOutOfThreads:
+      return wire::RefusalReason::kNoThread;
+    default:
+      return wire::RefusalReason::kOther;
+  }
+}
+
+} // namespace
+
+RequestServer::RequestServer(
+    Identity self,
+    const RequestCallback& callback,
+    RRefHolders& rrefHolders,
+    Messenger& messenger,
+    Executor& executor,
+    const Lifetime& lifetime,
+    const DeviceMaps& deviceMaps,
+    ThreadHooks threadHooks)
+    : self_(std::move(self)),
+      callback_(callback),
+      rrefHolders_(rrefHolders),
+      messenger_(messenger),
+      executor_(executor),
+      lifetime_(lifetime),
+      deviceMaps_(deviceMaps),
+      threadHooks_(std::move(threadHooks)) {}
+
+// --------------------------------------------------------------------------------------------------- taking in
+
+bool RequestServer::mayRunOnDriver(const IncomingMessage& request) const {
+  return torch_ucx_rpc::mayRunOnDriver(static_cast<rpc::MessageType>(wire::messageTypeOf(request.body())));
+}
+
+OpenRequest RequestServer::take(const IncomingMessage& request) {
+  const trace::Span span("receive request", request.call(), trace::Arrow::kRequestArrives);
+  request.from->callsReceived.fetch_add(1, std::memory_order_relaxed);
+  return {*request.from, request.header.callId};
+}
+
+void RequestServer::onRequest(IncomingMessage request) {
+  std::shared_ptr<void> hold = lifetime_.hold();
+  if (hold == nullptr) {
+    return; // being destroyed
+  }
+  Peer& from = *request.from;
+  const uint64_t callId = request.header.callId;
+  OpenRequest open = take(request);
+  executor_.addRequest(
+      [this, hold, open = std::move(open), request = std::move(request)]() mutable {
+        serve(std::move(open), std::move(request));
+      },
+      [this, hold, &from, callId] { refuse(from, callId, describeNesting()); });
+}
+
+void RequestServer::runOnDriver(IncomingMessage request) {
+  OpenRequest open = take(request);
+  serve(std::move(open), std::move(request));
+}
+
+void RequestServer::onRequestRejected(Peer& from, uint64_t callId, const Error& why) {
+  if (from.isThere()) {
+    refuse(from, callId, couldNotReceive(why));
+  }
+}
+
+// ------------------------------------------------------------------------------------------------------ serving
+
+void RequestServer::serve(OpenRequest open, IncomingMessage incoming) {
+  Peer& from = open.from();
+  if (from.state() == Peer::State::kFailed) {
+    return; // it died while this queued: nobody waits for the answer
+  }
+  const trace::CallId traced{from.member().session, open.callId()};
+  Admission admission = std::move(incoming.admission);
+  admission.beginHandling();
+  Streams streams;
+  c10::intrusive_ptr<Message> request;
+  {
+    const trace::Span span("decode request", traced);
+    DecodedMessage decoded;
+    if (const Error error = decodeArrived(messenger_, deviceMaps_.devices(), std::move(incoming), streams, decoded)) {
+      refuse(from, open.callId(), couldNotReceive(error));
+      return;
+    }
+    request = std::move(decoded.message);
+  }
+  if (runsPython(request->type())) {
+    Executor::runHooks();
+  }
+  std::shared_ptr<void> making;
+  c10::intrusive_ptr<JitFuture> response;
+  try {
+    making = rrefHolders_.note(from.member().rank, *request);
+    const trace::Span span("run handler", traced);
+    if (request->type() == rpc::MessageType::RUN_WITH_PROFILING_REQ) {
+      // torch's legacy profiler records on a thread only the first time it is enabled there (torch 2.13; TensorPipe with its 16
+      // threads returns the remote events of the first 16 calls). A thread of its own always records.
+      runOnOwnThread([&] { response = handle(request, streams, admission); });
+    } else {
+      response = handle(request, streams, admission);
+    }
+  } catch (const std::exception& error) {
+    answerWithError(from, open.callId(), error.what());
+    return;
+  }
+  request.reset(); // the handler has what it wants to keep
+  admission.release();
+  if (response->completed()) {
+    const c10::MultiStreamGuard guard(streams);
+    if (!streams.empty()) {
+      response->wait(); // the streams, not this thread, wait for its value
+    }
+    answer(open, *response);
+    return;
+  }
+  openAsync_.fetch_add(1);
+  // A callback must be copyable, so the open request is shared with nobody.
+  auto shared = std::make_shared<OpenRequest>(std::move(open));
+  response->addCallback([this, hold = lifetime_.hold(), shared = std::move(shared), making](JitFuture& completed) {
+    openAsync_.fetch_sub(1);
+    answer(*shared, completed);
+  });
+}
+
+c10::intrusive_ptr<JitFuture> RequestServer::handle(
+    c10::intrusive_ptr<Message> request, const Streams& streams, Admission& admission) const {
+  const HandlingScope scope(admission);
+  const c10::MultiStreamGuard guard(streams);
+  if (deviceMaps_.hasAny()) {
+    placeGradients(request);
+  }
+  return callback_(*request, streams);
+}
+
+void RequestServer::runOnOwnThread(const std::function<void()>& work) const {
+  std::exception_ptr failure;
+  std::thread([&] {
+    if (threadHooks_.onStart) {
+      threadHooks_.onStart();
+    }
+    try {
+      work();
+    } catch (...) {
+      failure = std::current_exception();
+    }
+    if (threadHooks_.onExit) {
+      threadHooks_.onExit();
+    }
+  }).join();
+  if (failure != nullptr) {
+    std::rethrow_exception(failure);
+  }
+}
+
+// ---------------------------------------------------------------------------------------------------- answering
+
+void RequestServer::answer(const OpenRequest& open, const JitFuture& response) {
+  Peer& to = open.from();
+  if (response.hasError()) {
+    answerWithError(to, open.callId(), response.tryRetrieveErrorMessage());
+    return;
+  }
+  const trace::Span span("send answer", {to.member().session, open.callId()}, trace::Arrow::kAnswerLeaves);
+  std::unique_ptr<OutgoingMessage> message;
+  try {
+    message = encodeMessage(
+        response.constValue().toCustomClass<Message>(),
+        to,
+        deviceMaps_.forAnswersTo(to.member().name),
+        messenger_.transport());
+  } catch (const std::exception& error) {
+    answerWithError(to, open.callId(), error.what());
+    return;
+  }
+  messenger_.post(to, wire::Kind::kResponse, open.callId(), std::move(message));
+}
+
+void RequestServer::answerWithError(Peer& to, uint64_t callId, const std::string& what) {
+  messenger_.post(
+      to,
+      wire::Kind::kResponse,
+      callId,
+      encodeMessage(
+          rpc::createExceptionResponse(what, static_cast<int64_t>(callId)), to, {}, messenger_.transport()));
+}
+
+void RequestServer::refuse(Peer& to, uint64_t callId, const Error& why) {
+  if (to.member().session == self_.session) {
+    answerWithError(to, callId, why.message()); // control frames never go to oneself
+    return;
+  }
+  const wire::Refusal refusal{reasonOf(why), 0};
+  Bytes body(std::as_bytes(std::span(&refusal, 1)));
+  body.append(why.message().data(), why.message().size());
+  messenger_.postControl(to, wire::Kind::kRefused, callId, std::move(body));
+}
+
+void RequestServer::onAnswerNotSent(Peer& to, uint64_t callId, const Error& why) {
+  if (why.code() == ErrorCode::kDeviceFailed) {
+    answerWithError(to, callId, why.message());
+  } else if (why.code() == ErrorCode::kOutOfFiles) {
+    LOG(WARNING) << "torch_ucx_rpc: could not answer " << to.describe()
+                 << ", whose call will end with its timeout: " << why.message();
+  }
+}
+
+Error RequestServer::couldNotReceive(const Error& error) const {
+  return {error.code(), "worker '" + self_.name + "' could not receive this call: " + error.message()};
+}
+
+Error RequestServer::describeNesting() const {
+  return {
+      ErrorCode::kOutOfThreads,
+      "worker '" + self_.name + "' has no thread left for this call: all " +
+          std::to_string(executor_.counts().runningRequests) +
+          " calls that it is running wait for calls that they have made themselves, and max_worker_threads allows no "
+          "more; nest calls less deeply, raise max_worker_threads, or have functions return futures "
+          "(rpc.functions.async_execution)"};
+}
+
+} // namespace torch_ucx_rpc

@@ -1,0 +1,77 @@
+#pragma once
+
+#include "messaging/event_handlers.h"
+#include "messaging/messenger.h"
+#include "rpc/device_maps.h"
+#include "rpc/open_request.h"
+#include "runtime/executor.h"
+#include "runtime/lifetime.h"
+#include "torch_glue/rref_holders.h"
+
+#include <torch/csrc/distributed/rpc/request_callback.h>
+
+#include <atomic>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+
+namespace torch_ucx_rpc {
+
+using torch::distributed::rpc::JitFuture;
+using torch::distributed::rpc::RequestCallback;
+
+// Requests of other workers, from the thread that takes one up to its answer. Each request that is taken in gets exactly one answer,
+// or a refusal with the reason, unless its caller is gone by then. Thread-safe.
+class RequestServer final : public RequestHandler {
+ public:
+  RequestServer(
+      Identity self,
+      const RequestCallback& callback,
+      RRefHolders& rrefHolders,
+      Messenger& messenger,
+      Executor& executor,
+      const Lifetime& lifetime,
+      const DeviceMaps& deviceMaps,
+      ThreadHooks threadHooks);
+
+  // Requests whose handler has returned a future that is not complete yet.
+  int64_t openAsync() const {
+    return openAsync_.load();
+  }
+
+  // RequestHandler.
+  bool mayRunOnDriver(const IncomingMessage& request) const override;
+  void onRequest(IncomingMessage request) override;
+  void runOnDriver(IncomingMessage request) override;
+  void onRequestRejected(Peer& from, uint64_t callId, const Error& why) override;
+  void onAnswerNotSent(Peer& to, uint64_t callId, const Error& why) override;
+
+ private:
+  static OpenRequest take(const IncomingMessage& request);
+  void serve(OpenRequest open, IncomingMessage incoming);
+  // Runs the handler on this thread, with these streams current.
+  c10::intrusive_ptr<JitFuture> handle(
+      c10::intrusive_ptr<Message> request, const Streams& streams, Admission& admission) const;
+  // Makes a thread for one piece of user code, and waits for it.
+  void runOnOwnThread(const std::function<void()>& work) const;
+  void answer(const OpenRequest& open, const JitFuture& response);
+  void answerWithError(Peer& to, uint64_t callId, const std::string& what);
+  void refuse(Peer& to, uint64_t callId, const Error& why);
+  // As the caller reads it.
+  Error couldNotReceive(const Error& error) const;
+  Error describeNesting() const;
+
+  const Identity self_;
+  const RequestCallback& callback_;
+  RRefHolders& rrefHolders_;
+  Messenger& messenger_;
+  Executor& executor_;
+  const Lifetime& lifetime_;
+  const DeviceMaps& deviceMaps_;
+  const ThreadHooks threadHooks_;
+
+  std::atomic<int64_t> openAsync_{0};
+};
+
+} // namespace torch_ucx_rpc

@@ -1,0 +1,47 @@
+#pragma once
+
+#include "runtime/executor.h"
+#include "peers/peer.h"
+#include "memory/device_pool.h"
+#include "memory/host_pool.h"
+
+#include <chrono>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace torch_ucx_rpc {
+
+// What an agent has done so far and what it is at, for torch_ucx_rpc.statistics(), which documents it
+// (torch_ucx_rpc/_observe/statistics.py). Counters run on while they are read.
+struct AgentStatistics {
+  struct OfPeer {
+    const Peer* peer; // lives as long as the agent
+    Peer::State state;
+    std::vector<std::string> lanes; // empty before the first message
+    uint64_t callsSent;
+    uint64_t callsFailed;
+    uint64_t callsReceived;
+    uint64_t bytesSent;
+    uint64_t bytesReceived;
+    std::vector<uint64_t> latencyCounts; // LatencyHistogram::counts()
+    std::chrono::nanoseconds latencySum;
+  };
+
+  std::vector<OfPeer> peers; // by rank, this worker included
+  Executor::Counts threads;
+  uint64_t callsOpen;
+  uint64_t callsTimedOut;
+  uint64_t requestsOpen; // received and not answered
+  uint64_t asyncRequestsOpen; // of those, whose handler has returned
+  uint64_t messagesSending;
+  uint64_t framesRefused;
+  HostPool::Statistics pool;
+  DevicePool::Statistics devicePool;
+  uint64_t stagedBytes; // that went from a device through the host's memory, since they could not be shared
+  uint64_t windowLimitBytes;
+  uint64_t windowInUseBytes;
+  uint64_t windowWaitingMessages;
+};
+
+} // namespace torch_ucx_rpc

@@ -1,0 +1,323 @@
+#include "runtime/executor.h"
+
+#include <pthread.h>
+
+#include <algorithm>
+#include <stdexcept>
+#include <system_error>
+#include <thread>
+#include <utility>
+#include <vector>
+
+namespace torch_ucx_rpc {
+
+namespace {
+
+// Set while this thread leads: what it adds it will see to itself when it steps down.
+thread_local bool isLeadingThread = false;
+// What is to be done after the task that this thread runs; null while it runs none.
+thread_local std::vector<Executor::Task>* afterTask = nullptr;
+// Of this thread, until it calls them; none on threads that are not the agent's.
+thread_local const ThreadHooks* hooksToRun = nullptr;
+
+} // namespace
+
+thread_local Executor* Executor::requestRunsOn = nullptr;
+thread_local std::shared_ptr<Executor::Nesting> Executor::nesting;
+
+Executor::Executor(size_t maxRequests, size_t nestingLimit, ThreadHooks hooks, Timer& timer)
+    : maxRequests_(maxRequests),
+      coreThreads_(std::min<size_t>(maxRequests, std::max(1u, std::thread::hardware_concurrency())) + kMostLeaders),
+      nestingLimit_(std::max(maxRequests, nestingLimit)),
+      hooks_(std::move(hooks)),
+      checkTask_(timer.add("threads", [this](Clock::time_point now) { return check(now); })) {}
+
+void Executor::start(Leader& leader) {
+  leader_ = &leader;
+  const std::lock_guard lock(mutex_);
+  if (!spawnLocked()) {
+    throw std::runtime_error("the system has no thread left for RPC; raise the limit of processes (ulimit -u)");
+  }
+}
+
+bool Executor::spawnLocked() {
+  try {
+    std::thread([self = shared_from_this()] { main(self); }).detach();
+  } catch (const std::system_error&) {
+    return false;
+  }
+  ++threads_;
+  return true;
+}
+
+void Executor::main(const std::shared_ptr<Executor>& self) {
+  pthread_setname_np(pthread_self(), "ucx_rpc");
+  hooksToRun = &self->hooks_;
+  {
+    std::unique_lock lock(self->mutex_);
+    self->loop(lock);
+  }
+  if (hooksToRun == nullptr && self->hooks_.onExit) {
+    self->hooks_.onExit();
+  }
+  const std::lock_guard lock(self->mutex_);
+  --self->threads_;
+  self->ended_.notify_all();
+}
+
+void Executor::loop(std::unique_lock<std::mutex>& lock) {
+  bool isBusyLeader = false; // goes about what it was given when it led
+  while (!isStopping_) {
+    // While others run tasks somebody must lead, before more tasks are begun, unless a spare thread will.
+    const bool mustLead = leaders_ == 0 && running_ != 0 && !hasSpareLocked();
+    if (hasTaskLocked() && !mustLead) {
+      runOne(lock);
+      continue;
+    }
+    busyLeaders_ -= std::exchange(isBusyLeader, false) ? 1 : 0;
+    // Who is on leave leads again afterwards: Progress counts on it.
+    const bool isWanted = leaders_ == 0 || leaders_ + busyLeaders_ < kMostLeaders;
+    if (isWanted && leadOnce(lock)) {
+      isBusyLeader = true;
+      ++busyLeaders_;
+    } else {
+      idle(lock);
+    }
+  }
+  busyLeaders_ -= isBusyLeader ? 1 : 0;
+}
+
+bool Executor::leadOnce(std::unique_lock<std::mutex>& lock) {
+  ++leaders_;
+  unlockAndWake(lock);
+  isLeadingThread = true;
+  const bool isNeeded = leader_->lead();
+  isLeadingThread = false;
+  lock.lock();
+  --leaders_;
+  return isNeeded || leaders_ == 0 || hasTaskLocked();
+}
+
+void Executor::runOne(std::unique_lock<std::mutex>& lock) {
+  const bool isRequest = completions_.empty();
+  Task task;
+  if (isRequest) {
+    task = std::move(requests_.front().run);
+    requests_.pop_front();
+  } else {
+    task = std::move(completions_.front());
+    completions_.pop_front();
+  }
+  lastBegun_ = Clock::now();
+  ++running_;
+  runningRequests_ += isRequest ? 1 : 0;
+  unlockAndWake(lock);
+  requestRunsOn = isRequest ? this : nullptr;
+  std::vector<Task> after;
+  afterTask = &after;
+  task();
+  task = {}; // what it owned is destroyed without the lock
+  afterTask = nullptr;
+  for (Task& then : after) {
+    then();
+  }
+  after.clear();
+  requestRunsOn = nullptr;
+  const std::shared_ptr<Nesting> nested = std::exchange(nesting, nullptr);
+  lock.lock();
+  if (nested != nullptr) {
+    nested->isRunning = false;
+    nestingRequests_ -= nested->openCalls != 0 ? 1 : 0;
+  }
+  --running_;
+  runningRequests_ -= isRequest ? 1 : 0;
+}
+
+bool Executor::isInTask() {
+  return afterTask != nullptr;
+}
+
+void Executor::runAfterTask(Task then) {
+  afterTask->push_back(std::move(then));
+}
+
+void Executor::runHooks() {
+  const ThreadHooks* hooks = std::exchange(hooksToRun, nullptr);
+  if (hooks != nullptr && hooks->onStart) {
+    hooks->onStart();
+  }
+}
+
+std::shared_ptr<void> Executor::markBlocked() {
+  if (requestRunsOn == nullptr) {
+    return nullptr;
+  }
+  if (nesting == nullptr) {
+    nesting = std::make_shared<Nesting>();
+    nesting->threads = requestRunsOn->shared_from_this();
+  }
+  nesting->threads->beginNesting(*nesting);
+  return {nesting.get(), [nested = nesting](Nesting* /*same*/) { nested->threads->endNesting(*nested); }};
+}
+
+void Executor::beginNesting(Nesting& begun) {
+  std::unique_lock lock(mutex_);
+  if (begun.openCalls++ == 0) {
+    ++nestingRequests_;
+    unlockAndWake(lock); // requests may have waited for just this
+  }
+}
+
+void Executor::endNesting(Nesting& ended) {
+  const std::lock_guard lock(mutex_);
+  if (--ended.openCalls == 0 && ended.isRunning) {
+    --nestingRequests_;
+  }
+}
+
+void Executor::idle(std::unique_lock<std::mutex>& lock) {
+  ++idle_;
+  workAvailable_.wait(lock, [this] { return pendingWakes_ != 0 || isStopping_; });
+  if (pendingWakes_ != 0) {
+    --pendingWakes_;
+  }
+}
+
+bool Executor::wakeIdleLocked() {
+  if (idle_ == 0) {
+    return false;
+  }
+  --idle_;
+  ++pendingWakes_; // who wakes calls further help, if there is more to do
+  return true;
+}
+
+void Executor::unlockAndWake(std::unique_lock<std::mutex>& lock) {
+  const bool isCalled = wakeOrSpawnLocked();
+  lock.unlock();
+  if (isCalled) {
+    workAvailable_.notify_one();
+  }
+}
+
+bool Executor::wakeOrSpawnLocked() {
+  const bool hasTask = hasTaskLocked();
+  if (leaders_ == 0 || hasTask) {
+    if (wakeIdleLocked()) {
+      return true;
+    }
+    if ((threads_ < coreThreads_ || (leaders_ == 0 && pendingWakes_ == 0 && mayGrowLocked())) && spawnLocked()) {
+      return false;
+    }
+  }
+  if (hasTask || isFullLocked()) {
+    checkTask_.dueBy(Clock::now() + (hasTask ? kStaleAfter : kFullPatience));
+  }
+  return false;
+}
+
+void Executor::addThreadLocked() {
+  if (wakeIdleLocked()) {
+    workAvailable_.notify_one();
+  } else if (mayGrowLocked()) {
+    spawnLocked();
+  }
+}
+
+Timer::TimePoint Executor::check(Clock::time_point now) {
+  Task shed; // destroyed without the lock: its share of the receive window lets in messages that become tasks
+  const std::lock_guard lock(mutex_);
+  if (isStopping_) {
+    return Timer::kNever;
+  }
+  if (hasTaskLocked()) {
+    fullSince_ = Clock::time_point::max();
+    if (now - lastBegun_ >= kStaleAfter) {
+      addThreadLocked();
+    }
+    return now + kStaleAfter;
+  }
+  if (!isFullLocked()) {
+    fullSince_ = Clock::time_point::max();
+    return Timer::kNever;
+  }
+  fullSince_ = std::max(lastBegun_, std::min(fullSince_, now));
+  if (now - fullSince_ >= kFullPatience) {
+    shed = shedOldestLocked();
+    fullSince_ = now;
+  }
+  return fullSince_ + kFullPatience;
+}
+
+Executor::Task Executor::shedOldestLocked() {
+  Task refused;
+  const auto oldest =
+      std::find_if(requests_.begin(), requests_.end(), [](const Request& request) { return bool(request.shed); });
+  if (oldest != requests_.end()) {
+    refused = std::move(oldest->run);
+    completions_.push_back(std::move(oldest->shed));
+    requests_.erase(oldest);
+    addThreadLocked();
+  }
+  return refused;
+}
+
+void Executor::addRequest(Task task, Task shed) {
+  std::unique_lock lock(mutex_);
+  if (isStopping_) {
+    return; // nobody will answer: its caller learns that this worker has gone
+  }
+  requests_.push_back({std::move(task), std::move(shed)});
+  if (!isLeadingThread) {
+    unlockAndWake(lock);
+  }
+}
+
+void Executor::addCompletion(Task task) {
+  std::unique_lock lock(mutex_);
+  if (isStopped_) {
+    lock.unlock();
+    task(); // nobody else is left to complete a future
+    return;
+  }
+  completions_.push_back(std::move(task));
+  if (!isLeadingThread) {
+    unlockAndWake(lock);
+  }
+}
+
+size_t Executor::stop(std::chrono::milliseconds limit, const std::function<void()>& wakeLeader) {
+  const auto deadline = std::chrono::steady_clock::now() + limit;
+  std::deque<Request> dropped;
+  std::unique_lock lock(mutex_);
+  isStopping_ = true;
+  dropped.swap(requests_);
+  workAvailable_.notify_all();
+  while (threads_ != 0 && std::chrono::steady_clock::now() < deadline) {
+    lock.unlock();
+    wakeLeader();
+    dropped.clear();
+    lock.lock();
+    ended_.wait_for(lock, std::chrono::milliseconds(1), [this] { return threads_ == 0; });
+  }
+  const size_t left = threads_;
+  std::deque<Task> completions;
+  completions.swap(completions_);
+  isStopped_ = true;
+  lock.unlock();
+  for (Task& task : completions) {
+    task(); // futures must be completed, whoever does it
+  }
+  return left;
+}
+
+bool Executor::isLeader() {
+  return isLeadingThread;
+}
+
+Executor::Counts Executor::counts() const {
+  const std::lock_guard lock(mutex_);
+  return {threads_, idle_, runningRequests_, nestingRequests_, requests_.size()};
+}
+
+} // namespace torch_ucx_rpc

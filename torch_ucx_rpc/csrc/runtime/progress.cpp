@@ -1,0 +1,387 @@
+#include "runtime/progress.h"
+
+#include <sched.h>
+#include <sys/epoll.h>
+#include <sys/eventfd.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <iterator>
+#include <stdexcept>
+#include <string>
+#include <thread>
+
+namespace torch_ucx_rpc {
+
+namespace {
+
+// No wait is unbounded: should a wake-up be lost for a reason nobody thought of, this is what it costs.
+constexpr auto kLongestSleep = std::chrono::milliseconds(500);
+
+int checked(int fd, const char* what) {
+  if (fd < 0) {
+    throw std::runtime_error(
+        std::string(what) + " failed: " + std::strerror(errno) + "; raise the limit of open files (ulimit -n)");
+  }
+  return fd;
+}
+
+// How long an arrival may lie while the transport is polled unarmed; and after how many rounds in which nobody was away that ends.
+constexpr auto kUnarmedPeriod = std::chrono::milliseconds(1);
+constexpr int kQuietRounds = 20;
+
+// How often a leader that has events looks for more, before it leaves the rest to another.
+constexpr int kMostRounds = 8;
+
+using Clock = Spinning::Clock;
+// When this thread last left drive() to go about other things.
+thread_local Clock::time_point leftAt{};
+
+// What an event of the epoll set carries.
+enum Event : uint64_t { kTransport, kWake, kWatches };
+
+// While nobody sleeps: every how many spins somebody looks at the watched descriptors.
+constexpr unsigned kSpinsBetweenLooks = 1024;
+
+void addToEpoll(int epollFd, int fd, uint32_t events, uint64_t data) {
+  epoll_event event{};
+  event.events = events;
+  event.data.u64 = data;
+  checked(epoll_ctl(epollFd, EPOLL_CTL_ADD, fd, &event), "epoll_ctl");
+}
+
+} // namespace
+
+Progress::Progress(Transport& transport, ProgressClient& client, Waiting waiting)
+    : transport_(transport), client_(client), spinning_(waiting) {
+  epollFd_ = checked(epoll_create1(EPOLL_CLOEXEC), "epoll_create1");
+  wakeFd_ = checked(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK), "eventfd");
+  watchesFd_ = checked(epoll_create1(EPOLL_CLOEXEC), "epoll_create1");
+  addToEpoll(epollFd_, wakeFd_, EPOLLIN | EPOLLET, kWake);
+  addToEpoll(epollFd_, watchesFd_, EPOLLIN | EPOLLET, kWatches);
+  addToEpoll(epollFd_, transport_.eventFd(), EPOLLIN | EPOLLET, kTransport);
+}
+
+Progress::~Progress() {
+  ::close(epollFd_);
+  ::close(watchesFd_);
+  ::close(wakeFd_);
+}
+
+void Progress::requestStartDeferred() {
+  isStartRequested_.store(true);
+  drainQueue();
+}
+
+void Progress::submit(Operation operation) {
+  {
+    const std::lock_guard lock(queueMutex_);
+    queue_.push_back(std::move(operation));
+    queued_.fetch_add(1);
+  }
+  drainQueue();
+}
+
+void Progress::run(Operation operation) {
+  std::unique_ptr<EventBatch> events;
+  {
+    const std::unique_lock lock = lockWorker();
+    operation();
+    events = client_.takeEventsWithWorkerLock();
+  }
+  dispatch(std::move(events));
+  drainQueue();
+}
+
+void Progress::runQueueLocked() {
+  while (queued_.load() != 0) {
+    {
+      const std::lock_guard lock(queueMutex_);
+      running_.swap(queue_);
+      queued_.store(0);
+    }
+    for (Operation& operation : running_) {
+      operation();
+    }
+    running_.clear();
+  }
+  isStartRequested_.store(false); // before it starts anything: a request from now on asks for another round
+  if (!isClosed_) {
+    client_.startDeferredWithWorkerLock();
+  }
+}
+
+void Progress::drainQueue() {
+  // A thread that queues and finds the lock taken leaves its operation to the holder; the holder looks here after
+  // unlocking. The fence makes sure that one of the two sees the other: queued before try_lock there, unlocked before
+  // this load here.
+  std::atomic_thread_fence(std::memory_order_seq_cst);
+  while (hasPending()) {
+    std::unique_lock lock(workerMutex_, std::try_to_lock);
+    if (!lock.owns_lock()) {
+      return;
+    }
+    const size_t before = isClosed_ ? 0 : transport_.operationsInFlight();
+    runQueueLocked();
+    // What did not complete at once needs someone to drive it, and a thread asleep does not see what another started.
+    const bool needsDriver = !isClosed_ && transport_.operationsInFlight() > before;
+    std::unique_ptr<EventBatch> events = client_.takeEventsWithWorkerLock();
+    lock.unlock();
+    if (needsDriver && sleepers_.load() != 0) {
+      wake();
+    }
+    dispatch(std::move(events));
+    std::atomic_thread_fence(std::memory_order_seq_cst);
+  }
+}
+
+std::unique_lock<std::mutex> Progress::lockWorker() {
+  lockWaiters_.fetch_add(1);
+  std::unique_lock lock(workerMutex_);
+  lockWaiters_.fetch_sub(1);
+  return lock;
+}
+
+std::unique_ptr<EventBatch> Progress::drive(Role role, IsDone& isDone) {
+  std::unique_ptr<EventBatch> brought;
+  bool mustWake = false;
+  bool wasWoken = false;
+  int rounds = 0;
+  if (role == Role::kWaitingCaller) {
+    hasWaitingCaller_.store(true);
+  }
+  std::unique_lock lock = lockWorker();
+  unarmedSince_.store(0);
+  if (leftAt != Clock::time_point{}) {
+    spinning_.wasAway(role, Clock::now() - leftAt);
+  }
+  Spinning::Wait wait(spinning_, role);
+  while (!isClosed_) {
+    runQueueLocked();
+    const unsigned advances = transport_.progress();
+    client_.startDeferredWithWorkerLock();
+    if (client_.hasEventsWithWorkerLock()) {
+      // A leader leaves the guard to another one, if there is one, and takes along what that one would be woken for at once.
+      if (role == Role::kLeader && sleepers_.load() != 0) {
+        if (leaveUnarmedLocked(role)) {
+          mustWake = !isPolledUnarmed_.load();
+        } else if (!transport_.arm()) {
+          mustWake = ++rounds == kMostRounds;
+          if (!mustWake) {
+            continue;
+          }
+        }
+      }
+      mustWake = mustWake || (wasWoken && isWaitingCallerAsleep_.load()); // see rest()
+      leftAt = wait.end();
+      brought = client_.takeEventsWithWorkerLock();
+      break;
+    }
+    if (advances != 0 || hasPending()) {
+      wait.again();
+      continue;
+    }
+    const bool isCallersTurn = role == Role::kLeader && hasWaitingCaller_.load(); // it spins for everybody
+    if (lockWaiters_.load() == 0 && !isCallersTurn && !isDone() && wait.spin(transport_.operationsInFlight() != 0)) {
+      if (++spins_ % kSpinsBetweenLooks == 0) {
+        queueWatches();
+      }
+      continue;
+    }
+    if (!transport_.arm()) {
+      // Something has come, or waits for room on the other side, which cannot be slept for: the other side may need this core,
+      // or never make room again, because its process has ended.
+      queueWatches();
+      lock.unlock();
+      sched_yield();
+      if (isDone()) {
+        mustWake = true; // not armed
+        break;
+      }
+      lock = lockWorker();
+      continue;
+    }
+    ++sleepers_;
+    if (role == Role::kWaitingCaller) {
+      isWaitingCallerAsleep_.store(true);
+    }
+    lock.unlock();
+    // From here on a submitter gets the lock, or has queued before we unlocked and is seen now.
+    std::atomic_thread_fence(std::memory_order_seq_cst);
+    const bool isOver = isDone() || (!hasPending() && !rest(role, isDone, wasWoken));
+    if (role == Role::kWaitingCaller) {
+      isWaitingCallerAsleep_.store(false);
+    }
+    --sleepers_;
+    if (isOver) {
+      return brought; // armed
+    }
+    lock = lockWorker();
+    unarmedSince_.store(0);
+  }
+  if (lock.owns_lock()) {
+    lock.unlock();
+  }
+  if (mustWake) {
+    wake();
+  }
+  drainQueue();
+  return brought;
+}
+
+bool Progress::rest(Role role, IsDone& isDone, bool& wasWoken) {
+  if (role == Role::kWaitingCaller) {
+    return sleep() != Slept::kForNothing;
+  }
+  const bool isCallerAsleep = isWaitingCallerAsleep_.load();
+  // The wake-up may have been meant for the waiting caller. A thread that polls unarmed, below, does not intercept it again.
+  const bool mustPassOn = std::exchange(wasWoken, false) && isCallerAsleep;
+  if (mustPassOn) {
+    wake();
+  }
+  if (isCallerAsleep && leadersAsleep_.load() != 0) {
+    return false; // the other leader suffices
+  }
+  ++leadersAsleep_;
+  const uint64_t absences = absences_.load();
+  if (!mustPassOn) {
+    wasWoken = sleep() == Slept::kUntilWoken;
+  }
+  if (mustPassOn || absences_.load() != absences) {
+    pollUnarmed(isDone);
+  }
+  --leadersAsleep_;
+  return true;
+}
+
+bool Progress::leaveUnarmedLocked(Role who) {
+  if (leadersAsleep_.load() == 0 || !spinning_.isBackSoon(who)) {
+    return false;
+  }
+  unarmedSince_.store(Clock::now().time_since_epoch().count());
+  absences_.fetch_add(1);
+  return true;
+}
+
+void Progress::pollUnarmed(IsDone& isDone) {
+  isPolledUnarmed_.store(true);
+  uint64_t absences = absences_.load();
+  for (int quiet = 0; quiet < kQuietRounds; ++quiet) {
+    std::this_thread::sleep_for(kUnarmedPeriod);
+    queueWatches();
+    const Time since = unarmedSince_.load();
+    const bool isAway =
+        since != 0 && Clock::now().time_since_epoch() - Clock::duration(since) > Spinning::kShortAbsence;
+    if (isAway || isDone() || hasPending()) {
+      break;
+    }
+    if (const uint64_t now = absences_.load(); now != absences) {
+      absences = now;
+      quiet = 0;
+    }
+  }
+  isPolledUnarmed_.store(false);
+}
+
+Progress::Slept Progress::sleep() {
+  epoll_event event;
+  if (epoll_wait(epollFd_, &event, 1, static_cast<int>(kLongestSleep.count())) <= 0) {
+    return Slept::kForNothing;
+  }
+  if (event.data.u64 == kWake) {
+    return Slept::kUntilWoken;
+  }
+  if (event.data.u64 == kWatches) {
+    queueWatches();
+  }
+  return Slept::kUntilEvent;
+}
+
+void Progress::wake() {
+  // Never read: with edge triggering each write is an event of its own.
+  const uint64_t one = 1;
+  (void)!write(wakeFd_, &one, sizeof(one));
+}
+
+void Progress::watch(int fd, Operation onReadable) {
+  const std::lock_guard lock(queueMutex_);
+  watches_.push_back(std::move(onReadable));
+  addToEpoll(watchesFd_, fd, EPOLLIN | EPOLLONESHOT, watches_.size() - 1);
+}
+
+void Progress::queueWatches() {
+  epoll_event events[16];
+  int found = 0;
+  do {
+    found = epoll_wait(watchesFd_, events, static_cast<int>(std::size(events)), 0);
+    const std::lock_guard lock(queueMutex_);
+    for (int event = 0; event < found; ++event) {
+      queue_.push_back(std::move(watches_[events[event].data.u64]));
+      queued_.fetch_add(1);
+    }
+  } while (found == static_cast<int>(std::size(events)));
+}
+
+bool Progress::driveUntil(IsDone isDone, std::optional<uint64_t> awaitedCall) {
+  const std::unique_lock waitingCaller(waitingCallerMutex_, std::try_to_lock);
+  if (!waitingCaller.owns_lock()) {
+    return false;
+  }
+  const Driver driver{Role::kWaitingCaller, awaitedCall};
+  while (!isDone()) {
+    std::unique_ptr<EventBatch> events = drive(Role::kWaitingCaller, isDone);
+    if (events == nullptr) {
+      break;
+    }
+    events->dispatch(driver);
+  }
+  endDriving();
+  return true;
+}
+
+void Progress::endDriving() {
+  if (!hasWaitingCaller_.exchange(false)) {
+    return; // it was done before it drove
+  }
+  bool isGuarded = false;
+  std::unique_ptr<EventBatch> events;
+  {
+    const std::unique_lock lock(workerMutex_, std::try_to_lock);
+    if (lock.owns_lock() && !isClosed_) {
+      if (leaveUnarmedLocked(Role::kWaitingCaller)) {
+        isGuarded = isPolledUnarmed_.load();
+      } else {
+        for (int round = 0; !isGuarded && round < kMostRounds; ++round) {
+          isGuarded = transport_.arm();
+          if (!isGuarded) {
+            (void)transport_.progress();
+            client_.startDeferredWithWorkerLock();
+          }
+        }
+      }
+      events = client_.takeEventsWithWorkerLock();
+    }
+  }
+  if (!isGuarded) {
+    wake();
+  }
+  dispatch(std::move(events));
+  drainQueue();
+}
+
+void Progress::close(Operation last) {
+  std::unique_ptr<EventBatch> events;
+  {
+    const std::unique_lock lock = lockWorker();
+    last();
+    isClosed_ = true;
+    events = client_.takeEventsWithWorkerLock();
+  }
+  dispatch(std::move(events));
+  wake();
+  drainQueue();
+}
+
+} // namespace torch_ucx_rpc

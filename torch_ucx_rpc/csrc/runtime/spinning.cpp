@@ -1,0 +1,65 @@
+#include "runtime/spinning.h"
+
+#include <sched.h>
+
+#include <algorithm>
+
+namespace torch_ucx_rpc {
+
+namespace {
+
+// Every how many looks another thread may run: a look takes 0.1 to 0.5 us, as long as the system call.
+constexpr unsigned kTurnsBetweenYields = 8;
+
+} // namespace
+
+size_t Spinning::usableCores() {
+  cpu_set_t usable;
+  return sched_getaffinity(0, sizeof(usable), &usable) == 0 ? static_cast<size_t>(CPU_COUNT(&usable)) : 1;
+}
+
+bool Spinning::isOn(Role role) const {
+  return waiting_ == Waiting::kPoll ||
+      (waiting_ == Waiting::kAuto && hasCoreEach() && waits_[static_cast<int>(role)].isMostlyShort());
+}
+
+bool Spinning::Wait::spin(bool isTransferring) {
+  const Clock::time_point now = Clock::now();
+  if (began_ == Clock::time_point{}) {
+    began_ = now;
+    last_ = now;
+  }
+  if (now - last_ > kInterruption) {
+    // Another thread had this core, and may need it again; or the host had it.
+    spinning_.waits_[static_cast<int>(role_)].add(false);
+  }
+  last_ = now;
+  if (isTransferring && spinning_.hasCoreEach() && now - began_ < kTransferLimit) {
+    if (++turns_ % kTurnsBetweenYields == 0) {
+      sched_yield(); // the other side may be on this very core
+    }
+    return true;
+  }
+  if (!spinning_.isOn(role_) || (spinning_.waiting_ == Waiting::kAuto && now - began_ >= kLimit)) {
+    return false;
+  }
+  hasSpun_ = true;
+  if (++turns_ % kTurnsBetweenYields == 0) {
+    sched_yield();
+  }
+  return true;
+}
+
+Spinning::Clock::time_point Spinning::Wait::end() {
+  const Clock::time_point now = Clock::now();
+  if (began_ != Clock::time_point{}) { // it did have to wait
+    // A guard may have slept for long while others drove: what counts is how long nothing came to anybody.
+    const Clock::time_point began = std::max(began_, spinning_.lastFound_);
+    const auto limit = hasSpun_ ? kLimit : kLimit + kWakeUp;
+    spinning_.waits_[static_cast<int>(role_)].add(now - began <= limit);
+  }
+  spinning_.lastFound_ = now;
+  return now;
+}
+
+} // namespace torch_ucx_rpc

@@ -1,0 +1,286 @@
+#include "tensors/device_copy.h"
+#include "tensors/tensor_codec.h"
+#include "memory/host_pool.h"
+
+#include <ATen/ATen.h>
+#include <ATen/quantized/QTensorImpl.h>
+#include <ATen/quantized/Quantizer.h>
+#include <c10/core/CPUAllocator.h>
+
+#include <cstring>
+#include <new>
+#include <utility>
+#include <vector>
+
+namespace torch_ucx_rpc {
+
+namespace {
+
+using torch::distributed::rpc::MessageType;
+using wire::BodyView;
+using wire::kNowhere;
+using wire::Layout;
+using wire::TensorRecord;
+
+// torch's message types are a byte and two flags, 0x100 and 0x200.
+constexpr uint32_t kMostMessageType = 0x3FF;
+
+// DispatchOrder a checked body and its spans into tensors.
+class Decoder {
+ public:
+  Decoder(const BodyView& view, std::vector<IncomingMessage::Span>& spans, const Devices& devices)
+      : view_(view), devices_(devices) {
+    storages_.reserve(view.storages.size());
+    for (const BodyView::Storage& storage : view.storages) {
+      const c10::Device device = deviceOf(storage.record);
+      storages_.push_back(
+          storage.record.span == kNowhere ? copyInline(storage, device) : adopt(spans[storage.record.span], device));
+      if (!device.is_cpu()) {
+        recordOnCurrentStream(storages_.back().data_ptr());
+      }
+    }
+  }
+
+  std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>> deviceStorages() const {
+    std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>> storages;
+    for (const c10::Storage& storage : storages_) {
+      if (!storage.device().is_cpu()) {
+        storages.push_back(storage.getWeakStorageImpl());
+      }
+    }
+    return storages;
+  }
+
+  std::vector<at::Tensor> tensors() {
+    std::vector<at::Tensor> tensors;
+    tensors.reserve(view_.tensorCount);
+    for (uint32_t index = 0; index < view_.tensorCount; ++index) {
+      tensors.push_back(next());
+    }
+    return tensors;
+  }
+
+ private:
+  static c10::Storage makeStorage(c10::DataPtr data, uint64_t bytes, c10::Allocator* allocator) {
+    return c10::make_intrusive<c10::StorageImpl>(
+        c10::StorageImpl::use_byte_size_t(),
+        c10::SymInt(static_cast<int64_t>(bytes)),
+        std::move(data),
+        allocator,
+        true);
+  }
+
+  c10::Device deviceOf(const wire::StorageRecord& record) const {
+    if (record.deviceType == static_cast<int8_t>(c10::kCPU)) {
+      return c10::kCPU;
+    }
+    const c10::Device* device = findDevice(devices_, record.deviceType, record.deviceIndex);
+    TORCH_CHECK(device != nullptr, "malformed message: a tensor for a device that this worker does not use for RPC");
+    return *device;
+  }
+
+  static c10::Storage copyInline(const BodyView::Storage& storage, c10::Device device) {
+    if (!device.is_cpu()) {
+      return copyFromHost(storage.inlineBytes.data(), storage.record.bytes, device);
+    }
+    c10::Allocator* allocator = c10::GetCPUAllocator();
+    c10::DataPtr data = allocator->allocate(storage.record.bytes);
+    if (storage.record.bytes != 0) {
+      std::memcpy(data.get(), storage.inlineBytes.data(), storage.record.bytes);
+    }
+    return makeStorage(std::move(data), storage.record.bytes, allocator);
+  }
+
+  static c10::Storage copyFromHost(const void* bytes, uint64_t count, c10::Device device) {
+    return makeStorage(copyBytes(bytes, count, c10::kCPU, device), count, allocatorOf(device.type()));
+  }
+
+  static c10::Storage adopt(IncomingMessage::Span& span, c10::Device device) {
+    if (device.is_cpu()) {
+      return makeStorage(std::move(span.data), span.bytes, &HostPool::instance());
+    }
+    if (span.data.device() != device) { // it came eagerly, or before it was known where it was to go
+      return copyFromHost(span.data.get(), span.bytes, device);
+    }
+    return makeStorage(std::move(span.data), span.bytes, allocatorOf(device.type()));
+  }
+
+  static c10::ScalarType dtypeOf(const TensorRecord& record) {
+    TORCH_CHECK(
+        record.dtype < static_cast<uint8_t>(c10::ScalarType::Undefined),
+        "malformed message: unknown dtype ",
+        static_cast<int>(record.dtype));
+    const auto dtype = static_cast<c10::ScalarType>(record.dtype);
+    TORCH_CHECK(
+        record.layout == Layout::kUndefined || c10::elementSize(dtype) == record.itemBytes,
+        "malformed message: elements of ",
+        static_cast<int>(record.itemBytes),
+        " bytes for dtype ",
+        dtype);
+    const bool isQuantized =
+        record.layout == Layout::kQuantizedPerTensor || record.layout == Layout::kQuantizedPerChannel;
+    TORCH_CHECK(isQuantized == c10::isQIntType(dtype), "malformed message: dtype ", dtype, " in the wrong place");
+    return dtype;
+  }
+
+  at::Tensor next() {
+    const BodyView::Tensor& tensor = view_.tensors[position_++];
+    const TensorRecord& record = tensor.record;
+    const c10::ScalarType dtype = dtypeOf(record);
+    at::Tensor made;
+    switch (record.layout) {
+      case Layout::kUndefined:
+        return made;
+      case Layout::kStrided:
+        made = strided(tensor, dtype);
+        break;
+      case Layout::kSparseCoo:
+        made = coo(tensor);
+        break;
+      case Layout::kSparseCsr:
+        made = compressed(tensor, at::kSparseCsr);
+        break;
+      case Layout::kSparseCsc:
+        made = compressed(tensor, at::kSparseCsc);
+        break;
+      case Layout::kSparseBsr:
+        made = compressed(tensor, at::kSparseBsr);
+        break;
+      case Layout::kSparseBsc:
+        made = compressed(tensor, at::kSparseBsc);
+        break;
+      case Layout::kQuantizedPerTensor:
+        made = quantized(tensor, dtype, at::make_per_tensor_affine_quantizer(record.scale, record.zeroPoint, dtype));
+        break;
+      case Layout::kQuantizedPerChannel: {
+        const at::Tensor scales = next();
+        const at::Tensor zeroPoints = next();
+        checkChannels(tensor, scales, zeroPoints);
+        made = quantized(tensor, dtype, at::make_per_channel_affine_quantizer(scales, zeroPoints, record.axis, dtype));
+        break;
+      }
+    }
+    if ((record.flags & wire::kConjugate) != 0) {
+      made = made.conj();
+    }
+    if ((record.flags & wire::kNegative) != 0) {
+      made = made._neg_view();
+    }
+    if ((record.flags & wire::kRequiresGrad) != 0) {
+      made.set_requires_grad(true);
+    }
+    return made;
+  }
+
+  template <typename Impl, typename... Args>
+  at::Tensor place(const BodyView::Tensor& tensor, c10::ScalarType dtype, Args&&... args) const {
+    const c10::Storage& storage = storages_[tensor.record.storage];
+    at::Tensor made = at::detail::make_tensor<Impl>(
+        c10::Storage(storage),
+        c10::DispatchKeySet(c10::computeDispatchKey(dtype, at::kStrided, storage.device())),
+        c10::scalarTypeToTypeMeta(dtype),
+        std::forward<Args>(args)...);
+    made.unsafeGetTensorImpl()->set_sizes_and_strides(
+        c10::IntArrayRef(tensor.sizes.data(), tensor.sizes.size()),
+        c10::IntArrayRef(tensor.strides.data(), tensor.strides.size()),
+        tensor.record.storageOffset);
+    return made;
+  }
+
+  at::Tensor strided(const BodyView::Tensor& tensor, c10::ScalarType dtype) const {
+    return place<c10::TensorImpl>(tensor, dtype);
+  }
+
+  at::Tensor quantized(const BodyView::Tensor& tensor, c10::ScalarType dtype, at::QuantizerPtr quantizer) const {
+    return place<at::QTensorImpl>(tensor, dtype, std::move(quantizer));
+  }
+
+  static void checkChannels(const BodyView::Tensor& tensor, const at::Tensor& scales, const at::Tensor& zeroPoints) {
+    const int64_t axis = tensor.record.axis;
+    TORCH_CHECK(
+        axis >= 0 && axis < static_cast<int64_t>(tensor.sizes.size()) && scales.dim() == 1 && zeroPoints.dim() == 1 &&
+            scales.numel() == tensor.sizes[axis] && zeroPoints.numel() == tensor.sizes[axis],
+        "malformed message: the channels of a quantized tensor do not add up");
+  }
+
+  at::Tensor coo(const BodyView::Tensor& tensor) {
+    const at::Tensor indices = next();
+    const at::Tensor values = next();
+    const bool isCoalesced = (tensor.record.flags & wire::kCoalesced) != 0;
+    at::_validate_sparse_coo_tensor_args(
+        indices, values, c10::IntArrayRef(tensor.sizes.data(), tensor.sizes.size()), isCoalesced);
+    at::Tensor made = at::sparse_coo_tensor(
+        indices,
+        values,
+        c10::IntArrayRef(tensor.sizes.data(), tensor.sizes.size()),
+        values.options().layout(at::kSparse));
+    return made._coalesced_(isCoalesced);
+  }
+
+  at::Tensor compressed(const BodyView::Tensor& tensor, at::Layout layout) {
+    const at::Tensor compressedIndices = next();
+    const at::Tensor plainIndices = next();
+    const at::Tensor values = next();
+    at::_validate_sparse_compressed_tensor_args(
+        compressedIndices, plainIndices, values, c10::IntArrayRef(tensor.sizes.data(), tensor.sizes.size()), layout);
+    return at::sparse_compressed_tensor(
+        compressedIndices,
+        plainIndices,
+        values,
+        c10::IntArrayRef(tensor.sizes.data(), tensor.sizes.size()),
+        values.options().layout(layout));
+  }
+
+  const BodyView& view_;
+  const Devices& devices_;
+  std::vector<c10::Storage> storages_;
+  size_t position_ = 0;
+};
+
+std::vector<char> payloadOf(const BodyView& view, std::vector<IncomingMessage::Span>& spans) {
+  if (view.payloadSpan == kNowhere) {
+    const auto* begin = reinterpret_cast<const char*>(view.payload.data());
+    return {begin, begin + view.payload.size()};
+  }
+  const IncomingMessage::Span& span = spans[view.payloadSpan];
+  const auto* begin = static_cast<const char*>(span.data.get());
+  return {begin, begin + span.bytes};
+}
+
+} // namespace
+
+Error decodeMessage(IncomingMessage incoming, const Devices& devices, DecodedMessage& decoded) {
+  const uint64_t bytes = incoming.totalBytes();
+  try {
+    std::vector<uint64_t> spanBytes;
+    spanBytes.reserve(incoming.spans.size());
+    for (const IncomingMessage::Span& span : incoming.spans) {
+      spanBytes.push_back(span.bytes);
+    }
+    BodyView view;
+    if (Error error = wire::readBody(incoming.body(), spanBytes, view)) {
+      return error;
+    }
+    if (view.messageType > kMostMessageType) {
+      return {ErrorCode::kProtocol, "malformed message: unknown type " + std::to_string(view.messageType)};
+    }
+    // A gradient mode of the thread must not colour what arrives.
+    const at::AutoDispatchBelowADInplaceOrView guard;
+    std::vector<char> payload = payloadOf(view, incoming.spans);
+    Decoder decoder(view, incoming.spans, devices);
+    std::vector<at::Tensor> tensors = decoder.tensors();
+    decoded.deviceStorages = decoder.deviceStorages();
+    decoded.message = c10::make_intrusive<Message>(
+        std::move(payload),
+        std::move(tensors),
+        static_cast<MessageType>(view.messageType),
+        static_cast<int64_t>(incoming.header.callId));
+  } catch (const std::bad_alloc&) {
+    return outOfMemoryFor(bytes);
+  } catch (const std::exception& error) {
+    return {ErrorCode::kProtocol, error.what()};
+  }
+  return {};
+}
+
+} // namespace torch_ucx_rpc

@@ -1,0 +1,55 @@
+#include "torch_glue/fork_guard.h"
+
+#include "torch_glue/torch_state.h"
+
+#include <pthread.h>
+
+#include <atomic>
+#include <mutex>
+#include <utility>
+#include <vector>
+
+namespace torch_ucx_rpc {
+
+namespace {
+
+struct Kept {
+  std::mutex mutex;
+  std::vector<std::weak_ptr<void>> objects; // guarded by mutex
+};
+
+// Never destroyed: forks happen up to the end of the process.
+Kept& kept() {
+  static auto* const instance = new Kept(); // NOLINT(cppcoreguidelines-owning-memory)
+  return *instance;
+}
+
+std::atomic<uint64_t> forks{0};
+
+void inChild() {
+  forks.fetch_add(1);
+  for (const std::weak_ptr<void>& object : kept().objects) {
+    if (std::shared_ptr<void> alive = object.lock()) {
+      new std::shared_ptr<void>(std::move(alive)); // NOLINT: leaked on purpose
+      stopRRefDeletions();
+    }
+  }
+  kept().objects.clear();
+  kept().mutex.unlock();
+}
+
+} // namespace
+
+uint64_t forkCount() {
+  return forks.load(std::memory_order_relaxed);
+}
+
+void keepInForks(std::weak_ptr<void> object) {
+  static const int registered = pthread_atfork([] { kept().mutex.lock(); }, [] { kept().mutex.unlock(); }, &inChild);
+  (void)registered;
+  const std::lock_guard lock(kept().mutex);
+  std::erase_if(kept().objects, [](const std::weak_ptr<void>& other) { return other.expired(); });
+  kept().objects.push_back(std::move(object));
+}
+
+} // namespace torch_ucx_rpc

@@ -1,0 +1,54 @@
+#include "torch_glue/rref_holders.h"
+
+#include "torch_glue/torch_state.h"
+
+#include <torch/csrc/distributed/rpc/python_remote_call.h>
+#include <torch/csrc/distributed/rpc/rref_proto.h>
+
+namespace torch_ucx_rpc {
+
+namespace rpc = torch::distributed::rpc;
+
+std::shared_ptr<void> RRefHolders::note(rpc::worker_id_t sender, const rpc::Message& request) {
+  const rpc::MessageType type = request.type();
+  if (type == rpc::MessageType::PYTHON_REMOTE_CALL) {
+    const auto id = RRefId::fromIValue(rpc::PythonRemoteCall::fromMessage(request)->retRRefId());
+    const std::lock_guard lock(inMaking_->mutex);
+    inMaking_->ids.insert(id);
+    return {inMaking_.get(), [all = inMaking_, id](InMaking* /*all*/) {
+              const std::lock_guard end(all->mutex);
+              all->ids.erase(id);
+            }};
+  }
+  if (type == rpc::MessageType::RREF_FORK_REQUEST || type == rpc::MessageType::RREF_USER_DELETE) {
+    const rpc::ForkId fork = rpc::ForkMessageBase::fromMessage(request, type).second;
+    const std::lock_guard lock(mutex_);
+    if (type == rpc::MessageType::RREF_FORK_REQUEST) {
+      reported_.insert_or_assign(fork, sender);
+    } else {
+      reported_.erase(fork);
+    }
+  }
+  return nullptr;
+}
+
+std::vector<HeldFork> RRefHolders::takeHeldBy(rpc::worker_id_t gone) {
+  std::vector<HeldFork> held;
+  const std::lock_guard lock(mutex_);
+  for (const HeldFork& any : heldForks()) {
+    const auto reported = reported_.find(any.fork);
+    if ((reported != reported_.end() ? reported->second : any.fork.createdOn_) == gone) {
+      held.push_back(any);
+    }
+  }
+  std::erase_if(reported_, [gone](const auto& entry) { return entry.second == gone; });
+  return held;
+}
+
+std::vector<WaitForValue> RRefHolders::takeHopelessWaits(const std::function<bool(const RRefId&)>& isOfTheGone) {
+  const std::lock_guard lock(inMaking_->mutex);
+  return takeWaitsForValues(
+      [&](const RRefId& id) { return isOfTheGone(id) && inMaking_->ids.find(id) == inMaking_->ids.end(); });
+}
+
+} // namespace torch_ucx_rpc

@@ -1,0 +1,187 @@
+#include "torch_glue/torch_state.h"
+
+#include <torch/csrc/distributed/autograd/context/container.h>
+#include <torch/csrc/distributed/rpc/rref_context.h>
+
+#include <atomic>
+#include <cstdint>
+#include <mutex>
+#include <random>
+#include <utility>
+
+namespace torch_ucx_rpc {
+
+namespace {
+
+using torch::distributed::autograd::DistAutogradContainer;
+using torch::distributed::rpc::JitFuture;
+using torch::distributed::rpc::OwnerRRef;
+using torch::distributed::rpc::RpcAgent;
+using torch::distributed::rpc::RRef;
+using torch::distributed::rpc::RRefContext;
+using torch::distributed::rpc::RRefId;
+using torch::distributed::rpc::worker_id_t;
+
+// Private members may be named in an explicit instantiation, whose friend hands them out.
+template <auto kMember, typename Tag>
+struct Reach {
+  friend auto reach(Tag /*tag*/) {
+    return kMember;
+  }
+};
+// clang-format off
+struct NextRRefId { friend auto reach(NextRRefId); };
+struct ContextAgent { friend auto reach(ContextAgent); };
+struct ContextMutex { friend auto reach(ContextMutex); };
+struct ContextDestroyed { friend auto reach(ContextDestroyed); };
+struct AutogradInstance { friend auto reach(AutogradInstance); };
+struct AutogradInitialized { friend auto reach(AutogradInitialized); };
+struct AutogradRank { friend auto reach(AutogradRank); };
+struct NextContextId { friend auto reach(NextContextId); };
+struct NextMessageId { friend auto reach(NextMessageId); };
+struct ContextForks { friend auto reach(ContextForks); };
+struct ContextOwners { friend auto reach(ContextOwners); };
+struct ContextPendingOwners { friend auto reach(ContextPendingOwners); };
+struct ContextPendingUsers { friend auto reach(ContextPendingUsers); };
+struct ContextConfirmedUsers { friend auto reach(ContextConfirmedUsers); };
+struct HasTimedOut { friend auto reach(HasTimedOut); };
+struct ContextMapsMutex { friend auto reach(ContextMapsMutex); };
+struct AutogradContexts { friend auto reach(AutogradContexts); };
+// clang-format on
+template struct Reach<&RRefContext::nextLocalId_, NextRRefId>;
+template struct Reach<&RRefContext::agent_, ContextAgent>;
+template struct Reach<&RRefContext::destroyedMutex_, ContextMutex>;
+template struct Reach<&RRefContext::destroyed_, ContextDestroyed>;
+template struct Reach<&DistAutogradContainer::getInstanceInternal, AutogradInstance>;
+template struct Reach<&DistAutogradContainer::initialized_, AutogradInitialized>;
+template struct Reach<&DistAutogradContainer::worker_id_, AutogradRank>;
+template struct Reach<&DistAutogradContainer::next_context_id_, NextContextId>;
+template struct Reach<&DistAutogradContainer::next_autograd_message_id_, NextMessageId>;
+template struct Reach<&RRefContext::forks_, ContextForks>;
+template struct Reach<&RRefContext::owners_, ContextOwners>;
+template struct Reach<&RRefContext::pendingOwners_, ContextPendingOwners>;
+template struct Reach<&RRefContext::pendingUsers_, ContextPendingUsers>;
+template struct Reach<&RRefContext::confirmedUsers_, ContextConfirmedUsers>;
+template struct Reach<&RRef::timedOut_, HasTimedOut>;
+template struct Reach<&RRefContext::mutex_, ContextMapsMutex>;
+template struct Reach<&DistAutogradContainer::autograd_contexts_, AutogradContexts>;
+
+// The upper bits of a context's id are the rank of the worker that has opened it.
+constexpr int kContextIdBits = 48;
+
+} // namespace
+
+bool isTorchsAgent(const RpcAgent& agent) {
+  return RpcAgent::isCurrentRpcAgentSet() && RpcAgent::getCurrentRpcAgent().get() == &agent;
+}
+
+void renewRRefContext(std::shared_ptr<RpcAgent> agent) {
+  RRefContext& context = RRefContext::getInstance();
+  const std::lock_guard lock(context.*reach(ContextMutex()));
+  // It is const, but of an object on the heap, in a library that was compiled long before, and nobody uses it now.
+  const_cast<std::shared_ptr<RpcAgent>&>(context.*reach(ContextAgent())) = std::move(agent); // NOLINT
+  context.*reach(ContextDestroyed()) = false;
+}
+
+int64_t beginRRefIds(bool areRandom) {
+  static std::once_flag isRandom;
+  std::atomic<int64_t>& next = *reach(NextRRefId());
+  if (areRandom) {
+    std::call_once(isRandom, [&next] {
+      std::random_device device;
+      next += static_cast<int64_t>(device()) << 30;
+    });
+  }
+  return next;
+}
+
+void initAutograd(worker_id_t rank, bool areIdsRandom) {
+  DistAutogradContainer& autograd = reach(AutogradInstance())();
+  bool& isInitialized = autograd.*reach(AutogradInitialized());
+  if (isInitialized && autograd.*reach(AutogradRank()) == rank) {
+    return;
+  }
+  isInitialized = false;
+  DistAutogradContainer::init(rank);
+  if (areIdsRandom) {
+    // The ids of autograd have 48 bits for the count: this takes a quarter of them at most.
+    std::random_device device;
+    const int64_t start = static_cast<int64_t>(device() >> 6) << 20;
+    autograd.*reach(NextContextId()) += start;
+    autograd.*reach(NextMessageId()) += start;
+  }
+}
+
+void stopRRefDeletions() {
+  // Without the lock: in a forked child, whose only thread this is, the lock may be that of a thread that stayed behind.
+  RRefContext::getInstance().*reach(ContextDestroyed()) = true;
+}
+
+std::vector<HeldFork> heldForks() {
+  RRefContext& context = RRefContext::getInstance();
+  std::vector<HeldFork> held;
+  const std::lock_guard lock(context.*reach(ContextMapsMutex()));
+  for (const auto& [rref, forks] : context.*reach(ContextForks())) {
+    for (const auto& fork : forks) {
+      held.push_back({rref, fork});
+    }
+  }
+  return held;
+}
+
+std::vector<WaitForValue> takeWaitsForValues(const std::function<bool(const RRefId&)>& isHopeless) {
+  RRefContext& context = RRefContext::getInstance();
+  std::vector<WaitForValue> waits;
+  const std::lock_guard lock(context.*reach(ContextMapsMutex()));
+  for (const auto& [id, rref] : context.*reach(ContextOwners())) {
+    const auto owner = c10::static_intrusive_pointer_cast<OwnerRRef>(rref);
+    if (!owner->hasValue() && isHopeless(id)) {
+      waits.push_back({id.createdOn_, owner->getFuture()});
+    }
+  }
+  std::erase_if(context.*reach(ContextPendingOwners()), [&](const auto& entry) {
+    if (!isHopeless(entry.first)) {
+      return false;
+    }
+    waits.push_back({entry.first.createdOn_, entry.second});
+    return true;
+  });
+  return waits;
+}
+
+void invalidateRRefsOf(worker_id_t owner) {
+  RRefContext& context = RRefContext::getInstance();
+  std::vector<c10::intrusive_ptr<RRef>> rrefs; // released without the lock, which their destructor takes
+  std::unique_lock lock(context.*reach(ContextMapsMutex()));
+  for (const auto& [fork, user] : context.*reach(ContextPendingUsers())) {
+    rrefs.push_back(user->rref_);
+  }
+  for (const auto& [fork, user] : context.*reach(ContextConfirmedUsers())) {
+    rrefs.push_back(user.lock());
+  }
+  lock.unlock();
+  for (const c10::intrusive_ptr<RRef>& rref : rrefs) {
+    if (rref != nullptr && rref->owner() == owner) {
+      ((*rref).*reach(HasTimedOut())).store(true);
+    }
+  }
+}
+
+std::vector<int64_t> autogradContextsOf(worker_id_t rank) {
+  DistAutogradContainer& autograd = reach(AutogradInstance())();
+  std::vector<int64_t> ids;
+  if (!(autograd.*reach(AutogradInitialized()))) {
+    return ids;
+  }
+  for (auto& shard : autograd.*reach(AutogradContexts())) {
+    const std::lock_guard lock(shard.lock);
+    for (const auto& [id, context] : shard.contexts) {
+      if (id >> kContextIdBits == rank) {
+        ids.push_back(id);
+      }
+    }
+  }
+  return ids;
+}
+
+} // namespace torch_ucx_rpc

@@ -1,0 +1,180 @@
+"""The exceptions of calls that fail for another reason than what their function raises.
+
+All are `RpcError`, and so RuntimeError: code that was written for torch's own agent catches them as before. The text of
+an exception is one sentence, or a few, for a person; its attributes are for programs. An attribute is None where this
+worker does not know its value.
+
+Exceptions that the called function raises are none of these: they keep their own type. Wrong arguments, and workers
+that do not find each other in ``init_rpc``, are TypeError, ValueError and RuntimeError.
+
+Example::
+
+    >>> try:
+    ...     rpc.rpc_sync("ps", pull)
+    ... except torch_ucx_rpc.errors.WorkerLost as error:
+    ...     print(error.name, "on", error.host, "is lost:", error.cause)
+    ... except torch_ucx_rpc.errors.CallTimedOut:
+    ...     retry()
+
+An exception that passes through a further worker keeps its type and its sentence; its attributes are None then, since
+torch sends the type and the text of an exception.
+"""
+
+from __future__ import annotations
+
+import inspect
+
+__all__ = [
+    "BarrierFailed",
+    "CallTimedOut",
+    "ForkedProcess",
+    "MessageNotSent",
+    "MessageRefused",
+    "OutOfResources",
+    "RRefLost",
+    "RpcError",
+    "ShutDown",
+    "UnknownWorker",
+    "WorkerLeft",
+    "WorkerLost",
+]
+
+
+class RpcError(RuntimeError):
+    """A call, or another operation of RPC, that failed; the base of the exceptions of this module.
+
+    Attributes:
+        name (str | None): name of the other worker, such as the callee.
+        rank (int | None): its rank.
+        host (str | None): name of its host.
+        cause (str | None): the reason that stands in the sentence, such as "its process has ended".
+    """
+
+    name: str | None = None
+    rank: int | None = None
+    host: str | None = None
+    cause: str | None = None
+
+    # torch makes the exception of a callee anew, from its type and its text alone.
+    def __init__(self, sentence: str = "", **attributes: object) -> None:
+        super().__init__(sentence)
+        if unknown := attributes.keys() - _attributes_of(type(self)):
+            raise TypeError(f"{type(self).__name__} has no attribute {', '.join(sorted(unknown))}")
+        vars(self).update(attributes)
+
+
+class WorkerLost(RpcError):
+    """The called worker has died, or cannot be reached any more. A lost worker stays lost."""
+
+
+class WorkerLeft(RpcError):
+    """The called worker has said goodbye: it has shut down RPC, or it has left the group or is about to."""
+
+
+class ShutDown(RpcError):
+    """RPC has been shut down on this worker, before the call or before its answer."""
+
+
+class CallTimedOut(RpcError, TimeoutError):
+    """No answer within the call's timeout. The callee may still run the function.
+
+    Attributes:
+        timeout (float | None): the timeout, in seconds.
+    """
+
+    timeout: float | None = None
+
+
+class MessageRefused(RpcError):
+    """A request or an answer arrived and was refused.
+
+    Either it is malformed, or its content is not what the sender sealed with the secret of the job.
+    """
+
+
+class MessageNotSent(RpcError):
+    """The request could not be sent, though the worker is not known to be lost; a later call may succeed."""
+
+
+class OutOfResources(RpcError):
+    """A worker ran out of something that the call needs; it goes on with other calls.
+
+    Attributes:
+        resource (str | None): ``"memory"``, ``"files"`` (open files) or ``"threads"``.
+    """
+
+    resource: str | None = None
+
+
+class UnknownWorker(RpcError):
+    """No worker of the group has the name, or the rank, that was called."""
+
+
+class RRefLost(RpcError):
+    """The RRef will never have a value, since the worker that was to make it is gone.
+
+    `name`, `rank` and `host` are those of that worker.
+    """
+
+
+class BarrierFailed(RpcError):
+    """The workers did not all come to the same point, as in a graceful ``shutdown``."""
+
+
+class ForkedProcess(RpcError):
+    """RPC was used in a process that was forked from a worker, without ``init_rpc`` of its own."""
+
+
+# The kinds of errors in C++, and the exceptions that they become. The comments name the sentences in csrc, and the
+# attributes that come with them besides name, rank and host of the worker that the sentence is about.
+KINDS: dict[str, type[RpcError]] = {
+    # "lost worker ...: it has died or cannot be reached any more (<cause>)"; cause
+    "worker_lost": WorkerLost,
+    # "worker ... has shut down its RPC agent", "... has left the group", "... is leaving the group"
+    "worker_left": WorkerLeft,
+    # "RPC was shut down on worker ... before worker ... answered", "RPC has been shut down on this worker",
+    # "RPC is not running on worker ...: it has been shut down, ..."; the worker is the callee
+    "shut_down": ShutDown,
+    # torch's "RPC ran for more than set timeout (... ms) and will now be marked with an error", "; called worker ...";
+    # timeout, in seconds
+    "timed_out": CallTimedOut,
+    # ErrorCode::kProtocol: "the answer of worker ... is unreadable: <cause>", "malformed message: ...", "a message of
+    # worker ... has arrived with another content than it was sealed with"; cause
+    "message_refused": MessageRefused,
+    # "could not send to worker ...: <cause>", with any code but those of the next line; cause
+    "not_sent": MessageNotSent,
+    # ErrorCode::kOutOfMemory and kOutOfFiles, "the system has no thread left for RPC": "could not send to ...", "could
+    # not receive the answer of ...: <cause>"; cause, and resource: "memory", "files", "threads"
+    "out_of_resources": OutOfResources,
+    # "could not find destination worker ..."; name or rank, as it was called
+    "unknown_worker": UnknownWorker,
+    # "this RRef will never have a value: <cause>"; cause
+    "rref_lost": RRefLost,
+    # "the workers cannot all come to the same point: <cause>"; "worker ... waited ... ms for all workers to come to the
+    # same point; missing: ..."; cause
+    "barrier_failed": BarrierFailed,
+    # "RPC cannot be used in a process that was forked from worker ..."
+    "forked": ForkedProcess,
+}
+
+
+def from_native(kind: str, what: str, fields: dict[str, object]) -> RpcError | None:
+    """For the extension: the exception that a C++ error becomes.
+
+    Args:
+        kind: a key of `KINDS`.
+        what: the sentence, which becomes the text of the exception unchanged.
+        fields: attributes by name. Names that the exception does not have are ignored, and empty texts mean unknown:
+            a mistake here must not hide the error itself.
+
+    Returns None for a kind that is not in `KINDS`; the error then becomes a RuntimeError.
+    """
+    found = KINDS.get(kind)
+    if found is None:
+        return None
+    known = _attributes_of(found)
+    return found(what, **{name: value for name, value in fields.items() if name in known and value not in (None, "")})
+
+
+def _attributes_of(kind: type[RpcError]) -> set[str]:
+    return {name for base in kind.__mro__ if issubclass(base, RpcError) for name in inspect.get_annotations(base)}
