@@ -83,7 +83,7 @@ class Run:
         elif name == "bounds":
             yield from self.bounds()
         elif name == "circumstances":
-            yield self.circumstances()
+            yield from self.circumstances()
         else:
             yield from harness.table(self.result(name))
 
@@ -105,18 +105,20 @@ class Run:
         missed = [verdict for verdict in verdicts if not verdict.holds]
         yield f"{len(verdicts) - len(missed)} of {len(verdicts)} bounds hold{'; missed are:' if missed else '.'}"
         if missed:
-            yield ""
-            yield from (f"- {verdict}" for verdict in missed)
+            yield from ("", "| missed | |", "|---|---|")
+            for verdict in missed:
+                figure, _, found = str(verdict).rpartition(": ")
+                yield f"| {figure} | {found} |"
 
-    def circumstances(self) -> str:
+    def circumstances(self) -> Iterator[str]:
         facts = self.kept["circumstances"]
         before, after = facts["load before and after"]
-        return (
-            f"{facts['processor']}, {facts['cores']} core{'' if facts['cores'] == 1 else 's'}, "
-            f"{facts['memory_gib']:g} GiB, {facts['system']}; torch {facts['torch']}, UCX {facts['ucx']}, "
-            f"Python {facts['python']}; commit {facts['commit']}, {facts['date']}; load {before:.1f} before, "
-            f"{after:.1f} after."
-        )
+        yield from ("| measured | |", "|---|---|")
+        yield f"| machine | {facts['processor']}, {facts['cores']} of its cores, {facts['memory_gib']:g} GiB |"
+        yield f"| load before and after | {before:.1f}, {after:.1f} |"
+        yield f"| system | {facts['system']} |"
+        yield f"| versions | torch {facts['torch']}, UCX {facts['ucx']}, Python {facts['python']} |"
+        yield f"| commit | {facts['commit']}, {facts['date']} |"
 
 
 def written(text: str) -> str:

@@ -81,10 +81,9 @@ own agent. `make conformance` runs them and writes this page from
 A test counts as passed if it ran to its end and passed in each of the runs. Skipped tests, tests that are covered by a
 test of this project, and tests that need absent GPUs are counted as such. A dash stands for a suite that was not run.
 
-A test of our own that covers one of torch's is checked to exist, by its name. What it asserts nobody compares with
-torch's.
+A test of this project that covers one of torch's must exist, by its name. No check compares the assertions of the two.
 
-## What is not as torch runs it
+## Differences from torch's own runs
 
 For both backends:
 
@@ -101,8 +100,8 @@ For both backends:
 
 For UCX alone:
 
-- The fixture names `BackendType.UCX` where TensorPipe's names its own. A timeout must read "RPC ran for more than" for
-  both; the text of an error after a shutdown is not looked at, for neither.
+- The fixture names `BackendType.UCX` where TensorPipe's names its own. For both backends a
+  timeout must read "RPC ran for more than", and an error after a shutdown may read anything.
 - FAULTY_AGENT_TESTS ask for `BackendType.FAULTY_TENSORPIPE` by name. The fixture overwrites the value of that member
   with the one of `FAULTY_UCX`, so that the name leads to this backend's faulty agent.
 - TENSORPIPE_TESTS run after `torch_ucx_rpc.replace_tensorpipe()`, by which programs written for TensorPipe run on UCX.

@@ -96,14 +96,28 @@ def test_calls_fail_at_their_deadlines_also_under_load() -> None:
         call.add_done_callback(lambda _: lateness.append(time.monotonic() - due))
         return call
 
+    # How late a sleeping thread of this process is, meanwhile: that is the machine's doing.
+    oversleeping = []
+    is_over = threading.Event()
+
+    def sleep_again() -> None:
+        while not is_over.is_set():
+            due = time.monotonic() + 0.01
+            time.sleep(0.01)
+            oversleeping.append(time.monotonic() - due)
+
+    sleeper = threading.Thread(target=sleep_again)
     with load("worker1"):
+        sleeper.start()
         calls = [call(0.1 + 0.001 * number) for number in range(400)]
         assert all(map(fails_by_timeout, calls))
+        is_over.set()
+        sleeper.join()
     assert len(lateness) == len(calls)
-    # In whole milliseconds. benchmarks/deadlines.py says how punctual they are; here the machine may be busy otherwise,
-    # but half of them are no later than a timer that looks every tenth of a second would have them.
+    # In whole milliseconds. benchmarks/deadlines.py says how punctual they are; here the machine may be busy otherwise.
+    # Beyond that, half of them are no later than a timer that looks every tenth of a second would have them.
     assert min(lateness) > -0.001
-    assert statistics.median(lateness) < 0.05
+    assert statistics.median(lateness) < 0.05 + 2 * statistics.median(oversleeping)
     assert max(lateness) < 5
 
 

@@ -355,8 +355,8 @@ def test_a_process_has_ended_although_its_parent_has_not_asked() -> None:
 def test_pauses_between_questions_stay_short(monkeypatch: pytest.MonkeyPatch, size: int, longest: float) -> None:
     # All ask about 1,000 times a second together; a worker that comes last is seen so much later at most.
     pauses: list[float] = []
-    monkeypatch.setattr(_members.time, "sleep", pauses.append)
-    for _ in itertools.islice(_members.ask_again(size, Deadline(60)), 20):
+    monkeypatch.setattr(members.time, "sleep", pauses.append)
+    for _ in itertools.islice(members.ask_again(size, Deadline(60)), 20):
         pass
     assert pauses[0] == 0.001
     assert max(pauses) == pytest.approx(longest)

@@ -172,7 +172,8 @@ def test_what_stands_between_the_lines_is_replaced(monkeypatch: pytest.MonkeyPat
     text = "a\n<!-- benchmark: run bounds -->\nold\n<!-- end of benchmark -->\nb\n"
     assert tables.written(text) == (
         "a\n<!-- benchmark: run bounds -->\n0 of 1 bounds hold; missed are:\n\n"
-        "- latency, UCX to TensorPipe or TensorPipe, uv: 0.60, at most 0.5 MISSED\n<!-- end of benchmark -->\nb\n"
+        "| missed | |\n|---|---|\n"
+        "| latency, UCX to TensorPipe or TensorPipe, uv | 0.60, at most 0.5 MISSED |\n<!-- end of benchmark -->\nb\n"
     )
     assert tables.written(tables.written(text)) == tables.written(text)
 

@@ -101,7 +101,7 @@ def test_every_promise_stands_on_its_page_and_its_tests_exist(page: str) -> None
     text = text_of(page)
     for words, tests in PROMISES[page].items():
         plain = re.sub(r"\]\([^)]*\)|\[(?=[^\]]*\]\()", "", text)
-        assert words in text or words in plain, f"{page} does not say {words!r}: mend tests/promises.py"
+        assert words in text or words in plain, f"{page} does not say {words!r}: mend tests/support/promises.py"
         missing = [test for test in tests if not exists(test)]
         assert tests, f"{words!r} has no test"
         assert not missing, f"{words!r} names tests that there are not: {missing}"
@@ -113,7 +113,7 @@ def test_every_statement_of_the_readme_has_a_test() -> None:
         plain = re.sub(r"\]\([^)]*\)|\[(?=[^\]]*\]\()", "", statement)
         if not any(words in statement or words in plain for words in PROMISES["README.md"]):
             untested.append(statement)
-    assert not untested, "say in tests/promises.py which tests hold these"
+    assert not untested, "say in tests/support/promises.py which tests hold these"
 
 
 def test_a_name_of_no_test_is_noticed() -> None:
