@@ -378,6 +378,7 @@ TEST_F(DeviceTest, WhatHasReplacedTorchsAllocatorIsAsked) {
   EXPECT_EQ(asked.load(), 1);
   EXPECT_TRUE(isAll(hostView(received_.at(0)), 5));
   received_.clear();
+  DevicePool::instance().collect();
   DevicePool::instance().setSource(DevicePool::Source::kTorch);
 }
 
