@@ -243,6 +243,9 @@ def test_only_what_a_view_shows_travels() -> None:
         assert bytes_sent(view) < 64 << 10
     # Two views of the same part of one storage are the same bytes: they need not travel twice.
     assert bytes_sent(huge, huge.view(4096, 4096)) < nbytes + 4096
+    # Overlapping views of different dtypes, at no whole number of elements from each other.
+    octets = huge.view(torch.uint8)
+    assert bytes_sent(octets[-15:-7], octets[-12:].view(torch.int32)) < 4096
 
 
 def shares_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -281,6 +284,15 @@ def test_thousands_of_tensors_travel_in_one_call() -> None:
     tensors[::1000] = [torch.full((LARGE,), float(i)) for i in range(0, 5000, 1000)]
     more = {f"{i}": torch.tensor(i) for i in range(1000)}
     assert rpc.rpc_sync("worker1", sum_all, args=(tensors, more)) == sum_all(tensors, more)
+    for expected, actual in zip(tensors, reversed(rpc.rpc_sync("worker1", backwards, args=(tensors,))), strict=True):
+        assert torch.equal(actual, expected)
+
+
+@in_worker0(of=2)
+def test_many_small_tensors_arrive_exactly() -> None:
+    # Some travel in the body, more than fit there, and more than each get a span of their own.
+    sizes = [2000] * 1000 + [9000] * 600 + [1, 0, 300_000]
+    tensors = [torch.full((n,), float(i)) for i, n in enumerate(sizes)]
     for expected, actual in zip(tensors, reversed(rpc.rpc_sync("worker1", backwards, args=(tensors,))), strict=True):
         assert torch.equal(actual, expected)
 
@@ -378,6 +390,40 @@ def test_a_sent_tensor_may_be_written_as_soon_as_the_call_returns() -> None:
         for i in range(20):
             tensor.fill_(i)
             assert torch.equal(rpc.rpc_sync("worker1", torch.add, args=(tensor, 1)), tensor + 1)
+
+
+def give_other_data(tensor: torch.Tensor) -> None:
+    tensor.data = torch.zeros(1)
+
+
+def give_other_storage(tensor: torch.Tensor) -> None:
+    tensor.set_()
+
+
+def grow(tensor: torch.Tensor) -> None:
+    tensor.resize_(2 * tensor.numel())
+
+
+def free_storage(tensor: torch.Tensor) -> None:
+    tensor.untyped_storage().resize_(0)
+
+
+def be_output(tensor: torch.Tensor) -> None:
+    more = torch.zeros(2 * tensor.numel())
+    tensor.resize_(0)
+    torch.add(more, more, out=tensor)
+
+
+@pytest.mark.ucx_only
+@in_worker0(of=2)
+def test_a_tensor_may_get_other_memory_while_it_travels() -> None:
+    n = 16 * LARGE  # so large that the memory is unmapped when it is freed
+    for swap in (give_other_data, give_other_storage, grow, free_storage, be_output):
+        for _ in range(3):
+            tensor = torch.ones(n)
+            call = rpc.rpc_async("worker1", torch.sum, args=(tensor,))
+            swap(tensor)
+            assert call.wait() == n, swap
 
 
 # ---- Beyond what 32 bits count ---------------------------------------------------------------------------------------

@@ -14,22 +14,28 @@ namespace torch_ucx_rpc {
 using torch::distributed::rpc::DeviceMap;
 using torch::distributed::rpc::Message;
 
-// torch's message -> ours. Keeps strides, dtype, requires_grad, lazy conjugation, sparse layouts and quantizers;
-// tensors whose memory overlaps still overlap after arrival. Of a storage only the bytes that the tensors reach travel; a
-// view with large holes is packed. Memory that torch does not own (from_blob) is copied now, the rest is lent until UCX has sent it.
-// Tensors on devices are those that the streams current now have made by then. `deviceMap` says where they arrive. Throws c10::Error,
-// naming the worker `to`, for a tensor that cannot be sent. For a worker of this machine, what the transport cannot share of a device's
-// memory is copied to the host's first.
+// Turns torch's message into ours.
+//
+// Tensors keep strides, dtype, requires_grad, lazy conjugation, sparse layouts and quantizers. Tensors whose memory
+// overlaps still overlap after arrival. Of a storage only the part that tensors reach travels, and a view with large
+// holes is copied without them. `deviceMap` says where tensors of devices arrive.
+//
+// Large tensors are lent to the transport until it has sent them (see LentMemory). Small ones, and memory that torch
+// does not own (from_blob), are copied now. Tensors on devices have the contents that the current streams have given
+// them by now. For a worker of this machine, device memory that the transport cannot share is copied to the host
+// first.
+//
+// Throws c10::Error, which names the worker `to`, for a tensor that cannot be sent.
 std::unique_ptr<OutgoingMessage> encodeMessage(
     c10::intrusive_ptr<Message> message, const Peer& to, const DeviceMap& deviceMap, const Transport& transport);
 
 struct DecodedMessage {
   c10::intrusive_ptr<Message> message;
-  std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>> deviceStorages; // those of its tensors that are not on the CPU
+  std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>> deviceStorages; // storages of its tensors on devices
 };
 
-// Ours -> torch's. Checks everything; tensors may be on the CPU and on `devices`. Received tensors own their memory, one storage for
-// each storage sent, and may be used on the streams that are current now.
+// Turns our message into torch's, and checks everything. Tensors may be on the CPU and on `devices`. Each storage
+// that was sent becomes one storage with memory of its own, ready for use on the current streams.
 Error decodeMessage(IncomingMessage incoming, const Devices& devices, DecodedMessage& decoded);
 
 } // namespace torch_ucx_rpc

@@ -1,10 +1,14 @@
+#include "memory/host_pool.h"
 #include "tensors/device_copy.h"
+#include "tensors/lent_memory.h"
 #include "tensors/tensor_codec.h"
 
 #include <ATen/ATen.h>
 
 #include <algorithm>
 #include <cstring>
+#include <iterator>
+#include <numeric>
 #include <span>
 #include <tuple>
 #include <utility>
@@ -19,14 +23,24 @@ using wire::kNowhere;
 using wire::Layout;
 using wire::TensorRecord;
 
-// A storage up to this size rides in the body: one copy more on each side costs less than a rendezvous of its own.
+// A storage up to this size travels in the body: one more copy on each side costs less than a rendezvous of its own.
 constexpr uint64_t kInlineStorageBytes = 32 * 1024;
-// Likewise for the pickled payload.
+// The same for the pickled payload.
 constexpr uint64_t kInlinePayloadBytes = 64 * 1024;
-// A view is packed where that at least halves what travels.
-constexpr int64_t kPackingGain = 2;
+// The limit for all inline storages of a message together. A body is one frame, and nothing else gets in between.
+// Small storages beyond this limit are packed into spans, which travel in pieces.
+constexpr uint64_t kMostInlineBytes = 1024 * 1024;
+// A pack is no larger than a piece.
+constexpr uint64_t kPackBytes = OutgoingMessage::kPieceBytes;
+// A message lends up to this many storages of the CPU, each as a span of its own. Beyond that it packs the smallest of
+// them: a span costs the receiver about 8 KiB, whatever its size.
+constexpr size_t kMostLentStorages = 512;
+// Storages of at least this size are never packed. A copy of them would cost more than their span.
+constexpr uint64_t kPackableBytes = 1024 * 1024;
+// A view is copied without its holes where that at least halves what travels.
+constexpr int64_t kCompactionGain = 2;
 
-// What the message lends to the transport: torch's message itself, and copies made for packing.
+// Owns what the message lends to the transport: torch's message, memory of its tensors, and copies.
 class LentMessage final : public Lender {
  public:
   explicit LentMessage(c10::intrusive_ptr<Message> message) : message_(std::move(message)) {}
@@ -36,10 +50,18 @@ class LentMessage final : public Lender {
   void keep(at::Tensor tensor) {
     tensors_.push_back(std::move(tensor));
   }
+  void keep(LentMemory memory) {
+    memory_.push_back(std::move(memory));
+  }
+  void keep(c10::DataPtr copy) {
+    copies_.push_back(std::move(copy));
+  }
 
  private:
   const c10::intrusive_ptr<Message> message_;
   std::vector<at::Tensor> tensors_;
+  std::vector<LentMemory> memory_;
+  std::vector<c10::DataPtr> copies_;
 };
 
 // The memory that one strided tensor reaches.
@@ -47,8 +69,12 @@ struct Region {
   c10::Device device = c10::kCPU;
   const std::byte* begin = nullptr;
   const std::byte* end = nullptr;
-  const std::byte* storageBegin = nullptr; // of the torch storage it lies in
+  c10::Storage owner; // of the memory
   uint32_t storage = kNowhere; // filled once storages are numbered
+
+  const std::byte* ownersBegin() const {
+    return static_cast<const std::byte*>(owner.data());
+  }
 };
 
 // A record under construction; its region is numbered when all tensors are known.
@@ -59,6 +85,17 @@ struct PlannedTensor {
   bool isChild = false;
   bool hasRegion = false;
   Region region;
+};
+
+// A storage of the message: memory that one tensor reaches, or several tensors that share it.
+struct PlannedStorage {
+  enum class Place { kInline, kPacked, kLent };
+
+  c10::Device device = c10::kCPU;
+  const std::byte* begin = nullptr;
+  uint64_t bytes = 0;
+  std::vector<PlannedTensor*> tensors;
+  Place place = Place::kLent;
 };
 
 // Builds the plan for all tensors of a message, then the body.
@@ -84,7 +121,9 @@ class Encoder {
       for (const at::Tensor& tensor : message_->tensors()) {
         plan(tensor, false);
       }
-      numberStorages(writer, *outgoing);
+      std::vector<PlannedStorage> storages = planStorages();
+      choosePlaces(storages);
+      addStorages(storages, writer, *outgoing);
       for (PlannedTensor& tensor : tensors_) {
         tensor.record.storage = tensor.region.storage;
         writer.addTensor(tensor.record, tensor.sizes, tensor.strides, tensor.isChild);
@@ -107,15 +146,23 @@ class Encoder {
     return static_cast<uint32_t>(outgoing.spans.size() - 1);
   }
 
-  uint32_t addStorageSpan(
-      OutgoingMessage& outgoing, const std::byte* begin, uint64_t bytes, c10::Device from, c10::Device to) {
-    if (from.is_cpu() || !to_.isNeighbour.load() || transport_.canShare(begin)) {
-      return addSpan(outgoing, begin, bytes, from, to);
+  uint32_t addLentSpan(OutgoingMessage& outgoing, const PlannedStorage& storage, c10::Device to) {
+    const c10::Device from = storage.device;
+    if (from.is_cpu() || !to_.isNeighbour.load() || transport_.canShare(storage.begin)) {
+      const c10::StorageImpl* last = nullptr;
+      for (const PlannedTensor* tensor : storage.tensors) {
+        const c10::Storage& owner = tensor->region.owner;
+        if (owner.unsafeGetStorageImpl() != last) {
+          lent_->keep(LentMemory::lend(owner));
+          last = owner.unsafeGetStorageImpl();
+        }
+      }
+      return addSpan(outgoing, storage.begin, storage.bytes, from, to);
     }
-    const at::Tensor staged = stageBytes(begin, bytes, from);
+    const at::Tensor staged = stageBytes(storage.begin, storage.bytes, from);
     lent_->keep(staged);
-    outgoing.stagedBytes += bytes;
-    return addSpan(outgoing, staged.const_data_ptr(), bytes, c10::kCPU, to);
+    outgoing.stagedBytes += storage.bytes;
+    return addSpan(outgoing, staged.const_data_ptr(), storage.bytes, c10::kCPU, to);
   }
 
   PlannedTensor& add(Layout layout, const at::Tensor& tensor, bool isChild) {
@@ -137,7 +184,7 @@ class Encoder {
       planned.record.storage = kNowhere;
       return;
     }
-    (void)targetOf(tensor.device()); // refuses
+    (void)targetOf(tensor.device()); // throws where it has none
     switch (tensor.layout()) {
       case at::kStrided:
         if (tensor.is_quantized()) {
@@ -168,21 +215,21 @@ class Encoder {
     }
   }
 
-  // Where a tensor on this device arrives.
+  // The device where a tensor on `device` arrives. Refuses a device that has no target.
   c10::Device targetOf(c10::Device device) const {
     const auto entry = deviceMap_.find(device);
     if (entry != deviceMap_.end()) {
       return entry->second;
     }
-    // Half of it is TensorPipe's own text, which programs and PyTorch's tests look for.
+    // The second half is TensorPipe's own text, which programs and PyTorch's tests look for.
     TORCH_CHECK(
         device.is_cpu(),
         "this message to ",
         to_.describe(),
         " has a tensor on ",
         device,
-        "; UCX's as well as the TensorPipe RPC backend only supports CPU tensors by default. Move it to the CPU first, e.g. "
-        "tensor.cpu(), or say where it is to arrive, by ",
+        "; UCX's as well as the TensorPipe RPC backend only supports CPU tensors by default. Move it to the CPU first, "
+        "e.g. tensor.cpu(), or say where it is to arrive, by ",
         message_->isRequest() ? "" : "the caller's ",
         "`set_device_map` on `TensorPipeRpcBackendOptions` or UcxRpcBackendOptions: ",
         message_->isRequest() ? "Request" : "Response",
@@ -249,7 +296,7 @@ class Encoder {
     return (last + 1) * tensor.dtype().itemsize();
   }
 
-  // Elements that share bytes: torch counts a byte for each, which is more than their storage has.
+  // A copy for elements smaller than a byte. torch counts a whole byte for each, more than their storage has.
   at::Tensor padded(const at::Tensor& tensor, uint64_t bytes) const {
     TORCH_CHECK(
         tensor.is_cpu(),
@@ -273,8 +320,8 @@ class Encoder {
     const uint64_t extent = extentBytes(tensor);
     const uint64_t needed = static_cast<uint64_t>(tensor.numel()) * tensor.dtype().itemsize();
     // Borrowed memory has no owner that could keep it alive until UCX has sent it.
-    const bool isBorrowed = extent != 0 && tensor.storage().data_ptr().get_context() == nullptr;
-    const bool hasHoles = extent > kInlineStorageBytes && needed * kPackingGain <= extent;
+    const bool isBorrowed = extent != 0 && !isMemoryOwned(tensor.storage());
+    const bool hasHoles = extent > kInlineStorageBytes && needed * kCompactionGain <= extent;
     if (isBorrowed || hasHoles || tensor._is_zerotensor()) {
       at::Tensor raw = tensor.detach();
       raw = raw.is_conj() ? raw.conj() : raw; // the lazy bits travel as flags, the memory as it is
@@ -287,7 +334,8 @@ class Encoder {
       if (std::find(devices_.begin(), devices_.end(), tensor.device()) == devices_.end()) {
         devices_.push_back(tensor.device());
       }
-      // The message keeps it until UCX has read it, but a copy for a call to oneself is only in the stream when the message is over.
+      // The message keeps the memory until UCX has read it. For a call to oneself a copy may still wait in the stream
+      // when the message is gone.
       recordOnCurrentStream(memory.storage().data_ptr());
     }
     if (tensor.scalar_type() == at::kQUInt4x2 || tensor.scalar_type() == at::kQUInt2x4) {
@@ -295,18 +343,13 @@ class Encoder {
       lent_->keep(memory);
     }
     const auto* begin = static_cast<const std::byte*>(memory.const_data_ptr());
-    planned.region = {
-        memory.device(),
-        begin,
-        begin + extentBytes(memory),
-        static_cast<const std::byte*>(memory.storage().data_ptr().get()),
-        kNowhere};
+    planned.region = {memory.device(), begin, begin + extentBytes(memory), memory.storage(), kNowhere};
     planned.hasRegion = true;
   }
 
-  // Regions that overlap become one storage, so that tensors which share memory share it after arrival too. Addresses tell:
-  // live tensors overlap only where they share a storage.
-  void numberStorages(BodyWriter& writer, OutgoingMessage& outgoing) {
+  // Regions that overlap become one storage, so that tensors which share memory still share it after arrival. Their
+  // addresses tell: live tensors overlap only where they share memory.
+  std::vector<PlannedStorage> planStorages() {
     std::vector<PlannedTensor*> byAddress;
     for (PlannedTensor& tensor : tensors_) {
       if (tensor.hasRegion) {
@@ -320,9 +363,9 @@ class Encoder {
       };
       return key(a->region) < key(b->region);
     });
+    std::vector<PlannedStorage> storages;
     for (size_t first = 0; first < byAddress.size();) {
       const c10::Device device = byAddress[first]->region.device;
-      const std::byte* const start = byAddress[first]->region.begin;
       const std::byte* end = byAddress[first]->region.end;
       size_t next = first + 1;
       while (next < byAddress.size() && byAddress[next]->region.device == device &&
@@ -330,28 +373,128 @@ class Encoder {
         end = std::max(end, byAddress[next]->region.end);
         ++next;
       }
-      // Views of different dtypes may start at bytes that are no whole number of elements apart; seen from the start of
-      // their torch storage they always are.
-      const auto overlapping = std::span(byAddress).subspan(first, next - first);
-      const bool isWhole = std::all_of(overlapping.begin(), overlapping.end(), [start](const PlannedTensor* tensor) {
-        return (tensor->region.begin - start) % tensor->record.itemBytes == 0;
-      });
-      const std::byte* const begin = isWhole ? start : byAddress[first]->region.storageBegin;
-      const auto bytes = static_cast<uint64_t>(end - begin);
-      const c10::Device target = targetOf(device);
-      const auto targetType = static_cast<int8_t>(target.type());
-      const bool isInline =
-          bytes <= (device.is_cpu() ? kInlineStorageBytes : 0); // the body is made now, and on the CPU
-      const uint32_t storage = isInline
-          ? writer.addInlineStorage(begin, bytes, targetType, target.index())
-          : writer.addSpanStorage(
-                bytes, addStorageSpan(outgoing, begin, bytes, device, target), targetType, target.index());
-      for (; first < next; ++first) {
-        PlannedTensor& tensor = *byAddress[first];
-        tensor.region.storage = storage;
-        tensor.record.storageOffset = (tensor.region.begin - begin) / tensor.record.itemBytes;
+      planShared(std::span(byAddress).subspan(first, next - first), storages);
+      first = next;
+    }
+    return storages;
+  }
+
+  // One storage for tensors that overlap, sorted by address. Each must begin a whole number of its elements after the
+  // start of the storage.
+  static void planShared(std::span<PlannedTensor* const> tensors, std::vector<PlannedStorage>& storages) {
+    const Region& lowest = tensors.front()->region;
+    uint64_t unit = 1;
+    for (const PlannedTensor* tensor : tensors) {
+      unit = std::lcm(unit, uint64_t{tensor->record.itemBytes});
+    }
+    // torch counts elements from the start of its own storage, so a multiple of all element sizes from there fits all.
+    const bool isEmpty = lowest.begin == lowest.end; // then it is nowhere, and alone
+    const auto fromOwner = isEmpty ? 0 : static_cast<uint64_t>(lowest.begin - lowest.ownersBegin());
+    const std::byte* const begin = lowest.begin - fromOwner % unit;
+    const std::byte* end = begin;
+    PlannedStorage shared{lowest.device, begin, 0, {}};
+    std::vector<PlannedStorage> alone;
+    for (PlannedTensor* tensor : tensors) {
+      const Region& region = tensor->region;
+      if ((region.begin - begin) % tensor->record.itemBytes == 0) {
+        shared.tensors.push_back(tensor);
+        end = std::max(end, region.end);
+      } else { // two torch storages over the same memory, a fraction of an element apart
+        alone.push_back(
+            {region.device, region.begin, static_cast<uint64_t>(region.end - region.begin), {tensor}});
       }
     }
+    shared.bytes = static_cast<uint64_t>(end - begin);
+    storages.push_back(std::move(shared));
+    std::move(alone.begin(), alone.end(), std::back_inserter(storages));
+  }
+
+  // Bounds the body, and the number of spans: kMostLentStorages, one for each MiB, and those of devices.
+  static void choosePlaces(std::vector<PlannedStorage>& storages) {
+    using Place = PlannedStorage::Place;
+    uint64_t inlineBytes = 0;
+    size_t unpackable = 0;
+    std::vector<PlannedStorage*> packable;
+    for (PlannedStorage& storage : storages) {
+      // The body is made now, and on the CPU. A device may still work on its memory.
+      const uint64_t mostInline = storage.device.is_cpu() ? kInlineStorageBytes : 0;
+      if (storage.bytes <= mostInline) {
+        const bool hasRoom = inlineBytes + storage.bytes <= kMostInlineBytes;
+        storage.place = hasRoom ? Place::kInline : Place::kPacked;
+        inlineBytes += hasRoom ? storage.bytes : 0;
+      } else if (storage.device.is_cpu()) {
+        if (storage.bytes < kPackableBytes) {
+          packable.push_back(&storage);
+        } else {
+          ++unpackable;
+        }
+      }
+    }
+    const size_t lent = kMostLentStorages - std::min(kMostLentStorages, unpackable);
+    if (packable.size() > lent) {
+      const auto largest = packable.begin() + static_cast<std::ptrdiff_t>(lent);
+      std::nth_element(packable.begin(), largest, packable.end(), [](const auto* a, const auto* b) {
+        return a->bytes > b->bytes;
+      });
+      std::for_each(largest, packable.end(), [](PlannedStorage* storage) { storage->place = Place::kPacked; });
+    }
+  }
+
+  void addStorages(const std::vector<PlannedStorage>& storages, BodyWriter& writer, OutgoingMessage& outgoing) {
+    using Place = PlannedStorage::Place;
+    Pack pack;
+    for (const PlannedStorage& storage : storages) {
+      const c10::Device target = targetOf(storage.device);
+      const auto targetType = static_cast<int8_t>(target.type());
+      uint32_t number = kNowhere;
+      if (storage.place == Place::kInline) {
+        number = writer.addInlineStorage(storage.begin, storage.bytes, targetType, target.index());
+      } else {
+        const uint32_t span = storage.place == Place::kPacked ? addToPack(pack, storage, outgoing)
+                                                              : addLentSpan(outgoing, storage, target);
+        number = writer.addSpanStorage(storage.bytes, span, targetType, target.index());
+      }
+      for (PlannedTensor* tensor : storage.tensors) {
+        tensor->region.storage = number;
+        tensor->record.storageOffset = (tensor->region.begin - storage.begin) / tensor->record.itemBytes;
+      }
+    }
+    close(pack, outgoing);
+  }
+
+  // Storages that travel one after another in one span.
+  struct Pack {
+    uint32_t span = kNowhere; // its number, from the first storage on
+    uint64_t bytes = 0;
+    std::vector<const PlannedStorage*> storages;
+  };
+
+  // Returns the number of the span.
+  uint32_t addToPack(Pack& pack, const PlannedStorage& storage, OutgoingMessage& outgoing) {
+    if (pack.bytes + storage.bytes > kPackBytes) {
+      close(pack, outgoing);
+    }
+    if (pack.storages.empty()) {
+      pack.span = addSpan(outgoing, nullptr, 0); // filled when the pack is closed
+    }
+    pack.storages.push_back(&storage);
+    pack.bytes += storage.bytes;
+    return pack.span;
+  }
+
+  void close(Pack& pack, OutgoingMessage& outgoing) {
+    if (pack.storages.empty()) {
+      return;
+    }
+    c10::DataPtr copy = HostPool::instance().allocate(pack.bytes);
+    auto* to = static_cast<std::byte*>(copy.get());
+    outgoing.spans[pack.span].bytes = {to, pack.bytes};
+    for (const PlannedStorage* storage : pack.storages) {
+      std::memcpy(to, storage->begin, storage->bytes);
+      to += storage->bytes;
+    }
+    lent_->keep(std::move(copy));
+    pack = {};
   }
 
   const c10::intrusive_ptr<Message> message_;
