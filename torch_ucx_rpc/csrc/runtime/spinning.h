@@ -56,18 +56,18 @@ class Spinning {
     absences_[static_cast<int>(role)].add(time <= kShortAbsence);
   }
 
-  // One wait, from the first time nothing was found until something is.
+  // One wait, from the first time nothing was found until something is. Tests tell it the time.
   class Wait {
    public:
     Wait(Spinning& spinning, Role role) : spinning_(spinning), role_(role) {}
     // Nothing was found: whether to look again rather than sleep. Lets other threads run now and then.
-    bool spin(bool isTransferring);
+    bool spin(bool isTransferring, Clock::time_point now = Clock::now());
     // Something moved, but it is not what one waits for.
     void again() {
       began_ = {};
     }
     // What one waits for was found. Returns the time.
-    Clock::time_point end();
+    Clock::time_point end(Clock::time_point now = Clock::now());
 
    private:
     Spinning& spinning_;
