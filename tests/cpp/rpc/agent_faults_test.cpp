@@ -382,7 +382,7 @@ TEST_F(AgentTest, RequestWhoseCallerHasGivenUpIsNotRun) {
   start(
       2,
       [&](Message& request) {
-        handled.fetch_add(1);
+        handled.fetch_add(textOf(request) == "given up" ? 1 : 0);
         if (textOf(request) == "block") {
           gate_->pass();
         }
@@ -393,13 +393,15 @@ TEST_F(AgentTest, RequestWhoseCallerHasGivenUpIsNotRun) {
   ASSERT_TRUE(eventually([&] { return gate_->waiting() == 1; }));
   const Future givenUp = call(0, 1, "given up", {}, 0.05F);
   const Future patient = call(0, 1, "patient");
+  // The deadline is relative, so the callee's ends later than the caller's, by the time on the way.
   EXPECT_TRUE(contains(failure(givenUp), "RPC ran for more than"));
+  EXPECT_TRUE(contains(failure(call(0, 1, "a clock", {}, 0.5F)), "RPC ran for more than"));
   gate_->open();
   EXPECT_EQ(textOf(*answer(blocking)), "block");
   EXPECT_EQ(textOf(*answer(patient)), "patient");
-  EXPECT_EQ(handled.load(), 2);
-  EXPECT_EQ(metric(1, "agent.requests_expired"), 1u);
-  EXPECT_EQ(metric(1, "agent.server_active_calls"), 0u);
+  EXPECT_EQ(handled.load(), 0);
+  EXPECT_GE(metric(1, "agent.requests_expired"), 1u);
+  EXPECT_TRUE(eventually([&] { return metric(1, "agent.server_active_calls") == 0; }));
 }
 
 } // namespace

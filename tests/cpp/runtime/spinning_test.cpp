@@ -2,7 +2,7 @@
 
 #include <gtest/gtest.h>
 
-#include <thread>
+#include <chrono>
 #include <vector>
 
 namespace torch_ucx_rpc {
@@ -10,21 +10,31 @@ namespace {
 
 class SpinningTest : public testing::Test {
  protected:
-  static void waitShortly(Spinning& spinning, Role role = Role::kLeader, int times = 20) {
-    for (int time = 0; time < times; ++time) {
+  using Clock = Spinning::Clock;
+  static constexpr auto kShort = std::chrono::microseconds(5); // between two looks of a thread that spins
+
+  // Looks again after so much time.
+  bool spin(Spinning::Wait& wait, bool isTransferring = false, Clock::duration later = kShort) {
+    now_ += later;
+    return wait.spin(isTransferring, now_);
+  }
+  // Waits that each find what they wait for after so much time.
+  void waitFor(Clock::duration time, Spinning& spinning, Role role, int times) {
+    for (int done = 0; done < times; ++done) {
       Spinning::Wait wait(spinning, role);
-      (void)wait.spin(false);
-      wait.end();
+      (void)spin(wait);
+      now_ += time;
+      EXPECT_EQ(wait.end(now_), now_);
     }
   }
-  static void waitLong(Spinning& spinning, Role role = Role::kLeader, int times = 5) {
-    for (int time = 0; time < times; ++time) {
-      Spinning::Wait wait(spinning, role);
-      (void)wait.spin(false);
-      std::this_thread::sleep_for(2 * (Spinning::kLimit + Spinning::kWakeUp));
-      wait.end();
-    }
+  void waitShortly(Spinning& spinning, Role role = Role::kLeader, int times = 20) {
+    waitFor(kShort, spinning, role, times);
   }
+  void waitLong(Spinning& spinning, Role role = Role::kLeader, int times = 5) {
+    waitFor(2 * (Spinning::kLimit + Spinning::kWakeUp), spinning, role, times);
+  }
+
+  Clock::time_point now_{std::chrono::hours(1)};
 };
 
 TEST_F(SpinningTest, AutoSpinsOnceWaitsHaveBeenShortAndStopsWhenTheyAreLong) {
@@ -40,10 +50,12 @@ TEST_F(SpinningTest, AutoEndsASpinAtItsLimit) {
   Spinning spinning(Waiting::kAuto, 2);
   waitShortly(spinning);
   Spinning::Wait wait(spinning, Role::kLeader);
-  const auto began = Spinning::Clock::now();
-  while (wait.spin(false)) {
-    ASSERT_LT(Spinning::Clock::now() - began, std::chrono::seconds(5));
+  EXPECT_TRUE(spin(wait));
+  const Clock::time_point limit = now_ + Spinning::kLimit;
+  while (now_ + kShort < limit) {
+    ASSERT_TRUE(spin(wait)) << (limit - now_).count() << " ns before the limit";
   }
+  EXPECT_FALSE(spin(wait));
 }
 
 TEST_F(SpinningTest, LeadersAndWaitingCallersLearnApart) {
@@ -58,12 +70,12 @@ TEST_F(SpinningTest, WhoSleptWhileOthersWereServedHasNotWaitedForLong) {
   waitShortly(spinning);
   std::vector<Spinning::Wait> guards(10, Spinning::Wait(spinning, Role::kLeader));
   for (Spinning::Wait& guard : guards) {
-    (void)guard.spin(false);
+    (void)spin(guard);
   }
-  std::this_thread::sleep_for(2 * (Spinning::kLimit + Spinning::kWakeUp));
+  now_ += 2 * (Spinning::kLimit + Spinning::kWakeUp);
   waitShortly(spinning, Role::kWaitingCaller, 1);
   for (Spinning::Wait& guard : guards) {
-    guard.end();
+    guard.end(now_);
   }
   EXPECT_TRUE(spinning.isOn(Role::kLeader));
 }
@@ -72,11 +84,10 @@ TEST_F(SpinningTest, OneInterruptionIsNoReasonToStopAndSeveralAre) {
   Spinning spinning(Waiting::kAuto, 2);
   waitShortly(spinning, Role::kLeader, 60);
   Spinning::Wait wait(spinning, Role::kLeader);
-  const auto isSpunAfterAnInterruption = [&wait] {
+  const auto isSpunAfterAnInterruption = [&] {
     wait.again();
-    (void)wait.spin(false);
-    std::this_thread::sleep_for(2 * Spinning::kInterruption);
-    return wait.spin(false);
+    (void)spin(wait);
+    return spin(wait, false, 2 * Spinning::kInterruption);
   };
   EXPECT_TRUE(isSpunAfterAnInterruption());
   for (int interruption = 0; interruption < 5; ++interruption) {
@@ -106,22 +117,20 @@ TEST_F(SpinningTest, PollSpinsFromTheBeginningAndForLong) {
   Spinning spinning(Waiting::kPoll, 1);
   spinning.setProcessesHere(8);
   Spinning::Wait wait(spinning, Role::kLeader);
-  EXPECT_TRUE(wait.spin(false));
-  std::this_thread::sleep_for(2 * Spinning::kLimit);
-  EXPECT_TRUE(wait.spin(false));
+  EXPECT_TRUE(spin(wait));
+  EXPECT_TRUE(spin(wait, false, 2 * Spinning::kLimit));
 }
 
 TEST_F(SpinningTest, SleepLooksAgainOnlyWhileDataIsOnItsWay) {
   Spinning spinning(Waiting::kSleep, 2);
   waitShortly(spinning);
   Spinning::Wait wait(spinning, Role::kLeader);
-  EXPECT_FALSE(wait.spin(false));
+  EXPECT_FALSE(spin(wait));
   wait.again();
-  EXPECT_TRUE(wait.spin(true));
-  std::this_thread::sleep_for(2 * Spinning::kTransferLimit);
-  EXPECT_FALSE(wait.spin(true)) << "the other side is not at it";
+  EXPECT_TRUE(spin(wait, true));
+  EXPECT_FALSE(spin(wait, true, 2 * Spinning::kTransferLimit)) << "the other side is not at it";
   wait.again();
-  EXPECT_TRUE(wait.spin(true)) << "something has moved";
+  EXPECT_TRUE(spin(wait, true)) << "something has moved";
 }
 
 TEST_F(SpinningTest, BackSoonIsWhoWasAwayShortly) {

@@ -228,7 +228,7 @@ TEST(TensorCodecTest, LentMemoryOutlivesEveryChangeOfItsTensor) {
       const std::unique_ptr<OutgoingMessage> again = encode({sent.narrow(0, 0, 100'000)});
       ASSERT_EQ(outgoing->spans[0].bytes.data(), sent.const_data_ptr()) << "lent, not copied";
       swap.away(sent);
-      sent = {};
+      sent = at::Tensor();
       // Memory of that size which torch gets now must be other memory.
       const at::Tensor next = isPooled ? pooled(300'000) : at::empty({300'000});
       ASSERT_NE(next.const_data_ptr(), static_cast<const void*>(outgoing->spans[0].bytes.data()));
@@ -273,7 +273,7 @@ TEST(TensorCodecTest, CopyOnWriteMemoryIsCopiedAtOnce) {
   at::Tensor base = at::full({100'000}, 1.f);
   const at::Tensor lazy = at::_lazy_clone(base);
   const std::unique_ptr<OutgoingMessage> outgoing = encode({lazy});
-  base = {};
+  base = at::Tensor();
   lazy.fill_(2.f);
   EXPECT_TRUE(decode(arrive(*outgoing))->tensors().at(0).eq(1).all().item<bool>());
 }

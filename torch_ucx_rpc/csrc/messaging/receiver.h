@@ -1,12 +1,12 @@
 #pragma once
 
+#include "memory/device_pool.h"
+#include "memory/devices_in_use.h"
+#include "memory/host_pool.h"
 #include "messaging/event_buffer.h"
 #include "messaging/event_handlers.h"
 #include "messaging/message.h"
 #include "messaging/receive_window.h"
-#include "memory/device_pool.h"
-#include "memory/devices_in_use.h"
-#include "memory/host_pool.h"
 #include "transport/transport.h"
 #include "wire/assembler.h"
 
@@ -59,8 +59,8 @@ class Receiver {
     uint64_t bytes;
   };
 
-  // Whether enough is being received, or would be with so many bytes more.
-  bool isBusy(uint64_t more) const;
+  // Whether enough is being received, or would be with so many bytes more. Tests tell it the time.
+  bool isBusy(uint64_t more, Clock::time_point now = Clock::now()) const;
 
   // Takes memory for a message; startDeferred() has it received.
   void start(Announced announced, Admission admission);

@@ -69,17 +69,17 @@ void PeerMonitor::onControlNotSent(Peer& to, const Error& why) {
 }
 
 Timer::TimePoint PeerMonitor::beat(Timer::TimePoint now) {
-  messenger_.submit([this] { checkHeartbeatsWithWorkerLock(); });
+  messenger_.submit([this, now] { checkHeartbeatsWithWorkerLock(now); });
   return now + heartbeat_.period();
 }
 
-void PeerMonitor::checkHeartbeatsWithWorkerLock() {
+void PeerMonitor::checkHeartbeatsWithWorkerLock(Timer::TimePoint now) {
   assertHoldsWorkerLock();
   if (lifetime_.isClosed()) {
     return; // the transport may be too
   }
   messenger_.takeInWithWorkerLock(); // a message that nobody had the time to look at is no silence
-  const Heartbeat::Findings findings = heartbeat_.check(Heartbeat::Clock::now());
+  const Heartbeat::Findings findings = heartbeat_.check(now);
   for (Peer* peer : findings.quiet) {
     messenger_.sendNowWithWorkerLock(*peer, wire::Kind::kPing);
   }

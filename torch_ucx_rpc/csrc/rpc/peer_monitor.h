@@ -4,8 +4,8 @@
 #include "messaging/messenger.h"
 #include "peers/directory.h"
 #include "peers/heartbeat.h"
-#include "peers/process_watch.h"
 #include "peers/peer_observer.h"
+#include "peers/process_watch.h"
 #include "runtime/lifetime.h"
 #include "runtime/timer.h"
 
@@ -53,7 +53,7 @@ class PeerMonitor final : public PeerHandler {
 
  private:
   Timer::TimePoint beat(Timer::TimePoint now);
-  void checkHeartbeatsWithWorkerLock();
+  void checkHeartbeatsWithWorkerLock(Timer::TimePoint now);
 
   Messenger& messenger_;
   const Lifetime& lifetime_;

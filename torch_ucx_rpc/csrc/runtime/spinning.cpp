@@ -23,8 +23,7 @@ bool Spinning::isOn(Role role) const {
       (waiting_ == Waiting::kAuto && hasCoreEach() && waits_[static_cast<int>(role)].isMostlyShort());
 }
 
-bool Spinning::Wait::spin(bool isTransferring) {
-  const Clock::time_point now = Clock::now();
+bool Spinning::Wait::spin(bool isTransferring, Clock::time_point now) {
   if (began_ == Clock::time_point{}) {
     began_ = now;
     last_ = now;
@@ -50,8 +49,7 @@ bool Spinning::Wait::spin(bool isTransferring) {
   return true;
 }
 
-Spinning::Clock::time_point Spinning::Wait::end() {
-  const Clock::time_point now = Clock::now();
+Spinning::Clock::time_point Spinning::Wait::end(Clock::time_point now) {
   if (began_ != Clock::time_point{}) { // false if the first look found something
     // A leader on guard may have slept for long while others drove. The wait that counts is how long no driver found
     // anything.

@@ -58,18 +58,18 @@ class Spinning {
     absences_[static_cast<int>(role)].add(time <= kShortAbsence);
   }
 
-  // One wait: from the first look that found nothing to the one that finds the awaited event.
+  // One wait: from the first look that found nothing to the one that finds the awaited event. Tests pass the time.
   class Wait {
    public:
     Wait(Spinning& spinning, Role role) : spinning_(spinning), role_(role) {}
     // Called after a look that found nothing. True: look again; false: sleep. Lets other threads run now and then.
-    bool spin(bool isTransferring);
+    bool spin(bool isTransferring, Clock::time_point now = Clock::now());
     // Something moved, but not what the driver waits for: the wait starts anew.
     void again() {
       began_ = {};
     }
     // The awaited event was found. Learns from the wait, and returns the present time.
-    Clock::time_point end();
+    Clock::time_point end(Clock::time_point now = Clock::now());
 
    private:
     Spinning& spinning_;

@@ -1,0 +1,309 @@
+// How whole messages leave: in parts, a few at a time, each with exactly one end.
+
+#include "messaging/outbox.h"
+
+#include "event_log.h"
+#include "sending_transport.h"
+#include "test_worker.h"
+
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace torch_ucx_rpc {
+namespace {
+
+using wire::Kind;
+
+class OutboxTest : public testing::Test {
+ protected:
+  static constexpr size_t kMost = Outbox::kMostRendezvous;
+  static constexpr size_t kLarge = OutgoingMessage::kEagerBodyBytes + 1;
+
+  ~OutboxTest() override {
+    outbox_.close();
+    transport_.close(0);
+    (void)events_.take();
+    EXPECT_EQ(destroyed_.load(), made_) << "messages that have no end";
+  }
+
+  std::unique_ptr<OutgoingMessage> message(
+      Kind kind, uint64_t callId, size_t bodyBytes = 1, std::span<const std::byte> span = {}, Peer* to = nullptr) {
+    ++made_;
+    std::unique_ptr<OutgoingMessage> made = makeOutgoing(bodyBytes, span, std::make_unique<CountingLender>(destroyed_));
+    made->to = to != nullptr ? to : &peer_;
+    made->address(kind, 100, 0, made->to->member().session, callId);
+    return made;
+  }
+  void send(Kind kind, uint64_t callId, size_t bodyBytes = 1, Peer* to = nullptr) {
+    outbox_.send(message(kind, callId, bodyBytes, {}, to));
+  }
+  // A body that waits here until it is fetched.
+  void sendLarge(Kind kind, uint64_t callId, Peer* to = nullptr) {
+    send(kind, callId, kLarge, to);
+  }
+  // As many by rendezvous as may be under way.
+  void fill(Kind kind, uint64_t firstCall) {
+    for (uint64_t call = 0; call < kMost; ++call) {
+      sendLarge(kind, firstCall + call);
+    }
+    ASSERT_EQ(transport_.begun, kMost);
+  }
+  void finish(Error error = {}, size_t index = 0) {
+    transport_.finish(std::move(error), index);
+    outbox_.startDeferred();
+  }
+
+  using Notes = std::vector<std::string>;
+  using Calls = std::vector<uint64_t>;
+
+  std::atomic<int> destroyed_{0};
+  int made_ = 0;
+  Peer peer_{memberOf(1)};
+  Peer other_{memberOf(2)};
+  SendingTransport transport_;
+  EventLog events_;
+  Outbox outbox_{transport_, events_.buffer};
+};
+
+TEST_F(OutboxTest, EndpointIsMadeWithTheFirstMessageToAPeer) {
+  EXPECT_FALSE(peer_.endpoint.has_value());
+  EXPECT_EQ(outbox_.peerOf(0), nullptr);
+  send(Kind::kRequest, 1);
+  send(Kind::kRequest, 2);
+  send(Kind::kRequest, 3, 1, &other_);
+  EXPECT_EQ(transport_.connected, (std::vector<std::string>{"address 1", "address 2"}));
+  EXPECT_EQ(outbox_.peerOf(*peer_.endpoint), &peer_);
+  EXPECT_EQ(outbox_.peerOf(*other_.endpoint), &other_);
+  EXPECT_EQ(outbox_.peerOf(7), nullptr);
+}
+
+TEST_F(OutboxTest, OneActiveMessageForTheBodyAndOneForEachPieceOfASpan) {
+  const Bytes span(2 * OutgoingMessage::kPieceBytes + 5);
+  outbox_.send(message(Kind::kRequest, 1, 10, span));
+  ASSERT_EQ(transport_.sent.size(), 4u);
+  uint64_t offset = 0;
+  for (size_t piece = 0; piece < 3; ++piece) {
+    EXPECT_EQ(transport_.sent[piece].mode, SendMode::kRendezvous);
+    EXPECT_EQ(transport_.sent[piece].header.index, 0u);
+    EXPECT_EQ(transport_.sent[piece].header.place.offset, offset);
+    offset += transport_.sent[piece].bytes;
+  }
+  EXPECT_EQ(offset, span.size());
+  EXPECT_EQ(transport_.sent[3].mode, SendMode::kEager);
+  EXPECT_EQ(transport_.sent[3].header.index, wire::kBodyIndex);
+  EXPECT_EQ(transport_.sent[3].header.spanCount, 1u);
+  EXPECT_EQ(peer_.bytesSent.load(), 10 + span.size());
+}
+
+TEST_F(OutboxTest, BodyIsEagerUpToItsLimitUnlessItWaitsForRoom) {
+  send(Kind::kRequest, 1, OutgoingMessage::kEagerBodyBytes);
+  send(Kind::kRequest, 2, OutgoingMessage::kEagerBodyBytes + 1);
+  std::unique_ptr<OutgoingMessage> waiting = message(Kind::kRequest, 3);
+  waiting->waitsForRoom = true;
+  outbox_.send(std::move(waiting));
+  ASSERT_EQ(transport_.sent.size(), 3u);
+  EXPECT_EQ(transport_.sent[0].mode, SendMode::kEager);
+  EXPECT_EQ(transport_.sent[1].mode, SendMode::kRendezvous);
+  EXPECT_EQ(transport_.sent[2].mode, SendMode::kRendezvous);
+}
+
+TEST_F(OutboxTest, MessageEndsOnceWhenItsLastPartIsThrough) {
+  const Bytes span(100'000);
+  outbox_.send(message(Kind::kRequest, 1, 1, span));
+  EXPECT_EQ(peer_.messagesUnderWay, 1u);
+  finish({}, 1);
+  EXPECT_TRUE(events_.buffer.isEmpty()) << "a piece is still under way";
+  EXPECT_FALSE(peer_.silence.heardSinceCheck);
+  finish();
+  EXPECT_TRUE(peer_.silence.heardSinceCheck) << "the peer has fetched a piece";
+  EXPECT_EQ(peer_.messagesUnderWay, 0u);
+  EXPECT_EQ(events_.take(), Notes{}) << "an end in order is nobody's news";
+  EXPECT_EQ(destroyed_.load(), 1);
+}
+
+TEST_F(OutboxTest, FirstFailureOfAPartIsTheMessagesAndIsToldAfterTheLast) {
+  const Bytes span(100'000);
+  outbox_.send(message(Kind::kRequest, 4, 1, span));
+  finish({ErrorCode::kPeerFailed, "first"});
+  EXPECT_TRUE(events_.buffer.isEmpty()) << "the transport still reads its memory";
+  EXPECT_EQ(destroyed_.load(), 0);
+  finish({ErrorCode::kPeerFailed, "second"});
+  EXPECT_EQ(events_.take(), Notes{"request not sent: first 4"});
+  EXPECT_FALSE(peer_.silence.heardSinceCheck);
+}
+
+TEST_F(OutboxTest, MessageToAPeerThatCannotBeConnectedFails) {
+  transport_.connectError = {ErrorCode::kOutOfFiles, "no files left"};
+  send(Kind::kRequest, 1);
+  send(Kind::kResponse, 2);
+  sendLarge(Kind::kRequest, 3);
+  send(Kind::kPing, 0);
+  EXPECT_EQ(
+      events_.take(),
+      (Notes{
+          "request not sent: no files left 1",
+          "answer not sent: no files left 2",
+          "request not sent: no files left 3",
+          "control not sent: no files left 1"}));
+  transport_.connectError = {};
+  send(Kind::kRequest, 5);
+  EXPECT_EQ(transport_.callsUnderWay(), Calls{5}) << "the next one tries again";
+}
+
+TEST_F(OutboxTest, MessageToAPeerThatIsGoneFailsWithThat) {
+  ASSERT_TRUE(peer_.moveTo(Peer::State::kFailed, {ErrorCode::kPeerFailed, "it died"}));
+  send(Kind::kRequest, 1);
+  sendLarge(Kind::kRequest, 2);
+  EXPECT_EQ(events_.take(), (Notes{"request not sent: it died 1", "request not sent: it died 2"}));
+  EXPECT_TRUE(transport_.connected.empty());
+}
+
+TEST_F(OutboxTest, PeerThatIsLeavingStillGetsMessages) {
+  ASSERT_TRUE(peer_.moveTo(Peer::State::kLeaving, {ErrorCode::kShutDown, "it leaves"}));
+  send(Kind::kResponse, 1);
+  EXPECT_EQ(transport_.callsUnderWay(), Calls{1});
+}
+
+TEST_F(OutboxTest, RendezvousLeaveAFewAtATimeInTheOrderOfTheirCalls) {
+  fill(Kind::kRequest, 100);
+  for (const uint64_t call : {203, 201, 202}) {
+    sendLarge(Kind::kRequest, call);
+  }
+  EXPECT_EQ(transport_.begun, kMost);
+  EXPECT_EQ(outbox_.underWay(), kMost + 3) << "those included whose turn has not come";
+  transport_.finish();
+  EXPECT_EQ(transport_.begun, kMost) << "not inside a transport callback";
+  outbox_.startDeferred();
+  EXPECT_EQ(transport_.sent.back().header.callId, 201u);
+  finish();
+  EXPECT_EQ(transport_.sent.back().header.callId, 202u);
+  finish();
+  EXPECT_EQ(transport_.sent.back().header.callId, 203u);
+  EXPECT_EQ(transport_.sent.size(), kMost);
+}
+
+TEST_F(OutboxTest, EagerMessagesPassThoseThatWait) {
+  fill(Kind::kRequest, 100);
+  sendLarge(Kind::kRequest, 200);
+  send(Kind::kRequest, 201);
+  EXPECT_EQ(transport_.sent.back().header.callId, 201u);
+}
+
+TEST_F(OutboxTest, AnswersDoNotWaitForRequestsNorOnePeerForAnother) {
+  fill(Kind::kRequest, 100);
+  sendLarge(Kind::kResponse, 200);
+  EXPECT_EQ(transport_.sent.back().header.callId, 200u);
+  sendLarge(Kind::kRequest, 201, &other_);
+  EXPECT_EQ(transport_.sent.back().header.callId, 201u);
+  EXPECT_EQ(transport_.sent.back().endpoint, *other_.endpoint);
+}
+
+TEST_F(OutboxTest, MessageOfMorePartsThanTheLimitLeavesAlone) {
+  sendLarge(Kind::kRequest, 1);
+  const Bytes memory(1);
+  std::unique_ptr<OutgoingMessage> large = message(Kind::kRequest, 2);
+  large->spans.assign(kMost + 1, {memory});
+  large->pieces.clear();
+  large->address(Kind::kRequest, 100, 0, peer_.member().session, 2);
+  outbox_.send(std::move(large));
+  sendLarge(Kind::kRequest, 3);
+  EXPECT_EQ(transport_.callsUnderWay(), Calls{1});
+  finish();
+  EXPECT_EQ(transport_.callsUnderWay(), Calls(kMost + 2, 2)) << "its spans and its body";
+  while (transport_.sent.front().header.callId == 2) {
+    finish();
+  }
+  EXPECT_EQ(transport_.callsUnderWay(), Calls{3});
+}
+
+TEST_F(OutboxTest, RequestThatHasNotLeftCanBeGivenUp) {
+  fill(Kind::kRequest, 100);
+  sendLarge(Kind::kRequest, 200);
+  sendLarge(Kind::kRequest, 201);
+  EXPECT_TRUE(outbox_.cancel(peer_, 200));
+  EXPECT_EQ(events_.take(), Notes{"request not sent: its call was given up 200"});
+  EXPECT_FALSE(outbox_.cancel(peer_, 200)) << "once";
+  EXPECT_FALSE(outbox_.cancel(peer_, 100)) << "it has left";
+  EXPECT_FALSE(outbox_.cancel(other_, 201)) << "another peer's";
+  EXPECT_EQ(outbox_.underWay(), kMost + 1);
+  finish();
+  EXPECT_EQ(transport_.sent.back().header.callId, 201u);
+}
+
+TEST_F(OutboxTest, AnswerIsNotGivenUpWithACall) {
+  for (uint64_t call = 0; call <= kMost; ++call) {
+    sendLarge(Kind::kResponse, call);
+  }
+  EXPECT_FALSE(outbox_.cancel(peer_, kMost));
+  finish();
+  EXPECT_EQ(transport_.sent.back().header.callId, kMost);
+}
+
+TEST_F(OutboxTest, PeerThatIsAskedToAdmitUsGetsNothingElseUntilItHas) {
+  send(Kind::kJoin, 0);
+  EXPECT_EQ(transport_.sent.back().header.kind, Kind::kJoin);
+  send(Kind::kRequest, 1);
+  sendLarge(Kind::kRequest, 2);
+  send(Kind::kRequest, 3, 1, &other_);
+  EXPECT_EQ(transport_.callsUnderWay(), (Calls{0, 3})) << "another peer does not wait";
+  outbox_.onAdmitted(peer_);
+  EXPECT_EQ(transport_.callsUnderWay(), (Calls{0, 3, 1, 2})) << "in the order in which they were sent";
+  outbox_.onAdmitted(peer_);
+  send(Kind::kRequest, 4);
+  EXPECT_EQ(transport_.callsUnderWay(), (Calls{0, 3, 1, 2, 4}));
+}
+
+TEST_F(OutboxTest, GoodbyeDoesNotWaitToBeAdmitted) {
+  send(Kind::kJoin, 0);
+  send(Kind::kGoodbye, 0);
+  EXPECT_EQ(transport_.sent.back().header.kind, Kind::kGoodbye);
+}
+
+TEST_F(OutboxTest, EverythingToAPeerThatIsGoneEnds) {
+  fill(Kind::kRequest, 100);
+  sendLarge(Kind::kRequest, 200);
+  send(Kind::kJoin, 0, 1, &other_);
+  send(Kind::kRequest, 300, 1, &other_);
+  (void)events_.take();
+  ASSERT_TRUE(peer_.moveTo(Peer::State::kFailed, {ErrorCode::kPeerFailed, "it died"}));
+  ASSERT_TRUE(other_.moveTo(Peer::State::kFailed, {ErrorCode::kPeerFailed, "so did this"}));
+  outbox_.abandon(peer_);
+  EXPECT_EQ(transport_.abandoned, std::vector<EndpointId>{*peer_.endpoint});
+  EXPECT_EQ(events_.take(), Notes{"request not sent: it died 200"});
+  outbox_.abandon(other_);
+  EXPECT_EQ(transport_.abandoned, (std::vector<EndpointId>{*peer_.endpoint, *other_.endpoint}));
+  EXPECT_EQ(events_.take(), Notes{"request not sent: so did this 300"}) << "nobody will admit it";
+  EXPECT_EQ(outbox_.underWay(), 0u) << "messages to peers that are gone do not count";
+  EXPECT_EQ(transport_.sent.size(), kMost + 1) << "the transport lets go of the others when it can";
+}
+
+TEST_F(OutboxTest, EverythingFailsOnceItIsClosed) {
+  fill(Kind::kRequest, 100);
+  sendLarge(Kind::kRequest, 200);
+  send(Kind::kJoin, 0, 1, &other_);
+  send(Kind::kRequest, 300, 1, &other_);
+  outbox_.close();
+  const Notes closed = events_.take();
+  EXPECT_EQ(
+      closed,
+      (Notes{
+          "request not sent: RPC has been shut down on this worker 300",
+          "request not sent: RPC has been shut down on this worker 200"}));
+  const size_t begun = transport_.begun;
+  send(Kind::kRequest, 400);
+  sendLarge(Kind::kRequest, 401);
+  EXPECT_EQ(
+      events_.take(),
+      (Notes{
+          "request not sent: RPC has been shut down on this worker 400",
+          "request not sent: RPC has been shut down on this worker 401"}));
+  EXPECT_EQ(transport_.begun, begun);
+}
+
+} // namespace
+} // namespace torch_ucx_rpc

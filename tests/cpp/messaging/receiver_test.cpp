@@ -1,0 +1,297 @@
+// How an admitted message gets into memory, what is given up, and when its share of the window comes back.
+
+#include "messaging/receiver.h"
+
+#include "event_log.h"
+#include "patient_transport.h"
+#include "test_worker.h"
+
+#include <gtest/gtest.h>
+
+#include <cstring>
+#include <memory>
+#include <span>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace torch_ucx_rpc {
+namespace {
+
+using wire::Kind;
+
+constexpr uint64_t kPiece = OutgoingMessage::kPieceBytes;
+constexpr size_t kAskedAtOnce = Receiver::kAskedPieces;
+
+class ReceiverTest : public testing::Test {
+ protected:
+  ~ReceiverTest() override {
+    while (!transport_.asked.empty()) {
+      transport_.complete({ErrorCode::kCanceled, "closed"});
+    }
+    (void)events_.take();
+    events_.handlers.requests.clear();
+    events_.handlers.answers.clear();
+    EXPECT_EQ(window_->inUseBytes(), 0u) << "shares of the window that nobody gave back";
+    EXPECT_EQ(HostPool::instance().statistics().inUseBytes, poolBytesAtStart_) << "memory that nobody gave back";
+  }
+
+  static wire::Piece parked(uintptr_t number, uint64_t bytes, uint64_t offset = 0) {
+    return {{}, reinterpret_cast<void*>(number), bytes, offset};
+  }
+  static wire::Piece eager(const std::string& text, uint64_t offset = 0) {
+    return {Bytes(std::as_bytes(std::span(text))), nullptr, 0, offset};
+  }
+
+  Receiver::Announced announced(Kind kind, uint64_t callId, uint64_t bytes, wire::Piece body) {
+    wire::Assembled assembled;
+    assembled.header.kind = kind;
+    assembled.header.callId = callId;
+    assembled.body = std::move(body);
+    return {&peer_, std::move(assembled), bytes};
+  }
+  // A message of one span, of so many whole pieces, parked under the numbers that follow `firstNumber`.
+  Receiver::Announced announced(Kind kind, uint64_t callId, size_t pieces, uintptr_t firstNumber) {
+    Receiver::Announced made = announced(kind, callId, pieces * kPiece, eager("body"));
+    wire::Assembled::Span span{pieces * kPiece, {}};
+    for (size_t piece = 0; piece < pieces; ++piece) {
+      span.pieces.push_back(parked(firstNumber + piece, kPiece, piece * kPiece));
+    }
+    made.assembled.spans.push_back(std::move(span));
+    return made;
+  }
+
+  void start(Receiver::Announced message) {
+    Admission admission;
+    window_->admit(message.assembled.header.kind == Kind::kResponse, message.bytes, admission);
+    receiver_.start(std::move(message), std::move(admission));
+  }
+  void complete(Error error = {}) {
+    transport_.complete(std::move(error));
+    receiver_.startDeferred();
+  }
+  void completeAll() {
+    while (!transport_.asked.empty()) {
+      complete();
+    }
+  }
+
+  using Notes = std::vector<std::string>;
+
+  const uint64_t poolBytesAtStart_ = HostPool::instance().statistics().inUseBytes;
+  PatientTransport transport_;
+  Peer peer_{memberOf(1)};
+  Peer other_{memberOf(2)};
+  DevicesInUse devices_;
+  const std::shared_ptr<ReceiveWindow> window_ = std::make_shared<ReceiveWindow>(1ull << 30, [] {});
+  EventLog events_;
+  Receiver receiver_{transport_, window_, HostPool::instance(), events_.handlers.all, devices_, events_.buffer};
+};
+
+TEST_F(ReceiverTest, NothingIsAskedForInsideATransportCallback) {
+  start(announced(Kind::kRequest, 1, 1, 10));
+  EXPECT_EQ(transport_.begun, 0u);
+  receiver_.startDeferred();
+  EXPECT_EQ(transport_.begun, 1u);
+  complete();
+  EXPECT_EQ(events_.take(), Notes{"request 1"});
+}
+
+TEST_F(ReceiverTest, BodyAndPiecesGetToTheirPlaces) {
+  Receiver::Announced message = announced(Kind::kResponse, 1, 70, parked(9, 50));
+  message.assembled.spans.push_back({30, {}});
+  message.assembled.spans[0].pieces.push_back(parked(3, 10, 0));
+  message.assembled.spans[0].pieces.push_back(eager("0123456789", 10));
+  message.assembled.spans[0].pieces.push_back(parked(4, 10, 20));
+  start(std::move(message));
+  receiver_.startDeferred();
+  completeAll();
+  ASSERT_EQ(events_.take(), Notes{"answer 1"});
+  const IncomingMessage& answer = events_.handlers.answers[0];
+  EXPECT_EQ(answer.from, &peer_);
+  EXPECT_EQ(answer.body().size(), 50u);
+  EXPECT_EQ(answer.body()[49], std::byte{9});
+  EXPECT_EQ(answer.totalBytes(), 80u);
+  ASSERT_EQ(answer.spans.size(), 1u);
+  const std::string span(static_cast<const char*>(answer.spans[0].data.get()), 30);
+  EXPECT_EQ(span, std::string(10, '\3') + "0123456789" + std::string(10, '\4'));
+}
+
+TEST_F(ReceiverTest, ShareOfTheWindowTravelsWithTheMessage) {
+  start(announced(Kind::kRequest, 1, 1, 10));
+  EXPECT_EQ(window_->receivingMessages.load(), 1u);
+  receiver_.startDeferred();
+  complete();
+  EXPECT_EQ(window_->receivingMessages.load(), 0u);
+  ASSERT_EQ(events_.take(), Notes{"request 1"});
+  EXPECT_EQ(window_->inUseBytes(), kPiece);
+  events_.handlers.requests.clear();
+  EXPECT_EQ(window_->inUseBytes(), 0u);
+}
+
+TEST_F(ReceiverTest, AFewPiecesOfAPeerAreAskedForAtATime) {
+  start(announced(Kind::kRequest, 1, 5, 10));
+  receiver_.startDeferred();
+  EXPECT_EQ(transport_.asked.size(), kAskedAtOnce);
+  complete();
+  EXPECT_EQ(transport_.begun, kAskedAtOnce + 1);
+  EXPECT_EQ(transport_.asked.size(), kAskedAtOnce);
+  EXPECT_FALSE(receiver_.hasDeferred());
+  transport_.complete();
+  EXPECT_TRUE(receiver_.hasDeferred()) << "there is room for the next";
+  receiver_.startDeferred();
+  completeAll();
+  EXPECT_EQ(transport_.begun, 5u);
+  EXPECT_EQ(events_.take(), Notes{"request 1"});
+}
+
+TEST_F(ReceiverTest, PieceThatHasComeIsASignOfLife) {
+  start(announced(Kind::kRequest, 1, 2, 10));
+  receiver_.startDeferred();
+  EXPECT_FALSE(peer_.silence.heardSinceCheck);
+  complete({ErrorCode::kPeerFailed, "broken"});
+  EXPECT_FALSE(peer_.silence.heardSinceCheck) << "a failure is none";
+  complete();
+  EXPECT_TRUE(peer_.silence.heardSinceCheck);
+}
+
+TEST_F(ReceiverTest, EnoughIsReceivedUntilItIsThere) {
+  EXPECT_FALSE(receiver_.isBusy(100 * Receiver::kReceivingBytes)) << "nothing is, so that anything may be";
+  const Receiver::Clock::time_point before = Receiver::Clock::now();
+  start(announced(Kind::kRequest, 1, 100, parked(10, 100)));
+  EXPECT_TRUE(receiver_.isBusy(Receiver::kReceivingBytes, before));
+  EXPECT_FALSE(receiver_.isBusy(Receiver::kReceivingBytes - 100, before));
+  EXPECT_FALSE(receiver_.isBusy(Receiver::kReceivingBytes, Receiver::Clock::now() + Receiver::kSlow))
+      << "what is slow in coming keeps nothing else waiting";
+  receiver_.startDeferred();
+  complete();
+  EXPECT_FALSE(receiver_.isBusy(Receiver::kReceivingBytes, before));
+}
+
+TEST_F(ReceiverTest, FinishedMessageIsKnownUntilTheNextStart) {
+  start(announced(Kind::kRequest, 1, 1, 10));
+  receiver_.startDeferred();
+  EXPECT_FALSE(receiver_.hasFinished());
+  transport_.complete();
+  EXPECT_TRUE(receiver_.hasFinished()) << "another may be admitted";
+  receiver_.startDeferred();
+  EXPECT_FALSE(receiver_.hasFinished());
+}
+
+TEST_F(ReceiverTest, MessageThatThereIsNoMemoryForIsRejected) {
+  constexpr uint64_t kTooMuch = 1ull << 60;
+  start(announced(Kind::kRequest, 1, kTooMuch, parked(7, kTooMuch)));
+  EXPECT_TRUE(events_.buffer.isEmpty()) << "not inside a transport callback";
+  receiver_.startDeferred();
+  EXPECT_EQ(transport_.begun, 0u);
+  EXPECT_EQ(transport_.refused.size(), 1u) << "its sender is told";
+  EXPECT_EQ(
+      events_.take(),
+      Notes{"request rejected: out of memory for a message of " + std::to_string(kTooMuch) + " bytes 1"});
+  EXPECT_EQ(window_->inUseBytes(), 0u);
+}
+
+TEST_F(ReceiverTest, ReleasedPiecesAreRefusedOnceAndLater) {
+  std::vector<wire::Piece> pieces;
+  pieces.push_back(parked(1, 10));
+  pieces.push_back(eager("nothing to refuse"));
+  pieces.push_back(parked(2, 10));
+  receiver_.release(pieces);
+  receiver_.release(pieces);
+  Receiver::Announced message = announced(Kind::kRequest, 1, 2, 10);
+  receiver_.release(message.assembled);
+  EXPECT_TRUE(transport_.refused.empty()) << "not inside a transport callback";
+  receiver_.startDeferred();
+  EXPECT_EQ(transport_.refused.size(), 4u);
+  receiver_.startDeferred();
+}
+
+TEST_F(ReceiverTest, OnlyAnswersAreGivenUpWithTheirCalls) {
+  events_.handlers.abandonedCall = 1;
+  wire::Header header;
+  header.callId = 1;
+  header.kind = Kind::kResponse;
+  EXPECT_TRUE(receiver_.isAbandoned(peer_, header));
+  header.kind = Kind::kRequest;
+  EXPECT_FALSE(receiver_.isAbandoned(peer_, header));
+  header.kind = Kind::kResponse;
+  header.callId = 2;
+  EXPECT_FALSE(receiver_.isAbandoned(peer_, header));
+}
+
+TEST_F(ReceiverTest, RestOfAnAnswerThatNobodyAwaitsIsRefused) {
+  start(announced(Kind::kResponse, 1, 5, 10));
+  receiver_.startDeferred();
+  events_.handlers.abandonedCall = 1;
+  complete();
+  EXPECT_EQ(transport_.refused.size(), 5 - kAskedAtOnce);
+  EXPECT_TRUE(events_.buffer.isEmpty()) << "the transport still writes to its memory";
+  complete();
+  EXPECT_EQ(events_.take(), Notes{"answer rejected: its call was given up 1"});
+  EXPECT_EQ(transport_.begun, kAskedAtOnce);
+}
+
+TEST_F(ReceiverTest, CancelGivesUpTheRequestOfThatPeerAndNothingElse) {
+  start(announced(Kind::kRequest, 1, 5, 10));
+  start(announced(Kind::kResponse, 1, 3, 20));
+  Receiver::Announced others = announced(Kind::kRequest, 1, 3, 30);
+  others.from = &other_;
+  start(std::move(others));
+  receiver_.startDeferred();
+  receiver_.cancel(peer_, 2);
+  receiver_.cancel(peer_, 1);
+  receiver_.cancel(peer_, 1);
+  completeAll();
+  EXPECT_FALSE(transport_.refused.empty());
+  EXPECT_EQ(transport_.begun + transport_.refused.size(), 5u + 3 + 3) << "each piece is asked for or refused";
+  EXPECT_EQ(events_.take(), (Notes{"answer 1", "request rejected: its call was given up 1", "request 1"}));
+  ASSERT_EQ(events_.handlers.requests.size(), 1u);
+  EXPECT_EQ(events_.handlers.requests[0].from, &other_);
+}
+
+TEST_F(ReceiverTest, FailedPieceFailsItsMessageOnceAllThatWasAskedForIsThrough) {
+  start(announced(Kind::kRequest, 1, 5, 10));
+  receiver_.startDeferred();
+  complete({ErrorCode::kPeerFailed, "broken"});
+  EXPECT_TRUE(events_.buffer.isEmpty());
+  EXPECT_EQ(transport_.refused.size(), 5 - kAskedAtOnce);
+  complete();
+  EXPECT_EQ(events_.take(), Notes{"request rejected: broken 1"});
+}
+
+TEST_F(ReceiverTest, MessagesOfAPeerThatIsGoneGiveTheirShareBackAtOnce) {
+  start(announced(Kind::kRequest, 1, 5, 10));
+  receiver_.startDeferred();
+  start(announced(Kind::kResponse, 2, 1, 20)); // not begun
+  receiver_.dropPeer(peer_);
+  EXPECT_EQ(window_->receivingMessages.load(), 0u);
+  EXPECT_EQ(
+      events_.take(),
+      (Notes{
+          "answer rejected: " + peer_.describe() + " is gone 2",
+          "request rejected: " + peer_.describe() + " is gone 1"}));
+  EXPECT_EQ(window_->inUseBytes(), 0u) << "the transport may take its time";
+  EXPECT_EQ(transport_.asked.size(), kAskedAtOnce);
+  receiver_.startDeferred();
+  EXPECT_EQ(transport_.refused.size(), 5 - kAskedAtOnce + 1);
+  EXPECT_GT(HostPool::instance().statistics().inUseBytes, poolBytesAtStart_) << "its memory stays until then";
+  completeAll();
+  EXPECT_EQ(events_.take(), Notes{}) << "they have been told of once";
+  EXPECT_EQ(HostPool::instance().statistics().inUseBytes, poolBytesAtStart_);
+}
+
+TEST_F(ReceiverTest, ClosingGivesUpWhatHasNotBeenAskedFor) {
+  start(announced(Kind::kRequest, 1, 5, 10));
+  receiver_.startDeferred();
+  start(announced(Kind::kRequest, 2, 1, 20));
+  receiver_.close();
+  EXPECT_EQ(events_.take(), Notes{"request rejected: RPC has been shut down on this worker 2"});
+  while (!transport_.asked.empty()) {
+    transport_.complete({ErrorCode::kCanceled, "closed"});
+  }
+  EXPECT_EQ(events_.take(), Notes{"request rejected: RPC has been shut down on this worker 1"});
+  EXPECT_EQ(transport_.begun, kAskedAtOnce);
+}
+
+} // namespace
+} // namespace torch_ucx_rpc

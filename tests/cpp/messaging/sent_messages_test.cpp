@@ -1,0 +1,136 @@
+// On which thread, and when, what has been sent is destroyed.
+
+#include "messaging/sent_messages.h"
+
+#include "eventually.h"
+#include "gate.h"
+#include "test_worker.h"
+
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <utility>
+#include <vector>
+
+namespace torch_ucx_rpc {
+namespace {
+
+class SentMessagesTest : public testing::Test {
+ protected:
+  // Runs what stands for a tensor's deleter, user code perhaps.
+  class DestroyedLender final : public Lender {
+   public:
+    DestroyedLender(bool mayRunUserCode, std::function<void()> onDestroyed)
+        : mayRunUserCode_(mayRunUserCode), onDestroyed_(std::move(onDestroyed)) {}
+    ~DestroyedLender() override {
+      onDestroyed_();
+    }
+    bool mayRunUserCode() const override {
+      return mayRunUserCode_;
+    }
+
+   private:
+    const bool mayRunUserCode_;
+    const std::function<void()> onDestroyed_;
+  };
+
+  ~SentMessagesTest() override {
+    gate_.open();
+    EXPECT_EQ(executor_->stop(kPatience, [this] { leader_.end(); }), 0u);
+  }
+
+  void noteThread() {
+    const std::lock_guard lock(mutex_);
+    threads_.push_back(std::this_thread::get_id());
+  }
+  std::vector<std::thread::id> threads() {
+    const std::lock_guard lock(mutex_);
+    return threads_;
+  }
+
+  std::unique_ptr<OutgoingMessage> message(bool mayRunUserCode, bool isHeldUp = false) {
+    return makeOutgoing(1, {}, std::make_unique<DestroyedLender>(mayRunUserCode, [this, isHeldUp] {
+                          if (isHeldUp) {
+                            gate_.pass();
+                          }
+                          noteThread();
+                        }));
+  }
+  void destroy(std::unique_ptr<OutgoingMessage> message) {
+    sentMessages_.destroy(message);
+    EXPECT_EQ(message, nullptr);
+  }
+
+  std::mutex mutex_;
+  std::vector<std::thread::id> threads_; // that have destroyed something, in order; guarded by mutex_
+  Gate gate_;
+  QuietLeader leader_;
+  std::shared_ptr<int> alive_ = std::make_shared<int>();
+  Timer timer_;
+  Lifetime lifetime_{[this] { return alive_; }};
+  const std::shared_ptr<Executor> executor_ = std::make_shared<Executor>(4, 4, ThreadHooks{}, timer_);
+  SentMessages sentMessages_{*executor_, lifetime_};
+};
+
+TEST_F(SentMessagesTest, WhatRunsNoUserCodeIsLeftToTheCaller) {
+  std::unique_ptr<OutgoingMessage> withoutLender = makeOutgoing(1);
+  sentMessages_.destroy(withoutLender);
+  EXPECT_NE(withoutLender, nullptr);
+  std::unique_ptr<OutgoingMessage> harmless = message(false);
+  sentMessages_.destroy(harmless);
+  EXPECT_NE(harmless, nullptr);
+  EXPECT_TRUE(threads().empty());
+}
+
+TEST_F(SentMessagesTest, UserCodeRunsOnAnAgentThreadAndNotOnTheSendingOne) {
+  destroy(message(true));
+  EXPECT_TRUE(threads().empty()) << "no thread runs tasks yet";
+  EXPECT_EQ(alive_.use_count(), 2) << "what is still to be done holds the agent";
+  executor_->start(leader_);
+  ASSERT_TRUE(eventually([&] { return threads().size() == 1; }));
+  EXPECT_NE(threads()[0], std::this_thread::get_id());
+  EXPECT_TRUE(eventually([&] { return alive_.use_count() == 1; }));
+}
+
+TEST_F(SentMessagesTest, OneThreadDestroysAllThatComesMeanwhile) {
+  executor_->start(leader_);
+  destroy(message(true, true));
+  ASSERT_TRUE(eventually([&] { return gate_.waiting() == 1; }));
+  for (int more = 0; more < 3; ++more) {
+    destroy(message(true, true));
+  }
+  gate_.open();
+  ASSERT_TRUE(eventually([&] { return threads().size() == 4; }));
+  EXPECT_EQ(threads(), std::vector<std::thread::id>(4, threads()[0]));
+  ASSERT_TRUE(eventually([&] { return alive_.use_count() == 1; }));
+  destroy(message(true));
+  EXPECT_TRUE(eventually([&] { return threads().size() == 5; })) << "what comes later is destroyed too";
+}
+
+TEST_F(SentMessagesTest, WithinATaskItIsDestroyedRightAfterThatOnTheSameThread) {
+  executor_->start(leader_);
+  std::thread::id taskRanOn;
+  bool wasDestroyedWithin = false;
+  executor_->addCompletion([&] {
+    taskRanOn = std::this_thread::get_id();
+    destroy(message(true));
+    wasDestroyedWithin = !threads().empty();
+  });
+  ASSERT_TRUE(eventually([&] { return threads().size() == 1; }));
+  EXPECT_FALSE(wasDestroyedWithin);
+  EXPECT_EQ(threads()[0], taskRanOn);
+  EXPECT_EQ(alive_.use_count(), 1) << "the task that runs holds the agent, if anything does";
+}
+
+TEST_F(SentMessagesTest, WithoutAnAgentItIsDestroyedAtOnce) {
+  alive_.reset();
+  destroy(message(true));
+  EXPECT_EQ(threads(), std::vector<std::thread::id>{std::this_thread::get_id()}) << "no thread is left for it";
+}
+
+} // namespace
+} // namespace torch_ucx_rpc

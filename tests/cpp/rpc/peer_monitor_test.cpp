@@ -1,0 +1,249 @@
+// When a peer is taken to be gone, and who is told.
+
+#include "rpc/peer_monitor.h"
+
+#include "base/proc.h"
+#include "handlers.h"
+#include "test_worker.h"
+
+#include <gtest/gtest.h>
+
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <string>
+#include <vector>
+
+namespace torch_ucx_rpc {
+namespace {
+
+using std::chrono::milliseconds;
+using State = Peer::State;
+using Notes = std::vector<std::string>;
+
+constexpr milliseconds kLimit(1000); // of silence
+
+class PeerMonitorTest : public testing::Test {
+ protected:
+  // Writes down of whom it is told, and what the peer's state says by then.
+  class Observer final : public PeerObserver {
+   public:
+    Observer(std::string name, Notes& notes) : name_(std::move(name)), notes_(notes) {}
+    void onPeerGone(Peer& peer) override {
+      notes_.push_back(name_ + ": " + peer.member().name + (peer.state() == State::kFailed ? " failed" : " left"));
+    }
+
+   private:
+    const std::string name_;
+    Notes& notes_;
+  };
+
+  PeerMonitorTest() {
+    mine_.peers = &monitor_;
+    monitor_.addObserver(first_);
+    monitor_.addObserver(second_);
+  }
+  ~PeerMonitorTest() override {
+    one_.close();
+    two_.close();
+  }
+
+  Notes takeNotes() {
+    return std::exchange(notes_, {});
+  }
+  // What is told of a peer that ends.
+  static Notes told(const std::string& what) {
+    return {"first: " + what, "second: " + what};
+  }
+  // Has the heartbeat look `times` times.
+  void beat(int times) {
+    for (int time = 0; time < times; ++time) {
+      one_.advance(kLimit / 20);
+    }
+  }
+
+  LoopbackNetwork network_;
+  Handlers others_;
+  Handlers theirs_;
+  EventHandlers mine_ = others_.all;
+  TestWorker one_{network_, 0, membersOf(3), mine_};
+  TestWorker two_{network_, 1, membersOf(3), theirs_.all};
+  Notes notes_;
+  Observer first_{"first", notes_};
+  Observer second_{"second", notes_};
+  PeerMonitor monitor_{one_.directory, one_.messenger, one_.timer, one_.lifetime, kLimit};
+};
+
+TEST_F(PeerMonitorTest, EndIsToldOnceInTheOrderOfTheObserversAfterTheStateSaysSo) {
+  Peer& peer = one_.peer(1);
+  monitor_.end(peer, State::kFailed, {ErrorCode::kPeerFailed, "first end"});
+  EXPECT_EQ(takeNotes(), told("w1 failed"));
+  EXPECT_EQ(peer.state(), State::kFailed);
+  monitor_.end(peer, State::kFailed, {ErrorCode::kPeerFailed, "second end"});
+  monitor_.end(peer, State::kLeft, {ErrorCode::kShutDown, "third end"});
+  EXPECT_EQ(takeNotes(), Notes{});
+  EXPECT_EQ(peer.whyGone().message(), "first end") << "the first end counts";
+  EXPECT_EQ(one_.peer(2).state(), State::kPresent);
+}
+
+TEST_F(PeerMonitorTest, GoodbyeOfAPeerIsItsEndInGoodOrder) {
+  two_.messenger.postControl(two_.peer(0), wire::Kind::kGoodbye);
+  one_.takeIn();
+  EXPECT_EQ(takeNotes(), told("w1 left"));
+  const RpcFailure failed = one_.peer(1).failureOfGone();
+  EXPECT_EQ(failed.kind(), RpcFailure::Kind::kWorkerLeft);
+  EXPECT_EQ(failed.what(), one_.peer(1).describe() + " has shut down its RPC agent");
+  monitor_.onFailure(one_.peer(1), {ErrorCode::kPeerFailed, "its process has ended"});
+  EXPECT_EQ(takeNotes(), Notes{}) << "who has left may vanish";
+}
+
+TEST_F(PeerMonitorTest, FailureLosesThePeerAndKeepsTheCause) {
+  monitor_.onFailure(one_.peer(1), {ErrorCode::kPeerFailed, "its process has ended"});
+  EXPECT_EQ(takeNotes(), told("w1 failed"));
+  const RpcFailure failed = one_.peer(1).failureOfGone();
+  EXPECT_EQ(failed.kind(), RpcFailure::Kind::kWorkerLost);
+  EXPECT_EQ(failed.details().cause, "its process has ended");
+}
+
+TEST_F(PeerMonitorTest, EndOfAnEndpointIsAFailure) {
+  one_.messenger.postControl(one_.peer(1), wire::Kind::kLeave);
+  network_.kill("address 1");
+  one_.takeIn();
+  EXPECT_EQ(takeNotes(), told("w1 failed"));
+}
+
+TEST_F(PeerMonitorTest, ControlFrameThatDoesNotLeaveLosesThePeer) {
+  two_.close(); // before this worker would have connected
+  one_.messenger.postControl(one_.peer(1), wire::Kind::kAcknowledge);
+  EXPECT_EQ(takeNotes(), told("w1 failed")) << "somebody may wait for it";
+}
+
+TEST_F(PeerMonitorTest, ClosedAgentLosesNobody) {
+  one_.lifetime.close();
+  monitor_.onFailure(one_.peer(1), {ErrorCode::kPeerFailed, "gone"});
+  EXPECT_EQ(takeNotes(), Notes{});
+  EXPECT_EQ(one_.peer(1).state(), State::kPresent);
+}
+
+TEST_F(PeerMonitorTest, PeersThatVanishAfterAGracefulJoinAreInOrder) {
+  EXPECT_FALSE(monitor_.isEverybodyLeaving());
+  monitor_.everybodyLeaves();
+  EXPECT_TRUE(monitor_.isEverybodyLeaving());
+  monitor_.onGoodbye(one_.peer(1));
+  monitor_.onFailure(one_.peer(2), {ErrorCode::kPeerFailed, "gone"});
+  EXPECT_EQ(takeNotes(), Notes{});
+}
+
+// ------------------------------------------------------------------------------------------------- silence elsewhere
+
+TEST_F(PeerMonitorTest, PeerThatAnswersPingsLives) {
+  monitor_.watch(memberOf(0), one_.directory.all());
+  EXPECT_TRUE(one_.peer(1).needsHeartbeat.load()) << "it is on another machine";
+  EXPECT_FALSE(one_.peer(0).needsHeartbeat.load()) << "nobody watches himself";
+  one_.messenger.postControl(one_.peer(1), wire::Kind::kAcknowledge); // makes the endpoint
+  for (int time = 0; time < 100; ++time) {
+    beat(1);
+    two_.takeIn(); // and answers
+    one_.takeIn();
+  }
+  EXPECT_EQ(takeNotes(), Notes{});
+  EXPECT_EQ(one_.peer(1).state(), State::kPresent);
+}
+
+TEST_F(PeerMonitorTest, PeerThatStaysSilentIsLostAfterTheLimit) {
+  monitor_.watch(memberOf(0), one_.directory.all());
+  one_.messenger.postControl(one_.peer(1), wire::Kind::kAcknowledge);
+  beat(20); // the limit, and what a retransmission takes beside
+  EXPECT_EQ(takeNotes(), Notes{});
+  beat(20);
+  EXPECT_EQ(takeNotes(), told("w1 failed")) << "and not worker 2, which was never spoken to";
+  EXPECT_TRUE(one_.peer(1).whyGone().message().find("no sign of life for ") != std::string::npos)
+      << one_.peer(1).whyGone().message();
+}
+
+TEST_F(PeerMonitorTest, MessageThatNobodyHadTheTimeToTakeInIsNoSilence) {
+  monitor_.watch(memberOf(0), one_.directory.all());
+  one_.messenger.postControl(one_.peer(1), wire::Kind::kAcknowledge);
+  for (int time = 0; time < 100; ++time) {
+    two_.messenger.postControl(two_.peer(0), wire::Kind::kPong);
+    beat(1); // which takes it in
+  }
+  EXPECT_EQ(takeNotes(), Notes{});
+}
+
+TEST_F(PeerMonitorTest, ClosedAgentAsksNobody) {
+  monitor_.watch(memberOf(0), one_.directory.all());
+  one_.messenger.postControl(one_.peer(1), wire::Kind::kAcknowledge);
+  one_.lifetime.close();
+  beat(100);
+  EXPECT_EQ(takeNotes(), Notes{});
+}
+
+// --------------------------------------------------------------------------------------- processes of this machine
+
+class WatchedProcessTest : public PeerMonitorTest {
+ protected:
+  // A process that ends with the pipe that it reads, and the member that it stands for.
+  WatchedProcessTest() {
+    EXPECT_EQ(pipe(pipe_), 0);
+    child_ = fork();
+    if (child_ == 0) {
+      ::close(pipe_[1]);
+      char byte = 0;
+      (void)!read(pipe_[0], &byte, 1);
+      _exit(0);
+    }
+    ::close(pipe_[0]);
+    self_ = memberOf(0);
+    Member member = memberOf(7);
+    member.bootId = self_.bootId;
+    member.pid = child_;
+    const auto stat = readProcStat("/proc/" + std::to_string(child_));
+    EXPECT_TRUE(stat.has_value());
+    member.processStartTime = stat ? stat->startTicks : 0;
+    one_.directory.add(member);
+  }
+  ~WatchedProcessTest() override {
+    endProcess();
+    one_.close();
+  }
+  void endProcess() {
+    if (child_ != 0) {
+      ::close(pipe_[1]);
+      EXPECT_EQ(waitpid(child_, nullptr, 0), child_);
+      child_ = 0;
+    }
+  }
+
+  int pipe_[2] = {-1, -1};
+  pid_t child_ = 0;
+  Member self_;
+};
+
+TEST_F(WatchedProcessTest, EndOfAProcessIsSeenWithoutAnyMessage) {
+  monitor_.watch(self_, {&one_.peer(7)});
+  EXPECT_FALSE(one_.peer(7).needsHeartbeat.load());
+  endProcess();
+  one_.lead(); // asleep, until the process has ended
+  EXPECT_EQ(takeNotes(), told("w7 failed"));
+  EXPECT_EQ(one_.peer(7).failureOfGone().details().cause, "its process has ended");
+}
+
+TEST_F(WatchedProcessTest, ProcessThatHasEndedBeforeIsLostAtOnce) {
+  endProcess();
+  monitor_.watch(self_, {&one_.peer(7)});
+  EXPECT_EQ(takeNotes(), told("w7 failed"));
+}
+
+TEST_F(WatchedProcessTest, PeerIsWatchedOnce) {
+  monitor_.watch(self_, {&one_.peer(7)});
+  endProcess();
+  monitor_.watch(self_, {&one_.peer(7)});
+  EXPECT_EQ(takeNotes(), Notes{}) << "it was passed over";
+  one_.lead();
+  EXPECT_EQ(takeNotes(), told("w7 failed"));
+}
+
+} // namespace
+} // namespace torch_ucx_rpc

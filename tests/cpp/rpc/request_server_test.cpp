@@ -1,0 +1,298 @@
+// Requests to one worker, whose caller is the test: each is answered once, or refused with the reason.
+
+#include "rpc/request_server.h"
+
+#include "gate.h"
+#include "handlers.h"
+#include "tensors/self_copy.h"
+#include "tensors/tensor_codec.h"
+#include "test_worker.h"
+#include "torch_messages.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <atomic>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+namespace torch_ucx_rpc {
+namespace {
+
+using Notes = std::vector<std::string>;
+
+class RequestServerTest : public testing::Test {
+ protected:
+  RequestServerTest() {
+    mine_.requests = &server_;
+    one_.startThreads();
+  }
+  ~RequestServerTest() override {
+    gate_.open();
+    one_.close();
+    two_.close();
+    caller_.answers.clear();
+    EXPECT_EQ(server_.openAsync(), 0);
+    EXPECT_EQ(one_.peer(1).requestsOpen.load(), 0);
+  }
+
+  // The caller is worker 1.
+  void call(uint64_t callId, const std::string& text = "call", MessageType type = MessageType::PYTHON_CALL) {
+    Peer& callee = two_.peer(0);
+    two_.messenger.post(
+        callee,
+        wire::Kind::kRequest,
+        callId,
+        encodeMessage(makeMessage(type, text), callee, {}, two_.messenger.transport()));
+    one_.takeIn();
+  }
+  // Of the calls that the caller has heard of.
+  c10::intrusive_ptr<Message> answerOf(uint64_t callId) {
+    if (!eventually([&] {
+          two_.takeIn();
+          return std::ranges::any_of(
+              caller_.answers, [&](const IncomingMessage& answer) { return answer.header.callId == callId; });
+        })) {
+      throw std::runtime_error("no answer");
+    }
+    DecodedMessage decoded;
+    const auto arrived = std::ranges::find_if(
+        caller_.answers, [&](const IncomingMessage& answer) { return answer.header.callId == callId; });
+    const Error error = decodeMessage(std::move(*arrived), {}, decoded);
+    caller_.answers.erase(arrived);
+    if (error) {
+      throw std::runtime_error(error.message());
+    }
+    return decoded.message;
+  }
+  // What the caller is told next.
+  Notes nextNotes() {
+    Notes notes;
+    EXPECT_TRUE(eventually([&] {
+      two_.takeIn();
+      notes = caller_.takeNotes();
+      return !notes.empty();
+    }));
+    return notes;
+  }
+  int64_t open() {
+    return one_.peer(1).requestsOpen.load();
+  }
+
+  LoopbackNetwork network_;
+  Handlers caller_;
+  Handlers others_;
+  EventHandlers mine_ = others_.all;
+  TestWorker one_{network_, 0, membersOf(2), mine_, &copyForSelf};
+  TestWorker two_{network_, 1, membersOf(2), caller_.all, &copyForSelf};
+  DeviceMaps deviceMaps_;
+  RRefHolders holders_;
+  Gate gate_;
+  std::atomic<int> handled_{0};
+  Handler handler_ = &echo;
+  Callback callback_{[this](Message& request) {
+    handled_.fetch_add(1);
+    return handler_(request);
+  }};
+  RequestServer server_{
+      one_.identity, callback_, holders_, one_.messenger, *one_.executor, one_.lifetime, deviceMaps_, ThreadHooks{}};
+};
+
+TEST_F(RequestServerTest, RequestIsServedOnAnAgentThreadAndAnsweredOnce) {
+  std::thread::id servedOn;
+  handler_ = [&](Message& request) {
+    servedOn = std::this_thread::get_id();
+    return echo(request);
+  };
+  call(7, "hello");
+  const c10::intrusive_ptr<Message> answer = answerOf(7);
+  EXPECT_EQ(textOf(*answer), "hello");
+  EXPECT_EQ(answer->type(), MessageType::PYTHON_RET);
+  EXPECT_NE(servedOn, std::this_thread::get_id());
+  EXPECT_EQ(one_.peer(1).callsReceived.load(), 1u);
+  EXPECT_TRUE(eventually([&] { return open() == 0; }));
+  EXPECT_TRUE(eventually([&] { return one_.holds() == 0; }));
+  two_.takeIn();
+  EXPECT_TRUE(caller_.answers.empty());
+}
+
+TEST_F(RequestServerTest, RequestIsOpenFromItsArrivalToItsAnswer) {
+  handler_ = [&](Message& request) {
+    gate_.pass();
+    return echo(request);
+  };
+  call(1);
+  EXPECT_EQ(open(), 1);
+  call(2);
+  EXPECT_EQ(open(), 2);
+  EXPECT_GE(one_.holds(), 1) << "work that may outlast a shutdown";
+  gate_.open();
+  (void)answerOf(1);
+  (void)answerOf(2);
+  EXPECT_TRUE(eventually([&] { return open() == 0; }));
+}
+
+TEST_F(RequestServerTest, HandlerThatReturnsAFutureIsAnsweredWhenThatIsComplete) {
+  const Future later = newFuture();
+  handler_ = [&](Message&) { return later; };
+  call(1);
+  ASSERT_TRUE(eventually([&] { return server_.openAsync() == 1; }));
+  EXPECT_EQ(open(), 1) << "a worker that leaves waits for it";
+  EXPECT_TRUE(eventually([&] { return one_.executor->counts().runningRequests == 0; })) << "it takes no thread";
+  complete(later, "at last");
+  EXPECT_EQ(server_.openAsync(), 0);
+  EXPECT_EQ(textOf(*answerOf(1)), "at last");
+  EXPECT_TRUE(eventually([&] { return open() == 0; }));
+}
+
+TEST_F(RequestServerTest, HandlersExceptionIsTheAnswer) {
+  handler_ = [](Message&) -> Future { throw std::runtime_error("boom"); };
+  call(1);
+  c10::intrusive_ptr<Message> answer = answerOf(1);
+  EXPECT_EQ(answer->type(), MessageType::EXCEPTION);
+  EXPECT_TRUE(contains(textOf(*answer), "boom"));
+  EXPECT_TRUE(eventually([&] { return open() == 0; }));
+}
+
+TEST_F(RequestServerTest, FailureOfAFutureIsTheAnswer) {
+  const Future later = newFuture();
+  handler_ = [&](Message&) { return later; };
+  call(1);
+  ASSERT_TRUE(eventually([&] { return server_.openAsync() == 1; }));
+  later->setError(std::make_exception_ptr(std::runtime_error("late boom")));
+  EXPECT_TRUE(contains(textOf(*answerOf(1)), "late boom"));
+}
+
+TEST_F(RequestServerTest, AnswerThatCannotBeSentIsAnExceptionThatSaysSo) {
+  handler_ = [](Message&) { return completed("", {at::empty({2}, at::device(at::kMeta))}); };
+  call(1);
+  EXPECT_EQ(answerOf(1)->type(), MessageType::EXCEPTION);
+}
+
+TEST_F(RequestServerTest, OnlyRequestsThatRunNoUserCodeMayRunOnADriver) {
+  const auto mayRun = [&](MessageType type) {
+    IncomingMessage request;
+    request.eagerBody =
+        std::move(encodeMessage(makeMessage(type, ""), one_.peer(1), {}, one_.messenger.transport())->body);
+    return server_.mayRunOnDriver(request);
+  };
+  EXPECT_TRUE(mayRun(MessageType::RREF_CHILD_ACCEPT));
+  EXPECT_FALSE(mayRun(MessageType::PYTHON_CALL));
+  EXPECT_FALSE(mayRun(MessageType::RREF_USER_DELETE)) << "the value's destructor is user code";
+  EXPECT_FALSE(server_.mayRunOnDriver({})) << "too short to say what it is";
+}
+
+TEST_F(RequestServerTest, DriverServesAShortRequestItself) {
+  std::thread::id servedOn;
+  handler_ = [&](Message& request) {
+    servedOn = std::this_thread::get_id();
+    return echo(request);
+  };
+  Peer& callee = two_.peer(0);
+  two_.messenger.post(
+      callee,
+      wire::Kind::kRequest,
+      3,
+      encodeMessage(makeMessage(MessageType::RREF_CHILD_ACCEPT, "x"), callee, {}, two_.messenger.transport()));
+  one_.lead();
+  EXPECT_EQ(servedOn, std::this_thread::get_id());
+  EXPECT_EQ(open(), 0) << "it is answered";
+  EXPECT_EQ(textOf(*answerOf(3)), "x");
+}
+
+TEST_F(RequestServerTest, RequestThatCannotBeTakenInIsRefusedWithTheReason) {
+  server_.onRequestRejected(one_.peer(1), 4, outOfMemoryFor(9));
+  EXPECT_EQ(
+      nextNotes(), Notes{"refused: worker 'w0' could not receive this call: out of memory for a message of 9 bytes 4"});
+  EXPECT_EQ(handled_.load(), 0);
+}
+
+TEST_F(RequestServerTest, RequestThatCannotBeReadIsRefused) {
+  two_.messenger.post(two_.peer(0), wire::Kind::kRequest, 5, makeOutgoing(3));
+  one_.takeIn();
+  const Notes notes = nextNotes();
+  ASSERT_EQ(notes.size(), 1u);
+  EXPECT_TRUE(notes[0].starts_with("refused: worker 'w0' could not receive this call: ")) << notes[0];
+  EXPECT_TRUE(notes[0].ends_with(" 5")) << notes[0];
+  EXPECT_EQ(handled_.load(), 0);
+  EXPECT_TRUE(eventually([&] { return open() == 0; }));
+}
+
+TEST_F(RequestServerTest, RefusalToOneselfIsAnExceptionSinceControlFramesNeverGoThere) {
+  server_.onRequestRejected(one_.peer(0), 6, outOfMemoryFor(9));
+  ASSERT_EQ(others_.takeNotes(), Notes{"answer 6"});
+  DecodedMessage decoded;
+  ASSERT_FALSE(decodeMessage(std::move(others_.answers[0]), {}, decoded));
+  EXPECT_EQ(decoded.message->type(), MessageType::EXCEPTION);
+}
+
+TEST_F(RequestServerTest, CallerThatIsGoneGetsNothing) {
+  handler_ = [&](Message& request) {
+    gate_.pass();
+    return echo(request);
+  };
+  for (uint64_t callId = 1; callId <= 5; ++callId) { // one more than run at a time
+    call(callId);
+  }
+  EXPECT_EQ(open(), 5);
+  ASSERT_TRUE(eventually([&] { return gate_.waiting() != 0; }));
+  ASSERT_TRUE(one_.peer(1).moveTo(Peer::State::kFailed, {ErrorCode::kPeerFailed, "it died"}));
+  gate_.open();
+  EXPECT_TRUE(eventually([&] { return open() == 0; })) << "also those that are not run";
+  EXPECT_LT(handled_.load(), 5) << "the one that queued";
+  server_.onRequestRejected(one_.peer(1), 9, outOfMemoryFor(9));
+  two_.takeIn();
+  EXPECT_EQ(caller_.takeNotes(), Notes{});
+}
+
+TEST_F(RequestServerTest, ShareOfTheWindowIsGivenBackWhenTheHandlerReturns) {
+  const Future later = newFuture();
+  uint64_t inUse = 0;
+  handler_ = [&](Message&) {
+    inUse = one_.messenger.window().inUseBytes();
+    return later;
+  };
+  call(1, std::string(OutgoingMessage::kEagerBodyBytes + 1, 'x'));
+  ASSERT_TRUE(eventually([&] { return server_.openAsync() == 1; }));
+  EXPECT_GT(inUse, OutgoingMessage::kEagerBodyBytes);
+  EXPECT_EQ(one_.messenger.window().inUseBytes(), 0u);
+  complete(later, "done");
+  (void)answerOf(1);
+}
+
+TEST_F(RequestServerTest, AnswerThatADeviceFailsIsReplacedByAnException) {
+  server_.onAnswerNotSent(one_.peer(1), 8, {ErrorCode::kDeviceFailed, "the device is on fire"});
+  EXPECT_TRUE(contains(textOf(*answerOf(8)), "the device is on fire"));
+  server_.onAnswerNotSent(one_.peer(1), 9, {ErrorCode::kPeerFailed, "it died"});
+  two_.takeIn();
+  EXPECT_EQ(caller_.takeNotes().size(), 1u) << "of call 8 alone: nobody is left to hear of call 9";
+}
+
+TEST_F(RequestServerTest, ProfiledRequestHasAThreadOfItsOwn) {
+  std::atomic<bool> isAgentThread{true};
+  handler_ = [&](Message& request) {
+    isAgentThread.store(Executor::isInTask());
+    return echo(request);
+  };
+  call(1, "profiled", MessageType::RUN_WITH_PROFILING_REQ);
+  EXPECT_EQ(textOf(*answerOf(1)), "profiled");
+  EXPECT_FALSE(isAgentThread.load());
+  call(2);
+  (void)answerOf(2);
+  EXPECT_TRUE(isAgentThread.load()) << "any other request is run on an agent's";
+}
+
+TEST_F(RequestServerTest, NothingIsQueuedWhileTheAgentIsBeingDestroyed) {
+  one_.endLifetime();
+  call(1);
+  EXPECT_EQ(open(), 0);
+  EXPECT_EQ(one_.executor->counts().waitingRequests, 0u);
+  EXPECT_EQ(handled_.load(), 0);
+}
+
+} // namespace
+} // namespace torch_ucx_rpc

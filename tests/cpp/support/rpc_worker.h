@@ -1,0 +1,95 @@
+#pragma once
+
+// The objects of rpc/ around a Messenger, without the agent that owns them in a program.
+
+#include "rpc/call_client.h"
+#include "rpc/device_maps.h"
+#include "rpc/group.h"
+#include "rpc/orphaned_state.h"
+#include "rpc/peer_monitor.h"
+#include "rpc/request_server.h"
+
+#include "fake_rpc_agent.h"
+#include "tensors/self_copy.h"
+#include "test_worker.h"
+#include "torch_messages.h"
+
+#include <chrono>
+#include <functional>
+#include <utility>
+#include <vector>
+
+namespace torch_ucx_rpc {
+
+class RpcWorker {
+ public:
+  // Its members are added by the test, with Group::addMembers() or Directory::add().
+  RpcWorker(
+      LoopbackNetwork& network,
+      Rank rank,
+      Handler handler = &echo,
+      const std::function<void()>& whileWaiting = [] {},
+      milliseconds heartbeatLimit = milliseconds(0))
+      : parts(network, rank, std::vector<Member>{}, handlers, &copyForSelf),
+        agent(rank),
+        callback(std::move(handler)),
+        calls(parts.identity, parts.messenger, *parts.executor, parts.timer, parts.lifetime, deviceMaps, whileWaiting),
+        orphans(parts.identity, agent, callback, parts.directory, *parts.executor, parts.timer, parts.lifetime),
+        monitor(parts.directory, parts.messenger, parts.timer, parts.lifetime, heartbeatLimit),
+        requests(
+            parts.identity,
+            callback,
+            orphans.holders(),
+            parts.messenger,
+            *parts.executor,
+            parts.lifetime,
+            deviceMaps,
+            ThreadHooks{}),
+        group(
+            parts.identity,
+            agent,
+            parts.directory,
+            parts.messenger,
+            *parts.executor,
+            parts.lifetime,
+            calls,
+            monitor,
+            orphans,
+            whileWaiting) {
+    handlers = {&calls, &requests, &monitor, &group};
+    monitor.addObserver(calls);
+    monitor.addObserver(parts.messenger);
+    monitor.addObserver(orphans);
+    monitor.addObserver(group);
+  }
+  ~RpcWorker() {
+    close();
+  }
+  RpcWorker(const RpcWorker&) = delete;
+  RpcWorker& operator=(const RpcWorker&) = delete;
+
+  Future call(Rank to, const std::string& text, MessageType type = MessageType::PYTHON_CALL) {
+    return calls.send(parts.peer(to), makeMessage(type, text), milliseconds(0), {});
+  }
+  Peer& peer(Rank rank) const {
+    return parts.peer(rank);
+  }
+  void close() {
+    parts.lifetime.close();
+    calls.shutDown();
+    parts.close();
+  }
+
+  EventHandlers handlers;
+  TestWorker parts;
+  FakeRpcAgent agent;
+  Callback callback;
+  DeviceMaps deviceMaps;
+  CallClient calls;
+  OrphanedState orphans;
+  PeerMonitor monitor;
+  RequestServer requests;
+  Group group;
+};
+
+} // namespace torch_ucx_rpc

@@ -1,0 +1,118 @@
+#pragma once
+
+#include "transport/transport.h"
+
+#include <sys/eventfd.h>
+#include <unistd.h>
+
+#include <deque>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace torch_ucx_rpc {
+
+// Finishes sends when the test says so, and notes what it was asked for.
+class SendingTransport final : public Transport {
+ public:
+  struct Send {
+    EndpointId endpoint;
+    wire::Header header;
+    size_t bytes;
+    SendMode mode;
+    OperationDone done;
+  };
+
+  SendingTransport() = default;
+  ~SendingTransport() override {
+    ::close(eventFd_);
+  }
+
+  void setListener(TransportListener* /*listener*/) override {}
+  const std::string& address() const override {
+    return address_;
+  }
+  int eventFd() const override {
+    return eventFd_;
+  }
+  std::vector<std::pair<std::string, std::string>> description() const override {
+    return {};
+  }
+  Error connect(const std::string& address, EndpointId& endpoint) override {
+    if (connectError) {
+      return connectError;
+    }
+    endpoint = static_cast<EndpointId>(connected.size());
+    connected.push_back(address);
+    return {};
+  }
+  void send(
+      EndpointId endpoint,
+      const wire::Header& header,
+      std::span<const std::byte> bytes,
+      SendMode mode,
+      OperationDone done,
+      Memory /*memory*/) override {
+    sent.push_back({endpoint, header, bytes.size(), mode, std::move(done)});
+    ++begun;
+  }
+  void receive(void* /*parked*/, void* /*into*/, uint64_t /*bytes*/, OperationDone done, Memory /*memory*/) override {
+    done({ErrorCode::kInternal, "nothing arrives here"});
+  }
+  bool canShare(const void* /*deviceMemory*/) const override {
+    return true;
+  }
+  void refuse(void* /*parked*/) override {}
+  unsigned progress() override {
+    return 0;
+  }
+  bool arm() override {
+    return true;
+  }
+  size_t operationsInFlight() const override {
+    return sent.size();
+  }
+  std::vector<std::string> lanes(EndpointId /*endpoint*/) const override {
+    return {};
+  }
+  bool repair() override {
+    ++repairs;
+    return repairs >= repairsNeeded;
+  }
+  void abandon(EndpointId endpoint) override {
+    abandoned.push_back(endpoint);
+  }
+  void close(int64_t /*limitMs*/) override {
+    while (!sent.empty()) {
+      finish({ErrorCode::kCanceled, "closed"});
+    }
+  }
+
+  // The one that has been under way for longest, or the one at a place after it.
+  void finish(Error error = {}, size_t index = 0) {
+    OperationDone done = std::move(sent[index].done);
+    sent.erase(sent.begin() + static_cast<std::ptrdiff_t>(index));
+    done(std::move(error));
+  }
+  std::vector<uint64_t> callsUnderWay() const {
+    std::vector<uint64_t> calls;
+    for (const Send& send : sent) {
+      calls.push_back(send.header.callId);
+    }
+    return calls;
+  }
+
+  Error connectError;
+  std::vector<std::string> connected; // addresses, by endpoint
+  std::deque<Send> sent; // and not finished
+  size_t begun = 0;
+  std::vector<EndpointId> abandoned;
+  int repairs = 0;
+  int repairsNeeded = 1; // until nothing is in the way any more
+
+ private:
+  const std::string address_ = "sending";
+  const int eventFd_ = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+};
+
+} // namespace torch_ucx_rpc

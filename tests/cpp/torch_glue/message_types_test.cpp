@@ -1,0 +1,98 @@
+// What follows from the type of a request of torch's.
+
+#include "torch_glue/message_types.h"
+
+#include <gtest/gtest.h>
+
+#include <set>
+#include <vector>
+
+namespace torch_ucx_rpc {
+namespace {
+
+using torch::distributed::rpc::MessageType;
+using Types = std::set<MessageType>;
+
+const std::vector<MessageType> kRequests{
+    MessageType::SCRIPT_CALL,
+    MessageType::PYTHON_CALL,
+    MessageType::SCRIPT_REMOTE_CALL,
+    MessageType::PYTHON_REMOTE_CALL,
+    MessageType::SCRIPT_RREF_FETCH_CALL,
+    MessageType::PYTHON_RREF_FETCH_CALL,
+    MessageType::RREF_USER_DELETE,
+    MessageType::RREF_FORK_REQUEST,
+    MessageType::RREF_CHILD_ACCEPT,
+    MessageType::FORWARD_AUTOGRAD_REQ,
+    MessageType::BACKWARD_AUTOGRAD_REQ,
+    MessageType::CLEANUP_AUTOGRAD_CONTEXT_REQ,
+    MessageType::RUN_WITH_PROFILING_REQ,
+};
+
+template <typename Predicate>
+Types those(Predicate is) {
+  Types types;
+  for (const MessageType type : kRequests) {
+    if (is(type)) {
+      types.insert(type);
+    }
+  }
+  return types;
+}
+
+TEST(MessageTypesTest, PythonIsCalledByWhatMayCarryAPythonFunction) {
+  EXPECT_EQ(
+      those(&runsPython),
+      (Types{
+          MessageType::PYTHON_CALL,
+          MessageType::PYTHON_REMOTE_CALL,
+          MessageType::PYTHON_RREF_FETCH_CALL,
+          MessageType::FORWARD_AUTOGRAD_REQ,
+          MessageType::RUN_WITH_PROFILING_REQ}));
+}
+
+TEST(MessageTypesTest, FetchesAreThoseOfToHere) {
+  EXPECT_EQ(those(&isFetch), (Types{MessageType::SCRIPT_RREF_FETCH_CALL, MessageType::PYTHON_RREF_FETCH_CALL}));
+}
+
+TEST(MessageTypesTest, DriverRunsOnlyWhatDestroysNothingOfTheUsers) {
+  EXPECT_EQ(those(&mayRunOnDriver), (Types{MessageType::RREF_CHILD_ACCEPT}));
+}
+
+TEST(MessageTypesTest, DriverCompletesOnlyWhatNobodyWaitsFor) {
+  EXPECT_EQ(
+      those(&mayCompleteOnDriver),
+      (Types{
+          MessageType::RREF_CHILD_ACCEPT, MessageType::RREF_USER_DELETE, MessageType::CLEANUP_AUTOGRAD_CONTEXT_REQ}));
+}
+
+TEST(MessageTypesTest, RequestsThatOthersCountOnAreRunThoughTheirCallerHasGivenUp) {
+  EXPECT_EQ(
+      those(&mustExecute),
+      (Types{
+          MessageType::PYTHON_REMOTE_CALL,
+          MessageType::SCRIPT_REMOTE_CALL,
+          MessageType::RREF_FORK_REQUEST,
+          MessageType::RREF_CHILD_ACCEPT,
+          MessageType::RREF_USER_DELETE,
+          MessageType::CLEANUP_AUTOGRAD_CONTEXT_REQ}));
+}
+
+TEST(MessageTypesTest, NoticesHaveAnAnswerOfTheirOwnTypeInsteadOfAGoneWorkers) {
+  EXPECT_EQ(
+      those([](MessageType type) { return syntheticAck(type) != nullptr; }),
+      (Types{
+          MessageType::RREF_FORK_REQUEST,
+          MessageType::RREF_CHILD_ACCEPT,
+          MessageType::RREF_USER_DELETE,
+          MessageType::CLEANUP_AUTOGRAD_CONTEXT_REQ}));
+  for (const MessageType type :
+       {MessageType::RREF_FORK_REQUEST, MessageType::RREF_CHILD_ACCEPT, MessageType::RREF_USER_DELETE}) {
+    EXPECT_EQ(syntheticAck(type)->type(), MessageType::RREF_ACK);
+  }
+  EXPECT_EQ(
+      syntheticAck(MessageType::CLEANUP_AUTOGRAD_CONTEXT_REQ)->type(), MessageType::CLEANUP_AUTOGRAD_CONTEXT_RESP);
+}
+
+} // namespace
+} // namespace torch_ucx_rpc

@@ -1,0 +1,138 @@
+// Which worker holds which reference to an RRef of this process, and who waits for values that never come.
+
+#include "torch_glue/rref_holders.h"
+
+#include "fake_rpc_agent.h"
+
+#include <gtest/gtest.h>
+#include <torch/csrc/distributed/rpc/python_remote_call.h>
+#include <torch/csrc/distributed/rpc/rref_context.h>
+#include <torch/csrc/distributed/rpc/rref_proto.h>
+
+#include <memory>
+#include <stdexcept>
+#include <utility>
+#include <vector>
+
+namespace torch_ucx_rpc {
+namespace {
+
+using rpc::ForkId;
+using rpc::RRefContext;
+using rpc::RRefId;
+
+class RRefHoldersTest : public testing::Test {
+ protected:
+  // torch keeps one set of books a process, of worker 0.
+  static void SetUpTestSuite() {
+    rpc::RpcAgent::setCurrentRpcAgent(std::make_shared<FakeRpcAgent>(0));
+    (void)RRefContext::getInstance();
+  }
+  ~RRefHoldersTest() override {
+    for (const auto& [rref, fork] : forks_) {
+      (void)RRefContext::getInstance().delForkOfOwner(rref, fork);
+    }
+    for (const WaitForValue& wait : holders_.takeHopelessWaits([](const RRefId&) { return true; })) {
+      wait.future->setError(std::make_exception_ptr(std::runtime_error("the test is over")));
+    }
+  }
+
+  // As torch notes a reference that another worker holds.
+  void addFork(RRefId rref, ForkId fork) {
+    RRefContext::getInstance().addForkOfOwner(rref, fork);
+    forks_.emplace_back(rref, fork);
+  }
+  std::vector<int64_t> heldBy(rpc::worker_id_t rank) {
+    std::vector<int64_t> held;
+    for (const HeldFork& fork : holders_.takeHeldBy(rank)) {
+      held.push_back(fork.fork.localId_);
+    }
+    return held;
+  }
+  std::shared_ptr<void> noteRemoteCall(rpc::worker_id_t sender, RRefId result) {
+    return holders_.note(
+        sender,
+        *rpc::PythonRemoteCall(rpc::SerializedPyObj("", {}), result.toIValue(), result.toIValue(), false).toMessage());
+  }
+  // The creators of the values that are waited for in vain, where those of worker `gone` never come.
+  std::vector<rpc::worker_id_t> hopelessWaits(rpc::worker_id_t gone) {
+    std::vector<rpc::worker_id_t> creators;
+    for (const WaitForValue& wait :
+         holders_.takeHopelessWaits([gone](const RRefId& id) { return id.createdOn_ == gone; })) {
+      creators.push_back(wait.creator);
+      wait.future->setErrorIfNeeded(std::make_exception_ptr(std::runtime_error("in vain")));
+    }
+    return creators;
+  }
+
+  using Ids = std::vector<int64_t>;
+  using Ranks = std::vector<rpc::worker_id_t>;
+
+  std::vector<std::pair<RRefId, ForkId>> forks_;
+  RRefHolders holders_;
+};
+
+TEST_F(RRefHoldersTest, ReferenceOfTheCallerOfRemoteBearsItsRank) {
+  addFork({0, 1}, {1, 11});
+  addFork({0, 2}, {2, 22});
+  EXPECT_EQ(heldBy(1), Ids{11});
+  EXPECT_EQ(heldBy(2), Ids{22});
+  EXPECT_EQ(heldBy(3), Ids{});
+}
+
+TEST_F(RRefHoldersTest, ReferenceFromAThirdWorkerIsItsReporters) {
+  addFork({0, 1}, {1, 11});
+  EXPECT_EQ(holders_.note(2, *rpc::RRefForkRequest({0, 1}, {1, 11}).toMessage()), nullptr);
+  EXPECT_EQ(heldBy(1), Ids{}) << "it gave the reference away";
+  EXPECT_EQ(heldBy(2), Ids{11});
+}
+
+TEST_F(RRefHoldersTest, ReportIsAskedForOnce) {
+  addFork({0, 1}, {1, 11});
+  (void)holders_.note(2, *rpc::RRefForkRequest({0, 1}, {1, 11}).toMessage());
+  EXPECT_EQ(heldBy(2), Ids{11});
+  EXPECT_EQ(heldBy(2), Ids{}) << "another worker may have the rank by now";
+}
+
+TEST_F(RRefHoldersTest, DeletedReferenceIsNobodys) {
+  (void)holders_.note(2, *rpc::RRefForkRequest({0, 1}, {1, 11}).toMessage());
+  (void)holders_.note(2, *rpc::RRefUserDelete({0, 1}, {1, 11}).toMessage());
+  EXPECT_EQ(heldBy(2), Ids{}) << "torch knows of it no more";
+  addFork({0, 1}, {1, 11});
+  EXPECT_EQ(heldBy(2), Ids{}) << "nor is the report kept";
+  EXPECT_EQ(heldBy(1), Ids{11});
+}
+
+TEST_F(RRefHoldersTest, OtherRequestsAreNotNoted) {
+  EXPECT_EQ(holders_.note(1, *makeMessage(MessageType::PYTHON_CALL, "not a pickle")), nullptr);
+  EXPECT_EQ(holders_.note(1, *makeMessage(MessageType::RREF_CHILD_ACCEPT, "not a pickle")), nullptr);
+}
+
+TEST_F(RRefHoldersTest, RequestThatTorchCannotReadIsToldOf) {
+  EXPECT_ANY_THROW((void)holders_.note(1, *makeMessage(MessageType::RREF_FORK_REQUEST, "not a pickle")));
+  EXPECT_ANY_THROW((void)holders_.note(1, *makeMessage(MessageType::PYTHON_REMOTE_CALL, "not a pickle")));
+}
+
+TEST_F(RRefHoldersTest, WaitsForValuesOfTheGoneAreFoundAndOthersLeft) {
+  RRefContext& context = RRefContext::getInstance();
+  const auto pending = context.getOwnerRRef({1, 7}); // asked for before rpc.remote() has come
+  const auto other = context.getOwnerRRef({2, 7});
+  const auto owned = context.getOrCreateOwnerRRef({1, 8}, at::AnyType::get());
+  EXPECT_EQ(hopelessWaits(1), (Ranks{1, 1}));
+  EXPECT_TRUE(pending->hasError());
+  EXPECT_TRUE(owned->getFuture()->hasError());
+  EXPECT_FALSE(other->completed());
+  EXPECT_EQ(hopelessWaits(1), Ranks{}) << "each is ended once";
+}
+
+TEST_F(RRefHoldersTest, ValueThatIsBeingMadeIsStillToCome) {
+  const auto owned = RRefContext::getInstance().getOrCreateOwnerRRef({1, 9}, at::AnyType::get());
+  std::shared_ptr<void> making = noteRemoteCall(1, {1, 9});
+  ASSERT_NE(making, nullptr);
+  EXPECT_EQ(hopelessWaits(1), Ranks{});
+  making.reset();
+  EXPECT_EQ(hopelessWaits(1), Ranks{1});
+}
+
+} // namespace
+} // namespace torch_ucx_rpc
