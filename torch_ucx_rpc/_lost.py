@@ -18,8 +18,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from torch._C._distributed_rpc import WorkerInfo, _is_current_rpc_agent_set
-from torch.distributed.rpc import api
+from torch._C._distributed_rpc import WorkerInfo, _get_current_rpc_agent, _is_current_rpc_agent_set
 
 _logger = logging.getLogger(__name__)
 
@@ -48,7 +47,7 @@ def current_agent() -> Any:
     """The running agent; RuntimeError without one."""
     if not _is_current_rpc_agent_set():
         raise RuntimeError("RPC is not running: call torch.distributed.rpc.init_rpc first")
-    return api._get_current_rpc_agent()
+    return _get_current_rpc_agent()
 
 
 def on_lost(callback: Callable[[WorkerInfo, str], None]) -> Callable[[], None]:
@@ -172,7 +171,7 @@ class _Poll:
         with _lock:
             if not _subscribers or _watched != self._agent or agent is None:
                 return False
-        if not _is_current_rpc_agent_set() or api._get_current_rpc_agent() is not agent:
+        if not _is_current_rpc_agent_set() or _get_current_rpc_agent() is not agent:
             return False
         peers = _ended_peers(agent)
         del agent

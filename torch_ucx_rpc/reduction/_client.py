@@ -170,7 +170,7 @@ class Server:
     def accept(self, push: Push, answer: Answer) -> None:
         """Note what an answer says of the rounds to come."""
         self.positions[push.piece] = answer.next_round
-        if len(self.hosts) > 1 and self.spec.optimizer is None and answer.count and answer.tensors:
+        if len(self.hosts) > 1 and self.spec.optimizer is None and answer.trainers and answer.tensors:
             self.kept[push.piece] = (answer.next_round - 1, answer.tensors)
 
     def _call(self, name: str, function: Callable[..., _T], *arguments: Any) -> _T:
@@ -222,7 +222,7 @@ class _Pending:
         self._server = server
         self._shard = shard
         self._push = push
-        self.future: Future[Answer] = Future(devices=server._site.devices)
+        self.future: Future[Any] = Future(devices=server._site.devices)
         name = server.host_of(shard)
         if name is None:
             self._recover()

@@ -184,7 +184,7 @@ class DataParallel(nn.Module):
     def _take(self, bucket: _Bucket) -> None:
         for part, push in bucket.pushes:
             answer = push.wait()
-            self._is_behind |= answer.count == 0 and self._optimizer is not None
+            self._is_behind |= answer.trainers == 0 and self._optimizer is not None
             bucket.buffer[part.start : part.stop].copy_(tensors_of(push)[0])
         for index, (parameter, view) in enumerate(zip(bucket.parameters, bucket.views, strict=True)):
             if parameter.grad is not None and index in bucket.filled:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 
 from torch_ucx_rpc.reduction._client import Server, tensors_of
@@ -66,8 +67,8 @@ class State:
         self._name = server.name_for("ddp")
         self._loads = [0] * len(server.hosts)
 
-    def push(self, bucket: dist.GradBucket) -> Future[Tensor]:
-        buffer = bucket.buffer()
+    def push(self, bucket: GradBucket) -> Future[Tensor]:
+        buffer: Tensor = bucket.buffer()
         parts = cut(buffer.numel(), buffer.element_size(), self._loads)
         if bucket.is_last():
             self._loads = [0] * len(self._loads)
@@ -107,7 +108,7 @@ def state(server: Server, quorum: int | None = None) -> State:
     return State(server, quorum)
 
 
-def hook(state: State, bucket: dist.GradBucket) -> Future[Tensor]:
+def hook(state: State, bucket: GradBucket) -> Future[Tensor]:
     """A communication hook of DistributedDataParallel that averages gradients by way of a server.
 
     torch's compression can go on top, as ``default_hooks.fp16_compress_wrapper(reduction.hook)``: then half the bytes

@@ -97,7 +97,7 @@ class Answer(NamedTuple):
     refusal: str | None
     next_round: int = 0
     # How many trainers the result is made of; 0 where it is what a late one has missed.
-    count: int = 0
+    trainers: int = 0
     tensors: list[Tensor] | None = None
 
 
@@ -300,7 +300,7 @@ class Host:
             self._counted.add(trainer.life)
             self._counted_names.add(trainer.name)
             if others:
-                entered = [(future, min(others))]
+                entered: list[tuple[Future[Trainer | None], Trainer | None]] = [(future, min(others))]
             else:
                 model.entered[trainer.life] = (trainer, future)
                 entered = self._take_entered()
@@ -397,7 +397,7 @@ class Host:
         if self.spec.asynchronous:
             self._apply(push, future)
             return future
-        answer = None
+        answer = round_ = None
         with self.lock:
             piece = self._piece(push.piece)
             self._count(push.trainer)
@@ -423,7 +423,7 @@ class Host:
                         self._ask_for_result(push, round_)
         if answer is not None:
             future.set_result(answer)
-        else:
+        elif round_ is not None:
             self._advance(push.piece, piece, round_)
         return future
 
@@ -639,6 +639,7 @@ class Host:
         if other is None:
             then()
             return
+        arguments: tuple[Any, ...]
         with state.lock:
             if state.replica == other:
                 arguments = (self.spec.key, name, origin, gradients, None)

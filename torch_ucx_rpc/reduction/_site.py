@@ -66,7 +66,7 @@ class Site:
         return agent
 
     @property
-    def devices(self) -> list[torch.device]:
+    def devices(self) -> list[int | str | torch.device]:
         """Those on which tensors may arrive, which futures have to know."""
         return sorted(getattr(self.agent, "devices", ()), key=str)
 

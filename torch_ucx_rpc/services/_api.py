@@ -132,8 +132,9 @@ def _offer(name: str, value: Any, offer: Offer) -> None:
             )
         # Others may call it before the decision has come back.
         served[name] = service
+    group = set() if offer.group is None else {offer.group}
     try:
-        known.change(added=((offer, (name,)),), groups=lambda groups: groups | ({offer.group} - {None}))  # type: ignore[arg-type]
+        known.change(added=((offer, (name,)),), groups=lambda groups: groups | group)
     except BaseException:
         served.pop(name, None)
         raise

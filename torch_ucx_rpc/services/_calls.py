@@ -398,7 +398,7 @@ class _Pending:
             self.future.set_result(value)
 
 
-def _devices() -> list[torch.device]:
+def _devices() -> list[int | str | torch.device]:
     """Those on which results may arrive, which futures have to know."""
     agent = directory()._agent()
     return sorted(getattr(agent, "devices", ()) or _options_devices(agent), key=str)

@@ -50,6 +50,8 @@ _Answer = TypeVar("_Answer")
 
 # Until another worker has noticed what this one has: who is alive, and so who decides.
 _PAUSE_S = 0.005
+# For the others to hear of a change. One that does not is not waited for: it asks when it misses the name.
+_HEARING_S = 2.0
 # Where calls have no timeout.
 _PATIENCE_S = 60.0
 
@@ -221,13 +223,23 @@ class Directory:
                 # Where this worker decides, it has been applied by that.
                 if concerned := self.table.apply(change):
                     self.on_change(concerned)
+        self._announce(change, told)
+
+    def _announce(self, change: Change, told: str) -> None:
+        """Tell all others but the decider, and wait until they have heard: but for those who hang."""
+        calls = []
         for info in self.living():
-            if info.name != self.info.name and info.name != told:
+            if info.name not in (self.info.name, told):
                 try:
-                    rpc.rpc_async(info, _hear, args=(change,))
+                    calls.append((info, rpc.rpc_async(info, _hear, args=(change,), timeout=_HEARING_S)))
                 except RuntimeError as error:
                     # It ends just now.
                     _logger.debug("%s was not told of a change: %s", info.name, error)
+        for info, call in calls:
+            try:
+                call.wait()
+            except RuntimeError as error:
+                _logger.debug("%s has not heard of a change: %s", info.name, error)
 
     def _correct(self) -> None:
         """After a claim whose outcome is unknown: tell the decider what this worker offers."""

@@ -1,0 +1,21 @@
+"""Jobs of these tests: on UCX, and where no worker dies on TensorPipe too."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import pytest
+import workers
+
+
+@pytest.fixture(params=["UCX", "TENSORPIPE"])
+def run_on_both(request: pytest.FixtureRequest) -> Callable[..., list]:
+    """`workers.run_workers` on each backend."""
+    return functools.partial(workers.run_workers, backend=request.param, silent=False)
+
+
+@pytest.fixture
+def run_on_ucx() -> Callable[..., list]:
+    """`workers.run_workers`, with workers that may print what torch prints when a callee raises."""
+    return functools.partial(workers.run_workers, silent=False)
