@@ -38,7 +38,7 @@ def die() -> None:
 
 def meet(steps: Steps, name: str, rank: int, of: int) -> None:
     steps.done(f"{name} {rank}")
-    steps.wait_for(*(f"{name} {peer}" for peer in range(of)))
+    steps.wait_for(*(f"{name} {peer}" for peer in range(of)), timeout=120)
 
 
 @contextlib.contextmanager
@@ -88,8 +88,8 @@ def are_equal(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:
 def test_two_trainers_get_the_bits_of_ddp_on_gloo(
     run_on_both: RunWorkers, tmp_path: Path, hosts: tuple[str, ...]
 ) -> None:
-    workers = 4 if hosts else 2
-    first, second, *_ = run_on_both(workers, train_with_ddp, Steps(tmp_path), hosts, timeout=100)
+    workers = 2 + len(hosts)
+    first, second, *_ = run_on_both(workers, train_with_ddp, Steps(tmp_path), hosts)
     assert are_equal(first, second)
 
 
@@ -109,7 +109,7 @@ def train_with_ddp(rank: int, steps: Steps, hosts: tuple[str, ...]) -> list[torc
                 if way == "hook":
                     server = reduction.serve(*hosts, trainers=["worker0", "worker1"])
                     copy.register_comm_hook(reduction.state(server), reduction.hook)
-                losses = train(copy, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9), rank, 100)
+                losses = train(copy, torch.optim.SGD(model.parameters(), lr=0.005, momentum=0.9), rank, 100)
                 assert losses[-1] < losses[0]
                 found.append(parameters_of(model))
             assert are_equal(found[0], found[1])
@@ -231,7 +231,7 @@ def test_a_trainer_that_joins_gets_the_state_and_one_that_leaves_is_not_waited_f
     run_on_ucx: RunWorkers, tmp_path: Path
 ) -> None:
     url = (tmp_path / "store").as_uri()
-    *others, joined, _ = run_on_ucx(4, join_and_leave, Steps(tmp_path), url, init=False, timeout=90)
+    *others, joined, _ = run_on_ucx(4, join_and_leave, Steps(tmp_path), url, init=False)
     assert are_equal(others[1], joined)
 
 
@@ -288,9 +288,7 @@ def join_and_leave(rank: int, steps: Steps, url: str) -> list[torch.Tensor] | No
 
 @pytest.mark.parametrize("way", ["hook", "DataParallel"])
 def test_the_others_lose_no_step_when_a_trainer_is_killed(run_on_ucx: RunWorkers, tmp_path: Path, way: str) -> None:
-    results = run_on_ucx(
-        4, lose_a_trainer, Steps(tmp_path), way, shutdown=False, exit_codes={2: KILLED, 1: 0, 3: 0}, timeout=90
-    )
+    results = run_on_ucx(4, lose_a_trainer, Steps(tmp_path), way, shutdown=False, exit_codes={2: KILLED, 1: 0, 3: 0})
     del results
 
 
@@ -464,7 +462,6 @@ def test_steps_go_on_when_a_host_of_gradients_is_killed(
         is_on_trainers,
         shutdown=False,
         exit_codes={dies: KILLED},
-        timeout=90,
     )
     assert are_equal(results[-1], results[-2])
 
@@ -539,7 +536,7 @@ def lose_a_host_with_a_replica(rank: int, steps: Steps, asynchronous: bool) -> N
 
 def test_a_server_that_is_started_anew_goes_on_from_its_checkpoint(run_on_ucx: RunWorkers, tmp_path: Path) -> None:
     url = (tmp_path / "store").as_uri()
-    run_on_ucx(3, restart_the_server, Steps(tmp_path), url, init=False, exit_codes={0: KILLED}, timeout=90)
+    run_on_ucx(3, restart_the_server, Steps(tmp_path), url, init=False, exit_codes={0: KILLED})
 
 
 def restart_the_server(rank: int, steps: Steps, url: str) -> None:
@@ -604,9 +601,9 @@ def lose_parameters(rank: int, steps: Steps) -> None:
         gradients = [torch.ones(3), torch.ones(2)]
         reduction.push_pull(server, gradients)
         rpc.rpc_async("worker0", die)
-        with pytest.raises((ValueError, RuntimeError), match=r"has no parameters.*replica=True.*checkpoint="):
-            for _ in range(1000):
-                reduction.push_pull(server, gradients)
+        eventually(lambda: "worker0" in server._lost, "the host is lost")
+        with pytest.raises(ValueError, match=r"has no parameters.*replica=True.*checkpoint="):
+            reduction.push_pull(server, gradients)
         lonely = reduction.serve("worker1", trainers=1)
         assert reduction.push_pull(lonely, torch.ones(2)).sum() == 2
         steps.done("over")
@@ -677,8 +674,7 @@ def push_other_shapes(rank: int, steps: Steps) -> None:
         steps.wait_for("first")
         with pytest.raises(
             ValueError,
-            match=r"trainer 'worker2' \(rank 2\) pushes gradients of \[3, 2\] .*trainer 'worker1' \(rank 1\) has pushed "
-            r"\[2, 3\]",
+            match=r"trainer 'worker2' \(rank 2\) pushes gradients of \[3, 2\] .*'worker1' \(rank 1\) has pushed \[2, 3\]",
         ):
             reduction.push_pull(server, [torch.ones(3, 2)])
         # It may correct that, and nothing is left of it.

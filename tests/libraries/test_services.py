@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import os
 import signal
@@ -53,7 +54,7 @@ def open_gate() -> None:
 
 def meet(steps: Steps, name: str, rank: int, of: int) -> None:
     steps.done(f"{name} {rank}")
-    steps.wait_for(*(f"{name} {peer}" for peer in range(of)))
+    steps.wait_for(*(f"{name} {peer}" for peer in range(of)), timeout=120)
 
 
 def offered() -> set[str]:
@@ -398,26 +399,40 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+class begin_call:  # noqa: N801 - used as a function
+    """A synchronous call on another thread."""
+
+    def __init__(self, name: str) -> None:
+        self._executor = concurrent.futures.ThreadPoolExecutor(1)
+        self._call = self._executor.submit(services.call, name)
+
+    def wait(self) -> Any:
+        return self._call.result()
+
+
 def lose_a_replica(rank: int, steps: Steps) -> None:
     if rank:
         services.register("nap", nap, idempotent=True)
         if rank == 1:
             services.register("once", wait_at_gate)
+            services.register("wait", wait_at_gate)
             services.pair("weights", 1)
     meet(steps, "registered", rank, 4)
     if rank == 0:
         seen: list[tuple[str, ...]] = []
         services.watch("nap", lambda service: seen.append(service.workers))
-        once = services.call_async("once")
+        once, waited = services.call_async("once"), begin_call("wait")
         calls = [services.call_async("nap") for _ in range(500)]
         rpc.rpc_async("worker1", die)
         # Those that were under way, and those that are begun while nobody has noticed.
         answers = [call.wait() for call in calls] + [services.call("nap") for _ in range(500)]
         assert set(answers[500:]) >= {"worker2", "worker3"}
-        with pytest.raises(
-            ReplicasLost, match=r"'worker1' \(rank 1\) was lost while it was called by 'once'.*idempotent"
-        ):
+        with pytest.raises(RuntimeError, match=r"lost worker 'worker1' \(rank 1, "):
             once.wait()
+        with pytest.raises(
+            ReplicasLost, match=r"'worker1' \(rank 1\) was lost while it was called by 'wait'.*idempotent"
+        ):
+            waited.wait()
         eventually(lambda: "once" not in offered(), "the names of the dead are gone")
         assert {"weights", "once"}.isdisjoint(offered())
         with pytest.raises(UnknownName):

@@ -5,7 +5,7 @@ host that has had least of the step so far. So hosts get equal shares of large m
 message. All trainers cut alike, since all have the same buckets.
 """
 
-from __future__ import annotations
+# Without `from __future__ import annotations`: DistributedDataParallel looks at those of a hook, and takes no texts.
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple

@@ -153,13 +153,15 @@ class Replica:
 class Route:
     """How a name is called."""
 
-    __slots__ = ("_turn", "function", "idempotent", "name", "only", "prefix", "replicas")
+    __slots__ = ("_turn", "function", "idempotent", "is_plain", "name", "only", "prefix", "replicas")
 
-    def __init__(self, name: str, offer: Offer, replicas: list[Replica], caller: str) -> None:
+    def __init__(self, name: str, offer: Offer, replicas: list[Replica], caller: str, tells_ends: bool) -> None:
         self.name = name
         self.replicas = replicas
         self.only = replicas[0] if len(replicas) == 1 else None
         self.idempotent = offer.idempotent
+        # Nothing is to be done when a call ends, whichever way.
+        self.is_plain = self.only is not None and not offer.idempotent and tells_ends
         in_group = offer.group is not None
         self.prefix = (name, caller) if in_group else (name,)
         self.function: Callable[..., Any]
@@ -221,7 +223,7 @@ def route_to(name: str) -> Route:
             if replica is None:
                 replica = _replicas[owner.life] = Replica(WorkerInfo(owner.worker, owner.rank), owner.life)
             replicas.append(replica)
-        route = routes[name] = Route(name, offer, replicas, known.info.name)
+        route = routes[name] = Route(name, offer, replicas, known.info.name, known.tells_ends)
         return route
 
 
@@ -327,7 +329,7 @@ def _judge(route: Route, replica: Replica, error: RuntimeError, tried: Sequence[
     if not was_lost(error):
         raise error
     known = directory()
-    if not hasattr(known._agent(), "_statistics"):
+    if not known.tells_ends:
         # On UCX the agent says so, of which life it is.
         known.drop(replica.info.name, replica.life)
     if not route.idempotent:
@@ -341,13 +343,20 @@ def _judge(route: Route, replica: Replica, error: RuntimeError, tried: Sequence[
 def call_async(name: str, /, *args: Any, timeout: float = UNSET_RPC_TIMEOUT, **kwargs: Any) -> Future[Any]:
     """The same as `call` without waiting: a future of the result.
 
-    Raises `UnknownName` at once; everything else the future raises.
+    Raises `UnknownName` at once; everything else the future raises. Where there is one replica, and the call would not
+    be repeated, that is the future of ``rpc_async``, with the errors of that: RuntimeErrors that name the worker.
     """
     known = _directory._directory
     route = routes.get(name) if known is not None and known.era is api._ALL_WORKER_NAMES else None
     if route is None:
         directory()
         route = route_to(name)
+    replica = route.only
+    if replica is not None and route.is_plain:
+        future: Future[Any] = api._invoke_rpc(
+            replica.info, route.function, _ASYNC, (*route.prefix, *args), kwargs, timeout
+        )
+        return future
     return _Pending(route, args, kwargs, timeout).future
 
 

@@ -73,8 +73,10 @@ class Directory:
 
     def __init__(self, agent: Any) -> None:
         self.era = api._ALL_WORKER_NAMES
+        # The agent says when a worker ends.
+        self.tells_ends = hasattr(agent, "_statistics")
         # torch keeps the C++ object of TensorPipe's agent alive, but not the Python one, by which it is known here.
-        self._agent = weakref.ref(agent) if hasattr(agent, "_statistics") else lambda: agent
+        self._agent = weakref.ref(agent) if self.tells_ends else lambda: agent
         info: WorkerInfo = agent.get_worker_info()
         self.info = info
         # Known to others as the agent's, where it has one: it is what the agent says when a worker ends.
@@ -173,7 +175,7 @@ class Directory:
     def _learn(self, changes: Iterable[Change]) -> None:
         """What others know of third workers. Of those that this worker's agent never met, it would not see the end."""
         agent = self._agent()
-        if agent is not None and hasattr(agent, "_statistics"):
+        if agent is not None and self.tells_ends:
             there = {peer["session"] for peer in agent._statistics()["peers"] if peer["state"] in _THERE}
             changes = [change for change in changes if change.life in there]
         self.take_in(changes)
@@ -281,7 +283,7 @@ class Directory:
                 if not was_lost(error):
                     raise
                 _logger.debug("%s was lost while it was asked %s: %s", decider.name, what, error)
-                if not hasattr(self._agent(), "_statistics"):
+                if not self.tells_ends:
                     # Nobody else will say so.
                     with self.lock:
                         life = self.table.owners[decider.name].life if decider.name in self.table.owners else 0
