@@ -8,9 +8,13 @@ is. What a program may use from here:
 * `replace_tensorpipe`: UCX wherever a program asks for TensorPipe, or for no backend
 * ``testing``, a module to import by itself: the agent with faults on demand
 * `native_op`: makes a Python function an operator of torch, compiled by numba, that runs without the GIL
+* ``services``, a module to import by itself: names, groups and roles of workers (docs/services.md)
+* ``reduction``, likewise: gradients by way of servers, for trainers that come, go and die (docs/reduction.md)
+* `on_lost`: a callback when a worker is lost
 * `statistics`: a snapshot of calls, bytes, lanes, queues, memory, and latencies per peer
 * `Statistics`: its type
 * `PeerStatistics`: what is in it of each worker
+* `ServiceStatistics`: what is in it of each service
 * `Latencies`: how long the calls to one took
 * `__version__`
 
@@ -38,6 +42,8 @@ How the package is laid out:
 * ``_network``       which network interface UCX gets
 * ``_conflicts``     what the site has set or limited that RPC cannot work with
 * ``_statistics``    `statistics`
+* ``_served``        the part of it that is of services
+* ``_lost``          `on_lost`
 * ``_prometheus``    the same for Prometheus
 * ``_observation``   the same for ``python -m torch_ucx_rpc top``
 * ``__main__``       ``python -m torch_ucx_rpc``
@@ -70,9 +76,11 @@ except (ImportError, OSError) as error:
 if _failure is None:
     from torch_ucx_rpc import _register, _replace
     from torch_ucx_rpc._launched import init_rpc
+    from torch_ucx_rpc._lost import on_lost
     from torch_ucx_rpc._native_op import native_op
     from torch_ucx_rpc._options import UcxRpcBackendOptions
     from torch_ucx_rpc._replace import replace_tensorpipe
+    from torch_ucx_rpc._served import ServiceStatistics
     from torch_ucx_rpc._statistics import Latencies, PeerStatistics, Statistics, statistics
 
     _register.register()
@@ -82,11 +90,13 @@ if _failure is None:
 __all__ = [
     "Latencies",
     "PeerStatistics",
+    "ServiceStatistics",
     "Statistics",
     "UcxRpcBackendOptions",
     "__version__",
     "init_rpc",
     "native_op",
+    "on_lost",
     "replace_tensorpipe",
     "statistics",
 ]

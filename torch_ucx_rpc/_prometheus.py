@@ -43,6 +43,10 @@ _PEER_COUNTERS = {
     "bytes_sent": "Bytes of messages to the peer",
     "bytes_received": "Bytes of messages from the peer",
 }
+_SERVICE_COUNTERS = {
+    "calls": "Calls of the service that have begun here",
+    "errors": "Calls of the service that have raised here",
+}
 
 
 class Endpoint:
@@ -110,6 +114,24 @@ class _Collector:
             for peer in now.peers:
                 metric.add_metric([*worker, peer.name], getattr(peer, field))
             yield metric
+        of_service = ["worker", "rank", "service", "group"]
+        served = [(service, [*worker, service.name, service.group or ""]) for service in now.services]
+        for field, meaning in _SERVICE_COUNTERS.items():
+            metric = CounterMetricFamily(f"torch_ucx_rpc_service_{field}", meaning, labels=of_service)
+            for service, labels in served:
+                metric.add_metric(labels, getattr(service, field))
+            yield metric
+        open_calls = GaugeMetricFamily(
+            "torch_ucx_rpc_service_open", "Calls of the service that go on here", labels=of_service
+        )
+        replicas = GaugeMetricFamily(
+            "torch_ucx_rpc_service_replicas", "Workers that offer the service", labels=of_service
+        )
+        for service, labels in served:
+            open_calls.add_metric(labels, service.open)
+            replicas.add_metric(labels, len(service.replicas))
+        yield open_calls
+        yield replicas
         durations = HistogramMetricFamily(
             "torch_ucx_rpc_call_duration_seconds",
             "How long calls to the peer took that were answered",

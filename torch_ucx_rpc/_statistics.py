@@ -10,6 +10,7 @@ from typing import Any
 
 from torch_ucx_rpc import _agent
 from torch_ucx_rpc._native import _C
+from torch_ucx_rpc._served import ServiceStatistics, services_of
 
 # Where the buckets of latencies end; one more has what took longer.
 BUCKET_ENDS_US = tuple(end / 1000 for end in _C.LATENCY_BUCKET_ENDS_NS)
@@ -141,6 +142,7 @@ class Statistics:
         window_in_use_bytes (int): of it, what has been given to large tensors.
         window_waiting_messages (int): messages whose tensors wait at their senders.
         prometheus_port (int | None): where Prometheus finds this, if it was asked for.
+        services (tuple[ServiceStatistics, ...]): what it serves by name (`torch_ucx_rpc.services`).
     """
 
     name: str
@@ -166,6 +168,7 @@ class Statistics:
     window_in_use_bytes: int
     window_waiting_messages: int
     prometheus_port: int | None
+    services: tuple[ServiceStatistics, ...] = ()
 
     @property
     def session(self) -> int:
@@ -206,7 +209,8 @@ class Statistics:
         """The snapshot that `to_values` was called on; ValueError for what it cannot have returned."""
         try:
             peers = tuple(_peer(**peer) for peer in values["peers"])
-            return cls(**{**values, "peers": peers})
+            services = tuple(map(ServiceStatistics.from_values, values.get("services", ())))
+            return cls(**{**values, "peers": peers, "services": services})
         except (KeyError, TypeError) as error:
             raise ValueError(f"that is not the statistics of a worker: {error}") from error
 
@@ -245,4 +249,11 @@ def of_agent(agent: _agent.UcxRpcAgent) -> Statistics:
     for peer in values.pop("peers"):
         counts, sum_ns = peer.pop("latency_counts"), peer.pop("latency_sum_ns")
         peers.append(_peer(**peer, latencies={"counts": counts, "sum_us": sum_ns / 1000}))
-    return Statistics(name=info.name, rank=info.id, peers=tuple(peers), prometheus_port=agent.prometheus_port, **values)
+    return Statistics(
+        name=info.name,
+        rank=info.id,
+        peers=tuple(peers),
+        prometheus_port=agent.prometheus_port,
+        services=services_of(agent),
+        **values,
+    )

@@ -74,6 +74,8 @@ class Server:
     def leave(self) -> None:
         """Take part no more: the other trainers do not wait for this one from now on."""
         self.has_left = True
+        for model in list(self._site.models.values()):
+            model.on_leave(self)
         for name in self.hosts:
             try:
                 self._call(name, _host._leave, self.spec.key, self.trainer)
@@ -170,7 +172,7 @@ class Server:
     def accept(self, push: Push, answer: Answer) -> None:
         """Note what an answer says of the rounds to come."""
         self.positions[push.piece] = answer.next_round
-        if len(self.hosts) > 1 and self.spec.optimizer is None and answer.trainers and answer.tensors:
+        if len(self.hosts) > 1 and self.spec.optimizer is None and answer.rounds == 1 and answer.tensors:
             self.kept[push.piece] = (answer.next_round - 1, answer.tensors)
 
     def _call(self, name: str, function: Callable[..., _T], *arguments: Any) -> _T:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.futures import Future
 
-from torch_ucx_rpc._lost import was_lost
+from torch_ucx_rpc._lost import timed_out, was_lost
 from torch_ucx_rpc.reduction import _host
 from torch_ucx_rpc.reduction._client import Server, tensors_of
 from torch_ucx_rpc.reduction._ddp import Part, cut, push_bucket
@@ -101,10 +101,11 @@ class DataParallel(nn.Module):
         self._next_bucket = 0
         self._is_in_backward = False
         self._is_synchronizing = True
-        # The state as it is may be given away, until the first step; then at the beginning of a step only.
         self._has_begun = False
+        # As it was before the first step, until that is over.
+        self._initial: dict[str, Any] | None = None
         self._is_behind = False
-        self._asking: list[tuple[Trainer, Future[dict[str, Any]]]] = []
+        self._asking: list[tuple[Trainer, Future[dict[str, Any] | None]]] = []
         self._lock = threading.Lock()
         for parameter in parameters:
             parameter.register_post_accumulate_grad_hook(self._on_gradient)
@@ -119,7 +120,7 @@ class DataParallel(nn.Module):
         if torch.is_grad_enabled() and self._is_synchronizing:
             if self._is_behind:
                 self._is_behind = False
-                self._begin()
+                self._begin(is_again=True)
             self._has_begun = True
             self._give_to_those_asking()
         return self.module(*args, **kwargs)
@@ -176,6 +177,7 @@ class DataParallel(nn.Module):
                 self._take(bucket)
         finally:
             self._is_in_backward = False
+            self._initial = None
             self._next_bucket = 0
             for bucket in self._buckets:
                 bucket.filled.clear()
@@ -184,7 +186,7 @@ class DataParallel(nn.Module):
     def _take(self, bucket: _Bucket) -> None:
         for part, push in bucket.pushes:
             answer = push.wait()
-            self._is_behind |= answer.trainers == 0 and self._optimizer is not None
+            self._is_behind |= answer.rounds != 1 and self._optimizer is not None
             bucket.buffer[part.start : part.stop].copy_(tensors_of(push)[0])
         for index, (parameter, view) in enumerate(zip(bucket.parameters, bucket.views, strict=True)):
             if parameter.grad is not None and index in bucket.filled:
@@ -194,25 +196,40 @@ class DataParallel(nn.Module):
 
     # -- beginning, and giving to those who begin
 
-    def _begin(self) -> None:
+    def _begin(self, is_again: bool = False) -> None:
         """Get the state of a trainer that is further, if there is one."""
         server = self._server
         while True:
             host = server.find_host(0)
             try:
-                donor = server._call(host, _host._enter, server.spec.key, self._name, server.trainer)
+                donor, is_initial = server._call(host, _host._enter, server.spec.key, self._name, server.trainer)
                 if donor is None:
-                    return
-                state = rpc.rpc_sync(donor.name, _give, args=(self._key, server.trainer), timeout=0)
+                    break
+                state = rpc.rpc_sync(donor.name, _give, args=(self._key, server.trainer, is_initial))
             except RuntimeError as error:
+                if timed_out(error) and is_again:
+                    _logger.warning(
+                        "%s goes on with what it has: %s has begun no step meanwhile", server.trainer, donor
+                    )
+                    return
+                if timed_out(error):
+                    raise RuntimeError(
+                        f"{server.trainer} cannot begin: the others, or a step of one of them, did not come within the "
+                        f"time of a call. serve(..., trainers=N) says how many there are at the start ({error})"
+                    ) from error
                 if not was_lost(error):
                     raise
                 _logger.info("%s begins again: %s", server.trainer, error)
                 continue
             if state is not None:
+                self._load(state)
                 break
             time.sleep(_PAUSE_S)
-        self._load(state)
+        if is_initial and not self._has_begun:
+            # The others of the first may come for it when this trainer is in its first step, which waits for them.
+            with self._lock:
+                self._initial = self._state()
+        server.call_all(_host._hold, server.spec.key, self._name, server.trainer)
 
     def _load(self, state: dict[str, Any]) -> None:
         own = dict(self.module.state_dict(keep_vars=True))
@@ -229,15 +246,15 @@ class DataParallel(nn.Module):
             # The first step goes on.
             self._server.first_round = 0
 
-    def give(self, trainer: Trainer) -> Future[dict[str, Any]]:
-        """This trainer's state, at the beginning of a step; for another one."""
-        future: Future[dict[str, Any]] = Future(devices=site().devices)
+    def give(self, trainer: Trainer, is_initial: bool) -> Future[dict[str, Any] | None]:
+        """This trainer's state at the beginning of a step, for another one: of the first step, if both are in that."""
+        future: Future[dict[str, Any] | None] = Future(devices=site().devices)
         with self._lock:
-            is_now = not self._has_begun
-            if not is_now:
+            initial = self._initial if is_initial else None
+            if initial is None:
                 self._asking.append((trainer, future))
-        if is_now:
-            future.set_result(self._state())
+        if initial is not None:
+            future.set_result(initial)
         return future
 
     def _give_to_those_asking(self) -> None:
@@ -246,8 +263,15 @@ class DataParallel(nn.Module):
         for trainer, future in asking:
             # From now on the others wait for it, this step included: it is not complete without this trainer.
             server = self._server
-            server.call_all(_host._admit, server.spec.key, self._name, trainer, dict(server.positions))
+            server.call_all(_host._admit, server.spec.key, trainer, dict(server.positions))
             future.set_result(self._state())
+
+    def on_leave(self, server: Server) -> None:
+        """Nobody gets the state from here any more."""
+        with self._lock:
+            asking, self._asking = (self._asking, []) if server is self._server else ([], self._asking)
+        for _, future in asking:
+            future.set_result(None)
 
     def _state(self) -> dict[str, Any]:
         return {
@@ -285,11 +309,11 @@ def _make_buckets(parameters: list[nn.Parameter], bucket_bytes: int) -> list[_Bu
 
 
 @rpc.functions.async_execution
-def _give(key: str, trainer: Trainer) -> Future[dict[str, Any] | None]:
+def _give(key: str, trainer: Trainer, is_initial: bool) -> Future[dict[str, Any] | None]:
     model = site().models.get(key)
     if model is None:
         # It has ended with the model, but not yet with RPC, or has not made it yet: another one is asked.
         nothing: Future[dict[str, Any] | None] = Future()
         nothing.set_result(None)
         return nothing
-    return model.give(trainer)  # type: ignore[return-value]
+    return model.give(trainer, is_initial)

@@ -96,9 +96,16 @@ class Answer(NamedTuple):
 
     refusal: str | None
     next_round: int = 0
-    # How many trainers the result is made of; 0 where it is what a late one has missed.
-    trainers: int = 0
+    # How many rounds the result is of: a late trainer gets the sum of all that it has missed.
+    rounds: int = 1
     tensors: list[Tensor] | None = None
+
+
+class Entry(NamedTuple):
+    """Who gives a trainer the parameters of a model, if not itself; and whether it is one of the first."""
+
+    donor: Trainer | None
+    is_initial: bool
 
 
 @dataclasses.dataclass
@@ -216,7 +223,9 @@ class _Model:
 
     def __init__(self) -> None:
         self.holders: dict[int, Trainer] = {}
-        self.entered: dict[int, tuple[Trainer, Future[Trainer | None]]] = {}
+        self.entered: dict[int, tuple[Trainer, Future[Entry]]] = {}
+        # Lives of those that began together: the first step waits for all of them.
+        self.initial: set[int] = set()
 
 
 class Host:
@@ -272,11 +281,10 @@ class Host:
                 piece.filler = None
                 self._find_filler(piece)
 
-    def admit(self, model: str, trainer: Trainer, positions: dict[str, int]) -> None:
-        """Wait for a trainer from its positions on: it gets a copy of a model."""
+    def admit(self, trainer: Trainer, positions: dict[str, int]) -> None:
+        """Wait for a trainer from its positions on: it is given a copy of a model."""
         with self.lock:
             self._count(trainer)
-            self._models.setdefault(model, _Model()).holders[trainer.life] = trainer
             for name in positions:
                 self._piece(name).seen.add(trainer.life)
 
@@ -291,26 +299,26 @@ class Host:
         names = self.spec.expected_names
         return self._counted_names.issuperset(names) if names else len(self._counted) >= self.spec.expected
 
-    def enter(self, name: str, trainer: Trainer) -> Future[Trainer | None]:
-        """From whom a trainer gets the parameters of its copy of a model; None if it is to give them to others."""
-        future: Future[Trainer | None] = Future()
+    def enter(self, name: str, trainer: Trainer) -> Future[Entry]:
+        """From whom a trainer gets the parameters of its copy of a model."""
+        future: Future[Entry] = Future()
         with self.lock:
             model = self._models.setdefault(name, _Model())
             others = [other for life, other in model.holders.items() if life != trainer.life]
             self._counted.add(trainer.life)
             self._counted_names.add(trainer.name)
             if others:
-                entered: list[tuple[Future[Trainer | None], Trainer | None]] = [(future, min(others))]
+                entered = [(future, Entry(min(others), trainer.life in model.initial))]
             else:
                 model.entered[trainer.life] = (trainer, future)
                 entered = self._take_entered()
-        for waiting, donor in entered:
-            waiting.set_result(donor)
+        for waiting, entry in entered:
+            waiting.set_result(entry)
         return future
 
-    def _take_entered(self) -> list[tuple[Future[Trainer | None], Trainer | None]]:
+    def _take_entered(self) -> list[tuple[Future[Entry], Entry]]:
         """Those that may begin with a model: all, once all are there."""
-        answers: list[tuple[Future[Trainer | None], Trainer | None]] = []
+        answers: list[tuple[Future[Entry], Entry]] = []
         for model in self._models.values():
             is_complete = self._are_all_there() and all(life in model.entered for life in self.trainers)
             if not model.entered or not is_complete:
@@ -318,10 +326,15 @@ class Host:
             donor = min(trainer for trainer, _ in model.entered.values())
             for life, (trainer, future) in model.entered.items():
                 self._count(trainer)
-                model.holders[life] = trainer
-                answers.append((future, None if life == donor.life else donor))
+                model.initial.add(life)
+                answers.append((future, Entry(None if life == donor.life else donor, True)))
             model.entered.clear()
         return answers
+
+    def hold(self, name: str, trainer: Trainer) -> None:
+        """A trainer has a copy of a model now, and can give it to others."""
+        with self.lock:
+            self._models.setdefault(name, _Model()).holders[trainer.life] = trainer
 
     # -- parameters
 
@@ -370,7 +383,7 @@ class Host:
         if self.spec.checkpoint is not None and self.spec.optimizer is not None:
             path = self._checkpoint_of(name)
             if path.exists():
-                piece.state = _Stateful.from_values(torch.load(path, weights_only=False), self.spec.optimizer)
+                piece.state = _Stateful.from_values(torch.load(path, weights_only=True), self.spec.optimizer)
                 _logger.info("%s: restored %s after %d updates from %s", self.own_name, name, piece.state.updates, path)
 
     def _save(self, name: str, state: _Stateful) -> None:
@@ -406,7 +419,7 @@ class Host:
             at = piece.done + 1 if push.at is None else push.at
             coming = _Coming(push.trainer, push.tensors, is_owned, future)
             if at <= piece.done:
-                answer = self._answer_to_late(piece, push.trainer, is_first)
+                answer = self._answer_to_late(piece, push.trainer, at, is_first)
             else:
                 round_ = piece.rounds.get(at)
                 if round_ is None:
@@ -427,9 +440,9 @@ class Host:
             self._advance(push.piece, piece, round_)
         return future
 
-    def _answer_to_late(self, piece: _Piece, trainer: Trainer, is_first: bool = False) -> Answer:
+    def _answer_to_late(self, piece: _Piece, trainer: Trainer, at: int, is_first: bool = False) -> Answer:
         if piece.state is not None:
-            return Answer(None, piece.done + 1, 0, piece.state.values())
+            return Answer(None, piece.done + 1, 1, piece.state.values())
         missed = piece.missed.pop(trainer.life, None)
         if missed is None and is_first and (of_all := piece.missed.get(_NOT_SEEN)):
             # The next one that comes for the first time gets it too.
@@ -439,14 +452,14 @@ class Host:
                 f"{trainer} pushed a round that is over, and was not there in: it has to begin anew, with "
                 f"reduction.serve and a new DataParallel"
             )
-        return Answer(None, piece.done + 1, 0, missed[0])
+        return Answer(None, piece.done + 1, piece.done + 1 - at, missed[0])
 
     def _advance_all(self) -> None:
         with self.lock:
             entered = self._take_entered()
             rounds = [(name, piece, round_) for name, piece in self.pieces.items() for round_ in piece.rounds.values()]
-        for waiting, donor in entered:
-            waiting.set_result(donor)
+        for waiting, entry in entered:
+            waiting.set_result(entry)
         for name, piece, round_ in rounds:
             self._advance(name, piece, round_)
 
@@ -512,14 +525,15 @@ class Host:
             if piece.state is None:
                 for life in piece.seen.intersection(self.trainers).difference(round_.came):
                     self._miss(piece, life, result)
-                # Some that are expected have never pushed it: all of them have missed the same.
-                if len(piece.seen | self._ended) < self.spec.expected:
+                # Some that are there or expected have never pushed it: all of them have missed the same.
+                is_seen_by_all = piece.seen.issuperset(self.trainers)
+                if not is_seen_by_all or len(piece.seen | self._ended) < self.spec.expected:
                     self._miss(piece, _NOT_SEEN, result)
                 else:
                     piece.missed.pop(_NOT_SEEN, None)
             futures = [coming.future for coming in round_.came.values()]
-            late = [(coming, self._answer_to_late(piece, coming.trainer)) for coming in round_.late]
-        answer = Answer(None, round_.number + 1, count, result)
+            late = [(coming, self._answer_to_late(piece, coming.trainer, round_.number)) for coming in round_.late]
+        answer = Answer(None, round_.number + 1, 1, result)
         for future in futures:
             if future is not None:
                 future.set_result(answer)
@@ -679,17 +693,29 @@ class Host:
             piece = self._piece(name)
             if all_ is not None:
                 piece.state = _Stateful.from_values(all_, self.spec.optimizer)
-        state = piece.state
-        assert state is not None
+            state = piece.state
+            # The other host may have died after this was sent, and a trainer may have repeated its push by now.
+            if state is None or (life is None and number <= piece.done and all_ is None):
+                if state is None:
+                    raise LookupError(f"{self.own_name!r} has no copy of {name} yet")
+                return
         with state.lock:
-            if all_ is None:
+            if life is None:
+                if all_ is None:
+                    state.update(gradients)
+            elif state.applied.get(life, -1) < push:
                 state.update(gradients)
-            if life is not None:
                 state.applied[life] = push
+            values = state.values()
         if life is None:
             with self.lock:
                 piece.done = max(piece.done, number)
                 self.has_begun = True
+                over = [piece.rounds.pop(other) for other in sorted(piece.rounds) if other <= piece.done]
+            for round_ in over:
+                for coming in round_.came.values():
+                    if coming.future is not None:
+                        coming.future.set_result(Answer(None, number + 1, 1, values))
 
 
 def _why_not(push: Push, round_: _Round) -> str | None:
@@ -789,12 +815,16 @@ def _describe(key: str, piece: str) -> list[tuple[int, ...]] | None:
 
 
 @rpc.functions.async_execution
-def _enter(key: str, model: str, trainer: Trainer) -> Future[Trainer | None]:
+def _enter(key: str, model: str, trainer: Trainer) -> Future[Entry]:
     return _host(key).enter(model, trainer)
 
 
-def _admit(key: str, model: str, trainer: Trainer, positions: dict[str, int]) -> None:
-    _host(key).admit(model, trainer, positions)
+def _hold(key: str, model: str, trainer: Trainer) -> None:
+    _host(key).hold(model, trainer)
+
+
+def _admit(key: str, trainer: Trainer, positions: dict[str, int]) -> None:
+    _host(key).admit(trainer, positions)
 
 
 def _leave(key: str, trainer: Trainer) -> None:

@@ -23,10 +23,10 @@ How the package is laid out:
 * ``_errors``     the exceptions
 """
 
+from torch_ucx_rpc._served import ServiceStatistics
 from torch_ucx_rpc.services._api import (
     Member,
     Service,
-    ServiceStatistics,
     call_group,
     call_role,
     get,

@@ -16,6 +16,7 @@ from torch._C._distributed_rpc import WorkerInfo
 from torch.distributed.rpc.constants import UNSET_RPC_TIMEOUT
 from torch.futures import Future
 
+from torch_ucx_rpc._served import ServiceStatistics
 from torch_ucx_rpc.services import _calls, _directory
 from torch_ucx_rpc.services._calls import Served, call_async, served, unknown
 from torch_ucx_rpc.services._directory import Directory, directory, role_of
@@ -45,23 +46,6 @@ class Service(NamedTuple):
     group: str | None = None
     idempotent: bool = False
     is_value: bool = False
-
-
-class ServiceStatistics(NamedTuple):
-    """What this worker has served under a name since it was registered.
-
-    Attributes:
-        name (str), group (str | None): the service.
-        replicas (tuple[str, ...]): all workers that offer it, as far as this one knows, by rank.
-        calls (int): that have begun here, of them `errors` (int) have raised, and `open` (int) go on.
-    """
-
-    name: str
-    group: str | None
-    replicas: tuple[str, ...]
-    calls: int
-    errors: int
-    open: int
 
 
 # ---------------------------------------------------------------------------------------------------------- offering
@@ -390,7 +374,13 @@ _directory.made.append(_on_made)
 def statistics() -> tuple[ServiceStatistics, ...]:
     """What this worker has served, by name; nothing where RPC is not running or this worker offers nothing."""
     known = _directory._directory
-    if known is None or known._agent() is None:
+    return () if known is None else statistics_of(known._agent())
+
+
+def statistics_of(agent: Any) -> tuple[ServiceStatistics, ...]:
+    """The same of the worker of an agent that may not be running."""
+    known = _directory._directory
+    if known is None or agent is None or not known.is_of(agent):
         return ()
     with known.lock:
         return tuple(
