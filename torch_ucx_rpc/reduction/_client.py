@@ -577,7 +577,7 @@ def push_pull_async(server: Server, gradients: Any, *, quorum: int | None = None
         piece = f"{'tensors' if server.spec.optimizer is None else 'parameters'}/{shard}"
         pushes.append((shard, server.push(piece, shard, mine, quorum)))
 
-    def join(done: Future[list[Future[Answer]]]) -> Any:
+    def join() -> Any:
         results: list[Tensor | None] = [None] * len(tensors)
         for shard, push in pushes:
             indices = [index for index, of in enumerate(shards) if of == shard]
@@ -586,4 +586,28 @@ def push_pull_async(server: Server, gradients: Any, *, quorum: int | None = None
                 results[index] = tensor.clone()
         return results[0] if is_one else results
 
-    return torch.futures.collect_all([push for _, push in pushes]).then(join)
+    return _when_all_are_done([push for _, push in pushes], join, server._site.devices)
+
+
+def _when_all_are_done(futures: list[Future[Answer]], result: Callable[[], Any], devices: Any) -> Future[Any]:
+    """A future of what ``result`` returns or raises. (Of what is raised in `then`, torch makes a RuntimeError.)"""
+    joined: Future[Any] = Future(devices=devices)
+    lock = threading.Lock()
+    open_ = len(futures)
+
+    def count(_: Any) -> None:
+        nonlocal open_
+        with lock:
+            open_ -= 1
+            if open_:
+                return
+        try:
+            value = result()
+        except Exception as error:
+            joined.set_exception(error)
+        else:
+            joined.set_result(value)
+
+    for future in futures:
+        future.add_done_callback(count)
+    return joined

@@ -199,6 +199,9 @@ class DataParallel(nn.Module):
     def _begin(self, is_again: bool = False) -> None:
         """Get the state of a trainer that is further, if there is one."""
         server = self._server
+        if not is_again:
+            # The others of the first may come for it when this trainer is in its first step, which waits for them.
+            self._initial = self._state()
         while True:
             host = server.find_host(0)
             try:
@@ -225,10 +228,8 @@ class DataParallel(nn.Module):
                 self._load(state)
                 break
             time.sleep(_PAUSE_S)
-        if is_initial and not self._has_begun:
-            # The others of the first may come for it when this trainer is in its first step, which waits for them.
-            with self._lock:
-                self._initial = self._state()
+        if not is_again:
+            self._initial = self._state() if is_initial else None
         server.call_all(_host._hold, server.spec.key, self._name, server.trainer)
 
     def _load(self, state: dict[str, Any]) -> None:
