@@ -1,9 +1,9 @@
 """What does a step of data-parallel training cost whose gradients go by way of a server?
 
-Four trainers on one host, and models whose gradients have 1, 10 and 100 MB and cost next to nothing to compute: how long
-a step takes (forward, backward, gradients averaged), by the slowest trainer's clock. With DistributedDataParallel and
-the hook of `torch_ucx_rpc.reduction`, shared by the trainers themselves or by one more worker; with `DataParallel`; with
-DistributedDataParallel on gloo; and with a server as one would write it by hand, with ``rpc_sync``.
+Four trainers on one host, and models whose gradients have 1, 10 and 100 MB and cost next to nothing to compute: how
+long a step takes (forward, backward, gradients averaged), by the slowest trainer's clock. With DistributedDataParallel
+and the hook of `torch_ucx_rpc.reduction`, shared by the trainers themselves or by one more worker; with `DataParallel`;
+with DistributedDataParallel on gloo; and with a server as one would write it by hand, with ``rpc_sync``.
 
 Then what disturbs: one of four trainers is killed, and what the slowest of the next steps takes the others beyond the
 usual; and one computes ten times as long as the others, who do not wait for it (``quorum=3``).

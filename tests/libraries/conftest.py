@@ -22,3 +22,9 @@ def run_on_both(request: pytest.FixtureRequest) -> Callable[..., list]:
 def run_on_ucx() -> Callable[..., list]:
     """`workers.run_workers`, with workers that may print what torch prints when a callee raises."""
     return functools.partial(workers.run_workers, silent=False, timeout=_PATIENCE_S)
+
+
+@pytest.fixture
+def run_on_tensorpipe() -> Callable[..., list]:
+    """`workers.run_workers` on TensorPipe."""
+    return functools.partial(workers.run_workers, backend="TENSORPIPE", silent=False, timeout=_PATIENCE_S)

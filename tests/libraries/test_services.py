@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import io
+import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import threading
 import time
+import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -203,6 +207,52 @@ def answer_later_and_raise(rank: int, steps: Steps) -> None:
         assert (later_counts.name, later_counts.calls, later_counts.errors, later_counts.open) == ("later", 2, 0, 0)
         assert (fail_counts.name, fail_counts.calls, fail_counts.errors) == ("fail", 3, 3)
         assert fail_counts.replicas == ("worker1",)
+
+
+def test_top_and_prometheus_show_services(run_on_ucx: RunWorkers, tmp_path: Path) -> None:
+    run_on_ucx(2, look_at_services, Steps(tmp_path), options={"prometheus_port": 0})
+
+
+def look_at_services(rank: int, steps: Steps) -> None:
+    import torch_ucx_rpc
+
+    services.register("double", double, group="eval")
+    services.register("fail", raise_key_error)
+    meet(steps, "registered", rank, 2)
+    if rank == 0:
+        for _ in range(6):
+            services.call("double", 2)
+        services.unregister("fail")
+        with pytest.raises(RuntimeError):
+            services.call("fail", "on purpose")
+    meet(steps, "called", rank, 2)
+    if rank == 1:
+        double_counts, fail_counts = torch_ucx_rpc.statistics().services
+        assert double_counts == torch_ucx_rpc.ServiceStatistics("double", "eval", ("worker0", "worker1"), 3, 0, 0)
+        assert (fail_counts.calls, fail_counts.errors, fail_counts.replicas) == (1, 1, ("worker1",))
+        port = torch_ucx_rpc.statistics().prometheus_port
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as answer:
+            text = answer.read().decode()
+        labels = 'group="",rank="1",service="fail",worker="worker1"'
+        assert f"torch_ucx_rpc_service_errors_total{{{labels}}} 1.0" in text
+        assert f"torch_ucx_rpc_service_calls_total{{{labels}}} 1.0" in text
+        assert 'torch_ucx_rpc_service_replicas{group="eval",rank="1",service="double",worker="worker1"} 2.0' in text
+        code, shown = command_line("top", "--once", "--json", "--pid", str(os.getpid()))
+        assert code == 0
+        assert json.loads(shown)["1"]["services"][0]["calls"] == 3
+        code, shown = command_line("top", "--once", "--services", "--pid", str(os.getpid()))
+        assert code == 0
+        assert re.search(r"double +eval +worker0 +2 +3 +0 +0", shown)
+        assert re.search(r"fail +worker1 +1 +1 +0 +1", shown)
+    meet(steps, "looked", rank, 2)
+
+
+def command_line(*arguments: str) -> tuple[int, str]:
+    from torch_ucx_rpc._cli import main
+
+    with contextlib.redirect_stdout(io.StringIO()) as output:
+        code = main(arguments)
+    return code, output.getvalue()
 
 
 # --------------------------------------------------------------------------------------------------------- bad input

@@ -81,13 +81,32 @@ def register(
 
         >>> services.register("score", model.score, group="eval", idempotent=True)
     """
-    if not callable(function):
-        raise TypeError(
-            f"{name!r} cannot be registered: {function!r} cannot be called; a value is offered with "
-            f"services.pair({name!r}, value)"
-        )
-    is_async = hasattr(function, "_wrapped_async_rpc_function")
-    _offer(name, function, Offer(False, group, bool(idempotent), bool(unique), is_async))
+    register_all({name: function}, group=group, idempotent=idempotent, unique=unique)
+
+
+def register_all(
+    functions: Mapping[str, Callable[..., Any]],
+    *,
+    group: str | None = None,
+    idempotent: bool = False,
+    unique: bool = False,
+) -> None:
+    """Do the same with many names at once: all of them are registered, or none. It costs no more messages than one.
+
+    Example::
+
+        >>> services.register_all({"score": model.score, "rank": model.rank}, group="eval")
+    """
+    offers = {}
+    for name, function in functions.items():
+        if not callable(function):
+            raise TypeError(
+                f"{name!r} cannot be registered: {function!r} cannot be called; a value is offered with "
+                f"services.pair({name!r}, value)"
+            )
+        is_async = hasattr(function, "_wrapped_async_rpc_function")
+        offers[name] = (function, Offer(False, group, bool(idempotent), bool(unique), is_async))
+    _offer(offers, group)
 
 
 def pair(name: str, value: Any, *, group: str | None = None) -> None:
@@ -99,28 +118,35 @@ def pair(name: str, value: Any, *, group: str | None = None) -> None:
 
         >>> services.pair("weights", tensor)
     """
-    _offer(name, value, Offer(True, group, False, True, False))
+    _offer({name: (value, Offer(True, group, False, True, False))}, group)
 
 
-def _offer(name: str, value: Any, offer: Offer) -> None:
-    _check_name("name", name)
-    if offer.group is not None:
-        _check_name("group", offer.group)
+def _offer(offers: Mapping[str, tuple[Any, Offer]], group: str | None) -> None:
+    for name in offers:
+        _check_name("name", name)
+    if group is not None:
+        _check_name("group", group)
     known = directory()
-    service = Served(name, value, offer.group)
+    by_offer: dict[Offer, list[str]] = {}
     with _registering:
-        if name in served:
-            raise NameTaken(
-                f"the name {name!r} is taken: this worker, {known.info.name!r}, offers it already; call "
-                f"services.unregister({name!r}) first"
-            )
-        # Others may call it before the decision has come back.
-        served[name] = service
-    group = set() if offer.group is None else {offer.group}
+        for name in offers:
+            if name in served:
+                raise NameTaken(
+                    f"the name {name!r} is taken: this worker, {known.info.name!r}, offers it already; call "
+                    f"services.unregister({name!r}) first"
+                )
+        for name, (value, offer) in offers.items():
+            # Others may call it before the decision has come back.
+            served[name] = Served(name, value, group)
+            by_offer.setdefault(offer, []).append(name)
     try:
-        known.change(added=((offer, (name,)),), groups=lambda groups: groups | group)
+        known.change(
+            added=tuple((offer, tuple(names)) for offer, names in by_offer.items()),
+            groups=lambda groups: groups if group is None else groups | {group},
+        )
     except BaseException:
-        served.pop(name, None)
+        for name in offers:
+            served.pop(name, None)
         raise
 
 
