@@ -143,6 +143,26 @@ def sum_in_other_orders(rank: int, steps: Steps) -> list[torch.Tensor]:
     return means[0]
 
 
+def test_hosts_that_train_too_take_part_in_every_step_of_ddp(run_on_both: RunWorkers, tmp_path: Path) -> None:
+    first, second = run_on_both(2, train_on_the_host_too, Steps(tmp_path))
+    assert are_equal(first, second)
+
+
+def train_on_the_host_too(rank: int, steps: Steps) -> list[torch.Tensor]:
+    with process_group(rank, 2, steps.directory):
+        server = reduction.serve("worker0")
+        model = make_model()
+        ddp = DistributedDataParallel(model)
+        ddp.register_comm_hook(reduction.state(server), reduction.hook)
+        if rank == 0:
+            eventually(lambda: _missing("worker0", "ddp0/0/0") != [], "the other one waits for it")
+        else:
+            assert reduction.push_pull(reduction.serve("worker0", trainers=1, name="other"), torch.ones(2)).sum() == 2
+        train(ddp, torch.optim.SGD(model.parameters(), lr=0.05), rank, 10)
+        meet(steps, "trained", rank, 2)
+    return parameters_of(model)
+
+
 def test_one_tensor_and_other_dtypes_are_averaged(run_on_both: RunWorkers, tmp_path: Path) -> None:
     run_on_both(3, average_dtypes, Steps(tmp_path))
 

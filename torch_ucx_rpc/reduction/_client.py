@@ -357,6 +357,7 @@ def serve(
     _check_hosts(names, known)
     _check_state(optimizer, parameters, asynchronous, replica, checkpoint, checkpoint_every, names)
     expected, expected_names = _expected(trainers, names, known)
+    hosts_given = names
     key = name or ",".join(names) or _TRAINERS
     if not names:
         names = _trainers_as_hosts(key, expected, expected_names, known)
@@ -390,6 +391,9 @@ def serve(
         if refusal:
             raise ValueError(refusal)
     known.servers[key] = server
+    if is_new and trainers is None and expected_names and known.trainer.name in hosts_given:
+        # A host that trains, too.
+        server.call_all(_host._expect, key, 0, (known.trainer.name,))
     if is_new and any(_has_begun(server, host) for host in names if host not in server._lost):
         # It takes part from the rounds on that are open then.
         server.first_round = None

@@ -17,7 +17,7 @@ from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 
 from torch_ucx_rpc.reduction._client import Server, tensors_of
-from torch_ucx_rpc.reduction._host import Answer
+from torch_ucx_rpc.reduction._host import Answer, _expect
 
 # Below it a message more costs more than what a host saves by having less.
 _CUT_BYTES = 1 << 16
@@ -84,12 +84,16 @@ class State:
         return torch.futures.collect_all([push for _, push in pushes]).then(join)
 
 
-def state(server: Server, quorum: int | None = None) -> State:
+def state(server: Server, quorum: int | None = None, process_group: dist.ProcessGroup | None = None) -> State:
     """What `hook` needs of a server, for one model.
 
+    The first step waits for all ranks of the process group, whatever `serve` has been told.
+
     Args:
+        server (Server): of `serve`.
         quorum (int): a step is complete with that many trainers, and the gradients are the mean of theirs. Those of
             late ones are dropped, and they get the sum of what they have missed. (default: all that are there)
+        process_group: DistributedDataParallel's (default: the default group).
 
     Raises ValueError for a quorum above the number of trainers.
 
@@ -99,11 +103,14 @@ def state(server: Server, quorum: int | None = None) -> State:
     """
     if not isinstance(server, Server):
         raise TypeError(f"state takes what reduction.serve returns; {server!r} is something else")
-    if dist.is_available() and dist.is_initialized() and quorum is not None and quorum > dist.get_world_size():
-        raise ValueError(
-            f"quorum={quorum} can never be reached: the process group has {dist.get_world_size()} trainers; give at "
-            f"most that many"
-        )
+    if dist.is_available() and dist.is_initialized():
+        ranks = dist.get_world_size(process_group)
+        if quorum is not None and quorum > ranks:
+            raise ValueError(
+                f"quorum={quorum} can never be reached: the process group has {ranks} trainers; give at most that many"
+            )
+        server.call_all(_expect, server.spec.key, ranks, ())
+        server.spec = server.spec._replace(expected=ranks, expected_names=())
     server.check_quorum(quorum)
     return State(server, quorum)
 

@@ -5,10 +5,10 @@ The trainers push a piece once in each round, and get back what all of them made
 round of a piece is complete when all trainers that are there have pushed it, or as many as the quorum says. Pieces know
 nothing of each other, and a round nothing of steps.
 
-**Sums** are made in the order of the trainers' ranks, whatever order they come in: what has come is added as soon as
-everything of lower ranks has. So N trainers get the same bits in every run. One thread works at a sum at a time and no
-other waits for it: the next tensors lie there until it is done. The first tensor that has come from another worker is
-the accumulator; it lives in memory of this process.
+**Sums** are made in the order of the trainers' ranks, whatever order they come in. So N trainers get the same bits in
+every run. Four trainers' tensors at a time are added, in one pass through memory, and the last pass divides too. One
+thread works at a sum at a time and no other waits for it: the next tensors lie there until it is done. A tensor that
+has come from another worker takes the sum; it lives in memory of this process.
 
 **Who is waited for.** A trainer belongs to a piece's rounds from its first push on, or from the round with which
 another trainer has admitted it. In the first round the server also waits for those that are expected. When the agent
@@ -42,6 +42,9 @@ from torch._C._distributed_rpc import WorkerInfo
 from torch.futures import Future
 
 _logger = logging.getLogger(__name__)
+
+# So many trainers' tensors are added at a time, in one pass through memory. Until then they lie there.
+_BATCH = 4
 
 # In the place of a trainer's life: those that are expected and have not been seen.
 _NOT_SEEN = -1
@@ -126,6 +129,8 @@ class _Round:
         self.number = number
         self.quorum: int | None = None
         self.came: dict[int, _Coming] = {}
+        # Whose tensors have come first, and what they were.
+        self.first: tuple[Trainer, list[Any]] | None = None
         self.sum: list[Tensor] | None = None
         self.is_sum_owned = False
         self.is_busy = False
@@ -135,31 +140,45 @@ class _Round:
         self.result: list[Tensor] | None = None
         self.has_asked = False
 
-    def add(self, coming: _Coming) -> None:
-        coming.is_added = True
-        if self.sum is None:
-            self.sum, self.is_sum_owned = coming.tensors, coming.is_owned
-        elif self.is_sum_owned:
-            for own, other in zip(self.sum, coming.tensors, strict=True):
-                own.add_(other)
-        elif coming.is_owned:
-            # Addition commutes, to the bit.
-            for own, other in zip(coming.tensors, self.sum, strict=True):
-                own.add_(other)
-            self.sum, self.is_sum_owned = coming.tensors, True
-        else:
-            self.sum = [own + other for own, other in zip(self.sum, coming.tensors, strict=True)]
+    def add(self, batch: Sequence[_Coming], divisor: int | None) -> None:
+        """Add what has come, in that order; with a divisor, it is the last, and the sum becomes the mean."""
+        tensors = [coming.tensors for coming in batch]
+        owned = [coming.is_owned for coming in batch]
+        for coming in batch:
+            coming.is_added, coming.tensors = True, []
+        if self.sum is not None:
+            tensors.insert(0, self.sum)
+            owned.insert(0, self.is_sum_owned)
+        # Of the first two either may take the sum: addition commutes, to the bit.
+        index = owned.index(True) if True in owned[:2] else 0
+        total = tensors.pop(index)
+        self.is_sum_owned = owned[index]
+        if not self.is_sum_owned and (tensors or divisor is not None):
+            total = [tensor.clone() for tensor in total]
             self.is_sum_owned = True
-        coming.tensors = []
+        for position, tensor in enumerate(total):
+            _add(tensor, [other[position] for other in tensors], divisor)
+        self.sum = total
 
-    def mean(self, count: int) -> list[Tensor]:
-        assert self.sum is not None
-        if not self.is_sum_owned:
-            return [tensor / count if count > 1 else tensor.clone() for tensor in self.sum]
-        if count > 1:
-            for tensor in self.sum:
-                tensor.div_(count)
-        return self.sum
+
+# Elements that are added at a time, for each thread of torch: few enough to stay in its cache until they are divided,
+# and what torch gives to one thread at least (at::internal::GRAIN_SIZE).
+_GRAIN = 32_768
+
+
+def _add(total: Tensor, others: Sequence[Tensor], divisor: int | None) -> None:
+    """``total += each of others``, then ``/= divisor``, with one pass through memory instead of one for each."""
+    steps = max(1, torch.get_num_threads()) * _GRAIN
+    is_flat = all(tensor.is_contiguous() for tensor in (total, *others))
+    if is_flat and total.device.type == "cpu" and total.numel() > steps:
+        parts = [total.view(-1).split(steps), *(other.view(-1).split(steps) for other in others)]
+    else:
+        parts = [(total,), *((other,) for other in others)]
+    for own, *rest in zip(*parts, strict=True):
+        for other in rest:
+            own.add_(other)
+        if divisor is not None and divisor > 1:
+            own.div_(divisor)
 
 
 class _Stateful:
@@ -280,6 +299,16 @@ class Host:
             if piece.filler is not None and piece.filler.life == life and piece.state is None:
                 piece.filler = None
                 self._find_filler(piece)
+
+    def expect(self, trainers: int, names: tuple[str, ...]) -> None:
+        """Have the first round wait for so many trainers, or also for these."""
+        with self.lock:
+            if names:
+                if not self.spec.expected_names:
+                    return  # a number has been given
+                names = tuple(sorted({*self.spec.expected_names, *names}))
+                trainers = len(names)
+            self.spec = self.spec._replace(expected=trainers, expected_names=names)
 
     def admit(self, trainer: Trainer, positions: dict[str, int]) -> None:
         """Wait for a trainer from its positions on: it is given a copy of a model."""
@@ -417,6 +446,9 @@ class Host:
             is_first = push.trainer.life not in piece.seen
             piece.seen.add(push.trainer.life)
             at = piece.done + 1 if push.at is None else push.at
+            if at <= piece.done and is_first and piece.state is None and _NOT_SEEN not in piece.missed:
+                # Nobody has waited for it: it joins now.
+                at = piece.done + 1
             coming = _Coming(push.trainer, push.tensors, is_owned, future)
             if at <= piece.done:
                 answer = self._answer_to_late(piece, push.trainer, at, is_first)
@@ -475,13 +507,13 @@ class Host:
                     return
                 round_.is_busy = True
                 round_.is_closed = is_complete
-            for coming in batch:
-                round_.add(coming)
+            if round_.result is None:
+                round_.add(batch, len(round_.came) if is_complete else None)
             if is_complete:
                 self.has_begun = True
-                count = len(round_.came)
-                result = round_.mean(count) if round_.result is None else round_.result
-                self._finish(name, piece, round_, count, result)
+                result = round_.sum if round_.result is None else round_.result
+                assert result is not None
+                self._finish(name, piece, round_, result)
                 return
             with self.lock:
                 round_.is_busy = False
@@ -504,21 +536,22 @@ class Host:
             return []
         missing = [trainer for life, trainer in self.trainers.items() if life not in round_.came]
         first_missing = min(missing, default=None)
-        return [coming for coming in came if first_missing is None or coming.trainer < first_missing]
+        batch = [coming for coming in came if first_missing is None or coming.trainer < first_missing]
+        return batch if len(batch) >= _BATCH else []
 
-    def _finish(self, name: str, piece: _Piece, round_: _Round, count: int, result: list[Tensor]) -> None:
+    def _finish(self, name: str, piece: _Piece, round_: _Round, result: list[Tensor]) -> None:
         state = piece.state
         if state is None:
-            self._publish(piece, round_, count, result)
+            self._publish(piece, round_, result)
             return
         with state.lock:
             state.update(result)
             values = state.values()
             self._maybe_save(name, state)
         origin = (round_.number, None, 0)
-        self._replicate(name, piece, state, origin, result, lambda: self._publish(piece, round_, count, values))
+        self._replicate(name, piece, state, origin, result, lambda: self._publish(piece, round_, values))
 
-    def _publish(self, piece: _Piece, round_: _Round, count: int, result: list[Tensor]) -> None:
+    def _publish(self, piece: _Piece, round_: _Round, result: list[Tensor]) -> None:
         with self.lock:
             piece.done = max(piece.done, round_.number)
             piece.rounds.pop(round_.number, None)
@@ -720,14 +753,12 @@ class Host:
 
 def _why_not(push: Push, round_: _Round) -> str | None:
     """Why tensors do not fit to those that have come before."""
-    for coming in round_.came.values():
-        tensors = coming.tensors or round_.sum or []
-        expected = [(tuple(tensor.shape), tensor.dtype) for tensor in tensors]
-        got = [(tuple(tensor.shape), tensor.dtype) for tensor in push.tensors]
-        if expected != got:
-            return _shapes_differ(push.trainer, got, f"{coming.trainer} has pushed", expected)
-        break
-    return None
+    got = [(tuple(tensor.shape), tensor.dtype) for tensor in push.tensors]
+    if round_.first is None:
+        round_.first = (push.trainer, got)
+        return None
+    trainer, expected = round_.first
+    return None if expected == got else _shapes_differ(push.trainer, got, f"{trainer} has pushed", expected)
 
 
 def _shapes_differ(trainer: Trainer, got: Sequence[Any], whose: str, expected: Sequence[Any]) -> str:
@@ -817,6 +848,10 @@ def _describe(key: str, piece: str) -> list[tuple[int, ...]] | None:
 @rpc.functions.async_execution
 def _enter(key: str, model: str, trainer: Trainer) -> Future[Entry]:
     return _host(key).enter(model, trainer)
+
+
+def _expect(key: str, trainers: int, names: tuple[str, ...]) -> None:
+    _host(key).expect(trainers, names)
 
 
 def _hold(key: str, model: str, trainer: Trainer) -> None:
