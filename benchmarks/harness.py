@@ -183,7 +183,9 @@ class RpcJob:
     def _signal(self, number: signal.Signals) -> None:
         for process in self._processes:
             assert process.pid is not None
-            os.kill(process.pid, number)
+            # Some benchmarks kill workers.
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, number)
 
 
 class FreshRpcJob:

@@ -24,7 +24,7 @@ from workers import Steps, eventually, init_rpc
 
 from torch_ucx_rpc import reduction
 from torch_ucx_rpc.reduction._client import spread
-from torch_ucx_rpc.reduction._ddp import cut
+from torch_ucx_rpc.reduction._ddp import Part, cut, plan
 from torch_ucx_rpc.reduction._host import _missing
 
 RunWorkers = Callable[..., list]
@@ -155,7 +155,7 @@ def train_on_the_host_too(rank: int, steps: Steps) -> list[torch.Tensor]:
         ddp = DistributedDataParallel(model)
         ddp.register_comm_hook(reduction.state(server), reduction.hook)
         if rank == 0:
-            eventually(lambda: _missing("worker0", "ddp0/0/0") != [], "the other one waits for it")
+            eventually(lambda: _missing("worker0", "ddp0/cut/0/0") != [], "the other one waits for it")
         else:
             assert reduction.push_pull(reduction.serve("worker0", trainers=1, name="other"), torch.ones(2)).sum() == 2
         train(ddp, torch.optim.SGD(model.parameters(), lr=0.05), rank, 10)
@@ -750,6 +750,10 @@ def test_work_is_spread_by_size() -> None:
     assert parts[-1].stop == 1_000_003
     assert all(first.stop == second.start for first, second in itertools.pairwise(parts))
     assert max(loads) - min(loads) <= 4 * 48
+    # Whole, where that is even.
+    assert plan([(100, 4), (90, 4), (110, 4)], 3) == [[Part(1, 0, 100)], [Part(2, 0, 90)], [Part(0, 0, 110)]]
+    assert [len(parts) for parts in plan([(100_000, 4), (30_000, 4), (10, 4)], 2)] == [2, 2, 1]
+    assert plan([(100_000, 4)], 1) == [[Part(0, 0, 100_000)]]
     loads = [100, 0]
     assert cut(10, 4, loads)[0].shard == 1
     assert loads == [100, 40]

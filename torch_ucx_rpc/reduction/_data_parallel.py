@@ -20,7 +20,7 @@ from torch.futures import Future
 from torch_ucx_rpc._lost import timed_out, was_lost
 from torch_ucx_rpc.reduction import _host
 from torch_ucx_rpc.reduction._client import Server, tensors_of
-from torch_ucx_rpc.reduction._ddp import Part, cut, push_bucket
+from torch_ucx_rpc.reduction._ddp import Part, plan, push_bucket
 from torch_ucx_rpc.reduction._host import Answer, Trainer
 from torch_ucx_rpc.reduction._site import site
 
@@ -37,13 +37,15 @@ class _Bucket:
         self.parameters = parameters
         first = parameters[0]
         self.buffer = torch.zeros(sum(p.numel() for p in parameters), dtype=first.dtype, device=first.device)
-        self.views = [
-            view.view_as(p)
-            for view, p in zip(self.buffer.split([p.numel() for p in parameters]), parameters, strict=True)
-        ]
+        self.views = self.views_of(self.buffer)
         self.parts: list[Part] = []
         self.filled: set[int] = set()
         self.pushes: list[tuple[Part, Future[Answer]]] = []
+
+    def views_of(self, flat: Tensor) -> list[Tensor]:
+        """The part of each parameter in a tensor such as the buffer."""
+        parts = flat.split([p.numel() for p in self.parameters])
+        return [part.view_as(p) for part, p in zip(parts, self.parameters, strict=True)]
 
 
 class DataParallel(nn.Module):
@@ -94,9 +96,9 @@ class DataParallel(nn.Module):
         self._quorum = quorum
         self._name = server.name_for("model")
         self._buckets = _make_buckets(parameters, bucket_bytes)
-        loads = [0] * len(server.hosts)
-        for bucket in self._buckets:
-            bucket.parts = cut(bucket.buffer.numel(), bucket.buffer.element_size(), loads)
+        sizes = [(bucket.buffer.numel(), bucket.buffer.element_size()) for bucket in self._buckets]
+        for bucket, parts in zip(self._buckets, plan(sizes, len(server.hosts)), strict=True):
+            bucket.parts = parts
         self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.parameters}
         self._next_bucket = 0
         self._is_in_backward = False
@@ -187,8 +189,11 @@ class DataParallel(nn.Module):
         for part, push in bucket.pushes:
             answer = push.wait()
             self._is_behind |= answer.rounds != 1 and self._optimizer is not None
-            bucket.buffer[part.start : part.stop].copy_(tensors_of(push)[0])
-        for index, (parameter, view) in enumerate(zip(bucket.parameters, bucket.views, strict=True)):
+            if len(bucket.pushes) > 1:
+                bucket.buffer[part.start : part.stop].copy_(tensors_of(push)[0])
+        # The result may be others' too: it is only read.
+        result = bucket.buffer if len(bucket.pushes) > 1 else tensors_of(bucket.pushes[0][1])[0]
+        for index, (parameter, view) in enumerate(zip(bucket.parameters, bucket.views_of(result), strict=True)):
             if parameter.grad is not None and index in bucket.filled:
                 parameter.grad.copy_(view)
             elif bool(view.any()):

@@ -1,8 +1,8 @@
-"""Gradients of torch's DistributedDataParallel by way of a server: `state` and `hook`; and `cut`, the way they go.
+"""Gradients of torch's DistributedDataParallel by way of a server: `state` and `hook`; and `plan`, the way they go.
 
-A bucket of 64 KiB or more is cut into as many parts as there are hosts, one for each; a smaller one goes whole to the
-host that has had least of the step so far. So hosts get equal shares of large models, and small buckets cost one
-message. All trainers cut alike, since all have the same buckets.
+Each bucket goes whole to one host, if that gives the hosts about equal shares: the answer is then the bucket's result
+as it has come, without a copy. Otherwise each bucket is cut into as many parts as there are hosts. All trainers plan
+alike, since all have the same buckets.
 """
 
 # Without `from __future__ import annotations`: DistributedDataParallel looks at those of a hook, and takes no texts.
@@ -16,11 +16,13 @@ from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 
-from torch_ucx_rpc.reduction._client import Server, tensors_of
+from torch_ucx_rpc.reduction._client import Server, spread, tensors_of
 from torch_ucx_rpc.reduction._host import Answer, _expect
 
 # Below it a message more costs more than what a host saves by having less.
 _CUT_BYTES = 1 << 16
+# How much more than its share a host may have before buckets are cut.
+_UNEVEN = 1.3
 
 
 class Part(NamedTuple):
@@ -31,6 +33,19 @@ class Part(NamedTuple):
     stop: int
 
 
+def plan(sizes: Sequence[tuple[int, int]], shards: int) -> list[list[Part]]:
+    """The parts of buckets, of which the number of elements and their size are given."""
+    nbytes = [numel * itemsize for numel, itemsize in sizes]
+    whole = spread(nbytes, shards)
+    loads = [0] * shards
+    for size, shard in zip(nbytes, whole, strict=True):
+        loads[shard] += size
+    if max(loads) <= _UNEVEN * sum(loads) / shards:
+        return [[Part(shard, 0, numel)] for (numel, _), shard in zip(sizes, whole, strict=True)]
+    loads = [0] * shards
+    return [cut(numel, itemsize, loads) for numel, itemsize in sizes]
+
+
 def cut(numel: int, itemsize: int, loads: list[int]) -> list[Part]:
     """The parts of a bucket; ``loads`` are the bytes that the shards have had of this step, and are added to."""
     shards = len(loads)
@@ -38,7 +53,7 @@ def cut(numel: int, itemsize: int, loads: list[int]) -> list[Part]:
         shard = loads.index(min(loads))
         loads[shard] += numel * itemsize
         return [Part(shard, 0, numel)]
-    # Where a cache line begins, which sums like.
+    # Where a cache line begins.
     width = -(-numel // shards // 16) * 16
     parts = [
         Part(shard, shard * width, min(numel, (shard + 1) * width)) for shard in range(shards) if shard * width < numel
@@ -66,22 +81,40 @@ class State:
         self.quorum = quorum
         self._name = server.name_for("ddp")
         self._loads = [0] * len(server.hosts)
+        # DistributedDataParallel makes other buckets after the first step, and says nothing of those to come: until two
+        # steps have had the same, buckets are cut as they come.
+        self._sizes: list[tuple[int, int]] = []
+        self._sizes_before: list[tuple[int, int]] = []
+        self._plan: list[list[Part]] | None = None
 
     def push(self, bucket: GradBucket) -> Future[Tensor]:
         buffer: Tensor = bucket.buffer()
-        parts = cut(buffer.numel(), buffer.element_size(), self._loads)
+        size = (buffer.numel(), buffer.element_size())
+        index = bucket.index()
+        if self._plan is None:
+            parts, layout = cut(*size, self._loads), "cut"
+        else:
+            parts, layout = self._plan[index], "planned"
+        self._sizes.append(size)
         if bucket.is_last():
-            self._loads = [0] * len(self._loads)
-        pushes = push_bucket(self.server, f"{self._name}/{bucket.index()}", buffer.detach(), parts, self.quorum)
+            self._end_step()
+        pushes = push_bucket(self.server, f"{self._name}/{layout}/{index}", buffer.detach(), parts, self.quorum)
+        if len(pushes) == 1:
+            # DistributedDataParallel only reads it.
+            return pushes[0][1].then(lambda push: tensors_of(push)[0])
 
         def join(_: Any) -> Tensor:
             for part, push in pushes:
                 buffer[part.start : part.stop].copy_(tensors_of(push)[0])
             return buffer
 
-        if len(pushes) == 1:
-            return pushes[0][1].then(join)
         return torch.futures.collect_all([push for _, push in pushes]).then(join)
+
+    def _end_step(self) -> None:
+        if self._plan is None and self._sizes == self._sizes_before:
+            self._plan = plan(self._sizes, len(self.server.hosts))
+        self._loads = [0] * len(self._loads)
+        self._sizes_before, self._sizes = self._sizes, []
 
 
 def state(server: Server, quorum: int | None = None, process_group: dist.ProcessGroup | None = None) -> State:
