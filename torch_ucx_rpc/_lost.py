@@ -41,6 +41,8 @@ _subscribers: dict[int, Callable[[Gone], None]] = {}
 _tokens = itertools.count()
 # The agent that is watched; subscriptions end with it.
 _watched: weakref.ref[Any] | None = None
+# What asks it, where it does not call back.
+_poll: _Poll | None = None
 
 
 def current_agent() -> Any:
@@ -73,7 +75,7 @@ def on_lost(callback: Callable[[WorkerInfo, str], None]) -> Callable[[], None]:
 
 def subscribe(callback: Callable[[Gone], None]) -> Callable[[], None]:
     """`on_lost` with all that is known of the end; also for workers that leave."""
-    global _watched
+    global _watched, _poll
     agent = current_agent()
     token = next(_tokens)
     with _lock:
@@ -88,8 +90,8 @@ def subscribe(callback: Callable[[Gone], None]) -> Callable[[], None]:
             watched = weakref.ref(agent)
             agent._set_on_gone(lambda *gone: _tell(watched, Gone(*gone)))
     elif hasattr(agent, "_statistics") and is_idle:
-        poll = _Poll(weakref.ref(agent), set(_ended_peers(agent)))
-        threading.Thread(target=poll.run, name="torch_ucx_rpc-lost", daemon=True).start()
+        _poll = _Poll(weakref.ref(agent), set(_ended_peers(agent)))
+        threading.Thread(target=_poll.run, name="torch_ucx_rpc-lost", daemon=True).start()
     del agent
 
     def unsubscribe() -> None:
@@ -169,7 +171,8 @@ class _Poll:
     def _look(self) -> bool:
         agent = self._agent()
         with _lock:
-            if not _subscribers or _watched != self._agent or agent is None:
+            # Another one may have taken over, while this one slept.
+            if not _subscribers or _poll is not self or _watched != self._agent or agent is None:
                 return False
         if not _is_current_rpc_agent_set() or _get_current_rpc_agent() is not agent:
             return False

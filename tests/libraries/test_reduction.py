@@ -389,22 +389,37 @@ def catch_up_with_adam(rank: int, steps: Steps) -> None:
     model = make_model()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     copy = reduction.DataParallel(model, server, quorum=3, optimizer=optimizer)
+    # By step, the parameters and the first moment that it begins with.
+    begun: dict[int, list[torch.Tensor]] = {}
+
+    def note(*_: object) -> None:
+        moments = [state["exp_avg"].clone() for state in optimizer.state.values()]
+        begun[step_of(server)] = parameters_of(model) + moments
+
+    model.register_forward_pre_hook(note)
     train(copy, optimizer, rank, 1)
     if rank == 3:
         steps.wait_for("trained 0", "trained 1", "trained 2", timeout=120)
-        train(copy, optimizer, rank, 1)  # late, and knows it now
+        train(copy, optimizer, rank, 1)
         assert copy._is_behind
+        train(copy, optimizer, rank, 1)  # begins with the state of another
+        steps.done("caught up")
     else:
         train(copy, optimizer, rank, 12)
         steps.done(f"trained {rank}")
-    for turn in range(3):
-        # Beside each other, so that it misses no more than one.
-        meet(steps, f"turn {turn}", rank, 4)
-        train(copy, optimizer, rank, 1)
-    torch.save(parameters_of(model), steps.directory / f"{rank}.pt")
+        while not steps.is_done("caught up"):
+            train(copy, optimizer, rank, 1)
+            for old in list(begun)[:-500]:
+                del begun[old]
+        server.leave()
+    torch.save(begun, steps.directory / f"{rank}.pt")
     meet(steps, "saved", rank, 4)
-    for other in range(1, 4):
-        assert are_equal(torch.load(steps.directory / "0.pt"), torch.load(steps.directory / f"{other}.pt"))
+    # Steps of the others overlap: the last one of worker3 is one of theirs.
+    last = max(begun) if rank == 3 else None
+    if last is not None:
+        others = [torch.load(steps.directory / f"{other}.pt") for other in range(3)]
+        assert any(last in other and are_equal(begun[last], other[last]) for other in others)
+    meet(steps, "done", rank, 4)
 
 
 def test_the_divisor_is_how_many_came(run_on_both: RunWorkers, tmp_path: Path) -> None:
