@@ -115,6 +115,7 @@ def _work(
     store: str,
     measure: Callable[[], Figures],
     turns: Any,
+    kills: bool,
 ) -> None:
     os.environ.update(transport.environment)
     import torch
@@ -134,14 +135,19 @@ def _work(
         turns.send("ready")
         while turns.recv() == "measure":
             turns.send(measure())
-    rpc.shutdown()
+    # Where workers have been killed, it says so.
+    with contextlib.suppress(*([RuntimeError] if kills else [])):
+        rpc.shutdown()
 
 
 class RpcJob:
-    """Workers on this machine, named worker0, worker1 and so on; ``measure`` runs on worker0."""
+    """Workers on this machine, named worker0, worker1 and so on; ``measure`` runs on worker0, and may kill others."""
 
-    def __init__(self, transport: Transport, measure: Callable[[], Figures], *, workers: int = 2) -> None:
+    def __init__(
+        self, transport: Transport, measure: Callable[[], Figures], *, workers: int = 2, kills: bool = False
+    ) -> None:
         self.name = transport.name
+        self._kills = kills
         self._transport = transport
         self._measure = measure
         self._workers = workers
@@ -152,7 +158,9 @@ class RpcJob:
         store = Path(self._folder.name, "store").as_uri()
         self._processes = [
             PROCESSES.Process(
-                target=_work, args=(rank, self._workers, self._transport, store, self._measure, theirs), daemon=True
+                target=_work,
+                args=(rank, self._workers, self._transport, store, self._measure, theirs, self._kills),
+                daemon=True,
             )
             for rank in range(self._workers)
         ]
@@ -191,9 +199,11 @@ class RpcJob:
 class FreshRpcJob:
     """The same with new processes every round, for what only the first time shows."""
 
-    def __init__(self, transport: Transport, measure: Callable[[], Figures], *, workers: int = 2) -> None:
+    def __init__(
+        self, transport: Transport, measure: Callable[[], Figures], *, workers: int = 2, kills: bool = False
+    ) -> None:
         self.name = transport.name
-        self._job = RpcJob(transport, measure, workers=workers)
+        self._job = RpcJob(transport, measure, workers=workers, kills=kills)
 
     def __enter__(self) -> FreshRpcJob:
         return self

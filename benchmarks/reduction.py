@@ -258,5 +258,5 @@ DISTURBED = harness.Benchmark(
         Figure("longest wait after a kill", "ms", (Bound(100, reference=None),)),
         Figure("steps of the others", "of 60", (Bound(DISTURBED_STEPS, reference=None),), more_is_better=True),
     ),
-    contenders=lambda: [harness.FreshRpcJob(harness.UCX, measure_disturbances, workers=1 + TRAINERS)],
+    contenders=lambda: [harness.FreshRpcJob(harness.UCX, measure_disturbances, workers=1 + TRAINERS, kills=True)],
 )

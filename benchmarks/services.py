@@ -47,10 +47,6 @@ def nap() -> None:
     time.sleep(0.0002)
 
 
-def die() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
 def in_turns(ways: dict[str, Callable[[], object]]) -> dict[str, float]:
     """Median duration of each, in microseconds; which comes first changes from turn to turn."""
     durations: dict[str, list[float]] = {name: [] for name in ways}
@@ -126,6 +122,7 @@ def measure_death() -> harness.Figures:
     for worker in REPLICAS:
         rpc.rpc_sync(worker, offer_napping)
     services.call("nap")
+    pid = rpc.rpc_sync("worker2", os.getpid)
     purged_at: list[float] = []
     is_purged = threading.Event()
 
@@ -139,9 +136,8 @@ def measure_death() -> harness.Figures:
     calls = []
     for number in range(KILL_CALLS):
         if number == KILL_CALLS // 4:
-            # Its own doing, so that no call is between the two clocks.
             killed_at = time.perf_counter()
-            rpc.rpc_async("worker2", die)
+            os.kill(pid, signal.SIGKILL)
         if number % 2:
             calls.append(services.call_async("nap"))
         else:
@@ -164,7 +160,7 @@ DEATH = harness.Benchmark(
         Figure("failed of 1,000 calls", "", (Bound(0, reference=None),)),
         Figure("names gone after", "ms", (Bound(50, reference=None),)),
     ),
-    contenders=lambda: [harness.FreshRpcJob(harness.UCX, measure_death, workers=4)],
+    contenders=lambda: [harness.FreshRpcJob(harness.UCX, measure_death, workers=4, kills=True)],
 )
 
 
