@@ -94,9 +94,10 @@ def weights_half(half: HalfDone, weights: Tensors) -> None:
     if half.groups is None:
         whole(half.roots, half.gradients)
         return
-    groups = [group for group in half.groups if group.get("grads") and all(group["grads"])]
+    # A weight that is used at several places is left to autograd, which adds up in the right order.
+    groups = [group for group in half.groups if len(group["intermediates"]) == 1 and group.get("grads")]
     nodes = {node for group in groups for node in group["params"]}
-    # Weights whose way to the output does not meet that of the inputs, and those of nodes that did not run.
+    # So are weights whose way to the output does not meet that of the inputs, and those of nodes that did not run.
     apart = [weight for weight in weights if torchs._get_grad_fn_or_grad_acc(weight) not in nodes]
     if apart:
         found = torch.autograd.grad(half.roots, apart, half.gradients, retain_graph=True, allow_unused=True)

@@ -238,7 +238,7 @@ class DistributedPipeline:
         return number, results[self._worker_of[-1]]["outputs"]
 
     def _backward(self, number: int, count: int, gradients: list[Any], input_gradients: bool) -> dict[int, Any]:
-        rows = schedule.backward_only(self._worker_of, self._rows, count)
+        rows = schedule.backward_only(self._worker_of, self._rows, count, last_first=True)
         results = self._run(
             ("backward", count), rows, count, None, call=number, output_gradients=gradients, input_gradients=input_gradients
         )

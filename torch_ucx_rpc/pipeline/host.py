@@ -320,6 +320,11 @@ class Host:
 
     def _backward(self, stage: Stage, action: Action, request: Request, result: dict[str, Any]) -> None:
         number, kind = action.micro_batch, action.kind
+        if stage.rematerialize and kind in "IW":
+            # Each half would compute the activations anew: what that costs is more than what idle time there is to fill.
+            if kind == "W":
+                return
+            kind = "B"
         gradients: dict[int, Any] = {}
         if kind != "W":
             gradients = {target: self._wait(("B", stage.index, number, target)) for target in stage.targets}

@@ -142,14 +142,17 @@ def forward_only(worker_of: Sequence[int], workers: int, micro_batches: int) -> 
     )
 
 
-def backward_only(worker_of: Sequence[int], workers: int, micro_batches: int) -> tuple[Row, ...]:
-    """The way back of `forward_only`."""
+def backward_only(
+    worker_of: Sequence[int], workers: int, micro_batches: int, *, last_first: bool = False
+) -> tuple[Row, ...]:
+    """The way back of `forward_only`; with ``last_first`` in autograd's order, which is that of a stack."""
+    numbers = range(micro_batches)
     return tuple(
         tuple(
             Action(stage, "B", number)
             for stage in reversed(range(len(worker_of)))
             if worker_of[stage] == worker
-            for number in range(micro_batches)
+            for number in (reversed(numbers) if last_first else numbers)
         )
         for worker in range(workers)
     )

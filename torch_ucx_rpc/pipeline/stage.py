@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from . import backward
-from .values import Packet, pack, to_device, unpack
+from .values import Packet, map_tensors, pack, to_device, unpack
 from .wiring import DRIVER, INPUT, Edge, StageSpec, fill
 
 __all__ = ["Autocast", "Stage"]
@@ -73,12 +73,14 @@ class Stage:
         named = dict(module.named_parameters(remove_duplicate=False))
         self.ties = [(tie, named[tie.name]) for tie in spec.ties]
         self._chain = _chain_source(spec)
-        in_place = any(getattr(part, "inplace", False) for part in module.modules())
-        self._enter: Callable[[Any], Any] | None = _enter if in_place else None
-        self._statistics = [
-            part for part in module.modules() if isinstance(part, _NormBase) and part.track_running_stats
-        ]
+        # Layers that write in place must not write into what arrived: it is a leaf for autograd, the input of a second forward,
+        # and for a stage of the same process the output of another.
+        self._writes_in_place = any(getattr(part, "inplace", False) for part in module.modules())
         self._traced = isinstance(module, torch.fx.GraphModule)
+        # What a forward in training counts up. In a traced module any buffer may be that.
+        self._statistics = [
+            buffer for part in module.modules() if self._traced or isinstance(part, _NormBase) for buffer in part.buffers(False)
+        ]
 
     # ------------------------------------------------------------------------------------------------------ state
 
@@ -152,8 +154,6 @@ class Stage:
         return sent
 
     def _call(self, arrived: dict[int, Any], grad: bool) -> Any:
-        if self._enter is not None and grad:
-            arrived = {source: self._enter(value) for source, value in arrived.items()}
         if self._chain is not None:
             args, kwargs = (arrived[self._chain],), {}
         elif self.spec.arguments is None:
@@ -163,15 +163,16 @@ class Stage:
         module = self.module
         if self.evaluation_module is not None and not self.training:
             module = self.evaluation_module
+        run: Callable[..., Any] = module
+        if self._writes_in_place:
+            run = _with_copies(module)
         if not (self.rematerialize and grad):
-            return module(*args, **kwargs)
-        return checkpoint(module, *args, use_reentrant=False, context_fn=self._rematerialization, **kwargs)
+            return run(*args, **kwargs)
+        return checkpoint(run, *args, use_reentrant=False, context_fn=self._rematerialization, **kwargs)
 
     def _rematerialization(self) -> tuple[Any, Any]:
         """Contexts of the first forward and of the second, which must not count a micro-batch in the statistics again."""
-        if self._traced:
-            return contextlib.nullcontext(), _restored(list(self.module.buffers()))
-        return contextlib.nullcontext(), _frozen(self._statistics)
+        return contextlib.nullcontext(), _restored(self._statistics)
 
     # --------------------------------------------------------------------------------------------------- backward
 
@@ -281,22 +282,12 @@ def _scalar(loss: Any, function: Callable[..., Any]) -> torch.Tensor:
     )
 
 
-class _Alias(torch.autograd.Function):
-    """The same memory as a value that may be written in place, which a leaf may not."""
+def _with_copies(module: nn.Module) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = map_tensors(torch.Tensor.clone, (args, kwargs))
+        return module(*args, **kwargs)
 
-    @staticmethod
-    def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
-        return value.new_empty(0).set_(value.detach())
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        return gradient
-
-
-def _enter(value: Any) -> Any:
-    from .values import map_tensors
-
-    return map_tensors(lambda leaf: _Alias.apply(leaf) if leaf.requires_grad and leaf.is_leaf else leaf, value)
+    return run
 
 
 @contextlib.contextmanager
@@ -311,20 +302,8 @@ def _autocast(states: Autocast) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _frozen(parts: Sequence[Any]) -> Iterator[None]:
-    """Batch norms that neither use nor update their running statistics, as in training they need not."""
-    training = [part for part in parts if part.training and part.track_running_stats]
-    for part in training:
-        part.track_running_stats = False
-    try:
-        yield
-    finally:
-        for part in training:
-            part.track_running_stats = True
-
-
-@contextlib.contextmanager
 def _restored(buffers: Sequence[torch.Tensor]) -> Iterator[None]:
+    """These as they were: a second forward counts nothing."""
     before = [buffer.detach().clone() for buffer in buffers]
     try:
         yield

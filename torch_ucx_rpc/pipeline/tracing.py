@@ -102,7 +102,7 @@ def _traced(
             arguments = fx.node.map_arg((tuple(node.args), dict(node.kwargs)), refs.__getitem__)
             index = len(specs)
             refs[node] = Ref(index)
-            specs.append(StageSpec(index, pipe.split_gm.get_submodule(node.target), _plain(arguments)))
+            specs.append(StageSpec(index, _flat_module(pipe.split_gm.get_submodule(node.target)), _plain(arguments)))
         elif node.op == "call_function" and node.target is operator.getitem:
             refs[node] = Ref(refs[node.args[0]].source, node.args[1])
         elif node.op == "output":
@@ -113,6 +113,20 @@ def _traced(
         specs[-1].output = whole
     connect(specs)
     return specs, program.call_spec.in_spec
+
+
+class _FlatTracer(fx.Tracer):
+    """Through all modules, down to the operators."""
+
+    def is_leaf_module(self, module: nn.Module, name: str) -> bool:
+        return False
+
+
+def _flat_module(stage: nn.Module) -> fx.GraphModule:
+    """The stage as one graph of operators. Torch nests interpreters, one a module, which neither travel nor run as fast."""
+    flat = fx.GraphModule(stage, _FlatTracer().trace(stage), "Stage")
+    flat.meta = {}
+    return flat
 
 
 def _plain(arguments: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
