@@ -321,6 +321,7 @@ def rematerialize_norms_and_dropout() -> None:
     # And as in one process where nothing is drawn at random.
     model = with_norm_and_dropout()
     model[3].p = 0.0
+    model[4].inplace = False
     pipe = make_pipe(model, balance=[4, 2], rematerialize=True)
     train_side_by_side(pipe, model, size=16)
     x = torch.randn(16, 8)

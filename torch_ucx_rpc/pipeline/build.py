@@ -68,19 +68,29 @@ def on_worker(spec: StageSpec, device: torch.device) -> nn.Module:
         made = made.build()
     elif isinstance(made, rpc.PyRRef):
         made = _a_module(made.local_value(), "the RRef of a stage")
-    # Meta: the structure of what a checkpoint will fill (see `skeleton`).
-    if any(one.is_meta for one in (*made.parameters(), *made.buffers())):
-        made = materialized(made, device)
-    return made.to(device)
+    elif isinstance(made, Skeleton):
+        made = made.build(device)
+    placed: nn.Module = made.to(device)
+    _separate(placed, [tie.name for tie in spec.ties if tie.owner != spec.index])
+    return placed
+
+
+def _separate(module: nn.Module, names: Iterable[str]) -> None:
+    """Give tied parameters copies of their own: pickled together, stages of one worker would share them."""
+    named = dict(module.named_parameters(remove_duplicate=False))
+    copies = {id(named[name]): nn.Parameter(named[name].detach().clone(), named[name].requires_grad) for name in names}
+    for part in module.modules():
+        for name, one in part._parameters.items():
+            if one is not None and id(one) in copies:
+                part._parameters[name] = copies[id(one)]
 
 
 def evaluation_module(spec: StageSpec, device: torch.device) -> nn.Module | None:
     if spec.evaluation_module is None:
         return None
-    made: nn.Module = spec.evaluation_module
-    if any(one.is_meta for one in (*made.parameters(), *made.buffers())):
-        made = materialized(made, device)
-    return made.to(device)
+    made = spec.evaluation_module
+    placed: nn.Module = made.build(device) if isinstance(made, Skeleton) else made.to(device)
+    return placed
 
 
 def share_evaluation_state(stages: Iterable[Any]) -> None:
@@ -96,19 +106,30 @@ def share_evaluation_state(stages: Iterable[Any]) -> None:
                         kind[name] = tensors[full]
 
 
+class Skeleton:
+    """A module without the values that a checkpoint has: parameters and persistent buffers are on the meta device.
+
+    In pickled form, since RPC takes a tensor on the meta device for one that it has to send.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        memo: dict[int, Any] = {}
+        for part in module.modules():
+            for one in part._parameters.values():
+                if one is not None:
+                    memo[id(one)] = nn.Parameter(torch.empty_like(one, device="meta"), one.requires_grad)
+            for name, buffer in part._buffers.items():
+                if buffer is not None and name not in part._non_persistent_buffers_set:
+                    memo[id(buffer)] = torch.empty_like(buffer, device="meta")
+        self._pickled = pickle.dumps(copy.deepcopy(module, memo))
+
+    def build(self, device: torch.device) -> nn.Module:
+        return materialized(pickle.loads(self._pickled), device)
+
+
 def skeleton(module: Any) -> Any:
-    """A copy without the values that a checkpoint has: parameters and persistent buffers are on the meta device."""
-    if not isinstance(module, nn.Module):
-        return module
-    memo: dict[int, Any] = {}
-    for part in module.modules():
-        for name, one in part._parameters.items():
-            if one is not None:
-                memo[id(one)] = nn.Parameter(torch.empty_like(one, device="meta"), one.requires_grad)
-        for name, buffer in part._buffers.items():
-            if buffer is not None and name not in part._non_persistent_buffers_set:
-                memo[id(buffer)] = torch.empty_like(buffer, device="meta")
-    return copy.deepcopy(module, memo)
+    """What can make a stage anew, once a checkpoint fills it."""
+    return Skeleton(module) if isinstance(module, nn.Module) else module
 
 
 def materialized(module: nn.Module, device: torch.device) -> nn.Module:

@@ -140,7 +140,7 @@ class Crew:
         if gone:
             reasons = {self.places[row].worker: outcomes[row][1] for row in gone}
             raise self._lost_error(gone, reasons)
-        self._reset()
+        self.settle(self.send("reset", [{"undo": number}] * len(self.places)))
         for row, outcome in enumerate(outcomes):
             if outcome[0] == "error":
                 raise self._stage_error(self.places[row], name, outcome[1])
@@ -151,9 +151,6 @@ class Crew:
                     f"between the two workers. The step has been undone; it can be tried again."
                 )
         raise PipelineError("the pipeline has been closed on a worker: make a new one")
-
-    def _reset(self) -> None:
-        self.settle(self.send("reset", [{}] * len(self.places)))
 
     def reset(self, routes: list[tuple[str, str]]) -> None:
         """After workers have changed."""

@@ -147,9 +147,12 @@ class DistributedPipeline:
         found: dict[int, Any] = {}
         for place, call in calls:
             try:
-                found.update(call.wait())
-            except Exception as error:
-                raise PipelineError(f"worker {place.worker!r} cannot make its stages: {error}") from error
+                outcome = call.wait()
+            except RuntimeError as error:
+                raise PipelineError(f"worker {place.worker!r} cannot be reached: {error}") from error
+            if outcome[0] != "ok":
+                raise PipelineError(f"worker {place.worker!r} cannot make its stages: {outcome[1]}\n\n{outcome[2]}")
+            found.update(outcome[1])
         return found
 
     def _routes(self) -> list[tuple[str, str]]:

@@ -128,6 +128,8 @@ class Host:
         self._failure: tuple[Any, ...] | None = None
         # Gradients that a failed step has added to: no optimizer is to use them.
         self._spoilt = False
+        # The last step: its number, and the parameters that had no gradient before.
+        self._finished: tuple[int, list[nn.Parameter]] = (-1, [])
         self._events: list[tuple[str, float, float]] | None = None
         self._closed = False
         self._thread = threading.Thread(target=self._work, name=f"pipeline {self.pipeline}", daemon=True)
@@ -255,23 +257,26 @@ class Host:
         except BaseException:
             # Gradients of a part of the step are of no use: those that were not there before go again.
             if request.grad and request.targets is not None:
-                kept = {id(parameter) for parameter in fresh}
-                for parameter in fresh:
-                    parameter.grad = None
-                self._spoilt = any(
-                    parameter.grad is not None and id(parameter) not in kept
-                    for stage in self.stages.values()
-                    for parameter in stage.module.parameters()
-                )
+                self._undo(fresh)
             raise
         finally:
             events, self._events = self._events, None
+        if request.targets is not None:
+            self._finished = request.call, fresh
         if "losses" in result:
             losses = result.pop("losses")
             result["loss"] = sum(losses[1:], losses[0]) / len(losses)
         if events is not None:
             result["events"] = events
         return result
+
+    def _undo(self, fresh: list[nn.Parameter]) -> None:
+        """Let go of the gradients of a step that had none of these before; others are spoilt by it."""
+        for parameter in fresh:
+            parameter.grad = None
+        self._spoilt = any(
+            parameter.grad is not None for stage in self.stages.values() for parameter in stage.module.parameters()
+        )
 
     def _without_gradients(self) -> list[nn.Parameter]:
         return [
@@ -381,6 +386,9 @@ class Host:
         """After a failure, and when workers have changed: forget what has been left behind."""
         self._failure = None
         self._unanswered.clear()
+        # A step that failed elsewhere when it was done here.
+        if self._finished[0] == payload.get("undo"):
+            self._undo(self._finished[1])
         if routes := payload.get("routes"):
             self._routes = self._resolve(routes)
         if payload.get("gradients"):
@@ -515,18 +523,22 @@ def prepare() -> None:
     import torch_ucx_rpc.checkpoint  # noqa: F401
 
 
-def create(config: HostConfig) -> dict[str, Any]:
-    """Make the stages of a pipeline on this worker. Returns what the driver wants to know of them."""
-    host = Host(config)
+def create(config: HostConfig) -> tuple[Any, ...]:
+    """Make the stages of a pipeline on this worker. Its outcome is what the driver wants to know of them, or the failure."""
+    try:
+        host = Host(config)
+    except Exception as error:
+        return "error", f"{type(error).__name__}: {error}", "".join(traceback.format_exception(error))
     with _hosts_lock:
         before = _hosts.get(config.pipeline)
         _hosts[config.pipeline] = host
     if before is not None:
         before.mailbox.put(("close",))
-    return {
+    known = {
         index: [(name, tuple(one.shape), one.dtype, one.requires_grad) for name, one in stage.named_parameters()]
         for index, stage in host.stages.items()
     }
+    return "ok", known
 
 
 def deliver(pipeline: str, call: int, slot: Slot, value: Any) -> None:

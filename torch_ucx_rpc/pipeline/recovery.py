@@ -102,6 +102,8 @@ class Recovery:
                 stages=lost.stages,
             )
         self._playing = True
+        # What schedulers have set since the checkpoint stays: the loop is where it was.
+        groups = [optimizer.groups_by_name() for optimizer in pipe._optimizers]
         try:
             while True:
                 try:
@@ -114,20 +116,31 @@ class Recovery:
                             f"checkpoint, or save more often"
                         ) from lost
                     self._play(pipe)
-                    return
                 except StageLostError as again:
                     lost = again
+                else:
+                    return
         finally:
             self._playing = False
+            for optimizer, values in zip(pipe._optimizers, groups, strict=True):
+                optimizer.load_groups(values)
             if not self._repeatable:
                 self._repeatable = True
                 self._journal = [("train", pipe.training)]
 
     def _fill(self, pipe: DistributedPipeline, lost: StageLostError) -> None:
         for worker in lost.workers:
-            if not self._spares:
-                raise lost
-            replace(pipe, worker, self._spares.pop(0))
+            while True:
+                if not self._spares:
+                    raise lost
+                try:
+                    replace(pipe, worker, self._spares.pop(0))
+                    break
+                except PipelineError:
+                    # The spare is lost as well, or cannot make the stage: the next one.
+                    if not self._spares:
+                        raise
+                    worker = next(place.worker for place in pipe._crew.places if place.lost)
 
     def _play(self, pipe: DistributedPipeline) -> None:
         for name, *values in self._journal or []:
