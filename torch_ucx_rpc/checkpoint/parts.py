@@ -83,7 +83,7 @@ def _of_stateful(value: Any) -> Part:
 def _of_values(holder: Any, plain: dict[str, Any]) -> Part:
     def apply(state: dict[str, Any]) -> None:
         # Tensors have been read in place; what is none takes the place of the old.
-        holder.update(state)
+        holder.update({key: state[key] for key in plain if key in state})
 
     return Part(None, lambda: plain, lambda saved: dict(plain), apply)
 
@@ -139,6 +139,14 @@ def by_worker(parts: Sequence[tuple[Path, Part]]) -> dict[str | None, list[tuple
     return found
 
 
+def _try(function: Callable[..., Any], args: tuple[Any, ...]) -> tuple[bool, Any]:
+    """On a worker: what raises there is an answer, since RPC would write it to the worker's stderr as well."""
+    try:
+        return True, function(*args)
+    except Exception as error:
+        return False, str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+
+
 def run_everywhere(
     what: str, function: Callable[..., Any], arguments: Mapping[str | None, tuple[Any, ...]]
 ) -> dict[str | None, Any]:
@@ -149,7 +157,7 @@ def run_everywhere(
     for worker, some in arguments.items():
         if worker is not None:
             try:
-                futures[worker] = rpc.rpc_async(worker, function, some, timeout=0)
+                futures[worker] = rpc.rpc_async(worker, _try, (function, some), timeout=0)
             except RuntimeError as error:
                 failures.append((worker, error))
     if None in arguments:
@@ -159,9 +167,12 @@ def run_everywhere(
             failures.append((own_name() or "this process", error))
     for worker, future in futures.items():
         try:
-            results[worker] = future.wait()
-        except Exception as error:
+            succeeded, results[worker] = future.wait()
+        except RuntimeError as error:
             failures.append((worker, error))
+        else:
+            if not succeeded:
+                failures.append((worker, CheckpointError(results[worker])))
     if failures:
         worker, error = failures[0]
         raise CheckpointError(f"{what} failed on {worker!r}: {error}") from error
