@@ -475,13 +475,13 @@ class Host:
         return finite
 
     def _order_gradients(self, payload: dict[str, Any]) -> dict[str, torch.Tensor | None]:
-        return {name: one.grad if one.grad is None else one.grad.cpu() for name, one in self._owned_parameters()}
+        return {name: _copy(one.grad) for name, one in self._owned_parameters()}
 
     def _order_state_dict(self, payload: dict[str, Any]) -> dict[str, Any]:
         found: dict[str, Any] = {}
         for stage in self.stages.values():
             for name, value in stage.state_dict().items():
-                found[name] = value.detach().cpu() if isinstance(value, torch.Tensor) else value
+                found[name] = _copy(value)
         return found
 
     def _order_load_state_dict(self, payload: dict[str, Any]) -> None:
@@ -502,6 +502,11 @@ class Host:
     def _owned_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         for _, stage in sorted(self.stages.items()):
             yield from stage.owned_parameters()
+
+
+def _copy(value: Any) -> Any:
+    """A tensor's value now, on the CPU; the answer with it may leave when the next order has begun."""
+    return value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
 
 
 _DOING = {"F": "the forward", "B": "the backward", "I": "the backward to the inputs", "W": "the backward to the weights"}

@@ -140,7 +140,7 @@ def named_state(host: Any, number: int) -> dict[str, dict[str, Any]]:
 
 def _state_of(host: Any, number: int) -> dict[str, dict[str, Any]]:
     return {
-        name: {key: value.cpu() if isinstance(value, torch.Tensor) else value for key, value in state.items()}
+        name: {key: value.to("cpu", copy=True) if isinstance(value, torch.Tensor) else value for key, value in state.items()}
         for name, state in named_state(host, number).items()
     }
 
