@@ -14,7 +14,17 @@ import torch.distributed.rpc as rpc
 import workers
 from torch import nn
 
-__all__ = ["BACKENDS", "die", "drive", "drive_with_deaths", "eventually", "on", "processes_of", "reference_step", "small_model"]
+__all__ = [
+    "BACKENDS",
+    "die",
+    "drive",
+    "drive_with_deaths",
+    "eventually",
+    "on",
+    "processes_of",
+    "reference_step",
+    "small_model",
+]
 
 BACKENDS = ("UCX", "TENSORPIPE")
 eventually = workers.eventually
@@ -35,7 +45,7 @@ def _in_worker0(rank: int, body: Callable[..., Any], args: tuple[Any, ...]) -> A
 def drive_with_deaths(body: Callable[..., Any], of: int, dying: tuple[int, ...], *args: Any, **job: Any) -> Any:
     """The same where these ranks are killed by ``body``; the others leave without waiting for them."""
     __tracebackhide__ = True
-    codes = {rank: -signal.SIGKILL for rank in dying}
+    codes = dict.fromkeys(dying, -signal.SIGKILL)
     return workers.run_workers(
         of, _until_let_go, body, args, of, dying, exit_codes=codes, shutdown=False, silent=False, **job
     )[0]
@@ -83,7 +93,14 @@ def processes_of(worker: str) -> int:
 def small_model(seed: int = 0) -> nn.Sequential:
     torch.manual_seed(seed)
     return nn.Sequential(
-        nn.Linear(8, 24), nn.Tanh(), nn.Linear(24, 24), nn.ReLU(), nn.Linear(24, 16), nn.Tanh(), nn.Linear(16, 4), nn.Tanh()
+        nn.Linear(8, 24),
+        nn.Tanh(),
+        nn.Linear(24, 24),
+        nn.ReLU(),
+        nn.Linear(24, 16),
+        nn.Tanh(),
+        nn.Linear(16, 4),
+        nn.Tanh(),
     )
 
 

@@ -1,4 +1,5 @@
-"""Checkpoints of pipelines, RemoteModules and plain state: the same files as DCP's, written and read by many workers."""
+"""Checkpoints of pipelines, RemoteModules and plain state: the same files as DCP's, written and read by many
+workers."""
 
 from __future__ import annotations
 
@@ -68,7 +69,12 @@ def go_on_with_other_stages(folder: str) -> None:
 
     three = make_pipe(small_model(1), ["worker2", "worker0", "worker1"], schedule="zero-bubble")
     second = three.optimizer(torch.optim.AdamW, lr=1.0)
-    rest: dict[str, Any] = {"model": three, "optim": second, "epoch": 0, "more": {"x": torch.zeros(3, dtype=torch.long)}}
+    rest: dict[str, Any] = {
+        "model": three,
+        "optim": second,
+        "epoch": 0,
+        "more": {"x": torch.zeros(3, dtype=torch.long)},
+    }
     checkpoint.load(rest, path)
     assert rest["epoch"] == 7
     assert rest["more"]["x"].tolist() == [0, 1, 2]
@@ -121,7 +127,9 @@ def save_behind(folder: str) -> None:
     before = pipe.state_dict()
     mine = torch.arange(1000.0)
     for number in range(2):
-        future = checkpoint.save({"model": pipe, "optim": optimizer, "mine": mine}, Path(folder, "ckpt"), asynchronous=True)
+        future = checkpoint.save(
+            {"model": pipe, "optim": optimizer, "mine": mine}, Path(folder, "ckpt"), asynchronous=True
+        )
         # All has been copied: what changes now does not reach the file.
         mine.add_(1)
         train(pipe, optimizer, some[2:])
@@ -258,7 +266,7 @@ def refuse(folder: str) -> None:
     from torch_ucx_rpc import checkpoint
 
     pipe = make_pipe(small_model())
-    with pytest.raises(FileNotFoundError, match="no checkpoint at .*there is no such folder"):
+    with pytest.raises(FileNotFoundError, match=r"no checkpoint at .*there is no such folder"):
         checkpoint.load({"model": pipe}, Path(folder, "nothing"))
     checkpoint.save({"model": pipe}, Path(folder, "ckpt"))
     before = pipe.state_dict()

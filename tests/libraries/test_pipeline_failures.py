@@ -72,7 +72,10 @@ def fail_and_go_on() -> None:
         x, y = torch.randn(8, 8), torch.randn(8, 4)
         good = pipe.step(x, target=y)
         pipe.zero_grad()
-        for value, kind, words in ((200.0, "forward", "ZeroDivisionError: too much of it"), (-200.0, "backward", "no way back")):
+        for value, kind, words in (
+            (200.0, "forward", "ZeroDivisionError: too much of it"),
+            (-200.0, "backward", "no way back"),
+        ):
             bad = x.clone()
             bad[5] = value
             with pytest.raises(StageError, match=words) as raised:
@@ -122,7 +125,9 @@ def spoil() -> None:
     pipe.synchronize()
     exploding = pipe.optimizer(Exploding, lr=0.1)
     exploding.step()
-    with pytest.raises(StageError, match=r"worker 'worker1' failed in optimizer step: OverflowError: the optimizer burst"):
+    with pytest.raises(
+        StageError, match=r"worker 'worker1' failed in optimizer step: OverflowError: the optimizer burst"
+    ):
         pipe.synchronize()
     pipe.synchronize()
 
@@ -309,14 +314,24 @@ def refuse() -> None:
         with pytest.raises(kind, match=words):
             make_pipe(options.pop("model", model), workers, **options)
 
-    refused(ValueError, r"balance=\[3, 4\] is for 7 layers, but the model has 8: layer 7 and those behind it fit no stage", balance=[3, 4])
+    refused(
+        ValueError,
+        r"balance=\[3, 4\] is for 7 layers, but the model has 8: layer 7 and those behind it fit no stage",
+        balance=[3, 4],
+    )
     refused(ValueError, r"balance=\[5, 4\] is for 9 layers.*take 1 away", balance=[5, 4])
     refused(ValueError, r"balance=\[8\] is for 1 stages, but there are 2", balance=[8])
     refused(ValueError, r"needs one layer at least", balance=[8, 0])
     refused(ValueError, r'"profile" or "parameters", and not \'speed\'', balance="speed")
     refused(ValueError, r"measures the layers on a batch: give one as sample=", balance="profile")
-    refused(ValueError, r"16 stages need 16 layers at least, but the model has 8: give fewer workers", stages_per_worker=8)
-    refused(ValueError, r"there is no worker 'worker9'; did you mean .*The workers are: worker0, worker1", workers=["worker9"])
+    refused(
+        ValueError, r"16 stages need 16 layers at least, but the model has 8: give fewer workers", stages_per_worker=8
+    )
+    refused(
+        ValueError,
+        r"there is no worker 'worker9'; did you mean .*The workers are: worker0, worker1",
+        workers=["worker9"],
+    )
     refused(ValueError, r"'gpu0' is no device", workers=["worker1/gpu0"])
     refused(ValueError, r"'worker1' is given twice", workers=["worker1", "worker1"])
     refused(ValueError, r"'worker1' is given twice", spares=["worker1"])
@@ -327,12 +342,25 @@ def refuse() -> None:
     refused(TypeError, r"an nn\.Module or of a list of stages, and not of a str", model="model")
     refused(ValueError, r"the list has 1 stages, but the workers run 2", model=[model])
     refused(TypeError, r"stage 1 is a int", model=[model, 3])
-    refused(PipelineError, r"worker 'worker1' cannot make its stages: ModuleNotFoundError: No module named 'no_such_code'", model=[pipeline.Built("no_such_code:X"), model])
-    refused(PipelineError, r"Modules and the loss are pickled: define them at the top of a module", loss=lambda a, b: a.sum())
+    refused(
+        PipelineError,
+        r"worker 'worker1' cannot make its stages: ModuleNotFoundError: No module named 'no_such_code'",
+        model=[pipeline.Built("no_such_code:X"), model],
+    )
+    refused(
+        PipelineError,
+        r"Modules and the loss are pickled: define them at the top of a module",
+        loss=lambda a, b: a.sum(),
+    )
     refused(ScheduleError, r"there is no schedule 'fast'. The named schedules are gpipe", schedule="fast")
     refused(ScheduleError, r"'0X1' in line 1 of the schedule is no action", schedule="0F0,0X1")
     text = "0F0,0B0\n1B0,1F0\n"
-    refused(ScheduleError, r"never end.*line 1 stops at 0B0, which needs 1B0.*line 2 stops at 1B0, which needs 1F0", schedule=text, chunks=1)
+    refused(
+        ScheduleError,
+        r"never end.*line 1 stops at 0B0, which needs 1B0.*line 2 stops at 1B0, which needs 1F0",
+        schedule=text,
+        chunks=1,
+    )
     refused(ScheduleError, r"has 1 lines, but there are 2 workers", schedule="0F0,1F0,1B0,0B0", chunks=1)
     refused(ScheduleError, r"lacks 1F1, the forward of micro-batch 1", schedule="0F0,0F1,0B0,0B1\n1F0,1B0", chunks=2)
     refused(ScheduleError, r"lacks 1W0", schedule="0F0,0B0\n1F0,1I0", chunks=1)
@@ -341,13 +369,24 @@ def refuse() -> None:
     refused(ScheduleError, r"B is I and W in one", schedule="0F0,0B0\n1F0,1I0,1B0,1W0", chunks=1)
 
     other = Failing()
-    refused(ValueError, r"Failing is no plain nn\.Sequential, so it must be traced to be divided: give sample=", model=other)
+    refused(
+        ValueError, r"Failing is no plain nn\.Sequential, so it must be traced to be divided: give sample=", model=other
+    )
     points = {"iner": pipeline.SplitPoint.BEGINNING}
-    refused(ValueError, r"'iner' is no module of the model; did you mean 'inner'", model=other, split_spec=points, sample=torch.ones(4, 8))
+    refused(
+        ValueError,
+        r"'iner' is no module of the model; did you mean 'inner'",
+        model=other,
+        split_spec=points,
+        sample=torch.ones(4, 8),
+    )
 
     pipe = make_pipe(model, loss=squares)
     x, y = torch.randn(8, 8), torch.randn(8, 4)
-    with pytest.raises(StageError, match=r"the loss squares must return a scalar for each micro-batch, but returned a tensor of shape \(2, 4\)"):
+    with pytest.raises(
+        StageError,
+        match=r"the loss squares must return a scalar for each micro-batch, but returned a tensor of shape \(2, 4\)",
+    ):
         pipe.step(x, target=y)
     with pytest.raises(ValueError, match=r"must agree in their first dimension.*\[7, 8\]"):
         pipe.step(x, target=y[:7])

@@ -193,7 +193,8 @@ def train_skipping() -> None:
         assert pipe.evaluate(x, target=y) == pipe.evaluate(x, target=y)
         by_itself = make_pipe(Skipping().eval(), workers, sample=x, schedule=schedule)
         model = Skipping().eval()
-        # Where it is divided a value is used twice in one stage, whose gradients are summed there first: equal but for rounding.
+        # Where it is divided a value is used twice in one stage, whose gradients are summed there first: equal but for
+        # rounding.
         torch.testing.assert_close(by_itself.step(x, target=y), reference_step(model, F.mse_loss, 4, x, target=y))
         found = by_itself.gradients()
         torch.testing.assert_close(found, {name: one.grad for name, one in model.named_parameters()})
@@ -281,9 +282,7 @@ def train_with_other_code(folder: str) -> None:
     with pytest.raises(ModuleNotFoundError):
         __import__("their_code")
     rref = rpc.remote("worker2", a_module_there)
-    pipe = make_pipe(
-        [small_model()[:1], Built("their_code:Tail", width=24), rref], ["worker0", "worker1", "worker2"]
-    )
+    pipe = make_pipe([small_model()[:1], Built("their_code:Tail", width=24), rref], ["worker0", "worker1", "worker2"])
     namespace: dict[str, Any] = {}
     exec(THEIR_CODE, namespace)
     model = nn.Sequential(small_model()[:1], namespace["Tail"](24), a_module_there())
@@ -299,7 +298,12 @@ def test_a_stage_of_code_that_only_its_worker_has_trains(tmp_path):
 def with_norm_and_dropout() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(
-        nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(inplace=True), nn.Dropout(0.3), nn.ReLU(inplace=True), nn.Linear(16, 4)
+        nn.Linear(8, 16),
+        nn.BatchNorm1d(16),
+        nn.ReLU(inplace=True),
+        nn.Dropout(0.3),
+        nn.ReLU(inplace=True),
+        nn.Linear(16, 4),
     )
 
 

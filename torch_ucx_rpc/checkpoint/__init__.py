@@ -6,9 +6,9 @@
     >>> checkpoint.load({"model": other_pipe}, "ckpt/100")                         # other stages, other workers
 
 Every worker writes and reads its own part; planners, files and metadata are DCP's, plans and results travel as RPC's
-returns. Names are those of the undivided model, so ``dcp.load(..., no_dist=True)`` and ``dcp_to_torch_save`` read the files in one
-process. Importing this package also gives ``RemoteModule`` the methods of nn.Module that torch refuses: ``state_dict``,
-``load_state_dict``, ``train``, ``eval``, ``requires_grad_``, ``zero_grad``.
+returns. Names are those of the undivided model, so ``dcp.load(..., no_dist=True)`` and ``dcp_to_torch_save`` read the
+files in one process. Importing this package also gives ``RemoteModule`` the methods of nn.Module that torch refuses:
+``state_dict``, ``load_state_dict``, ``train``, ``eval``, ``requires_grad_``, ``zero_grad``.
 
 * `save`, `load`     what this is for
 * `SaveFuture`       what an asynchronous save returns

@@ -33,7 +33,7 @@ def load(state: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
     mine = by_worker(parts_of(state))
     try:
         run_everywhere("reading a checkpoint", _plan, {worker: (session, path, some) for worker, some in mine.items()})
-        run_everywhere("reading a checkpoint", _read, {worker: (session,) for worker in mine})
+        run_everywhere("reading a checkpoint", _read, dict.fromkeys(mine, (session,)))
     except BaseException:
         _forget_everywhere(session, list(mine))
         raise

@@ -24,10 +24,11 @@ class Part(NamedTuple):
     """What one worker has of an object.
 
     ``collect(*args)`` is its state there, a dict that may be nested, with the living tensors.
-    ``template(*args, saved)`` is what is to be read there: a dict of tensors to read into, and of anything in the place of what is no
-    tensor. ``saved`` maps the paths that the checkpoint has below the object to DCP's metadata.
+    ``template(*args, saved)`` is what is to be read there: a dict of tensors to read into, and of anything in the
+    place of what is no tensor. ``saved`` maps the paths that the checkpoint has below the object to DCP's metadata.
     ``apply(*args, state)`` is called with the template when that has been read.
-    The functions and arguments are pickled, unless ``worker`` is None: then they run where `save` and `load` are called.
+    The functions and arguments are pickled, unless ``worker`` is None: then they run where `save` and `load` are
+    called.
     """
 
     worker: str | None
@@ -150,7 +151,8 @@ def _try(function: Callable[..., Any], args: tuple[Any, ...]) -> tuple[bool, Any
 def run_everywhere(
     what: str, function: Callable[..., Any], arguments: Mapping[str | None, tuple[Any, ...]]
 ) -> dict[str | None, Any]:
-    """Call ``function`` on each worker with its arguments, and here with those of None. Raises CheckpointError for the first failure."""
+    """Call ``function`` on each worker with its arguments, and here with those of None. Raises CheckpointError for the
+    first failure."""
     futures = {}
     failures: list[tuple[str, Exception]] = []
     results: dict[str | None, Any] = {}

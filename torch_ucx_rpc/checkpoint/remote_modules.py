@@ -1,7 +1,7 @@
 """What nn.Module has and torch's RemoteModule refuses, though users have asked for it since 2020 (pytorch #50346).
 
-Each method is one call to the module's owner. ``state_dict`` brings the values here; for a module that does not fit there is
-`save`, to which the RemoteModule is given itself.
+Each method is one call to the module's owner. ``state_dict`` brings the values here; for a module that does not fit
+there is `save`, to which the RemoteModule is given itself.
 """
 
 from __future__ import annotations
@@ -63,7 +63,8 @@ def requires_grad_(self: Any, requires_grad: bool = True) -> Any:
 
 
 def zero_grad(self: Any, set_to_none: bool = True) -> None:
-    """As ``nn.Module.zero_grad``, on the remote module. Gradients of distributed autograd live in their contexts instead."""
+    """As ``nn.Module.zero_grad``, on the remote module. Gradients of distributed autograd live in their contexts
+    instead."""
     rpc.rpc_sync(self.on, _call, (self.module_rref, "zero_grad", (), {"set_to_none": set_to_none}))
 
 

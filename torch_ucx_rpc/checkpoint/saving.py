@@ -1,7 +1,8 @@
-"""`save`: every worker plans and writes its own part; the one that calls puts the plans together and writes the metadata.
+"""`save`: every worker plans and writes its own part; the one that calls puts the plans together and writes the
+metadata.
 
-Two rounds of calls: the first returns plans (and, in an asynchronous save, leaves copies of all tensors behind), the second
-writes. Tensors go from their worker to the file and nowhere else.
+Two rounds of calls: the first returns plans (and, in an asynchronous save, leaves copies of all tensors behind), the
+second writes. Tensors go from their worker to the file and nowhere else.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ __all__ = ["SaveFuture", "save"]
 
 
 class SaveFuture(concurrent.futures.Future[None]):
-    """A save that is being written. ``result()``, or ``wait()`` as torch's futures have it, raises CheckpointError if it failed."""
+    """A save that is being written. ``result()``, or ``wait()`` as torch's futures have it, raises CheckpointError if
+    it failed."""
 
     def wait(self, timeout: float | None = None) -> None:
         self.result(timeout)
@@ -42,7 +44,8 @@ def save(state: Mapping[str, Any], path: str | os.PathLike[str], *, asynchronous
     """Write ``state`` into the folder ``path``.
 
     Args:
-        state: a dict, which may be nested, of pipelines and their optimizers, RemoteModules, RRefs to modules, modules, optimizers and
+        state: a dict, which may be nested, of pipelines and their optimizers, RemoteModules, RRefs to modules,
+        modules, optimizers and
             other objects with ``state_dict``, tensors, and anything that can be pickled.
         path: the same folder for all workers. Files of a former checkpoint there are removed once the new one is whole.
         asynchronous: return as soon as each worker has copied its part, and write behind.

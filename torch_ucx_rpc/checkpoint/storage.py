@@ -1,7 +1,7 @@
 """DCP's files, made safe against an end in the middle of a save.
 
-The files of a save have names that no other save uses, and its metadata, which says which files count, takes its place in one rename.
-So until the very end the folder holds the former checkpoint, whole, and from then on the new one.
+The files of a save have names that no other save uses, and its metadata, which says which files count, takes its place
+in one rename. So until the very end the folder holds the former checkpoint, whole, and from then on the new one.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Writer(dcp.FileSystemWriter):
             pickle.dump(metadata, file)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(temporary, folder / _METADATA)
+        temporary.replace(folder / _METADATA)
         _sync_folder(folder)
         remove_others(folder, {info.relative_path for info in metadata.storage_data.values()})
 

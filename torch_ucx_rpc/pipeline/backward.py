@@ -52,8 +52,8 @@ class HalfDone:
 def inputs_half(roots: Tensors, gradients: Sequence[Any], inputs: Tensors, weights: Tensors) -> HalfDone:
     """The gradients of ``inputs``, into their ``grad``; the weights' are put off.
 
-    On torch's analysis of the graph: it finds the nodes at which the ways to weights leave the way to the inputs, and keeps
-    the gradients that arrive there. So nothing is computed twice.
+    On torch's analysis of the graph: it finds the nodes at which the ways to weights leave the way to the inputs, and
+    keeps the gradients that arrive there. So nothing is computed twice.
     """
     roots, gradients = list(roots), list(gradients)
     if not roots or not inputs:

@@ -26,7 +26,8 @@ class Built:
     """A stage that its worker builds by itself: the driver needs neither its code nor its parameters.
 
     Args:
-        what: a class or function that returns an nn.Module, or its name, ``"package.module:name"``, which only the worker
+        what: a class or function that returns an nn.Module, or its name, ``"package.module:name"``, which only the
+        worker
             looks up.
         args, kwargs: its arguments.
 
@@ -150,7 +151,8 @@ def cannot_be_rebuilt(spec: StageSpec) -> PipelineError | None:
     """Why a stage cannot come to another worker, if so."""
     if isinstance(spec.module, rpc.PyRRef):
         return PipelineError(
-            f"stage {spec.index} was given as an RRef, which died with its owner: give it as Built(...), or as a module, so "
+            f"stage {spec.index} was given as an RRef, which died with its owner: give it as "
+            "Built(...), or as a module, so "
             f"that another worker can build it"
         )
     return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import os
@@ -64,7 +65,9 @@ class Crew:
         """Give an order to all; `settle` waits for it."""
         self.check()
         number, self.number = self.number, self.number + 1
-        futures = [self._send_one(place, number, name, payload) for place, payload in zip(self.places, payloads, strict=True)]
+        futures = [
+            self._send_one(place, number, name, payload) for place, payload in zip(self.places, payloads, strict=True)
+        ]
         if name in {"run", "optimizer_step", "set_values"}:
             # In these workers wait for each other.
             noticed = threading.Event()
@@ -110,7 +113,8 @@ class Crew:
                     continue
 
     def settle(self, sent: tuple[int, str, list[Future[Any]]]) -> list[Any]:
-        """What each made of an order, and of those before it that nobody has waited for. Raises StageError, StageLostError."""
+        """What each made of an order, and of those before it that nobody has waited for. Raises StageError,
+        StageLostError."""
         outcomes = []
         unsettled, self._unsettled = self._unsettled, []
         for number, name, futures in [*unsettled, sent]:
@@ -176,7 +180,8 @@ class Crew:
         which = f"stage{'s' if len(stages) > 1 else ''} {', '.join(map(str, stages))}"
         reason = "; ".join(f"{worker}: {text}" for worker, text in reasons.items())
         return StageLostError(
-            f"lost {which} with worker{'s' if len(workers) > 1 else ''} {', '.join(map(repr, workers))}. Replace it with "
+            f"lost {which} with worker{'s' if len(workers) > 1 else ''} "
+            f"{', '.join(map(repr, workers))}. Replace it with "
             f"pipe.replace({workers[0]!r}, '<another worker>') and pipe.load(<the last checkpoint>), or give "
             f"DistributedPipeline(..., spares=[...]), which does both. ({reason})",
             workers=workers,
@@ -205,7 +210,5 @@ class Crew:
         if place.is_here:
             host.close(place.host)
         elif not place.lost:
-            try:
+            with contextlib.suppress(RuntimeError):
                 rpc.rpc_async(place.info, host.close, (place.host,))
-            except RuntimeError:
-                pass

@@ -26,24 +26,28 @@ __all__ = ["DistributedPipeline"]
 class DistributedPipeline:
     """A model whose stages live on workers and train micro-batches at the same time.
 
-    Works on any backend of ``torch.distributed.rpc``. The process that makes it, the *driver*, may be one of the workers.
+    Works on any backend of ``torch.distributed.rpc``. The process that makes it, the *driver*, may be one of the
+    workers.
 
     Args:
         model: an ``nn.Sequential``; or any module that torch can trace; or a list of stages, each an ``nn.Module``,
-            ``pipeline.Built(...)`` (made by its worker) or an RRef to a module. The workers train copies: the model itself
-            stays as it is.
+            ``pipeline.Built(...)`` (made by its worker) or an RRef to a module. The workers train copies: the model
+            itself stays as it is.
         workers: where the stages run: names of workers, WorkerInfos, or ``"name/cuda:0"`` where a device is meant.
-        balance: the number of layers of each stage; or ``"parameters"`` (the default), or ``"profile"``: by the time that
+        balance: the number of layers of each stage; or ``"parameters"`` (the default), or ``"profile"``: by the time
+        that
             layers take for ``sample``, measured on the driver.
         sample: a batch, for profiling and tracing: a tensor, a tuple of arguments, or a dict of keyword arguments.
         split_spec: torch's split points, ``{"layers.8": SplitPoint.BEGINNING}``; the model is traced.
-        schedule: ``"gpipe"``, ``"1F1B"``, ``"interleaved"``, ``"zero-bubble"``; the name of a class of torch's schedules; or
+        schedule: ``"gpipe"``, ``"1F1B"``, ``"interleaved"``, ``"zero-bubble"``; the name of a class of torch's
+        schedules; or
             a text in torch's format.
         chunks: micro-batches of a step. A smaller batch is divided into as many as it has samples.
         stages_per_worker: 2 by default for ``"interleaved"``, else 1; with a text, what the text says.
         rematerialize: keep only the inputs of stages and compute activations again on the way back.
         loss: ``loss(output, target)``, a scalar; runs on the worker of the last stage.
-        spares: workers that take the place of lost ones. They begin from a checkpoint: `save` one before the first step.
+        spares: workers that take the place of lost ones. They begin from a checkpoint: `save` one before the first
+        step.
 
     Raises ValueError, TypeError, ScheduleError or PipelineError, with the cure, for what cannot be.
     """
@@ -74,7 +78,8 @@ class DistributedPipeline:
         for one in places + spare_places:
             if (places + spare_places).count(one) > 1:
                 raise ValueError(
-                    f"{one[0]!r} is given twice: a worker (or a device of it, 'name/cuda:1') runs one row of the schedule. "
+                    f"{one[0]!r} is given twice: a worker (or a device of it, 'name/cuda:1') runs one "
+                    "row of the schedule. "
                     f"For several stages on each worker there is stages_per_worker=."
                 )
         self.chunks = chunks
@@ -140,8 +145,10 @@ class DistributedPipeline:
                 calls.append((place, rpc.rpc_async(place.info, host.create, (config,), timeout=0)))
             except (AttributeError, TypeError, build.PICKLING_ERRORS) as error:
                 raise PipelineError(
-                    f"stages {self._crew.stages_of[row]} cannot be sent to worker {place.worker!r}: {error}. Modules and "
-                    f"the loss are pickled: define them at the top of a module rather than in a function or as a lambda, "
+                    f"stages {self._crew.stages_of[row]} cannot be sent to worker {place.worker!r}: "
+                    f"{error}. Modules and "
+                    "the loss are pickled: define them at the top of a module rather than in a "
+                    "function or as a lambda, "
                     f"or let the worker make the stage: pipeline.Built('package.module:name')."
                 ) from error
         found: dict[int, Any] = {}
@@ -178,7 +185,8 @@ class DistributedPipeline:
         """Forward and backward of a batch: gradients are added to those on the workers.
 
         Args:
-            args, kwargs: those of the model. Tensors are divided into micro-batches along dimension 0, evenly or nearly so;
+            args, kwargs: those of the model. Tensors are divided into micro-batches along dimension 0, evenly or
+            nearly so;
                 everything else goes to each.
             target: second argument of the loss, divided in the same way. None: the loss gets the output alone.
             scaler: a `GradScaler`, whose scale the loss is multiplied with on its way back.
@@ -200,9 +208,7 @@ class DistributedPipeline:
 
         def run() -> torch.Tensor:
             rows = self._schedule_of(count)
-            results = self._run(
-                ("step", count), rows.rows, count, inputs, targets=targets, scale=scale, events=events
-            )
+            results = self._run(("step", count), rows.rows, count, inputs, targets=targets, scale=scale, events=events)
             loss: torch.Tensor = results[self._worker_of[-1]]["loss"]
             return loss
 
@@ -225,13 +231,15 @@ class DistributedPipeline:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output for a batch. In grad mode its backward works, once: it runs on the stages.
 
-        Outputs of the micro-batches are concatenated along dimension 0. Any number of calls may wait for their backward, so
-        loops over the model work; what a call keeps on the workers goes with its output.
+        Outputs of the micro-batches are concatenated along dimension 0. Any number of calls may wait for their
+        backward, so loops over the model work; what a call keeps on the workers goes with its output.
         """
         count, inputs, _ = self._divide(args, kwargs, ())
         if torch.is_grad_enabled():
             return call_with_autograd(self, count, inputs, args, kwargs)
-        return self._recovery.protect(self, None, lambda: merge([one[0] for one in self._forward(count, inputs, False)[1]]))
+        return self._recovery.protect(
+            self, None, lambda: merge([one[0] for one in self._forward(count, inputs, False)[1]])
+        )
 
     def _forward(self, count: int, inputs: list[Any], grad: bool) -> tuple[int, list[Packet]]:
         """Number of the call, and the last stage's packets."""
@@ -243,7 +251,13 @@ class DistributedPipeline:
     def _backward(self, number: int, count: int, gradients: list[Any], input_gradients: bool) -> dict[int, Any]:
         rows = schedule.backward_only(self._worker_of, self._rows, count, last_first=True)
         results = self._run(
-            ("backward", count), rows, count, None, call=number, output_gradients=gradients, input_gradients=input_gradients
+            ("backward", count),
+            rows,
+            count,
+            None,
+            call=number,
+            output_gradients=gradients,
+            input_gradients=input_gradients,
         )
         found: dict[int, Any] = {}
         for result in results:
@@ -285,9 +299,13 @@ class DistributedPipeline:
                 if any(edge.source == INPUT for edge in spec.edges_in):
                     packets[spec.index] = [pack(self._input_of(spec, one))[0] for one in inputs]
                     if not wants:
-                        packets[spec.index] = [(map_tensors(torch.Tensor.detach, one), ()) for one, _ in packets[spec.index]]
+                        packets[spec.index] = [
+                            (map_tensors(torch.Tensor.detach, one), ()) for one, _ in packets[spec.index]
+                        ]
         states = tuple(
-            (device, torch.get_autocast_dtype(device)) for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)
+            (device, torch.get_autocast_dtype(device))
+            for device in ("cpu", "cuda")
+            if torch.is_autocast_enabled(device)
         )
         zero_grad, self._zero_grad = self._zero_grad, None
         requests = [
@@ -326,8 +344,8 @@ class DistributedPipeline:
     def optimizer(self, cls: type[torch.optim.Optimizer], params: Any = None, **options: Any) -> PipelineOptimizer:
         """An optimizer of class ``cls`` on each worker, for its own parameters, behind one that looks like torch's.
 
-        ``params`` takes what torch's optimizers take, made of `parameters` or `named_parameters`; all by default. Learning-rate
-        schedulers work on the result as on any.
+        ``params`` takes what torch's optimizers take, made of `parameters` or `named_parameters`; all by default.
+        Learning-rate schedulers work on the result as on any.
         """
         made = PipelineOptimizer(self, cls, list(self._parameters.values()) if params is None else params, options)
         self._optimizers.append(made)
@@ -374,7 +392,9 @@ class DistributedPipeline:
             return torch.tensor(0.0)
         total = torch.linalg.vector_norm(torch.stack(in_order), norm_type)
         if error_if_nonfinite and not bool(total.isfinite()):
-            raise RuntimeError(f"the norm of order {norm_type} of the gradients is not finite, so they cannot be clipped")
+            raise RuntimeError(
+                f"the norm of order {norm_type} of the gradients is not finite, so they cannot be clipped"
+            )
         factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
         self._order("scale_gradients", {"factor": factor, "check": False})
         self._recovery.record(("clip_grad_norm", max_norm, norm_type))
@@ -401,7 +421,11 @@ class DistributedPipeline:
         found: dict[str, Any] = {}
         for some in self._order(name, {}):
             found.update(some)
-        return {name: found[name] for name in sorted(found, key=list(self._parameters).index)} if name == "gradients" else found
+        return (
+            {name: found[name] for name in sorted(found, key=list(self._parameters).index)}
+            if name == "gradients"
+            else found
+        )
 
     def _order(self, name: str, payload: dict[str, Any]) -> list[Any]:
         """Have all workers do something, after all that they have been told before."""
@@ -440,7 +464,8 @@ class DistributedPipeline:
     # ---------------------------------------------------------------------------------------------------- replacement
 
     def replace(self, worker: str, by: str) -> None:
-        """Let worker ``by`` run the stages of ``worker``, which may be lost. Follow it with `load`: ``by`` knows nothing yet."""
+        """Let worker ``by`` run the stages of ``worker``, which may be lost. Follow it with `load`: ``by`` knows
+        nothing yet."""
         recovery.replace(self, worker, _place(by))
 
     def close(self) -> None:
@@ -450,7 +475,8 @@ class DistributedPipeline:
     # ------------------------------------------------------------------------------------------------------- looking
 
     def trace(self, path: str | os.PathLike[str], *args: Any, target: Any = None, **kwargs: Any) -> torch.Tensor:
-        """`step` once, and write when which stage did which micro-batch: a picture (``.png``), or a Chrome trace (``.json``).
+        """`step` once, and write when which stage did which micro-batch: a picture (``.png``), or a Chrome trace
+        (``.json``).
 
         Times are those of the workers' clocks: between hosts they are as good as these are set.
         """
@@ -478,7 +504,9 @@ def _place(worker: Any) -> tuple[str, str]:
     try:
         torch.device(device or "cpu")
     except RuntimeError as error:
-        raise ValueError(f"{worker!r}: {device!r} is no device ({error}); write 'name/cuda:0', or only the name") from None
+        raise ValueError(
+            f"{worker!r}: {device!r} is no device ({error}); write 'name/cuda:0', or only the name"
+        ) from None
     try:
         host._worker_info(name)
     except Exception:
@@ -503,5 +531,3 @@ def _count_stages(name: str, workers: int, per_worker: int | None) -> int:
     if not isinstance(per_worker, int) or per_worker < 1:
         raise ValueError(f"stages_per_worker must be a whole number, 1 at least, and not {per_worker!r}")
     return workers * per_worker
-
-

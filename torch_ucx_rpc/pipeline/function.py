@@ -64,7 +64,8 @@ def _positions(packets: list[Packet], leaves: int) -> list[int]:
     wanting = {(0,) if positions is None else positions for _, positions in packets}
     if len(wanting) > 1:
         raise PipelineError(
-            "micro-batches of one batch returned values of which other ones want a gradient: their outputs cannot be put "
+            "micro-batches of one batch returned values of which other ones want a gradient: their "
+            "outputs cannot be put "
             "together. Use chunks=1, or let the model return the same structure always."
         )
     return list(wanting.pop())
@@ -87,7 +88,9 @@ def _used(pipe: DistributedPipeline, one: tuple[Any, Any]) -> dict[int, list[int
 
 class _Node(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, call: _Call, wanting: list[int], count: int, anchor: torch.Tensor, *rest: torch.Tensor) -> Any:
+    def forward(
+        ctx: Any, call: _Call, wanting: list[int], count: int, anchor: torch.Tensor, *rest: torch.Tensor
+    ) -> Any:
         ctx.call = call
         ctx.wanting = wanting
         ctx.sizes = [[_sizes(packet, place) for packet in call.outputs] for place in wanting]
@@ -101,7 +104,8 @@ class _Node(torch.autograd.Function):
         call: _Call = ctx.call
         if not call.forget.alive:
             raise PipelineError(
-                "this output has been on its way back already, and what the stages kept for it is gone: call the pipeline "
+                "this output has been on its way back already, and what the stages kept for it is "
+                "gone: call the pipeline "
                 "again for a second backward"
             )
         call.forget.detach()

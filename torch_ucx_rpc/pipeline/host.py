@@ -1,12 +1,13 @@
 """What runs on a worker: its stages, one thread that works through the driver's orders, and a mailbox in front of it.
 
-Everything that arrives, orders of the driver and values of other stages alike, is put into the mailbox by RPC's threads,
-which do nothing else. The thread takes it out. Orders are numbered and carried out in that order, each on all workers of the
-pipeline; a value that is not wanted yet waits in its slot. So no lock is needed, a slot may be filled before the order that
-reads it has come, and a stage that waits is woken by whatever arrives: a value, or the word that the call is off.
+Everything that arrives, orders of the driver and values of other stages alike, is put into the mailbox by RPC's
+threads, which do nothing else. The thread takes it out. Orders are numbered and carried out in that order, each on all
+workers of the pipeline; a value that is not wanted yet waits in its slot. So no lock is needed, a slot may be filled
+before the order that reads it has come, and a stage that waits is woken by whatever arrives: a value, or the word that
+the call is off.
 
-An order never raises towards the driver: it ends in an outcome, ``("ok", result)``, ``("error", ...)``, ``("lost", worker)`` or
-``("aborted",)``. A call that raises all the same has not reached its worker.
+An order never raises towards the driver: it ends in an outcome, ``("ok", result)``, ``("error", ...)``, ``("lost",
+worker)`` or ``("aborted",)``. A call that raises all the same has not reached its worker.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ __all__ = ["Host", "HostConfig", "Request", "abort", "close", "create", "deliver
 # How many values may be on their way to another worker without an answer.
 _CREDITS = 64
 
-# A slot: kind ("F", "B", "T" for tied gradients, "V" for tied values), the stage it is for, micro-batch, the stage it is of.
+# A slot: kind ("F", "B", "T" for tied gradients, "V" for tied values), the stage it is for, micro-batch, the stage it
+# is of.
 Slot = tuple[str, int, int, int]
 
 
@@ -326,7 +328,8 @@ class Host:
     def _backward(self, stage: Stage, action: Action, request: Request, result: dict[str, Any]) -> None:
         number, kind = action.micro_batch, action.kind
         if stage.rematerialize and kind in "IW":
-            # Each half would compute the activations anew: what that costs is more than what idle time there is to fill.
+            # Each half would compute the activations anew: what that costs is more than what idle time there is to
+            # fill.
             if kind == "W":
                 return
             kind = "B"
@@ -509,7 +512,12 @@ def _copy(value: Any) -> Any:
     return value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
 
 
-_DOING = {"F": "the forward", "B": "the backward", "I": "the backward to the inputs", "W": "the backward to the weights"}
+_DOING = {
+    "F": "the forward",
+    "B": "the backward",
+    "I": "the backward to the inputs",
+    "W": "the backward to the weights",
+}
 
 
 # ------------------------------------------------------------------------------------------ what other workers call
@@ -529,7 +537,8 @@ def prepare() -> None:
 
 
 def create(config: HostConfig) -> tuple[Any, ...]:
-    """Make the stages of a pipeline on this worker. Its outcome is what the driver wants to know of them, or the failure."""
+    """Make the stages of a pipeline on this worker. Its outcome is what the driver wants to know of them, or the
+    failure."""
     try:
         host = Host(config)
     except Exception as error:
@@ -586,5 +595,3 @@ def close(pipeline: str) -> None:
 def find(pipeline: str) -> Host:
     """The stages of a pipeline that live here; for checkpoints."""
     return _hosts[pipeline]
-
-

@@ -1,4 +1,5 @@
-"""One optimizer for a model on many workers: torch's in front, for schedulers and the training loop, and one on each worker."""
+"""One optimizer for a model on many workers: torch's in front, for schedulers and the training loop, and one on each
+worker."""
 
 from __future__ import annotations
 
@@ -28,7 +29,9 @@ class PipelineOptimizer(torch.optim.Optimizer):
         if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
             raise TypeError(f"an optimizer's class is wanted, such as torch.optim.AdamW, and not {cls!r}")
         if issubclass(cls, torch.optim.LBFGS):
-            raise TypeError("LBFGS evaluates the loss again and again while it steps, which a pipeline cannot do for it")
+            raise TypeError(
+                "LBFGS evaluates the loss again and again while it steps, which a pipeline cannot do for it"
+            )
         params = _proxies(pipe, params)
         # On parameters without values: torch's own checks, and the defaults of what was not given.
         model = cls(params, **options)
@@ -63,13 +66,16 @@ class PipelineOptimizer(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if self._frozen:
-            raise RuntimeError("parameter groups of a pipeline's optimizer are fixed: give them all to pipe.optimizer()")
+            raise RuntimeError(
+                "parameter groups of a pipeline's optimizer are fixed: give them all to pipe.optimizer()"
+            )
         super().add_param_group(param_group)
 
     def step(self, closure: Any = None, *, scaler: GradScaler | None = None) -> None:  # type: ignore[override]
         """Let every worker's optimizer take a step.
 
-        With a ``scaler`` the gradients are divided by its scale first, and the step is left out where one is not finite.
+        With a ``scaler`` the gradients are divided by its scale first, and the step is left out where one is not
+        finite.
         """
         if closure is not None:
             raise TypeError("a pipeline's optimizer takes no closure: call pipe.step() before optimizer.step()")
@@ -80,7 +86,8 @@ class PipelineOptimizer(torch.optim.Optimizer):
         self._pipe.zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
-        """State and groups by the names of the undivided model, as ``torch.distributed.checkpoint.state_dict`` has them."""
+        """State and groups by the names of the undivided model, as ``torch.distributed.checkpoint.state_dict`` has
+        them."""
         state: dict[str, Any] = {}
         for some in self._pipe._order("call", (_state_of, (self._number,))):
             state.update(some)
@@ -103,7 +110,9 @@ class PipelineOptimizer(torch.optim.Optimizer):
 
     def load_groups(self, groups: list[dict[str, Any]]) -> None:
         if len(groups) != len(self.param_groups):
-            raise ValueError(f"the state is of {len(groups)} parameter groups, and this optimizer has {len(self.param_groups)}")
+            raise ValueError(
+                f"the state is of {len(groups)} parameter groups, and this optimizer has {len(self.param_groups)}"
+            )
         for mine, theirs in zip(self.param_groups, groups, strict=True):
             mine.update({key: value for key, value in theirs.items() if key not in {"params", "param_names"}})
 
@@ -140,7 +149,10 @@ def named_state(host: Any, number: int) -> dict[str, dict[str, Any]]:
 
 def _state_of(host: Any, number: int) -> dict[str, dict[str, Any]]:
     return {
-        name: {key: value.to("cpu", copy=True) if isinstance(value, torch.Tensor) else value for key, value in state.items()}
+        name: {
+            key: value.to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
+            for key, value in state.items()
+        }
         for name, state in named_state(host, number).items()
     }
 
@@ -150,8 +162,12 @@ def set_state(host: Any, number: int, states: dict[str, dict[str, Any]]) -> None
     optimizer = host.optimizers.get(number)
     if optimizer is None:
         return
-    places = {id(one): place for place, one in enumerate(one for group in optimizer.param_groups for one in group["params"])}
-    state = {places[id(one)]: states[name] for name, one in host._owned_parameters() if name in states and id(one) in places}
+    places = {
+        id(one): place for place, one in enumerate(one for group in optimizer.param_groups for one in group["params"])
+    }
+    state = {
+        places[id(one)]: states[name] for name, one in host._owned_parameters() if name in states and id(one) in places
+    }
     groups = optimizer.state_dict()["param_groups"]
     # By torch's own way: it puts each tensor where, and in the type in which, the optimizer wants it.
     optimizer.load_state_dict({"state": state, "param_groups": groups})

@@ -58,7 +58,9 @@ def divide(
     if isinstance(model, (list, tuple)):
         return _given(model, stages, balance)
     if not isinstance(model, nn.Module):
-        raise TypeError(f"a pipeline is made of an nn.Module or of a list of stages, and not of a {type(model).__name__}")
+        raise TypeError(
+            f"a pipeline is made of an nn.Module or of a list of stages, and not of a {type(model).__name__}"
+        )
     args, kwargs = _sample(sample, chunks)
     if split_spec is not None or type(model).forward is not nn.Sequential.forward:
         from . import tracing
@@ -70,7 +72,8 @@ def divide(
             )
         if sample is None:
             raise ValueError(
-                f"{type(model).__name__} is no plain nn.Sequential, so it must be traced to be divided: give sample=, a "
+                f"{type(model).__name__} is no plain nn.Sequential, so it must be traced to be "
+                "divided: give sample=, a "
                 f"batch such as step() will get. Or give a list of stages, one module each."
             )
         return tracing.divide(model, stages, args, kwargs, split_spec, balance)
@@ -122,7 +125,8 @@ def _sequential(
         counts = balanced(times, stages)
     else:
         raise ValueError(
-            f'balance must be a list with the number of layers of each stage, "profile" or "parameters", and not {balance!r}'
+            "balance must be a list with the number of layers of each stage, "
+            f'"profile" or "parameters", and not {balance!r}'
         )
     specs, infos = [], []
     place = 0
@@ -217,7 +221,8 @@ def balanced(costs: Sequence[float], stages: int) -> list[int]:
 
 
 def profile(layers: Sequence[nn.Module], args: tuple[Any, ...], repeats: int = 3) -> list[float]:
-    """Seconds of a forward and backward of each layer in turn, the median of ``repeats``; the layers stay as they are."""
+    """Seconds of a forward and backward of each layer in turn, the median of ``repeats``; the layers stay as they
+    are."""
     times = []
     values: Any = args
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
@@ -227,7 +232,8 @@ def profile(layers: Sequence[nn.Module], args: tuple[Any, ...], repeats: int = 3
                 seconds, values = _measure(copy.deepcopy(layer), values, repeats)
             except Exception as error:
                 raise PipelineError(
-                    f"layer {place} ({type(layer).__name__}) raised when it was profiled on the sample: {error}. Give as "
+                    f"layer {place} ({type(layer).__name__}) raised when it was profiled on the "
+                    f"sample: {error}. Give as "
                     f"sample= a batch such as step() will get."
                 ) from error
             times.append(seconds)
@@ -272,7 +278,8 @@ def _given(stages_given: Sequence[Any], stages: int, balance: Any) -> Partition:
             one = one.get_module_rref()
         if not isinstance(one, (nn.Module, Built, rpc.PyRRef)):
             raise TypeError(
-                f"stage {index} is a {type(one).__name__}: a stage is an nn.Module, pipeline.Built(...), or an RRef to a "
+                f"stage {index} is a {type(one).__name__}: a stage is an nn.Module, "
+                "pipeline.Built(...), or an RRef to a "
                 f"module on its worker."
             )
         specs.append(_chained(index, stages, one, f"{index}."))

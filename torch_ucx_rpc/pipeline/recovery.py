@@ -1,8 +1,8 @@
 """When a worker is lost: another takes its place, the last checkpoint is loaded, and what came after it is done again.
 
 With spares the driver keeps a journal of what it has told the workers since the last save, batches included. After the
-load the journal is played back, so a loop that only sees ``step`` and ``optimizer.step`` sees nothing of the loss but the time: all
-losses are those of an undisturbed run.
+load the journal is played back, so a loop that only sees ``step`` and ``optimizer.step`` sees nothing of the loss but
+the time: all losses are those of an undisturbed run.
 """
 
 from __future__ import annotations
@@ -91,12 +91,14 @@ class Recovery:
     # ---------------------------------------------------------------------------------------------------- a loss
 
     def _recover(self, pipe: DistributedPipeline, lost: StageLostError) -> None:
-        """Put spares in the place of the lost, and bring all to where they were. Raises StageLostError if that cannot be."""
+        """Put spares in the place of the lost, and bring all to where they were. Raises StageLostError if that cannot
+        be."""
         if not self._spares:
             raise lost
         if self._saved is None:
             raise StageLostError(
-                f"lost {', '.join(map(repr, lost.workers))}, and nothing has been saved yet for a spare to begin from: call "
+                f"lost {', '.join(map(repr, lost.workers))}, and nothing has been saved yet for a "
+                "spare to begin from: call "
                 f"pipe.save(path) once before the first step",
                 workers=lost.workers,
                 stages=lost.stages,
@@ -111,7 +113,8 @@ class Recovery:
                     self._restore(pipe, self._saved)
                     if not self._repeatable:
                         raise PipelineError(
-                            f"{', '.join(map(repr, lost.workers))} has been replaced and {self._saved} loaded, but what came "
+                            f"{', '.join(map(repr, lost.workers))} has been replaced and "
+                            f"{self._saved} loaded, but what came "
                             f"after it cannot be done again, since it went through pipe(x).backward(): go on from the "
                             f"checkpoint, or save more often"
                         ) from lost

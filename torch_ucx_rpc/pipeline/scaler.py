@@ -29,7 +29,9 @@ class GradScaler:
         growth_interval: int = 2000,
     ) -> None:
         if growth_factor <= 1.0 or not 0.0 < backoff_factor < 1.0 or growth_interval < 1 or init_scale <= 0.0:
-            raise ValueError("a scaler needs init_scale > 0, growth_factor > 1, 0 < backoff_factor < 1, growth_interval >= 1")
+            raise ValueError(
+                "a scaler needs init_scale > 0, growth_factor > 1, 0 < backoff_factor < 1, growth_interval >= 1"
+            )
         self._scale = init_scale
         self._growth_factor = growth_factor
         self._backoff_factor = backoff_factor

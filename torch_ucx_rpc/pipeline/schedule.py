@@ -1,11 +1,11 @@
 """When each worker does what: schedules as data, in torch's text, and the proof that they come to an end.
 
 A schedule has a *row* for each worker: the actions it takes, in order. An action is torch's: ``2F3`` is the forward of
-micro-batch 3 through stage 2, ``1B0`` the backward of micro-batch 0 through stage 1, which is either whole (``B``) or in two
-halves: ``I`` for the gradient of the stage's input, ``W`` for those of its weights. The text is that of
+micro-batch 3 through stage 2, ``1B0`` the backward of micro-batch 0 through stage 1, which is either whole (``B``) or
+in two halves: ``I`` for the gradient of the stage's input, ``W`` for those of its weights. The text is that of
 ``torch.distributed.pipelining`` (``PipelineScheduleMulti._dump_csv``): a line for each worker, commas between
-actions, empty cells for idle time. Cells about communication (``SEND_F``, ``RECV_B``, ``UNSHARD``, ``REDUCE_GRAD``, ...) are
-passed over: here values travel when they are made.
+actions, empty cells for idle time. Cells about communication (``SEND_F``, ``RECV_B``, ``UNSHARD``, ``REDUCE_GRAD``,
+...) are passed over: here values travel when they are made.
 """
 
 from __future__ import annotations
@@ -71,7 +71,8 @@ def parse(text: str) -> tuple[Row, ...]:
                     row.append(Action(int(found[1]), found[2], int(found[3])))
                 elif not _COMMUNICATION.match(word):
                     raise ScheduleError(
-                        f"{word!r} in line {number + 1} of the schedule is no action. An action is a stage, one of F, B, I "
+                        f"{word!r} in line {number + 1} of the schedule is no action. An action is a "
+                        "stage, one of F, B, I "
                         f"and W, and a micro-batch, such as 2F3; actions are separated by commas. The named schedules "
                         f"are {', '.join(NAMES)}."
                     )
@@ -171,7 +172,8 @@ def _gpipe(workers: int, stages: int, micro_batches: int) -> tuple[Row, ...]:
 
 
 def _one_forward_one_backward(workers: int, stages: int, micro_batches: int) -> tuple[Row, ...]:
-    """Narayanan et al. 2019, https://arxiv.org/abs/1806.03377 (PipeDream-Flush): at most stages - stage graphs at a time."""
+    """Narayanan et al. 2019, https://arxiv.org/abs/1806.03377 (PipeDream-Flush): at most stages - stage graphs at a
+    time."""
     if stages != workers:
         return _interleaved(workers, stages, micro_batches, zero_bubble=False)
     rows = []
@@ -285,12 +287,14 @@ def check(rows: Sequence[Row], *, workers: int, stages: int, micro_batches: int)
         for action in row:
             if action.stage >= stages:
                 raise ScheduleError(
-                    f"{action} in line {worker + 1} of the schedule is about stage {action.stage}, but the stages are 0 "
+                    f"{action} in line {worker + 1} of the schedule is about stage {action.stage}, "
+                    "but the stages are 0 "
                     f"to {stages - 1}."
                 )
             if action.micro_batch >= micro_batches:
                 raise ScheduleError(
-                    f"{action} in line {worker + 1} of the schedule is about micro-batch {action.micro_batch}, but there "
+                    f"{action} in line {worker + 1} of the schedule is about micro-batch "
+                    f"{action.micro_batch}, but there "
                     f"are {micro_batches}: write the schedule for chunks={micro_batches}, or give a batch of as many "
                     f"samples at least as the schedule has micro-batches."
                 )
@@ -319,7 +323,9 @@ def _check_complete(seen: Mapping[Action, int], stages: int, micro_batches: int)
                     f"either."
                 )
             if whole not in seen and (inputs not in seen or weights not in seen):
-                missing = whole if inputs not in seen and weights not in seen else inputs if weights in seen else weights
+                missing = (
+                    whole if inputs not in seen and weights not in seen else inputs if weights in seen else weights
+                )
                 raise ScheduleError(f"the schedule lacks {missing}, of the backward of micro-batch {number}: add it.")
 
 
@@ -384,6 +390,8 @@ def _deadlock(
         where = "which no line has" if home is None else f"which comes later in line {home + 1}"
         waits.append(f"line {worker + 1} stops at {action}, which needs {wanted}, {where}")
     return (
-        "the schedule would never end: " + "; ".join(waits) + ". Put each action behind what it needs: a forward behind "
+        "the schedule would never end: "
+        + "; ".join(waits)
+        + ". Put each action behind what it needs: a forward behind "
         "that of the stage before, a backward behind that of the stage after."
     )

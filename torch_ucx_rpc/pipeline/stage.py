@@ -73,13 +73,16 @@ class Stage:
         named = dict(module.named_parameters(remove_duplicate=False))
         self.ties = [(tie, named[tie.name]) for tie in spec.ties]
         self._chain = _chain_source(spec)
-        # Layers that write in place must not write into what arrived: it is a leaf for autograd, the input of a second forward,
-        # and for a stage of the same process the output of another.
+        # Layers that write in place must not write into what arrived: it is a leaf for autograd, the input of a second
+        # forward, and for a stage of the same process the output of another.
         self._writes_in_place = any(getattr(part, "inplace", False) for part in module.modules())
         self._traced = isinstance(module, torch.fx.GraphModule)
         # What a forward in training counts up. In a traced module any buffer may be that.
         self._statistics = [
-            buffer for part in module.modules() if self._traced or isinstance(part, _NormBase) for buffer in part.buffers(False)
+            buffer
+            for part in module.modules()
+            if self._traced or isinstance(part, _NormBase)
+            for buffer in part.buffers(False)
         ]
 
     # ------------------------------------------------------------------------------------------------------ state
@@ -121,8 +124,8 @@ class Stage:
     ) -> dict[int, Packet]:
         """One micro-batch: a packet for each stage that uses the output, and for `DRIVER` the output or the loss.
 
-        ``target`` holds the arguments of the loss beside the output, or is None for no loss. With ``grad``, what the way
-        back needs is kept under ``key``.
+        ``target`` holds the arguments of the loss beside the output, or is None for no loss. With ``grad``, what the
+        way back needs is kept under ``key``.
         """
         arrived, collected = {}, {}
         for source, packet in packets.items():
@@ -171,7 +174,8 @@ class Stage:
         return checkpoint(run, *args, use_reentrant=False, context_fn=self._rematerialization, **kwargs)
 
     def _rematerialization(self) -> tuple[Any, Any]:
-        """Contexts of the first forward and of the second, which must not count a micro-batch in the statistics again."""
+        """Contexts of the first forward and of the second, which must not count a micro-batch in the statistics
+        again."""
         return contextlib.nullcontext(), _restored(self._statistics)
 
     # --------------------------------------------------------------------------------------------------- backward
@@ -189,8 +193,8 @@ class Stage:
             gradients: of what was sent, by the stage that it was sent to; not for "W".
             tied: gradients that other stages have found for parameters owned here, by number of the tie, in order.
 
-        Returns the gradients of what arrived, by source (nothing for "W"), and those of parameters that are owned elsewhere, by
-        number of the tie (nothing for "I").
+        Returns the gradients of what arrived, by source (nothing for "W"), and those of parameters that are owned
+        elsewhere, by number of the tie (nothing for "I").
         """
         graph = self.graphs[key]
         if kind == "W":
@@ -236,7 +240,8 @@ class Stage:
     def _with_ties(
         self, remote: dict[int, list[torch.Tensor | None]], run: Callable[[], None]
     ) -> dict[int, torch.Tensor | None]:
-        """Run with the ``grad`` of tied parameters set apart, so that each micro-batch adds one sum, as in one process."""
+        """Run with the ``grad`` of tied parameters set apart, so that each micro-batch adds one sum, as in one
+        process."""
         before = [(tie, parameter, parameter.grad) for tie, parameter in self.ties]
         for tie, parameter, _ in before:
             parameter.grad = None

@@ -23,7 +23,8 @@ Path = tuple[Any, ...]
 
 def model_parts(pipe: DistributedPipeline) -> list[Part]:
     return [
-        Part(place.worker, _model_state, _model_template, _set_model_state, (place.host,)) for place in pipe._crew.places
+        Part(place.worker, _model_state, _model_template, _set_model_state, (place.host,))
+        for place in pipe._crew.places
     ]
 
 
@@ -58,7 +59,10 @@ def optimizer_parts(optimizer: PipelineOptimizer) -> list[Part]:
         Part(place.worker, _optimizer_state, _optimizer_template, _set_optimizer_state, (place.host, optimizer._number))
         for place in pipe._crew.places
     ]
-    return [Part(None, lambda: _groups(optimizer), _any_groups, lambda state: _set_groups(optimizer, state), ()), *parts]
+    return [
+        Part(None, lambda: _groups(optimizer), _any_groups, lambda state: _set_groups(optimizer, state), ()),
+        *parts,
+    ]
 
 
 def _groups(optimizer: PipelineOptimizer) -> dict[str, Any]:
@@ -131,7 +135,9 @@ def _random_state(row: int, device: str) -> dict[str, Any]:
 
 def _random_template(row: int, device: str, saved: Mapping[Path, Any]) -> dict[str, Any]:
     # A pipeline with other rows takes those that fit.
-    found = {path[1]: torch.empty(kind.size, dtype=torch.uint8) for path, kind in saved.items() if path[0] == f"row{row}"}
+    found = {
+        path[1]: torch.empty(kind.size, dtype=torch.uint8) for path, kind in saved.items() if path[0] == f"row{row}"
+    }
     return {f"row{row}": found} if found else {}
 
 

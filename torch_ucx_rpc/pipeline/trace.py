@@ -35,9 +35,7 @@ def writer_of(path: str | os.PathLike[str]) -> Callable[[Any, Events, Sequence[s
 
 
 def _actions(events: Events) -> list[tuple[int, Action, float, float]]:
-    return [
-        (row, parse(text)[0][0], begin, end) for row, some in enumerate(events) for text, begin, end in some
-    ]
+    return [(row, parse(text)[0][0], begin, end) for row, some in enumerate(events) for text, begin, end in some]
 
 
 def write_chrome(path: Any, events: Events, workers: Sequence[str]) -> None:
@@ -83,7 +81,13 @@ def write_picture(path: Any, events: Events, workers: Sequence[str]) -> None:
     for _, action, begin, end in actions:
         left, width = 1e3 * (begin - start), 1e3 * (end - begin)
         axes.barh(
-            lines[action.stage], width, left=left, color=_COLOURS[action.kind], edgecolor="black", linewidth=0.4, height=0.8
+            lines[action.stage],
+            width,
+            left=left,
+            color=_COLOURS[action.kind],
+            edgecolor="black",
+            linewidth=0.4,
+            height=0.8,
         )
         if width > span / 120:
             dark = action.kind in {"B", "I"}
@@ -102,7 +106,9 @@ def write_picture(path: Any, events: Events, workers: Sequence[str]) -> None:
     axes.set_xlabel("ms since the first forward; the numbers are micro-batches")
     kinds = [kind for kind in _NAMES if any(action.kind == kind for _, action, _, _ in actions)]
     axes.legend(
-        handles=[Patch(facecolor=_COLOURS[kind], edgecolor="black", linewidth=0.4, label=_NAMES[kind]) for kind in kinds],
+        handles=[
+            Patch(facecolor=_COLOURS[kind], edgecolor="black", linewidth=0.4, label=_NAMES[kind]) for kind in kinds
+        ],
         loc="upper center",
         bbox_to_anchor=(0.5, 1.0),
         ncols=len(kinds),

@@ -55,7 +55,8 @@ def divide(
             specs, others = others, specs
         if [(spec.arguments, spec.output) for spec in specs] != [(spec.arguments, spec.output) for spec in others]:
             raise PipelineError(
-                "the model passes other values between these stages when it trains than when it evaluates, so one pipeline "
+                "the model passes other values between these stages when it trains than when it "
+                "evaluates, so one pipeline "
                 "cannot do both: move the split points."
             )
         for spec, other in zip(specs, others, strict=True):
@@ -123,7 +124,8 @@ class _FlatTracer(fx.Tracer):
 
 
 def _flat_module(stage: nn.Module) -> fx.GraphModule:
-    """The stage as one graph of operators. Torch nests interpreters, one a module, which neither travel nor run as fast."""
+    """The stage as one graph of operators. Torch nests interpreters, one a module, which neither travel nor run as
+    fast."""
     flat = fx.GraphModule(stage, _FlatTracer().trace(stage), "Stage")
     flat.meta = {}
     return flat
@@ -169,7 +171,8 @@ def _flat(args: tuple[Any, ...], kwargs: dict[str, Any], in_spec: Any) -> tuple[
     leaves, found = pytree.tree_flatten((tuple(args), kwargs))
     if found != in_spec:
         raise TypeError(
-            f"the model was traced with other arguments: sample= had the structure {in_spec}, and this call has {found}. "
+            f"the model was traced with other arguments: sample= had the structure {in_spec}, and "
+            f"this call has {found}. "
             f"Give them in the same order and by the same names."
         )
     return tuple(leaves)

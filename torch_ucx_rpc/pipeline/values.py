@@ -1,7 +1,7 @@
 """The values between stages: any nesting of tuples, lists and dicts, with tensors, None and anything picklable in it.
 
-A *packet* is how such a value crosses from one stage to the next: the value with its tensors detached, and the positions
-of the tensors that want a gradient. The wire does not carry ``requires_grad``, so the packet does.
+A *packet* is how such a value crosses from one stage to the next: the value with its tensors detached, and the
+positions of the tensors that want a gradient. The wire does not carry ``requires_grad``, so the packet does.
 """
 
 from __future__ import annotations

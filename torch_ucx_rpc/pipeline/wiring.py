@@ -34,7 +34,8 @@ class Edge:
 
 @dataclasses.dataclass(frozen=True)
 class Tie:
-    """A parameter that several stages use. The first of them owns it: it sums the gradients and has the optimizer's state."""
+    """A parameter that several stages use. The first of them owns it: it sums the gradients and has the optimizer's
+    state."""
 
     number: int
     name: str
@@ -54,7 +55,8 @@ class StageSpec:
     arguments: tuple[tuple[Any, ...], dict[str, Any]] | None
     """Positional and keyword arguments with `Ref` in them; None: those of the batch as they are."""
     output: Any = None
-    """In the last stage, what the whole model returns, if that is not just the stage's output: a structure with `Ref`."""
+    """In the last stage, what the whole model returns, if that is not just the stage's output: a structure with
+    `Ref`."""
     edges_in: tuple[Edge, ...] = ()
     edges_out: tuple[Edge, ...] = ()
     ties: tuple[Tie, ...] = ()
@@ -81,7 +83,8 @@ def edges_to(target: int, wanted: Any) -> list[Edge]:
 
 
 def fill(wanted: Any, edges: Sequence[Edge], arrived: dict[int, Any]) -> Any:
-    """``wanted`` with the values in the place of the references; ``arrived`` has what came along each edge, by source."""
+    """``wanted`` with the values in the place of the references; ``arrived`` has what came along each edge, by
+    source."""
     places = {edge.source: edge.items for edge in edges}
 
     def look_up(leaf: Any) -> Any:
