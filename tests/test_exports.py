@@ -20,7 +20,7 @@ def test_all_names_exist_and_are_all_the_public_ones() -> None:
     assert list(torch_ucx_rpc.__all__) == sorted(torch_ucx_rpc.__all__)
 
 
-PUBLIC_MODULES = {"testing"}
+PUBLIC_MODULES = {"checkpoint", "pipeline", "testing"}
 
 
 def test_every_other_module_is_private_and_all_are_mapped_by_the_docstring() -> None:

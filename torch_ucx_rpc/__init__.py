@@ -7,6 +7,8 @@ is. What a program may use from here:
 * `init_rpc`: for workers that a launcher started, which tells them all that they need
 * `replace_tensorpipe`: UCX wherever a program asks for TensorPipe, or for no backend
 * ``testing``, a module to import by itself: the agent with faults on demand
+* ``pipeline``, a package to import by itself: a model's stages on workers, micro-batches through all of them at once
+* ``checkpoint``, a package to import by itself: state that lives on many workers, in the format of DCP
 * `native_op`: makes a Python function an operator of torch, compiled by numba, that runs without the GIL
 * `statistics`: a snapshot of calls, bytes, lanes, queues, memory, and latencies per peer
 * `Statistics`: its type
