@@ -52,6 +52,8 @@ def _plan(session: str, path: str, parts: Sequence[tuple[Path, Part]]) -> None:
             for name, full in paths.items()
             if tuple(map(str, full[: len(key)])) == key and len(full) > len(key)
         }
+        if not saved and part.optional:
+            continue
         if not saved:
             raise CheckpointError(
                 f"the checkpoint at {path!r} has nothing under {'.'.join(key)!r}; it has "
@@ -76,7 +78,8 @@ def _read(session: str) -> None:
         found = state
         for key in place:
             found = found.get(str(key), {})
-        part.apply(*part.args, found)
+        if found or not part.optional:
+            part.apply(*part.args, found)
 
 
 def _forget(session: str) -> None:

@@ -36,6 +36,8 @@ class Part(NamedTuple):
     template: Callable[..., dict[str, Any]]
     apply: Callable[..., None]
     args: tuple[Any, ...] = ()
+    optional: bool = False
+    """A checkpoint without it is loaded all the same."""
 
 
 def parts_of(state: Mapping[str, Any]) -> list[tuple[Path, Part]]:

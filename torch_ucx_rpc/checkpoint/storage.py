@@ -28,6 +28,11 @@ class Writer(dcp.FileSystemWriter):
         super().__init__(path)
         self._session = session
 
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        # Without torch's warning that a checkpoint is there: it stays until this one is whole.
+        self.fs.mkdir(self.path)
+        return plan
+
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         return [
             dataclasses.replace(plan, storage_data=_prefix(f"__{self._session}_{rank}_"))

@@ -360,9 +360,8 @@ class DistributedPipeline:
 
     def train(self, mode: bool = True) -> DistributedPipeline:
         """As ``nn.Module.train``: on all stages."""
-        self._order("train", {"mode": mode})
+        self._recovery.protect(self, ("train", mode), lambda: self._order("train", {"mode": mode}))
         self.training = mode
-        self._recovery.record(("train", mode))
         return self
 
     def eval(self) -> DistributedPipeline:
@@ -384,21 +383,24 @@ class DistributedPipeline:
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> torch.Tensor:
         """As ``torch.nn.utils.clip_grad_norm_`` over the parameters of all stages. Returns the norm before."""
-        norms: dict[str, torch.Tensor] = {}
-        for some in self._order("gradient_norms", {"norm_type": float(norm_type)}):
-            norms.update(some)
-        in_order = [norms[name] for name in self._parameters if name in norms]
-        if not in_order:
-            return torch.tensor(0.0)
-        total = torch.linalg.vector_norm(torch.stack(in_order), norm_type)
-        if error_if_nonfinite and not bool(total.isfinite()):
-            raise RuntimeError(
-                f"the norm of order {norm_type} of the gradients is not finite, so they cannot be clipped"
-            )
-        factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-        self._order("scale_gradients", {"factor": factor, "check": False})
-        self._recovery.record(("clip_grad_norm", max_norm, norm_type))
-        return total
+
+        def run() -> torch.Tensor:
+            norms: dict[str, torch.Tensor] = {}
+            for some in self._order("gradient_norms", {"norm_type": float(norm_type)}):
+                norms.update(some)
+            in_order = [norms[name] for name in self._parameters if name in norms]
+            if not in_order:
+                return torch.tensor(0.0)
+            total = torch.linalg.vector_norm(torch.stack(in_order), norm_type)
+            if error_if_nonfinite and not bool(total.isfinite()):
+                raise RuntimeError(
+                    f"the norm of order {norm_type} of the gradients is not finite: they cannot be clipped"
+                )
+            factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+            self._order("scale_gradients", {"factor": factor, "check": False})
+            return total
+
+        return self._recovery.protect(self, ("clip_grad_norm", max_norm, norm_type), run)
 
     def gradients(self) -> dict[str, torch.Tensor | None]:
         """Copies of all gradients, by the names of the undivided model."""

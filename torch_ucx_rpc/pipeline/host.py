@@ -30,13 +30,14 @@ from torch.futures import Future
 from . import build
 from .schedule import Action, Row
 from .stage import Autocast, Stage
-from .values import Packet
+from .values import Packet, to_device
 from .wiring import DRIVER, INPUT, StageSpec
 
 __all__ = ["Host", "HostConfig", "Request", "abort", "close", "create", "deliver", "order", "prepare"]
 
 # How many values may be on their way to another worker without an answer.
 _CREDITS = 64
+_CPU = torch.device("cpu")
 
 # A slot: kind ("F", "B", "T" for tied gradients, "V" for tied values), the stage it is for, micro-batch, the stage it
 # is of.
@@ -267,7 +268,7 @@ class Host:
             self._finished = request.call, fresh
         if "losses" in result:
             losses = result.pop("losses")
-            result["loss"] = sum(losses[1:], losses[0]) / len(losses)
+            result["loss"] = (sum(losses[1:], losses[0]) / len(losses)).cpu()
         if events is not None:
             result["events"] = events
         return result
@@ -321,7 +322,7 @@ class Host:
             if target != DRIVER:
                 self._send(target, ("F", target, number, stage.index), packet)
             elif request.to_driver:
-                result.setdefault("outputs", []).append(packet)
+                result.setdefault("outputs", []).append(to_device(packet, _CPU))
             else:
                 result.setdefault("losses", []).append(packet[0])
 
@@ -351,7 +352,7 @@ class Host:
             if source != INPUT:
                 self._send(source, ("B", source, number, stage.index), some)
             elif request.input_gradients:
-                result.setdefault("input_gradients", {}).setdefault(stage.index, {})[number] = some
+                result.setdefault("input_gradients", {}).setdefault(stage.index, {})[number] = to_device(some, _CPU)
         for tie, _ in stage.ties:
             if tie.number in owed:
                 self._send(tie.owner, ("T", tie.number, number, stage.index), owed[tie.number])
@@ -373,6 +374,8 @@ class Host:
             self._slots[self._running, slot] = value
             return
         worker, its_host = route
+        if self.device.type != "cpu" and not _has_device_map(worker):
+            value = to_device(value, _CPU)
         waiting = self._unanswered[worker.name]
         try:
             while waiting and (len(waiting) >= _CREDITS or waiting[0].done()):
@@ -527,6 +530,11 @@ def _worker_info(name: str) -> Any:
     from torch.distributed.rpc.api import _to_worker_info
 
     return _to_worker_info(name)
+
+
+def _has_device_map(worker: Any) -> bool:
+    """Whether tensors may go to that worker from devices; without, they go by the CPU."""
+    return bool(rpc.api._get_current_rpc_agent()._get_device_map(worker))
 
 
 def prepare() -> None:

@@ -120,7 +120,7 @@ class RandomState:
 
     def checkpoint_parts(self) -> list[Part]:
         return [
-            Part(place.worker, _random_state, _random_template, _set_random_state, (row, place.device))
+            Part(place.worker, _random_state, _random_template, _set_random_state, (row, place.device), True)
             for row, place in enumerate(self._pipe._crew.places)
             if self._here or not place.is_here
         ]
