@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import DefaultLoadPlanner
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from . import storage
 from .parts import CheckpointError, Part, Path, by_worker, parts_of, run_everywhere, under
@@ -41,7 +41,7 @@ def load(state: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
 
 def _plan(session: str, path: str, parts: Sequence[tuple[Path, Part]]) -> None:
     """What of the files this worker wants; raises where they do not have it."""
-    reader = dcp.FileSystemReader(path)
+    reader = FileSystemReader(path)
     metadata = storage.read_metadata(path)
     paths: Mapping[str, Path] = metadata.planner_data or {name: (name,) for name in metadata.state_dict_metadata}
     state: dict[str, Any] = {}

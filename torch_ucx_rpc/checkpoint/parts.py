@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed.rpc as rpc
 from torch import nn
+from torch._C._distributed_rpc import PyRRef, _is_current_rpc_agent_set
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.nn.api.remote_module import _RemoteModule
 
@@ -49,7 +50,7 @@ def _walk(path: Path, value: Any) -> Iterator[tuple[Path, Part]]:
     if hasattr(value, "checkpoint_parts"):
         for part in value.checkpoint_parts():
             yield path, part
-    elif isinstance(value, (_RemoteModule, rpc.PyRRef)):
+    elif isinstance(value, (_RemoteModule, PyRRef)):
         rref = value.get_module_rref() if isinstance(value, _RemoteModule) else value
         yield path, Part(rref.owner_name(), _state_behind, _template_behind, _set_state_behind, (rref,))
     elif isinstance(value, (nn.Module, Stateful)):
@@ -70,7 +71,7 @@ def _walk(path: Path, value: Any) -> Iterator[tuple[Path, Part]]:
 def _is_leaf(value: Any) -> bool:
     return not (
         hasattr(value, "checkpoint_parts")
-        or isinstance(value, (_RemoteModule, rpc.PyRRef, nn.Module, Mapping))
+        or isinstance(value, (_RemoteModule, PyRRef, nn.Module, Mapping))
         or (isinstance(value, Stateful) and not isinstance(value, type))
     )
 
@@ -130,7 +131,7 @@ def under(path: Path, inner: dict[str, Any], into: dict[str, Any]) -> None:
 
 def own_name() -> str | None:
     """Name of this worker; None where RPC has not been initialized."""
-    return rpc.get_worker_info().name if rpc.api._is_current_rpc_agent_set() else None
+    return rpc.get_worker_info().name if _is_current_rpc_agent_set() else None
 
 
 def by_worker(parts: Sequence[tuple[Path, Part]]) -> dict[str | None, list[tuple[Path, Part]]]:
@@ -178,6 +179,6 @@ def run_everywhere(
             if not succeeded:
                 failures.append((worker, CheckpointError(results[worker])))
     if failures:
-        worker, error = failures[0]
-        raise CheckpointError(f"{what} failed on {worker!r}: {error}") from error
+        name, reason = failures[0]
+        raise CheckpointError(f"{what} failed on {name!r}: {reason}") from reason
     return results

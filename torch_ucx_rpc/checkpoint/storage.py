@@ -12,7 +12,7 @@ import pickle
 from pathlib import Path
 from typing import Any
 
-import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 
@@ -21,7 +21,7 @@ __all__ = ["Writer", "read_metadata"]
 _METADATA = ".metadata"
 
 
-class Writer(dcp.FileSystemWriter):
+class Writer(FileSystemWriter):
     """Writes one worker's files; on the one that calls `save`, also the metadata."""
 
     def __init__(self, path: str, session: str) -> None:
@@ -93,7 +93,7 @@ def remove_files_of(path: str, session: str) -> None:
 def read_metadata(path: str) -> Metadata:
     """Raises FileNotFoundError with a sentence where there is no checkpoint."""
     try:
-        return dcp.FileSystemReader(path).read_metadata()
+        return FileSystemReader(path).read_metadata()
     except FileNotFoundError:
         folder = Path(path)
         there = "there is no such folder" if not folder.is_dir() else f"{folder.resolve()} has no {_METADATA} file"

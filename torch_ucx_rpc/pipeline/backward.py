@@ -104,4 +104,4 @@ def weights_half(half: HalfDone, weights: Tensors) -> None:
         for weight, gradient in zip(apart, found, strict=True):
             if gradient is not None:
                 weight.grad = gradient if weight.grad is None else weight.grad.add_(gradient)
-    torchs.stage_backward_weight(iter(weights), groups)
+    torchs.stage_backward_weight(iter(weights), groups)  # type: ignore[arg-type]

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-import torch.distributed.rpc as rpc
 from torch import nn
+from torch._C._distributed_rpc import PyRRef
 
 from .errors import PipelineError
 from .wiring import StageSpec
@@ -67,7 +67,7 @@ def on_worker(spec: StageSpec, device: torch.device) -> nn.Module:
     made = spec.module
     if isinstance(made, Built):
         made = made.build()
-    elif isinstance(made, rpc.PyRRef):
+    elif isinstance(made, PyRRef):
         made = _a_module(made.local_value(), "the RRef of a stage")
     elif isinstance(made, Skeleton):
         made = made.build(device)
@@ -149,7 +149,7 @@ def materialized(module: nn.Module, device: torch.device) -> nn.Module:
 
 def cannot_be_rebuilt(spec: StageSpec) -> PipelineError | None:
     """Why a stage cannot come to another worker, if so."""
-    if isinstance(spec.module, rpc.PyRRef):
+    if isinstance(spec.module, PyRRef):
         return PipelineError(
             f"stage {spec.index} was given as an RRef, which died with its owner: give it as "
             "Built(...), or as a module, so "

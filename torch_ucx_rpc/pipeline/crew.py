@@ -85,7 +85,8 @@ class Crew:
             host.put_order(place.host, number, name, payload, future)
             return future
         try:
-            return rpc.rpc_async(place.info, host.order, (place.host, number, name, payload), timeout=0)
+            sent: Future[Any] = rpc.rpc_async(place.info, host.order, (place.host, number, name, payload), timeout=0)
+            return sent
         except RuntimeError as error:
             # Known to be gone: as good as an answer.
             failed: Future[Any] = Future()

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed.rpc as rpc
 from torch import nn
+from torch._C._distributed_rpc import _get_current_rpc_agent
 
 from . import build, host, partition, recovery, schedule, table, trace
 from .crew import Crew
@@ -17,6 +18,7 @@ from .errors import PipelineError, ScheduleError
 from .function import call_with_autograd
 from .host import HostConfig, Request
 from .optimizer import PipelineOptimizer
+from .schedule import Schedule
 from .values import Packet, batch_size, map_tensors, merge, pack, split
 from .wiring import INPUT
 
@@ -88,7 +90,7 @@ class DistributedPipeline:
         self.rematerialize = rematerialize
         self.training = model.training if isinstance(model, nn.Module) else True
         self._rows = len(places)
-        self._schedules: dict[int, Any] = {}
+        self._schedules: dict[int, Schedule] = {}
         self._stages = _count_stages(schedule, self._rows, stages_per_worker)
         # What the schedule forbids is found before anything runs.
         self._worker_of = self._schedule_of(chunks).worker_of
@@ -121,7 +123,7 @@ class DistributedPipeline:
 
     # --------------------------------------------------------------------------------------------------- making it
 
-    def _schedule_of(self, micro_batches: int) -> schedule.Schedule:
+    def _schedule_of(self, micro_batches: int) -> Schedule:
         if micro_batches not in self._schedules:
             self._schedules[micro_batches] = schedule.build(self.schedule, self._rows, self._stages, micro_batches)
         return self._schedules[micro_batches]
@@ -429,7 +431,7 @@ class DistributedPipeline:
             else found
         )
 
-    def _order(self, name: str, payload: dict[str, Any]) -> list[Any]:
+    def _order(self, name: str, payload: Any) -> list[Any]:
         """Have all workers do something, after all that they have been told before."""
         self._flush()
         return self._crew.do(name, payload)
@@ -512,9 +514,7 @@ def _place(worker: Any) -> tuple[str, str]:
     try:
         host._worker_info(name)
     except Exception:
-        from torch.distributed.rpc import api
-
-        names = [info.name for info in api._get_current_rpc_agent().get_worker_infos()]
+        names = [info.name for info in _get_current_rpc_agent().get_worker_infos()]
         raise ValueError(
             f"there is no worker {name!r}{partition.close_to(name, names)} The workers are: {', '.join(sorted(names))}."
         ) from None

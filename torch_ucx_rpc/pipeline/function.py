@@ -54,7 +54,9 @@ def call_with_autograd(pipe: DistributedPipeline, count: int, inputs: list[Any],
     sources = [one for one in tensors_of((args, kwargs)) if one.requires_grad]
     # Something in the arguments must want a gradient for the node to be made: the parameters do, elsewhere.
     anchor = torch.empty(0, requires_grad=True)
-    made = _Node.apply(call, wanting, len(sources), anchor, *sources, *[leaves[place] for place in wanting])
+    made = _Node.apply(  # type: ignore[no-untyped-call]
+        call, wanting, len(sources), anchor, *sources, *[leaves[place] for place in wanting]
+    )
     for place, leaf in zip(wanting, made, strict=True):
         leaves[place] = leaf
     return pytree.tree_unflatten(leaves, spec)
@@ -73,7 +75,7 @@ def _positions(packets: list[Packet], leaves: int) -> list[int]:
 
 def _used(pipe: DistributedPipeline, one: tuple[Any, Any]) -> dict[int, list[int]]:
     leaves = pytree.tree_leaves(one)
-    numbers = {}
+    numbers: dict[int, int] = {}
     for place, leaf in enumerate(leaves):
         if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
             numbers[place] = len(numbers)
@@ -113,7 +115,7 @@ class _Node(torch.autograd.Function):
         for gradient, sizes in zip(gradients, ctx.sizes, strict=True):
             pieces: Any = [None] * call.count
             if gradient is not None:
-                pieces = gradient.unbind() if sizes[0] is None else gradient.split(sizes)
+                pieces = gradient.unbind() if sizes[0] is None else torch.split(gradient, sizes)
             for part, piece in zip(parts, pieces, strict=True):
                 part.append(piece)
         found = call.pipe._backward(call.number, call.count, parts, bool(ctx.shapes))

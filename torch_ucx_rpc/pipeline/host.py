@@ -25,6 +25,7 @@ from typing import Any
 import torch
 import torch.distributed.rpc as rpc
 from torch import nn
+from torch._C._distributed_rpc import _get_current_rpc_agent
 from torch.futures import Future
 
 from . import build
@@ -529,12 +530,12 @@ _DOING = {
 def _worker_info(name: str) -> Any:
     from torch.distributed.rpc.api import _to_worker_info
 
-    return _to_worker_info(name)
+    return _to_worker_info(name)  # type: ignore[no-untyped-call]
 
 
 def _has_device_map(worker: Any) -> bool:
     """Whether tensors may go to that worker from devices; without, they go by the CPU."""
-    return bool(rpc.api._get_current_rpc_agent()._get_device_map(worker))
+    return bool(_get_current_rpc_agent()._get_device_map(worker))
 
 
 def prepare() -> None:
@@ -569,7 +570,7 @@ def deliver(pipeline: str, call: int, slot: Slot, value: Any) -> None:
         host.mailbox.put(("value", call, slot, value))
 
 
-@rpc.functions.async_execution
+@rpc.functions.async_execution  # type: ignore[untyped-decorator]
 def order(pipeline: str, number: int, name: str, payload: Any) -> Future[Any]:
     """Have an order carried out when all with lower numbers have been; the future is its outcome."""
     future: Future[Any] = Future()

@@ -85,7 +85,7 @@ class PipelineOptimizer(torch.optim.Optimizer):
         """Let go of the gradients of all parameters of the pipeline."""
         self._pipe.zero_grad(set_to_none)
 
-    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
+    def state_dict(self) -> dict[str, Any]:
         """State and groups by the names of the undivided model, as ``torch.distributed.checkpoint.state_dict`` has
         them."""
         state: dict[str, Any] = {}
@@ -93,7 +93,7 @@ class PipelineOptimizer(torch.optim.Optimizer):
             state.update(some)
         return {"state": state, "param_groups": self.groups_by_name()}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # type: ignore[override]
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """The reverse of `state_dict`."""
         self.load_groups(state_dict["param_groups"])
         self._pipe._order("call", (_load_state, (self._number, state_dict["state"])))

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed.rpc as rpc
 from torch import nn
+from torch._C._distributed_rpc import PyRRef
 from torch.distributed.nn.api.remote_module import _RemoteModule
 
 from .build import Built
@@ -77,6 +77,7 @@ def divide(
                 f"batch such as step() will get. Or give a list of stages, one module each."
             )
         return tracing.divide(model, stages, args, kwargs, split_spec, balance)
+    assert isinstance(model, nn.Sequential)
     return _sequential(model, stages, balance, args, kwargs, sample is not None)
 
 
@@ -276,7 +277,7 @@ def _given(stages_given: Sequence[Any], stages: int, balance: Any) -> Partition:
     for index, one in enumerate(stages_given):
         if isinstance(one, _RemoteModule):
             one = one.get_module_rref()
-        if not isinstance(one, (nn.Module, Built, rpc.PyRRef)):
+        if not isinstance(one, (nn.Module, Built, PyRRef)):
             raise TypeError(
                 f"stage {index} is a {type(one).__name__}: a stage is an nn.Module, "
                 "pipeline.Built(...), or an RRef to a "

@@ -198,6 +198,7 @@ class Recovery:
                 # As if it had not been tried: the former checkpoint and all since then.
                 began[:0] = journal
 
+        assert written is not None
         written.add_done_callback(finished)
         return written
 

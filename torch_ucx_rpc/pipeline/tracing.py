@@ -98,16 +98,20 @@ def _traced(
         if node.op == "placeholder":
             inputs[node] = Ref(INPUT, len(inputs))
     refs = dict(inputs)
+
+    def look_up(node: fx.Node) -> Any:
+        return refs[node]
+
     for node in pipe.split_gm.graph.nodes:
         if node.op == "call_module":
-            arguments = fx.node.map_arg((tuple(node.args), dict(node.kwargs)), refs.__getitem__)
+            arguments = fx.node.map_arg((tuple(node.args), dict(node.kwargs)), look_up)
             index = len(specs)
             refs[node] = Ref(index)
             specs.append(StageSpec(index, _flat_module(pipe.split_gm.get_submodule(node.target)), _plain(arguments)))
         elif node.op == "call_function" and node.target is operator.getitem:
             refs[node] = Ref(refs[node.args[0]].source, node.args[1])
         elif node.op == "output":
-            output = fx.node.map_arg(node.args[0], refs.__getitem__)
+            output = fx.node.map_arg(node.args[0], look_up)
     leaves = list(output) if isinstance(output, (tuple, list)) else [output]
     whole = pytree.tree_unflatten(leaves, program.call_spec.out_spec)
     if whole != Ref(len(specs) - 1):
