@@ -393,7 +393,7 @@ class DistributedPipeline:
             in_order = [norms[name] for name in self._parameters if name in norms]
             if not in_order:
                 return torch.tensor(0.0)
-            total = torch.linalg.vector_norm(torch.stack(in_order), norm_type)
+            total: torch.Tensor = torch.linalg.vector_norm(torch.stack(in_order), norm_type)
             if error_if_nonfinite and not bool(total.isfinite()):
                 raise RuntimeError(
                     f"the norm of order {norm_type} of the gradients is not finite: they cannot be clipped"

@@ -102,7 +102,7 @@ class _Node(torch.autograd.Function):
         return tuple(one.view_as(one) for one in rest[count:])
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
         call: _Call = ctx.call
         if not call.forget.alive:
             raise PipelineError(
