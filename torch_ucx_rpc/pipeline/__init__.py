@@ -24,7 +24,7 @@ How it is laid out, from the bottom up:
 * ``backward``   the way back of a micro-batch, whole or in halves
 * ``build``      how a module comes to its worker
 * ``stage``      one stage
-* ``host``       a worker: a thread that carries out the driver's orders
+* ``host``       a worker: carries out the driver's orders, in turn
 * ``partition``  which layers make a stage
 * ``tracing``    the same for models that are no nn.Sequential
 * ``crew``       the driver's side of the workers

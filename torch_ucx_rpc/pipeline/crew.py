@@ -82,7 +82,7 @@ class Crew:
     def _send_one(self, place: Place, number: int, name: str, payload: Any) -> Future[Any]:
         if place.is_here:
             future: Future[Any] = Future()
-            host.put_order(place.host, number, name, payload, future)
+            host.put_order(place.host, number, name, payload, future, here=True)
             return future
         try:
             sent: Future[Any] = rpc.rpc_async(place.info, host.order, (place.host, number, name, payload), timeout=0)

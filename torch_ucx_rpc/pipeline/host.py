@@ -1,10 +1,10 @@
-"""What runs on a worker: its stages, one thread that works through the driver's orders, and a mailbox in front of it.
+"""What runs on a worker: its stages, a mailbox in front of them, and whoever works through it.
 
-Everything that arrives, orders of the driver and values of other stages alike, is put into the mailbox by RPC's
-threads, which do nothing else. The thread takes it out. Orders are numbered and carried out in that order, each on all
-workers of the pipeline; a value that is not wanted yet waits in its slot. So no lock is needed, a slot may be filled
-before the order that reads it has come, and a stage that waits is woken by whatever arrives: a value, or the word that
-the call is off.
+Everything that arrives, orders of the driver and values of other stages alike, is put into the mailbox by RPC's threads. The
+thread that brings a mail goes on with the work as far as it goes, unless another is at it: one at a time holds the baton.
+Orders are numbered and carried out in that order, each on all workers of the pipeline. A value that is not wanted yet waits in
+its slot, so a slot may be filled before the order that reads it has come. An order that waits is a suspended generator, which
+goes on with whatever arrives: a value, or the word that the call is off.
 
 An order never raises towards the driver: it ends in an outcome, ``("ok", result)``, ``("error", ...)``, ``("lost",
 worker)`` or ``("aborted",)``. A call that raises all the same has not reached its worker.
@@ -15,11 +15,12 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import inspect
 import queue
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 import torch
@@ -136,8 +137,16 @@ class Host:
         self._finished: tuple[int, list[nn.Parameter]] = (-1, [])
         self._events: list[tuple[str, float, float]] | None = None
         self._closed = False
-        self._thread = threading.Thread(target=self._work, name=f"pipeline {self.pipeline}", daemon=True)
-        self._thread.start()
+        # The order that is being carried out: its number, name, payload, future, what is left of it, and the slot it waits for.
+        self._current: tuple[int, str, Any, Future[Any]] | None = None
+        self._rest: Generator[Any, None, Any] | None = None
+        self._wanted: tuple[int, Slot] | None = None
+        self._baton = threading.Lock()
+        self._kicks: queue.SimpleQueue[None] = queue.SimpleQueue()
+        # Whoever brings a mail goes on with the work, unless someone is at it: that spares a wake-up for each value. Not in the
+        # driver's own thread, which has orders to give to others, and not on a device, where each thread has its stream.
+        self._by_itself = self.device.type != "cpu"
+        threading.Thread(target=self._attend_kicks, name=f"pipeline {self.pipeline}", daemon=True).start()
 
     def _resolve(self, routes: list[tuple[str, str]]) -> list[tuple[Any, str] | None]:
         """WorkerInfo and host of each stage; None for those that are here."""
@@ -145,21 +154,95 @@ class Host:
 
     # ------------------------------------------------------------------------------------------------- the thread
 
-    def _work(self) -> None:
+    def put(self, mail: tuple[Any, ...], *, here: bool = False) -> None:
+        """Into the mailbox; with ``here``, from a thread that has other things to do."""
+        self.mailbox.put(mail)
+        if here or self._by_itself:
+            self._kicks.put(None)
+        else:
+            self._attend()
+
+    def _attend_kicks(self) -> None:
         while not self._closed:
+            self._kicks.get()
+            self._attend()
+
+    def _attend(self) -> None:
+        """Go on with the work until nothing can be done before another mail. Returns at once where another thread is at it."""
+        # Mail that comes while the baton is held is seen by its holder, who looks again after letting go of it.
+        while not self.mailbox.empty() and self._baton.acquire(blocking=False):
+            try:
+                self._advance()
+            finally:
+                self._baton.release()
+
+    def _advance(self) -> None:
+        while not self._closed:
+            self._drain()
+            if self._current is None and not self._begin():
+                return
+            if self._wanted is not None and self._wanted not in self._slots and not self._is_called_off():
+                return
+            self._go_on()
+        self._drain()
+        self._end()
+
+    def _drain(self) -> None:
+        while not self.mailbox.empty():
             self._take(self.mailbox.get())
-            while not self._closed and self._next in self._orders:
-                name, payload, future = self._orders.pop(self._next)
-                number, self._next = self._next, self._next + 1
-                outcome = self._carry_out(number, name, payload)
-                # What the frames of the order held is gone by now: the answer may be the last thing this does for long.
-                del payload
-                future.set_result(outcome)
-                del future, outcome
+
+    def _begin(self) -> bool:
+        if self._next not in self._orders:
+            return False
+        name, payload, future = self._orders.pop(self._next)
+        number, self._next = self._next, self._next + 1
+        self._current = number, name, payload, future
+        self._running = number
+        self._at: Action | None = None
+        self._rest = self._carry_out(number, name, payload)
+        return True
+
+    def _go_on(self) -> None:
+        assert self._current is not None
+        assert self._rest is not None
+        self._wanted = None
+        try:
+            if self._is_called_off() and inspect.getgeneratorstate(self._rest) == inspect.GEN_SUSPENDED:
+                self._wanted = self._rest.throw(_AbortedError())
+            else:
+                self._wanted = next(self._rest)
+            return
+        except StopIteration as end:
+            outcome: tuple[Any, ...] = end.value
+        except _AbortedError:
+            outcome = ("aborted",)
+        except _LostPeerError as lost:
+            outcome = ("lost", str(lost))
+        except BaseException as error:
+            outcome = ("error", self._failure_of(error))
+            if self._current[1] not in {"run", "reset"}:
+                self._failure = outcome
+        number, name, payload, future = self._current
+        self._current = self._rest = self._running = None
+        self._drop(number)
+        if name == "run" and outcome[0] != "ok":
+            for stage in self.stages.values():
+                stage.forget(payload.call)
+        # What the order held is gone before its answer leaves: that may be the last thing this does for long.
+        del payload
+        future.set_result(outcome)
+
+    def _end(self) -> None:
         self._slots.clear()
         self.stages.clear()
         self.optimizers.clear()
-        for _, _, future in self._orders.values():
+        self._rest = None
+        open_orders = [future for _, _, future in self._orders.values()]
+        if self._current is not None:
+            open_orders.append(self._current[3])
+        self._orders.clear()
+        self._current = None
+        for future in open_orders:
             future.set_result(("aborted",))
 
     def _take(self, mail: tuple[Any, ...]) -> None:
@@ -180,45 +263,31 @@ class Host:
         elif kind == "close":
             self._closed = True
 
-    def _wait(self, slot: Slot) -> Any:
-        """The value of a slot of the running order."""
+    def _wait(self, slot: Slot) -> Generator[Any, None, Any]:
+        """The value of a slot of the running order, by ``yield from``."""
         assert self._running is not None
         key = (self._running, slot)
         while key not in self._slots:
-            self._take(self.mailbox.get())
-            self._check_called_off()
+            yield key
         return self._slots.pop(key)
 
+    def _is_called_off(self) -> bool:
+        return self._running is not None and self._called_off >= self._running
+
     def _check_called_off(self) -> None:
-        if self._closed or (self._running is not None and self._called_off >= self._running):
+        if self._closed or self._is_called_off():
             raise _AbortedError
 
-    def _carry_out(self, number: int, name: str, payload: Any) -> tuple[Any, ...]:
+    def _carry_out(self, number: int, name: str, payload: Any) -> Generator[Any, None, tuple[Any, ...]]:
         if self._called_off >= number and name == "run":
-            self._drop(number)
             return ("aborted",)
         if self._failure is not None and name in {"run", "optimizer_step"}:
             # An order that nobody waited for has failed: the next one that counts on it tells.
             return self._failure
-        self._running = number
-        self._at: Action | None = None
-        try:
-            return ("ok", getattr(self, f"_order_{name}")(payload))
-        except _AbortedError:
-            outcome: tuple[Any, ...] = ("aborted",)
-        except _LostPeerError as lost:
-            outcome = ("lost", str(lost))
-        except BaseException as error:
-            outcome = ("error", self._failure_of(error))
-            if name not in {"run", "reset"}:
-                self._failure = outcome
-        finally:
-            self._running = None
-            self._drop(number)
-        if name == "run":
-            for stage in self.stages.values():
-                stage.forget(payload.call)
-        return outcome
+        result = getattr(self, f"_order_{name}")(payload)
+        if inspect.isgenerator(result):
+            result = yield from result
+        return ("ok", result)
 
     def _failure_of(self, error: BaseException) -> dict[str, Any]:
         at = self._at
@@ -242,7 +311,7 @@ class Host:
 
     # ------------------------------------------------------------------------------------------------- a schedule
 
-    def _order_run(self, request: Request) -> dict[str, Any]:
+    def _order_run(self, request: Request) -> Generator[Any, None, dict[str, Any]]:
         if request.row is not None:
             self._rows[request.row_key] = request.row
         row = self._rows[request.row_key]
@@ -257,7 +326,7 @@ class Host:
                 while not self.mailbox.empty():
                     self._take(self.mailbox.get())
                 self._check_called_off()
-                self._act(action, request, result)
+                yield from self._act(action, request, result)
         except BaseException:
             # Gradients of a part of the step are of no use: those that were not there before go again.
             if request.grad and request.targets is not None:
@@ -290,20 +359,22 @@ class Host:
             if parameter.grad is None
         ]
 
-    def _act(self, action: Action, request: Request, result: dict[str, Any]) -> None:
+    def _act(self, action: Action, request: Request, result: dict[str, Any]) -> Generator[Any, None, None]:
         stage = self.stages[action.stage]
         if action.kind == "F":
-            self._forward(stage, action.micro_batch, request, result)
+            yield from self._forward(stage, action.micro_batch, request, result)
         else:
-            self._backward(stage, action, request, result)
+            yield from self._backward(stage, action, request, result)
 
-    def _forward(self, stage: Stage, number: int, request: Request, result: dict[str, Any]) -> None:
-        packets: dict[int, Packet] = {
-            edge.source: request.inputs[stage.index][number]
-            if edge.source == INPUT
-            else self._wait(("F", stage.index, number, edge.source))
-            for edge in stage.spec.edges_in
-        }
+    def _forward(
+        self, stage: Stage, number: int, request: Request, result: dict[str, Any]
+    ) -> Generator[Any, None, None]:
+        packets: dict[int, Packet] = {}
+        for edge in stage.spec.edges_in:
+            if edge.source == INPUT:
+                packets[INPUT] = request.inputs[stage.index][number]
+            else:
+                packets[edge.source] = yield from self._wait(("F", stage.index, number, edge.source))
         if INPUT in packets:
             # Once used it may go: on the way back only what autograd has saved of it is needed.
             request.inputs[stage.index][number] = None  # type: ignore[call-overload]
@@ -327,7 +398,9 @@ class Host:
             else:
                 result.setdefault("losses", []).append(packet[0])
 
-    def _backward(self, stage: Stage, action: Action, request: Request, result: dict[str, Any]) -> None:
+    def _backward(
+        self, stage: Stage, action: Action, request: Request, result: dict[str, Any]
+    ) -> Generator[Any, None, None]:
         number, kind = action.micro_batch, action.kind
         if stage.rematerialize and kind in "IW":
             # Each half would compute the activations anew: what that costs is more than what idle time there is to
@@ -337,16 +410,16 @@ class Host:
             kind = "B"
         gradients: dict[int, Any] = {}
         if kind != "W":
-            gradients = {target: self._wait(("B", stage.index, number, target)) for target in stage.targets}
+            for target in stage.targets:
+                gradients[target] = yield from self._wait(("B", stage.index, number, target))
             if request.output_gradients is not None and stage.index == len(self._routes) - 1:
                 gradients[DRIVER] = request.output_gradients[number]
-        tied = {}
-        if kind != "I":
-            tied = {
-                tie.number: [self._wait(("T", tie.number, number, user)) for user in tie.users]
-                for tie, _ in stage.ties
-                if tie.owner == stage.index
-            }
+        tied: dict[int, list[torch.Tensor | None]] = {}
+        for tie, _ in stage.ties if kind != "I" else ():
+            if tie.owner == stage.index:
+                tied[tie.number] = []
+                for user in tie.users:
+                    tied[tie.number].append((yield from self._wait(("T", tie.number, number, user))))
         with self._recorded(stage.index, kind, number):
             found, owed = stage.backward((request.call, number), kind, gradients, tied)
         for source, some in found.items():
@@ -379,8 +452,12 @@ class Host:
             value = to_device(value, _CPU)
         waiting = self._unanswered[worker.name]
         try:
-            while waiting and (len(waiting) >= _CREDITS or waiting[0].done()):
+            while waiting and waiting[0].done():
                 waiting.popleft().wait()
+            while len(waiting) >= _CREDITS:
+                # Not for the oldest: its answer may wait until the peer, who is at work for it, has to wait for us.
+                waiting[1].wait()
+                del waiting[1]
             call = rpc.rpc_async(worker, deliver, (its_host, self._running, slot, value), timeout=0)
         except RuntimeError as error:
             waiting.clear()
@@ -433,7 +510,7 @@ class Host:
                 **payload["options"],
             )
 
-    def _order_optimizer_step(self, payload: dict[str, Any]) -> None:
+    def _order_optimizer_step(self, payload: dict[str, Any]) -> Generator[Any, None, None]:
         optimizer = self.optimizers.get(payload["optimizer"])
         if self._spoilt:
             raise RuntimeError(
@@ -444,13 +521,13 @@ class Host:
             for group, values in zip(optimizer.param_groups, payload["groups"], strict=True):
                 group.update(values)
             optimizer.step()
-        self._share_tied_values()
+        yield from self._share_tied_values()
 
-    def _order_set_values(self, payload: dict[str, Any]) -> None:
+    def _order_set_values(self, payload: dict[str, Any]) -> Generator[Any, None, None]:
         """After a load: the owners' values are everybody's."""
-        self._share_tied_values()
+        yield from self._share_tied_values()
 
-    def _share_tied_values(self) -> None:
+    def _share_tied_values(self) -> Generator[Any, None, None]:
         for stage in self.stages.values():
             for tie, parameter in stage.ties:
                 if tie.owner == stage.index:
@@ -459,7 +536,7 @@ class Host:
         for stage in self.stages.values():
             for tie, parameter in stage.ties:
                 if tie.owner != stage.index:
-                    value = self._wait(("V", tie.number, 0, stage.index))
+                    value = yield from self._wait(("V", tie.number, 0, stage.index))
                     with torch.no_grad():
                         parameter.copy_(value)
 
@@ -556,7 +633,7 @@ def create(config: HostConfig) -> tuple[Any, ...]:
         before = _hosts.get(config.pipeline)
         _hosts[config.pipeline] = host
     if before is not None:
-        before.mailbox.put(("close",))
+        before.put(("close",), here=True)
     known = {
         index: [(name, tuple(one.shape), one.dtype, one.requires_grad) for name, one in stage.named_parameters()]
         for index, stage in host.stages.items()
@@ -567,7 +644,7 @@ def create(config: HostConfig) -> tuple[Any, ...]:
 def deliver(pipeline: str, call: int, slot: Slot, value: Any) -> None:
     host = _hosts.get(pipeline)
     if host is not None:
-        host.mailbox.put(("value", call, slot, value))
+        host.put(("value", call, slot, value))
 
 
 @rpc.functions.async_execution  # type: ignore[untyped-decorator]
@@ -578,19 +655,19 @@ def order(pipeline: str, number: int, name: str, payload: Any) -> Future[Any]:
     return future
 
 
-def put_order(pipeline: str, number: int, name: str, payload: Any, future: Future[Any]) -> None:
+def put_order(pipeline: str, number: int, name: str, payload: Any, future: Future[Any], *, here: bool = False) -> None:
     host = _hosts.get(pipeline)
     if host is None:
         future.set_result(("aborted",))
     else:
-        host.mailbox.put(("order", number, name, payload, future))
+        host.put(("order", number, name, payload, future), here=here)
 
 
 def abort(pipeline: str, number: int) -> None:
     """Call off the order with this number, and all before it."""
     host = _hosts.get(pipeline)
     if host is not None:
-        host.mailbox.put(("abort", number))
+        host.put(("abort", number))
 
 
 def close(pipeline: str) -> None:
@@ -598,7 +675,7 @@ def close(pipeline: str) -> None:
     with _hosts_lock:
         host = _hosts.pop(pipeline, None)
     if host is not None:
-        host.mailbox.put(("close",))
+        host.put(("close",), here=True)
 
 
 def find(pipeline: str) -> Host:
