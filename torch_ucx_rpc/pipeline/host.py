@@ -1,10 +1,10 @@
 """What runs on a worker: its stages, a mailbox in front of them, and whoever works through it.
 
-Everything that arrives, orders of the driver and values of other stages alike, is put into the mailbox by RPC's threads. The
-thread that brings a mail goes on with the work as far as it goes, unless another is at it: one at a time holds the baton.
-Orders are numbered and carried out in that order, each on all workers of the pipeline. A value that is not wanted yet waits in
-its slot, so a slot may be filled before the order that reads it has come. An order that waits is a suspended generator, which
-goes on with whatever arrives: a value, or the word that the call is off.
+Everything that arrives, orders of the driver and values of other stages alike, is put into the mailbox by RPC's
+threads. The thread that brings a mail goes on with the work as far as it goes, unless another is at it: one at a time
+holds the baton. Orders are numbered and carried out in that order, each on all workers of the pipeline. A value that
+is not wanted yet waits in its slot, so a slot may be filled before the order that reads it has come. An order that
+waits is a suspended generator, which goes on with whatever arrives: a value, or the word that the call is off.
 
 An order never raises towards the driver: it ends in an outcome, ``("ok", result)``, ``("error", ...)``, ``("lost",
 worker)`` or ``("aborted",)``. A call that raises all the same has not reached its worker.
@@ -137,14 +137,16 @@ class Host:
         self._finished: tuple[int, list[nn.Parameter]] = (-1, [])
         self._events: list[tuple[str, float, float]] | None = None
         self._closed = False
-        # The order that is being carried out: its number, name, payload, future, what is left of it, and the slot it waits for.
+        # The order that is being carried out: its number, name, payload, future, what is left of it, and the slot it
+        # waits for.
         self._current: tuple[int, str, Any, Future[Any]] | None = None
         self._rest: Generator[Any, None, Any] | None = None
         self._wanted: tuple[int, Slot] | None = None
         self._baton = threading.Lock()
         self._kicks: queue.SimpleQueue[None] = queue.SimpleQueue()
-        # Whoever brings a mail goes on with the work, unless someone is at it: that spares a wake-up for each value. Not in the
-        # driver's own thread, which has orders to give to others, and not on a device, where each thread has its stream.
+        # Whoever brings a mail goes on with the work, unless someone is at it: that spares a wake-up for each value.
+        # Not in the driver's own thread, which has orders to give to others, and not on a device, where each thread
+        # has its stream.
         self._by_itself = self.device.type != "cpu"
         threading.Thread(target=self._attend_kicks, name=f"pipeline {self.pipeline}", daemon=True).start()
 
@@ -168,7 +170,8 @@ class Host:
             self._attend()
 
     def _attend(self) -> None:
-        """Go on with the work until nothing can be done before another mail. Returns at once where another thread is at it."""
+        """Go on with the work until nothing can be done before another mail. Returns at once where another thread is
+        at it."""
         # Mail that comes while the baton is held is seen by its holder, who looks again after letting go of it.
         while not self.mailbox.empty() and self._baton.acquire(blocking=False):
             try:
