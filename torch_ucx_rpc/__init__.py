@@ -11,6 +11,8 @@ is. The public names:
 * `native_op`: makes a Python function an operator of torch, which numba compiles and which runs without the GIL
 * ``services``, likewise by name: names, groups and roles of workers
 * ``reduction``, likewise: gradients by way of servers, for trainers that come, go and die
+* ``pipeline``, likewise: a model's stages on workers, micro-batches through all of them at once
+* ``checkpoint``, likewise: state on many workers, in the format of DCP
 * `on_lost`: a callback when a worker is lost
 * `statistics`: a snapshot of calls, bytes, lanes, queues, memory, and latencies per peer
 * `Statistics`: the type of the snapshot

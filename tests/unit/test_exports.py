@@ -10,7 +10,7 @@ import types
 import torch_ucx_rpc
 
 # All but the first are imported by name only.
-PUBLIC_MODULES = ("errors", "reduction", "services", "testing")
+PUBLIC_MODULES = ("checkpoint", "errors", "pipeline", "reduction", "services", "testing")
 
 
 def test_all_names_exist_and_are_all_the_public_ones() -> None:

@@ -37,6 +37,8 @@ ORDER = (
     "testing",
     "services",
     "reduction",
+    "checkpoint",
+    "pipeline",
     "",
     "_cli",
     "__main__",
