@@ -150,6 +150,7 @@ def _work(
     store: str,
     measure: Callable[[], Figures],
     turns: Any,
+    kills: bool,
 ) -> None:
     """A worker; only worker0 has ``turns``, whose end tells that it is gone."""
     try:
@@ -173,7 +174,9 @@ def _work(
                 figures = measure()
                 lanes = rpc.api._get_current_rpc_agent().get_debug_info().get("lanes.worker1", "")
                 turns.send(("figures", (figures, lanes)))
-        rpc.shutdown()
+        # A graceful shutdown fails where workers have been killed.
+        with contextlib.suppress(*([RuntimeError] if kills else [])):
+            rpc.shutdown()
     except BaseException:
         if turns is not None:
             turns.send(("failed", traceback.format_exc()))
@@ -181,16 +184,23 @@ def _work(
 
 
 class RpcJob:
-    """Workers on this machine, named worker0, worker1 and so on; ``measure`` runs on worker0."""
+    """Workers on this machine, named worker0, worker1 and so on; ``measure`` runs on worker0, and may kill others."""
 
     def __init__(
-        self, transport: Transport, measure: Callable[[], Figures], *, workers: int = 2, limit_s: float = LIMIT_S
+        self,
+        transport: Transport,
+        measure: Callable[[], Figures],
+        *,
+        workers: int = 2,
+        limit_s: float = LIMIT_S,
+        kills: bool = False,
     ) -> None:
         self.name = transport.name
         self._transport = transport
         self._measure = measure
         self._workers = workers
         self._limit_s = limit_s
+        self._kills = kills
         self._has_failed = False
 
     def __enter__(self) -> RpcJob:
@@ -201,7 +211,15 @@ class RpcJob:
         self._processes = [
             PROCESSES.Process(
                 target=_work,
-                args=(rank, self._workers, self._transport, store, self._measure, theirs if rank == 0 else None),
+                args=(
+                    rank,
+                    self._workers,
+                    self._transport,
+                    store,
+                    self._measure,
+                    theirs if rank == 0 else None,
+                    self._kills,
+                ),
                 daemon=True,
             )
             for rank in range(self._workers)
@@ -275,10 +293,16 @@ class FreshRpcJob:
     """The same with new processes every round, for what only the first time shows."""
 
     def __init__(
-        self, transport: Transport, measure: Callable[[], Figures], *, workers: int = 2, limit_s: float = LIMIT_S
+        self,
+        transport: Transport,
+        measure: Callable[[], Figures],
+        *,
+        workers: int = 2,
+        limit_s: float = LIMIT_S,
+        kills: bool = False,
     ) -> None:
         self.name = transport.name
-        self._job = RpcJob(transport, measure, workers=workers, limit_s=limit_s)
+        self._job = RpcJob(transport, measure, workers=workers, limit_s=limit_s, kills=kills)
 
     def __enter__(self) -> FreshRpcJob:
         return self

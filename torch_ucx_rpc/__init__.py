@@ -9,9 +9,15 @@ is. The public names:
 * ``errors``: the exceptions of calls that fail, for programs that tell a lost worker from a timeout
 * ``testing``, a module that is imported by name: the agent with faults on demand
 * `native_op`: makes a Python function an operator of torch, which numba compiles and which runs without the GIL
+* ``services``, likewise by name: names, groups and roles of workers
+* ``reduction``, likewise: gradients by way of servers, for trainers that come, go and die
+* ``pipeline``, likewise: a model's stages on workers, micro-batches through all of them at once
+* ``checkpoint``, likewise: state on many workers, in the format of DCP
+* `on_lost`: a callback when a worker is lost
 * `statistics`: a snapshot of calls, bytes, lanes, queues, memory, and latencies per peer
 * `Statistics`: the type of the snapshot
 * `PeerStatistics`: the part of the snapshot about one worker
+* `ServiceStatistics`: the part of the snapshot about one service that the worker offers
 * `Latencies`: durations of the calls to one worker
 * `__version__`
 
@@ -26,7 +32,7 @@ The package, module by module and room by room; the docstring of each room lists
 * ``_devices``     device maps, and the memory of received tensors on devices
 * ``_launch``      `init_rpc`, and what launchers say in environment variables
 * ``_native_op``   `native_op`
-* ``_observe``     `statistics`, for Prometheus and ``python -m torch_ucx_rpc top`` too
+* ``_observe``     `statistics`, for Prometheus and ``python -m torch_ucx_rpc top`` too; `on_lost`
 * ``_torch``       everything that is changed in torch
 * ``_cli``         the commands of ``python -m torch_ucx_rpc``, a module each
 * ``__main__``     ``python -m torch_ucx_rpc``
@@ -58,7 +64,14 @@ except (ImportError, OSError) as error:
 if _failure is None:
     from torch_ucx_rpc._launch.init import init_rpc
     from torch_ucx_rpc._native_op.op import native_op
-    from torch_ucx_rpc._observe.statistics import Latencies, PeerStatistics, Statistics, statistics
+    from torch_ucx_rpc._observe.lost import on_lost
+    from torch_ucx_rpc._observe.statistics import (
+        Latencies,
+        PeerStatistics,
+        ServiceStatistics,
+        Statistics,
+        statistics,
+    )
     from torch_ucx_rpc._options import UcxRpcBackendOptions
     from torch_ucx_rpc._torch.patches import register as _register
     from torch_ucx_rpc._torch.replace import is_asked_for as _is_asked_for
@@ -71,12 +84,14 @@ if _failure is None:
 __all__ = [
     "Latencies",
     "PeerStatistics",
+    "ServiceStatistics",
     "Statistics",
     "UcxRpcBackendOptions",
     "__version__",
     "errors",
     "init_rpc",
     "native_op",
+    "on_lost",
     "replace_tensorpipe",
     "statistics",
 ]

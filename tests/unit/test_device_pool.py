@@ -149,10 +149,10 @@ def test_others_memory_is_not_given_back_at_the_interpreters_end(
     monkeypatch.setattr(atexit, "register", registered.append)
     monkeypatch.setattr(_C, "set_device_pool", lambda *_: None)
     monkeypatch.setattr(torch.cuda.memory, "get_allocator_backend", lambda: backend)
-    _device_pool._stop_at_exit.cache_clear()
+    device_pool._stop_at_exit.cache_clear()
     for _ in range(2):
-        _device_pool.choose(UcxRpcBackendOptions(**options), [torch.device("cuda", DEVICE)])
-    _device_pool._stop_at_exit.cache_clear()
+        device_pool.choose(UcxRpcBackendOptions(**options), [torch.device("cuda", DEVICE)])
+    device_pool._stop_at_exit.cache_clear()
     assert registered == ([_C.stop_device_pool] if is_stopped else [])
 
 

@@ -9,8 +9,8 @@ import types
 
 import torch_ucx_rpc
 
-# The second is imported by name only.
-PUBLIC_MODULES = ("errors", "testing")
+# All but the first are imported by name only.
+PUBLIC_MODULES = ("checkpoint", "errors", "pipeline", "reduction", "services", "testing")
 
 
 def test_all_names_exist_and_are_all_the_public_ones() -> None:

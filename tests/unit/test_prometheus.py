@@ -14,7 +14,7 @@ from torch_ucx_rpc._observe import prometheus
 
 def nothing_yet() -> Statistics:
     counts = dict.fromkeys(Statistics.__dataclass_fields__, 0)
-    return Statistics(**{**counts, "name": "w", "peers": ()})
+    return Statistics(**{**counts, "name": "w", "peers": (), "services": ()})
 
 
 def test_the_port_is_the_first_plus_the_rank() -> None:

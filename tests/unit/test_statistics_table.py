@@ -10,22 +10,24 @@ from typing import Any
 
 import pytest
 
-from torch_ucx_rpc import Latencies, PeerStatistics, Statistics
+from torch_ucx_rpc import Latencies, PeerStatistics, ServiceStatistics, Statistics
 from torch_ucx_rpc._observe.prometheus import _Collector, metric_name
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "statistics.md"
-CLASSES = (Statistics, PeerStatistics)
+CLASSES = (Statistics, PeerStatistics, ServiceStatistics)
 
 
 def snapshot() -> Statistics:
-    """One worker and one peer, with values that are all different."""
+    """One worker, one peer and one service, with values that are all different."""
     numbers = iter(range(1, 1000))
     values: dict[type, Any] = {}
     for class_ in CLASSES:
         values[class_] = {field.name: next(numbers) for field in dataclasses.fields(class_)}
     latencies = Latencies((0, 2, 3), 5e6)
     peer = PeerStatistics(**{**values[PeerStatistics], "name": "other", "lanes": (), "latencies": latencies})
-    return Statistics(**{**values[Statistics], "name": "me", "peers": (peer,)})
+    replicas = ("me", "other", "third")
+    service = ServiceStatistics(**{**values[ServiceStatistics], "name": "score", "group": None, "replicas": replicas})
+    return Statistics(**{**values[Statistics], "name": "me", "peers": (peer,), "services": (service,)})
 
 
 def row(field: dataclasses.Field[Any]) -> str:
@@ -53,21 +55,21 @@ def test_the_docstring_has_an_entry_for_each_field(class_: type) -> None:
 def test_prometheus_has_a_metric_for_each_field_that_has_a_kind() -> None:
     now = snapshot()
     samples = {
-        (sample.name, sample.labels.get("peer")): sample.value
+        (sample.name, sample.labels.get("peer", sample.labels.get("service"))): sample.value
         for family in _Collector(lambda: now).collect()
         for sample in family.samples
         if sample.labels.get("le", "+Inf") == "+Inf"
     }
     expected: dict[tuple[str, str | None], float] = {}
-    for thing, peer in ((now, None), (now.peers[0], "other")):
+    for thing, part in ((now, None), (now.peers[0], "other"), (now.services[0], "score")):
         for field in dataclasses.fields(thing):
             kind, value = field.metadata["kind"], getattr(thing, field.name)
             assert kind in ("", "counter", "gauge", "histogram")
             if kind == "histogram":
                 name = metric_name(field)
-                expected |= {(f"{name}_bucket", peer): 5, (f"{name}_count", peer): 5, (f"{name}_sum", peer): 5.0}
+                expected |= {(f"{name}_bucket", part): 5, (f"{name}_count", part): 5, (f"{name}_sum", part): 5.0}
             elif kind:
-                expected[metric_name(field), peer] = value
+                expected[metric_name(field), part] = len(value) if isinstance(value, tuple) else value
     assert samples == expected
     # Names that dashboards have: they are part of the public API.
     assert {

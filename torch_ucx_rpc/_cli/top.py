@@ -10,6 +10,9 @@ the workers on other hosts. Ctrl-C ends it. The columns:
     window        how much of receive_window_bytes is in use
     pool          memory of receive buffers, in use and idle
     failed        calls made by the worker that failed, since its start
+
+With --services a line for each name of torch_ucx_rpc.services and each worker that offers it: how many replicas there
+are, calls of it, those that go on, and those that have raised since it was registered.
 """
 
 from __future__ import annotations
@@ -83,6 +86,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--interval", type=float, default=1.0, metavar="S", help="seconds between two pictures (default: 1)"
     )
     parser.add_argument("--peers", action="store_true", help="a line for each pair of workers, with its lanes")
+    parser.add_argument("--services", action="store_true", help="a line for each name and each worker that offers it")
     parser.add_argument("--once", action="store_true", help="one picture, of all calls so far, and end")
     parser.add_argument("--json", action="store_true", help="with --once: all statistics as JSON")
 
@@ -113,7 +117,7 @@ def main(arguments: argparse.Namespace) -> int:
         print(json.dumps({rank: w if isinstance(w, str) else w.to_values() for rank, w in view.workers.items()}))
     elif arguments.once:
         assert out is not None
-        out.print(_picture(None, view, arguments.peers))
+        out.print(_picture(None, view, arguments))
     else:
         with contextlib.suppress(KeyboardInterrupt):
             _watch(jobs[0], out, view, arguments)
@@ -140,17 +144,19 @@ def jobs_of_this_host() -> list[Job]:
 def _watch(job: Job, out: Any, view: View, arguments: argparse.Namespace) -> None:
     from rich.live import Live
 
-    with Live(_picture(None, view, arguments.peers), console=out, auto_refresh=False, screen=out.is_terminal) as live:
+    with Live(_picture(None, view, arguments), console=out, auto_refresh=False, screen=out.is_terminal) as live:
         while view.workers:
             time.sleep(arguments.interval)
             before, view = view, job.view()
-            live.update(_picture(before, view, arguments.peers), refresh=True)
+            live.update(_picture(before, view, arguments), refresh=True)
     out.print("top: the workers on this host have ended.")
 
 
-def _picture(before: View | None, now: View, of_peers: bool) -> Table:
+def _picture(before: View | None, now: View, arguments: argparse.Namespace) -> Table:
     """The changes between two views, or since the beginning."""
-    return (_peers_table if of_peers else _workers_table)(before, now)
+    if arguments.services:
+        return _services_table(before, now)
+    return (_peers_table if arguments.peers else _workers_table)(before, now)
 
 
 def _workers_table(before: View | None, now: View) -> Table:
@@ -225,6 +231,26 @@ def _peers_table(before: View | None, now: View) -> Table:
                 human_bytes(sent / seconds),
                 str(peer.calls_failed),
             )
+    return table
+
+
+def _services_table(before: View | None, now: View) -> Table:
+    per = "/s" if before else ""
+    table = _table(("service", "group", "worker"), ("replicas", f"calls{per}", "open", "errors"))
+    rows = []
+    for rank, worker in now.workers.items():
+        if isinstance(worker, str):
+            continue
+        earlier, seconds = _earlier(before, now, rank)
+        known = {service.name: service for service in earlier.services} if earlier else {}
+        for service in worker.services:
+            calls = service.calls
+            if service.name in known and known[service.name].calls <= calls:
+                calls -= known[service.name].calls
+            figures = (str(len(service.replicas)), f"{calls / seconds:.0f}", str(service.open), str(service.errors))
+            rows.append((service.name, rank, (service.name, service.group or "", worker.name, *figures)))
+    for _, _, row in sorted(rows):
+        table.add_row(*row)
     return table
 
 

@@ -1,6 +1,7 @@
 """What a worker reports of itself while it runs.
 
 * ``statistics``  `statistics`, and the snapshot that it returns
+* ``lost``        `on_lost`, a callback for the end of other workers
 * ``prometheus``  serves a snapshot to Prometheus, over HTTP
 * ``socket``      serves a snapshot to ``python -m torch_ucx_rpc top``, over a Unix socket
 """

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from torch_ucx_rpc._observe.statistics import BUCKET_ENDS_US, Latencies, PeerStatistics, Statistics
+from torch_ucx_rpc._observe.statistics import BUCKET_ENDS_US, Latencies, PeerStatistics, ServiceStatistics, Statistics
 
 # Ends of the buckets that Prometheus gets: every second power of two, from 8 us to 34 s. All buckets, for each peer,
 # would be a hundred series.
@@ -74,10 +74,14 @@ class _Collector:
             if field.metadata["kind"]:
                 values = [([*worker, peer.name], getattr(peer, field.name)) for peer in now.peers]
                 yield _metric(field, ["worker", "rank", "peer"], values)
+        for field in dataclasses.fields(ServiceStatistics):
+            if field.metadata["kind"]:
+                values = [([*worker, each.name, each.group or ""], getattr(each, field.name)) for each in now.services]
+                yield _metric(field, ["worker", "rank", "service", "group"], values)
 
 
 def metric_name(field: dataclasses.Field[Any]) -> str:
-    """Name of the metric of a field of `Statistics` or `PeerStatistics`, as Prometheus shows it."""
+    """Name of the metric of a field of `Statistics` or one of its parts, as Prometheus shows it."""
     ending = "_total" if field.metadata["kind"] == "counter" else ""
     return f"torch_ucx_rpc_{field.metadata.get('metric', field.name)}{ending}"
 
@@ -96,5 +100,5 @@ def _metric(field: dataclasses.Field[Any], labels: list[str], values: Iterable[t
             buckets.append(("+Inf", value.count))
             metric.add_metric(label_values, buckets, sum_value=value.sum_us / 1e6)
         else:
-            metric.add_metric(label_values, value)
+            metric.add_metric(label_values, len(value) if isinstance(value, tuple) else value)
     return metric

@@ -1,8 +1,9 @@
 """What this worker has done and is doing: `statistics`, and the snapshot that it returns.
 
-The fields of `Statistics` and `PeerStatistics` are the one table of what is counted. Their metadata has the meaning,
-the unit and the kind of metric. The docstrings, Prometheus's metrics and ``docs/statistics.md`` follow from it; the
-values come from C++, under the same names (``csrc/module.cpp``).
+The fields of `Statistics`, `PeerStatistics` and `ServiceStatistics` are the one table of what is counted. Their
+metadata has the meaning, the unit and the kind of metric. The docstrings, Prometheus's metrics and
+``docs/statistics.md`` follow from it. The values come from C++, under the same names (``csrc/module.cpp``), and those
+of services from ``torch_ucx_rpc.services``.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import bisect
 import dataclasses
 import itertools
 import math
+import sys
 import textwrap
 from dataclasses import field
 from typing import Any, TypeVar
@@ -162,6 +164,30 @@ class PeerStatistics:
 
 @_documented
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class ServiceStatistics:
+    """One name of `torch_ucx_rpc.services` that a worker offers. All counts are since it was registered."""
+
+    name: str = field(metadata=_label("name of the service"))
+    group: str | None = field(metadata=_label("group of the service; None without one"))
+    replicas: tuple[str, ...] = field(
+        metadata={
+            **_gauge("all workers that offer the service, as far as this one knows, by rank", "workers"),
+            "metric": "service_replicas",
+        }
+    )
+    calls: int = field(
+        metadata={**_counter("calls of the service that have begun here", "calls"), "metric": "service_calls"}
+    )
+    errors: int = field(
+        metadata={**_counter("calls of the service that have raised here", "calls"), "metric": "service_errors"}
+    )
+    open: int = field(
+        metadata={**_gauge("calls of the service that are running here", "calls"), "metric": "service_open"}
+    )
+
+
+@_documented
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Statistics:
     """What a worker has done since its ``init_rpc``, and what it is doing."""
 
@@ -171,7 +197,9 @@ class Statistics:
     calls_open: int = field(metadata=_gauge("calls made here that wait for their answers", "calls"))
     calls_timed_out: int = field(metadata=_counter("calls made here that timed out", "calls"))
     requests_expired: int = field(
-        metadata=_counter("calls of others that were dropped before they ran, since their callers had given up", "calls")
+        metadata=_counter(
+            "calls of others that were dropped before they ran, since their callers had given up", "calls"
+        )
     )
     requests_open: int = field(metadata=_gauge("calls of others that have arrived and are not answered", "calls"))
     requests_running: int = field(
@@ -213,6 +241,9 @@ class Statistics:
     prometheus_port: int | None = field(
         metadata=_label("port where Prometheus reads these statistics; None without the option ``prometheus_port``")
     )
+    services: tuple[ServiceStatistics, ...] = field(
+        default=(), metadata=_label("names of ``torch_ucx_rpc.services`` that this worker offers")
+    )
 
     @property
     def session(self) -> int:
@@ -253,7 +284,8 @@ class Statistics:
         """The snapshot that `to_values` converted. Raises ValueError for other values."""
         try:
             peers = tuple(_peer(**peer) for peer in values["peers"])
-            return cls(**{**values, "peers": peers})
+            services = tuple(_service(**service) for service in values.get("services", ()))
+            return cls(**{**values, "peers": peers, "services": services})
         except (KeyError, TypeError) as error:
             raise ValueError(f"that is not the statistics of a worker: {error}") from error
 
@@ -261,6 +293,10 @@ class Statistics:
 def _peer(*, lanes: Any, latencies: Any, **values: Any) -> PeerStatistics:
     counts, sum_us = tuple(latencies["counts"]), latencies["sum_us"]
     return PeerStatistics(**values, lanes=tuple(lanes), latencies=Latencies(counts, sum_us))
+
+
+def _service(*, replicas: Any, **values: Any) -> ServiceStatistics:
+    return ServiceStatistics(**values, replicas=tuple(replicas))
 
 
 def statistics() -> Statistics:
@@ -292,4 +328,17 @@ def of_agent(agent: _agent.UcxRpcAgent) -> Statistics:
     for peer in values.pop("peers"):
         counts, sum_ns = peer.pop("latency_counts"), peer.pop("latency_sum_ns")
         peers.append(_peer(**peer, latencies={"counts": counts, "sum_us": sum_ns / 1000}))
-    return Statistics(name=info.name, rank=info.id, peers=tuple(peers), prometheus_port=agent.prometheus_port, **values)
+    return Statistics(
+        name=info.name,
+        rank=info.id,
+        peers=tuple(peers),
+        prometheus_port=agent.prometheus_port,
+        services=_services_of(agent),
+        **values,
+    )
+
+
+def _services_of(agent: _agent.UcxRpcAgent) -> tuple[ServiceStatistics, ...]:
+    """The names that the worker of this agent offers; `torch_ucx_rpc.services` is not imported where nobody uses it."""
+    services = sys.modules.get("torch_ucx_rpc.services._api")
+    return () if services is None else services.statistics_of(agent)

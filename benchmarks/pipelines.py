@@ -1,0 +1,411 @@
+"""What does a pipeline cost beside PyTorch's own?
+
+* TUTORIAL: the model of PyTorch's pipeline tutorial (tests/tutorials/pipeline_parallel.py), whose driver calls each
+stage for each
+  micro-batch, against `DistributedPipeline`; and torch.distributed.pipelining on gloo with the same schedule.
+* MAKESPAN: eight stages that sleep, 5 ms forward and 10 ms back, against the ideal of the schedule. The ideal is that
+of the
+  durations which the sleeps took, since a sleep is longer than asked for.
+* REMATERIALIZATION: time and memory of a step that keeps activations, and of one that computes them anew.
+* RECOVERY: a stage is killed in a step; how long that step takes until a spare has taken over.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import resource
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.autograd as dist_autograd
+import torch.distributed.rpc as rpc
+from torch import nn
+from torch.distributed.optim import DistributedOptimizer
+
+from benchmarks import harness
+from benchmarks.harness import Bound, Figure
+
+STEPS = 30
+MICRO_BATCHES = 6
+TUTORIAL_FIGURE = "a step of the tutorial's model, 6 micro-batches"
+
+
+def tutorial_model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 8), nn.Tanh(), nn.Linear(8, 1))
+
+
+def tutorial_batch() -> tuple[torch.Tensor, torch.Tensor]:
+    torch.manual_seed(2)
+    inputs = torch.randn(24, 8)
+    return inputs, inputs.mean(dim=1, keepdim=True)
+
+
+def step_ms(step: Callable[[], object], count: int = STEPS) -> float:
+    for _ in range(5):
+        step()
+    return harness.p50(harness.durations_us(step, count)) / 1e3
+
+
+# ------------------------------------------------------------------------------------------------- the tutorial's
+
+
+class Shard(nn.Module):
+    """As in the tutorial: fetches its input from where that is."""
+
+    def __init__(self, first: int, last: int) -> None:
+        super().__init__()
+        self.layers = tutorial_model()[first:last]
+
+    def forward(self, batch: rpc.RRef) -> torch.Tensor:
+        output: torch.Tensor = self.layers(batch.to_here())
+        return output
+
+    def parameter_rrefs(self) -> list[rpc.RRef]:
+        return [rpc.RRef(parameter) for parameter in self.parameters()]
+
+
+def tutorial() -> harness.Figures:
+    first, second = rpc.remote("worker1", Shard, args=(0, 2)), rpc.remote("worker2", Shard, args=(2, 5))
+    parameters = [*first.rpc_sync().parameter_rrefs(), *second.rpc_sync().parameter_rrefs()]
+    optimizer = DistributedOptimizer(torch.optim.SGD, parameters, lr=0.1)
+    inputs, targets = tutorial_batch()
+
+    def step() -> None:
+        with dist_autograd.context() as context:
+            outputs = []
+            for part in inputs.split(len(inputs) // MICRO_BATCHES):
+                between = first.remote().forward(rpc.RRef(part))
+                outputs.append(second.rpc_async().forward(between))
+            loss = nn.functional.mse_loss(torch.cat(torch.futures.wait_all(outputs)), targets)
+            dist_autograd.backward(context, [loss])
+            optimizer.step(context)
+
+    return {TUTORIAL_FIGURE: step_ms(step)}
+
+
+def ours(schedule: str) -> harness.Figures:
+    from torch_ucx_rpc import pipeline
+
+    pipe = pipeline.DistributedPipeline(
+        tutorial_model(),
+        ["worker1", "worker2"],
+        balance=[2, 3],
+        schedule=schedule,
+        chunks=MICRO_BATCHES,
+        loss=nn.functional.mse_loss,
+    )
+    optimizer = pipe.optimizer(torch.optim.SGD, lr=0.1)
+    inputs, targets = tutorial_batch()
+
+    def step() -> None:
+        pipe.step(inputs, target=targets)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    took = step_ms(step)
+    pipe.close()
+    return {TUTORIAL_FIGURE: took}
+
+
+class GlooPipeline:
+    """torch.distributed.pipelining on gloo: two processes, a stage each, which begin each step together."""
+
+    name = "torch pipelining, gloo"
+
+    def __enter__(self) -> GlooPipeline:
+        self._folder = tempfile.TemporaryDirectory()
+        store = Path(self._folder.name, "store").as_uri()
+        self._turns, theirs = harness.PROCESSES.Pipe()
+        self._processes = [
+            harness.PROCESSES.Process(target=_gloo_stage, args=(rank, store, theirs), daemon=True) for rank in range(2)
+        ]
+        for process in self._processes:
+            process.start()
+        theirs.close()
+        self._turns.recv()
+        self._signal(signal.SIGSTOP)
+        return self
+
+    def measure(self) -> harness.Figures:
+        self._signal(signal.SIGCONT)
+        self._turns.send("measure")
+        figures: harness.Figures = self._turns.recv()
+        self._signal(signal.SIGSTOP)
+        return figures
+
+    def __exit__(self, *exception: object) -> None:
+        self._signal(signal.SIGCONT)
+        for process in self._processes:
+            process.kill()
+            process.join()
+        self._folder.cleanup()
+
+    def _signal(self, number: signal.Signals) -> None:
+        for process in self._processes:
+            assert process.pid is not None
+            os.kill(process.pid, number)
+
+
+def _gloo_stage(rank: int, store: str, turns: Any) -> None:
+    import torch.distributed as dist
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=2, init_method=store)
+    layers = tutorial_model()
+    module = layers[:2] if rank == 0 else layers[2:]
+    stage = PipelineStage(module, rank, 2, torch.device("cpu"))
+    schedule = Schedule1F1B(stage, MICRO_BATCHES, loss_fn=nn.functional.mse_loss)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    inputs, targets = tutorial_batch()
+
+    def step() -> None:
+        if rank == 0:
+            schedule.step(inputs)
+        else:
+            schedule.step(target=targets, losses=[])
+        optimizer.step()
+        optimizer.zero_grad()
+        # Ours returns with the loss in the driver's hands: here the last stage has it when the first may go on.
+        dist.barrier()
+
+    if rank == 1:
+        turns.send("ready")
+    while True:
+        orders = [turns.recv() if rank == 1 else None]
+        dist.broadcast_object_list(orders, src=1)
+        took = step_ms(step)
+        if rank == 1:
+            turns.send({TUTORIAL_FIGURE: took})
+
+
+def _job(
+    name: str, transport: harness.Transport, measure: Callable[[], harness.Figures], workers: int = 3
+) -> harness.RpcJob:
+    job = harness.RpcJob(transport, measure, workers=workers)
+    job.name = name
+    return job
+
+
+TUTORIAL = harness.Benchmark(
+    question="What does a step of a pipeline cost?",
+    figures=(
+        Figure(
+            TUTORIAL_FIGURE,
+            "ms",
+            (
+                Bound(0.5, 0.4, contender="ours, UCX", reference="tutorial, UCX"),
+                Bound(0.8, contender="ours, UCX", reference=GlooPipeline.name),
+                Bound(None, contender="ours, TensorPipe", reference="tutorial, TensorPipe"),
+            ),
+        ),
+    ),
+    rounds=11,
+    contenders=lambda: [
+        _job("ours, UCX", harness.UCX, functools.partial(ours, "1F1B")),
+        _job("tutorial, UCX", harness.UCX, tutorial),
+        GlooPipeline(),
+        _job("ours, TensorPipe", harness.TENSORPIPE, functools.partial(ours, "1F1B")),
+        _job("tutorial, TensorPipe", harness.TENSORPIPE, tutorial),
+    ],
+)
+
+
+# ------------------------------------------------------------------------------------------------------- makespan
+
+STAGES = 8
+FORWARD_S, BACKWARD_S = 0.005, 0.010
+
+
+class _Sleep(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
+        time.sleep(FORWARD_S)
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        time.sleep(BACKWARD_S)
+        return gradient
+
+
+class Sleeper(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        slept: torch.Tensor = _Sleep.apply(value * self.weight)
+        return slept
+
+
+def _mean(output: torch.Tensor) -> torch.Tensor:
+    return output.mean()
+
+
+def _sleeps_s() -> dict[str, float]:
+    """How long the two sleeps take on this machine at this moment."""
+
+    def measured(seconds: float) -> float:
+        durations = []
+        for _ in range(20):
+            begin = time.perf_counter()
+            time.sleep(seconds)
+            durations.append(time.perf_counter() - begin)
+        return statistics.median(durations)
+
+    return {"F": measured(FORWARD_S), "B": measured(BACKWARD_S)}
+
+
+def makespan() -> harness.Figures:
+    from torch_ucx_rpc import pipeline
+    from torch_ucx_rpc.pipeline import schedule
+
+    figures = {}
+    workers = [f"worker{number}" for number in range(1, STAGES + 1)]
+    for micro_batches in (8, 16, 32):
+        pipe = pipeline.DistributedPipeline(
+            [Sleeper() for _ in range(STAGES)], workers, schedule="1F1B", chunks=micro_batches, loss=_mean
+        )
+        batch = torch.ones(micro_batches, 1)
+        pipe.step(batch)
+        ratios = []
+        for _ in range(3):
+            rows = schedule.build("1F1B", STAGES, STAGES, micro_batches).rows
+            ideal = max(end for _, end in schedule.simulate(rows, STAGES, _sleeps_s()).values())
+            begin = time.perf_counter()
+            pipe.step(batch)
+            ratios.append((time.perf_counter() - begin) / ideal)
+        figures[f"{micro_batches} micro-batches through 8 sleeping stages, of the ideal"] = statistics.median(ratios)
+        pipe.close()
+    return figures
+
+
+MAKESPAN = harness.Benchmark(
+    question="How near is a schedule to its ideal?",
+    figures=tuple(
+        Figure(
+            f"{micro_batches} micro-batches through 8 sleeping stages, of the ideal",
+            "times",
+            (Bound(1.03, reference=None),),
+        )
+        for micro_batches in (8, 16, 32)
+    ),
+    contenders=lambda: [_job(one.name, one, makespan, STAGES + 1) for one in (harness.UCX, harness.TENSORPIPE)],
+    rounds=3,
+    in_short_set=False,
+)
+
+
+# ---------------------------------------------------------------------------------------------- rematerialization
+
+DEPTH, WIDTH, ROWS, CHUNKS = 24, 512, 4096, 8
+
+
+def _kept_bytes() -> tuple[float, float]:
+    """Peak of this process's memory, and what it has now."""
+    now = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+    peak = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+    return 1024.0 * int(peak.split()[1]), float(now)
+
+
+def _forget_peak() -> None:
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def _layers() -> nn.Sequential:
+    return nn.Sequential(*(layer for _ in range(DEPTH) for layer in (nn.Linear(WIDTH, WIDTH), nn.Tanh())))
+
+
+def _squared(output: torch.Tensor) -> torch.Tensor:
+    return output.square().mean()
+
+
+def rematerialization() -> harness.Figures:
+    from torch_ucx_rpc import pipeline
+
+    times, kept = {}, {}
+    for again in (False, True):
+        pipe = pipeline.DistributedPipeline(
+            _layers(), ["worker1"], schedule="gpipe", chunks=CHUNKS, rematerialize=again, loss=_squared
+        )
+        batch = torch.randn(ROWS, WIDTH)
+        pipe.step(batch)
+        rpc.rpc_sync("worker1", _forget_peak)
+        before = rpc.rpc_sync("worker1", _kept_bytes)[1]
+        durations = []
+        for _ in range(3):
+            begin = time.perf_counter()
+            pipe.step(batch)
+            durations.append(time.perf_counter() - begin)
+        kept[again] = rpc.rpc_sync("worker1", _kept_bytes)[0] - before
+        times[again] = statistics.median(durations)
+        pipe.close()
+    return {
+        "time with rematerialization": times[True] / times[False],
+        "activations with rematerialization": kept[True] / kept[False],
+    }
+
+
+REMATERIALIZATION = harness.Benchmark(
+    question="What does rematerialization cost and save, with 8 micro-batches?",
+    figures=(
+        Figure("time with rematerialization", "times", (Bound(1.33, reference=None),)),
+        Figure("activations with rematerialization", "times", (Bound(1 / CHUNKS + 0.1, reference=None),)),
+    ),
+    contenders=lambda: [harness.RpcJob(harness.UCX, rematerialization)],
+    rounds=3,
+    in_short_set=False,
+)
+
+
+# ------------------------------------------------------------------------------------------------------- recovery
+
+
+def _die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def recovery() -> harness.Figures:
+    from torch_ucx_rpc import pipeline
+
+    with tempfile.TemporaryDirectory() as folder:
+        pipe = pipeline.DistributedPipeline(
+            tutorial_model(), ["worker1", "worker2"], chunks=4, loss=nn.functional.mse_loss, spares=["worker3"]
+        )
+        optimizer = pipe.optimizer(torch.optim.AdamW, lr=0.1)
+        inputs, targets = tutorial_batch()
+        pipe.save(folder)
+        for _ in range(10):
+            pipe.step(inputs, target=targets)
+            optimizer.step()
+            optimizer.zero_grad()
+        pipe.synchronize()
+        rpc.rpc_async("worker2", _die)
+        begin = time.perf_counter()
+        pipe.step(inputs, target=targets)
+        return {"a step in which a stage is killed and a spare takes over": time.perf_counter() - begin}
+
+
+RECOVERY = harness.Benchmark(
+    question="How long is the pause when a stage dies?",
+    figures=(Figure("a step in which a stage is killed and a spare takes over", "s", (Bound(5.0, reference=None),)),),
+    contenders=lambda: [harness.FreshRpcJob(harness.UCX, recovery, workers=4)],
+    rounds=3,
+    in_short_set=False,
+)
+
+
+if __name__ == "__main__":
+    for benchmark in (TUTORIAL, MAKESPAN, REMATERIALIZATION, RECOVERY):
+        print("\n".join(harness.table(harness.run(benchmark))), end="\n\n")
+    sys.exit()

@@ -1,0 +1,133 @@
+"""Workers that find each other by names: two serve a model, one of them is killed, and no caller notices.
+
+    caller ----- "score" -----> evaluator0, evaluator1      replicas: the one with fewer open calls is taken
+                 "threshold"    a value, kept by evaluator1
+
+The four processes know each other's names only. The two evaluators register a method of a model that both have; the
+callers call it 400 times each. In the middle evaluator0 is killed. Its calls are repeated with evaluator1, since the
+service was registered as idempotent, and the watch tells who is left.
+
+    python examples/services.py                         on UCX
+    python examples/services.py --backend tensorpipe    likewise; there a death is noticed by the first call that fails
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import signal
+import tempfile
+import threading
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.rpc as rpc
+import torch.multiprocessing as mp
+from torch import nn
+
+from torch_ucx_rpc import services
+
+WORKERS = ("caller0", "caller1", "evaluator0", "evaluator1")
+CALLS = 400
+KILLED_AT = 150
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 1))
+
+    @torch.no_grad()
+    def score(self, x: torch.Tensor) -> float:
+        return self.layers(x).mean().item()
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def evaluate(name: str, is_over: Any) -> None:
+    model = Model()
+    services.register("score", model.score, idempotent=True)
+    if name == "evaluator1":
+        services.pair("threshold", torch.tensor(0.1))
+    is_over.wait()
+
+
+def call(name: str, both_are_there: Any, results: Any) -> None:
+    there = threading.Event()
+    services.watch(
+        "score",
+        lambda service: (
+            print(f"{name}: score is offered by {', '.join(service.workers) or 'nobody'}", flush=True),
+            there.set() if len(service.workers) == 2 else None,
+        ),
+    )
+    there.wait(60)
+    both_are_there.wait(60)
+    threshold = services.get("threshold").to_here()
+    model = Model()
+    above = 0
+    for number in range(CALLS):
+        if name == "caller0" and number == KILLED_AT:
+            rpc.rpc_async("evaluator0", die)
+        x = torch.randn(4, 16, generator=torch.Generator().manual_seed(number))
+        score = services.call("score", x)
+        assert score == model.score(x)
+        above += score > threshold
+    members = ", ".join(f"{member.name} ({member.role})" for member in services.members())
+    results.put(f"{name}: {CALLS} calls answered, {above} above the threshold; living are {members}")
+
+
+def work(rank: int, backend: str, store: str, both_are_there: Any, is_over: Any, results: Any) -> None:
+    torch.set_num_threads(1)
+    logging.captureWarnings(True)
+    if backend == "UCX":
+        from torch_ucx_rpc import UcxRpcBackendOptions
+
+        options = UcxRpcBackendOptions(init_method=store)
+    else:
+        options = rpc.TensorPipeRpcBackendOptions(init_method=store)
+    name = WORKERS[rank]
+    rpc.init_rpc(
+        name, backend=rpc.BackendType[backend], rank=rank, world_size=len(WORKERS), rpc_backend_options=options
+    )
+    if name.startswith("evaluator"):
+        evaluate(name, is_over)
+    else:
+        call(name, both_are_there, results)
+        is_over.wait()
+    # A graceful shutdown would wait for the one that is dead.
+    rpc.shutdown(graceful=False)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Call services by their names while one of their workers is killed.")
+    parser.add_argument("--backend", choices=("ucx", "tensorpipe"), default="ucx")
+    backend = parser.parse_args().backend.upper()
+    context = mp.get_context("spawn")
+    both_are_there, is_over, results = context.Barrier(2), context.Event(), context.Queue()
+    with tempfile.TemporaryDirectory() as directory:
+        store = Path(directory, "store").as_uri()
+        processes = [
+            context.Process(target=work, args=(rank, backend, store, both_are_there, is_over, results))
+            for rank in range(len(WORKERS))
+        ]
+        for process in processes:
+            process.start()
+        try:
+            for _ in range(2):
+                print(results.get(timeout=120))
+        finally:
+            is_over.set()
+            for process in processes:
+                process.join(30)
+                process.kill()
+    assert processes[WORKERS.index("evaluator0")].exitcode == -signal.SIGKILL
+
+
+if __name__ == "__main__":
+    main()

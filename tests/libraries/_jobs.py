@@ -1,0 +1,117 @@
+"""Jobs of the library tests: worker0 drives, the others serve. The one place that knows the tests' harness."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed.rpc as rpc
+import workers
+from torch import nn
+
+__all__ = [
+    "BACKENDS",
+    "die",
+    "drive",
+    "drive_with_deaths",
+    "eventually",
+    "on",
+    "processes_of",
+    "reference_step",
+    "small_model",
+]
+
+BACKENDS = ("UCX", "TENSORPIPE")
+eventually = workers.eventually
+
+_may_go = threading.Event()
+
+
+def drive(body: Callable[..., Any], of: int, *args: Any, **job: Any) -> Any:
+    """Run ``body(*args)`` in worker0 of a job with ``of`` workers; what it returned."""
+    __tracebackhide__ = True
+    return workers.run_workers(of, _in_worker0, body, args, **job)[0]
+
+
+def _in_worker0(rank: int, body: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    return body(*args) if rank == 0 else None
+
+
+def drive_with_deaths(body: Callable[..., Any], of: int, dying: tuple[int, ...], *args: Any, **job: Any) -> Any:
+    """The same where these ranks are killed by ``body``; the others leave without waiting for them."""
+    __tracebackhide__ = True
+    codes = dict.fromkeys(dying, -signal.SIGKILL)
+    return workers.run_workers(
+        of, _until_let_go, body, args, of, dying, exit_codes=codes, shutdown=False, silent=False, **job
+    )[0]
+
+
+def _until_let_go(rank: int, body: Callable[..., Any], args: tuple[Any, ...], of: int, dying: tuple[int, ...]) -> Any:
+    result = None
+    if rank == 0:
+        try:
+            result = body(*args)
+        finally:
+            for other in range(1, of):
+                if other not in dying:
+                    rpc.rpc_sync(f"worker{other}", let_go)
+    else:
+        assert _may_go.wait(60), "not let go"
+    # A call that is still being answered has its time.
+    time.sleep(0.05)
+    rpc.shutdown(graceful=False)
+    return result
+
+
+def let_go() -> None:
+    _may_go.set()
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def on(worker: str, function: Callable[..., Any], *args: Any) -> Any:
+    # In a function of ours: torch sends its own as operators, which must return something.
+    return rpc.rpc_sync(worker, _call, (function, args))
+
+
+def _call(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    result = function(*args)
+    return None if isinstance(result, torch.Generator) else result
+
+
+def processes_of(worker: str) -> int:
+    return int(on(worker, os.getpid))
+
+
+def small_model(seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(
+        nn.Linear(8, 24),
+        nn.Tanh(),
+        nn.Linear(24, 24),
+        nn.ReLU(),
+        nn.Linear(24, 16),
+        nn.Tanh(),
+        nn.Linear(16, 4),
+        nn.Tanh(),
+    )
+
+
+def reference_step(
+    model: Callable[..., Any], loss: Callable[..., torch.Tensor], chunks: int, *args: torch.Tensor, target: torch.Tensor
+) -> torch.Tensor:
+    """What a step is in one process: the same micro-batches, one after the other."""
+    total = torch.zeros(())
+    parts = zip(*(one.tensor_split(chunks) for one in (*args, target)), strict=True)
+    for *inputs, wanted in parts:
+        one = loss(model(*inputs), wanted)
+        (one / chunks).backward()
+        total = total + one.detach()
+    return total / chunks

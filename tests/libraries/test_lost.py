@@ -1,0 +1,99 @@
+"""`torch_ucx_rpc.on_lost`: who is told of the end of a worker, and of which."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch.distributed.rpc as rpc
+from workers import Steps, backend_options, eventually, init_rpc
+
+import torch_ucx_rpc
+from torch_ucx_rpc._observe import lost as ends
+
+RunWorkers = Callable[..., list]
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_the_death_of_a_worker_is_told_to_all_who_want_to_know(run_on_ucx: RunWorkers, tmp_path: Path) -> None:
+    run_on_ucx(3, see_a_death, Steps(tmp_path), shutdown=False, exit_codes={1: -signal.SIGKILL})
+
+
+def see_a_death(rank: int, steps: Steps) -> None:
+    if rank == 0:
+        told: list[tuple[str, int, str]] = []
+        also: list[str] = []
+        torch_ucx_rpc.on_lost(lambda worker, reason: told.append((worker.name, worker.id, reason)))
+        torch_ucx_rpc.on_lost(lambda worker, reason: 1 / 0)
+        torch_ucx_rpc.on_lost(lambda worker, reason: also.append(worker.name))
+        stop = torch_ucx_rpc.on_lost(lambda worker, reason: also.append("although it has ended"))
+        stop()
+        stop()
+        rpc.rpc_async("worker1", die)
+        eventually(lambda: bool(told and also), "both are told")
+        [(name, number, reason)] = told
+        assert (name, number) == ("worker1", 1)
+        assert "worker1" in reason
+        assert also == ["worker1"]
+        assert [gone.name for gone in ends.ended()] == ["worker1"]
+        steps.done("over")
+    steps.wait_for("over")
+    rpc.shutdown(graceful=False)
+
+
+def test_a_worker_that_leaves_is_not_lost_but_gone(run_on_ucx: RunWorkers, tmp_path: Path) -> None:
+    run_on_ucx(2, see_one_leave, Steps(tmp_path), init=False)
+
+
+def see_one_leave(rank: int, steps: Steps) -> None:
+    if rank:
+        steps.wait_for("joined 0")
+    init_rpc(rank, world_size=None, rpc_backend_options=backend_options(init_method=(steps.directory / "s").as_uri()))
+    steps.done(f"joined {rank}")
+    if rank == 0:
+        lost: list[str] = []
+        gone: list[tuple[str, bool]] = []
+        torch_ucx_rpc.on_lost(lambda worker, reason: lost.append(worker.name))
+        ends.subscribe(lambda end: gone.append((end.name, end.failed)))
+        steps.done("subscribed")
+        eventually(lambda: gone == [("worker1", False)], "it is gone")
+        assert lost == []
+    else:
+        steps.wait_for("subscribed")
+    rpc.shutdown()
+
+
+def test_without_rpc_there_is_nobody_to_lose() -> None:
+    with pytest.raises(RuntimeError, match="RPC is not running"):
+        torch_ucx_rpc.on_lost(print)
+
+
+def test_another_backend_takes_subscribers_and_tells_them_nothing(run_on_tensorpipe: RunWorkers) -> None:
+    run_on_tensorpipe(1, subscribe_on_tensorpipe)
+
+
+def subscribe_on_tensorpipe(rank: int) -> None:
+    stop = torch_ucx_rpc.on_lost(print)
+    assert ends.ended() == []
+    stop()
+
+
+@pytest.mark.parametrize(
+    ("text", "is_lost"),
+    [
+        ("lost worker 'ps' (rank 1, pid 3 on a): it has died", True),
+        ("worker 'ps' (rank 1, pid 3 on a) has left the group", True),
+        ("eof (this error originated at tensorpipe/transport/shm/connection_impl.cc:259)", True),
+        ("On WorkerInfo(id=1, name=ps):\nRuntimeError(\"lost worker 'x' (rank 2)\")", False),
+        ("RuntimeError: On WorkerInfo(id=1, name=ps):\nRuntimeError(\"lost worker 'x' (rank 2)\")", False),
+        ("RPC ran for more than set timeout (60000 ms) and will now be marked with an error", False),
+    ],
+)
+def test_an_error_tells_whether_the_callee_was_lost(text: str, is_lost: bool) -> None:
+    assert ends.was_lost(RuntimeError(text)) == is_lost

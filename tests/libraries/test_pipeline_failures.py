@@ -1,0 +1,416 @@
+"""Stages that raise, workers that die, spares, and what is refused before it runs."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.rpc as rpc
+import torch.nn.functional as F  # noqa: N812 - its usual name
+from _jobs import die, drive, drive_with_deaths, eventually, on, reference_step, small_model
+from torch import nn
+
+
+def make_pipe(model: Any, workers: Any = ("worker1", "worker2"), **options: Any) -> Any:
+    from torch_ucx_rpc import pipeline
+
+    return pipeline.DistributedPipeline(model, list(workers), **{"loss": F.mse_loss, "chunks": 4, **options})
+
+
+class Failing(nn.Module):
+    """Raises at a value above 100 in the forward, or below -100 on the way back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if (x > 100).any():
+            raise ZeroDivisionError("too much of it")
+        if x.requires_grad and (x < -100).any():
+            x.register_hook(raise_on_the_way_back)
+        return self.inner(x)
+
+
+def raise_on_the_way_back(gradient: torch.Tensor) -> None:
+    raise LookupError("no way back")
+
+
+def kept() -> int:
+    """What stages keep for the way back, and values that lie in slots."""
+    from torch_ucx_rpc.pipeline import host
+
+    return sum(
+        len(one._slots) + sum(len(stage.graphs) for stage in one.stages.values()) for one in host._hosts.values()
+    )
+
+
+class PassOn(nn.Module):
+    """Lets values through unchanged, with a parameter so that there is something to train."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.scale
+
+
+def fail_and_go_on() -> None:
+    from torch_ucx_rpc.pipeline import StageError
+
+    workers = ["worker1", "worker2", "worker0"]
+    for schedule in ("gpipe", "1F1B", "zero-bubble"):
+        pipe = make_pipe([PassOn(), Failing(), nn.Linear(8, 4)], workers, schedule=schedule)
+        x, y = torch.randn(8, 8), torch.randn(8, 4)
+        good = pipe.step(x, target=y)
+        pipe.zero_grad()
+        for value, kind, words in (
+            (200.0, "forward", "ZeroDivisionError: too much of it"),
+            (-200.0, "backward", "no way back"),
+        ):
+            bad = x.clone()
+            bad[5] = value
+            with pytest.raises(StageError, match=words) as raised:
+                pipe.step(bad, target=y)
+            error = raised.value
+            assert (error.stage, error.worker, error.micro_batch) == (1, "worker2", 2)
+            assert f"stage 1 on worker 'worker2' failed in the {kind}" in str(error)
+            assert ("in forward" if kind == "forward" else "in raise_on_the_way_back") in error.traceback_text
+            assert "host.py" not in error.traceback_text
+            # The step is undone, nothing is kept, and the next one is as if nothing had been.
+            assert all(gradient is None for gradient in pipe.gradients().values())
+            assert [on(worker, kept) for worker in workers] == [0, 0, 0]
+            assert torch.equal(pipe.step(x, target=y), good)
+            pipe.zero_grad()
+        with pytest.raises(StageError, match="too much"):
+            pipe(torch.full((4, 8), 200.0))
+        pipe.close()
+
+
+def test_a_stage_that_raises_gives_one_error_and_the_next_step_works(backend):
+    drive(fail_and_go_on, 3, backend=backend)
+
+
+class Exploding(torch.optim.SGD):
+    def step(self, closure: Any = None) -> None:
+        raise OverflowError("the optimizer burst")
+
+
+def spoil() -> None:
+    from torch_ucx_rpc.pipeline import StageError
+
+    pipe = make_pipe([Failing(), nn.Linear(8, 4)])
+    optimizer = pipe.optimizer(torch.optim.SGD, lr=0.1)
+    x, y = torch.randn(8, 8), torch.randn(8, 4)
+    pipe.step(x, target=y)
+    bad = x.clone()
+    bad[7] = 200.0
+    # There were gradients before: with a part of a step added they are no use any more.
+    with pytest.raises(StageError, match="too much"):
+        pipe.step(bad, target=y)
+    optimizer.step()
+    with pytest.raises(StageError, match=r"call optimizer\.zero_grad\(\) before"):
+        pipe.step(x, target=y)
+    optimizer.zero_grad()
+    pipe.step(x, target=y)
+    optimizer.step()
+    pipe.synchronize()
+    exploding = pipe.optimizer(Exploding, lr=0.1)
+    exploding.step()
+    with pytest.raises(
+        StageError, match=r"worker 'worker1' failed in optimizer step: OverflowError: the optimizer burst"
+    ):
+        pipe.synchronize()
+    pipe.synchronize()
+
+
+def test_what_an_optimizer_raises_is_told_and_spoilt_gradients_are_not_used():
+    drive(spoil, 3)
+
+
+# ------------------------------------------------------------------------------------------------------- deaths
+
+
+class Slow(nn.Module):
+    """Takes its time, so that a worker can be killed in the middle of a step."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.seconds = seconds
+        torch.manual_seed(1)
+        self.inner = nn.Linear(8, 8)
+        self.drop = nn.Dropout(0.2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        time.sleep(self.seconds)
+        return self.drop(torch.tanh(self.inner(x)))
+
+
+def slow_model(seconds: float) -> nn.Sequential:
+    torch.manual_seed(2)
+    return nn.Sequential(nn.Linear(8, 8), Slow(seconds), nn.Linear(8, 4))
+
+
+def kill_soon(pid: int, after_s: float) -> None:
+    """From a thread, while the caller is in a step."""
+    import threading
+
+    timer = threading.Timer(after_s, os.kill, (pid, signal.SIGKILL))
+    timer.daemon = True
+    timer.start()
+
+
+def step_often(pipe: Any, x: torch.Tensor, y: torch.Tensor) -> None:
+    for _ in range(50):
+        pipe.step(x, target=y)
+
+
+def lose_a_stage() -> None:
+    from torch_ucx_rpc.pipeline import StageLostError
+
+    workers = ["worker1", "worker2", "worker0"]
+    pipe = make_pipe(slow_model(0.05), workers)
+    x, y = torch.randn(8, 8), torch.randn(8, 4)
+    pipe.step(x, target=y)
+    kill_soon(on("worker2", os.getpid), 0.08)
+    start = time.monotonic()
+    with pytest.raises(StageLostError, match=r"lost stage 1 with worker 'worker2'.*pipe\.replace\('worker2'") as raised:
+        step_often(pipe, x, y)
+    assert time.monotonic() - start < 10
+    assert (raised.value.workers, raised.value.stages) == (("worker2",), (1,))
+    for worker in ("worker0", "worker1"):
+        eventually(lambda worker=worker: on(worker, kept) == 0, f"{worker} gives back the memory of the step")
+    # And it is told again rather than tried.
+    with pytest.raises(StageLostError, match="worker2"):
+        pipe.step(x, target=y)
+    with pytest.raises(StageLostError, match="worker2"):
+        pipe(x)
+
+
+def test_a_dead_stage_without_a_spare_is_one_error_that_names_it(backend):
+    drive_with_deaths(lose_a_stage, 3, (2,), backend=backend)
+
+
+def train(folder: str, kill_at: int | None, spares: list[str], save_at: int, asynchronous: bool) -> list[float]:
+    """Losses of ten steps with dropout, a schedule of learning rates and clipping; one stage dies in a step."""
+    for worker in ("worker1", "worker2"):
+        on(worker, seed, 5)
+    pipe = make_pipe(slow_model(0.01), spares=spares, schedule="1F1B")
+    optimizer = pipe.optimizer(torch.optim.AdamW, lr=0.05)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
+    generator = torch.Generator().manual_seed(3)
+    losses = []
+    pipe.save(Path(folder, "first"))
+    slowest = 0.0
+    for number in range(10):
+        if number == save_at:
+            future = pipe.save(Path(folder, f"{number}"), asynchronous=asynchronous)
+            if asynchronous:
+                future.wait()
+        if number == kill_at:
+            kill_soon(on("worker2", os.getpid), 0.03)
+        x, y = torch.randn(8, 8, generator=generator), torch.randn(8, 4, generator=generator)
+        start = time.monotonic()
+        losses.append(pipe.step(x, target=y).item())
+        slowest = max(slowest, time.monotonic() - start)
+        pipe.clip_grad_norm_(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+    assert pipe.workers == ["worker1", "worker3" if kill_at is not None else "worker2"]
+    print("the longest step took", slowest)
+    assert slowest < 5.0
+    pipe.synchronize()
+    return losses
+
+
+def seed(value: int) -> None:
+    torch.manual_seed(value)
+
+
+@pytest.mark.parametrize("save_at", [4, -1])
+def test_a_spare_takes_over_and_all_losses_are_those_of_an_undisturbed_run(tmp_path, backend, save_at):
+    undisturbed = drive(train, 3, str(tmp_path / "a"), None, [], save_at, False, backend=backend)
+    disturbed = drive_with_deaths(
+        train, 4, (2,), str(tmp_path / "b"), 6, ["worker3"], save_at, save_at > 0, backend=backend
+    )
+    assert disturbed == undisturbed
+    assert len(set(undisturbed)) == 10
+
+
+def replace_by_hand(folder: str) -> None:
+    from torch_ucx_rpc.pipeline import StageLostError
+
+    pipe, model = make_pipe(small_model(), schedule="zero-bubble"), small_model()
+    mine, theirs = pipe.optimizer(torch.optim.AdamW, lr=0.1), torch.optim.AdamW(model.parameters(), lr=0.1)
+    batches = [(torch.randn(8, 8), torch.randn(8, 4)) for _ in range(4)]
+
+    def both(x: torch.Tensor, y: torch.Tensor) -> None:
+        assert torch.equal(pipe.step(x, target=y), reference_step(model, F.mse_loss, 4, x, target=y))
+        for optimizer in (mine, theirs):
+            optimizer.step()
+            optimizer.zero_grad()
+
+    both(*batches[0])
+    pipe.save(Path(folder, "one"))
+    pipe.step(*batches[3][:1], target=batches[3][1])
+    on_death = rpc.rpc_async("worker2", die)
+    with pytest.raises(RuntimeError):
+        on_death.wait()
+    with pytest.raises(StageLostError):
+        pipe.step(*batches[1][:1], target=batches[1][1])
+    with pytest.raises(ValueError, match="no stage runs on 'worker3'; the stages run on 'worker1', 'worker2'"):
+        pipe.replace("worker3", "worker0")
+    pipe.replace("worker2", "worker3")
+    pipe.load(Path(folder, "one"))
+    both(*batches[1])
+    # A living one is replaced just so.
+    pipe.save(Path(folder, "two"))
+    pipe.replace("worker1", "worker0")
+    pipe.load()
+    both(*batches[2])
+    both(*batches[3])
+    assert pipe.workers == ["worker0", "worker3"]
+    gc.collect()
+
+
+def test_replace_and_load_bring_another_worker_in(tmp_path, backend):
+    drive_with_deaths(replace_by_hand, 4, (2,), str(tmp_path), backend=backend)
+
+
+def lose_before_a_save() -> None:
+    from torch_ucx_rpc.pipeline import StageLostError
+
+    pipe = make_pipe(small_model(), spares=["worker3"])
+    with pytest.raises(RuntimeError):
+        rpc.rpc_async("worker2", die).wait()
+    with pytest.raises(StageLostError, match=r"nothing has been saved yet.*call pipe\.save\(path\) once before"):
+        pipe.step(torch.randn(8, 8), target=torch.randn(8, 4))
+
+
+def test_a_spare_needs_a_checkpoint_to_begin_from():
+    drive_with_deaths(lose_before_a_save, 4, (2,))
+
+
+# ------------------------------------------------------------------------------------------------------ bad input
+
+
+def squares(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return (output - target) ** 2
+
+
+def refuse() -> None:
+    from torch_ucx_rpc import pipeline
+    from torch_ucx_rpc.pipeline import PipelineError, ScheduleError, StageError
+
+    model = small_model()
+
+    def refused(kind: type[Exception], words: str, **options: Any) -> None:
+        workers = options.pop("workers", ("worker1", "worker2"))
+        with pytest.raises(kind, match=words):
+            make_pipe(options.pop("model", model), workers, **options)
+
+    refused(
+        ValueError,
+        r"balance=\[3, 4\] is for 7 layers, but the model has 8: layer 7 and those behind it fit no stage",
+        balance=[3, 4],
+    )
+    refused(ValueError, r"balance=\[5, 4\] is for 9 layers.*take 1 away", balance=[5, 4])
+    refused(ValueError, r"balance=\[8\] is for 1 stages, but there are 2", balance=[8])
+    refused(ValueError, r"needs one layer at least", balance=[8, 0])
+    refused(ValueError, r'"profile" or "parameters", and not \'speed\'', balance="speed")
+    refused(ValueError, r"measures the layers on a batch: give one as sample=", balance="profile")
+    refused(
+        ValueError, r"16 stages need 16 layers at least, but the model has 8: give fewer workers", stages_per_worker=8
+    )
+    refused(
+        ValueError,
+        r"there is no worker 'worker9'; did you mean .*The workers are: worker0, worker1",
+        workers=["worker9"],
+    )
+    refused(ValueError, r"'gpu0' is no device", workers=["worker1/gpu0"])
+    refused(ValueError, r"'worker1' is given twice", workers=["worker1", "worker1"])
+    refused(ValueError, r"'worker1' is given twice", spares=["worker1"])
+    refused(ValueError, r"one worker at least", workers=[])
+    refused(TypeError, r"and not by 3", workers=[3])
+    refused(ValueError, r"chunks must be a whole number", chunks=0)
+    refused(TypeError, r"loss must be a function", loss=3)
+    refused(TypeError, r"an nn\.Module or of a list of stages, and not of a str", model="model")
+    refused(ValueError, r"the list has 1 stages, but the workers run 2", model=[model])
+    refused(TypeError, r"stage 1 is a int", model=[model, 3])
+    refused(
+        PipelineError,
+        r"worker 'worker1' cannot make its stages: ModuleNotFoundError: No module named 'no_such_code'",
+        model=[pipeline.Built("no_such_code:X"), model],
+    )
+    refused(
+        PipelineError,
+        r"Modules and the loss are pickled: define them at the top of a module",
+        loss=lambda a, b: a.sum(),
+    )
+    refused(ScheduleError, r"there is no schedule 'fast'. The named schedules are gpipe", schedule="fast")
+    refused(ScheduleError, r"'0X1' in line 1 of the schedule is no action", schedule="0F0,0X1")
+    text = "0F0,0B0\n1B0,1F0\n"
+    refused(
+        ScheduleError,
+        r"never end.*line 1 stops at 0B0, which needs 1B0.*line 2 stops at 1B0, which needs 1F0",
+        schedule=text,
+        chunks=1,
+    )
+    refused(ScheduleError, r"has 1 lines, but there are 2 workers", schedule="0F0,1F0,1B0,0B0", chunks=1)
+    refused(ScheduleError, r"lacks 1F1, the forward of micro-batch 1", schedule="0F0,0F1,0B0,0B1\n1F0,1B0", chunks=2)
+    refused(ScheduleError, r"lacks 1W0", schedule="0F0,0B0\n1F0,1I0", chunks=1)
+    refused(ScheduleError, r"1F0 stands twice", schedule="0F0,0B0\n1F0,1F0,1B0", chunks=1)
+    refused(ScheduleError, r"stage 0 is in lines 1 and 2", schedule="0F0,0B0\n1F0,0F1,1B0", chunks=2)
+    refused(ScheduleError, r"B is I and W in one", schedule="0F0,0B0\n1F0,1I0,1B0,1W0", chunks=1)
+
+    other = Failing()
+    refused(
+        ValueError, r"Failing is no plain nn\.Sequential, so it must be traced to be divided: give sample=", model=other
+    )
+    points = {"iner": pipeline.SplitPoint.BEGINNING}
+    refused(
+        ValueError,
+        r"'iner' is no module of the model; did you mean 'inner'",
+        model=other,
+        split_spec=points,
+        sample=torch.ones(4, 8),
+    )
+
+    pipe = make_pipe(model, loss=squares)
+    x, y = torch.randn(8, 8), torch.randn(8, 4)
+    with pytest.raises(
+        StageError,
+        match=r"the loss squares must return a scalar for each micro-batch, but returned a tensor of shape \(2, 4\)",
+    ):
+        pipe.step(x, target=y)
+    with pytest.raises(ValueError, match=r"must agree in their first dimension.*\[7, 8\]"):
+        pipe.step(x, target=y[:7])
+    with pytest.raises(ValueError, match="the batch is empty"):
+        pipe.step(x[:0], target=y[:0])
+    with pytest.raises(PipelineError, match=r"step\(\) needs a loss"):
+        make_pipe(model, loss=None).step(x, target=y)
+    with pytest.raises(TypeError, match="an optimizer's class"):
+        pipe.optimizer("Adam")
+    with pytest.raises(ValueError, match="Invalid learning rate"):
+        pipe.optimizer(torch.optim.SGD, lr=-1.0)
+    with pytest.raises(ValueError, match=r"take them from pipe\.parameters\(\)"):
+        pipe.optimizer(torch.optim.SGD, model.parameters(), lr=1.0)
+    with pytest.raises(ValueError, match=r"nothing has been saved yet"):
+        pipe.load()
+    text = "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n"
+    fixed = make_pipe(model, schedule=text, chunks=2)
+    with pytest.raises(ScheduleError, match=r"0F1 in line 1.*give a batch of as many samples"):
+        fixed.step(x[:1], target=y[:1])
+
+
+def test_what_cannot_be_is_refused_with_the_cure():
+    drive(refuse, 3)

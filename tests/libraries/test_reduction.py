@@ -1,0 +1,774 @@
+"""Gradients that are averaged by way of servers, with trainers and servers that come, go, are slow, or die."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.rpc as rpc
+import torch.nn.functional as F  # noqa: N812 - its usual name
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel
+from workers import Steps, eventually, init_rpc
+
+from torch_ucx_rpc import reduction
+from torch_ucx_rpc.reduction._client import spread
+from torch_ucx_rpc.reduction._ddp import Part, cut, plan
+from torch_ucx_rpc.reduction._host import _missing
+
+RunWorkers = Callable[..., list]
+
+KILLED = -signal.SIGKILL
+SGD = functools.partial(torch.optim.SGD, lr=0.1)
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def meet(steps: Steps, name: str, rank: int, of: int) -> None:
+    steps.done(f"{name} {rank}")
+    steps.wait_for(*(f"{name} {peer}" for peer in range(of)), timeout=120)
+
+
+@contextlib.contextmanager
+def process_group(rank: int, size: int, path: Path) -> Iterator[None]:
+    """gloo's, of the first ``size`` workers."""
+    dist.init_process_group("gloo", init_method=(path / "group").as_uri(), rank=rank, world_size=size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def make_model(width: int = 64) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 1))
+
+
+def batches(rank: int, steps: int) -> Iterator[torch.Tensor]:
+    generator = torch.Generator().manual_seed(rank)
+    for _ in range(steps):
+        yield torch.randn(16, 8, generator=generator)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, steps: int) -> list[float]:
+    losses = []
+    for x in batches(rank, steps):
+        optimizer.zero_grad()
+        loss = F.mse_loss(model(x), x.sum(1, keepdim=True))
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def parameters_of(model: nn.Module) -> list[torch.Tensor]:
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def are_equal(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:
+    return len(first) == len(second) and all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+# ----------------------------------------------------------------------------------------------------------- the mean
+
+
+@pytest.mark.parametrize("hosts", [("worker2",), ("worker2", "worker3"), ()], ids=["one", "two", "trainers"])
+def test_two_trainers_get_the_bits_of_ddp_on_gloo(
+    run_on_both: RunWorkers, tmp_path: Path, hosts: tuple[str, ...]
+) -> None:
+    workers = 2 + len(hosts)
+    first, second, *_ = run_on_both(workers, train_with_ddp, Steps(tmp_path), hosts)
+    assert are_equal(first, second)
+
+
+def train_with_ddp(rank: int, steps: Steps, hosts: tuple[str, ...]) -> list[torch.Tensor] | None:
+    trained = None
+    if rank < 2:
+        with process_group(rank, 2, steps.directory):
+            found = []
+            for way in ("gloo", "hook", "DataParallel"):
+                model = make_model(160)  # of two buckets, and one that is cut
+                if way == "DataParallel":
+                    copy = reduction.DataParallel(
+                        model, reduction.serve(*hosts, trainers=["worker0", "worker1"]), bucket_bytes=1 << 16
+                    )
+                else:
+                    copy = DistributedDataParallel(model, bucket_cap_mb=0.07)
+                if way == "hook":
+                    server = reduction.serve(*hosts, trainers=["worker0", "worker1"])
+                    copy.register_comm_hook(reduction.state(server), reduction.hook)
+                losses = train(copy, torch.optim.SGD(model.parameters(), lr=0.005, momentum=0.9), rank, 100)
+                assert losses[-1] < losses[0]
+                found.append(parameters_of(model))
+            assert are_equal(found[0], found[1])
+            assert are_equal(found[0], found[2])
+            trained = found[0]
+    meet(steps, "trained", rank, 2 + len(hosts))
+    return trained
+
+
+def test_the_sum_of_many_trainers_does_not_depend_on_who_comes_first(run_on_both: RunWorkers, tmp_path: Path) -> None:
+    means = run_on_both(4, sum_in_other_orders, Steps(tmp_path))
+    assert all(are_equal(means[0], other) for other in means[1:])
+
+
+def sum_in_other_orders(rank: int, steps: Steps) -> list[torch.Tensor]:
+    server = reduction.serve()
+    generator = torch.Generator().manual_seed(rank)
+    gradients = [torch.randn(50_000, generator=generator), torch.randn(3, 5, generator=generator)]
+    means = []
+    for turn in range(4):
+        # Each time another one is the last to come.
+        if rank == turn:
+            steps.wait_for(*(f"pushed {turn} {other}" for other in range(4) if other != rank))
+        future = reduction.push_pull_async(server, gradients)
+        steps.done(f"pushed {turn} {rank}")
+        means.append(future.wait())
+    assert all(are_equal(means[0], other) for other in means[1:])
+    assert [tensor.shape for tensor in means[0]] == [torch.Size([50_000]), torch.Size([3, 5])]
+    meet(steps, "done", rank, 4)
+    return means[0]
+
+
+def test_hosts_that_train_too_take_part_in_every_step_of_ddp(run_on_both: RunWorkers, tmp_path: Path) -> None:
+    first, second = run_on_both(2, train_on_the_host_too, Steps(tmp_path))
+    assert are_equal(first, second)
+
+
+def train_on_the_host_too(rank: int, steps: Steps) -> list[torch.Tensor]:
+    with process_group(rank, 2, steps.directory):
+        server = reduction.serve("worker0")
+        model = make_model()
+        ddp = DistributedDataParallel(model)
+        ddp.register_comm_hook(reduction.state(server), reduction.hook)
+        if rank == 0:
+            eventually(lambda: _missing("worker0", "ddp0/cut/0/0") != [], "the other one waits for it")
+        else:
+            assert reduction.push_pull(reduction.serve("worker0", trainers=1, name="other"), torch.ones(2)).sum() == 2
+        train(ddp, torch.optim.SGD(model.parameters(), lr=0.05), rank, 10)
+        meet(steps, "trained", rank, 2)
+    return parameters_of(model)
+
+
+def test_one_tensor_and_other_dtypes_are_averaged(run_on_both: RunWorkers, tmp_path: Path) -> None:
+    run_on_both(3, average_dtypes, Steps(tmp_path))
+
+
+def average_dtypes(rank: int, steps: Steps) -> None:
+    if rank:
+        server = reduction.serve("worker0")
+        for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16):
+            tensor = torch.full((2, 3), float(rank), dtype=dtype)
+            mean = reduction.push_pull(server, tensor)
+            assert mean.dtype == dtype
+            assert torch.equal(mean, torch.full((2, 3), 1.5, dtype=dtype))
+            mean.zero_()
+            assert tensor[0, 0] == rank
+    meet(steps, "done", rank, 3)
+
+
+def test_torchs_compression_goes_on_top(run_on_both: RunWorkers, tmp_path: Path) -> None:
+    run_on_both(3, train_compressed, Steps(tmp_path))
+
+
+def train_compressed(rank: int, steps: Steps) -> None:
+    if rank:
+        with process_group(rank - 1, 2, steps.directory):
+            server = reduction.serve("worker0")
+            model = make_model()
+            ddp = DistributedDataParallel(model)
+            ddp.register_comm_hook(reduction.state(server), default_hooks.fp16_compress_wrapper(reduction.hook))
+            losses = train(ddp, torch.optim.SGD(model.parameters(), lr=0.05), rank, 30)
+            assert losses[-1] < losses[0]
+            flat = torch.cat([parameter.flatten() for parameter in parameters_of(model)])
+            both = [torch.empty_like(flat) for _ in range(2)]
+            dist.all_gather(both, flat)
+            assert torch.equal(*both)
+            assert model[0].weight.grad.dtype == torch.float32
+    meet(steps, "done", rank, 3)
+
+
+# ---------------------------------------------------------------------------------------------------- DataParallel
+
+
+def test_trainers_begin_alike_and_accumulate_and_skip_what_has_no_gradient(
+    run_on_both: RunWorkers, tmp_path: Path
+) -> None:
+    first, second = run_on_both(2, train_unusually, Steps(tmp_path))
+    assert are_equal(first, second)
+
+
+class Unusual(nn.Module):
+    """With a part that is used in some steps, and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.common, self.rare, self.never = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+        self.norm = nn.BatchNorm1d(8)
+
+    def forward(self, x: torch.Tensor, is_rare: bool) -> torch.Tensor:
+        x = self.norm(self.common(x))
+        return (self.rare(x) if is_rare else x).square().mean()
+
+
+def train_unusually(rank: int, steps: Steps) -> list[torch.Tensor]:
+    torch.manual_seed(rank)  # which differ
+    module = Unusual()
+    module.norm.running_mean.fill_(float(rank))
+    model = reduction.DataParallel(module, reduction.serve())
+    assert module.norm.running_mean[0] == 0
+    begun = parameters_of(module)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    for turn, x in enumerate(batches(rank, 9)):
+        optimizer.zero_grad()
+        with model.no_sync():
+            model(x, False).backward()
+        model(x, is_rare=turn % 3 == rank).backward()
+        optimizer.step()
+    assert module.never.weight.grad is None
+    assert not torch.equal(parameters_of(module)[0], begun[0])
+    model.eval()
+    with torch.no_grad():
+        model(x, True)
+    meet(steps, "done", rank, 2)
+    return parameters_of(module)
+
+
+def test_a_trainer_that_joins_gets_the_state_and_one_that_leaves_is_not_waited_for(
+    run_on_ucx: RunWorkers, tmp_path: Path
+) -> None:
+    url = (tmp_path / "store").as_uri()
+    *others, joined, _ = run_on_ucx(4, join_and_leave, Steps(tmp_path), url, init=False)
+    assert are_equal(others[1], joined)
+
+
+def step_of(server: reduction.Server) -> int:
+    """How many steps the first model of a server has done."""
+    return server.positions.get("model0/0/0", 0)
+
+
+def join_and_leave(rank: int, steps: Steps, url: str) -> list[torch.Tensor] | None:
+    from workers import backend_options
+
+    def enter() -> None:
+        init_rpc(rank, world_size=None, rpc_backend_options=backend_options(init_method=url))
+
+    if rank == 3:
+        # The server, which knows nothing of all this.
+        enter()
+        steps.done("server")
+        steps.wait_for("over 0", "over 1", "over 2", timeout=120)
+        rpc.shutdown()
+        return None
+    steps.wait_for("server", timeout=120)
+    if rank == 2:
+        steps.wait_for("five steps", timeout=120)
+    enter()
+    model = make_model()
+    if rank:
+        nn.init.zeros_(model[0].weight)  # not what it trains with
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    server = reduction.serve("worker3", trainers=2)
+    copy = reduction.DataParallel(model, server, optimizer=optimizer)
+    if rank < 2:
+        train(copy, optimizer, rank, 5)
+        steps.done("five steps")
+        # Whoever joins does so while the others train.
+        while not steps.is_done("joined"):
+            train(copy, optimizer, 10 + rank, 1)
+    else:
+        assert step_of(server) >= 5
+        steps.done("joined")
+    # From here on all count alike, wherever each of them noticed it. One leaves, the others go on.
+    last = 5 + 2000
+    while step_of(server) < last:
+        train(copy, optimizer, 20 + rank, 1)
+        if rank == 0:
+            break
+        if last == 2005:
+            steps.done(f"after {rank}: {step_of(server)}")
+            known = [name for peer in (1, 2) if (name := first_after(steps, peer)) is not None]
+            if len(known) == 2:
+                last = max(known) + 5
+    server.leave()
+    steps.done(f"over {rank}")
+    steps.wait_for("over 0", "over 1", "over 2", timeout=120)
+    rpc.shutdown()
+    return parameters_of(model)
+
+
+def first_after(steps: Steps, rank: int) -> int | None:
+    """The step in which a trainer has noticed that another has joined."""
+    found = [int(path.name.partition(": ")[2]) for path in steps.directory.glob(f"after {rank}: *")]
+    return min(found, default=None)
+
+
+# ------------------------------------------------------------------------------------------------- trainers that die
+
+
+@pytest.mark.parametrize("way", ["hook", "DataParallel"])
+def test_the_others_lose_no_step_when_a_trainer_is_killed(run_on_ucx: RunWorkers, tmp_path: Path, way: str) -> None:
+    results = run_on_ucx(4, lose_a_trainer, Steps(tmp_path), way, shutdown=False, exit_codes={2: KILLED, 1: 0, 3: 0})
+    del results
+
+
+def lose_a_trainer(rank: int, steps: Steps, way: str) -> None:
+    if rank == 0:
+        steps.wait_for("over 1", "over 3", timeout=80)
+        rpc.shutdown(graceful=False)
+        return
+    server = reduction.serve("worker0")
+    model = make_model()
+    if way == "hook":
+        dist.init_process_group("gloo", init_method=(steps.directory / "group").as_uri(), rank=rank - 1, world_size=3)
+        copy: nn.Module = DistributedDataParallel(model)
+        copy.register_comm_hook(reduction.state(server), reduction.hook)
+    else:
+        copy = reduction.DataParallel(model, server)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    train(copy, optimizer, rank, 5)
+    if rank == 2:
+        # In the middle of a step, whose gradients the others have pushed.
+        threading.Timer(0.2, die).start()
+        steps.wait_for("never")
+    losses = train(copy, optimizer, rank, 20)
+    assert len(losses) == 20
+    torch.save(parameters_of(model), steps.directory / f"{rank}.pt")
+    steps.done(f"over {rank}")
+    steps.wait_for("over 1", "over 3")
+    assert are_equal(torch.load(steps.directory / "1.pt"), torch.load(steps.directory / "3.pt"))
+    # gloo's process group waits for the dead one.
+    os._exit(0)
+
+
+# ----------------------------------------------------------------------------------------------------------- quorum
+
+
+def test_with_a_quorum_nobody_waits_for_the_slow_who_catches_up(run_on_both: RunWorkers, tmp_path: Path) -> None:
+    results = run_on_both(4, train_with_a_slow_one, Steps(tmp_path))
+    # Of plain SGD, the sum of what it has missed is what it has missed.
+    for other in results[1:]:
+        assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(results[0], other, strict=True))
+
+
+def train_with_a_slow_one(rank: int, steps: Steps) -> list[torch.Tensor]:
+    server = reduction.serve()
+    model = make_model()
+    copy = reduction.DataParallel(model, server, quorum=3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    if rank == 3:
+        # It comes to its second step when the others have done all of theirs.
+        train(copy, optimizer, rank, 1)
+        steps.wait_for("trained 0", "trained 1", "trained 2")
+        train(copy, optimizer, rank, 1)
+    else:
+        train(copy, optimizer, rank, 12)
+    meet(steps, "trained", rank, 4)
+    return parameters_of(model)
+
+
+def test_a_late_trainer_with_its_optimizer_gets_the_state_of_another(run_on_ucx: RunWorkers, tmp_path: Path) -> None:
+    run_on_ucx(4, catch_up_with_adam, Steps(tmp_path))
+
+
+def catch_up_with_adam(rank: int, steps: Steps) -> None:
+    server = reduction.serve()
+    model = make_model()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    copy = reduction.DataParallel(model, server, quorum=3, optimizer=optimizer)
+    # By step, the parameters and the first moment that it begins with.
+    begun: dict[int, list[torch.Tensor]] = {}
+
+    def note(*_: object) -> None:
+        moments = [state["exp_avg"].clone() for state in optimizer.state.values()]
+        begun[step_of(server)] = parameters_of(model) + moments
+
+    model.register_forward_pre_hook(note)
+    train(copy, optimizer, rank, 1)
+    if rank == 3:
+        steps.wait_for("trained 0", "trained 1", "trained 2", timeout=120)
+        train(copy, optimizer, rank, 1)
+        assert copy._is_behind
+        train(copy, optimizer, rank, 1)  # begins with the state of another
+        steps.done("caught up")
+    else:
+        train(copy, optimizer, rank, 12)
+        steps.done(f"trained {rank}")
+        while not steps.is_done("caught up"):
+            train(copy, optimizer, rank, 1)
+            for old in list(begun)[:-500]:
+                del begun[old]
+        server.leave()
+    torch.save(begun, steps.directory / f"{rank}.pt")
+    meet(steps, "saved", rank, 4)
+    # Steps of the others overlap: the last one of worker3 is one of theirs.
+    last = max(begun) if rank == 3 else None
+    if last is not None:
+        others = [torch.load(steps.directory / f"{other}.pt") for other in range(3)]
+        assert any(last in other and are_equal(begun[last], other[last]) for other in others)
+    meet(steps, "done", rank, 4)
+
+
+def test_the_divisor_is_how_many_came(run_on_both: RunWorkers, tmp_path: Path) -> None:
+    run_on_both(3, push_with_quorum, Steps(tmp_path))
+
+
+def push_with_quorum(rank: int, steps: Steps) -> None:
+    server = reduction.serve()
+    ones = torch.ones(4)
+    if rank == 2:
+        steps.wait_for("pushed 0", "pushed 1")
+        # Late for two steps: it gets both, and what it pushed is dropped.
+        assert torch.equal(reduction.push_pull(server, 100 * ones, quorum=2), (1.5 + 3) * ones)
+    else:
+        assert torch.equal(reduction.push_pull(server, (rank + 1) * ones, quorum=2), 1.5 * ones)
+        assert torch.equal(reduction.push_pull(server, 2 * (rank + 1) * ones, quorum=2), 3 * ones)
+        steps.done(f"pushed {rank}")
+    meet(steps, "again", rank, 3)
+    # Then all are together again.
+    assert torch.equal(reduction.push_pull(server, (rank + 1) * ones), 2 * ones)
+    meet(steps, "done", rank, 3)
+
+
+# ------------------------------------------------------------------------------------------ an optimizer on the server
+
+
+def start_values() -> list[torch.Tensor]:
+    return [torch.arange(6.0).reshape(2, 3), torch.ones(4), torch.zeros(2)]
+
+
+@pytest.mark.parametrize("hosts", [("worker0",), ("worker0", "worker1")], ids=["one", "two"])
+def test_a_server_with_an_optimizer_answers_with_the_parameters(
+    run_on_both: RunWorkers, tmp_path: Path, hosts: tuple[str, ...]
+) -> None:
+    run_on_both(4, update_on_server, Steps(tmp_path), hosts)
+
+
+def update_on_server(rank: int, steps: Steps, hosts: tuple[str, ...]) -> None:
+    if rank >= 2:
+        make = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.5)
+        server = reduction.serve(*hosts, trainers=2, parameters=start_values(), optimizer=make)
+        expected = [nn.Parameter(tensor) for tensor in start_values()]
+        optimizer = make(expected)
+        for turn in range(5):
+            gradients = [torch.full_like(tensor, turn + rank) for tensor in expected]
+            parameters = reduction.push_pull(server, gradients)
+            for parameter in expected:
+                parameter.grad = torch.full_like(parameter, turn + 2.5)
+            optimizer.step()
+            assert are_equal(parameters, [parameter.detach() for parameter in expected])
+    meet(steps, "done", rank, 4)
+
+
+def test_asynchronous_pushes_are_all_applied_and_wait_for_nobody(run_on_both: RunWorkers, tmp_path: Path) -> None:
+    run_on_both(3, update_asynchronously, Steps(tmp_path))
+
+
+PUSHES = 40
+
+
+def update_asynchronously(rank: int, steps: Steps) -> None:
+    if rank:
+        server = reduction.serve("worker0", parameters=[torch.zeros(5)], optimizer=SGD, asynchronous=True)
+        if rank == 2:
+            steps.wait_for("pushed 1")
+        for _ in range(PUSHES):
+            (parameter,) = reduction.push_pull(server, [torch.ones(5)])
+        steps.done(f"pushed {rank}")
+        if rank == 2:
+            assert torch.allclose(parameter, torch.full((5,), -0.1 * 2 * PUSHES))
+    meet(steps, "done", rank, 3)
+
+
+# -------------------------------------------------------------------------------------------------- servers that die
+
+
+@pytest.mark.parametrize("is_on_trainers", [False, True], ids=["servers", "trainers"])
+def test_steps_go_on_when_a_host_of_gradients_is_killed(
+    run_on_ucx: RunWorkers, tmp_path: Path, is_on_trainers: bool
+) -> None:
+    workers = 3 if is_on_trainers else 4
+    dies = 0
+    results = run_on_ucx(
+        workers,
+        lose_a_host,
+        Steps(tmp_path),
+        is_on_trainers,
+        shutdown=False,
+        exit_codes={dies: KILLED},
+    )
+    assert are_equal(results[-1], results[-2])
+
+
+def lose_a_host(rank: int, steps: Steps, is_on_trainers: bool) -> list[torch.Tensor] | None:
+    result = None
+    trains = rank > (0 if is_on_trainers else 1)
+    if rank == 0 and not is_on_trainers:
+        steps.wait_for("five 2", "five 3")
+        time.sleep(0.02)  # somewhere in a step
+        die()
+    if trains or is_on_trainers:
+        server = reduction.serve(*(() if is_on_trainers else ("worker0", "worker1")))
+        model = make_model(160)
+        copy = reduction.DataParallel(model, server, bucket_bytes=1 << 16)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        train(copy, optimizer, rank, 5)
+        steps.done(f"five {rank}")
+        if rank == 0:
+            threading.Timer(0.02, die).start()
+        losses = train(copy, optimizer, rank, 60 if rank else 10_000)
+        assert len(losses) == 60
+        result = parameters_of(model)
+        steps.done(f"over {rank}")
+    steps.wait_for(*(f"over {peer}" for peer in ((1, 2) if is_on_trainers else (2, 3))))
+    rpc.shutdown(graceful=False)
+    return result
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["synchronous", "asynchronous"])
+def test_a_replica_goes_on_with_all_updates_of_a_host_that_is_killed(
+    run_on_ucx: RunWorkers, tmp_path: Path, asynchronous: bool
+) -> None:
+    run_on_ucx(
+        4, lose_a_host_with_a_replica, Steps(tmp_path), asynchronous, shutdown=False, exit_codes={0: KILLED}, timeout=90
+    )
+
+
+UPDATES = 60
+
+
+def lose_a_host_with_a_replica(rank: int, steps: Steps, asynchronous: bool) -> None:
+    if rank == 0:
+        steps.wait_for("ten 2", "ten 3")
+        die()
+    if rank > 1:
+        server = reduction.serve(
+            "worker0",
+            "worker1",
+            trainers=2,
+            parameters=[torch.zeros(3), torch.zeros(4)],
+            optimizer=SGD,
+            asynchronous=asynchronous,
+            replica=True,
+        )
+        for turn in range(UPDATES):
+            parameters = reduction.push_pull(server, [torch.ones(3), torch.ones(4)])
+            if turn == 10:
+                steps.done(f"ten {rank}")
+        steps.done(f"pushed {rank}")
+        steps.wait_for("pushed 2", "pushed 3")
+        # No update is lost, none is applied twice.
+        if asynchronous:
+            parameters = reduction.push_pull(server, [torch.zeros(3), torch.zeros(4)])
+        expected = -0.1 * UPDATES * (2 if asynchronous else 1)
+        for parameter in parameters:
+            assert torch.allclose(parameter, torch.full_like(parameter, expected)), (parameter, expected)
+        steps.done(f"over {rank}")
+    steps.wait_for("over 2", "over 3")
+    rpc.shutdown(graceful=False)
+
+
+def test_a_server_that_is_started_anew_goes_on_from_its_checkpoint(run_on_ucx: RunWorkers, tmp_path: Path) -> None:
+    url = (tmp_path / "store").as_uri()
+    run_on_ucx(3, restart_the_server, Steps(tmp_path), url, init=False, exit_codes={0: KILLED})
+
+
+def restart_the_server(rank: int, steps: Steps, url: str) -> None:
+    from workers import backend_options
+
+    def enter(as_rank: int) -> None:
+        init_rpc(
+            as_rank,
+            name=f"worker{as_rank}",
+            world_size=None,
+            rpc_backend_options=backend_options(init_method=url),
+        )
+
+    if rank == 1:
+        steps.wait_for("server")
+        enter(1)
+        server = reduction.serve(
+            "worker0",
+            parameters=[torch.zeros(3)],
+            optimizer=functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+            checkpoint=str(steps.directory / "checkpoints"),
+            checkpoint_every=5,
+        )
+        for _ in range(12):
+            (parameter,) = reduction.push_pull(server, [torch.ones(3)])
+        rpc.rpc_async("worker0", die)
+        (parameter,) = reduction.push_pull(server, [torch.ones(3)])
+        # Ten updates were saved; this is the eleventh, with the momentum of the ten.
+        expected = nn.Parameter(torch.zeros(3))
+        optimizer = torch.optim.SGD([expected], lr=0.1, momentum=0.9)
+        for _ in range(11):
+            expected.grad = torch.ones(3)
+            optimizer.step()
+        assert torch.equal(parameter, expected.detach())
+        steps.done("over")
+        rpc.shutdown()
+        return
+    if rank == 2:
+        # The second life of the server.
+        eventually(lambda: steps.is_done("dead"), "the first one is dead", timeout=60)
+    enter(0)
+    if rank == 0:
+        steps.done("server")
+        watcher = f"while kill -0 {os.getpid()} 2>/dev/null; do sleep 0.05; done; touch {steps.directory / 'dead'}"
+        os.spawnlp(os.P_NOWAIT, "sh", "sh", "-c", watcher)
+        steps.wait_for("never", timeout=60)
+    steps.wait_for("over")
+    rpc.shutdown()
+
+
+def test_without_replica_and_checkpoint_the_loss_of_a_host_with_parameters_is_an_error(
+    run_on_ucx: RunWorkers, tmp_path: Path
+) -> None:
+    run_on_ucx(3, lose_parameters, Steps(tmp_path), shutdown=False, exit_codes={0: KILLED})
+
+
+def lose_parameters(rank: int, steps: Steps) -> None:
+    if rank == 2:
+        server = reduction.serve(
+            "worker0", "worker1", trainers=1, parameters=[torch.zeros(3), torch.zeros(2)], optimizer=SGD
+        )
+        gradients = [torch.ones(3), torch.ones(2)]
+        reduction.push_pull(server, gradients)
+        rpc.rpc_async("worker0", die)
+        eventually(lambda: "worker0" in server._lost, "the host is lost")
+        with pytest.raises(ValueError, match=r"has no parameters.*replica=True.*checkpoint="):
+            reduction.push_pull(server, gradients)
+        lonely = reduction.serve("worker1", trainers=1)
+        assert reduction.push_pull(lonely, torch.ones(2)).sum() == 2
+        steps.done("over")
+    steps.wait_for("over")
+    rpc.shutdown(graceful=False)
+
+
+# --------------------------------------------------------------------------------------------------------- bad input
+
+
+def test_bad_input_is_refused_in_sentences(run_on_both: RunWorkers, tmp_path: Path) -> None:
+    run_on_both(3, give_bad_input, Steps(tmp_path))
+
+
+def give_bad_input(rank: int, steps: Steps) -> None:
+    if rank == 0:
+        for wrong, why in (
+            (lambda: reduction.serve("worker9"), r"'worker9' cannot be a host of a server.*close to it: worker"),
+            (lambda: reduction.serve("worker1", "worker1"), "must be different workers"),
+            (lambda: reduction.serve(3), "given by its worker's name; 3 is none"),
+            (lambda: reduction.serve("worker1", trainers=0), "trainers must be 1 at least"),
+            (lambda: reduction.serve("worker1", optimizer=SGD), "needs both, parameters="),
+            (lambda: reduction.serve("worker1", replica=True), "replica is for a server with an optimizer"),
+            (
+                lambda: reduction.serve("worker1", optimizer=lambda p: None, parameters=[torch.ones(1)]),
+                "goes to the server by pickle",
+            ),
+            (
+                lambda: reduction.serve("worker1", optimizer=SGD, parameters=[torch.ones(1)], replica=True),
+                "needs a second host",
+            ),
+        ):
+            with pytest.raises((TypeError, ValueError), match=why):
+                wrong()
+        server = reduction.serve("worker1", trainers=["worker0"])
+        for wrong, why in (
+            (
+                lambda: reduction.state(server, quorum=5),
+                r"quorum=5 can never be reached: there are \d trainers.*at most",
+            ),
+            (lambda: reduction.push_pull(server, torch.ones(1), quorum=0), "quorum must be 1 at least"),
+            (lambda: reduction.DataParallel(nn.Linear(1, 1), server, quorum=9), "quorum=9 can never be reached"),
+            (lambda: reduction.DataParallel(nn.ReLU(), server), "no parameter of the module requires grad"),
+            (lambda: reduction.push_pull("ps", torch.ones(1)), "takes what reduction.serve returns; 'ps'"),
+            (lambda: reduction.push_pull(server, [torch.ones(1), None]), "number 1 is None; give zeros"),
+        ):
+            with pytest.raises((TypeError, ValueError), match=why):
+                wrong()
+        assert torch.equal(reduction.push_pull(server, [torch.ones(2), torch.ones(3)])[1], torch.ones(3))
+        with pytest.raises(ValueError, match=r"another shape than the server's.*number 1 is \[4\].*that one is \[3\]"):
+            reduction.push_pull(server, [torch.ones(2), torch.ones(4)])
+        with pytest.raises(ValueError, match=r"all trainers must call serve alike"):
+            reduction.serve("worker1", trainers=1, parameters=[torch.ones(1)], optimizer=SGD)
+    meet(steps, "done", rank, 3)
+
+
+def test_gradients_of_another_shape_than_the_others_are_refused(run_on_both: RunWorkers, tmp_path: Path) -> None:
+    run_on_both(3, push_other_shapes, Steps(tmp_path))
+
+
+def push_other_shapes(rank: int, steps: Steps) -> None:
+    server = reduction.serve("worker0", trainers=2)
+    if rank == 1:
+        first = reduction.push_pull_async(server, [torch.ones(2, 3)])
+        eventually(lambda: rpc.rpc_sync("worker0", _missing, args=("worker0", "tensors/0")) != [], "it has come")
+        steps.done("first")
+        assert torch.equal(first.wait()[0], torch.full((2, 3), 1.5))
+    if rank == 2:
+        steps.wait_for("first")
+        with pytest.raises(
+            ValueError,
+            match=r"'worker2' \(rank 2\) pushes gradients of \[3, 2\] .*'worker1' \(rank 1\) has pushed \[2, 3\]",
+        ):
+            reduction.push_pull(server, [torch.ones(3, 2)])
+        # It may correct that, and nothing is left of it.
+        other = reduction.serve("worker0", trainers=2)
+        other._shapes = None
+        assert torch.equal(reduction.push_pull(other, [torch.full((2, 3), 2.0)])[0], torch.full((2, 3), 1.5))
+    meet(steps, "done", rank, 3)
+
+
+def test_a_step_that_is_not_completed_in_time_says_who_was_missing(run_on_both: RunWorkers, tmp_path: Path) -> None:
+    run_on_both(3, miss_a_trainer, Steps(tmp_path), options={"rpc_timeout": 2})
+
+
+def miss_a_trainer(rank: int, steps: Steps) -> None:
+    if rank == 1:
+        server = reduction.serve("worker0")
+        with pytest.raises(
+            RuntimeError, match=r"it waited for worker2\. Where some need not come, serve\(..., trainers"
+        ):
+            reduction.push_pull(server, torch.ones(2))
+    steps.done(f"done {rank}")
+    steps.wait_for(*(f"done {peer}" for peer in range(3)))
+
+
+def test_without_rpc_serve_says_so() -> None:
+    with pytest.raises(RuntimeError, match="RPC is not running"):
+        reduction.serve("ps0")
+
+
+# -------------------------------------------------------------------------------------------------- how work is spread
+
+
+def test_work_is_spread_by_size() -> None:
+    assert spread([10, 10, 10, 10], 2) == [0, 1, 0, 1]
+    assert spread([1, 100, 1, 1], 2) == [1, 0, 1, 1]
+    loads = [0, 0, 0]
+    parts = cut(1_000_003, 4, loads)
+    assert [part.shard for part in parts] == [0, 1, 2]
+    assert parts[0].start == 0
+    assert parts[-1].stop == 1_000_003
+    assert all(first.stop == second.start for first, second in itertools.pairwise(parts))
+    assert max(loads) - min(loads) <= 4 * 48
+    # Whole, where that is even.
+    assert plan([(100, 4), (90, 4), (110, 4)], 3) == [[Part(1, 0, 100)], [Part(2, 0, 90)], [Part(0, 0, 110)]]
+    assert [len(parts) for parts in plan([(100_000, 4), (30_000, 4), (10, 4)], 2)] == [2, 2, 1]
+    assert plan([(100_000, 4)], 1) == [[Part(0, 0, 100_000)]]
+    loads = [100, 0]
+    assert cut(10, 4, loads)[0].shard == 1
+    assert loads == [100, 40]

@@ -1,0 +1,146 @@
+"""The end of other workers: `on_lost`, a callback for it, and what the libraries of this package use besides.
+
+The agent calls back (`_set_on_gone`), on one of its threads. Other backends tell nothing: a subscriber is never called
+there, and has to notice the end of a worker by a call that fails.
+"""
+
+# mypy: allow-untyped-calls
+
+from __future__ import annotations
+
+import itertools
+import logging
+import re
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from torch._C._distributed_rpc import WorkerInfo, _get_current_rpc_agent, _is_current_rpc_agent_set
+
+_logger = logging.getLogger(__name__)
+
+_ENDED = ("left", "failed")
+
+
+class Gone(NamedTuple):
+    """The end of a worker. ``session`` tells this life of it from others of the same name."""
+
+    session: int
+    name: str
+    rank: int
+    failed: bool
+    reason: str
+
+
+_lock = threading.Lock()
+_subscribers: dict[int, Callable[[Gone], None]] = {}
+_tokens = itertools.count()
+# The agent that is watched; subscriptions end with it.
+_watched: weakref.ref[Any] | None = None
+
+
+def current_agent() -> Any:
+    """The running agent; RuntimeError without one."""
+    if not _is_current_rpc_agent_set():
+        raise RuntimeError("RPC is not running: call torch.distributed.rpc.init_rpc first")
+    return _get_current_rpc_agent()
+
+
+def on_lost(callback: Callable[[WorkerInfo, str], None]) -> Callable[[], None]:
+    """Have ``callback(worker, reason)`` called when a worker has died or cannot be reached any more.
+
+    It runs on a thread of the agent, soon after the agent has noticed: it must not block. Workers that leave the group
+    by themselves are not lost; `statistics` shows them as ``"left"``. On backends other than UCX it is never called.
+
+    Returns a function that ends the subscription, as the shutdown of RPC does. Raises RuntimeError where RPC is not
+    running.
+
+    Example::
+
+        >>> stop = torch_ucx_rpc.on_lost(lambda worker, reason: print(worker.name, reason))
+    """
+
+    def tell(gone: Gone) -> None:
+        if gone.failed:
+            callback(WorkerInfo(gone.name, gone.rank), gone.reason)
+
+    return subscribe(tell)
+
+
+def subscribe(callback: Callable[[Gone], None]) -> Callable[[], None]:
+    """`on_lost` with all that is known of the end; also for workers that leave."""
+    global _watched
+    agent = current_agent()
+    token = next(_tokens)
+    with _lock:
+        is_first = _watched is None or _watched() is not agent
+        if is_first:
+            _subscribers.clear()
+            _watched = weakref.ref(agent)
+        _subscribers[token] = callback
+    if is_first and hasattr(agent, "_set_on_gone"):
+        watched = weakref.ref(agent)
+        agent._set_on_gone(lambda *gone: _tell(watched, Gone(*gone)))
+
+    def unsubscribe() -> None:
+        with _lock:
+            _subscribers.pop(token, None)
+
+    return unsubscribe
+
+
+def ended() -> list[Gone]:
+    """Workers whose end the agent has seen already; none on other backends."""
+    agent = current_agent()
+    return list(_ended_peers(agent).values()) if hasattr(agent, "_statistics") else []
+
+
+def _ended_peers(agent: Any) -> dict[int, Gone]:
+    return {
+        peer["session"]: Gone(
+            peer["session"],
+            peer["name"],
+            peer["rank"],
+            peer["state"] == "failed",
+            f"worker {peer['name']!r} (rank {peer['rank']}, pid {peer['pid']} on {peer['host']}) has "
+            + ("died or cannot be reached any more" if peer["state"] == "failed" else "left the group"),
+        )
+        for peer in agent._statistics()["peers"]
+        if peer["state"] in _ENDED
+    }
+
+
+def _tell(agent: weakref.ref[Any], gone: Gone) -> None:
+    with _lock:
+        callbacks = list(_subscribers.values()) if _watched == agent else []
+    for callback in callbacks:
+        try:
+            callback(gone)
+        except Exception:
+            _logger.exception("a callback for the end of worker %s has raised", gone.name)
+
+
+# As torch begins the text of what a callee raised.
+_RAISED_THERE = re.compile(r"(?:\w+(?:\.\w+)*: )?On WorkerInfo\(")
+# What the agents say of a callee that is gone: UCX's, then TensorPipe's.
+_GONE = re.compile(
+    r"lost worker '|is leaving the group|has left the group|has shut down its RPC agent"
+    r"|\beof\b|connection reset|connection refused|broken pipe|pipe closed|pipe not",
+    re.IGNORECASE,
+)
+
+
+def was_raised_there(error: BaseException) -> bool:
+    """True of what the function that was called has raised, on the other worker."""
+    return _RAISED_THERE.match(str(error)) is not None
+
+
+def was_lost(error: BaseException) -> bool:
+    """True if a call failed for the end of its callee."""
+    return not was_raised_there(error) and _GONE.search(str(error)) is not None
+
+
+def timed_out(error: BaseException) -> bool:
+    """True if a call was given up."""
+    return not was_raised_there(error) and "RPC ran for more than" in str(error)

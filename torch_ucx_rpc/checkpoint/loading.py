@@ -1,0 +1,98 @@
+"""`load`: every worker reads its own part of the files, into the tensors that it has."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+
+from torch_ucx_rpc.checkpoint import storage
+from torch_ucx_rpc.checkpoint.parts import CheckpointError, Part, Path, by_worker, parts_of, run_everywhere, under
+
+__all__ = ["load"]
+
+# Of loads between their two rounds.
+_planned: dict[str, tuple[Any, Any, Any, dict[str, Any], Sequence[tuple[Path, Part]]]] = {}
+
+
+def load(state: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
+    """Read into ``state`` what `save` has written at ``path``; the number of workers and of stages may differ.
+
+    Names and shapes are compared on all workers before the first of them is changed.
+
+    Raises CheckpointError that names the worker, and what the checkpoint lacks; FileNotFoundError where there is none.
+    """
+    path = os.fspath(path)
+    storage.read_metadata(path)
+    session = uuid.uuid4().hex[:12]
+    mine = by_worker(parts_of(state))
+    try:
+        run_everywhere("reading a checkpoint", _plan, {worker: (session, path, some) for worker, some in mine.items()})
+        run_everywhere("reading a checkpoint", _read, dict.fromkeys(mine, (session,)))
+    except BaseException:
+        _forget_everywhere(session, list(mine))
+        raise
+
+
+def _plan(session: str, path: str, parts: Sequence[tuple[Path, Part]]) -> None:
+    """What of the files this worker wants; raises where they do not have it."""
+    reader = FileSystemReader(path)
+    metadata = storage.read_metadata(path)
+    paths: Mapping[str, Path] = metadata.planner_data or {name: (name,) for name in metadata.state_dict_metadata}
+    state: dict[str, Any] = {}
+    for place, part in parts:
+        key = tuple(map(str, place))
+        saved = {
+            full[len(key) :]: metadata.state_dict_metadata[name]
+            for name, full in paths.items()
+            if tuple(map(str, full[: len(key)])) == key and len(full) > len(key)
+        }
+        if not saved and part.optional:
+            continue
+        if not saved:
+            raise CheckpointError(
+                f"the checkpoint at {path!r} has nothing under {'.'.join(key)!r}; it has "
+                f"{', '.join(sorted({str(full[0]) for full in paths.values()}))}"
+            )
+        under(place, part.template(*part.args, saved), state)
+    planner = DefaultLoadPlanner()
+    try:
+        planner.set_up_planner(state, metadata, False)
+        reader.set_up_storage_reader(metadata, False)
+        plan = reader.prepare_local_plan(planner.create_local_plan())
+    except (RuntimeError, ValueError) as error:
+        raise CheckpointError(f"the checkpoint at {path!r} is of another model: {error}") from error
+    _planned[session] = reader, planner, planner.finish_plan(plan), state, parts
+
+
+def _read(session: str) -> None:
+    reader, planner, plan, state, parts = _planned.pop(session)
+    with torch.no_grad():
+        reader.read_data(plan, planner).wait()
+    for place, part in parts:
+        found = state
+        for key in place:
+            found = found.get(str(key), {})
+        if found or not part.optional:
+            part.apply(*part.args, found)
+
+
+def _forget(session: str) -> None:
+    _planned.pop(session, None)
+
+
+def _forget_everywhere(session: str, workers: Sequence[str | None]) -> None:
+    import torch.distributed.rpc as rpc
+
+    _forget(session)
+    for worker in workers:
+        if worker is not None:
+            try:
+                rpc.rpc_async(worker, _forget, (session,))
+            except RuntimeError:
+                continue

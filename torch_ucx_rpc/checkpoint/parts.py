@@ -1,0 +1,184 @@
+"""Which worker has what of a state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch.distributed.rpc as rpc
+from torch import nn
+from torch._C._distributed_rpc import PyRRef, _is_current_rpc_agent_set
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.nn.api.remote_module import _RemoteModule
+
+__all__ = ["CheckpointError", "Part", "Path", "parts_of", "run_everywhere", "under"]
+
+# Keys from the top of a state down to a value.
+Path = tuple[Any, ...]
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint that could not be written or read; the message names the worker and the reason."""
+
+
+class Part(NamedTuple):
+    """What one worker has of an object.
+
+    ``collect(*args)`` is its state there, a dict that may be nested, with the living tensors.
+    ``template(*args, saved)`` is what is to be read there: a dict of tensors to read into, and of anything in the
+    place of what is no tensor. ``saved`` maps the paths that the checkpoint has below the object to DCP's metadata.
+    ``apply(*args, state)`` is called with the template when that has been read.
+    The functions and arguments are pickled, unless ``worker`` is None: then they run where `save` and `load` are
+    called.
+    """
+
+    worker: str | None
+    collect: Callable[..., dict[str, Any]]
+    template: Callable[..., dict[str, Any]]
+    apply: Callable[..., None]
+    args: tuple[Any, ...] = ()
+    optional: bool = False
+    """A checkpoint without it is loaded all the same."""
+
+
+def parts_of(state: Mapping[str, Any]) -> list[tuple[Path, Part]]:
+    """The parts of a state, each with the path at which it stands."""
+    return list(_walk((), state))
+
+
+def _walk(path: Path, value: Any) -> Iterator[tuple[Path, Part]]:
+    if hasattr(value, "checkpoint_parts"):
+        for part in value.checkpoint_parts():
+            yield path, part
+    elif isinstance(value, (_RemoteModule, PyRRef)):
+        rref = value.get_module_rref() if isinstance(value, _RemoteModule) else value
+        yield path, Part(rref.owner_name(), _state_behind, _template_behind, _set_state_behind, (rref,))
+    elif isinstance(value, (nn.Module, Stateful)):
+        yield path, _of_stateful(value)
+    elif isinstance(value, Mapping):
+        plain = {}
+        for key, inner in value.items():
+            if _is_leaf(inner):
+                plain[key] = inner
+            else:
+                yield from _walk((*path, key), inner)
+        if plain:
+            yield path, _of_values(value, plain)
+    else:
+        raise TypeError(f"a state is a dict, and {'.'.join(map(str, path)) or 'this one'} is a {type(value).__name__}")
+
+
+def _is_leaf(value: Any) -> bool:
+    return not (
+        hasattr(value, "checkpoint_parts")
+        or isinstance(value, (_RemoteModule, PyRRef, nn.Module, Mapping))
+        or (isinstance(value, Stateful) and not isinstance(value, type))
+    )
+
+
+def _of_stateful(value: Any) -> Part:
+    def template(saved: Mapping[Path, Any]) -> dict[str, Any]:
+        state: dict[str, Any] = value.state_dict()
+        return state
+
+    return Part(None, value.state_dict, template, value.load_state_dict)
+
+
+def _of_values(holder: Any, plain: dict[str, Any]) -> Part:
+    def apply(state: dict[str, Any]) -> None:
+        # Tensors have been read in place; what is none takes the place of the old.
+        holder.update({key: state[key] for key in plain if key in state})
+
+    return Part(None, lambda: plain, lambda saved: dict(plain), apply)
+
+
+def _state_behind(rref: Any) -> dict[str, Any]:
+    """The state of what an RRef refers to, on its owner."""
+    value = rref.local_value()
+    if isinstance(value, Mapping):
+        return dict(value)
+    if not hasattr(value, "state_dict"):
+        raise TypeError(f"the RRef refers to a {type(value).__name__}, which has no state_dict()")
+    state: dict[str, Any] = value.state_dict()
+    return state
+
+
+def _template_behind(rref: Any, saved: Mapping[Path, Any]) -> dict[str, Any]:
+    return _state_behind(rref)
+
+
+def _set_state_behind(rref: Any, state: dict[str, Any]) -> None:
+    value = rref.local_value()
+    if isinstance(value, Mapping):
+        value.update(state)  # type: ignore[attr-defined]
+    else:
+        value.load_state_dict(state)
+
+
+def under(path: Path, inner: dict[str, Any], into: dict[str, Any]) -> None:
+    """Put ``inner`` into ``into`` at ``path``, beside what stands there already."""
+    for key in path:
+        into = into.setdefault(str(key), {})
+    for key, value in inner.items():
+        if isinstance(value, Mapping) and isinstance(into.get(key), dict):
+            under((), dict(value), into[key])
+        else:
+            into[key] = dict(value) if isinstance(value, Mapping) else value
+
+
+# ------------------------------------------------------------------------------------------------ on many workers
+
+
+def own_name() -> str | None:
+    """Name of this worker; None where RPC has not been initialized."""
+    return rpc.get_worker_info().name if _is_current_rpc_agent_set() else None
+
+
+def by_worker(parts: Sequence[tuple[Path, Part]]) -> dict[str | None, list[tuple[Path, Part]]]:
+    """The parts of each worker; those of this process, which may be no worker, under None."""
+    here = own_name()
+    found: dict[str | None, list[tuple[Path, Part]]] = {None: []}
+    for path, part in parts:
+        found.setdefault(None if part.worker == here else part.worker, []).append((path, part))
+    return found
+
+
+def _try(function: Callable[..., Any], args: tuple[Any, ...]) -> tuple[bool, Any]:
+    """On a worker: what raises there is an answer, since RPC would write it to the worker's stderr as well."""
+    try:
+        return True, function(*args)
+    except Exception as error:
+        return False, str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+
+
+def run_everywhere(
+    what: str, function: Callable[..., Any], arguments: Mapping[str | None, tuple[Any, ...]]
+) -> dict[str | None, Any]:
+    """Call ``function`` on each worker with its arguments, and here with those of None. Raises CheckpointError for the
+    first failure."""
+    futures = {}
+    failures: list[tuple[str, Exception]] = []
+    results: dict[str | None, Any] = {}
+    for worker, some in arguments.items():
+        if worker is not None:
+            try:
+                futures[worker] = rpc.rpc_async(worker, _try, (function, some), timeout=0)
+            except RuntimeError as error:
+                failures.append((worker, error))
+    if None in arguments:
+        try:
+            results[None] = function(*arguments[None])
+        except Exception as error:
+            failures.append((own_name() or "this process", error))
+    for worker, future in futures.items():
+        try:
+            succeeded, results[worker] = future.wait()
+        except RuntimeError as error:
+            failures.append((worker, error))
+        else:
+            if not succeeded:
+                failures.append((worker, CheckpointError(results[worker])))
+    if failures:
+        name, reason = failures[0]
+        raise CheckpointError(f"{what} failed on {name!r}: {reason}") from reason
+    return results

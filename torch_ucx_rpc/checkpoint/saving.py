@@ -1,0 +1,173 @@
+"""`save`: every worker plans and writes its own part; the one that calls puts the plans together and writes the
+metadata.
+
+Two rounds of calls: the first returns plans (and, in an asynchronous save, leaves copies of all tensors behind), the
+second writes. Tensors go from their worker to the file and nowhere else.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import os
+import threading
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.planner import SavePlan
+from torch.utils import _pytree as pytree
+
+from torch_ucx_rpc.checkpoint import storage
+from torch_ucx_rpc.checkpoint.parts import CheckpointError, Part, Path, by_worker, parts_of, run_everywhere, under
+
+__all__ = ["SaveFuture", "save"]
+
+
+class SaveFuture(concurrent.futures.Future[None]):
+    """A save that is being written. ``result()``, or ``wait()`` as torch's futures have it, raises CheckpointError if
+    it failed."""
+
+    def wait(self, timeout: float | None = None) -> None:
+        self.result(timeout)
+
+
+# Of saves between their two rounds: planner, writer, and the copies of an asynchronous one.
+_planned: dict[str, tuple[DefaultSavePlanner, storage.Writer, list[torch.Tensor]]] = {}
+# Copies of the last asynchronous save, for the next one: fresh memory costs more than the copying.
+_spare_memory: list[torch.Tensor] = []
+_staging = threading.Lock()
+
+
+def save(state: Mapping[str, Any], path: str | os.PathLike[str], *, asynchronous: bool = False) -> SaveFuture | None:
+    """Write ``state`` into the folder ``path``.
+
+    Args:
+        state: a dict, which may be nested, of pipelines and their optimizers, RemoteModules, RRefs to modules,
+        modules, optimizers and
+            other objects with ``state_dict``, tensors, and anything that can be pickled.
+        path: the same folder for all workers. Files of a former checkpoint there are removed once the new one is whole.
+        asynchronous: return as soon as each worker has copied its part, and write behind.
+
+    Returns None, or the future of an asynchronous save.
+
+    Raises CheckpointError that names the worker. The folder then holds what it held before.
+    """
+    path = os.fspath(path)
+    session = uuid.uuid4().hex[:12]
+    mine = by_worker(parts_of(state))
+    workers = [None, *sorted(worker for worker in mine if worker is not None)]
+    try:
+        plans = run_everywhere(
+            "planning a checkpoint", _plan, {worker: (session, path, mine[worker], asynchronous) for worker in workers}
+        )
+        planner, writer, _ = _planned[session]
+        central, metadata = planner.create_global_plan([plans[worker] for worker in workers])
+        central = writer.prepare_global_plan(central)
+    except BaseException:
+        _give_up(session, path, workers)
+        raise
+
+    def finish() -> None:
+        try:
+            arguments = {worker: (session, plan) for worker, plan in zip(workers, central, strict=True)}
+            results = run_everywhere("writing a checkpoint", _write, arguments)
+            try:
+                writer.finish(metadata, [results[worker] for worker in workers])
+            except OSError as error:
+                raise CheckpointError(f"writing the metadata of a checkpoint failed: {error}") from error
+        except BaseException:
+            _give_up(session, path, workers)
+            raise
+
+    if not asynchronous:
+        finish()
+        return None
+    future = SaveFuture()
+    threading.Thread(target=_finish_into, args=(future, finish), name=f"checkpoint {session}", daemon=True).start()
+    return future
+
+
+def _finish_into(future: SaveFuture, finish: Any) -> None:
+    try:
+        finish()
+    except BaseException as error:
+        future.set_exception(error)
+    else:
+        future.set_result(None)
+
+
+# ------------------------------------------------------------------------------------------------- on each worker
+
+
+def _plan(session: str, path: str, parts: Sequence[tuple[Path, Part]], stage: bool) -> SavePlan:
+    state: dict[str, Any] = {}
+    for place, part in parts:
+        under(place, part.collect(*part.args), state)
+    copies: list[torch.Tensor] = []
+    if stage:
+        state = _copied(state, copies)
+    planner, writer = DefaultSavePlanner(), storage.Writer(path, session)
+    planner.set_up_planner(state_dict=state, storage_meta=writer.storage_meta(), is_coordinator=False)
+    writer.set_up_storage_writer(False)
+    plan = writer.prepare_local_plan(planner.create_local_plan())
+    _planned[session] = planner, writer, copies
+    return plan
+
+
+def _write(session: str, plan: SavePlan) -> list[Any]:
+    planner, writer, copies = _planned.pop(session)
+    try:
+        results: list[Any] = writer.write_data(planner.finish_plan(plan), planner).wait()
+    finally:
+        _give_back(copies)
+    return results
+
+
+def _drop(session: str, path: str) -> None:
+    planned = _planned.pop(session, None)
+    if planned is not None:
+        _give_back(planned[2])
+    storage.remove_files_of(path, session)
+
+
+def _give_up(session: str, path: str, workers: Sequence[str | None]) -> None:
+    """Forget a save on all workers that still live."""
+    import torch.distributed.rpc as rpc
+
+    _drop(session, path)
+    for worker in workers:
+        if worker is not None:
+            try:
+                rpc.rpc_async(worker, _drop, (session, path))
+            except RuntimeError:
+                continue
+
+
+def _copied(state: dict[str, Any], copies: list[torch.Tensor]) -> dict[str, Any]:
+    """``state`` with copies of all tensors in CPU memory, which later changes do not reach."""
+    with _staging:
+        spare, _spare_memory[:] = list(_spare_memory), []
+
+    def copied(tensor: torch.Tensor) -> torch.Tensor:
+        tensor = tensor.detach()
+        # In the order of the last save, so the first one fits nearly always.
+        fitting = (one for one in spare if one.dtype == tensor.dtype and one.shape == tensor.shape)
+        memory = next(fitting, None)
+        if memory is None:
+            memory = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+        else:
+            spare[:] = [one for one in spare if one is not memory]
+        copies.append(memory)
+        return memory.copy_(tensor)
+
+    made: dict[str, Any] = pytree.tree_map_only(torch.Tensor, copied, state)
+    return made
+
+
+def _give_back(copies: list[torch.Tensor]) -> None:
+    """Keep the memory of copies for the next save."""
+    if copies:
+        with _staging:
+            _spare_memory[:] = copies

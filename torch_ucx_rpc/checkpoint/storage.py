@@ -1,0 +1,103 @@
+"""DCP's files, made safe against an end in the middle of a save.
+
+The files of a save have names that no other save uses, and its metadata, which says which files count, takes its place
+in one rename. So until the very end the folder holds the former checkpoint, whole, and from then on the new one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan
+
+__all__ = ["Writer", "read_metadata"]
+
+_METADATA = ".metadata"
+
+
+class Writer(FileSystemWriter):
+    """Writes one worker's files; on the one that calls `save`, also the metadata."""
+
+    def __init__(self, path: str, session: str) -> None:
+        super().__init__(path)
+        self._session = session
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        # Without torch's warning that a checkpoint is there: it stays until this one is whole.
+        self.fs.mkdir(self.path)
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        return [
+            dataclasses.replace(plan, storage_data=_prefix(f"__{self._session}_{rank}_"))
+            for rank, plan in enumerate(plans)
+        ]
+
+    def finish(self, metadata: Metadata, results: list[list[Any]]) -> None:
+        """Make the files of ``results`` the checkpoint, and take away those of the former."""
+        metadata.storage_data = {result.index: result.storage_data for some in results for result in some}
+        metadata.storage_meta = self.storage_meta()
+        metadata.version = _version()
+        folder = Path(self.path)
+        temporary = folder / f"__{self._session}{_METADATA}.tmp"
+        with temporary.open("wb") as file:
+            pickle.dump(metadata, file)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(folder / _METADATA)
+        _sync_folder(folder)
+        remove_others(folder, {info.relative_path for info in metadata.storage_data.values()})
+
+
+def _prefix(text: str) -> Any:
+    from torch.distributed.checkpoint.filesystem import _StoragePrefix
+
+    return _StoragePrefix(text)
+
+
+def _version() -> Any:
+    from torch.distributed.checkpoint import filesystem
+
+    return getattr(filesystem, "CURRENT_DCP_VERSION", None)
+
+
+def _sync_folder(folder: Path) -> None:
+    number = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)
+
+
+def remove_others(folder: Path, kept: set[str]) -> None:
+    """Take away data files of other saves: of the former, and of those that did not come to their end."""
+    for file in folder.glob("__*.distcp"):
+        if file.name not in kept:
+            file.unlink(missing_ok=True)
+    for file in folder.glob(f"__*{_METADATA}.tmp"):
+        file.unlink(missing_ok=True)
+
+
+def remove_files_of(path: str, session: str) -> None:
+    """After a save that failed."""
+    for file in Path(path).glob(f"__{session}*"):
+        file.unlink(missing_ok=True)
+
+
+def read_metadata(path: str) -> Metadata:
+    """Raises FileNotFoundError with a sentence where there is no checkpoint."""
+    try:
+        return FileSystemReader(path).read_metadata()
+    except FileNotFoundError:
+        folder = Path(path)
+        there = "there is no such folder" if not folder.is_dir() else f"{folder.resolve()} has no {_METADATA} file"
+        raise FileNotFoundError(
+            f"no checkpoint at {path!r}: {there}. A checkpoint is written by all workers and read by all, so the path "
+            f"must lead to the same place on all hosts."
+        ) from None

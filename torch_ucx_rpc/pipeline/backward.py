@@ -1,0 +1,107 @@
+"""The backward of one micro-batch through one stage: whole, or as gradient of the inputs now and of the weights later.
+
+Bit for bit what autograd does for the undivided model: gradients of a value that several stages use are summed in the
+order in which autograd would reach them, last stage first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.distributed.pipelining import _backward as torchs
+
+__all__ = ["HalfDone", "inputs_half", "sum_by_tensor", "weights_half", "whole"]
+
+Tensors = Sequence[torch.Tensor]
+
+
+def sum_by_tensor(tensors: Tensors, gradients: Sequence[torch.Tensor | None]) -> tuple[list[torch.Tensor], list[Any]]:
+    """Each tensor once, with the sum of its gradients, added in this order; those without a gradient left out."""
+    found: dict[int, int] = {}
+    roots: list[torch.Tensor] = []
+    sums: list[Any] = []
+    for tensor, gradient in zip(tensors, gradients, strict=True):
+        if gradient is None:
+            continue
+        place = found.setdefault(id(tensor), len(roots))
+        if place == len(roots):
+            roots.append(tensor)
+            sums.append(gradient)
+        else:
+            sums[place] = sums[place] + gradient
+    return roots, sums
+
+
+def whole(roots: Tensors, gradients: Sequence[Any]) -> None:
+    """Gradients of inputs and weights, into their ``grad``."""
+    if roots:
+        torch.autograd.backward(list(roots), list(gradients))
+
+
+class HalfDone:
+    """What `inputs_half` leaves for `weights_half`."""
+
+    def __init__(self, roots: list[torch.Tensor], gradients: list[Any], groups: list[dict[str, Any]] | None) -> None:
+        self.roots = roots
+        self.gradients = gradients
+        self.groups = groups
+
+
+def inputs_half(roots: Tensors, gradients: Sequence[Any], inputs: Tensors, weights: Tensors) -> HalfDone:
+    """The gradients of ``inputs``, into their ``grad``; the weights' are put off.
+
+    On torch's analysis of the graph: it finds the nodes at which the ways to weights leave the way to the inputs, and
+    keeps the gradients that arrive there. So nothing is computed twice.
+    """
+    roots, gradients = list(roots), list(gradients)
+    if not roots or not inputs:
+        return HalfDone(roots, gradients, None)
+    find = torchs._get_grad_fn_or_grad_acc
+    edges = torchs.construct_reverse_graph([node for node in map(find, roots) if node is not None])
+    groups = torchs.get_param_groups(
+        [node for node in map(find, inputs) if node is not None],
+        [node for node in map(find, weights) if node is not None],
+        edges,
+    )
+    hooks = []
+    try:
+        for group in groups:
+            group["intermediates"] = list(group["intermediates"])
+            for place, node in enumerate(group["intermediates"]):
+                hooks.append(node.register_prehook(_keeper(group, place)))
+        found = torch.autograd.grad(roots, list(inputs), gradients, retain_graph=True, allow_unused=True)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    for leaf, gradient in zip(inputs, found, strict=True):
+        leaf.grad = gradient
+    return HalfDone(roots, gradients, groups)
+
+
+def _keeper(group: dict[str, Any], place: int) -> Any:
+    def keep(gradients: tuple[Any, ...]) -> None:
+        group.setdefault("grads", [None] * len(group["intermediates"]))[place] = gradients
+
+    return keep
+
+
+def weights_half(half: HalfDone, weights: Tensors) -> None:
+    """Add the gradients that `inputs_half` has put off to the ``grad`` of ``weights``."""
+    if not half.roots:
+        return
+    if half.groups is None:
+        whole(half.roots, half.gradients)
+        return
+    # A weight that is used at several places is left to autograd, which adds up in the right order.
+    groups = [group for group in half.groups if len(group["intermediates"]) == 1 and group.get("grads")]
+    nodes = {node for group in groups for node in group["params"]}
+    # So are weights whose way to the output does not meet that of the inputs, and those of nodes that did not run.
+    apart = [weight for weight in weights if torchs._get_grad_fn_or_grad_acc(weight) not in nodes]
+    if apart:
+        found = torch.autograd.grad(half.roots, apart, half.gradients, retain_graph=True, allow_unused=True)
+        for weight, gradient in zip(apart, found, strict=True):
+            if gradient is not None:
+                weight.grad = gradient if weight.grad is None else weight.grad.add_(gradient)
+    torchs.stage_backward_weight(iter(weights), groups)  # type: ignore[arg-type]

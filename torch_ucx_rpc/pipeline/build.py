@@ -1,0 +1,158 @@
+"""How a stage's module comes to its worker: shipped, built there from a name, or there already behind an RRef."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import pickle
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch._C._distributed_rpc import PyRRef
+
+from torch_ucx_rpc.pipeline.errors import PipelineError
+from torch_ucx_rpc.pipeline.wiring import StageSpec
+
+__all__ = ["Built", "evaluation_module", "on_worker", "share_evaluation_state", "skeleton"]
+
+
+# What pickle raises for what it cannot take, beside AttributeError and TypeError.
+PICKLING_ERRORS = pickle.PicklingError
+
+
+class Built:
+    """A stage that its worker builds by itself: the driver needs neither its code nor its parameters.
+
+    Args:
+        what: a class or function that returns an nn.Module, or its name, ``"package.module:name"``, which only the
+        worker
+            looks up.
+        args, kwargs: its arguments.
+
+        >>> stages = [nn.Linear(8, 8), Built("their_code.models:Tail", width=8)]
+    """
+
+    def __init__(self, what: str | Callable[..., nn.Module], *args: Any, **kwargs: Any) -> None:
+        if isinstance(what, str) and ":" not in what:
+            raise ValueError(f"Built takes a callable or its name as 'package.module:name', and not {what!r}")
+        self.what = what
+        self.args = args
+        self.kwargs = kwargs
+
+    def __repr__(self) -> str:
+        name = self.what if isinstance(self.what, str) else getattr(self.what, "__name__", repr(self.what))
+        return f"Built({name})"
+
+    def build(self) -> nn.Module:
+        make = self.what
+        if isinstance(make, str):
+            module, _, name = make.partition(":")
+            found: Any = importlib.import_module(module)
+            for part in name.split("."):
+                found = getattr(found, part)
+            make = found
+        return _a_module(make(*self.args, **self.kwargs), repr(self))
+
+
+def _a_module(made: Any, what: str) -> nn.Module:
+    if not isinstance(made, nn.Module):
+        raise TypeError(f"{what} must give an nn.Module, and gave a {type(made).__name__}")
+    return made
+
+
+def on_worker(spec: StageSpec, device: torch.device) -> nn.Module:
+    """The module of a stage, on the worker that this runs on."""
+    made = spec.module
+    if isinstance(made, Built):
+        made = made.build()
+    elif isinstance(made, PyRRef):
+        made = _a_module(made.local_value(), "the RRef of a stage")
+    elif isinstance(made, Skeleton):
+        made = made.build(device)
+    placed: nn.Module = made.to(device)
+    _separate(placed, [tie.name for tie in spec.ties if tie.owner != spec.index])
+    return placed
+
+
+def _separate(module: nn.Module, names: Iterable[str]) -> None:
+    """Give tied parameters copies of their own: pickled together, stages of one worker would share them."""
+    named = dict(module.named_parameters(remove_duplicate=False))
+    copies = {id(named[name]): nn.Parameter(named[name].detach().clone(), named[name].requires_grad) for name in names}
+    for part in module.modules():
+        for name, one in part._parameters.items():
+            if one is not None and id(one) in copies:
+                part._parameters[name] = copies[id(one)]
+
+
+def evaluation_module(spec: StageSpec, device: torch.device) -> nn.Module | None:
+    if spec.evaluation_module is None:
+        return None
+    made = spec.evaluation_module
+    placed: nn.Module = made.build(device) if isinstance(made, Skeleton) else made.to(device)
+    return placed
+
+
+def share_evaluation_state(stages: Iterable[Any]) -> None:
+    """Let the module that evaluates use the very parameters and buffers of the one that trains."""
+    for stage in stages:
+        if stage.evaluation_module is None:
+            continue
+        tensors = {**dict(stage.module.named_parameters(remove_duplicate=False)), **dict(stage.module.named_buffers())}
+        for path, part in stage.evaluation_module.named_modules(remove_duplicate=False):
+            for kind in (part._parameters, part._buffers):
+                for name in list(kind):
+                    if (full := f"{path}.{name}" if path else name) in tensors:
+                        kind[name] = tensors[full]
+
+
+class Skeleton:
+    """A module without the values that a checkpoint has: parameters and persistent buffers are on the meta device.
+
+    In pickled form, since RPC takes a tensor on the meta device for one that it has to send.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        memo: dict[int, Any] = {}
+        for part in module.modules():
+            for one in part._parameters.values():
+                if one is not None:
+                    memo[id(one)] = nn.Parameter(torch.empty_like(one, device="meta"), one.requires_grad)
+            for name, buffer in part._buffers.items():
+                if buffer is not None and name not in part._non_persistent_buffers_set:
+                    memo[id(buffer)] = torch.empty_like(buffer, device="meta")
+        self._pickled = pickle.dumps(copy.deepcopy(module, memo))
+
+    def build(self, device: torch.device) -> nn.Module:
+        return materialized(pickle.loads(self._pickled), device)
+
+
+def skeleton(module: Any) -> Any:
+    """What can make a stage anew, once a checkpoint fills it."""
+    return Skeleton(module) if isinstance(module, nn.Module) else module
+
+
+def materialized(module: nn.Module, device: torch.device) -> nn.Module:
+    """Memory for what is on the meta device, and nothing else; what two parts share they go on sharing."""
+    made: dict[int, Any] = {}
+    for part in module.modules():
+        for kind in (part._parameters, part._buffers):
+            for name, one in kind.items():
+                if one is not None and one.is_meta:
+                    if id(one) not in made:
+                        empty = torch.empty_like(one, device=device)
+                        made[id(one)] = nn.Parameter(empty, one.requires_grad) if kind is part._parameters else empty
+                    kind[name] = made[id(one)]
+    return module
+
+
+def cannot_be_rebuilt(spec: StageSpec) -> PipelineError | None:
+    """Why a stage cannot come to another worker, if so."""
+    if isinstance(spec.module, PyRRef):
+        return PipelineError(
+            f"stage {spec.index} was given as an RRef, which died with its owner: give it as "
+            "Built(...), or as a module, so "
+            f"that another worker can build it"
+        )
+    return None

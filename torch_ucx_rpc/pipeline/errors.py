@@ -1,0 +1,47 @@
+"""How a pipeline fails. Every error names the culprit and says what to do about it."""
+
+from __future__ import annotations
+
+__all__ = ["PipelineError", "ScheduleError", "StageError", "StageLostError"]
+
+
+class PipelineError(RuntimeError):
+    """A pipeline cannot do what it was asked for."""
+
+
+class ScheduleError(ValueError):
+    """A schedule that cannot run: found before any stage has begun."""
+
+
+class StageError(PipelineError):
+    """The code of a stage raised. The message ends with the stage's own traceback.
+
+    Attributes:
+        stage: index of the stage, or None when the failure belongs to the worker as a whole (its optimizer, for one).
+        worker: name of the worker that runs it.
+        micro_batch: index of the micro-batch, or None outside a schedule.
+        traceback_text: the traceback, as the worker saw it.
+    """
+
+    def __init__(
+        self, message: str, *, stage: int | None, worker: str, micro_batch: int | None, traceback_text: str
+    ) -> None:
+        super().__init__(f"{message}\n\n{traceback_text}" if traceback_text else message)
+        self.stage = stage
+        self.worker = worker
+        self.micro_batch = micro_batch
+        self.traceback_text = traceback_text
+
+
+class StageLostError(PipelineError):
+    """A worker that runs stages has died or cannot be reached.
+
+    Attributes:
+        workers: names of the lost workers.
+        stages: indices of the stages they ran.
+    """
+
+    def __init__(self, message: str, *, workers: tuple[str, ...], stages: tuple[int, ...]) -> None:
+        super().__init__(message)
+        self.workers = workers
+        self.stages = stages

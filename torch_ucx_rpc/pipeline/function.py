@@ -1,0 +1,139 @@
+"""``pipe(x)`` in autograd: a call is one node of the graph, whose backward runs on the stages."""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from torch_ucx_rpc.pipeline.errors import PipelineError
+from torch_ucx_rpc.pipeline.values import Packet, merge, tensors_of
+from torch_ucx_rpc.pipeline.wiring import INPUT
+
+if TYPE_CHECKING:
+    from torch_ucx_rpc.pipeline.driver import DistributedPipeline
+
+__all__ = ["call_with_autograd"]
+
+
+class _Call:
+    """A forward whose graph is kept on the workers until its backward, or until nobody can ask for that any more."""
+
+    def __init__(self, pipe: DistributedPipeline, number: int, count: int) -> None:
+        self.pipe = pipe
+        self.number = number
+        self.count = count
+        self.forget = weakref.finalize(self, _forget, weakref.ref(pipe), number)
+        self.forget.atexit = False
+        self.outputs: list[Packet] = []
+        # Which of the batch's tensors that want a gradient each stage has used, in the order in which it answers.
+        self.used: dict[int, list[int]] = {}
+
+
+def _forget(reference: weakref.ref[DistributedPipeline], number: int) -> None:
+    pipe = reference()
+    if pipe is not None:
+        pipe._recovery.forget(pipe, number)
+
+
+def call_with_autograd(pipe: DistributedPipeline, count: int, inputs: list[Any], args: Any, kwargs: Any) -> Any:
+    """The output of a batch, on the way back of which the stages run theirs."""
+    pipe._recovery.cannot_repeat()
+    number, packets = pipe._forward(count, inputs, True)
+    call = _Call(pipe, number, count)
+    call.outputs = packets
+    call.used = _used(pipe, inputs[0])
+    merged = merge([packet[0] for packet in packets])
+    leaves, spec = pytree.tree_flatten(merged)
+    wanting = _positions(packets, len(leaves))
+    if not wanting:
+        call.forget()
+        return merged
+    sources = [one for one in tensors_of((args, kwargs)) if one.requires_grad]
+    # Something in the arguments must want a gradient for the node to be made: the parameters do, elsewhere.
+    anchor = torch.empty(0, requires_grad=True)
+    made = _Node.apply(  # type: ignore[no-untyped-call]
+        call, wanting, len(sources), anchor, *sources, *[leaves[place] for place in wanting]
+    )
+    for place, leaf in zip(wanting, made, strict=True):
+        leaves[place] = leaf
+    return pytree.tree_unflatten(leaves, spec)
+
+
+def _positions(packets: list[Packet], leaves: int) -> list[int]:
+    wanting = {(0,) if positions is None else positions for _, positions in packets}
+    if len(wanting) > 1:
+        raise PipelineError(
+            "micro-batches of one batch returned values of which other ones want a gradient: their "
+            "outputs cannot be put "
+            "together. Use chunks=1, or let the model return the same structure always."
+        )
+    return list(wanting.pop())
+
+
+def _used(pipe: DistributedPipeline, one: tuple[Any, Any]) -> dict[int, list[int]]:
+    leaves = pytree.tree_leaves(one)
+    numbers: dict[int, int] = {}
+    for place, leaf in enumerate(leaves):
+        if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+            numbers[place] = len(numbers)
+    used = {}
+    for spec in pipe._specs:
+        for edge in spec.edges_in:
+            if edge.source == INPUT:
+                items = range(len(leaves)) if edge.items is None else edge.items
+                used[spec.index] = [numbers[item] for item in items if item in numbers]
+    return used
+
+
+class _Node(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, call: _Call, wanting: list[int], count: int, anchor: torch.Tensor, *rest: torch.Tensor
+    ) -> Any:
+        ctx.call = call
+        ctx.wanting = wanting
+        ctx.sizes = [[_sizes(packet, place) for packet in call.outputs] for place in wanting]
+        call.outputs = []
+        ctx.shapes = [one.shape for one in rest[:count]]
+        ctx.set_materialize_grads(False)
+        return tuple(one.view_as(one) for one in rest[count:])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        call: _Call = ctx.call
+        if not call.forget.alive:
+            raise PipelineError(
+                "this output has been on its way back already, and what the stages kept for it is "
+                "gone: call the pipeline "
+                "again for a second backward"
+            )
+        call.forget.detach()
+        parts = [[] for _ in range(call.count)]  # type: ignore[var-annotated]
+        for gradient, sizes in zip(gradients, ctx.sizes, strict=True):
+            pieces: Any = [None] * call.count
+            if gradient is not None:
+                pieces = gradient.unbind() if sizes[0] is None else torch.split(gradient, sizes)
+            for part, piece in zip(parts, pieces, strict=True):
+                part.append(piece)
+        found = call.pipe._backward(call.number, call.count, parts, bool(ctx.shapes))
+        return (None, None, None, None, *_of_inputs(found, call, len(ctx.shapes)), *[None] * len(gradients))
+
+
+def _sizes(packet: Packet, place: int) -> int | None:
+    leaf = pytree.tree_leaves(packet[0])[place]
+    return leaf.shape[0] if leaf.dim() else None
+
+
+def _of_inputs(found: dict[int, dict[int, list[Any]]], call: _Call, count: int) -> list[Any]:
+    """Gradients of the arguments that want one, from those of the stages that used the batch, last stage first."""
+    total: list[Any] = [None] * count
+    for stage, by_number in sorted(found.items(), reverse=True):
+        for answer, place in enumerate(call.used[stage]):
+            pieces = [by_number[number][answer] for number in range(call.count)]
+            if all(piece is not None for piece in pieces):
+                joined = torch.cat(pieces) if pieces[0].dim() else sum(pieces[1:], pieces[0])
+                total[place] = joined if total[place] is None else total[place] + joined
+    return total

@@ -1,0 +1,176 @@
+"""One optimizer for a model on many workers: torch's in front, for schedulers and the training loop, and one on each
+worker."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from torch_ucx_rpc.pipeline.scaler import GradScaler
+
+if TYPE_CHECKING:
+    from torch_ucx_rpc.pipeline.driver import DistributedPipeline
+
+__all__ = ["PipelineOptimizer"]
+
+
+class PipelineOptimizer(torch.optim.Optimizer):
+    """Made by `DistributedPipeline.optimizer`. Its ``param_groups`` decide: what stands there travels with each `step`.
+
+    ``step`` and ``zero_grad`` return at once; the workers carry them out before whatever comes next. What goes wrong is
+    raised by the call after, or by ``pipe.synchronize()``.
+    """
+
+    def __init__(
+        self, pipe: DistributedPipeline, cls: type[torch.optim.Optimizer], params: Any, options: dict[str, Any]
+    ) -> None:
+        if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
+            raise TypeError(f"an optimizer's class is wanted, such as torch.optim.AdamW, and not {cls!r}")
+        if issubclass(cls, torch.optim.LBFGS):
+            raise TypeError(
+                "LBFGS evaluates the loss again and again while it steps, which a pipeline cannot do for it"
+            )
+        params = _proxies(pipe, params)
+        # On parameters without values: torch's own checks, and the defaults of what was not given.
+        model = cls(params, **options)
+        self._pipe = pipe
+        self._class = cls
+        self._options = options
+        self._number = len(pipe._optimizers)
+        self._frozen = False
+        super().__init__(model.param_groups, model.defaults)
+        self._frozen = True
+        names = {id(one): name for name, one in pipe.named_parameters()}
+        try:
+            self.names = [[names[id(one)] for one in group["params"]] for group in self.param_groups]
+        except KeyError:
+            raise ValueError(
+                "the optimizer was given a parameter that is not the pipeline's: take them from pipe.parameters() or "
+                "pipe.named_parameters()"
+            ) from None
+        pipe._order("optimizer", self.description())
+
+    def description(self) -> dict[str, Any]:
+        """What a worker needs to make its part."""
+        groups = [{**values, "names": names} for values, names in zip(self._values(), self.names, strict=True)]
+        return {"optimizer": self._number, "class": self._class, "options": self._options, "groups": groups}
+
+    def _values(self) -> list[dict[str, Any]]:
+        # What a scheduler has put there for itself goes along and harms nobody.
+        return [
+            {key: value for key, value in group.items() if key not in {"params", "param_names"}}
+            for group in self.param_groups
+        ]
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        if self._frozen:
+            raise RuntimeError(
+                "parameter groups of a pipeline's optimizer are fixed: give them all to pipe.optimizer()"
+            )
+        super().add_param_group(param_group)
+
+    def step(self, closure: Any = None, *, scaler: GradScaler | None = None) -> None:  # type: ignore[override]
+        """Let every worker's optimizer take a step.
+
+        With a ``scaler`` the gradients are divided by its scale first, and the step is left out where one is not
+        finite.
+        """
+        if closure is not None:
+            raise TypeError("a pipeline's optimizer takes no closure: call pipe.step() before optimizer.step()")
+        self._pipe._recovery.optimizer_step(self._pipe, self._number, self._values(), scaler)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Let go of the gradients of all parameters of the pipeline."""
+        self._pipe.zero_grad(set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        """State and groups by the names of the undivided model, as ``torch.distributed.checkpoint.state_dict`` has
+        them."""
+        state: dict[str, Any] = {}
+        for some in self._pipe._order("call", (_state_of, (self._number,))):
+            state.update(some)
+        return {"state": state, "param_groups": self.groups_by_name()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """The reverse of `state_dict`."""
+        self.load_groups(state_dict["param_groups"])
+        self._pipe._order("call", (_load_state, (self._number, state_dict["state"])))
+
+    def groups_by_name(self) -> list[dict[str, Any]]:
+        return [{**values, "params": list(names)} for values, names in zip(self._values(), self.names, strict=True)]
+
+    def checkpoint_parts(self) -> list[Any]:
+        """For `torch_ucx_rpc.checkpoint`: what each worker writes."""
+        from torch_ucx_rpc.pipeline import state
+
+        self._pipe.synchronize()
+        return state.optimizer_parts(self)
+
+    def load_groups(self, groups: list[dict[str, Any]]) -> None:
+        if len(groups) != len(self.param_groups):
+            raise ValueError(
+                f"the state is of {len(groups)} parameter groups, and this optimizer has {len(self.param_groups)}"
+            )
+        for mine, theirs in zip(self.param_groups, groups, strict=True):
+            mine.update({key: value for key, value in theirs.items() if key not in {"params", "param_names"}})
+
+
+def _proxies(pipe: DistributedPipeline, params: Any) -> Any:
+    """What torch's optimizers take: parameters, pairs of name and parameter, or groups; here without the names."""
+
+    def plain(one: Any) -> Any:
+        return one[1] if isinstance(one, tuple) else one
+
+    if isinstance(params, (torch.Tensor, str)):
+        raise TypeError("an optimizer takes a list of parameters or of groups")
+    some = list(params)
+    if some and isinstance(some[0], dict):
+        found = []
+        for group in some:
+            inside = group["params"]
+            inside = [inside] if isinstance(inside, nn.Parameter) else [plain(one) for one in inside]
+            found.append({**group, "params": inside})
+        return found
+    return [plain(one) for one in some]
+
+
+# ------------------------------------------------------------------------------------------------- on the workers
+
+
+def named_state(host: Any, number: int) -> dict[str, dict[str, Any]]:
+    """The state of a worker's part, by parameter; the tensors are the optimizer's own."""
+    optimizer = host.optimizers.get(number)
+    if optimizer is None:
+        return {}
+    return {name: optimizer.state[one] for name, one in host._owned_parameters() if one in optimizer.state}
+
+
+def _state_of(host: Any, number: int) -> dict[str, dict[str, Any]]:
+    return {
+        name: {
+            key: value.to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
+            for key, value in state.items()
+        }
+        for name, state in named_state(host, number).items()
+    }
+
+
+def set_state(host: Any, number: int, states: dict[str, dict[str, Any]]) -> None:
+    """Give a worker's part the states of its parameters out of these."""
+    optimizer = host.optimizers.get(number)
+    if optimizer is None:
+        return
+    places = {
+        id(one): place for place, one in enumerate(one for group in optimizer.param_groups for one in group["params"])
+    }
+    state = {
+        places[id(one)]: states[name] for name, one in host._owned_parameters() if name in states and id(one) in places
+    }
+    groups = optimizer.state_dict()["param_groups"]
+    # By torch's own way: it puts each tensor where, and in the type in which, the optimizer wants it.
+    optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
+_load_state = set_state

@@ -1,0 +1,318 @@
+"""One stage on its worker: runs micro-batches forward and back, and keeps what the way back needs.
+
+Knows nothing of RPC and of schedules: packets go in, packets come out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from torch_ucx_rpc.pipeline import backward
+from torch_ucx_rpc.pipeline.values import Packet, map_tensors, pack, to_device, unpack
+from torch_ucx_rpc.pipeline.wiring import DRIVER, INPUT, Edge, StageSpec, fill
+
+__all__ = ["Autocast", "Stage"]
+
+# (device type, dtype) of what is on where the step was called.
+Autocast = tuple[tuple[str, torch.dtype], ...]
+
+_NormBase = nn.modules.batchnorm._NormBase
+
+
+@dataclasses.dataclass
+class _Graph:
+    """What the way back of one micro-batch needs."""
+
+    arrived: dict[int, list[torch.Tensor]]
+    sent: dict[int, list[torch.Tensor]]
+    loss: torch.Tensor | None = None
+    seed: torch.Tensor | None = None
+    half: backward.HalfDone | None = None
+
+
+class Stage:
+    """A stage with its module on its device.
+
+    Args:
+        spec: the stage as the driver describes it.
+        module: the module itself.
+        device: where that is.
+        rematerialize: whether activations are computed again on the way back rather than kept.
+        loss: of the last stage, ``loss(output, target)``.
+    """
+
+    def __init__(
+        self,
+        spec: StageSpec,
+        module: nn.Module,
+        device: torch.device,
+        *,
+        rematerialize: bool,
+        loss: Callable[..., Any] | None,
+        evaluation_module: nn.Module | None = None,
+    ) -> None:
+        self.spec = spec
+        self.index = spec.index
+        self.module = module
+        self.evaluation_module = evaluation_module
+        self.device = device
+        self.loss = loss
+        self.rematerialize = rematerialize
+        self.training = True
+        self.graphs: dict[tuple[int, int], _Graph] = {}
+        # Last consumer first: autograd sums the gradients of a value in the order in which it reaches its users.
+        self.targets = tuple(sorted((edge.target for edge in spec.edges_out), reverse=True))
+        # By the model's name, of parameters that other stages use too.
+        named = dict(module.named_parameters(remove_duplicate=False))
+        self.ties = [(tie, named[tie.name]) for tie in spec.ties]
+        self._chain = _chain_source(spec)
+        # Layers that write in place must not write into what arrived: it is a leaf for autograd, the input of a second
+        # forward, and for a stage of the same process the output of another.
+        self._writes_in_place = any(getattr(part, "inplace", False) for part in module.modules())
+        self._traced = isinstance(module, torch.fx.GraphModule)
+        # What a forward in training counts up. In a traced module any buffer may be that.
+        self._statistics = [
+            buffer
+            for part in module.modules()
+            if self._traced or isinstance(part, _NormBase)
+            for buffer in part.buffers(False)
+        ]
+
+    # ------------------------------------------------------------------------------------------------------ state
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """By the names of the undivided model."""
+        for name, parameter in self.module.named_parameters():
+            yield self.spec.prefix + name, parameter
+
+    def owned_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Without those that an earlier stage owns."""
+        lent = {id(parameter) for tie, parameter in self.ties if tie.owner != self.index}
+        return ((name, parameter) for name, parameter in self.named_parameters() if id(parameter) not in lent)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The part of the undivided model's ``state_dict()`` that lives here; the tensors are those of the stage."""
+        state = {self.spec.prefix + name: value for name, value in self.module.state_dict().items()}
+        state.update({other: state[name] for name, other in self.spec.aliases if name in state})
+        return state
+
+    def train(self, mode: bool) -> None:
+        self.training = mode
+        if not self._traced:
+            self.module.train(mode)
+
+    # ---------------------------------------------------------------------------------------------------- forward
+
+    def forward(
+        self,
+        key: tuple[int, int],
+        packets: dict[int, Packet],
+        *,
+        grad: bool,
+        autocast: Autocast = (),
+        target: tuple[Any, ...] | None = None,
+        micro_batches: int = 1,
+        scale: float | None = None,
+        to_driver: bool = False,
+    ) -> dict[int, Packet]:
+        """One micro-batch: a packet for each stage that uses the output, and for `DRIVER` the output or the loss.
+
+        ``target`` holds the arguments of the loss beside the output, or is None for no loss. With ``grad``, what the
+        way back needs is kept under ``key``.
+        """
+        arrived, collected = {}, {}
+        for source, packet in packets.items():
+            arrived[source], collected[source] = unpack(packet, self.device, grad)
+        graph = _Graph(collected, {})
+        # A stage of another job of this process may have left grad mode as it liked: it belongs to the thread.
+        with torch.set_grad_enabled(grad), _autocast(autocast):
+            output = self._call(arrived, grad)
+            result = output
+            if self.spec.output is not None:
+                result = fill(self.spec.output, self.spec.edges_in, {**arrived, self.index: output})
+            if target is not None:
+                assert self.loss is not None
+                graph.loss = _scalar(self.loss(result, *to_device(target, self.device)), self.loss)
+        sent: dict[int, Packet] = {}
+        for edge in self.spec.edges_out:
+            sent[edge.target], graph.sent[edge.target] = pack(_part(output, edge))
+        if to_driver:
+            sent[DRIVER], graph.sent[DRIVER] = pack(result)
+        elif graph.loss is not None:
+            sent[DRIVER] = (graph.loss.detach(), ())
+        if grad:
+            if graph.loss is not None:
+                # As autograd divides when the mean over the micro-batches is what backward() is called on.
+                graph.seed = torch.ones_like(graph.loss) / micro_batches
+                if scale is not None:
+                    graph.seed = graph.seed * scale
+            self.graphs[key] = graph
+        return sent
+
+    def _call(self, arrived: dict[int, Any], grad: bool) -> Any:
+        if self._chain is not None:
+            args, kwargs = (arrived[self._chain],), {}
+        elif self.spec.arguments is None:
+            args, kwargs = arrived[INPUT]
+        else:
+            args, kwargs = fill(self.spec.arguments, self.spec.edges_in, arrived)
+        module = self.module
+        if self.evaluation_module is not None and not self.training:
+            module = self.evaluation_module
+        run: Callable[..., Any] = module
+        if self._writes_in_place:
+            run = _with_copies(module)
+        if not (self.rematerialize and grad):
+            return run(*args, **kwargs)
+        return checkpoint(run, *args, use_reentrant=False, context_fn=self._rematerialization, **kwargs)
+
+    def _rematerialization(self) -> tuple[Any, Any]:
+        """Contexts of the first forward and of the second, which must not count a micro-batch in the statistics
+        again."""
+        return contextlib.nullcontext(), _restored(self._statistics)
+
+    # --------------------------------------------------------------------------------------------------- backward
+
+    def backward(
+        self,
+        key: tuple[int, int],
+        kind: str,
+        gradients: dict[int, Sequence[torch.Tensor | None]],
+        tied: dict[int, list[torch.Tensor | None]],
+    ) -> tuple[dict[int, list[torch.Tensor | None]], dict[int, torch.Tensor | None]]:
+        """``kind`` of a micro-batch: "B", "I" or "W".
+
+        Args:
+            gradients: of what was sent, by the stage that it was sent to; not for "W".
+            tied: gradients that other stages have found for parameters owned here, by number of the tie, in order.
+
+        Returns the gradients of what arrived, by source (nothing for "W"), and those of parameters that are owned
+        elsewhere, by number of the tie (nothing for "I").
+        """
+        graph = self.graphs[key]
+        if kind == "W":
+            del self.graphs[key]
+            assert graph.half is not None
+            half = graph.half
+            return {}, self._with_ties(tied, lambda: backward.weights_half(half, list(self.module.parameters())))
+        roots, seeds = self._roots(graph, gradients)
+        inputs = [leaf for leaves in graph.arrived.values() for leaf in leaves]
+        owed: dict[int, torch.Tensor | None] = {}
+        if kind == "B":
+            del self.graphs[key]
+            for tie, parameter in self.ties:
+                # A root of its own is where autograd begins: what later stages found is summed first.
+                for gradient in tied.get(tie.number, []):
+                    if gradient is not None and parameter.requires_grad:
+                        roots.append(parameter)
+                        seeds.append(to_device(gradient, self.device))
+            owed = self._with_ties({}, lambda: backward.whole(roots, seeds))
+        else:
+            graph.half = backward.inputs_half(roots, seeds, inputs, list(self.module.parameters()))
+            graph.sent, graph.loss, graph.seed = {}, None, None
+        found = {source: [leaf.grad for leaf in leaves] for source, leaves in graph.arrived.items()}
+        for leaf in inputs:
+            leaf.grad = None
+        graph.arrived = {}
+        return found, owed
+
+    def _roots(
+        self, graph: _Graph, gradients: dict[int, Sequence[torch.Tensor | None]]
+    ) -> tuple[list[torch.Tensor], list[Any]]:
+        tensors: list[torch.Tensor] = []
+        found: list[torch.Tensor | None] = []
+        for target in (DRIVER, *self.targets):
+            if target in gradients:
+                tensors += graph.sent[target]
+                found += [to_device(gradient, self.device) for gradient in gradients[target]]
+        if graph.loss is not None and graph.loss.requires_grad:
+            tensors.insert(0, graph.loss)
+            found.insert(0, graph.seed)
+        return backward.sum_by_tensor(tensors, found)
+
+    def _with_ties(
+        self, remote: dict[int, list[torch.Tensor | None]], run: Callable[[], None]
+    ) -> dict[int, torch.Tensor | None]:
+        """Run with the ``grad`` of tied parameters set apart, so that each micro-batch adds one sum, as in one
+        process."""
+        before = [(tie, parameter, parameter.grad) for tie, parameter in self.ties]
+        for tie, parameter, _ in before:
+            parameter.grad = None
+            for gradient in remote.get(tie.number, []):
+                if gradient is not None and parameter.requires_grad:
+                    here = to_device(gradient, self.device)
+                    parameter.grad = here.clone() if parameter.grad is None else parameter.grad.add_(here)
+        run()
+        owed: dict[int, torch.Tensor | None] = {}
+        for tie, parameter, old in before:
+            if tie.owner != self.index:
+                owed[tie.number], parameter.grad = parameter.grad, None
+            elif old is not None:
+                parameter.grad = old if parameter.grad is None else old.add_(parameter.grad)
+        return owed
+
+    def forget(self, call: int) -> None:
+        """Let go of all that is kept of a call."""
+        for key in [key for key in self.graphs if key[0] == call]:
+            del self.graphs[key]
+
+
+def _chain_source(spec: StageSpec) -> int | None:
+    """The one stage whose whole output is the one argument, as in an nn.Sequential: no structure to fill then."""
+    if spec.arguments is None or spec.arguments[1] or len(spec.arguments[0]) != 1 or len(spec.edges_in) != 1:
+        return None
+    source = getattr(spec.arguments[0][0], "source", INPUT)
+    return source if source >= 0 and spec.arguments[0][0].item is None else None
+
+
+def _part(output: Any, edge: Edge) -> Any:
+    return output if edge.items is None else tuple(output[item] for item in edge.items)
+
+
+def _scalar(loss: Any, function: Callable[..., Any]) -> torch.Tensor:
+    if isinstance(loss, torch.Tensor) and loss.numel() == 1:
+        return loss.reshape(())
+    found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else f"a {type(loss).__name__}"
+    name = getattr(function, "__name__", type(function).__name__)
+    raise ValueError(
+        f"the loss {name} must return a scalar for each micro-batch, but returned {found}. Let it take the mean "
+        f'(reduction="mean"), or return the one of its values that is to be minimized.'
+    )
+
+
+def _with_copies(module: nn.Module) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = map_tensors(torch.Tensor.clone, (args, kwargs))
+        return module(*args, **kwargs)
+
+    return run
+
+
+@contextlib.contextmanager
+def _autocast(states: Autocast) -> Iterator[None]:
+    if not states:
+        yield
+        return
+    with contextlib.ExitStack() as stack:
+        for device, dtype in states:
+            stack.enter_context(torch.autocast(device, dtype=dtype))
+        yield
+
+
+@contextlib.contextmanager
+def _restored(buffers: Sequence[torch.Tensor]) -> Iterator[None]:
+    """These as they were: a second forward counts nothing."""
+    before = [buffer.detach().clone() for buffer in buffers]
+    try:
+        yield
+    finally:
+        for buffer, old in zip(buffers, before, strict=True):
+            # By .data: nothing that autograd has kept of the buffer is to be taken for changed.
+            buffer.data.copy_(old)

@@ -1,0 +1,43 @@
+"""``print(pipe)``: which layers are where, and what they weigh."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch_ucx_rpc.pipeline.driver import DistributedPipeline
+    from torch_ucx_rpc.pipeline.partition import StageInfo
+
+__all__ = ["table"]
+
+_HEAD = ("stage", "worker", "layers", "parameters", "profiled ms")
+
+
+def table(infos: Sequence[StageInfo], workers: Sequence[str], pipe: DistributedPipeline) -> str:
+    """Lines with a column each of ``_HEAD``; the last only where layers have been profiled."""
+    rows = [
+        (
+            str(stage),
+            worker,
+            info.layers,
+            "?" if info.parameters is None else f"{info.parameters:,}",
+            "" if info.milliseconds is None else f"{info.milliseconds:.2f}",
+        )
+        for stage, (info, worker) in enumerate(zip(infos, workers, strict=True))
+    ]
+    columns = len(_HEAD) if any(row[-1] for row in rows) else len(_HEAD) - 1
+    widths = [max(len(row[column]) for row in (_HEAD, *rows)) for column in range(columns)]
+
+    def line(row: Sequence[str]) -> str:
+        cells = [
+            row[column].rjust(width) if column in {0, 3, 4} else row[column].ljust(width)
+            for column, width in enumerate(widths)
+        ]
+        return "  ".join(cells).rstrip()
+
+    schedule = pipe.schedule if "\n" not in pipe.schedule and len(pipe.schedule) < 40 else "given as text"
+    head = f"DistributedPipeline: schedule {schedule}, {pipe.chunks} micro-batches" + (
+        ", activations rematerialized" if pipe.rematerialize else ""
+    )
+    return "\n".join([head, line(_HEAD), *map(line, rows)])

@@ -1,0 +1,254 @@
+"""Models that are no nn.Sequential, divided by torch's own splitter (``torch.distributed.pipelining``)."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import operator
+import time
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.distributed.pipelining import SplitPoint
+from torch.distributed.pipelining._IR import Pipe, annotate_split_points
+from torch.export import Dim
+from torch.utils import _pytree as pytree
+
+from torch_ucx_rpc.pipeline.errors import PipelineError
+from torch_ucx_rpc.pipeline.partition import Partition, StageInfo, _parameter_count, balanced, close_to, connect, tie
+from torch_ucx_rpc.pipeline.wiring import INPUT, Ref, StageSpec
+
+__all__ = ["divide"]
+
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+
+
+def divide(
+    model: nn.Module,
+    stages: int,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    split_spec: Mapping[str, SplitPoint] | None,
+    balance: Any,
+) -> Partition:
+    """Stages of a traced model. ``args`` and ``kwargs`` are a micro-batch."""
+    if split_spec is None:
+        split_spec = _split_points(model, stages, args, kwargs, balance)
+    _check(model, split_spec)
+    specs, in_spec = _traced(model, args, kwargs, split_spec)
+    if len(specs) != stages:
+        raise ValueError(
+            f"the split points make {len(specs)} stages, but the workers run {stages}: give {stages - 1} split points "
+            f"that are not at the very beginning or end."
+        )
+    if _acts_otherwise_in_evaluation(model):
+        training = model.training
+        model.train(not training)
+        try:
+            others, _ = _traced(model, args, kwargs, split_spec)
+        finally:
+            model.train(training)
+        if not training:
+            specs, others = others, specs
+        if [(spec.arguments, spec.output) for spec in specs] != [(spec.arguments, spec.output) for spec in others]:
+            raise PipelineError(
+                "the model passes other values between these stages when it trains than when it "
+                "evaluates, so one pipeline "
+                "cannot do both: move the split points."
+            )
+        for spec, other in zip(specs, others, strict=True):
+            spec.evaluation_module = other.module
+    tie(specs, dict(model.named_parameters(remove_duplicate=False)))
+    infos = [StageInfo(_layers_of(spec.module), _parameter_count([spec.module])) for spec in specs]
+    names = [name for name, _ in model.named_parameters()]
+
+    def bind(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return _flat(args, kwargs, in_spec), {}
+
+    return Partition(specs, infos, names, bind)
+
+
+def _check(model: nn.Module, split_spec: Mapping[str, SplitPoint]) -> None:
+    names = dict(model.named_modules())
+    for name in split_spec:
+        if name not in names:
+            raise ValueError(f"the split point {name!r} is no module of the model{close_to(name, names)}")
+
+
+def _acts_otherwise_in_evaluation(model: nn.Module) -> bool:
+    kinds = (nn.modules.dropout._DropoutNd, nn.modules.batchnorm._NormBase, nn.MultiheadAttention, nn.RReLU)
+    return any(isinstance(part, kinds) for part in model.modules())
+
+
+def _traced(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], split_spec: Mapping[str, SplitPoint]
+) -> tuple[list[StageSpec], Any]:
+    with _annotated(model, split_spec), warnings.catch_warnings():
+        # Torch's, about its own insides.
+        warnings.simplefilter("ignore")
+        program = _export(model, args, kwargs)
+        pipe = Pipe._from_traced(model, program)
+    inputs: dict[fx.Node, Ref] = {}
+    specs: list[StageSpec] = []
+    output: Any = None
+    for node in pipe.split_gm.graph.nodes:
+        if node.op == "placeholder":
+            inputs[node] = Ref(INPUT, len(inputs))
+    refs = dict(inputs)
+
+    def look_up(node: fx.Node) -> Any:
+        return refs[node]
+
+    for node in pipe.split_gm.graph.nodes:
+        if node.op == "call_module":
+            arguments = fx.node.map_arg((tuple(node.args), dict(node.kwargs)), look_up)
+            index = len(specs)
+            refs[node] = Ref(index)
+            specs.append(StageSpec(index, _flat_module(pipe.split_gm.get_submodule(node.target)), _plain(arguments)))
+        elif node.op == "call_function" and node.target is operator.getitem:
+            refs[node] = Ref(refs[node.args[0]].source, node.args[1])
+        elif node.op == "output":
+            output = fx.node.map_arg(node.args[0], look_up)
+    leaves = list(output) if isinstance(output, (tuple, list)) else [output]
+    whole = pytree.tree_unflatten(leaves, program.call_spec.out_spec)
+    if whole != Ref(len(specs) - 1):
+        specs[-1].output = whole
+    connect(specs)
+    return specs, program.call_spec.in_spec
+
+
+class _FlatTracer(fx.Tracer):
+    """Through all modules, down to the operators."""
+
+    def is_leaf_module(self, module: nn.Module, name: str) -> bool:
+        return False
+
+
+def _flat_module(stage: nn.Module) -> fx.GraphModule:
+    """The stage as one graph of operators. Torch nests interpreters, one a module, which neither travel nor run as
+    fast."""
+    flat = fx.GraphModule(stage, _FlatTracer().trace(stage), "Stage")
+    flat.meta = {}
+    return flat
+
+
+def _plain(arguments: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Without fx's immutable lists and dicts, which do not travel."""
+    args, kwargs = arguments
+    return tuple(args), dict(kwargs)
+
+
+@contextlib.contextmanager
+def _annotated(model: nn.Module, split_spec: Mapping[str, SplitPoint]) -> Iterator[None]:
+    annotate_split_points(model, dict(split_spec))
+    try:
+        yield
+    finally:
+        for name in split_spec:
+            part = model.get_submodule(name)
+            part.__dict__.pop("forward", None)
+            part.__dict__.pop("_orig_forward", None)
+
+
+def _export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def dynamic(value: Any) -> Any:
+        return dict.fromkeys(range(value.dim()), Dim.AUTO) if isinstance(value, torch.Tensor) else None
+
+    bound = inspect.signature(model.forward).bind(*args, **kwargs).arguments
+    shapes = {name: pytree.tree_map(dynamic, value) for name, value in bound.items()}
+    try:
+        return torch.export.export(model, args, kwargs, dynamic_shapes=shapes, strict=False)
+    except Exception as error:
+        raise PipelineError(
+            f"torch.export cannot trace {type(model).__name__}: {error}\nDivide it by hand: give a list of stages, one "
+            f"module each."
+        ) from error
+
+
+def _flat(args: tuple[Any, ...], kwargs: dict[str, Any], in_spec: Any) -> tuple[Any, ...]:
+    order = list(in_spec.children()[1].context or ()) if hasattr(in_spec, "children") else list(kwargs)
+    if set(order) == set(kwargs):
+        kwargs = {name: kwargs[name] for name in order}
+    leaves, found = pytree.tree_flatten((tuple(args), kwargs))
+    if found != in_spec:
+        raise TypeError(
+            f"the model was traced with other arguments: sample= had the structure {in_spec}, and "
+            f"this call has {found}. "
+            f"Give them in the same order and by the same names."
+        )
+    return tuple(leaves)
+
+
+def _layers_of(stage: nn.Module) -> str:
+    names = [name for name, _ in stage.named_modules() if name]
+    tops = [name for name in names if not any(name.startswith(f"{other}.") for other in names)]
+    return ", ".join(tops if len(tops) < 5 else [*tops[:2], "...", tops[-1]]) or "(no modules)"
+
+
+# ------------------------------------------------------------------------------------------------- where to split
+
+
+def _split_points(
+    model: nn.Module, stages: int, args: tuple[Any, ...], kwargs: dict[str, Any], balance: Any
+) -> dict[str, SplitPoint]:
+    """Split points before blocks of the model, in the order in which they run, that make even stages."""
+    if balance not in (None, "parameters", "params", "profile"):
+        raise ValueError(f'balance must be "profile" or "parameters" for a traced model, and not {balance!r}')
+    blocks = _blocks_in_order(model, args, kwargs)
+    if len(blocks) < stages:
+        raise ValueError(
+            f"{stages} stages need {stages} blocks at least, but the model has {len(blocks)} that run one after the "
+            f"other ({', '.join(name for name, _ in blocks)}): give fewer workers, or split_spec= with modules further "
+            f"inside."
+        )
+    costs = [
+        seconds if balance == "profile" else float(_parameter_count([model.get_submodule(name)]))
+        for name, seconds in blocks
+    ]
+    place = 0
+    points = {}
+    for count in balanced(costs, stages)[:-1]:
+        place += count
+        points[blocks[place][0]] = SplitPoint.BEGINNING
+    return points
+
+
+def _blocks_in_order(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, float]]:
+    """Name and seconds of each block that runs exactly once: children, and those of containers in their place."""
+
+    def walk(parent: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
+        for name, child in parent.named_children():
+            if isinstance(child, _CONTAINERS):
+                yield from walk(child, f"{prefix}{name}.")
+            else:
+                yield prefix + name, child
+
+    began: dict[str, float] = {}
+    found: list[tuple[str, float]] = []
+    hooks = []
+    for name, block in walk(model, ""):
+
+        def begin(*_: Any, name: str = name) -> None:
+            began[name] = time.perf_counter()
+
+        def end(*_: Any, name: str = name) -> None:
+            found.append((name, time.perf_counter() - began[name]))
+
+        hooks += [block.register_forward_pre_hook(begin), block.register_forward_hook(end)]
+    state = {name: value.clone() for name, value in model.named_buffers()}
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            model(*args, **kwargs)
+            found.clear()
+            model(*args, **kwargs)
+    finally:
+        for hook in hooks:
+            hook.remove()
+        with torch.no_grad():
+            for name, value in model.named_buffers():
+                value.copy_(state[name])
+    names = [name for name, _ in found]
+    return [(name, seconds) for name, seconds in found if names.count(name) == 1]

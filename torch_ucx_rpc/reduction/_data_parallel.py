@@ -1,0 +1,325 @@
+"""`DataParallel`: a model that several trainers train, without a process group."""
+
+# mypy: allow-untyped-calls, allow-untyped-decorators
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed.rpc as rpc
+from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.futures import Future
+
+from torch_ucx_rpc._observe.lost import timed_out, was_lost
+from torch_ucx_rpc.reduction import _host
+from torch_ucx_rpc.reduction._client import Server, tensors_of
+from torch_ucx_rpc.reduction._ddp import Part, plan, push_bucket
+from torch_ucx_rpc.reduction._host import Answer, Trainer
+from torch_ucx_rpc.reduction._site import site
+
+_logger = logging.getLogger(__name__)
+
+# Until another trainer has made its model.
+_PAUSE_S = 0.01
+
+
+class _Bucket:
+    """Gradients that travel together, flat."""
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        self.parameters = parameters
+        first = parameters[0]
+        self.buffer = torch.zeros(sum(p.numel() for p in parameters), dtype=first.dtype, device=first.device)
+        self.views = self.views_of(self.buffer)
+        self.parts: list[Part] = []
+        self.filled: set[int] = set()
+        self.pushes: list[tuple[Part, Future[Answer]]] = []
+
+    def views_of(self, flat: Tensor) -> list[Tensor]:
+        """The part of each parameter in a tensor such as the buffer."""
+        parts = flat.split([p.numel() for p in self.parameters])
+        return [part.view_as(p) for part, p in zip(parts, self.parameters, strict=True)]
+
+
+class DataParallel(nn.Module):
+    """A copy of a model that is kept equal to those of other trainers: they may come and go, and may be killed.
+
+    Each trainer wraps its model and goes on as with one process. Within ``backward()`` the gradients of all trainers
+    are averaged, bucket by bucket while the rest is being computed; when it returns, ``parameter.grad`` has the mean.
+
+    The first trainers begin with the parameters and buffers of the one with the lowest rank. One that comes later gets
+    those of a trainer at its next ``forward``, and takes part from that step on; the optimizer's state too where both
+    give their optimizer. Buffers (such as running means) are each trainer's own from then on.
+
+    Args:
+        module (nn.Module): whose parameters require grad, at least one.
+        server (Server): of `serve`.
+        optimizer (torch.optim.Optimizer): this trainer's. It is given to trainers that join, and replaced in one that
+            has missed a step (``quorum``); without it, a late trainer gets the sum of the gradients that it has missed.
+        quorum (int): see `state`.
+        bucket_bytes (int): how much travels together. (default: 25 MiB)
+
+    Raises ValueError for a quorum above the number of trainers, and for sparse gradients.
+
+    Example::
+
+        >>> model = reduction.DataParallel(model, reduction.serve("ps0"))
+        >>> loss_of(model(x)).backward(); optimizer.step()
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        server: Server,
+        *,
+        optimizer: torch.optim.Optimizer | None = None,
+        quorum: int | None = None,
+        bucket_bytes: int = 25 << 20,
+    ) -> None:
+        super().__init__()
+        if not isinstance(server, Server):
+            raise TypeError(f"DataParallel takes what reduction.serve returns; {server!r} is something else")
+        parameters = [p for p in module.parameters() if p.requires_grad]
+        if not parameters:
+            raise ValueError("DataParallel has nothing to do: no parameter of the module requires grad")
+        server.check_quorum(quorum)
+        self.module = module
+        self._server = server
+        self._optimizer = optimizer
+        self._quorum = quorum
+        self._name = server.name_for("model")
+        self._buckets = _make_buckets(parameters, bucket_bytes)
+        sizes = [(bucket.buffer.numel(), bucket.buffer.element_size()) for bucket in self._buckets]
+        for bucket, parts in zip(self._buckets, plan(sizes, len(server.hosts)), strict=True):
+            bucket.parts = parts
+        self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.parameters}
+        self._next_bucket = 0
+        self._is_in_backward = False
+        self._is_synchronizing = True
+        self._has_begun = False
+        # As it was before the first step, until that is over.
+        self._initial: dict[str, Any] | None = None
+        self._is_behind = False
+        self._asking: list[tuple[Trainer, Future[dict[str, Any] | None]]] = []
+        self._lock = threading.Lock()
+        for parameter in parameters:
+            parameter.register_post_accumulate_grad_hook(self._on_gradient)
+        site().models[self._key] = self
+        self._begin()
+
+    @property
+    def _key(self) -> str:
+        return f"{self._server.spec.key}/{self._name}"
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled() and self._is_synchronizing:
+            if self._is_behind:
+                self._is_behind = False
+                self._begin(is_again=True)
+            self._has_begun = True
+            self._give_to_those_asking()
+        return self.module(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Within it gradients are only accumulated here; the next ``backward()`` outside averages their sums."""
+        before, self._is_synchronizing = self._is_synchronizing, False
+        try:
+            yield
+        finally:
+            self._is_synchronizing = before
+
+    # -- one backward
+
+    def _on_gradient(self, parameter: Tensor) -> None:
+        if not self._is_synchronizing:
+            return
+        if not self._is_in_backward:
+            self._is_in_backward = True
+            Variable._execution_engine.queue_callback(self._on_end_of_backward)
+        assert isinstance(parameter, nn.Parameter)
+        bucket = self._bucket_of[parameter]
+        gradient = parameter.grad
+        assert gradient is not None
+        if gradient.is_sparse:
+            raise ValueError(
+                "DataParallel cannot average sparse gradients, as those of nn.Embedding(sparse=True); leave that out"
+            )
+        index = next(index for index, other in enumerate(bucket.parameters) if other is parameter)
+        bucket.views[index].copy_(gradient)
+        bucket.filled.add(index)
+        # In their order, in all trainers: a server of its own sums them as they come.
+        while self._next_bucket < len(self._buckets) and len((head := self._buckets[self._next_bucket]).filled) == len(
+            head.parameters
+        ):
+            self._push(head)
+
+    def _push(self, bucket: _Bucket) -> None:
+        index = self._next_bucket
+        self._next_bucket += 1
+        bucket.pushes = push_bucket(self._server, f"{self._name}/{index}", bucket.buffer, bucket.parts, self._quorum)
+
+    def _on_end_of_backward(self) -> None:
+        try:
+            while self._next_bucket < len(self._buckets):
+                bucket = self._buckets[self._next_bucket]
+                # Without a gradient here; others may have one.
+                for index, view in enumerate(bucket.views):
+                    if index not in bucket.filled:
+                        view.zero_()
+                self._push(bucket)
+            for bucket in self._buckets:
+                self._take(bucket)
+        finally:
+            self._is_in_backward = False
+            self._initial = None
+            self._next_bucket = 0
+            for bucket in self._buckets:
+                bucket.filled.clear()
+                bucket.pushes = []
+
+    def _take(self, bucket: _Bucket) -> None:
+        for part, push in bucket.pushes:
+            answer = push.wait()
+            self._is_behind |= answer.rounds != 1 and self._optimizer is not None
+            if len(bucket.pushes) > 1:
+                bucket.buffer[part.start : part.stop].copy_(tensors_of(push)[0])
+        # The result may be others' too: it is only read.
+        result = bucket.buffer if len(bucket.pushes) > 1 else tensors_of(bucket.pushes[0][1])[0]
+        for index, (parameter, view) in enumerate(zip(bucket.parameters, bucket.views_of(result), strict=True)):
+            if parameter.grad is not None and index in bucket.filled:
+                parameter.grad.copy_(view)
+            elif bool(view.any()):
+                parameter.grad = view.clone()
+
+    # -- beginning, and giving to those who begin
+
+    def _begin(self, is_again: bool = False) -> None:
+        """Get the state of a trainer that is further, if there is one."""
+        server = self._server
+        if not is_again:
+            # The others of the first may come for it when this trainer is in its first step, which waits for them.
+            self._initial = self._state()
+        while True:
+            host = server.find_host(0)
+            try:
+                donor, is_initial = server._call(host, _host._enter, server.spec.key, self._name, server.trainer)
+                if donor is None:
+                    break
+                state = rpc.rpc_sync(donor.name, _give, args=(self._key, server.trainer, is_initial))
+            except RuntimeError as error:
+                if timed_out(error) and is_again:
+                    _logger.warning(
+                        "%s goes on with what it has: %s has begun no step meanwhile", server.trainer, donor
+                    )
+                    return
+                if timed_out(error):
+                    raise RuntimeError(
+                        f"{server.trainer} cannot begin: the others, or a step of one of them, did not come within the "
+                        f"time of a call. serve(..., trainers=N) says how many there are at the start ({error})"
+                    ) from error
+                if not was_lost(error):
+                    raise
+                _logger.info("%s begins again: %s", server.trainer, error)
+                continue
+            if state is not None:
+                self._load(state)
+                break
+            time.sleep(_PAUSE_S)
+        if not is_again:
+            self._initial = self._state() if is_initial else None
+        server.call_all(_host._hold, server.spec.key, self._name, server.trainer)
+
+    def _load(self, state: dict[str, Any]) -> None:
+        own = dict(self.module.state_dict(keep_vars=True))
+        theirs = state["module"]
+        if {name: t.shape for name, t in own.items() if isinstance(t, Tensor)} != {
+            name: t.shape for name, t in theirs.items() if isinstance(t, Tensor)
+        }:
+            raise ValueError("the trainers of a server must have the same model; this one's has other parameters")
+        self.module.load_state_dict(theirs)
+        if self._optimizer is not None and state["optimizer"] is not None:
+            self._optimizer.load_state_dict(state["optimizer"])
+        self._server.positions.update(state["positions"])
+        if not state["positions"]:
+            # The first step goes on.
+            self._server.first_round = 0
+
+    def give(self, trainer: Trainer, is_initial: bool) -> Future[dict[str, Any] | None]:
+        """This trainer's state at the beginning of a step, for another one: of the first step, if both are in that."""
+        future: Future[dict[str, Any] | None] = Future(devices=site().devices)
+        with self._lock:
+            initial = self._initial if is_initial else None
+            if initial is None:
+                self._asking.append((trainer, future))
+        if initial is not None:
+            future.set_result(initial)
+        return future
+
+    def _give_to_those_asking(self) -> None:
+        with self._lock:
+            asking, self._asking = self._asking, []
+        for trainer, future in asking:
+            # From now on the others wait for it, this step included: it is not complete without this trainer.
+            server = self._server
+            server.call_all(_host._admit, server.spec.key, trainer, dict(server.positions))
+            future.set_result(self._state())
+
+    def on_leave(self, server: Server) -> None:
+        """Nobody gets the state from here any more."""
+        with self._lock:
+            asking, self._asking = (self._asking, []) if server is self._server else ([], self._asking)
+        for _, future in asking:
+            future.set_result(None)
+
+    def _state(self) -> dict[str, Any]:
+        return {
+            "module": {
+                name: value.detach().clone() if isinstance(value, Tensor) else value
+                for name, value in self.module.state_dict().items()
+            },
+            "optimizer": None if self._optimizer is None else _copied(self._optimizer.state_dict()),
+            "positions": dict(self._server.positions),
+        }
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if isinstance(value, dict):
+        return {key: _copied(item) for key, item in value.items()}
+    return [_copied(item) for item in value] if isinstance(value, list) else value
+
+
+def _make_buckets(parameters: list[nn.Parameter], bucket_bytes: int) -> list[_Bucket]:
+    """In the order in which gradients come: from the last parameter on."""
+    buckets: list[list[nn.Parameter]] = []
+    size = 0
+    for parameter in reversed(parameters):
+        nbytes = parameter.numel() * parameter.element_size()
+        last = buckets[-1][0] if buckets else None
+        is_alike = last is not None and last.dtype == parameter.dtype and last.device == parameter.device
+        if not is_alike or size + nbytes > bucket_bytes:
+            buckets.append([])
+            size = 0
+        buckets[-1].append(parameter)
+        size += nbytes
+    return [_Bucket(bucket) for bucket in buckets]
+
+
+@rpc.functions.async_execution
+def _give(key: str, trainer: Trainer, is_initial: bool) -> Future[dict[str, Any] | None]:
+    model = site().models.get(key)
+    if model is None:
+        # It has ended with the model, but not yet with RPC, or has not made it yet: another one is asked.
+        nothing: Future[dict[str, Any] | None] = Future()
+        nothing.set_result(None)
+        return nothing
+    return model.give(trainer, is_initial)

@@ -1,0 +1,422 @@
+"""The public functions but for the calls themselves."""
+
+# mypy: allow-untyped-calls
+
+from __future__ import annotations
+
+import itertools
+import logging
+import queue
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch.distributed.rpc as rpc
+from torch._C._distributed_rpc import WorkerInfo
+from torch.distributed.rpc.constants import UNSET_RPC_TIMEOUT
+from torch.futures import Future
+
+from torch_ucx_rpc._observe.statistics import ServiceStatistics
+from torch_ucx_rpc.services import _calls, _directory
+from torch_ucx_rpc.services._calls import Served, call_async, served, unknown
+from torch_ucx_rpc.services._directory import Directory, directory, role_of
+from torch_ucx_rpc.services._errors import NameTaken, UnknownName
+from torch_ucx_rpc.services._table import Offer, Owner
+
+_logger = logging.getLogger(__name__)
+
+_registering = threading.Lock()
+
+
+class Member(NamedTuple):
+    """A living worker, as `members` returns it."""
+
+    name: str
+    rank: int
+    role: str
+    groups: tuple[str, ...]
+    services: tuple[str, ...]
+
+
+class Service(NamedTuple):
+    """A name and the living workers that offer it, by rank; none when the name is gone."""
+
+    name: str
+    workers: tuple[str, ...]
+    group: str | None = None
+    idempotent: bool = False
+    is_value: bool = False
+
+
+# ---------------------------------------------------------------------------------------------------------- offering
+
+
+def register(
+    name: str,
+    function: Callable[..., Any],
+    *,
+    group: str | None = None,
+    idempotent: bool = False,
+    unique: bool = False,
+) -> None:
+    """Let any worker call ``function`` by this name, on this worker.
+
+    Several workers may register the same name: they are replicas, and a call goes to one of them. When this returns,
+    every worker can call the name.
+
+    Args:
+        name (str): of the service, not empty.
+        function: anything callable: a function, a bound method, a module. It need not be picklable, it stays here. One
+            decorated with ``rpc.functions.async_execution`` returns a future, and is answered with what that gets.
+        group (str): whose members alone may call it; this worker becomes one. (default: everybody may)
+        idempotent (bool): executing a call twice does no harm, so that it is repeated with another replica when one is
+            lost. (default: False)
+        unique (bool): refuse replicas. (default: False)
+
+    Raises `NameTaken`, saying by which worker, if the name is a value, has another group or another ``idempotent``, is
+    unique, or is registered by this worker already; TypeError if ``function`` cannot be called. Nothing is registered
+    then, on no worker.
+
+    Example::
+
+        >>> services.register("score", model.score, group="eval", idempotent=True)
+    """
+    register_all({name: function}, group=group, idempotent=idempotent, unique=unique)
+
+
+def register_all(
+    functions: Mapping[str, Callable[..., Any]],
+    *,
+    group: str | None = None,
+    idempotent: bool = False,
+    unique: bool = False,
+) -> None:
+    """Do the same with many names at once: all of them are registered, or none. It costs no more messages than one.
+
+    Example::
+
+        >>> services.register_all({"score": model.score, "rank": model.rank}, group="eval")
+    """
+    offers = {}
+    for name, function in functions.items():
+        if not callable(function):
+            raise TypeError(
+                f"{name!r} cannot be registered: {function!r} cannot be called; a value is offered with "
+                f"services.pair({name!r}, value)"
+            )
+        is_async = hasattr(function, "_wrapped_async_rpc_function")
+        offers[name] = (function, Offer(False, group, bool(idempotent), bool(unique), is_async))
+    _offer(offers, group)
+
+
+def pair(name: str, value: Any, *, group: str | None = None) -> None:
+    """Let any worker `get` this value, which stays on this worker, by a name that nobody else has.
+
+    Raises `NameTaken`, saying by which worker. ``unregister`` takes the name away again.
+
+    Example::
+
+        >>> services.pair("weights", tensor)
+    """
+    _offer({name: (value, Offer(True, group, False, True, False))}, group)
+
+
+def _offer(offers: Mapping[str, tuple[Any, Offer]], group: str | None) -> None:
+    for name in offers:
+        _check_name("name", name)
+    if group is not None:
+        _check_name("group", group)
+    known = directory()
+    by_offer: dict[Offer, list[str]] = {}
+    with _registering:
+        for name in offers:
+            if name in served:
+                raise NameTaken(
+                    f"the name {name!r} is taken: this worker, {known.info.name!r}, offers it already; call "
+                    f"services.unregister({name!r}) first"
+                )
+        for name, (value, offer) in offers.items():
+            # Others may call it before the decision has come back.
+            served[name] = Served(name, value, group)
+            by_offer.setdefault(offer, []).append(name)
+    try:
+        known.change(
+            added=tuple((offer, tuple(names)) for offer, names in by_offer.items()),
+            groups=lambda groups: groups if group is None else groups | {group},
+        )
+    except BaseException:
+        for name in offers:
+            served.pop(name, None)
+        raise
+
+
+def unregister(name: str) -> None:
+    """Take back what this worker offers by a name; replicas of others stay. Calls that run go on.
+
+    Raises `UnknownName` if this worker does not offer it.
+    """
+    known = directory()
+    if name not in served:
+        own = ", ".join(map(repr, sorted(served))) or "nothing"
+        raise UnknownName(f"this worker, {known.info.name!r}, does not offer {name!r}; it offers {own}")
+    known.change(removed=(name,))
+    # Until all have heard of it they may call: the callee says that it is gone, and they call another replica.
+    served.pop(name, None)
+
+
+def join(*groups: str) -> None:
+    """Become a member of groups, whose names this worker may call from then on.
+
+    A group is what keeps workers from calling by mistake what is not for them. It is no lock: each worker that belongs
+    to the job may join, and says itself who it is. With a secret of the job (docs/security.md), nobody else can.
+    """
+    for group in groups:
+        _check_name("group", group)
+    directory().change(groups=lambda known: known | set(groups))
+
+
+def leave(*groups: str) -> None:
+    """Be a member of groups no more. Raises ValueError for one in which this worker offers a name."""
+    for service in list(served.values()):
+        if service.group in groups:
+            raise ValueError(
+                f"this worker offers {service.name!r} in the group {service.group!r}: unregister that before leaving"
+            )
+    directory().change(groups=lambda known: known - set(groups))
+
+
+def take_role(role: str) -> None:
+    """Play this role, instead of that in the worker's name: the role of ``"trainer3"`` is ``"trainer"``."""
+    _check_name("role", role)
+    directory().change(role=role)
+
+
+def _check_name(what: str, name: Any) -> None:
+    if not isinstance(name, str):
+        raise TypeError(f"a {what} is a str; {name!r} is none")
+    if not name:
+        raise ValueError(f"a {what} cannot be empty")
+
+
+# ----------------------------------------------------------------------------------------------------------- finding
+
+
+def get(name: str) -> Any:
+    """A reference (``rpc.RRef``) to the value that was given the name by `pair`, wherever it is.
+
+    Raises `UnknownName` if nobody offers it, TypeError if it is a service. A fault at the owner, such as that
+    the value is for a group of which this worker is no member, the RRef raises when it is used.
+
+    Example::
+
+        >>> services.get("weights").to_here()
+    """
+    known = directory()
+    offers = known.look_up(name)
+    with known.lock:
+        owner = next((known.table.owners[worker] for worker in offers if worker in known.table.owners), None)
+        if owner is None:
+            raise unknown(known, name)
+    if not offers[owner.worker].is_value:
+        raise TypeError(f"{name!r} is a service of {owner}, and no value: services.call({name!r}, ...) calls it")
+    return rpc.remote(WorkerInfo(owner.worker, owner.rank), _calls._value_of, args=(name, known.info.name))
+
+
+def members(*, role: str | None = None, group: str | None = None) -> list[Member]:
+    """The living workers by rank, or those of a role, of a group, or of both."""
+    known = directory()
+    known.sync()
+    infos = known.living()
+    with known.lock:
+        found = [_member(info, known.table.owners.get(info.name)) for info in infos]
+    return [
+        member
+        for member in found
+        if (role is None or member.role == role) and (group is None or group in member.groups)
+    ]
+
+
+def _member(info: WorkerInfo, owner: Owner | None) -> Member:
+    if owner is None or owner.rank != info.id:
+        return Member(info.name, info.id, role_of(info.name), (), ())
+    return Member(info.name, info.id, owner.role, tuple(sorted(owner.groups)), tuple(sorted(owner.offers)))
+
+
+def names(*, group: str | None = None) -> list[Service]:
+    """All names that living workers offer, or those of a group, sorted."""
+    known = directory()
+    known.sync()
+    with known.lock:
+        found = [_service(known, name) for name in sorted(known.table.names)]
+    return [service for service in found if group is None or service.group == group]
+
+
+def _service(known: Directory, name: str) -> Service:
+    owners = sorted((known.table.owners[worker] for worker in known.table.names.get(name, ())), key=lambda o: o.rank)
+    if not owners:
+        return Service(name, ())
+    offer = owners[0].offers[name]
+    return Service(name, tuple(owner.worker for owner in owners), offer.group, offer.idempotent, offer.is_value)
+
+
+# ----------------------------------------------------------------------------------------------------------- calling
+
+
+def call_role(
+    role: str,
+    function: Callable[..., Any],
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    timeout: float = UNSET_RPC_TIMEOUT,
+) -> list[Future[Any]]:
+    """Call a function on every living worker of a role, this one included if it plays it: futures, by rank.
+
+    ``function`` travels as in ``rpc_async``, so it must be importable there; a str is the name of a service, of which
+    those are called that offer it.
+
+    Raises `UnknownName` if no worker plays the role, saying which roles there are.
+
+    Example::
+
+        >>> torch.futures.wait_all(services.call_role("trainer", load, args=(7,)))
+    """
+    chosen = members(role=role)
+    if not chosen:
+        roles = ", ".join(sorted({repr(member.role) for member in members()}))
+        raise UnknownName(f"no living worker plays the role {role!r}; the roles are {roles}")
+    if isinstance(function, str):
+        route = _calls.route_to(function)
+        chosen = [member for member in chosen if function in member.services]
+        args, function = (*route.prefix, *args), route.function
+    if not callable(function):
+        raise TypeError(f"{function!r} cannot be called, on no worker")
+    return [
+        rpc.rpc_async(WorkerInfo(member.name, member.rank), function, tuple(args), dict(kwargs or {}), timeout)
+        for member in chosen
+    ]
+
+
+def call_group(
+    group: str,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    names: Iterable[str] | None = None,
+    timeout: float = UNSET_RPC_TIMEOUT,
+) -> dict[str, Future[Any]]:
+    """Call all services of a group at once, or those of them that ``names`` has, with the same arguments.
+
+    Returns a future for each name. Raises `UnknownName` if the group has none of them.
+
+    Example::
+
+        >>> futures = services.call_group("eval", args=(x,))
+        >>> futures["score"].wait()
+    """
+    known = directory()
+    known.sync()
+    with known.lock:
+        found = [_service(known, name) for name in known.table.names]
+    of_group = {service.name for service in found if service.group == group and not service.is_value}
+    wanted = sorted(of_group) if names is None else list(names)
+    for name in wanted:
+        if name not in of_group:
+            offered = ", ".join(map(repr, sorted(of_group))) or "none"
+            raise UnknownName(f"{name!r} is no service of the group {group!r}; its services are {offered}")
+    if not wanted:
+        groups = ", ".join(sorted({repr(service.group) for service in found if service.group})) or "none"
+        raise UnknownName(f"no living worker offers a service in the group {group!r}; the groups are {groups}")
+    return {name: call_async(name, *args, timeout=timeout, **dict(kwargs or {})) for name in wanted}
+
+
+# ---------------------------------------------------------------------------------------------------------- watching
+
+_watchers: dict[int, tuple[str, Callable[[Service], None]]] = {}
+_tokens = itertools.count()
+_changes: queue.SimpleQueue[tuple[Service, list[Callable[[Service], None]]]] = queue.SimpleQueue()
+_teller: threading.Thread | None = None
+
+
+def watch(name: str, on_change: Callable[[Service], None]) -> Callable[[], None]:
+    """Have ``on_change(service)`` called with a `Service` whenever a worker begins or ends to offer a name.
+
+    The first call tells how it is now, also if nobody offers it. Calls come one after the other, on a thread of their
+    own; what they raise is logged. Returns a function that ends it, as the shutdown of RPC does.
+
+    Example::
+
+        >>> stop = services.watch("score", lambda service: print(service.workers))
+    """
+    global _teller
+    _check_name("name", name)
+    if not callable(on_change):
+        raise TypeError(f"on_change must be callable; {on_change!r} is not")
+    known = directory()
+    known.sync()
+    token = next(_tokens)
+    with known.lock:
+        if _teller is None:
+            _teller = threading.Thread(target=_tell, name="torch_ucx_rpc-watch", daemon=True)
+            _teller.start()
+        _watchers[token] = (name, on_change)
+        _changes.put((_service(known, name), [on_change]))
+
+    def stop() -> None:
+        with known.lock:
+            _watchers.pop(token, None)
+
+    return stop
+
+
+def _tell() -> None:
+    while True:
+        service, callbacks = _changes.get()
+        for callback in callbacks:
+            try:
+                callback(service)
+            except Exception:
+                _logger.exception("a callback of services.watch(%r) has raised", service.name)
+
+
+def _on_made(known: Directory) -> None:
+    _watchers.clear()
+
+    def on_change(concerned: set[str]) -> None:
+        # With the lock of the directory held.
+        _calls.forget(concerned)
+        for name in {name for name, _ in _watchers.values()} & concerned:
+            callbacks = [callback for watched, callback in _watchers.values() if watched == name]
+            _changes.put((_service(known, name), callbacks))
+
+    known.on_change = on_change
+
+
+_directory.made.append(_on_made)
+
+
+# ------------------------------------------------------------------------------------------------------------ counts
+
+
+def statistics() -> tuple[ServiceStatistics, ...]:
+    """What this worker has served, by name; nothing where RPC is not running or this worker offers nothing."""
+    known = _directory._directory
+    return () if known is None else statistics_of(known._agent())
+
+
+def statistics_of(agent: Any) -> tuple[ServiceStatistics, ...]:
+    """The same of the worker of an agent that may not be running."""
+    known = _directory._directory
+    if known is None or agent is None or not known.is_of(agent):
+        return ()
+    with known.lock:
+        return tuple(
+            ServiceStatistics(
+                name=service.name,
+                group=service.group,
+                replicas=_service(known, name).workers,
+                calls=service.calls,
+                errors=service.errors,
+                open=service.open,
+            )
+            for name, service in sorted(served.items())
+        )

@@ -1,0 +1,461 @@
+"""One worker's part in keeping the names of the job: `Directory`.
+
+**Who decides.** A worker that wants to offer a name asks the decider, the living worker with the lowest rank. The
+decider grants it if nobody else's offer stands against it, and knows it from then on. Then the worker announces it to
+all others, by one message each. The decider's grant is volatile; the truth about an offer is kept by its owner.
+
+**When the decider dies.** The next one, before its first decision, gathers what every living worker offers and knows.
+A grant that reached its owner is among that. One that did not is asked for again: a claim is repeated with the next
+decider when the asked one is lost. A worker that has been gathered from by a decider takes no grant of an earlier one
+any more, be it that the answer was still under way; it asks again. So a name has never two owners that exclude each
+other, as long as workers agree on who is alive. Across a cut of the network each side decides for itself.
+
+**Joining.** A worker that joins with a rank below the decider's gathers likewise, and the former decider refuses
+further claims from the moment it has answered. Any other worker asks the decider for all that there is when it first
+uses this library. The decider hears of a change before it is announced, so this copy lacks nothing that was announced
+before the worker was a member; what is announced later reaches it directly. Changes carry numbers, and may come in any
+order (`_table`).
+
+**Leaving.** When the agent sees the end of a worker, each worker drops its names by itself. A session, drawn anew for
+each life of a worker, tells a late message of the dead from its successor of the same name. Other backends tell nothing
+of an end: there a worker drops the names of one to which a call has failed.
+
+A lookup is that of a dict. Only for a name that is not in it the decider is asked, once: the announcement may still be
+under way.
+"""
+
+# mypy: allow-untyped-calls, allow-untyped-decorators
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple, TypeVar
+
+import torch.distributed.rpc as rpc
+from torch._C._distributed_rpc import WorkerInfo, get_rpc_timeout
+from torch.distributed.rpc import api
+
+from torch_ucx_rpc._observe.lost import Gone, current_agent, ended, subscribe, was_lost
+from torch_ucx_rpc.services._errors import NameTaken
+from torch_ucx_rpc.services._table import Change, Offer, Owner, Table
+
+_logger = logging.getLogger(__name__)
+
+_Answer = TypeVar("_Answer")
+
+# Until another worker has noticed what this one has: who is alive, and so who decides.
+_PAUSE_S = 0.005
+# For the others to hear of a change. One that does not is not waited for: it asks when it misses the name.
+_HEARING_S = 2.0
+# Where calls have no timeout.
+_PATIENCE_S = 60.0
+
+# States of peers that are not at their end.
+_THERE = ("present", "leaving")
+
+
+class Verdict(NamedTuple):
+    """The answer to a claim. Without a leader: this worker does not decide; ask the right one."""
+
+    leader: int | None = None
+    refusal: str | None = None
+    # The claim builds on what the decider does not know: repeat it with all.
+    needs_all: bool = False
+
+
+class Directory:
+    """Of one life of this worker: what it offers, and the table of all."""
+
+    def __init__(self, agent: Any) -> None:
+        self.era = api._ALL_WORKER_NAMES
+        # The agent says when a worker ends.
+        self.tells_ends = hasattr(agent, "_statistics")
+        # torch keeps the C++ object of TensorPipe's agent alive, but not the Python one, by which it is known here.
+        self._agent = weakref.ref(agent) if self.tells_ends else lambda: agent
+        info: WorkerInfo = agent.get_worker_info()
+        self.info = info
+        # Known to others as the agent's, where it has one: it is what the agent says when a worker ends.
+        self._life = int(getattr(agent, "session", 0)) or secrets.randbits(63)
+        self.lock = threading.RLock()
+        self.table = Table()
+        self.table.apply(Change(info.name, info.id, self._life, None, 0, role_of(info.name), (), (), ()))
+        # Of a static group, whose list of workers the dead do not leave.
+        self._gone_names: set[str] = set()
+        self._is_synced = False
+        self._sync_lock = threading.Lock()
+        self._is_leading = False
+        self._lead_lock = threading.Lock()
+        # The life of the decider that knows what this worker offers.
+        self._bound_to: int | None = None
+        self._change_lock = threading.Lock()
+        # Called with the names whose offers have changed.
+        self.on_change: Callable[[set[str]], None] = lambda _: None
+        self._unsubscribe = subscribe(self._on_gone)
+        for gone in ended():
+            self._on_gone(gone)
+
+    def is_of(self, agent: Any) -> bool:
+        return self._agent() is agent
+
+    def close(self) -> None:
+        self._unsubscribe()
+
+    # -- what this worker knows
+
+    @property
+    def own(self) -> Owner:
+        return self.table.owners[self.info.name]
+
+    def living(self) -> list[WorkerInfo]:
+        """All workers that this one takes to be alive, by rank."""
+        agent = self._agent()
+        if agent is None:
+            raise RuntimeError("RPC has been shut down")
+        infos = sorted(agent.get_worker_infos(), key=lambda info: info.id)
+        with self.lock:
+            return [info for info in infos if info.name not in self._gone_names]
+
+    def sync(self) -> None:
+        """Take over the table from the decider, once."""
+        if self._is_synced:
+            return
+        with self._sync_lock:
+            if self._is_synced:
+                return
+
+            def ask(decider: WorkerInfo) -> list[Change] | None:
+                return _ask(decider, _tell_all)
+
+            self._learn(self._from_decider(ask, "to learn the names of the job"))
+            self._is_synced = True
+
+    def look_up(self, name: str) -> dict[str, Offer]:
+        """The workers that offer a name, by their names; asks the decider before it says that there are none."""
+        self.sync()
+        with self.lock:
+            if (offers := self.table.names.get(name)) is not None:
+                return dict(offers)
+
+        def ask(decider: WorkerInfo) -> list[Change] | None:
+            return _ask(decider, _tell_owners, name)
+
+        self._learn(self._from_decider(ask, f"for {name!r}"))
+        with self.lock:
+            return dict(self.table.names.get(name, {}))
+
+    def is_in_group(self, worker: str, group: str) -> bool:
+        """Whether a worker belongs to a group; asks the decider before it says no."""
+        with self.lock:
+            if worker in self.table.owners and group in self.table.owners[worker].groups:
+                return True
+
+        def ask(decider: WorkerInfo) -> list[Change] | None:
+            return _ask(decider, _tell_owner, worker)
+
+        self._learn(self._from_decider(ask, f"for the members of {group!r}"))
+        with self.lock:
+            return worker in self.table.owners and group in self.table.owners[worker].groups
+
+    def take_in(self, changes: Iterable[Change]) -> None:
+        """What others have announced or told."""
+        concerned: set[str] = set()
+        with self.lock:
+            for change in changes:
+                # Nobody knows better what this worker offers, nor of which life.
+                if change.worker != self.info.name:
+                    concerned |= self.table.apply(change)
+            if concerned:
+                self.on_change(concerned)
+
+    def _learn(self, changes: Iterable[Change]) -> None:
+        """What others know of third workers. Of those that this worker's agent never met, it would not see the end."""
+        agent = self._agent()
+        if agent is not None and self.tells_ends:
+            there = {peer["session"] for peer in agent._statistics()["peers"] if peer["state"] in _THERE}
+            changes = [change for change in changes if change.life in there]
+        self.take_in(changes)
+
+    def drop(self, worker: str, life: int) -> None:
+        """Forget a worker to which a call has failed."""
+        with self.lock:
+            concerned = self.table.end(life)
+            if _is_static(self._agent()):
+                self._gone_names.add(worker)
+            if concerned:
+                self.on_change(concerned)
+
+    def _on_gone(self, gone: Gone) -> None:
+        self.drop(gone.name, gone.session)
+
+    # -- what this worker offers
+
+    def change(
+        self,
+        added: tuple[tuple[Offer, tuple[str, ...]], ...] = (),
+        removed: tuple[str, ...] = (),
+        role: str | None = None,
+        groups: Callable[[set[str]], Iterable[str]] = lambda groups: groups,
+    ) -> None:
+        """Offer other names than before, if the decider agrees, and announce it. NameTaken if it does not."""
+        self.sync()
+        with self._change_lock:
+            with self.lock:
+                own = self.own
+                change = own.full()._replace(
+                    base=own.version,
+                    version=own.version + 1,
+                    role=role or own.role,
+                    groups=tuple(sorted(groups(set(own.groups)))),
+                    added=added,
+                    removed=removed,
+                )
+            try:
+                told = self._claim(change)
+            except NameTaken:
+                raise
+            except RuntimeError:
+                self._correct()
+                raise
+            with self.lock:
+                # Where this worker decides, it has been applied by that.
+                if concerned := self.table.apply(change):
+                    self.on_change(concerned)
+        self._announce(change, told)
+
+    def _announce(self, change: Change, told: str) -> None:
+        """Tell all others but the decider, and wait until they have heard: but for those who hang."""
+        calls = []
+        for info in self.living():
+            if info.name not in (self.info.name, told):
+                try:
+                    calls.append((info, rpc.rpc_async(info, _hear, args=(change,), timeout=_HEARING_S)))
+                except RuntimeError as error:
+                    # It ends just now.
+                    _logger.debug("%s was not told of a change: %s", info.name, error)
+        for info, call in calls:
+            try:
+                call.wait()
+            except RuntimeError as error:
+                _logger.debug("%s has not heard of a change: %s", info.name, error)
+
+    def _correct(self) -> None:
+        """After a claim whose outcome is unknown: tell the decider what this worker offers."""
+        try:
+            rpc.rpc_async(self.living()[0], _judge, args=(self.own.full(),))
+        except RuntimeError as error:
+            _logger.debug("the decider was not told that a claim is void: %s", error)
+
+    def _claim(self, change: Change) -> str:
+        """Have the decider grant a change; the name of that worker."""
+        asked_with = change
+
+        def ask(decider: WorkerInfo) -> str | None:
+            nonlocal asked_with
+            verdict = _ask(decider, _judge, asked_with)
+            if verdict.needs_all:
+                with self.lock:
+                    asked_with = _whole(self.own, change)
+                return None
+            with self.lock:
+                is_bound = verdict.leader is not None and self._bound_to in (None, verdict.leader)
+            if not is_bound:
+                return None
+            if verdict.refusal is not None:
+                raise NameTaken(verdict.refusal)
+            return decider.name
+
+        return self._from_decider(ask, "to decide on a name")
+
+    def _from_decider(self, ask: Callable[[WorkerInfo], _Answer | None], what: str) -> _Answer:
+        """What the living worker with the lowest rank answers, whichever that is by then."""
+        patience = get_rpc_timeout() or _PATIENCE_S
+        deadline = time.monotonic() + patience
+        while True:
+            decider = self.living()[0]
+            try:
+                answer = ask(decider)
+            except RuntimeError as error:
+                if not was_lost(error):
+                    raise
+                _logger.debug("%s was lost while it was asked %s: %s", decider.name, what, error)
+                if not self.tells_ends:
+                    # Nobody else will say so.
+                    with self.lock:
+                        life = self.table.owners[decider.name].life if decider.name in self.table.owners else 0
+                    self.drop(decider.name, life)
+                answer = None
+            if answer is not None:
+                return answer
+            if time.monotonic() > deadline:
+                raise RuntimeError(
+                    f"worker {self.info.name!r} has asked worker {decider.name!r} (rank {decider.id}) {what} for "
+                    f"{patience:g} s, and that one takes another for the living worker with the lowest rank: the two "
+                    f"may be on different sides of a cut"
+                )
+            time.sleep(_PAUSE_S)
+
+    # -- as the decider
+
+    def lead(self) -> bool:
+        """Be the decider, if this is the living worker with the lowest rank; False if it is not."""
+        if self._is_leading and self._is_lowest():
+            return True
+        with self._lead_lock:
+            others = [info for info in self.living() if info.name != self.info.name]
+            if any(info.id < self.info.id for info in others):
+                self._is_leading = False
+                return False
+            if self._is_leading:
+                return True
+            gathered = []
+            for info in others:
+                try:
+                    gathered.append((info, rpc.rpc_async(info, _gather, args=(self._life,))))
+                except RuntimeError as error:
+                    _logger.debug("%s is gone: %s", info.name, error)
+            for info, future in gathered:
+                try:
+                    self._learn(future.wait())
+                except RuntimeError as error:
+                    if not was_lost(error):
+                        raise RuntimeError(
+                            f"worker {self.info.name!r} decides on names now, and worker {info.name!r} does not say "
+                            f"which it offers: {error}"
+                        ) from error
+            with self.lock:
+                self._bound_to = self._life
+                self._is_synced = True
+                self._is_leading = True
+            return True
+
+    def _is_lowest(self) -> bool:
+        return all(info.id >= self.info.id for info in self.living())
+
+    def judge(self, change: Change) -> Verdict:
+        if not self.lead():
+            return Verdict()
+        with self.lock:
+            # Between the two somebody may have taken over.
+            if not self._is_leading:
+                return Verdict()
+            owner = self.table.owners.get(change.worker)
+            known = owner.version if owner is not None and owner.life == change.life else 0
+            if change.base is not None and change.base != known and change.worker != self.info.name:
+                return Verdict(leader=self._life, needs_all=True)
+            refusal = self.table.conflict(change)
+            if refusal is None and change.base is None and known:
+                # Whatever it has asked for before.
+                concerned = self.table.end_all_of(change.worker) | self.table.apply(change)
+                self.on_change(concerned)
+            elif refusal is None and (concerned := self.table.apply(change)):
+                self.on_change(concerned)
+            return Verdict(self._life, refusal)
+
+    def tell(self, owners: Iterable[str] | None) -> list[Change] | None:
+        """All that is known of some owners, or of all; None from a worker that does not decide."""
+        if not self.lead():
+            return None
+        with self.lock:
+            if not self._is_leading:
+                return None
+            if owners is None:
+                return self.table.snapshot()
+            return [self.table.owners[worker].full() for worker in owners if worker in self.table.owners]
+
+    def follow(self, leader: int) -> list[Change]:
+        """Tell another decider everything, and decide no more."""
+        with self.lock:
+            self._is_leading = False
+            self._bound_to = leader
+            return self.table.snapshot()
+
+
+def role_of(worker: str) -> str:
+    """The role of a worker that names none: its name without the number at the end."""
+    return worker.rstrip("0123456789").rstrip("-_:/.") or worker
+
+
+def _whole(own: Owner, change: Change) -> Change:
+    """All that an owner will offer with a change."""
+    offers = {name: offer for name, offer in own.offers.items() if name not in change.removed} | dict(change.offers())
+    names: dict[Offer, list[str]] = {}
+    for name, offer in offers.items():
+        names.setdefault(offer, []).append(name)
+    return change._replace(
+        base=None, added=tuple((offer, tuple(of_offer)) for offer, of_offer in names.items()), removed=()
+    )
+
+
+def _is_static(agent: Any) -> bool:
+    return bool(getattr(agent, "is_static_group", True))
+
+
+# ------------------------------------------------------------------------------------------- this worker's directory
+
+_directory: Directory | None = None
+_making = threading.Lock()
+# Told of a new directory, before anything is asked of it.
+made: list[Callable[[Directory], None]] = []
+
+
+def directory() -> Directory:
+    """Of the agent that runs; RuntimeError without one."""
+    global _directory
+    if (known := _directory) is not None and known.era is api._ALL_WORKER_NAMES:
+        return known
+    agent = current_agent()
+    with _making:
+        known = _directory
+        if known is None or not known.is_of(agent):
+            if known is not None:
+                known.close()
+            known = Directory(agent)
+            for tell in made:
+                tell(known)
+            _directory = known
+        known.era = api._ALL_WORKER_NAMES
+        return known
+
+
+# ---------------------------------------------------------------------------------------------- what others call here
+
+
+def _ask(worker: WorkerInfo, function: Callable[..., _Answer], *arguments: Any) -> _Answer:
+    """Call a function of those below, on another worker or here."""
+    if worker.name == directory().info.name:
+        return function(*arguments)
+    answer: _Answer = rpc.rpc_sync(worker, function, args=arguments)
+    return answer
+
+
+def _tell_all() -> list[Change] | None:
+    return directory().tell(None)
+
+
+def _tell_owners(name: str) -> list[Change] | None:
+    known = directory()
+    with known.lock:
+        owners = list(known.table.names.get(name, ()))
+    return known.tell(owners)
+
+
+def _tell_owner(worker: str) -> list[Change] | None:
+    return directory().tell([worker])
+
+
+def _judge(change: Change) -> Verdict:
+    return directory().judge(change)
+
+
+def _hear(change: Change) -> None:
+    known = directory()
+    known.take_in([change])
+
+
+def _gather(leader: int) -> list[Change]:
+    return directory().follow(leader)
