@@ -2,8 +2,8 @@
 
 #include "device_fixture.h"
 
-#include "tensors/device_copy.h"
 #include "memory/device_pool.h"
+#include "tensors/device_copy.h"
 
 #include <atomic>
 #include <cstdlib>

@@ -134,10 +134,11 @@ TEST_F(EventBufferTest, FailedSendsGoToThoseWhomTheyConcern) {
   addSent(wire::Kind::kPing, 0, broken);
   EXPECT_EQ(
       events_.take(),
-      (Notes{"request not sent: broken 2",
-             "answer not sent: broken 3",
-             "answer not sent: broken 4",
-             "control not sent: broken 3"}));
+      (Notes{
+          "request not sent: broken 2",
+          "answer not sent: broken 3",
+          "answer not sent: broken 4",
+          "control not sent: broken 3"}));
 }
 
 TEST_F(EventBufferTest, RejectionsGoToThoseWhomTheyConcern) {

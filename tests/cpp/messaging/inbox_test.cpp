@@ -40,11 +40,7 @@ class InboxTest : public testing::Test {
   // A message of one span. Its body and its pieces are announced; pieces are parked under the numbers that follow
   // `firstNumber`.
   void announce(
-      Rank rank,
-      uint64_t callId,
-      uint64_t bytes,
-      uintptr_t firstNumber,
-      wire::Kind kind = wire::Kind::kRequest) {
+      Rank rank, uint64_t callId, uint64_t bytes, uintptr_t firstNumber, wire::Kind kind = wire::Kind::kRequest) {
     OutgoingMessage message;
     const std::span<const std::byte> memory(static_cast<const std::byte*>(nullptr), bytes);
     message.spans.push_back({memory});
@@ -162,8 +158,7 @@ TEST_F(InboxTest, TheRestOfWhatIsGivenUpIsRefused) {
   EXPECT_EQ(transport_.begun, 2 * kAskedAtOnce);
   EXPECT_EQ(transport_.refused.size(), 2 * (8 - kAskedAtOnce));
   EXPECT_EQ(
-      events_.take(),
-      (Notes{"answer rejected: its call was given up 2", "request rejected: its call was given up 1"}));
+      events_.take(), (Notes{"answer rejected: its call was given up 2", "request rejected: its call was given up 1"}));
 }
 
 TEST_F(InboxTest, PeersDoNotWaitForOneAnother) {

@@ -247,6 +247,7 @@ TEST_F(MessengerTest, RepairIsTriedAgainUntilNothingIsInTheWay) {
     worker.advance(milliseconds(20));
   }
   EXPECT_EQ(transport.repairs, 3);
+  EXPECT_EQ(transport.scans, 2) << "before each time but the first";
   worker.messenger.requestRepair();
   worker.advance(milliseconds(20));
   EXPECT_EQ(transport.repairs, 4);

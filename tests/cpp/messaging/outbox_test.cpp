@@ -137,22 +137,35 @@ TEST_F(OutboxTest, FirstFailureOfAPartIsTheMessagesAndIsToldAfterTheLast) {
   EXPECT_FALSE(peer_.silence.heardSinceCheck);
 }
 
-TEST_F(OutboxTest, MessageToAPeerThatCannotBeConnectedFails) {
+TEST_F(OutboxTest, LocalErrorFailsRequestsAndStrandsTheRest) {
   transport_.connectError = {ErrorCode::kOutOfFiles, "no files left"};
   send(Kind::kRequest, 1);
   send(Kind::kResponse, 2);
   sendLarge(Kind::kRequest, 3);
   send(Kind::kPing, 0);
-  EXPECT_EQ(
-      events_.take(),
-      (Notes{
-          "request not sent: no files left 1",
-          "answer not sent: no files left 2",
-          "request not sent: no files left 3",
-          "control not sent: no files left 1"}));
+  EXPECT_EQ(events_.take(), (Notes{"request not sent: no files left 1", "request not sent: no files left 3"}));
+  EXPECT_TRUE(outbox_.hasStranded());
+  EXPECT_NE(outbox_.describeStranded().find("no files left"), std::string::npos);
+  outbox_.retryStranded();
+  EXPECT_TRUE(outbox_.hasStranded()) << "the error is still there";
   transport_.connectError = {};
   send(Kind::kRequest, 5);
   EXPECT_EQ(transport_.callsUnderWay(), Calls{5}) << "the next one tries again";
+  outbox_.retryStranded();
+  EXPECT_FALSE(outbox_.hasStranded());
+  EXPECT_EQ(transport_.callsUnderWay(), (Calls{5, 2, 0}));
+}
+
+TEST_F(OutboxTest, ErrorOfThePeerFailsEverything) {
+  transport_.connectError = {ErrorCode::kPeerFailed, "nobody there"};
+  send(Kind::kRequest, 1);
+  send(Kind::kResponse, 2);
+  send(Kind::kPing, 0);
+  EXPECT_EQ(
+      events_.take(),
+      (Notes{
+          "request not sent: nobody there 1", "answer not sent: nobody there 2", "control not sent: nobody there 1"}));
+  EXPECT_FALSE(outbox_.hasStranded());
 }
 
 TEST_F(OutboxTest, MessageToAPeerThatIsGoneFailsWithThat) {

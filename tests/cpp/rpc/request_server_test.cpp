@@ -264,12 +264,14 @@ TEST_F(RequestServerTest, ShareOfTheWindowIsGivenBackWhenTheHandlerReturns) {
   (void)answerOf(1);
 }
 
-TEST_F(RequestServerTest, AnswerThatADeviceFailsIsReplacedByAnException) {
+TEST_F(RequestServerTest, AnswerThatCannotBeSentIsReplacedByTheReason) {
   server_.onAnswerNotSent(one_.peer(1), 8, {ErrorCode::kDeviceFailed, "the device is on fire"});
   EXPECT_TRUE(contains(textOf(*answerOf(8)), "the device is on fire"));
   server_.onAnswerNotSent(one_.peer(1), 9, {ErrorCode::kPeerFailed, "it died"});
   two_.takeIn();
-  EXPECT_EQ(caller_.takeNotes().size(), 1u) << "of call 8 alone: nobody is left to hear of call 9";
+  const std::vector<std::string> notes = caller_.takeNotes();
+  ASSERT_EQ(notes.size(), 2u);
+  EXPECT_EQ(notes[1], "refused: worker 'w0' could not send its answer: it died 9");
 }
 
 TEST_F(RequestServerTest, ProfiledRequestHasAThreadOfItsOwn) {

@@ -1,8 +1,8 @@
 #include "runtime/executor.h"
 
-#include "runtime/timer.h"
 #include "eventually.h"
 #include "gate.h"
+#include "runtime/timer.h"
 
 #include <gtest/gtest.h>
 

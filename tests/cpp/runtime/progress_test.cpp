@@ -131,11 +131,12 @@ bool lead(TestEndpoint& endpoint, IsDone isDone) {
 // Leads, as an agent thread does, until it is told to stop.
 class LeadingThread {
  public:
-  explicit LeadingThread(TestEndpoint& endpoint) : endpoint_(endpoint), thread_([this] {
-                                                     while (!isStopping_.load()) {
-                                                       (void)lead(endpoint_, [this] { return isStopping_.load(); });
-                                                     }
-                                                   }) {}
+  explicit LeadingThread(TestEndpoint& endpoint)
+      : endpoint_(endpoint), thread_([this] {
+          while (!isStopping_.load()) {
+            (void)lead(endpoint_, [this] { return isStopping_.load(); });
+          }
+        }) {}
   ~LeadingThread() {
     isStopping_.store(true);
     endpoint_.progress.wake();
@@ -331,9 +332,8 @@ TEST_P(ProgressTest, CallerThatEndsHandsOverToTheLeader) {
   auto slowest = Clock::duration::zero();
   for (uint64_t round = 1; round <= 500; ++round) {
     std::atomic<bool> isOver{false};
-    std::thread caller([&] {
-      (void)b_.progress.driveUntil([&] { return isOver.load() || b_.all() == round; }, std::nullopt);
-    });
+    std::thread caller(
+        [&] { (void)b_.progress.driveUntil([&] { return isOver.load() || b_.all() == round; }, std::nullopt); });
     if (round % 2 == 0) {
       isOver.store(true);
       b_.progress.wake();

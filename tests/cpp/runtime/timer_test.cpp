@@ -105,10 +105,14 @@ TEST_F(TimerTasksTest, DueTimeSetWhileTheTaskRunsCounts) {
 
 TEST_F(TimerTasksTest, TaskMayMakeAnotherDue) {
   Timer::Task& second = add("second");
-  timer_.add("first", [&](TimePoint /*now*/) {
-    second.dueNow();
-    return Timer::kNever;
-  }).dueNow();
+  timer_
+      .add(
+          "first",
+          [&](TimePoint /*now*/) {
+            second.dueNow();
+            return Timer::kNever;
+          })
+      .dueNow();
   EXPECT_EQ(after(milliseconds(0)), Names{}) << "it had been looked at before";
   EXPECT_EQ(next_, now_);
   EXPECT_EQ(after(milliseconds(0)), Names{"second"});

@@ -17,7 +17,11 @@ class FakeRpcAgent final : public rpc::RpcAgent {
       : RpcAgent(
             rpc::WorkerInfo("w" + std::to_string(rank), rank),
             std::make_unique<Callback>(&echo),
-            std::chrono::milliseconds(60'000)) {}
+            std::chrono::milliseconds(60'000)) {
+    // torch asks for it whenever it reads a message.
+    setTypeResolver(
+        std::make_shared<rpc::TypeResolver>([](const c10::QualifiedName&) { return c10::StrongTypePtr({}, {}); }));
+  }
   ~FakeRpcAgent() override {
     if (rpcAgentRunning_.load()) {
       shutdown(); // else ~RpcAgent would, and find shutdownImpl() gone

@@ -75,9 +75,12 @@ class SendingTransport final : public Transport {
   std::vector<std::string> lanes(EndpointId /*endpoint*/) const override {
     return {};
   }
-  bool repair() override {
+  RepairState repairState() override {
     ++repairs;
-    return repairs >= repairsNeeded;
+    return repairs >= repairsNeeded ? RepairState::kWhole : RepairState::kUndecided;
+  }
+  void scanForRepair() override {
+    ++scans;
   }
   void abandon(EndpointId endpoint) override {
     abandoned.push_back(endpoint);
@@ -108,6 +111,7 @@ class SendingTransport final : public Transport {
   size_t begun = 0;
   std::vector<EndpointId> abandoned;
   int repairs = 0;
+  int scans = 0;
   int repairsNeeded = 1; // until nothing is in the way any more
 
  private:

@@ -209,7 +209,8 @@ const Swap kSwaps[] = {
      [](at::Tensor& tensor) {
        tensor.storage().unsafeGetStorageImpl()->set_data_ptr_noswap(c10::GetCPUAllocator()->allocate(0));
      }},
-    {"out=", [](at::Tensor& tensor) {
+    {"out=",
+     [](at::Tensor& tensor) {
        const at::Tensor more = at::ones({tensor.numel() + 1000});
        tensor.resize_({0}); // as torch does to an output of another size
        at::add_out(tensor, more, more);

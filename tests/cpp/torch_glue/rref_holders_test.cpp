@@ -44,7 +44,7 @@ class RRefHoldersTest : public testing::Test {
   }
   std::vector<int64_t> heldBy(rpc::worker_id_t rank) {
     std::vector<int64_t> held;
-    for (const HeldFork& fork : holders_.takeHeldBy({rank)}) {
+    for (const HeldFork& fork : holders_.takeHeldBy({rank})) {
       held.push_back(fork.fork.localId_);
     }
     return held;

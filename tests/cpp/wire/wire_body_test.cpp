@@ -351,8 +351,7 @@ TEST(WireBodyTest, StoragesMustFillTheirSpan) {
       writer.addSpanStorage(bytes, 0, 0, -1);
     }
     BodyView view;
-    EXPECT_EQ(readBody(writer.finish(), spans, view).code(), ErrorCode::kProtocol)
-        << testing::PrintToString(storages);
+    EXPECT_EQ(readBody(writer.finish(), spans, view).code(), ErrorCode::kProtocol) << testing::PrintToString(storages);
   }
 }
 

@@ -39,7 +39,8 @@ using ControlFrame = std::variant<Goodbye, Leave, Acknowledge, BarrierArrive, Ba
 // answers. Requests, control frames and failures keep their order across batches too (DispatchOrder).
 class EventBuffer {
  public:
-  EventBuffer(const EventHandlers& handlers, SentMessages& sentMessages) : handlers_(handlers), sentMessages_(sentMessages) {}
+  EventBuffer(const EventHandlers& handlers, SentMessages& sentMessages)
+      : handlers_(handlers), sentMessages_(sentMessages) {}
 
   // All with the worker lock held:
   void addAnswer(IncomingMessage answer) {

@@ -231,8 +231,7 @@ void Inbox::assemble(Peer& from, const wire::Header& header, wire::Piece piece) 
       break;
     case wire::Assembler::Outcome::kRejected:
       receiver_.release(rejected);
-      events_.addRejection(
-          from, header, {ErrorCode::kProtocol, "malformed message: its parts contradict each other"});
+      events_.addRejection(from, header, {ErrorCode::kProtocol, "malformed message: its parts contradict each other"});
       break;
   }
 }

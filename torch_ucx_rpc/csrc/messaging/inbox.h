@@ -1,13 +1,13 @@
 #pragma once
 
-#include "peers/directory.h"
+#include "memory/host_pool.h"
 #include "messaging/event_buffer.h"
 #include "messaging/event_handlers.h"
 #include "messaging/message.h"
 #include "messaging/outbox.h"
 #include "messaging/receive_window.h"
 #include "messaging/receiver.h"
-#include "memory/host_pool.h"
+#include "peers/directory.h"
 #include "transport/transport.h"
 #include "wire/assembler.h"
 

@@ -1,10 +1,10 @@
 #pragma once
 
-#include "peers/peer.h"
-#include "messaging/receive_window.h"
 #include "base/bytes.h"
 #include "base/trace.h"
 #include "memory/device_streams.h"
+#include "messaging/receive_window.h"
+#include "peers/peer.h"
 #include "wire/header.h"
 
 #include <c10/core/Allocator.h>
@@ -49,8 +49,7 @@ struct OutgoingMessage {
   };
 
   // Writes the addressing into the headers of the body and of the pieces, which it makes.
-  void address(
-      wire::Kind kind, uint64_t sourceSession, Rank sourceRank, uint64_t targetSession, uint64_t callId);
+  void address(wire::Kind kind, uint64_t sourceSession, Rank sourceRank, uint64_t targetSession, uint64_t callId);
 
   // In a job with a secret, when it is addressed. The first may take long for a large payload, and is for any thread; the second is
   // for the worker lock, right before it is sent.

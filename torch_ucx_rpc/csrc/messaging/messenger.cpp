@@ -59,16 +59,7 @@ Messenger::Messenger(
       window_(std::make_shared<ReceiveWindow>(
           options.receiveWindowBytes, [this] { progress_.requestStartDeferred(); })), // which admits messages that wait
       outbox_(*transport_, events_),
-      inbox_(
-          *transport_,
-          directory,
-          outbox_,
-          window_,
-          HostPool::instance(),
-          self.session,
-          handlers,
-          devices,
-          events_) {
+      inbox_(*transport_, directory, outbox_, window_, HostPool::instance(), self.session, handlers, devices, events_) {
   transport_->setListener(&inbox_);
 }
 

@@ -105,8 +105,8 @@ void UcxRpcAgent::checkProcess() const {
     throw RpcFailure(
         RpcFailure::Kind::kForked,
         "RPC cannot be used in a process that was forked from worker '" + self_.name +
-        "': the agent's threads and UCX's connections stay with the parent. Let the parent call, or start the process with "
-        "multiprocessing's start method spawn or forkserver and call init_rpc in it.");
+            "': the agent's threads and UCX's connections stay with the parent. Let the parent call, or start the process with "
+            "multiprocessing's start method spawn or forkserver and call init_rpc in it.");
   }
 }
 
@@ -161,8 +161,8 @@ c10::intrusive_ptr<JitFuture> UcxRpcAgent::send(
   HandlingScope::releaseInnermost(); // a handler that calls out may wait for long: the window must not wait with it
   const rpc::MessageType type = message->type();
   const auto timeout = rpcTimeoutSeconds == rpc::kUnsetRpcTimeout ? getRpcTimeout() : toMilliseconds(rpcTimeoutSeconds);
-  c10::intrusive_ptr<JitFuture> future = calls_.send(
-      directory_.at(to.id_), std::move(message), timeout, deviceMap.empty() ? getDeviceMap(to) : deviceMap);
+  c10::intrusive_ptr<JitFuture> future =
+      calls_.send(directory_.at(to.id_), std::move(message), timeout, deviceMap.empty() ? getDeviceMap(to) : deviceMap);
   if (isFetch(type) && !Executor::isLeader()) {
     // RRef.to_here() sends this and waits, within one function of torch. Waiting here instead, Ctrl-C works, and the caller
     // drives its own call. Nobody else sends these messages.

@@ -56,8 +56,7 @@ c10::intrusive_ptr<JitFuture> CallClient::send(
     Peer& to, c10::intrusive_ptr<Message> message, std::chrono::milliseconds timeout, const DeviceMap& deviceMap) {
   trace::Span span("send request", {}, trace::Arrow::kRequestLeaves);
   const rpc::MessageType type = message->type();
-  std::unique_ptr<OutgoingMessage> outgoing =
-      encodeMessage(std::move(message), to, deviceMap, messenger_.transport());
+  std::unique_ptr<OutgoingMessage> outgoing = encodeMessage(std::move(message), to, deviceMap, messenger_.transport());
 
   CallTable::Call call;
   call.future = c10::make_intrusive<JitFuture>(at::AnyClassType::get(), deviceMaps_.devices());
@@ -181,9 +180,8 @@ void CallClient::finishCallToLostPeer(CallTable::Call call) {
     failLater(std::move(call), why);
     return;
   }
-  executor_.addCompletion([hold = std::move(hold), call = std::move(call), answer = std::move(answer)] {
-    completeWith(call, answer);
-  });
+  executor_.addCompletion(
+      [hold = std::move(hold), call = std::move(call), answer = std::move(answer)] { completeWith(call, answer); });
 }
 
 void CallClient::onAnswerRejected(Peer& from, uint64_t callId, const Error& why) {

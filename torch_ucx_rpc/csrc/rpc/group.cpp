@@ -158,8 +158,7 @@ void Group::onPeerGone(Peer& peer) {
 
 void Group::sendArrive(Peer& coordinator, uint64_t round, int64_t value) {
   const wire::BarrierArrive body{value};
-  messenger_.postControl(
-      coordinator, wire::Kind::kBarrierArrive, round, Bytes(std::as_bytes(std::span(&body, 1))));
+  messenger_.postControl(coordinator, wire::Kind::kBarrierArrive, round, Bytes(std::as_bytes(std::span(&body, 1))));
 }
 
 void Group::sendRelease(Peer& to, uint64_t round, const Barrier::Result& result) {
@@ -193,7 +192,8 @@ int64_t Group::barrier(int64_t value, std::chrono::milliseconds timeout) {
     }
     if (lifetime_.isClosed()) {
       throw RpcFailure(
-          RpcFailure::Kind::kShutDown, "RPC was shut down on worker '" + self_.name + "' while it waited for the others");
+          RpcFailure::Kind::kShutDown,
+          "RPC was shut down on worker '" + self_.name + "' while it waited for the others");
     }
     if (Clock::now() >= deadline) {
       std::string missing;
@@ -347,8 +347,8 @@ void Group::leave(std::chrono::milliseconds timeout) {
       throw RpcFailure(
           RpcFailure::Kind::kBarrierFailed,
           "worker '" + self_.name + "' has tried to leave the group for " + std::to_string(timeout.count()) +
-          " ms: " + std::to_string(calls_.open()) + " of its calls are open, and it has " +
-          std::to_string(requestsOpen()) + " of others to answer" + names);
+              " ms: " + std::to_string(calls_.open()) + " of its calls are open, and it has " +
+              std::to_string(requestsOpen()) + " of others to answer" + names);
     }
     std::this_thread::sleep_for(kPoll);
   }

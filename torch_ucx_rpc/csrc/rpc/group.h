@@ -5,10 +5,10 @@
 #include "peers/barrier.h"
 #include "peers/directory.h"
 #include "peers/identity.h"
+#include "peers/peer_observer.h"
 #include "rpc/call_client.h"
 #include "rpc/orphaned_state.h"
 #include "rpc/peer_monitor.h"
-#include "peers/peer_observer.h"
 #include "runtime/executor.h"
 #include "runtime/lifetime.h"
 

@@ -79,8 +79,7 @@ void OrphanedState::release(const Ranks& gone) {
     contexts = autogradContextsOf(gone);
   }
   // Looked up after the forks, and ended before those are deleted: with its last fork, torch forgets an RRef that is waited for.
-  std::vector<WaitForValue> waits =
-      holders_.takeHopelessWaits([this](const RRefId& id) { return !isValueToCome(id); });
+  std::vector<WaitForValue> waits = holders_.takeHopelessWaits([this](const RRefId& id) { return !isValueToCome(id); });
   if (forks.empty() && contexts.empty() && waits.empty()) {
     return;
   }
@@ -124,9 +123,8 @@ void OrphanedState::endHopelessWait(const WaitForValue& wait) const {
       : "the worker that was to make it is gone, and another has its rank, " + std::to_string(wait.creator) + ", now";
   const std::string what = "this RRef will never have a value: " + why;
   const std::exception_ptr failure = std::make_exception_ptr(
-      holder != nullptr && !holder->isThere()
-          ? holder->failure(RpcFailure::Kind::kRRefLost, what, why)
-          : RpcFailure(RpcFailure::Kind::kRRefLost, what));
+      holder != nullptr && !holder->isThere() ? holder->failure(RpcFailure::Kind::kRRefLost, what, why)
+                                              : RpcFailure(RpcFailure::Kind::kRRefLost, what));
   runCallbacks([&] { wait.future->setErrorIfNeeded(failure); });
 }
 

@@ -219,8 +219,7 @@ void RequestServer::answerWithError(Peer& to, uint64_t callId, const std::string
       to,
       wire::Kind::kResponse,
       callId,
-      encodeMessage(
-          rpc::createExceptionResponse(what, static_cast<int64_t>(callId)), to, {}, messenger_.transport()));
+      encodeMessage(rpc::createExceptionResponse(what, static_cast<int64_t>(callId)), to, {}, messenger_.transport()));
 }
 
 void RequestServer::refuse(Peer& to, uint64_t callId, const Error& why) {
@@ -239,7 +238,8 @@ void RequestServer::onAnswerNotSent(Peer& to, uint64_t callId, const Error& why)
     answerWithError(to, callId, why.message());
   } else if (to.isThere() && !lifetime_.isClosed() && why.code() != ErrorCode::kCanceled) {
     // Its caller may have some parts of the answer, and would wait for the others.
-    refuse(to, callId, {ErrorCode::kInternal, "worker '" + self_.name + "' could not send its answer: " + why.message()});
+    refuse(
+        to, callId, {ErrorCode::kInternal, "worker '" + self_.name + "' could not send its answer: " + why.message()});
   }
 }
 

@@ -1,9 +1,9 @@
 #pragma once
 
-#include "runtime/executor.h"
-#include "peers/peer.h"
 #include "memory/device_pool.h"
 #include "memory/host_pool.h"
+#include "peers/peer.h"
+#include "runtime/executor.h"
 
 #include <chrono>
 #include <cstdint>

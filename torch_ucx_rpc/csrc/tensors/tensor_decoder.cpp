@@ -1,6 +1,6 @@
+#include "memory/host_pool.h"
 #include "tensors/device_copy.h"
 #include "tensors/tensor_codec.h"
-#include "memory/host_pool.h"
 
 #include <ATen/ATen.h>
 #include <ATen/quantized/QTensorImpl.h>

@@ -400,8 +400,7 @@ class Encoder {
         shared.tensors.push_back(tensor);
         end = std::max(end, region.end);
       } else { // two torch storages over the same memory, a fraction of an element apart
-        alone.push_back(
-            {region.device, region.begin, static_cast<uint64_t>(region.end - region.begin), {tensor}});
+        alone.push_back({region.device, region.begin, static_cast<uint64_t>(region.end - region.begin), {tensor}});
       }
     }
     shared.bytes = static_cast<uint64_t>(end - begin);
@@ -433,9 +432,8 @@ class Encoder {
     const size_t lent = kMostLentStorages - std::min(kMostLentStorages, unpackable);
     if (packable.size() > lent) {
       const auto largest = packable.begin() + static_cast<std::ptrdiff_t>(lent);
-      std::nth_element(packable.begin(), largest, packable.end(), [](const auto* a, const auto* b) {
-        return a->bytes > b->bytes;
-      });
+      std::nth_element(
+          packable.begin(), largest, packable.end(), [](const auto* a, const auto* b) { return a->bytes > b->bytes; });
       std::for_each(largest, packable.end(), [](PlannedStorage* storage) { storage->place = Place::kPacked; });
     }
   }
