@@ -46,7 +46,7 @@ REPORTS := build/reports
 ENVIRONMENT := $(VENV)/.torch-$(TORCH)-$(UCX)
 EDITABLE := $(VENV)/.editable-$(TORCH)-$(UCX)
 
-.PHONY: help build test test-cpp test-python test-conformance conformance conformance-cuda fuzz soak matrix bench bench-full demo
+.PHONY: help build test test-cpp test-python test-libraries test-conformance conformance conformance-cuda fuzz soak matrix bench bench-full demo
 .PHONY: bench-record mutants gpu-prepare gpu-check gpu-rehearse sanitize lint tidy format wheel clean distclean
 
 help: ## List the verbs
@@ -86,6 +86,9 @@ test-cpp: build
 
 test-python: build $(VENV)/.extra-test
 	@$(PY) -m pytest --junit-xml=$(REPORTS)/pytest.xml
+
+test-libraries: build $(VENV)/.extra-test ## Tests of the libraries on top: services, reduction, pipelines, checkpoints
+	@$(PY) -m pytest tests/libraries
 
 test-conformance: build $(VENV)/.extra-test ## PyTorch's own RPC suites
 	@$(PY) -m pytest tests/conformance --rpc-backend $(BACKEND) --junit-xml=$(REPORTS)/conformance.xml

@@ -1,5 +1,6 @@
-// What UCX does with device memory, between two processes and with the driver of cuda_stub.h: which lanes and protocols it chooses, what
-// it asks the driver, and that bytes arrive. The driver has no GPU: nothing here says how fast anything is.
+// What UCX does with device memory, between two processes and with the driver of cuda_stub.h: which lanes and protocols
+// it chooses, what it asks the driver, and that bytes arrive. The driver has no GPU: nothing here says how fast
+// anything is.
 
 #include "cuda_stub.h"
 
@@ -57,7 +58,7 @@ enum class Kind {
   kDeviceVirtual, // of torch's expandable_segments
 };
 
-// ------------------------------------------------------------------------------------------ in one of the two processes
+// ----------------------------------------------------------------------------------------- in one of the two processes
 
 [[noreturn]] void fail(const std::string& why) {
   std::cout << "failed: " << why << std::endl;
@@ -358,7 +359,8 @@ void counted(const Action& action) {
   }
 }
 
-// One message, whose calls of the driver are counted, after another one that has made the connection and mapped the memory.
+// One message, whose calls of the driver are counted, after another one that has made the connection and mapped the
+// memory.
 std::unique_ptr<Pair> exchange(Kind from, Kind to, uint64_t bytes, Environment environment = {}) {
   environment.emplace("UCX_PROTO_INFO", "y"); // writes which protocols are chosen
   return std::make_unique<Pair>(
@@ -384,12 +386,12 @@ std::unique_ptr<Pair> exchange(Kind from, Kind to, uint64_t bytes, Environment e
       });
 }
 
-// What UCX does with a message of 8 MiB where it copies through the host's shared memory, in pieces of 8 KiB: it waits for the device
-// after each, with the worker lock held.
+// What UCX does with a message of 8 MiB where it copies through the host's shared memory, in pieces of 8 KiB: it waits
+// for the device after each, with the worker lock held.
 constexpr uint64_t kStaged = 8 * kMiB;
 constexpr uint64_t kPieces = kStaged / (9 * kKiB);
 
-// -------------------------------------------------------------------------------------------------- lanes and protocols
+// ------------------------------------------------------------------------------------------------- lanes and protocols
 
 TEST(DeviceLanes, BetweenDevicesEachMessageIsOneCopyByTheSender) {
   for (const uint64_t bytes : {4 * kKiB, kMiB, 64 * kMiB}) {
@@ -429,8 +431,8 @@ TEST(DeviceLanes, ThreadsNeedNoContext) {
   EXPECT_EQ(pair->count("cuMemcpyDtoDAsync_v2"), 1u);
 }
 
-// Endpoints that report dead peers have no pipelines in UCX (RNDV_PIPELINE_ERROR_HANDLING=n). So it must be given no message that is in a
-// device's memory on one side only: such are staged by the agent.
+// Endpoints that report dead peers have no pipelines in UCX (RNDV_PIPELINE_ERROR_HANDLING=n). So it must be given no
+// message that is in a device's memory on one side only: such are staged by the agent.
 TEST(DeviceLanes, BetweenADeviceAndTheHostUcxCopiesInPieces) {
   const auto fromDevice = exchange(Kind::kDevice, Kind::kHost, kStaged);
   ASSERT_TRUE(fromDevice->haveSucceeded());
@@ -442,7 +444,7 @@ TEST(DeviceLanes, BetweenADeviceAndTheHostUcxCopiesInPieces) {
   EXPECT_EQ(toDevice->receiver->count("cuStreamSynchronize"), toDevice->receiver->count("cuMemcpyAsync"));
 }
 
-// ------------------------------------------------------------------------------------------------ what cannot be shared
+// ----------------------------------------------------------------------------------------------- what cannot be shared
 
 TEST(DeviceLanes, WithoutCudaIpcUcxCopiesInPiecesOnBothSides) {
   const auto pair = exchange(Kind::kDevice, Kind::kDevice, kStaged, {{"UCX_TLS", "^cuda_ipc"}});

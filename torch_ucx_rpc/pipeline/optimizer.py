@@ -19,7 +19,7 @@ __all__ = ["PipelineOptimizer"]
 class PipelineOptimizer(torch.optim.Optimizer):
     """Made by `DistributedPipeline.optimizer`. Its ``param_groups`` decide: what stands there travels with each `step`.
 
-    ``step`` and ``zero_grad`` return at once; the workers carry them out before whatever comes next. What goes wrong is
+    ``step`` and ``zero_grad`` return at once; the workers carry them out before whatever comes next. An error is
     raised by the call after, or by ``pipe.synchronize()``.
     """
 

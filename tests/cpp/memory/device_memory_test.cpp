@@ -235,7 +235,7 @@ TEST_P(DeviceMemoryTest, StreamsAreAskedOnceForManyBlocks) {
   last.clear();
 }
 
-// Who has no more use for memory may have used it on a stream that torch does not know, and destroys that next.
+// A program that has no more use for memory may have used it on a stream that torch does not know, and destroys that next.
 TEST_P(DeviceMemoryTest, StreamsOfOthersAreAskedAtOnce) {
   const c10::Stream other(c10::Stream::UNSAFE, fake(), kPoolStreams + 7);
   c10::DataPtr data = pool_.allocate(fake(), 64);
@@ -251,7 +251,8 @@ TEST_P(DeviceMemoryTest, StreamsOfOthersAreAskedAtOnce) {
   EXPECT_EQ(pool_.statistics().heldBytes, 0u);
 }
 
-// At the end of a process RMM may be gone before the last tensors are. (The pool is a process's: a new process has another one.)
+// At the end of a process RMM may be gone before the last tensors are. (The pool is a process's: a new process has
+// another one.)
 TEST_P(DeviceMemoryTest, NothingIsGivenBackOnceItHasStopped) {
   GTEST_FLAG_SET(death_test_style, "threadsafe"); // forks before there are threads
   EXPECT_EXIT(

@@ -1,4 +1,4 @@
-// Who is in the job: by rank, by name, by session; and whose place can be taken.
+// The workers of the job: by rank, by name, by session; and whose place can be taken.
 
 #include "peers/directory.h"
 

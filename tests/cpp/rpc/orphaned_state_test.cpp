@@ -1,4 +1,4 @@
-// What is released in torch's books when a worker is gone, and what waits in vain is told.
+// Entries of torch's books that are released when a worker is gone, and what waits in vain is told.
 
 #include "rpc/orphaned_state.h"
 

@@ -52,7 +52,7 @@ class PeerMonitorTest : public testing::Test {
   Notes takeNotes() {
     return std::exchange(notes_, {});
   }
-  // What is told of a peer that ends.
+  // The end of a peer, and who is told of it.
   static Notes told(const std::string& what) {
     return {"first: " + what, "second: " + what};
   }

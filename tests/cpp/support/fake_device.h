@@ -67,8 +67,8 @@ class FakeDevice final : public c10::Allocator {
     return std::all_of(queues_.begin(), queues_.end(), [](const auto& entry) { return entry.second.empty(); });
   }
 
-  // As CUDA's, events are not done at once from now on when they are recorded on a stream that has nothing to do, but when the
-  // device runs the next time.
+  // As CUDA's, events are not done at once from now on when they are recorded on a stream that has nothing to do, but
+  // when the device runs the next time.
   void completeEventsLater(bool isLater) {
     const std::lock_guard lock(mutex_);
     completesEventsLater_ = isLater;

@@ -22,8 +22,8 @@ TEST_F(DeviceTest, TensorIsReadWhenItsStreamHasMadeIt) {
   }
 }
 
-// CUDA says of an event that was just recorded that it is not ready, on a stream that has nothing to do as well: a message that waited
-// for it would wait for the timer.
+// CUDA says of an event that was just recorded that it is not ready, on a stream that has nothing to do as well: a
+// message that waited for it would wait for the timer.
 TEST_F(DeviceTest, WhatIsOnIdleStreamsWaitsForNoEvent) {
   startWith(keep(), same_);
   device_.completeEventsLater(true);

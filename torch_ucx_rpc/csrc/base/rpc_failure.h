@@ -9,8 +9,9 @@
 
 namespace torch_ucx_rpc {
 
-// Why a call or another operation of RPC failed, where programs tell failures apart by type: the extension turns each kind into an
-// exception of torch_ucx_rpc/errors.py, which describes them. Through torch's C++ it travels as the std::runtime_error that it is.
+// Why a call or another operation of RPC failed, where programs tell failures apart by type: the extension turns each
+// kind into an exception of torch_ucx_rpc/errors.py, which describes them. Through torch's C++ it travels as the
+// std::runtime_error that it is.
 class RpcFailure : public std::runtime_error {
  public:
   enum class Kind : uint8_t {

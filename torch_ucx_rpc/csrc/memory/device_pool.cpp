@@ -15,8 +15,8 @@ using c10::impl::VirtualGuardImpl;
 
 namespace {
 
-// How much is released before somebody asks about it: asking takes as long as copying some 100 MiB. What is less waits for the agent's
-// timer.
+// How much is released before somebody asks about it: asking takes as long as copying some 100 MiB. What is less waits
+// for the agent's timer.
 constexpr uint64_t kMostReleasedBytes = 16 * 1024 * 1024;
 constexpr size_t kMostReleasedBlocks = 16;
 

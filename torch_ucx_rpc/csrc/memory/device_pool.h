@@ -16,20 +16,21 @@
 
 namespace torch_ucx_rpc {
 
-// Memory of devices for what arrives. It is written to outside of any stream, so what its earlier owners have had done with it must
-// be over. Allocators give memory back to the stream that it was allocated on, and do not wait for that stream: hence one on which
-// nothing else is done.
+// Memory of devices for what arrives. It is written to outside of any stream, so what its earlier owners have had done
+// with it must be over. Allocators give memory back to the stream that it was allocated on, and do not wait for that
+// stream: hence one on which nothing else is done.
 //
-// Torch's own allocator also waits for the streams that are recorded on memory, before it gives it out again. Another one, RMM's
-// or one that torch's has been replaced with, hears of no other stream than that of the allocation. What is released of such
-// memory is therefore held back here, until all is done that torch's streams had to do by then. There are 129 of them for a
-// device, and asking all takes some 100 us: whoever releases memory, usually the user's thread, does not. They are asked
-// for many blocks together, when something is collected, or when much has been released.
+// Torch's own allocator also waits for the streams that are recorded on memory, before it gives it out again. Another
+// one, RMM's or one that torch's has been replaced with, hears of no other stream than that of the allocation. What is
+// released of such memory is therefore held back here, until all is done that torch's streams had to do by then. There
+// are 129 of them for a device, and asking all takes some 100 us: whoever releases memory, usually the user's thread,
+// does not. They are asked for many blocks together, when something is collected, or when much has been released.
 //
 // One for the process: tensors may outlive everything. Thread-safe.
 class DevicePool {
  public:
-  // Those that an allocator has for torch.cuda.memory.CUDAPluggableAllocator; the first throws where there is no memory left.
+  // Those that an allocator has for torch.cuda.memory.CUDAPluggableAllocator; the first throws where there is no memory
+  // left.
   struct EntryPoints {
     void* (*allocate)(size_t bytes, int device, void* stream);
     void (*deallocate)(void* data, size_t bytes, int device, void* stream);
@@ -54,8 +55,8 @@ class DevicePool {
   void setSource(
       Source source, EntryPoints entryPoints = {nullptr, nullptr}, AllocatorOf allocatorOf = &c10::GetAllocator);
 
-  // May be written to when earlierWork() is done. Throws what the allocator throws when there is no memory left, not before it has waited
-  // for what is held back. No bytes need no memory, as with torch's own.
+  // May be written to when earlierWork() is done. Throws what the allocator throws when there is no memory left, not
+  // before it has waited for what is held back. No bytes need no memory, as with torch's own.
   c10::DataPtr allocate(c10::Device device, uint64_t bytes);
   DeviceWork earlierWork(const Devices& devices);
 
@@ -65,7 +66,8 @@ class DevicePool {
   // Gives the allocator back what need not be held back any longer.
   void collect();
 
-  // Nothing is given back from now on, and no device asked: the process ends, and the allocator may have gone before the last tensors.
+  // Nothing is given back from now on, and no device asked: the process ends, and the allocator may have gone before
+  // the last tensors.
   void stop();
 
   // Whether there is something of the kind, or will be.

@@ -13,8 +13,8 @@
 
 namespace torch_ucx_rpc {
 
-// Streams of devices other than the CPU, which all are of one type. By torch's device-generic interface alone: nothing here knows
-// CUDA. docs/gpu.md has the rules that these are the words of.
+// Streams of devices other than the CPU, which all are of one type. By torch's device-generic interface alone: nothing
+// here knows CUDA. docs/gpu.md has the rules that these are the words of.
 using Devices = std::vector<c10::Device>;
 using Streams = std::vector<c10::Stream>;
 
@@ -33,15 +33,16 @@ Streams allStreams(c10::Device device);
 // These without those that are being captured into a graph, which do nothing meanwhile, and must not be asked.
 Streams uncaptured(const Streams& streams);
 
-// Tells torch's allocator that memory is used on the stream that is current on its device: released, it is not reused before what
-// is in that stream by then is done.
+// Tells torch's allocator that memory is used on the stream that is current on its device: released, it is not reused
+// before what is in that stream by then is done.
 void recordOnCurrentStream(const c10::DataPtr& data);
 
-// UCX's CUDA transports expect of the thread that drives them that a context is current. Does something once for each thread. A device
-// that fails says so where it is used, not here.
+// UCX's CUDA transports expect of the thread that drives them that a context is current. Does something once for each
+// thread. A device that fails says so where it is used, not here.
 void makeContextCurrent(const Devices& devices);
 
-// What torch has thrown for a device, without its backtrace. It may be the failure of something that has run there long before.
+// What torch has thrown for a device, without its backtrace. It may be the failure of something that has run there long
+// before.
 Error deviceFailed(const std::exception& failure);
 
 // What was in some streams when this was made: nothing where they had nothing to do. Not thread-safe.

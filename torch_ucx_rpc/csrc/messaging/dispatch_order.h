@@ -10,9 +10,9 @@
 
 namespace torch_ucx_rpc {
 
-// Keeps an order among threads that act on what they took, one after the other, under a lock that they have released since. What
-// they end their turns with runs in the order of the turns, one at a time: here, or in another thread that is at it or that ends an
-// earlier turn. It must not throw. Thread-safe; must outlive its turns.
+// Keeps an order among threads that act on what they took, one after the other, under a lock that they have released
+// since. What they end their turns with runs in the order of the turns, one at a time: here, or in another thread that
+// is at it or that ends an earlier turn. It must not throw. Thread-safe; must outlive its turns.
 class DispatchOrder {
  public:
   class Turn {

@@ -7,8 +7,8 @@
 
 namespace torch_ucx_rpc {
 
-// What a request whose body is sent at once, without being asked for, may add to what its receiver has taken in and not answered:
-// the receive window cannot hold it back. Given back with the call.
+// What a request whose body is sent at once, without being asked for, may add to what its receiver has taken in and not
+// answered: the receive window cannot hold it back. Given back with the call.
 class EagerCredit {
  public:
   // To a peer. Bodies up to kFreeBytes are not worth waiting for.

@@ -31,8 +31,8 @@ void EventBuffer::Batch::dispatch(const std::optional<Driver>& driver) {
   for (Join& join : joins) {
     handlers_.group->onJoin(join.session, std::move(join.record));
   }
-  // A thread that had to be woken for a short request would compete with this one for the processor. But torch's handling of one
-  // request, in which a waiting caller may be, does not expect another on the same thread.
+  // A thread that had to be woken for a short request would compete with this one for the processor. But torch's
+  // handling of one request, in which a waiting caller may be, does not expect another on the same thread.
   std::vector<IncomingMessage> onDriver;
   if (driver && !Executor::isInTask()) {
     std::erase_if(inOrder, [&](std::variant<IncomingMessage, Control>& event) {

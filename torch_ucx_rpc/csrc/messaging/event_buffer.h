@@ -31,12 +31,13 @@ struct Refused {
 };
 using ControlFrame = std::variant<Goodbye, Leave, Acknowledge, BarrierArrive, BarrierRelease, Refused>;
 
-// Events, typed from the moment they happen: Inbox, Receiver, Outbox and PeerMonitor add them under the worker lock, one method a
-// kind; whichever thread releases the lock next takes them as a batch and hands them to the handlers.
+// Events, typed from the moment they happen: Inbox, Receiver, Outbox and PeerMonitor add them under the worker lock,
+// one method a kind; whichever thread releases the lock next takes them as a batch and hands them to the handlers.
 //
-// The order within a batch: answers, ends of sends, rejections and joins; then requests and control frames in the order of arrival,
-// and failures of peers, since what a peer sent before its end counts; then requests that the driver runs itself, and last its own
-// answers. Requests, control frames and failures keep their order across batches too (DispatchOrder).
+// The order within a batch: answers, ends of sends, rejections and joins; then requests and control frames in the order
+// of arrival, and failures of peers, since what a peer sent before its end counts; then requests that the driver runs
+// itself, and last its own answers. Requests, control frames and failures keep their order across batches too
+// (DispatchOrder).
 class EventBuffer {
  public:
   EventBuffer(const EventHandlers& handlers, SentMessages& sentMessages)

@@ -10,8 +10,8 @@
 #include <string>
 #include <vector>
 
-// The objects that act on what messages bring about, one interface for each kind of event. All are called without the worker lock
-// unless they say otherwise, and must not throw.
+// The objects that act on what messages bring about, one interface for each kind of event. All are called without the
+// worker lock unless they say otherwise, and must not throw.
 namespace torch_ucx_rpc {
 
 // Work for the end of a batch, on the same thread: everything else of the batch comes first, since this runs user code.

@@ -22,8 +22,9 @@
 
 namespace torch_ucx_rpc {
 
-// Takes in whole messages: checks who sent, joins body and spans, and admits what came by rendezvous into the receive window, to be
-// received into memory by the Receiver. Everything here runs under the worker lock, unless it says otherwise.
+// Takes in whole messages: checks who sent, joins body and spans, and admits what came by rendezvous into the receive
+// window, to be received into memory by the Receiver. Everything here runs under the worker lock, unless it says
+// otherwise.
 class Inbox final : public TransportListener {
  public:
   Inbox(
@@ -51,7 +52,8 @@ class Inbox final : public TransportListener {
   // Starts receives and releases. Not inside a transport callback.
   void startDeferred();
 
-  // Whether startDeferred() has more to do already: a receive may be done at once, and other operations are to run in between.
+  // Whether startDeferred() has more to do already: a receive may be done at once, and other operations are to run in
+  // between.
   bool hasDeferred() const {
     return receiver_.hasDeferred() || (receiver_.hasFinished() && window_->waitingMessages.load() != 0);
   }
@@ -61,8 +63,8 @@ class Inbox final : public TransportListener {
     return receiver_.waitsForDevice();
   }
 
-  // Admits the message that has waited longest, whether it fits or not. For when the window has not moved for a while although no request
-  // waits for a thread: then handlers wait for one another, and more memory is the only way on.
+  // Admits the message that has waited longest, whether it fits or not. For when the window has not moved for a while
+  // although no request waits for a thread: then handlers wait for one another, and more memory is the only way on.
   void admitStalled();
 
   // From now on processes that are no members may ask to become one; with a key, those whose frames are sealed with it.
@@ -100,7 +102,8 @@ class Inbox final : public TransportListener {
 
   // Whether the header is in order and meant for this worker.
   bool checkHeader(std::span<const std::byte> bytes, wire::Header& header);
-  // The worker of this job that has sent it, for the first time; null where there is none. `data` is what travels in the frame.
+  // The worker of this job that has sent it, for the first time; null where there is none. `data` is what travels in
+  // the frame.
   Peer* findSender(const wire::Header& header, uint64_t dataBytes, std::span<const std::byte> data);
   void onJoin(const wire::Header& header, std::span<const std::byte> record);
   void rejectFrame(Refusal refusal, const std::string& what);

@@ -26,12 +26,13 @@ class Lender {
 
 // A message on its way out.
 struct OutgoingMessage {
-  // A body up to this size travels eagerly. Beyond it the receiver would pay for UCX's own reassembly buffer and another copy,
-  // and the bytes would escape the receive window.
+  // A body up to this size travels eagerly. Beyond it the receiver would pay for UCX's own reassembly buffer and
+  // another copy, and the bytes would escape the receive window.
   static constexpr size_t kEagerBodyBytes = 256 * 1024;
 
-  // What is sent of a span at a time. What else is to be sent gets in between, and each that has arrived is a sign of life; yet large
-  // enough that its announcement is nothing beside it. A device's memory moves faster, and is to be set up for each.
+  // What is sent of a span at a time. What else is to be sent gets in between, and each that has arrived is a sign of
+  // life; yet large enough that its announcement is nothing beside it. A device's memory moves faster, and is to be set
+  // up for each.
   static constexpr size_t kPieceBytes = 4 * 1024 * 1024;
   static constexpr size_t kDevicePieceBytes = 64 * 1024 * 1024;
   // Of a span, where those would be more: each costs the receiver memory of UCX's.
@@ -51,8 +52,8 @@ struct OutgoingMessage {
   // Writes the addressing into the headers of the body and of the pieces, which it makes.
   void address(wire::Kind kind, uint64_t sourceSession, Rank sourceRank, uint64_t targetSession, uint64_t callId);
 
-  // In a job with a secret, when it is addressed. The first may take long for a large payload, and is for any thread; the second is
-  // for the worker lock, right before it is sent.
+  // In a job with a secret, when it is addressed. The first may take long for a large payload, and is for any thread;
+  // the second is for the worker lock, right before it is sent.
   void sealContent();
   void sealFrames();
 
@@ -98,8 +99,8 @@ struct IncomingMessage {
   }
   uint64_t totalBytes() const;
 
-  // Whether what came by rendezvous and is to be decoded is what the sender has sealed; true in a job without a secret. What came
-  // eagerly has been checked on arrival.
+  // Whether what came by rendezvous and is to be decoded is what the sender has sealed; true in a job without a secret.
+  // What came eagerly has been checked on arrival.
   bool isContentGenuine() const;
 
   Peer* from = nullptr;

@@ -303,8 +303,8 @@ void Messenger::repairWithWorkerLock() {
   isRepairing_.store(state != RepairState::kWhole);
   if (state == RepairState::kUnrepairable && !std::exchange(isDeafTold_, true)) {
     events_.addWarning(
-        "messages of workers on this machine may not arrive: a process has ended or been stopped while it wrote one into shared "
-        "memory, and nobody can tell whether it will go on. UCX_TLS=tcp,self does without shared memory");
+        "messages of workers on this machine may not arrive: a process has ended or been stopped while it wrote one "
+        "into shared memory, and nobody can tell whether it will go on. UCX_TLS=tcp,self does without shared memory");
   }
 }
 

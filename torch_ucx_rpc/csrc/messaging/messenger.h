@@ -26,10 +26,11 @@
 
 namespace torch_ucx_rpc {
 
-// Messages in and out. It owns the transport and everything that touches it: Progress, Outbox, Inbox and the receive window. The
-// rest of the agent sends by post(), and hears of what arrives, leaves or fails through the EventHandlers.
+// Messages in and out. It owns the transport and everything that touches it: Progress, Outbox, Inbox and the receive
+// window. The rest of the agent sends by post(), and hears of what arrives, leaves or fails through the EventHandlers.
 //
-// Thread-safe, but for methods whose names end in WithWorkerLock: those are for operations that the messenger itself runs.
+// Thread-safe, but for methods whose names end in WithWorkerLock: those are for operations that the messenger itself
+// runs.
 class Messenger final : public Leader, public PeerObserver, private ProgressClient {
  public:
   struct Options {
@@ -39,7 +40,8 @@ class Messenger final : public Leader, public PeerObserver, private ProgressClie
   // Copies a message for the worker itself: `arrived` gets the memory. The messenger does not know how devices copy.
   using CopyForSelf = Error (*)(OutgoingMessage& message, IncomingMessage& arrived);
 
-  // Adds tasks to the timer, so it must not have started. The handlers are looked up when they are needed, only once members have been added.
+  // Adds tasks to the timer, so it must not have started. The handlers are looked up when they are needed, only once
+  // members have been added.
   Messenger(
       std::unique_ptr<Transport> transport,
       Identity self,
@@ -52,14 +54,14 @@ class Messenger final : public Leader, public PeerObserver, private ProgressClie
       CopyForSelf copyForSelf,
       const Options& options);
 
-  // Sends a message: gives it its addressing, seals it, and queues it for the transport. For this worker itself it arrives at once,
-  // as a copy.
+  // Sends a message: gives it its addressing, seals it, and queues it for the transport. For this worker itself it
+  // arrives at once, as a copy.
   void post(Peer& to, wire::Kind kind, uint64_t callId, std::unique_ptr<OutgoingMessage> message);
   void postControl(Peer& to, wire::Kind kind, uint64_t callId = 0, Bytes body = {});
   void sendNowWithWorkerLock(Peer& to, wire::Kind kind, uint64_t callId = 0);
 
-  // Gives up calls whose callers wait no longer: requests that have not left here, the others at their callees, and the parts of their
-  // answers that have come.
+  // Gives up calls whose callers wait no longer: requests that have not left here, the others at their callees, and the
+  // parts of their answers that have come.
   void cancel(std::vector<std::pair<Peer*, uint64_t>> calls);
 
   // A peer has admitted this worker to its group: messages that have waited for that leave.

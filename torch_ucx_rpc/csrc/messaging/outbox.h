@@ -14,23 +14,25 @@
 
 namespace torch_ucx_rpc {
 
-// Sends whole messages: one active message for the body, one for each piece of a span. Endpoints are made with the first message
-// to a peer. A peer that has been asked to admit this worker to a group (kJoin) refuses everything else until it has: what is for
-// it waits here for that long. Everything here runs under the worker lock.
+// Sends whole messages: one active message for the body, one for each piece of a span. Endpoints are made with the
+// first message to a peer. A peer that has been asked to admit this worker to a group (kJoin) refuses everything else
+// until it has: what is for it waits here for that long. Everything here runs under the worker lock.
 //
 // A message waits first of all until a device has made its tensors: UCX reads without regard to streams.
 //
-// What travels by rendezvous leaves a few parts at a time: each part that waits outside the peer's receive window costs it a
-// descriptor of UCX's, 8 KiB of shared memory for each of its pieces. The rest wait here, where they cost next to nothing and can be
-// canceled, in the order of their calls. Answers do not wait for requests, nor one peer's messages for another's.
+// What travels by rendezvous leaves a few parts at a time: each part that waits outside the peer's receive window costs
+// it a descriptor of UCX's, 8 KiB of shared memory for each of its pieces. The rest wait here, where they cost next to
+// nothing and can be canceled, in the order of their calls. Answers do not wait for requests, nor one peer's messages
+// for another's.
 class Outbox {
  public:
-  // Parts by rendezvous under way to a peer, of requests and of answers each. Enough to hide the latency of a network also
-  // where each is as small as rendezvous gets: 64 times 32 KiB are 80 us of 25 GB/s.
+  // Parts by rendezvous under way to a peer, of requests and of answers each. Enough to hide the latency of a network
+  // also where each is as small as rendezvous gets: 64 times 32 KiB are 80 us of 25 GB/s.
   static constexpr size_t kMostRendezvous = 64;
 
-  // Bytes that travel eagerly and that the transport has not finished, to a peer, of requests and of answers each. UCX queues them in
-  // memory of its own when the peer does not read, a stopped process for one, and never gives a timed-out one back.
+  // Bytes that travel eagerly and that the transport has not finished, to a peer, of requests and of answers each. UCX
+  // queues them in memory of its own when the peer does not read, a stopped process for one, and never gives a
+  // timed-out one back.
   static constexpr uint64_t kMostEagerBytes = 8ull * 1024 * 1024;
   // What a message costs the transport beside its body.
   static constexpr uint64_t kEagerOverhead = 512;
@@ -44,8 +46,9 @@ class Outbox {
   // Sends messages that can leave now. Not inside a transport callback.
   void startDeferred();
 
-  // Whether messages that are no requests have failed over an error of this process, such as a full file table, and wait for another
-  // try: retryStranded(). Their peers are well, and may be waiting for them. (A request's failure is told to its caller.)
+  // Whether messages that are no requests have failed over an error of this process, such as a full file table, and
+  // wait for another try: retryStranded(). Their peers are well, and may be waiting for them. (A request's failure is
+  // told to its caller.)
   bool hasStranded() const {
     return !stranded_.empty();
   }
@@ -73,7 +76,8 @@ class Outbox {
   // From now on everything fails; the transport is about to be closed.
   void close();
 
-  // Messages that the transport has not finished, those included that it has not been given yet; none of those to peers that are gone.
+  // Messages that the transport has not finished, those included that it has not been given yet; none of those to peers
+  // that are gone.
   size_t underWay() const;
 
  private:

@@ -64,18 +64,20 @@ class HandlingScope {
   Admission* const outer_;
 };
 
-// How many bytes of rendezvous messages this worker takes in at a time, so that memory stays bounded and buffers warm. Of requests
-// that no thread handles yet it takes in less, whatever the limit: more of them gain nothing and only make memory cold.
+// How many bytes of rendezvous messages this worker takes in at a time, so that memory stays bounded and buffers warm.
+// Of requests that no thread handles yet it takes in less, whatever the limit: more of them gain nothing and only make
+// memory cold.
 //
 // Free of deadlock: requests and responses have a budget each, so a handler that waits for a large response gets it
-// whatever requests wait; a message larger than the budget is admitted alone; a request gives its bytes back when its handler
-// returns or calls out itself, not when its tensors die; and what waits longest is admitted after kPatience without any
-// movement, should handlers be waiting for one another (Inbox::admitStalled).
+// whatever requests wait; a message larger than the budget is admitted alone; a request gives its bytes back when its
+// handler returns or calls out itself, not when its tensors die; and what waits longest is admitted after kPatience
+// without any movement, should handlers be waiting for one another (Inbox::admitStalled).
 class ReceiveWindow : public std::enable_shared_from_this<ReceiveWindow> {
  public:
   // A window that has not moved for this long, while no request waits for a thread, is stalled.
   static constexpr auto kPatience = std::chrono::milliseconds(100);
-  // The same while something is being received: a slow network is no deadlock, and a sender that hangs is none of the others'.
+  // The same while something is being received: a slow network is no deadlock, and a sender that hangs is none of the
+  // others'.
   static constexpr auto kPatienceWhileReceiving = std::chrono::milliseconds(1000);
   // Of requests that are being received or wait for a thread.
   static constexpr uint64_t kAheadBytes = 16ull * 1024 * 1024;

@@ -21,9 +21,9 @@
 
 namespace torch_ucx_rpc {
 
-// Has admitted messages received into memory, a few pieces of each peer's at a time: on a network they travel one after the
-// other, and small messages and signs of life wait behind those that have been asked for. Everything here runs under the
-// worker lock.
+// Has admitted messages received into memory, a few pieces of each peer's at a time: on a network they travel one after
+// the other, and small messages and signs of life wait behind those that have been asked for. Everything here runs
+// under the worker lock.
 class Receiver {
  public:
   Receiver(
@@ -42,8 +42,8 @@ class Receiver {
 
   using Clock = std::chrono::steady_clock;
 
-  // Bytes that are received at a time, of the window. Several messages in parallel arrive no sooner than one after the other, but
-  // into more memory, which is cold. Enough to hide a network's latency: 25 GB/s times 160 us.
+  // Bytes that are received at a time, of the window. Several messages in parallel arrive no sooner than one after the
+  // other, but into more memory, which is cold. Enough to hide a network's latency: 25 GB/s times 160 us.
   static constexpr uint64_t kReceivingBytes = 4ull * 1024 * 1024;
   // What is not there after this does not count any more: it is the sender or the network that is slow.
   static constexpr auto kSlow = std::chrono::milliseconds(20);
@@ -73,7 +73,8 @@ class Receiver {
   // Starts receives and releases. Not inside a transport callback.
   void startDeferred();
 
-  // Whether startDeferred() has more to do already: what it starts may be done at once, and other operations are to run in between.
+  // Whether startDeferred() has more to do already: what it starts may be done at once, and other operations are to run
+  // in between.
   bool hasDeferred() const {
     return !due_.empty();
   }
@@ -132,8 +133,8 @@ class Receiver {
     bool isOldestsTurn = true;
     std::vector<Entry> waiting; // those that have parts not begun, the oldest first
 
-    // The oldest and the one that has the least left have every other turn: a small one passes a large one, and large ones do not
-    // keep each other from being finished.
+    // The oldest and the one that has the least left have every other turn: a small one passes a large one, and large
+    // ones do not keep each other from being finished.
     std::vector<Entry>::iterator next() {
       return isOldestsTurn ? waiting.begin()
                            : std::min_element(waiting.begin(), waiting.end(), [](Entry one, Entry other) {

@@ -10,8 +10,8 @@
 
 namespace torch_ucx_rpc {
 
-// Destroys messages that the transport is done with. Tensors are never destroyed on the sending thread: torch may hold locks there that
-// another thread, which has the GIL, waits for. Thread-safe.
+// Destroys messages that the transport is done with. Tensors are never destroyed on the sending thread: torch may hold
+// locks there that another thread, which has the GIL, waits for. Thread-safe.
 class SentMessages {
  public:
   SentMessages(Executor& executor, const Lifetime& lifetime) : executor_(executor), lifetime_(lifetime) {}

@@ -105,8 +105,8 @@ void UcxRpcAgent::checkProcess() const {
     throw RpcFailure(
         RpcFailure::Kind::kForked,
         "RPC cannot be used in a process that was forked from worker '" + self_.name +
-            "': the agent's threads and UCX's connections stay with the parent. Let the parent call, or start the process with "
-            "multiprocessing's start method spawn or forkserver and call init_rpc in it.");
+            "': the agent's threads and UCX's connections stay with the parent. Let the parent call, or start the "
+            "process with multiprocessing's start method spawn or forkserver and call init_rpc in it.");
   }
 }
 
@@ -135,8 +135,8 @@ void UcxRpcAgent::sayGoodbye() {
   if (monitor_.isEverybodyLeaving()) {
     return;
   }
-  // To peers that were met, and to neighbours, whose process watch would take our end for a crash. Not to all others: where a job of a
-  // thousand fails, each would connect to each.
+  // To peers that were met, and to neighbours, whose process watch would take our end for a crash. Not to all others:
+  // where a job of a thousand fails, each would connect to each.
   for (Peer* peer : directory_.all()) {
     const bool wasMet = peer->isMet.load() || peer->isNeighbour.load();
     if (wasMet && peer->isThere() && peer->member().session != self_.session) {
@@ -164,8 +164,8 @@ c10::intrusive_ptr<JitFuture> UcxRpcAgent::send(
   c10::intrusive_ptr<JitFuture> future =
       calls_.send(directory_.at(to.id_), std::move(message), timeout, deviceMap.empty() ? getDeviceMap(to) : deviceMap);
   if (isFetch(type) && !Executor::isLeader()) {
-    // RRef.to_here() sends this and waits, within one function of torch. Waiting here instead, Ctrl-C works, and the caller
-    // drives its own call. Nobody else sends these messages.
+    // RRef.to_here() sends this and waits, within one function of torch. Waiting here instead, Ctrl-C works, and the
+    // caller drives its own call. Nobody else sends these messages.
     waitDriving(*future);
   }
   return future;

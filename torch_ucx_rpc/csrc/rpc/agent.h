@@ -31,14 +31,15 @@ namespace torch_ucx_rpc {
 
 using torch::distributed::rpc::worker_id_t;
 
-// torch's RpcAgent: torch's virtual functions, and the wiring of the objects that do the work. csrc/README.md has the map of those.
+// torch's RpcAgent: torch's virtual functions, and the wiring of the objects that do the work. csrc/README.md has the
+// map of those.
 //
 // Life: constructed -> members added (by Python, which exchanges them through the Store) -> start() -> join() or not ->
-// shutdown(). In a dynamic group members come and go after start() too. Agent threads that are stuck in user code at shutdown keep
-// the object alive until they return.
+// shutdown(). In a dynamic group members come and go after start() too. Agent threads that are stuck in user code at
+// shutdown keep the object alive until they return.
 //
-// `whileWaiting` is called now and then, and when a signal has come in, by a thread that waits for a future, a barrier or join(), or
-// in send() for an RRef's value; it may throw to end the wait (Ctrl-C).
+// `whileWaiting` is called now and then, and when a signal has come in, by a thread that waits for a future, a barrier
+// or join(), or in send() for an RRef's value; it may throw to end the wait (Ctrl-C).
 class UcxRpcAgent : public torch::distributed::rpc::RpcAgent, public std::enable_shared_from_this<UcxRpcAgent> {
  public:
   UcxRpcAgent(
@@ -114,8 +115,8 @@ class UcxRpcAgent : public torch::distributed::rpc::RpcAgent, public std::enable
   const uint64_t forkCount_;
   std::once_flag shutdownOnce_;
 
-  // Each has its own synchronization. An object may use those above it; events reach those below the messenger through the
-  // interfaces of messaging/event_handlers.h.
+  // Each has its own synchronization. An object may use those above it; events reach those below the messenger through
+  // the interfaces of messaging/event_handlers.h.
   Lifetime lifetime_;
   Timer timer_;
   Directory directory_;

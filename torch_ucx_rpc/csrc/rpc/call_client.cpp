@@ -233,8 +233,8 @@ Timer::TimePoint CallClient::expire(Timer::TimePoint now) {
          {callee.name, callee.rank, callee.host, {}, {}, timeout}});
   }
   if (!abandoned.empty()) {
-    // The callee need not take in what it has not; its handler, once running, is not interrupted. After the failures, since this may
-    // make progress for others.
+    // The callee need not take in what it has not; its handler, once running, is not interrupted. After the failures,
+    // since this may make progress for others.
     messenger_.cancel(std::move(abandoned));
   }
   if (!expired.empty()) {

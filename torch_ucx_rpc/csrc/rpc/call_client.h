@@ -16,12 +16,12 @@
 
 namespace torch_ucx_rpc {
 
-// Calls of this worker, from send() to the completion of their futures. A future is completed exactly once, by the one who takes its
-// call out of the table: the answer, the deadline, the end of the callee, or shutdown. Thread-safe.
+// Calls of this worker, from send() to the completion of their futures. A future is completed exactly once, by the one
+// who takes its call out of the table: the answer, the deadline, the end of the callee, or shutdown. Thread-safe.
 class CallClient final : public AnswerHandler, public PeerObserver {
  public:
-  // `whileWaiting` is called now and then, and when a signal has come in, by threads that wait; it may throw to end the wait (Ctrl-C).
-  // Adds a task to the timer, so it must not have started.
+  // `whileWaiting` is called now and then, and when a signal has come in, by threads that wait; it may throw to end the
+  // wait (Ctrl-C). Adds a task to the timer, so it must not have started.
   CallClient(
       Identity self,
       Messenger& messenger,
@@ -31,12 +31,13 @@ class CallClient final : public AnswerHandler, public PeerObserver {
       const DeviceMaps& deviceMaps,
       std::function<void()> whileWaiting);
 
-  // Sends a request. `timeout` 0: none. The future holds torch's answer message, or fails with a RpcFailure or with what the callee
-  // raised. Throws c10::Error for tensors that cannot be sent.
+  // Sends a request. `timeout` 0: none. The future holds torch's answer message, or fails with a RpcFailure or with
+  // what the callee raised. Throws c10::Error for tensors that cannot be sent.
   c10::intrusive_ptr<JitFuture> send(
       Peer& to, c10::intrusive_ptr<Message> message, std::chrono::milliseconds timeout, const DeviceMap& deviceMap);
 
-  // Returns when the future is complete or the agent shuts down. The caller drives progress meanwhile, if no other caller does.
+  // Returns when the future is complete or the agent shuts down. The caller drives progress meanwhile, if no other
+  // caller does.
   void waitDriving(JitFuture& future);
   // The same for a future that another thread completes.
   void waitIdle(JitFuture& future);

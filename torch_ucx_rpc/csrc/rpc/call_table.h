@@ -19,8 +19,9 @@ namespace torch_ucx_rpc {
 
 using torch::distributed::rpc::JitFuture;
 
-// The calls that wait for an answer. A call leaves the table exactly once, and whoever takes it out completes its future: a
-// response, the deadline, the peer's failure or shutdown. (JitFuture itself has no test-and-set.) Thread-safe.
+// The calls that wait for an answer. A call leaves the table exactly once, and whoever takes it out completes its
+// future: a response, the deadline, the peer's failure or shutdown. (JitFuture itself has no test-and-set.)
+// Thread-safe.
 class CallTable {
  public:
   using Clock = std::chrono::steady_clock;
@@ -43,8 +44,8 @@ class CallTable {
   // Takes out a call to `peer`; nothing if it is not, or no longer, open, or is another worker's.
   std::optional<Call> take(uint64_t id, const Peer& peer);
 
-  // The call that a thread has made last, while it is open. rpc_sync and RRef.to_here() make a call and then wait, so it is the call
-  // that the thread waits for. The future cannot tell: torch derives another one from the call's.
+  // The call that a thread has made last, while it is open. rpc_sync and RRef.to_here() make a call and then wait, so
+  // it is the call that the thread waits for. The future cannot tell: torch derives another one from the call's.
   std::optional<uint64_t> latestOf(std::thread::id sender) const;
 
   // Takes out all calls to a peer; all calls.

@@ -11,8 +11,8 @@
 
 namespace torch_ucx_rpc {
 
-// Where tensors arrive at other workers, by the names of those: tensors of requests, and tensors of answers, which each caller wishes.
-// Thread-safe.
+// Where tensors arrive at other workers, by the names of those: tensors of requests, and tensors of answers, which each
+// caller wishes. Thread-safe.
 class DeviceMaps {
  public:
   using ByWorker = std::unordered_map<std::string, DeviceMap>;

@@ -22,8 +22,8 @@ struct Faults {
 // The types there are.
 std::vector<std::string> requestTypeNames();
 
-// The agent with faults on demand, for tests of what programs, and torch's protocols for RRefs and distributed autograd,
-// do then. Made by torch_ucx_rpc/testing.py only.
+// The agent with faults on demand, for tests of what programs, and torch's protocols for RRefs and distributed
+// autograd, do then. Made by torch_ucx_rpc/testing.py only.
 class FaultyUcxRpcAgent final : public UcxRpcAgent {
  public:
   // Throws std::invalid_argument for a type that there is not.

@@ -215,8 +215,9 @@ int64_t Group::barrier(int64_t value, std::chrono::milliseconds timeout) {
   return result.sum;
 }
 
-// Ends when nobody waits for an answer any more: two rounds in a row in which no worker had a call open, nor opened one in between.
-// (One round is not enough: a worker that has reported may still be asked for something by one that has not.)
+// Ends when nobody waits for an answer any more: two rounds in a row in which no worker had a call open, nor opened one
+// in between. (One round is not enough: a worker that has reported may still be asked for something by one that has
+// not.)
 void Group::join(std::chrono::milliseconds timeout, std::chrono::milliseconds defaultTimeout) {
   if (isDynamic()) {
     leave(timeout.count() != 0 ? timeout : defaultTimeout);
@@ -311,8 +312,8 @@ void Group::onLeave(Peer& from) {
 }
 
 int64_t Group::requestsOpen() const {
-  // Peers that are gone wait for nothing. torch may never answer them: a backward pass whose context was closed when the worker died
-  // that had opened it, for one.
+  // Peers that are gone wait for nothing. torch may never answer them: a backward pass whose context was closed when
+  // the worker died that had opened it, for one.
   int64_t sum = 0;
   for (const Peer* peer : directory_.all()) {
     sum += peer->isThere() ? peer->requestsOpen.load() : 0;

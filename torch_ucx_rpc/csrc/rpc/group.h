@@ -28,8 +28,8 @@ namespace torch_ucx_rpc {
 using torch::distributed::rpc::RpcAgent;
 using torch::distributed::rpc::WorkerInfo;
 
-// The members of the group: who they are, barriers over them, and how they leave together (static groups) or come and go (dynamic
-// ones). Thread-safe.
+// The members of the group: who they are, barriers over them, and how they leave together (static groups) or come and
+// go (dynamic ones). Thread-safe.
 class Group final : public GroupHandler, public PeerObserver, private Barrier::Link {
  public:
   // `whileWaiting` is called now and then by threads that wait; it may throw to end the wait (Ctrl-C).
@@ -62,29 +62,32 @@ class Group final : public GroupHandler, public PeerObserver, private Barrier::L
   // (0: none) runs out or a worker dies.
   int64_t barrier(int64_t value, std::chrono::milliseconds timeout);
 
-  // Graceful end. Static groups: returns when nobody waits for an answer any more. Dynamic ones: this worker leaves, when it has
-  // answered everybody. Throws RpcFailure when `timeout` (0: none) runs out or a worker dies.
+  // Graceful end. Static groups: returns when nobody waits for an answer any more. Dynamic ones: this worker leaves,
+  // when it has answered everybody. Throws RpcFailure when `timeout` (0: none) runs out or a worker dies.
   void join(std::chrono::milliseconds timeout, std::chrono::milliseconds defaultTimeout);
 
-  // A dynamic group, one that workers join and leave as they like, needs a keeper of its list of members. Called on agent threads.
+  // A dynamic group, one that workers join and leave as they like, needs a keeper of its list of members. Called on
+  // agent threads.
   struct Membership {
     // A process wants to become a member, with what it passed to announceJoin(). Adds it, or throws.
     std::function<void(const std::string& record)> onJoin;
     // A member was lost without a goodbye.
     std::function<void(uint64_t session)> onLost;
   };
-  // Before start(); makes the group a dynamic one. In a job with a secret, `joinKey` is this worker's own (Member::joinKey).
+  // Before start(); makes the group a dynamic one. In a job with a secret, `joinKey` is this worker's own
+  // (Member::joinKey).
   void setMembership(Membership membership, const std::string& joinKey = {});
   bool isDynamic() const {
     return membership_.onJoin != nullptr;
   }
 
-  // Asks members, by their sessions, to admit this worker; those that were lost as if for the first time. Members that are there and
-  // have not answered yet are in unacknowledged().
+  // Asks members, by their sessions, to admit this worker; those that were lost as if for the first time. Members that
+  // are there and have not answered yet are in unacknowledged().
   void announceJoin(const std::string& record, const std::vector<uint64_t>& members);
   std::vector<WorkerInfo> unacknowledged() const;
 
-  // Called on an agent thread for each peer that is gone, static group or dynamic, left or failed. Any time; empty: no more.
+  // Called on an agent thread for each peer that is gone, static group or dynamic, left or failed. Any time; empty: no
+  // more.
   using OnGone = std::function<void(const Peer& peer)>;
   void setOnGone(OnGone onGone);
 

@@ -7,8 +7,9 @@
 
 namespace torch_ucx_rpc {
 
-// A request of another worker that has been taken in and not been answered: counted with its caller (Peer::requestsOpen) for as long
-// as this lives. Destroyed after the answer is on its way, since a worker that leaves waits for the count.
+// A request of another worker that has been taken in and not been answered: counted with its caller
+// (Peer::requestsOpen) for as long as this lives. Destroyed after the answer is on its way, since a worker that leaves
+// waits for the count.
 class OpenRequest {
  public:
   OpenRequest(Peer& from, uint64_t callId) : from_(&from), callId_(callId) {

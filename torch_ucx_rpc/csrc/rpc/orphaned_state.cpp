@@ -57,8 +57,8 @@ Timer::TimePoint OrphanedState::releaseAgain(Timer::TimePoint now) {
       isHandling = isHandling || peer->requestsOpen.load() != 0;
     }
   }
-  // No work that grows with the dead for ever: once their handlers are through, nothing more is made for them. Threads may still
-  // come to wait for values that they were to make; that is looked for on.
+  // No work that grows with the dead for ever: once their handlers are through, nothing more is made for them. Threads
+  // may still come to wait for values that they were to make; that is looked for on.
   const bool mayHoldMore = isHandling || passesLeft_.load() > 0;
   passesLeft_.fetch_sub(passesLeft_.load() > 0 ? 1 : 0);
   release(mayHoldMore ? gone : Ranks{});
@@ -78,7 +78,8 @@ void OrphanedState::release(const Ranks& gone) {
     forks = holders_.takeHeldBy(gone);
     contexts = autogradContextsOf(gone);
   }
-  // Looked up after the forks, and ended before those are deleted: with its last fork, torch forgets an RRef that is waited for.
+  // Looked up after the forks, and ended before those are deleted: with its last fork, torch forgets an RRef that is
+  // waited for.
   std::vector<WaitForValue> waits = holders_.takeHopelessWaits([this](const RRefId& id) { return !isValueToCome(id); });
   if (forks.empty() && contexts.empty() && waits.empty()) {
     return;

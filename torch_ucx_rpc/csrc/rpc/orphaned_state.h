@@ -20,13 +20,14 @@ namespace torch_ucx_rpc {
 using torch::distributed::rpc::RequestCallback;
 using torch::distributed::rpc::RpcAgent;
 
-// What workers that are gone leave behind in this one, as torch keeps it: contexts of distributed autograd that they opened,
-// references to RRefs of this worker, and threads that wait for values that they were to make. All of it is released, at their end
-// and for a while after: handlers that still run make more of it. Does nothing for an agent that is not torch's current one: torch
-// keeps one set of books a process. Thread-safe.
+// What workers that are gone leave behind in this one, as torch keeps it: contexts of distributed autograd that they
+// opened, references to RRefs of this worker, and threads that wait for values that they were to make. All of it is
+// released, at their end and for a while after: handlers that still run make more of it. Does nothing for an agent that
+// is not torch's current one: torch keeps one set of books a process. Thread-safe.
 class OrphanedState final : public PeerObserver {
  public:
-  // `isDynamic`: another worker may take the rank of one that is gone. Adds a task to the timer, so it must not have started.
+  // `isDynamic`: another worker may take the rank of one that is gone. Adds a task to the timer, so it must not have
+  // started.
   OrphanedState(
       const Identity& self,
       const RpcAgent& agent,

@@ -61,8 +61,9 @@ void PeerMonitor::onFailure(Peer& peer, Error why) {
 }
 
 void PeerMonitor::onControlNotSent(Peer& to, const Error& why) {
-  // Somebody may wait for what the frame asks for: an acknowledgment, the end of a barrier. A worker that ended just before we
-  // would have connected shows in no other way if its process goes on. An error of this process is not the peer's.
+  // Somebody may wait for what the frame asks for: an acknowledgment, the end of a barrier. A worker that ended just
+  // before we would have connected shows in no other way if its process goes on. An error of this process is not the
+  // peer's.
   if (!isLocal(why.code())) {
     onFailure(to, why);
   }

@@ -14,9 +14,9 @@
 
 namespace torch_ucx_rpc {
 
-// Decides that a peer is gone, and tells everybody concerned, once. It learns of an end from the peer's goodbye, from the end of its
-// process (same machine), from its silence (elsewhere), or from the transport. A lost worker stays lost; late messages are dropped.
-// Thread-safe.
+// Decides that a peer is gone, and tells everybody concerned, once. It learns of an end from the peer's goodbye, from
+// the end of its process (same machine), from its silence (elsewhere), or from the transport. A lost worker stays lost;
+// late messages are dropped. Thread-safe.
 class PeerMonitor final : public PeerHandler {
  public:
   // Adds a task to the timer, so it must not have started.

@@ -22,8 +22,8 @@ namespace torch_ucx_rpc {
 using torch::distributed::rpc::JitFuture;
 using torch::distributed::rpc::RequestCallback;
 
-// Requests of other workers, from the thread that takes one up to its answer. Each request that is taken in gets exactly one answer,
-// or a refusal with the reason, unless its caller is gone by then. Thread-safe.
+// Requests of other workers, from the thread that takes one up to its answer. Each request that is taken in gets
+// exactly one answer, or a refusal with the reason, unless its caller is gone by then. Thread-safe.
 class RequestServer final : public RequestHandler {
  public:
   RequestServer(
@@ -57,7 +57,8 @@ class RequestServer final : public RequestHandler {
   static OpenRequest take(const IncomingMessage& request);
   using Clock = std::chrono::steady_clock;
   void serve(OpenRequest open, IncomingMessage incoming);
-  // Whether the caller, by the deadline in the header, has given up a request that came at that time, and nobody else counts on it.
+  // Whether the caller, by the deadline in the header, has given up a request that came at that time, and nobody else
+  // counts on it.
   static bool hasExpired(const IncomingMessage& request, Clock::time_point arrivedAt);
   // Runs the handler on this thread, with these streams current.
   c10::intrusive_ptr<JitFuture> handle(

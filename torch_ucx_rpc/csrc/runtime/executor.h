@@ -35,9 +35,9 @@ class Leader {
 // other one stands guard meanwhile, and no thread has to be woken. If there is no other leader, a follower is called.
 // Whenever a thread runs a task, another one leads or is on its way. Thread-safe, except start().
 //
-// There are three kinds of tasks. Requests run user functions, which may block. At most `maxRequests` run at a time, and
-// the rest wait in order. Completions (answers) never wait behind requests, because a request may be waiting for them.
-// Failures wait behind neither: deadlines hold also where callbacks block every other thread.
+// There are three kinds of tasks. Requests run user functions, which may block. At most `maxRequests` run at a time,
+// and the rest wait in order. Completions (answers) never wait behind requests, because a request may be waiting for
+// them. Failures wait behind neither: deadlines hold also where callbacks block every other thread.
 //
 // Requests that wait for calls of their own do not count towards `maxRequests`: those calls may need a thread here. All
 // running requests together are at most `nestingLimit`. If all of them wait, and no task is begun for kFullPatience,
@@ -62,27 +62,29 @@ class Executor : public std::enable_shared_from_this<Executor> {
   // The leader must outlive stop().
   void start(Leader& leader);
 
-  // Adds a task; any thread. `shed` runs, as a completion, in place of a request that no thread can be had for; without one, it
-  // waits on.
+  // Adds a task; any thread. `shed` runs, as a completion, in place of a request that no thread can be had for; without
+  // one, it waits on.
   void addRequest(Task task, Task shed = {});
   void addCompletion(Task task);
-  // The same for a call that fails, at its deadline for one. Runs before other tasks, and on a thread kept for it where callbacks
-  // of completions block all others.
+  // The same for a call that fails, at its deadline for one. Runs before other tasks, and on a thread kept for it where
+  // callbacks of completions block all others.
   void addFailure(Task task);
 
-  // For a call that the request on this thread makes: until what is returned is released, the request is taken to wait. Null on
-  // threads that run no request.
+  // For a call that the request on this thread makes: until what is returned is released, the request is taken to wait.
+  // Null on threads that run no request.
   static std::shared_ptr<void> markBlocked();
 
   // Whether this thread runs a task, and for such a thread: runs something as soon as that is over.
   static bool isInTask();
   static void runAfterTask(Task then);
 
-  // For tasks that are about to run user code in Python: calls the hooks if this thread, one of an agent's, has not yet.
+  // For tasks that are about to run user code in Python: calls the hooks if this thread, one of an agent's, has not
+  // yet.
   static void runHooks();
 
-  // No further task is begun, and `wakeLeader` is called until the leader has noticed. Waits for running tasks up to `limit`; threads
-  // that are stuck in user code after that are left behind: they end when that code returns. Returns how many.
+  // No further task is begun, and `wakeLeader` is called until the leader has noticed. Waits for running tasks up to
+  // `limit`; threads that are stuck in user code after that are left behind: they end when that code returns. Returns
+  // how many.
   size_t stop(std::chrono::milliseconds limit, const std::function<void()>& wakeLeader);
 
   // Whether the calling thread is leading, and must therefore neither block nor run user code.
@@ -123,8 +125,8 @@ class Executor : public std::enable_shared_from_this<Executor> {
   void runOne(std::unique_lock<std::mutex>& lock);
   void idle(std::unique_lock<std::mutex>& lock);
 
-  // Calls or makes a thread, if there is something for it to do. True: who is called must be woken, better after unlocking, since
-  // it would otherwise wake up only to wait for the lock.
+  // Calls or makes a thread, if there is something for it to do. True: who is called must be woken, better after
+  // unlocking, since it would otherwise wake up only to wait for the lock.
   bool wakeOrSpawnLocked();
   bool wakeIdleLocked();
   void unlockAndWake(std::unique_lock<std::mutex>& lock);
@@ -138,8 +140,8 @@ class Executor : public std::enable_shared_from_this<Executor> {
   bool isFullLocked() const {
     return !requests_.empty() && runningRequests_ >= nestingLimit_ && nestingRequests_ == runningRequests_;
   }
-  // Callbacks of completions may block, for one on calls of their own, whose answers are completions too. So threads for completions
-  // are bounded as generously as threads for requests that wait.
+  // Callbacks of completions may block, for one on calls of their own, whose answers are completions too. So threads
+  // for completions are bounded as generously as threads for requests that wait.
   size_t mostTasksLocked() const {
     return maxRequests_ + nestingRequests_ + nestingLimit_;
   }

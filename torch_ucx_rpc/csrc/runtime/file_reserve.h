@@ -4,8 +4,8 @@
 
 namespace torch_ucx_rpc {
 
-// A few open files kept for the moment when the process may open no more: control frames, for which other workers wait, can then
-// still connect. For one thread at a time.
+// A few open files kept for the moment when the process may open no more: control frames, for which other workers wait,
+// can then still connect. For one thread at a time.
 class FileReserve {
  public:
   FileReserve() {

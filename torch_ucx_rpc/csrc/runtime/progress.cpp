@@ -1,3 +1,5 @@
+// Long: the protocol by which drivers hand over to each other is one piece, and reads as one.
+
 #include "runtime/progress.h"
 
 #include <sched.h>
@@ -47,8 +49,8 @@ enum Event : uint64_t { kTransport, kWake, kWatches };
 // A driver that spins checks the watched descriptors once in this many spins, since no thread may sleep on them.
 constexpr unsigned kSpinsBetweenLooks = 1024;
 
-// A transport that waits for room on the other side cannot be armed. For so long its driver only yields; then it naps, since a
-// process that makes no room for that long is busy with something else, or stopped.
+// A transport that waits for room on the other side cannot be armed. For so long its driver only yields; then it naps,
+// since a process that makes no room for that long is busy with something else, or stopped.
 constexpr auto kPatienceForRoom = std::chrono::milliseconds(2);
 constexpr auto kNap = std::chrono::microseconds(500);
 

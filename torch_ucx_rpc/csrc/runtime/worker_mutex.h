@@ -4,8 +4,9 @@
 
 namespace torch_ucx_rpc {
 
-// The worker lock: the thread that holds it may use the transport, Outbox, Inbox and everything whose name ends in WithWorkerLock.
-// Builds with TORCH_UCX_RPC_CHECK_LOCKS, which `make sanitize` makes, end the process where such a function is called without it.
+// The worker lock: the thread that holds it may use the transport, Outbox, Inbox and everything whose name ends in
+// WithWorkerLock. Builds with TORCH_UCX_RPC_CHECK_LOCKS, which `make sanitize` makes, end the process where such a
+// function is called without it.
 class WorkerMutex {
  public:
   void lock() {

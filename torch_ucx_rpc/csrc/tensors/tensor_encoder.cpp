@@ -1,3 +1,5 @@
+// Long: one tensor after another is looked at in one pass, and all that is found about storages meets here.
+
 #include "memory/host_pool.h"
 #include "tensors/device_copy.h"
 #include "tensors/lent_memory.h"

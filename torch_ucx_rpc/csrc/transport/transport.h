@@ -24,8 +24,8 @@
 //
 // Exceptions. A callback may throw. No exception crosses UCX's C frames, and the transport stays usable:
 // - Out of onEager and onParked: the message is lost, see TransportListener.
-// - Out of any other callback: progress(), send(), receive() or abandon() throws it in turn. What has not been told yet
-//   is told by the next progress(). close() swallows it.
+// - Out of any other callback: progress(), send(), receive() or abandon() throws it in turn. The next
+//   progress() tells the rest. close() swallows it.
 
 namespace torch_ucx_rpc {
 

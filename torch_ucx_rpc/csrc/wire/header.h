@@ -42,8 +42,8 @@ enum class Kind : uint8_t {
   kBarrierArrive = 5, // body: BarrierArrive; `call id` is the round
   kBarrierRelease = 6, // body: BarrierRelease and a sentence; `call id` is the round
   // In groups that workers join and leave:
-  kJoin =
-      7, // the sender, unknown so far, wants to be a member; body: its record (torch_ucx_rpc/_bootstrap/dynamic_group.py)
+  // The sender, unknown so far, wants to be a member; body: its record (torch_ucx_rpc/_bootstrap/dynamic_group.py).
+  kJoin = 7,
   kLeave = 8, // the sender takes no more calls, and says goodbye when it has answered those that it has; no body
   kAcknowledge = 9, // the receiver's kJoin or kLeave has been taken note of; no body
   // For peers that fall silent (peers/heartbeat.h):

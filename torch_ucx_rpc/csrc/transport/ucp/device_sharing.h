@@ -6,24 +6,27 @@
 
 #include <cstdint>
 
-// What this UCX can do with memory of CUDA devices. Nothing here needs a CUDA toolkit: the driver is asked where it is loaded.
+// What this UCX can do with memory of CUDA devices. Nothing here needs a CUDA toolkit: the driver is asked where it is
+// loaded.
 namespace torch_ucx_rpc {
 
-// Whether UCX's cuda_ipc can give other processes of this machine access to these bytes of a CUDA device. It can where the driver
-// has a legacy IPC handle for them and they lie in one allocation: cudaMalloc's, hence those of torch's allocator and of RMM's
-// default resources. It cannot for cudaMallocAsync's, nor for those of CUDA's virtual memory management (torch's expandable_segments):
-// the published wheels are built without handles for the latter, and a UCX that has them sends one handle where such a tensor
-// needs several (https://github.com/openucx/ucx/issues/11283). Such bytes travel another, slower way, without a word.
+// Whether UCX's cuda_ipc can give other processes of this machine access to these bytes of a CUDA device. It can where
+// the driver has a legacy IPC handle for them and they lie in one allocation: cudaMalloc's, hence those of torch's
+// allocator and of RMM's default resources. It cannot for cudaMallocAsync's, nor for those of CUDA's virtual memory
+// management (torch's expandable_segments): the published wheels are built without handles for the latter, and a UCX
+// that has them sends one handle where such a tensor needs several (https://github.com/openucx/ucx/issues/11283). Such
+// bytes travel another, slower way, without a word.
 //
 // Where there is no driver, or it does not know the address, nothing speaks against it. For any thread.
 bool canShareDeviceMemory(const void* address, uint64_t bytes = 1);
 
-// Whether this context has cuda_ipc, which the user may have excluded with UCX_TLS. Without it device memory goes through the host's, in
-// pieces of 8 KiB, whoever could share it.
+// Whether this context has cuda_ipc, which the user may have excluded with UCX_TLS. Without it device memory goes
+// through the host's, in pieces of 8 KiB, whoever could share it.
 bool hasCudaIpc(ucp_context_h context);
 
-// Why UCX must not be given memory of CUDA devices, for the user; no error where it may. A UCX that has not found the driver takes device
-// memory for the host's, and the process ends with SIGSEGV on the first tensor; the cuda_ipc of UCX 1.21 is broken.
+// Why UCX must not be given memory of CUDA devices, for the user; no error where it may. A UCX that has not found the
+// driver takes device memory for the host's, and the process ends with SIGSEGV on the first tensor; the cuda_ipc of UCX
+// 1.21 is broken.
 Error deviceMemoryRefusal(ucp_context_h context);
 
 } // namespace torch_ucx_rpc

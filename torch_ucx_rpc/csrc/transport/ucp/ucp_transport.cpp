@@ -1,3 +1,5 @@
+// Long: one class. Its callbacks, endpoints and end share the rules of UCX for when a request may be touched.
+
 #include "transport/ucp/ucp_transport.h"
 
 #include "transport/ucp/device_sharing.h"
