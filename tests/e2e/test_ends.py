@@ -162,5 +162,5 @@ def test_a_worker_that_leaves_early_leaves_nobody_hanging_and_no_shared_memory(
     for other in (ended[0], ended[2]):
         assert other.returncode == 1
         assert other.stderr.endswith("has shut down its RPC agent\n"), other.stderr
-        assert "RuntimeError: worker 'worker1'" in other.stderr
+        assert "torch_ucx_rpc.errors.WorkerLeft: worker 'worker1'" in other.stderr
     assert_clean(int(file.name) for file in tmp_path.iterdir())

@@ -154,7 +154,7 @@ def test_the_tables_of_the_docs_are_what_was_measured(page: Path) -> None:
     try:
         written = tables.written(text)
     except tables.NotMeasured as error:
-        # CI does not let this pass.
+        # .ci/tests.ini allows this until the figures are measured anew.
         pytest.skip(str(error))
     assert written == text, "run: python -m benchmarks.tables --write"
 

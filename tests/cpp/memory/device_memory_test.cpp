@@ -235,7 +235,7 @@ TEST_P(DeviceMemoryTest, StreamsAreAskedOnceForManyBlocks) {
   last.clear();
 }
 
-// A program that has no more use for memory may have used it on a stream that torch does not know, and destroys that next.
+// A program that needs memory no more may have used it on a stream that torch does not know, and may destroy that next.
 TEST_P(DeviceMemoryTest, StreamsOfOthersAreAskedAtOnce) {
   const c10::Stream other(c10::Stream::UNSAFE, fake(), kPoolStreams + 7);
   c10::DataPtr data = pool_.allocate(fake(), 64);
