@@ -315,6 +315,7 @@ void Messenger::close(int64_t flushLimitMs) {
     outbox_.close();
     inbox_.close();
     transport_->close(flushLimitMs);
+    files_.release(); // the agent object may live on
   });
 }
 
