@@ -339,10 +339,18 @@ def inside(name: str) -> str:
     return f"11 0x7000 0x1000 0x7ffc {function + 7:#x}"
 
 
+@pytest.fixture
+def one_python_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hides the threads that the test runner's process may have besides this one."""
+    monkeypatch.setattr(sys, "_current_frames", lambda: {threading.get_ident(): None})
+
+
+@pytest.mark.usefixtures("one_python_thread")
 def test_ucx_need_not_wait_where_all_others_sleep_elsewhere(tmp_path: Path) -> None:
     assert _native.may_be_patched_at_once(tasks(tmp_path, "202 0x7f11 0x189 0x7f11 0x7f16", "232 0x4 0x7f11 0x7f17"))
 
 
+@pytest.mark.usefixtures("one_python_thread")
 @pytest.mark.parametrize(
     "syscall",
     [
@@ -355,6 +363,7 @@ def test_ucx_waits_for_a_thread_that_may_be_in_what_it_overwrites(tmp_path: Path
     assert not _native.may_be_patched_at_once(tasks(tmp_path, "202 0x7f11 0x189 0x7f11 0x7f16", syscall))
 
 
+@pytest.mark.usefixtures("one_python_thread")
 def test_ucx_waits_where_other_threads_cannot_be_seen(tmp_path: Path) -> None:
     assert not _native.may_be_patched_at_once(tmp_path / "missing")
     (tasks(tmp_path, "running") / str(threading.get_native_id() + 1) / "syscall").unlink()

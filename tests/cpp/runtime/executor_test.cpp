@@ -69,13 +69,17 @@ class ExecutorTest : public testing::Test {
       12; // more than the machine has cores, so that both rules for new threads are met
 
   void start(size_t maxRequests = kMaxRequests, size_t nestingLimit = kMaxRequests) {
+    make(maxRequests, nestingLimit);
+    timer_.start();
+    threads_->start(progress_);
+  }
+
+  void make(size_t maxRequests = kMaxRequests, size_t nestingLimit = kMaxRequests) {
     threads_ = std::make_shared<Executor>(
         maxRequests,
         nestingLimit,
         ThreadHooks{[this] { started_.fetch_add(1); }, [this] { ended_.fetch_add(1); }},
         timer_);
-    timer_.start();
-    threads_->start(progress_);
   }
 
   void TearDown() override {
@@ -149,6 +153,25 @@ TEST_F(ExecutorTest, RunsWhatOtherThreadsAdd) {
     adder.join();
   }
   EXPECT_TRUE(eventually([&] { return done.load() == 4000; }));
+}
+
+// A peer may be found dead before there is anything to lead.
+TEST_F(ExecutorTest, WhatIsAddedBeforeTheStartRunsAfterIt) {
+  make();
+  std::atomic<int> run{0};
+  std::atomic<bool> isStarted{false};
+  const auto task = [&] {
+    EXPECT_TRUE(isStarted.load());
+    run.fetch_add(1);
+  };
+  threads_->addRequest(task);
+  threads_->addCompletion(task);
+  threads_->addFailure(task);
+  EXPECT_EQ(threads_->counts().threads, 0u);
+  timer_.start();
+  isStarted = true;
+  threads_->start(progress_);
+  EXPECT_TRUE(eventually([&] { return run.load() == 3; }));
 }
 
 TEST_F(ExecutorTest, RequestsAreBegunInOrder) {

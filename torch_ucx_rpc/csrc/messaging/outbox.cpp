@@ -69,14 +69,15 @@ void Outbox::sendReady() {
 }
 
 void Outbox::enqueue(std::unique_ptr<OutgoingMessage> message) {
+  Queue* queue = nullptr;
   if (isQueued(*message) && canLeave(*message) && !message->error) { // else it fails at once
-    Queue& queue = queueOf(*message);
-    if (!queue.waiting.empty() || !queue.hasRoomFor(*message)) {
-      queue.waiting.emplace(message->header.callId, std::move(message));
+    queue = &queueOf(*message);
+    if (!queue->waiting.empty() || !queue->hasRoomFor(*message)) {
+      queue->waiting.emplace(message->header.callId, std::move(message));
       return;
     }
   }
-  start(std::move(message));
+  start(std::move(message), queue);
 }
 
 void Outbox::startDeferred() {
@@ -120,17 +121,17 @@ bool Outbox::cancel(Peer& to, uint64_t callId) {
 }
 
 void Outbox::startFirst(Queue& queue) {
-  start(std::move(queue.waiting.extract(queue.waiting.begin()).mapped()));
+  start(std::move(queue.waiting.extract(queue.waiting.begin()).mapped()), &queue);
 }
 
-void Outbox::start(std::unique_ptr<OutgoingMessage> owned) {
+void Outbox::start(std::unique_ptr<OutgoingMessage> owned, Queue* queue) {
   OutgoingMessage* message = owned.release(); // ours again in finish()
-  if (isQueued(*message)) {
-    queueOf(*message).account(*message, true);
+  if (queue != nullptr) {
+    queue->account(*message, true);
   }
   message->unfinished = 1 + message->pieces.size();
   if (Error error = message->error ? message->error : connect(*message->to)) {
-    finish(message, message->unfinished, std::move(error));
+    finish(message, queue, message->unfinished, std::move(error));
     return;
   }
   message->sealFrames();
@@ -146,19 +147,19 @@ void Outbox::start(std::unique_ptr<OutgoingMessage> owned) {
         piece.header,
         piece.bytes,
         SendMode::kRendezvous,
-        [this, message](Error error) {
+        [this, message, queue](Error error) {
           message->to->silence.heardSinceCheck |= !error; // the peer has fetched it
-          finish(message, 1, std::move(error));
+          finish(message, queue, 1, std::move(error));
         },
         piece.memory);
   }
   const SendMode mode = message->isBodyEager() ? SendMode::kEager : SendMode::kRendezvous;
-  transport_.send(endpoint, message->header, message->body, mode, [this, message](Error error) {
-    finish(message, 1, std::move(error));
+  transport_.send(endpoint, message->header, message->body, mode, [this, message, queue](Error error) {
+    finish(message, queue, 1, std::move(error));
   });
 }
 
-void Outbox::finish(OutgoingMessage* message, size_t parts, Error error) {
+void Outbox::finish(OutgoingMessage* message, Queue* queue, size_t parts, Error error) {
   if (error && !message->error) {
     message->error = std::move(error);
   }
@@ -166,10 +167,11 @@ void Outbox::finish(OutgoingMessage* message, size_t parts, Error error) {
   if (message->unfinished != 0) {
     return;
   }
-  if (isQueued(*message)) {
-    Queue& queue = queueOf(*message);
-    queue.account(*message, false);
-    moved_.push_back(&queue);
+  if (queue != nullptr) {
+    queue->account(*message, false);
+    if (!queue->waiting.empty()) {
+      moved_.push_back(queue);
+    }
   }
   --message->to->messagesUnderWay;
   std::unique_ptr<OutgoingMessage> owned(message);

@@ -121,9 +121,10 @@ class Outbox {
   void sendReady();
   void enqueue(std::unique_ptr<OutgoingMessage> message);
   void startFirst(Queue& queue);
-  void start(std::unique_ptr<OutgoingMessage> message);
+  // `queue`: the one that counts it; null for a message that is not queued, or fails at once.
+  void start(std::unique_ptr<OutgoingMessage> message, Queue* queue);
   Error connect(Peer& peer);
-  void finish(OutgoingMessage* message, size_t parts, Error error);
+  void finish(OutgoingMessage* message, Queue* queue, size_t parts, Error error);
 
   Transport& transport_;
   EventBuffer& events_;

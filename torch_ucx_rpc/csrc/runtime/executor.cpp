@@ -33,8 +33,8 @@ Executor::Executor(size_t maxRequests, size_t nestingLimit, ThreadHooks hooks, T
       checkTask_(timer.add("threads", [this](Clock::time_point now) { return check(now); })) {}
 
 void Executor::start(Leader& leader) {
-  leader_ = &leader;
   const std::lock_guard lock(mutex_);
+  leader_ = &leader;
   if (!spawnLocked()) {
     throw std::runtime_error("the system has no thread left for RPC; raise the limit of processes (ulimit -u)");
   }
@@ -205,6 +205,9 @@ void Executor::unlockAndWake(std::unique_lock<std::mutex>& lock) {
 }
 
 bool Executor::wakeOrSpawnLocked() {
+  if (leader_ == nullptr) {
+    return false; // start() makes the thread: there is nothing to lead yet
+  }
   const bool hasTask = hasTaskLocked();
   if (leaders_ == 0 || hasTask) {
     if (wakeIdleLocked()) {

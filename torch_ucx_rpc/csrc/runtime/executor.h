@@ -33,7 +33,7 @@ class Leader {
 // The agent's threads: leaders and followers. A leader drives progress, and the events it finds become tasks. It then
 // steps down and runs a task itself, so the thread that received a request also runs it. Up to two threads lead. The
 // other one stands guard meanwhile, and no thread has to be woken. If there is no other leader, a follower is called.
-// Whenever a thread runs a task, another one leads or is on its way. Thread-safe, except start().
+// Whenever a thread runs a task, another one leads or is on its way. Thread-safe.
 //
 // There are three kinds of tasks. Requests run user functions, which may block. At most `maxRequests` run at a time,
 // and the rest wait in order. Completions (answers) never wait behind requests, because a request may be waiting for
@@ -59,7 +59,7 @@ class Executor : public std::enable_shared_from_this<Executor> {
   // Adds a task to the timer, so it must not have started.
   Executor(size_t maxRequests, size_t nestingLimit, ThreadHooks hooks, Timer& timer);
 
-  // The leader must outlive stop().
+  // The leader must outlive stop(). Tasks that were added before run now.
   void start(Leader& leader);
 
   // Adds a task; any thread. `shed` runs, as a completion, in place of a request that no thread can be had for; without
