@@ -10,7 +10,7 @@
 namespace torch_ucx_rpc {
 namespace {
 
-constexpr uint64_t kMost = EagerCredit::kMostBytes;
+constexpr uint64_t kMost = EagerCredit::kMaxBytes;
 constexpr uint64_t kFree = EagerCredit::kFreeBytes;
 
 class EagerCreditTest : public testing::Test {

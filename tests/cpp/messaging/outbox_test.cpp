@@ -21,7 +21,7 @@ using wire::Kind;
 
 class OutboxTest : public testing::Test {
  protected:
-  static constexpr size_t kMost = Outbox::kMostRendezvous;
+  static constexpr size_t kMost = Outbox::kMaxRendezvous;
   static constexpr size_t kLarge = OutgoingMessage::kEagerBodyBytes + 1;
 
   ~OutboxTest() override {

@@ -12,7 +12,7 @@ namespace torch_ucx_rpc {
 class EagerCredit {
  public:
   // To a peer. Bodies up to kFreeBytes are not worth waiting for.
-  static constexpr uint64_t kMostBytes = 8 * 1024 * 1024;
+  static constexpr uint64_t kMaxBytes = 8 * 1024 * 1024;
   static constexpr uint64_t kFreeBytes = 4 * 1024;
 
   EagerCredit() = default;
@@ -34,7 +34,7 @@ class EagerCredit {
     if (bytes <= kFreeBytes) {
       return true;
     }
-    if (to.eagerBytesOpen.fetch_add(bytes, std::memory_order_relaxed) + bytes > kMostBytes) {
+    if (to.eagerBytesOpen.fetch_add(bytes, std::memory_order_relaxed) + bytes > kMaxBytes) {
       to.eagerBytesOpen.fetch_sub(bytes, std::memory_order_relaxed);
       return false;
     }
