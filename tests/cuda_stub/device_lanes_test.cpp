@@ -180,10 +180,10 @@ class End final : public TransportListener {
   }
 
   void receiveInto(const Buffer& buffer) {
-    driveUntil([&] { return parked_ != nullptr; });
+    driveUntil([&] { return rendezvous_ != nullptr; });
     std::optional<Error> outcome;
     transport->receive(
-        std::exchange(parked_, nullptr),
+        std::exchange(rendezvous_, nullptr),
         buffer.data,
         buffer.bytes,
         [&](Error error) { outcome = std::move(error); },
@@ -194,8 +194,8 @@ class End final : public TransportListener {
 
   // TransportListener.
   void onEager(std::span<const std::byte> /*header*/, std::span<const std::byte> /*bytes*/) override {}
-  void onParked(std::span<const std::byte> /*header*/, void* parked, uint64_t /*bytes*/) override {
-    parked_ = parked;
+  void onRendezvous(std::span<const std::byte> /*header*/, void* rendezvous, uint64_t /*bytes*/) override {
+    rendezvous_ = rendezvous;
   }
   void onEndpointFailed(EndpointId /*endpoint*/, const Error& error) override {
     require(mayFail, "the endpoint has failed: " + error.message());
@@ -209,7 +209,7 @@ class End final : public TransportListener {
   const int socket_;
   wire::Header header_;
   std::optional<Error> sent_; // how it ended
-  void* parked_ = nullptr;
+  void* rendezvous_ = nullptr;
 };
 
 // UCX's CUDA transports are linked against both libraries of the driver; this program is linked against libcuda.so.1.

@@ -34,14 +34,14 @@ def header(
 
 def span(kind: int, size: int, **fields: int) -> bytes:
     """One that comes in one piece."""
-    return parked(header(kind, **{"index": 0, **fields}, place=(0, size)), size)
+    return rendezvous(header(kind, **{"index": 0, **fields}, place=(0, size)), size)
 
 
 def eager(head: bytes, data: bytes = b"") -> bytes:
     return b"\x00" + head + struct.pack("<H", len(data)) + data
 
 
-def parked(head: bytes, size: int) -> bytes:
+def rendezvous(head: bytes, size: int) -> bytes:
     return b"\x01" + head + struct.pack("<Q", size)
 
 
@@ -122,12 +122,12 @@ SEEDS = {
     + span(REQUEST, 24, index=1, spans=2, sequence=1)
     + eager(header(REQUEST, spans=2, sequence=2), body([STRIDED_2X3], [storage(24, 1)], payload=4096)),
     "body_first": eager(header(RESPONSE, spans=1), body(payload=100)) + span(RESPONSE, 100, spans=1),
-    "pieces": parked(header(REQUEST, index=0, spans=1, place=(60, 100)), 40)
+    "pieces": rendezvous(header(REQUEST, index=0, spans=1, place=(60, 100)), 40)
     + eager(header(REQUEST, spans=1, sequence=1), body(payload=100))
-    + parked(header(REQUEST, index=0, spans=1, sequence=2, place=(0, 100)), 60),
-    "overlapping_pieces": parked(header(REQUEST, index=0, spans=1, place=(0, 100)), 50) * 2
+    + rendezvous(header(REQUEST, index=0, spans=1, sequence=2, place=(0, 100)), 60),
+    "overlapping_pieces": rendezvous(header(REQUEST, index=0, spans=1, place=(0, 100)), 50) * 2
     + eager(header(REQUEST, spans=1), body(payload=100)),
-    "parked_body": parked(header(REQUEST, spans=1), 300_000) + span(REQUEST, 100, spans=1),
+    "rendezvous_body": rendezvous(header(REQUEST, spans=1), 300_000) + span(REQUEST, 100, spans=1),
     "doubled_span": span(REQUEST, 8, spans=2) * 2,
     "contradicting_counts": span(REQUEST, 8, spans=2) + eager(header(REQUEST, spans=1), body(payload=8)),
     "canceled": span(REQUEST, 8, spans=2) + cancel(REQUEST) + cancel(REQUEST, 2),

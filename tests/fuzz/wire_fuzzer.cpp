@@ -99,20 +99,23 @@ void checkView(std::span<const std::byte> body, std::span<const uint64_t> spanBy
   }
 }
 
-// Stands for the receiver of an agent: what it has parked must come back, exactly once.
+// Stands for the receiver of an agent: each rendezvous must come back, exactly once.
 class Receiver {
  public:
   void onFrame(
-      std::span<const std::byte> headerBytes, std::span<const std::byte> data, bool isParked, uint64_t parkedBytes) {
+      std::span<const std::byte> headerBytes,
+      std::span<const std::byte> data,
+      bool isRendezvous,
+      uint64_t rendezvousBytes) {
     Header header;
     if (readHeader(headerBytes, header)) {
       return;
     }
     Piece piece;
-    if (isParked) {
-      piece.parked = reinterpret_cast<void*>(++lastHandle_);
-      piece.parkedBytes = parkedBytes;
-      parked_.insert(piece.parked);
+    if (isRendezvous) {
+      piece.rendezvous = reinterpret_cast<void*>(++lastHandle_);
+      piece.rendezvousBytes = rendezvousBytes;
+      rendezvous_.insert(piece.rendezvous);
     } else {
       piece.data = Bytes(data);
     }
@@ -147,7 +150,7 @@ class Receiver {
       release(dropped);
     }
     require(assembler_.incomplete() == 0, "nothing is left of those who left");
-    require(parked_.empty(), "everything parked has come back");
+    require(rendezvous_.empty(), "every rendezvous has come back");
   }
 
  private:
@@ -166,7 +169,7 @@ class Receiver {
       spanBytes.push_back(span.bytes);
     }
     BodyView view;
-    if (message.body.parked == nullptr && !readBody(message.body.data, spanBytes, view)) {
+    if (message.body.rendezvous == nullptr && !readBody(message.body.data, spanBytes, view)) {
       checkView(message.body.data, spanBytes, view);
     }
     pieces.push_back(std::move(message.body));
@@ -175,13 +178,13 @@ class Receiver {
 
   void release(std::vector<Piece>& pieces) {
     for (const Piece& piece : pieces) {
-      require(piece.parked == nullptr || parked_.erase(piece.parked) == 1, "a parked piece comes back once");
+      require(piece.rendezvous == nullptr || rendezvous_.erase(piece.rendezvous) == 1, "a rendezvous comes back once");
     }
   }
 
   Assembler assembler_;
   uintptr_t lastHandle_ = 0;
-  std::set<void*> parked_;
+  std::set<void*> rendezvous_;
   std::set<uint64_t> sessions_;
   size_t frames_ = 0;
 };

@@ -12,7 +12,7 @@ namespace torch_ucx_rpc {
 namespace {
 
 constexpr uint64_t kOverhead = EagerCredit::kOverhead;
-constexpr uint64_t kMost = EagerCredit::kMostBytesOfLarger - kOverhead;
+constexpr uint64_t kMost = EagerCredit::kMaxBytesOfLarger - kOverhead;
 constexpr uint64_t kSmall = EagerCredit::kSmallBytes;
 
 class EagerCreditTest : public testing::Test {
@@ -83,13 +83,13 @@ TEST_F(EagerCreditTest, AllSendersTogetherStayWithinOneBudget) {
 }
 
 TEST_F(EagerCreditTest, PartsThatAreAnnouncedAreShared) {
-  EXPECT_EQ(share_.parts(), PushShare::kMostParts);
+  EXPECT_EQ(share_.parts(), PushShare::kMaxParts);
   share_.setWorkers(1025);
   EXPECT_EQ(share_.parts(), 4u);
   share_.setWorkers(1'000'000);
   EXPECT_EQ(share_.parts(), 1u) << "else nothing would leave";
   share_.setWorkers(0);
-  EXPECT_EQ(share_.parts(), PushShare::kMostParts);
+  EXPECT_EQ(share_.parts(), PushShare::kMaxParts);
 }
 
 TEST_F(EagerCreditTest, RoomComesBackWhenACallEnds) {

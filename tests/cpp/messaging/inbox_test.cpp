@@ -25,7 +25,7 @@ constexpr uint64_t kPiece = OutgoingMessage::kPieceBytes;
 class InboxTest : public testing::Test {
  protected:
   static constexpr uint64_t kSession = 100; // ours
-  static constexpr size_t kAskedAtOnce = Receiver::kAskedBytes / kPiece;
+  static constexpr size_t kInFlightAtOnce = Receiver::kInFlightBytes / kPiece;
 
   InboxTest() {
     for (Rank rank = 1; rank <= 2; ++rank) {
@@ -37,7 +37,7 @@ class InboxTest : public testing::Test {
     }
   }
 
-  // A message of one span. Its body and its pieces are announced; pieces are parked under the numbers that follow
+  // A message of one span. Its body and its pieces are announced; the handles of its pieces are the numbers that follow
   // `firstNumber`.
   void announce(
       Rank rank, uint64_t callId, uint64_t bytes, uintptr_t firstNumber, wire::Kind kind = wire::Kind::kRequest) {
@@ -46,7 +46,7 @@ class InboxTest : public testing::Test {
     message.spans.push_back({memory});
     message.address(kind, kSession + static_cast<uint64_t>(rank), rank, kSession, callId);
     for (const OutgoingMessage::Piece& piece : message.pieces) {
-      inbox_.onParked(
+      inbox_.onRendezvous(
           std::as_bytes(std::span(&piece.header, 1)), reinterpret_cast<void*>(firstNumber++), piece.bytes.size());
     }
     const Bytes body(std::as_bytes(std::span("body", 4)));
@@ -89,7 +89,7 @@ TEST_F(InboxTest, ALargeSpanIsReceivedAFewPiecesAtATime) {
   inbox_.startDeferred();
   for (size_t received = 0; received < 10; ++received) {
     ASSERT_TRUE(events_.buffer.isEmpty()) << received;
-    EXPECT_EQ(transport_.begun, std::min<size_t>(10, received + kAskedAtOnce));
+    EXPECT_EQ(transport_.begun, std::min<size_t>(10, received + kInFlightAtOnce));
     peer(1).silence.heardSinceCheck = false;
     complete();
     EXPECT_TRUE(peer(1).silence.heardSinceCheck) << "each piece is a sign of life";
@@ -110,7 +110,7 @@ TEST_F(InboxTest, MessagesOfAPeerTakeTurns) {
   std::this_thread::sleep_for(2 * Receiver::kSlow); // it is slow: the next one does not wait for all of it
   announce(1, 2, 100'000, 50);
   inbox_.startDeferred();
-  EXPECT_EQ(transport_.begun, kAskedAtOnce);
+  EXPECT_EQ(transport_.begun, kInFlightAtOnce);
   complete();
   complete();
   complete();
@@ -138,13 +138,13 @@ TEST_F(InboxTest, LargeMessagesDoNotKeepEachOtherFromBeingFinished) {
   EXPECT_EQ(events_.take(), Notes{"answer 2"});
 }
 
-TEST_F(InboxTest, TheRestOfWhatIsGivenUpIsRefused) {
+TEST_F(InboxTest, TheRestOfWhatIsGivenUpIsReleased) {
   announce(1, 1, 8 * kPiece, 1);
   announce(2, 2, 8 * kPiece, 50, wire::Kind::kResponse);
   inbox_.startDeferred();
   std::this_thread::sleep_for(2 * Receiver::kSlow);
   inbox_.startDeferred();
-  EXPECT_EQ(transport_.begun, 2 * kAskedAtOnce);
+  EXPECT_EQ(transport_.begun, 2 * kInFlightAtOnce);
   wire::Header cancel;
   cancel.kind = wire::Kind::kCancel;
   cancel.sourceRank = 1;
@@ -156,8 +156,8 @@ TEST_F(InboxTest, TheRestOfWhatIsGivenUpIsRefused) {
   while (!transport_.asked.empty()) {
     complete();
   }
-  EXPECT_EQ(transport_.begun, 2 * kAskedAtOnce);
-  EXPECT_EQ(transport_.refused.size(), 2 * (8 - kAskedAtOnce));
+  EXPECT_EQ(transport_.begun, 2 * kInFlightAtOnce);
+  EXPECT_EQ(transport_.released.size(), 2 * (8 - kInFlightAtOnce));
   EXPECT_EQ(
       events_.take(), (Notes{"answer rejected: its call was given up 2", "request rejected: its call was given up 1"}));
 }
@@ -168,7 +168,7 @@ TEST_F(InboxTest, PeersDoNotWaitForOneAnother) {
   std::this_thread::sleep_for(2 * Receiver::kSlow);
   announce(2, 1, 100'000, 50);
   inbox_.startDeferred();
-  EXPECT_EQ(transport_.begun, kAskedAtOnce + 1);
+  EXPECT_EQ(transport_.begun, kInFlightAtOnce + 1);
   while (!transport_.asked.empty()) {
     complete();
   }
@@ -178,7 +178,7 @@ TEST_F(InboxTest, PiecesThatAreThereAtOnceLeaveRoomForOthers) {
   transport_.isImmediate = true;
   announce(1, 1, 7 * kPiece, 1);
   inbox_.startDeferred();
-  for (size_t begun = kAskedAtOnce; begun < 7; begun += kAskedAtOnce) {
+  for (size_t begun = kInFlightAtOnce; begun < 7; begun += kInFlightAtOnce) {
     EXPECT_EQ(transport_.begun, begun);
     EXPECT_TRUE(inbox_.hasDeferred());
     EXPECT_TRUE(events_.buffer.isEmpty());
@@ -202,20 +202,20 @@ TEST_F(InboxTest, WhatHasWaitedForAMessageThatIsThereAtOnceIsNotForgotten) {
   EXPECT_FALSE(inbox_.hasDeferred());
 }
 
-TEST_F(InboxTest, APieceThatFailsFailsItsMessageAndTheRestIsRefused) {
+TEST_F(InboxTest, APieceThatFailsFailsItsMessageAndTheRestIsReleased) {
   announce(1, 1, 8 * kPiece, 1);
   inbox_.startDeferred();
   complete({ErrorCode::kPeerFailed, "broken"});
   EXPECT_TRUE(events_.buffer.isEmpty()) << "the transport still writes to its memory";
-  EXPECT_EQ(transport_.refused.size(), 8 - kAskedAtOnce);
+  EXPECT_EQ(transport_.released.size(), 8 - kInFlightAtOnce);
   while (!transport_.asked.empty()) {
     complete();
   }
   EXPECT_EQ(events_.take(), Notes{"request rejected: broken 1"});
-  EXPECT_EQ(transport_.begun, kAskedAtOnce);
+  EXPECT_EQ(transport_.begun, kInFlightAtOnce);
 }
 
-TEST_F(InboxTest, TheRestOfAMessageOfAPeerThatIsGoneIsRefused) {
+TEST_F(InboxTest, TheRestOfAMessageOfAPeerThatIsGoneIsReleased) {
   announce(1, 1, 8 * kPiece, 1);
   announce(2, 1, kPiece, 50);
   inbox_.startDeferred();
@@ -224,7 +224,7 @@ TEST_F(InboxTest, TheRestOfAMessageOfAPeerThatIsGoneIsRefused) {
   ASSERT_EQ(rejected.size(), 1u);
   EXPECT_TRUE(rejected[0].starts_with("request rejected: worker 'w1'")) << rejected[0];
   inbox_.startDeferred();
-  EXPECT_EQ(transport_.refused.size(), 8 - kAskedAtOnce);
+  EXPECT_EQ(transport_.released.size(), 8 - kInFlightAtOnce);
   while (!transport_.asked.empty()) {
     complete();
   }

@@ -170,14 +170,14 @@ TEST_F(MessengerTest, CanceledRequestIsNotTakenInByItsCallee) {
 }
 
 TEST_F(MessengerTest, RequestThatHasNotLeftIsGivenUpHere) {
-  for (uint64_t call = 0; call <= PushShare::kMostParts; ++call) {
+  for (uint64_t call = 0; call <= PushShare::kMaxParts; ++call) {
     post(Kind::kRequest, call, kLarge);
   }
-  one_.messenger.cancel({{&one_.peer(1), PushShare::kMostParts}});
+  one_.messenger.cancel({{&one_.peer(1), PushShare::kMaxParts}});
   EXPECT_EQ(
       handlers_[0].takeNotes(),
-      Notes{"request not sent: its call was given up " + std::to_string(PushShare::kMostParts)});
-  EXPECT_EQ(one_.messenger.underWay(), PushShare::kMostParts);
+      Notes{"request not sent: its call was given up " + std::to_string(PushShare::kMaxParts)});
+  EXPECT_EQ(one_.messenger.underWay(), PushShare::kMaxParts);
 }
 
 TEST_F(MessengerTest, EverythingUnderWayToAPeerThatIsGoneEnds) {
@@ -209,7 +209,7 @@ TEST_F(MessengerTest, FailureTakesItsTurnAfterEverythingThatHasArrived) {
   post(Kind::kRequest, 1);
   two_.messenger.submit([this] {
     two_.messenger.addFailureWithWorkerLock(two_.peer(0), {ErrorCode::kPeerFailed, "its process has ended"});
-    two_.messenger.takeInWithWorkerLock();
+    two_.messenger.drainTransportWithWorkerLock();
   });
   EXPECT_EQ(handlers_[1].takeNotes(), (Notes{"request 1", "failure: its process has ended 0"}));
 }

@@ -21,7 +21,7 @@ using wire::Kind;
 
 class OutboxTest : public testing::Test {
  protected:
-  static constexpr size_t kMost = PushShare::kMostParts;
+  static constexpr size_t kMost = PushShare::kMaxParts;
   static constexpr size_t kLarge = OutgoingMessage::kEagerBodyBytes + 1;
 
   ~OutboxTest() override {

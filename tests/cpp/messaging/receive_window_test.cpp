@@ -111,63 +111,63 @@ TEST_F(ReceiveWindowTest, TellsOfRoomOnlyWhenSomethingWaits) {
   EXPECT_EQ(room_, 1);
 }
 
-constexpr uint64_t kAhead = ReceiveWindow::kAheadBytes;
-constexpr uint64_t kMostAhead = ReceiveWindow::kMostAheadBytes;
+constexpr uint64_t kMaxQueued = ReceiveWindow::kMaxQueuedBytes;
+constexpr uint64_t kMaxShare = ReceiveWindow::kMaxQueuedShare;
 
 class WideReceiveWindowTest : public ReceiveWindowTest {
  protected:
-  WideReceiveWindowTest() : ReceiveWindowTest(10 * kAhead) {}
+  WideReceiveWindowTest() : ReceiveWindowTest(10 * kMaxQueued) {}
 };
 
-TEST_F(WideReceiveWindowTest, TakesInAheadOnlySoMuch) {
+TEST_F(WideReceiveWindowTest, QueuedRequestsAreBounded) {
   Admission first;
   Admission second;
-  ASSERT_TRUE(window_->tryAdmit(kRequest, kMostAhead, first));
-  EXPECT_FALSE(window_->tryAdmit(kRequest, kAhead - kMostAhead + 1, second));
-  EXPECT_TRUE(window_->tryAdmit(kResponse, 3 * kAhead - kMostAhead, second)) << "who waits for an answer is there";
+  ASSERT_TRUE(window_->tryAdmit(kRequest, kMaxShare, first));
+  EXPECT_FALSE(window_->tryAdmit(kRequest, kMaxQueued - kMaxShare + 1, second));
+  EXPECT_TRUE(window_->tryAdmit(kResponse, 3 * kMaxQueued - kMaxShare, second)) << "who waits for an answer is there";
   first.beginHandling();
-  EXPECT_EQ(window_->inUseBytes(), 3 * kAhead);
+  EXPECT_EQ(window_->inUseBytes(), 3 * kMaxQueued);
   Admission third;
-  EXPECT_TRUE(window_->tryAdmit(kRequest, kAhead, third));
+  EXPECT_TRUE(window_->tryAdmit(kRequest, kMaxQueued, third));
 }
 
-TEST_F(WideReceiveWindowTest, OfThoseLargerThanMayBeAheadThereIsOne) {
+TEST_F(WideReceiveWindowTest, OneRequestLargerThanTheBoundIsQueuedAtATime) {
   Admission one;
   Admission other;
-  ASSERT_TRUE(window_->tryAdmit(kRequest, 2 * kAhead, one));
-  EXPECT_FALSE(window_->tryAdmit(kRequest, 2 * kAhead, other));
+  ASSERT_TRUE(window_->tryAdmit(kRequest, 2 * kMaxQueued, one));
+  EXPECT_FALSE(window_->tryAdmit(kRequest, 2 * kMaxQueued, other));
   one.beginHandling();
-  EXPECT_TRUE(window_->tryAdmit(kRequest, 2 * kAhead, other));
+  EXPECT_TRUE(window_->tryAdmit(kRequest, 2 * kMaxQueued, other));
 }
 
 TEST_F(WideReceiveWindowTest, BesideALargeOneThereIsRoomForSmallOnes) {
   Admission large;
   Admission small;
   Admission next;
-  ASSERT_TRUE(window_->tryAdmit(kRequest, 4 * kAhead, large));
-  EXPECT_TRUE(window_->tryAdmit(kRequest, kAhead - kMostAhead, small));
+  ASSERT_TRUE(window_->tryAdmit(kRequest, 4 * kMaxQueued, large));
+  EXPECT_TRUE(window_->tryAdmit(kRequest, kMaxQueued - kMaxShare, small));
   EXPECT_FALSE(window_->tryAdmit(kRequest, 1, next));
   large.release();
-  EXPECT_TRUE(window_->tryAdmit(kRequest, kMostAhead, next));
+  EXPECT_TRUE(window_->tryAdmit(kRequest, kMaxShare, next));
 }
 
-TEST_F(WideReceiveWindowTest, WhatIsReleasedIsNotAheadAnyMore) {
+TEST_F(WideReceiveWindowTest, ReleasedRequestIsNotQueuedAnyMore) {
   Admission unhandled;
   Admission handled;
   Admission next;
-  ASSERT_TRUE(window_->tryAdmit(kRequest, kAhead / 2, unhandled));
-  ASSERT_TRUE(window_->tryAdmit(kRequest, kAhead / 2, handled));
+  ASSERT_TRUE(window_->tryAdmit(kRequest, kMaxQueued / 2, unhandled));
+  ASSERT_TRUE(window_->tryAdmit(kRequest, kMaxQueued / 2, handled));
   handled.beginHandling();
   handled.beginHandling(); // once is enough
   handled.release();
-  EXPECT_FALSE(window_->tryAdmit(kRequest, kAhead, next));
+  EXPECT_FALSE(window_->tryAdmit(kRequest, kMaxQueued, next));
   unhandled.release();
-  EXPECT_TRUE(window_->tryAdmit(kRequest, kAhead, next));
+  EXPECT_TRUE(window_->tryAdmit(kRequest, kMaxQueued, next));
 }
 
 TEST_F(WideReceiveWindowTest, TellsOfRoomWhenHandlingBegins) {
   Admission admission;
-  ASSERT_TRUE(window_->tryAdmit(kRequest, kAhead, admission));
+  ASSERT_TRUE(window_->tryAdmit(kRequest, kMaxQueued, admission));
   window_->waitingMessages.store(1);
   admission.beginHandling();
   EXPECT_EQ(room_, 1);

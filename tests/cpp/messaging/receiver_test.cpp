@@ -21,7 +21,7 @@ namespace {
 using wire::Kind;
 
 constexpr uint64_t kPiece = OutgoingMessage::kPieceBytes;
-constexpr size_t kAskedAtOnce = Receiver::kAskedPieces;
+constexpr size_t kInFlightAtOnce = Receiver::kInFlightPieces;
 
 class ReceiverTest : public testing::Test {
  protected:
@@ -36,7 +36,7 @@ class ReceiverTest : public testing::Test {
     EXPECT_EQ(HostPool::instance().statistics().inUseBytes, poolBytesAtStart_) << "memory that nobody gave back";
   }
 
-  static wire::Piece parked(uintptr_t number, uint64_t bytes, uint64_t offset = 0) {
+  static wire::Piece rendezvous(uintptr_t number, uint64_t bytes, uint64_t offset = 0) {
     return {{}, reinterpret_cast<void*>(number), bytes, offset};
   }
   static wire::Piece eager(const std::string& text, uint64_t offset = 0) {
@@ -50,12 +50,12 @@ class ReceiverTest : public testing::Test {
     assembled.body = std::move(body);
     return {&peer_, std::move(assembled), bytes};
   }
-  // A message of one span, of so many whole pieces, parked under the numbers that follow `firstNumber`.
+  // A message of one span, of so many whole pieces, whose handles are the numbers from `firstNumber` on.
   Receiver::Announced announced(Kind kind, uint64_t callId, size_t pieces, uintptr_t firstNumber) {
     Receiver::Announced made = announced(kind, callId, pieces * kPiece, eager("body"));
     wire::Assembled::Span span{pieces * kPiece, {}};
     for (size_t piece = 0; piece < pieces; ++piece) {
-      span.pieces.push_back(parked(firstNumber + piece, kPiece, piece * kPiece));
+      span.pieces.push_back(rendezvous(firstNumber + piece, kPiece, piece * kPiece));
     }
     made.assembled.spans.push_back(std::move(span));
     return made;
@@ -98,11 +98,11 @@ TEST_F(ReceiverTest, NothingIsAskedForInsideATransportCallback) {
 }
 
 TEST_F(ReceiverTest, BodyAndPiecesGetToTheirPlaces) {
-  Receiver::Announced message = announced(Kind::kResponse, 1, 70, parked(9, 50));
+  Receiver::Announced message = announced(Kind::kResponse, 1, 70, rendezvous(9, 50));
   message.assembled.spans.push_back({30, {}});
-  message.assembled.spans[0].pieces.push_back(parked(3, 10, 0));
+  message.assembled.spans[0].pieces.push_back(rendezvous(3, 10, 0));
   message.assembled.spans[0].pieces.push_back(eager("0123456789", 10));
-  message.assembled.spans[0].pieces.push_back(parked(4, 10, 20));
+  message.assembled.spans[0].pieces.push_back(rendezvous(4, 10, 20));
   start(std::move(message));
   receiver_.startDeferred();
   completeAll();
@@ -132,10 +132,10 @@ TEST_F(ReceiverTest, ShareOfTheWindowTravelsWithTheMessage) {
 TEST_F(ReceiverTest, AFewPiecesOfAPeerAreAskedForAtATime) {
   start(announced(Kind::kRequest, 1, 5, 10));
   receiver_.startDeferred();
-  EXPECT_EQ(transport_.asked.size(), kAskedAtOnce);
+  EXPECT_EQ(transport_.asked.size(), kInFlightAtOnce);
   complete();
-  EXPECT_EQ(transport_.begun, kAskedAtOnce + 1);
-  EXPECT_EQ(transport_.asked.size(), kAskedAtOnce);
+  EXPECT_EQ(transport_.begun, kInFlightAtOnce + 1);
+  EXPECT_EQ(transport_.asked.size(), kInFlightAtOnce);
   EXPECT_FALSE(receiver_.hasDeferred());
   transport_.complete();
   EXPECT_TRUE(receiver_.hasDeferred()) << "there is room for the next";
@@ -158,7 +158,7 @@ TEST_F(ReceiverTest, PieceThatHasComeIsASignOfLife) {
 TEST_F(ReceiverTest, EnoughIsReceivedUntilItIsThere) {
   EXPECT_FALSE(receiver_.isBusy(100 * Receiver::kReceivingBytes)) << "nothing is, so that anything may be";
   const Receiver::Clock::time_point before = Receiver::Clock::now();
-  start(announced(Kind::kRequest, 1, 100, parked(10, 100)));
+  start(announced(Kind::kRequest, 1, 100, rendezvous(10, 100)));
   EXPECT_TRUE(receiver_.isBusy(Receiver::kReceivingBytes, before));
   EXPECT_FALSE(receiver_.isBusy(Receiver::kReceivingBytes - 100, before));
   EXPECT_FALSE(receiver_.isBusy(Receiver::kReceivingBytes, Receiver::Clock::now() + Receiver::kSlow))
@@ -180,29 +180,29 @@ TEST_F(ReceiverTest, FinishedMessageIsKnownUntilTheNextStart) {
 
 TEST_F(ReceiverTest, MessageThatThereIsNoMemoryForIsRejected) {
   constexpr uint64_t kTooMuch = 1ull << 60;
-  start(announced(Kind::kRequest, 1, kTooMuch, parked(7, kTooMuch)));
+  start(announced(Kind::kRequest, 1, kTooMuch, rendezvous(7, kTooMuch)));
   EXPECT_TRUE(events_.buffer.isEmpty()) << "not inside a transport callback";
   receiver_.startDeferred();
   EXPECT_EQ(transport_.begun, 0u);
-  EXPECT_EQ(transport_.refused.size(), 1u) << "its sender is told";
+  EXPECT_EQ(transport_.released.size(), 1u) << "its sender is told";
   EXPECT_EQ(
       events_.take(),
       Notes{"request rejected: out of memory for a message of " + std::to_string(kTooMuch) + " bytes 1"});
   EXPECT_EQ(window_->inUseBytes(), 0u);
 }
 
-TEST_F(ReceiverTest, ReleasedPiecesAreRefusedOnceAndLater) {
+TEST_F(ReceiverTest, PiecesAreReleasedOnceAndLater) {
   std::vector<wire::Piece> pieces;
-  pieces.push_back(parked(1, 10));
+  pieces.push_back(rendezvous(1, 10));
   pieces.push_back(eager("nothing to refuse"));
-  pieces.push_back(parked(2, 10));
+  pieces.push_back(rendezvous(2, 10));
   receiver_.release(pieces);
   receiver_.release(pieces);
   Receiver::Announced message = announced(Kind::kRequest, 1, 2, 10);
   receiver_.release(message.assembled);
-  EXPECT_TRUE(transport_.refused.empty()) << "not inside a transport callback";
+  EXPECT_TRUE(transport_.released.empty()) << "not inside a transport callback";
   receiver_.startDeferred();
-  EXPECT_EQ(transport_.refused.size(), 4u);
+  EXPECT_EQ(transport_.released.size(), 4u);
   receiver_.startDeferred();
 }
 
@@ -219,16 +219,16 @@ TEST_F(ReceiverTest, OnlyAnswersAreGivenUpWithTheirCalls) {
   EXPECT_FALSE(receiver_.isAbandoned(peer_, header));
 }
 
-TEST_F(ReceiverTest, RestOfAnAnswerThatNobodyAwaitsIsRefused) {
+TEST_F(ReceiverTest, RestOfAnAnswerThatNobodyAwaitsIsReleased) {
   start(announced(Kind::kResponse, 1, 5, 10));
   receiver_.startDeferred();
   events_.handlers.abandonedCall = 1;
   complete();
-  EXPECT_EQ(transport_.refused.size(), 5 - kAskedAtOnce);
+  EXPECT_EQ(transport_.released.size(), 5 - kInFlightAtOnce);
   EXPECT_TRUE(events_.buffer.isEmpty()) << "the transport still writes to its memory";
   complete();
   EXPECT_EQ(events_.take(), Notes{"answer rejected: its call was given up 1"});
-  EXPECT_EQ(transport_.begun, kAskedAtOnce);
+  EXPECT_EQ(transport_.begun, kInFlightAtOnce);
 }
 
 TEST_F(ReceiverTest, CancelGivesUpTheRequestOfThatPeerAndNothingElse) {
@@ -242,8 +242,8 @@ TEST_F(ReceiverTest, CancelGivesUpTheRequestOfThatPeerAndNothingElse) {
   receiver_.cancel(peer_, 1);
   receiver_.cancel(peer_, 1);
   completeAll();
-  EXPECT_FALSE(transport_.refused.empty());
-  EXPECT_EQ(transport_.begun + transport_.refused.size(), 5u + 3 + 3) << "each piece is asked for or refused";
+  EXPECT_FALSE(transport_.released.empty());
+  EXPECT_EQ(transport_.begun + transport_.released.size(), 5u + 3 + 3) << "each piece is received or released";
   EXPECT_EQ(events_.take(), (Notes{"answer 1", "request rejected: its call was given up 1", "request 1"}));
   ASSERT_EQ(events_.handlers.requests.size(), 1u);
   EXPECT_EQ(events_.handlers.requests[0].from, &other_);
@@ -254,7 +254,7 @@ TEST_F(ReceiverTest, CancelGivesUpARequestThatHasNotBeenStartedYet) {
   receiver_.cancel(peer_, 1);
   receiver_.startDeferred();
   EXPECT_EQ(transport_.begun, 0u);
-  EXPECT_EQ(transport_.refused.size(), 1u);
+  EXPECT_EQ(transport_.released.size(), 1u);
   EXPECT_EQ(events_.take(), Notes{"request rejected: its call was given up 1"});
 }
 
@@ -263,7 +263,7 @@ TEST_F(ReceiverTest, FailedPieceFailsItsMessageOnceAllThatWasAskedForIsThrough) 
   receiver_.startDeferred();
   complete({ErrorCode::kPeerFailed, "broken"});
   EXPECT_TRUE(events_.buffer.isEmpty());
-  EXPECT_EQ(transport_.refused.size(), 5 - kAskedAtOnce);
+  EXPECT_EQ(transport_.released.size(), 5 - kInFlightAtOnce);
   complete();
   EXPECT_EQ(events_.take(), Notes{"request rejected: broken 1"});
 }
@@ -280,9 +280,9 @@ TEST_F(ReceiverTest, MessagesOfAPeerThatIsGoneGiveTheirShareBackAtOnce) {
           "answer rejected: " + peer_.describe() + " is gone 2",
           "request rejected: " + peer_.describe() + " is gone 1"}));
   EXPECT_EQ(window_->inUseBytes(), 0u) << "the transport may take its time";
-  EXPECT_EQ(transport_.asked.size(), kAskedAtOnce);
+  EXPECT_EQ(transport_.asked.size(), kInFlightAtOnce);
   receiver_.startDeferred();
-  EXPECT_EQ(transport_.refused.size(), 5 - kAskedAtOnce + 1);
+  EXPECT_EQ(transport_.released.size(), 5 - kInFlightAtOnce + 1);
   EXPECT_GT(HostPool::instance().statistics().inUseBytes, poolBytesAtStart_) << "its memory stays until then";
   completeAll();
   EXPECT_EQ(events_.take(), Notes{}) << "they have been told of once";
@@ -299,7 +299,7 @@ TEST_F(ReceiverTest, ClosingGivesUpWhatHasNotBeenAskedFor) {
     transport_.complete({ErrorCode::kCanceled, "closed"});
   }
   EXPECT_EQ(events_.take(), Notes{"request rejected: RPC has been shut down on this worker 1"});
-  EXPECT_EQ(transport_.begun, kAskedAtOnce);
+  EXPECT_EQ(transport_.begun, kInFlightAtOnce);
 }
 
 } // namespace

@@ -31,8 +31,8 @@ class AgentIntruderTest : public AgentTest, public TransportListener {
     EXPECT_FALSE(wire::readHeader(header, read));
     replies_.emplace_back(read, Bytes(bytes));
   }
-  void onParked(std::span<const std::byte> /*header*/, void* parked, uint64_t /*bytes*/) override {
-    transport_->refuse(parked);
+  void onRendezvous(std::span<const std::byte> /*header*/, void* rendezvous, uint64_t /*bytes*/) override {
+    transport_->release(rendezvous);
   }
   void onEndpointFailed(EndpointId /*endpoint*/, const Error& /*error*/) override {}
 
@@ -89,7 +89,7 @@ TEST_F(AgentIntruderTest, FramesFromStrangersAreRefusedAndCounted) {
   send(frame(wire::Kind::kRequest, 2), body(), SendMode::kRendezvous);
   send(frame(wire::Kind::kGoodbye, 3), {});
   ASSERT_TRUE(eventually([&] { return metric(0, "agent.frames_refused") == 3; }));
-  EXPECT_TRUE(progressUntil([&] { return areAllSent(); })) << "what a stranger parked is refused";
+  EXPECT_TRUE(progressUntil([&] { return areAllSent(); })) << "the rendezvous of a stranger is released";
   becomeMember();
   wire::Header forEarlierLife = frame(wire::Kind::kRequest, 4);
   forEarlierLife.targetSession ^= 1;
@@ -124,10 +124,10 @@ TEST_F(AgentIntruderTest, AnswerOfAnotherWorkerThanTheOneCalledIsIgnored) {
   EXPECT_EQ(textOf(*answer(future)), "block");
 }
 
-TEST_F(AgentIntruderTest, EmptyRendezvousIsSettled) {
+TEST_F(AgentIntruderTest, EmptyRendezvousCompletes) {
   becomeMember();
   send(frame(wire::Kind::kRequest, 1), {}, SendMode::kRendezvous);
-  EXPECT_TRUE(progressUntil([&] { return areAllSent(); })) << "parked for ever";
+  EXPECT_TRUE(progressUntil([&] { return areAllSent(); })) << "never released";
   EXPECT_EQ(textOf(*answer(call(1, 0, "ok"))), "ok");
 }
 

@@ -128,7 +128,7 @@ TEST_F(PeerMonitorTest, ClosedAgentLosesNobody) {
 
 TEST_F(PeerMonitorTest, PeersThatVanishAfterAGracefulJoinAreInOrder) {
   EXPECT_FALSE(monitor_.isEverybodyLeaving());
-  monitor_.everybodyLeaves();
+  monitor_.setEverybodyLeaving();
   EXPECT_TRUE(monitor_.isEverybodyLeaving());
   monitor_.onGoodbye(one_.peer(1));
   monitor_.onFailure(one_.peer(2), {ErrorCode::kPeerFailed, "gone"});

@@ -94,8 +94,8 @@ class SealedAgentIntruderTest : public ForgedFrameTest, private TransportListene
   }
 
   void onEager(std::span<const std::byte> /*header*/, std::span<const std::byte> /*bytes*/) override {}
-  void onParked(std::span<const std::byte> /*header*/, void* parked, uint64_t /*bytes*/) override {
-    transport_->refuse(parked);
+  void onRendezvous(std::span<const std::byte> /*header*/, void* rendezvous, uint64_t /*bytes*/) override {
+    transport_->release(rendezvous);
   }
   void onEndpointFailed(EndpointId /*endpoint*/, const Error& /*error*/) override {}
 

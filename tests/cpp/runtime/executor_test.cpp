@@ -26,7 +26,7 @@ class FakeProgress final : public Leader {
  public:
   bool lead() override {
     EXPECT_TRUE(Executor::isLeader());
-    EXPECT_LT(leaders_.fetch_add(1), static_cast<int>(Executor::kMostLeaders));
+    EXPECT_LT(leaders_.fetch_add(1), static_cast<int>(Executor::kMaxLeaders));
     std::vector<Task> delivered;
     {
       std::unique_lock lock(mutex_);
@@ -382,15 +382,15 @@ TEST_F(ExecutorTest, SomeoneLeadsWhileTasksRun) {
 }
 
 TEST_F(ExecutorTest, CompletionsThatBlockLeaveAThreadForFailures) {
-  constexpr size_t kMostTasks = 1 + 4; // one request, and completions up to the nesting limit
+  constexpr size_t kMaxTasks = 1 + 4; // one request, and completions up to the nesting limit
   start(1, 4);
   for (size_t count = 0; count < 20; ++count) {
     threads_->addCompletion([this] { gate_.pass(); });
   }
-  ASSERT_TRUE(eventually([&] { return gate_.waiting() == kMostTasks; })) << gate_.waiting();
+  ASSERT_TRUE(eventually([&] { return gate_.waiting() == kMaxTasks; })) << gate_.waiting();
   threads_->addFailure([this] { isDone_.store(true); });
   EXPECT_TRUE(eventually([this] { return isDone_.load(); })) << "a deadline behind callbacks that block";
-  EXPECT_EQ(gate_.waiting(), kMostTasks) << "the thread kept for failures begins nothing else";
+  EXPECT_EQ(gate_.waiting(), kMaxTasks) << "the thread kept for failures begins nothing else";
   gate_.open();
   EXPECT_TRUE(eventually([this] { return gate_.waiting() == 0; }));
 }

@@ -47,8 +47,8 @@ class TestEndpoint final : public TransportListener, private ProgressClient {
     EXPECT_FALSE(wire::readHeader(headerBytes, header));
     arrive(header.callId);
   }
-  void onParked(std::span<const std::byte> /*header*/, void* parked, uint64_t /*bytes*/) override {
-    transport_->refuse(parked);
+  void onRendezvous(std::span<const std::byte> /*header*/, void* rendezvous, uint64_t /*bytes*/) override {
+    transport_->release(rendezvous);
   }
   void onEndpointFailed(EndpointId /*endpoint*/, const Error& /*error*/) override {}
 

@@ -17,7 +17,7 @@ namespace torch_ucx_rpc {
 class PatientTransport final : public Transport {
  public:
   struct Receive {
-    void* parked;
+    void* rendezvous;
     void* into;
     uint64_t bytes;
     OperationDone done;
@@ -45,8 +45,8 @@ class PatientTransport final : public Transport {
       Memory /*memory*/) override {
     done({});
   }
-  void receive(void* parked, void* into, uint64_t bytes, OperationDone done, Memory /*memory*/) override {
-    asked.push_back({parked, into, bytes, std::move(done)});
+  void receive(void* rendezvous, void* into, uint64_t bytes, OperationDone done, Memory /*memory*/) override {
+    asked.push_back({rendezvous, into, bytes, std::move(done)});
     ++begun;
     if (isImmediate) {
       complete();
@@ -55,8 +55,8 @@ class PatientTransport final : public Transport {
   bool canShare(const void* /*deviceMemory*/) const override {
     return true;
   }
-  void refuse(void* parked) override {
-    EXPECT_TRUE(refused.insert(parked).second) << "refused twice";
+  void release(void* rendezvous) override {
+    EXPECT_TRUE(released.insert(rendezvous).second) << "released twice";
   }
   unsigned progress() override {
     return 0;
@@ -76,18 +76,18 @@ class PatientTransport final : public Transport {
   void abandon(EndpointId /*endpoint*/) override {}
   void close(int64_t /*limitMs*/) override {}
 
-  // The first of those asked for. Its bytes are the number that it is parked under.
+  // The first of those asked for. Its bytes are the number that is its handle.
   void complete(Error error = {}) {
     Receive first = std::move(asked.front());
     asked.pop_front();
-    std::memset(first.into, static_cast<int>(reinterpret_cast<uintptr_t>(first.parked)), first.bytes);
+    std::memset(first.into, static_cast<int>(reinterpret_cast<uintptr_t>(first.rendezvous)), first.bytes);
     first.done(std::move(error));
   }
 
   bool isImmediate = false;
   size_t begun = 0;
   std::deque<Receive> asked;
-  std::set<void*> refused;
+  std::set<void*> released;
 
  private:
   const std::string address_ = "patient";

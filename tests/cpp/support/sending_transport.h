@@ -56,13 +56,14 @@ class SendingTransport final : public Transport {
     sent.push_back({endpoint, header, bytes.size(), mode, std::move(done)});
     ++begun;
   }
-  void receive(void* /*parked*/, void* /*into*/, uint64_t /*bytes*/, OperationDone done, Memory /*memory*/) override {
+  void receive(
+      void* /*rendezvous*/, void* /*into*/, uint64_t /*bytes*/, OperationDone done, Memory /*memory*/) override {
     done({ErrorCode::kInternal, "nothing arrives here"});
   }
   bool canShare(const void* /*deviceMemory*/) const override {
     return true;
   }
-  void refuse(void* /*parked*/) override {}
+  void release(void* /*rendezvous*/) override {}
   unsigned progress() override {
     return 0;
   }

@@ -18,7 +18,7 @@ namespace {
 
 class Deaf final : public TransportListener {
   void onEager(std::span<const std::byte> /*header*/, std::span<const std::byte> /*bytes*/) override {}
-  void onParked(std::span<const std::byte> /*header*/, void* /*parked*/, uint64_t /*bytes*/) override {}
+  void onRendezvous(std::span<const std::byte> /*header*/, void* /*rendezvous*/, uint64_t /*bytes*/) override {}
   void onEndpointFailed(EndpointId /*endpoint*/, const Error& error) override {
     std::fprintf(stderr, "stranger: %s\n", error.message().c_str());
   }

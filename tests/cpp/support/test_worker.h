@@ -113,7 +113,7 @@ class TestWorker {
 
   // Takes in what has come, and hands out the events as a thread does that only submitted an operation.
   void takeIn() {
-    messenger.submit([this] { messenger.takeInWithWorkerLock(); });
+    messenger.submit([this] { messenger.drainTransportWithWorkerLock(); });
   }
 
   // Takes in as an agent thread that leads. Only where something has come.

@@ -28,9 +28,9 @@ class LoopbackTransportTest : public testing::Test, public TransportListener {
   void onEager(std::span<const std::byte> header, std::span<const std::byte> /*bytes*/) override {
     note(header);
   }
-  void onParked(std::span<const std::byte> header, void* parked, uint64_t /*bytes*/) override {
+  void onRendezvous(std::span<const std::byte> header, void* rendezvous, uint64_t /*bytes*/) override {
     note(header);
-    parked_.push_back(parked);
+    rendezvous_.push_back(rendezvous);
   }
   void onEndpointFailed(EndpointId /*endpoint*/, const Error& /*error*/) override {
     ++failures_;
@@ -48,7 +48,7 @@ class LoopbackTransportTest : public testing::Test, public TransportListener {
   std::deque<wire::Header> headers_;
   std::deque<Outcome> outcomes_;
   std::vector<uint64_t> arrived_; // call ids
-  std::vector<void*> parked_;
+  std::vector<void*> rendezvous_;
   int failures_ = 0;
   LoopbackNetwork network_;
   std::unique_ptr<Transport> a_;
@@ -88,14 +88,14 @@ TEST_F(LoopbackTransportTest, HeldMessagesComeTheLatestFirst) {
   EXPECT_EQ(arrived_, (std::vector<uint64_t>{3, 2, 1}));
 }
 
-TEST_F(LoopbackTransportTest, DuplicatedRendezvousIsSettledOnce) {
+TEST_F(LoopbackTransportTest, DuplicatedRendezvousCompletesOnce) {
   network_.setFault([](const wire::Header& /*header*/, SendMode /*mode*/) { return Fate::kDuplicate; });
   send(1);
   const Outcome& rendezvous = send(2, SendMode::kRendezvous);
   b_->progress();
   EXPECT_EQ(arrived_, (std::vector<uint64_t>{1, 1, 2, 2}));
-  for (void* parked : parked_) {
-    b_->refuse(parked);
+  for (void* handle : rendezvous_) {
+    b_->release(handle);
   }
   a_->progress();
   EXPECT_TRUE(rendezvous.isDone());
@@ -126,10 +126,10 @@ TEST_F(LoopbackTransportTest, BytesOfASenderThatIsGoneAreNotRead) {
   Outcome received;
   send(1, SendMode::kRendezvous);
   b_->progress();
-  ASSERT_EQ(parked_.size(), 1u);
+  ASSERT_EQ(rendezvous_.size(), 1u);
   a_.reset();
   Bytes into(100);
-  b_->receive(parked_[0], into.data(), into.size(), received.callback());
+  b_->receive(rendezvous_[0], into.data(), into.size(), received.callback());
   EXPECT_TRUE(received.error());
 }
 

@@ -28,7 +28,7 @@ class Counter final : public TransportListener {
   void onEager(std::span<const std::byte> /*header*/, std::span<const std::byte> /*bytes*/) override {
     ++arrived;
   }
-  void onParked(std::span<const std::byte> /*header*/, void* /*parked*/, uint64_t /*bytes*/) override {}
+  void onRendezvous(std::span<const std::byte> /*header*/, void* /*rendezvous*/, uint64_t /*bytes*/) override {}
   void onEndpointFailed(EndpointId /*endpoint*/, const Error& /*error*/) override {}
 
   int arrived = 0;
@@ -292,14 +292,14 @@ TEST_P(QueueRepairTest, AScanRunsBesideTheTransport) {
   scanner.join();
 }
 
-TEST_P(QueueRepairTest, AQueueIsPlausibleWhateverItHasCarried) {
+TEST_P(QueueRepairTest, AQueueIsConsistentWhateverItHasCarried) {
   for (int round = 0; round < 300; ++round) { // more than once round the ring
     send();
-    ASSERT_TRUE(queues_.at(0).isPlausible()) << round;
+    ASSERT_TRUE(queues_.at(0).isConsistent()) << round;
   }
   ASSERT_TRUE(arrives(300));
   takeSlot();
-  EXPECT_TRUE(queues_.at(0).isPlausible());
+  EXPECT_TRUE(queues_.at(0).isConsistent());
 }
 
 INSTANTIATE_TEST_SUITE_P(Lanes, QueueRepairTest, testing::Values("posix", "sysv"), [](const auto& lanes) {

@@ -125,21 +125,21 @@ TEST_F(StrangerTest, WhatWasRecordedIsTakenAtMostOnce) {
 
 TEST_F(StrangerTest, AFloodCostsNoMemory) {
   const Bytes large(64 * kKiB);
-  const Bytes parked(kMiB);
+  const Bytes spanBytes(kMiB);
   wire::Header header = frame(wire::Kind::kRequest);
   header.spanCount = 2;
   wire::Header span = header;
   span.index = 0;
   // To begin with, what UCX itself sets up for a process that talks to it.
   shoot(header, large, 200);
-  shoot(span, parked, 200, SendMode::kRendezvous);
+  shoot(span, spanBytes, 200, SendMode::kRendezvous);
   ASSERT_TRUE(runStranger());
   ASSERT_TRUE(areRefused(expected_));
   const uint64_t before = residentBytes();
 
   load();
   shoot(header, large, 5'000); // 312 MiB
-  shoot(span, parked, 5'000, SendMode::kRendezvous); // 4.9 GiB, of which none is fetched
+  shoot(span, spanBytes, 5'000, SendMode::kRendezvous); // 4.9 GiB, of which none is fetched
   std::atomic<bool> isOver{false};
   uint64_t answered = 0;
   std::thread stranger([&] {

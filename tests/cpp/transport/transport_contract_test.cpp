@@ -32,9 +32,9 @@ constexpr uint64_t kKiB = 1024;
 constexpr uint64_t kMiB = 1024 * kKiB;
 
 // What connects the transports of a test.
-class Fabric {
+class TransportFactory {
  public:
-  virtual ~Fabric() = default;
+  virtual ~TransportFactory() = default;
   virtual std::unique_ptr<Transport> make(const std::string& name) = 0;
   // Ends a transport as the death of its process would.
   virtual void destroy(std::unique_ptr<Transport> transport) = 0;
@@ -42,7 +42,7 @@ class Fabric {
   virtual bool showsDeath() const = 0;
 };
 
-class LoopbackFabric final : public Fabric {
+class LoopbackFactory final : public TransportFactory {
  public:
   std::unique_ptr<Transport> make(const std::string& name) override {
     return network_.makeTransport(name);
@@ -58,9 +58,9 @@ class LoopbackFabric final : public Fabric {
   LoopbackNetwork network_;
 };
 
-class UcpFabric final : public Fabric {
+class UcpFactory final : public TransportFactory {
  public:
-  explicit UcpFabric(std::string lanes) : lanes_(std::move(lanes)) {}
+  explicit UcpFactory(std::string lanes) : lanes_(std::move(lanes)) {}
 
   std::unique_ptr<Transport> make(const std::string& /*name*/) override {
     return makeUcpTransportOver(lanes_);
@@ -78,7 +78,7 @@ class UcpFabric final : public Fabric {
 
 struct Implementation {
   const char* name;
-  std::function<std::unique_ptr<Fabric>()> makeFabric;
+  std::function<std::unique_ptr<TransportFactory>()> makeFactory;
 };
 
 void PrintTo(const Implementation& implementation, std::ostream* out) {
@@ -88,14 +88,14 @@ void PrintTo(const Implementation& implementation, std::ostream* out) {
 struct Arrival {
   wire::Header header;
   Bytes bytes; // of an eager message
-  void* parked = nullptr;
-  uint64_t parkedBytes = 0;
+  void* rendezvous = nullptr;
+  uint64_t rendezvousBytes = 0;
 };
 
 // A transport, and what it told.
-class Station final : public TransportListener {
+class TestEndpoint final : public TransportListener {
  public:
-  explicit Station(std::unique_ptr<Transport> made) : transport(std::move(made)) {
+  explicit TestEndpoint(std::unique_ptr<Transport> made) : transport(std::move(made)) {
     transport->setListener(this);
   }
 
@@ -104,9 +104,9 @@ class Station final : public TransportListener {
     arrivals.push_back({readHeader(header), Bytes(bytes)});
     throwWhatIsAsked();
   }
-  void onParked(std::span<const std::byte> header, void* parked, uint64_t bytes) override {
+  void onRendezvous(std::span<const std::byte> header, void* rendezvous, uint64_t bytes) override {
     takeMemory();
-    arrivals.push_back({readHeader(header), {}, parked, bytes});
+    arrivals.push_back({readHeader(header), {}, rendezvous, bytes});
     throwWhatIsAsked();
   }
   void onEndpointFailed(EndpointId endpoint, const Error& error) override {
@@ -115,7 +115,7 @@ class Station final : public TransportListener {
     throwWhatIsAsked();
   }
 
-  EndpointId connect(const Station& peer) const {
+  EndpointId connect(const TestEndpoint& peer) const {
     EndpointId endpoint = 0;
     const Error error = transport->connect(peer.transport->address(), endpoint);
     EXPECT_FALSE(error) << error.message();
@@ -185,15 +185,15 @@ bool isSame(std::span<const std::byte> a, std::span<const std::byte> b) {
 
 class TransportContractTest : public testing::TestWithParam<Implementation> {
  protected:
-  TransportContractTest() : fabric_(GetParam().makeFabric()) {}
+  TransportContractTest() : factory_(GetParam().makeFactory()) {}
 
-  Station& station(const std::string& name) {
-    stations_.push_back(std::make_unique<Station>(fabric_->make(name)));
-    return *stations_.back();
+  TestEndpoint& testEndpoint(const std::string& name) {
+    endpoints_.push_back(std::make_unique<TestEndpoint>(factory_->make(name)));
+    return *endpoints_.back();
   }
 
   void progress() {
-    for (const auto& each : stations_) {
+    for (const auto& each : endpoints_) {
       if (each->transport != nullptr) {
         each->transport->progress();
       }
@@ -219,12 +219,12 @@ class TransportContractTest : public testing::TestWithParam<Implementation> {
     }
   }
 
-  std::unique_ptr<Fabric> fabric_;
-  std::vector<std::unique_ptr<Station>> stations_;
+  std::unique_ptr<TransportFactory> factory_;
+  std::vector<std::unique_ptr<TestEndpoint>> endpoints_;
 };
 
 TEST_P(TransportContractTest, DescribesItself) {
-  Station& a = station("a");
+  TestEndpoint& a = testEndpoint("a");
   EXPECT_FALSE(a.transport->address().empty());
   EXPECT_GE(a.transport->eventFd(), 0);
   EXPECT_FALSE(a.transport->description().empty());
@@ -235,8 +235,8 @@ TEST_P(TransportContractTest, EagerMessageArrivesWithItsHeader) {
   uint64_t callId = 0;
   for (const uint64_t size : {uint64_t{0}, uint64_t{1}, uint64_t{7}, 8 * kKiB, 256 * kKiB, kMiB, 64 * kMiB}) {
     Outcome sent;
-    Station& a = station("a");
-    Station& b = station("b");
+    TestEndpoint& a = testEndpoint("a");
+    TestEndpoint& b = testEndpoint("b");
     const EndpointId toB = a.connect(b);
     wire::Header frame = header(++callId, wire::Kind::kResponse);
     frame.index = 1;
@@ -247,18 +247,18 @@ TEST_P(TransportContractTest, EagerMessageArrivesWithItsHeader) {
     EXPECT_FALSE(sent.error()) << sent.error().message();
     const Arrival arrival = b.take();
     EXPECT_EQ(std::memcmp(&arrival.header, &frame, sizeof(frame)), 0);
-    EXPECT_EQ(arrival.parked, nullptr);
+    EXPECT_EQ(arrival.rendezvous, nullptr);
     EXPECT_TRUE(isSame(arrival.bytes, bytes)) << size;
     EXPECT_EQ(a.transport->operationsInFlight(), 0u);
-    stations_.clear();
+    endpoints_.clear();
   }
 }
 
 TEST_P(TransportContractTest, RendezvousIsReceivedWholeAndTakesNoMemoryBefore) {
   Outcome sent[8];
   Outcome received[8];
-  Station& a = station("a");
-  Station& b = station("b");
+  TestEndpoint& a = testEndpoint("a");
+  TestEndpoint& b = testEndpoint("b");
   const EndpointId toB = a.connect(b);
   size_t number = 0;
   for (const uint64_t size : {uint64_t{1}, uint64_t{7}, 8 * kKiB, 40'000ul, 256 * kKiB, kMiB + 1, 64 * kMiB}) {
@@ -273,14 +273,14 @@ TEST_P(TransportContractTest, RendezvousIsReceivedWholeAndTakesNoMemoryBefore) {
     ASSERT_TRUE(progressUntil([&] { return !b.arrivals.empty(); })) << size;
     const Arrival arrival = b.take();
     EXPECT_EQ(std::memcmp(&arrival.header, &frame, sizeof(frame)), 0);
-    ASSERT_NE(arrival.parked, nullptr) << size;
-    EXPECT_EQ(arrival.parkedBytes, size);
+    ASSERT_NE(arrival.rendezvous, nullptr) << size;
+    EXPECT_EQ(arrival.rendezvousBytes, size);
     progressAWhile();
     EXPECT_FALSE(sending.isDone()) << "the sender's bytes are wanted until they are taken: " << size;
     EXPECT_EQ(a.transport->operationsInFlight(), 1u);
 
     Bytes into(size);
-    b.transport->receive(arrival.parked, into.data(), size, receiving.callback());
+    b.transport->receive(arrival.rendezvous, into.data(), size, receiving.callback());
     ASSERT_TRUE(progressUntil([&] { return sending.isDone() && receiving.isDone(); })) << size;
     EXPECT_FALSE(sending.error()) << sending.error().message();
     EXPECT_FALSE(receiving.error()) << receiving.error().message();
@@ -295,27 +295,27 @@ TEST_P(TransportContractTest, RendezvousIsReceivedWholeAndTakesNoMemoryBefore) {
   ASSERT_TRUE(progressUntil([&] { return !b.arrivals.empty(); }));
   const Arrival arrival = b.take();
   EXPECT_EQ(arrival.header.callId, number);
-  EXPECT_EQ(arrival.parkedBytes + arrival.bytes.size(), 0u);
-  if (arrival.parked != nullptr) {
+  EXPECT_EQ(arrival.rendezvousBytes + arrival.bytes.size(), 0u);
+  if (arrival.rendezvous != nullptr) {
     std::byte nothing{};
-    b.transport->receive(arrival.parked, &nothing, 0, received[number].callback());
+    b.transport->receive(arrival.rendezvous, &nothing, 0, received[number].callback());
   } else {
     received[number].callback()({});
   }
   ASSERT_TRUE(progressUntil([&] { return sent[number].isDone() && received[number].isDone(); }));
 }
 
-TEST_P(TransportContractTest, RefusedRendezvousCompletesAtTheSender) {
+TEST_P(TransportContractTest, ReleasedRendezvousCompletesAtTheSender) {
   Outcome sent[4];
-  Station& a = station("a");
-  Station& b = station("b");
+  TestEndpoint& a = testEndpoint("a");
+  TestEndpoint& b = testEndpoint("b");
   const EndpointId toB = a.connect(b);
   const Bytes bytes = pattern(4 * kMiB, 1);
   for (Outcome& sending : sent) {
     const wire::Header frame = header(1);
     a.transport->send(toB, frame, bytes, SendMode::kRendezvous, sending.callback());
     ASSERT_TRUE(progressUntil([&] { return !b.arrivals.empty(); }));
-    b.transport->refuse(b.take().parked);
+    b.transport->release(b.take().rendezvous);
     ASSERT_TRUE(progressUntil([&] { return sending.isDone(); }));
   }
   EXPECT_EQ(a.transport->operationsInFlight(), 0u);
@@ -325,8 +325,8 @@ TEST_P(TransportContractTest, AMessageForWhichTheReceiverHasNoMemoryIsDroppedAnd
   Outcome eager;
   Outcome rendezvous;
   Outcome next;
-  Station& a = station("a");
-  Station& b = station("b");
+  TestEndpoint& a = testEndpoint("a");
+  TestEndpoint& b = testEndpoint("b");
   const EndpointId toB = a.connect(b);
   const Bytes bytes = pattern(100 * kKiB, 1);
   const wire::Header headers[] = {header(1), header(2), header(3)};
@@ -347,8 +347,8 @@ TEST_P(TransportContractTest, AHandleThatWasStoredBeforeTheListenerThrewIsVoid) 
   Outcome sent[2];
   Outcome received;
   Outcome next;
-  Station& a = station("a");
-  Station& b = station("b");
+  TestEndpoint& a = testEndpoint("a");
+  TestEndpoint& b = testEndpoint("b");
   const EndpointId toB = a.connect(b);
   const Bytes bytes = pattern(100 * kKiB, 1);
   const wire::Header frame = header(1);
@@ -362,8 +362,8 @@ TEST_P(TransportContractTest, AHandleThatWasStoredBeforeTheListenerThrewIsVoid) 
   ASSERT_TRUE(progressUntil([&] { return b.lacks == 2 && sent[0].isDone() && sent[1].isDone(); }));
   b.afterwards = {};
   Bytes into(bytes.size());
-  b.transport->receive(b.take().parked, into.data(), into.size(), received.callback());
-  b.transport->refuse(b.take().parked);
+  b.transport->receive(b.take().rendezvous, into.data(), into.size(), received.callback());
+  b.transport->release(b.take().rendezvous);
   ASSERT_TRUE(progressUntil([&] { return received.isDone(); }));
   EXPECT_EQ(received.error().code(), ErrorCode::kOutOfMemory);
 
@@ -373,15 +373,15 @@ TEST_P(TransportContractTest, AHandleThatWasStoredBeforeTheListenerThrewIsVoid) 
   EXPECT_EQ(a.transport->operationsInFlight() + b.transport->operationsInFlight(), 0u);
 }
 
-TEST_P(TransportContractTest, AListenerMayThrowAfterItHasRefused) {
+TEST_P(TransportContractTest, AListenerMayThrowAfterItHasReleased) {
   Outcome sent;
-  Station& a = station("a");
-  Station& b = station("b");
+  TestEndpoint& a = testEndpoint("a");
+  TestEndpoint& b = testEndpoint("b");
   const EndpointId toB = a.connect(b);
   const Bytes bytes = pattern(100 * kKiB, 1);
   const wire::Header frame = header(1);
   b.afterwards = [&b] {
-    b.transport->refuse(b.take().parked);
+    b.transport->release(b.take().rendezvous);
     throw std::bad_alloc();
   };
   a.transport->send(toB, frame, bytes, SendMode::kRendezvous, sent.callback());
@@ -394,8 +394,8 @@ TEST_P(TransportContractTest, AListenerMayThrowAfterItHasRefused) {
 TEST_P(TransportContractTest, WhatACompletionThrowsComesOutOfProgressAndTheOthersAreStillTold) {
   constexpr size_t kSends = 3;
   Outcome sent[kSends];
-  Station& a = station("a");
-  Station& b = station("b");
+  TestEndpoint& a = testEndpoint("a");
+  TestEndpoint& b = testEndpoint("b");
   const EndpointId toB = a.connect(b);
   const Bytes bytes = pattern(100 * kKiB, 1);
   const wire::Header frame = header(1);
@@ -408,7 +408,7 @@ TEST_P(TransportContractTest, WhatACompletionThrowsComesOutOfProgressAndTheOther
   }
   ASSERT_TRUE(progressUntil([&] { return b.arrivals.size() == kSends; }));
   while (!b.arrivals.empty()) {
-    b.transport->refuse(b.take().parked);
+    b.transport->release(b.take().rendezvous);
   }
   const auto areDone = [&] { return sent[0].isDone() && sent[1].isDone() && sent[2].isDone(); };
   EXPECT_TRUE(eventually([&] {
@@ -424,19 +424,19 @@ TEST_P(TransportContractTest, WhatACompletionThrowsComesOutOfProgressAndTheOther
 }
 
 TEST_P(TransportContractTest, WhatOnEndpointFailedThrowsComesOutOfProgressOnce) {
-  if (!fabric_->showsDeath()) {
+  if (!factory_->showsDeath()) {
     GTEST_SKIP() << "shared memory is watched by process";
   }
   Outcome first;
   Outcome late;
-  Station& a = station("a");
-  Station& b = station("b");
+  TestEndpoint& a = testEndpoint("a");
+  TestEndpoint& b = testEndpoint("b");
   const EndpointId toB = a.connect(b);
   const wire::Header frame = header(1);
   a.transport->send(toB, frame, {}, SendMode::kEager, first.callback());
   ASSERT_TRUE(progressUntil([&] { return first.isDone() && b.arrivals.size() == 1; }));
   a.afterwards = [] { throw std::runtime_error("a listener that throws"); };
-  fabric_->destroy(std::move(b.transport));
+  factory_->destroy(std::move(b.transport));
   size_t thrown = 0;
   EXPECT_TRUE(eventually([&] {
     try {
@@ -456,9 +456,9 @@ TEST_P(TransportContractTest, WhatOnEndpointFailedThrowsComesOutOfProgressOnce) 
 TEST_P(TransportContractTest, WhatAnEndpointHasUnderWayIsCounted) {
   Outcome pending[2];
   Outcome other;
-  Station& a = station("a");
-  Station& b = station("b");
-  Station& c = station("c");
+  TestEndpoint& a = testEndpoint("a");
+  TestEndpoint& b = testEndpoint("b");
+  TestEndpoint& c = testEndpoint("c");
   const EndpointId toB = a.connect(b);
   const EndpointId toC = a.connect(c);
   const Bytes bytes = pattern(100 * kKiB, 1);
@@ -473,20 +473,20 @@ TEST_P(TransportContractTest, WhatAnEndpointHasUnderWayIsCounted) {
   EXPECT_EQ(a.transport->inFlight(toB).bytes, 2 * (sizeof(frame) + bytes.size()));
   EXPECT_EQ(a.transport->inFlight(toC).operations, 1u);
   ASSERT_TRUE(progressUntil([&] { return b.arrivals.size() == 2; }));
-  b.transport->refuse(b.take().parked);
+  b.transport->release(b.take().rendezvous);
   ASSERT_TRUE(progressUntil([&] { return a.transport->inFlight(toB).operations == 1; }));
   EXPECT_EQ(a.transport->inFlight(toB).bytes, sizeof(frame) + bytes.size());
   a.transport->abandon(toB);
   EXPECT_TRUE(progressUntil([&] { return a.transport->inFlight(toB).operations == 0; }));
   EXPECT_EQ(a.transport->inFlight(toB).bytes, 0u);
   EXPECT_EQ(a.transport->inFlight(toC).operations, 1u);
-  stations_.clear(); // ends what is under way
+  endpoints_.clear(); // ends what is under way
 }
 
 TEST_P(TransportContractTest, AnEndpointOverTheNetworkUsesNoSharedMemory) {
   Outcome sent[2];
-  Station& a = station("a");
-  Station& b = station("b");
+  TestEndpoint& a = testEndpoint("a");
+  TestEndpoint& b = testEndpoint("b");
   EndpointId toB = 0;
   EndpointId toA = 0;
   Error error = a.transport->connectOverNetwork(b.transport->address(), toB);
@@ -515,8 +515,8 @@ TEST_P(TransportContractTest, AnEndpointOverTheNetworkUsesNoSharedMemory) {
 TEST_P(TransportContractTest, EagerMessagesArriveInOrder) {
   constexpr uint64_t kMessages = 3000;
   std::vector<Outcome> sent(kMessages);
-  Station& a = station("a");
-  Station& b = station("b");
+  TestEndpoint& a = testEndpoint("a");
+  TestEndpoint& b = testEndpoint("b");
   const EndpointId toB = a.connect(b);
   const Bytes bytes = pattern(2000, 5);
   std::vector<wire::Header> frames;
@@ -543,8 +543,8 @@ TEST_P(TransportContractTest, ManyRendezvousAreTakenInAnyOrder) {
   constexpr uint64_t kBytes = 300'000;
   std::vector<Outcome> sent(kMessages);
   std::vector<Outcome> received(kMessages);
-  Station& a = station("a");
-  Station& b = station("b");
+  TestEndpoint& a = testEndpoint("a");
+  TestEndpoint& b = testEndpoint("b");
   const EndpointId toB = a.connect(b);
   std::vector<wire::Header> frames;
   std::vector<Bytes> sources;
@@ -563,7 +563,7 @@ TEST_P(TransportContractTest, ManyRendezvousAreTakenInAnyOrder) {
     const Arrival arrival = std::move(b.arrivals.back());
     b.arrivals.pop_back();
     const uint64_t callId = arrival.header.callId;
-    b.transport->receive(arrival.parked, targets[callId].data(), kBytes, received[callId].callback());
+    b.transport->receive(arrival.rendezvous, targets[callId].data(), kBytes, received[callId].callback());
   }
   ASSERT_TRUE(
       progressUntil([&] { return a.transport->operationsInFlight() == 0 && b.transport->operationsInFlight() == 0; }));
@@ -576,8 +576,8 @@ TEST_P(TransportContractTest, ManyRendezvousAreTakenInAnyOrder) {
 TEST_P(TransportContractTest, BothDirectionsAtOnce) {
   Outcome sent[2];
   Outcome received[2];
-  Station& a = station("a");
-  Station& b = station("b");
+  TestEndpoint& a = testEndpoint("a");
+  TestEndpoint& b = testEndpoint("b");
   const EndpointId toB = a.connect(b);
   const EndpointId toA = b.connect(a);
   const Bytes fromA = pattern(8 * kMiB, 1);
@@ -588,8 +588,8 @@ TEST_P(TransportContractTest, BothDirectionsAtOnce) {
   ASSERT_TRUE(progressUntil([&] { return !a.arrivals.empty() && !b.arrivals.empty(); }));
   Bytes atA(fromB.size());
   Bytes atB(fromA.size());
-  a.transport->receive(a.take().parked, atA.data(), atA.size(), received[0].callback());
-  b.transport->receive(b.take().parked, atB.data(), atB.size(), received[1].callback());
+  a.transport->receive(a.take().rendezvous, atA.data(), atA.size(), received[0].callback());
+  b.transport->receive(b.take().rendezvous, atB.data(), atB.size(), received[1].callback());
   ASSERT_TRUE(progressUntil(
       [&] { return sent[0].isDone() && sent[1].isDone() && received[0].isDone() && received[1].isDone(); }));
   EXPECT_TRUE(isSame(atA, fromB));
@@ -598,8 +598,8 @@ TEST_P(TransportContractTest, BothDirectionsAtOnce) {
 
 TEST_P(TransportContractTest, LanesAreNamedAfterTraffic) {
   Outcome sent;
-  Station& a = station("a");
-  Station& b = station("b");
+  TestEndpoint& a = testEndpoint("a");
+  TestEndpoint& b = testEndpoint("b");
   const EndpointId toB = a.connect(b);
   const wire::Header frame = header(1);
   a.transport->send(toB, frame, {}, SendMode::kEager, sent.callback());
@@ -612,16 +612,16 @@ TEST_P(TransportContractTest, LanesAreNamedAfterTraffic) {
 }
 
 TEST_P(TransportContractTest, DeathOfAPeerEndsWhatWasUnderWayToIt) {
-  if (!fabric_->showsDeath()) {
+  if (!factory_->showsDeath()) {
     GTEST_SKIP() << "shared memory is watched by process";
   }
   Outcome first;
   Outcome pending[3];
   Outcome late;
   Outcome other;
-  Station& a = station("a");
-  Station& b = station("b");
-  Station& c = station("c");
+  TestEndpoint& a = testEndpoint("a");
+  TestEndpoint& b = testEndpoint("b");
+  TestEndpoint& c = testEndpoint("c");
   const EndpointId toB = a.connect(b);
   const EndpointId toC = a.connect(c);
   const Bytes bytes = pattern(kMiB, 1);
@@ -633,8 +633,8 @@ TEST_P(TransportContractTest, DeathOfAPeerEndsWhatWasUnderWayToIt) {
   ASSERT_TRUE(progressUntil([&] { return first.isDone() && b.arrivals.size() == 4; }));
   EXPECT_FALSE(first.error());
 
-  // Without refusing what it has parked: as a killed process would.
-  fabric_->destroy(std::move(b.transport));
+  // Without releasing its rendezvous, like a killed process.
+  factory_->destroy(std::move(b.transport));
   ASSERT_TRUE(progressUntil([&] { return !a.failed.empty() && a.transport->operationsInFlight() == 0; }));
   EXPECT_EQ(a.failed, std::vector<EndpointId>{toB});
   for (const Outcome& sending : pending) {
@@ -655,9 +655,9 @@ TEST_P(TransportContractTest, AbandonedEndpointEndsItsOperationsWithAnError) {
   Outcome pending[3];
   Outcome late;
   Outcome other;
-  Station& a = station("a");
-  Station& b = station("b");
-  Station& c = station("c");
+  TestEndpoint& a = testEndpoint("a");
+  TestEndpoint& b = testEndpoint("b");
+  TestEndpoint& c = testEndpoint("c");
   const EndpointId toB = a.connect(b);
   const EndpointId toC = a.connect(c);
   const Bytes bytes = pattern(kMiB, 1);
@@ -683,8 +683,8 @@ TEST_P(TransportContractTest, AbandonedEndpointEndsItsOperationsWithAnError) {
 
 TEST_P(TransportContractTest, AbandonBeforeThePeerHasHeardAnythingEndsTheOperations) {
   Outcome pending[2];
-  Station& a = station("a");
-  Station& b = station("b");
+  TestEndpoint& a = testEndpoint("a");
+  TestEndpoint& b = testEndpoint("b");
   const EndpointId toB = a.connect(b);
   const Bytes bytes = pattern(kMiB, 1);
   const wire::Header frame = header(1);
@@ -698,9 +698,9 @@ TEST_P(TransportContractTest, AbandonBeforeThePeerHasHeardAnythingEndsTheOperati
 TEST_P(TransportContractTest, CloseWithOperationsInFlightEndsThemAll) {
   Outcome pending[3];
   Outcome unheard;
-  Station& a = station("a");
-  Station& b = station("b");
-  Station& c = station("c");
+  TestEndpoint& a = testEndpoint("a");
+  TestEndpoint& b = testEndpoint("b");
+  TestEndpoint& c = testEndpoint("c");
   const EndpointId toB = a.connect(b);
   const EndpointId toC = a.connect(c);
   const Bytes bytes = pattern(kMiB, 1);
@@ -722,10 +722,10 @@ TEST_P(TransportContractTest, CloseWithOperationsInFlightEndsThemAll) {
   a.transport.reset();
 }
 
-TEST_P(TransportContractTest, CloseRefusesWhatNobodyTook) {
+TEST_P(TransportContractTest, CloseReleasesWhatNobodyTook) {
   Outcome pending[3];
-  Station& a = station("a");
-  Station& b = station("b");
+  TestEndpoint& a = testEndpoint("a");
+  TestEndpoint& b = testEndpoint("b");
   const EndpointId toB = a.connect(b);
   const Bytes bytes = pattern(kMiB, 1);
   const wire::Header frame = header(1);
@@ -744,8 +744,8 @@ TEST_P(TransportContractTest, CloseWithAPeerThatReadsNothingEndsEverything) {
   constexpr size_t kSends = 8;
   Outcome first;
   Outcome pending[2 * kSends];
-  Station& a = station("a");
-  Station& b = station("b");
+  TestEndpoint& a = testEndpoint("a");
+  TestEndpoint& b = testEndpoint("b");
   const EndpointId toB = a.connect(b);
   const Bytes bytes = pattern(8 * kMiB, 1);
   const wire::Header frame = header(1);
@@ -766,8 +766,8 @@ TEST_P(TransportContractTest, CloseWithAPeerThatReadsNothingEndsEverything) {
 TEST_P(TransportContractTest, CloseDuringAReceiveEndsIt) {
   Outcome sent;
   Outcome received;
-  Station& a = station("a");
-  Station& b = station("b");
+  TestEndpoint& a = testEndpoint("a");
+  TestEndpoint& b = testEndpoint("b");
   const EndpointId toB = a.connect(b);
   (void)b.connect(a); // as a worker that will answer
   const Bytes bytes = pattern(64 * kMiB, 1);
@@ -775,7 +775,7 @@ TEST_P(TransportContractTest, CloseDuringAReceiveEndsIt) {
   const wire::Header frame = header(1);
   a.transport->send(toB, frame, bytes, SendMode::kRendezvous, sent.callback());
   ASSERT_TRUE(progressUntil([&] { return !b.arrivals.empty(); }));
-  b.transport->receive(b.take().parked, into.data(), into.size(), received.callback());
+  b.transport->receive(b.take().rendezvous, into.data(), into.size(), received.callback());
   b.transport->progress();
   testing::internal::CaptureStdout();
   b.transport->close(0);
@@ -790,8 +790,8 @@ TEST_P(TransportContractTest, CloseDuringAReceiveEndsIt) {
 TEST_P(TransportContractTest, CloseFlushesWhatWasSentEagerly) {
   constexpr uint64_t kMessages = 200;
   std::vector<Outcome> sent(kMessages);
-  Station& a = station("a");
-  Station& b = station("b");
+  TestEndpoint& a = testEndpoint("a");
+  TestEndpoint& b = testEndpoint("b");
   std::atomic<bool> isOver{false};
   std::thread receiver([&] { // b's transport belongs to this thread now
     while (!isOver.load()) {
@@ -822,7 +822,7 @@ TEST_P(TransportContractTest, CloseFlushesWhatWasSentEagerly) {
 }
 
 TEST_P(TransportContractTest, CloseTwiceIsCloseOnce) {
-  Station& a = station("a");
+  TestEndpoint& a = testEndpoint("a");
   a.transport->close(0);
   a.transport->close(0);
   a.transport.reset();
@@ -833,8 +833,8 @@ TEST_P(TransportContractTest, CloseTwiceIsCloseOnce) {
 TEST_P(TransportContractTest, SleeperIsWokenEveryTime) {
   constexpr uint64_t kRounds = 10'000;
   std::vector<Outcome> sent(2 * kRounds);
-  Station& a = station("a");
-  Station& b = station("b");
+  TestEndpoint& a = testEndpoint("a");
+  TestEndpoint& b = testEndpoint("b");
   const EndpointId toB = a.connect(b);
   const EndpointId toA = b.connect(a);
   std::vector<wire::Header> frames;
@@ -843,7 +843,7 @@ TEST_P(TransportContractTest, SleeperIsWokenEveryTime) {
   }
   std::atomic<int> lost{0};
 
-  const auto isReadable = [&lost](Station& self) {
+  const auto isReadable = [&lost](TestEndpoint& self) {
     while (self.arrivals.empty()) {
       if (self.transport->progress() != 0 || !self.arrivals.empty() || !self.transport->arm()) {
         continue;
@@ -879,11 +879,11 @@ TEST_P(TransportContractTest, SleeperIsWokenEveryTime) {
   other.join();
   EXPECT_EQ(rounds, kRounds);
   EXPECT_EQ(lost.load(), 0);
-  stations_.clear(); // ends what a failure above has left open
+  endpoints_.clear(); // ends what a failure above has left open
 }
 
 TEST_P(TransportContractTest, AddressesThatMakeNoSenseAreRefused) {
-  Station& a = station("a");
+  TestEndpoint& a = testEndpoint("a");
   for (const std::string& address : {std::string(), std::string("nobody is called this")}) {
     EndpointId endpoint = 0;
     EXPECT_TRUE(a.transport->connect(address, endpoint)) << "'" << address << "'";
@@ -894,9 +894,9 @@ INSTANTIATE_TEST_SUITE_P(
     Implementations,
     TransportContractTest,
     testing::Values(
-        Implementation{"Loopback", [] { return std::make_unique<LoopbackFabric>(); }},
-        Implementation{"Ucp", [] { return std::make_unique<UcpFabric>(""); }},
-        Implementation{"UcpOverTcp", [] { return std::make_unique<UcpFabric>("tcp"); }}),
+        Implementation{"Loopback", [] { return std::make_unique<LoopbackFactory>(); }},
+        Implementation{"Ucp", [] { return std::make_unique<UcpFactory>(""); }},
+        Implementation{"UcpOverTcp", [] { return std::make_unique<UcpFactory>("tcp"); }}),
     [](const auto& info) { return info.param.name; });
 
 } // namespace

@@ -105,20 +105,20 @@ TEST(UcxDefaultsTest, UcxComplainsOfNoneOfThem) {
 }
 
 TEST(WorkerAddressTest, BothAddressesComeOutAsTheyWentIn) {
-  const std::string sealed = sealAddress({"all transports", "network"});
-  EXPECT_EQ(openAddress(sealed).full, "all transports");
-  EXPECT_EQ(openAddress(sealed).network, "network");
+  const std::string wrapped = wrapAddress({"all transports", "network"});
+  EXPECT_EQ(unwrapAddress(wrapped).full, "all transports");
+  EXPECT_EQ(unwrapAddress(wrapped).network, "network");
 }
 
 TEST(WorkerAddressTest, WhatIsDamagedOrCutShortIsEmpty) {
-  const std::string sealed = sealAddress({"all transports", "network"});
-  for (size_t at = 0; at < sealed.size(); ++at) {
-    std::string changed = sealed;
+  const std::string wrapped = wrapAddress({"all transports", "network"});
+  for (size_t at = 0; at < wrapped.size(); ++at) {
+    std::string changed = wrapped;
     changed[at] = static_cast<char>(changed[at] ^ 4);
-    EXPECT_TRUE(openAddress(changed).full.empty()) << at;
-    EXPECT_TRUE(openAddress(std::string_view(sealed).substr(0, at)).full.empty()) << at;
+    EXPECT_TRUE(unwrapAddress(changed).full.empty()) << at;
+    EXPECT_TRUE(unwrapAddress(std::string_view(wrapped).substr(0, at)).full.empty()) << at;
   }
-  EXPECT_TRUE(openAddress(sealed + "x").full.empty());
+  EXPECT_TRUE(unwrapAddress(wrapped + "x").full.empty());
 }
 
 } // namespace

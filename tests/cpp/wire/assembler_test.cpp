@@ -12,7 +12,7 @@
 namespace torch_ucx_rpc::wire {
 namespace {
 
-// Numbers the parked pieces it makes, and checks at the end that each came out of the assembler exactly once.
+// Numbers the rendezvous that it makes, and checks at the end that each came out of the assembler exactly once.
 class AssemblerTest : public testing::Test {
  protected:
   static constexpr uint64_t kSession = 77;
@@ -31,16 +31,16 @@ class AssemblerTest : public testing::Test {
   Assembler::Outcome addPiece(uint64_t offset, uint64_t bytes, uint64_t spanBytes = 100, uint32_t spanCount = 1) {
     Header made = header(0, spanCount);
     made.place = {offset, spanBytes};
-    return add(made, parked(bytes));
+    return add(made, rendezvous(bytes));
   }
 
-  Piece parked(uint64_t bytes = 100'000) {
+  Piece rendezvous(uint64_t bytes = 100'000) {
     ++made_;
     return {{}, reinterpret_cast<void*>(made_ * 16), bytes};
   }
 
   Assembler::Outcome add(const Header& header) {
-    return add(header, parked());
+    return add(header, rendezvous());
   }
   // Where the header says nothing else, a piece is its whole span.
   Assembler::Outcome add(Header header, Piece piece) {
@@ -62,8 +62,8 @@ class AssemblerTest : public testing::Test {
   }
 
   void note(const Piece& piece) {
-    if (piece.parked != nullptr) {
-      EXPECT_TRUE(out_.insert(piece.parked).second) << "a piece came out twice";
+    if (piece.rendezvous != nullptr) {
+      EXPECT_TRUE(out_.insert(piece.rendezvous).second) << "a piece came out twice";
     }
   }
   void note(const std::vector<Piece>& pieces) {
@@ -103,7 +103,7 @@ TEST_F(AssemblerTest, EveryOrderOfArrivalGivesTheSameMessage) {
     ++callId;
     for (size_t arrived = 0; arrived < order.size(); ++arrived) {
       const uint32_t index = order[arrived];
-      const auto outcome = add(header(index, 3, callId), parked(index == kBodyIndex ? 1000 : 100 + index));
+      const auto outcome = add(header(index, 3, callId), rendezvous(index == kBodyIndex ? 1000 : 100 + index));
       EXPECT_EQ(outcome, arrived + 1 == order.size() ? Assembler::Outcome::kWhole : Assembler::Outcome::kIncomplete);
     }
     EXPECT_EQ(assembled_.header.index, kBodyIndex);
@@ -186,7 +186,8 @@ TEST_F(AssemblerTest, MessagesArriveInterleavedAndStayApart) {
   std::shuffle(frames.begin(), frames.end(), std::mt19937(1));
   size_t whole = 0;
   for (const Header& frame : frames) {
-    if (add(frame, parked(frame.callId * 8 + 3 * static_cast<uint64_t>(frame.kind))) == Assembler::Outcome::kWhole) {
+    if (add(frame, rendezvous(frame.callId * 8 + 3 * static_cast<uint64_t>(frame.kind))) ==
+        Assembler::Outcome::kWhole) {
       ++whole;
       const uint64_t expected = assembled_.header.callId * 8 + 3 * static_cast<uint64_t>(assembled_.header.kind);
       EXPECT_EQ(assembled_.body.size(), expected);
@@ -317,7 +318,7 @@ TEST_F(AssemblerTest, RandomFramesNeverLoseAPiece) {
     if (index != kBodyIndex) {
       made.place = {random() % 3, 1 + random() % 4};
     }
-    add(made, parked(random() % 4));
+    add(made, rendezvous(random() % 4));
     if (random() % 16 == 0) {
       std::vector<Piece> dropped;
       assembler_.cancel(kSession, kind, random() % 8, dropped);
@@ -326,7 +327,7 @@ TEST_F(AssemblerTest, RandomFramesNeverLoseAPiece) {
   }
 }
 
-// Nothing of so much memory is there: parked pieces are only announced.
+// Nothing of so much memory is there: rendezvous are only announced.
 TEST_F(AssemblerTest, PiecesBeyond4GiBKeepTheirPlaces) {
   constexpr uint64_t kGiB = uint64_t{1} << 30;
   EXPECT_EQ(addPiece(9 * kGiB / 2, kGiB / 2, 5 * kGiB), Assembler::Outcome::kIncomplete);

@@ -18,7 +18,7 @@ namespace torch_ucx_rpc::trace {
 namespace {
 
 // Of one thread; what comes later is dropped. 12 MB, and some 60,000 calls.
-constexpr size_t kMostSpans = 256 * 1024;
+constexpr size_t kMaxSpans = 256 * 1024;
 
 struct Record {
   const char* name;
@@ -105,7 +105,7 @@ int64_t Span::now() {
 void Span::record(const Span& span) {
   Buffer& buffer = threadBuffer();
   const std::lock_guard lock(buffer.mutex);
-  if (buffer.records.size() < kMostSpans) {
+  if (buffer.records.size() < kMaxSpans) {
     buffer.records.push_back({span.name_, span.began_, now(), span.call_, span.arrow_});
   } else {
     ++buffer.dropped;
@@ -136,7 +136,7 @@ void write(const std::string& process) {
         "torch_ucx_rpc: TORCH_UCX_RPC_TRACE lacks the last %zu spans of %s: a thread keeps %zu\n",
         dropped,
         process.c_str(),
-        kMostSpans);
+        kMaxSpans);
   }
   const int fd = open(fileName(), O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0644);
   if (fd < 0) {

@@ -17,8 +17,8 @@ namespace {
 
 // How much is released before somebody asks about it: asking takes as long as copying some 100 MiB. What is less waits
 // for the agent's timer.
-constexpr uint64_t kMostReleasedBytes = 16 * 1024 * 1024;
-constexpr size_t kMostReleasedBlocks = 16;
+constexpr uint64_t kMaxReleasedBytes = 16 * 1024 * 1024;
+constexpr size_t kMaxReleasedBlocks = 16;
 
 // Memory that entry points have given.
 struct Allocation {
@@ -147,7 +147,7 @@ void DevicePool::release(void* context) {
   std::unique_lock lock(pool.mutex_);
   pool.releasedBytes_ += block->bytes;
   pool.released_.push_back(std::move(block));
-  const bool isMuch = pool.releasedBytes_ >= kMostReleasedBytes || pool.released_.size() >= kMostReleasedBlocks;
+  const bool isMuch = pool.releasedBytes_ >= kMaxReleasedBytes || pool.released_.size() >= kMaxReleasedBlocks;
   lock.unlock();
   if (isMuch) {
     pool.collect();

@@ -18,10 +18,10 @@ class DispatchOrder {
   class Turn {
    public:
     Turn() = default; // none
-    Turn(DispatchOrder* turns, uint64_t number) : turns_(turns), number_(number) {}
-    Turn(Turn&& other) noexcept : turns_(std::exchange(other.turns_, nullptr)), number_(other.number_) {}
+    Turn(DispatchOrder* order, uint64_t number) : order_(order), number_(number) {}
+    Turn(Turn&& other) noexcept : order_(std::exchange(other.order_, nullptr)), number_(other.number_) {}
     Turn& operator=(Turn&& other) noexcept {
-      std::swap(turns_, other.turns_);
+      std::swap(order_, other.order_);
       std::swap(number_, other.number_);
       return *this;
     }
@@ -31,14 +31,14 @@ class DispatchOrder {
     Turn(const Turn&) = delete;
     Turn& operator=(const Turn&) = delete;
 
-    void end(UniqueFunction<void()> thereafter = {}) {
-      if (DispatchOrder* turns = std::exchange(turns_, nullptr)) {
-        turns->end(number_, std::move(thereafter));
+    void end(UniqueFunction<void()> action = {}) {
+      if (DispatchOrder* order = std::exchange(order_, nullptr)) {
+        order->end(number_, std::move(action));
       }
     }
 
    private:
-    DispatchOrder* turns_ = nullptr;
+    DispatchOrder* order_ = nullptr;
     uint64_t number_ = 0;
   };
 
@@ -49,11 +49,11 @@ class DispatchOrder {
   }
 
  private:
-  void end(uint64_t number, UniqueFunction<void()> thereafter) {
+  void end(uint64_t number, UniqueFunction<void()> action) {
     std::unique_lock lock(mutex_);
     std::erase(open_, number);
-    if (thereafter) {
-      waiting_.emplace(number, std::move(thereafter));
+    if (action) {
+      waiting_.emplace(number, std::move(action));
     }
     if (isRunning_) {
       return;

@@ -15,7 +15,7 @@ class EagerCredit {
  public:
   // Larger bodies leave the rest of the share to small ones, which are not worth waiting for.
   static constexpr uint64_t kSmallBytes = 4 * 1024;
-  static constexpr uint64_t kMostBytesOfLarger = 8 * 1024 * 1024;
+  static constexpr uint64_t kMaxBytesOfLarger = 8 * 1024 * 1024;
   // What a request costs its receiver beside its body.
   static constexpr uint64_t kOverhead = 512;
 
@@ -35,7 +35,7 @@ class EagerCredit {
 
   // False if the share is used up: then the body waits at the sender until it is asked for.
   bool take(Peer& to, uint64_t bodyBytes, const PushShare& share) {
-    const uint64_t most = bodyBytes <= kSmallBytes ? share.bytes() : std::min(share.bytes(), kMostBytesOfLarger);
+    const uint64_t most = bodyBytes <= kSmallBytes ? share.bytes() : std::min(share.bytes(), kMaxBytesOfLarger);
     const uint64_t bytes = bodyBytes + kOverhead;
     if (to.eagerBytesOpen.fetch_add(bytes, std::memory_order_relaxed) + bytes > most) {
       to.eagerBytesOpen.fetch_sub(bytes, std::memory_order_relaxed);

@@ -87,11 +87,12 @@ void Inbox::acceptJoins(const std::string& joinKey) {
 
 bool Inbox::checkHeader(std::span<const std::byte> bytes, wire::Header& header) {
   if (Error error = wire::readHeader(bytes, header)) {
-    rejectFrame(Refusal::kMalformed, error.message());
+    rejectFrame(FrameFault::kMalformed, error.message());
     return false;
   }
   if (header.targetSession != session_) {
-    rejectFrame(Refusal::kStaleSession, "a frame meant for a worker that had this address before, or of another job");
+    rejectFrame(
+        FrameFault::kStaleSession, "a frame meant for a worker that had this address before, or of another job");
     return false;
   }
   return true;
@@ -103,27 +104,28 @@ Peer* Inbox::findSender(const wire::Header& header, uint64_t dataBytes, std::spa
     if (from == nullptr && header.kind == wire::Kind::kGoodbye && acceptsJoins_ && !joinOpener_.has_value()) {
       return nullptr; // it asked to join, and learned that this worker is leaving before it was admitted
     }
-    rejectFrame(Refusal::kStranger, "a frame from a process that is not a worker of this job");
+    rejectFrame(FrameFault::kStranger, "a frame from a process that is not a worker of this job");
     return nullptr;
   }
   if (from->opener.has_value()) {
     if (!from->opener->isGenuine(header, dataBytes, data)) {
       rejectFrame(
-          Refusal::kForged, "a frame in the name of " + from->describe() + " that is not sealed with the job's secret");
+          FrameFault::kForged,
+          "a frame in the name of " + from->describe() + " that is not sealed with the job's secret");
       return nullptr;
     }
     if (!from->opener->isNew(header)) {
-      rejectFrame(Refusal::kReplayed, "a frame of " + from->describe() + " that has come before");
+      rejectFrame(FrameFault::kReplayed, "a frame of " + from->describe() + " that has come before");
       return nullptr;
     }
   }
   return from;
 }
 
-void Inbox::rejectFrame(Refusal refusal, const std::string& what) {
+void Inbox::rejectFrame(FrameFault fault, const std::string& what) {
   countRefused();
-  if (!hasWarned_.test(static_cast<size_t>(refusal))) {
-    hasWarned_.set(static_cast<size_t>(refusal));
+  if (!hasWarned_.test(static_cast<size_t>(fault))) {
+    hasWarned_.set(static_cast<size_t>(fault));
     events_.addWarning("refused " + what + " (more of the kind are only counted: agent.frames_refused in get_metrics)");
   }
 }
@@ -146,24 +148,24 @@ void Inbox::onEager(std::span<const std::byte> headerBytes, std::span<const std:
 
 void Inbox::onJoin(const wire::Header& header, std::span<const std::byte> record) {
   if (joinOpener_.has_value() && !joinOpener_->isGenuine(header, record.size(), record)) {
-    rejectFrame(Refusal::kForged, "a process that wants to join the group and does not have the job's secret");
+    rejectFrame(FrameFault::kForged, "a process that wants to join the group and does not have the job's secret");
   } else if (directory_.findSession(header.sourceSession) != nullptr) {
-    rejectFrame(Refusal::kReplayed, "a join of a process that has joined before");
+    rejectFrame(FrameFault::kReplayed, "a join of a process that has joined before");
   } else {
     events_.addJoin(header.sourceSession, Bytes(record));
   }
 }
 
-void Inbox::onParked(std::span<const std::byte> headerBytes, void* parked, uint64_t bytes) {
+void Inbox::onRendezvous(std::span<const std::byte> headerBytes, void* rendezvous, uint64_t bytes) {
   assertHoldsWorkerLock();
   wire::Header header;
-  wire::Piece piece{{}, parked, bytes};
+  wire::Piece piece{{}, rendezvous, bytes};
   Peer* from = nullptr;
   if (checkHeader(headerBytes, header)) {
     if (header.kind == wire::Kind::kRequest || header.kind == wire::Kind::kResponse) {
       from = findSender(header, bytes, {});
     } else {
-      rejectFrame(Refusal::kMalformed, "a malformed frame: only requests and responses come by rendezvous");
+      rejectFrame(FrameFault::kMalformed, "a malformed frame: only requests and responses come by rendezvous");
     }
   }
   if (from == nullptr) {
@@ -238,12 +240,12 @@ void Inbox::assemble(Peer& from, const wire::Header& header, wire::Piece piece) 
 
 void Inbox::onAssembled(Peer& from, wire::Assembled assembled) {
   uint64_t bytes = 0;
-  bool isParked = false;
+  bool isRendezvous = false;
   assembled.forEachPiece([&](const wire::Piece& piece) {
-    bytes += piece.parkedBytes;
-    isParked |= piece.isParked();
+    bytes += piece.rendezvousBytes;
+    isRendezvous |= piece.isRendezvous();
   });
-  if (isParked) {
+  if (isRendezvous) {
     queueFor(assembled.header.kind).push_back({&from, std::move(assembled), bytes});
     return; // startDeferred() admits it, unless its call was given up
   }

@@ -46,7 +46,7 @@ class Inbox final : public TransportListener {
         receiver_(transport, window_, pool, handlers, devices, events) {}
 
   void onEager(std::span<const std::byte> header, std::span<const std::byte> bytes) override;
-  void onParked(std::span<const std::byte> header, void* parked, uint64_t bytes) override;
+  void onRendezvous(std::span<const std::byte> header, void* rendezvous, uint64_t bytes) override;
   void onEndpointFailed(EndpointId endpoint, const Error& error) override;
 
   // Starts receives and releases. Not inside a transport callback.
@@ -98,7 +98,7 @@ class Inbox final : public TransportListener {
   }
 
  private:
-  enum class Refusal : uint8_t { kMalformed, kStaleSession, kStranger, kForged, kReplayed };
+  enum class FrameFault : uint8_t { kMalformed, kStaleSession, kStranger, kForged, kReplayed };
 
   // Whether the header is in order and meant for this worker.
   bool checkHeader(std::span<const std::byte> bytes, wire::Header& header);
@@ -106,7 +106,7 @@ class Inbox final : public TransportListener {
   // the frame.
   Peer* findSender(const wire::Header& header, uint64_t dataBytes, std::span<const std::byte> data);
   void onJoin(const wire::Header& header, std::span<const std::byte> record);
-  void rejectFrame(Refusal refusal, const std::string& what);
+  void rejectFrame(FrameFault fault, const std::string& what);
   void add(Peer& from, const wire::Header& header, wire::Piece piece);
   // Requests and answers, which may come in several parts.
   void assemble(Peer& from, const wire::Header& header, wire::Piece piece);
@@ -134,7 +134,7 @@ class Inbox final : public TransportListener {
   std::vector<Peer*> pings_;
   bool acceptsJoins_ = false;
   std::optional<wire::Opener> joinOpener_;
-  std::bitset<8> hasWarned_; // by Refusal
+  std::bitset<8> hasWarned_; // by FrameFault
   std::atomic<uint64_t> refusedFrames_{0};
 };
 

@@ -39,7 +39,7 @@ void OutgoingMessage::address(
     piece.header.index = static_cast<uint32_t>(index);
     piece.header.place = {0, span.bytes.size()};
     const size_t usual = piece.memory == Memory::kHost ? kPieceBytes : kDevicePieceBytes;
-    const size_t most = usual * (1 + piece.bytes.size() / (usual * kMostPieces + 1));
+    const size_t most = usual * (1 + piece.bytes.size() / (usual * kMaxPieces + 1));
     while (piece.bytes.size() > most) {
       pieces.push_back(piece);
       pieces.back().bytes = piece.bytes.first(most);
@@ -51,10 +51,10 @@ void OutgoingMessage::address(
 }
 
 void OutgoingMessage::sealContent() {
-  const std::span<const std::byte> parkedBody = isBodyEager() ? std::span<const std::byte>() : body;
+  const std::span<const std::byte> rendezvousBody = isBodyEager() ? std::span<const std::byte>() : body;
   const std::span<const std::byte> payload = payloadIn(spans, body);
-  if (to->sealer.has_value() && (!parkedBody.empty() || !payload.empty())) {
-    to->sealer->sealContent(header, parkedBody, payload);
+  if (to->sealer.has_value() && (!rendezvousBody.empty() || !payload.empty())) {
+    to->sealer->sealContent(header, rendezvousBody, payload);
   }
 }
 
@@ -94,10 +94,10 @@ Error callGivenUp() {
 }
 
 bool IncomingMessage::isContentGenuine() const {
-  const std::span<const std::byte> parkedBody = pooledBody ? body() : std::span<const std::byte>();
+  const std::span<const std::byte> rendezvousBody = pooledBody ? body() : std::span<const std::byte>();
   const std::span<const std::byte> payload = payloadIn(spans, body());
-  return !from->opener.has_value() || (parkedBody.empty() && payload.empty()) ||
-      from->opener->isContentGenuine(header, parkedBody, payload);
+  return !from->opener.has_value() || (rendezvousBody.empty() && payload.empty()) ||
+      from->opener->isContentGenuine(header, rendezvousBody, payload);
 }
 
 } // namespace torch_ucx_rpc

@@ -36,7 +36,7 @@ struct OutgoingMessage {
   static constexpr size_t kPieceBytes = 4 * 1024 * 1024;
   static constexpr size_t kDevicePieceBytes = 64 * 1024 * 1024;
   // Of a span, where those would be more: each costs the receiver memory of UCX's.
-  static constexpr size_t kMostPieces = 256;
+  static constexpr size_t kMaxPieces = 256;
 
   struct Span {
     std::span<const std::byte> bytes;
@@ -73,7 +73,7 @@ struct OutgoingMessage {
   std::vector<Piece> pieces; // of the spans
   uint64_t stagedBytes = 0; // of the spans, copied to the host since the transport could not share a device's memory
   std::unique_ptr<Lender> lender; // owns what `spans` point to
-  DeviceWork before; // what makes the tensors: they are sent when it is done
+  DeviceWork pendingWork; // what makes the tensors: they are sent when it is done
 
   Peer* to = nullptr;
 
@@ -109,7 +109,7 @@ struct IncomingMessage {
   c10::DataPtr pooledBody; // instead of eagerBody where the body came by rendezvous
   uint64_t pooledBodyBytes = 0;
   std::vector<Span> spans;
-  DeviceWork before; // what puts the spans there; nothing for what the transport has received
+  DeviceWork pendingWork; // what puts the spans there; nothing for what the transport has received
   Admission admission; // its share of the receive window, given back when the handler returns
 };
 

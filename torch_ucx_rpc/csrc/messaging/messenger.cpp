@@ -25,7 +25,7 @@ constexpr auto kRetryPeriod = std::chrono::milliseconds(20);
 constexpr auto kStrandedReminder = std::chrono::seconds(10);
 
 // Rounds of progress in which everything is taken in that has come; each takes several messages.
-constexpr int kMostSteps = 1000;
+constexpr int kMaxSteps = 1000;
 
 } // namespace
 
@@ -46,7 +46,7 @@ Messenger::Messenger(
       executor_(executor),
       lifetime_(lifetime),
       copyForSelf_(copyForSelf),
-      deviceTask_(timer.add("ask devices", [this](Timer::TimePoint now) { return askDevices(now); })),
+      deviceTask_(timer.add("ask devices", [this](Timer::TimePoint now) { return pollDevices(now); })),
       collectionTask_(
           timer.add("collect device memory", [this](Timer::TimePoint now) { return collectDeviceMemory(now); })),
       windowTask_(timer.add("receive window", [this](Timer::TimePoint now) { return checkWindow(now); })),
@@ -73,7 +73,7 @@ void Messenger::post(Peer& to, wire::Kind kind, uint64_t callId, std::unique_ptr
     return;
   }
   if (message->stagedBytes != 0) {
-    noteStaged(*message);
+    countStaged(*message);
   }
   message->sealContent();
   progress_.submit([this, message = std::move(message)]() mutable { outbox_.send(std::move(message)); });
@@ -122,7 +122,7 @@ void Messenger::deliverToSelf(std::unique_ptr<OutgoingMessage> message) {
   }
 }
 
-void Messenger::noteStaged(const OutgoingMessage& message) {
+void Messenger::countStaged(const OutgoingMessage& message) {
   if (stagedBytes_.fetch_add(message.stagedBytes, std::memory_order_relaxed) == 0) {
     LOG(WARNING)
         << "torch_ucx_rpc: tensors for " << message.to->describe()
@@ -212,10 +212,10 @@ void Messenger::answerPingsWithWorkerLock() {
   }
 }
 
-void Messenger::takeInWithWorkerLock() {
+void Messenger::drainTransportWithWorkerLock() {
   assertHoldsWorkerLock();
   try {
-    for (int steps = 0; !lifetime_.isClosed() && steps < kMostSteps && transport_->progress() != 0; ++steps) {
+    for (int steps = 0; !lifetime_.isClosed() && steps < kMaxSteps && transport_->progress() != 0; ++steps) {
     }
   } catch (const std::exception&) {
     // A callback had no memory. The rest is taken in by whichever thread drives next.
@@ -233,7 +233,7 @@ void Messenger::submitWhileOpen(Operation operation) {
 
 // -------------------------------------------------------------------------------------------------- timer tasks
 
-Timer::TimePoint Messenger::askDevices(Timer::TimePoint /*now*/) {
+Timer::TimePoint Messenger::pollDevices(Timer::TimePoint /*now*/) {
   progress_.requestStartDeferred(); // which asks, and sets the task again if there is still something to wait for
   return Timer::kNever;
 }
@@ -265,8 +265,8 @@ Timer::TimePoint Messenger::checkWindow(Timer::TimePoint now) {
 }
 
 Timer::TimePoint Messenger::retry(Timer::TimePoint now) {
-  const bool isTold = now < strandedToldAt_ + kStrandedReminder;
-  strandedToldAt_ = isTold ? strandedToldAt_ : now;
+  const bool isTold = now < strandedWarnedAt_ + kStrandedReminder;
+  strandedWarnedAt_ = isTold ? strandedWarnedAt_ : now;
   submitWhileOpen([this, isTold] {
     if (!isTold) {
       events_.addWarning(outbox_.describeStranded());
@@ -301,7 +301,7 @@ void Messenger::repairWithWorkerLock() {
   isRepairWanted_.store(false);
   const RepairState state = transport_->repairState();
   isRepairing_.store(state != RepairState::kWhole);
-  if (state == RepairState::kUnrepairable && !std::exchange(isDeafTold_, true)) {
+  if (state == RepairState::kUnrepairable && !std::exchange(hasWarnedOfGap_, true)) {
     events_.addWarning(
         "messages of workers on this machine may not arrive: a process has ended or been stopped while it wrote one "
         "into shared memory, and nobody can tell whether it will go on. UCX_TLS=tcp,self does without shared memory");

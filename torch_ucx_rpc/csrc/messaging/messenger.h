@@ -109,7 +109,7 @@ class Messenger final : public Leader, public PeerObserver, private ProgressClie
   }
 
   // Takes in all that has come already, also what nobody has had the time to look at.
-  void takeInWithWorkerLock();
+  void drainTransportWithWorkerLock();
   // Something of a dead process of this machine may be in the way of messages to this worker: has it cleared away.
   void requestRepair();
 
@@ -156,7 +156,7 @@ class Messenger final : public Leader, public PeerObserver, private ProgressClie
 
   // Calls to oneself skip the transport (UCX's own loopback has no wake-up), not the rules: a copy arrives.
   void deliverToSelf(std::unique_ptr<OutgoingMessage> message);
-  void noteStaged(const OutgoingMessage& message);
+  void countStaged(const OutgoingMessage& message);
   void answerPingsWithWorkerLock();
   void repairWithWorkerLock();
   // Runs an operation under the worker lock unless the transport may be closed.
@@ -164,7 +164,7 @@ class Messenger final : public Leader, public PeerObserver, private ProgressClie
   void submitWhileOpen(Operation operation);
 
   // Timer tasks.
-  Timer::TimePoint askDevices(Timer::TimePoint now);
+  Timer::TimePoint pollDevices(Timer::TimePoint now);
   Timer::TimePoint collectDeviceMemory(Timer::TimePoint now);
   Timer::TimePoint checkWindow(Timer::TimePoint now);
   Timer::TimePoint repair(Timer::TimePoint now);
@@ -199,13 +199,13 @@ class Messenger final : public Leader, public PeerObserver, private ProgressClie
   std::atomic<uint64_t> stagedBytes_{0};
   std::atomic<bool> isRepairWanted_{false};
   std::atomic<bool> isRepairing_{false}; // written under the worker lock
-  bool isDeafTold_ = false; // guarded by the worker lock
+  bool hasWarnedOfGap_ = false; // guarded by the worker lock
 
   // Timer thread only:
   uint64_t stalledReleases_ = 0;
   Timer::TimePoint stalledSince_{}; // the receive window has not moved since
   Timer::TimePoint repairedAt_{};
-  Timer::TimePoint strandedToldAt_{};
+  Timer::TimePoint strandedWarnedAt_{};
 };
 
 } // namespace torch_ucx_rpc

@@ -51,7 +51,7 @@ bool Outbox::isReady(OutgoingMessage& message) const {
     return true;
   }
   try {
-    return message.before.isDone();
+    return message.pendingWork.isDone();
   } catch (const std::exception& failure) {
     message.error = deviceFailed(failure);
     return true;
@@ -83,8 +83,8 @@ void Outbox::enqueue(std::unique_ptr<OutgoingMessage> message) {
 void Outbox::startDeferred() {
   assertHoldsWorkerLock();
   sendReady();
-  while (!moved_.empty()) {
-    for (Queue* queue : std::exchange(moved_, {})) {
+  while (!unblocked_.empty()) {
+    for (Queue* queue : std::exchange(unblocked_, {})) {
       while (!queue->waiting.empty() && queue->hasRoomFor(*queue->waiting.begin()->second, share_)) {
         startFirst(*queue);
       }
@@ -170,7 +170,7 @@ void Outbox::finish(OutgoingMessage* message, Queue* queue, size_t parts, Error 
   if (queue != nullptr) {
     queue->account(*message, false);
     if (!queue->waiting.empty()) {
-      moved_.push_back(queue);
+      unblocked_.push_back(queue);
     }
   }
   --message->to->messagesUnderWay;

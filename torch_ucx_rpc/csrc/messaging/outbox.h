@@ -29,7 +29,7 @@ class Outbox {
   // Bytes that travel eagerly and that the transport has not finished, to a peer, of requests and of answers each. UCX
   // queues them in memory of its own when the peer does not read, a stopped process for one, and never gives a
   // timed-out one back.
-  static constexpr uint64_t kMostEagerBytes = 8ull * 1024 * 1024;
+  static constexpr uint64_t kMaxEagerBytes = 8ull * 1024 * 1024;
   // What a message costs the transport beside its body.
   static constexpr uint64_t kEagerOverhead = 512;
 
@@ -87,7 +87,7 @@ class Outbox {
     // A message that is larger than a limit leaves alone.
     bool hasRoomFor(const OutgoingMessage& message, const PushShare& share) const {
       if (message.rendezvousParts() == 0) {
-        return eagerBytes == 0 || eagerBytes + eagerBytesOf(message) <= kMostEagerBytes;
+        return eagerBytes == 0 || eagerBytes + eagerBytesOf(message) <= kMaxEagerBytes;
       }
       return rendezvous == 0 || rendezvous + message.rendezvousParts() <= share.parts();
     }
@@ -132,7 +132,7 @@ class Outbox {
   std::vector<std::unique_ptr<OutgoingMessage>> unready_;
   std::map<QueueKey, Queue> queues_;
   std::vector<std::unique_ptr<OutgoingMessage>> stranded_;
-  std::vector<Queue*> moved_; // since startDeferred() was called last
+  std::vector<Queue*> unblocked_; // since startDeferred() was called last
   bool isClosed_ = false;
 };
 

@@ -19,7 +19,7 @@ class PushShare {
   static constexpr size_t kBudgetParts = 4096;
   // To one peer, however few the senders. Enough to hide the latency of a network also where each part is as small as
   // rendezvous gets: 64 times 32 KiB are 80 us of 25 GB/s.
-  static constexpr size_t kMostParts = 64;
+  static constexpr size_t kMaxParts = 64;
 
   // All workers of the group, this one included.
   void setWorkers(size_t workers) {
@@ -31,7 +31,7 @@ class PushShare {
     return kBudgetBytes / senders_.load(std::memory_order_relaxed);
   }
   size_t parts() const {
-    return std::clamp<size_t>(kBudgetParts / senders_.load(std::memory_order_relaxed), 1, kMostParts);
+    return std::clamp<size_t>(kBudgetParts / senders_.load(std::memory_order_relaxed), 1, kMaxParts);
   }
 
  private:

@@ -14,21 +14,21 @@ bool fits(uint64_t used, uint64_t bytes, uint64_t limit) {
 thread_local Admission* HandlingScope::innermost = nullptr;
 
 void Admission::beginHandling() {
-  if (window_ != nullptr && std::exchange(isAhead_, false)) {
-    window_->releaseAhead(bytes_);
+  if (window_ != nullptr && std::exchange(isQueued_, false)) {
+    window_->releaseQueued(bytes_);
   }
 }
 
 void Admission::release() {
   if (const std::shared_ptr<ReceiveWindow> window = std::exchange(window_, nullptr)) {
-    window->release(isResponse_, isAhead_, bytes_);
+    window->release(isResponse_, isQueued_, bytes_);
   }
 }
 
 bool ReceiveWindow::tryAdmit(bool isResponse, uint64_t bytes, Admission& admission) {
   // Only admissions raise the sums, and they are made under the worker lock: between load and add they can only fall.
   if (!fits(used_[isResponse ? 1 : 0].load(), bytes, limitBytes_) ||
-      (!isResponse && !fits(ahead_.load(), aheadBytesOf(bytes), kAheadBytes))) {
+      (!isResponse && !fits(queued_.load(), queuedShareOf(bytes), kMaxQueuedBytes))) {
     return false;
   }
   admit(isResponse, bytes, admission);
@@ -37,22 +37,22 @@ bool ReceiveWindow::tryAdmit(bool isResponse, uint64_t bytes, Admission& admissi
 
 void ReceiveWindow::admit(bool isResponse, uint64_t bytes, Admission& admission) {
   used_[isResponse ? 1 : 0].fetch_add(bytes);
-  ahead_.fetch_add(isResponse ? 0 : aheadBytesOf(bytes));
+  queued_.fetch_add(isResponse ? 0 : queuedShareOf(bytes));
   admission.release();
   admission.window_ = shared_from_this();
   admission.isResponse_ = isResponse;
-  admission.isAhead_ = !isResponse;
+  admission.isQueued_ = !isResponse;
   admission.bytes_ = bytes;
 }
 
-void ReceiveWindow::release(bool isResponse, bool isAhead, uint64_t bytes) {
+void ReceiveWindow::release(bool isResponse, bool isQueued, uint64_t bytes) {
   used_[isResponse ? 1 : 0].fetch_sub(bytes);
-  ahead_.fetch_sub(isAhead ? aheadBytesOf(bytes) : 0);
+  queued_.fetch_sub(isQueued ? queuedShareOf(bytes) : 0);
   onReleased();
 }
 
-void ReceiveWindow::releaseAhead(uint64_t bytes) {
-  ahead_.fetch_sub(aheadBytesOf(bytes));
+void ReceiveWindow::releaseQueued(uint64_t bytes) {
+  queued_.fetch_sub(queuedShareOf(bytes));
   onReleased();
 }
 

@@ -22,7 +22,7 @@ class Admission {
     release();
     window_ = std::move(other.window_);
     isResponse_ = other.isResponse_;
-    isAhead_ = other.isAhead_;
+    isQueued_ = other.isQueued_;
     bytes_ = other.bytes_;
     return *this;
   }
@@ -38,7 +38,7 @@ class Admission {
   friend class ReceiveWindow;
   std::shared_ptr<ReceiveWindow> window_; // null: nothing to give back
   bool isResponse_ = false;
-  bool isAhead_ = false;
+  bool isQueued_ = false;
   uint64_t bytes_ = 0;
 };
 
@@ -80,9 +80,9 @@ class ReceiveWindow : public std::enable_shared_from_this<ReceiveWindow> {
   // others'.
   static constexpr auto kPatienceWhileReceiving = std::chrono::milliseconds(1000);
   // Of requests that are being received or wait for a thread.
-  static constexpr uint64_t kAheadBytes = 16ull * 1024 * 1024;
+  static constexpr uint64_t kMaxQueuedBytes = 16ull * 1024 * 1024;
   // What a request counts of those at most: beside a large one, however slow it comes, there is room for small ones.
-  static constexpr uint64_t kMostAheadBytes = kAheadBytes / 4 * 3;
+  static constexpr uint64_t kMaxQueuedShare = kMaxQueuedBytes / 4 * 3;
 
   // `onRoom` is called, on the releasing thread, when bytes are given back while something waits.
   ReceiveWindow(uint64_t limitBytes, UniqueFunction<void()> onRoom)
@@ -111,17 +111,17 @@ class ReceiveWindow : public std::enable_shared_from_this<ReceiveWindow> {
 
  private:
   friend class Admission;
-  static uint64_t aheadBytesOf(uint64_t bytes) {
-    return std::min(bytes, kMostAheadBytes);
+  static uint64_t queuedShareOf(uint64_t bytes) {
+    return std::min(bytes, kMaxQueuedShare);
   }
-  void release(bool isResponse, bool isAhead, uint64_t bytes);
-  void releaseAhead(uint64_t bytes);
+  void release(bool isResponse, bool isQueued, uint64_t bytes);
+  void releaseQueued(uint64_t bytes);
   void onReleased();
 
   const uint64_t limitBytes_; // of each budget
   UniqueFunction<void()> onRoom_;
   std::atomic<uint64_t> used_[2] = {0, 0}; // requests, responses
-  std::atomic<uint64_t> ahead_ = 0; // of the requests' bytes, those that are not being handled
+  std::atomic<uint64_t> queued_ = 0; // of the requests' bytes, those that are not being handled
   std::atomic<uint64_t> releases_{0};
 };
 

@@ -29,10 +29,10 @@ void Receiver::start(Announced announced, Admission admission) {
   message.header = receiving->assembled.header;
   message.admission = std::move(admission);
   message.eagerBody = std::move(body.data);
-  message.pooledBodyBytes = body.parkedBytes;
+  message.pooledBodyBytes = body.rendezvousBytes;
   try {
-    if (body.isParked()) {
-      message.pooledBody = pool_.allocate(body.parkedBytes);
+    if (body.isRendezvous()) {
+      message.pooledBody = pool_.allocate(body.rendezvousBytes);
     }
     allocateSpans(*receiving);
   } catch (const std::bad_alloc&) {
@@ -68,7 +68,7 @@ void Receiver::allocateOnDevices(Receiving& receiving) {
       continue; // for the host, or malformed: then it is refused when it is decoded
     }
     const wire::Assembled::Span& span = spans[storage.span];
-    if (storage.bytes != span.bytes || !std::ranges::all_of(span.pieces, &wire::Piece::isParked)) {
+    if (storage.bytes != span.bytes || !std::ranges::all_of(span.pieces, &wire::Piece::isRendezvous)) {
       continue; // it goes there when it is decoded; packed storages always do
     }
     receiving.message.spans[storage.span].data = deviceMemory_.allocate(*device, span.bytes);
@@ -76,12 +76,12 @@ void Receiver::allocateOnDevices(Receiving& receiving) {
       used.push_back(*device);
     }
   }
-  receiving.before = deviceMemory_.earlierWork(used);
+  receiving.pendingWork = deviceMemory_.earlierWork(used);
 }
 
 void Receiver::release(wire::Piece& piece) {
-  if (piece.isParked()) {
-    toRelease_.push_back(std::exchange(piece.parked, nullptr));
+  if (piece.isRendezvous()) {
+    toRelease_.push_back(std::exchange(piece.rendezvous, nullptr));
   }
 }
 
@@ -99,10 +99,10 @@ void Receiver::startDeferred() {
   hasFinished_ = false;
   std::erase_if(starting_, [this](Entry receiving) { return beginIfFree(receiving); });
   for (Source* source : std::exchange(due_, {})) {
-    askFor(*source);
+    receiveNextParts(*source);
   }
-  for (void* parked : std::exchange(toRelease_, {})) {
-    transport_.refuse(parked);
+  for (void* rendezvous : std::exchange(toRelease_, {})) {
+    transport_.release(rendezvous);
   }
 }
 
@@ -112,7 +112,7 @@ bool Receiver::beginIfFree(Entry receiving) {
     return true;
   }
   try {
-    if (!receiving->before.isDone()) {
+    if (!receiving->pendingWork.isDone()) {
       return false;
     }
   } catch (const std::exception& failure) {
@@ -121,7 +121,7 @@ bool Receiver::beginIfFree(Entry receiving) {
   }
   const wire::Assembled assembled = std::move(receiving->assembled);
   const IncomingMessage& message = receiving->message;
-  if (assembled.body.isParked()) {
+  if (assembled.body.isRendezvous()) {
     addPart(*receiving, assembled.body, message.pooledBody);
   }
   for (size_t index = 0; index < assembled.spans.size(); ++index) {
@@ -143,10 +143,10 @@ void Receiver::reject(Entry receiving, Error error) {
 }
 
 void Receiver::addPart(Receiving& receiving, const wire::Piece& piece, const c10::DataPtr& into) {
-  if (piece.isParked()) {
+  if (piece.isRendezvous()) {
     std::byte* const begin = static_cast<std::byte*>(into.get()) + piece.offset;
     receiving.parts.push_back(
-        {piece.parked, begin, piece.parkedBytes, into.device().is_cpu() ? Memory::kHost : Memory::kDevice});
+        {piece.rendezvous, begin, piece.rendezvousBytes, into.device().is_cpu() ? Memory::kHost : Memory::kDevice});
   } else {
     piece.copyInto(into.get());
   }
@@ -158,9 +158,9 @@ void Receiver::setDue(Source& source) {
   }
 }
 
-void Receiver::askFor(Source& source) {
-  uint64_t bytes = source.askedBytes;
-  size_t pieces = source.askedPieces;
+void Receiver::receiveNextParts(Source& source) {
+  uint64_t bytes = source.inFlightBytes;
+  size_t pieces = source.inFlightPieces;
   std::erase_if(source.waiting, [this](Entry receiving) {
     const bool isOver = receiving->error || isAbandoned(*receiving->message.from, receiving->message.header);
     if (isOver) {
@@ -172,7 +172,7 @@ void Receiver::askFor(Source& source) {
     const auto next = source.next();
     const Entry receiving = *next;
     const uint64_t more = receiving->parts[receiving->begun].bytes;
-    if (pieces >= kAskedPieces && bytes + more > kAskedBytes) {
+    if (pieces >= kInFlightPieces && bytes + more > kInFlightBytes) {
       break;
     }
     ++pieces;
@@ -184,7 +184,7 @@ void Receiver::askFor(Source& source) {
     receivePart(source, receiving);
   }
   source.isDue = false;
-  if (!source.waiting.empty() && source.askedPieces < pieces) { // some were there at once
+  if (!source.waiting.empty() && source.inFlightPieces < pieces) { // some were there at once
     setDue(source);
   }
 }
@@ -193,15 +193,15 @@ void Receiver::receivePart(Source& source, Entry receiving) {
   const Part& part = receiving->parts[receiving->begun++];
   const uint64_t bytes = part.bytes;
   ++receiving->unfinished;
-  ++source.askedPieces;
-  source.askedBytes += bytes;
+  ++source.inFlightPieces;
+  source.inFlightBytes += bytes;
   transport_.receive(
-      part.parked,
+      part.rendezvous,
       part.into,
       bytes,
       [this, &source, receiving, bytes](Error error) {
-        --source.askedPieces;
-        source.askedBytes -= bytes;
+        --source.inFlightPieces;
+        source.inFlightBytes -= bytes;
         if (!source.waiting.empty()) {
           setDue(source);
         }
@@ -242,7 +242,7 @@ void Receiver::giveUpRest(Entry receiving, const Error& why) {
     receiving->error = why;
   }
   for (; receiving->begun != receiving->parts.size(); ++receiving->begun) {
-    toRelease_.push_back(receiving->parts[receiving->begun].parked);
+    toRelease_.push_back(receiving->parts[receiving->begun].rendezvous);
   }
   finishIfDone(receiving);
 }

@@ -49,10 +49,10 @@ class Receiver {
   static constexpr auto kSlow = std::chrono::milliseconds(20);
 
   // Bytes that are asked of a peer at a time, and pieces where those are larger.
-  static constexpr uint64_t kAskedBytes = 2 * OutgoingMessage::kPieceBytes;
-  static constexpr size_t kAskedPieces = 2;
+  static constexpr uint64_t kInFlightBytes = 2 * OutgoingMessage::kPieceBytes;
+  static constexpr size_t kInFlightPieces = 2;
 
-  // A message that waits to be admitted, of which so many bytes are parked.
+  // A message that waits to be admitted, of which so many bytes wait at the sender.
   struct Announced {
     Peer* from;
     wire::Assembled assembled;
@@ -106,7 +106,7 @@ class Receiver {
  private:
   // What is received at a time: a piece of a span, or the body.
   struct Part {
-    void* parked;
+    void* rendezvous;
     void* into;
     uint64_t bytes;
     Memory memory;
@@ -117,7 +117,7 @@ class Receiver {
     uint64_t bytes = 0;
     Clock::time_point began;
     wire::Assembled assembled; // until its memory is free
-    DeviceWork before; // until then
+    DeviceWork pendingWork; // until then
     std::vector<Part> parts; // from then on
     size_t begun = 0; // of those
     size_t unfinished = 0; // of those begun
@@ -128,8 +128,8 @@ class Receiver {
   // What is received from a peer.
   struct Source {
     bool isDue = false; // in due_
-    uint64_t askedBytes = 0;
-    size_t askedPieces = 0;
+    uint64_t inFlightBytes = 0;
+    size_t inFlightPieces = 0;
     bool isOldestsTurn = true;
     std::vector<Entry> waiting; // those that have parts not begun, the oldest first
 
@@ -153,7 +153,7 @@ class Receiver {
   // Notes what is to be received; what came eagerly is copied.
   static void addPart(Receiving& receiving, const wire::Piece& piece, const c10::DataPtr& into);
   void setDue(Source& source);
-  void askFor(Source& source);
+  void receiveNextParts(Source& source);
   void receivePart(Source& source, Entry receiving);
   // Gives up the parts that have not begun.
   void giveUpRest(Entry receiving, const Error& why);

@@ -31,7 +31,7 @@ RpcFailure Peer::failureOfGone() const {
   return failure(hasLeft ? RpcFailure::Kind::kWorkerLeft : RpcFailure::Kind::kWorkerLost, why.message(), why.cause());
 }
 
-RpcFailure Peer::failureOver(const Error& error, const std::string& sentence) const {
+RpcFailure Peer::failureFrom(const Error& error, const std::string& sentence) const {
   RpcFailure::Kind kind = RpcFailure::Kind::kNotSent;
   std::string resource;
   switch (error.code()) {

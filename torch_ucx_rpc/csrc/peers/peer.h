@@ -72,7 +72,7 @@ class Peer {
   // The failure of a call to a peer that takes none, because it is lost, has left, or is leaving.
   RpcFailure failureOfGone() const;
   // The failure of a call because of an error of this side or of the peer's. The error's code decides the kind.
-  RpcFailure failureOver(const Error& error, const std::string& sentence) const;
+  RpcFailure failureFrom(const Error& error, const std::string& sentence) const;
 
   State state() const {
     return state_.load(std::memory_order_acquire);

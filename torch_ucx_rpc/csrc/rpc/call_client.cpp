@@ -133,7 +133,7 @@ void CallClient::complete(CallTable::Call call, IncomingMessage answer) {
   // With the message goes its share of the window: the future's callbacks may wait for other answers.
   if (const Error error = decodeArrived(messenger_, deviceMaps_.devices(), std::move(answer), streams, decoded)) {
     const std::string what = "the answer of " + from.describe() + " is unreadable: " + error.message();
-    fail(call, std::make_exception_ptr(from.failureOver(error, what)));
+    fail(call, std::make_exception_ptr(from.failureFrom(error, what)));
     return;
   }
   if (decoded.message->type() == rpc::MessageType::EXCEPTION) {
@@ -187,13 +187,13 @@ void CallClient::finishCallToLostPeer(CallTable::Call call) {
 void CallClient::onAnswerRejected(Peer& from, uint64_t callId, const Error& why) {
   if (std::optional<CallTable::Call> call = calls_.take(callId, from)) {
     const std::string what = "could not receive the answer of " + from.describe() + ": " + why.message();
-    failLater(std::move(*call), from.failureOver(why, what));
+    failLater(std::move(*call), from.failureFrom(why, what));
   }
 }
 
 void CallClient::onRefused(Peer& by, uint64_t callId, const Error& why) {
   if (std::optional<CallTable::Call> call = calls_.take(callId, by)) {
-    failLater(std::move(*call), by.failureOver(why, why.message()));
+    failLater(std::move(*call), by.failureFrom(why, why.message()));
   }
 }
 
@@ -203,7 +203,7 @@ void CallClient::onRequestNotSent(Peer& to, uint64_t callId, const Error& why) {
       failLater(std::move(*call), to.failureOfGone());
     } else {
       const std::string what = "could not send to " + to.describe() + ": " + why.message();
-      failLater(std::move(*call), to.failureOver(why, what));
+      failLater(std::move(*call), to.failureFrom(why, what));
     }
   }
 }

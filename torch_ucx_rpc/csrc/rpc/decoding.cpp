@@ -14,7 +14,7 @@ Error decodeArrived(
   }
   try {
     streams = poolStreams(devices);
-    arrived.before.blockStreams(streams);
+    arrived.pendingWork.blockStreams(streams);
     const c10::MultiStreamGuard guard(streams);
     return decodeMessage(std::move(arrived), devices, decoded);
   } catch (const std::exception& failure) {

@@ -240,7 +240,7 @@ void Group::join(std::chrono::milliseconds timeout, std::chrono::milliseconds de
     openedBefore = opened;
     quietRounds = barrier(isQuiet ? 0 : 1, left) == 0 ? quietRounds + 1 : 0;
   }
-  monitor_.everybodyLeaves();
+  monitor_.setEverybodyLeaving();
 }
 
 // --------------------------------------------------------------------------------------------- dynamic groups

@@ -80,7 +80,8 @@ void OrphanedState::release(const Ranks& gone) {
   }
   // Looked up after the forks, and ended before those are deleted: with its last fork, torch forgets an RRef that is
   // waited for.
-  std::vector<WaitForValue> waits = holders_.takeHopelessWaits([this](const RRefId& id) { return !isValueToCome(id); });
+  std::vector<WaitForValue> waits =
+      holders_.takeHopelessWaits([this](const RRefId& id) { return !mayStillGetValue(id); });
   if (forks.empty() && contexts.empty() && waits.empty()) {
     return;
   }
@@ -105,7 +106,7 @@ void OrphanedState::release(const Ranks& gone) {
   });
 }
 
-bool OrphanedState::isValueToCome(const RRefId& id) const {
+bool OrphanedState::mayStillGetValue(const RRefId& id) const {
   const Peer* holder = directory_.find(id.createdOn_); // of the creator's rank
   if (holder == nullptr || holder->member().rank == self_) {
     return true;

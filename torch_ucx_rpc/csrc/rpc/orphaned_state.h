@@ -58,7 +58,7 @@ class OrphanedState final : public PeerObserver {
   void release(const Ranks& gone);
   Timer::TimePoint releaseAgain(Timer::TimePoint now);
   // Whether an RRef that is waited for may still get its value.
-  bool isValueToCome(const RRefId& id) const;
+  bool mayStillGetValue(const RRefId& id) const;
   void endHopelessWait(const WaitForValue& wait) const;
 
   const Rank self_;

@@ -25,7 +25,7 @@ void PeerMonitor::watch(const Member& self, const std::vector<Peer*>& peers) {
     }
     const Error ended(ErrorCode::kPeerFailed, "its process has ended");
     const ProcessWatch::Outcome outcome = processes_.add(peer->member(), self, [this, peer, ended] {
-      messenger_.takeInWithWorkerLock(); // what it sent before its end counts
+      messenger_.drainTransportWithWorkerLock(); // what it sent before its end counts
       messenger_.addFailureWithWorkerLock(*peer, ended);
     });
     if (outcome == ProcessWatch::Outcome::kHasEnded) {
@@ -79,7 +79,7 @@ void PeerMonitor::checkHeartbeatsWithWorkerLock(Timer::TimePoint now) {
   if (lifetime_.isClosed()) {
     return; // the transport may be too
   }
-  messenger_.takeInWithWorkerLock(); // a message that nobody had the time to look at is no silence
+  messenger_.drainTransportWithWorkerLock(); // a message that nobody had the time to look at is no silence
   const Heartbeat::Findings findings = heartbeat_.check(now);
   for (Peer* peer : findings.quiet) {
     messenger_.sendNowWithWorkerLock(*peer, wire::Kind::kPing);

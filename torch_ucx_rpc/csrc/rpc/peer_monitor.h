@@ -39,7 +39,7 @@ class PeerMonitor final : public PeerHandler {
   void end(Peer& peer, Peer::State state, Error why);
 
   // A graceful join has succeeded: peers that vanish from now on are in order.
-  void everybodyLeaves() {
+  void setEverybodyLeaving() {
     isEverybodyLeaving_.store(true);
   }
   bool isEverybodyLeaving() const {

@@ -27,7 +27,7 @@ thread_local std::shared_ptr<Executor::Nesting> Executor::nesting;
 
 Executor::Executor(size_t maxRequests, size_t nestingLimit, ThreadHooks hooks, Timer& timer)
     : maxRequests_(maxRequests),
-      coreThreads_(std::min<size_t>(maxRequests, std::max(1u, std::thread::hardware_concurrency())) + kMostLeaders),
+      coreThreads_(std::min<size_t>(maxRequests, std::max(1u, std::thread::hardware_concurrency())) + kMaxLeaders),
       nestingLimit_(std::max(maxRequests, nestingLimit)),
       hooks_(std::move(hooks)),
       checkTask_(timer.add("threads", [this](Clock::time_point now) { return check(now); })) {}
@@ -76,7 +76,7 @@ void Executor::loop(std::unique_lock<std::mutex>& lock) {
     }
     busyLeaders_ -= std::exchange(isBusyLeader, false) ? 1 : 0;
     // Who is on leave leads again afterwards: Progress counts on it.
-    const bool isWanted = leaders_ == 0 || leaders_ + busyLeaders_ < kMostLeaders;
+    const bool isWanted = leaders_ == 0 || leaders_ + busyLeaders_ < kMaxLeaders;
     if (isWanted && leadOnce(lock)) {
       isBusyLeader = true;
       ++busyLeaders_;
@@ -104,7 +104,7 @@ void Executor::runOne(std::unique_lock<std::mutex>& lock) {
   if (!failures_.empty()) {
     task = std::move(failures_.front());
     failures_.pop_front();
-  } else if (!completions_.empty() && running_ < mostTasksLocked()) {
+  } else if (!completions_.empty() && running_ < maxTasksLocked()) {
     task = std::move(completions_.front());
     completions_.pop_front();
   } else {
@@ -257,16 +257,16 @@ Timer::TimePoint Executor::check(Clock::time_point now) {
 }
 
 Executor::Task Executor::shedOldestLocked() {
-  Task refused;
+  Task shed;
   const auto oldest =
       std::find_if(requests_.begin(), requests_.end(), [](const Request& request) { return bool(request.shed); });
   if (oldest != requests_.end()) {
-    refused = std::move(oldest->run);
+    shed = std::move(oldest->run);
     completions_.push_back(std::move(oldest->shed));
     requests_.erase(oldest);
     addThreadLocked();
   }
-  return refused;
+  return shed;
 }
 
 void Executor::addRequest(Task task, Task shed) {

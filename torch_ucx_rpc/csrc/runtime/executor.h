@@ -25,7 +25,7 @@ struct ThreadHooks {
 class Leader {
  public:
   virtual ~Leader() = default;
-  // Drives progress once, on up to Executor::kMostLeaders threads at a time. True after events were handed out as
+  // Drives progress once, on up to Executor::kMaxLeaders threads at a time. True after events were handed out as
   // tasks, or after Executor::stop() and a wake-up. False if the other leader suffices.
   virtual bool lead() = 0;
 };
@@ -54,7 +54,7 @@ class Executor : public std::enable_shared_from_this<Executor> {
   using Clock = std::chrono::steady_clock;
   using Task = UniqueFunction<void()>;
 
-  static constexpr size_t kMostLeaders = 2;
+  static constexpr size_t kMaxLeaders = 2;
 
   // Adds a task to the timer, so it must not have started.
   Executor(size_t maxRequests, size_t nestingLimit, ThreadHooks hooks, Timer& timer);
@@ -133,7 +133,7 @@ class Executor : public std::enable_shared_from_this<Executor> {
   void addThreadLocked();
   bool spawnLocked(); // false where the system has no more threads
   bool hasTaskLocked() const {
-    return !failures_.empty() || (!completions_.empty() && running_ < mostTasksLocked()) ||
+    return !failures_.empty() || (!completions_.empty() && running_ < maxTasksLocked()) ||
         (!requests_.empty() && runningRequests_ - nestingRequests_ < maxRequests_ && runningRequests_ < nestingLimit_);
   }
   // Whether requests queue behind requests that all wait themselves.
@@ -142,11 +142,11 @@ class Executor : public std::enable_shared_from_this<Executor> {
   }
   // Callbacks of completions may block, for one on calls of their own, whose answers are completions too. So threads
   // for completions are bounded as generously as threads for requests that wait.
-  size_t mostTasksLocked() const {
+  size_t maxTasksLocked() const {
     return maxRequests_ + nestingRequests_ + nestingLimit_;
   }
   bool mayGrowLocked() const {
-    return threads_ < mostTasksLocked() + kMostLeaders + (failures_.empty() ? 0 : 1);
+    return threads_ < maxTasksLocked() + kMaxLeaders + (failures_.empty() ? 0 : 1);
   }
   // Adds a thread if tasks have waited too long, or sheds one; says when it wants to be called again.
   Clock::time_point check(Clock::time_point now);

@@ -37,7 +37,7 @@ constexpr auto kUnarmedPeriod = std::chrono::milliseconds(1);
 constexpr int kQuietRounds = 20;
 
 // A driver that is about to leave looks for more events this often. The rest is left to another driver.
-constexpr int kMostRounds = 8;
+constexpr int kMaxRounds = 8;
 
 using Clock = Spinning::Clock;
 // When this thread last left drive() to handle events.
@@ -196,7 +196,7 @@ std::unique_ptr<EventBatch> Progress::drive(Role role, IsDone& isDone) {
         if (leaveUnarmedLocked(role)) {
           mustWake = !isPolledUnarmed_.load();
         } else if (!transport_.arm()) {
-          mustWake = ++rounds == kMostRounds;
+          mustWake = ++rounds == kMaxRounds;
           if (!mustWake) {
             continue;
           }
@@ -389,7 +389,7 @@ void Progress::endDriving() {
       if (leaveUnarmedLocked(Role::kWaitingCaller)) {
         isGuarded = isPolledUnarmed_.load();
       } else {
-        for (int round = 0; !isGuarded && round < kMostRounds; ++round) {
+        for (int round = 0; !isGuarded && round < kMaxRounds; ++round) {
           isGuarded = transport_.arm();
           if (!isGuarded) {
             (void)advanceLocked();

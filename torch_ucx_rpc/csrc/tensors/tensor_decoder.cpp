@@ -23,7 +23,7 @@ using wire::Layout;
 using wire::TensorRecord;
 
 // A message type of torch's is a byte and two flags, 0x100 and 0x200.
-constexpr uint32_t kMostMessageType = 0x3FF;
+constexpr uint32_t kMaxMessageType = 0x3FF;
 
 // Turns a checked body and its spans into tensors.
 class Decoder {
@@ -275,7 +275,7 @@ Error decodeMessage(IncomingMessage incoming, const Devices& devices, DecodedMes
     if (Error error = wire::readBody(incoming.body(), spanBytes, view)) {
       return error;
     }
-    if (view.messageType > kMostMessageType) {
+    if (view.messageType > kMaxMessageType) {
       return {ErrorCode::kProtocol, "malformed message: unknown type " + std::to_string(view.messageType)};
     }
     // The gradient mode of this thread must not affect the tensors that arrive.

@@ -31,12 +31,12 @@ constexpr uint64_t kInlineStorageBytes = 32 * 1024;
 constexpr uint64_t kInlinePayloadBytes = 64 * 1024;
 // The limit for all inline storages of a message together. A body is one frame, and nothing else gets in between.
 // Small storages beyond this limit are packed into spans, which travel in pieces.
-constexpr uint64_t kMostInlineBytes = 1024 * 1024;
+constexpr uint64_t kMaxInlineBytes = 1024 * 1024;
 // A pack is no larger than a piece.
 constexpr uint64_t kPackBytes = OutgoingMessage::kPieceBytes;
 // A message lends up to this many storages of the CPU, each as a span of its own. Beyond that it packs the smallest of
 // them: a span costs the receiver about 8 KiB, whatever its size.
-constexpr size_t kMostLentStorages = 512;
+constexpr size_t kMaxLentStorages = 512;
 // Storages of at least this size are never packed. A copy of them would cost more than their span.
 constexpr uint64_t kPackableBytes = 1024 * 1024;
 // A view is copied without its holes where that at least halves what travels.
@@ -132,7 +132,7 @@ class Encoder {
       }
     }
     outgoing->body = writer.finish();
-    outgoing->before = DeviceWork(currentStreams(devices_));
+    outgoing->pendingWork = DeviceWork(currentStreams(devices_));
     outgoing->lender = std::move(lent_);
     return outgoing;
   }
@@ -410,7 +410,7 @@ class Encoder {
     std::move(alone.begin(), alone.end(), std::back_inserter(storages));
   }
 
-  // Bounds the body, and the number of spans: kMostLentStorages, one for each MiB, and those of devices.
+  // Bounds the body, and the number of spans: kMaxLentStorages, one for each MiB, and those of devices.
   static void choosePlaces(std::vector<PlannedStorage>& storages) {
     using Place = PlannedStorage::Place;
     uint64_t inlineBytes = 0;
@@ -420,7 +420,7 @@ class Encoder {
       // The body is made now, and on the CPU. A device may still work on its memory.
       const uint64_t mostInline = storage.device.is_cpu() ? kInlineStorageBytes : 0;
       if (storage.bytes <= mostInline) {
-        const bool hasRoom = inlineBytes + storage.bytes <= kMostInlineBytes;
+        const bool hasRoom = inlineBytes + storage.bytes <= kMaxInlineBytes;
         storage.place = hasRoom ? Place::kInline : Place::kPacked;
         inlineBytes += hasRoom ? storage.bytes : 0;
       } else if (storage.device.is_cpu()) {
@@ -431,7 +431,7 @@ class Encoder {
         }
       }
     }
-    const size_t lent = kMostLentStorages - std::min(kMostLentStorages, unpackable);
+    const size_t lent = kMaxLentStorages - std::min(kMaxLentStorages, unpackable);
     if (packable.size() > lent) {
       const auto largest = packable.begin() + static_cast<std::ptrdiff_t>(lent);
       std::nth_element(

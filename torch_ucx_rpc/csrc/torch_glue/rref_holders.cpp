@@ -45,10 +45,10 @@ std::vector<HeldFork> RRefHolders::takeHeldBy(const std::unordered_set<rpc::work
   return held;
 }
 
-std::vector<WaitForValue> RRefHolders::takeHopelessWaits(const std::function<bool(const RRefId&)>& isOfTheGone) {
+std::vector<WaitForValue> RRefHolders::takeHopelessWaits(const std::function<bool(const RRefId&)>& isOfLostWorker) {
   const std::lock_guard lock(inMaking_->mutex);
   return takeWaitsForValues(
-      [&](const RRefId& id) { return isOfTheGone(id) && inMaking_->ids.find(id) == inMaking_->ids.end(); });
+      [&](const RRefId& id) { return isOfLostWorker(id) && inMaking_->ids.find(id) == inMaking_->ids.end(); });
 }
 
 } // namespace torch_ucx_rpc

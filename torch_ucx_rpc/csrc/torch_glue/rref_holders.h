@@ -47,7 +47,7 @@ class RRefHolders {
   // Returns and forgets the waits on this worker for values that lost workers were to make with rpc.remote(), except
   // values that are being made.
   std::vector<WaitForValue> takeHopelessWaits(
-      const std::function<bool(const torch::distributed::rpc::RRefId&)>& isOfTheGone);
+      const std::function<bool(const torch::distributed::rpc::RRefId&)>& isOfLostWorker);
 
  private:
   using ForkId = torch::distributed::rpc::ForkId;

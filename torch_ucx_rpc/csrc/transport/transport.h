@@ -23,7 +23,7 @@
 // call progress().
 //
 // Exceptions. A callback may throw. No exception crosses UCX's C frames, and the transport stays usable:
-// - Out of onEager and onParked: the message is lost, see TransportListener.
+// - Out of onEager and onRendezvous: the message is lost, see TransportListener.
 // - Out of any other callback: progress(), send(), receive() or abandon() throws it in turn. The next
 //   progress() tells the rest. close() swallows it.
 
@@ -37,7 +37,7 @@ using OperationDone = UniqueFunction<void(Error)>;
 
 enum class SendMode : uint8_t {
   kEager, // the bytes travel with the header, and the receiver gets both at once
-  kRendezvous, // only the header travels; the bytes wait at the sender until the receiver takes or refuses them
+  kRendezvous, // only the header travels; the bytes wait at the sender until the receiver receives or releases them
 };
 
 // Where the bytes of a rendezvous lie.
@@ -66,9 +66,9 @@ enum class RepairState : uint8_t {
 
 // What a transport tells its owner.
 //
-// onEager and onParked may throw when there is no memory for the message. An eager message is dropped then. A
-// rendezvous is refused, and its handle is void: handing it to receive() ends with kOutOfMemory, handing it to refuse()
-// does nothing. So a listener that has stored the handle before it threw stays consistent.
+// onEager and onRendezvous may throw when there is no memory for the message. An eager message is dropped then. A
+// rendezvous is released, and its handle is void: receive() of it ends with kOutOfMemory, release() of it does nothing.
+// So a listener that has stored the handle before it threw stays consistent.
 class TransportListener {
  public:
   virtual ~TransportListener() = default;
@@ -76,9 +76,9 @@ class TransportListener {
   // An active message arrived. The header and the bytes are valid during the call only.
   virtual void onEager(std::span<const std::byte> header, std::span<const std::byte> bytes) = 0;
 
-  // A rendezvous was announced. The header is valid during the call only. Hand `parked` to receive() or refuse(),
-  // exactly once: to refuse() at any time, to receive() after this call.
-  virtual void onParked(std::span<const std::byte> header, void* parked, uint64_t bytes) = 0;
+  // A rendezvous was announced. The header is valid during the call only. Hand `rendezvous` to receive() or release(),
+  // exactly once: to release() at any time, to receive() after this call.
+  virtual void onRendezvous(std::span<const std::byte> header, void* rendezvous, uint64_t bytes) = 0;
 
   // The endpoint is dead, told once: its operations complete with errors, now or in a later progress(), and so will new
   // ones. The error's code tells a failure of this process from one of the peer, see isLocal(). After a local one,
@@ -125,15 +125,16 @@ class Transport {
       OperationDone done,
       Memory memory = Memory::kHost) = 0;
 
-  // Receives a parked message into `into`, which must hold as many bytes as onParked announced and stay valid until
+  // Receives a rendezvous into `into`, which must hold as many bytes as onRendezvous announced and stay valid until
   // `done`.
-  virtual void receive(void* parked, void* into, uint64_t bytes, OperationDone done, Memory memory = Memory::kHost) = 0;
+  virtual void receive(
+      void* rendezvous, void* into, uint64_t bytes, OperationDone done, Memory memory = Memory::kHost) = 0;
 
   // True if other workers of this machine can read this device memory where it lies. Any thread.
   virtual bool canShare(const void* deviceMemory) const = 0;
 
-  // Gives a parked message up; the sender's operation completes.
-  virtual void refuse(void* parked) = 0;
+  // Gives up a rendezvous; the sender's operation completes.
+  virtual void release(void* rendezvous) = 0;
 
   // Does everything that does not block, and returns how many things that were. 0: nothing to do now.
   virtual unsigned progress() = 0;
@@ -180,8 +181,8 @@ class Transport {
   // endpoint may complete only with that one: UCX lets go of the memory once.
   virtual void abandon(EndpointId endpoint) = 0;
 
-  // Flushes what was sent eagerly, then ends everything; what is not done after `limitMs` is given up. Parked messages
-  // that nobody took are refused. Afterwards only the destructor and scanForRepair() may be called.
+  // Flushes what was sent eagerly, then ends everything; what is not done after `limitMs` is given up. Rendezvous
+  // that nobody took are released. Afterwards only the destructor and scanForRepair() may be called.
   virtual void close(int64_t limitMs) = 0;
 };
 

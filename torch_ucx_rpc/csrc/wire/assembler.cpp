@@ -9,7 +9,7 @@ namespace torch_ucx_rpc::wire {
 namespace {
 
 // Whether the pieces of a span, which are as many bytes as it has, are all of it; sorts them.
-bool cover(Assembled::Span& span) {
+bool sortAndCheckCoverage(Assembled::Span& span) {
   std::sort(span.pieces.begin(), span.pieces.end(), [](const Piece& one, const Piece& other) {
     return one.offset < other.offset;
   });
@@ -80,8 +80,8 @@ Assembler::Outcome Assembler::add(
   } else {
     rejected.push_back(std::move(piece));
   }
-  const auto isBroken = [](auto& span) { return !cover(span.second.span); };
-  if (!isNoted || (partial.isWhole() && std::any_of(partial.spans.begin(), partial.spans.end(), isBroken))) {
+  const auto hasGap = [](auto& span) { return !sortAndCheckCoverage(span.second.span); };
+  if (!isNoted || (partial.isWhole() && std::any_of(partial.spans.begin(), partial.spans.end(), hasGap))) {
     giveUp(partial, rejected);
     if (partial.isWhole()) {
       partial_.erase(entry);

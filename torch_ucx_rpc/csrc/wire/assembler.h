@@ -12,20 +12,20 @@
 namespace torch_ucx_rpc::wire {
 
 // One active message as it arrived: its bytes, or the transport's handle for bytes that still wait at the sender. A
-// parked piece must be received or refused exactly once. The assembler only passes it on.
+// rendezvous must be received or released exactly once. The assembler only passes it on.
 struct Piece {
-  Bytes data; // empty when parked
-  void* parked = nullptr;
-  uint64_t parkedBytes = 0;
+  Bytes data; // empty for a rendezvous
+  void* rendezvous = nullptr; // the transport's handle
+  uint64_t rendezvousBytes = 0;
   uint64_t offset = 0; // in its span
 
-  bool isParked() const {
-    return parked != nullptr;
+  bool isRendezvous() const {
+    return rendezvous != nullptr;
   }
   uint64_t size() const {
-    return isParked() ? parkedBytes : data.size();
+    return isRendezvous() ? rendezvousBytes : data.size();
   }
-  // Copies the bytes of a piece that is not parked to their place in the memory of its span.
+  // Copies the bytes of a piece that has come eagerly to their place in the memory of its span.
   void copyInto(void* span) const {
     std::copy_n(data.data(), data.size(), static_cast<std::byte*>(span) + offset);
   }

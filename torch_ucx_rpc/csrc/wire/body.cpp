@@ -106,9 +106,9 @@ class Cursor {
 };
 
 // Checks that the storages and the payload use up every span of the message, each byte once.
-class SpanBook {
+class SpanCoverage {
  public:
-  explicit SpanBook(std::span<const uint64_t> spanBytes)
+  explicit SpanCoverage(std::span<const uint64_t> spanBytes)
       : spanBytes_(spanBytes), takenBytes_(spanBytes.size(), 0), isTaken_(spanBytes.size(), false) {}
 
   // The next bytes of the span; `offset` says where they begin.
@@ -269,7 +269,7 @@ Error readBody(std::span<const std::byte> body, std::span<const uint64_t> spanBy
     return {ErrorCode::kInternal, "the body of a message was received into unaligned memory"};
   }
   Cursor cursor(body);
-  SpanBook spans(spanBytes);
+  SpanCoverage spans(spanBytes);
   BodyPrefix prefix;
   if (!cursor.read(prefix)) {
     return malformed("it has only " + std::to_string(body.size()) + " bytes");

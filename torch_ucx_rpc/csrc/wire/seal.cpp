@@ -23,22 +23,22 @@ Hmac::Tag frameTag(Hmac& hmac, const Header& header, uint64_t dataBytes, std::sp
 Hmac::Tag contentTag(
     const std::string& key,
     const Header& header,
-    std::span<const std::byte> parkedBody,
+    std::span<const std::byte> rendezvousBody,
     std::span<const std::byte> payload) {
-  const uint64_t sizes[] = {parkedBody.size(), payload.size()};
+  const uint64_t sizes[] = {rendezvousBody.size(), payload.size()};
   return Hmac(key).of(
       {bytesOf(kContentLabel),
        bytesOf(header).first(offsetof(Header, sequence)), // the call's, and so the message's own
        std::as_bytes(std::span(sizes)),
-       parkedBody,
+       rendezvousBody,
        payload});
 }
 
 } // namespace
 
 void Sealer::sealContent(
-    Header& header, std::span<const std::byte> parkedBody, std::span<const std::byte> payload) const {
-  header.contentTag = contentTag(key_, header, parkedBody, payload);
+    Header& header, std::span<const std::byte> rendezvousBody, std::span<const std::byte> payload) const {
+  header.contentTag = contentTag(key_, header, rendezvousBody, payload);
 }
 
 void Sealer::sealFrame(Header& header, uint64_t dataBytes, std::span<const std::byte> data) {
@@ -51,8 +51,8 @@ bool Opener::isGenuine(const Header& header, uint64_t dataBytes, std::span<const
 }
 
 bool Opener::isContentGenuine(
-    const Header& header, std::span<const std::byte> parkedBody, std::span<const std::byte> payload) const {
-  return Hmac::areEqual(contentTag(key_, header, parkedBody, payload), header.contentTag);
+    const Header& header, std::span<const std::byte> rendezvousBody, std::span<const std::byte> payload) const {
+  return Hmac::areEqual(contentTag(key_, header, rendezvousBody, payload), header.contentTag);
 }
 
 } // namespace torch_ucx_rpc::wire

@@ -27,7 +27,7 @@ class Sealer {
 
   // Fills the content tag of a body's header, which must be complete up to its sequence. Any thread, before
   // sealFrame().
-  void sealContent(Header& header, std::span<const std::byte> parkedBody, std::span<const std::byte> payload) const;
+  void sealContent(Header& header, std::span<const std::byte> rendezvousBody, std::span<const std::byte> payload) const;
 
   // Numbers the frame and fills its tag; nothing of the header may change afterwards. `dataBytes` travel with the frame
   // or are announced by it. `data` is the body that travels with it, or nothing.
@@ -54,7 +54,7 @@ class Opener {
 
   // True if the peer has sealed it. Any thread. The arguments are those of Sealer::sealContent().
   bool isContentGenuine(
-      const Header& header, std::span<const std::byte> parkedBody, std::span<const std::byte> payload) const;
+      const Header& header, std::span<const std::byte> rendezvousBody, std::span<const std::byte> payload) const;
 
  private:
   const std::string key_;

@@ -111,46 +111,46 @@ class LoopbackTransport final : public Transport {
     return network_->isDeviceMemoryShared_.load();
   }
 
-  void receive(void* parked, void* into, uint64_t bytes, OperationDone done, Memory /*memory*/) override {
-    const std::shared_ptr<LoopbackNetwork::Rendezvous> rendezvous = unpark(parked);
+  void receive(void* handle, void* into, uint64_t bytes, OperationDone done, Memory /*memory*/) override {
+    const std::shared_ptr<LoopbackNetwork::Rendezvous> rendezvous = takeHandle(handle);
     Error failure;
     {
       const std::lock_guard lock(network_->mutex_);
       if (rendezvous == nullptr) {
         failure = {ErrorCode::kOutOfMemory, "loopback: there was no memory for the message"};
-      } else if (rendezvous->isSettled) {
+      } else if (rendezvous->isCompleted) {
         failure = {ErrorCode::kPeerFailed, "loopback: the sender is gone"};
       } else {
         std::copy_n(rendezvous->bytes.data(), bytes, static_cast<std::byte*>(into));
-        settleLocked(*rendezvous, {});
+        completeLocked(*rendezvous, {});
       }
     }
     done(std::move(failure));
   }
 
-  void refuse(void* parked) override {
-    if (const std::shared_ptr<LoopbackNetwork::Rendezvous> rendezvous = unpark(parked)) {
+  void release(void* handle) override {
+    if (const std::shared_ptr<LoopbackNetwork::Rendezvous> rendezvous = takeHandle(handle)) {
       const std::lock_guard lock(network_->mutex_);
-      settleLocked(*rendezvous, {});
+      completeLocked(*rendezvous, {});
     }
   }
 
   // A callback may throw: each thing is taken out before it is told, and what is left is told the next time. What
   // callbacks bring about waits for the next time, too.
   unsigned progress() override {
-    size_t settledBefore = 0;
+    size_t completedBefore = 0;
     size_t arrivedBefore = 0;
     {
       const std::lock_guard lock(network_->mutex_);
-      settledBefore = settled_.size();
+      completedBefore = completed_.size();
       arrivedBefore = arrived_.size();
     }
     unsigned told = 0;
-    for (; settledBefore != 0; --settledBefore) {
-      auto settled = take(settled_);
+    for (; completedBefore != 0; --completedBefore) {
+      auto completed = take(completed_);
       ++told;
-      if (auto operation = operations_.extract(settled->first)) {
-        finish(operation.mapped(), std::move(settled->second));
+      if (auto operation = operations_.extract(completed->first)) {
+        finish(operation.mapped(), std::move(completed->second));
       }
     }
     for (; arrivedBefore != 0; --arrivedBefore) {
@@ -179,7 +179,7 @@ class LoopbackTransport final : public Transport {
     uint64_t count = 0;
     (void)!read(eventFd_, &count, sizeof(count));
     const std::lock_guard lock(network_->mutex_);
-    return arrived_.empty() && settled_.empty() && dead_.empty() && failing_.empty();
+    return arrived_.empty() && completed_.empty() && dead_.empty() && failing_.empty();
   }
 
   size_t operationsInFlight() const override {
@@ -208,8 +208,8 @@ class LoopbackTransport final : public Transport {
       const std::lock_guard lock(network_->mutex_);
       network_->transports_.erase(name_);
     }
-    while (!parked_.empty()) {
-      refuse(*parked_.begin());
+    while (!handles_.empty()) {
+      release(*handles_.begin());
     }
     for (EndpointId id = 0; id < endpoints_.size(); ++id) {
       abandon(id);
@@ -217,7 +217,7 @@ class LoopbackTransport final : public Transport {
     const std::lock_guard lock(network_->mutex_);
     for (auto& delivery : arrived_) {
       if (delivery.rendezvous != nullptr) {
-        settleLocked(*delivery.rendezvous, {});
+        completeLocked(*delivery.rendezvous, {});
       }
     }
     arrived_.clear();
@@ -259,16 +259,16 @@ class LoopbackTransport final : public Transport {
       }
       return;
     }
-    auto parked = std::make_unique<std::shared_ptr<LoopbackNetwork::Rendezvous>>(delivery.rendezvous);
-    parked_.insert(parked.get());
-    announced_ = parked.release();
+    auto handle = std::make_unique<std::shared_ptr<LoopbackNetwork::Rendezvous>>(delivery.rendezvous);
+    handles_.insert(handle.get());
+    announced_ = handle.release();
     const auto* const announced = announced_;
     try {
-      listener_->onParked(header, announced_, delivery.rendezvous->bytes.size());
+      listener_->onRendezvous(header, announced_, delivery.rendezvous->bytes.size());
     } catch (const std::exception&) {
       if (announced_ == announced) { // the listener may have kept the handle: it is void from now on
         const std::lock_guard lock(network_->mutex_);
-        settleLocked(*delivery.rendezvous, {ErrorCode::kOutOfMemory, "loopback: the receiver had no memory"});
+        completeLocked(*delivery.rendezvous, {ErrorCode::kOutOfMemory, "loopback: the receiver had no memory"});
         announced_->reset();
       }
     }
@@ -287,18 +287,18 @@ class LoopbackTransport final : public Transport {
     (void)!write(eventFd_, &one, sizeof(one));
   }
 
-  std::shared_ptr<LoopbackNetwork::Rendezvous> unpark(void* parked) {
-    parked_.erase(parked);
-    announced_ = announced_ == parked ? nullptr : announced_;
+  std::shared_ptr<LoopbackNetwork::Rendezvous> takeHandle(void* handle) {
+    handles_.erase(handle);
+    announced_ = announced_ == handle ? nullptr : announced_;
     const std::unique_ptr<std::shared_ptr<LoopbackNetwork::Rendezvous>> owner(
-        static_cast<std::shared_ptr<LoopbackNetwork::Rendezvous>*>(parked));
+        static_cast<std::shared_ptr<LoopbackNetwork::Rendezvous>*>(handle));
     return *owner;
   }
 
   // The sender learns of it in its next progress(). Its bytes are not read afterwards.
-  static void settleLocked(LoopbackNetwork::Rendezvous& rendezvous, Error error) {
-    if (!std::exchange(rendezvous.isSettled, true)) {
-      rendezvous.sender->settled_.emplace_back(rendezvous.operation, std::move(error));
+  static void completeLocked(LoopbackNetwork::Rendezvous& rendezvous, Error error) {
+    if (!std::exchange(rendezvous.isCompleted, true)) {
+      rendezvous.sender->completed_.emplace_back(rendezvous.operation, std::move(error));
       rendezvous.sender->signal();
     }
   }
@@ -311,7 +311,7 @@ class LoopbackTransport final : public Transport {
       const std::lock_guard lock(network_->mutex_);
       for (auto entry = operations_.begin(); entry != operations_.end();) {
         if (entry->second.endpoint == endpoint) {
-          entry->second.rendezvous->isSettled = true; // the receiver must not read bytes that are about to be freed
+          entry->second.rendezvous->isCompleted = true; // the receiver must not read bytes that are about to be freed
           ended.push_back(std::move(entry->second));
           entry = operations_.erase(entry);
         } else {
@@ -333,12 +333,12 @@ class LoopbackTransport final : public Transport {
   uint64_t nextOperation_ = 0;
   std::unordered_map<uint64_t, Operation> operations_;
   std::deque<EndpointId> failing_; // the listener has not heard
-  std::unordered_set<void*> parked_;
+  std::unordered_set<void*> handles_;
   std::shared_ptr<LoopbackNetwork::Rendezvous>* announced_ = nullptr; // the listener is being told of it
 
   // Guarded by the network's mutex: written by peers.
   std::deque<LoopbackNetwork::Delivery> arrived_;
-  std::deque<std::pair<uint64_t, Error>> settled_;
+  std::deque<std::pair<uint64_t, Error>> completed_;
   std::deque<std::string> dead_;
 };
 

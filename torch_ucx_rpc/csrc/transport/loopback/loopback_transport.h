@@ -52,7 +52,7 @@ class LoopbackNetwork {
     LoopbackTransport* sender;
     uint64_t operation;
     std::span<const std::byte> bytes;
-    bool isSettled = false; // the sender's operation has completed: the bytes are no longer ours to read
+    bool isCompleted = false; // the sender's operation has completed: the bytes are no longer ours to read
   };
   struct Delivery {
     wire::Header header;

@@ -24,7 +24,7 @@ constexpr uint64_t kLongerThanAnyCopyMs = 50;
 
 // Scans for one slot before the state is kUnrepairable: one second at the agent's pace of 20 ms. Later, every so many
 // scans look again for processes that could not be seen. Suspects are looked at every time, which costs little.
-constexpr unsigned kMostScans = 50;
+constexpr unsigned kMaxScans = 50;
 
 std::string dotted(std::pair<int, int> version) {
   return std::to_string(version.first) + "." + std::to_string(version.second);
@@ -129,7 +129,7 @@ RepairState QueueRepair::state(Repair& repair) {
   if (finding == Finding::kNobodyWrites) {
     // In this order: a writer that the scan saw elsewhere had marked the slot before.
     if (repair.queue.unwritten() == slot) {
-      if (!repair.queue.isPlausible()) {
+      if (!repair.queue.isConsistent()) {
         return RepairState::kUnrepairable;
       }
       LOG(WARNING) << "torch_ucx_rpc: a process of this machine died while it was writing to this one over shared "
@@ -175,7 +175,7 @@ QueueRepair::Finding QueueRepair::look(Repair& repair, SharedMemoryQueue::Positi
     repair.suspectScans = 0;
   }
   try {
-    if (!repair.suspects && (repair.blindScans < kMostScans || repair.blindScans % kMostScans == 0)) {
+    if (!repair.suspects && (repair.blindScans < kMaxScans || repair.blindScans % kMaxScans == 0)) {
       if (const std::optional<std::vector<pid_t>> processes = repair.queue.processes()) {
         repair.suspects.emplace(*processes);
       }
@@ -184,12 +184,12 @@ QueueRepair::Finding QueueRepair::look(Repair& repair, SharedMemoryQueue::Positi
     repair.suspects.reset();
   }
   if (!repair.suspects) {
-    return ++repair.blindScans >= kMostScans ? Finding::kUnsure : Finding::kNone;
+    return ++repair.blindScans >= kMaxScans ? Finding::kUnsure : Finding::kNone;
   }
   if (!repair.suspects->remain()) {
     return Finding::kNobodyWrites;
   }
-  return ++repair.suspectScans >= kMostScans ? Finding::kUnsure : Finding::kNone;
+  return ++repair.suspectScans >= kMaxScans ? Finding::kUnsure : Finding::kNone;
 }
 
 } // namespace torch_ucx_rpc

@@ -192,7 +192,7 @@ void SharedMemoryQueue::skip(Position position) {
   std::atomic_ref(slot.flags).store(kInline | markAt(position), std::memory_order_release);
 }
 
-bool SharedMemoryQueue::isPlausible() const {
+bool SharedMemoryQueue::isConsistent() const {
   const Position last = unwritten().value_or(end());
   for (Position slot = last > count_ ? last - count_ : 0; slot < last; ++slot) {
     const Slot& used = slotAt(slot);

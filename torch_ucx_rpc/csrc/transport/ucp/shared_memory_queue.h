@@ -19,7 +19,7 @@ namespace torch_ucx_rpc {
 // The layout is uct_mm's, the same from UCX 1.14 to 1.22 (src/uct/sm/mm/base/mm_iface.h). A ring is recognized by what
 // UCX writes into a new one. A ring that looks different is left alone.
 //
-// Threads: end(), unwritten(), isPlausible() and skip() read and write the ring, which must still be UCX's; the worker
+// Threads: end(), unwritten(), isConsistent() and skip() read and write the ring, which must still be UCX's; the worker
 // lock guards that. processes() touches no ring, and any thread may call it at any time.
 class SharedMemoryQueue {
  public:
@@ -37,7 +37,7 @@ class SharedMemoryQueue {
   std::optional<Position> unwritten() const;
   // True if the slots before the first unwritten one look as they do after use. False: this is not the ring it was
   // taken for, and must not be written to.
-  bool isPlausible() const;
+  bool isConsistent() const;
   // Marks a slot as written, with a message that UCX drops. The process that took the slot must not write any more.
   void skip(Position slot);
 

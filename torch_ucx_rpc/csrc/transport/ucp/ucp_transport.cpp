@@ -82,10 +82,10 @@ class UcpTransport final : public Transport {
   }
   std::vector<std::pair<std::string, std::string>> description() const override;
   Error connect(const std::string& address, EndpointId& endpoint) override {
-    return connectTo(openAddress(address).full, endpoint);
+    return connectTo(unwrapAddress(address).full, endpoint);
   }
   Error connectOverNetwork(const std::string& address, EndpointId& endpoint) override {
-    return connectTo(openAddress(address).network, endpoint);
+    return connectTo(unwrapAddress(address).network, endpoint);
   }
   void send(
       EndpointId endpoint,
@@ -94,11 +94,11 @@ class UcpTransport final : public Transport {
       SendMode mode,
       OperationDone done,
       Memory memory) override;
-  void receive(void* parked, void* into, uint64_t bytes, OperationDone done, Memory memory) override;
+  void receive(void* rendezvous, void* into, uint64_t bytes, OperationDone done, Memory memory) override;
   bool canShare(const void* deviceMemory) const override {
     return canShareDeviceMemory(deviceMemory);
   }
-  void refuse(void* parked) override;
+  void release(void* rendezvous) override;
   unsigned progress() override;
   bool arm() override;
   size_t operationsInFlight() const override {
@@ -146,10 +146,10 @@ class UcpTransport final : public Transport {
 
   // A rendezvous that waits here. Listeners get its address as the handle, never that of UCX's descriptor: UCX may give
   // the same descriptor out again while the listener still has the handle of a message that it failed to store.
-  struct Parked {
+  struct Rendezvous {
     void* descriptor; // null: void, UCX has it back
-    Parked* previous = nullptr; // in parked_
-    Parked* next = nullptr;
+    Rendezvous* previous = nullptr; // in firstRendezvous_
+    Rendezvous* next = nullptr;
   };
 
   // Things in the order of their arrival, linked through `Next`.
@@ -180,7 +180,7 @@ class UcpTransport final : public Transport {
       void* data,
       size_t bytes,
       const ucp_am_recv_param_t* param) noexcept;
-  ucs_status_t onParked(std::span<const std::byte> header, void* descriptor, size_t bytes) noexcept;
+  ucs_status_t onRendezvous(std::span<const std::byte> header, void* descriptor, size_t bytes) noexcept;
   static void onSendDone(void* request, ucs_status_t status, void* operation) noexcept;
   static void onReceiveDone(void* request, ucs_status_t status, size_t bytes, void* operation) noexcept;
   static void onEndpointError(void* endpoint, ucp_ep_h handle, ucs_status_t status) noexcept;
@@ -189,7 +189,7 @@ class UcpTransport final : public Transport {
   // Null where there is no memory; `done` is untouched then.
   Operation* begin(OperationDone& done, Endpoint* endpoint, uint64_t bytes) noexcept;
   // Deals with what the UCX call has returned that began the operation.
-  void settle(Operation* operation, ucs_status_ptr_t returned);
+  void onSubmitted(Operation* operation, ucs_status_ptr_t returned);
   void complete(Operation* operation, ucs_status_t status) noexcept;
   void unlink(Operation* operation) noexcept;
   static void tell(Operation* operation);
@@ -198,8 +198,8 @@ class UcpTransport final : public Transport {
   void tellAll() noexcept;
   static Error failureOf(const Endpoint& endpoint);
 
-  void unpark(Parked* parked) noexcept;
-  void refuseParked();
+  void forget(Rendezvous* rendezvous) noexcept;
+  void releaseAllDescriptors();
   bool mayBeForced(const Endpoint& endpoint) const;
   void closeWhenDrained(Endpoint& endpoint);
   void closeHandle(Endpoint& endpoint);
@@ -217,9 +217,9 @@ class UcpTransport final : public Transport {
   std::vector<std::unique_ptr<Endpoint>> endpoints_;
   Operation* operations_ = nullptr; // those that UCX has not completed
   size_t operationsInFlight_ = 0; // these, and those in completed_
-  Parked* parked_ = nullptr;
-  Parked* announced_ = nullptr; // the one that the listener is being told of, until it takes or refuses it
-  bool isAnnouncedRefused_ = false;
+  Rendezvous* firstRendezvous_ = nullptr;
+  Rendezvous* announced_ = nullptr; // the one that the listener is being told of, until it takes or releases it
+  bool isAnnouncedReleased_ = false;
 
   // What UCX's callbacks have noted.
   Queue<Operation, &Operation::next> completed_;
@@ -252,7 +252,7 @@ UcpTransport::UcpTransport(size_t expectedPeers, const std::string& networkDevic
     handler.flags = UCP_AM_FLAG_WHOLE_MSG;
     check(ucp_worker_set_am_recv_handler(worker_, &handler), "registering the UCX message handler");
     check(ucp_worker_get_efd(worker_, &eventFd_), "getting UCX's event descriptor");
-    address_ = sealAddress({addressOf(worker_, 0), addressOf(worker_, UCP_WORKER_ADDRESS_FLAG_NET_ONLY)});
+    address_ = wrapAddress({addressOf(worker_, 0), addressOf(worker_, UCP_WORKER_ADDRESS_FLAG_NET_ONLY)});
   } catch (...) {
     destroy();
     throw;
@@ -327,7 +327,7 @@ UcpTransport::Operation* UcpTransport::begin(OperationDone& done, Endpoint* endp
   return operation;
 }
 
-void UcpTransport::settle(Operation* operation, ucs_status_ptr_t returned) {
+void UcpTransport::onSubmitted(Operation* operation, ucs_status_ptr_t returned) {
   if (UCS_PTR_IS_PTR(returned)) {
     return; // the callback will complete it
   }
@@ -415,18 +415,18 @@ void UcpTransport::send(
   // The agent decides which protocol suits, once for all lanes: UCX's own threshold differs from lane to lane.
   param.flags = mode == SendMode::kEager ? UCP_AM_SEND_FLAG_EAGER : UCP_AM_SEND_FLAG_RNDV;
   param.memory_type = memoryTypeOf(memory);
-  settle(
+  onSubmitted(
       operation,
       ucp_am_send_nbx(endpoint.handle, kMessageId, &header, sizeof(header), bytes.data(), bytes.size(), &param));
 }
 
 void UcpTransport::receive(void* handle, void* into, uint64_t bytes, OperationDone done, Memory memory) {
-  const std::unique_ptr<Parked> parked(static_cast<Parked*>(handle));
-  unpark(parked.get());
-  Operation* operation = parked->descriptor != nullptr ? begin(done, nullptr, 0) : nullptr;
+  const std::unique_ptr<Rendezvous> rendezvous(static_cast<Rendezvous*>(handle));
+  forget(rendezvous.get());
+  Operation* operation = rendezvous->descriptor != nullptr ? begin(done, nullptr, 0) : nullptr;
   if (operation == nullptr) {
-    if (parked->descriptor != nullptr) {
-      ucp_am_data_release(worker_, parked->descriptor);
+    if (rendezvous->descriptor != nullptr) {
+      ucp_am_data_release(worker_, rendezvous->descriptor);
     }
     done(noMemory());
     return;
@@ -436,29 +436,29 @@ void UcpTransport::receive(void* handle, void* into, uint64_t bytes, OperationDo
   param.cb.recv_am = &UcpTransport::onReceiveDone;
   param.user_data = operation;
   param.memory_type = memoryTypeOf(memory);
-  settle(operation, ucp_am_recv_data_nbx(worker_, parked->descriptor, into, bytes, &param));
+  onSubmitted(operation, ucp_am_recv_data_nbx(worker_, rendezvous->descriptor, into, bytes, &param));
 }
 
-void UcpTransport::refuse(void* handle) {
-  const std::unique_ptr<Parked> parked(static_cast<Parked*>(handle));
-  if (parked.get() == announced_) {
-    isAnnouncedRefused_ = true; // UCX has not given its descriptor away yet, and need not
-    unpark(parked.get());
+void UcpTransport::release(void* handle) {
+  const std::unique_ptr<Rendezvous> rendezvous(static_cast<Rendezvous*>(handle));
+  if (rendezvous.get() == announced_) {
+    isAnnouncedReleased_ = true; // UCX has not given its descriptor away yet, and need not
+    forget(rendezvous.get());
     return;
   }
-  unpark(parked.get());
-  if (parked->descriptor != nullptr) {
-    ucp_am_data_release(worker_, parked->descriptor);
+  forget(rendezvous.get());
+  if (rendezvous->descriptor != nullptr) {
+    ucp_am_data_release(worker_, rendezvous->descriptor);
   }
 }
 
-void UcpTransport::unpark(Parked* parked) noexcept {
-  if (parked == announced_) {
+void UcpTransport::forget(Rendezvous* rendezvous) noexcept {
+  if (rendezvous == announced_) {
     announced_ = nullptr;
   }
-  (parked->previous != nullptr ? parked->previous->next : parked_) = parked->next;
-  if (parked->next != nullptr) {
-    parked->next->previous = parked->previous;
+  (rendezvous->previous != nullptr ? rendezvous->previous->next : firstRendezvous_) = rendezvous->next;
+  if (rendezvous->next != nullptr) {
+    rendezvous->next->previous = rendezvous->previous;
   }
 }
 
@@ -472,7 +472,7 @@ ucs_status_t UcpTransport::onMessage(
   auto* transport = static_cast<UcpTransport*>(self);
   const std::span<const std::byte> headerSpan(static_cast<const std::byte*>(header), headerBytes);
   if ((param->recv_attr & UCP_AM_RECV_ATTR_FLAG_RNDV) != 0) {
-    return transport->onParked(headerSpan, data, bytes);
+    return transport->onRendezvous(headerSpan, data, bytes);
   }
   try {
     transport->listener_->onEager(headerSpan, {static_cast<const std::byte*>(data), bytes});
@@ -482,28 +482,28 @@ ucs_status_t UcpTransport::onMessage(
   return UCS_OK;
 }
 
-ucs_status_t UcpTransport::onParked(std::span<const std::byte> header, void* descriptor, size_t bytes) noexcept {
-  auto* parked = new (std::nothrow) Parked{descriptor, nullptr, parked_};
-  if (parked == nullptr) {
+ucs_status_t UcpTransport::onRendezvous(std::span<const std::byte> header, void* descriptor, size_t bytes) noexcept {
+  auto* rendezvous = new (std::nothrow) Rendezvous{descriptor, nullptr, firstRendezvous_};
+  if (rendezvous == nullptr) {
     return UCS_ERR_NO_MEMORY; // which the sender gets
   }
-  if (parked_ != nullptr) {
-    parked_->previous = parked;
+  if (firstRendezvous_ != nullptr) {
+    firstRendezvous_->previous = rendezvous;
   }
-  parked_ = parked;
-  announced_ = parked;
+  firstRendezvous_ = rendezvous;
+  announced_ = rendezvous;
   try {
-    listener_->onParked(header, parked, bytes);
+    listener_->onRendezvous(header, rendezvous, bytes);
   } catch (...) {
     noteLoss();
-    if (announced_ == parked) { // the listener may have kept the handle, and it has not used it
+    if (announced_ == rendezvous) { // the listener may have kept the handle, and it has not used it
       announced_ = nullptr;
-      parked->descriptor = nullptr;
+      rendezvous->descriptor = nullptr;
       return UCS_ERR_NO_MEMORY;
     }
   }
   announced_ = nullptr;
-  return std::exchange(isAnnouncedRefused_, false) ? UCS_OK : UCS_INPROGRESS; // in progress: we keep the descriptor
+  return std::exchange(isAnnouncedReleased_, false) ? UCS_OK : UCS_INPROGRESS; // in progress: we keep the descriptor
 }
 
 void UcpTransport::noteLoss() noexcept {
@@ -662,10 +662,10 @@ void UcpTransport::abandon(EndpointId endpointId) {
   }
 }
 
-void UcpTransport::refuseParked() {
-  for (Parked* parked = parked_; parked != nullptr; parked = parked->next) {
-    if (parked->descriptor != nullptr) {
-      ucp_am_data_release(worker_, std::exchange(parked->descriptor, nullptr));
+void UcpTransport::releaseAllDescriptors() {
+  for (Rendezvous* rendezvous = firstRendezvous_; rendezvous != nullptr; rendezvous = rendezvous->next) {
+    if (rendezvous->descriptor != nullptr) {
+      ucp_am_data_release(worker_, std::exchange(rendezvous->descriptor, nullptr));
     }
   }
 }
@@ -686,7 +686,7 @@ void UcpTransport::close(int64_t limitMs) {
   }
   using Clock = std::chrono::steady_clock;
   const auto deadline = Clock::now() + std::chrono::milliseconds(limitMs);
-  refuseParked();
+  releaseAllDescriptors();
   for (const auto& endpoint : endpoints_) {
     if (endpoint->handle != nullptr && !endpoint->isDead()) {
       endpoint->failure = abandoned();
@@ -706,7 +706,7 @@ void UcpTransport::close(int64_t limitMs) {
       (void)poll(&event, 1, 1);
     }
   }
-  refuseParked(); // what came meanwhile
+  releaseAllDescriptors(); // what came meanwhile
 
   // What could not be drained is forced. A card ends its requests then, for which it needs progress but no peer; the
   // bound is for what UCX leaves behind.
@@ -734,9 +734,9 @@ void UcpTransport::close(int64_t limitMs) {
     complete(operations_, UCS_ERR_CANCELED);
   }
   tellAll();
-  while (parked_ != nullptr) {
-    const std::unique_ptr<Parked> parked(parked_);
-    unpark(parked.get());
+  while (firstRendezvous_ != nullptr) {
+    const std::unique_ptr<Rendezvous> rendezvous(firstRendezvous_);
+    forget(rendezvous.get());
   }
 }
 

@@ -30,17 +30,17 @@ std::string_view summed(std::string_view address) {
 
 } // namespace
 
-std::string sealAddress(const WorkerAddress& address) {
+std::string wrapAddress(const WorkerAddress& address) {
   AddressPrefix prefix{kAddressMagic, 0, static_cast<uint32_t>(address.full.size())};
-  std::string sealed(reinterpret_cast<const char*>(&prefix), sizeof(prefix));
-  sealed += address.full;
-  sealed += address.network;
-  prefix.checksum = checksumOf(summed(sealed));
-  std::memcpy(sealed.data(), &prefix, sizeof(prefix));
-  return sealed;
+  std::string wrapped(reinterpret_cast<const char*>(&prefix), sizeof(prefix));
+  wrapped += address.full;
+  wrapped += address.network;
+  prefix.checksum = checksumOf(summed(wrapped));
+  std::memcpy(wrapped.data(), &prefix, sizeof(prefix));
+  return wrapped;
 }
 
-WorkerAddressView openAddress(std::string_view address) {
+WorkerAddressView unwrapAddress(std::string_view address) {
   AddressPrefix prefix{};
   if (address.size() < sizeof(prefix)) {
     return {};

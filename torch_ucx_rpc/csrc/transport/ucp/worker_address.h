@@ -17,9 +17,9 @@ struct WorkerAddressView {
 
 // Packs both into the one address that this package passes on. UCX trusts what it reads in an address, and asserts it.
 // So a checksum stands in front, and a damaged or foreign address becomes an error.
-std::string sealAddress(const WorkerAddress& address);
+std::string wrapAddress(const WorkerAddress& address);
 
-// Unpacks what sealAddress() has returned; both are empty for anything else. Points into `address`.
-WorkerAddressView openAddress(std::string_view address);
+// Unpacks what wrapAddress() has returned; both are empty for anything else. Points into `address`.
+WorkerAddressView unwrapAddress(std::string_view address);
 
 } // namespace torch_ucx_rpc
