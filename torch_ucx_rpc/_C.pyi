@@ -38,24 +38,20 @@ def translate_runtime_errors(
     failure: Callable[[str, str, dict[str, object]], BaseException | None],
 ) -> None: ...
 
-class Member:
-    def __init__(
-        self,
-        *,
-        rank: int,
-        name: str,
-        host: str,
-        pid: int,
-        boot_id: str,
-        pid_namespace: int,
-        process_start_time: int,
-        session: int,
-        first_rref_id: int,
-        address: bytes,
-        send_key: bytes = b"",
-        receive_key: bytes = b"",
-        join_key: bytes = b"",
-    ) -> None: ...
+class Member:  # to be written only: the last four are bytes, which reading takes for text
+    rank: int
+    name: str
+    host: str
+    pid: int
+    boot_id: str
+    pid_namespace: int
+    process_start_time: int
+    session: int
+    first_rref_id: int
+    address: bytes
+    send_key: bytes
+    receive_key: bytes
+    join_key: bytes
 
 class Waiting(Enum):
     auto = ...

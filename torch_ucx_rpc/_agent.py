@@ -7,8 +7,8 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
-from collections.abc import Collection, Iterable
-from typing import Any
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any, TypeVar
 
 import torch
 from torch._C._distributed_c10d import Store
@@ -17,7 +17,7 @@ from torch._C._distributed_rpc import _cleanup_python_rpc_handler, _destroy_rref
 from torch_ucx_rpc._bootstrap.dynamic_group import DynamicGroup, StaticGroup
 from torch_ucx_rpc._bootstrap.network import default_devices
 from torch_ucx_rpc._bootstrap.record import Record
-from torch_ucx_rpc._bootstrap.secret import Secret
+from torch_ucx_rpc._bootstrap.secret import NO_FRAME_KEYS, Secret
 from torch_ucx_rpc._devices import maps as device_maps
 from torch_ucx_rpc._devices import pool as device_pool
 from torch_ucx_rpc._native import _C
@@ -28,15 +28,14 @@ from torch_ucx_rpc._options import UcxRpcBackendOptions
 current: UcxRpcAgent | None = None
 
 
-def _native_options(options: UcxRpcBackendOptions) -> _C.AgentOptions:
-    native = _C.AgentOptions()
-    native.rpc_timeout = options.rpc_timeout
-    native.num_worker_threads = options.num_worker_threads
-    native.max_worker_threads = options.max_worker_threads
-    native.heartbeat_limit = options.heartbeat_limit
-    native.receive_window_bytes = options.receive_window_bytes
-    native.host_pool_bytes = options.host_pool_bytes
-    native.waiting = getattr(_C.Waiting, options.waiting)
+_Native = TypeVar("_Native", _C.AgentOptions, _C.Member)
+
+
+def _filled(native: _Native, source: object, **others: object) -> _Native:
+    """Set each field of a C++ structure to what ``others``, or else ``source``, has under its name."""
+    for name, field in vars(type(native)).items():
+        if isinstance(field, property):
+            setattr(native, name, others[name] if name in others else getattr(source, name))
     return native
 
 
@@ -58,7 +57,7 @@ class UcxRpcAgent(_C.UcxRpcAgent):
         super().__init__(
             name,
             rank,
-            options=_native_options(options),
+            options=_filled(_C.AgentOptions(), options, waiting=getattr(_C.Waiting, options.waiting)),
             expected_peers=expected_peers,
             network_devices=default_devices(store, _C.ucx_library()["path"]),
             **faults,
@@ -83,25 +82,7 @@ class UcxRpcAgent(_C.UcxRpcAgent):
             records: the workers to add.
             members: all workers known so far, ``records`` included.
         """
-        secret = self.secret
-        self._add_members(
-            [
-                _C.Member(
-                    rank=record.rank,
-                    name=record.name,
-                    host=record.host,
-                    pid=record.pid,
-                    boot_id=record.boot_id,
-                    pid_namespace=record.pid_namespace,
-                    process_start_time=record.process_start_time,
-                    session=record.session,
-                    first_rref_id=record.first_rref_id,
-                    address=record.address,
-                    **({} if secret is None else secret.frame_keys(self.session, record.session)),
-                )
-                for record in records
-            ]
-        )
+        self._add_members([_filled(_C.Member(), record, **self._frame_keys(record)) for record in records])
         own = next(member for member in members if member.session == self.session)
         replies = device_maps.maps_of_replies(own.name, members)
         self.devices = devices = device_maps.devices_in_use(own, replies)
@@ -111,6 +92,9 @@ class UcxRpcAgent(_C.UcxRpcAgent):
             torch.cuda.init()
             device_pool.choose(self._options, devices)
         self._set_device_maps(own.device_maps, replies, devices)
+
+    def _frame_keys(self, record: Record) -> Mapping[str, bytes]:
+        return NO_FRAME_KEYS if self.secret is None else self.secret.frame_keys(self.session, record.session)
 
     def join(self, shutdown: bool = False, timeout: float = 0) -> None:
         self._check_process()

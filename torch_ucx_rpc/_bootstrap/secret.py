@@ -24,6 +24,9 @@ _LEAST_BYTES = 16
 # No secret is longer. A large file that is no secret is not read to its end.
 _MOST_BYTES = 4096
 
+# Of a job without a secret; see `Secret.frame_keys`.
+NO_FRAME_KEYS = {"send_key": b"", "receive_key": b"", "join_key": b""}
+
 _HOW_TO_MAKE = "make one with `(umask 077; openssl rand -hex 32 > job.secret)`"
 
 
@@ -40,7 +43,7 @@ class Secret:
         return hmac.digest(self._key, info + b"\x01", "sha256")
 
     def frame_keys(self, own: int, other: int) -> dict[str, bytes]:
-        """Keys of the frames between this worker and another, by session; arguments of ``_C.Member``."""
+        """Keys of the frames between this worker and another, by session; fields of ``_C.Member``."""
         return {
             "send_key": self.key("frames", own, other),
             "receive_key": self.key("frames", other, own),

@@ -391,49 +391,20 @@ PYBIND11_MODULE(_C, module) {
   py::module_::import("torch.distributed.rpc"); // RpcAgent, the base class, and WorkerInfo are bound there
 
   py::class_<Member>(module, "Member")
-      .def(
-          py::init([](worker_id_t rank,
-                      std::string name,
-                      std::string host,
-                      int64_t pid,
-                      std::string bootId,
-                      uint64_t pidNamespace,
-                      uint64_t processStartTime,
-                      uint64_t session,
-                      int64_t firstRRefId,
-                      const py::bytes& address,
-                      const py::bytes& sendKey,
-                      const py::bytes& receiveKey,
-                      const py::bytes& joinKey) {
-            return Member{
-                rank,
-                std::move(name),
-                std::move(host),
-                pid,
-                std::move(bootId),
-                pidNamespace,
-                processStartTime,
-                session,
-                firstRRefId,
-                std::string(address),
-                std::string(sendKey),
-                std::string(receiveKey),
-                std::string(joinKey)};
-          }),
-          py::kw_only(),
-          py::arg("rank"),
-          py::arg("name"),
-          py::arg("host"),
-          py::arg("pid"),
-          py::arg("boot_id"),
-          py::arg("pid_namespace"),
-          py::arg("process_start_time"),
-          py::arg("session"),
-          py::arg("first_rref_id"),
-          py::arg("address"),
-          py::arg("send_key") = py::bytes(),
-          py::arg("receive_key") = py::bytes(),
-          py::arg("join_key") = py::bytes());
+      .def(py::init())
+      .def_readwrite("rank", &Member::rank)
+      .def_readwrite("name", &Member::name)
+      .def_readwrite("host", &Member::host)
+      .def_readwrite("pid", &Member::pid)
+      .def_readwrite("boot_id", &Member::bootId)
+      .def_readwrite("pid_namespace", &Member::pidNamespace)
+      .def_readwrite("process_start_time", &Member::processStartTime)
+      .def_readwrite("session", &Member::session)
+      .def_readwrite("first_rref_id", &Member::firstRRefId)
+      .def_readwrite("address", &Member::address)
+      .def_readwrite("send_key", &Member::sendKey)
+      .def_readwrite("receive_key", &Member::receiveKey)
+      .def_readwrite("join_key", &Member::joinKey);
 
   py::enum_<Waiting>(module, "Waiting")
       .value("auto", Waiting::kAuto)

@@ -68,7 +68,8 @@ class InboxTest : public testing::Test {
   PatientTransport transport_;
   Directory directory_;
   EventLog events_;
-  Outbox outbox_{transport_, events_.buffer};
+  PushShare share_;
+  Outbox outbox_{transport_, share_, events_.buffer};
   DevicesInUse devices_;
   const std::shared_ptr<ReceiveWindow> window_ = std::make_shared<ReceiveWindow>(1ull << 30, [] {});
   Inbox inbox_{

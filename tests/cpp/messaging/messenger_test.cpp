@@ -170,14 +170,14 @@ TEST_F(MessengerTest, CanceledRequestIsNotTakenInByItsCallee) {
 }
 
 TEST_F(MessengerTest, RequestThatHasNotLeftIsGivenUpHere) {
-  for (uint64_t call = 0; call <= Outbox::kMaxRendezvous; ++call) {
+  for (uint64_t call = 0; call <= PushShare::kMaxParts; ++call) {
     post(Kind::kRequest, call, kLarge);
   }
-  one_.messenger.cancel({{&one_.peer(1), Outbox::kMaxRendezvous}});
+  one_.messenger.cancel({{&one_.peer(1), PushShare::kMaxParts}});
   EXPECT_EQ(
       handlers_[0].takeNotes(),
-      Notes{"request not sent: its call was given up " + std::to_string(Outbox::kMaxRendezvous)});
-  EXPECT_EQ(one_.messenger.underWay(), Outbox::kMaxRendezvous);
+      Notes{"request not sent: its call was given up " + std::to_string(PushShare::kMaxParts)});
+  EXPECT_EQ(one_.messenger.underWay(), PushShare::kMaxParts);
 }
 
 TEST_F(MessengerTest, EverythingUnderWayToAPeerThatIsGoneEnds) {
@@ -365,9 +365,9 @@ TEST_F(MessengerTest, WaitingCallerCompletesItsOwnAnswer) {
 
 TEST_F(MessengerTest, LanesAreKnownFromTheFirstMessageOn) {
   const std::vector<const Peer*> peers{&one_.peer(0), &one_.peer(1)};
-  EXPECT_EQ(one_.messenger.lanes(peers), (std::vector<std::vector<std::string>>{{}, {}}));
+  EXPECT_EQ(one_.messenger.traffic(peers).lanes, (std::vector<std::vector<std::string>>{{}, {}}));
   post(Kind::kRequest, 1);
-  EXPECT_EQ(one_.messenger.lanes(peers), (std::vector<std::vector<std::string>>{{}, {"loopback/memory"}}));
+  EXPECT_EQ(one_.messenger.traffic(peers).lanes, (std::vector<std::vector<std::string>>{{}, {"loopback/memory"}}));
   EXPECT_EQ(one_.messenger.address(), "address 0");
 }
 

@@ -21,7 +21,7 @@ using wire::Kind;
 
 class OutboxTest : public testing::Test {
  protected:
-  static constexpr size_t kMost = Outbox::kMaxRendezvous;
+  static constexpr size_t kMost = PushShare::kMaxParts;
   static constexpr size_t kLarge = OutgoingMessage::kEagerBodyBytes + 1;
 
   ~OutboxTest() override {
@@ -67,7 +67,8 @@ class OutboxTest : public testing::Test {
   Peer other_{memberOf(2)};
   SendingTransport transport_;
   EventLog events_;
-  Outbox outbox_{transport_, events_.buffer};
+  PushShare share_;
+  Outbox outbox_{transport_, share_, events_.buffer};
 };
 
 TEST_F(OutboxTest, EndpointIsMadeWithTheFirstMessageToAPeer) {

@@ -249,6 +249,15 @@ TEST_F(ReceiverTest, CancelGivesUpTheRequestOfThatPeerAndNothingElse) {
   EXPECT_EQ(events_.handlers.requests[0].from, &other_);
 }
 
+TEST_F(ReceiverTest, CancelGivesUpARequestThatHasNotBeenStartedYet) {
+  start(announced(Kind::kRequest, 1, 1, 10));
+  receiver_.cancel(peer_, 1);
+  receiver_.startDeferred();
+  EXPECT_EQ(transport_.begun, 0u);
+  EXPECT_EQ(transport_.released.size(), 1u);
+  EXPECT_EQ(events_.take(), Notes{"request rejected: its call was given up 1"});
+}
+
 TEST_F(ReceiverTest, FailedPieceFailsItsMessageOnceAllThatWasAskedForIsThrough) {
   start(announced(Kind::kRequest, 1, 5, 10));
   receiver_.startDeferred();

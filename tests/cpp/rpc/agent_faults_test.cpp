@@ -313,7 +313,7 @@ TEST_F(AgentTest, LargeMessagesWaitForTheirTurnWhereTheyCostTheReceiverNothing) 
   });
   std::vector<Future> calls;
   std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>> storages;
-  for (size_t count = 0; count < Outbox::kMaxRendezvous + kMore; ++count) {
+  for (size_t count = 0; count < PushShare::kMaxParts + kMore; ++count) {
     at::Tensor tensor = tensorOf(64 * kKiB);
     storages.push_back(tensor.storage().getWeakStorageImpl());
     calls.push_back(call(0, 1, "large", {std::move(tensor)}, 0.5f));
@@ -322,7 +322,7 @@ TEST_F(AgentTest, LargeMessagesWaitForTheirTurnWhereTheyCostTheReceiverNothing) 
   for (const Future& call : calls) {
     EXPECT_TRUE(contains(failure(call), "RPC ran for more than"));
   }
-  EXPECT_EQ(announced.load(), Outbox::kMaxRendezvous);
+  EXPECT_EQ(announced.load(), PushShare::kMaxParts);
   EXPECT_TRUE(eventually([&] {
     return std::all_of(storages.end() - kMore, storages.end(), [](const auto& storage) { return storage.expired(); });
   })) << "what had not left is free";
@@ -333,7 +333,7 @@ TEST_F(AgentTest, LargeMessagesThatWaitForTheirTurnFailWithTheirReceiver) {
   start(2);
   fault(wire::Kind::kRequest, 0, Fate::kDrop);
   std::vector<Future> calls;
-  for (size_t count = 0; count < 2 * Outbox::kMaxRendezvous; ++count) {
+  for (size_t count = 0; count < 2 * PushShare::kMaxParts; ++count) {
     calls.push_back(call(0, 1, "large", {tensorOf(64 * kKiB)}, 3600.f));
   }
   network_.kill("address 1");
@@ -347,7 +347,7 @@ TEST_F(AgentTest, LargeMessagesThatWaitForTheirTurnFailWithTheirReceiver) {
 TEST_F(AgentTest, AllLargeMessagesGetTheirTurn) {
   start(2);
   std::vector<Future> calls;
-  for (size_t count = 0; count < 5 * Outbox::kMaxRendezvous; ++count) {
+  for (size_t count = 0; count < 5 * PushShare::kMaxParts; ++count) {
     calls.push_back(call(
         static_cast<worker_id_t>(count % 2),
         static_cast<worker_id_t>(1 - count % 2),
@@ -363,7 +363,7 @@ TEST_F(AgentTest, AllLargeMessagesGetTheirTurn) {
 TEST_F(AgentTest, MessageOfManyTensorsLeavesAlone) {
   start(2);
   std::vector<at::Tensor> sent;
-  for (size_t count = 0; count < Outbox::kMaxRendezvous + 1; ++count) {
+  for (size_t count = 0; count < PushShare::kMaxParts + 1; ++count) {
     sent.push_back(tensorOf(64 * kKiB, static_cast<double>(count)));
   }
   const Future first = call(0, 1, "first", sent);
@@ -371,7 +371,7 @@ TEST_F(AgentTest, MessageOfManyTensorsLeavesAlone) {
   for (const Future& future : {first, second}) {
     const c10::intrusive_ptr<Message> received = answer(future);
     ASSERT_EQ(received->tensors().size(), sent.size());
-    EXPECT_TRUE(isAll(received->tensors().back(), Outbox::kMaxRendezvous));
+    EXPECT_TRUE(isAll(received->tensors().back(), PushShare::kMaxParts));
   }
 }
 

@@ -68,9 +68,9 @@ TEST_F(AgentWindowTest, ManyBodiesThatAreSmallWaitAtTheSender) {
     for (size_t number = 0; number < kCalls; ++number) {
       calls.push_back(call(0, 1, text));
     }
-    EXPECT_GT(eagerBytes.load(), EagerCredit::kMaxBytes - 2 * text.size());
+    EXPECT_GT(eagerBytes.load(), EagerCredit::kMaxBytesOfLarger - 2 * text.size());
     if (round == 0) {
-      EXPECT_LE(eagerBytes.load(), EagerCredit::kMaxBytes);
+      EXPECT_LE(eagerBytes.load(), EagerCredit::kMaxBytesOfLarger);
       gate_->open();
     }
     for (const Future& future : calls) {

@@ -159,7 +159,7 @@ TEST_F(DeviceTest, WhatIsNotReadyHoldsUpNothing) {
   startWith([&](Message& /*request*/) { return completed(""); }, same_);
   device_.launch(fake(), [] {});
   std::vector<at::Tensor> all; // the parts that may be under way at a time
-  for (size_t number = 0; number < Outbox::kMaxRendezvous; ++number) {
+  for (size_t number = 0; number < PushShare::kMaxParts; ++number) {
     all.push_back(onDevice(kSmall, 1));
   }
   const Future waiting = call(0, 1, "", all);

@@ -1,19 +1,23 @@
 #pragma once
 
+#include "messaging/push_share.h"
 #include "peers/peer.h"
 
+#include <algorithm>
 #include <cstdint>
 #include <utility>
 
 namespace torch_ucx_rpc {
 
-// What a request whose body is sent at once, without being asked for, may add to what its receiver has taken in and not
-// answered: the receive window cannot hold it back. Given back with the call.
+// A request's part of its sender's PushShare. The body of such a request leaves at once, without being asked for. The
+// credit is given back with the call, when the receiver has answered.
 class EagerCredit {
  public:
-  // To a peer. Bodies up to kFreeBytes are not worth waiting for.
-  static constexpr uint64_t kMaxBytes = 8 * 1024 * 1024;
-  static constexpr uint64_t kFreeBytes = 4 * 1024;
+  // Larger bodies leave the rest of the share to small ones, which are not worth waiting for.
+  static constexpr uint64_t kSmallBytes = 4 * 1024;
+  static constexpr uint64_t kMaxBytesOfLarger = 8 * 1024 * 1024;
+  // What a request costs its receiver beside its body.
+  static constexpr uint64_t kOverhead = 512;
 
   EagerCredit() = default;
   EagerCredit(EagerCredit&& other) noexcept
@@ -29,12 +33,11 @@ class EagerCredit {
     }
   }
 
-  // False if there is no room for it; then the body is to wait at the sender.
-  bool take(Peer& to, uint64_t bytes) {
-    if (bytes <= kFreeBytes) {
-      return true;
-    }
-    if (to.eagerBytesOpen.fetch_add(bytes, std::memory_order_relaxed) + bytes > kMaxBytes) {
+  // False if the share is used up: then the body waits at the sender until it is asked for.
+  bool take(Peer& to, uint64_t bodyBytes, const PushShare& share) {
+    const uint64_t most = bodyBytes <= kSmallBytes ? share.bytes() : std::min(share.bytes(), kMaxBytesOfLarger);
+    const uint64_t bytes = bodyBytes + kOverhead;
+    if (to.eagerBytesOpen.fetch_add(bytes, std::memory_order_relaxed) + bytes > most) {
       to.eagerBytesOpen.fetch_sub(bytes, std::memory_order_relaxed);
       return false;
     }

@@ -58,7 +58,7 @@ Messenger::Messenger(
       progress_(*transport_, *this, options.waiting),
       window_(std::make_shared<ReceiveWindow>(
           options.receiveWindowBytes, [this] { progress_.requestStartDeferred(); })), // which admits messages that wait
-      outbox_(*transport_, events_),
+      outbox_(*transport_, share_, events_),
       inbox_(*transport_, directory, outbox_, window_, HostPool::instance(), self.session, handlers, devices, events_) {
   transport_->setListener(&inbox_);
 }
@@ -327,16 +327,16 @@ size_t Messenger::underWay() {
   return underWay;
 }
 
-std::vector<std::vector<std::string>> Messenger::lanes(const std::vector<const Peer*>& peers) {
-  std::vector<std::vector<std::string>> lanes(peers.size());
+Messenger::Traffic Messenger::traffic(const std::vector<const Peer*>& peers) {
+  Traffic traffic;
   progress_.run([&] {
-    for (size_t index = 0; index < peers.size(); ++index) {
-      if (peers[index]->endpoint.has_value()) {
-        lanes[index] = transport_->lanes(*peers[index]->endpoint);
-      }
+    traffic.underWay = outbox_.underWay();
+    for (const Peer* peer : peers) {
+      traffic.lanes.push_back(
+          peer->endpoint.has_value() ? transport_->lanes(*peer->endpoint) : std::vector<std::string>());
     }
   });
-  return lanes;
+  return traffic;
 }
 
 } // namespace torch_ucx_rpc

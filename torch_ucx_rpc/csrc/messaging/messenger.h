@@ -5,6 +5,7 @@
 #include "messaging/event_handlers.h"
 #include "messaging/inbox.h"
 #include "messaging/outbox.h"
+#include "messaging/push_share.h"
 #include "messaging/receive_window.h"
 #include "messaging/sent_messages.h"
 #include "peers/directory.h"
@@ -95,8 +96,10 @@ class Messenger final : public Leader, public PeerObserver, private ProgressClie
   void wakeWaitingCaller() {
     progress_.wakeWaitingCaller();
   }
-  void setProcessesHere(size_t processes) {
-    progress_.setProcessesHere(processes);
+  // Workers of the group, and those of them on this machine; this one counts too.
+  void setGroupSize(size_t workers, size_t workersHere) {
+    share_.setWorkers(workers);
+    progress_.setProcessesHere(workersHere);
   }
   void watch(int fd, Progress::Operation onReadable) {
     progress_.watch(fd, std::move(onReadable));
@@ -123,6 +126,9 @@ class Messenger final : public Leader, public PeerObserver, private ProgressClie
   const ReceiveWindow& window() const {
     return *window_;
   }
+  const PushShare& share() const {
+    return share_;
+  }
   uint64_t refusedFrames() const {
     return inbox_.refusedFrames();
   }
@@ -131,8 +137,12 @@ class Messenger final : public Leader, public PeerObserver, private ProgressClie
   }
   // Messages that the transport has not finished; waits for the worker lock.
   size_t underWay();
-  // The lanes of each of these peers, empty before the first message; waits for the worker lock.
-  std::vector<std::vector<std::string>> lanes(const std::vector<const Peer*>& peers);
+  struct Traffic {
+    size_t underWay = 0;
+    std::vector<std::vector<std::string>> lanes; // of each peer, empty before the first message
+  };
+  // The same, and how messages travel to these peers; waits for the worker lock.
+  Traffic traffic(const std::vector<const Peer*>& peers);
 
  private:
   // ProgressClient.
@@ -180,6 +190,7 @@ class Messenger final : public Leader, public PeerObserver, private ProgressClie
   EventBuffer events_; // worker lock
   Progress progress_; // own synchronization: it has the worker lock
   const std::shared_ptr<ReceiveWindow> window_; // own synchronization
+  PushShare share_; // own synchronization
   Outbox outbox_; // worker lock
   Inbox inbox_; // worker lock
 

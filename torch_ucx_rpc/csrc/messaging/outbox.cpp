@@ -72,7 +72,7 @@ void Outbox::enqueue(std::unique_ptr<OutgoingMessage> message) {
   Queue* queue = nullptr;
   if (isQueued(*message) && canLeave(*message) && !message->error) { // else it fails at once
     queue = &queueOf(*message);
-    if (!queue->waiting.empty() || !queue->hasRoomFor(*message)) {
+    if (!queue->waiting.empty() || !queue->hasRoomFor(*message, share_)) {
       queue->waiting.emplace(message->header.callId, std::move(message));
       return;
     }
@@ -85,7 +85,7 @@ void Outbox::startDeferred() {
   sendReady();
   while (!unblocked_.empty()) {
     for (Queue* queue : std::exchange(unblocked_, {})) {
-      while (!queue->waiting.empty() && queue->hasRoomFor(*queue->waiting.begin()->second)) {
+      while (!queue->waiting.empty() && queue->hasRoomFor(*queue->waiting.begin()->second, share_)) {
         startFirst(*queue);
       }
     }
@@ -201,7 +201,7 @@ void Outbox::retryStranded() {
 }
 
 size_t Outbox::underWay() const {
-  size_t sum = 0;
+  size_t sum = stranded_.size();
   for (const auto& [endpoint, peer] : peers_) {
     sum += peer->isThere() ? peer->messagesUnderWay : 0;
   }

@@ -2,6 +2,7 @@
 
 #include "messaging/event_buffer.h"
 #include "messaging/message.h"
+#include "messaging/push_share.h"
 #include "transport/transport.h"
 
 #include <map>
@@ -20,16 +21,11 @@ namespace torch_ucx_rpc {
 //
 // A message waits first of all until a device has made its tensors: UCX reads without regard to streams.
 //
-// What travels by rendezvous leaves a few parts at a time: each part that waits outside the peer's receive window costs
-// it a descriptor of UCX's, 8 KiB of shared memory for each of its pieces. The rest wait here, where they cost next to
-// nothing and can be canceled, in the order of their calls. Answers do not wait for requests, nor one peer's messages
-// for another's.
+// What travels by rendezvous leaves a few parts at a time: PushShare::parts() of requests and of answers to each peer.
+// The rest wait here, where they cost next to nothing and can be canceled, in the order of their calls. Answers do not
+// wait for requests, nor one peer's messages for another's.
 class Outbox {
  public:
-  // Parts by rendezvous under way to a peer, of requests and of answers each. Enough to hide the latency of a network
-  // also where each is as small as rendezvous gets: 64 times 32 KiB are 80 us of 25 GB/s.
-  static constexpr size_t kMaxRendezvous = 64;
-
   // Bytes that travel eagerly and that the transport has not finished, to a peer, of requests and of answers each. UCX
   // queues them in memory of its own when the peer does not read, a stopped process for one, and never gives a
   // timed-out one back.
@@ -37,7 +33,8 @@ class Outbox {
   // What a message costs the transport beside its body.
   static constexpr uint64_t kEagerOverhead = 512;
 
-  Outbox(Transport& transport, EventBuffer& events) : transport_(transport), events_(events) {}
+  Outbox(Transport& transport, const PushShare& share, EventBuffer& events)
+      : transport_(transport), share_(share), events_(events) {}
 
   // Sends an addressed message to `message->to`, as soon as its tensors are ready and it is its turn. It goes to
   // EventBuffer::addSent(), exactly once, when UCX is done with it.
@@ -88,11 +85,11 @@ class Outbox {
     std::multimap<uint64_t, std::unique_ptr<OutgoingMessage>> waiting; // by the ids of their calls
 
     // A message that is larger than a limit leaves alone.
-    bool hasRoomFor(const OutgoingMessage& message) const {
+    bool hasRoomFor(const OutgoingMessage& message, const PushShare& share) const {
       if (message.rendezvousParts() == 0) {
         return eagerBytes == 0 || eagerBytes + eagerBytesOf(message) <= kMaxEagerBytes;
       }
-      return rendezvous == 0 || rendezvous + message.rendezvousParts() <= kMaxRendezvous;
+      return rendezvous == 0 || rendezvous + message.rendezvousParts() <= share.parts();
     }
     void account(const OutgoingMessage& message, bool begins) {
       if (message.rendezvousParts() == 0) {
@@ -127,6 +124,7 @@ class Outbox {
   void finish(OutgoingMessage* message, Queue* queue, size_t parts, Error error);
 
   Transport& transport_;
+  const PushShare& share_;
   EventBuffer& events_;
   std::unordered_map<EndpointId, Peer*> peers_;
   // By who has been asked to admit this worker and has not done so.

@@ -217,13 +217,23 @@ void Receiver::receivePart(Source& source, Entry receiving) {
 }
 
 void Receiver::cancel(const Peer& from, uint64_t callId) {
-  std::erase_if(sources_[&from].waiting, [&](Entry receiving) {
+  const auto isCanceled = [&](Entry receiving) {
     const wire::Header& header = receiving->message.header;
-    const bool isCanceled = header.kind == wire::Kind::kRequest && header.callId == callId;
-    if (isCanceled) {
+    return receiving->message.from == &from && header.kind == wire::Kind::kRequest && header.callId == callId;
+  };
+  std::erase_if(starting_, [&](Entry receiving) {
+    const bool isHere = isCanceled(receiving);
+    if (isHere) {
+      reject(receiving, callGivenUp());
+    }
+    return isHere;
+  });
+  std::erase_if(sources_[&from].waiting, [&](Entry receiving) {
+    const bool isHere = isCanceled(receiving);
+    if (isHere) {
       giveUpRest(receiving, callGivenUp());
     }
-    return isCanceled;
+    return isHere;
   });
 }
 

@@ -71,7 +71,7 @@ c10::intrusive_ptr<JitFuture> CallClient::send(
   }
   call.sender = std::this_thread::get_id();
   call.nesting = Executor::markBlocked();
-  outgoing->waitsForRoom = outgoing->isBodyEager() && !call.eager.take(to, outgoing->body.size());
+  outgoing->waitsForRoom = outgoing->isBodyEager() && !call.eager.take(to, outgoing->body.size(), messenger_.share());
   c10::intrusive_ptr<JitFuture> future = call.future;
   const CallTable::Clock::time_point deadline = call.deadline;
   bool isEarliest = false;

@@ -64,15 +64,15 @@ void Group::addMembers(std::vector<Member> members) {
   const Peer* self = directory_.findSession(self_.session);
   TORCH_CHECK(self != nullptr, "worker '", self_.name, "' was not told of itself");
   const std::vector<Peer*> present = directory_.present();
-  size_t processesHere = 1;
+  size_t workersHere = 1;
   for (Peer* peer : present) {
     if (peer != self && peer->member().bootId == self->member().bootId) { // of one boot of one machine
       peer->isNeighbour.store(true);
       peer->isOverNetwork.store(peer->member().pidNamespace != self->member().pidNamespace);
-      ++processesHere;
+      ++workersHere;
     }
   }
-  messenger_.setProcessesHere(processesHere);
+  messenger_.setGroupSize(present.size(), workersHere);
   monitor_.watch(self->member(), present);
 }
 

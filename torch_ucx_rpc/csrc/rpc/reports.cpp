@@ -47,14 +47,14 @@ AgentStatistics Reports::statistics() const {
   if (lifetime_.isClosed()) {
     return statistics;
   }
-  statistics.messagesSending = messenger_.underWay();
   std::vector<const Peer*> peers;
   for (const AgentStatistics::OfPeer& of : statistics.peers) {
     peers.push_back(of.peer);
   }
-  std::vector<std::vector<std::string>> lanes = messenger_.lanes(peers);
-  for (size_t index = 0; index < lanes.size(); ++index) {
-    statistics.peers[index].lanes = std::move(lanes[index]);
+  Messenger::Traffic traffic = messenger_.traffic(peers);
+  statistics.messagesSending = traffic.underWay;
+  for (size_t index = 0; index < peers.size(); ++index) {
+    statistics.peers[index].lanes = std::move(traffic.lanes[index]);
   }
   return statistics;
 }
