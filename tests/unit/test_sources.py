@@ -36,7 +36,6 @@ SOURCES = sources(ROOT / "torch_ucx_rpc", ROOT / "tests")
 KNOWN_WIDE: dict[str, int] = {}
 KNOWN_HEADLESS: dict[str, int] = {
     "torch_ucx_rpc/csrc/memory": 3,
-    "torch_ucx_rpc/csrc/rpc": 1,
     "torch_ucx_rpc/csrc/runtime": 2,
     "torch_ucx_rpc/csrc/transport/ucp": 2,
     "torch_ucx_rpc/csrc/wire": 2,

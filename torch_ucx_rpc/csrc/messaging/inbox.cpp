@@ -138,6 +138,7 @@ void Inbox::onEager(std::span<const std::byte> headerBytes, std::span<const std:
   if (!checkHeader(headerBytes, header)) {
     return;
   }
+  // The sender of a join is no member, so findSender() would not know it.
   if (header.kind == wire::Kind::kJoin && acceptsJoins_) {
     onJoin(header, bytes);
     return;

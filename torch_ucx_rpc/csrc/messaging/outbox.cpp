@@ -31,6 +31,7 @@ Error Outbox::connect(Peer& peer) {
 
 void Outbox::send(std::unique_ptr<OutgoingMessage> message) {
   assertHoldsWorkerLock();
+  // A goodbye does not wait for admission: this worker wants none any more.
   if (message->header.kind == wire::Kind::kJoin) {
     unadmitted_.try_emplace(message->to);
   } else if (const auto entry = unadmitted_.find(message->to);
@@ -70,8 +71,9 @@ void Outbox::sendReady() {
 
 void Outbox::enqueue(std::unique_ptr<OutgoingMessage> message) {
   Queue* queue = nullptr;
-  if (isQueued(*message) && canLeave(*message) && !message->error) { // else it fails at once
+  if (isQueued(*message) && canLeave(*message) && !message->error) { // otherwise it fails at once
     queue = &queueOf(*message);
+    // Even if there is room, a message does not pass those that wait.
     if (!queue->waiting.empty() || !queue->hasRoomFor(*message, share_)) {
       queue->waiting.emplace(message->header.callId, std::move(message));
       return;
@@ -136,6 +138,7 @@ void Outbox::start(std::unique_ptr<OutgoingMessage> owned, Queue* queue) {
     finish(message, queue, message->unfinished, std::move(error));
     return;
   }
+  // Frames are numbered here, in the order in which they leave.
   message->sealFrames();
   const EndpointId endpoint = *message->to->endpoint;
   message->to->isMet.store(true, std::memory_order_relaxed);

@@ -14,6 +14,7 @@ bool Receiver::isBusy(uint64_t more, Clock::time_point now) const {
   for (const Receiving& receiving : receiving_) {
     bytes += now - receiving.began < kSlow ? receiving.bytes : 0;
   }
+  // A message of any size may be received alone.
   return bytes != 0 && bytes + more > kReceivingBytes;
 }
 
@@ -98,6 +99,7 @@ void Receiver::release(wire::Assembled& assembled) {
 void Receiver::startDeferred() {
   hasFinished_ = false;
   std::erase_if(starting_, [this](Entry receiving) { return beginIfFree(receiving); });
+  // A receive that completes at once makes its source due again, for the next call.
   for (Source* source : std::exchange(due_, {})) {
     receiveNextParts(*source);
   }
@@ -191,6 +193,8 @@ void Receiver::receiveNextParts(Source& source) {
 }
 
 void Receiver::receivePart(Source& source, Entry receiving) {
+  // Neither reference dangles later: sources are never erased, and a message stays in its list until all begun parts
+  // are through.
   const Part& part = receiving->parts[receiving->begun++];
   const uint64_t bytes = part.bytes;
   ++receiving->unfinished;
