@@ -51,7 +51,7 @@ constexpr bool isLocal(ErrorCode code) {
 class [[nodiscard]] Error {
  public:
   Error() = default;
-  // `cause`: the part of the message that says how it was seen, where programs may want it alone.
+  // `cause` is the part of the message that says how the failure was seen, for programs that want it alone.
   Error(ErrorCode code, std::string message, std::string cause = {})
       : code_(code), message_(std::move(message)), cause_(std::move(cause)) {}
 

@@ -19,7 +19,7 @@ struct OsslParam {
   size_t returnedBytes;
 };
 
-// What we use of libcrypto, as <openssl/evp.h> and <openssl/crypto.h> declare it.
+// The functions of libcrypto that are used here, as <openssl/evp.h> and <openssl/crypto.h> declare them.
 struct Libcrypto {
   Libcrypto();
 
@@ -36,7 +36,7 @@ struct Libcrypto {
 };
 
 void* openLibrary() {
-  // The same soname twice: what the process has loaded already goes before what is newer on the disk.
+  // A library that the process has loaded already is preferred to a newer one on the disk.
   for (const int how : {RTLD_NOLOAD, 0}) {
     for (const char* soname : {"libcrypto.so.4", "libcrypto.so.3"}) {
       if (void* library = dlopen(soname, RTLD_LAZY | RTLD_LOCAL | how)) {
@@ -101,7 +101,7 @@ Hmac::Hmac(std::string_view key) : context_(libcrypto().contextNew(libcrypto().h
 
 Hmac::Tag Hmac::of(std::initializer_list<std::span<const std::byte>> parts) {
   const Libcrypto& library = libcrypto();
-  check(library.init(context_.get(), nullptr, 0, nullptr)); // anew, with the key it has
+  check(library.init(context_.get(), nullptr, 0, nullptr)); // starts anew with the same key
   for (const std::span<const std::byte> part : parts) {
     check(library.update(context_.get(), asChars(part.data()), part.size()));
   }

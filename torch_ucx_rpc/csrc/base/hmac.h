@@ -20,10 +20,11 @@ class Hmac {
   // The leftmost half of the output, the shortest that RFC 2104 advises.
   using Tag = std::array<std::byte, 16>;
 
-  // Throws std::runtime_error where there is no libcrypto, with the cure.
+  // Throws std::runtime_error, which names the cure, if there is no libcrypto.
   explicit Hmac(std::string_view key);
 
-  // The tag of the parts, one behind the other. Where one part ends is not part of it: the caller puts the lengths in.
+  // Returns the tag of the parts, one after another. It does not cover where one part ends, so the caller puts the
+  // lengths in.
   Tag of(std::initializer_list<std::span<const std::byte>> parts);
 
   // Compares in a time that does not depend on where the two differ, so that a forger learns nothing from the clock.

@@ -15,8 +15,7 @@ namespace torch_ucx_rpc {
 
 namespace {
 
-// Of the kernel's functions in which a thread waits within a system call: what their names contain, in Linux 4.18 to
-// 6.18.
+// Parts of the names of kernel functions in which a thread waits within a system call, in Linux 4.18 to 6.18.
 constexpr std::array<std::string_view, 15> kWaits = {
     "futex",
     "poll",
@@ -84,8 +83,8 @@ Sleep sleepOf(const std::string& directory) {
     const long number = std::strtol(call->c_str(), &end, 10);
     return end != call->c_str() && number >= 0 && number != SYS_ioctl ? Sleep::kSystemCall : Sleep::kElsewhere;
   }
-  // That takes the right to trace the thread, which Yama denies to siblings on many systems. The name of the function
-  // in which it waits takes the right to read only.
+  // Reading `syscall` takes the right to trace the thread, which Yama denies to siblings on many systems. Reading the
+  // name of the kernel function in which it waits takes only the right to read.
   const std::optional<std::string> function = readProcFile(directory + "/wchan");
   const std::optional<ProcStat> stat = readProcStat(directory);
   if (!function || !stat) {

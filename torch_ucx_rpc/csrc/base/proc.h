@@ -8,7 +8,7 @@
 
 namespace torch_ucx_rpc {
 
-// Of a process or a thread, from its file `stat` under /proc; proc(5) lists the fields.
+// The facts of a process or a thread that its file `stat` under /proc has; proc(5) lists the fields.
 struct ProcStat {
   // Field 3: R runs, S sleeps and can be interrupted, D sleeps and cannot, T is stopped, Z and X have ended.
   char state = '?';
@@ -16,19 +16,20 @@ struct ProcStat {
   uint64_t startTicks = 0; // field 22, since boot, in the same units
 };
 
-// Of "/proc/PID" or "/proc/PID/task/TID"; nothing if that is not there.
+// Reads "/proc/PID/stat" or "/proc/PID/task/TID/stat", given the folder. Nothing if it is not there.
 std::optional<ProcStat> readProcStat(const std::string& directory);
 
 // The text of a file under /proc. Nothing if it cannot be read; errno says why.
 std::optional<std::string> readProcFile(const std::string& path);
 
-// What a thread sleeps in.
+// Where a thread sleeps.
 enum class Sleep : uint8_t {
   kSystemCall, // in a system call that waits, so it is not in the middle of writing to memory of its own accord
   kElsewhere, // it does not sleep, or the kernel took it out of its own code: a page fault, a frozen cgroup, a stop
   kUnknown, // this process may not know
 };
-// Of "/proc/PID/task/TID". Calls of device drivers (ioctl) count as kElsewhere: a copy from a device is made of them.
+// Takes the folder "/proc/PID/task/TID". Calls of device drivers (ioctl) count as kElsewhere, because a copy from a
+// device is made of them.
 Sleep sleepOf(const std::string& directory);
 
 } // namespace torch_ucx_rpc

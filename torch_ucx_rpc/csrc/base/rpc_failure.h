@@ -9,8 +9,8 @@
 
 namespace torch_ucx_rpc {
 
-// Why a call or another operation of RPC failed, where programs tell failures apart by type: the extension turns each
-// kind into an exception of torch_ucx_rpc/errors.py, which describes them. Through torch's C++ it travels as the
+// Says why a call or another operation of RPC failed, where programs tell failures apart by type. The extension turns
+// each kind into an exception of torch_ucx_rpc/errors.py, which describes them. torch's C++ passes it on as the
 // std::runtime_error that it is.
 class RpcFailure : public std::runtime_error {
  public:
@@ -28,7 +28,7 @@ class RpcFailure : public std::runtime_error {
     kForked,
   };
 
-  // The parts of the sentence that programs may want alone; empty where this worker does not know them.
+  // The parts of the sentence that programs may want alone. A part is empty if this worker does not know it.
   struct Details {
     std::string name; // of the worker that the sentence is about
     std::optional<int> rank;

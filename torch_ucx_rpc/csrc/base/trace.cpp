@@ -17,7 +17,7 @@ namespace torch_ucx_rpc::trace {
 
 namespace {
 
-// Of one thread; what comes later is dropped. 12 MB, and some 60,000 calls.
+// The most spans of a thread: 12 MB, and some 60,000 calls. Later spans are dropped.
 constexpr size_t kMaxSpans = 256 * 1024;
 
 struct Record {

@@ -15,12 +15,12 @@ using c10::impl::VirtualGuardImpl;
 
 namespace {
 
-// How much is released before somebody asks about it: asking takes as long as copying some 100 MiB. What is less waits
-// for the agent's timer.
+// Streams are asked once this much has been released: asking takes as long as copying some 100 MiB. Smaller amounts
+// wait for the agent's timer.
 constexpr uint64_t kMaxReleasedBytes = 16 * 1024 * 1024;
 constexpr size_t kMaxReleasedBlocks = 16;
 
-// Memory that entry points have given.
+// Memory from entry points.
 struct Allocation {
   DevicePool::EntryPoints from;
   void* data;
@@ -50,7 +50,7 @@ struct DevicePool::Block {
   c10::Device device;
   uint64_t bytes;
   c10::DataPtr data;
-  DeviceWork use; // of a stream that torch does not know, when it was released
+  DeviceWork use; // work that a stream unknown to torch had when the block was released
 };
 
 DevicePool& DevicePool::instance() {
@@ -134,7 +134,7 @@ void DevicePool::release(void* context) {
     return;
   }
   try {
-    // One that torch has not made may be gone when the others are asked.
+    // A stream that torch has not made may be gone when the others are asked, so it is asked now.
     const Streams current = currentStreams({block->device});
     const Streams& known = pool.streamsOf(block->device);
     if (std::find(known.begin(), known.end(), current.front()) == known.end()) {

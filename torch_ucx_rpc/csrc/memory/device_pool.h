@@ -16,61 +16,62 @@
 
 namespace torch_ucx_rpc {
 
-// Memory of devices for what arrives. It is written to outside of any stream, so what its earlier owners have had done
-// with it must be over. Allocators give memory back to the stream that it was allocated on, and do not wait for that
-// stream: hence one on which nothing else is done.
+// Memory of devices for tensors that arrive. It is written to outside of any stream, so all earlier uses of it must be
+// over. Allocators order reuse by the stream on which memory was allocated, and do not wait for that stream. So the
+// pool allocates on a stream on which nothing else is done.
 //
-// Torch's own allocator also waits for the streams that are recorded on memory, before it gives it out again. Another
-// one, RMM's or one that torch's has been replaced with, hears of no other stream than that of the allocation. What is
-// released of such memory is therefore held back here, until all is done that torch's streams had to do by then. There
-// are 129 of them for a device, and asking all takes some 100 us: whoever releases memory, usually the user's thread,
-// does not. They are asked for many blocks together, when something is collected, or when much has been released.
+// Torch's own allocator also waits for the streams that are recorded on memory, before it gives the memory out again.
+// Other allocators (RMM's, or one that has replaced torch's) know only the stream of the allocation. The pool holds
+// back memory of theirs that is released, until all work is over that torch's streams had by then. A device has 129
+// such streams, and asking all of them takes some 100 us, which the thread that releases memory, usually the user's,
+// should not pay each time. So the streams are asked once for many blocks: when something is collected, or when much
+// has been released.
 //
-// One for the process: tensors may outlive everything. Thread-safe.
+// There is one pool for the process, because tensors may outlive everything. Thread-safe.
 class DevicePool {
  public:
-  // Those that an allocator has for torch.cuda.memory.CUDAPluggableAllocator; the first throws where there is no memory
-  // left.
+  // The entry points that an allocator has for torch.cuda.memory.CUDAPluggableAllocator. The first one throws if no
+  // memory is left.
   struct EntryPoints {
     void* (*allocate)(size_t bytes, int device, void* stream);
     void (*deallocate)(void* data, size_t bytes, int device, void* stream);
   };
-  // Torch's for a type of devices.
+  // Returns torch's allocator for a type of devices.
   using AllocatorOf = c10::Allocator* (*)(const c10::DeviceType& type);
-  // Whose memory is taken.
+  // The allocator that memory is taken from.
   enum class Source : uint8_t {
-    kTorch, // torch's allocator's, which waits for recorded streams
-    kReplacedTorch, // torch's, which has been replaced by one that does not
+    kTorch, // torch's own allocator, which waits for recorded streams
+    kReplacedTorch, // the one that has replaced torch's, and does not wait for them
     kEntryPoints,
   };
-  // Of sources other than kTorch, for which torch has statistics.
+  // Memory of sources other than kTorch; torch has statistics of its own.
   struct Statistics {
     uint64_t inUseBytes = 0;
-    uint64_t heldBytes = 0; // released, and held back
+    uint64_t heldBytes = 0; // released and held back
   };
 
   static DevicePool& instance();
 
-  // For what is allocated from now on. `entryPoints` for Source::kEntryPoints, `allocatorOf` for the others.
+  // Sets the source for later allocations. Source::kEntryPoints needs `entryPoints`, the others need `allocatorOf`.
   void setSource(
       Source source, EntryPoints entryPoints = {nullptr, nullptr}, AllocatorOf allocatorOf = &c10::GetAllocator);
 
-  // May be written to when earlierWork() is done. Throws what the allocator throws when there is no memory left, not
-  // before it has waited for what is held back. No bytes need no memory, as with torch's own.
+  // Allocates memory that may be written to once earlierWork() is done. Throws what the allocator throws if no memory
+  // is left, but first waits for the memory that is held back. Null for 0 bytes, as with torch's allocator.
   c10::DataPtr allocate(c10::Device device, uint64_t bytes);
   DeviceWork earlierWork(const Devices& devices);
 
-  // May be written to in the order of the stream that is current.
+  // Allocates memory that may be written to in the order of the current stream.
   c10::DataPtr allocateInOrder(c10::Device device, uint64_t bytes);
 
-  // Gives the allocator back what need not be held back any longer.
+  // Gives the allocator back the memory that need not be held back any longer.
   void collect();
 
-  // Nothing is given back from now on, and no device asked: the process ends, and the allocator may have gone before
-  // the last tensors.
+  // From now on, gives nothing back and asks no device. The process ends, and the allocator may be gone before the last
+  // tensors are.
   void stop();
 
-  // Whether there is something of the kind, or will be.
+  // Whether memory is held back, or will be once it is released.
   bool isCollecting() const {
     return inUseBytes_.load(std::memory_order_relaxed) + heldBytes_.load(std::memory_order_relaxed) != 0;
   }
@@ -81,19 +82,19 @@ class DevicePool {
  private:
   struct Block;
   using Blocks = std::vector<std::unique_ptr<Block>>;
-  // Of one device, whose streams were asked once for all of them.
+  // Blocks of one device that were released, and the work for which they are held back.
   struct Batch {
     Blocks blocks;
-    DeviceWork uses; // that were under way when they were released
+    DeviceWork uses; // work that the device's streams had when they were asked
   };
 
   static void release(void* block);
   void lose(std::unique_ptr<Block> block);
-  // Blocks' uses are found out: they become a batch, or are given back where there are none.
+  // Asks the streams of each device once for all released blocks, which become a batch.
   void examine();
   void giveBack();
   void giveBack(Blocks blocks);
-  void wait(Batch& batch); // and gives it back
+  void wait(Batch& batch); // waits for the uses, and gives the blocks back
   c10::Stream streamOf(c10::Device device);
   const Streams& streamsOf(c10::Device device);
 
@@ -106,12 +107,12 @@ class DevicePool {
   Source source_ = Source::kTorch;
   EntryPoints entryPoints_{};
   AllocatorOf allocatorOf_ = &c10::GetAllocator;
-  std::unordered_map<c10::Device, c10::Stream> streams_; // that memory is allocated on
-  std::unordered_map<c10::Device, Streams> allStreams_; // never changed once they are there
-  Blocks released_; // not examined yet
+  std::unordered_map<c10::Device, c10::Stream> streams_; // the stream that memory is allocated on
+  std::unordered_map<c10::Device, Streams> allStreams_; // constant once they are there
+  Blocks released_; // blocks that are not in a batch yet
   uint64_t releasedBytes_ = 0;
   std::vector<Batch> held_;
-  Blocks lost_; // of devices that have failed: nobody will use their memory again, nor can it be given back
+  Blocks lost_; // blocks of failed devices, and those released after stop(); never given back
 };
 
 } // namespace torch_ucx_rpc

@@ -15,10 +15,10 @@ namespace {
 
 using c10::impl::VirtualGuardImpl;
 
-// Of streams, from 0 downwards: torch has four at most.
+// The priorities of streams, from 0 downwards. torch has four at most.
 constexpr int kPriorities = 4;
 
-// A virtual function of torch's that its older versions do not have.
+// Calls a virtual function that older versions of torch do not have.
 template <typename Guard>
 bool isCapturing(const Guard& guard, const c10::Stream& stream) {
   if constexpr (requires { guard.isStreamCapturing(stream); }) {
@@ -27,7 +27,7 @@ bool isCapturing(const Guard& guard, const c10::Stream& stream) {
   return false;
 }
 
-// What the device fails with, its events say later, where somebody is told.
+// A failing device does not count as idle. Its events tell the failure later, where somebody handles it.
 bool isIdle(const c10::Stream& stream) {
   const VirtualGuardImpl guard(stream.device_type());
   try {
@@ -67,8 +67,8 @@ Streams poolStreams(const Devices& devices) {
 Streams allStreams(c10::Device device) {
   const VirtualGuardImpl guard(device.type());
   Streams streams{guard.getDefaultStream(device)};
-  // Each pool gives out its streams in turns, to other threads as well: what those get meanwhile comes in the next
-  // round. A priority that a device does not have gives the streams of another one.
+  // Each pool gives out its streams in turns, to other threads as well. Streams that those get meanwhile come again in
+  // the next round. A priority that a device does not have gives the streams of another one.
   for (int priority = 0; priority > -kPriorities; --priority) {
     for (size_t knownInARow = 0; knownInARow < streams.size();) {
       const c10::Stream next = guard.getNewStream(device, priority);
@@ -101,7 +101,8 @@ void makeContextCurrent(const Devices& devices) {
   if (devices.empty() || std::exchange(isDone, true)) {
     return;
   }
-  // A question to the device suffices, and leaves its context current unless the thread has been using another device.
+  // A query of the device suffices. It leaves the device's context current, unless the thread has been using another
+  // device.
   try {
     const c10::DeviceGuard guard(devices.front());
     const VirtualGuardImpl device(devices.front().type());
@@ -119,7 +120,7 @@ Error deviceFailed(const std::exception& failure) {
 
 DeviceWork::DeviceWork(const Streams& streams) {
   for (const c10::Stream& stream : streams) {
-    // CUDA says of a fresh event that it is not ready for 5 to 10 us, on a stream with nothing to do as well.
+    // A fresh CUDA event is not ready for 5 to 10 us, even on an idle stream. So an idle stream gets none.
     if (!isIdle(stream)) {
       events_.emplace_back(stream.device_type()).record(stream);
     }

@@ -13,12 +13,12 @@
 
 namespace torch_ucx_rpc {
 
-// Streams of devices other than the CPU, which all are of one type. By torch's device-generic interface alone: nothing
-// here knows CUDA. docs/gpu.md has the rules that these are the words of.
+// Devices other than the CPU, all of one type, and their streams. This file uses torch's device-generic interface
+// alone: nothing here knows CUDA. docs/gpu.md has the rules that it implements.
 using Devices = std::vector<c10::Device>;
 using Streams = std::vector<c10::Stream>;
 
-// The one with torch's numbers for a type and an index; null if it is not among them.
+// Finds the device by torch's numbers for its type and its index. Null if it is not among them.
 const c10::Device* findDevice(const Devices& devices, int8_t type, int8_t index);
 
 // The streams that are current on this thread, one for each device.
@@ -27,37 +27,38 @@ Streams currentStreams(const Devices& devices);
 // Streams of torch's pool, one for each device, on which no other work of ours is ordered.
 Streams poolStreams(const Devices& devices);
 
-// All that torch has of a device: its default stream, and those of its pools.
+// All streams that torch has for a device: its default stream, and those of its pools.
 Streams allStreams(c10::Device device);
 
-// These without those that are being captured into a graph, which do nothing meanwhile, and must not be asked.
+// Returns the streams that are not being captured into a graph. A captured stream does no work meanwhile, and must not
+// be asked.
 Streams uncaptured(const Streams& streams);
 
-// Tells torch's allocator that memory is used on the stream that is current on its device: released, it is not reused
-// before what is in that stream by then is done.
+// Tells torch's allocator that memory is used on the current stream of its device. After its release the memory is not
+// reused before the work is done that the stream had by then.
 void recordOnCurrentStream(const c10::DataPtr& data);
 
-// UCX's CUDA transports expect of the thread that drives them that a context is current. Does something once for each
-// thread. A device that fails says so where it is used, not here.
+// Makes a context current on the calling thread, once for each thread: UCX's CUDA transports expect that of the thread
+// that drives them. A failure of the device is not told here, but where the device is used.
 void makeContextCurrent(const Devices& devices);
 
-// What torch has thrown for a device, without its backtrace. It may be the failure of something that has run there long
-// before.
+// The error for an exception of torch's about a device, without its backtrace. Its cause may be work that ran on the
+// device long before.
 Error deviceFailed(const std::exception& failure);
 
-// What was in some streams when this was made: nothing where they had nothing to do. Not thread-safe.
+// The work that some streams had when the object was made; nothing if they were idle. Not thread-safe.
 class DeviceWork {
  public:
   DeviceWork() = default; // nothing
   explicit DeviceWork(const Streams& streams);
 
-  // Does not block. Throws what the device fails with.
+  // Whether the work is done. Does not block. Throws the exception that the device fails with.
   bool isDone();
 
-  // Blocks until it is done.
+  // Blocks until the work is done.
   void wait();
 
-  // Has streams wait for that part of the work which is on their own device.
+  // Makes each stream wait for the part of the work that is on its own device.
   void blockStreams(const Streams& streams) const;
 
  private:

@@ -9,8 +9,8 @@
 
 namespace torch_ucx_rpc {
 
-// The devices of this worker that RPC uses besides the CPU, all of one type. Read by every message, changed hardly
-// ever. Thread-safe.
+// The devices of this worker that RPC uses besides the CPU, all of one type. Every message reads them, and they hardly
+// ever change. Thread-safe.
 class DevicesInUse {
  public:
   // The reference stays valid, and its list unchanged, for as long as this object lives.

@@ -48,7 +48,7 @@ void* mapAligned(size_t bytes, size_t alignment) {
 
 HostPool& HostPool::instance() {
   static auto* const pool = [] {
-    // A forked child may release tensors: the lock must not be that of a thread which is not in it.
+    // A forked child may release tensors. So no other thread may have the lock when the process is forked.
     const auto unlock = [] { instance().mutex_.unlock(); };
     pthread_atfork([] { instance().mutex_.lock(); }, unlock, unlock);
     return new HostPool(kDefaultIdleLimitBytes);
@@ -80,7 +80,7 @@ c10::DataPtr HostPool::allocate(size_t bytes) {
   }
   const size_t size = blockBytes(bytes);
   if (size < bytes) {
-    throw std::bad_alloc(); // so large that rounding it up overflowed
+    throw std::bad_alloc(); // rounding up has overflowed
   }
   Block* block = nullptr;
   {
@@ -97,7 +97,8 @@ c10::DataPtr HostPool::allocate(size_t bytes) {
       const bool huge = size >= kHugePageBytes;
       fresh->data = mapAligned(size, huge ? kHugePageBytes : kPageBytes);
       if (huge) {
-        (void)madvise(fresh->data, size, MADV_HUGEPAGE); // refused where the system has none: ordinary pages then
+        // Fails where the system has no huge pages; ordinary ones do as well.
+        (void)madvise(fresh->data, size, MADV_HUGEPAGE);
       }
       block = fresh.release();
     } catch (...) {

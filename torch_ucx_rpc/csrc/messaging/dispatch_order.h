@@ -10,14 +10,15 @@
 
 namespace torch_ucx_rpc {
 
-// Keeps an order among threads that act on what they took, one after the other, under a lock that they have released
-// since. What they end their turns with runs in the order of the turns, one at a time: here, or in another thread that
-// is at it or that ends an earlier turn. It must not throw. Thread-safe; must outlive its turns.
+// Runs actions of several threads in one order. A thread begins a turn under some lock, releases that lock, and ends
+// the turn with an action. Actions run in the order of the turns, one at a time. An action runs on the thread that ends
+// its turn, or on a thread that runs other actions or ends an earlier turn. It must not throw. Thread-safe; must
+// outlive its turns.
 class DispatchOrder {
  public:
   class Turn {
    public:
-    Turn() = default; // none
+    Turn() = default; // no turn
     Turn(DispatchOrder* order, uint64_t number) : order_(order), number_(number) {}
     Turn(Turn&& other) noexcept : order_(std::exchange(other.order_, nullptr)), number_(other.number_) {}
     Turn& operator=(Turn&& other) noexcept {
@@ -31,6 +32,7 @@ class DispatchOrder {
     Turn(const Turn&) = delete;
     Turn& operator=(const Turn&) = delete;
 
+    // Ends the turn, with or without an action. The destructor ends it without one.
     void end(UniqueFunction<void()> action = {}) {
       if (DispatchOrder* order = std::exchange(order_, nullptr)) {
         order->end(number_, std::move(action));
@@ -42,6 +44,7 @@ class DispatchOrder {
     uint64_t number_ = 0;
   };
 
+  // Begins the next turn.
   Turn begin() {
     const std::lock_guard lock(mutex_);
     open_.push_back(++latest_);
@@ -71,9 +74,9 @@ class DispatchOrder {
   std::mutex mutex_;
   // Guarded by mutex_:
   uint64_t latest_ = 0;
-  std::vector<uint64_t> open_; // ascending
-  std::map<uint64_t, UniqueFunction<void()>> waiting_; // what turns have ended with
-  bool isRunning_ = false; // some thread is at what was waiting
+  std::vector<uint64_t> open_; // turns that have not ended, ascending
+  std::map<uint64_t, UniqueFunction<void()>> waiting_; // actions of ended turns
+  bool isRunning_ = false; // a thread runs waiting actions
 };
 
 } // namespace torch_ucx_rpc

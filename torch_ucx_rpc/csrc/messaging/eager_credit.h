@@ -9,14 +9,15 @@
 
 namespace torch_ucx_rpc {
 
-// A request's part of its sender's PushShare. The body of such a request leaves at once, without being asked for. The
-// credit is given back with the call, when the receiver has answered.
+// A request's part of its sender's PushShare, if its body leaves at once without being asked for. The credit is given
+// back with the call, which is when the receiver has answered.
 class EagerCredit {
  public:
-  // Larger bodies leave the rest of the share to small ones, which are not worth waiting for.
+  // Bodies above kSmallBytes may take only kMaxBytesOfLarger. They leave the rest of the share to small bodies, which
+  // are not worth waiting for.
   static constexpr uint64_t kSmallBytes = 4 * 1024;
   static constexpr uint64_t kMaxBytesOfLarger = 8 * 1024 * 1024;
-  // What a request costs its receiver beside its body.
+  // The bytes that a request costs its receiver beside its body.
   static constexpr uint64_t kOverhead = 512;
 
   EagerCredit() = default;
@@ -33,7 +34,8 @@ class EagerCredit {
     }
   }
 
-  // False if the share is used up: then the body waits at the sender until it is asked for.
+  // Takes credit for a request with such a body. False if the share is used up: the body then goes by rendezvous, and
+  // waits here until the receiver asks for it.
   bool take(Peer& to, uint64_t bodyBytes, const PushShare& share) {
     const uint64_t most = bodyBytes <= kSmallBytes ? share.bytes() : std::min(share.bytes(), kMaxBytesOfLarger);
     const uint64_t bytes = bodyBytes + kOverhead;

@@ -20,7 +20,7 @@ void EventBuffer::Batch::dispatch(const std::optional<Driver>& driver) {
   }
   for (std::unique_ptr<OutgoingMessage>& message : sent) {
     dispatchSent(*message);
-    // A waiting caller holds no lock of torch's; it destroys the rest of the batch when others' turn has come.
+    // A waiting caller holds no locks of torch's, so the messages die with the batch, after everything else in it.
     if (!driver || driver->role != Role::kWaitingCaller) {
       sentMessages_.destroy(message);
     }
@@ -31,8 +31,9 @@ void EventBuffer::Batch::dispatch(const std::optional<Driver>& driver) {
   for (Join& join : joins) {
     handlers_.group->onJoin(join.session, std::move(join.record));
   }
-  // A thread that had to be woken for a short request would compete with this one for the processor. But torch's
-  // handling of one request, in which a waiting caller may be, does not expect another on the same thread.
+  // A driver runs short requests itself. A thread that is woken for one would compete with it for the processor. A
+  // waiting caller may be inside a task, in torch's handling of a request, and torch does not expect another request on
+  // that thread.
   std::vector<IncomingMessage> onDriver;
   if (driver && !Executor::isInTask()) {
     std::erase_if(inOrder, [&](std::variant<IncomingMessage, Control>& event) {
@@ -44,7 +45,8 @@ void EventBuffer::Batch::dispatch(const std::optional<Driver>& driver) {
       return isTaken;
     });
   }
-  // Requests may wait for what earlier ones bring about, and must not fill the threads before those.
+  // A request may wait for the effect of an earlier one. If later requests took all threads first, the earlier one
+  // would get none.
   if (!inOrder.empty() || !failures.empty()) {
     turn.end([handlers = &handlers_, inOrder = std::move(inOrder), failures = std::move(failures)]() mutable {
       for (std::variant<IncomingMessage, Control>& event : inOrder) {
@@ -59,7 +61,7 @@ void EventBuffer::Batch::dispatch(const std::optional<Driver>& driver) {
       }
     });
   }
-  turn.end(); // user code follows
+  turn.end(); // batches after this one must not wait for the user code below
   for (IncomingMessage& request : onDriver) {
     handlers_.requests->runOnDriver(std::move(request));
   }

@@ -31,19 +31,23 @@ struct Refused {
 };
 using ControlFrame = std::variant<Goodbye, Leave, Acknowledge, BarrierArrive, BarrierRelease, Refused>;
 
-// Events, typed from the moment they happen: Inbox, Receiver, Outbox and PeerMonitor add them under the worker lock,
-// one method a kind; whichever thread releases the lock next takes them as a batch and hands them to the handlers.
+// Buffers events. Inbox, Receiver, Outbox and PeerMonitor add them under the worker lock, by one method for each kind.
+// The thread that releases the lock next takes them as a batch, and hands them to the handlers.
 //
-// The order within a batch: answers, ends of sends, rejections and joins; then requests and control frames in the order
-// of arrival, and failures of peers, since what a peer sent before its end counts; then requests that the driver runs
-// itself, and last its own answers. Requests, control frames and failures keep their order across batches too
-// (DispatchOrder).
+// The order within a batch:
+// 1. Answers, ends of sends, rejections and joins.
+// 2. Requests and control frames in the order of arrival, then failures of peers: what a peer sent before its end
+//    counts.
+// 3. Requests that the driver runs itself.
+// 4. Answers to calls that the driver completes itself.
+//
+// DispatchOrder keeps the second group in order across batches too.
 class EventBuffer {
  public:
   EventBuffer(const EventHandlers& handlers, SentMessages& sentMessages)
       : handlers_(handlers), sentMessages_(sentMessages) {}
 
-  // All with the worker lock held:
+  // All of these need the worker lock:
   void addAnswer(IncomingMessage answer) {
     pending().answers.push_back(std::move(answer));
   }
@@ -53,7 +57,7 @@ class EventBuffer {
   void addControl(Peer& from, ControlFrame frame) {
     pending().inOrder.emplace_back(Control{&from, std::move(frame)});
   }
-  // The transport is done with a message, well or not: see OutgoingMessage::error.
+  // The transport is done with a message. OutgoingMessage::error says whether it was sent.
   void addSent(std::unique_ptr<OutgoingMessage> message) {
     pending().sent.push_back(std::move(message));
   }
@@ -75,7 +79,7 @@ class EventBuffer {
   bool isEmpty() const {
     return pending_ == nullptr;
   }
-  // Null where there are none.
+  // Takes all events so far. Null if there are none.
   std::unique_ptr<EventBatch> take();
 
  private:

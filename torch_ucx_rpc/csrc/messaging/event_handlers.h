@@ -10,11 +10,11 @@
 #include <string>
 #include <vector>
 
-// The objects that act on what messages bring about, one interface for each kind of event. All are called without the
-// worker lock unless they say otherwise, and must not throw.
+// Interfaces of the objects that act on events, one for each kind. All functions are called without the worker lock,
+// unless they say otherwise, and must not throw.
 namespace torch_ucx_rpc {
 
-// Work for the end of a batch, on the same thread: everything else of the batch comes first, since this runs user code.
+// Work that a batch does last, on the same thread. It may run user code, so everything else in the batch comes first.
 using WorkAtEnd = std::vector<UniqueFunction<void()>>;
 
 // Answers to this worker's calls.
@@ -23,13 +23,13 @@ class AnswerHandler {
   virtual ~AnswerHandler() = default;
   // Whether a call to this peer still waits for its answer. Any thread, the worker lock held or not.
   virtual bool isAwaited(const Peer& from, uint64_t callId) const = 0;
-  // Completes the call: at the end of the batch where `driver` may do that, on an agent thread otherwise.
+  // Completes the call: through `atEnd` if `driver` may do it, on an agent thread otherwise.
   virtual void onAnswer(IncomingMessage answer, const std::optional<Driver>& driver, WorkAtEnd& atEnd) = 0;
-  // The callee has not run the request.
+  // The callee has refused the request, and not run it.
   virtual void onRefused(Peer& by, uint64_t callId, const Error& why) = 0;
-  // The answer arrived but could not be taken in.
+  // The answer arrived, but could not be received.
   virtual void onAnswerRejected(Peer& from, uint64_t callId, const Error& why) = 0;
-  // The request did not leave, or not whole.
+  // The request was not sent, or only in part.
   virtual void onRequestNotSent(Peer& to, uint64_t callId, const Error& why) = 0;
 };
 
@@ -37,31 +37,33 @@ class AnswerHandler {
 class RequestHandler {
  public:
   virtual ~RequestHandler() = default;
-  // Whether running it is so short, and free of user code, that a driver does it at once.
+  // Whether a driver runs the request at once, because that takes microseconds and no user code.
   virtual bool mayRunOnDriver(const IncomingMessage& request) const = 0;
-  // In the order of arrival; queues the request.
+  // Queues a request. Called in the order of arrival.
   virtual void onRequest(IncomingMessage request) = 0;
-  // Runs one of those that a driver may.
+  // Runs a request for which mayRunOnDriver() is true, on the calling thread.
   virtual void runOnDriver(IncomingMessage request) = 0;
+  // The request arrived, but could not be received.
   virtual void onRequestRejected(Peer& from, uint64_t callId, const Error& why) = 0;
+  // The answer was not sent, or only in part.
   virtual void onAnswerNotSent(Peer& to, uint64_t callId, const Error& why) = 0;
 };
 
-// Peers that end.
+// Ends of peers.
 class PeerHandler {
  public:
   virtual ~PeerHandler() = default;
   virtual void onGoodbye(Peer& from) = 0;
   virtual void onFailure(Peer& peer, Error why) = 0;
-  // A frame that is neither request nor answer: nobody waits for it, but somebody may for what it asks for.
+  // A control frame was not sent. No call waits for it, but another worker may wait for its effect.
   virtual void onControlNotSent(Peer& to, const Error& why) = 0;
 };
 
-// Members of the group.
+// Changes of the group, and its barriers.
 class GroupHandler {
  public:
   virtual ~GroupHandler() = default;
-  // A process that is no member yet asks to become one.
+  // A process that is not a member asks to become one.
   virtual void onJoin(uint64_t session, Bytes record) = 0;
   virtual void onLeave(Peer& from) = 0;
   virtual void onAcknowledge(Peer& from) = 0;
@@ -69,7 +71,7 @@ class GroupHandler {
   virtual void onBarrierRelease(uint64_t round, Barrier::Result result) = 0;
 };
 
-// All of them, each set before the first member is added.
+// The handlers of an agent. All are set before the first member is added.
 struct EventHandlers {
   AnswerHandler* answers = nullptr;
   RequestHandler* requests = nullptr;

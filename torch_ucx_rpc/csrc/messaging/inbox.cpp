@@ -23,7 +23,7 @@ std::optional<Body> readBody(const Bytes& bytes) {
   return body;
 }
 
-// The rest of a frame that readBody() has read.
+// The text after the record that readBody() has read.
 template <typename Body>
 std::string sentenceAfter(const Bytes& bytes) {
   return {reinterpret_cast<const char*>(bytes.data()) + sizeof(Body), bytes.size() - sizeof(Body)};
@@ -43,7 +43,8 @@ ErrorCode codeOf(wire::RefusalReason reason) {
   return ErrorCode::kInternal;
 }
 
-// Nothing for a frame that is none, or is cut short: nobody waits for an answer to it.
+// Nothing for a frame of another kind, or for one that is too short. Such a frame is dropped: no worker waits for an
+// answer to it.
 std::optional<ControlFrame> readControlFrame(const wire::Header& header, const Bytes& bytes) {
   switch (header.kind) {
     case wire::Kind::kGoodbye:
@@ -102,7 +103,8 @@ Peer* Inbox::findSender(const wire::Header& header, uint64_t dataBytes, std::spa
   Peer* from = directory_.findSession(header.sourceSession);
   if (from == nullptr || from->member().rank != static_cast<int64_t>(header.sourceRank)) {
     if (from == nullptr && header.kind == wire::Kind::kGoodbye && acceptsJoins_ && !joinOpener_.has_value()) {
-      return nullptr; // it asked to join, and learned that this worker is leaving before it was admitted
+      // Not worth a warning: a process asked to join, and then learned that this worker is leaving.
+      return nullptr;
     }
     rejectFrame(FrameFault::kStranger, "a frame from a process that is not a worker of this job");
     return nullptr;
@@ -136,10 +138,12 @@ void Inbox::onEager(std::span<const std::byte> headerBytes, std::span<const std:
   if (!checkHeader(headerBytes, header)) {
     return;
   }
+  // The sender of a join is no member, so findSender() would not know it.
   if (header.kind == wire::Kind::kJoin && acceptsJoins_) {
     onJoin(header, bytes);
     return;
   }
+  // The tag of a span's frame covers its place and its size, not its bytes (see wire/seal.h).
   const bool isBody = header.index == wire::kBodyIndex;
   if (Peer* from = findSender(header, bytes.size(), isBody ? bytes : std::span<const std::byte>())) {
     add(*from, header, {Bytes(bytes), nullptr, 0});
@@ -181,14 +185,14 @@ void Inbox::onEndpointFailed(EndpointId endpoint, const Error& error) {
     return;
   }
   if (isLocal(error.code()) && peer->endpoint == endpoint) {
-    peer->endpoint.reset(); // the peer is well: the next message makes another
+    peer->endpoint.reset(); // the peer is well, and the next message to it makes another endpoint
   } else {
     events_.addFailure(*peer, error);
   }
 }
 
 void Inbox::add(Peer& from, const wire::Header& header, wire::Piece piece) {
-  if (!from.isThere()) { // its calls have failed here already: it must not be half alive
+  if (!from.isThere()) { // calls to it have failed here already, so it stays lost
     receiver_.release(piece);
     return;
   }
@@ -211,7 +215,7 @@ void Inbox::add(Peer& from, const wire::Header& header, wire::Piece piece) {
     default:
       from.bytesReceived.fetch_add(piece.size(), std::memory_order_relaxed);
       if (header.kind == wire::Kind::kRefused) {
-        dropAnswer(from, header.callId); // where a part of it has come before it failed
+        dropAnswer(from, header.callId); // parts of the answer may have come before it failed
       }
       if (std::optional<ControlFrame> frame = readControlFrame(header, piece.data)) {
         events_.addControl(from, std::move(*frame));
@@ -291,6 +295,7 @@ void Inbox::dropAnswer(const Peer& from, uint64_t callId) {
 
 void Inbox::startDeferred() {
   assertHoldsWorkerLock();
+  // Responses first: handlers of requests wait for them.
   admitWaiting(waitingResponses_);
   admitWaiting(waitingRequests_);
   updateWaitingCount();
@@ -305,12 +310,13 @@ void Inbox::admitWaiting(std::deque<Receiver::Announced>& queue) {
       queue.pop_front();
       continue;
     }
-    // Announced before it is tried: a release that comes in between then knows that it must call.
+    // The count is stored before the attempt: a release that comes in between sees that a message waits, and wakes this
+    // worker.
     updateWaitingCount();
     Admission admission;
     const bool isResponse = first.assembled.header.kind == wire::Kind::kResponse;
     if (receiver_.isBusy(first.bytes) || !window_->tryAdmit(isResponse, first.bytes, admission)) {
-      break; // in order: a large message is not overtaken for ever by small ones
+      break; // the queue keeps its order, so small messages do not starve a large one
     }
     Receiver::Announced admitted = std::move(first);
     queue.pop_front();

@@ -22,9 +22,9 @@
 
 namespace torch_ucx_rpc {
 
-// Takes in whole messages: checks who sent, joins body and spans, and admits what came by rendezvous into the receive
-// window, to be received into memory by the Receiver. Everything here runs under the worker lock, unless it says
-// otherwise.
+// Receives messages. It checks who sent each frame, and joins the body and the spans of a message. Messages with parts
+// by rendezvous must be admitted to the receive window; the Receiver then receives them into memory. All functions need
+// the worker lock, unless they say otherwise.
 class Inbox final : public TransportListener {
  public:
   Inbox(
@@ -49,50 +49,53 @@ class Inbox final : public TransportListener {
   void onRendezvous(std::span<const std::byte> header, void* rendezvous, uint64_t bytes) override;
   void onEndpointFailed(EndpointId endpoint, const Error& error) override;
 
-  // Starts receives and releases. Not inside a transport callback.
+  // Starts the receives and releases that frames have asked for. Must not be called inside a transport callback.
   void startDeferred();
 
-  // Whether startDeferred() has more to do already: a receive may be done at once, and other operations are to run in
-  // between.
+  // Whether startDeferred() has more to do already, because a receive completed at once. Other operations are to run
+  // before it is called again.
   bool hasDeferred() const {
     return receiver_.hasDeferred() || (receiver_.hasFinished() && window_->waitingMessages.load() != 0);
   }
 
-  // Whether there is memory of a device that is not free yet for what is to be received. Nothing announces that it is.
+  // Whether a message waits for device memory that earlier work still uses. No event announces the end of that work:
+  // startDeferred() asks.
   bool waitsForDevice() const {
     return receiver_.waitsForDevice();
   }
 
-  // Admits the message that has waited longest, whether it fits or not. For when the window has not moved for a while
-  // although no request waits for a thread: then handlers wait for one another, and more memory is the only way on.
+  // Admits the request that has waited longest, whether it fits or not. To be called when the window has not moved for
+  // a while although no request waits for a thread. Handlers then wait for one another, and more memory is the only way
+  // on.
   void admitStalled();
 
-  // From now on processes that are no members may ask to become one; with a key, those whose frames are sealed with it.
+  // From now on, processes that are not members may ask to become one. If `joinKey` is not empty, their frames must be
+  // sealed with it.
   void acceptJoins(const std::string& joinKey);
 
-  // Who has asked for a sign of life since the last call.
+  // The peers that have asked for a sign of life since the last call.
   std::vector<Peer*> takePings() {
     return std::exchange(pings_, {});
   }
 
-  // Gives up what has not been asked for; the transport is about to be closed.
+  // Gives up all receives that have not begun. To be called right before the transport is closed.
   void close() {
     receiver_.close();
   }
 
-  // Forgets the parts that have come of an answer that nobody waits for.
+  // Drops the parts of an incomplete answer that nobody awaits.
   void dropAnswer(const Peer& from, uint64_t callId);
 
-  // Forgets what has not yet been received from a peer that is gone. What comes of it later is dropped too.
+  // Drops everything that has not been received from a peer that is gone. Its later frames are dropped as they come.
   void dropPeer(const Peer& peer);
 
-  // Frames from strangers, from other jobs, forged, replayed, or malformed; the first of each sort is also told in
-  // EventBuffer::addWarning(). Any thread.
+  // The number of frames that were refused: from strangers or other jobs, forged, replayed, or malformed. The first of
+  // each sort also causes a warning. Any thread.
   uint64_t refusedFrames() const {
     return refusedFrames_.load(std::memory_order_relaxed);
   }
 
-  // For a message whose content turns out to be forged when it is there. Any thread.
+  // Counts a message whose content turned out to be forged after it had arrived. Any thread.
   void countRefused() {
     refusedFrames_.fetch_add(1, std::memory_order_relaxed);
   }
@@ -100,15 +103,15 @@ class Inbox final : public TransportListener {
  private:
   enum class FrameFault : uint8_t { kMalformed, kStaleSession, kStranger, kForged, kReplayed };
 
-  // Whether the header is in order and meant for this worker.
+  // Reads a header. False, and the frame is refused, if it is malformed or meant for another worker.
   bool checkHeader(std::span<const std::byte> bytes, wire::Header& header);
-  // The worker of this job that has sent it, for the first time; null where there is none. `data` is what travels in
-  // the frame.
+  // The peer that has sent the frame. Null for a frame of a stranger, a forged one, or one that has come before. `data`
+  // is the body if it travels in the frame.
   Peer* findSender(const wire::Header& header, uint64_t dataBytes, std::span<const std::byte> data);
   void onJoin(const wire::Header& header, std::span<const std::byte> record);
   void rejectFrame(FrameFault fault, const std::string& what);
   void add(Peer& from, const wire::Header& header, wire::Piece piece);
-  // Requests and answers, which may come in several parts.
+  // Adds a part of a request or of an answer.
   void assemble(Peer& from, const wire::Header& header, wire::Piece piece);
   void onAssembled(Peer& from, wire::Assembled assembled);
   void onCancel(const Peer& from, uint64_t callId);

@@ -11,12 +11,12 @@ std::span<const std::byte> bytesOf(const OutgoingMessage::Span& span) {
 }
 std::span<const std::byte> bytesOf(const IncomingMessage::Span& span) {
   if (!span.data.device().is_cpu()) {
-    return {}; // it is a tensor's too, so that the reader will refuse the body; here it cannot be read
+    return {}; // a tensor names this span as well, so readBody() refuses the body later
   }
   return {static_cast<const std::byte*>(span.data.get()), span.bytes};
 }
 
-// The payload, where it is a span; the reader refuses a body that names one which is not there.
+// The payload if it is a span, else nothing. A body may name a span that does not exist; readBody() refuses it later.
 template <typename Spans>
 std::span<const std::byte> payloadIn(const Spans& spans, std::span<const std::byte> body) {
   const uint32_t index = spans.empty() ? wire::kNowhere : wire::payloadSpanOf(body);
@@ -39,6 +39,7 @@ void OutgoingMessage::address(
     piece.header.index = static_cast<uint32_t>(index);
     piece.header.place = {0, span.bytes.size()};
     const size_t usual = piece.memory == Memory::kHost ? kPieceBytes : kDevicePieceBytes;
+    // A multiple of the usual size, such that at most kMaxPieces pieces result.
     const size_t most = usual * (1 + piece.bytes.size() / (usual * kMaxPieces + 1));
     while (piece.bytes.size() > most) {
       pieces.push_back(piece);
@@ -59,8 +60,9 @@ void OutgoingMessage::sealContent() {
 }
 
 void OutgoingMessage::sealFrames() {
+  // A member that is asked for admission does not have this worker's own key yet. All joins to it share one key.
   if (header.kind == wire::Kind::kJoin && !to->member().joinKey.empty()) {
-    wire::Sealer(to->member().joinKey).sealFrame(header, body.size(), body); // its own key is not known there yet
+    wire::Sealer(to->member().joinKey).sealFrame(header, body.size(), body);
   } else if (to->sealer.has_value()) {
     to->sealer->sealFrame(header, body.size(), isBodyEager() ? body : std::span<const std::byte>());
     for (Piece& piece : pieces) {

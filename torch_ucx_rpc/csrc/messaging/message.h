@@ -15,8 +15,8 @@
 
 namespace torch_ucx_rpc {
 
-// Keeps memory alive while it is lent to the transport. Destroyed without the worker lock, since releasing a
-// tensor may run anything, Python included.
+// Keeps memory alive while it is lent to the transport. It is destroyed without the worker lock: releasing a tensor may
+// run any code, Python included.
 class Lender {
  public:
   virtual ~Lender() = default;
@@ -26,22 +26,23 @@ class Lender {
 
 // A message on its way out.
 struct OutgoingMessage {
-  // A body up to this size travels eagerly. Beyond it the receiver would pay for UCX's own reassembly buffer and
-  // another copy, and the bytes would escape the receive window.
+  // A body up to this size travels eagerly. A larger one would cost the receiver UCX's own reassembly buffer and
+  // another copy, and would bypass the receive window.
   static constexpr size_t kEagerBodyBytes = 256 * 1024;
 
-  // What is sent of a span at a time. What else is to be sent gets in between, and each that has arrived is a sign of
-  // life; yet large enough that its announcement is nothing beside it. A device's memory moves faster, and is to be set
-  // up for each.
+  // Spans travel in pieces of this size. Other messages get in between two pieces, and each piece that arrives is a
+  // sign of life. The announcement of a piece costs next to nothing beside its bytes. Device memory moves faster, and
+  // each transfer of it has to be set up, so its pieces are larger.
   static constexpr size_t kPieceBytes = 4 * 1024 * 1024;
   static constexpr size_t kDevicePieceBytes = 64 * 1024 * 1024;
-  // Of a span, where those would be more: each costs the receiver memory of UCX's.
+  // A span has at most this many pieces. The pieces of larger spans are larger, since each announced piece costs the
+  // receiver memory of UCX's.
   static constexpr size_t kMaxPieces = 256;
 
   struct Span {
     std::span<const std::byte> bytes;
-    c10::Device from = c10::kCPU; // where they lie
-    c10::Device to = c10::kCPU; // where they are to arrive
+    c10::Device from = c10::kCPU; // where the bytes are
+    c10::Device to = c10::kCPU; // where they are to arrive, as the sender wishes
   };
   struct Piece {
     wire::Header header;
@@ -49,18 +50,19 @@ struct OutgoingMessage {
     Memory memory;
   };
 
-  // Writes the addressing into the headers of the body and of the pieces, which it makes.
+  // Fills in the header of the body. Cuts the spans into pieces, each with a header.
   void address(wire::Kind kind, uint64_t sourceSession, Rank sourceRank, uint64_t targetSession, uint64_t callId);
 
-  // In a job with a secret, when it is addressed. The first may take long for a large payload, and is for any thread;
-  // the second is for the worker lock, right before it is sent.
+  // Seal an addressed message in a job with a secret; without one they do nothing. sealContent() may take long for a
+  // large payload, and any thread may call it. sealFrames() needs the worker lock and comes right before the message is
+  // sent, because it numbers the frames.
   void sealContent();
   void sealFrames();
 
   bool isBodyEager() const {
     return !waitsForRoom && body.size() <= kEagerBodyBytes;
   }
-  // What waits at the sender until the receiver fetches it.
+  // The number of parts (spans, and a large body) that wait here until the receiver fetches them.
   size_t rendezvousParts() const {
     return spans.size() + (isBodyEager() ? 0 : 1);
   }
@@ -68,18 +70,18 @@ struct OutgoingMessage {
 
   wire::Header header; // of the body
   Bytes body;
-  bool waitsForRoom = false; // also with a small body: until the receiver fetches it
+  bool waitsForRoom = false; // a small body goes by rendezvous too, and waits until the receiver has room
   std::vector<Span> spans;
   std::vector<Piece> pieces; // of the spans
-  uint64_t stagedBytes = 0; // of the spans, copied to the host since the transport could not share a device's memory
+  uint64_t stagedBytes = 0; // bytes of spans in host memory, copied there since the transport cannot share the device's
   std::unique_ptr<Lender> lender; // owns what `spans` point to
-  DeviceWork pendingWork; // what makes the tensors: they are sent when it is done
+  DeviceWork pendingWork; // the work of devices that computes the tensors; the message is sent after it
 
   Peer* to = nullptr;
 
-  // While it is under way, guarded by the worker lock:
+  // Guarded by the worker lock while the message is under way:
   size_t unfinished = 0; // active messages that the transport has not completed
-  Error error; // the first one
+  Error error; // the first error
 };
 
 // A message that has arrived whole, in memory.
@@ -89,7 +91,7 @@ struct IncomingMessage {
     uint64_t bytes = 0;
   };
 
-  // A request is its sender's call, an answer its receiver's.
+  // The call that the message belongs to. Its caller sends the request and receives the answer.
   trace::CallId call() const {
     return {header.kind == wire::Kind::kRequest ? header.sourceSession : header.targetSession, header.callId};
   }
@@ -99,23 +101,23 @@ struct IncomingMessage {
   }
   uint64_t totalBytes() const;
 
-  // Whether what came by rendezvous and is to be decoded is what the sender has sealed; true in a job without a secret.
-  // What came eagerly has been checked on arrival.
+  // Whether the body and the payload that came by rendezvous are what the sender sealed. True in a job without a
+  // secret. The inbox has checked eager bodies on arrival.
   bool isContentGenuine() const;
 
   Peer* from = nullptr;
   wire::Header header;
   Bytes eagerBody;
-  c10::DataPtr pooledBody; // instead of eagerBody where the body came by rendezvous
+  c10::DataPtr pooledBody; // in place of eagerBody if the body came by rendezvous
   uint64_t pooledBodyBytes = 0;
   std::vector<Span> spans;
-  DeviceWork pendingWork; // what puts the spans there; nothing for what the transport has received
-  Admission admission; // its share of the receive window, given back when the handler returns
+  DeviceWork pendingWork; // the work of devices that copies the spans of a message to oneself; else none
+  Admission admission; // its share of the receive window
 };
 
-// Why a message of so many bytes is not received.
+// The error of a message of `bytes` that is not received for want of memory.
 Error outOfMemoryFor(uint64_t bytes);
-// Why one is neither sent nor received any further.
+// The error of a message whose caller has given up its call.
 Error callGivenUp();
 
 } // namespace torch_ucx_rpc

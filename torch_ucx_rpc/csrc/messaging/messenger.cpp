@@ -10,21 +10,22 @@ namespace torch_ucx_rpc {
 
 namespace {
 
-// How often a device is asked that nobody asks otherwise: of the order of what a short kernel takes.
+// How often devices are asked whether work is done that messages wait for. A short kernel takes about as long.
 constexpr auto kDevicePeriod = std::chrono::microseconds(50);
 
-// How often device memory is looked at that has been released and is still used.
+// How often released device memory is checked for uses that are not over.
 constexpr auto kCollectionPeriod = std::chrono::milliseconds(100);
 
-// A process that died with a lock of shared memory keeps others from sending until its queue is repaired.
+// How often a repair is tried. Until it succeeds, nobody can send to this worker over shared memory.
 constexpr auto kRepairPeriod = std::chrono::milliseconds(20);
 
-// How often messages are tried again that this process could not send, over a full file table for one.
+// How often messages are sent again that this process could not send, over a full file table for one.
 constexpr auto kRetryPeriod = std::chrono::milliseconds(20);
 
+// How often the log says that messages cannot be sent.
 constexpr auto kStrandedReminder = std::chrono::seconds(10);
 
-// Rounds of progress in which everything is taken in that has come; each takes several messages.
+// The most rounds of progress to take in everything that has arrived. Each round takes in several messages.
 constexpr int kMaxSteps = 1000;
 
 } // namespace
@@ -113,7 +114,7 @@ void Messenger::deliverToSelf(std::unique_ptr<OutgoingMessage> message) {
       if (error) {
         handlers_.answers->onAnswerRejected(self, callId, error);
       } else {
-        WorkAtEnd atEnd; // of a driver, which this thread is not: an agent thread completes the call
+        WorkAtEnd atEnd; // stays empty: this thread is no driver, so an agent thread completes the call
         handlers_.answers->onAnswer(std::move(arrived), {}, atEnd);
       }
       return;
@@ -206,7 +207,8 @@ void Messenger::startDeferredWithWorkerLock() {
 
 void Messenger::answerPingsWithWorkerLock() {
   assertHoldsWorkerLock();
-  // On the driving thread: an answer that went the way of other messages could wait for Python.
+  // The driving thread answers at once. An answer that goes through post() might wait for a thread that waits for
+  // Python.
   for (Peer* peer : inbox_.takePings()) {
     sendNowWithWorkerLock(*peer, wire::Kind::kPong);
   }
@@ -218,7 +220,7 @@ void Messenger::drainTransportWithWorkerLock() {
     for (int steps = 0; !lifetime_.isClosed() && steps < kMaxSteps && transport_->progress() != 0; ++steps) {
     }
   } catch (const std::exception&) {
-    // A callback had no memory. The rest is taken in by whichever thread drives next.
+    // A callback had no memory. The thread that drives next takes in the rest.
   }
 }
 
@@ -234,14 +236,14 @@ void Messenger::submitWhileOpen(Operation operation) {
 // -------------------------------------------------------------------------------------------------- timer tasks
 
 Timer::TimePoint Messenger::pollDevices(Timer::TimePoint /*now*/) {
-  progress_.requestStartDeferred(); // which asks, and sets the task again if there is still something to wait for
+  progress_.requestStartDeferred(); // which asks the devices, and sets this task again if they are not done
   return Timer::kNever;
 }
 
 Timer::TimePoint Messenger::collectDeviceMemory(Timer::TimePoint now) {
   DevicePool& pool = DevicePool::instance();
   pool.collect();
-  // Memory in use is released by any thread, and nobody hears of that.
+  // Any thread may release memory that is in use now, and no event tells of it.
   return pool.isCollecting() ? now + kCollectionPeriod : Timer::kNever;
 }
 
@@ -250,10 +252,11 @@ Timer::TimePoint Messenger::checkWindow(Timer::TimePoint now) {
     stalledSince_ = {};
     return Timer::kNever;
   }
-  progress_.requestStartDeferred(); // a message that is received slowly must not keep the rest waiting
+  progress_.requestStartDeferred(); // a message that has become slow no longer keeps others waiting
   const uint64_t releases = window_->releases();
   const auto patience =
       window_->receivingMessages.load() == 0 ? ReceiveWindow::kPatience : ReceiveWindow::kPatienceWhileReceiving;
+  // Requests that wait for a thread will run and give their bytes back, so the window is not stalled.
   if (stalledSince_ == Timer::TimePoint{} || releases != stalledReleases_ || executor_.counts().waitingRequests != 0) {
     stalledReleases_ = releases;
     stalledSince_ = now;
@@ -271,7 +274,7 @@ Timer::TimePoint Messenger::retry(Timer::TimePoint now) {
     if (!isTold) {
       events_.addWarning(outbox_.describeStranded());
     }
-    files_.release(); // for the connections that are tried now
+    files_.release(); // for the connections that are tried again now
     outbox_.retryStranded();
     files_.refill();
   });
@@ -292,7 +295,7 @@ Timer::TimePoint Messenger::repair(Timer::TimePoint now) {
     transport_->scanForRepair(); // on this thread, since it may take long: the worker lock is free meanwhile
   }
   submitWhileOpen([this] { repairWithWorkerLock(); });
-  // The operation may still be queued; then it is looked at again once more than needed.
+  // The operation may still be queued. The task then runs once more than needed.
   return isRepairWanted_.load() || isRepairing_.load() ? now + kRepairPeriod : Timer::kNever;
 }
 

@@ -27,22 +27,22 @@
 
 namespace torch_ucx_rpc {
 
-// Messages in and out. It owns the transport and everything that touches it: Progress, Outbox, Inbox and the receive
-// window. The rest of the agent sends by post(), and hears of what arrives, leaves or fails through the EventHandlers.
+// Sends and receives messages. It owns the transport and every object that touches it: Progress, Outbox, Inbox and the
+// receive window. The rest of the agent calls post(), and learns through the EventHandlers what has arrived, left or
+// failed.
 //
-// Thread-safe, but for methods whose names end in WithWorkerLock: those are for operations that the messenger itself
-// runs.
+// Thread-safe, except methods whose names end in WithWorkerLock. Those are for operations that the messenger itself
+// runs under the lock.
 class Messenger final : public Leader, public PeerObserver, private ProgressClient {
  public:
   struct Options {
     uint64_t receiveWindowBytes = 0;
     Waiting waiting = Waiting::kAuto;
   };
-  // Copies a message for the worker itself: `arrived` gets the memory. The messenger does not know how devices copy.
+  // Copies a message to the worker itself into the memory of `arrived`. The messenger does not know how devices copy.
   using CopyForSelf = Error (*)(OutgoingMessage& message, IncomingMessage& arrived);
 
-  // Adds tasks to the timer, so it must not have started. The handlers are looked up when they are needed, only once
-  // members have been added.
+  // Adds tasks to the timer, so it must not have started. The handlers are first used when members have been added.
   Messenger(
       std::unique_ptr<Transport> transport,
       Identity self,
@@ -55,21 +55,23 @@ class Messenger final : public Leader, public PeerObserver, private ProgressClie
       CopyForSelf copyForSelf,
       const Options& options);
 
-  // Sends a message: gives it its addressing, seals it, and queues it for the transport. For this worker itself it
-  // arrives at once, as a copy.
+  // Sends a message: addresses it, seals it, and queues it for the transport. A message to this worker itself arrives
+  // at once, as a copy.
   void post(Peer& to, wire::Kind kind, uint64_t callId, std::unique_ptr<OutgoingMessage> message);
+  // Sends a control frame in the same way.
   void postControl(Peer& to, wire::Kind kind, uint64_t callId = 0, Bytes body = {});
+  // Sends a control frame without a body, ahead of queued operations.
   void sendNowWithWorkerLock(Peer& to, wire::Kind kind, uint64_t callId = 0);
 
-  // Gives up calls whose callers wait no longer: requests that have not left here, the others at their callees, and the
-  // parts of their answers that have come.
+  // Gives up calls whose callers no longer wait. Requests that have not left stay here, the callees of the others are
+  // told, and parts of their answers that have come are dropped.
   void cancel(std::vector<std::pair<Peer*, uint64_t>> calls);
 
-  // A peer has admitted this worker to its group: messages that have waited for that leave.
+  // Sends the messages that have waited until the peer admitted this worker to its group.
   void onAdmitted(Peer& peer);
-  // PeerObserver: ends everything under way from and to the peer.
+  // PeerObserver: ends all messages from and to the peer.
   void onPeerGone(Peer& peer) override;
-  // Notes a failure of a peer as if the transport had told of it; it takes its turn after everything that has arrived.
+  // Adds the failure of a peer, like one that the transport reports. It is handled after everything that has arrived.
   void addFailureWithWorkerLock(Peer& peer, Error why) {
     events_.addFailure(peer, std::move(why));
   }
@@ -78,10 +80,12 @@ class Messenger final : public Leader, public PeerObserver, private ProgressClie
     events_.addWarning(sentence);
   }
 
-  // From now on processes that are no members may ask to become one; with a key, those whose frames are sealed with it.
+  // From now on, processes that are not members may ask to become one. If `joinKey` is not empty, their frames must be
+  // sealed with it.
   void acceptJoins(const std::string& joinKey);
 
-  // Whether the content of a message that came by rendezvous is what its sender sealed; an error, and counted, if not.
+  // Checks the content of a message that came by rendezvous. Content that its sender did not seal is an error, and
+  // counts as a refused frame.
   Error checkContent(const IncomingMessage& message);
 
   // Driving.
@@ -96,7 +100,7 @@ class Messenger final : public Leader, public PeerObserver, private ProgressClie
   void wakeWaitingCaller() {
     progress_.wakeWaitingCaller();
   }
-  // Workers of the group, and those of them on this machine; this one counts too.
+  // Sets how many workers the group has, and how many of them this machine has. This one counts in both.
   void setGroupSize(size_t workers, size_t workersHere) {
     share_.setWorkers(workers);
     progress_.setProcessesHere(workersHere);
@@ -108,12 +112,14 @@ class Messenger final : public Leader, public PeerObserver, private ProgressClie
     progress_.submit(std::move(operation));
   }
 
-  // Takes in all that has come already, also what nobody has had the time to look at.
+  // Takes in everything that has arrived, including messages that no thread has looked at yet.
   void drainTransportWithWorkerLock();
-  // Something of a dead process of this machine may be in the way of messages to this worker: has it cleared away.
+  // Has shared memory repaired: a dead process of this machine may have left a gap there that blocks messages to this
+  // worker (see Transport::repairState()).
   void requestRepair();
 
-  // Ends everything; what was sent last has up to `flushLimitMs` to leave. Events of the end still reach the handlers.
+  // Closes the transport. Messages that were sent last have up to `flushLimitMs` to leave. The events of the end still
+  // reach the handlers.
   void close(int64_t flushLimitMs);
 
   // For reports.
@@ -135,13 +141,13 @@ class Messenger final : public Leader, public PeerObserver, private ProgressClie
   uint64_t stagedBytes() const {
     return stagedBytes_.load();
   }
-  // Messages that the transport has not finished; waits for the worker lock.
+  // See Outbox::underWay(); waits for the worker lock.
   size_t underWay();
   struct Traffic {
     size_t underWay = 0;
     std::vector<std::vector<std::string>> lanes; // of each peer, empty before the first message
   };
-  // The same, and how messages travel to these peers; waits for the worker lock.
+  // The same, and the lanes to these peers; waits for the worker lock.
   Traffic traffic(const std::vector<const Peer*>& peers);
 
  private:
@@ -154,7 +160,8 @@ class Messenger final : public Leader, public PeerObserver, private ProgressClie
     return events_.take();
   }
 
-  // Calls to oneself skip the transport (UCX's own loopback has no wake-up), not the rules: a copy arrives.
+  // A message to oneself skips the transport, because UCX's own loopback has no wake-up. Like any receiver, this worker
+  // gets a copy.
   void deliverToSelf(std::unique_ptr<OutgoingMessage> message);
   void countStaged(const OutgoingMessage& message);
   void answerPingsWithWorkerLock();
@@ -203,7 +210,7 @@ class Messenger final : public Leader, public PeerObserver, private ProgressClie
 
   // Timer thread only:
   uint64_t stalledReleases_ = 0;
-  Timer::TimePoint stalledSince_{}; // the receive window has not moved since
+  Timer::TimePoint stalledSince_{}; // when the receive window moved last
   Timer::TimePoint repairedAt_{};
   Timer::TimePoint strandedWarnedAt_{};
 };

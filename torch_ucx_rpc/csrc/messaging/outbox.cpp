@@ -31,6 +31,7 @@ Error Outbox::connect(Peer& peer) {
 
 void Outbox::send(std::unique_ptr<OutgoingMessage> message) {
   assertHoldsWorkerLock();
+  // A goodbye does not wait for admission: this worker wants none any more.
   if (message->header.kind == wire::Kind::kJoin) {
     unadmitted_.try_emplace(message->to);
   } else if (const auto entry = unadmitted_.find(message->to);
@@ -70,8 +71,9 @@ void Outbox::sendReady() {
 
 void Outbox::enqueue(std::unique_ptr<OutgoingMessage> message) {
   Queue* queue = nullptr;
-  if (isQueued(*message) && canLeave(*message) && !message->error) { // else it fails at once
+  if (isQueued(*message) && canLeave(*message) && !message->error) { // otherwise it fails at once
     queue = &queueOf(*message);
+    // Even if there is room, a message does not pass those that wait.
     if (!queue->waiting.empty() || !queue->hasRoomFor(*message, share_)) {
       queue->waiting.emplace(message->header.callId, std::move(message));
       return;
@@ -83,6 +85,7 @@ void Outbox::enqueue(std::unique_ptr<OutgoingMessage> message) {
 void Outbox::startDeferred() {
   assertHoldsWorkerLock();
   sendReady();
+  // A message that completes at once unblocks its queue again.
   while (!unblocked_.empty()) {
     for (Queue* queue : std::exchange(unblocked_, {})) {
       while (!queue->waiting.empty() && queue->hasRoomFor(*queue->waiting.begin()->second, share_)) {
@@ -103,6 +106,7 @@ bool Outbox::cancel(Peer& to, uint64_t callId) {
     given = std::move(*unready);
     unready_.erase(unready);
   }
+  // The caller of cancel() does not know how the body travels.
   for (const bool isEager : {true, false}) {
     const auto queue = queues_.find({&to, wire::Kind::kRequest, isEager});
     if (given == nullptr && queue != queues_.end()) {
@@ -125,7 +129,7 @@ void Outbox::startFirst(Queue& queue) {
 }
 
 void Outbox::start(std::unique_ptr<OutgoingMessage> owned, Queue* queue) {
-  OutgoingMessage* message = owned.release(); // ours again in finish()
+  OutgoingMessage* message = owned.release(); // finish() owns it again
   if (queue != nullptr) {
     queue->account(*message, true);
   }
@@ -134,11 +138,12 @@ void Outbox::start(std::unique_ptr<OutgoingMessage> owned, Queue* queue) {
     finish(message, queue, message->unfinished, std::move(error));
     return;
   }
+  // Frames are numbered here, in the order in which they leave.
   message->sealFrames();
   const EndpointId endpoint = *message->to->endpoint;
   message->to->isMet.store(true, std::memory_order_relaxed);
   message->to->bytesSent.fetch_add(message->totalBytes(), std::memory_order_relaxed);
-  // The last part may finish the message at once: nothing of it is touched after its last send.
+  // The last send may finish the message at once, and destroy it. Nothing of it is touched afterwards.
   const size_t pieces = message->pieces.size();
   for (size_t index = 0; index < pieces; ++index) {
     const OutgoingMessage::Piece& piece = message->pieces[index];
@@ -175,6 +180,8 @@ void Outbox::finish(OutgoingMessage* message, Queue* queue, size_t parts, Error 
   }
   --message->to->messagesUnderWay;
   std::unique_ptr<OutgoingMessage> owned(message);
+  // A message that has left in part is not sent again: its receiver has some of the parts. A device that has failed
+  // will fail again.
   const bool hasLeftInPart = parts != 1 + owned->pieces.size();
   if (isLocal(owned->error.code()) && owned->error.code() != ErrorCode::kDeviceFailed && !hasLeftInPart &&
       canLeave(*owned) && owned->header.kind != wire::Kind::kRequest) {
@@ -224,11 +231,11 @@ void Outbox::onAdmitted(Peer& peer) {
 
 void Outbox::abandon(Peer& peer) {
   assertHoldsWorkerLock();
-  onAdmitted(peer); // nobody admits any more: what has waited fails; startDeferred() ends what waits for a device
+  onAdmitted(peer); // messages that wait for admission fail; startDeferred() fails those that wait for a device
   if (!isClosed_ && peer.endpoint.has_value()) {
     transport_.abandon(*peer.endpoint);
   }
-  retryStranded(); // messages to a peer that is gone fail
+  retryStranded(); // and fail, since the peer is gone
   for (auto& [key, queue] : queues_) {
     while (std::get<const Peer*>(key) == &peer && !queue.waiting.empty()) {
       startFirst(queue); // and fail
@@ -243,7 +250,7 @@ void Outbox::close() {
     onAdmitted(*unadmitted_.begin()->first);
   }
   retryStranded(); // and fail
-  sendReady(); // likewise
+  sendReady(); // and fail
   for (auto& [key, queue] : queues_) {
     while (!queue.waiting.empty()) {
       startFirst(queue); // and fail

@@ -15,37 +15,37 @@
 
 namespace torch_ucx_rpc {
 
-// Sends whole messages: one active message for the body, one for each piece of a span. Endpoints are made with the
-// first message to a peer. A peer that has been asked to admit this worker to a group (kJoin) refuses everything else
-// until it has: what is for it waits here for that long. Everything here runs under the worker lock.
+// Sends messages: an active message for the body and one for each piece of a span. The first message to a peer makes
+// its endpoint. All functions need the worker lock.
 //
-// A message waits first of all until a device has made its tensors: UCX reads without regard to streams.
-//
-// What travels by rendezvous leaves a few parts at a time: PushShare::parts() of requests and of answers to each peer.
-// The rest wait here, where they cost next to nothing and can be canceled, in the order of their calls. Answers do not
-// wait for requests, nor one peer's messages for another's.
+// A message may have to wait here:
+// - Until the peer admits this worker. A peer that was asked to do so (kJoin) refuses everything else until then.
+// - Until a device has computed its tensors, because UCX reads memory without regard to streams.
+// - For its turn. Of the parts that travel by rendezvous, only PushShare::parts() are under way to a peer, of requests
+//   and of answers each. Messages leave in the order of their calls. Answers do not wait for requests, nor messages to
+//   one peer for those to another. A message that waits costs next to nothing, and can be canceled.
 class Outbox {
  public:
-  // Bytes that travel eagerly and that the transport has not finished, to a peer, of requests and of answers each. UCX
-  // queues them in memory of its own when the peer does not read, a stopped process for one, and never gives a
-  // timed-out one back.
+  // The most eager bytes that the transport has not finished, for one peer, of requests and of answers each. UCX queues
+  // them in memory of its own while the peer does not read (while it is stopped, for one). It never gives up a message
+  // in that queue, not even one whose call has timed out.
   static constexpr uint64_t kMaxEagerBytes = 8ull * 1024 * 1024;
-  // What a message costs the transport beside its body.
+  // The bytes that a message costs the transport beside its body.
   static constexpr uint64_t kEagerOverhead = 512;
 
   Outbox(Transport& transport, const PushShare& share, EventBuffer& events)
       : transport_(transport), share_(share), events_(events) {}
 
-  // Sends an addressed message to `message->to`, as soon as its tensors are ready and it is its turn. It goes to
-  // EventBuffer::addSent(), exactly once, when UCX is done with it.
+  // Sends an addressed message to `message->to`, once its tensors are ready and it is its turn. The message goes to
+  // EventBuffer::addSent(), exactly once, when the transport is done with it.
   void send(std::unique_ptr<OutgoingMessage> message);
 
-  // Sends messages that can leave now. Not inside a transport callback.
+  // Sends the messages that can leave now. Must not be called inside a transport callback.
   void startDeferred();
 
-  // Whether messages that are no requests have failed over an error of this process, such as a full file table, and
-  // wait for another try: retryStranded(). Their peers are well, and may be waiting for them. (A request's failure is
-  // told to its caller.)
+  // Whether answers or control frames have failed over an error of this process, such as a full file table, and wait
+  // for retryStranded(). Their peers are well, and may wait for them. A request does not strand: its caller learns of
+  // the failure.
   bool hasStranded() const {
     return !stranded_.empty();
   }
@@ -53,36 +53,37 @@ class Outbox {
   // A sentence for the log.
   std::string describeStranded() const;
 
-  // Whether messages wait for a device. Nothing announces that it is done: startDeferred() asks.
+  // Whether messages wait for a device. No event announces the end of its work: startDeferred() asks.
   bool waitsForDevice() const {
     return !unready_.empty();
   }
 
-  // Gives up a request that has not left; false if there is none.
+  // Gives up a request that has not left. False if none with this id waits here.
   bool cancel(Peer& to, uint64_t callId);
 
   // The peer behind an endpoint; null for one that is unknown.
   Peer* peerOf(EndpointId endpoint) const;
 
-  // The peer has admitted this worker.
+  // The peer has admitted this worker: sends the messages that have waited for that.
   void onAdmitted(Peer& peer);
 
-  // Ends everything under way to a peer that is gone; what UCX cannot let go of yet later (see Transport::abandon()).
+  // Ends all messages to a peer that is gone. Those that UCX cannot let go of yet end later (see Transport::abandon()).
   void abandon(Peer& peer);
 
-  // From now on everything fails; the transport is about to be closed.
+  // Fails the messages that wait, and all later ones. To be called right before the transport is closed.
   void close();
 
-  // Messages that the transport has not finished, those included that it has not been given yet; none of those to peers
-  // that are gone.
+  // The number of messages that were given to send() and have neither been sent nor failed. Messages to peers that are
+  // gone, that have not admitted this worker, or that have no endpoint yet do not count.
   size_t underWay() const;
 
  private:
-  // To a peer, of a kind, eager or not: small messages do not wait behind large ones.
+  // Messages to one peer of one kind: those that go eagerly, or those that do not. Small messages do not wait behind
+  // large ones.
   struct Queue {
     size_t rendezvous = 0; // parts under way
     uint64_t eagerBytes = 0; // under way
-    std::multimap<uint64_t, std::unique_ptr<OutgoingMessage>> waiting; // by the ids of their calls
+    std::multimap<uint64_t, std::unique_ptr<OutgoingMessage>> waiting; // by call id
 
     // A message that is larger than a limit leaves alone.
     bool hasRoomFor(const OutgoingMessage& message, const PushShare& share) const {
@@ -110,7 +111,8 @@ class Outbox {
   Queue& queueOf(const OutgoingMessage& message) {
     return queues_[QueueKey(message.to, message.header.kind, message.rendezvousParts() == 0)];
   }
-  // Also true for a message that fails anyway; it has an error if the device has.
+  // Whether the tensors of a message are ready. True also if the message will fail anyway. Sets its error if the device
+  // has failed.
   bool isReady(OutgoingMessage& message) const;
   bool canLeave(const OutgoingMessage& message) const {
     return !isClosed_ && message.to->isThere();
@@ -118,7 +120,7 @@ class Outbox {
   void sendReady();
   void enqueue(std::unique_ptr<OutgoingMessage> message);
   void startFirst(Queue& queue);
-  // `queue`: the one that counts it; null for a message that is not queued, or fails at once.
+  // `queue` counts the message. It is null for a message that is not queued, or that fails at once.
   void start(std::unique_ptr<OutgoingMessage> message, Queue* queue);
   Error connect(Peer& peer);
   void finish(OutgoingMessage* message, Queue* queue, size_t parts, Error error);
@@ -127,12 +129,12 @@ class Outbox {
   const PushShare& share_;
   EventBuffer& events_;
   std::unordered_map<EndpointId, Peer*> peers_;
-  // By who has been asked to admit this worker and has not done so.
+  // Messages that wait for admission, by the peer that was asked for it.
   std::unordered_map<Peer*, std::vector<std::unique_ptr<OutgoingMessage>>> unadmitted_;
   std::vector<std::unique_ptr<OutgoingMessage>> unready_;
   std::map<QueueKey, Queue> queues_;
   std::vector<std::unique_ptr<OutgoingMessage>> stranded_;
-  std::vector<Queue*> unblocked_; // since startDeferred() was called last
+  std::vector<Queue*> unblocked_; // queues that got room since startDeferred() was called last
   bool isClosed_ = false;
 };
 

@@ -7,26 +7,26 @@
 
 namespace torch_ucx_rpc {
 
-// The share that this worker has of what all workers together may push into another one. A receiver cannot hold back
-// what arrives unasked, so the senders divide a fixed budget among themselves: a worker's memory stays bounded however
-// many others call it. A sender that has used up its share lets its messages wait at home. Thread-safe.
+// This worker's share of what all workers together may push into another worker. A receiver cannot hold back what
+// arrives unasked. So the senders divide a fixed budget among themselves, and a worker's memory stays bounded however
+// many others call it. Messages beyond the share wait at their sender. Thread-safe.
 class PushShare {
  public:
-  // Bodies of unanswered requests that were sent at once.
+  // Bytes of unanswered requests whose bodies were sent at once.
   static constexpr uint64_t kBudgetBytes = 64ull * 1024 * 1024;
-  // Parts that have been announced and wait to be fetched: each costs its receiver a descriptor of UCX's, 8 KiB of
-  // shared memory for each of its pieces.
+  // Parts that were announced and wait to be fetched. Each costs the receiver a descriptor of UCX's for each of its
+  // pieces, 8 KiB of shared memory.
   static constexpr size_t kBudgetParts = 4096;
-  // To one peer, however few the senders. Enough to hide the latency of a network also where each part is as small as
-  // rendezvous gets: 64 times 32 KiB are 80 us of 25 GB/s.
+  // The most parts for one peer, however few the senders. They hide the latency of a network even if each part is as
+  // small as a rendezvous gets: 64 times 32 KiB are 80 us of 25 GB/s.
   static constexpr size_t kMaxParts = 64;
 
-  // All workers of the group, this one included.
+  // Sets the number of workers in the group, including this one.
   void setWorkers(size_t workers) {
     senders_.store(std::max<size_t>(workers, 2) - 1, std::memory_order_relaxed);
   }
 
-  // To each peer.
+  // The share for each peer.
   uint64_t bytes() const {
     return kBudgetBytes / senders_.load(std::memory_order_relaxed);
   }

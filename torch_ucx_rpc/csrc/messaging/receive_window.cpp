@@ -4,7 +4,7 @@ namespace torch_ucx_rpc {
 
 namespace {
 
-// What is larger than the limit fits alone.
+// A message larger than the limit fits if it is alone.
 bool fits(uint64_t used, uint64_t bytes, uint64_t limit) {
   return used == 0 || (used < limit && bytes <= limit - used);
 }
@@ -26,7 +26,8 @@ void Admission::release() {
 }
 
 bool ReceiveWindow::tryAdmit(bool isResponse, uint64_t bytes, Admission& admission) {
-  // Only admissions raise the sums, and they are made under the worker lock: between load and add they can only fall.
+  // Only admissions raise the sums, and all of them have the worker lock. So between load and add the sums can only
+  // fall.
   if (!fits(used_[isResponse ? 1 : 0].load(), bytes, limitBytes_) ||
       (!isResponse && !fits(queued_.load(), queuedShareOf(bytes), kMaxQueuedBytes))) {
     return false;

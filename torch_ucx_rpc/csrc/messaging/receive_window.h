@@ -13,7 +13,8 @@ namespace torch_ucx_rpc {
 
 class ReceiveWindow;
 
-// A message's share of the receive window; gives it back when released or destroyed. For one thread at a time, any.
+// A message's share of the receive window. release() or the destructor gives it back. Any thread may use it, one at a
+// time.
 class Admission {
  public:
   Admission() = default;
@@ -30,19 +31,19 @@ class Admission {
     release();
   }
 
-  // Its message is being handled: it is received ahead no longer.
+  // A thread begins to handle the message, so that it no longer counts as queued.
   void beginHandling();
   void release();
 
  private:
   friend class ReceiveWindow;
-  std::shared_ptr<ReceiveWindow> window_; // null: nothing to give back
+  std::shared_ptr<ReceiveWindow> window_; // null if there is nothing to give back
   bool isResponse_ = false;
   bool isQueued_ = false;
   uint64_t bytes_ = 0;
 };
 
-// While a thread handles a message with this admission.
+// Marks the time in which the calling thread handles the message of an admission.
 class HandlingScope {
  public:
   explicit HandlingScope(Admission& admission) : outer_(std::exchange(innermost, &admission)) {}
@@ -52,7 +53,7 @@ class HandlingScope {
   HandlingScope(const HandlingScope&) = delete;
   HandlingScope& operator=(const HandlingScope&) = delete;
 
-  // Gives back the share of the message that this thread handles, if it does.
+  // Gives back the share of the message that the calling thread handles, if it handles one.
   static void releaseInnermost() {
     if (innermost != nullptr) {
       innermost->release();
@@ -64,38 +65,42 @@ class HandlingScope {
   Admission* const outer_;
 };
 
-// How many bytes of rendezvous messages this worker takes in at a time, so that memory stays bounded and buffers warm.
-// Of requests that no thread handles yet it takes in less, whatever the limit: more of them gain nothing and only make
-// memory cold.
+// Bounds the bytes of rendezvous messages that this worker takes in at a time. So memory stays bounded, and buffers
+// stay warm. Queued requests, which are being received or wait for a thread, have a lower bound whatever the limit:
+// more of them gain nothing, and only make memory cold.
 //
-// Free of deadlock: requests and responses have a budget each, so a handler that waits for a large response gets it
-// whatever requests wait; a message larger than the budget is admitted alone; a request gives its bytes back when its
-// handler returns or calls out itself, not when its tensors die; and what waits longest is admitted after kPatience
-// without any movement, should handlers be waiting for one another (Inbox::admitStalled).
+// The window cannot deadlock:
+// - Requests and responses have a budget each. A handler that waits for a large response gets it, however many requests
+//   wait.
+// - A message larger than the budget is admitted alone.
+// - A request gives its bytes back when its handler returns or makes a call, not when its tensors die.
+// - Handlers may still wait for one another. After kPatience without any movement, the request that has waited longest
+//   is admitted whether it fits or not (Inbox::admitStalled).
 class ReceiveWindow : public std::enable_shared_from_this<ReceiveWindow> {
  public:
   // A window that has not moved for this long, while no request waits for a thread, is stalled.
   static constexpr auto kPatience = std::chrono::milliseconds(100);
-  // The same while something is being received: a slow network is no deadlock, and a sender that hangs is none of the
-  // others'.
+  // The same while a message is being received. A slow network is no deadlock, so this is longer; and a sender that
+  // hangs must not stop the others for good.
   static constexpr auto kPatienceWhileReceiving = std::chrono::milliseconds(1000);
-  // Of requests that are being received or wait for a thread.
+  // The most bytes of queued requests.
   static constexpr uint64_t kMaxQueuedBytes = 16ull * 1024 * 1024;
-  // What a request counts of those at most: beside a large one, however slow it comes, there is room for small ones.
+  // A request counts as this many queued bytes at most. Beside a large request, however slowly it arrives, there is
+  // room for small ones.
   static constexpr uint64_t kMaxQueuedShare = kMaxQueuedBytes / 4 * 3;
 
   // `onRoom` is called, on the releasing thread, when bytes are given back while something waits.
   ReceiveWindow(uint64_t limitBytes, UniqueFunction<void()> onRoom)
       : limitBytes_(limitBytes), onRoom_(std::move(onRoom)) {}
 
-  // True and an admission if the message fits now. Called under the worker lock.
+  // Admits the message if it fits now, and otherwise returns false. Needs the worker lock.
   bool tryAdmit(bool isResponse, uint64_t bytes, Admission& admission);
-  // Whether it fits or not.
+  // Admits the message even if it does not fit. Needs the worker lock.
   void admit(bool isResponse, uint64_t bytes, Admission& admission);
 
-  // Messages that wait for admission; kept by the inbox under the worker lock.
+  // The number of messages that wait for admission. The inbox writes it under the worker lock.
   std::atomic<uint64_t> waitingMessages{0};
-  // Admitted messages that have not arrived whole; likewise.
+  // The number of admitted messages that have not arrived whole. The receiver writes it under the worker lock.
   std::atomic<uint64_t> receivingMessages{0};
 
   uint64_t limitBytes() const {
@@ -104,7 +109,7 @@ class ReceiveWindow : public std::enable_shared_from_this<ReceiveWindow> {
   uint64_t inUseBytes() const {
     return used_[0].load() + used_[1].load();
   }
-  // Counts all that is given back: no change means no movement.
+  // Counts how often bytes were given back. While it does not change, the window does not move.
   uint64_t releases() const {
     return releases_.load();
   }
@@ -121,7 +126,7 @@ class ReceiveWindow : public std::enable_shared_from_this<ReceiveWindow> {
   const uint64_t limitBytes_; // of each budget
   UniqueFunction<void()> onRoom_;
   std::atomic<uint64_t> used_[2] = {0, 0}; // requests, responses
-  std::atomic<uint64_t> queued_ = 0; // of the requests' bytes, those that are not being handled
+  std::atomic<uint64_t> queued_ = 0; // bytes of requests that no thread handles yet
   std::atomic<uint64_t> releases_{0};
 };
 

@@ -14,6 +14,7 @@ bool Receiver::isBusy(uint64_t more, Clock::time_point now) const {
   for (const Receiving& receiving : receiving_) {
     bytes += now - receiving.began < kSlow ? receiving.bytes : 0;
   }
+  // A message of any size may be received alone.
   return bytes != 0 && bytes + more > kReceivingBytes;
 }
 
@@ -65,11 +66,11 @@ void Receiver::allocateOnDevices(Receiving& receiving) {
   for (const wire::StorageRecord& storage : wire::storagesOf(receiving.message.eagerBody)) {
     const c10::Device* device = findDevice(devices_.get(), storage.deviceType, storage.deviceIndex);
     if (device == nullptr || storage.span >= spans.size()) {
-      continue; // for the host, or malformed: then it is refused when it is decoded
+      continue; // for the host, or malformed: the decoder refuses it then
     }
     const wire::Assembled::Span& span = spans[storage.span];
     if (storage.bytes != span.bytes || !std::ranges::all_of(span.pieces, &wire::Piece::isRendezvous)) {
-      continue; // it goes there when it is decoded; packed storages always do
+      continue; // the decoder copies it to the device, as it does with all packed storages
     }
     receiving.message.spans[storage.span].data = deviceMemory_.allocate(*device, span.bytes);
     if (std::find(used.begin(), used.end(), *device) == used.end()) {
@@ -98,6 +99,7 @@ void Receiver::release(wire::Assembled& assembled) {
 void Receiver::startDeferred() {
   hasFinished_ = false;
   std::erase_if(starting_, [this](Entry receiving) { return beginIfFree(receiving); });
+  // A receive that completes at once makes its source due again, for the next call.
   for (Source* source : std::exchange(due_, {})) {
     receiveNextParts(*source);
   }
@@ -162,6 +164,7 @@ void Receiver::receiveNextParts(Source& source) {
   uint64_t bytes = source.inFlightBytes;
   size_t pieces = source.inFlightPieces;
   std::erase_if(source.waiting, [this](Entry receiving) {
+    // The rest of a message that has failed, or that nobody awaits, need not travel.
     const bool isOver = receiving->error || isAbandoned(*receiving->message.from, receiving->message.header);
     if (isOver) {
       giveUpRest(receiving, callGivenUp());
@@ -184,12 +187,14 @@ void Receiver::receiveNextParts(Source& source) {
     receivePart(source, receiving);
   }
   source.isDue = false;
-  if (!source.waiting.empty() && source.inFlightPieces < pieces) { // some were there at once
+  if (!source.waiting.empty() && source.inFlightPieces < pieces) { // some completed at once
     setDue(source);
   }
 }
 
 void Receiver::receivePart(Source& source, Entry receiving) {
+  // Neither reference dangles later: sources are never erased, and a message stays in its list until all begun parts
+  // are through.
   const Part& part = receiving->parts[receiving->begun++];
   const uint64_t bytes = part.bytes;
   ++receiving->unfinished;
@@ -205,6 +210,7 @@ void Receiver::receivePart(Source& source, Entry receiving) {
         if (!source.waiting.empty()) {
           setDue(source);
         }
+        // A piece that has come is a sign of life, like a frame.
         if (!error) {
           receiving->message.from->silence.heardSinceCheck = true;
         } else if (!receiving->error) {
@@ -288,7 +294,7 @@ void Receiver::dropPeer(const Peer& peer) {
     if (receiving->message.from != &peer) {
       continue;
     }
-    // The transport may take its time; the window does not wait for it.
+    // The transport may keep the memory for a while. The window does not wait for that.
     IncomingMessage& message = receiving->message;
     events_.addRejection(*message.from, message.header, gone, std::move(message.admission));
     receiving->isDropped = true;

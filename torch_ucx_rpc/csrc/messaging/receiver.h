@@ -21,9 +21,9 @@
 
 namespace torch_ucx_rpc {
 
-// Has admitted messages received into memory, a few pieces of each peer's at a time: on a network they travel one after
-// the other, and small messages and signs of life wait behind those that have been asked for. Everything here runs
-// under the worker lock.
+// Receives admitted messages into memory. It asks each peer for a few pieces at a time. Pieces travel one after the
+// other on a network, and small messages and signs of life wait behind those that were asked for. All functions need
+// the worker lock.
 class Receiver {
  public:
   Receiver(
@@ -42,39 +42,40 @@ class Receiver {
 
   using Clock = std::chrono::steady_clock;
 
-  // Bytes that are received at a time, of the window. Several messages in parallel arrive no sooner than one after the
-  // other, but into more memory, which is cold. Enough to hide a network's latency: 25 GB/s times 160 us.
+  // No further message is started if more bytes than this would then be received at a time. Messages received in
+  // parallel arrive no sooner than one after the other, but into more memory, which is cold. This much hides the
+  // latency of a network: 25 GB/s times 160 us.
   static constexpr uint64_t kReceivingBytes = 4ull * 1024 * 1024;
-  // What is not there after this does not count any more: it is the sender or the network that is slow.
+  // A message that has not arrived after this time no longer counts: its sender or the network is slow.
   static constexpr auto kSlow = std::chrono::milliseconds(20);
 
-  // Bytes that are asked of a peer at a time, and pieces where those are larger.
+  // A peer is asked for this many bytes at a time, or for this many pieces if they are larger.
   static constexpr uint64_t kInFlightBytes = 2 * OutgoingMessage::kPieceBytes;
   static constexpr size_t kInFlightPieces = 2;
 
-  // A message that waits to be admitted, of which so many bytes wait at the sender.
+  // A message whose parts are all known and that waits to be admitted. `bytes` of it wait at the sender.
   struct Announced {
     Peer* from;
     wire::Assembled assembled;
     uint64_t bytes;
   };
 
-  // Whether enough is being received, or would be with so many bytes more. Tests tell it the time.
+  // Whether a message of `more` bytes must not be started yet. Tests pass the time.
   bool isBusy(uint64_t more, Clock::time_point now = Clock::now()) const;
 
-  // Takes memory for a message; startDeferred() has it received.
+  // Allocates memory for a message. startDeferred() then receives it.
   void start(Announced announced, Admission admission);
 
-  // The next startDeferred() tells the transport that they are not wanted.
+  // Give up parts that are not wanted. The next startDeferred() tells the transport.
   void release(wire::Piece& piece);
   void release(std::vector<wire::Piece>& pieces);
   void release(wire::Assembled& assembled);
 
-  // Starts receives and releases. Not inside a transport callback.
+  // Starts receives and releases. Must not be called inside a transport callback.
   void startDeferred();
 
-  // Whether startDeferred() has more to do already: what it starts may be done at once, and other operations are to run
-  // in between.
+  // Whether startDeferred() has more to do already, because a receive completed at once. Other operations are to run
+  // before it is called again.
   bool hasDeferred() const {
     return !due_.empty();
   }
@@ -84,57 +85,59 @@ class Receiver {
     return hasFinished_;
   }
 
-  // Whether there is memory of a device that is not free yet for what is to be received. Nothing announces that it is.
+  // Whether a message waits for device memory that earlier work still uses. No event announces the end of that work:
+  // startDeferred() asks.
   bool waitsForDevice() const {
     return !starting_.empty();
   }
 
-  // Whether an answer is for a call that has been given up meanwhile.
+  // Whether the message is an answer that nobody awaits any more.
   bool isAbandoned(const Peer& from, const wire::Header& header) const {
     return header.kind == wire::Kind::kResponse && !handlers_.answers->isAwaited(from, header.callId);
   }
 
-  // Does not ask for the rest of a request that has been given up.
+  // Gives up the parts of a request that have not begun; its caller has given up the call.
   void cancel(const Peer& from, uint64_t callId);
 
-  // Gives up what is being received from a peer that is gone.
+  // Gives up everything that is being received from a peer that is gone.
   void dropPeer(const Peer& peer);
 
-  // Gives up what has not been asked for; the transport is about to be closed.
+  // Gives up all receives that have not begun. To be called right before the transport is closed.
   void close();
 
  private:
-  // What is received at a time: a piece of a span, or the body.
+  // A part that one operation receives: a piece of a span, or the body.
   struct Part {
     void* rendezvous;
     void* into;
     uint64_t bytes;
     Memory memory;
   };
-  // A message being received into memory.
+  // A message being received into memory. It waits in starting_ until earlier work on its memory is done. Then its
+  // pieces move from `assembled` to `parts`.
   struct Receiving {
     IncomingMessage message;
     uint64_t bytes = 0;
     Clock::time_point began;
-    wire::Assembled assembled; // until its memory is free
-    DeviceWork pendingWork; // until then
-    std::vector<Part> parts; // from then on
-    size_t begun = 0; // of those
-    size_t unfinished = 0; // of those begun
+    wire::Assembled assembled;
+    DeviceWork pendingWork; // earlier work of devices on its memory
+    std::vector<Part> parts;
+    size_t begun = 0; // parts whose receive has begun
+    size_t unfinished = 0; // parts that have begun and are not through
     bool isDropped = false;
     Error error;
   };
   using Entry = std::list<Receiving>::iterator;
-  // What is received from a peer.
+  // The messages that are being received from one peer.
   struct Source {
-    bool isDue = false; // in due_
+    bool isDue = false; // is in due_
     uint64_t inFlightBytes = 0;
     size_t inFlightPieces = 0;
     bool isOldestsTurn = true;
-    std::vector<Entry> waiting; // those that have parts not begun, the oldest first
+    std::vector<Entry> waiting; // messages with parts that have not begun, the oldest first
 
-    // The oldest and the one that has the least left have every other turn: a small one passes a large one, and large
-    // ones do not keep each other from being finished.
+    // The message whose part is received next: by turns the oldest message, and the one with the fewest parts left. So
+    // small messages pass large ones, and large messages still get finished one after the other.
     std::vector<Entry>::iterator next() {
       return isOldestsTurn ? waiting.begin()
                            : std::min_element(waiting.begin(), waiting.end(), [](Entry one, Entry other) {
@@ -143,21 +146,24 @@ class Receiver {
     }
   };
 
-  // Memory for the spans, of devices where the body says so; of the host if the body itself is still to be received.
+  // Allocates memory for the spans: on the devices that the body names, or on the host if the body itself is still to
+  // be received.
   void allocateSpans(Receiving& receiving);
   void allocateOnDevices(Receiving& receiving);
-  // False, and nothing done, while its memory is not free.
+  // Makes the parts of a message due, or rejects it if it has an error. False, without effect, while earlier work uses
+  // its memory.
   bool beginIfFree(Entry receiving);
-  // For what is not being received yet.
+  // Rejects a message of which no part is due yet.
   void reject(Entry receiving, Error error);
-  // Notes what is to be received; what came eagerly is copied.
+  // Adds a piece to the parts to be received. Copies it if it came eagerly.
   static void addPart(Receiving& receiving, const wire::Piece& piece, const c10::DataPtr& into);
   void setDue(Source& source);
+  // Begins to receive parts, as many as may be in flight from the peer.
   void receiveNextParts(Source& source);
   void receivePart(Source& source, Entry receiving);
   // Gives up the parts that have not begun.
   void giveUpRest(Entry receiving, const Error& why);
-  // If all its parts are through.
+  // Adds the event of a message, and forgets it, if all its parts are through.
   void finishIfDone(Entry receiving);
   void forget(Entry receiving);
 
@@ -169,11 +175,11 @@ class Receiver {
   EventBuffer& events_;
 
   std::list<Receiving> receiving_;
-  std::vector<Entry> starting_; // of those, the ones whose memory is not known to be free
+  std::vector<Entry> starting_; // those of receiving_ whose memory may still be in use
   DevicePool& deviceMemory_ = DevicePool::instance();
-  std::list<Receiving> dropped_; // the transport still has their memory
+  std::list<Receiving> dropped_; // messages of lost peers; the transport still uses their memory
   std::unordered_map<const Peer*, Source> sources_;
-  std::vector<Source*> due_; // of which something has come, or is to be received, since startDeferred() was called last
+  std::vector<Source*> due_; // peers that the next startDeferred() asks for parts
   std::vector<void*> toRelease_;
   bool hasFinished_ = false;
 };

@@ -8,13 +8,14 @@ void SentMessages::destroy(std::unique_ptr<OutgoingMessage>& message) {
   if (message->lender == nullptr || !message->lender->mayRunUserCode()) {
     return;
   }
+  // The task of this thread may be torch's code with torch's locks. They are free after it.
   if (Executor::isInTask()) {
     Executor::runAfterTask([message = std::move(message)] {});
     return;
   }
   std::shared_ptr<void> hold = lifetime_.hold();
   if (hold == nullptr) {
-    message.reset(); // no thread is left for it
+    message.reset(); // the agent is being destroyed: no other thread will do it
     return;
   }
   {
@@ -24,7 +25,8 @@ void SentMessages::destroy(std::unique_ptr<OutgoingMessage>& message) {
       return;
     }
   }
-  // One thread for all: while a Python function holds the GIL, it waits for that.
+  // One thread destroys all messages. It may wait for the GIL while a Python function holds it, and other threads must
+  // not wait with it.
   executor_.addCompletion([this, hold = std::move(hold)] {
     std::vector<std::unique_ptr<OutgoingMessage>> taken;
     do {

@@ -91,7 +91,7 @@ class Peer {
   std::atomic<uint64_t> callsFailed{0}; // of those sent; an exception of a Python function is an answer to torch
   std::atomic<uint64_t> callsReceived{0};
   std::atomic<int64_t> requestsOpen{0}; // received from it and not answered yet
-  // Sent to it at once, with requests that it has not answered: see EagerCredit.
+  // Bytes of open requests that were sent to it eagerly, see EagerCredit.
   std::atomic<uint64_t> eagerBytesOpen{0};
   LatencyHistogram latencies; // of calls sent that did not fail
   std::atomic<uint64_t> bytesSent{0};

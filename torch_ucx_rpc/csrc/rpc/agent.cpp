@@ -20,7 +20,8 @@ namespace rpc = torch::distributed::rpc;
 
 namespace {
 
-// At shutdown: for handlers that are still running, and for what was sent last; together less than a second.
+// How long shutdown waits for handlers that are still running, and for the messages that were sent last to leave.
+// Together they are less than a second.
 constexpr auto kHandlerGrace = std::chrono::milliseconds(500);
 constexpr int64_t kFlushLimitMs = 400;
 
@@ -84,7 +85,7 @@ UcxRpcAgent::UcxRpcAgent(
 
 UcxRpcAgent::~UcxRpcAgent() {
   if (rpcAgentRunning_.load()) {
-    shutdown(); // else ~RpcAgent would, and find shutdownImpl gone
+    shutdown(); // otherwise ~RpcAgent() calls it, when shutdownImpl() of this class is gone
   }
   shutdownImpl();
 }
@@ -125,7 +126,7 @@ void UcxRpcAgent::shutdownImpl() {
       LOG(WARNING) << "torch_ucx_rpc: " << stuck << " thread(s) of worker '" << self_.name
                    << "' are still running user code at shutdown; they end when it returns";
     }
-    sayGoodbye(); // after the answers of handlers that have ended: a peer that hears it awaits none any more
+    sayGoodbye(); // after the answers of handlers: a peer that hears it awaits none any more
     messenger_.close(kFlushLimitMs);
     trace::write(self_.name);
   });
@@ -135,8 +136,8 @@ void UcxRpcAgent::sayGoodbye() {
   if (monitor_.isEverybodyLeaving()) {
     return;
   }
-  // To peers that were met, and to neighbours, whose process watch would take our end for a crash. Not to all others:
-  // where a job of a thousand fails, each would connect to each.
+  // Only peers that were met, and neighbours, hear it. The process watch of a neighbour would take the end for a crash.
+  // If all peers heard it, each worker of a job of a thousand that fails would connect to each other one.
   for (Peer* peer : directory_.all()) {
     const bool wasMet = peer->isMet.load() || peer->isNeighbour.load();
     if (wasMet && peer->isThere() && peer->member().session != self_.session) {
@@ -158,14 +159,15 @@ c10::intrusive_ptr<JitFuture> UcxRpcAgent::send(
             to.name_ + "'",
         {.name = to.name_, .rank = to.id_, .host = {}, .cause = {}, .resource = {}, .timeout = {}});
   }
-  HandlingScope::releaseInnermost(); // a handler that calls out may wait for long: the window must not wait with it
+  // The caller may be a handler, and may wait for long: the receive window must not wait with it.
+  HandlingScope::releaseInnermost();
   const rpc::MessageType type = message->type();
   const auto timeout = rpcTimeoutSeconds == rpc::kUnsetRpcTimeout ? getRpcTimeout() : toMilliseconds(rpcTimeoutSeconds);
   c10::intrusive_ptr<JitFuture> future =
       calls_.send(directory_.at(to.id_), std::move(message), timeout, deviceMap.empty() ? getDeviceMap(to) : deviceMap);
   if (isFetch(type) && !Executor::isLeader()) {
-    // RRef.to_here() sends this and waits, within one function of torch. Waiting here instead, Ctrl-C works, and the
-    // caller drives its own call. Nobody else sends these messages.
+    // RRef.to_here() sends this request and then waits inside torch. Waiting here first makes Ctrl-C work, and lets the
+    // caller drive its own call. Nothing else sends these requests.
     waitDriving(*future);
   }
   return future;

@@ -31,15 +31,15 @@ namespace torch_ucx_rpc {
 
 using torch::distributed::rpc::worker_id_t;
 
-// torch's RpcAgent: torch's virtual functions, and the wiring of the objects that do the work. csrc/README.md has the
-// map of those.
+// Implements torch's RpcAgent. It has torch's virtual functions, and the wiring of the objects that do the work.
+// csrc/README.md has a map of those.
 //
 // Life: constructed -> members added (by Python, which exchanges them through the Store) -> start() -> join() or not ->
-// shutdown(). In a dynamic group members come and go after start() too. Agent threads that are stuck in user code at
+// shutdown(). In a dynamic group, members come and go after start() too. Agent threads that are stuck in user code at
 // shutdown keep the object alive until they return.
 //
-// `whileWaiting` is called now and then, and when a signal has come in, by a thread that waits for a future, a barrier
-// or join(), or in send() for an RRef's value; it may throw to end the wait (Ctrl-C).
+// Threads that wait for a future, a barrier, join() or, in send(), an RRef's value call `whileWaiting` now and then,
+// and when a signal has come in. It may throw to end the wait (Ctrl-C).
 class UcxRpcAgent : public torch::distributed::rpc::RpcAgent, public std::enable_shared_from_this<UcxRpcAgent> {
  public:
   UcxRpcAgent(
@@ -58,7 +58,8 @@ class UcxRpcAgent : public torch::distributed::rpc::RpcAgent, public std::enable
   uint64_t session() const {
     return self_.session;
   }
-  // Throws RpcFailure in a process that was forked from this agent's. Everything that needs its threads or UCX does.
+  // Throws RpcFailure in a process that was forked from this agent's. Every function that needs the agent's threads or
+  // UCX calls it.
   void checkProcess() const;
 
   Group& group() {
@@ -115,8 +116,8 @@ class UcxRpcAgent : public torch::distributed::rpc::RpcAgent, public std::enable
   const uint64_t forkCount_;
   std::once_flag shutdownOnce_;
 
-  // Each has its own synchronization. An object may use those above it; events reach those below the messenger through
-  // the interfaces of messaging/event_handlers.h.
+  // Each has its own synchronization. An object may use those above it. Events reach the objects below the messenger
+  // through the interfaces of messaging/event_handlers.h.
   Lifetime lifetime_;
   Timer timer_;
   Directory directory_;

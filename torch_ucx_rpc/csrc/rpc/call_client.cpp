@@ -25,7 +25,7 @@ namespace {
 // How often a thread that waits for another caller's progress looks for signals.
 constexpr auto kSignalCheckPeriod = std::chrono::milliseconds(100);
 
-// Torch's own words, which programs look for, and the callee.
+// The text of a timeout: torch's own words, which programs look for, and the callee.
 std::string timeoutText(std::chrono::milliseconds timeout, const Peer& to) {
   std::string text = rpc::kRpcTimeoutErrorStr;
   text.replace(text.find("{}"), 2, std::to_string(timeout.count()));
@@ -82,7 +82,7 @@ c10::intrusive_ptr<JitFuture> CallClient::send(
   }
   to.callsSent.fetch_add(1, std::memory_order_relaxed);
 
-  // Asked after the call is in the table: a thread that marks the peer gone afterwards finds it there.
+  // The state is read after the call is in the table. A thread that marks the peer gone later finds the call there.
   if (to.state() != Peer::State::kPresent) {
     if (std::optional<CallTable::Call> taken = calls_.take(id, to)) {
       finishCallToLostPeer(std::move(*taken));
@@ -110,8 +110,9 @@ void CallClient::onAnswer(IncomingMessage answer, const std::optional<Driver>& d
   const uint64_t id = answer.header.callId;
   std::optional<CallTable::Call> call = calls_.take(id, *answer.from);
   if (!call) {
-    return; // a late answer, or one of a worker that was not asked; its buffers are recycled here
+    return; // a late answer, or one of a worker that was not asked; its memory is released here
   }
+  // A driver completes the call that it waits for itself: no thread has to be woken for it.
   if (driver && (id == driver->awaitedCall || mayCompleteOnDriver(call->type))) {
     atEnd.emplace_back([this, call = std::move(*call), answer = std::move(answer)]() mutable {
       complete(std::move(call), std::move(answer));
@@ -130,7 +131,8 @@ void CallClient::complete(CallTable::Call call, IncomingMessage answer) {
   const Peer& from = *answer.from;
   Streams streams;
   DecodedMessage decoded;
-  // With the message goes its share of the window: the future's callbacks may wait for other answers.
+  // Decoding uses up the message, and gives its share of the window back: callbacks of the future may wait for other
+  // answers.
   if (const Error error = decodeArrived(messenger_, deviceMaps_.devices(), std::move(answer), streams, decoded)) {
     const std::string what = "the answer of " + from.describe() + " is unreadable: " + error.message();
     fail(call, std::make_exception_ptr(from.failureFrom(error, what)));
@@ -143,10 +145,10 @@ void CallClient::complete(CallTable::Call call, IncomingMessage answer) {
   }
   call.to->latencies.add(CallTable::Clock::now() - call.sentAt);
   if (runsPython(call.type)) {
-    Executor::runHooks(); // for callbacks
+    Executor::runHooks(); // callbacks may run Python
   }
   // Not Message::getStorages(), which throws for undefined tensors and for the compressed sparse layouts.
-  const c10::MultiStreamGuard guard(streams); // callers that get the value wait for these
+  const c10::MultiStreamGuard guard(streams); // the future has its readers wait for these streams
   runCallbacks([&] { call.future->markCompleted(std::move(decoded.message), std::move(decoded.deviceStorages)); });
 }
 
@@ -233,12 +235,13 @@ Timer::TimePoint CallClient::expire(Timer::TimePoint now) {
          {callee.name, callee.rank, callee.host, {}, {}, timeout}});
   }
   if (!abandoned.empty()) {
-    // The callee need not take in what it has not; its handler, once running, is not interrupted. After the failures,
-    // since this may make progress for others.
+    // The callee need not receive the rest of these requests. A handler that runs is not interrupted. This comes after
+    // the failures, because it may make progress for others.
     messenger_.cancel(std::move(abandoned));
   }
   if (!expired.empty()) {
-    messenger_.requestRepair(); // a worker that hears nothing, since a dead one blocks its queue, looks like this too
+    // A worker whose shared memory a dead process blocks hears nothing, so its calls time out too.
+    messenger_.requestRepair();
   }
   return next;
 }
@@ -285,7 +288,7 @@ void CallClient::waitIdle(JitFuture& future) {
   std::unique_lock lock(completion->mutex);
   const auto isOver = [&] { return completion->isComplete || lifetime_.isClosed(); };
   while (!completion->changed.wait_for(lock, kSignalCheckPeriod, isOver)) {
-    // Without the lock: this takes the GIL, and the thread that completes the future may have that.
+    // whileWaiting_() takes the GIL. The thread that completes the future may have it, and needs this lock.
     lock.unlock();
     whileWaiting_();
     lock.lock();

@@ -16,12 +16,13 @@
 
 namespace torch_ucx_rpc {
 
-// Calls of this worker, from send() to the completion of their futures. A future is completed exactly once, by the one
-// who takes its call out of the table: the answer, the deadline, the end of the callee, or shutdown. Thread-safe.
+// Makes the calls of this worker, from send() to the completion of their futures. A call's future is completed exactly
+// once, by the event that takes the call out of the table: the answer, the deadline, the end of the callee, or
+// shutdown. Thread-safe.
 class CallClient final : public AnswerHandler, public PeerObserver {
  public:
-  // `whileWaiting` is called now and then, and when a signal has come in, by threads that wait; it may throw to end the
-  // wait (Ctrl-C). Adds a task to the timer, so it must not have started.
+  // Threads that wait call `whileWaiting` now and then, and when a signal has come in. It may throw to end the wait
+  // (Ctrl-C). Adds a task to the timer, so it must not have started.
   CallClient(
       Identity self,
       Messenger& messenger,
@@ -31,24 +32,25 @@ class CallClient final : public AnswerHandler, public PeerObserver {
       const DeviceMaps& deviceMaps,
       std::function<void()> whileWaiting);
 
-  // Sends a request. `timeout` 0: none. The future holds torch's answer message, or fails with a RpcFailure or with
-  // what the callee raised. Throws c10::Error for tensors that cannot be sent.
+  // Sends a request. A `timeout` of 0 means none. The future holds torch's answer message, or fails with an RpcFailure
+  // or with what the callee raised. Throws c10::Error for tensors that cannot be sent.
   c10::intrusive_ptr<JitFuture> send(
       Peer& to, c10::intrusive_ptr<Message> message, std::chrono::milliseconds timeout, const DeviceMap& deviceMap);
 
-  // Returns when the future is complete or the agent shuts down. The caller drives progress meanwhile, if no other
+  // Returns when the future is complete or the agent shuts down. Meanwhile the caller drives progress, if no other
   // caller does.
   void waitDriving(JitFuture& future);
-  // The same for a future that another thread completes.
+  // Returns likewise, but leaves driving to other threads.
   void waitIdle(JitFuture& future);
 
   // Fails all open calls.
   void shutDown();
 
+  // The calls that wait for an answer.
   size_t open() const {
     return calls_.size();
   }
-  // Since the beginning.
+  // The calls that were ever made, and those that have timed out.
   uint64_t opened() const {
     return calls_.opened();
   }
@@ -72,9 +74,11 @@ class CallClient final : public AnswerHandler, public PeerObserver {
   void complete(CallTable::Call call, IncomingMessage answer);
   static void completeWith(const CallTable::Call& call, const c10::intrusive_ptr<Message>& answer);
   static void fail(const CallTable::Call& call, const std::exception_ptr& why);
-  // On an agent thread, where callbacks may run.
+  // Fails a call on an agent thread, where callbacks may run.
   void failLater(CallTable::Call call, const RpcFailure& why);
+  // Fails a call to a peer that is gone, or acknowledges it in the peer's place if torch needs that (syntheticAck()).
   void finishCallToLostPeer(CallTable::Call call);
+  // Timer task: fails the calls whose deadlines have come.
   Timer::TimePoint expire(Timer::TimePoint now);
 
   const Identity self_;

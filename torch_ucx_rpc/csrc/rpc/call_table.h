@@ -19,9 +19,9 @@ namespace torch_ucx_rpc {
 
 using torch::distributed::rpc::JitFuture;
 
-// The calls that wait for an answer. A call leaves the table exactly once, and whoever takes it out completes its
-// future: a response, the deadline, the peer's failure or shutdown. (JitFuture itself has no test-and-set.)
-// Thread-safe.
+// The calls that wait for an answer. A call leaves the table exactly once, and the thread that takes it out completes
+// its future: with the answer, or because of the deadline, the peer's failure or shutdown. (JitFuture itself has no
+// test-and-set.) Thread-safe.
 class CallTable {
  public:
   using Clock = std::chrono::steady_clock;
@@ -33,26 +33,26 @@ class CallTable {
     Clock::time_point sentAt{};
     std::chrono::milliseconds timeout{0}; // 0: none
     Clock::time_point deadline = Clock::time_point::max();
-    std::thread::id sender; // the thread that made it
+    std::thread::id sender; // the thread that made the call
     std::shared_ptr<void> nesting; // Executor::markBlocked(): released with the call
     EagerCredit eager; // given back with the call
   };
 
-  // Opens a call under a new id. True in `isEarliest` if its deadline is now the first to come.
+  // Adds a call under a new id. Sets `isEarliest` if no other open call has an earlier deadline.
   uint64_t open(Call call, bool& isEarliest);
 
-  // Takes out a call to `peer`; nothing if it is not, or no longer, open, or is another worker's.
+  // Takes out a call to `peer`. Nothing if the call is not open, or is to another peer.
   std::optional<Call> take(uint64_t id, const Peer& peer);
 
   // The call that a thread has made last, while it is open. rpc_sync and RRef.to_here() make a call and then wait, so
-  // it is the call that the thread waits for. The future cannot tell: torch derives another one from the call's.
+  // the thread waits for this call. The future cannot tell: torch derives another one from the call's.
   std::optional<uint64_t> latestOf(std::thread::id sender) const;
 
-  // Takes out all calls to a peer; all calls.
+  // Take out all calls to a peer, and all calls.
   std::vector<Call> takeAllTo(const Peer& peer);
   std::vector<Call> takeAll();
 
-  // Takes out the calls whose deadline has come, and says when the next one comes.
+  // Takes out the calls whose deadline has come. `next` gets the next deadline.
   struct Expired {
     uint64_t id;
     Call call;
@@ -78,7 +78,7 @@ class CallTable {
   // Guarded by mutex_:
   Entries entries_;
   std::multimap<Clock::time_point, uint64_t> deadlines_;
-  std::unordered_map<std::thread::id, uint64_t> latest_; // open calls, by who made them
+  std::unordered_map<std::thread::id, uint64_t> latest_; // the latest open call of each thread
   uint64_t nextId_ = 0;
 };
 

@@ -5,8 +5,8 @@
 
 namespace torch_ucx_rpc {
 
-// Decodes a message that has arrived, request or answer, once its content is known to be genuine. Its tensors may be
-// used on `streams`: streams of torch's pool, one for each device in use.
+// Decodes a request or an answer, after checking that its content is genuine. `streams` gets a stream of torch's pool
+// for each device in use; the tensors may be used on these.
 Error decodeArrived(
     Messenger& messenger, const Devices& devices, IncomingMessage arrived, Streams& streams, DecodedMessage& decoded);
 

@@ -11,8 +11,8 @@
 
 namespace torch_ucx_rpc {
 
-// Where tensors arrive at other workers, by the names of those: tensors of requests, and tensors of answers, which each
-// caller wishes. Thread-safe.
+// Says on which devices the tensors of this worker's messages arrive, by the name of the receiver. The maps for answers
+// are those that the callers wish. Thread-safe.
 class DeviceMaps {
  public:
   using ByWorker = std::unordered_map<std::string, DeviceMap>;
@@ -45,7 +45,7 @@ class DeviceMaps {
  private:
   DeviceMap find(const ByWorker& maps, const std::string& worker) const {
     if (!hasAny_.load()) {
-      return {}; // every call asks
+      return {}; // no lock, since every call asks
     }
     const std::lock_guard lock(mutex_);
     const auto entry = maps.find(worker);

@@ -49,7 +49,7 @@ std::vector<MessageType> requestTypes(const std::vector<std::string>& names) {
   return types;
 }
 
-// Lets requests wait before they are handled, on the thread that handles them.
+// Delays requests, on the thread that then handles them.
 class DelayingCallback final : public RequestCallback {
  public:
   DelayingCallback(std::unique_ptr<RequestCallback> handler, const Faults& faults) : handler_(std::move(handler)) {

@@ -11,22 +11,22 @@
 
 namespace torch_ucx_rpc {
 
-// What goes wrong, by the names of torch's request types ("PYTHON_CALL", "RREF_FORK_REQUEST", ...).
+// The faults to make. Requests are named by torch's types ("PYTHON_CALL", "RREF_FORK_REQUEST", ...).
 struct Faults {
-  std::vector<std::string> messagesToFail; // their sends fail ...
-  int sendsToFail = 0; // ... so many times each; torch retries some
+  std::vector<std::string> messagesToFail; // sends of these fail ...
+  int sendsToFail = 0; // ... this many times each; torch retries some
   std::map<std::string, std::chrono::milliseconds>
       messagesToDelay; // how long each waits at the callee before it is handled
 };
 
-// The types there are.
+// The names of all request types.
 std::vector<std::string> requestTypeNames();
 
-// The agent with faults on demand, for tests of what programs, and torch's protocols for RRefs and distributed
-// autograd, do then. Made by torch_ucx_rpc/testing.py only.
+// An agent that makes faults on demand. Tests use it to see how programs, and torch's protocols for RRefs and
+// distributed autograd, react. Only torch_ucx_rpc/testing.py makes one.
 class FaultyUcxRpcAgent final : public UcxRpcAgent {
  public:
-  // Throws std::invalid_argument for a type that there is not.
+  // Throws std::invalid_argument for an unknown type.
   FaultyUcxRpcAgent(
       std::string name,
       worker_id_t rank,
@@ -50,7 +50,7 @@ class FaultyUcxRpcAgent final : public UcxRpcAgent {
   const int sendsToFail_;
   std::mutex mutex_;
   // Guarded by mutex_:
-  std::map<std::pair<MessageType, std::vector<char>>, int> failedSends_; // a message is known by its payload
+  std::map<std::pair<MessageType, std::vector<char>>, int> failedSends_; // the payload tells messages apart
 };
 
 } // namespace torch_ucx_rpc

@@ -21,6 +21,7 @@ using Clock = std::chrono::steady_clock;
 constexpr auto kForEver = Clock::time_point::max();
 // How often a thread that blocks in barrier() or join() looks for signals.
 constexpr auto kSignalCheckPeriod = std::chrono::milliseconds(100);
+// How often a thread in join() looks whether calls have ended.
 constexpr auto kPoll = std::chrono::milliseconds(1);
 
 Clock::time_point deadlineOf(std::chrono::milliseconds timeout) {
@@ -57,7 +58,7 @@ Group::Group(
 void Group::addMembers(std::vector<Member> members) {
   for (Member& member : members) {
     if (isTorchsAgent(agent_) && directory_.findSession(member.session) == nullptr) {
-      invalidateRRefsOf(member.rank); // of any worker that had the rank before
+      invalidateRRefsOf(member.rank); // of a worker that had the rank before
     }
     directory_.add(std::move(member));
   }
@@ -66,7 +67,7 @@ void Group::addMembers(std::vector<Member> members) {
   const std::vector<Peer*> present = directory_.present();
   size_t workersHere = 1;
   for (Peer* peer : present) {
-    if (peer != self && peer->member().bootId == self->member().bootId) { // of one boot of one machine
+    if (peer != self && peer->member().bootId == self->member().bootId) { // both run on this machine
       peer->isNeighbour.store(true);
       peer->isOverNetwork.store(peer->member().pidNamespace != self->member().pidNamespace);
       ++workersHere;
@@ -79,7 +80,8 @@ void Group::addMembers(std::vector<Member> members) {
 void Group::removeMember(uint64_t session) {
   if (Peer* peer = directory_.findSession(session)) {
     if (peer->isThere()) {
-      messenger_.postControl(*peer, wire::Kind::kGoodbye); // it may be leaving, and wait for us, who hear it no more
+      // It may be leaving, and wait for an acknowledgment from this worker, which does not hear it any more.
+      messenger_.postControl(*peer, wire::Kind::kGoodbye);
     }
     monitor_.end(*peer, Peer::State::kLeft, {ErrorCode::kShutDown, peer->describe() + " has left the group"});
     directory_.remove(*peer);
@@ -183,7 +185,8 @@ int64_t Group::barrier(int64_t value, std::chrono::milliseconds timeout) {
   for (bool isFirstLook = true; !barrier_.wait(kSignalCheckPeriod, result); isFirstLook = false) {
     whileWaiting_();
     if (isFirstLook) {
-      // A peer that this worker has never spoken to is not missed when it dies on another machine.
+      // The heartbeat checks peers that this worker has an endpoint to, and a ping makes one. Otherwise a missing peer
+      // that dies on another machine would go unnoticed.
       for (Peer* peer : barrier_.missing()) {
         if (peer->needsHeartbeat.load()) {
           messenger_.postControl(*peer, wire::Kind::kPing);
@@ -215,9 +218,8 @@ int64_t Group::barrier(int64_t value, std::chrono::milliseconds timeout) {
   return result.sum;
 }
 
-// Ends when nobody waits for an answer any more: two rounds in a row in which no worker had a call open, nor opened one
-// in between. (One round is not enough: a worker that has reported may still be asked for something by one that has
-// not.)
+// Ends after two rounds in a row in which no worker had a call open, nor opened one in between. One round is not
+// enough: a worker that has reported may still be asked for something by one that has not.
 void Group::join(std::chrono::milliseconds timeout, std::chrono::milliseconds defaultTimeout) {
   if (isDynamic()) {
     leave(timeout.count() != 0 ? timeout : defaultTimeout);
@@ -312,8 +314,8 @@ void Group::onLeave(Peer& from) {
 }
 
 int64_t Group::requestsOpen() const {
-  // Peers that are gone wait for nothing. torch may never answer them: a backward pass whose context was closed when
-  // the worker died that had opened it, for one.
+  // Requests of peers that are gone do not count, since torch may never answer them. One example is a backward pass
+  // whose context was closed when the worker died that had opened it.
   int64_t sum = 0;
   for (const Peer* peer : directory_.all()) {
     sum += peer->isThere() ? peer->requestsOpen.load() : 0;
@@ -322,11 +324,11 @@ int64_t Group::requestsOpen() const {
 }
 
 bool Group::hasAnsweredAll() const {
-  // The transport is asked last: the answer to a request is posted before the request counts as served.
+  // The transport is asked last, because the answer to a request is posted before the request stops counting as open.
   return calls_.open() == 0 && requestsOpen() == 0 && messenger_.underWay() == 0;
 }
 
-// The others are told first: then they call no more, and every call made before is answered.
+// The others are told first. They then make no more calls to this worker, and it answers every call made before.
 void Group::leave(std::chrono::milliseconds timeout) {
   const auto deadline = deadlineOf(timeout);
   for (Peer* peer : directory_.all()) {

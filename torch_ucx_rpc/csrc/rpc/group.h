@@ -28,11 +28,11 @@ namespace torch_ucx_rpc {
 using torch::distributed::rpc::RpcAgent;
 using torch::distributed::rpc::WorkerInfo;
 
-// The members of the group: who they are, barriers over them, and how they leave together (static groups) or come and
-// go (dynamic ones). Thread-safe.
+// Keeps the members of the group, and runs barriers over them. In a static group all members leave together; in a
+// dynamic group they come and go. Thread-safe.
 class Group final : public GroupHandler, public PeerObserver, private Barrier::Link {
  public:
-  // `whileWaiting` is called now and then by threads that wait; it may throw to end the wait (Ctrl-C).
+  // Threads that wait call `whileWaiting` now and then. It may throw to end the wait (Ctrl-C).
   Group(
       Identity self,
       const RpcAgent& agent,
@@ -47,47 +47,49 @@ class Group final : public GroupHandler, public PeerObserver, private Barrier::L
 
   // Adds workers, this one included. Throws std::invalid_argument for a rank or name that is taken.
   void addMembers(std::vector<Member> members);
-  // For a member that has gone without a goodbye to this worker.
+  // Removes a member that has gone without a goodbye to this worker.
   void removeMember(uint64_t session);
-  // For a member that does not admit this worker. Calls to it fail, and it hears a goodbye.
+  // Treats a member that does not admit this worker as lost. Calls to it fail, and it hears a goodbye.
   void loseMember(uint64_t session);
 
-  // References stay valid for as long as the agent lives. Throw RpcFailure naming the workers that do exist.
+  // References stay valid for as long as the agent lives. Both throw RpcFailure, which names the workers that do exist.
   const WorkerInfo& info(const std::string& name) const;
   const WorkerInfo& info(Rank rank) const;
-  // In a dynamic group, those that are there.
+  // All workers; in a dynamic group only those that are present.
   std::vector<WorkerInfo> infos() const;
 
-  // Waits until all workers present have come here, and sums a number over them. Throws RpcFailure when `timeout`
-  // (0: none) runs out or a worker dies.
+  // Waits until all present workers have entered this barrier, and sums a number over them. Throws RpcFailure when
+  // `timeout` (0: none) runs out or a worker dies.
   int64_t barrier(int64_t value, std::chrono::milliseconds timeout);
 
-  // Graceful end. Static groups: returns when nobody waits for an answer any more. Dynamic ones: this worker leaves,
-  // when it has answered everybody. Throws RpcFailure when `timeout` (0: none) runs out or a worker dies.
+  // Ends gracefully. In a static group it returns when no worker waits for an answer any more. In a dynamic group this
+  // worker leaves, and it returns when the worker has answered everybody. Throws RpcFailure when `timeout` runs out or
+  // a worker dies. A `timeout` of 0 means none, or `defaultTimeout` in a dynamic group.
   void join(std::chrono::milliseconds timeout, std::chrono::milliseconds defaultTimeout);
 
-  // A dynamic group, one that workers join and leave as they like, needs a keeper of its list of members. Called on
+  // Keeps the list of members of a dynamic group, which workers join and leave as they like. Both functions run on
   // agent threads.
   struct Membership {
-    // A process wants to become a member, with what it passed to announceJoin(). Adds it, or throws.
+    // Admits a process that wants to become a member. `record` is what it passed to announceJoin(). Adds the process,
+    // or throws.
     std::function<void(const std::string& record)> onJoin;
-    // A member was lost without a goodbye.
+    // Notes that a member was lost without a goodbye.
     std::function<void(uint64_t session)> onLost;
   };
-  // Before start(); makes the group a dynamic one. In a job with a secret, `joinKey` is this worker's own
+  // Makes the group a dynamic one, before start(). In a job with a secret, `joinKey` is this worker's own
   // (Member::joinKey).
   void setMembership(Membership membership, const std::string& joinKey = {});
   bool isDynamic() const {
     return membership_.onJoin != nullptr;
   }
 
-  // Asks members, by their sessions, to admit this worker; those that were lost as if for the first time. Members that
-  // are there and have not answered yet are in unacknowledged().
+  // Asks members, named by their sessions, to admit this worker. A member that was lost is asked as if for the first
+  // time. unacknowledged() has the members that are there and have not answered yet.
   void announceJoin(const std::string& record, const std::vector<uint64_t>& members);
   std::vector<WorkerInfo> unacknowledged() const;
 
-  // Called on an agent thread for each peer that is gone, static group or dynamic, left or failed. Any time; empty: no
-  // more.
+  // Sets a callback for each peer that is gone, in static and dynamic groups, whether it left or failed. It runs on an
+  // agent thread. It may be replaced at any time; an empty one ends the calls.
   using OnGone = std::function<void(const Peer& peer)>;
   void setOnGone(OnGone onGone);
 
@@ -129,7 +131,8 @@ class Group final : public GroupHandler, public PeerObserver, private Barrier::L
 
   mutable std::mutex mutex_;
   // Guarded by mutex_:
-  mutable std::unordered_map<const Peer*, std::unique_ptr<const WorkerInfo>> infos_; // made when first asked for
+  // Made when they are first asked for.
+  mutable std::unordered_map<const Peer*, std::unique_ptr<const WorkerInfo>> infos_;
   std::shared_ptr<const OnGone> onGone_;
 };
 

@@ -7,9 +7,8 @@
 
 namespace torch_ucx_rpc {
 
-// A request of another worker that has been taken in and not been answered: counted with its caller
-// (Peer::requestsOpen) for as long as this lives. Destroyed after the answer is on its way, since a worker that leaves
-// waits for the count.
+// Counts a request as open for as long as the object lives, with the peer that sent it (Peer::requestsOpen). To be
+// destroyed after the answer is posted: a worker that leaves waits until the count is 0.
 class OpenRequest {
  public:
   OpenRequest(Peer& from, uint64_t callId) : from_(&from), callId_(callId) {

@@ -19,9 +19,9 @@ using torch::distributed::autograd::DistAutogradContainer;
 
 namespace {
 
-// How often something is looked for that gone workers have left.
+// How often state of workers that are gone is looked for.
 constexpr auto kReleasePeriod = std::chrono::seconds(1);
-// Passes after the last end in which everything is looked for.
+// How many passes after the last end look for everything.
 constexpr int kPasses = 10;
 
 } // namespace
@@ -57,12 +57,14 @@ Timer::TimePoint OrphanedState::releaseAgain(Timer::TimePoint now) {
       isHandling = isHandling || peer->requestsOpen.load() != 0;
     }
   }
-  // No work that grows with the dead for ever: once their handlers are through, nothing more is made for them. Threads
-  // may still come to wait for values that they were to make; that is looked for on.
+  // Once the handlers of the dead are through, they leave nothing more, and further passes would cost more with each
+  // dead worker. But threads may still come to wait for values that the dead were to make, so all passes look for
+  // those.
   const bool mayHoldMore = isHandling || passesLeft_.load() > 0;
   passesLeft_.fetch_sub(passesLeft_.load() > 0 ? 1 : 0);
   release(mayHoldMore ? gone : Ranks{});
-  // In a dynamic group another worker may have taken the rank: waits for the one before it are looked for all the same.
+  // In a dynamic group another worker may have taken the rank, so that `gone` is empty. Threads may still wait for a
+  // value of the worker before it.
   return gone.empty() && !isDynamic_ ? Timer::kNever : now + kReleasePeriod;
 }
 
@@ -71,15 +73,15 @@ void OrphanedState::release(const Ranks& gone) {
   if (!isTorchsAgent(agent_) || hold == nullptr) {
     return;
   }
-  // Looked up now: a worker that takes a rank may hold others soon.
+  // Looked up now and not in the task: a worker that takes the rank may soon hold references of its own.
   std::vector<HeldFork> forks;
   std::vector<int64_t> contexts;
   if (!gone.empty()) {
     forks = holders_.takeHeldBy(gone);
     contexts = autogradContextsOf(gone);
   }
-  // Looked up after the forks, and ended before those are deleted: with its last fork, torch forgets an RRef that is
-  // waited for.
+  // Waits are looked up after the forks and ended before the forks are deleted. With the last fork of an RRef torch
+  // forgets the RRef, even if a thread waits for it.
   std::vector<WaitForValue> waits =
       holders_.takeHopelessWaits([this](const RRefId& id) { return !mayStillGetValue(id); });
   if (forks.empty() && contexts.empty() && waits.empty()) {
@@ -95,7 +97,7 @@ void OrphanedState::release(const Ranks& gone) {
     }
     try {
       for (const HeldFork& held : forks) {
-        callback_(*rpc::RRefUserDelete(held.rref, held.fork).toMessage(), {}); // as if the worker had deleted it itself
+        callback_(*rpc::RRefUserDelete(held.rref, held.fork).toMessage(), {}); // as if the worker had deleted it
       }
       for (const int64_t context : contexts) {
         DistAutogradContainer::getInstance().releaseContextIfPresent(context);
@@ -107,14 +109,14 @@ void OrphanedState::release(const Ranks& gone) {
 }
 
 bool OrphanedState::mayStillGetValue(const RRefId& id) const {
-  const Peer* holder = directory_.find(id.createdOn_); // of the creator's rank
+  const Peer* holder = directory_.find(id.createdOn_); // the worker that has the creator's rank now
   if (holder == nullptr || holder->member().rank == self_) {
     return true;
   }
   if (holder->isThere()) {
     return !isDynamic_ || holder->canHaveMade(id.localId_);
   }
-  // A request that came before a goodbye is handled all the same.
+  // A request that came before its caller's goodbye is handled all the same.
   return holder->state() == Peer::State::kLeft && holder->requestsOpen.load() != 0;
 }
 

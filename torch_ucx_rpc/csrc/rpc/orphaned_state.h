@@ -20,14 +20,13 @@ namespace torch_ucx_rpc {
 using torch::distributed::rpc::RequestCallback;
 using torch::distributed::rpc::RpcAgent;
 
-// What workers that are gone leave behind in this one, as torch keeps it: contexts of distributed autograd that they
-// opened, references to RRefs of this worker, and threads that wait for values that they were to make. All of it is
-// released, at their end and for a while after: handlers that still run make more of it. Does nothing for an agent that
-// is not torch's current one: torch keeps one set of books a process. Thread-safe.
+// Releases the state that workers which are gone leave behind in torch here: contexts of distributed autograd that they
+// opened, references to RRefs of this worker, and waits for values that they were to make. Does so at their end, and
+// for a while after it, because handlers that still run make more of it. Does nothing for an agent that is not torch's
+// current one: torch keeps this state once for a process. Thread-safe.
 class OrphanedState final : public PeerObserver {
  public:
-  // `isDynamic`: another worker may take the rank of one that is gone. Adds a task to the timer, so it must not have
-  // started.
+  // Adds a task to the timer, so it must not have started.
   OrphanedState(
       const Identity& self,
       const RpcAgent& agent,
@@ -37,7 +36,7 @@ class OrphanedState final : public PeerObserver {
       Timer& timer,
       const Lifetime& lifetime);
 
-  // From now on other workers may take the ranks of those that are gone. Before start().
+  // From now on, other workers may take the ranks of those that are gone. To be called before start().
   void setDynamic() {
     isDynamic_ = true;
   }
@@ -55,9 +54,11 @@ class OrphanedState final : public PeerObserver {
 
   using Ranks = std::unordered_set<Rank>;
 
+  // Releases what workers of these ranks have left, and ends hopeless waits for any worker.
   void release(const Ranks& gone);
+  // Timer task: releases what has come up since.
   Timer::TimePoint releaseAgain(Timer::TimePoint now);
-  // Whether an RRef that is waited for may still get its value.
+  // Whether an RRef that a thread or a call waits for may still get its value.
   bool mayStillGetValue(const RRefId& id) const;
   void endHopelessWait(const WaitForValue& wait) const;
 
@@ -71,7 +72,7 @@ class OrphanedState final : public PeerObserver {
   bool isDynamic_ = false; // constant after start()
 
   RRefHolders holders_; // own synchronization
-  std::atomic<int> passesLeft_{0}; // in which references and contexts are looked for
+  std::atomic<int> passesLeft_{0}; // how many passes still look for references and contexts
 };
 
 } // namespace torch_ucx_rpc

@@ -34,7 +34,7 @@ void PeerMonitor::watch(const Member& self, const std::vector<Peer*>& peers) {
     }
     if (heartbeat_.isOn()) {
       peer->needsHeartbeat.store(outcome == ProcessWatch::Outcome::kNotPossible);
-      heartbeatTask_.dueIn(heartbeat_.period()); // of a watched process only who is stopped is looked for
+      heartbeatTask_.dueIn(heartbeat_.period()); // also for a watched process: it may be stopped
     }
   }
 }
@@ -55,15 +55,15 @@ void PeerMonitor::onGoodbye(Peer& from) {
 
 void PeerMonitor::onFailure(Peer& peer, Error why) {
   if (isLocal(why.code())) {
-    return; // only the peer's own error or silence ends it
+    return; // a peer ends by its own error or silence only
   }
   end(peer, Peer::State::kFailed, peer.lost(why));
 }
 
 void PeerMonitor::onControlNotSent(Peer& to, const Error& why) {
-  // Somebody may wait for what the frame asks for: an acknowledgment, the end of a barrier. A worker that ended just
-  // before we would have connected shows in no other way if its process goes on. An error of this process is not the
-  // peer's.
+  // Another worker may wait for the effect of the frame: an acknowledgment, the end of a barrier. If the peer's agent
+  // ended right before this worker would have connected, and its process goes on, nothing else shows that. An error of
+  // this process says nothing about the peer.
   if (!isLocal(why.code())) {
     onFailure(to, why);
   }
@@ -77,9 +77,9 @@ Timer::TimePoint PeerMonitor::beat(Timer::TimePoint now) {
 void PeerMonitor::checkHeartbeatsWithWorkerLock(Timer::TimePoint now) {
   assertHoldsWorkerLock();
   if (lifetime_.isClosed()) {
-    return; // the transport may be too
+    return; // the transport may be closed too
   }
-  messenger_.drainTransportWithWorkerLock(); // a message that nobody had the time to look at is no silence
+  messenger_.drainTransportWithWorkerLock(); // a peer whose message no thread has looked at yet is not silent
   const Heartbeat::Findings findings = heartbeat_.check(now);
   for (Peer* peer : findings.quiet) {
     messenger_.sendNowWithWorkerLock(*peer, wire::Kind::kPing);

@@ -27,18 +27,18 @@ class PeerMonitor final : public PeerHandler {
       const Lifetime& lifetime,
       std::chrono::milliseconds heartbeatLimit);
 
-  // Told of each peer that is gone, in this order. Before start().
+  // Adds an observer, before start(). Observers hear of each peer that is gone, in the order in which they were added.
   void addObserver(PeerObserver& observer) {
     observers_.push_back(&observer);
   }
 
-  // Begins to watch peers, for `self`; those that are watched already it passes over.
+  // Begins to watch those of the peers that are not watched yet. `self` is this worker.
   void watch(const Member& self, const std::vector<Peer*>& peers);
 
   // Ends a peer. Does nothing if it is gone already, if this agent is closed, or if all are leaving.
   void end(Peer& peer, Peer::State state, Error why);
 
-  // A graceful join has succeeded: peers that vanish from now on are in order.
+  // To be called when a graceful join has succeeded. From now on a peer may vanish without being lost.
   void setEverybodyLeaving() {
     isEverybodyLeaving_.store(true);
   }
@@ -52,6 +52,7 @@ class PeerMonitor final : public PeerHandler {
   void onControlNotSent(Peer& to, const Error& why) override;
 
  private:
+  // Timer task: has the heartbeats checked.
   Timer::TimePoint beat(Timer::TimePoint now);
   void checkHeartbeatsWithWorkerLock(Timer::TimePoint now);
 
@@ -61,7 +62,7 @@ class PeerMonitor final : public PeerHandler {
   std::vector<PeerObserver*> observers_; // constant after start()
 
   ProcessWatch processes_; // own synchronization
-  Heartbeat heartbeat_; // worker lock
+  Heartbeat heartbeat_; // guarded by the worker lock
   std::atomic<bool> isEverybodyLeaving_{false};
 };
 

@@ -17,7 +17,7 @@
 
 namespace torch_ucx_rpc {
 
-// What the agent tells of itself: statistics, and torch's metrics and debug info made of them. Thread-safe.
+// Reports on the agent: statistics, and torch's metrics and debug info, which are made from them. Thread-safe.
 class Reports {
  public:
   using Texts = std::unordered_map<std::string, std::string>;
@@ -40,7 +40,7 @@ class Reports {
 
   // Waits for the worker lock, unless the agent is closed.
   AgentStatistics statistics() const;
-  // Does not. `isProfilingGil`: with the time that handlers have waited for the GIL.
+  // Never waits for the worker lock. `isProfilingGil` adds the time that handlers have waited for the GIL.
   Texts metrics(bool isProfilingGil) const {
     return metricsOf(counters(), isProfilingGil);
   }
@@ -50,7 +50,7 @@ class Reports {
   void addGilWait(std::chrono::microseconds time);
 
  private:
-  // All of the statistics that need no worker lock.
+  // The statistics that need no worker lock.
   AgentStatistics counters() const;
   Texts metricsOf(const AgentStatistics& now, bool isProfilingGil) const;
 

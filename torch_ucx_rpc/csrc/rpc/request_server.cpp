@@ -78,7 +78,8 @@ void RequestServer::onRequest(IncomingMessage request) {
       [this, hold, open = std::move(open), request = std::move(request), arrivedAt = Clock::now()]() mutable {
         if (hasExpired(request, arrivedAt)) {
           expired_.fetch_add(1, std::memory_order_relaxed);
-          return; // timeouts and retries would collapse a server that ran what nobody waits for
+          // A server that ran requests nobody waits for would collapse under timeouts and retries.
+          return;
         }
         serve(std::move(open), std::move(request));
       },
@@ -107,7 +108,7 @@ void RequestServer::onRequestRejected(Peer& from, uint64_t callId, const Error& 
 void RequestServer::serve(OpenRequest open, IncomingMessage incoming) {
   Peer& from = open.from();
   if (from.state() == Peer::State::kFailed) {
-    return; // it died while this queued: nobody waits for the answer
+    return; // it died while the request was queued: nobody waits for the answer
   }
   const trace::CallId traced{from.member().session, open.callId()};
   Admission admission = std::move(incoming.admission);
@@ -142,7 +143,8 @@ void RequestServer::serve(OpenRequest open, IncomingMessage incoming) {
     answerWithError(from, open.callId(), error.what());
     return;
   }
-  request.reset(); // the handler has what it wants to keep
+  request.reset(); // the handler has kept what it needs
+  // A handler that has returned needs no more memory. Its tensors may live on without a share of the window.
   admission.release();
   if (response->completed()) {
     const c10::MultiStreamGuard guard(streams);
@@ -153,7 +155,7 @@ void RequestServer::serve(OpenRequest open, IncomingMessage incoming) {
     return;
   }
   openAsync_.fetch_add(1);
-  // A callback must be copyable, so the open request is shared with nobody.
+  // The callback must be copyable, hence the shared pointer. Nothing else shares the open request.
   auto shared = std::make_shared<OpenRequest>(std::move(open));
   response->addCallback([this, hold = lifetime_.hold(), shared = std::move(shared), making](JitFuture& completed) {
     openAsync_.fetch_sub(1);
@@ -237,7 +239,7 @@ void RequestServer::onAnswerNotSent(Peer& to, uint64_t callId, const Error& why)
   if (why.code() == ErrorCode::kDeviceFailed) {
     answerWithError(to, callId, why.message());
   } else if (to.isThere() && !lifetime_.isClosed() && why.code() != ErrorCode::kCanceled) {
-    // Its caller may have some parts of the answer, and would wait for the others.
+    // The caller may have some parts of the answer, and would wait for the others.
     refuse(
         to, callId, {ErrorCode::kInternal, "worker '" + self_.name + "' could not send its answer: " + why.message()});
   }

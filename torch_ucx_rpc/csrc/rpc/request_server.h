@@ -22,8 +22,8 @@ namespace torch_ucx_rpc {
 using torch::distributed::rpc::JitFuture;
 using torch::distributed::rpc::RequestCallback;
 
-// Requests of other workers, from the thread that takes one up to its answer. Each request that is taken in gets
-// exactly one answer, or a refusal with the reason, unless its caller is gone by then. Thread-safe.
+// Serves requests, from their arrival to their answers. A request gets exactly one answer, or a refusal with the
+// reason, unless its caller is gone or has given up by then. Thread-safe.
 class RequestServer final : public RequestHandler {
  public:
   RequestServer(
@@ -54,22 +54,23 @@ class RequestServer final : public RequestHandler {
   void onAnswerNotSent(Peer& to, uint64_t callId, const Error& why) override;
 
  private:
+  // Counts a request as received, and as open.
   static OpenRequest take(const IncomingMessage& request);
   using Clock = std::chrono::steady_clock;
   void serve(OpenRequest open, IncomingMessage incoming);
-  // Whether the caller, by the deadline in the header, has given up a request that came at that time, and nobody else
-  // counts on it.
+  // Whether a request that came at `arrivedAt` is past its caller's deadline, and no other worker counts on its effect.
   static bool hasExpired(const IncomingMessage& request, Clock::time_point arrivedAt);
   // Runs the handler on this thread, with these streams current.
   c10::intrusive_ptr<JitFuture> handle(
       c10::intrusive_ptr<Message> request, const Streams& streams, Admission& admission) const;
-  // Makes a thread for one piece of user code, and waits for it.
+  // Runs `work` on a thread of its own, and waits for it.
   void runOnOwnThread(const std::function<void()>& work) const;
   void answer(const OpenRequest& open, const JitFuture& response);
   void answerWithError(Peer& to, uint64_t callId, const std::string& what);
   void refuse(Peer& to, uint64_t callId, const Error& why);
-  // As the caller reads it.
+  // The error as the caller reads it.
   Error couldNotReceive(const Error& error) const;
+  // The error of a request that no thread can be had for.
   Error describeNesting() const;
 
   const Identity self_;

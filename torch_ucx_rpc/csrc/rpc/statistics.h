@@ -12,8 +12,8 @@
 
 namespace torch_ucx_rpc {
 
-// What an agent has done so far and what it is at, for torch_ucx_rpc.statistics(), which documents it
-// (torch_ucx_rpc/_observe/statistics.py). Counters run on while they are read.
+// A snapshot of what an agent has done and is doing, for torch_ucx_rpc.statistics(), which documents it
+// (torch_ucx_rpc/_observe/statistics.py). Counters go on while they are read.
 struct AgentStatistics {
   struct OfPeer {
     const Peer* peer; // lives as long as the agent
@@ -33,13 +33,13 @@ struct AgentStatistics {
   uint64_t callsOpen;
   uint64_t callsTimedOut;
   uint64_t requestsOpen; // received and not answered
-  uint64_t asyncRequestsOpen; // of those, whose handler has returned
+  uint64_t asyncRequestsOpen; // of those, requests whose handler has returned
   uint64_t requestsExpired; // dropped before they ran, since their callers had given up
   uint64_t messagesSending;
   uint64_t framesRefused;
   HostPool::Statistics pool;
   DevicePool::Statistics devicePool;
-  uint64_t stagedBytes; // that went from a device through the host's memory, since they could not be shared
+  uint64_t stagedBytes; // bytes that went from a device through host memory, since UCX could not share them
   uint64_t windowLimitBytes;
   uint64_t windowInUseBytes;
   uint64_t windowWaitingMessages;

@@ -13,11 +13,12 @@ namespace torch_ucx_rpc {
 
 namespace {
 
-// Set while this thread leads: what it adds it will see to itself when it steps down.
+// Whether this thread leads. A task that it adds then wakes no other thread: it sees to the task itself when it steps
+// down.
 thread_local bool isLeadingThread = false;
-// What is to be done after the task that this thread runs; null while it runs none.
+// Tasks to run after the task of this thread; null while the thread runs none.
 thread_local std::vector<Executor::Task>* afterTask = nullptr;
-// Of this thread, until it calls them; none on threads that are not the agent's.
+// The hooks that this thread has yet to call. Null after that, and on threads that are not an agent's.
 thread_local const ThreadHooks* hooksToRun = nullptr;
 
 } // namespace
@@ -66,16 +67,17 @@ void Executor::main(const std::shared_ptr<Executor>& self) {
 }
 
 void Executor::loop(std::unique_lock<std::mutex>& lock) {
-  bool isBusyLeader = false; // goes about what it was given when it led
+  bool isBusyLeader = false; // it has led, and now runs tasks
   while (!isStopping_) {
-    // While others run tasks somebody must lead, before more tasks are begun, unless a spare thread will.
+    // While other threads run tasks, one thread must lead. This thread does so before it begins another task, unless a
+    // spare thread will.
     const bool mustLead = leaders_ == 0 && running_ != 0 && !hasSpareLocked();
     if (hasTaskLocked() && !mustLead) {
       runOne(lock);
       continue;
     }
     busyLeaders_ -= std::exchange(isBusyLeader, false) ? 1 : 0;
-    // Who is on leave leads again afterwards: Progress counts on it.
+    // A busy leader leads again after its tasks, and Progress counts on that. So it keeps its place.
     const bool isWanted = leaders_ == 0 || leaders_ + busyLeaders_ < kMaxLeaders;
     if (isWanted && leadOnce(lock)) {
       isBusyLeader = true;
@@ -168,7 +170,7 @@ void Executor::beginNesting(Nesting& begun) {
   std::unique_lock lock(mutex_);
   if (begun.openCalls++ == 0) {
     ++nestingRequests_;
-    unlockAndWake(lock); // requests may have waited for just this
+    unlockAndWake(lock); // requests may have waited for this
   }
 }
 
@@ -192,7 +194,7 @@ bool Executor::wakeIdleLocked() {
     return false;
   }
   --idle_;
-  ++pendingWakes_; // who wakes calls further help, if there is more to do
+  ++pendingWakes_; // the woken thread wakes another one if there is more to do
   return true;
 }
 
@@ -206,7 +208,7 @@ void Executor::unlockAndWake(std::unique_lock<std::mutex>& lock) {
 
 bool Executor::wakeOrSpawnLocked() {
   if (leader_ == nullptr) {
-    return false; // start() makes the thread: there is nothing to lead yet
+    return false; // start() makes the first thread
   }
   const bool hasTask = hasTaskLocked();
   if (leaders_ == 0 || hasTask) {
@@ -232,7 +234,8 @@ void Executor::addThreadLocked() {
 }
 
 Timer::TimePoint Executor::check(Clock::time_point now) {
-  Task shed; // destroyed without the lock: its share of the receive window lets in messages that become tasks
+  // Destroyed without the lock: the share of the receive window that it frees lets in messages that become tasks.
+  Task shed;
   const std::lock_guard lock(mutex_);
   if (isStopping_) {
     return Timer::kNever;
@@ -272,7 +275,7 @@ Executor::Task Executor::shedOldestLocked() {
 void Executor::addRequest(Task task, Task shed) {
   std::unique_lock lock(mutex_);
   if (isStopping_) {
-    return; // nobody will answer: its caller learns that this worker has gone
+    return; // no answer is needed: the caller learns that this worker has gone
   }
   requests_.push_back({std::move(task), std::move(shed)});
   if (!isLeadingThread) {
@@ -292,7 +295,7 @@ void Executor::add(std::deque<Task>& queue, Task task) {
   std::unique_lock lock(mutex_);
   if (isStopped_) {
     lock.unlock();
-    task(); // nobody else is left to complete a future
+    task(); // no other thread is left to complete a future
     return;
   }
   queue.push_back(std::move(task));

@@ -25,15 +25,15 @@ struct ThreadHooks {
 class Leader {
  public:
   virtual ~Leader() = default;
-  // Drives progress once, on up to Executor::kMaxLeaders threads at a time. True after events were handed out as
+  // Drives progress once. Up to Executor::kMaxLeaders threads do so at a time. True after events were handed out as
   // tasks, or after Executor::stop() and a wake-up. False if the other leader suffices.
   virtual bool lead() = 0;
 };
 
-// The agent's threads: leaders and followers. A leader drives progress, and the events it finds become tasks. It then
-// steps down and runs a task itself, so the thread that received a request also runs it. Up to two threads lead. The
-// other one stands guard meanwhile, and no thread has to be woken. If there is no other leader, a follower is called.
-// Whenever a thread runs a task, another one leads or is on its way. Thread-safe.
+// The agent's threads. A thread that has no task may lead: it drives progress, and the events it finds become tasks. It
+// then steps down and runs a task itself, so the thread that received a request also runs it. Up to two threads lead,
+// so the other one stands guard meanwhile, and no thread has to be woken. If there is no other leader, an idle thread
+// is woken. Whenever a thread runs a task, another one leads or is on its way. Thread-safe.
 //
 // There are three kinds of tasks. Requests run user functions, which may block. At most `maxRequests` run at a time,
 // and the rest wait in order. Completions (answers) never wait behind requests, because a request may be waiting for
@@ -41,7 +41,7 @@ class Leader {
 //
 // Requests that wait for calls of their own do not count towards `maxRequests`: those calls may need a thread here. All
 // running requests together are at most `nestingLimit`. If all of them wait, and no task is begun for kFullPatience,
-// the request that has queued longest is refused.
+// the request that has queued longest is shed.
 //
 // A thread calls the hooks when a task says so, not before. A thread that leads must not wait for Python, nor must one
 // that runs TorchScript.
@@ -59,31 +59,31 @@ class Executor : public std::enable_shared_from_this<Executor> {
   // Adds a task to the timer, so it must not have started.
   Executor(size_t maxRequests, size_t nestingLimit, ThreadHooks hooks, Timer& timer);
 
-  // The leader must outlive stop(). Tasks that were added before run now.
+  // Starts the first thread. Tasks that were added before run now. The leader must outlive stop().
   void start(Leader& leader);
 
-  // Adds a task; any thread. `shed` runs, as a completion, in place of a request that no thread can be had for; without
-  // one, it waits on.
+  // Adds a task, on any thread. If no thread can be had for a request, `shed` runs in its place, as a completion. A
+  // request without `shed` waits on.
   void addRequest(Task task, Task shed = {});
   void addCompletion(Task task);
-  // The same for a call that fails, at its deadline for one. Runs before other tasks, and on a thread kept for it where
-  // callbacks of completions block all others.
+  // Adds the completion of a call that fails, at its deadline for one. It runs before other tasks. If callbacks of
+  // completions block all other threads, it runs on a thread that is kept for failures.
   void addFailure(Task task);
 
-  // For a call that the request on this thread makes: until what is returned is released, the request is taken to wait.
+  // Marks the request that runs on this thread as waiting for a call of its own, until the returned guard is released.
   // Null on threads that run no request.
   static std::shared_ptr<void> markBlocked();
 
-  // Whether this thread runs a task, and for such a thread: runs something as soon as that is over.
+  // Whether this thread runs a task. If it does, runAfterTask() runs something right after the task.
   static bool isInTask();
   static void runAfterTask(Task then);
 
-  // For tasks that are about to run user code in Python: calls the hooks if this thread, one of an agent's, has not
-  // yet.
+  // Calls the hooks, if this is a thread of an agent that has not called them yet. For tasks that are about to run
+  // Python.
   static void runHooks();
 
-  // No further task is begun, and `wakeLeader` is called until the leader has noticed. Waits for running tasks up to
-  // `limit`; threads that are stuck in user code after that are left behind: they end when that code returns. Returns
+  // Begins no further task, and calls `wakeLeader` until the leaders have noticed. Waits for running tasks up to
+  // `limit`. Threads that are stuck in user code after that are left behind, and end when that code returns. Returns
   // how many.
   size_t stop(std::chrono::milliseconds limit, const std::function<void()>& wakeLeader);
 
@@ -93,9 +93,9 @@ class Executor : public std::enable_shared_from_this<Executor> {
   struct Counts {
     size_t threads = 0;
     size_t idle = 0; // neither leading nor running a task
-    size_t runningRequests = 0; // those included that wait for calls of their own
-    size_t nestingRequests = 0; // those
-    size_t waitingRequests = 0; // for a thread
+    size_t runningRequests = 0; // including those that wait for calls of their own
+    size_t nestingRequests = 0; // those that wait for calls of their own
+    size_t waitingRequests = 0; // requests that wait for a thread
   };
   Counts counts() const;
 
@@ -107,14 +107,14 @@ class Executor : public std::enable_shared_from_this<Executor> {
     Task run;
     Task shed;
   };
-  // A request that runs and has made a call, made with its first.
+  // The open calls of a running request. Made with its first call.
   struct Nesting {
     std::shared_ptr<Executor> threads;
     // Guarded by its mutex_:
     size_t openCalls = 0;
     bool isRunning = true;
   };
-  static thread_local Executor* requestRunsOn; // this thread; null while it runs none
+  static thread_local Executor* requestRunsOn; // the executor whose request this thread runs, or null
   static thread_local std::shared_ptr<Nesting> nesting;
 
   void add(std::deque<Task>& queue, Task task);
@@ -125,8 +125,8 @@ class Executor : public std::enable_shared_from_this<Executor> {
   void runOne(std::unique_lock<std::mutex>& lock);
   void idle(std::unique_lock<std::mutex>& lock);
 
-  // Calls or makes a thread, if there is something for it to do. True: who is called must be woken, better after
-  // unlocking, since it would otherwise wake up only to wait for the lock.
+  // Wakes or makes a thread if there is something for it to do. True if the caller must notify workAvailable_, after
+  // unlocking: otherwise the woken thread would only wait for the lock.
   bool wakeOrSpawnLocked();
   bool wakeIdleLocked();
   void unlockAndWake(std::unique_lock<std::mutex>& lock);
@@ -136,25 +136,25 @@ class Executor : public std::enable_shared_from_this<Executor> {
     return !failures_.empty() || (!completions_.empty() && running_ < maxTasksLocked()) ||
         (!requests_.empty() && runningRequests_ - nestingRequests_ < maxRequests_ && runningRequests_ < nestingLimit_);
   }
-  // Whether requests queue behind requests that all wait themselves.
+  // Whether requests queue while all running requests wait for calls of their own.
   bool isFullLocked() const {
     return !requests_.empty() && runningRequests_ >= nestingLimit_ && nestingRequests_ == runningRequests_;
   }
-  // Callbacks of completions may block, for one on calls of their own, whose answers are completions too. So threads
-  // for completions are bounded as generously as threads for requests that wait.
+  // Callbacks of completions may block, for one on calls of their own, whose answers are completions too. So the bound
+  // on threads for completions is as generous as that for requests that wait.
   size_t maxTasksLocked() const {
     return maxRequests_ + nestingRequests_ + nestingLimit_;
   }
   bool mayGrowLocked() const {
     return threads_ < maxTasksLocked() + kMaxLeaders + (failures_.empty() ? 0 : 1);
   }
-  // Adds a thread if tasks have waited too long, or sheds one; says when it wants to be called again.
+  // Timer task: adds a thread if tasks have waited too long, or sheds a request.
   Clock::time_point check(Clock::time_point now);
-  // Returns what will not be run.
+  // Sheds the oldest request that may be shed. Returns its task, to be destroyed without the lock.
   Task shedOldestLocked();
   void beginNesting(Nesting& begun);
   void endNesting(Nesting& ended);
-  // Whether another thread could still be had without asking whether it is worth it.
+  // Whether a thread is idle, or may be made freely.
   bool hasSpareLocked() const {
     return idle_ != 0 || threads_ < coreThreads_;
   }
@@ -174,17 +174,17 @@ class Executor : public std::enable_shared_from_this<Executor> {
   std::deque<Task> completions_;
   std::deque<Task> failures_;
   Clock::time_point lastBegun_{};
-  Clock::time_point fullSince_ = Clock::time_point::max(); // max(): it is not
+  Clock::time_point fullSince_ = Clock::time_point::max(); // max() if not full
   bool isStopping_ = false;
-  bool isStopped_ = false; // completions are run by whoever brings them
+  bool isStopped_ = false; // completions and failures run on the thread that adds them
   size_t threads_ = 0;
   size_t leaders_ = 0;
-  size_t busyLeaders_ = 0; // leaders that run what they brought
+  size_t busyLeaders_ = 0; // threads that have led, now run tasks, and will lead again
   size_t running_ = 0; // threads that run a task
   size_t runningRequests_ = 0;
-  size_t nestingRequests_ = 0; // of those
-  size_t idle_ = 0; // asleep and not yet called
-  size_t pendingWakes_ = 0; // called and not yet awake
+  size_t nestingRequests_ = 0; // of those, requests that wait for calls of their own
+  size_t idle_ = 0; // asleep, and not yet woken
+  size_t pendingWakes_ = 0; // woken, and not yet awake
 };
 
 } // namespace torch_ucx_rpc

@@ -4,8 +4,8 @@
 
 namespace torch_ucx_rpc {
 
-// A few open files kept for the moment when the process may open no more: control frames, for which other workers wait,
-// can then still connect. For one thread at a time.
+// Keeps a few files open in reserve, for the moment when the process may open no more. Control frames, for which other
+// workers wait, can then still connect. For one thread at a time.
 class FileReserve {
  public:
   FileReserve() {
@@ -17,13 +17,13 @@ class FileReserve {
   FileReserve(const FileReserve&) = delete;
   FileReserve& operator=(const FileReserve&) = delete;
 
-  // Closes them: the process may open as many again.
+  // Closes the files, so that the process may open as many others.
   void release();
-  // Opens as many as it may.
+  // Opens as many files as the process may, up to the size of the reserve.
   void refill();
 
  private:
-  // A connection of UCX over TCP takes one for each lane, two by default.
+  // A connection of UCX over TCP takes a file for each lane, two by default.
   std::array<int, 8> files_{-1, -1, -1, -1, -1, -1, -1, -1};
 };
 

@@ -224,8 +224,7 @@ std::unique_ptr<EventBatch> Progress::drive(Role role, IsDone& isDone) {
     }
     if (!transport_.arm()) {
       // Something has come, or waits for room on the other side. No thread may sleep for either: the other side may
-      // need this core, or never make room again because its process has
-      // ended or is stopped.
+      // need this core, or never make room again because its process has ended or is stopped.
       queueWatches();
       lock.unlock();
       yieldFor(Clock::now() - movedAt);
@@ -379,7 +378,7 @@ bool Progress::driveUntil(IsDone isDone, std::optional<uint64_t> awaitedCall) {
 
 void Progress::endDriving() {
   if (!hasWaitingCaller_.exchange(false)) {
-    return; // isDone() was true before it drove
+    return; // this thread has not driven: isDone() was true at once
   }
   bool isGuarded = false;
   std::unique_ptr<EventBatch> events;

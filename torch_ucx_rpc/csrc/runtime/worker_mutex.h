@@ -30,7 +30,7 @@ class WorkerMutex {
   std::mutex mutex_;
 };
 
-// For tests of one thread that use such functions without a Progress.
+// Lets single-threaded tests call such functions without a Progress.
 class AssumeWorkerLock {
  public:
   AssumeWorkerLock() {

@@ -41,7 +41,8 @@ class RRefHolders {
   std::shared_ptr<void> note(
       torch::distributed::rpc::worker_id_t sender, const torch::distributed::rpc::Message& request);
 
-  // The references that workers that are gone are known to hold. To be asked before another worker takes their ranks.
+  // The references that workers which are gone are known to hold, for the last time. To be called before another worker
+  // takes their ranks.
   std::vector<HeldFork> takeHeldBy(const std::unordered_set<torch::distributed::rpc::worker_id_t>& gone);
 
   // Returns and forgets the waits on this worker for values that lost workers were to make with rpc.remote(), except

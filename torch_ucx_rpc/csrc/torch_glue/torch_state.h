@@ -46,8 +46,8 @@ std::vector<HeldFork> heldForks();
 std::vector<WaitForValue> takeWaitsForValues(
     const std::function<bool(const torch::distributed::rpc::RRefId&)>& isHopeless);
 
-// Makes torch refuse any use here of references to RRefs of a lost worker. torch knows owners by rank, and another
-// worker may have the rank by now: a call to it would wait for ever.
+// Makes torch raise an error for any use here of references to RRefs of a lost worker. torch knows owners by rank, and
+// another worker may have the rank by now: a call to it would wait for ever.
 void invalidateRRefsOf(torch::distributed::rpc::worker_id_t owner);
 
 // The contexts of distributed autograd here that these workers have opened. Dead workers will not close them.

@@ -8,7 +8,7 @@ namespace torch_ucx_rpc::wire {
 
 namespace {
 
-// Whether the pieces of a span, which are as many bytes as it has, are all of it; sorts them.
+// Sorts the pieces of a span. True if they cover it without a gap.
 bool sortAndCheckCoverage(Assembled::Span& span) {
   std::sort(span.pieces.begin(), span.pieces.end(), [](const Piece& one, const Piece& other) {
     return one.offset < other.offset;
@@ -54,7 +54,7 @@ Assembler::Outcome Assembler::add(
   const bool isBody = header.index == kBodyIndex;
   const Key key{header.sourceSession, header.callId, header.kind};
   if (isBody && header.spanCount == 0 && (partial_.empty() || !partial_.contains(key))) {
-    assembled = {header, std::move(piece), {}}; // most messages: nothing to join, nothing to remember
+    assembled = {header, std::move(piece), {}}; // most messages have nothing to join
     return Outcome::kWhole;
   }
 

@@ -63,12 +63,12 @@ Error malformed(const std::string& what) {
   return {ErrorCode::kProtocol, "malformed message: " + what};
 }
 
-// Hands out the body from its start, never past its end.
+// Reads the body from its start, and never past its end.
 class Cursor {
  public:
   explicit Cursor(std::span<const std::byte> body) : rest_(body) {}
 
-  // False, and nothing taken, where fewer than `bytes` are left.
+  // False, without effect, if fewer than `bytes` are left.
   bool take(uint64_t bytes, std::span<const std::byte>& taken) {
     if (bytes > rest_.size()) {
       return false;
@@ -111,7 +111,7 @@ class SpanCoverage {
   explicit SpanCoverage(std::span<const uint64_t> spanBytes)
       : spanBytes_(spanBytes), takenBytes_(spanBytes.size(), 0), isTaken_(spanBytes.size(), false) {}
 
-  // The next bytes of the span; `offset` says where they begin.
+  // Takes the next bytes of the span. `offset` gets their place in it.
   Error take(uint32_t span, uint64_t bytes, uint64_t& offset) {
     if (span >= spanBytes_.size()) {
       return malformed("it refers to span " + std::to_string(span) + " of " + std::to_string(spanBytes_.size()));

@@ -14,7 +14,7 @@ Error malformed(const std::string& what) {
 } // namespace
 
 Error readHeader(std::span<const std::byte> bytes, Header& header) {
-  // Headers of other versions have other lengths: what they are is told from their start.
+  // Headers of other versions may have other lengths, so the start is read first.
   struct {
     uint16_t magic;
     uint8_t version;

@@ -7,7 +7,7 @@ namespace torch_ucx_rpc::wire {
 bool ReplayWindow::accept(uint64_t number) {
   if (number >= next_) {
     if (number == std::numeric_limits<uint64_t>::max()) {
-      return false; // nobody counts so far, and what follows it would be 0
+      return false; // no sender counts that far, and the next number would be 0
     }
     if (number > next_) {
       gaps_.emplace(next_, number);
@@ -19,7 +19,7 @@ bool ReplayWindow::accept(uint64_t number) {
       return false;
     }
     const uint64_t end = gap->second;
-    gap->second = number; // what is missing before it
+    gap->second = number; // the part of the gap before the number
     if (gap->first == number) {
       gaps_.erase(gap);
     }

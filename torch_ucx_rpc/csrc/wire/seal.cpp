@@ -6,7 +6,7 @@ namespace torch_ucx_rpc::wire {
 
 namespace {
 
-// In front of what a tag is over: a tag of one sort is none of the other.
+// A label comes first, so that a tag of one sort is never valid as one of the other.
 constexpr uint64_t kFrameLabel = 0x454D415246585455; // "UTXFRAME"
 constexpr uint64_t kContentLabel = 0x4E544E4F43585455; // "UTXCONTN"
 
@@ -19,7 +19,7 @@ Hmac::Tag frameTag(Hmac& hmac, const Header& header, uint64_t dataBytes, std::sp
   return hmac.of({bytesOf(kFrameLabel), bytesOf(header).first(offsetof(Header, frameTag)), bytesOf(dataBytes), data});
 }
 
-// With a context of its own: it is for what is large, and must not hold up the frames.
+// Uses an HMAC context of its own: large data must not hold up the frames.
 Hmac::Tag contentTag(
     const std::string& key,
     const Header& header,
@@ -28,7 +28,7 @@ Hmac::Tag contentTag(
   const uint64_t sizes[] = {rendezvousBody.size(), payload.size()};
   return Hmac(key).of(
       {bytesOf(kContentLabel),
-       bytesOf(header).first(offsetof(Header, sequence)), // the call's, and so the message's own
+       bytesOf(header).first(offsetof(Header, sequence)), // names the call, and so the message
        std::as_bytes(std::span(sizes)),
        rendezvousBody,
        payload});
