@@ -46,8 +46,9 @@ REPORTS := build/reports
 ENVIRONMENT := $(VENV)/.torch-$(TORCH)-$(UCX)
 EDITABLE := $(VENV)/.editable-$(TORCH)-$(UCX)
 
-.PHONY: help build test test-cpp test-python test-libraries test-conformance conformance conformance-cuda fuzz soak matrix bench bench-full demo
-.PHONY: bench-record mutants gpu-prepare gpu-check gpu-rehearse sanitize lint tidy format wheel clean distclean
+.PHONY: help build test test-cpp test-python test-field test-libraries test-conformance conformance conformance-cuda
+.PHONY: fuzz soak matrix fresh bench bench-full demo bench-record
+.PHONY: mutants gpu-prepare gpu-check gpu-rehearse sanitize lint tidy format wheel clean distclean
 
 help: ## List the verbs
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' Makefile
@@ -73,7 +74,7 @@ $(VENV)/.extra-%: setup.cfg | $(ENVIRONMENT)
 	@$(PIP) --quiet install $$($(PY) $(NEEDS) $*)
 	@touch $@
 
-test: build ## C++ and Python tests; the second run whatever the first find
+test: build ## C++ and Python tests that need nothing else; the second run whatever the first find
 	@$(MAKE) --no-print-directory --keep-going test-cpp test-python
 
 test-cpp: build
@@ -85,7 +86,10 @@ test-cpp: build
 	  --output-junit $(abspath $(REPORTS))/ctest.xml
 
 test-python: build $(VENV)/.extra-test
-	@$(PY) -m pytest --junit-xml=$(REPORTS)/pytest.xml
+	@$(PY) -m pytest -m "not field" --junit-xml=$(REPORTS)/pytest.xml
+
+test-field: build $(VENV)/.extra-test ## Python tests that need launchers, minutes or much memory; root, or most are skipped
+	@$(PY) -m pytest -m field --junit-xml=$(REPORTS)/field.xml
 
 test-libraries: build $(VENV)/.extra-test ## Tests of the libraries on top: services, reduction, pipelines, checkpoints
 	@$(PY) -m pytest tests/libraries
@@ -155,6 +159,9 @@ gpu-check: ## PART of what needs a GPU, on one and with the CUDA torch of PYTHON
 
 gpu-rehearse: build $(VENV)/.extra-test ## The ways of gpu-check without a GPU: some tests, one of which hangs
 	@$(PY) tools/gpu_check.py rehearse
+
+fresh: ## The README's commands in a bare Debian or Ubuntu, made for this and removed after; needs root and mmdebstrap
+	@tools/fresh.sh
 
 matrix: ## Build and test with several versions of torch, each in a copy of its own
 	@test -x $(VENV)/bin/pip || $(PYTHON) -m venv $(VENV)

@@ -458,7 +458,7 @@ def send_and_fetch_over_2_gib(rank: int) -> None:
         assert is_pattern(rpc.rpc_sync("worker1", large_pattern))
 
 
-@pytest.mark.slow
+@pytest.mark.field
 @pytest.mark.timeout(400)
 def test_tensors_larger_than_2_gib_arrive(run_workers: Callable[..., list]) -> None:
     available = next(line for line in Path("/proc/meminfo").read_text().splitlines() if "MemAvailable" in line)

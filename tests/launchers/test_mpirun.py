@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 import subprocess
 from pathlib import Path
 
 import pytest
-from labs import VirtualHosts, needs
+from labs import VirtualHosts, needs, needs_mpi4py
 
 from ._reports import BESIDE_MPI, ENVIRON, MEET, PYTHON, assert_all_called
+
+pytestmark = pytest.mark.field
 
 NAMES = ["worker0", "worker1", "worker2"]
 ON = ["n1", "n2", "n3"]
@@ -40,11 +41,6 @@ def mpich_over(hosts: VirtualHosts, *arguments: str) -> list[str]:
     return mpich(*shell, "-hosts", ",".join(ON), "-n", "3", *arguments)
 
 
-def needs_mpi4py() -> None:
-    if importlib.util.find_spec("mpi4py") is None:
-        pytest.fail("mpi4py is among the requirements of the tests")
-
-
 def run(command: list[str], on: VirtualHosts | None = None) -> subprocess.CompletedProcess[str]:
     options = {"env": ENVIRON, "capture_output": True, "text": True, "check": False}
     return subprocess.run(command, **options) if on is None else on.head.run(command, **options)
@@ -65,15 +61,14 @@ UCX_IN_OPEN_MPI = ["--mca", "pml", "ucx", "--mca", "pml_ucx_tls", "any", "--mca"
 
 
 def test_open_mpi_shares_the_ucx_of_this_package(hosts: VirtualHosts) -> None:
-    needs_mpi4py()
+    needs_mpi4py("openmpi")
     done = run(open_mpi_over(hosts, *UCX_IN_OPEN_MPI, PYTHON, MEET), on=hosts)
     assert done.returncode == 0, done.stderr
     assert_all_called(done.stdout, NAMES, on=ON)
 
 
 def test_an_mpi4py_for_another_mpi_is_explained(hosts: VirtualHosts) -> None:
-    needs("mpirun.openmpi")
-    needs_mpi4py()
+    needs_mpi4py("openmpi")
     done = run(mpich_over(hosts, "-genv", "MPI4PY_MPIABI", "openmpi", PYTHON, MEET), on=hosts)
     assert done.returncode != 0
     assert "of 1, and MPICH started it as rank" in done.stderr
@@ -85,11 +80,10 @@ def test_an_mpi4py_for_another_mpi_is_explained(hosts: VirtualHosts) -> None:
 
 def beside(kind: str, tmp_path: Path, first: str, libraries: str = "") -> subprocess.CompletedProcess[str]:
     """Two workers whose program also uses MPI, and starts it before RPC or after; ``libraries`` are looked at first."""
-    needs_mpi4py()
+    library = needs_mpi4py("mpich" if kind == "mpich" else "openmpi")
     program = [PYTHON, BESIDE_MPI, first]
     if kind == "mpich":
         # Debian's name for it is not the one that mpi4py's wheels look for.
-        [library] = Path("/usr/lib").glob("*-linux-gnu/libmpich.so.12")
         (tmp_path / "libmpi.so.12").symlink_to(library)
         path = os.pathsep.join(filter(None, [str(tmp_path), libraries]))
         return run(mpich("-n", "2", "-genv", "MPI4PY_MPIABI", "mpich", "-genv", "LD_LIBRARY_PATH", path, *program))

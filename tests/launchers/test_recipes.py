@@ -17,6 +17,8 @@ from workers import eventually, reserved_port
 
 from ._reports import ENVIRON, MEET, assert_all_called
 
+pytestmark = pytest.mark.field
+
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "deployment.md").read_text(encoding="utf-8")
 
 THREE = ["worker0", "worker1", "worker2"]

@@ -6,9 +6,12 @@ import subprocess
 import time
 from collections.abc import Callable
 
+import pytest
 from labs import VirtualHosts
 
 from ._reports import ENVIRON, FAIL_ONCE, MEET, PYTHON, assert_all_called
+
+pytestmark = pytest.mark.field
 
 TORCHRUN = [PYTHON, "-m", "torch.distributed.run"]
 

@@ -7,10 +7,13 @@ import signal
 import subprocess
 from pathlib import Path
 
+import pytest
 from labs import SlurmCluster
 from workers import eventually
 
 from ._reports import FAIL, MEET, PYTHON, PYTHON_PATH, assert_all_called
+
+pytestmark = pytest.mark.field
 
 
 def srun(slurm: SlurmCluster, *arguments: str) -> subprocess.CompletedProcess[str]:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from labs import VirtualHost, VirtualHosts, needs_virtual_hosts
+from labs import VirtualHost, VirtualHosts, _needs, needs, needs_mpi4py, needs_virtual_hosts
 
 REACH = "import socket, sys; socket.create_connection((sys.argv[1], 7), timeout=float(sys.argv[2]))"
 
@@ -62,3 +62,44 @@ def test_what_runs_on_one_ends_with_it() -> None:
         host.power_off()
         assert program.wait(timeout=20) != 0
         program.stdout.close()
+
+
+# ---- Missing programs -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def bare(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A machine without any launcher, and not CI's."""
+    monkeypatch.delenv("CI", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(_needs, "_LIBRARY_FOLDERS", (tmp_path,))
+
+
+NEEDS = [
+    (lambda: needs("mpirun.mpich", "srun"), "not installed: mpirun.mpich, srun"),
+    (lambda: needs_mpi4py("openmpi"), "not installed: libmpi.so.40"),
+    (lambda: needs_mpi4py("mpich"), "not installed: libmpich.so.12"),
+    (needs_virtual_hosts, "not installed: ip, nsenter, setpriv, unshare"),
+]
+
+
+@pytest.mark.usefixtures("bare")
+@pytest.mark.parametrize(("need", "reason"), NEEDS)
+def test_what_is_not_installed_skips_the_test_and_is_named(need: Callable[[], object], reason: str) -> None:
+    with pytest.raises(pytest.skip.Exception, match=f"^{reason}$"):
+        need()
+
+
+@pytest.mark.usefixtures("bare")
+@pytest.mark.parametrize(("need", "reason"), NEEDS)
+def test_in_ci_it_fails_the_test(need: Callable[[], object], reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CI", "true")
+    with pytest.raises(pytest.fail.Exception, match=reason):
+        need()
+
+
+def test_what_is_installed_is_found(bare: None, tmp_path: Path) -> None:
+    for name in ("srun", "libmpich.so.12"):
+        (tmp_path / name).touch(mode=0o755)
+    needs("srun")
+    assert needs_mpi4py("mpich") == tmp_path / "libmpich.so.12"

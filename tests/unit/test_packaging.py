@@ -179,6 +179,7 @@ def run_with_wheel(site: Path, *arguments: str) -> subprocess.CompletedProcess[s
     )
 
 
+@pytest.mark.field
 def test_the_wheel_has_every_module_and_runs_with_the_torch_it_was_built_for(unpacked_wheel):
     package = ROOT / "torch_ucx_rpc"
     wanted = {path.relative_to(ROOT) for pattern in ("*.py", "*.pyi", "py.typed") for path in package.rglob(pattern)}
@@ -190,6 +191,7 @@ def test_the_wheel_has_every_module_and_runs_with_the_torch_it_was_built_for(unp
     assert facts["extension"] == "loaded"
 
 
+@pytest.mark.field
 def test_the_wheel_says_so_with_another_torch(unpacked_wheel):
     script = "import torch; torch.__version__ = '2.99.0'; import torch_ucx_rpc"
     done = run_with_wheel(unpacked_wheel, "-c", script)

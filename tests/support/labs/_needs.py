@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import os
 import shutil
 import subprocess
+from pathlib import Path
+from typing import NoReturn
 
 import pytest
+
+# Debian and its like have a folder of libraries for each processor, others one for all.
+_LIBRARY_FOLDERS = (*Path("/usr/lib").glob("*-linux-gnu"), Path("/usr/lib64"), Path("/usr/lib"))
+
+# As Debian names them.
+_MPI_LIBRARIES = {"openmpi": "libmpi.so.40", "mpich": "libmpich.so.12"}
 
 
 def needs(*programs: str) -> None:
@@ -15,6 +24,18 @@ def needs(*programs: str) -> None:
     missing = [program for program in programs if shutil.which(program) is None]
     if missing:
         _do_without(f"not installed: {', '.join(missing)}")
+
+
+def needs_mpi4py(mpi: str) -> Path:
+    """The shared library of ``mpi``, "openmpi" or "mpich", which mpi4py's wheels do not bring and load when imported.
+
+    Skip the test, with the reason, if it is not installed; in CI that is a failure.
+    """
+    if importlib.util.find_spec("mpi4py") is None:
+        pytest.fail("mpi4py is among the requirements of the tests")
+    name = _MPI_LIBRARIES[mpi]
+    found = next((folder / name for folder in _LIBRARY_FOLDERS if (folder / name).exists()), None)
+    return found or _do_without(f"not installed: {name}")
 
 
 def needs_virtual_hosts() -> None:
@@ -33,7 +54,7 @@ def _why_no_namespaces() -> str:
     return done.stderr.strip() if done.returncode else ""
 
 
-def _do_without(reason: str) -> None:
+def _do_without(reason: str) -> NoReturn:
     if os.environ.get("CI"):
         pytest.fail(f"{reason} (and CI is set)", pytrace=False)
     pytest.skip(reason)

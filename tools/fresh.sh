@@ -1,0 +1,132 @@
+#!/usr/bin/env bash
+# The README's commands on a machine that has nothing yet: a bare Debian or Ubuntu, made beside this one and removed after.
+#
+#   tools/fresh.sh [command ...]     instead of the README's own, for example: tools/fresh.sh 'make build'
+#
+#   FRESH=build/fresh                folder for the machine, some 8 GB, and for the log
+#   FRESH_USER=newcomer              whose commands they are; root is another common newcomer, in a container
+#   KEEP=                            if set, the machine stays for a look; the next run removes it
+#
+# TORCH, UCX and the like reach the commands from the environment, as they do without a fresh machine.
+#
+# The packages are those that the README names, and the commands those of its section "The two commands": what the page
+# says is what runs. The checkout is cloned, so a change that is not committed is not there. Packages come from where apt
+# and pip of this machine take them: pip's files and PIP_ variables go along, with the folders and files that they name.
+#
+# Needs root, mmdebstrap, and package lists (apt-get update).
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+FRESH=$(realpath --canonicalize-missing "${FRESH:-build/fresh}")
+FRESH_USER=${FRESH_USER:-newcomer}
+root=$FRESH/root
+log=$FRESH/log
+
+give_up() {
+  echo "make fresh: $1" >&2
+  exit 1
+}
+
+[ "$(id -u)" = 0 ] || give_up "only root can make a machine: sudo make fresh"
+command -v mmdebstrap > /dev/null || give_up "mmdebstrap is missing: apt install mmdebstrap"
+
+packages=$(sed -n 's/.*`apt-get install \([^`]*\)`.*/\1/p' README.md)
+[ -n "$packages" ] || give_up "README.md does not say what to install"
+if [ $# -gt 0 ]; then
+  commands=("$@")
+else
+  mapfile -t commands < <(sed -n '/^## The two commands$/,/^## Figures$/s/^\(make [a-z-]*\) .*/\1/p' README.md)
+  [ ${#commands[@]} = 2 ] || give_up "README.md has ${#commands[@]} commands in its section of two"
+fi
+
+. /etc/os-release
+# In one form, whatever the files of apt are written in; and without other people's packages.
+sources=$(apt-get indextargets --format 'deb $(SITE) $(RELEASE) $(COMPONENT)' 'Created-By: Packages' "Origin: ${ID^}")
+[ -n "$sources" ] || give_up "apt has no lists of ${ID^}'s packages: apt-get update"
+
+rm -rf --one-file-system "$root"
+mkdir -p "$FRESH"
+trap '[ -n "${KEEP:-}" ] || rm -rf --one-file-system "$root"' EXIT
+
+SECONDS=0
+say() { echo "make fresh: [$SECONDS s] $*"; }
+
+# Proxies and the like.
+apt_options=()
+while IFS= read -r option; do
+  apt_options+=("--aptopt=$option")
+done < <(apt-config dump --format '%f "%v";%n' Acquire | grep -E '^Acquire::(https?::|Check-)[A-Za-z:-]* ".+"' || true)
+
+mmdebstrap --quiet --mode=root --variant=minbase "${apt_options[@]}" \
+  --aptopt='Apt::Install-Recommends "false"' --dpkgopt='path-exclude=/usr/share/doc/*' \
+  --include="ca-certificates,${packages// /,}" "$VERSION_CODENAME" "$root" - <<< "$sources" > "$log" 2>&1 ||
+  { tail -20 "$log" >&2; give_up "there is no machine"; }
+[ "$FRESH_USER" = root ] || chroot "$root" useradd --create-home --shell /bin/bash "$FRESH_USER"
+home=$(chroot "$root" sh -c "echo ~$FRESH_USER")
+say "a bare $PRETTY_NAME"
+
+git clone --quiet "file://$PWD" "$root$home/torch_ucx_rpc"
+
+# pip's configuration. Paths in it mean the same there; an index in a folder, file:///.../simple, has its files beside it.
+declare -A shown=()
+show_paths_of() {
+  while IFS= read -r path; do
+    shown[${path%/simple}]=1
+  done < <(grep -o '/[^ ,"]*' <<< "$1" | sed 's,^//*,/,; s,/*$,,')
+}
+for file in /etc/pip.conf "$HOME/.config/pip/pip.conf" "$HOME/.pip/pip.conf"; do
+  [ -f "$file" ] || continue
+  install -D -m 644 "$file" "$root${file/#$HOME/$home}"
+  show_paths_of "$(< "$file")"
+done
+variables=()
+while IFS= read -r variable; do
+  variables+=("$variable")
+  show_paths_of "${variable#*=}"
+done < <(env | grep -iE '^(PIP_[A-Z_]*|https?_proxy|no_proxy|TORCH|UCX)=' || true)
+binds=()
+for path in "${!shown[@]}"; do
+  # The parts of an address look like paths, too.
+  case $path in '' | / | /proc* | /dev* | /sys*) continue ;; esac
+  if [ -d "$path" ]; then
+    mkdir -p "$root$path"
+  elif [ -f "$path" ]; then
+    mkdir -p "$root$(dirname "$path")"
+    touch "$root$path"
+  else
+    continue
+  fi
+  binds+=("$path")
+done
+chroot "$root" chown -R "$FRESH_USER:" "$home"
+cp --dereference /etc/resolv.conf /etc/hosts "$root/etc/"
+
+in_fresh_machine() {
+  # Its mounts and its processes end with it.
+  unshare --mount --pid --fork --kill-child bash -euc '
+    root=$1 user=$2 home=$3 binds=$4
+    shift 4
+    mount -t proc proc "$root/proc"
+    mount -t sysfs -o ro sys "$root/sys"
+    mount --bind /dev "$root/dev"
+    mount -t tmpfs -o mode=1777 shm "$root/dev/shm"
+    while IFS= read -r path; do
+      [ -z "$path" ] || { mount --bind "$path" "$root$path"; mount -o remount,bind,ro "$root$path"; }
+    done <<< "$binds"
+    exec chroot --userspec="$user" "$root" env -i HOME="$home" USER="$user" LANG=C.UTF-8 \
+      PATH=/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin "$@"
+  ' - "$root" "$FRESH_USER" "$home" "$(printf '%s\n' "${binds[@]}")" "${variables[@]}" \
+    bash -c 'cd ~/torch_ucx_rpc && eval "$0"' "$1"
+}
+
+status=0
+for command in "${commands[@]}"; do
+  begin=$SECONDS
+  if in_fresh_machine "$command" 2>&1 | tee -a "$log"; then
+    say "\`$command\` took $((SECONDS - begin)) s"
+  else
+    status=1
+    say "\`$command\` FAILED after $((SECONDS - begin)) s"
+  fi
+done
+exit "$status"
