@@ -57,10 +57,10 @@ _SIGACTION_BYTES = 256
 # released. It locks one after the other and waits each time for threads in the middle of those bytes: since UCX 1.21
 # for 50 ms, before for 5 ms (openucx/ucx#11112). That is 0.40 s of the 0.41 s that loading takes.
 _PATCHED_BY_UCX = ("mmap", "munmap", "mremap", "shmat", "shmdt", "sbrk", "brk", "madvise")
-# More than it overwrites of each.
+# UCX overwrites fewer bytes of each function.
 _PATCHED_BYTES = 64
 _PATCHING_WAIT = "UCX_MEM_BISTRO_GRACE_DURATION"
-# Where no thread can be there. Not zero: a thread of a library may have been woken since that was found out.
+# The wait if no thread can be there. Not zero: a thread of a library may have been woken since the check.
 _SHORT_PATCHING_WAIT = "1ms"
 
 
@@ -122,10 +122,10 @@ def signal_handlers_kept() -> Iterator[None]:
 
 
 def may_be_patched_at_once(tasks: Path = Path("/proc/self/task")) -> bool:
-    """No thread but this one is in, or about to enter, the functions that UCX overwrites.
+    """True if no other thread is in, or about to enter, the functions that UCX overwrites.
 
-    So it is where this is the only thread of Python, and all others sleep in system calls that are made elsewhere:
-    those of a BLAS or of OpenMP, which wait for work. False where that cannot be seen.
+    That is certain if this is the only thread of Python, and all others sleep in system calls that are made elsewhere.
+    The threads of a BLAS or of OpenMP do so while they wait for work. False if that cannot be seen.
     """
     if len(sys._current_frames()) != 1:
         return False
@@ -148,10 +148,10 @@ def may_be_patched_at_once(tasks: Path = Path("/proc/self/task")) -> bool:
 
 @contextlib.contextmanager
 def short_patching_wait() -> Iterator[None]:
-    """Let UCX wait for threads in what it overwrites no longer than is needed, unless the user says how long.
+    """Let UCX wait no longer than needed for threads in the functions that it overwrites.
 
-    By the environment, which UCX has read when it is loaded: for this setting there is no other way. Processes that
-    are started later do not get it.
+    The user's own setting stays. UCX takes this setting from the environment only, and reads it while it is loaded.
+    Processes that are started later do not get it.
     """
     if _PATCHING_WAIT in os.environ or not may_be_patched_at_once():
         yield
@@ -200,7 +200,7 @@ def is_from_wheel(path: str) -> bool:
 
 
 def load_ucx(choice: str, built_for: str) -> Ucx:
-    """Make sure of one libucp in the process, new enough for an extension built with UCX ``built_for`` ("1.22")."""
+    """Make sure that the process has one libucp, new enough for an extension built with UCX ``built_for`` ("1.22")."""
     wanted = sources(choice)
     before = loaded_ucx() or complete_ucx()
     if before is not None:

@@ -175,10 +175,10 @@ class UcxRpcBackendOptions(RpcBackendOptions):
 
     Args:
         num_worker_threads (int): threads that run the calls other workers make here (default: 16). With more of them,
-            more handlers can block at a time; with fewer, less memory is used and less fought over the GIL.
+            more handlers can block at a time; with fewer, less memory is used and the GIL is contended less.
         max_worker_threads (int): threads at most, when handlers wait for calls of their own (default: 512, and never
-            fewer than ``num_worker_threads``). Such handlers do not count among ``num_worker_threads``, so that what
-            they wait for finds a thread; a call that even so gets none fails, saying so.
+            fewer than ``num_worker_threads``). Such handlers do not count among ``num_worker_threads``, so that the
+            calls they wait for find a thread. A call that still gets none fails with an error that says so.
         rpc_timeout (float): seconds after which a call fails that was given no timeout of its own, and after which
             ``init_rpc`` gives up on workers that do not come (default: 60). 0 is no limit.
         heartbeat_limit (float): seconds of silence after which a worker on another host, or in another pid namespace,
@@ -189,8 +189,8 @@ class UcxRpcBackendOptions(RpcBackendOptions):
         device_maps (dict[str, dict]): for each callee, by name, on which of its devices the tensors of a local device
             arrive (default: none, only CPU tensors can be sent). The CPU may stand on either side, and several devices
             may go to one. What the callee returns comes back the same way.
-        reply_device_maps (dict[str, dict]): for each callee, by name, on which local device arrives what it returns
-            from one of its devices, where that is not to follow from ``device_maps``, or cannot (default: none).
+        reply_device_maps (dict[str, dict]): for each callee, by name, the local device where results from one of its
+            devices arrive, if that cannot or should not follow from ``device_maps`` (default: none).
         devices (list): local CUDA devices used for RPC (default: those that device maps mention, this worker's or the
             others').
         receive_window_bytes (int): bytes of large tensors that may be on their way into this worker at a time
@@ -198,8 +198,9 @@ class UcxRpcBackendOptions(RpcBackendOptions):
             smaller one bounds memory, and keeps the buffers in the processor's caches.
         host_pool_bytes (int): bytes of host memory kept for the next tensors when the last ones are released (default:
             256 MiB). Tensors are received several times faster into memory that was used before; 0 keeps none.
-        device_pool (str): whose memory tensors arrive in on CUDA devices: "torch", that of torch's allocator, or "rmm",
-            that of RMM's memory resource for the device: the user's, or a pool if there is none (default: "torch").
+        device_pool (str): the memory in which tensors arrive on CUDA devices: "torch" is that of torch's allocator, and
+            "rmm" that of RMM's memory resource for the device, which is the user's, or a pool if there is none
+            (default: "torch").
         device_pool_bytes (int | None): bytes that RMM's pool may take of each device, at least 1 MiB (default: None,
             all that the device has).
         prometheus_port (int | None): each worker answers Prometheus over HTTP, without encryption, on all interfaces,
@@ -209,9 +210,9 @@ class UcxRpcBackendOptions(RpcBackendOptions):
             message; "poll" keeps a core busy; "auto" spins for up to 0.8 ms before it sleeps, as long as the last waits
             were that short and each worker of the job on this machine has a core.
         secret_file (str or Path): file with the secret that all workers of the job share; frames of others are refused
-            (default: what TORCH_UCX_RPC_SECRET_FILE or TORCH_UCX_RPC_SECRET say; without any of them, whoever reaches
-            the workers' Store can run code in them). It is read in ``init_rpc``, must belong to the user or to root,
-            and no other user may read it.
+            (default: the secret that TORCH_UCX_RPC_SECRET_FILE or TORCH_UCX_RPC_SECRET give; without one, anybody who
+            reaches the workers' Store can run code in them). It is read in ``init_rpc``, must belong to the user or to
+            root, and no other user may read it.
 
     Devices are ints, strs or torch.devices. The attributes ``device_maps`` and ``devices`` are copies: to change them,
     assign to them or call `set_device_map` and `set_devices`.

@@ -185,7 +185,7 @@ class DynamicGroup:
         return agent
 
     def _read(self, places: list[str]) -> dict[str, Record]:
-        """The records at these places, without empty ones, of workers that have left."""
+        """The records at these places, without the empty ones of workers that have left."""
         deadline = Deadline(_WRITING_S)
         while places and not self._store.check(places):
             # A worker that was killed between taking its place and writing its record leaves no entry.

@@ -24,7 +24,7 @@ _LEAST_BYTES = 16
 # No secret is longer. A large file that is no secret is not read to its end.
 _MOST_BYTES = 4096
 
-# Of a job without a secret; see `Secret.frame_keys`.
+# The keys in a job without a secret; see `Secret.frame_keys`.
 NO_FRAME_KEYS = {"send_key": b"", "receive_key": b"", "join_key": b""}
 
 _HOW_TO_MAKE = "make one with `(umask 077; openssl rand -hex 32 > job.secret)`"

@@ -32,7 +32,7 @@ def init_rpc(
 ) -> None:
     """``torch.distributed.rpc.init_rpc`` on UCX. The launcher of the process supplies the arguments that are not given.
 
-    The first of these launchers counts whose variables are set: RANK and WORLD_SIZE (``python -m torch_ucx_rpc run``,
+    It is the first of these whose variables are set: RANK and WORLD_SIZE (``python -m torch_ucx_rpc run``,
     torchrun, or by hand), mpirun of Open MPI or MPICH, Slurm's srun. Without a launcher, rank and size are those of an
     initialized process group of ``torch.distributed``.
 

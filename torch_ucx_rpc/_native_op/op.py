@@ -48,7 +48,7 @@ def native_op(schema: str) -> Callable[[Callable[..., Any]], torch._ops.OpOverlo
 
     Args:
         schema: in torch's language, with a namespace. Arguments are ``Tensor``, ``int``, ``float`` and ``bool``, with
-            defaults as one likes, and one of them at least is a tensor. The result is ``()``, ``int``, ``float``,
+            any defaults, and at least one of them is a tensor. The result is ``()``, ``int``, ``float``,
             ``bool``, ``Tensor`` for an array that the function makes, or ``Tensor(a!)``, which is the argument marked
             so; then the function returns nothing.
 

@@ -1,4 +1,4 @@
-"""What a worker reports of itself while it runs.
+"""The reports of a worker on itself while it runs.
 
 * ``statistics``  `statistics`, and the snapshot that it returns
 * ``lost``        `on_lost`, a callback for the end of other workers

@@ -1,4 +1,4 @@
-"""The end of other workers: `on_lost`, a callback for it, and what the libraries of this package use besides.
+"""The end of other workers: `on_lost`, a callback for it, and functions that the libraries of this package use.
 
 The agent calls back (`_set_on_gone`), on one of its threads. Other backends tell nothing: a subscriber is never called
 there, and has to notice the end of a worker by a call that fails.
@@ -121,9 +121,9 @@ def _tell(agent: weakref.ref[Any], gone: Gone) -> None:
             _logger.exception("a callback for the end of worker %s has raised", gone.name)
 
 
-# As torch begins the text of what a callee raised.
+# The beginning of torch's text for an exception that a callee raised.
 _RAISED_THERE = re.compile(r"(?:\w+(?:\.\w+)*: )?On WorkerInfo\(")
-# What the agents say of a callee that is gone: UCX's, then TensorPipe's.
+# The agents' texts for a callee that is gone: UCX's, then TensorPipe's.
 _GONE = re.compile(
     r"lost worker '|is leaving the group|has left the group|has shut down its RPC agent"
     r"|\beof\b|connection reset|connection refused|broken pipe|pipe closed|pipe not",
@@ -132,15 +132,15 @@ _GONE = re.compile(
 
 
 def was_raised_there(error: BaseException) -> bool:
-    """True of what the function that was called has raised, on the other worker."""
+    """True if the called function raised this error, on the other worker."""
     return _RAISED_THERE.match(str(error)) is not None
 
 
 def was_lost(error: BaseException) -> bool:
-    """True if a call failed for the end of its callee."""
+    """True if a call failed because its callee has ended."""
     return not was_raised_there(error) and _GONE.search(str(error)) is not None
 
 
 def timed_out(error: BaseException) -> bool:
-    """True if a call was given up."""
+    """True if a call ran out of time."""
     return not was_raised_there(error) and "RPC ran for more than" in str(error)

@@ -1,4 +1,4 @@
-"""What this worker has done and is doing: `statistics`, and the snapshot that it returns.
+"""The statistics of this worker: `statistics`, and the snapshot that it returns.
 
 The fields of `Statistics`, `PeerStatistics` and `ServiceStatistics` are the one table of what is counted. Their
 metadata has the meaning, the unit and the kind of metric. The docstrings, Prometheus's metrics and
@@ -189,7 +189,7 @@ class ServiceStatistics:
 @_documented
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Statistics:
-    """What a worker has done since its ``init_rpc``, and what it is doing."""
+    """The counts of a worker since its ``init_rpc``, and its present state."""
 
     name: str = field(metadata=_label("name of this worker"))
     rank: int = field(metadata=_label("rank of this worker"))

@@ -1,4 +1,4 @@
-"""Arrays of NumPy, CuPy, numba and RMM in arguments and results travel as tensors do, and arrive as what they were.
+"""Arrays of NumPy, CuPy, numba and RMM, in arguments and results, travel as tensors and arrive as arrays.
 
 torch's RPC pickler collects tensors, whose memory is sent as it is, and pickles everything else. The reducers of this
 module replace an array by a tensor on the same memory, and a function that makes the array again. These arrays are
@@ -21,7 +21,7 @@ from torch_ucx_rpc import _agent
 if TYPE_CHECKING:
     import numpy as np
 
-# Smaller arrays are pickled. A small pickle rides in the body of its message (csrc/agent/tensor_encoder.cpp), and
+# Smaller arrays are pickled. A small pickle rides in the body of its message (csrc/tensors/tensor_encoder.cpp), and
 # copying it costs less than making a tensor and an array again. Measured, the two cost the same at this size.
 _LEAST_BYTES = 64 * 1024
 # Old versions of NumPy allow 32, and one is needed here.
