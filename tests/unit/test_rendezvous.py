@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -12,12 +14,13 @@ from pathlib import Path
 
 import pytest
 import workers
+from labs import VirtualHosts, needs_virtual_hosts
 from torch.distributed import FileStore, TCPStore
 from torch.distributed import rendezvous as torchs_rendezvous
 from workers import reserved_port, run_workers
 
 from torch_ucx_rpc._bootstrap import rendezvous
-from torch_ucx_rpc._bootstrap.rendezvous import create_store
+from torch_ucx_rpc._bootstrap.rendezvous import Deadline, await_listener, create_store, is_this_host
 
 
 @pytest.fixture(autouse=True)
@@ -196,6 +199,70 @@ def test_what_listens_and_is_no_store_is_told_from_one(monkeypatch: pytest.Monke
         port = other.getsockname()[1]
         with pytest.raises(RuntimeError, match=f"rank 1 cannot use what listens at 127.0.0.1:{port} as a Store"):
             create_store(f"tcp://127.0.0.1:{port}", 1, 2, 0.5)
+
+
+# ---- This host -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.1.1", "0.0.0.0", "::1", "localhost", socket.gethostname()])
+def test_own_names_and_addresses_are_of_this_host(host: str) -> None:
+    if ":" in host and not has_ipv6():
+        pytest.skip("no IPv6 here")
+    assert is_this_host(host)
+
+
+# The addresses are set aside for documentation.
+@pytest.mark.parametrize("host", ["192.0.2.1", "2001:db8::1", "no-such-host.invalid"])
+def test_others_are_not(host: str) -> None:
+    assert not is_this_host(host)
+
+
+def test_an_address_that_could_merely_be_bound_is_not_of_this_host() -> None:
+    # As hosts with keepalived or haproxy are set up.
+    needs_virtual_hosts()
+    with VirtualHosts(["a", "b"]) as (a, b):
+        b.run(["sh", "-c", "echo 1 > /proc/sys/net/ipv4/ip_nonlocal_bind"], check=True)
+        command = [sys.executable, "-c", ARE_OF_THIS_HOST, a.address, b.address, "a", "b"]
+        done = b.run(command, env=environ_of_workers(), capture_output=True, text=True, check=True)
+        assert done.stdout == "[False, True, False, True]\n"
+
+
+ARE_OF_THIS_HOST = """
+import sys
+from torch_ucx_rpc._bootstrap.rendezvous import is_this_host
+print([is_this_host(host) for host in sys.argv[1:]])
+"""
+
+
+def environ_of_workers() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+
+
+def has_ipv6() -> bool:
+    return Path("/proc/net/if_inet6").exists() and "lo" in Path("/proc/net/if_inet6").read_text()
+
+
+@pytest.mark.parametrize("bound_to", ["127.0.0.1", "0.0.0.0", "::", "::1"])
+def test_a_server_of_this_host_is_seen_without_a_connection(bound_to: str) -> None:
+    if ":" in bound_to and not has_ipv6():
+        pytest.skip("no IPv6 here")
+    family = socket.AF_INET6 if ":" in bound_to else socket.AF_INET
+    with socket.create_server((bound_to, 0), family=family) as server:
+        port = server.getsockname()[1]
+        host = "::1" if ":" in bound_to else "127.0.0.1"
+        await_listener(host, port, "rank 0", Deadline(5), "")
+        server.settimeout(0.2)
+        with pytest.raises(TimeoutError):
+            server.accept()
+
+
+def test_a_server_that_the_kernels_table_does_not_show_is_found_all_the_same(
+    port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # As where a packet filter hands the port of this host on to a container, or IPVS to another host.
+    monkeypatch.setattr(rendezvous, "_is_listened_at_here", lambda host, port: False)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        await_listener("127.0.0.1", server.getsockname()[1], "rank 0", Deadline(5), "")
 
 
 class Slow:

@@ -46,7 +46,7 @@ def default_devices(store: Store, ucx_path: str) -> str:
 def interface_to(host: str) -> str | None:
     """The interface by which packets to ``host`` leave; None if there is no route or no such name."""
     own = address_towards(host)
-    return None if own is None else _interface_of(own)
+    return None if own is None else interface_with(own)
 
 
 def address_towards(host: str) -> str | None:
@@ -92,10 +92,11 @@ def host_of(store: Store) -> str | None:
     return store.host if isinstance(store, TCPStore) else None
 
 
-def _interface_of(address: str) -> str | None:
+def interface_with(address: str) -> str | None:
+    """The interface of this host that has the address, an IPv4 or IPv6 one; None if there is none."""
     wanted = ipaddress.ip_address(address)
     if wanted.version == 6:
-        table = Path("/proc/net/if_inet6").read_text(encoding="ascii").splitlines()
+        table = _read(Path("/proc/net/if_inet6")).splitlines()
         addresses = {ipaddress.ip_address(bytes.fromhex(line.split()[0])): line.split()[-1] for line in table}
         return addresses.get(wanted)
     # netdevice(7): struct ifconf has the size and the address of a buffer for struct ifreq's. Each has a name, a family
