@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import logging
+import os
 import sys
 import tempfile
 import time
@@ -135,7 +136,6 @@ def train(backend: str) -> Result:
 
 def work(rank: int, backend: str, store: str, results: mp.SimpleQueue) -> None:
     """What each of the three processes does."""
-    torch.set_num_threads(1)
     # Torch warns about its own insides here: TensorPipe's way to find the other workers, TorchScript in optimizers.
     logging.captureWarnings(True)
     if backend == "UCX":
@@ -160,6 +160,9 @@ def work(rank: int, backend: str, store: str, results: mp.SimpleQueue) -> None:
 
 
 def run(backend: str) -> Result:
+    # One thread per process, and per thread of the agent's: torch.set_num_threads() would reach the main thread alone.
+    # Sums of several threads round differently from run to run, and training magnifies that.
+    os.environ["OMP_NUM_THREADS"] = "1"
     results = mp.get_context("spawn").SimpleQueue()
     with tempfile.TemporaryDirectory() as directory:
         # The processes find each other through a file; on several hosts this would be tcp://host:port or env://.
