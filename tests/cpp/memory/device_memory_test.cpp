@@ -2,8 +2,11 @@
 
 #include "device_fixture.h"
 
+#include "base/proc.h"
 #include "memory/device_pool.h"
 #include "tensors/device_copy.h"
+
+#include <unistd.h>
 
 #include <atomic>
 #include <cstdlib>
@@ -392,7 +395,7 @@ TEST_F(DeviceTest, AllStreamsAreFoundWhileOthersTakeSome) {
 
 // ---------------------------------------------------------------------------------------------------------- staging
 
-// Workers of one machine, who cannot be shown to be processes.
+// Workers of one machine, as threads of one process.
 class StagingTest : public DeviceTest {
  protected:
   void SetUp() override {
@@ -403,12 +406,15 @@ class StagingTest : public DeviceTest {
   std::vector<Member> asToldTo(worker_id_t /*rank*/, std::vector<Member> members) override {
     for (Member& member : members) {
       member.bootId = areApart_ ? member.bootId : "one machine";
-      member.pidNamespace = 1 + static_cast<uint64_t>(member.rank);
+      member.pid = getpid();
+      member.processStartTime = readProcStat("/proc/self").value().startTicks;
+      member.pidNamespace = areInContainers_ ? 1 + static_cast<uint64_t>(member.rank) : 1;
     }
     return members;
   }
 
   bool areApart_ = false;
+  bool areInContainers_ = false;
 };
 
 TEST_F(StagingTest, WhatCannotBeSharedIsCopiedToTheHostInOrder) {
@@ -436,6 +442,39 @@ TEST_F(StagingTest, AnswersAreStagedToo) {
   EXPECT_EQ(response->tensors().at(0).device(), fake());
   EXPECT_TRUE(isAll(hostView(response->tensors()[0]), 5));
   EXPECT_EQ(metric(1, "device_pool.staged_bytes"), kLargeBytes);
+}
+
+TEST_F(StagingTest, MemoryThatCanBeSharedIsNotStaged) {
+  network_.shareDeviceMemory(true);
+  startWith(keep(), same_);
+  (void)answerWhileRunning(call(0, 1, "", {onDevice(kLarge, 5)}));
+  EXPECT_TRUE(isAll(hostView(received_.at(0)), 5));
+  EXPECT_EQ(metric(0, "device_pool.staged_bytes"), 0u);
+}
+
+// UCX finds no process of another pid namespace whose memory it could map.
+TEST_F(StagingTest, MemoryForAnotherContainerIsStaged) {
+  network_.shareDeviceMemory(true);
+  areInContainers_ = true;
+  startWith(keep(), same_);
+  (void)answerWhileRunning(call(0, 1, "", {onDevice(kLarge, 5)}));
+  EXPECT_TRUE(isAll(hostView(received_.at(0)), 5));
+  EXPECT_EQ(metric(0, "device_pool.staged_bytes"), kLargeBytes);
+}
+
+TEST_F(StagingTest, TransportThatTakesNoDeviceMemoryIsGivenNone) {
+  network_.refuseDeviceMemory({ErrorCode::kDeviceFailed, "this UCX has no CUDA"});
+  areApart_ = true;
+  testing::internal::CaptureStderr();
+  startWith(keep(), same_);
+  const std::string log = testing::internal::GetCapturedStderr();
+  EXPECT_TRUE(contains(log, "this UCX has no CUDA")) << log;
+  (void)answerWhileRunning(call(0, 1, "", {onDevice(kLarge, 5), at::full({kLarge}, 6.f)}));
+  device_.run();
+  EXPECT_EQ(received_.at(0).device(), fake());
+  EXPECT_TRUE(isAll(hostView(received_[0]), 5));
+  EXPECT_TRUE(isAll(received_.at(1), 6));
+  EXPECT_EQ(metric(0, "device_pool.staged_bytes"), kLargeBytes);
 }
 
 TEST_F(StagingTest, NothingIsStagedForOtherMachinesNorForOneself) {

@@ -69,7 +69,7 @@ Messenger::Messenger(
 void Messenger::post(Peer& to, wire::Kind kind, uint64_t callId, std::unique_ptr<OutgoingMessage> message) {
   message->to = &to;
   message->address(kind, self_.session, self_.rank, to.member().session, callId);
-  if (to.member().session == self_.session) {
+  if (transportTo(to) == nullptr) {
     deliverToSelf(std::move(message));
     return;
   }
@@ -124,7 +124,8 @@ void Messenger::deliverToSelf(std::unique_ptr<OutgoingMessage> message) {
 }
 
 void Messenger::countStaged(const OutgoingMessage& message) {
-  if (stagedBytes_.fetch_add(message.stagedBytes, std::memory_order_relaxed) == 0) {
+  const bool isFirst = stagedBytes_.fetch_add(message.stagedBytes, std::memory_order_relaxed) == 0;
+  if (isFirst && !transport_->deviceMemoryRefusal()) { // otherwise the agent has told of it
     LOG(WARNING)
         << "torch_ucx_rpc: tensors for " << message.to->describe()
         << " are in device memory that UCX cannot share with another process (of cudaMallocAsync, or of torch's "

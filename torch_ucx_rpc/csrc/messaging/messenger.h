@@ -129,6 +129,10 @@ class Messenger final : public Leader, public PeerObserver, private ProgressClie
   const Transport& transport() const {
     return *transport_;
   }
+  // The transport that carries messages to this worker; null for the worker itself, to which they are copied.
+  const Transport* transportTo(const Peer& to) const {
+    return to.member().session != self_.session ? transport_.get() : nullptr;
+  }
   const ReceiveWindow& window() const {
     return *window_;
   }

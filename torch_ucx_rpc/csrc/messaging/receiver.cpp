@@ -48,7 +48,7 @@ void Receiver::allocateSpans(Receiving& receiving) {
   IncomingMessage& message = receiving.message;
   const std::vector<wire::Assembled::Span>& spans = receiving.assembled.spans;
   message.spans.resize(spans.size());
-  if (!devices_.get().empty()) {
+  if (!devices_.get().empty() && !transport_.deviceMemoryRefusal()) {
     allocateOnDevices(receiving);
   }
   for (size_t index = 0; index < spans.size(); ++index) {

@@ -101,6 +101,15 @@ void UcxRpcAgent::startImpl() {
   executor_->start(messenger_);
 }
 
+void UcxRpcAgent::setDeviceMaps(DeviceMaps::ByWorker requests, DeviceMaps::ByWorker answers, Devices devices) {
+  const Error& refusal = messenger_.transport().deviceMemoryRefusal();
+  if (refusal && !devices.empty() && deviceMaps_.devices().empty()) {
+    LOG(WARNING) << "torch_ucx_rpc: tensors on devices are copied through the host's memory, which is slower. "
+                 << refusal.message();
+  }
+  deviceMaps_.set(std::move(requests), std::move(answers), std::move(devices));
+}
+
 void UcxRpcAgent::checkProcess() const {
   if (forkCount_ != forkCount()) {
     throw RpcFailure(

@@ -103,7 +103,7 @@ struct PlannedStorage {
 // Builds the plan for all tensors of a message, then the body.
 class Encoder {
  public:
-  Encoder(c10::intrusive_ptr<Message> message, const Peer& to, const DeviceMap& deviceMap, const Transport& transport)
+  Encoder(c10::intrusive_ptr<Message> message, const Peer& to, const DeviceMap& deviceMap, const Transport* transport)
       : message_(message),
         to_(to),
         deviceMap_(deviceMap),
@@ -148,9 +148,19 @@ class Encoder {
     return static_cast<uint32_t>(outgoing.spans.size() - 1);
   }
 
+  // Whether the transport may be given a device's memory as it is.
+  bool mayLeave(const PlannedStorage& storage) const {
+    if (transport_ == nullptr || !to_.isNeighbour.load()) {
+      return transport_ == nullptr || !transport_->deviceMemoryRefusal();
+    }
+    // No process reads the device memory of another one that it cannot find by its id.
+    return !to_.isOverNetwork.load() && !transport_->deviceMemoryRefusal() &&
+        transport_->canShare(storage.begin, storage.bytes);
+  }
+
   uint32_t addLentSpan(OutgoingMessage& outgoing, const PlannedStorage& storage, c10::Device to) {
     const c10::Device from = storage.device;
-    if (from.is_cpu() || !to_.isNeighbour.load() || transport_.canShare(storage.begin)) {
+    if (from.is_cpu() || mayLeave(storage)) {
       const c10::StorageImpl* last = nullptr;
       for (const PlannedTensor* tensor : storage.tensors) {
         const c10::Storage& owner = tensor->region.owner;
@@ -500,7 +510,7 @@ class Encoder {
   const c10::intrusive_ptr<Message> message_;
   const Peer& to_;
   const DeviceMap& deviceMap_;
-  const Transport& transport_;
+  const Transport* const transport_; // null for a message to oneself
   std::unique_ptr<LentMessage> lent_;
   Devices devices_; // that its tensors are on, besides the CPU
   std::vector<PlannedTensor> tensors_;
@@ -509,7 +519,7 @@ class Encoder {
 } // namespace
 
 std::unique_ptr<OutgoingMessage> encodeMessage(
-    c10::intrusive_ptr<Message> message, const Peer& to, const DeviceMap& deviceMap, const Transport& transport) {
+    c10::intrusive_ptr<Message> message, const Peer& to, const DeviceMap& deviceMap, const Transport* transport) {
   return Encoder(std::move(message), to, deviceMap, transport).encode();
 }
 

@@ -58,8 +58,11 @@ class LoopbackTransport final : public Transport {
       std::span<const std::byte> bytes,
       SendMode mode,
       OperationDone done,
-      Memory /*memory*/) override {
+      Memory memory) override {
     Error failure = endpoints_[endpointId].failure;
+    if (!failure && memory == Memory::kDevice) {
+      failure = deviceMemoryRefusal();
+    }
     if (!failure) {
       const std::lock_guard lock(network_->mutex_);
       using Fate = LoopbackNetwork::Fate;
@@ -107,17 +110,23 @@ class LoopbackTransport final : public Transport {
     }
   }
 
-  bool canShare(const void* /*deviceMemory*/) const override {
+  bool canShare(const void* /*deviceMemory*/, uint64_t /*bytes*/) const override {
     return network_->isDeviceMemoryShared_.load();
   }
+  const Error& deviceMemoryRefusal() const override {
+    return network_->deviceMemoryRefusal_;
+  }
 
-  void receive(void* handle, void* into, uint64_t bytes, OperationDone done, Memory /*memory*/) override {
+  void receive(void* handle, void* into, uint64_t bytes, OperationDone done, Memory memory) override {
     const std::shared_ptr<LoopbackNetwork::Rendezvous> rendezvous = takeHandle(handle);
     Error failure;
     {
       const std::lock_guard lock(network_->mutex_);
       if (rendezvous == nullptr) {
         failure = {ErrorCode::kOutOfMemory, "loopback: there was no memory for the message"};
+      } else if (memory == Memory::kDevice && deviceMemoryRefusal()) {
+        failure = deviceMemoryRefusal();
+        completeLocked(*rendezvous, {});
       } else if (rendezvous->isCompleted) {
         failure = {ErrorCode::kPeerFailed, "loopback: the sender is gone"};
       } else {

@@ -9,6 +9,7 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace torch_ucx_rpc {
@@ -38,6 +39,11 @@ class LoopbackNetwork {
     isDeviceMemoryShared_.store(isShared);
   }
 
+  // Sets deviceMemoryRefusal() of all transports, before there are any.
+  void refuseDeviceMemory(Error why) {
+    deviceMemoryRefusal_ = std::move(why);
+  }
+
   // Delivers the held messages, the latest first, for tests of reordering.
   void releaseHeld();
 
@@ -65,6 +71,7 @@ class LoopbackNetwork {
   void deliverLocked(Delivery delivery);
 
   std::atomic<bool> isDeviceMemoryShared_{true};
+  Error deviceMemoryRefusal_; // constant once there are transports
 
   std::mutex mutex_;
   // Guarded by mutex_:
