@@ -190,8 +190,8 @@ TEST_P(DeviceMemoryTest, ReleasedMemoryIsHeldWhileAnyStreamUsesIt) {
 }
 
 TEST_P(DeviceMemoryTest, MemoryThatIsReceivedIntoIsNotHeldUp) {
-  startWith(keep(), {{c10::kCPU, fake()}});
-  (void)answer(call(0, 1, "", {at::full({kLarge}, 5.f)}));
+  startWith(keep(), {{fake(1), fake()}});
+  (void)answer(call(0, 1, "", {onDevice(kLarge, 5, fake(1))}));
   std::vector<Look> looks;
   {
     const c10::StreamGuard guard(latestStream());
@@ -199,7 +199,7 @@ TEST_P(DeviceMemoryTest, MemoryThatIsReceivedIntoIsNotHeldUp) {
   }
   received_.clear();
   EXPECT_EQ(pool_.statistics().heldBytes, kLargeBytes);
-  (void)answer(call(0, 1, "", {at::full({kLarge}, 6.f)})); // the device has not run
+  (void)answer(call(0, 1, "", {onDevice(kLarge, 6, fake(1))})); // the device has not run
   EXPECT_EQ(pool_.statistics().inUseBytes, kLargeBytes);
   EXPECT_TRUE(isAll(hostView(received_.at(0)), 6));
   device_.run();
@@ -208,8 +208,8 @@ TEST_P(DeviceMemoryTest, MemoryThatIsReceivedIntoIsNotHeldUp) {
 
 // Which would take long: a device has 129 streams.
 TEST_P(DeviceMemoryTest, ReleaseAsksTheDeviceNothing) {
-  startWith(keep(), {{c10::kCPU, fake(1)}});
-  (void)answer(call(0, 1, "", {at::full({kLarge}, 5.f)}));
+  startWith(keep(), {{fake(), fake(1)}});
+  (void)answer(call(0, 1, "", {onDevice(kLarge, 5)}));
   EXPECT_EQ(received_.at(0).device(), fake(1));
   EXPECT_EQ(pool_.statistics().inUseBytes, kLargeBytes);
   agent(0).shutdown(); // the timers, which ask
@@ -275,16 +275,16 @@ TEST_P(DeviceMemoryTest, NothingIsGivenBackOnceItHasStopped) {
 }
 
 TEST_P(DeviceMemoryTest, TensorsOutliveTheAgents) {
-  startWith(keep(), {{c10::kCPU, fake()}});
-  (void)answer(call(0, 1, "", {at::full({kLarge}, 5.f)}));
+  startWith(keep(), same_);
+  (void)answer(call(0, 1, "", {onDevice(kLarge, 5)}));
   agent(0).shutdown();
   agent(1).shutdown();
   EXPECT_TRUE(isAll(hostView(received_.at(0)), 5));
 }
 
 TEST_P(DeviceMemoryTest, ReleaseOnADeviceThatHasFailedEndsNothing) {
-  startWith(keep(), {{c10::kCPU, fake()}});
-  (void)answer(call(0, 1, "", {at::full({kLarge}, 5.f)}));
+  startWith(keep(), same_);
+  (void)answer(call(0, 1, "", {onDevice(kLarge, 5)}));
   device_.launch(fake(), [] {});
   device_.fail(true);
   EXPECT_NO_THROW(received_.clear());
@@ -361,6 +361,7 @@ TEST_P(EntryPointsTest, WhatThereIsNoMemoryForIsRefused) {
   EXPECT_TRUE(contains(failure(call(0, 1, "", {at::full({kLarge}, 5.f)})), "memory"));
   rmm_.setLimit(kLargeBytes);
   (void)answer(call(0, 1, "", {at::full({kLarge}, 5.f)}));
+  device_.run();
   EXPECT_TRUE(isAll(hostView(received_.at(0)), 5));
 }
 
@@ -380,6 +381,7 @@ TEST_F(DeviceTest, WhatHasReplacedTorchsAllocatorIsAsked) {
   startWith(keep(), {{c10::kCPU, fake()}});
   (void)answer(call(0, 1, "", {at::full({kLarge}, 5.f)}));
   EXPECT_EQ(asked.load(), 1);
+  device_.run();
   EXPECT_TRUE(isAll(hostView(received_.at(0)), 5));
   received_.clear();
   DevicePool::instance().collect();
@@ -427,6 +429,7 @@ TEST_F(StagingTest, WhatCannotBeSharedIsCopiedToTheHostInOrder) {
   exchangeWithoutTensors();
   EXPECT_FALSE(future->completed());
   (void)answerWhileRunning(future);
+  device_.run();
   ASSERT_EQ(received_.size(), 3u);
   EXPECT_EQ(received_[0].device(), fake());
   EXPECT_TRUE(isAll(hostView(received_[0]), 7));
@@ -439,6 +442,7 @@ TEST_F(StagingTest, WhatCannotBeSharedIsCopiedToTheHostInOrder) {
 TEST_F(StagingTest, AnswersAreStagedToo) {
   startWith([&](Message& /*request*/) { return reply({onDevice(kLarge, 5)}); }, same_, same_);
   const c10::intrusive_ptr<Message> response = answerWhileRunning(call(0, 1, ""));
+  device_.run();
   EXPECT_EQ(response->tensors().at(0).device(), fake());
   EXPECT_TRUE(isAll(hostView(response->tensors()[0]), 5));
   EXPECT_EQ(metric(1, "device_pool.staged_bytes"), kLargeBytes);
@@ -458,6 +462,7 @@ TEST_F(StagingTest, MemoryForAnotherContainerIsStaged) {
   areInContainers_ = true;
   startWith(keep(), same_);
   (void)answerWhileRunning(call(0, 1, "", {onDevice(kLarge, 5)}));
+  device_.run();
   EXPECT_TRUE(isAll(hostView(received_.at(0)), 5));
   EXPECT_EQ(metric(0, "device_pool.staged_bytes"), kLargeBytes);
 }

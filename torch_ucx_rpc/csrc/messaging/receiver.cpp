@@ -31,25 +31,28 @@ void Receiver::start(Announced announced, Admission admission) {
   message.admission = std::move(admission);
   message.eagerBody = std::move(body.data);
   message.pooledBodyBytes = body.rendezvousBytes;
-  try {
-    if (body.isRendezvous()) {
-      message.pooledBody = pool_.allocate(body.rendezvousBytes);
-    }
-    allocateSpans(*receiving);
-  } catch (const std::bad_alloc&) {
-    receiving->error = outOfMemoryFor(announced.bytes);
-  } catch (const std::exception& failure) {
-    receiving->error = deviceFailed(failure);
+  if (body.isRendezvous() && !devices_.get().empty()) {
+    receiving->stage = Stage::kBody;
   }
   starting_.push_back(receiving);
+}
+
+void Receiver::allocate(Receiving& receiving) {
+  IncomingMessage& message = receiving.message;
+  if (receiving.assembled.body.isRendezvous()) {
+    message.pooledBody = pool_.allocate(message.pooledBodyBytes);
+  }
+  if (receiving.stage == Stage::kMemory) {
+    allocateSpans(receiving);
+  }
 }
 
 void Receiver::allocateSpans(Receiving& receiving) {
   IncomingMessage& message = receiving.message;
   const std::vector<wire::Assembled::Span>& spans = receiving.assembled.spans;
   message.spans.resize(spans.size());
-  if (!devices_.get().empty() && !transport_.deviceMemoryRefusal()) {
-    allocateOnDevices(receiving);
+  if (!devices_.get().empty()) {
+    allocateForDevices(receiving);
   }
   for (size_t index = 0; index < spans.size(); ++index) {
     IncomingMessage::Span& span = message.spans[index];
@@ -60,19 +63,26 @@ void Receiver::allocateSpans(Receiving& receiving) {
   }
 }
 
-void Receiver::allocateOnDevices(Receiving& receiving) {
+void Receiver::allocateForDevices(Receiving& receiving) {
   const std::vector<wire::Assembled::Span>& spans = receiving.assembled.spans;
   Devices used;
-  for (const wire::StorageRecord& storage : wire::storagesOf(receiving.message.eagerBody)) {
+  for (const wire::StorageRecord& storage : wire::storagesOf(receiving.message.body())) {
     const c10::Device* device = findDevice(devices_.get(), storage.deviceType, storage.deviceIndex);
     if (device == nullptr || storage.span >= spans.size()) {
       continue; // for the host, or malformed: the decoder refuses it then
     }
     const wire::Assembled::Span& span = spans[storage.span];
-    if (storage.bytes != span.bytes || !std::ranges::all_of(span.pieces, &wire::Piece::isRendezvous)) {
-      continue; // the decoder copies it to the device, as it does with all packed storages
+    if (storage.bytes != span.bytes) {
+      continue; // a pack, of which the decoder copies each storage to the device
     }
-    receiving.message.spans[storage.span].data = deviceMemory_.allocate(*device, span.bytes);
+    c10::DataPtr& data = receiving.message.spans[storage.span].data;
+    // The decoder copies these bytes to the device. UCX would do that in small pieces, under the worker lock.
+    if ((storage.flags & wire::kFromHost) != 0 || transport_.deviceMemoryRefusal() ||
+        !std::ranges::all_of(span.pieces, &wire::Piece::isRendezvous)) {
+      data = deviceMemory_.allocateStaging(*device, span.bytes);
+      continue;
+    }
+    data = deviceMemory_.allocate(*device, span.bytes);
     if (std::find(used.begin(), used.end(), *device) == used.end()) {
       used.push_back(*device);
     }
@@ -109,27 +119,37 @@ void Receiver::startDeferred() {
 }
 
 bool Receiver::beginIfFree(Entry receiving) {
-  if (receiving->error) {
-    reject(receiving, std::move(receiving->error));
-    return true;
-  }
   try {
+    if (!std::exchange(receiving->hasMemory, true)) {
+      allocate(*receiving);
+    }
     if (!receiving->pendingWork.isDone()) {
       return false;
     }
+  } catch (const std::bad_alloc&) {
+    reject(receiving, outOfMemoryFor(receiving->bytes));
+    return true;
   } catch (const std::exception& failure) {
     reject(receiving, deviceFailed(failure));
     return true;
   }
-  const wire::Assembled assembled = std::move(receiving->assembled);
   const IncomingMessage& message = receiving->message;
-  if (assembled.body.isRendezvous()) {
-    addPart(*receiving, assembled.body, message.pooledBody);
+  wire::Piece body = std::exchange(receiving->assembled.body, {});
+  if (body.isRendezvous()) {
+    addPart(*receiving, body, message.pooledBody);
   }
-  for (size_t index = 0; index < assembled.spans.size(); ++index) {
-    for (const wire::Piece& piece : assembled.spans[index].pieces) {
-      addPart(*receiving, piece, message.spans[index].data);
+  if (receiving->stage == Stage::kMemory) {
+    receiving->stage = Stage::kSpans;
+    const std::vector<wire::Assembled::Span> spans = std::exchange(receiving->assembled.spans, {});
+    for (size_t index = 0; index < spans.size(); ++index) {
+      for (const wire::Piece& piece : spans[index].pieces) {
+        addPart(*receiving, piece, message.spans[index].data);
+      }
     }
+  }
+  if (receiving->parts.empty()) { // the spans of a large body came eagerly
+    finishIfDone(receiving);
+    return true;
   }
   Source& source = sources_[message.from];
   source.waiting.push_back(receiving);
@@ -255,6 +275,16 @@ void Receiver::giveUpRest(Entry receiving, const Error& why) {
 
 void Receiver::finishIfDone(Entry receiving) {
   if (receiving->unfinished != 0 || receiving->begun != receiving->parts.size()) {
+    return;
+  }
+  if (receiving->isDropped || receiving->error) {
+    release(receiving->assembled);
+  } else if (receiving->stage == Stage::kBody) {
+    receiving->stage = Stage::kMemory;
+    receiving->hasMemory = false;
+    receiving->parts.clear();
+    receiving->begun = 0;
+    starting_.push_back(receiving);
     return;
   }
   if (receiving->isDropped) {

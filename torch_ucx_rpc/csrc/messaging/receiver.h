@@ -77,7 +77,7 @@ class Receiver {
   // Whether startDeferred() has more to do already, because a receive completed at once. Other operations are to run
   // before it is called again.
   bool hasDeferred() const {
-    return !due_.empty();
+    return !due_.empty() || std::ranges::any_of(starting_, [](Entry receiving) { return !receiving->hasMemory; });
   }
 
   // Whether a message has been received, or given up, since startDeferred() was called last.
@@ -113,13 +113,22 @@ class Receiver {
     uint64_t bytes;
     Memory memory;
   };
-  // A message being received into memory. It waits in starting_ until earlier work on its memory is done. Then its
-  // pieces move from `assembled` to `parts`.
+  // Where devices are in use, a body that comes by rendezvous is received first: it says where the spans go, and the
+  // transport must not be given memory of a device on one side only.
+  enum class Stage : uint8_t {
+    kBody, // the body alone is received
+    kMemory, // the spans get memory, and the body if it is still to be received
+    kSpans, // they are received into it
+  };
+  // A message being received into memory. It waits in starting_ until it has memory and earlier work on it is done.
+  // Then its pieces move from `assembled` to `parts`.
   struct Receiving {
     IncomingMessage message;
     uint64_t bytes = 0;
     Clock::time_point began;
     wire::Assembled assembled;
+    Stage stage = Stage::kMemory;
+    bool hasMemory = false; // for this stage
     DeviceWork pendingWork; // earlier work of devices on its memory
     std::vector<Part> parts;
     size_t begun = 0; // parts whose receive has begun
@@ -146,10 +155,11 @@ class Receiver {
     }
   };
 
-  // Allocates memory for the spans: on the devices that the body names, or on the host if the body itself is still to
-  // be received.
+  // Allocates memory for what the stage receives: spans on the devices that the body names, unless their bytes come
+  // from host memory.
+  void allocate(Receiving& receiving);
   void allocateSpans(Receiving& receiving);
-  void allocateOnDevices(Receiving& receiving);
+  void allocateForDevices(Receiving& receiving);
   // Makes the parts of a message due, or rejects it if it has an error. False, without effect, while earlier work uses
   // its memory.
   bool beginIfFree(Entry receiving);

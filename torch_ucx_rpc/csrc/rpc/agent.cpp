@@ -2,7 +2,9 @@
 
 #include "base/time.h"
 #include "base/trace.h"
+#include "memory/device_pool.h"
 #include "memory/host_pool.h"
+#include "tensors/device_copy.h"
 #include "tensors/self_copy.h"
 #include "torch_glue/fork_guard.h"
 #include "torch_glue/message_types.h"
@@ -76,6 +78,7 @@ UcxRpcAgent::UcxRpcAgent(
       reports_(options_, directory_, messenger_, *executor_, lifetime_, calls_, requests_) {
   handlers_ = {&calls_, &requests_, &monitor_, &group_};
   HostPool::instance().setIdleLimit(options.hostPoolBytes);
+  DevicePool::instance().setPinned(&allocatePinned);
   // Calls fail first, since programs wait for those.
   monitor_.addObserver(calls_);
   monitor_.addObserver(messenger_);

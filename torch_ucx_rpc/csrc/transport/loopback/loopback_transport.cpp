@@ -71,7 +71,7 @@ class LoopbackTransport final : public Transport {
       if (mode == SendMode::kRendezvous && fate != Fate::kFail) {
         const uint64_t operation = nextOperation_++;
         delivery.rendezvous = std::make_shared<LoopbackNetwork::Rendezvous>();
-        *delivery.rendezvous = {this, operation, bytes};
+        *delivery.rendezvous = {this, operation, bytes, memory};
         const uint64_t size = sizeof(header) + bytes.size();
         operations_.emplace(operation, Operation{endpointId, delivery.rendezvous, size, std::move(done)});
         InFlight& inFlight = endpoints_[endpointId].inFlight;
@@ -130,6 +130,7 @@ class LoopbackTransport final : public Transport {
       } else if (rendezvous->isCompleted) {
         failure = {ErrorCode::kPeerFailed, "loopback: the sender is gone"};
       } else {
+        network_->mixedRendezvous_.fetch_add(rendezvous->memory != memory ? 1 : 0);
         std::copy_n(rendezvous->bytes.data(), bytes, static_cast<std::byte*>(into));
         completeLocked(*rendezvous, {});
       }

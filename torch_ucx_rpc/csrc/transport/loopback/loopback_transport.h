@@ -44,6 +44,11 @@ class LoopbackNetwork {
     deviceMemoryRefusal_ = std::move(why);
   }
 
+  // The rendezvous so far that were in memory of a device on one side only. Real transports copy these in small pieces.
+  uint64_t mixedRendezvous() const {
+    return mixedRendezvous_.load();
+  }
+
   // Delivers the held messages, the latest first, for tests of reordering.
   void releaseHeld();
 
@@ -58,6 +63,7 @@ class LoopbackNetwork {
     LoopbackTransport* sender;
     uint64_t operation;
     std::span<const std::byte> bytes;
+    Memory memory = Memory::kHost; // where they lie
     bool isCompleted = false; // the sender's operation has completed: the bytes are no longer ours to read
   };
   struct Delivery {
@@ -71,6 +77,7 @@ class LoopbackNetwork {
   void deliverLocked(Delivery delivery);
 
   std::atomic<bool> isDeviceMemoryShared_{true};
+  std::atomic<uint64_t> mixedRendezvous_{0};
   Error deviceMemoryRefusal_; // constant once there are transports
 
   std::mutex mutex_;
