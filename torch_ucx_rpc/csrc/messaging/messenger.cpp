@@ -128,9 +128,10 @@ void Messenger::countStaged(const OutgoingMessage& message) {
   if (isFirst && !transport_->deviceMemoryRefusal()) { // otherwise the agent has told of it
     LOG(WARNING)
         << "torch_ucx_rpc: tensors for " << message.to->describe()
-        << " are in device memory that UCX cannot share with another process (of cudaMallocAsync, or of torch's "
-           "expandable_segments with UCX before 1.22): they are copied through the host's memory, which is slower. "
-           "Unset PYTORCH_CUDA_ALLOC_CONF and PYTORCH_ALLOC_CONF. This is said once.";
+        << " are in device memory that UCX cannot share with another process: they are copied through the host's "
+           "memory, which is slower. Either it is memory of cudaMallocAsync or of torch's expandable_segments (unset "
+           "PYTORCH_CUDA_ALLOC_CONF and PYTORCH_ALLOC_CONF), or UCX_TLS excludes cuda_ipc, or that worker is in another "
+           "PID namespace. This is said once.";
   }
 }
 
