@@ -75,6 +75,9 @@ class TestEndpoint final : public TransportListener, private ProgressClient {
   std::atomic<uint64_t> toLeaders{0};
   std::atomic<uint64_t> toWaitingCaller{0};
   std::atomic<int> deferredStarts{0};
+  // A device works on a message that is ready when it has been asked this often; guarded by the worker lock.
+  int questionsUntilReady = 0;
+  static constexpr uint64_t kReady = 77; // the call id of that message
   uint64_t all() const {
     return withoutDriver.load() + toLeaders.load() + toWaitingCaller.load();
   }
@@ -100,6 +103,12 @@ class TestEndpoint final : public TransportListener, private ProgressClient {
 
   void startDeferredWithWorkerLock() override {
     deferredStarts.fetch_add(1);
+    if (questionsUntilReady != 0 && --questionsUntilReady == 0) {
+      arrive(kReady);
+    }
+  }
+  bool waitsForDeviceWithWorkerLock() const override {
+    return questionsUntilReady != 0;
   }
   bool hasEventsWithWorkerLock() const override {
     return !pending_.empty();

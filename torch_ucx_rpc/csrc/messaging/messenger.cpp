@@ -192,7 +192,7 @@ void Messenger::startDeferredWithWorkerLock() {
   if (inbox_.hasDeferred()) {
     progress_.requestStartDeferredWithWorkerLock();
   }
-  if (outbox_.waitsForDevice() || inbox_.waitsForDevice()) {
+  if (waitsForDeviceWithWorkerLock()) {
     deviceTask_.dueIn(kDevicePeriod);
   }
   if (DevicePool::instance().isCollecting() && !collectionTask_.isScheduled()) {

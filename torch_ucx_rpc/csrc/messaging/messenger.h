@@ -157,6 +157,12 @@ class Messenger final : public Leader, public PeerObserver, private ProgressClie
  private:
   // ProgressClient.
   void startDeferredWithWorkerLock() override;
+  bool usesDevices() const override {
+    return !devices_.get().empty();
+  }
+  bool waitsForDeviceWithWorkerLock() const override {
+    return outbox_.waitsForDevice() || inbox_.waitsForDevice();
+  }
   bool hasEventsWithWorkerLock() const override {
     return !events_.isEmpty();
   }
