@@ -209,6 +209,21 @@ TEST_P(ProgressTest, DeferredWorkIsStartedOnRequest) {
   EXPECT_EQ(a_.deferredStarts.load(), before + 2) << "after the operation; what it asked for is done with that";
 }
 
+// Asked by the timer alone, a message would wait for up to 50 us, and for a wake-up.
+TEST_P(ProgressTest, DriverAsksADeviceAgainBeforeItSleeps) {
+  if (Spinning::usableCores() < 2) {
+    GTEST_SKIP() << "the other side may need the core";
+  }
+  bool isReady = false;
+  for (int attempt = 0; attempt < 100 && !isReady; ++attempt) { // the thread may be interrupted for too long
+    a_.progress.run([&] { a_.questionsUntilReady = 3; });
+    int asked = 0;
+    (void)a_.progress.lead([&] { return ++asked == 2; }); // the second time right before it sleeps
+    a_.progress.run([&] { isReady = a_.questionsUntilReady == 0; });
+  }
+  EXPECT_TRUE(isReady);
+}
+
 TEST_P(ProgressTest, NothingSubmittedIsLostWhileOneLeads) {
   constexpr int kThreads = 8;
   constexpr int kEach = 5000;
