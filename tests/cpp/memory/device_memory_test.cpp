@@ -32,6 +32,10 @@ class FakeRmm {
     return {&FakeRmm::allocate, &FakeRmm::deallocate};
   }
 
+  // Allocations wait from now on until the gate is open, as for a driver that is busy.
+  void waitAt(std::shared_ptr<Gate> gate) {
+    gate_.store(std::move(gate));
+  }
   void setLimit(uint64_t bytes) {
     const std::lock_guard lock(mutex_);
     limitBytes_ = bytes;
@@ -75,6 +79,9 @@ class FakeRmm {
       return nullptr;
     }
     FakeRmm& self = instance();
+    if (const std::shared_ptr<Gate> gate = self.gate_.load()) {
+      gate->pass();
+    }
     const std::lock_guard lock(self.mutex_);
     if (self.inUseBytes_ + bytes > self.limitBytes_) {
       throw std::bad_alloc();
@@ -123,6 +130,7 @@ class FakeRmm {
   void* stream_ = nullptr;
   bool isMisused_ = false;
   std::atomic<bool> isForbidden_{false};
+  std::atomic<std::shared_ptr<Gate>> gate_;
 };
 
 // By the source that is no allocator of torch's own.
@@ -363,6 +371,41 @@ TEST_P(EntryPointsTest, WhatThereIsNoMemoryForIsRefused) {
   (void)answer(call(0, 1, "", {at::full({kLarge}, 5.f)}));
   device_.run();
   EXPECT_TRUE(isAll(hostView(received_.at(0)), 5));
+}
+
+// Allocators may wait for the driver, or for Python.
+TEST_P(EntryPointsTest, AllocationHoldsUpNoOtherMessage) {
+  startWith(keep(), across_);
+  (void)answer(call(0, 1, "", {onDevice(kLarge, 5)}));
+  rmm_.waitAt(gate_);
+  const Future future = call(0, 1, "", {onDevice(kLarge, 6)});
+  for (int number = 0; number < 10; ++number) {
+    exchangeWithoutTensors();
+    (void)answer(call(1, 0, "the other way"));
+  }
+  EXPECT_FALSE(future->completed());
+  gate_->open();
+  rmm_.waitAt(nullptr);
+  (void)answer(future);
+  EXPECT_TRUE(isAll(hostView(received_.at(0)), 6));
+}
+
+TEST_P(EntryPointsTest, WhatIsAllocatedForAPeerThatIsGoneIsGivenBack) {
+  startWith(keep(), across_);
+  (void)answer(call(0, 1, "", {onDevice(kLarge, 5)}));
+  received_.clear();
+  rmm_.waitAt(gate_);
+  const uint64_t before = rmm_.allocations();
+  const Future future = call(0, 1, "", {onDevice(kLarge, 6)});
+  ASSERT_TRUE(eventually([&] { return gate_->waiting() != 0; }));
+  network_.kill("address 0");
+  gate_->open();
+  rmm_.waitAt(nullptr);
+  ASSERT_TRUE(eventually([&] { return rmm_.allocations() == before + 1; }));
+  EXPECT_TRUE(eventually([&] {
+    pool_.collect();
+    return pool_.statistics().inUseBytes + pool_.statistics().heldBytes == 0;
+  }));
 }
 
 // ------------------------------------------------------------------------------------------------- what torch has

@@ -55,12 +55,22 @@ Messenger::Messenger(
       retryTask_(timer.add("retry sends", [this](Timer::TimePoint now) { return retry(now); })),
       transport_(std::move(transport)),
       sentMessages_(executor, lifetime),
-      events_(handlers, sentMessages_),
+      events_(handlers, sentMessages_, executor, lifetime),
       progress_(*transport_, *this, options.waiting),
       window_(std::make_shared<ReceiveWindow>(
           options.receiveWindowBytes, [this] { progress_.requestStartDeferred(); })), // which admits messages that wait
       outbox_(*transport_, share_, events_),
-      inbox_(*transport_, directory, outbox_, window_, HostPool::instance(), self.session, handlers, devices, events_) {
+      inbox_(
+          *transport_,
+          directory,
+          outbox_,
+          window_,
+          HostPool::instance(),
+          self.session,
+          handlers,
+          devices,
+          events_,
+          [this] { progress_.requestStartDeferred(); }) {
   transport_->setListener(&inbox_);
 }
 

@@ -166,6 +166,9 @@ class Messenger final : public Leader, public PeerObserver, private ProgressClie
   bool hasEventsWithWorkerLock() const override {
     return !events_.isEmpty();
   }
+  bool mayEventsBlockWithWorkerLock() const override {
+    return events_.hasWork();
+  }
   std::unique_ptr<EventBatch> takeEventsWithWorkerLock() override {
     return events_.take();
   }

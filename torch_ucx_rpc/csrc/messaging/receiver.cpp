@@ -37,57 +37,98 @@ void Receiver::start(Announced announced, Admission admission) {
   starting_.push_back(receiving);
 }
 
-void Receiver::allocate(Receiving& receiving) {
+void Receiver::planMemory(Receiving& receiving) {
   IncomingMessage& message = receiving.message;
   if (receiving.assembled.body.isRendezvous()) {
     message.pooledBody = pool_.allocate(message.pooledBodyBytes);
   }
-  if (receiving.stage == Stage::kMemory) {
-    allocateSpans(receiving);
+  if (receiving.stage != Stage::kMemory) {
+    return;
   }
-}
-
-void Receiver::allocateSpans(Receiving& receiving) {
-  IncomingMessage& message = receiving.message;
   const std::vector<wire::Assembled::Span>& spans = receiving.assembled.spans;
   message.spans.resize(spans.size());
-  if (!devices_.get().empty()) {
-    allocateForDevices(receiving);
+  std::vector<bool> isElsewhere(spans.size(), false);
+  if (std::vector<Allocation::Span> planned = planDevices(message.body(), spans); !planned.empty()) {
+    for (const Allocation::Span& span : planned) {
+      isElsewhere[span.index] = true;
+    }
+    receiving.allocation = std::make_shared<Allocation>();
+    receiving.allocation->spans = std::move(planned);
+    events_.addWork([allocation = receiving.allocation, onAllocated = onAllocated_] {
+      allocation->run();
+      onAllocated();
+    });
   }
   for (size_t index = 0; index < spans.size(); ++index) {
-    IncomingMessage::Span& span = message.spans[index];
-    span.bytes = spans[index].bytes;
-    if (!span.data) {
-      span.data = pool_.allocate(span.bytes);
+    message.spans[index].bytes = spans[index].bytes;
+    if (!isElsewhere[index]) {
+      message.spans[index].data = pool_.allocate(spans[index].bytes);
     }
   }
 }
 
-void Receiver::allocateForDevices(Receiving& receiving) {
-  const std::vector<wire::Assembled::Span>& spans = receiving.assembled.spans;
-  Devices used;
-  for (const wire::StorageRecord& storage : wire::storagesOf(receiving.message.body())) {
+std::vector<Receiver::Allocation::Span> Receiver::planDevices(
+    std::span<const std::byte> body, const std::vector<wire::Assembled::Span>& spans) const {
+  std::vector<Allocation::Span> planned;
+  if (devices_.get().empty()) {
+    return planned;
+  }
+  std::vector<bool> isPlanned(spans.size(), false);
+  for (const wire::StorageRecord& storage : wire::storagesOf(body)) {
     const c10::Device* device = findDevice(devices_.get(), storage.deviceType, storage.deviceIndex);
     if (device == nullptr || storage.span >= spans.size()) {
       continue; // for the host, or malformed: the decoder refuses it then
     }
     const wire::Assembled::Span& span = spans[storage.span];
-    if (storage.bytes != span.bytes) {
+    if (storage.bytes != span.bytes || isPlanned[storage.span]) {
       continue; // a pack, of which the decoder copies each storage to the device
     }
-    c10::DataPtr& data = receiving.message.spans[storage.span].data;
-    // The decoder copies these bytes to the device. UCX would do that in small pieces, under the worker lock.
-    if ((storage.flags & wire::kFromHost) != 0 || transport_.deviceMemoryRefusal() ||
-        !std::ranges::all_of(span.pieces, &wire::Piece::isRendezvous)) {
-      data = deviceMemory_.allocateStaging(*device, span.bytes);
-      continue;
-    }
-    data = deviceMemory_.allocate(*device, span.bytes);
-    if (std::find(used.begin(), used.end(), *device) == used.end()) {
-      used.push_back(*device);
-    }
+    // UCX would copy bytes from host memory to the device in small pieces, under the worker lock.
+    const bool isStaging = (storage.flags & wire::kFromHost) != 0 || transport_.deviceMemoryRefusal() ||
+        !std::ranges::all_of(span.pieces, &wire::Piece::isRendezvous);
+    isPlanned[storage.span] = true;
+    planned.push_back({storage.span, *device, isStaging, span.bytes, {}});
   }
-  receiving.pendingWork = deviceMemory_.earlierWork(used);
+  return planned;
+}
+
+void Receiver::Allocation::run() noexcept {
+  DevicePool& pool = DevicePool::instance();
+  try {
+    Devices written; // by the transport, outside of any stream
+    for (Span& span : spans) {
+      if (span.isStaging) {
+        span.data = pool.allocateStaging(span.device, span.bytes);
+        continue;
+      }
+      span.data = pool.allocate(span.device, span.bytes);
+      if (std::find(written.begin(), written.end(), span.device) == written.end()) {
+        written.push_back(span.device);
+      }
+    }
+    earlierWork = pool.earlierWork(written);
+  } catch (...) {
+    failure = std::current_exception();
+  }
+  isDone.store(true);
+}
+
+bool Receiver::takeMemory(Receiving& receiving) {
+  if (receiving.allocation == nullptr) {
+    return true;
+  }
+  if (!receiving.allocation->isDone.load()) {
+    return false;
+  }
+  const std::shared_ptr<Allocation> allocation = std::move(receiving.allocation);
+  if (allocation->failure != nullptr) {
+    std::rethrow_exception(allocation->failure);
+  }
+  for (Allocation::Span& span : allocation->spans) {
+    receiving.message.spans[span.index].data = std::move(span.data);
+  }
+  receiving.pendingWork = std::move(allocation->earlierWork);
+  return true;
 }
 
 void Receiver::release(wire::Piece& piece) {
@@ -120,10 +161,10 @@ void Receiver::startDeferred() {
 
 bool Receiver::beginIfFree(Entry receiving) {
   try {
-    if (!std::exchange(receiving->hasMemory, true)) {
-      allocate(*receiving);
+    if (!std::exchange(receiving->isPlanned, true)) {
+      planMemory(*receiving);
     }
-    if (!receiving->pendingWork.isDone()) {
+    if (!takeMemory(*receiving) || !receiving->pendingWork.isDone()) {
       return false;
     }
   } catch (const std::bad_alloc&) {
@@ -281,7 +322,7 @@ void Receiver::finishIfDone(Entry receiving) {
     release(receiving->assembled);
   } else if (receiving->stage == Stage::kBody) {
     receiving->stage = Stage::kMemory;
-    receiving->hasMemory = false;
+    receiving->isPlanned = false;
     receiving->parts.clear();
     receiving->begun = 0;
     starting_.push_back(receiving);

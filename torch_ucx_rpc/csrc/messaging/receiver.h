@@ -11,10 +11,14 @@
 #include "wire/assembler.h"
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <cstdint>
+#include <exception>
+#include <functional>
 #include <list>
 #include <memory>
+#include <span>
 #include <unordered_map>
 #include <utility>
 #include <vector>
@@ -26,19 +30,22 @@ namespace torch_ucx_rpc {
 // the worker lock.
 class Receiver {
  public:
+  // `onAllocated` is called by any thread, without the worker lock, when startDeferred() has memory to go on with.
   Receiver(
       Transport& transport,
       std::shared_ptr<ReceiveWindow> window,
       HostPool& pool,
       const EventHandlers& handlers,
       const DevicesInUse& devices,
-      EventBuffer& events)
+      EventBuffer& events,
+      std::function<void()> onAllocated)
       : transport_(transport),
         window_(std::move(window)),
         pool_(pool),
         handlers_(handlers),
         devices_(devices),
-        events_(events) {}
+        events_(events),
+        onAllocated_(std::move(onAllocated)) {}
 
   using Clock = std::chrono::steady_clock;
 
@@ -77,7 +84,7 @@ class Receiver {
   // Whether startDeferred() has more to do already, because a receive completed at once. Other operations are to run
   // before it is called again.
   bool hasDeferred() const {
-    return !due_.empty() || std::ranges::any_of(starting_, [](Entry receiving) { return !receiving->hasMemory; });
+    return !due_.empty() || std::ranges::any_of(starting_, [](Entry receiving) { return !receiving->isPlanned; });
   }
 
   // Whether a message has been received, or given up, since startDeferred() was called last.
@@ -88,7 +95,8 @@ class Receiver {
   // Whether a message waits for device memory that earlier work still uses. No event announces the end of that work:
   // startDeferred() asks.
   bool waitsForDevice() const {
-    return !starting_.empty();
+    return std::ranges::any_of(
+        starting_, [](Entry receiving) { return receiving->isPlanned && receiving->allocation == nullptr; });
   }
 
   // Whether the message is an answer that nobody awaits any more.
@@ -120,6 +128,24 @@ class Receiver {
     kMemory, // the spans get memory, and the body if it is still to be received
     kSpans, // they are received into it
   };
+  // Memory for spans that arrive on devices, or in pinned memory. Allocators may wait for the driver, for Python, or for
+  // memory that is held back: so this is done without the worker lock.
+  struct Allocation {
+    struct Span {
+      size_t index; // of the message
+      c10::Device device;
+      bool isStaging; // host memory, from which the decoder copies
+      uint64_t bytes;
+      c10::DataPtr data;
+    };
+
+    void run() noexcept;
+
+    std::vector<Span> spans;
+    DeviceWork earlierWork;
+    std::exception_ptr failure;
+    std::atomic<bool> isDone{false}; // the others are the worker lock's again
+  };
   // A message being received into memory. It waits in starting_ until it has memory and earlier work on it is done.
   // Then its pieces move from `assembled` to `parts`.
   struct Receiving {
@@ -128,7 +154,8 @@ class Receiver {
     Clock::time_point began;
     wire::Assembled assembled;
     Stage stage = Stage::kMemory;
-    bool hasMemory = false; // for this stage
+    bool isPlanned = false; // memory for this stage has been allocated, or is being allocated
+    std::shared_ptr<Allocation> allocation; // until it is done
     DeviceWork pendingWork; // earlier work of devices on its memory
     std::vector<Part> parts;
     size_t begun = 0; // parts whose receive has begun
@@ -155,11 +182,13 @@ class Receiver {
     }
   };
 
-  // Allocates memory for what the stage receives: spans on the devices that the body names, unless their bytes come
+  // Sees to memory for what the stage receives. Spans go to the devices that the body names, unless their bytes come
   // from host memory.
-  void allocate(Receiving& receiving);
-  void allocateSpans(Receiving& receiving);
-  void allocateForDevices(Receiving& receiving);
+  void planMemory(Receiving& receiving);
+  std::vector<Allocation::Span> planDevices(
+      std::span<const std::byte> body, const std::vector<wire::Assembled::Span>& spans) const;
+  // False while the memory is being allocated. Throws why there is none.
+  static bool takeMemory(Receiving& receiving);
   // Makes the parts of a message due, or rejects it if it has an error. False, without effect, while earlier work uses
   // its memory.
   bool beginIfFree(Entry receiving);
@@ -183,10 +212,10 @@ class Receiver {
   const EventHandlers& handlers_;
   const DevicesInUse& devices_;
   EventBuffer& events_;
+  const std::function<void()> onAllocated_;
 
   std::list<Receiving> receiving_;
   std::vector<Entry> starting_; // those of receiving_ whose memory may still be in use
-  DevicePool& deviceMemory_ = DevicePool::instance();
   std::list<Receiving> dropped_; // messages of lost peers; the transport still uses their memory
   std::unordered_map<const Peer*, Source> sources_;
   std::vector<Source*> due_; // peers that the next startDeferred() asks for parts

@@ -43,6 +43,10 @@ class ProgressClient {
   }
 
   virtual bool hasEventsWithWorkerLock() const = 0;
+  // Whether the thread that hands these events out may block.
+  virtual bool mayEventsBlockWithWorkerLock() const {
+    return false;
+  }
   // Moves all events so far into a batch for the calling thread. Null if there are none.
   virtual std::unique_ptr<EventBatch> takeEventsWithWorkerLock() = 0;
 };
