@@ -168,6 +168,19 @@ TEST_F(ReceiverTest, EnoughIsReceivedUntilItIsThere) {
   EXPECT_FALSE(receiver_.isBusy(Receiver::kReceivingBytes, before));
 }
 
+TEST_F(ReceiverTest, MemoryOfDevicesIsBusyByItself) {
+  const Receiver::Clock::time_point before = Receiver::Clock::now();
+  Receiver::Announced message = announced(Kind::kRequest, 1, 100, rendezvous(10, 100));
+  message.deviceBytes = Receiver::kReceivingDeviceBytes;
+  start(std::move(message));
+  EXPECT_FALSE(receiver_.isBusy(Receiver::kReceivingBytes - 100, before));
+  EXPECT_TRUE(receiver_.areDevicesBusy(1, before));
+  EXPECT_FALSE(receiver_.areDevicesBusy(0, before)) << "a message for the host";
+  receiver_.startDeferred();
+  completeAll();
+  EXPECT_FALSE(receiver_.areDevicesBusy(1, before));
+}
+
 TEST_F(ReceiverTest, FinishedMessageIsKnownUntilTheNextStart) {
   start(announced(Kind::kRequest, 1, 1, 10));
   receiver_.startDeferred();

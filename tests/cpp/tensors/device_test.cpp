@@ -248,6 +248,28 @@ TEST_F(DeviceTest, WhoDrivesHasAContext) {
   caller.join();
 }
 
+// Large tensors for devices would go one after the other, for want of memory that they do not need.
+TEST_F(DeviceTest, TensorsForDevicesTakeNothingOfTheHostsWindow) {
+  startWith(
+      [this](Message& /*request*/) {
+        gate_->pass();
+        return completed("");
+      },
+      {{fake(), fake()}, {fake(1), c10::kCPU}});
+  const Future toDevice = call(0, 1, "", {onDevice(kLarge, 1)});
+  ASSERT_TRUE(eventually([&] { return gate_->waiting() == 1; }));
+  EXPECT_EQ(metric(1, "window.in_use_bytes"), 0u);
+  const Future toHost = call(0, 1, "", {onDevice(kLarge, 1, fake(1))});
+  ASSERT_TRUE(eventually([&] {
+    device_.run();
+    return gate_->waiting() == 2;
+  }));
+  EXPECT_EQ(metric(1, "window.in_use_bytes"), kLarge * sizeof(float));
+  gate_->open();
+  (void)answer(toDevice);
+  (void)answer(toHost);
+}
+
 // ----------------------------------------------------------------------------------------------------------- failure
 
 TEST_F(DeviceTest, WhatHasTimedOutIsNotSent) {

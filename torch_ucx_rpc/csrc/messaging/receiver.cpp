@@ -9,19 +9,28 @@
 
 namespace torch_ucx_rpc {
 
-bool Receiver::isBusy(uint64_t more, Clock::time_point now) const {
-  uint64_t bytes = 0;
+bool Receiver::isBusy(uint64_t Receiving::* bytes, uint64_t more, uint64_t limit, Clock::time_point now) const {
+  uint64_t sum = 0;
   for (const Receiving& receiving : receiving_) {
-    bytes += now - receiving.began < kSlow ? receiving.bytes : 0;
+    sum += now - receiving.began < kSlow ? receiving.*bytes : 0;
   }
   // A message of any size may be received alone.
-  return bytes != 0 && bytes + more > kReceivingBytes;
+  return sum != 0 && more != 0 && sum + more > limit;
+}
+
+uint64_t Receiver::deviceBytesOf(const wire::Assembled& assembled) const {
+  uint64_t sum = 0;
+  for (const Allocation::Span& span : planDevices(assembled.body.data, assembled.spans)) {
+    sum += span.isStaging ? 0 : span.bytes;
+  }
+  return sum;
 }
 
 void Receiver::start(Announced announced, Admission admission) {
   const Entry receiving = receiving_.emplace(receiving_.end());
   window_->receivingMessages.store(receiving_.size());
   receiving->bytes = announced.bytes;
+  receiving->deviceBytes = announced.deviceBytes;
   receiving->began = Clock::now();
   receiving->assembled = std::move(announced.assembled);
   IncomingMessage& message = receiving->message;
@@ -168,7 +177,7 @@ bool Receiver::beginIfFree(Entry receiving) {
       return false;
     }
   } catch (const std::bad_alloc&) {
-    reject(receiving, outOfMemoryFor(receiving->bytes));
+    reject(receiving, outOfMemoryFor(receiving->bytes + receiving->deviceBytes));
     return true;
   } catch (const std::exception& failure) {
     reject(receiving, deviceFailed(failure));

@@ -53,6 +53,8 @@ class Receiver {
   // parallel arrive no sooner than one after the other, but into more memory, which is cold. This much hides the
   // latency of a network: 25 GB/s times 160 us.
   static constexpr uint64_t kReceivingBytes = 4ull * 1024 * 1024;
+  // The same for memory of devices: two of their largest pieces, so that one is announced while the other is copied.
+  static constexpr uint64_t kReceivingDeviceBytes = 2 * OutgoingMessage::kDevicePieceBytes;
   // A message that has not arrived after this time no longer counts: its sender or the network is slow.
   static constexpr auto kSlow = std::chrono::milliseconds(20);
 
@@ -60,15 +62,24 @@ class Receiver {
   static constexpr uint64_t kInFlightBytes = 2 * OutgoingMessage::kPieceBytes;
   static constexpr size_t kInFlightPieces = 2;
 
-  // A message whose parts are all known and that waits to be admitted. `bytes` of it wait at the sender.
+  // A message whose parts are all known and that waits to be admitted. So many bytes of it wait at the sender.
   struct Announced {
     Peer* from;
     wire::Assembled assembled;
-    uint64_t bytes;
+    uint64_t bytes; // for host memory
+    uint64_t deviceBytes = 0;
   };
 
-  // Whether a message of `more` bytes must not be started yet. Tests pass the time.
-  bool isBusy(uint64_t more, Clock::time_point now = Clock::now()) const;
+  // Whether a message of so many more bytes must not be started yet. Tests pass the time.
+  bool isBusy(uint64_t more, Clock::time_point now = Clock::now()) const {
+    return isBusy(&Receiving::bytes, more, kReceivingBytes, now);
+  }
+  bool areDevicesBusy(uint64_t more, Clock::time_point now = Clock::now()) const {
+    return isBusy(&Receiving::deviceBytes, more, kReceivingDeviceBytes, now);
+  }
+
+  // The bytes of a message that will be received into memory of devices. None if its body does not tell yet.
+  uint64_t deviceBytesOf(const wire::Assembled& assembled) const;
 
   // Allocates memory for a message. startDeferred() then receives it.
   void start(Announced announced, Admission admission);
@@ -151,6 +162,7 @@ class Receiver {
   struct Receiving {
     IncomingMessage message;
     uint64_t bytes = 0;
+    uint64_t deviceBytes = 0;
     Clock::time_point began;
     wire::Assembled assembled;
     Stage stage = Stage::kMemory;
@@ -182,6 +194,7 @@ class Receiver {
     }
   };
 
+  bool isBusy(uint64_t Receiving::* bytes, uint64_t more, uint64_t limit, Clock::time_point now) const;
   // Sees to memory for what the stage receives. Spans go to the devices that the body names, unless their bytes come
   // from host memory.
   void planMemory(Receiving& receiving);
