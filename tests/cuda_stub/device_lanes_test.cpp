@@ -161,9 +161,13 @@ class End final : public TransportListener {
   }
 
   void sendFrom(const Buffer& buffer) {
+    const Error error = trySending(buffer);
+    require(!error, error.message());
+  }
+  Error trySending(const Buffer& buffer) {
     beginSending(buffer);
     driveUntil([&] { return isSent(); });
-    require(!*sent_, sent_->message());
+    return *sent_;
   }
   void beginSending(const Buffer& buffer) {
     sent_.reset();
@@ -180,6 +184,10 @@ class End final : public TransportListener {
   }
 
   void receiveInto(const Buffer& buffer) {
+    const Error error = tryReceiving(buffer);
+    require(!error, error.message());
+  }
+  Error tryReceiving(const Buffer& buffer) {
     driveUntil([&] { return rendezvous_ != nullptr; });
     std::optional<Error> outcome;
     transport->receive(
@@ -189,7 +197,7 @@ class End final : public TransportListener {
         [&](Error error) { outcome = std::move(error); },
         buffer.memory);
     driveUntil([&] { return outcome.has_value(); });
-    require(!*outcome, outcome->message());
+    return *outcome;
   }
 
   // TransportListener.
@@ -477,15 +485,33 @@ TEST(DeviceSharing, IsWhatUcxCanDo) {
     const Buffer pool(Kind::kDevicePool, kMiB);
     const Buffer chunks(Kind::kDeviceVirtual, 8 * kMiB);
     const Buffer host(Kind::kHost, kMiB);
-    require(canShareDeviceMemory(device.data), "the beginning of cudaMalloc's memory");
+    require(canShareDeviceMemory(device.data, 1), "the beginning of cudaMalloc's memory");
     require(canShareDeviceMemory(device.data, device.bytes), "all of it");
     require(canShareDeviceMemory(device.data + kKiB, device.bytes - kKiB), "its end");
     require(!canShareDeviceMemory(device.data + kKiB, device.bytes), "more than there is");
-    require(!canShareDeviceMemory(pool.data), "cudaMallocAsync's");
-    require(!canShareDeviceMemory(chunks.data), "expandable_segments'");
-    require(canShareDeviceMemory(host.data), "of which the driver knows nothing");
+    require(!canShareDeviceMemory(pool.data, pool.bytes), "cudaMallocAsync's");
+    require(!canShareDeviceMemory(chunks.data, chunks.bytes), "expandable_segments'");
+    require(canShareDeviceMemory(host.data, host.bytes), "of which the driver knows nothing");
   });
   EXPECT_TRUE(process.hasSucceeded()) << process.written();
+}
+
+TEST(DeviceSharing, OfATransportNeedsTheWholeRangeAndCudaIpc) {
+  const auto ask = [] {
+    useTheDevice();
+    const auto transport = makeUcpTransport(2);
+    const Buffer device(Kind::kDevice, kMiB);
+    const Buffer chunks(Kind::kDeviceVirtual, 8 * kMiB);
+    std::cout << "all=" << transport->canShare(device.data, device.bytes)
+              << "\nmore=" << transport->canShare(device.data, device.bytes + 1)
+              << "\nchunks=" << transport->canShare(chunks.data, chunks.bytes) << std::endl;
+  };
+  Process usual({}, ask);
+  EXPECT_EQ(usual.count("all"), 1u) << usual.written();
+  EXPECT_EQ(usual.count("more"), 0u);
+  EXPECT_EQ(usual.count("chunks"), 0u);
+  Process excluding({{"UCX_TLS", "^cuda_ipc"}}, ask);
+  EXPECT_EQ(excluding.count("all"), 0u) << excluding.written();
 }
 
 // --------------------------------------------------------------------------------------------- UCX and the driver
@@ -532,6 +558,30 @@ TEST(DeviceMemoryRefusal, NamesTheVariableThatExcludesCuda) {
   });
   EXPECT_TRUE(process.hasWritten("has started without CUDA")) << process.written();
   EXPECT_TRUE(process.hasWritten("UCX_TLS must not exclude cuda_copy"));
+}
+
+// UCX would take it for the host's memory, and end the process.
+TEST(DeviceMemoryRefusal, IsWhatSendsAndReceivesEndWith) {
+  const auto failing = [](End& end, Buffer& buffer, bool isSender) {
+    const Error why = isSender ? end.trySending(buffer) : end.tryReceiving(buffer);
+    std::cout << "failed=" << (why.code() == ErrorCode::kDeviceFailed) << "\n" << why.message() << std::endl;
+  };
+  Pair pair(
+      {{"UCX_TLS", "tcp,sysv,self"}},
+      [&](End& end) {
+        Buffer device(Kind::kDevice, kMiB);
+        failing(end, device, true);
+        end.sendFrom(Buffer(Kind::kHost, kMiB));
+      },
+      [&](End& end) {
+        Buffer device(Kind::kDevice, kMiB);
+        failing(end, device, false);
+      });
+  ASSERT_TRUE(pair.haveSucceeded());
+  for (Process* process : {pair.sender.get(), pair.receiver.get()}) {
+    EXPECT_EQ(process->count("failed"), 1u) << process->written();
+    EXPECT_TRUE(process->hasWritten("has started without CUDA"));
+  }
 }
 
 // ------------------------------------------------------------------------------------------------------ waiting, dying

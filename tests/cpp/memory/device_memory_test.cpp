@@ -2,8 +2,11 @@
 
 #include "device_fixture.h"
 
+#include "base/proc.h"
 #include "memory/device_pool.h"
 #include "tensors/device_copy.h"
+
+#include <unistd.h>
 
 #include <atomic>
 #include <cstdlib>
@@ -29,6 +32,10 @@ class FakeRmm {
     return {&FakeRmm::allocate, &FakeRmm::deallocate};
   }
 
+  // Allocations wait from now on until the gate is open, as for a driver that is busy.
+  void waitAt(std::shared_ptr<Gate> gate) {
+    gate_.store(std::move(gate));
+  }
   void setLimit(uint64_t bytes) {
     const std::lock_guard lock(mutex_);
     limitBytes_ = bytes;
@@ -72,6 +79,9 @@ class FakeRmm {
       return nullptr;
     }
     FakeRmm& self = instance();
+    if (const std::shared_ptr<Gate> gate = self.gate_.load()) {
+      gate->pass();
+    }
     const std::lock_guard lock(self.mutex_);
     if (self.inUseBytes_ + bytes > self.limitBytes_) {
       throw std::bad_alloc();
@@ -120,6 +130,7 @@ class FakeRmm {
   void* stream_ = nullptr;
   bool isMisused_ = false;
   std::atomic<bool> isForbidden_{false};
+  std::atomic<std::shared_ptr<Gate>> gate_;
 };
 
 // By the source that is no allocator of torch's own.
@@ -187,8 +198,8 @@ TEST_P(DeviceMemoryTest, ReleasedMemoryIsHeldWhileAnyStreamUsesIt) {
 }
 
 TEST_P(DeviceMemoryTest, MemoryThatIsReceivedIntoIsNotHeldUp) {
-  startWith(keep(), {{c10::kCPU, fake()}});
-  (void)answer(call(0, 1, "", {at::full({kLarge}, 5.f)}));
+  startWith(keep(), {{fake(1), fake()}});
+  (void)answer(call(0, 1, "", {onDevice(kLarge, 5, fake(1))}));
   std::vector<Look> looks;
   {
     const c10::StreamGuard guard(latestStream());
@@ -196,7 +207,7 @@ TEST_P(DeviceMemoryTest, MemoryThatIsReceivedIntoIsNotHeldUp) {
   }
   received_.clear();
   EXPECT_EQ(pool_.statistics().heldBytes, kLargeBytes);
-  (void)answer(call(0, 1, "", {at::full({kLarge}, 6.f)})); // the device has not run
+  (void)answer(call(0, 1, "", {onDevice(kLarge, 6, fake(1))})); // the device has not run
   EXPECT_EQ(pool_.statistics().inUseBytes, kLargeBytes);
   EXPECT_TRUE(isAll(hostView(received_.at(0)), 6));
   device_.run();
@@ -205,8 +216,8 @@ TEST_P(DeviceMemoryTest, MemoryThatIsReceivedIntoIsNotHeldUp) {
 
 // Which would take long: a device has 129 streams.
 TEST_P(DeviceMemoryTest, ReleaseAsksTheDeviceNothing) {
-  startWith(keep(), {{c10::kCPU, fake(1)}});
-  (void)answer(call(0, 1, "", {at::full({kLarge}, 5.f)}));
+  startWith(keep(), {{fake(), fake(1)}});
+  (void)answer(call(0, 1, "", {onDevice(kLarge, 5)}));
   EXPECT_EQ(received_.at(0).device(), fake(1));
   EXPECT_EQ(pool_.statistics().inUseBytes, kLargeBytes);
   agent(0).shutdown(); // the timers, which ask
@@ -272,16 +283,16 @@ TEST_P(DeviceMemoryTest, NothingIsGivenBackOnceItHasStopped) {
 }
 
 TEST_P(DeviceMemoryTest, TensorsOutliveTheAgents) {
-  startWith(keep(), {{c10::kCPU, fake()}});
-  (void)answer(call(0, 1, "", {at::full({kLarge}, 5.f)}));
+  startWith(keep(), same_);
+  (void)answer(call(0, 1, "", {onDevice(kLarge, 5)}));
   agent(0).shutdown();
   agent(1).shutdown();
   EXPECT_TRUE(isAll(hostView(received_.at(0)), 5));
 }
 
 TEST_P(DeviceMemoryTest, ReleaseOnADeviceThatHasFailedEndsNothing) {
-  startWith(keep(), {{c10::kCPU, fake()}});
-  (void)answer(call(0, 1, "", {at::full({kLarge}, 5.f)}));
+  startWith(keep(), same_);
+  (void)answer(call(0, 1, "", {onDevice(kLarge, 5)}));
   device_.launch(fake(), [] {});
   device_.fail(true);
   EXPECT_NO_THROW(received_.clear());
@@ -358,7 +369,43 @@ TEST_P(EntryPointsTest, WhatThereIsNoMemoryForIsRefused) {
   EXPECT_TRUE(contains(failure(call(0, 1, "", {at::full({kLarge}, 5.f)})), "memory"));
   rmm_.setLimit(kLargeBytes);
   (void)answer(call(0, 1, "", {at::full({kLarge}, 5.f)}));
+  device_.run();
   EXPECT_TRUE(isAll(hostView(received_.at(0)), 5));
+}
+
+// Allocators may wait for the driver, or for Python.
+TEST_P(EntryPointsTest, AllocationHoldsUpNoOtherMessage) {
+  startWith(keep(), across_);
+  (void)answer(call(0, 1, "", {onDevice(kLarge, 5)}));
+  rmm_.waitAt(gate_);
+  const Future future = call(0, 1, "", {onDevice(kLarge, 6)});
+  for (int number = 0; number < 10; ++number) {
+    exchangeWithoutTensors();
+    (void)answer(call(1, 0, "the other way"));
+  }
+  EXPECT_FALSE(future->completed());
+  gate_->open();
+  rmm_.waitAt(nullptr);
+  (void)answer(future);
+  EXPECT_TRUE(isAll(hostView(received_.at(0)), 6));
+}
+
+TEST_P(EntryPointsTest, WhatIsAllocatedForAPeerThatIsGoneIsGivenBack) {
+  startWith(keep(), across_);
+  (void)answer(call(0, 1, "", {onDevice(kLarge, 5)}));
+  received_.clear();
+  rmm_.waitAt(gate_);
+  const uint64_t before = rmm_.allocations();
+  const Future future = call(0, 1, "", {onDevice(kLarge, 6)});
+  ASSERT_TRUE(eventually([&] { return gate_->waiting() != 0; }));
+  network_.kill("address 0");
+  gate_->open();
+  rmm_.waitAt(nullptr);
+  ASSERT_TRUE(eventually([&] { return rmm_.allocations() == before + 1; }));
+  EXPECT_TRUE(eventually([&] {
+    pool_.collect();
+    return pool_.statistics().inUseBytes + pool_.statistics().heldBytes == 0;
+  }));
 }
 
 // ------------------------------------------------------------------------------------------------- what torch has
@@ -377,6 +424,7 @@ TEST_F(DeviceTest, WhatHasReplacedTorchsAllocatorIsAsked) {
   startWith(keep(), {{c10::kCPU, fake()}});
   (void)answer(call(0, 1, "", {at::full({kLarge}, 5.f)}));
   EXPECT_EQ(asked.load(), 1);
+  device_.run();
   EXPECT_TRUE(isAll(hostView(received_.at(0)), 5));
   received_.clear();
   DevicePool::instance().collect();
@@ -392,7 +440,7 @@ TEST_F(DeviceTest, AllStreamsAreFoundWhileOthersTakeSome) {
 
 // ---------------------------------------------------------------------------------------------------------- staging
 
-// Workers of one machine, who cannot be shown to be processes.
+// Workers of one machine, as threads of one process.
 class StagingTest : public DeviceTest {
  protected:
   void SetUp() override {
@@ -403,12 +451,15 @@ class StagingTest : public DeviceTest {
   std::vector<Member> asToldTo(worker_id_t /*rank*/, std::vector<Member> members) override {
     for (Member& member : members) {
       member.bootId = areApart_ ? member.bootId : "one machine";
-      member.pidNamespace = 1 + static_cast<uint64_t>(member.rank);
+      member.pid = getpid();
+      member.processStartTime = readProcStat("/proc/self").value().startTicks;
+      member.pidNamespace = areInContainers_ ? 1 + static_cast<uint64_t>(member.rank) : 1;
     }
     return members;
   }
 
   bool areApart_ = false;
+  bool areInContainers_ = false;
 };
 
 TEST_F(StagingTest, WhatCannotBeSharedIsCopiedToTheHostInOrder) {
@@ -421,6 +472,7 @@ TEST_F(StagingTest, WhatCannotBeSharedIsCopiedToTheHostInOrder) {
   exchangeWithoutTensors();
   EXPECT_FALSE(future->completed());
   (void)answerWhileRunning(future);
+  device_.run();
   ASSERT_EQ(received_.size(), 3u);
   EXPECT_EQ(received_[0].device(), fake());
   EXPECT_TRUE(isAll(hostView(received_[0]), 7));
@@ -433,9 +485,44 @@ TEST_F(StagingTest, WhatCannotBeSharedIsCopiedToTheHostInOrder) {
 TEST_F(StagingTest, AnswersAreStagedToo) {
   startWith([&](Message& /*request*/) { return reply({onDevice(kLarge, 5)}); }, same_, same_);
   const c10::intrusive_ptr<Message> response = answerWhileRunning(call(0, 1, ""));
+  device_.run();
   EXPECT_EQ(response->tensors().at(0).device(), fake());
   EXPECT_TRUE(isAll(hostView(response->tensors()[0]), 5));
   EXPECT_EQ(metric(1, "device_pool.staged_bytes"), kLargeBytes);
+}
+
+TEST_F(StagingTest, MemoryThatCanBeSharedIsNotStaged) {
+  network_.shareDeviceMemory(true);
+  startWith(keep(), same_);
+  (void)answerWhileRunning(call(0, 1, "", {onDevice(kLarge, 5)}));
+  EXPECT_TRUE(isAll(hostView(received_.at(0)), 5));
+  EXPECT_EQ(metric(0, "device_pool.staged_bytes"), 0u);
+}
+
+// UCX finds no process of another pid namespace whose memory it could map.
+TEST_F(StagingTest, MemoryForAnotherContainerIsStaged) {
+  network_.shareDeviceMemory(true);
+  areInContainers_ = true;
+  startWith(keep(), same_);
+  (void)answerWhileRunning(call(0, 1, "", {onDevice(kLarge, 5)}));
+  device_.run();
+  EXPECT_TRUE(isAll(hostView(received_.at(0)), 5));
+  EXPECT_EQ(metric(0, "device_pool.staged_bytes"), kLargeBytes);
+}
+
+TEST_F(StagingTest, TransportThatTakesNoDeviceMemoryIsGivenNone) {
+  network_.refuseDeviceMemory({ErrorCode::kDeviceFailed, "this UCX has no CUDA"});
+  areApart_ = true;
+  testing::internal::CaptureStderr();
+  startWith(keep(), same_);
+  const std::string log = testing::internal::GetCapturedStderr();
+  EXPECT_TRUE(contains(log, "this UCX has no CUDA")) << log;
+  (void)answerWhileRunning(call(0, 1, "", {onDevice(kLarge, 5), at::full({kLarge}, 6.f)}));
+  device_.run();
+  EXPECT_EQ(received_.at(0).device(), fake());
+  EXPECT_TRUE(isAll(hostView(received_[0]), 5));
+  EXPECT_TRUE(isAll(received_.at(1), 6));
+  EXPECT_EQ(metric(0, "device_pool.staged_bytes"), kLargeBytes);
 }
 
 TEST_F(StagingTest, NothingIsStagedForOtherMachinesNorForOneself) {

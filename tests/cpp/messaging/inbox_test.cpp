@@ -81,7 +81,8 @@ class InboxTest : public testing::Test {
       kSession,
       events_.handlers.all,
       devices_,
-      events_.buffer};
+      events_.buffer,
+      [] {}};
 };
 
 TEST_F(InboxTest, ALargeSpanIsReceivedAFewPiecesAtATime) {

@@ -133,6 +133,10 @@ TEST_F(MessengerTest, StagedBytesAreCounted) {
   const std::string log = testing::internal::GetCapturedStderr();
   EXPECT_EQ(one_.messenger.stagedBytes(), 1000u);
   EXPECT_NE(log.find("cannot share with another process"), std::string::npos) << log;
+  EXPECT_EQ(log.find("before 1.22"), std::string::npos) << "no UCX shares expandable_segments: " << log;
+  for (const char* cause : {"cudaMallocAsync", "expandable_segments", "UCX_TLS", "PID namespace"}) {
+    EXPECT_NE(log.find(cause), std::string::npos) << log;
+  }
   EXPECT_EQ(log.find("This is said once"), log.rfind("This is said once")) << log;
 }
 

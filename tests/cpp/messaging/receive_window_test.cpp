@@ -67,6 +67,27 @@ TEST_F(ReceiveWindowTest, SizesNearTheEndOfTheNumbersDoNotWrap) {
   EXPECT_FALSE(window_->tryAdmit(kRequest, ~uint64_t{0} - 400, second));
 }
 
+TEST_F(ReceiveWindowTest, MemoryOfDevicesHasABoundOfItsOwn) {
+  constexpr uint64_t kDevices = ReceiveWindow::kDeviceLimitBytes;
+  Admission host;
+  Admission device;
+  Admission more;
+  EXPECT_TRUE(window_->tryAdmit(kRequest, 5000, host)) << "alone";
+  EXPECT_TRUE(window_->tryAdmit(kRequest, 0, device, kDevices));
+  EXPECT_EQ(window_->inUseBytes(), 5000u);
+  EXPECT_EQ(window_->deviceBytesInUse(), kDevices);
+  EXPECT_FALSE(window_->tryAdmit(kRequest, 0, more, 1));
+  EXPECT_TRUE(window_->tryAdmit(kResponse, 0, more, 1)) << "answers have a budget of their own here too";
+  more.release();
+  host.release();
+  EXPECT_TRUE(window_->tryAdmit(kRequest, 1000, host));
+  device.release();
+  EXPECT_EQ(window_->deviceBytesInUse(), 0u);
+  EXPECT_FALSE(window_->tryAdmit(kRequest, 1, more, 1)) << "both must fit";
+  host.release();
+  EXPECT_TRUE(window_->tryAdmit(kRequest, 1000, more, 2 * kDevices)) << "alone";
+}
+
 TEST_F(ReceiveWindowTest, AdmitAsksNobody) {
   Admission first;
   Admission second;

@@ -85,7 +85,7 @@ class ReceiverTest : public testing::Test {
   DevicesInUse devices_;
   const std::shared_ptr<ReceiveWindow> window_ = std::make_shared<ReceiveWindow>(1ull << 30, [] {});
   EventLog events_;
-  Receiver receiver_{transport_, window_, HostPool::instance(), events_.handlers.all, devices_, events_.buffer};
+  Receiver receiver_{transport_, window_, HostPool::instance(), events_.handlers.all, devices_, events_.buffer, [] {}};
 };
 
 TEST_F(ReceiverTest, NothingIsAskedForInsideATransportCallback) {
@@ -166,6 +166,19 @@ TEST_F(ReceiverTest, EnoughIsReceivedUntilItIsThere) {
   receiver_.startDeferred();
   complete();
   EXPECT_FALSE(receiver_.isBusy(Receiver::kReceivingBytes, before));
+}
+
+TEST_F(ReceiverTest, MemoryOfDevicesIsBusyByItself) {
+  const Receiver::Clock::time_point before = Receiver::Clock::now();
+  Receiver::Announced message = announced(Kind::kRequest, 1, 100, rendezvous(10, 100));
+  message.deviceBytes = Receiver::kReceivingDeviceBytes;
+  start(std::move(message));
+  EXPECT_FALSE(receiver_.isBusy(Receiver::kReceivingBytes - 100, before));
+  EXPECT_TRUE(receiver_.areDevicesBusy(1, before));
+  EXPECT_FALSE(receiver_.areDevicesBusy(0, before)) << "a message for the host";
+  receiver_.startDeferred();
+  completeAll();
+  EXPECT_FALSE(receiver_.areDevicesBusy(1, before));
 }
 
 TEST_F(ReceiverTest, FinishedMessageIsKnownUntilTheNextStart) {

@@ -55,7 +55,7 @@ class CallClientTest : public testing::Test {
   void answerWith(uint64_t callId, const c10::intrusive_ptr<Message>& message) {
     Peer& caller = two_.peer(0);
     two_.messenger.post(
-        caller, wire::Kind::kResponse, callId, encodeMessage(message, caller, {}, two_.messenger.transport()));
+        caller, wire::Kind::kResponse, callId, encodeMessage(message, caller, {}, &two_.messenger.transport()));
     one_.takeIn();
   }
   void answerWith(uint64_t callId, const std::string& text) {
@@ -118,7 +118,7 @@ TEST_F(CallClientTest, CallToOneselfIsAnsweredWithoutTheTransport) {
       self,
       wire::Kind::kResponse,
       others_.requests[0].header.callId,
-      encodeMessage(makeMessage(MessageType::PYTHON_RET, "own answer"), self, {}, one_.messenger.transport()));
+      encodeMessage(makeMessage(MessageType::PYTHON_RET, "own answer"), self, {}, &one_.messenger.transport()));
   EXPECT_EQ(textOf(*answer(future)), "own answer");
 }
 
@@ -150,7 +150,7 @@ TEST_F(CallClientTest, LateAnswerAndThatOfAnotherWorkerAreDropped) {
       three_.peer(0),
       wire::Kind::kResponse,
       id,
-      encodeMessage(makeMessage(MessageType::PYTHON_RET, "false"), three_.peer(0), {}, three_.messenger.transport()));
+      encodeMessage(makeMessage(MessageType::PYTHON_RET, "false"), three_.peer(0), {}, &three_.messenger.transport()));
   one_.takeIn();
   EXPECT_EQ(calls_.open(), 1u);
   answerWith(id, "true");
@@ -346,7 +346,7 @@ TEST_F(CallClientTest, CallerThatWaitsDrivesAndCompletesItsOwnCall) {
       caller,
       wire::Kind::kResponse,
       id,
-      encodeMessage(makeMessage(MessageType::PYTHON_RET, "answer"), caller, {}, two_.messenger.transport()));
+      encodeMessage(makeMessage(MessageType::PYTHON_RET, "answer"), caller, {}, &two_.messenger.transport()));
   calls_.waitDriving(*future); // nobody else takes it in
   EXPECT_EQ(completedOn, std::this_thread::get_id());
   EXPECT_EQ(textOf(*answer(future)), "answer");

@@ -47,7 +47,7 @@ class RequestServerTest : public testing::Test {
         callee,
         wire::Kind::kRequest,
         callId,
-        encodeMessage(makeMessage(type, text), callee, {}, two_.messenger.transport()));
+        encodeMessage(makeMessage(type, text), callee, {}, &two_.messenger.transport()));
     one_.takeIn();
   }
   // Of the calls that the caller has heard of.
@@ -177,7 +177,7 @@ TEST_F(RequestServerTest, OnlyRequestsThatRunNoUserCodeMayRunOnADriver) {
   const auto mayRun = [&](MessageType type) {
     IncomingMessage request;
     request.eagerBody =
-        std::move(encodeMessage(makeMessage(type, ""), one_.peer(1), {}, one_.messenger.transport())->body);
+        std::move(encodeMessage(makeMessage(type, ""), one_.peer(1), {}, &one_.messenger.transport())->body);
     return server_.mayRunOnDriver(request);
   };
   EXPECT_TRUE(mayRun(MessageType::RREF_CHILD_ACCEPT));
@@ -197,7 +197,7 @@ TEST_F(RequestServerTest, DriverServesAShortRequestItself) {
       callee,
       wire::Kind::kRequest,
       3,
-      encodeMessage(makeMessage(MessageType::RREF_CHILD_ACCEPT, "x"), callee, {}, two_.messenger.transport()));
+      encodeMessage(makeMessage(MessageType::RREF_CHILD_ACCEPT, "x"), callee, {}, &two_.messenger.transport()));
   one_.lead();
   EXPECT_EQ(servedOn, std::this_thread::get_id());
   EXPECT_EQ(open(), 0) << "it is answered";

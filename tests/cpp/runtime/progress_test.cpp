@@ -75,6 +75,9 @@ class TestEndpoint final : public TransportListener, private ProgressClient {
   std::atomic<uint64_t> toLeaders{0};
   std::atomic<uint64_t> toWaitingCaller{0};
   std::atomic<int> deferredStarts{0};
+  // A device works on a message that is ready when it has been asked this often; guarded by the worker lock.
+  int questionsUntilReady = 0;
+  static constexpr uint64_t kReady = 77; // the call id of that message
   uint64_t all() const {
     return withoutDriver.load() + toLeaders.load() + toWaitingCaller.load();
   }
@@ -100,6 +103,12 @@ class TestEndpoint final : public TransportListener, private ProgressClient {
 
   void startDeferredWithWorkerLock() override {
     deferredStarts.fetch_add(1);
+    if (questionsUntilReady != 0 && --questionsUntilReady == 0) {
+      arrive(kReady);
+    }
+  }
+  bool waitsForDeviceWithWorkerLock() const override {
+    return questionsUntilReady != 0;
   }
   bool hasEventsWithWorkerLock() const override {
     return !pending_.empty();
@@ -198,6 +207,21 @@ TEST_P(ProgressTest, DeferredWorkIsStartedOnRequest) {
   EXPECT_EQ(a_.deferredStarts.load(), before + 1);
   a_.progress.submit([&] { a_.progress.requestStartDeferredWithWorkerLock(); });
   EXPECT_EQ(a_.deferredStarts.load(), before + 2) << "after the operation; what it asked for is done with that";
+}
+
+// Asked by the timer alone, a message would wait for up to 50 us, and for a wake-up.
+TEST_P(ProgressTest, DriverAsksADeviceAgainBeforeItSleeps) {
+  if (Spinning::usableCores() < 2) {
+    GTEST_SKIP() << "the other side may need the core";
+  }
+  bool isReady = false;
+  for (int attempt = 0; attempt < 100 && !isReady; ++attempt) { // the thread may be interrupted for too long
+    a_.progress.run([&] { a_.questionsUntilReady = 3; });
+    int asked = 0;
+    (void)a_.progress.lead([&] { return ++asked == 2; }); // the second time right before it sleeps
+    a_.progress.run([&] { isReady = a_.questionsUntilReady == 0; });
+  }
+  EXPECT_TRUE(isReady);
 }
 
 TEST_P(ProgressTest, NothingSubmittedIsLostWhileOneLeads) {

@@ -11,12 +11,13 @@ namespace {
 class SpinningTest : public testing::Test {
  protected:
   using Clock = Spinning::Clock;
+  using Awaited = Spinning::Awaited;
   static constexpr auto kShort = std::chrono::microseconds(5); // between two looks of a thread that spins
 
   // Looks again after so much time.
-  bool spin(Spinning::Wait& wait, bool isTransferring = false, Clock::duration later = kShort) {
+  bool spin(Spinning::Wait& wait, Awaited awaited = Awaited::kMessage, Clock::duration later = kShort) {
     now_ += later;
-    return wait.spin(isTransferring, now_);
+    return wait.spin(awaited, now_);
   }
   // Waits that each find what they wait for after so much time.
   void waitFor(Clock::duration time, Spinning& spinning, Role role, int times) {
@@ -87,7 +88,7 @@ TEST_F(SpinningTest, OneInterruptionIsNoReasonToStopAndSeveralAre) {
   const auto isSpunAfterAnInterruption = [&] {
     wait.again();
     (void)spin(wait);
-    return spin(wait, false, 2 * Spinning::kInterruption);
+    return spin(wait, Awaited::kMessage, 2 * Spinning::kInterruption);
   };
   EXPECT_TRUE(isSpunAfterAnInterruption());
   for (int interruption = 0; interruption < 5; ++interruption) {
@@ -118,7 +119,7 @@ TEST_F(SpinningTest, PollSpinsFromTheBeginningAndForLong) {
   spinning.setProcessesHere(8);
   Spinning::Wait wait(spinning, Role::kLeader);
   EXPECT_TRUE(spin(wait));
-  EXPECT_TRUE(spin(wait, false, 2 * Spinning::kLimit));
+  EXPECT_TRUE(spin(wait, Awaited::kMessage, 2 * Spinning::kLimit));
 }
 
 TEST_F(SpinningTest, SleepLooksAgainOnlyWhileDataIsOnItsWay) {
@@ -127,10 +128,22 @@ TEST_F(SpinningTest, SleepLooksAgainOnlyWhileDataIsOnItsWay) {
   Spinning::Wait wait(spinning, Role::kLeader);
   EXPECT_FALSE(spin(wait));
   wait.again();
-  EXPECT_TRUE(spin(wait, true));
-  EXPECT_FALSE(spin(wait, true, 2 * Spinning::kTransferLimit)) << "the other side is not at it";
+  EXPECT_TRUE(spin(wait, Awaited::kTransfer));
+  EXPECT_FALSE(spin(wait, Awaited::kTransfer, 2 * Spinning::kTransferLimit)) << "the other side is not at it";
   wait.again();
-  EXPECT_TRUE(spin(wait, true)) << "something has moved";
+  EXPECT_TRUE(spin(wait, Awaited::kTransfer)) << "something has moved";
+}
+
+TEST_F(SpinningTest, DevicesAreWaitedForLongerThanTransfersOfTheHost) {
+  Spinning spinning(Waiting::kSleep, 2);
+  Spinning::Wait wait(spinning, Role::kLeader);
+  EXPECT_TRUE(spin(wait, Awaited::kDevice));
+  EXPECT_TRUE(spin(wait, Awaited::kDevice, 2 * Spinning::kTransferLimit));
+  EXPECT_FALSE(spin(wait, Awaited::kDevice, Spinning::kDeviceLimit));
+  Spinning crowded(Waiting::kSleep, 2);
+  crowded.setProcessesHere(3);
+  Spinning::Wait other(crowded, Role::kLeader);
+  EXPECT_FALSE(spin(other, Awaited::kDevice)) << "the other side may need this core";
 }
 
 TEST_F(SpinningTest, BackSoonIsWhoWasAwayShortly) {

@@ -51,6 +51,7 @@ class DeviceTest : public AgentTest {
   void TearDown() override {
     device_.fail(false);
     device_.completeEventsLater(false);
+    EXPECT_EQ(network_.mixedRendezvous(), 0u) << "memory of a device on one side only";
     received_.clear();
     AgentTest::TearDown();
     EXPECT_EQ(device_.blocksInUse(), blocksAtStart_) << "memory of the device is leaked";
@@ -102,11 +103,11 @@ class DeviceTest : public AgentTest {
   }
 
   // On each stream, so that whichever it is that receives is busy, and has memory to give that is still read.
-  static std::vector<Look> lookOnAllStreams() {
+  static std::vector<Look> lookOnAllStreams(c10::Device device) {
     std::vector<Look> looks;
     for (c10::StreamId stream = 0; stream <= kPoolStreams; ++stream) {
-      const c10::StreamGuard guard(c10::Stream(c10::Stream::UNSAFE, fake(), stream));
-      looks.emplace_back(onDevice(kLarge, 9));
+      const c10::StreamGuard guard(c10::Stream(c10::Stream::UNSAFE, device, stream));
+      looks.emplace_back(onDevice(kLarge, 9, device));
     }
     return looks;
   }
@@ -121,6 +122,7 @@ class DeviceTest : public AgentTest {
   FakeDevice& device_ = FakeDevice::instance();
   const Devices devices_{fake(0), fake(1)};
   const DeviceMap same_{{fake(0), fake(0)}, {fake(1), fake(1)}};
+  const DeviceMap across_{{fake(0), fake(1)}}; // the sender's device is idle while the receiver's is not
   std::atomic<int> handled_{0};
   std::vector<at::Tensor> received_;
   size_t blocksAtStart_ = 0;

@@ -30,7 +30,7 @@ class EventLog {
   SentMessages sentMessages_{*executor_, lifetime_};
 
  public:
-  EventBuffer buffer{handlers.all, sentMessages_};
+  EventBuffer buffer{handlers.all, sentMessages_, *executor_, lifetime_};
 };
 
 } // namespace torch_ucx_rpc

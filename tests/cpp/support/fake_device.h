@@ -17,11 +17,14 @@
 #include <torch/library.h>
 
 #include <algorithm>
+#include <array>
+#include <atomic>
 #include <deque>
 #include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <set>
 #include <thread>
 #include <utility>
@@ -80,10 +83,12 @@ class FakeDevice final : public c10::Allocator {
     return questions_;
   }
 
-  // Events and streams are asked in vain from now on, and throw.
-  void fail(bool isFailing) {
+  // Events and streams are asked in vain from now on, and throw: those of one device, or of all.
+  void fail(bool isFailing, std::optional<c10::DeviceIndex> device = std::nullopt) {
     const std::lock_guard lock(mutex_);
-    isFailing_ = isFailing;
+    for (c10::DeviceIndex index = 0; index < kFakeDevices; ++index) {
+      isFailing_[index] = isFailing && device.value_or(index) == index;
+    }
   }
 
   // As an allocator that torch's has been replaced with: what is recorded on streams is not heard of.
@@ -152,7 +157,7 @@ class FakeDevice final : public c10::Allocator {
     const std::lock_guard lock(mutex_);
     threads_.insert(std::this_thread::get_id());
     ++questions_;
-    TORCH_CHECK(!isFailing_, "an illegal memory access was encountered");
+    TORCH_CHECK(!isFailing_[stream.device_index()], "an illegal memory access was encountered");
     return queues_[{stream.device_index(), stream.id()}].empty();
   }
   void record(void** event, const c10::Stream& stream) {
@@ -160,7 +165,7 @@ class FakeDevice final : public c10::Allocator {
     if (*event == nullptr) {
       *event = new std::shared_ptr<Event>();
     }
-    const auto recorded = std::make_shared<Event>();
+    const auto recorded = std::make_shared<Event>(Event{false, stream.device_index()});
     *static_cast<std::shared_ptr<Event>*>(*event) = recorded;
     complete({stream.device_index(), stream.id()}, recorded);
   }
@@ -175,8 +180,9 @@ class FakeDevice final : public c10::Allocator {
   bool isDone(void* event) {
     const std::lock_guard lock(mutex_);
     ++questions_;
-    TORCH_CHECK(!isFailing_, "an illegal memory access was encountered");
-    return (*static_cast<std::shared_ptr<Event>*>(event))->isDone;
+    const Event& recorded = **static_cast<std::shared_ptr<Event>*>(event);
+    TORCH_CHECK(!isFailing_[recorded.device], "an illegal memory access was encountered");
+    return recorded.isDone;
   }
   void recordUse(const c10::DataPtr& data, const c10::Stream& stream) {
     const std::lock_guard lock(mutex_);
@@ -201,6 +207,7 @@ class FakeDevice final : public c10::Allocator {
  private:
   struct Event {
     bool isDone = false;
+    c10::DeviceIndex device = 0;
   };
   struct Work {
     Kernel kernel;
@@ -296,14 +303,22 @@ class FakeDevice final : public c10::Allocator {
   size_t blocksInUse_ = 0;
   uint64_t questions_ = 0;
   bool completesEventsLater_ = false;
-  bool isFailing_ = false;
+  std::array<bool, kFakeDevices> isFailing_{};
   bool ignoresRecords_ = false;
 };
 
 // Pinned memory of the host, of the fake device's.
 class FakeHostAllocator final : public at::HostAllocator {
  public:
+  static bool isPinned(const c10::DataPtr& data) {
+    return data.get_deleter() == &FakeHostAllocator::release;
+  }
+  static uint64_t allocations() {
+    return allocations_.load();
+  }
+
   c10::DataPtr allocate(size_t bytes) override {
+    allocations_.fetch_add(1);
     auto* block = new std::vector<std::byte>(bytes);
     return {block->data(), block, &FakeHostAllocator::release, c10::kCPU};
   }
@@ -329,6 +344,8 @@ class FakeHostAllocator final : public at::HostAllocator {
     std::fill(block->begin(), block->end(), kReleased);
     delete block;
   }
+
+  static inline std::atomic<uint64_t> allocations_{0};
 };
 
 struct FakeGuard final : c10::impl::DeviceGuardImplInterface {
@@ -442,13 +459,16 @@ inline at::Tensor fakeEmptyStrided(
       dtype.value_or(at::kFloat));
 }
 
-// Copies in stream order. The host's source may change afterwards. A host target has its data on return, as with CUDA
-// for memory that is not pinned, unless the copy is non-blocking. Between devices the source's stream copies once the
+// Copies in stream order. The host's source may change afterwards, unless it is pinned and the copy is non-blocking; its
+// memory is kept until then, as by torch's pool. A host target has its data on return, as with CUDA for memory that is
+// not pinned, unless the copy is non-blocking. Between devices the source's stream copies once the
 // target's has come to it, as with CUDA.
 inline at::Tensor& fakeCopy(at::Tensor& self, const at::Tensor& from, bool nonBlocking) {
   const at::Tensor target = self.is_cpu() ? self : hostView(self);
   if (from.is_cpu()) {
-    FakeDevice::instance().launch(self.device(), [target, source = from.clone()] { target.copy_(source); });
+    const bool isLater = nonBlocking && FakeHostAllocator::isPinned(from.storage().data_ptr());
+    FakeDevice::instance().launch(
+        self.device(), [target, source = isLater ? from : from.clone()] { target.copy_(source); });
   } else if (self.is_cpu() && nonBlocking) {
     FakeDevice::instance().launch(from.device(), [to = hostView(self), source = hostView(from)] { to.copy_(source); });
   } else if (self.is_cpu()) {

@@ -52,7 +52,7 @@ class PatientTransport final : public Transport {
       complete();
     }
   }
-  bool canShare(const void* /*deviceMemory*/) const override {
+  bool canShare(const void* /*deviceMemory*/, uint64_t /*bytes*/) const override {
     return true;
   }
   void release(void* rendezvous) override {

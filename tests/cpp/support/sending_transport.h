@@ -60,7 +60,7 @@ class SendingTransport final : public Transport {
       void* /*rendezvous*/, void* /*into*/, uint64_t /*bytes*/, OperationDone done, Memory /*memory*/) override {
     done({ErrorCode::kInternal, "nothing arrives here"});
   }
-  bool canShare(const void* /*deviceMemory*/) const override {
+  bool canShare(const void* /*deviceMemory*/, uint64_t /*bytes*/) const override {
     return true;
   }
   void release(void* /*rendezvous*/) override {}

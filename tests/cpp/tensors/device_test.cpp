@@ -170,13 +170,41 @@ TEST_F(DeviceTest, WhatIsNotReadyHoldsUpNothing) {
 
 // torch's allocator gives memory back to its stream while kernels there still read it.
 TEST_F(DeviceTest, NothingIsReceivedIntoMemoryThatIsStillRead) {
-  startWith(keep(), {{c10::kCPU, fake()}});
-  const std::vector<Look> looks = lookOnAllStreams();
-  const Future future = call(0, 1, "", {at::full({kLarge}, 5.f)});
+  startWith(keep(), across_);
+  const std::vector<Look> looks = lookOnAllStreams(fake(1));
+  const Future future = call(0, 1, "", {onDevice(kLarge, 5)});
   exchangeWithoutTensors();
   (void)answerWhileRunning(future);
   EXPECT_TRUE(std::all_of(looks.begin(), looks.end(), [](const Look& look) { return look.hasSeen(9); }));
   EXPECT_TRUE(isAll(hostView(received_.at(0)), 5));
+}
+
+// UCX copies such tensors in small pieces: they are received into pinned memory, and copied on the handler's streams.
+TEST_F(DeviceTest, WhatComesFromTheHostNeedsNoMemoryOfTheDeviceUntilItIsThere) {
+  startWith(keep(), {{c10::kCPU, fake(1)}});
+  const uint64_t pinned = FakeHostAllocator::allocations();
+  const std::vector<Look> looks = lookOnAllStreams(fake(1));
+  (void)answer(call(0, 1, "", {at::full({kLarge}, 5.f)})); // the device does not run
+  EXPECT_EQ(FakeHostAllocator::allocations(), pinned + 1);
+  EXPECT_EQ(received_.at(0).device(), fake(1));
+  device_.run();
+  EXPECT_TRUE(std::all_of(looks.begin(), looks.end(), [](const Look& look) { return look.hasSeen(9); }));
+  EXPECT_TRUE(isAll(hostView(received_.at(0)), 5));
+}
+
+TEST_F(DeviceTest, WhatGoesToTheHostIsCopiedThereByItsSender) {
+  startWith(keep(), {{fake(), c10::kCPU}});
+  at::Tensor sent = onDevice(kLarge, 0);
+  device_.launch(fake(), [view = hostView(sent)] { view.fill_(7); });
+  const Future future = call(0, 1, "", {sent});
+  device_.launch(fake(), [view = hostView(sent)] { view.fill_(9); }); // it has been copied before
+  sent.reset();
+  exchangeWithoutTensors();
+  EXPECT_FALSE(future->completed());
+  (void)answerWhileRunning(future);
+  EXPECT_TRUE(received_.at(0).is_cpu());
+  EXPECT_TRUE(isAll(received_[0], 7));
+  EXPECT_EQ(metric(0, "device_pool.staged_bytes"), 0u) << "the map says so, and nothing is amiss";
 }
 
 TEST_F(DeviceTest, CallToOneselfIsInOrder) {
@@ -220,6 +248,28 @@ TEST_F(DeviceTest, WhoDrivesHasAContext) {
   caller.join();
 }
 
+// Large tensors for devices would go one after the other, for want of memory that they do not need.
+TEST_F(DeviceTest, TensorsForDevicesTakeNothingOfTheHostsWindow) {
+  startWith(
+      [this](Message& /*request*/) {
+        gate_->pass();
+        return completed("");
+      },
+      {{fake(), fake()}, {fake(1), c10::kCPU}});
+  const Future toDevice = call(0, 1, "", {onDevice(kLarge, 1)});
+  ASSERT_TRUE(eventually([&] { return gate_->waiting() == 1; }));
+  EXPECT_EQ(metric(1, "window.in_use_bytes"), 0u);
+  const Future toHost = call(0, 1, "", {onDevice(kLarge, 1, fake(1))});
+  ASSERT_TRUE(eventually([&] {
+    device_.run();
+    return gate_->waiting() == 2;
+  }));
+  EXPECT_EQ(metric(1, "window.in_use_bytes"), kLarge * sizeof(float));
+  gate_->open();
+  (void)answer(toDevice);
+  (void)answer(toHost);
+}
+
 // ----------------------------------------------------------------------------------------------------------- failure
 
 TEST_F(DeviceTest, WhatHasTimedOutIsNotSent) {
@@ -252,29 +302,31 @@ TEST_F(DeviceTest, WhatIsNotReadyEndsWithTheAgent) {
 }
 
 TEST_F(DeviceTest, MemoryThatIsNotFreeIsNotWaitedForWhenTheSenderIsGone) {
-  startWith([&](Message& /*request*/) { return completed(""); }, {{c10::kCPU, fake()}});
+  startWith([&](Message& /*request*/) { return completed(""); }, across_);
   exchangeWithoutTensors();
-  (void)lookOnAllStreams();
-  const Future future = call(0, 1, "", {at::ones({kLarge})});
-  ASSERT_TRUE(eventually([&] { return device_.blocksInUse() != blocksAtStart_; }));
+  (void)lookOnAllStreams(fake(1));
+  const Future future = call(0, 1, "", {onDevice(kLarge, 1)});
+  // The sender's and the receiver's.
+  ASSERT_TRUE(eventually([&] { return device_.blocksInUse() == blocksAtStart_ + 2; }));
   network_.kill("address 0");
   EXPECT_TRUE(eventually([&] { return device_.blocksInUse() == blocksAtStart_; }));
 }
 
 TEST_F(DeviceTest, MemoryThatIsNotFreeIsNotWaitedForWhenTheAgentEnds) {
-  startWith([&](Message& /*request*/) { return completed(""); }, {{c10::kCPU, fake()}});
-  (void)lookOnAllStreams();
-  const Future future = call(0, 1, "", {at::ones({kLarge})});
-  ASSERT_TRUE(eventually([&] { return device_.blocksInUse() != blocksAtStart_; }));
+  startWith([&](Message& /*request*/) { return completed(""); }, across_);
+  (void)lookOnAllStreams(fake(1));
+  const Future future = call(0, 1, "", {onDevice(kLarge, 1)});
+  // The sender's and the receiver's.
+  ASSERT_TRUE(eventually([&] { return device_.blocksInUse() == blocksAtStart_ + 2; }));
   agent(1).shutdown();
-  EXPECT_EQ(device_.blocksInUse(), blocksAtStart_);
   EXPECT_TRUE(contains(failure(future), "shut down"));
+  EXPECT_TRUE(eventually([&] { return device_.blocksInUse() == blocksAtStart_; }));
 }
 
 TEST_F(DeviceTest, FailureOfTheReceiversDeviceReachesTheCaller) {
-  startWith([&](Message& /*request*/) { return completed(""); }, {{c10::kCPU, fake()}});
-  device_.fail(true);
-  EXPECT_TRUE(contains(failure(call(0, 1, "", {at::ones({kLarge})})), "illegal memory access"));
+  startWith([&](Message& /*request*/) { return completed(""); }, across_);
+  device_.fail(true, 1);
+  EXPECT_TRUE(contains(failure(call(0, 1, "", {onDevice(kLarge, 1)})), "illegal memory access"));
   EXPECT_EQ(handled_.load(), 0);
 }
 

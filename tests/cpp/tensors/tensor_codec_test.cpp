@@ -43,7 +43,7 @@ std::unique_ptr<OutgoingMessage> encode(std::vector<at::Tensor> tensors, std::ve
       c10::make_intrusive<Message>(std::move(payload), std::move(tensors), MessageType::PYTHON_CALL),
       peer(),
       {},
-      *transport);
+      transport.get());
 }
 
 // What the transport does, without one.

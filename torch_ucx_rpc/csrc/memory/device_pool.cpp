@@ -1,5 +1,7 @@
 #include "memory/device_pool.h"
 
+#include "memory/host_pool.h"
+
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
@@ -122,6 +124,18 @@ c10::DataPtr DevicePool::allocateInOrder(c10::Device device, uint64_t bytes) {
   c10::DataPtr data = allocate(device, bytes);
   earlierWork({device}).blockStreams(currentStreams({device}));
   return data;
+}
+
+void DevicePool::setPinned(AllocatePinned allocate) {
+  const std::lock_guard lock(mutex_);
+  allocatePinned_ = allocate;
+}
+
+c10::DataPtr DevicePool::allocateStaging(c10::Device device, uint64_t bytes) {
+  std::unique_lock lock(mutex_);
+  const AllocatePinned allocatePinned = allocatePinned_;
+  lock.unlock();
+  return allocatePinned != nullptr ? allocatePinned(device, bytes) : HostPool::instance().allocate(bytes);
 }
 
 void DevicePool::release(void* context) {

@@ -50,6 +50,9 @@ class DevicePool {
     uint64_t heldBytes = 0; // released and held back
   };
 
+  // Allocates pinned host memory, from which a device copies without blocking the thread.
+  using AllocatePinned = c10::DataPtr (*)(c10::Device device, uint64_t bytes);
+
   static DevicePool& instance();
 
   // Sets the source for later allocations. Source::kEntryPoints needs `entryPoints`, the others need `allocatorOf`.
@@ -63,6 +66,11 @@ class DevicePool {
 
   // Allocates memory that may be written to in the order of the current stream.
   c10::DataPtr allocateInOrder(c10::Device device, uint64_t bytes);
+
+  // Host memory for bytes that are received for a device and copied there later: pinned where setPinned() has told how,
+  // the host pool's otherwise.
+  void setPinned(AllocatePinned allocate);
+  c10::DataPtr allocateStaging(c10::Device device, uint64_t bytes);
 
   // Gives the allocator back the memory that need not be held back any longer.
   void collect();
@@ -106,6 +114,7 @@ class DevicePool {
   // Guarded by mutex_:
   Source source_ = Source::kTorch;
   EntryPoints entryPoints_{};
+  AllocatePinned allocatePinned_ = nullptr;
   AllocatorOf allocatorOf_ = &c10::GetAllocator;
   std::unordered_map<c10::Device, c10::Stream> streams_; // the stream that memory is allocated on
   std::unordered_map<c10::Device, Streams> allStreams_; // constant once they are there

@@ -62,6 +62,7 @@ void EventBuffer::Batch::dispatch(const std::optional<Driver>& driver) {
     });
   }
   turn.end(); // batches after this one must not wait for the user code below
+  dispatchWork(driver.has_value());
   for (IncomingMessage& request : onDriver) {
     handlers_.requests->runOnDriver(std::move(request));
   }
@@ -70,6 +71,17 @@ void EventBuffer::Batch::dispatch(const std::optional<Driver>& driver) {
   }
   for (UniqueFunction<void()>& work : atEnd) {
     work();
+  }
+}
+
+void EventBuffer::Batch::dispatchWork(bool isDriver) {
+  for (UniqueFunction<void()>& task : work) {
+    std::shared_ptr<void> hold = isDriver ? nullptr : lifetime_.hold();
+    if (hold == nullptr) { // a driver, or no other thread will do it: the agent is being destroyed
+      task();
+    } else {
+      executor_.addCompletion([hold = std::move(hold), task = std::move(task)]() mutable { task(); });
+    }
   }
 }
 

@@ -44,8 +44,8 @@ using ControlFrame = std::variant<Goodbye, Leave, Acknowledge, BarrierArrive, Ba
 // DispatchOrder keeps the second group in order across batches too.
 class EventBuffer {
  public:
-  EventBuffer(const EventHandlers& handlers, SentMessages& sentMessages)
-      : handlers_(handlers), sentMessages_(sentMessages) {}
+  EventBuffer(const EventHandlers& handlers, SentMessages& sentMessages, Executor& executor, const Lifetime& lifetime)
+      : handlers_(handlers), sentMessages_(sentMessages), executor_(executor), lifetime_(lifetime) {}
 
   // All of these need the worker lock:
   void addAnswer(IncomingMessage answer) {
@@ -71,11 +71,19 @@ class EventBuffer {
   void addFailure(Peer& peer, Error why) {
     pending().failures.push_back({&peer, std::move(why)});
   }
+  // Adds work that may block, and so must not be done under the worker lock. A driver does it before user code; for any
+  // other thread, which may hold locks of torch's, an agent thread does it.
+  void addWork(UniqueFunction<void()> work) {
+    pending().work.push_back(std::move(work));
+  }
   void addWarning(const std::string& sentence) {
     std::string& warning = pending().warning;
     warning += (warning.empty() ? "" : "; ") + sentence;
   }
 
+  bool hasWork() const {
+    return pending_ != nullptr && !pending_->work.empty();
+  }
   bool isEmpty() const {
     return pending_ == nullptr;
   }
@@ -103,8 +111,11 @@ class EventBuffer {
   };
   class Batch final : public EventBatch {
    public:
-    Batch(const EventHandlers& handlers, SentMessages& sentMessages)
-        : handlers_(handlers), sentMessages_(sentMessages) {}
+    explicit Batch(const EventBuffer& buffer)
+        : handlers_(buffer.handlers_),
+          sentMessages_(buffer.sentMessages_),
+          executor_(buffer.executor_),
+          lifetime_(buffer.lifetime_) {}
     void dispatch(const std::optional<Driver>& driver) override;
 
     std::vector<IncomingMessage> answers;
@@ -113,27 +124,33 @@ class EventBuffer {
     std::vector<Join> joins;
     std::vector<std::variant<IncomingMessage, Control>> inOrder; // requests and control frames
     std::vector<Failure> failures;
+    std::vector<UniqueFunction<void()>> work;
     std::string warning; // for the log
     DispatchOrder::Turn turn;
 
    private:
+    void dispatchWork(bool isDriver);
     void dispatchSent(OutgoingMessage& message);
     void dispatchRejection(Rejection& rejection);
     static void dispatchControl(const EventHandlers& handlers, Control& control);
 
     const EventHandlers& handlers_;
     SentMessages& sentMessages_;
+    Executor& executor_;
+    const Lifetime& lifetime_;
   };
 
   Batch& pending() {
     if (pending_ == nullptr) {
-      pending_ = std::make_unique<Batch>(handlers_, sentMessages_);
+      pending_ = std::make_unique<Batch>(*this);
     }
     return *pending_;
   }
 
   const EventHandlers& handlers_;
   SentMessages& sentMessages_;
+  Executor& executor_;
+  const Lifetime& lifetime_;
   DispatchOrder order_;
   std::unique_ptr<Batch> pending_; // guarded by the worker lock
 };

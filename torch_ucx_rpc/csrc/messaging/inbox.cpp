@@ -250,7 +250,8 @@ void Inbox::onAssembled(Peer& from, wire::Assembled assembled) {
     isRendezvous |= piece.isRendezvous();
   });
   if (isRendezvous) {
-    queueFor(assembled.header.kind).push_back({&from, std::move(assembled), bytes});
+    const uint64_t deviceBytes = receiver_.deviceBytesOf(assembled);
+    queueFor(assembled.header.kind).push_back({&from, std::move(assembled), bytes - deviceBytes, deviceBytes});
     return; // startDeferred() admits it, unless its call was given up
   }
   IncomingMessage message;
@@ -315,7 +316,8 @@ void Inbox::admitWaiting(std::deque<Receiver::Announced>& queue) {
     updateWaitingCount();
     Admission admission;
     const bool isResponse = first.assembled.header.kind == wire::Kind::kResponse;
-    if (receiver_.isBusy(first.bytes) || !window_->tryAdmit(isResponse, first.bytes, admission)) {
+    if (receiver_.isBusy(first.bytes) || receiver_.areDevicesBusy(first.deviceBytes) ||
+        !window_->tryAdmit(isResponse, first.bytes, admission, first.deviceBytes)) {
       break; // the queue keeps its order, so small messages do not starve a large one
     }
     Receiver::Announced admitted = std::move(first);
@@ -332,7 +334,7 @@ void Inbox::admitStalled() {
   Receiver::Announced admitted = std::move(waitingRequests_.front());
   waitingRequests_.pop_front();
   Admission admission;
-  window_->admit(false, admitted.bytes, admission);
+  window_->admit(false, admitted.bytes, admission, admitted.deviceBytes);
   receiver_.start(std::move(admitted), std::move(admission));
   updateWaitingCount();
 }

@@ -14,6 +14,7 @@
 #include <atomic>
 #include <bitset>
 #include <deque>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -36,14 +37,15 @@ class Inbox final : public TransportListener {
       uint64_t session,
       const EventHandlers& handlers,
       const DevicesInUse& devices,
-      EventBuffer& events)
+      EventBuffer& events,
+      std::function<void()> onAllocated)
       : directory_(directory),
         outbox_(outbox),
         window_(std::move(window)),
         pool_(pool),
         session_(session),
         events_(events),
-        receiver_(transport, window_, pool, handlers, devices, events) {}
+        receiver_(transport, window_, pool, handlers, devices, events, std::move(onAllocated)) {}
 
   void onEager(std::span<const std::byte> header, std::span<const std::byte> bytes) override;
   void onRendezvous(std::span<const std::byte> header, void* rendezvous, uint64_t bytes) override;

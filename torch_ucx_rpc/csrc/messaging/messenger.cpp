@@ -55,12 +55,22 @@ Messenger::Messenger(
       retryTask_(timer.add("retry sends", [this](Timer::TimePoint now) { return retry(now); })),
       transport_(std::move(transport)),
       sentMessages_(executor, lifetime),
-      events_(handlers, sentMessages_),
+      events_(handlers, sentMessages_, executor, lifetime),
       progress_(*transport_, *this, options.waiting),
       window_(std::make_shared<ReceiveWindow>(
           options.receiveWindowBytes, [this] { progress_.requestStartDeferred(); })), // which admits messages that wait
       outbox_(*transport_, share_, events_),
-      inbox_(*transport_, directory, outbox_, window_, HostPool::instance(), self.session, handlers, devices, events_) {
+      inbox_(
+          *transport_,
+          directory,
+          outbox_,
+          window_,
+          HostPool::instance(),
+          self.session,
+          handlers,
+          devices,
+          events_,
+          [this] { progress_.requestStartDeferred(); }) {
   transport_->setListener(&inbox_);
 }
 
@@ -69,7 +79,7 @@ Messenger::Messenger(
 void Messenger::post(Peer& to, wire::Kind kind, uint64_t callId, std::unique_ptr<OutgoingMessage> message) {
   message->to = &to;
   message->address(kind, self_.session, self_.rank, to.member().session, callId);
-  if (to.member().session == self_.session) {
+  if (transportTo(to) == nullptr) {
     deliverToSelf(std::move(message));
     return;
   }
@@ -124,12 +134,14 @@ void Messenger::deliverToSelf(std::unique_ptr<OutgoingMessage> message) {
 }
 
 void Messenger::countStaged(const OutgoingMessage& message) {
-  if (stagedBytes_.fetch_add(message.stagedBytes, std::memory_order_relaxed) == 0) {
+  const bool isFirst = stagedBytes_.fetch_add(message.stagedBytes, std::memory_order_relaxed) == 0;
+  if (isFirst && !transport_->deviceMemoryRefusal()) { // otherwise the agent has told of it
     LOG(WARNING)
         << "torch_ucx_rpc: tensors for " << message.to->describe()
-        << " are in device memory that UCX cannot share with another process (of cudaMallocAsync, or of torch's "
-           "expandable_segments with UCX before 1.22): they are copied through the host's memory, which is slower. "
-           "Unset PYTORCH_CUDA_ALLOC_CONF and PYTORCH_ALLOC_CONF. This is said once.";
+        << " are in device memory that UCX cannot share with another process: they are copied through the host's "
+           "memory, which is slower. Either it is memory of cudaMallocAsync or of torch's expandable_segments (unset "
+           "PYTORCH_CUDA_ALLOC_CONF and PYTORCH_ALLOC_CONF), or UCX_TLS excludes cuda_ipc, or that worker is in another "
+           "PID namespace. This is said once.";
   }
 }
 
@@ -190,7 +202,7 @@ void Messenger::startDeferredWithWorkerLock() {
   if (inbox_.hasDeferred()) {
     progress_.requestStartDeferredWithWorkerLock();
   }
-  if (outbox_.waitsForDevice() || inbox_.waitsForDevice()) {
+  if (waitsForDeviceWithWorkerLock()) {
     deviceTask_.dueIn(kDevicePeriod);
   }
   if (DevicePool::instance().isCollecting() && !collectionTask_.isScheduled()) {

@@ -129,6 +129,10 @@ class Messenger final : public Leader, public PeerObserver, private ProgressClie
   const Transport& transport() const {
     return *transport_;
   }
+  // The transport that carries messages to this worker; null for the worker itself, to which they are copied.
+  const Transport* transportTo(const Peer& to) const {
+    return to.member().session != self_.session ? transport_.get() : nullptr;
+  }
   const ReceiveWindow& window() const {
     return *window_;
   }
@@ -153,8 +157,17 @@ class Messenger final : public Leader, public PeerObserver, private ProgressClie
  private:
   // ProgressClient.
   void startDeferredWithWorkerLock() override;
+  bool usesDevices() const override {
+    return !devices_.get().empty();
+  }
+  bool waitsForDeviceWithWorkerLock() const override {
+    return outbox_.waitsForDevice() || inbox_.waitsForDevice();
+  }
   bool hasEventsWithWorkerLock() const override {
     return !events_.isEmpty();
+  }
+  bool mayEventsBlockWithWorkerLock() const override {
+    return events_.hasWork();
   }
   std::unique_ptr<EventBatch> takeEventsWithWorkerLock() override {
     return events_.take();

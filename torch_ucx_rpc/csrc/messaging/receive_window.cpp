@@ -6,7 +6,7 @@ namespace {
 
 // A message larger than the limit fits if it is alone.
 bool fits(uint64_t used, uint64_t bytes, uint64_t limit) {
-  return used == 0 || (used < limit && bytes <= limit - used);
+  return used == 0 || bytes == 0 || (used < limit && bytes <= limit - used);
 }
 
 } // namespace
@@ -21,34 +21,39 @@ void Admission::beginHandling() {
 
 void Admission::release() {
   if (const std::shared_ptr<ReceiveWindow> window = std::exchange(window_, nullptr)) {
-    window->release(isResponse_, isQueued_, bytes_);
+    window->release(*this);
   }
 }
 
-bool ReceiveWindow::tryAdmit(bool isResponse, uint64_t bytes, Admission& admission) {
+bool ReceiveWindow::tryAdmit(bool isResponse, uint64_t bytes, Admission& admission, uint64_t deviceBytes) {
+  const size_t budget = isResponse ? 1 : 0;
   // Only admissions raise the sums, and all of them have the worker lock. So between load and add the sums can only
   // fall.
-  if (!fits(used_[isResponse ? 1 : 0].load(), bytes, limitBytes_) ||
+  if (!fits(used_[budget].load(), bytes, limitBytes_) ||
+      !fits(deviceUsed_[budget].load(), deviceBytes, kDeviceLimitBytes) ||
       (!isResponse && !fits(queued_.load(), queuedShareOf(bytes), kMaxQueuedBytes))) {
     return false;
   }
-  admit(isResponse, bytes, admission);
+  admit(isResponse, bytes, admission, deviceBytes);
   return true;
 }
 
-void ReceiveWindow::admit(bool isResponse, uint64_t bytes, Admission& admission) {
+void ReceiveWindow::admit(bool isResponse, uint64_t bytes, Admission& admission, uint64_t deviceBytes) {
   used_[isResponse ? 1 : 0].fetch_add(bytes);
+  deviceUsed_[isResponse ? 1 : 0].fetch_add(deviceBytes);
   queued_.fetch_add(isResponse ? 0 : queuedShareOf(bytes));
   admission.release();
   admission.window_ = shared_from_this();
   admission.isResponse_ = isResponse;
   admission.isQueued_ = !isResponse;
   admission.bytes_ = bytes;
+  admission.deviceBytes_ = deviceBytes;
 }
 
-void ReceiveWindow::release(bool isResponse, bool isQueued, uint64_t bytes) {
-  used_[isResponse ? 1 : 0].fetch_sub(bytes);
-  queued_.fetch_sub(isQueued ? queuedShareOf(bytes) : 0);
+void ReceiveWindow::release(const Admission& admission) {
+  used_[admission.isResponse_ ? 1 : 0].fetch_sub(admission.bytes_);
+  deviceUsed_[admission.isResponse_ ? 1 : 0].fetch_sub(admission.deviceBytes_);
+  queued_.fetch_sub(admission.isQueued_ ? queuedShareOf(admission.bytes_) : 0);
   onReleased();
 }
 

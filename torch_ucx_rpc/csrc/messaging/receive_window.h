@@ -25,6 +25,7 @@ class Admission {
     isResponse_ = other.isResponse_;
     isQueued_ = other.isQueued_;
     bytes_ = other.bytes_;
+    deviceBytes_ = other.deviceBytes_;
     return *this;
   }
   ~Admission() {
@@ -41,6 +42,7 @@ class Admission {
   bool isResponse_ = false;
   bool isQueued_ = false;
   uint64_t bytes_ = 0;
+  uint64_t deviceBytes_ = 0;
 };
 
 // Marks the time in which the calling thread handles the message of an admission.
@@ -67,7 +69,8 @@ class HandlingScope {
 
 // Bounds the bytes of rendezvous messages that this worker takes in at a time. So memory stays bounded, and buffers
 // stay warm. Queued requests, which are being received or wait for a thread, have a lower bound whatever the limit:
-// more of them gain nothing, and only make memory cold.
+// more of them gain nothing, and only make memory cold. Bytes that are received into memory of devices have a bound of
+// their own, and do not count as queued: that memory does not get cold.
 //
 // The window cannot deadlock:
 // - Requests and responses have a budget each. A handler that waits for a large response gets it, however many requests
@@ -88,15 +91,19 @@ class ReceiveWindow : public std::enable_shared_from_this<ReceiveWindow> {
   // A request counts as this many queued bytes at most. Beside a large request, however slowly it arrives, there is
   // room for small ones.
   static constexpr uint64_t kMaxQueuedShare = kMaxQueuedBytes / 4 * 3;
+  // The most bytes of devices, of each budget: sixteen pieces, which suffice for one each of 16 handlers, and little
+  // beside the memory of a device.
+  static constexpr uint64_t kDeviceLimitBytes = 1024ull * 1024 * 1024;
 
   // `onRoom` is called, on the releasing thread, when bytes are given back while something waits.
   ReceiveWindow(uint64_t limitBytes, UniqueFunction<void()> onRoom)
       : limitBytes_(limitBytes), onRoom_(std::move(onRoom)) {}
 
-  // Admits the message if it fits now, and otherwise returns false. Needs the worker lock.
-  bool tryAdmit(bool isResponse, uint64_t bytes, Admission& admission);
+  // Admits the message if it fits now, and otherwise returns false: `bytes` are those for host memory. Needs the worker
+  // lock.
+  bool tryAdmit(bool isResponse, uint64_t bytes, Admission& admission, uint64_t deviceBytes = 0);
   // Admits the message even if it does not fit. Needs the worker lock.
-  void admit(bool isResponse, uint64_t bytes, Admission& admission);
+  void admit(bool isResponse, uint64_t bytes, Admission& admission, uint64_t deviceBytes = 0);
 
   // The number of messages that wait for admission. The inbox writes it under the worker lock.
   std::atomic<uint64_t> waitingMessages{0};
@@ -109,6 +116,9 @@ class ReceiveWindow : public std::enable_shared_from_this<ReceiveWindow> {
   uint64_t inUseBytes() const {
     return used_[0].load() + used_[1].load();
   }
+  uint64_t deviceBytesInUse() const {
+    return deviceUsed_[0].load() + deviceUsed_[1].load();
+  }
   // Counts how often bytes were given back. While it does not change, the window does not move.
   uint64_t releases() const {
     return releases_.load();
@@ -119,13 +129,14 @@ class ReceiveWindow : public std::enable_shared_from_this<ReceiveWindow> {
   static uint64_t queuedShareOf(uint64_t bytes) {
     return std::min(bytes, kMaxQueuedShare);
   }
-  void release(bool isResponse, bool isQueued, uint64_t bytes);
+  void release(const Admission& admission);
   void releaseQueued(uint64_t bytes);
   void onReleased();
 
   const uint64_t limitBytes_; // of each budget
   UniqueFunction<void()> onRoom_;
   std::atomic<uint64_t> used_[2] = {0, 0}; // requests, responses
+  std::atomic<uint64_t> deviceUsed_[2] = {0, 0}; // the same, in memory of devices
   std::atomic<uint64_t> queued_ = 0; // bytes of requests that no thread handles yet
   std::atomic<uint64_t> releases_{0};
 };

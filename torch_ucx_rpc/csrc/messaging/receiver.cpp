@@ -9,19 +9,28 @@
 
 namespace torch_ucx_rpc {
 
-bool Receiver::isBusy(uint64_t more, Clock::time_point now) const {
-  uint64_t bytes = 0;
+bool Receiver::isBusy(uint64_t Receiving::* bytes, uint64_t more, uint64_t limit, Clock::time_point now) const {
+  uint64_t sum = 0;
   for (const Receiving& receiving : receiving_) {
-    bytes += now - receiving.began < kSlow ? receiving.bytes : 0;
+    sum += now - receiving.began < kSlow ? receiving.*bytes : 0;
   }
   // A message of any size may be received alone.
-  return bytes != 0 && bytes + more > kReceivingBytes;
+  return sum != 0 && more != 0 && sum + more > limit;
+}
+
+uint64_t Receiver::deviceBytesOf(const wire::Assembled& assembled) const {
+  uint64_t sum = 0;
+  for (const Allocation::Span& span : planDevices(assembled.body.data, assembled.spans)) {
+    sum += span.isStaging ? 0 : span.bytes;
+  }
+  return sum;
 }
 
 void Receiver::start(Announced announced, Admission admission) {
   const Entry receiving = receiving_.emplace(receiving_.end());
   window_->receivingMessages.store(receiving_.size());
   receiving->bytes = announced.bytes;
+  receiving->deviceBytes = announced.deviceBytes;
   receiving->began = Clock::now();
   receiving->assembled = std::move(announced.assembled);
   IncomingMessage& message = receiving->message;
@@ -31,53 +40,104 @@ void Receiver::start(Announced announced, Admission admission) {
   message.admission = std::move(admission);
   message.eagerBody = std::move(body.data);
   message.pooledBodyBytes = body.rendezvousBytes;
-  try {
-    if (body.isRendezvous()) {
-      message.pooledBody = pool_.allocate(body.rendezvousBytes);
-    }
-    allocateSpans(*receiving);
-  } catch (const std::bad_alloc&) {
-    receiving->error = outOfMemoryFor(announced.bytes);
-  } catch (const std::exception& failure) {
-    receiving->error = deviceFailed(failure);
+  if (body.isRendezvous() && !devices_.get().empty()) {
+    receiving->stage = Stage::kBody;
   }
   starting_.push_back(receiving);
 }
 
-void Receiver::allocateSpans(Receiving& receiving) {
+void Receiver::planMemory(Receiving& receiving) {
   IncomingMessage& message = receiving.message;
+  if (receiving.assembled.body.isRendezvous()) {
+    message.pooledBody = pool_.allocate(message.pooledBodyBytes);
+  }
+  if (receiving.stage != Stage::kMemory) {
+    return;
+  }
   const std::vector<wire::Assembled::Span>& spans = receiving.assembled.spans;
   message.spans.resize(spans.size());
-  if (!devices_.get().empty()) {
-    allocateOnDevices(receiving);
+  std::vector<bool> isElsewhere(spans.size(), false);
+  if (std::vector<Allocation::Span> planned = planDevices(message.body(), spans); !planned.empty()) {
+    for (const Allocation::Span& span : planned) {
+      isElsewhere[span.index] = true;
+    }
+    receiving.allocation = std::make_shared<Allocation>();
+    receiving.allocation->spans = std::move(planned);
+    events_.addWork([allocation = receiving.allocation, onAllocated = onAllocated_] {
+      allocation->run();
+      onAllocated();
+    });
   }
   for (size_t index = 0; index < spans.size(); ++index) {
-    IncomingMessage::Span& span = message.spans[index];
-    span.bytes = spans[index].bytes;
-    if (!span.data) {
-      span.data = pool_.allocate(span.bytes);
+    message.spans[index].bytes = spans[index].bytes;
+    if (!isElsewhere[index]) {
+      message.spans[index].data = pool_.allocate(spans[index].bytes);
     }
   }
 }
 
-void Receiver::allocateOnDevices(Receiving& receiving) {
-  const std::vector<wire::Assembled::Span>& spans = receiving.assembled.spans;
-  Devices used;
-  for (const wire::StorageRecord& storage : wire::storagesOf(receiving.message.eagerBody)) {
+std::vector<Receiver::Allocation::Span> Receiver::planDevices(
+    std::span<const std::byte> body, const std::vector<wire::Assembled::Span>& spans) const {
+  std::vector<Allocation::Span> planned;
+  if (devices_.get().empty()) {
+    return planned;
+  }
+  std::vector<bool> isPlanned(spans.size(), false);
+  for (const wire::StorageRecord& storage : wire::storagesOf(body)) {
     const c10::Device* device = findDevice(devices_.get(), storage.deviceType, storage.deviceIndex);
     if (device == nullptr || storage.span >= spans.size()) {
       continue; // for the host, or malformed: the decoder refuses it then
     }
     const wire::Assembled::Span& span = spans[storage.span];
-    if (storage.bytes != span.bytes || !std::ranges::all_of(span.pieces, &wire::Piece::isRendezvous)) {
-      continue; // the decoder copies it to the device, as it does with all packed storages
+    if (storage.bytes != span.bytes || isPlanned[storage.span]) {
+      continue; // a pack, of which the decoder copies each storage to the device
     }
-    receiving.message.spans[storage.span].data = deviceMemory_.allocate(*device, span.bytes);
-    if (std::find(used.begin(), used.end(), *device) == used.end()) {
-      used.push_back(*device);
-    }
+    // UCX would copy bytes from host memory to the device in small pieces, under the worker lock.
+    const bool isStaging = (storage.flags & wire::kFromHost) != 0 || transport_.deviceMemoryRefusal() ||
+        !std::ranges::all_of(span.pieces, &wire::Piece::isRendezvous);
+    isPlanned[storage.span] = true;
+    planned.push_back({storage.span, *device, isStaging, span.bytes, {}});
   }
-  receiving.pendingWork = deviceMemory_.earlierWork(used);
+  return planned;
+}
+
+void Receiver::Allocation::run() noexcept {
+  DevicePool& pool = DevicePool::instance();
+  try {
+    Devices written; // by the transport, outside of any stream
+    for (Span& span : spans) {
+      if (span.isStaging) {
+        span.data = pool.allocateStaging(span.device, span.bytes);
+        continue;
+      }
+      span.data = pool.allocate(span.device, span.bytes);
+      if (std::find(written.begin(), written.end(), span.device) == written.end()) {
+        written.push_back(span.device);
+      }
+    }
+    earlierWork = pool.earlierWork(written);
+  } catch (...) {
+    failure = std::current_exception();
+  }
+  isDone.store(true);
+}
+
+bool Receiver::takeMemory(Receiving& receiving) {
+  if (receiving.allocation == nullptr) {
+    return true;
+  }
+  if (!receiving.allocation->isDone.load()) {
+    return false;
+  }
+  const std::shared_ptr<Allocation> allocation = std::move(receiving.allocation);
+  if (allocation->failure != nullptr) {
+    std::rethrow_exception(allocation->failure);
+  }
+  for (Allocation::Span& span : allocation->spans) {
+    receiving.message.spans[span.index].data = std::move(span.data);
+  }
+  receiving.pendingWork = std::move(allocation->earlierWork);
+  return true;
 }
 
 void Receiver::release(wire::Piece& piece) {
@@ -109,27 +169,37 @@ void Receiver::startDeferred() {
 }
 
 bool Receiver::beginIfFree(Entry receiving) {
-  if (receiving->error) {
-    reject(receiving, std::move(receiving->error));
-    return true;
-  }
   try {
-    if (!receiving->pendingWork.isDone()) {
+    if (!std::exchange(receiving->isPlanned, true)) {
+      planMemory(*receiving);
+    }
+    if (!takeMemory(*receiving) || !receiving->pendingWork.isDone()) {
       return false;
     }
+  } catch (const std::bad_alloc&) {
+    reject(receiving, outOfMemoryFor(receiving->bytes + receiving->deviceBytes));
+    return true;
   } catch (const std::exception& failure) {
     reject(receiving, deviceFailed(failure));
     return true;
   }
-  const wire::Assembled assembled = std::move(receiving->assembled);
   const IncomingMessage& message = receiving->message;
-  if (assembled.body.isRendezvous()) {
-    addPart(*receiving, assembled.body, message.pooledBody);
+  wire::Piece body = std::exchange(receiving->assembled.body, {});
+  if (body.isRendezvous()) {
+    addPart(*receiving, body, message.pooledBody);
   }
-  for (size_t index = 0; index < assembled.spans.size(); ++index) {
-    for (const wire::Piece& piece : assembled.spans[index].pieces) {
-      addPart(*receiving, piece, message.spans[index].data);
+  if (receiving->stage == Stage::kMemory) {
+    receiving->stage = Stage::kSpans;
+    const std::vector<wire::Assembled::Span> spans = std::exchange(receiving->assembled.spans, {});
+    for (size_t index = 0; index < spans.size(); ++index) {
+      for (const wire::Piece& piece : spans[index].pieces) {
+        addPart(*receiving, piece, message.spans[index].data);
+      }
     }
+  }
+  if (receiving->parts.empty()) { // the spans of a large body came eagerly
+    finishIfDone(receiving);
+    return true;
   }
   Source& source = sources_[message.from];
   source.waiting.push_back(receiving);
@@ -255,6 +325,16 @@ void Receiver::giveUpRest(Entry receiving, const Error& why) {
 
 void Receiver::finishIfDone(Entry receiving) {
   if (receiving->unfinished != 0 || receiving->begun != receiving->parts.size()) {
+    return;
+  }
+  if (receiving->isDropped || receiving->error) {
+    release(receiving->assembled);
+  } else if (receiving->stage == Stage::kBody) {
+    receiving->stage = Stage::kMemory;
+    receiving->isPlanned = false;
+    receiving->parts.clear();
+    receiving->begun = 0;
+    starting_.push_back(receiving);
     return;
   }
   if (receiving->isDropped) {

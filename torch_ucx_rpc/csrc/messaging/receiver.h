@@ -11,10 +11,14 @@
 #include "wire/assembler.h"
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <cstdint>
+#include <exception>
+#include <functional>
 #include <list>
 #include <memory>
+#include <span>
 #include <unordered_map>
 #include <utility>
 #include <vector>
@@ -26,19 +30,22 @@ namespace torch_ucx_rpc {
 // the worker lock.
 class Receiver {
  public:
+  // `onAllocated` is called by any thread, without the worker lock, when startDeferred() has memory to go on with.
   Receiver(
       Transport& transport,
       std::shared_ptr<ReceiveWindow> window,
       HostPool& pool,
       const EventHandlers& handlers,
       const DevicesInUse& devices,
-      EventBuffer& events)
+      EventBuffer& events,
+      std::function<void()> onAllocated)
       : transport_(transport),
         window_(std::move(window)),
         pool_(pool),
         handlers_(handlers),
         devices_(devices),
-        events_(events) {}
+        events_(events),
+        onAllocated_(std::move(onAllocated)) {}
 
   using Clock = std::chrono::steady_clock;
 
@@ -46,6 +53,8 @@ class Receiver {
   // parallel arrive no sooner than one after the other, but into more memory, which is cold. This much hides the
   // latency of a network: 25 GB/s times 160 us.
   static constexpr uint64_t kReceivingBytes = 4ull * 1024 * 1024;
+  // The same for memory of devices: two of their largest pieces, so that one is announced while the other is copied.
+  static constexpr uint64_t kReceivingDeviceBytes = 2 * OutgoingMessage::kDevicePieceBytes;
   // A message that has not arrived after this time no longer counts: its sender or the network is slow.
   static constexpr auto kSlow = std::chrono::milliseconds(20);
 
@@ -53,15 +62,24 @@ class Receiver {
   static constexpr uint64_t kInFlightBytes = 2 * OutgoingMessage::kPieceBytes;
   static constexpr size_t kInFlightPieces = 2;
 
-  // A message whose parts are all known and that waits to be admitted. `bytes` of it wait at the sender.
+  // A message whose parts are all known and that waits to be admitted. So many bytes of it wait at the sender.
   struct Announced {
     Peer* from;
     wire::Assembled assembled;
-    uint64_t bytes;
+    uint64_t bytes; // for host memory
+    uint64_t deviceBytes = 0;
   };
 
-  // Whether a message of `more` bytes must not be started yet. Tests pass the time.
-  bool isBusy(uint64_t more, Clock::time_point now = Clock::now()) const;
+  // Whether a message of so many more bytes must not be started yet. Tests pass the time.
+  bool isBusy(uint64_t more, Clock::time_point now = Clock::now()) const {
+    return isBusy(&Receiving::bytes, more, kReceivingBytes, now);
+  }
+  bool areDevicesBusy(uint64_t more, Clock::time_point now = Clock::now()) const {
+    return isBusy(&Receiving::deviceBytes, more, kReceivingDeviceBytes, now);
+  }
+
+  // The bytes of a message that will be received into memory of devices. None if its body does not tell yet.
+  uint64_t deviceBytesOf(const wire::Assembled& assembled) const;
 
   // Allocates memory for a message. startDeferred() then receives it.
   void start(Announced announced, Admission admission);
@@ -77,7 +95,7 @@ class Receiver {
   // Whether startDeferred() has more to do already, because a receive completed at once. Other operations are to run
   // before it is called again.
   bool hasDeferred() const {
-    return !due_.empty();
+    return !due_.empty() || std::ranges::any_of(starting_, [](Entry receiving) { return !receiving->isPlanned; });
   }
 
   // Whether a message has been received, or given up, since startDeferred() was called last.
@@ -88,7 +106,8 @@ class Receiver {
   // Whether a message waits for device memory that earlier work still uses. No event announces the end of that work:
   // startDeferred() asks.
   bool waitsForDevice() const {
-    return !starting_.empty();
+    return std::ranges::any_of(
+        starting_, [](Entry receiving) { return receiving->isPlanned && receiving->allocation == nullptr; });
   }
 
   // Whether the message is an answer that nobody awaits any more.
@@ -113,13 +132,42 @@ class Receiver {
     uint64_t bytes;
     Memory memory;
   };
-  // A message being received into memory. It waits in starting_ until earlier work on its memory is done. Then its
-  // pieces move from `assembled` to `parts`.
+  // Where devices are in use, a body that comes by rendezvous is received first: it says where the spans go, and the
+  // transport must not be given memory of a device on one side only.
+  enum class Stage : uint8_t {
+    kBody, // the body alone is received
+    kMemory, // the spans get memory, and the body if it is still to be received
+    kSpans, // they are received into it
+  };
+  // Memory for spans that arrive on devices, or in pinned memory. Allocators may wait for the driver, for Python, or for
+  // memory that is held back: so this is done without the worker lock.
+  struct Allocation {
+    struct Span {
+      size_t index; // of the message
+      c10::Device device;
+      bool isStaging; // host memory, from which the decoder copies
+      uint64_t bytes;
+      c10::DataPtr data;
+    };
+
+    void run() noexcept;
+
+    std::vector<Span> spans;
+    DeviceWork earlierWork;
+    std::exception_ptr failure;
+    std::atomic<bool> isDone{false}; // the others are the worker lock's again
+  };
+  // A message being received into memory. It waits in starting_ until it has memory and earlier work on it is done.
+  // Then its pieces move from `assembled` to `parts`.
   struct Receiving {
     IncomingMessage message;
     uint64_t bytes = 0;
+    uint64_t deviceBytes = 0;
     Clock::time_point began;
     wire::Assembled assembled;
+    Stage stage = Stage::kMemory;
+    bool isPlanned = false; // memory for this stage has been allocated, or is being allocated
+    std::shared_ptr<Allocation> allocation; // until it is done
     DeviceWork pendingWork; // earlier work of devices on its memory
     std::vector<Part> parts;
     size_t begun = 0; // parts whose receive has begun
@@ -146,10 +194,14 @@ class Receiver {
     }
   };
 
-  // Allocates memory for the spans: on the devices that the body names, or on the host if the body itself is still to
-  // be received.
-  void allocateSpans(Receiving& receiving);
-  void allocateOnDevices(Receiving& receiving);
+  bool isBusy(uint64_t Receiving::* bytes, uint64_t more, uint64_t limit, Clock::time_point now) const;
+  // Sees to memory for what the stage receives. Spans go to the devices that the body names, unless their bytes come
+  // from host memory.
+  void planMemory(Receiving& receiving);
+  std::vector<Allocation::Span> planDevices(
+      std::span<const std::byte> body, const std::vector<wire::Assembled::Span>& spans) const;
+  // False while the memory is being allocated. Throws why there is none.
+  static bool takeMemory(Receiving& receiving);
   // Makes the parts of a message due, or rejects it if it has an error. False, without effect, while earlier work uses
   // its memory.
   bool beginIfFree(Entry receiving);
@@ -173,10 +225,10 @@ class Receiver {
   const EventHandlers& handlers_;
   const DevicesInUse& devices_;
   EventBuffer& events_;
+  const std::function<void()> onAllocated_;
 
   std::list<Receiving> receiving_;
   std::vector<Entry> starting_; // those of receiving_ whose memory may still be in use
-  DevicePool& deviceMemory_ = DevicePool::instance();
   std::list<Receiving> dropped_; // messages of lost peers; the transport still uses their memory
   std::unordered_map<const Peer*, Source> sources_;
   std::vector<Source*> due_; // peers that the next startDeferred() asks for parts

@@ -2,7 +2,9 @@
 
 #include "base/time.h"
 #include "base/trace.h"
+#include "memory/device_pool.h"
 #include "memory/host_pool.h"
+#include "tensors/device_copy.h"
 #include "tensors/self_copy.h"
 #include "torch_glue/fork_guard.h"
 #include "torch_glue/message_types.h"
@@ -76,6 +78,7 @@ UcxRpcAgent::UcxRpcAgent(
       reports_(options_, directory_, messenger_, *executor_, lifetime_, calls_, requests_) {
   handlers_ = {&calls_, &requests_, &monitor_, &group_};
   HostPool::instance().setIdleLimit(options.hostPoolBytes);
+  DevicePool::instance().setPinned(&allocatePinned);
   // Calls fail first, since programs wait for those.
   monitor_.addObserver(calls_);
   monitor_.addObserver(messenger_);
@@ -99,6 +102,15 @@ void UcxRpcAgent::startImpl() {
   keepInForks(weak_from_this());
   timer_.start();
   executor_->start(messenger_);
+}
+
+void UcxRpcAgent::setDeviceMaps(DeviceMaps::ByWorker requests, DeviceMaps::ByWorker answers, Devices devices) {
+  const Error& refusal = messenger_.transport().deviceMemoryRefusal();
+  if (refusal && !devices.empty() && deviceMaps_.devices().empty()) {
+    LOG(WARNING) << "torch_ucx_rpc: tensors on devices are copied through the host's memory, which is slower. "
+                 << refusal.message();
+  }
+  deviceMaps_.set(std::move(requests), std::move(answers), std::move(devices));
 }
 
 void UcxRpcAgent::checkProcess() const {

@@ -68,9 +68,7 @@ class UcxRpcAgent : public torch::distributed::rpc::RpcAgent, public std::enable
   const Reports& reports() const {
     return reports_;
   }
-  void setDeviceMaps(DeviceMaps::ByWorker requests, DeviceMaps::ByWorker answers, Devices devices) {
-    deviceMaps_.set(std::move(requests), std::move(answers), std::move(devices));
-  }
+  void setDeviceMaps(DeviceMaps::ByWorker requests, DeviceMaps::ByWorker answers, Devices devices);
   int64_t barrier(int64_t value, std::chrono::milliseconds timeout);
   // See CallClient.
   void waitDriving(JitFuture& future);

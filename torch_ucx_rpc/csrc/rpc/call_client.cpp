@@ -56,7 +56,8 @@ c10::intrusive_ptr<JitFuture> CallClient::send(
     Peer& to, c10::intrusive_ptr<Message> message, std::chrono::milliseconds timeout, const DeviceMap& deviceMap) {
   trace::Span span("send request", {}, trace::Arrow::kRequestLeaves);
   const rpc::MessageType type = message->type();
-  std::unique_ptr<OutgoingMessage> outgoing = encodeMessage(std::move(message), to, deviceMap, messenger_.transport());
+  std::unique_ptr<OutgoingMessage> outgoing =
+      encodeMessage(std::move(message), to, deviceMap, messenger_.transportTo(to));
 
   CallTable::Call call;
   call.future = c10::make_intrusive<JitFuture>(at::AnyClassType::get(), deviceMaps_.devices());

@@ -208,7 +208,7 @@ void RequestServer::answer(const OpenRequest& open, const JitFuture& response) {
         response.constValue().toCustomClass<Message>(),
         to,
         deviceMaps_.forAnswersTo(to.member().name),
-        messenger_.transport());
+        messenger_.transportTo(to));
   } catch (const std::exception& error) {
     answerWithError(to, open.callId(), error.what());
     return;
@@ -221,7 +221,8 @@ void RequestServer::answerWithError(Peer& to, uint64_t callId, const std::string
       to,
       wire::Kind::kResponse,
       callId,
-      encodeMessage(rpc::createExceptionResponse(what, static_cast<int64_t>(callId)), to, {}, messenger_.transport()));
+      encodeMessage(
+          rpc::createExceptionResponse(what, static_cast<int64_t>(callId)), to, {}, messenger_.transportTo(to)));
 }
 
 void RequestServer::refuse(Peer& to, uint64_t callId, const Error& why) {

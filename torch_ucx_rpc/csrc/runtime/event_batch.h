@@ -33,7 +33,20 @@ class ProgressClient {
   // each Transport::progress().
   virtual void startDeferredWithWorkerLock() = 0;
 
+  // Whether messages may be in memory of devices, which copy while no thread does.
+  virtual bool usesDevices() const {
+    return false;
+  }
+  // Whether a message waits for work of a device. No event announces its end: startDeferredWithWorkerLock() asks.
+  virtual bool waitsForDeviceWithWorkerLock() const {
+    return false;
+  }
+
   virtual bool hasEventsWithWorkerLock() const = 0;
+  // Whether the thread that hands these events out may block.
+  virtual bool mayEventsBlockWithWorkerLock() const {
+    return false;
+  }
   // Moves all events so far into a batch for the calling thread. Null if there are none.
   virtual std::unique_ptr<EventBatch> takeEventsWithWorkerLock() = 0;
 };

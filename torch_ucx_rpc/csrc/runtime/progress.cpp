@@ -120,6 +120,14 @@ unsigned Progress::advanceLocked() {
   }
 }
 
+Spinning::Awaited Progress::awaitedLocked() const {
+  const bool isTransferring = transport_.operationsInFlight() != 0;
+  if (client_.waitsForDeviceWithWorkerLock() || (isTransferring && client_.usesDevices())) {
+    return Spinning::Awaited::kDevice;
+  }
+  return isTransferring ? Spinning::Awaited::kTransfer : Spinning::Awaited::kMessage;
+}
+
 void Progress::runQueueLocked() {
   while (queued_.load() != 0) {
     {
@@ -190,9 +198,9 @@ std::unique_ptr<EventBatch> Progress::drive(Role role, IsDone& isDone) {
     const unsigned advances = advanceLocked();
     client_.startDeferredWithWorkerLock();
     if (client_.hasEventsWithWorkerLock()) {
-      // A leader leaves the guard to another driver, if there is one. It first takes along the events that would wake
-      // that driver at once.
-      if (role == Role::kLeader && sleepers_.load() != 0) {
+      // A leader leaves the guard to another driver, if there is one, and so does a waiting caller that may be away for
+      // long. It first takes along the events that would wake that driver at once.
+      if ((role == Role::kLeader || client_.mayEventsBlockWithWorkerLock()) && sleepers_.load() != 0) {
         if (leaveUnarmedLocked(role)) {
           mustWake = !isPolledUnarmed_.load();
         } else if (!transport_.arm()) {
@@ -216,7 +224,7 @@ std::unique_ptr<EventBatch> Progress::drive(Role role, IsDone& isDone) {
     }
     // The waiting caller spins for everybody.
     const bool isCallersTurn = role == Role::kLeader && hasWaitingCaller_.load();
-    if (lockWaiters_.load() == 0 && !isCallersTurn && !isDone() && wait.spin(transport_.operationsInFlight() != 0)) {
+    if (lockWaiters_.load() == 0 && !isCallersTurn && !isDone() && wait.spin(awaitedLocked())) {
       if (++spins_ % kSpinsBetweenLooks == 0) {
         queueWatches();
       }

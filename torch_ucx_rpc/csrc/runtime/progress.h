@@ -100,6 +100,7 @@ class Progress {
 
   // Lets the transport advance; a callback that throws, for want of memory, has advanced it too.
   unsigned advanceLocked();
+  Spinning::Awaited awaitedLocked() const;
   bool hasPending() const {
     return queued_.load() != 0 || isStartRequested_.load();
   }

@@ -23,7 +23,7 @@ bool Spinning::isOn(Role role) const {
       (waiting_ == Waiting::kAuto && hasCoreEach() && waits_[static_cast<int>(role)].isMostlyShort());
 }
 
-bool Spinning::Wait::spin(bool isTransferring, Clock::time_point now) {
+bool Spinning::Wait::spin(Awaited awaited, Clock::time_point now) {
   if (began_ == Clock::time_point{}) {
     began_ = now;
     last_ = now;
@@ -33,7 +33,8 @@ bool Spinning::Wait::spin(bool isTransferring, Clock::time_point now) {
     spinning_.waits_[static_cast<int>(role_)].add(false);
   }
   last_ = now;
-  if (isTransferring && spinning_.hasCoreEach() && now - began_ < kTransferLimit) {
+  const auto limit = awaited == Awaited::kDevice ? kDeviceLimit : kTransferLimit;
+  if (awaited != Awaited::kMessage && spinning_.hasCoreEach() && now - began_ < limit) {
     if (++turns_ % kTurnsBetweenYields == 0) {
       sched_yield(); // the other side may be on this very core
     }

@@ -31,8 +31,14 @@ class Spinning {
   // The longest time to spin while data is on its way. The parts of a transfer follow one another closely, and each
   // sleep between two parts would cost more than they take.
   static constexpr auto kTransferLimit = std::chrono::microseconds(20);
+  // The same where devices are in use. A device copies for longer, and the other side needs no core meanwhile.
+  static constexpr auto kDeviceLimit = std::chrono::microseconds(100);
   // A longer time between two looks means that the thread was interrupted.
   static constexpr auto kInterruption = std::chrono::microseconds(50);
+
+  // What a driver waits for, besides the messages that others may send at any time: nothing, data on its way, or a
+  // device that works or copies.
+  enum class Awaited : uint8_t { kMessage, kTransfer, kDevice };
 
   // The number of cores that this process may run on.
   static size_t usableCores();
@@ -63,7 +69,7 @@ class Spinning {
    public:
     Wait(Spinning& spinning, Role role) : spinning_(spinning), role_(role) {}
     // Called after a look that found nothing. True: look again; false: sleep. Lets other threads run now and then.
-    bool spin(bool isTransferring, Clock::time_point now = Clock::now());
+    bool spin(Awaited awaited, Clock::time_point now = Clock::now());
     // Something moved, but not what the driver waits for: the wait starts anew.
     void again() {
       began_ = {};

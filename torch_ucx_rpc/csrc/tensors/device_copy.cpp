@@ -58,9 +58,25 @@ c10::DataPtr copyBytes(const void* bytes, uint64_t count, c10::Device from, c10:
   return copy;
 }
 
+c10::DataPtr moveToDevice(c10::DataPtr bytes, uint64_t count, c10::Device to) {
+  const c10::DeviceGuard guard(to);
+  c10::DataPtr copy = DevicePool::instance().allocateInOrder(to, count);
+  if (count != 0) {
+    const at::AutoDispatchBelowADInplaceOrView noAutograd;
+    // The source is a tensor that owns its memory: torch then tells the pool of pinned memory of the copy.
+    viewOf(copy.get(), count, to).copy_(asTensor(std::move(bytes), count), /*non_blocking=*/true);
+  }
+  return copy;
+}
+
+c10::DataPtr allocatePinned(c10::Device device, uint64_t bytes) {
+  const c10::DeviceGuard guard(device);
+  return at::getHostAllocator(device.type())->allocate(bytes);
+}
+
 at::Tensor stageBytes(const void* bytes, uint64_t count, c10::Device from) {
   const c10::DeviceGuard guard(from);
-  at::Tensor staged = asTensor(at::getHostAllocator(from.type())->allocate(count), count);
+  at::Tensor staged = asTensor(allocatePinned(from, count), count);
   const at::AutoDispatchBelowADInplaceOrView noAutograd;
   staged.copy_(viewOf(bytes, count, from), /*non_blocking=*/true);
   return staged;

@@ -15,6 +15,13 @@ c10::Allocator* allocatorOf(const c10::DeviceType& type);
 // Copies bytes into new memory of `to`, in the order of the current streams. Blocks where one side is the CPU.
 c10::DataPtr copyBytes(const void* bytes, uint64_t count, c10::Device from, c10::Device to);
 
+// Copies host memory into new memory of the device `to`, in the order of its current stream, without waiting for the
+// copy. Takes any memory; that of allocatePinned() is kept until the copy is done.
+c10::DataPtr moveToDevice(c10::DataPtr bytes, uint64_t count, c10::Device to);
+
+// Allocates pinned host memory, from torch's pool for this type of devices.
+c10::DataPtr allocatePinned(c10::Device device, uint64_t bytes);
+
 // Copies a device's bytes into pinned host memory, in the order of the device's current stream, without waiting for
 // the copy. The memory comes from torch's pool for pinned memory, and returns there with the tensor.
 at::Tensor stageBytes(const void* bytes, uint64_t count, c10::Device from);

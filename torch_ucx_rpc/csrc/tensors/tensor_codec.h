@@ -22,12 +22,12 @@ using torch::distributed::rpc::Message;
 //
 // Large tensors are lent to the transport until it has sent them (see LentMemory). Small ones, and memory that torch
 // does not own (from_blob), are copied now. Tensors on devices have the contents that the current streams have given
-// them by now. For a worker of this machine, device memory that the transport cannot share is copied to the host
-// first.
+// them by now. Device memory is copied to the host first if it is for the CPU, or if `transport` cannot take it or
+// cannot share it with that worker. `transport` is null for a message to oneself, which is copied anyway.
 //
 // Throws c10::Error, which names the worker `to`, for a tensor that cannot be sent.
 std::unique_ptr<OutgoingMessage> encodeMessage(
-    c10::intrusive_ptr<Message> message, const Peer& to, const DeviceMap& deviceMap, const Transport& transport);
+    c10::intrusive_ptr<Message> message, const Peer& to, const DeviceMap& deviceMap, const Transport* transport);
 
 struct DecodedMessage {
   c10::intrusive_ptr<Message> message;

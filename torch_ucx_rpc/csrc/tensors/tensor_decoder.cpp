@@ -113,8 +113,9 @@ class Decoder {
     if (device.is_cpu()) {
       return makeStorage(std::move(span.data), span.bytes, &HostPool::instance());
     }
-    if (span.data.device() != device) { // the span came eagerly, or before its target was known
-      return copyFromHost(span.data.get(), span.bytes, device);
+    // Spans from the sender's host memory arrive in the host's.
+    if (span.data.device() != device) {
+      span.data = moveToDevice(std::move(span.data), span.bytes, device);
     }
     return makeStorage(std::move(span.data), span.bytes, allocatorOf(device.type()));
   }

@@ -103,7 +103,7 @@ struct PlannedStorage {
 // Builds the plan for all tensors of a message, then the body.
 class Encoder {
  public:
-  Encoder(c10::intrusive_ptr<Message> message, const Peer& to, const DeviceMap& deviceMap, const Transport& transport)
+  Encoder(c10::intrusive_ptr<Message> message, const Peer& to, const DeviceMap& deviceMap, const Transport* transport)
       : message_(message),
         to_(to),
         deviceMap_(deviceMap),
@@ -148,9 +148,22 @@ class Encoder {
     return static_cast<uint32_t>(outgoing.spans.size() - 1);
   }
 
+  // Whether the transport can send a device's memory as it is to a worker whose memory is a device's too.
+  bool canSend(const PlannedStorage& storage) const {
+    if (transport_->deviceMemoryRefusal()) {
+      return false;
+    }
+    // No process maps the device memory of another one that it cannot find by its id.
+    return !to_.isNeighbour.load() || (!to_.isOverNetwork.load() && transport_->canShare(storage.begin, storage.bytes));
+  }
+
   uint32_t addLentSpan(OutgoingMessage& outgoing, const PlannedStorage& storage, c10::Device to) {
     const c10::Device from = storage.device;
-    if (from.is_cpu() || !to_.isNeighbour.load() || transport_.canShare(storage.begin)) {
+    const bool isToOneself = transport_ == nullptr;
+    // UCX copies between a device and the host in pieces of 8 KiB, and waits for each of them under the worker lock. So
+    // it gets memory of one kind for both sides.
+    const bool isBetweenDevices = !from.is_cpu() && !to.is_cpu();
+    if (from.is_cpu() || isToOneself || (isBetweenDevices && canSend(storage))) {
       const c10::StorageImpl* last = nullptr;
       for (const PlannedTensor* tensor : storage.tensors) {
         const c10::Storage& owner = tensor->region.owner;
@@ -163,7 +176,7 @@ class Encoder {
     }
     const at::Tensor staged = stageBytes(storage.begin, storage.bytes, from);
     lent_->keep(staged);
-    outgoing.stagedBytes += storage.bytes;
+    outgoing.stagedBytes += isBetweenDevices ? storage.bytes : 0;
     return addSpan(outgoing, staged.const_data_ptr(), storage.bytes, c10::kCPU, to);
   }
 
@@ -452,7 +465,8 @@ class Encoder {
       } else {
         const uint32_t span = storage.place == Place::kPacked ? addToPack(pack, storage, outgoing)
                                                               : addLentSpan(outgoing, storage, target);
-        number = writer.addSpanStorage(storage.bytes, span, targetType, target.index());
+        const uint16_t flags = outgoing.spans[span].from.is_cpu() ? wire::kFromHost : 0;
+        number = writer.addSpanStorage(storage.bytes, span, targetType, target.index(), flags);
       }
       for (PlannedTensor* tensor : storage.tensors) {
         tensor->region.storage = number;
@@ -500,7 +514,7 @@ class Encoder {
   const c10::intrusive_ptr<Message> message_;
   const Peer& to_;
   const DeviceMap& deviceMap_;
-  const Transport& transport_;
+  const Transport* const transport_; // null for a message to oneself
   std::unique_ptr<LentMessage> lent_;
   Devices devices_; // that its tensors are on, besides the CPU
   std::vector<PlannedTensor> tensors_;
@@ -509,7 +523,7 @@ class Encoder {
 } // namespace
 
 std::unique_ptr<OutgoingMessage> encodeMessage(
-    c10::intrusive_ptr<Message> message, const Peer& to, const DeviceMap& deviceMap, const Transport& transport) {
+    c10::intrusive_ptr<Message> message, const Peer& to, const DeviceMap& deviceMap, const Transport* transport) {
   return Encoder(std::move(message), to, deviceMap, transport).encode();
 }
 

@@ -17,7 +17,8 @@
 // tests/cpp/transport_contract_test.cpp states the contract below as tests, which run on both.
 //
 // Threads. A transport is single-threaded: the caller holds the worker lock for every method. The exceptions are
-// address(), eventFd(), description(), canShare() and scanForRepair(), which any thread may call without it.
+// address(), eventFd(), description(), canShare(), deviceMemoryRefusal() and scanForRepair(), which any thread may call
+// without it.
 //
 // Callbacks run inside a method call, hence under the worker lock. They must not block, take the GIL, run user code or
 // call progress().
@@ -116,7 +117,8 @@ class Transport {
     return connect(address, endpoint);
   }
 
-  // Sends one active message. Header and bytes must stay valid until `done`. Only a rendezvous may be in device memory.
+  // Sends one active message. Header and bytes must stay valid until `done`. Only a rendezvous may be in device memory,
+  // and only where deviceMemoryRefusal() allows it.
   virtual void send(
       EndpointId endpoint,
       const wire::Header& header,
@@ -130,8 +132,16 @@ class Transport {
   virtual void receive(
       void* rendezvous, void* into, uint64_t bytes, OperationDone done, Memory memory = Memory::kHost) = 0;
 
-  // True if other workers of this machine can read this device memory where it lies. Any thread.
-  virtual bool canShare(const void* deviceMemory) const = 0;
+  // True if these bytes of a device can travel to another worker of this machine without passing through host memory.
+  // Any thread.
+  virtual bool canShare(const void* deviceMemory, uint64_t bytes) const = 0;
+
+  // Why send() and receive() fail for Memory::kDevice, a sentence for the user; no error where they take it. Constant.
+  // Any thread.
+  virtual const Error& deviceMemoryRefusal() const {
+    static const Error none;
+    return none;
+  }
 
   // Gives up a rendezvous; the sender's operation completes.
   virtual void release(void* rendezvous) = 0;

@@ -28,8 +28,9 @@ uint32_t BodyWriter::addInlineStorage(const void* data, uint64_t bytes, int8_t d
   return addSpanStorage(bytes, kNowhere, deviceType, deviceIndex);
 }
 
-uint32_t BodyWriter::addSpanStorage(uint64_t bytes, uint32_t span, int8_t deviceType, int8_t deviceIndex) {
-  storages_.push_back({bytes, span, deviceType, deviceIndex, 0});
+uint32_t BodyWriter::addSpanStorage(
+    uint64_t bytes, uint32_t span, int8_t deviceType, int8_t deviceIndex, uint16_t flags) {
+  storages_.push_back({bytes, span, deviceType, deviceIndex, flags});
   return prefix_.storages++;
 }
 

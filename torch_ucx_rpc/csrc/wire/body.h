@@ -48,6 +48,10 @@ enum TensorFlags : uint8_t {
   kCoalesced = 1 << 3, // of a sparse COO tensor
 };
 
+enum StorageFlags : uint16_t {
+  kFromHost = 1 << 0, // its span lies in the sender's host memory, whatever device it is for
+};
+
 struct BodyPrefix {
   uint32_t messageType; // torch::distributed::rpc::MessageType
   uint32_t tensors; // of the message
@@ -64,7 +68,7 @@ struct StorageRecord {
   uint32_t span; // kNowhere: inline
   int8_t deviceType; // c10::DeviceType of the memory where the storage is to arrive
   int8_t deviceIndex;
-  uint16_t reserved;
+  uint16_t flags; // readers ignore those that they do not know
 };
 static_assert(sizeof(StorageRecord) == 16);
 
@@ -95,7 +99,7 @@ class BodyWriter {
   // Both return the number of the storage. Inline memory must stay valid until finish(). Storages of the same span are
   // packed.
   uint32_t addInlineStorage(const void* data, uint64_t bytes, int8_t deviceType, int8_t deviceIndex);
-  uint32_t addSpanStorage(uint64_t bytes, uint32_t span, int8_t deviceType, int8_t deviceIndex);
+  uint32_t addSpanStorage(uint64_t bytes, uint32_t span, int8_t deviceType, int8_t deviceIndex, uint16_t flags = 0);
 
   // `record.dims` is taken from `sizes`. `strides` is empty for a tensor without storage. Add children right after
   // their parent.

@@ -58,8 +58,11 @@ class LoopbackTransport final : public Transport {
       std::span<const std::byte> bytes,
       SendMode mode,
       OperationDone done,
-      Memory /*memory*/) override {
+      Memory memory) override {
     Error failure = endpoints_[endpointId].failure;
+    if (!failure && memory == Memory::kDevice) {
+      failure = deviceMemoryRefusal();
+    }
     if (!failure) {
       const std::lock_guard lock(network_->mutex_);
       using Fate = LoopbackNetwork::Fate;
@@ -68,7 +71,7 @@ class LoopbackTransport final : public Transport {
       if (mode == SendMode::kRendezvous && fate != Fate::kFail) {
         const uint64_t operation = nextOperation_++;
         delivery.rendezvous = std::make_shared<LoopbackNetwork::Rendezvous>();
-        *delivery.rendezvous = {this, operation, bytes};
+        *delivery.rendezvous = {this, operation, bytes, memory};
         const uint64_t size = sizeof(header) + bytes.size();
         operations_.emplace(operation, Operation{endpointId, delivery.rendezvous, size, std::move(done)});
         InFlight& inFlight = endpoints_[endpointId].inFlight;
@@ -107,20 +110,27 @@ class LoopbackTransport final : public Transport {
     }
   }
 
-  bool canShare(const void* /*deviceMemory*/) const override {
+  bool canShare(const void* /*deviceMemory*/, uint64_t /*bytes*/) const override {
     return network_->isDeviceMemoryShared_.load();
   }
+  const Error& deviceMemoryRefusal() const override {
+    return network_->deviceMemoryRefusal_;
+  }
 
-  void receive(void* handle, void* into, uint64_t bytes, OperationDone done, Memory /*memory*/) override {
+  void receive(void* handle, void* into, uint64_t bytes, OperationDone done, Memory memory) override {
     const std::shared_ptr<LoopbackNetwork::Rendezvous> rendezvous = takeHandle(handle);
     Error failure;
     {
       const std::lock_guard lock(network_->mutex_);
       if (rendezvous == nullptr) {
         failure = {ErrorCode::kOutOfMemory, "loopback: there was no memory for the message"};
+      } else if (memory == Memory::kDevice && deviceMemoryRefusal()) {
+        failure = deviceMemoryRefusal();
+        completeLocked(*rendezvous, {});
       } else if (rendezvous->isCompleted) {
         failure = {ErrorCode::kPeerFailed, "loopback: the sender is gone"};
       } else {
+        network_->mixedRendezvous_.fetch_add(rendezvous->memory != memory ? 1 : 0);
         std::copy_n(rendezvous->bytes.data(), bytes, static_cast<std::byte*>(into));
         completeLocked(*rendezvous, {});
       }

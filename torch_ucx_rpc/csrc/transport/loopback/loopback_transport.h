@@ -9,6 +9,7 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace torch_ucx_rpc {
@@ -38,6 +39,16 @@ class LoopbackNetwork {
     isDeviceMemoryShared_.store(isShared);
   }
 
+  // Sets deviceMemoryRefusal() of all transports, before there are any.
+  void refuseDeviceMemory(Error why) {
+    deviceMemoryRefusal_ = std::move(why);
+  }
+
+  // The rendezvous so far that were in memory of a device on one side only. Real transports copy these in small pieces.
+  uint64_t mixedRendezvous() const {
+    return mixedRendezvous_.load();
+  }
+
   // Delivers the held messages, the latest first, for tests of reordering.
   void releaseHeld();
 
@@ -52,6 +63,7 @@ class LoopbackNetwork {
     LoopbackTransport* sender;
     uint64_t operation;
     std::span<const std::byte> bytes;
+    Memory memory = Memory::kHost; // where they lie
     bool isCompleted = false; // the sender's operation has completed: the bytes are no longer ours to read
   };
   struct Delivery {
@@ -65,6 +77,8 @@ class LoopbackNetwork {
   void deliverLocked(Delivery delivery);
 
   std::atomic<bool> isDeviceMemoryShared_{true};
+  std::atomic<uint64_t> mixedRendezvous_{0};
+  Error deviceMemoryRefusal_; // constant once there are transports
 
   std::mutex mutex_;
   // Guarded by mutex_:

@@ -18,7 +18,7 @@ namespace torch_ucx_rpc {
 // bytes travel another, slower way, without a word.
 //
 // Where there is no driver, or it does not know the address, nothing speaks against it. For any thread.
-bool canShareDeviceMemory(const void* address, uint64_t bytes = 1);
+bool canShareDeviceMemory(const void* address, uint64_t bytes);
 
 // Whether this context has cuda_ipc, which the user may have excluded with UCX_TLS. Without it device memory goes
 // through the host's, in pieces of 8 KiB, whoever could share it.

@@ -50,7 +50,8 @@ void warnOfLoss(const std::exception_ptr& loss) {
   }
 }
 
-// UCX asks the device's driver about an address, unless told that it is the host's.
+// UCX asks the driver about an address, unless told that it is in host memory. Memory of a CUDA device may also be
+// managed memory, which only the driver knows.
 ucs_memory_type_t memoryTypeOf(Memory memory) {
   return memory == Memory::kHost ? UCS_MEMORY_TYPE_HOST : UCS_MEMORY_TYPE_UNKNOWN;
 }
@@ -95,8 +96,11 @@ class UcpTransport final : public Transport {
       OperationDone done,
       Memory memory) override;
   void receive(void* rendezvous, void* into, uint64_t bytes, OperationDone done, Memory memory) override;
-  bool canShare(const void* deviceMemory) const override {
-    return canShareDeviceMemory(deviceMemory);
+  bool canShare(const void* deviceMemory, uint64_t bytes) const override {
+    return hasCudaIpc_ && !deviceMemoryRefusal_ && canShareDeviceMemory(deviceMemory, bytes);
+  }
+  const Error& deviceMemoryRefusal() const override {
+    return deviceMemoryRefusal_;
   }
   void release(void* rendezvous) override;
   unsigned progress() override;
@@ -213,6 +217,8 @@ class UcpTransport final : public Transport {
   ucp_worker_h worker_ = nullptr;
   std::string address_;
   int eventFd_ = -1;
+  bool hasCudaIpc_ = false;
+  Error deviceMemoryRefusal_;
   std::optional<QueueRepair> repair_;
   std::vector<std::unique_ptr<Endpoint>> endpoints_;
   Operation* operations_ = nullptr; // those that UCX has not completed
@@ -236,6 +242,8 @@ class UcpTransport final : public Transport {
 UcpTransport::UcpTransport(size_t expectedPeers, const std::string& networkDevices) {
   context_ = startUcx(expectedPeers, networkDevices);
   try {
+    hasCudaIpc_ = hasCudaIpc(context_);
+    deviceMemoryRefusal_ = torch_ucx_rpc::deviceMemoryRefusal(context_);
     ucp_worker_params_t workerParams{};
     workerParams.field_mask = UCP_WORKER_PARAM_FIELD_THREAD_MODE;
     workerParams.thread_mode = UCS_THREAD_MODE_SERIALIZED; // the worker lock serializes
@@ -402,6 +410,10 @@ void UcpTransport::send(
     done(failureOf(endpoint));
     return;
   }
+  if (memory == Memory::kDevice && deviceMemoryRefusal_) {
+    done(deviceMemoryRefusal_);
+    return;
+  }
   Operation* operation = begin(done, &endpoint, sizeof(header) + bytes.size());
   if (operation == nullptr) {
     done(noMemory());
@@ -423,12 +435,13 @@ void UcpTransport::send(
 void UcpTransport::receive(void* handle, void* into, uint64_t bytes, OperationDone done, Memory memory) {
   const std::unique_ptr<Rendezvous> rendezvous(static_cast<Rendezvous*>(handle));
   forget(rendezvous.get());
-  Operation* operation = rendezvous->descriptor != nullptr ? begin(done, nullptr, 0) : nullptr;
+  const bool isRefused = memory == Memory::kDevice && deviceMemoryRefusal_;
+  Operation* operation = rendezvous->descriptor != nullptr && !isRefused ? begin(done, nullptr, 0) : nullptr;
   if (operation == nullptr) {
     if (rendezvous->descriptor != nullptr) {
       ucp_am_data_release(worker_, rendezvous->descriptor);
     }
-    done(noMemory());
+    done(isRefused ? deviceMemoryRefusal_ : noMemory());
     return;
   }
   ucp_request_param_t param{};
