@@ -1,9 +1,9 @@
-// Long: one class. Its callbacks, endpoints and end share the rules of UCX for when a request may be touched.
-
 #include "transport/ucp/ucp_transport.h"
 
 #include "transport/ucp/device_sharing.h"
+#include "transport/ucp/intrusive_queue.h"
 #include "transport/ucp/queue_repair.h"
+#include "transport/ucp/ucp_endpoints.h"
 #include "transport/ucp/ucp_library.h"
 #include "transport/ucp/worker_address.h"
 
@@ -27,7 +27,6 @@ namespace torch_ucx_rpc {
 namespace {
 
 constexpr unsigned kMessageId = 0; // the one active-message id we use
-constexpr unsigned kMaxLanes = 16; // UCP_MAX_LANES of UCX 1.22
 constexpr int kTurnsToCancel = 8; // UCX needs two or three
 
 std::string addressOf(ucp_worker_h worker, uint32_t flags) {
@@ -56,10 +55,6 @@ ucs_memory_type_t memoryTypeOf(Memory memory) {
   return memory == Memory::kHost ? UCS_MEMORY_TYPE_HOST : UCS_MEMORY_TYPE_UNKNOWN;
 }
 
-Error abandoned() {
-  return {ErrorCode::kCanceled, "the endpoint was abandoned"};
-}
-
 Error noMemory() {
   return {ErrorCode::kOutOfMemory, "there was no memory for the message"};
 }
@@ -83,10 +78,10 @@ class UcpTransport final : public Transport {
   }
   std::vector<std::pair<std::string, std::string>> description() const override;
   Error connect(const std::string& address, EndpointId& endpoint) override {
-    return connectTo(unwrapAddress(address).full, endpoint);
+    return endpoints_.connect(unwrapAddress(address).full, endpoint);
   }
   Error connectOverNetwork(const std::string& address, EndpointId& endpoint) override {
-    return connectTo(unwrapAddress(address).network, endpoint);
+    return endpoints_.connect(unwrapAddress(address).network, endpoint);
   }
   void send(
       EndpointId endpoint,
@@ -109,39 +104,29 @@ class UcpTransport final : public Transport {
     return operationsInFlight_;
   }
   InFlight inFlight(EndpointId endpoint) const override {
-    return endpoints_[endpoint]->inFlight;
+    return endpoints_.at(endpoint).inFlight;
   }
-  std::vector<std::string> lanes(EndpointId endpoint) const override;
+  std::vector<std::string> lanes(EndpointId endpoint) const override {
+    return endpoints_.lanes(endpoint);
+  }
   RepairState repairState() override {
     return repair_->state();
   }
   void scanForRepair() override {
     repair_->scan();
   }
-  void abandon(EndpointId endpoint) override;
+  void abandon(EndpointId endpoint) override {
+    endpoints_.abandon(endpoint);
+  }
   void close(int64_t limitMs) override;
 
  private:
-  struct Endpoint {
-    UcpTransport* transport;
-    EndpointId id;
-    ucp_ep_h handle = nullptr; // null once closed
-    Error failure; // why it is dead; known to the listener, unless this side gave the endpoint up
-    ucs_status_t reported = UCS_OK; // by UCX, as the reason of its death
-    Endpoint* nextReported = nullptr; // in reported_
-    InFlight inFlight;
-
-    bool isDead() const {
-      return failure || reported != UCS_OK;
-    }
-  };
-
   // One send or receive. UCX owns its buffers until it calls back. The list of all lets close() end operations for
   // which UCX never does.
   struct Operation {
     UcpTransport* transport;
     OperationDone done;
-    Endpoint* endpoint; // of a send
+    UcpEndpoint* endpoint; // null for a receive
     uint64_t bytes; // counted in endpoint->inFlight
     ucs_status_t status = UCS_INPROGRESS;
     Operation* previous = nullptr; // in operations_
@@ -156,27 +141,6 @@ class UcpTransport final : public Transport {
     Rendezvous* next = nullptr;
   };
 
-  // Things in the order of their arrival, linked through `Next`.
-  template <class T, T* T::* Next>
-  struct Queue {
-    T* first = nullptr;
-    T* last = nullptr;
-
-    void push(T* item) {
-      item->*Next = nullptr;
-      (last != nullptr ? last->*Next : first) = item;
-      last = item;
-    }
-    T* pop() {
-      T* item = first;
-      if (item != nullptr) {
-        first = item->*Next;
-        last = first != nullptr ? last : nullptr;
-      }
-      return item;
-    }
-  };
-
   static ucs_status_t onMessage(
       void* self,
       const void* header,
@@ -187,12 +151,10 @@ class UcpTransport final : public Transport {
   ucs_status_t onRendezvous(std::span<const std::byte> header, void* descriptor, size_t bytes) noexcept;
   static void onSendDone(void* request, ucs_status_t status, void* operation) noexcept;
   static void onReceiveDone(void* request, ucs_status_t status, size_t bytes, void* operation) noexcept;
-  static void onEndpointError(void* endpoint, ucp_ep_h handle, ucs_status_t status) noexcept;
 
-  Error connectTo(std::string_view ucxAddress, EndpointId& endpoint);
-  // Null where there is no memory; `done` is untouched then.
-  Operation* begin(OperationDone& done, Endpoint* endpoint, uint64_t bytes) noexcept;
-  // Deals with what the UCX call has returned that began the operation.
+  // Returns null, and leaves `done` as it is, if memory runs out.
+  Operation* begin(OperationDone& done, UcpEndpoint* endpoint, uint64_t bytes) noexcept;
+  // Takes what the UCX call returned that began the operation.
   void onSubmitted(Operation* operation, ucs_status_ptr_t returned);
   void complete(Operation* operation, ucs_status_t status) noexcept;
   void unlink(Operation* operation) noexcept;
@@ -200,16 +162,9 @@ class UcpTransport final : public Transport {
   void noteLoss() noexcept;
   unsigned tell();
   void tellAll() noexcept;
-  static Error failureOf(const Endpoint& endpoint);
 
   void forget(Rendezvous* rendezvous) noexcept;
   void releaseAllDescriptors();
-  bool mayBeForced(const Endpoint& endpoint) const;
-  void closeWhenDrained(Endpoint& endpoint);
-  void closeHandle(Endpoint& endpoint);
-  void closeReported();
-  void closeDrained();
-  void forceDraining(bool isTcpsTurn);
   void destroy();
 
   TransportListener* listener_ = nullptr;
@@ -220,23 +175,17 @@ class UcpTransport final : public Transport {
   bool hasCudaIpc_ = false;
   Error deviceMemoryRefusal_;
   std::optional<QueueRepair> repair_;
-  std::vector<std::unique_ptr<Endpoint>> endpoints_;
-  Operation* operations_ = nullptr; // those that UCX has not completed
-  size_t operationsInFlight_ = 0; // these, and those in completed_
+  UcpEndpoints endpoints_;
+  Operation* operations_ = nullptr; // operations that UCX has not completed
+  size_t operationsInFlight_ = 0; // the same, and those in completed_
   Rendezvous* firstRendezvous_ = nullptr;
   Rendezvous* announced_ = nullptr; // the one that the listener is being told of, until it takes or releases it
   bool isAnnouncedReleased_ = false;
 
-  // What UCX's callbacks have noted.
-  Queue<Operation, &Operation::next> completed_;
-  Queue<Endpoint, &Endpoint::nextReported> reported_; // not closed yet: UCX's callbacks must not
-  Queue<Endpoint, &Endpoint::nextReported> untold_; // closed, and the listener has not heard
+  // Notes of UCX's callbacks, which the next tell() hands out.
+  IntrusiveQueue<Operation, &Operation::next> completed_;
   std::exception_ptr loss_; // why the first message was lost
   uint64_t losses_ = 0;
-
-  // Flushes of abandoned endpoints; these are closed after them.
-  std::vector<std::pair<Endpoint*, ucs_status_ptr_t>> draining_;
-  std::vector<ucs_status_ptr_t> closing_;
 };
 
 UcpTransport::UcpTransport(size_t expectedPeers, const std::string& networkDevices) {
@@ -260,6 +209,7 @@ UcpTransport::UcpTransport(size_t expectedPeers, const std::string& networkDevic
     handler.flags = UCP_AM_FLAG_WHOLE_MSG;
     check(ucp_worker_set_am_recv_handler(worker_, &handler), "registering the UCX message handler");
     check(ucp_worker_get_efd(worker_, &eventFd_), "getting UCX's event descriptor");
+    endpoints_.setWorker(worker_, eventFd_);
     address_ = wrapAddress({addressOf(worker_, 0), addressOf(worker_, UCP_WORKER_ADDRESS_FLAG_NET_ONLY)});
   } catch (...) {
     destroy();
@@ -289,34 +239,7 @@ std::vector<std::pair<std::string, std::string>> UcpTransport::description() con
       {"ucx.shared_memory_repair", repair_->description()}};
 }
 
-Error UcpTransport::connectTo(std::string_view ucxAddress, EndpointId& endpoint) {
-  if (ucxAddress.empty()) {
-    return {ErrorCode::kPeerFailed, "that is not the address of a UCX worker of this package, or it is damaged"};
-  }
-  if (Error error = filesForAConnection(eventFd_)) {
-    return error;
-  }
-  auto created = std::make_unique<Endpoint>();
-  created->transport = this;
-  created->id = static_cast<EndpointId>(endpoints_.size());
-  endpoints_.reserve(endpoints_.size() + 1); // once UCX has the endpoint, nothing may fail
-
-  ucp_ep_params_t params{};
-  params.field_mask =
-      UCP_EP_PARAM_FIELD_REMOTE_ADDRESS | UCP_EP_PARAM_FIELD_ERR_HANDLING_MODE | UCP_EP_PARAM_FIELD_ERR_HANDLER;
-  params.address = reinterpret_cast<const ucp_address_t*>(ucxAddress.data());
-  params.err_mode = UCP_ERR_HANDLING_MODE_PEER;
-  params.err_handler.cb = &UcpTransport::onEndpointError;
-  params.err_handler.arg = created.get();
-  if (Error error = errorOfConnecting(ucp_ep_create(worker_, &params, &created->handle))) {
-    return error;
-  }
-  endpoint = created->id;
-  endpoints_.push_back(std::move(created));
-  return {};
-}
-
-UcpTransport::Operation* UcpTransport::begin(OperationDone& done, Endpoint* endpoint, uint64_t bytes) noexcept {
+UcpTransport::Operation* UcpTransport::begin(OperationDone& done, UcpEndpoint* endpoint, uint64_t bytes) noexcept {
   auto* operation = new (std::nothrow) Operation{this, {}, endpoint, bytes};
   if (operation == nullptr) {
     return nullptr;
@@ -376,9 +299,8 @@ unsigned UcpTransport::tell() {
     ++told;
     tell(operation);
   }
-  while (Endpoint* endpoint = untold_.pop()) {
+  while (const UcpEndpoint* endpoint = endpoints_.takeFailed()) {
     ++told;
-    endpoint->failure = failureOf(*endpoint);
     listener_->onEndpointFailed(endpoint->id, endpoint->failure);
   }
   return told;
@@ -394,10 +316,6 @@ void UcpTransport::tellAll() noexcept {
   }
 }
 
-Error UcpTransport::failureOf(const Endpoint& endpoint) {
-  return endpoint.failure ? endpoint.failure : errorOfEndpoint(endpoint.reported, endpoint.transport->eventFd_);
-}
-
 void UcpTransport::send(
     EndpointId endpointId,
     const wire::Header& header,
@@ -405,9 +323,9 @@ void UcpTransport::send(
     SendMode mode,
     OperationDone done,
     Memory memory) {
-  Endpoint& endpoint = *endpoints_[endpointId];
+  UcpEndpoint& endpoint = endpoints_.at(endpointId);
   if (endpoint.isDead()) {
-    done(failureOf(endpoint));
+    done(endpoints_.failureOf(endpoint));
     return;
   }
   if (memory == Memory::kDevice && deviceMemoryRefusal_) {
@@ -535,160 +453,21 @@ void UcpTransport::onReceiveDone(void* request, ucs_status_t status, size_t /*by
   onSendDone(request, status, operation);
 }
 
-void UcpTransport::onEndpointError(void* endpoint, ucp_ep_h /*handle*/, ucs_status_t status) noexcept {
-  auto* failed = static_cast<Endpoint*>(endpoint);
-  if (failed->reported == UCS_OK) {
-    failed->reported = status;
-    if (!failed->failure) { // else this side has given it up, and is closing it
-      failed->transport->reported_.push(failed);
-    }
-  }
-}
-
-// UCX ends the process in two cases (1.22, and master in August 2026). In each it uses memory that it has freed:
-// - Both sides close a TCP connection while this side still has bytes for it, after a cut for instance. One event may
-//   say that the socket is writable and that the other side's farewell is there; reading the farewell frees the bytes
-//   that are written next (uct_tcp_iface_handle_events()). So there must be no such bytes, and a flush that completes
-//   at once proves it.
-// - An endpoint that has failed is closed while it is being flushed (ucp_ep_flush_resume_slow_path_callback()): its
-//   lanes are gone, so nothing keeps it until the flush has ended.
-void UcpTransport::closeWhenDrained(Endpoint& endpoint) {
-  draining_.reserve(draining_.size() + 1);
-  const ucp_request_param_t param{};
-  const ucs_status_ptr_t flush = ucp_ep_flush_nbx(endpoint.handle, &param);
-  if (UCS_PTR_IS_PTR(flush)) {
-    draining_.emplace_back(&endpoint, flush);
-  } else {
-    closeHandle(endpoint);
-  }
-}
-
-// Forced, UCX cancels whatever the endpoint has under way. It must be done to every endpoint before its worker is
-// destroyed: ucp_worker_destroy() by itself leaves an endpoint's requests where they are, and builds of UCX with
-// assertions abort then (ucp_ep_destroy_base(): "proto_reqs not empty").
-void UcpTransport::closeHandle(Endpoint& endpoint) {
-  if (endpoint.handle == nullptr) {
-    return;
-  }
-  closing_.reserve(closing_.size() + 1);
-  ucp_request_param_t param{};
-  param.op_attr_mask = UCP_OP_ATTR_FIELD_FLAGS;
-  param.flags = UCP_EP_CLOSE_FLAG_FORCE;
-  const ucs_status_ptr_t request = ucp_ep_close_nbx(std::exchange(endpoint.handle, nullptr), &param);
-  if (UCS_PTR_IS_PTR(request)) {
-    closing_.push_back(request);
-  }
-}
-
-void UcpTransport::closeReported() {
-  while (reported_.first != nullptr) {
-    closeHandle(*reported_.first);
-    untold_.push(reported_.pop());
-  }
-}
-
-void UcpTransport::closeDrained() {
-  std::vector<Endpoint*> drained;
-  drained.reserve(draining_.size());
-  std::erase_if(draining_, [&](const auto& item) {
-    const auto [endpoint, flush] = item;
-    const ucs_status_t status = ucp_request_check_status(flush);
-    if (status == UCS_INPROGRESS) {
-      return false;
-    }
-    ucp_request_free(flush);
-    if (status == UCS_OK && endpoint->handle != nullptr) {
-      drained.push_back(endpoint);
-    } else {
-      closeHandle(*endpoint); // the connection has failed, or close() has forced it
-    }
-    return true;
-  });
-  for (Endpoint* endpoint : drained) {
-    closeWhenDrained(*endpoint); // something may have been begun since
-  }
-}
-
 unsigned UcpTransport::progress() {
   const unsigned events = ucp_worker_progress(worker_);
-  closeReported();
-  closeDrained();
-  std::erase_if(closing_, [](ucs_status_ptr_t request) {
-    const bool isDone = ucp_request_check_status(request) != UCS_INPROGRESS;
-    if (isDone) {
-      ucp_request_free(request);
-    }
-    return isDone;
-  });
+  endpoints_.progress();
   return events + tell();
 }
 
 bool UcpTransport::arm() {
-  const bool isAllTold = completed_.first == nullptr && reported_.first == nullptr && untold_.first == nullptr;
+  const bool isAllTold = completed_.isEmpty() && !endpoints_.hasFailures();
   return isAllTold && ucp_worker_arm(worker_) != UCS_ERR_BUSY;
-}
-
-std::vector<std::string> UcpTransport::lanes(EndpointId endpointId) const {
-  const Endpoint& endpoint = *endpoints_[endpointId];
-  if (endpoint.handle == nullptr) {
-    return {};
-  }
-  ucp_transport_entry_t entries[kMaxLanes];
-  ucp_ep_attr_t attributes{};
-  attributes.field_mask = UCP_EP_ATTR_FIELD_TRANSPORTS;
-  attributes.transports.entries = entries;
-  attributes.transports.num_entries = kMaxLanes;
-  attributes.transports.entry_size = sizeof(ucp_transport_entry_t);
-  if (ucp_ep_query(endpoint.handle, &attributes) != UCS_OK) {
-    return {};
-  }
-  std::vector<std::string> lanes;
-  for (unsigned lane = 0; lane < attributes.transports.num_entries; ++lane) {
-    std::string name = std::string(entries[lane].transport_name) + "/" + entries[lane].device_name;
-    if (std::find(lanes.begin(), lanes.end(), name) == lanes.end()) {
-      lanes.push_back(std::move(name));
-    }
-  }
-  return lanes;
-}
-
-// Only TCP needs draining (see closeWhenDrained()). Anything else must not be drained, because that may never end:
-// nobody empties the queue of a process that has died, and a card waits for acknowledgements of a host that is cut off.
-bool UcpTransport::mayBeForced(const Endpoint& endpoint) const {
-  const std::vector<std::string> lanes = this->lanes(endpoint.id);
-  const auto isTcp = [](const std::string& lane) { return lane.starts_with("tcp/"); };
-  const auto isMemory = [](const std::string& lane) { return lane.ends_with("/memory"); };
-  return std::any_of(lanes.begin(), lanes.end(), isMemory) ||
-      (!lanes.empty() && std::none_of(lanes.begin(), lanes.end(), isTcp));
-}
-
-void UcpTransport::abandon(EndpointId endpointId) {
-  Endpoint& endpoint = *endpoints_[endpointId];
-  if (endpoint.isDead()) {
-    return;
-  }
-  endpoint.failure = abandoned();
-  if (mayBeForced(endpoint)) {
-    closeHandle(endpoint);
-  } else {
-    closeWhenDrained(endpoint);
-  }
 }
 
 void UcpTransport::releaseAllDescriptors() {
   for (Rendezvous* rendezvous = firstRendezvous_; rendezvous != nullptr; rendezvous = rendezvous->next) {
     if (rendezvous->descriptor != nullptr) {
       ucp_am_data_release(worker_, std::exchange(rendezvous->descriptor, nullptr));
-    }
-  }
-}
-
-void UcpTransport::forceDraining(bool isTcpsTurn) {
-  for (const auto& [endpoint, flush] : draining_) {
-    const bool hasFailed = endpoint->reported != UCS_OK; // UCX has ended its requests already, see closeWhenDrained()
-    const bool isIdle = isTcpsTurn && operationsInFlight_ == 0; // there is nothing to cancel
-    if (!hasFailed && !isIdle && endpoint->handle != nullptr && mayBeForced(*endpoint) != isTcpsTurn) {
-      closeHandle(*endpoint);
     }
   }
 }
@@ -700,12 +479,7 @@ void UcpTransport::close(int64_t limitMs) {
   using Clock = std::chrono::steady_clock;
   const auto deadline = Clock::now() + std::chrono::milliseconds(limitMs);
   releaseAllDescriptors();
-  for (const auto& endpoint : endpoints_) {
-    if (endpoint->handle != nullptr && !endpoint->isDead()) {
-      endpoint->failure = abandoned();
-      closeWhenDrained(*endpoint);
-    }
-  }
+  endpoints_.abandonAll();
   const auto turn = [this] {
     try {
       return progress();
@@ -713,7 +487,7 @@ void UcpTransport::close(int64_t limitMs) {
       return 1u;
     }
   };
-  while (!draining_.empty() && Clock::now() < deadline) {
+  while (endpoints_.isDraining() && Clock::now() < deadline) {
     if (turn() == 0 && arm()) {
       pollfd event{eventFd_, POLLIN, 0};
       (void)poll(&event, 1, 1);
@@ -721,27 +495,22 @@ void UcpTransport::close(int64_t limitMs) {
   }
   releaseAllDescriptors(); // what came meanwhile
 
-  // What could not be drained is forced. A card ends its requests then, for which it needs progress but no peer; the
+  // Endpoints that could not be drained are forced. A card ends its requests then, for which it needs progress but no peer; the
   // bound is for what UCX leaves behind.
-  forceDraining(false);
-  const auto isForcing = [this] {
-    return !closing_.empty() || (operationsInFlight_ != 0 && draining_.empty()) ||
-        std::any_of(draining_.begin(), draining_.end(), [](const auto& item) { return item.first->handle == nullptr; });
-  };
+  endpoints_.forceAllButTcp();
+  const auto isForcing = [this] { return endpoints_.isForcing(operationsInFlight_ != 0); };
   const auto forcedDeadline = Clock::now() + std::chrono::milliseconds(500);
   while (isForcing() && Clock::now() < forcedDeadline) {
     turn();
   }
   // TCP comes last, and with as little progress afterwards as its requests need, because both ends of a connection
-  // might close at once (see closeWhenDrained()). Without any, ucp_worker_destroy() would free some of UCX's own memory
+  // might close at once (see UcpEndpoints::closeWhenDrained()). Without any, ucp_worker_destroy() would free some of UCX's own memory
   // twice (1.22).
-  forceDraining(true);
+  endpoints_.forceTcp(operationsInFlight_ != 0);
   for (int turns = 0; turns < kTurnsToCancel && isForcing(); ++turns) {
     turn();
   }
-  for (const auto& [endpoint, flush] : std::exchange(draining_, {})) {
-    ucp_request_free(flush);
-  }
+  endpoints_.dropFlushes();
   destroy(); // runs callbacks: operations must exist until here
   while (operations_ != nullptr) {
     complete(operations_, UCS_ERR_CANCELED);

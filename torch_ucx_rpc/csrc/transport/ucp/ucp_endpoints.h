@@ -1,0 +1,103 @@
+#pragma once
+
+#include "base/error.h"
+#include "transport/transport.h"
+#include "transport/ucp/intrusive_queue.h"
+
+#include <ucp/api/ucp.h>
+
+#include <cstddef>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+namespace torch_ucx_rpc {
+
+class UcpEndpoints;
+
+struct UcpEndpoint {
+  UcpEndpoints* owner;
+  EndpointId id;
+  ucp_ep_h handle = nullptr; // null once it is closed
+  Error failure; // why it is dead; the listener knows, unless this side has given it up
+  ucs_status_t reported = UCS_OK; // why UCX says that it is dead
+  UcpEndpoint* nextReported = nullptr; // in a queue of its owner
+  InFlight inFlight; // the sends, which the transport counts
+
+  bool isDead() const {
+    return failure || reported != UCS_OK;
+  }
+};
+
+// The endpoints of one UCX worker: how they are made, how their failures are found out, and how they are closed. The
+// worker lock guards it. UCX's callback for errors only notes the endpoint, since it must not close it; progress() does.
+class UcpEndpoints {
+ public:
+  // `someFile` is any open descriptor: see filesForAConnection().
+  void setWorker(ucp_worker_h worker, int someFile) {
+    worker_ = worker;
+    someFile_ = someFile;
+  }
+
+  // Makes an endpoint, as Transport::connect() does.
+  Error connect(std::string_view ucxAddress, EndpointId& endpoint);
+
+  UcpEndpoint& at(EndpointId endpoint) const {
+    return *endpoints_[endpoint];
+  }
+  // Why a dead endpoint is dead.
+  Error failureOf(const UcpEndpoint& endpoint) const;
+  std::vector<std::string> lanes(EndpointId endpoint) const;
+
+  // Closes endpoints that have failed or have drained. Not inside a callback of UCX's.
+  void progress();
+  // An endpoint that has failed, is closed, and has not been taken yet; its failure is set. Null if there is none.
+  UcpEndpoint* takeFailed();
+  // Whether progress() or takeFailed() would find a failure.
+  bool hasFailures() const {
+    return !reported_.isEmpty() || !closed_.isEmpty();
+  }
+
+  // Gives up one endpoint.
+  void abandon(EndpointId endpoint);
+
+  // The end, in this order. abandonAll() begins to flush all endpoints. While that goes on, isDraining() holds.
+  void abandonAll();
+  bool isDraining() const {
+    return !draining_.empty();
+  }
+  // Forces endpoints that could not be drained: first those that need not be (see closeWhenDrained()), then those over
+  // TCP, if this worker has operations that only that ends.
+  void forceAllButTcp();
+  void forceTcp(bool hasOperations);
+  // Whether the forced endpoints need more progress.
+  bool isForcing(bool hasOperations) const;
+  // Frees the requests that UCX has left behind, right before the worker is destroyed.
+  void dropFlushes();
+
+ private:
+  static void onError(void* endpoint, ucp_ep_h handle, ucs_status_t status) noexcept;
+
+  bool mayBeForced(const UcpEndpoint& endpoint) const;
+  void closeWhenDrained(UcpEndpoint& endpoint);
+  void closeHandle(UcpEndpoint& endpoint);
+  void closeReported();
+  void closeDrained();
+  void force(bool areOverTcp);
+
+  ucp_worker_h worker_ = nullptr;
+  int someFile_ = -1;
+  std::vector<std::unique_ptr<UcpEndpoint>> endpoints_;
+
+  using Queue = IntrusiveQueue<UcpEndpoint, &UcpEndpoint::nextReported>;
+  Queue reported_; // endpoints whose failure UCX has reported, not closed yet
+  Queue closed_; // the same, closed and not taken yet
+
+  // Endpoints that this side has given up, and their flushes. They are closed when the flushes are through.
+  std::vector<std::pair<UcpEndpoint*, ucs_status_ptr_t>> draining_;
+  std::vector<ucs_status_ptr_t> closing_;
+};
+
+} // namespace torch_ucx_rpc
