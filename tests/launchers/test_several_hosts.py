@@ -8,6 +8,8 @@ from collections.abc import Callable
 
 from labs import VirtualHosts
 
+from _torch_ucx_rpc_cli import ExitCode
+
 from ._reports import ENVIRON, FAIL_ONCE, MEET, PYTHON, assert_all_called
 
 TORCHRUN = [PYTHON, "-m", "torch.distributed.run"]
@@ -89,5 +91,5 @@ def test_a_failure_on_one_host_ends_the_job_on_both_and_both_show_it(hosts: Virt
 def test_roles_that_do_not_fit_all_hosts_are_refused_on_both(hosts: VirtualHosts) -> None:
     ends = run_on_two(hosts, lambda number: torch_ucx_rpc_run(number, "--role", "ps=3", "-c", "pass"))
     for code, output in ends:
-        assert code == 1
+        assert code == ExitCode.NOT_STARTED
         assert "the roles are for 3 workers, and all machines together start 4" in output

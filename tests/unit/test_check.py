@@ -11,7 +11,7 @@ import sys
 import pytest
 from labs import VirtualHosts, needs_virtual_hosts
 
-from torch_ucx_rpc._cli import main
+from _torch_ucx_rpc_cli import ExitCode, main
 from torch_ucx_rpc._cli.check import Pair, Place, judge
 
 PLACE = Place(host="a", machine="1", ipc="ipc:[1]", address="10.0.0.1", infiniband=[], has_cuda=False, tls=None)
@@ -113,7 +113,7 @@ def test_alone_it_starts_workers_and_the_exit_code_tells_of_warnings() -> None:
     assert all(pair["latency_us"] > 0 and pair["bytes_per_s"] > 0 for pair in report["pairs"])
     assert report["warnings"] == report["errors"] == []
     done = subprocess.run(COMMAND, env=environment(UCX_TLS="tcp,self"), capture_output=True, text=True, check=False)
-    assert done.returncode == 1, done.stderr
+    assert done.returncode == ExitCode.WARNINGS, done.stderr
     assert "WARNING: worker0 and worker1 are both on" in done.stdout
     assert "UCX_TLS=tcp,self leaves it out" in done.stdout
 

@@ -15,8 +15,9 @@ import pytest
 import torch
 
 import torch_ucx_rpc
+from _torch_ucx_rpc_cli import main
 from torch_ucx_rpc import _native
-from torch_ucx_rpc._cli import info, main
+from torch_ucx_rpc._cli import info
 
 PACKAGE = Path(torch_ucx_rpc.__file__).parent
 EXTENSION = f"_C{sysconfig.get_config_var('EXT_SUFFIX')}"

@@ -113,7 +113,7 @@ def imported_by_the_package() -> set[str]:
                 # Other than a text it is the name of a module of this package.
                 names |= {argument.value for argument in node.args if isinstance(argument, ast.Constant)}
     roots = {name.partition(".")[0] for name in names}
-    return roots - sys.stdlib_module_names - {"torch_ucx_rpc", "_torch_ucx_rpc_autoload"}
+    return roots - sys.stdlib_module_names - {"torch_ucx_rpc", "_torch_ucx_rpc_autoload", "_torch_ucx_rpc_cli"}
 
 
 def test_conda_environment_has_all_that_the_package_imports(conda_environment):
