@@ -190,6 +190,20 @@ def test_the_wheel_has_every_module_and_runs_with_the_torch_it_was_built_for(unp
     assert facts["extension"] == "loaded"
 
 
+def test_the_wheel_has_the_program_whose_help_needs_nothing_of_the_package(unpacked_wheel):
+    program = unpacked_wheel / "bin" / "torch-ucx-rpc"
+    assert os.access(program, os.X_OK)
+    help_and_imports = [sys.executable, "-X", "importtime", str(program), "--help"]
+    environment = {**os.environ, "PYTHONPATH": str(unpacked_wheel), "PYTHONSAFEPATH": "1"}
+    done = subprocess.run(
+        help_and_imports, env=environment, cwd=unpacked_wheel, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.startswith("usage: torch-ucx-rpc ")
+    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    assert "_torch_ucx_rpc_cli" in imported
+    assert not {"torch", "torch_ucx_rpc"} & imported
+
+
 def test_the_wheel_says_so_with_another_torch(unpacked_wheel):
     script = "import torch; torch.__version__ = '2.99.0'; import torch_ucx_rpc"
     done = run_with_wheel(unpacked_wheel, "-c", script)

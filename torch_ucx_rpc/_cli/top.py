@@ -174,7 +174,7 @@ def _table(layout: Layout, shown: list[str], rows: Rows, width: int) -> Table:
     for column in shown:
         if column in layout.texts:
             # Errors of workers stand here too, and may be long.
-            table.add_column(column, no_wrap=True, max_width=max(12, width // 4))
+            table.add_column(column, no_wrap=True, max_width=max(12, width // 5))
         else:
             table.add_column(column, justify="right", no_wrap=True)
     for row in rows:
@@ -237,7 +237,7 @@ def _peers(before: View | None, now: View) -> tuple[Layout, Rows]:
     layout = Layout(
         ("from", "to", "state", "lanes"),
         (f"calls{per}", "open", "p50", "p99", f"sent{per}", "failed"),
-        ("sent", "open", "p50", "state"),
+        ("sent", "open", "p50", "failed"),
     )
     rows: Rows = []
     for rank, worker in now.workers.items():
