@@ -34,7 +34,7 @@ The package, module by module and room by room; the docstring of each room lists
 * ``_native_op``   `native_op`
 * ``_observe``     `statistics`, for Prometheus and ``python -m torch_ucx_rpc top`` too; `on_lost`
 * ``_torch``       everything that is changed in torch
-* ``_cli``         the commands of ``python -m torch_ucx_rpc``, a module each
+* ``_cli``         the commands of ``torch-ucx-rpc``, a module each
 * ``__main__``     ``python -m torch_ucx_rpc``
 * ``_C``           the agent itself, written in C++ (``csrc/``)
 """
@@ -45,9 +45,13 @@ from torch_ucx_rpc import errors
 
 
 def _runs_info() -> bool:
-    """True in ``python -m torch_ucx_rpc info``, which explains why the rest of the package cannot be imported."""
-    # These are the arguments while Python looks for the module to run. Afterwards, sys.argv[0] is its file.
-    return sys.argv[:2] == ["-m", "info"] and any(word.endswith("torch_ucx_rpc") for word in sys.orig_argv)
+    """True in the command ``info``, which explains why the rest of the package cannot be imported."""
+    # As `python -m torch_ucx_rpc`, these are the arguments while Python looks for the module. Afterwards, sys.argv[0]
+    # is its file.
+    return sys.argv[1:2] == ["info"] and (
+        sys.argv[0].endswith("torch-ucx-rpc")
+        or (sys.argv[0] == "-m" and any(word.endswith("torch_ucx_rpc") for word in sys.orig_argv))
+    )
 
 
 __version__ = "unknown"

@@ -1,8 +1,8 @@
-"""``python -m torch_ucx_rpc COMMAND``; the commands are in ``_cli``."""
+"""``python -m torch_ucx_rpc COMMAND``, which is ``torch-ucx-rpc COMMAND`` too."""
 
 import sys
 
-from torch_ucx_rpc._cli import main
+from _torch_ucx_rpc_cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -96,6 +96,10 @@ def check_seconds(name: str, value: Any) -> float:
     return seconds
 
 
+def _check_seconds_or_none(name: str, value: Any) -> float | None:
+    return None if value is None else check_seconds(name, value)
+
+
 def check_url(name: str, value: Any) -> str:
     if not isinstance(value, str):
         raise TypeError(f"{name} must be a str, the URL at which the workers meet; {_shown(value)} is none")
@@ -179,8 +183,10 @@ class UcxRpcBackendOptions(RpcBackendOptions):
         max_worker_threads (int): threads at most, when handlers wait for calls of their own (default: 512, and never
             fewer than ``num_worker_threads``). Such handlers do not count among ``num_worker_threads``, so that the
             calls they wait for find a thread. A call that still gets none fails with an error that says so.
-        rpc_timeout (float): seconds after which a call fails that was given no timeout of its own, and after which
-            ``init_rpc`` gives up on workers that do not come (default: 60). 0 is no limit.
+        rpc_timeout (float): seconds after which a call fails that was given no timeout of its own (default: 60). 0 is
+            no limit.
+        init_timeout (float | None): seconds after which ``init_rpc`` gives up on workers that do not come (default:
+            None, as long as ``rpc_timeout``). 0 is no limit.
         heartbeat_limit (float): seconds of silence after which a worker on another host, or in another pid namespace,
             is lost, and the calls to it fail (default: 10). A cut of up to half of it is survived. 0 is no limit: then
             only a process that ends is noticed. Workers of the same host are noticed when their process ends, at once.
@@ -230,6 +236,7 @@ class UcxRpcBackendOptions(RpcBackendOptions):
     num_worker_threads = _integer(1, _MOST_THREADS, "how many threads run the calls of other workers")
     max_worker_threads = _integer(1, _MOST_THREADS, "how many threads there are at most when calls are nested")
     rpc_timeout = Option(check_seconds)
+    init_timeout = Option(_check_seconds_or_none)
     heartbeat_limit = Option(check_seconds)
     init_method = Option(check_url)
     device_maps = Option(_check_device_maps)
@@ -249,6 +256,7 @@ class UcxRpcBackendOptions(RpcBackendOptions):
         num_worker_threads: int = 16,
         max_worker_threads: int = 512,
         rpc_timeout: float = 60.0,
+        init_timeout: float | None = None,
         heartbeat_limit: float = 10.0,
         init_method: str = "env://",
         device_maps: Mapping[str, Mapping[Device, Device]] | None = None,
@@ -268,6 +276,7 @@ class UcxRpcBackendOptions(RpcBackendOptions):
         self.num_worker_threads = num_worker_threads
         self.max_worker_threads = max_worker_threads
         self.rpc_timeout = rpc_timeout
+        self.init_timeout = init_timeout
         self.heartbeat_limit = heartbeat_limit
         self.init_method = init_method
         self.device_maps = device_maps

@@ -70,7 +70,7 @@ def init_rpc(
     rank, world_size = _check_arguments(name, rank, world_size, options)
     site_settings.check(world_size)
     secret = _load_secret(options)
-    store = open_store(options.init_method, rank, world_size, options.rpc_timeout)
+    store = open_store(options.init_method, rank, world_size, _init_timeout(options))
     if world_size is None:
         _join_dynamic_group(store, name, rank, options, secret)
         return
@@ -133,6 +133,10 @@ def _check_arguments(name: Any, rank: Any, world_size: Any, options: Any) -> tup
     return int(rank), world_size and int(world_size)
 
 
+def _init_timeout(options: UcxRpcBackendOptions) -> float:
+    return options.rpc_timeout if options.init_timeout is None else options.init_timeout
+
+
 def _load_secret(options: UcxRpcBackendOptions) -> Secret | None:
     secret = load_secret(options.secret_file)
     if secret is not None:
@@ -158,7 +162,7 @@ def _join_static_group(
         own = _record_of(agent, world_size)
         group = StaticGroup(store, own, secret)
         group.refuse_mixture()
-        members = gather_members(counted, own, options.rpc_timeout, secret)
+        members = gather_members(counted, own, _init_timeout(options), secret)
         agent.add_records(members, members)
         agent.group = group
         group.announce()
@@ -169,7 +173,7 @@ def _join_dynamic_group(
     store: Store, name: str, rank: int, options: UcxRpcBackendOptions, secret: Secret | None
 ) -> UcxRpcAgent:
     """Return a running agent that all members of the group have admitted."""
-    deadline = Deadline(options.rpc_timeout)
+    deadline = Deadline(_init_timeout(options))
     agent = _make_agent(name, rank, _TYPICAL_PEERS, store, options, secret)
     with _undone_on_error(agent):
         agent.group = group = DynamicGroup(store, _record_of(agent, 0), agent, secret)

@@ -120,6 +120,20 @@ def test_workers_that_do_not_come_are_named(rank: int) -> None:
     rpc.shutdown()
 
 
+@in_every_worker(of=2, init=False)
+def test_init_timeout_bounds_the_start_and_rpc_timeout_the_calls(rank: int) -> None:
+    for patience in ({"init_timeout": 1, "rpc_timeout": 600}, {"rpc_timeout": 1}):
+        with pytest.raises(RuntimeError, match=r"has waited 1 s \(init_timeout\) .* a larger init_timeout\."):
+            init_rpc(rank, world_size=3, rpc_backend_options=backend_options(**patience))
+    # Longer than its calls may take, a worker waits for one that comes late.
+    if rank == 1:
+        time.sleep(2)
+    init_rpc(rank, rpc_backend_options=backend_options(init_timeout=60, rpc_timeout=0.5))
+    assert rpc.get_rpc_timeout() == 0.5
+    rpc._set_rpc_timeout(60)
+    rpc.shutdown()
+
+
 @in_every_worker(of=3, init=False)
 def test_a_name_taken_twice_is_refused_naming_both(rank: int) -> None:
     with pytest.raises(RuntimeError, match="is not unique") as raised:

@@ -204,7 +204,7 @@ def test_a_port_that_is_taken_fails_init_rpc_and_the_next_attempt_is_free(rank: 
 
 def command_line(*arguments: str) -> tuple[int, str]:
     """Exit code and output of ``python -m torch_ucx_rpc``, run in this process: it asks this one as any other."""
-    from torch_ucx_rpc._cli import main
+    from _torch_ucx_rpc_cli import main
 
     with contextlib.redirect_stdout(io.StringIO()) as output:
         code = main(arguments)
@@ -262,10 +262,10 @@ def test_a_worker_that_cannot_be_watched_works_all_the_same(rank: int) -> None:
 
 
 def test_where_no_worker_runs_top_says_where_to_start_it(capsys: pytest.CaptureFixture[str]) -> None:
-    from torch_ucx_rpc._cli import main
+    from _torch_ucx_rpc_cli import ExitCode, main
 
-    assert main(["top", "--once", "--pid", str(os.getpid())]) == 1
-    assert "no worker of this user runs on this host in process" in capsys.readouterr().out
+    assert main(["top", "--once", "--pid", str(os.getpid())]) == ExitCode.NO_JOB
+    assert "no worker of this user runs on this host in process" in capsys.readouterr().err
 
 
 def observation():

@@ -172,6 +172,6 @@ def test_a_stranger_that_asks_all_the_same_is_not_heard(run_workers: Callable[..
     arguments = (join_beside_a_member, Steps(tmp_path), believe_everything_without_the_secret)
     # The member warns of it on stderr.
     [member, (error, _)] = run_workers(2, *arguments, init=False, silent=False)
-    assert "has waited 2 s (rpc_timeout) to be admitted to the group by rank 0 ('worker0'" in error
+    assert "has waited 2 s (init_timeout) to be admitted to the group by rank 0 ('worker0'" in error
     # Its join and its goodbye.
     assert member == ("ok", 2)

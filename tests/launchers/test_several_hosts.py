@@ -9,6 +9,8 @@ from collections.abc import Callable
 import pytest
 from labs import VirtualHosts
 
+from _torch_ucx_rpc_cli import ExitCode
+
 from ._reports import ENVIRON, FAIL_ONCE, MEET, PYTHON, assert_all_called
 
 pytestmark = pytest.mark.field
@@ -89,8 +91,34 @@ def test_a_failure_on_one_host_ends_the_job_on_both_and_both_show_it(hosts: Virt
         assert output.splitlines()[-1] == "the cause"
 
 
+def test_a_failure_on_one_host_starts_the_job_again_on_both(hosts: VirtualHosts) -> None:
+    program = [
+        "-c",
+        "import os, sys, time; attempt = os.environ['TORCHELASTIC_RESTART_COUNT']; "
+        "time.sleep(60 if attempt == '0' and os.environ['RANK'] != '3' else 0); "
+        "print('rank', os.environ['RANK'], 'attempt', attempt); sys.exit('the cause' if attempt == '0' else 0)",
+    ]
+    ends = run_on_two(hosts, lambda number: torch_ucx_rpc_run(number, "--max-restarts", "1", *program))
+    for number, (code, output) in enumerate(ends):
+        assert code == 0, ends
+        assert "restart 1 of 1 of all workers, since worker3 (pid" in output
+        for rank in (2 * number, 2 * number + 1):
+            assert f"rank {rank} attempt 1" in output
+
+
+def test_a_job_on_two_hosts_forms_anew_after_a_restart(hosts: VirtualHosts) -> None:
+    def command(number: int) -> list[str]:
+        meeting = ["--nnodes", "2", "--node-rank", str(number), "--rdzv", "n1:29500"]
+        return [PYTHON, "-m", "torch_ucx_rpc", "run", "-n", "1", *meeting, "--max-restarts", "1", FAIL_ONCE]
+
+    ends = run_on_two(hosts, command)
+    for rank, (code, output) in enumerate(ends):
+        assert code == 0, ends
+        assert f"{rank} is through, in attempt 1" in output
+
+
 def test_roles_that_do_not_fit_all_hosts_are_refused_on_both(hosts: VirtualHosts) -> None:
     ends = run_on_two(hosts, lambda number: torch_ucx_rpc_run(number, "--role", "ps=3", "-c", "pass"))
     for code, output in ends:
-        assert code == 1
+        assert code == ExitCode.NOT_STARTED
         assert "the roles are for 3 workers, and all machines together start 4" in output

@@ -248,7 +248,7 @@ def look_at_services(rank: int, steps: Steps) -> None:
 
 
 def command_line(*arguments: str) -> tuple[int, str]:
-    from torch_ucx_rpc._cli import main
+    from _torch_ucx_rpc_cli import main
 
     with contextlib.redirect_stdout(io.StringIO()) as output:
         code = main(arguments)

@@ -11,7 +11,8 @@ import sys
 import pytest
 from labs import VirtualHosts, needs_virtual_hosts
 
-from torch_ucx_rpc._cli import main
+from _torch_ucx_rpc_cli import ExitCode, main
+from torch_ucx_rpc._cli._console import with_progress
 from torch_ucx_rpc._cli.check import Pair, Place, judge
 
 PLACE = Place(host="a", machine="1", ipc="ipc:[1]", address="10.0.0.1", infiniband=[], has_cuda=False, tls=None)
@@ -93,6 +94,28 @@ def test_without_rich_it_says_how_to_get_it(
     assert "this command needs the package rich: pip install rich" in capsys.readouterr().err
 
 
+# ---- Progress --------------------------------------------------------------------------------------------------------
+
+
+def test_the_bar_is_on_stderr_and_where_that_is_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert list(with_progress(iter("abc"), 3, "counting letters")) == ["a", "b", "c"]
+    assert capsys.readouterr() == ("", "")
+    monkeypatch.setenv("FORCE_COLOR", "1")  # rich takes this for a terminal
+    monkeypatch.setenv("TERM", "xterm")
+    assert list(with_progress(iter("abc"), 3, "counting letters")) == ["a", "b", "c"]
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "counting letters" in err
+    assert "100%" in err
+
+
+def test_without_rich_there_is_no_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "rich.progress", None)
+    assert list(with_progress(iter("abc"), 3, "counting letters")) == ["a", "b", "c"]
+
+
 # ---- Run -------------------------------------------------------------------------------------------------------------
 
 COMMAND = [sys.executable, "-m", "torch_ucx_rpc", "check"]
@@ -113,9 +136,17 @@ def test_alone_it_starts_workers_and_the_exit_code_tells_of_warnings() -> None:
     assert all(pair["latency_us"] > 0 and pair["bytes_per_s"] > 0 for pair in report["pairs"])
     assert report["warnings"] == report["errors"] == []
     done = subprocess.run(COMMAND, env=environment(UCX_TLS="tcp,self"), capture_output=True, text=True, check=False)
-    assert done.returncode == 1, done.stderr
+    assert done.returncode == ExitCode.WARNINGS, done.stderr
     assert "WARNING: worker0 and worker1 are both on" in done.stdout
     assert "UCX_TLS=tcp,self leaves it out" in done.stdout
+
+
+def test_workers_that_do_not_come_have_an_exit_code_of_their_own() -> None:
+    variables = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    command = [*COMMAND, "--timeout", "0.5", "--json"]
+    done = subprocess.run(command, env=environment(**variables), capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (ExitCode.UNREACHABLE, ""), done.stderr
+    assert "check: " in done.stderr
 
 
 def test_on_two_hosts_with_an_interface_that_leads_nowhere_the_other_one_is_taken() -> None:

@@ -15,8 +15,9 @@ import pytest
 import torch
 
 import torch_ucx_rpc
+from _torch_ucx_rpc_cli import ExitCode, main
 from torch_ucx_rpc import _native
-from torch_ucx_rpc._cli import info, main
+from torch_ucx_rpc._cli import info
 
 PACKAGE = Path(torch_ucx_rpc.__file__).parent
 EXTENSION = f"_C{sysconfig.get_config_var('EXT_SUFFIX')}"
@@ -125,6 +126,46 @@ def test_little_shared_memory_and_few_files_are_problems(monkeypatch: pytest.Mon
     assert "--shm-size=1g" in text
     assert "a process may open 1024 files" in text
     assert "ulimit -n 65536" in text
+
+
+@pytest.mark.parametrize(
+    ("wheels", "cuda", "complaint", "cure"),
+    [
+        ({"libucx-cu12"}, "13.0", "this torch is for CUDA 13.0, and UCX comes from libucx-cu12", "install libucx-cu13"),
+        ({"libucx-cu13"}, "12.8", "this torch is for CUDA 12.8, and UCX comes from libucx-cu13", "install libucx-cu12"),
+        ({"libucx-cu12", "libucx-cu13"}, None, "libucx-cu12 and libucx-cu13 are installed", "pip uninstall"),
+        ({"libucx-cu12"}, "12.8", None, ""),
+        ({"libucx-cu12"}, None, None, ""),
+        (set(), "13.0", None, ""),
+    ],
+)
+def test_a_ucx_for_another_cuda_than_torchs_is_a_problem(
+    monkeypatch: pytest.MonkeyPatch, wheels: set[str], cuda: str | None, complaint: str | None, cure: str
+) -> None:
+    version = info._version
+    monkeypatch.setattr(
+        info, "_version", lambda name: "1" if name in wheels else None if "ucx-" in name else version(name)
+    )
+    monkeypatch.setattr(info, "_source", lambda path: info._WHEEL)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    found = [p for p in info.collect().problems if "libucx-cu" in p.problem]
+    assert [(complaint in p.problem, cure in p.cure, p.is_fatal) for p in found] == (
+        [] if complaint is None else [(True, True, False)]
+    )
+
+
+def test_strict_has_an_exit_code_for_problems_that_are_not_fatal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    problem = info.Problem("a problem", "its cure")
+    for problems, code, strict in (([], 0, 0), ([problem], 0, ExitCode.WARNINGS)):
+        monkeypatch.setattr(info, "collect", lambda problems=problems: info.Report(problems=problems))
+        assert main(["info"]) == code
+        assert main(["info", "--strict"]) == strict
+        assert main(["info", "--strict", "--json"]) == strict
+    fatal = info.Problem("a problem", "its cure", is_fatal=True)
+    monkeypatch.setattr(info, "collect", lambda: info.Report(problems=[problem, fatal]))
+    assert main(["info", "--strict"]) == main(["info"]) == ExitCode.BROKEN
 
 
 # ---- Where the package cannot be imported ----------------------------------------------------------------------------

@@ -202,7 +202,7 @@ def meet_unless_absent(rank: int, absent: set[int]) -> str:
 
 def test_absent_ranks_are_named_everywhere_and_so_are_those_present() -> None:
     first, *others = run_workers(6, meet_unless_absent, {2, 3, 5}, init=False)
-    assert "has waited 3 s (rpc_timeout) for all 6 workers" in first
+    assert "has waited 3 s (init_timeout) for all 6 workers" in first
     assert "these ranks have not come: 2-3, 5. Present are the ranks 0-1, 4 on " in first
     assert others == [first, "absent", "absent", first, "absent"]
 

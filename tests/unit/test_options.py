@@ -20,6 +20,7 @@ CHANGED = {
     "num_worker_threads": 5,
     "max_worker_threads": 50,
     "rpc_timeout": 0.1,
+    "init_timeout": 600.5,
     "heartbeat_limit": 2.5,
     "init_method": "tcp://127.0.0.1:29500",
     "device_maps": {"ps": {"cuda:0": "cuda:1"}},
@@ -39,6 +40,7 @@ def test_defaults() -> None:
     options = UcxRpcBackendOptions()
     assert options.num_worker_threads == rpc.constants.DEFAULT_NUM_WORKER_THREADS
     assert options.rpc_timeout == rpc.constants.DEFAULT_RPC_TIMEOUT_SEC
+    assert options.init_timeout is None
     assert options.max_worker_threads == 512
     assert options.heartbeat_limit == 10
     assert options.init_method == rpc.constants.DEFAULT_INIT_METHOD
@@ -150,6 +152,8 @@ def test_an_unknown_attribute_is_refused() -> None:
         ("rpc_timeout", "60"),
         ("rpc_timeout", None),
         ("rpc_timeout", timedelta(seconds=60)),
+        ("init_timeout", "60"),
+        ("init_timeout", True),
         ("init_method", b"env://"),
         ("init_method", None),
         ("device_maps", ["ps"]),
@@ -192,6 +196,8 @@ def test_a_wrong_type_is_refused_with_what_is_right(name: str, value: object) ->
         ("rpc_timeout", math.nan),
         ("rpc_timeout", math.inf),
         ("rpc_timeout", 1e30),
+        ("init_timeout", -1),
+        ("init_timeout", math.nan),
         ("init_method", ""),
         ("init_method", "localhost:29500"),
         ("receive_window_bytes", 0),
@@ -304,6 +310,7 @@ def test_the_page_on_options_has_each_with_its_default() -> None:
     shown = {
         **{name: repr(getattr(options, name)) for name in CHANGED},
         "rpc_timeout": f"{options.rpc_timeout:g}",
+        "init_timeout": "that of `rpc_timeout`",
         "heartbeat_limit": f"{options.heartbeat_limit:g}",
         "init_method": f'`"{options.init_method}"`',
         "waiting": f'`"{options.waiting}"`',

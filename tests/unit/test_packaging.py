@@ -113,7 +113,7 @@ def imported_by_the_package() -> set[str]:
                 # Other than a text it is the name of a module of this package.
                 names |= {argument.value for argument in node.args if isinstance(argument, ast.Constant)}
     roots = {name.partition(".")[0] for name in names}
-    return roots - sys.stdlib_module_names - {"torch_ucx_rpc", "_torch_ucx_rpc_autoload"}
+    return roots - sys.stdlib_module_names - {"torch_ucx_rpc", "_torch_ucx_rpc_autoload", "_torch_ucx_rpc_cli"}
 
 
 def test_conda_environment_has_all_that_the_package_imports(conda_environment):
@@ -189,6 +189,21 @@ def test_the_wheel_has_every_module_and_runs_with_the_torch_it_was_built_for(unp
     facts = json.loads(done.stdout)["torch_ucx_rpc"]
     assert facts["path"] == str(unpacked_wheel / "torch_ucx_rpc")
     assert facts["extension"] == "loaded"
+
+
+@pytest.mark.field
+def test_the_wheel_has_the_program_whose_help_needs_nothing_of_the_package(unpacked_wheel):
+    program = unpacked_wheel / "bin" / "torch-ucx-rpc"
+    assert os.access(program, os.X_OK)
+    help_and_imports = [sys.executable, "-X", "importtime", str(program), "--help"]
+    environment = {**os.environ, "PYTHONPATH": str(unpacked_wheel), "PYTHONSAFEPATH": "1"}
+    done = subprocess.run(
+        help_and_imports, env=environment, cwd=unpacked_wheel, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.startswith("usage: torch-ucx-rpc ")
+    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    assert "_torch_ucx_rpc_cli" in imported
+    assert not {"torch", "torch_ucx_rpc"} & imported
 
 
 @pytest.mark.field

@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from _torch_ucx_rpc_cli import ExitCode, main
+
 PROGRAMS = Path(__file__).resolve().parents[1] / "launchers" / "programs"
 
 COMMAND = [sys.executable, "-m", "torch_ucx_rpc", "run"]
@@ -209,6 +211,70 @@ def test_a_worker_killed_from_outside_ends_the_job() -> None:
     assert [pid for pid in pids if is_running(pid)] == []
 
 
+# ---- Restarts --------------------------------------------------------------------------------------------------------
+
+
+def test_a_failed_job_is_started_again_and_the_group_forms_anew(tmp_path: Path) -> None:
+    logs = tmp_path / "logs"
+    done = run("--role", "worker=2", "--max-restarts", 2, "--log-dir", logs, PROGRAMS / "fail_once.py")
+    assert done.returncode == 0, done.stderr
+    [line] = done.stderr.splitlines()
+    assert re.fullmatch(
+        r"torch_ucx_rpc run: restart 1 of 2 of all workers, since worker1 \(pid \d+ on \S+\) ended with exit code 1",
+        line,
+    )
+    # The files go on from one attempt to the next.
+    assert "KeyError: 'the cause'" in (logs / "worker1.stderr").read_text()
+    for rank in (0, 1):
+        assert (logs / f"worker{rank}.stdout").read_text() == f"{rank} is through, in attempt 1\n"
+
+
+def test_when_no_restart_is_left_the_last_failure_is_reported() -> None:
+    code = """
+import os, sys, time
+attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
+if os.environ["RANK"] == attempt:
+    sys.exit(f"the cause of attempt {attempt} of {os.environ['TORCHELASTIC_MAX_RESTARTS']}")
+time.sleep(60)
+"""
+    done = run("-n", 2, "--max-restarts", 1, "-c", code)
+    assert done.returncode == 1
+    assert "restart 1 of 1 of all workers, since worker0 (pid" in done.stderr
+    assert "the others have been ended, since worker1 (pid" in done.stderr
+    assert done.stderr.splitlines()[-1] == "the cause of attempt 1 of 1"
+    # The last words are those of that worker in that attempt.
+    assert done.stderr.count("the cause of attempt 0") == 1
+
+
+def test_ctrl_c_is_no_reason_for_a_restart() -> None:
+    with running("--max-restarts", "3") as (launcher, pids):
+        launcher.send_signal(signal.SIGINT)
+        _, errors = launcher.communicate(timeout=60)
+    assert launcher.returncode == 128 + signal.SIGINT
+    assert "restart" not in errors
+    assert [pid for pid in pids if is_running(pid)] == []
+
+
+# ---- As many as there are --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("devices", ["auto", "cpu"])
+def test_as_many_workers_as_torchrun_counts(devices: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.distributed.run import determine_local_world_size
+
+    monkeypatch.setitem(ENVIRON, "CUDA_VISIBLE_DEVICES", "")
+    done = run("-n", devices, "-c", "import os; print(os.environ['WORLD_SIZE'])")
+    count = determine_local_world_size("cpu")
+    assert sorted(done.stdout.splitlines()) == sorted(f"[worker{rank}] {count}" for rank in range(count))
+
+
+def test_without_a_gpu_none_can_be_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ENVIRON, "CUDA_VISIBLE_DEVICES", "")
+    done = run("-n", "gpu", "-c", "pass")
+    assert done.returncode == ExitCode.WRONG_ARGUMENTS
+    assert "--nproc gpu: Cuda is not available." in done.stderr
+
+
 # ---- Wrong arguments -------------------------------------------------------------------------------------------------
 
 
@@ -220,6 +286,8 @@ def test_a_worker_killed_from_outside_ends_the_job() -> None:
         ("-n 2 -m", "-m needs a module"),
         ("-c pass", "how many workers? -n N, or --role NAME=COUNT"),
         ("-n 0 -c pass", "0 is not a number from 1 on"),
+        ("-n two -c pass", "two is neither a number nor one of auto, cpu, gpu"),
+        ("-n 2 --max-restarts -1 -c pass", "-1 is not a number from 0 on"),
         ("--role ps -c pass", "'ps' is not like trainer=8"),
         ("--role ps=1 --role ps=2 -c pass", "each role once"),
         ("-n 3 --role ps=2 -c pass", "-n 3, and the roles are for 2 workers"),
@@ -230,18 +298,14 @@ def test_a_worker_killed_from_outside_ends_the_job() -> None:
         ("--role ps=3 --nnodes 2 --node-rank 0 --rdzv a:1 -c pass", "3 workers cannot be divided evenly"),
     ],
 )
-def test_wrong_arguments_are_explained(
-    arguments: str, error: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from torch_ucx_rpc import _cli
-
+def test_wrong_arguments_are_explained(arguments: str, error: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
-        _cli.main(["run", *arguments.split()])
+        main(["run", *arguments.split()])
     assert ended.value.code == 2
     assert error in capsys.readouterr().err
 
 
 def test_a_meeting_place_that_is_not_on_the_first_machine_is_refused() -> None:
     done = run("-n", 1, "--nnodes", 2, "--node-rank", 0, "--rdzv", "192.0.2.77:29500", "-c", "pass")
-    assert done.returncode == 1
+    assert done.returncode == ExitCode.NOT_STARTED
     assert "--rdzv 192.0.2.77:29500 is not on this machine" in done.stderr

@@ -161,7 +161,7 @@ class DynamicGroup:
                 break
             if is_over:
                 raise RuntimeError(
-                    f"{self._own} has waited {deadline.timeout:g} s (rpc_timeout) to be admitted to the group by "
+                    f"{self._own} has waited {deadline.timeout:g} s (init_timeout) to be admitted to the group by "
                     f"{', '.join(map(str, waited_for.values()))}: they are in its list of members, but do not answer. "
                     f"They may hang, or have died with their host."
                 )

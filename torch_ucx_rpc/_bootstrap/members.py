@@ -332,9 +332,9 @@ def _absent(records: list[Record], own: Record, deadline: Deadline) -> RuntimeEr
     # Without rank 0, nobody tells all at the same time: other workers may have been here and left just now.
     not_come = "have not come" if own.rank == 0 else "have not come, or have given up"
     return RuntimeError(
-        f"init_rpc has waited {deadline.timeout:g} s (rpc_timeout) for all {own.world_size} workers, and these ranks "
+        f"init_rpc has waited {deadline.timeout:g} s (init_timeout) for all {own.world_size} workers, and these ranks "
         f"{not_come}: {absent}. Present are the ranks {present}. Check that every worker has been started and got "
-        f"as far as init_rpc, with the same world_size and init_method; or give them more time, a larger rpc_timeout."
+        f"as far as init_rpc, with the same world_size and init_method; or give them more time, a larger init_timeout."
     )
 
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import argparse
 import math
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
     import rich.console
+
+T = TypeVar("T")
 
 
 def console(arguments: argparse.Namespace) -> rich.console.Console:
@@ -17,6 +20,18 @@ def console(arguments: argparse.Namespace) -> rich.console.Console:
     except ImportError:
         arguments.error("this command needs the package rich: pip install rich")
     return rich.console.Console(soft_wrap=False)
+
+
+def with_progress(items: Iterable[T], total: int, what: str) -> Iterator[T]:
+    """Pass ``items`` on, with a progress bar on stderr where that is a terminal and rich is installed."""
+    try:
+        import rich.console
+        import rich.progress
+    except ImportError:
+        yield from items
+        return
+    stderr = rich.console.Console(stderr=True)
+    yield from rich.progress.track(items, what, total, console=stderr, transient=True, disable=not stderr.is_terminal)
 
 
 def human_bytes(count: float) -> str:

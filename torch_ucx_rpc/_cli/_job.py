@@ -9,6 +9,7 @@ import dataclasses
 import json
 import signal
 import socket
+import sys
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -31,10 +32,11 @@ _LAST_MOMENTS_S = 3.0
 # A machine that refuses to start its workers stays for at most this long, until the others have refused too.
 _REFUSAL_S = 5.0
 
-# Keys of the Store: how many machines have refused to start, how many are done, and the first failure as JSON.
+# Keys of the Store: how many machines have refused to start; for each attempt how many machines are done, and the first
+# failure as JSON.
 _REFUSED = "torch_ucx_rpc/run/refused"
-_DONE = "torch_ucx_rpc/run/done"
-_FAILED = "torch_ucx_rpc/run/failed"
+_DONE = "torch_ucx_rpc/run/{attempt}/done"
+_FAILED = "torch_ucx_rpc/run/{attempt}/failed"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,10 +50,14 @@ class Failure(Exception):
     last_words: str
 
     def __str__(self) -> str:
+        return f"the others have been ended, since {self.reason}"
+
+    @property
+    def reason(self) -> str:
         end = f"exit code {self.exit_code}"
         if self.exit_code < 0:
             end = signal.Signals(-self.exit_code).name
-        return f"the others have been ended, since {self.worker} (pid {self.pid} on {self.host}) ended with {end}"
+        return f"{self.worker} (pid {self.pid} on {self.host}) ended with {end}"
 
 
 class WorkerNames(LogsSpecs):
@@ -100,7 +106,11 @@ class WorkerNames(LogsSpecs):
 
 
 class JobAgent(LocalElasticAgent):
-    """elastic's agent of this machine; raises the first `Failure` of the job, on whichever machine it is."""
+    """elastic's agent of this machine; raises the first `Failure` of the job, on whichever machine it is.
+
+    While restarts are left, elastic starts the workers again instead, on all machines: each of them learns of the
+    failure.
+    """
 
     def __init__(self, spec: WorkerSpec, names: WorkerNames, output: WorkerOutput) -> None:
         super().__init__(spec, logs_specs=names)
@@ -125,8 +135,31 @@ class JobAgent(LocalElasticAgent):
             while worker_group.store.add(_REFUSED, 0) < worker_group.group_world_size and time.monotonic() < until:
                 time.sleep(MONITOR_INTERVAL_S)
 
+    def _stop_workers(self, worker_group: Any) -> None:
+        super()._stop_workers(worker_group)
+        # Another attempt may follow, with the same names.
+        self._output.finish()
+        self._result = None
+
+    @property
+    def _attempt(self) -> int:
+        """The number of restarts so far, as the workers know it from TORCHELASTIC_RESTART_COUNT."""
+        attempt: int = self._worker_group.spec.max_restarts - self._remaining_restarts
+        return attempt
+
     # Any: torch declares the attributes that a started group has as None.
     def _monitor_workers(self, worker_group: Any) -> RunResult:
+        try:
+            return self._look(worker_group)
+        except Failure as failure:
+            if self._remaining_restarts == 0:
+                raise
+            count = f"{self._attempt + 1} of {worker_group.spec.max_restarts}"
+            print(f"torch_ucx_rpc run: restart {count} of all workers, since {failure.reason}", file=sys.stderr)
+            # elastic restarts the workers of this machine.
+            return RunResult(state=WorkerState.FAILED)
+
+    def _look(self, worker_group: Any) -> RunResult:
         if self._result is None:
             if self._is_one_ending():
                 return RunResult(state=WorkerState.HEALTHY)
@@ -139,7 +172,7 @@ class JobAgent(LocalElasticAgent):
             self._result = result
             # If the Store is gone, `_are_others_done` notices.
             with contextlib.suppress(DistError):
-                worker_group.store.add(_DONE, 1)
+                worker_group.store.add(_DONE.format(attempt=self._attempt), 1)
         return self._result if self._are_others_done(worker_group) else RunResult(state=WorkerState.HEALTHY)
 
     def _exit_barrier(self) -> None:
@@ -162,7 +195,7 @@ class JobAgent(LocalElasticAgent):
     def _are_others_done(self, worker_group: Any) -> bool:
         try:
             self._look_elsewhere(worker_group)
-            done: int = worker_group.store.add(_DONE, 0)
+            done: int = worker_group.store.add(_DONE.format(attempt=self._attempt), 0)
         except (DistError, _StoreLost):
             # The machine with the Store leaves when all are done.
             return True
@@ -172,8 +205,9 @@ class JobAgent(LocalElasticAgent):
     def _look_elsewhere(self, worker_group: Any) -> None:
         if worker_group.group_world_size == 1:
             return
+        key = _FAILED.format(attempt=self._attempt)
         try:
-            news = worker_group.store.get(_FAILED) if worker_group.store.check([_FAILED]) else None
+            news = worker_group.store.get(key) if worker_group.store.check([key]) else None
         except DistError as error:
             raise _StoreLost(
                 f"the launcher that holds the Store of the job has ended, or cannot be reached any more: {error}"
@@ -184,7 +218,7 @@ class JobAgent(LocalElasticAgent):
     def _told_others(self, worker_group: Any, failure: Failure) -> Failure:
         if worker_group.group_world_size > 1:
             try:
-                worker_group.store.set(_FAILED, json.dumps(dataclasses.asdict(failure)))
+                worker_group.store.set(_FAILED.format(attempt=self._attempt), json.dumps(dataclasses.asdict(failure)))
             except DistError:
                 # Without a Store, the others know that something is wrong.
                 return failure
@@ -195,7 +229,7 @@ class JobAgent(LocalElasticAgent):
     def _first_failure(self, result: RunResult) -> Failure:
         """The first of several failures found at once. A worker that was killed did not fail because of another one."""
         # The failed workers have ended, so their output has arrived, or is about to.
-        self._output.close()
+        self._output.finish()
 
         def order(item: tuple[int, Any]) -> tuple[int, float]:
             rank, failure = item

@@ -45,6 +45,10 @@ class Stream:
         self._unfinished = lines.pop() if lines and not lines[-1].endswith((b"\n", b"\r")) else b""
         self._pass_on(lines)
 
+    def forget(self) -> None:
+        self.last_lines.clear()
+        self.last_traceback = float("-inf")
+
     def finish(self) -> None:
         if self._unfinished:
             self._pass_on([self._unfinished + b"\n"])
@@ -70,7 +74,7 @@ class Stream:
 
 
 class WorkerOutput:
-    """Reads the output of workers from named pipes, on a thread of its own, until ``close()``.
+    """Reads the output of workers from named pipes, on a thread of its own, from ``start()`` to ``finish()``.
 
     Pipes rather than files: the output of a long job is kept only if the user asks for it, and a worker cannot write
     faster than its output is read.
@@ -90,8 +94,14 @@ class WorkerOutput:
         self._thread: threading.Thread | None = None
 
     def path(self, worker: str, kind: str) -> str:
-        """The pipe for a worker's ``"stdout"`` or ``"stderr"``. To be called for all workers before `start`."""
+        """The pipe for a worker's ``"stdout"`` or ``"stderr"``. To be called for all workers before `start`.
+
+        A worker that is started again gets the same one, and the last words of its earlier life are forgotten.
+        """
         pipe = self._pipes / f"{worker}.{kind}"
+        if (worker, kind) in self._streams:
+            self._streams[worker, kind].forget()
+            return str(pipe)
         os.mkfifo(pipe, 0o600)
         if self._directory is None:
             target: BinaryIO = getattr(sys, kind).buffer
@@ -108,19 +118,29 @@ class WorkerOutput:
 
     def error_file(self, worker: str) -> str:
         """The file for a report of ``torch.distributed.elastic.multiprocessing.errors.record``, if any."""
-        return str(self._pipes / f"{worker}.error.json")
+        file = self._pipes / f"{worker}.error.json"
+        # That of the worker's earlier life.
+        file.unlink(missing_ok=True)
+        return str(file)
 
     def start(self) -> None:
+        """Pass output on as it comes, until `finish`."""
+        self._is_over.clear()
         self._thread = threading.Thread(target=self._follow, name="torch_ucx_rpc-output", daemon=True)
         self._thread.start()
 
-    def close(self) -> None:
-        """Pass on the rest of the output. All workers have ended."""
+    def finish(self) -> None:
+        """Pass on the rest of the output. All workers have ended; `start` is for the next ones."""
         self._is_over.set()
         if self._thread is not None:
             self._thread.join()
+            self._thread = None
         for stream in self._streams.values():
             stream.finish()
+
+    def close(self) -> None:
+        """Pass on the rest of the output, and release all files. All workers have ended."""
+        self.finish()
         self._resources.close()
 
     def last_traceback(self, worker: str) -> float:

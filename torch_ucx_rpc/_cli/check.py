@@ -1,9 +1,4 @@
-"""Start workers, let each call every other, and show for each pair which way UCX took and how fast it is.
-
-Alone it starts workers on this machine. Under a launcher (srun, mpirun, torchrun) each process is a worker, and rank 0
-prints. Pairs that are slower than they should be get a warning, with the cure. The exit code, of rank 0, is 0 if all is
-well, 1 after warnings, and 2 if workers could not call each other.
-"""
+"""``torch-ucx-rpc check``: has every pair of workers measured, and judges the figures."""
 
 # mypy: allow-untyped-calls
 
@@ -27,12 +22,11 @@ import torch
 import torch.distributed.rpc as rpc
 
 import torch_ucx_rpc
+from _torch_ucx_rpc_cli import ExitCode
 from torch_ucx_rpc import _agent
 from torch_ucx_rpc._bootstrap import network, record
-from torch_ucx_rpc._cli._console import console, human_bytes, human_us
+from torch_ucx_rpc._cli._console import console, human_bytes, human_us, with_progress
 from torch_ucx_rpc._launch.environment import find_launch
-
-HELP = "let all workers call each other, and show how fast they are"
 
 _SHARED_MEMORY = ("sysv/", "posix/", "xpmem/", "cma/", "knem/")
 _TENSOR_BYTES = 32 << 20
@@ -83,20 +77,6 @@ class Pair:
     error: str | None = None
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "-n",
-        "--workers",
-        type=int,
-        metavar="N",
-        help="how many workers to start here (default: 2; not under a launcher)",
-    )
-    parser.add_argument(
-        "--timeout", type=float, default=60.0, metavar="S", help="seconds to wait for workers and calls (default: 60)"
-    )
-    parser.add_argument("--json", action="store_true", help="print everything that was measured as JSON")
-
-
 def main(arguments: argparse.Namespace) -> int:
     if not arguments.json:
         console(arguments)
@@ -145,10 +125,10 @@ def _work(rank: int | None, size: int, url: str, arguments: argparse.Namespace) 
         rpc.shutdown(timeout=2 * arguments.timeout + _PAIR_S * size**2)
     except (RuntimeError, ValueError) as error:
         print(f"check: {error}", file=sys.stderr)
-        return 2
+        return ExitCode.UNREACHABLE
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
-    return 0
+    return ExitCode.OK
 
 
 def _other(rank: int, size: int, url: str, arguments: argparse.Namespace) -> None:
@@ -164,7 +144,7 @@ def _judge(arguments: argparse.Namespace) -> int:
             places[info.name] = rpc.rpc_sync(info.name, where)
         except RuntimeError as error:
             errors.append(f"{info.name} cannot be called: {error}; {_UNREACHABLE}")
-    pairs = list(_measure_all(places))
+    pairs = list(with_progress(_measure_all(places), len(places) * (len(places) - 1), "measuring pairs of workers"))
     errors += [f"{pair.caller} cannot call {pair.callee}: {pair.error}; {_UNREACHABLE}" for pair in pairs if pair.error]
     warnings, notes = judge(places, pairs)
     if arguments.json:
@@ -185,7 +165,9 @@ def _judge(arguments: argparse.Namespace) -> int:
             print("No problems found.")
     if not errors:
         rpc.shutdown(timeout=arguments.timeout)
-    return 2 if errors else 1 if warnings else 0
+    if errors:
+        return ExitCode.UNREACHABLE
+    return ExitCode.WARNINGS if warnings else ExitCode.OK
 
 
 # ---- Measuring -------------------------------------------------------------------------------------------------------

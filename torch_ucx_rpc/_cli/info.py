@@ -1,7 +1,4 @@
-"""Show what this installation and this machine offer, and problems of either, with the cure.
-
-It runs where the package itself cannot be imported too. The exit code is 1 if the package cannot be used, else 0.
-"""
+"""``torch-ucx-rpc info``: facts about the installation and the machine, and problems with their cures."""
 
 from __future__ import annotations
 
@@ -25,12 +22,12 @@ from pathlib import Path
 from typing import Any
 
 import torch_ucx_rpc
+from _torch_ucx_rpc_cli import ExitCode
 from torch_ucx_rpc._bootstrap import network, site_settings
 from torch_ucx_rpc._bootstrap.site_settings import Problem
 
-HELP = "tell versions, devices, limits and settings, and what is wrong with them"
-
 _PROBE = Path(__file__).with_name("_ucx_probe.py")
+_WHEEL = "a libucx wheel"
 # UCX takes a fraction of a second to look at a machine's devices.
 _PROBE_S = 60.0
 _MIB = 1 << 20
@@ -74,10 +71,6 @@ class Report:
         self.problems.append(Problem(problem, cure, is_fatal))
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="the same as JSON")
-
-
 def main(arguments: argparse.Namespace) -> int:
     report = collect()
     if arguments.json:
@@ -85,7 +78,9 @@ def main(arguments: argparse.Namespace) -> int:
         print(json.dumps({**report.facts, "problems": problems}, indent=2))
     else:
         print(_text(report))
-    return 1 if any(problem.is_fatal for problem in report.problems) else 0
+    if any(problem.is_fatal for problem in report.problems):
+        return ExitCode.BROKEN
+    return ExitCode.WARNINGS if arguments.strict and report.problems else ExitCode.OK
 
 
 def collect() -> Report:
@@ -233,12 +228,35 @@ def _ucx(report: Report) -> None:
             "correct the UCX_* variable that it is about, listed under environment, or unset it",
             is_fatal=level == "ERROR" and found["resources"] is None,
         )
+    _wheel(report)
     _infiniband(report, transports, path)
+
+
+def _wheel(report: Report) -> None:
+    """The libucx wheels: there is one for each version of CUDA, and all unpack into the same folder."""
+    wheels = [name for name in ("libucx-cu11", "libucx-cu12", "libucx-cu13") if _version(name)]
+    torch_cuda = report.facts["torch"].get("built_with_CUDA")
+    if len(wheels) > 1:
+        report.complain(
+            f"{' and '.join(wheels)} are installed, which overwrite each other's files",
+            f"pip uninstall {' '.join(wheels)}; then pip install the one of torch's CUDA",
+        )
+    elif (
+        wheels
+        and torch_cuda
+        and report.facts["UCX"]["source"] == _WHEEL
+        and not wheels[0].endswith(f"cu{torch_cuda.split('.')[0]}")
+    ):
+        right = f"libucx-cu{torch_cuda.split('.')[0]}"
+        report.complain(
+            f"this torch is for CUDA {torch_cuda}, and UCX comes from {wheels[0]}, which is for another one",
+            f"pip uninstall {wheels[0]}; pip install {right}",
+        )
 
 
 def _source(path: Path) -> str:
     if "libucx" in path.parts:
-        return "a libucx wheel"
+        return _WHEEL
     if path.is_relative_to(os.environ.get("CONDA_PREFIX") or "/nowhere"):
         return "conda"
     return "this Python's prefix" if path.is_relative_to(sys.prefix) and sys.prefix != "/usr" else "the system"

@@ -1,13 +1,6 @@
-"""Start the workers of a job on this machine, or this machine's part of a job on several, and wait for their end.
+"""``torch-ucx-rpc run``: checks the arguments, and runs this machine's part of the job by torch.distributed.elastic."""
 
-Each worker runs the program in a Python of its own, where torch_ucx_rpc.init_rpc() needs no arguments. Its output
-appears with its name in front. When one fails, the others are ended, its traceback comes last, and its exit code is
-that of this command. Ctrl-C and SIGTERM end all.
-
-    python -m torch_ucx_rpc run -n 4 train.py --epochs 3
-    python -m torch_ucx_rpc run --role ps=2 --role trainer=8 train.py
-    python -m torch_ucx_rpc run -n 4 --nnodes 2 --node-rank 0 --rdzv host0:29500 train.py    # and 1 on the other
-"""
+# mypy: allow-untyped-calls
 
 from __future__ import annotations
 
@@ -21,64 +14,22 @@ import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from _torch_ucx_rpc_cli import ExitCode
 from torch_ucx_rpc._torch.replace import VARIABLE as REPLACE_TENSORPIPE
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.rendezvous import RendezvousHandler
 
-HELP = "start workers"
-
 # Time for the launchers of all machines to meet.
 _RENDEZVOUS_S = 600
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.usage = f"{parser.prog} [options] (<script> | -m <module> | -c <code>) [its arguments]"
-    workers = parser.add_argument_group("workers")
-    workers.add_argument("-n", "--nproc", type=_positive, metavar="N", help="workers on this machine")
-    workers.add_argument(
-        "--role",
-        dest="roles",
-        action="append",
-        default=[],
-        type=_role,
-        metavar="NAME=COUNT",
-        help="a role and how many workers of the whole job have it; repeated, in the order of ranks. A worker finds "
-        "its own in ROLE_NAME, ROLE_RANK and ROLE_WORLD_SIZE, and init_rpc() names it NAME0, NAME1, ...",
-    )
-    workers.add_argument(
-        "--replace-tensorpipe",
-        action="store_true",
-        help=f"have programs for TensorPipe run on UCX as they are ({REPLACE_TENSORPIPE}=1)",
-    )
-    workers.add_argument(
-        "--log-dir",
-        type=Path,
-        metavar="DIR",
-        help="what workers write goes to the files <name>.stdout and <name>.stderr there",
-    )
-    machines = parser.add_argument_group("several machines: the same command on each")
-    machines.add_argument("--nnodes", type=_positive, default=1, metavar="N", help="machines of the job (default: 1)")
-    machines.add_argument(
-        "--node-rank",
-        type=int,
-        metavar="R",
-        help="number of this one, from 0 on; ranks follow it",
-    )
-    machines.add_argument(
-        "--rdzv", type=_endpoint, metavar="HOST:PORT", help="where they meet: a free port of number 0"
-    )
-    program = parser.add_argument_group("program")
-    kinds = program.add_mutually_exclusive_group()
-    kinds.add_argument("-m", dest="module", nargs=argparse.REMAINDER, help="run a module, as python -m")
-    kinds.add_argument("-c", dest="code", nargs=argparse.REMAINDER, help="run this code, as python -c")
-    program.add_argument("script", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
-
-
 def main(arguments: argparse.Namespace) -> int:
-    """Returns the exit code: 0, that of the first worker that failed, or 128 and the number of a signal."""
+    """Returns the exit code: 0, that of the first worker that failed, 128 and the number of a signal, or 6."""
     program = _program(arguments)
     roles = dict(arguments.roles)
+    if isinstance(arguments.nproc, str):
+        arguments.nproc = _count(arguments)
     _check(arguments, roles)
     # elastic would log every step to stderr.
     if "LOGLEVEL" not in os.environ:
@@ -109,6 +60,17 @@ def _program(arguments: argparse.Namespace) -> list[str]:
     if not Path(script[0]).exists():
         arguments.error(f"there is no script {script[0]}")
     return script
+
+
+def _count(arguments: argparse.Namespace) -> int:
+    """The number of workers for ``--nproc auto``, ``cpu`` or ``gpu``, as torchrun counts them."""
+    from torch.distributed.run import determine_local_world_size
+
+    try:
+        count: int = determine_local_world_size(arguments.nproc)
+    except ValueError as error:
+        arguments.error(f"--nproc {arguments.nproc}: {error}")
+    return count
 
 
 def _check(arguments: argparse.Namespace, roles: dict[str, int]) -> None:
@@ -163,14 +125,14 @@ def _run(arguments: argparse.Namespace, roles: dict[str, int], program: list[str
                 # elastic substitutes ${local_rank}.
                 args=tuple(word.replace("$", "$$") for word in program),
                 rdzv_handler=_rendezvous(arguments),
-                max_restarts=0,
+                max_restarts=arguments.max_restarts,
                 monitor_interval=MONITOR_INTERVAL_S,
                 master_addr=host,
                 master_port=port,
                 local_addr="127.0.0.1" if arguments.nnodes == 1 else None,
             )
             JobAgent(spec, names, output).run()
-            return 0
+            return ExitCode.OK
         except Failure as failure:
             output.close()
             words = failure.last_words and f", having written:\n{failure.last_words}"
@@ -182,10 +144,10 @@ def _run(arguments: argparse.Namespace, roles: dict[str, int], program: list[str
             return 128 + received.sigval
         except DistError as error:
             print(f"torch_ucx_rpc run: no meeting at {host}:{port}, is the port in use? {error}", file=sys.stderr)
-            return 1
+            return ExitCode.NOT_STARTED
         except (RuntimeError, ValueError) as error:
             print(f"torch_ucx_rpc run: {error}", file=sys.stderr)
-            return 1
+            return ExitCode.NOT_STARTED
 
 
 def _rendezvous(arguments: argparse.Namespace) -> RendezvousHandler:
@@ -218,24 +180,3 @@ def _rendezvous(arguments: argparse.Namespace) -> RendezvousHandler:
             **options,
         )
     )
-
-
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a number from 1 on")
-    return number
-
-
-def _role(text: str) -> tuple[str, int]:
-    name, _, count = text.partition("=")
-    if not name or not count.isdecimal() or int(count) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not like trainer=8")
-    return name, int(count)
-
-
-def _endpoint(text: str) -> tuple[str, int]:
-    host, _, port = text.rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
-        raise argparse.ArgumentTypeError(f"{text!r} is not like host0:29500")
-    return host, int(port)

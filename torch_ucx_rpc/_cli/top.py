@@ -1,19 +1,4 @@
-"""Watch all workers of a running job: calls, bytes, queues, memory and latencies, each second anew.
-
-It finds the workers of this host that belong to the same user by itself, and needs no setting in the job; they ask
-the workers on other hosts. Ctrl-C ends it. The columns:
-
-    calls, open   calls made by the worker, and those of them that wait for an answer
-    p50, p99      how long calls took that were completed, of the last interval
-    sent, recv    bytes of messages
-    run, wait     calls of others that a thread is at; those that wait for one, and messages that wait at their senders
-    window        how much of receive_window_bytes is in use
-    pool          memory of receive buffers, in use and idle
-    failed        calls made by the worker that failed, since its start
-
-With --services a line for each name of torch_ucx_rpc.services and each worker that offers it: how many replicas there
-are, calls of it, those that go on, and those that have raised since it was registered.
-"""
+"""``torch-ucx-rpc top``: tables of a running job's statistics."""
 
 from __future__ import annotations
 
@@ -21,18 +6,19 @@ import argparse
 import contextlib
 import dataclasses
 import json
+import sys
 import time
-from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, TypeAlias
 
+from _torch_ucx_rpc_cli import ExitCode
 from torch_ucx_rpc import Latencies, Statistics
 from torch_ucx_rpc._cli._console import console, human_bytes, human_us
 from torch_ucx_rpc._observe import socket as observation
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.table import Table
-
-HELP = "watch all workers of a running job"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,19 +64,6 @@ class Job:
 _THERE = ("present", "leaving")
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--pid", type=int, help="a worker of the job to watch, if several jobs have workers on this host"
-    )
-    parser.add_argument(
-        "--interval", type=float, default=1.0, metavar="S", help="seconds between two pictures (default: 1)"
-    )
-    parser.add_argument("--peers", action="store_true", help="a line for each pair of workers, with its lanes")
-    parser.add_argument("--services", action="store_true", help="a line for each name and each worker that offers it")
-    parser.add_argument("--once", action="store_true", help="one picture, of all calls so far, and end")
-    parser.add_argument("--json", action="store_true", help="with --once: all statistics as JSON")
-
-
 def main(arguments: argparse.Namespace) -> int:
     if arguments.json and not arguments.once:
         arguments.error("--json goes with --once")
@@ -104,24 +77,25 @@ def main(arguments: argparse.Namespace) -> int:
         whose = "" if arguments.pid is None else f" in process {arguments.pid}"
         print(
             f"top: no worker of this user runs on this host{whose}. Start this on a host of the job, as its user; in "
-            f"containers, inside one of them (docker exec, kubectl exec)."
+            f"containers, inside one of them (docker exec, kubectl exec).",
+            file=sys.stderr,
         )
-        return 1
+        return ExitCode.NO_JOB
     if len(jobs) > 1:
-        print("top: several jobs have workers on this host; choose one with --pid:")
+        print("top: several jobs have workers on this host; choose one with --pid:", file=sys.stderr)
         for job in jobs:
-            print(f"  --pid {job.found[0].pid}  ({job})")
-        return 1
+            print(f"  --pid {job.found[0].pid}  ({job})", file=sys.stderr)
+        return ExitCode.NO_JOB
     view = jobs[0].view()
     if arguments.json:
         print(json.dumps({rank: w if isinstance(w, str) else w.to_values() for rank, w in view.workers.items()}))
     elif arguments.once:
         assert out is not None
-        out.print(_picture(None, view, arguments))
+        out.print(_picture(None, view, arguments, out))
     else:
         with contextlib.suppress(KeyboardInterrupt):
             _watch(jobs[0], out, view, arguments)
-    return 0
+    return ExitCode.OK
 
 
 def jobs_of_this_host() -> list[Job]:
@@ -144,40 +118,94 @@ def jobs_of_this_host() -> list[Job]:
 def _watch(job: Job, out: Any, view: View, arguments: argparse.Namespace) -> None:
     from rich.live import Live
 
-    with Live(_picture(None, view, arguments), console=out, auto_refresh=False, screen=out.is_terminal) as live:
+    with Live(_picture(None, view, arguments, out), console=out, auto_refresh=False, screen=out.is_terminal) as live:
         while view.workers:
             time.sleep(arguments.interval)
             before, view = view, job.view()
-            live.update(_picture(before, view, arguments), refresh=True)
+            live.update(_picture(before, view, arguments, out), refresh=True)
     out.print("top: the workers on this host have ended.")
 
 
-def _picture(before: View | None, now: View, arguments: argparse.Namespace) -> Table:
-    """The changes between two views, or since the beginning."""
-    if arguments.services:
-        return _services_table(before, now)
-    return (_peers_table if arguments.peers else _workers_table)(before, now)
+def _picture(before: View | None, now: View, arguments: argparse.Namespace, out: Console) -> Table:
+    """The changes between two views, or since the beginning, as wide as ``out`` at most."""
+    make = _services if arguments.services else _peers if arguments.peers else _workers
+    layout, rows = make(before, now)
+    shown = list(layout.columns)
+    # Otherwise rich measures what is left when it has cut cells to fit.
+    unbounded = out.options.update(width=1_000_000)
+    for name in ("", *layout.least_important):
+        shown = [column for column in shown if column.removesuffix("/s") != name]
+        table = _table(layout, shown, rows, out.width)
+        if out.measure(table, options=unbounded).maximum <= out.width:
+            break
+    return table
 
 
-def _workers_table(before: View | None, now: View) -> Table:
-    per = "/s" if before else ""
-    figures = (
-        f"calls{per}",
-        "open",
-        "p50",
-        "p99",
-        f"sent{per}",
-        f"recv{per}",
-        "run",
-        "wait",
-        "window",
-        "pool",
-        "failed",
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """The columns of a table: texts first, then figures, and those that a narrow terminal goes without."""
+
+    texts: tuple[str, ...]
+    figures: tuple[str, ...]
+    # In the order in which they go, and without "/s".
+    least_important: tuple[str, ...]
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return self.texts + self.figures
+
+
+# A cell for each column, or fewer.
+Rows: TypeAlias = list[tuple[str, ...]]
+
+
+def _table(layout: Layout, shown: list[str], rows: Rows, width: int) -> Table:
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    hidden = [column for column in layout.columns if column not in shown]
+    table = Table(
+        box=SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
+        caption=f"a wider terminal has: {', '.join(hidden)}" if hidden else None,
+        caption_justify="left",
     )
-    table = _table(("worker", "host"), figures)
+    for column in shown:
+        if column in layout.texts:
+            # Errors of workers stand here too, and may be long.
+            table.add_column(column, no_wrap=True, max_width=max(12, width // 5))
+        else:
+            table.add_column(column, justify="right", no_wrap=True)
+    for row in rows:
+        cells = dict(zip(layout.columns, row, strict=False))
+        table.add_row(*(cells.get(column, "") for column in shown))
+    return table
+
+
+def _workers(before: View | None, now: View) -> tuple[Layout, Rows]:
+    per = "/s" if before else ""
+    layout = Layout(
+        ("worker", "host"),
+        (
+            f"calls{per}",
+            "open",
+            "p50",
+            "p99",
+            f"sent{per}",
+            f"recv{per}",
+            "run",
+            "wait",
+            "window",
+            "pool",
+            "failed",
+        ),
+        ("window", "pool", "run", "p50", "recv", "sent", "wait"),
+    )
+    rows: Rows = []
     for rank, worker in now.workers.items():
         if isinstance(worker, str):
-            table.add_row(f"{rank}", worker)
+            rows.append((f"{rank}", worker))
             continue
         earlier, seconds = _earlier(before, now, rank)
         calls, latencies = worker.calls_sent, worker.latencies
@@ -185,30 +213,36 @@ def _workers_table(before: View | None, now: View) -> Table:
         if earlier is not None:
             calls, latencies = calls - earlier.calls_sent, latencies - earlier.latencies
             sent, received = sent - earlier.bytes_sent, received - earlier.bytes_received
-        table.add_row(
-            worker.name,
-            next(peer.host for peer in worker.peers if peer.rank == rank),
-            f"{calls / seconds:.0f}",
-            str(worker.calls_open),
-            *_percentiles(latencies),
-            human_bytes(sent / seconds),
-            human_bytes(received / seconds),
-            str(worker.requests_running),
-            str(worker.requests_waiting + worker.window_waiting_messages),
-            f"{worker.window_in_use_bytes / worker.window_limit_bytes:.0%}",
-            human_bytes(worker.pool_in_use_bytes + worker.pool_cached_bytes),
-            str(sum(peer.calls_failed for peer in worker.peers)),
+        rows.append(
+            (
+                worker.name,
+                next(peer.host for peer in worker.peers if peer.rank == rank),
+                f"{calls / seconds:.0f}",
+                str(worker.calls_open),
+                *_percentiles(latencies),
+                human_bytes(sent / seconds),
+                human_bytes(received / seconds),
+                str(worker.requests_running),
+                str(worker.requests_waiting + worker.window_waiting_messages),
+                f"{worker.window_in_use_bytes / worker.window_limit_bytes:.0%}",
+                human_bytes(worker.pool_in_use_bytes + worker.pool_cached_bytes),
+                str(sum(peer.calls_failed for peer in worker.peers)),
+            )
         )
-    return table
+    return layout, rows
 
 
-def _peers_table(before: View | None, now: View) -> Table:
+def _peers(before: View | None, now: View) -> tuple[Layout, Rows]:
     per = "/s" if before else ""
-    figures = (f"calls{per}", "open", "p50", "p99", f"sent{per}", "failed")
-    table = _table(("from", "to", "state", "lanes"), figures)
+    layout = Layout(
+        ("from", "to", "state", "lanes"),
+        (f"calls{per}", "open", "p50", "p99", f"sent{per}", "failed"),
+        ("sent", "open", "p50", "failed"),
+    )
+    rows: Rows = []
     for rank, worker in now.workers.items():
         if isinstance(worker, str):
-            table.add_row(f"{rank}", "", worker)
+            rows.append((f"{rank}", "", worker))
             continue
         earlier, seconds = _earlier(before, now, rank)
         known = {peer.session: peer for peer in earlier.peers} if earlier else {}
@@ -220,23 +254,25 @@ def _peers_table(before: View | None, now: View) -> Table:
             if old is not None:
                 calls, sent = calls - old.calls_sent, sent - old.bytes_sent
                 latencies = latencies - old.latencies
-            table.add_row(
-                worker.name,
-                peer.name,
-                peer.state,
-                ", ".join(peer.lanes),
-                f"{calls / seconds:.0f}",
-                str(peer.calls_open),
-                *_percentiles(latencies),
-                human_bytes(sent / seconds),
-                str(peer.calls_failed),
+            rows.append(
+                (
+                    worker.name,
+                    peer.name,
+                    peer.state,
+                    ", ".join(peer.lanes),
+                    f"{calls / seconds:.0f}",
+                    str(peer.calls_open),
+                    *_percentiles(latencies),
+                    human_bytes(sent / seconds),
+                    str(peer.calls_failed),
+                )
             )
-    return table
+    return layout, rows
 
 
-def _services_table(before: View | None, now: View) -> Table:
+def _services(before: View | None, now: View) -> tuple[Layout, Rows]:
     per = "/s" if before else ""
-    table = _table(("service", "group", "worker"), ("replicas", f"calls{per}", "open", "errors"))
+    layout = Layout(("service", "group", "worker"), ("replicas", f"calls{per}", "open", "errors"), ("group",))
     rows = []
     for rank, worker in now.workers.items():
         if isinstance(worker, str):
@@ -249,21 +285,7 @@ def _services_table(before: View | None, now: View) -> Table:
                 calls -= known[service.name].calls
             figures = (str(len(service.replicas)), f"{calls / seconds:.0f}", str(service.open), str(service.errors))
             rows.append((service.name, rank, (service.name, service.group or "", worker.name, *figures)))
-    for _, _, row in sorted(rows):
-        table.add_row(*row)
-    return table
-
-
-def _table(words: Iterable[str], figures: Iterable[str]) -> Table:
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    for word in words:
-        table.add_column(word, no_wrap=True)
-    for figure in figures:
-        table.add_column(figure, justify="right", no_wrap=True)
-    return table
+    return layout, [row for _, _, row in sorted(rows)]
 
 
 def _earlier(before: View | None, now: View, rank: int) -> tuple[Statistics | None, float]:

@@ -69,7 +69,7 @@ def _await(request: Any, rank: int, deadline: Deadline) -> None:
     while not request.Test():
         if deadline.passed():
             raise RuntimeError(
-                f"rank {rank} has waited {deadline.timeout:g} s (rpc_timeout) for the others, over MPI, to learn where "
-                f"rank 0 is: check that all workers get as far as init_rpc()."
+                f"rank {rank} has waited {deadline.timeout:g} s (init_timeout) for the others, over MPI, to learn "
+                f"where rank 0 is: check that all workers get as far as init_rpc()."
             )
         time.sleep(0.001)

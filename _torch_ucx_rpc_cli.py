@@ -1,0 +1,283 @@
+"""The command line: ``torch-ucx-rpc COMMAND``, and the same as ``python -m torch_ucx_rpc COMMAND``.
+
+This module has the arguments, the help and the exit codes of all commands. It stands beside the package and imports
+nothing of it before a command runs: the package imports torch, and ``--help`` should not wait for that.
+
+Each command is a module of ``torch_ucx_rpc._cli``, of the same name, with ``main(arguments) -> int``, which returns the
+exit code. ``arguments.error(text)`` ends it as argparse does for wrong arguments.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import enum
+import importlib
+import importlib.metadata
+import inspect
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from _torch_ucx_rpc_autoload import VARIABLE as REPLACE_TENSORPIPE
+
+# What `run --nproc` takes besides numbers; torch.distributed.run says what they mean.
+DEVICES = ("auto", "cpu", "gpu")
+
+
+class ExitCode(enum.IntEnum):
+    """Exit codes, one for each outcome, whichever command has it. ``run`` has its workers' codes besides."""
+
+    OK = 0
+    # Python's own for an exception, such as that of an import which fails.
+    BROKEN = 1
+    # argparse's.
+    WRONG_ARGUMENTS = 2
+    UNREACHABLE = 3
+    WARNINGS = 4
+    NO_JOB = 5
+    NOT_STARTED = 6
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command that ``argv``, by default the process's own, names; return its exit code."""
+    arguments = _parser().parse_args(argv)
+    command = importlib.import_module(f"torch_ucx_rpc._cli.{arguments.command}")
+    with _stdout_of_python_alone() if getattr(arguments, "json", False) else contextlib.nullcontext():
+        code: int = command.main(arguments)
+    return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    is_module = Path(sys.argv[0]).name == "__main__.py"
+    parser = argparse.ArgumentParser(
+        prog="python -m torch_ucx_rpc" if is_module else "torch-ucx-rpc", description="UCX for torch.distributed.rpc"
+    )
+    parser.add_argument("--version", action="version", version=f"torch_ucx_rpc {_version()}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for add_arguments, line in COMMANDS.items():
+        name = add_arguments.__name__.removeprefix("_")
+        command = commands.add_parser(
+            name,
+            help=line,
+            description=inspect.getdoc(add_arguments),
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        add_arguments(command)
+        command.set_defaults(error=command.error)
+    return parser
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("torch_ucx_rpc")
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"
+
+
+@contextlib.contextmanager
+def _stdout_of_python_alone() -> Iterator[None]:
+    """Keep stdout for the JSON that Python prints: what C code writes there, as UCX does with its log, goes to stderr.
+
+    So does the output of processes that are started meanwhile.
+    """
+    before = sys.stdout
+    if before is not sys.__stdout__ or before is None:
+        # Somebody takes what Python prints, and no file is involved.
+        yield
+        return
+    before.flush()
+    with os.fdopen(os.dup(1), "w", encoding="utf-8") as stdout:
+        os.dup2(2, 1)
+        sys.stdout = stdout
+        try:
+            yield
+        finally:
+            sys.stdout = before
+            ctypes.CDLL(None).fflush(None)
+            os.dup2(stdout.fileno(), 1)
+
+
+# ---- The commands ----------------------------------------------------------------------------------------------------
+
+
+def _run(parser: argparse.ArgumentParser) -> None:
+    """Start the workers of a job on this machine, or this machine's part of a job on several, and wait for their end.
+
+    Each worker runs the program in a Python of its own, where torch_ucx_rpc.init_rpc() needs no arguments. Its output
+    appears with its name in front. When one fails, the others are ended, its traceback comes last, and its exit code is
+    that of this command: 128 and the number of the signal, if one killed it. Ctrl-C and SIGTERM end all. The exit code
+    is 6 if the job could not start, or its machines lost each other.
+
+        torch-ucx-rpc run -n 4 train.py --epochs 3
+        torch-ucx-rpc run --role ps=2 --role trainer=8 train.py
+        torch-ucx-rpc run -n gpu --max-restarts 3 --log-dir logs train.py
+        torch-ucx-rpc run -n 4 --nnodes 2 --node-rank 0 --rdzv host0:29500 train.py    # and 1 on the other
+    """
+    parser.usage = f"{parser.prog} [options] (<script> | -m <module> | -c <code>) [its arguments]"
+    workers = parser.add_argument_group("workers")
+    workers.add_argument(
+        "-n",
+        "--nproc",
+        type=_number_or_devices,
+        metavar="N",
+        help="workers on this machine: a number; gpu or cpu, one for each; or auto, which is gpu where there is one, "
+        "else cpu",
+    )
+    workers.add_argument(
+        "--role",
+        dest="roles",
+        action="append",
+        default=[],
+        type=_role,
+        metavar="NAME=COUNT",
+        help="a role and how many workers of the whole job have it; repeated, in the order of ranks. A worker finds "
+        "its own in ROLE_NAME, ROLE_RANK and ROLE_WORLD_SIZE, and init_rpc() names it NAME0, NAME1, ...",
+    )
+    workers.add_argument(
+        "--max-restarts",
+        type=_count,
+        default=0,
+        metavar="N",
+        help="how often all workers are started again when one has failed (default: 0). TORCHELASTIC_RESTART_COUNT "
+        "tells a worker how often that was",
+    )
+    workers.add_argument(
+        "--replace-tensorpipe",
+        action="store_true",
+        help=f"have programs for TensorPipe run on UCX as they are ({REPLACE_TENSORPIPE}=1)",
+    )
+    workers.add_argument(
+        "--log-dir",
+        type=Path,
+        metavar="DIR",
+        help="what workers write goes to the files <name>.stdout and <name>.stderr there",
+    )
+    machines = parser.add_argument_group("several machines: the same command on each")
+    machines.add_argument("--nnodes", type=_positive, default=1, metavar="N", help="machines of the job (default: 1)")
+    machines.add_argument(
+        "--node-rank",
+        type=int,
+        metavar="R",
+        help="number of this one, from 0 on; ranks follow it",
+    )
+    machines.add_argument(
+        "--rdzv", type=_endpoint, metavar="HOST:PORT", help="where they meet: a free port of number 0"
+    )
+    program = parser.add_argument_group("program")
+    kinds = program.add_mutually_exclusive_group()
+    kinds.add_argument("-m", dest="module", nargs=argparse.REMAINDER, help="run a module, as python -m")
+    kinds.add_argument("-c", dest="code", nargs=argparse.REMAINDER, help="run this code, as python -c")
+    program.add_argument("script", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+
+
+def _info(parser: argparse.ArgumentParser) -> None:
+    """Show what this installation and this machine offer, and problems of either, with the cure.
+
+    It runs where the package itself cannot be imported too. The exit code is 1 if the package cannot be used. With
+    --strict it is 4 if there are other problems. Else it is 0.
+    """
+    parser.add_argument("--strict", action="store_true", help="the exit code tells of every problem")
+    parser.add_argument("--json", action="store_true", help="the same as JSON")
+
+
+def _check(parser: argparse.ArgumentParser) -> None:
+    """Start workers, let each call every other, and show for each pair which way UCX took and how fast it is.
+
+    Alone it starts workers on this machine. Under a launcher (srun, mpirun, torchrun) each process is a worker, and
+    rank 0 prints. Pairs that are slower than they should be get a warning, with the cure. The exit code, of rank 0, is
+    0 if all is well, 4 after warnings, and 3 if workers could not call each other.
+    """
+    parser.add_argument(
+        "-n",
+        "--workers",
+        type=int,
+        metavar="N",
+        help="how many workers to start here (default: 2; not under a launcher)",
+    )
+    parser.add_argument(
+        "--timeout", type=float, default=60.0, metavar="S", help="seconds to wait for workers and calls (default: 60)"
+    )
+    parser.add_argument("--json", action="store_true", help="print everything that was measured as JSON")
+
+
+def _top(parser: argparse.ArgumentParser) -> None:
+    """Watch all workers of a running job: calls, bytes, queues, memory and latencies, each second anew.
+
+    It finds the workers of this host that belong to the same user by itself, and needs no setting in the job; they ask
+    the workers on other hosts. Ctrl-C ends it. The exit code is 5 if there is no job to watch, or several. The columns,
+    of which a narrow terminal has some only:
+
+        calls, open   calls made by the worker, and those of them that wait for an answer
+        p50, p99      how long calls took that were completed, of the last interval
+        sent, recv    bytes of messages
+        run, wait     calls of others that a thread is at; those that wait for one, and messages that wait at their
+                      senders
+        window        how much of receive_window_bytes is in use
+        pool          memory of receive buffers, in use and idle
+        failed        calls made by the worker that failed, since its start
+
+    With --services a line for each name of torch_ucx_rpc.services and each worker that offers it: how many replicas
+    there are, calls of it, those that go on, and those that have raised since it was registered.
+    """
+    parser.add_argument(
+        "--pid", type=int, help="a worker of the job to watch, if several jobs have workers on this host"
+    )
+    parser.add_argument(
+        "--interval", type=float, default=1.0, metavar="S", help="seconds between two pictures (default: 1)"
+    )
+    parser.add_argument("--peers", action="store_true", help="a line for each pair of workers, with its lanes")
+    parser.add_argument("--services", action="store_true", help="a line for each name and each worker that offers it")
+    parser.add_argument("--once", action="store_true", help="one picture, of all calls so far, and end")
+    parser.add_argument("--json", action="store_true", help="with --once: all statistics as JSON")
+
+
+# In the order of --help, with their lines there.
+COMMANDS: dict[Callable[[argparse.ArgumentParser], None], str] = {
+    _run: "start workers",
+    _info: "tell versions, devices, limits and settings, and what is wrong with them",
+    _check: "let all workers call each other, and show how fast they are",
+    _top: "watch all workers of a running job",
+}
+
+
+# ---- Types of arguments ----------------------------------------------------------------------------------------------
+
+
+def _number(text: str, least: int) -> int:
+    # A ValueError here would put the name of the type, a function of this module, into argparse's message.
+    if not text.isdecimal() or int(text) < least:
+        raise argparse.ArgumentTypeError(f"{text} is not a number from {least} on")
+    return int(text)
+
+
+def _count(text: str) -> int:
+    return _number(text, 0)
+
+
+def _positive(text: str) -> int:
+    return _number(text, 1)
+
+
+def _number_or_devices(text: str) -> int | str:
+    if text in DEVICES:
+        return text
+    if text.isalpha():
+        raise argparse.ArgumentTypeError(f"{text} is neither a number nor one of {', '.join(DEVICES)}")
+    return _positive(text)
+
+
+def _role(text: str) -> tuple[str, int]:
+    name, _, count = text.partition("=")
+    if not name or not count.isdecimal() or int(count) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not like trainer=8")
+    return name, int(count)
+
+
+def _endpoint(text: str) -> tuple[str, int]:
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
+        raise argparse.ArgumentTypeError(f"{text!r} is not like host0:29500")
+    return host, int(port)

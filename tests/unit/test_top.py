@@ -1,0 +1,96 @@
+"""The tables of ``top``, at the widths of terminals; what they are made of is in ``e2e/test_statistics``."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import io
+
+import pytest
+from rich.console import Console
+
+from torch_ucx_rpc import Latencies, PeerStatistics, Statistics
+from torch_ucx_rpc._cli import top
+from torch_ucx_rpc._observe.statistics import BUCKET_ENDS_US
+
+SLOW_US = 12_345
+
+
+def latencies() -> Latencies:
+    counts = [int(end > SLOW_US) for end in BUCKET_ENDS_US]
+    first = counts.index(1)
+    return Latencies(
+        counts=tuple(1000 if index == first else 0 for index in range(len(counts))), sum_us=1000.0 * SLOW_US
+    )
+
+
+def statistics(rank: int, size: int) -> Statistics:
+    numbers = {field.name: 123_456_789 for field in dataclasses.fields(Statistics)}
+    peer_numbers = {field.name: 123_456_789 for field in dataclasses.fields(PeerStatistics)}
+    peers = tuple(
+        PeerStatistics(
+            **{
+                **peer_numbers,
+                "name": f"trainer{other}",
+                "rank": other,
+                "host": "a-host-with-a-long-name.cluster.example",
+                "state": "present",
+                "lanes": ("rc_mlx5/mlx5_0:1", "tcp/eth0"),
+                "latencies": latencies(),
+            }
+        )
+        for other in range(size)
+    )
+    few = {"threads": 8, "requests_running": 7, "requests_waiting": 65, "window_waiting_messages": 4, "calls_open": 321}
+    return Statistics(
+        **{
+            **numbers,
+            **few,
+            "name": f"trainer{rank}",
+            "rank": rank,
+            "peers": peers,
+            "services": (),
+            "prometheus_port": None,
+        }
+    )
+
+
+def picture(width: int, **options: bool) -> list[str]:
+    view = top.View(
+        1.0, {0: statistics(0, 3), 1: statistics(1, 3), 2: "failed", 3: "an error that is long: " + 99 * "x"}
+    )
+    arguments = argparse.Namespace(**{"peers": False, "services": False, **options})
+    out = Console(width=width, file=io.StringIO())
+    out.print(top._picture(None, view, arguments, out))
+    return out.file.getvalue().splitlines()
+
+
+@pytest.mark.parametrize("options", [{}, {"peers": True}])
+def test_at_80_columns_no_figure_is_cut_and_the_line_below_names_what_is_left_out(options: dict[str, bool]) -> None:
+    lines = picture(80, **options)
+    assert max(map(len, lines)) <= 80
+    head = lines[1].split()
+    assert {"calls", "p99", "state" if options else "failed"} <= set(head)
+    wide = picture(300, **options)[1].split()
+    text = " ".join(" ".join(lines).split())
+    below = text.partition("a wider terminal has: ")[2].split(", ")
+    assert sorted([*head, *below]) == sorted(wide)
+    rows = [line.split() for line in lines if line.startswith(" trainer")]
+    whole = {word for line in picture(300, **options) for word in line.split()}
+    assert len(rows) == (6 if options else 2)
+    for row in rows:
+        # Names of hosts and lanes may be cut; figures are whole.
+        assert {word for word in row if "…" not in word} <= whole
+        assert "…" not in "".join(row[-2:])
+
+
+def test_a_wide_terminal_has_all_columns() -> None:
+    lines = picture(200)
+    assert "wider" not in "".join(lines)
+    assert len(lines[1].split()) == 13
+
+
+def test_an_error_of_a_worker_does_not_drive_out_the_figures_of_others() -> None:
+    lines = picture(120)
+    assert any(line.startswith(" 3 ") and line.rstrip().endswith("…") for line in lines)
+    assert {"calls", "p99", "failed", "pool"} <= set(lines[1].split())
