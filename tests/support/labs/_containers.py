@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import os
 import time
 import uuid
 from collections.abc import Collection, Iterator, Sequence
@@ -13,9 +12,9 @@ from pathlib import Path
 import pytest
 
 # Those of Docker, which Kubernetes takes over.
-DEFAULT_CAPABILITIES = frozenset(
-    "chown dac_override fowner fsetid kill setgid setuid setpcap net_bind_service net_raw sys_chroot mknod audit_write "
-    "setfcap".split()
+DEFAULT_CAPABILITIES = (
+    *("audit_write", "chown", "dac_override", "fowner", "fsetid", "kill", "mknod", "net_bind_service", "net_raw"),
+    *("setfcap", "setgid", "setpcap", "setuid", "sys_chroot"),
 )
 
 _CGROUPS = Path("/sys/fs/cgroup")
@@ -26,19 +25,21 @@ _PERIOD_US = 100_000
 class Container:
     """What ``docker run`` makes of a command, by options of the same names; its files are this machine's.
 
-    It has processes and mounts of its own, and the network of the host that it runs on: that of a pod, where the host is
-    one of `VirtualHosts`. Its first process is the command, or, with ``init``, one that starts the command.
+    It has mounts of its own, and the network of the host that it runs on: that of a pod, where the host is one of
+    `VirtualHosts`. Its first process is the command, or, with ``init``, one that starts the command.
 
     Args:
         ipc: "private", with a ``/dev/shm`` of ``shm_mib``; or "host", with System V IPC and ``/dev/shm`` of the host.
+        pid: "private", with processes of its own; or "host", with those of the host.
         read_only: nothing can be written but ``/tmp`` and ``/dev/shm``.
-        user: number of the user, who needs no name. Only root has capabilities.
+        user: number of the user, who needs no name. Only root, 0, has capabilities.
         capabilities: of root; all others are gone for good.
-        first_pid: with ``init``, the number of the command's process.
+        first_pid: with ``init`` and processes of its own, the number of the command's process.
         cgroups: folders of `limits`, to run within.
     """
 
     ipc: str = "private"
+    pid: str = "private"
     shm_mib: int = 64
     read_only: bool = False
     user: int = 0
@@ -49,14 +50,23 @@ class Container:
 
     def command(self, program: Sequence[str]) -> list[str]:
         """What runs ``program`` in such a container. Ends with its exit code; SIGKILL ends all of it."""
-        assert self.ipc in ("private", "host")
+        assert {self.ipc, self.pid} <= {"private", "host"}
         set_up = []
         if self.ipc == "private":
             set_up.append(f"mount -t tmpfs -o mode=1777,size={self.shm_mib}m shm /dev/shm")
+        if self.user != 0:
+            # Files of an image are for all its users. Here Python may be in root's home, closed to others.
+            set_up += [
+                "mount -t tmpfs -o mode=755 home /mnt",
+                "mkdir -m 755 /mnt/upper /mnt/work",
+                f"mount -t overlay -o lowerdir={Path.home()},upperdir=/mnt/upper,workdir=/mnt/work home {Path.home()}",
+            ]
+            if self.read_only:
+                set_up.append(f"mount -o remount,ro {Path.home()}")
         if self.read_only:
             # With a tmpfs of its own before, since nothing can be mounted from there after.
             set_up += ["mount -t tmpfs -o mode=1777 tmp /tmp", "mount -o remount,bind,ro /"]
-        if self.init:
+        if self.init and self.pid == "private":
             set_up.append(f"echo {self.first_pid - 1} > /proc/sys/kernel/ns_last_pid")
         capabilities = ",".join(["-all", *(f"+{name}" for name in sorted(self.capabilities))])
         dropping = f"setpriv --reuid={self.user} --regid={self.user} --clear-groups --bounding-set={capabilities} --"
@@ -64,9 +74,22 @@ class Container:
         run = f'env HOME={"/root" if self.user == 0 else "/"} {dropping} "$@"'
         set_up.append(f"{run} & wait $!" if self.init else f"exec {run}")
         join = "".join(f"echo $$ > {folder}/cgroup.procs; " for folder in self.cgroups)
-        spaces = ["--pid", "--fork", "--kill-child", "--mount", "--mount-proc", "--uts", "--cgroup"]
+        spaces = ["--mount", "--uts", "--cgroup", "--fork", "--kill-child"]
         spaces += ["--ipc"] if self.ipc == "private" else []
-        return ["sh", "-euc", f'{join}exec "$@"', "-", "unshare", *spaces, "sh", "-euc", "; ".join(set_up), "-", *program]
+        spaces += ["--pid", "--mount-proc"] if self.pid == "private" else []
+        return [
+            "sh",
+            "-euc",
+            f'{join}exec "$@"',
+            "-",
+            "unshare",
+            *spaces,
+            "sh",
+            "-euc",
+            "; ".join(set_up),
+            "-",
+            *program,
+        ]
 
 
 @contextlib.contextmanager
@@ -106,17 +129,6 @@ def limits(*, memory_mib: int | None = None, cpus: float | None = None) -> Itera
         except OSError as error:
             pytest.skip(f"no control groups can be made: {error}")
         yield folders
-
-
-def may_read(user: int, *files: Path | str) -> bool:
-    """Whether a user with this number, who is nobody else, may read these files."""
-    child = os.fork()
-    if child == 0:
-        os.setgroups([])
-        os.setgid(user)
-        os.setuid(user)
-        os._exit(not all(os.access(file, os.R_OK) for file in files))
-    return os.waitpid(child, 0)[1] == 0
 
 
 def _remove(folder: Path) -> None:
