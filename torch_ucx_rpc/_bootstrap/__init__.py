@@ -4,7 +4,8 @@
 * ``rendezvous``     opens the Store: the place where workers meet
 * ``record``         describes one worker to the others
 * ``members``        agrees on the members of a group of fixed size
-* ``dynamic_group``  keeps the list of a group that workers join and leave
+* ``member_list``    keeps the list of a group that workers join and leave
+* ``dynamic_group``  has its members admit workers that join, and forget those that leave
 * ``secret``         authenticates Store entries, and derives the keys of frames
 * ``network``        chooses the network interface for UCX
 """

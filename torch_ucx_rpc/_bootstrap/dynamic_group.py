@@ -1,17 +1,9 @@
 """A group without a size, which workers join and leave as they like.
 
-The list of its members is in the Store::
-
-    arrivals    how many workers have ever joined
-    member/0    record of the first; empty when it has left, or when another member has noticed that it died
-    member/1    record of the second ...
-
-The records are JSON. In a job with a secret they are authenticated, and so are the announcements of workers that join
-(``secret``).
-
-A worker that joins puts itself into the list, reads the records before its own, and asks each of those workers, over
-UCX, to admit it. Later workers will ask it in turn. So of two workers that join at the same time the later one asks the
-earlier one. The Store is needed for joining only: its host may leave the group, and even end, without harm to members.
+A worker that joins enters the list of members in the Store (``member_list``), which gives it the records of earlier
+ones. It asks each of those workers, over UCX, to admit it. Later workers will ask it in turn. So of two workers that
+join at the same time the later one asks the earlier one. The Store is needed for joining only: its host may leave the
+group, and even end, without harm to members. In a job with a secret announcements are authenticated, as the list is.
 
 When a cable is cut, the workers on either side lose the others, and each of them may write that into the list. So a
 worker that has merely fallen silent stays on the list, in doubt, until another takes its rank or its name. A worker
@@ -27,35 +19,28 @@ import contextlib
 import dataclasses
 import json
 import threading
-import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Protocol
 
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch._C._distributed_c10d import Store
 from torch._C._distributed_rpc import WorkerInfo
 from torch.distributed import DistError
 
-from torch_ucx_rpc._bootstrap.members import ask_again, read_records
+from torch_ucx_rpc._bootstrap.member_list import MemberList
+from torch_ucx_rpc._bootstrap.members import ask_again
 from torch_ucx_rpc._bootstrap.record import Record
 from torch_ucx_rpc._bootstrap.rendezvous import Deadline
 from torch_ucx_rpc._bootstrap.secret import Secret, read_entry, write_entry
 from torch_ucx_rpc._devices import maps as device_maps
 
-# Keys in the Store: rank 0 of a group with a size, and the list of members of a group without a size.
+# The key in the Store for rank 0 of a group with a size.
 _STATIC = "torch_ucx_rpc/static"
-_DYNAMIC = "torch_ucx_rpc/dynamic"
-
-# A worker takes its place in the list, and writes its record in the next line of code. Others wait this long for it.
-_WRITING_S = 5.0
 
 # Members in doubt have this long to admit a worker that joins: they do within milliseconds, or are not there. Members
 # that cannot be reached are tried this often meanwhile.
 _DOUBTED_S = 1.0
 _TRY_AGAIN_S = 0.2
-
-# No group has ever had more arrivals. The counter in the Store cannot be authenticated, so it is checked.
-_MOST_ARRIVALS = 1_000_000
 
 
 class Agent(Protocol):
@@ -79,8 +64,8 @@ class DynamicGroup:
 
     def __init__(self, store: Store, own: Record, agent: Agent, secret: Secret | None) -> None:
         self._secret = secret
-        self._root = store
-        self._store = PrefixStore(_DYNAMIC, store)
+        self._store = store
+        self._list = MemberList(store, own, secret)
         self._own = own
         # Weak, since the agent holds methods of this object.
         self._agent = weakref.ref(agent)
@@ -99,12 +84,10 @@ class DynamicGroup:
         Raises RuntimeError when the rank or the name is taken, when the group at this Store has a fixed size, or when
         its workers have another version of this package; ValueError when the device maps do not fit together.
         """
-        if self._root.check([_STATIC]) and (text := self._root.get(_STATIC)):
+        if self._store.check([_STATIC]) and (text := self._store.get(_STATIC)):
             raise _mixture(read_entry(text, self._secret).values.get("member"), has_size=True)
-        position = self._store.add("arrivals", 1) - 1
-        place = self._place = f"member/{position}"
-        self._store.set(place, write_entry(self._own.to_values(), self._secret))
-        earlier = self._read(_places(position))
+        place = self._place = self._list.add()
+        earlier = self._list.earlier()
         later = [self._own]
         for other_place, other in reversed(list(earlier.items())):
             rivals = [record for record in later if other.rank == record.rank or other.name == record.name]
@@ -112,7 +95,7 @@ class DynamicGroup:
                 later.append(other)
             # The other side of a cut may have written this entry after the worker was replaced.
             elif other.in_doubt or other.has_ended_beside(self._own):
-                self._store.set(other_place, "")
+                self._list.strike(other_place)
                 del earlier[other_place]
             elif self._own in rivals:
                 raise _place_is_taken(self._own, other)
@@ -177,23 +160,12 @@ class DynamicGroup:
         place, self._place = self._place, None
         if place is not None:
             with contextlib.suppress(DistError):
-                self._store.set(place, "")
+                self._list.strike(place)
 
     def _running_agent(self) -> Agent:
         agent = self._agent()
         assert agent is not None
         return agent
-
-    def _read(self, places: list[str]) -> dict[str, Record]:
-        """The records at these places, without the empty ones of workers that have left."""
-        deadline = Deadline(_WRITING_S)
-        while places and not self._store.check(places):
-            # A worker that was killed between taking its place and writing its record leaves no entry.
-            if deadline.passed():
-                places = [place for place in places if self._store.check([place])]
-                break
-            time.sleep(0.01)
-        return read_records(self._store, places, self._own, self._secret)
 
     def _admit(self, text: str) -> None:
         """Take in a worker that joins; ``text`` is the announcement of its `meet`."""
@@ -236,17 +208,14 @@ class DynamicGroup:
     def _is_listed(self, place: str) -> bool:
         """False if the member has left; True if the Store has ended and cannot tell."""
         try:
-            return bool(self._store.get(place))
+            return self._list.has(place)
         except DistError:
             return True
 
     def _replace(self, place: str, record: Record | None) -> None:
-        """Change the entry of another worker, unless it is empty: a worker that left the list stays off it."""
         # Without the Store nobody can read the list either.
         with contextlib.suppress(DistError):
-            if text := self._store.get(place):
-                entry = "" if record is None else write_entry(record.to_values(), self._secret)
-                self._store.compare_set(place, text.decode(), entry)
+            self._list.replace(place, record)
 
 
 class StaticGroup:
@@ -262,13 +231,9 @@ class StaticGroup:
 
     def refuse_mixture(self) -> None:
         """RuntimeError if workers at this Store are in a group without a size."""
-        store = PrefixStore(_DYNAMIC, self._store)
-        if store.check(["arrivals"]):
-            filled = [place for place in _places(store.add("arrivals", 0)) if store.check([place])]
-            members = read_records(store, filled, self._own, self._secret)
-            for member in members.values():
-                if not member.has_ended_beside(self._own):
-                    raise _mixture(member, has_size=False)
+        for member in MemberList(self._store, self._own, self._secret).present():
+            if not member.has_ended_beside(self._own):
+                raise _mixture(member, has_size=False)
 
     def announce(self) -> None:
         """Write the group into the Store; rank 0 does it for all workers."""
@@ -282,16 +247,6 @@ class StaticGroup:
             self._is_announced = False
             with contextlib.suppress(DistError):
                 self._store.set(_STATIC, "")
-
-
-def _places(arrivals: int) -> list[str]:
-    """Places of all workers that have ever joined."""
-    if not 0 <= arrivals <= _MOST_ARRIVALS:
-        raise RuntimeError(
-            f"this Store counts {arrivals} workers that have joined, which no worker wrote: give the job a Store of "
-            f"its own."
-        )
-    return [f"member/{position}" for position in range(arrivals)]
 
 
 def _mixture(member: object, has_size: bool) -> RuntimeError:

@@ -253,12 +253,12 @@ class _Arrivals:
 
 
 def read_records(store: Store, keys: list[str], own: Record, secret: Secret | None) -> dict[str, Record]:
-    """The records at these keys, without empty ones.
+    """The records at these keys, without empty and blank ones.
 
     RuntimeError for a record of another version of this package, or of a worker with another secret.
     """
     texts = zip(keys, _read_texts(store, keys), strict=True)
-    return {key: _check_record(read_entry(text, secret), own) for key, text in texts if text}
+    return {key: _check_record(read_entry(text, secret), own) for key, text in texts if text.strip()}
 
 
 def _read_texts(store: Store, keys: list[str]) -> list[bytes]:

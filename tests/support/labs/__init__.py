@@ -5,10 +5,13 @@
 * ``move_to_host(pid)`` puts the calling process onto one; ``run_workers(..., hosts=hosts)`` does. (``_moving``)
 * ``Fate(hosts)`` cuts and heals them at the word of a worker. (``_fate``)
 * ``SlurmCluster(hosts)``: Slurm on them. (``_slurm``)
+* ``Container(ipc="host", user=12345).command([...])``: what Docker and Kubernetes put around a command, with
+  ``limits(memory_mib=..., cpus=...)``. (``_containers``)
 * ``needs("srun", "mpirun.mpich")``, ``needs_mpi4py("mpich")`` and ``needs_virtual_hosts()``: a test is skipped where
   that is not to be had; where CI is set it fails. (``_needs``)
 """
 
+from ._containers import Container, limits
 from ._fate import Fate
 from ._moving import move_to_host
 from ._needs import needs, needs_mpi4py, needs_virtual_hosts
@@ -16,10 +19,12 @@ from ._slurm import SlurmCluster
 from ._virtual_hosts import VirtualHost, VirtualHosts
 
 __all__ = [
+    "Container",
     "Fate",
     "SlurmCluster",
     "VirtualHost",
     "VirtualHosts",
+    "limits",
     "move_to_host",
     "needs",
     "needs_mpi4py",

@@ -8,8 +8,8 @@
   runs. (``_worker``)
 * ``run_program(source)`` runs a script in an interpreter of its own, for what only a real interpreter exit
   shows. (``_program``)
-* ``reserved_port()``, ``process_context()``, ``PRELOADED``, ``dump_stacks()``: what the above is made of, shared with
-  the conformance suites. (``_processes``)
+* ``reserved_port()``, ``process_context()``, ``PRELOADED``, ``dump_stacks()``, ``native_stacks()``: what the above is
+  made of, shared with the conformance suites. (``_processes``)
 * ``eventually(condition)`` waits for what a remote worker does in its own time. (``_eventually``)
 * ``Steps(directory)`` lets processes go on in an order, without RPC. (``_steps``)
 * ``Worker``: the inside of one, for a crew whose workers come and go. (``_worker``)
@@ -18,7 +18,15 @@
 from ._decorators import in_every_worker, in_worker0
 from ._eventually import eventually
 from ._job import WorkersFailed, run_workers
-from ._processes import PRELOADED, dump_stacks, dump_stacks_on_request, kill, process_context, reserved_port
+from ._processes import (
+    PRELOADED,
+    dump_stacks,
+    dump_stacks_on_request,
+    kill,
+    native_stacks,
+    process_context,
+    reserved_port,
+)
 from ._program import run_program
 from ._steps import Steps
 from ._worker import ACCEPTED_WARNINGS, Transport, Worker, agent, backend_options, init_rpc, worker_name
@@ -39,6 +47,7 @@ __all__ = [
     "in_worker0",
     "init_rpc",
     "kill",
+    "native_stacks",
     "process_context",
     "reserved_port",
     "run_program",

@@ -1,0 +1,22 @@
+"""Each worker sends each other one a small and a large tensor, and says in one line by which lanes."""
+
+import json
+import os
+
+import torch
+import torch.distributed.rpc as rpc
+
+import torch_ucx_rpc
+
+LARGE = 1 << 21
+
+torch_ucx_rpc.init_rpc()
+me = rpc.get_worker_info()
+others = [peer for peer in torch_ucx_rpc.statistics().peers if peer.name != me.name]
+for other in others:
+    for size in (1, LARGE):
+        tensor = torch.arange(size, dtype=torch.float32)
+        assert torch.equal(rpc.rpc_sync(other.name, torch.add, args=(tensor, 1)), tensor + 1)
+lanes = {peer.name: sorted(peer.lanes) for peer in torch_ucx_rpc.statistics().peers if peer.name != me.name}
+os.write(1, f"{json.dumps({'exchanged': me.name, 'pid': os.getpid(), 'lanes': lanes})}\n".encode())
+rpc.shutdown()

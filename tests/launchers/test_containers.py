@@ -1,0 +1,186 @@
+"""Workers in containers, by the settings that matter; these are namespaces, as Docker and Kubernetes make them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import workers
+from labs import Container, VirtualHost, VirtualHosts, limits, needs_virtual_hosts
+
+from ._reports import ENVIRON, EXCHANGE, LOST_MEMORY, PYTHON, WITHOUT_CMA
+
+pytestmark = pytest.mark.field
+
+TIMEOUT_S = 60.0
+
+# Without a name, as images that are made for Kubernetes or OpenShift run.
+NOBODY = 12345
+
+IN_SHARED_MEMORY = ["sysv/memory"]
+
+
+@pytest.fixture(autouse=True)
+def needs_containers() -> None:
+    needs_virtual_hosts()
+
+
+@pytest.fixture
+def node() -> Iterator[VirtualHost]:
+    """A host of its own, so that System V IPC and ``/dev/shm`` of this machine are not touched."""
+    with VirtualHosts(["n1"]) as (host,):
+        yield host
+
+
+Program = subprocess.Popen
+
+
+def start(host: VirtualHost, container: Container, *program: str, **variables: str) -> Program:
+    command = container.command([PYTHON, "-X", "faulthandler", *program])
+    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return host.popen(command, env={**ENVIRON, "PYTHONDONTWRITEBYTECODE": "1", **variables}, **pipes)
+
+
+@contextlib.contextmanager
+def worker_in_each(
+    containers: Sequence[tuple[VirtualHost, Container]], *program: str, **variables: str
+) -> Iterator[list[Program]]:
+    """One worker a container; the first is rank 0."""
+    meeting = {"MASTER_ADDR": containers[0][0].address, "MASTER_PORT": "29500", "WORLD_SIZE": str(len(containers))}
+    with contextlib.ExitStack() as running:
+        programs = []
+        for rank, (host, container) in enumerate(containers):
+            programs.append(start(host, container, *program, **meeting, RANK=str(rank), **variables))
+            running.enter_context(programs[-1])
+            running.callback(programs[-1].kill)
+        yield programs
+
+
+def ends_of(programs: Sequence[Program]) -> list[tuple[int, str, str]]:
+    """Exit code, output and errors of each; the stacks, where one hangs."""
+    deadline = time.monotonic() + TIMEOUT_S
+    ends = []
+    for program in programs:
+        try:
+            output, errors = program.communicate(timeout=max(0.1, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            raise AssertionError("\n".join(map(stacks_of, descendants(program.pid)))) from None
+        ends.append((program.returncode, output, errors))
+    return ends
+
+
+def descendants(pid: int) -> list[int]:
+    with contextlib.suppress(FileNotFoundError):
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        return [pid, *(one for child in children for one in descendants(int(child)))]
+    return []
+
+
+def stacks_of(pid: int) -> str:
+    return f"--- process {pid} ---\n{workers.native_stacks(pid)}"
+
+
+def lanes_of(ends: list[tuple[int, str, str]]) -> dict[str, dict[str, list[str]]]:
+    """The lanes of each worker to each other, all of which have exchanged tensors."""
+    for code, _, errors in ends:
+        assert code == 0, errors
+    reports = [json.loads(found) for _, output, _ in ends for found in re.findall(r'\{"exchanged".*\}\}', output)]
+    return {report["exchanged"]: report["lanes"] for report in reports}
+
+
+def assert_only_tcp(lanes: dict[str, dict[str, list[str]]]) -> None:
+    assert all(re.fullmatch(r"tcp/\w+", lane) for peers in lanes.values() for used in peers.values() for lane in used)
+
+
+def run_in_one(host: VirtualHost, container: Container, size: int, *program: str) -> dict[str, dict[str, list[str]]]:
+    """The lanes of a job that our launcher runs in one container."""
+    with start(host, container, "-m", "torch_ucx_rpc", "run", "-n", str(size), *program) as job:
+        try:
+            return lanes_of(ends_of([job]))
+        finally:
+            job.kill()
+
+
+# ---- One container ---------------------------------------------------------------------------------------------------
+
+
+def test_with_dockers_defaults_workers_share_memory(node: VirtualHost) -> None:
+    lanes = run_in_one(node, Container(), 3, EXCHANGE)
+    assert list(lanes["worker0"].values()) == [IN_SHARED_MEMORY] * 2
+
+
+def test_where_no_process_may_read_anothers_memory_they_share_memory_all_the_same(node: VirtualHost) -> None:
+    lanes = run_in_one(node, Container(capabilities=()), 2, WITHOUT_CMA, EXCHANGE)
+    assert lanes["worker0"] == {"worker1": IN_SHARED_MEMORY}
+
+
+def test_a_user_without_a_name_or_capabilities_on_files_that_nobody_can_write(node: VirtualHost) -> None:
+    container = Container(user=NOBODY, capabilities=(), read_only=True)
+    assert run_in_one(node, container, 2, EXCHANGE)["worker0"] == {"worker1": IN_SHARED_MEMORY}
+
+
+def test_half_a_processor_is_slow_and_loses_nobody(node: VirtualHost) -> None:
+    with limits(cpus=0.5) as cgroups:
+        lanes = run_in_one(node, Container(cgroups=cgroups), 2, EXCHANGE)
+    assert lanes["worker0"] == {"worker1": IN_SHARED_MEMORY}
+
+
+def test_stopping_a_container_ends_the_job_of_the_launcher_in_it(node: VirtualHost) -> None:
+    # Process 1 gets those signals only that it handles; `docker stop` waits 10 s for it.
+    program = "import os, time; os.write(1, b'up\\n'); time.sleep(600)"
+    with start(node, Container(), "-m", "torch_ucx_rpc", "run", "-n", "2", "-c", program) as job:
+        try:
+            assert "up" in job.stdout.readline()
+            launcher = descendants(job.pid)[2]
+            os.kill(launcher, signal.SIGTERM)
+            job.communicate(timeout=10)
+        finally:
+            job.kill()
+
+
+# ---- One container for each worker -----------------------------------------------------------------------------------
+
+
+# Both workers are number 1 in their containers, or the number of neither is one in the other.
+@pytest.mark.parametrize("numbers", [{}, {"init": True, "first_pid": 400}], ids=["same pid", "other pid"])
+@pytest.mark.parametrize("ipc", ["private", "host"])
+def test_two_containers_of_a_host_reach_each_other_by_tcp(node: VirtualHost, ipc: str, numbers: dict) -> None:
+    containers = [(node, Container(ipc=ipc, **numbers)), (node, Container(ipc=ipc))]
+    with worker_in_each(containers, EXCHANGE) as programs:
+        assert_only_tcp(lanes_of(ends_of(programs)))
+
+
+def test_two_containers_that_see_each_others_processes_share_memory(node: VirtualHost) -> None:
+    with worker_in_each([(node, Container(ipc="host", pid="host"))] * 2, EXCHANGE) as programs:
+        lanes = lanes_of(ends_of(programs))
+    assert lanes == {"worker0": {"worker1": IN_SHARED_MEMORY}, "worker1": {"worker0": IN_SHARED_MEMORY}}
+
+
+def test_pods_with_and_without_the_network_of_their_node(hosts: VirtualHosts) -> None:
+    # Two with hostNetwork on the first node, and two on the others, whose networks are theirs alone.
+    places = [hosts[0], hosts[0], hosts[1], hosts[2]]
+    with worker_in_each([(place, Container()) for place in places], EXCHANGE) as programs:
+        lanes = lanes_of(ends_of(programs))
+    assert len(lanes) == len(places)
+    assert_only_tcp(lanes)
+
+
+# ---- Beyond the limits -----------------------------------------------------------------------------------------------
+
+
+def test_a_worker_that_the_kernel_kills_for_its_memory_is_told_as_lost(node: VirtualHost) -> None:
+    with limits(memory_mib=1024) as cgroups:
+        containers = [(node, Container()), (node, Container(cgroups=cgroups))]
+        with worker_in_each(containers, LOST_MEMORY) as programs:
+            (code, output, errors), (killed, _, _) = ends_of(programs)
+    assert code == 0, errors
+    assert re.search(r"WorkerLost: .*lost worker 'worker1'", output), output
+    assert killed in (-signal.SIGKILL, 128 + signal.SIGKILL)

@@ -1,0 +1,144 @@
+"""Containers as Docker and Kubernetes make them, of namespaces on this machine: `Container`."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+import uuid
+from collections.abc import Collection, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+# Those of Docker, which Kubernetes takes over.
+DEFAULT_CAPABILITIES = (
+    *("audit_write", "chown", "dac_override", "fowner", "fsetid", "kill", "mknod", "net_bind_service", "net_raw"),
+    *("setfcap", "setgid", "setpcap", "setuid", "sys_chroot"),
+)
+
+_CGROUPS = Path("/sys/fs/cgroup")
+_PERIOD_US = 100_000
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Container:
+    """What ``docker run`` makes of a command, by options of the same names; its files are this machine's.
+
+    It has mounts of its own, and the network of the host that it runs on: that of a pod, where the host is one of
+    `VirtualHosts`. Its first process is the command, or, with ``init``, one that starts the command.
+
+    Args:
+        ipc: "private", with a ``/dev/shm`` of ``shm_mib``; or "host", with System V IPC and ``/dev/shm`` of the host.
+        pid: "private", with processes of its own; or "host", with those of the host.
+        read_only: nothing can be written but ``/tmp`` and ``/dev/shm``.
+        user: number of the user, who needs no name. Only root, 0, has capabilities.
+        capabilities: of root; all others are gone for good.
+        first_pid: with ``init`` and processes of its own, the number of the command's process.
+        cgroups: folders of `limits`, to run within.
+    """
+
+    ipc: str = "private"
+    pid: str = "private"
+    shm_mib: int = 64
+    read_only: bool = False
+    user: int = 0
+    capabilities: Collection[str] = DEFAULT_CAPABILITIES
+    init: bool = False
+    first_pid: int = 2
+    cgroups: Sequence[Path] = ()
+
+    def command(self, program: Sequence[str]) -> list[str]:
+        """What runs ``program`` in such a container. Ends with its exit code; SIGKILL ends all of it."""
+        assert {self.ipc, self.pid} <= {"private", "host"}
+        set_up = []
+        if self.ipc == "private":
+            set_up.append(f"mount -t tmpfs -o mode=1777,size={self.shm_mib}m shm /dev/shm")
+        if self.user != 0:
+            # Files of an image are for all its users. Here Python may be in root's home, closed to others.
+            set_up += [
+                "mount -t tmpfs -o mode=755 home /mnt",
+                "mkdir -m 755 /mnt/upper /mnt/work",
+                f"mount -t overlay -o lowerdir={Path.home()},upperdir=/mnt/upper,workdir=/mnt/work home {Path.home()}",
+            ]
+            if self.read_only:
+                set_up.append(f"mount -o remount,ro {Path.home()}")
+        if self.read_only:
+            # With a tmpfs of its own before, since nothing can be mounted from there after.
+            set_up += ["mount -t tmpfs -o mode=1777 tmp /tmp", "mount -o remount,bind,ro /"]
+        if self.init and self.pid == "private":
+            set_up.append(f"echo {self.first_pid - 1} > /proc/sys/kernel/ns_last_pid")
+        capabilities = ",".join(["-all", *(f"+{name}" for name in sorted(self.capabilities))])
+        dropping = f"setpriv --reuid={self.user} --regid={self.user} --clear-groups --bounding-set={capabilities} --"
+        # A user without a name has no home either.
+        run = f'env HOME={"/root" if self.user == 0 else "/"} {dropping} "$@"'
+        set_up.append(f"{run} & wait $!" if self.init else f"exec {run}")
+        join = "".join(f"echo $$ > {folder}/cgroup.procs; " for folder in self.cgroups)
+        spaces = ["--mount", "--uts", "--cgroup", "--fork", "--kill-child"]
+        spaces += ["--ipc"] if self.ipc == "private" else []
+        spaces += ["--pid", "--mount-proc"] if self.pid == "private" else []
+        return [
+            "sh",
+            "-euc",
+            f'{join}exec "$@"',
+            "-",
+            "unshare",
+            *spaces,
+            "sh",
+            "-euc",
+            "; ".join(set_up),
+            "-",
+            *program,
+        ]
+
+
+@contextlib.contextmanager
+def limits(*, memory_mib: int | None = None, cpus: float | None = None) -> Iterator[list[Path]]:
+    """Control groups with these limits, for `Container`; the test is skipped where none can be made.
+
+    Args:
+        memory_mib: beyond it the kernel kills a process of the container.
+        cpus: seconds of computing that all processes together get in a second.
+    """
+    wanted = {"memory": memory_mib, "cpu": cpus}
+    controllers = [name for name, value in wanted.items() if value is not None]
+    with contextlib.ExitStack() as made:
+        folders = []
+        try:
+            is_unified = (_CGROUPS / "cgroup.controllers").exists()
+            if is_unified:
+                (_CGROUPS / "cgroup.subtree_control").write_text(" ".join(f"+{name}" for name in controllers))
+            for parent in [_CGROUPS] if is_unified else [_CGROUPS / name for name in controllers]:
+                folder = parent / f"test-{uuid.uuid4().hex}"
+                folder.mkdir()
+                made.callback(_remove, folder)
+                folders.append(folder)
+            if memory_mib is not None:
+                file = folders[0] / ("memory.max" if is_unified else "memory.limit_in_bytes")
+                file.write_text(str(memory_mib << 20))
+                # Or what does not fit would be swapped out.
+                swap = folders[0] / ("memory.swap.max" if is_unified else "memory.swappiness")
+                if swap.exists():
+                    swap.write_text("0")
+            if cpus is not None:
+                quota = round(cpus * _PERIOD_US)
+                if is_unified:
+                    (folders[0] / "cpu.max").write_text(f"{quota} {_PERIOD_US}")
+                else:
+                    (folders[-1] / "cpu.cfs_quota_us").write_text(str(quota))
+        except OSError as error:
+            pytest.skip(f"no control groups can be made: {error}")
+        yield folders
+
+
+def _remove(folder: Path) -> None:
+    """Processes that have ended are counted for a moment longer."""
+    deadline = time.monotonic() + 10
+    while True:
+        try:
+            folder.rmdir()
+            return
+        except OSError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.05)

@@ -1,0 +1,139 @@
+"""The list of a group that workers join and leave: it stays short, and nobody waits for the dead twice."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+
+import pytest
+from test_members import record
+from torch.distributed import HashStore, PrefixStore, Store
+
+from torch_ucx_rpc._bootstrap import member_list
+from torch_ucx_rpc._bootstrap.member_list import MemberList
+from torch_ucx_rpc._bootstrap.record import Record
+from torch_ucx_rpc._bootstrap.secret import Secret, write_entry
+
+SECRET = Secret(b"a secret of this test, long enough")
+
+
+@pytest.fixture(params=[None, SECRET], ids=["open", "secret"])
+def secret(request: pytest.FixtureRequest) -> Secret | None:
+    chosen: Secret | None = request.param
+    return chosen
+
+
+@pytest.fixture
+def store() -> Store:
+    return HashStore()
+
+
+def raw(store: Store) -> PrefixStore:
+    return PrefixStore("torch_ucx_rpc/dynamic", store)
+
+
+def join(store: Store, rank: int, secret: Secret | None = None) -> tuple[MemberList, str, list[int]]:
+    """The list as a new worker sees it, its place, and the ranks of earlier workers."""
+    own = MemberList(store, record(rank, 0), secret)
+    place = own.add()
+    return own, place, [earlier.rank for earlier in own.earlier().values()]
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """How many places each reading of the list has asked for."""
+    sizes: list[int] = []
+    read_records = member_list.read_records
+
+    def counting(store: Store, keys: list[str], own: Record, secret: Secret | None) -> dict[str, Record]:
+        sizes.append(len(keys))
+        return read_records(store, keys, own, secret)
+
+    monkeypatch.setattr(member_list, "read_records", counting)
+    return sizes
+
+
+def test_each_sees_those_before_it_in_order(store: Store, secret: Secret | None) -> None:
+    assert [join(store, rank, secret)[2] for rank in (3, 1, 2)] == [[], [3], [3, 1]]
+
+
+def test_a_list_of_many_that_came_and_went_stays_short(store: Store, secret: Secret | None, reads: list[int]) -> None:
+    join(store, 0, secret)
+    before: tuple[MemberList, str] | None = None
+    for rank in range(1, 50):
+        own, place, earlier = join(store, rank, secret)
+        assert earlier == [0, *([rank - 1] if before else [])]
+        if before:
+            before[0].strike(before[1])
+        before = own, place
+    # The one that stays, the one that has left since, and the one that is there.
+    assert max(reads) <= 3
+
+
+def test_of_a_worker_that_was_there_when_the_list_was_compacted_the_next_one_learns(store: Store) -> None:
+    lists = [join(store, rank) for rank in range(4)]
+    lists[1][0].strike(lists[1][1])
+    assert [join(store, rank)[2] for rank in (4, 5)] == [[0, 2, 3], [0, 2, 3, 4]]
+
+
+def test_an_older_compaction_hides_nobody(store: Store) -> None:
+    first, place, _ = join(store, 0)
+    first.strike(place)
+    join(store, 1)
+    older = raw(store).get("compacted")
+    join(store, 2)
+    raw(store).set("compacted", older)
+    assert join(store, 3)[2] == [1, 2]
+
+
+def test_a_worker_that_died_before_it_filled_its_place_is_waited_for_once(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(member_list, "_WRITING_S", 0.5)
+    join(store, 0)
+    raw(store).add("arrivals", 1)
+    begin = time.monotonic()
+    assert join(store, 2)[2] == [0]
+    assert time.monotonic() - begin >= 0.5
+    # Whatever has become of what the first one wrote down.
+    raw(store).set("compacted", "")
+    monkeypatch.setattr(member_list, "_WRITING_S", 600.0)
+    assert join(store, 3)[2] == [0, 2]
+
+
+def test_a_worker_that_was_slow_to_fill_its_place_takes_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(member_list, "_WRITING_S", 0.1)
+    before, store = HashStore(), HashStore()
+    raw(before).add("arrivals", 1)
+    join(before, 1)
+    # Another worker has come to wait for it by the time that it writes.
+    raw(store).set("member/0", raw(before).get("member/0"))
+    assert join(store, 0)[1:] == ("member/1", [])
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "no JSON",
+        json.dumps({"before": 2, "remaining": []}),
+        json.dumps({"before": 2, "remaining": [7]}),
+        json.dumps({"before": 2**62, "remaining": []}),
+        json.dumps({"before": 2, "remaining": "member/0"}),
+        json.dumps({"before": "2", "remaining": []}),
+        write_entry({"before": 2, "remaining": []}, Secret(b"another secret, which is long enough")),
+    ],
+)
+def test_what_no_worker_of_the_job_wrote_hides_nobody(store: Store, text: str) -> None:
+    join(store, 0, SECRET)
+    join(store, 1, SECRET)
+    raw(store).set("compacted", text)
+    assert join(store, 2, SECRET)[2] == [0, 1]
+
+
+def test_a_worker_that_left_stays_off_the_list(store: Store) -> None:
+    own, place, _ = join(store, 0)
+    own.strike(place)
+    own.replace(place, record(0, 0, in_doubt=True))
+    assert not own.has(place)
+    assert own.present() == []
