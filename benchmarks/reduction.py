@@ -191,9 +191,10 @@ COMPUTING_S, SLOW = 0.02, 10
 _is_over = threading.Event()
 
 
-def train_disturbed(computing_s: float, quorum: int | None, killed_at: int | None, steps: int) -> list[float]:
+def train_disturbed(name: str, computing_s: float, quorum: int | None, killed_at: int | None) -> list[float]:
     """The duration of each step, in milliseconds."""
-    model = reduction.DataParallel(Wide(1_000_000), reduction.serve("worker0", name=str(quorum)), quorum=quorum)
+    steps = DISTURBED_STEPS
+    model = reduction.DataParallel(Wide(1_000_000), reduction.serve("worker0", name=name), quorum=quorum)
     durations = []
     for step in range(steps):
         if _is_over.is_set():
@@ -212,12 +213,12 @@ def end() -> None:
 
 
 def measure_disturbances() -> harness.Figures:
-    def begin_all(computing_s: list[float], quorum: int | None, killed: int | None = None) -> list:
+    def begin_all(name: str, computing_s: list[float], quorum: int | None, killed: int | None = None) -> list:
         return [
             rpc.rpc_async(
                 f"worker{rank}",
                 train_disturbed,
-                (computing_s[rank - 1], quorum, KILLED_AT if rank == killed else None, DISTURBED_STEPS),
+                (name, computing_s[rank - 1], quorum, KILLED_AT if rank == killed else None),
                 timeout=0,
             )
             for rank in range(1, TRAINERS + 1)
@@ -227,13 +228,13 @@ def measure_disturbances() -> harness.Figures:
         return statistics.median(duration for future in futures for duration in future.wait()[5:])
 
     even = [COMPUTING_S] * TRAINERS
-    usual = median_step(begin_all(even, TRAINERS - 1))
-    futures = begin_all([*even[:-1], SLOW * COMPUTING_S], TRAINERS - 1)
+    usual = median_step(begin_all("usual", even, TRAINERS - 1))
+    futures = begin_all("slow", [*even[:-1], SLOW * COMPUTING_S], TRAINERS - 1)
     with_a_slow_one = median_step(futures[:-1])
     rpc.rpc_sync(f"worker{TRAINERS}", end)
     futures[-1].wait()
     _is_over.clear()
-    futures = begin_all(even, None, killed=1)
+    futures = begin_all("killed", even, None, killed=1)
     slowest, steps, medians = 0.0, DISTURBED_STEPS, []
     for future in futures[1:]:
         durations = future.wait()

@@ -316,6 +316,24 @@ def first_after(steps: Steps, rank: int) -> int | None:
     return min(found, default=None)
 
 
+def test_a_trainer_whose_model_is_gone_is_not_waited_for(run_on_both: RunWorkers, tmp_path: Path) -> None:
+    run_on_both(3, train_for_different_times, Steps(tmp_path))
+
+
+def train_for_different_times(rank: int, steps: Steps) -> None:
+    if rank:
+        for turn in range(2):
+            # The second time the same server again, with all of them.
+            model = make_model()
+            copy = reduction.DataParallel(model, reduction.serve("worker0"))
+            assert len(train(copy, torch.optim.SGD(model.parameters(), lr=0.05), rank, 2 + 3 * rank)) == 2 + 3 * rank
+            del copy
+            meet(steps, f"trained {turn}", rank, 3)
+    else:
+        meet(steps, "trained 0", rank, 3)
+        meet(steps, "trained 1", rank, 3)
+
+
 # ------------------------------------------------------------------------------------------------- trainers that die
 
 

@@ -4,12 +4,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import itertools
 import logging
 import pickle
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar, overload
 
@@ -59,6 +61,9 @@ class Server:
         self._shapes: list[tuple[int, ...]] | None = None
         self._assignment: list[int] = []
         self.has_left = False
+        # Models that are trained by way of it; the hosts are told when there is none any more.
+        self._users = 0
+        self._using = threading.Lock()
 
     @property
     def hosts(self) -> tuple[str, ...]:
@@ -83,9 +88,28 @@ class Server:
                 if not was_lost(error):
                     raise
 
-    def name_for(self, kind: str) -> str:
-        """A prefix for pieces; trainers that ask in the same order get the same."""
+    def name_for(self, kind: str, user: object) -> str:
+        """A prefix for the pieces of a model; trainers that ask in the same order get the same.
+
+        When the last user is gone, this trainer is not waited for any more, until it pushes again.
+        """
+        with self._using:
+            self._users += 1
+        # Whatever thread collects garbage may hold any lock.
+        weakref.finalize(user, self._begin_to_let_go).atexit = False
         return f"{kind}{next(self._names)}"
+
+    def _begin_to_let_go(self) -> None:
+        threading.Thread(target=self._let_go, name="torch_ucx_rpc-leave", daemon=True).start()
+
+    def _let_go(self) -> None:
+        with self._using:
+            self._users -= 1
+            if self._users or self.has_left:
+                return
+            # After the shutdown of RPC nobody waits.
+            with contextlib.suppress(RuntimeError):
+                self.call_all(_host._leave, self.spec.key, self.trainer)
 
     def check_quorum(self, quorum: int | None) -> None:
         """ValueError for a quorum that there can never be."""

@@ -8,6 +8,7 @@ import contextlib
 import logging
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -94,7 +95,7 @@ class DataParallel(nn.Module):
         self._server = server
         self._optimizer = optimizer
         self._quorum = quorum
-        self._name = server.name_for("model")
+        self._name = server.name_for("model", self)
         self._buckets = _make_buckets(parameters, bucket_bytes)
         sizes = [(bucket.buffer.numel(), bucket.buffer.element_size()) for bucket in self._buckets]
         for bucket, parts in zip(self._buckets, plan(sizes, len(server.hosts)), strict=True):
@@ -109,8 +110,15 @@ class DataParallel(nn.Module):
         self._is_behind = False
         self._asking: list[tuple[Trainer, Future[dict[str, Any] | None]]] = []
         self._lock = threading.Lock()
+        # The parameters do not keep this object alive: when it is gone, this trainer has left.
+        own = weakref.ref(self)
+
+        def on_gradient(parameter: Tensor) -> None:
+            if (model := own()) is not None:
+                model._on_gradient(parameter)
+
         for parameter in parameters:
-            parameter.register_post_accumulate_grad_hook(self._on_gradient)
+            parameter.register_post_accumulate_grad_hook(on_gradient)
         site().models[self._key] = self
         self._begin()
 

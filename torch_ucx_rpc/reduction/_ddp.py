@@ -79,7 +79,7 @@ class State:
     def __init__(self, server: Server, quorum: int | None) -> None:
         self.server = server
         self.quorum = quorum
-        self._name = server.name_for("ddp")
+        self._name = server.name_for("ddp", self)
         self._loads = [0] * len(server.hosts)
         # DistributedDataParallel makes other buckets after the first step, and says nothing of those to come: until two
         # steps have had the same, buckets are cut as they come.

@@ -319,6 +319,7 @@ class Host:
 
     def _count(self, trainer: Trainer) -> None:
         self.trainers[trainer.life] = trainer
+        self._ended.discard(trainer.life)
         self._counted.add(trainer.life)
         self._counted_names.add(trainer.name)
 
