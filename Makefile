@@ -113,7 +113,8 @@ conformance conformance-cuda: build $(VENV)/.extra-test
 FUZZED := tests/fuzz/wire_fuzzer.cpp $(wildcard torch_ucx_rpc/csrc/wire/*.cpp) torch_ucx_rpc/csrc/base/hmac.cpp
 
 build/fuzz/wire_fuzzer: $(FUZZED) $(wildcard torch_ucx_rpc/csrc/wire/*.h torch_ucx_rpc/csrc/base/*.h)
-	@command -v clang++ > /dev/null || { echo "make fuzz needs clang with libFuzzer (Debian, Ubuntu: apt install clang)"; exit 1; }
+	@command -v clang++ > /dev/null || \
+	  { echo "make fuzz needs clang with libFuzzer (Debian, Ubuntu: apt install clang)"; exit 1; }
 	@mkdir -p $(@D)
 	@clang++ -std=c++20 -O2 -g -Wall -Wextra -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=all \
 	  -Itorch_ucx_rpc/csrc $(FUZZED) -o $@
@@ -134,8 +135,9 @@ mutants: build $(VENV)/.extra-test ## Bugs put into a copy of the sources, in Py
 	$(PY) tools/mutants.py --cpp || status=$$?; \
 	exit $$status
 
-# In build folders of their own. What is found fails a test, whose output says what and where. ThreadSanitizer and UCX's hooks for
-# memory get into each other's way, and the barriers of OpenMP, which torch computes with, are none that it knows.
+# In build folders of their own. What is found fails a test, whose output says what and where. ThreadSanitizer and UCX's
+# hooks for memory get into each other's way, and the barriers of OpenMP, which torch computes with, are none that it
+# knows.
 sanitize: ## C++ tests under AddressSanitizer and UBSan, and again under ThreadSanitizer
 	@$(MAKE) --no-print-directory --keep-going sanitize-address sanitize-thread
 
@@ -147,15 +149,16 @@ sanitize-%: $(ENVIRONMENT)
 	@UCX_MEM_EVENTS=n UCX_MEM_MMAP_HOOK_MODE=none OMP_NUM_THREADS=1 \
 	  ctest --test-dir build/$@ --output-on-failure --no-tests=error --parallel $$(nproc)
 
-# With the torch of PYTHON, not TORCH's: the whole environment may lie on a machine without a network. Beside a torch with CUDA 13,
-# which today's are, unless UCX is given.
+# With the torch of PYTHON, not TORCH's: the whole environment may lie on a machine without a network. Beside a torch
+# with CUDA 13, which today's are, unless UCX is given.
 GPU_UCX := $(if $(filter command environment,$(firstword $(origin UCX))),$(UCX),libucx-cu13)
 
 gpu-prepare: build ## Fill WHEELS with what gpu-check needs on a machine without a network, the compiled extension included
 	@$(PY) tools/gpu_check.py prepare $(or $(WHEELS),wheels) --ucx $(GPU_UCX)
 
 gpu-check: ## PART of what needs a GPU, on one and with the CUDA torch of PYTHON: each less than 9 minutes; WHEELS=folder without a network
-	@$(PYTHON) tools/gpu_check.py $(or $(PART),first) --ucx $(GPU_UCX) $(if $(WHEELS),--wheels $(WHEELS)) $(if $(STEPS),--steps $(STEPS))
+	@$(PYTHON) tools/gpu_check.py $(or $(PART),first) --ucx $(GPU_UCX) $(if $(WHEELS),--wheels $(WHEELS)) \
+	  $(if $(STEPS),--steps $(STEPS))
 
 gpu-rehearse: build $(VENV)/.extra-test ## The ways of gpu-check without a GPU: some tests, one of which hangs
 	@$(PY) tools/gpu_check.py rehearse

@@ -3,6 +3,7 @@
 #include "messaging/outbox.h"
 
 #include "event_log.h"
+#include "runtime/worker_mutex.h"
 #include "sending_transport.h"
 #include "test_worker.h"
 
@@ -65,6 +66,7 @@ class OutboxTest : public testing::Test {
   int made_ = 0;
   Peer peer_{memberOf(1)};
   Peer other_{memberOf(2)};
+  const AssumeWorkerLock lock_;
   SendingTransport transport_;
   EventLog events_;
   PushShare share_;

@@ -459,10 +459,10 @@ inline at::Tensor fakeEmptyStrided(
       dtype.value_or(at::kFloat));
 }
 
-// Copies in stream order. The host's source may change afterwards, unless it is pinned and the copy is non-blocking; its
-// memory is kept until then, as by torch's pool. A host target has its data on return, as with CUDA for memory that is
-// not pinned, unless the copy is non-blocking. Between devices the source's stream copies once the
-// target's has come to it, as with CUDA.
+// Copies in stream order. The host's source may change afterwards, unless it is pinned and the copy is non-blocking;
+// its memory is kept until then, as by torch's pool. A host target has its data on return, as with CUDA for memory that
+// is not pinned, unless the copy is non-blocking. Between devices the source's stream copies once the target's has come
+// to it, as with CUDA.
 inline at::Tensor& fakeCopy(at::Tensor& self, const at::Tensor& from, bool nonBlocking) {
   const at::Tensor target = self.is_cpu() ? self : hostView(self);
   if (from.is_cpu()) {

@@ -70,9 +70,6 @@ class PatientTransport final : public Transport {
   std::vector<std::string> lanes(EndpointId /*endpoint*/) const override {
     return {};
   }
-  bool repair() override {
-    return true;
-  }
   void abandon(EndpointId /*endpoint*/) override {}
   void close(int64_t /*limitMs*/) override {}
 

@@ -140,8 +140,8 @@ void Messenger::countStaged(const OutgoingMessage& message) {
         << "torch_ucx_rpc: tensors for " << message.to->describe()
         << " are in device memory that UCX cannot share with another process: they are copied through the host's "
            "memory, which is slower. Either it is memory of cudaMallocAsync or of torch's expandable_segments (unset "
-           "PYTORCH_CUDA_ALLOC_CONF and PYTORCH_ALLOC_CONF), or UCX_TLS excludes cuda_ipc, or that worker is in another "
-           "PID namespace. This is said once.";
+           "PYTORCH_CUDA_ALLOC_CONF and PYTORCH_ALLOC_CONF), or UCX_TLS excludes cuda_ipc, or that worker is in "
+           "another PID namespace. This is said once.";
   }
 }
 

@@ -139,8 +139,8 @@ class Receiver {
     kMemory, // the spans get memory, and the body if it is still to be received
     kSpans, // they are received into it
   };
-  // Memory for spans that arrive on devices, or in pinned memory. Allocators may wait for the driver, for Python, or for
-  // memory that is held back: so this is done without the worker lock.
+  // Memory for spans that arrive on devices, or in pinned memory. Allocators may wait for the driver, for Python, or
+  // for memory that is held back: so this is done without the worker lock.
   struct Allocation {
     struct Span {
       size_t index; // of the message

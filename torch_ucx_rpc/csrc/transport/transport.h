@@ -14,7 +14,7 @@
 
 // The seam between the agent's messages and the way they travel. There are two implementations: ucp/ sends UCX active
 // messages, loopback/ stays inside the process and makes faults on demand, for tests.
-// tests/cpp/transport_contract_test.cpp states the contract below as tests, which run on both.
+// tests/cpp/transport/transport_contract_test.cpp states the contract below as tests, which run on both.
 //
 // Threads. A transport is single-threaded: the caller holds the worker lock for every method. The exceptions are
 // address(), eventFd(), description(), canShare(), deviceMemoryRefusal() and scanForRepair(), which any thread may call
@@ -47,15 +47,7 @@ enum class Memory : uint8_t {
   kDevice, // of any device; the transport finds out which one
 };
 
-// What an endpoint has under way. A peer that stops reading makes this grow without bound, because UCX queues eager
-// messages in memory of its own: the caller sets the bound and stops sending. Eager messages that fit into the lane's
-// own queue have completed and do not count.
-struct InFlight {
-  size_t operations = 0; // sends that have not completed
-  uint64_t bytes = 0; // their headers and data, as they were given to send()
-};
-
-// Where repair() stands.
+// Where the repair of a receive queue stands.
 enum class RepairState : uint8_t {
   kWhole, // nothing is missing, or nothing can be missing because there is no shared memory
   kUndecided, // a message is missing, and its sender may still be writing it: scan and ask again in some milliseconds
@@ -155,11 +147,6 @@ class Transport {
   // Sends and receives that have not completed, over all endpoints.
   virtual size_t operationsInFlight() const = 0;
 
-  // The sends to one endpoint that have not completed.
-  virtual InFlight inFlight(EndpointId /*endpoint*/) const {
-    return {};
-  }
-
   // The ways that the transport chose for this endpoint, "sysv/memory" and "tcp/eth0" for instance.
   virtual std::vector<std::string> lanes(EndpointId endpoint) const = 0;
 
@@ -177,13 +164,6 @@ class Transport {
   // processes, so it must not be done under the worker lock. It does nothing where repairState() has asked for nothing.
   // Any one thread at a time, also after close(), not after destruction.
   virtual void scanForRepair() {}
-
-  // Both in one call, for callers that do not mind scanning under the worker lock. True once there is nothing to
-  // repair.
-  virtual bool repair() {
-    scanForRepair();
-    return repairState() == RepairState::kWhole;
-  }
 
   // Gives up one endpoint. Its operations complete, with an error unless the peer took them before. Over TCP they
   // complete when what was begun has left this machine or the kernel has given up, which may take minutes; over other

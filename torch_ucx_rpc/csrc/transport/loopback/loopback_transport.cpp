@@ -72,11 +72,7 @@ class LoopbackTransport final : public Transport {
         const uint64_t operation = nextOperation_++;
         delivery.rendezvous = std::make_shared<LoopbackNetwork::Rendezvous>();
         *delivery.rendezvous = {this, operation, bytes, memory};
-        const uint64_t size = sizeof(header) + bytes.size();
-        operations_.emplace(operation, Operation{endpointId, delivery.rendezvous, size, std::move(done)});
-        InFlight& inFlight = endpoints_[endpointId].inFlight;
-        ++inFlight.operations;
-        inFlight.bytes += size;
+        operations_.emplace(operation, Operation{endpointId, delivery.rendezvous, std::move(done)});
       } else {
         delivery.eager = Bytes(bytes);
       }
@@ -160,7 +156,7 @@ class LoopbackTransport final : public Transport {
       auto completed = take(completed_);
       ++told;
       if (auto operation = operations_.extract(completed->first)) {
-        finish(operation.mapped(), std::move(completed->second));
+        operation.mapped().done(std::move(completed->second));
       }
     }
     for (; arrivedBefore != 0; --arrivedBefore) {
@@ -194,10 +190,6 @@ class LoopbackTransport final : public Transport {
 
   size_t operationsInFlight() const override {
     return operations_.size();
-  }
-
-  InFlight inFlight(EndpointId endpoint) const override {
-    return endpoints_[endpoint].inFlight;
   }
 
   std::vector<std::string> lanes(EndpointId /*endpoint*/) const override {
@@ -239,12 +231,10 @@ class LoopbackTransport final : public Transport {
   struct Endpoint {
     std::string address;
     Error failure;
-    InFlight inFlight;
   };
   struct Operation {
     EndpointId endpoint;
     std::shared_ptr<LoopbackNetwork::Rendezvous> rendezvous;
-    uint64_t bytes;
     OperationDone done;
   };
 
@@ -285,13 +275,6 @@ class LoopbackTransport final : public Transport {
     announced_ = nullptr;
   }
 
-  void finish(Operation& operation, Error error) {
-    InFlight& inFlight = endpoints_[operation.endpoint].inFlight;
-    --inFlight.operations;
-    inFlight.bytes -= operation.bytes;
-    operation.done(std::move(error));
-  }
-
   void signal() const {
     const uint64_t one = 1;
     (void)!write(eventFd_, &one, sizeof(one));
@@ -330,7 +313,7 @@ class LoopbackTransport final : public Transport {
       }
     }
     for (Operation& operation : ended) {
-      finish(operation, error);
+      operation.done(error);
     }
   }
 

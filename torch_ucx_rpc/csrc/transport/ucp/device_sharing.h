@@ -6,8 +6,8 @@
 
 #include <cstdint>
 
-// What this UCX can do with memory of CUDA devices. Nothing here needs a CUDA toolkit: the driver is asked where it is
-// loaded.
+// The abilities of this UCX with memory of CUDA devices. Nothing here needs a CUDA toolkit: the driver is asked where
+// it is loaded.
 namespace torch_ucx_rpc {
 
 // Whether UCX's cuda_ipc can give other processes of this machine access to these bytes of a CUDA device. It can where
@@ -17,16 +17,16 @@ namespace torch_ucx_rpc {
 // that has them sends one handle where such a tensor needs several (https://github.com/openucx/ucx/issues/11283). Such
 // bytes travel another, slower way, without a word.
 //
-// Where there is no driver, or it does not know the address, nothing speaks against it. For any thread.
+// True where there is no driver, or it does not know the address. Any thread may call it.
 bool canShareDeviceMemory(const void* address, uint64_t bytes);
 
 // Whether this context has cuda_ipc, which the user may have excluded with UCX_TLS. Without it device memory goes
-// through the host's, in pieces of 8 KiB, whoever could share it.
+// through the host's, in pieces of 8 KiB.
 bool hasCudaIpc(ucp_context_h context);
 
-// Why UCX must not be given memory of CUDA devices, for the user; no error where it may. A UCX that has not found the
-// driver takes device memory for the host's, and the process ends with SIGSEGV on the first tensor; the cuda_ipc of UCX
-// 1.21 is broken.
+// Says to the user why UCX must not be given memory of CUDA devices. No error where it may. A UCX that has not found
+// the driver takes device memory for the host's, and the process ends with SIGSEGV on the first tensor; the cuda_ipc of
+// UCX 1.21 is broken.
 Error deviceMemoryRefusal(ucp_context_h context);
 
 } // namespace torch_ucx_rpc

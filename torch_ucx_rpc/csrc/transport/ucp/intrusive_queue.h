@@ -2,8 +2,8 @@
 
 namespace torch_ucx_rpc {
 
-// A queue of items that are linked through their member `Next`. It needs no memory, so UCX's callbacks may push. An item
-// is in one queue at most.
+// A queue of items that are linked through their member `Next`. It needs no memory, so UCX's callbacks may push. An
+// item is in one queue at most.
 template <class T, T* T::* Next>
 class IntrusiveQueue {
  public:

@@ -13,8 +13,8 @@
 
 namespace torch_ucx_rpc {
 
-// Why queues of this UCX are left alone; empty if they can be repaired. Repair writes into memory that belongs to UCX,
-// so only versions are taken with which tests/cpp/queue_repair_test.cpp has passed.
+// Why queues of this UCX are left alone. Empty if they can be repaired. Repair writes into memory that belongs to UCX,
+// so only versions with which queue_repair_test.cpp has passed are accepted.
 std::string whyQueuesAreNotRepaired(const std::string& ucxVersion);
 
 // Gets the queues of a UCX worker past the slots of processes that died while they were writing (see
@@ -34,11 +34,11 @@ class QueueRepair {
   // `whyNot`: why the queues are left alone, empty to repair them.
   QueueRepair(std::vector<SharedMemoryQueue> queues, std::string whyNot);
 
-  // Skips what the last scan has cleared, and asks for another scan where one is needed. kWhole: everything that had
-  // been begun at the first call has been written or skipped.
+  // Skips the slots that the last scan has cleared, and asks for another scan where one is needed. kWhole means that
+  // all slots taken before the first call have been written or skipped.
   RepairState state();
 
-  // Does what state() has asked for, if anything.
+  // Does the scan that state() has asked for, if any.
   void scan();
 
   // "on", or "off: " and why. Constant, any thread.
@@ -51,7 +51,7 @@ class QueueRepair {
   class Suspects {
    public:
     explicit Suspects(const std::vector<pid_t>& processes);
-    // False when all of them have shown that they are not writing it.
+    // False once each has shown that it is not writing the slot.
     bool remain();
 
    private:
@@ -68,7 +68,7 @@ class QueueRepair {
     SharedMemoryQueue queue;
 
     // Guarded by the worker lock.
-    std::optional<SharedMemoryQueue::Position> end; // of what is to be repaired, while there is something
+    std::optional<SharedMemoryQueue::Position> end; // of the slots to be repaired, while there are any
     std::optional<SharedMemoryQueue::Position> slot; // the first one that is not marked
 
     // Guarded by mutex_.
@@ -76,10 +76,10 @@ class QueueRepair {
     Finding finding = Finding::kNone; // about that slot
 
     // Of the scanning thread.
-    std::optional<SharedMemoryQueue::Position> scanned; // the slot that these are about
+    std::optional<SharedMemoryQueue::Position> scanned; // the slot of the members below
     std::optional<Suspects> suspects;
-    unsigned blindScans = 0; // that could not see all processes
-    unsigned suspectScans = 0; // that found suspects
+    unsigned blindScans = 0; // scans that could not see all processes
+    unsigned suspectScans = 0; // scans that found suspects
   };
 
   RepairState state(Repair& repair);

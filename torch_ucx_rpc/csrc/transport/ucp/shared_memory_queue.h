@@ -26,7 +26,7 @@ class SharedMemoryQueue {
   // Where the memory of such queues starts, in this process. The queues of a new worker are those that were not there
   // before.
   static std::set<uintptr_t> mapped();
-  // The queues among what is mapped now and was not `before`; only those of workers that nobody has sent to yet.
+  // The queues in memory that is mapped now and was not `before`. Only queues of workers that nobody has sent to yet.
   static std::vector<SharedMemoryQueue> mappedSince(const std::set<uintptr_t>& before);
 
   // Counts the slots that were ever taken.
@@ -41,8 +41,8 @@ class SharedMemoryQueue {
   // Marks a slot as written, with a message that UCX drops. The process that took the slot must not write any more.
   void skip(Position slot);
 
-  // The processes that have this memory mapped, and so may write. Nothing where there may be others that cannot be seen
-  // from here, or where no file is left to look:
+  // The processes that have this memory mapped, and so may write. Nothing where this process may not see all of them,
+  // or has no file left to look with:
   // - System V memory: the kernel counts its users, and each must be found.
   // - POSIX memory: nobody counts. So this process must be in the machine's first pid namespace, where no process is
   //   out of sight, and may read the mappings of all processes of its user: UCX gives no other user access. Containers
@@ -55,7 +55,7 @@ class SharedMemoryQueue {
   struct Acknowledgement;
   struct Mapping;
 
-  // Nothing if they cannot be read; errno says why.
+  // Nothing if the mappings cannot be read; errno says why.
   static std::optional<std::vector<Mapping>> mappingsOf(const std::string& process);
   // False if a process whose mappings may not be read cannot have this memory mapped, or is no more.
   static bool mayHideMappings(const std::string& process, int why);
@@ -64,7 +64,7 @@ class SharedMemoryQueue {
   Slot& slotAt(Position position) const;
   uint8_t markAt(Position position) const;
 
-  std::string object_; // what is mapped: device and inode
+  std::string object_; // device and inode of the mapped memory
   std::optional<int> segment_; // of System V, if it is one
   Control* control_ = nullptr;
   std::byte* slots_ = nullptr;

@@ -24,7 +24,6 @@ struct UcpEndpoint {
   Error failure; // why it is dead; the listener knows, unless this side has given it up
   ucs_status_t reported = UCS_OK; // why UCX says that it is dead
   UcpEndpoint* nextReported = nullptr; // in a queue of its owner
-  InFlight inFlight; // the sends, which the transport counts
 
   bool isDead() const {
     return failure || reported != UCS_OK;
@@ -32,7 +31,8 @@ struct UcpEndpoint {
 };
 
 // The endpoints of one UCX worker: how they are made, how their failures are found out, and how they are closed. The
-// worker lock guards it. UCX's callback for errors only notes the endpoint, since it must not close it; progress() does.
+// worker lock guards it. UCX's callback for errors only notes the endpoint, since it must not close it; progress()
+// does.
 class UcpEndpoints {
  public:
   // `someFile` is any open descriptor: see filesForAConnection().

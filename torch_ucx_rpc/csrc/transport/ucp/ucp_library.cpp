@@ -261,6 +261,16 @@ Error errorOfEndpoint(ucs_status_t status, int someFile) {
   return errorOf(status);
 }
 
+std::string workerAddress(ucp_worker_h worker, uint32_t flags) {
+  ucp_worker_attr_t attributes{};
+  attributes.field_mask = UCP_WORKER_ATTR_FIELD_ADDRESS | UCP_WORKER_ATTR_FIELD_ADDRESS_FLAGS;
+  attributes.address_flags = flags;
+  check(ucp_worker_query(worker, &attributes), "getting UCX's worker address");
+  std::string address(reinterpret_cast<const char*>(attributes.address), attributes.address_length);
+  ucp_worker_release_address(worker, attributes.address);
+  return address;
+}
+
 void check(ucs_status_t status, const char* what) {
   if (status != UCS_OK) {
     throw std::runtime_error(std::string(what) + " failed: " + ucs_status_string(status) + ". " + cureOf(status));

@@ -1,10 +1,11 @@
 #include "transport/ucp/ucp_transport.h"
 
 #include "transport/ucp/device_sharing.h"
-#include "transport/ucp/intrusive_queue.h"
 #include "transport/ucp/queue_repair.h"
 #include "transport/ucp/ucp_endpoints.h"
 #include "transport/ucp/ucp_library.h"
+#include "transport/ucp/ucp_operations.h"
+#include "transport/ucp/ucp_rendezvous.h"
 #include "transport/ucp/worker_address.h"
 
 #include <c10/util/Logging.h>
@@ -12,10 +13,8 @@
 #include <ucp/api/ucp.h>
 #include <unistd.h>
 
-#include <algorithm>
 #include <chrono>
 #include <exception>
-#include <new>
 #include <optional>
 #include <set>
 #include <string_view>
@@ -28,16 +27,6 @@ namespace {
 
 constexpr unsigned kMessageId = 0; // the one active-message id we use
 constexpr int kTurnsToCancel = 8; // UCX needs two or three
-
-std::string addressOf(ucp_worker_h worker, uint32_t flags) {
-  ucp_worker_attr_t attributes{};
-  attributes.field_mask = UCP_WORKER_ATTR_FIELD_ADDRESS | UCP_WORKER_ATTR_FIELD_ADDRESS_FLAGS;
-  attributes.address_flags = flags;
-  check(ucp_worker_query(worker, &attributes), "getting UCX's worker address");
-  std::string address(reinterpret_cast<const char*>(attributes.address), attributes.address_length);
-  ucp_worker_release_address(worker, attributes.address);
-  return address;
-}
 
 void warnOfLoss(const std::exception_ptr& loss) {
   try {
@@ -60,8 +49,8 @@ Error noMemory() {
 }
 
 // UCX calls back in C frames, through which no exception may pass. So its callbacks only note what has happened, in
-// members that need no memory; tell() hands it out, from progress() and from close(). Only messages are handed out at
-// once, because eager bytes are valid during the callback only: onMessage() catches everything.
+// UcpOperations and UcpEndpoints. tell() hands it out, from progress() and from close(). Only messages are handed out
+// at once, because eager bytes are valid during the callback only: onMessage() catches everything.
 class UcpTransport final : public Transport {
  public:
   UcpTransport(size_t expectedPeers, const std::string& networkDevices);
@@ -101,10 +90,7 @@ class UcpTransport final : public Transport {
   unsigned progress() override;
   bool arm() override;
   size_t operationsInFlight() const override {
-    return operationsInFlight_;
-  }
-  InFlight inFlight(EndpointId endpoint) const override {
-    return endpoints_.at(endpoint).inFlight;
+    return operations_.inFlight();
   }
   std::vector<std::string> lanes(EndpointId endpoint) const override {
     return endpoints_.lanes(endpoint);
@@ -121,26 +107,6 @@ class UcpTransport final : public Transport {
   void close(int64_t limitMs) override;
 
  private:
-  // One send or receive. UCX owns its buffers until it calls back. The list of all lets close() end operations for
-  // which UCX never does.
-  struct Operation {
-    UcpTransport* transport;
-    OperationDone done;
-    UcpEndpoint* endpoint; // null for a receive
-    uint64_t bytes; // counted in endpoint->inFlight
-    ucs_status_t status = UCS_INPROGRESS;
-    Operation* previous = nullptr; // in operations_
-    Operation* next = nullptr; // in operations_ or completed_
-  };
-
-  // A rendezvous that waits here. Listeners get its address as the handle, never that of UCX's descriptor: UCX may give
-  // the same descriptor out again while the listener still has the handle of a message that it failed to store.
-  struct Rendezvous {
-    void* descriptor; // null: void, UCX has it back
-    Rendezvous* previous = nullptr; // in firstRendezvous_
-    Rendezvous* next = nullptr;
-  };
-
   static ucs_status_t onMessage(
       void* self,
       const void* header,
@@ -149,22 +115,11 @@ class UcpTransport final : public Transport {
       size_t bytes,
       const ucp_am_recv_param_t* param) noexcept;
   ucs_status_t onRendezvous(std::span<const std::byte> header, void* descriptor, size_t bytes) noexcept;
-  static void onSendDone(void* request, ucs_status_t status, void* operation) noexcept;
-  static void onReceiveDone(void* request, ucs_status_t status, size_t bytes, void* operation) noexcept;
 
-  // Returns null, and leaves `done` as it is, if memory runs out.
-  Operation* begin(OperationDone& done, UcpEndpoint* endpoint, uint64_t bytes) noexcept;
-  // Takes what the UCX call returned that began the operation.
-  void onSubmitted(Operation* operation, ucs_status_ptr_t returned);
-  void complete(Operation* operation, ucs_status_t status) noexcept;
-  void unlink(Operation* operation) noexcept;
-  static void tell(Operation* operation);
   void noteLoss() noexcept;
   unsigned tell();
   void tellAll() noexcept;
 
-  void forget(Rendezvous* rendezvous) noexcept;
-  void releaseAllDescriptors();
   void destroy();
 
   TransportListener* listener_ = nullptr;
@@ -176,14 +131,10 @@ class UcpTransport final : public Transport {
   Error deviceMemoryRefusal_;
   std::optional<QueueRepair> repair_;
   UcpEndpoints endpoints_;
-  Operation* operations_ = nullptr; // operations that UCX has not completed
-  size_t operationsInFlight_ = 0; // the same, and those in completed_
-  Rendezvous* firstRendezvous_ = nullptr;
-  Rendezvous* announced_ = nullptr; // the one that the listener is being told of, until it takes or releases it
-  bool isAnnouncedReleased_ = false;
+  UcpOperations operations_;
+  UcpRendezvousList rendezvous_;
 
-  // Notes of UCX's callbacks, which the next tell() hands out.
-  IntrusiveQueue<Operation, &Operation::next> completed_;
+  // For the next tell().
   std::exception_ptr loss_; // why the first message was lost
   uint64_t losses_ = 0;
 };
@@ -210,7 +161,7 @@ UcpTransport::UcpTransport(size_t expectedPeers, const std::string& networkDevic
     check(ucp_worker_set_am_recv_handler(worker_, &handler), "registering the UCX message handler");
     check(ucp_worker_get_efd(worker_, &eventFd_), "getting UCX's event descriptor");
     endpoints_.setWorker(worker_, eventFd_);
-    address_ = wrapAddress({addressOf(worker_, 0), addressOf(worker_, UCP_WORKER_ADDRESS_FLAG_NET_ONLY)});
+    address_ = wrapAddress({workerAddress(worker_, 0), workerAddress(worker_, UCP_WORKER_ADDRESS_FLAG_NET_ONLY)});
   } catch (...) {
     destroy();
     throw;
@@ -239,66 +190,11 @@ std::vector<std::pair<std::string, std::string>> UcpTransport::description() con
       {"ucx.shared_memory_repair", repair_->description()}};
 }
 
-UcpTransport::Operation* UcpTransport::begin(OperationDone& done, UcpEndpoint* endpoint, uint64_t bytes) noexcept {
-  auto* operation = new (std::nothrow) Operation{this, {}, endpoint, bytes};
-  if (operation == nullptr) {
-    return nullptr;
-  }
-  operation->done = std::move(done);
-  operation->next = operations_;
-  if (operations_ != nullptr) {
-    operations_->previous = operation;
-  }
-  operations_ = operation;
-  ++operationsInFlight_;
-  if (endpoint != nullptr) {
-    ++endpoint->inFlight.operations;
-    endpoint->inFlight.bytes += bytes;
-  }
-  return operation;
-}
-
-void UcpTransport::onSubmitted(Operation* operation, ucs_status_ptr_t returned) {
-  if (UCS_PTR_IS_PTR(returned)) {
-    return; // the callback will complete it
-  }
-  unlink(operation);
-  operation->status = UCS_PTR_RAW_STATUS(returned);
-  tell(operation);
-}
-
-void UcpTransport::unlink(Operation* operation) noexcept {
-  (operation->previous != nullptr ? operation->previous->next : operations_) = operation->next;
-  if (operation->next != nullptr) {
-    operation->next->previous = operation->previous;
-  }
-}
-
-void UcpTransport::complete(Operation* operation, ucs_status_t status) noexcept {
-  unlink(operation);
-  operation->status = status;
-  completed_.push(operation);
-}
-
-void UcpTransport::tell(Operation* operation) {
-  const std::unique_ptr<Operation> owner(operation);
-  --operation->transport->operationsInFlight_;
-  if (operation->endpoint != nullptr) {
-    --operation->endpoint->inFlight.operations;
-    operation->endpoint->inFlight.bytes -= operation->bytes;
-  }
-  operation->done(errorOf(operation->status));
-}
-
 unsigned UcpTransport::tell() {
-  unsigned told = 0;
   if (std::exception_ptr loss = std::exchange(loss_, nullptr)) {
     warnOfLoss(loss);
   }
-  while (Operation* operation = completed_.pop()) {
-    ++told;
-    tell(operation);
-  }
+  unsigned told = operations_.tell();
   while (const UcpEndpoint* endpoint = endpoints_.takeFailed()) {
     ++told;
     listener_->onEndpointFailed(endpoint->id, endpoint->failure);
@@ -332,7 +228,7 @@ void UcpTransport::send(
     done(deviceMemoryRefusal_);
     return;
   }
-  Operation* operation = begin(done, &endpoint, sizeof(header) + bytes.size());
+  UcpOperation* operation = operations_.begin(done);
   if (operation == nullptr) {
     done(noMemory());
     return;
@@ -340,57 +236,37 @@ void UcpTransport::send(
   ucp_request_param_t param{};
   param.op_attr_mask = UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA | UCP_OP_ATTR_FIELD_FLAGS |
       UCP_OP_ATTR_FIELD_MEMORY_TYPE;
-  param.cb.send = &UcpTransport::onSendDone;
+  param.cb.send = &UcpOperations::onSendDone;
   param.user_data = operation;
   // The agent decides which protocol suits, once for all lanes: UCX's own threshold differs from lane to lane.
   param.flags = mode == SendMode::kEager ? UCP_AM_SEND_FLAG_EAGER : UCP_AM_SEND_FLAG_RNDV;
   param.memory_type = memoryTypeOf(memory);
-  onSubmitted(
+  operations_.onSubmitted(
       operation,
       ucp_am_send_nbx(endpoint.handle, kMessageId, &header, sizeof(header), bytes.data(), bytes.size(), &param));
 }
 
 void UcpTransport::receive(void* handle, void* into, uint64_t bytes, OperationDone done, Memory memory) {
-  const std::unique_ptr<Rendezvous> rendezvous(static_cast<Rendezvous*>(handle));
-  forget(rendezvous.get());
+  void* const descriptor = rendezvous_.take(handle)->descriptor;
   const bool isRefused = memory == Memory::kDevice && deviceMemoryRefusal_;
-  Operation* operation = rendezvous->descriptor != nullptr && !isRefused ? begin(done, nullptr, 0) : nullptr;
+  UcpOperation* operation = descriptor != nullptr && !isRefused ? operations_.begin(done) : nullptr;
   if (operation == nullptr) {
-    if (rendezvous->descriptor != nullptr) {
-      ucp_am_data_release(worker_, rendezvous->descriptor);
+    if (descriptor != nullptr) {
+      ucp_am_data_release(worker_, descriptor);
     }
     done(isRefused ? deviceMemoryRefusal_ : noMemory());
     return;
   }
   ucp_request_param_t param{};
   param.op_attr_mask = UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA | UCP_OP_ATTR_FIELD_MEMORY_TYPE;
-  param.cb.recv_am = &UcpTransport::onReceiveDone;
+  param.cb.recv_am = &UcpOperations::onReceiveDone;
   param.user_data = operation;
   param.memory_type = memoryTypeOf(memory);
-  onSubmitted(operation, ucp_am_recv_data_nbx(worker_, rendezvous->descriptor, into, bytes, &param));
+  operations_.onSubmitted(operation, ucp_am_recv_data_nbx(worker_, descriptor, into, bytes, &param));
 }
 
 void UcpTransport::release(void* handle) {
-  const std::unique_ptr<Rendezvous> rendezvous(static_cast<Rendezvous*>(handle));
-  if (rendezvous.get() == announced_) {
-    isAnnouncedReleased_ = true; // UCX has not given its descriptor away yet, and need not
-    forget(rendezvous.get());
-    return;
-  }
-  forget(rendezvous.get());
-  if (rendezvous->descriptor != nullptr) {
-    ucp_am_data_release(worker_, rendezvous->descriptor);
-  }
-}
-
-void UcpTransport::forget(Rendezvous* rendezvous) noexcept {
-  if (rendezvous == announced_) {
-    announced_ = nullptr;
-  }
-  (rendezvous->previous != nullptr ? rendezvous->previous->next : firstRendezvous_) = rendezvous->next;
-  if (rendezvous->next != nullptr) {
-    rendezvous->next->previous = rendezvous->previous;
-  }
+  rendezvous_.release(worker_, handle);
 }
 
 ucs_status_t UcpTransport::onMessage(
@@ -414,43 +290,25 @@ ucs_status_t UcpTransport::onMessage(
 }
 
 ucs_status_t UcpTransport::onRendezvous(std::span<const std::byte> header, void* descriptor, size_t bytes) noexcept {
-  auto* rendezvous = new (std::nothrow) Rendezvous{descriptor, nullptr, firstRendezvous_};
+  UcpRendezvous* const rendezvous = rendezvous_.announce(descriptor);
   if (rendezvous == nullptr) {
-    return UCS_ERR_NO_MEMORY; // which the sender gets
+    return UCS_ERR_NO_MEMORY; // the sender gets it
   }
-  if (firstRendezvous_ != nullptr) {
-    firstRendezvous_->previous = rendezvous;
-  }
-  firstRendezvous_ = rendezvous;
-  announced_ = rendezvous;
   try {
     listener_->onRendezvous(header, rendezvous, bytes);
   } catch (...) {
     noteLoss();
-    if (announced_ == rendezvous) { // the listener may have kept the handle, and it has not used it
-      announced_ = nullptr;
-      rendezvous->descriptor = nullptr;
+    if (rendezvous_.withdraw(rendezvous)) {
       return UCS_ERR_NO_MEMORY;
     }
   }
-  announced_ = nullptr;
-  return std::exchange(isAnnouncedReleased_, false) ? UCS_OK : UCS_INPROGRESS; // in progress: we keep the descriptor
+  return rendezvous_.endAnnouncement();
 }
 
 void UcpTransport::noteLoss() noexcept {
   if (losses_++ == 0) {
     loss_ = std::current_exception();
   }
-}
-
-void UcpTransport::onSendDone(void* request, ucs_status_t status, void* operation) noexcept {
-  ucp_request_free(request);
-  auto* done = static_cast<Operation*>(operation);
-  done->transport->complete(done, status);
-}
-
-void UcpTransport::onReceiveDone(void* request, ucs_status_t status, size_t /*bytes*/, void* operation) noexcept {
-  onSendDone(request, status, operation);
 }
 
 unsigned UcpTransport::progress() {
@@ -460,16 +318,8 @@ unsigned UcpTransport::progress() {
 }
 
 bool UcpTransport::arm() {
-  const bool isAllTold = completed_.isEmpty() && !endpoints_.hasFailures();
+  const bool isAllTold = !operations_.hasCompleted() && !endpoints_.hasFailures();
   return isAllTold && ucp_worker_arm(worker_) != UCS_ERR_BUSY;
-}
-
-void UcpTransport::releaseAllDescriptors() {
-  for (Rendezvous* rendezvous = firstRendezvous_; rendezvous != nullptr; rendezvous = rendezvous->next) {
-    if (rendezvous->descriptor != nullptr) {
-      ucp_am_data_release(worker_, std::exchange(rendezvous->descriptor, nullptr));
-    }
-  }
 }
 
 void UcpTransport::close(int64_t limitMs) {
@@ -478,7 +328,7 @@ void UcpTransport::close(int64_t limitMs) {
   }
   using Clock = std::chrono::steady_clock;
   const auto deadline = Clock::now() + std::chrono::milliseconds(limitMs);
-  releaseAllDescriptors();
+  rendezvous_.releaseDescriptors(worker_);
   endpoints_.abandonAll();
   const auto turn = [this] {
     try {
@@ -493,33 +343,28 @@ void UcpTransport::close(int64_t limitMs) {
       (void)poll(&event, 1, 1);
     }
   }
-  releaseAllDescriptors(); // what came meanwhile
+  rendezvous_.releaseDescriptors(worker_); // what came meanwhile
 
-  // Endpoints that could not be drained are forced. A card ends its requests then, for which it needs progress but no peer; the
-  // bound is for what UCX leaves behind.
+  // Endpoints that could not be drained are forced. A card ends its requests then, for which it needs progress but no
+  // peer; the bound is for requests that UCX leaves behind.
   endpoints_.forceAllButTcp();
-  const auto isForcing = [this] { return endpoints_.isForcing(operationsInFlight_ != 0); };
+  const auto isForcing = [this] { return endpoints_.isForcing(operations_.inFlight() != 0); };
   const auto forcedDeadline = Clock::now() + std::chrono::milliseconds(500);
   while (isForcing() && Clock::now() < forcedDeadline) {
     turn();
   }
   // TCP comes last, and with as little progress afterwards as its requests need, because both ends of a connection
-  // might close at once (see UcpEndpoints::closeWhenDrained()). Without any, ucp_worker_destroy() would free some of UCX's own memory
-  // twice (1.22).
-  endpoints_.forceTcp(operationsInFlight_ != 0);
+  // might close at once (see UcpEndpoints::closeWhenDrained()). Without any, ucp_worker_destroy() would free some of
+  // UCX's own memory twice (1.22).
+  endpoints_.forceTcp(operations_.inFlight() != 0);
   for (int turns = 0; turns < kTurnsToCancel && isForcing(); ++turns) {
     turn();
   }
   endpoints_.dropFlushes();
   destroy(); // runs callbacks: operations must exist until here
-  while (operations_ != nullptr) {
-    complete(operations_, UCS_ERR_CANCELED);
-  }
+  operations_.cancelAll();
   tellAll();
-  while (firstRendezvous_ != nullptr) {
-    const std::unique_ptr<Rendezvous> rendezvous(firstRendezvous_);
-    forget(rendezvous.get());
-  }
+  rendezvous_.clear();
 }
 
 } // namespace

@@ -7,8 +7,8 @@ namespace torch_ucx_rpc {
 
 // The addresses of one UCX worker. Each is UCX's own bytes.
 struct WorkerAddress {
-  std::string full; // of all its transports
-  std::string network; // of those alone that reach other machines, see Transport::connectOverNetwork()
+  std::string full; // with all its transports
+  std::string network; // with transports to other machines alone, see Transport::connectOverNetwork()
 };
 struct WorkerAddressView {
   std::string_view full;
@@ -19,7 +19,7 @@ struct WorkerAddressView {
 // So a checksum stands in front, and a damaged or foreign address becomes an error.
 std::string wrapAddress(const WorkerAddress& address);
 
-// Unpacks what wrapAddress() has returned; both are empty for anything else. Points into `address`.
+// Unpacks an address of wrapAddress(). Both parts are empty for anything else. Points into `address`.
 WorkerAddressView unwrapAddress(std::string_view address);
 
 } // namespace torch_ucx_rpc

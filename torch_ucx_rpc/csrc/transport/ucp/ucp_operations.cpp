@@ -1,0 +1,79 @@
+#include "transport/ucp/ucp_operations.h"
+
+#include "transport/ucp/ucp_library.h"
+
+#include <memory>
+#include <new>
+#include <utility>
+
+namespace torch_ucx_rpc {
+
+UcpOperation* UcpOperations::begin(OperationDone& done) noexcept {
+  auto* operation = new (std::nothrow) UcpOperation{this, {}};
+  if (operation == nullptr) {
+    return nullptr;
+  }
+  operation->done = std::move(done);
+  operation->next = pending_;
+  if (pending_ != nullptr) {
+    pending_->previous = operation;
+  }
+  pending_ = operation;
+  ++inFlight_;
+  return operation;
+}
+
+void UcpOperations::onSubmitted(UcpOperation* operation, ucs_status_ptr_t returned) {
+  if (UCS_PTR_IS_PTR(returned)) {
+    return; // the callback will complete it
+  }
+  unlink(operation);
+  operation->status = UCS_PTR_RAW_STATUS(returned);
+  tell(operation);
+}
+
+void UcpOperations::onSendDone(void* request, ucs_status_t status, void* operation) noexcept {
+  ucp_request_free(request);
+  auto* done = static_cast<UcpOperation*>(operation);
+  done->owner->complete(done, status);
+}
+
+void UcpOperations::onReceiveDone(void* request, ucs_status_t status, size_t /*bytes*/, void* operation) noexcept {
+  onSendDone(request, status, operation);
+}
+
+void UcpOperations::complete(UcpOperation* operation, ucs_status_t status) noexcept {
+  unlink(operation);
+  operation->status = status;
+  completed_.push(operation);
+}
+
+void UcpOperations::unlink(UcpOperation* operation) noexcept {
+  (operation->previous != nullptr ? operation->previous->next : pending_) = operation->next;
+  if (operation->next != nullptr) {
+    operation->next->previous = operation->previous;
+  }
+}
+
+unsigned UcpOperations::tell() {
+  unsigned told = 0;
+  while (UcpOperation* operation = completed_.pop()) {
+    ++told;
+    tell(operation);
+  }
+  return told;
+}
+
+void UcpOperations::tell(UcpOperation* operation) {
+  const std::unique_ptr<UcpOperation> owned(operation);
+  --inFlight_;
+  operation->done(errorOf(operation->status));
+}
+
+void UcpOperations::cancelAll() noexcept {
+  while (pending_ != nullptr) {
+    complete(pending_, UCS_ERR_CANCELED);
+  }
+}
+
+} // namespace torch_ucx_rpc

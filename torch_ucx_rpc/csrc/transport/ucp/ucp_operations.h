@@ -1,0 +1,60 @@
+#pragma once
+
+#include "transport/transport.h"
+#include "transport/ucp/intrusive_queue.h"
+
+#include <ucp/api/ucp.h>
+
+#include <cstddef>
+
+namespace torch_ucx_rpc {
+
+class UcpOperations;
+
+// One send or receive. UCX owns its buffers until it calls back.
+struct UcpOperation {
+  UcpOperations* owner;
+  OperationDone done;
+  ucs_status_t status = UCS_INPROGRESS;
+  UcpOperation* previous = nullptr; // in the list of operations that UCX has not completed
+  UcpOperation* next = nullptr; // in that list, or in the queue of completed ones
+};
+
+// The sends and receives of one UCX worker. The worker lock guards them. UCX's callbacks only note that an operation is
+// complete, in members that need no memory; tell() hands it out. A list of the others lets cancelAll() end operations
+// for which UCX never calls back.
+class UcpOperations {
+ public:
+  // Returns null, and leaves `done` as it is, if memory runs out.
+  UcpOperation* begin(OperationDone& done) noexcept;
+  // Takes what the UCX call returned that began the operation. If the operation is over already, calls its `done`.
+  void onSubmitted(UcpOperation* operation, ucs_status_ptr_t returned);
+
+  // Callbacks for UCX, whose user data is the operation.
+  static void onSendDone(void* request, ucs_status_t status, void* operation) noexcept;
+  static void onReceiveDone(void* request, ucs_status_t status, size_t bytes, void* operation) noexcept;
+
+  // Calls `done` of each operation that UCX has completed. Returns their number. If one throws, the rest stay noted.
+  unsigned tell();
+  // Completes all operations as canceled, once UCX can no longer do it. The next tell() hands them out.
+  void cancelAll() noexcept;
+
+  // How many operations have begun whose `done` has not been called.
+  size_t inFlight() const {
+    return inFlight_;
+  }
+  bool hasCompleted() const {
+    return !completed_.isEmpty();
+  }
+
+ private:
+  void complete(UcpOperation* operation, ucs_status_t status) noexcept;
+  void unlink(UcpOperation* operation) noexcept;
+  void tell(UcpOperation* operation);
+
+  UcpOperation* pending_ = nullptr; // operations that UCX has not completed
+  IntrusiveQueue<UcpOperation, &UcpOperation::next> completed_;
+  size_t inFlight_ = 0; // those of both
+};
+
+} // namespace torch_ucx_rpc

@@ -1,0 +1,71 @@
+#include "transport/ucp/ucp_rendezvous.h"
+
+#include <new>
+#include <utility>
+
+namespace torch_ucx_rpc {
+
+UcpRendezvous* UcpRendezvousList::announce(void* descriptor) noexcept {
+  auto* rendezvous = new (std::nothrow) UcpRendezvous{descriptor, nullptr, first_};
+  if (rendezvous == nullptr) {
+    return nullptr;
+  }
+  if (first_ != nullptr) {
+    first_->previous = rendezvous;
+  }
+  first_ = rendezvous;
+  announced_ = rendezvous;
+  return rendezvous;
+}
+
+bool UcpRendezvousList::withdraw(UcpRendezvous* rendezvous) noexcept {
+  if (announced_ != rendezvous) {
+    return false;
+  }
+  announced_ = nullptr;
+  rendezvous->descriptor = nullptr; // the listener may have kept the handle
+  return true;
+}
+
+ucs_status_t UcpRendezvousList::endAnnouncement() noexcept {
+  announced_ = nullptr;
+  return std::exchange(isAnnouncedReleased_, false) ? UCS_OK : UCS_INPROGRESS;
+}
+
+std::unique_ptr<UcpRendezvous> UcpRendezvousList::take(void* handle) noexcept {
+  std::unique_ptr<UcpRendezvous> rendezvous(static_cast<UcpRendezvous*>(handle));
+  if (rendezvous.get() == announced_) {
+    announced_ = nullptr;
+  }
+  (rendezvous->previous != nullptr ? rendezvous->previous->next : first_) = rendezvous->next;
+  if (rendezvous->next != nullptr) {
+    rendezvous->next->previous = rendezvous->previous;
+  }
+  return rendezvous;
+}
+
+void UcpRendezvousList::release(ucp_worker_h worker, void* handle) noexcept {
+  const bool isAnnounced = handle == announced_;
+  const std::unique_ptr<UcpRendezvous> rendezvous = take(handle);
+  if (isAnnounced) {
+    isAnnouncedReleased_ = true; // UCX has not given its descriptor away yet, and need not
+  } else if (rendezvous->descriptor != nullptr) {
+    ucp_am_data_release(worker, rendezvous->descriptor);
+  }
+}
+
+void UcpRendezvousList::releaseDescriptors(ucp_worker_h worker) noexcept {
+  for (UcpRendezvous* rendezvous = first_; rendezvous != nullptr; rendezvous = rendezvous->next) {
+    if (rendezvous->descriptor != nullptr) {
+      ucp_am_data_release(worker, std::exchange(rendezvous->descriptor, nullptr));
+    }
+  }
+}
+
+void UcpRendezvousList::clear() noexcept {
+  while (first_ != nullptr) {
+    take(first_);
+  }
+}
+
+} // namespace torch_ucx_rpc

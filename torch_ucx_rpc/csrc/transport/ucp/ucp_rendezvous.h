@@ -1,0 +1,43 @@
+#pragma once
+
+#include <ucp/api/ucp.h>
+
+#include <memory>
+
+namespace torch_ucx_rpc {
+
+// A message that UCX has announced and that waits at its sender. Listeners get this object's address as the handle,
+// never that of UCX's descriptor: UCX may give the same descriptor out again while the listener still has the handle of
+// a message that it failed to store.
+struct UcpRendezvous {
+  void* descriptor; // null if UCX has it back
+  UcpRendezvous* previous = nullptr;
+  UcpRendezvous* next = nullptr;
+};
+
+// The rendezvous of one UCX worker that listeners have neither received nor released. The worker lock guards them.
+class UcpRendezvousList {
+ public:
+  // Opens the announcement of a message, in UCX's callback. Returns null if memory runs out.
+  UcpRendezvous* announce(void* descriptor) noexcept;
+  // Takes the announced message back, which the listener failed to store. False if it has been taken or released since.
+  bool withdraw(UcpRendezvous* rendezvous) noexcept;
+  // Ends the announcement. Returns what the callback tells UCX: whether its descriptor is kept here.
+  ucs_status_t endAnnouncement() noexcept;
+
+  // Takes out one that is to be received. The caller owns its descriptor, which is null if UCX has it back.
+  std::unique_ptr<UcpRendezvous> take(void* handle) noexcept;
+  // Gives up one that nobody will receive.
+  void release(ucp_worker_h worker, void* handle) noexcept;
+
+  // Gives all descriptors back to UCX. The handles stay valid.
+  void releaseDescriptors(ucp_worker_h worker) noexcept;
+  void clear() noexcept;
+
+ private:
+  UcpRendezvous* first_ = nullptr;
+  UcpRendezvous* announced_ = nullptr; // the one that the listener is being told of, until it takes or releases it
+  bool isAnnouncedReleased_ = false;
+};
+
+} // namespace torch_ucx_rpc
