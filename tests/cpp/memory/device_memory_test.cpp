@@ -377,7 +377,7 @@ TEST_P(EntryPointsTest, WhatAnotherThreadIsGivingBackIsWaitedFor) {
   (void)answer(call(0, 1, "", {onDevice(kLarge, 5)}));
   rmm_.releaseAt(gate_);
   received_.clear();
-  ASSERT_TRUE(eventually([&] { return device_.run(), gate_->waiting() != 0; })) << "the timer collects";
+  ASSERT_TRUE(eventually([&] { return device_.run(), gate_->waiting() != 0; })) << "the agents collect";
   const Future future = call(0, 1, "", {onDevice(kLarge, 6)});
   for (int number = 0; number < 10; ++number) {
     exchangeWithoutTensors();

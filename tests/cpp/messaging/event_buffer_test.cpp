@@ -159,7 +159,7 @@ TEST_F(EventBufferTest, FailedSendsGoToThoseWhomTheyConcern) {
       (Notes{
           "request not sent: broken 2",
           "answer not sent: broken 3",
-          "answer not sent: broken 4",
+          "control not sent: broken 3", // a refusal; it is not refused in turn
           "control not sent: broken 3"}));
 }
 

@@ -95,7 +95,6 @@ void EventBuffer::Batch::dispatchSent(OutgoingMessage& message) {
       handlers_.answers->onRequestNotSent(*message.to, message.header.callId, message.error);
       return;
     case wire::Kind::kResponse:
-    case wire::Kind::kRefused:
       handlers_.requests->onAnswerNotSent(*message.to, message.header.callId, message.error);
       return;
     default:

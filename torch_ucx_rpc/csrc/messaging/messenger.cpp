@@ -254,7 +254,10 @@ Timer::TimePoint Messenger::pollDevices(Timer::TimePoint /*now*/) {
 
 Timer::TimePoint Messenger::collectDeviceMemory(Timer::TimePoint now) {
   DevicePool& pool = DevicePool::instance();
-  pool.collect();
+  // Not on this thread: an allocator may wait for the driver or for Python, and deadlines and new threads for this one.
+  if (std::shared_ptr<void> hold = lifetime_.hold()) {
+    executor_.addCompletion([hold = std::move(hold), &pool] { pool.collect(); });
+  }
   // Any thread may release memory that is in use now, and no event tells of it.
   return pool.isCollecting() ? now + kCollectionPeriod : Timer::kNever;
 }
