@@ -90,6 +90,33 @@ def test_programs_that_are_missing_fail_by_name(tmp_path: Path) -> None:
     assert check.report["steps"]["runs"]["why"] == "there is no no-such-program"
 
 
+def test_the_time_of_a_program_can_begin_when_it_is_ready(tmp_path: Path) -> None:
+    ready = tmp_path / "ready"
+    program = f"import pathlib, time; time.sleep(1.5); pathlib.Path({str(ready)!r}).touch(); time.sleep(1000)"
+    check = check_with(tmp_path)
+    assert not check.do(
+        {
+            "slow": Step(
+                lambda check: check.run(sys.executable, "-c", program, at_most_s=0.1, since=ready.exists), 1, 60
+            ),
+        }
+    )
+    assert ready.exists()
+    assert check.report["steps"]["slow"]["why"].startswith("was ended after ")
+
+
+def test_a_program_that_is_never_ready_has_the_time_of_its_step(tmp_path: Path) -> None:
+    check = check_with(tmp_path)
+    program = "import time; time.sleep(1000)"
+    step = Step(
+        lambda check: check.run(sys.executable, "-c", program, at_most_s=1000, since=lambda: False),
+        1,
+        gpu_check.LAST_WORDS_S + 0.5,
+    )
+    assert not check.do({"waits": step})
+    assert check.report["steps"]["waits"]["why"].startswith("was ended after ")
+
+
 def test_what_a_program_leaves_behind_is_ended(tmp_path: Path) -> None:
     child = (
         "import subprocess, sys; print(subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(1000)']).pid)"

@@ -129,14 +129,21 @@ class Check:
         return is_clean
 
     def run(
-        self, *command: str | Path, at_most_s: float | None = None, must_pass: bool = True, **environment: str
+        self,
+        *command: str | Path,
+        at_most_s: float | None = None,
+        since: Callable[[], bool] | None = None,
+        must_pass: bool = True,
+        **environment: str,
     ) -> str:
         """What the command prints, also into the step's log. Failed where it does not end well, or not in time.
 
+        It has the time of its step, and at most `at_most_s` from its start, or from the moment when `since` is true.
         Of what is too late the stacks are written first. Then pytest gets the chance to write its results.
         """
-        limit = min(at_most_s or 1e9, self.seconds_left() - LAST_WORDS_S)
-        if limit <= 0:
+        began = time.monotonic()
+        last = began + self.seconds_left() - LAST_WORDS_S
+        if last <= began:
             raise Failed(f"no time was left for {_line(command)}")
         with self.log.open("a", encoding="utf-8") as log:
             log.write(f"\n$ {_line(command)}{''.join(f' {name}={value}' for name, value in environment.items())}\n")
@@ -157,11 +164,14 @@ class Check:
                 raise Failed(f"there is no {command[0]}") from None
             why = None
             try:
-                process.wait(limit)
+                while since is not None and process.poll() is None and time.monotonic() < last and not since():
+                    time.sleep(0.1)
+                ready = began if since is None else time.monotonic()
+                process.wait(max(0.0, min(last, ready + (at_most_s or 1e9)) - time.monotonic()))
             except subprocess.TimeoutExpired:
-                why = f"was ended after {limit:.0f} s"
+                why = f"was ended after {time.monotonic() - began:.0f} s"
                 write_stacks(process.pid, log.fileno(), min(STACKS_S, max(1.0, self.seconds_left())))
-                end_session(process)
+                end_session(process, self.seconds_left())
             else:
                 end_session(process)  # what it has left behind
                 if process.returncode != 0:
@@ -313,8 +323,14 @@ class Check:
             Path(folder, "pytest.ini").write_text("[pytest]\n", encoding="utf-8")
             test = Path(folder, "test_hanging.py")
             test.write_text(_HANGING, encoding="utf-8")
+
+            def is_hanging() -> bool:
+                printed = self.log.read_text(encoding="utf-8", errors="replace")
+                return test.with_suffix(".hangs").exists() and "::test_passes" in printed and " PASSED " in printed
+
             try:
-                self.pytest("-n", "2", "--rootdir", folder, test, at_most_s=10)
+                # However long a busy machine takes to get there.
+                self.pytest("-n", "2", "--rootdir", folder, test, at_most_s=1, since=is_hanging)
             except Failed as failed:
                 found = failed.found or {}
                 log = self.log.read_text(encoding="utf-8", errors="replace")
@@ -326,13 +342,13 @@ class Check:
 
     # ---- pytest -----------------------------------------------------------------------------------------------------
 
-    def pytest(self, *arguments: str | Path, at_most_s: float | None = None) -> dict[str, Any]:
+    def pytest(self, *arguments: str | Path, **limits: Any) -> dict[str, Any]:
         """How the tests fared. Failed if any did, or none ran, or not all could."""
         with tempfile.TemporaryDirectory() as folder:
             results = Path(folder, "results.xml")
             failure, began = None, self.log.stat().st_size if self.log.exists() else 0
             try:
-                self.run(self.python, "-m", "pytest", *PYTEST, f"--junitxml={results}", *arguments, at_most_s=at_most_s)
+                self.run(self.python, "-m", "pytest", *PYTEST, f"--junitxml={results}", *arguments, **limits)
             except Failed as failed:
                 failure = str(failed)
             with self.log.open(encoding="utf-8", errors="replace") as log:
@@ -393,10 +409,15 @@ def write_stacks(session: int, log: int, at_most_s: float) -> None:
             )
 
 
-def end_session(process: subprocess.Popen[Any]) -> None:
-    """Ctrl-C, for pytest's results; SIGABRT, upon which Python writes its stacks; then nothing is left of it."""
+def end_session(process: subprocess.Popen[Any], at_most_s: float = LAST_WORDS_S) -> None:
+    """Ctrl-C, for pytest's results; SIGABRT, upon which Python writes its stacks; then nothing is left of it.
+
+    What hangs does so until it is aborted. What is aborted ends at once, unless the machine is busy.
+    """
     is_too_late = process.poll() is None  # else only what it has left behind is ended
-    for number, seconds in ((signal.SIGINT, LAST_WORDS_S * 0.6), (signal.SIGABRT, LAST_WORDS_S * 0.2)):
+    results_s = LAST_WORDS_S * 0.6
+    stacks_s = min(STACKS_S, max(LAST_WORDS_S * 0.2, at_most_s - results_s))
+    for number, seconds in ((signal.SIGINT, results_s), (signal.SIGABRT, stacks_s)):
         if not is_too_late:
             break
         # Ctrl-C for the first process only: pytest-xdist tells its own.
@@ -412,6 +433,10 @@ def end_session(process: subprocess.Popen[Any]) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     process.wait()
+    # The others are not its children, and a killed process ends when it runs next. One that hangs in a driver does not.
+    until = time.monotonic() + LAST_WORDS_S * 0.2
+    while _session(process.pid) and time.monotonic() < until:
+        time.sleep(0.01)
 
 
 def _session(session: int) -> list[int]:
@@ -464,11 +489,13 @@ for memory in ("host", "cuda"):
 
 _HANGING = """
 import ctypes
+from pathlib import Path
 
 def test_passes():
     pass
 
 def the_test_that_hangs():
+    Path(__file__).with_suffix(".hangs").touch()
     ctypes.PyDLL(None).sleep(1000)  # with the GIL held: no signal handler of Python's runs
 
 def test_hangs():

@@ -7,10 +7,14 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch.distributed.rpc as rpc
+
+from torch_ucx_rpc import errors
+
+Failure = TypeVar("Failure", bound=errors.RpcError)
 
 # Arguments of `run_workers`: UCX logs what it notices of a death, too.
 DEATH_OF_WORKER1: dict[str, Any] = {"exit_codes": {1: -signal.SIGKILL}, "shutdown": False, "silent": False}
@@ -53,15 +57,15 @@ def sleep(seconds: float) -> None:
     time.sleep(seconds)
 
 
-def failure_of(call: Callable[[], object]) -> str:
-    with pytest.raises(RuntimeError) as raised:
+def failure_of(call: Callable[[], object], kind: type[Failure]) -> Failure:
+    with pytest.raises(kind) as raised:
         call()
-    return str(raised.value)
+    return raised.value
 
 
 def is_lost(name: str) -> bool:
     try:
         rpc.rpc_sync(name, echo, (1,))
     except RuntimeError as error:
-        return f"lost worker '{name}'" in str(error)
+        return isinstance(error, errors.WorkerLost) and error.name == name
     return False

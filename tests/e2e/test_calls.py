@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import os
 import pickle
 import signal
 import threading
 import time
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -17,6 +19,20 @@ from workers import agent, in_every_worker, in_worker0
 
 # Well beyond what a loaded machine needs for a few calls, and well below what a hang costs.
 PROMPT_S = 15.0
+
+
+def on_ucx() -> bool:
+    return type(agent()).__name__ == "UcxRpcAgent"
+
+
+def failure(kind: str, *elsewhere: type[Exception]) -> tuple[type[Exception], ...]:
+    """The type ``torch_ucx_rpc.errors.kind``; on TensorPipe, which has none of them, the types ``elsewhere``."""
+    if not on_ucx():
+        return elsewhere
+    # Not for all of this module: the package changes torch, and TensorPipe is to run without it.
+    from torch_ucx_rpc import errors
+
+    return (getattr(errors, kind),)
 
 
 def greet(name: str, *, greeting: str = "Hello") -> str:
@@ -82,8 +98,10 @@ def test_torchscript_functions_are_called() -> None:
 def test_workers_are_addressed_by_name_rank_or_info() -> None:
     for target in ("worker2", 2, rpc.get_worker_info("worker2")):
         assert rpc.rpc_sync(target, greet, args=("you",)) == "Hello, you, from worker2"
-    with pytest.raises((RuntimeError, ValueError), match="worker7"):
+    with pytest.raises(failure("UnknownWorker", RuntimeError, ValueError), match="worker7") as raised:
         rpc.rpc_sync("worker7", greet, args=("you",))
+    if on_ucx():
+        assert raised.value.name == "worker7"
 
 
 @in_every_worker(of=2, silent=False)
@@ -272,10 +290,14 @@ def release() -> None:
     _released.set()
 
 
-def assert_times_out(call: object, *, after: float) -> None:
+def assert_times_out(call: Callable[[], object], *, after: float, callee: str = "worker1") -> None:
     start = time.monotonic()
-    with pytest.raises(RuntimeError, match="RPC ran for more than"):
+    with pytest.raises(failure("CallTimedOut", RuntimeError), match="RPC ran for more than") as raised:
         call()
+    if on_ucx():
+        assert raised.value.name == callee
+        # A tiny one is a millisecond.
+        assert raised.value.timeout == pytest.approx(max(after, 0.001))
     # Agents count in milliseconds.
     assert after - 0.01 <= time.monotonic() - start < after + PROMPT_S
 
@@ -285,7 +307,8 @@ def test_a_call_ends_at_its_own_timeout() -> None:
     try:
         assert_times_out(lambda: rpc.rpc_sync("worker1", wait_for_release, timeout=0.2), after=0.2)
         assert_times_out(lambda: rpc.rpc_async("worker1", wait_for_release, timeout=0.2).wait(), after=0.2)
-        assert_times_out(lambda: rpc.rpc_sync("worker0", wait_for_release, timeout=0.2), after=0.2)
+        call_of_oneself = functools.partial(rpc.rpc_sync, "worker0", wait_for_release, timeout=0.2)
+        assert_times_out(call_of_oneself, after=0.2, callee="worker0")
         rref = rpc.remote("worker1", wait_for_release)
         assert_times_out(lambda: rref.to_here(timeout=0.2), after=0.2)
         # The others go on meanwhile, and what was given up can be asked for again.
@@ -340,8 +363,9 @@ def test_a_late_answer_is_dropped_and_the_agent_goes_on() -> None:
     tensor = torch.ones(1 << 20)
     futures = [rpc.rpc_async("worker1", hold, args=(tensor,), timeout=0.3) for _ in range(10)]
     for future in futures:
-        with pytest.raises(RuntimeError, match="RPC ran for more than"):
+        with pytest.raises(failure("CallTimedOut")) as raised:
             future.wait()
+        assert (raised.value.name, raised.value.timeout) == ("worker1", pytest.approx(0.3))
     rpc.rpc_sync("worker1", release)
     for i in range(10):
         assert torch.equal(rpc.rpc_sync("worker1", torch.add, args=(tensor, i)), tensor + i)

@@ -16,6 +16,8 @@ import torch.distributed.rpc as rpc
 from torch.futures import Future
 from workers import eventually, in_worker0
 
+from torch_ucx_rpc.errors import CallTimedOut
+
 pytestmark = pytest.mark.ucx_only
 
 MIB = 2**20
@@ -58,8 +60,8 @@ def block_again() -> None:
 def fails_by_timeout(call: Future) -> bool:
     try:
         call.wait()
-    except RuntimeError as error:
-        return "RPC ran for more than" in str(error)
+    except CallTimedOut as error:
+        return error.name == "worker1"
     return False
 
 

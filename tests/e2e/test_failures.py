@@ -6,8 +6,8 @@ import concurrent.futures
 import faulthandler
 import gc
 import os
-import re
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -34,10 +34,13 @@ from _failures import (
 from labs import Fate, VirtualHosts, needs_virtual_hosts
 from workers import agent, eventually
 
+from torch_ucx_rpc.errors import BarrierFailed, RRefLost, WorkerLost
+
 pytestmark = pytest.mark.ucx_only
 
 kept: list[Any] = []
 
+# It waits for more than one worker, so that no attribute names those that are missing.
 SHUTDOWN_RAN_OUT_OF_TIME = (
     r"waited 1000 ms for all workers to come to the same point; missing: worker .worker1. \(rank 1"
 )
@@ -52,15 +55,18 @@ def metric(name: str) -> int:
 
 def see_a_worker_die(rank: int) -> None:
     if rank == 0:
-        rpc.rpc_sync("worker1", echo, (1,))
+        pid, host = rpc.rpc_sync("worker1", os.getpid), rpc.rpc_sync("worker1", socket.gethostname)
         pending = [rpc.rpc_async("worker1", sleep, (60,)) for _ in range(10)]
         start = time.monotonic()
         rpc.rpc_async("worker1", die)
         for call in pending:
-            assert re.search(r"lost worker 'worker1' \(rank 1, pid \d+ on .*\)", failure_of(call.wait))
+            error = failure_of(call.wait, WorkerLost)
+            assert (error.name, error.rank, error.host) == ("worker1", 1, host)
+            assert f"lost worker 'worker1' (rank 1, pid {pid} on {host})" in str(error)
+            assert error.cause
         assert time.monotonic() - start < 1
         start = time.monotonic()
-        assert "lost worker 'worker1'" in failure_of(lambda: rpc.rpc_sync("worker1", echo, (1,)))
+        assert failure_of(lambda: rpc.rpc_sync("worker1", echo, (1,)), WorkerLost).name == "worker1"
         assert time.monotonic() - start < 0.5
         assert rpc.rpc_sync("worker2", echo, (2,)) == 2
         rpc.rpc_sync("worker2", let_go)
@@ -82,8 +88,9 @@ def outlive_owners_to_be(rank: int) -> None:
         forwarded = rpc.rpc_async("worker2", fetch, (created[0],))
         rpc.rpc_async("worker1", die)
         for rref in created:
-            assert "lost worker 'worker1'" in failure_of(rref.to_here)
-        assert "lost worker 'worker1'" in failure_of(forwarded.wait)
+            assert failure_of(rref.to_here, WorkerLost).name == "worker1"
+        # By way of worker2 come the type and the sentence.
+        assert "lost worker 'worker1'" in str(failure_of(forwarded.wait, WorkerLost))
         assert rpc.rpc_sync("worker2", echo, (2,)) == 2
         rpc.rpc_sync("worker2", let_go)
     else:
@@ -113,7 +120,7 @@ def lose_a_worker_that_writes(rank: int, directory: Path) -> None:
         for name in ("worker1", "worker2"):
             rpc.rpc_sync(name, echo, (1,))
         dying = rpc.rpc_async("worker1", die_while_writing, ("worker0", directory))
-        assert "lost worker 'worker1'" in failure_of(dying.wait)
+        assert failure_of(dying.wait, WorkerLost).name == "worker1"
         for number in range(1000):
             assert rpc.rpc_sync("worker2", echo, (number,)) == number
         big = torch.arange(1 << 20)
@@ -360,7 +367,8 @@ def await_what_worker1_has_promised(rank: int) -> None:
         comes = pool.submit(kept[0].to_here, timeout=0)
         called, fetched, asked_late = map(reference_whose_request_never_comes, range(3))
         # The first keeps a thread of the owner's waiting, the second none.
-        vain = [pool.submit(count_keys, called), pool.submit(fetched.to_here, timeout=0)]
+        vain = [pool.submit(count_keys, called)]
+        vain_fetch = pool.submit(fetched.to_here, timeout=0)
         eventually(lambda: rpc.rpc_sync("worker0", metric, ("agent.server_active_calls",)) == 6, "all wait at worker0")
         rpc.rpc_async("worker1", die)
         eventually(lambda: rpc.rpc_sync("worker0", is_lost, ("worker1",)), "worker0 has lost worker1")
@@ -369,10 +377,13 @@ def await_what_worker1_has_promised(rank: int) -> None:
         rpc.rpc_sync("worker0", set_made)
         assert comes.result(30) == make_value()
         for wait in vain:
-            assert re.search(r"this RRef will never have a value: lost worker 'worker1'", failure_of(wait.result))
+            assert "this RRef will never have a value: lost worker 'worker1'" in str(failure_of(wait.result, RRefLost))
+        # Of what the owner's agent itself answers, the text alone arrives.
+        with pytest.raises(RuntimeError, match="this RRef will never have a value: lost worker 'worker1'"):
+            vain_fetch.result()
     eventually(lambda: rpc.rpc_sync("worker0", metric, ("agent.server_active_calls",)) == 1, "no other call is open")
     kept.clear()
-    del comes, vain, called, fetched, asked_late, wait
+    del comes, vain, vain_fetch, called, fetched, asked_late, wait
     gc.collect()
     for what in ("num_owner_rrefs", "num_forks"):
         eventually(lambda what=what: rpc.rpc_sync("worker0", rref_count, (what,)) == "0", "no reference is left")
@@ -392,8 +403,7 @@ def shut_down_without_worker1(rank: int, fate: Fate | None) -> float:
             fate.of("b", "power_off")
         die()
     start = time.monotonic()
-    text = failure_of(rpc.shutdown)
-    assert "lost worker 'worker1'" in text, text
+    assert "lost worker 'worker1'" in str(failure_of(rpc.shutdown, BarrierFailed).cause)
     return time.monotonic() - start
 
 
@@ -416,7 +426,7 @@ def shut_down_with_a_hung_worker(rank: int) -> float:
         time.sleep(4)
         return 0.0
     start = time.monotonic()
-    with pytest.raises(RuntimeError, match=SHUTDOWN_RAN_OUT_OF_TIME):
+    with pytest.raises(BarrierFailed, match=SHUTDOWN_RAN_OUT_OF_TIME):
         rpc.shutdown(timeout=1)
     return time.monotonic() - start
 

@@ -18,6 +18,8 @@ import torch.distributed.rpc as rpc
 import workers
 from workers import backend_options, eventually, in_every_worker, init_rpc, reserved_port, run_program
 
+from torch_ucx_rpc.errors import ShutDown
+
 pytestmark = pytest.mark.ucx_only
 
 
@@ -281,8 +283,9 @@ def leave_at_once(rank: int, done: Path) -> None:
         rpc.shutdown(graceful=False)
         # Half a second for its own handlers, of which it has none; the other's takes until the file is there.
         assert time.monotonic() - started < 5
-        with pytest.raises(RuntimeError, match="RPC was shut down on worker 'worker0' before worker 'worker1'"):
+        with pytest.raises(ShutDown, match="RPC was shut down on worker 'worker0' before worker") as raised:
             future.wait()
+        assert raised.value.name == "worker1"
         done.touch()
     else:
         eventually(done.exists, "worker0 has left", timeout=50)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import resource
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,8 @@ import torch
 import torch.distributed.rpc as rpc
 import workers
 from labs import VirtualHosts, needs_virtual_hosts
+
+from torch_ucx_rpc.errors import OutOfResources
 
 pytestmark = pytest.mark.ucx_only
 
@@ -40,16 +43,18 @@ def call_short_of_memory(rank: int) -> None:
         return
     large, small = ones(1024), ones(1)
     rpc.rpc_sync("worker1", limit_memory, args=(200,))
-    with pytest.raises(RuntimeError, match=r"worker 'worker1' could not .* out of memory for a message of 1073741824"):
+    with pytest.raises(OutOfResources, match="out of memory for a message of 1073741824") as raised:
         rpc.rpc_sync("worker1", torch.numel, args=(large,))
+    assert (raised.value.name, raised.value.resource) == ("worker1", "memory")
     for _ in range(3):
         assert rpc.rpc_sync("worker1", total, args=(small,)) == small.numel()
     rpc.rpc_sync("worker1", limit_memory, args=(None,))
     assert rpc.rpc_sync("worker1", torch.numel, args=(large,)) == large.numel()
 
     limit_memory(200)
-    with pytest.raises(RuntimeError, match=r"the answer of worker 'worker1' .* out of memory for a message of"):
+    with pytest.raises(OutOfResources, match=r"the answer of worker .* out of memory for a message of") as raised:
         rpc.rpc_sync("worker1", ones, args=(1024,))
+    assert (raised.value.name, raised.value.resource) == ("worker1", "memory")
     assert rpc.rpc_sync("worker1", total, args=(small,)) == small.numel()
     limit_memory(None)
     assert rpc.rpc_sync("worker1", ones, args=(256,)).numel() == 64 * MIB
@@ -76,8 +81,10 @@ def call_short_of_files(rank: int) -> None:
     # These two know each other by now.
     assert rpc.rpc_sync("worker1", divmod, args=(17, 5)) == (3, 2)
     limit_files(2)
-    with pytest.raises(RuntimeError, match=r"could not send to worker 'worker2' .* too many files open .*ulimit -n"):
+    with pytest.raises(OutOfResources) as raised:
         rpc.rpc_sync("worker2", divmod, args=(17, 5))
+    assert (raised.value.name, raised.value.resource) == ("worker2", "files")
+    assert re.search(r"too many files open .*ulimit -n", str(raised.value.cause))
     assert rpc.rpc_sync("worker1", divmod, args=(17, 5)) == (3, 2)
     limit_files(None)
     assert rpc.rpc_sync("worker2", divmod, args=(17, 5)) == (3, 2)

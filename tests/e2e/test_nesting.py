@@ -8,6 +8,8 @@ import pytest
 import torch.distributed.rpc as rpc
 from workers import agent, in_worker0
 
+from torch_ucx_rpc.errors import OutOfResources
+
 pytestmark = pytest.mark.ucx_only
 
 THREADS = {"num_worker_threads": 4}
@@ -45,7 +47,7 @@ def test_threads_are_added_only_for_calls_that_wait() -> None:
 @in_worker0(of=2, options={**THREADS, "max_worker_threads": 32}, silent=False)
 def test_a_chain_that_exceeds_the_limit_fails_saying_so() -> None:
     what = r"worker 'worker\d' has no thread left for this call: all 32 calls .* raise max_worker_threads"
-    with pytest.raises(RuntimeError, match=what):
+    with pytest.raises(OutOfResources, match=what):
         rpc.rpc_sync("worker1", bounce, ("rpc_sync", 100, "worker1", "worker0"))
     # And all threads are free again.
     assert rpc.rpc_sync("worker1", bounce, ("rpc_sync", 60, "worker1", "worker0")) == 60

@@ -18,6 +18,8 @@ import torch.distributed.rpc as rpc
 from prometheus_client.parser import text_string_to_metric_families
 from workers import backend_options, eventually, in_every_worker, in_worker0, init_rpc
 
+from torch_ucx_rpc.errors import CallTimedOut
+
 pytestmark = pytest.mark.ucx_only
 
 MIB = 1 << 20
@@ -85,8 +87,9 @@ def test_a_call_that_is_not_answered_is_counted_and_has_no_latency() -> None:
         rpc.rpc_sync("worker1", fail)
     one = peer("worker1")
     assert (one.calls_sent, one.calls_failed, one.latencies.count) == (1, 0, 1)
-    with pytest.raises(RuntimeError, match="RPC ran for more than"):
+    with pytest.raises(CallTimedOut) as raised:
         rpc.rpc_sync("worker1", hang, timeout=0.05)
+    assert (raised.value.name, raised.value.timeout) == ("worker1", 0.05)
     one = peer("worker1")
     assert (one.calls_sent, one.calls_failed, one.latencies.count, one.calls_open) == (2, 1, 1, 0)
     assert statistics().calls_timed_out == 1

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed.rpc as rpc
 import workers
@@ -20,6 +21,7 @@ __all__ = [
     "drive",
     "drive_with_deaths",
     "eventually",
+    "kill",
     "on",
     "processes_of",
     "reference_step",
@@ -74,6 +76,17 @@ def let_go() -> None:
 
 def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def kill(worker: str) -> None:
+    """Have it die in a call, which fails."""
+    from torch_ucx_rpc.errors import WorkerLost
+
+    on_ucx = type(workers.agent()).__name__ == "UcxRpcAgent"
+    with pytest.raises(WorkerLost if on_ucx else RuntimeError) as raised:
+        rpc.rpc_async(worker, die).wait()
+    if on_ucx:
+        assert raised.value.name == worker
 
 
 def on(worker: str, function: Callable[..., Any], *args: Any) -> Any:

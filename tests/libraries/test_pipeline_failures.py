@@ -11,9 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.rpc as rpc
 import torch.nn.functional as F  # noqa: N812 - its usual name
-from _jobs import die, drive, drive_with_deaths, eventually, on, reference_step, small_model
+from _jobs import drive, drive_with_deaths, eventually, kill, on, reference_step, small_model
 from torch import nn
 
 
@@ -262,9 +261,7 @@ def replace_by_hand(folder: str) -> None:
     both(*batches[0])
     pipe.save(Path(folder, "one"))
     pipe.step(*batches[3][:1], target=batches[3][1])
-    on_death = rpc.rpc_async("worker2", die)
-    with pytest.raises(RuntimeError):
-        on_death.wait()
+    kill("worker2")
     with pytest.raises(StageLostError):
         pipe.step(*batches[1][:1], target=batches[1][1])
     with pytest.raises(ValueError, match="no stage runs on 'worker3'; the stages run on 'worker1', 'worker2'"):
@@ -290,8 +287,7 @@ def lose_before_a_save() -> None:
     from torch_ucx_rpc.pipeline import StageLostError
 
     pipe = make_pipe(small_model(), spares=["worker3"])
-    with pytest.raises(RuntimeError):
-        rpc.rpc_async("worker2", die).wait()
+    kill("worker2")
     with pytest.raises(StageLostError, match=r"nothing has been saved yet.*call pipe\.save\(path\) once before"):
         pipe.step(torch.randn(8, 8), target=torch.randn(8, 4))
 

@@ -24,7 +24,8 @@ import torch.distributed.rpc as rpc
 from workers import Steps, eventually, init_rpc
 
 from torch_ucx_rpc import services
-from torch_ucx_rpc.services import NameTaken, ReplicasLost, UnknownName
+from torch_ucx_rpc.errors import WorkerLost
+from torch_ucx_rpc.services import NameTaken, NotAMember, ReplicasLost, UnknownName
 from torch_ucx_rpc.services._directory import role_of
 from torch_ucx_rpc.services._table import Change, Offer, Table
 
@@ -228,7 +229,9 @@ def look_at_services(rank: int, steps: Steps) -> None:
     meet(steps, "called", rank, 2)
     if rank == 1:
         double_counts, fail_counts = torch_ucx_rpc.statistics().services
-        assert double_counts == torch_ucx_rpc.ServiceStatistics("double", "eval", ("worker0", "worker1"), 3, 0, 0)
+        assert double_counts == torch_ucx_rpc.ServiceStatistics(
+            name="double", group="eval", replicas=("worker0", "worker1"), calls=3, errors=0, open=0
+        )
         assert (fail_counts.calls, fail_counts.errors, fail_counts.replicas) == (1, 1, ("worker1",))
         port = torch_ucx_rpc.statistics().prometheus_port
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as answer:
@@ -369,9 +372,9 @@ def call_into_a_group(rank: int, steps: Steps) -> None:
         assert services.call("open", 1) == 2
         refused = r"'score' of worker 'worker2' is for the members of the group 'eval', and worker 'worker0' is none"
         for call in (services.call, lambda *args: services.call_async(*args).wait()):
-            with pytest.raises(RuntimeError, match=refused):
+            with pytest.raises(NotAMember, match=refused):
                 call("score", 1)
-        with pytest.raises(RuntimeError, match="is for the members of the group"):
+        with pytest.raises(NotAMember, match="is for the members of the group"):
             services.get("weights").to_here()
         services.join("eval")
         assert services.call("score", 1) == 2
@@ -391,8 +394,8 @@ def call_into_a_group(rank: int, steps: Steps) -> None:
 def is_refused(name: str) -> bool:
     try:
         services.call(name, 1)
-    except RuntimeError as error:
-        return "is for the members of the group" in str(error)
+    except NotAMember:
+        return True
     return False
 
 
@@ -477,8 +480,9 @@ def lose_a_replica(rank: int, steps: Steps) -> None:
         # Those that were under way, and those that are begun while nobody has noticed.
         answers = [call.wait() for call in calls] + [services.call("nap") for _ in range(500)]
         assert set(answers[500:]) >= {"worker2", "worker3"}
-        with pytest.raises(RuntimeError, match=r"lost worker 'worker1' \(rank 1, "):
+        with pytest.raises(WorkerLost) as lost:
             once.wait()
+        assert (lost.value.name, lost.value.rank) == ("worker1", 1)
         with pytest.raises(
             ReplicasLost, match=r"'worker1' \(rank 1\) was lost while it was called by 'wait'.*idempotent"
         ):

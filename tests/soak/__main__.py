@@ -51,6 +51,7 @@ def main() -> int:
 def run(minutes: float, seed: int, directory: Path) -> Report:
     """Let the workers live for so long, and tell what has come of it."""
     findings: list[Finding] = []
+    was_cut_short = False
     with VirtualHosts(_HOSTS) as hosts:
         with Crew(hosts, _WORKERS, seed, directory) as crew:
             chaos = Chaos(crew, seed)
@@ -65,6 +66,7 @@ def run(minutes: float, seed: int, directory: Path) -> Report:
                 crew.watch(_PEACE_S)
                 findings += _end(crew)
             except WorkerEnded as error:
+                was_cut_short = True
                 findings.append(Finding("a worker has ended by itself", 1, (str(error),)))
         findings += left_on_hosts(hosts)
     timeline = sorted([*chaos.timeline, *crew.stalls], key=lambda event: event["at"])
@@ -73,7 +75,8 @@ def run(minutes: float, seed: int, directory: Path) -> Report:
     judgement = judge(calls, events, timeline, HEARTBEAT_LIMIT_S)
     findings += left_by_workers(crew.current.values(), calls)
     survivors = [member for member in crew.current.values() if member.life.generation == 0]
-    memory = [memory_of(member.name, member.samples) for member in survivors]
+    # A run that was cut short has too few samples to tell, and a finding that says why.
+    memory = [] if was_cut_short else [memory_of(member.name, member.samples) for member in survivors]
     for growing in (m for m in memory if not m.is_flat):
         findings.append(Finding("memory grows", 1, (str(growing),)))
     kinds, misfortunes = kinds_of(calls), count_misfortunes(timeline)

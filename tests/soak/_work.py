@@ -20,6 +20,8 @@ import torch.distributed.rpc as rpc
 from torch.distributed.optim import DistributedOptimizer
 from workers import agent
 
+from torch_ucx_rpc.errors import CallTimedOut
+
 from ._journal import Journal, Step
 from ._payload import Payload, any_payload
 
@@ -396,9 +398,8 @@ class Caller:
                 number, tensor = rpc.rpc_sync(to, sleep, args=arguments, timeout=_TIMEOUT_S)
                 check(number == call.number, f"the answer of call {number}")
                 check(not (difference := sent.differs_from(tensor)), f"{sent} came back as {difference}")
-            except RuntimeError as error:
-                if "RPC ran for more than set timeout" not in str(error):
-                    raise
+            except CallTimedOut as error:
+                check((error.name, error.timeout) == (to, _TIMEOUT_S), f"the timeout of another call: {error}")
             call.answered()
 
     def _check_exchange(self, number: int, wanted: Payload, answer: tuple[int, torch.Tensor]) -> None:

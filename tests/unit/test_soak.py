@@ -29,7 +29,7 @@ def joined(rank: int, at: float, host: str, generation: int = 0) -> list[dict[st
     return [event(rank, what, at, **who) for what in ("joining", "joined")]
 
 
-LOST = "RuntimeError: lost worker 'worker1' (rank 1, pid 7 on b): it has died or cannot be reached any more (why)"
+LOST = "WorkerLost: lost worker 'worker1' (rank 1, pid 7 on b): it has died or cannot be reached any more (why)"
 MEMBERS = [*joined(0, 1.0, "a"), *joined(1, 1.0, "b"), *joined(2, 1.0, "c")]
 
 
@@ -104,7 +104,7 @@ SUCCESSOR = tuple(joined(1, 10.5, "b", generation=1))
         (failure(20.0), (KILL,), "unexplained"),
         # The number of another process.
         (failure(10.0, LOST.replace("pid 7", "pid 6")), (KILL,), "unexplained"),
-        (failure(10.0, "RuntimeError: RPC ran for more than set timeout (1 ms)"), (KILL,), "unexplained"),
+        (failure(10.0, "CallTimedOut: RPC ran for more than set timeout (1 ms)"), (KILL,), "unexplained"),
         (failure(10.0, "RuntimeError: something else"), (KILL, CUT_OFF), "unexplained"),
     ],
 )
@@ -114,7 +114,7 @@ def test_a_failure_needs_a_reason(failed: Any, timeline: tuple[dict[str, Any], .
     assert len(judgement.findings) == (reason == "unexplained")
 
 
-NOT_RUNNING = "RuntimeError: RPC is not running on worker 'worker1': it has been shut down, so nothing can be sent"
+NOT_RUNNING = "ShutDown: RPC is not running on worker 'worker1': it has been shut down, so nothing can be sent"
 
 
 @pytest.mark.parametrize(

@@ -25,9 +25,12 @@ from torch_ucx_rpc._launch.environment import default_name
 # Seconds between two looks at the workers, and at the Store, which tells of other machines.
 MONITOR_INTERVAL_S = 0.05
 
-# When a worker has failed, another one that has just written a traceback has this long to end by itself: the first
-# failure may be its own.
+# When a worker has failed, another one that has written a traceback has this long to end by itself: the first failure
+# may be its own.
 _LAST_MOMENTS_S = 3.0
+# The same for one that the failed worker names in its last words. It has said goodbye and is ending, which takes long
+# on a busy machine.
+_GOODBYE_S = 30.0
 
 # A machine that refuses to start its workers stays for at most this long, until the others have refused too.
 _REFUSAL_S = 5.0
@@ -118,6 +121,8 @@ class JobAgent(LocalElasticAgent):
         self._output = output
         # The result of this machine's workers, once all of them have ended well.
         self._result: RunResult | None = None
+        # When a failed worker was first seen in this attempt, by time.monotonic.
+        self._failed_at: float | None = None
 
     def _initialize_workers(self, worker_group: Any) -> None:
         try:
@@ -140,6 +145,7 @@ class JobAgent(LocalElasticAgent):
         # Another attempt may follow, with the same names.
         self._output.finish()
         self._result = None
+        self._failed_at = None
 
     @property
     def _attempt(self) -> int:
@@ -180,17 +186,27 @@ class JobAgent(LocalElasticAgent):
         pass
 
     def _is_one_ending(self) -> bool:
-        """Whether a worker has failed while another, still running, has just written a traceback."""
+        """Whether a worker has failed while another, still running, may be ending by the first failure."""
         context: Any = self._pcontext
         # Local ranks are counted in the order of ranks, and so are the names.
         names = list(self._names.names.values())
         processes = {names[local]: handler.proc for local, handler in context.subprocess_handlers.items()}
-        if not any(process.poll() for process in processes.values()):
+        failed = [name for name, process in processes.items() if process.poll()]
+        if not failed:
             return False
-        since = time.monotonic() - _LAST_MOMENTS_S
-        return any(
-            process.poll() is None and self._output.last_traceback(name) > since for name, process in processes.items()
-        )
+        if self._failed_at is None:
+            self._failed_at = time.monotonic()
+        waited = time.monotonic() - self._failed_at
+        suspects = [
+            process.pid
+            for name, process in processes.items()
+            if process.poll() is None and self._output.last_traceback(name) > float("-inf")
+        ]
+        if not suspects or waited < _LAST_MOMENTS_S:
+            return bool(suspects)
+        words = "\n".join(map(self._output.last_words, failed))
+        # As errors name a worker.
+        return waited < _GOODBYE_S and any(f", pid {pid} on {socket.gethostname()})" in words for pid in suspects)
 
     def _are_others_done(self, worker_group: Any) -> bool:
         try:

@@ -149,7 +149,9 @@ class WorkerOutput:
 
     def last_words(self, worker: str) -> str:
         """The end of the worker's stderr, from a traceback on if there is one."""
-        lines = [line.decode(errors="replace") for line in self._streams[worker, "stderr"].last_lines]
+        # A copy at once, since more may be arriving.
+        kept = list(self._streams[worker, "stderr"].last_lines)
+        lines = [line.decode(errors="replace") for line in kept]
         # C++ code may have logged lines at the end of the process.
         while lines and _LOG_LINE.match(lines[-1]):
             lines.pop()
