@@ -9,6 +9,9 @@
 #   FUZZ_SECONDS=20     how long hostile bytes are tried
 #   MINUTES=1           how long workers are killed and cut off
 #   SEED=               which of them and when; without any, a new one, which is printed
+#   TRIALS=             of verbs; without any, all
+#   DEBIAN=trixie       release of Debian on the machines of verbs, and so the version of UCX
+#   ACCELERATOR=tcg     emulates the machines of verbs anywhere; kvm is faster
 #   WHEELS=             folder with what gpu-check needs without a network; gpu-prepare fills it
 #   PART=first          of gpu-check: first, and then second
 #   STEPS=              of that part; without any, all
@@ -25,6 +28,8 @@ FUZZ_SECONDS ?= 20
 MINUTES ?= 1
 SEED ?=
 TORCHES ?=
+DEBIAN ?= trixie
+ACCELERATOR ?= tcg
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -47,7 +52,7 @@ ENVIRONMENT := $(VENV)/.torch-$(TORCH)-$(UCX)
 EDITABLE := $(VENV)/.editable-$(TORCH)-$(UCX)
 
 .PHONY: help build test test-cpp test-python test-field test-libraries test-conformance conformance conformance-cuda
-.PHONY: fuzz soak matrix fresh bench bench-full demo bench-record
+.PHONY: fuzz soak verbs matrix fresh bench bench-full demo bench-record
 .PHONY: mutants gpu-prepare gpu-check gpu-rehearse sanitize lint tidy format wheel clean distclean
 
 help: ## List the verbs
@@ -128,6 +133,10 @@ fuzz: build/fuzz/wire_fuzzer ## Hostile bytes against the wire format's readers,
 
 soak: build $(VENV)/.extra-test ## Workers on virtual hosts, killed and cut off for MINUTES; needs root. A report in build/soak
 	@PYTHONPATH=tests:tests/support $(PY) -m soak --minutes $(MINUTES) $(if $(SEED),--seed $(SEED)) --report build/soak
+
+# Nice: two emulated processors keep two cores busy.
+verbs: $(ENVIRONMENT) ## Two emulated machines with Soft-RoCE: calls over verbs, kills, cuts; needs root, qemu and mmdebstrap
+	@PYTHONPATH=tests nice -n 10 $(PY) -m verbs --folder build/verbs --debian $(DEBIAN) --accelerator $(ACCELERATOR) $(TRIALS)
 
 mutants: build $(VENV)/.extra-test ## Bugs put into a copy of the sources, in Python and in C++: each must fail a test
 	@status=0; \

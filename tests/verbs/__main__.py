@@ -1,0 +1,107 @@
+"""``python -m verbs``: see the package's docstring."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import sys
+import time
+from pathlib import Path
+
+from ._image import CannotBuild, Image
+from ._machines import MachineEnded, Machines
+from ._trials import TRIALS, Trial
+from ._workers import Failed
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="verbs", description=__doc__)
+    parser.add_argument("--folder", type=Path, required=True, help="for the image, which is kept, and the report")
+    parser.add_argument("--debian", default="trixie", help="the machines' release (default: %(default)s)")
+    parser.add_argument(
+        "--accelerator",
+        choices=("tcg", "kvm"),
+        default="tcg",
+        help="kvm where this machine has it; tcg emulates (default: %(default)s)",
+    )
+    parser.add_argument("--list", action="store_true", help="name the trials")
+    parser.add_argument("trials", nargs="*", metavar="TRIAL", help="those to run (default: all)")
+    arguments = parser.parse_args()
+    if arguments.list:
+        print(*(f"{trial.name:24} {trial.about}" for trial in TRIALS), sep="\n")
+        return 0
+    if unknown := set(arguments.trials) - {trial.name for trial in TRIALS}:
+        parser.error(f"no such trials: {', '.join(sorted(unknown))}")
+    chosen = [trial for trial in TRIALS if not arguments.trials or trial.name in arguments.trials]
+    folder = arguments.folder.resolve()
+    begin = time.monotonic()
+    image = Image(folder / arguments.debian, arguments.debian, lambda what: print(f"verbs: {what}", flush=True))
+    try:
+        image.build()
+    except CannotBuild as error:
+        print(f"make verbs: {error}", file=sys.stderr)
+        return 2
+    versions = image.versions()
+    print(f"verbs: {', '.join(f'{name} {version}' for name, version in versions.items())}; ", end="")
+    print(f"{arguments.accelerator}; built in {time.monotonic() - begin:.0f} s", flush=True)
+    outcomes = Lab(image, folder, arguments.accelerator).run(chosen)
+    report = {"versions": versions, "accelerator": arguments.accelerator, "trials": outcomes}
+    (folder / f"report-{arguments.debian}.json").write_text(json.dumps(report, indent=1) + "\n")
+    failed = sum(not outcome["passed"] for outcome in outcomes)
+    print(f"verbs: {len(outcomes) - failed} passed, {failed} failed in {time.monotonic() - begin:.0f} s")
+    return 1 if failed else 0
+
+
+class Lab:
+    """The machines over all trials: booted when a trial needs them, and anew after one that has ended them."""
+
+    def __init__(self, image: Image, folder: Path, accelerator: str) -> None:
+        self._image = image
+        self._folder = folder
+        self._accelerator = accelerator
+        self._booted: contextlib.ExitStack = contextlib.ExitStack()
+        self._machines: Machines | None = None
+
+    def run(self, trials: list[Trial]) -> list[dict[str, object]]:
+        """Returns an outcome for each; prints it, too."""
+        outcomes = []
+        with self._booted:
+            for trial in trials:
+                begin = time.monotonic()
+                passed, text = self._run(trial)
+                seconds = time.monotonic() - begin
+                outcomes.append({"name": trial.name, "passed": passed, "text": text, "seconds": round(seconds, 1)})
+                first, *rest = text.splitlines() or [""]
+                print(f"{'passed' if passed else 'FAILED'}  {trial.name:24} {seconds:4.0f} s  {first}", flush=True)
+                for line in rest:
+                    print(f"{'':40}{line}")
+        return outcomes
+
+    def _run(self, trial: Trial) -> tuple[bool, str]:
+        try:
+            try:
+                return True, trial.run(self._up())
+            except MachineEnded as error:
+                # Soft-RoCE's own fault: Linux 6.12 crashes in it now and then. A second time is too often.
+                print(f"verbs: {trial.name} once more, since {error}", flush=True)
+                return True, trial.run(self._up())
+        except (Failed, MachineEnded, TimeoutError) as error:
+            # What a trial leaves behind must not be the next one's trouble.
+            self._down()
+            return False, str(error)
+
+    def _up(self) -> Machines:
+        if self._machines is None or not self._machines.are_on:
+            self._down()
+            run = self._folder / "run"
+            self._machines = self._booted.enter_context(Machines(self._image.folder, run, self._accelerator))
+        return self._machines
+
+    def _down(self) -> None:
+        self._booted.close()
+        self._machines = None
+
+
+if __name__ == "__main__":
+    sys.exit(main())
