@@ -11,7 +11,6 @@
 #   SEED=               which of them and when; without any, a new one, which is printed
 #   TRIALS=             of verbs; without any, all
 #   DEBIAN=trixie       release of Debian on the machines of verbs, and so the version of UCX
-#   ACCELERATOR=tcg     emulates the machines of verbs anywhere; kvm is faster
 #   WHEELS=             folder with what gpu-check needs without a network; gpu-prepare fills it
 #   PART=first          of gpu-check: first, and then second
 #   STEPS=              of that part; without any, all
@@ -29,7 +28,6 @@ MINUTES ?= 1
 SEED ?=
 TORCHES ?=
 DEBIAN ?= trixie
-ACCELERATOR ?= tcg
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -136,7 +134,7 @@ soak: build $(VENV)/.extra-test ## Workers on virtual hosts, killed and cut off 
 
 # Nice: two emulated processors keep two cores busy.
 verbs: $(ENVIRONMENT) ## Two emulated machines with Soft-RoCE: calls over verbs, kills, cuts; needs root, qemu and mmdebstrap
-	@PYTHONPATH=tests nice -n 10 $(PY) -m verbs --folder build/verbs --debian $(DEBIAN) --accelerator $(ACCELERATOR) $(TRIALS)
+	@PYTHONPATH=tests nice -n 10 $(PY) -m verbs --folder build/verbs --debian $(DEBIAN) $(TRIALS)
 
 mutants: build $(VENV)/.extra-test ## Bugs put into a copy of the sources, in Python and in C++: each must fail a test
 	@status=0; \

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -19,12 +20,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="verbs", description=__doc__)
     parser.add_argument("--folder", type=Path, required=True, help="for the image, which is kept, and the report")
     parser.add_argument("--debian", default="trixie", help="the machines' release (default: %(default)s)")
-    parser.add_argument(
-        "--accelerator",
-        choices=("tcg", "kvm"),
-        default="tcg",
-        help="kvm where this machine has it; tcg emulates (default: %(default)s)",
-    )
     parser.add_argument("--list", action="store_true", help="name the trials")
     parser.add_argument("trials", nargs="*", metavar="TRIAL", help="those to run (default: all)")
     arguments = parser.parse_args()
@@ -44,9 +39,9 @@ def main() -> int:
         return 2
     versions = image.versions()
     print(f"verbs: {', '.join(f'{name} {version}' for name, version in versions.items())}; ", end="")
-    print(f"{arguments.accelerator}; built in {time.monotonic() - begin:.0f} s", flush=True)
-    outcomes = Lab(image, folder, arguments.accelerator).run(chosen)
-    report = {"versions": versions, "accelerator": arguments.accelerator, "trials": outcomes}
+    print(f"built in {time.monotonic() - begin:.0f} s", flush=True)
+    outcomes = Lab(image, folder).run(chosen)
+    report = {"versions": versions, "trials": outcomes}
     (folder / f"report-{arguments.debian}.json").write_text(json.dumps(report, indent=1) + "\n")
     failed = sum(not outcome["passed"] for outcome in outcomes)
     print(f"verbs: {len(outcomes) - failed} passed, {failed} failed in {time.monotonic() - begin:.0f} s")
@@ -56,10 +51,10 @@ def main() -> int:
 class Lab:
     """The machines over all trials: booted when a trial needs them, and anew after one that has ended them."""
 
-    def __init__(self, image: Image, folder: Path, accelerator: str) -> None:
+    def __init__(self, image: Image, folder: Path) -> None:
         self._image = image
         self._folder = folder
-        self._accelerator = accelerator
+        self._run_folder = folder / "run"
         self._booted: contextlib.ExitStack = contextlib.ExitStack()
         self._machines: Machines | None = None
 
@@ -79,23 +74,35 @@ class Lab:
         return outcomes
 
     def _run(self, trial: Trial) -> tuple[bool, str]:
+        self._begin = time.time()
         try:
             try:
                 return True, trial.run(self._up())
             except MachineEnded as error:
-                # Soft-RoCE's own fault: Linux 6.12 crashes in it now and then. A second time is too often.
-                print(f"verbs: {trial.name} once more, since {error}", flush=True)
+                # Linux 6.12 crashes in Soft-RoCE now and then. A second time is too often.
+                print(f"verbs: {trial.name} runs once more, since {error}", flush=True)
                 return True, trial.run(self._up())
         except (Failed, MachineEnded, TimeoutError) as error:
-            # What a trial leaves behind must not be the next one's trouble.
+            # The remains of a trial must not be the next one's trouble.
             self._down()
             return False, str(error)
+        finally:
+            self._keep_output(trial)
+
+    def _keep_output(self, trial: Trial) -> None:
+        """The files that this trial's commands have written, and the consoles."""
+        kept = self._folder / "output" / trial.name
+        shutil.rmtree(kept, ignore_errors=True)
+        kept.mkdir(parents=True)
+        for file in [*self._run_folder.glob("shared/n?/*.out"), *self._run_folder.glob("*.console")]:
+            if file.stat().st_mtime >= self._begin:
+                shutil.copyfile(file, kept / "-".join(file.relative_to(self._run_folder).parts[-2:]))
 
     def _up(self) -> Machines:
         if self._machines is None or not self._machines.are_on:
             self._down()
-            run = self._folder / "run"
-            self._machines = self._booted.enter_context(Machines(self._image.folder, run, self._accelerator))
+            machines = Machines(self._image.folder, self._run_folder)
+            self._machines = self._booted.enter_context(machines)
         return self._machines
 
     def _down(self) -> None:

@@ -112,6 +112,7 @@ class Image:
             *(f"--aptopt={option};" for option in acquire),
             '--aptopt=Apt::Install-Recommends "false"',
             *("--dpkgopt=path-exclude=/usr/share/doc/*", "--dpkgopt=path-exclude=/usr/share/man/*"),
+            "--dpkgopt=force-unsafe-io",
             f"--include={','.join(_PACKAGES)}",
             *(self._debian, self._root, sources),
         )

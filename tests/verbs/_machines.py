@@ -69,7 +69,7 @@ class Machine:
     commands from ``/lab/<its name>``.
     """
 
-    def __init__(self, image: Path, run: Path, number: int, accelerator: str) -> None:
+    def __init__(self, image: Path, run: Path, number: int) -> None:
         self.name = f"n{number}"
         self.console = run / f"{self.name}.console"
         self._inbox = run / "shared" / self.name
@@ -80,16 +80,12 @@ class Machine:
         own, other = (run / f"n{n}.cable" for n in (number, 3 - number))
         # Large frames and a cable that is a Unix socket, which never loses one: Soft-RoCE sends again after a second.
         cable = f"dgram,id=cable,local.type=unix,local.path={own},remote.type=unix,remote.path={other}"
-        kernel = "console=ttyS0 quiet panic=-1 mitigations=off nokaslr nowatchdog"
-        processor = "host" if accelerator == "kvm" else "max,la57=off"
-        if accelerator == "tcg":
-            accelerator = "tcg,thread=multi,tb-size=256"
-            kernel += " tsc=reliable"
+        kernel = "console=ttyS0 quiet panic=-1 mitigations=off nokaslr nowatchdog tsc=reliable"
         # fmt: off
         self._process = subprocess.Popen([
             "setpriv", "--pdeathsig", "KILL",
-            "qemu-system-x86_64", "-accel", accelerator, "-cpu", processor, "-M", "q35", "-smp", "1",
-            "-m", str(_MEMORY_MIB), "-nodefaults", "-display", "none", "-no-reboot",
+            "qemu-system-x86_64", "-accel", "tcg,thread=multi,tb-size=256", "-cpu", "max,la57=off",
+            "-M", "q35", "-smp", "1", "-m", str(_MEMORY_MIB), "-nodefaults", "-display", "none", "-no-reboot",
             "-kernel", image / "vmlinuz", "-initrd", image / "initrd",
             "-append", f"{kernel} guest.number={number}",
             "-serial", f"file:{self.console}", "-qmp", f"unix:{self._monitor},server=on,wait=off",
@@ -185,7 +181,6 @@ class Machines:
     Args:
         image: the folder of an `Image`.
         run: a folder for their sockets, consoles and files, which is emptied first.
-        accelerator: "tcg", which emulates their processors on any machine, or "kvm".
 
     Example::
 
@@ -193,7 +188,7 @@ class Machines:
         ...     print(machines.first.run("rdma link"))
     """
 
-    def __init__(self, image: Path, run: Path, accelerator: str = "tcg") -> None:
+    def __init__(self, image: Path, run: Path) -> None:
         self.shared = run / "shared"
         with contextlib.ExitStack() as begun:
             shutil.rmtree(run, ignore_errors=True)
@@ -201,7 +196,7 @@ class Machines:
             shutil.copytree(PROGRAMS, self.shared / "programs")
             both = []
             for number in (1, 2):
-                both.append(Machine(image, run, number, accelerator))
+                both.append(Machine(image, run, number))
                 begun.callback(both[-1].power_off)
             self.first, self.second = both
             self.boot_s = max(machine.await_boot() for machine in both)
