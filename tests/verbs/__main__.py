@@ -13,7 +13,10 @@ from pathlib import Path
 from ._image import CannotBuild, Image
 from ._machines import MachineEnded, Machines
 from ._trials import TRIALS, Trial
-from ._workers import Failed
+from ._workers import Failed, Stuck
+
+# Of what a failed trial says; the folder output has all of it.
+_LAST_LINES = 12
 
 
 def main() -> int:
@@ -67,9 +70,9 @@ class Lab:
                 passed, text = self._run(trial)
                 seconds = time.monotonic() - begin
                 outcomes.append({"name": trial.name, "passed": passed, "text": text, "seconds": round(seconds, 1)})
-                first, *rest = text.splitlines() or [""]
+                first, *rest = text.strip().splitlines() or [""]
                 print(f"{'passed' if passed else 'FAILED'}  {trial.name:24} {seconds:4.0f} s  {first}", flush=True)
-                for line in rest:
+                for line in rest[-_LAST_LINES:]:
                     print(f"{'':40}{line}")
         return outcomes
 
@@ -82,9 +85,11 @@ class Lab:
                 # Linux 6.12 crashes in Soft-RoCE now and then. A second time is too often.
                 print(f"verbs: {trial.name} runs once more, since {error}", flush=True)
                 return True, trial.run(self._up())
-        except (Failed, MachineEnded, TimeoutError) as error:
+        except (Stuck, MachineEnded, TimeoutError) as error:
             # The remains of a trial must not be the next one's trouble.
             self._down()
+            return False, str(error)
+        except Failed as error:
             return False, str(error)
         finally:
             self._keep_output(trial)

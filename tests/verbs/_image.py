@@ -7,7 +7,6 @@ import hashlib
 import json
 import lzma
 import os
-import platform
 import re
 import shutil
 import subprocess
@@ -65,7 +64,7 @@ class Image:
             self._install_debian()
             self._install_wheels()
             self._done("system")
-        files = {path: _digest(path) for path in [*_sources(), *sorted(GUEST.iterdir())]}
+        files = {path: _digest(path) for path in [*_sources(), *sorted(GUEST.iterdir()), Path(__file__).resolve()]}
         if self._once("disk", {str(path.relative_to(ROOT)): digest for path, digest in files.items()}):
             self._say("this project")
             self._install_project()
@@ -75,14 +74,16 @@ class Image:
 
     def versions(self) -> dict[str, str]:
         """Of what is inside, by name."""
-        asked = {"UCX": "libucx0", "rdma-core": "ibverbs-providers"}
-        found = self._inside("dpkg-query", "--show", "--showformat=${Version}\n", *asked.values()).split()
+        packages = ("libucx0", "ibverbs-providers")
+        found = self._inside("dpkg-query", "--show", "--showformat=${Package} ${Version}\n", *packages)
+        version = dict(line.split() for line in found.splitlines())
         return {
             "Debian": self._debian,
             "kernel": self._kernel(),
-            **dict(zip(asked, found, strict=True)),
+            "UCX": version["libucx0"],
+            "provider": f"rxe of rdma-core {version['ibverbs-providers']}",
             "torch": _torch(),
-            "Python": platform.python_version_tuple()[0] + "." + platform.python_version_tuple()[1],
+            "Python": _PYTHON.removeprefix("python"),
         }
 
     def _once(self, step: str, of: dict[str, object]) -> bool:

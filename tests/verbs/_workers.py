@@ -11,7 +11,7 @@ from typing import Any
 from ._machines import Ended, Machines
 
 # Emulated machines are slow, and others may work beside them.
-_TRIAL_S = 300.0
+_TRIAL_S = 600.0
 
 # What a worker says that has met a fault, whatever its exit code.
 _FAULT = re.compile(r"^.*(?:Assertion .* failed|Caught signal|Fatal|terminate called|UCX +WARN).*$", re.MULTILINE)
@@ -19,6 +19,10 @@ _FAULT = re.compile(r"^.*(?:Assertion .* failed|Caught signal|Fatal|terminate ca
 
 class Failed(Exception):
     """A trial has failed, and this is why."""
+
+
+class Stuck(Failed):
+    """Its workers have not ended."""
 
 
 def expect(holds: bool, otherwise: str) -> None:
@@ -70,7 +74,7 @@ class Workers:
             for machine in (self._machines.first, self._machines.second):
                 machine.expect_on()
             if time.monotonic() > deadline:
-                raise Failed(f"not ready after {_TRIAL_S:.0f} s\n{self.output}")
+                raise Stuck(f"not ready after {_TRIAL_S:.0f} s\n{self.output}")
             time.sleep(0.1)
         # So that calls are under way.
         time.sleep(1)
@@ -85,15 +89,15 @@ class Workers:
     def end(self, second: Sequence[int | None] = (0,)) -> tuple[dict[str, Any], dict[str, Any]]:
         """Wait for both; returns what each has told.
 
-        Raises `Failed` if one ends by another exit code than 0, or than those of the `second` one, where None says
-        that its machine was switched off; or with a `faults`.
+        Raises `Stuck` if one does not end. Raises `Failed` if one ends with a fault (`faults`) or by another exit code
+        than 0; those of the `second` one are given, where None says that its machine was switched off.
         """
         ended: list[Ended] = []
         try:
             for job in self._jobs:
                 ended.append(job.wait(_TRIAL_S))
         except TimeoutError as error:
-            raise Failed(f"w{len(ended)} does not end: {error}") from None
+            raise Stuck(f"w{len(ended)} does not end: {error}") from None
         for rank, (one, allowed) in enumerate(zip(ended, ((0,), second), strict=True)):
             expect(one.status in allowed, f"w{rank} ended by {one.status}\n{one.output[-2000:]}")
             found = faults(one.output)
