@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from verbs._image import CannotBuild, debian_sources, workarounds
-from verbs._machines import KILLED, Ended, MachineEnded
+from verbs._machines import ABORTED, KILLED, Ended, MachineEnded
 from verbs._trials import TRIALS, _lost, _unharmed
 from verbs._workers import Failed, Workers, expect_within, faults
 
@@ -54,7 +54,7 @@ def machines(shared: Path, first: dict[str, Any], second: dict[str, Any] | None 
 
 def lost(shared: Path, second: dict[str, Any] | None = None, status: int | None = 0, **first: Any) -> str:
     workers = Workers(machines(shared, {**LOST, **first}, {"status": status, **(second or {})}), "watch.py")
-    return _lost(workers, (10.0, 12.0), second=status)
+    return _lost(workers, (10.0, 12.0), second=(status,))
 
 
 def test_packages_come_from_this_machines_site_and_python_from_its_release() -> None:
@@ -94,13 +94,21 @@ def test_a_fault_is_found_in_what_a_worker_says(line: str, tmp_path: Path) -> No
         lost(tmp_path, {"output": line})
 
 
+def test_a_known_fault_of_ucx_passes_and_no_other(tmp_path: Path) -> None:
+    fatal = "[n2:16:0] ud_verbs.c:414  Fatal: receive completion[0] with error on rxe0: Work Request Flushed Error"
+    both = machines(tmp_path, LOST, {"output": fatal, "status": ABORTED})
+    _lost(Workers(both, "watch.py"), (10, 12), second=(0, ABORTED), known="Fatal: receive completion")
+    with pytest.raises(Failed, match="w1 says"):
+        _lost(Workers(both, "watch.py"), (10, 12), second=(0, ABORTED), known="Fatal: send completion")
+
+
 def test_other_output_is_none() -> None:
     assert faults("[ 1.00 s, w0] {'ready': True}\n[1.2] [n1:12:0] ib_mlx5.c:9 UCX  DIAG  what\n") == []
 
 
 def test_a_lost_worker_that_is_told_in_time_passes(tmp_path: Path) -> None:
     assert lost(tmp_path) == "told after 11.0 s, shutdown 0.5 s, of the other one 1.0 s"
-    assert lost(tmp_path, status=KILLED) == lost(tmp_path, status=None) == "told after 11.0 s, shutdown 0.5 s"
+    assert lost(tmp_path, {"shutdown_s": 2.0}, KILLED) == "told after 11.0 s, shutdown 0.5 s, of the other one 2.0 s"
 
 
 @pytest.mark.parametrize(
@@ -127,9 +135,9 @@ def test_a_worker_that_nothing_happened_to_is_not_lost(tmp_path: Path) -> None:
 
 def test_only_the_second_one_may_be_killed(tmp_path: Path) -> None:
     with pytest.raises(Failed, match="w0 ended by 137"):
-        _lost(Workers(machines(tmp_path, {**LOST, "status": KILLED}), "watch.py"), (10, 12), second=KILLED)
+        _lost(Workers(machines(tmp_path, {**LOST, "status": KILLED}), "watch.py"), (10, 12), second=(KILLED,))
     with pytest.raises(Failed, match="w1 ended by 1"):
-        _lost(Workers(machines(tmp_path, LOST, {"status": 1}), "watch.py"), (10, 12), second=KILLED)
+        _lost(Workers(machines(tmp_path, LOST, {"status": 1}), "watch.py"), (10, 12), second=(KILLED,))
 
 
 def test_calls_that_are_all_answered_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

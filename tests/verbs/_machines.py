@@ -23,8 +23,9 @@ _BOOT_S = 300.0
 _IMPORT_S = 600.0
 _ORDER_S = 60.0
 
-# As a shell has it: 128 and the number of SIGKILL.
+# Exit codes as a shell has them: 128 and the number of the signal.
 KILLED = 128 + signal.SIGKILL
+ABORTED = 128 + signal.SIGABRT
 
 
 class MachineEnded(Exception):
