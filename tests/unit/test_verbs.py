@@ -133,6 +133,11 @@ def test_a_worker_that_nothing_happened_to_is_not_lost(tmp_path: Path) -> None:
         _lost(Workers(machines(tmp_path, WELL), "watch.py"), (0, 2))
 
 
+def test_a_worker_that_leaves_late_because_the_other_one_is_lost_fails(tmp_path: Path) -> None:
+    with pytest.raises(Failed, match=r"shutdown of the other one after 74\.7 s, wanted within 30 s"):
+        lost(tmp_path, {"shutdown_s": 74.7})
+
+
 def test_only_the_second_one_may_be_killed(tmp_path: Path) -> None:
     with pytest.raises(Failed, match="w0 ended by 137"):
         _lost(Workers(machines(tmp_path, {**LOST, "status": KILLED}), "watch.py"), (10, 12), second=(KILLED,))
