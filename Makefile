@@ -10,7 +10,6 @@
 #   MINUTES=1           how long workers are killed and cut off
 #   SEED=               which of them and when; without any, a new one, which is printed
 #   TRIALS=             of verbs; without any, all
-#   DEBIAN=trixie       release of Debian on the machines of verbs, and so the version of UCX
 #   WHEELS=             folder with what gpu-check needs without a network; gpu-prepare fills it
 #   PART=first          of gpu-check: first, and then second
 #   STEPS=              of that part; without any, all
@@ -27,7 +26,6 @@ FUZZ_SECONDS ?= 20
 MINUTES ?= 1
 SEED ?=
 TORCHES ?=
-DEBIAN ?= trixie
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -134,7 +132,7 @@ soak: build $(VENV)/.extra-test ## Workers on virtual hosts, killed and cut off 
 
 # Nice: two emulated processors keep two cores busy.
 verbs: $(ENVIRONMENT) ## Two emulated machines with Soft-RoCE: calls over verbs, kills, cuts; needs root, qemu and mmdebstrap
-	@PYTHONPATH=tests nice -n 10 $(PY) -m verbs --folder build/verbs --debian $(DEBIAN) $(TRIALS)
+	@PYTHONPATH=tests nice -n 10 $(PY) -m verbs --folder build/verbs $(TRIALS)
 
 mutants: build $(VENV)/.extra-test ## Bugs put into a copy of the sources, in Python and in C++: each must fail a test
 	@status=0; \

@@ -22,7 +22,6 @@ _LAST_LINES = 12
 def main() -> int:
     parser = argparse.ArgumentParser(prog="verbs", description=__doc__)
     parser.add_argument("--folder", type=Path, required=True, help="for the image, which is kept, and the report")
-    parser.add_argument("--debian", default="trixie", help="the machines' release (default: %(default)s)")
     parser.add_argument("--list", action="store_true", help="name the trials")
     parser.add_argument("trials", nargs="*", metavar="TRIAL", help="those to run (default: all)")
     arguments = parser.parse_args()
@@ -34,7 +33,7 @@ def main() -> int:
     chosen = [trial for trial in TRIALS if not arguments.trials or trial.name in arguments.trials]
     folder = arguments.folder.resolve()
     begin = time.monotonic()
-    image = Image(folder / arguments.debian, arguments.debian, lambda what: print(f"verbs: {what}", flush=True))
+    image = Image(folder / "image", lambda what: print(f"verbs: {what}", flush=True))
     try:
         image.build()
     except CannotBuild as error:
@@ -45,7 +44,7 @@ def main() -> int:
     print(f"built in {time.monotonic() - begin:.0f} s", flush=True)
     outcomes = Lab(image, folder).run(chosen)
     report = {"versions": versions, "trials": outcomes}
-    (folder / f"report-{arguments.debian}.json").write_text(json.dumps(report, indent=1) + "\n")
+    (folder / "report.json").write_text(json.dumps(report, indent=1) + "\n")
     failed = sum(not outcome["passed"] for outcome in outcomes)
     print(f"verbs: {len(outcomes) - failed} passed, {failed} failed in {time.monotonic() - begin:.0f} s")
     return 1 if failed else 0

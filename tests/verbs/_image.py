@@ -17,6 +17,8 @@ from pathlib import Path
 ROOT = next(folder for folder in Path(__file__).resolve().parents if (folder / "pyproject.toml").exists())
 GUEST = Path(__file__).resolve().parent / "guest"
 
+# Debian 13: its UCX is 1.18 and has verbs. The one of testing, 1.23, was built without.
+_DEBIAN = "trixie"
 _PYTHON = f"python{sys.version_info.major}.{sys.version_info.minor}"
 _PACKAGES = (
     *("linux-image-amd64", "kmod", "busybox-static", "iproute2", "procps", "xz-utils"),
@@ -43,15 +45,11 @@ class Image:
     """A disk with Debian, torch and this checkout, as it lies there; `folder` has it, with a kernel beside.
 
     Debian's and PyPI's packages are kept for the next time, and so is what was compiled: only changes are built again.
-
-    Args:
-        folder: some 6 GB.
-        debian: the release of Debian: "trixie" has UCX 1.18.
+    `folder` takes some 6 GB.
     """
 
-    def __init__(self, folder: Path, debian: str, say: Callable[[str], None]) -> None:
+    def __init__(self, folder: Path, say: Callable[[str], None]) -> None:
         self.folder = folder
-        self._debian = debian
         self._say = say
         self._root = folder / "root"
 
@@ -59,7 +57,7 @@ class Image:
         """Raises `CannotBuild`."""
         _check_this_machine()
         self.folder.mkdir(parents=True, exist_ok=True)
-        if self._once("system", {"debian": self._debian, "packages": _PACKAGES, "wheels": _WHEELS, "torch": _torch()}):
+        if self._once("system", {"debian": _DEBIAN, "packages": _PACKAGES, "wheels": _WHEELS, "torch": _torch()}):
             self._say("Debian and torch, some minutes")
             self._install_debian()
             self._install_wheels()
@@ -78,7 +76,7 @@ class Image:
         found = self._inside("dpkg-query", "--show", "--showformat=${Package} ${Version}\n", *packages)
         version = dict(line.split() for line in found.splitlines())
         return {
-            "Debian": self._debian,
+            "Debian": _DEBIAN,
             "kernel": self._kernel(),
             "UCX": version["libucx0"],
             "provider": f"rxe of rdma-core {version['ibverbs-providers']}",
@@ -107,7 +105,7 @@ class Image:
         # Proxies and the like.
         acquire = re.findall(r'^Acquire::(?:https?::|Check-)[A-Za-z:-]* ".+"', options, re.MULTILINE)
         sources = self.folder / "sources.list"
-        sources.write_text(debian_sources(_apt_lists(), self._debian))
+        sources.write_text(debian_sources(_apt_lists(), _DEBIAN))
         _run(
             *("mmdebstrap", "--quiet", "--mode=root", "--variant=minbase", "--architectures=amd64"),
             *(f"--aptopt={option};" for option in acquire),
@@ -115,7 +113,7 @@ class Image:
             *("--dpkgopt=path-exclude=/usr/share/doc/*", "--dpkgopt=path-exclude=/usr/share/man/*"),
             "--dpkgopt=force-unsafe-io",
             f"--include={','.join(_PACKAGES)}",
-            *(self._debian, self._root, sources),
+            *(_DEBIAN, self._root, sources),
         )
 
     def _install_wheels(self) -> None:
