@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from verbs._image import CannotBuild, debian_sources, workarounds
+from verbs._image import CannotBuild, Image, debian_sources, workarounds
 from verbs._machines import ABORTED, KILLED, Ended, MachineEnded
 from verbs._trials import TRIALS, _lost, _unharmed
 from verbs._workers import Failed, Workers, expect_within, faults
@@ -70,6 +70,15 @@ def test_ucx_gets_no_setting_that_its_version_does_not_need() -> None:
     assert workarounds("1.18.1+ds-2") == "UCX_UD_ETH_DGID_CHECK=n\nUCX_IB_ASYNC_EVENTS=n\n"
     assert workarounds("1.22.0-1") == "UCX_IB_ASYNC_EVENTS=n\n"
     assert workarounds("1.23.0~rc1-1") == ""
+
+
+def test_a_step_is_done_again_after_a_change_and_after_a_run_that_did_not_come_to_its_end(tmp_path: Path) -> None:
+    image = Image(tmp_path, print)
+    assert not image._is_done("disk", {"a": "1"})
+    image._set_done("disk", {"a": "1"})
+    assert image._is_done("disk", {"a": "1"})
+    assert not image._is_done("disk", {"a": "2"})
+    assert not image._is_done("disk", {"a": "1"})
 
 
 def test_trials_have_names_and_say_what_they_are_about() -> None:

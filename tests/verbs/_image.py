@@ -11,7 +11,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 ROOT = next(folder for folder in Path(__file__).resolve().parents if (folder / "pyproject.toml").exists())
@@ -57,18 +57,20 @@ class Image:
         """Raises `CannotBuild`."""
         _check_this_machine()
         self.folder.mkdir(parents=True, exist_ok=True)
-        if self._once("system", {"debian": _DEBIAN, "packages": _PACKAGES, "wheels": _WHEELS, "torch": _torch()}):
+        packages = {"debian": _DEBIAN, "packages": _PACKAGES, "wheels": _WHEELS, "torch": _torch()}
+        if not self._is_done("system", packages):
             self._say("Debian and torch, some minutes")
             self._install_debian()
             self._install_wheels()
-            self._done("system")
-        files = {path: _digest(path) for path in [*_sources(), *sorted(GUEST.iterdir()), Path(__file__).resolve()]}
-        if self._once("disk", {str(path.relative_to(ROOT)): digest for path, digest in files.items()}):
+            self._set_done("system", packages)
+        inputs = [*_sources(), *sorted(GUEST.iterdir()), Path(__file__).resolve()]
+        files = {str(path.relative_to(ROOT)): _digest(path.read_bytes()) for path in inputs}
+        if not self._is_done("disk", files):
             self._say("this project")
             self._install_project()
             self._write_kernel()
             self._write_disk()
-            self._done("disk")
+            self._set_done("disk", files)
 
     def versions(self) -> dict[str, str]:
         """Of what is inside, by name."""
@@ -84,20 +86,22 @@ class Image:
             "Python": _PYTHON.removeprefix("python"),
         }
 
-    def _once(self, step: str, of: dict[str, object]) -> bool:
-        """Whether the step has to be done, since it has not been done with these."""
-        self._now = hashlib.sha256(json.dumps(of, sort_keys=True).encode()).hexdigest()
-        stamp = self.folder / f"{step}.done"
-        is_done = stamp.exists() and stamp.read_text() == self._now
+    def _is_done(self, step: str, of: Mapping[str, object]) -> bool:
+        """Whether the step has come to its end with these; from here on it has not."""
+        stamp = self._stamp(step)
+        is_done = stamp.exists() and stamp.read_text() == _digest(json.dumps(of, sort_keys=True).encode())
         if not is_done:
             stamp.unlink(missing_ok=True)
-        return not is_done
+        return is_done
 
-    def _done(self, step: str) -> None:
-        (self.folder / f"{step}.done").write_text(self._now)
+    def _set_done(self, step: str, of: Mapping[str, object]) -> None:
+        self._stamp(step).write_text(_digest(json.dumps(of, sort_keys=True).encode()))
+
+    def _stamp(self, step: str) -> Path:
+        return self.folder / f"{step}.done"
 
     def _install_debian(self) -> None:
-        (self.folder / "disk.done").unlink(missing_ok=True)
+        self._stamp("disk").unlink(missing_ok=True)
         shutil.rmtree(self._root, ignore_errors=True)
         options = subprocess.run(
             ["apt-config", "dump", "--format", '%f "%v";%n', "Acquire"], capture_output=True, text=True, check=True
@@ -244,8 +248,8 @@ def _torch() -> str:
     return torch.__version__
 
 
-def _digest(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
 
 
 def _inside_path(path: Path, root: Path) -> str:
