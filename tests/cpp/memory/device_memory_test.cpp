@@ -36,6 +36,10 @@ class FakeRmm {
   void waitAt(std::shared_ptr<Gate> gate) {
     gate_.store(std::move(gate));
   }
+  // Likewise for memory that is given back.
+  void releaseAt(std::shared_ptr<Gate> gate) {
+    releaseGate_.store(std::move(gate));
+  }
   void setLimit(uint64_t bytes) {
     const std::lock_guard lock(mutex_);
     limitBytes_ = bytes;
@@ -109,6 +113,9 @@ class FakeRmm {
     if (self.isForbidden_.load()) {
       std::_Exit(2);
     }
+    if (const std::shared_ptr<Gate> gate = self.releaseGate_.load()) {
+      gate->pass();
+    }
     const std::lock_guard lock(self.mutex_);
     auto node = self.inUse_.extract(data);
     if (!node || node.mapped().memory.size() != bytes || node.mapped().device != device ||
@@ -131,6 +138,7 @@ class FakeRmm {
   bool isMisused_ = false;
   std::atomic<bool> isForbidden_{false};
   std::atomic<std::shared_ptr<Gate>> gate_;
+  std::atomic<std::shared_ptr<Gate>> releaseGate_;
 };
 
 // By the source that is no allocator of torch's own.
@@ -363,6 +371,24 @@ TEST_P(EntryPointsTest, WhatIsHeldIsWaitedForWhenNothingIsLeft) {
   EXPECT_TRUE(looks_.at(1).hasSeen(6));
 }
 
+TEST_P(EntryPointsTest, WhatAnotherThreadIsGivingBackIsWaitedFor) {
+  startWith(keep(), across_);
+  rmm_.setLimit(kLargeBytes);
+  (void)answer(call(0, 1, "", {onDevice(kLarge, 5)}));
+  rmm_.releaseAt(gate_);
+  received_.clear();
+  ASSERT_TRUE(eventually([&] { return device_.run(), gate_->waiting() != 0; })) << "the timer collects";
+  const Future future = call(0, 1, "", {onDevice(kLarge, 6)});
+  for (int number = 0; number < 10; ++number) {
+    exchangeWithoutTensors();
+  }
+  EXPECT_FALSE(future->completed());
+  rmm_.releaseAt(nullptr);
+  gate_->open();
+  (void)answer(future);
+  EXPECT_TRUE(isAll(hostView(received_.at(0)), 6));
+}
+
 TEST_P(EntryPointsTest, WhatThereIsNoMemoryForIsRefused) {
   startWith(keep(), {{c10::kCPU, fake()}});
   rmm_.setLimit(kLargeBytes - 1);
@@ -399,13 +425,15 @@ TEST_P(EntryPointsTest, WhatIsAllocatedForAPeerThatIsGoneIsGivenBack) {
   const Future future = call(0, 1, "", {onDevice(kLarge, 6)});
   ASSERT_TRUE(eventually([&] { return gate_->waiting() != 0; }));
   network_.kill("address 0");
+  EXPECT_TRUE(contains(failure(call(1, 0, "still there?")), "w0"));
   gate_->open();
   rmm_.waitAt(nullptr);
   ASSERT_TRUE(eventually([&] { return rmm_.allocations() == before + 1; }));
   EXPECT_TRUE(eventually([&] {
     pool_.collect();
     return pool_.statistics().inUseBytes + pool_.statistics().heldBytes == 0;
-  }));
+  })) << pool_.statistics().inUseBytes
+      << " bytes in use, " << pool_.statistics().heldBytes << " held";
 }
 
 // ------------------------------------------------------------------------------------------------- what torch has

@@ -116,6 +116,28 @@ TEST_F(EventBufferTest, DriverRunsShortRequestsItselfAfterTheOthers) {
   EXPECT_EQ(events_.take(), Notes{"request 1"}) << "a thread that drives nothing may hold locks";
 }
 
+TEST_F(EventBufferTest, DriverDoesWorkItselfUnlessSomethingWaitsBehindIt) {
+  events_.life = std::make_shared<int>();
+  events_.handlers.shortRequest = 1;
+  Notes done;
+  const auto work = [&](const char* note) {
+    events_.buffer.addWork([&done, note] { done.emplace_back(note); });
+  };
+  work("first");
+  work("last");
+  EXPECT_EQ(events_.take(kLeading), Notes{});
+  EXPECT_EQ(done, Notes{"last"});
+  work("before a request");
+  addRequest(1);
+  EXPECT_EQ(events_.take(kLeading), Notes{"request on the driver 1"});
+  work("before the end of a wait");
+  addAnswer(1);
+  EXPECT_EQ(events_.take(Driver{Role::kWaitingCaller, 1}), (Notes{"answer 1", "completed by the driver 1"}));
+  work("of a thread that may hold locks");
+  EXPECT_EQ(events_.take(), Notes{});
+  EXPECT_EQ(done, Notes{"last"}) << "the rest is left to other threads";
+}
+
 TEST_F(EventBufferTest, DriverCompletesTheCallThatItWaitsForLast) {
   addAnswer(1);
   addAnswer(2);

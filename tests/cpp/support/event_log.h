@@ -22,11 +22,13 @@ class EventLog {
   }
 
   Handlers handlers;
+  // If there is something, work is left to the executor, as long as an agent lives. It never comes to do it.
+  std::shared_ptr<void> life;
 
  private:
   Timer timer_;
   const std::shared_ptr<Executor> executor_ = std::make_shared<Executor>(1, 1, ThreadHooks{}, timer_); // never started
-  Lifetime lifetime_{[] { return nullptr; }};
+  Lifetime lifetime_{[this] { return life; }};
   SentMessages sentMessages_{*executor_, lifetime_};
 
  public:

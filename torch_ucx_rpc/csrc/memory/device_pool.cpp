@@ -86,23 +86,33 @@ c10::DataPtr DevicePool::allocate(c10::Device device, uint64_t bytes) {
   if (source == Source::kTorch) {
     return take();
   }
-  giveBack();
+  if (const std::unique_lock collecting(collecting_, std::try_to_lock); collecting.owns_lock()) {
+    giveBack();
+  }
   auto block = std::make_unique<Block>(Block{this, device, bytes, {}, {}});
   try {
     block->data = take();
   } catch (const std::exception&) {
-    examine();
-    lock.lock();
-    std::vector<Batch> held = std::exchange(held_, {});
-    lock.unlock();
-    for (Batch& earlier : held) {
-      wait(earlier);
-    }
+    waitForHeld();
     block->data = take();
   }
   inUseBytes_.fetch_add(bytes);
   void* const data = block->data.get();
   return {data, block.release(), &DevicePool::release, device};
+}
+
+void DevicePool::waitForHeld() {
+  const std::lock_guard waiting(waiting_);
+  std::vector<Batch> held;
+  {
+    const std::lock_guard collecting(collecting_);
+    examine();
+    const std::lock_guard lock(mutex_);
+    held = std::exchange(held_, {});
+  }
+  for (Batch& earlier : held) {
+    wait(earlier);
+  }
 }
 
 DeviceWork DevicePool::earlierWork(const Devices& devices) {
@@ -141,10 +151,10 @@ c10::DataPtr DevicePool::allocateStaging(c10::Device device, uint64_t bytes) {
 void DevicePool::release(void* context) {
   std::unique_ptr<Block> block(static_cast<Block*>(context));
   DevicePool& pool = *block->pool;
-  pool.inUseBytes_.fetch_sub(block->bytes);
-  pool.heldBytes_.fetch_add(block->bytes);
+  const uint64_t bytes = block->bytes;
   if (pool.isStopped_.load()) {
     pool.lose(std::move(block));
+    pool.inUseBytes_.fetch_sub(bytes);
     return;
   }
   try {
@@ -156,10 +166,13 @@ void DevicePool::release(void* context) {
     }
   } catch (const std::exception&) {
     pool.lose(std::move(block));
+    pool.inUseBytes_.fetch_sub(bytes);
     return;
   }
   std::unique_lock lock(pool.mutex_);
-  pool.releasedBytes_ += block->bytes;
+  pool.heldBytes_.fetch_add(bytes);
+  pool.inUseBytes_.fetch_sub(bytes); // after the other, since nothing collects where both are 0
+  pool.releasedBytes_ += bytes;
   pool.released_.push_back(std::move(block));
   const bool isMuch = pool.releasedBytes_ >= kMaxReleasedBytes || pool.released_.size() >= kMaxReleasedBlocks;
   lock.unlock();
@@ -169,14 +182,23 @@ void DevicePool::release(void* context) {
 }
 
 void DevicePool::lose(std::unique_ptr<Block> block) {
-  heldBytes_.fetch_sub(block->bytes);
   const std::lock_guard lock(mutex_);
   lost_.push_back(std::move(block));
 }
 
+void DevicePool::loseHeld(Blocks blocks) {
+  for (std::unique_ptr<Block>& block : blocks) {
+    heldBytes_.fetch_sub(block->bytes);
+    lose(std::move(block));
+  }
+}
+
 void DevicePool::collect() {
-  examine();
-  giveBack();
+  // This thread may hold what the one that collects waits for, such as Python's lock.
+  if (const std::unique_lock collecting(collecting_, std::try_to_lock); collecting.owns_lock()) {
+    examine();
+    giveBack();
+  }
 }
 
 void DevicePool::stop() {
@@ -196,9 +218,7 @@ void DevicePool::examine() {
     try {
       batch.uses = DeviceWork(uncaptured(streamsOf(device)));
     } catch (const std::exception&) {
-      for (std::unique_ptr<Block>& block : batch.blocks) {
-        lose(std::move(block));
-      }
+      loseHeld(std::move(batch.blocks));
       continue;
     }
     const std::lock_guard lock(mutex_);
@@ -230,9 +250,7 @@ void DevicePool::giveBack() {
       }
     });
   }
-  for (std::unique_ptr<Block>& block : failed) {
-    lose(std::move(block));
-  }
+  loseHeld(std::move(failed));
   giveBack(std::move(over));
 }
 
@@ -243,9 +261,7 @@ void DevicePool::wait(Batch& batch) {
       block->use.wait();
     }
   } catch (const std::exception&) {
-    for (std::unique_ptr<Block>& block : batch.blocks) {
-      lose(std::move(block));
-    }
+    loseHeld(std::move(batch.blocks));
     return;
   }
   giveBack(std::move(batch.blocks));

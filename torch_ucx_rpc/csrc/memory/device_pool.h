@@ -72,7 +72,8 @@ class DevicePool {
   void setPinned(AllocatePinned allocate);
   c10::DataPtr allocateStaging(c10::Device device, uint64_t bytes);
 
-  // Gives the allocator back the memory that need not be held back any longer.
+  // Gives the allocator back the memory that need not be held back any longer, unless another thread is doing so. Does
+  // not wait.
   void collect();
 
   // From now on, gives nothing back and asks no device. The process ends, and the allocator may be gone before the last
@@ -98,10 +99,13 @@ class DevicePool {
 
   static void release(void* block);
   void lose(std::unique_ptr<Block> block);
-  // Asks the streams of each device once for all released blocks, which become a batch.
+  void loseHeld(Blocks blocks);
+  // Asks the streams of each device once for all released blocks, which become a batch. Needs collecting_.
   void examine();
-  void giveBack();
+  void giveBack(); // needs collecting_
   void giveBack(Blocks blocks);
+  // Waits for all memory that is held back, and gives it back.
+  void waitForHeld();
   void wait(Batch& batch); // waits for the uses, and gives the blocks back
   c10::Stream streamOf(c10::Device device);
   const Streams& streamsOf(c10::Device device);
@@ -109,6 +113,12 @@ class DevicePool {
   std::atomic<uint64_t> inUseBytes_{0};
   std::atomic<uint64_t> heldBytes_{0};
   std::atomic<bool> isStopped_{false};
+
+  // A thread takes blocks out of the lists below before it gives them back. Another thread that has no memory must not
+  // miss these: it waits for whoever collects, and for whoever waits for streams. Both are locked before mutex_, and
+  // waiting_ before collecting_.
+  std::mutex waiting_;
+  std::mutex collecting_;
 
   std::mutex mutex_;
   // Guarded by mutex_:

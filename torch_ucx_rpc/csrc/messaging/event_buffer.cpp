@@ -62,7 +62,7 @@ void EventBuffer::Batch::dispatch(const std::optional<Driver>& driver) {
     });
   }
   turn.end(); // batches after this one must not wait for the user code below
-  dispatchWork(driver.has_value());
+  dispatchWork(driver.has_value() && onDriver.empty() && atEnd.empty());
   for (IncomingMessage& request : onDriver) {
     handlers_.requests->runOnDriver(std::move(request));
   }
@@ -74,10 +74,11 @@ void EventBuffer::Batch::dispatch(const std::optional<Driver>& driver) {
   }
 }
 
-void EventBuffer::Batch::dispatchWork(bool isDriver) {
+void EventBuffer::Batch::dispatchWork(bool mayDoLast) {
   for (UniqueFunction<void()>& task : work) {
-    std::shared_ptr<void> hold = isDriver ? nullptr : lifetime_.hold();
-    if (hold == nullptr) { // a driver, or no other thread will do it: the agent is being destroyed
+    const bool isLast = &task == &work.back();
+    std::shared_ptr<void> hold = mayDoLast && isLast ? nullptr : lifetime_.hold();
+    if (hold == nullptr) { // or no other thread will do it: the agent is being destroyed
       task();
     } else {
       executor_.addCompletion([hold = std::move(hold), task = std::move(task)]() mutable { task(); });

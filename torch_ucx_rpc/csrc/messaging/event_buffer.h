@@ -71,8 +71,8 @@ class EventBuffer {
   void addFailure(Peer& peer, Error why) {
     pending().failures.push_back({&peer, std::move(why)});
   }
-  // Adds work that may block, and so must not be done under the worker lock. A driver does it before user code; for any
-  // other thread, which may hold locks of torch's, an agent thread does it.
+  // Adds work that may block, and so must not be done under the worker lock. An agent thread does it, or a driver that
+  // has nothing else to do: other threads may hold locks of torch's.
   void addWork(UniqueFunction<void()> work) {
     pending().work.push_back(std::move(work));
   }
@@ -129,7 +129,7 @@ class EventBuffer {
     DispatchOrder::Turn turn;
 
    private:
-    void dispatchWork(bool isDriver);
+    void dispatchWork(bool mayDoLast);
     void dispatchSent(OutgoingMessage& message);
     void dispatchRejection(Rejection& rejection);
     static void dispatchControl(const EventHandlers& handlers, Control& control);

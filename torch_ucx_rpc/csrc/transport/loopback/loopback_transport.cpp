@@ -48,7 +48,7 @@ class LoopbackTransport final : public Transport {
       return {ErrorCode::kPeerFailed, "loopback: nobody is called '" + address + "'"};
     }
     endpoint = static_cast<EndpointId>(endpoints_.size());
-    endpoints_.push_back({address, {}, {}});
+    endpoints_.push_back({address, {}});
     return {};
   }
 
