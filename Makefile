@@ -9,6 +9,7 @@
 #   FUZZ_SECONDS=20     how long hostile bytes are tried
 #   MINUTES=1           how long workers are killed and cut off
 #   SEED=               which of them and when; without any, a new one, which is printed
+#   TRIALS=             of verbs; without any, all
 #   WHEELS=             folder with what gpu-check needs without a network; gpu-prepare fills it
 #   PART=first          of gpu-check: first, and then second
 #   STEPS=              of that part; without any, all
@@ -47,7 +48,7 @@ ENVIRONMENT := $(VENV)/.torch-$(TORCH)-$(UCX)
 EDITABLE := $(VENV)/.editable-$(TORCH)-$(UCX)
 
 .PHONY: help build test test-cpp test-python test-field test-libraries test-conformance conformance conformance-cuda
-.PHONY: fuzz soak matrix fresh bench bench-full demo bench-record
+.PHONY: fuzz soak verbs matrix fresh bench bench-full demo bench-record
 .PHONY: mutants gpu-prepare gpu-check gpu-rehearse sanitize lint tidy format wheel clean distclean
 
 help: ## List the verbs
@@ -128,6 +129,10 @@ fuzz: build/fuzz/wire_fuzzer ## Hostile bytes against the wire format's readers,
 
 soak: build $(VENV)/.extra-test ## Workers on virtual hosts, killed and cut off for MINUTES; needs root. A report in build/soak
 	@PYTHONPATH=tests:tests/support $(PY) -m soak --minutes $(MINUTES) $(if $(SEED),--seed $(SEED)) --report build/soak
+
+# Nice: two emulated processors keep two cores busy.
+verbs: $(ENVIRONMENT) ## Two emulated machines with Soft-RoCE: calls over verbs, kills, cuts; needs root, qemu and mmdebstrap
+	@PYTHONPATH=tests nice -n 10 $(PY) -m verbs --folder build/verbs $(TRIALS)
 
 mutants: build $(VENV)/.extra-test ## Bugs put into a copy of the sources, in Python and in C++: each must fail a test
 	@status=0; \

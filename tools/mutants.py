@@ -99,6 +99,12 @@ MUTANTS = (
         ("test_a_run_in_which_little_happens_proves_nothing",),
     ),
     Mutant(
+        "verbs-however-late",
+        "    expect(seconds < limit_s, ",
+        "    expect(seconds < limit_s or bool(what), ",
+        ("test_a_time_beyond_its_limit_fails",),
+    ),
+    Mutant(
         "bounds-always-hold",
         "        return ratio >= limit if self.more_is_better else ratio <= limit\n",
         "        return True\n",
@@ -206,7 +212,7 @@ MUTANTS = (
 
 def sources() -> Iterator[Path]:
     """Of the copy, where mutants may be: not the tests, nor this list."""
-    for folder in ("torch_ucx_rpc", "benchmarks", "tools", "tests/soak"):
+    for folder in ("torch_ucx_rpc", "benchmarks", "tools", "tests/soak", "tests/verbs"):
         for file in sorted((COPY / folder).rglob("*")):
             if file.suffix in (".py", ".h", ".cpp") and file.name != Path(__file__).name:
                 yield file

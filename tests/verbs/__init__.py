@@ -1,0 +1,13 @@
+"""Two emulated machines with Soft-RoCE between them: the project over verbs, where nobody has an InfiniBand card.
+
+``make verbs`` runs it; as root, since it makes the machines' disk. Each machine has a Linux of its own with
+``rdma_rxe``, Debian's UCX, which has verbs, and nothing but a cable to the other one.
+
+* ``__main__``     from the arguments to the report
+* ``_image``       the disk that both machines boot from: Debian, torch, this project
+* ``_machines``    the machines as processes of QEMU: booted, told what to run, paused, switched off
+* ``_workers``     the two workers of a trial, one on each machine, and what they tell
+* ``_trials``      what they go through, and what must come of it
+* ``guest``        scripts that run in a machine before its first command
+* ``programs``     the programs of the workers
+"""

@@ -1,0 +1,118 @@
+"""``python -m verbs``: see the package's docstring."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import shutil
+import sys
+import time
+from pathlib import Path
+
+from ._image import CannotBuild, Image
+from ._machines import MachineEnded, Machines
+from ._trials import TRIALS, Trial
+from ._workers import Failed, Stuck
+
+# Of what a failed trial says; the folder output has all of it.
+_LAST_LINES = 12
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="verbs", description=__doc__)
+    parser.add_argument("--folder", type=Path, required=True, help="for the image, which is kept, and the report")
+    parser.add_argument("--list", action="store_true", help="name the trials")
+    parser.add_argument("trials", nargs="*", metavar="TRIAL", help="those to run (default: all)")
+    arguments = parser.parse_args()
+    if arguments.list:
+        print(*(f"{trial.name:24} {trial.about}" for trial in TRIALS), sep="\n")
+        return 0
+    if unknown := set(arguments.trials) - {trial.name for trial in TRIALS}:
+        parser.error(f"no such trials: {', '.join(sorted(unknown))}")
+    chosen = [trial for trial in TRIALS if not arguments.trials or trial.name in arguments.trials]
+    folder = arguments.folder.resolve()
+    begin = time.monotonic()
+    image = Image(folder / "image", lambda what: print(f"verbs: {what}", flush=True))
+    try:
+        image.build()
+    except CannotBuild as error:
+        print(f"make verbs: {error}", file=sys.stderr)
+        return 2
+    versions = image.versions()
+    print(f"verbs: {', '.join(f'{name} {version}' for name, version in versions.items())}; ", end="")
+    print(f"built in {time.monotonic() - begin:.0f} s", flush=True)
+    outcomes = Lab(image, folder).run(chosen)
+    report = {"versions": versions, "trials": outcomes}
+    (folder / "report.json").write_text(json.dumps(report, indent=1) + "\n")
+    failed = sum(not outcome["passed"] for outcome in outcomes)
+    print(f"verbs: {len(outcomes) - failed} passed, {failed} failed in {time.monotonic() - begin:.0f} s")
+    return 1 if failed else 0
+
+
+class Lab:
+    """The machines over all trials: booted when a trial needs them, and anew after one that has ended them."""
+
+    def __init__(self, image: Image, folder: Path) -> None:
+        self._image = image
+        self._folder = folder
+        self._run_folder = folder / "run"
+        self._booted: contextlib.ExitStack = contextlib.ExitStack()
+        self._machines: Machines | None = None
+
+    def run(self, trials: list[Trial]) -> list[dict[str, object]]:
+        """Returns an outcome for each; prints it, too."""
+        outcomes = []
+        with self._booted:
+            for trial in trials:
+                begin = time.monotonic()
+                passed, text = self._run(trial)
+                seconds = time.monotonic() - begin
+                outcomes.append({"name": trial.name, "passed": passed, "text": text, "seconds": round(seconds, 1)})
+                first, *rest = text.strip().splitlines() or [""]
+                print(f"{'passed' if passed else 'FAILED'}  {trial.name:24} {seconds:4.0f} s  {first}", flush=True)
+                for line in rest[-_LAST_LINES:]:
+                    print(f"{'':40}{line}")
+        return outcomes
+
+    def _run(self, trial: Trial) -> tuple[bool, str]:
+        self._begin = time.time()
+        try:
+            try:
+                return True, trial.run(self._up())
+            except MachineEnded as error:
+                # Linux 6.12 crashes in Soft-RoCE now and then. A second time is too often.
+                print(f"verbs: {trial.name} runs once more, since {error}", flush=True)
+                return True, trial.run(self._up())
+        except (Stuck, MachineEnded, TimeoutError) as error:
+            # The remains of a trial must not be the next one's trouble.
+            self._down()
+            return False, str(error)
+        except Failed as error:
+            return False, str(error)
+        finally:
+            self._keep_output(trial)
+
+    def _keep_output(self, trial: Trial) -> None:
+        """The files that this trial's commands have written, and the consoles."""
+        kept = self._folder / "output" / trial.name
+        shutil.rmtree(kept, ignore_errors=True)
+        kept.mkdir(parents=True)
+        for file in [*self._run_folder.glob("shared/n?/*.out"), *self._run_folder.glob("*.console")]:
+            if file.stat().st_mtime >= self._begin:
+                shutil.copyfile(file, kept / "-".join(file.relative_to(self._run_folder).parts[-2:]))
+
+    def _up(self) -> Machines:
+        if self._machines is None or not self._machines.are_on:
+            self._down()
+            machines = Machines(self._image.folder, self._run_folder)
+            self._machines = self._booted.enter_context(machines)
+        return self._machines
+
+    def _down(self) -> None:
+        self._booted.close()
+        self._machines = None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,220 @@
+"""Two machines with kernels of their own, joined by one cable, with Soft-RoCE on it: `Machines`."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import json
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+
+PROGRAMS = Path(__file__).resolve().parent / "programs"
+
+_MEMORY_MIB = 2048
+_BOOT_S = 300.0
+# Emulated, a machine takes half a minute to import torch, and longer beside others' work.
+_IMPORT_S = 600.0
+_ORDER_S = 60.0
+
+# Exit codes as a shell has them: 128 and the number of the signal.
+KILLED = 128 + signal.SIGKILL
+ABORTED = 128 + signal.SIGABRT
+
+
+class MachineEnded(Exception):
+    """A machine ended by itself: its kernel has crashed, and its console says why."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Ended:
+    """How a command ended; `status` is None where its machine was switched off before."""
+
+    status: int | None
+    output: str
+
+
+class Job:
+    """A command on a machine. It speaks through files, so it can be heard when the network of the machine is cut."""
+
+    def __init__(self, machine: Machine, base: Path) -> None:
+        self._machine = machine
+        self._base = base
+
+    @property
+    def output(self) -> str:
+        file = self._base.with_suffix(".out")
+        return file.read_text(encoding="utf-8", errors="replace") if file.exists() else ""
+
+    @property
+    def process(self) -> int:
+        """The id of a program's process, on its machine."""
+        return int(self._machine.await_file(self._base.with_suffix(".pid"), _ORDER_S))
+
+    def wait(self, timeout: float) -> Ended:
+        """Raises TimeoutError with the output so far, and `MachineEnded`."""
+        status = self._machine.await_file(self._base.with_suffix(".rc"), timeout)
+        return Ended(int(status) if status else None, self.output)
+
+
+class Machine:
+    """One of `Machines`.
+
+    Its memory of files is its own and goes with it. It sees the folder ``shared`` of both as ``/lab``, and in it takes
+    commands from ``/lab/<its name>``.
+    """
+
+    def __init__(self, image: Path, run: Path, number: int) -> None:
+        self.name = f"n{number}"
+        self.console = run / f"{self.name}.console"
+        self._inbox = run / "shared" / self.name
+        self._inbox.mkdir()
+        self._count = itertools.count()
+        self._monitor = run / f"{self.name}.monitor"
+        self._is_switched_off = False
+        own, other = (run / f"n{n}.cable" for n in (number, 3 - number))
+        # Large frames and a cable that is a Unix socket, which never loses one: Soft-RoCE sends again after a second.
+        cable = f"dgram,id=cable,local.type=unix,local.path={own},remote.type=unix,remote.path={other}"
+        kernel = "console=ttyS0 quiet panic=-1 mitigations=off nokaslr nowatchdog tsc=reliable"
+        # fmt: off
+        self._process = subprocess.Popen([
+            "setpriv", "--pdeathsig", "KILL",
+            "qemu-system-x86_64", "-accel", "tcg,thread=multi,tb-size=256", "-cpu", "max,la57=off",
+            "-M", "q35", "-smp", "1", "-m", str(_MEMORY_MIB), "-nodefaults", "-display", "none", "-no-reboot",
+            "-kernel", image / "vmlinuz", "-initrd", image / "initrd",
+            "-append", f"{kernel} guest.number={number}",
+            "-serial", f"file:{self.console}", "-qmp", f"unix:{self._monitor},server=on,wait=off",
+            "-drive", f"file={image / 'disk.img'},format=raw,if=none,id=disk,readonly=on,file.locking=off",
+            "-device", "virtio-blk-pci,drive=disk",
+            "-fsdev", f"local,id=lab,path={run / 'shared'},security_model=none",
+            "-device", "virtio-9p-pci,fsdev=lab,mount_tag=lab",
+            "-netdev", cable,
+            "-device", f"virtio-net-pci,netdev=cable,mac=52:54:00:77:00:0{number},host_mtu=9000,romfile=",
+            "-device", "virtio-rng-pci",
+        ], stdin=subprocess.DEVNULL)
+        # fmt: on
+
+    @property
+    def is_on(self) -> bool:
+        return self._process.poll() is None
+
+    def expect_on(self) -> None:
+        """Raises `MachineEnded` where it is not on, and nobody has switched it off."""
+        if not self.is_on and not self._is_switched_off:
+            said = self.console.read_text(encoding="utf-8", errors="replace")[-2000:]
+            raise MachineEnded(f"{self.name} ended by itself; its console:\n{said}")
+
+    def await_boot(self) -> float:
+        """Returns the seconds since its kernel began; from then on it takes commands."""
+        return float(self.await_file(self._inbox / "up", _BOOT_S))
+
+    def begin(self, command: str) -> Job:
+        """A command of bash."""
+        return self._order("job", command + "\n")
+
+    def begin_program(self, program: str, environment: Mapping[str, str]) -> Job:
+        """A file of `programs`, in a process that has imported torch."""
+        self.await_file(self._inbox / "nursery", _IMPORT_S)
+        return self._order("program", json.dumps({"program": program, "environment": dict(environment)}))
+
+    def run(self, command: str, timeout: float = _ORDER_S) -> str:
+        """Returns what it says; raises RuntimeError if it fails."""
+        done = self.begin(command).wait(timeout)
+        if done.status != 0:
+            raise RuntimeError(f"{self.name}: {command}: status {done.status}\n{done.output}")
+        return done.output
+
+    def pause(self) -> None:
+        """Its processor stops, and with it its clock."""
+        self._tell("stop")
+
+    def resume(self) -> None:
+        self._tell("cont")
+
+    def power_off(self) -> None:
+        """At once, and without a word to anybody."""
+        self._is_switched_off = True
+        self._process.send_signal(signal.SIGKILL)
+        self._process.wait()
+
+    def await_file(self, file: Path, timeout: float) -> str:
+        """Returns what a command has written there; nothing where the machine was switched off before."""
+        deadline = time.monotonic() + timeout
+        while not file.exists() or not (text := file.read_text(encoding="utf-8")):
+            if self._is_switched_off:
+                return ""
+            self.expect_on()
+            if time.monotonic() > deadline:
+                said = "\n".join(f"-- {out.name}\n{out.read_text()[-2000:]}" for out in self._inbox.glob("*.out"))
+                raise TimeoutError(f"{self.name}: no {file.name} after {timeout:.0f} s; so far:\n{said}")
+            time.sleep(0.05)
+        return text
+
+    def _order(self, kind: str, text: str) -> Job:
+        base = self._inbox / str(next(self._count))
+        unfinished = base.with_suffix(".new")
+        unfinished.write_text(text, encoding="utf-8")
+        unfinished.rename(base.with_suffix(f".{kind}"))
+        return Job(self, base)
+
+    def _tell(self, command: str) -> None:
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.connect(str(self._monitor))
+            with connection.makefile("rw", encoding="utf-8") as monitor:
+                monitor.readline()
+                for one in ("qmp_capabilities", command):
+                    monitor.write(json.dumps({"execute": one}) + "\n")
+                    monitor.flush()
+                    while "return" not in (answer := json.loads(monitor.readline())):
+                        if "error" in answer:
+                            raise RuntimeError(f"{one}: {answer['error']}")
+
+
+class Machines:
+    """Both, until the end of a ``with``. Their addresses are 10.77.0.1 and 10.77.0.2, their names n1 and n2.
+
+    Args:
+        image: the folder of an `Image`.
+        run: a folder for their sockets, consoles and files, which is emptied first.
+
+    Example::
+
+        >>> with Machines(image.folder, Path("/tmp/run")) as machines:
+        ...     print(machines.first.run("rdma link"))
+    """
+
+    def __init__(self, image: Path, run: Path) -> None:
+        self.shared = run / "shared"
+        with contextlib.ExitStack() as begun:
+            shutil.rmtree(run, ignore_errors=True)
+            self.shared.mkdir(parents=True)
+            shutil.copytree(PROGRAMS, self.shared / "programs")
+            both = []
+            for number in (1, 2):
+                both.append(Machine(image, run, number))
+                begun.callback(both[-1].power_off)
+            self.first, self.second = both
+            self.boot_s = max(machine.await_boot() for machine in both)
+            self._resources = begun.pop_all()
+
+    @property
+    def are_on(self) -> bool:
+        return self.first.is_on and self.second.is_on
+
+    def __enter__(self) -> Machines:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Switch both off. Their folder stays, with the consoles."""
+        self._resources.close()
