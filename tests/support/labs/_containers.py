@@ -52,6 +52,8 @@ class Container:
         """What runs ``program`` in such a container. Ends with its exit code; SIGKILL ends all of it."""
         assert {self.ipc, self.pid} <= {"private", "host"}
         set_up = []
+        if self.pid == "private":
+            set_up.append("mount -t proc -o nosuid,noexec,nodev proc /proc")
         if self.ipc == "private":
             set_up.append(f"mount -t tmpfs -o mode=1777,size={self.shm_mib}m shm /dev/shm")
         if self.user != 0:
@@ -69,26 +71,20 @@ class Container:
         if self.init and self.pid == "private":
             set_up.append(f"echo {self.first_pid - 1} > /proc/sys/kernel/ns_last_pid")
         capabilities = ",".join(["-all", *(f"+{name}" for name in sorted(self.capabilities))])
-        dropping = f"setpriv --reuid={self.user} --regid={self.user} --clear-groups --bounding-set={capabilities} --"
+        # It forgets whose end is its own when it changes the user, so that comes with the same command.
+        dropping = f"setpriv --pdeathsig KILL --reuid={self.user} --regid={self.user} --clear-groups"
         # A user without a name has no home either.
-        run = f'env HOME={"/root" if self.user == 0 else "/"} {dropping} "$@"'
+        run = f'env HOME={"/root" if self.user == 0 else "/"} {dropping} --bounding-set={capabilities} -- "$@"'
         set_up.append(f"{run} & wait $!" if self.init else f"exec {run}")
         join = "".join(f"echo $$ > {folder}/cgroup.procs; " for folder in self.cgroups)
-        spaces = ["--mount", "--uts", "--cgroup", "--fork", "--kill-child"]
+        spaces = ["--mount", "--uts", "--cgroup"]
         spaces += ["--ipc"] if self.ipc == "private" else []
-        spaces += ["--pid", "--mount-proc"] if self.pid == "private" else []
-        return [
-            "sh",
-            "-euc",
-            f'{join}exec "$@"',
-            "-",
-            "unshare",
-            *spaces,
-            "sh",
-            "-euc",
-            "; ".join(set_up),
-            "-",
-            *program,
+        spaces += ["--pid"] if self.pid == "private" else []
+        # The shell starts the first process. With --fork unshare would, and say 1 of one that was killed by SIGKILL
+        # (https://github.com/util-linux/util-linux/issues/2614, before 2.40).
+        first = 'setpriv --pdeathsig KILL sh -euc "$0" - "$@"; exit $?'
+        return ["sh", "-euc", f'{join}exec "$@"', "-", "unshare", *spaces, "sh", "-uc", first, "; ".join(set_up)] + [
+            *program
         ]
 
 
