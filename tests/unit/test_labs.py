@@ -51,6 +51,22 @@ def test_they_reach_each_other_by_name_until_the_cable_is_cut(hosts: VirtualHost
     assert reaches(a, "head")
 
 
+LISTEN = "import socket; s = socket.create_server(('', 9)); print('up', flush=True); c, _ = s.accept(); c.recv(1)"
+CONNECT = "import socket; c = socket.create_connection(('b', 9)); print('up', flush=True); c.recv(1)"
+
+
+def test_connections_can_be_reset(hosts: VirtualHosts) -> None:
+    a, b = hosts
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with b.popen([sys.executable, "-c", LISTEN], **pipes) as listening:
+        assert listening.stdout.readline() == "up\n"
+        with a.popen([sys.executable, "-c", CONNECT], **pipes) as connected:
+            assert connected.stdout.readline() == "up\n"
+            a.reset_connections()
+            assert "ConnectionAbortedError" in connected.communicate(timeout=20)[1]
+        assert "ConnectionResetError" in listening.communicate(timeout=20)[1]
+
+
 def test_the_remote_shell_runs_commands_there(hosts: VirtualHosts) -> None:
     assert says(hosts.head, str(hosts.remote_shell), "-x", "b", "hostname", ";", "exit") == "b"
     unknown = hosts.head.run([str(hosts.remote_shell), "c", "hostname"], capture_output=True, text=True, check=False)

@@ -93,9 +93,8 @@ class Container:
         # The shell starts the first process. With --fork unshare would, and say 1 of one that was killed by SIGKILL
         # (https://github.com/util-linux/util-linux/issues/2614, before 2.40).
         first = 'setpriv --pdeathsig KILL sh -euc "$0" - "$@"; exit $?'
-        return ["sh", "-euc", f'{join}exec "$@"', "-", "unshare", *spaces, "sh", "-uc", first, "; ".join(set_up)] + [
-            *program
-        ]
+        start = ["sh", "-euc", f'{join}exec "$@"', "-", "unshare", *spaces, "sh", "-uc", first]
+        return [*start, "; ".join(set_up), *program]
 
 
 @contextlib.contextmanager
