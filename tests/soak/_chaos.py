@@ -20,8 +20,8 @@ _SHORTEST_CUT_S, _LONGEST_SURVIVED_S = 0.2, HEARTBEAT_LIMIT_S / 2
 _SLACK_S = 0.3
 _FATAL_CUT_S = 1.05 * HEARTBEAT_LIMIT_S + 2.5
 
-# For workers that have just joined to be admitted, and to be called by all.
-_JOINING_S, _MEETING_S = 90.0, 3.0
+# For workers to join, and then to call all others.
+_JOINING_S, _TALKING_S = 90.0, 3.0
 _LONGEST_WITHOUT_FILES_S = 2.0
 
 # What a run has seen each of at least once, as the timeline calls them.
@@ -97,9 +97,12 @@ class Chaos:
             self._start(rank)
 
     def _no_files(self) -> None:
-        # A worker that has none refuses those that connect to it for the first time (docs/failure_model.md).
+        """When a worker wants one for a connection, to another that has just joined."""
+        stranger = self._any_mortal()
+        self._end(stranger)
+        self._start(stranger)
         self._meet()
-        rank = self._any()
+        rank = self._choice.choice([rank for rank in sorted(self._crew.current) if rank != stranger])
         event = self._log("no files", name=self._crew.current[rank].name)
         self._crew.limit_files(rank, self._crew.first_free_file(rank))
         self._crew.watch(self._choice.uniform(_SHORTEST_CUT_S, _LONGEST_WITHOUT_FILES_S))
@@ -109,6 +112,7 @@ class Chaos:
     def _reset(self) -> None:
         """As by a firewall that has forgotten the connections of a host to the others."""
         self._meet()
+        self._crew.watch(_TALKING_S)
         host = self._choice.choice(self._crew.hosts)
         event = self._log("reset", host=host.name)
         event["parted"] = event["at"]
@@ -117,10 +121,9 @@ class Chaos:
         self._reunite(host.name)
 
     def _meet(self) -> None:
-        """Wait until all have joined and called each other."""
+        """Wait until all have joined."""
         if absent := self._crew.all_say("joined", _JOINING_S):
             raise RuntimeError(f"not joined in {_JOINING_S:.0f} s: {', '.join(m.name for m in absent)}")
-        self._crew.watch(_MEETING_S)
 
     def _cable_of(self, host: VirtualHost) -> contextlib.AbstractContextManager[None]:
         """It is out until the block is left."""
