@@ -7,7 +7,7 @@
 #   BACKEND=UCX         what the conformance suites run on; TENSORPIPE is PyTorch's own
 #   RUNS=1              how many times they run
 #   FUZZ_SECONDS=20     how long hostile bytes are tried
-#   MINUTES=1           how long workers are killed and cut off
+#   MINUTES=1           how long workers are killed, stopped and cut off
 #   SEED=               which of them and when; without any, a new one, which is printed
 #   TRIALS=             of verbs; without any, all
 #   WHEELS=             folder with what gpu-check needs without a network; gpu-prepare fills it

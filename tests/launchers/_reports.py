@@ -10,9 +10,9 @@ from pathlib import Path
 
 PYTHON = sys.executable
 _PROGRAMS = Path(__file__).resolve().parent / "programs"
-BESIDE_MPI, EXCHANGE, FAIL, FAIL_ONCE, LOST_MEMORY, MEET, WITHOUT_CMA = (
+BESIDE_MPI, EXCHANGE, FAIL, FAIL_ONCE, LOST_MEMORY, MEET, WITHOUT = (
     str(_PROGRAMS / f"{name}.py")
-    for name in ("beside_mpi", "exchange", "fail", "fail_once", "lost_memory", "meet", "without_cma")
+    for name in ("beside_mpi", "exchange", "fail", "fail_once", "lost_memory", "meet", "without")
 )
 
 # The package is found as it is found by this process, be it installed or beside the tests.

@@ -1,4 +1,4 @@
-"""An hour of bad luck: workers on virtual hosts that call each other in every way, while some are killed and cut off.
+"""An hour of bad luck: workers on virtual hosts call each other in every way, while some are killed, stopped, cut off.
 
 ``make soak MINUTES=30`` runs it; as root, since it makes hosts. A report is written to ``build/soak``, and findings end
 it with an error.

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import random
+import signal
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -18,15 +20,20 @@ _SHORTEST_CUT_S, _LONGEST_SURVIVED_S = 0.2, HEARTBEAT_LIMIT_S / 2
 _SLACK_S = 0.3
 _FATAL_CUT_S = 1.05 * HEARTBEAT_LIMIT_S + 2.5
 
+# For workers to join, and then to call all others.
+_JOINING_S, _TALKING_S = 90.0, 3.0
+_LONGEST_WITHOUT_FILES_S = 2.0
+
 # What a run has seen each of at least once, as the timeline calls them.
-MISFORTUNES = ("kill", "cut", "cut off", "restart")
+MISFORTUNES = ("kill", "cut", "cut off", "restart", "stop", "long stop", "no files", "reset")
 
 
 class Chaos:
     """Bad luck for a crew, the same for the same seed; the first half of its workers, by rank, is never killed.
 
     Attributes:
-        timeline: all that was done, with the time of the monotonic clock ``at`` which it began.
+        timeline: all that was done, with the time of the monotonic clock ``at`` which it began. What may make workers
+            lose each other that live has a time from which on they may, ``parted``.
     """
 
     def __init__(self, crew: Crew, seed: int) -> None:
@@ -45,6 +52,8 @@ class Chaos:
         """One misfortune and what repairs it, after a while in which there is peace."""
         if not self._bag:
             self._bag = [self._kill, self._kill, self._cut, self._cut, self._kill_while_cut, self._cut_off]
+            self._bag += [self._stop, self._stop, self._long_stop, self._kill_while_stopped]
+            self._bag += [self._no_files, self._reset]
             self._choice.shuffle(self._bag)
         self._crew.watch(self._choice.uniform(0.5, 3))
         self._bag.pop()()
@@ -71,31 +80,88 @@ class Chaos:
         with self._cable_of(self._choice.choice(self._crew.hosts)):
             self._crew.watch(_FATAL_CUT_S + self._choice.uniform(0, 2))
 
-    @contextlib.contextmanager
-    def _cable_of(self, host: VirtualHost) -> Iterator[None]:
+    def _stop(self) -> None:
+        with self._stopped(self._any()):
+            self._crew.watch(self._choice.uniform(_SHORTEST_CUT_S, _LONGEST_SURVIVED_S))
+
+    def _long_stop(self) -> None:
+        """Its neighbours wait for it, and the workers of other hosts lose it."""
+        with self._stopped(self._any()):
+            self._crew.watch(_FATAL_CUT_S + self._choice.uniform(0, 2))
+
+    def _kill_while_stopped(self) -> None:
+        rank = self._any_mortal()
+        with self._stopped(rank):
+            self._crew.watch(self._choice.uniform(_SHORTEST_CUT_S, _LONGEST_SURVIVED_S))
+            self._end(rank)
+            # It is told to go on, which it does.
+            self._start(rank)
+
+    def _no_files(self) -> None:
+        """When a worker wants one for a connection, to another that has just joined."""
+        stranger = self._any_mortal()
+        self._end(stranger)
+        self._start(stranger)
+        self._meet()
+        rank = self._choice.choice([rank for rank in sorted(self._crew.current) if rank != stranger])
+        event = self._log("no files", name=self._crew.current[rank].name)
+        self._crew.limit_files(rank, self._crew.first_free_file(rank))
+        self._crew.watch(self._choice.uniform(_SHORTEST_CUT_S, _LONGEST_WITHOUT_FILES_S))
+        self._crew.limit_files(rank, None)
+        event["until"] = time.monotonic()
+
+    def _reset(self) -> None:
+        """As by a firewall that has forgotten the connections of a host to the others."""
+        self._meet()
+        self._crew.watch(_TALKING_S)
+        host = self._choice.choice(self._crew.hosts)
+        event = self._log("reset", host=host.name)
+        event["parted"] = event["at"]
+        host.reset_connections()
+        event["until"] = time.monotonic()
+        self._reunite(host.name)
+
+    def _meet(self) -> None:
+        """Wait until all have joined. A worker that cannot join ends, which is a finding."""
+        self._crew.all_say("joined", _JOINING_S)
+
+    def _cable_of(self, host: VirtualHost) -> contextlib.AbstractContextManager[None]:
         """It is out until the block is left."""
-        event = self._log("cut", host=host.name)
-        host.cut()
+        return self._silence("cut", "cut off", host.name, host.cut, host.heal)
+
+    def _stopped(self, rank: int) -> contextlib.AbstractContextManager[None]:
+        """The worker does nothing until the block is left."""
+        stop, go_on = (functools.partial(self._crew.signal, rank, one) for one in (signal.SIGSTOP, signal.SIGCONT))
+        return self._silence("stop", "long stop", self._crew.host_of(rank), stop, go_on)
+
+    @contextlib.contextmanager
+    def _silence(
+        self, short: str, long: str, host: str, begin: Callable[[], None], end: Callable[[], None]
+    ) -> Iterator[None]:
+        event = self._log(short, host=host)
+        begin()
         try:
             yield
         finally:
-            host.heal()
+            end()
             event["until"] = time.monotonic()
         # By how long it was, not by how long it was to be: this process may have been held up.
         if event["until"] - event["at"] > _LONGEST_SURVIVED_S + _SLACK_S:
-            event["what"] = "cut off"
+            event["what"] = long
+            # Half the limit loses nobody. Beyond that, silence from before it counts with it.
+            event["parted"] = event["at"] + HEARTBEAT_LIMIT_S / 2
             self._reunite(host)
         else:
             # TCP asks again after pauses that double: it may need as long again to find out that the cut has ended, and
             # another cut before that is the same one.
             self._crew.watch(event["until"] - event["at"])
 
-    def _reunite(self, host: VirtualHost) -> None:
+    def _reunite(self, host: str) -> None:
         """Of the workers that all others have lost, one joins again, and the other is another one from now on."""
         # Messages that queued on either side arrive now, and are dropped.
         self._crew.watch(self._choice.uniform(0.1, 1))
         for rank in sorted(self._crew.current):
-            if self._crew.host_of(rank) != host.name:
+            if self._crew.host_of(rank) != host:
                 continue
             if self._is_mortal(rank):
                 self._end(rank)
@@ -103,6 +169,9 @@ class Chaos:
             else:
                 self._log("rejoin", name=self._crew.current[rank].name)
                 self._crew.rejoin(rank)
+
+    def _any(self) -> int:
+        return self._choice.choice(sorted(self._crew.current))
 
     def _any_mortal(self) -> int:
         return self._choice.choice([rank for rank in sorted(self._crew.current) if self._is_mortal(rank)])

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import os
 import pickle
+import resource
 import signal
 import threading
 import time
@@ -59,6 +61,11 @@ class Member:
     @property
     def name(self) -> str:
         return worker_name(self.life.rank)
+
+    @property
+    def who(self) -> str:
+        """As it names itself to this process: the same process may be a member more than once."""
+        return f"{self.life} {self.membership}"
 
     def pid(self) -> int | None:
         """Of the worker itself, which is on its host: its parent is what was started. None while it is not there."""
@@ -170,10 +177,25 @@ class Crew:
         kill([member.process])
         self.past.append(member)
 
+    def signal(self, rank: int, number: int) -> None:
+        if (pid := self.current[rank].pid()) is not None:
+            os.kill(pid, number)
+
+    def limit_files(self, rank: int, to: int | None) -> None:
+        """Let a worker open no file with this number or a higher one; any for None."""
+        if (pid := self.current[rank].pid()) is not None:
+            _, most = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+            resource.prlimit(pid, resource.RLIMIT_NOFILE, (most if to is None else to, most))
+
+    def first_free_file(self, rank: int) -> int:
+        """The number that the next file of a worker gets."""
+        open_files = {int(file.name) for file in Path(f"/proc/{self.current[rank].pid()}/fd").iterdir()}
+        return next(number for number in itertools.count() if number not in open_files)
+
     def rejoin(self, rank: int) -> None:
         """Have a worker leave without a word, and join again."""
         member = self.current[rank]
-        self.steps.done(f"rejoin {member.life} {member.membership}")
+        self.steps.done(f"rejoin {member.who}")
         member.membership += 1
 
     def watch(self, seconds: float) -> None:
@@ -204,7 +226,7 @@ class Crew:
         """Those that have not said it in time."""
         deadline = time.monotonic() + timeout
         while True:
-            silent = [m for m in self.current.values() if not self.steps.is_done(f"{step} {m.life}")]
+            silent = [m for m in self.current.values() if not self.steps.is_done(f"{step} {m.who}")]
             if not silent or time.monotonic() > deadline:
                 return silent
             self.watch(0.1)

@@ -45,6 +45,8 @@ KINDS = (
     "autograd",
     "exception",
     "timeout",
+    "callback",
+    "swapped",
 )
 
 # Nobody but the callee of a Python function can tell that it has run.

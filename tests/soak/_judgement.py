@@ -40,7 +40,7 @@ class Judgement:
 
 @dataclasses.dataclass(frozen=True)
 class _Membership:
-    """Of a worker in the group: it can be lost only after its end, or when a cut host is in between."""
+    """Of a worker in the group: it can be lost only after its end, or when a host was parted from the others."""
 
     rank: int
     generation: int
@@ -165,13 +165,12 @@ def _shown(event: dict[str, Any]) -> str:
 
 
 class _History:
-    """The members over time, and the hosts that were cut off."""
+    """The members over time, and what parted them."""
 
     def __init__(self, events: list[dict[str, Any]], timeline: list[dict[str, Any]], heartbeat_limit: float) -> None:
         self._limit = heartbeat_limit
-        self._cut_off = [event for event in timeline if event["what"] == "cut off"]
-        self._cuts = [event for event in timeline if event["what"] in ("cut", "cut off")]
-        self._stalls = [event for event in timeline if event["what"] == "stall"]
+        self._parted = [event for event in timeline if "parted" in event]
+        self._timeline = timeline
         killed = {event["life"]: event["at"] for event in timeline if event["what"] == "kill"}
         self.memberships = []
         for event in sorted(events, key=lambda event: event["at"]):
@@ -199,15 +198,17 @@ class _History:
             return "it left"
         if "could not find destination worker" in failure.text and self._was_anybody_absent(failure):
             return "it had not joined yet"
-        if event["what"] == "not admitted" and self._overlap(self._cuts, failure):
+        if event["what"] == "not admitted" and self._is_amid(failure, "cut", "cut off"):
             return "the Store was out of reach"
-        if "ran for more than set timeout" in failure.text and self._overlap(self._stalls, failure):
+        if "ran for more than set timeout" in failure.text and self._is_amid(failure, "stall"):
             return "the machine stood still"
+        if re.search("many (open files|files open)", failure.text) and self._is_amid(failure, "no files"):
+            return "it could not open files"
         return ""
 
-    @staticmethod
-    def _overlap(events: list[dict[str, Any]], failure: _Failure) -> bool:
-        return any(event["at"] <= failure.at and failure.began <= event["until"] for event in events)
+    def _is_amid(self, failure: _Failure, *kinds: str) -> bool:
+        amid = [event for event in self._timeline if event["what"] in kinds]
+        return any(event["at"] <= failure.at and failure.began <= event["until"] for event in amid)
 
     def _why_gone(self, failure: _Failure, name: str, pid: int, host: str) -> str:
         for gone in self.memberships:
@@ -216,9 +217,9 @@ class _History:
             # A call that began after its successor had come was made to the successor.
             if gone.end <= failure.at and failure.began <= self._next_joined(name, gone.end) + self._limit:
                 return "its process was killed" if gone.was_killed else "it left"
-            for cut in self._cut_off:
+            for cut in self._parted:
                 if cut["host"] in failure.hosts | {host} and self._has_parted(cut, failure):
-                    return "a host was cut off"
+                    return f"a host was parted from the others: {cut['what']}"
         return ""
 
     def _has_left(self, failure: _Failure, name: str) -> bool:
@@ -241,8 +242,7 @@ class _History:
             # The others learn of a worker one after the other.
             if failure.began <= self._next_joined(name, max(ends, default=0.0)) + self._limit:
                 return True
-        return any(cut["host"] in failure.hosts and self._has_parted(cut, failure) for cut in self._cut_off)
+        return any(cut["host"] in failure.hosts and self._has_parted(cut, failure) for cut in self._parted)
 
     def _has_parted(self, cut: dict[str, Any], failure: _Failure) -> bool:
-        # A cut of half the limit loses nobody. Beyond that, silence from before it counts with it.
-        return cut["at"] + self._limit / 2 <= failure.at and failure.began <= self._repaired(cut)
+        return cut["parted"] <= failure.at and failure.began <= self._repaired(cut)

@@ -65,8 +65,8 @@ class Report:
     """The results of a run.
 
     Attributes:
-        misfortunes: how often what was done to the workers: "kill", "cut", "cut off", "restart", "rejoin"; and how
-            often the machine stood still for seconds, "stall", which is its own.
+        misfortunes: how often what was done to the workers, by the names of `MISFORTUNES` and "rejoin"; and how often
+            the machine stood still for seconds, "stall", which is its own.
         reasons: why calls failed, and how many of them.
         findings: what must not have happened.
     """
@@ -91,14 +91,14 @@ class Report:
         return page
 
     def to_markdown(self) -> str:
-        done = {name: self.misfortunes.get(name, 0) for name in ("kill", "cut", "cut off", "restart", "rejoin")}
         answered = sum(kind.answered for kind in self.kinds)
         lines = [
             f"# Soak of {self.minutes:.1f} minutes, seed {self.seed}",
             "",
             f"{self.workers} workers on {self.hosts} hosts; {answered:,} executions answered, {self.gibibytes:.1f} GiB "
-            f"of tensors; {done['kill']} kills, {done['cut']} cuts that were survived, {done['cut off']} that were too "
-            f"long, {done['restart']} workers restarted, {done['rejoin']} joined again.",
+            f"of tensors.",
+            "",
+            *_table(("misfortune", "times"), [(what, f"{count:,}") for what, count in self.misfortunes.items()]),
             "",
             *_table(
                 ("calls", "begun", "answered", "failed", "p50, ms", "p99, ms"),

@@ -7,6 +7,7 @@ ran twice, is seen whatever became of the two.
 from __future__ import annotations
 
 import collections
+import functools
 import random
 import threading
 import time
@@ -144,6 +145,25 @@ def weighted(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return a * 3 + b
 
 
+# ---- What callers do to their tensors --------------------------------------------------------------------------------
+
+
+def give_other_data(tensor: torch.Tensor) -> None:
+    tensor.data = torch.zeros(1, dtype=tensor.dtype)
+
+
+def give_other_storage(tensor: torch.Tensor) -> None:
+    tensor.set_()
+
+
+def grow(tensor: torch.Tensor) -> None:
+    tensor.resize_(2 * tensor.numel())
+
+
+def free_storage(tensor: torch.Tensor) -> None:
+    tensor.untyped_storage().resize_(0)
+
+
 # ---- What callers do -------------------------------------------------------------------------------------------------
 
 
@@ -222,6 +242,8 @@ class Caller:
             (self.autograd, 4),
             (self.exception, 8),
             (self.timeout, 4),
+            (self.callback, 3),
+            (self.swapped, 4),
         ]
 
     @property
@@ -400,6 +422,42 @@ class Caller:
                 check(not (difference := sent.differs_from(tensor)), f"{sent} came back as {difference}")
             except CallTimedOut as error:
                 check((error.name, error.timeout) == (to, _TIMEOUT_S), f"the timeout of another call: {error}")
+            call.answered()
+
+    def callback(self) -> None:
+        """Callbacks that each wait for a further call; there may be more of them than threads."""
+        begun = []
+        for _ in range(self._choice.randint(1, _MOST_IN_A_BURST)):
+            first, second = self._workers(2)
+            sent, wanted = self._payloads(at_most=1 << 20)
+            with self._begin("callback", [first, second], 2, size=2 * (sent.nbytes + wanted.nbytes)) as call:
+                one, two = ((number, "callback", sent, sent.make(), wanted) for number in call.numbers)
+                ask_again = functools.partial(self._ask_again, second, two)
+                begun.append((call, wanted, rpc.rpc_async(first, exchange, args=one).then(ask_again)))
+        for call, wanted, future in begun:
+            with call:
+                first_answer, second_answer = future.wait()
+                self._check_exchange(call.numbers[0], wanted, first_answer)
+                self._check_exchange(call.numbers[1], wanted, second_answer)
+                call.answered()
+
+    @staticmethod
+    def _ask_again(to: str, arguments: tuple[Any, ...], done: torch.futures.Future) -> tuple[Any, Any]:
+        return done.wait(), rpc.rpc_sync(to, exchange, args=arguments)
+
+    def swapped(self) -> None:
+        """A tensor that gets other memory while it travels; the callee has it as it was."""
+        # Within a worker tensors do not travel.
+        names = self._others(1)
+        if not names:
+            return
+        sent, wanted = self._payloads()
+        sent = sent._replace(kind="bytes")
+        with self._begin("swapped", names, size=sent.nbytes + wanted.nbytes) as call:
+            tensor = sent.make().clone()
+            future = rpc.rpc_async(names[0], exchange, args=(call.number, "swapped", sent, tensor, wanted))
+            self._choice.choice((give_other_data, give_other_storage, grow, free_storage))(tensor)
+            self._check_exchange(call.number, wanted, future.wait())
             call.answered()
 
     def _check_exchange(self, number: int, wanted: Payload, answer: tuple[int, torch.Tensor]) -> None:

@@ -79,11 +79,12 @@ def live(rank: int, life: Life) -> dict[str, int]:
     files, threads = _open_files(), _threads()
     for membership in itertools.count():
         _join(journal, rank)
-        steps.done(f"joined {life}")
-        callers = [_work.Caller(journal, f"{life.seed} {life} {membership} {n}") for n in range(_CALLERS)]
+        who = f"{life} {membership}"
+        steps.done(f"joined {who}")
+        callers = [_work.Caller(journal, f"{life.seed} {who} {n}") for n in range(_CALLERS)]
         for caller in callers:
             caller.start()
-        is_over = _wait_for_any(steps, "stop", f"rejoin {life} {membership}") == "stop"
+        is_over = _wait_for_any(steps, "stop", f"rejoin {who}") == "stop"
         if is_over:
             _see_all(journal, life)
         for caller in callers:
@@ -96,11 +97,11 @@ def live(rank: int, life: Life) -> dict[str, int]:
             break
         rpc.shutdown(graceful=False)
 
-    steps.done(f"stopped {life}")
+    steps.done(f"stopped {who}")
     steps.wait_for("let go", timeout=_PATIENCE_S)
     _work.let_go()
     left = _what_is_left()
-    steps.done(f"released {life}")
+    steps.done(f"released {who}")
     steps.wait_for("leave", timeout=_PATIENCE_S)
     rpc.shutdown()
     left.update({f"open: {name}": count for name, count in (_open_files() - files - _KEPT_OPEN).items()})

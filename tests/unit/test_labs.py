@@ -1,14 +1,17 @@
-"""The virtual hosts that other tests are built on: what is said of them holds."""
+"""The virtual hosts and the containers that other tests are built on: what is said of them holds."""
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from labs import VirtualHost, VirtualHosts, _needs, needs, needs_mpi4py, needs_virtual_hosts
+from labs import Container, VirtualHost, VirtualHosts, _needs, needs, needs_mpi4py, needs_virtual_hosts
+from workers import eventually
 
 REACH = "import socket, sys; socket.create_connection((sys.argv[1], 7), timeout=float(sys.argv[2]))"
 
@@ -48,6 +51,22 @@ def test_they_reach_each_other_by_name_until_the_cable_is_cut(hosts: VirtualHost
     assert reaches(a, "head")
 
 
+LISTEN = "import socket; s = socket.create_server(('', 9)); print('up', flush=True); c, _ = s.accept(); c.recv(1)"
+CONNECT = "import socket; c = socket.create_connection(('b', 9)); print('up', flush=True); c.recv(1)"
+
+
+def test_connections_can_be_reset(hosts: VirtualHosts) -> None:
+    a, b = hosts
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with b.popen([sys.executable, "-c", LISTEN], **pipes) as listening:
+        assert listening.stdout.readline() == "up\n"
+        with a.popen([sys.executable, "-c", CONNECT], **pipes) as connected:
+            assert connected.stdout.readline() == "up\n"
+            a.reset_connections()
+            assert "ConnectionAbortedError" in connected.communicate(timeout=20)[1]
+        assert "ConnectionResetError" in listening.communicate(timeout=20)[1]
+
+
 def test_the_remote_shell_runs_commands_there(hosts: VirtualHosts) -> None:
     assert says(hosts.head, str(hosts.remote_shell), "-x", "b", "hostname", ";", "exit") == "b"
     unknown = hosts.head.run([str(hosts.remote_shell), "c", "hostname"], capture_output=True, text=True, check=False)
@@ -62,6 +81,47 @@ def test_what_runs_on_one_ends_with_it() -> None:
         host.power_off()
         assert program.wait(timeout=20) != 0
         program.stdout.close()
+
+
+# ---- Containers ------------------------------------------------------------------------------------------------------
+
+KINDS_OF_CONTAINER = [Container(), Container(init=True), Container(pid="host"), Container(user=12345, read_only=True)]
+
+
+@pytest.fixture(params=KINDS_OF_CONTAINER, ids=["alone", "with init", "pid=host", "user"])
+def running(request: pytest.FixtureRequest, hosts: VirtualHosts) -> Iterator[tuple[subprocess.Popen, int]]:
+    """What started a container, and the number of the container's program on this machine."""
+    command = request.param.command(["python3", "-c", "import time; print('up', flush=True); time.sleep(600)"])
+    with hosts[0].popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as started:
+        try:
+            assert started.stdout.readline() == "up\n", started.stderr.read()
+            pid = started.pid
+            while children := Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+                [pid] = map(int, children)
+            yield started, pid
+        finally:
+            started.kill()
+
+
+def test_a_container_ends_with_the_exit_code_of_its_program(hosts: VirtualHosts) -> None:
+    for container in KINDS_OF_CONTAINER:
+        done = hosts[0].run(container.command(["sh", "-c", "exit 3"]), capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stderr) == (3, "")
+
+
+def test_a_container_whose_program_is_killed_says_so(running: tuple[subprocess.Popen, int]) -> None:
+    started, pid = running
+    os.kill(pid, signal.SIGKILL)
+    assert started.wait(timeout=20) == 128 + signal.SIGKILL
+
+
+def test_a_container_ends_with_what_started_it(running: tuple[subprocess.Popen, int]) -> None:
+    started, pid = running
+    command_line = Path(f"/proc/{pid}/cmdline")
+    assert command_line.read_bytes()
+    started.kill()
+    # Nobody on a virtual host takes note of the end of an orphan; the kernel then lists it without a command.
+    eventually(lambda: not command_line.exists() or not command_line.read_bytes(), "the program has ended", 20)
 
 
 # ---- Missing programs -------------------------------------------------------------------------------------------

@@ -83,7 +83,11 @@ def test_a_wrong_answer_is_a_finding() -> None:
 
 KILL = {"what": "kill", "at": 9.9, "name": "worker1", "life": "1.0"}
 CUT = {"what": "cut", "at": 9.0, "until": 11.0, "host": "b"}
-CUT_OFF = {"what": "cut off", "at": 3.0, "until": 9.5, "host": "b"}
+CUT_OFF = {"what": "cut off", "at": 3.0, "parted": 5.0, "until": 9.5, "host": "b"}
+RESET = {"what": "reset", "at": 9.0, "parted": 9.0, "until": 9.1, "host": "b"}
+NO_FILES = {"what": "no files", "at": 9.0, "until": 11.0, "name": "worker0"}
+TOO_MANY = "RuntimeError: could not send to worker 'worker2' (rank 2, pid 7 on c): too many files open"
+CUT_OFF_REASON = "a host was parted from the others: cut off"
 SUCCESSOR = tuple(joined(1, 10.5, "b", generation=1))
 
 
@@ -94,17 +98,23 @@ SUCCESSOR = tuple(joined(1, 10.5, "b", generation=1))
         (failure(9.0), (KILL,), "unexplained"),
         (failure(10.0), (), "unexplained"),
         (failure(10.0), (CUT,), "unexplained"),
-        (failure(10.0), (CUT_OFF,), "a host was cut off"),
-        (failure(5.1), (CUT_OFF,), "a host was cut off"),
+        (failure(10.0), (CUT_OFF,), CUT_OFF_REASON),
+        (failure(5.1), (CUT_OFF,), CUT_OFF_REASON),
         # Sooner than after half the limit.
         (failure(4.9), (CUT_OFF,), "unexplained"),
-        (failure(10.0), ({**CUT_OFF, "host": "a"},), "a host was cut off"),
+        (failure(10.0), ({**CUT_OFF, "host": "a"},), CUT_OFF_REASON),
         (failure(10.0), ({**CUT_OFF, "host": "c"},), "unexplained"),
         # When its successor has been there for long.
         (failure(20.0), (KILL,), "unexplained"),
         # The number of another process.
         (failure(10.0, LOST.replace("pid 7", "pid 6")), (KILL,), "unexplained"),
         (failure(10.0, "CallTimedOut: RPC ran for more than set timeout (1 ms)"), (KILL,), "unexplained"),
+        (failure(9.5), (RESET,), "a host was parted from the others: reset"),
+        (failure(8.9), (RESET,), "unexplained"),
+        (failure(9.5), ({**RESET, "host": "c"},), "unexplained"),
+        (failure(10.0, TOO_MANY), (NO_FILES,), "it could not open files"),
+        (failure(12.0, TOO_MANY), (NO_FILES,), "unexplained"),
+        (failure(10.0), (NO_FILES,), "unexplained"),
         (failure(10.0, "RuntimeError: something else"), (KILL, CUT_OFF), "unexplained"),
     ],
 )

@@ -1,14 +1,15 @@
-"""Each worker sends each other one a small and a large tensor, and says in one line by which lanes."""
+"""``exchange.py [MIB]``: each worker sends each other one a small and a large tensor, and says by which lanes."""
 
 import json
 import os
+import sys
 
 import torch
 import torch.distributed.rpc as rpc
 
 import torch_ucx_rpc
 
-LARGE = 1 << 21
+LARGE = int(sys.argv[1] if len(sys.argv) > 1 else 8) << 18
 
 torch_ucx_rpc.init_rpc()
 me = rpc.get_worker_info()

@@ -25,12 +25,14 @@ _PERIOD_US = 100_000
 class Container:
     """What ``docker run`` makes of a command, by options of the same names; its files are this machine's.
 
-    It has mounts of its own, and the network of the host that it runs on: that of a pod, where the host is one of
-    `VirtualHosts`. Its first process is the command, or, with ``init``, one that starts the command.
+    It has mounts of its own. Its first process is the command, or, with ``init``, one that starts the command.
 
     Args:
         ipc: "private", with a ``/dev/shm`` of ``shm_mib``; or "host", with System V IPC and ``/dev/shm`` of the host.
         pid: "private", with processes of its own; or "host", with those of the host.
+        network: "host", that of the host that it runs on, which is that of a pod where the host is one of
+            `VirtualHosts`; or "none", with the loopback interface alone.
+        hostname: its name, which nobody can resolve; empty for the host's.
         read_only: nothing can be written but ``/tmp`` and ``/dev/shm``.
         user: number of the user, who needs no name. Only root, 0, has capabilities.
         capabilities: of root; all others are gone for good.
@@ -40,6 +42,8 @@ class Container:
 
     ipc: str = "private"
     pid: str = "private"
+    network: str = "host"
+    hostname: str = ""
     shm_mib: int = 64
     read_only: bool = False
     user: int = 0
@@ -51,7 +55,14 @@ class Container:
     def command(self, program: Sequence[str]) -> list[str]:
         """What runs ``program`` in such a container. Ends with its exit code; SIGKILL ends all of it."""
         assert {self.ipc, self.pid} <= {"private", "host"}
+        assert self.network in ("host", "none")
         set_up = []
+        if self.network == "none":
+            set_up.append("ip link set lo up")
+        if self.hostname:
+            set_up.append(f"hostname {self.hostname}")
+        if self.pid == "private":
+            set_up.append("mount -t proc -o nosuid,noexec,nodev proc /proc")
         if self.ipc == "private":
             set_up.append(f"mount -t tmpfs -o mode=1777,size={self.shm_mib}m shm /dev/shm")
         if self.user != 0:
@@ -69,27 +80,21 @@ class Container:
         if self.init and self.pid == "private":
             set_up.append(f"echo {self.first_pid - 1} > /proc/sys/kernel/ns_last_pid")
         capabilities = ",".join(["-all", *(f"+{name}" for name in sorted(self.capabilities))])
-        dropping = f"setpriv --reuid={self.user} --regid={self.user} --clear-groups --bounding-set={capabilities} --"
+        # It forgets whose end is its own when it changes the user, so that comes with the same command.
+        dropping = f"setpriv --pdeathsig KILL --reuid={self.user} --regid={self.user} --clear-groups"
         # A user without a name has no home either.
-        run = f'env HOME={"/root" if self.user == 0 else "/"} {dropping} "$@"'
+        run = f'env HOME={"/root" if self.user == 0 else "/"} {dropping} --bounding-set={capabilities} -- "$@"'
         set_up.append(f"{run} & wait $!" if self.init else f"exec {run}")
         join = "".join(f"echo $$ > {folder}/cgroup.procs; " for folder in self.cgroups)
-        spaces = ["--mount", "--uts", "--cgroup", "--fork", "--kill-child"]
+        spaces = ["--mount", "--uts", "--cgroup"]
         spaces += ["--ipc"] if self.ipc == "private" else []
-        spaces += ["--pid", "--mount-proc"] if self.pid == "private" else []
-        return [
-            "sh",
-            "-euc",
-            f'{join}exec "$@"',
-            "-",
-            "unshare",
-            *spaces,
-            "sh",
-            "-euc",
-            "; ".join(set_up),
-            "-",
-            *program,
-        ]
+        spaces += ["--pid"] if self.pid == "private" else []
+        spaces += ["--net"] if self.network == "none" else []
+        # The shell starts the first process. With --fork unshare would, and say 1 of one that was killed by SIGKILL
+        # (https://github.com/util-linux/util-linux/issues/2614, before 2.40).
+        first = 'setpriv --pdeathsig KILL sh -euc "$0" - "$@"; exit $?'
+        start = ["sh", "-euc", f'{join}exec "$@"', "-", "unshare", *spaces, "sh", "-uc", first]
+        return [*start, "; ".join(set_up), *program]
 
 
 @contextlib.contextmanager

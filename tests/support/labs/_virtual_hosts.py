@@ -144,6 +144,15 @@ class VirtualHost:
         """Plug the cable in again."""
         self._switch._on_network(f"ip link set {self._port} up")
 
+    def reset_connections(self) -> None:
+        """End the TCP connections of its programs to the other hosts, without those to ``head``, by resets."""
+        others = f"dst {_NETWORK}.0/24 and not dst {_NETWORK}.254 and not dst {self.address}"
+        subprocess.run(
+            ["nsenter", "--target", str(self.pid), "--net", "--", "ss", "--kill", "--tcp", "--numeric", others],
+            stdout=subprocess.DEVNULL,
+            check=True,
+        )
+
     @contextlib.contextmanager
     def slowed_down(self, megabits: int) -> Iterator[None]:
         """While it lasts, so many megabits a second go through the cable, each way."""
