@@ -32,6 +32,7 @@ from _failures import (
     stay,
 )
 from labs import Fate, VirtualHosts, needs_virtual_hosts
+from torch.distributed.rpc import api
 from workers import agent, eventually
 
 from torch_ucx_rpc.errors import BarrierFailed, RRefLost, WorkerLost
@@ -410,6 +411,19 @@ def shut_down_without_worker1(rank: int, fate: Fate | None) -> float:
 def test_a_graceful_shutdown_with_a_dead_worker_ends_with_an_error(run_workers: Callable[..., list]) -> None:
     took = run_workers(3, shut_down_without_worker1, None, **DEATH_OF_WORKER1)
     assert max(took[0], took[2]) < 3, "the agent's own end takes up to two seconds where handlers or sends hang"
+
+
+def shut_down_while_worker1_dies_in_torchs_barrier(rank: int) -> float:
+    if rank == 1:
+        api._all_gather = lambda *_args, **_kwargs: die()
+    start = time.monotonic()
+    assert "lost worker 'worker1'" in str(failure_of(lambda: rpc.shutdown(timeout=30), BarrierFailed).cause)
+    return time.monotonic() - start
+
+
+def test_a_graceful_shutdown_ends_when_a_worker_dies_in_it(run_workers: Callable[..., list]) -> None:
+    took = run_workers(3, shut_down_while_worker1_dies_in_torchs_barrier, **DEATH_OF_WORKER1)
+    assert max(took[0], took[2]) < 10, "the timeout is 30 s"
 
 
 def test_a_graceful_shutdown_notices_a_dead_host_that_nobody_has_called() -> None:

@@ -21,7 +21,7 @@ from torch.distributed.rpc.internal import PythonUDF, RPCExecMode, _internal_rpc
 from torch_ucx_rpc import _agent, _start, errors
 from torch_ucx_rpc._native import _C
 from torch_ucx_rpc._options import UcxRpcBackendOptions, construct_options
-from torch_ucx_rpc._torch import arrays, exceptions, replace, sparse
+from torch_ucx_rpc._torch import arrays, barrier, exceptions, replace, sparse
 
 # The functions of torch that `register` replaces, and that the replacements call.
 _torchs_wait_all_workers = api._wait_all_workers
@@ -137,11 +137,10 @@ def _wait_all_workers(timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
         # Our barrier names workers that do not come or that die, and Ctrl-C ends it.
         came = agent._barrier(timeout)
         # torch's own barrier follows, and finds all workers ready: programs and tests hook into its parts. It waits for
-        # every worker that ever was, so it is left out when one has left before. It would wait for ever for a worker
-        # that dies just now, so it gets a limit.
-        if came < len(api._ALL_WORKER_NAMES):
-            return
-        timeout = timeout or get_rpc_timeout()
+        # every worker that ever was, so it is left out when one has left before.
+        if came == len(api._ALL_WORKER_NAMES):
+            barrier.wait(agent, _torchs_wait_all_workers, timeout or get_rpc_timeout())
+        return
     _torchs_wait_all_workers(timeout)
 
 
