@@ -45,11 +45,20 @@ def benchmarks() -> frozenset[str]:
     return frozenset(ast.literal_eval(key) for key in table.keys if key is not None)
 
 
+@functools.cache
+def trials() -> frozenset[str]:
+    program = ast.parse((ROOT / "tests" / "verbs" / "_trials.py").read_text(encoding="utf-8"))
+    functions = [node for node in program.body if isinstance(node, ast.FunctionDef)]
+    return frozenset(node.name for node in functions if "_trial" in map(ast.unparse, node.decorator_list))
+
+
 def exists(test: str) -> bool:
     if test.startswith("tests/"):
         return (ROOT / test).exists()
     if test.startswith("benchmarks "):
         return test.removeprefix("benchmarks ") in benchmarks()
+    if test.startswith("make verbs "):
+        return test.removeprefix("make verbs ") in trials()
     # "..._wait_for_each_other": the row has another one of the same beginning.
     if test.startswith("..."):
         return any(name.endswith(test[3:].rstrip(".")) or test.strip(".") in name for name in python_tests())
@@ -122,4 +131,6 @@ def test_a_name_of_no_test_is_noticed() -> None:
     assert not exists("test_that_nobody_has_written")
     assert not exists("NobodysTest")
     assert not exists("benchmarks nobody")
+    assert exists("make verbs killed")
+    assert not exists("make verbs nobody")
     assert not exists("tests/nobody")
