@@ -78,14 +78,21 @@ def subscribe(callback: Callable[[Gone], None]) -> Callable[[], None]:
         if is_first:
             _subscribers.clear()
             _watched = weakref.ref(agent)
+            if hasattr(agent, "_set_on_gone"):
+                watched = _watched
+                agent._set_on_gone(lambda *gone: _tell(watched, Gone(*gone)))
         _subscribers[token] = callback
-    if is_first and hasattr(agent, "_set_on_gone"):
-        watched = weakref.ref(agent)
-        agent._set_on_gone(lambda *gone: _tell(watched, Gone(*gone)))
 
     def unsubscribe() -> None:
+        global _watched
         with _lock:
-            _subscribers.pop(token, None)
+            if _subscribers.pop(token, None) is None or _subscribers:
+                return
+            # Each goodbye would take a thread and Python's lock to call nobody.
+            watched_agent: Any = None if _watched is None else _watched()
+            _watched = None
+            if hasattr(watched_agent, "_set_on_gone"):
+                watched_agent._set_on_gone(None)
 
     return unsubscribe
 
