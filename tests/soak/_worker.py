@@ -10,6 +10,7 @@ import faulthandler
 import gc
 import itertools
 import os
+import re
 import socket
 import time
 from pathlib import Path
@@ -41,8 +42,11 @@ _PATIENCE_S = 600.0
 # For threads that are ending to be gone.
 _ENDING_S = 5.0
 
-# For the next group: the connection to the Store, and what UCX and torch wait with; as many after many memberships.
-_KEPT_OPEN = collections.Counter({"socket": 1, "anon_inode": 4})
+# For the next group: the connection to the Store, what UCX and torch wait with, and the end of the worker beside this
+# one; as many after many memberships.
+_KEPT_OPEN = collections.Counter(
+    {"socket": 1, "anon_inode:[eventpoll]": 2, "anon_inode:[eventfd]": 1, "anon_inode:[pidfd]": 1}
+)
 # For the rest of the process: torch's engine of distributed autograd, and its pool between operators.
 _KEPT_RUNNING = collections.Counter({"pt_dist_engine": 1, "PTThreadPool": os.cpu_count() or 1})
 
@@ -104,11 +108,15 @@ def live(rank: int, life: Life) -> dict[str, int]:
     steps.done(f"released {who}")
     steps.wait_for("leave", timeout=_PATIENCE_S)
     rpc.shutdown()
-    left.update({f"open: {name}": count for name, count in (_open_files() - files - _KEPT_OPEN).items()})
-    # The kernel lists a thread for a moment after whoever joined it has gone on.
+    # The kernel lists a thread for a moment after whoever joined it has gone on, and the last one takes files along.
     ended_by = time.monotonic() + _ENDING_S
-    while (running := _threads() - threads - _KEPT_RUNNING) and time.monotonic() < ended_by:
+    while True:
+        gc.collect()
+        running, open_files = _threads() - threads - _KEPT_RUNNING, _open_files() - files - _KEPT_OPEN
+        if not (running or open_files) or time.monotonic() > ended_by:
+            break
         time.sleep(0.01)
+    left.update({f"open: {name}": count for name, count in open_files.items()})
     if running:
         with (life.directory / f"{life}.stacks").open("w") as stacks:
             faulthandler.dump_traceback(stacks, all_threads=True)
@@ -190,7 +198,7 @@ def _open_files() -> collections.Counter[str]:
     found: collections.Counter[str] = collections.Counter()
     for descriptor in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(FileNotFoundError):
-            found[str(descriptor.readlink()).partition(":[")[0]] += 1
+            found[re.sub(r":\[\d+\]$", "", str(descriptor.readlink()))] += 1
     return found
 
 
