@@ -91,7 +91,7 @@ KINDS_OF_CONTAINER = [Container(), Container(init=True), Container(pid="host"), 
 @pytest.fixture(params=KINDS_OF_CONTAINER, ids=["alone", "with init", "pid=host", "user"])
 def running(request: pytest.FixtureRequest, hosts: VirtualHosts) -> Iterator[tuple[subprocess.Popen, int]]:
     """What started a container, and the number of the container's program on this machine."""
-    command = request.param.command(["python3", "-c", "import time; print('up', flush=True); time.sleep(600)"])
+    command = request.param.command(["sh", "-c", "echo up; exec sleep 600"])
     with hosts[0].popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as started:
         try:
             assert started.stdout.readline() == "up\n", started.stderr.read()
