@@ -274,6 +274,15 @@ TEST_F(RequestServerTest, AnswerThatCannotBeSentIsReplacedByTheReason) {
   EXPECT_EQ(notes[1], "refused: worker 'w0' could not send its answer: it died 9");
 }
 
+// An endpoint that has failed refuses every message at once, until the loss of its peer has been handed out.
+TEST_F(RequestServerTest, RefusalThatCannotBeSentIsDropped) {
+  network_.setFault([](const wire::Header&, SendMode) { return LoopbackNetwork::Fate::kFail; });
+  server_.onAnswerNotSent(one_.peer(1), 9, {ErrorCode::kPeerFailed, "it died"});
+  one_.takeIn();
+  two_.takeIn();
+  EXPECT_EQ(caller_.takeNotes(), Notes());
+}
+
 TEST_F(RequestServerTest, ProfiledRequestHasAThreadOfItsOwn) {
   std::atomic<bool> isAgentThread{true};
   handler_ = [&](Message& request) {
