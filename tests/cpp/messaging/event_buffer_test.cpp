@@ -120,9 +120,7 @@ TEST_F(EventBufferTest, DriverDoesWorkItselfUnlessSomethingWaitsBehindIt) {
   events_.life = std::make_shared<int>();
   events_.handlers.shortRequest = 1;
   Notes done;
-  const auto work = [&](const char* note) {
-    events_.buffer.addWork([&done, note] { done.emplace_back(note); });
-  };
+  const auto work = [&](const char* note) { events_.buffer.addWork([&done, note] { done.emplace_back(note); }); };
   work("first");
   work("last");
   EXPECT_EQ(events_.take(kLeading), Notes{});
