@@ -1,6 +1,6 @@
 """What does a pipeline cost beside PyTorch's own?
 
-* TUTORIAL: the model of PyTorch's pipeline tutorial (tests/tutorials/pipeline_parallel.py), whose driver calls each
+* TUTORIAL: the model of PyTorch's pipeline tutorial (examples/tutorials/pipeline_parallel.py), whose driver calls each
 stage for each
   micro-batch, against `DistributedPipeline`; and torch.distributed.pipelining on gloo with the same schedule.
 * MAKESPAN: eight stages that sleep, 5 ms forward and 10 ms back, against the ideal of the schedule. The ideal is that

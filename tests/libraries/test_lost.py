@@ -13,6 +13,7 @@ from workers import Steps, backend_options, eventually, init_rpc
 
 import torch_ucx_rpc
 from torch_ucx_rpc._observe import lost as ends
+from torch_ucx_rpc.errors import CallTimedOut, MessageNotSent, WorkerLeft, WorkerLost
 
 RunWorkers = Callable[..., list]
 
@@ -84,16 +85,45 @@ def subscribe_on_tensorpipe(rank: int) -> None:
     stop()
 
 
+PS = {"name": "ps", "rank": 1, "host": "a"}
+RAISED_THERE = "On WorkerInfo(id=1, name=ps):\n"
+
+
 @pytest.mark.parametrize(
-    ("text", "is_lost"),
+    ("error", "kind"),
     [
-        ("lost worker 'ps' (rank 1, pid 3 on a): it has died", True),
-        ("worker 'ps' (rank 1, pid 3 on a) has left the group", True),
-        ("eof (this error originated at tensorpipe/transport/shm/connection_impl.cc:259)", True),
-        ("On WorkerInfo(id=1, name=ps):\nRuntimeError(\"lost worker 'x' (rank 2)\")", False),
-        ("RuntimeError: On WorkerInfo(id=1, name=ps):\nRuntimeError(\"lost worker 'x' (rank 2)\")", False),
-        ("RPC ran for more than set timeout (60000 ms) and will now be marked with an error", False),
+        (WorkerLost("lost worker 'ps' (rank 1, pid 3 on a): it has died", **PS), "lost"),
+        (WorkerLeft("worker 'ps' (rank 1, pid 3 on a) has left the group", **PS), "lost"),
+        (CallTimedOut("RPC ran for more than set timeout (60000 ms)", **PS), "timed out"),
+        # The callee has lost a third worker: torch makes its exception anew, without attributes.
+        (WorkerLost(f"{RAISED_THERE}WorkerLost(\"lost worker 'x' (rank 2)\")"), None),
+        (CallTimedOut(f"{RAISED_THERE}CallTimedOut('RPC ran for more than set timeout (60000 ms)')"), None),
+        (MessageNotSent("could not send to worker 'ps': Connection reset by remote peer", **PS), None),
+        (ValueError("connection reset"), None),
+        # TensorPipe's agent has no types.
+        (RuntimeError("eof (this error originated at tensorpipe/transport/shm/connection_impl.cc:259)"), "lost"),
+        (
+            RuntimeError("RPC ran for more than set timeout (60000 ms) and will now be marked with an error"),
+            "timed out",
+        ),
+        (RuntimeError(f"{RAISED_THERE}RuntimeError('eof')"), None),
+        (RuntimeError(f"RuntimeError: {RAISED_THERE}RuntimeError('RPC ran for more than set timeout')"), None),
+        (RuntimeError("out of memory"), None),
     ],
 )
-def test_an_error_tells_whether_the_callee_was_lost(text: str, is_lost: bool) -> None:
-    assert ends.was_lost(RuntimeError(text)) == is_lost
+def test_an_error_tells_whether_the_callee_was_lost_or_slow(error: BaseException, kind: str | None) -> None:
+    assert (ends.was_lost(error), ends.timed_out(error)) == (kind == "lost", kind == "timed out")
+
+
+@pytest.mark.parametrize(
+    ("error", "is_lookup"),
+    [
+        (LookupError(f"{RAISED_THERE}LookupError('no such name')"), True),
+        (KeyError("a subclass"), True),
+        (RuntimeError(f"{RAISED_THERE}LookupError('no such name')\nTraceback: ..."), True),
+        (RuntimeError(f"{RAISED_THERE}ValueError('LookupError(1)')\nTraceback: LookupError("), False),
+        (RuntimeError("LookupError("), False),
+    ],
+)
+def test_an_error_tells_what_the_callee_has_raised(error: BaseException, is_lookup: bool) -> None:
+    assert ends.was_raised_there(error, LookupError) == is_lookup

@@ -47,7 +47,8 @@ def kept() -> int:
     from torch_ucx_rpc.pipeline import host
 
     return sum(
-        len(one._slots) + sum(len(stage.graphs) for stage in one.stages.values()) for one in host._hosts.values()
+        len(one.exchange) + sum(len(stage.graphs) for stage in one.stages.by_index.values())
+        for one in host.hosts_here()
     )
 
 
@@ -294,6 +295,36 @@ def lose_before_a_save() -> None:
 
 def test_a_spare_needs_a_checkpoint_to_begin_from():
     drive_with_deaths(lose_before_a_save, 4, (2,))
+
+
+def lose_in_a_save(folder: str) -> None:
+    from torch_ucx_rpc import checkpoint
+
+    pipe = make_pipe(small_model(), spares=["worker3"])
+    optimizer = pipe.optimizer(torch.optim.AdamW, lr=0.1)
+    pipe.save(Path(folder, "first"))
+    first = pipe.state_dict()
+    pipe.step(torch.randn(8, 8), target=torch.randn(8, 4))
+    optimizer.step()
+    trained = pipe.state_dict()
+    assert not all(torch.equal(trained[name], first[name]) for name in trained)
+    save = checkpoint.save
+
+    def save_with_a_death(*args: Any, **options: Any) -> Any:
+        checkpoint.save = save
+        kill("worker2")
+        return save(*args, **options)
+
+    checkpoint.save = save_with_a_death
+    pipe.save(Path(folder, "second"))
+    assert pipe.workers == ["worker1", "worker3"]
+    pipe.load(Path(folder, "second"))
+    saved = pipe.state_dict()
+    assert all(torch.equal(saved[name], trained[name]) for name in trained)
+
+
+def test_a_save_in_which_a_worker_dies_has_the_steps_before_it(tmp_path):
+    drive_with_deaths(lose_in_a_save, 4, (2,), str(tmp_path))
 
 
 # ------------------------------------------------------------------------------------------------------ bad input

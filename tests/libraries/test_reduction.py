@@ -23,9 +23,11 @@ from torch.nn.parallel import DistributedDataParallel
 from workers import Steps, eventually, init_rpc
 
 from torch_ucx_rpc import reduction
-from torch_ucx_rpc.reduction._client import spread
 from torch_ucx_rpc.reduction._ddp import Part, cut, plan
-from torch_ucx_rpc.reduction._host import _missing
+from torch_ucx_rpc.reduction._host import absent
+from torch_ucx_rpc.reduction._messages import Spec, Trainer
+from torch_ucx_rpc.reduction._roster import Roster
+from torch_ucx_rpc.reduction._server import spread
 
 RunWorkers = Callable[..., list]
 
@@ -155,7 +157,7 @@ def train_on_the_host_too(rank: int, steps: Steps) -> list[torch.Tensor]:
         ddp = DistributedDataParallel(model)
         ddp.register_comm_hook(reduction.state(server), reduction.hook)
         if rank == 0:
-            eventually(lambda: _missing("worker0", "ddp0/cut/0/0") != [], "the other one waits for it")
+            eventually(lambda: absent("worker0", "ddp0/cut/0/0") != [], "the other one waits for it")
         else:
             assert reduction.push_pull(reduction.serve("worker0", trainers=1, name="other"), torch.ones(2)).sum() == 2
         train(ddp, torch.optim.SGD(model.parameters(), lr=0.05), rank, 10)
@@ -421,6 +423,8 @@ def catch_up_with_adam(rank: int, steps: Steps) -> None:
         train(copy, optimizer, rank, 1)
         assert copy._is_behind
         train(copy, optimizer, rank, 1)  # begins with the state of another
+        # The others see that at different steps. Two of them are no quorum: they would wait for this one.
+        server.leave()
         steps.done("caught up")
     else:
         train(copy, optimizer, rank, 12)
@@ -458,6 +462,30 @@ def push_with_quorum(rank: int, steps: Steps) -> None:
     meet(steps, "again", rank, 3)
     # Then all are together again.
     assert torch.equal(reduction.push_pull(server, (rank + 1) * ones), 2 * ones)
+    meet(steps, "done", rank, 3)
+
+
+def test_an_expected_trainer_that_comes_after_the_first_steps_is_late_and_no_newcomer(
+    run_on_both: RunWorkers, tmp_path: Path
+) -> None:
+    run_on_both(3, come_after_the_first_steps, Steps(tmp_path))
+
+
+def come_after_the_first_steps(rank: int, steps: Steps) -> None:
+    ones = torch.ones(4)
+    if rank == 2:
+        steps.wait_for("pushed")
+        server = reduction.serve("worker0")
+        # It is one of the two that the group has from the start: it gets the steps that the other has done alone.
+        assert torch.equal(reduction.push_pull(server, 100 * ones, quorum=1), (1 + 2) * ones)
+    elif rank == 1:
+        server = reduction.serve("worker0")
+        assert torch.equal(reduction.push_pull(server, ones, quorum=1), ones)
+        assert torch.equal(reduction.push_pull(server, 2 * ones, quorum=1), 2 * ones)
+        steps.done("pushed")
+    meet(steps, "caught up", rank, 3)
+    if rank:
+        assert torch.equal(reduction.push_pull(server, rank * ones), 1.5 * ones)
     meet(steps, "done", rank, 3)
 
 
@@ -733,7 +761,7 @@ def push_other_shapes(rank: int, steps: Steps) -> None:
     server = reduction.serve("worker0", trainers=2)
     if rank == 1:
         first = reduction.push_pull_async(server, [torch.ones(2, 3)])
-        eventually(lambda: rpc.rpc_sync("worker0", _missing, args=("worker0", "tensors/0")) != [], "it has come")
+        eventually(lambda: rpc.rpc_sync("worker0", absent, args=("worker0", "tensors/0")) != [], "it has come")
         steps.done("first")
         assert torch.equal(first.wait()[0], torch.full((2, 3), 1.5))
     if rank == 2:
@@ -750,7 +778,7 @@ def push_other_shapes(rank: int, steps: Steps) -> None:
     meet(steps, "done", rank, 3)
 
 
-def test_a_step_that_is_not_completed_in_time_says_who_was_missing(run_on_both: RunWorkers, tmp_path: Path) -> None:
+def test_a_step_that_is_not_completed_in_time_says_who_wasabsent(run_on_both: RunWorkers, tmp_path: Path) -> None:
     run_on_both(3, miss_a_trainer, Steps(tmp_path), options={"rpc_timeout": 2})
 
 
@@ -771,6 +799,22 @@ def test_without_rpc_serve_says_so() -> None:
 
 
 # -------------------------------------------------------------------------------------------------- how work is spread
+
+
+@pytest.mark.parametrize("names", [("a", "b"), ()], ids=["by name", "by number"])
+def test_a_trainer_is_new_only_if_the_first_round_has_not_waited_for_it(names: tuple[str, ...]) -> None:
+    a, b, c = (Trainer(rank, name, 10 + rank) for rank, name in enumerate("abc"))
+    roster = Roster(Spec("ps", ("ps",), 2, names))
+    roster.count(a)
+    assert not any(roster.is_newcomer(trainer) for trainer in (a, b, c))
+    roster.has_begun = True
+    assert not roster.is_newcomer(b)
+    assert roster.is_newcomer(c) == bool(names)
+    roster.count(b)
+    assert roster.is_newcomer(c)
+    # Its next life has not been waited for.
+    roster.on_gone(b.life, b.name)
+    assert roster.is_newcomer(b._replace(life=99))
 
 
 def test_work_is_spread_by_size() -> None:

@@ -1,4 +1,4 @@
-"""The end of other workers: `on_lost`, a callback for it, and functions that the libraries of this package use.
+"""The end of other workers: `on_lost`, a callback for it, and how the libraries here tell such failures from others.
 
 The agent calls back (`_set_on_gone`), on one of its threads. Other backends tell nothing: a subscriber is never called
 there, and has to notice the end of a worker by a call that fails.
@@ -17,6 +17,8 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from torch._C._distributed_rpc import WorkerInfo, _get_current_rpc_agent, _is_current_rpc_agent_set
+
+from torch_ucx_rpc.errors import CallTimedOut, RpcError, WorkerLeft, WorkerLost
 
 _logger = logging.getLogger(__name__)
 
@@ -128,26 +130,43 @@ def _tell(agent: weakref.ref[Any], gone: Gone) -> None:
             _logger.exception("a callback for the end of worker %s has raised", gone.name)
 
 
-# The beginning of torch's text for an exception that a callee raised.
-_RAISED_THERE = re.compile(r"(?:\w+(?:\.\w+)*: )?On WorkerInfo\(")
-# The agents' texts for a callee that is gone: UCX's, then TensorPipe's.
-_GONE = re.compile(
-    r"lost worker '|is leaving the group|has left the group|has shut down its RPC agent"
-    r"|\beof\b|connection reset|connection refused|broken pipe|pipe closed|pipe not",
-    re.IGNORECASE,
-)
-
-
-def was_raised_there(error: BaseException) -> bool:
-    """True if the called function raised this error, on the other worker."""
-    return _RAISED_THERE.match(str(error)) is not None
+# TensorPipe's texts for a callee that is gone.
+_GONE = re.compile(r"\beof\b|connection reset|connection refused|broken pipe|pipe closed|pipe not", re.IGNORECASE)
+# The beginning of torch's text for an exception that a callee raised, with the name of its type.
+_RAISED_THERE = re.compile(r"(?:\w+(?:\.\w+)*: )?On WorkerInfo\([^\n]*\n(?P<type>\w+)\(")
 
 
 def was_lost(error: BaseException) -> bool:
     """True if a call failed because its callee has ended."""
-    return not was_raised_there(error) and _GONE.search(str(error)) is not None
+    return _is_failure(error, WorkerLost, WorkerLeft)
 
 
 def timed_out(error: BaseException) -> bool:
     """True if a call ran out of time."""
-    return not was_raised_there(error) and "RPC ran for more than" in str(error)
+    return _is_failure(error, CallTimedOut)
+
+
+def was_raised_there(error: BaseException, kind: type[BaseException]) -> bool:
+    """True if the called function raised an exception of this type."""
+    return isinstance(error, kind) or _type_in_text_of_tensorpipe(error) == kind.__name__
+
+
+def _is_failure(error: BaseException, *kinds: type[RpcError]) -> bool:
+    if isinstance(error, RpcError):
+        # torch makes an exception of the callee anew, from type and text: only a call made here has the attributes.
+        return isinstance(error, kinds) and error.name is not None
+    return _type_in_text_of_tensorpipe(error) in {kind.__name__ for kind in kinds}
+
+
+def _type_in_text_of_tensorpipe(error: BaseException) -> str | None:
+    """The name of the exception's type that a text of TensorPipe's agent stands for."""
+    # That agent raises RuntimeError for every failure, its own or the callee's, so the text is all there is to go by.
+    # The text of a callee's exception may quote any other: hence it is looked for first.
+    text = str(error)
+    if type(error) is not RuntimeError:
+        return None
+    if raised := _RAISED_THERE.match(text):
+        return raised["type"]
+    if "RPC ran for more than" in text:
+        return CallTimedOut.__name__
+    return WorkerLost.__name__ if _GONE.search(text) else None

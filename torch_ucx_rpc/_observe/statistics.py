@@ -106,7 +106,7 @@ _Class = TypeVar("_Class")
 
 def _documented(cls: type[_Class]) -> type[_Class]:
     """Class decorator: adds the fields, which are described once, in their metadata, to the docstring."""
-    lines = [cls.__doc__ or "", "", "    Attributes:"]
+    lines = [(cls.__doc__ or "").rstrip(), "", "    Attributes:"]
     for each in dataclasses.fields(cls):  # type: ignore[arg-type]
         text = f"{each.name} ({each.type}): {each.metadata['meaning']}"
         lines += textwrap.wrap(f"{text}.", 120, initial_indent=" " * 8, subsequent_indent=" " * 12)
@@ -117,7 +117,10 @@ def _documented(cls: type[_Class]) -> type[_Class]:
 @_documented
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PeerStatistics:
-    """One worker of the job, as the worker that was asked sees it. All counts are since its ``init_rpc``."""
+    """One worker of the job, as the worker that was asked sees it. All counts are since its ``init_rpc``.
+
+    docs/statistics.md has a table of the fields.
+    """
 
     name: str = field(metadata=_label("name of the peer"))
     rank: int = field(metadata=_label("rank of the peer"))
@@ -165,7 +168,10 @@ class PeerStatistics:
 @_documented
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ServiceStatistics:
-    """One name of `torch_ucx_rpc.services` that a worker offers. All counts are since it was registered."""
+    """One name of `torch_ucx_rpc.services` that a worker offers. All counts are since it was registered.
+
+    docs/statistics.md has a table of the fields.
+    """
 
     name: str = field(metadata=_label("name of the service"))
     group: str | None = field(metadata=_label("group of the service; None without one"))
@@ -189,7 +195,10 @@ class ServiceStatistics:
 @_documented
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Statistics:
-    """The counts of a worker since its ``init_rpc``, and its present state."""
+    """The counts of a worker since its ``init_rpc``, and its present state.
+
+    docs/statistics.md has a table of the fields.
+    """
 
     name: str = field(metadata=_label("name of this worker"))
     rank: int = field(metadata=_label("rank of this worker"))

@@ -30,6 +30,7 @@ class SaveFuture(concurrent.futures.Future[None]):
     it failed."""
 
     def wait(self, timeout: float | None = None) -> None:
+        """Wait until the checkpoint is written, for ``timeout`` seconds (default: None, no limit)."""
         self.result(timeout)
 
 
@@ -45,8 +46,7 @@ def save(state: Mapping[str, Any], path: str | os.PathLike[str], *, asynchronous
 
     Args:
         state: a dict, which may be nested, of pipelines and their optimizers, RemoteModules, RRefs to modules,
-        modules, optimizers and
-            other objects with ``state_dict``, tensors, and anything that can be pickled.
+            modules, optimizers and other objects with ``state_dict``, tensors, and anything that can be pickled.
         path: the same folder for all workers. Files of a former checkpoint there are removed once the new one is whole.
         asynchronous: return as soon as each worker has copied its part, and write behind.
 

@@ -21,21 +21,38 @@ How it is laid out, from the bottom up:
 * ``values``     what goes between stages; micro-batches of a batch
 * ``wiring``     which stage sends what to which
 * ``schedule``   which worker does what when: named schedules, torch's text, the proof that they end
-* ``backward``   the way back of a micro-batch, whole or in halves
+* ``schedules``  those of one pipeline, one for each number of micro-batches
+
+On a worker:
+
 * ``build``      how a module comes to its worker
-* ``stage``      one stage
-* ``host``       a worker: carries out the driver's orders, in turn
-* ``partition``  which layers make a stage
-* ``tracing``    the same for models that are no nn.Sequential
-* ``crew``       the driver's side of the workers
+* ``backward``   the way back of a micro-batch, whole or in halves
+* ``stage``      one stage: micro-batches forward and back
+* ``messages``   what the driver and its workers tell each other
+* ``exchange``   the values between stages: how they leave, and where they lie
+* ``run``        one call: its row of the schedule, action by action
+* ``stages``     all stages of a worker, and what the driver's orders do with them
+* ``host``       the mailbox in front of them; orders are carried out in turn
+
+On the driver:
+
+* ``partition``  a model divided into stages: their weights and edges
+* ``balance``    stages that take equally long
+* ``tracing``    models that are no nn.Sequential, by torch's splitter
+* ``divide``     which layers make a stage
+* ``crew``       the workers: orders to all of them, and what came of each
+* ``engine``     a batch through the stages, as long as no worker is lost
+* ``recovery``   the same in spite of losses: spares, and the journal since the last checkpoint
 * ``function``   ``pipe(x)`` in autograd
 * ``scaler``     `GradScaler`
 * ``optimizer``  `PipelineOptimizer`
 * ``state``      what of all this a checkpoint holds
-* ``recovery``   spares, and the journal since the last checkpoint
 * ``trace``      a picture of a step
 * ``table``      ``print(pipe)``
 * ``driver``     `DistributedPipeline`
+
+The way of one step: ``driver`` checks it, ``recovery`` guards it, ``engine`` divides the batch, ``crew`` sends an order
+to each worker, ``host`` takes it in turn, ``run`` carries out the row, ``stage`` computes, ``exchange`` passes on.
 """
 
 from torch.distributed.pipelining import SplitPoint

@@ -27,9 +27,11 @@ class Built:
 
     Args:
         what: a class or function that returns an nn.Module, or its name, ``"package.module:name"``, which only the
-        worker
-            looks up.
-        args, kwargs: its arguments.
+            worker looks up.
+        *args: its positional arguments.
+        **kwargs: its keyword arguments.
+
+    Example::
 
         >>> stages = [nn.Linear(8, 8), Built("their_code.models:Tail", width=8)]
     """
@@ -46,6 +48,7 @@ class Built:
         return f"Built({name})"
 
     def build(self) -> nn.Module:
+        """Make the module, on the worker that this runs on. Raises TypeError if it is no nn.Module."""
         make = self.what
         if isinstance(make, str):
             module, _, name = make.partition(":")
@@ -151,8 +154,7 @@ def cannot_be_rebuilt(spec: StageSpec) -> PipelineError | None:
     """Why a stage cannot come to another worker, if so."""
     if isinstance(spec.module, PyRRef):
         return PipelineError(
-            f"stage {spec.index} was given as an RRef, which died with its owner: give it as "
-            "Built(...), or as a module, so "
-            f"that another worker can build it"
+            f"stage {spec.index} was given as an RRef, which died with its owner: give it as Built(...), or as a "
+            f"module, so that another worker can build it"
         )
     return None

@@ -16,6 +16,8 @@ from torch.futures import Future
 
 from torch_ucx_rpc.pipeline import host
 from torch_ucx_rpc.pipeline.errors import PipelineError, StageError, StageLostError
+from torch_ucx_rpc.pipeline.exchange import worker_info
+from torch_ucx_rpc.pipeline.messages import Failure
 
 __all__ = ["Crew", "Place"]
 
@@ -44,19 +46,29 @@ class Place:
 
 
 class Crew:
-    """The workers of one pipeline."""
+    """The workers of one pipeline. The driver's thread has it; only `abort` is called by threads of the agent too.
 
-    def __init__(self, places: Sequence[tuple[str, str]]) -> None:
+    Args:
+        places: worker and device of each row of the schedule.
+        worker_of: the row of each stage.
+
+    Attributes:
+        number: of the next order.
+        stages_of: the stages of each row.
+    """
+
+    def __init__(self, places: Sequence[tuple[str, str]], worker_of: Sequence[int]) -> None:
         own = rpc.get_worker_info()
         self.name = f"{own.name}-{os.getpid()}-{next(_numbers)}"
         self.here = own.name
         self.places = [self.place(worker, device) for worker, device in places]
         self.number = 0
-        self.stages_of: list[list[int]] = [[] for _ in places]
+        self.worker_of = worker_of
+        self.stages_of = [[stage for stage, of in enumerate(worker_of) if of == row] for row in range(len(places))]
         self._unsettled: list[tuple[int, str, list[Future[Any]]]] = []
 
     def place(self, worker: str, device: str) -> Place:
-        info = host._worker_info(worker)
+        info = worker_info(worker)
         return Place(worker, device, f"{self.name}.{next(_numbers)}", worker == self.here, info)
 
     # ----------------------------------------------------------------------------------------------------- orders
@@ -157,22 +169,28 @@ class Crew:
                 )
         raise PipelineError("the pipeline has been closed on a worker: make a new one")
 
-    def reset(self, routes: list[tuple[str, str]]) -> None:
-        """After workers have changed."""
-        self.settle(self.send("reset", [{"routes": routes, "gradients": True}] * len(self.places)))
+    def routes(self) -> list[tuple[str, str]]:
+        """Worker and host of each stage."""
+        return [(self.places[row].worker, self.places[row].host) for row in self.worker_of]
 
-    def _stage_error(self, place: Place, name: str, failure: dict[str, Any]) -> StageError:
-        stage, number = failure["stage"], failure["micro_batch"]
-        if stage is None:
+    def reset(self) -> None:
+        """After workers have changed."""
+        self.settle(self.send("reset", [{"routes": self.routes(), "gradients": True}] * len(self.places)))
+
+    def _stage_error(self, place: Place, name: str, failure: Failure) -> StageError:
+        if failure.stage is None:
             what = f"worker {place.worker!r} failed in {name.replace('_', ' ')}"
         else:
-            what = f"stage {stage} on worker {place.worker!r} failed in {failure['doing']} of micro-batch {number}"
+            what = (
+                f"stage {failure.stage} on worker {place.worker!r} failed in {failure.doing} of micro-batch "
+                f"{failure.micro_batch}"
+            )
         return StageError(
-            f"{what}: {failure['error']}",
-            stage=stage,
+            f"{what}: {failure.error}",
+            stage=failure.stage,
             worker=place.worker,
-            micro_batch=number,
-            traceback_text=failure["traceback"],
+            micro_batch=failure.micro_batch,
+            traceback_text=failure.traceback,
         )
 
     def _lost_error(self, rows: Sequence[int], reasons: dict[str, str]) -> StageLostError:
@@ -181,9 +199,8 @@ class Crew:
         which = f"stage{'s' if len(stages) > 1 else ''} {', '.join(map(str, stages))}"
         reason = "; ".join(f"{worker}: {text}" for worker, text in reasons.items())
         return StageLostError(
-            f"lost {which} with worker{'s' if len(workers) > 1 else ''} "
-            f"{', '.join(map(repr, workers))}. Replace it with "
-            f"pipe.replace({workers[0]!r}, '<another worker>') and pipe.load(<the last checkpoint>), or give "
+            f"lost {which} with worker{'s' if len(workers) > 1 else ''} {', '.join(map(repr, workers))}. Replace it "
+            f"with pipe.replace({workers[0]!r}, '<another worker>') and pipe.load(<the last checkpoint>), or give "
             f"DistributedPipeline(..., spares=[...]), which does both. ({reason})",
             workers=workers,
             stages=stages,

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
+from torch_ucx_rpc.pipeline.engine import Engine
 from torch_ucx_rpc.pipeline.errors import PipelineError
+from torch_ucx_rpc.pipeline.recovery import Recovery
 from torch_ucx_rpc.pipeline.values import Packet, merge, tensors_of
 from torch_ucx_rpc.pipeline.wiring import INPUT
-
-if TYPE_CHECKING:
-    from torch_ucx_rpc.pipeline.driver import DistributedPipeline
 
 __all__ = ["call_with_autograd"]
 
@@ -21,30 +20,29 @@ __all__ = ["call_with_autograd"]
 class _Call:
     """A forward whose graph is kept on the workers until its backward, or until nobody can ask for that any more."""
 
-    def __init__(self, pipe: DistributedPipeline, number: int, count: int) -> None:
-        self.pipe = pipe
+    def __init__(self, engine: Engine, recovery: Recovery, number: int, outputs: list[Packet]) -> None:
+        self.engine = engine
         self.number = number
-        self.count = count
-        self.forget = weakref.finalize(self, _forget, weakref.ref(pipe), number)
+        self.count = len(outputs)
+        self.forget = weakref.finalize(self, _forget, weakref.ref(recovery), number)
         self.forget.atexit = False
-        self.outputs: list[Packet] = []
+        self.outputs = outputs
         # Which of the batch's tensors that want a gradient each stage has used, in the order in which it answers.
         self.used: dict[int, list[int]] = {}
 
 
-def _forget(reference: weakref.ref[DistributedPipeline], number: int) -> None:
-    pipe = reference()
-    if pipe is not None:
-        pipe._recovery.forget(pipe, number)
+def _forget(reference: weakref.ref[Recovery], number: int) -> None:
+    recovery = reference()
+    if recovery is not None:
+        recovery.forget(number)
 
 
-def call_with_autograd(pipe: DistributedPipeline, count: int, inputs: list[Any], args: Any, kwargs: Any) -> Any:
+def call_with_autograd(engine: Engine, recovery: Recovery, args: Any, kwargs: Any) -> Any:
     """The output of a batch, on the way back of which the stages run theirs."""
-    pipe._recovery.cannot_repeat()
-    number, packets = pipe._forward(count, inputs, True)
-    call = _Call(pipe, number, count)
-    call.outputs = packets
-    call.used = _used(pipe, inputs[0])
+    recovery.cannot_repeat()
+    number, inputs, packets = engine.forward(args, kwargs, grad=True)
+    call = _Call(engine, recovery, number, packets)
+    call.used = _used(engine, inputs[0])
     merged = merge([packet[0] for packet in packets])
     leaves, spec = pytree.tree_flatten(merged)
     wanting = _positions(packets, len(leaves))
@@ -66,21 +64,20 @@ def _positions(packets: list[Packet], leaves: int) -> list[int]:
     wanting = {(0,) if positions is None else positions for _, positions in packets}
     if len(wanting) > 1:
         raise PipelineError(
-            "micro-batches of one batch returned values of which other ones want a gradient: their "
-            "outputs cannot be put "
-            "together. Use chunks=1, or let the model return the same structure always."
+            "micro-batches of one batch returned values of which other ones want a gradient: their outputs cannot be "
+            "put together. Use chunks=1, or let the model return the same structure always."
         )
     return list(wanting.pop())
 
 
-def _used(pipe: DistributedPipeline, one: tuple[Any, Any]) -> dict[int, list[int]]:
+def _used(engine: Engine, one: tuple[Any, Any]) -> dict[int, list[int]]:
     leaves = pytree.tree_leaves(one)
     numbers: dict[int, int] = {}
     for place, leaf in enumerate(leaves):
         if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
             numbers[place] = len(numbers)
     used = {}
-    for spec in pipe._specs:
+    for spec in engine.specs:
         for edge in spec.edges_in:
             if edge.source == INPUT:
                 items = range(len(leaves)) if edge.items is None else edge.items
@@ -106,9 +103,8 @@ class _Node(torch.autograd.Function):
         call: _Call = ctx.call
         if not call.forget.alive:
             raise PipelineError(
-                "this output has been on its way back already, and what the stages kept for it is "
-                "gone: call the pipeline "
-                "again for a second backward"
+                "this output has been on its way back already, and what the stages kept for it is gone: call the "
+                "pipeline again for a second backward"
             )
         call.forget.detach()
         parts = [[] for _ in range(call.count)]  # type: ignore[var-annotated]
@@ -118,7 +114,7 @@ class _Node(torch.autograd.Function):
                 pieces = gradient.unbind() if sizes[0] is None else torch.split(gradient, sizes)
             for part, piece in zip(parts, pieces, strict=True):
                 part.append(piece)
-        found = call.pipe._backward(call.number, call.count, parts, bool(ctx.shapes))
+        found = call.engine.backward(call.number, parts, bool(ctx.shapes))
         return (None, None, None, None, *_of_inputs(found, call, len(ctx.shapes)), *[None] * len(gradients))
 
 

@@ -3,15 +3,14 @@ worker."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
+from torch_ucx_rpc.pipeline.engine import Engine
+from torch_ucx_rpc.pipeline.recovery import Recovery
 from torch_ucx_rpc.pipeline.scaler import GradScaler
-
-if TYPE_CHECKING:
-    from torch_ucx_rpc.pipeline.driver import DistributedPipeline
 
 __all__ = ["PipelineOptimizer"]
 
@@ -24,7 +23,12 @@ class PipelineOptimizer(torch.optim.Optimizer):
     """
 
     def __init__(
-        self, pipe: DistributedPipeline, cls: type[torch.optim.Optimizer], params: Any, options: dict[str, Any]
+        self,
+        engine: Engine,
+        recovery: Recovery,
+        cls: type[torch.optim.Optimizer],
+        params: Any,
+        options: dict[str, Any],
     ) -> None:
         if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
             raise TypeError(f"an optimizer's class is wanted, such as torch.optim.AdamW, and not {cls!r}")
@@ -32,17 +36,18 @@ class PipelineOptimizer(torch.optim.Optimizer):
             raise TypeError(
                 "LBFGS evaluates the loss again and again while it steps, which a pipeline cannot do for it"
             )
-        params = _proxies(pipe, params)
+        params = _proxies(params)
         # On parameters without values: torch's own checks, and the defaults of what was not given.
         model = cls(params, **options)
-        self._pipe = pipe
+        self._engine = engine
+        self._recovery = recovery
         self._class = cls
         self._options = options
-        self._number = len(pipe._optimizers)
+        self._number = len(engine.optimizers)
         self._frozen = False
         super().__init__(model.param_groups, model.defaults)
         self._frozen = True
-        names = {id(one): name for name, one in pipe.named_parameters()}
+        names = {id(one): name for name, one in engine.parameters.items()}
         try:
             self.names = [[names[id(one)] for one in group["params"]] for group in self.param_groups]
         except KeyError:
@@ -50,7 +55,7 @@ class PipelineOptimizer(torch.optim.Optimizer):
                 "the optimizer was given a parameter that is not the pipeline's: take them from pipe.parameters() or "
                 "pipe.named_parameters()"
             ) from None
-        pipe._order("optimizer", self.description())
+        engine.order("optimizer", self.description())
 
     def description(self) -> dict[str, Any]:
         """What a worker needs to make its part."""
@@ -65,6 +70,7 @@ class PipelineOptimizer(torch.optim.Optimizer):
         ]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Raises RuntimeError: the groups are fixed by `DistributedPipeline.optimizer`."""
         if self._frozen:
             raise RuntimeError(
                 "parameter groups of a pipeline's optimizer are fixed: give them all to pipe.optimizer()"
@@ -79,36 +85,42 @@ class PipelineOptimizer(torch.optim.Optimizer):
         """
         if closure is not None:
             raise TypeError("a pipeline's optimizer takes no closure: call pipe.step() before optimizer.step()")
-        self._pipe._recovery.optimizer_step(self._pipe, self._number, self._values(), scaler)
+        scale = None if scaler is None else scaler.get_scale()
+        finite = self._recovery.do(Engine.optimizer_step, self._number, self._values(), scale)
+        if scaler is not None:
+            scaler.update(finite)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Let go of the gradients of all parameters of the pipeline."""
-        self._pipe.zero_grad(set_to_none)
+        self._recovery.zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
         """State and groups by the names of the undivided model, as ``torch.distributed.checkpoint.state_dict`` has
         them."""
         state: dict[str, Any] = {}
-        for some in self._pipe._order("call", (_state_of, (self._number,))):
+        for some in self._engine.order("optimizer_state", {"optimizer": self._number}):
             state.update(some)
         return {"state": state, "param_groups": self.groups_by_name()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """The reverse of `state_dict`."""
         self.load_groups(state_dict["param_groups"])
-        self._pipe._order("call", (_load_state, (self._number, state_dict["state"])))
+        self._engine.order("set_optimizer_state", {"optimizer": self._number, "state": state_dict["state"]})
 
     def groups_by_name(self) -> list[dict[str, Any]]:
+        """The parameter groups, for a checkpoint: names take the place of parameters."""
         return [{**values, "params": list(names)} for values, names in zip(self._values(), self.names, strict=True)]
 
     def checkpoint_parts(self) -> list[Any]:
         """For `torch_ucx_rpc.checkpoint`: what each worker writes."""
+        # It imports torch.distributed.checkpoint, which takes longer than all the rest.
         from torch_ucx_rpc.pipeline import state
 
-        self._pipe.synchronize()
-        return state.optimizer_parts(self)
+        self._recovery.ask(Engine.synchronize)
+        return state.optimizer_parts(self._engine.crew.places, self._number, self)
 
     def load_groups(self, groups: list[dict[str, Any]]) -> None:
+        """Take the options of what `groups_by_name` returned; raises ValueError for another number of groups."""
         if len(groups) != len(self.param_groups):
             raise ValueError(
                 f"the state is of {len(groups)} parameter groups, and this optimizer has {len(self.param_groups)}"
@@ -117,7 +129,7 @@ class PipelineOptimizer(torch.optim.Optimizer):
             mine.update({key: value for key, value in theirs.items() if key not in {"params", "param_names"}})
 
 
-def _proxies(pipe: DistributedPipeline, params: Any) -> Any:
+def _proxies(params: Any) -> Any:
     """What torch's optimizers take: parameters, pairs of name and parameter, or groups; here without the names."""
 
     def plain(one: Any) -> Any:
@@ -134,43 +146,3 @@ def _proxies(pipe: DistributedPipeline, params: Any) -> Any:
             found.append({**group, "params": inside})
         return found
     return [plain(one) for one in some]
-
-
-# ------------------------------------------------------------------------------------------------- on the workers
-
-
-def named_state(host: Any, number: int) -> dict[str, dict[str, Any]]:
-    """The state of a worker's part, by parameter; the tensors are the optimizer's own."""
-    optimizer = host.optimizers.get(number)
-    if optimizer is None:
-        return {}
-    return {name: optimizer.state[one] for name, one in host._owned_parameters() if one in optimizer.state}
-
-
-def _state_of(host: Any, number: int) -> dict[str, dict[str, Any]]:
-    return {
-        name: {
-            key: value.to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
-            for key, value in state.items()
-        }
-        for name, state in named_state(host, number).items()
-    }
-
-
-def set_state(host: Any, number: int, states: dict[str, dict[str, Any]]) -> None:
-    """Give a worker's part the states of its parameters out of these."""
-    optimizer = host.optimizers.get(number)
-    if optimizer is None:
-        return
-    places = {
-        id(one): place for place, one in enumerate(one for group in optimizer.param_groups for one in group["params"])
-    }
-    state = {
-        places[id(one)]: states[name] for name, one in host._owned_parameters() if name in states and id(one) in places
-    }
-    groups = optimizer.state_dict()["param_groups"]
-    # By torch's own way: it puts each tensor where, and in the type in which, the optimizer wants it.
-    optimizer.load_state_dict({"state": state, "param_groups": groups})
-
-
-_load_state = set_state

@@ -17,8 +17,9 @@ class GradScaler:
 
     Args:
         init_scale: the first scale.
-        growth_factor, growth_interval: after that many steps with finite gradients the scale grows by the factor.
-        backoff_factor: with gradients that are not, it shrinks by this one.
+        growth_factor: the scale grows by this factor after ``growth_interval`` steps with finite gradients.
+        backoff_factor: the scale shrinks by this factor after a step with other gradients.
+        growth_interval: the number of steps with finite gradients after which the scale grows.
     """
 
     def __init__(
@@ -39,6 +40,7 @@ class GradScaler:
         self._good_steps = 0
 
     def get_scale(self) -> float:
+        """The factor of the next step's loss."""
         return self._scale
 
     def update(self, finite: bool) -> None:
@@ -53,8 +55,10 @@ class GradScaler:
             self._good_steps = 0
 
     def state_dict(self) -> dict[str, Any]:
+        """The scale, and the number of steps since it changed, for a checkpoint."""
         return {"scale": self._scale, "good_steps": self._good_steps}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from what `state_dict` returned."""
         self._scale = state_dict["scale"]
         self._good_steps = state_dict["good_steps"]

@@ -2,34 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 
 from torch_ucx_rpc.checkpoint import Part
 from torch_ucx_rpc.pipeline import host
-from torch_ucx_rpc.pipeline.optimizer import named_state, set_state
-
-if TYPE_CHECKING:
-    from torch_ucx_rpc.pipeline.driver import DistributedPipeline
-    from torch_ucx_rpc.pipeline.optimizer import PipelineOptimizer
+from torch_ucx_rpc.pipeline.crew import Place
 
 __all__ = ["RandomState", "model_parts", "optimizer_parts"]
 
 Path = tuple[Any, ...]
 
 
-def model_parts(pipe: DistributedPipeline) -> list[Part]:
-    return [
-        Part(place.worker, _model_state, _model_template, _set_model_state, (place.host,))
-        for place in pipe._crew.places
-    ]
+class Groups(Protocol):
+    """The parameter groups of an optimizer, as the driver has them."""
+
+    def groups_by_name(self) -> list[dict[str, Any]]:
+        """Each with the names of its parameters in the undivided model."""
+
+    def load_groups(self, groups: list[dict[str, Any]]) -> None:
+        """Take over the values of other groups; the parameters stay."""
+
+
+def model_parts(places: Sequence[Place]) -> list[Part]:
+    return [Part(place.worker, _model_state, _model_template, _set_model_state, (place.host,)) for place in places]
 
 
 def _model_state(name: str) -> dict[str, Any]:
     state: dict[str, Any] = {}
-    for _, stage in sorted(host.find(name).stages.items()):
+    for _, stage in sorted(host.find(name).by_index.items()):
         state.update(stage.state_dict())
     return state
 
@@ -40,7 +43,7 @@ def _model_template(name: str, saved: Mapping[Path, Any]) -> dict[str, Any]:
 
 
 def _set_model_state(name: str, state: dict[str, Any]) -> None:
-    for stage in host.find(name).stages.values():
+    for stage in host.find(name).by_index.values():
         # A value that is no tensor could not be read into: a module's extra state.
         prefix = stage.spec.prefix
         extra = {
@@ -52,20 +55,16 @@ def _set_model_state(name: str, state: dict[str, Any]) -> None:
             stage.module.load_state_dict(extra, strict=False)
 
 
-def optimizer_parts(optimizer: PipelineOptimizer) -> list[Part]:
-    pipe = optimizer._pipe
+def optimizer_parts(places: Sequence[Place], number: int, groups: Groups) -> list[Part]:
     parts = [
-        Part(place.worker, _optimizer_state, _optimizer_template, _set_optimizer_state, (place.host, optimizer._number))
-        for place in pipe._crew.places
+        Part(place.worker, _optimizer_state, _optimizer_template, _set_optimizer_state, (place.host, number))
+        for place in places
     ]
-    return [
-        Part(None, lambda: _groups(optimizer), _any_groups, lambda state: _set_groups(optimizer, state), ()),
-        *parts,
-    ]
+    return [Part(None, lambda: _groups(groups), _any_groups, lambda state: _set_groups(groups, state), ()), *parts]
 
 
-def _groups(optimizer: PipelineOptimizer) -> dict[str, Any]:
-    return {"param_groups": optimizer.groups_by_name()}
+def _groups(groups: Groups) -> dict[str, Any]:
+    return {"param_groups": groups.groups_by_name()}
 
 
 def _any_groups(saved: Mapping[Path, Any]) -> dict[str, Any]:
@@ -82,17 +81,17 @@ def _any_groups(saved: Mapping[Path, Any]) -> dict[str, Any]:
     return found
 
 
-def _set_groups(optimizer: PipelineOptimizer, state: dict[str, Any]) -> None:
+def _set_groups(groups: Groups, state: dict[str, Any]) -> None:
     if "param_groups" in state:
-        optimizer.load_groups(state["param_groups"])
+        groups.load_groups(state["param_groups"])
 
 
 def _optimizer_state(name: str, number: int) -> dict[str, Any]:
-    return {"state": named_state(host.find(name), number)}
+    return {"state": host.find(name).optimizer_state(number)}
 
 
 def _optimizer_template(name: str, number: int, saved: Mapping[Path, Any]) -> dict[str, Any]:
-    mine = {parameter for parameter, _ in host.find(name)._owned_parameters()}
+    mine = {parameter for parameter, _ in host.find(name).owned_parameters()}
     state: dict[str, dict[str, Any]] = {}
     for path, kind in saved.items():
         if len(path) == 3 and path[0] == "state" and path[1] in mine:
@@ -102,25 +101,25 @@ def _optimizer_template(name: str, number: int, saved: Mapping[Path, Any]) -> di
 
 
 def _set_optimizer_state(name: str, number: int, state: dict[str, Any]) -> None:
-    set_state(host.find(name), number, state.get("state", {}))
+    host.find(name).set_optimizer_state(number, state.get("state", {}))
 
 
 class RandomState:
     """The generators of a pipeline's workers, so that dropout goes on as it would have.
 
     Args:
-        pipe: whose.
+        places: where the rows of the schedule run.
         here: also of the driver's process, if that runs a stage.
     """
 
-    def __init__(self, pipe: DistributedPipeline, here: bool = True) -> None:
-        self._pipe = pipe
+    def __init__(self, places: Sequence[Place], here: bool = True) -> None:
+        self._places = places
         self._here = here
 
     def checkpoint_parts(self) -> list[Part]:
         return [
             Part(place.worker, _random_state, _random_template, _set_random_state, (row, place.device), True)
-            for row, place in enumerate(self._pipe._crew.places)
+            for row, place in enumerate(self._places)
             if self._here or not place.is_here
         ]
 

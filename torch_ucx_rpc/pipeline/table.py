@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from torch_ucx_rpc.pipeline.driver import DistributedPipeline
-    from torch_ucx_rpc.pipeline.partition import StageInfo
+from torch_ucx_rpc.pipeline.partition import StageInfo
 
 __all__ = ["table"]
 
 _HEAD = ("stage", "worker", "layers", "parameters", "profiled ms")
 
 
-def table(infos: Sequence[StageInfo], workers: Sequence[str], pipe: DistributedPipeline) -> str:
+def table(infos: Sequence[StageInfo], workers: Sequence[str], schedule: str, chunks: int, rematerialize: bool) -> str:
     """Lines with a column each of ``_HEAD``; the last only where layers have been profiled."""
     rows = [
         (
@@ -36,8 +33,8 @@ def table(infos: Sequence[StageInfo], workers: Sequence[str], pipe: DistributedP
         ]
         return "  ".join(cells).rstrip()
 
-    schedule = pipe.schedule if "\n" not in pipe.schedule and len(pipe.schedule) < 40 else "given as text"
-    head = f"DistributedPipeline: schedule {schedule}, {pipe.chunks} micro-batches" + (
-        ", activations rematerialized" if pipe.rematerialize else ""
+    name = schedule if "\n" not in schedule and len(schedule) < 40 else "given as text"
+    head = f"DistributedPipeline: schedule {name}, {chunks} micro-batches" + (
+        ", activations rematerialized" if rematerialize else ""
     )
     return "\n".join([head, line(_HEAD), *map(line, rows)])

@@ -17,8 +17,9 @@ from torch.distributed.pipelining._IR import Pipe, annotate_split_points
 from torch.export import Dim
 from torch.utils import _pytree as pytree
 
+from torch_ucx_rpc.pipeline.balance import balanced
 from torch_ucx_rpc.pipeline.errors import PipelineError
-from torch_ucx_rpc.pipeline.partition import Partition, StageInfo, _parameter_count, balanced, close_to, connect, tie
+from torch_ucx_rpc.pipeline.partition import Partition, StageInfo, close_to, connect, parameter_count, tie
 from torch_ucx_rpc.pipeline.wiring import INPUT, Ref, StageSpec
 
 __all__ = ["divide"]
@@ -55,14 +56,13 @@ def divide(
             specs, others = others, specs
         if [(spec.arguments, spec.output) for spec in specs] != [(spec.arguments, spec.output) for spec in others]:
             raise PipelineError(
-                "the model passes other values between these stages when it trains than when it "
-                "evaluates, so one pipeline "
-                "cannot do both: move the split points."
+                "the model passes other values between these stages when it trains than when it evaluates, so one "
+                "pipeline cannot do both: move the split points."
             )
         for spec, other in zip(specs, others, strict=True):
             spec.evaluation_module = other.module
     tie(specs, dict(model.named_parameters(remove_duplicate=False)))
-    infos = [StageInfo(_layers_of(spec.module), _parameter_count([spec.module])) for spec in specs]
+    infos = [StageInfo(_layers_of(spec.module), parameter_count([spec.module])) for spec in specs]
     names = [name for name, _ in model.named_parameters()]
 
     def bind(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -205,7 +205,7 @@ def _split_points(
             f"inside."
         )
     costs = [
-        seconds if balance == "profile" else float(_parameter_count([model.get_submodule(name)]))
+        seconds if balance == "profile" else float(parameter_count([model.get_submodule(name)]))
         for name, seconds in blocks
     ]
     place = 0

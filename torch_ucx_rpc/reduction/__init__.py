@@ -14,17 +14,28 @@
 A trainer sends a bucket of gradients to a host of the server, by one request, and the mean of all trainers' is the
 answer. Any backend of ``torch.distributed.rpc`` will do; docs/reduction.md says what is different on TensorPipe.
 
-How the package is laid out:
+How the package is laid out, from the bottom up; the way of one push goes from ``_pushes`` to ``_host`` and down:
 
-* ``_host``           what a host does: rounds, sums, replicas; the argument for it stands there
-* ``_client``         `serve`, `push_pull`, and pushes that outlive hosts
+* ``_messages``       what trainers and hosts tell each other
+* ``_roster``         the trainers of a server, as a host knows them
+* ``_results``        the last results, for the others when a host is lost
+* ``_round``          the tensors of one round of a piece, and their sum
+* ``_piece``          a piece: its rounds, and what late trainers have missed
+* ``_parameters``     a piece of a server with an optimizer; checkpoint and replica
+* ``_host``           what a host does, and what trainers ask of it
+* ``_server``         `Server`: a trainer's view of it, its hosts, and this trainer's positions
+* ``_pushes``         pushes that outlive hosts
+* ``_meeting``        how trainers become hosts
+* ``_serve``          `serve`
+* ``_push_pull``      `push_pull`
 * ``_ddp``            `state` and `hook`
 * ``_data_parallel``  `DataParallel`
-* ``_site``           what a process has of all of these while an agent runs
 """
 
-from torch_ucx_rpc.reduction._client import Server, push_pull, push_pull_async, serve
 from torch_ucx_rpc.reduction._data_parallel import DataParallel
 from torch_ucx_rpc.reduction._ddp import State, hook, state
+from torch_ucx_rpc.reduction._push_pull import push_pull, push_pull_async
+from torch_ucx_rpc.reduction._serve import serve
+from torch_ucx_rpc.reduction._server import Server
 
 __all__ = ["DataParallel", "Server", "State", "hook", "push_pull", "push_pull_async", "serve", "state"]

@@ -18,12 +18,13 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.futures import Future
 
+from torch_ucx_rpc._observe.life import PerLife
 from torch_ucx_rpc._observe.lost import timed_out, was_lost
 from torch_ucx_rpc.reduction import _host
-from torch_ucx_rpc.reduction._client import Server, tensors_of
 from torch_ucx_rpc.reduction._ddp import Part, plan, push_bucket
-from torch_ucx_rpc.reduction._host import Answer, Trainer
-from torch_ucx_rpc.reduction._site import site
+from torch_ucx_rpc.reduction._messages import Answer, Trainer
+from torch_ucx_rpc.reduction._pushes import tensors_of
+from torch_ucx_rpc.reduction._server import Server
 
 _logger = logging.getLogger(__name__)
 
@@ -119,7 +120,7 @@ class DataParallel(nn.Module):
 
         for parameter in parameters:
             parameter.register_post_accumulate_grad_hook(on_gradient)
-        site().models[self._key] = self
+        _models()[self._key] = self
         self._begin()
 
     @property
@@ -127,10 +128,11 @@ class DataParallel(nn.Module):
         return f"{self._server.spec.key}/{self._name}"
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The forward of the module that this holds; with gradients, its backward will push them."""
         if torch.is_grad_enabled() and self._is_synchronizing:
             if self._is_behind:
                 self._is_behind = False
-                self._begin(is_again=True)
+                self._catch_up()
             self._has_begun = True
             self._give_to_those_asking()
         return self.module(*args, **kwargs)
@@ -209,41 +211,59 @@ class DataParallel(nn.Module):
 
     # -- beginning, and giving to those who begin
 
-    def _begin(self, is_again: bool = False) -> None:
-        """Get the state of a trainer that is further, if there is one."""
+    def _begin(self) -> None:
+        """Begin together with the first trainers, or with the state of one that is further."""
+        # The others of the first may come for it when this trainer is in its first step, which waits for them.
+        self._initial = self._state()
+        try:
+            is_initial = self._take_over()
+        except RuntimeError as error:
+            if not timed_out(error):
+                raise
+            raise RuntimeError(
+                f"{self._server.trainer} cannot begin: the others, or a step of one of them, did not come within the "
+                f"time of a call. serve(..., trainers=N) says how many there are at the start ({error})"
+            ) from error
+        self._initial = self._state() if is_initial else None
+        self._hold()
+
+    def _catch_up(self) -> None:
+        """Take over the state of another trainer, after steps that this one has missed."""
+        try:
+            self._take_over()
+        except RuntimeError as error:
+            if not timed_out(error):
+                raise
+            _logger.warning(
+                "%s goes on with what it has: no other has begun a step meanwhile (%s)", self._server.trainer, error
+            )
+        else:
+            self._hold()
+
+    def _take_over(self) -> bool:
+        """Load the state of a trainer that is further, if there is one. Returns whether this one is of the first."""
         server = self._server
-        if not is_again:
-            # The others of the first may come for it when this trainer is in its first step, which waits for them.
-            self._initial = self._state()
         while True:
             host = server.find_host(0)
             try:
-                donor, is_initial = server._call(host, _host._enter, server.spec.key, self._name, server.trainer)
+                donor, is_initial = server.call(host, _host.enter, server.spec.key, self._name, server.trainer)
                 if donor is None:
-                    break
+                    return bool(is_initial)
                 state = rpc.rpc_sync(donor.name, _give, args=(self._key, server.trainer, is_initial))
             except RuntimeError as error:
-                if timed_out(error) and is_again:
-                    _logger.warning(
-                        "%s goes on with what it has: %s has begun no step meanwhile", server.trainer, donor
-                    )
-                    return
-                if timed_out(error):
-                    raise RuntimeError(
-                        f"{server.trainer} cannot begin: the others, or a step of one of them, did not come within the "
-                        f"time of a call. serve(..., trainers=N) says how many there are at the start ({error})"
-                    ) from error
                 if not was_lost(error):
                     raise
                 _logger.info("%s begins again: %s", server.trainer, error)
                 continue
             if state is not None:
                 self._load(state)
-                break
+                return bool(is_initial)
+            # That one has ended with the model, or has not made it yet.
             time.sleep(_PAUSE_S)
-        if not is_again:
-            self._initial = self._state() if is_initial else None
-        server.call_all(_host._hold, server.spec.key, self._name, server.trainer)
+
+    def _hold(self) -> None:
+        """Have the hosts know that this trainer can give its state to others."""
+        self._server.call_all(_host.hold, self._server.spec.key, self._name, self._server.trainer)
 
     def _load(self, state: dict[str, Any]) -> None:
         own = dict(self.module.state_dict(keep_vars=True))
@@ -262,7 +282,7 @@ class DataParallel(nn.Module):
 
     def give(self, trainer: Trainer, is_initial: bool) -> Future[dict[str, Any] | None]:
         """This trainer's state at the beginning of a step, for another one: of the first step, if both are in that."""
-        future: Future[dict[str, Any] | None] = Future(devices=site().devices)
+        future: Future[dict[str, Any] | None] = Future(devices=self._server.life.devices)
         with self._lock:
             initial = self._initial if is_initial else None
             if initial is None:
@@ -277,13 +297,13 @@ class DataParallel(nn.Module):
         for trainer, future in asking:
             # From now on the others wait for it, this step included: it is not complete without this trainer.
             server = self._server
-            server.call_all(_host._admit, server.spec.key, trainer, dict(server.positions))
+            server.call_all(_host.admit, server.spec.key, trainer, dict(server.positions))
             future.set_result(self._state())
 
-    def on_leave(self, server: Server) -> None:
+    def on_leave(self) -> None:
         """Nobody gets the state from here any more."""
         with self._lock:
-            asking, self._asking = (self._asking, []) if server is self._server else ([], self._asking)
+            asking, self._asking = self._asking, []
         for _, future in asking:
             future.set_result(None)
 
@@ -322,9 +342,13 @@ def _make_buckets(parameters: list[nn.Parameter], bucket_bytes: int) -> list[_Bu
     return [_Bucket(bucket) for bucket in buckets]
 
 
+# Those of this worker, by key of the server and name.
+_models: PerLife[weakref.WeakValueDictionary[str, DataParallel]] = PerLife(lambda life: weakref.WeakValueDictionary())
+
+
 @rpc.functions.async_execution
 def _give(key: str, trainer: Trainer, is_initial: bool) -> Future[dict[str, Any] | None]:
-    model = site().models.get(key)
+    model = _models().get(key)
     if model is None:
         # It has ended with the model, but not yet with RPC, or has not made it yet: another one is asked.
         nothing: Future[dict[str, Any] | None] = Future()

@@ -16,8 +16,10 @@ from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 
-from torch_ucx_rpc.reduction._client import Server, spread, tensors_of
-from torch_ucx_rpc.reduction._host import Answer, _expect
+from torch_ucx_rpc.reduction._host import expect
+from torch_ucx_rpc.reduction._messages import Answer
+from torch_ucx_rpc.reduction._pushes import push, tensors_of
+from torch_ucx_rpc.reduction._server import Server, spread
 
 # Below it a message more costs more than what a host saves by having less.
 _CUT_BYTES = 1 << 16
@@ -68,7 +70,7 @@ def push_bucket(
 ) -> list[tuple[Part, Future[Answer]]]:
     """Push the parts of a flat tensor."""
     return [
-        (part, server.push(f"{prefix}/{index}", part.shard, [buffer[part.start : part.stop]], quorum))
+        (part, push(server, f"{prefix}/{index}", part.shard, [buffer[part.start : part.stop]], quorum))
         for index, part in enumerate(parts)
     ]
 
@@ -87,7 +89,11 @@ class State:
         self._sizes_before: list[tuple[int, int]] = []
         self._plan: list[list[Part]] | None = None
 
+    def on_leave(self) -> None:
+        """Nothing: no other trainer asks this one for anything."""
+
     def push(self, bucket: GradBucket) -> Future[Tensor]:
+        """Push a bucket of DDP's gradients: the future of its mean over the trainers."""
         buffer: Tensor = bucket.buffer()
         size = (buffer.numel(), buffer.element_size())
         index = bucket.index()
@@ -101,14 +107,14 @@ class State:
         pushes = push_bucket(self.server, f"{self._name}/{layout}/{index}", buffer.detach(), parts, self.quorum)
         if len(pushes) == 1:
             # DistributedDataParallel only reads it.
-            return pushes[0][1].then(lambda push: tensors_of(push)[0])
+            return pushes[0][1].then(lambda pushed: tensors_of(pushed)[0])
 
         def join(_: Any) -> Tensor:
-            for part, push in pushes:
-                buffer[part.start : part.stop].copy_(tensors_of(push)[0])
+            for part, pushed in pushes:
+                buffer[part.start : part.stop].copy_(tensors_of(pushed)[0])
             return buffer
 
-        return torch.futures.collect_all([push for _, push in pushes]).then(join)
+        return torch.futures.collect_all([pushed for _, pushed in pushes]).then(join)
 
     def _end_step(self) -> None:
         if self._plan is None and self._sizes == self._sizes_before:
@@ -142,7 +148,7 @@ def state(server: Server, quorum: int | None = None, process_group: dist.Process
             raise ValueError(
                 f"quorum={quorum} can never be reached: the process group has {ranks} trainers; give at most that many"
             )
-        server.call_all(_expect, server.spec.key, ranks, ())
+        server.call_all(expect, server.spec.key, ranks, ())
         server.spec = server.spec._replace(expected=ranks, expected_names=())
     server.check_quorum(quorum)
     return State(server, quorum)

@@ -226,7 +226,7 @@ def members(*, role: str | None = None, group: str | None = None) -> list[Member
     """The living workers by rank, or those of a role, of a group, or of both."""
     known = directory()
     known.sync()
-    infos = known.living()
+    infos = known.life.living()
     with known.lock:
         found = [_member(info, known.table.owners.get(info.name)) for info in infos]
     return [
@@ -399,15 +399,17 @@ _directory.made.append(_on_made)
 
 def statistics() -> tuple[ServiceStatistics, ...]:
     """What this worker has served, by name; nothing where RPC is not running or this worker offers nothing."""
-    known = _directory._directory
-    return () if known is None else statistics_of(known._agent())
+    known = directory.last()
+    return () if known is None or known.life.is_over() else _statistics_of(known)
 
 
 def statistics_of(agent: Any) -> tuple[ServiceStatistics, ...]:
     """The same of the worker of an agent that may not be running."""
-    known = _directory._directory
-    if known is None or agent is None or not known.is_of(agent):
-        return ()
+    known = directory.last()
+    return () if known is None or not known.life.is_of(agent) else _statistics_of(known)
+
+
+def _statistics_of(known: Directory) -> tuple[ServiceStatistics, ...]:
     with known.lock:
         return tuple(
             ServiceStatistics(

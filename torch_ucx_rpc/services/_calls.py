@@ -15,7 +15,6 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 import torch.distributed.rpc as rpc
 from torch._C._distributed_rpc import WorkerInfo
 from torch.distributed.rpc import api
@@ -223,7 +222,7 @@ def route_to(name: str) -> Route:
             if replica is None:
                 replica = _replicas[owner.life] = Replica(WorkerInfo(owner.worker, owner.rank), owner.life)
             replicas.append(replica)
-        route = routes[name] = Route(name, offer, replicas, known.info.name, known.tells_ends)
+        route = routes[name] = Route(name, offer, replicas, known.info.name, known.life.tells_ends)
         return route
 
 
@@ -247,7 +246,8 @@ def call(name: str, /, *args: Any, timeout: float = UNSET_RPC_TIMEOUT, **kwargs:
 
     Args:
         name (str): of the service.
-        args, kwargs: what it is called with.
+        *args: its positional arguments.
+        **kwargs: its keyword arguments.
         timeout (float): in seconds, as of ``rpc_sync`` (default: ``rpc_timeout``; 0 for none). A parameter of the
             service that has this name can be given by position only.
 
@@ -262,8 +262,7 @@ def call(name: str, /, *args: Any, timeout: float = UNSET_RPC_TIMEOUT, **kwargs:
 
         >>> services.call("score", torch.ones(3))
     """
-    known = _directory._directory
-    route = routes.get(name) if known is not None and known.era is api._ALL_WORKER_NAMES else None
+    route = routes.get(name) if directory.is_made() else None
     if route is None:
         directory()
         route = route_to(name)
@@ -329,7 +328,7 @@ def _judge(route: Route, replica: Replica, error: RuntimeError, tried: Sequence[
     if not was_lost(error):
         raise error
     known = directory()
-    if not known.tells_ends:
+    if not known.life.tells_ends:
         # On UCX the agent says so, of which life it is.
         known.drop(replica.info.name, replica.life)
     if not route.idempotent:
@@ -346,8 +345,7 @@ def call_async(name: str, /, *args: Any, timeout: float = UNSET_RPC_TIMEOUT, **k
     Raises `UnknownName` at once; everything else the future raises. Where there is one replica, and the call would not
     be repeated, that is the future of ``rpc_async``, with the errors of that: RuntimeErrors that name the worker.
     """
-    known = _directory._directory
-    route = routes.get(name) if known is not None and known.era is api._ALL_WORKER_NAMES else None
+    route = routes.get(name) if directory.is_made() else None
     if route is None:
         directory()
         route = route_to(name)
@@ -367,7 +365,7 @@ class _Pending:
         self._route = route
         self._call = (args, kwargs, timeout)
         self._tried: list[Replica] = []
-        self.future: Future[Any] = Future(devices=_devices())
+        self.future: Future[Any] = Future(devices=directory().life.devices)
         self._start()
 
     def _start(self) -> None:
@@ -405,13 +403,3 @@ class _Pending:
             self.future.set_exception(error)
         else:
             self.future.set_result(value)
-
-
-def _devices() -> list[int | str | torch.device]:
-    """Those on which results may arrive, which futures have to know."""
-    agent = directory()._agent()
-    return sorted(getattr(agent, "devices", ()) or _options_devices(agent), key=str)
-
-
-def _options_devices(agent: Any) -> Sequence[torch.device]:
-    return getattr(agent._get_backend_options(), "devices", ()) if torch.cuda.is_available() else ()

@@ -29,18 +29,16 @@ under way.
 from __future__ import annotations
 
 import logging
-import secrets
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed.rpc as rpc
 from torch._C._distributed_rpc import WorkerInfo, get_rpc_timeout
-from torch.distributed.rpc import api
 
-from torch_ucx_rpc._observe.lost import Gone, current_agent, ended, subscribe, was_lost
+from torch_ucx_rpc._observe.life import Life, PerLife
+from torch_ucx_rpc._observe.lost import Gone, was_lost
 from torch_ucx_rpc.services._errors import NameTaken
 from torch_ucx_rpc.services._table import Change, Offer, Owner, Table
 
@@ -71,21 +69,12 @@ class Verdict(NamedTuple):
 class Directory:
     """Of one life of this worker: what it offers, and the table of all."""
 
-    def __init__(self, agent: Any) -> None:
-        self.era = api._ALL_WORKER_NAMES
-        # The agent says when a worker ends.
-        self.tells_ends = hasattr(agent, "_statistics")
-        # torch keeps the C++ object of TensorPipe's agent alive, but not the Python one, by which it is known here.
-        self._agent = weakref.ref(agent) if self.tells_ends else lambda: agent
-        info: WorkerInfo = agent.get_worker_info()
-        self.info = info
-        # Known to others as the agent's, where it has one: it is what the agent says when a worker ends.
-        self._life = int(getattr(agent, "session", 0)) or secrets.randbits(63)
+    def __init__(self, life: Life) -> None:
+        self.life = life
+        self.info = info = life.info
         self.lock = threading.RLock()
         self.table = Table()
-        self.table.apply(Change(info.name, info.id, self._life, None, 0, role_of(info.name), (), (), ()))
-        # Of a static group, whose list of workers the dead do not leave.
-        self._gone_names: set[str] = set()
+        self.table.apply(Change(info.name, info.id, life.number, None, 0, role_of(info.name), (), (), ()))
         self._is_synced = False
         self._sync_lock = threading.Lock()
         self._is_leading = False
@@ -95,30 +84,13 @@ class Directory:
         self._change_lock = threading.Lock()
         # Called with the names whose offers have changed.
         self.on_change: Callable[[set[str]], None] = lambda _: None
-        self._unsubscribe = subscribe(self._on_gone)
-        for gone in ended():
-            self._on_gone(gone)
-
-    def is_of(self, agent: Any) -> bool:
-        return self._agent() is agent
-
-    def close(self) -> None:
-        self._unsubscribe()
+        life.watch(self._on_gone)
 
     # -- what this worker knows
 
     @property
     def own(self) -> Owner:
         return self.table.owners[self.info.name]
-
-    def living(self) -> list[WorkerInfo]:
-        """All workers that this one takes to be alive, by rank."""
-        agent = self._agent()
-        if agent is None:
-            raise RuntimeError("RPC has been shut down")
-        infos = sorted(agent.get_worker_infos(), key=lambda info: info.id)
-        with self.lock:
-            return [info for info in infos if info.name not in self._gone_names]
 
     def sync(self) -> None:
         """Take over the table from the decider, once."""
@@ -174,19 +146,16 @@ class Directory:
 
     def _learn(self, changes: Iterable[Change]) -> None:
         """What others know of third workers. Of those that this worker's agent never met, it would not see the end."""
-        agent = self._agent()
-        if agent is not None and self.tells_ends:
-            there = {peer["session"] for peer in agent._statistics()["peers"] if peer["state"] in _THERE}
+        if self.life.tells_ends:
+            there = {peer["session"] for peer in self.life.agent._statistics()["peers"] if peer["state"] in _THERE}
             changes = [change for change in changes if change.life in there]
         self.take_in(changes)
 
     def drop(self, worker: str, life: int) -> None:
         """Forget a worker to which a call has failed."""
+        self.life.lose(worker)
         with self.lock:
-            concerned = self.table.end(life)
-            if _is_static(self._agent()):
-                self._gone_names.add(worker)
-            if concerned:
+            if concerned := self.table.end(life):
                 self.on_change(concerned)
 
     def _on_gone(self, gone: Gone) -> None:
@@ -230,7 +199,7 @@ class Directory:
     def _announce(self, change: Change, told: str) -> None:
         """Tell all others but the decider, and wait until they have heard: but for those who hang."""
         calls = []
-        for info in self.living():
+        for info in self.life.living():
             if info.name not in (self.info.name, told):
                 try:
                     calls.append((info, rpc.rpc_async(info, _hear, args=(change,), timeout=_HEARING_S)))
@@ -246,7 +215,7 @@ class Directory:
     def _correct(self) -> None:
         """After a claim whose outcome is unknown: tell the decider what this worker offers."""
         try:
-            rpc.rpc_async(self.living()[0], _judge, args=(self.own.full(),))
+            rpc.rpc_async(self.life.living()[0], _judge, args=(self.own.full(),))
         except RuntimeError as error:
             _logger.debug("the decider was not told that a claim is void: %s", error)
 
@@ -276,14 +245,14 @@ class Directory:
         patience = get_rpc_timeout() or _PATIENCE_S
         deadline = time.monotonic() + patience
         while True:
-            decider = self.living()[0]
+            decider = self.life.living()[0]
             try:
                 answer = ask(decider)
             except RuntimeError as error:
                 if not was_lost(error):
                     raise
                 _logger.debug("%s was lost while it was asked %s: %s", decider.name, what, error)
-                if not self.tells_ends:
+                if not self.life.tells_ends:
                     # Nobody else will say so.
                     with self.lock:
                         life = self.table.owners[decider.name].life if decider.name in self.table.owners else 0
@@ -306,7 +275,7 @@ class Directory:
         if self._is_leading and self._is_lowest():
             return True
         with self._lead_lock:
-            others = [info for info in self.living() if info.name != self.info.name]
+            others = [info for info in self.life.living() if info.name != self.info.name]
             if any(info.id < self.info.id for info in others):
                 self._is_leading = False
                 return False
@@ -315,7 +284,7 @@ class Directory:
             gathered = []
             for info in others:
                 try:
-                    gathered.append((info, rpc.rpc_async(info, _gather, args=(self._life,))))
+                    gathered.append((info, rpc.rpc_async(info, _gather, args=(self.life.number,))))
                 except RuntimeError as error:
                     _logger.debug("%s is gone: %s", info.name, error)
             for info, future in gathered:
@@ -328,13 +297,13 @@ class Directory:
                             f"which it offers: {error}"
                         ) from error
             with self.lock:
-                self._bound_to = self._life
+                self._bound_to = self.life.number
                 self._is_synced = True
                 self._is_leading = True
             return True
 
     def _is_lowest(self) -> bool:
-        return all(info.id >= self.info.id for info in self.living())
+        return all(info.id >= self.info.id for info in self.life.living())
 
     def judge(self, change: Change) -> Verdict:
         if not self.lead():
@@ -346,7 +315,7 @@ class Directory:
             owner = self.table.owners.get(change.worker)
             known = owner.version if owner is not None and owner.life == change.life else 0
             if change.base is not None and change.base != known and change.worker != self.info.name:
-                return Verdict(leader=self._life, needs_all=True)
+                return Verdict(leader=self.life.number, needs_all=True)
             refusal = self.table.conflict(change)
             if refusal is None and change.base is None and known:
                 # Whatever it has asked for before.
@@ -354,7 +323,7 @@ class Directory:
                 self.on_change(concerned)
             elif refusal is None and (concerned := self.table.apply(change)):
                 self.on_change(concerned)
-            return Verdict(self._life, refusal)
+            return Verdict(self.life.number, refusal)
 
     def tell(self, owners: Iterable[str] | None) -> list[Change] | None:
         """All that is known of some owners, or of all; None from a worker that does not decide."""
@@ -391,35 +360,20 @@ def _whole(own: Owner, change: Change) -> Change:
     )
 
 
-def _is_static(agent: Any) -> bool:
-    return bool(getattr(agent, "is_static_group", True))
-
-
 # ------------------------------------------------------------------------------------------- this worker's directory
 
-_directory: Directory | None = None
-_making = threading.Lock()
 # Told of a new directory, before anything is asked of it.
 made: list[Callable[[Directory], None]] = []
 
 
-def directory() -> Directory:
-    """Of the agent that runs; RuntimeError without one."""
-    global _directory
-    if (known := _directory) is not None and known.era is api._ALL_WORKER_NAMES:
-        return known
-    agent = current_agent()
-    with _making:
-        known = _directory
-        if known is None or not known.is_of(agent):
-            if known is not None:
-                known.close()
-            known = Directory(agent)
-            for tell in made:
-                tell(known)
-            _directory = known
-        known.era = api._ALL_WORKER_NAMES
-        return known
+def _make(life: Life) -> Directory:
+    known = Directory(life)
+    for tell in made:
+        tell(known)
+    return known
+
+
+directory = PerLife(_make)
 
 
 # ---------------------------------------------------------------------------------------------- what others call here

@@ -1,0 +1,71 @@
+"""One life of a worker, and what the libraries keep for so long."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch.distributed.rpc as rpc
+from workers import Steps, agent, backend_options, eventually, init_rpc
+
+from torch_ucx_rpc._observe.life import Life, PerLife, life
+
+RunWorkers = Callable[..., list]
+
+
+def test_each_life_has_its_own(run_on_both: RunWorkers, tmp_path: Path) -> None:
+    run_on_both(1, live_twice, Steps(tmp_path), init=False)
+
+
+def live_twice(rank: int, steps: Steps) -> None:
+    per_life: PerLife[list[Life]] = PerLife(lambda lasting: [lasting])
+    with pytest.raises(RuntimeError, match="RPC is not running"):
+        per_life()
+    assert per_life.last() is None
+    lives = []
+    for number in range(2):
+        method = (steps.directory / f"store{number}").as_uri()
+        init_rpc(rank, rpc_backend_options=backend_options(init_method=method))
+        assert not per_life.is_made()
+        made = per_life()
+        assert per_life() is made
+        assert per_life.is_made()
+        assert per_life.last() is made
+        assert made == [life()]
+        assert made[0].is_of(agent())
+        assert not made[0].is_of(None)
+        assert [info.name for info in made[0].living()] == ["worker0"]
+        lives.append(made[0])
+        rpc.shutdown()
+    assert lives[0] is not lives[1]
+    assert lives[0].number != lives[1].number
+
+
+def test_a_life_knows_the_dead_before_it_tells_of_them(run_on_ucx: RunWorkers, tmp_path: Path) -> None:
+    run_on_ucx(2, outlive, Steps(tmp_path), shutdown=False, exit_codes={1: -signal.SIGKILL})
+
+
+def outlive(rank: int, steps: Steps) -> None:
+    if rank:
+        steps.wait_for("watched")
+        os.kill(os.getpid(), signal.SIGKILL)
+    told: list[tuple[str, list[str]]] = []
+    mine = life()
+
+    def tell(gone: object) -> None:
+        told.append((gone.name, [info.name for info in mine.living()]))  # type: ignore[attr-defined]
+
+    mine.watch(tell)
+    steps.done("watched")
+    eventually(lambda: told == [("worker1", ["worker0"])], "worker1 is gone")
+    assert mine.gone_names() == {"worker1"}
+    # A later watcher is told as well.
+    mine.watch(tell)
+    assert len(told) == 2
+    rpc.shutdown(graceful=False)
+    eventually(mine.is_over, "the agent is gone")
+    with pytest.raises(RuntimeError, match="RPC has been shut down"):
+        mine.living()

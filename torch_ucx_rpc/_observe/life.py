@@ -1,0 +1,153 @@
+"""One life of this worker, from ``init_rpc`` to ``shutdown``: `life`, and `PerLife`, for things that last as long.
+
+A process may have several lives, one after the other. Whatever a library knows of workers belongs to one of them: in
+the next one the same names are other workers.
+"""
+
+# mypy: allow-untyped-calls
+
+from __future__ import annotations
+
+import secrets
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch._C._distributed_rpc import WorkerInfo
+from torch.distributed.rpc import api
+
+from torch_ucx_rpc._observe.lost import Gone, current_agent, ended, subscribe
+
+T = TypeVar("T")
+
+
+class Life:
+    """The agent of one life of this worker, and which workers are alive. Any thread may use it.
+
+    Attributes:
+        info (WorkerInfo): of this worker.
+        number (int): tells this life from others of a worker of this name; the agent's session, where it has one.
+        tells_ends (bool): the agent says when a worker ends, as UCX's does. Elsewhere a call that fails says so.
+        is_static (bool): the group has a fixed size, and its list of workers keeps the dead.
+    """
+
+    def __init__(self, agent: Any) -> None:
+        self.tells_ends = hasattr(agent, "_statistics")
+        # torch keeps the C++ object of TensorPipe's agent alive, but not the Python one, by which it is known here.
+        self._agent = weakref.ref(agent) if self.tells_ends else lambda: agent
+        # torch makes another object of the names in each life: comparing these costs less than asking for the agent.
+        self.era = api._ALL_WORKER_NAMES
+        self.info: WorkerInfo = agent.get_worker_info()
+        self.number = int(getattr(agent, "session", 0)) or secrets.randbits(63)
+        self.is_static = bool(getattr(agent, "is_static_group", True))
+        self._lock = threading.Lock()
+        self._gone_names: set[str] = set()
+        self._subscriptions: list[Callable[[], None]] = []
+        # The first to be told of an end: others may ask then which workers are alive.
+        self.watch(lambda gone: self.lose(gone.name))
+
+    def is_of(self, agent: Any) -> bool:
+        return agent is not None and self._agent() is agent
+
+    def is_over(self) -> bool:
+        """True once UCX's agent is gone; other backends do not tell."""
+        return self._agent() is None
+
+    @property
+    def agent(self) -> Any:
+        """RuntimeError after the shutdown."""
+        agent = self._agent()
+        if agent is None:
+            raise RuntimeError("RPC has been shut down")
+        return agent
+
+    @property
+    def devices(self) -> list[int | str | torch.device]:
+        """The devices on which tensors may arrive: a future has to know them."""
+        return sorted(getattr(self.agent, "devices", ()) or _devices_in_options(self.agent), key=str)
+
+    def living(self) -> list[WorkerInfo]:
+        """All workers that this one takes to be alive, by rank."""
+        infos = sorted(self.agent.get_worker_infos(), key=lambda info: info.id)
+        gone = self.gone_names() if self.is_static else set()
+        return [info for info in infos if info.name not in gone]
+
+    def gone_names(self) -> set[str]:
+        """Names of all workers that have ended; another worker may have taken such a name since."""
+        with self._lock:
+            return set(self._gone_names)
+
+    def lose(self, name: str) -> None:
+        """Take a worker for dead."""
+        with self._lock:
+            self._gone_names.add(name)
+
+    def watch(self, callback: Callable[[Gone], None]) -> None:
+        """Have the end of each worker told as long as this life lasts, those included that have ended already."""
+        self._subscriptions.append(subscribe(callback))
+        for gone in ended():
+            callback(gone)
+
+    def close(self) -> None:
+        for unsubscribe in self._subscriptions:
+            unsubscribe()
+
+
+def _devices_in_options(agent: Any) -> Sequence[torch.device]:
+    return getattr(agent._get_backend_options(), "devices", ()) if torch.cuda.is_available() else ()
+
+
+_life: Life | None = None
+_making = threading.Lock()
+
+
+def life() -> Life:
+    """The life of this worker that lasts; RuntimeError where RPC is not running."""
+    global _life
+    if (known := _life) is not None and known.era is api._ALL_WORKER_NAMES:
+        return known
+    agent = current_agent()
+    with _making:
+        known = _life
+        if known is None or not known.is_of(agent):
+            if known is not None:
+                known.close()
+            known = _life = Life(agent)
+        known.era = api._ALL_WORKER_NAMES
+        return known
+
+
+class PerLife(Generic[T]):
+    """One `T` in each life of this worker: a call returns it, and makes it when it is the first.
+
+    Example::
+
+        >>> directory = PerLife(Directory)
+        >>> directory().look_up("score")
+    """
+
+    def __init__(self, make: Callable[[Life], T]) -> None:
+        self._make = make
+        self._known: tuple[Life, T] | None = None
+        self._making = threading.Lock()
+
+    def __call__(self) -> T:
+        """RuntimeError where RPC is not running."""
+        if (known := self._known) is not None and known[0].era is api._ALL_WORKER_NAMES:
+            return known[1]
+        lasting = life()
+        with self._making:
+            known = self._known
+            if known is None or known[0] is not lasting:
+                known = self._known = (lasting, self._make(lasting))
+            return known[1]
+
+    def is_made(self) -> bool:
+        """True if this life has its `T`."""
+        return (known := self._known) is not None and known[0].era is api._ALL_WORKER_NAMES
+
+    def last(self) -> T | None:
+        """The latest one, whose life may be over."""
+        return None if (known := self._known) is None else known[1]

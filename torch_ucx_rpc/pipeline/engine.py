@@ -1,0 +1,399 @@
+"""A model's stages on a crew, and batches through them (`Engine`): the driver's side, as long as no worker is lost.
+
+One step: the batch is divided, each worker gets its row of the schedule and its part of the batch by one order, the
+workers send each other what the stages make of it, and the last one answers with the loss.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed.rpc as rpc
+from torch import nn
+
+from torch_ucx_rpc.pipeline import build, host, schedule
+from torch_ucx_rpc.pipeline.crew import Crew
+from torch_ucx_rpc.pipeline.errors import PipelineError
+from torch_ucx_rpc.pipeline.messages import HostConfig, Request
+from torch_ucx_rpc.pipeline.partition import Partition
+from torch_ucx_rpc.pipeline.schedules import Schedules
+from torch_ucx_rpc.pipeline.values import Packet, batch_size, map_tensors, merge, pack, split
+from torch_ucx_rpc.pipeline.wiring import INPUT, StageSpec
+
+__all__ = ["Engine", "RemoteOptimizer"]
+
+
+class RemoteOptimizer(Protocol):
+    """A `PipelineOptimizer`, as far as it must survive the loss of a worker."""
+
+    def description(self) -> dict[str, Any]:
+        """What a worker needs to make its part."""
+
+    def groups_by_name(self) -> list[dict[str, Any]]:
+        """Its parameter groups, with names of parameters."""
+
+    def load_groups(self, groups: list[dict[str, Any]]) -> None:
+        """Take over the values of such groups."""
+
+    def checkpoint_parts(self) -> list[Any]:
+        """For `torch_ucx_rpc.checkpoint`: what each worker writes."""
+
+
+@dataclasses.dataclass
+class _Call:
+    """One batch through the stages, before it is divided among the workers. See `Request`."""
+
+    key: tuple[str, int]
+    rows: Sequence[schedule.Row]
+    micro_batches: int
+    inputs: list[Any] | None = None
+    targets: list[Any] | None = None
+    number: int | None = None
+    """None: that of its order."""
+    grad: bool = True
+    to_driver: bool = False
+    output_gradients: list[Any] | None = None
+    input_gradients: bool = False
+    scale: float | None = None
+    record: bool = False
+
+
+class Engine:
+    """The stages of a pipeline. It belongs to the driver's thread.
+
+    What fails on a worker is raised: StageError, and StageLostError for a worker that is gone. Then it can do nothing
+    more until `replace`, and a checkpoint that is loaded.
+
+    Args:
+        crew: the workers.
+        partition: the model, divided into stages.
+        schedules: those of the pipeline; the crew's ``worker_of`` is theirs.
+        chunks: micro-batches of a step.
+        loss: of output and target.
+        rematerialize: compute activations again on the way back.
+        training: whether the stages begin in training mode.
+    """
+
+    def __init__(
+        self,
+        crew: Crew,
+        partition: Partition,
+        schedules: Schedules,
+        *,
+        chunks: int,
+        loss: Callable[..., Any] | None,
+        rematerialize: bool,
+        training: bool,
+    ) -> None:
+        self.crew = crew
+        self.partition = partition
+        self.specs = partition.specs
+        self.chunks = chunks
+        self.loss = loss
+        self.rematerialize = rematerialize
+        self.training = training
+        self.optimizers: list[RemoteOptimizer] = []
+        # Parameters by the names of the undivided model and in its order, with shapes and without values.
+        self.parameters: dict[str, nn.Parameter] = {}
+        self._schedules = schedules
+        # Rows that the workers know, by row and key of the call.
+        self._sent_rows: set[tuple[int, Any]] = set()
+        # It travels with the next call.
+        self._zero_grad: bool | None = None
+        self._requires_grad: bool | None = None
+        try:
+            self.parameters = self._proxies(self._create(range(len(crew.places))))
+        except BaseException:
+            crew.close()
+            raise
+        # What replaces a lost worker gets the structure from here, and the values from a checkpoint.
+        for spec in self.specs:
+            spec.module = build.skeleton(spec.module)
+            spec.evaluation_module = build.skeleton(spec.evaluation_module)
+        self._finalizer = weakref.finalize(self, Crew.close, crew)
+        self._finalizer.atexit = False
+
+    def close(self) -> None:
+        """Let go of the stages on the workers. Without it they go with this object."""
+        self._finalizer()
+
+    # --------------------------------------------------------------------------------------------------- making it
+
+    def _create(self, rows: Sequence[int]) -> dict[int, Any]:
+        """Make the stages of these rows on their workers; what is known of their parameters, by stage."""
+        calls = []
+        for row in rows:
+            place = self.crew.places[row]
+            config = HostConfig(
+                pipeline=place.host,
+                specs=[self.specs[stage] for stage in self.crew.stages_of[row]],
+                device=place.device,
+                routes=self.crew.routes(),
+                loss=self.loss,
+                rematerialize=self.rematerialize,
+                first_order=self.crew.number,
+                training=self.training,
+            )
+            try:
+                calls.append((place, rpc.rpc_async(place.info, host.create, (config,), timeout=0)))
+            except (AttributeError, TypeError, build.PICKLING_ERRORS) as error:
+                raise PipelineError(
+                    f"stages {self.crew.stages_of[row]} cannot be sent to worker {place.worker!r}: {error}. Modules "
+                    f"and the loss are pickled: define them at the top of a module rather than in a function or as a "
+                    f"lambda, or let the worker make the stage: pipeline.Built('package.module:name')."
+                ) from error
+        found: dict[int, Any] = {}
+        for place, call in calls:
+            try:
+                outcome = call.wait()
+            except RuntimeError as error:
+                raise PipelineError(f"worker {place.worker!r} cannot be reached: {error}") from error
+            if outcome[0] != "ok":
+                raise PipelineError(f"worker {place.worker!r} cannot make its stages: {outcome[1]}\n\n{outcome[2]}")
+            found.update(outcome[1])
+        return found
+
+    def _proxies(self, found: dict[int, Any]) -> dict[str, nn.Parameter]:
+        made: dict[str, nn.Parameter] = {}
+        for stage in sorted(found):
+            lent = {self.specs[stage].prefix + tie.name for tie in self.specs[stage].ties if tie.owner != stage}
+            for name, shape, dtype, requires_grad in found[stage]:
+                if name not in lent:
+                    made[name] = nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"), requires_grad)
+            info = self.partition.infos[stage]
+            if info.parameters is None:
+                info.parameters = sum(torch.Size(shape).numel() for _, shape, _, _ in found[stage])
+        order = [name for name in self.partition.names or made if name in made]
+        return {name: made[name] for name in [*order, *(name for name in made if name not in order)]}
+
+    def replace(self, worker: str, by: tuple[str, str]) -> None:
+        """Make the stages of ``worker`` on another one, given by name and device, and tell all the others."""
+        crew = self.crew
+        rows = [row for row, place in enumerate(crew.places) if place.worker == worker]
+        if not rows:
+            names = ", ".join(repr(place.worker) for place in crew.places)
+            raise ValueError(f"no stage runs on {worker!r}; the stages run on {names}")
+        for row in rows:
+            for stage in crew.stages_of[row]:
+                if (error := build.cannot_be_rebuilt(self.specs[stage])) is not None:
+                    raise error
+        crew.give_up_unsettled()
+        for row in rows:
+            crew.close_place(crew.places[row])
+            crew.places[row] = crew.place(*by)
+            crew.places[row].is_new = True
+        self._sent_rows = {(row, key) for row, key in self._sent_rows if row not in rows}
+        try:
+            self._create(rows)
+        except BaseException:
+            for row in rows:
+                crew.places[row].lost = True
+            raise
+        if any(place.lost for place in crew.places):
+            # Several have died: the last one to be replaced tells the others.
+            return
+        crew.reset()
+        new = [place.is_new for place in crew.places]
+        for optimizer in self.optimizers:
+            crew.settle(crew.send("optimizer", [optimizer.description() if one else None for one in new]))
+        if self._requires_grad is not None:
+            crew.do("requires_grad", {"requires_grad": self._requires_grad})
+        for place in crew.places:
+            place.is_new = False
+
+    # -------------------------------------------------------------------------------------------------------- batches
+
+    def step(self, args: Any, kwargs: Any, target: Any, scale: float | None) -> torch.Tensor:
+        """Forward and backward of a batch: the mean of the micro-batches' losses. None for no target, or no scale."""
+        return self._step(args, kwargs, target, scale)[self.crew.worker_of[-1]]["loss"]  # type: ignore[no-any-return]
+
+    def recorded_step(self, args: Any, kwargs: Any, target: Any) -> tuple[torch.Tensor, list[Any]]:
+        """The same, and for each row what it did when."""
+        results = self._step(args, kwargs, target, None, record=True)
+        return results[self.crew.worker_of[-1]]["loss"], [result["events"] for result in results]
+
+    def _step(
+        self, args: Any, kwargs: Any, target: Any, scale: float | None, record: bool = False
+    ) -> list[dict[str, Any]]:
+        count, inputs, targets = self._divide(args, kwargs, () if target is None else (target,))
+        rows = self._schedules.of(count).rows
+        return self._run(_Call(("step", count), rows, count, inputs, targets, scale=scale, record=record))
+
+    def evaluate(self, args: Any, kwargs: Any, target: Any) -> torch.Tensor:
+        """The loss of a batch without gradients."""
+        count, inputs, targets = self._divide(args, kwargs, () if target is None else (target,))
+        results = self._run(_Call(("forward", count), self._forward_rows(count), count, inputs, targets, grad=False))
+        return results[self.crew.worker_of[-1]]["loss"]  # type: ignore[no-any-return]
+
+    def infer(self, args: Any, kwargs: Any) -> Any:
+        """The output of a batch without gradients."""
+        _, _, packets = self.forward(args, kwargs, grad=False)
+        return merge([value for value, _ in packets])
+
+    def forward(self, args: Any, kwargs: Any, *, grad: bool) -> tuple[int, list[Any], list[Packet]]:
+        """Number of the call, arguments and output of each micro-batch."""
+        count, inputs, _ = self._divide(args, kwargs, ())
+        number = self.crew.number
+        call = _Call(("forward", count), self._forward_rows(count), count, inputs, grad=grad, to_driver=True)
+        return number, inputs, self._run(call)[self.crew.worker_of[-1]]["outputs"]
+
+    def backward(self, number: int, gradients: list[Any], input_gradients: bool) -> dict[int, Any]:
+        """The way back of a call, with the gradients of its outputs by micro-batch; those of its inputs, by stage."""
+        count = len(gradients)
+        rows = schedule.backward_only(self.crew.worker_of, len(self.crew.places), count, last_first=True)
+        call = _Call(("backward", count), rows, count, number=number)
+        call.output_gradients, call.input_gradients = gradients, input_gradients
+        found: dict[int, Any] = {}
+        for result in self._run(call):
+            found.update(result.get("input_gradients", {}))
+        return found
+
+    def _forward_rows(self, count: int) -> Sequence[schedule.Row]:
+        return schedule.forward_only(self.crew.worker_of, len(self.crew.places), count)
+
+    def _divide(self, args: Any, kwargs: Any, target: tuple[Any, ...]) -> tuple[int, list[Any], list[Any]]:
+        """How many micro-batches, their arguments, and the targets."""
+        if self.partition.bind is not None:
+            args, kwargs = self.partition.bind(args, kwargs)
+        size = batch_size((args, kwargs, target))
+        if size == 0:
+            raise ValueError("the batch is empty: a step needs one sample at least")
+        count = self.chunks if size is None else min(self.chunks, size)
+        return count, split((args, kwargs), count), split(target, count)
+
+    def _run(self, call: _Call) -> list[dict[str, Any]]:
+        """Have all workers carry out a call; what each answers."""
+        self.crew.check()
+        packets = {} if call.inputs is None else self._packets(call.inputs, grad=call.to_driver and call.grad)
+        autocast = tuple(
+            (device, torch.get_autocast_dtype(device))
+            for device in ("cpu", "cuda")
+            if torch.is_autocast_enabled(device)
+        )
+        zero_grad, self._zero_grad = self._zero_grad, None
+        last = self.crew.worker_of[-1]
+        requests = [
+            Request(
+                row_key=call.key,
+                row=None if (row, call.key) in self._sent_rows else call.rows[row],
+                call=self.crew.number if call.number is None else call.number,
+                micro_batches=call.micro_batches,
+                inputs={stage: packets[stage] for stage in stages if stage in packets},
+                targets=call.targets if row == last or call.targets is None else [],
+                grad=call.grad,
+                to_driver=call.to_driver,
+                output_gradients=call.output_gradients if row == last else None,
+                input_gradients=call.input_gradients,
+                autocast=autocast,
+                scale=call.scale,
+                record=call.record,
+                zero_grad=zero_grad,
+            )
+            for row, stages in enumerate(self.crew.stages_of)
+        ]
+        results: list[dict[str, Any]] = self.crew.settle(self.crew.send("run", requests))
+        self._sent_rows.update((row, call.key) for row in range(len(requests)))
+        return results
+
+    def _packets(self, inputs: list[Any], *, grad: bool) -> dict[int, list[Packet]]:
+        """What each stage needs of the batch. Gradients of it are for calls, which have someone to give them to."""
+        packets: dict[int, list[Packet]] = {}
+        for spec in self.specs:
+            if any(edge.source == INPUT for edge in spec.edges_in):
+                packed = [pack(_input_of(spec, one))[0] for one in inputs]
+                packets[spec.index] = packed if grad else [(map_tensors(torch.Tensor.detach, p), ()) for p, _ in packed]
+        return packets
+
+    # ------------------------------------------------------------------------------------------------------ the model
+
+    def order(self, name: str, payload: dict[str, Any]) -> list[Any]:
+        """Have all workers do something, after all that they have been told before; their answers."""
+        self._flush()
+        return self.crew.do(name, payload)
+
+    def _flush(self) -> None:
+        if self._zero_grad is not None:
+            set_to_none, self._zero_grad = self._zero_grad, None
+            self.crew.send_later("zero_grad", {"set_to_none": set_to_none})
+
+    def synchronize(self) -> None:
+        """Return when the workers have done all that they have been told. Raises what went wrong meanwhile."""
+        self.order("synchronize", {})
+
+    def forget(self, number: int) -> None:
+        """A call will have no backward: what is kept for it may go."""
+        self.crew.send_later("forget", {"call": number})
+
+    def gather(self, name: str) -> dict[str, Any]:
+        """The answers to an order, put together."""
+        found: dict[str, Any] = {}
+        for some in self.order(name, {}):
+            found.update(some)
+        return found
+
+    def train(self, mode: bool) -> None:
+        self.order("train", {"mode": mode})
+        self.training = mode
+
+    def requires_grad_(self, requires_grad: bool) -> None:
+        self.order("requires_grad", {"requires_grad": requires_grad})
+        self._requires_grad = requires_grad
+
+    def zero_grad(self, set_to_none: bool) -> None:
+        """Travels with the next call."""
+        self._zero_grad = set_to_none
+
+    def clip_grad_norm(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> torch.Tensor:
+        """The norm of all gradients before they were clipped."""
+        norms: dict[str, torch.Tensor] = {}
+        for some in self.order("gradient_norms", {"norm_type": float(norm_type)}):
+            norms.update(some)
+        in_order = [norms[name] for name in self.parameters if name in norms]
+        if not in_order:
+            return torch.tensor(0.0)
+        total: torch.Tensor = torch.linalg.vector_norm(torch.stack(in_order), norm_type)
+        if error_if_nonfinite and not bool(total.isfinite()):
+            raise RuntimeError(f"the norm of order {norm_type} of the gradients is not finite: they cannot be clipped")
+        factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+        self.order("scale_gradients", {"factor": factor, "check": False})
+        return total
+
+    def optimizer_step(self, number: int, groups: list[dict[str, Any]], scale: float | None) -> bool:
+        """A step of the workers' optimizers; nobody waits for it unless there is a scale, by which gradients are
+        divided first. Returns whether it was made: not where a gradient is not finite then."""
+        finite = True
+        if scale is not None:
+            factor = torch.tensor(1.0 / scale)
+            finite = all(self.order("scale_gradients", {"factor": factor, "check": True}))
+        if finite:
+            self._flush()
+            self.crew.send_later("optimizer_step", {"optimizer": number, "groups": groups})
+        return finite
+
+    # ---------------------------------------------------------------------------------------------------- checkpoints
+
+    def checkpoint_parts(self) -> list[Any]:
+        """For `torch_ucx_rpc.checkpoint`: what each worker writes of the model."""
+        # It imports torch.distributed.checkpoint, which takes longer than all the rest.
+        from torch_ucx_rpc.pipeline import state
+
+        self.synchronize()
+        return state.model_parts(self.crew.places)
+
+    def on_loaded(self) -> None:
+        """The values of a checkpoint are in the stages now: let go of the gradients, and bring tied values along."""
+        self._zero_grad = None
+        self.order("zero_grad", {"set_to_none": True})
+        self.order("set_values", {})
+
+
+def _input_of(spec: StageSpec, one: tuple[Any, Any]) -> Any:
+    if spec.arguments is None:
+        return one
+    items = next(edge.items for edge in spec.edges_in if edge.source == INPUT)
+    assert items is not None
+    return tuple(one[0][item] for item in items)

@@ -1,0 +1,154 @@
+"""The values that stages on different workers send each other: how they leave, and where they lie (`Exchange`).
+
+A value is sent by one request, which puts it into a slot of the receiver; the answer says that it lies there. A value
+that is not wanted yet waits in its slot, so a slot may be filled before the order that reads it has come.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Generator
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.distributed.rpc as rpc
+from torch._C._distributed_rpc import _get_current_rpc_agent
+from torch.distributed.rpc.api import _to_worker_info
+from torch.futures import Future
+
+from torch_ucx_rpc.pipeline.values import to_device
+
+__all__ = ["Exchange", "LostPeerError", "Receiver", "Slot", "Value", "Waiting", "deliver", "receivers", "worker_info"]
+
+# How many values may be on their way to another worker without an answer.
+_CREDITS = 64
+_CPU = torch.device("cpu")
+
+# A slot: kind ("F", "B", "T" for tied gradients, "V" for tied values), the stage it is for, micro-batch, the stage it
+# is of.
+Slot = tuple[str, int, int, int]
+# What an order that is not done yet waits for: the slot of an order; None: nothing, it lets others have their say.
+Waiting = tuple[int, Slot] | None
+
+
+class LostPeerError(Exception):
+    """A worker that a value was sent to does not answer."""
+
+
+class Value(NamedTuple):
+    """The mail that brings a value of another stage."""
+
+    call: int
+    """Number of the order that it belongs to."""
+    slot: Slot
+    value: Any
+
+
+class Receiver(Protocol):
+    """A host, as the senders of values see it."""
+
+    def put(self, mail: Any, *, here: bool = False) -> None:
+        """Take in what has come; with ``here``, from a thread that has other things to do."""
+
+
+# The hosts on this worker, by name.
+receivers: dict[str, Receiver] = {}
+
+
+def deliver(host: str, call: int, slot: Slot, value: Any) -> None:
+    """For other workers: a value for one of the hosts here. It is dropped if there is no such host any more."""
+    receiver = receivers.get(host)
+    if receiver is not None:
+        receiver.put(Value(call, slot, value))
+
+
+def worker_info(name: str) -> Any:
+    """The WorkerInfo of a worker; what torch raises where there is none of that name."""
+    return _to_worker_info(name)  # type: ignore[no-untyped-call]
+
+
+class Exchange:
+    """The slots of a host, and its ways to the others. It belongs to the thread that works for the host."""
+
+    def __init__(self, host: str, device: torch.device, routes: list[tuple[str, str]]) -> None:
+        self._host = host
+        self._device = device
+        # Number of the order that is being carried out: its values are sent and waited for.
+        self.running: int | None = None
+        self._slots: dict[tuple[int, Slot], Any] = {}
+        self._unanswered: dict[str, collections.deque[Future[Any]]] = collections.defaultdict(collections.deque)
+        self.set_routes(routes)
+
+    def __len__(self) -> int:
+        """How many values lie here."""
+        return len(self._slots)
+
+    def set_routes(self, routes: list[tuple[str, str]]) -> None:
+        """Worker and host of each stage."""
+        # WorkerInfo and host; None for the stages that are here.
+        self._routes = [None if host == self._host else (worker_info(worker), host) for worker, host in routes]
+
+    @property
+    def last_stage(self) -> int:
+        return len(self._routes) - 1
+
+    # -- values that arrive
+
+    def lay(self, mail: Value) -> None:
+        """Put a value into its slot."""
+        self._slots[mail.call, mail.slot] = mail.value
+
+    def has(self, waiting: Waiting) -> bool:
+        """Whether an order that waits for this may go on."""
+        return waiting is None or waiting in self._slots
+
+    def wait(self, slot: Slot) -> Generator[Waiting, None, Any]:
+        """The value of a slot of the running order, by ``yield from``."""
+        assert self.running is not None
+        key = (self.running, slot)
+        while key not in self._slots:
+            yield key
+        return self._slots.pop(key)
+
+    def drop(self, call: int) -> None:
+        """Let go of the values for this order, and for those before it."""
+        for key in [key for key in self._slots if key[0] <= call]:
+            del self._slots[key]
+
+    def clear(self) -> None:
+        self._slots.clear()
+
+    # -- values that leave
+
+    def send(self, stage: int, slot: Slot, value: Any) -> None:
+        """To the worker of a stage. LostPeerError if that does not answer."""
+        assert self.running is not None
+        route = self._routes[stage]
+        if route is None:
+            self._slots[self.running, slot] = value
+            return
+        worker, its_host = route
+        if self._device.type != "cpu" and not _has_device_map(worker):
+            value = to_device(value, _CPU)
+        waiting = self._unanswered[worker.name]
+        try:
+            while waiting and waiting[0].done():
+                waiting.popleft().wait()
+            while len(waiting) >= _CREDITS:
+                # Not for the oldest: its answer may wait until the peer, who is at work for it, has to wait for us.
+                waiting[1].wait()
+                del waiting[1]
+            call = rpc.rpc_async(worker, deliver, (its_host, self.running, slot, value), timeout=0)
+        except RuntimeError as error:
+            waiting.clear()
+            raise LostPeerError(f"{worker.name}: {error}") from None
+        waiting.append(call)
+
+    def forget_unanswered(self) -> None:
+        """After a failure: nobody counts on the values that are on their way."""
+        self._unanswered.clear()
+
+
+def _has_device_map(worker: Any) -> bool:
+    """Whether tensors may go to that worker from devices; without, they go by the CPU."""
+    return bool(_get_current_rpc_agent()._get_device_map(worker))

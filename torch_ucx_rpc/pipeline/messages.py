@@ -1,0 +1,70 @@
+"""What the driver and its workers tell each other: plain values, which travel by pickle."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from torch_ucx_rpc.pipeline.schedule import Row
+from torch_ucx_rpc.pipeline.stage import Autocast
+from torch_ucx_rpc.pipeline.values import Packet
+from torch_ucx_rpc.pipeline.wiring import StageSpec
+
+__all__ = ["Failure", "HostConfig", "Request"]
+
+
+@dataclasses.dataclass
+class HostConfig:
+    """What a worker is told when it gets its stages."""
+
+    pipeline: str
+    """Name of this host: of the pipeline, and of its place in there."""
+    specs: list[StageSpec]
+    device: str
+    routes: list[tuple[str, str]]
+    """Worker and host of each stage."""
+    loss: Callable[..., Any] | None
+    rematerialize: bool
+    first_order: int
+    """Number of the first order that it will get."""
+    training: bool
+
+
+@dataclasses.dataclass
+class Request:
+    """One call as one worker needs it: the payload of the order ``run``."""
+
+    row_key: tuple[Any, ...]
+    row: Row | None
+    """None: the one that came with this key before."""
+    call: int
+    """Under which the graphs of forward are kept: the number of the order in which it ran."""
+    micro_batches: int
+    inputs: dict[int, list[Packet]]
+    """Of the batch, by stage, for each micro-batch."""
+    targets: list[tuple[Any, ...]] | None
+    grad: bool
+    to_driver: bool = False
+    output_gradients: list[list[torch.Tensor | None]] | None = None
+    input_gradients: bool = False
+    autocast: Autocast = ()
+    scale: float | None = None
+    record: bool = False
+    zero_grad: bool | None = None
+    """First let go of the gradients; True: by setting them to None."""
+
+
+class Failure(NamedTuple):
+    """The outcome of an order whose code raised."""
+
+    error: str
+    """Type and text of the exception."""
+    traceback: str
+    """The frames of the stage's own code."""
+    stage: int | None = None
+    micro_batch: int | None = None
+    doing: str | None = None
+    """Such as "the forward"; None, as the two before, where no schedule was run."""

@@ -1,0 +1,252 @@
+"""The stages of one pipeline on one worker, and what the driver's orders do with them (`Stages`)."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from torch_ucx_rpc.pipeline import build
+from torch_ucx_rpc.pipeline.exchange import Exchange, Waiting
+from torch_ucx_rpc.pipeline.messages import HostConfig, Request
+from torch_ucx_rpc.pipeline.run import Run
+from torch_ucx_rpc.pipeline.schedule import Row
+from torch_ucx_rpc.pipeline.stage import Stage
+
+__all__ = ["Stages"]
+
+
+class Stages:
+    """The stages with their optimizers. They belong to the thread that works for the host.
+
+    ``order_<name>(payload)`` carries out the driver's order of that name. An order that has to wait is a generator,
+    which yields what it waits for.
+    """
+
+    def __init__(self, config: HostConfig, exchange: Exchange) -> None:
+        self._exchange = exchange
+        self._device = torch.device(config.device)
+        self.by_index = {
+            spec.index: Stage(
+                spec,
+                build.on_worker(spec, self._device),
+                self._device,
+                rematerialize=config.rematerialize,
+                loss=config.loss,
+                evaluation_module=build.evaluation_module(spec, self._device),
+            )
+            for spec in config.specs
+        }
+        build.share_evaluation_state(self.by_index.values())
+        for stage in self.by_index.values():
+            stage.train(config.training)
+        self._optimizers: dict[int, torch.optim.Optimizer] = {}
+        self._rows: dict[tuple[Any, ...], Row] = {}
+        # Gradients that a failed step has added to: no optimizer is to use them.
+        self._spoilt = False
+        # The last step: its number, and the parameters that had no gradient before.
+        self._finished: tuple[int, list[nn.Parameter]] = (-1, [])
+
+    def clear(self) -> None:
+        self.by_index.clear()
+        self._optimizers.clear()
+
+    def owned_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """By the names of the undivided model, without those that a stage of another worker owns."""
+        for _, stage in sorted(self.by_index.items()):
+            yield from stage.owned_parameters()
+
+    def forget(self, call: int) -> None:
+        """Let go of what the stages keep of a call for its way back."""
+        for stage in self.by_index.values():
+            stage.forget(call)
+
+    # --------------------------------------------------------------------------------------------------------- a call
+
+    def order_run(self, request: Request) -> Generator[Waiting, None, dict[str, Any]]:
+        if request.row is not None:
+            self._rows[request.row_key] = request.row
+        if request.zero_grad is not None:
+            self.order_zero_grad({"set_to_none": request.zero_grad})
+        is_step = request.grad and request.targets is not None
+        fresh = self._without_gradients() if is_step else []
+        try:
+            result = yield from Run(self.by_index, self._exchange, request).carry_out(self._rows[request.row_key])
+        except BaseException:
+            # Gradients of a part of the step are of no use: those that were not there before go again.
+            if is_step:
+                self._undo(fresh)
+            raise
+        if request.targets is not None:
+            self._finished = request.call, fresh
+        return result
+
+    def _undo(self, fresh: list[nn.Parameter]) -> None:
+        """Let go of the gradients of a step that had none of these before; others are spoilt by it."""
+        for parameter in fresh:
+            parameter.grad = None
+        self._spoilt = any(
+            parameter.grad is not None for stage in self.by_index.values() for parameter in stage.module.parameters()
+        )
+
+    def _without_gradients(self) -> list[nn.Parameter]:
+        return [
+            parameter
+            for stage in self.by_index.values()
+            for parameter in stage.module.parameters()
+            if parameter.grad is None
+        ]
+
+    # ---------------------------------------------------------------------------------------------- other orders
+
+    def order_reset(self, payload: dict[str, Any]) -> None:
+        """After a failure, and when workers have changed: forget what has been left behind."""
+        self._exchange.forget_unanswered()
+        # A step that failed elsewhere when it was done here.
+        if self._finished[0] == payload.get("undo"):
+            self._undo(self._finished[1])
+        if routes := payload.get("routes"):
+            self._exchange.set_routes(routes)
+        if payload.get("gradients"):
+            self.order_zero_grad({"set_to_none": True})
+
+    def order_forget(self, payload: dict[str, Any]) -> None:
+        self.forget(payload["call"])
+
+    def order_train(self, payload: dict[str, Any]) -> None:
+        for stage in self.by_index.values():
+            stage.train(payload["mode"])
+
+    def order_requires_grad(self, payload: dict[str, Any]) -> None:
+        for stage in self.by_index.values():
+            for parameter in stage.module.parameters():
+                parameter.requires_grad_(payload["requires_grad"])
+
+    def order_zero_grad(self, payload: dict[str, Any]) -> None:
+        self._spoilt = False
+        for stage in self.by_index.values():
+            stage.module.zero_grad(set_to_none=payload["set_to_none"])
+
+    def order_optimizer(self, payload: dict[str, Any] | None) -> None:
+        if payload is None:
+            return
+        parameters = dict(self.owned_parameters())
+        groups = []
+        for group in payload["groups"]:
+            here = [(name, parameters[name]) for name in group["names"] if name in parameters]
+            groups.append({**{key: value for key, value in group.items() if key != "names"}, "params": here})
+        if any(group["params"] for group in groups):
+            self._optimizers[payload["optimizer"]] = payload["class"](
+                [{**group, "params": [parameter for _, parameter in group["params"]]} for group in groups],
+                **payload["options"],
+            )
+
+    def order_optimizer_step(self, payload: dict[str, Any]) -> Generator[Waiting, None, None]:
+        optimizer = self._optimizers.get(payload["optimizer"])
+        if self._spoilt:
+            raise RuntimeError(
+                "the last step failed and has left a part of its gradients beside those of earlier steps: call "
+                "optimizer.zero_grad() before the next step"
+            )
+        if optimizer is not None:
+            for group, values in zip(optimizer.param_groups, payload["groups"], strict=True):
+                group.update(values)
+            optimizer.step()
+        yield from self._share_tied_values()
+
+    def order_set_values(self, payload: dict[str, Any]) -> Generator[Waiting, None, None]:
+        """After a load: the owners' values are everybody's."""
+        yield from self._share_tied_values()
+
+    def _share_tied_values(self) -> Generator[Waiting, None, None]:
+        for stage in self.by_index.values():
+            for tie, parameter in stage.ties:
+                if tie.owner == stage.index:
+                    for user in tie.users:
+                        self._exchange.send(user, ("V", tie.number, 0, user), parameter.detach())
+        for stage in self.by_index.values():
+            for tie, parameter in stage.ties:
+                if tie.owner != stage.index:
+                    value = yield from self._exchange.wait(("V", tie.number, 0, stage.index))
+                    with torch.no_grad():
+                        parameter.copy_(value)
+
+    def order_gradient_norms(self, payload: dict[str, Any]) -> dict[str, torch.Tensor]:
+        """Of each parameter that has a gradient, by name."""
+        named = [(name, one.grad) for name, one in self.owned_parameters() if one.grad is not None]
+        if not named:
+            return {}
+        norms = torch._foreach_norm([gradient for _, gradient in named], payload["norm_type"])
+        return {name: norm.cpu() for (name, _), norm in zip(named, norms, strict=True)}
+
+    def order_scale_gradients(self, payload: dict[str, Any]) -> bool:
+        """Multiply all gradients; says whether all are finite."""
+        finite = True
+        for stage in self.by_index.values():
+            for _, parameter in stage.owned_parameters():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(payload["factor"].to(parameter.grad.device))
+                    finite = finite and (not payload["check"] or bool(parameter.grad.isfinite().all()))
+        return finite
+
+    def order_gradients(self, payload: dict[str, Any]) -> dict[str, torch.Tensor | None]:
+        return {name: _copy(one.grad) for name, one in self.owned_parameters()}
+
+    def order_state_dict(self, payload: dict[str, Any]) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for stage in self.by_index.values():
+            for name, value in stage.state_dict().items():
+                found[name] = _copy(value)
+        return found
+
+    def order_load_state_dict(self, payload: dict[str, Any]) -> None:
+        for stage in self.by_index.values():
+            prefix = stage.spec.prefix
+            own = stage.module.state_dict()
+            stage.module.load_state_dict({name: payload["state"][prefix + name] for name in own})
+
+    def order_synchronize(self, payload: dict[str, Any]) -> None:
+        """Nothing: that it is answered says that all before it has been done."""
+        if self._device.type != "cpu":
+            torch.accelerator.synchronize()
+
+    # ---------------------------------------------------------------------------------------- state of the optimizers
+
+    def optimizer_state(self, number: int) -> dict[str, dict[str, Any]]:
+        """The state of a worker's part of an optimizer, by parameter; the tensors are the optimizer's own."""
+        optimizer = self._optimizers.get(number)
+        if optimizer is None:
+            return {}
+        return {name: optimizer.state[one] for name, one in self.owned_parameters() if one in optimizer.state}
+
+    def set_optimizer_state(self, number: int, states: dict[str, dict[str, Any]]) -> None:
+        """Give a worker's part the states of its parameters out of these."""
+        optimizer = self._optimizers.get(number)
+        if optimizer is None:
+            return
+        parameters = [one for group in optimizer.param_groups for one in group["params"]]
+        places = {id(one): place for place, one in enumerate(parameters)}
+        state = {
+            places[id(one)]: states[name]
+            for name, one in self.owned_parameters()
+            if name in states and id(one) in places
+        }
+        groups = optimizer.state_dict()["param_groups"]
+        # By torch's own way: it puts each tensor where, and in the type in which, the optimizer wants it.
+        optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+    def order_optimizer_state(self, payload: dict[str, Any]) -> dict[str, dict[str, Any]]:
+        return {
+            name: {key: _copy(value) for key, value in state.items()}
+            for name, state in self.optimizer_state(payload["optimizer"]).items()
+        }
+
+    def order_set_optimizer_state(self, payload: dict[str, Any]) -> None:
+        self.set_optimizer_state(payload["optimizer"], payload["state"])
+
+
+def _copy(value: Any) -> Any:
+    """A tensor's value now, on the CPU; the answer with it may leave when the next order has begun."""
+    return value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else value

@@ -1,0 +1,95 @@
+"""What trainers and hosts tell each other: plain values, which travel by pickle."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from torch_ucx_rpc._observe.life import Life
+
+OptimizerFactory = Callable[[list[Tensor]], torch.optim.Optimizer]
+
+# The refusal of a new life of a host, which does not know of the server yet.
+UNKNOWN = "unknown server"
+
+
+class Trainer(NamedTuple):
+    """One life of a worker that trains; sums are made in the order of ranks."""
+
+    rank: int
+    name: str
+    life: int
+
+    def __str__(self) -> str:
+        return f"trainer {self.name!r} (rank {self.rank})"
+
+    @classmethod
+    def of(cls, life: Life) -> Trainer:
+        """This worker."""
+        return cls(life.info.id, life.info.name, life.number)
+
+
+class Spec(NamedTuple):
+    """What all trainers of a server must agree on; the first one's makes it."""
+
+    key: str
+    hosts: tuple[str, ...]
+    # How many trainers the first round waits for, and which, where that is known.
+    expected: int
+    expected_names: tuple[str, ...] = ()
+    optimizer: OptimizerFactory | None = None
+    asynchronous: bool = False
+    replica: bool = False
+    checkpoint: str | None = None
+    checkpoint_every: int = 100
+
+
+class Push(NamedTuple):
+    """A piece, as a trainer sends it."""
+
+    key: str
+    piece: str
+    trainer: Trainer
+    # The round of the trainer; None for "the one that is open".
+    at: int | None
+    quorum: int | None
+    # Of this trainer's pushes of this piece; a push that is repeated has the same.
+    number: int
+    # To another host, since the first one has been lost.
+    is_repeated: bool
+    tensors: list[Tensor]
+
+
+class Answer(NamedTuple):
+    """The result of a push. With a refusal there is nothing else."""
+
+    refusal: str | None
+    next_round: int = 0
+    # How many rounds the result is of: a late trainer gets the sum of all that it has missed.
+    rounds: int = 1
+    tensors: list[Tensor] | None = None
+
+
+class Entry(NamedTuple):
+    """Who gives a trainer the parameters of a model, if not itself; and whether it is one of the first."""
+
+    donor: Trainer | None
+    is_initial: bool
+
+
+class Update(NamedTuple):
+    """An update of the parameters of a piece, as the host that made it tells the one that keeps a replica."""
+
+    key: str
+    piece: str
+    # The round that it completes; for an asynchronous server, how many updates there have been.
+    number: int
+    # The trainer's life and the number of its push, for an asynchronous server.
+    life: int | None
+    push: int
+    gradients: list[Tensor]
+    # In place of the gradients, for a host that has no replica yet: how to make the server, and all that there is.
+    everything: tuple[Spec, dict[str, Any]] | None = None

@@ -1,0 +1,304 @@
+"""A piece of a server with an optimizer: the host keeps its parameters, and answers with their new values.
+
+If asked for, the next host keeps a replica: it is sent the mean gradient of each round and applies it likewise, before
+any trainer is answered. So whatever a trainer has been told is not lost with one host.
+"""
+
+# mypy: allow-untyped-calls
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.futures import Future
+
+from torch_ucx_rpc._observe.life import Life
+from torch_ucx_rpc.reduction._messages import Answer, OptimizerFactory, Push, Spec, Trainer, Update
+from torch_ucx_rpc.reduction._piece import Piece
+from torch_ucx_rpc.reduction._roster import Roster
+from torch_ucx_rpc.reduction._round import Round, shapes_differ
+
+_logger = logging.getLogger(__name__)
+
+
+class OtherHosts(Protocol):
+    """The other hosts of a server, as a piece sees them."""
+
+    def next_host(self) -> str | None:
+        """The one that keeps the replica: the next living host, if there is another."""
+
+    def send_update(self, host: str, update: Update) -> Future[None]:
+        """Have that host apply an update; the future is done when it has. RuntimeError if it is known to be lost."""
+
+
+class Parameters:
+    """Parameters and their optimizer. ``lock`` guards them; it may be taken with the lock of the roster held."""
+
+    def __init__(self, parameters: Sequence[Tensor], make: OptimizerFactory) -> None:
+        self.parameters = [torch.nn.Parameter(tensor.detach().clone()) for tensor in parameters]
+        self.optimizer = make(self.parameters)  # type: ignore[arg-type]
+        self.updates = 0
+        # By life of a trainer, its last push that was applied; for asynchronous ones.
+        self.applied: dict[int, int] = {}
+        self.lock = threading.Lock()
+        # The host of the replica that has all of this.
+        self.replica: str | None = None
+
+    def update(self, gradients: Sequence[Tensor]) -> None:
+        for parameter, gradient in zip(self.parameters, gradients, strict=True):
+            parameter.grad = gradient.to(parameter.dtype)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.updates += 1
+
+    def update_once(self, life: int, push: int, gradients: Sequence[Tensor]) -> bool:
+        """Apply the push of a trainer, unless that has been done."""
+        if self.applied.get(life, -1) >= push:
+            return False
+        self.update(gradients)
+        self.applied[life] = push
+        return True
+
+    def values(self) -> list[Tensor]:
+        """A copy: the next update may come while this is being sent."""
+        return [parameter.detach().clone() for parameter in self.parameters]
+
+    def shapes(self) -> list[tuple[int, ...]]:
+        return [tuple(parameter.shape) for parameter in self.parameters]
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "parameters": self.values(),
+            "optimizer": self.optimizer.state_dict(),
+            "updates": self.updates,
+            "applied": dict(self.applied),
+        }
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any], make: OptimizerFactory) -> Parameters:
+        made = cls(values["parameters"], make)
+        made.optimizer.load_state_dict(values["optimizer"])
+        made.updates, made.applied = values["updates"], dict(values["applied"])
+        return made
+
+
+def checkpoint_of(spec: Spec, piece: str) -> Path:
+    """The file of a piece in the server's checkpoint."""
+    assert spec.checkpoint is not None
+    safe = "".join(letter if letter.isalnum() or letter in "-_" else "-" for letter in f"{spec.key}-{piece}")
+    return Path(spec.checkpoint, f"{safe}.pt")
+
+
+class ParameterPiece(Piece):
+    """A piece whose results are the new values of its parameters, once these have been given.
+
+    The lock of the roster guards the reference to the parameters, and the trainers that wait for them.
+    """
+
+    def __init__(self, name: str, roster: Roster, life: Life, others: OtherHosts) -> None:
+        super().__init__(name, roster, life)
+        self._others = others
+        self._parameters: Parameters | None = None
+        # The trainer that gives the parameters, and those that wait for that.
+        self._filler: Trainer | None = None
+        self._waiting: list[tuple[Trainer, Future[str]]] = []
+
+    @property
+    def _spec(self) -> Spec:
+        return self._roster.spec
+
+    @property
+    def _make(self) -> OptimizerFactory:
+        assert self._spec.optimizer is not None
+        return self._spec.optimizer
+
+    # -- where the parameters come from
+
+    def fill(self, trainer: Trainer) -> Future[str]:
+        """Whether a trainer is to give the parameters ("give") or they are here ("there")."""
+        future: Future[str] = Future()
+        with self._roster.lock:
+            is_there = self._restore() is not None
+            if not is_there:
+                self._waiting.append((trainer, future))
+                self._find_filler()
+        if is_there:
+            future.set_result("there")
+        return future
+
+    def _find_filler(self) -> None:
+        if self._filler is None and self._waiting:
+            self._filler, future = self._waiting.pop(0)
+            future.set_result("give")
+
+    def take_parameters(self, parameters: list[Tensor]) -> None:
+        """The filler gives them; the other trainers need not."""
+        with self._roster.lock:
+            if self._parameters is None:
+                self._parameters = Parameters(parameters, self._make)
+            waiting, self._waiting = self._waiting, []
+        for _, future in waiting:
+            future.set_result("there")
+
+    def forget(self, life: int) -> None:
+        super().forget(life)
+        if self._filler is not None and self._filler.life == life and self._parameters is None:
+            self._filler = None
+            self._find_filler()
+
+    def shapes(self) -> list[tuple[int, ...]] | None:
+        with self._roster.lock:
+            return None if self._parameters is None else self._parameters.shapes()
+
+    def _restore(self) -> Parameters | None:
+        """The parameters, of the checkpoint if there are none here. The caller holds the lock of the roster."""
+        if self._parameters is None and self._spec.checkpoint is not None:
+            path = checkpoint_of(self._spec, self.name)
+            if path.exists():
+                restored = Parameters.from_dict(torch.load(path, weights_only=True), self._make)
+                self._parameters = restored
+                name = self._life.info.name
+                _logger.info("%s: restored %s after %d updates from %s", name, self.name, restored.updates, path)
+        return self._parameters
+
+    def _save_if_due(self, state: Parameters) -> None:
+        if self._spec.checkpoint is None or state.updates % self._spec.checkpoint_every != 0:
+            return
+        path = checkpoint_of(self._spec, self.name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # Whoever is killed here leaves the former one whole.
+        part = path.with_name(f"{path.name}.{os.getpid()}")
+        torch.save(state.to_dict(), part)
+        part.replace(path)
+
+    # -- pushes
+
+    def push(self, push: Push, is_owned: bool) -> Future[Answer]:
+        with self._roster.lock:
+            state = self._restore()
+        if state is None:
+            return _refused(
+                f"{self._life.info.name!r} has no parameters for the gradients of {push.trainer}: they were with a "
+                f"host that has been lost. reduction.serve(..., replica=True) keeps a second copy, and "
+                f"checkpoint='a folder that all hosts see' one on disk"
+            )
+        got = [tuple(tensor.shape) for tensor in push.tensors]
+        if got != state.shapes():
+            return _refused(shapes_differ(push.trainer, got, "the server's parameters have", state.shapes()))
+        return self._apply(push, state) if self._spec.asynchronous else super().push(push, is_owned)
+
+    def _apply(self, push: Push, state: Parameters) -> Future[Answer]:
+        """One trainer's gradients, as they come."""
+        future: Future[Answer] = Future()
+        with self._roster.lock:
+            self._roster.count(push.trainer)
+        with state.lock:
+            if is_new := state.update_once(push.trainer.life, push.number, push.tensors):
+                self._save_if_due(state)
+            number = state.updates
+            answer = Answer(None, number, 1, state.values())
+        if is_new:
+            update = Update(self._spec.key, self.name, number, push.trainer.life, push.number, push.tensors)
+            self._replicate(state, update, lambda: future.set_result(answer))
+        else:
+            future.set_result(answer)
+        return future
+
+    def _finish(self, round_: Round, mean: list[Tensor]) -> None:
+        state = self._parameters
+        assert state is not None
+        with state.lock:
+            state.update(mean)
+            values = state.values()
+            self._save_if_due(state)
+        update = Update(self._spec.key, self.name, round_.number, None, 0, mean)
+        self._replicate(state, update, lambda: self._publish(round_, values))
+
+    # A late trainer misses nothing: all that there is stands in the parameters.
+
+    def _may_skip_rounds(self) -> bool:
+        return False
+
+    def _answer_to_late(self, trainer: Trainer, at: int, is_first: bool = False) -> Answer:
+        assert self._parameters is not None
+        return Answer(None, self._done + 1, 1, self._parameters.values())
+
+    def _note_missed(self, round_: Round, result: list[Tensor]) -> None:
+        pass
+
+    def _begin_again(self, push: Push, round_: Round) -> None:
+        pass
+
+    # -- the replica
+
+    def _replicate(self, state: Parameters, update: Update, then: Callable[[], None]) -> None:
+        """Have the replica apply the same, and go on when it has."""
+        other = self._others.next_host() if self._spec.replica else None
+        if other is None:
+            then()
+            return
+        with state.lock:
+            if state.replica != other:
+                state.replica = other
+                update = update._replace(gradients=[], everything=(self._spec, state.to_dict()))
+
+        def lose_replica(error: RuntimeError) -> None:
+            _logger.warning("%s: the replica of %s at %s is lost: %s", self._life.info.name, self.name, other, error)
+            state.replica = None
+
+        def go_on(future: Future[None]) -> None:
+            try:
+                future.value()
+            except RuntimeError as error:
+                lose_replica(error)
+            then()
+
+        try:
+            self._others.send_update(other, update).add_done_callback(go_on)
+        except RuntimeError as error:
+            lose_replica(error)
+            then()
+
+    def take_update(self, update: Update) -> None:
+        """Apply what another host has applied; this one has the replica."""
+        is_of_round = update.life is None
+        with self._roster.lock:
+            if update.everything is not None:
+                self._parameters = Parameters.from_dict(update.everything[1], self._make)
+            state = self._parameters
+            if state is None:
+                raise LookupError(f"{self._life.info.name!r} has no copy of {self.name} yet")
+            if is_of_round and update.number <= self._done and update.everything is None:
+                # The other host died after it had sent this, and a trainer has repeated its push by now.
+                return
+        with state.lock:
+            if update.life is not None:
+                state.update_once(update.life, update.push, update.gradients)
+            elif update.everything is None:
+                state.update(update.gradients)
+            values = state.values()
+        if is_of_round:
+            self._complete_until(update.number, values)
+
+    def _complete_until(self, number: int, values: list[Tensor]) -> None:
+        """Another host has completed a round: this one answers whoever has pushed it here."""
+        with self._roster.lock:
+            self._done = max(self._done, number)
+            self._roster.has_begun = True
+            over = [self._rounds.pop(other) for other in sorted(self._rounds) if other <= self._done]
+        for round_ in over:
+            for coming in round_.came.values():
+                coming.future.set_result(Answer(None, number + 1, 1, values))
+
+
+def _refused(refusal: str) -> Future[Answer]:
+    future: Future[Answer] = Future()
+    future.set_result(Answer(refusal))
+    return future

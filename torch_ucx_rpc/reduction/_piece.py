@@ -1,0 +1,263 @@
+"""One piece of a server's shard: its rounds, and what late trainers have missed (`Piece`).
+
+**A round** is complete when all trainers that are there have pushed, or as many as the quorum says. One thread works at
+its sum at a time and no other waits for it: the next tensors lie there until it is done. Rounds know nothing of those
+of other pieces, nor of steps.
+
+**Late.** A trainer that was not there when a round was completed (`quorum`) has missed its result. All that it misses
+is added up, and is the answer to its next push, whose gradients are dropped; then it is one of the others again. With
+plain SGD that makes its parameters the same as theirs, but for rounding.
+"""
+
+# mypy: allow-untyped-calls
+
+from __future__ import annotations
+
+import logging
+
+import torch.distributed.rpc as rpc
+from torch import Tensor
+from torch.futures import Future
+
+from torch_ucx_rpc._observe.life import Life
+from torch_ucx_rpc.reduction._messages import Answer, Push, Trainer
+from torch_ucx_rpc.reduction._results import result_of
+from torch_ucx_rpc.reduction._roster import Roster
+from torch_ucx_rpc.reduction._round import Coming, Round, why_not
+
+_logger = logging.getLogger(__name__)
+
+# So many trainers' tensors are added at a time, in one pass through memory. Until then they lie there.
+_BATCH = 4
+
+# In the place of a trainer's life: those that are expected and have not been seen.
+_NOT_SEEN = -1
+
+
+class _Missed:
+    """By life of a trainer, the sum of the results that it has missed. Guarded by the lock of the roster."""
+
+    def __init__(self) -> None:
+        # Also says whether the sum is memory of its own.
+        self._sums: dict[int, tuple[list[Tensor], bool]] = {}
+
+    def add(self, life: int, result: list[Tensor]) -> None:
+        missed = self._sums.get(life)
+        if missed is None or [tensor.shape for tensor in missed[0]] != [tensor.shape for tensor in result]:
+            self._sums[life] = (result, False)
+        elif missed[1]:
+            for total, tensor in zip(missed[0], result, strict=True):
+                total.add_(tensor)
+        else:
+            self._sums[life] = ([a + b for a, b in zip(missed[0], result, strict=True)], True)
+
+    def take(self, life: int, is_first: bool) -> list[Tensor] | None:
+        """The sum of a trainer, who is told of it now; the sum of the unseen for one that pushes for the first time."""
+        if (missed := self._sums.pop(life, None)) is not None:
+            return missed[0]
+        if is_first and (of_unseen := self._sums.get(_NOT_SEEN)):
+            # The next one that comes for the first time gets it too.
+            return [tensor.clone() for tensor in of_unseen[0]]
+        return None
+
+    def has(self, life: int) -> bool:
+        return life in self._sums
+
+    def forget(self, life: int) -> None:
+        self._sums.pop(life, None)
+
+
+class Piece:
+    """A bucket of gradients, or a part of one, of which all trainers get the mean.
+
+    The lock of the roster guards it; it is not held while tensors are added or answers are given.
+    """
+
+    def __init__(self, name: str, roster: Roster, life: Life) -> None:
+        self.name = name
+        self._roster = roster
+        self._life = life
+        self._rounds: dict[int, Round] = {}
+        # The last round that was completed.
+        self._done = -1
+        self._missed = _Missed()
+        # Lives of trainers that have pushed it.
+        self._seen: set[int] = set()
+
+    # -- the trainers
+
+    def admit(self, trainer: Trainer) -> None:
+        """A trainer has a copy of the model: it knows the rounds until now. The caller holds the lock."""
+        self._seen.add(trainer.life)
+
+    def forget(self, life: int) -> None:
+        """A trainer has ended. The caller holds the lock."""
+        self._missed.forget(life)
+
+    def absent(self) -> list[str]:
+        """The trainers that are missing in the oldest open round. The caller holds the lock."""
+        return self._roster.absent(set(self._rounds[min(self._rounds)].came)) if self._rounds else []
+
+    # -- a push
+
+    def push(self, push: Push, is_owned: bool) -> Future[Answer]:
+        """Take a trainer's tensors. ``is_owned``: they are this piece's own memory. A refusal is an answer."""
+        future: Future[Answer] = Future()
+        answer = round_ = None
+        with self._roster.lock:
+            self._roster.count(push.trainer)
+            is_first = push.trainer.life not in self._seen
+            self._seen.add(push.trainer.life)
+            at = self._done + 1 if push.at is None else push.at
+            if at <= self._done and is_first and self._may_skip_rounds():
+                # Nobody has waited for it: it joins now.
+                at = self._done + 1
+            coming = Coming(push.trainer, push.tensors, is_owned, future)
+            if at <= self._done:
+                answer = self._answer_to_late(push.trainer, at, is_first)
+            else:
+                round_ = self._rounds.get(at)
+                if round_ is None:
+                    round_ = self._rounds[at] = Round(at)
+                if refusal := why_not(push, round_):
+                    answer = Answer(refusal)
+                elif round_.is_closed:
+                    round_.late.append(coming)
+                else:
+                    round_.came[push.trainer.life] = coming
+                    round_.quorum = push.quorum
+                    if push.is_repeated:
+                        self._begin_again(push, round_)
+        if answer is not None:
+            future.set_result(answer)
+        elif round_ is not None:
+            self._advance(round_)
+        return future
+
+    def _may_skip_rounds(self) -> bool:
+        """Whether a trainer that comes for the first time may do without the results until now."""
+        return not self._missed.has(_NOT_SEEN)
+
+    def _answer_to_late(self, trainer: Trainer, at: int, is_first: bool = False) -> Answer:
+        missed = self._missed.take(trainer.life, is_first)
+        if missed is None:
+            return Answer(
+                f"{trainer} pushed a round that is over, and was not there in: it has to begin anew, with "
+                f"reduction.serve and a new DataParallel"
+            )
+        return Answer(None, self._done + 1, self._done + 1 - at, missed)
+
+    # -- a round, from the first tensors to the answers
+
+    def advance_all(self) -> None:
+        """Complete what can be completed, after trainers have come or gone."""
+        with self._roster.lock:
+            rounds = list(self._rounds.values())
+        for round_ in rounds:
+            self._advance(round_)
+
+    def _advance(self, round_: Round) -> None:
+        """Add what can be added, and complete the round if it can be. One thread at a time does; others return."""
+        while True:
+            with self._roster.lock:
+                if round_.is_busy or round_.is_closed:
+                    return
+                is_complete = round_.result is not None or self._is_complete(round_)
+                batch = [] if round_.result is not None else self._addable(round_, is_complete)
+                if not batch and not is_complete:
+                    return
+                round_.is_busy = True
+                round_.is_closed = is_complete
+            if round_.result is None:
+                round_.add(batch, len(round_.came) if is_complete else None)
+            if is_complete:
+                self._roster.has_begun = True
+                result = round_.sum if round_.result is None else round_.result
+                assert result is not None
+                self._finish(round_, result)
+                return
+            with self._roster.lock:
+                round_.is_busy = False
+
+    def _is_complete(self, round_: Round) -> bool:
+        if not round_.came:
+            return False
+        if round_.quorum is not None and len(round_.came) >= round_.quorum:
+            return True
+        return self._roster.are_all_there() and all(life in round_.came for life in self._roster.trainers)
+
+    def _addable(self, round_: Round, is_complete: bool) -> list[Coming]:
+        """In the order of ranks: all, or those before whom nobody is missing."""
+        came = sorted(
+            (coming for coming in round_.came.values() if not coming.is_added), key=lambda coming: coming.trainer
+        )
+        if is_complete:
+            return came
+        if not self._roster.are_all_there():
+            return []
+        missing = [trainer for life, trainer in self._roster.trainers.items() if life not in round_.came]
+        first_missing = min(missing, default=None)
+        batch = [coming for coming in came if first_missing is None or coming.trainer < first_missing]
+        return batch if len(batch) >= _BATCH else []
+
+    def _finish(self, round_: Round, mean: list[Tensor]) -> None:
+        """Make the result of a round, and publish it."""
+        self._publish(round_, mean)
+
+    def _publish(self, round_: Round, result: list[Tensor]) -> None:
+        """Answer all who have pushed."""
+        with self._roster.lock:
+            self._done = max(self._done, round_.number)
+            self._rounds.pop(round_.number, None)
+            self._note_missed(round_, result)
+            futures = [coming.future for coming in round_.came.values()]
+            late = [(coming, self._answer_to_late(coming.trainer, round_.number)) for coming in round_.late]
+        answer = Answer(None, round_.number + 1, 1, result)
+        for future in futures:
+            future.set_result(answer)
+        for coming, answer_to_late in late:
+            coming.future.set_result(answer_to_late)
+
+    def _note_missed(self, round_: Round, result: list[Tensor]) -> None:
+        trainers = self._roster.trainers
+        for life in self._seen.intersection(trainers).difference(round_.came):
+            self._missed.add(life, result)
+        # Some that are there or expected have never pushed it: all of them have missed the same.
+        is_seen_by_all = self._seen.issuperset(trainers)
+        if not is_seen_by_all or len(self._seen | self._roster.ended) < self._roster.spec.expected:
+            self._missed.add(_NOT_SEEN, result)
+        else:
+            self._missed.forget(_NOT_SEEN)
+
+    # -- after the end of another host
+
+    def _begin_again(self, push: Push, round_: Round) -> None:
+        """A trainer repeats a push whose answer others may have had from the lost host: then that is the result."""
+        if round_.has_asked:
+            return
+        round_.has_asked = True
+
+        def take(future: Future[list[Tensor] | None]) -> None:
+            try:
+                result = future.value()
+            except RuntimeError as error:
+                _logger.debug("%s was not told of a result: %s", self._life.info.name, error)
+                return
+            if result is not None:
+                self._give_result(round_.number, result)
+
+        for info in self._life.living():
+            if info.name != push.trainer.name:
+                try:
+                    call = rpc.rpc_async(info, result_of, args=(push.key, self.name, round_.number))
+                    call.add_done_callback(take)
+                except RuntimeError as error:
+                    _logger.debug("%s was not asked for a result: %s", info.name, error)
+
+    def _give_result(self, number: int, result: list[Tensor]) -> None:
+        with self._roster.lock:
+            round_ = self._rounds.get(number)
+            if round_ is None or round_.is_closed:
+                return
+            round_.result = result
+        self._advance(round_)

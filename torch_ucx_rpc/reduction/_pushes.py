@@ -1,0 +1,109 @@
+"""A push until its answer is here, through the ends of hosts: `push`."""
+
+# mypy: allow-untyped-calls
+
+from __future__ import annotations
+
+import logging
+import threading
+from typing import Any
+
+import torch.distributed.rpc as rpc
+from torch import Tensor
+from torch.futures import Future
+
+from torch_ucx_rpc._observe.lost import timed_out, was_lost
+from torch_ucx_rpc.reduction import _host
+from torch_ucx_rpc.reduction._messages import UNKNOWN, Answer, Push
+from torch_ucx_rpc.reduction._server import Server
+
+_logger = logging.getLogger(__name__)
+
+
+def push(server: Server, piece: str, shard: int, tensors: list[Tensor], quorum: int | None) -> Future[Answer]:
+    """Push a piece to the host of a shard: the answer, whose refusal is an exception of the future instead."""
+    return _Pending(server, shard, server.next_push(piece, tensors, quorum)).future
+
+
+def tensors_of(push: Future[Answer]) -> list[Tensor]:
+    """The result of a push that is done."""
+    tensors = push.value().tensors
+    assert tensors is not None
+    return tensors
+
+
+class _Pending:
+    """A push that has no answer yet. One thread at a time has it: the one that sends, or that of the answer."""
+
+    def __init__(self, server: Server, shard: int, push: Push) -> None:
+        self._server = server
+        self._shard = shard
+        self._push = push
+        self.future: Future[Any] = Future(devices=server.life.devices)
+        name = server.host_of(shard)
+        if name is None:
+            self._recover()
+        else:
+            self._send(name)
+
+    def _send(self, name: str) -> None:
+        try:
+            if name == self._server.trainer.name:
+                host = _host.hosts()[self._push.key]
+                call = host.push(self._push, False)
+            else:
+                call = rpc.rpc_async(name, _host.push, args=(self._push,))
+        except RuntimeError as error:
+            self._fail(name, error)
+            return
+        call.add_done_callback(lambda done: self._on_done(name, done))
+
+    def _on_done(self, name: str, done: Future[Answer]) -> None:
+        try:
+            answer = done.value()
+        except RuntimeError as error:
+            self._fail(name, error)
+            return
+        if answer.refusal == UNKNOWN:
+            self._recover()
+        elif answer.refusal is not None:
+            self.future.set_exception(ValueError(answer.refusal))
+        else:
+            self._server.accept(self._push, answer)
+            self.future.set_result(answer)
+
+    def _fail(self, name: str, error: RuntimeError) -> None:
+        if was_lost(error):
+            _logger.info("%s: %s was lost with a push of %s", self._server.trainer, name, self._push.piece)
+            self._server.lose(name)
+            self._recover()
+        elif timed_out(error):
+            threading.Thread(target=self._explain, args=(name, error), daemon=True).start()
+        else:
+            self.future.set_exception(error)
+
+    def _recover(self) -> None:
+        # Not here: this may be a thread of the agent, and it may take a while.
+        threading.Thread(target=self._push_again, daemon=True).start()
+
+    def _push_again(self) -> None:
+        try:
+            name = self._server.find_host(self._shard)
+        except Exception as error:
+            self.future.set_exception(error)
+            return
+        self._push = self._push._replace(is_repeated=True)
+        self._send(name)
+
+    def _explain(self, name: str, error: RuntimeError) -> None:
+        try:
+            missing = self._server.call(name, _host.absent, self._push.key, self._push.piece)
+        except RuntimeError:
+            missing = []
+        waited = (
+            f"it waited for {', '.join(missing)}. Where some need not come, serve(..., trainers=N) says how many do, "
+            f"and quorum=N lets a step go on without the slow"
+            if missing
+            else "no trainer is missing"
+        )
+        self.future.set_exception(RuntimeError(f"a step of {self._server!r} was not completed: {waited} ({error})"))

@@ -1,0 +1,149 @@
+"""The trainers of a server, as one of its hosts knows them: `Roster`, and `Copies` of the models that they train.
+
+A trainer belongs to a piece's rounds from its first push on, or from the round with which another trainer has admitted
+it. The first round also waits for the trainers that are expected. A trainer that has ended or left is not waited for.
+"""
+
+# mypy: allow-untyped-calls
+
+from __future__ import annotations
+
+import threading
+
+from torch.futures import Future
+
+from torch_ucx_rpc.reduction._messages import Entry, Spec, Trainer
+
+
+class Roster:
+    """Which trainers are waited for, and whether all have come that are expected.
+
+    ``lock`` guards the roster, the copies and the pieces of one host. Methods are called with the lock held.
+    """
+
+    def __init__(self, spec: Spec) -> None:
+        self.lock = threading.RLock()
+        self.spec = spec
+        # By life: those that are waited for.
+        self.trainers: dict[int, Trainer] = {}
+        # A round has been completed: nobody is expected any more.
+        self.has_begun = False
+        # All that have ever been there, or can come no more; and of these, the ones that are not there any more.
+        self._counted: set[int] = set()
+        self._counted_names: set[str] = set()
+        self.ended: set[int] = set()
+
+    def count(self, trainer: Trainer) -> None:
+        """Wait for a trainer from now on."""
+        self.trainers[trainer.life] = trainer
+        self.ended.discard(trainer.life)
+        self.note_arrival(trainer)
+
+    def note_arrival(self, trainer: Trainer) -> None:
+        """A trainer is there, and need not be expected."""
+        self._counted.add(trainer.life)
+        self._counted_names.add(trainer.name)
+
+    def leave(self, trainer: Trainer) -> None:
+        self._end(trainer.life, trainer.name)
+
+    def on_gone(self, life: int, name: str) -> None:
+        """A worker has ended. If it was expected and never there, it will not come."""
+        names = self.spec.expected_names
+        is_expected = name in names if names else name not in self.spec.hosts
+        if life in self._counted or is_expected:
+            self._end(life, name)
+
+    def _end(self, life: int, name: str) -> None:
+        self._counted.add(life)
+        self._counted_names.add(name)
+        self.ended.add(life)
+        self.trainers.pop(life, None)
+
+    def expect(self, trainers: int, names: tuple[str, ...]) -> None:
+        """Have the first round wait for so many trainers, or also for these."""
+        if names:
+            if not self.spec.expected_names:
+                return  # a number has been given
+            names = tuple(sorted({*self.spec.expected_names, *names}))
+            trainers = len(names)
+        self.spec = self.spec._replace(expected=trainers, expected_names=names)
+
+    def are_all_there(self) -> bool:
+        if self.has_begun:
+            return True
+        names = self.spec.expected_names
+        return self._counted_names.issuperset(names) if names else len(self._counted) >= self.spec.expected
+
+    def is_newcomer(self, trainer: Trainer) -> bool:
+        """Whether a trainer comes after the first round, which has not waited for it."""
+        names = self.spec.expected_names
+        if names:
+            is_expected = trainer.name in names and trainer.name not in self._counted_names
+        else:
+            is_expected = len(self._counted) < self.spec.expected
+        return self.has_begun and not is_expected
+
+    def absent(self, came: set[int]) -> list[str]:
+        """Those that are waited for and whose lives are not among these; in words where names are not known."""
+        absent = [trainer.name for life, trainer in sorted(self.trainers.items()) if life not in came]
+        if not self.are_all_there():
+            known = {trainer.name for trainer in self.trainers.values()}
+            unknown = [name for name in self.spec.expected_names if name not in known]
+            absent += unknown or [f"{self.spec.expected - len(self._counted)} more"]
+        return absent
+
+
+class _Model:
+    """The lives that have a copy of a model, and those that wait for one."""
+
+    def __init__(self) -> None:
+        self.holders: dict[int, Trainer] = {}
+        self.entered: dict[int, tuple[Trainer, Future[Entry]]] = {}
+        # Lives of those that began together: the first step waits for all of them.
+        self.initial: set[int] = set()
+
+
+class Copies:
+    """Which trainers have a copy of a model, and from which of them a new one gets its own.
+
+    Methods are called with the lock of the roster held. The futures that they return are resolved without it.
+    """
+
+    def __init__(self, roster: Roster) -> None:
+        self._roster = roster
+        self._models: dict[str, _Model] = {}
+
+    def enter(self, name: str, trainer: Trainer, future: Future[Entry]) -> list[tuple[Future[Entry], Entry]]:
+        """A trainer asks for a copy; the answers that can be given now."""
+        model = self._models.setdefault(name, _Model())
+        others = [other for life, other in model.holders.items() if life != trainer.life]
+        self._roster.note_arrival(trainer)
+        if others:
+            return [(future, Entry(min(others), trainer.life in model.initial))]
+        model.entered[trainer.life] = (trainer, future)
+        return self.take_entered()
+
+    def take_entered(self) -> list[tuple[Future[Entry], Entry]]:
+        """Those that may begin with a model: all, once all are there."""
+        answers: list[tuple[Future[Entry], Entry]] = []
+        for model in self._models.values():
+            is_complete = self._roster.are_all_there() and all(life in model.entered for life in self._roster.trainers)
+            if not model.entered or not is_complete:
+                continue
+            donor = min(trainer for trainer, _ in model.entered.values())
+            for life, (trainer, future) in model.entered.items():
+                self._roster.count(trainer)
+                model.initial.add(life)
+                answers.append((future, Entry(None if life == donor.life else donor, True)))
+            model.entered.clear()
+        return answers
+
+    def hold(self, name: str, trainer: Trainer) -> None:
+        """A trainer has a copy of a model now, and can give it to others."""
+        self._models.setdefault(name, _Model()).holders[trainer.life] = trainer
+
+    def forget(self, life: int) -> None:
+        for model in self._models.values():
+            model.holders.pop(life, None)
+            model.entered.pop(life, None)

@@ -1,0 +1,200 @@
+"""`serve`: the server that all trainers agree on, made or joined."""
+
+# mypy: allow-untyped-calls
+
+from __future__ import annotations
+
+import difflib
+import pickle
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch._C._distributed_rpc import WorkerInfo
+
+from torch_ucx_rpc._observe.life import Life
+from torch_ucx_rpc._observe.lost import was_lost
+from torch_ucx_rpc.reduction import _host
+from torch_ucx_rpc.reduction._meeting import trainers_as_hosts
+from torch_ucx_rpc.reduction._messages import OptimizerFactory, Spec
+from torch_ucx_rpc.reduction._server import Server, servers
+
+# The key of a server that is spread over its trainers.
+_TRAINERS = "trainers"
+
+
+def serve(
+    *hosts: str | WorkerInfo,
+    trainers: int | Sequence[str] | None = None,
+    parameters: Iterable[Tensor] | None = None,
+    optimizer: OptimizerFactory | None = None,
+    asynchronous: bool = False,
+    replica: bool = False,
+    checkpoint: str | None = None,
+    checkpoint_every: int = 100,
+    name: str | None = None,
+) -> Server:
+    """The server that sums the gradients of several trainers; every trainer calls this alike.
+
+    The first one makes the server on the hosts, the others join it.
+
+    Args:
+        hosts: names of the workers that share the work; they need not call anything. Without any, the trainers share
+            it themselves.
+        trainers: how many trainers the first step waits for, or the names of their workers (default: in a group of
+            fixed size, all workers but the hosts; otherwise 1). Later ones are waited for as soon as they push.
+        parameters: tensors that the server keeps and updates, for `push_pull`; the first trainer's are taken.
+        optimizer: makes an optimizer of a list of parameters, such as ``functools.partial(torch.optim.SGD, lr=0.1)``.
+            It must be picklable.
+        asynchronous (bool): apply each trainer's gradients when they come, and wait for nobody. (default: False)
+        replica (bool): keep a copy of parameters and optimizer on the next host, which goes on with it if one is lost.
+        checkpoint (str): folder in which the hosts save parameters and optimizer, for one that takes over or is started
+            anew; all hosts must see it.
+        checkpoint_every (int): updates between two of these. (default: 100)
+        name (str): tells apart servers with the same hosts.
+
+    Raises ValueError for a host that is no worker of the job, naming those that come close, and for arguments other
+    than the first trainer's; RuntimeError where RPC is not running or all hosts are lost.
+
+    Example::
+
+        >>> server = reduction.serve("ps0", "ps1")
+    """
+    known = servers()
+    life = known.life
+    names = tuple(host.name if isinstance(host, WorkerInfo) else host for host in hosts)
+    _check_hosts(names, life)
+    _check_state(optimizer, parameters, asynchronous, replica, checkpoint, checkpoint_every, names)
+    expected, expected_names = _expected(trainers, names, life)
+    key = name or ",".join(names) or _TRAINERS
+    spec = Spec(
+        key,
+        names or trainers_as_hosts(key, expected, expected_names, life),
+        expected,
+        expected_names,
+        optimizer,
+        asynchronous,
+        replica,
+        None if checkpoint is None else str(checkpoint),
+        checkpoint_every,
+    )
+    server = known.get(key)
+    is_new = server is None or server.has_left
+    if server is None or server.has_left:
+        server = Server(spec, life)
+    _open_hosts(server, spec)
+    known.keep(server)
+    if is_new and trainers is None and expected_names and life.info.name in names:
+        # A host that trains, too.
+        server.call_all(_host.expect, key, 0, (life.info.name,))
+    if is_new and any(server.call(host, _host.is_newcomer, key, server.trainer) for host in server.living_hosts()):
+        # It takes part from the rounds on that are open then.
+        server.first_round = None
+    if parameters is not None:
+        _give_parameters(server, [parameter.detach() for parameter in parameters])
+    return server
+
+
+def _open_hosts(server: Server, spec: Spec) -> None:
+    """Have all hosts know the server. ValueError where it was made otherwise, RuntimeError where all are lost."""
+    for host in spec.hosts:
+        try:
+            refusal = server.call(host, _host.open_host, spec)
+        except RuntimeError as error:
+            if not was_lost(error):
+                raise
+            server.lose(host)
+            if server.host_of(0) is None:
+                raise RuntimeError(
+                    f"all hosts of the server {spec.key!r} are lost: {', '.join(spec.hosts)} ({error})"
+                ) from error
+            continue
+        if refusal:
+            raise ValueError(refusal)
+
+
+def _check_hosts(names: tuple[Any, ...], life: Life) -> None:
+    workers = [info.name for info in life.living()]
+    for name in names:
+        if not isinstance(name, str):
+            raise TypeError(f"a host is given by its worker's name; {name!r} is none")
+        if name not in workers:
+            close = difflib.get_close_matches(name, workers, n=3)
+            hint = f"close to it: {', '.join(close)}" if close else f"the workers are {', '.join(workers)}"
+            raise ValueError(f"{name!r} cannot be a host of a server: no living worker has that name; {hint}")
+    if len(set(names)) != len(names):
+        raise ValueError(f"the hosts of a server must be different workers; they are {', '.join(names)}")
+
+
+def _check_state(
+    optimizer: Any,
+    parameters: Any,
+    asynchronous: bool,
+    replica: bool,
+    checkpoint: Any,
+    checkpoint_every: Any,
+    names: tuple[str, ...],
+) -> None:
+    if (optimizer is None) != (parameters is None):
+        raise ValueError(
+            "a server that updates needs both, parameters=model.parameters() and "
+            "optimizer=functools.partial(torch.optim.SGD, lr=...); one that takes means of gradients needs neither"
+        )
+    if optimizer is None:
+        for what, is_set in (("asynchronous", asynchronous), ("replica", replica), ("checkpoint", checkpoint)):
+            if is_set:
+                raise ValueError(
+                    f"{what} is for a server with an optimizer: without one it has nothing to keep, and a step needs "
+                    f"all trainers, or a quorum of them"
+                )
+        return
+    if not callable(optimizer):
+        raise TypeError(f"optimizer must make an optimizer of a list of parameters; {optimizer!r} cannot be called")
+    try:
+        pickle.dumps(optimizer)
+    except Exception as error:
+        raise TypeError(
+            f"the optimizer goes to the server by pickle, which cannot take {optimizer!r} ({error}): give a function "
+            f"of a module, or functools.partial(torch.optim.SGD, lr=0.1)"
+        ) from error
+    if replica and len(names) == 1:
+        raise ValueError("replica=True needs a second host, as in reduction.serve('ps0', 'ps1', replica=True)")
+    if not isinstance(checkpoint_every, int) or checkpoint_every < 1:
+        raise ValueError(f"checkpoint_every must be a number of updates, 1 at least; it cannot be {checkpoint_every!r}")
+
+
+def _expected(trainers: Any, names: tuple[str, ...], life: Life) -> tuple[int, tuple[str, ...]]:
+    """How many trainers the first step waits for, and which, where that is known."""
+    if trainers is None:
+        if not life.is_static:
+            return 1, ()
+        others = tuple(info.name for info in life.agent.get_worker_infos() if info.name not in names)
+        others = others or (life.info.name,)
+        return len(others), others
+    if isinstance(trainers, int) and not isinstance(trainers, bool):
+        if trainers < 1:
+            raise ValueError(f"trainers must be 1 at least; it cannot be {trainers}")
+        return trainers, ()
+    if isinstance(trainers, str) or not all(isinstance(trainer, str) for trainer in trainers):
+        raise TypeError(f"trainers is how many there are, or a list of names of workers; {trainers!r} is neither")
+    return len(trainers), tuple(trainers)
+
+
+def _give_parameters(server: Server, parameters: list[Tensor]) -> None:
+    """Have the hosts keep parameters: the first trainer's. ValueError where the others have had other shapes."""
+    shards = server.assign(parameters)
+    for shard in range(len(server.hosts)):
+        mine = [tensor for tensor, of in zip(parameters, shards, strict=True) if of == shard]
+        host = server.host_of(shard)
+        if not mine or host is None:
+            continue
+        piece = f"parameters/{shard}"
+        if server.call(host, _host.fill, server.spec.key, piece, server.trainer) == "give":
+            server.call(host, _host.take_parameters, server.spec.key, piece, mine)
+        shapes = server.call(host, _host.shapes, server.spec.key, piece)
+        expected = [tuple(tensor.shape) for tensor in mine]
+        if shapes != expected:
+            raise ValueError(
+                f"the parameters of this trainer have the shapes {expected}, and the server's {shapes} (those on "
+                f"{host!r}): all trainers must give the same model"
+            )
