@@ -14,6 +14,7 @@ is. The public names:
 * ``pipeline``, likewise: a model's stages on workers, micro-batches through all of them at once
 * ``checkpoint``, likewise: state on many workers, in the format of DCP
 * `on_lost`: a callback when a worker is lost
+* `wait`: ``future.wait()``, by choice until the data on GPUs are there
 * `statistics`: a snapshot of calls, bytes, lanes, queues, memory, and latencies per peer
 * `Statistics`: the type of the snapshot
 * `PeerStatistics`: the part of the snapshot about one worker
@@ -29,7 +30,7 @@ The package, module by module and room by room; the docstring of each room lists
 * ``_agent``       the running agent, and the end of the process
 * ``_start``       ``init_rpc`` for this backend, step by step
 * ``_bootstrap``   how workers find each other before the first call
-* ``_devices``     device maps, and the memory of received tensors on devices
+* ``_devices``     device maps, the memory of received tensors on devices, and `wait`
 * ``_launch``      `init_rpc`, and what launchers say in environment variables
 * ``_native_op``   `native_op`
 * ``_observe``     `statistics`, for Prometheus and ``python -m torch_ucx_rpc top`` too; `on_lost`
@@ -66,6 +67,7 @@ except (ImportError, OSError) as error:
     _failure = error
 
 if _failure is None:
+    from torch_ucx_rpc._devices.wait import wait
     from torch_ucx_rpc._launch.init import init_rpc
     from torch_ucx_rpc._native_op.op import native_op
     from torch_ucx_rpc._observe.lost import on_lost
@@ -98,4 +100,5 @@ __all__ = [
     "on_lost",
     "replace_tensorpipe",
     "statistics",
+    "wait",
 ]

@@ -15,6 +15,7 @@ from torch._C._distributed_c10d import Store
 from torch._C._distributed_rpc import _cleanup_python_rpc_handler, _destroy_rref_context, _reset_current_rpc_agent
 
 from torch_ucx_rpc._bootstrap.dynamic_group import DynamicGroup, StaticGroup
+from torch_ucx_rpc._bootstrap.lifeline import Lifeline
 from torch_ucx_rpc._bootstrap.network import default_devices
 from torch_ucx_rpc._bootstrap.record import Record
 from torch_ucx_rpc._bootstrap.secret import NO_FRAME_KEYS, Secret
@@ -63,8 +64,9 @@ class UcxRpcAgent(_C.UcxRpcAgent):
             **faults,
         )
         self.store = store
-        # Servers that read this worker's statistics; closed after the agent has ended.
+        # Servers that read this worker's statistics, and its lifeline; closed after the agent has ended.
         self.endpoints = contextlib.ExitStack()
+        self.lifeline: Lifeline | None = None
         self._options = options
         self._owner = os.getpid()
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import hashlib
 import importlib
 import importlib.util
 import os
@@ -30,6 +31,8 @@ import torch
 SONAME = "libucp.so.0"
 
 _PACKAGE = Path(__file__).parent
+# The headers of torch at the build, written by tools/torch_headers.py.
+_HEADERS = _PACKAGE / "_torch_headers.txt"
 _INSTALL_UCX = "pip install libucx-cu12 (libucx-cu13 beside a CUDA 13 torch), or conda install -c conda-forge ucx"
 _BUILD = "run `make build` in the source tree, or `pip install --no-build-isolation <source tree>`"
 
@@ -243,19 +246,52 @@ def _newer_ucx() -> str:
     return "<its folder>" if spec is None or spec.origin is None else str(Path(spec.origin).parent / "lib")
 
 
-def check_torch_version(built_for: str, running: str) -> None:
-    """Refuse another torch release than that of the build; its CPU and CUDA builds are interchangeable."""
+def check_torch_version(built_for: str, running: str, listing: Path = _HEADERS, include: Path | None = None) -> None:
+    """Refuse another torch than that of the build, except a patch release with the same C++ interface.
 
-    def release(version: str) -> str:
-        # Only these labels: in a torch built from source, the text after the + is a commit.
-        return re.sub(r"\+(cpu|cu\d+|rocm[\d.]+|xpu)$", "", version)
+    The CPU and CUDA builds of one release are interchangeable. Two patch releases are if every header of the build,
+    which `listing` names, is the same in the folder `include`: by default, torch's.
+    """
+    built, here = without_build_label(built_for), without_build_label(running)
+    if built == here:
+        return
+    difference = ""
+    if minor_release(here) is not None and minor_release(here) == minor_release(built) and listing.exists():
+        changed = changed_headers(listing, include or Path(torch.__file__).parent / "include")
+        if not changed:
+            return
+        difference = f", whose header {changed[0]} is another"
+    wheel = f"install the wheel for it (pip install torch_ucx_rpc 'torch=={minor_release(here)}.*'), "
+    raise _error(
+        f"torch_ucx_rpc was built for torch {built_for} and this is torch {running}{difference}: "
+        f"{wheel if minor_release(here) not in (None, minor_release(built)) else ''}build it again "
+        f"(`pip install --no-build-isolation --no-deps --force-reinstall <source tree>`), "
+        f"or install torch {built_for}."
+    )
 
-    if release(built_for) != release(running):
-        raise _error(
-            f"torch_ucx_rpc was built for torch {built_for} and this is torch {running}: build it again "
-            f"(`pip install --no-build-isolation --no-deps --force-reinstall <source tree>`), "
-            f"or install torch {built_for}."
-        )
+
+def without_build_label(version: str) -> str:
+    # Only these labels: in a torch built from source, the text after the + is a commit.
+    return re.sub(r"\+(cpu|cu\d+|rocm[\d.]+|xpu)$", "", version)
+
+
+def minor_release(release: str) -> str | None:
+    """The part 2.13 of the final release 2.13.1; None for nightly builds and the like, which change from day to day."""
+    found = re.fullmatch(r"(\d+\.\d+)\.\d+", release)
+    return None if found is None else found[1]
+
+
+def changed_headers(listing: Path, include: Path) -> list[str]:
+    """The headers that are others in the folder `include`, or not there; the listing has lines of sha256sum."""
+    entries = [line.split("  ", 1) for line in listing.read_text(encoding="utf-8").splitlines()]
+    return [name for digest, name in entries if _digest(include / name) != digest]
+
+
+def _digest(file: Path) -> str | None:
+    try:
+        return hashlib.sha256(file.read_bytes()).hexdigest()
+    except OSError:
+        return None
 
 
 def check_built(folder: Path) -> None:

@@ -26,6 +26,8 @@ _MOST_THREADS = 32_767
 _MOST_SECONDS = 1e9
 _MOST_BYTES = 2**62
 _LAST_PORT = 65_535
+# The most urgent priority of torch's streams (c10's max_compile_time_stream_priorities).
+_MOST_URGENT = -3
 
 
 class Option(Generic[T]):
@@ -209,6 +211,9 @@ class UcxRpcBackendOptions(RpcBackendOptions):
             (default: "torch").
         device_pool_bytes (int | None): bytes that RMM's pool may take of each device, at least 1 MiB (default: None,
             all that the device has).
+        stream_priority (int): priority of the CUDA streams on which handlers run and received tensors are copied, as
+            for ``torch.cuda.Stream``: between -3, the most urgent, and 0, the least (default: 0). A device that has
+            fewer priorities takes its nearest. Callbacks of futures run on torch's own streams, of priority 0.
         prometheus_port (int | None): each worker answers Prometheus over HTTP, without encryption, on all interfaces,
             at this port plus its rank; 0 is any free port, which ``statistics().prometheus_port`` tells (default:
             None, it does not). Needs the package prometheus_client.
@@ -246,6 +251,7 @@ class UcxRpcBackendOptions(RpcBackendOptions):
     host_pool_bytes = _integer(0, _MOST_BYTES, "how many bytes of memory are kept for reuse")
     device_pool = _one_of("torch", "rmm")
     device_pool_bytes = _integer_or_none(1024**2, _MOST_BYTES, "how many bytes of a device RMM's pool may take")
+    stream_priority = _integer(_MOST_URGENT, 0, "the priority of CUDA streams, of which lower numbers are more urgent")
     prometheus_port = _integer_or_none(0, _LAST_PORT, "the port of rank 0 for Prometheus, 0 for any that is free")
     waiting = _one_of("auto", "poll", "sleep")
     secret_file = Option(_check_path)
@@ -266,6 +272,7 @@ class UcxRpcBackendOptions(RpcBackendOptions):
         host_pool_bytes: int = 256 * 1024**2,
         device_pool: str = "torch",
         device_pool_bytes: int | None = None,
+        stream_priority: int = 0,
         prometheus_port: int | None = None,
         waiting: str = "auto",
         secret_file: str | os.PathLike[str] | None = None,
@@ -286,6 +293,7 @@ class UcxRpcBackendOptions(RpcBackendOptions):
         self.host_pool_bytes = host_pool_bytes
         self.device_pool = device_pool
         self.device_pool_bytes = device_pool_bytes
+        self.stream_priority = stream_priority
         self.prometheus_port = prometheus_port
         self.waiting = waiting
         self.secret_file = secret_file

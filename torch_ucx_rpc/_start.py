@@ -33,6 +33,7 @@ from torch_ucx_rpc import _agent, _version
 from torch_ucx_rpc._agent import UcxRpcAgent
 from torch_ucx_rpc._bootstrap import site_settings
 from torch_ucx_rpc._bootstrap.dynamic_group import DynamicGroup, StaticGroup
+from torch_ucx_rpc._bootstrap.lifeline import open_lifeline
 from torch_ucx_rpc._bootstrap.members import gather_members
 from torch_ucx_rpc._bootstrap.record import Record, process_facts
 from torch_ucx_rpc._bootstrap.rendezvous import STORE_ENDS, Deadline, check_rank, create_store
@@ -42,6 +43,7 @@ from torch_ucx_rpc._native import _C
 from torch_ucx_rpc._observe import prometheus, statistics
 from torch_ucx_rpc._observe import socket as observation
 from torch_ucx_rpc._options import UcxRpcBackendOptions
+from torch_ucx_rpc.errors import JoinFailed
 
 _logger = logging.getLogger(__name__)
 
@@ -180,7 +182,7 @@ def _join_dynamic_group(
         try:
             group.enter()
         except DistError as error:
-            raise RuntimeError(
+            raise JoinFailed(
                 f"worker {name!r} (rank {rank}) lost the Store while it joined the group: {error}.{STORE_ENDS}"
             ) from error
     _start(agent)
@@ -196,6 +198,9 @@ def _make_agent(
     agent = make(name, rank, expected_peers, store, copy.copy(options))
     agent.secret = secret
     with _undone_on_error(agent):
+        agent.lifeline = open_lifeline(store, _C.ucx_library()["path"])
+        if agent.lifeline is not None:
+            agent.endpoints.callback(agent.lifeline.close)
         # Before other workers hear of this one: a port in use must not make them wait.
         _open_endpoints(agent, options)
     return agent
@@ -221,6 +226,8 @@ def _open_endpoints(agent: UcxRpcAgent, options: UcxRpcBackendOptions) -> None:
 def _record_of(agent: UcxRpcAgent, world_size: int) -> Record:
     info = agent.get_worker_info()
     options = agent._get_backend_options()
+    # A wheel's version also names its torch (0.2.0+torch2.13), and not all workers may run from wheels.
+    version = _version.__version__.partition("+")[0]
     return Record(
         rank=info.id,
         name=info.name,
@@ -228,13 +235,15 @@ def _record_of(agent: UcxRpcAgent, world_size: int) -> Record:
         session=agent.session,
         first_rref_id=_C.begin_rref_ids(are_random=world_size == 0),
         address=agent.address,
-        package_version=f"{_version.__version__} (wire version {_C.WIRE_VERSION})",
+        package_version=f"{version} (wire version {_C.WIRE_VERSION})",
         torch_version=torch.__version__,
         device_maps=options.device_maps,
         reply_device_maps=options.reply_device_maps,
         devices=options.devices,
         device_count=torch.cuda.device_count(),
         in_doubt=False,
+        lifeline_host=agent.lifeline.host if agent.lifeline is not None else "",
+        lifeline_port=agent.lifeline.port if agent.lifeline is not None else 0,
         **process_facts(),
     )
 

@@ -4,8 +4,8 @@ All are `RpcError`, and so RuntimeError: code that was written for torch's own a
 an exception is one sentence, or a few, for a person; its attributes are for programs. An attribute is None where this
 worker does not know its value.
 
-Exceptions that the called function raises are none of these: they keep their own type. Wrong arguments, and workers
-that do not find each other in ``init_rpc``, are TypeError, ValueError and RuntimeError.
+Exceptions that the called function raises are none of these: they keep their own type. Wrong arguments are TypeError
+and ValueError.
 
 Example::
 
@@ -28,6 +28,8 @@ __all__ = [
     "BarrierFailed",
     "CallTimedOut",
     "ForkedProcess",
+    "JoinFailed",
+    "JoinTimedOut",
     "MessageNotSent",
     "MessageRefused",
     "OutOfResources",
@@ -125,8 +127,29 @@ class ForkedProcess(RpcError):
     """RPC was used in a process that was forked from a worker, without ``init_rpc`` of its own."""
 
 
-# The kinds of errors in C++, and the exceptions that they become. The comments name the sentences in csrc, and the
-# attributes that come with them besides name, rank and host of the worker that the sentence is about.
+class JoinFailed(RpcError):
+    """``init_rpc`` has failed, and can be called again.
+
+    The workers do not fit together (a rank, a name, the world size, a version, a secret), or there is no Store where
+    they could meet.
+    """
+
+
+class JoinTimedOut(JoinFailed, TimeoutError):
+    """``init_rpc`` has waited for its ``init_timeout``, and other workers, or the Store, have not come.
+
+    Attributes:
+        timeout (float | None): the ``init_timeout``, in seconds.
+        missing (tuple[int, ...] | None): the ranks that have not come, in ascending order.
+    """
+
+    timeout: float | None = None
+    missing: tuple[int, ...] | None = None
+
+
+# The kinds of errors in C++, and the exceptions that they become; ``init_rpc`` raises the others itself. The comments
+# name the sentences in csrc, and the attributes that come with them besides name, rank and host of the worker that the
+# sentence is about.
 KINDS: dict[str, type[RpcError]] = {
     # "lost worker ...: it has died or cannot be reached any more (<cause>)"; cause
     "worker_lost": WorkerLost,

@@ -11,7 +11,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 ROOT = next(folder for folder in Path(__file__).resolve().parents if (folder / "pyproject.toml").exists())
@@ -133,15 +133,7 @@ class Image:
         (self._root / "usr" / "local" / "bin" / "python3").symlink_to(f"/usr/bin/{_PYTHON}")
 
     def _install_project(self) -> None:
-        source = self.folder / "src"
-        # All but the folder of the compiler's results, so that only changes are compiled.
-        for path in source.iterdir() if source.exists() else ():
-            if path.name != "build":
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
-        for path in _sources():
-            copy = source / path.relative_to(ROOT)
-            copy.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(path, copy)
+        copy_changes(_sources(), ROOT, self.folder / "src")
         pip = f"{_PYTHON} -m pip --quiet --disable-pip-version-check install --root-user-action ignore"
         self._inside(
             *("sh", "-euc"),
@@ -193,6 +185,21 @@ class Image:
         environment = "PATH=/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin HOME=/root TORCH_UCX_RPC_UCX=system"
         enter = f'set -e; {mount}; root=$0; exec chroot "$root" env -i {environment} "$@"'
         return _run("unshare", "--mount", "bash", "-c", enter, self._root, *command)
+
+
+def copy_changes(files: Iterable[Path], source: Path, target: Path) -> None:
+    """Make ``target`` hold these files of ``source``, and its own folder build, which has the compiler's results.
+
+    Equal files stay untouched. A changed file is newer than all results of the compiler, whenever it was edited.
+    """
+    wanted = {target / path.relative_to(source): path for path in files}
+    for path in list(target.rglob("*")):
+        if path.is_file() and path not in wanted and path.relative_to(target).parts[0] != "build":
+            path.unlink()
+    for copy, path in wanted.items():
+        if not copy.exists() or copy.read_bytes() != path.read_bytes():
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(path, copy)
 
 
 def debian_sources(lists: str, release: str) -> str:

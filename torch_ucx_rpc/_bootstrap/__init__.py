@@ -7,5 +7,6 @@
 * ``member_list``    keeps the list of a group that workers join and leave
 * ``dynamic_group``  has its members admit workers that join, and forget those that leave
 * ``secret``         authenticates Store entries, and derives the keys of frames
+* ``lifeline``       shows workers on other hosts when this process ends
 * ``network``        chooses the network interface for UCX
 """

@@ -33,6 +33,7 @@ from torch_ucx_rpc._bootstrap.record import Record
 from torch_ucx_rpc._bootstrap.rendezvous import Deadline
 from torch_ucx_rpc._bootstrap.secret import Secret, read_entry, write_entry
 from torch_ucx_rpc._devices import maps as device_maps
+from torch_ucx_rpc.errors import JoinFailed, JoinTimedOut
 
 # The key in the Store for rank 0 of a group with a size.
 _STATIC = "torch_ucx_rpc/static"
@@ -81,7 +82,7 @@ class DynamicGroup:
     def enter(self) -> None:
         """Put this worker into the list, and all earlier members into the agent, which is not running yet.
 
-        Raises RuntimeError when the rank or the name is taken, when the group at this Store has a fixed size, or when
+        Raises JoinFailed when the rank or the name is taken, when the group at this Store has a fixed size, or when
         its workers have another version of this package; ValueError when the device maps do not fit together.
         """
         if self._store.check([_STATIC]) and (text := self._store.get(_STATIC)):
@@ -113,7 +114,7 @@ class DynamicGroup:
     def meet(self, deadline: Deadline) -> None:
         """Wait until all earlier members have admitted this worker, whose agent is running now.
 
-        Members that are in doubt, or cannot be reached, need not. Raises RuntimeError at the deadline.
+        Members that are in doubt, or cannot be reached, need not. Raises JoinTimedOut at the deadline.
         """
         agent = self._running_agent()
         announcement = json.dumps({"place": self._place, "record": self._own.to_values()})
@@ -143,10 +144,12 @@ class DynamicGroup:
             if not waited_for:
                 break
             if is_over:
-                raise RuntimeError(
+                raise JoinTimedOut(
                     f"{self._own} has waited {deadline.timeout:g} s (init_timeout) to be admitted to the group by "
                     f"{', '.join(map(str, waited_for.values()))}: they are in its list of members, but do not answer. "
-                    f"They may hang, or have died with their host."
+                    f"They may hang, or have died with their host.",
+                    timeout=deadline.timeout,
+                    missing=tuple(sorted(record.rank for record in waited_for.values())),
                 )
             self._remove(place for place in waited_for if not self._is_listed(place))
             if pause.passed() and not patience.passed():
@@ -230,7 +233,7 @@ class StaticGroup:
         self._is_announced = False
 
     def refuse_mixture(self) -> None:
-        """RuntimeError if workers at this Store are in a group without a size."""
+        """JoinFailed if workers at this Store are in a group without a size."""
         for member in MemberList(self._store, self._own, self._secret).present():
             if not member.has_ended_beside(self._own):
                 raise _mixture(member, has_size=False)
@@ -249,18 +252,18 @@ class StaticGroup:
                 self._store.set(_STATIC, "")
 
 
-def _mixture(member: object, has_size: bool) -> RuntimeError:
+def _mixture(member: object, has_size: bool) -> JoinFailed:
     # The sentence is torch's, which programs and tests may look for.
-    return RuntimeError(
+    return JoinFailed(
         "RPC group mixes statically and dynamically initialized members which is not supported. At this Store is a "
         f"group {'with' if has_size else 'without'} a world_size, which {member} belongs to: pass world_size to every "
         "init_rpc, or to none."
     )
 
 
-def _place_is_taken(own: Record, other: Record) -> RuntimeError:
+def _place_is_taken(own: Record, other: Record) -> JoinFailed:
     what = f"name {own.name!r}" if own.name == other.name else f"rank {own.rank}"
-    return RuntimeError(
+    return JoinFailed(
         f"the worker {what} is not unique: {own} wants to join the group, and {other} is a member; give every worker a "
         f"rank and a name of its own. If that one has died, the others have not noticed yet."
     )

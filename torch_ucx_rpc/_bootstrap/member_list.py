@@ -26,6 +26,7 @@ from torch_ucx_rpc._bootstrap.members import read_records
 from torch_ucx_rpc._bootstrap.record import Record
 from torch_ucx_rpc._bootstrap.rendezvous import Deadline
 from torch_ucx_rpc._bootstrap.secret import Secret, read_entry, write_entry
+from torch_ucx_rpc.errors import JoinFailed
 
 _PREFIX = "torch_ucx_rpc/dynamic"
 _ARRIVALS = "arrivals"
@@ -63,7 +64,7 @@ class MemberList:
     def earlier(self) -> dict[str, Record]:
         """The records before the own one, which `add` has put into the list, by place and in the order of the list.
 
-        Raises RuntimeError for a record of another version of this package, or of a worker with another secret.
+        Raises JoinFailed for a record of another version of this package, or of a worker with another secret.
         """
         positions = self._positions(self._position)
         places = [_place(position) for position in positions]
@@ -101,7 +102,7 @@ class MemberList:
     def _positions(self, arrivals: int) -> list[int]:
         """Positions below ``arrivals`` whose places may have a record."""
         if not 0 <= arrivals <= _MOST_ARRIVALS:
-            raise RuntimeError(
+            raise JoinFailed(
                 f"this Store counts {arrivals} workers that have joined, which no worker wrote: give the job a Store "
                 f"of its own."
             )

@@ -32,6 +32,7 @@ from torch_ucx_rpc._bootstrap.record import Record
 from torch_ucx_rpc._bootstrap.rendezvous import Deadline
 from torch_ucx_rpc._bootstrap.secret import Entry, Secret, read_entry, refusal, write_entry
 from torch_ucx_rpc._devices import maps as device_maps
+from torch_ucx_rpc.errors import JoinFailed, JoinTimedOut
 
 _logger = logging.getLogger(__name__)
 
@@ -52,7 +53,7 @@ def gather_members(store: Store, own: Record, timeout: float, secret: Secret | N
         timeout: seconds to wait for workers that have not come; 0 is no limit.
         secret: the secret of the job; None for a job without one.
 
-    Raises RuntimeError when workers do not come, have the same rank or name, or do not fit together; ValueError when
+    Raises JoinFailed when workers do not come, have the same rank or name, or do not fit together; ValueError when
     their device maps do not fit together. All workers that have come raise the same error, except those with another
     secret than rank 0.
     """
@@ -65,7 +66,7 @@ def gather_members(store: Store, own: Record, timeout: float, secret: Secret | N
         part = _lead if own.rank == 0 else _follow
         return part(store, own, secret, deadline)
     except DistError as error:
-        raise RuntimeError(
+        raise JoinFailed(
             f"{own} lost the Store while it waited for the other workers: rank 0, or whoever hosts the Store, has "
             f"ended or given up, and its output tells why. ({error})"
         ) from error
@@ -79,11 +80,10 @@ def _lead(store: Store, own: Record, secret: Secret | None, deadline: Deadline) 
             members = _await_members(arrivals, own, deadline)
     except DistError:
         raise
-    except (RuntimeError, ValueError) as error:
-        kind = "ValueError" if isinstance(error, ValueError) else "RuntimeError"
+    except (JoinFailed, ValueError) as error:
         # Workers that are still to come hear of the error too, unless rank 0 has stopped waiting for them.
         expected = 0 if deadline.passed() else max(arrivals.world_sizes())
-        _announce(store, own, secret, {"error": kind, "text": str(error)}, arrivals.read_sessions, expected)
+        _announce(store, own, secret, _to_verdict(error), arrivals.read_sessions, expected)
         raise
     sessions = {member.session for member in members}
     _announce(store, own, secret, {"members": [member.to_values() for member in members]}, lambda: sessions)
@@ -102,8 +102,7 @@ def _follow(store: Store, own: Record, secret: Secret | None, deadline: Deadline
     if entry.doubt:
         raise refusal(entry, own, verdict.get("judge"))
     if "error" in verdict:
-        error = ValueError if verdict["error"] == "ValueError" else RuntimeError
-        raise error(verdict["text"])
+        raise _error_of(verdict)
     return [Record.from_values(values) for values in verdict["members"]]
 
 
@@ -180,6 +179,21 @@ def _announce(
             break
 
 
+def _to_verdict(error: JoinFailed | ValueError) -> dict[str, Any]:
+    return {"error": type(error).__name__, "text": str(error), "attributes": vars(error)}
+
+
+def _error_of(verdict: dict[str, Any]) -> JoinFailed | ValueError:
+    """The error that `_to_verdict` converted."""
+    text = verdict["text"]
+    if verdict["error"] == "ValueError":
+        return ValueError(text)
+    if verdict["error"] == "JoinTimedOut":
+        attributes = verdict["attributes"]
+        return JoinTimedOut(text, timeout=attributes["timeout"], missing=tuple(attributes["missing"]))
+    return JoinFailed(text)
+
+
 def _read_verdict(store: Store, secret: Secret | None) -> Entry | None:
     if not store.check(["verdict"]):
         return None
@@ -248,14 +262,14 @@ class _Arrivals:
         return [entry.values for entry in self._present.values()]
 
     def records(self) -> list[Record]:
-        """Records by rank. RuntimeError for an entry of another version, with another secret, or that is no record."""
+        """Records by rank. JoinFailed for an entry of another version, with another secret, or that is no record."""
         return sorted((_check_record(entry, self.own) for entry in self._present.values()), key=lambda r: r.rank)
 
 
 def read_records(store: Store, keys: list[str], own: Record, secret: Secret | None) -> dict[str, Record]:
     """The records at these keys, without empty and blank ones.
 
-    RuntimeError for a record of another version of this package, or of a worker with another secret.
+    JoinFailed for a record of another version of this package, or of a worker with another secret.
     """
     texts = zip(keys, _read_texts(store, keys), strict=True)
     return {key: _check_record(read_entry(text, secret), own) for key, text in texts if text.strip()}
@@ -272,7 +286,7 @@ def _check_record(entry: Entry, own: Record) -> Record:
     who = f"rank {values.get('rank')} ({values.get('name')!r}, pid {values.get('pid')} on {values.get('host')})"
     version = values.get("package_version")
     if isinstance(version, str) and version != own.package_version:
-        raise RuntimeError(
+        raise JoinFailed(
             f"the workers have different versions of torch_ucx_rpc: {own} has {own.package_version} and {who} has "
             f"{version}; install the same everywhere."
         )
@@ -281,33 +295,33 @@ def _check_record(entry: Entry, own: Record) -> Record:
     try:
         return Record.from_values(values)
     except ValueError as error:
-        raise RuntimeError(
+        raise JoinFailed(
             f"{own} found something in the Store that no worker wrote, or {who} did ({error}): give the job a Store, "
             f"that is an address and port or a file, of its own."
         ) from error
 
 
 def _check_agreement(records: list[Record]) -> None:
-    """RuntimeError unless these records, of workers that have come so far, can belong to one group."""
+    """JoinFailed unless these records, of workers that have come so far, can belong to one group."""
     for earlier, later in itertools.pairwise(sorted(records, key=lambda record: record.world_size)):
         if earlier.world_size != later.world_size:
-            raise RuntimeError(
+            raise JoinFailed(
                 f"the workers disagree on world_size: {earlier} says {earlier.world_size} and {later} says "
                 f"{later.world_size}; pass the same number to every init_rpc."
             )
     for record in records:
         if not 0 <= record.rank < record.world_size:
-            raise RuntimeError(f"{record} has no place in a group of {record.world_size}: ranks are counted from 0.")
+            raise JoinFailed(f"{record} has no place in a group of {record.world_size}: ranks are counted from 0.")
     for earlier, later in itertools.pairwise(records):
         if earlier.rank == later.rank:
-            raise RuntimeError(
+            raise JoinFailed(
                 f"rank {earlier.rank} is taken twice, by {earlier} and by {later}; start every worker with a rank of "
                 f"its own, and all of them anew if one of these was there before."
             )
     for earlier, later in itertools.pairwise(sorted(records, key=lambda record: record.name)):
         if earlier.name == later.name:
             # "is not unique" are torch's words, which programs and tests may look for.
-            raise RuntimeError(
+            raise JoinFailed(
                 f"the worker name {earlier.name!r} is not unique: {earlier} and {later} use it; give every worker a "
                 f"name of its own."
             )
@@ -323,27 +337,30 @@ def _warn_of_different_torchs(records: list[Record]) -> None:
         )
 
 
-def _absent(records: list[Record], own: Record, deadline: Deadline) -> RuntimeError:
-    absent = _numbers(set(range(own.world_size)) - {record.rank for record in records})
+def _absent(records: list[Record], own: Record, deadline: Deadline) -> JoinTimedOut:
+    absent = set(range(own.world_size)) - {record.rank for record in records}
     ranks_by_host: dict[str, set[int]] = {}
     for record in records:
         ranks_by_host.setdefault(record.host, set()).add(record.rank)
     present = ", ".join(f"{_numbers(ranks)} on {host}" for host, ranks in sorted(ranks_by_host.items()))
     # Without rank 0, nobody tells all at the same time: other workers may have been here and left just now.
     not_come = "have not come" if own.rank == 0 else "have not come, or have given up"
-    return RuntimeError(
+    return JoinTimedOut(
         f"init_rpc has waited {deadline.timeout:g} s (init_timeout) for all {own.world_size} workers, and these ranks "
-        f"{not_come}: {absent}. Present are the ranks {present}. Check that every worker has been started and got "
-        f"as far as init_rpc, with the same world_size and init_method; or give them more time, a larger init_timeout."
+        f"{not_come}: {_numbers(absent)}. Present are the ranks {present}. Check that every worker has been "
+        f"started and got as far as init_rpc, with the same world_size and init_method; or give them more time, a "
+        f"larger init_timeout.",
+        timeout=deadline.timeout,
+        missing=tuple(sorted(absent)),
     )
 
 
-def _came_too_late(own: Record, verdict: Entry) -> RuntimeError:
+def _came_too_late(own: Record, verdict: Entry) -> JoinFailed:
     if verdict.doubt:
         return refusal(verdict, own, verdict.values.get("judge"))
     members = [Record.from_values(values) for values in verdict.values["members"]]
     rival = next((member for member in members if member.rank == own.rank), members[0])
-    return RuntimeError(
+    return JoinFailed(
         f"{own} came too late: the group of {len(members)} workers at this Store has formed without it, with {rival}. "
         f"Start all workers anew; a file:// Store that an earlier run left behind has to be removed."
     )

@@ -21,6 +21,9 @@ class Record:
     A process id identifies a process only within a pid namespace, until the process ends or the machine reboots. Hence
     `pid_namespace`, `process_start_time` (in clock ticks since the boot) and `boot_id`.
 
+    Workers share memory only if their `user` is the same: an id and the namespace in which it means somebody.
+    `lifeline_port` is 0 for a worker without a lifeline (``lifeline``).
+
     The worker numbers its RRefs from `first_rref_id` on. In a group without a size another worker may take its rank, so
     that number is random. There, `in_doubt` means that another member has lost this worker, which may still be alive.
     """
@@ -42,6 +45,9 @@ class Record:
     pid_namespace: int
     pid: int
     process_start_time: int
+    user: str
+    lifeline_host: str
+    lifeline_port: int
     in_doubt: bool
 
     def __str__(self) -> str:
@@ -99,7 +105,16 @@ def process_facts() -> dict[str, Any]:
         "pid_namespace": Path("/proc/self/ns/pid").stat().st_ino,
         "pid": os.getpid(),
         "process_start_time": start_time(os.getpid()),
+        "user": f"{os.geteuid()} in {_user_namespace()}",
     }
+
+
+def _user_namespace() -> str:
+    try:
+        return str(Path("/proc/self/ns/user").readlink())
+    except OSError:
+        # A kernel without user namespaces.
+        return "user:[]"
 
 
 def process_stat(pid: int) -> list[str]:

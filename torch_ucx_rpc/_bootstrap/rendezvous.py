@@ -34,6 +34,7 @@ from torch.distributed.rendezvous import (
 )
 
 from torch_ucx_rpc._bootstrap.network import interface_with
+from torch_ucx_rpc.errors import JoinFailed, JoinTimedOut
 
 T = TypeVar("T")
 
@@ -91,7 +92,7 @@ def create_store(init_method: str, rank: int, world_size: int | None, timeout: f
         world_size: None for a group without a size.
         timeout: seconds to wait for rank 0 to open the Store; 0 is no limit.
 
-    Raises ValueError for an incomplete URL or incomplete variables, RuntimeError if there is no Store or its port is in
+    Raises ValueError for an incomplete URL or incomplete variables, JoinFailed if there is no Store or its port is in
     use.
     """
     global _kept
@@ -203,7 +204,7 @@ def open_job_store(address: JobAddress, rank: int, world_size: int | None, timeo
 def _serve_job(address: JobAddress) -> TCPStore:
     host = next(filter(is_this_host, address.hosts), None)
     if host is None:
-        raise RuntimeError(
+        raise JoinFailed(
             f"rank 0 runs on {socket.gethostname()}, and the other workers are going to look for it at "
             f"{' and '.join(address.hosts)}, as MASTER_ADDR says or the launcher: set MASTER_ADDR to the "
             f"host of rank 0."
@@ -214,7 +215,7 @@ def _serve_job(address: JobAddress) -> TCPStore:
             store = _connect(host, port, is_server=True)
             store.set(_JOB, address.job)
             return store
-    raise RuntimeError(
+    raise JoinFailed(
         f"rank 0 cannot open the Store of this job: the ports {', '.join(map(str, address.ports))} are all in use on "
         f"{socket.gethostname()}; set MASTER_PORT to one that is free, for all workers."
     )
@@ -236,10 +237,11 @@ def _find_job(address: JobAddress, deadline: Deadline) -> TCPStore:
                 seen[f"{host}:{port}"] = error
         if deadline.passed():
             places = "; ".join(f"{place}: {what}" for place, what in seen.items())
-            raise RuntimeError(
+            raise JoinTimedOut(
                 f"the Store of this job is not at {address}, after {deadline.timeout:g} s: rank 0 must be running "
                 f"there. Check that it has started and got as far as init_rpc(), and that its host can be reached; if "
-                f"it is another one, set MASTER_ADDR. ({places})"
+                f"it is another one, set MASTER_ADDR. ({places})",
+                timeout=deadline.timeout,
             )
         time.sleep(min(pause, deadline.remaining()))
         # Many workers may ask a host that is not ready yet.
@@ -326,7 +328,7 @@ def _create_tcp_store(
                 f"rank {rank} cannot use what listens at {address} as a Store: if another program does, choose another "
                 f"port. ({error}){hint}"
             )
-        raise RuntimeError(problem) from error
+        raise JoinFailed(problem) from error
 
 
 def await_listener(host: str, port: int, server: str, deadline: Deadline, hint: str) -> None:
@@ -338,10 +340,11 @@ def await_listener(host: str, port: int, server: str, deadline: Deadline, hint: 
             return
         except OSError as error:
             if deadline.passed():
-                raise RuntimeError(
+                raise JoinTimedOut(
                     f"nobody listens at {host}:{port} after {deadline.timeout:g} s ({error}): {server} must be running "
                     f"there; check that it has started, and that MASTER_ADDR and MASTER_PORT, or the init_method, name "
-                    f"its host and port and are the same for every worker.{hint}"
+                    f"its host and port and are the same for every worker.{hint}",
+                    timeout=deadline.timeout,
                 ) from error
         time.sleep(min(pause, deadline.remaining()))
         pause = min(2 * pause, 0.25)

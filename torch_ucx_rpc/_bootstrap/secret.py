@@ -16,6 +16,8 @@ import os
 import stat
 from typing import Any
 
+from torch_ucx_rpc.errors import JoinFailed
+
 FILE_VARIABLE = "TORCH_UCX_RPC_SECRET_FILE"
 VARIABLE = "TORCH_UCX_RPC_SECRET"
 
@@ -87,9 +89,9 @@ def read_entry(text: bytes, secret: Secret | None) -> Entry:
     return Entry(values)
 
 
-def refusal(entry: Entry, own: object, who: object) -> RuntimeError:
+def refusal(entry: Entry, own: object, who: object) -> JoinFailed:
     """The error for a doubtful entry: ``own`` has found it, and ``who`` has written it."""
-    return RuntimeError(
+    return JoinFailed(
         f"the workers do not share one secret: {entry.doubt.format(own=own, who=who)}; give every worker of "
         f"the job the same, by secret_file, {FILE_VARIABLE} or {VARIABLE}, or none."
     )

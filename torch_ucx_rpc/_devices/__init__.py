@@ -2,4 +2,5 @@
 
 * ``maps``  checks that the device maps of all workers fit together, and derives the maps for replies
 * ``pool``  chooses the allocator of received tensors: torch's or RMM's
+* ``wait``  `wait`: a future whose data are on devices
 """

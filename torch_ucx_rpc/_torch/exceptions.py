@@ -16,11 +16,14 @@ from __future__ import annotations
 
 import copyreg
 import functools
+import re
 import threading
 from collections import OrderedDict
 from typing import Any
 
 from torch.distributed.rpc import internal
+
+from torch_ucx_rpc import errors
 
 _torchs_handle_exception = internal._handle_exception
 
@@ -32,6 +35,9 @@ _MOST_REMEMBERED = 1024
 # both contain the earlier text. Sixteen levels would be 100 MB. The first cause is at the end.
 _LONGEST_BEGINNING = 2 * 1024
 _LONGEST_END = 30 * 1024
+
+# What the agent of an RRef's owner answers by itself, without a Python function. torch sends the text alone.
+_NO_VALUE = re.compile(r"(Error on Node \d+: )?this RRef will never have a value: (?P<cause>.*)", re.DOTALL)
 
 # By text: torch's description of the exception. Not the exception itself, whose traceback would keep frames alive.
 _remembered: OrderedDict[str, Any] = OrderedDict()
@@ -64,6 +70,8 @@ def _shortened(text: str) -> str:
 
 def original(text: str) -> Exception | None:
     """A new exception of the type that became a ``std::runtime_error`` with this text; None if no callee raised it."""
+    if never := _NO_VALUE.match(text):
+        return errors.RRefLost(text, cause=never["cause"])
     if not _remembered:
         return None
     # The rest of the text says where in this process the exception was first raised.

@@ -385,6 +385,10 @@ PYBIND11_MODULE(_C, module) {
       py::arg("source"),
       py::arg("entry_points"));
   module.def("stop_device_pool", [] { DevicePool::instance().stop(); });
+  module.def(
+      "devices_of",
+      [](const torch::jit::PythonFutureWrapper& future) { return future.fut->devices(); },
+      py::arg("future"));
   module.def("begin_rref_ids", &beginRRefIds, py::arg("are_random"));
   module.def("init_autograd", &initAutograd, py::arg("rank"), py::arg("are_ids_random"));
 
@@ -399,9 +403,12 @@ PYBIND11_MODULE(_C, module) {
       .def_readwrite("boot_id", &Member::bootId)
       .def_readwrite("pid_namespace", &Member::pidNamespace)
       .def_readwrite("process_start_time", &Member::processStartTime)
+      .def_readwrite("user", &Member::user)
       .def_readwrite("session", &Member::session)
       .def_readwrite("first_rref_id", &Member::firstRRefId)
       .def_readwrite("address", &Member::address)
+      .def_readwrite("lifeline_host", &Member::lifelineHost)
+      .def_readwrite("lifeline_port", &Member::lifelinePort)
       .def_readwrite("send_key", &Member::sendKey)
       .def_readwrite("receive_key", &Member::receiveKey)
       .def_readwrite("join_key", &Member::joinKey);
@@ -424,7 +431,8 @@ PYBIND11_MODULE(_C, module) {
           [](AgentOptions& options, double seconds) { options.heartbeatLimit = toMilliseconds(seconds); })
       .def_readwrite("receive_window_bytes", &AgentOptions::receiveWindowBytes)
       .def_readwrite("host_pool_bytes", &AgentOptions::hostPoolBytes)
-      .def_readwrite("waiting", &AgentOptions::waiting);
+      .def_readwrite("waiting", &AgentOptions::waiting)
+      .def_readwrite("stream_priority", &AgentOptions::streamPriority);
 
   using torch::distributed::rpc::RpcAgent;
   using NoGil = py::call_guard<py::gil_scoped_release>;

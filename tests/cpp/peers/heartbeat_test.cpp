@@ -27,10 +27,13 @@ class HeartbeatTest : public testing::Test {
 
   // Lets time pass, with checks as often as they are to be made; what was found all together.
   Heartbeat::Findings wait(milliseconds time) {
+    return wait(heartbeat_, time);
+  }
+  Heartbeat::Findings wait(Heartbeat& heartbeat, milliseconds time) {
     Heartbeat::Findings all;
     for (const auto end = now_ + time; now_ < end;) {
-      now_ += heartbeat_.period();
-      const Heartbeat::Findings found = heartbeat_.check(now_);
+      now_ += heartbeat.period();
+      const Heartbeat::Findings found = heartbeat.check(now_);
       all.quiet.insert(all.quiet.end(), found.quiet.begin(), found.quiet.end());
       all.lost.insert(all.lost.end(), found.lost.begin(), found.lost.end());
     }
@@ -72,6 +75,50 @@ TEST_F(HeartbeatTest, ALateSignOfLifeStartsTheSilenceAnew) {
   EXPECT_TRUE(wait(kLimit).lost.empty());
   peer.silence.heardSinceCheck = true;
   EXPECT_TRUE(wait(kLimit).lost.empty());
+}
+
+TEST_F(HeartbeatTest, APeerWhoseProcessHasProbablyEndedIsLostWithinASecondUnlessItIsHeard) {
+  Heartbeat slow(directory_, milliseconds(60'000)); // checks every 3 s
+  Peer& ended = add(1);
+  Peer& alive = add(2);
+  wait(slow, milliseconds(30'000));
+  slow.doubt(ended, now_);
+  slow.doubt(alive, now_);
+  alive.silence.heardSinceCheck = true;
+  EXPECT_EQ(wait(slow, slow.period()).lost, std::vector<Peer*>{&ended});
+  const std::string what = slow.describe(ended).message();
+  EXPECT_NE(what.find("its process has ended"), std::string::npos) << what;
+  EXPECT_FALSE(alive.silence.isDoubted);
+}
+
+TEST_F(HeartbeatTest, TheTimeBeforeADoubtDoesNotCount) {
+  Peer& peer = add(1);
+  Heartbeat slow(directory_, milliseconds(10'000)); // checks every 500 ms
+  wait(slow, milliseconds(5'000));
+  slow.doubt(peer, now_ + milliseconds(400));
+  EXPECT_TRUE(wait(slow, milliseconds(1'000)).lost.empty()) << "600 ms since the doubt";
+  EXPECT_EQ(wait(slow, milliseconds(500)).lost, std::vector<Peer*>{&peer});
+}
+
+TEST_F(HeartbeatTest, APeerThatHasBeenHeardIsWatchedOnWithoutItsEndpoint) {
+  Peer& peer = add(1);
+  peer.silence.heardSinceCheck = true;
+  wait(heartbeat_.period());
+  peer.endpoint.reset(); // by a failure of this process
+  const Heartbeat::Findings found = wait(2 * kLimit);
+  EXPECT_EQ(found.quiet, std::vector<Peer*>{&peer}) << "which makes another endpoint";
+  EXPECT_EQ(found.lost.at(0), &peer);
+}
+
+TEST_F(HeartbeatTest, APeerIsMetOnceWhenItIsHeardForTheFirstTime) {
+  Peer& peer = add(1);
+  add(2).needsHeartbeat.store(false);
+  EXPECT_TRUE(heartbeat_.check(now_).met.empty());
+  directory_.at(1).silence.heardSinceCheck = true;
+  directory_.at(2).silence.heardSinceCheck = true;
+  EXPECT_EQ(heartbeat_.check(now_).met, std::vector<Peer*>{&peer}) << "the process of the other one is watched";
+  peer.silence.heardSinceCheck = true;
+  EXPECT_TRUE(heartbeat_.check(now_).met.empty());
 }
 
 TEST_F(HeartbeatTest, TimeInWhichThisProcessDidNotRunDoesNotCount) {

@@ -121,6 +121,23 @@ TEST_F(GroupTest, WorkersOfOneMachineAreNeighbours) {
   EXPECT_FALSE(self.peer(0).isNeighbour.load());
 }
 
+TEST_F(GroupTest, NeighboursInOtherPidNamespacesOrOfOtherUsersAreReachedOverTheNetwork) {
+  RpcWorker& self = make(0);
+  std::vector<Member> members = membersOf(5);
+  for (Member& member : members) {
+    member.bootId = "one machine";
+  }
+  members[1].pidNamespace = 77;
+  members[2].user = "somebody else";
+  members[4].bootId = "another machine";
+  members[4].user = "somebody else";
+  self.group.addMembers(members);
+  EXPECT_TRUE(self.peer(1).isOverNetwork.load());
+  EXPECT_TRUE(self.peer(2).isOverNetwork.load());
+  EXPECT_FALSE(self.peer(3).isOverNetwork.load());
+  EXPECT_FALSE(self.peer(4).isOverNetwork.load()) << "UCX knows that it is elsewhere";
+}
+
 TEST_F(GroupTest, MemberOfAStaticGroupStaysListedWhenItIsGone) {
   RpcWorker& self = make(0);
   self.group.addMembers(membersOf(2));

@@ -8,6 +8,8 @@
 
 #include <gtest/gtest.h>
 
+#include <netinet/in.h>
+#include <sys/socket.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -178,6 +180,36 @@ TEST_F(PeerMonitorTest, ClosedAgentAsksNobody) {
   one_.lifetime.close();
   beat(100);
   EXPECT_EQ(takeNotes(), Notes{});
+}
+
+TEST_F(PeerMonitorTest, EndOfALifelineLosesASilentPeerLongBeforeTheLimit) {
+  // A port that nobody accepts from.
+  int port = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+  ASSERT_EQ(listen(port, 16), 0); // of all addresses
+  sockaddr_in address{};
+  socklen_t size = sizeof(address);
+  ASSERT_EQ(getsockname(port, reinterpret_cast<sockaddr*>(&address), &size), 0);
+  Member member = memberOf(7);
+  member.address = "address 1";
+  member.lifelineHost = "127.0.0.1";
+  member.lifelinePort = ntohs(address.sin_port);
+  one_.directory.add(member);
+  Peer& peer = one_.peer(7);
+  PeerMonitor patient(one_.directory, one_.messenger, one_.timer, one_.lifetime, 60 * kLimit);
+  patient.addObserver(first_);
+  mine_.peers = &patient;
+  patient.watch(memberOf(0), {&peer});
+
+  one_.messenger.postControl(peer, wire::Kind::kAcknowledge); // makes the endpoint
+  peer.silence.heardSinceCheck = true;
+  one_.advance(3 * kLimit); // it is met
+  ::close(port);
+  // The connection ends, and the port refuses another.
+  EXPECT_TRUE(one_.messenger.driveUntil([&] { return peer.silence.isDoubted; }, {}));
+  EXPECT_EQ(takeNotes(), Notes{});
+  one_.advance(3 * kLimit);
+  EXPECT_EQ(takeNotes(), Notes{"first: w7 failed"});
+  mine_.peers = &monitor_;
 }
 
 // --------------------------------------------------------------------------------------- processes of this machine

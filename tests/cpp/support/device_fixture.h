@@ -59,11 +59,16 @@ class DeviceTest : public AgentTest {
   }
 
   // Two workers with the same maps in both directions, on both devices.
-  void startWith(const Handler& handler, const DeviceMap& requests, const DeviceMap& replies = {}) {
-    start(2, [this, handler](Message& request) {
+  void startWith(
+      const Handler& handler,
+      const DeviceMap& requests,
+      const DeviceMap& replies = {},
+      const AgentOptions& options = {}) {
+    const Handler counted = [this, handler](Message& request) {
       handled_.fetch_add(1);
       return handler(request);
-    });
+    };
+    start(2, counted, options);
     for (worker_id_t rank : {0, 1}) {
       agent(rank).setDeviceMaps({{"w0", requests}, {"w1", requests}}, {{"w0", replies}, {"w1", replies}}, devices_);
     }

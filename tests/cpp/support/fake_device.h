@@ -34,7 +34,9 @@ namespace torch_ucx_rpc {
 
 inline constexpr c10::DeviceType kFake = c10::DeviceType::PrivateUse1;
 inline constexpr c10::DeviceIndex kFakeDevices = 2;
-inline constexpr c10::StreamId kPoolStreams = 64; // 1, 2, ...; stream 0 is the default one
+inline constexpr c10::StreamId kPoolStreams = 64; // of each pool: 1, 2, ...; stream 0 is the default one
+inline constexpr int kPools = 2; // of priority 0, and of -1
+inline constexpr c10::StreamId kStreams = 1 + kPools * kPoolStreams;
 inline constexpr std::byte kReleased{0xEE}; // what released memory is filled with
 
 inline c10::Device fake(c10::DeviceIndex index = 0) {
@@ -68,6 +70,17 @@ class FakeDevice final : public c10::Allocator {
   bool isIdle() {
     const std::lock_guard lock(mutex_);
     return std::all_of(queues_.begin(), queues_.end(), [](const auto& entry) { return entry.second.empty(); });
+  }
+
+  std::vector<c10::StreamId> busyStreams(c10::Device device) {
+    const std::lock_guard lock(mutex_);
+    std::vector<c10::StreamId> busy;
+    for (const auto& [stream, queue] : queues_) {
+      if (stream.first == device.index() && !queue.empty()) {
+        busy.push_back(stream.second);
+      }
+    }
+    return busy;
   }
 
   // As CUDA's, events are not done at once from now on when they are recorded on a stream that has nothing to do, but
@@ -141,12 +154,17 @@ class FakeDevice final : public c10::Allocator {
     thread_local std::map<c10::DeviceIndex, c10::StreamId> streams;
     return streams[device];
   }
-  c10::StreamId nextPoolStream(c10::DeviceIndex device) {
+  c10::StreamId nextPoolStream(c10::DeviceIndex device, int priority) {
     const std::lock_guard lock(mutex_);
+    const int pool = std::min(-priority, kPools - 1);
+    c10::StreamId& turn = poolTurns_[{device, pool}];
     if (turnsUntilSkip_ != 0 && --turnsUntilSkip_ == 0) {
-      ++poolTurns_[device];
+      ++turn;
     }
-    return 1 + poolTurns_[device]++ % kPoolStreams;
+    return 1 + pool * kPoolStreams + turn++ % kPoolStreams;
+  }
+  static int priorityOf(c10::StreamId stream) {
+    return stream == 0 ? 0 : -static_cast<int>((stream - 1) / kPoolStreams);
   }
   // Somebody else gets the stream whose turn it is then.
   void skipPoolStreamAfter(int turns) {
@@ -295,7 +313,7 @@ class FakeDevice final : public c10::Allocator {
 
   std::recursive_mutex mutex_;
   std::map<StreamKey, std::deque<Work>> queues_;
-  std::map<c10::DeviceIndex, c10::StreamId> poolTurns_;
+  std::map<std::pair<c10::DeviceIndex, int>, c10::StreamId> poolTurns_; // of each pool of a device
   int turnsUntilSkip_ = 0;
   std::map<std::pair<StreamKey, size_t>, std::vector<Block*>> idle_;
   std::vector<Block*> released_;
@@ -367,14 +385,14 @@ struct FakeGuard final : c10::impl::DeviceGuardImplInterface {
   c10::Stream getStream(c10::Device device) const override {
     return streamOf(device, FakeDevice::currentStream(device.index()));
   }
-  c10::Stream getStreamFromGlobalPool(c10::Device device, bool /*isHighPriority*/) const override {
-    return streamOf(device, FakeDevice::instance().nextPoolStream(device.index()));
+  c10::Stream getStreamFromGlobalPool(c10::Device device, bool isHighPriority) const override {
+    return getNewStream(device, isHighPriority ? 1 - kPools : 0);
   }
   c10::Stream getDefaultStream(c10::Device device) const override {
     return streamOf(device, 0);
   }
-  c10::Stream getNewStream(c10::Device device, int /*priority*/) const override {
-    return streamOf(device, FakeDevice::instance().nextPoolStream(device.index()));
+  c10::Stream getNewStream(c10::Device device, int priority) const override {
+    return streamOf(device, FakeDevice::instance().nextPoolStream(device.index(), priority));
   }
   void* getStreamNativeHandle(const c10::Stream stream) const override {
     return reinterpret_cast<void*>(stream.id()); // NOLINT

@@ -71,6 +71,38 @@ TEST_F(DeviceTest, HandlerComputesOnStreamsOfItsOwn) {
   EXPECT_EQ(FakeDevice::currentStream(0), 0) << "the caller's is as it was";
 }
 
+class StreamPriorityTest : public DeviceTest, public testing::WithParamInterface<int> {};
+
+TEST_P(StreamPriorityTest, IsThatOfTheStreamsOfHandlers) {
+  std::atomic<int> ofHandler{1};
+  AgentOptions options;
+  options.streamPriority = GetParam();
+  startWith(
+      [&](Message& /*request*/) {
+        ofHandler.store(FakeDevice::priorityOf(FakeDevice::currentStream(0)));
+        return completed("");
+      },
+      same_,
+      same_,
+      options);
+  (void)answer(call(0, 1, "", {onDevice(kSmall, 5)}));
+  EXPECT_EQ(ofHandler.load(), GetParam());
+}
+
+TEST_P(StreamPriorityTest, IsThatOfTheStreamsThatCopyAnswers) {
+  AgentOptions options;
+  options.streamPriority = GetParam();
+  const auto answerFromTheHost = [](Message& /*request*/) { return completed("", {at::full({kSmall}, 5.f)}); };
+  startWith(answerFromTheHost, {}, {{c10::kCPU, fake()}}, options);
+  const Future future = call(0, 1, "");
+  ASSERT_TRUE(eventually([&] { return future->completed(); })); // before the device has copied
+  const std::vector<c10::StreamId> busy = device_.busyStreams(fake());
+  ASSERT_EQ(busy.size(), 1u);
+  EXPECT_EQ(FakeDevice::priorityOf(busy.front()), GetParam());
+}
+
+INSTANTIATE_TEST_SUITE_P(Priorities, StreamPriorityTest, testing::Values(0, -1));
+
 TEST_F(DeviceTest, RequestOutlivesTheHandlersKernels) {
   std::vector<Look> looks;
   startWith(lookAtFirst(looks), {{c10::kCPU, fake()}});

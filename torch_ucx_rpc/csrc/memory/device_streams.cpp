@@ -55,11 +55,11 @@ Streams currentStreams(const Devices& devices) {
   return streams;
 }
 
-Streams poolStreams(const Devices& devices) {
+Streams poolStreams(const Devices& devices, int priority) {
   Streams streams;
   streams.reserve(devices.size());
   for (const c10::Device device : devices) {
-    streams.push_back(VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device));
+    streams.push_back(VirtualGuardImpl(device.type()).getNewStream(device, priority));
   }
   return streams;
 }

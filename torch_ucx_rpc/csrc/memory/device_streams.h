@@ -24,8 +24,9 @@ const c10::Device* findDevice(const Devices& devices, int8_t type, int8_t index)
 // The streams that are current on this thread, one for each device.
 Streams currentStreams(const Devices& devices);
 
-// Streams of torch's pool, one for each device, on which no other work of ours is ordered.
-Streams poolStreams(const Devices& devices);
+// Streams of torch's pools, one for each device, on which no other work of ours is ordered. A lower priority is more
+// urgent, and 0 is the least. A priority that a device does not have counts as its nearest one.
+Streams poolStreams(const Devices& devices, int priority);
 
 // All streams that torch has for a device: its default stream, and those of its pools.
 Streams allStreams(c10::Device device);

@@ -186,6 +186,7 @@ void Inbox::onEndpointFailed(EndpointId endpoint, const Error& error) {
   }
   if (isLocal(error.code()) && peer->endpoint == endpoint) {
     peer->endpoint.reset(); // the peer is well, and the next message to it makes another endpoint
+    peer->silence.isAsked = false; // whether the question has reached it is not known
   } else {
     events_.addFailure(*peer, error);
   }

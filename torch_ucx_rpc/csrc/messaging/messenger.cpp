@@ -255,7 +255,7 @@ Timer::TimePoint Messenger::pollDevices(Timer::TimePoint /*now*/) {
 Timer::TimePoint Messenger::collectDeviceMemory(Timer::TimePoint now) {
   DevicePool& pool = DevicePool::instance();
   // Not on this thread: an allocator may wait for the driver or for Python, and deadlines and new threads for this one.
-  if (std::shared_ptr<void> hold = lifetime_.hold()) {
+  if (std::shared_ptr<void> hold = pool.statistics().heldBytes != 0 ? lifetime_.hold() : nullptr) {
     executor_.addCompletion([hold = std::move(hold), &pool] { pool.collect(); });
   }
   // Any thread may release memory that is in use now, and no event tells of it.

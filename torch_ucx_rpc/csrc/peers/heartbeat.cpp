@@ -23,12 +23,16 @@ Heartbeat::Findings Heartbeat::check(Clock::time_point now) {
   const auto passed =
       std::min(std::chrono::duration_cast<Milliseconds>(now - std::exchange(lastCheck_, now)), 2 * period());
   for (Peer* peer : directory_.all()) {
-    if (!peer->isThere() || !peer->endpoint.has_value()) {
+    // A peer that has been heard may have lost its endpoint through a failure of this process. A ping makes another.
+    if (!peer->isThere() || (!peer->endpoint.has_value() && !peer->isHeard)) {
       continue;
     }
     Peer::Silence& silence = peer->silence;
     if (std::exchange(silence.heardSinceCheck, false)) {
       silence = {};
+      if (!std::exchange(peer->isHeard, true) && peer->needsHeartbeat.load()) {
+        findings.met.push_back(peer);
+      }
       continue;
     }
     if (!peer->needsHeartbeat.load()) {
@@ -39,13 +43,20 @@ Heartbeat::Findings Heartbeat::check(Clock::time_point now) {
       continue;
     }
     silence.lasted += passed;
-    if (silence.lasted >= limit_ + period() + kRetransmission) {
+    const Milliseconds limit = limit_ + period() + kRetransmission;
+    if (silence.lasted >= (silence.isDoubted ? std::min(kDoubt, limit) : limit)) {
       findings.lost.push_back(peer);
     } else if (!std::exchange(silence.isAsked, true)) {
       findings.quiet.push_back(peer);
     }
   }
   return findings;
+}
+
+void Heartbeat::doubt(Peer& peer, Clock::time_point now) const {
+  // The next check adds the time since the last one.
+  const auto sinceCheck = std::chrono::duration_cast<Milliseconds>(now - lastCheck_);
+  peer.silence = {.isAsked = true, .isDoubted = true, .lasted = -std::min(sinceCheck, 2 * period())};
 }
 
 std::string Heartbeat::describeSuspect(const Peer& peer) const {
@@ -55,6 +66,9 @@ std::string Heartbeat::describeSuspect(const Peer& peer) const {
 }
 
 Error Heartbeat::describe(const Peer& peer) const {
+  if (peer.silence.isDoubted) {
+    return {ErrorCode::kPeerFailed, "its process has ended: its host refuses connections to it, and it is silent"};
+  }
   return {
       ErrorCode::kPeerFailed,
       "no sign of life for " + seconds(peer.silence.lasted) +

@@ -36,9 +36,14 @@ class Heartbeat {
     std::vector<Peer*> quiet; // peers to ask for a sign of life
     std::vector<Peer*> lost;
     std::vector<Peer*> suspect; // newly: watched by process, silent for the limit, with messages waiting for it
+    std::vector<Peer*> met; // newly: something has come from it, and its process cannot be watched
   };
-  // Checks the peers that this worker has an endpoint to.
+  // Checks the peers that this worker has, or has had, an endpoint to.
   Findings check(Clock::time_point now);
+
+  // To be called when the process of a peer has probably ended, and the peer has been asked for a sign of life. Unless
+  // one comes, the peer is lost within kDoubt and a period, whatever the limit.
+  void doubt(Peer& peer, Clock::time_point now) const;
 
   // A sentence for the log. A peer whose process is watched is never lost by silence: it may be stopped, or writing a
   // core dump, and go on.
@@ -53,6 +58,7 @@ class Heartbeat {
   // TCP sends lost data again after 0.2 s, and each further time after twice the wait. Data from the beginning of a cut
   // that lasts half the limit may therefore arrive this much after the limit.
   static constexpr auto kRetransmission = Milliseconds(300);
+  static constexpr auto kDoubt = Milliseconds(1000);
 
   const Directory& directory_;
   const Milliseconds limit_;

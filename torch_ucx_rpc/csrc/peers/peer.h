@@ -29,9 +29,13 @@ struct Member {
   std::string bootId;
   uint64_t pidNamespace = 0;
   uint64_t processStartTime = 0; // clock ticks since boot
+  std::string user; // as which it runs; shared memory of UCX's is open to one user alone
   uint64_t session = 0; // random; tells this life of the worker from an earlier one
   int64_t firstRRefId = 0; // of the RRefs made in this life; random if other workers may take its rank
   std::string address; // of its transport
+  // Where it listens for Lifelines; port 0 where its transport needs none.
+  std::string lifelineHost;
+  uint16_t lifelinePort = 0;
   // Keys of a job with a secret, see wire/seal.h; empty otherwise.
   std::string sendKey; // for frames to this worker
   std::string receiveKey; // for frames from this worker
@@ -100,8 +104,9 @@ class Peer {
 
   std::atomic<bool> isMet{false}; // a message has been sent to it, or has come from it
   std::atomic<bool> isNeighbour{false}; // another worker of this machine
-  // It runs on this machine, but in another pid namespace: a container. UCX takes a common IPC namespace for a common
-  // machine and looks for the process by its id, which means nothing here, or another process.
+  // It runs on this machine, and shared memory does not reach it: its pid namespace is another, or its user. UCX takes
+  // a common IPC namespace for a common machine, looks for the process by its id, which means nothing here, or another
+  // process, and cannot open the memory of another user.
   std::atomic<bool> isOverNetwork{false};
   std::atomic<bool> isWatched{false}; // ProcessWatch has been asked to watch it
   std::atomic<bool> needsHeartbeat{false}; // ProcessWatch cannot watch it
@@ -111,6 +116,7 @@ class Peer {
     bool heardSinceCheck = false; // something has come since Heartbeat looked last
     bool isAsked = false; // a sign of life has been asked for
     bool isSuspect = false; // a warning has been given, and nothing has come since
+    bool isDoubted = false; // its process has probably ended: see Heartbeat::doubt()
     std::chrono::milliseconds lasted{0};
   };
 
@@ -118,6 +124,7 @@ class Peer {
   std::optional<EndpointId> endpoint; // set with the first message to it
   size_t messagesUnderWay = 0; // to it: unfinished by the transport, or not yet handed to it
   Silence silence;
+  bool isHeard = false; // Heartbeat knows that something has come
   std::optional<wire::Sealer> sealer; // only in a job with a secret, as the opener is
   std::optional<wire::Opener> opener;
 

@@ -47,6 +47,7 @@ UcxRpcAgent::UcxRpcAgent(
       self_{rank, workerInfo_.name_, randomSession()},
       forkCount_(forkCount()),
       lifetime_([this] { return weak_from_this().lock(); }),
+      deviceMaps_(options.streamPriority),
       executor_(std::make_shared<Executor>(options.numWorkerThreads, options.maxWorkerThreads, threadHooks, timer_)),
       messenger_(
           std::move(transport),

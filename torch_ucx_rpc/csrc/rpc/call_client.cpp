@@ -134,7 +134,7 @@ void CallClient::complete(CallTable::Call call, IncomingMessage answer) {
   DecodedMessage decoded;
   // Decoding uses up the message, and gives its share of the window back: callbacks of the future may wait for other
   // answers.
-  if (const Error error = decodeArrived(messenger_, deviceMaps_.devices(), std::move(answer), streams, decoded)) {
+  if (const Error error = decodeArrived(messenger_, deviceMaps_, std::move(answer), streams, decoded)) {
     const std::string what = "the answer of " + from.describe() + " is unreadable: " + error.message();
     fail(call, std::make_exception_ptr(from.failureFrom(error, what)));
     return;

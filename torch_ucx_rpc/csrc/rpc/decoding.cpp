@@ -8,12 +8,17 @@
 namespace torch_ucx_rpc {
 
 Error decodeArrived(
-    Messenger& messenger, const Devices& devices, IncomingMessage arrived, Streams& streams, DecodedMessage& decoded) {
+    Messenger& messenger,
+    const DeviceMaps& deviceMaps,
+    IncomingMessage arrived,
+    Streams& streams,
+    DecodedMessage& decoded) {
   if (Error error = messenger.checkContent(arrived)) {
     return error;
   }
   try {
-    streams = poolStreams(devices);
+    const Devices& devices = deviceMaps.devices();
+    streams = deviceMaps.takeStreams(devices);
     arrived.pendingWork.blockStreams(streams);
     const c10::MultiStreamGuard guard(streams);
     return decodeMessage(std::move(arrived), devices, decoded);

@@ -1,13 +1,18 @@
 #pragma once
 
 #include "messaging/messenger.h"
+#include "rpc/device_maps.h"
 #include "tensors/tensor_codec.h"
 
 namespace torch_ucx_rpc {
 
-// Decodes a request or an answer, after checking that its content is genuine. `streams` gets a stream of torch's pool
+// Decodes a request or an answer, after checking that its content is genuine. `streams` gets a stream of torch's pools
 // for each device in use; the tensors may be used on these.
 Error decodeArrived(
-    Messenger& messenger, const Devices& devices, IncomingMessage arrived, Streams& streams, DecodedMessage& decoded);
+    Messenger& messenger,
+    const DeviceMaps& deviceMaps,
+    IncomingMessage arrived,
+    Streams& streams,
+    DecodedMessage& decoded);
 
 } // namespace torch_ucx_rpc

@@ -11,11 +11,13 @@
 
 namespace torch_ucx_rpc {
 
-// Says on which devices the tensors of this worker's messages arrive, by the name of the receiver. The maps for answers
-// are those that the callers wish. Thread-safe.
+// Says on which devices the tensors of this worker's messages arrive, by the name of the receiver, and on which streams
+// those that arrive here are used. The maps for answers are those that the callers wish. Thread-safe.
 class DeviceMaps {
  public:
   using ByWorker = std::unordered_map<std::string, DeviceMap>;
+
+  explicit DeviceMaps(int streamPriority = 0) : streamPriority_(streamPriority) {}
 
   // `devices` are the devices of this worker that RPC uses besides the CPU, all of one type.
   void set(ByWorker requests, ByWorker answers, Devices devices) {
@@ -41,6 +43,10 @@ class DeviceMaps {
   const Devices& devices() const {
     return devices_.get();
   }
+  // Streams for a message that has arrived, one for each of these devices.
+  Streams takeStreams(const Devices& devices) const {
+    return poolStreams(devices, streamPriority_);
+  }
 
  private:
   DeviceMap find(const ByWorker& maps, const std::string& worker) const {
@@ -52,6 +58,7 @@ class DeviceMaps {
     return entry != maps.end() ? entry->second : DeviceMap{};
   }
 
+  const int streamPriority_;
   DevicesInUse devices_; // own synchronization
   std::atomic<bool> hasAny_{false};
 

@@ -2,6 +2,8 @@
 
 #include "runtime/worker_mutex.h"
 
+#include <algorithm>
+#include <string>
 #include <utility>
 
 namespace torch_ucx_rpc {
@@ -13,9 +15,11 @@ PeerMonitor::PeerMonitor(
     const Lifetime& lifetime,
     std::chrono::milliseconds heartbeatLimit)
     : messenger_(messenger),
+      timer_(timer),
       lifetime_(lifetime),
       heartbeatTask_(timer.add("heartbeats", [this](Timer::TimePoint now) { return beat(now); })),
       processes_([this](int fd, UniqueFunction<void()> onReadable) { messenger_.watch(fd, std::move(onReadable)); }),
+      lifelines_([this](int fd, UniqueFunction<void()> onReadable) { messenger_.watch(fd, std::move(onReadable)); }),
       heartbeat_(directory, heartbeatLimit) {}
 
 void PeerMonitor::watch(const Member& self, const std::vector<Peer*>& peers) {
@@ -44,6 +48,7 @@ void PeerMonitor::end(Peer& peer, Peer::State state, Error why) {
     return;
   }
   processes_.forget(peer.member());
+  lifelines_.forget(peer.member());
   for (PeerObserver* observer : observers_) {
     observer->onPeerGone(peer);
   }
@@ -81,6 +86,9 @@ void PeerMonitor::checkHeartbeatsWithWorkerLock(Timer::TimePoint now) {
   }
   messenger_.drainTransportWithWorkerLock(); // a peer whose message no thread has looked at yet is not silent
   const Heartbeat::Findings findings = heartbeat_.check(now);
+  for (Peer* peer : findings.met) {
+    connectLifelineWithWorkerLock(*peer);
+  }
   for (Peer* peer : findings.quiet) {
     messenger_.sendNowWithWorkerLock(*peer, wire::Kind::kPing);
   }
@@ -90,6 +98,22 @@ void PeerMonitor::checkHeartbeatsWithWorkerLock(Timer::TimePoint now) {
   for (Peer* peer : findings.lost) {
     messenger_.addFailureWithWorkerLock(*peer, heartbeat_.describe(*peer));
   }
+}
+
+void PeerMonitor::connectLifelineWithWorkerLock(Peer& peer) {
+  const std::vector<std::string> lanes = messenger_.transport().lanes(*peer.endpoint);
+  const auto isTcp = [](const std::string& lane) { return lane.starts_with("tcp/"); };
+  if (std::any_of(lanes.begin(), lanes.end(), isTcp)) {
+    return; // UCX tells of the end of a TCP connection
+  }
+  lifelines_.connect(peer.member(), [this, &peer] {
+    if (lifetime_.isClosed() || !peer.isThere()) {
+      return;
+    }
+    messenger_.drainTransportWithWorkerLock(); // what it sent before its end counts
+    heartbeat_.doubt(peer, timer_.now());
+    messenger_.sendNowWithWorkerLock(peer, wire::Kind::kPing);
+  });
 }
 
 } // namespace torch_ucx_rpc

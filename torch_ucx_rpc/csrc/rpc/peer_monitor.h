@@ -4,6 +4,7 @@
 #include "messaging/messenger.h"
 #include "peers/directory.h"
 #include "peers/heartbeat.h"
+#include "peers/lifelines.h"
 #include "peers/peer_observer.h"
 #include "peers/process_watch.h"
 #include "runtime/lifetime.h"
@@ -15,8 +16,8 @@
 namespace torch_ucx_rpc {
 
 // Decides that a peer is gone, and tells everybody concerned, once. It learns of an end from the peer's goodbye, from
-// the end of its process (same machine), from its silence (elsewhere), or from the transport. A lost worker stays lost;
-// late messages are dropped. Thread-safe.
+// the end of its process (same machine), from its silence or the end of its lifeline (elsewhere), or from the
+// transport. A lost worker stays lost; late messages are dropped. Thread-safe.
 class PeerMonitor final : public PeerHandler {
  public:
   // Adds a task to the timer, so it must not have started.
@@ -55,13 +56,17 @@ class PeerMonitor final : public PeerHandler {
   // Timer task: has the heartbeats checked.
   Timer::TimePoint beat(Timer::TimePoint now);
   void checkHeartbeatsWithWorkerLock(Timer::TimePoint now);
+  // Connects the lifeline of a peer that has just been heard, where the transport does not notice its end.
+  void connectLifelineWithWorkerLock(Peer& peer);
 
   Messenger& messenger_;
+  const Timer& timer_;
   const Lifetime& lifetime_;
   Timer::Task& heartbeatTask_;
   std::vector<PeerObserver*> observers_; // constant after start()
 
   ProcessWatch processes_; // own synchronization
+  Lifelines lifelines_; // own synchronization
   Heartbeat heartbeat_; // guarded by the worker lock
   std::atomic<bool> isEverybodyLeaving_{false};
 };

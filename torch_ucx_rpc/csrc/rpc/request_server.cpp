@@ -118,7 +118,7 @@ void RequestServer::serve(OpenRequest open, IncomingMessage incoming) {
   {
     const trace::Span span("decode request", traced);
     DecodedMessage decoded;
-    if (const Error error = decodeArrived(messenger_, deviceMaps_.devices(), std::move(incoming), streams, decoded)) {
+    if (const Error error = decodeArrived(messenger_, deviceMaps_, std::move(incoming), streams, decoded)) {
       refuse(from, open.callId(), couldNotReceive(error));
       return;
     }

@@ -52,8 +52,7 @@ enum class RepairState : uint8_t {
   kWhole, // nothing is missing, or nothing can be missing because there is no shared memory
   kUndecided, // a message is missing, and its sender may still be writing it: scan and ask again in some milliseconds
   // A message is missing, and nobody can tell whether its sender still writes it. This worker gets nothing more over
-  // shared memory until the sender marks it: peers of this machine must reach it over the network
-  // (connectOverNetwork()). Keep asking: the state returns to kWhole once the sender has gone on.
+  // shared memory until the sender marks it, or ends. Keep asking: the state returns to kWhole then.
   kUnrepairable,
 };
 
@@ -104,7 +103,7 @@ class Transport {
   // alike. This is for peers of the same machine
   // - in another pid namespace: UCX looks for the peer's process by its id in the own namespace, so shared memory fails
   //   or watches a stranger (containers with a common IPC namespace: `--ipc=host` without `--pid=host`);
-  // - that report RepairState::kUnrepairable.
+  // - of another user, whose shared memory this worker cannot open.
   virtual Error connectOverNetwork(const std::string& address, EndpointId& endpoint) {
     return connect(address, endpoint);
   }

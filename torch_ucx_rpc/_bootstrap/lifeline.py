@@ -1,0 +1,74 @@
+"""The lifeline: a TCP port by which workers on other hosts see at once that this process has ended.
+
+Over TCP, UCX notices the end of a peer's process by itself. Over InfiniBand and RoCE it does not: it tries again for
+some ten seconds. Workers that reach this one by such a card therefore connect to its lifeline as well
+(``csrc/peers/lifelines``).
+
+Nobody accepts these connections. The kernel completes them, keeps them, and resets them when the process ends. So no
+byte of a stranger is read, and no connection takes a file of this process. Connections beyond the backlog may be
+missing; their workers notice the end by the heartbeat.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import socket
+import weakref
+from typing import TYPE_CHECKING
+
+from torch_ucx_rpc._bootstrap.network import active_ports, address_towards, has_verbs, host_of
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+# The kernel takes less where net.core.somaxconn says so.
+_BACKLOG = 4096
+
+
+class Lifeline:
+    """A port of ``host``, an address of this machine. It is open until `close`, or the end of the process.
+
+    Raises OSError where the address is of another machine, or no port is left.
+    """
+
+    def __init__(self, host: str) -> None:
+        family = socket.AF_INET6 if ipaddress.ip_address(host).version == 6 else socket.AF_INET
+        self._listener = socket.create_server((host, 0), family=family, backlog=_BACKLOG)
+        self.host = host
+        self.port: int = self._listener.getsockname()[1]
+        _open.add(self)
+
+    def close(self) -> None:
+        """End all connections."""
+        self._listener.close()
+
+
+def open_lifeline(store: Store, ucx_path: str) -> Lifeline | None:
+    """A lifeline at the address by which this worker reaches ``store``.
+
+    None where nobody would need it: without an active InfiniBand or RoCE port, without UCX's module for them, or where
+    the workers do not meet by TCP over a network. None, too, where the system refuses it.
+    """
+    store_host = host_of(store)
+    if store_host is None or not has_verbs(ucx_path) or not active_ports():
+        return None
+    host = address_towards(store_host)
+    if host is None or ipaddress.ip_address(host).is_loopback:
+        return None
+    try:
+        return Lifeline(host)
+    except OSError:
+        return None
+
+
+# A forked child must not keep the port of its parent open: the parent's end would go unnoticed.
+_open: weakref.WeakSet[Lifeline] = weakref.WeakSet()
+
+
+def _close_all() -> None:
+    for lifeline in list(_open):
+        lifeline.close()
+
+
+os.register_at_fork(after_in_child=_close_all)

@@ -1,0 +1,47 @@
+"""`wait`: futures whose value is on devices, waited for by the thread and not only by its streams."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import torch
+
+from torch_ucx_rpc._native import _C
+
+T = TypeVar("T")
+
+
+def wait(future: torch.futures.Future[T], *, blocking: bool = False) -> T:
+    """Wait for a future, and by choice for the data that its value has on devices.
+
+    ``future.wait()`` returns once the value is known, and orders the current streams after its data: a GPU may still be
+    writing these. With ``blocking`` the thread waits until they are there, as the host has to before it reads, measures
+    or shares them without torch.
+
+    Args:
+        future (torch.futures.Future): a future of ``rpc_async``, ``then`` or any other, on any backend.
+        blocking (bool): waits for the current stream of each device of the future too, and so for all that this stream
+            had to do before (default: False, as ``future.wait()``). A future without devices makes no difference.
+
+    Returns the future's value.
+
+    Raises the future's exception; RuntimeError if one of the devices has failed; TypeError for anything but one future.
+
+    Example::
+
+        >>> future = rpc.rpc_async("ps", torch.mm, (a, b))  # of CUDA tensors
+        >>> product = torch_ucx_rpc.wait(future, blocking=True)
+
+    The choice is that of https://github.com/pytorch/pytorch/pull/50047, for the futures of
+    https://github.com/pytorch/pytorch/issues/48305.
+    """
+    if not isinstance(future, torch._C.Future):
+        raise TypeError(
+            f"wait takes one torch.futures.Future; {future!r} ({type(future).__name__}) is none. "
+            "Wait for several one after the other."
+        )
+    value = future.wait()
+    if blocking:
+        for device in _C.devices_of(future):
+            torch.get_device_module(device).current_stream(device).synchronize()
+    return value

@@ -1,0 +1,56 @@
+#pragma once
+
+#include "peers/process_watch.h"
+
+#include <cstdint>
+#include <map>
+#include <mutex>
+#include <string>
+
+namespace torch_ucx_rpc {
+
+// Notices within milliseconds that the process of a peer on another host has probably ended. UCX does so itself over
+// TCP, but not over InfiniBand and RoCE, where retries to a killed process went on for 11 s.
+//
+// A lifeline is a TCP connection to a port that the peer's process listens on and never accepts from
+// (_bootstrap/lifeline.py). The peer's kernel ends the connection with the process. Nothing is sent. Thread-safe.
+class Lifelines {
+ public:
+  using Watch = ProcessWatch::Watch;
+
+  explicit Lifelines(Watch watch) : watch_(std::move(watch)) {}
+  ~Lifelines();
+  Lifelines(const Lifelines&) = delete;
+  Lifelines& operator=(const Lifelines&) = delete;
+
+  // Connects to the port of `member`, unless it has none. `onCut` runs once, inside the watch, when the connection has
+  // ended and the port refuses another one. It never runs where the port could not be reached in the first place: a
+  // firewall or an address of another network says nothing about the peer.
+  void connect(const Member& member, UniqueFunction<void()> onCut);
+
+  // Closes the connection. `onCut` may be running already, or about to.
+  void forget(const Member& member);
+
+ private:
+  // A firewall may end a connection of its own accord. So may a stranger behind the same address, again and again.
+  static constexpr int kReconnections = 3;
+
+  struct Line {
+    int socket = -1;
+    std::string host;
+    uint16_t port = 0;
+    bool hasConnected = false; // it had been connected before this attempt
+    int reconnectionsLeft = kReconnections;
+    UniqueFunction<void()> onCut;
+  };
+
+  // Begins to connect; -1 where that is not possible.
+  static int beginToConnect(const Line& line);
+  void onEvent(uint64_t session);
+
+  Watch watch_;
+  std::mutex mutex_;
+  std::map<uint64_t, Line> lines_; // by session; guarded by mutex_
+};
+
+} // namespace torch_ucx_rpc
