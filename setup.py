@@ -8,6 +8,7 @@ from pathlib import Path
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
+from setuptools.command.egg_info import egg_info
 
 ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT / "tools"))
@@ -57,8 +58,32 @@ class CMakeBuild(build_ext):
             sys.exit(f"torch_ucx_rpc: this command failed: {shlex.join(command)}")
 
 
+class PinnedEggInfo(egg_info):
+    """Metadata; with TORCH_UCX_RPC_PIN=1, which is for wheels that others install, they name the torch of the build.
+
+    TORCH_UCX_RPC_HOME_PAGE is the address of the repository that makes a release.
+    """
+
+    def finalize_options(self) -> None:
+        # Here, since the setup.cfg of a source distribution sets tag_build to nothing.
+        home_page = os.environ.get("TORCH_UCX_RPC_HOME_PAGE")
+        if home_page:
+            pages = {"Source": "", "Documentation": "/tree/HEAD/docs", "Changelog": "/blob/HEAD/CHANGELOG.md"}
+            pages["Issues"] = "/issues"
+            self.distribution.metadata.project_urls = {name: f"{home_page}{path}" for name, path in pages.items()}
+        if os.environ.get("TORCH_UCX_RPC_PIN") == "1":
+            try:
+                local_version, required = build_environment.pins()
+            except build_environment.Missing as missing:
+                sys.exit(f"torch_ucx_rpc: {missing}")
+            self.tag_build = f"+{local_version}"
+            # setuptools has copied the one to the other before, and writes both.
+            self.distribution.install_requires = self.distribution.metadata.install_requires = required
+        super().finalize_options()
+
+
 setup(
     # Without sources: it makes the wheel one of this platform, and setuptools run build_ext.
     ext_modules=[Extension("torch_ucx_rpc._C", sources=[])],
-    cmdclass={"build_ext": CMakeBuild},
+    cmdclass={"build_ext": CMakeBuild, "egg_info": PinnedEggInfo},
 )

@@ -6,11 +6,7 @@ import ast
 import configparser
 import importlib.metadata
 import importlib.util
-import json
-import os
 import re
-import shutil
-import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -28,6 +24,7 @@ CONDA_NAMES = {
     "rmm-cu12": "rmm",
     "rmm-cu13": "rmm",
     "clang-tidy": "clang-tools",
+    "build": "python-build",
 }
 
 
@@ -57,19 +54,24 @@ def name_of(requirement: str) -> str:
 
 
 def test_installed_version_is_the_one_of_setup_cfg(setup_cfg):
-    assert importlib.metadata.version("torch_ucx_rpc") == setup_cfg["metadata"]["version"]
+    version, _, torch_minor = importlib.metadata.version("torch_ucx_rpc").partition("+")
+    assert version == setup_cfg["metadata"]["version"]
+    # A wheel's version also names its torch.
+    assert re.fullmatch(r"(torch\d+\.\d+)?", torch_minor)
 
 
 def test_version_stands_only_in_setup_cfg(setup_cfg):
     version = setup_cfg["metadata"]["version"]
     files = [ROOT / name for name in ("pyproject.toml", "setup.py", "CMakeLists.txt", "Makefile", "conda-env.yml")]
+    files += [ROOT / "CITATION.cff", *(ROOT / "tools").glob("*.py"), *(ROOT / ".github").rglob("*.yml")]
     files += [path for path in (ROOT / "torch_ucx_rpc").rglob("*") if path.suffix in {".py", ".pyi", ".h", ".cpp"}]
     quoted = re.compile(rf"""["'=\s]{re.escape(version)}["'\s)]""")
     assert [str(file) for file in files if quoted.search(file.read_text(encoding="utf-8"))] == []
 
 
 def test_setup_cfg_has_metadata_only(setup_cfg):
-    assert {section.split(".")[0] for section in setup_cfg.sections()} == {"metadata", "options"}
+    # setuptools adds a section to the one of a source distribution.
+    assert {section.split(".")[0] for section in setup_cfg.sections()} - {"egg_info"} == {"metadata", "options"}
 
 
 def test_pyproject_has_the_build_system_and_tools_only():
@@ -97,7 +99,47 @@ def test_conda_environment_covers_what_setup_cfg_requires(build_environment, con
 def test_conda_environment_has_the_channels_its_names_need(conda_environment):
     assert conda_environment["name"] == "torch_ucx_rpc"
     assert conda_environment["channels"][:2] == ["rapidsai", "conda-forge"]
-    assert {"pytorch", "ucx", "ucxx", "rmm", "numba", "compilers"} <= set(conda_environment["dependencies"])
+    names = {name_of(line) for line in conda_environment["dependencies"]}
+    assert {"pytorch", "ucx", "rmm", "numba", "compilers"} <= names
+    # It asks for an older UCX.
+    assert "ucxx" not in names
+
+
+def bounds_of(line: str) -> set[str]:
+    """The bounds in a line such as "pytorch >=2.11,<3", and in "ruff=0.17.5", which is conda's "==" for any build."""
+    return {bound.replace("==", "=") for bound in re.findall(r"[<>=!~]+[\w.*]+", line.replace(" ", ""))}
+
+
+def test_the_conda_files_have_the_bounds_of_setup_cfg(build_environment, setup_cfg, conda_environment, conda_recipe):
+    groups = ["build", "install", *setup_cfg["options.extras_require"]]
+    lines = [line.partition(";")[0] for group in groups for line in build_environment.requirements(group)]
+    lines.append(f"python{setup_cfg['options']['python_requires']}")
+    lines.append(f"ucx>={build_environment.dotted(build_environment.OLDEST_UCX)}")
+    wanted = {CONDA_NAMES.get(name_of(line), name_of(line)): bounds_of(line) for line in lines if bounds_of(line)}
+    # The numbers of PyPI's clang-tidy are not LLVM's to the end.
+    wanted["clang-tools"] = {"=19.1"}
+    assert {"torch>=2.11", "clang-tidy==19.1.0.1"} <= set(lines)
+
+    environment = {name_of(line): bounds_of(line) for line in conda_environment["dependencies"]}
+    assert {name: bounds for name, bounds in wanted.items() if not bounds <= environment[name]} == {}
+    pythons = re.findall(r":: Python :: 3\.(\d+)", setup_cfg["metadata"]["classifiers"])
+    assert f"<3.{max(map(int, pythons)) + 1}" in environment["python"]
+
+    requirements = conda_recipe["requirements"]
+    plain = [line for line in requirements["build"] + requirements["host"] if not line.startswith("${{")]
+    recipe = {name_of(line): bounds_of(line) for line in plain}
+    # The variants that conda builds for have the version of Python, and the recipe says which to skip.
+    oldest = setup_cfg["options"]["python_requires"].removeprefix(">=")
+    assert f'match(python, "<{oldest}")' in conda_recipe["build"]["skip"]
+    assert recipe.pop("python") == set()
+    assert {"pytorch", "ucx", "setuptools", "cmake"} <= set(recipe)
+    assert {name: bounds for name, bounds in recipe.items() if name in wanted and bounds != wanted[name]} == {}
+
+
+def test_bounds_are_found_in_both_forms():
+    assert bounds_of("pytorch >=2.11,<3") == {">=2.11", "<3"}
+    assert bounds_of("ruff==0.17.5") == bounds_of("ruff=0.17.5") == {"=0.17.5"}
+    assert bounds_of('${{ compiler("cxx") }}') == bounds_of("ninja") == set()
 
 
 def imported_by_the_package() -> set[str]:
@@ -152,66 +194,6 @@ def test_conda_recipe_requires_what_the_package_requires(conda_recipe, build_env
     assert pinned == {name_of(line) for line in conda("install")} | {"python", "ucx"}
     # UCX of the wheels would have no InfiniBand.
     assert conda_recipe["build"]["script"]["env"] == {"TORCH_UCX_RPC_UCX": "system"}
-
-
-# ---- The wheel -------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def unpacked_wheel(tmp_path_factory) -> Path:
-    """A folder with what pip installs from the wheel of this tree, and nothing else."""
-    folder = tmp_path_factory.mktemp("wheel")
-    for left_over in (ROOT / "build").glob("lib.*"):
-        shutil.rmtree(left_over)
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
-    options = ["--no-build-isolation", "--no-deps"]
-    subprocess.run([*pip, "wheel", *options, "--wheel-dir", str(folder), str(ROOT)], check=True, cwd=folder)
-    [wheel] = folder.glob("*.whl")
-    subprocess.run([*pip, "install", "--no-deps", "--target", str(folder / "site"), str(wheel)], check=True)
-    return folder / "site"
-
-
-def run_with_wheel(site: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    # -P: what is in the current folder is not importable, so that nothing of the source tree is.
-    environment = {**os.environ, "PYTHONPATH": str(site), "PYTHONSAFEPATH": "1"}
-    return subprocess.run(
-        [sys.executable, *arguments], env=environment, cwd=site, capture_output=True, text=True, check=False
-    )
-
-
-@pytest.mark.field
-def test_the_wheel_has_every_module_and_runs_with_the_torch_it_was_built_for(unpacked_wheel):
-    package = ROOT / "torch_ucx_rpc"
-    wanted = {path.relative_to(ROOT) for pattern in ("*.py", "*.pyi", "py.typed") for path in package.rglob(pattern)}
-    assert wanted <= {path.relative_to(unpacked_wheel) for path in unpacked_wheel.rglob("*")}
-    done = run_with_wheel(unpacked_wheel, "-m", "torch_ucx_rpc", "info", "--json")
-    assert done.returncode == 0, done.stdout + done.stderr
-    facts = json.loads(done.stdout)["torch_ucx_rpc"]
-    assert facts["path"] == str(unpacked_wheel / "torch_ucx_rpc")
-    assert facts["extension"] == "loaded"
-
-
-@pytest.mark.field
-def test_the_wheel_has_the_program_whose_help_needs_nothing_of_the_package(unpacked_wheel):
-    program = unpacked_wheel / "bin" / "torch-ucx-rpc"
-    assert os.access(program, os.X_OK)
-    help_and_imports = [sys.executable, "-X", "importtime", str(program), "--help"]
-    environment = {**os.environ, "PYTHONPATH": str(unpacked_wheel), "PYTHONSAFEPATH": "1"}
-    done = subprocess.run(
-        help_and_imports, env=environment, cwd=unpacked_wheel, capture_output=True, text=True, check=True
-    )
-    assert done.stdout.startswith("usage: torch-ucx-rpc ")
-    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
-    assert "_torch_ucx_rpc_cli" in imported
-    assert not {"torch", "torch_ucx_rpc"} & imported
-
-
-@pytest.mark.field
-def test_the_wheel_says_so_with_another_torch(unpacked_wheel):
-    script = "import torch; torch.__version__ = '2.99.0'; import torch_ucx_rpc"
-    done = run_with_wheel(unpacked_wheel, "-c", script)
-    assert done.returncode == 1
-    assert re.search(r"ImportError: torch_ucx_rpc was built for torch \S+ and this is torch 2\.99\.0: ", done.stderr)
 
 
 def test_license_is_bsd_3_clause(setup_cfg):
