@@ -34,9 +34,9 @@ from tqdm import tqdm
 from torch_ucx_rpc import reduction
 
 TRAINERS = 4
-STEPS = 300
+STEPS = 150
 BATCH = 32
-KILLED, KILLED_AT = 2, 120
+KILLED, KILLED_AT = 2, 60
 REQUIRED_ACCURACY = 0.9
 
 

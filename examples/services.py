@@ -51,10 +51,11 @@ def die() -> None:
 
 def evaluate(name: str, is_over: Any) -> None:
     model = Model()
-    services.register("score", model.score, idempotent=True)
+    # First, since the callers begin when both evaluators offer "score".
     if name == "evaluator1":
         services.pair("threshold", torch.tensor(0.1))
-    is_over.wait()
+    services.register("score", model.score, idempotent=True)
+    is_over.acquire()
 
 
 def call(name: str, both_are_there: Any, results: Any) -> None:
@@ -99,7 +100,7 @@ def work(rank: int, backend: str, store: str, both_are_there: Any, is_over: Any,
         evaluate(name, is_over)
     else:
         call(name, both_are_there, results)
-        is_over.wait()
+        is_over.acquire()
     # A graceful shutdown would wait for the one that is dead.
     rpc.shutdown(graceful=False)
 
@@ -109,7 +110,9 @@ def main() -> None:
     parser.add_argument("--backend", choices=("ucx", "tensorpipe"), default="ucx")
     backend = parser.parse_args().backend.upper()
     context = mp.get_context("spawn")
-    both_are_there, is_over, results = context.Barrier(2), context.Event(), context.Queue()
+    both_are_there, results = context.Barrier(2), context.Queue()
+    # Not an Event, whose set() waits for each process that waits for it, the killed one too.
+    is_over = context.Semaphore(0)
     with tempfile.TemporaryDirectory() as directory:
         store = Path(directory, "store").as_uri()
         processes = [
@@ -122,7 +125,8 @@ def main() -> None:
             for _ in range(2):
                 print(results.get(timeout=120))
         finally:
-            is_over.set()
+            for _ in processes:
+                is_over.release()
             for process in processes:
                 process.join(30)
                 process.kill()

@@ -1,7 +1,7 @@
 """Programs written for TensorPipe, one for each pattern of PyTorch's RPC tutorials, run on UCX as they are.
 
-The scripts, in ``tutorials/``, know nothing of this package; the environment variable is all that is added. Each checks
-its own results, and those in which no race decides about them print the same on TensorPipe.
+The scripts, in ``examples/tutorials``, know nothing of this package; the environment variable is all that is added.
+Each checks its own results, and those in which no race decides about them print the same on TensorPipe.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import workers
 
-TUTORIALS = sorted((Path(__file__).resolve().parents[1] / "tutorials").glob("*.py"))
+TUTORIALS = sorted((Path(__file__).resolve().parents[2] / "examples" / "tutorials").glob("*.py"))
 DETERMINISTIC = ["batched_parameter_server", "pipeline_parallel", "rnn_model_parallel"]
 
 VARIABLE = "TORCH_UCX_RPC_REPLACE_TENSORPIPE"

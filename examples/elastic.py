@@ -1,0 +1,147 @@
+"""Workers that come and go: tasks go to whoever is there, while one worker leaves, one is killed and another joins.
+
+    coordinator ---- task ----> worker1, worker2, worker3, ...       a group without a size
+                <--- result ---
+
+worker1 leaves after some tasks. worker2 is killed with a task in its hands, which another worker gets. For worker2
+comes worker4. Every task is done in the end.
+"""
+
+import argparse
+import contextlib
+import functools
+import os
+import queue
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections import Counter
+from pathlib import Path
+
+import torch
+import torch.distributed.rpc as rpc
+
+from torch_ucx_rpc import UcxRpcBackendOptions, errors, on_lost
+
+COORDINATOR = "worker0"
+AT_FIRST = ("worker1", "worker2", "worker3")
+LEAVES, LEAVES_AFTER = "worker1", 10
+KILLED, KILLED_AT = "worker2", 40
+NEWCOMER = "worker4"
+
+# What has happened, as (what, worker, details): other workers and callbacks tell the coordinator.
+events = queue.Queue()
+# Set when this worker is to leave.
+is_over = threading.Event()
+
+
+def compute(number, is_last=False):
+    """A task: the square of a number, by way of a product of matrices."""
+    if is_last:
+        os.kill(os.getpid(), signal.SIGKILL)
+    a = torch.full((64, 64), number / 64)
+    return (a @ a).trace().item()
+
+
+def say_hello(name):
+    events.put(("joined", name, None))
+
+
+def leave():
+    is_over.set()
+
+
+class Coordinator:
+    def __init__(self, tasks):
+        self.waiting = list(range(tasks))
+        self.results = {}
+        self.done_by = Counter()
+        self.members = set()
+        self.idle = []
+
+    def run(self, start):
+        tasks = len(self.waiting)
+        on_lost(lambda worker, reason: events.put(("lost", worker.name, reason)))
+        for name in AT_FIRST:
+            start(name)
+        while not (self.members >= {*AT_FIRST}):
+            self.joined(events.get(timeout=60)[1])
+        self.hand_out()
+        while len(self.results) < tasks or NEWCOMER not in self.members:
+            what, name, details = events.get(timeout=60)
+            if what == "joined":
+                self.joined(name)
+            elif what == "lost":
+                print(f"{name} is lost: {details}", flush=True)
+                start(NEWCOMER)
+            else:
+                self.done(name, *details)
+            self.hand_out()
+        assert all(abs(result - number**2) < 0.5 for number, result in self.results.items())
+        shares = ", ".join(f"{count} by {name}" for name, count in sorted(self.done_by.items()))
+        print(f"{len(self.results)} tasks are done: {shares}", flush=True)
+        torch.futures.wait_all([rpc.rpc_async(name, leave) for name in self.members - {LEAVES, KILLED}])
+
+    def joined(self, name):
+        print(f"{name} has joined", flush=True)
+        self.members.add(name)
+        self.idle.append(name)
+
+    def done(self, name, number, future):
+        try:
+            self.results[number] = future.wait()
+        except errors.WorkerLost:
+            print(f"task {number} was with {name}, and goes to another worker", flush=True)
+            self.waiting.append(number)
+            return
+        self.done_by[name] += 1
+        if name == LEAVES and self.done_by[name] == LEAVES_AFTER:
+            print(f"{name} leaves after {LEAVES_AFTER} tasks", flush=True)
+            rpc.rpc_sync(name, leave)
+        else:
+            self.idle.append(name)
+
+    def hand_out(self):
+        while self.idle and self.waiting:
+            name, number = self.idle.pop(), self.waiting.pop(0)
+            future = rpc.rpc_async(name, compute, (number, name == KILLED and len(self.results) >= KILLED_AT))
+            future.add_done_callback(functools.partial(tell_of_task, name, number))
+
+
+def tell_of_task(name, number, future):
+    events.put(("done", name, (number, future)))
+
+
+def main():
+    parser = argparse.ArgumentParser(description="Hand out tasks to workers that join, leave and die.")
+    parser.add_argument("--tasks", type=int, default=120)
+    parser.add_argument("--name", default=COORDINATOR, help="join as this worker (default: the coordinator, worker0)")
+    parser.add_argument("--store", help="URL of a file that all workers see (default: one in a new folder)")
+    parser.add_argument("--by-hand", action="store_true", help="print how workers are started instead of starting them")
+    arguments = parser.parse_args()
+
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as processes:
+        store = arguments.store or Path(folder, "store").as_uri()
+        options = UcxRpcBackendOptions(init_method=store)
+        # Without a world_size, workers may join and leave.
+        rpc.init_rpc(arguments.name, rank=int(arguments.name.removeprefix("worker")), rpc_backend_options=options)
+
+        def start(name):
+            command = [sys.executable, __file__, "--name", name, "--store", store]
+            if arguments.by_hand:
+                print(f"now start: {' '.join(command)}", flush=True)
+            else:
+                processes.enter_context(subprocess.Popen(command))
+
+        if arguments.name == COORDINATOR:
+            Coordinator(arguments.tasks).run(start)
+        else:
+            rpc.rpc_sync(COORDINATOR, say_hello, (arguments.name,))
+            is_over.wait()
+        rpc.shutdown()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,165 @@
+"""The site of the documentation: its navigation has every page, and its links are those of the repository."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import yaml
+from labs import needs
+from test_exports import PUBLIC_MODULES
+
+ROOT = next(folder for folder in Path(__file__).resolve().parents if (folder / "mkdocs.yml").exists())
+
+
+class Loader(yaml.SafeLoader):
+    """Takes the tags of mkdocs.yml, for functions and variables of the environment, for what they stand before."""
+
+
+for tag in ("tag:yaml.org,2002:python/", "!ENV"):
+    Loader.add_multi_constructor(tag, lambda loader, suffix, node: node.value)
+
+
+@pytest.fixture(scope="module")
+def site() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("site_hooks", ROOT / "tools" / "site.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def in_nav(site: ModuleType) -> list[str]:
+    return list(site.pages_of(yaml.load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"), Loader)["nav"]))
+
+
+def test_the_navigation_has_every_page_once_and_no_other(site: ModuleType, in_nav: list[str]) -> None:
+    assert len(in_nav) == len(set(in_nav))
+    written = {page.relative_to(ROOT / "docs").as_posix() for page in (ROOT / "docs").rglob("*.md")}
+    files = {name for name in in_nav if name.startswith("repository/") and (ROOT / site.origin(name)).is_file()}
+    assert set(in_nav) == written | files | set(site.api_pages())
+
+
+def test_the_reference_has_every_public_module(site: ModuleType) -> None:
+    assert set(site.MODULES) == set(PUBLIC_MODULES)
+
+
+@pytest.mark.parametrize(
+    ("page", "link", "in_site"),
+    [
+        ("docs/services.md", "security.md#keys", "security.md#keys"),
+        ("docs/services.md", "../examples/services.py", "repository/examples/services.py.md"),
+        ("docs/development/README.md", "../../CONTRIBUTING.md#the-soak", "../repository/CONTRIBUTING.md#the-soak"),
+        ("docs/conformance.md", "../tests/conformance/results", "repository/tests/conformance/results.md"),
+        ("CONTRIBUTING.md", "docs/README.md", "../README.md"),
+        ("torch_ucx_rpc/csrc/README.md", "../../docs/quickstart.md", "../../../quickstart.md"),
+        ("docs/services.md", "figures/workers.svg", "figures/workers.svg"),
+        ("docs/services.md", "#replicas", "#replicas"),
+        ("docs/services.md", "https://openucx.org", "https://openucx.org"),
+        # MkDocs warns of it.
+        ("docs/services.md", "nowhere.md", "nowhere.md"),
+    ],
+)
+def test_a_link_leads_to_the_same_file_in_the_site(site: ModuleType, page: str, link: str, in_site: str) -> None:
+    text = "A [link]({}), `[code]({})`.\n\n```\n[code]({})\n```\n"
+    assert site.rewritten(page, text.format(link, link, link)) == text.format(in_site, link, link)
+
+
+def test_files_that_are_linked_become_pages(site: ModuleType) -> None:
+    assert {"examples/services.py", "docs/security.md"} & site.outside("docs/services.md") == {"examples/services.py"}
+    # By way of CONTRIBUTING.md.
+    assert "torch_ucx_rpc/csrc/README.md" in site.outside("docs/infiniband.md")
+    for path in ("examples/services.py", "CONTRIBUTING.md", "tests/conformance/results"):
+        assert site.origin(site.location(path)) == path
+    assert site.content("examples/services.py").startswith("# examples/services.py\n\n``````python\n")
+    assert "- `ucx-2-cores.json`" in site.content("tests/conformance/results")
+
+
+# ---- The whole site --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of all that the site is made of, for faults."""
+    needs("mkdocs")
+    folder = tmp_path_factory.mktemp("site") / "sources"
+    unwanted = shutil.ignore_patterns(".git", ".venv*", ".*cache*", "build", "dist", "wheels", "__pycache__", "*.so")
+    shutil.copytree(ROOT, folder, ignore=unwanted)
+    return folder
+
+
+def build(folder: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(["mkdocs", "build"], cwd=folder, capture_output=True, text=True, check=False, timeout=120)
+
+
+@pytest.fixture(scope="module")
+def built(sources: Path) -> dict[str, str]:
+    """The pages of the site, by place."""
+    done = build(sources)
+    assert done.returncode == 0, done.stderr
+    site = sources / "build" / "site"
+    return {page.relative_to(site).as_posix(): page.read_text(encoding="utf-8") for page in site.rglob("*.html")}
+
+
+@pytest.mark.field
+def test_the_site_needs_nothing_from_elsewhere(built: dict[str, str]) -> None:
+    assert {"index.html", "cookbook.html", "api/torch_ucx_rpc.html", "repository/CONTRIBUTING.html"} <= built.keys()
+    for page in built.values():
+        assert not re.findall(r"<(?:script|link|img|iframe)[^>]*(?:src|href)=\"?(?:https?:)?//[^>]*>", page)
+
+
+@pytest.mark.field
+def test_docstrings_become_markdown(built: dict[str, str]) -> None:
+    page = built["api/torch_ucx_rpc.services.html"]
+    assert "::</p>" not in page
+    assert 'href="#torch_ucx_rpc.services.NameTaken"' in page
+    assert 'href="../services.html"' in page
+    # That is for maintainers.
+    assert "How the package is laid out" not in page
+
+
+def add_a_broken_link(sources: Path) -> Path:
+    return append(sources / "docs" / "services.md", "\n[a](nowhere.md)\n")
+
+
+def add_a_broken_anchor(sources: Path) -> Path:
+    return append(sources / "docs" / "services.md", "\n[a](security.md#nowhere)\n")
+
+
+def add_a_page(sources: Path) -> Path:
+    return append(sources / "docs" / "lonely.md", "# Lonely\n")
+
+
+def add_a_function(sources: Path) -> Path:
+    return append(sources / "torch_ucx_rpc" / "errors.py", "\ndef bare():\n    pass\n\n__all__ += ['bare']\n")
+
+
+def append(file: Path, text: str) -> Path:
+    with file.open("a", encoding="utf-8") as opened:
+        opened.write(text)
+    return file
+
+
+@pytest.mark.field
+@pytest.mark.parametrize(
+    ("add", "complaint"),
+    [
+        (add_a_broken_link, "nowhere.md"),
+        (add_a_broken_anchor, "nowhere"),
+        (add_a_page, "lonely.md"),
+        (add_a_function, "torch_ucx_rpc.errors.bare is public and has no docstring"),
+    ],
+)
+def test_a_fault_ends_the_build(sources: Path, add: Callable[[Path], Path], complaint: str, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(sources, copy, ignore=shutil.ignore_patterns("build"))
+    add(copy)
+    done = build(copy)
+    assert done.returncode != 0
+    assert complaint in done.stderr + done.stdout
