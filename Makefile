@@ -14,6 +14,8 @@
 #   PART=first          of gpu-check: first, and then second
 #   STEPS=              of that part; without any, all
 #   TORCHES=            versions of torch for the matrix; without any, the oldest supported and PyPI's newest
+#   PYTHONS=            versions of Python for the wheels; without any, those of setup.cfg that are on PATH
+#   PACKAGES_URL=       address of the wheels for the index; without any, it lies beside them
 #
 # pip's own variables work too: PIP_EXTRA_INDEX_URL, for one, with TORCH=2.13.0+cpu.
 TORCH ?= 2.13.0
@@ -26,6 +28,8 @@ FUZZ_SECONDS ?= 20
 MINUTES ?= 1
 SEED ?=
 TORCHES ?=
+PYTHONS ?=
+PACKAGES_URL ?=
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -48,8 +52,8 @@ ENVIRONMENT := $(VENV)/.torch-$(TORCH)-$(UCX)
 EDITABLE := $(VENV)/.editable-$(TORCH)-$(UCX)
 
 .PHONY: help build test test-cpp test-python test-field test-libraries test-conformance conformance conformance-cuda
-.PHONY: fuzz soak verbs matrix fresh bench bench-full demo bench-record
-.PHONY: mutants gpu-prepare gpu-check gpu-rehearse sanitize lint tidy format wheel clean distclean
+.PHONY: fuzz soak verbs matrix fresh bench bench-full demo bench-record docs
+.PHONY: mutants gpu-prepare gpu-check gpu-rehearse sanitize lint tidy format wheel wheels sdist index clean distclean
 
 help: ## List the verbs
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' Makefile
@@ -70,7 +74,7 @@ $(EDITABLE): setup.cfg pyproject.toml setup.py
 	@$(PIP) --quiet install --no-build-isolation --no-deps --editable .
 	@touch $@
 
-# An extra of setup.cfg: test, demo, lint
+# An extra of setup.cfg: test, examples, lint
 $(VENV)/.extra-%: setup.cfg | $(ENVIRONMENT)
 	@$(PIP) --quiet install $$($(PY) $(NEEDS) $*)
 	@touch $@
@@ -202,8 +206,14 @@ $(BENCH_PEERS)/.done:
 	@for peer in ucxx-cu12 grpcio mpi4py; do $(BENCH_PEERS)/bin/pip --quiet install $$peer || true; done
 	@touch $@
 
-demo: build $(VENV)/.extra-demo ## Train a model split over two workers
+demo: build $(VENV)/.extra-examples ## Train a model split over two workers
 	@$(PY) examples/digits.py
+
+# A page without a place in the navigation, a link that leads nowhere, or a public name without a docstring fails it;
+# but not with --quiet, which hides warnings from the strict build too.
+docs: $(VENV)/.extra-docs ## Build the site of the documentation into build/site
+	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build
+	@echo "build/site/index.html; with its search: $(PY) -m http.server --directory build/site"
 
 CXX_FILES = $$(find torch_ucx_rpc/csrc tests/cpp tests/cuda_stub tests/fuzz -name '*.h' -o -name '*.cpp')
 
@@ -223,10 +233,26 @@ format: $(VENV)/.extra-lint ## Rewrite the sources in the project's formats
 
 wheel: $(ENVIRONMENT) ## Build a wheel for this Python and torch into dist/
 	@rm -rf build/lib.*
-	@$(PIP) --quiet wheel --no-build-isolation --no-deps --wheel-dir dist .
+	@TORCH_UCX_RPC_PIN=1 $(PIP) --quiet wheel --no-build-isolation --no-deps --wheel-dir dist .
+
+RELEASE_TOOLS := build/release-tools
+
+$(RELEASE_TOOLS)/.done: setup.cfg
+	@$(PYTHON) -m venv $(RELEASE_TOOLS)
+	@$(RELEASE_TOOLS)/bin/pip --disable-pip-version-check --quiet install $$($(PYTHON) $(NEEDS) release)
+	@touch $@
+
+wheels: $(RELEASE_TOOLS)/.done ## Build the wheels of a release into dist/: for TORCHES and PYTHONS; without any, all
+	@$(RELEASE_TOOLS)/bin/python tools/wheels.py $(if $(TORCHES),--torch $(TORCHES)) $(if $(PYTHONS),--python $(PYTHONS))
+
+sdist: $(RELEASE_TOOLS)/.done ## Build the source distribution into dist/
+	@$(RELEASE_TOOLS)/bin/python -m build --sdist --outdir dist .
+
+index: ## Make dist/index, a package index of what is in dist/ or, under the same names, at PACKAGES_URL
+	@$(PYTHON) tools/index.py $(if $(PACKAGES_URL),--packages-url $(PACKAGES_URL))
 
 clean: ## Remove what the build wrote; the environment stays
-	@rm -rf build dist *.egg-info torch_ucx_rpc/*.so torch_ucx_rpc/_build_info.py $(VENV)/.editable-*
+	@rm -rf build dist *.egg-info torch_ucx_rpc/*.so torch_ucx_rpc/_build_info.py torch_ucx_rpc/_torch_headers.txt $(VENV)/.editable-*
 
 distclean: clean ## Remove the environment too
 	@rm -rf $(VENV)

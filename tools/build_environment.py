@@ -190,6 +190,28 @@ def build_directory() -> Path:
     return ROOT / "build" / f"{environment}-{sys.implementation.cache_tag}-torch-{version}"
 
 
+def pins() -> tuple[str, list[str]]:
+    """The local version of a wheel that others install, and its requirements: for the torch it is built with.
+
+    The wheel is for one minor release of torch, of whose patch releases the import accepts those with the same headers.
+    It takes UCX from a libucx wheel, of torch's version of CUDA, unless it is built with conda's or the system's.
+    """
+    facts = torch_facts()
+    minor = dotted(version_numbers(facts["TORCH_VERSION"]))
+    others = [line for line in requirements("install") if not line.startswith("torch")]
+    ucx = ucx_facts(os.environ.get("TORCH_UCX_RPC_UCX", ""))
+    wheel = ucx_of_wheel()
+    if wheel is not None and str(wheel[1]) == ucx["UCX_LIBRARY_DIR"]:
+        others.append(f"{libucx(facts['TORCH_CUDA'])}>={ucx['UCX_VERSION']}")
+    return f"torch{minor}", [f"torch=={minor}.*", *others]
+
+
+def libucx(cuda: str) -> str:
+    """The libucx wheel beside a torch that was built with this version of CUDA; without any, the first, as for make."""
+    wheels = sorted(line for group in ("cu12", "cu13") for line in requirements(group))
+    return next((wheel for wheel in wheels if cuda and wheel.endswith(f"cu{cuda.split('.')[0]}")), wheels[0])
+
+
 def torch_facts() -> dict[str, str]:
     try:
         import torch
@@ -206,6 +228,7 @@ def torch_facts() -> dict[str, str]:
         )
     return {
         "TORCH_VERSION": torch.__version__,
+        "TORCH_CUDA": torch.version.cuda or "",
         "TORCH_INCLUDE_DIRS": ";".join(cpp_extension.include_paths()),
         "TORCH_LIBRARY_DIRS": ";".join(cpp_extension.library_paths()),
         "TORCH_CXX11_ABI": str(int(torch.compiled_with_cxx11_abi())),
@@ -287,6 +310,7 @@ def main() -> None:
     wanted = commands.add_parser("requirements", help="print what pip has to install")
     wanted.add_argument("group", nargs="+", help="build, install, or an extra of setup.cfg")
     commands.add_parser("directory", help="print the build folder")
+    commands.add_parser("libucx", help="print the libucx wheel that is for the CUDA of this torch")
     cmake = commands.add_parser("cmake", help="check everything and print what CMake needs to know")
     cmake.add_argument("ucx", help="the choice of UCX: wheel, system, or empty")
     arguments = parser.parse_args()
@@ -300,6 +324,8 @@ def main() -> None:
             print(*(line for group in arguments.group for line in requirements(group)), sep="\n")
         elif arguments.command == "directory":
             print(build_directory())
+        elif arguments.command == "libucx":
+            print(libucx(torch_facts()["TORCH_CUDA"]))
         else:
             for name, value in facts(arguments.ucx).items():
                 print(f"set({name} [==[{value}]==])")

@@ -412,7 +412,7 @@ def write_stacks(session: int, log: int, at_most_s: float) -> None:
 def end_session(process: subprocess.Popen[Any], at_most_s: float = LAST_WORDS_S) -> None:
     """Ctrl-C, for pytest's results; SIGABRT, upon which Python writes its stacks; then nothing is left of it.
 
-    What hangs does so until it is aborted. What is aborted ends at once, unless the machine is busy.
+    A hanging process stays until SIGABRT. Then it ends at once, unless the machine is busy.
     """
     is_too_late = process.poll() is None  # else only what it has left behind is ended
     results_s = LAST_WORDS_S * 0.6

@@ -95,6 +95,25 @@ def test_a_callback_is_ordered_after_the_answer() -> None:
     assert is_all(future.then(lambda answered: answered.value() * 2).wait(), 10)
 
 
+@in_worker0(of=2, options=SAME)
+def test_a_blocking_wait_returns_when_the_data_are_there() -> None:
+    rpc.rpc_sync("worker1", echo, (full(LARGE, 1),))
+    for is_blocking in (False, True):
+        future = rpc.rpc_async("worker1", echo, (full(LARGE, 4),)).then(lambda back: add_one_slowly(back.value()))
+        result = torch_ucx_rpc.wait(future, blocking=is_blocking)
+        assert torch.cuda.current_stream().query() == is_blocking
+        assert is_all(result, 5)
+
+
+def priority_of_the_current_stream(tensor: torch.Tensor) -> int:
+    return torch.cuda.current_stream().priority
+
+
+@in_worker0(of=2, options={**SAME, "stream_priority": -1})
+def test_handlers_have_streams_of_the_priority_that_was_asked_for() -> None:
+    assert rpc.rpc_sync("worker1", priority_of_the_current_stream, (full(SMALL, 1),)) == -1
+
+
 def is_on_the_default_stream(tensor: torch.Tensor) -> bool:
     return torch.cuda.current_stream() == torch.cuda.default_stream()
 

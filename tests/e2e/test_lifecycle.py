@@ -18,7 +18,7 @@ import torch.distributed.rpc as rpc
 import workers
 from workers import backend_options, eventually, in_every_worker, init_rpc, reserved_port, run_program
 
-from torch_ucx_rpc.errors import ShutDown
+from torch_ucx_rpc.errors import JoinFailed, JoinTimedOut, ShutDown
 
 pytestmark = pytest.mark.ucx_only
 
@@ -114,8 +114,11 @@ def test_only_one_agent_at_a_time(rank: int) -> None:
 
 @in_every_worker(of=2, init=False)
 def test_workers_that_do_not_come_are_named(rank: int) -> None:
-    with pytest.raises(RuntimeError, match=r"these ranks have not come: 2-4\b"):
+    with pytest.raises(JoinTimedOut, match=r"these ranks have not come: 2-4\b") as raised:
         init_rpc(rank, world_size=5, rpc_backend_options=backend_options(rpc_timeout=2))
+    assert isinstance(raised.value, TimeoutError)
+    assert raised.value.missing == (2, 3, 4)
+    assert raised.value.timeout == 2
     # Nothing is left of the attempt.
     init_rpc(rank)
     assert_calls_work(2)
@@ -125,7 +128,7 @@ def test_workers_that_do_not_come_are_named(rank: int) -> None:
 @in_every_worker(of=2, init=False)
 def test_init_timeout_bounds_the_start_and_rpc_timeout_the_calls(rank: int) -> None:
     for patience in ({"init_timeout": 1, "rpc_timeout": 600}, {"rpc_timeout": 1}):
-        with pytest.raises(RuntimeError, match=r"has waited 1 s \(init_timeout\) .* a larger init_timeout\."):
+        with pytest.raises(JoinTimedOut, match=r"has waited 1 s \(init_timeout\) .* a larger init_timeout\."):
             init_rpc(rank, world_size=3, rpc_backend_options=backend_options(**patience))
     # Longer than its calls may take, a worker waits for one that comes late.
     if rank == 1:
@@ -138,7 +141,7 @@ def test_init_timeout_bounds_the_start_and_rpc_timeout_the_calls(rank: int) -> N
 
 @in_every_worker(of=3, init=False)
 def test_a_name_taken_twice_is_refused_naming_both(rank: int) -> None:
-    with pytest.raises(RuntimeError, match="is not unique") as raised:
+    with pytest.raises(JoinFailed, match="is not unique") as raised:
         init_rpc(rank, name="only" if rank == 0 else "twin")
     for word in ("'twin'", "rank 1", "rank 2", "pid"):
         assert word in str(raised.value)
@@ -150,7 +153,7 @@ def test_a_name_taken_twice_is_refused_naming_both(rank: int) -> None:
 
 @in_every_worker(of=2, init=False)
 def test_a_rank_or_world_size_that_does_not_fit_is_refused(rank: int) -> None:
-    with pytest.raises(RuntimeError, match="disagree on world_size"):
+    with pytest.raises(JoinFailed, match="disagree on world_size"):
         init_rpc(rank, world_size=2 + rank, rpc_backend_options=backend_options(rpc_timeout=10))
 
 
@@ -158,13 +161,23 @@ def test_a_rank_or_world_size_that_does_not_fit_is_refused(rank: int) -> None:
 def test_different_versions_of_this_package_are_refused_naming_both(rank: int) -> None:
     from torch_ucx_rpc import _version
 
-    own = _version.__version__
+    own = _version.__version__.partition("+")[0]
     if rank == 1:
         _version.__version__ = "0.0.0"
-    with pytest.raises(RuntimeError, match="different versions of torch_ucx_rpc") as raised:
+    with pytest.raises(JoinFailed, match="different versions of torch_ucx_rpc") as raised:
         init_rpc(rank)
     for word in (own, "0.0.0", "rank 0", "rank 1"):
         assert word in str(raised.value)
+
+
+@in_every_worker(of=2, init=False)
+def test_a_wheel_and_a_build_from_source_of_one_version_work_together(rank: int) -> None:
+    from torch_ucx_rpc import _version
+
+    _version.__version__ = _version.__version__.partition("+")[0] + ("+torch2.13" if rank == 1 else "")
+    init_rpc(rank)
+    assert_calls_work(2)
+    rpc.shutdown()
 
 
 @in_every_worker(of=1, init=False)

@@ -110,7 +110,7 @@ def test_a_worker_with_another_secret_or_none_is_refused_with_both_named(
     run_workers: Callable[..., list], other: str | None
 ) -> None:
     for error in run_workers(2, initialize, [VALUE, other], init=False):
-        assert error.startswith("RuntimeError: the workers do not share one secret: "), error
+        assert error.startswith("JoinFailed: the workers do not share one secret: "), error
         assert "rank 0 ('worker0', pid " in error
         assert "rank 1 ('worker1', pid " in error
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.rpc as rpc
+from swaps import SWAPS
 from workers import agent, in_worker0
 
 # Beyond every threshold below which a tensor may travel inside its message.
@@ -392,22 +393,6 @@ def test_a_sent_tensor_may_be_written_as_soon_as_the_call_returns() -> None:
             assert torch.equal(rpc.rpc_sync("worker1", torch.add, args=(tensor, 1)), tensor + 1)
 
 
-def give_other_data(tensor: torch.Tensor) -> None:
-    tensor.data = torch.zeros(1)
-
-
-def give_other_storage(tensor: torch.Tensor) -> None:
-    tensor.set_()
-
-
-def grow(tensor: torch.Tensor) -> None:
-    tensor.resize_(2 * tensor.numel())
-
-
-def free_storage(tensor: torch.Tensor) -> None:
-    tensor.untyped_storage().resize_(0)
-
-
 def be_output(tensor: torch.Tensor) -> None:
     more = torch.zeros(2 * tensor.numel())
     tensor.resize_(0)
@@ -418,7 +403,7 @@ def be_output(tensor: torch.Tensor) -> None:
 @in_worker0(of=2)
 def test_a_tensor_may_get_other_memory_while_it_travels() -> None:
     n = 16 * LARGE  # so large that the memory is unmapped when it is freed
-    for swap in (give_other_data, give_other_storage, grow, free_storage, be_output):
+    for swap in (*SWAPS, be_output):
         for _ in range(3):
             tensor = torch.ones(n)
             call = rpc.rpc_async("worker1", torch.sum, args=(tensor,))

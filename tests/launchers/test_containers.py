@@ -203,7 +203,7 @@ def test_pods_with_and_without_the_network_of_their_node(hosts: VirtualHosts, ip
     assert_only_tcp(lanes)
 
 
-@pytest.mark.xfail(reason="UCX's shared memory is open to one user alone, and it does not fall back", strict=True)
+# UCX's shared memory is open to one user alone, and it does not fall back.
 def test_containers_of_several_users_that_see_each_others_processes(node: VirtualHost) -> None:
     containers = [(node, Container(ipc="host", pid="host", user=user)) for user in (NOBODY, NOBODY + 1)]
     with worker_in_each(containers, EXCHANGE) as programs:

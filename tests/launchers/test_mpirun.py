@@ -23,7 +23,9 @@ TIMEOUT = ["timeout", "--kill-after=5", "100"]
 
 def open_mpi(*arguments: str) -> list[str]:
     needs("mpirun.openmpi")
-    return [*TIMEOUT, "mpirun.openmpi", "--allow-run-as-root", "--oversubscribe", *arguments]
+    # Where MPICH's development files lie too, mpi4py takes that one.
+    abi = ["-x", "MPI4PY_MPIABI=openmpi"]
+    return [*TIMEOUT, "mpirun.openmpi", "--allow-run-as-root", "--oversubscribe", *abi, *arguments]
 
 
 def open_mpi_over(hosts: VirtualHosts, *arguments: str) -> list[str]:

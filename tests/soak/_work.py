@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed.autograd as dist_autograd
 import torch.distributed.rpc as rpc
+from swaps import SWAPS
 from torch.distributed.optim import DistributedOptimizer
 from workers import agent
 
@@ -143,25 +144,6 @@ def weight_of(call: int, layer: rpc.RRef) -> torch.nn.Parameter:
 @torch.jit.script
 def weighted(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return a * 3 + b
-
-
-# ---- What callers do to their tensors --------------------------------------------------------------------------------
-
-
-def give_other_data(tensor: torch.Tensor) -> None:
-    tensor.data = torch.zeros(1, dtype=tensor.dtype)
-
-
-def give_other_storage(tensor: torch.Tensor) -> None:
-    tensor.set_()
-
-
-def grow(tensor: torch.Tensor) -> None:
-    tensor.resize_(2 * tensor.numel())
-
-
-def free_storage(tensor: torch.Tensor) -> None:
-    tensor.untyped_storage().resize_(0)
 
 
 # ---- What callers do -------------------------------------------------------------------------------------------------
@@ -456,7 +438,7 @@ class Caller:
         with self._begin("swapped", names, size=sent.nbytes + wanted.nbytes) as call:
             tensor = sent.make().clone()
             future = rpc.rpc_async(names[0], exchange, args=(call.number, "swapped", sent, tensor, wanted))
-            self._choice.choice((give_other_data, give_other_storage, grow, free_storage))(tensor)
+            self._choice.choice(SWAPS)(tensor)
             self._check_exchange(call.number, wanted, future.wait())
             call.answered()
 

@@ -21,6 +21,9 @@ def test_a_forked_child_ends_without_touching_its_parents_agent() -> None:
     [ended] = workers.run_program(
         ONE_WORKER
         + """
+import warnings
+# From Python 3.12 on it warns of forking beside threads, which is what this is about.
+warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
 child = os.fork()
 if child == 0:
     sys.exit(7)

@@ -32,6 +32,8 @@ def record(name: str, **changed: Any) -> Record:
         "reply_device_maps": {},
         "devices": [],
         "device_count": 2,
+        "lifeline_host": "",
+        "lifeline_port": 0,
         "in_doubt": False,
         **process_facts(),
         **changed,

@@ -46,6 +46,8 @@ def record(rank: int, world_size: int, **changed: Any) -> Record:
         reply_device_maps={},
         devices=[],
         device_count=0,
+        lifeline_host="",
+        lifeline_port=0,
         in_doubt=False,
         **process_facts(),
     )
@@ -123,7 +125,7 @@ def refusal(world_size: int, changes: dict[int, dict[str, Any]]) -> str:
 
 def test_a_name_used_twice_is_refused_everywhere_naming_both() -> None:
     error = refusal(3, {1: {"name": "twin"}, 2: {"name": "twin"}})
-    assert error.startswith("RuntimeError: the worker name 'twin' is not unique: rank 1 ('twin', pid ")
+    assert error.startswith("JoinFailed: the worker name 'twin' is not unique: rank 1 ('twin', pid ")
     assert "and rank 2 ('twin', pid " in error
 
 
@@ -155,7 +157,7 @@ def test_a_rank_used_twice_is_refused_everywhere_naming_both() -> None:
     errors = set(run_workers(3, take_rank_1, init=False))
     assert len(errors) == 1
     error = errors.pop()
-    assert error.startswith("RuntimeError: rank 1 is taken twice, by rank 1 ('worker1', pid ")
+    assert error.startswith("JoinFailed: rank 1 is taken twice, by rank 1 ('worker1', pid ")
     assert error.count("pid ") == 2
 
 

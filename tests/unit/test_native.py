@@ -7,13 +7,14 @@ libraries that are made on the spot.
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import re
 import signal
 import subprocess
 import sys
 import sysconfig
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,9 @@ from torch_ucx_rpc import _native
 from torch_ucx_rpc._build_info import BUILT_FOR_TORCH, BUILT_FOR_UCX
 
 PACKAGE = Path(torch_ucx_rpc.__file__).parent
+needs_final_release = pytest.mark.skipif(
+    _native.minor_release(_native.without_build_label(torch.__version__)) is None, reason="torch is no final release"
+)
 EXT_SUFFIX = sysconfig.get_config_var("EXT_SUFFIX")
 
 MAPS = """\
@@ -120,8 +124,8 @@ def test_every_build_of_one_torch_release_will_do(built_for: str, running: str) 
 @pytest.mark.parametrize(
     ("built_for", "running"),
     [
-        ("2.13.0+cpu", "2.13.1+cpu"),
         ("2.13.0", "2.12.0"),
+        ("2.13.0", "2.13.0a0+git1234567"),
         ("2.14.0.dev20260101", "2.14.0.dev20260102"),
         ("2.13.0a0+git1234567", "2.13.0a0+git7654321"),
     ],
@@ -130,6 +134,75 @@ def test_another_torch_than_at_the_build_is_refused_naming_both(built_for: str, 
     with pytest.raises(ImportError, match="build it again") as refused:
         _native.check_torch_version(built_for, running)
     assert f"built for torch {built_for} and this is torch {running}" in str(refused.value)
+
+
+def test_the_cure_for_another_minor_release_is_its_wheel() -> None:
+    with pytest.raises(ImportError, match=r"install the wheel for it \(pip install torch_ucx_rpc 'torch==2\.14\.\*'\)"):
+        _native.check_torch_version("2.13.0", "2.14.1+cu130")
+    # Nightly builds have none.
+    with pytest.raises(ImportError, match=r"this is torch 2\.15\.0\.dev20260101: build it again"):
+        _native.check_torch_version("2.13.0", "2.15.0.dev20260101")
+
+
+RPC_AGENT = "torch/csrc/distributed/rpc/rpc_agent.h"
+
+
+@pytest.fixture
+def built_with(tmp_path: Path) -> tuple[Path, Path]:
+    """A listing of two headers, and the folder that has them."""
+    include = tmp_path / "include"
+    lines = []
+    for name in (RPC_AGENT, "c10/core/Device.h"):
+        (include / name).parent.mkdir(parents=True)
+        (include / name).write_text(f"// {name}\n", encoding="utf-8")
+        lines.append(f"{hashlib.sha256((include / name).read_bytes()).hexdigest()}  {name}\n")
+    listing = tmp_path / "listing.txt"
+    listing.write_text("".join(lines), encoding="utf-8")
+    return listing, include
+
+
+@pytest.mark.parametrize(
+    ("built_for", "running"), [("2.13.0", "2.13.1"), ("2.13.1+cpu", "2.13.0+cu130"), ("2.13.0+cpu", "2.13.12")]
+)
+def test_a_patch_release_with_the_same_headers_will_do(
+    built_with: tuple[Path, Path], built_for: str, running: str
+) -> None:
+    _native.check_torch_version(built_for, running, *built_with)
+
+
+@pytest.mark.parametrize("harm", [lambda header: header.write_text("// another"), Path.unlink], ids=["changed", "gone"])
+def test_a_patch_release_with_another_header_is_refused_naming_it(
+    built_with: tuple[Path, Path], harm: Callable[[Path], object]
+) -> None:
+    listing, include = built_with
+    harm(include / RPC_AGENT)
+    with pytest.raises(ImportError, match="build it again") as refused:
+        _native.check_torch_version("2.13.0", "2.13.1", listing, include)
+    message = str(refused.value)
+    assert f"built for torch 2.13.0 and this is torch 2.13.1, whose header {RPC_AGENT} is another: " in message
+    assert "pip install torch_ucx_rpc" not in message
+    # The headers are not read for the release of the build, nor do they make another minor release fit.
+    _native.check_torch_version("2.13.0+cpu", "2.13.0+cu130", listing, include)
+
+
+def test_the_same_headers_do_not_make_another_minor_release_fit(built_with: tuple[Path, Path]) -> None:
+    for running in ("2.14.0", "2.13.0.dev20260101", "2.13.0a0+git1234567"):
+        with pytest.raises(ImportError, match="build it again"):
+            _native.check_torch_version("2.13.0", running, *built_with)
+
+
+def test_a_patch_release_is_refused_where_the_build_has_left_no_listing(tmp_path: Path) -> None:
+    with pytest.raises(ImportError, match=r"this is torch 2\.13\.1: build it again"):
+        _native.check_torch_version("2.13.0", "2.13.1", tmp_path / "missing.txt", tmp_path)
+
+
+def test_the_listing_of_this_build_names_what_is_shared_with_torch_and_agrees_with_it() -> None:
+    listing = PACKAGE / "_torch_headers.txt"
+    names = {line.split("  ")[1] for line in listing.read_text(encoding="utf-8").splitlines()}
+    assert {RPC_AGENT, "c10/core/Device.h", "c10/core/TensorImpl.h", "ATen/core/ivalue.h"} <= names
+    # It differs in each release, so none would fit.
+    assert "torch/headeronly/version.h" not in names
+    assert _native.changed_headers(listing, Path(torch.__file__).parent / "include") == []
 
 
 # ---- On import -------------------------------------------------------------------------------------------------------
@@ -141,7 +214,7 @@ def copied(tmp_path: Path) -> Path:
     package = tmp_path / "copied" / "torch_ucx_rpc"
     package.mkdir(parents=True)
     rooms = [file.parent for file in PACKAGE.glob("*/__init__.py")]
-    for file in [*PACKAGE.glob("*.py"), *rooms, PACKAGE / f"_C{EXT_SUFFIX}"]:
+    for file in [*PACKAGE.glob("*.py"), *rooms, PACKAGE / f"_C{EXT_SUFFIX}", PACKAGE / "_torch_headers.txt"]:
         (package / file.name).symlink_to(file)
     return package
 
@@ -201,6 +274,37 @@ def test_another_torch_than_at_the_build_is_noticed(copied: Path) -> None:
     (copied / "_build_info.py").unlink()
     (copied / "_build_info.py").write_text(f"BUILT_FOR_TORCH = '1.0.0'\nBUILT_FOR_UCX = '{BUILT_FOR_UCX}'\n")
     assert f"built for torch 1.0.0 and this is torch {torch.__version__}" in import_error(copied)
+
+
+def build_info_for(copied: Path, built_for: str) -> None:
+    (copied / "_build_info.py").unlink()
+    (copied / "_build_info.py").write_text(f"BUILT_FOR_TORCH = '{built_for}'\nBUILT_FOR_UCX = '{BUILT_FOR_UCX}'\n")
+
+
+def other_patch_release() -> str:
+    minor, _, patch = _native.without_build_label(torch.__version__).rpartition(".")
+    return f"{minor}.{int(patch) + 1}"
+
+
+@needs_final_release
+def test_a_patch_release_with_the_same_headers_is_imported(copied: Path) -> None:
+    build_info_for(copied, other_patch_release())
+    run_fresh(f"""
+        import sys
+        sys.path.insert(0, {str(copied.parent)!r})
+        import torch_ucx_rpc
+        assert torch_ucx_rpc.__file__ == {str(copied / "__init__.py")!r}
+    """)
+
+
+@needs_final_release
+def test_a_patch_release_with_another_header_is_noticed(copied: Path) -> None:
+    build_info_for(copied, other_patch_release())
+    (copied / "_torch_headers.txt").unlink()
+    (copied / "_torch_headers.txt").write_text(f"{'0' * 64}  {RPC_AGENT}\n")
+    message = import_error(copied)
+    assert f"built for torch {other_patch_release()} and this is torch {torch.__version__}" in message
+    assert f"whose header {RPC_AGENT} is another" in message
 
 
 def test_an_older_ucx_is_noticed(copied: Path) -> None:

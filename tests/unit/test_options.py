@@ -30,6 +30,7 @@ CHANGED = {
     "host_pool_bytes": 0,
     "device_pool": "rmm",
     "device_pool_bytes": 2**30,
+    "stream_priority": -1,
     "waiting": "sleep",
     "prometheus_port": 9400,
     "secret_file": "/run/secrets/job",
@@ -51,6 +52,7 @@ def test_defaults() -> None:
     assert options.host_pool_bytes == 256 * 1024**2
     assert options.device_pool == "torch"
     assert options.device_pool_bytes is None
+    assert options.stream_priority == 0
     assert options.waiting == "auto"
     assert options.prometheus_port is None
     assert options.secret_file is None
@@ -168,6 +170,9 @@ def test_an_unknown_attribute_is_refused() -> None:
         ("waiting", None),
         ("device_pool", None),
         ("device_pool_bytes", "1GiB"),
+        ("stream_priority", -1.0),
+        ("stream_priority", "high"),
+        ("stream_priority", None),
         ("prometheus_port", "9400"),
         ("prometheus_port", True),
         ("secret_file", b"/run/secrets/job"),
@@ -206,6 +211,8 @@ def test_a_wrong_type_is_refused_with_what_is_right(name: str, value: object) ->
         ("waiting", "spin"),
         ("device_pool", "cuda"),
         ("device_pool_bytes", 2**20 - 1),
+        ("stream_priority", 1),
+        ("stream_priority", -4),
         ("prometheus_port", -1),
         ("prometheus_port", 65_536),
         ("secret_file", ""),

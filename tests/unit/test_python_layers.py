@@ -2,7 +2,6 @@
 
 Counted are all import statements, also those inside functions and under ``TYPE_CHECKING``. A package is only counted
 where it is imported for itself: that Python runs its ``__init__`` before a module of it is none of the module's affair.
-Within a room of `LATE`, imports that do not run with the module are not counted.
 """
 
 from __future__ import annotations
@@ -46,8 +45,6 @@ ORDER = (
     "_cli",
     "__main__",
 )
-# Libraries on top, whose modules know the types of each other, or look each other up when they are called.
-LATE = {"pipeline", "reduction"}
 # Modules beside the package, which are imported where the package is not.
 BESIDE = (AUTOLOAD, COMMAND_LINE)
 # Built, and not written in Python.
@@ -82,13 +79,6 @@ def imports(module: str, text: str, modules: Iterable[str]) -> Iterator[tuple[in
                 yield node.lineno, name
 
 
-def at_once(text: str) -> str:
-    """The top-level statements of a module, without those that do not run when it is imported."""
-    tree = ast.parse(text)
-    tree.body = [node for node in tree.body if not isinstance(node, ast.FunctionDef | ast.ClassDef | ast.If)]
-    return ast.unparse(tree)
-
-
 def room_of(module: str) -> str:
     if module in BESIDE:
         return module
@@ -107,10 +97,7 @@ def upward(texts: dict[str, str]) -> list[str]:
 
 def circle(texts: dict[str, str]) -> list[str]:
     """The modules of a circle of imports, from one module back to itself; empty if there is none."""
-    graph = {
-        module: {name for _, name in imports(module, at_once(text) if room_of(module) in LATE else text, texts)}
-        for module, text in texts.items()
-    }
+    graph = {module: {name for _, name in imports(module, text, texts)} for module, text in texts.items()}
     finished: set[str] = set()
 
     def visit(module: str, path: list[str]) -> list[str]:

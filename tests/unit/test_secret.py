@@ -207,7 +207,7 @@ def test_workers_that_share_a_secret_meet() -> None:
 )
 def test_workers_that_do_not_are_refused_with_both_named(secrets: list[Secret | None], says: tuple[str, str]) -> None:
     for said, error in zip(says, run_workers(2, meet_with, secrets, init=False), strict=True):
-        assert re.search(f"^RuntimeError: the workers do not share one secret: {said}", error), error
+        assert re.search(f"^JoinFailed: the workers do not share one secret: {said}", error), error
         assert f"by secret_file, {FILE_VARIABLE} or {VARIABLE}, or none." in error
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from verbs._image import CannotBuild, Image, debian_sources, workarounds
+from verbs._image import CannotBuild, Image, copy_changes, debian_sources, workarounds
 from verbs._machines import ABORTED, KILLED, Ended, MachineEnded
 from verbs._trials import TRIALS, _lost, _unharmed
 from verbs._workers import Failed, Workers, expect_within, faults
@@ -79,6 +80,28 @@ def test_a_step_is_done_again_after_a_change_and_after_a_run_that_did_not_come_t
     assert image._is_done("disk", {"a": "1"})
     assert not image._is_done("disk", {"a": "2"})
     assert not image._is_done("disk", {"a": "1"})
+
+
+def test_a_change_is_newer_than_what_was_compiled_before_it_was_copied(tmp_path: Path) -> None:
+    source, target = tmp_path / "source", tmp_path / "target"
+    files = [source / name for name in ("same", "changed", "removed")]
+    source.mkdir()
+    for file in files:
+        file.write_text(file.name)
+    copy_changes(files, source, target)
+    (target / "build").mkdir()
+    compiled = target / "build" / "object"
+    compiled.write_text("")
+    for file in target.iterdir():
+        os.utime(file, (1000, 1000))
+    os.utime(compiled, (3000, 3000))
+    (source / "changed").write_text("edited")
+    os.utime(source / "changed", (2000, 2000))  # while the compiler was running
+    copy_changes(files[:2], source, target)
+    assert {file.name for file in target.iterdir()} == {"same", "changed", "build"}
+    assert compiled.exists()
+    assert (target / "changed").read_text() == "edited"
+    assert (target / "changed").stat().st_mtime > compiled.stat().st_mtime > (target / "same").stat().st_mtime
 
 
 def test_trials_have_names_and_say_what_they_are_about() -> None:

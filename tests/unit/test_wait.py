@@ -1,0 +1,92 @@
+"""`wait`: the value of any future, and which streams the thread waits for. test_cuda.py has it with a GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import torch_ucx_rpc
+from torch_ucx_rpc._native import _C
+
+
+def done(value: Any) -> torch.futures.Future[Any]:
+    future: torch.futures.Future[Any] = torch.futures.Future()
+    future.set_result(value)
+    return future
+
+
+class Streams:
+    """In place of torch.cuda's: the devices whose current stream was waited for."""
+
+    def __init__(self) -> None:
+        self.synchronized: list[torch.device] = []
+
+    def current_stream(self, device: torch.device) -> Any:
+        streams = self
+
+        class Stream:
+            def synchronize(self) -> None:
+                streams.synchronized.append(device)
+
+        return Stream()
+
+
+@pytest.fixture
+def streams(monkeypatch: pytest.MonkeyPatch) -> Streams:
+    streams = Streams()
+    monkeypatch.setattr(torch.cuda, "current_stream", streams.current_stream)
+    return streams
+
+
+@pytest.mark.parametrize("blocking", [False, True])
+def test_the_value_is_that_of_the_future(blocking: bool) -> None:
+    assert torch_ucx_rpc.wait(done(7), blocking=blocking) == 7
+    assert torch_ucx_rpc.wait(done(7).then(lambda seven: seven.value() + 1), blocking=blocking) == 8
+
+
+@pytest.mark.parametrize("blocking", [False, True])
+def test_the_exception_is_that_of_the_future(blocking: bool) -> None:
+    future: torch.futures.Future[int] = torch.futures.Future()
+    future.set_exception(KeyError("lost"))
+    with pytest.raises(KeyError, match="lost"):
+        torch_ucx_rpc.wait(future, blocking=blocking)
+
+
+def test_the_current_stream_of_each_device_is_waited_for_once(
+    streams: Streams, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    devices = [torch.device("cuda", 0), torch.device("cuda", 2)]
+    monkeypatch.setattr(_C, "devices_of", lambda future: devices)
+    assert torch_ucx_rpc.wait(done(7), blocking=True) == 7
+    assert streams.synchronized == devices
+
+
+def test_no_stream_is_waited_for_before_the_value_is_there(streams: Streams, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_C, "devices_of", lambda future: [torch.device("cuda", 0)])
+    future: torch.futures.Future[int] = torch.futures.Future()
+    seen: list[list[torch.device]] = []
+    monkeypatch.setattr(torch._C.Future, "wait", lambda future: seen.append(list(streams.synchronized)))
+    torch_ucx_rpc.wait(future, blocking=True)
+    assert seen == [[]]
+    assert len(streams.synchronized) == 1
+
+
+def test_without_blocking_no_stream_is_waited_for(streams: Streams, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_C, "devices_of", lambda future: [torch.device("cuda", 0)])
+    assert torch_ucx_rpc.wait(done(7)) == 7
+    assert not streams.synchronized
+
+
+def test_the_devices_are_those_of_the_future(streams: Streams) -> None:
+    # Not completed: torch cannot record events on this kind of device.
+    devices = [torch.device("meta", 0), torch.device("meta", 1)]
+    assert _C.devices_of(torch.futures.Future(devices=devices)) == devices
+    assert _C.devices_of(done(7)) == []
+
+
+@pytest.mark.parametrize("several", [[done(1), done(2)], None, 7], ids=["list", "None", "int"])
+def test_anything_but_one_future_is_refused_by_name(several: Any) -> None:
+    with pytest.raises(TypeError, match=r"takes one torch.futures.Future; .*none"):
+        torch_ucx_rpc.wait(several)
