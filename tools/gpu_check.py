@@ -414,29 +414,34 @@ def end_session(process: subprocess.Popen[Any], at_most_s: float = LAST_WORDS_S)
 
     A hanging process stays until SIGABRT. Then it ends at once, unless the machine is busy.
     """
-    is_too_late = process.poll() is None  # else only what it has left behind is ended
-    results_s = LAST_WORDS_S * 0.6
-    stacks_s = min(STACKS_S, max(LAST_WORDS_S * 0.2, at_most_s - results_s))
-    for number, seconds in ((signal.SIGINT, results_s), (signal.SIGABRT, stacks_s)):
-        if not is_too_late:
-            break
-        # Ctrl-C for the first process only: pytest-xdist tells its own.
-        for pid in [process.pid] if number == signal.SIGINT else _session(process.pid):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, number)
-        until = time.monotonic() + seconds
-        while time.monotonic() < until and (
-            process.poll() is None if number == signal.SIGINT else _session(process.pid)
-        ):
-            time.sleep(0.1)
+    if process.poll() is None:  # else only what it has left behind is ended
+        results_s = LAST_WORDS_S * 0.6
+        _send(process.pid, signal.SIGINT)  # pytest-xdist tells its own
+        _wait_until(lambda: process.poll() is not None, results_s)
+        # One after the other, while the others stand still: they share the log, and would write into each other's lines.
+        for pid in _session(process.pid):
+            _send(pid, signal.SIGSTOP)
+        until = time.monotonic() + min(STACKS_S, max(LAST_WORDS_S * 0.2, at_most_s - results_s))
+        for pid in _session(process.pid):
+            _send(pid, signal.SIGABRT)
+            _send(pid, signal.SIGCONT)
+            _wait_until(lambda pid=pid: pid not in _session(process.pid), until - time.monotonic())
     for pid in _session(process.pid):
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+        _send(pid, signal.SIGKILL)
     process.wait()
     # The others are not its children, and a killed process ends when it runs next. One that hangs in a driver does not.
-    until = time.monotonic() + LAST_WORDS_S * 0.2
-    while _session(process.pid) and time.monotonic() < until:
-        time.sleep(0.01)
+    _wait_until(lambda: not _session(process.pid), LAST_WORDS_S * 0.2)
+
+
+def _send(pid: int, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
+
+
+def _wait_until(is_so: Callable[[], bool], at_most_s: float) -> None:
+    until = time.monotonic() + at_most_s
+    while not is_so() and time.monotonic() < until:
+        time.sleep(0.02)
 
 
 def _session(session: int) -> list[int]:
