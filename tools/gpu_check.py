@@ -418,7 +418,7 @@ def end_session(process: subprocess.Popen[Any], at_most_s: float = LAST_WORDS_S)
         results_s = LAST_WORDS_S * 0.6
         _send(process.pid, signal.SIGINT)  # pytest-xdist tells its own
         _wait_until(lambda: process.poll() is not None, results_s)
-        # One after the other, while the others stand still: they share the log, and would write into each other's lines.
+        # One after the other, while the others stand still: they share the log, and would garble it.
         for pid in _session(process.pid):
             _send(pid, signal.SIGSTOP)
         until = time.monotonic() + min(STACKS_S, max(LAST_WORDS_S * 0.2, at_most_s - results_s))
