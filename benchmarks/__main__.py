@@ -4,6 +4,7 @@
     python -m benchmarks --all                  everything
     python -m benchmarks small_calls            one question
     python -m benchmarks --all --record NAME    and keep all rounds in benchmarks/results/NAME.json
+    python -m benchmarks --against ../before    this checkout against another one, built in place by the same Python
 
 Each file here asks one question; harness.py says how contenders are compared. It ends with 1 where a bound is missed or
 a contender has failed. tables.py writes the tables of the docs from what is kept, and plot.py draws it.
@@ -73,6 +74,7 @@ def main(command_line: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, help="rounds of each contender (default: each benchmark's own)")
     parser.add_argument("--json", type=Path, help="keep every round here")
     parser.add_argument("--record", metavar="NAME", help="keep every round in benchmarks/results, for the docs")
+    parser.add_argument("--against", type=Path, metavar="FOLDER", help="another checkout, instead of TensorPipe")
     arguments = parser.parse_args(command_line)
     load_before = os.getloadavg()[0]
 
@@ -81,6 +83,12 @@ def main(command_line: Sequence[str] | None = None) -> int:
         chosen = {name: benchmark for name, benchmark in chosen.items() if not benchmark.needs_gpu}
     if not arguments.names and not arguments.all:
         chosen = {name: benchmark for name, benchmark in chosen.items() if benchmark.in_short_set}
+    if arguments.against:
+        other = arguments.against.resolve()
+        if not list(other.glob("torch_ucx_rpc/_C*.so")):
+            parser.error(f"{other} has no extension: run `python setup.py build_ext --inplace` there")
+        compared = {name: harness.against(benchmark, other) for name, benchmark in chosen.items()}
+        chosen = {name: benchmark for name, benchmark in compared.items() if benchmark.contenders()}
     # Of those who run benchmarks; the tables are written, and checked, without it.
     from tqdm import tqdm
 

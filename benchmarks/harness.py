@@ -99,6 +99,8 @@ class Transport:
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
     # How its lanes to another worker must read, a pattern; TensorPipe does not tell its own.
     lanes: str = ""
+    # Another checkout, built in place, whose package the workers import instead of this one's.
+    tree: str = ""
 
     def rpc_backend_options(self, **more: Any) -> Any:
         if self.backend == "UCX":
@@ -160,7 +162,11 @@ def _work(
 
         torch.set_num_threads(1)
         if transport.backend == "UCX":
-            import torch_ucx_rpc  # noqa: F401  (makes "UCX" a backend)
+            if transport.tree:
+                sys.path.insert(0, transport.tree)
+            import torch_ucx_rpc  # makes "UCX" a backend
+
+            assert torch_ucx_rpc.__file__.startswith(transport.tree), f"{torch_ucx_rpc.__file__} is of another tree"
         rpc.init_rpc(
             f"worker{rank}",
             backend=rpc.BackendType[transport.backend],
@@ -202,6 +208,14 @@ class RpcJob:
         self._limit_s = limit_s
         self._kills = kills
         self._has_failed = False
+
+    @property
+    def transport(self) -> Transport:
+        return self._transport
+
+    def over(self, transport: Transport) -> RpcJob:
+        """The same job on another transport."""
+        return RpcJob(transport, self._measure, workers=self._workers, limit_s=self._limit_s, kills=self._kills)
 
     def __enter__(self) -> RpcJob:
         self._folder = tempfile.TemporaryDirectory()
@@ -327,6 +341,18 @@ class Baseline:
 
     def __exit__(self, *exception: object) -> None:
         pass
+
+
+def against(benchmark: Benchmark, tree: Path) -> Benchmark:
+    """The same question, put to UCX of this checkout and of another one. There are ratios, and no bounds on them."""
+    jobs = [job for job in benchmark.contenders() if isinstance(job, RpcJob) and job.transport.backend == "UCX"]
+    others = [
+        job.over(dataclasses.replace(job.transport, name=f"{job.name}, {tree.name}", tree=str(tree))) for job in jobs
+    ]
+    pairs = list(zip(jobs, others, strict=True))
+    bounds = tuple(Bound(None, contender=mine.name, reference=other.name) for mine, other in pairs)
+    figures = tuple(dataclasses.replace(figure, bounds=bounds) for figure in benchmark.figures)
+    return dataclasses.replace(benchmark, figures=figures, contenders=lambda: [*jobs, *others])
 
 
 # --------------------------------------------------------------------------------------------------------- timing
@@ -482,7 +508,8 @@ def _against(bound: Bound, names: Sequence[str]) -> str:
     """What a ratio is taken to, where that is not TensorPipe, or the better one of its configurations."""
     if bound.reference is None:
         return " by itself"
-    if set(bound.references) >= set(TENSORPIPES) & set(names):
+    configurations = set(TENSORPIPES) & set(names)
+    if configurations and configurations <= set(bound.references):
         return ""
     return f" to {' or '.join(bound.references)}"
 

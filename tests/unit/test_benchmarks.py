@@ -133,6 +133,28 @@ def test_the_error_of_a_job_is_told() -> None:
 # ---- The program, and what is kept -----------------------------------------------------------------------------------
 
 
+def is_of_another_tree() -> harness.Figures:
+    import torch_ucx_rpc
+
+    return {LATENCY.name: 1.0 + (not torch_ucx_rpc.__file__.startswith(str(ROOT)))}
+
+
+def test_another_checkout_takes_turns_with_this_one(tmp_path: Path) -> None:
+    (tmp_path / "torch_ucx_rpc").symlink_to(ROOT / "torch_ucx_rpc")
+    question = Benchmark(
+        "Which one?",
+        (LATENCY,),
+        lambda: [harness.RpcJob(transport, is_of_another_tree) for transport in (harness.UCX, harness.TENSORPIPE)],
+        rounds=2,
+    )
+    result = harness.run(harness.against(question, tmp_path))
+    assert not result.failures
+    assert result.rounds == {"UCX": [{"latency": 1.0}] * 2, f"UCX, {tmp_path.name}": [{"latency": 2.0}] * 2}
+    assert not list(result.verdicts())
+    *_, line = harness.table(result)
+    assert f"| 0.50 to UCX, {tmp_path.name} |" in line
+
+
 @pytest.mark.parametrize(("ucx", "status"), [(40.0, 0), (60.0, 1)], ids=["holds", "missed"])
 def test_the_program_ends_with_1_where_a_bound_is_missed(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str], ucx: float, status: int
