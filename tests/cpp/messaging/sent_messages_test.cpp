@@ -64,6 +64,10 @@ class SentMessagesTest : public testing::Test {
     sentMessages_.destroy(message);
     EXPECT_EQ(message, nullptr);
   }
+  void destroyLater(std::unique_ptr<OutgoingMessage> message) {
+    sentMessages_.destroyLater(message);
+    EXPECT_EQ(message, nullptr);
+  }
 
   std::mutex mutex_;
   std::vector<std::thread::id> threads_; // that have destroyed something, in order; guarded by mutex_
@@ -73,7 +77,7 @@ class SentMessagesTest : public testing::Test {
   Timer timer_;
   Lifetime lifetime_{[this] { return alive_; }};
   const std::shared_ptr<Executor> executor_ = std::make_shared<Executor>(4, 4, ThreadHooks{}, timer_);
-  SentMessages sentMessages_{*executor_, lifetime_};
+  SentMessages sentMessages_{*executor_, lifetime_, timer_};
 };
 
 TEST_F(SentMessagesTest, WhatRunsNoUserCodeIsLeftToTheCaller) {
@@ -82,6 +86,8 @@ TEST_F(SentMessagesTest, WhatRunsNoUserCodeIsLeftToTheCaller) {
   EXPECT_NE(withoutLender, nullptr);
   std::unique_ptr<OutgoingMessage> harmless = message(false);
   sentMessages_.destroy(harmless);
+  EXPECT_NE(harmless, nullptr);
+  sentMessages_.destroyLater(harmless);
   EXPECT_NE(harmless, nullptr);
   EXPECT_TRUE(threads().empty());
 }
@@ -109,6 +115,36 @@ TEST_F(SentMessagesTest, OneThreadDestroysAllThatComesMeanwhile) {
   ASSERT_TRUE(eventually([&] { return alive_.use_count() == 1; }));
   destroy(message(true));
   EXPECT_TRUE(eventually([&] { return threads().size() == 5; })) << "what comes later is destroyed too";
+}
+
+TEST_F(SentMessagesTest, SendersMessageDiesOnTheThreadThatWaitsForTheAnswer) {
+  executor_->start(leader_);
+  destroyLater(message(true));
+  EXPECT_TRUE(threads().empty()) << "the sending thread may hold locks of torch's";
+  sentMessages_.destroyWaiting();
+  EXPECT_EQ(threads(), std::vector<std::thread::id>{std::this_thread::get_id()});
+  timer_.runDue(timer_.now() + SentMessages::kPatience);
+  EXPECT_EQ(alive_.use_count(), 1) << "no agent thread is asked for what is gone";
+}
+
+TEST_F(SentMessagesTest, SendersMessageThatNobodyDestroysDiesOnAnAgentThreadInTime) {
+  executor_->start(leader_);
+  destroyLater(message(true));
+  timer_.runDue(timer_.now() + SentMessages::kPatience);
+  ASSERT_TRUE(eventually([&] { return threads().size() == 1; }));
+  EXPECT_NE(threads()[0], std::this_thread::get_id());
+}
+
+TEST_F(SentMessagesTest, SendersMessagesDieOnAnAgentThreadIfTheyAreMany) {
+  executor_->start(leader_);
+  for (size_t sent = 0; sent < SentMessages::kMaxWaiting - 1; ++sent) {
+    destroyLater(message(true));
+  }
+  EXPECT_EQ(alive_.use_count(), 1) << "they wait";
+  destroyLater(message(true));
+  ASSERT_TRUE(eventually([&] { return threads().size() == SentMessages::kMaxWaiting; }));
+  EXPECT_EQ(threads(), std::vector<std::thread::id>(SentMessages::kMaxWaiting, threads()[0]));
+  EXPECT_NE(threads()[0], std::this_thread::get_id());
 }
 
 TEST_F(SentMessagesTest, WithinATaskItIsDestroyedRightAfterThatOnTheSameThread) {

@@ -29,7 +29,7 @@ class EventLog {
   Timer timer_;
   const std::shared_ptr<Executor> executor_ = std::make_shared<Executor>(1, 1, ThreadHooks{}, timer_); // never started
   Lifetime lifetime_{[this] { return life; }};
-  SentMessages sentMessages_{*executor_, lifetime_};
+  SentMessages sentMessages_{*executor_, lifetime_, timer_};
 
  public:
   EventBuffer buffer{handlers.all, sentMessages_, *executor_, lifetime_};

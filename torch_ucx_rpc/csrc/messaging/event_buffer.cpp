@@ -21,7 +21,9 @@ void EventBuffer::Batch::dispatch(const std::optional<Driver>& driver) {
   for (std::unique_ptr<OutgoingMessage>& message : sent) {
     dispatchSent(*message);
     // A waiting caller holds no locks of torch's, so the messages die with the batch, after everything else in it.
-    if (!driver || driver->role != Role::kWaitingCaller) {
+    if (!driver) {
+      sentMessages_.destroyLater(message);
+    } else if (driver->role != Role::kWaitingCaller) {
       sentMessages_.destroy(message);
     }
   }
@@ -71,6 +73,9 @@ void EventBuffer::Batch::dispatch(const std::optional<Driver>& driver) {
   }
   for (UniqueFunction<void()>& work : atEnd) {
     work();
+  }
+  if (driver && driver->role == Role::kWaitingCaller) {
+    sentMessages_.destroyWaiting();
   }
 }
 

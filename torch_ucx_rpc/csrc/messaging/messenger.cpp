@@ -54,7 +54,7 @@ Messenger::Messenger(
       repairTask_(timer.add("repair", [this](Timer::TimePoint now) { return repair(now); })),
       retryTask_(timer.add("retry sends", [this](Timer::TimePoint now) { return retry(now); })),
       transport_(std::move(transport)),
-      sentMessages_(executor, lifetime),
+      sentMessages_(executor, lifetime, timer),
       events_(handlers, sentMessages_, executor, lifetime),
       progress_(*transport_, *this, options.waiting),
       window_(std::make_shared<ReceiveWindow>(
@@ -335,6 +335,7 @@ void Messenger::close(int64_t flushLimitMs) {
     transport_->close(flushLimitMs);
     files_.release(); // the agent object may live on
   });
+  sentMessages_.destroyWaiting(); // the timer, which would see to it, has stopped
 }
 
 // ------------------------------------------------------------------------------------------------------ reports

@@ -3,7 +3,11 @@
 #include "messaging/message.h"
 #include "runtime/executor.h"
 #include "runtime/lifetime.h"
+#include "runtime/timer.h"
 
+#include <atomic>
+#include <chrono>
+#include <cstddef>
 #include <memory>
 #include <mutex>
 #include <vector>
@@ -14,19 +18,38 @@ namespace torch_ucx_rpc {
 // locks there, and another thread that has the GIL may wait for them. Thread-safe.
 class SentMessages {
  public:
-  SentMessages(Executor& executor, const Lifetime& lifetime) : executor_(executor), lifetime_(lifetime) {}
+  // A sender's messages wait this long at most, and no more than so many of them, for a thread that is there anyway.
+  static constexpr auto kPatience = std::chrono::milliseconds(5);
+  static constexpr size_t kMaxWaiting = 32;
 
-  // Takes a message whose destruction may run user code, and destroys it later. Leaves any other message to the caller.
+  // Adds a task to the timer, so it must not have started.
+  SentMessages(Executor& executor, const Lifetime& lifetime, Timer& timer);
+
+  // Each takes a message whose destruction may run user code, and leaves any other message to the caller.
+
+  // On a thread that drives progress: an agent thread destroys the message.
   void destroy(std::unique_ptr<OutgoingMessage>& message);
+  // On a sending thread, which is about to wait for its answer more often than not: the thread that waits destroys the
+  // message. An agent thread, woken for every message, would compete with the caller and the callee for a core.
+  void destroyLater(std::unique_ptr<OutgoingMessage>& message);
+
+  // Destroys what waits. For a thread without locks of torch's.
+  void destroyWaiting();
 
  private:
+  // Returns how many messages wait now; 0 if this one need not.
+  size_t take(std::unique_ptr<OutgoingMessage>& message);
+  void destroyOnAgentThread();
+
   Executor& executor_;
   const Lifetime& lifetime_;
+  Timer::Task& overdueTask_;
 
   std::mutex mutex_;
   // Guarded by mutex_:
   std::vector<std::unique_ptr<OutgoingMessage>> waiting_;
   bool isDestroying_ = false; // a completion that destroys them is queued or running
+  std::atomic<size_t> waitingCount_{0}; // written with mutex_ held
 };
 
 } // namespace torch_ucx_rpc
