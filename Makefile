@@ -199,11 +199,12 @@ bench-record: build $(VENV)/.extra-bench $(BENCH_PEERS)/.done ## All benchmarks;
 
 ONE_CORE := small_calls large_tensors parameter_server pipeline
 
-# In an environment of their own: UCXX wants an older UCX. What does not install (mpi4py needs an MPI) is left out.
+# In an environment of their own: UCXX wants an older UCX, and Monarch needs a torch. What does not install is left out.
 $(BENCH_PEERS)/.done:
 	@$(PYTHON) -m venv $(BENCH_PEERS)
 	@$(BENCH_PEERS)/bin/pip --quiet install numpy
-	@for peer in ucxx-cu12 grpcio mpi4py; do $(BENCH_PEERS)/bin/pip --quiet install $$peer || true; done
+	@for peer in ucxx-cu12 grpcio mpi4py ray "torch==$(TORCH) torchmonarch"; do \
+	  $(BENCH_PEERS)/bin/pip --quiet install $$peer || true; done
 	@touch $@
 
 demo: build $(VENV)/.extra-examples ## Train a model split over two workers

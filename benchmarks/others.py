@@ -1,22 +1,22 @@
 """How do other libraries do?
 
-The echo of an array of 1 KB and of 64 MiB between two processes on one host: RPC on UCX and on TensorPipe, and beside
-them UCXX's active messages, gRPC and mpi4py, where they are installed (``make bench-full`` installs them into an
-environment of their own). By which lanes the bytes of each went is printed and kept; wrong lanes are a failure.
+The echo of an array of 1 KB and of 64 MiB between two processes on one host, and of 1, 10 and 100 arrays of 1 KB at
+once: RPC on UCX and on TensorPipe, and beside them Gloo, UCXX's active messages, gRPC, mpi4py, Ray and Monarch, as far
+as they are installed. ``make bench-record`` installs them into an environment of their own. By which lanes the bytes of
+each went is printed and kept; wrong lanes are a failure. `peers` has a program for each library.
 
     BENCH_PEERS_PYTHON=.venv-peers/bin/python python -m benchmarks.others
 """
 
 from __future__ import annotations
 
-import functools
+import dataclasses
 import json
 import os
 import re
 import shutil
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 import torch
@@ -25,76 +25,98 @@ import torch.distributed.rpc as rpc
 from benchmarks import harness
 from benchmarks.harness import Figure
 from benchmarks.large_tensors import echo
+from benchmarks.peers.measuring import ARRAYS, IN_FLIGHT, in_flight_name, median, rounds_of
 
-PROGRAMS = Path(__file__).with_name("peer_programs.py")
+ROOT = Path(__file__).resolve().parent.parent
 MPIRUN = ("mpirun.openmpi", "--allow-run-as-root", "--oversubscribe", "-n", "2")
-# What each imports, and how its lanes must read.
-MODULES = {
-    "UCXX": "ucxx",
-    "UCXX plain": "ucxx",
-    "gRPC unix": "grpc",
-    "gRPC tcp": "grpc",
-    "mpi4py": "mpi4py",
-    "mpi4py pickled": "mpi4py",
-}
-LANES = {
-    "UCXX": "sysv|posix",
-    "UCXX plain": "tcp",
-    "gRPC unix": "unix",
-    "gRPC tcp": "tcp",
-    "mpi4py": "MPI",
-    "mpi4py pickled": "MPI",
-}
+LIMIT_S = 180
 
 
-def python() -> str:
-    return os.environ.get("BENCH_PEERS_PYTHON", "")
+@dataclasses.dataclass(frozen=True)
+class Other:
+    """A contender that `peers` measures in a process of its own."""
 
+    name: str
+    # What it imports.
+    module: str
+    # How its lanes must read, a pattern.
+    lanes: str
+    launcher: tuple[str, ...] = ()
 
-def is_installed(name: str) -> bool:
-    if not python() or (MODULES[name] == "mpi4py" and shutil.which(MPIRUN[0]) is None):
-        return False
-    return subprocess.run([python(), "-c", f"import {MODULES[name]}"], capture_output=True, check=False).returncode == 0
+    @property
+    def python(self) -> str:
+        """Gloo is part of torch, so it is in this Python."""
+        return sys.executable if self.module == "torch" else os.environ.get("BENCH_PEERS_PYTHON", "")
 
+    def is_installed(self) -> bool:
+        if not self.python or (self.launcher and shutil.which(self.launcher[0]) is None):
+            return False
+        asked = subprocess.run([self.python, "-c", f"import {self.module}"], capture_output=True, check=False)
+        return asked.returncode == 0
 
-def measure_other(name: str) -> harness.Figures:
-    launcher = MPIRUN if MODULES[name] == "mpi4py" else ()
-    with tempfile.TemporaryDirectory() as folder:
-        log = {"UCX_LOG_LEVEL": "info", "UCX_LOG_FILE": str(Path(folder, "ucx"))} if MODULES[name] == "ucxx" else {}
+    def measure(self) -> harness.Figures:
         run = subprocess.run(
-            [*launcher, python(), str(PROGRAMS), name],
+            [*self.launcher, self.python, "-m", "benchmarks.peers", self.name],
+            cwd=ROOT,
             capture_output=True,
             text=True,
             check=False,
-            timeout=120,
-            env={**os.environ, **log},
+            timeout=LIMIT_S,
+            env={**os.environ, "RAY_USAGE_STATS_ENABLED": "0"},
         )
-    if run.returncode != 0:
-        raise harness.ContenderFailed(f"{name}: {run.stderr[-2000:]}")
-    figures: harness.Figures = json.loads(run.stdout.strip().splitlines()[-1])
-    lanes = str(figures.pop("lanes"))
-    if not re.search(LANES[name], lanes):
-        raise harness.ContenderFailed(f"{name} went by {lanes}")
-    harness.LANES[name] = lanes
-    return figures
+        if run.returncode != 0:
+            raise harness.ContenderFailed(f"{self.name}: {run.stderr[-2000:]}")
+        # Libraries speak on stdout too.
+        figures: harness.Figures = json.loads(next(line for line in run.stdout.splitlines() if line.startswith("{")))
+        lanes = str(figures.pop("lanes"))
+        if not re.search(self.lanes, lanes):
+            raise harness.ContenderFailed(f"{self.name} went by {lanes}")
+        harness.LANES[self.name] = lanes
+        return figures
+
+
+OTHERS = (
+    Other("UCXX", "ucxx", "sysv|posix"),
+    Other("UCXX plain", "ucxx", "tcp"),
+    Other("mpi4py", "mpi4py", "MPI", MPIRUN),
+    Other("mpi4py pickled", "mpi4py", "MPI", MPIRUN),
+    Other("Gloo", "torch", "tcp"),
+    Other("gRPC unix", "grpc", "unix"),
+    Other("gRPC tcp", "grpc", "tcp"),
+    Other("Ray", "ray", "object store"),
+    # Not only `monarch`, which imports half of its dependencies lazily.
+    Other("Monarch", "monarch.actor", "channels"),
+)
 
 
 def measure() -> harness.Figures:
+    """As `peers` measures the others, but with tensors."""
     figures = {}
-    for name, size, calls in (("1 KB", 1024, 1000), ("64 MiB", 2**26, 7)):
-        tensor = torch.randint(0, 256, (size,), dtype=torch.uint8)
+    for name, (array, calls) in ARRAYS.items():
+        tensor = torch.from_numpy(array)
         assert torch.equal(rpc.rpc_sync("worker1", echo, (tensor,)), tensor)
         durations = harness.durations_us(lambda tensor=tensor: rpc.rpc_sync("worker1", echo, (tensor,)), calls)
         figures[name] = harness.p50(durations)
+    small = torch.from_numpy(ARRAYS["1 KB"][0])
+    for echoes in IN_FLIGHT:
+
+        def echo_at_once(n: int = echoes) -> None:
+            torch.futures.wait_all([rpc.rpc_async("worker1", echo, (small,)) for _ in range(n)])
+
+        echo_at_once()
+        figures[in_flight_name(echoes)] = median(harness.durations_us(echo_at_once, rounds_of(echoes))) / echoes
     return figures
 
 
 BENCHMARK = harness.Benchmark(
     question="How long does the echo of an array take with others?",
-    figures=(Figure("1 KB", "us"), Figure("64 MiB", "us")),
+    figures=(
+        *(Figure(name, "us") for name in ARRAYS),
+        *(Figure(in_flight_name(echoes), "us") for echoes in IN_FLIGHT),
+    ),
     contenders=lambda: [
         *(harness.RpcJob(transport, measure) for transport in harness.ON_ONE_HOST),
-        *(harness.Baseline(name, functools.partial(measure_other, name)) for name in MODULES if is_installed(name)),
+        *(harness.Baseline(other.name, other.measure) for other in OTHERS if other.is_installed()),
     ],
     in_short_set=False,
 )
@@ -103,6 +125,6 @@ BENCHMARK = harness.Benchmark(
 if __name__ == "__main__":
     from benchmarks.__main__ import main
 
-    if not python():
-        print("BENCH_PEERS_PYTHON names no Python: only RPC is measured", file=sys.stderr)
-    sys.exit(main(["others"]))
+    if "BENCH_PEERS_PYTHON" not in os.environ:
+        print("BENCH_PEERS_PYTHON names no Python: only RPC and Gloo are measured", file=sys.stderr)
+    sys.exit(main(["others", *sys.argv[1:]]))

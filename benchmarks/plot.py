@@ -3,7 +3,8 @@
     python -m benchmarks.plot FILE [--folder docs/figures]
 
 Latency, throughput and memory against size, the share of a call and memory against calls in flight, the life of a job
-against its workers: medians over the rounds, and bands from the lowest to the highest.
+against its workers: medians over the rounds, and bands from the lowest to the highest. Latency and throughput beside
+other libraries: medians, and whiskers.
 """
 
 from __future__ import annotations
@@ -54,6 +55,39 @@ def draw(
     axes.set(title=title, xlabel=x_label, ylabel=y_label, xscale="log", yscale=y_scale)
     axes.grid(visible=True, which="major", alpha=0.3)
     axes.legend(frameon=False)
+    figure.savefig(file, metadata={"Date": None})
+    plt.close(figure)
+
+
+# Columns of `others` that the picture leaves out: a second way to use a library that has a better one there.
+LEFT_OUT = ("TensorPipe, uv", "UCXX plain", "mpi4py pickled", "gRPC tcp")
+GIB_BOTH_WAYS = 2 * 2**26 / 2**30
+
+
+def draw_others(rounds: dict[str, list[dict[str, float]]], file: Path) -> None:
+    """Bars for each library: the echo of 1 KB, ten of them at once, and the throughput of 64 MiB."""
+    panels: list[tuple[str, str, Callable[[float], float], bool]] = [
+        ("1 KB", "echo of 1 KB, us (shorter is better)", lambda us: us, True),
+        ("1 KB, 10 in flight", "each of ten at once, us (shorter is better)", lambda us: us, True),
+        ("64 MiB", "64 MiB, both ways, GiB/s (longer is better)", lambda us: GIB_BOTH_WAYS / (1e-6 * us), False),
+    ]
+    names = [name for name, turns in rounds.items() if turns and name not in LEFT_OUT]
+    figure, all_axes = plt.subplots(1, len(panels), figsize=(9.6, 0.6 + 0.3 * len(names)), layout="constrained")
+    for axes, (row, label, y_of, is_logarithmic) in zip(all_axes, panels, strict=True):
+        values = [sorted(y_of(turn[row]) for turn in rounds[name] if row in turn) for name in names]
+        medians = [statistics.median(found) if found else 0.0 for found in values]
+        reach = [
+            (middle - low[0], low[-1] - middle) if low else (0, 0) for middle, low in zip(medians, values, strict=True)
+        ]
+        colors = [COLORS.get(name, "#8a94a0") for name in names]
+        axes.barh(names, medians, xerr=list(zip(*reach, strict=True)), color=colors, height=0.7, error_kw={"lw": 0.8})
+        axes.set(xlabel=label, xscale="log" if is_logarithmic else "linear")
+        axes.invert_yaxis()
+        axes.bar_label(axes.containers[-1], labels=[f" {middle:.3g}" for middle in medians], fontsize=8, padding=2)
+        axes.margins(x=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+        if axes is not all_axes[0]:
+            axes.set_yticks([])
     figure.savefig(file, metadata={"Date": None})
     plt.close(figure)
 
@@ -123,6 +157,8 @@ def main() -> None:
             y_label="growth, MiB",
             y_scale="symlog",
         )
+    if "others" in rounds:
+        draw_others(rounds["others"], arguments.folder / "beside_others.svg")
     if "workers" in rounds:
         draw(
             rounds["workers"],
