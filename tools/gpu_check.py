@@ -315,7 +315,7 @@ class Check:
     # ---- Rehearsed without a GPU ------------------------------------------------------------------------------------
 
     def few_tests(self) -> dict[str, Any]:
-        return self.pytest("-n", "2", "tests/test_perftest_output.py")
+        return self.pytest("-n", "2", "tests/unit/test_perftest_output.py")
 
     def one_hangs(self) -> dict[str, Any]:
         """One test passes, one hangs where no exception reaches it. Passes if that is what is found."""

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-CONFORMANCE = Path(__file__).resolve().parent / "conformance"
+CONFORMANCE = Path(__file__).resolve().parents[1] / "conformance"
 
 CONFTEST = f"""
     import sys
