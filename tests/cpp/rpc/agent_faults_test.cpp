@@ -341,7 +341,7 @@ TEST_F(AgentTest, LargeMessagesThatWaitForTheirTurnFailWithTheirReceiver) {
     const std::string what = failure(call);
     EXPECT_TRUE(contains(what, "worker 'w1'")) << what; // lost, or could not be sent to
   }
-  EXPECT_TRUE(eventually([&] { return agent(0).reports().statistics().messagesSending == 0; }));
+  EXPECT_TRUE(eventually([&] { return valueOf(agent(0).reports().statistics().counts, "messages_sending") == 0; }));
 }
 
 TEST_F(AgentTest, AllLargeMessagesGetTheirTurn) {

@@ -75,13 +75,13 @@ TEST_F(ReportsTest, CallsAreCountedWithTheirPeers) {
   EXPECT_GT(metric("agent.bytes_received"), 0u);
   const AgentStatistics statistics = reports_.statistics();
   ASSERT_EQ(statistics.peers.size(), 2u) << "this worker included";
-  EXPECT_EQ(statistics.peers[0].callsSent, 0u);
+  EXPECT_EQ(valueOf(statistics.peers[0].counts, "calls_sent"), 0u);
   EXPECT_TRUE(statistics.peers[0].lanes.empty());
   EXPECT_EQ(statistics.peers[1].peer, &one_.peer(1));
   EXPECT_EQ(statistics.peers[1].state, Peer::State::kPresent);
-  EXPECT_EQ(statistics.peers[1].callsSent, 1u);
-  EXPECT_EQ(statistics.peers[1].callsReceived, 1u);
-  EXPECT_EQ(statistics.peers[1].callsFailed, 0u);
+  EXPECT_EQ(valueOf(statistics.peers[1].counts, "calls_sent"), 1u);
+  EXPECT_EQ(valueOf(statistics.peers[1].counts, "calls_received"), 1u);
+  EXPECT_EQ(valueOf(statistics.peers[1].counts, "calls_failed"), 0u);
   EXPECT_EQ(statistics.peers[1].lanes, std::vector<std::string>{"loopback/memory"});
   EXPECT_GT(statistics.peers[1].latencySum.count(), 0);
 }
@@ -90,7 +90,7 @@ TEST_F(ReportsTest, OpenCallsAndTimeoutsAreCounted) {
   network_.setFault([](const wire::Header&, SendMode) { return LoopbackNetwork::Fate::kDrop; });
   const Future future = one_.calls.send(one_.peer(1), makeMessage(MessageType::PYTHON_CALL, "x"), milliseconds(1), {});
   EXPECT_EQ(metric("agent.client_active_calls"), 1u);
-  EXPECT_EQ(reports_.statistics().callsOpen, 1u);
+  EXPECT_EQ(valueOf(reports_.statistics().counts, "calls_open"), 1u);
   one_.parts.advance(std::chrono::hours(1));
   EXPECT_EQ(rpcFailure(future)->kind(), RpcFailure::Kind::kTimedOut);
   EXPECT_EQ(metric("agent.calls_timed_out"), 1u);
@@ -128,7 +128,7 @@ TEST_F(ReportsTest, CountersCanBeReadAfterTheEnd) {
   (void)answer(one_.call(1, "x"));
   one_.close();
   const AgentStatistics statistics = reports_.statistics();
-  EXPECT_EQ(statistics.peers[1].callsSent, 1u);
+  EXPECT_EQ(valueOf(statistics.peers[1].counts, "calls_sent"), 1u);
   EXPECT_TRUE(statistics.peers[1].lanes.empty()) << "the transport is closed";
 }
 

@@ -3,47 +3,78 @@
 #include "memory/device_pool.h"
 #include "memory/host_pool.h"
 
+#include <c10/util/Exception.h>
 #include <c10/util/StringUtil.h>
 
+#include <algorithm>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
 namespace torch_ucx_rpc {
 
+uint64_t valueOf(const std::vector<Count>& counts, std::string_view name) {
+  const auto found = std::ranges::find_if(counts, [&](const Count& count) { return count.name == name; });
+  TORCH_INTERNAL_ASSERT(found != counts.end(), "no count of the name ", name);
+  return found->value;
+}
+
+// The table of all counts but one. messages_sending, which needs the worker lock, is added by statistics(). A field of
+// torch_ucx_rpc/_observe/statistics.py documents each name.
 AgentStatistics Reports::counters() const {
   AgentStatistics statistics{};
+  uint64_t requestsOpen = 0;
   for (const Peer* peer : directory_.all()) {
-    AgentStatistics::OfPeer of{};
-    of.peer = peer;
-    of.state = peer->state();
-    of.callsSent = peer->callsSent.load();
-    of.callsFailed = peer->callsFailed.load();
-    of.callsReceived = peer->callsReceived.load();
-    of.bytesSent = peer->bytesSent.load();
-    of.bytesReceived = peer->bytesReceived.load();
-    of.latencyCounts = peer->latencies.counts();
-    of.latencySum = peer->latencies.sum();
-    statistics.requestsOpen += static_cast<uint64_t>(peer->requestsOpen.load());
-    statistics.peers.push_back(std::move(of));
+    requestsOpen += static_cast<uint64_t>(peer->requestsOpen.load());
+    statistics.peers.push_back(
+        {.peer = peer,
+         .state = peer->state(),
+         .lanes = {},
+         .counts =
+             {{"calls_sent", "agent.calls_sent", peer->callsSent.load()},
+              {"calls_failed", "", peer->callsFailed.load()},
+              {"calls_received", "agent.calls_received", peer->callsReceived.load()},
+              {"bytes_sent", "agent.bytes_sent", peer->bytesSent.load()},
+              {"bytes_received", "agent.bytes_received", peer->bytesReceived.load()}},
+         .latencyCounts = peer->latencies.counts(),
+         .latencySum = peer->latencies.sum()});
   }
-  statistics.threads = executor_.counts();
-  statistics.callsOpen = calls_.open();
-  statistics.callsTimedOut = calls_.timedOut();
-  statistics.asyncRequestsOpen = static_cast<uint64_t>(requests_.openAsync());
-  statistics.requestsExpired = requests_.expired();
-  statistics.framesRefused = messenger_.refusedFrames();
-  statistics.pool = HostPool::instance().statistics();
-  statistics.devicePool = DevicePool::instance().statistics();
-  statistics.stagedBytes = messenger_.stagedBytes();
+  const Executor::Counts threads = executor_.counts();
+  const HostPool::Statistics pool = HostPool::instance().statistics();
+  const DevicePool::Statistics devicePool = DevicePool::instance().statistics();
   const ReceiveWindow& window = messenger_.window();
-  statistics.windowLimitBytes = window.limitBytes();
-  statistics.windowInUseBytes = window.inUseBytes();
-  statistics.windowWaitingMessages = window.waitingMessages.load();
+  statistics.counts = {
+      {"calls_open", "agent.client_active_calls", calls_.open()},
+      {"calls_timed_out", "agent.calls_timed_out", calls_.timedOut()},
+      {"requests_open", "agent.server_active_calls", requestsOpen}, // received and not answered
+      {"", "agent.server_active_async_calls", static_cast<uint64_t>(requests_.openAsync())}, // their handlers are over
+      {"requests_expired", "agent.requests_expired", requests_.expired()},
+      {"requests_running", "agent.running_requests", threads.runningRequests},
+      {"", "agent.nesting_requests", threads.nestingRequests},
+      {"requests_waiting", "agent.waiting_requests", threads.waitingRequests},
+      {"frames_refused", "agent.frames_refused", messenger_.refusedFrames()},
+      {"threads", "agent.num_threads", threads.threads},
+      {"threads_idle", "agent.num_idle_threads", threads.idle},
+      {"", "agent.num_worker_threads", options_.numWorkerThreads},
+      {"", "agent.thread_pool_size", options_.numWorkerThreads}, // torch's name for it
+      {"", "agent.max_worker_threads", options_.maxWorkerThreads},
+      {"pool_in_use_bytes", "pool.in_use_bytes", pool.inUseBytes},
+      {"pool_cached_bytes", "pool.cached_bytes", pool.cachedBytes},
+      {"pool_hits", "pool.hits", pool.hits},
+      {"pool_misses", "pool.misses", pool.misses},
+      {"device_pool_in_use_bytes", "device_pool.in_use_bytes", devicePool.inUseBytes},
+      {"device_pool_held_bytes", "device_pool.held_bytes", devicePool.heldBytes},
+      {"device_staged_bytes", "device_pool.staged_bytes", messenger_.stagedBytes()},
+      {"window_limit_bytes", "window.limit_bytes", window.limitBytes()},
+      {"window_in_use_bytes", "window.in_use_bytes", window.inUseBytes()},
+      {"window_waiting_messages", "window.waiting_messages", window.waitingMessages.load()},
+  };
   return statistics;
 }
 
 AgentStatistics Reports::statistics() const {
   AgentStatistics statistics = counters();
+  Count& sending = statistics.counts.emplace_back(Count{"messages_sending", "", 0});
   if (lifetime_.isClosed()) {
     return statistics;
   }
@@ -52,7 +83,7 @@ AgentStatistics Reports::statistics() const {
     peers.push_back(of.peer);
   }
   Messenger::Traffic traffic = messenger_.traffic(peers);
-  statistics.messagesSending = traffic.underWay;
+  sending.value = traffic.underWay;
   for (size_t index = 0; index < peers.size(); ++index) {
     statistics.peers[index].lanes = std::move(traffic.lanes[index]);
   }
@@ -60,46 +91,21 @@ AgentStatistics Reports::statistics() const {
 }
 
 Reports::Texts Reports::metricsOf(const AgentStatistics& now, bool isProfilingGil) const {
-  uint64_t callsSent = 0;
-  uint64_t callsReceived = 0;
-  uint64_t bytesSent = 0;
-  uint64_t bytesReceived = 0;
-  for (const AgentStatistics::OfPeer& of : now.peers) {
-    callsSent += of.callsSent;
-    callsReceived += of.callsReceived;
-    bytesSent += of.bytesSent;
-    bytesReceived += of.bytesReceived;
-  }
-  Texts metrics{
-      {"agent.num_worker_threads", std::to_string(options_.numWorkerThreads)},
-      {"agent.thread_pool_size", std::to_string(options_.numWorkerThreads)}, // torch's name for it
-      {"agent.num_threads", std::to_string(now.threads.threads)},
-      {"agent.num_idle_threads", std::to_string(now.threads.idle)},
-      {"agent.max_worker_threads", std::to_string(options_.maxWorkerThreads)},
-      {"agent.running_requests", std::to_string(now.threads.runningRequests)},
-      {"agent.nesting_requests", std::to_string(now.threads.nestingRequests)},
-      {"agent.waiting_requests", std::to_string(now.threads.waitingRequests)},
-      {"agent.client_active_calls", std::to_string(now.callsOpen)},
-      {"agent.server_active_calls", std::to_string(now.requestsOpen)},
-      {"agent.server_active_async_calls", std::to_string(now.asyncRequestsOpen)},
-      {"agent.calls_sent", std::to_string(callsSent)},
-      {"agent.calls_received", std::to_string(callsReceived)},
-      {"agent.calls_timed_out", std::to_string(now.callsTimedOut)},
-      {"agent.requests_expired", std::to_string(now.requestsExpired)},
-      {"agent.bytes_sent", std::to_string(bytesSent)},
-      {"agent.bytes_received", std::to_string(bytesReceived)},
-      {"agent.frames_refused", std::to_string(now.framesRefused)},
-      {"pool.in_use_bytes", std::to_string(now.pool.inUseBytes)},
-      {"pool.cached_bytes", std::to_string(now.pool.cachedBytes)},
-      {"pool.hits", std::to_string(now.pool.hits)},
-      {"pool.misses", std::to_string(now.pool.misses)},
-      {"device_pool.in_use_bytes", std::to_string(now.devicePool.inUseBytes)},
-      {"device_pool.held_bytes", std::to_string(now.devicePool.heldBytes)},
-      {"device_pool.staged_bytes", std::to_string(now.stagedBytes)},
-      {"window.limit_bytes", std::to_string(now.windowLimitBytes)},
-      {"window.in_use_bytes", std::to_string(now.windowInUseBytes)},
-      {"window.waiting_messages", std::to_string(now.windowWaitingMessages)},
+  std::unordered_map<std::string, uint64_t> sums;
+  const auto add = [&](const std::vector<Count>& counts) {
+    for (const Count& count : counts) {
+      sums[count.metric] += count.value;
+    }
   };
+  add(now.counts);
+  for (const AgentStatistics::OfPeer& of : now.peers) {
+    add(of.counts);
+  }
+  sums.erase(""); // counts that are no metrics
+  Texts metrics;
+  for (const auto& [name, sum] : sums) {
+    metrics[name] = std::to_string(sum);
+  }
   if (isProfilingGil) {
     const std::lock_guard lock(mutex_);
     const double average =

@@ -17,7 +17,8 @@
 
 namespace torch_ucx_rpc {
 
-// Reports on the agent: statistics, and torch's metrics and debug info, which are made from them. Thread-safe.
+// Reports on the agent: statistics, and torch's metrics and debug info, which are made from them. reports.cpp has one
+// table with the names and the sources of all counts. Thread-safe.
 class Reports {
  public:
   using Texts = std::unordered_map<std::string, std::string>;

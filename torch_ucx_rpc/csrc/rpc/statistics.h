@@ -1,16 +1,24 @@
 #pragma once
 
-#include "memory/device_pool.h"
-#include "memory/host_pool.h"
 #include "peers/peer.h"
-#include "runtime/executor.h"
 
 #include <chrono>
 #include <cstdint>
 #include <string>
+#include <string_view>
 #include <vector>
 
 namespace torch_ucx_rpc {
+
+// One number of an agent's statistics, and where programs find it.
+struct Count {
+  const char* name; // in torch_ucx_rpc.statistics(), whose fields document it; empty: only a metric
+  const char* metric; // in torch's get_metrics(); empty: not there
+  uint64_t value;
+};
+
+// The value of a count that exists. `name` is that of torch_ucx_rpc.statistics().
+uint64_t valueOf(const std::vector<Count>& counts, std::string_view name);
 
 // A snapshot of what an agent has done and is doing, for torch_ucx_rpc.statistics(), which documents it
 // (torch_ucx_rpc/_observe/statistics.py). Counters go on while they are read.
@@ -19,30 +27,13 @@ struct AgentStatistics {
     const Peer* peer; // lives as long as the agent
     Peer::State state;
     std::vector<std::string> lanes; // empty before the first message
-    uint64_t callsSent;
-    uint64_t callsFailed;
-    uint64_t callsReceived;
-    uint64_t bytesSent;
-    uint64_t bytesReceived;
+    std::vector<Count> counts; // a metric is the sum over all peers
     std::vector<uint64_t> latencyCounts; // LatencyHistogram::counts()
     std::chrono::nanoseconds latencySum;
   };
 
   std::vector<OfPeer> peers; // by rank, this worker included
-  Executor::Counts threads;
-  uint64_t callsOpen;
-  uint64_t callsTimedOut;
-  uint64_t requestsOpen; // received and not answered
-  uint64_t asyncRequestsOpen; // of those, requests whose handler has returned
-  uint64_t requestsExpired; // dropped before they ran, since their callers had given up
-  uint64_t messagesSending;
-  uint64_t framesRefused;
-  HostPool::Statistics pool;
-  DevicePool::Statistics devicePool;
-  uint64_t stagedBytes; // bytes that went from a device through host memory, since UCX could not share them
-  uint64_t windowLimitBytes;
-  uint64_t windowInUseBytes;
-  uint64_t windowWaitingMessages;
+  std::vector<Count> counts;
 };
 
 } // namespace torch_ucx_rpc
