@@ -1,5 +1,5 @@
 # ruff: noqa: N999 - the name is that of the shared library
-"""The extension, as Python sees it; written in ``csrc/module.cpp``."""
+"""The extension, as Python sees it; written in ``csrc/bindings``."""
 
 from collections.abc import Callable, Sequence
 from enum import Enum

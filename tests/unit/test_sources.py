@@ -141,7 +141,7 @@ def test_no_folder_outgrows_the_others() -> None:
 
 def test_there_are_sources() -> None:
     names = {path.relative_to(ROOT).as_posix() for path in SOURCES}
-    assert {"torch_ucx_rpc/_C.pyi", "torch_ucx_rpc/csrc/module.cpp", "tests/fuzz/seeds.py"} <= names
+    assert {"torch_ucx_rpc/_C.pyi", "torch_ucx_rpc/csrc/bindings/module.cpp", "tests/fuzz/seeds.py"} <= names
 
 
 @pytest.mark.parametrize("line", ["x" * 121, "    // " + "x" * 114, "# https://a.b " + "x" * 120])

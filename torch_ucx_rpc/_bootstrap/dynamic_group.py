@@ -45,7 +45,7 @@ _TRY_AGAIN_S = 0.2
 
 
 class Agent(Protocol):
-    """The part of the agent (``_agent``) that a dynamic group uses; ``csrc/module.cpp`` documents its own methods."""
+    """The part of the agent (``_agent``) that a dynamic group uses; ``_C.pyi`` documents its own methods."""
 
     def add_records(self, records: Iterable[Record], members: Collection[Record]) -> None: ...
     def get_worker_infos(self) -> list[WorkerInfo]: ...

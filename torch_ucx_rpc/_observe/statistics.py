@@ -1,9 +1,9 @@
 """The statistics of this worker: `statistics`, and the snapshot that it returns.
 
-The fields of `Statistics`, `PeerStatistics` and `ServiceStatistics` are the one table of what is counted. Their
-metadata has the meaning, the unit and the kind of metric. The docstrings, Prometheus's metrics and
-``docs/statistics.md`` follow from it. The values come from C++, under the same names (``csrc/module.cpp``), and those
-of services from ``torch_ucx_rpc.services``.
+The fields of `Statistics`, `PeerStatistics` and `ServiceStatistics` say what each count means. Their metadata has the
+meaning, the unit and the kind of metric. The docstrings, Prometheus's metrics and ``docs/statistics.md`` follow from
+it. The values come from the table of counts in C++ (``csrc/rpc/reports.cpp``), under the same names, and those of
+services from ``torch_ucx_rpc.services``. So a new count takes a row there and a field here.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@
 
 namespace torch_ucx_rpc {
 
-// Hooks around the life of a thread that runs user code. module.cpp uses them for a lasting Python thread state.
+// Hooks around the life of a thread that runs user code. bindings/ uses them for a lasting Python thread state.
 // Without one, every call of a Python function builds and destroys a thread state: the largest single cost of a small
 // call.
 struct ThreadHooks {

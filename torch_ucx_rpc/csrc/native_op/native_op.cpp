@@ -1,4 +1,4 @@
-#include "native_op.h"
+#include "native_op/native_op.h"
 
 #include <ATen/MemoryOverlap.h>
 #include <ATen/core/grad_mode.h>

@@ -1,32 +1,20 @@
-// The bindings: types, defaults, and where the GIL is held. _C.pyi documents them for Python.
-//
-// Long: one list of all that Python sees, which is searched rather than read.
-
-#include "base/hmac.h"
-#include "base/rpc_failure.h"
 #include "base/time.h"
-#include "memory/device_pool.h"
-#include "memory/host_pool.h"
-#include "native_op.h"
+#include "bindings/bindings.h"
+#include "peers/latency_histogram.h"
 #include "rpc/agent.h"
 #include "rpc/faulty_agent.h"
-#include "tensors/device_copy.h"
-#include "torch_glue/torch_state.h"
 #include "transport/ucp/ucp_transport.h"
 
 #include <torch/csrc/distributed/rpc/request_callback_impl.h>
 #include <torch/csrc/jit/python/pybind_utils.h>
-#include <torch/csrc/utils/pybind.h>
 
 #include <pybind11/functional.h>
 
-#include <exception>
+#include <chrono>
 #include <functional>
 #include <map>
 #include <memory>
-#include <stdexcept>
 #include <string>
-#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -70,85 +58,6 @@ void checkSignals() {
   }
 }
 
-// Functions of Python that turn C++ exceptions into those that programs see. Never destroyed, since the interpreter may
-// be gone first.
-struct Translators {
-  // Finds the Python exception that a std::runtime_error once was, before it becomes a RuntimeError.
-  py::object original;
-  py::object failure; // makes the exception that an RpcFailure becomes
-};
-Translators& translators() {
-  static auto* functions = new Translators(); // NOLINT(cppcoreguidelines-owning-memory)
-  return *functions;
-}
-
-// The kind's name in errors.py.
-const char* nameOf(RpcFailure::Kind kind) {
-  switch (kind) {
-    case RpcFailure::Kind::kWorkerLost:
-      return "worker_lost";
-    case RpcFailure::Kind::kWorkerLeft:
-      return "worker_left";
-    case RpcFailure::Kind::kShutDown:
-      return "shut_down";
-    case RpcFailure::Kind::kTimedOut:
-      return "timed_out";
-    case RpcFailure::Kind::kMessageRefused:
-      return "message_refused";
-    case RpcFailure::Kind::kNotSent:
-      return "not_sent";
-    case RpcFailure::Kind::kOutOfResources:
-      return "out_of_resources";
-    case RpcFailure::Kind::kUnknownWorker:
-      return "unknown_worker";
-    case RpcFailure::Kind::kRRefLost:
-      return "rref_lost";
-    case RpcFailure::Kind::kBarrierFailed:
-      return "barrier_failed";
-    case RpcFailure::Kind::kForked:
-      return "forked";
-  }
-  return "";
-}
-
-py::object exceptionOf(const RpcFailure& failure) {
-  using py::operator""_a;
-  const RpcFailure::Details& details = failure.details();
-  py::dict fields(
-      "name"_a = details.name,
-      "rank"_a = details.rank,
-      "host"_a = details.host,
-      "cause"_a = details.cause,
-      "resource"_a = details.resource);
-  if (details.timeout) {
-    fields["timeout"] = std::chrono::duration<double>(*details.timeout).count();
-  }
-  return translators().failure(nameOf(failure.kind()), failure.what(), fields);
-}
-
-// pybind11 calls this for every C++ exception that leaves torch's bindings or ours. An exception thrown here goes on to
-// the next translator.
-void translateRuntimeError(std::exception_ptr thrown) {
-  try {
-    std::rethrow_exception(std::move(thrown));
-  } catch (const std::runtime_error& error) {
-    py::object original = py::none();
-    try {
-      if (const auto* failure = dynamic_cast<const RpcFailure*>(&error)) {
-        original = exceptionOf(*failure);
-      } else {
-        original = translators().original(error.what());
-      }
-    } catch (py::error_already_set& failure) {
-      failure.discard_as_unraisable("torch_ucx_rpc: what the callee raised");
-    }
-    if (original.is_none()) {
-      throw;
-    }
-    py::set_error(py::type::of(original), original);
-  }
-}
-
 const char* nameOf(Peer::State state) {
   switch (state) {
     case Peer::State::kPresent:
@@ -163,7 +72,15 @@ const char* nameOf(Peer::State state) {
   return "";
 }
 
-// The statistics, under the names that _observe/statistics.py has.
+void addCounts(py::dict& values, const std::vector<Count>& counts) {
+  for (const Count& count : counts) {
+    if (*count.name != '\0') { // otherwise only a metric
+      values[count.name] = count.value;
+    }
+  }
+}
+
+// The statistics, under the names of the fields in _observe/statistics.py.
 py::dict statisticsOf(UcxRpcAgent& agent) {
   AgentStatistics statistics{};
   {
@@ -174,7 +91,7 @@ py::dict statisticsOf(UcxRpcAgent& agent) {
   py::list peers;
   for (const AgentStatistics::OfPeer& of : statistics.peers) {
     const Member& member = of.peer->member();
-    peers.append(py::dict(
+    py::dict values(
         "name"_a = member.name,
         "rank"_a = member.rank,
         "host"_a = member.host,
@@ -182,36 +99,14 @@ py::dict statisticsOf(UcxRpcAgent& agent) {
         "session"_a = member.session,
         "state"_a = nameOf(of.state),
         "lanes"_a = of.lanes,
-        "calls_sent"_a = of.callsSent,
-        "calls_failed"_a = of.callsFailed,
-        "calls_received"_a = of.callsReceived,
-        "bytes_sent"_a = of.bytesSent,
-        "bytes_received"_a = of.bytesReceived,
         "latency_counts"_a = of.latencyCounts,
-        "latency_sum_ns"_a = of.latencySum.count()));
+        "latency_sum_ns"_a = of.latencySum.count());
+    addCounts(values, of.counts);
+    peers.append(std::move(values));
   }
-  return py::dict(
-      "peers"_a = peers,
-      "calls_open"_a = statistics.callsOpen,
-      "calls_timed_out"_a = statistics.callsTimedOut,
-      "requests_open"_a = statistics.requestsOpen,
-      "requests_expired"_a = statistics.requestsExpired,
-      "requests_running"_a = statistics.threads.runningRequests,
-      "requests_waiting"_a = statistics.threads.waitingRequests,
-      "messages_sending"_a = statistics.messagesSending,
-      "frames_refused"_a = statistics.framesRefused,
-      "threads"_a = statistics.threads.threads,
-      "threads_idle"_a = statistics.threads.idle,
-      "pool_in_use_bytes"_a = statistics.pool.inUseBytes,
-      "pool_cached_bytes"_a = statistics.pool.cachedBytes,
-      "pool_hits"_a = statistics.pool.hits,
-      "pool_misses"_a = statistics.pool.misses,
-      "device_pool_in_use_bytes"_a = statistics.devicePool.inUseBytes,
-      "device_pool_held_bytes"_a = statistics.devicePool.heldBytes,
-      "device_staged_bytes"_a = statistics.stagedBytes,
-      "window_limit_bytes"_a = statistics.windowLimitBytes,
-      "window_in_use_bytes"_a = statistics.windowInUseBytes,
-      "window_waiting_messages"_a = statistics.windowWaitingMessages);
+  py::dict values("peers"_a = peers);
+  addCounts(values, statistics.counts);
+  return values;
 }
 
 // The ends of LatencyHistogram's buckets in nanoseconds. The last bucket has none.
@@ -289,108 +184,11 @@ void setOnGone(UcxRpcAgent& agent, const py::object& callback) {
   agent.group().setOnGone(std::move(onGone));
 }
 
-// Never destroyed: operators stay until the process ends, and the interpreter does not.
-const py::function& forGood(py::function function) {
-  return *new py::function(std::move(function)); // NOLINT(cppcoreguidelines-owning-memory)
-}
-
-void definePythonsNativeOp(const std::string& schema, py::function compile, py::function explain, uintptr_t release) {
-  const py::function& compileInPython = forGood(std::move(compile));
-  const py::function& explainInPython = forGood(std::move(explain));
-  NativeCompiler compiler;
-  compiler.compile = [&compileInPython](const std::vector<TensorType>& types) {
-    const py::gil_scoped_acquire gil;
-    py::list described;
-    for (const TensorType& type : types) {
-      described.append(py::make_tuple(type.dtype, type.dims, type.isContiguous));
-    }
-    try {
-      const auto [address, dtype, dims] =
-          compileInPython(described).cast<std::tuple<uintptr_t, at::ScalarType, int64_t>>();
-      // NOLINTNEXTLINE(cppcoreguidelines-pro-type-reinterpret-cast, performance-no-int-to-ptr)
-      return NativeCode{reinterpret_cast<NativeCode::Function>(address), {dtype, dims, false}};
-    } catch (py::error_already_set& error) {
-      if (!error.matches(PyExc_TypeError)) {
-        throw;
-      }
-      // As an error of torch's it reaches callers on other workers with its text alone.
-      C10_THROW_ERROR(TypeError, std::string(py::str(error.value())));
-    }
-  };
-  compiler.explain = [&explainInPython](const std::vector<at::IValue>& arguments) {
-    const py::gil_scoped_acquire gil;
-    py::list given;
-    for (const at::IValue& argument : arguments) {
-      given.append(torch::jit::toPyObject(argument));
-    }
-    return explainInPython(given).cast<std::string>();
-  };
-  // NOLINTNEXTLINE(cppcoreguidelines-pro-type-reinterpret-cast, performance-no-int-to-ptr)
-  compiler.release = reinterpret_cast<void (*)(void*)>(release);
-  defineNativeOp(schema, std::move(compiler));
-}
-
 } // namespace
 
-PYBIND11_MODULE(_C, module) {
-  module.doc() = "C++ core of torch_ucx_rpc; see torch_ucx_rpc/_C.pyi";
-  module.attr("BUILT_FOR_TORCH") = TORCH_UCX_RPC_BUILT_FOR_TORCH;
-  module.attr("UCP_API_VERSION") = ucpHeaderVersion();
+void bindAgents(py::module_& module) {
   module.attr("REQUEST_TYPES") = requestTypeNames();
   module.attr("LATENCY_BUCKET_ENDS_NS") = py::tuple(py::cast(latencyBucketEnds()));
-  module.attr("WIRE_VERSION") = static_cast<int>(wire::kVersion);
-  module.def("ucx_library", [] {
-    const UcpLibrary library = loadedUcpLibrary();
-    py::dict result;
-    result["version"] = library.version;
-    result["path"] = library.path;
-    return result;
-  });
-
-  module.def("translate_runtime_errors", [](py::object original, py::object failure) {
-    const bool isFirst = !translators().original;
-    translators() = {std::move(original), std::move(failure)};
-    if (isFirst) {
-      py::register_exception_translator(&translateRuntimeError);
-    }
-  });
-
-  // Throws if there is no libcrypto. Python calls this before any other worker hears of this one.
-  module.def("load_libcrypto", [] { Hmac("any"); });
-
-  module.def(
-      "define_native_op",
-      &definePythonsNativeOp,
-      py::arg("schema"),
-      py::arg("compile"),
-      py::arg("explain"),
-      py::arg("release"));
-
-  py::enum_<DevicePool::Source>(module, "DeviceMemorySource")
-      .value("torch", DevicePool::Source::kTorch)
-      .value("replaced_torch", DevicePool::Source::kReplacedTorch)
-      .value("entry_points", DevicePool::Source::kEntryPoints);
-  module.def(
-      "set_device_pool",
-      [](DevicePool::Source source, std::optional<std::pair<uintptr_t, uintptr_t>> entryPoints) {
-        DevicePool::EntryPoints functions{};
-        if (source == DevicePool::Source::kEntryPoints) {
-          // NOLINTBEGIN(cppcoreguidelines-pro-type-reinterpret-cast, performance-no-int-to-ptr)
-          functions.allocate = reinterpret_cast<decltype(functions.allocate)>(entryPoints.value().first);
-          functions.deallocate = reinterpret_cast<decltype(functions.deallocate)>(entryPoints.value().second);
-          // NOLINTEND(cppcoreguidelines-pro-type-reinterpret-cast, performance-no-int-to-ptr)
-        }
-        DevicePool::instance().setSource(source, functions, &allocatorOf);
-      },
-      py::arg("source"),
-      py::arg("entry_points"));
-  module.def("stop_device_pool", [] { DevicePool::instance().stop(); });
-  module.def(
-      "devices_of",
-      [](const torch::jit::PythonFutureWrapper& future) { return future.fut->devices(); },
-      py::arg("future"));
-  module.def("begin_rref_ids", &beginRRefIds, py::arg("are_random"));
-  module.def("init_autograd", &initAutograd, py::arg("rank"), py::arg("are_ids_random"));
 
   py::module_::import("torch.distributed.rpc"); // RpcAgent, the base class, and WorkerInfo are bound there
 

@@ -1,0 +1,17 @@
+#pragma once
+
+#include <torch/csrc/utils/pybind.h>
+
+// What Python sees of this folder's sources; torch_ucx_rpc/_C.pyi documents it. Each source says where the GIL is held.
+namespace torch_ucx_rpc {
+
+// Turns C++ exceptions into those of torch_ucx_rpc.errors, and into those that a callee raised.
+void bindErrors(pybind11::module_& module);
+
+// The agents, what they are made of, and their statistics.
+void bindAgents(pybind11::module_& module);
+
+// Operators of torch whose kernels a Python compiler makes.
+void bindNativeOps(pybind11::module_& module);
+
+} // namespace torch_ucx_rpc

@@ -1,0 +1,68 @@
+// The extension _C: its constants, and functions that concern the process rather than one agent.
+
+#include "base/hmac.h"
+#include "bindings/bindings.h"
+#include "memory/device_pool.h"
+#include "tensors/device_copy.h"
+#include "torch_glue/torch_state.h"
+#include "transport/ucp/ucp_transport.h"
+#include "wire/header.h"
+
+#include <torch/csrc/jit/python/pybind_utils.h>
+
+#include <cstdint>
+#include <optional>
+#include <utility>
+
+namespace py = pybind11;
+
+namespace torch_ucx_rpc {
+
+PYBIND11_MODULE(_C, module) {
+  module.doc() = "C++ core of torch_ucx_rpc; see torch_ucx_rpc/_C.pyi";
+  module.attr("BUILT_FOR_TORCH") = TORCH_UCX_RPC_BUILT_FOR_TORCH;
+  module.attr("UCP_API_VERSION") = ucpHeaderVersion();
+  module.attr("WIRE_VERSION") = static_cast<int>(wire::kVersion);
+  module.def("ucx_library", [] {
+    const UcpLibrary library = loadedUcpLibrary();
+    py::dict result;
+    result["version"] = library.version;
+    result["path"] = library.path;
+    return result;
+  });
+
+  // Throws if there is no libcrypto. Python calls this before any other worker hears of this one.
+  module.def("load_libcrypto", [] { Hmac("any"); });
+
+  py::enum_<DevicePool::Source>(module, "DeviceMemorySource")
+      .value("torch", DevicePool::Source::kTorch)
+      .value("replaced_torch", DevicePool::Source::kReplacedTorch)
+      .value("entry_points", DevicePool::Source::kEntryPoints);
+  module.def(
+      "set_device_pool",
+      [](DevicePool::Source source, std::optional<std::pair<uintptr_t, uintptr_t>> entryPoints) {
+        DevicePool::EntryPoints functions{};
+        if (source == DevicePool::Source::kEntryPoints) {
+          // NOLINTBEGIN(cppcoreguidelines-pro-type-reinterpret-cast, performance-no-int-to-ptr)
+          functions.allocate = reinterpret_cast<decltype(functions.allocate)>(entryPoints.value().first);
+          functions.deallocate = reinterpret_cast<decltype(functions.deallocate)>(entryPoints.value().second);
+          // NOLINTEND(cppcoreguidelines-pro-type-reinterpret-cast, performance-no-int-to-ptr)
+        }
+        DevicePool::instance().setSource(source, functions, &allocatorOf);
+      },
+      py::arg("source"),
+      py::arg("entry_points"));
+  module.def("stop_device_pool", [] { DevicePool::instance().stop(); });
+  module.def(
+      "devices_of",
+      [](const torch::jit::PythonFutureWrapper& future) { return future.fut->devices(); },
+      py::arg("future"));
+  module.def("begin_rref_ids", &beginRRefIds, py::arg("are_random"));
+  module.def("init_autograd", &initAutograd, py::arg("rank"), py::arg("are_ids_random"));
+
+  bindErrors(module);
+  bindAgents(module);
+  bindNativeOps(module);
+}
+
+} // namespace torch_ucx_rpc
