@@ -1,35 +1,15 @@
-// Long: the protocol by which drivers hand over to each other is one piece, and reads as one.
-
 #include "runtime/progress.h"
 
 #include <sched.h>
-#include <sys/epoll.h>
-#include <sys/eventfd.h>
-#include <unistd.h>
 
 #include <algorithm>
-#include <cerrno>
-#include <cstring>
 #include <exception>
-#include <iterator>
-#include <stdexcept>
-#include <string>
 #include <thread>
+#include <utility>
 
 namespace torch_ucx_rpc {
 
 namespace {
-
-// Every sleep is bounded: should a wake-up be lost after all, this is what it costs.
-constexpr auto kLongestSleep = std::chrono::milliseconds(500);
-
-int checked(int fd, const char* what) {
-  if (fd < 0) {
-    throw std::runtime_error(
-        std::string(what) + " failed: " + std::strerror(errno) + "; raise the limit of open files (ulimit -n)");
-  }
-  return fd;
-}
 
 // An arrival may lie for this long while a leader polls the unarmed transport. Polling ends after kQuietRounds rounds
 // without a new absence.
@@ -42,9 +22,6 @@ constexpr int kMaxRounds = 8;
 using Clock = Spinning::Clock;
 // When this thread last left drive() to handle events.
 thread_local Clock::time_point leftAt{};
-
-// The user data of events in the epoll set.
-enum Event : uint64_t { kTransport, kWake, kWatches };
 
 // A driver that spins checks the watched descriptors once in this many spins, since no thread may sleep on them.
 constexpr unsigned kSpinsBetweenLooks = 1024;
@@ -62,30 +39,10 @@ void yieldFor(Clock::duration sinceMoved) {
   }
 }
 
-void addToEpoll(int epollFd, int fd, uint32_t events, uint64_t data) {
-  epoll_event event{};
-  event.events = events;
-  event.data.u64 = data;
-  checked(epoll_ctl(epollFd, EPOLL_CTL_ADD, fd, &event), "epoll_ctl");
-}
-
 } // namespace
 
 Progress::Progress(Transport& transport, ProgressClient& client, Waiting waiting)
-    : transport_(transport), client_(client), spinning_(waiting) {
-  epollFd_ = checked(epoll_create1(EPOLL_CLOEXEC), "epoll_create1");
-  wakeFd_ = checked(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK), "eventfd");
-  watchesFd_ = checked(epoll_create1(EPOLL_CLOEXEC), "epoll_create1");
-  addToEpoll(epollFd_, wakeFd_, EPOLLIN | EPOLLET, kWake);
-  addToEpoll(epollFd_, watchesFd_, EPOLLIN | EPOLLET, kWatches);
-  addToEpoll(epollFd_, transport_.eventFd(), EPOLLIN | EPOLLET, kTransport);
-}
-
-Progress::~Progress() {
-  ::close(epollFd_);
-  ::close(watchesFd_);
-  ::close(wakeFd_);
-}
+    : transport_(transport), client_(client), waitSet_(transport.eventFd()), spinning_(waiting) {}
 
 void Progress::requestStartDeferred() {
   isStartRequested_.store(true);
@@ -273,11 +230,11 @@ std::unique_ptr<EventBatch> Progress::drive(Role role, IsDone& isDone) {
 
 bool Progress::rest(Role role, IsDone& isDone, bool& wasWoken) {
   if (role == Role::kWaitingCaller) {
-    return sleep() != Slept::kForNothing;
+    return sleep() != WaitSet::Slept::kForNothing;
   }
   const bool isCallerAsleep = isWaitingCallerAsleep_.load();
   // The wake-up may have been meant for the waiting caller. This thread goes on to pollUnarmed(), which does not wait
-  // on the epoll set and so cannot take the wake-up again.
+  // on the wait set and so cannot take the wake-up again.
   const bool mustPassOn = std::exchange(wasWoken, false) && isCallerAsleep;
   if (mustPassOn) {
     wake();
@@ -288,7 +245,7 @@ bool Progress::rest(Role role, IsDone& isDone, bool& wasWoken) {
   ++leadersAsleep_;
   const uint64_t absences = absences_.load();
   if (!mustPassOn) {
-    wasWoken = sleep() == Slept::kUntilWoken;
+    wasWoken = sleep() == WaitSet::Slept::kUntilWoken;
   }
   if (mustPassOn || absences_.load() != absences) {
     pollUnarmed(isDone);
@@ -327,44 +284,24 @@ void Progress::pollUnarmed(IsDone& isDone) {
   isPolledUnarmed_.store(false);
 }
 
-Progress::Slept Progress::sleep() {
-  epoll_event event;
-  if (epoll_wait(epollFd_, &event, 1, static_cast<int>(kLongestSleep.count())) <= 0) {
-    return Slept::kForNothing;
-  }
-  if (event.data.u64 == kWake) {
-    return Slept::kUntilWoken;
-  }
-  if (event.data.u64 == kWatches) {
+WaitSet::Slept Progress::sleep() {
+  const WaitSet::Slept slept = waitSet_.sleep();
+  if (slept == WaitSet::Slept::kUntilReadable) {
     queueWatches();
   }
-  return Slept::kUntilEvent;
-}
-
-void Progress::wake() {
-  // The counter is never read: with edge triggering each write is an event of its own.
-  const uint64_t one = 1;
-  (void)!write(wakeFd_, &one, sizeof(one));
-}
-
-void Progress::watch(int fd, Operation onReadable) {
-  const std::lock_guard lock(queueMutex_);
-  // The index is the user data, so an entry keeps its place for good.
-  watches_.push_back(std::move(onReadable));
-  addToEpoll(watchesFd_, fd, EPOLLIN | EPOLLONESHOT, watches_.size() - 1);
+  return slept;
 }
 
 void Progress::queueWatches() {
-  epoll_event events[16];
-  int found = 0;
-  do {
-    found = epoll_wait(watchesFd_, events, static_cast<int>(std::size(events)), 0);
-    const std::lock_guard lock(queueMutex_);
-    for (int event = 0; event < found; ++event) {
-      queue_.push_back(std::move(watches_[events[event].data.u64]));
-      queued_.fetch_add(1);
-    }
-  } while (found == static_cast<int>(std::size(events)));
+  std::vector<Operation> readable = waitSet_.takeReadable();
+  if (readable.empty()) {
+    return;
+  }
+  const std::lock_guard lock(queueMutex_);
+  for (Operation& operation : readable) {
+    queue_.push_back(std::move(operation));
+    queued_.fetch_add(1);
+  }
 }
 
 bool Progress::driveUntil(IsDone isDone, std::optional<uint64_t> awaitedCall) {

@@ -3,6 +3,7 @@
 #include "base/unique_function.h"
 #include "runtime/event_batch.h"
 #include "runtime/spinning.h"
+#include "runtime/wait_set.h"
 #include "runtime/worker_mutex.h"
 #include "transport/transport.h"
 
@@ -10,6 +11,8 @@
 #include <chrono>
 #include <memory>
 #include <mutex>
+#include <optional>
+#include <utility>
 #include <vector>
 
 namespace torch_ucx_rpc {
@@ -19,9 +22,8 @@ namespace torch_ucx_rpc {
 // The client collects events under the lock, and they are handed out as an EventBatch after its release. Thread-safe.
 //
 // Several threads may drive at once: up to two leaders, which are agent threads, and one waiting caller. All of them
-// sleep on one epoll set, edge triggered. For each event the kernel wakes one sleeper, the one that went to sleep last:
-// ep_poll() queues waiters exclusively, at the head. So an answer wakes the waiting caller itself, and a request wakes
-// the leader whose caches are warm. The others sleep on, and stand guard while the woken thread handles its events. No
+// sleep on one WaitSet, which wakes the thread that went to sleep last. So an answer wakes the waiting caller itself,
+// and a request wakes the leader whose caches are warm. The others sleep on, and stand guard while the woken thread handles its events. No
 // thread has to be woken to take over. The invariants:
 // - While no thread drives, the transport is armed and so will signal, or a thread has been woken to drive, or a leader
 //   polls the transport unarmed.
@@ -39,7 +41,6 @@ class Progress {
   using IsDone = UniqueFunction<bool()>;
 
   Progress(Transport& transport, ProgressClient& client, Waiting waiting = Waiting::kSleep);
-  ~Progress();
   Progress(const Progress&) = delete;
   Progress& operator=(const Progress&) = delete;
 
@@ -75,7 +76,9 @@ class Progress {
   }
 
   // Wakes one thread that sleeps in lead() or driveUntil(): the one that went to sleep last.
-  void wake();
+  void wake() {
+    waitSet_.wake();
+  }
   // The same if there is a waiting caller, which may be done by now.
   void wakeWaitingCaller() {
     if (hasWaitingCaller_.load()) {
@@ -84,7 +87,9 @@ class Progress {
   }
 
   // Runs an operation once, when a file descriptor becomes readable. The descriptor stays the caller's.
-  void watch(int fd, Operation onReadable);
+  void watch(int fd, Operation onReadable) {
+    waitSet_.watch(fd, std::move(onReadable));
+  }
 
   // Runs a last operation under the worker lock and never touches the transport again. Operations that are submitted
   // later still run.
@@ -112,10 +117,8 @@ class Progress {
       events->dispatch(driver);
     }
   }
-  // Why a sleep ended. kForNothing: a signal, or the longest time. kUntilWoken: wake(). kUntilEvent: something arrived,
-  // or a descriptor became readable, whose operation is then queued.
-  enum class Slept : uint8_t { kForNothing, kUntilWoken, kUntilEvent };
-  Slept sleep();
+  // Sleeps in the wait set, and queues the operations of descriptors that became readable.
+  WaitSet::Slept sleep();
   // Queues the operations of watched descriptors that have become readable.
   void queueWatches();
   // Locks the worker mutex. A driver that spins under the lock makes room.
@@ -127,9 +130,7 @@ class Progress {
 
   Transport& transport_;
   ProgressClient& client_;
-  int epollFd_ = -1;
-  int wakeFd_ = -1;
-  int watchesFd_ = -1; // an epoll set of its own, so that a thread that does not sleep can check it too
+  WaitSet waitSet_; // own synchronization
 
   WorkerMutex workerMutex_;
   // Guarded by workerMutex_:
@@ -142,9 +143,7 @@ class Progress {
 
   std::atomic<int> lockWaiters_{0};
   std::mutex queueMutex_;
-  // Guarded by queueMutex_:
-  std::vector<Operation> queue_;
-  std::vector<Operation> watches_; // the operations to run; watchesFd_ knows them by their index
+  std::vector<Operation> queue_; // guarded by queueMutex_
 
   std::atomic<size_t> queued_{0};
   std::atomic<bool> isStartRequested_{false};

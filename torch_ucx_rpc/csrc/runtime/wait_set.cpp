@@ -1,0 +1,99 @@
+#include "runtime/wait_set.h"
+
+#include <sys/epoll.h>
+#include <sys/eventfd.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <chrono>
+#include <cstring>
+#include <iterator>
+#include <stdexcept>
+#include <string>
+#include <utility>
+
+namespace torch_ucx_rpc {
+
+namespace {
+
+// Every sleep is bounded: should a wake-up be lost after all, this is what it costs.
+constexpr auto kLongestSleep = std::chrono::milliseconds(500);
+
+// The user data of events in the set.
+enum Event : uint64_t { kTransport, kWake, kWatched };
+
+int checked(int fd, const char* what) {
+  if (fd < 0) {
+    throw std::runtime_error(
+        std::string(what) + " failed: " + std::strerror(errno) + "; raise the limit of open files (ulimit -n)");
+  }
+  return fd;
+}
+
+void add(int epollFd, int fd, uint32_t events, uint64_t data) {
+  epoll_event event{};
+  event.events = events;
+  event.data.u64 = data;
+  checked(epoll_ctl(epollFd, EPOLL_CTL_ADD, fd, &event), "epoll_ctl");
+}
+
+} // namespace
+
+WaitSet::Descriptor::Descriptor(int fd, const char* what) : fd(checked(fd, what)) {}
+
+WaitSet::Descriptor::~Descriptor() {
+  ::close(fd);
+}
+
+WaitSet::WaitSet(int transportFd)
+    : epoll_(epoll_create1(EPOLL_CLOEXEC), "epoll_create1"),
+      wake_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK), "eventfd"),
+      watched_(epoll_create1(EPOLL_CLOEXEC), "epoll_create1") {
+  add(epoll_.fd, wake_.fd, EPOLLIN | EPOLLET, kWake);
+  add(epoll_.fd, watched_.fd, EPOLLIN | EPOLLET, kWatched);
+  add(epoll_.fd, transportFd, EPOLLIN | EPOLLET, kTransport);
+}
+
+WaitSet::Slept WaitSet::sleep() {
+  epoll_event event;
+  if (epoll_wait(epoll_.fd, &event, 1, static_cast<int>(kLongestSleep.count())) <= 0) {
+    return Slept::kForNothing;
+  }
+  switch (event.data.u64) {
+    case kWake:
+      return Slept::kUntilWoken;
+    case kWatched:
+      return Slept::kUntilReadable;
+    default:
+      return Slept::kUntilTransport;
+  }
+}
+
+void WaitSet::wake() {
+  // The counter is never read: with edge triggering each write is an event of its own.
+  const uint64_t one = 1;
+  (void)!write(wake_.fd, &one, sizeof(one));
+}
+
+void WaitSet::watch(int fd, Operation onReadable) {
+  const std::lock_guard lock(mutex_);
+  // The index is the user data, so an entry keeps its place for good.
+  watches_.push_back(std::move(onReadable));
+  add(watched_.fd, fd, EPOLLIN | EPOLLONESHOT, watches_.size() - 1);
+}
+
+std::vector<WaitSet::Operation> WaitSet::takeReadable() {
+  std::vector<Operation> readable;
+  epoll_event events[16];
+  int found = 0;
+  do {
+    found = epoll_wait(watched_.fd, events, static_cast<int>(std::size(events)), 0);
+    const std::lock_guard lock(mutex_);
+    for (int event = 0; event < found; ++event) {
+      readable.push_back(std::move(watches_[events[event].data.u64]));
+    }
+  } while (found == static_cast<int>(std::size(events)));
+  return readable;
+}
+
+} // namespace torch_ucx_rpc

@@ -1,0 +1,54 @@
+#pragma once
+
+#include "base/unique_function.h"
+
+#include <cstdint>
+#include <mutex>
+#include <vector>
+
+namespace torch_ucx_rpc {
+
+// What drivers sleep on: signals of the transport, wake-ups, and watched file descriptors. Thread-safe.
+//
+// All of them sleep on one epoll set, edge triggered. For each event the kernel wakes one sleeper, the one that went to
+// sleep last: ep_poll() queues waiters exclusively, at the head. Progress relies on this.
+class WaitSet {
+ public:
+  using Operation = UniqueFunction<void()>;
+
+  // Throws std::runtime_error if the process may open no more files. `transportFd` stays the caller's.
+  explicit WaitSet(int transportFd);
+
+  // Why a sleep ended. kForNothing: a signal of the process, or the longest time of half a second.
+  enum class Slept : uint8_t { kForNothing, kUntilWoken, kUntilTransport, kUntilReadable };
+  Slept sleep();
+
+  // Wakes the sleeper that went to sleep last; without one, the next sleep ends at once.
+  void wake();
+
+  // Keeps an operation until a file descriptor becomes readable; takeReadable() then returns it, once. The descriptor
+  // stays the caller's.
+  void watch(int fd, Operation onReadable);
+  // The operations of watched descriptors that have become readable. Never sleeps.
+  std::vector<Operation> takeReadable();
+
+ private:
+  // A descriptor that is closed with the set, also if the set cannot be made whole.
+  struct Descriptor {
+    Descriptor(int fd, const char* what);
+    ~Descriptor();
+    Descriptor(const Descriptor&) = delete;
+    Descriptor& operator=(const Descriptor&) = delete;
+
+    const int fd;
+  };
+
+  const Descriptor epoll_;
+  const Descriptor wake_;
+  const Descriptor watched_; // an epoll set of its own, so that a thread that does not sleep can check it too
+
+  std::mutex mutex_;
+  std::vector<Operation> watches_; // guarded by mutex_; watched_ knows them by their index
+};
+
+} // namespace torch_ucx_rpc
