@@ -1,18 +1,13 @@
-// Long: one tensor after another is looked at in one pass, and all that is found about storages meets here.
-
 #include "memory/host_pool.h"
 #include "tensors/device_copy.h"
 #include "tensors/lent_memory.h"
+#include "tensors/storage_plan.h"
 #include "tensors/tensor_codec.h"
 
 #include <ATen/ATen.h>
 
 #include <algorithm>
 #include <cstring>
-#include <iterator>
-#include <numeric>
-#include <span>
-#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -23,22 +18,11 @@ namespace {
 using wire::BodyWriter;
 using wire::kNowhere;
 using wire::Layout;
-using wire::TensorRecord;
 
-// A storage up to this size travels in the body: one more copy on each side costs less than a rendezvous of its own.
-constexpr uint64_t kInlineStorageBytes = 32 * 1024;
-// The same for the pickled payload.
+// A payload up to this size travels in the body, like small storages (see kInlineStorageBytes).
 constexpr uint64_t kInlinePayloadBytes = 64 * 1024;
-// The limit for all inline storages of a message together. A body is one frame, and nothing else gets in between.
-// Small storages beyond this limit are packed into spans, which travel in pieces.
-constexpr uint64_t kMaxInlineBytes = 1024 * 1024;
 // A pack is no larger than a piece.
 constexpr uint64_t kPackBytes = OutgoingMessage::kPieceBytes;
-// A message lends up to this many storages of the CPU, each as a span of its own. Beyond that it packs the smallest of
-// them: a span costs the receiver about 8 KiB, whatever its size.
-constexpr size_t kMaxLentStorages = 512;
-// Storages of at least this size are never packed. A copy of them would cost more than their span.
-constexpr uint64_t kPackableBytes = 1024 * 1024;
 // A view is copied without its holes where that at least halves what travels.
 constexpr int64_t kCompactionGain = 2;
 
@@ -66,40 +50,6 @@ class LentMessage final : public Lender {
   std::vector<c10::DataPtr> copies_;
 };
 
-// The memory that one strided tensor reaches.
-struct Region {
-  c10::Device device = c10::kCPU;
-  const std::byte* begin = nullptr;
-  const std::byte* end = nullptr;
-  c10::Storage owner; // of the memory
-  uint32_t storage = kNowhere; // filled once storages are numbered
-
-  const std::byte* ownersBegin() const {
-    return static_cast<const std::byte*>(owner.data());
-  }
-};
-
-// A record under construction; its region is numbered when all tensors are known.
-struct PlannedTensor {
-  TensorRecord record{};
-  std::vector<int64_t> sizes;
-  std::vector<int64_t> strides;
-  bool isChild = false;
-  bool hasRegion = false;
-  Region region;
-};
-
-// A storage of the message: memory that one tensor reaches, or several tensors that share it.
-struct PlannedStorage {
-  enum class Place { kInline, kPacked, kLent };
-
-  c10::Device device = c10::kCPU;
-  const std::byte* begin = nullptr;
-  uint64_t bytes = 0;
-  std::vector<PlannedTensor*> tensors;
-  Place place = Place::kLent;
-};
-
 // Builds the plan for all tensors of a message, then the body.
 class Encoder {
  public:
@@ -123,11 +73,8 @@ class Encoder {
       for (const at::Tensor& tensor : message_->tensors()) {
         plan(tensor, false);
       }
-      std::vector<PlannedStorage> storages = planStorages();
-      choosePlaces(storages);
-      addStorages(storages, writer, *outgoing);
+      addStorages(planStorages(tensors_), writer, *outgoing);
       for (PlannedTensor& tensor : tensors_) {
-        tensor.record.storage = tensor.region.storage;
         writer.addTensor(tensor.record, tensor.sizes, tensor.strides, tensor.isChild);
       }
     }
@@ -358,99 +305,8 @@ class Encoder {
       lent_->keep(memory);
     }
     const auto* begin = static_cast<const std::byte*>(memory.const_data_ptr());
-    planned.region = {memory.device(), begin, begin + extentBytes(memory), memory.storage(), kNowhere};
+    planned.region = {memory.device(), begin, begin + extentBytes(memory), memory.storage()};
     planned.hasRegion = true;
-  }
-
-  // Regions that overlap become one storage, so that tensors which share memory still share it after arrival. Their
-  // addresses tell: live tensors overlap only where they share memory.
-  std::vector<PlannedStorage> planStorages() {
-    std::vector<PlannedTensor*> byAddress;
-    for (PlannedTensor& tensor : tensors_) {
-      if (tensor.hasRegion) {
-        byAddress.push_back(&tensor);
-      }
-    }
-    // Addresses of different devices have nothing to do with each other.
-    std::stable_sort(byAddress.begin(), byAddress.end(), [](const PlannedTensor* a, const PlannedTensor* b) {
-      const auto key = [](const Region& region) {
-        return std::make_tuple(region.device.type(), region.device.index(), region.begin);
-      };
-      return key(a->region) < key(b->region);
-    });
-    std::vector<PlannedStorage> storages;
-    for (size_t first = 0; first < byAddress.size();) {
-      const c10::Device device = byAddress[first]->region.device;
-      const std::byte* end = byAddress[first]->region.end;
-      size_t next = first + 1;
-      while (next < byAddress.size() && byAddress[next]->region.device == device &&
-             byAddress[next]->region.begin < end) {
-        end = std::max(end, byAddress[next]->region.end);
-        ++next;
-      }
-      planShared(std::span(byAddress).subspan(first, next - first), storages);
-      first = next;
-    }
-    return storages;
-  }
-
-  // One storage for tensors that overlap, sorted by address. Each must begin a whole number of its elements after the
-  // start of the storage.
-  static void planShared(std::span<PlannedTensor* const> tensors, std::vector<PlannedStorage>& storages) {
-    const Region& lowest = tensors.front()->region;
-    uint64_t unit = 1;
-    for (const PlannedTensor* tensor : tensors) {
-      unit = std::lcm(unit, uint64_t{tensor->record.itemBytes});
-    }
-    // torch counts elements from the start of its own storage, so a multiple of all element sizes from there fits all.
-    const bool isEmpty = lowest.begin == lowest.end; // then it is nowhere, and alone
-    const auto fromOwner = isEmpty ? 0 : static_cast<uint64_t>(lowest.begin - lowest.ownersBegin());
-    const std::byte* const begin = lowest.begin - fromOwner % unit;
-    const std::byte* end = begin;
-    PlannedStorage shared{lowest.device, begin, 0, {}};
-    std::vector<PlannedStorage> alone;
-    for (PlannedTensor* tensor : tensors) {
-      const Region& region = tensor->region;
-      if ((region.begin - begin) % tensor->record.itemBytes == 0) {
-        shared.tensors.push_back(tensor);
-        end = std::max(end, region.end);
-      } else { // two torch storages over the same memory, a fraction of an element apart
-        alone.push_back({region.device, region.begin, static_cast<uint64_t>(region.end - region.begin), {tensor}});
-      }
-    }
-    shared.bytes = static_cast<uint64_t>(end - begin);
-    storages.push_back(std::move(shared));
-    std::move(alone.begin(), alone.end(), std::back_inserter(storages));
-  }
-
-  // Bounds the body, and the number of spans: kMaxLentStorages, one for each MiB, and those of devices.
-  static void choosePlaces(std::vector<PlannedStorage>& storages) {
-    using Place = PlannedStorage::Place;
-    uint64_t inlineBytes = 0;
-    size_t unpackable = 0;
-    std::vector<PlannedStorage*> packable;
-    for (PlannedStorage& storage : storages) {
-      // The body is made now, and on the CPU. A device may still work on its memory.
-      const uint64_t mostInline = storage.device.is_cpu() ? kInlineStorageBytes : 0;
-      if (storage.bytes <= mostInline) {
-        const bool hasRoom = inlineBytes + storage.bytes <= kMaxInlineBytes;
-        storage.place = hasRoom ? Place::kInline : Place::kPacked;
-        inlineBytes += hasRoom ? storage.bytes : 0;
-      } else if (storage.device.is_cpu()) {
-        if (storage.bytes < kPackableBytes) {
-          packable.push_back(&storage);
-        } else {
-          ++unpackable;
-        }
-      }
-    }
-    const size_t lent = kMaxLentStorages - std::min(kMaxLentStorages, unpackable);
-    if (packable.size() > lent) {
-      const auto largest = packable.begin() + static_cast<std::ptrdiff_t>(lent);
-      std::nth_element(
-          packable.begin(), largest, packable.end(), [](const auto* a, const auto* b) { return a->bytes > b->bytes; });
-      std::for_each(largest, packable.end(), [](PlannedStorage* storage) { storage->place = Place::kPacked; });
-    }
   }
 
   void addStorages(const std::vector<PlannedStorage>& storages, BodyWriter& writer, OutgoingMessage& outgoing) {
@@ -469,7 +325,7 @@ class Encoder {
         number = writer.addSpanStorage(storage.bytes, span, targetType, target.index(), flags);
       }
       for (PlannedTensor* tensor : storage.tensors) {
-        tensor->region.storage = number;
+        tensor->record.storage = number;
         tensor->record.storageOffset = (tensor->region.begin - storage.begin) / tensor->record.itemBytes;
       }
     }
