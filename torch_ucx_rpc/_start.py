@@ -43,7 +43,7 @@ from torch_ucx_rpc._native import _C
 from torch_ucx_rpc._observe import prometheus, statistics
 from torch_ucx_rpc._observe import socket as observation
 from torch_ucx_rpc._options import UcxRpcBackendOptions
-from torch_ucx_rpc.errors import JoinFailed
+from torch_ucx_rpc.errors import JoinFailed, RpcError
 
 _logger = logging.getLogger(__name__)
 
@@ -119,7 +119,7 @@ def _check_arguments(name: Any, rank: Any, world_size: Any, options: Any) -> tup
     if _agent.current is not None:
         _agent.current._check_process()
     if _is_current_rpc_agent_set():
-        raise RuntimeError("RPC is already initialized: call rpc.shutdown() before init_rpc is called again")
+        raise JoinFailed("RPC is already initialized: call rpc.shutdown() before init_rpc is called again")
     for argument, value in {"name": name, "rank": rank, "world_size": world_size}.items():
         type_ = str if argument == "name" else numbers.Integral
         if not isinstance(value, type_) and not (argument == "world_size" and value is None):
@@ -142,7 +142,8 @@ def _init_timeout(options: UcxRpcBackendOptions) -> float:
 def _load_secret(options: UcxRpcBackendOptions) -> Secret | None:
     secret = load_secret(options.secret_file)
     if secret is not None:
-        _C.load_libcrypto()
+        with _native_errors_named():
+            _C.load_libcrypto()
     return secret
 
 
@@ -195,7 +196,8 @@ def _make_agent(
     name: str, rank: int, expected_peers: int, store: Store, options: UcxRpcBackendOptions, secret: Secret | None
 ) -> UcxRpcAgent:
     make = next(AGENT_TYPES[type_] for type_ in type(options).__mro__ if type_ in AGENT_TYPES)
-    agent = make(name, rank, expected_peers, store, copy.copy(options))
+    with _native_errors_named():
+        agent = make(name, rank, expected_peers, store, copy.copy(options))
     agent.secret = secret
     with _undone_on_error(agent):
         agent.lifeline = open_lifeline(store, _C.ucx_library()["path"])
@@ -255,7 +257,19 @@ def _start(agent: UcxRpcAgent) -> None:
         _C.init_autograd(rank, are_ids_random=not agent.is_static_group)
         _set_profiler_node_id(rank)
         _agent.current = agent
-        api._init_rpc_states(agent)
+        with _native_errors_named():
+            api._init_rpc_states(agent)
+
+
+@contextlib.contextmanager
+def _native_errors_named() -> Iterator[None]:
+    """Let errors of C++ that keep the agent from starting, such as a full file table, become JoinFailed."""
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, RpcError):
+            raise
+        raise JoinFailed(str(error)) from None
 
 
 @contextlib.contextmanager

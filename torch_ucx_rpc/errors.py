@@ -32,6 +32,7 @@ __all__ = [
     "JoinTimedOut",
     "MessageNotSent",
     "MessageRefused",
+    "NotRunning",
     "OutOfResources",
     "RRefLost",
     "RpcError",
@@ -75,6 +76,10 @@ class WorkerLeft(RpcError):
 
 class ShutDown(RpcError):
     """RPC has been shut down on this worker, before the call or before its answer."""
+
+
+class NotRunning(RpcError):
+    """RPC does not run in this process, or not with the backend UCX where that is needed: call ``init_rpc`` first."""
 
 
 class CallTimedOut(RpcError, TimeoutError):
@@ -130,8 +135,8 @@ class ForkedProcess(RpcError):
 class JoinFailed(RpcError):
     """``init_rpc`` has failed, and can be called again.
 
-    The workers do not fit together (a rank, a name, the world size, a version, a secret), or there is no Store where
-    they could meet.
+    The workers do not fit together (a rank, a name, the world size, a version, a secret), there is no Store where they
+    could meet, or RPC cannot run in this process as it is: its settings of UCX, its limits, a port in use.
     """
 
 
@@ -147,7 +152,7 @@ class JoinTimedOut(JoinFailed, TimeoutError):
     missing: tuple[int, ...] | None = None
 
 
-# The kinds of errors in C++, and the exceptions that they become; ``init_rpc`` raises the others itself. The comments
+# The kinds of errors in C++, and the exceptions that they become; Python raises the others itself. The comments
 # name the sentences in csrc, and the attributes that come with them besides name, rank and host of the worker that the
 # sentence is about.
 KINDS: dict[str, type[RpcError]] = {

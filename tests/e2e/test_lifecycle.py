@@ -104,7 +104,7 @@ def test_only_one_agent_at_a_time(rank: int) -> None:
     with pytest.raises(RuntimeError, match="RPC has not been initialized"):
         rpc.rpc_sync("worker0", add_one, args=(torch.ones(1),))
     init_rpc(rank)
-    with pytest.raises(RuntimeError, match="RPC is already initialized"):
+    with pytest.raises(JoinFailed, match="RPC is already initialized"):
         init_rpc(rank)
     assert_calls_work(2)
     rpc.shutdown()

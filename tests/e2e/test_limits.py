@@ -15,7 +15,7 @@ import torch.distributed.rpc as rpc
 import workers
 from labs import VirtualHosts, needs_virtual_hosts
 
-from torch_ucx_rpc.errors import OutOfResources
+from torch_ucx_rpc.errors import JoinFailed, OutOfResources
 
 pytestmark = pytest.mark.ucx_only
 
@@ -118,7 +118,7 @@ def test_with_dev_shm_full_workers_share_memory_all_the_same(host: VirtualHosts)
 
 
 def init_without_shared_memory(rank: int) -> str:
-    with pytest.raises(RuntimeError) as error:
+    with pytest.raises(JoinFailed) as error:
         workers.init_rpc(rank)
     # What else there is will do.
     os.environ["UCX_TLS"] = "tcp,self"

@@ -18,7 +18,7 @@ import torch.distributed.rpc as rpc
 from prometheus_client.parser import text_string_to_metric_families
 from workers import backend_options, eventually, in_every_worker, in_worker0, init_rpc
 
-from torch_ucx_rpc.errors import CallTimedOut
+from torch_ucx_rpc.errors import CallTimedOut, JoinFailed, NotRunning
 
 pytestmark = pytest.mark.ucx_only
 
@@ -152,11 +152,11 @@ def test_snapshots_do_not_change_and_can_be_compared_and_written_down() -> None:
 
 @in_every_worker(of=2, init=False, shutdown=False)
 def test_without_a_running_agent_there_are_none(rank: int) -> None:
-    with pytest.raises(RuntimeError, match=r"RPC is not running with the backend UCX; call init_rpc"):
+    with pytest.raises(NotRunning, match=r"RPC is not running with the backend UCX; call init_rpc"):
         statistics()
     init_rpc(rank)
     rpc.shutdown()
-    with pytest.raises(RuntimeError, match="RPC is not running"):
+    with pytest.raises(NotRunning, match="RPC is not running"):
         statistics()
 
 
@@ -192,7 +192,7 @@ def test_prometheus_reads_the_statistics() -> None:
 def test_a_port_that_is_taken_fails_init_rpc_and_the_next_attempt_is_free(rank: int) -> None:
     with socket.create_server(("0.0.0.0", 0)) as other:
         options = backend_options(prometheus_port=other.getsockname()[1])
-        with pytest.raises(RuntimeError, match="that port cannot be had"):
+        with pytest.raises(JoinFailed, match="that port cannot be had"):
             init_rpc(rank, rpc_backend_options=options)
     init_rpc(rank, rpc_backend_options=backend_options(prometheus_port=0))
     port = statistics().prometheus_port

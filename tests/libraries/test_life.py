@@ -12,6 +12,7 @@ import torch.distributed.rpc as rpc
 from workers import Steps, agent, backend_options, eventually, init_rpc
 
 from torch_ucx_rpc._observe.life import Life, PerLife, life
+from torch_ucx_rpc.errors import NotRunning, ShutDown
 
 RunWorkers = Callable[..., list]
 
@@ -22,7 +23,7 @@ def test_each_life_has_its_own(run_on_both: RunWorkers, tmp_path: Path) -> None:
 
 def live_twice(rank: int, steps: Steps) -> None:
     per_life: PerLife[list[Life]] = PerLife(lambda lasting: [lasting])
-    with pytest.raises(RuntimeError, match="RPC is not running"):
+    with pytest.raises(NotRunning, match="RPC is not running"):
         per_life()
     assert per_life.last() is None
     lives = []
@@ -67,5 +68,5 @@ def outlive(rank: int, steps: Steps) -> None:
     assert len(told) == 2
     rpc.shutdown(graceful=False)
     eventually(mine.is_over, "the agent is gone")
-    with pytest.raises(RuntimeError, match="RPC has been shut down"):
+    with pytest.raises(ShutDown, match="RPC has been shut down"):
         mine.living()

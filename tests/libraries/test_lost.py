@@ -13,7 +13,7 @@ from workers import Steps, backend_options, eventually, init_rpc
 
 import torch_ucx_rpc
 from torch_ucx_rpc._observe import lost as ends
-from torch_ucx_rpc.errors import CallTimedOut, MessageNotSent, WorkerLeft, WorkerLost
+from torch_ucx_rpc.errors import CallTimedOut, MessageNotSent, NotRunning, WorkerLeft, WorkerLost
 
 RunWorkers = Callable[..., list]
 
@@ -71,7 +71,7 @@ def see_one_leave(rank: int, steps: Steps) -> None:
 
 
 def test_without_rpc_there_is_nobody_to_lose() -> None:
-    with pytest.raises(RuntimeError, match="RPC is not running"):
+    with pytest.raises(NotRunning, match="RPC is not running"):
         torch_ucx_rpc.on_lost(print)
 
 

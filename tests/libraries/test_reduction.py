@@ -23,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from workers import Steps, eventually, init_rpc
 
 from torch_ucx_rpc import reduction
+from torch_ucx_rpc.errors import NotRunning
 from torch_ucx_rpc.reduction._ddp import Part, cut, plan
 from torch_ucx_rpc.reduction._host import absent
 from torch_ucx_rpc.reduction._messages import Spec, Trainer
@@ -794,7 +795,7 @@ def miss_a_trainer(rank: int, steps: Steps) -> None:
 
 
 def test_without_rpc_serve_says_so() -> None:
-    with pytest.raises(RuntimeError, match="RPC is not running"):
+    with pytest.raises(NotRunning, match="RPC is not running"):
         reduction.serve("ps0")
 
 

@@ -24,7 +24,7 @@ import torch.distributed.rpc as rpc
 from workers import Steps, eventually, init_rpc
 
 from torch_ucx_rpc import services
-from torch_ucx_rpc.errors import WorkerLost
+from torch_ucx_rpc.errors import NotRunning, WorkerLost
 from torch_ucx_rpc.services import NameTaken, NotAMember, ReplicasLost, UnknownName
 from torch_ucx_rpc.services._directory import role_of
 from torch_ucx_rpc.services._table import Change, Offer, Table
@@ -339,7 +339,7 @@ def test_without_rpc_every_function_says_so() -> None:
         services.members,
         lambda: services.watch("a", print),
     ):
-        with pytest.raises(RuntimeError, match="RPC is not running"):
+        with pytest.raises(NotRunning, match="RPC is not running"):
             use()
     assert services.statistics() == ()
 

@@ -15,6 +15,7 @@ from workers import in_worker0
 from torch_ucx_rpc import UcxRpcBackendOptions
 from torch_ucx_rpc._bootstrap.record import Record, process_facts
 from torch_ucx_rpc._devices.maps import DeviceMap, check, check_ucx, devices_in_use, maps_of_replies, reply_map
+from torch_ucx_rpc.errors import JoinFailed
 
 CPU, CUDA0, CUDA1, CUDA2 = map(torch.device, ("cpu", "cuda:0", "cuda:1", "cuda:2"))
 
@@ -175,13 +176,13 @@ def test_a_choice_of_transports_with_cuda_is_taken(tls: str, ucx: Path) -> None:
 
 @pytest.mark.parametrize("tls", ["tcp", "sm,self", "^cuda", "^tcp,cuda_copy"])
 def test_a_choice_of_transports_without_cuda_is_refused_where_devices_are_used(tls: str, ucx: Path) -> None:
-    with pytest.raises(RuntimeError, match=rf"cuda:0.*UCX_TLS={re.escape(tls)} leaves out.*add cuda to it"):
+    with pytest.raises(JoinFailed, match=rf"cuda:0.*UCX_TLS={re.escape(tls)} leaves out.*add cuda to it"):
         check_ucx([CUDA0], str(ucx), {"UCX_TLS": tls})
     check_ucx([], str(ucx), {"UCX_TLS": tls})
 
 
 def test_a_ucx_without_cuda_is_refused_where_devices_are_used(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match=r"has no module for CUDA: .*libucp\.so\.0.*libucx-cu12"):
+    with pytest.raises(JoinFailed, match=r"has no module for CUDA: .*libucp\.so\.0.*libucx-cu12"):
         check_ucx([CUDA0], str(tmp_path / "libucp.so.0"), {})
 
 

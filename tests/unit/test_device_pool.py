@@ -18,6 +18,7 @@ import torch.distributed.rpc as rpc
 from torch_ucx_rpc import UcxRpcBackendOptions
 from torch_ucx_rpc._devices import pool as device_pool
 from torch_ucx_rpc._native import _C
+from torch_ucx_rpc.errors import JoinFailed
 
 DEVICE = 0
 
@@ -52,7 +53,7 @@ def test_without_rmm_its_wheel_is_named(monkeypatch: pytest.MonkeyPatch) -> None
 def test_without_a_gpu_the_worker_is_named(rmm: Any) -> None:
     # Nobody is at that address: nothing of this is to be tried.
     options = UcxRpcBackendOptions(device_pool="rmm", init_method="tcp://localhost:1")
-    with pytest.raises(RuntimeError, match=r"there is none for worker 'ps'.*Leave device_pool out"):
+    with pytest.raises(JoinFailed, match=r"there is none for worker 'ps'.*Leave device_pool out"):
         rpc.init_rpc("ps", rank=0, world_size=2, rpc_backend_options=options)
 
 

@@ -22,6 +22,7 @@ from torch_ucx_rpc._bootstrap.rendezvous import JobAddress, open_job_store
 from torch_ucx_rpc._launch import init, mpi
 from torch_ucx_rpc._launch.environment import Launch
 from torch_ucx_rpc._options import UcxRpcBackendOptions
+from torch_ucx_rpc.errors import JoinFailed
 
 LAUNCHERS = ("RANK", "WORLD_SIZE", "MASTER_", "OMPI_", "PMI_", "PMIX_", "MPI_", "SLURM_", "ROLE_", "TORCHELASTIC_")
 
@@ -117,7 +118,7 @@ SEVERAL_HOSTS = Launch("Open MPI", 1, 3, "worker1", job="Open MPI 1", speaks_mpi
 
 def test_without_mpi4py_one_error_says_which_variable_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mpi, "is_installed", lambda: False)
-    with pytest.raises(RuntimeError, match=r"set MASTER_ADDR to its host .* TORCH_UCX_RPC_INIT_METHOD to file:///"):
+    with pytest.raises(JoinFailed, match=r"set MASTER_ADDR to its host .* TORCH_UCX_RPC_INIT_METHOD to file:///"):
         open_store(SEVERAL_HOSTS)
 
 
@@ -179,19 +180,19 @@ def test_rank_0_is_looked_for_on_all_hosts_where_it_may_be(ports: tuple[int, int
 
 
 def test_rank_0_says_when_the_others_would_look_elsewhere(ports: tuple[int, int]) -> None:
-    with pytest.raises(RuntimeError, match=r"look for it at nowhere.invalid, .* set MASTER_ADDR to the host of rank 0"):
+    with pytest.raises(JoinFailed, match=r"look for it at nowhere.invalid, .* set MASTER_ADDR to the host of rank 0"):
         open_job_store(JobAddress("job", ("nowhere.invalid",), ports), 0, 2, 5)
 
 
 def test_the_error_says_what_is_at_the_places_where_rank_0_is_not(ports: tuple[int, int]) -> None:
-    with pytest.raises(RuntimeError, match=rf"not at 127.0.0.1, port {ports[0]} or {ports[1]}, .*refused"):
+    with pytest.raises(JoinFailed, match=rf"not at 127.0.0.1, port {ports[0]} or {ports[1]}, .*refused"):
         open_job_store(JobAddress("job", ("127.0.0.1",), ports), 1, 2, 0.2)
 
 
 def test_all_ports_taken_is_said(ports: tuple[int, int]) -> None:
     with socket.create_server(("", 0)) as other:
         taken = other.getsockname()[1]
-        with pytest.raises(RuntimeError, match=rf"the ports {taken} are all in use .* set MASTER_PORT"):
+        with pytest.raises(JoinFailed, match=rf"the ports {taken} are all in use .* set MASTER_PORT"):
             open_job_store(JobAddress("job", ("127.0.0.1",), (taken,)), 0, 2, 5)
 
 
@@ -246,4 +247,4 @@ def test_the_error_without_a_launcher_is_what_a_user_sees_last() -> None:
     environ = dict.fromkeys(("RANK", "WORLD_SIZE"), "")
     [ended] = run_program("import torch_ucx_rpc; torch_ucx_rpc.init_rpc()", env=environ)
     assert ended.returncode == 1
-    assert ended.stderr.splitlines()[-1].startswith("RuntimeError: init_rpc() finds nothing that tells")
+    assert ended.stderr.splitlines()[-1].startswith("torch_ucx_rpc.errors.JoinFailed: init_rpc() finds nothing that tells")

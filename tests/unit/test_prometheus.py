@@ -10,6 +10,7 @@ from workers import reserved_port
 
 from torch_ucx_rpc import Statistics
 from torch_ucx_rpc._observe import prometheus
+from torch_ucx_rpc.errors import JoinFailed
 
 
 def nothing_yet() -> Statistics:
@@ -35,5 +36,5 @@ def test_a_port_beyond_the_last_one_is_refused() -> None:
 
 def test_without_prometheus_client_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
-    with pytest.raises(RuntimeError, match=r"needs the package prometheus_client: pip install prometheus_client"):
+    with pytest.raises(JoinFailed, match=r"needs the package prometheus_client: pip install prometheus_client"):
         prometheus.serve(0, 0, nothing_yet)

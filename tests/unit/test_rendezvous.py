@@ -21,6 +21,7 @@ from workers import reserved_port, run_workers
 
 from torch_ucx_rpc._bootstrap import rendezvous
 from torch_ucx_rpc._bootstrap.rendezvous import Deadline, await_listener, create_store, is_this_host
+from torch_ucx_rpc.errors import JoinFailed
 
 
 @pytest.fixture(autouse=True)
@@ -174,7 +175,7 @@ def test_an_address_where_nobody_listens_is_named_in_time_and_quietly(
     host: str, port: int, capfd: pytest.CaptureFixture[str]
 ) -> None:
     began = time.monotonic()
-    with pytest.raises(RuntimeError, match=f"nobody listens at {host}:{port} after 0.5 s .*rank 0 must be running"):
+    with pytest.raises(JoinFailed, match=f"nobody listens at {host}:{port} after 0.5 s .*rank 0 must be running"):
         create_store(f"tcp://{host}:{port}", 1, 2, 0.5)
     assert time.monotonic() - began >= 0.5
     assert capfd.readouterr().err == ""
@@ -197,7 +198,7 @@ def test_what_listens_and_is_no_store_is_told_from_one(monkeypatch: pytest.Monke
         other.bind(("127.0.0.1", 0))
         other.listen()
         port = other.getsockname()[1]
-        with pytest.raises(RuntimeError, match=f"rank 1 cannot use what listens at 127.0.0.1:{port} as a Store"):
+        with pytest.raises(JoinFailed, match=f"rank 1 cannot use what listens at 127.0.0.1:{port} as a Store"):
             create_store(f"tcp://127.0.0.1:{port}", 1, 2, 0.5)
 
 
@@ -313,7 +314,7 @@ def test_a_store_that_is_slow_to_answer_is_waited_for_and_connected_to_once(
 
 def test_an_address_of_another_host_is_no_place_for_rank_0(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rendezvous, "_ANSWER_S", 0.5)
-    with pytest.raises(RuntimeError, match=f"rank 0 runs on {socket.gethostname()} .*must be an address of this host"):
+    with pytest.raises(JoinFailed, match=f"rank 0 runs on {socket.gethostname()} .*must be an address of this host"):
         create_store(f"tcp://no-such-host.invalid:{port}", 0, 2, 0.5)
 
 

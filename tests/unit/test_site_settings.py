@@ -10,6 +10,7 @@ import torch.distributed.rpc as rpc
 import workers
 
 from torch_ucx_rpc._bootstrap import site_settings
+from torch_ucx_rpc.errors import JoinFailed
 
 
 def told(**variables: str) -> list[tuple[str, bool]]:
@@ -98,7 +99,7 @@ def refused(rank: int, files: int | None) -> str:
     if files is not None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (files, most))
     try:
-        with pytest.raises(RuntimeError) as error:
+        with pytest.raises(JoinFailed) as error:
             workers.init_rpc(rank)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (limit, most))

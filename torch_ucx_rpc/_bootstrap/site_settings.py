@@ -14,6 +14,8 @@ import resource
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from torch_ucx_rpc.errors import JoinFailed
+
 _logger = logging.getLogger(__name__)
 
 # Names in UCX_TLS of transports that carry no messages to another process: loopback, and those that only copy memory.
@@ -38,7 +40,7 @@ class Problem:
 
 
 def check(world_size: int | None) -> None:
-    """Raise RuntimeError for settings that cannot work; warn, once a process, of those that work badly.
+    """Raise JoinFailed for settings that cannot work; warn, once a process, of those that work badly.
 
     Args:
         world_size: number of workers; None for a group without a size.
@@ -49,7 +51,7 @@ def check(world_size: int | None) -> None:
         found += of_settings(os.environ)
     for conflict in found:
         if conflict.is_fatal:
-            raise RuntimeError(f"{conflict.problem}: {conflict.cure}")
+            raise JoinFailed(f"{conflict.problem}: {conflict.cure}")
         if conflict not in _told:
             _told.add(conflict)
             _logger.warning("%s: %s", conflict.problem, conflict.cure)

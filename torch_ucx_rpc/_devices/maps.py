@@ -11,6 +11,8 @@ from typing import Any, Protocol, TypeAlias
 
 import torch
 
+from torch_ucx_rpc.errors import JoinFailed
+
 CPU = torch.device("cpu")
 
 # From a device of the caller to a device of the callee, or back.
@@ -151,7 +153,7 @@ _FOR_CUDA = {"all", "cuda", "cuda_copy"}
 
 
 def check_ucx(devices: Collection[torch.device], ucx_path: str, environment: Mapping[str, str]) -> None:
-    """RuntimeError if UCX would take pointers to these devices for host memory, and crash.
+    """JoinFailed if UCX would take pointers to these devices for host memory, and crash.
 
     Args:
         ucx_path: the file of the loaded libucp.
@@ -161,11 +163,11 @@ def check_ucx(devices: Collection[torch.device], ucx_path: str, environment: Map
         return
     asked = f"tensors on {_list(devices)} are to be sent by RPC (device_maps, devices)"
     if not any((Path(ucx_path).resolve().parent / "ucx").glob("libuct_cuda.so*")):
-        raise RuntimeError(
+        raise JoinFailed(
             f"{asked}, and this UCX has no module for CUDA: {ucx_path}. Install libucx-cu12 or libucx-cu13, "
             f"or a UCX that is built with CUDA."
         )
     chosen = environment.get("UCX_TLS", "all")
     transports = {name.partition(":")[0] for name in chosen.removeprefix("^").split(",")}
     if bool(transports & _FOR_CUDA) == chosen.startswith("^"):
-        raise RuntimeError(f"{asked}, and UCX_TLS={chosen} leaves out what that needs: add cuda to it, or unset it.")
+        raise JoinFailed(f"{asked}, and UCX_TLS={chosen} leaves out what that needs: add cuda to it, or unset it.")

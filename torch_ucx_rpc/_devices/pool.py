@@ -20,6 +20,7 @@ from typing import Any, Protocol, TypeAlias
 import torch
 
 from torch_ucx_rpc._native import _C
+from torch_ucx_rpc.errors import JoinFailed
 
 # Addresses of two C functions: allocate and deallocate.
 EntryPoints: TypeAlias = tuple[int, int]
@@ -38,7 +39,7 @@ class PoolOptions(Protocol):
 
 
 def check(options: PoolOptions, worker: str) -> None:
-    """Raise ValueError, ImportError or RuntimeError, with the cure, if `device_pool` cannot be provided."""
+    """Raise ValueError, ImportError or JoinFailed, with the cure, if `device_pool` cannot be provided."""
     if options.device_pool != "rmm":
         if options.device_pool_bytes is not None:
             raise ValueError(
@@ -49,7 +50,7 @@ def check(options: PoolOptions, worker: str) -> None:
     _rmm()
     if not torch.cuda.is_available():
         build = "without CUDA" if torch.version.cuda is None else f"with CUDA {torch.version.cuda}"
-        raise RuntimeError(
+        raise JoinFailed(
             f'device_pool="rmm" is memory of CUDA devices, and there is none for worker {worker!r}: torch '
             f"{torch.__version__} is built {build}, and finds no GPU. Leave device_pool out."
         )
@@ -130,7 +131,7 @@ def prepare_resource(device: int, most_bytes: int | None) -> None:
 
 @functools.cache
 def rmm_entry_points() -> EntryPoints:
-    """RMM's entry points; RuntimeError if they are not where all versions since 23.4 have them."""
+    """RMM's entry points; JoinFailed if they are not where all versions since 23.4 have them."""
     package = Path(_rmm().__file__).parent
     for library in sorted(package.rglob("_torch_allocator*.so")):
         functions = ctypes.CDLL(str(library))
@@ -139,7 +140,7 @@ def rmm_entry_points() -> EntryPoints:
         )
         if allocate and deallocate:
             return allocate, deallocate
-    raise RuntimeError(
+    raise JoinFailed(
         f'device_pool="rmm": RMM {_rmm().__version__} in {package} has no allocator for PyTorch (_torch_allocator.so); '
         f"install another version"
     )

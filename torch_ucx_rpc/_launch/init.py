@@ -18,6 +18,7 @@ from torch_ucx_rpc._bootstrap.rendezvous import JobAddress, check_port, create_s
 from torch_ucx_rpc._launch import mpi
 from torch_ucx_rpc._launch.environment import Launch, default_name, find_launch, nothing_found, ports_of
 from torch_ucx_rpc._options import UcxRpcBackendOptions, check_url
+from torch_ucx_rpc.errors import JoinFailed
 
 # The meeting place as a URL; mostly a file that all hosts see, under launchers that tell no host of rank 0.
 _INIT_METHOD = "TORCH_UCX_RPC_INIT_METHOD"
@@ -55,7 +56,7 @@ def init_rpc(
         world_size (int): number of workers; 0 for a group that workers join and leave.
         rpc_backend_options (UcxRpcBackendOptions): as for ``torch.distributed.rpc.init_rpc``.
 
-    Raises RuntimeError if rank, size or meeting place is unknown; ValueError for variables that cannot be true; and the
+    Raises JoinFailed if rank, size or meeting place is unknown; ValueError for variables that cannot be true; and the
     errors of ``torch.distributed.rpc.init_rpc``.
 
     Example::
@@ -66,7 +67,7 @@ def init_rpc(
     launch = find_launch(os.environ) or _process_group()
     if rank is None or world_size is None:
         if launch is None:
-            raise RuntimeError(nothing_found(os.environ))
+            raise JoinFailed(nothing_found(os.environ))
         if name is None and rank is None:
             name = launch.name
         rank = launch.rank if rank is None else rank
@@ -110,9 +111,9 @@ def _open_store(launch: Launch | None, init_method: str, rank: int, world_size: 
     return create_store(init_method, rank, world_size, timeout)
 
 
-def _no_host(launch: Launch) -> RuntimeError:
+def _no_host(launch: Launch) -> JoinFailed:
     option = "-x" if launch.launcher == "Open MPI" else "-genv"
-    return RuntimeError(
+    return JoinFailed(
         f"{launch.launcher} has started the workers on several hosts and tells none of them where rank 0 is: set "
         f"MASTER_ADDR to its host and MASTER_PORT to a free port there (mpirun {option}). Or install mpi4py, to "
         f"have MPI asked; or set {_INIT_METHOD} to file:///<path of a new file that all hosts see>."

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch_ucx_rpc._bootstrap.rendezvous import Deadline
 from torch_ucx_rpc._launch.environment import Launch
+from torch_ucx_rpc.errors import JoinFailed, JoinTimedOut
 
 # Room for a host name, of 64 letters at most, and a number.
 _LETTER_BYTES = 256
@@ -33,19 +34,19 @@ def ask_for_rank_0(launch: Launch, timeout: float) -> tuple[str, str]:
     Imports mpi4py, which initializes MPI unless the program has done so. UCX is loaded by then, and Open MPI uses that
     UCX instead of an older one of its own. The reverse order is refused when this package is imported (``_native``).
 
-    Raises RuntimeError if mpi4py belongs to another MPI than mpirun, if MPI cannot start, or if the other workers have
-    not come within ``timeout`` seconds (0: no limit).
+    Raises JoinFailed if mpi4py belongs to another MPI than mpirun, or MPI cannot start; JoinTimedOut if the other
+    workers have not come within ``timeout`` seconds (0: no limit).
     """
     try:
         mpi: Any = importlib.import_module("mpi4py.MPI")
     except (ImportError, RuntimeError) as error:
-        raise RuntimeError(
+        raise JoinFailed(
             f"mpi4py is installed and cannot be used to find rank 0: {error}. Either {_CHOOSE}, or {_SET_ADDRESS}."
         ) from None
     world = mpi.COMM_WORLD
     if (world.rank, world.size) != (launch.rank, launch.world_size):
         library = mpi.Get_library_version().split(",")[0].strip()
-        raise RuntimeError(
+        raise JoinFailed(
             f"mpi4py uses {library}, which takes this worker for rank {world.rank} of {world.size}, and "
             f"{launch.launcher} started it as rank {launch.rank} of {launch.world_size}: they are of different MPIs. "
             f"Start with the mpirun of that library; or {_CHOOSE}; or {_SET_ADDRESS}."
@@ -68,8 +69,9 @@ def _await(request: Any, rank: int, deadline: Deadline) -> None:
     # Polled, since Ctrl-C does not interrupt MPI's own wait.
     while not request.Test():
         if deadline.passed():
-            raise RuntimeError(
+            raise JoinTimedOut(
                 f"rank {rank} has waited {deadline.timeout:g} s (init_timeout) for the others, over MPI, to learn "
-                f"where rank 0 is: check that all workers get as far as init_rpc()."
+                f"where rank 0 is: check that all workers get as far as init_rpc().",
+                timeout=deadline.timeout,
             )
         time.sleep(0.001)

@@ -19,6 +19,7 @@ from torch._C._distributed_rpc import WorkerInfo
 from torch.distributed.rpc import api
 
 from torch_ucx_rpc._observe.lost import Gone, current_agent, ended, subscribe
+from torch_ucx_rpc.errors import ShutDown
 
 T = TypeVar("T")
 
@@ -57,10 +58,10 @@ class Life:
 
     @property
     def agent(self) -> Any:
-        """RuntimeError after the shutdown."""
+        """ShutDown after the shutdown."""
         agent = self._agent()
         if agent is None:
-            raise RuntimeError("RPC has been shut down")
+            raise ShutDown("RPC has been shut down")
         return agent
 
     @property
@@ -104,7 +105,7 @@ _making = threading.Lock()
 
 
 def life() -> Life:
-    """The life of this worker that lasts; RuntimeError where RPC is not running."""
+    """The life of this worker that lasts; NotRunning where RPC is not running."""
     global _life
     if (known := _life) is not None and known.era is api._ALL_WORKER_NAMES:
         return known
@@ -134,7 +135,7 @@ class PerLife(Generic[T]):
         self._making = threading.Lock()
 
     def __call__(self) -> T:
-        """RuntimeError where RPC is not running."""
+        """NotRunning where RPC is not running."""
         if (known := self._known) is not None and known[0].era is api._ALL_WORKER_NAMES:
             return known[1]
         lasting = life()

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from torch._C._distributed_rpc import WorkerInfo, _get_current_rpc_agent, _is_current_rpc_agent_set
 
-from torch_ucx_rpc.errors import CallTimedOut, RpcError, WorkerLeft, WorkerLost
+from torch_ucx_rpc.errors import CallTimedOut, NotRunning, RpcError, WorkerLeft, WorkerLost
 
 _logger = logging.getLogger(__name__)
 
@@ -43,9 +43,9 @@ _watched: weakref.ref[Any] | None = None
 
 
 def current_agent() -> Any:
-    """The running agent; RuntimeError without one."""
+    """The running agent; NotRunning without one."""
     if not _is_current_rpc_agent_set():
-        raise RuntimeError("RPC is not running: call torch.distributed.rpc.init_rpc first")
+        raise NotRunning("RPC is not running: call torch.distributed.rpc.init_rpc first")
     return _get_current_rpc_agent()
 
 
@@ -55,7 +55,7 @@ def on_lost(callback: Callable[[WorkerInfo, str], None]) -> Callable[[], None]:
     It runs on a thread of the agent, soon after the agent has noticed: it must not block. Workers that leave the group
     by themselves are not lost; `statistics` shows them as ``"left"``. On backends other than UCX it is never called.
 
-    Returns a function that ends the subscription, as the shutdown of RPC does. Raises RuntimeError where RPC is not
+    Returns a function that ends the subscription, as the shutdown of RPC does. Raises NotRunning where RPC is not
     running.
 
     Example::

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from torch_ucx_rpc._observe.statistics import BUCKET_ENDS_US, Latencies, PeerStatistics, ServiceStatistics, Statistics
+from torch_ucx_rpc.errors import JoinFailed
 
 # Ends of the buckets that Prometheus gets: every second power of two, from 8 us to 34 s. All buckets, for each peer,
 # would be a hundred series.
@@ -31,19 +32,19 @@ class Endpoint:
 def serve(first_port: int, rank: int, snapshot: Callable[[], Statistics]) -> Endpoint:
     """Answer Prometheus at the port ``first_port + rank``, or at any free one if ``first_port`` is 0.
 
-    Raises RuntimeError if prometheus_client is not installed, or the port is in use or beyond the last one.
+    Raises JoinFailed if prometheus_client is not installed, or the port is in use or beyond the last one.
     """
     try:
         import prometheus_client
     except ImportError as error:
-        raise RuntimeError(
+        raise JoinFailed(
             f"the option prometheus_port={first_port} needs the package prometheus_client: pip install "
             f"prometheus_client, or leave the option out. ({error})"
         ) from error
     port = first_port + rank if first_port else 0
     why = f"a worker answers Prometheus at prometheus_port + rank, which is {first_port} + {rank} = {port}"
     if port > _LAST_PORT:
-        raise RuntimeError(
+        raise JoinFailed(
             f"{why}, and the last port there is is {_LAST_PORT}: choose a smaller prometheus_port, or 0."
         )
     registry = prometheus_client.CollectorRegistry(auto_describe=False)
@@ -51,7 +52,7 @@ def serve(first_port: int, rank: int, snapshot: Callable[[], Statistics]) -> End
     try:
         server, thread = prometheus_client.start_http_server(port, registry=registry)
     except OSError as error:
-        raise RuntimeError(
+        raise JoinFailed(
             f"{why}, and that port cannot be had ({error.strerror}): another program, or another job's worker, may "
             f"listen there; choose another prometheus_port, or 0 for any that is free."
         ) from error

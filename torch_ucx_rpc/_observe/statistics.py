@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 from torch_ucx_rpc import _agent
 from torch_ucx_rpc._native import _C
+from torch_ucx_rpc.errors import NotRunning
 
 # Where the buckets of latencies end; one more has what took longer.
 BUCKET_ENDS_US = tuple(end / 1000 for end in _C.LATENCY_BUCKET_ENDS_NS)
@@ -314,7 +315,7 @@ def statistics() -> Statistics:
     A snapshot costs tens of microseconds, and a few more for each peer. Snapshots do not change and can be compared.
     The difference of two counts is what happened in between.
 
-    Raises RuntimeError if RPC is not running with the backend UCX.
+    Raises NotRunning if RPC is not running with the backend UCX.
 
     Example::
 
@@ -323,7 +324,7 @@ def statistics() -> Statistics:
     """
     agent = _agent.current
     if agent is None:
-        raise RuntimeError(
+        raise NotRunning(
             'there are no statistics: RPC is not running with the backend UCX; call init_rpc(..., backend="UCX") first'
         )
     return of_agent(agent)
