@@ -1,7 +1,8 @@
 """Machine code for `native_op`, by numba; imported when the first operator is defined.
 
-C++ calls the code of an operator with a row of slots that hold its arguments (``csrc/native_op/native_op.h``). A function in
-between unpacks the slots. Two intrinsics of numba make it, and it is compiled together with the user's function.
+C++ calls the code of an operator with a row of slots that hold its arguments (``csrc/native_op/native_op.h``). A
+function in between unpacks the slots. Two intrinsics of numba make it, and it is compiled together with the user's
+function.
 """
 
 # mypy: allow-untyped-calls, allow-untyped-decorators, allow-untyped-defs

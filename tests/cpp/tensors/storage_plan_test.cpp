@@ -1,4 +1,4 @@
-// Which memory becomes which storage, and how it travels. Tensors are described here; tensor_codec_test sends real ones.
+// Which memory becomes which storage, and how it travels. Tensors are only described here.
 
 #include "tensors/storage_plan.h"
 
@@ -129,9 +129,8 @@ TEST_F(StoragePlanTest, AMebibyteIsNeverPacked) {
   }
   const std::vector<PlannedStorage> storages = planStorages(tensors_);
   EXPECT_EQ(count(storages, Place::kPacked), 20u) << "as many small ones as the large ones leave no room for";
-  EXPECT_TRUE(std::ranges::all_of(storages, [](const PlannedStorage& storage) {
-    return storage.bytes < kMiB || storage.place == Place::kLent;
-  }));
+  EXPECT_TRUE(std::ranges::all_of(
+      storages, [](const PlannedStorage& storage) { return storage.bytes < kMiB || storage.place == Place::kLent; }));
 }
 
 TEST_F(StoragePlanTest, EmptyTensorsAreStoragesWithoutBytes) {

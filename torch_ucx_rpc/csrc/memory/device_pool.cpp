@@ -86,6 +86,7 @@ c10::DataPtr DevicePool::allocate(c10::Device device, uint64_t bytes) {
   if (source == Source::kTorch) {
     return take();
   }
+  // Memory whose uses have ended by now can serve this allocation.
   if (const std::unique_lock collecting(collecting_, std::try_to_lock); collecting.owns_lock()) {
     giveBack();
   }
@@ -93,7 +94,7 @@ c10::DataPtr DevicePool::allocate(c10::Device device, uint64_t bytes) {
   try {
     block->data = take();
   } catch (const std::exception&) {
-    waitForHeld();
+    waitForHeld(); // the memory is there, and a stream still uses it
     block->data = take();
   }
   inUseBytes_.fetch_add(bytes);
@@ -181,6 +182,7 @@ void DevicePool::release(void* context) {
   }
 }
 
+// No stream can be asked any more whether it uses this memory. A leak is better than giving it to another tensor.
 void DevicePool::lose(std::unique_ptr<Block> block) {
   const std::lock_guard lock(mutex_);
   lost_.push_back(std::move(block));

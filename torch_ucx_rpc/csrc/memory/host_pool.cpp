@@ -131,7 +131,7 @@ void HostPool::giveBack(Block* block) {
     newest_ = block;
     surplus = trimLocked();
   }
-  for (Block* unwanted : surplus) {
+  for (Block* unwanted : surplus) { // without the lock: the kernel takes its time
     unmap(unwanted);
   }
 }

@@ -91,6 +91,7 @@ bool Inbox::checkHeader(std::span<const std::byte> bytes, wire::Header& header) 
     rejectFrame(FrameFault::kMalformed, error.message());
     return false;
   }
+  // Addresses are used again: a port by the next job, a process id by the next process.
   if (header.targetSession != session_) {
     rejectFrame(
         FrameFault::kStaleSession, "a frame meant for a worker that had this address before, or of another job");

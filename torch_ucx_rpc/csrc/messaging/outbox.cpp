@@ -18,6 +18,7 @@ Error Outbox::connect(Peer& peer) {
   if (peer.endpoint.has_value()) {
     return {};
   }
+  // At the first message, not at the start: a worker of a large job calls few others.
   EndpointId endpoint = 0;
   const std::string& address = peer.member().address;
   if (Error error = peer.isOverNetwork.load() ? transport_.connectOverNetwork(address, endpoint)

@@ -18,6 +18,7 @@ bool Receiver::isBusy(uint64_t Receiving::* bytes, uint64_t more, uint64_t limit
   return sum != 0 && more != 0 && sum + more > limit;
 }
 
+// Staged bytes take host memory, which the window counts.
 uint64_t Receiver::deviceBytesOf(const wire::Assembled& assembled) const {
   uint64_t sum = 0;
   for (const Allocation::Span& span : planDevices(assembled.body.data, assembled.spans)) {
@@ -329,7 +330,7 @@ void Receiver::finishIfDone(Entry receiving) {
   }
   if (receiving->isDropped || receiving->error) {
     release(receiving->assembled);
-  } else if (receiving->stage == Stage::kBody) {
+  } else if (receiving->stage == Stage::kBody) { // which says now where the spans go
     receiving->stage = Stage::kMemory;
     receiving->isPlanned = false;
     receiving->parts.clear();
@@ -337,7 +338,7 @@ void Receiver::finishIfDone(Entry receiving) {
     starting_.push_back(receiving);
     return;
   }
-  if (receiving->isDropped) {
+  if (receiving->isDropped) { // dropPeer() has told of it
     forget(receiving);
     return;
   }

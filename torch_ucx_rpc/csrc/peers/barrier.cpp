@@ -12,6 +12,7 @@ constexpr size_t kResultsKept = 4;
 
 } // namespace
 
+// When a coordinator ends, all workers see that. So they agree on the next one without an election.
 Peer* Barrier::coordinatorLocked() const {
   const std::vector<Peer*> present = directory_.present();
   return present.empty() ? nullptr : present.front();
@@ -140,7 +141,7 @@ void Barrier::onMembershipChange() {
   {
     const std::lock_guard lock(mutex_);
     noteFailedLocked();
-    std::vector<uint64_t> open;
+    std::vector<uint64_t> open; // a release erases its round
     for (const auto& [round, arrivals] : rounds_) {
       open.push_back(round);
     }

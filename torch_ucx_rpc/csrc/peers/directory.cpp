@@ -19,6 +19,7 @@ void Directory::add(Member member) {
   auto peer = std::make_unique<Peer>(std::move(member));
   const Member& added = peer->member();
   const std::unique_lock lock(mutex_);
+  // Peers that are gone keep rank and name until another takes them, so that errors can name them.
   const auto refuse = [&](const char* what, const Peer* other) {
     throw std::invalid_argument(peer->describe() + " has the same " + what + " as " + other->describe());
   };
@@ -48,6 +49,7 @@ void Directory::remove(const Peer& peer) {
   }
 }
 
+// The peer stays in bySession_: its late frames are dropped as those of a lost worker, not warned of as a stranger's.
 void Directory::forgetLocked(const Peer* peer) {
   if (peer != nullptr) {
     byRank_.erase(peer->member().rank);

@@ -31,6 +31,7 @@ RpcFailure Peer::failureOfGone() const {
   return failure(hasLeft ? RpcFailure::Kind::kWorkerLeft : RpcFailure::Kind::kWorkerLost, why.message(), why.cause());
 }
 
+// Errors without an exception of their own mean that the message did not get through.
 RpcFailure Peer::failureFrom(const Error& error, const std::string& sentence) const {
   RpcFailure::Kind kind = RpcFailure::Kind::kNotSent;
   std::string resource;
@@ -59,6 +60,7 @@ RpcFailure Peer::failureFrom(const Error& error, const std::string& sentence) co
 bool Peer::moveTo(State state, Error why) {
   const std::lock_guard lock(mutex_);
   const State now = state_.load(std::memory_order_relaxed);
+  // A goodbye comes right before the end of its process is seen. What came first is what happened.
   if (now >= State::kLeft || now >= state) {
     return false;
   }

@@ -6,7 +6,7 @@ namespace torch_ucx_rpc {
 
 uint64_t CallTable::open(Call call, bool& isEarliest) {
   const std::lock_guard lock(mutex_);
-  const uint64_t id = nextId_++;
+  const uint64_t id = nextId_++; // never used again: a late answer finds no other call
   auto deadline = deadlines_.end();
   isEarliest = false;
   if (call.deadline != Clock::time_point::max()) {
@@ -45,6 +45,7 @@ std::optional<uint64_t> CallTable::latestOf(std::thread::id sender) const {
   return latest != latest_.end() ? std::optional(latest->second) : std::nullopt;
 }
 
+// All open calls are looked at. A peer ends seldom, and an index by peer would cost every call.
 std::vector<CallTable::Call> CallTable::takeAllTo(const Peer& peer) {
   std::vector<Call> calls;
   const std::lock_guard lock(mutex_);

@@ -106,6 +106,7 @@ c10::intrusive_ptr<JitFuture> FaultyUcxRpcAgent::send(
   if (std::find(typesToFail_.begin(), typesToFail_.end(), type) != typesToFail_.end()) {
     bool isToFail = false;
     {
+      // A request that torch sends again has the same payload: its failures are counted together.
       const std::lock_guard lock(mutex_);
       int& failed = failedSends_[{type, message->payload()}];
       isToFail = failed < sendsToFail_;

@@ -74,6 +74,7 @@ void Group::addMembers(std::vector<Member> members) {
       ++workersHere;
     }
   }
+  // The senders divide what they may push into a worker, and threads spin only where each worker has a core.
   messenger_.setGroupSize(present.size(), workersHere);
   monitor_.watch(self->member(), present);
 }

@@ -143,7 +143,7 @@ void RequestServer::serve(OpenRequest open, IncomingMessage incoming) {
     answerWithError(from, open.callId(), error.what());
     return;
   }
-  request.reset(); // the handler has kept what it needs
+  request.reset(); // the handler has kept what it needs, and its tensors need not live until the answer
   // A handler that has returned needs no more memory. Its tensors may live on without a share of the window.
   admission.release();
   if (response->completed()) {

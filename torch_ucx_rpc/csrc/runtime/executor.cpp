@@ -304,6 +304,7 @@ void Executor::add(std::deque<Task>& queue, Task task) {
   }
 }
 
+// Threads that are in user code cannot be interrupted. They are counted, and end when the user code returns.
 size_t Executor::stop(std::chrono::milliseconds limit, const std::function<void()>& wakeLeader) {
   const auto deadline = std::chrono::steady_clock::now() + limit;
   std::deque<Request> dropped;

@@ -23,8 +23,8 @@ namespace torch_ucx_rpc {
 //
 // Several threads may drive at once: up to two leaders, which are agent threads, and one waiting caller. All of them
 // sleep on one WaitSet, which wakes the thread that went to sleep last. So an answer wakes the waiting caller itself,
-// and a request wakes the leader whose caches are warm. The others sleep on, and stand guard while the woken thread handles its events. No
-// thread has to be woken to take over. The invariants:
+// and a request wakes the leader whose caches are warm. The others sleep on, and stand guard while the woken thread
+// handles its events. No thread has to be woken to take over. The invariants:
 // - While no thread drives, the transport is armed and so will signal, or a thread has been woken to drive, or a leader
 //   polls the transport unarmed.
 // - A woken thread that finds nothing passes the wake-up on to the waiting caller if that sleeps. The wake-up may have

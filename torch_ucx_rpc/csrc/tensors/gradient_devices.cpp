@@ -18,6 +18,7 @@ void placeGradients(c10::intrusive_ptr<Message>& request) {
   if (request->type() != MessageType::BACKWARD_AUTOGRAD_REQ) {
     return;
   }
+  // The forward pass has noted the tensors that this worker sent, with their devices.
   const std::unique_ptr<PropagateGradientsReq> received = PropagateGradientsReq::fromMessage(*request);
   const torch::distributed::autograd::AutogradMetadata metadata = received->getAutogradMetadata();
   const auto context = DistAutogradContainer::getInstance().retrieveContext(metadata.autogradContextId);

@@ -69,8 +69,7 @@ std::vector<PlannedStorage> joined(std::vector<PlannedTensor>& tensors) {
     const c10::Device device = byAddress[first]->region.device;
     const std::byte* end = byAddress[first]->region.end;
     size_t next = first + 1;
-    while (next < byAddress.size() && byAddress[next]->region.device == device &&
-           byAddress[next]->region.begin < end) {
+    while (next < byAddress.size() && byAddress[next]->region.device == device && byAddress[next]->region.begin < end) {
       end = std::max(end, byAddress[next]->region.end);
       ++next;
     }

@@ -63,13 +63,14 @@ class Decoder {
   }
 
  private:
+  // The allocator serves a later resize_() of the tensor.
   static c10::Storage makeStorage(c10::DataPtr data, uint64_t bytes, c10::Allocator* allocator) {
     return c10::make_intrusive<c10::StorageImpl>(
         c10::StorageImpl::use_byte_size_t(),
         c10::SymInt(static_cast<int64_t>(bytes)),
         std::move(data),
         allocator,
-        true);
+        /*resizable=*/true);
   }
 
   c10::Device deviceOf(const wire::StorageRecord& record) const {
@@ -120,6 +121,7 @@ class Decoder {
     return makeStorage(std::move(span.data), span.bytes, allocatorOf(device.type()));
   }
 
+  // torch's factories trust their arguments. What a peer may have written wrongly is checked here.
   static c10::ScalarType dtypeOf(const TensorRecord& record) {
     TORCH_CHECK(
         record.dtype < static_cast<uint8_t>(c10::ScalarType::Undefined),
@@ -138,6 +140,7 @@ class Decoder {
     return dtype;
   }
 
+  // Makes the tensor of the next record. A tensor of several parts takes those from the records that follow.
   at::Tensor next() {
     const BodyView::Tensor& tensor = view_.tensors[position_++];
     const TensorRecord& record = tensor.record;
@@ -175,6 +178,7 @@ class Decoder {
         break;
       }
     }
+    // The memory is as the sender had it, with what was lazy there still to be done.
     if ((record.flags & wire::kConjugate) != 0) {
       made = made.conj();
     }
@@ -187,6 +191,7 @@ class Decoder {
     return made;
   }
 
+  // A tensor on a storage that others may share: torch has no factory for one.
   template <typename Impl, typename... Args>
   at::Tensor place(const BodyView::Tensor& tensor, c10::ScalarType dtype, Args&&... args) const {
     const c10::Storage& storage = storages_[tensor.record.storage];
@@ -222,6 +227,7 @@ class Decoder {
     const at::Tensor indices = next();
     const at::Tensor values = next();
     const bool isCoalesced = (tensor.record.flags & wire::kCoalesced) != 0;
+    // Indices outside of the tensor would become reads outside of its memory later.
     at::_validate_sparse_coo_tensor_args(
         indices, values, c10::IntArrayRef(tensor.sizes.data(), tensor.sizes.size()), isCoalesced);
     at::Tensor made = at::sparse_coo_tensor(

@@ -11,6 +11,7 @@ namespace rpc = torch::distributed::rpc;
 
 std::shared_ptr<void> RRefHolders::note(rpc::worker_id_t sender, const rpc::Message& request) {
   const rpc::MessageType type = request.type();
+  // torch makes the RRef while the function runs. Until then only the request tells that its value is still to come.
   if (type == rpc::MessageType::PYTHON_REMOTE_CALL) {
     const auto id = RRefId::fromIValue(rpc::PythonRemoteCall::fromMessage(request)->retRRefId());
     const std::lock_guard lock(inMaking_->mutex);
@@ -20,6 +21,8 @@ std::shared_ptr<void> RRefHolders::note(rpc::worker_id_t sender, const rpc::Mess
               all->ids.erase(id);
             }};
   }
+  // The id of a fork names the worker that made it, which passes it on to another one. That one reports the fork, and
+  // holds it.
   if (type == rpc::MessageType::RREF_FORK_REQUEST || type == rpc::MessageType::RREF_USER_DELETE) {
     const rpc::ForkId fork = rpc::ForkMessageBase::fromMessage(request, type).second;
     const std::lock_guard lock(mutex_);

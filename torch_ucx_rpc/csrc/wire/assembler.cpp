@@ -32,6 +32,7 @@ bool Assembler::note(Partial& partial, const Header& header, uint64_t bytes) {
   if (header.index == kBodyIndex) {
     return !std::exchange(partial.hasBody, true);
   }
+  // An empty piece of a span with bytes would never make the span whole, and could come for ever.
   const uint64_t spanBytes = header.place.spanBytes;
   if (bytes > spanBytes || (bytes == 0 && spanBytes != 0)) {
     return false;
@@ -64,6 +65,7 @@ Assembler::Outcome Assembler::add(
     partial.header = header;
   }
   const bool isNoted = note(partial, header, piece.size());
+  // The parts of a message that was given up are still counted: the note of it goes with the last of them.
   if (partial.isGivenUp) {
     rejected.push_back(std::move(piece));
     if (partial.isWhole()) {
@@ -80,6 +82,7 @@ Assembler::Outcome Assembler::add(
   } else {
     rejected.push_back(std::move(piece));
   }
+  // The sizes add up already, so pieces that overlap leave a gap elsewhere.
   const auto hasGap = [](auto& span) { return !sortAndCheckCoverage(span.second.span); };
   if (!isNoted || (partial.isWhole() && std::any_of(partial.spans.begin(), partial.spans.end(), hasGap))) {
     giveUp(partial, rejected);

@@ -157,7 +157,8 @@ class SpanCoverage {
   std::vector<bool> isTaken_; // a span may have no bytes at all
 };
 
-// Whether every element that the sizes and strides can reach lies inside the storage.
+// Whether every element that the sizes and strides can reach lies inside the storage. They come from the peer, so every
+// sum and product may overflow. torch has no negative strides.
 bool fitsStorage(const BodyView::Tensor& tensor, uint64_t storageBytes) {
   int64_t last = tensor.record.storageOffset; // index of the furthest element
   bool isEmpty = false;
@@ -279,6 +280,8 @@ Error readBody(std::span<const std::byte> body, std::span<const uint64_t> spanBy
   view.tensorCount = prefix.tensors;
   view.payloadSpan = prefix.payloadSpan;
 
+  // Each count is checked against the bytes that are left before memory is taken for it: a body of 100 bytes cannot
+  // claim a million records.
   if (prefix.storages > cursor.left() / sizeof(StorageRecord)) {
     return malformed("it is too short for its storages");
   }
@@ -300,6 +303,7 @@ Error readBody(std::span<const std::byte> body, std::span<const uint64_t> spanBy
     return malformed("it is too short for its tensors");
   }
   view.tensors.resize(prefix.tensorRecords);
+  // The parts of a tensor follow it, and have none of their own. So one number says how many are due.
   uint32_t topLevel = 0;
   uint32_t childrenDue = 0;
   for (BodyView::Tensor& tensor : view.tensors) {

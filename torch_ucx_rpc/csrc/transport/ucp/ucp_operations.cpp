@@ -8,6 +8,7 @@
 
 namespace torch_ucx_rpc {
 
+// A list of its own, since UCX does not tell which operations it still has, and close() must end them all.
 UcpOperation* UcpOperations::begin(OperationDone& done) noexcept {
   auto* operation = new (std::nothrow) UcpOperation{this, {}};
   if (operation == nullptr) {
@@ -42,6 +43,7 @@ void UcpOperations::onReceiveDone(void* request, ucs_status_t status, size_t /*b
   onSendDone(request, status, operation);
 }
 
+// Called in UCX's callbacks, where nothing may throw or send. So `done` waits for tell().
 void UcpOperations::complete(UcpOperation* operation, ucs_status_t status) noexcept {
   unlink(operation);
   operation->status = status;

@@ -5,6 +5,8 @@
 
 namespace torch_ucx_rpc {
 
+// While the listener is told, the descriptor is UCX's. What the listener does with the handle meanwhile decides whether
+// UCX keeps the descriptor (endAnnouncement).
 UcpRendezvous* UcpRendezvousList::announce(void* descriptor) noexcept {
   auto* rendezvous = new (std::nothrow) UcpRendezvous{descriptor, nullptr, first_};
   if (rendezvous == nullptr) {
