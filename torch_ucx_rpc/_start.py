@@ -32,11 +32,12 @@ from torch.distributed.rpc import api
 from torch_ucx_rpc import _agent, _version
 from torch_ucx_rpc._agent import UcxRpcAgent
 from torch_ucx_rpc._bootstrap import site_settings
+from torch_ucx_rpc._bootstrap.deadline import Deadline
 from torch_ucx_rpc._bootstrap.dynamic_group import DynamicGroup, StaticGroup
 from torch_ucx_rpc._bootstrap.lifeline import open_lifeline
 from torch_ucx_rpc._bootstrap.members import gather_members
 from torch_ucx_rpc._bootstrap.record import Record, process_facts
-from torch_ucx_rpc._bootstrap.rendezvous import STORE_ENDS, Deadline, check_rank, create_store
+from torch_ucx_rpc._bootstrap.rendezvous import STORE_ENDS, check_rank, create_store
 from torch_ucx_rpc._bootstrap.secret import Secret, load_secret
 from torch_ucx_rpc._devices import pool as device_pool
 from torch_ucx_rpc._native import _C

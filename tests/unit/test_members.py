@@ -20,10 +20,11 @@ from torch.distributed import FileStore, HashStore, PrefixStore, Store
 from workers import run_workers
 
 from torch_ucx_rpc._bootstrap import members
+from torch_ucx_rpc._bootstrap.deadline import Deadline
 from torch_ucx_rpc._bootstrap.dynamic_group import StaticGroup
 from torch_ucx_rpc._bootstrap.members import gather_members
 from torch_ucx_rpc._bootstrap.record import Record, process_facts, start_time
-from torch_ucx_rpc._bootstrap.rendezvous import Deadline, create_store
+from torch_ucx_rpc._bootstrap.rendezvous import create_store
 
 
 @pytest.fixture

@@ -19,8 +19,10 @@ from torch.distributed import FileStore, TCPStore
 from torch.distributed import rendezvous as torchs_rendezvous
 from workers import reserved_port, run_workers
 
-from torch_ucx_rpc._bootstrap import rendezvous
-from torch_ucx_rpc._bootstrap.rendezvous import Deadline, await_listener, create_store, is_this_host
+from torch_ucx_rpc._bootstrap import listener, rendezvous
+from torch_ucx_rpc._bootstrap.deadline import Deadline
+from torch_ucx_rpc._bootstrap.listener import await_listener, is_this_host
+from torch_ucx_rpc._bootstrap.rendezvous import create_store
 from torch_ucx_rpc.errors import JoinFailed
 
 
@@ -230,7 +232,7 @@ def test_an_address_that_could_merely_be_bound_is_not_of_this_host() -> None:
 
 ARE_OF_THIS_HOST = """
 import sys
-from torch_ucx_rpc._bootstrap.rendezvous import is_this_host
+from torch_ucx_rpc._bootstrap.listener import is_this_host
 print([is_this_host(host) for host in sys.argv[1:]])
 """
 
@@ -261,7 +263,7 @@ def test_a_server_that_the_kernels_table_does_not_show_is_found_all_the_same(
     port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # As where a packet filter hands the port of this host on to a container, or IPVS to another host.
-    monkeypatch.setattr(rendezvous, "_is_listened_at_here", lambda host, port: False)
+    monkeypatch.setattr(listener, "_is_listened_at_here", lambda host, port: False)
     with socket.create_server(("127.0.0.1", 0)) as server:
         await_listener("127.0.0.1", server.getsockname()[1], "rank 0", Deadline(5), "")
 

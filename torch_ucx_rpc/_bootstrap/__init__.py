@@ -2,6 +2,8 @@
 
 * ``site_settings``  refuses settings and limits of the site that RPC cannot work with
 * ``rendezvous``     opens the Store: the place where workers meet
+* ``listener``       finds out whether a server listens at an address
+* ``deadline``       the end of a wait that has several steps
 * ``record``         describes one worker to the others
 * ``members``        agrees on the members of a group of fixed size
 * ``member_list``    keeps the list of a group that workers join and leave

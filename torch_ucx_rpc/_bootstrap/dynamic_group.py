@@ -27,10 +27,10 @@ from torch._C._distributed_c10d import Store
 from torch._C._distributed_rpc import WorkerInfo
 from torch.distributed import DistError
 
+from torch_ucx_rpc._bootstrap.deadline import Deadline
 from torch_ucx_rpc._bootstrap.member_list import MemberList
 from torch_ucx_rpc._bootstrap.members import ask_again
 from torch_ucx_rpc._bootstrap.record import Record
-from torch_ucx_rpc._bootstrap.rendezvous import Deadline
 from torch_ucx_rpc._bootstrap.secret import Secret, read_entry, write_entry
 from torch_ucx_rpc._devices import maps as device_maps
 from torch_ucx_rpc.errors import JoinFailed, JoinTimedOut

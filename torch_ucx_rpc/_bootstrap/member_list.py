@@ -22,9 +22,9 @@ import time
 
 from torch._C._distributed_c10d import PrefixStore, Store
 
+from torch_ucx_rpc._bootstrap.deadline import Deadline
 from torch_ucx_rpc._bootstrap.members import read_records
 from torch_ucx_rpc._bootstrap.record import Record
-from torch_ucx_rpc._bootstrap.rendezvous import Deadline
 from torch_ucx_rpc._bootstrap.secret import Secret, read_entry, write_entry
 from torch_ucx_rpc.errors import JoinFailed
 

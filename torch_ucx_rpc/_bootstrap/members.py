@@ -28,8 +28,8 @@ from typing import Any
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import DistError
 
+from torch_ucx_rpc._bootstrap.deadline import Deadline
 from torch_ucx_rpc._bootstrap.record import Record
-from torch_ucx_rpc._bootstrap.rendezvous import Deadline
 from torch_ucx_rpc._bootstrap.secret import Entry, Secret, read_entry, refusal, write_entry
 from torch_ucx_rpc._devices import maps as device_maps
 from torch_ucx_rpc.errors import JoinFailed, JoinTimedOut

@@ -154,7 +154,8 @@ def _rendezvous(arguments: argparse.Namespace) -> RendezvousHandler:
     from torch.distributed.elastic.rendezvous import RendezvousParameters
     from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
-    from torch_ucx_rpc._bootstrap.rendezvous import Deadline, await_listener, is_this_host
+    from torch_ucx_rpc._bootstrap.deadline import Deadline
+    from torch_ucx_rpc._bootstrap.listener import await_listener, is_this_host
 
     options: dict[str, Any] = {"timeout": _RENDEZVOUS_S}
     if arguments.nnodes == 1:

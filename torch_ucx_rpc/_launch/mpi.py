@@ -10,7 +10,7 @@ import time
 import uuid
 from typing import Any
 
-from torch_ucx_rpc._bootstrap.rendezvous import Deadline
+from torch_ucx_rpc._bootstrap.deadline import Deadline
 from torch_ucx_rpc._launch.environment import Launch
 from torch_ucx_rpc.errors import JoinFailed, JoinTimedOut
 

@@ -1,0 +1,114 @@
+"""Whether a server listens at an address, without the Store's client, which would wait inside C++."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import os
+import socket
+import sys
+import time
+from ipaddress import IPv4Address, IPv6Address, ip_address
+from pathlib import Path
+
+from torch_ucx_rpc._bootstrap.deadline import Deadline
+from torch_ucx_rpc._bootstrap.network import interface_with
+from torch_ucx_rpc.errors import JoinTimedOut
+
+_LISTENING = "0A"  # in /proc/net/tcp
+
+# That the kernel's table shows no server at an address of this host is believed so many times, which takes 0.3 s. Then
+# connections are tried, as for other hosts.
+_LOOKS = 5
+
+
+def is_this_host(host: str) -> bool:
+    """Whether an address of ``host``, a name or an address, is an address of this host.
+
+    That it can be bound would not tell: ``net.ipv4.ip_nonlocal_bind`` allows that for any address.
+    """
+    return any(_is_own(address) for address in _addresses_of(host))
+
+
+def _addresses_of(host: str) -> list[IPv4Address | IPv6Address]:
+    """The addresses that a name stands for; none if nobody knows it."""
+    try:
+        found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
+    except OSError:
+        return []
+    # A link-local address may name its interface: fe80::1%eth0.
+    return [ip_address(str(address[0]).partition("%")[0]) for *_, address in found]
+
+
+def _is_own(address: IPv4Address | IPv6Address) -> bool:
+    return address.is_unspecified or interface_with(str(address)) is not None
+
+
+def await_listener(host: str, port: int, server: str, deadline: Deadline, hint: str) -> None:
+    """Return when a server listens. TCPStore would wait too, but in C++, and print a stack for each failure."""
+    pause = 0.01
+    for look in itertools.count():
+        try:
+            _check_listener(host, port, min(1.0, max(0.05, deadline.remaining())), trusts_table=look < _LOOKS)
+            return
+        except OSError as error:
+            if deadline.passed():
+                raise JoinTimedOut(
+                    f"nobody listens at {host}:{port} after {deadline.timeout:g} s ({error}): {server} must be running "
+                    f"there; check that it has started, and that MASTER_ADDR and MASTER_PORT, or the init_method, name "
+                    f"its host and port and are the same for every worker.{hint}",
+                    timeout=deadline.timeout,
+                ) from error
+        time.sleep(min(pause, deadline.remaining()))
+        pause = min(2 * pause, 0.25)
+
+
+def _check_listener(host: str, port: int, limit: float, *, trusts_table: bool) -> None:
+    """OSError unless a server listens there."""
+    is_there = _is_listened_at_here(host, port)
+    if is_there:
+        return
+    refused = ConnectionRefusedError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
+    if is_there is False and trusts_table:
+        raise refused
+    with socket.create_connection((host, port), timeout=limit) as connection:
+        # The kernel may have given this end the very port that nobody listens at: TCP then connects it to itself.
+        if connection.getsockname() == connection.getpeername():
+            raise refused
+
+
+def _is_listened_at_here(host: str, port: int) -> bool | None:
+    """Whether a server of this host listens there, by the kernel's table; None for addresses of other hosts.
+
+    This spares the Store a connection that it would have to answer. The table does not show servers behind a port or an
+    address that the kernel hands on: a packet filter to a container of this host, for one, or IPVS to another host.
+    """
+    addresses = _addresses_of(host)
+    if not addresses or not all(map(_is_own, addresses)):
+        return None
+    wanted = {text for address in addresses for text in _in_table(address)}
+    try:
+        for table in ("tcp", "tcp6"):
+            file = Path("/proc/net", table)
+            # There is none where IPv6 is off.
+            for line in file.read_text(encoding="ascii").splitlines()[1:] if file.exists() else ():
+                _, local, _, state, *_ = line.split()
+                address, _, its_port = local.partition(":")
+                if state == _LISTENING and int(its_port, 16) == port and address in wanted:
+                    return True
+    except (OSError, ValueError):
+        return None
+    return False
+
+
+def _in_table(address: IPv4Address | IPv6Address) -> set[str]:
+    """The addresses in /proc/net/tcp and tcp6 at which a server can be reached by way of ``address``."""
+
+    def text(packed: bytes) -> str:
+        words = (packed[start : start + 4] for start in range(0, len(packed), 4))
+        return "".join(f"{int.from_bytes(word, sys.byteorder):08X}" for word in words)
+
+    own = {text(address.packed), text(IPv6Address(0).packed)}
+    if isinstance(address, IPv4Address):
+        own |= {text(IPv4Address(0).packed), text(IPv6Address(f"::ffff:{address}").packed)}
+    return own
