@@ -11,7 +11,7 @@
 #   SEED=               which of them and when; without any, a new one, which is printed
 #   TRIALS=             of verbs; without any, all
 #   WHEELS=             folder with what gpu-check needs without a network; gpu-prepare fills it
-#   PART=first          of gpu-check: first, and then second
+#   PART=first          of gpu-check: first, and then second; or rehearse-all, without a GPU
 #   STEPS=              of that part; without any, all
 #   TORCHES=            versions of torch for the matrix; without any, the oldest supported and PyPI's newest
 #   PYTHONS=            versions of Python for the wheels; without any, those of setup.cfg that are on PATH
@@ -169,7 +169,7 @@ gpu-check: ## PART of what needs a GPU, on one and with the CUDA torch of PYTHON
 	@$(PYTHON) tools/gpu_check.py $(or $(PART),first) --ucx $(GPU_UCX) $(if $(WHEELS),--wheels $(WHEELS)) \
 	  $(if $(STEPS),--steps $(STEPS))
 
-gpu-rehearse: build $(VENV)/.extra-test ## The ways of gpu-check without a GPU: some tests, one of which hangs
+gpu-rehearse: build $(VENV)/.extra-test ## The ways of gpu-check without a GPU, in short: some tests, one of which hangs
 	@$(PY) tools/gpu_check.py rehearse
 
 fresh: ## The README's commands in a bare Debian or Ubuntu, made for this and removed after; needs root and mmdebstrap

@@ -101,7 +101,11 @@ def main(command_line: Sequence[str] | None = None) -> int:
                 bar.set_description(f"{name}: {contender}")
                 bar.update()
 
-            results[name] = harness.run(benchmark, arguments.rounds, advance)
+            def say(contender: str, figures: harness.Figures, name: str = name) -> None:
+                if bar.disable:  # into a log: a run that is cut short has said what it found
+                    print(f"measured {name}, {contender}: {json.dumps(figures)}", file=sys.stderr, flush=True)
+
+            results[name] = harness.run(benchmark, arguments.rounds, advance, say)
             bar.clear()
             print("\n".join(harness.table(results[name])), end="\n\n", flush=True)
 

@@ -441,8 +441,16 @@ class Verdict:
         )
 
 
-def run(benchmark: Benchmark, rounds: int | None = None, on_step: Callable[[str], None] = lambda _: None) -> Result:
-    """Measures all contenders in turns. ``on_step`` is told what is being measured, once for each step of steps()."""
+def run(
+    benchmark: Benchmark,
+    rounds: int | None = None,
+    on_step: Callable[[str], None] = lambda _: None,
+    on_figures: Callable[[str, Figures], None] = lambda _, __: None,
+) -> Result:
+    """Measures all contenders in turns.
+
+    ``on_step`` is told what is being measured, once for each step of steps(), and ``on_figures`` what was found.
+    """
     contenders = benchmark.contenders()
     result = Result(benchmark, {contender.name: [] for contender in contenders})
 
@@ -465,7 +473,9 @@ def run(benchmark: Benchmark, rounds: int | None = None, on_step: Callable[[str]
                 on_step(contender.name)
                 if contender.name not in result.failures:
                     with failing_alone(contender.name):
-                        result.rounds[contender.name].append(contender.measure())
+                        figures = contender.measure()
+                        result.rounds[contender.name].append(figures)
+                        on_figures(contender.name, figures)
     return result
 
 

@@ -61,7 +61,7 @@ def ucx_perftest(
     program = Path(libucx.__file__).parent / "bin" / "ucx_perftest"
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
-    environment = {**os.environ, "UCX_TLS": lanes, "LD_LIBRARY_PATH": str(Path(libucx.__file__).parent / "lib")}
+    environment = perftest_environment(Path(libucx.__file__).parent / "lib", lanes)
     common = [str(program), "-p", str(port), "-m", memory]
     with subprocess.Popen(common, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as server:
         try:
@@ -84,6 +84,13 @@ def ucx_perftest(
                 time.sleep(0.05)  # the server has not opened its port yet
         finally:
             server.terminate()
+
+
+def perftest_environment(libraries: Path, lanes: str) -> dict[str, str]:
+    """For a UCX in a folder that the loader does not know, beside those that it has been told of: a GPU's driver's."""
+    others = os.environ.get("LD_LIBRARY_PATH", "")
+    path = f"{libraries}:{others}" if others else str(libraries)
+    return {**os.environ, "UCX_TLS": lanes, "LD_LIBRARY_PATH": path}
 
 
 def perftest_bandwidth(output: str) -> float:

@@ -61,8 +61,9 @@ def echo(tensor: torch.Tensor) -> torch.Tensor:
 
 @in_worker0(of=2, options=SAME)
 def test_a_tensor_is_read_when_its_stream_has_made_it() -> None:
-    rpc.rpc_sync("worker1", total, (full(LARGE, 1),))  # what is done for the first time takes long
     for elements in (SMALL, LARGE):
+        # The first call of a size takes long, and new pinned memory may wait for the GPU.
+        rpc.rpc_sync("worker1", total, (full(elements, 1),))
         made = full(elements, 0)
         torch.cuda._sleep(LONG)
         made.fill_(7)
@@ -297,7 +298,8 @@ def test_memory_that_cannot_be_shared_arrives_too(tmp_path: Path, setting: str, 
         assert ended.returncode == 0, ended.stderr
         assert ended.stderr.count("This is said once.") == 1
     sent = 3 * LARGE * torch.int64.itemsize
-    assert programs[0].stdout.split() == [allocator, str(sent), str(sent)]
+    # UCX may have more to say when a process ends.
+    assert programs[0].stdout.splitlines()[0].split() == [allocator, str(sent), str(sent)]
 
 
 # ---- What PyTorch builds on it ---------------------------------------------------------------------------------------

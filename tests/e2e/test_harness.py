@@ -6,9 +6,14 @@ import os
 import signal
 import sys
 import threading
+import types
+import warnings
+from pathlib import Path
 
 import pytest
-from workers import PRELOADED, WorkersFailed, run_program, run_workers
+from workers import PRELOADED, SAID_OVER_TCP, Transport, WorkersFailed, run_program, run_workers
+
+CSRC = Path(__file__).resolve().parents[2] / "torch_ucx_rpc" / "csrc"
 
 
 def give_rank(rank: int) -> int:
@@ -34,6 +39,15 @@ def leave(rank: int, code: int) -> None:
 def say_something(rank: int) -> None:
     if rank == 1:
         print("something is wrong", file=sys.stderr)
+
+
+def say_that_tensors_are_staged(rank: int) -> None:
+    print(f"[W1126 messenger.cpp:155] tensors for worker 'b' {SAID_OVER_TCP}: they are copied", file=sys.stderr)
+
+
+def warn_as(rank: int, module: str) -> None:
+    if rank == 1:
+        exec("import warnings; warnings.warn('of no account')", types.ModuleType(module).__dict__)
 
 
 def wait_for_ever(rank: int) -> None:
@@ -77,6 +91,26 @@ def test_output_on_stderr_is_a_failure_unless_it_is_expected() -> None:
     assert "wrote to stderr" in account
     assert "something is wrong" in account
     run_workers(2, say_something, init=False, silent=False)
+
+
+def test_tensors_that_go_by_tcp_alone_are_no_fault() -> None:
+    assert SAID_OVER_TCP in (CSRC / "messaging" / "messenger.cpp").read_text(encoding="utf-8").replace('"\n', "")
+    run_workers(2, say_that_tensors_are_staged, init=False, transport=Transport.TCP)
+    with pytest.raises(WorkersFailed, match="wrote to stderr"):
+        run_workers(2, say_that_tensors_are_staged, init=False)
+
+
+@pytest.mark.parametrize("module", ["numba.cuda.typing", "numba_cuda.numba", "cupy", "rmm.pylibrmm", "cuda.core"])
+def test_warnings_of_other_packages_are_theirs(module: str) -> None:
+    run_workers(2, warn_as, module, init=False)
+    with warnings.catch_warnings():
+        warn_as(1, module)  # in this process too
+
+
+def test_warnings_of_this_package_are_errors() -> None:
+    assert "of no account" in account_of(warn_as, "torch_ucx_rpc.numba")
+    with pytest.raises(UserWarning, match="of no account"):
+        warn_as(1, "torch_ucx_rpc.numba")
 
 
 def test_a_hang_is_reported_with_the_stacks_and_ended(monkeypatch: pytest.MonkeyPatch) -> None:

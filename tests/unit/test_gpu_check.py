@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -13,13 +14,14 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tools"))
 
 import gpu_check  # noqa: E402  (found through the line above)
+import pytest_outcome  # noqa: E402
+import supervisor  # noqa: E402
 from gpu_check import Check, Failed, Step  # noqa: E402
+from sessions import LAST_WORDS_S  # noqa: E402
 
 
 def check_with(tmp_path: Path, all_s: float = 60) -> Check:
-    check = Check(tmp_path, all_s=all_s + gpu_check._age_s())
-    check.python = Path(sys.executable)
-    return check
+    return Check(tmp_path, all_s=all_s + supervisor.age_s(), python=Path(sys.executable))
 
 
 def test_a_rehearsal_finds_what_hangs_and_keeps_the_rest(tmp_path: Path) -> None:
@@ -29,7 +31,7 @@ def test_a_rehearsal_finds_what_hangs_and_keeps_the_rest(tmp_path: Path) -> None
         capture_output=True,
         text=True,
         check=False,
-        env={**gpu_check.os.environ, "PYTHONPATH": ":".join(filter(None, sys.path))},
+        env={**os.environ, "PYTHONPATH": ":".join(filter(None, sys.path))},
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr
     found = json.loads((tmp_path / "report.json").read_text())["steps"]["hang"]["found"]
@@ -39,10 +41,76 @@ def test_a_rehearsal_finds_what_hangs_and_keeps_the_rest(tmp_path: Path) -> None
     assert sorted(file.name for file in tmp_path.iterdir()) == ["hang.log", "report.json"]
 
 
+# Machines that are lent give back 8 files, of 16 MiB each.
 def test_each_command_writes_few_files() -> None:
     for steps in gpu_check.COMMANDS.values():
-        logs, report, suites = len(steps), 1, 1
-        assert logs + report + suites <= 8
+        logs, report_and_its_next, suites = len(steps), 2, 1
+        assert logs + report_and_its_next + suites <= 8
+
+
+def test_long_logs_keep_their_beginning_and_their_end(tmp_path: Path) -> None:
+    program = "print('the beginning'); [print('x' * 2**20) for _ in range(20)]; print('the end')"
+    check = check_with(tmp_path)
+    assert check.do({"talks": Step(lambda check: check.run(sys.executable, "-c", program) and None, 1, 60)})
+    log = (tmp_path / "talks.log").read_text()
+    assert "the beginning" in log[:1000]
+    assert log.endswith("the end\n")
+    assert "bytes are left out here" in log
+    assert len(log) < 16 * 2**20
+
+
+def test_the_commands_end_before_their_machine_does() -> None:
+    for steps in gpu_check.COMMANDS.values():
+        assert sum(step.least_s for step in steps.values()) <= gpu_check.ALL_S
+        assert gpu_check.ALL_S + LAST_WORDS_S + supervisor.STACKS_S < 600
+
+
+def test_programs_find_the_driver_where_containers_have_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LD_LIBRARY_PATH", "/opt/libraries")
+    check = check_with(tmp_path)
+    seen = []
+    program = "import os; print('a warning'); print(os.environ['LD_LIBRARY_PATH'])"
+    assert check.do({"asks": Step(lambda check: seen.append(check.ask(sys.executable, "-c", program)), 1, 30)})
+    assert seen == ["/opt/libraries:/usr/local/nvidia/lib64:/usr/local/nvidia/lib"]
+    assert supervisor.libraries("/ucx/lib") == f"/ucx/lib:{seen[0]}"
+
+
+# Those that an image happens to have: pytest-benchmark ends a run under pytest-xdist whose warnings are errors.
+def test_plug_ins_that_happen_to_be_there_are_not_loaded(tmp_path: Path) -> None:
+    pytest.importorskip("xdist")
+    package = tmp_path / "packages" / "harmful-1.0.dist-info"
+    package.mkdir(parents=True)
+    (package / "METADATA").write_text("Metadata-Version: 2.1\nName: harmful\nVersion: 1.0\n")
+    (package / "entry_points.txt").write_text("[pytest11]\nharmful = harmful\n")
+    (package.parent / "harmful.py").write_text("raise RuntimeError('the plug-in was loaded')\n")
+    (tmp_path / "test_one.py").write_text("def test_one():\n    pass\n")
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    environment = {"PYTHONPATH": ":".join([str(package.parent), *filter(None, sys.path)])}
+    run_pytest = ["-m", "pytest", "-q", "--rootdir", str(tmp_path), str(tmp_path / "test_one.py")]
+    loaded = subprocess.run(
+        [sys.executable, *run_pytest], env={**os.environ, **environment}, capture_output=True, text=True, check=False
+    )
+    assert "the plug-in was loaded" in loaded.stderr + loaded.stdout
+    check = check_with(tmp_path)
+    arguments = ("-n", "2", "--rootdir", str(tmp_path), str(tmp_path / "test_one.py"))
+    step = Step(lambda check: check.pytest(*arguments, **environment), 1, 60)
+    assert check.do({"tests": step}), (tmp_path / "tests.log").read_text()
+    assert check.report["steps"]["tests"]["found"]["passed"] == 1
+
+
+def test_a_benchmark_that_fails_keeps_what_it_has_measured(tmp_path: Path) -> None:
+    (tmp_path / "benchmarks").mkdir()
+    (tmp_path / "benchmarks" / "__main__.py").write_text(
+        "import sys\nprint('measured device_tensors, UCX: {}', file=sys.stderr)\nprint('| a | table |')\nsys.exit(1)\n"
+    )
+    check = check_with(tmp_path)
+    check.python = tmp_path / "python"
+    check.python.write_text(f'#!/bin/sh\ncd {tmp_path} && PYTHONPATH={tmp_path} exec {sys.executable} "$@"\n')
+    check.python.chmod(0o755)
+    assert not check.do({"benchmarks": Step(Check.benchmarks, 1, 60)})
+    found = check.report["steps"]["benchmarks"]
+    assert "exit code 1" in found["why"]
+    assert found["found"]["table"] == ["measured device_tensors, UCX: {}", "| a | table |"]
 
 
 def test_a_step_leaves_those_after_it_their_time(tmp_path: Path) -> None:
@@ -111,7 +179,7 @@ def test_a_program_that_is_never_ready_has_the_time_of_its_step(tmp_path: Path) 
     step = Step(
         lambda check: check.run(sys.executable, "-c", program, at_most_s=1000, since=lambda: False),
         1,
-        gpu_check.LAST_WORDS_S + 0.5,
+        LAST_WORDS_S + 0.5,
     )
     assert not check.do({"waits": step})
     assert check.report["steps"]["waits"]["why"].startswith("was ended after ")
@@ -151,7 +219,7 @@ def test_what_a_program_leaves_behind_is_ended(tmp_path: Path) -> None:
     ],
 )
 def test_without_results_the_log_tells(tmp_path: Path, printed: str) -> None:
-    found = gpu_check.outcome(tmp_path / "none.xml", printed)
+    found = pytest_outcome.outcome(tmp_path / "none.xml", printed)
     assert found["passed"] == 1
     assert list(found["failed"]) == ["tests/a.py::test_two"]
     assert found["skipped"] == ["tests/a.py::test_three"]

@@ -9,7 +9,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.large_tensors import perftest_bandwidth, perftest_latency_us
+from benchmarks.large_tensors import perftest_bandwidth, perftest_environment, perftest_latency_us
 
 # As UCX 1.22 prints it with -f -v.
 OUTPUT = """\
@@ -26,6 +26,16 @@ LAST_WORDS = (
 def test_the_last_line_of_figures_counts(after: str) -> None:
     assert perftest_bandwidth(OUTPUT + after) == 2.0
     assert perftest_latency_us(OUTPUT + after) == 3.978
+
+
+# A container may have the driver of its GPU nowhere else.
+def test_the_loader_still_finds_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LD_LIBRARY_PATH", "/usr/local/nvidia/lib64:/opt/other")
+    found = perftest_environment(Path("/ucx/lib"), "all")
+    assert found["LD_LIBRARY_PATH"] == "/ucx/lib:/usr/local/nvidia/lib64:/opt/other"
+    assert found["UCX_TLS"] == "all"
+    monkeypatch.delenv("LD_LIBRARY_PATH")
+    assert perftest_environment(Path("/ucx/lib"), "all")["LD_LIBRARY_PATH"] == "/ucx/lib"
 
 
 def test_output_without_figures_is_an_error_that_shows_it() -> None:

@@ -17,7 +17,7 @@
 
 from ._decorators import in_every_worker, in_worker0
 from ._eventually import eventually
-from ._job import WorkersFailed, run_workers
+from ._job import SAID_OVER_TCP, WorkersFailed, run_workers
 from ._processes import (
     PRELOADED,
     dump_stacks,
@@ -29,11 +29,22 @@ from ._processes import (
 )
 from ._program import run_program
 from ._steps import Steps
-from ._worker import ACCEPTED_WARNINGS, Transport, Worker, agent, backend_options, init_rpc, worker_name
+from ._worker import (
+    ACCEPTED_WARNINGS,
+    FOREIGN_MODULES,
+    Transport,
+    Worker,
+    agent,
+    backend_options,
+    init_rpc,
+    worker_name,
+)
 
 __all__ = [
     "ACCEPTED_WARNINGS",
+    "FOREIGN_MODULES",
     "PRELOADED",
+    "SAID_OVER_TCP",
     "Steps",
     "Transport",
     "Worker",

@@ -28,6 +28,8 @@ ACCEPTED_WARNINGS = (
     "Sparse CSR tensor support is in beta state",
     "Sparse invariant checks are implicitly disabled",
 )
+# What these packages warn of while they are imported or used is theirs: a pattern of the module that is told of.
+FOREIGN_MODULES = r"(cuda|cupy|cupyx|cupy_backends|numba|numba_cuda|rmm)(\..*)?$"
 
 
 class Transport(Enum):
@@ -149,6 +151,7 @@ class Worker:
             warnings.simplefilter("error")
             for message in ACCEPTED_WARNINGS:
                 warnings.filterwarnings("ignore", message)
+            warnings.filterwarnings("ignore", module=FOREIGN_MODULES)
 
 
 def _explain_failed_assertions() -> None:

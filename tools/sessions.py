@@ -1,0 +1,84 @@
+"""A program and all that it starts, as one session: which processes are in it, their stacks, and its end."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+# What a run that is over is given to say its last words, and stacks are given to be written, in seconds.
+LAST_WORDS_S = 10.0
+STACKS_S = 20.0
+
+
+def processes_of(session: int) -> list[int]:
+    """The processes of a session that have not ended."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError, IndexError):
+            state, _, _, of = stat.read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()[:4]
+            if int(of) == session and state not in "ZX":
+                found.append(int(stat.parent.name))
+    return sorted(found)
+
+
+def write_stacks(session: int, log: int, at_most_s: float, path: str | None = None) -> None:
+    """Of the processes of a session, C++ stacks by a debugger, if there is one on the path, into an open file."""
+    debugger = shutil.which("gdb", path=path) or shutil.which("cuda-gdb", path=path)
+    until = time.monotonic() + at_most_s
+    for pid in processes_of(session):
+        left = until - time.monotonic()
+        if debugger is None or left <= 0:
+            return
+        os.write(log, f"\n--- stacks of process {pid} ---\n".encode())
+        order = ["-ex", "set pagination off", "-ex", "thread apply all backtrace 20"]
+        with contextlib.suppress(subprocess.TimeoutExpired, OSError):
+            subprocess.run(
+                [debugger, "-p", str(pid), "-batch", "-nx", *order],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                timeout=left,
+                check=False,
+            )
+
+
+def end(process: subprocess.Popen[Any], at_most_s: float = LAST_WORDS_S) -> None:
+    """Ctrl-C, for pytest's results; SIGABRT, upon which Python writes its stacks; then nothing is left of it.
+
+    A hanging process stays until SIGABRT. Then it ends at once, unless the machine is busy.
+    """
+    if process.poll() is None:  # else only what it has left behind is ended
+        results_s = LAST_WORDS_S * 0.6
+        _send(process.pid, signal.SIGINT)  # pytest-xdist tells its own
+        _wait_until(lambda: process.poll() is not None, results_s)
+        # One after the other, while the others stand still: they share the log, and would garble it.
+        for pid in processes_of(process.pid):
+            _send(pid, signal.SIGSTOP)
+        until = time.monotonic() + min(STACKS_S, max(LAST_WORDS_S * 0.2, at_most_s - results_s))
+        for pid in processes_of(process.pid):
+            _send(pid, signal.SIGABRT)
+            _send(pid, signal.SIGCONT)
+            _wait_until(lambda pid=pid: pid not in processes_of(process.pid), until - time.monotonic())
+    for pid in processes_of(process.pid):
+        _send(pid, signal.SIGKILL)
+    process.wait()
+    # The others are not its children, and a killed process ends when it runs next. One that hangs in a driver does not.
+    _wait_until(lambda: not processes_of(process.pid), LAST_WORDS_S * 0.2)
+
+
+def _send(pid: int, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
+
+
+def _wait_until(is_so: Callable[[], bool], at_most_s: float) -> None:
+    until = time.monotonic() + at_most_s
+    while not is_so() and time.monotonic() < until:
+        time.sleep(0.02)
