@@ -6,11 +6,12 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from labs import Container, VirtualHost, VirtualHosts, _needs, needs, needs_mpi4py, needs_virtual_hosts
+from labs import Container, VirtualHost, VirtualHosts, _containers, _needs, needs, needs_mpi4py, needs_virtual_hosts
 from workers import eventually
 
 REACH = "import socket, sys; socket.create_connection((sys.argv[1], 7), timeout=float(sys.argv[2]))"
@@ -118,6 +119,24 @@ def test_a_container_ends_with_the_exit_code_of_its_program(hosts: VirtualHosts)
     for container in KINDS_OF_CONTAINER:
         done = hosts[0].run(container.command(["sh", "-c", "exit 3"]), capture_output=True, text=True, check=False)
         assert (done.returncode, done.stderr) == (3, "")
+
+
+def test_a_clone_in_tmp_is_there_in_a_container_with_a_tmp_of_its_own(
+    hosts: VirtualHosts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp") as closed_to_others:
+        clone, hidden = Path(closed_to_others, "clone"), Path(closed_to_others, "hidden")
+        monkeypatch.setattr(_containers, "_NEEDED", (clone, clone / ".venv"))
+        for folder in (clone / ".venv", hidden):
+            folder.mkdir(parents=True)
+        (clone / ".venv" / "file").touch()
+        for container in (Container(read_only=True), Container(user=12345), Container(user=12345, read_only=True)):
+            script = f"ls .venv; ls {hidden.parent}; touch file"
+            done = hosts[0].run(
+                container.command(["sh", "-c", script]), cwd=clone, capture_output=True, text=True, check=False
+            )
+            assert done.stdout.split() == ["file", "clone"], done.stderr
+            assert "Read-only file system" in done.stderr
 
 
 def test_a_container_whose_program_is_killed_says_so(running: tuple[subprocess.Popen, int]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import sys
 import time
 import uuid
 from collections.abc import Collection, Iterator, Sequence
@@ -17,6 +18,10 @@ DEFAULT_CAPABILITIES = (
     *("setfcap", "setgid", "setpcap", "setuid", "sys_chroot"),
 )
 
+# What programs need of this machine's files, wherever it lies.
+_NEEDED = (Path(__file__).resolve().parents[3], Path(sys.prefix))
+
+_TMP = Path("/tmp")
 _CGROUPS = Path("/sys/fs/cgroup")
 _PERIOD_US = 100_000
 
@@ -74,9 +79,10 @@ class Container:
             ]
             if self.read_only:
                 set_up.append(f"mount -o remount,ro {Path.home()}")
+        if self.user != 0 or self.read_only:
+            set_up += _new_tmp()
         if self.read_only:
-            # With a tmpfs of its own before, since nothing can be mounted from there after.
-            set_up += ["mount -t tmpfs -o mode=1777 tmp /tmp", "mount -o remount,bind,ro /"]
+            set_up.append("mount -o remount,bind,ro /")
         if self.init and self.pid == "private":
             set_up.append(f"echo {self.first_pid - 1} > /proc/sys/kernel/ns_last_pid")
         capabilities = ",".join(["-all", *(f"+{name}" for name in sorted(self.capabilities))])
@@ -95,6 +101,28 @@ class Container:
         first = 'setpriv --pdeathsig KILL sh -euc "$0" - "$@"; exit $?'
         start = ["sh", "-euc", f'{join}exec "$@"', "-", "unshare", *spaces, "sh", "-uc", first]
         return [*start, "; ".join(set_up), *program]
+
+
+def _new_tmp() -> list[str]:
+    """Commands that mount an empty ``/tmp``, in which nothing is found but those of the needed folders that lie there.
+
+    Anybody may enter the folders above them, such as that of ``mktemp -d``.
+    """
+    kept = [folder for folder in _NEEDED if _TMP in folder.parents]
+    kept = [folder for folder in kept if not set(kept) & set(folder.parents)]
+    # Open files lead to the folders once they are covered. A mount from one must not look for its path.
+    files = list(enumerate(kept, 5))
+    commands = [f"exec {file}< {folder}" for file, folder in files]
+    commands.append("mount -t tmpfs -o mode=1777 tmp /tmp")
+    for file, folder in files:
+        commands += [
+            f"mkdir -p {folder}",
+            f"mount --no-canonicalize --bind /proc/self/fd/{file} {folder}",
+            f"mount -o remount,bind,ro {folder}",
+            f"exec {file}<&-",
+        ]
+    # The current folder may have been covered too.
+    return [*commands, 'cd "$PWD"'] if kept else commands
 
 
 @contextlib.contextmanager
