@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -79,3 +80,15 @@ def test_prometheus_has_a_metric_for_each_field_that_has_a_kind() -> None:
         "torch_ucx_rpc_call_duration_seconds_sum",
         "torch_ucx_rpc_window_limit_bytes",
     } <= {name for name, _ in samples}
+
+
+def test_the_dashboard_asks_for_metrics_that_there_are() -> None:
+    dashboard = json.loads((PAGE.parent / "assets" / "grafana_dashboard.json").read_text(encoding="utf-8"))
+    expressions = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+    expressions += [variable.get("definition", "") for variable in dashboard["templating"]["list"]]
+    asked = {name for text in expressions for name in re.findall(r"torch_ucx_rpc_\w+", text)}
+    now = snapshot()
+    assert asked <= {sample.name for family in _Collector(lambda: now).collect() for sample in family.samples}
+    assert len(asked) > 15
+    labels = {label for text in expressions for by in re.findall(r"by \(([^)]*)\)", text) for label in by.split(", ")}
+    assert labels == {"worker", "peer", "le"}
