@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
+import resource
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -17,7 +19,8 @@ import torch
 import torch_ucx_rpc
 from _torch_ucx_rpc_cli import ExitCode, main
 from torch_ucx_rpc import _native
-from torch_ucx_rpc._cli import info
+from torch_ucx_rpc._bootstrap.site_settings import Problem
+from torch_ucx_rpc._cli import _ucx_facts, info
 
 PACKAGE = Path(torch_ucx_rpc.__file__).parent
 EXTENSION = f"_C{sysconfig.get_config_var('EXT_SUFFIX')}"
@@ -110,17 +113,15 @@ def test_devices_that_leave_out_the_way_to_rank_0_are_a_problem(monkeypatch: pyt
 def test_infiniband_that_ucx_cannot_use_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(info.network, "active_ports", lambda: ["mlx5_0:1"])
     monkeypatch.setattr(info.network, "has_verbs", lambda path: False)
-    monkeypatch.setattr(info.resource, "getrlimit", lambda limit: (65536, 65536))
+    monkeypatch.setattr(resource, "getrlimit", lambda limit: (65536, 65536))
     text = problems(info.collect())
     assert "this UCX is built without verbs -> use conda's UCX" in text
     assert "only 64 KiB of memory may be locked" in text
 
 
 def test_little_shared_memory_and_few_files_are_problems(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        info.shutil, "disk_usage", lambda path: info.shutil._ntuple_diskusage(64 << 20, 1 << 20, 63 << 20)
-    )
-    monkeypatch.setattr(info.resource, "getrlimit", lambda limit: (1024, 1 << 20))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(64 << 20, 1 << 20, 63 << 20))
+    monkeypatch.setattr(resource, "getrlimit", lambda limit: (1024, 1 << 20))
     text = problems(info.collect())
     assert "shared memory is small: 63 MiB free in /dev/shm" in text
     assert "--shm-size=1g" in text
@@ -142,11 +143,8 @@ def test_little_shared_memory_and_few_files_are_problems(monkeypatch: pytest.Mon
 def test_a_ucx_for_another_cuda_than_torchs_is_a_problem(
     monkeypatch: pytest.MonkeyPatch, wheels: set[str], cuda: str | None, complaint: str | None, cure: str
 ) -> None:
-    version = info._version
-    monkeypatch.setattr(
-        info, "_version", lambda name: "1" if name in wheels else None if "ucx-" in name else version(name)
-    )
-    monkeypatch.setattr(info, "_source", lambda path: info._WHEEL)
+    monkeypatch.setattr(_ucx_facts, "version_of", lambda name: "1" if name in wheels else None)
+    monkeypatch.setattr(_ucx_facts, "_source", lambda path: _ucx_facts._WHEEL)
     monkeypatch.setattr(torch.version, "cuda", cuda)
     found = [p for p in info.collect().problems if "libucx-cu" in p.problem]
     assert [(complaint in p.problem, cure in p.cure, p.is_fatal) for p in found] == (
@@ -157,13 +155,13 @@ def test_a_ucx_for_another_cuda_than_torchs_is_a_problem(
 def test_strict_has_an_exit_code_for_problems_that_are_not_fatal(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    problem = info.Problem("a problem", "its cure")
+    problem = Problem("a problem", "its cure")
     for problems, code, strict in (([], 0, 0), ([problem], 0, ExitCode.WARNINGS)):
         monkeypatch.setattr(info, "collect", lambda problems=problems: info.Report(problems=problems))
         assert main(["info"]) == code
         assert main(["info", "--strict"]) == strict
         assert main(["info", "--strict", "--json"]) == strict
-    fatal = info.Problem("a problem", "its cure", is_fatal=True)
+    fatal = Problem("a problem", "its cure", is_fatal=True)
     monkeypatch.setattr(info, "collect", lambda: info.Report(problems=[problem, fatal]))
     assert main(["info", "--strict"]) == main(["info"]) == ExitCode.BROKEN
 

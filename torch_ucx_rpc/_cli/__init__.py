@@ -1,11 +1,14 @@
 """The commands of ``torch-ucx-rpc``; `_torch_ucx_rpc_cli` has their arguments and exit codes.
 
-* ``run``          starts the workers of a job
-* ``info``         tells what is installed and what the machine offers
-* ``check``        lets workers call each other
-* ``top``          watches a running job
-* ``_job``         the part of a job that is on this machine, for ``run``
-* ``_output``      what ``run``'s workers write
-* ``_console``     tables, progress and units
-* ``_ucx_probe``   asks UCX in a process of its own, for ``info``
+* ``run``            starts the workers of a job
+* ``info``           tells what is installed and what the machine offers
+* ``check``          lets workers call each other
+* ``top``            watches a running job
+* ``_job``           the part of a job that is on this machine, for ``run``
+* ``_output``        what ``run``'s workers write
+* ``_report``        facts and problems, for ``info``
+* ``_ucx_facts``     the section of ``info`` about UCX
+* ``_ucx_probe``     asks UCX in a process of its own
+* ``_machine_facts`` the section of ``info`` about the machine
+* ``_console``       tables, progress and units
 """

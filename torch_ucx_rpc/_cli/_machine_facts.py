@@ -1,0 +1,86 @@
+"""The section of ``info`` about the machine: cores, memory, limits, and the container around it."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import platform
+import resource
+import shutil
+import socket
+import subprocess
+from pathlib import Path
+
+from torch_ucx_rpc._cli._report import Report
+
+_MIB = 1 << 20
+
+# Below these limits, jobs fail that run elsewhere. A Docker container has 64 MiB of shared memory.
+_LEAST_SHARED_MEMORY = 256 * _MIB
+_LEAST_FILES = 4096
+
+
+def add_machine(report: Report) -> None:
+    """Look at this machine."""
+    shared = shutil.disk_usage("/dev/shm") if Path("/dev/shm").exists() else None
+    files, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
+    locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    report.add(
+        "machine",
+        host=socket.gethostname(),
+        system=platform.platform(),
+        cores_for_this_process=len(os.sched_getaffinity(0)),
+        container=_container(),
+        shared_memory="no /dev/shm" if shared is None else f"{_mib(shared.free)} free of {_mib(shared.total)}",
+        open_files=f"{files} (can be raised to {most_files})",
+        locked_memory="unlimited" if locked == resource.RLIM_INFINITY else f"{locked // 1024} KiB",
+        reading_other_processes=_reading_other_processes(),
+        interfaces=[name for _, name in socket.if_nameindex()],
+    )
+    if shared is None or shared.free < _LEAST_SHARED_MEMORY:
+        report.complain(
+            f"shared memory is small: {_mib(0 if shared is None else shared.free)} free in /dev/shm, in which workers "
+            f"of one host talk to each other",
+            "in a container: --shm-size=1g, or --ipc=host; in Kubernetes an emptyDir with medium: Memory at /dev/shm; "
+            "otherwise remove what is left over in /dev/shm",
+        )
+    if files < _LEAST_FILES:
+        report.complain(
+            f"a process may open {files} files, and each worker needs some for each peer it talks to over TCP",
+            f"ulimit -n {min(65536, most_files) if most_files > 0 else 65536} before starting the workers",
+        )
+
+
+def _container() -> str | None:
+    if Path("/.dockerenv").exists():
+        return "Docker"
+    if Path("/run/.containerenv").exists():
+        return "Podman"
+    if "KUBERNETES_SERVICE_HOST" in os.environ:
+        return "Kubernetes"
+    return os.environ.get("container")  # noqa: SIM112 - systemd's, which is lower case
+
+
+def _reading_other_processes() -> str:
+    """Whether UCX could use its transport cma here. The agent works without it."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    nothing = (ctypes.c_size_t * 2)(0, 1)
+    with subprocess.Popen(["sleep", "60"]) as other:
+        # Nothing is at address 0, but the kernel checks the permission first.
+        libc.process_vm_readv(other.pid, nothing, 1, nothing, 1, 0)
+        answer = "allowed" if ctypes.get_errno() == errno.EFAULT else f"refused, {os.strerror(ctypes.get_errno())}"
+        other.kill()
+    scope = _read(Path("/proc/sys/kernel/yama/ptrace_scope")) or "none"
+    return f"{answer} (ptrace_scope: {scope}); cma is not used, so either will do"
+
+
+def _mib(size: int) -> str:
+    return f"{size // _MIB} MiB"
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:
+        return ""
