@@ -85,10 +85,10 @@ def wide(text: str) -> list[str]:
 
 
 def says_why_it_is_long(text: str) -> bool:
-    """Whether the comment at the top has a sentence such as "Long: a table that is searched, not read."."""
-    top = re.match(r"(?://[^\n]*\n)*", text)
-    reason = re.search(r"\bLong:(.*)", comments_of_cpp(top[0]) if top else "", re.DOTALL)
-    return reason is not None and len(reason[1].split()) >= 5
+    """Whether the comment or docstring at the top has a sentence such as "Long: a table that is searched."."""
+    top = re.match(r'(?://[^\n]*\n)+|"""(?:[^"]|"(?!""))*"""', text)
+    reason = re.search(r"\bLong:([^\n]*(?:\n[^\n]+)*)", top[0] if top else "")
+    return reason is not None and len(re.findall(r"[\w,;.']+", reason[1])) >= 5
 
 
 def lines_by_folder(lines: dict[str, int]) -> Counter[str]:
@@ -126,10 +126,11 @@ def test_sentences_in_comments_have_subjects() -> None:
 
 
 def test_a_long_source_says_why() -> None:
+    texts = {path: read(path) for path in sources(ROOT / "torch_ucx_rpc")}
     found = [
-        f"{file}: {count} lines, and no comment at the top says why"
-        for file, count in lines_of_csrc().items()
-        if count > LONGEST_SOURCE and not says_why_it_is_long(read(CSRC / file))
+        f"{path.relative_to(ROOT)}: {len(text.splitlines())} lines, and nothing at the top says why"
+        for path, text in texts.items()
+        if len(text.splitlines()) > LONGEST_SOURCE and not says_why_it_is_long(text)
     ]
     assert not found, "\n" + "\n".join(found)
 
@@ -197,6 +198,9 @@ def test_a_long_source_has_to_say_why_at_its_top() -> None:
     assert not says_why_it_is_long("// The bindings. Long: a list.\n\nint a;\n")
     assert not says_why_it_is_long("int a;\n// Long: one list that is searched, not read.\n")
     assert not says_why_it_is_long("// The bindings, which make one list.\n")
+    assert says_why_it_is_long('"""A module.\n\nLong: one list that is\nsearched, not read.\n"""\n')
+    assert not says_why_it_is_long('"""A module.\n\nLong: a list.\n"""\n# which is searched, not read\n')
+    assert not says_why_it_is_long('"""A module."""\n\n"""Long: one list that is searched, not read."""\n')
 
 
 def test_a_large_folder_is_found() -> None:

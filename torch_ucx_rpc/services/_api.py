@@ -1,4 +1,7 @@
-"""The public functions but for the calls themselves."""
+"""The public functions but for the calls themselves.
+
+Long: one list of functions, most of whose lines document them.
+"""
 
 # mypy: allow-untyped-calls
 

@@ -4,6 +4,8 @@ A call is one request to one replica. All that is known of a name for calling it
 first call and thrown away when an offer of that name changes. With one replica a call does nothing but look up the
 route and invoke; with several it takes the one with the fewest calls of this worker that are not answered yet, and of
 those with as few the one whose turn it is.
+
+Long: both sides of a call and its repetition, in the order in which they happen.
 """
 
 # mypy: allow-untyped-calls, allow-untyped-decorators

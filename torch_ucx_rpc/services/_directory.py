@@ -22,6 +22,8 @@ of an end: there a worker drops the names of one to which a call has failed.
 
 A lookup is that of a dict. Only for a name that is not in it the decider is asked, once: the announcement may still be
 under way.
+
+Long: the argument above is about one class, and reads beside all of it.
 """
 
 # mypy: allow-untyped-calls, allow-untyped-decorators
