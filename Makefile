@@ -14,7 +14,8 @@
 #   PART=first          of gpu-check: first, and then second; or rehearse-all, without a GPU
 #   STEPS=              of that part; without any, all
 #   TORCHES=            versions of torch for the matrix; without any, the oldest supported and PyPI's newest
-#   PYTHONS=            versions of Python for the wheels; without any, those of setup.cfg that are on PATH
+#   PYTHONS=            versions of Python for the wheels, by default those of setup.cfg on PATH; paths for the matrix
+#   VERB=test           what the matrix makes
 #   PACKAGES_URL=       address of the wheels for the index; without any, it lies beside them
 #
 # pip's own variables work too: PIP_EXTRA_INDEX_URL, for one, with TORCH=2.13.0+cpu.
@@ -175,9 +176,9 @@ gpu-rehearse: build $(VENV)/.extra-test ## The ways of gpu-check without a GPU, 
 fresh: ## The README's commands in a bare Debian or Ubuntu, made for this and removed after; needs root and mmdebstrap
 	@tools/fresh.sh
 
-matrix: ## Build and test with several versions of torch, each in a copy of its own
+matrix: ## Build and test with several versions of torch, and of Python, each in a copy of its own
 	@test -x $(VENV)/bin/pip || $(PYTHON) -m venv $(VENV)
-	@$(PY) tools/matrix.py $(TORCHES)
+	@$(PY) tools/matrix.py $(TORCHES) $(if $(PYTHONS),--python $(PYTHONS)) $(if $(VERB),--verb $(VERB))
 
 BENCH_PEERS := .venv-peers
 

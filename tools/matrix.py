@@ -1,18 +1,20 @@
 """Builds and tests the project for one torch after the other, each in a copy of the sources of its own.
 
-    make matrix                                 the oldest torch that setup.cfg allows, and PyPI's newest
-    make matrix TORCHES="2.11.0 2.13.0"         these
+    make matrix                                             the oldest torch that setup.cfg allows, and PyPI's newest
+    make matrix TORCHES="2.11.0 2.13.0"                     these
+    make matrix TORCHES=2.14.1 PYTHONS="3.10 /opt/bin/python3.14"     with each of these Pythons: on PATH, or a path
 
 A copy each, since the extension is compiled into the source tree: for another torch it would replace the one there.
-The copies, build/matrix/<version>, have their environments inside and stay for the next run: a CUDA build of torch,
-which PyPI's are, takes several gigabytes. `make clean` removes them. What make printed is in build/matrix/<version>.log
-beside them.
+The copies, build/matrix/<version>-<python>, have their environments inside and stay for the next run: a CUDA build of
+torch, which PyPI's are, takes several gigabytes. `make clean` removes them. What make printed is in a file of the same
+name and the ending .log beside them.
 """
 
 from __future__ import annotations
 
 import argparse
 import filecmp
+import itertools
 import re
 import shutil
 import subprocess
@@ -58,15 +60,30 @@ def copy_sources(destination: Path) -> None:
     copied.write_text("".join(f"{file}\n" for file in sorted(files)))
 
 
-def run(version: str, verb: str) -> tuple[bool, str]:
+def interpreter(python: str) -> str:
+    """The path of 3.12, which is looked for on PATH, or of what is a path already."""
+    path = shutil.which(python if "/" in python else f"python{python}")
+    if path is None:
+        sys.exit(f"torch_ucx_rpc: there is no {python if '/' in python else f'python{python} on PATH'}")
+    return path
+
+
+def name_of(path: str) -> str:
+    """3.12.1, as the interpreter itself says."""
+    asked = [path, "-c", "import platform; print(platform.python_version())"]
+    return subprocess.run(asked, stdout=subprocess.PIPE, text=True, check=True).stdout.strip()
+
+
+def run(version: str, python: str, verb: str) -> tuple[bool, str]:
     """Whether make was content, and what the tests said last."""
-    folder = MATRIX / version
+    name = f"{version}-{name_of(python)}"
+    folder = MATRIX / name
     copy_sources(folder)
-    log = MATRIX / f"{version}.log"
-    print(f"torch {version}: make {verb} in {folder}, output in {log}", flush=True)
+    log = MATRIX / f"{name}.log"
+    print(f"torch {version}, {python}: make {verb} in {folder}, output in {log}", flush=True)
     with log.open("w") as output:
         made = subprocess.run(
-            ["make", "--no-print-directory", verb, f"TORCH={version}", "VENV=.venv"],
+            ["make", "--no-print-directory", verb, f"TORCH={version}", f"PYTHON={python}", "VENV=.venv"],
             cwd=folder,
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -79,16 +96,19 @@ def run(version: str, verb: str) -> tuple[bool, str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("versions", nargs="*", help="of torch; without any, the oldest and the newest")
+    parser.add_argument("--python", nargs="*", default=[], help="3.12, or a path; without any, this one")
     parser.add_argument("--verb", default="test", help="what to make; test is the default")
     arguments = parser.parse_args()
     versions = arguments.versions or [build_environment.dotted(build_environment.oldest_torch()) + ".0", newest_torch()]
 
     lines = []
-    for version in versions:
+    pythons = [interpreter(python) for python in arguments.python] or [getattr(sys, "_base_executable", sys.executable)]
+    for version, python in itertools.product(versions, pythons):
         started = time.monotonic()
-        passed, closing = run(version, arguments.verb)
+        passed, closing = run(version, python, arguments.verb)
         minutes = (time.monotonic() - started) / 60
-        lines.append(f"{version:<14} {'passed' if passed else 'FAILED'}   {minutes:5.1f} min   {closing}")
+        result = "passed" if passed else "FAILED"
+        lines.append(f"{version:<14} Python {name_of(python):<8} {result}   {minutes:5.1f} min   {closing}")
         print(lines[-1], flush=True)
     print("", *lines, sep="\n")
     sys.exit(any("FAILED" in line for line in lines))
