@@ -1,4 +1,4 @@
-"""What of all that happened must not have happened: `judge`."""
+"""`judge`: what happened in a run and must not have happened."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Finding:
 
 @dataclasses.dataclass(frozen=True)
 class Judgement:
-    """What came of the calls of a run: why those failed that did, and what cannot be explained."""
+    """The outcome of a run: the reasons of the calls that failed, and the findings that have no reason."""
 
     findings: list[Finding]
     reasons: dict[str, int]
@@ -67,13 +67,13 @@ def judge(
     timeline: Iterable[dict[str, Any]],
     heartbeat_limit: float,
 ) -> Judgement:
-    """Hold what the workers have written down against what was done to them.
+    """Compare the journals of the workers with the misfortunes that struck them.
 
     Args:
         calls: entries of all journals, as of `read_calls`.
         events: of all journals, as of `read_events`.
         timeline: of `Chaos`.
-        heartbeat_limit: of the workers, in seconds; nobody is lost by a cut that is shorter.
+        heartbeat_limit: of the workers, in seconds; a shorter cut loses nobody.
     """
     events, timeline = list(events), list(timeline)
     history = _History(events, timeline, heartbeat_limit)

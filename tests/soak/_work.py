@@ -205,7 +205,7 @@ class Call:
 
 
 class Caller:
-    """A thread that makes calls of all kinds until it is told to stop; what it has begun it waits for."""
+    """A thread that makes calls of all kinds until it is stopped, and then waits for the calls that it has begun."""
 
     def __init__(self, journal: Journal, seed: str) -> None:
         self._journal = journal

@@ -128,6 +128,6 @@ def _infiniband(report: Report, transports: dict[str, list[str]], path: Path) ->
     limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if active and limit != resource.RLIM_INFINITY:
         report.complain(
-            f"only {limit // 1024} KiB of memory may be locked, which InfiniBand has to do with all that it sends",
+            f"only {limit // 1024} KiB of memory may be locked, and InfiniBand locks all memory that it sends",
             "ulimit -l unlimited (in /etc/security/limits.conf: memlock; in a container: --ulimit memlock=-1)",
         )

@@ -2,7 +2,7 @@
 
 * ``statistics``  `statistics`, and the snapshot that it returns
 * ``lost``        `on_lost`, a callback for the end of other workers
-* ``life``        one life of this worker, and what the libraries keep for so long
+* ``life``        one life of this worker, and objects of the libraries that last as long
 * ``prometheus``  serves a snapshot to Prometheus, over HTTP
 * ``socket``      serves a snapshot to ``python -m torch_ucx_rpc top``, over a Unix socket
 """

@@ -1,4 +1,4 @@
-"""The inside of a worker: what each process of a job is told, and what it does with it."""
+"""The inside of a worker process of a job: its instructions, and how it carries them out."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ACCEPTED_WARNINGS = (
     "Sparse CSR tensor support is in beta state",
     "Sparse invariant checks are implicitly disabled",
 )
-# What these packages warn of while they are imported or used is theirs: a pattern of the module that is told of.
+# Warnings of these packages, while they are imported or used, are accepted: patterns of the modules that they name.
 FOREIGN_MODULES = r"(cuda|cupy|cupyx|cupy_backends|numba|numba_cuda|rmm)(\..*)?$"
 
 

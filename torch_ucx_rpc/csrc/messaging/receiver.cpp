@@ -338,7 +338,7 @@ void Receiver::finishIfDone(Entry receiving) {
     starting_.push_back(receiving);
     return;
   }
-  if (receiving->isDropped) { // dropPeer() has told of it
+  if (receiving->isDropped) { // dropPeer() has added its event
     forget(receiving);
     return;
   }

@@ -104,7 +104,7 @@ void PeerMonitor::connectLifelineWithWorkerLock(Peer& peer) {
   const std::vector<std::string> lanes = messenger_.transport().lanes(*peer.endpoint);
   const auto isTcp = [](const std::string& lane) { return lane.starts_with("tcp/"); };
   if (std::any_of(lanes.begin(), lanes.end(), isTcp)) {
-    return; // UCX tells of the end of a TCP connection
+    return; // UCX reports the end of a TCP connection
   }
   lifelines_.connect(peer.member(), [this, &peer] {
     if (lifetime_.isClosed() || !peer.isThere()) {

@@ -141,8 +141,8 @@ class LoopbackTransport final : public Transport {
     }
   }
 
-  // A callback may throw: each thing is taken out before it is told, and what is left is told the next time. What
-  // callbacks bring about waits for the next time, too.
+  // A callback may throw. So each item is taken out before its callback runs, and the next call handles the rest. Items
+  // that callbacks bring about also wait for the next call.
   unsigned progress() override {
     size_t completedBefore = 0;
     size_t arrivedBefore = 0;

@@ -5,8 +5,8 @@
 
 namespace torch_ucx_rpc {
 
-// While the listener is told, the descriptor is UCX's. What the listener does with the handle meanwhile decides whether
-// UCX keeps the descriptor (endAnnouncement).
+// While the listener's callback runs, the descriptor is UCX's. If the listener releases the handle there, UCX keeps the
+// descriptor; otherwise this list owns it (endAnnouncement).
 UcpRendezvous* UcpRendezvousList::announce(void* descriptor) noexcept {
   auto* rendezvous = new (std::nothrow) UcpRendezvous{descriptor, nullptr, first_};
   if (rendezvous == nullptr) {
