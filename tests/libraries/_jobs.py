@@ -118,13 +118,25 @@ def small_model(seed: int = 0) -> nn.Sequential:
 
 
 def reference_step(
-    model: Callable[..., Any], loss: Callable[..., torch.Tensor], chunks: int, *args: torch.Tensor, target: torch.Tensor
+    model: Callable[..., Any],
+    loss: Callable[..., torch.Tensor],
+    chunks: int,
+    *args: torch.Tensor,
+    target: torch.Tensor,
+    last_first: bool = False,
 ) -> torch.Tensor:
-    """What a step is in one process: the same micro-batches, one after the other."""
+    """What a step is in one process: the same micro-batches, one after the other. With ``last_first`` all go forward
+    and then come back from the last one on."""
     total = torch.zeros(())
+    waiting = []
     parts = zip(*(one.tensor_split(chunks) for one in (*args, target)), strict=True)
     for *inputs, wanted in parts:
         one = loss(model(*inputs), wanted)
-        (one / chunks).backward()
         total = total + one.detach()
+        if last_first:
+            waiting.append(one)
+        else:
+            (one / chunks).backward()
+    for one in reversed(waiting):
+        (one / chunks).backward()
     return total / chunks

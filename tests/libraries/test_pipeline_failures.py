@@ -246,6 +246,92 @@ def test_a_spare_takes_over_and_all_losses_are_those_of_an_undisturbed_run(tmp_p
     assert len(set(undisturbed)) == 10
 
 
+def recall(folder: str, kill_after: int | None) -> list[float]:
+    """Whatever a step depends on changes after the save, and the loss is met where it is another."""
+    spares = ["worker3"] if kill_after is not None else []
+    pipe = make_pipe(small_model(), spares=spares)
+    early = pipe.optimizer(torch.optim.SGD, lr=0.3)
+    pipe.save(folder)
+    late = pipe.optimizer(torch.optim.AdamW, lr=0.01)
+    generator = torch.Generator().manual_seed(3)
+    losses = []
+    for number in range(6):
+        x, y = torch.randn(8, 8, generator=generator), torch.randn(8, 4, generator=generator)
+        if number == 1:
+            pipe.load_state_dict(small_model(5).state_dict())
+        if number == 2:
+            next(iter(pipe.parameters())).requires_grad_(False)
+        if number == 4:
+            pipe.requires_grad_(True)
+        if number == kill_after:
+            pipe.synchronize()
+            kill("worker2")
+        if number % 2:
+            with torch.autocast("cpu", torch.bfloat16):
+                losses.append(pipe.step(x, target=y).item())
+        else:
+            losses.append(pipe.step(x, target=y).item())
+        for optimizer in (early, late):
+            optimizer.step()
+        early.zero_grad()
+    pipe.synchronize()
+    return losses
+
+
+def test_what_is_done_again_is_done_under_the_same_circumstances(tmp_path):
+    undisturbed = drive(recall, 3, str(tmp_path / "a"), None)
+    for kill_after in (2, 4, 5):
+        disturbed = drive_with_deaths(recall, 4, (2,), str(tmp_path / f"{kill_after}"), kill_after)
+        assert disturbed == undisturbed, kill_after
+
+
+def hold_writing(seconds: float) -> None:
+    """A disk that takes its time."""
+    from torch_ucx_rpc.checkpoint import storage
+
+    write = storage.Writer.write_data
+
+    def slowly(self: Any, plan: Any, planner: Any) -> Any:
+        time.sleep(seconds)
+        return write(self, plan, planner)
+
+    storage.Writer.write_data = slowly  # type: ignore[method-assign]
+
+
+def lose_behind_a_save(folder: str, dying: str) -> None:
+    """A stage dies while a save is being written: it counts if it comes to its end, and else the one before does."""
+    pipe, model = make_pipe(small_model(), spares=["worker3"]), small_model()
+    mine, theirs = pipe.optimizer(torch.optim.AdamW, lr=0.1), torch.optim.AdamW(model.parameters(), lr=0.1)
+
+    def both() -> None:
+        x, y = torch.randn(8, 8), torch.randn(8, 4)
+        assert torch.equal(pipe.step(x, target=y), reference_step(model, F.mse_loss, 4, x, target=y))
+        for optimizer in (mine, theirs):
+            optimizer.step()
+            optimizer.zero_grad()
+
+    pipe.save(Path(folder, "first"))
+    both()
+    on("worker1", hold_writing, 0.5)
+    on("worker2", hold_writing, 0.0 if dying == "later" else 0.5)
+    future = pipe.save(Path(folder, "second"), asynchronous=True)
+    if dying == "later":
+        eventually(lambda: len(list(Path(folder, "second").glob("*.distcp"))) > 0, "the one that dies has written")
+        time.sleep(0.1)
+    kill("worker2")
+    both()
+    both()
+    assert future.done()
+    assert pipe.workers == ["worker1", "worker3"]
+    pipe.load()
+    assert Path(folder, "second", ".metadata").exists() == (future.exception() is None)
+
+
+@pytest.mark.parametrize("dying", ["while it writes", "later"])
+def test_a_loss_behind_an_asynchronous_save_goes_back_to_what_was_written(tmp_path, dying):
+    drive_with_deaths(lose_behind_a_save, 4, (2,), str(tmp_path), dying)
+
+
 def replace_by_hand(folder: str) -> None:
     from torch_ucx_rpc.pipeline import StageLostError
 
@@ -341,9 +427,9 @@ def refuse() -> None:
     model = small_model()
 
     def refused(kind: type[Exception], words: str, **options: Any) -> None:
-        workers = options.pop("workers", ("worker1", "worker2"))
+        options = {"model": model, "workers": ["worker1", "worker2"], "loss": F.mse_loss, "chunks": 4, **options}
         with pytest.raises(kind, match=words):
-            make_pipe(options.pop("model", model), workers, **options)
+            pipeline.DistributedPipeline(**options)
 
     refused(
         ValueError,
@@ -367,9 +453,17 @@ def refuse() -> None:
     refused(ValueError, r"'worker1' is given twice", workers=["worker1", "worker1"])
     refused(ValueError, r"'worker1' is given twice", spares=["worker1"])
     refused(ValueError, r"one worker at least", workers=[])
+    refused(ValueError, r"there is no worker 'x'\. The workers are: worker0", workers=["x"])
     refused(TypeError, r"and not by 3", workers=[3])
+    refused(TypeError, r"workers is a list of names, such as \['worker1'\]", workers="worker1")
+    refused(TypeError, r"a schedule is a name.*and not a NoneType", schedule=None)
     refused(ValueError, r"chunks must be a whole number", chunks=0)
     refused(TypeError, r"loss must be a function", loss=3)
+    refused(ValueError, r"the loss Linear has parameters.*put what has them into the model's last stage", loss=model[0])
+    normed = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(8, 8)), nn.Linear(8, 4))
+    refused(
+        PipelineError, r"(?s)stages \[0\] cannot be sent.*let the worker make the stage: pipeline\.Built", model=normed
+    )
     refused(TypeError, r"an nn\.Module or of a list of stages, and not of a str", model="model")
     refused(ValueError, r"the list has 1 stages, but the workers run 2", model=[model])
     refused(TypeError, r"stage 1 is a int", model=[model, 3])
@@ -407,6 +501,15 @@ def refuse() -> None:
     refused(
         ValueError,
         r"'iner' is no module of the model; did you mean 'inner'",
+        model=other,
+        split_spec=points,
+        sample=torch.ones(4, 8),
+    )
+
+    points = {"inner": 3}
+    refused(
+        ValueError,
+        r"split_spec has 3 for 'inner': give pipeline\.SplitPoint",
         model=other,
         split_spec=points,
         sample=torch.ones(4, 8),

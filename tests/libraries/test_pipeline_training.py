@@ -39,7 +39,9 @@ def assert_equal_states(pipe: Any, model: nn.Module) -> None:
         assert torch.equal(found[name], value), name
 
 
-def train_side_by_side(pipe: Any, model: nn.Module, steps: int = 3, chunks: int = 4, size: int = 8) -> None:
+def train_side_by_side(
+    pipe: Any, model: nn.Module, steps: int = 3, chunks: int = 4, size: int = 8, **order: bool
+) -> None:
     """Steps with AdamW in both; compares losses, gradients and in the end all values."""
     mine = pipe.optimizer(torch.optim.AdamW, lr=1e-2)
     theirs = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -47,7 +49,7 @@ def train_side_by_side(pipe: Any, model: nn.Module, steps: int = 3, chunks: int 
     for _ in range(steps):
         x, y = torch.randn(size, 8, generator=generator), torch.randn(size, 4, generator=generator)
         loss = pipe.step(x, target=y)
-        assert torch.equal(loss, reference_step(model, F.mse_loss, chunks, x, target=y))
+        assert torch.equal(loss, reference_step(model, F.mse_loss, chunks, x, target=y, **order))
         assert_equal_gradients(pipe, model)
         mine.step()
         mine.zero_grad()
@@ -61,7 +63,8 @@ def train_with_every_schedule() -> None:
         chunks = 2 if schedule is V_SHAPED else 4
         for rematerialize in (False, True):
             pipe = make_pipe(small_model(), schedule=schedule, chunks=chunks, rematerialize=rematerialize)
-            train_side_by_side(pipe, small_model(), chunks=chunks)
+            # Torch's runs the backwards from the last micro-batch on.
+            train_side_by_side(pipe, small_model(), chunks=chunks, last_first=schedule == "LoopedBFS")
             pipe.close()
 
 
@@ -204,6 +207,54 @@ def test_a_skip_over_stages_trains_in_1f1b_and_a_traced_model_evaluates():
     drive(train_skipping, 4)
 
 
+class Counting(nn.Module):
+    """A batch norm and a buffer that count, a write into a part of a tensor, and a layer that nothing runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.norm, self.last = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 4)
+        self.unused = nn.Linear(2, 2)
+        self.register_buffer("batches", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor, shift: torch.Tensor, *, factor: torch.Tensor) -> torch.Tensor:
+        normed = self.norm(self.first(x))
+        self.batches += 1
+        parts = torch.zeros_like(normed)
+        parts[:, 1:] = normed[:, 1:]
+        return self.last(parts * factor + shift)
+
+
+def train_counting() -> None:
+    from torch_ucx_rpc.pipeline import SplitPoint
+
+    x, shift, factor, y = torch.randn(8, 8), torch.randn(8, 8), torch.rand(8, 1), torch.randn(8, 4)
+    for rematerialize in (False, True):
+        given, model = Counting(), Counting()
+        pipe = make_pipe(
+            given,
+            split_spec={"last": SplitPoint.BEGINNING},
+            sample={"x": x, "shift": shift, "factor": factor},
+            rematerialize=rematerialize,
+        )
+        assert all(torch.equal(value, given.state_dict()[name]) for name, value in Counting().state_dict().items())
+
+        def call(x: torch.Tensor, shift: torch.Tensor, factor: torch.Tensor, model: nn.Module = model) -> torch.Tensor:
+            return model(x, shift, factor=factor)
+
+        for args, kwargs in (((x, shift), {}), ((x,), {"shift": shift}), ((), {"shift": shift, "x": x})):
+            loss = pipe.step(*args, target=y, factor=factor, **kwargs)
+            assert torch.equal(loss, reference_step(call, F.mse_loss, 4, x, shift, factor, target=y))
+        assert_equal_gradients(pipe, model)
+        assert_equal_states(pipe, model)
+        with pytest.raises(TypeError, match=r"forward\(x: .*too many positional arguments"):
+            pipe.step(x, x, shift, target=y, factor=factor)
+
+
+def test_a_traced_model_has_all_of_its_state_and_takes_arguments_by_name_or_place():
+    drive(train_counting, 3)
+
+
 class Giving(nn.Module):
     """Passes on a tensor, None, a number, and a dict with a tensor that wants no gradient."""
 
@@ -307,10 +358,15 @@ def with_norm_and_dropout() -> nn.Sequential:
     )
 
 
+def seed(value: int) -> None:
+    # Not torch.manual_seed itself: once torch._dynamo is loaded that is a wrapper, which pickle refuses.
+    torch.manual_seed(value)
+
+
 def gradients_and_state(rematerialize: bool) -> tuple[dict[str, Any], dict[str, Any], torch.Tensor]:
     pipe = make_pipe(with_norm_and_dropout(), balance=[4, 2], rematerialize=rematerialize)
     for worker in ("worker1", "worker2"):
-        on(worker, torch.manual_seed, 7)
+        on(worker, seed, 7)
     torch.manual_seed(2)
     loss = pipe.step(torch.randn(16, 8), target=torch.randn(16, 4))
     return pipe.gradients(), pipe.state_dict(), loss
@@ -455,6 +511,20 @@ def freeze() -> None:
     pipe.step(x, target=y)
     reference_step(model, F.mse_loss, 4, x, target=y)
     assert_equal_gradients(pipe, model)
+    # Some of them, as one does with any model; of tied ones in all stages.
+    for tied in (False, True):
+        make = tied_sequence if tied else small_model
+        pipe, model = make_pipe(make()), make()
+        for one in (pipe, model):
+            for name, parameter in one.named_parameters():
+                parameter.requires_grad_("bias" in name)
+        for schedule in (False, True):
+            for one in (pipe, model) if schedule else ():
+                for parameter in one.parameters():
+                    parameter.requires_grad_(True)
+            assert torch.equal(pipe.step(x, target=y), reference_step(model, F.mse_loss, 4, x, target=y))
+            assert_equal_gradients(pipe, model)
+    pipe, model = make_pipe(small_model()), small_model()
     other = small_model(1)
     pipe.load_state_dict(other.state_dict())
     assert_equal_states(pipe, other)

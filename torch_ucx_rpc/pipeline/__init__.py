@@ -41,6 +41,7 @@ On the driver:
 * ``tracing``    models that are no nn.Sequential, by torch's splitter
 * ``divide``     which layers make a stage
 * ``crew``       the workers: orders to all of them, and what came of each
+* ``calls``      one batch as the workers get it
 * ``engine``     a batch through the stages, as long as no worker is lost
 * ``recovery``   the same in spite of losses: spares, and the journal since the last checkpoint
 * ``function``   ``pipe(x)`` in autograd
@@ -51,8 +52,9 @@ On the driver:
 * ``table``      ``print(pipe)``
 * ``driver``     `DistributedPipeline`
 
-The way of one step: ``driver`` checks it, ``recovery`` guards it, ``engine`` divides the batch, ``crew`` sends an order
-to each worker, ``host`` takes it in turn, ``run`` carries out the row, ``stage`` computes, ``exchange`` passes on.
+The way of one step: ``driver`` checks it, ``recovery`` guards it, ``engine`` divides the batch into ``calls``. ``crew``
+sends an order to each worker, ``host`` takes it in turn, ``run`` carries out the row, ``stage`` computes, ``exchange``
+passes on.
 """
 
 from torch.distributed.pipelining import SplitPoint

@@ -5,21 +5,18 @@ from __future__ import annotations
 import copy
 import importlib
 import pickle
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 from torch._C._distributed_rpc import PyRRef
+from torch.distributed.rpc.internal import _internal_rpc_pickler
 
 from torch_ucx_rpc.pipeline.errors import PipelineError
 from torch_ucx_rpc.pipeline.wiring import StageSpec
 
-__all__ = ["Built", "evaluation_module", "on_worker", "share_evaluation_state", "skeleton"]
-
-
-# What pickle raises for what it cannot take, beside AttributeError and TypeError.
-PICKLING_ERRORS = pickle.PicklingError
+__all__ = ["Built", "evaluation_module", "on_worker", "share_evaluation_state", "skeleton", "travels"]
 
 
 class Built:
@@ -59,6 +56,15 @@ class Built:
         return _a_module(make(*self.args, **self.kwargs), repr(self))
 
 
+def travels(value: Any) -> bool:
+    """Whether RPC can pickle this."""
+    try:
+        _internal_rpc_pickler.serialize(value)  # type: ignore[no-untyped-call]
+    except Exception:
+        return False
+    return True
+
+
 def _a_module(made: Any, what: str) -> nn.Module:
     if not isinstance(made, nn.Module):
         raise TypeError(f"{what} must give an nn.Module, and gave a {type(made).__name__}")
@@ -74,9 +80,25 @@ def on_worker(spec: StageSpec, device: torch.device) -> nn.Module:
         made = _a_module(made.local_value(), "the RRef of a stage")
     elif isinstance(made, Skeleton):
         made = made.build(device)
+    _add(made, spec.unused)
     placed: nn.Module = made.to(device)
     _separate(placed, [tie.name for tie in spec.ties if tie.owner != spec.index])
     return placed
+
+
+def _add(module: nn.Module, tensors: Mapping[str, Any]) -> None:
+    """Give a module tensors by their full names. (A traced one loses on its way what it does not compute with.)"""
+    for full, tensor in tensors.items():
+        *path, name = full.split(".")
+        holder = module
+        for part in path:
+            if part not in holder._modules:
+                holder.add_module(part, nn.Module())
+            holder = holder.get_submodule(part)
+        if isinstance(tensor, nn.Parameter):
+            holder.register_parameter(name, tensor)
+        else:
+            holder.register_buffer(name, tensor)
 
 
 def _separate(module: nn.Module, names: Iterable[str]) -> None:
@@ -133,7 +155,13 @@ class Skeleton:
 
 def skeleton(module: Any) -> Any:
     """What can make a stage anew, once a checkpoint fills it."""
-    return Skeleton(module) if isinstance(module, nn.Module) else module
+    if not isinstance(module, nn.Module):
+        return module
+    try:
+        return Skeleton(module)
+    except RuntimeError:
+        # It has a tensor of autograd's, such as torch.nn.utils.weight_norm makes: that travels, but has no deep copy.
+        return module
 
 
 def materialized(module: nn.Module, device: torch.device) -> nn.Module:

@@ -12,6 +12,7 @@ from torch import nn
 from torch._C._distributed_rpc import _get_current_rpc_agent
 
 from torch_ucx_rpc.pipeline import host, table, trace
+from torch_ucx_rpc.pipeline.calls import Circumstances, circumstances
 from torch_ucx_rpc.pipeline.crew import Crew
 from torch_ucx_rpc.pipeline.divide import divide
 from torch_ucx_rpc.pipeline.engine import Engine
@@ -72,6 +73,15 @@ class DistributedPipeline:
             raise ValueError(f"chunks must be a whole number of micro-batches, 1 at least, and not {chunks!r}")
         if loss is not None and not callable(loss):
             raise TypeError(f"loss must be a function of the output and the target, and not a {type(loss).__name__}")
+        if isinstance(loss, nn.Module) and any(one.requires_grad for one in loss.parameters()):
+            raise ValueError(
+                f"the loss {type(loss).__name__} has parameters, which no optimizer of the pipeline would train: put "
+                f"what has them into the model's last stage, or freeze them with loss.requires_grad_(False)"
+            )
+        if isinstance(workers, str):
+            raise TypeError(f"workers is a list of names, such as [{workers!r}], and not a str")
+        if not isinstance(schedule, str):
+            raise TypeError(f'a schedule is a name, such as "1F1B", or a text, and not a {type(schedule).__name__}')
         places = [_place(worker) for worker in workers]
         spare_places = [_place(worker) for worker in spares]
         if not places:
@@ -147,7 +157,7 @@ class DistributedPipeline:
         """
         self._check_loss("step")
         scale = None if scaler is None else scaler.get_scale()
-        return self._recovery.do(Engine.step, args, kwargs, target, scale)
+        return self._recovery.do(Engine.step, self._around(), args, kwargs, target, scale)
 
     def _check_loss(self, name: str) -> None:
         if self._engine.loss is None:
@@ -158,7 +168,7 @@ class DistributedPipeline:
     def evaluate(self, *args: Any, target: Any = None, **kwargs: Any) -> torch.Tensor:
         """The loss of a batch, as `step` has it, without gradients. Call `eval` before and `train` after."""
         self._check_loss("evaluate")
-        return self._recovery.ask(Engine.evaluate, args, kwargs, target)
+        return self._forward(Engine.evaluate, args, kwargs, target)  # type: ignore[no-any-return]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output for a batch. In grad mode its backward works, once: it runs on the stages.
@@ -167,8 +177,16 @@ class DistributedPipeline:
         backward, so loops over the model work; what a call keeps on the workers goes with its output.
         """
         if torch.is_grad_enabled():
-            return call_with_autograd(self._engine, self._recovery, args, kwargs)
-        return self._recovery.ask(Engine.infer, args, kwargs)
+            return call_with_autograd(self._engine, self._recovery, self._around(), args, kwargs)
+        return self._forward(Engine.infer, args, kwargs)
+
+    def _forward(self, method: Callable[..., Any], *args: Any) -> Any:
+        # In training mode it draws random numbers and counts in batch norms: a repetition needs it too.
+        guard = self._recovery.do if self.training else self._recovery.ask
+        return guard(method, self._around(), *args)
+
+    def _around(self) -> Circumstances:
+        return circumstances(self._engine.parameters)
 
     # ---------------------------------------------------------------------------------------------------- the model
 
@@ -201,8 +219,10 @@ class DistributedPipeline:
         return self.train(False)
 
     def requires_grad_(self, requires_grad: bool = True) -> DistributedPipeline:
-        """As ``nn.Module.requires_grad_``: on all stages."""
-        self._engine.requires_grad_(requires_grad)
+        """As ``nn.Module.requires_grad_``: on all stages, from the next call on. For some there is
+        ``requires_grad_`` of what `named_parameters` returns."""
+        for parameter in self.parameters():
+            parameter.requires_grad_(requires_grad)
         return self
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -231,7 +251,7 @@ class DistributedPipeline:
         missing = sorted(self._engine.gather("state_dict").keys() - state_dict.keys())
         if missing:
             raise KeyError(f"the state lacks {', '.join(missing[:5])}{' and more' if len(missing) > 5 else ''}")
-        self._engine.order("load_state_dict", {"state": dict(state_dict)})
+        self._recovery.do(Engine.load_state_dict, dict(state_dict))
 
     def synchronize(self) -> None:
         """Return when the workers have done all that they have been told. Raises what went wrong meanwhile."""
@@ -276,7 +296,7 @@ class DistributedPipeline:
         """
         self._check_loss("trace")
         writer = trace.writer_of(path)
-        loss, events = self._recovery.do(Engine.recorded_step, args, kwargs, target)
+        loss, events = self._recovery.do(Engine.recorded_step, self._around(), args, kwargs, target)
         writer(path, events, [str(place) for place in self._engine.crew.places])
         return loss
 
@@ -308,6 +328,6 @@ def _place(worker: Any) -> tuple[str, str]:
     except Exception:
         names = [info.name for info in _get_current_rpc_agent().get_worker_infos()]
         raise ValueError(
-            f"there is no worker {name!r}{close_to(name, names)} The workers are: {', '.join(sorted(names))}."
+            f"there is no worker {name!r}{close_to(name, names) or '.'} The workers are: {', '.join(sorted(names))}."
         ) from None
     return name, device or "cpu"

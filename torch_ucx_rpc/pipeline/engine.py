@@ -6,7 +6,6 @@ workers send each other what the stages make of it, and the last one answers wit
 
 from __future__ import annotations
 
-import dataclasses
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -16,13 +15,13 @@ import torch.distributed.rpc as rpc
 from torch import nn
 
 from torch_ucx_rpc.pipeline import build, host, schedule
+from torch_ucx_rpc.pipeline.calls import Call, Circumstances, divided, packets
 from torch_ucx_rpc.pipeline.crew import Crew
 from torch_ucx_rpc.pipeline.errors import PipelineError
-from torch_ucx_rpc.pipeline.messages import HostConfig, Request
-from torch_ucx_rpc.pipeline.partition import Partition
+from torch_ucx_rpc.pipeline.messages import HostConfig
+from torch_ucx_rpc.pipeline.partition import Partition, lent_names
 from torch_ucx_rpc.pipeline.schedules import Schedules
-from torch_ucx_rpc.pipeline.values import Packet, batch_size, map_tensors, merge, pack, split
-from torch_ucx_rpc.pipeline.wiring import INPUT, StageSpec
+from torch_ucx_rpc.pipeline.values import Packet, merge
 
 __all__ = ["Engine", "RemoteOptimizer"]
 
@@ -41,25 +40,6 @@ class RemoteOptimizer(Protocol):
 
     def checkpoint_parts(self) -> list[Any]:
         """For `torch_ucx_rpc.checkpoint`: what each worker writes."""
-
-
-@dataclasses.dataclass
-class _Call:
-    """One batch through the stages, before it is divided among the workers. See `Request`."""
-
-    key: tuple[str, int]
-    rows: Sequence[schedule.Row]
-    micro_batches: int
-    inputs: list[Any] | None = None
-    targets: list[Any] | None = None
-    number: int | None = None
-    """None: that of its order."""
-    grad: bool = True
-    to_driver: bool = False
-    output_gradients: list[Any] | None = None
-    input_gradients: bool = False
-    scale: float | None = None
-    record: bool = False
 
 
 class Engine:
@@ -104,12 +84,13 @@ class Engine:
         self._sent_rows: set[tuple[int, Any]] = set()
         # It travels with the next call.
         self._zero_grad: bool | None = None
-        self._requires_grad: bool | None = None
         try:
             self.parameters = self._proxies(self._create(range(len(crew.places))))
         except BaseException:
             crew.close()
             raise
+        # What the workers know of which parameters want a gradient.
+        self._trained = self._trained_at_first = tuple(one.requires_grad for one in self.parameters.values())
         # What replaces a lost worker gets the structure from here, and the values from a checkpoint.
         for spec in self.specs:
             spec.module = build.skeleton(spec.module)
@@ -140,7 +121,9 @@ class Engine:
             )
             try:
                 calls.append((place, rpc.rpc_async(place.info, host.create, (config,), timeout=0)))
-            except (AttributeError, TypeError, build.PICKLING_ERRORS) as error:
+            except Exception as error:
+                if build.travels(config):
+                    raise PipelineError(f"worker {place.worker!r} cannot be reached: {error}") from error
                 raise PipelineError(
                     f"stages {self.crew.stages_of[row]} cannot be sent to worker {place.worker!r}: {error}. Modules "
                     f"and the loss are pickled: define them at the top of a module rather than in a function or as a "
@@ -159,8 +142,8 @@ class Engine:
 
     def _proxies(self, found: dict[int, Any]) -> dict[str, nn.Parameter]:
         made: dict[str, nn.Parameter] = {}
+        lent = lent_names(self.specs)
         for stage in sorted(found):
-            lent = {self.specs[stage].prefix + tie.name for tie in self.specs[stage].ties if tie.owner != stage}
             for name, shape, dtype, requires_grad in found[stage]:
                 if name not in lent:
                     made[name] = nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"), requires_grad)
@@ -200,97 +183,92 @@ class Engine:
         new = [place.is_new for place in crew.places]
         for optimizer in self.optimizers:
             crew.settle(crew.send("optimizer", [optimizer.description() if one else None for one in new]))
-        if self._requires_grad is not None:
-            crew.do("requires_grad", {"requires_grad": self._requires_grad})
+        self._trained = self._trained_at_first if self._trained == self._trained_at_first else ()
         for place in crew.places:
             place.is_new = False
 
     # -------------------------------------------------------------------------------------------------------- batches
 
-    def step(self, args: Any, kwargs: Any, target: Any, scale: float | None) -> torch.Tensor:
+    def step(self, around: Circumstances, args: Any, kwargs: Any, target: Any, scale: float | None) -> torch.Tensor:
         """Forward and backward of a batch: the mean of the micro-batches' losses. None for no target, or no scale."""
-        return self._step(args, kwargs, target, scale)[self.crew.worker_of[-1]]["loss"]  # type: ignore[no-any-return]
+        results = self._step(around, args, kwargs, target, scale)
+        return results[self.crew.worker_of[-1]]["loss"]  # type: ignore[no-any-return]
 
-    def recorded_step(self, args: Any, kwargs: Any, target: Any) -> tuple[torch.Tensor, list[Any]]:
+    def recorded_step(
+        self, around: Circumstances, args: Any, kwargs: Any, target: Any
+    ) -> tuple[torch.Tensor, list[Any]]:
         """The same, and for each row what it did when."""
-        results = self._step(args, kwargs, target, None, record=True)
+        results = self._step(around, args, kwargs, target, None, record=True)
         return results[self.crew.worker_of[-1]]["loss"], [result["events"] for result in results]
 
     def _step(
-        self, args: Any, kwargs: Any, target: Any, scale: float | None, record: bool = False
+        self,
+        around: Circumstances,
+        args: Any,
+        kwargs: Any,
+        target: Any,
+        scale: float | None,
+        record: bool = False,
     ) -> list[dict[str, Any]]:
-        count, inputs, targets = self._divide(args, kwargs, () if target is None else (target,))
+        count, inputs, targets = self._divided(args, kwargs, () if target is None else (target,))
         rows = self._schedules.of(count).rows
-        return self._run(_Call(("step", count), rows, count, inputs, targets, scale=scale, record=record))
+        call = Call(("step", count), rows, count, inputs, targets, scale=scale, record=record)
+        return self._run(call, around)
 
-    def evaluate(self, args: Any, kwargs: Any, target: Any) -> torch.Tensor:
+    def evaluate(self, around: Circumstances, args: Any, kwargs: Any, target: Any) -> torch.Tensor:
         """The loss of a batch without gradients."""
-        count, inputs, targets = self._divide(args, kwargs, () if target is None else (target,))
-        results = self._run(_Call(("forward", count), self._forward_rows(count), count, inputs, targets, grad=False))
-        return results[self.crew.worker_of[-1]]["loss"]  # type: ignore[no-any-return]
+        count, inputs, targets = self._divided(args, kwargs, () if target is None else (target,))
+        call = Call(("forward", count), self._forward_rows(count), count, inputs, targets, grad=False)
+        return self._run(call, around)[self.crew.worker_of[-1]]["loss"]  # type: ignore[no-any-return]
 
-    def infer(self, args: Any, kwargs: Any) -> Any:
+    def infer(self, around: Circumstances, args: Any, kwargs: Any) -> Any:
         """The output of a batch without gradients."""
-        _, _, packets = self.forward(args, kwargs, grad=False)
-        return merge([value for value, _ in packets])
+        _, _, outputs = self.forward(around, args, kwargs, grad=False)
+        return merge([value for value, _ in outputs])
 
-    def forward(self, args: Any, kwargs: Any, *, grad: bool) -> tuple[int, list[Any], list[Packet]]:
+    def forward(
+        self, around: Circumstances, args: Any, kwargs: Any, *, grad: bool
+    ) -> tuple[int, list[Any], list[Packet]]:
         """Number of the call, arguments and output of each micro-batch."""
-        count, inputs, _ = self._divide(args, kwargs, ())
-        number = self.crew.number
-        call = _Call(("forward", count), self._forward_rows(count), count, inputs, grad=grad, to_driver=True)
-        return number, inputs, self._run(call)[self.crew.worker_of[-1]]["outputs"]
+        count, inputs, _ = self._divided(args, kwargs, ())
+        call = Call(("forward", count), self._forward_rows(count), count, inputs, grad=grad, to_driver=True)
+        results = self._run(call, around)
+        return self.crew.number - 1, inputs, results[self.crew.worker_of[-1]]["outputs"]
 
     def backward(self, number: int, gradients: list[Any], input_gradients: bool) -> dict[int, Any]:
         """The way back of a call, with the gradients of its outputs by micro-batch; those of its inputs, by stage."""
         count = len(gradients)
         rows = schedule.backward_only(self.crew.worker_of, len(self.crew.places), count, last_first=True)
-        call = _Call(("backward", count), rows, count, number=number)
+        call = Call(("backward", count), rows, count, number=number)
         call.output_gradients, call.input_gradients = gradients, input_gradients
         found: dict[int, Any] = {}
-        for result in self._run(call):
+        for result in self._run(call, None):
             found.update(result.get("input_gradients", {}))
         return found
 
     def _forward_rows(self, count: int) -> Sequence[schedule.Row]:
         return schedule.forward_only(self.crew.worker_of, len(self.crew.places), count)
 
-    def _divide(self, args: Any, kwargs: Any, target: tuple[Any, ...]) -> tuple[int, list[Any], list[Any]]:
-        """How many micro-batches, their arguments, and the targets."""
-        if self.partition.bind is not None:
-            args, kwargs = self.partition.bind(args, kwargs)
-        size = batch_size((args, kwargs, target))
-        if size == 0:
-            raise ValueError("the batch is empty: a step needs one sample at least")
-        count = self.chunks if size is None else min(self.chunks, size)
-        return count, split((args, kwargs), count), split(target, count)
+    def _divided(self, args: Any, kwargs: Any, target: tuple[Any, ...]) -> tuple[int, list[Any], list[Any]]:
+        return divided(self.partition, self.chunks, args, kwargs, target)
 
-    def _run(self, call: _Call) -> list[dict[str, Any]]:
-        """Have all workers carry out a call; what each answers."""
+    def _run(self, call: Call, around: Circumstances | None) -> list[dict[str, Any]]:
+        """Have all workers carry out a call; what each answers. ``around`` is None for a way back, which has that of
+        its forward."""
         self.crew.check()
-        packets = {} if call.inputs is None else self._packets(call.inputs, grad=call.to_driver and call.grad)
-        autocast = tuple(
-            (device, torch.get_autocast_dtype(device))
-            for device in ("cpu", "cuda")
-            if torch.is_autocast_enabled(device)
-        )
+        if around is not None:
+            call.autocast = around.autocast
+            self._train_only(around.trained)
+        inputs = {} if call.inputs is None else packets(self.specs, call.inputs, grad=call.to_driver and call.grad)
         zero_grad, self._zero_grad = self._zero_grad, None
-        last = self.crew.worker_of[-1]
         requests = [
-            Request(
-                row_key=call.key,
-                row=None if (row, call.key) in self._sent_rows else call.rows[row],
-                call=self.crew.number if call.number is None else call.number,
-                micro_batches=call.micro_batches,
-                inputs={stage: packets[stage] for stage in stages if stage in packets},
-                targets=call.targets if row == last or call.targets is None else [],
-                grad=call.grad,
-                to_driver=call.to_driver,
-                output_gradients=call.output_gradients if row == last else None,
-                input_gradients=call.input_gradients,
-                autocast=autocast,
-                scale=call.scale,
-                record=call.record,
+            call.request(
+                row,
+                stages,
+                inputs,
+                is_last=row == self.crew.worker_of[-1],
+                is_known=(row, call.key) in self._sent_rows,
+                order=self.crew.number,
                 zero_grad=zero_grad,
             )
             for row, stages in enumerate(self.crew.stages_of)
@@ -299,14 +277,15 @@ class Engine:
         self._sent_rows.update((row, call.key) for row in range(len(requests)))
         return results
 
-    def _packets(self, inputs: list[Any], *, grad: bool) -> dict[int, list[Packet]]:
-        """What each stage needs of the batch. Gradients of it are for calls, which have someone to give them to."""
-        packets: dict[int, list[Packet]] = {}
-        for spec in self.specs:
-            if any(edge.source == INPUT for edge in spec.edges_in):
-                packed = [pack(_input_of(spec, one))[0] for one in inputs]
-                packets[spec.index] = packed if grad else [(map_tensors(torch.Tensor.detach, p), ()) for p, _ in packed]
-        return packets
+    def _train_only(self, trained: tuple[bool, ...]) -> None:
+        """Tell the workers which parameters want a gradient, where that has changed."""
+        if trained == self._trained:
+            return
+        self._flush()
+        wanted = dict(zip(self.parameters, trained, strict=True))
+        wanted.update({lent: wanted[owned] for lent, owned in lent_names(self.specs).items()})
+        self.crew.send_later("requires_grad", wanted)
+        self._trained = trained
 
     # ------------------------------------------------------------------------------------------------------ the model
 
@@ -335,13 +314,13 @@ class Engine:
             found.update(some)
         return found
 
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Values by the names of the undivided model, all of them."""
+        self.order("load_state_dict", {"state": state})
+
     def train(self, mode: bool) -> None:
         self.order("train", {"mode": mode})
         self.training = mode
-
-    def requires_grad_(self, requires_grad: bool) -> None:
-        self.order("requires_grad", {"requires_grad": requires_grad})
-        self._requires_grad = requires_grad
 
     def zero_grad(self, set_to_none: bool) -> None:
         """Travels with the next call."""
@@ -384,16 +363,13 @@ class Engine:
         self.synchronize()
         return state.model_parts(self.crew.places)
 
+    def make_optimizers(self, first: int) -> None:
+        """Make the optimizers from number ``first`` on anew: a checkpoint from before them knows nothing of them."""
+        for optimizer in self.optimizers[first:]:
+            self.order("optimizer", optimizer.description())
+
     def on_loaded(self) -> None:
         """The values of a checkpoint are in the stages now: let go of the gradients, and bring tied values along."""
         self._zero_grad = None
         self.order("zero_grad", {"set_to_none": True})
         self.order("set_values", {})
-
-
-def _input_of(spec: StageSpec, one: tuple[Any, Any]) -> Any:
-    if spec.arguments is None:
-        return one
-    items = next(edge.items for edge in spec.edges_in if edge.source == INPUT)
-    assert items is not None
-    return tuple(one[0][item] for item in items)

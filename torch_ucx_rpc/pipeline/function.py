@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from torch_ucx_rpc.pipeline.calls import Circumstances
 from torch_ucx_rpc.pipeline.engine import Engine
 from torch_ucx_rpc.pipeline.errors import PipelineError
 from torch_ucx_rpc.pipeline.recovery import Recovery
@@ -37,10 +38,10 @@ def _forget(reference: weakref.ref[Recovery], number: int) -> None:
         recovery.forget(number)
 
 
-def call_with_autograd(engine: Engine, recovery: Recovery, args: Any, kwargs: Any) -> Any:
+def call_with_autograd(engine: Engine, recovery: Recovery, around: Circumstances, args: Any, kwargs: Any) -> Any:
     """The output of a batch, on the way back of which the stages run theirs."""
     recovery.cannot_repeat()
-    number, inputs, packets = engine.forward(args, kwargs, grad=True)
+    number, inputs, packets = engine.forward(around, args, kwargs, grad=True)
     call = _Call(engine, recovery, number, packets)
     call.used = _used(engine, inputs[0])
     merged = merge([packet[0] for packet in packets])

@@ -12,7 +12,7 @@ from torch import nn
 from torch_ucx_rpc.pipeline.errors import PipelineError
 from torch_ucx_rpc.pipeline.wiring import Edge, StageSpec, Tie, edges_to
 
-__all__ = ["Partition", "StageInfo", "close_to", "connect", "parameter_count", "tie"]
+__all__ = ["Partition", "StageInfo", "close_to", "connect", "lent_names", "parameter_count", "tie"]
 
 
 @dataclasses.dataclass
@@ -66,6 +66,12 @@ def tie(specs: Sequence[StageSpec], named: Mapping[str, nn.Parameter]) -> None:
             for stage, name in by_stage.items():
                 specs[stage].ties += (Tie(number, name, owner, users),)
             number += 1
+
+
+def lent_names(specs: Sequence[StageSpec]) -> dict[str, str]:
+    """Of tied parameters: the full name in each stage that does not own it, and that in the stage which does."""
+    owned = {one.number: spec.prefix + one.name for spec in specs for one in spec.ties if one.owner == spec.index}
+    return {spec.prefix + one.name: owned[one.number] for spec in specs for one in spec.ties if one.owner != spec.index}
 
 
 def connect(specs: Sequence[StageSpec]) -> None:

@@ -29,6 +29,26 @@ class _Entry(NamedTuple):
     kwargs: dict[str, Any]
 
 
+class _Saved(NamedTuple):
+    """A checkpoint to begin from."""
+
+    path: str
+    optimizers: int
+    """How many there were."""
+
+
+class _Pending(NamedTuple):
+    """A checkpoint that will be the one to begin from, once it is written."""
+
+    saved: _Saved
+    written: Any
+    """Its future."""
+    journal: list[_Entry] | None
+    """What had been done since the checkpoint before."""
+    repeatable: bool
+    """Whether that could be done again."""
+
+
 class Recovery:
     """An engine that survives losses: its spares, its last checkpoint, and the journal since.
 
@@ -40,7 +60,9 @@ class Recovery:
         self._spares = list(spares)
         # None: there is nobody to play it back to.
         self._journal: list[_Entry] | None = [] if spares else None
-        self._saved: str | None = None
+        self._saved: _Saved | None = None
+        # A save whose files are still being written.
+        self._pending: _Pending | None = None
         self._repeatable = True
         self._playing = False
         self._forgotten: list[int] = []
@@ -82,6 +104,8 @@ class Recovery:
         if self._journal is not None and not self._playing:
             copies = map_tensors(lambda one: one.detach().clone(), (args, kwargs))
             self._journal.append(_Entry(method, *copies))
+            if self._pending is not None and self._pending.written.done():
+                self._settle_save()
 
     def _begin_journal(self) -> None:
         if self._journal is not None:
@@ -94,6 +118,7 @@ class Recovery:
         be."""
         if not self._spares:
             raise lost
+        self._settle_save()
         if self._saved is None:
             raise StageLostError(
                 f"lost {', '.join(map(repr, lost.workers))}, and nothing has been saved yet for a spare to begin from: "
@@ -108,12 +133,12 @@ class Recovery:
             while True:
                 try:
                     self._fill(lost)
-                    self._restore(self._saved)
+                    self._begin_from(self._saved)
                     if not self._repeatable:
                         raise PipelineError(
-                            f"{', '.join(map(repr, lost.workers))} has been replaced and {self._saved} loaded, but "
-                            f"what came after it cannot be done again, since it went through pipe(x).backward(): go on "
-                            f"from the checkpoint, or save more often"
+                            f"{', '.join(map(repr, lost.workers))} has been replaced and {self._saved.path} loaded, "
+                            f"but what came after it cannot be done again, since it went through pipe(x).backward(): "
+                            f"go on from the checkpoint, or save more often"
                         ) from lost
                     for method, args, kwargs in self._journal or ():
                         method(self._engine, *args, **kwargs)
@@ -161,6 +186,7 @@ class Recovery:
     def _save(self, path: str | os.PathLike[str], asynchronous: bool) -> Any:
         from torch_ucx_rpc import checkpoint
 
+        self._settle_save()
         self.ask(Engine.synchronize)
         # The journal begins here, whether or not the files are written yet.
         journal = self._journal
@@ -174,47 +200,63 @@ class Recovery:
             raise
         finally:
             self._playing = playing
-        if not asynchronous:
-            self._saved = os.fspath(path)
-            self._repeatable = True
-            return None
-        began = self._journal
-
-        def finished(future: Any) -> None:
-            if future.exception() is None:
-                self._saved = os.fspath(path)
-            elif journal is not None and began is not None:
-                # As if it had not been tried: the former checkpoint and all since then.
-                began[:0] = journal
-
-        assert written is not None
-        written.add_done_callback(finished)
+        saved = _Saved(os.fspath(path), len(self._engine.optimizers))
+        if asynchronous:
+            self._pending = _Pending(saved, written, journal, self._repeatable)
+        else:
+            self._saved = saved
+        self._repeatable = True
         return written
+
+    def _settle_save(self) -> None:
+        """See the last asynchronous save to its end: what is done since then counts from it, or from the one before."""
+        if self._pending is None:
+            return
+        pending, self._pending = self._pending, None
+        if pending.written.exception() is None:
+            self._saved = pending.saved
+        elif pending.journal is not None and self._journal is not None:
+            # As if it had not been tried: the former checkpoint and all since then.
+            self._journal[:0] = pending.journal
+            self._repeatable = self._repeatable and pending.repeatable
 
     def load(self, path: str | os.PathLike[str] | None) -> None:
         """Read a checkpoint, by default the last one saved."""
-        where = self._saved if path is None else os.fspath(path)
+        self._settle_save()
+        where = self._saved.path if path is None and self._saved is not None else path
         if where is None:
             raise ValueError("nothing has been saved yet: give the folder of a checkpoint")
         self.ask(Engine.synchronize)
-        self._restore(where)
+        self._restore(os.fspath(where), self._everything())
         self._begin_journal()
-        self._saved = where
+        self._saved = _Saved(os.fspath(where), len(self._engine.optimizers))
         self._repeatable = True
 
-    def _restore(self, path: str) -> None:
+    def _begin_from(self, saved: _Saved) -> None:
+        """Bring all to where they were at a save. Raises StageLostError if another worker is lost meanwhile."""
         from torch_ucx_rpc import checkpoint
 
-        # The driver's own random numbers go on after a loss: the loop is where it was.
-        checkpoint.load(self._everything(here=not self._playing), path)
+        try:
+            # The driver's own random numbers go on: its loop is where it was.
+            self._restore(saved.path, self._everything(saved.optimizers, here=False))
+        except checkpoint.CheckpointError:
+            # If it failed because another worker was lost, this says so.
+            self._engine.synchronize()
+            raise
+        self._engine.make_optimizers(saved.optimizers)
+
+    def _restore(self, path: str, everything: dict[str, Any]) -> None:
+        from torch_ucx_rpc import checkpoint
+
+        checkpoint.load(everything, path)
         self._engine.on_loaded()
 
-    def _everything(self, here: bool = True) -> dict[str, Any]:
-        """What a checkpoint has; model and optimizer under the names that they usually have."""
+    def _everything(self, optimizers: int | None = None, here: bool = True) -> dict[str, Any]:
+        """What a checkpoint has; model and optimizers, or the first of them, under the names that they usually have."""
         from torch_ucx_rpc.pipeline.state import RandomState
 
         everything: dict[str, Any] = {"model": self._engine}
-        for number, optimizer in enumerate(self._engine.optimizers):
+        for number, optimizer in enumerate(self._engine.optimizers[:optimizers]):
             everything["optim" if number == 0 else f"optim{number}"] = optimizer
         everything["random"] = RandomState(self._engine.crew.places, here)
         return everything

@@ -6,10 +6,9 @@ come, and end it by raising AbortedError in it.
 
 from __future__ import annotations
 
-import contextlib
 import time
 import traceback
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Mapping
 from typing import Any
 
 import torch
@@ -105,17 +104,18 @@ class Run:
             # Once used it may go: on the way back only what autograd has saved of it is needed.
             request.inputs[stage.index][number] = None  # type: ignore[call-overload]
         is_last = stage.index == self._exchange.last_stage
-        with self._recorded(stage.index, "F", number):
-            sent = stage.forward(
-                (request.call, number),
-                packets,
-                grad=request.grad,
-                autocast=request.autocast,
-                target=request.targets[number] if is_last and request.targets is not None else None,
-                micro_batches=request.micro_batches,
-                scale=request.scale,
-                to_driver=request.to_driver and is_last,
-            )
+        begin = time.time()
+        sent = stage.forward(
+            (request.call, number),
+            packets,
+            grad=request.grad,
+            autocast=request.autocast,
+            target=request.targets[number] if is_last and request.targets is not None else None,
+            micro_batches=request.micro_batches,
+            scale=request.scale,
+            to_driver=request.to_driver and is_last,
+        )
+        self._record(stage.index, "F", number, begin)
         for target, packet in sent.items():
             if target != DRIVER:
                 self._exchange.send(target, ("F", target, number, stage.index), packet)
@@ -145,8 +145,9 @@ class Run:
                 tied[tie.number] = []
                 for user in tie.users:
                     tied[tie.number].append((yield from self._exchange.wait(("T", tie.number, number, user))))
-        with self._recorded(stage.index, kind, number):
-            found, owed = stage.backward((request.call, number), kind, gradients, tied)
+        begin = time.time()
+        found, owed = stage.backward((request.call, number), kind, gradients, tied)
+        self._record(stage.index, kind, number, begin)
         for source, some in found.items():
             if source != INPUT:
                 self._exchange.send(source, ("B", source, number, stage.index), some)
@@ -157,11 +158,7 @@ class Run:
             if tie.number in owed:
                 self._exchange.send(tie.owner, ("T", tie.number, number, stage.index), owed[tie.number])
 
-    @contextlib.contextmanager
-    def _recorded(self, stage: int, kind: str, number: int) -> Iterator[None]:
-        if self._events is None:
-            yield
-            return
-        begin = time.time()
-        yield
-        self._events.append((str(Action(stage, kind, number)), begin, time.time()))
+    def _record(self, stage: int, kind: str, number: int, begin: float) -> None:
+        """An action that began then has ended now."""
+        if self._events is not None:
+            self._events.append((str(Action(stage, kind, number)), begin, time.time()))

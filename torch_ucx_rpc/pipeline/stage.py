@@ -67,6 +67,7 @@ class Stage:
         self.rematerialize = rematerialize
         self.training = True
         self.graphs: dict[tuple[int, int], _Graph] = {}
+        self._last_seed: tuple[Any, torch.Tensor] | None = None
         # Last consumer first: autograd sums the gradients of a value in the order in which it reaches its users.
         self.targets = tuple(sorted((edge.target for edge in spec.edges_out), reverse=True))
         # By the model's name, of parameters that other stages use too.
@@ -131,15 +132,12 @@ class Stage:
         for source, packet in packets.items():
             arrived[source], collected[source] = unpack(packet, self.device, grad)
         graph = _Graph(collected, {})
-        # A stage of another job of this process may have left grad mode as it liked: it belongs to the thread.
-        with torch.set_grad_enabled(grad), _autocast(autocast):
-            output = self._call(arrived, grad)
-            result = output
-            if self.spec.output is not None:
-                result = fill(self.spec.output, self.spec.edges_in, {**arrived, self.index: output})
-            if target is not None:
-                assert self.loss is not None
-                graph.loss = _scalar(self.loss(result, *to_device(target, self.device)), self.loss)
+        if autocast or torch.is_grad_enabled() != grad:
+            # A stage of another job of this process may have left grad mode as it liked: it belongs to the thread.
+            with torch.set_grad_enabled(grad), _autocast(autocast):
+                output, result, graph.loss = self._output(arrived, grad, target)
+        else:
+            output, result, graph.loss = self._output(arrived, grad, target)
         sent: dict[int, Packet] = {}
         for edge in self.spec.edges_out:
             sent[edge.target], graph.sent[edge.target] = pack(_part(output, edge))
@@ -149,12 +147,31 @@ class Stage:
             sent[DRIVER] = (graph.loss.detach(), ())
         if grad:
             if graph.loss is not None:
-                # As autograd divides when the mean over the micro-batches is what backward() is called on.
-                graph.seed = torch.ones_like(graph.loss) / micro_batches
-                if scale is not None:
-                    graph.seed = graph.seed * scale
+                graph.seed = self._seed(graph.loss, micro_batches, scale)
             self.graphs[key] = graph
         return sent
+
+    def _output(
+        self, arrived: dict[int, Any], grad: bool, target: tuple[Any, ...] | None
+    ) -> tuple[Any, Any, torch.Tensor | None]:
+        """The stage's own output; that of the model, in the last stage; and the loss, if there is a target."""
+        output = self._call(arrived, grad)
+        result = output
+        if self.spec.output is not None:
+            result = fill(self.spec.output, self.spec.edges_in, {**arrived, self.index: output})
+        if target is None:
+            return output, result, None
+        assert self.loss is not None
+        return output, result, _scalar(self.loss(result, *to_device(target, self.device)), self.loss)
+
+    def _seed(self, loss: torch.Tensor, micro_batches: int, scale: float | None) -> torch.Tensor:
+        """With what the way back begins. It is the same for all micro-batches, and for most steps."""
+        key = loss.dtype, micro_batches, scale
+        if self._last_seed is None or self._last_seed[0] != key:
+            # As autograd divides when the mean over the micro-batches is what backward() is called on.
+            seed = torch.ones_like(loss) / micro_batches
+            self._last_seed = key, seed if scale is None else seed * scale
+        return self._last_seed[1]
 
     def _call(self, arrived: dict[int, Any], grad: bool) -> Any:
         if self._chain is not None:
@@ -242,6 +259,9 @@ class Stage:
     ) -> dict[int, torch.Tensor | None]:
         """Run with the ``grad`` of tied parameters set apart, so that each micro-batch adds one sum, as in one
         process."""
+        if not self.ties:
+            run()
+            return {}
         before = [(tie, parameter, parameter.grad) for tie, parameter in self.ties]
         for tie, parameter, _ in before:
             parameter.grad = None
@@ -278,7 +298,7 @@ def _part(output: Any, edge: Edge) -> Any:
 
 def _scalar(loss: Any, function: Callable[..., Any]) -> torch.Tensor:
     if isinstance(loss, torch.Tensor) and loss.numel() == 1:
-        return loss.reshape(())
+        return loss if loss.dim() == 0 else loss.reshape(())
     found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else f"a {type(loss).__name__}"
     name = getattr(function, "__name__", type(function).__name__)
     raise ValueError(

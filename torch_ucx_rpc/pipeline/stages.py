@@ -119,10 +119,11 @@ class Stages:
         for stage in self.by_index.values():
             stage.train(payload["mode"])
 
-    def order_requires_grad(self, payload: dict[str, Any]) -> None:
+    def order_requires_grad(self, payload: dict[str, bool]) -> None:
+        """Whether parameters want a gradient, by name."""
         for stage in self.by_index.values():
-            for parameter in stage.module.parameters():
-                parameter.requires_grad_(payload["requires_grad"])
+            for name, parameter in stage.named_parameters():
+                parameter.requires_grad_(payload[name])
 
     def order_zero_grad(self, payload: dict[str, Any]) -> None:
         self._spoilt = False

@@ -39,6 +39,7 @@ def divide(
     if split_spec is None:
         split_spec = _split_points(model, stages, args, kwargs, balance)
     _check(model, split_spec)
+    args, kwargs = _bound(inspect.signature(model.forward), args, kwargs)
     specs, in_spec = _traced(model, args, kwargs, split_spec)
     if len(specs) != stages:
         raise ValueError(
@@ -62,20 +63,26 @@ def divide(
         for spec, other in zip(specs, others, strict=True):
             spec.evaluation_module = other.module
     tie(specs, dict(model.named_parameters(remove_duplicate=False)))
+    _keep_unused(specs, model)
     infos = [StageInfo(_layers_of(spec.module), parameter_count([spec.module])) for spec in specs]
     names = [name for name, _ in model.named_parameters()]
+    signature = inspect.signature(model.forward)
 
     def bind(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        return _flat(args, kwargs, in_spec), {}
+        return _flat(*_bound(signature, args, kwargs), in_spec), {}
 
     return Partition(specs, infos, names, bind)
 
 
 def _check(model: nn.Module, split_spec: Mapping[str, SplitPoint]) -> None:
     names = dict(model.named_modules())
-    for name in split_spec:
+    for name, point in split_spec.items():
         if name not in names:
             raise ValueError(f"the split point {name!r} is no module of the model{close_to(name, names)}")
+        if not isinstance(point, SplitPoint):
+            raise ValueError(
+                f"split_spec has {point!r} for {name!r}: give pipeline.SplitPoint.BEGINNING or pipeline.SplitPoint.END"
+            )
 
 
 def _acts_otherwise_in_evaluation(model: nn.Module) -> bool:
@@ -123,6 +130,9 @@ def _traced(
 class _FlatTracer(fx.Tracer):
     """Through all modules, down to the operators."""
 
+    # Else what writes to a buffer would be carried out once, now, and be missing in the graph.
+    proxy_buffer_attributes = True
+
     def is_leaf_module(self, module: nn.Module, name: str) -> bool:
         return False
 
@@ -155,7 +165,10 @@ def _annotated(model: nn.Module, split_spec: Mapping[str, SplitPoint]) -> Iterat
 
 def _export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     def dynamic(value: Any) -> Any:
-        return dict.fromkeys(range(value.dim()), Dim.AUTO) if isinstance(value, torch.Tensor) else None
+        # A dimension of 1 or 0 becomes a constant whatever is asked for; then torch warns of it.
+        if not isinstance(value, torch.Tensor):
+            return None
+        return {place: Dim.AUTO if size > 1 else Dim.STATIC for place, size in enumerate(value.shape)}
 
     bound = inspect.signature(model.forward).bind(*args, **kwargs).arguments
     shapes = {name: pytree.tree_map(dynamic, value) for name, value in bound.items()}
@@ -168,10 +181,29 @@ def _export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         ) from error
 
 
+def _bound(
+    signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The same call in one form, whether arguments were given by position or by name."""
+    try:
+        bound = signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise TypeError(f"the call does not fit the model's forward{signature}: {error}") from None
+    return bound.args, bound.kwargs
+
+
+def _keep_unused(specs: list[StageSpec], model: nn.Module) -> None:
+    """Give the last stage what the traced graphs leave out and the model's state has all the same."""
+    used = {name for spec in specs for name in spec.module.state_dict(keep_vars=True)}
+    used |= {name for spec in specs for _, name in spec.aliases}
+    specs[-1].unused = {
+        name: value
+        for name, value in model.state_dict(keep_vars=True).items()
+        if name not in used and isinstance(value, torch.Tensor)
+    }
+
+
 def _flat(args: tuple[Any, ...], kwargs: dict[str, Any], in_spec: Any) -> tuple[Any, ...]:
-    order = list(in_spec.children()[1].context or ()) if hasattr(in_spec, "children") else list(kwargs)
-    if set(order) == set(kwargs):
-        kwargs = {name: kwargs[name] for name in order}
     leaves, found = pytree.tree_flatten((tuple(args), kwargs))
     if found != in_spec:
         raise TypeError(

@@ -12,11 +12,14 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-__all__ = ["Packet", "batch_size", "merge", "pack", "split", "to_device", "unpack"]
+__all__ = ["Packet", "batch_size", "map_tensors", "merge", "pack", "split", "tensors_of", "to_device", "unpack"]
 
 # The value, and the positions among its leaves of those that want a gradient. None stands for (0,) with the value
 # itself the only leaf, which is nearly always so and needs no walk through a tree.
 Packet = tuple[Any, "tuple[int, ...] | None"]
+
+# Types without tensors inside.
+_PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device})
 
 
 def pack(value: Any) -> tuple[Packet, list[torch.Tensor]]:
@@ -25,10 +28,10 @@ def pack(value: Any) -> tuple[Packet, list[torch.Tensor]]:
         if value.requires_grad:
             return (value.detach(), None), [value]
         return (value, ()), []
+    if not any(one.requires_grad for one in tensors_of(value)):
+        return (value, ()), []
     leaves, spec = pytree.tree_flatten(value)
     wanting = [place for place, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
-    if not wanting:
-        return (value, ()), []
     tensors = [leaves[place] for place in wanting]
     for place in wanting:
         leaves[place] = leaves[place].detach()
@@ -63,19 +66,27 @@ def _on(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 def to_device(value: Any, device: torch.device) -> Any:
     """``value`` with all its tensors on ``device``."""
-    if isinstance(value, torch.Tensor):
-        return _on(value, device)
     return map_tensors(lambda tensor: _on(tensor, device), value)
 
 
 def map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
-    return pytree.tree_map_only(torch.Tensor, function, value)
+    """``value`` with ``function(tensor)`` in the place of each tensor."""
+    kind = type(value)
+    if isinstance(value, torch.Tensor):
+        return function(value)
+    # The usual containers by hand: that takes a tenth of pytree's time, and there are some for each micro-batch.
+    if kind is tuple or kind is list:
+        return kind([map_tensors(function, one) for one in value])
+    if kind is dict:
+        return {key: map_tensors(function, one) for key, one in value.items()}
+    return value if kind in _PLAIN else pytree.tree_map_only(torch.Tensor, function, value)
 
 
 def tensors_of(value: Any) -> list[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        return [value]
-    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+    """All tensors in ``value``, in pytree's order."""
+    found: list[torch.Tensor] = []
+    map_tensors(found.append, value)
+    return found
 
 
 # ------------------------------------------------------------------------------------------------------ micro-batches
@@ -101,8 +112,13 @@ def split(values: Any, count: int) -> list[Any]:
 
     As `torch.tensor_split` does: where the size does not divide, the first ones are larger by one.
     """
+    kind = type(values)
     if isinstance(values, torch.Tensor) and values.dim() > 0:
         return list(torch.tensor_split(values, count))
+    if kind is tuple or kind is list:
+        if not values:
+            return [kind()] * count
+        return [kind(parts) for parts in zip(*(split(one, count) for one in values), strict=True)]
     leaves, spec = pytree.tree_flatten(values)
     parts = [
         torch.tensor_split(leaf, count) if isinstance(leaf, torch.Tensor) and leaf.dim() > 0 else [leaf] * count

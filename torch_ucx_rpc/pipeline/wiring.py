@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch.utils import _pytree as pytree
@@ -66,6 +66,8 @@ class StageSpec:
     """Names of this stage's state, and the other names that the undivided model has for the same tensors."""
     evaluation_module: Any = None
     """A traced stage cannot switch by ``eval()``: this runs in its place then, on the same state."""
+    unused: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """Tensors of the undivided model's state that no stage computes with: they live here and are saved."""
 
 
 def edges_to(target: int, wanted: Any) -> list[Edge]:
