@@ -41,8 +41,18 @@ The package, module by module and room by room; the docstring of each room lists
 """
 
 import sys
+import typing
 
 from torch_ucx_rpc import errors
+
+if typing.TYPE_CHECKING:
+    from torch_ucx_rpc._observe.statistics import (
+        Latencies,
+        PeerStatistics,
+        ServiceStatistics,
+        Statistics,
+        statistics,
+    )
 
 
 def _runs_info() -> bool:
@@ -71,13 +81,6 @@ if _failure is None:
     from torch_ucx_rpc._launch.init import init_rpc
     from torch_ucx_rpc._native_op.op import native_op
     from torch_ucx_rpc._observe.lost import on_lost
-    from torch_ucx_rpc._observe.statistics import (
-        Latencies,
-        PeerStatistics,
-        ServiceStatistics,
-        Statistics,
-        statistics,
-    )
     from torch_ucx_rpc._options import UcxRpcBackendOptions
     from torch_ucx_rpc._torch.patches import register as _register
     from torch_ucx_rpc._torch.replace import is_asked_for as _is_asked_for
@@ -86,6 +89,22 @@ if _failure is None:
     _register()
     if _is_asked_for():
         replace_tensorpipe()
+
+_ON_DEMAND = ("Latencies", "PeerStatistics", "ServiceStatistics", "Statistics", "statistics")
+
+
+def __getattr__(name: str) -> typing.Any:
+    """Load the statistics when they are asked for: making their classes would take a sixth of the import."""
+    if name not in _ON_DEMAND or _failure is not None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from torch_ucx_rpc._observe import statistics as module
+
+    return getattr(module, name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_ON_DEMAND})
+
 
 __all__ = [
     "Latencies",

@@ -15,6 +15,7 @@ import contextlib
 import ctypes
 import hashlib
 import importlib
+import importlib.machinery
 import importlib.util
 import os
 import re
@@ -63,8 +64,9 @@ _PATCHED_BY_UCX = ("mmap", "munmap", "mremap", "shmat", "shmdt", "sbrk", "brk", 
 # UCX overwrites fewer bytes of each function.
 _PATCHED_BYTES = 64
 _PATCHING_WAIT = "UCX_MEM_BISTRO_GRACE_DURATION"
-# The wait if no thread can be there. Not zero: a thread of a library may have been woken since the check.
-_SHORT_PATCHING_WAIT = "1ms"
+# The wait if no thread can be there. Not zero: a thread of a library may have been woken since the check. Not longer:
+# UCX spins meanwhile, eight times, and workers that start together share cores.
+_SHORT_PATCHING_WAIT = "100us"
 
 
 def path_in_maps(maps: str, library: str = "libucp") -> str | None:
@@ -92,9 +94,11 @@ def loaded_ucx() -> Ucx | None:
 
 def complete_ucx() -> Ucx | None:
     """Load the libucp that belongs to loaded parts of UCX; None if no part is loaded."""
-    part = path_in_maps(_maps(), "libucs")
-    if part is None:
+    try:
+        ctypes.CDLL("libucs.so.0", mode=os.RTLD_NOLOAD)
+    except OSError:
         return None
+    part = path_in_maps(_maps(), "libucs") or "libucs.so.0"
     try:
         ctypes.CDLL(str(Path(part).with_name(SONAME)))
     except OSError:
@@ -175,12 +179,22 @@ def sources(choice: str) -> tuple[str, ...]:
 
 def load_wheel() -> bool:
     """Load UCX from the libucx wheel; False if it is not installed."""
+    spec = importlib.util.find_spec("libucx")
+    if spec is None or spec.origin is None:
+        return False  # an uninstalled package may leave an empty folder behind
+    # What `libucx.load_library` is. The package itself reads its version in a way that takes longer than to load UCX.
+    loading = importlib.machinery.SourceFileLoader("_libucx_load", str(Path(spec.origin).with_name("load.py")))
+    module = importlib.util.module_from_spec(importlib.machinery.ModuleSpec(loading.name, loading, origin=loading.path))
+    module.__file__ = loading.path
     try:
-        libucx = importlib.import_module("libucx")
-        libucx.load_library()
-    # AttributeError: an uninstalled package may leave an empty folder behind, which can be imported.
-    except (ImportError, AttributeError):
+        loading.exec_module(module)
+        load_library = module.load_library
+    except (OSError, AttributeError):
+        # Another version of libucx keeps it elsewhere.
+        load_library = getattr(importlib.import_module("libucx"), "load_library", None)
+    if load_library is None:
         return False
+    load_library()
     return True
 
 

@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import logging
 import numbers
 from collections.abc import Callable, Iterator
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 import torch.distributed.rpc as rpc
@@ -41,10 +40,12 @@ from torch_ucx_rpc._bootstrap.rendezvous import STORE_ENDS, check_rank, create_s
 from torch_ucx_rpc._bootstrap.secret import Secret, load_secret
 from torch_ucx_rpc._devices import pool as device_pool
 from torch_ucx_rpc._native import _C
-from torch_ucx_rpc._observe import prometheus, statistics
 from torch_ucx_rpc._observe import socket as observation
 from torch_ucx_rpc._options import UcxRpcBackendOptions
 from torch_ucx_rpc.errors import JoinFailed, RpcError
+
+if TYPE_CHECKING:
+    from torch_ucx_rpc._observe.statistics import Statistics
 
 _logger = logging.getLogger(__name__)
 
@@ -212,8 +213,16 @@ def _make_agent(
 def _open_endpoints(agent: UcxRpcAgent, options: UcxRpcBackendOptions) -> None:
     """Let ``python -m torch_ucx_rpc top``, and Prometheus where asked for, read this worker's statistics."""
     info = agent.get_worker_info()
-    snapshot = functools.partial(statistics.of_agent, agent)
+
+    def snapshot() -> Statistics:
+        from torch_ucx_rpc._observe import statistics
+
+        return statistics.of_agent(agent)
+
+    # Both are loaded when they are needed. Every worker starts, and few are watched.
     if options.prometheus_port is not None:
+        from torch_ucx_rpc._observe import prometheus
+
         endpoint = prometheus.serve(options.prometheus_port, info.id, snapshot)
         agent.endpoints.callback(endpoint.close)
         agent.prometheus_port = endpoint.port

@@ -7,6 +7,8 @@ import pkgutil
 import re
 import types
 
+from fresh import run_fresh
+
 import torch_ucx_rpc
 
 # All but the first are imported by name only.
@@ -16,11 +18,27 @@ PUBLIC_MODULES = ("checkpoint", "errors", "pipeline", "reduction", "services", "
 def test_all_names_exist_and_are_all_the_public_ones() -> None:
     public = {
         name
-        for name, value in vars(torch_ucx_rpc).items()
-        if not name.startswith("_") and not isinstance(value, types.ModuleType)
+        for name in dir(torch_ucx_rpc)
+        if not name.startswith("_") and not isinstance(getattr(torch_ucx_rpc, name), types.ModuleType)
     }
     assert public | {"__version__", "errors"} == set(torch_ucx_rpc.__all__)
     assert list(torch_ucx_rpc.__all__) == sorted(torch_ucx_rpc.__all__)
+
+
+def test_statistics_are_loaded_when_they_are_asked_for() -> None:
+    run_fresh(
+        """
+        import sys, torch_ucx_rpc
+        assert "torch_ucx_rpc._observe.statistics" not in sys.modules
+        assert torch_ucx_rpc.Statistics is torch_ucx_rpc._observe.statistics.Statistics
+        try:
+            torch_ucx_rpc.no_such_name
+        except AttributeError as error:
+            assert "'torch_ucx_rpc' has no attribute 'no_such_name'" in str(error)
+        else:
+            raise AssertionError("there is no such name")
+        """
+    )
 
 
 def test_every_other_module_is_private_and_all_are_mapped_by_the_docstring() -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-import re
 import resource
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -19,7 +18,9 @@ from torch_ucx_rpc.errors import JoinFailed
 _logger = logging.getLogger(__name__)
 
 # Names in UCX_TLS of transports that carry no messages to another process: loopback, and those that only copy memory.
-_NO_CARRIERS = re.compile(r"self|cma|knem|gdr_copy|gdrcopy|cuda(_copy|_ipc)?|rocm(_copy|_ipc)?|ze(_copy|_ipc)?")
+_NO_CARRIERS = {"self", "cma", "knem", "gdr_copy", "gdrcopy"} | {
+    gpu + way for gpu in ("cuda", "rocm", "ze") for way in ("", "_copy", "_ipc")
+}
 _SHARED_MEMORY = {"sm", "shm", "mm", "sysv", "posix", "xpmem"}
 _NO = {"n", "no", "off", "0", "false"}
 
@@ -63,24 +64,21 @@ _told: set[Problem] = set()
 def of_settings(environ: Mapping[str, str]) -> Iterator[Problem]:
     """Problems with values of ``UCX_*`` variables that UCX takes silently."""
     names = _names(environ.get("UCX_TLS", "all"))
-    if names and all(_NO_CARRIERS.fullmatch(name) for name in names):
+    if names and names <= _NO_CARRIERS:
         yield Problem(
             f"UCX_TLS={environ['UCX_TLS']} leaves no transport by which messages reach another worker",
             "add sm for workers of one host, and tcp or rc for those of several, or unset it",
             is_fatal=True,
         )
     elif environ.get("UCX_MM_ERROR_HANDLING", "").lower() in _NO:
-        has_no_other_way = names is not None and all(
-            name in _SHARED_MEMORY or _NO_CARRIERS.fullmatch(name) for name in names
-        )
+        has_no_other_way = names is not None and names <= _NO_CARRIERS | _SHARED_MEMORY
         yield Problem(
             "with UCX_MM_ERROR_HANDLING=n workers of one host cannot use shared memory"
             + (f", which is all that UCX_TLS={environ['UCX_TLS']} allows" if has_no_other_way else " and take TCP"),
             "unset it",
             is_fatal=has_no_other_way,
         )
-    stops = re.search("freeze|debug", environ.get("UCX_HANDLE_ERRORS", ""))
-    if stops:
+    if any(stop in environ.get("UCX_HANDLE_ERRORS", "") for stop in ("freeze", "debug")):
         yield Problem(
             f"with UCX_HANDLE_ERRORS={environ['UCX_HANDLE_ERRORS']} a worker that crashes stops and does not end, and "
             f"calls to it wait for their timeouts",
@@ -118,7 +116,7 @@ def of_files(world_size: int) -> Iterator[Problem]:
         )
 
 
-def _names(transports: str) -> list[str] | None:
+def _names(transports: str) -> set[str] | None:
     """The transports that UCX_TLS lists; None for a list of exclusions, and for "all"."""
-    listed = [name.strip().lstrip("\\").partition(":")[0] for name in transports.split(",") if name.strip()]
+    listed = {name.strip().lstrip("\\").partition(":")[0] for name in transports.split(",") if name.strip()}
     return None if transports.startswith("^") or "all" in listed else listed

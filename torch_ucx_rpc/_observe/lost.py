@@ -131,9 +131,9 @@ def _tell(agent: weakref.ref[Any], gone: Gone) -> None:
 
 
 # TensorPipe's texts for a callee that is gone.
-_GONE = re.compile(r"\beof\b|connection reset|connection refused|broken pipe|pipe closed|pipe not", re.IGNORECASE)
+_GONE = r"(?i)\beof\b|connection reset|connection refused|broken pipe|pipe closed|pipe not"
 # The beginning of torch's text for an exception that a callee raised, with the name of its type.
-_RAISED_THERE = re.compile(r"(?:\w+(?:\.\w+)*: )?On WorkerInfo\([^\n]*\n(?P<type>\w+)\(")
+_RAISED_THERE = r"(?:\w+(?:\.\w+)*: )?On WorkerInfo\([^\n]*\n(?P<type>\w+)\("
 
 
 def was_lost(error: BaseException) -> bool:
@@ -165,8 +165,8 @@ def _type_in_text_of_tensorpipe(error: BaseException) -> str | None:
     text = str(error)
     if type(error) is not RuntimeError:
         return None
-    if raised := _RAISED_THERE.match(text):
+    if raised := re.match(_RAISED_THERE, text):
         return raised["type"]
     if "RPC ran for more than" in text:
         return CallTimedOut.__name__
-    return WorkerLost.__name__ if _GONE.search(text) else None
+    return WorkerLost.__name__ if re.search(_GONE, text) else None

@@ -26,12 +26,12 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed.rpc as rpc
 
-from torch_ucx_rpc._observe import statistics
-from torch_ucx_rpc._observe.statistics import Statistics
+if TYPE_CHECKING:
+    from torch_ucx_rpc._observe.statistics import Statistics
 
 _logger = logging.getLogger(__name__)
 
@@ -123,7 +123,10 @@ def _ask_by_rpc(ranks: list[int]) -> dict[str, Any]:
 
 def own_statistics() -> str:
     """This worker's statistics for another worker, by RPC; as text, so that nothing but a str is unpickled."""
-    return json.dumps(statistics.statistics().to_values())
+    # Loaded when it is needed: each worker loads this module, and few are asked.
+    from torch_ucx_rpc._observe.statistics import statistics
+
+    return json.dumps(statistics().to_values())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,6 +141,8 @@ class Found:
 
         Raises OSError if the worker does not answer, ValueError for an answer that makes no sense.
         """
+        from torch_ucx_rpc._observe.statistics import Statistics
+
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
             connection.settimeout(_CLIENT_S)
             connection.connect(_address(self.name))

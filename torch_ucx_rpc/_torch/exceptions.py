@@ -37,7 +37,7 @@ _LONGEST_BEGINNING = 2 * 1024
 _LONGEST_END = 30 * 1024
 
 # What the agent of an RRef's owner answers by itself, without a Python function. torch sends the text alone.
-_NO_VALUE = re.compile(r"(Error on Node \d+: )?this RRef will never have a value: (?P<cause>.*)", re.DOTALL)
+_NO_VALUE = r"(?s)(Error on Node \d+: )?this RRef will never have a value: (?P<cause>.*)"
 
 # By text: torch's description of the exception. Not the exception itself, whose traceback would keep frames alive.
 _remembered: OrderedDict[str, Any] = OrderedDict()
@@ -70,7 +70,7 @@ def _shortened(text: str) -> str:
 
 def original(text: str) -> Exception | None:
     """A new exception of the type that became a ``std::runtime_error`` with this text; None if no callee raised it."""
-    if never := _NO_VALUE.match(text):
+    if never := re.match(_NO_VALUE, text):
         return errors.RRefLost(text, cause=never["cause"])
     if not _remembered:
         return None
