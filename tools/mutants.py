@@ -6,8 +6,8 @@
     python tools/mutants.py NAME ...
 
 A mutant is found by its text, wherever that stands by now; text that is missing, or stands twice, is an error: mend the
-list. The tests must pass on the sources as they are, and at least one of them must fail with the mutant. Ends with 1
-where a mutant survives. The copy is build/mutants.
+list. The tests must pass on the sources as they are, and at least one of them must fail with the mutant, which must
+compile. Ends with 1 where a mutant survives. The copy is build/mutants.
 """
 
 from __future__ import annotations
@@ -207,7 +207,89 @@ MUTANTS = (
         "return find(requests_, worker);",
         ("DeviceTest",),
     ),
+    Mutant(
+        "cpp-queued-calls-of-the-dead-begin",
+        "  if (from.state() == Peer::State::kFailed) {\n    return; // it died while",
+        "  if (false) {\n    return; // it died while",
+        ("test_calls_of_a_dead_worker_that_queue_here_are_not_begun",),
+    ),
+    Mutant(
+        "cpp-expired-requests-run",
+        "  return deadline.count() != 0 && Clock::now() - arrivedAt >= deadline &&\n",
+        "  return false && Clock::now() - arrivedAt >= deadline &&\n",
+        ("RequestServerTest",),
+    ),
+    Mutant(
+        "cpp-lost-workers-come-back",
+        "  if (now >= State::kLeft || now >= state) {\n",
+        "  if (now >= state) {\n",
+        ("PeerMonitorTest", "DirectoryTest"),
+    ),
+    Mutant(
+        "cpp-window-without-bound",
+        "  return used == 0 || bytes == 0 || (used < limit && bytes <= limit - used);\n",
+        "  return used == 0 || bytes == 0 || limit != 0;\n",
+        ("ReceiveWindowTest",),
+    ),
+    Mutant(
+        "cpp-messages-beyond-the-window-wait-forever",
+        "  return used == 0 || bytes == 0 || (used < limit",
+        "  return bytes == 0 || (used < limit",
+        ("ReceiveWindowTest",),
+    ),
+    Mutant(
+        "cpp-anybody-may-answer",
+        "  if (entry == entries_.end() || entry->second.call.to != &peer) {\n",
+        "  if (entry == entries_.end()) {\n",
+        ("CallTableTest",),
+    ),
+    Mutant(
+        "cpp-calls-to-the-dead-stay-open",
+        "    if (entry->second.call.to == &peer) {\n      calls.push_back(removeLocked(entry));\n",
+        "    if (false) {\n      calls.push_back(removeLocked(entry));\n",
+        ("CallTableTest",),
+    ),
+    Mutant(
+        "cpp-silence-without-a-question",
+        "    } else if (!std::exchange(silence.isAsked, true)) {\n",
+        "    } else if (false) {\n",
+        ("HeartbeatTest",),
+    ),
+    Mutant(
+        "cpp-stopped-neighbours-are-lost",
+        "    if (!peer->needsHeartbeat.load()) {\n      silence.lasted =",
+        "    if (false) {\n      silence.lasted =",
+        ("HeartbeatTest",),
+    ),
+    Mutant(
+        "cpp-another-process-of-that-id-is-watched",
+        "  if (process < 0 || (stat && stat->startTicks != member.processStartTime)) {\n",
+        "  if (process < 0) {\n",
+        ("ProcessWatchTest",),
+    ),
+    Mutant(
+        "cpp-barriers-outlast-the-dead",
+        "  if (!failed_.empty()) {\n    // Also where",
+        "  if (false) {\n    // Also where",
+        ("BarrierTest",),
+    ),
+    Mutant(
+        "cpp-no-threads-for-calls-that-wait",
+        "  if (begun.openCalls++ == 0) {\n    ++nestingRequests_;\n",
+        "  if (begun.openCalls++ == 0) {\n",
+        ("ExecutorTest",),
+    ),
+    Mutant(
+        "cpp-own-errors-end-peers",
+        "  if (isLocal(why.code())) {\n    return; // a peer ends",
+        "  if (false) {\n    return; // a peer ends",
+        ("PeerMonitorTest",),
+    ),
 )
+
+
+class Useless(Exception):
+    """A mutant of which nothing follows: the list is to be mended."""
 
 
 def sources() -> Iterator[Path]:
@@ -243,20 +325,34 @@ def copy_tree() -> None:
             file.unlink(missing_ok=True)
 
 
-def build(targets: Sequence[str]) -> bool:
-    folder = COPY / "build" / "cpp"
-    if not (folder / "build.ninja").exists():
-        configure = ["cmake", "--log-level=WARNING", "-G", "Ninja", "-S", ".", "-B", str(folder)]
-        configure += [f"-DPython_EXECUTABLE={sys.executable}", "-DTORCH_UCX_RPC_TESTS=ON"]
-        subprocess.run(configure, cwd=COPY, check=True)
-    return (
-        subprocess.run(["cmake", "--build", str(folder), "--target", *targets], cwd=COPY, check=False).returncode == 0
-    )
+def build_extension() -> None:
+    build([sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"])
 
 
-def build_extension() -> bool:
-    command = [sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"]
-    return subprocess.run(command, cwd=COPY, check=False).returncode == 0
+def build_tests(executables: Sequence[str]) -> None:
+    """In the build folder of the extension, with which they share its objects."""
+    where = [sys.executable, "tools/build_environment.py", "directory"]
+    folder = subprocess.run(where, cwd=COPY, capture_output=True, text=True, check=True).stdout.strip()
+    cache = Path(folder, "CMakeCache.txt")
+    if not cache.exists():
+        build_extension()
+    if "TORCH_UCX_RPC_TESTS:BOOL=ON" not in cache.read_text(encoding="utf-8"):
+        build(["cmake", "-DTORCH_UCX_RPC_TESTS=ON", folder])
+    build(["cmake", "--build", folder, "--target", *executables])
+
+
+def build(command: Sequence[str]) -> None:
+    done = subprocess.run(command, cwd=COPY, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        # What does not compile is no bug that a test could catch.
+        raise Useless(f"it does not compile: {(done.stdout + done.stderr)[-2000:]}")
+
+
+def executables_of(test: str) -> list[str]:
+    """With C++ tests of this name, or of a suite of this name."""
+    pattern = re.compile(rf"\b{test}\b")
+    files = sorted((COPY / "tests" / "cpp").rglob("*_test.cpp"))
+    return [file.stem for file in files if pattern.search(file.read_text(encoding="utf-8"))]
 
 
 def file_of(test: str) -> Path | None:
@@ -269,35 +365,30 @@ def file_of(test: str) -> Path | None:
 def passes(tests: Sequence[str], is_cpp: bool) -> bool:
     """Whether all of these tests pass in the copy, as it is now; a test that there is not raises."""
     python = {test: file for test in tests if (file := file_of(test)) is not None}
-    cpp = [test for test in tests if test not in python]
-    if is_cpp and cpp and not build(["cpp_tests"]):
-        return False
-    if is_cpp and python and not build_extension():
-        return False
+    cpp = [(test, name) for test in tests if test not in python for name in executables_of(test)]
+    if missing := set(tests) - set(python) - {test for test, _ in cpp}:
+        raise Useless(f"there is no test {', '.join(missing)}")
+    if python and is_cpp:
+        build_extension()
+    if cpp:
+        build_tests(sorted({name for _, name in cpp}))
+    programs = {name: next((COPY / "build").glob(f"*/tests/{name}")) for _, name in cpp}
+    commands = [[sys.executable, "-m", "pytest", "-q", "-x", str(python[test]), "-k", test] for test in python]
+    commands += [[str(programs[name]), f"--gtest_filter=*{test}*"] for test, name in cpp]
+    return all(map(runs, commands))
+
+
+def runs(command: Sequence[str]) -> bool:
     environment = {**os.environ, "PYTHONPATH": str(COPY)}
-    for test, file in python.items():
-        command = [sys.executable, "-m", "pytest", "-q", "-x", str(file), "-k", test, "-p", "no:cacheprovider"]
-        if not runs(command, environment):
-            return False
-    for test in cpp:
-        if not is_cpp:
-            raise LookupError(f"there is no test {test}")
-        command = ["ctest", "--test-dir", str(COPY / "build" / "cpp"), "--no-tests=error", "-R", test]
-        if not runs(command, environment):
-            return False
-    return True
-
-
-def runs(command: Sequence[str], environment: dict[str, str]) -> bool:
     try:
         done = subprocess.run(
             command, cwd=COPY, env=environment, capture_output=True, text=True, check=False, timeout=LIMIT_S
         )
     except subprocess.TimeoutExpired:
         return False
-    # 5: pytest has found no test. ctest says the same with an error of its own.
-    if done.returncode == 5 or "No tests were found" in done.stdout + done.stderr:
-        raise LookupError(f"there is no such test: {' '.join(command)}")
+    # 5: pytest has found no test. GoogleTest says the same in words.
+    if done.returncode == 5 or "Running 0 tests" in done.stdout:
+        raise Useless(f"there is no such test: {' '.join(command)}")
     return done.returncode == 0
 
 
@@ -305,7 +396,7 @@ def place_of(mutant: Mutant) -> Path:
     found = [file for file in sources() for _ in mutant.pattern.finditer(file.read_text(encoding="utf-8"))]
     if len(found) != 1:
         where = ", ".join(str(file.relative_to(COPY)) for file in found) or "nowhere"
-        raise LookupError(f"its text stands {where}, and must stand once: {mutant.pattern.pattern!r}")
+        raise Useless(f"its text stands {where}, and must stand once: {mutant.pattern.pattern!r}")
     return found[0]
 
 
@@ -338,9 +429,10 @@ def main() -> int:
     for mutant in chosen:
         try:
             fates[mutant.name] = fate(mutant)
-        except LookupError as error:
-            fates[mutant.name] = f"stale: {error}"
+        except Useless as error:
+            fates[mutant.name] = f"useless: {error}"
         print(f"{mutant.name}: {fates[mutant.name]}", flush=True)
+    print(f"{list(fates.values()).count('caught')} of {len(fates)} are caught")
     return 0 if set(fates.values()) == {"caught"} else 1
 
 
