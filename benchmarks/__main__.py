@@ -4,27 +4,30 @@
     python -m benchmarks --all                  everything
     python -m benchmarks small_calls            one question
     python -m benchmarks --all --record NAME    and keep all rounds in benchmarks/results/NAME.json
+    python -m benchmarks life --record NAME     measure one anew; what that file has of the others stays
     python -m benchmarks --against ../before    this checkout against another one, built in place by the same Python
 
 Each file here asks one question; harness.py says how contenders are compared. It ends with 1 where a bound is missed or
-a contender has failed. tables.py writes the tables of the docs from what is kept, and plot.py draws it.
+a contender has failed. What is measured is written after each benchmark, and one that crashes leaves the others alone.
+tables.py writes the tables of the docs from what is kept, and plot.py draws it.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import json
 import os
 import sys
-from collections.abc import Sequence
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
 
-from benchmarks import harness
-
-RESULTS = Path(__file__).parent / "results"
+from benchmarks import harness, kept
 
 # In the order in which they are reported: the file, and what it calls its benchmark.
 BENCHMARKS = {
@@ -51,11 +54,15 @@ BENCHMARKS = {
     "reduction": "reduction:STEP",
     "reduction_disturbed": "reduction:DISTURBED",
     "idle": "idle:BENCHMARK",
+    "launched": "launched:BENCHMARK",
     "others": "others:BENCHMARK",
     "sizes": "growth:SIZE_SWEEP",
     "calls_in_flight": "growth:IN_FLIGHT_SWEEP",
     "workers": "growth:WORKER_SWEEP",
 }
+
+
+Advance = Callable[[str], None]
 
 
 def load(name: str) -> harness.Benchmark:
@@ -65,6 +72,37 @@ def load(name: str) -> harness.Benchmark:
     return benchmark
 
 
+def measured(name: str, benchmark: harness.Benchmark, rounds: int | None, advance: Advance) -> harness.Result:
+    """The result of a benchmark; of one that crashes outside of its contenders, that all of them have failed."""
+
+    def say(contender: str, figures: harness.Figures) -> None:
+        if not sys.stderr.isatty():  # into a log: a run that is cut short has said what it found
+            print(f"measured {name}, {contender}: {json.dumps(figures)}", file=sys.stderr, flush=True)
+
+    try:
+        return harness.run(benchmark, rounds, lambda contender: advance(f"{name}: {contender}"), say)
+    except Exception:
+        reason = traceback.format_exc()
+        print(f"{name} has failed: {reason}", file=sys.stderr, flush=True)
+        return harness.Result(benchmark, {"UCX": []}, {"UCX": reason})
+
+
+@contextlib.contextmanager
+def progress(chosen: Mapping[str, harness.Benchmark], rounds: int | None) -> Iterator[Advance]:
+    """A bar on a terminal, which is told what is being measured."""
+    # Of those who run benchmarks; the tables are written, and checked, without it.
+    from tqdm import tqdm
+
+    total = sum(harness.steps(benchmark, rounds) for benchmark in chosen.values())
+    with tqdm(total=total, unit="step", disable=not sys.stderr.isatty()) as bar:
+
+        def advance(what: str) -> None:
+            bar.set_description(what)
+            bar.update()
+
+        yield advance
+
+
 def main(command_line: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -72,11 +110,11 @@ def main(command_line: Sequence[str] | None = None) -> int:
     parser.add_argument("names", nargs="*", choices=[*BENCHMARKS, []], metavar="NAME", help=", ".join(BENCHMARKS))
     parser.add_argument("--all", action="store_true", help="also those that take long")
     parser.add_argument("--rounds", type=int, help="rounds of each contender (default: each benchmark's own)")
+    parser.add_argument("--minutes", type=float, help="after so many, each benchmark that is left has one round")
     parser.add_argument("--json", type=Path, help="keep every round here")
-    parser.add_argument("--record", metavar="NAME", help="keep every round in benchmarks/results, for the docs")
+    parser.add_argument("--record", metavar="NAME", help="the same in benchmarks/results, for the docs")
     parser.add_argument("--against", type=Path, metavar="FOLDER", help="another checkout, instead of TensorPipe")
     arguments = parser.parse_args(command_line)
-    load_before = os.getloadavg()[0]
 
     chosen = {name: load(name) for name in arguments.names or BENCHMARKS}
     if not arguments.names and not torch.cuda.is_available():
@@ -89,31 +127,23 @@ def main(command_line: Sequence[str] | None = None) -> int:
             parser.error(f"{other} has no extension: run `python setup.py build_ext --inplace` there")
         compared = {name: harness.against(benchmark, other) for name, benchmark in chosen.items()}
         chosen = {name: benchmark for name, benchmark in compared.items() if benchmark.contenders()}
-    # Of those who run benchmarks; the tables are written, and checked, without it.
-    from tqdm import tqdm
+    records = [kept.Record(arguments.json)] if arguments.json else []
+    if arguments.record:
+        records.append(kept.Record(kept.RESULTS / f"{arguments.record}.json", keeps_others=bool(arguments.names)))
 
     results = {}
-    total = sum(harness.steps(benchmark, arguments.rounds) for benchmark in chosen.values())
-    with tqdm(total=total, unit="step", disable=not sys.stderr.isatty()) as bar:
+    began = time.monotonic()
+    with progress(chosen, arguments.rounds) as advance:
         for name, benchmark in chosen.items():
-
-            def advance(contender: str, name: str = name) -> None:
-                bar.set_description(f"{name}: {contender}")
-                bar.update()
-
-            def say(contender: str, figures: harness.Figures, name: str = name) -> None:
-                if bar.disable:  # into a log: a run that is cut short has said what it found
-                    print(f"measured {name}, {contender}: {json.dumps(figures)}", file=sys.stderr, flush=True)
-
-            results[name] = harness.run(benchmark, arguments.rounds, advance, say)
-            bar.clear()
+            load_before, started = os.getloadavg()[0], time.monotonic()
+            is_late = arguments.minutes is not None and started - began > 60 * arguments.minutes
+            results[name] = measured(name, benchmark, 1 if is_late else arguments.rounds, advance)
+            for record in records:
+                record.add(name, results[name], load_before, time.monotonic() - started)
             print("\n".join(harness.table(results[name])), end="\n\n", flush=True)
-
-    files = [arguments.json] if arguments.json else []
-    files += [RESULTS / f"{arguments.record}.json"] if arguments.record else []
-    for file in files:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps(harness.record(results, load_before), indent=1) + "\n", encoding="utf-8")
+            took, all_took = time.monotonic() - started, time.monotonic() - began
+            said = f"{len(results)} of {len(chosen)} done: {name} took {took:.0f} s, all {all_took:.0f} s"
+            print(said, file=sys.stderr, flush=True)
 
     for name, lanes in harness.LANES.items():
         print(f"{name} went by {lanes}")

@@ -57,5 +57,6 @@ BENCHMARK = harness.Benchmark(
         *(harness.RpcJob(transport, functools.partial(measure, np.ndarray)) for transport in harness.ON_ONE_HOST),
         harness.RpcJob(dataclasses.replace(harness.UCX, name=PICKLED), functools.partial(measure, Pickled)),
     ],
+    rounds=3,
     in_short_set=False,
 )

@@ -154,6 +154,6 @@ BENCHMARK = harness.Benchmark(
         Figure("growth of the callee", "MiB"),
     ),
     contenders=lambda: [harness.RpcJob(transport, measure) for transport in (harness.UCX, harness.UCX_TCP)],
-    rounds=3,
+    rounds=2,
     in_short_set=False,
 )

@@ -25,8 +25,8 @@ from benchmarks.small_calls import nothing
 SIZES = sorted([4**power for power in range(16)] + [2**15, 2**15 + 1, 2**18 + 1, 2**22 + 1])
 IN_FLIGHT = [1, 10, 100, 1_000, 10_000]
 # Memory is measured in new processes for each: pools that are warm hide what a size costs.
-MEMORY_SIZES = [1, 2**15, 2**20, 2**22 + 1, 2**24, 2**26, 2**28, 2**30]
-WORKERS = [2, 4, 8, 16, 24, 32, 48, 64]
+MEMORY_SIZES = [1, 2**18, 2**22 + 1, 2**26, 2**30]
+WORKERS = [2, 4, 8, 16, 24, 32, 64]
 TENSORPIPE_WORKERS = [2, 4, 8, 16, 24]  # the life of larger jobs ends in errors there
 
 
@@ -105,7 +105,7 @@ SIZE_SWEEP = harness.Benchmark(
     contenders=lambda: [
         Sweep(transport, measure_sizes, measure_memory_of_size, MEMORY_SIZES) for transport in harness.TRANSPORTS
     ],
-    rounds=3,
+    rounds=2,
     in_short_set=False,
 )
 
@@ -115,7 +115,7 @@ IN_FLIGHT_SWEEP = harness.Benchmark(
     contenders=lambda: [
         Sweep(transport, measure_in_flight, measure_memory_of_calls, IN_FLIGHT) for transport in harness.ON_ONE_HOST
     ],
-    rounds=3,
+    rounds=2,
     in_short_set=False,
 )
 
@@ -127,6 +127,6 @@ WORKER_SWEEP = harness.Benchmark(
         Life(harness.TENSORPIPE, *TENSORPIPE_WORKERS),
         Life(harness.TENSORPIPE_UV, *WORKERS),
     ],
-    rounds=3,
+    rounds=2,
     in_short_set=False,
 )

@@ -17,16 +17,14 @@ import contextlib
 import dataclasses
 import multiprocessing
 import os
-import platform
 import re
 import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -133,7 +131,7 @@ PROCESSES.set_forkserver_preload(["torch.distributed.rpc"])
 
 
 # For workers to meet, for one round, and for the end of a job, each.
-LIMIT_S = 300.0
+LIMIT_S = 180.0
 _END_S = 20.0
 
 
@@ -496,7 +494,9 @@ def table(result: Result) -> Iterator[str]:
     """The lines of a Markdown table: figures, contenders, ratios with their bounds."""
     names = list(result.rounds)
     titles = [f"{name} (failed)" if name in result.failures else name for name in names]
-    yield f"| {result.benchmark.question} | " + " | ".join(titles) + " | ratio | must | aim | |"
+    rounds = max(map(len, result.rounds.values()), default=0)
+    question = f"{result.benchmark.question} ({rounds} round{'' if rounds == 1 else 's'})"
+    yield f"| {question} | " + " | ".join(titles) + " | ratio | must | aim | |"
     yield "|---|" + "---:|" * (len(names) + 3) + "---|"
     for figure in result.benchmark.figures:
         cells = []
@@ -528,50 +528,3 @@ def _against(bound: Bound, names: Sequence[str]) -> str:
     if configurations and configurations <= set(bound.references):
         return ""
     return f" to {' or '.join(bound.references)}"
-
-
-def _output(*command: str) -> str:
-    found = subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path(__file__).parent)
-    return found.stdout.strip()
-
-
-def circumstances() -> dict[str, Any]:
-    """The machine, the versions, the commit: what a figure means nothing without."""
-    import torch
-
-    import torch_ucx_rpc
-    from torch_ucx_rpc import _native
-
-    processor = re.search(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(encoding="utf-8"), re.MULTILINE)
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return {
-        "date": time.strftime("%Y-%m-%d"),
-        "processor": processor[1] if processor else platform.processor(),
-        "cores": len(os.sched_getaffinity(0)),
-        "memory_gib": round(memory / 2**30, 1),
-        "system": platform.platform(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "ucx": ".".join(map(str, loaded.version)) if (loaded := _native.loaded_ucx()) else "",
-        "torch_ucx_rpc": torch_ucx_rpc.__version__,
-        "commit": _output("git", "describe", "--always", "--dirty", "--abbrev=12"),
-    }
-
-
-def configuration() -> dict[str, dict[str, Any]]:
-    """How each transport is told to work, by its name."""
-    return {
-        transport.name: {"backend": transport.backend, **transport.environment, **transport.options}
-        for transport in TRANSPORTS
-    }
-
-
-def record(results: Mapping[str, Result], load_before: float) -> dict[str, Any]:
-    """All of a run, to be kept as JSON; tables.py and plot.py read it."""
-    return {
-        "circumstances": {**circumstances(), "load before and after": [load_before, os.getloadavg()[0]]},
-        "configuration": configuration(),
-        "lanes": LANES,
-        "rounds": {name: result.rounds for name, result in results.items()},
-        "failures": {name: result.failures for name, result in results.items() if result.failures},
-    }

@@ -35,4 +35,5 @@ BENCHMARK = harness.Benchmark(
     question="What does an idle worker cost?",
     figures=(Figure("CPU time of an idle worker", "% of a core", (Bound(0.5, 0, reference=None),)),),
     contenders=lambda: [harness.RpcJob(transport, measure) for transport in harness.ON_ONE_HOST],
+    rounds=3,
 )

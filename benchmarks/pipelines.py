@@ -1,11 +1,10 @@
 """What does a pipeline cost beside PyTorch's own?
 
 * TUTORIAL: the model of PyTorch's pipeline tutorial (examples/tutorials/pipeline_parallel.py), whose driver calls each
-stage for each
-  micro-batch, against `DistributedPipeline`; and torch.distributed.pipelining on gloo with the same schedule.
+  stage for each micro-batch, against `DistributedPipeline`; and torch.distributed.pipelining on gloo with the same
+  schedule.
 * MAKESPAN: eight stages that sleep, 5 ms forward and 10 ms back, against the ideal of the schedule. The ideal is that
-of the
-  durations which the sleeps took, since a sleep is longer than asked for.
+  of the durations which the sleeps took, since a sleep is longer than asked for.
 * REMATERIALIZATION: time and memory of a step that keeps activations, and of one that computes them anew.
 * RECOVERY: a stage is killed in a step; how long that step takes until a spare has taken over.
 """
@@ -196,6 +195,9 @@ def _job(
     return job
 
 
+OURS_ON_TENSORPIPE = ("ours, TensorPipe", "ours, TensorPipe, uv")
+TUTORIAL_ON_TENSORPIPE = ("tutorial, TensorPipe", "tutorial, TensorPipe, uv")
+
 TUTORIAL = harness.Benchmark(
     question="What does a step of a pipeline cost?",
     figures=(
@@ -205,7 +207,8 @@ TUTORIAL = harness.Benchmark(
             (
                 Bound(0.5, 0.4, contender="ours, UCX", reference="tutorial, UCX"),
                 Bound(0.8, contender="ours, UCX", reference=GlooPipeline.name),
-                Bound(None, contender="ours, TensorPipe", reference="tutorial, TensorPipe"),
+                Bound(None, contender="ours, UCX", reference=OURS_ON_TENSORPIPE),
+                Bound(None, contender=OURS_ON_TENSORPIPE[0], reference=TUTORIAL_ON_TENSORPIPE),
             ),
         ),
     ),
@@ -216,6 +219,8 @@ TUTORIAL = harness.Benchmark(
         GlooPipeline(),
         _job("ours, TensorPipe", harness.TENSORPIPE, functools.partial(ours, "1F1B")),
         _job("tutorial, TensorPipe", harness.TENSORPIPE, tutorial),
+        _job("ours, TensorPipe, uv", harness.TENSORPIPE_UV, functools.partial(ours, "1F1B")),
+        _job("tutorial, TensorPipe, uv", harness.TENSORPIPE_UV, tutorial),
     ],
 )
 
@@ -363,7 +368,7 @@ REMATERIALIZATION = harness.Benchmark(
         Figure("activations with rematerialization", "times", (Bound(1 / CHUNKS + 0.1, reference=None),)),
     ),
     contenders=lambda: [harness.RpcJob(harness.UCX, rematerialization)],
-    rounds=3,
+    rounds=2,
     in_short_set=False,
 )
 

@@ -1,4 +1,4 @@
-"""Draws what a JSON of ``python -m benchmarks --json FILE`` holds.
+"""Draws what a file of ``python -m benchmarks --json FILE`` holds.
 
     python -m benchmarks.plot FILE [--folder docs/figures]
 
@@ -42,11 +42,14 @@ def draw(
     figure, axes = plt.subplots(figsize=(6.4, 4.0), layout="constrained")
     for contender, turns in rounds.items():
         points = []
-        for name in turns[0]:
+        # A contender that has failed lacks some, or all.
+        for name in dict.fromkeys(name for turn in turns for name in turn):
             x = x_of(name)
             if x is not None:
-                values = sorted(y_of(x, turn[name]) for turn in turns)
+                values = sorted(y_of(x, turn[name]) for turn in turns if name in turn)
                 points.append((x, statistics.median(values), values[0], values[-1]))
+        if not points:
+            continue
         points.sort()
         xs, medians, lowest, highest = zip(*points, strict=True)
         color = COLORS.get(contender)
@@ -163,7 +166,7 @@ def main() -> None:
         draw(
             rounds["workers"],
             arguments.folder / "workers.svg",
-            title="A job's init, first call of all pairs, shutdown",
+            title="A job's start, init, first call of all pairs, shutdown",
             x_of=workers_in_sum,
             x_label="workers",
             y_label="s",

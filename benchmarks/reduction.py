@@ -37,7 +37,7 @@ SIZES = {"1 MB": (1_000_000, 40), "10 MB": (10_000_000, 15), "100 MB": (100_000_
 WARM_UP = 3
 GLOO, PLAIN = "gloo's DDP", "rpc_sync loop"
 HOOK, ONE_SERVER, WITHOUT_C10D = "UCX", "UCX, one server", "UCX, DataParallel"
-HOOK_ON_TENSORPIPE = "TensorPipe"
+HOOK_ON_TENSORPIPE, HOOK_ON_TENSORPIPE_UV = harness.TENSORPIPES
 
 
 class Wide(nn.Module):
@@ -167,7 +167,7 @@ STEP = harness.Benchmark(
                 Bound(1.0, contender=ONE_SERVER, reference=GLOO),
                 Bound(1.0, contender=WITHOUT_C10D, reference=GLOO),
                 Bound(None, reference=PLAIN),
-                Bound(None, reference=HOOK_ON_TENSORPIPE),
+                Bound(None),
             ),
         )
         for size in SIZES
@@ -180,7 +180,9 @@ STEP = harness.Benchmark(
         job(harness.UCX, ONE_SERVER, ONE_SERVER),
         job(harness.UCX, PLAIN, PLAIN),
         job(harness.TENSORPIPE, HOOK, HOOK_ON_TENSORPIPE),
+        job(harness.TENSORPIPE_UV, HOOK, HOOK_ON_TENSORPIPE_UV),
     ],
+    rounds=2,
 )
 
 
@@ -260,4 +262,5 @@ DISTURBED = harness.Benchmark(
         Figure("steps of the others", "of 60", (Bound(DISTURBED_STEPS, reference=None),), more_is_better=True),
     ),
     contenders=lambda: [harness.FreshRpcJob(harness.UCX, measure_disturbances, workers=1 + TRAINERS, kills=True)],
+    rounds=3,
 )

@@ -107,9 +107,8 @@ CALL = harness.Benchmark(
         Figure("call_async", "1/s"),
         Figure("call_async to rpc_async", "ratio"),
     ),
-    contenders=lambda: [
-        harness.RpcJob(transport, measure, workers=4) for transport in (harness.UCX, harness.TENSORPIPE)
-    ],
+    contenders=lambda: [harness.RpcJob(transport, measure, workers=4) for transport in harness.ON_ONE_HOST],
+    rounds=3,
 )
 
 
@@ -161,6 +160,7 @@ DEATH = harness.Benchmark(
         Figure("names gone after", "ms", (Bound(50, reference=None),)),
     ),
     contenders=lambda: [harness.FreshRpcJob(harness.UCX, measure_death, workers=4, kills=True)],
+    rounds=3,
 )
 
 
@@ -238,6 +238,6 @@ JOINING = harness.Benchmark(
         harness.Baseline(WITH_NAMES, lambda: measure_joining(NAMES_EACH)),
         harness.Baseline(WITHOUT_NAMES, lambda: measure_joining(0)),
     ],
-    rounds=3,
+    rounds=2,
     in_short_set=False,
 )

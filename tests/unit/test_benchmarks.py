@@ -20,7 +20,7 @@ while not (ROOT / "benchmarks").is_dir():
 sys.path.insert(0, str(ROOT))
 
 from benchmarks import __main__ as program  # noqa: E402  (found through the line above)
-from benchmarks import harness, tables  # noqa: E402
+from benchmarks import harness, kept, tables  # noqa: E402
 from benchmarks.harness import Baseline, Benchmark, Bound, Figure  # noqa: E402
 
 LATENCY = Figure("latency", "us", (Bound(0.5, 0.4),))
@@ -164,10 +164,71 @@ def test_the_program_ends_with_1_where_a_bound_is_missed(
     file = tmp_path / "kept.json"
     assert program.main(["small_calls", "--json", str(file)]) == status
     assert ("MISSED: latency, UCX to TensorPipe" in capsys.readouterr().out) == bool(status)
-    kept = json.loads(file.read_text(encoding="utf-8"))
-    assert kept["rounds"]["small_calls"]["UCX"] == [{"latency": ucx}] * 2
-    assert {"commit", "date", "processor", "cores", "torch", "ucx"} <= kept["circumstances"].keys()
-    assert kept["configuration"]["TensorPipe, uv"]["_channels"] == ["mpt_uv", "basic"]
+    found = json.loads(file.read_text(encoding="utf-8"))
+    assert found["rounds"]["small_calls"]["UCX"] == [{"latency": ucx}] * 2
+    assert {"processor", "cores", "torch", "ucx"} <= found["circumstances"].keys()
+    assert {"commit", "date", "seconds"} <= found["measured"]["small_calls"].keys()
+    assert found["configuration"]["TensorPipe, uv"]["_channels"] == ["mpt_uv", "basic"]
+
+
+def test_a_benchmark_that_crashes_leaves_what_the_others_have_measured(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("tqdm")
+    works = benchmark(LATENCY, ucx=40.0, tensorpipe=100.0)
+    file = tmp_path / "kept.json"
+    written: list[list[str]] = []
+
+    def crash(name: str) -> Benchmark:
+        if name != "arrays":
+            return works
+
+        def contenders() -> list[Baseline]:
+            # Once for the number of steps, and then for the measurement.
+            written.append(list(json.loads(file.read_text(encoding="utf-8"))["rounds"]) if file.exists() else [])
+            if len(written) > 1:
+                raise RuntimeError("no such device")
+            return []
+
+        return dataclasses.replace(works, contenders=contenders)
+
+    monkeypatch.setattr(program, "load", crash)
+    assert program.main(["small_calls", "arrays", "idle", "--json", str(file)]) == 1
+    assert "FAILED in arrays: UCX" in capsys.readouterr().out
+    assert written == [[], ["small_calls"]]
+    found = json.loads(file.read_text(encoding="utf-8"))
+    assert "no such device" in found["failures"]["arrays"]["UCX"]
+    assert (
+        found["rounds"]["small_calls"]
+        == found["rounds"]["idle"]
+        == {
+            "UCX": [{"latency": 40.0}] * 2,
+            "TensorPipe": [{"latency": 100.0}] * 2,
+        }
+    )
+
+
+def test_when_the_time_is_up_each_benchmark_that_is_left_has_one_round(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    pytest.importorskip("tqdm")
+    monkeypatch.setattr(program, "load", lambda _: benchmark(LATENCY, ucx=40.0, tensorpipe=100.0))
+    for minutes, rounds in (("60", 2), ("0", 1)):
+        file = tmp_path / f"{minutes}.json"
+        assert program.main(["small_calls", "--minutes", minutes, "--json", str(file)]) == 0
+        found = json.loads(file.read_text(encoding="utf-8"))
+        assert found["rounds"]["small_calls"]["UCX"] == [{"latency": 40.0}] * rounds
+
+
+def test_what_is_measured_anew_replaces_its_own_results_only(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pytest.importorskip("tqdm")
+    monkeypatch.setattr(kept, "RESULTS", tmp_path)
+    monkeypatch.setattr(program, "load", lambda _: benchmark(LATENCY, ucx=40.0, tensorpipe=100.0))
+    assert program.main(["small_calls", "idle", "--record", "run"]) == 0
+    monkeypatch.setattr(program, "load", lambda _: benchmark(LATENCY, ucx=30.0, tensorpipe=100.0))
+    assert program.main(["idle", "--record", "run"]) == 0
+    rounds = json.loads((tmp_path / "run.json").read_text(encoding="utf-8"))["rounds"]
+    assert [rounds[name]["UCX"][0]["latency"] for name in ("small_calls", "idle")] == [40.0, 30.0]
 
 
 @pytest.mark.parametrize("page", tables.PAGES, ids=lambda page: page.name)
@@ -181,6 +242,25 @@ def test_the_tables_of_the_docs_are_what_was_measured(page: Path) -> None:
     assert written == text, "run: python -m benchmarks.tables --write"
 
 
+@pytest.mark.parametrize("claim", tables.CLAIMS, ids=lambda claim: claim.words[:30])
+def test_the_claims_of_the_readme_are_what_was_measured(claim: tables.Claim) -> None:
+    assert claim.words in " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    try:
+        assert not list(tables.Run("two_cores").broken(claim)), "say less in the README"
+    except tables.NotMeasured as error:
+        pytest.skip(str(error))
+
+
+def test_a_claim_that_the_results_do_not_bear_out_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    monkeypatch.setattr(tables, "load", lambda _: benchmark(LATENCY, ucx=60.0, tensorpipe=100.0))
+    rounds = {"small_calls": {"UCX": [{"latency": 60.0}], "TensorPipe": [{"latency": 100.0}]}}
+    (tmp_path / "run.json").write_text(json.dumps({"rounds": rounds}), encoding="utf-8")
+    [broken] = tables.Run("run").broken(tables.Claim("fast", "small_calls", ("latency",), 0.5))
+    assert broken == "'fast': latency is at 0.6"
+    assert not list(tables.Run("run").broken(tables.Claim("fast", "small_calls", ("latency",), 0.7)))
+
+
 def test_the_readme_and_the_page_on_performance_have_such_tables() -> None:
     with_tables = {page.name for page in tables.PAGES if "<!-- benchmark: " in page.read_text(encoding="utf-8")}
     assert {"README.md", "performance.md"} <= with_tables
@@ -189,8 +269,8 @@ def test_the_readme_and_the_page_on_performance_have_such_tables() -> None:
 def test_what_stands_between_the_lines_is_replaced(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(tables, "RESULTS", tmp_path)
     monkeypatch.setattr(tables, "load", lambda _: benchmark(LATENCY, ucx=60.0, tensorpipe=100.0))
-    kept = {"rounds": {"small_calls": {"UCX": [{"latency": 60.0}], "TensorPipe": [{"latency": 100.0}]}}}
-    (tmp_path / "run.json").write_text(json.dumps(kept), encoding="utf-8")
+    results = {"rounds": {"small_calls": {"UCX": [{"latency": 60.0}], "TensorPipe": [{"latency": 100.0}]}}}
+    (tmp_path / "run.json").write_text(json.dumps(results), encoding="utf-8")
     text = "a\n<!-- benchmark: run bounds -->\nold\n<!-- end of benchmark -->\nb\n"
     assert tables.written(text) == (
         "a\n<!-- benchmark: run bounds -->\n0 of 1 bounds hold; missed are:\n\n"
@@ -207,6 +287,18 @@ def test_a_table_that_nobody_has_measured_is_told(monkeypatch: pytest.MonkeyPatc
     (tmp_path / "run.json").write_text(json.dumps({"rounds": {}}), encoding="utf-8")
     with pytest.raises(tables.NotMeasured, match="has no small_calls"):
         tables.written("<!-- benchmark: run small_calls -->\n<!-- end of benchmark -->\n")
+
+
+def test_a_table_that_nobody_has_measured_stays_and_the_others_are_written(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    (tmp_path / "run.json").write_text(json.dumps({"rounds": {}}), encoding="utf-8")
+    table = "<!-- benchmark: {} -->\nold\n<!-- end of benchmark -->\n"
+    missing: list[str] = []
+    new = tables.written(table.format("run small_calls") + table.format("run bounds"), missing=missing)
+    assert new == table.format("run small_calls") + table.format("run bounds").replace("old", "0 of 0 bounds hold.")
+    assert ["run small_calls" in reason for reason in missing] == [True]
 
 
 def test_a_table_without_an_end_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

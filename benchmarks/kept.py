@@ -1,0 +1,99 @@
+"""What is kept of a run of benchmarks, as JSON: every round, the machine, the versions, the commit.
+
+The file is written after each benchmark, so that whatever ends the program leaves what was measured before. tables.py
+and plot.py read it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks import harness
+
+RESULTS = Path(__file__).parent / "results"
+
+
+class Record:
+    """A file, to which results are added.
+
+    With ``keeps_others`` the results of other benchmarks, which the file has already, stay. Each says when and at
+    which commit it was measured.
+    """
+
+    def __init__(self, file: Path, *, keeps_others: bool = False) -> None:
+        self._file = file
+        before = json.loads(file.read_text(encoding="utf-8")) if keeps_others and file.exists() else {}
+        self._kept: dict[str, Any] = {
+            "circumstances": circumstances(),
+            "configuration": configuration(),
+            "lanes": before.get("lanes", {}),
+            "measured": before.get("measured", {}),
+            "rounds": before.get("rounds", {}),
+            "failures": before.get("failures", {}),
+        }
+
+    def add(self, name: str, result: harness.Result, load_before: float, seconds: float) -> None:
+        self._kept["lanes"] |= harness.LANES
+        self._kept["measured"][name] = {
+            "date": time.strftime("%Y-%m-%d"),
+            "commit": commit(),
+            "seconds": round(seconds),
+            "load before and after": [round(load_before, 2), round(os.getloadavg()[0], 2)],
+        }
+        self._kept["rounds"][name] = result.rounds
+        self._kept["failures"].pop(name, None)
+        if result.failures:
+            self._kept["failures"][name] = result.failures
+        self._file.parent.mkdir(parents=True, exist_ok=True)
+        new = self._file.with_suffix(".new")
+        new.write_text(json.dumps(self._kept, indent=1) + "\n", encoding="utf-8")
+        new.replace(self._file)
+
+
+def circumstances() -> dict[str, Any]:
+    """The machine and the versions: what a figure means nothing without."""
+    import torch
+
+    import torch_ucx_rpc
+    from torch_ucx_rpc import _native
+
+    processor = re.search(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(encoding="utf-8"), re.MULTILINE)
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return {
+        "processor": processor[1] if processor else platform.processor(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gib": round(memory / 2**30, 1),
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "ucx": ".".join(map(str, loaded.version)) if (loaded := _native.loaded_ucx()) else "",
+        "torch_ucx_rpc": torch_ucx_rpc.__version__,
+    }
+
+
+def commit() -> str:
+    """Of this checkout, with "-dirty" where the package or the benchmarks differ from it."""
+    head = _output("git", "rev-parse", "--short=12", "HEAD")
+    sources = (":/torch_ucx_rpc", ":/benchmarks", ":!/benchmarks/results")
+    changed = _output("git", "status", "--porcelain", "--untracked-files=no", "--", *sources)
+    return f"{head}-dirty" if changed else head
+
+
+def _output(*command: str) -> str:
+    found = subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path(__file__).parent)
+    return found.stdout.strip()
+
+
+def configuration() -> dict[str, dict[str, Any]]:
+    """How each transport is told to work, by its name."""
+    return {
+        transport.name: {"backend": transport.backend, **transport.environment, **transport.options}
+        for transport in harness.TRANSPORTS
+    }

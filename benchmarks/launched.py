@@ -1,0 +1,80 @@
+"""How long is a launcher's job from its command to its end?
+
+`python -m torch_ucx_rpc run` and torchrun start workers on this machine, each an interpreter of its own that imports
+torch, and of this backend also this package. They do as in the life of a job (many_workers.py): init_rpc, the first
+call of all pairs, shutdown. Beside them workers that do nothing but import torch: no backend can be faster than those.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from benchmarks import harness
+from benchmarks.harness import Bound, Figure
+
+PROGRAM = Path(__file__).with_name("launched_program.py")
+LAUNCHERS = {
+    "run": ("-m", "torch_ucx_rpc", "run", "--nproc"),
+    "torchrun": ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node"),
+}
+# Each takes as long as its workers need to import torch, a second of CPU time and more each.
+JOBS = (("run", 2), ("run", 24), ("torchrun", 24))
+LIMIT_S = 300
+IMPORT = "import of torch"
+
+
+def figure_of(launcher: str, workers: int) -> str:
+    return f"{workers} workers, {launcher}"
+
+
+def seconds(launcher: str, workers: int, *program: str) -> float:
+    command = [sys.executable, *LAUNCHERS[launcher], str(workers), *program]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    started = time.perf_counter()
+    try:
+        run = subprocess.run(command, capture_output=True, text=True, check=False, timeout=LIMIT_S, env=environment)
+    except subprocess.TimeoutExpired as error:
+        raise harness.ContenderFailed(f"{workers} workers of {launcher} have not ended in {LIMIT_S} s") from error
+    took = time.perf_counter() - started
+    done = run.stdout.count("is done")
+    if run.returncode != 0 or done != workers:
+        raise harness.ContenderFailed(f"{done} of {workers} workers of {launcher} ended well: {run.stderr[-2000:]}")
+    return took
+
+
+def measure(*program: str) -> harness.Figures:
+    return {figure_of(launcher, workers): seconds(launcher, workers, *program) for launcher, workers in JOBS}
+
+
+def contender(transport: harness.Transport) -> harness.Baseline:
+    program = (str(PROGRAM), transport.backend, json.dumps(transport.options))
+    return harness.Baseline(transport.name, functools.partial(measure, *program))
+
+
+BENCHMARK = harness.Benchmark(
+    question="How long is a launcher's job?",
+    figures=tuple(
+        Figure(
+            figure_of(launcher, workers),
+            "s",
+            (
+                Bound(0.6 if workers >= 24 else None, 0.4, reference=harness.TENSORPIPE_UV.name),
+                Bound(None, reference=IMPORT),
+            ),
+        )
+        for launcher, workers in JOBS
+    ),
+    contenders=lambda: [
+        contender(harness.UCX),
+        contender(harness.TENSORPIPE_UV),
+        harness.Baseline(IMPORT, functools.partial(measure, str(PROGRAM), "none", "{}")),
+    ],
+    rounds=1,
+    in_short_set=False,
+)
