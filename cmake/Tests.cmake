@@ -55,18 +55,33 @@ if(EXISTS "${UCX_LIBRARY_DIR}/ucx/libuct_cuda.so.0" AND UCX_VERSION VERSION_GREA
     add_library(stub_${source} SHARED "${CMAKE_SOURCE_DIR}/tests/cuda_stub/${source}.cpp")
     target_compile_options(stub_${source} PRIVATE -O0 -fno-omit-frame-pointer)
     set_target_properties(stub_${source} PROPERTIES
-      OUTPUT_NAME ${name} SOVERSION 1 CXX_VISIBILITY_PRESET default LIBRARY_OUTPUT_DIRECTORY "${CMAKE_BINARY_DIR}/cuda_stub")
+      OUTPUT_NAME ${name} SOVERSION 1 CXX_VISIBILITY_PRESET default
+      # Each by itself: the loader must not find the other one, which some tests do without.
+      LIBRARY_OUTPUT_DIRECTORY "${CMAKE_BINARY_DIR}/cuda_stub/${source}")
   endforeach()
   target_link_libraries(stub_cuda PRIVATE Threads::Threads)
 
-  add_executable(device_lanes_test "${CMAKE_SOURCE_DIR}/tests/cuda_stub/device_lanes_test.cpp")
-  target_link_libraries(device_lanes_test PRIVATE torch_ucx_rpc_ucp stub_cuda GTest::gtest_main)
-  target_link_options(device_lanes_test PRIVATE -Wl,--as-needed)
-  target_compile_definitions(device_lanes_test PRIVATE CUDA_STUB_NVML="$<TARGET_SONAME_FILE:stub_nvml>")
-  set_target_properties(device_lanes_test PROPERTIES
-    RUNTIME_OUTPUT_DIRECTORY "${CMAKE_BINARY_DIR}/tests"
-    BUILD_RPATH "${TORCH_LIBRARY_DIRS};${UCX_LIBRARY_DIR}")
-  add_dependencies(device_lanes_test stub_nvml)
-  add_dependencies(cpp_tests device_lanes_test)
-  gtest_discover_tests(device_lanes_test TEST_PREFIX "device_lanes_test." PROPERTIES TIMEOUT 120 DISCOVERY_TIMEOUT 300)
+  foreach(name IN ITEMS device_lanes_test)
+    add_executable(${name} "${CMAKE_SOURCE_DIR}/tests/cuda_stub/${name}.cpp")
+    target_link_libraries(${name} PRIVATE torch_ucx_rpc_ucp stub_cuda GTest::gtest_main)
+    target_link_options(${name} PRIVATE -Wl,--as-needed)
+    target_compile_definitions(${name} PRIVATE CUDA_STUB_NVML="$<TARGET_SONAME_FILE:stub_nvml>")
+    set_target_properties(${name} PROPERTIES
+      RUNTIME_OUTPUT_DIRECTORY "${CMAKE_BINARY_DIR}/tests"
+      BUILD_RPATH "${TORCH_LIBRARY_DIRS};${UCX_LIBRARY_DIR}")
+    add_dependencies(${name} stub_nvml)
+    add_dependencies(cpp_tests ${name})
+  endforeach()
+  foreach(name IN ITEMS device_lanes_test)
+    gtest_discover_tests(${name} TEST_PREFIX "${name}." PROPERTIES TIMEOUT 120 DISCOVERY_TIMEOUT 300)
+  endforeach()
+
+  # What the sources say of cuda.h, where there is one: of a CUDA toolkit, or of the wheels beside torch.
+  find_path(CUDA_HEADER_FOLDER cuda.h PATHS /usr/local/cuda/include "${Python_SITELIB}/nvidia/cu13/include" NO_CACHE)
+  if(CUDA_HEADER_FOLDER)
+    add_library(cuda_header_check OBJECT "${CMAKE_SOURCE_DIR}/tests/cuda_stub/cuda_header_check.cpp")
+    target_include_directories(cuda_header_check PRIVATE "${csrc}")
+    target_include_directories(cuda_header_check SYSTEM PRIVATE "${CUDA_HEADER_FOLDER}")
+    add_dependencies(cpp_tests cuda_header_check)
+  endif()
 endif()

@@ -38,6 +38,7 @@ from torch_ucx_rpc._bootstrap.members import gather_members
 from torch_ucx_rpc._bootstrap.record import Record, process_facts
 from torch_ucx_rpc._bootstrap.rendezvous import STORE_ENDS, check_rank, create_store
 from torch_ucx_rpc._bootstrap.secret import Secret, load_secret
+from torch_ucx_rpc._devices import context as device_context
 from torch_ucx_rpc._devices import pool as device_pool
 from torch_ucx_rpc._native import _C
 from torch_ucx_rpc._observe import socket as observation
@@ -198,6 +199,7 @@ def _make_agent(
     name: str, rank: int, expected_peers: int, store: Store, options: UcxRpcBackendOptions, secret: Secret | None
 ) -> UcxRpcAgent:
     make = next(AGENT_TYPES[type_] for type_ in type(options).__mro__ if type_ in AGENT_TYPES)
+    device_context.make_contexts(options)
     with _native_errors_named():
         agent = make(name, rank, expected_peers, store, copy.copy(options))
     agent.secret = secret

@@ -1,5 +1,6 @@
 // libcuda.so.1 of the stub; see cuda_stub.h.
 
+#include "cuda_numbers.h"
 #include "cuda_stub.h"
 
 #include <fcntl.h>
@@ -33,29 +34,16 @@ using CUcontext = struct Context*;
 using CUstream = struct Stream*;
 using CUevent = struct Event*;
 using CUstreamCallback = void (*)(CUstream stream, CUresult status, void* argument);
-struct CUipcMemHandle {
-  char reserved[64];
-};
-struct CUuuid {
-  char bytes[16];
-};
-
-constexpr CUresult kSuccess = 0;
-constexpr CUresult kInvalidValue = 1;
-constexpr CUresult kOutOfMemory = 2;
-constexpr CUresult kDeinitialized = 4;
-constexpr CUresult kInvalidContext = 201;
-constexpr CUresult kNotFound = 500;
-constexpr CUresult kNotReady = 600;
-constexpr CUresult kNotSupported = 801;
+using CUipcMemHandle = cuda_stub::IpcMemHandle;
+using CUuuid = cuda_stub::Uuid;
+using namespace cuda_stub; // NOLINT(google-build-using-namespace): all of it is CUDA's
 
 constexpr size_t kPage = 2 << 20; // of the device
 constexpr size_t kPages = 4096; // all that it has
-constexpr CUdevice kInvalidDevice = -2;
-constexpr uint64_t kFileDescriptorHandles = 1;
 
 using Clock = std::chrono::steady_clock;
 
+std::atomic<bool> isUp{false}; // somebody has called cuInit()
 std::atomic<bool> isDown{false}; // as CUDA is when exit() has run its handlers
 
 // ------------------------------------------------------------------------------------------------------- calls
@@ -89,14 +77,21 @@ class Calls {
   std::map<std::string, std::atomic<uint64_t>> counts_;
 };
 
-// At the beginning of each function of the driver.
-#define CALLED()                                                          \
+// At the beginning of each function of the driver: of those that may come before cuInit(), and of the others.
+#define CALLED_EARLY()                                                    \
   do {                                                                    \
     static std::atomic<uint64_t>& calls = Calls::instance().of(__func__); \
     calls.fetch_add(1);                                                   \
     if (isDown.load()) {                                                  \
       return kDeinitialized;                                              \
     }                                                                     \
+  } while (false)
+#define CALLED()              \
+  do {                        \
+    CALLED_EARLY();           \
+    if (!isUp.load()) {       \
+      return kNotInitialized; \
+    }                         \
   } while (false)
 
 uint64_t fromEnvironment(const char* name) {
@@ -290,8 +285,15 @@ class Device {
   }
 
   void synchronize(CUstream stream) {
+    const auto began = Clock::now();
     std::unique_lock lock(mutex_);
     changed_.wait(lock, [&] { return stream->queue.empty(); });
+    blocked_ += Clock::now() - began;
+  }
+
+  Clock::duration blocked() {
+    const std::lock_guard lock(mutex_);
+    return blocked_;
   }
 
   CUstream makeStream() {
@@ -354,6 +356,7 @@ class Device {
   std::condition_variable changed_;
   std::vector<CUstream> streams_;
   bool isHeld_ = false;
+  Clock::duration blocked_{0};
 };
 
 void* asPointer(CUdeviceptr at) {
@@ -375,28 +378,28 @@ bool attribute(int which, const Allocation* allocation, void* value) {
   const bool isKnown = allocation != nullptr;
   const bool isLegacy = isKnown && allocation->kind == Kind::kLegacy;
   switch (which) {
-    case 1: // CONTEXT: pools and mappings have none
+    case kContext: // pools and mappings have none
       set(isLegacy ? &primaryContext : nullptr);
       break;
-    case 2: // MEMORY_TYPE: device
-      set(isKnown ? 2 : 0);
+    case kMemoryType:
+      set(isKnown ? kMemoryTypeDevice : 0);
       break;
-    case 7: // BUFFER_ID
+    case kBufferId:
       set(isKnown ? allocation->id : uint64_t{0});
       break;
-    case 8: // IS_MANAGED
+    case kIsManaged:
       set(uint32_t{0});
       break;
-    case 9: // DEVICE_ORDINAL
+    case kDeviceOrdinal:
       set(isKnown ? 0 : kInvalidDevice);
       break;
-    case 10: // IS_LEGACY_CUDA_IPC_CAPABLE
+    case kIsLegacyIpcCapable:
       set(isLegacy ? 1 : 0);
       break;
-    case 14: // ALLOWED_HANDLE_TYPES
+    case kAllowedHandleTypes:
       set(isKnown && allocation->kind == Kind::kVirtual ? kFileDescriptorHandles : uint64_t{0});
       break;
-    case 17: // MEMPOOL_HANDLE
+    case kMempoolHandle:
       set(static_cast<void*>(nullptr));
       break;
     default:
@@ -423,11 +426,16 @@ void cudaStubSetEventUs(uint64_t us) {
 uint64_t cudaStubCalls(const char* function) {
   return Calls::instance().of(function).load();
 }
+uint64_t cudaStubBlockedUs() {
+  return static_cast<uint64_t>(
+      std::chrono::duration_cast<std::chrono::microseconds>(Device::instance().blocked()).count());
+}
 
 // ---- The driver.
 
 CUresult cuInit(unsigned /*flags*/) {
-  CALLED();
+  CALLED_EARLY();
+  isUp.store(true);
   static const bool isRegistered = [] {
     return std::atexit([] {
              Calls::instance().write();
@@ -442,6 +450,7 @@ CUresult cuGetErrorString(CUresult error, const char** text) {
       {kSuccess, "no error"},
       {kInvalidValue, "invalid argument"},
       {kOutOfMemory, "out of memory"},
+      {kNotInitialized, "initialization error"},
       {kDeinitialized, "driver shutting down"},
       {kInvalidContext, "invalid device context"},
       {kNotFound, "named symbol not found"},
@@ -459,11 +468,11 @@ CUresult cuCtxSetFlags(unsigned /*flags*/) {
 
 // UCX asks for those that older drivers lack: cuCtxSetFlags, and one for DMA-BUF, which the stub has not.
 CUresult cuGetProcAddress_v2(const char* symbol, void** function, int /*version*/, uint64_t /*flags*/, int* status) {
-  CALLED();
+  CALLED_EARLY();
   const bool isThere = std::strcmp(symbol, "cuCtxSetFlags") == 0;
   *function = isThere ? reinterpret_cast<void*>(&cuCtxSetFlags) : nullptr;
   if (status != nullptr) {
-    *status = isThere ? 0 : 1; // CU_GET_PROC_ADDRESS_SYMBOL_NOT_FOUND
+    *status = isThere ? 0 : kSymbolNotFound;
   }
   return isThere ? kSuccess : kNotFound;
 }
@@ -499,14 +508,14 @@ CUresult cuDeviceTotalMem_v2(size_t* bytes, CUdevice /*device*/) {
 CUresult cuDeviceGetAttribute(int* value, int attribute, CUdevice /*device*/) {
   CALLED();
   switch (attribute) {
-    case 33: // PCI_BUS_ID
+    case kPciBusId:
       *value = 0x3b;
       break;
-    case 41: // UNIFIED_ADDRESSING
+    case kUnifiedAddressing:
       *value = 1;
       break;
-    case 75: // COMPUTE_CAPABILITY_MAJOR, of Hopper
-      *value = 9;
+    case kComputeCapabilityMajor:
+      *value = 9; // of Hopper
       break;
     default: // PCI domain and slot; no DMA-BUF, no fabric
       *value = 0;
@@ -645,13 +654,7 @@ CUresult cuMemRetainAllocationHandle(uint64_t* handle, void* at) {
 }
 CUresult cuMemGetAllocationPropertiesFromHandle(void* properties, uint64_t /*handle*/) {
   CALLED();
-  struct { // CUmemAllocationProp
-    int type;
-    int handleTypes;
-    int locationType;
-    int locationId;
-    void* rest[2];
-  } const pinnedOnDevice{1, 1, 1, 0, {}};
+  const AllocationProperties pinnedOnDevice{kPinned, static_cast<int>(kFileDescriptorHandles), kOnDevice, 0, {}};
   std::memcpy(properties, &pinnedOnDevice, sizeof(pinnedOnDevice));
   return kSuccess;
 }

@@ -31,4 +31,7 @@ void cudaStubSetEventUs(uint64_t us);
 // How often a function of the driver was called so far: by its name, as "cuMemcpyAsync".
 uint64_t cudaStubCalls(const char* function);
 
+// How long threads of this process have waited for a stream so far (cuStreamSynchronize), together.
+uint64_t cudaStubBlockedUs();
+
 } // extern "C"

@@ -3,6 +3,7 @@
 // anything is.
 
 #include "cuda_stub.h"
+#include "stub_process.h"
 
 #include "transport/ucp/device_sharing.h"
 #include "transport/ucp/ucp_library.h"
@@ -12,35 +13,18 @@
 #include <dlfcn.h>
 #include <gtest/gtest.h>
 #include <poll.h>
-#include <sys/socket.h>
-#include <sys/wait.h>
-#include <unistd.h>
 
 #include <array>
 #include <csignal>
-#include <cstdio>
-#include <cstdlib>
 #include <cstring>
 #include <functional>
 #include <iostream>
-#include <map>
 #include <memory>
 #include <optional>
-#include <sstream>
 #include <string>
 #include <thread>
 #include <utility>
 #include <vector>
-
-extern "C" { // cuda.h, as far as a program needs it that has device memory
-int cuInit(unsigned flags);
-int cuDevicePrimaryCtxRetain(void** context, int device);
-int cuCtxPushCurrent_v2(void* context);
-int cuMemAlloc_v2(uint64_t* at, size_t bytes);
-int cuMemAllocAsync(uint64_t* at, size_t bytes, void* stream);
-int cuMemAddressReserve(uint64_t* at, size_t bytes, size_t alignment, uint64_t wanted, uint64_t flags);
-int cuMemMap(uint64_t at, size_t bytes, size_t offset, uint64_t handle, uint64_t flags);
-}
 
 namespace torch_ucx_rpc {
 namespace {
@@ -60,17 +44,6 @@ enum class Kind {
 
 // ----------------------------------------------------------------------------------------- in one of the two processes
 
-[[noreturn]] void fail(const std::string& why) {
-  std::cout << "failed: " << why << std::endl;
-  _exit(1);
-}
-
-void require(bool holds, const std::string& what) {
-  if (!holds) {
-    fail(what);
-  }
-}
-
 struct Buffer {
   Buffer(Kind kind, uint64_t bytes) : bytes(bytes), memory(kind == Kind::kHost ? Memory::kHost : Memory::kDevice) {
     if (kind == Kind::kHost) {
@@ -78,18 +51,11 @@ struct Buffer {
       data = host.data();
       return;
     }
-    uint64_t at = 0;
-    switch (kind) {
-      case Kind::kDevicePool:
-        require(cuMemAllocAsync(&at, bytes, nullptr) == 0, "no device memory");
-        break;
-      case Kind::kDeviceVirtual:
-        require(cuMemAddressReserve(&at, bytes, 0, 0, 0) == 0 && cuMemMap(at, bytes, 0, 0, 0) == 0, "no device memory");
-        break;
-      default:
-        require(cuMemAlloc_v2(&at, bytes) == 0, "no device memory");
-    }
-    data = reinterpret_cast<std::byte*>(at);
+    data = allocateOnDevice(
+        kind == Kind::kDevicePool          ? DeviceMemory::kPool
+            : kind == Kind::kDeviceVirtual ? DeviceMemory::kVirtual
+                                           : DeviceMemory::kPlain,
+        bytes);
   }
   Buffer(const Buffer&) = delete;
   Buffer& operator=(const Buffer&) = delete;
@@ -120,7 +86,7 @@ struct Buffer {
 // One end of the connection.
 class End final : public TransportListener {
  public:
-  explicit End(int socket) : transport(makeUcpTransport(2)), socket_(socket) {
+  explicit End(const Socket& other) : transport(makeUcpTransport(2)), other_(other) {
     header_.index = 0;
     transport->setListener(this);
     tell(transport->address());
@@ -132,18 +98,13 @@ class End final : public TransportListener {
 
   // Between the processes, beside UCX.
   void tell(const std::string& what) const {
-    require(send(socket_, what.data(), what.size(), 0) == static_cast<ssize_t>(what.size()), "the other is gone");
+    other_.tell(what);
   }
   std::string hear() const {
-    std::string heard(64 * kKiB, '\0');
-    const ssize_t bytes = recv(socket_, heard.data(), heard.size(), 0);
-    require(bytes > 0, "the other is gone");
-    heard.resize(static_cast<size_t>(bytes));
-    return heard;
+    return other_.hear();
   }
   bool hasHeard() const {
-    pollfd event{socket_, POLLIN, 0};
-    return poll(&event, 1, 0) == 1;
+    return other_.hasHeard();
   }
 
   // Drives, and sleeps as UCX tells where there is nothing to do.
@@ -152,7 +113,7 @@ class End final : public TransportListener {
       if (transport->progress() != 0 || isDone() || !transport->arm()) {
         continue;
       }
-      std::array<pollfd, 2> events{pollfd{transport->eventFd(), POLLIN, 0}, pollfd{socket_, POLLIN, 0}};
+      std::array<pollfd, 2> events{pollfd{transport->eventFd(), POLLIN, 0}, pollfd{other_.fd(), POLLIN, 0}};
       const int ready = poll(events.data(), events.size(), kLostMs);
       require(
           ready > 0,
@@ -214,124 +175,46 @@ class End final : public TransportListener {
   EndpointId endpoint = 0;
 
  private:
-  const int socket_;
+  const Socket other_;
   wire::Header header_;
   std::optional<Error> sent_; // how it ended
   void* rendezvous_ = nullptr;
 };
 
-// UCX's CUDA transports are linked against both libraries of the driver; this program is linked against libcuda.so.1.
-void useTheDevice() {
-  require(dlopen(CUDA_STUB_NVML, RTLD_NOW | RTLD_GLOBAL) != nullptr, "no libnvidia-ml.so.1");
-  void* context = nullptr;
-  require(cuInit(0) == 0 && cuDevicePrimaryCtxRetain(&context, 0) == 0 && cuCtxPushCurrent_v2(context) == 0, "no CUDA");
-}
-
 // ------------------------------------------------------------------------------------------------ of the two processes
-
-using Body = std::function<void()>;
-using Environment = std::map<std::string, std::string>;
-
-// A process that a test has started, and what it has written.
-class Process {
- public:
-  Process(const Environment& environment, const Body& body) {
-    std::cout.flush();
-    id_ = fork();
-    if (id_ == 0) {
-      dup2(fileno(output_), STDOUT_FILENO);
-      dup2(fileno(output_), STDERR_FILENO);
-      setvbuf(stdout, nullptr, _IONBF, 0);
-      for (const auto& [name, value] : environment) {
-        setenv(name.c_str(), value.c_str(), 1);
-      }
-      body();
-      std::exit(0);
-    }
-  }
-  ~Process() {
-    std::fclose(output_);
-  }
-  Process(const Process&) = delete;
-  Process& operator=(const Process&) = delete;
-
-  // Waits for its end; what it has written.
-  const std::string& written() {
-    if (id_ != 0) {
-      waitpid(std::exchange(id_, 0), &status_, 0);
-      std::rewind(output_);
-      std::array<char, 4096> some{};
-      for (size_t bytes = 0; (bytes = std::fread(some.data(), 1, some.size(), output_)) != 0;) {
-        written_.append(some.data(), bytes);
-      }
-    }
-    return written_;
-  }
-  bool hasSucceeded() {
-    (void)written();
-    return status_ == 0;
-  }
-  bool hasWritten(const std::string& text) {
-    return written().find(text) != std::string::npos;
-  }
-  // Of the lines "name=number".
-  uint64_t count(const std::string& name) {
-    std::istringstream lines(written());
-    for (std::string line; std::getline(lines, line);) {
-      if (line.starts_with(name + "=")) {
-        return std::stoull(line.substr(name.size() + 1));
-      }
-    }
-    ADD_FAILURE() << name << " has not been counted";
-    return 0;
-  }
-
- private:
-  std::FILE* const output_ = std::tmpfile();
-  pid_t id_ = 0;
-  int status_ = 0;
-  std::string written_;
-};
 
 // Two connected processes: one sends, the other receives.
 class Pair {
  public:
   using Role = std::function<void(End&)>;
 
-  Pair(const Environment& environment, const Role& send, const Role& receive) {
-    std::array<int, 2> sockets{};
-    EXPECT_EQ(socketpair(AF_UNIX, SOCK_SEQPACKET, 0, sockets.data()), 0);
-    const auto process = [&](size_t index, const Role& role) {
-      return std::make_unique<Process>(environment, [&sockets, index, role] {
-        close(sockets[1 - index]);
-        play(sockets[index], role);
-      });
-    };
-    sender = process(0, send);
-    receiver = process(1, receive);
-    for (const int socket : sockets) {
-      close(socket);
-    }
-  }
+  Pair(const Environment& environment, const Role& send, const Role& receive)
+      : processes_(
+            environment,
+            [&](const Socket& other) { play(other, send); },
+            [&](const Socket& other) { play(other, receive); }),
+        sender(processes_.first.get()),
+        receiver(processes_.second.get()) {}
 
   bool haveSucceeded() {
-    EXPECT_TRUE(sender->hasSucceeded()) << sender->written();
-    EXPECT_TRUE(receiver->hasSucceeded()) << receiver->written();
-    return sender->hasSucceeded() && receiver->hasSucceeded();
+    return processes_.haveSucceeded();
   }
   uint64_t count(const std::string& name) {
-    return sender->count(name) + receiver->count(name);
+    return processes_.count(name);
   }
-
-  std::unique_ptr<Process> sender;
-  std::unique_ptr<Process> receiver;
 
  private:
   // In the new process.
-  static void play(int socket, const Role& role) {
-    useTheDevice();
-    const auto act = [socket, &role] {
-      End end(socket);
+  static void play(const Socket& other, const Role& role) {
+    const bool isUsedLater = std::getenv("DEVICE_USED_LATER") != nullptr;
+    if (!isUsedLater) {
+      useTheDevice();
+    }
+    const auto act = [&] {
+      End end(other);
+      if (isUsedLater) {
+        useTheDevice();
+      }
       role(end);
       end.tell("over");
       end.driveUntil([&] { return end.hasHeard(); });
@@ -343,29 +226,13 @@ class Pair {
       std::thread(act).join();
     }
   }
+
+  TwoProcesses processes_;
+
+ public:
+  Process* const sender;
+  Process* const receiver;
 };
-
-constexpr std::array<const char*, 7> kCounted{
-    "cuMemcpyAsync",
-    "cuMemcpyDtoDAsync_v2",
-    "cuStreamSynchronize",
-    "cuEventQuery",
-    "cuEventRecord",
-    "cuIpcGetMemHandle",
-    "cuIpcOpenMemHandle_v2"};
-
-// Writes how often the driver was called meanwhile.
-template <typename Action>
-void counted(const Action& action) {
-  std::map<std::string, uint64_t> before;
-  for (const char* function : kCounted) {
-    before[function] = cudaStubCalls(function);
-  }
-  action();
-  for (const char* function : kCounted) {
-    std::cout << function << "=" << cudaStubCalls(function) - before[function] << std::endl;
-  }
-}
 
 // One message, whose calls of the driver are counted, after another one that has made the connection and mapped the
 // memory.
@@ -439,17 +306,81 @@ TEST(DeviceLanes, ThreadsNeedNoContext) {
   EXPECT_EQ(pair->count("cuMemcpyDtoDAsync_v2"), 1u);
 }
 
+// A worker that names no device itself starts UCX before torch uses the device.
+TEST(DeviceLanes, UcxMayStartBeforeTheDeviceIsUsed) {
+  const auto pair =
+      exchange(Kind::kDevice, Kind::kDevice, kMiB, {{"DEVICE_USED_LATER", "y"}, {"UCX_MEMTYPE_CACHE", "n"}});
+  ASSERT_TRUE(pair->haveSucceeded());
+  EXPECT_TRUE(pair->sender->hasWritten("lane cuda_ipc/cuda")) << pair->sender->written();
+  EXPECT_EQ(pair->count("cuMemcpyDtoDAsync_v2"), 1u);
+  EXPECT_EQ(pair->count("cuMemcpyAsync"), 0u);
+}
+
+// UCX's cache of allocations finds older ones by the mappings of NVIDIA's driver. The stub's look like the host's, and
+// UCX would have the processor copy them.
+TEST(DeviceLanes, MemoryThatUcxTakesForTheHostsIsRefused) {
+  const auto failing = [](End& end, Buffer& buffer, bool isSender) {
+    const Error why = isSender ? end.trySending(buffer) : end.tryReceiving(buffer);
+    std::cout << "failed=" << (why.code() == ErrorCode::kDeviceFailed) << "\n" << why.message() << std::endl;
+  };
+  Pair pair(
+      {{"DEVICE_USED_LATER", "y"}},
+      [&](End& end) {
+        Buffer device(Kind::kDevice, kMiB);
+        failing(end, device, true);
+        end.sendFrom(Buffer(Kind::kHost, kMiB));
+      },
+      [&](End& end) {
+        Buffer device(Kind::kDevice, kMiB);
+        failing(end, device, false);
+      });
+  ASSERT_TRUE(pair.haveSucceeded());
+  for (Process* process : {pair.sender, pair.receiver}) {
+    EXPECT_EQ(process->count("failed"), 1u) << process->written();
+    EXPECT_TRUE(process->hasWritten("UCX_MEMTYPE_CACHE=n"));
+  }
+}
+
+// Neither is told of the end before a late copy has been made: the sender uses its memory anew, the receiver reads.
+TEST(DeviceLanes, LateCopiesAreWaitedForOnBothSides) {
+  for (const char* nvlinks : {"0", "18"}) {
+    Pair pair(
+        {{"CUDA_STUB_COPY_US", "20000"}, {"CUDA_STUB_EVENT_US", "20000"}, {"CUDA_STUB_NVLINKS", nvlinks}},
+        [](End& end) {
+          Buffer buffer(Kind::kDevice, kMiB);
+          for (int number = 1; number <= 3; ++number) {
+            buffer.fill(number);
+            end.sendFrom(buffer);
+            buffer.fill(-1);
+          }
+        },
+        [](End& end) {
+          const Buffer buffer(Kind::kDevice, kMiB);
+          for (int number = 1; number <= 3; ++number) {
+            end.receiveInto(buffer);
+            require(buffer.isFilledWith(number), "message " + std::to_string(number) + " is not as it was sent");
+          }
+        });
+    ASSERT_TRUE(pair.haveSucceeded());
+  }
+}
+
 // Endpoints that report dead peers have no pipelines in UCX (RNDV_PIPELINE_ERROR_HANDLING=n). So it must be given no
 // message that is in a device's memory on one side only: such are staged by the agent.
 TEST(DeviceLanes, BetweenADeviceAndTheHostUcxCopiesInPieces) {
-  const auto fromDevice = exchange(Kind::kDevice, Kind::kHost, kStaged);
+  constexpr uint64_t kCopyUs = 20;
+  const Environment device{{"CUDA_STUB_COPY_US", std::to_string(kCopyUs)}};
+  const auto expectPieces = [](Process& process) {
+    EXPECT_GT(process.count("cuMemcpyAsync"), kPieces);
+    EXPECT_EQ(process.count("cuStreamSynchronize"), process.count("cuMemcpyAsync"));
+    EXPECT_GT(process.count("blocked_us"), kPieces * kCopyUs);
+  };
+  const auto fromDevice = exchange(Kind::kDevice, Kind::kHost, kStaged, device);
   ASSERT_TRUE(fromDevice->haveSucceeded());
-  EXPECT_GT(fromDevice->sender->count("cuMemcpyAsync"), kPieces);
-  EXPECT_EQ(fromDevice->sender->count("cuStreamSynchronize"), fromDevice->sender->count("cuMemcpyAsync"));
-  const auto toDevice = exchange(Kind::kHost, Kind::kDevice, kStaged);
+  expectPieces(*fromDevice->sender);
+  const auto toDevice = exchange(Kind::kHost, Kind::kDevice, kStaged, device);
   ASSERT_TRUE(toDevice->haveSucceeded());
-  EXPECT_GT(toDevice->receiver->count("cuMemcpyAsync"), kPieces);
-  EXPECT_EQ(toDevice->receiver->count("cuStreamSynchronize"), toDevice->receiver->count("cuMemcpyAsync"));
+  expectPieces(*toDevice->receiver);
 }
 
 // ----------------------------------------------------------------------------------------------- what cannot be shared
@@ -464,10 +395,14 @@ TEST(DeviceLanes, WithoutCudaIpcUcxCopiesInPiecesOnBothSides) {
 
 TEST(DeviceLanes, MemoryThatCannotBeSharedArrivesInPieces) {
   for (const Kind kind : {Kind::kDevicePool, Kind::kDeviceVirtual}) {
-    const auto pair = exchange(kind, Kind::kDevice, kStaged);
-    ASSERT_TRUE(pair->haveSucceeded());
-    EXPECT_EQ(pair->count("cuMemcpyDtoDAsync_v2"), 0u);
-    EXPECT_GT(pair->sender->count("cuMemcpyAsync"), kPieces);
+    const auto fromSuch = exchange(kind, Kind::kDevice, kStaged);
+    ASSERT_TRUE(fromSuch->haveSucceeded());
+    EXPECT_EQ(fromSuch->count("cuMemcpyDtoDAsync_v2"), 0u);
+    EXPECT_GT(fromSuch->sender->count("cuMemcpyAsync"), kPieces);
+    const auto intoSuch = exchange(Kind::kDevice, kind, kStaged);
+    ASSERT_TRUE(intoSuch->haveSucceeded());
+    EXPECT_EQ(intoSuch->count("cuMemcpyDtoDAsync_v2"), 0u);
+    EXPECT_GT(intoSuch->receiver->count("cuMemcpyAsync"), kPieces);
   }
 }
 
@@ -530,6 +465,12 @@ TEST(DeviceMemoryRefusal, IsNoneWhereUcxHasFoundTheDriver) {
   });
   EXPECT_TRUE(process.hasWritten("cuda_ipc: 1")) << process.written();
   EXPECT_TRUE(process.hasWritten("refused: ."));
+  Process early({}, [] { // nobody has used the device yet
+    haveTheDriver();
+    sayWhatUcxCan();
+  });
+  EXPECT_TRUE(early.hasWritten("cuda_ipc: 1")) << early.written();
+  EXPECT_TRUE(early.hasWritten("refused: ."));
   Process excluding({{"UCX_TLS", "^cuda_ipc"}}, [] {
     useTheDevice();
     sayWhatUcxCan();
@@ -578,7 +519,7 @@ TEST(DeviceMemoryRefusal, IsWhatSendsAndReceivesEndWith) {
         failing(end, device, false);
       });
   ASSERT_TRUE(pair.haveSucceeded());
-  for (Process* process : {pair.sender.get(), pair.receiver.get()}) {
+  for (Process* process : {pair.sender, pair.receiver}) {
     EXPECT_EQ(process->count("failed"), 1u) << process->written();
     EXPECT_TRUE(process->hasWritten("has started without CUDA"));
   }

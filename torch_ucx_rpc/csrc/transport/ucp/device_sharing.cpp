@@ -1,5 +1,6 @@
 #include "transport/ucp/device_sharing.h"
 
+#include "transport/ucp/cuda_driver.h"
 #include "transport/ucp/ucp_transport.h"
 
 #include <dlfcn.h>
@@ -14,17 +15,9 @@ namespace torch_ucx_rpc {
 
 namespace {
 
-// Of CUDA's driver API (cuda.h), whose values never change.
-using CUresult = int;
-using CUdeviceptr = unsigned long long; // NOLINT(google-runtime-int): as declared there
-using PointerGetAttributes = CUresult (*)(unsigned count, int* attributes, void** values, CUdeviceptr address);
-using MemGetAddressRange = CUresult (*)(CUdeviceptr* begin, size_t* bytes, CUdeviceptr address);
-constexpr int kMemoryType = 2; // CU_POINTER_ATTRIBUTE_MEMORY_TYPE: an unsigned int, 0 for what is not CUDA's
-constexpr int kIsLegacyIpcCapable = 10; // CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE: an int
-
 struct Driver {
-  PointerGetAttributes pointerGetAttributes = nullptr;
-  MemGetAddressRange memGetAddressRange = nullptr;
+  cuda::PointerGetAttributes pointerGetAttributes = nullptr;
+  cuda::MemGetAddressRange memGetAddressRange = nullptr;
 };
 
 Driver findDriver() {
@@ -35,8 +28,8 @@ Driver findDriver() {
   }
   // NOLINTBEGIN(cppcoreguidelines-pro-type-reinterpret-cast)
   return {
-      reinterpret_cast<PointerGetAttributes>(dlsym(library, "cuPointerGetAttributes")),
-      reinterpret_cast<MemGetAddressRange>(dlsym(library, "cuMemGetAddressRange_v2"))};
+      reinterpret_cast<cuda::PointerGetAttributes>(dlsym(library, "cuPointerGetAttributes")),
+      reinterpret_cast<cuda::MemGetAddressRange>(dlsym(library, "cuMemGetAddressRange_v2"))};
   // NOLINTEND(cppcoreguidelines-pro-type-reinterpret-cast)
 }
 
@@ -64,17 +57,17 @@ bool canShareDeviceMemory(const void* address, uint64_t bytes) {
   }
   unsigned memoryType = 0;
   int isLegacy = 0;
-  std::array<int, 2> attributes{kMemoryType, kIsLegacyIpcCapable};
+  std::array<int, 2> attributes{cuda::kMemoryType, cuda::kIsLegacyIpcCapable};
   std::array<void*, 2> values{&memoryType, &isLegacy};
   // NOLINTNEXTLINE(cppcoreguidelines-pro-type-reinterpret-cast)
-  const auto at = static_cast<CUdeviceptr>(reinterpret_cast<uintptr_t>(address));
+  const auto at = static_cast<cuda::DevicePointer>(reinterpret_cast<uintptr_t>(address));
   if (driver.pointerGetAttributes(attributes.size(), attributes.data(), values.data(), at) != 0 || memoryType == 0) {
     return true;
   }
   if (isLegacy == 0) {
     return false;
   }
-  CUdeviceptr begin = 0;
+  cuda::DevicePointer begin = 0;
   size_t length = 0;
   return driver.memGetAddressRange(&begin, &length, at) != 0 || at + bytes <= begin + length;
 }
@@ -105,6 +98,29 @@ Error deviceMemoryRefusal(ucp_context_h context) {
             "Install UCX 1.22 or later, or 1.20, or set UCX_TLS=^cuda_ipc."};
   }
   return {};
+}
+
+Error deviceMemoryMistaken(ucp_context_h context, const void* address, uint64_t bytes) {
+  ucp_mem_map_params_t params{};
+  params.field_mask = UCP_MEM_MAP_PARAM_FIELD_ADDRESS | UCP_MEM_MAP_PARAM_FIELD_LENGTH;
+  params.address = const_cast<void*>(address); // NOLINT(cppcoreguidelines-pro-type-const-cast): as UCX declares it
+  params.length = bytes;
+  ucp_mem_h handle = nullptr;
+  if (ucp_mem_map(context, &params, &handle) != UCS_OK) {
+    return {}; // the operation will tell
+  }
+  ucp_mem_attr_t attributes{};
+  attributes.field_mask = UCP_MEM_ATTR_FIELD_MEM_TYPE;
+  const bool isMistaken = ucp_mem_query(handle, &attributes) == UCS_OK && attributes.mem_type == UCS_MEMORY_TYPE_HOST;
+  (void)ucp_mem_unmap(context, handle);
+  if (!isMistaken) {
+    return {};
+  }
+  return {
+      ErrorCode::kDeviceFailed,
+      "UCX " + loadedUcpLibrary().version +
+          " takes memory of a CUDA device for the host's, since its cache of allocations has missed it. Set "
+          "UCX_MEMTYPE_CACHE=n."};
 }
 
 } // namespace torch_ucx_rpc

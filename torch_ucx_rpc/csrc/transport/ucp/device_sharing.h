@@ -29,4 +29,9 @@ bool hasCudaIpc(ucp_context_h context);
 // UCX 1.21 is broken.
 Error deviceMemoryRefusal(ucp_context_h context);
 
+// Says to the user that UCX takes these bytes of a CUDA device for the host's, and what to do; no error where it does
+// not. UCX keeps a cache of allocations. Memory that is missing there is the host's to UCX, whatever it is told with a
+// send or receive (1.22), and the process would end with SIGSEGV. Takes some microseconds.
+Error deviceMemoryMistaken(ucp_context_h context, const void* address, uint64_t bytes);
+
 } // namespace torch_ucx_rpc

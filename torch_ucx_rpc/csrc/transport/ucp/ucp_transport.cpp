@@ -40,9 +40,12 @@ void warnOfLoss(const std::exception_ptr& loss) {
 
 // UCX asks the driver about an address, unless told that it is in host memory. Memory of a CUDA device may also be
 // managed memory, which only the driver knows.
+// UCX 1.22 does not believe this, and looks itself: see deviceMemoryMistaken().
 ucs_memory_type_t memoryTypeOf(Memory memory) {
-  return memory == Memory::kHost ? UCS_MEMORY_TYPE_HOST : UCS_MEMORY_TYPE_UNKNOWN;
+  return memory == Memory::kHost ? UCS_MEMORY_TYPE_HOST : UCS_MEMORY_TYPE_CUDA;
 }
+
+const Error kNone;
 
 Error noMemory() {
   return {ErrorCode::kOutOfMemory, "there was no memory for the message"};
@@ -116,6 +119,9 @@ class UcpTransport final : public Transport {
       const ucp_am_recv_param_t* param) noexcept;
   ucs_status_t onRendezvous(std::span<const std::byte> header, void* descriptor, size_t bytes) noexcept;
 
+  // Why UCX must not be given this memory of a device; no error where it may.
+  const Error& whyNot(const void* deviceMemory, uint64_t bytes);
+
   void noteLoss() noexcept;
   unsigned tell();
   void tellAll() noexcept;
@@ -129,6 +135,7 @@ class UcpTransport final : public Transport {
   int eventFd_ = -1;
   bool hasCudaIpc_ = false;
   Error deviceMemoryRefusal_;
+  std::optional<Error> deviceMemoryMistaken_; // once it has been looked at
   std::optional<QueueRepair> repair_;
   UcpEndpoints endpoints_;
   UcpOperations operations_;
@@ -212,6 +219,16 @@ void UcpTransport::tellAll() noexcept {
   }
 }
 
+const Error& UcpTransport::whyNot(const void* deviceMemory, uint64_t bytes) {
+  if (deviceMemoryRefusal_) {
+    return deviceMemoryRefusal_;
+  }
+  if (!deviceMemoryMistaken_.has_value() && bytes != 0) {
+    deviceMemoryMistaken_ = deviceMemoryMistaken(context_, deviceMemory, bytes);
+  }
+  return deviceMemoryMistaken_.has_value() ? *deviceMemoryMistaken_ : kNone;
+}
+
 void UcpTransport::send(
     EndpointId endpointId,
     const wire::Header& header,
@@ -224,9 +241,11 @@ void UcpTransport::send(
     done(endpoints_.failureOf(endpoint));
     return;
   }
-  if (memory == Memory::kDevice && deviceMemoryRefusal_) {
-    done(deviceMemoryRefusal_);
-    return;
+  if (memory == Memory::kDevice) {
+    if (const Error& refusal = whyNot(bytes.data(), bytes.size())) {
+      done(refusal);
+      return;
+    }
   }
   UcpOperation* operation = operations_.begin(done);
   if (operation == nullptr) {
@@ -248,13 +267,13 @@ void UcpTransport::send(
 
 void UcpTransport::receive(void* handle, void* into, uint64_t bytes, OperationDone done, Memory memory) {
   void* const descriptor = rendezvous_.take(handle)->descriptor;
-  const bool isRefused = memory == Memory::kDevice && deviceMemoryRefusal_;
-  UcpOperation* operation = descriptor != nullptr && !isRefused ? operations_.begin(done) : nullptr;
+  const Error& refusal = memory == Memory::kDevice ? whyNot(into, bytes) : kNone;
+  UcpOperation* operation = descriptor != nullptr && !refusal ? operations_.begin(done) : nullptr;
   if (operation == nullptr) {
     if (descriptor != nullptr) {
       ucp_am_data_release(worker_, descriptor);
     }
-    done(isRefused ? deviceMemoryRefusal_ : noMemory());
+    done(refusal ? refusal : noMemory());
     return;
   }
   ucp_request_param_t param{};
