@@ -99,7 +99,7 @@ class DataParallel(nn.Module):
         self._name = server.name_for("model", self)
         self._buckets = _make_buckets(parameters, bucket_bytes)
         sizes = [(bucket.buffer.numel(), bucket.buffer.element_size()) for bucket in self._buckets]
-        for bucket, parts in zip(self._buckets, plan(sizes, len(server.hosts)), strict=True):
+        for bucket, parts in zip(self._buckets, plan(sizes, server.spec.shards), strict=True):
             bucket.parts = parts
         self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.parameters}
         self._next_bucket = 0
@@ -109,6 +109,7 @@ class DataParallel(nn.Module):
         # As it was before the first step, until that is over.
         self._initial: dict[str, Any] | None = None
         self._is_behind = False
+        self._can_give = False
         self._asking: list[tuple[Trainer, Future[dict[str, Any] | None]]] = []
         self._lock = threading.Lock()
         # The parameters do not keep this object alive: when it is gone, this trainer has left.
@@ -125,7 +126,7 @@ class DataParallel(nn.Module):
 
     @property
     def _key(self) -> str:
-        return f"{self._server.spec.key}/{self._name}"
+        return f"{self._server.name}/{self._name}"
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The forward of the module that this holds; with gradients, its backward will push them."""
@@ -263,7 +264,17 @@ class DataParallel(nn.Module):
 
     def _hold(self) -> None:
         """Have the hosts know that this trainer can give its state to others."""
+        self._can_give = True
         self._server.call_all(_host.hold, self._server.spec.key, self._name, self._server.trainer)
+
+    def on_other_host(self, host: str) -> None:
+        """Likewise for a host that takes over from one that was lost."""
+        if self._can_give:
+            try:
+                self._server.call(host, _host.hold, self._server.spec.key, self._name, self._server.trainer)
+            except RuntimeError as error:
+                if not was_lost(error):
+                    raise
 
     def _load(self, state: dict[str, Any]) -> None:
         own = dict(self.module.state_dict(keep_vars=True))

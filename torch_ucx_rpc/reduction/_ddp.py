@@ -82,7 +82,7 @@ class State:
         self.server = server
         self.quorum = quorum
         self._name = server.name_for("ddp", self)
-        self._loads = [0] * len(server.hosts)
+        self._loads = [0] * server.spec.shards
         # DistributedDataParallel makes other buckets after the first step, and says nothing of those to come: until two
         # steps have had the same, buckets are cut as they come.
         self._sizes: list[tuple[int, int]] = []
@@ -91,6 +91,9 @@ class State:
 
     def on_leave(self) -> None:
         """Nothing: no other trainer asks this one for anything."""
+
+    def on_other_host(self, host: str) -> None:
+        """Nothing, likewise."""
 
     def push(self, bucket: GradBucket) -> Future[Tensor]:
         """Push a bucket of DDP's gradients: the future of its mean over the trainers."""
@@ -118,7 +121,7 @@ class State:
 
     def _end_step(self) -> None:
         if self._plan is None and self._sizes == self._sizes_before:
-            self._plan = plan(self._sizes, len(self.server.hosts))
+            self._plan = plan(self._sizes, self.server.spec.shards)
         self._loads = [0] * len(self._loads)
         self._sizes_before, self._sizes = self._sizes, []
 

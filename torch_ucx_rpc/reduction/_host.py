@@ -13,8 +13,10 @@ with it (`_parameters`), and all futures of the round get the answer.
 
 from __future__ import annotations
 
+import itertools
 import pickle
 import threading
+from collections.abc import Iterable
 from typing import Any
 
 import torch.distributed.rpc as rpc
@@ -23,7 +25,7 @@ from torch.futures import Future
 
 from torch_ucx_rpc._observe.life import Life, PerLife
 from torch_ucx_rpc._observe.lost import Gone
-from torch_ucx_rpc.reduction._messages import UNKNOWN, Answer, Entry, Push, Spec, Trainer, Update
+from torch_ucx_rpc.reduction._messages import UNKNOWN, Answer, Entry, Opened, Push, Spec, Trainer, Update
 from torch_ucx_rpc.reduction._parameters import ParameterPiece
 from torch_ucx_rpc.reduction._piece import Piece
 from torch_ucx_rpc.reduction._roster import Copies, Roster
@@ -41,7 +43,8 @@ class Host:
         self._roster = Roster(spec)
         self._copies = Copies(self._roster)
         self._pieces: dict[str, Piece] = {}
-        self._lost_hosts: set[str] = set()
+        # Hosts whose shards others have taken over. One of the same name that comes later is not among them again.
+        self._lost: set[str] = set()
 
     @property
     def spec(self) -> Spec:
@@ -54,14 +57,23 @@ class Host:
 
     # -- who is there
 
-    def on_gone(self, life: int, name: str) -> None:
-        """A worker has ended."""
+    def on_gone(self, life: int, name: str, is_host: bool = True) -> None:
+        """A worker has ended. ``is_host``: the host of that name, if there is one, is that worker."""
         with self._roster.lock:
-            if name in self.spec.hosts:
-                self._lost_hosts.add(name)
+            if is_host and name in self.spec.hosts:
+                self._lost.add(name)
+                for piece in self._pieces.values():
+                    piece.forget_host(name)
             self._roster.on_gone(life, name)
             self._forget(life)
         self._advance_all()
+
+    def note_lost(self, names: Iterable[str]) -> tuple[str, ...]:
+        """Hosts that a trainer has lost; all that are known to be."""
+        own_name = self._life.info.name
+        with self._roster.lock:
+            self._lost.update(name for name in names if name != own_name)
+            return tuple(sorted(self._lost))
 
     def leave(self, trainer: Trainer) -> None:
         """A trainer takes part no more."""
@@ -108,7 +120,9 @@ class Host:
     def hold(self, model: str, trainer: Trainer) -> None:
         """A trainer has a copy of a model now, and can give it to others."""
         with self._roster.lock:
-            self._copies.hold(model, trainer)
+            entered = self._copies.hold(model, trainer)
+        for waiting, entry in entered:
+            waiting.set_result(entry)
 
     def absent(self, piece: str) -> list[str]:
         """The trainers that are missing in the oldest open round of a piece."""
@@ -133,7 +147,10 @@ class Host:
         """Take a trainer's tensors. ``is_owned``: they are memory of this process that nobody else reads."""
         with self._roster.lock:
             piece = self._piece(push.piece)
-        return piece.push(push, is_owned)
+            own_name = self._life.info.name
+            passed = set(itertools.takewhile(lambda name: name != own_name, self.spec.ring(push.shard)))
+            self._lost |= passed
+        return piece.push(push, is_owned, takes_over=bool(passed) or self.spec.generation > 0)
 
     def parameters(self, name: str) -> ParameterPiece:
         """A piece of a server with an optimizer."""
@@ -145,10 +162,10 @@ class Host:
     # -- the other hosts, as a piece with parameters sees them
 
     def next_host(self) -> str | None:
+        # One that was started anew keeps the replica, though trainers do not push to it.
         hosts, own_name = self.spec.hosts, self._life.info.name
-        living = {info.name for info in self._life.living()} - self._lost_hosts
-        start = hosts.index(own_name) if own_name in hosts else 0
-        ring = [*hosts[start + 1 :], *hosts[:start]]
+        living = {info.name for info in self._life.living()} - {own_name}
+        ring = self.spec.ring(hosts.index(own_name) if own_name in hosts else 0)
         return next((name for name in ring if name in living), None)
 
     def send_update(self, host: str, update: Update) -> Future[None]:
@@ -172,20 +189,25 @@ class Hosts:
     def get(self, key: str) -> Host | None:
         return self._hosts.get(key)
 
-    def open(self, spec: Spec) -> str | None:
-        """Make the host of a server, or find it made; a refusal if it was made otherwise."""
+    def open(self, spec: Spec, lost: Iterable[str] = ()) -> Opened:
+        """Make the host of a server, or find it made; a refusal if it was made otherwise.
+
+        ``lost``: the hosts that the trainer does not use any more.
+        """
         with self._lock:
             host = self._hosts.get(spec.key)
             if host is None:
                 host = self._hosts[spec.key] = Host(spec, self._life)
+                living = {info.name for info in self._life.living()}
                 for gone in self._gone:
-                    host.on_gone(gone.session, gone.name)
+                    # A host of that name that has come since is one from the start.
+                    host.on_gone(gone.session, gone.name, is_host=gone.name not in living)
         if _facts(host.spec) != _facts(spec):
-            return (
-                f"the server {spec.key!r} was made with {_shown(host.spec)}, and worker is asked for it with "
-                f"{_shown(spec)}: all trainers must call serve alike, or give the servers different names"
+            return Opened(
+                f"the server {spec.key!r} was made with {_shown(host.spec)}, and is asked for with {_shown(spec)}: "
+                f"all trainers must call serve alike, or give the servers different names"
             )
-        return None
+        return Opened(None, host.note_lost(lost))
 
     def _on_gone(self, gone: Gone) -> None:
         with self._lock:
@@ -214,8 +236,13 @@ hosts = PerLife(Hosts)
 # --------------------------------------------------------------------------------------------- what other workers call
 
 
-def open_host(spec: Spec) -> str | None:
-    return hosts().open(spec)
+def open_host(spec: Spec, lost: tuple[str, ...]) -> Opened:
+    return hosts().open(spec, lost)
+
+
+def hosts_of(key: str) -> tuple[str, ...] | None:
+    host = hosts().get(key)
+    return None if host is None else host.spec.hosts
 
 
 def is_newcomer(key: str, trainer: Trainer) -> bool:

@@ -35,7 +35,7 @@ class Trainer(NamedTuple):
 class Spec(NamedTuple):
     """What all trainers of a server must agree on; the first one's makes it."""
 
-    key: str
+    name: str
     hosts: tuple[str, ...]
     # How many trainers the first round waits for, and which, where that is known.
     expected: int
@@ -45,6 +45,31 @@ class Spec(NamedTuple):
     replica: bool = False
     checkpoint: str | None = None
     checkpoint_every: int = 100
+    # The hosts are trainers.
+    on_trainers: bool = False
+    # Into how many parts work is spread: as many as there were hosts at first.
+    shards: int = 1
+    # How often all hosts were lost, so that other trainers became the hosts.
+    generation: int = 0
+
+    @property
+    def key(self) -> str:
+        """By which hosts know the server: a worker may be one of its hosts again in a later generation."""
+        return f"{self.name}, generation {self.generation}" if self.generation else self.name
+
+    def ring(self, shard: int) -> tuple[str, ...]:
+        """The host of a shard, and then those that take over from it, in their order."""
+        start = shard % len(self.hosts)
+        return self.hosts[start:] + self.hosts[:start]
+
+
+class Opened(NamedTuple):
+    """What a host says when a trainer first comes to it."""
+
+    # Why the trainer may not use the server.
+    refusal: str | None
+    # The hosts that trainers do not use any more, as far as this one knows.
+    lost: tuple[str, ...] = ()
 
 
 class Push(NamedTuple):
@@ -52,6 +77,7 @@ class Push(NamedTuple):
 
     key: str
     piece: str
+    shard: int
     trainer: Trainer
     # The round of the trainer; None for "the one that is open".
     at: int | None

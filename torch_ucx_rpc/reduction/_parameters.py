@@ -38,6 +38,45 @@ class OtherHosts(Protocol):
         """Have that host apply an update; the future is done when it has. RuntimeError if it is known to be lost."""
 
 
+# So many pushes of a trainer may overtake an earlier one.
+_MOST_BEYOND = 1024
+
+
+class Applied:
+    """The pushes of each trainer that an asynchronous server has applied; they may come in any order, and twice."""
+
+    def __init__(self) -> None:
+        # By life: all below this number have been applied, and of those from it on, these.
+        self._below: dict[int, int] = {}
+        self._beyond: dict[int, set[int]] = {}
+
+    def add(self, life: int, push: int) -> bool:
+        """False if it was there."""
+        below, beyond = self._below.get(life, 0), self._beyond.setdefault(life, set())
+        if push < below or push in beyond:
+            return False
+        beyond.add(push)
+        if len(beyond) > _MOST_BEYOND:
+            # Another host has applied the missing ones, after its last save.
+            below = min(beyond)
+        while below in beyond:
+            beyond.remove(below)
+            below += 1
+        self._below[life] = below
+        return True
+
+    def to_dict(self) -> dict[int, list[int]]:
+        """By life, the number below which all have been applied, and then those from it on."""
+        return {life: [below, *sorted(self._beyond[life])] for life, below in self._below.items()}
+
+    @classmethod
+    def from_dict(cls, values: dict[int, list[int]]) -> Applied:
+        made = cls()
+        for life, (below, *beyond) in values.items():
+            made._below[life], made._beyond[life] = below, set(beyond)
+        return made
+
+
 class Parameters:
     """Parameters and their optimizer. ``lock`` guards them; it may be taken with the lock of the roster held."""
 
@@ -45,8 +84,7 @@ class Parameters:
         self.parameters = [torch.nn.Parameter(tensor.detach().clone()) for tensor in parameters]
         self.optimizer = make(self.parameters)  # type: ignore[arg-type]
         self.updates = 0
-        # By life of a trainer, its last push that was applied; for asynchronous ones.
-        self.applied: dict[int, int] = {}
+        self.applied = Applied()
         self.lock = threading.Lock()
         # The host of the replica that has all of this.
         self.replica: str | None = None
@@ -60,11 +98,9 @@ class Parameters:
 
     def update_once(self, life: int, push: int, gradients: Sequence[Tensor]) -> bool:
         """Apply the push of a trainer, unless that has been done."""
-        if self.applied.get(life, -1) >= push:
-            return False
-        self.update(gradients)
-        self.applied[life] = push
-        return True
+        if is_new := self.applied.add(life, push):
+            self.update(gradients)
+        return is_new
 
     def values(self) -> list[Tensor]:
         """A copy: the next update may come while this is being sent."""
@@ -78,21 +114,21 @@ class Parameters:
             "parameters": self.values(),
             "optimizer": self.optimizer.state_dict(),
             "updates": self.updates,
-            "applied": dict(self.applied),
+            "applied": self.applied.to_dict(),
         }
 
     @classmethod
     def from_dict(cls, values: dict[str, Any], make: OptimizerFactory) -> Parameters:
         made = cls(values["parameters"], make)
         made.optimizer.load_state_dict(values["optimizer"])
-        made.updates, made.applied = values["updates"], dict(values["applied"])
+        made.updates, made.applied = values["updates"], Applied.from_dict(values["applied"])
         return made
 
 
 def checkpoint_of(spec: Spec, piece: str) -> Path:
     """The file of a piece in the server's checkpoint."""
     assert spec.checkpoint is not None
-    safe = "".join(letter if letter.isalnum() or letter in "-_" else "-" for letter in f"{spec.key}-{piece}")
+    safe = "".join(letter if letter.isalnum() or letter in "-_" else "-" for letter in f"{spec.name}-{piece}")
     return Path(spec.checkpoint, f"{safe}.pt")
 
 
@@ -153,6 +189,11 @@ class ParameterPiece(Piece):
             self._filler = None
             self._find_filler()
 
+    def forget_host(self, name: str) -> None:
+        # A worker of that name that comes has none of it.
+        if self._parameters is not None and self._parameters.replica == name:
+            self._parameters.replica = None
+
     def shapes(self) -> list[tuple[int, ...]] | None:
         with self._roster.lock:
             return None if self._parameters is None else self._parameters.shapes()
@@ -180,7 +221,7 @@ class ParameterPiece(Piece):
 
     # -- pushes
 
-    def push(self, push: Push, is_owned: bool) -> Future[Answer]:
+    def push(self, push: Push, is_owned: bool, takes_over: bool = False) -> Future[Answer]:
         with self._roster.lock:
             state = self._restore()
         if state is None:
@@ -192,7 +233,7 @@ class ParameterPiece(Piece):
         got = [tuple(tensor.shape) for tensor in push.tensors]
         if got != state.shapes():
             return _refused(shapes_differ(push.trainer, got, "the server's parameters have", state.shapes()))
-        return self._apply(push, state) if self._spec.asynchronous else super().push(push, is_owned)
+        return self._apply(push, state) if self._spec.asynchronous else super().push(push, is_owned, takes_over)
 
     def _apply(self, push: Push, state: Parameters) -> Future[Answer]:
         """One trainer's gradients, as they come."""
@@ -233,8 +274,8 @@ class ParameterPiece(Piece):
     def _note_missed(self, round_: Round, result: list[Tensor]) -> None:
         pass
 
-    def _begin_again(self, push: Push, round_: Round) -> None:
-        pass
+    def _may_ask(self) -> bool:
+        return False
 
     # -- the replica
 

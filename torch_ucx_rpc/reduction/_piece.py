@@ -30,6 +30,9 @@ _logger = logging.getLogger(__name__)
 # So many trainers' tensors are added at a time, in one pass through memory. Until then they lie there.
 _BATCH = 4
 
+# For a worker to say whether it has had the result of a round. One that hangs is not waited for.
+_ASKING_S = 2.0
+
 # In the place of a trainer's life: those that are expected and have not been seen.
 _NOT_SEEN = -1
 
@@ -94,16 +97,23 @@ class Piece:
         """A trainer has ended. The caller holds the lock."""
         self._missed.forget(life)
 
+    def forget_host(self, name: str) -> None:
+        """Another host of the server has ended. The caller holds the lock."""
+
     def absent(self) -> list[str]:
         """The trainers that are missing in the oldest open round. The caller holds the lock."""
         return self._roster.absent(set(self._rounds[min(self._rounds)].came)) if self._rounds else []
 
     # -- a push
 
-    def push(self, push: Push, is_owned: bool) -> Future[Answer]:
-        """Take a trainer's tensors. ``is_owned``: they are this piece's own memory. A refusal is an answer."""
+    def push(self, push: Push, is_owned: bool, takes_over: bool = False) -> Future[Answer]:
+        """Take a trainer's tensors. A refusal is an answer.
+
+        ``is_owned``: they are this piece's own memory. ``takes_over``: it is here for a host that has been lost.
+        """
         future: Future[Answer] = Future()
         answer = round_ = None
+        is_asking = False
         with self._roster.lock:
             self._roster.count(push.trainer)
             is_first = push.trainer.life not in self._seen
@@ -126,11 +136,15 @@ class Piece:
                 else:
                     round_.came[push.trainer.life] = coming
                     round_.quorum = push.quorum
-                    if push.is_repeated:
-                        self._begin_again(push, round_)
+                    is_first_here = self._done < at - 1 or self._done < 0
+                    if (push.is_repeated or (takes_over and is_first_here)) and not round_.has_asked:
+                        is_asking = round_.has_asked = self._may_ask()
+                        round_.asked = int(is_asking)
         if answer is not None:
             future.set_result(answer)
         elif round_ is not None:
+            if is_asking:
+                self._ask_for_result(push, round_)
             self._advance(round_)
         return future
 
@@ -180,7 +194,7 @@ class Piece:
                 round_.is_busy = False
 
     def _is_complete(self, round_: Round) -> bool:
-        if not round_.came:
+        if not round_.came or round_.asked:
             return False
         if round_.quorum is not None and len(round_.came) >= round_.quorum:
             return True
@@ -231,33 +245,37 @@ class Piece:
 
     # -- after the end of another host
 
-    def _begin_again(self, push: Push, round_: Round) -> None:
-        """A trainer repeats a push whose answer others may have had from the lost host: then that is the result."""
-        if round_.has_asked:
-            return
-        round_.has_asked = True
+    def _may_ask(self) -> bool:
+        """Whether others may have had results that this host does not know."""
+        return True
+
+    def _ask_for_result(self, push: Push, round_: Round) -> None:
+        """A trainer pushes what a lost host was pushed: if others have had its answer, then that is the result.
+
+        The round, which has one of ``asked`` for this call, is not complete before all have said whether they have.
+        """
 
         def take(future: Future[list[Tensor] | None]) -> None:
+            result = None
             try:
                 result = future.value()
             except RuntimeError as error:
                 _logger.debug("%s was not told of a result: %s", self._life.info.name, error)
-                return
-            if result is not None:
-                self._give_result(round_.number, result)
+            with self._roster.lock:
+                round_.asked -= 1
+                if result is not None and not round_.is_closed:
+                    round_.result = result
+            self._advance(round_)
 
+        calls = []
+        arguments = (self._roster.spec.name, self.name, round_.number)
         for info in self._life.living():
             if info.name != push.trainer.name:
                 try:
-                    call = rpc.rpc_async(info, result_of, args=(push.key, self.name, round_.number))
-                    call.add_done_callback(take)
+                    calls.append(rpc.rpc_async(info, result_of, args=arguments, timeout=_ASKING_S))
                 except RuntimeError as error:
                     _logger.debug("%s was not asked for a result: %s", info.name, error)
-
-    def _give_result(self, number: int, result: list[Tensor]) -> None:
         with self._roster.lock:
-            round_ = self._rounds.get(number)
-            if round_ is None or round_.is_closed:
-                return
-            round_.result = result
-        self._advance(round_)
+            round_.asked += len(calls) - 1
+        for call in calls:
+            call.add_done_callback(take)

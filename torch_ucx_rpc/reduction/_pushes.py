@@ -22,7 +22,7 @@ _logger = logging.getLogger(__name__)
 
 def push(server: Server, piece: str, shard: int, tensors: list[Tensor], quorum: int | None) -> Future[Answer]:
     """Push a piece to the host of a shard: the answer, whose refusal is an exception of the future instead."""
-    return _Pending(server, shard, server.next_push(piece, tensors, quorum)).future
+    return _Pending(server, shard, server.next_push(piece, shard, tensors, quorum)).future
 
 
 def tensors_of(push: Future[Answer]) -> list[Tensor]:
@@ -67,10 +67,15 @@ class _Pending:
         if answer.refusal == UNKNOWN:
             self._recover()
         elif answer.refusal is not None:
-            self.future.set_exception(ValueError(answer.refusal))
+            self._reject(ValueError(answer.refusal))
         else:
             self._server.accept(self._push, answer)
+            self._server.end_push(self._push)
             self.future.set_result(answer)
+
+    def _reject(self, error: Exception) -> None:
+        self._server.end_push(self._push)
+        self.future.set_exception(error)
 
     def _fail(self, name: str, error: RuntimeError) -> None:
         if was_lost(error):
@@ -80,7 +85,7 @@ class _Pending:
         elif timed_out(error):
             threading.Thread(target=self._explain, args=(name, error), daemon=True).start()
         else:
-            self.future.set_exception(error)
+            self._reject(error)
 
     def _recover(self) -> None:
         # Not here: this may be a thread of the agent, and it may take a while.
@@ -90,9 +95,9 @@ class _Pending:
         try:
             name = self._server.find_host(self._shard)
         except Exception as error:
-            self.future.set_exception(error)
+            self._reject(error)
             return
-        self._push = self._push._replace(is_repeated=True)
+        self._push = self._push._replace(key=self._server.spec.key, is_repeated=True)
         self._send(name)
 
     def _explain(self, name: str, error: RuntimeError) -> None:
@@ -106,4 +111,4 @@ class _Pending:
             if missing
             else "no trainer is missing"
         )
-        self.future.set_exception(RuntimeError(f"a step of {self._server!r} was not completed: {waited} ({error})"))
+        self._reject(RuntimeError(f"a step of {self._server!r} was not completed: {waited} ({error})"))

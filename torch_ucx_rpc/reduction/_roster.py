@@ -50,7 +50,7 @@ class Roster:
     def on_gone(self, life: int, name: str) -> None:
         """A worker has ended. If it was expected and never there, it will not come."""
         names = self.spec.expected_names
-        is_expected = name in names if names else name not in self.spec.hosts
+        is_expected = name in names if names else self.spec.on_trainers or name not in self.spec.hosts
         if life in self._counted or is_expected:
             self._end(life, name)
 
@@ -76,13 +76,13 @@ class Roster:
         return self._counted_names.issuperset(names) if names else len(self._counted) >= self.spec.expected
 
     def is_newcomer(self, trainer: Trainer) -> bool:
-        """Whether a trainer comes after the first round, which has not waited for it."""
+        """Whether a trainer comes after the first round of all, which has not waited for it."""
         names = self.spec.expected_names
         if names:
             is_expected = trainer.name in names and trainer.name not in self._counted_names
         else:
             is_expected = len(self._counted) < self.spec.expected
-        return self.has_begun and not is_expected
+        return (self.has_begun or self.spec.generation > 0) and not is_expected
 
     def absent(self, came: set[int]) -> list[str]:
         """Those that are waited for and whose lives are not among these; in words where names are not known."""
@@ -117,17 +117,18 @@ class Copies:
     def enter(self, name: str, trainer: Trainer, future: Future[Entry]) -> list[tuple[Future[Entry], Entry]]:
         """A trainer asks for a copy; the answers that can be given now."""
         model = self._models.setdefault(name, _Model())
-        others = [other for life, other in model.holders.items() if life != trainer.life]
         self._roster.note_arrival(trainer)
-        if others:
-            return [(future, Entry(min(others), trainer.life in model.initial))]
         model.entered[trainer.life] = (trainer, future)
         return self.take_entered()
 
     def take_entered(self) -> list[tuple[Future[Entry], Entry]]:
-        """Those that may begin with a model: all, once all are there."""
+        """Those that may begin with a model: once another has a copy, or all are there."""
         answers: list[tuple[Future[Entry], Entry]] = []
         for model in self._models.values():
+            for life, (trainer, future) in list(model.entered.items()):
+                if others := [other for held_in, other in model.holders.items() if held_in != life]:
+                    answers.append((future, Entry(min(others), trainer.life in model.initial)))
+                    del model.entered[life]
             is_complete = self._roster.are_all_there() and all(life in model.entered for life in self._roster.trainers)
             if not model.entered or not is_complete:
                 continue
@@ -139,9 +140,12 @@ class Copies:
             model.entered.clear()
         return answers
 
-    def hold(self, name: str, trainer: Trainer) -> None:
-        """A trainer has a copy of a model now, and can give it to others."""
+    def hold(self, name: str, trainer: Trainer) -> list[tuple[Future[Entry], Entry]]:
+        """A trainer has a copy of a model now, and can give it to others; the answers that can be given now."""
         self._models.setdefault(name, _Model()).holders[trainer.life] = trainer
+        # Rounds of what this host takes over will wait for it, before it has pushed any here.
+        self._roster.count(trainer)
+        return self.take_entered()
 
     def forget(self, life: int) -> None:
         for model in self._models.values():

@@ -50,7 +50,9 @@ class Round:
         self.is_closed = False
         self.late: list[Coming] = []
         self.result: list[Tensor] | None = None
+        # Whether other workers were asked for its result, and how many have not answered.
         self.has_asked = False
+        self.asked = 0
 
     def add(self, batch: Sequence[Coming], divisor: int | None) -> None:
         """Add what has come, in that order; with a divisor, it is the last, and the sum becomes the mean."""

@@ -13,13 +13,12 @@ from torch import Tensor
 from torch._C._distributed_rpc import WorkerInfo
 
 from torch_ucx_rpc._observe.life import Life
-from torch_ucx_rpc._observe.lost import was_lost
 from torch_ucx_rpc.reduction import _host
-from torch_ucx_rpc.reduction._meeting import trainers_as_hosts
+from torch_ucx_rpc.reduction._meeting import Hosts, trainers_as_hosts
 from torch_ucx_rpc.reduction._messages import OptimizerFactory, Spec
 from torch_ucx_rpc.reduction._server import Server, servers
 
-# The key of a server that is spread over its trainers.
+# The name of a server that is spread over its trainers.
 _TRAINERS = "trainers"
 
 
@@ -63,13 +62,14 @@ def serve(
     known = servers()
     life = known.life
     names = tuple(host.name if isinstance(host, WorkerInfo) else host for host in hosts)
-    _check_hosts(names, life)
+    absent = _check_hosts(names, life)
     _check_state(optimizer, parameters, asynchronous, replica, checkpoint, checkpoint_every, names)
     expected, expected_names = _expected(trainers, names, life)
-    key = name or ",".join(names) or _TRAINERS
+    server_name = name or ",".join(names) or _TRAINERS
+    found = Hosts(names, len(names), 0) if names else trainers_as_hosts(server_name, expected, expected_names, life)
     spec = Spec(
-        key,
-        names or trainers_as_hosts(key, expected, expected_names, life),
+        server_name,
+        found.names,
         expected,
         expected_names,
         optimizer,
@@ -77,17 +77,26 @@ def serve(
         replica,
         None if checkpoint is None else str(checkpoint),
         checkpoint_every,
+        not names,
+        found.shards,
+        found.generation,
     )
-    server = known.get(key)
+    server = known.get(server_name)
     is_new = server is None or server.has_left
     if server is None or server.has_left:
-        server = Server(spec, life)
-    _open_hosts(server, spec)
+        server = Server(spec, life, server)
+    if absent and not server.is_known_to_a_host():
+        raise ValueError(absent)
+    server.open_all(spec)
+    if not server.living_hosts():
+        server.find_host(0)
     known.keep(server)
     if is_new and trainers is None and expected_names and life.info.name in names:
         # A host that trains, too.
-        server.call_all(_host.expect, key, 0, (life.info.name,))
-    if is_new and any(server.call(host, _host.is_newcomer, key, server.trainer) for host in server.living_hosts()):
+        server.call_all(_host.expect, server.spec.key, 0, (life.info.name,))
+    if is_new and any(
+        server.call(host, _host.is_newcomer, server.spec.key, server.trainer) for host in server.living_hosts()
+    ):
         # It takes part from the rounds on that are open then.
         server.first_round = None
     if parameters is not None:
@@ -95,35 +104,20 @@ def serve(
     return server
 
 
-def _open_hosts(server: Server, spec: Spec) -> None:
-    """Have all hosts know the server. ValueError where it was made otherwise, RuntimeError where all are lost."""
-    for host in spec.hosts:
-        try:
-            refusal = server.call(host, _host.open_host, spec)
-        except RuntimeError as error:
-            if not was_lost(error):
-                raise
-            server.lose(host)
-            if server.host_of(0) is None:
-                raise RuntimeError(
-                    f"all hosts of the server {spec.key!r} are lost: {', '.join(spec.hosts)} ({error})"
-                ) from error
-            continue
-        if refusal:
-            raise ValueError(refusal)
-
-
-def _check_hosts(names: tuple[Any, ...], life: Life) -> None:
+def _check_hosts(names: tuple[Any, ...], life: Life) -> str | None:
+    """A refusal where a name is no living worker's, unless another of the hosts knows the server: then it has died."""
     workers = [info.name for info in life.living()]
+    refusal = None
     for name in names:
         if not isinstance(name, str):
             raise TypeError(f"a host is given by its worker's name; {name!r} is none")
         if name not in workers:
             close = difflib.get_close_matches(name, workers, n=3)
             hint = f"close to it: {', '.join(close)}" if close else f"the workers are {', '.join(workers)}"
-            raise ValueError(f"{name!r} cannot be a host of a server: no living worker has that name; {hint}")
+            refusal = f"{name!r} cannot be a host of a server: no living worker has that name; {hint}"
     if len(set(names)) != len(names):
         raise ValueError(f"the hosts of a server must be different workers; they are {', '.join(names)}")
+    return refusal
 
 
 def _check_state(
@@ -183,7 +177,7 @@ def _expected(trainers: Any, names: tuple[str, ...], life: Life) -> tuple[int, t
 def _give_parameters(server: Server, parameters: list[Tensor]) -> None:
     """Have the hosts keep parameters: the first trainer's. ValueError where the others have had other shapes."""
     shards = server.assign(parameters)
-    for shard in range(len(server.hosts)):
+    for shard in range(server.spec.shards):
         mine = [tensor for tensor, of in zip(parameters, shards, strict=True) if of == shard]
         host = server.host_of(shard)
         if not mine or host is None:

@@ -9,7 +9,7 @@ import itertools
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -20,6 +20,7 @@ from torch._C._distributed_rpc import get_rpc_timeout
 from torch_ucx_rpc._observe.life import Life, PerLife
 from torch_ucx_rpc._observe.lost import Gone, was_lost
 from torch_ucx_rpc.reduction import _host
+from torch_ucx_rpc.reduction._meeting import meetings, other_trainers_as_hosts
 from torch_ucx_rpc.reduction._messages import Answer, Push, Spec, Trainer
 from torch_ucx_rpc.reduction._results import results
 
@@ -36,6 +37,9 @@ class User(Protocol):
     def on_leave(self) -> None:
         """This trainer takes part no more."""
 
+    def on_other_host(self, host: str) -> None:
+        """A host takes over from one that was lost."""
+
 
 class Server:
     """What `serve` returns: the server as one trainer sees it.
@@ -44,11 +48,13 @@ class Server:
     time.
 
     Attributes:
+        name (str): tells it from others.
         hosts (tuple[str, ...]): the workers that share it.
         trainers (int): how many trainers the first step waits for; 1 where that is not known.
     """
 
-    def __init__(self, spec: Spec, life: Life) -> None:
+    def __init__(self, spec: Spec, life: Life, former: Server | None = None) -> None:
+        """``former``: by which this worker has left the server before."""
         self.spec = spec
         self.life = life
         self.trainer = Trainer.of(life)
@@ -56,7 +62,10 @@ class Server:
         self._lost: set[str] = set()
         # By piece: the round of the next push, and how many there have been. Without a round yet, that of the others.
         self.positions: dict[str, int] = {}
-        self._numbers: dict[str, int] = {}
+        # A host takes a number only once.
+        self._numbers: dict[str, Iterator[int]] = {} if former is None else former._numbers
+        # Pieces with a push that is not answered; a round takes one of each trainer.
+        self._open_pieces: set[str] = set()
         self.first_round: int | None = 0
         self._names = itertools.count()
         self._shapes: list[tuple[int, ...]] | None = None
@@ -66,6 +75,18 @@ class Server:
         self._users: weakref.WeakSet[User] = weakref.WeakSet()
         self._open_users = 0
         self._using = threading.Lock()
+        # Other trainers do not wait for this one until its next push.
+        self._is_idle = False
+        self._finding_hosts = threading.Lock()
+
+    @property
+    def name(self) -> str:
+        return self.spec.name
+
+    @property
+    def takes_part(self) -> bool:
+        """Whether this trainer has neither left nor let go of its models."""
+        return not (self.has_left or self._is_idle)
 
     @property
     def hosts(self) -> tuple[str, ...]:
@@ -76,7 +97,7 @@ class Server:
         return self.spec.expected
 
     def __repr__(self) -> str:
-        return f"<reduction.Server {self.spec.key!r} on {', '.join(self.hosts)}>"
+        return f"<reduction.Server {self.name!r} on {', '.join(self.hosts)}>"
 
     # -- its users on this worker
 
@@ -112,6 +133,7 @@ class Server:
             self._open_users -= 1
             if self._open_users or self.has_left:
                 return
+            self._is_idle = True
             # After the shutdown of RPC nobody waits.
             with contextlib.suppress(RuntimeError):
                 self.call_all(_host.leave, self.spec.key, self.trainer)
@@ -150,41 +172,94 @@ class Server:
 
     def host_of(self, shard: int) -> str | None:
         """The host of a shard: its own, or the next one that is not lost."""
-        hosts = self.hosts
         with self._lock:
-            for name in (*hosts[shard:], *hosts[:shard]):
-                if name not in self._lost:
-                    return name
-        return None
+            return next((name for name in self.spec.ring(shard) if name not in self._lost), None)
+
+    def is_known_to_a_host(self) -> bool:
+        """Whether a living host has the server with the same hosts; those that are no living workers are lost."""
+        living = {info.name for info in self.life.living()}
+        for name in self.hosts:
+            if name not in living:
+                self.lose(name)
+        for name in self.living_hosts():
+            try:
+                if self.call(name, _host.hosts_of, self.spec.key) == self.hosts:
+                    return True
+            except RuntimeError as error:
+                if not was_lost(error):
+                    raise
+        return False
+
+    def open(self, name: str, spec: Spec | None = None) -> bool:
+        """Have a host know the server, and learn which hosts trainers do not use any more; False if this one is lost.
+
+        Raises ValueError where the server was made otherwise; ``spec`` is what is asked for (default: as it is).
+        """
+        with self._lock:
+            lost = tuple(self._lost)
+        try:
+            opened = self.call(name, _host.open_host, self.spec if spec is None else spec, lost)
+        except RuntimeError as error:
+            if not was_lost(error):
+                raise
+            self.lose(name)
+            return False
+        if opened.refusal is not None:
+            raise ValueError(opened.refusal)
+        with self._lock:
+            self._lost.update(opened.lost)
+        return True
+
+    def open_all(self, spec: Spec | None = None) -> None:
+        """The same with all hosts but those that are lost."""
+        for name in self.living_hosts():
+            self.open(name, spec)
 
     def find_host(self, shard: int) -> str:
-        """A host for a shard whose own is lost, ready for pushes; waits for one to come back where none is left."""
+        """A host for a shard whose own is lost, ready for pushes; finds other hosts where none is left."""
         patience = get_rpc_timeout() or _PATIENCE_S
         deadline = time.monotonic() + patience
         while True:
             name = self.host_of(shard)
-            if name is None and not self.life.is_static:
-                living = {info.name for info in self.life.living()}
-                with self._lock:
-                    # Others of the same names, by now.
-                    self._lost.difference_update(living)
-                name = self.host_of(shard)
             if name is not None:
-                try:
-                    if refusal := self.call(name, _host.open_host, self.spec):
-                        raise ValueError(refusal)
-                    return name
-                except RuntimeError as error:
-                    if not was_lost(error):
-                        raise
-                    self.lose(name)
-                    continue
-            if self.life.is_static or time.monotonic() > deadline:
+                # By what it says of others, it may be another one's.
+                if self.open(name) and self.host_of(shard) == name:
+                    break
+            elif (self.life.is_static and not self._may_move) or time.monotonic() > deadline:
                 raise RuntimeError(
-                    f"all hosts of the server {self.spec.key!r} are lost: {', '.join(self.hosts)}. More hosts, as in "
+                    f"all hosts of the server {self.name!r} are lost: {', '.join(self.hosts)}. More hosts, as in "
                     f"reduction.serve('ps0', 'ps1'), take over from each other"
                 )
-            time.sleep(_LOOK_AGAIN_S)
+            elif not self._find_other_hosts():
+                time.sleep(_LOOK_AGAIN_S)
+        if self.takes_part:
+            for user in list(self._users):
+                user.on_other_host(name)
+        return name
+
+    @property
+    def _may_move(self) -> bool:
+        """Whether other trainers can become the hosts: nothing is lost with the last ones."""
+        return self.spec.on_trainers and (self.spec.optimizer is None or self.spec.checkpoint is not None)
+
+    def _find_other_hosts(self) -> bool:
+        """When all hosts are lost: those of the same names that have come since, or the trainers that there are now."""
+        with self._finding_hosts:
+            if self.living_hosts():
+                return True
+            if self._may_move:
+                found = other_trainers_as_hosts(self.name, self.spec.generation + 1, self.life)
+                with self._lock:
+                    self._lost.clear()
+                    names = found.names
+                    self.spec = self.spec._replace(
+                        hosts=names, generation=found.generation, expected=len(names), expected_names=names
+                    )
+            else:
+                with self._lock:
+                    self._lost.difference_update(info.name for info in self.life.living())
+            self.open_all()
+            return bool(self.living_hosts())
 
     def call(self, name: str, function: Callable[..., Any], *arguments: Any) -> Any:
         """Call a function of the host, here or there."""
@@ -205,20 +280,36 @@ class Server:
 
     # -- pushes
 
-    def next_push(self, piece: str, tensors: list[Tensor], quorum: int | None) -> Push:
-        """The push of a piece that is to be sent now. RuntimeError if this trainer has left."""
+    def next_push(self, piece: str, shard: int, tensors: list[Tensor], quorum: int | None) -> Push:
+        """The push of a piece that is to be sent now; `end_push` goes with it.
+
+        RuntimeError if this trainer has left, or the former push of the piece has not been answered.
+        """
         if self.has_left:
             raise RuntimeError(f"this trainer has left {self!r}: call reduction.serve again to take part")
-        number = self._numbers.get(piece, 0)
-        self._numbers[piece] = number + 1
+        with self._lock:
+            if piece in self._open_pieces and not self.spec.asynchronous:
+                raise RuntimeError(
+                    f"the former push to {self!r} has not been answered: wait for it before the next one, or give the "
+                    f"two servers of their own by reduction.serve(..., name=...)"
+                )
+            self._open_pieces.add(piece)
+            number = next(self._numbers.setdefault(piece, itertools.count()))
+        self._is_idle = False
         at = self.positions.get(piece, self.first_round)
-        return Push(self.spec.key, piece, self.trainer, at, quorum, number, False, tensors)
+        return Push(self.spec.key, piece, shard, self.trainer, at, quorum, number, False, tensors)
+
+    def end_push(self, push: Push) -> None:
+        """A push is answered, or has failed."""
+        with self._lock:
+            self._open_pieces.discard(push.piece)
 
     def accept(self, push: Push, answer: Answer) -> None:
         """Note what an answer says of the rounds to come."""
         self.positions[push.piece] = answer.next_round
-        if len(self.hosts) > 1 and self.spec.optimizer is None and answer.rounds == 1 and answer.tensors:
-            results().keep(push.key, push.piece, answer.next_round - 1, answer.tensors)
+        has_others = len(self.hosts) > 1 or self._may_move
+        if has_others and self.spec.optimizer is None and answer.rounds == 1 and answer.tensors:
+            results().keep(self.name, push.piece, answer.next_round - 1, answer.tensors)
 
     def assign(self, tensors: Sequence[Tensor]) -> list[int]:
         """The shard of each tensor: the largest first, each to the shard with the least so far.
@@ -228,7 +319,7 @@ class Server:
         shapes = [tuple(tensor.shape) for tensor in tensors]
         if self._shapes is None:
             self._shapes = shapes
-            self._assignment = spread([tensor.numel() for tensor in tensors], len(self.hosts))
+            self._assignment = spread([tensor.numel() for tensor in tensors], self.spec.shards)
         elif shapes != self._shapes:
             index = next(
                 (index for index, pair in enumerate(zip(shapes, self._shapes, strict=False)) if pair[0] != pair[1]),
@@ -256,7 +347,7 @@ def spread(sizes: Sequence[int], shards: int) -> list[int]:
 
 
 class Servers:
-    """The servers that this worker uses, by key. Any thread may use it."""
+    """The servers that this worker uses, by name. Any thread may use it."""
 
     def __init__(self, life: Life) -> None:
         self.life = life
@@ -264,13 +355,14 @@ class Servers:
         self._servers: dict[str, Server] = {}
         life.watch(self._on_gone)
 
-    def get(self, key: str) -> Server | None:
+    def get(self, name: str) -> Server | None:
         with self._lock:
-            return self._servers.get(key)
+            return self._servers.get(name)
 
     def keep(self, server: Server) -> None:
         with self._lock:
-            self._servers[server.spec.key] = server
+            self._servers[server.name] = server
+        meetings().use(server)
 
     def _on_gone(self, gone: Gone) -> None:
         with self._lock:
@@ -280,9 +372,3 @@ class Servers:
 
 
 servers = PerLife(Servers)
-
-
-def hosts_of(key: str) -> tuple[str, ...] | None:
-    """For other workers: the hosts of a server, if this one uses it."""
-    server = servers().get(key)
-    return None if server is None else server.hosts
