@@ -148,9 +148,17 @@ def _offer(offers: Mapping[str, tuple[Any, Offer]], group: str | None) -> None:
             groups=lambda groups: groups if group is None else groups | {group},
         )
     except BaseException:
-        for name in offers:
-            served.pop(name, None)
+        _keep_only_offered(known, offers)
         raise
+
+
+def _keep_only_offered(known: Directory, names: Iterable[str]) -> None:
+    """After a change, which may have been interrupted: serve of these names what the others have been told of."""
+    with known.lock:
+        offered = set(known.own.offers)
+    for name in names:
+        if name not in offered:
+            served.pop(name, None)
 
 
 def unregister(name: str) -> None:
@@ -162,9 +170,11 @@ def unregister(name: str) -> None:
     if name not in served:
         own = ", ".join(map(repr, sorted(served))) or "nothing"
         raise UnknownName(f"this worker, {known.info.name!r}, does not offer {name!r}; it offers {own}")
-    known.change(removed=(name,))
-    # Until all have heard of it they may call: the callee says that it is gone, and they call another replica.
-    served.pop(name, None)
+    try:
+        known.change(removed=(name,))
+    finally:
+        # Until all have heard of it they may call: the callee says that it is gone, and they call another replica.
+        _keep_only_offered(known, [name])
 
 
 def join(*groups: str) -> None:
@@ -277,7 +287,7 @@ def call_role(
     ``function`` travels as in ``rpc_async``, so it must be importable there; a str is the name of a service, of which
     those are called that offer it.
 
-    Raises `UnknownName` if no worker plays the role, saying which roles there are.
+    Raises `UnknownName` if no worker plays the role, saying which roles there are, or none of it offers the service.
 
     Example::
 
@@ -289,7 +299,11 @@ def call_role(
         raise UnknownName(f"no living worker plays the role {role!r}; the roles are {roles}")
     if isinstance(function, str):
         route = _calls.route_to(function)
-        chosen = [member for member in chosen if function in member.services]
+        offering = [member for member in chosen if function in member.services]
+        if not offering:
+            workers = ", ".join(repr(replica.info.name) for replica in route.replicas)
+            raise UnknownName(f"no living worker of the role {role!r} offers {function!r}; {workers} offers it")
+        chosen = offering
         args, function = (*route.prefix, *args), route.function
     if not callable(function):
         raise TypeError(f"{function!r} cannot be called, on no worker")

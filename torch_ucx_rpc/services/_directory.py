@@ -30,6 +30,7 @@ Long: the argument above is about one class, and reads beside all of it.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -38,6 +39,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed.rpc as rpc
 from torch._C._distributed_rpc import WorkerInfo, get_rpc_timeout
+from torch.futures import Future
 
 from torch_ucx_rpc._observe.life import Life, PerLife
 from torch_ucx_rpc._observe.lost import Gone, was_lost
@@ -50,7 +52,8 @@ _Answer = TypeVar("_Answer")
 
 # Until another worker has noticed what this one has: who is alive, and so who decides.
 _PAUSE_S = 0.005
-# For the others to hear of a change. One that does not is not waited for: it asks when it misses the name.
+# For the others to hear of a change. One that does not is told again, and is not waited for: it asks when it misses
+# the name.
 _HEARING_S = 2.0
 # Where calls have no timeout.
 _PATIENCE_S = 60.0
@@ -187,32 +190,55 @@ class Directory:
                 )
             try:
                 told = self._claim(change)
+                with self.lock:
+                    # Where this worker decides, it has been applied by that.
+                    if concerned := self.table.apply(change):
+                        self.on_change(concerned)
             except NameTaken:
                 raise
-            except RuntimeError:
+            except BaseException:
+                # Ctrl-C too: whether it was granted is not known.
                 self._correct()
                 raise
-            with self.lock:
-                # Where this worker decides, it has been applied by that.
-                if concerned := self.table.apply(change):
-                    self.on_change(concerned)
         self._announce(change, told)
 
     def _announce(self, change: Change, told: str) -> None:
         """Tell all others but the decider, and wait until they have heard: but for those who hang."""
-        calls = []
-        for info in self.life.living():
-            if info.name not in (self.info.name, told):
-                try:
-                    calls.append((info, rpc.rpc_async(info, _hear, args=(change,), timeout=_HEARING_S)))
-                except RuntimeError as error:
-                    # It ends just now.
-                    _logger.debug("%s was not told of a change: %s", info.name, error)
-        for info, call in calls:
-            try:
-                call.wait()
-            except RuntimeError as error:
-                _logger.debug("%s has not heard of a change: %s", info.name, error)
+        calls = [self._tell(info, change) for info in self.life.living() if info.name not in (self.info.name, told)]
+        for call in calls:
+            # What becomes of one that has failed, its callback sees to.
+            with contextlib.suppress(RuntimeError):
+                if call is not None:
+                    call.wait()
+
+    def _tell(self, info: WorkerInfo, change: Change) -> Future[None] | None:
+        """Have another worker hear of a change. One that is too busy is told again, all of it, until it has heard."""
+        try:
+            call: Future[None] = rpc.rpc_async(info, _hear, args=(change,), timeout=_HEARING_S)
+        except RuntimeError as error:
+            _logger.debug("%s was not told of a change, since it or this worker ends: %s", info.name, error)
+            return None
+        call.add_done_callback(lambda done: self._tell_again(info, done))
+        return call
+
+    def _tell_again(self, info: WorkerInfo, told: Future[None]) -> None:
+        try:
+            told.value()
+            return
+        except RuntimeError as error:
+            _logger.debug("%s has not heard of a change: %s", info.name, error)
+            if was_lost(error):
+                return
+
+        def tell() -> None:
+            if not self.life.is_over() and info.name in {other.name for other in self.life.living()}:
+                with self.lock:
+                    everything = self.own.full()
+                self._tell(info, everything)
+
+        timer = threading.Timer(_PAUSE_S, tell)
+        timer.daemon = True
+        timer.start()
 
     def _correct(self) -> None:
         """After a claim whose outcome is unknown: tell the decider what this worker offers."""

@@ -1,0 +1,144 @@
+"""Names when workers stop, leave in the middle of calls, or are interrupted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch.distributed.rpc as rpc
+from workers import Steps, backend_options, eventually, init_rpc
+
+from torch_ucx_rpc import services
+from torch_ucx_rpc.services import UnknownName, _directory
+
+RunWorkers = Callable[..., list]
+
+
+def own_name() -> str:
+    return rpc.get_worker_info().name
+
+
+def offered() -> set[str]:
+    return {service.name for service in services.names()}
+
+
+def test_a_worker_that_was_too_busy_to_hear_of_changes_hears_of_them_later(
+    run_on_ucx: RunWorkers, tmp_path: Path
+) -> None:
+    run_on_ucx(2, miss_changes, Steps(tmp_path), options={"num_worker_threads": 1, "max_worker_threads": 1})
+
+
+def keep_busy(steps: Steps) -> None:
+    steps.done("busy")
+    steps.wait_for("changed")
+
+
+def miss_changes(rank: int, steps: Steps) -> None:
+    if rank == 0:
+        # So long a worker that does not hear is waited for, and then the message is void.
+        _directory._HEARING_S = 0.1
+        services.register("old", own_name)
+        steps.done("old")
+        steps.wait_for("called")
+        busy = rpc.rpc_async("worker1", keep_busy, (steps,))
+        steps.wait_for("busy")
+        services.unregister("old")
+        services.register("new", own_name)
+        services.take_role("chief")
+        steps.done("changed")
+        busy.wait()
+    else:
+        steps.wait_for("old")
+        assert services.call("old") == "worker0"
+        steps.done("called")
+        steps.wait_for("changed")
+        # It asks for nothing: it is told.
+        eventually(lambda: offered() == {"new"}, "it has heard")
+        eventually(lambda: [member.role for member in services.members()] == ["chief", "worker"], "of the role too")
+        with pytest.raises(UnknownName):
+            services.call("old")
+    steps.done(f"over {rank}")
+    steps.wait_for("over 0", "over 1")
+
+
+def test_no_idempotent_call_fails_when_replicas_leave(run_on_ucx: RunWorkers, tmp_path: Path) -> None:
+    run_on_ucx(4, leave_while_called, Steps(tmp_path), (tmp_path / "store").as_uri(), init=False)
+
+
+def leave_while_called(rank: int, steps: Steps, url: str) -> None:
+    init_rpc(rank, world_size=None, rpc_backend_options=backend_options(init_method=url))
+    if rank:
+        services.register("name", own_name, idempotent=True)
+        steps.done(f"there {rank}")
+        if rank == 3:
+            steps.wait_for("called", timeout=60)
+        else:
+            steps.wait_for(f"leave {rank}", timeout=60)
+        rpc.shutdown()
+        return
+    steps.wait_for("there 1", "there 2", "there 3")
+    answers = []
+    for number in range(1000):
+        if number in (200, 500):
+            steps.done(f"leave {1 if number == 200 else 2}")
+        call = services.call_async("name")
+        answers.append(services.call("name"))
+        answers.append(call.wait())
+    assert set(answers) == {"worker1", "worker2", "worker3"}
+    eventually(lambda: {services.call("name") for _ in range(9)} == {"worker3"}, "the last one is called")
+    steps.done("called")
+    rpc.shutdown()
+
+
+def test_a_service_that_no_worker_of_a_role_offers_is_unknown(run_on_both: RunWorkers, tmp_path: Path) -> None:
+    run_on_both(2, call_a_role_without_the_service, Steps(tmp_path))
+
+
+def call_a_role_without_the_service(rank: int, steps: Steps) -> None:
+    if rank == 1:
+        services.take_role("evaluator")
+        services.register("score", own_name)
+    steps.done(f"registered {rank}")
+    steps.wait_for("registered 0", "registered 1")
+    if rank == 0:
+        assert services.call_role("evaluator", "score")[0].wait() == "worker1"
+        with pytest.raises(UnknownName, match=r"no living worker of the role 'worker' offers 'score'.*'worker1'"):
+            services.call_role("worker", "score")
+    steps.done(f"over {rank}")
+    steps.wait_for("over 0", "over 1")
+
+
+@pytest.mark.parametrize("moment", ["_claim", "_announce"])
+def test_nothing_is_half_registered_when_it_is_interrupted(
+    run_on_both: RunWorkers, tmp_path: Path, moment: str
+) -> None:
+    run_on_both(2, interrupt_a_registration, Steps(tmp_path), moment)
+
+
+def interrupt_a_registration(rank: int, steps: Steps, moment: str) -> None:
+    if rank == 1:
+        done = getattr(_directory.Directory, moment)
+
+        def interrupted(*arguments: object) -> object:
+            done(*arguments)
+            raise KeyboardInterrupt
+
+        setattr(_directory.Directory, moment, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            services.pair("weights", 1)
+        setattr(_directory.Directory, moment, done)
+        # Either everybody has it or nobody.
+        if "weights" in offered():
+            assert services.get("weights").to_here() == 1
+            services.unregister("weights")
+        eventually(lambda: rpc.rpc_sync("worker0", offered) == set(), "worker0 has it neither")
+        services.pair("weights", 2)
+        services.unregister("weights")
+        steps.done("interrupted")
+    else:
+        steps.wait_for("interrupted")
+        services.pair("weights", 3)
+        assert services.get("weights").to_here() == 3
+    steps.done(f"over {rank}")
+    steps.wait_for("over 0", "over 1")
