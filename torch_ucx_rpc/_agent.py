@@ -7,7 +7,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -67,6 +67,8 @@ class UcxRpcAgent(_C.UcxRpcAgent):
         # Servers that read this worker's statistics, and its lifeline; closed after the agent has ended.
         self.endpoints = contextlib.ExitStack()
         self.lifeline: Lifeline | None = None
+        # Called when this worker is about to leave a group without a size, while it still has RPC.
+        self.before_leaving: list[Callable[[], None]] = []
         self._options = options
         self._owner = os.getpid()
 
@@ -101,6 +103,9 @@ class UcxRpcAgent(_C.UcxRpcAgent):
     def join(self, shutdown: bool = False, timeout: float = 0) -> None:
         self._check_process()
         if self.group is not None and not self.group.is_static:
+            # What others wait for here, they must look for elsewhere: this waits until their requests are answered.
+            for callback in self.before_leaving:
+                callback()
             # From now on, workers that join need not ask this one.
             self.group.leave()
         super().join(shutdown, timeout)

@@ -18,7 +18,7 @@ from torch._C._distributed_rpc import WorkerInfo
 from workers import Steps, backend_options, eventually, init_rpc
 
 from torch_ucx_rpc import reduction
-from torch_ucx_rpc.reduction import _piece
+from torch_ucx_rpc.reduction import _host, _piece
 from torch_ucx_rpc.reduction._messages import Answer, Push, Spec
 from torch_ucx_rpc.reduction._messages import Trainer as TrainerLife
 from torch_ucx_rpc.reduction._parameters import Applied
@@ -183,6 +183,38 @@ def outlive_the_first(process: int, steps: Steps, url: str) -> list[torch.Tensor
     steps.wait_for("over 2", "over 3", "over 4")
     rpc.shutdown()
     return result
+
+
+def test_a_host_that_leaves_sends_those_on_who_wait_there(run_on_ucx: RunWorkers, tmp_path: Path) -> None:
+    url = (tmp_path / "store").as_uri()
+    run_on_ucx(4, leave_while_others_wait, Steps(tmp_path), url, init=False)
+
+
+def leave_while_others_wait(process: int, steps: Steps, url: str) -> None:
+    """Workers 0 and 1 are the server."""
+    if process > 1:
+        steps.wait_for("server 0", "server 1")
+    enter(url, process)
+    steps.done(f"server {process}")
+    if process == 0:
+        steps.wait_for("pushed")
+        # It ends only when it owes no answer.
+        rpc.shutdown()
+        steps.done("left")
+        return
+    if process > 1:
+        server = reduction.serve("worker0", "worker1", trainers=2)
+        if process == 2:
+            push = reduction.push_pull_async(server, torch.ones(2))
+            eventually(lambda: rpc.rpc_sync("worker0", _host.absent, (server.name, "tensors/0")) != [], "it waits")
+            steps.done("pushed")
+        else:
+            steps.wait_for("left")
+            push = reduction.push_pull_async(server, torch.full((2,), 2.0))
+        assert push.wait().tolist() == [1.5, 1.5]
+    steps.done(f"over {process}")
+    steps.wait_for("over 1", "over 2", "over 3")
+    rpc.shutdown()
 
 
 # ------------------------------------------------------------------------------------------------------------- servers

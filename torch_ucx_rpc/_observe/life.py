@@ -91,6 +91,14 @@ class Life:
         for gone in ended():
             callback(gone)
 
+    def before_leaving(self, callback: Callable[[], None]) -> None:
+        """Have this called when this worker is about to leave a group that goes on, while it still has RPC.
+
+        The worker answers what it has been asked before it leaves. Other backends have no such groups.
+        """
+        if self.tells_ends:
+            self.agent.before_leaving.append(callback)
+
     def close(self) -> None:
         for unsubscribe in self._subscriptions:
             unsubscribe()

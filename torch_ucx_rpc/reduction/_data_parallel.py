@@ -247,7 +247,12 @@ class DataParallel(nn.Module):
         while True:
             host = server.find_host(0)
             try:
-                donor, is_initial = server.call(host, _host.enter, server.spec.key, self._name, server.trainer)
+                donor, is_initial, is_leaving = server.call(
+                    host, _host.enter, server.spec.key, self._name, server.trainer
+                )
+                if is_leaving:
+                    server.lose(host)
+                    continue
                 if donor is None:
                     return bool(is_initial)
                 state = rpc.rpc_sync(donor.name, _give, args=(self._key, server.trainer, is_initial))

@@ -25,10 +25,13 @@ from torch.futures import Future
 
 from torch_ucx_rpc._observe.life import Life, PerLife
 from torch_ucx_rpc._observe.lost import Gone
-from torch_ucx_rpc.reduction._messages import UNKNOWN, Answer, Entry, Opened, Push, Spec, Trainer, Update
+from torch_ucx_rpc.reduction._messages import LEFT, UNKNOWN, Answer, Entry, Opened, Push, Spec, Trainer, Update
 from torch_ucx_rpc.reduction._parameters import ParameterPiece
 from torch_ucx_rpc.reduction._piece import Piece
 from torch_ucx_rpc.reduction._roster import Copies, Roster
+
+# From a host that leaves: another one knows.
+_NOWHERE = Entry(None, False, is_leaving=True)
 
 
 class Host:
@@ -45,6 +48,7 @@ class Host:
         self._pieces: dict[str, Piece] = {}
         # Hosts whose shards others have taken over. One of the same name that comes later is not among them again.
         self._lost: set[str] = set()
+        self._is_closed = False
 
     @property
     def spec(self) -> Spec:
@@ -67,6 +71,17 @@ class Host:
             self._roster.on_gone(life, name)
             self._forget(life)
         self._advance_all()
+
+    def close(self) -> None:
+        """This worker leaves: all who wait here go to another host."""
+        with self._roster.lock:
+            self._is_closed = True
+            pushes = [future for piece in self._pieces.values() for future in piece.close()]
+            entered = self._copies.close()
+        for push in pushes:
+            push.set_result(Answer(LEFT))
+        for waiting in entered:
+            waiting.set_result(_NOWHERE)
 
     def note_lost(self, names: Iterable[str]) -> tuple[str, ...]:
         """Hosts that a trainer has lost; all that are known to be."""
@@ -112,7 +127,7 @@ class Host:
         """From whom a trainer gets the parameters of its copy of a model."""
         future: Future[Entry] = Future()
         with self._roster.lock:
-            entered = self._copies.enter(model, trainer, future)
+            entered = [(future, _NOWHERE)] if self._is_closed else self._copies.enter(model, trainer, future)
         for waiting, entry in entered:
             waiting.set_result(entry)
         return future
@@ -146,6 +161,10 @@ class Host:
     def push(self, push: Push, is_owned: bool) -> Future[Answer]:
         """Take a trainer's tensors. ``is_owned``: they are memory of this process that nobody else reads."""
         with self._roster.lock:
+            if self._is_closed:
+                future: Future[Answer] = Future()
+                future.set_result(Answer(LEFT))
+                return future
             piece = self._piece(push.piece)
             own_name = self._life.info.name
             passed = set(itertools.takewhile(lambda name: name != own_name, self.spec.ring(push.shard)))
@@ -182,6 +201,13 @@ class Hosts:
         self._hosts: dict[str, Host] = {}
         self._gone: list[Gone] = []
         life.watch(self._on_gone)
+        life.before_leaving(self._close)
+
+    def _close(self) -> None:
+        with self._lock:
+            hosts = list(self._hosts.values())
+        for host in hosts:
+            host.close()
 
     def __getitem__(self, key: str) -> Host:
         return self._hosts[key]

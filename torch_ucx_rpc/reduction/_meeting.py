@@ -59,6 +59,7 @@ class Meetings:
         self._convening = threading.Lock()
         self._convened: dict[tuple[str, int], Hosts] = {}
         life.watch(self._on_gone)
+        life.before_leaving(self._close)
 
     # -- what this worker uses
 
@@ -99,6 +100,14 @@ class Meetings:
         waiting = [(future, meeting.hosts) for _, future in meeting.came.values()]
         meeting.came.clear()
         return waiting
+
+    def _close(self) -> None:
+        """This worker leaves: all who have come meet elsewhere."""
+        with self._lock:
+            waiting = [future for meeting in self._meetings.values() for _, future in meeting.came.values()]
+            self._meetings.clear()
+        for future in waiting:
+            future.set_result(())
 
     def _on_gone(self, gone: Gone) -> None:
         complete = []
@@ -166,8 +175,7 @@ def trainers_as_hosts(name: str, expected: int, expected_names: _Names, life: Li
                 call = rpc.rpc_async(leader, _meet, args=(name, own, expected, expected_names))
             while not (call.done() or life.is_static) and life.living()[0].name == leader.name:
                 time.sleep(_LOOK_AGAIN_S)
-            if call.done() or life.is_static:
-                names = tuple(call.wait())
+            if (call.done() or life.is_static) and (names := tuple(call.wait())):
                 return Hosts(names, len(names), 0)
         except RuntimeError as error:
             if timed_out(error):
@@ -178,6 +186,8 @@ def trainers_as_hosts(name: str, expected: int, expected_names: _Names, life: Li
                 ) from error
             if not was_lost(error):
                 raise
+        # The worker that was asked has ended, or is about to, or has been asked too early.
+        time.sleep(_LOOK_AGAIN_S)
 
 
 def other_trainers_as_hosts(name: str, generation: int, life: Life) -> Hosts:
@@ -188,6 +198,7 @@ def other_trainers_as_hosts(name: str, generation: int, life: Life) -> Hosts:
         except RuntimeError as error:
             if not was_lost(error):
                 raise
+            time.sleep(_LOOK_AGAIN_S)
             continue
         if not found.names:
             raise RuntimeError(f"all trainers of the server {name!r} are lost or have left, and so are its hosts")

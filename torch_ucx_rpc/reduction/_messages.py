@@ -14,6 +14,8 @@ OptimizerFactory = Callable[[list[Tensor]], torch.optim.Optimizer]
 
 # The refusal of a new life of a host, which does not know of the server yet.
 UNKNOWN = "unknown server"
+# The refusal of a host that leaves the group.
+LEFT = "the host leaves"
 
 
 class Trainer(NamedTuple):
@@ -104,6 +106,8 @@ class Entry(NamedTuple):
 
     donor: Trainer | None
     is_initial: bool
+    # The host leaves: another one knows.
+    is_leaving: bool = False
 
 
 class Update(NamedTuple):

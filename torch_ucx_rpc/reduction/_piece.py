@@ -100,6 +100,17 @@ class Piece:
     def forget_host(self, name: str) -> None:
         """Another host of the server has ended. The caller holds the lock."""
 
+    def close(self) -> list[Future[Answer]]:
+        """This host leaves: the pushes that are to be refused. The caller holds the lock."""
+        rounds, self._rounds = list(self._rounds.values()), {}
+        refused = []
+        for round_ in rounds:
+            # One that is being completed is answered.
+            if not round_.is_closed:
+                round_.is_closed = True
+                refused += [coming.future for coming in round_.came.values()]
+        return refused
+
     def absent(self) -> list[str]:
         """The trainers that are missing in the oldest open round. The caller holds the lock."""
         return self._roster.absent(set(self._rounds[min(self._rounds)].came)) if self._rounds else []

@@ -14,7 +14,7 @@ from torch.futures import Future
 
 from torch_ucx_rpc._observe.lost import timed_out, was_lost
 from torch_ucx_rpc.reduction import _host
-from torch_ucx_rpc.reduction._messages import UNKNOWN, Answer, Push
+from torch_ucx_rpc.reduction._messages import LEFT, UNKNOWN, Answer, Push
 from torch_ucx_rpc.reduction._server import Server
 
 _logger = logging.getLogger(__name__)
@@ -64,7 +64,10 @@ class _Pending:
         except RuntimeError as error:
             self._fail(name, error)
             return
-        if answer.refusal == UNKNOWN:
+        if answer.refusal == LEFT:
+            self._server.lose(name)
+            self._recover()
+        elif answer.refusal == UNKNOWN:
             self._recover()
         elif answer.refusal is not None:
             self._reject(ValueError(answer.refusal))

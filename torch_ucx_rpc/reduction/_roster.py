@@ -151,3 +151,9 @@ class Copies:
         for model in self._models.values():
             model.holders.pop(life, None)
             model.entered.pop(life, None)
+
+    def close(self) -> list[Future[Entry]]:
+        """This host leaves: the requests that another host has to answer."""
+        waiting = [future for model in self._models.values() for _, future in model.entered.values()]
+        self._models.clear()
+        return waiting

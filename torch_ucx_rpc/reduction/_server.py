@@ -103,15 +103,19 @@ class Server:
 
     def leave(self) -> None:
         """Take part no more: the other trainers do not wait for this one from now on."""
-        self.has_left = True
-        for user in list(self._users):
-            user.on_leave()
+        self.before_leaving()
         for name in self.hosts:
             try:
                 self.call(name, _host.leave, self.spec.key, self.trainer)
             except RuntimeError as error:
                 if not was_lost(error):
                     raise
+
+    def before_leaving(self) -> None:
+        """Take part no more; the hosts hear of it, or see the end of this worker."""
+        self.has_left = True
+        for user in list(self._users):
+            user.on_leave()
 
     def name_for(self, kind: str, user: User) -> str:
         """A prefix for the pieces of a model; trainers that ask in the same order get the same.
@@ -232,10 +236,13 @@ class Server:
                 )
             elif not self._find_other_hosts():
                 time.sleep(_LOOK_AGAIN_S)
+        self._tell_users(name)
+        return name
+
+    def _tell_users(self, host: str) -> None:
         if self.takes_part:
             for user in list(self._users):
-                user.on_other_host(name)
-        return name
+                user.on_other_host(host)
 
     @property
     def _may_move(self) -> bool:
@@ -259,6 +266,8 @@ class Server:
                 with self._lock:
                     self._lost.difference_update(info.name for info in self.life.living())
             self.open_all()
+            for name in self.living_hosts():
+                self._tell_users(name)
             return bool(self.living_hosts())
 
     def call(self, name: str, function: Callable[..., Any], *arguments: Any) -> Any:
@@ -354,6 +363,7 @@ class Servers:
         self._lock = threading.Lock()
         self._servers: dict[str, Server] = {}
         life.watch(self._on_gone)
+        life.before_leaving(self._before_leaving)
 
     def get(self, name: str) -> Server | None:
         with self._lock:
@@ -363,6 +373,12 @@ class Servers:
         with self._lock:
             self._servers[server.name] = server
         meetings().use(server)
+
+    def _before_leaving(self) -> None:
+        with self._lock:
+            servers = list(self._servers.values())
+        for server in servers:
+            server.before_leaving()
 
     def _on_gone(self, gone: Gone) -> None:
         with self._lock:
