@@ -109,10 +109,12 @@ TEST_F(AgentTest, GracefulEndIsSilent) {
       (void)answer(call(from, to, "hello"));
     }
   }
+  testing::internal::CaptureStderr();
   atOnce({0, 1, 2}, [&](worker_id_t rank) {
     agent(rank).join(true, 20.f);
     agent(rank).shutdown();
   });
+  EXPECT_EQ(testing::internal::GetCapturedStderr(), "");
 }
 
 TEST_F(AgentTest, ShutdownFailsOpenCallsAndIsIdempotent) {

@@ -111,10 +111,16 @@ TEST_F(AgentTest, DoubledPartsOfALargeMessageFailTheCallOrNot) {
   start(2);
   network_.setFault([](const wire::Header& /*header*/, SendMode /*mode*/) { return Fate::kDuplicate; });
   for (int number = 0; number < 20; ++number) {
-    const Future future = call(0, 1, "large", {tensorOf(kMiB), tensorOf(kMiB)}, 10.f);
+    const std::vector<at::Tensor> sent{tensorOf(kMiB, number), tensorOf(kMiB, -number)};
+    const Future future = call(0, 1, "large", sent, 10.f);
     ASSERT_TRUE(eventually([&] { return future->completed(); }));
     if (future->hasError()) {
       EXPECT_TRUE(contains(future->tryRetrieveErrorMessage(), "contradict")) << future->tryRetrieveErrorMessage();
+    } else {
+      const auto response = answer(future);
+      const std::vector<at::Tensor>& received = response->tensors();
+      ASSERT_EQ(received.size(), 2u);
+      EXPECT_TRUE(received[0].equal(sent[0]) && received[1].equal(sent[1])) << number;
     }
   }
 }

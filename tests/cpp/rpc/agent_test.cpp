@@ -153,7 +153,8 @@ TEST_F(AgentTest, WaitersAreWokenForTheirAnswers) {
         const Future future = call(id % 2, (id + 1) % 2, std::to_string(number));
         agent(id % 2).waitDriving(*future);
         const auto took = std::chrono::duration_cast<milliseconds>(std::chrono::steady_clock::now() - began).count();
-        slowestMs.store(std::max<int64_t>(slowestMs.load(), took));
+        for (int64_t slowest = slowestMs.load(); took > slowest && !slowestMs.compare_exchange_weak(slowest, took);) {
+        }
         right.fetch_add(future->completed() && textOf(*answer(future)) == std::to_string(number) ? 1 : 0);
       }
     });
