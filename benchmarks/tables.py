@@ -54,6 +54,7 @@ HEADLINES = (
     Headline("`rpc_async`, calls per second", "small_calls", "asynchronous calls", ""),
     Headline("echo of 64 MiB, both ways", "large_tensors", "echo of 64 MiB, both ways", "GiB/s"),
     Headline("24 workers: start, init, first call of all pairs, shutdown", "life", "24 workers, in sum", "s"),
+    Headline("64 workers, the same", "life", "64 workers, in sum", "s"),
 )
 
 
@@ -130,8 +131,10 @@ class Run:
         for row in HEADLINES:
             result = self.result(row.benchmark)
             figure = next(figure for figure in result.benchmark.figures if figure.name == row.figure)
-            measured = [result.values(name, figure.name) for name in names]
-            cells = [harness.spread(values) if values else "failed" for values in measured]
+            # Over its shared memory TensorPipe's jobs of 64 do not come up, and are not tried.
+            missing = {name: "failed" if name in result.failures else "" for name in names}
+            measured = {name: result.values(name, figure.name) for name in names}
+            cells = [harness.spread(measured[name]) if measured[name] else missing[name] for name in names]
             ratio = result.ratio(figure, harness.Bound(None))
             title = f"{row.title}, {row.unit}" if row.unit else row.title
             yield f"| {title} | {' | '.join(cells)} | {'' if ratio is None else harness.number(ratio)} |"

@@ -251,6 +251,21 @@ def test_the_claims_of_the_readme_are_what_was_measured(claim: tables.Claim) -> 
         pytest.skip(str(error))
 
 
+def test_the_headline_tells_a_failure_from_what_is_not_measured(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    monkeypatch.setattr(tables, "load", lambda _: benchmark(LATENCY, ucx=60.0, tensorpipe=100.0))
+    monkeypatch.setattr(tables, "HEADLINES", [tables.Headline("a call", "small_calls", "latency", "us")])
+    results = {
+        "rounds": {"small_calls": {"UCX": [{"latency": 60.0}], "TensorPipe": [], "TensorPipe, uv": []}},
+        "failures": {"small_calls": {"TensorPipe, uv": "it has died"}},
+    }
+    (tmp_path / "run.json").write_text(json.dumps(results), encoding="utf-8")
+    *_, row = tables.Run("run").headline()
+    assert row == "| a call, us | 60.0 (60.0 to 60.0) |  | failed |  |"
+
+
 def test_a_claim_that_the_results_do_not_bear_out_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(tables, "RESULTS", tmp_path)
     monkeypatch.setattr(tables, "load", lambda _: benchmark(LATENCY, ucx=60.0, tensorpipe=100.0))
