@@ -521,10 +521,11 @@ def table(result: Result) -> Iterator[str]:
 
 
 def _against(bound: Bound, names: Sequence[str]) -> str:
-    """What a ratio is taken to, where that is not TensorPipe, or the better one of its configurations."""
+    """Whose ratio it is, where not the first contender's, and to what, where not to the better one of TensorPipe's."""
+    of = "" if bound.contender == names[0] else f" of {bound.contender}"
     if bound.reference is None:
-        return " by itself"
+        return f"{of} by itself"
     configurations = set(TENSORPIPES) & set(names)
     if configurations and configurations <= set(bound.references):
-        return ""
-    return f" to {' or '.join(bound.references)}"
+        return of
+    return f"{of} to {' or '.join(bound.references)}"

@@ -334,10 +334,9 @@ def build_tests(executables: Sequence[str]) -> None:
     where = [sys.executable, "tools/build_environment.py", "directory"]
     folder = subprocess.run(where, cwd=COPY, capture_output=True, text=True, check=True).stdout.strip()
     cache = Path(folder, "CMakeCache.txt")
-    if not cache.exists():
-        build_extension()
-    if "TORCH_UCX_RPC_TESTS:BOOL=ON" not in cache.read_text(encoding="utf-8"):
-        build(["cmake", "-DTORCH_UCX_RPC_TESTS=ON", folder])
+    if not cache.exists() or "TORCH_UCX_RPC_TESTS:BOOL=ON" not in cache.read_text(encoding="utf-8"):
+        options = ["-G", "Ninja", f"-DPython_EXECUTABLE={sys.executable}", "-DTORCH_UCX_RPC_TESTS=ON"]
+        build(["cmake", *options, "-S", ".", "-B", folder])
     build(["cmake", "--build", folder, "--target", *executables])
 
 

@@ -63,6 +63,14 @@ def test_the_table_says_which_bounds_are_missed() -> None:
     assert line.endswith("| 0.40 | ≤ 0.5 | ≤ 0.4 | holds |")
 
 
+def test_the_table_says_whose_ratio_it_is() -> None:
+    bounds = (Bound(0.5), Bound(None, contender="TensorPipe, uv", reference="TensorPipe"))
+    figure = dataclasses.replace(LATENCY, bounds=bounds)
+    *_, first, second = harness.table(harness.run(benchmark(figure, ucx=40.0, tensorpipe=100.0, tensorpipe_uv=80.0)))
+    assert "| 0.50 | ≤ 0.5 |" in first
+    assert "| 0.80 of TensorPipe, uv to TensorPipe |" in second
+
+
 def test_a_99th_percentile_needs_samples() -> None:
     assert harness.p99([1.0] * 198 + [2.0, 3.0]) == 2.0
     with pytest.raises(ValueError, match="55 samples are too few"):
