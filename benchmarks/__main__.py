@@ -72,6 +72,15 @@ def load(name: str) -> harness.Benchmark:
     return benchmark
 
 
+def load_or_tell(name: str) -> harness.Benchmark | None:
+    """None, and why on stderr, where what a benchmark imports is missing or broken."""
+    try:
+        return load(name)
+    except Exception:
+        print(f"{name} cannot be loaded: {traceback.format_exc()}", file=sys.stderr, flush=True)
+        return None
+
+
 def measured(name: str, benchmark: harness.Benchmark, rounds: int | None, advance: Advance) -> harness.Result:
     """The result of a benchmark; of one that crashes outside of its contenders, that all of them have failed."""
 
@@ -116,7 +125,9 @@ def main(command_line: Sequence[str] | None = None) -> int:
     parser.add_argument("--against", type=Path, metavar="FOLDER", help="another checkout, instead of TensorPipe")
     arguments = parser.parse_args(command_line)
 
-    chosen = {name: load(name) for name in arguments.names or BENCHMARKS}
+    loaded = {name: load_or_tell(name) for name in arguments.names or BENCHMARKS}
+    chosen = {name: benchmark for name, benchmark in loaded.items() if benchmark is not None}
+    lost = sorted(loaded.keys() - chosen.keys())
     if not arguments.names and not torch.cuda.is_available():
         chosen = {name: benchmark for name, benchmark in chosen.items() if not benchmark.needs_gpu}
     if not arguments.names and not arguments.all:
@@ -154,8 +165,10 @@ def main(command_line: Sequence[str] | None = None) -> int:
         print(f"MISSED: {verdict}")
     for name, contenders in failed.items():
         print(f"FAILED in {name}: {', '.join(contenders)}")
+    for name in lost:
+        print(f"NOT LOADED: {name}")
     print(f"{len(verdicts) - len(missed)} of {len(verdicts)} bounds hold.")
-    return 1 if missed or failed else 0
+    return 1 if missed or failed or lost else 0
 
 
 if __name__ == "__main__":

@@ -228,6 +228,25 @@ def test_when_the_time_is_up_each_benchmark_that_is_left_has_one_round(
         assert found["rounds"]["small_calls"]["UCX"] == [{"latency": 40.0}] * rounds
 
 
+def test_a_benchmark_that_cannot_be_loaded_costs_the_others_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("tqdm")
+
+    def load(name: str) -> Benchmark:
+        if name == "arrays":
+            raise ImportError("no numba")
+        return benchmark(LATENCY, ucx=40.0, tensorpipe=100.0)
+
+    monkeypatch.setattr(program, "load", load)
+    file = tmp_path / "kept.json"
+    assert program.main(["arrays", "idle", "--json", str(file)]) == 1
+    said = capsys.readouterr()
+    assert "NOT LOADED: arrays" in said.out
+    assert "no numba" in said.err
+    assert list(json.loads(file.read_text(encoding="utf-8"))["rounds"]) == ["idle"]
+
+
 def test_what_is_measured_anew_replaces_its_own_results_only(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     pytest.importorskip("tqdm")
     monkeypatch.setattr(kept, "RESULTS", tmp_path)
