@@ -102,7 +102,10 @@ def progress(chosen: Mapping[str, harness.Benchmark], rounds: int | None) -> Ite
     # Of those who run benchmarks; the tables are written, and checked, without it.
     from tqdm import tqdm
 
-    total = sum(harness.steps(benchmark, rounds) for benchmark in chosen.values())
+    total = 0
+    for benchmark in chosen.values():
+        with contextlib.suppress(Exception):  # which the benchmark itself is going to raise again, and tell
+            total += harness.steps(benchmark, rounds)
     with tqdm(total=total, unit="step", disable=not sys.stderr.isatty()) as bar:
 
         def advance(what: str) -> None:
