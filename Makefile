@@ -191,7 +191,7 @@ matrix: ## Build and test with several versions of torch, and of Python, each in
 
 BENCH_PEERS := .venv-peers
 
-bench: build $(VENV)/.extra-bench ## Benchmarks against TensorPipe, the short set: five minutes
+bench: build $(VENV)/.extra-bench ## Benchmarks against TensorPipe, the short set: ten minutes
 	@$(PY) -m benchmarks --json build/bench.json
 
 # On a machine that does nothing else; half an hour. Missed bounds are recorded like the others, and fail this. So do

@@ -1,6 +1,6 @@
 """``python -m benchmarks``: run benchmarks, print their tables, keep every round as JSON.
 
-    python -m benchmarks                        the short set, six minutes
+    python -m benchmarks                        the short set, ten minutes
     python -m benchmarks --all                  everything
     python -m benchmarks small_calls            one question
     python -m benchmarks --all --record NAME    and keep all rounds in benchmarks/results/NAME.json
