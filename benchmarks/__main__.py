@@ -46,6 +46,8 @@ BENCHMARKS = {
     "makespan": "pipelines:MAKESPAN",
     "rematerialization": "pipelines:REMATERIALIZATION",
     "recovery": "pipelines:RECOVERY",
+    "checkpoint_pause": "checkpoints:PAUSE",
+    "checkpoint_memory": "checkpoints:MEMORY",
     "device_tensors": "device_tensors:BENCHMARK",
     "native_updates": "native_updates:BENCHMARK",
     "services": "services:CALL",

@@ -316,14 +316,14 @@ MAKESPAN = harness.Benchmark(
 DEPTH, WIDTH, ROWS, CHUNKS = 24, 512, 4096, 8
 
 
-def _kept_bytes() -> tuple[float, float]:
+def peak_and_present_bytes() -> tuple[float, float]:
     """Peak of this process's memory, and what it has now."""
     now = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
     peak = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
     return 1024.0 * int(peak.split()[1]), float(now)
 
 
-def _forget_peak() -> None:
+def forget_peak() -> None:
     Path("/proc/self/clear_refs").write_text("5")
 
 
@@ -345,14 +345,14 @@ def rematerialization() -> harness.Figures:
         )
         batch = torch.randn(ROWS, WIDTH)
         pipe.step(batch)
-        rpc.rpc_sync("worker1", _forget_peak)
-        before = rpc.rpc_sync("worker1", _kept_bytes)[1]
+        rpc.rpc_sync("worker1", forget_peak)
+        before = rpc.rpc_sync("worker1", peak_and_present_bytes)[1]
         durations = []
         for _ in range(3):
             begin = time.perf_counter()
             pipe.step(batch)
             durations.append(time.perf_counter() - begin)
-        kept[again] = rpc.rpc_sync("worker1", _kept_bytes)[0] - before
+        kept[again] = rpc.rpc_sync("worker1", peak_and_present_bytes)[0] - before
         times[again] = statistics.median(durations)
         pipe.close()
     return {

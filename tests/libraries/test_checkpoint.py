@@ -186,6 +186,40 @@ def test_a_death_in_the_middle_of_a_save_leaves_the_former_checkpoint(tmp_path, 
     drive_with_deaths(lose_a_worker_in_a_save, 3, (1,), str(tmp_path), backend=backend)
 
 
+def memory(of: str) -> int:
+    """Bytes: ``VmRSS`` is what this process has, and ``VmHWM`` the most that it has had since it was last reset."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * int(next(line for line in lines if line.startswith(of)).split()[1])
+
+
+def forget_the_most() -> None:
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def grow(folder: str) -> None:
+    from torch_ucx_rpc import checkpoint
+
+    own, layers = 64 * 2**20, 64
+    pipe = make_pipe(nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(2 * layers))), loss=None)
+    path = Path(folder, "ckpt")
+    # Once before: what is imported then is no part of the model.
+    checkpoint.save({"model": pipe}, path)
+    checkpoint.load({"model": pipe}, path)
+    for action in (checkpoint.save, checkpoint.load):
+        workers = ("worker0", "worker1", "worker2")
+        for worker in workers:
+            on(worker, forget_the_most)
+        before = {worker: on(worker, memory, "VmRSS") for worker in workers}
+        action({"model": pipe}, path)
+        for worker in workers:
+            grown = on(worker, memory, "VmHWM") - before[worker]
+            assert grown < 0.1 * own, f"{worker} has grown by {grown / own:.3f} of a part in {action.__name__}"
+
+
+def test_no_worker_holds_more_than_its_own_part(tmp_path):
+    drive(grow, 3, str(tmp_path))
+
+
 class Table(nn.Module):
     def __init__(self, rows: int) -> None:
         super().__init__()

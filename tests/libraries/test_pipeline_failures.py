@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import random
 import signal
 import time
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
-from _jobs import drive, drive_with_deaths, eventually, kill, on, reference_step, small_model
+from _jobs import BACKENDS, drive, drive_with_deaths, eventually, kill, on, reference_step, small_model
 from torch import nn
 
 
@@ -244,6 +245,60 @@ def test_a_spare_takes_over_and_all_losses_are_those_of_an_undisturbed_run(tmp_p
     )
     assert disturbed == undisturbed
     assert len(set(undisturbed)) == 10
+
+
+def steady_model() -> nn.Sequential:
+    torch.manual_seed(2)
+    layers = [nn.Linear(8, 8), Slow(0.001), nn.BatchNorm1d(8), Slow(0.001), nn.Linear(8, 4)]
+    return nn.Sequential(*layers)
+
+
+def train_with_random_deaths(folder: str, seed_of_deaths: int | None) -> tuple[list[float], dict[str, Any]]:
+    """Twenty steps, saved now and then in either way. Two of three stages are killed, at any moment of any step."""
+    chance = random.Random(seed_of_deaths)
+    victims = chance.sample(["worker1", "worker2", "worker3"], 2)
+    deaths = {
+        step: (victim, chance.uniform(0, 0.03))
+        for step, victim in zip(chance.sample(range(20), 2), victims, strict=True)
+    }
+    spares = ["worker4", "worker5"]
+    if seed_of_deaths is None:
+        deaths, spares = {}, []
+    print("deaths:", deaths)
+    for worker in ("worker1", "worker2", "worker3"):
+        on(worker, seed, 5)
+    pipe = make_pipe(steady_model(), ["worker1", "worker2", "worker3"], balance=[1, 2, 2], spares=spares)
+    optimizer = pipe.optimizer(torch.optim.AdamW, lr=0.05)
+    generator = torch.Generator().manual_seed(3)
+    processes = {worker: on(worker, os.getpid) for worker in victims}
+    losses = []
+    pipe.save(Path(folder, "first"))
+    for number in range(20):
+        start = time.monotonic()
+        if number in deaths:
+            kill_soon(processes[deaths[number][0]], deaths[number][1])
+        if number % 4 == 3:
+            pipe.save(Path(folder, f"{number}"), asynchronous=number % 8 == 7)
+        x, y = torch.randn(8, 8, generator=generator), torch.randn(8, 4, generator=generator)
+        losses.append(pipe.step(x, target=y).item())
+        pipe.clip_grad_norm_(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        assert time.monotonic() - start < 5.0
+    pipe.synchronize()
+    for victim, _ in deaths.values():
+        # One that is killed in the last step dies now.
+        eventually(lambda victim=victim: not Path(f"/proc/{processes[victim]}/task").exists(), f"{victim} is dead")
+    return losses, pipe.state_dict()
+
+
+def test_stages_that_die_at_random_moments_change_no_loss(tmp_path, backend):
+    expected = drive(train_with_random_deaths, 4, str(tmp_path / "undisturbed"), None, backend=backend)
+    number = BACKENDS.index(backend)
+    dying = tuple(int(one[-1]) for one in random.Random(number).sample(["worker1", "worker2", "worker3"], 2))
+    found = drive_with_deaths(train_with_random_deaths, 6, dying, str(tmp_path / "deaths"), number, backend=backend)
+    assert found[0] == expected[0]
+    assert all(torch.equal(value, expected[1][name]) for name, value in found[1].items())
 
 
 def recall(folder: str, kill_after: int | None) -> list[float]:
