@@ -22,6 +22,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -31,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import build_environment
+from gpu_carried import BUILT, commit, prepare, write_metadata
 from supervisor import PYTEST, ROOT, WITHOUT_OTHERS, Failed, Step, Supervisor, libraries
 
 VENV = ROOT / ".venv-gpu"
@@ -43,10 +45,6 @@ WHOLE_REHEARSAL_S = 1800.0
 
 # What the tests and benchmarks need besides torch and UCX. (The extra `test` has launchers and tools as well.)
 PACKAGES = ("expecttest", "numba", "numpy", "pytest>=9.0", "pytest-timeout", "pytest-xdist", "tqdm")
-# What `prepare` downloads: the images of torch have the rest, more often than not.
-CARRIED = ("expecttest", "iniconfig", "execnet", "pluggy", "pytest>=9.0", "pytest-timeout", "pytest-xdist")
-# What the build leaves in the package, beside the extension itself.
-BUILT = ("_build_info.py", "_torch_headers.txt")
 
 
 class Check(Supervisor):
@@ -72,6 +70,7 @@ class Check(Supervisor):
         # Not the folders alone: they have .pth files themselves. The package is not installed: it is found beside this.
         beside = [f"import site; site.addsitedir({path!r})\n" for path in sys.path if path.endswith("-packages")]
         Path(purelib, "beside.pth").write_text(f"{''.join(beside)}{ROOT}\n", encoding="utf-8")
+        write_metadata(Path(purelib))
         cuda = self.ask(self.python, "-c", "import torch; print(torch.version.cuda)").split(".")[0]
         wanted = [self._ucx, *PACKAGES, *([] if cuda == "None" else [f"rmm-cu{cuda}"])]
         without = {}
@@ -327,38 +326,8 @@ def circumstances(wheels: Path | None) -> dict[str, str]:
         "gpu": output("nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"),
         "torch": output(sys.executable, "-c", "import torch; print(torch.__version__, 'CUDA', torch.version.cuda)"),
         "python": sys.version.split()[0],
-        "commit": carried.read_text(encoding="utf-8").strip() if carried.exists() else _commit(),
+        "commit": carried.read_text(encoding="utf-8").strip() if carried.exists() else commit(),
     }
-
-
-def _commit() -> str:
-    with contextlib.suppress(OSError):
-        command = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
-        found = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
-        return found.stdout.strip() or "unknown"
-    return "unknown"
-
-
-def prepare(folder: Path, ucx: str) -> int:
-    """For a machine without a network: UCX, RMM, pytest; the extension of this Python; which commit it is."""
-    folder.mkdir(parents=True, exist_ok=True)
-    cuda = ucx.rpartition("-cu")[2]
-    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:", "-d", str(folder)]
-    for package in (ucx, f"rmm-cu{cuda}", f"librmm-cu{cuda}", "rapids-logger", *CARRIED):
-        if subprocess.run([*pip, package], check=False).returncode != 0:
-            print(f"gpu-check: pip has not found {package}, which is left out")
-    extension = ROOT / "torch_ucx_rpc" / f"_C{EXTENSION_SUFFIXES[0]}"
-    if extension.exists():
-        for name in (extension.name, *BUILT):
-            shutil.copy(extension.with_name(name), folder)
-        subprocess.run(["strip", "--strip-debug", str(folder / extension.name)], check=False)
-    else:
-        print(f"gpu-check: there is no {extension.name}, without which gpu-check compiles for minutes: build it first")
-    (folder / "COMMIT").write_text(f"{_commit()}\n", encoding="utf-8")
-    files = sorted(folder.iterdir())
-    print("\n".join(f"{file.stat().st_size / 2**20:7.1f} MiB  {file.name}" for file in files))
-    print(f"{sum(file.stat().st_size for file in files) / 2**20:7.1f} MiB in {folder}")
-    return 0
 
 
 def main() -> int:
@@ -375,6 +344,8 @@ def main() -> int:
             parser.error("prepare needs a folder")
         return prepare(arguments.folder, arguments.ucx)
 
+    # Whoever ends this program ends what it has started too: that is in sessions of its own.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     arguments.out.mkdir(parents=True, exist_ok=True)
     steps = (COMMANDS | REHEARSALS)[arguments.command]
     if unknown := set(arguments.steps) - set(steps):
@@ -388,7 +359,7 @@ def main() -> int:
         ucx=arguments.ucx,
     )
     if is_short:
-        check.report["circumstances"] = {"rehearsed with": sys.version.split()[0], "commit": _commit()}
+        check.report["circumstances"] = {"rehearsed with": sys.version.split()[0], "commit": commit()}
     else:
         check.report["circumstances"] = circumstances(check.wheels)
         print(json.dumps(check.report["circumstances"], indent=1), flush=True)

@@ -66,6 +66,11 @@ def end(process: subprocess.Popen[Any], at_most_s: float = LAST_WORDS_S) -> None
             _send(pid, signal.SIGABRT)
             _send(pid, signal.SIGCONT)
             _wait_until(lambda pid=pid: pid not in processes_of(process.pid), until - time.monotonic())
+    kill(process)
+
+
+def kill(process: subprocess.Popen[Any]) -> None:
+    """End it at once, with all that it has started."""
     for pid in processes_of(process.pid):
         _send(pid, signal.SIGKILL)
     process.wait()

@@ -162,6 +162,9 @@ class Supervisor:
                 why = f"was ended after {time.monotonic() - began:.0f} s"
                 sessions.write_stacks(process.pid, log.fileno(), min(STACKS_S, max(1.0, self.seconds_left())), path)
                 sessions.end(process, self.seconds_left())
+            except BaseException:  # this program is to end
+                sessions.kill(process)
+                raise
             else:
                 sessions.end(process)  # what it has left behind
                 if process.returncode != 0:

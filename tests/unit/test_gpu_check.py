@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tools"))
 
-import gpu_check  # noqa: E402  (found through the line above)
+import gpu_carried  # noqa: E402  (found through the line above)
+import gpu_check  # noqa: E402
 import pytest_outcome  # noqa: E402
 import supervisor  # noqa: E402
 from gpu_check import Check, Failed, Step  # noqa: E402
@@ -73,6 +75,48 @@ def test_programs_find_the_driver_where_containers_have_it(tmp_path: Path, monke
     assert check.do({"asks": Step(lambda check: seen.append(check.ask(sys.executable, "-c", program)), 1, 30)})
     assert seen == ["/opt/libraries:/usr/local/nvidia/lib64:/usr/local/nvidia/lib"]
     assert supervisor.libraries("/ucx/lib") == f"/ucx/lib:{seen[0]}"
+
+
+# The package is not installed on a machine that is lent, and asks for its own version.
+def test_the_package_has_its_metadata_where_it_is_not_installed(tmp_path: Path) -> None:
+    gpu_carried.write_metadata(tmp_path)
+    program = """
+        import importlib.metadata as metadata
+        print(metadata.version("torch_ucx_rpc"))
+        print(*(point.value for point in metadata.entry_points(group="torch.backends") if "ucx" in point.name))
+    """
+    asked = subprocess.run(
+        [sys.executable, "-S", "-c", "\n".join(line.strip() for line in program.splitlines())],
+        env={"PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    version = gpu_carried.build_environment.setup_cfg()["metadata"]["version"]
+    assert asked.stdout.split() == [version, "_torch_ucx_rpc_autoload:autoload"]
+
+
+def test_whoever_ends_it_ends_its_programs_too(tmp_path: Path) -> None:
+    pid_file = tmp_path / "pid"
+    program = "import os, pathlib, sys, time; pathlib.Path(sys.argv[1]).write_text(str(os.getpid())); time.sleep(900)"
+    supervised = f"""
+import sys
+sys.path.insert(0, {str(ROOT / "tools")!r})
+import gpu_check
+from supervisor import Step
+def sleep(check):
+    check.run(sys.executable, "-c", {program!r}, {str(pid_file)!r})
+gpu_check.REHEARSALS["rehearse"] = {{"sleeps": Step(sleep, 1, 100)}}
+sys.argv = ["gpu_check.py", "rehearse", "--out", {str(tmp_path / "out")!r}]
+sys.exit(gpu_check.main())
+"""
+    with subprocess.Popen([sys.executable, "-c", supervised], stdout=subprocess.DEVNULL) as running:
+        while not pid_file.exists() or not pid_file.read_text():
+            assert running.poll() is None
+        pid = int(pid_file.read_text())
+        running.terminate()
+        assert running.wait() == 128 + signal.SIGTERM
+    assert not Path(f"/proc/{pid}/cmdline").exists() or not Path(f"/proc/{pid}/cmdline").read_bytes()
 
 
 # Those that an image happens to have: pytest-benchmark ends a run under pytest-xdist whose warnings are errors.
