@@ -47,6 +47,8 @@ PIP := $(PY) -m pip --disable-pip-version-check
 NEEDS := tools/build_environment.py requirements
 # How each test fared, for tools/check_tests.py.
 REPORTS := build/reports
+# What `make test-libraries` runs.
+LIBRARIES ?= tests/libraries
 
 # Each of these files says that something is installed; they live in the environment and go with it.
 ENVIRONMENT := $(VENV)/.torch-$(TORCH)-$(UCX)
@@ -99,7 +101,7 @@ test-field: build $(VENV)/.extra-test ## Python tests that need launchers, minut
 	@$(PY) -m pytest -m field --junit-xml=$(REPORTS)/field.xml
 
 test-libraries: build $(VENV)/.extra-test ## Tests of the libraries on top: services, reduction, pipelines, checkpoints
-	@$(PY) -m pytest tests/libraries
+	@$(PY) -m pytest $(LIBRARIES) --junit-xml=$(REPORTS)/libraries.xml
 
 test-conformance: build $(VENV)/.extra-test ## PyTorch's own RPC suites
 	@$(PY) -m pytest tests/conformance --rpc-backend $(BACKEND) --junit-xml=$(REPORTS)/conformance.xml
