@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -35,16 +36,24 @@ def figure_of(launcher: str, workers: int) -> str:
 
 def seconds(launcher: str, workers: int, *program: str) -> float:
     command = [sys.executable, *LAUNCHERS[launcher], str(workers), *program]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     started = time.perf_counter()
-    try:
-        run = subprocess.run(command, capture_output=True, text=True, check=False, timeout=LIMIT_S, env=environment)
-    except subprocess.TimeoutExpired as error:
-        raise harness.ContenderFailed(f"{workers} workers of {launcher} have not ended in {LIMIT_S} s") from error
+    with subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        start_new_session=True,
+    ) as run:
+        try:
+            said, complaints = run.communicate(timeout=LIMIT_S)
+        except subprocess.TimeoutExpired as error:
+            os.killpg(run.pid, signal.SIGKILL)  # workers too: they would take time from what is measured next
+            raise harness.ContenderFailed(f"{workers} workers of {launcher} have not ended in {LIMIT_S} s") from error
     took = time.perf_counter() - started
-    done = run.stdout.count("is done")
+    done = said.count("is done")
     if run.returncode != 0 or done != workers:
-        raise harness.ContenderFailed(f"{done} of {workers} workers of {launcher} ended well: {run.stderr[-2000:]}")
+        raise harness.ContenderFailed(f"{done} of {workers} workers of {launcher} ended well: {complaints[-2000:]}")
     return took
 
 
