@@ -26,7 +26,7 @@ using Kind = RpcFailure::Kind;
 
 class CallClientTest : public testing::Test {
  protected:
-  CallClientTest() {
+  explicit CallClientTest(const std::vector<Member>& members = membersOf(3)) : members_(members) {
     mine_.answers = &calls_;
     one_.startThreads();
   }
@@ -73,13 +73,14 @@ class CallClientTest : public testing::Test {
     one_.endLifetime();
   }
 
+  const std::vector<Member> members_;
   LoopbackNetwork network_;
   Handlers others_;
   Handlers callee_;
   EventHandlers mine_ = others_.all;
-  TestWorker one_{network_, 0, membersOf(3), mine_, &copyForSelf};
-  TestWorker two_{network_, 1, membersOf(3), callee_.all, &copyForSelf};
-  TestWorker three_{network_, 2, membersOf(3), others_.all, &copyForSelf};
+  TestWorker one_{network_, 0, members_, mine_, &copyForSelf};
+  TestWorker two_{network_, 1, members_, callee_.all, &copyForSelf};
+  TestWorker three_{network_, 2, members_, others_.all, &copyForSelf};
   DeviceMaps deviceMaps_;
   bool isInterrupted_ = false;
   bool hasEnded_ = false;
@@ -204,6 +205,35 @@ TEST_F(CallClientTest, EachCallHasADeadlineOfItsOwn) {
   EXPECT_EQ(calls_.open(), 1u) << "a timeout of 0 is none";
   EXPECT_FALSE(none->completed());
   EXPECT_EQ(calls_.timedOut(), 2u);
+}
+
+// Of a job with a secret, where a large request is sealed before it is posted.
+class SealedCallClientTest : public CallClientTest {
+ protected:
+  SealedCallClientTest() : CallClientTest(withKeys(membersOf(3))) {}
+
+ private:
+  static std::vector<Member> withKeys(std::vector<Member> members) {
+    for (Member& member : members) {
+      member.sendKey = member.receiveKey = "key of all";
+    }
+    return members;
+  }
+};
+
+TEST_F(SealedCallClientTest, RequestWhoseTimeRanOutBeforeItWasPostedIsTakenBack) {
+  std::thread timer([this] {
+    EXPECT_TRUE(eventually([this] {
+      one_.advance(std::chrono::hours(1));
+      return calls_.timedOut() == 1;
+    }));
+  });
+  const Future future = call(std::string(64 << 20, 'x'), milliseconds(1));
+  timer.join();
+  EXPECT_EQ(rpcFailure(future)->kind(), Kind::kTimedOut);
+  exchange(one_, two_);
+  EXPECT_TRUE(callee_.requests.empty());
+  EXPECT_EQ(one_.messenger.underWay(), 0u);
 }
 
 TEST_F(CallClientTest, RequestThatNobodyAwaitsIsNotTakenInUnlessItMustBeRun) {

@@ -96,6 +96,11 @@ c10::intrusive_ptr<JitFuture> CallClient::send(
     }
   } else {
     messenger_.post(to, wire::Kind::kRequest, id, std::move(outgoing));
+    // A call that ran out of time meanwhile (its tensors were being sealed, or this thread did not run) was canceled
+    // before there was a request to take back. It would wait for a peer that takes nothing in, with its memory.
+    if (CallTable::Clock::now() >= deadline && mayCancel(to, type)) {
+      messenger_.cancel({{&to, id}});
+    }
   }
   return future;
 }
@@ -217,6 +222,10 @@ void CallClient::onPeerGone(Peer& peer) {
   }
 }
 
+bool CallClient::mayCancel(const Peer& to, rpc::MessageType type) const {
+  return to.member().session != self_.session && !mustExecute(type);
+}
+
 Timer::TimePoint CallClient::expire(Timer::TimePoint now) {
   Timer::TimePoint next = Timer::kNever;
   std::vector<std::pair<Peer*, uint64_t>> abandoned;
@@ -224,7 +233,7 @@ Timer::TimePoint CallClient::expire(Timer::TimePoint now) {
   for (CallTable::Expired& one : expired) {
     timedOut_.fetch_add(1, std::memory_order_relaxed);
     Peer& to = *one.call.to;
-    if (to.member().session != self_.session && !mustExecute(one.call.type)) {
+    if (mayCancel(to, one.call.type)) {
       abandoned.emplace_back(&to, one.id);
     }
     const std::chrono::milliseconds timeout = one.call.timeout;
