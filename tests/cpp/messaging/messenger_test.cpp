@@ -257,6 +257,39 @@ TEST_F(MessengerTest, RepairIsTriedAgainUntilNothingIsInTheWay) {
   EXPECT_EQ(transport.repairs, 4);
 }
 
+TEST_F(MessengerTest, WorkerThatSharedMemoryHasMadeDeafTellsItsNeighboursOverTheNetwork) {
+  auto owned = std::make_unique<SendingTransport>();
+  SendingTransport& transport = *owned;
+  TestWorker worker(std::move(owned), 2, membersOf(3), handlers_[0].all);
+  worker.peer(1).isNeighbour.store(true);
+  transport.repairsNeeded = 1000;
+  transport.notWhole = RepairState::kUnrepairable;
+  transport.networkError = {ErrorCode::kOutOfFiles, "too many files"};
+  testing::internal::CaptureStderr();
+  worker.messenger.requestRepair();
+  worker.advance(milliseconds(20));
+  EXPECT_EQ(transport.begun, 0u);
+  transport.networkError = {};
+  for (int time = 0; time < 10; ++time) {
+    worker.advance(milliseconds(20));
+  }
+  EXPECT_NE(testing::internal::GetCapturedStderr().find("use the network"), std::string::npos);
+  EXPECT_EQ(transport.connected, Notes{"address 1 over the network"}) << "and no other";
+  ASSERT_EQ(transport.begun, 1u) << "once";
+  EXPECT_EQ(transport.sent[0].header.kind, Kind::kUseNetwork);
+}
+
+TEST_F(MessengerTest, NeighbourThatIsToldSoUsesTheNetworkToo) {
+  two_.peer(0).isNeighbour.store(true);
+  one_.messenger.postControl(one_.peer(1), Kind::kUseNetwork);
+  exchangeAll();
+  EXPECT_TRUE(two_.peer(0).isOverNetwork.load());
+  EXPECT_FALSE(one_.peer(1).isOverNetwork.load()) << "the one who tells has moved already";
+  two_.messenger.postControl(two_.peer(0), Kind::kUseNetwork);
+  exchangeAll();
+  EXPECT_FALSE(one_.peer(1).isOverNetwork.load()) << "a peer of another machine has no shared memory to leave";
+}
+
 // ------------------------------------------------------------------------------------------------------------- joins
 
 TEST_F(MessengerTest, JoinOfAStrangerIsRefusedUntilJoinsAreAccepted) {

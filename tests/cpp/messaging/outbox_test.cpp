@@ -85,6 +85,37 @@ TEST_F(OutboxTest, EndpointIsMadeWithTheFirstMessageToAPeer) {
   EXPECT_EQ(outbox_.peerOf(7), nullptr);
 }
 
+TEST_F(OutboxTest, WhatIsStuckOverSharedMemoryTakesNoRoomOverTheNetwork) {
+  fill(Kind::kRequest, 0);
+  sendLarge(Kind::kRequest, kMost);
+  const size_t stuck = transport_.sent.size();
+  EXPECT_FALSE(outbox_.moveToNetwork(peer_));
+  outbox_.startDeferred();
+  EXPECT_EQ(transport_.connected, (std::vector<std::string>{"address 1", "address 1 over the network"}));
+  EXPECT_TRUE(peer_.isOverNetwork.load());
+  ASSERT_EQ(transport_.sent.size(), stuck + 1);
+  EXPECT_EQ(transport_.sent.back().endpoint, 1u);
+  EXPECT_EQ(outbox_.peerOf(0), &peer_);
+  EXPECT_EQ(outbox_.peerOf(1), &peer_);
+  EXPECT_EQ(outbox_.underWay(), kMost + 1);
+  // It may arrive late, and ends its messages once.
+  finish();
+  EXPECT_EQ(outbox_.underWay(), kMost);
+  EXPECT_FALSE(outbox_.moveToNetwork(peer_));
+  EXPECT_EQ(transport_.connected.size(), 2u) << "it has moved already";
+  outbox_.abandon(peer_);
+  EXPECT_EQ(transport_.abandoned, (std::vector<EndpointId>{1, 0}));
+}
+
+TEST_F(OutboxTest, PeerThatTheNetworkDoesNotReachStaysWhereItIs) {
+  send(Kind::kRequest, 1);
+  transport_.networkError = {ErrorCode::kPeerFailed, "no such transport"};
+  EXPECT_TRUE(outbox_.moveToNetwork(peer_));
+  EXPECT_FALSE(peer_.isOverNetwork.load());
+  send(Kind::kRequest, 2);
+  EXPECT_EQ(transport_.sent.back().endpoint, 0u);
+}
+
 TEST_F(OutboxTest, OneActiveMessageForTheBodyAndOneForEachPieceOfASpan) {
   const Bytes span(2 * OutgoingMessage::kPieceBytes + 5);
   outbox_.send(message(Kind::kRequest, 1, 10, span));

@@ -46,6 +46,12 @@ class SendingTransport final : public Transport {
     connected.push_back(address);
     return {};
   }
+  Error connectOverNetwork(const std::string& address, EndpointId& endpoint) override {
+    if (networkError) {
+      return networkError;
+    }
+    return connect(address + " over the network", endpoint);
+  }
   void send(
       EndpointId endpoint,
       const wire::Header& header,
@@ -78,7 +84,7 @@ class SendingTransport final : public Transport {
   }
   RepairState repairState() override {
     ++repairs;
-    return repairs >= repairsNeeded ? RepairState::kWhole : RepairState::kUndecided;
+    return repairs >= repairsNeeded ? RepairState::kWhole : notWhole;
   }
   void scanForRepair() override {
     ++scans;
@@ -107,6 +113,7 @@ class SendingTransport final : public Transport {
   }
 
   Error connectError;
+  Error networkError; // of connectOverNetwork() alone
   std::vector<std::string> connected; // addresses, by endpoint
   std::deque<Send> sent; // and not finished
   size_t begun = 0;
@@ -114,6 +121,7 @@ class SendingTransport final : public Transport {
   int repairs = 0;
   int scans = 0;
   int repairsNeeded = 1; // until nothing is in the way any more
+  RepairState notWhole = RepairState::kUndecided; // until then
 
  private:
   const std::string address_ = "sending";

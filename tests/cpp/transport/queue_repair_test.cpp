@@ -278,6 +278,43 @@ TEST_P(QueueRepairTest, ASenderThatStaysStoppedMakesTheQueueUnrepairableUntilItG
   EXPECT_TRUE(arrives(2));
 }
 
+TEST_P(QueueRepairTest, WorkerThatIsDeafHearsOverTheNetworkAndHearsTheRestWhenItIsNotAnyMore) {
+  const std::string lanes = std::string(GetParam()) + ",tcp,self";
+  const std::set<uintptr_t> others = SharedMemoryQueue::mapped();
+  receiver_ = makeUcpTransportOver(lanes);
+  mapped_.clear();
+  for (const uintptr_t begin : SharedMemoryQueue::mapped()) {
+    if (!others.contains(begin)) {
+      mapped_.push_back(begin);
+    }
+  }
+  queues_ = SharedMemoryQueue::mappedSince(others);
+  sender_ = makeUcpTransportOver(lanes);
+  receiver_->setListener(&received_);
+  sender_->setListener(&sent_);
+  ASSERT_FALSE(sender_->connect(receiver_->address(), endpoint_));
+  EndpointId back = 0;
+  ASSERT_FALSE(receiver_->connect(sender_->address(), back));
+  send();
+  ASSERT_TRUE(arrives(1));
+  takeSlot();
+  send();
+  EXPECT_TRUE(isStuckWith(1));
+  const EndpointId stuck = endpoint_;
+  ASSERT_FALSE(receiver_->connectOverNetwork(sender_->address(), back));
+  ASSERT_FALSE(sender_->connectOverNetwork(receiver_->address(), endpoint_));
+  send();
+  EXPECT_TRUE(arrives(2));
+  Outcome answered;
+  receiver_->send(back, wire::Header{}, {}, SendMode::kEager, answered.callback());
+  EXPECT_TRUE(eventually([&] { return progress(), sent_.arrived == 1; }));
+  EXPECT_TRUE(eventually([&] { return progress(), repair(); }));
+  EXPECT_TRUE(arrives(3));
+  endpoint_ = stuck;
+  send();
+  EXPECT_TRUE(arrives(4));
+}
+
 // Only the state closes gaps, under the worker lock: a scan on another thread touches nothing of UCX's.
 TEST_P(QueueRepairTest, AScanRunsBesideTheTransport) {
   send();

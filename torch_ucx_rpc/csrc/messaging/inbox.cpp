@@ -209,6 +209,9 @@ void Inbox::add(Peer& from, const wire::Header& header, wire::Piece piece) {
       return;
     case wire::Kind::kPong:
       return;
+    case wire::Kind::kUseNetwork:
+      networkRequests_.push_back(&from);
+      return;
     case wire::Kind::kRequest:
     case wire::Kind::kResponse:
       from.bytesReceived.fetch_add(piece.size(), std::memory_order_relaxed);

@@ -80,6 +80,11 @@ class Inbox final : public TransportListener {
     return std::exchange(pings_, {});
   }
 
+  // The peers that have asked since the last call to be reached over the network.
+  std::vector<Peer*> takeNetworkRequests() {
+    return std::exchange(networkRequests_, {});
+  }
+
   // Gives up all receives that have not begun. To be called right before the transport is closed.
   void close() {
     receiver_.close();
@@ -137,6 +142,7 @@ class Inbox final : public TransportListener {
   Receiver receiver_;
 
   std::vector<Peer*> pings_;
+  std::vector<Peer*> networkRequests_;
   bool acceptsJoins_ = false;
   std::optional<wire::Opener> joinOpener_;
   std::bitset<8> hasWarned_; // by FrameFault

@@ -42,6 +42,7 @@ Messenger::Messenger(
     CopyForSelf copyForSelf,
     const Options& options)
     : self_(self),
+      directory_(directory),
       devices_(devices),
       handlers_(handlers),
       executor_(executor),
@@ -212,6 +213,12 @@ void Messenger::startDeferredWithWorkerLock() {
     retryTask_.dueIn(kRetryPeriod);
   }
   answerPingsWithWorkerLock();
+  for (Peer* peer : inbox_.takeNetworkRequests()) {
+    if (peer->isNeighbour.load()) {
+      moving_.push_back(peer);
+    }
+  }
+  moveToNetworkWithWorkerLock();
   if (window_->waitingMessages.load() != 0) {
     windowTask_.dueIn(ReceiveWindow::kPatience);
   }
@@ -223,6 +230,23 @@ void Messenger::answerPingsWithWorkerLock() {
   // Python.
   for (Peer* peer : inbox_.takePings()) {
     sendNowWithWorkerLock(*peer, wire::Kind::kPong);
+  }
+}
+
+void Messenger::moveToNetworkWithWorkerLock() {
+  assertHoldsWorkerLock();
+  if (moving_.empty()) {
+    return;
+  }
+  std::erase_if(moving_, [this](Peer* peer) {
+    const Error error = outbox_.moveToNetwork(*peer);
+    if (!error && isDeaf_) {
+      sendNowWithWorkerLock(*peer, wire::Kind::kUseNetwork);
+    }
+    return !isLocal(error.code()); // else a file for the connection may be there later
+  });
+  if (!moving_.empty()) {
+    retryTask_.dueIn(kRetryPeriod);
   }
 }
 
@@ -286,10 +310,11 @@ Timer::TimePoint Messenger::retry(Timer::TimePoint now) {
   const bool isTold = now < strandedWarnedAt_ + kStrandedReminder;
   strandedWarnedAt_ = isTold ? strandedWarnedAt_ : now;
   submitWhileOpen([this, isTold] {
-    if (!isTold) {
+    if (!isTold && outbox_.hasStranded()) {
       events_.addWarning(outbox_.describeStranded());
     }
     files_.release(); // for the connections that are tried again now
+    moveToNetworkWithWorkerLock();
     outbox_.retryStranded();
     files_.refill();
   });
@@ -319,10 +344,21 @@ void Messenger::repairWithWorkerLock() {
   isRepairWanted_.store(false);
   const RepairState state = transport_->repairState();
   isRepairing_.store(state != RepairState::kWhole);
-  if (state == RepairState::kUnrepairable && !std::exchange(hasWarnedOfGap_, true)) {
-    events_.addWarning(
-        "messages of workers on this machine may not arrive: a process has ended or been stopped while it wrote one "
-        "into shared memory, and nobody can tell whether it will go on. UCX_TLS=tcp,self does without shared memory");
+  if (state == RepairState::kWhole) {
+    isDeaf_ = false;
+  } else if (state == RepairState::kUnrepairable && !std::exchange(isDeaf_, true)) {
+    if (!std::exchange(hasWarnedOfGap_, true)) {
+      events_.addWarning(
+          "messages of workers on this machine do not arrive: a process has ended or been stopped while it wrote one "
+          "into shared memory, and nobody can tell whether it will go on. From now on these workers and this one use "
+          "the network, unless UCX_TLS leaves it out; messages that were under way arrive when that process goes on");
+    }
+    for (Peer* peer : directory_.present()) {
+      if (peer->isNeighbour.load()) {
+        moving_.push_back(peer);
+      }
+    }
+    moveToNetworkWithWorkerLock();
   }
 }
 

@@ -178,6 +178,7 @@ class Messenger final : public Leader, public PeerObserver, private ProgressClie
   void deliverToSelf(std::unique_ptr<OutgoingMessage> message);
   void countStaged(const OutgoingMessage& message);
   void answerPingsWithWorkerLock();
+  void moveToNetworkWithWorkerLock();
   void repairWithWorkerLock();
   // Runs an operation under the worker lock unless the transport may be closed.
   template <typename Operation>
@@ -192,6 +193,7 @@ class Messenger final : public Leader, public PeerObserver, private ProgressClie
 
   // Constant after construction.
   const Identity self_;
+  const Directory& directory_;
   const DevicesInUse& devices_;
   const EventHandlers& handlers_;
   Executor& executor_;
@@ -219,7 +221,10 @@ class Messenger final : public Leader, public PeerObserver, private ProgressClie
   std::atomic<uint64_t> stagedBytes_{0};
   std::atomic<bool> isRepairWanted_{false};
   std::atomic<bool> isRepairing_{false}; // written under the worker lock
-  bool hasWarnedOfGap_ = false; // guarded by the worker lock
+  // Guarded by the worker lock:
+  bool isDeaf_ = false; // to its neighbours over shared memory: Transport::repairState() is kUnrepairable
+  bool hasWarnedOfGap_ = false;
+  std::vector<Peer*> moving_; // neighbours that are to be reached over the network, and are not yet
 
   // Timer thread only:
   uint64_t stalledReleases_ = 0;

@@ -30,6 +30,36 @@ Error Outbox::connect(Peer& peer) {
   return {};
 }
 
+Error Outbox::moveToNetwork(Peer& peer) {
+  assertHoldsWorkerLock();
+  if (isClosed_ || !peer.isThere() || peer.isOverNetwork.load()) {
+    return {};
+  }
+  EndpointId endpoint = 0;
+  if (Error error = transport_.connectOverNetwork(peer.member().address, endpoint)) {
+    return error;
+  }
+  peer.isOverNetwork.store(true);
+  peers_[endpoint] = &peer;
+  if (const std::optional<EndpointId> former = std::exchange(peer.endpoint, endpoint)) {
+    retiredEndpoints_.emplace(&peer, *former); // not closed: UCX would free what the peer may still read
+  }
+  for (const wire::Kind kind : {wire::Kind::kRequest, wire::Kind::kResponse}) {
+    retireQueue({&peer, kind, true});
+    retireQueue({&peer, kind, false});
+  }
+  return {};
+}
+
+void Outbox::retireQueue(const QueueKey& key) {
+  if (auto retired = queues_.extract(key)) {
+    Queue& queue = queues_[key];
+    queue.waiting.swap(retired.mapped().waiting);
+    unblocked_.push_back(&queue);
+    retiredQueues_.insert(std::move(retired)); // its messages under way point to it
+  }
+}
+
 void Outbox::send(std::unique_ptr<OutgoingMessage> message) {
   assertHoldsWorkerLock();
   // A goodbye does not wait for admission: this worker wants none any more.
@@ -211,7 +241,7 @@ void Outbox::retryStranded() {
 size_t Outbox::underWay() const {
   size_t sum = stranded_.size();
   for (const auto& [endpoint, peer] : peers_) {
-    sum += peer->isThere() ? peer->messagesUnderWay : 0;
+    sum += peer->isThere() && peer->endpoint == endpoint ? peer->messagesUnderWay : 0; // a peer may have had several
   }
   return sum;
 }
@@ -235,6 +265,8 @@ void Outbox::abandon(Peer& peer) {
   onAdmitted(peer); // messages that wait for admission fail; startDeferred() fails those that wait for a device
   if (!isClosed_ && peer.endpoint.has_value()) {
     transport_.abandon(*peer.endpoint);
+    const auto [first, last] = retiredEndpoints_.equal_range(&peer);
+    std::for_each(first, last, [this](const auto& retired) { transport_.abandon(retired.second); });
   }
   retryStranded(); // and fail, since the peer is gone
   for (auto& [key, queue] : queues_) {

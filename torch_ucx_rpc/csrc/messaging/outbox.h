@@ -58,6 +58,11 @@ class Outbox {
     return !unready_.empty();
   }
 
+  // Reaches a peer of this machine over the network from now on, because one of the two hears nothing over shared
+  // memory. Messages under way stay where they are, and no longer take the room of later ones: they arrive when the
+  // shared memory works again. On an error nothing has changed.
+  Error moveToNetwork(Peer& peer);
+
   // Gives up a request that has not left. False if none with this id waits here.
   bool cancel(Peer& to, uint64_t callId);
 
@@ -108,6 +113,7 @@ class Outbox {
     return message.header.kind == wire::Kind::kRequest || message.header.kind == wire::Kind::kResponse;
   }
   using QueueKey = std::tuple<const Peer*, wire::Kind, bool>;
+  void retireQueue(const QueueKey& key);
   Queue& queueOf(const OutgoingMessage& message) {
     return queues_[QueueKey(message.to, message.header.kind, message.rendezvousParts() == 0)];
   }
@@ -133,6 +139,9 @@ class Outbox {
   std::unordered_map<Peer*, std::vector<std::unique_ptr<OutgoingMessage>>> unadmitted_;
   std::vector<std::unique_ptr<OutgoingMessage>> unready_;
   std::map<QueueKey, Queue> queues_;
+  // Of peers that have moved to the network: their endpoints over shared memory, and queues of what is under way there.
+  std::unordered_multimap<const Peer*, EndpointId> retiredEndpoints_;
+  std::multimap<QueueKey, Queue> retiredQueues_;
   std::vector<std::unique_ptr<OutgoingMessage>> stranded_;
   std::vector<Queue*> unblocked_; // queues that got room since startDeferred() was called last
   bool isClosed_ = false;

@@ -106,7 +106,8 @@ class Peer {
   std::atomic<bool> isNeighbour{false}; // another worker of this machine
   // It runs on this machine, and shared memory does not reach it: its pid namespace is another, or its user. UCX takes
   // a common IPC namespace for a common machine, looks for the process by its id, which means nothing here, or another
-  // process, and cannot open the memory of another user.
+  // process, and cannot open the memory of another user. Or one of the two has become deaf over shared memory
+  // (RepairState::kUnrepairable).
   std::atomic<bool> isOverNetwork{false};
   std::atomic<bool> isWatched{false}; // ProcessWatch has been asked to watch it
   std::atomic<bool> needsHeartbeat{false}; // ProcessWatch cannot watch it

@@ -69,8 +69,9 @@ void Group::addMembers(std::vector<Member> members) {
   for (Peer* peer : present) {
     if (peer != self && peer->member().bootId == self->member().bootId) { // both run on this machine
       peer->isNeighbour.store(true);
-      peer->isOverNetwork.store(
-          peer->member().pidNamespace != self->member().pidNamespace || peer->member().user != self->member().user);
+      if (peer->member().pidNamespace != self->member().pidNamespace || peer->member().user != self->member().user) {
+        peer->isOverNetwork.store(true);
+      }
       ++workersHere;
     }
   }

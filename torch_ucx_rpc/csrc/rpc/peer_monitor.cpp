@@ -76,6 +76,7 @@ void PeerMonitor::onControlNotSent(Peer& to, const Error& why) {
 
 Timer::TimePoint PeerMonitor::beat(Timer::TimePoint now) {
   messenger_.submit([this, now] { checkHeartbeatsWithWorkerLock(now); });
+  messenger_.requestRepair(); // a worker that only answers has no call that would time out and show that it is deaf
   return now + heartbeat_.period();
 }
 

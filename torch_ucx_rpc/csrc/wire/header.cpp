@@ -36,7 +36,7 @@ Error readHeader(std::span<const std::byte> bytes, Header& header) {
         "its header has " + std::to_string(bytes.size()) + " bytes, not " + std::to_string(sizeof(Header)));
   }
   std::memcpy(&header, bytes.data(), sizeof(Header));
-  if (header.kind < Kind::kRequest || header.kind > Kind::kRefused) {
+  if (header.kind < Kind::kRequest || header.kind > Kind::kUseNetwork) {
     return malformed("unknown kind " + std::to_string(static_cast<int>(header.kind)));
   }
   const bool isMessage = header.kind == Kind::kRequest || header.kind == Kind::kResponse;

@@ -50,6 +50,7 @@ enum class Kind : uint8_t {
   kPing = 10, // asks for a kPong; no body
   kPong = 11, // no body
   kRefused = 12, // the request with this call id has not been run; body: Refusal and a sentence
+  kUseNetwork = 13, // the sender does not hear the receiver over shared memory; no body
 };
 
 inline constexpr uint16_t kMagic = 0x5855; // "UX"

@@ -1,0 +1,84 @@
+"""A process that is stopped while it writes into a worker's shared memory: the others still reach the worker."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import platform
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.rpc as rpc
+import workers
+from _failures import DEATH_OF_WORKER1, echo, leave_ungracefully_after, let_go, stay
+from workers import agent, eventually
+
+pytestmark = pytest.mark.ucx_only
+
+# Sets a byte behind itself, and then runs in a circle: mov byte ptr [rip + 57], 1; jmp $
+CIRCLE = bytes.fromhex("c6053900000001ebfe")
+REACHED = 64
+
+
+def write_into_nothing(to: str, folder: Path) -> None:
+    """Send what cannot be read to its end: there the kernel has the copying thread run in a circle."""
+    prot = mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC
+    with (folder / "circle").open("r+b") as file:
+        code = mmap.mmap(file.fileno(), 0, prot=prot)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(code))
+    libc = ctypes.CDLL(None)
+    libc.signal.argtypes, libc.signal.restype = (ctypes.c_int, ctypes.c_void_p), ctypes.c_void_p
+    libc.signal(signal.SIGBUS, address)
+    size = 8 << 20
+    tensor = torch.from_file(str(folder / "gone"), shared=True, size=size, dtype=torch.uint8)
+    os.truncate(folder / "gone", size // 2)
+    rpc.rpc_sync(to, echo, (tensor,))
+
+
+def be_deaf_to_a_neighbour(rank: int, folder: Path) -> None:
+    if rank != 0:
+        stay()
+        return
+    assert rpc.rpc_sync("worker2", echo, (1,)) == 1
+    assert not any("tcp" in lane for lane in lanes_to("worker2"))
+    pid = rpc.rpc_sync("worker1", os.getpid)
+    circle = folder / "circle"
+    circle.write_bytes(CIRCLE.ljust(mmap.PAGESIZE, b"\0"))
+    rpc.rpc_async("worker1", write_into_nothing, ("worker0", folder))
+    # A thread that has run for 50 ms is not in the middle of copying, whatever else it does: it is stopped at once.
+    with circle.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as seen:
+        while seen[REACHED] == 0:
+            pass
+    os.kill(pid, signal.SIGSTOP)
+
+    def is_answered() -> bool:
+        try:
+            return rpc.rpc_sync("worker2", echo, (2,), timeout=0.5) == 2
+        except RuntimeError:
+            return False
+
+    eventually(is_answered, "worker2 is heard over the network")
+    assert all(lane.startswith("tcp/") for lane in lanes_to("worker2"))
+    for number in range(100):
+        assert rpc.rpc_sync("worker2", echo, (number,)) == number
+    big = torch.arange(1 << 20)
+    assert torch.equal(rpc.rpc_sync("worker2", echo, (big,)), big)
+    os.kill(pid, signal.SIGKILL)
+    for number in range(100):
+        assert rpc.rpc_sync("worker2", echo, (number,)) == number
+    rpc.rpc_sync("worker2", let_go)
+
+
+def lanes_to(name: str) -> list[str]:
+    return agent().get_debug_info()[f"lanes.{name}"].split(",")
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the circle is x86-64's")
+def test_a_worker_that_a_stopped_writer_has_made_deaf_is_reached_over_the_network(tmp_path: Path) -> None:
+    # Nobody looks for what is missing before the writer has been stopped.
+    options = {"heartbeat_limit": 60}
+    body = leave_ungracefully_after(be_deaf_to_a_neighbour)
+    workers.run_workers(3, body, tmp_path, options=options, **DEATH_OF_WORKER1)
