@@ -4,6 +4,7 @@
 
 #include "base/proc.h"
 #include "handlers.h"
+#include "sending_transport.h"
 #include "test_worker.h"
 
 #include <gtest/gtest.h>
@@ -14,6 +15,7 @@
 #include <unistd.h>
 
 #include <chrono>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -138,6 +140,18 @@ TEST_F(PeerMonitorTest, PeersThatVanishAfterAGracefulJoinAreInOrder) {
 }
 
 // ------------------------------------------------------------------------------------------------- silence elsewhere
+
+TEST_F(PeerMonitorTest, EachPeriodLooksWhetherThisWorkerIsDeafOverSharedMemory) {
+  auto owned = std::make_unique<SendingTransport>();
+  SendingTransport& transport = *owned;
+  TestWorker worker(std::move(owned), 2, membersOf(3), others_.all);
+  PeerMonitor monitor(worker.directory, worker.messenger, worker.timer, worker.lifetime, kLimit);
+  monitor.watch(memberOf(2), {&worker.peer(1)});
+  for (int period = 0; period < 10; ++period) {
+    worker.advance(kLimit / 20);
+  }
+  EXPECT_GE(transport.repairs, 8) << "it may have made no call that would time out";
+}
 
 TEST_F(PeerMonitorTest, PeerThatAnswersPingsLives) {
   monitor_.watch(memberOf(0), one_.directory.all());
