@@ -186,6 +186,7 @@ def time_out(count: int) -> None:
     assert_nothing_is_left()
 
 
+@pytest.mark.field
 @in_worker0(of=2, options={"receive_window_bytes": WINDOW})
 def test_calls_that_time_out_leave_nothing_behind() -> None:
     def allocated() -> tuple[float, float]:

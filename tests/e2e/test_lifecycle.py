@@ -212,6 +212,7 @@ def call_everybody(rank: int) -> int:
     return len(names)
 
 
+@pytest.mark.field
 def test_forty_workers_come_up_call_each_other_and_shut_down(run_workers: Callable[..., list]) -> None:
     # All on this machine, whatever it has: what is asserted is that it ends.
     assert run_workers(40, call_everybody, options={"num_worker_threads": 4}, timeout=150) == [40] * 40
@@ -225,6 +226,7 @@ def belongings() -> dict[str, int]:
     return {what: len(list(Path("/proc/self", what).iterdir())) for what in ("task", "fd")}
 
 
+@pytest.mark.field
 @in_every_worker(of=2, init=False)
 def test_joining_again_and_again_leaves_nothing_behind(rank: int) -> None:
     had = {}

@@ -67,6 +67,7 @@ def flood() -> None:
         assert call.wait() == (number, number % 16)
 
 
+@pytest.mark.field
 @in_worker0(of=4, options={"receive_window_bytes": WINDOW})
 def test_a_flood_is_answered_exactly_in_bounded_memory() -> None:
     senders = [f"worker{rank}" for rank in (1, 2, 3)]
