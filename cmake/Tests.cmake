@@ -61,7 +61,7 @@ if(EXISTS "${UCX_LIBRARY_DIR}/ucx/libuct_cuda.so.0" AND UCX_VERSION VERSION_GREA
   endforeach()
   target_link_libraries(stub_cuda PRIVATE Threads::Threads)
 
-  foreach(name IN ITEMS device_lanes_test)
+  foreach(name IN ITEMS device_lanes_test device_agents_test)
     add_executable(${name} "${CMAKE_SOURCE_DIR}/tests/cuda_stub/${name}.cpp")
     target_link_libraries(${name} PRIVATE torch_ucx_rpc_ucp stub_cuda GTest::gtest_main)
     target_link_options(${name} PRIVATE -Wl,--as-needed)
@@ -72,7 +72,11 @@ if(EXISTS "${UCX_LIBRARY_DIR}/ucx/libuct_cuda.so.0" AND UCX_VERSION VERSION_GREA
     add_dependencies(${name} stub_nvml)
     add_dependencies(cpp_tests ${name})
   endforeach()
-  foreach(name IN ITEMS device_lanes_test)
+  target_link_libraries(device_agents_test PRIVATE torch_ucx_rpc_agent)
+  target_include_directories(device_agents_test PRIVATE "${CMAKE_SOURCE_DIR}/tests/cpp/support")
+  target_compile_options(device_agents_test PRIVATE -fPIC)
+  target_precompile_headers(device_agents_test REUSE_FROM torch_ucx_rpc_agent)
+  foreach(name IN ITEMS device_lanes_test device_agents_test)
     gtest_discover_tests(${name} TEST_PREFIX "${name}." PROPERTIES TIMEOUT 120 DISCOVERY_TIMEOUT 300)
   endforeach()
 

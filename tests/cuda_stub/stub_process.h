@@ -17,6 +17,7 @@
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
+#include <exception>
 #include <functional>
 #include <iostream>
 #include <map>
@@ -141,7 +142,11 @@ class Process {
           require(ucs_global_opts_set_value("MEMTYPE_CACHE", value.c_str()) == 0, "UCX has no such setting");
         }
       }
-      body();
+      try {
+        body();
+      } catch (const std::exception& thrown) { // else this process would go on with the other tests
+        fail(thrown.what());
+      }
       std::exit(0);
     }
   }

@@ -46,11 +46,18 @@ inline c10::Device fake(c10::DeviceIndex index = 0) {
 class FakeDevice final : public c10::Allocator {
  public:
   using Kernel = std::function<void()>;
+  using Memory = std::shared_ptr<std::byte[]>; // NOLINT(modernize-avoid-c-arrays): its size is known here only
   using StreamKey = std::pair<c10::DeviceIndex, c10::StreamId>;
 
   static FakeDevice& instance() {
     static auto* device = new FakeDevice();
     return *device;
+  }
+
+  // From now on, new blocks are of this memory instead of the heap's.
+  void takeMemoryFrom(std::function<Memory(size_t bytes)> source) {
+    const std::lock_guard lock(mutex_);
+    source_ = std::move(source);
   }
 
   // Enqueues on the stream of the device that is current on this thread.
@@ -130,13 +137,13 @@ class FakeDevice final : public c10::Allocator {
     auto& idle = idle_[{stream, bytes}];
     Block* block = nullptr;
     if (idle.empty()) {
-      block = new Block{std::vector<std::byte>(bytes), stream, {}, {}};
+      block = new Block{source_(bytes), bytes, stream, {}, {}};
     } else {
       block = idle.back();
       idle.pop_back();
     }
     ++blocksInUse_;
-    return {block->memory.data(), block, &FakeDevice::release, fake(device)};
+    return {block->memory.get(), block, &FakeDevice::release, fake(device)};
   }
   c10::DeleterFnPtr raw_deleter() const override {
     return nullptr;
@@ -232,7 +239,8 @@ class FakeDevice final : public c10::Allocator {
     std::shared_ptr<Event> awaited; // instead
   };
   struct Block {
-    std::vector<std::byte> memory;
+    Memory memory;
+    size_t bytes;
     StreamKey stream;
     std::set<StreamKey> users; // recorded
     std::vector<std::shared_ptr<Event>> uses; // released, but not free before these
@@ -300,18 +308,19 @@ class FakeDevice final : public c10::Allocator {
         return false;
       }
       block->uses.clear();
-      const auto overwrite = [block] { std::fill(block->memory.begin(), block->memory.end(), kReleased); };
+      const auto overwrite = [block] { std::fill_n(block->memory.get(), block->bytes, kReleased); };
       if (queues_[block->stream].empty()) {
         overwrite();
       } else {
         enqueue(block->stream, overwrite);
       }
-      idle_[{block->stream, block->memory.size()}].push_back(block);
+      idle_[{block->stream, block->bytes}].push_back(block);
       return true;
     });
   }
 
   std::recursive_mutex mutex_;
+  std::function<Memory(size_t bytes)> source_ = [](size_t bytes) { return std::make_shared<std::byte[]>(bytes); };
   std::map<StreamKey, std::deque<Work>> queues_;
   std::map<std::pair<c10::DeviceIndex, int>, c10::StreamId> poolTurns_; // of each pool of a device
   int turnsUntilSkip_ = 0;

@@ -65,6 +65,7 @@ void DevicePool::setSource(Source source, EntryPoints entryPoints, AllocatorOf a
   source_ = source;
   entryPoints_ = entryPoints;
   allocatorOf_ = allocatorOf;
+  isUnshareable_.store(false);
 }
 
 c10::DataPtr DevicePool::allocate(c10::Device device, uint64_t bytes) {
@@ -100,6 +101,17 @@ c10::DataPtr DevicePool::allocate(c10::Device device, uint64_t bytes) {
   inUseBytes_.fetch_add(bytes);
   void* const data = block->data.get();
   return {data, block.release(), &DevicePool::release, device};
+}
+
+c10::DataPtr DevicePool::allocateBeside(c10::Device device, uint64_t bytes) {
+  std::unique_lock lock(mutex_);
+  const AllocatorOf allocatorOf = source_ == Source::kEntryPoints ? allocatorOf_ : nullptr;
+  lock.unlock();
+  if (allocatorOf == nullptr) {
+    return {nullptr, device};
+  }
+  const c10::StreamGuard guard(streamOf(device));
+  return allocatorOf(device.type())->allocate(bytes);
 }
 
 void DevicePool::waitForHeld() {

@@ -64,6 +64,18 @@ class DevicePool {
   c10::DataPtr allocate(c10::Device device, uint64_t bytes);
   DeviceWork earlierWork(const Devices& devices);
 
+  // Allocates memory of torch's own allocator, which may be written to once earlierWork() is done: for bytes that are
+  // copied into the pool's memory later. Only beside Source::kEntryPoints; null with the others, whose memory torch
+  // chooses.
+  c10::DataPtr allocateBeside(c10::Device device, uint64_t bytes);
+  // Whether somebody has found that other processes cannot map this source's memory, and has noted it.
+  bool isUnshareable() const {
+    return isUnshareable_.load(std::memory_order_relaxed);
+  }
+  void noteUnshareable() {
+    isUnshareable_.store(true, std::memory_order_relaxed);
+  }
+
   // Allocates memory that may be written to in the order of the current stream.
   c10::DataPtr allocateInOrder(c10::Device device, uint64_t bytes);
 
@@ -113,6 +125,7 @@ class DevicePool {
   std::atomic<uint64_t> inUseBytes_{0};
   std::atomic<uint64_t> heldBytes_{0};
   std::atomic<bool> isStopped_{false};
+  std::atomic<bool> isUnshareable_{false};
 
   // A thread takes blocks out of the lists below before it gives them back. Another thread that has no memory must not
   // miss these: it waits for whoever collects, and for whoever waits for streams. Both are locked before mutex_, and

@@ -89,6 +89,7 @@ struct IncomingMessage {
   struct Span {
     c10::DataPtr data;
     uint64_t bytes = 0;
+    bool isBesidePool = false; // in memory of a device, but not the pool's, where they belong
   };
 
   // The call that the message belongs to. Its caller sends the request and receives the answer.

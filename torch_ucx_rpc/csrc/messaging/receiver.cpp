@@ -21,7 +21,7 @@ bool Receiver::isBusy(uint64_t Receiving::* bytes, uint64_t more, uint64_t limit
 // Staged bytes take host memory, which the window counts.
 uint64_t Receiver::deviceBytesOf(const wire::Assembled& assembled) const {
   uint64_t sum = 0;
-  for (const Allocation::Span& span : planDevices(assembled.body.data, assembled.spans)) {
+  for (const DeviceAllocation::Span& span : planDevices(assembled.body.data, assembled.spans)) {
     sum += span.isStaging ? 0 : span.bytes;
   }
   return sum;
@@ -58,14 +58,15 @@ void Receiver::planMemory(Receiving& receiving) {
   const std::vector<wire::Assembled::Span>& spans = receiving.assembled.spans;
   message.spans.resize(spans.size());
   std::vector<bool> isElsewhere(spans.size(), false);
-  if (std::vector<Allocation::Span> planned = planDevices(message.body(), spans); !planned.empty()) {
-    for (const Allocation::Span& span : planned) {
+  if (std::vector<DeviceAllocation::Span> planned = planDevices(message.body(), spans); !planned.empty()) {
+    for (const DeviceAllocation::Span& span : planned) {
       isElsewhere[span.index] = true;
     }
-    receiving.allocation = std::make_shared<Allocation>();
+    receiving.allocation = std::make_shared<DeviceAllocation>();
     receiving.allocation->spans = std::move(planned);
-    events_.addWork([allocation = receiving.allocation, onAllocated = onAllocated_] {
-      allocation->run();
+    receiving.allocation->isFromNeighbour = message.from->isNeighbour.load() && !message.from->isOverNetwork.load();
+    events_.addWork([allocation = receiving.allocation, &transport = transport_, onAllocated = onAllocated_] {
+      allocation->run(transport);
       onAllocated();
     });
   }
@@ -77,9 +78,9 @@ void Receiver::planMemory(Receiving& receiving) {
   }
 }
 
-std::vector<Receiver::Allocation::Span> Receiver::planDevices(
+std::vector<DeviceAllocation::Span> Receiver::planDevices(
     std::span<const std::byte> body, const std::vector<wire::Assembled::Span>& spans) const {
-  std::vector<Allocation::Span> planned;
+  std::vector<DeviceAllocation::Span> planned;
   if (devices_.get().empty()) {
     return planned;
   }
@@ -102,27 +103,6 @@ std::vector<Receiver::Allocation::Span> Receiver::planDevices(
   return planned;
 }
 
-void Receiver::Allocation::run() noexcept {
-  DevicePool& pool = DevicePool::instance();
-  try {
-    Devices written; // by the transport, outside of any stream
-    for (Span& span : spans) {
-      if (span.isStaging) {
-        span.data = pool.allocateStaging(span.device, span.bytes);
-        continue;
-      }
-      span.data = pool.allocate(span.device, span.bytes);
-      if (std::find(written.begin(), written.end(), span.device) == written.end()) {
-        written.push_back(span.device);
-      }
-    }
-    earlierWork = pool.earlierWork(written);
-  } catch (...) {
-    failure = std::current_exception();
-  }
-  isDone.store(true);
-}
-
 bool Receiver::takeMemory(Receiving& receiving) {
   if (receiving.allocation == nullptr) {
     return true;
@@ -130,12 +110,13 @@ bool Receiver::takeMemory(Receiving& receiving) {
   if (!receiving.allocation->isDone.load()) {
     return false;
   }
-  const std::shared_ptr<Allocation> allocation = std::move(receiving.allocation);
+  const std::shared_ptr<DeviceAllocation> allocation = std::move(receiving.allocation);
   if (allocation->failure != nullptr) {
     std::rethrow_exception(allocation->failure);
   }
-  for (Allocation::Span& span : allocation->spans) {
+  for (DeviceAllocation::Span& span : allocation->spans) {
     receiving.message.spans[span.index].data = std::move(span.data);
+    receiving.message.spans[span.index].isBesidePool = span.isBesidePool;
   }
   receiving.pendingWork = std::move(allocation->earlierWork);
   return true;

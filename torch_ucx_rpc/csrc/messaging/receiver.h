@@ -1,8 +1,8 @@
 #pragma once
 
-#include "memory/device_pool.h"
 #include "memory/devices_in_use.h"
 #include "memory/host_pool.h"
+#include "messaging/device_allocation.h"
 #include "messaging/event_buffer.h"
 #include "messaging/event_handlers.h"
 #include "messaging/message.h"
@@ -139,24 +139,6 @@ class Receiver {
     kMemory, // the spans get memory, and the body if it is still to be received
     kSpans, // they are received into it
   };
-  // Memory for spans that arrive on devices, or in pinned memory. Allocators may wait for the driver, for Python, or
-  // for memory that is held back: so this is done without the worker lock.
-  struct Allocation {
-    struct Span {
-      size_t index; // of the message
-      c10::Device device;
-      bool isStaging; // host memory, from which the decoder copies
-      uint64_t bytes;
-      c10::DataPtr data;
-    };
-
-    void run() noexcept;
-
-    std::vector<Span> spans;
-    DeviceWork earlierWork;
-    std::exception_ptr failure;
-    std::atomic<bool> isDone{false}; // the others are the worker lock's again
-  };
   // A message being received into memory. It waits in starting_ until it has memory and earlier work on it is done.
   // Then its pieces move from `assembled` to `parts`.
   struct Receiving {
@@ -167,7 +149,7 @@ class Receiver {
     wire::Assembled assembled;
     Stage stage = Stage::kMemory;
     bool isPlanned = false; // memory for this stage has been allocated, or is being allocated
-    std::shared_ptr<Allocation> allocation; // until it is done
+    std::shared_ptr<DeviceAllocation> allocation; // until it is done
     DeviceWork pendingWork; // earlier work of devices on its memory
     std::vector<Part> parts;
     size_t begun = 0; // parts whose receive has begun
@@ -198,7 +180,7 @@ class Receiver {
   // Sees to memory for what the stage receives. Spans go to the devices that the body names, unless their bytes come
   // from host memory.
   void planMemory(Receiving& receiving);
-  std::vector<Allocation::Span> planDevices(
+  std::vector<DeviceAllocation::Span> planDevices(
       std::span<const std::byte> body, const std::vector<wire::Assembled::Span>& spans) const;
   // False while the memory is being allocated. Throws why there is none.
   static bool takeMemory(Receiving& receiving);

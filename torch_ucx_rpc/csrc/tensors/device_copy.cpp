@@ -63,6 +63,9 @@ c10::DataPtr moveToDevice(c10::DataPtr bytes, uint64_t count, c10::Device to) {
   c10::DataPtr copy = DevicePool::instance().allocateInOrder(to, count);
   if (count != 0) {
     const at::AutoDispatchBelowADInplaceOrView noAutograd;
+    if (!bytes.device().is_cpu()) {
+      recordOnCurrentStream(bytes);
+    }
     // The source is a tensor that owns its memory: torch then tells the pool of pinned memory of the copy.
     viewOf(copy.get(), count, to).copy_(asTensor(std::move(bytes), count), /*non_blocking=*/true);
   }

@@ -15,8 +15,9 @@ c10::Allocator* allocatorOf(const c10::DeviceType& type);
 // Copies bytes into new memory of `to`, in the order of the current streams. Blocks where one side is the CPU.
 c10::DataPtr copyBytes(const void* bytes, uint64_t count, c10::Device from, c10::Device to);
 
-// Copies host memory into new memory of the device `to`, in the order of its current stream, without waiting for the
-// copy. Takes any memory; that of allocatePinned() is kept until the copy is done.
+// Copies memory of the host, or of the device `to` itself, into new memory of that device, in the order of its current
+// stream and without waiting for the copy. Takes any memory. The device's, and that of allocatePinned(), is kept until
+// the copy is done.
 c10::DataPtr moveToDevice(c10::DataPtr bytes, uint64_t count, c10::Device to);
 
 // Allocates pinned host memory, from torch's pool for this type of devices.

@@ -115,7 +115,7 @@ class Decoder {
       return makeStorage(std::move(span.data), span.bytes, &HostPool::instance());
     }
     // Spans from the sender's host memory arrive in the host's.
-    if (span.data.device() != device) {
+    if (span.data.device() != device || span.isBesidePool) {
       span.data = moveToDevice(std::move(span.data), span.bytes, device);
     }
     return makeStorage(std::move(span.data), span.bytes, allocatorOf(device.type()));

@@ -1,0 +1,60 @@
+#include "messaging/device_allocation.h"
+
+#include "memory/device_pool.h"
+
+#include <algorithm>
+#include <utility>
+
+namespace torch_ucx_rpc {
+
+namespace {
+
+// Memory of the device for bytes that a process of this machine sends, which has to map it. RMM's resources may give
+// memory that cannot be mapped, such as cudaMallocAsync's: UCX would copy through the host's memory in small pieces,
+// under the worker lock. So torch's memory is taken instead, if it can be mapped.
+void allocateForNeighbour(DeviceAllocation::Span& span, const Transport& transport) {
+  DevicePool& pool = DevicePool::instance();
+  if (!pool.isUnshareable()) {
+    span.data = pool.allocate(span.device, span.bytes);
+    if (span.bytes == 0 || transport.canShare(span.data.get(), span.bytes)) {
+      return;
+    }
+  }
+  c10::DataPtr beside = pool.allocateBeside(span.device, span.bytes);
+  if (beside.get() != nullptr && transport.canShare(beside.get(), span.bytes)) {
+    pool.noteUnshareable(); // the next message does without the attempt
+    span.data = std::move(beside);
+    span.isBesidePool = true;
+  } else if (span.data.get() == nullptr) {
+    span.data = pool.allocate(span.device, span.bytes);
+  }
+}
+
+} // namespace
+
+void DeviceAllocation::run(const Transport& transport) noexcept {
+  DevicePool& pool = DevicePool::instance();
+  try {
+    Devices written; // by the transport, outside of any stream
+    for (Span& span : spans) {
+      if (span.isStaging) {
+        span.data = pool.allocateStaging(span.device, span.bytes);
+        continue;
+      }
+      if (isFromNeighbour) {
+        allocateForNeighbour(span, transport);
+      } else {
+        span.data = pool.allocate(span.device, span.bytes);
+      }
+      if (std::find(written.begin(), written.end(), span.device) == written.end()) {
+        written.push_back(span.device);
+      }
+    }
+    earlierWork = pool.earlierWork(written);
+  } catch (...) {
+    failure = std::current_exception();
+  }
+  isDone.store(true);
+}
+
+} // namespace torch_ucx_rpc
