@@ -6,12 +6,14 @@ import gc
 import os
 import random
 import signal
+import threading
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.rpc as rpc
 import torch.nn.functional as F  # noqa: N812 - its usual name
 from _jobs import BACKENDS, drive, drive_with_deaths, eventually, kill, on, reference_step, small_model
 from torch import nn
@@ -162,8 +164,6 @@ def slow_model(seconds: float) -> nn.Sequential:
 
 def kill_soon(pid: int, after_s: float) -> None:
     """From a thread, while the caller is in a step."""
-    import threading
-
     timer = threading.Timer(after_s, os.kill, (pid, signal.SIGKILL))
     timer.daemon = True
     timer.start()
@@ -245,6 +245,46 @@ def test_a_spare_takes_over_and_all_losses_are_those_of_an_undisturbed_run(tmp_p
     )
     assert disturbed == undisturbed
     assert len(set(undisturbed)) == 10
+
+
+class CutOff:
+    """In the place of torch.distributed.rpc: what leaves is lost on its way, which is told a moment later."""
+
+    def rpc_async(self, *_: Any, **__: Any) -> torch.futures.Future:
+        future: torch.futures.Future = torch.futures.Future()
+        timer = threading.Timer(0.05, future.set_exception, (RuntimeError("the cable is cut"),))
+        timer.start()
+        return future
+
+
+def cut_off(is_cut: bool) -> None:
+    from torch_ucx_rpc.pipeline import exchange
+
+    exchange.rpc = CutOff() if is_cut else rpc
+
+
+def lose_what_leaves() -> None:
+    from torch_ucx_rpc.pipeline import PipelineError
+
+    pipe = make_pipe(small_model())
+    x, y = torch.randn(8, 8), torch.randn(8, 4)
+    good = pipe.step(x, target=y)
+    pipe.zero_grad()
+    for worker, other in (("worker1", "worker2"), ("worker2", "worker1")):
+        on(worker, cut_off, True)
+        start = time.monotonic()
+        with pytest.raises(
+            PipelineError, match=f"could not send to worker {other}: the cable is cut, which the driver"
+        ):
+            pipe.step(x, target=y)
+        assert time.monotonic() - start < 10
+        on(worker, cut_off, False)
+        assert torch.equal(pipe.step(x, target=y), good)
+        pipe.zero_grad()
+
+
+def test_a_value_that_does_not_reach_the_other_stage_ends_the_step():
+    drive(lose_what_leaves, 3)
 
 
 def steady_model() -> nn.Sequential:

@@ -131,9 +131,9 @@ class Exchange:
         if self._device.type != "cpu" and not _has_device_map(worker):
             value = to_device(value, _CPU)
         waiting = self._unanswered[worker.name]
+        if len(waiting) >= _CREDITS:
+            self._take_answers(worker.name, waiting)
         try:
-            while waiting and waiting[0].done():
-                waiting.popleft().wait()
             while len(waiting) >= _CREDITS:
                 # Not for the oldest: its answer may wait until the peer, who is at work for it, has to wait for us.
                 waiting[1].wait()
@@ -143,6 +143,20 @@ class Exchange:
             waiting.clear()
             raise LostPeerError(f"{worker.name}: {error}") from None
         waiting.append(call)
+
+    def look_after(self) -> None:
+        """Raise LostPeerError if a value that has left did not arrive."""
+        for name, waiting in self._unanswered.items():
+            self._take_answers(name, waiting)
+
+    def _take_answers(self, name: str, waiting: collections.deque[Future[Any]]) -> None:
+        """Those that have come, up to the first that has not."""
+        try:
+            while waiting and waiting[0].done():
+                waiting.popleft().wait()
+        except RuntimeError as error:
+            waiting.clear()
+            raise LostPeerError(f"{name}: {error}") from None
 
     def forget_unanswered(self) -> None:
         """After a failure: nobody counts on the values that are on their way."""

@@ -51,7 +51,14 @@ class _Close(NamedTuple):
     """The pipeline is over."""
 
 
-Mail = Value | _Order | _Abort | _Close
+class _Look(NamedTuple):
+    """Nothing has come for a while: perhaps since something did not arrive elsewhere."""
+
+
+Mail = Value | _Order | _Abort | _Close | _Look
+
+# Seconds until a host that waits looks whether the values that it has sent did arrive.
+_LOOK_AFTER_S = 1.0
 
 
 class Host:
@@ -76,6 +83,8 @@ class Host:
         self._waiting: Waiting = None
         # Orders until this number have been called off.
         self._called_off = -1
+        # A worker that a value has not reached.
+        self._lost: LostPeerError | None = None
         # The outcome of an order that nobody has waited for.
         self._failure: Outcome | None = None
         self._closed = False
@@ -98,7 +107,11 @@ class Host:
 
     def _attend_kicks(self) -> None:
         while not self._closed:
-            self._kicks.get()
+            try:
+                self._kicks.get(timeout=_LOOK_AFTER_S)
+            except queue.Empty:
+                if self._current is not None:
+                    self._mailbox.put(_Look())
             self._attend()
 
     def _attend(self) -> None:
@@ -130,6 +143,11 @@ class Host:
                 self._called_off = max(self._called_off, number)
             case _Close():
                 self._closed = True
+            case _Look():
+                try:
+                    self.exchange.look_after()
+                except LostPeerError as lost:
+                    self._lost = lost
 
     # ------------------------------------------------------------------------------------------------- orders in turn
 
@@ -138,7 +156,7 @@ class Host:
             self._drain()
             if self._current is None and not self._begin():
                 return
-            if not self.exchange.has(self._waiting) and not self._is_called_off():
+            if not self.exchange.has(self._waiting) and not self._is_called_off() and self._lost is None:
                 return
             self._go_on()
         self._drain()
@@ -170,9 +188,13 @@ class Host:
         assert self._current is not None
         assert self._rest is not None
         self._waiting = None
+        lost, self._lost = self._lost, None
         try:
-            if self._is_called_off() and inspect.getgeneratorstate(self._rest) == inspect.GEN_SUSPENDED:
+            has_begun = inspect.getgeneratorstate(self._rest) == inspect.GEN_SUSPENDED
+            if self._is_called_off() and has_begun:
                 self._waiting = self._rest.throw(AbortedError())
+            elif lost is not None and has_begun:
+                self._waiting = self._rest.throw(lost)
             else:
                 self._waiting = next(self._rest)
             return
