@@ -98,6 +98,10 @@ void append(std::string& text, const Record& record, long thread) {
 
 const bool isOn = *fileName() != '\0';
 
+void setRecorder(const Recorder* recorder) {
+  Span::recorder_.store(recorder);
+}
+
 int64_t Span::now() {
   return std::chrono::steady_clock::now().time_since_epoch() / std::chrono::nanoseconds(1);
 }

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <string>
 
@@ -10,11 +11,21 @@ namespace torch_ucx_rpc::trace {
 // its id on both sides, and arrows lead from one process to the other. Clocks of one machine agree; those of several
 // may not. Without the variable a span costs the test of a constant.
 //
+// With a recorder set, which torch's profiler is (rpc/profiled_spans.h), each span is reported to that too.
+//
 // Any thread may record. A thread's spans go to a buffer of its own, whose lock is contended only while it is written
 // out.
 
 // Constant once the library is loaded.
 extern const bool isOn;
+
+// Hears of all spans, on their threads: `begin` of its name when it begins, `end` of what that returned, unless null.
+struct Recorder {
+  void* (*begin)(const char* name);
+  void (*end)(void* begun);
+};
+// The recorder must live as long as the process.
+void setRecorder(const Recorder* recorder);
 
 // Names a call alike in all processes.
 struct CallId {
@@ -34,8 +45,14 @@ class Span {
     if (isOn) {
       began_ = now();
     }
+    if (const Recorder* recorder = recorder_.load(std::memory_order_relaxed); recorder != nullptr) {
+      begun_ = recorder->begin(name);
+    }
   }
   ~Span() {
+    if (begun_ != nullptr) {
+      recorder_.load(std::memory_order_relaxed)->end(begun_);
+    }
     if (isOn) {
       record(*this);
     }
@@ -49,6 +66,10 @@ class Span {
   }
 
  private:
+  friend void setRecorder(const Recorder* recorder);
+
+  static inline std::atomic<const Recorder*> recorder_{nullptr};
+
   static int64_t now();
   static void record(const Span& span);
 
@@ -56,6 +77,7 @@ class Span {
   const char* const name_;
   const Arrow arrow_;
   int64_t began_ = 0;
+  void* begun_ = nullptr; // by the recorder
 };
 
 // Appends what was recorded since the last call. The reader sees `process` as the name of this process.

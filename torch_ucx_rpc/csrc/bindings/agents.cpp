@@ -1,4 +1,5 @@
 #include "base/time.h"
+#include "base/warnings.h"
 #include "bindings/bindings.h"
 #include "peers/latency_histogram.h"
 #include "rpc/agent.h"
@@ -311,6 +312,7 @@ void bindAgents(py::module_& module) {
           [](UcxRpcAgent& agent) {
             agent.checkProcess();
             agent.shutdown();
+            flushWarnings(); // the process may end at once
           },
           NoGil())
       .def(

@@ -14,4 +14,7 @@ void bindAgents(pybind11::module_& module);
 // Operators of torch whose kernels a Python compiler makes.
 void bindNativeOps(pybind11::module_& module);
 
+// The agent's warnings.
+void bindWarnings(pybind11::module_& module);
+
 } // namespace torch_ucx_rpc

@@ -3,6 +3,7 @@
 #include "base/hmac.h"
 #include "bindings/bindings.h"
 #include "memory/device_pool.h"
+#include "rpc/profiled_spans.h"
 #include "tensors/device_copy.h"
 #include "torch_glue/torch_state.h"
 #include "transport/ucp/ucp_transport.h"
@@ -63,6 +64,8 @@ PYBIND11_MODULE(_C, module) {
   bindErrors(module);
   bindAgents(module);
   bindNativeOps(module);
+  bindWarnings(module);
+  recordSpansInProfilers();
 }
 
 } // namespace torch_ucx_rpc

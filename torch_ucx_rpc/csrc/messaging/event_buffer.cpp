@@ -1,6 +1,6 @@
 #include "messaging/event_buffer.h"
 
-#include <c10/util/Logging.h>
+#include "base/warnings.h"
 
 #include <algorithm>
 
@@ -69,7 +69,7 @@ void EventBuffer::Batch::dispatch(const std::optional<Driver>& driver) {
     handlers_.requests->runOnDriver(std::move(request));
   }
   if (!warning.empty()) {
-    LOG(WARNING) << "torch_ucx_rpc: " << warning;
+    warn(std::move(warning));
   }
   for (UniqueFunction<void()>& work : atEnd) {
     work();

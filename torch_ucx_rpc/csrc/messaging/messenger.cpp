@@ -1,10 +1,9 @@
 #include "messaging/messenger.h"
 
+#include "base/warnings.h"
 #include "memory/device_pool.h"
 #include "memory/host_pool.h"
 #include "runtime/worker_mutex.h"
-
-#include <c10/util/Logging.h>
 
 namespace torch_ucx_rpc {
 
@@ -137,12 +136,12 @@ void Messenger::deliverToSelf(std::unique_ptr<OutgoingMessage> message) {
 void Messenger::countStaged(const OutgoingMessage& message) {
   const bool isFirst = stagedBytes_.fetch_add(message.stagedBytes, std::memory_order_relaxed) == 0;
   if (isFirst && !transport_->deviceMemoryRefusal()) { // otherwise the agent has told of it
-    LOG(WARNING)
-        << "torch_ucx_rpc: tensors for " << message.to->describe()
-        << " are in device memory that UCX cannot share with another process: they are copied through the host's "
-           "memory, which is slower. Either it is memory of cudaMallocAsync or of torch's expandable_segments (unset "
-           "PYTORCH_CUDA_ALLOC_CONF and PYTORCH_ALLOC_CONF), or UCX_TLS excludes cuda_ipc, or that worker is in "
-           "another PID namespace. This is said once.";
+    warn(
+        "tensors for " + message.to->describe() +
+        " are in device memory that UCX cannot share with another process: they are copied through the host's "
+        "memory, which is slower. Either it is memory of cudaMallocAsync or of torch's expandable_segments (unset "
+        "PYTORCH_CUDA_ALLOC_CONF and PYTORCH_ALLOC_CONF), or UCX_TLS excludes cuda_ipc, or that worker is in "
+        "another PID namespace. This is said once.");
   }
 }
 

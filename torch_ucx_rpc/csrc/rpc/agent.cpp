@@ -2,6 +2,7 @@
 
 #include "base/time.h"
 #include "base/trace.h"
+#include "base/warnings.h"
 #include "memory/device_pool.h"
 #include "memory/host_pool.h"
 #include "tensors/device_copy.h"
@@ -9,8 +10,6 @@
 #include "torch_glue/fork_guard.h"
 #include "torch_glue/message_types.h"
 #include "torch_glue/torch_state.h"
-
-#include <c10/util/Logging.h>
 
 #include <random>
 #include <stdexcept>
@@ -108,8 +107,7 @@ void UcxRpcAgent::startImpl() {
 void UcxRpcAgent::setDeviceMaps(DeviceMaps::ByWorker requests, DeviceMaps::ByWorker answers, Devices devices) {
   const Error& refusal = messenger_.transport().deviceMemoryRefusal();
   if (refusal && !devices.empty() && deviceMaps_.devices().empty()) {
-    LOG(WARNING) << "torch_ucx_rpc: tensors on devices are copied through the host's memory, which is slower. "
-                 << refusal.message();
+    warn("tensors on devices are copied through the host's memory, which is slower. " + refusal.message());
   }
   deviceMaps_.set(std::move(requests), std::move(answers), std::move(devices));
 }
@@ -136,8 +134,9 @@ void UcxRpcAgent::shutdownImpl() {
     timer_.stop();
     const size_t stuck = executor_->stop(kHandlerGrace, [this] { messenger_.wake(); });
     if (stuck != 0) {
-      LOG(WARNING) << "torch_ucx_rpc: " << stuck << " thread(s) of worker '" << self_.name
-                   << "' are still running user code at shutdown; they end when it returns";
+      warn(
+          std::to_string(stuck) + " thread(s) of worker '" + self_.name +
+          "' are still running user code at shutdown; they end when it returns");
     }
     sayGoodbye(); // after the answers of handlers: a peer that hears it awaits none any more
     messenger_.close(kFlushLimitMs);

@@ -1,9 +1,9 @@
 #include "rpc/group.h"
 
+#include "base/warnings.h"
 #include "torch_glue/torch_state.h"
 
 #include <c10/util/Exception.h>
-#include <c10/util/Logging.h>
 
 #include <algorithm>
 #include <exception>
@@ -147,14 +147,14 @@ void Group::onPeerGone(Peer& peer) {
         membership_.onLost(peer.member().session);
       }
     } catch (const std::exception& error) {
-      LOG(WARNING) << "torch_ucx_rpc: the list of members still has " << peer.describe() << ": " << error.what();
+      warn("the list of members still has " + peer.describe() + ": " + error.what());
     }
     try {
       if (onGone != nullptr) {
         (*onGone)(peer);
       }
     } catch (const std::exception& error) {
-      LOG(WARNING) << "torch_ucx_rpc: a callback for the end of " << peer.describe() << " has failed: " << error.what();
+      warn("a callback for the end of " + peer.describe() + " has failed: " + error.what());
     }
   });
 }
@@ -296,8 +296,7 @@ void Group::onJoin(uint64_t session, Bytes record) {
     try {
       membership_.onJoin({text, record.size()});
     } catch (const std::exception& error) {
-      LOG(WARNING) << "torch_ucx_rpc: worker '" << self_.name
-                   << "' does not admit a process that wants to join the group: " << error.what();
+      warn("worker '" + self_.name + "' does not admit a process that wants to join the group: " + error.what());
       return;
     }
     if (Peer* peer = directory_.findSession(session); peer != nullptr) {

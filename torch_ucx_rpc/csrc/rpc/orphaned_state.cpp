@@ -1,9 +1,9 @@
 #include "rpc/orphaned_state.h"
 
+#include "base/warnings.h"
 #include "torch_glue/completion.h"
 #include "torch_glue/torch_state.h"
 
-#include <c10/util/Logging.h>
 #include <torch/csrc/distributed/autograd/context/container.h>
 #include <torch/csrc/distributed/rpc/rref_proto.h>
 
@@ -103,7 +103,7 @@ void OrphanedState::release(const Ranks& gone) {
         DistAutogradContainer::getInstance().releaseContextIfPresent(context);
       }
     } catch (const std::exception& error) {
-      LOG(WARNING) << "torch_ucx_rpc: could not release all that workers held which are gone: " << error.what();
+      warn(std::string("could not release all that workers held which are gone: ") + error.what());
     }
   });
 }

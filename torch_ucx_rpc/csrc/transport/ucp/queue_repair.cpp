@@ -1,8 +1,8 @@
 #include "transport/ucp/queue_repair.h"
 
 #include "base/proc.h"
+#include "base/warnings.h"
 
-#include <c10/util/Logging.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -132,8 +132,9 @@ RepairState QueueRepair::state(Repair& repair) {
       if (!repair.queue.isConsistent()) {
         return RepairState::kUnrepairable;
       }
-      LOG(WARNING) << "torch_ucx_rpc: a process of this machine died while it was writing to this one over shared "
-                      "memory; its last message is dropped";
+      warn(
+          "a process of this machine died while it was writing to this one over shared memory; its last message is "
+          "dropped");
       repair.queue.skip(*slot);
     }
     return RepairState::kUndecided; // there may be more behind it

@@ -1,5 +1,6 @@
 #include "transport/ucp/ucp_transport.h"
 
+#include "base/warnings.h"
 #include "transport/ucp/device_sharing.h"
 #include "transport/ucp/queue_repair.h"
 #include "transport/ucp/ucp_endpoints.h"
@@ -8,7 +9,6 @@
 #include "transport/ucp/ucp_rendezvous.h"
 #include "transport/ucp/worker_address.h"
 
-#include <c10/util/Logging.h>
 #include <poll.h>
 #include <ucp/api/ucp.h>
 #include <unistd.h>
@@ -32,8 +32,9 @@ void warnOfLoss(const std::exception_ptr& loss) {
   try {
     std::rethrow_exception(loss);
   } catch (const std::exception& error) {
-    LOG(WARNING) << "torch_ucx_rpc: dropped a message that could not be stored (" << error.what()
-                 << "); further ones are dropped without a word";
+    warn(
+        std::string("dropped a message that could not be stored (") + error.what() +
+        "); further ones are dropped without a word");
   } catch (...) { // it has no words
   }
 }

@@ -1,0 +1,24 @@
+"""Warnings of the agent, which is written in C++, go to Python's logging: the logger ``torch_ucx_rpc``.
+
+They come on a thread of their own, soon after what they tell of; the shutdown of the agent waits for them. Programs
+that set up no logging see them on stderr, since Python shows warnings there.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+
+from torch_ucx_rpc._native import _C
+
+_logger = logging.getLogger("torch_ucx_rpc")
+
+
+def receive_warnings() -> None:
+    """From now on; until the end of the interpreter, when C++ writes to stderr again."""
+    _C.set_warning_receiver(_log)
+    atexit.register(_C.set_warning_receiver, None)
+
+
+def _log(sentence: str) -> None:
+    _logger.warning("%s", sentence)

@@ -1,0 +1,42 @@
+// Warnings of base/warnings.h for Python.
+
+#include "base/warnings.h"
+
+#include "bindings/bindings.h"
+
+#include <string>
+#include <utility>
+
+namespace py = pybind11;
+
+namespace torch_ucx_rpc {
+
+namespace {
+
+// Has `receive` called with each warning; None ends that.
+void setPythonsReceiver(const py::object& receive) {
+  WarningReceiver receiver;
+  if (!receive.is_none()) {
+    // Never destroyed, since the interpreter may be gone first.
+    auto* function = new py::object(receive); // NOLINT(cppcoreguidelines-owning-memory)
+    receiver = [function](const std::string& sentence) {
+      const py::gil_scoped_acquire gil;
+      try {
+        (*function)(sentence);
+      } catch (py::error_already_set& failure) {
+        failure.discard_as_unraisable("torch_ucx_rpc: logging of a warning");
+      }
+    };
+  }
+  const py::gil_scoped_release noGil;
+  setWarningReceiver(std::move(receiver));
+}
+
+} // namespace
+
+void bindWarnings(py::module_& module) {
+  module.def("set_warning_receiver", &setPythonsReceiver, py::arg("receive"));
+  module.def("flush_warnings", &flushWarnings, py::call_guard<py::gil_scoped_release>());
+}
+
+} // namespace torch_ucx_rpc
