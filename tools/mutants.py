@@ -349,7 +349,7 @@ def build(command: Sequence[str]) -> None:
 
 def executables_of(test: str) -> list[str]:
     """With C++ tests of this name, or of a suite of this name."""
-    pattern = re.compile(rf"\b{test}\b")
+    pattern = re.compile(rf"TEST(_F|_P)?\([^)]*\b{test}\b")
     files = sorted((COPY / "tests" / "cpp").rglob("*_test.cpp"))
     return [file.stem for file in files if pattern.search(file.read_text(encoding="utf-8"))]
 
