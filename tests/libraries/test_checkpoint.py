@@ -296,6 +296,40 @@ def test_remote_modules_have_the_methods_of_modules_and_are_saved_where_they_are
     drive(keep_remote_modules, 3, str(tmp_path), backend=backend, silent=False)
 
 
+def into_its_own_folder(path: str, real: str) -> None:
+    """Writes elsewhere what is meant for ``path``, as on a host that does not share it."""
+    from torch_ucx_rpc.checkpoint import storage
+
+    begin = storage.Writer.__init__
+
+    def astray(self: Any, wanted: str, session: str) -> None:
+        begin(self, real if wanted == path else wanted, session)
+
+    storage.Writer.__init__ = astray  # type: ignore[method-assign]
+
+
+def find_the_folder(folder: str) -> None:
+    from torch_ucx_rpc import checkpoint
+    from torch_ucx_rpc.checkpoint import storage
+
+    pipe = make_pipe(small_model())
+    os.chdir(folder)
+    pipe.save("here/1")
+    assert len(list(Path(folder, "here", "1").glob("*.distcp"))) == 2
+    os.chdir("/")
+    pipe.load()
+    storage._UNTIL_SEEN_S = 0.2
+    path = str(Path(folder, "shared"))
+    on("worker2", into_its_own_folder, path, str(Path(folder, "not_shared")))
+    with pytest.raises(checkpoint.CheckpointError, match=r"'worker2' has written __.*which is not in .*shared' here"):
+        pipe.save(path)
+    assert not Path(path, ".metadata").exists()
+
+
+def test_a_relative_path_is_the_callers_and_a_folder_that_is_not_shared_is_refused(tmp_path):
+    drive(find_the_folder, 3, str(tmp_path))
+
+
 def refuse(folder: str) -> None:
     from torch_ucx_rpc import checkpoint
 

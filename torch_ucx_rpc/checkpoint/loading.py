@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pathlib
 import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -27,7 +28,7 @@ def load(state: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
 
     Raises CheckpointError that names the worker, and what the checkpoint lacks; FileNotFoundError where there is none.
     """
-    path = os.fspath(path)
+    path = str(pathlib.Path(path).absolute())
     storage.read_metadata(path)
     session = uuid.uuid4().hex[:12]
     mine = by_worker(parts_of(state))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import os
+import pathlib
 import threading
 import uuid
 from collections.abc import Mapping, Sequence
@@ -47,14 +48,15 @@ def save(state: Mapping[str, Any], path: str | os.PathLike[str], *, asynchronous
     Args:
         state: a dict, which may be nested, of pipelines and their optimizers, RemoteModules, RRefs to modules,
             modules, optimizers and other objects with ``state_dict``, tensors, and anything that can be pickled.
-        path: the same folder for all workers. Files of a former checkpoint there are removed once the new one is whole.
+        path: the same folder for all workers; where it is relative, it is this process's. Files of a former checkpoint
+            there are removed once the new one is whole.
         asynchronous: return as soon as each worker has copied its part, and write behind.
 
     Returns None, or the future of an asynchronous save.
 
     Raises CheckpointError that names the worker. The folder then holds what it held before.
     """
-    path = os.fspath(path)
+    path = str(pathlib.Path(path).absolute())
     session = uuid.uuid4().hex[:12]
     mine = by_worker(parts_of(state))
     workers = [None, *sorted(worker for worker in mine if worker is not None)]
@@ -74,6 +76,12 @@ def save(state: Mapping[str, Any], path: str | os.PathLike[str], *, asynchronous
             arguments = {worker: (session, plan) for worker, plan in zip(workers, central, strict=True)}
             results = run_everywhere("writing a checkpoint", _write, arguments)
             try:
+                for worker in workers:
+                    if missing := writer.missing(results[worker]):
+                        raise CheckpointError(
+                            f"{worker!r} has written {missing}, which is not in {path!r} here: a checkpoint needs a "
+                            f"folder that all workers share"
+                        )
                 writer.finish(metadata, [results[worker] for worker in workers])
             except OSError as error:
                 raise CheckpointError(f"writing the metadata of a checkpoint failed: {error}") from error

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import pickle
+import time
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,9 @@ from torch.distributed.checkpoint.planner import SavePlan
 __all__ = ["Writer", "read_metadata"]
 
 _METADATA = ".metadata"
+
+# Seconds until a file of another host must be seen here. Network file systems look at a folder again after some time.
+_UNTIL_SEEN_S = 5.0
 
 
 class Writer(FileSystemWriter):
@@ -38,6 +42,16 @@ class Writer(FileSystemWriter):
             dataclasses.replace(plan, storage_data=_prefix(f"__{self._session}_{rank}_"))
             for rank, plan in enumerate(plans)
         ]
+
+    def missing(self, results: list[Any]) -> str | None:
+        """A file that another worker says it has written, and that does not come to be seen here."""
+        give_up_at = time.monotonic() + _UNTIL_SEEN_S
+        for name in {result.storage_data.relative_path for result in results}:
+            while not Path(self.path, name).exists():
+                if time.monotonic() > give_up_at:
+                    return str(name)
+                time.sleep(0.05)
+        return None
 
     def finish(self, metadata: Metadata, results: list[list[Any]]) -> None:
         """Make the files of ``results`` the checkpoint, and take away those of the former."""

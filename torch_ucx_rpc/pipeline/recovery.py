@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 from torch_ucx_rpc.pipeline.engine import Engine
@@ -200,7 +201,7 @@ class Recovery:
             raise
         finally:
             self._playing = playing
-        saved = _Saved(os.fspath(path), len(self._engine.optimizers))
+        saved = _Saved(str(Path(path).absolute()), len(self._engine.optimizers))
         if asynchronous:
             self._pending = _Pending(saved, written, journal, self._repeatable)
         else:
@@ -227,9 +228,9 @@ class Recovery:
         if where is None:
             raise ValueError("nothing has been saved yet: give the folder of a checkpoint")
         self.ask(Engine.synchronize)
-        self._restore(os.fspath(where), self._everything())
+        self._restore(str(Path(where).absolute()), self._everything())
         self._begin_journal()
-        self._saved = _Saved(os.fspath(where), len(self._engine.optimizers))
+        self._saved = _Saved(str(Path(where).absolute()), len(self._engine.optimizers))
         self._repeatable = True
 
     def _begin_from(self, saved: _Saved) -> None:
