@@ -150,9 +150,12 @@ def _work(
     store: str,
     measure: Callable[[], Figures],
     turns: Any,
-    kills: bool,
+    is_over: Any,
 ) -> None:
-    """A worker; only worker0 has ``turns``, whose end tells that it is gone."""
+    """A worker; only worker0 has ``turns``, whose end tells that it is gone.
+
+    ``is_over``: of jobs in which workers are killed; its end is that of the job.
+    """
     try:
         os.environ.update(transport.environment)
         import torch
@@ -178,9 +181,10 @@ def _work(
                 figures = measure()
                 lanes = rpc.api._get_current_rpc_agent().get_debug_info().get("lanes.worker1", "")
                 turns.send(("figures", (figures, lanes)))
-        # A graceful shutdown fails where workers have been killed.
-        with contextlib.suppress(*([RuntimeError] if kills else [])):
-            rpc.shutdown()
+        # A graceful shutdown ends as soon as a worker has died, in the middle of the job.
+        if is_over is not None:
+            is_over.poll(None)
+        rpc.shutdown(graceful=is_over is None)
     except BaseException:
         if turns is not None:
             turns.send(("failed", traceback.format_exc()))
@@ -218,6 +222,7 @@ class RpcJob:
     def __enter__(self) -> RpcJob:
         self._folder = tempfile.TemporaryDirectory()
         self._turns, theirs = PROCESSES.Pipe()
+        self._is_over, is_over = PROCESSES.Pipe() if self._kills else (None, None)
         store = Path(self._folder.name, "store").as_uri()
         self._has_failed = False
         self._processes = [
@@ -230,7 +235,7 @@ class RpcJob:
                     store,
                     self._measure,
                     theirs if rank == 0 else None,
-                    self._kills,
+                    is_over,
                 ),
                 daemon=True,
             )
@@ -239,6 +244,8 @@ class RpcJob:
         for process in self._processes:
             process.start()
         theirs.close()
+        if is_over is not None:
+            is_over.close()
         try:
             self._receive("ready")
         except ContenderFailed:
@@ -285,6 +292,8 @@ class RpcJob:
         return ContenderFailed(reason)
 
     def _end(self) -> None:
+        if self._is_over is not None:
+            self._is_over.close()
         give_up_at = time.monotonic() + (0.0 if self._has_failed else _END_S)
         for process in self._processes:
             process.join(timeout=max(0.0, give_up_at - time.monotonic()))

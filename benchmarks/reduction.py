@@ -190,7 +190,8 @@ STEP = harness.Benchmark(
 
 DISTURBED_STEPS, KILLED_AT = 60, 30
 COMPUTING_S, SLOW = 0.02, 10
-_is_over = threading.Event()
+# Names of trainings that this worker is to end.
+_over: set[str] = set()
 
 
 def train_disturbed(name: str, computing_s: float, quorum: int | None, killed_at: int | None) -> list[float]:
@@ -199,7 +200,7 @@ def train_disturbed(name: str, computing_s: float, quorum: int | None, killed_at
     model = reduction.DataParallel(Wide(1_000_000), reduction.serve("worker0", name=name), quorum=quorum)
     durations = []
     for step in range(steps):
-        if _is_over.is_set():
+        if name in _over:
             break
         if step == killed_at:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -210,8 +211,8 @@ def train_disturbed(name: str, computing_s: float, quorum: int | None, killed_at
     return durations
 
 
-def end() -> None:
-    _is_over.set()
+def end(name: str) -> None:
+    _over.add(name)
 
 
 def measure_disturbances() -> harness.Figures:
@@ -233,9 +234,8 @@ def measure_disturbances() -> harness.Figures:
     usual = median_step(begin_all("usual", even, TRAINERS - 1))
     futures = begin_all("slow", [*even[:-1], SLOW * COMPUTING_S], TRAINERS - 1)
     with_a_slow_one = median_step(futures[:-1])
-    rpc.rpc_sync(f"worker{TRAINERS}", end)
+    rpc.rpc_sync(f"worker{TRAINERS}", end, ("slow",))
     futures[-1].wait()
-    _is_over.clear()
     futures = begin_all("killed", even, None, killed=1)
     slowest, steps, medians = 0.0, DISTURBED_STEPS, []
     for future in futures[1:]:
