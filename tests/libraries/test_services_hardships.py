@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch.distributed.rpc as rpc
-from workers import Steps, backend_options, eventually, init_rpc
+from workers import Steps, agent, backend_options, eventually, init_rpc
 
 from torch_ucx_rpc import services
-from torch_ucx_rpc.services import UnknownName, _directory
+from torch_ucx_rpc.services import UnknownName, _announcing, _directory
 
 RunWorkers = Callable[..., list]
 
@@ -37,7 +37,7 @@ def keep_busy(steps: Steps) -> None:
 def miss_changes(rank: int, steps: Steps) -> None:
     if rank == 0:
         # So long a worker that does not hear is waited for, and then the message is void.
-        _directory._HEARING_S = 0.1
+        _announcing._HEARING_S = 0.1
         services.register("old", own_name)
         steps.done("old")
         steps.wait_for("called")
@@ -109,7 +109,7 @@ def call_a_role_without_the_service(rank: int, steps: Steps) -> None:
     steps.wait_for("over 0", "over 1")
 
 
-@pytest.mark.parametrize("moment", ["_claim", "_announce"])
+@pytest.mark.parametrize("moment", ["_claim", "announce"])
 def test_nothing_is_half_registered_when_it_is_interrupted(
     run_on_both: RunWorkers, tmp_path: Path, moment: str
 ) -> None:
@@ -118,16 +118,17 @@ def test_nothing_is_half_registered_when_it_is_interrupted(
 
 def interrupt_a_registration(rank: int, steps: Steps, moment: str) -> None:
     if rank == 1:
-        done = getattr(_directory.Directory, moment)
+        place = _directory.Directory if moment == "_claim" else _announcing.Announcer
+        done = getattr(place, moment)
 
         def interrupted(*arguments: object) -> object:
             done(*arguments)
             raise KeyboardInterrupt
 
-        setattr(_directory.Directory, moment, interrupted)
+        setattr(place, moment, interrupted)
         with pytest.raises(KeyboardInterrupt):
             services.pair("weights", 1)
-        setattr(_directory.Directory, moment, done)
+        setattr(place, moment, done)
         # Either everybody has it or nobody.
         if "weights" in offered():
             assert services.get("weights").to_here() == 1
@@ -142,3 +143,23 @@ def interrupt_a_registration(rank: int, steps: Steps, moment: str) -> None:
         assert services.get("weights").to_here() == 3
     steps.done(f"over {rank}")
     steps.wait_for("over 0", "over 1")
+
+
+def test_a_new_life_has_offered_nothing_yet(run_on_ucx: RunWorkers, tmp_path: Path) -> None:
+    run_on_ucx(1, live_twice, (tmp_path / "store").as_uri(), init=False)
+
+
+def live_twice(rank: int, url: str) -> None:
+    def enter() -> None:
+        init_rpc(rank, world_size=None, rpc_backend_options=backend_options(init_method=url))
+
+    enter()
+    services.register("name", own_name)
+    former = agent()
+    rpc.shutdown()
+    enter()
+    assert services.statistics() == ()
+    services.pair("value", 1)
+    assert [service.name for service in services.statistics()] == ["value"]
+    del former
+    rpc.shutdown()

@@ -18,7 +18,11 @@ How the package is laid out:
 
 * ``_table``      what one worker knows of the names, without a network
 * ``_directory``  how the workers' tables are kept alike; the argument for it stands there
-* ``_calls``      `call`, `call_async`, and what the callee does
+* ``_announcing`` how a worker tells the others of its changes
+* ``_served``     what this worker serves: the callee's side
+* ``_calls``      `call` and `call_async`: the caller's side
+* ``_offered``    `Service`: a name and who offers it
+* ``_watching``   `watch`
 * ``_api``        everything else that is public
 * ``_errors``     the exceptions
 """
@@ -26,7 +30,6 @@ How the package is laid out:
 from torch_ucx_rpc._observe.statistics import ServiceStatistics
 from torch_ucx_rpc.services._api import (
     Member,
-    Service,
     call_group,
     call_role,
     get,
@@ -40,10 +43,11 @@ from torch_ucx_rpc.services._api import (
     statistics,
     take_role,
     unregister,
-    watch,
 )
 from torch_ucx_rpc.services._calls import call, call_async
 from torch_ucx_rpc.services._errors import NameTaken, NotAMember, NotServed, ReplicasLost, UnknownName
+from torch_ucx_rpc.services._offered import Service
+from torch_ucx_rpc.services._watching import watch
 
 __all__ = [
     "Member",

@@ -1,15 +1,9 @@
-"""The public functions but for the calls themselves.
-
-Long: one list of functions, most of whose lines document them.
-"""
+"""The public functions but for the calls themselves and `watch`."""
 
 # mypy: allow-untyped-calls
 
 from __future__ import annotations
 
-import itertools
-import logging
-import queue
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -20,13 +14,13 @@ from torch.distributed.rpc.constants import UNSET_RPC_TIMEOUT
 from torch.futures import Future
 
 from torch_ucx_rpc._observe.statistics import ServiceStatistics
-from torch_ucx_rpc.services import _calls, _directory
-from torch_ucx_rpc.services._calls import Served, call_async, served, unknown
+from torch_ucx_rpc.services import _calls
+from torch_ucx_rpc.services._calls import call_async, unknown
 from torch_ucx_rpc.services._directory import Directory, directory, role_of
 from torch_ucx_rpc.services._errors import NameTaken, UnknownName
+from torch_ucx_rpc.services._offered import Service, check_name, service_of
+from torch_ucx_rpc.services._served import Served, served, value_of
 from torch_ucx_rpc.services._table import Offer, Owner
-
-_logger = logging.getLogger(__name__)
 
 _registering = threading.Lock()
 
@@ -39,16 +33,6 @@ class Member(NamedTuple):
     role: str
     groups: tuple[str, ...]
     services: tuple[str, ...]
-
-
-class Service(NamedTuple):
-    """A name and the living workers that offer it, by rank; none when the name is gone."""
-
-    name: str
-    workers: tuple[str, ...]
-    group: str | None = None
-    idempotent: bool = False
-    is_value: bool = False
 
 
 # ---------------------------------------------------------------------------------------------------------- offering
@@ -126,9 +110,9 @@ def pair(name: str, value: Any, *, group: str | None = None) -> None:
 
 def _offer(offers: Mapping[str, tuple[Any, Offer]], group: str | None) -> None:
     for name in offers:
-        _check_name("name", name)
+        check_name("name", name)
     if group is not None:
-        _check_name("group", group)
+        check_name("group", group)
     known = directory()
     by_offer: dict[Offer, list[str]] = {}
     with _registering:
@@ -184,7 +168,7 @@ def join(*groups: str) -> None:
     to the job may join, and says itself who it is. With a secret of the job (docs/security.md), nobody else can.
     """
     for group in groups:
-        _check_name("group", group)
+        check_name("group", group)
     directory().change(groups=lambda known: known | set(groups))
 
 
@@ -200,15 +184,8 @@ def leave(*groups: str) -> None:
 
 def take_role(role: str) -> None:
     """Play this role, instead of that in the worker's name: the role of ``"trainer3"`` is ``"trainer"``."""
-    _check_name("role", role)
+    check_name("role", role)
     directory().change(role=role)
-
-
-def _check_name(what: str, name: Any) -> None:
-    if not isinstance(name, str):
-        raise TypeError(f"a {what} is a str; {name!r} is none")
-    if not name:
-        raise ValueError(f"a {what} cannot be empty")
 
 
 # ----------------------------------------------------------------------------------------------------------- finding
@@ -232,7 +209,7 @@ def get(name: str) -> Any:
             raise unknown(known, name)
     if not offers[owner.worker].is_value:
         raise TypeError(f"{name!r} is a service of {owner}, and no value: services.call({name!r}, ...) calls it")
-    return rpc.remote(WorkerInfo(owner.worker, owner.rank), _calls._value_of, args=(name, known.info.name))
+    return rpc.remote(WorkerInfo(owner.worker, owner.rank), value_of, args=(name, known.info.name))
 
 
 def members(*, role: str | None = None, group: str | None = None) -> list[Member]:
@@ -260,16 +237,8 @@ def names(*, group: str | None = None) -> list[Service]:
     known = directory()
     known.sync()
     with known.lock:
-        found = [_service(known, name) for name in sorted(known.table.names)]
+        found = [service_of(known, name) for name in sorted(known.table.names)]
     return [service for service in found if group is None or service.group == group]
-
-
-def _service(known: Directory, name: str) -> Service:
-    owners = sorted((known.table.owners[worker] for worker in known.table.names.get(name, ())), key=lambda o: o.rank)
-    if not owners:
-        return Service(name, ())
-    offer = owners[0].offers[name]
-    return Service(name, tuple(owner.worker for owner in owners), offer.group, offer.idempotent, offer.is_value)
 
 
 # ----------------------------------------------------------------------------------------------------------- calling
@@ -333,7 +302,7 @@ def call_group(
     known = directory()
     known.sync()
     with known.lock:
-        found = [_service(known, name) for name in known.table.names]
+        found = [service_of(known, name) for name in known.table.names]
     of_group = {service.name for service in found if service.group == group and not service.is_value}
     wanted = sorted(of_group) if names is None else list(names)
     for name in wanted:
@@ -346,78 +315,14 @@ def call_group(
     return {name: call_async(name, *args, timeout=timeout, **dict(kwargs or {})) for name in wanted}
 
 
-# ---------------------------------------------------------------------------------------------------------- watching
-
-_watchers: dict[int, tuple[str, Callable[[Service], None]]] = {}
-_tokens = itertools.count()
-_changes: queue.SimpleQueue[tuple[Service, list[Callable[[Service], None]]]] = queue.SimpleQueue()
-_teller: threading.Thread | None = None
-
-
-def watch(name: str, on_change: Callable[[Service], None]) -> Callable[[], None]:
-    """Have ``on_change(service)`` called with a `Service` whenever a worker begins or ends to offer a name.
-
-    The first call tells how it is now, also if nobody offers it. Calls come one after the other, on a thread of their
-    own; what they raise is logged. Returns a function that ends it, as the shutdown of RPC does.
-
-    Example::
-
-        >>> stop = services.watch("score", lambda service: print(service.workers))
-    """
-    global _teller
-    _check_name("name", name)
-    if not callable(on_change):
-        raise TypeError(f"on_change must be callable; {on_change!r} is not")
-    known = directory()
-    known.sync()
-    token = next(_tokens)
-    with known.lock:
-        if _teller is None:
-            _teller = threading.Thread(target=_tell, name="torch_ucx_rpc-watch", daemon=True)
-            _teller.start()
-        _watchers[token] = (name, on_change)
-        _changes.put((_service(known, name), [on_change]))
-
-    def stop() -> None:
-        with known.lock:
-            _watchers.pop(token, None)
-
-    return stop
-
-
-def _tell() -> None:
-    while True:
-        service, callbacks = _changes.get()
-        for callback in callbacks:
-            try:
-                callback(service)
-            except Exception:
-                _logger.exception("a callback of services.watch(%r) has raised", service.name)
-
-
-def _on_made(known: Directory) -> None:
-    _watchers.clear()
-
-    def on_change(concerned: set[str]) -> None:
-        # With the lock of the directory held.
-        _calls.forget(concerned)
-        for name in {name for name, _ in _watchers.values()} & concerned:
-            callbacks = [callback for watched, callback in _watchers.values() if watched == name]
-            _changes.put((_service(known, name), callbacks))
-
-    known.on_change = on_change
-
-
-_directory.made.append(_on_made)
-
-
 # ------------------------------------------------------------------------------------------------------------ counts
 
 
 def statistics() -> tuple[ServiceStatistics, ...]:
     """What this worker has served, by name; nothing where RPC is not running or this worker offers nothing."""
     known = directory.last()
-    return () if known is None or known.life.is_over() else _statistics_of(known)
+    # The agent of a former life may be held by somebody still.
+    return () if known is None or known.life.is_over() or not directory.is_made() else _statistics_of(known)
 
 
 def statistics_of(agent: Any) -> tuple[ServiceStatistics, ...]:
@@ -432,7 +337,7 @@ def _statistics_of(known: Directory) -> tuple[ServiceStatistics, ...]:
             ServiceStatistics(
                 name=service.name,
                 group=service.group,
-                replicas=_service(known, name).workers,
+                replicas=service_of(known, name).workers,
                 calls=service.calls,
                 errors=service.errors,
                 open=service.open,

@@ -1,11 +1,9 @@
-"""Calls by name: how one finds its replica, what the callee does, and what happens when a replica is lost.
+"""Calls by name: how one finds its replica, and what happens when a replica is lost.
 
 A call is one request to one replica. All that is known of a name for calling it is its `Route`, which is made at the
 first call and thrown away when an offer of that name changes. With one replica a call does nothing but look up the
 route and invoke; with several it takes the one with the fewest calls of this worker that are not answered yet, and of
 those with as few the one whose turn it is.
-
-Long: both sides of a call and its repetition, in the order in which they happen.
 """
 
 # mypy: allow-untyped-calls, allow-untyped-decorators
@@ -17,7 +15,6 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch.distributed.rpc as rpc
 from torch._C._distributed_rpc import WorkerInfo
 from torch.distributed.rpc import api
 from torch.distributed.rpc.constants import UNSET_RPC_TIMEOUT
@@ -27,116 +24,11 @@ from torch.futures import Future
 from torch_ucx_rpc._observe.lost import was_lost
 from torch_ucx_rpc.services import _directory
 from torch_ucx_rpc.services._directory import Directory, directory
-from torch_ucx_rpc.services._errors import NotAMember, NotServed, ReplicasLost, UnknownName, was_not_served
+from torch_ucx_rpc.services._errors import ReplicasLost, UnknownName, was_not_served
+from torch_ucx_rpc.services._served import serve, serve_async, serve_member, serve_member_async
 from torch_ucx_rpc.services._table import Offer
 
 _SYNC, _ASYNC = RPCExecMode.SYNC, RPCExecMode.ASYNC
-
-
-# --------------------------------------------------------------------------------------------------------- the callee
-
-
-class Served:
-    """What this worker serves under a name."""
-
-    __slots__ = ("calls", "errors", "group", "name", "open", "value")
-
-    def __init__(self, name: str, value: Any, group: str | None) -> None:
-        self.name = name
-        self.value = value
-        self.group = group
-        # CPython does not switch threads within the statements that count.
-        self.calls = 0
-        self.open = 0
-        self.errors = 0
-
-
-# By name; of the agent that runs.
-served: dict[str, Served] = {}
-
-
-def _find(name: str) -> Served:
-    service = served.get(name)
-    if service is None:
-        raise NotServed(f"worker {directory().info.name!r} offers no {name!r}, or not any more")
-    return service
-
-
-def _find_for(name: str, caller: str) -> Served:
-    service = _find(name)
-    group = service.group
-    if group is not None and not directory().is_in_group(caller, group):
-        own = directory().info.name
-        raise NotAMember(
-            f"{name!r} of worker {own!r} is for the members of the group {group!r}, and worker {caller!r} is none: it "
-            f"becomes one by services.join({group!r}), or by registering a name in it"
-        )
-    return service
-
-
-def _run(service: Served, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    service.calls += 1
-    service.open += 1
-    try:
-        return service.value(*args, **kwargs)
-    except BaseException:
-        service.errors += 1
-        raise
-    finally:
-        service.open -= 1
-
-
-def _run_async(service: Served, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    service.calls += 1
-    service.open += 1
-    try:
-        future = service.value(*args, **kwargs)
-        future.add_done_callback(lambda done: _count_end(service, done))
-    except BaseException:
-        service.errors += 1
-        service.open -= 1
-        raise
-    return future
-
-
-def _count_end(service: Served, done: Future[Any]) -> None:
-    service.open -= 1
-    try:
-        done.value()
-    except Exception:
-        service.errors += 1
-
-
-# The functions that run on another worker. The four differ in what is known before the call, so that none of them asks.
-
-
-def _serve(name: str, /, *args: Any, **kwargs: Any) -> Any:
-    return _run(_find(name), args, kwargs)
-
-
-def _serve_member(name: str, caller: str, /, *args: Any, **kwargs: Any) -> Any:
-    return _run(_find_for(name, caller), args, kwargs)
-
-
-@rpc.functions.async_execution
-def _serve_async(name: str, /, *args: Any, **kwargs: Any) -> Any:
-    return _run_async(_find(name), args, kwargs)
-
-
-@rpc.functions.async_execution
-def _serve_member_async(name: str, caller: str, /, *args: Any, **kwargs: Any) -> Any:
-    return _run_async(_find_for(name, caller), args, kwargs)
-
-
-def _value_of(name: str, caller: str) -> Any:
-    return _find_for(name, caller).value
-
-
-def _call_here(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    return function(*args, **kwargs)
-
-
-# --------------------------------------------------------------------------------------------------------- the caller
 
 
 class Replica:
@@ -167,9 +59,9 @@ class Route:
         self.prefix = (name, caller) if in_group else (name,)
         self.function: Callable[..., Any]
         if offer.asynchronous:
-            self.function = _serve_member_async if in_group else _serve_async
+            self.function = serve_member_async if in_group else serve_async
         else:
-            self.function = _serve_member if in_group else _serve
+            self.function = serve_member if in_group else serve
         self._turn = 0
 
     def pick(self, tried: Sequence[Replica] = ()) -> Replica | None:
@@ -191,7 +83,6 @@ _counting = threading.Lock()
 
 
 def _begin(known: Directory) -> None:
-    served.clear()
     routes.clear()
     _replicas.clear()
 

@@ -22,15 +22,12 @@ of an end: there a worker drops the names of one to which a call has failed.
 
 A lookup is that of a dict. Only for a name that is not in it the decider is asked, once: the announcement may still be
 under way.
-
-Long: the argument above is about one class, and reads beside all of it.
 """
 
 # mypy: allow-untyped-calls, allow-untyped-decorators
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 import time
@@ -39,10 +36,10 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed.rpc as rpc
 from torch._C._distributed_rpc import WorkerInfo, get_rpc_timeout
-from torch.futures import Future
 
 from torch_ucx_rpc._observe.life import Life, PerLife
 from torch_ucx_rpc._observe.lost import Gone, was_lost
+from torch_ucx_rpc.services._announcing import Announcer
 from torch_ucx_rpc.services._errors import NameTaken
 from torch_ucx_rpc.services._table import Change, Offer, Owner, Table
 
@@ -52,9 +49,6 @@ _Answer = TypeVar("_Answer")
 
 # Until another worker has noticed what this one has: who is alive, and so who decides.
 _PAUSE_S = 0.005
-# For the others to hear of a change. One that does not is told again, and is not waited for: it asks when it misses
-# the name.
-_HEARING_S = 2.0
 # Where calls have no timeout.
 _PATIENCE_S = 60.0
 
@@ -89,6 +83,7 @@ class Directory:
         self._change_lock = threading.Lock()
         # Called with the names whose offers have changed.
         self.on_change: Callable[[set[str]], None] = lambda _: None
+        self._announcer = Announcer(life, _hear, self._everything)
         life.watch(self._on_gone)
 
     # -- what this worker knows
@@ -200,45 +195,11 @@ class Directory:
                 # Ctrl-C too: whether it was granted is not known.
                 self._correct()
                 raise
-        self._announce(change, told)
+        self._announcer.announce(change, told)
 
-    def _announce(self, change: Change, told: str) -> None:
-        """Tell all others but the decider, and wait until they have heard: but for those who hang."""
-        calls = [self._tell(info, change) for info in self.life.living() if info.name not in (self.info.name, told)]
-        for call in calls:
-            # What becomes of one that has failed, its callback sees to.
-            with contextlib.suppress(RuntimeError):
-                if call is not None:
-                    call.wait()
-
-    def _tell(self, info: WorkerInfo, change: Change) -> Future[None] | None:
-        """Have another worker hear of a change. One that is too busy is told again, all of it, until it has heard."""
-        try:
-            call: Future[None] = rpc.rpc_async(info, _hear, args=(change,), timeout=_HEARING_S)
-        except RuntimeError as error:
-            _logger.debug("%s was not told of a change, since it or this worker ends: %s", info.name, error)
-            return None
-        call.add_done_callback(lambda done: self._tell_again(info, done))
-        return call
-
-    def _tell_again(self, info: WorkerInfo, told: Future[None]) -> None:
-        try:
-            told.value()
-            return
-        except RuntimeError as error:
-            _logger.debug("%s has not heard of a change: %s", info.name, error)
-            if was_lost(error):
-                return
-
-        def tell() -> None:
-            if not self.life.is_over() and info.name in {other.name for other in self.life.living()}:
-                with self.lock:
-                    everything = self.own.full()
-                self._tell(info, everything)
-
-        timer = threading.Timer(_PAUSE_S, tell)
-        timer.daemon = True
-        timer.start()
+    def _everything(self) -> Change:
+        with self.lock:
+            return self.own.full()
 
     def _correct(self) -> None:
         """After a claim whose outcome is unknown: tell the decider what this worker offers."""
@@ -256,7 +217,7 @@ class Directory:
             verdict = _ask(decider, _judge, asked_with)
             if verdict.needs_all:
                 with self.lock:
-                    asked_with = _whole(self.own, change)
+                    asked_with = self.own.full_with(change)
                 return None
             with self.lock:
                 is_bound = verdict.leader is not None and self._bound_to in (None, verdict.leader)
@@ -375,17 +336,6 @@ class Directory:
 def role_of(worker: str) -> str:
     """The role of a worker that names none: its name without the number at the end."""
     return worker.rstrip("0123456789").rstrip("-_:/.") or worker
-
-
-def _whole(own: Owner, change: Change) -> Change:
-    """All that an owner will offer with a change."""
-    offers = {name: offer for name, offer in own.offers.items() if name not in change.removed} | dict(change.offers())
-    names: dict[Offer, list[str]] = {}
-    for name, offer in offers.items():
-        names.setdefault(offer, []).append(name)
-    return change._replace(
-        base=None, added=tuple((offer, tuple(of_offer)) for offer, of_offer in names.items()), removed=()
-    )
 
 
 # ------------------------------------------------------------------------------------------- this worker's directory

@@ -61,11 +61,20 @@ class Owner:
         return f"worker {self.worker!r} (rank {self.rank})"
 
     def full(self) -> Change:
-        names: dict[Offer, list[str]] = {}
-        for name, offer in self.offers.items():
-            names.setdefault(offer, []).append(name)
-        added = tuple((offer, tuple(of_offer)) for offer, of_offer in names.items())
+        added = _by_offer(self.offers)
         return Change(self.worker, self.rank, self.life, None, self.version, self.role, self.groups, added, ())
+
+    def full_with(self, change: Change) -> Change:
+        """All that this owner will offer with a change of its own."""
+        kept = {name: offer for name, offer in self.offers.items() if name not in change.removed}
+        return change._replace(base=None, added=_by_offer(kept | dict(change.offers())), removed=())
+
+
+def _by_offer(offers: dict[str, Offer]) -> tuple[tuple[Offer, tuple[str, ...]], ...]:
+    names: dict[Offer, list[str]] = {}
+    for name, offer in offers.items():
+        names.setdefault(offer, []).append(name)
+    return tuple((offer, tuple(of_offer)) for offer, of_offer in names.items())
 
 
 class Table:

@@ -1,0 +1,77 @@
+"""`watch`: callbacks that are told who offers a name, on a thread of their own."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import queue
+import threading
+from collections.abc import Callable
+
+from torch_ucx_rpc.services import _calls, _directory
+from torch_ucx_rpc.services._directory import Directory, directory
+from torch_ucx_rpc.services._offered import Service, check_name, service_of
+
+_logger = logging.getLogger(__name__)
+
+_watchers: dict[int, tuple[str, Callable[[Service], None]]] = {}
+_tokens = itertools.count()
+_changes: queue.SimpleQueue[tuple[Service, list[Callable[[Service], None]]]] = queue.SimpleQueue()
+_teller: threading.Thread | None = None
+
+
+def watch(name: str, on_change: Callable[[Service], None]) -> Callable[[], None]:
+    """Have ``on_change(service)`` called with a `Service` whenever a worker begins or ends to offer a name.
+
+    The first call tells how it is now, also if nobody offers it. Calls come one after the other, on a thread of their
+    own; what they raise is logged. Returns a function that ends it, as the shutdown of RPC does.
+
+    Example::
+
+        >>> stop = services.watch("score", lambda service: print(service.workers))
+    """
+    global _teller
+    check_name("name", name)
+    if not callable(on_change):
+        raise TypeError(f"on_change must be callable; {on_change!r} is not")
+    known = directory()
+    known.sync()
+    token = next(_tokens)
+    with known.lock:
+        if _teller is None:
+            _teller = threading.Thread(target=_tell, name="torch_ucx_rpc-watch", daemon=True)
+            _teller.start()
+        _watchers[token] = (name, on_change)
+        _changes.put((service_of(known, name), [on_change]))
+
+    def stop() -> None:
+        with known.lock:
+            _watchers.pop(token, None)
+
+    return stop
+
+
+def _tell() -> None:
+    while True:
+        service, callbacks = _changes.get()
+        for callback in callbacks:
+            try:
+                callback(service)
+            except Exception:
+                _logger.exception("a callback of services.watch(%r) has raised", service.name)
+
+
+def _on_made(known: Directory) -> None:
+    _watchers.clear()
+
+    def on_change(concerned: set[str]) -> None:
+        # With the lock of the directory held.
+        _calls.forget(concerned)
+        for name in {name for name, _ in _watchers.values()} & concerned:
+            callbacks = [callback for watched, callback in _watchers.values() if watched == name]
+            _changes.put((service_of(known, name), callbacks))
+
+    known.on_change = on_change
+
+
+_directory.made.append(_on_made)
