@@ -13,7 +13,7 @@ from workers import Steps, backend_options, eventually, init_rpc
 
 import torch_ucx_rpc
 from torch_ucx_rpc._observe import lost as ends
-from torch_ucx_rpc.errors import CallTimedOut, MessageNotSent, NotRunning, WorkerLeft, WorkerLost
+from torch_ucx_rpc.errors import CallTimedOut, MessageNotSent, NotRunning, UnknownWorker, WorkerLeft, WorkerLost
 
 RunWorkers = Callable[..., list]
 
@@ -94,6 +94,8 @@ RAISED_THERE = "On WorkerInfo(id=1, name=ps):\n"
     [
         (WorkerLost("lost worker 'ps' (rank 1, pid 3 on a): it has died", **PS), "lost"),
         (WorkerLeft("worker 'ps' (rank 1, pid 3 on a) has left the group", **PS), "lost"),
+        # After a while nothing is known of it any more.
+        (UnknownWorker("could not find destination worker 'ps'", name="ps"), "lost"),
         (CallTimedOut("RPC ran for more than set timeout (60000 ms)", **PS), "timed out"),
         # The callee has lost a third worker: torch makes its exception anew, without attributes.
         (WorkerLost(f"{RAISED_THERE}WorkerLost(\"lost worker 'x' (rank 2)\")"), None),

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from torch._C._distributed_rpc import WorkerInfo, _get_current_rpc_agent, _is_current_rpc_agent_set
 
-from torch_ucx_rpc.errors import CallTimedOut, NotRunning, RpcError, WorkerLeft, WorkerLost
+from torch_ucx_rpc.errors import CallTimedOut, NotRunning, RpcError, UnknownWorker, WorkerLeft, WorkerLost
 
 _logger = logging.getLogger(__name__)
 
@@ -138,7 +138,8 @@ _RAISED_THERE = r"(?:\w+(?:\.\w+)*: )?On WorkerInfo\([^\n]*\n(?P<type>\w+)\("
 
 def was_lost(error: BaseException) -> bool:
     """True if a call failed because its callee has ended."""
-    return _is_failure(error, WorkerLost, WorkerLeft)
+    # The names of workers that have ended are forgotten; the libraries call none that has never been there.
+    return _is_failure(error, WorkerLost, WorkerLeft, UnknownWorker)
 
 
 def timed_out(error: BaseException) -> bool:
