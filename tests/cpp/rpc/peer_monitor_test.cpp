@@ -102,6 +102,14 @@ TEST_F(PeerMonitorTest, GoodbyeOfAPeerIsItsEndInGoodOrder) {
   EXPECT_EQ(takeNotes(), Notes{}) << "who has left may vanish";
 }
 
+TEST_F(PeerMonitorTest, ErrorOfThisProcessIsNoEndOfAPeer) {
+  for (const ErrorCode code : {ErrorCode::kOutOfMemory, ErrorCode::kOutOfFiles, ErrorCode::kCanceled}) {
+    monitor_.onFailure(one_.peer(1), {code, "of this process"});
+  }
+  EXPECT_EQ(takeNotes(), Notes{});
+  EXPECT_EQ(one_.peer(1).state(), State::kPresent);
+}
+
 TEST_F(PeerMonitorTest, FailureLosesThePeerAndKeepsTheCause) {
   monitor_.onFailure(one_.peer(1), {ErrorCode::kPeerFailed, "its process has ended"});
   EXPECT_EQ(takeNotes(), told("w1 failed"));

@@ -13,6 +13,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <memory>
 #include <stdexcept>
 #include <string>
@@ -41,13 +42,15 @@ class RequestServerTest : public testing::Test {
   }
 
   // The caller is worker 1.
-  void call(uint64_t callId, const std::string& text = "call", MessageType type = MessageType::PYTHON_CALL) {
+  void call(
+      uint64_t callId,
+      const std::string& text = "call",
+      MessageType type = MessageType::PYTHON_CALL,
+      uint32_t deadlineMs = 0) {
     Peer& callee = two_.peer(0);
-    two_.messenger.post(
-        callee,
-        wire::Kind::kRequest,
-        callId,
-        encodeMessage(makeMessage(type, text), callee, {}, &two_.messenger.transport()));
+    auto message = encodeMessage(makeMessage(type, text), callee, {}, &two_.messenger.transport());
+    message->header.deadlineMs = deadlineMs;
+    two_.messenger.post(callee, wire::Kind::kRequest, callId, std::move(message));
     one_.takeIn();
   }
   // Of the calls that the caller has heard of.
@@ -247,6 +250,26 @@ TEST_F(RequestServerTest, CallerThatIsGoneGetsNothing) {
   server_.onRequestRejected(one_.peer(1), 9, outOfMemoryFor(9));
   two_.takeIn();
   EXPECT_EQ(caller_.takeNotes(), Notes{});
+}
+
+TEST_F(RequestServerTest, RequestWhoseCallerHasGivenUpIsNotRun) {
+  handler_ = [&](Message& request) {
+    gate_.pass();
+    return echo(request);
+  };
+  for (uint64_t callId = 1; callId <= 4; ++callId) { // as many as run at a time
+    call(callId);
+  }
+  ASSERT_TRUE(eventually([&] { return gate_.waiting() == 4; }));
+  call(5, "short", MessageType::PYTHON_CALL, 1);
+  call(6, "long", MessageType::PYTHON_CALL, 3'600'000);
+  const auto expiry = std::chrono::steady_clock::now() + std::chrono::milliseconds(2);
+  ASSERT_TRUE(eventually([&] { return std::chrono::steady_clock::now() > expiry; }));
+  gate_.open();
+  EXPECT_EQ(textOf(*answerOf(6)), "long");
+  EXPECT_TRUE(eventually([&] { return open() == 0; }));
+  EXPECT_EQ(handled_.load(), 5);
+  EXPECT_EQ(server_.expired(), 1u);
 }
 
 TEST_F(RequestServerTest, ShareOfTheWindowIsGivenBackWhenTheHandlerReturns) {
