@@ -88,6 +88,8 @@ def test_the_package_has_its_metadata_where_it_is_not_installed(tmp_path: Path) 
     asked = subprocess.run(
         [sys.executable, "-S", "-c", "\n".join(line.strip() for line in program.splitlines())],
         env={"PYTHONPATH": str(tmp_path)},
+        # A build leaves metadata in the repository's root, where it would be found first.
+        cwd=tmp_path,
         capture_output=True,
         text=True,
         check=True,
