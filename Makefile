@@ -6,6 +6,7 @@
 #   VENV=.venv          where that is
 #   BACKEND=UCX         what the conformance suites run on; TENSORPIPE is PyTorch's own
 #   RUNS=1              how many times they run
+#   JOBS=2              how many Python tests run at a time; 0 for one after the other in one process, as for a debugger
 #   FUZZ_SECONDS=20     how long hostile bytes are tried
 #   MINUTES=1           how long workers are killed, stopped and cut off
 #   SEED=               which of them and when; without any, a new one, which is printed
@@ -25,6 +26,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BACKEND ?= UCX
 RUNS ?= 1
+JOBS ?= 2
 FUZZ_SECONDS ?= 20
 MINUTES ?= 1
 SEED ?=
@@ -47,6 +49,8 @@ PIP := $(PY) -m pip --disable-pip-version-check
 NEEDS := tools/build_environment.py requirements
 # How each test fared, for tools/check_tests.py.
 REPORTS := build/reports
+# The tests wait more than they compute, so that two at a time take half as long, on two cores too.
+PYTEST := $(PY) -m pytest --numprocesses $(JOBS) --dist worksteal
 # What `make test-libraries` runs.
 LIBRARIES ?= tests/libraries
 
@@ -95,16 +99,16 @@ test-cpp: build
 	  --output-junit $(abspath $(REPORTS))/ctest.xml
 
 test-python: build $(VENV)/.extra-test
-	@$(PY) -m pytest -m "not field" --junit-xml=$(REPORTS)/pytest.xml
+	@$(PYTEST) -m "not field" --junit-xml=$(REPORTS)/pytest.xml
 
 test-field: build $(VENV)/.extra-test ## Python tests that need launchers, minutes or much memory; root, or most are skipped
 	@$(PY) -m pytest -m field --junit-xml=$(REPORTS)/field.xml
 
 test-libraries: build $(VENV)/.extra-test ## Tests of the libraries on top: services, reduction, pipelines, checkpoints
-	@$(PY) -m pytest $(LIBRARIES) --junit-xml=$(REPORTS)/libraries.xml
+	@$(PYTEST) $(LIBRARIES) --junit-xml=$(REPORTS)/libraries.xml
 
 test-conformance: build $(VENV)/.extra-test ## PyTorch's own RPC suites
-	@$(PY) -m pytest tests/conformance --rpc-backend $(BACKEND) --junit-xml=$(REPORTS)/conformance.xml
+	@$(PYTEST) tests/conformance --rpc-backend $(BACKEND) --junit-xml=$(REPORTS)/conformance.xml
 
 conformance: ## The same RUNS times, for the page docs/conformance.md
 conformance-cuda: ## Those of PyTorch's suites that need GPUs, for the same page

@@ -66,7 +66,11 @@ def test_every_outcome_is_in_the_report(tmp_path: Path, processes: int) -> None:
     ended = subprocess.run(
         [*command, *(["-n", str(processes)] if processes else []), "test_small.py"],
         cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        # This test may itself run in a process of pytest-xdist.
+        env={
+            **{name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")},
+            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+        },
         capture_output=True,
         text=True,
         check=False,

@@ -87,7 +87,7 @@ class ReceiveWindow : public std::enable_shared_from_this<ReceiveWindow> {
   // hangs must not stop the others for good.
   static constexpr auto kPatienceWhileReceiving = std::chrono::milliseconds(1000);
   // The most bytes of queued requests.
-  static constexpr uint64_t kMaxQueuedBytes = 16ull * 1024 * 1024;
+  static constexpr uint64_t kMaxQueuedBytes = 8ull * 1024 * 1024;
   // A request counts as this many queued bytes at most. Beside a large request, however slowly it arrives, there is
   // room for small ones.
   static constexpr uint64_t kMaxQueuedShare = kMaxQueuedBytes / 4 * 3;
