@@ -18,6 +18,9 @@ from xml.etree import ElementTree
 
 EXPECTED = Path(__file__).resolve().parent.parent / ".ci" / "tests.ini"
 
+# Where a log is cut, its end is kept: how a test failed is said there once more, so far.
+_LINES_OF_A_FAILURE = 40
+
 
 def read_expectations(file: Path = EXPECTED) -> configparser.ConfigParser:
     # Names of tests have colons.
@@ -45,12 +48,19 @@ def problems(report: ElementTree.Element, floor: int, may_skip: Mapping[str, str
             allowed = (reasons for names, reasons in may_skip.items() if re.fullmatch(names, name))
             if not any(re.fullmatch(reasons, reason) for reasons in allowed):
                 yield f"{name} was skipped, which {EXPECTED.name} does not list: {reason or 'no reason given'}"
-        elif case.find("failure") is not None or case.find("error") is not None:
-            yield f"{name} failed"
+        elif failures := [*case.iter("failure"), *case.iter("error")]:
+            lines = [line for failure in failures for line in _account(failure)]
+            yield "\n    ".join([f"{name} failed", *lines[-_LINES_OF_A_FAILURE:]])
         else:
             passed += 1
     if passed < floor:
         yield f"{passed} tests passed, fewer than the {floor} of {EXPECTED.name}: some are no longer collected or built"
+
+
+def _account(failure: ElementTree.Element) -> list[str]:
+    # pytest's text ends with the error, which its message repeats; ctest has no text here.
+    text = failure.text or ""
+    return (text if text.strip() else failure.get("message", "")).rstrip().splitlines()
 
 
 def main() -> int:

@@ -56,6 +56,15 @@ def test_what_is_missing_or_skipped_is_told(check_tests: ModuleType, cases: tupl
     assert problem in "".join(found)
 
 
+def test_how_a_test_failed_is_told(check_tests: ModuleType) -> None:
+    lines = "\n".join(f"line {number}" for number in range(1000))
+    failure = case("test_calls x", f'<failure message="E">{lines}\nE  1 == 2\n</failure><error message="at the end"/>')
+    (found,) = check_tests.problems(report(failure), 0, {})
+    assert found.splitlines()[0].endswith("test_calls x failed")
+    assert found.splitlines()[-2:] == ["    E  1 == 2", "    at the end"]
+    assert len(found.splitlines()) < 50
+
+
 def test_every_run_of_ci_has_a_floor_and_patterns_that_are_some(check_tests: ModuleType) -> None:
     import re
 
