@@ -50,6 +50,7 @@ def problems(report: ElementTree.Element, floor: int, may_skip: Mapping[str, str
                 yield f"{name} was skipped, which {EXPECTED.name} does not list: {reason or 'no reason given'}"
         elif failures := [*case.iter("failure"), *case.iter("error")]:
             lines = [line for failure in failures for line in _account(failure)]
+            lines = lines or case.findtext("system-out", "").rstrip().splitlines()
             yield "\n    ".join([f"{name} failed", *lines[-_LINES_OF_A_FAILURE:]])
         else:
             passed += 1
@@ -58,7 +59,7 @@ def problems(report: ElementTree.Element, floor: int, may_skip: Mapping[str, str
 
 
 def _account(failure: ElementTree.Element) -> list[str]:
-    # pytest's text ends with the error, which its message repeats; ctest has no text here.
+    # pytest's text ends with the error, which its message repeats. ctest has neither: its output tells all.
     text = failure.text or ""
     return (text if text.strip() else failure.get("message", "")).rstrip().splitlines()
 

@@ -65,6 +65,12 @@ def test_how_a_test_failed_is_told(check_tests: ModuleType) -> None:
     assert len(found.splitlines()) < 50
 
 
+def test_how_a_cpp_test_failed_is_told(check_tests: ModuleType) -> None:
+    failure = case("TimerTest.Fires", '<failure message=""/><system-out>Expected: 1\n  Which is: 2\n</system-out>')
+    (found,) = check_tests.problems(report(failure), 0, {})
+    assert found.splitlines()[1:] == ["    Expected: 1", "      Which is: 2"]
+
+
 def test_every_run_of_ci_has_a_floor_and_patterns_that_are_some(check_tests: ModuleType) -> None:
     import re
 
