@@ -18,7 +18,7 @@ import torch.distributed.rpc as rpc
 import workers
 from workers import backend_options, eventually, in_every_worker, init_rpc, reserved_port, run_program
 
-from torch_ucx_rpc.errors import JoinFailed, JoinTimedOut, ShutDown
+from torch_ucx_rpc.errors import JoinFailed, JoinTimedOut, ShutDown, WorkerLeft
 
 pytestmark = pytest.mark.ucx_only
 
@@ -238,6 +238,32 @@ def test_joining_again_and_again_leaves_nothing_behind(rank: int) -> None:
         had[attempt] = belongings()
     # The end of a connection to the Store may take a moment.
     eventually(lambda: all(now <= had[1][what] for what, now in belongings().items()), f"no more than in {had}")
+
+
+unfinished: list[torch.futures.Future[None]] = []
+
+
+@rpc.functions.async_execution
+def finish_never() -> torch.futures.Future[None]:
+    unfinished.append(torch.futures.Future())
+    return unfinished[-1]
+
+
+@in_every_worker(of=2, init=False)
+def test_a_handler_that_never_finishes_keeps_no_former_agent(rank: int) -> None:
+    had = {}
+    for attempt in range(4):
+        init_rpc(rank, name=f"worker{rank}-{attempt}")
+        if rank == 0:
+            with pytest.raises(WorkerLeft):
+                rpc.rpc_sync(1, finish_never)
+        else:
+            eventually(lambda: len(unfinished) > attempt, "the call is being handled")
+        rpc.shutdown(graceful=False)
+        had[attempt] = belongings()
+    eventually(lambda: all(now <= had[1][what] for what, now in belongings().items()), f"no more than in {had}")
+    for future in unfinished:
+        future.set_result(None)  # whom it would answer is gone, too
 
 
 def test_rrefs_and_gradients_work_in_every_life(run_workers: Callable[..., list], tmp_path: Path) -> None:

@@ -146,6 +146,7 @@ TEST_F(RequestServerTest, HandlerThatReturnsAFutureIsAnsweredWhenThatIsComplete)
   ASSERT_TRUE(eventually([&] { return server_.openAsync() == 1; }));
   EXPECT_EQ(open(), 1) << "a worker that leaves waits for it";
   EXPECT_TRUE(eventually([&] { return one_.executor->counts().runningRequests == 0; })) << "it takes no thread";
+  EXPECT_TRUE(eventually([&] { return one_.holds() == 0; })) << "it may never come, and must not keep the agent";
   complete(later, "at last");
   EXPECT_EQ(server_.openAsync(), 0);
   EXPECT_EQ(textOf(*answerOf(1)), "at last");

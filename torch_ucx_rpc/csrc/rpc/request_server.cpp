@@ -154,13 +154,31 @@ void RequestServer::serve(OpenRequest open, IncomingMessage incoming) {
     answer(open, *response);
     return;
   }
-  openAsync_.fetch_add(1);
-  // The callback must be copyable, hence the shared pointer. Nothing else shares the open request.
-  auto shared = std::make_shared<OpenRequest>(std::move(open));
-  response->addCallback([this, hold = lifetime_.hold(), shared = std::move(shared), making](JitFuture& completed) {
-    openAsync_.fetch_sub(1);
-    answer(*shared, completed);
+  // A handler may never complete its future, which then keeps its callback for good. So the callback keeps neither the
+  // agent alive nor the request, but looks for both.
+  const uint64_t id = addAsync(std::move(open), std::move(making));
+  response->addCallback([this, id, agent = std::weak_ptr<void>(lifetime_.hold())](JitFuture& completed) {
+    if (const std::shared_ptr<void> hold = agent.lock()) {
+      const AsyncRequest request = takeAsync(id);
+      answer(request.open, completed);
+    }
   });
+}
+
+uint64_t RequestServer::addAsync(OpenRequest open, std::shared_ptr<void> making) {
+  const std::lock_guard lock(asyncMutex_);
+  async_.emplace(++lastAsync_, AsyncRequest{std::move(open), std::move(making)});
+  return lastAsync_;
+}
+
+RequestServer::AsyncRequest RequestServer::takeAsync(uint64_t id) {
+  const std::lock_guard lock(asyncMutex_);
+  return std::move(async_.extract(id).mapped());
+}
+
+size_t RequestServer::openAsync() const {
+  const std::lock_guard lock(asyncMutex_);
+  return async_.size();
 }
 
 c10::intrusive_ptr<JitFuture> RequestServer::handle(

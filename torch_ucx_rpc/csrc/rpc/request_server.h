@@ -12,10 +12,13 @@
 
 #include <atomic>
 #include <chrono>
+#include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <mutex>
 #include <string>
+#include <unordered_map>
 
 namespace torch_ucx_rpc {
 
@@ -37,9 +40,7 @@ class RequestServer final : public RequestHandler {
       ThreadHooks threadHooks);
 
   // Requests whose handler has returned a future that is not complete yet.
-  int64_t openAsync() const {
-    return openAsync_.load();
-  }
+  size_t openAsync() const;
 
   // Requests that were dropped before they ran, since their callers had given up.
   uint64_t expired() const {
@@ -54,6 +55,12 @@ class RequestServer final : public RequestHandler {
   void onAnswerNotSent(Peer& to, uint64_t callId, const Error& why) override;
 
  private:
+  // Waits for the future that its handler has returned.
+  struct AsyncRequest {
+    OpenRequest open;
+    std::shared_ptr<void> making; // see RRefHolders::note()
+  };
+
   // Counts a request as received, and as open.
   static OpenRequest take(const IncomingMessage& request);
   using Clock = std::chrono::steady_clock;
@@ -65,6 +72,8 @@ class RequestServer final : public RequestHandler {
       c10::intrusive_ptr<Message> request, const Streams& streams, Admission& admission) const;
   // Runs `work` on a thread of its own, and waits for it.
   void runOnOwnThread(const std::function<void()>& work) const;
+  uint64_t addAsync(OpenRequest open, std::shared_ptr<void> making);
+  AsyncRequest takeAsync(uint64_t id);
   void answer(const OpenRequest& open, const JitFuture& response);
   void answerWithError(Peer& to, uint64_t callId, const std::string& what);
   void refuse(Peer& to, uint64_t callId, const Error& why);
@@ -82,7 +91,9 @@ class RequestServer final : public RequestHandler {
   const DeviceMaps& deviceMaps_;
   const ThreadHooks threadHooks_;
 
-  std::atomic<int64_t> openAsync_{0};
+  mutable std::mutex asyncMutex_;
+  std::unordered_map<uint64_t, AsyncRequest> async_; // guarded by asyncMutex_, by a number of the server's own
+  uint64_t lastAsync_ = 0; // guarded by asyncMutex_
   std::atomic<uint64_t> expired_{0};
 };
 
