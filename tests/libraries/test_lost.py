@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -43,6 +44,32 @@ def see_a_death(rank: int, steps: Steps) -> None:
         assert "worker1" in reason
         assert also == ["worker1"]
         assert [gone.name for gone in ends.ended()] == ["worker1"]
+        steps.done("over")
+    steps.wait_for("over")
+    rpc.shutdown(graceful=False)
+
+
+def test_handlers_that_wait_for_an_end_do_not_hold_up_the_news_of_it(run_on_ucx: RunWorkers, tmp_path: Path) -> None:
+    options, codes = {"num_worker_threads": 2}, {2: -signal.SIGKILL}
+    run_on_ucx(3, wait_in_all_threads, Steps(tmp_path), options=options, shutdown=False, exit_codes=codes)
+
+
+_lost = threading.Event()
+
+
+def wait_for_a_death(seconds: float) -> bool:
+    return _lost.wait(seconds)
+
+
+def wait_in_all_threads(rank: int, steps: Steps) -> None:
+    if rank == 0:
+        torch_ucx_rpc.on_lost(lambda worker, reason: _lost.set())
+        steps.done("subscribed")
+    elif rank == 1:
+        steps.wait_for("subscribed")
+        waiting = [rpc.rpc_async("worker0", wait_for_a_death, args=(10.0,)) for _ in range(4)]
+        rpc.rpc_async("worker2", die)
+        assert all(answer.wait() for answer in waiting)
         steps.done("over")
     steps.wait_for("over")
     rpc.shutdown(graceful=False)

@@ -136,27 +136,29 @@ void Group::onPeerGone(Peer& peer) {
     const std::lock_guard lock(mutex_);
     onGone = onGone_;
   }
-  const bool mustTellKeeper = isDynamic() && peer.state() == Peer::State::kFailed;
-  std::shared_ptr<void> hold = lifetime_.hold();
-  if (hold == nullptr || (onGone == nullptr && !mustTellKeeper)) {
+  if (std::shared_ptr<void> hold = onGone == nullptr ? nullptr : lifetime_.hold()) {
+    // Handlers may wait for what the callback does, and hold all threads meanwhile. So it waits behind none of them.
+    executor_.addCompletion([hold = std::move(hold), &peer, onGone = std::move(onGone)] {
+      try {
+        (*onGone)(peer);
+      } catch (const std::exception& error) {
+        warn("a callback for the end of " + peer.describe() + " has failed: " + error.what());
+      }
+    });
+  }
+  if (!isDynamic() || peer.state() != Peer::State::kFailed) {
     return;
   }
-  executor_.addRequest([this, hold = std::move(hold), &peer, onGone = std::move(onGone), mustTellKeeper] {
-    try {
-      if (mustTellKeeper) {
+  if (std::shared_ptr<void> hold = lifetime_.hold()) {
+    // A task of its own: the Store may be out of reach.
+    executor_.addRequest([this, hold = std::move(hold), &peer] {
+      try {
         membership_.onLost(peer.member().session);
+      } catch (const std::exception& error) {
+        warn("the list of members still has " + peer.describe() + ": " + error.what());
       }
-    } catch (const std::exception& error) {
-      warn("the list of members still has " + peer.describe() + ": " + error.what());
-    }
-    try {
-      if (onGone != nullptr) {
-        (*onGone)(peer);
-      }
-    } catch (const std::exception& error) {
-      warn("a callback for the end of " + peer.describe() + " has failed: " + error.what());
-    }
-  });
+    });
+  }
 }
 
 // -------------------------------------------------------------------------------------------------- barriers
