@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -19,9 +20,9 @@ from workers import Steps, backend_options, eventually, init_rpc
 
 from torch_ucx_rpc import reduction
 from torch_ucx_rpc.reduction import _host, _piece
-from torch_ucx_rpc.reduction._messages import Answer, Push, Spec
+from torch_ucx_rpc.reduction._messages import Answer, Push, Spec, Update
 from torch_ucx_rpc.reduction._messages import Trainer as TrainerLife
-from torch_ucx_rpc.reduction._parameters import Applied
+from torch_ucx_rpc.reduction._parameters import Applied, ParameterPiece, Parameters
 from torch_ucx_rpc.reduction._roster import Roster
 
 RunWorkers = Callable[..., list]
@@ -400,6 +401,106 @@ def push_without_waiting(rank: int, steps: Steps) -> None:
         assert reduction.push_pull(serve(), gradients)[0].tolist() == [302, 302]
     steps.done(f"over {rank}")
     steps.wait_for("over 0", "over 1")
+
+
+def test_threads_that_join_a_server_at_once_are_one_trainer(run_on_both: RunWorkers, tmp_path: Path) -> None:
+    run_on_both(2, serve_in_threads, Steps(tmp_path))
+
+
+def serve_in_threads(rank: int, steps: Steps) -> None:
+    if rank == 1:
+        make = functools.partial(torch.optim.SGD, lr=1.0)
+        count = 8
+        for turn in range(5):
+            all_are_there = threading.Barrier(count)
+
+            def push(turn: int, all_are_there: threading.Barrier) -> torch.Tensor:
+                all_are_there.wait()
+                server = reduction.serve(
+                    "worker0", name=f"turn {turn}", parameters=[torch.zeros(2)], optimizer=make, asynchronous=True
+                )
+                return reduction.push_pull(server, [-torch.ones(2)])[0]
+
+            with ThreadPoolExecutor(count) as threads:
+                pushed = [threads.submit(push, turn, all_are_there) for _ in range(count)]
+                states = sorted(done.result()[0].item() for done in pushed)
+            # Each one's push is in the answer to it, and no two of them are taken for the same.
+            assert states[-1] == count, states
+    steps.done(f"over {rank}")
+    steps.wait_for("over 0", "over 1")
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["synchronous", "asynchronous"])
+def test_a_replica_has_the_parameters_before_the_first_update(
+    run_on_ucx: RunWorkers, tmp_path: Path, asynchronous: bool
+) -> None:
+    run_on_ucx(
+        3, lose_a_host_before_the_first_update, Steps(tmp_path), asynchronous, shutdown=False, exit_codes={0: KILLED}
+    )
+
+
+def lose_a_host_before_the_first_update(rank: int, steps: Steps, asynchronous: bool) -> None:
+    if rank == 2:
+        server = reduction.serve(
+            "worker0",
+            "worker1",
+            parameters=[torch.ones(2), torch.ones(3)],
+            optimizer=SGD,
+            asynchronous=asynchronous,
+            replica=True,
+        )
+        rpc.rpc_async("worker0", die)
+        eventually(lambda: len(server.living_hosts()) == 1, "the host is lost")
+        parameters = reduction.push_pull(server, [torch.ones(2), torch.ones(3)])
+        assert torch.allclose(torch.cat(parameters), torch.full((5,), 0.9))
+        steps.done("over")
+    steps.wait_for("over")
+    rpc.shutdown(graceful=False)
+
+
+def test_a_copy_of_the_state_stays_as_it_is_while_updates_come() -> None:
+    state = Parameters([torch.zeros(2)], functools.partial(torch.optim.SGD, lr=1.0, momentum=0.9))
+    state.update([torch.ones(2)])
+    copied = state.to_dict()
+    state.update([torch.ones(2)])
+    again = Parameters.from_dict(copied, functools.partial(torch.optim.SGD, lr=1.0, momentum=0.9))
+    again.update([torch.ones(2)])
+    assert torch.equal(again.values()[0], state.values()[0])
+
+
+class FakeHosts:
+    """Another host, with a replica, that answers when it is told to."""
+
+    def __init__(self) -> None:
+        self.sent: list[tuple[Update, torch.futures.Future[None]]] = []
+
+    def next_host(self) -> str:
+        return "ps0"
+
+    def send_update(self, host: str, update: Update) -> torch.futures.Future[None]:
+        self.sent.append((update, torch.futures.Future()))
+        return self.sent[-1][1]
+
+
+def test_a_replica_is_sent_no_update_before_it_has_the_state() -> None:
+    spec = Spec("ps", ("ps0", "ps1"), 1, optimizer=SGD, asynchronous=True, replica=True)
+    others = FakeHosts()
+    piece = ParameterPiece("parameters/0", Roster(spec), FakeLife(), others)  # type: ignore[arg-type]
+    taken = piece.take_parameters([torch.zeros(2)])
+
+    def push(number: int) -> torch.futures.Future[Answer]:
+        trainer = TrainerLife(0, "t0", 7)
+        return piece.push(Push("ps", piece.name, 0, trainer, None, None, number, False, [torch.ones(2)]), True)
+
+    answers = [push(0), push(1)]
+    # It could overtake the state, which is more, and be lost in it.
+    assert [update.everything is not None for update, _ in others.sent] == [True]
+    others.sent[0][1].set_result(None)
+    assert taken.done()
+    assert [update.push for update, _ in others.sent[1:]] == [0, 1]
+    assert not any(answer.done() for answer in answers)
+    others.sent[2][1].set_result(None)
+    assert [answer.done() for answer in answers] == [False, True]
 
 
 def test_a_second_push_of_a_round_is_refused(run_on_both: RunWorkers, tmp_path: Path) -> None:

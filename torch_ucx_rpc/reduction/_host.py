@@ -296,8 +296,9 @@ def fill(key: str, piece: str, trainer: Trainer) -> Future[str]:
     return hosts()[key].parameters(piece).fill(trainer)
 
 
-def take_parameters(key: str, piece: str, parameters: list[Tensor]) -> None:
-    hosts()[key].parameters(piece).take_parameters(parameters)
+@rpc.functions.async_execution
+def take_parameters(key: str, piece: str, parameters: list[Tensor]) -> Future[None]:
+    return hosts()[key].parameters(piece).take_parameters(parameters)
 
 
 def shapes(key: str, piece: str) -> list[tuple[int, ...]] | None:

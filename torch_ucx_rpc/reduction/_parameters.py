@@ -8,12 +8,13 @@ any trainer is answered. So whatever a trainer has been told is not lost with on
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -77,6 +78,13 @@ class Applied:
         return made
 
 
+class Replica(NamedTuple):
+    """The host of a replica. When it has all that there was, it is sent further updates, and not before."""
+
+    host: str
+    copied: Future[None]
+
+
 class Parameters:
     """Parameters and their optimizer. ``lock`` guards them; it may be taken with the lock of the roster held."""
 
@@ -86,8 +94,7 @@ class Parameters:
         self.updates = 0
         self.applied = Applied()
         self.lock = threading.Lock()
-        # The host of the replica that has all of this.
-        self.replica: str | None = None
+        self.replica: Replica | None = None
 
     def update(self, gradients: Sequence[Tensor]) -> None:
         for parameter, gradient in zip(self.parameters, gradients, strict=True):
@@ -110,9 +117,11 @@ class Parameters:
         return [tuple(parameter.shape) for parameter in self.parameters]
 
     def to_dict(self) -> dict[str, Any]:
+        """A copy of all that there is, which travels while updates come."""
         return {
             "parameters": self.values(),
-            "optimizer": self.optimizer.state_dict(),
+            # The next update writes to what this has.
+            "optimizer": copy.deepcopy(self.optimizer.state_dict()),
             "updates": self.updates,
             "applied": self.applied.to_dict(),
         }
@@ -174,14 +183,23 @@ class ParameterPiece(Piece):
             self._filler, future = self._waiting.pop(0)
             future.set_result("give")
 
-    def take_parameters(self, parameters: list[Tensor]) -> None:
-        """The filler gives them; the other trainers need not."""
+    def take_parameters(self, parameters: list[Tensor]) -> Future[None]:
+        """The filler gives them; the other trainers need not. Done when the replica has them too."""
+        taken: Future[None] = Future()
         with self._roster.lock:
             if self._parameters is None:
                 self._parameters = Parameters(parameters, self._make)
-            waiting, self._waiting = self._waiting, []
-        for _, future in waiting:
-            future.set_result("there")
+            state, done = self._parameters, self._done
+
+        def tell() -> None:
+            with self._roster.lock:
+                waiting, self._waiting = self._waiting, []
+            for _, future in waiting:
+                future.set_result("there")
+            taken.set_result(None)
+
+        self._replicate(state, Update(self._spec.key, self.name, done, None, 0, []), tell)
+        return taken
 
     def forget(self, life: int) -> None:
         super().forget(life)
@@ -191,8 +209,9 @@ class ParameterPiece(Piece):
 
     def forget_host(self, name: str) -> None:
         # A worker of that name that comes has none of it.
-        if self._parameters is not None and self._parameters.replica == name:
-            self._parameters.replica = None
+        state = self._parameters
+        if state is not None and state.replica is not None and state.replica.host == name:
+            state.replica = None
 
     def shapes(self) -> list[tuple[int, ...]] | None:
         with self._roster.lock:
@@ -286,26 +305,41 @@ class ParameterPiece(Piece):
             then()
             return
         with state.lock:
-            if state.replica != other:
-                state.replica = other
+            replica = state.replica
+            if is_new := replica is None or replica.host != other:
+                replica = state.replica = Replica(other, Future())
                 update = update._replace(gradients=[], everything=(self._spec, state.to_dict()))
+        assert replica is not None
 
-        def lose_replica(error: RuntimeError) -> None:
-            _logger.warning("%s: the replica of %s at %s is lost: %s", self._life.info.name, self.name, other, error)
-            state.replica = None
-
-        def go_on(future: Future[None]) -> None:
+        def go_on(sent: Future[None]) -> None:
             try:
-                future.value()
+                sent.value()
             except RuntimeError as error:
-                lose_replica(error)
+                fail(error)
+            end()
+
+        def fail(error: RuntimeError) -> None:
+            _logger.warning("%s: the replica of %s at %s is lost: %s", self._life.info.name, self.name, other, error)
+            with state.lock:
+                if state.replica is replica:
+                    state.replica = None
+
+        def end() -> None:
+            if is_new:
+                replica.copied.set_result(None)
             then()
 
-        try:
-            self._others.send_update(other, update).add_done_callback(go_on)
-        except RuntimeError as error:
-            lose_replica(error)
-            then()
+        def send(_: Any = None) -> None:
+            try:
+                self._others.send_update(other, update).add_done_callback(go_on)
+            except RuntimeError as error:
+                fail(error)
+                end()
+
+        if is_new:
+            send()
+        else:
+            replica.copied.add_done_callback(send)
 
     def take_update(self, update: Update) -> None:
         """Apply what another host has applied; this one has the replica."""
@@ -325,7 +359,8 @@ class ParameterPiece(Piece):
             elif update.everything is None:
                 state.update(update.gradients)
             values = state.values()
-        if is_of_round:
+        # Before the first round there is a copy of the beginning.
+        if is_of_round and update.number >= 0:
             self._complete_until(update.number, values)
 
     def _complete_until(self, number: int, values: list[Tensor]) -> None:

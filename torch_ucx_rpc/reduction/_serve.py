@@ -66,42 +66,43 @@ def serve(
     _check_state(optimizer, parameters, asynchronous, replica, checkpoint, checkpoint_every, names)
     expected, expected_names = _expected(trainers, names, life)
     server_name = name or ",".join(names) or _TRAINERS
-    found = Hosts(names, len(names), 0) if names else trainers_as_hosts(server_name, expected, expected_names, life)
-    spec = Spec(
-        server_name,
-        found.names,
-        expected,
-        expected_names,
-        optimizer,
-        asynchronous,
-        replica,
-        None if checkpoint is None else str(checkpoint),
-        checkpoint_every,
-        not names,
-        found.shards,
-        found.generation,
-    )
-    server = known.get(server_name)
-    is_new = server is None or server.has_left
-    if server is None or server.has_left:
-        server = Server(spec, life, server)
-    if absent and not server.is_known_to_a_host():
-        raise ValueError(absent)
-    server.open_all(spec)
-    if not server.living_hosts():
-        server.find_host(0)
-    known.keep(server)
-    if is_new and trainers is None and expected_names and life.info.name in names:
-        # A host that trains, too.
-        server.call_all(_host.expect, server.spec.key, 0, (life.info.name,))
-    if is_new and any(
-        server.call(host, _host.is_newcomer, server.spec.key, server.trainer) for host in server.living_hosts()
-    ):
-        # It takes part from the rounds on that are open then.
-        server.first_round = None
-    if parameters is not None:
-        _give_parameters(server, [parameter.detach() for parameter in parameters])
-    return server
+    with known.serving(server_name):
+        found = Hosts(names, len(names), 0) if names else trainers_as_hosts(server_name, expected, expected_names, life)
+        spec = Spec(
+            server_name,
+            found.names,
+            expected,
+            expected_names,
+            optimizer,
+            asynchronous,
+            replica,
+            None if checkpoint is None else str(checkpoint),
+            checkpoint_every,
+            not names,
+            found.shards,
+            found.generation,
+        )
+        server = known.get(server_name)
+        is_new = server is None or server.has_left
+        if server is None or server.has_left:
+            server = Server(spec, life, server)
+        if absent and not server.is_known_to_a_host():
+            raise ValueError(absent)
+        server.open_all(spec)
+        if not server.living_hosts():
+            server.find_host(0)
+        known.keep(server)
+        if is_new and trainers is None and expected_names and life.info.name in names:
+            # A host that trains, too.
+            server.call_all(_host.expect, server.spec.key, 0, (life.info.name,))
+        if is_new and any(
+            server.call(host, _host.is_newcomer, server.spec.key, server.trainer) for host in server.living_hosts()
+        ):
+            # It takes part from the rounds on that are open then.
+            server.first_round = None
+        if parameters is not None:
+            _give_parameters(server, [parameter.detach() for parameter in parameters])
+        return server
 
 
 def _check_hosts(names: tuple[Any, ...], life: Life) -> str | None:

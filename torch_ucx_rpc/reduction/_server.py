@@ -362,12 +362,18 @@ class Servers:
         self.life = life
         self._lock = threading.Lock()
         self._servers: dict[str, Server] = {}
+        self._serving: dict[str, threading.Lock] = {}
         life.watch(self._on_gone)
         life.before_leaving(self._before_leaving)
 
     def get(self, name: str) -> Server | None:
         with self._lock:
             return self._servers.get(name)
+
+    def serving(self, name: str) -> threading.Lock:
+        """Held while a server is made or found: threads of this worker that ask at once are one trainer."""
+        with self._lock:
+            return self._serving.setdefault(name, threading.Lock())
 
     def keep(self, server: Server) -> None:
         with self._lock:
