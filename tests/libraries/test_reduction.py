@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -712,6 +713,10 @@ def test_bad_input_is_refused_in_sentences(run_on_both: RunWorkers, tmp_path: Pa
     run_on_both(3, give_bad_input, Steps(tmp_path))
 
 
+def serve_parameters(optimizer: Any, parameters: list[Any]) -> reduction.Server:
+    return reduction.serve("worker1", optimizer=optimizer, parameters=parameters, asynchronous=True)
+
+
 def give_bad_input(rank: int, steps: Steps) -> None:
     if rank == 0:
         for wrong, why in (
@@ -729,9 +734,17 @@ def give_bad_input(rank: int, steps: Steps) -> None:
                 lambda: reduction.serve("worker1", optimizer=SGD, parameters=[torch.ones(1)], replica=True),
                 "needs a second host",
             ),
+            (lambda: serve_parameters(SGD, [3]), "number 0 is 3: give model.parameters"),
+            (lambda: serve_parameters(SGD, [torch.ones(1, dtype=torch.int64)]), "whose dtype is torch.int64: give it"),
+            (lambda: serve_parameters(SGD, []), "parameters is empty: give model.parameters"),
+            (
+                lambda: serve_parameters(functools.partial(torch.optim.SGD, rate=1), [torch.ones(1)]),
+                "makes no optimizer of these parameters: TypeError: .*'rate'",
+            ),
         ):
             with pytest.raises((TypeError, ValueError), match=why):
                 wrong()
+        # None of these has made a server of that name.
         server = reduction.serve("worker1", trainers=["worker0"])
         for wrong, why in (
             (
@@ -743,6 +756,7 @@ def give_bad_input(rank: int, steps: Steps) -> None:
             (lambda: reduction.DataParallel(nn.ReLU(), server), "no parameter of the module requires grad"),
             (lambda: reduction.push_pull("ps", torch.ones(1)), "takes what reduction.serve returns; 'ps'"),
             (lambda: reduction.push_pull(server, [torch.ones(1), None]), "number 1 is None; give zeros"),
+            (lambda: reduction.push_pull(server, []), "nothing to push: gradients is empty"),
         ):
             with pytest.raises((TypeError, ValueError), match=why):
                 wrong()

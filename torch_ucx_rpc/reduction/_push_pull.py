@@ -47,6 +47,8 @@ def push_pull_async(server: Server, gradients: Any, *, quorum: int | None = None
         raise TypeError(f"push_pull takes what reduction.serve returns; {server!r} is something else")
     is_one = isinstance(gradients, Tensor)
     tensors = [gradients] if is_one else list(gradients)
+    if not tensors:
+        raise ValueError("push_pull has nothing to push: gradients is empty; give those of all parameters")
     for index, tensor in enumerate(tensors):
         if not isinstance(tensor, Tensor):
             raise TypeError(

@@ -9,6 +9,7 @@ import pickle
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch._C._distributed_rpc import WorkerInfo
 
@@ -63,6 +64,7 @@ def serve(
     life = known.life
     names = tuple(host.name if isinstance(host, WorkerInfo) else host for host in hosts)
     absent = _check_hosts(names, life)
+    parameters = None if parameters is None else list(parameters)
     _check_state(optimizer, parameters, asynchronous, replica, checkpoint, checkpoint_every, names)
     expected, expected_names = _expected(trainers, names, life)
     server_name = name or ",".join(names) or _TRAINERS
@@ -123,7 +125,7 @@ def _check_hosts(names: tuple[Any, ...], life: Life) -> str | None:
 
 def _check_state(
     optimizer: Any,
-    parameters: Any,
+    parameters: list[Any] | None,
     asynchronous: bool,
     replica: bool,
     checkpoint: Any,
@@ -135,7 +137,7 @@ def _check_state(
             "a server that updates needs both, parameters=model.parameters() and "
             "optimizer=functools.partial(torch.optim.SGD, lr=...); one that takes means of gradients needs neither"
         )
-    if optimizer is None:
+    if optimizer is None or parameters is None:
         for what, is_set in (("asynchronous", asynchronous), ("replica", replica), ("checkpoint", checkpoint)):
             if is_set:
                 raise ValueError(
@@ -152,10 +154,31 @@ def _check_state(
             f"the optimizer goes to the server by pickle, which cannot take {optimizer!r} ({error}): give a function "
             f"of a module, or functools.partial(torch.optim.SGD, lr=0.1)"
         ) from error
+    _check_parameters(parameters, optimizer)
     if replica and len(names) == 1:
         raise ValueError("replica=True needs a second host, as in reduction.serve('ps0', 'ps1', replica=True)")
     if not isinstance(checkpoint_every, int) or checkpoint_every < 1:
         raise ValueError(f"checkpoint_every must be a number of updates, 1 at least; it cannot be {checkpoint_every!r}")
+
+
+def _check_parameters(parameters: Sequence[Any], optimizer: OptimizerFactory) -> None:
+    """Refuse here what the hosts could not use."""
+    if not parameters:
+        raise ValueError("a server that updates needs parameters, and parameters is empty: give model.parameters()")
+    for index, parameter in enumerate(parameters):
+        if not isinstance(parameter, Tensor):
+            raise TypeError(f"parameters are tensors, and number {index} is {parameter!r}: give model.parameters()")
+        if not (parameter.is_floating_point() or parameter.is_complex()):
+            raise TypeError(
+                f"an optimizer cannot update parameter {index}, whose dtype is {parameter.dtype}: give it as floating "
+                f"point, or leave it out"
+            )
+    try:
+        optimizer([torch.nn.Parameter(parameter.detach()) for parameter in parameters])
+    except Exception as error:
+        raise ValueError(
+            f"{optimizer!r} makes no optimizer of these parameters: {type(error).__name__}: {error}"
+        ) from error
 
 
 def _expected(trainers: Any, names: tuple[str, ...], life: Life) -> tuple[int, tuple[str, ...]]:
