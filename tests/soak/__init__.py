@@ -8,6 +8,7 @@ it with an error.
 * ``_chaos``       what is done to them and to their hosts, and when
 * ``_worker``      what each of them does, from joining to leaving
 * ``_work``        the kinds of calls, each with the answer that it must have
+* ``_libraries``    names that workers take from each other, and a server that counts pushes
 * ``_payload``     tensors that their receiver can check
 * ``_journal``     what a worker writes down as it goes; the dead leave it behind
 * ``_judgement``   what of all that must not have happened

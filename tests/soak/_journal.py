@@ -47,10 +47,14 @@ KINDS = (
     "timeout",
     "callback",
     "swapped",
+    "service",
+    "name",
+    "push",
 )
 
-# Nobody but the callee of a Python function can tell that it has run.
-UNCOUNTED = ("builtin", "script")
+# Nobody but the callee of a Python function can tell that it has run. A service may be called again, when a replica is
+# lost; pushes are counted by their server.
+UNCOUNTED = ("builtin", "script", "service", "name", "push")
 
 _RANK_SHIFT, _GENERATION_SHIFT = 56, 40
 

@@ -17,6 +17,13 @@ _WORKER = re.compile(r"worker '(\w+)' \(rank (\d+), pid (\d+) on (\w+)\)")
 # How the handlers of one fail that is leaving.
 _LEAVING = re.compile(r"RPC is not running on worker '(\w+)': it has been shut down")
 _MOST_EXAMPLES = 5
+# How a name is refused (docs/services.md).
+_HAS_IT = re.compile(r"it is a value of worker '(\w+)'")
+# How pushes fail when none of their hosts has the state any more (docs/reduction.md).
+_STATE_IS_LOST = re.compile("has no parameters|all hosts of the server|are not in the state any more")
+# For all to forget the names of a worker that was killed, where its kernel can tell them; and of the limit otherwise,
+# for silence is looked at now and then.
+_FORGETTING_S, _SILENCE = 1.0, 1.5
 # Of each kind of call. The rarest is answered some hundred times a minute on two cores that are busy otherwise.
 _ANSWERS_A_MINUTE = 10
 
@@ -44,6 +51,8 @@ class _Membership:
 
     rank: int
     generation: int
+    # As it calls itself.
+    life: str
     name: str
     pid: int
     host: str
@@ -88,6 +97,9 @@ def judge(
             reasons[reason or "unexplained"] += 1
             if not reason:
                 found.add(f"{what} for no reason: {event.get('kind', '')}", _shown(event))
+        elif what in ("names", "taken"):
+            if stale := history.stale_names(event):
+                found.add("a name has outlived its worker", *stale, count=len(stale))
         elif what in ("wrong", "split", "hangs"):
             found.add(
                 {"wrong": "wrong answer", "split": "a worker does not see all others", "hangs": "hangs"}[what],
@@ -182,7 +194,9 @@ class _History:
             died = killed.get(f"{life[0]}.{life[1]}", float("inf"))
             who = {name: event[name] for name in ("rank", "generation", "name", "pid", "host")}
             end, was_killed = min(left, died), died < left
-            self.memberships.append(_Membership(joining=event["at"], end=end, was_killed=was_killed, **who))
+            before = sum((m.rank, m.generation) == life for m in self.memberships)
+            name = f"{life[0]}.{life[1]} {before}"
+            self.memberships.append(_Membership(life=name, joining=event["at"], end=end, was_killed=was_killed, **who))
         self._joined = [event for event in events if event["what"] == "joined"]
         self._host_of = {m.name: m.host for m in self.memberships}
 
@@ -204,7 +218,33 @@ class _History:
             return "the machine stood still"
         if re.search("many (open files|files open)", failure.text) and self._is_amid(failure, "no files"):
             return "it could not open files"
+        if _STATE_IS_LOST.search(failure.text):
+            return self._why_state_is_lost(failure, event["among"][:2])
         return ""
+
+    def stale_names(self, event: dict[str, Any]) -> list[str]:
+        """The names of the dead that somebody should not know any more."""
+        holders = _HAS_IT.findall(event.get("error", ""))
+        known = [m for m in self.memberships if m.joining <= event["at"]]
+        lives = [next(m for m in known if m.life == life) for life in event.get("lives", ())]
+        # Of whoever has refused a name only the worker is known: the latest one.
+        lives += [max((m for m in known if m.name == name), key=lambda m: m.joining) for name in holders]
+        return [
+            f"{m.name} (life {m.life}) has ended {event['at'] - m.end:.2f} s ago: {_shown(event)}"
+            for m in lives
+            if m.end + self._longest_known(m, event) < event["at"]
+        ]
+
+    def _longest_known(self, gone: _Membership, event: dict[str, Any]) -> float:
+        quiet = [e for e in self._timeline if "until" in e and e["at"] <= event["at"] and gone.end <= e["until"]]
+        return self._limit * _SILENCE + sum(e["until"] - e["at"] for e in quiet) if quiet else _FORGETTING_S
+
+    def _why_state_is_lost(self, failure: _Failure, among: list[str]) -> str:
+        for cut in self._parted:
+            if cut["host"] in failure.hosts and self._has_parted(cut, failure):
+                return f"a host was parted from the others: {cut['what']}"
+        ended = {m.name for m in self.memberships if failure.began - self._limit <= m.end <= failure.at}
+        return "both hosts were lost" if ended.issuperset(among) else ""
 
     def _is_amid(self, failure: _Failure, *kinds: str) -> bool:
         amid = [event for event in self._timeline if event["what"] in kinds]

@@ -22,9 +22,11 @@ from swaps import SWAPS
 from torch.distributed.optim import DistributedOptimizer
 from workers import agent
 
+from torch_ucx_rpc import services
 from torch_ucx_rpc.errors import CallTimedOut
 
 from ._journal import Journal, Step
+from ._libraries import BURSTS, Ledger, lives_seen, offer
 from ._payload import Payload, any_payload
 
 _TIMEOUT_S = 0.2
@@ -32,6 +34,8 @@ _LONGER_THAN_TIMEOUT_S = 0.6
 _LONGEST_PAUSE_S = 0.06
 _MOST_IN_A_BURST = 24
 _MOST_KEPT = 32
+# Names that one worker has at a time: fewer than there are callers.
+_SEATS = 6
 
 _journal: Journal | None = None
 # References that this worker holds for a while, of others' objects.
@@ -41,6 +45,12 @@ _kept: collections.deque[Any] = collections.deque(maxlen=_MOST_KEPT)
 def write_to(journal: Journal) -> None:
     global _journal
     _journal = journal
+
+
+def offer_names(journal: Journal, life: str) -> None:
+    with Call(journal, "name", []) as call:
+        offer(life)
+        call.answered()
 
 
 def let_go() -> None:
@@ -158,13 +168,22 @@ class Call:
     Args:
         among: the names of the workers that take part, without this one.
         executions: how many functions run for it that count.
+        since: from when on what happened may make it fail. (default: now)
     """
 
-    def __init__(self, journal: Journal, kind: str, among: list[str], executions: int = 1, size: int = 0) -> None:
+    def __init__(
+        self,
+        journal: Journal,
+        kind: str,
+        among: list[str],
+        executions: int = 1,
+        size: int = 0,
+        since: float | None = None,
+    ) -> None:
         self._journal = journal
         self._kind = kind
         self._among = among
-        self._began = time.monotonic()
+        self._began = time.monotonic() if since is None else since
         self._size = size
         self.numbers = [journal.new_call() for _ in range(max(executions, 1))]
         self.is_over = False
@@ -207,8 +226,10 @@ class Call:
 class Caller:
     """A thread that makes calls of all kinds until it is stopped, and then waits for the calls that it has begun."""
 
-    def __init__(self, journal: Journal, seed: str) -> None:
+    def __init__(self, journal: Journal, life: str, seed: str) -> None:
         self._journal = journal
+        self._life = life
+        self._seat: str | None = None
         self._choice = random.Random(seed)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._work, name=f"caller {seed}")
@@ -226,6 +247,9 @@ class Caller:
             (self.timeout, 4),
             (self.callback, 3),
             (self.swapped, 4),
+            (self.service, 6),
+            (self.take_name, 6),
+            (self.push, 2),
         ]
 
     @property
@@ -250,8 +274,10 @@ class Caller:
             function()
             self._stop.wait(self._choice.uniform(0, _LONGEST_PAUSE_S))
 
-    def _begin(self, kind: str, among: list[str], executions: int = 1, size: int = 0) -> Call:
-        return Call(self._journal, kind, among, executions, size)
+    def _begin(
+        self, kind: str, among: list[str], executions: int = 1, size: int = 0, since: float | None = None
+    ) -> Call:
+        return Call(self._journal, kind, among, executions, size, since)
 
     def _workers(self, count: int) -> list[str]:
         """Any of those that are there, at times this one too, or the same twice in a row."""
@@ -441,6 +467,54 @@ class Caller:
             self._choice.choice(SWAPS)(tensor)
             self._check_exchange(call.number, wanted, future.wait())
             call.answered()
+
+    def service(self) -> None:
+        """Of which all workers are replicas: a call that is lost with one is repeated with another."""
+        tensor = self._integers()
+        with self._begin("service", [], size=2 * tensor.nbytes) as call:
+            answer = services.call_async("negative", tensor) if self._choice.random() < 0.5 else None
+            answer = services.call("negative", tensor) if answer is None else answer.wait()
+            check(torch.equal(answer, -tensor), f"-x of {len(tensor)} elements")
+            call.answered()
+
+    def take_name(self) -> None:
+        """Take a name that only one may have, or give it back; and say whose names are known here."""
+        with self._begin("name", []) as call:
+            self._journal.note("names", lives=lives_seen())
+            if self._seat is None:
+                seat = f"seat {self._choice.randrange(_SEATS)}"
+                try:
+                    services.pair(seat, self._life)
+                except services.NameTaken as error:
+                    self._journal.note("taken", error=str(error))
+                else:
+                    self._seat = seat
+            else:
+                seat, self._seat = self._seat, None
+                check((life := services.get(seat).to_here()) == self._life, f"{seat!r} is of {life}")
+                services.unregister(seat)
+            call.answered()
+
+    def push(self) -> None:
+        """To a server of its own, of which two others are hosts; some by way of a third one, a trainer too."""
+        names = self._others(3)
+        if not names:
+            return
+        *hosts, other = names
+        ledger = Ledger(f"ledger {self._journal.new_call():x}", hosts)
+        for burst in BURSTS:
+            begun = []
+            for push in burst:
+                with self._begin("push", names, since=ledger.began) as call:
+                    by = other if push != burst[0] and self._choice.random() < 0.5 else None
+                    begun.append((call, push, ledger.push(push, by)))
+            for call, push, future in begun:
+                with call:
+                    check(not (wrong := ledger.check(push, future.wait())), wrong)
+                    call.answered()
+            if burst[0] not in ledger.answered:
+                # Its hosts are lost, or are not reached any more.
+                return
 
     def _check_exchange(self, number: int, wanted: Payload, answer: tuple[int, torch.Tensor]) -> None:
         answered, tensor = answer

@@ -85,7 +85,8 @@ def live(rank: int, life: Life) -> dict[str, int]:
         _join(journal, rank)
         who = f"{life} {membership}"
         steps.done(f"joined {who}")
-        callers = [_work.Caller(journal, f"{life.seed} {who} {n}") for n in range(_CALLERS)]
+        _work.offer_names(journal, who)
+        callers = [_work.Caller(journal, who, f"{life.seed} {who} {n}") for n in range(_CALLERS)]
         for caller in callers:
             caller.start()
         is_over = _wait_for_any(steps, "stop", f"rejoin {who}") == "stop"

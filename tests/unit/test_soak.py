@@ -6,9 +6,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from soak._crew import Sample
 from soak._journal import ENTRY, KINDS, Step
 from soak._judgement import Judgement, judge, what_did_not_happen
+from soak._libraries import Ledger, LostUpdate
 from soak._payload import _KINDS, Payload
 from soak._report import memory_of
 
@@ -134,6 +136,65 @@ def test_a_handler_of_a_worker_that_leaves_may_fail(at: float, reason: str) -> N
     leaving = event(1, "leaving", 9.5)
     judgement = judged(failures=(failure(at, NOT_RUNNING),), members=(leaving, *SUCCESSOR))
     assert judgement.reasons == {reason: 1}
+
+
+TAKEN = "the name 'seat 1' is taken: it is a value of worker 'worker1' (rank 1); choose another name"
+STOP = {"what": "stop", "at": 9.0, "until": 10.5, "host": "a"}
+
+
+@pytest.mark.parametrize(
+    ("known", "at", "timeline", "is_stale"),
+    [
+        ({"lives": ["1.0 0"]}, 10.5, (KILL,), False),
+        ({"lives": ["1.0 0"]}, 12.0, (KILL,), True),
+        ({"lives": ["0.0 0", "2.0 0"]}, 12.0, (KILL,), False),
+        ({"error": TAKEN}, 10.5, (KILL,), False),
+        ({"error": TAKEN}, 12.0, (KILL,), True),
+        ({"error": TAKEN}, 12.0, (), False),
+        # The worker that looks, or its host, may have been kept from hearing of the end.
+        ({"lives": ["1.0 0"]}, 12.0, (KILL, STOP), False),
+        ({"lives": ["1.0 0"]}, 20.0, (KILL, STOP), True),
+    ],
+)
+def test_a_name_that_outlives_its_worker_is_a_finding(
+    known: dict[str, Any], at: float, timeline: tuple[dict[str, Any], ...], is_stale: bool
+) -> None:
+    looked = event(0, "taken" if "error" in known else "names", at, **known)
+    whats = [found.what for found in judged(failures=(looked,), timeline=timeline).findings]
+    assert whats == ["a name has outlived its worker"] * is_stale
+
+
+GONE = "ValueError: 'worker2' has no parameters for the gradients of trainer 'worker0' (rank 0): they were with a host"
+KILL_2 = {"what": "kill", "at": 9.5, "name": "worker2", "life": "2.0"}
+
+
+@pytest.mark.parametrize(
+    ("timeline", "reason"),
+    [
+        ((KILL, KILL_2), "both hosts were lost"),
+        ((KILL,), "unexplained"),
+        ((), "unexplained"),
+        ((CUT_OFF,), CUT_OFF_REASON),
+    ],
+)
+@pytest.mark.parametrize("error", [GONE, "LostUpdate: pushes [3] are not in the state any more: [1.0, 0.0]"])
+def test_the_state_of_a_server_is_lost_with_both_hosts_only(
+    error: str, timeline: tuple[dict[str, Any], ...], reason: str
+) -> None:
+    failed = failure(10.0, error, among=("worker1", "worker2", "worker0"))
+    assert judged(failures=(failed,), timeline=timeline, members=SUCCESSOR).reasons == {reason: 1}
+
+
+def test_a_push_that_is_lost_or_doubled_is_told_by_its_number() -> None:
+    ledger = Ledger("ledger", ["worker1", "worker2"])
+    ledger._answered_before = {0: frozenset(), 1: frozenset({0}), 2: frozenset({0, 1})}
+    both = [torch.tensor([1.0, 1.0, 1.0]), torch.tensor([1.0, 1.0, 1.0])]
+    assert ledger.check(1, both) == ""
+    assert "push 1 is not" in ledger.check(1, [torch.tensor([1.0, 0.0, 1.0])])
+    assert "pushes [2] are in the state more than once" in ledger.check(2, [both[0], torch.tensor([1.0, 1.0, 2.0])])
+    with pytest.raises(LostUpdate, match=r"pushes \[0\] are not"):
+        ledger.check(2, [torch.tensor([0.0, 1.0, 1.0])])
+    assert ledger.answered == {1}
 
 
 @pytest.mark.parametrize(
