@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
 from typing import Any
 
 import pytest
@@ -95,6 +97,27 @@ def train_batches_of_all_sizes() -> None:
 
 def test_batches_may_have_any_size_at_any_time():
     drive(train_batches_of_all_sizes, 3)
+
+
+class CountsThreads(nn.Module):
+    """Doubles its input, on as many threads as OpenMP would give a layer here."""
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        # The library that torch has loaded; asking torch itself would set it.
+        assert ctypes.CDLL("libgomp.so.1").omp_get_max_threads() == 1
+        return value * 2
+
+
+def compute_with_one_thread() -> None:
+    # Workers of a job of tests compute with one thread each.
+    pipe = make_pipe([nn.Linear(8, 8), CountsThreads(), CountsThreads()], ["worker1", "worker2", "worker0"])
+    for _ in range(5):
+        pipe.step(torch.ones(8, 8), target=torch.ones(8, 8))
+
+
+@pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="with one core there is one thread anyway")
+def test_stages_compute_with_as_many_threads_as_their_process_was_told(backend):
+    drive(compute_with_one_thread, 3, backend=backend)
 
 
 class TiedModel(nn.Module):

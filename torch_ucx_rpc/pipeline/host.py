@@ -117,6 +117,9 @@ class Host:
     def _attend(self) -> None:
         """Go on with the work until nothing can be done before another mail. Returns at once where another thread is
         at it."""
+        # torch.set_num_threads counts for the threads that have asked for it since: others compute with a thread for
+        # each core, which costs more than what a small layer takes.
+        torch.get_num_threads()
         # Mail that comes while the baton is held is seen by its holder, who looks again after letting go of it.
         while not self._mailbox.empty() and self._baton.acquire(blocking=False):
             try:
