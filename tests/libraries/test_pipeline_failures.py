@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import random
 import signal
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -248,39 +250,57 @@ def test_a_spare_takes_over_and_all_losses_are_those_of_an_undisturbed_run(tmp_p
 
 
 class CutOff:
-    """In the place of torch.distributed.rpc: what leaves is lost on its way, which is told a moment later."""
+    """In the place of torch.distributed.rpc: what leaves is lost on its way, or what comes back for it, which is told
+    a moment later."""
 
-    def rpc_async(self, *_: Any, **__: Any) -> torch.futures.Future:
+    def __init__(self, lost: str) -> None:
+        self.lost = lost
+
+    def rpc_async(self, *args: Any, **options: Any) -> torch.futures.Future:
+        if self.lost == "answers":
+            rpc.rpc_async(*args, **options)
         future: torch.futures.Future = torch.futures.Future()
         timer = threading.Timer(0.05, future.set_exception, (RuntimeError("the cable is cut"),))
         timer.start()
         return future
 
 
-def cut_off(is_cut: bool) -> None:
+def set_cut(lost: str | None) -> None:
     from torch_ucx_rpc.pipeline import exchange
 
-    exchange.rpc = CutOff() if is_cut else rpc
+    exchange.rpc = CutOff(lost) if lost else rpc
+
+
+@contextlib.contextmanager
+def cut_off(worker: str, other: str, lost: str) -> Iterator[None]:
+    """A worker loses what it sends to another, and the body fails by that."""
+    from torch_ucx_rpc.pipeline import PipelineError
+
+    on(worker, set_cut, lost)
+    start = time.monotonic()
+    with pytest.raises(PipelineError, match=f"could not send to worker {other}: the cable is cut, which the driver"):
+        yield
+    assert time.monotonic() - start < 10
+    on(worker, set_cut, None)
 
 
 def lose_what_leaves() -> None:
-    from torch_ucx_rpc.pipeline import PipelineError
-
     pipe = make_pipe(small_model())
     x, y = torch.randn(8, 8), torch.randn(8, 4)
     good = pipe.step(x, target=y)
     pipe.zero_grad()
-    for worker, other in (("worker1", "worker2"), ("worker2", "worker1")):
-        on(worker, cut_off, True)
-        start = time.monotonic()
-        with pytest.raises(
-            PipelineError, match=f"could not send to worker {other}: the cable is cut, which the driver"
-        ):
+    # In a step what comes back for a value is the answer to it; by pipe(x) and backward() both are requests.
+    for lost in ("requests", "answers"):
+        with cut_off("worker1", "worker2", lost):
             pipe.step(x, target=y)
-        assert time.monotonic() - start < 10
-        on(worker, cut_off, False)
         assert torch.equal(pipe.step(x, target=y), good)
         pipe.zero_grad()
+    with cut_off("worker1", "worker2", "requests"):
+        pipe(x)
+    out = pipe(x)
+    with cut_off("worker2", "worker1", "requests"):
+        out.sum().backward()
+    assert torch.equal(pipe.step(x, target=y), good)
 
 
 def test_a_value_that_does_not_reach_the_other_stage_ends_the_step():

@@ -1,12 +1,14 @@
 """The values that stages on different workers send each other: how they leave, and where they lie (`Exchange`).
 
-A value is sent by one request, which puts it into a slot of the receiver; the answer says that it lies there. A value
-that is not wanted yet waits in its slot, so a slot may be filled before the order that reads it has come.
+A value is sent by one request, which puts it into a slot of the receiver. Where another value will come back for it, as
+the gradients of an activation do, that is the answer. Otherwise the answer says at once that the value lies there. A
+value that is not wanted yet waits in its slot, so a slot may be filled before the order that reads it has come.
 """
 
 from __future__ import annotations
 
 import collections
+import functools
 from collections.abc import Generator
 from typing import Any, NamedTuple, Protocol
 
@@ -18,14 +20,26 @@ from torch.futures import Future
 
 from torch_ucx_rpc.pipeline.values import to_device
 
-__all__ = ["Exchange", "LostPeerError", "Receiver", "Slot", "Value", "Waiting", "deliver", "receivers", "worker_info"]
+__all__ = [
+    "Exchange",
+    "Lost",
+    "LostPeerError",
+    "Receiver",
+    "Slot",
+    "Value",
+    "Waiting",
+    "deliver",
+    "deliver_in_return",
+    "receivers",
+    "worker_info",
+]
 
-# How many values may be on their way to another worker without an answer.
+# How many values may be on their way to another worker without an answer, beside those with another value as answer.
 _CREDITS = 64
 _CPU = torch.device("cpu")
 
-# A slot: kind ("F", "B", "T" for tied gradients, "V" for tied values), the stage it is for, micro-batch, the stage it
-# is of.
+# A slot: kind ("F", "B", "T" for tied gradients, "V" for tied values, "A" for the answer that a value has arrived), the
+# stage it is for, micro-batch, the stage it is of.
 Slot = tuple[str, int, int, int]
 # What an order that is not done yet waits for: the slot of an order; None: nothing, it lets others have their say.
 Waiting = tuple[int, Slot] | None
@@ -42,6 +56,17 @@ class Value(NamedTuple):
     """Number of the order that it belongs to."""
     slot: Slot
     value: Any
+    wanted: Slot | None = None
+    """The slot of the sender for what comes back."""
+    answer: Future[Any] | None = None
+    """Its way. None as the answer: nothing will come back, or not by this way."""
+
+
+class Lost(NamedTuple):
+    """The mail that says that a value has not arrived, or the one that was to come back for it."""
+
+    call: int
+    reason: str
 
 
 class Receiver(Protocol):
@@ -55,11 +80,39 @@ class Receiver(Protocol):
 receivers: dict[str, Receiver] = {}
 
 
-def deliver(host: str, call: int, slot: Slot, value: Any) -> None:
-    """For other workers: a value for one of the hosts here. It is dropped if there is no such host any more."""
+def deliver(host: str, call: int, slot: Slot, value: Any) -> bool:
+    """For other workers: a value for one of the hosts here. It is dropped if there is no such host any more. True: it
+    has arrived."""
     receiver = receivers.get(host)
     if receiver is not None:
         receiver.put(Value(call, slot, value))
+    return True
+
+
+@rpc.functions.async_execution  # type: ignore[untyped-decorator]
+def deliver_in_return(host: str, call: int, slot: Slot, value: Any, wanted: Slot) -> Future[Any]:
+    """The same; the answer is the value for the sender's slot ``wanted``."""
+    answer: Future[Any] = Future()
+    receiver = receivers.get(host)
+    if receiver is None:
+        answer.set_result(None)
+    else:
+        receiver.put(Value(call, slot, value, wanted, answer))
+    return answer
+
+
+def _take_answer(host: str, worker: str, call: int, wanted: Slot, answer: Future[Any]) -> None:
+    """Runs when what comes back for a value is there."""
+    receiver = receivers.get(host)
+    if receiver is None:
+        return
+    try:
+        value = answer.value()
+    except Exception as error:
+        receiver.put(Lost(call, f"{worker}: {error}"))
+    else:
+        if value is not None:
+            receiver.put(Value(call, wanted, value))
 
 
 def worker_info(name: str) -> Any:
@@ -76,12 +129,14 @@ class Exchange:
         # Number of the order that is being carried out: its values are sent and waited for.
         self.running: int | None = None
         self._slots: dict[tuple[int, Slot], Any] = {}
+        # The ways of values that other workers wait for, by their slots there.
+        self._answers: dict[tuple[int, Slot], Future[Any]] = {}
         self._unanswered: dict[str, collections.deque[Future[Any]]] = collections.defaultdict(collections.deque)
         self.set_routes(routes)
 
     def __len__(self) -> int:
-        """How many values lie here."""
-        return len(self._slots)
+        """How many values lie here, or are waited for elsewhere."""
+        return len(self._slots) + len(self._answers)
 
     def set_routes(self, routes: list[tuple[str, str]]) -> None:
         """Worker and host of each stage."""
@@ -97,6 +152,8 @@ class Exchange:
     def lay(self, mail: Value) -> None:
         """Put a value into its slot."""
         self._slots[mail.call, mail.slot] = mail.value
+        if mail.answer is not None and mail.wanted is not None:
+            self._answers[mail.call, mail.wanted] = mail.answer
 
     def has(self, waiting: Waiting) -> bool:
         """Whether an order that waits for this may go on."""
@@ -114,40 +171,66 @@ class Exchange:
         """Let go of the values for this order, and for those before it."""
         for key in [key for key in self._slots if key[0] <= call]:
             del self._slots[key]
+        for key in [key for key in self._answers if key[0] <= call]:
+            self._answers.pop(key).set_result(None)
 
     def clear(self) -> None:
         self._slots.clear()
+        while self._answers:
+            self._answers.popitem()[1].set_result(None)
 
     # -- values that leave
 
-    def send(self, stage: int, slot: Slot, value: Any) -> None:
-        """To the worker of a stage. LostPeerError if that does not answer."""
+    def send(self, stage: int, slot: Slot, value: Any, *, wanted: Slot | None = None) -> None:
+        """To the worker of a stage, which will send back a value for the slot ``wanted``, if any. LostPeerError if it
+        does not answer."""
         assert self.running is not None
         route = self._routes[stage]
         if route is None:
             self._slots[self.running, slot] = value
             return
+        answer = self._answers.pop((self.running, slot), None)
+        if answer is not None:
+            # A future of tensors on devices would have to know these beforehand.
+            answer.set_result(to_device(value, _CPU) if self._device.type != "cpu" else value)
+            return
         worker, its_host = route
         if self._device.type != "cpu" and not _has_device_map(worker):
             value = to_device(value, _CPU)
-        waiting = self._unanswered[worker.name]
-        if len(waiting) >= _CREDITS:
-            self._take_answers(worker.name, waiting)
         try:
+            # To a device tensors come by a request, straight from another one.
+            if wanted is not None and self._device.type == "cpu":
+                arguments = (its_host, self.running, slot, value, wanted)
+                back = rpc.rpc_async(worker, deliver_in_return, arguments, timeout=0)
+                back.add_done_callback(functools.partial(_take_answer, self._host, worker.name, self.running, wanted))
+                return
+            waiting = self._unanswered[worker.name]
+            if len(waiting) >= _CREDITS:
+                self._take_answers(worker.name, waiting)
             while len(waiting) >= _CREDITS:
                 # Not for the oldest: its answer may wait until the peer, who is at work for it, has to wait for us.
                 waiting[1].wait()
                 del waiting[1]
-            call = rpc.rpc_async(worker, deliver, (its_host, self.running, slot, value), timeout=0)
+            waiting.append(rpc.rpc_async(worker, deliver, (its_host, self.running, slot, value), timeout=0))
         except RuntimeError as error:
-            waiting.clear()
+            self._unanswered.pop(worker.name, None)
             raise LostPeerError(f"{worker.name}: {error}") from None
-        waiting.append(call)
 
     def look_after(self) -> None:
         """Raise LostPeerError if a value that has left did not arrive."""
         for name, waiting in self._unanswered.items():
             self._take_answers(name, waiting)
+
+    def settle(self) -> Generator[Waiting, None, None]:
+        """Return when all values that have left in the running order have arrived, by ``yield from``."""
+        assert self.running is not None
+        left = [(name, answer) for name, waiting in self._unanswered.items() for answer in waiting]
+        self._unanswered.clear()
+        for number, (name, answer) in enumerate(left):
+            slot = ("A", number, 0, 0)
+            answer.add_done_callback(functools.partial(_take_answer, self._host, name, self.running, slot))
+        for number in range(len(left)):
+            yield from self.wait(("A", number, 0, 0))
 
     def _take_answers(self, name: str, waiting: collections.deque[Future[Any]]) -> None:
         """Those that have come, up to the first that has not."""

@@ -22,7 +22,7 @@ import torch
 import torch.distributed.rpc as rpc
 from torch.futures import Future
 
-from torch_ucx_rpc.pipeline.exchange import Exchange, LostPeerError, Value, Waiting, receivers
+from torch_ucx_rpc.pipeline.exchange import Exchange, Lost, LostPeerError, Value, Waiting, receivers
 from torch_ucx_rpc.pipeline.messages import HostConfig
 from torch_ucx_rpc.pipeline.run import AbortedError, failure_of
 from torch_ucx_rpc.pipeline.stages import Stages
@@ -52,10 +52,10 @@ class _Close(NamedTuple):
 
 
 class _Look(NamedTuple):
-    """Nothing has come for a while: perhaps since something did not arrive elsewhere."""
+    """See what there is to do. Where nothing has come for a while: perhaps since something did not arrive elsewhere."""
 
 
-Mail = Value | _Order | _Abort | _Close | _Look
+Mail = Value | Lost | _Order | _Abort | _Close | _Look
 
 # Seconds until a host that waits looks whether the values that it has sent did arrive.
 _LOOK_AFTER_S = 1.0
@@ -102,8 +102,10 @@ class Host:
         self._mailbox.put(mail)
         if here or self._by_itself:
             self._kicks.put(None)
+        elif isinstance(mail, _Order):
+            self._attend(mail.future)
         else:
-            self._attend()
+            self._attend(mail.answer if isinstance(mail, Value) else None)
 
     def _attend_kicks(self) -> None:
         while not self._closed:
@@ -114,18 +116,25 @@ class Host:
                     self._mailbox.put(_Look())
             self._attend()
 
-    def _attend(self) -> None:
+    def _attend(self, answer: Future[Any] | None = None) -> None:
         """Go on with the work until nothing can be done before another mail. Returns at once where another thread is
-        at it."""
+        at it.
+
+        ``answer`` is that of the request by which RPC called this thread. It leaves when the thread has returned, so
+        from when it is known on another thread goes on.
+        """
         # torch.set_num_threads counts for the threads that have asked for it since: others compute with a thread for
         # each core, which costs more than what a small layer takes.
         torch.get_num_threads()
         # Mail that comes while the baton is held is seen by its holder, who looks again after letting go of it.
         while not self._mailbox.empty() and self._baton.acquire(blocking=False):
             try:
-                self._advance()
+                is_idle = self._advance(answer)
             finally:
                 self._baton.release()
+            if not is_idle:
+                self.put(_Look(), here=True)
+                return
 
     def _drain(self) -> None:
         while not self._mailbox.empty():
@@ -137,6 +146,11 @@ class Host:
                 # A message for a call that is over, or called off, is of no use any more.
                 if call >= self._next or call == self.exchange.running:
                     self.exchange.lay(mail)
+                elif mail.answer is not None:
+                    mail.answer.set_result(None)
+            case Lost(call=call, reason=reason):
+                if call == self.exchange.running:
+                    self._lost = LostPeerError(reason)
             case _Order(number=number, future=future):
                 if number < self._next:
                     future.set_result(("aborted",))
@@ -154,16 +168,20 @@ class Host:
 
     # ------------------------------------------------------------------------------------------------- orders in turn
 
-    def _advance(self) -> None:
+    def _advance(self, answer: Future[Any] | None) -> bool:
+        """Whether nothing can be done before another mail; False: ``answer`` is known, and there is more to do."""
         while not self._closed:
             self._drain()
             if self._current is None and not self._begin():
-                return
+                return True
             if not self.exchange.has(self._waiting) and not self._is_called_off() and self._lost is None:
-                return
+                return True
+            if answer is not None and answer.done():
+                return False
             self._go_on()
         self._drain()
         self._end()
+        return True
 
     def _begin(self) -> bool:
         if self._next not in self._orders:
@@ -185,6 +203,7 @@ class Host:
         result = getattr(self.stages, f"order_{name}")(payload)
         if inspect.isgenerator(result):
             result = yield from result
+            yield from self.exchange.settle()
         return ("ok", result)
 
     def _go_on(self) -> None:
@@ -193,11 +212,9 @@ class Host:
         self._waiting = None
         lost, self._lost = self._lost, None
         try:
-            has_begun = inspect.getgeneratorstate(self._rest) == inspect.GEN_SUSPENDED
-            if self._is_called_off() and has_begun:
-                self._waiting = self._rest.throw(AbortedError())
-            elif lost is not None and has_begun:
-                self._waiting = self._rest.throw(lost)
+            stop = AbortedError() if self._is_called_off() else lost
+            if stop is not None and inspect.getgeneratorstate(self._rest) == inspect.GEN_SUSPENDED:
+                self._waiting = self._rest.throw(stop)
             else:
                 self._waiting = next(self._rest)
             return

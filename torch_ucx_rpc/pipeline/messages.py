@@ -56,6 +56,11 @@ class Request:
     zero_grad: bool | None = None
     """First let go of the gradients; True: by setting them to None."""
 
+    @property
+    def is_step(self) -> bool:
+        """Whether it goes forward and back."""
+        return self.grad and self.targets is not None
+
 
 class Failure(NamedTuple):
     """The outcome of an order whose code raised."""

@@ -1,7 +1,7 @@
 """One call on one worker: its row of the schedule, action by action (`Run`).
 
-It runs as a generator. It yields what it waits for, and between two actions None, so that its host can take in what has
-come, and end it by raising AbortedError in it.
+It runs as a generator. It yields what it waits for, and None before it computes, so that its host can take in what has
+come, have another thread go on, and end it by raising AbortedError in it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from torch_ucx_rpc.pipeline.exchange import Exchange, LostPeerError, Waiting
+from torch_ucx_rpc.pipeline.exchange import Exchange, LostPeerError, Slot, Waiting
 from torch_ucx_rpc.pipeline.messages import Failure, Request
 from torch_ucx_rpc.pipeline.schedule import Action, Row
 from torch_ucx_rpc.pipeline.stage import Stage
@@ -76,7 +76,6 @@ class Run:
     def carry_out(self, row: Row) -> Generator[Waiting, None, dict[str, Any]]:
         """All actions in turn. Raises ActionError; AbortedError and LostPeerError as they come."""
         for action in row:
-            yield None
             try:
                 if action.kind == "F":
                     yield from self._forward(self._stages[action.stage], action.micro_batch)
@@ -103,6 +102,7 @@ class Run:
         if INPUT in packets:
             # Once used it may go: on the way back only what autograd has saved of it is needed.
             request.inputs[stage.index][number] = None  # type: ignore[call-overload]
+        yield None
         is_last = stage.index == self._exchange.last_stage
         begin = time.time()
         sent = stage.forward(
@@ -118,7 +118,8 @@ class Run:
         self._record(stage.index, "F", number, begin)
         for target, packet in sent.items():
             if target != DRIVER:
-                self._exchange.send(target, ("F", target, number, stage.index), packet)
+                back: Slot | None = ("B", stage.index, number, target) if request.is_step else None
+                self._exchange.send(target, ("F", target, number, stage.index), packet, wanted=back)
             elif request.to_driver:
                 self._result.setdefault("outputs", []).append(to_device(packet, _CPU))
             else:
@@ -145,6 +146,7 @@ class Run:
                 tied[tie.number] = []
                 for user in tie.users:
                     tied[tie.number].append((yield from self._exchange.wait(("T", tie.number, number, user))))
+        yield None
         begin = time.time()
         found, owed = stage.backward((request.call, number), kind, gradients, tied)
         self._record(stage.index, kind, number, begin)

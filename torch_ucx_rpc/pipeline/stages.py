@@ -70,13 +70,12 @@ class Stages:
             self._rows[request.row_key] = request.row
         if request.zero_grad is not None:
             self.order_zero_grad({"set_to_none": request.zero_grad})
-        is_step = request.grad and request.targets is not None
-        fresh = self._without_gradients() if is_step else []
+        fresh = self._without_gradients() if request.is_step else []
         try:
             result = yield from Run(self.by_index, self._exchange, request).carry_out(self._rows[request.row_key])
         except BaseException:
             # Gradients of a part of the step are of no use: those that were not there before go again.
-            if is_step:
+            if request.is_step:
                 self._undo(fresh)
             raise
         if request.targets is not None:

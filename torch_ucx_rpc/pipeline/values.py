@@ -61,7 +61,8 @@ def unpack(packet: Packet, device: torch.device, grad: bool) -> tuple[Any, list[
 
 
 def _on(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    return tensor if tensor.device == device else tensor.to(device, non_blocking=True)
+    # To the CPU it is waited for: there nothing else would wait for the device.
+    return tensor if tensor.device == device else tensor.to(device, non_blocking=device.type != "cpu")
 
 
 def to_device(value: Any, device: torch.device) -> Any:
