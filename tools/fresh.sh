@@ -60,7 +60,7 @@ done < <(apt-config dump --format '%f "%v";%n' Acquire | grep -E '^Acquire::(htt
 mmdebstrap --quiet --mode=root --variant=minbase "${apt_options[@]}" \
   --aptopt='Apt::Install-Recommends "false"' --dpkgopt='path-exclude=/usr/share/doc/*' \
   --include="ca-certificates,${packages// /,}" "$VERSION_CODENAME" "$root" - <<< "$sources" > "$log" 2>&1 ||
-  { tail -20 "$log" >&2; give_up "there is no machine"; }
+  { tail -20 "$log" >&2; give_up "there is no machine. Old package lists name files that are gone: apt-get update"; }
 [ "$FRESH_USER" = root ] || chroot "$root" useradd --create-home --shell /bin/bash "$FRESH_USER"
 home=$(chroot "$root" sh -c "echo ~$FRESH_USER")
 say "a bare $PRETTY_NAME"
