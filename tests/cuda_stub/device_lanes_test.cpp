@@ -261,6 +261,30 @@ std::unique_ptr<Pair> exchange(Kind from, Kind to, uint64_t bytes, Environment e
       });
 }
 
+// A send and a receive of device memory that each fail, with `reason` in the error's text. The host's memory can still
+// be sent then.
+void expectDeviceMemoryIsRefused(const Environment& environment, const std::string& reason) {
+  const auto report = [](const Error& why) {
+    std::cout << "failed=" << (why.code() == ErrorCode::kDeviceFailed) << "\n" << why.message() << std::endl;
+  };
+  Pair pair(
+      environment,
+      [&](End& end) {
+        const Buffer device(Kind::kDevice, kMiB);
+        report(end.trySending(device));
+        end.sendFrom(Buffer(Kind::kHost, kMiB));
+      },
+      [&](End& end) {
+        const Buffer device(Kind::kDevice, kMiB);
+        report(end.tryReceiving(device));
+      });
+  ASSERT_TRUE(pair.haveSucceeded());
+  for (Process* process : {pair.sender, pair.receiver}) {
+    EXPECT_EQ(process->count("failed"), 1u) << process->written();
+    EXPECT_TRUE(process->hasWritten(reason)) << process->written();
+  }
+}
+
 // What UCX does with a message of 8 MiB where it copies through the host's shared memory, in pieces of 8 KiB: it waits
 // for the device after each, with the worker lock held.
 constexpr uint64_t kStaged = 8 * kMiB;
@@ -319,26 +343,7 @@ TEST(DeviceLanes, UcxMayStartBeforeTheDeviceIsUsed) {
 // UCX's cache of allocations finds older ones by the mappings of NVIDIA's driver. The stub's look like the host's, and
 // UCX would have the processor copy them.
 TEST(DeviceLanes, MemoryThatUcxTakesForTheHostsIsRefused) {
-  const auto failing = [](End& end, Buffer& buffer, bool isSender) {
-    const Error why = isSender ? end.trySending(buffer) : end.tryReceiving(buffer);
-    std::cout << "failed=" << (why.code() == ErrorCode::kDeviceFailed) << "\n" << why.message() << std::endl;
-  };
-  Pair pair(
-      {{"DEVICE_USED_LATER", "y"}},
-      [&](End& end) {
-        Buffer device(Kind::kDevice, kMiB);
-        failing(end, device, true);
-        end.sendFrom(Buffer(Kind::kHost, kMiB));
-      },
-      [&](End& end) {
-        Buffer device(Kind::kDevice, kMiB);
-        failing(end, device, false);
-      });
-  ASSERT_TRUE(pair.haveSucceeded());
-  for (Process* process : {pair.sender, pair.receiver}) {
-    EXPECT_EQ(process->count("failed"), 1u) << process->written();
-    EXPECT_TRUE(process->hasWritten("UCX_MEMTYPE_CACHE=n"));
-  }
+  expectDeviceMemoryIsRefused({{"DEVICE_USED_LATER", "y"}}, "UCX_MEMTYPE_CACHE=n");
 }
 
 // Neither is told of the end before a late copy has been made: the sender uses its memory anew, the receiver reads.
@@ -503,26 +508,7 @@ TEST(DeviceMemoryRefusal, NamesTheVariableThatExcludesCuda) {
 
 // UCX would take it for the host's memory, and end the process.
 TEST(DeviceMemoryRefusal, IsWhatSendsAndReceivesEndWith) {
-  const auto failing = [](End& end, Buffer& buffer, bool isSender) {
-    const Error why = isSender ? end.trySending(buffer) : end.tryReceiving(buffer);
-    std::cout << "failed=" << (why.code() == ErrorCode::kDeviceFailed) << "\n" << why.message() << std::endl;
-  };
-  Pair pair(
-      {{"UCX_TLS", "tcp,sysv,self"}},
-      [&](End& end) {
-        Buffer device(Kind::kDevice, kMiB);
-        failing(end, device, true);
-        end.sendFrom(Buffer(Kind::kHost, kMiB));
-      },
-      [&](End& end) {
-        Buffer device(Kind::kDevice, kMiB);
-        failing(end, device, false);
-      });
-  ASSERT_TRUE(pair.haveSucceeded());
-  for (Process* process : {pair.sender, pair.receiver}) {
-    EXPECT_EQ(process->count("failed"), 1u) << process->written();
-    EXPECT_TRUE(process->hasWritten("has started without CUDA"));
-  }
+  expectDeviceMemoryIsRefused({{"UCX_TLS", "tcp,sysv,self"}}, "has started without CUDA");
 }
 
 // ------------------------------------------------------------------------------------------------------ waiting, dying

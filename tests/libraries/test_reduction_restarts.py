@@ -221,6 +221,20 @@ def leave_while_others_wait(process: int, steps: Steps, url: str) -> None:
 # ------------------------------------------------------------------------------------------------------------- servers
 
 
+def train_over_the_death_of_a_host(process: int, steps: Steps) -> list[torch.Tensor]:
+    """Process 2 trains before and after worker0 dies. The other trainer joins it after that."""
+    trainer = Trainer(reduction.serve("worker0", "worker1"), seed=process)
+    if process == 2:
+        trainer.train(5)
+        rpc.rpc_async("worker0", die)
+        trainer.train(5)
+        steps.done("without it")
+    else:
+        assert trainer.step >= 10
+        trainer.say_until(steps, "last")
+    return trainer.train_until(steps, "last")
+
+
 def test_whoever_joins_after_a_server_was_started_anew_goes_where_the_others_go(
     run_on_ucx: RunWorkers, tmp_path: Path
 ) -> None:
@@ -240,16 +254,7 @@ def join_after_a_restart(process: int, steps: Steps, url: str) -> list[torch.Ten
         steps.wait_for("server 3")
     enter(url, 0 if process == 3 else process)
     if process in (2, 4):
-        trainer = Trainer(reduction.serve("worker0", "worker1"), seed=process)
-        if process == 2:
-            trainer.train(5)
-            rpc.rpc_async("worker0", die)
-            trainer.train(5)
-            steps.done("without it")
-        else:
-            assert trainer.step >= 10
-            trainer.say_until(steps, "last")
-        result = trainer.train_until(steps, "last")
+        result = train_over_the_death_of_a_host(process, steps)
     else:
         steps.done(f"server {process}")
     steps.done(f"over {process}")
@@ -342,16 +347,7 @@ def join_without_a_host(process: int, steps: Steps, url: str) -> list[torch.Tens
         if process == 3:
             with pytest.raises(ValueError, match=r"'worker0' cannot be a host of a server: no living worker"):
                 reduction.serve("worker0", "worker1", name="of which nobody knows")
-        trainer = Trainer(reduction.serve("worker0", "worker1"), seed=process)
-        if process == 2:
-            trainer.train(5)
-            rpc.rpc_async("worker0", die)
-            trainer.train(5)
-            steps.done("without it")
-        else:
-            assert trainer.step >= 10
-            trainer.say_until(steps, "last")
-        result = trainer.train_until(steps, "last")
+        result = train_over_the_death_of_a_host(process, steps)
     steps.done(f"over {process}")
     steps.wait_for("over 2", "over 3")
     rpc.shutdown()

@@ -85,6 +85,17 @@ class RequestServerTest : public testing::Test {
   int64_t open() {
     return one_.peer(1).requestsOpen.load();
   }
+  // Calls 1 to 4, as many as run at a time, wait at the gate. Whether all of them have got there.
+  bool occupyAllThreads() {
+    handler_ = [this](Message& request) {
+      gate_.pass();
+      return echo(request);
+    };
+    for (uint64_t callId = 1; callId <= 4; ++callId) {
+      call(callId);
+    }
+    return eventually([&] { return gate_.waiting() == 4; });
+  }
 
   LoopbackNetwork network_;
   Handlers caller_;
@@ -235,15 +246,9 @@ TEST_F(RequestServerTest, RefusalToOneselfIsAnExceptionSinceControlFramesNeverGo
 }
 
 TEST_F(RequestServerTest, CallerThatIsGoneGetsNothing) {
-  handler_ = [&](Message& request) {
-    gate_.pass();
-    return echo(request);
-  };
-  for (uint64_t callId = 1; callId <= 5; ++callId) { // one more than run at a time
-    call(callId);
-  }
+  ASSERT_TRUE(occupyAllThreads());
+  call(5);
   EXPECT_EQ(open(), 5);
-  ASSERT_TRUE(eventually([&] { return gate_.waiting() != 0; }));
   ASSERT_TRUE(one_.peer(1).moveTo(Peer::State::kFailed, {ErrorCode::kPeerFailed, "it died"}));
   gate_.open();
   EXPECT_TRUE(eventually([&] { return open() == 0; })) << "also those that are not run";
@@ -254,14 +259,7 @@ TEST_F(RequestServerTest, CallerThatIsGoneGetsNothing) {
 }
 
 TEST_F(RequestServerTest, RequestWhoseCallerHasGivenUpIsNotRun) {
-  handler_ = [&](Message& request) {
-    gate_.pass();
-    return echo(request);
-  };
-  for (uint64_t callId = 1; callId <= 4; ++callId) { // as many as run at a time
-    call(callId);
-  }
-  ASSERT_TRUE(eventually([&] { return gate_.waiting() == 4; }));
+  ASSERT_TRUE(occupyAllThreads());
   call(5, "short", MessageType::PYTHON_CALL, 1);
   call(6, "long", MessageType::PYTHON_CALL, 3'600'000);
   const auto expiry = std::chrono::steady_clock::now() + std::chrono::milliseconds(2);
