@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import os
 import pathlib
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.planner import LoadPlan
 
 from torch_ucx_rpc.checkpoint import storage
 from torch_ucx_rpc.checkpoint.parts import CheckpointError, Part, Path, by_worker, parts_of, run_everywhere, under
 
 __all__ = ["load"]
+
+# Elements of a tensor that is worth a look at its file of its own.
+_LARGE = 1 << 18
 
 # Of loads between their two rounds.
 _planned: dict[str, tuple[Any, Any, Any, dict[str, Any], Sequence[tuple[Path, Part]]]] = {}
@@ -74,13 +80,22 @@ def _plan(session: str, path: str, parts: Sequence[tuple[Path, Part]]) -> None:
 def _read(session: str) -> None:
     reader, planner, plan, state, parts = _planned.pop(session)
     with torch.no_grad():
-        reader.read_data(plan, planner).wait()
+        for bite in _bites(plan):
+            reader.read_data(bite, planner).wait()
     for place, part in parts:
         found = state
         for key in place:
             found = found.get(str(key), {})
         if found or not part.optional:
             part.apply(*part.args, found)
+
+
+def _bites(plan: LoadPlan) -> Iterator[LoadPlan]:
+    """Large tensors one at a time: torch's reader has the former in memory still while it reads the next."""
+    large = [item for item in plan.items if math.prod(item.lengths) >= _LARGE]
+    small = [item for item in plan.items if math.prod(item.lengths) < _LARGE]
+    for items in [small, *([item] for item in large)]:
+        yield dataclasses.replace(plan, items=items)
 
 
 def _forget(session: str) -> None:

@@ -12,7 +12,7 @@ from torch_ucx_rpc.pipeline.messages import Request
 from torch_ucx_rpc.pipeline.partition import Partition
 from torch_ucx_rpc.pipeline.schedule import Row
 from torch_ucx_rpc.pipeline.stage import Autocast
-from torch_ucx_rpc.pipeline.values import Packet, batch_size, map_tensors, pack, split
+from torch_ucx_rpc.pipeline.values import Packet, batch_size, pack, split
 from torch_ucx_rpc.pipeline.wiring import INPUT, StageSpec
 
 __all__ = ["Call", "Circumstances", "circumstances", "divided", "packets"]
@@ -102,7 +102,7 @@ def packets(specs: Sequence[StageSpec], inputs: list[Any], *, grad: bool) -> dic
     for spec in specs:
         if any(edge.source == INPUT for edge in spec.edges_in):
             packed = [pack(_input_of(spec, one))[0] for one in inputs]
-            found[spec.index] = packed if grad else [(map_tensors(torch.Tensor.detach, p), ()) for p, _ in packed]
+            found[spec.index] = packed if grad else [(value, ()) for value, _ in packed]
     return found
 
 

@@ -29,7 +29,7 @@ __all__ = [
     "Value",
     "Waiting",
     "deliver",
-    "deliver_in_return",
+    "deliver_for_gradients",
     "receivers",
     "worker_info",
 ]
@@ -56,10 +56,8 @@ class Value(NamedTuple):
     """Number of the order that it belongs to."""
     slot: Slot
     value: Any
-    wanted: Slot | None = None
-    """The slot of the sender for what comes back."""
     answer: Future[Any] | None = None
-    """Its way. None as the answer: nothing will come back, or not by this way."""
+    """The way of what comes back. None as the answer: nothing will come back, or not by this way."""
 
 
 class Lost(NamedTuple):
@@ -90,19 +88,19 @@ def deliver(host: str, call: int, slot: Slot, value: Any) -> bool:
 
 
 @rpc.functions.async_execution  # type: ignore[untyped-decorator]
-def deliver_in_return(host: str, call: int, slot: Slot, value: Any, wanted: Slot) -> Future[Any]:
-    """The same; the answer is the value for the sender's slot ``wanted``."""
+def deliver_for_gradients(host: str, call: int, slot: Slot, value: Any) -> Future[Any]:
+    """The same; the answer are the gradients of the value."""
     answer: Future[Any] = Future()
     receiver = receivers.get(host)
     if receiver is None:
         answer.set_result(None)
     else:
-        receiver.put(Value(call, slot, value, wanted, answer))
+        receiver.put(Value(call, slot, value, answer))
     return answer
 
 
-def _take_answer(host: str, worker: str, call: int, wanted: Slot, answer: Future[Any]) -> None:
-    """Runs when what comes back for a value is there."""
+def _take_answer(host: str, worker: str, call: int, slot: Slot, answer: Future[Any]) -> None:
+    """Runs when the answer to a value is there: puts it into a slot of the sender."""
     receiver = receivers.get(host)
     if receiver is None:
         return
@@ -112,7 +110,13 @@ def _take_answer(host: str, worker: str, call: int, wanted: Slot, answer: Future
         receiver.put(Lost(call, f"{worker}: {error}"))
     else:
         if value is not None:
-            receiver.put(Value(call, wanted, value))
+            receiver.put(Value(call, slot, value))
+
+
+def _slot_of_gradients(slot: Slot) -> Slot:
+    """Of those of the value in a slot: on the worker that it is of."""
+    _, stage, micro_batch, source = slot
+    return "B", source, micro_batch, stage
 
 
 def worker_info(name: str) -> Any:
@@ -129,7 +133,7 @@ class Exchange:
         # Number of the order that is being carried out: its values are sent and waited for.
         self.running: int | None = None
         self._slots: dict[tuple[int, Slot], Any] = {}
-        # The ways of values that other workers wait for, by their slots there.
+        # The ways of gradients that other workers wait for, by their slots there.
         self._answers: dict[tuple[int, Slot], Future[Any]] = {}
         self._unanswered: dict[str, collections.deque[Future[Any]]] = collections.defaultdict(collections.deque)
         self.set_routes(routes)
@@ -152,8 +156,8 @@ class Exchange:
     def lay(self, mail: Value) -> None:
         """Put a value into its slot."""
         self._slots[mail.call, mail.slot] = mail.value
-        if mail.answer is not None and mail.wanted is not None:
-            self._answers[mail.call, mail.wanted] = mail.answer
+        if mail.answer is not None:
+            self._answers[mail.call, _slot_of_gradients(mail.slot)] = mail.answer
 
     def has(self, waiting: Waiting) -> bool:
         """Whether an order that waits for this may go on."""
@@ -181,8 +185,8 @@ class Exchange:
 
     # -- values that leave
 
-    def send(self, stage: int, slot: Slot, value: Any, *, wanted: Slot | None = None) -> None:
-        """To the worker of a stage, which will send back a value for the slot ``wanted``, if any. LostPeerError if it
+    def send(self, stage: int, slot: Slot, value: Any, *, for_gradients: bool = False) -> None:
+        """To the worker of a stage; ``for_gradients``, if these come back in the running order. LostPeerError if it
         does not answer."""
         assert self.running is not None
         route = self._routes[stage]
@@ -199,10 +203,9 @@ class Exchange:
             value = to_device(value, _CPU)
         try:
             # To a device tensors come by a request, straight from another one.
-            if wanted is not None and self._device.type == "cpu":
-                arguments = (its_host, self.running, slot, value, wanted)
-                back = rpc.rpc_async(worker, deliver_in_return, arguments, timeout=0)
-                back.add_done_callback(functools.partial(_take_answer, self._host, worker.name, self.running, wanted))
+            if for_gradients and self._device.type == "cpu":
+                call = rpc.rpc_async(worker, deliver_for_gradients, (its_host, self.running, slot, value), timeout=0)
+                self._await_answer(call, worker.name, _slot_of_gradients(slot))
                 return
             waiting = self._unanswered[worker.name]
             if len(waiting) >= _CREDITS:
@@ -216,6 +219,11 @@ class Exchange:
             self._unanswered.pop(worker.name, None)
             raise LostPeerError(f"{worker.name}: {error}") from None
 
+    def _await_answer(self, call: Future[Any], worker: str, slot: Slot) -> None:
+        """Have the answer of a worker put into a slot here."""
+        assert self.running is not None
+        call.add_done_callback(functools.partial(_take_answer, self._host, worker, self.running, slot))
+
     def look_after(self) -> None:
         """Raise LostPeerError if a value that has left did not arrive."""
         for name, waiting in self._unanswered.items():
@@ -223,12 +231,10 @@ class Exchange:
 
     def settle(self) -> Generator[Waiting, None, None]:
         """Return when all values that have left in the running order have arrived, by ``yield from``."""
-        assert self.running is not None
-        left = [(name, answer) for name, waiting in self._unanswered.items() for answer in waiting]
+        left = [(name, call) for name, waiting in self._unanswered.items() for call in waiting]
         self._unanswered.clear()
-        for number, (name, answer) in enumerate(left):
-            slot = ("A", number, 0, 0)
-            answer.add_done_callback(functools.partial(_take_answer, self._host, name, self.running, slot))
+        for number, (name, call) in enumerate(left):
+            self._await_answer(call, name, ("A", number, 0, 0))
         for number in range(len(left)):
             yield from self.wait(("A", number, 0, 0))
 

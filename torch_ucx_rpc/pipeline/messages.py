@@ -33,8 +33,7 @@ class HostConfig:
     training: bool
 
 
-@dataclasses.dataclass
-class Request:
+class Request(NamedTuple):
     """One call as one worker needs it: the payload of the order ``run``."""
 
     row_key: tuple[Any, ...]

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from torch_ucx_rpc.pipeline.exchange import Exchange, LostPeerError, Slot, Waiting
+from torch_ucx_rpc.pipeline.exchange import Exchange, LostPeerError, Waiting
 from torch_ucx_rpc.pipeline.messages import Failure, Request
 from torch_ucx_rpc.pipeline.schedule import Action, Row
 from torch_ucx_rpc.pipeline.stage import Stage
@@ -118,8 +118,8 @@ class Run:
         self._record(stage.index, "F", number, begin)
         for target, packet in sent.items():
             if target != DRIVER:
-                back: Slot | None = ("B", stage.index, number, target) if request.is_step else None
-                self._exchange.send(target, ("F", target, number, stage.index), packet, wanted=back)
+                slot = ("F", target, number, stage.index)
+                self._exchange.send(target, slot, packet, for_gradients=request.is_step)
             elif request.to_driver:
                 self._result.setdefault("outputs", []).append(to_device(packet, _CPU))
             else:

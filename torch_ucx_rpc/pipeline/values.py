@@ -42,9 +42,8 @@ def unpack(packet: Packet, device: torch.device, grad: bool) -> tuple[Any, list[
     """The value on ``device``, and the leaves of it that collect a gradient; none do without ``grad``."""
     value, wanting = packet
     if wanting is None:
+        # Nobody else has the packet's tensor, even where a stage on this host has handed it over.
         leaf = _on(value, device)
-        # A stage on this host handed over the very tensor: a new one, lest its flag reach the sender's.
-        leaf = leaf.detach() if leaf is value else leaf
         return (leaf.requires_grad_(), [leaf]) if grad else (leaf, [])
     if not wanting or not grad:
         return to_device(value, device), []
@@ -54,8 +53,7 @@ def unpack(packet: Packet, device: torch.device, grad: bool) -> tuple[Any, list[
         if isinstance(leaf, torch.Tensor):
             moved = _on(leaf, device)
             if place in wanting:
-                moved = (moved.detach() if moved is leaf else moved).requires_grad_()
-                collected.append(moved)
+                collected.append(moved.requires_grad_())
             leaves[place] = moved
     return pytree.tree_unflatten(leaves, spec), collected
 
@@ -120,6 +118,9 @@ def split(values: Any, count: int) -> list[Any]:
         if not values:
             return [kind()] * count
         return [kind(parts) for parts in zip(*(split(one, count) for one in values), strict=True)]
+    if kind is dict:
+        columns = {key: split(one, count) for key, one in values.items()}
+        return [{key: column[number] for key, column in columns.items()} for number in range(count)]
     leaves, spec = pytree.tree_flatten(values)
     parts = [
         torch.tensor_split(leaf, count) if isinstance(leaf, torch.Tensor) and leaf.dim() > 0 else [leaf] * count
