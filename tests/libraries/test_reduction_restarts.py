@@ -464,6 +464,70 @@ def test_a_copy_of_the_state_stays_as_it_is_while_updates_come() -> None:
     assert torch.equal(again.values()[0], state.values()[0])
 
 
+def test_a_trainer_is_told_when_other_parameters_are_in_the_place_of_its_own(
+    run_on_both: RunWorkers, tmp_path: Path
+) -> None:
+    run_on_both(3, give_parameters_anew, Steps(tmp_path))
+
+
+def forget_all_servers() -> None:
+    _host.hosts()._hosts.clear()
+
+
+def give_parameters_anew(rank: int, steps: Steps) -> None:
+    def serve() -> reduction.Server:
+        return reduction.serve("worker0", trainers=1, parameters=[torch.ones(2)], optimizer=SGD, asynchronous=True)
+
+    if rank == 1:
+        server = serve()
+        reduction.push_pull(server, [torch.ones(2)])
+        # As a host that was started anew.
+        rpc.rpc_sync("worker0", forget_all_servers)
+        steps.done("forgotten")
+        steps.wait_for("given anew")
+        with pytest.raises(ValueError, match=r"worker1.*were lost with their hosts, and 'worker0' has others.*leave"):
+            reduction.push_pull(server, [torch.ones(2)])
+        server.leave()
+        assert torch.allclose(reduction.push_pull(serve(), [torch.ones(2)])[0], torch.full((2,), 0.9))
+    elif rank == 2:
+        steps.wait_for("forgotten")
+        serve()
+        steps.done("given anew")
+    steps.done(f"over {rank}")
+    steps.wait_for("over 0", "over 1", "over 2")
+
+
+STEPS_OF_SERVE = ("open_host", "is_newcomer", "fill", "take_parameters", "kept")
+
+
+@pytest.mark.parametrize("step", STEPS_OF_SERVE)
+def test_a_host_that_dies_while_a_server_is_made_is_done_without(
+    run_on_ucx: RunWorkers, tmp_path: Path, step: str
+) -> None:
+    run_on_ucx(3, lose_a_host_in_serve, Steps(tmp_path), step, shutdown=False, exit_codes={0: KILLED})
+
+
+def die_of_anything(*_: object) -> None:
+    die()
+
+
+def lose_a_host_in_serve(rank: int, steps: Steps, step: str) -> None:
+    if rank == 0:
+        # What a trainer calls is looked up by its name.
+        setattr(_host, step, die_of_anything)
+        steps.done("mortal")
+    elif rank == 2:
+        steps.wait_for("mortal")
+        server = reduction.serve(
+            "worker0", "worker1", parameters=[torch.ones(2), torch.ones(3)], optimizer=SGD, replica=True
+        )
+        parameters = reduction.push_pull(server, [torch.ones(2), torch.ones(3)])
+        assert torch.allclose(torch.cat(parameters), torch.full((5,), 0.9))
+        steps.done("over")
+    steps.wait_for("over")
+    rpc.shutdown(graceful=False)
+
+
 class FakeHosts:
     """Another host, with a replica, that answers when it is told to."""
 
@@ -485,8 +549,11 @@ def test_a_replica_is_sent_no_update_before_it_has_the_state() -> None:
     taken = piece.take_parameters([torch.zeros(2)])
 
     def push(number: int) -> torch.futures.Future[Answer]:
-        trainer = TrainerLife(0, "t0", 7)
-        return piece.push(Push("ps", piece.name, 0, trainer, None, None, number, False, [torch.ones(2)]), True)
+        kept = piece.kept()
+        assert kept is not None
+        trainer, gradients = TrainerLife(0, "t0", 7), [torch.ones(2)]
+        pushed = Push("ps", piece.name, 0, trainer, None, None, number, False, gradients, kept[0])
+        return piece.push(pushed, True)
 
     answers = [push(0), push(1)]
     # It could overtake the state, which is more, and be lost in it.

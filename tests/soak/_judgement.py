@@ -20,7 +20,9 @@ _MOST_EXAMPLES = 5
 # How a name is refused (docs/services.md).
 _HAS_IT = re.compile(r"it is a value of worker '(\w+)'")
 # How pushes fail when none of their hosts has the state any more (docs/reduction.md).
-_STATE_IS_LOST = re.compile("has no parameters|all hosts of the server|are not in the state any more")
+_STATE_IS_LOST = re.compile(
+    "has no parameters|were lost with their hosts|all hosts of the server|are not in the state any more"
+)
 # For all to forget the names of a worker that was killed, where its kernel can tell them; and of the limit otherwise,
 # for silence is looked at now and then.
 _FORGETTING_S, _SILENCE = 1.0, 1.5

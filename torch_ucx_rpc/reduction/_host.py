@@ -301,8 +301,8 @@ def take_parameters(key: str, piece: str, parameters: list[Tensor]) -> Future[No
     return hosts()[key].parameters(piece).take_parameters(parameters)
 
 
-def shapes(key: str, piece: str) -> list[tuple[int, ...]] | None:
-    return hosts()[key].parameters(piece).shapes()
+def kept(key: str, piece: str) -> tuple[int, list[tuple[int, ...]]] | None:
+    return hosts()[key].parameters(piece).kept()
 
 
 @rpc.functions.async_execution

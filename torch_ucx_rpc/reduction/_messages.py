@@ -89,6 +89,8 @@ class Push(NamedTuple):
     # To another host, since the first one has been lost.
     is_repeated: bool
     tensors: list[Tensor]
+    # Of the parameters on the server.
+    origin: int | None = None
 
 
 class Answer(NamedTuple):

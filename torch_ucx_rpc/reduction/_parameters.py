@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import logging
 import os
+import secrets
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -88,7 +89,9 @@ class Replica(NamedTuple):
 class Parameters:
     """Parameters and their optimizer. ``lock`` guards them; it may be taken with the lock of the roster held."""
 
-    def __init__(self, parameters: Sequence[Tensor], make: OptimizerFactory) -> None:
+    def __init__(self, parameters: Sequence[Tensor], make: OptimizerFactory, origin: int | None = None) -> None:
+        # Tells what a trainer has given from what another one gives when that is lost.
+        self.origin = secrets.randbits(63) if origin is None else origin
         self.parameters = [torch.nn.Parameter(tensor.detach().clone()) for tensor in parameters]
         self.optimizer = make(self.parameters)  # type: ignore[arg-type]
         self.updates = 0
@@ -119,6 +122,7 @@ class Parameters:
     def to_dict(self) -> dict[str, Any]:
         """A copy of all that there is, which travels while updates come."""
         return {
+            "origin": self.origin,
             "parameters": self.values(),
             # The next update writes to what this has.
             "optimizer": copy.deepcopy(self.optimizer.state_dict()),
@@ -128,7 +132,7 @@ class Parameters:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any], make: OptimizerFactory) -> Parameters:
-        made = cls(values["parameters"], make)
+        made = cls(values["parameters"], make, values["origin"])
         made.optimizer.load_state_dict(values["optimizer"])
         made.updates, made.applied = values["updates"], Applied.from_dict(values["applied"])
         return made
@@ -213,9 +217,10 @@ class ParameterPiece(Piece):
         if state is not None and state.replica is not None and state.replica.host == name:
             state.replica = None
 
-    def shapes(self) -> list[tuple[int, ...]] | None:
+    def kept(self) -> tuple[int, list[tuple[int, ...]]] | None:
+        """The origin and the shapes of the parameters."""
         with self._roster.lock:
-            return None if self._parameters is None else self._parameters.shapes()
+            return None if self._parameters is None else (self._parameters.origin, self._parameters.shapes())
 
     def _restore(self) -> Parameters | None:
         """The parameters, of the checkpoint if there are none here. The caller holds the lock of the roster."""
@@ -248,6 +253,12 @@ class ParameterPiece(Piece):
                 f"{self._life.info.name!r} has no parameters for the gradients of {push.trainer}: they were with a "
                 f"host that has been lost. reduction.serve(..., replica=True) keeps a second copy, and "
                 f"checkpoint='a folder that all hosts see' one on disk"
+            )
+        if push.origin != state.origin:
+            return _refused(
+                f"the parameters that {push.trainer} pushes to were lost with their hosts, and "
+                f"{self._life.info.name!r} has others, which a trainer has given since: server.leave() and "
+                f"reduction.serve take part in those"
             )
         got = [tuple(tensor.shape) for tensor in push.tensors]
         if got != state.shapes():

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch._C._distributed_rpc import WorkerInfo
 
 from torch_ucx_rpc._observe.life import Life
+from torch_ucx_rpc._observe.lost import was_lost
 from torch_ucx_rpc.reduction import _host
 from torch_ucx_rpc.reduction._meeting import Hosts, trainers_as_hosts
 from torch_ucx_rpc.reduction._messages import OptimizerFactory, Spec
@@ -97,9 +98,7 @@ def serve(
         if is_new and trainers is None and expected_names and life.info.name in names:
             # A host that trains, too.
             server.call_all(_host.expect, server.spec.key, 0, (life.info.name,))
-        if is_new and any(
-            server.call(host, _host.is_newcomer, server.spec.key, server.trainer) for host in server.living_hosts()
-        ):
+        if is_new and any(server.call_all(_host.is_newcomer, server.spec.key, server.trainer)):
             # It takes part from the rounds on that are open then.
             server.first_round = None
         if parameters is not None:
@@ -203,16 +202,28 @@ def _give_parameters(server: Server, parameters: list[Tensor]) -> None:
     shards = server.assign(parameters)
     for shard in range(server.spec.shards):
         mine = [tensor for tensor, of in zip(parameters, shards, strict=True) if of == shard]
-        host = server.host_of(shard)
-        if not mine or host is None:
-            continue
-        piece = f"parameters/{shard}"
-        if server.call(host, _host.fill, server.spec.key, piece, server.trainer) == "give":
-            server.call(host, _host.take_parameters, server.spec.key, piece, mine)
-        shapes = server.call(host, _host.shapes, server.spec.key, piece)
-        expected = [tuple(tensor.shape) for tensor in mine]
-        if shapes != expected:
-            raise ValueError(
-                f"the parameters of this trainer have the shapes {expected}, and the server's {shapes} (those on "
-                f"{host!r}): all trainers must give the same model"
-            )
+        host = server.host_of(shard) if mine else None
+        while mine and not (host is not None and _give_to(server, host, f"parameters/{shard}", mine)):
+            host = server.find_host(shard)
+
+
+def _give_to(server: Server, host: str, piece: str, mine: list[Tensor]) -> bool:
+    """Have one host keep parameters; False if it is lost before it has them."""
+    key = server.spec.key
+    try:
+        if server.call(host, _host.fill, key, piece, server.trainer) == "give":
+            server.call(host, _host.take_parameters, key, piece, mine)
+        origin, shapes = server.call(host, _host.kept, key, piece)
+    except RuntimeError as error:
+        if not was_lost(error):
+            raise
+        server.lose(host)
+        return False
+    expected = [tuple(tensor.shape) for tensor in mine]
+    if shapes != expected:
+        raise ValueError(
+            f"the parameters of this trainer have the shapes {expected}, and the server's {shapes} (those on "
+            f"{host!r}): all trainers must give the same model"
+        )
+    server.origins[piece] = origin
+    return True

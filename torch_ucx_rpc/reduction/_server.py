@@ -68,6 +68,8 @@ class Server:
         self._open_pieces: set[str] = set()
         self.first_round: int | None = 0
         self._names = itertools.count()
+        # Of the parameters, by piece.
+        self.origins: dict[str, int] = {}
         self._shapes: list[tuple[int, ...]] | None = None
         self._assignment: list[int] = []
         self.has_left = False
@@ -277,15 +279,17 @@ class Server:
             return answer.wait() if isinstance(answer, torch.futures.Future) else answer
         return rpc.rpc_sync(name, function, args=arguments)
 
-    def call_all(self, function: Callable[..., Any], *arguments: Any) -> None:
-        """Call a function of every host, but those that are lost."""
+    def call_all(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        """Call a function of every host, but those that are lost: their answers."""
+        answers = []
         for name in self.living_hosts():
             try:
-                self.call(name, function, *arguments)
+                answers.append(self.call(name, function, *arguments))
             except RuntimeError as error:
                 if not was_lost(error):
                     raise
                 self.lose(name)
+        return answers
 
     # -- pushes
 
@@ -306,7 +310,9 @@ class Server:
             number = next(self._numbers.setdefault(piece, itertools.count()))
         self._is_idle = False
         at = self.positions.get(piece, self.first_round)
-        return Push(self.spec.key, piece, shard, self.trainer, at, quorum, number, False, tensors)
+        return Push(
+            self.spec.key, piece, shard, self.trainer, at, quorum, number, False, tensors, self.origins.get(piece)
+        )
 
     def end_push(self, push: Push) -> None:
         """A push is answered, or has failed."""
