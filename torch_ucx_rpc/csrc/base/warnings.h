@@ -5,7 +5,7 @@
 
 namespace torch_ucx_rpc {
 
-// What the operator of a job should know, in one sentence without a full stop at its end. Any thread may warn, with any
+// Tells the operator of a job something, in one sentence without a full stop at its end. Any thread may warn, with any
 // lock: the receiver is never called here.
 void warn(std::string sentence);
 

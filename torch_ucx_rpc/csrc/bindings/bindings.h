@@ -2,7 +2,8 @@
 
 #include <torch/csrc/utils/pybind.h>
 
-// What Python sees of this folder's sources; torch_ucx_rpc/_C.pyi documents it. Each source says where the GIL is held.
+// Each function binds one source of this folder to Python. torch_ucx_rpc/_C.pyi documents what they bind, and each
+// source says where the GIL is held.
 namespace torch_ucx_rpc {
 
 // Turns C++ exceptions into those of torch_ucx_rpc.errors, and into those that a callee raised.

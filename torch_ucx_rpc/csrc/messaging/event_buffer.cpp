@@ -8,7 +8,7 @@ namespace torch_ucx_rpc {
 
 std::unique_ptr<EventBatch> EventBuffer::take() {
   if (pending_ != nullptr) {
-    pending_->turn = order_.begin();
+    pending_->turn = order_.begin(); // under the worker lock, so the turns are in the order of the batches
   }
   return std::move(pending_);
 }

@@ -111,6 +111,7 @@ Peer* Inbox::findSender(const wire::Header& header, uint64_t dataBytes, std::spa
     return nullptr;
   }
   if (from->opener.has_value()) {
+    // The seal first: a forged frame must not use up the number of a genuine one, which would then be refused.
     if (!from->opener->isGenuine(header, dataBytes, data)) {
       rejectFrame(
           FrameFault::kForged,
@@ -127,6 +128,7 @@ Peer* Inbox::findSender(const wire::Header& header, uint64_t dataBytes, std::spa
 
 void Inbox::rejectFrame(FrameFault fault, const std::string& what) {
   countRefused();
+  // One warning for each sort: otherwise a stranger could fill the log.
   if (!hasWarned_.test(static_cast<size_t>(fault))) {
     hasWarned_.set(static_cast<size_t>(fault));
     events_.addWarning("refused " + what + " (more of the kind are only counted: agent.frames_refused in get_metrics)");
@@ -146,6 +148,7 @@ void Inbox::onEager(std::span<const std::byte> headerBytes, std::span<const std:
   }
   // The tag of a span's frame covers its place and its size, not its bytes (see wire/seal.h).
   const bool isBody = header.index == wire::kBodyIndex;
+  // The bytes are copied after the check, so a flood of strangers' frames costs no memory.
   if (Peer* from = findSender(header, bytes.size(), isBody ? bytes : std::span<const std::byte>())) {
     add(*from, header, {Bytes(bytes), nullptr, 0});
   }
@@ -174,7 +177,7 @@ void Inbox::onRendezvous(std::span<const std::byte> headerBytes, void* rendezvou
     }
   }
   if (from == nullptr) {
-    receiver_.release(piece);
+    receiver_.release(piece); // otherwise the sender's operation would never complete
     return;
   }
   add(*from, header, std::move(piece));
@@ -204,6 +207,7 @@ void Inbox::add(Peer& from, const wire::Header& header, wire::Piece piece) {
     case wire::Kind::kCancel:
       onCancel(from, header.callId);
       return;
+    // A transport callback must not send. Messenger answers both of these when it starts what is deferred.
     case wire::Kind::kPing:
       pings_.push_back(&from);
       return;
@@ -279,6 +283,8 @@ void Inbox::onAssembled(Peer& from, wire::Assembled assembled) {
 }
 
 void Inbox::onCancel(const Peer& from, uint64_t callId) {
+  // The request may be incomplete, may wait for the window, or is being received. One that has arrived whole is left
+  // alone: RequestServer drops it when its deadline has passed.
   std::vector<wire::Piece> dropped;
   assembler_.cancel(from.member().session, wire::Kind::kRequest, callId, dropped);
   receiver_.release(dropped);
@@ -333,6 +339,7 @@ void Inbox::admitWaiting(std::deque<Receiver::Announced>& queue) {
 
 void Inbox::admitStalled() {
   assertHoldsWorkerLock();
+  // Responses do not stall. Their shares come back when they are decoded, and that never waits for a handler.
   if (waitingRequests_.empty()) {
     return;
   }

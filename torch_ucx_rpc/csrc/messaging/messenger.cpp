@@ -86,7 +86,7 @@ void Messenger::post(Peer& to, wire::Kind kind, uint64_t callId, std::unique_ptr
   if (message->stagedBytes != 0) {
     countStaged(*message);
   }
-  message->sealContent();
+  message->sealContent(); // takes long for a large payload, so it comes before the worker lock
   progress_.submit([this, message = std::move(message)]() mutable { outbox_.send(std::move(message)); });
 }
 
@@ -148,6 +148,7 @@ void Messenger::countStaged(const OutgoingMessage& message) {
 void Messenger::cancel(std::vector<std::pair<Peer*, uint64_t>> calls) {
   progress_.submit([this, calls = std::move(calls)] {
     for (const auto& [to, id] : calls) {
+      // A request that has left is canceled at its callee, which drops the parts that it has not received.
       if (!outbox_.cancel(*to, id)) {
         sendNowWithWorkerLock(*to, wire::Kind::kCancel, id);
       }
@@ -165,7 +166,7 @@ void Messenger::onPeerGone(Peer& peer) {
     inbox_.dropPeer(peer);
     outbox_.abandon(peer);
   });
-  requestRepair();
+  requestRepair(); // it may have died while it wrote into the shared memory of this worker
 }
 
 void Messenger::acceptJoins(const std::string& joinKey) {

@@ -52,6 +52,8 @@ Error Outbox::moveToNetwork(Peer& peer) {
 }
 
 void Outbox::retireQueue(const QueueKey& key) {
+  // Messages that wait take the network. Those under way over shared memory may never end, and would keep the room that
+  // they have in the queue.
   if (auto retired = queues_.extract(key)) {
     Queue& queue = queues_[key];
     queue.waiting.swap(retired.mapped().waiting);
@@ -70,6 +72,7 @@ void Outbox::send(std::unique_ptr<OutgoingMessage> message) {
     entry->second.push_back(std::move(message));
     return;
   }
+  // Not counted before: a worker that leaves waits for all that is under way, and a peer may never admit it.
   ++message->to->messagesUnderWay;
   if (isReady(*message)) {
     enqueue(std::move(message));
@@ -147,10 +150,11 @@ bool Outbox::cancel(Peer& to, uint64_t callId) {
     }
   }
   if (given == nullptr) {
-    return false;
+    return false; // the transport has it, or has had it: only the callee can drop it now
   }
   given->error = callGivenUp();
   --to.messagesUnderWay;
+  // Not destroyed here: its tensors may run user code when they die, which the worker lock forbids.
   events_.addSent(std::move(given));
   return true;
 }
@@ -164,7 +168,7 @@ void Outbox::start(std::unique_ptr<OutgoingMessage> owned, Queue* queue) {
   if (queue != nullptr) {
     queue->account(*message, true);
   }
-  message->unfinished = 1 + message->pieces.size();
+  message->unfinished = 1 + message->pieces.size(); // before the first send, which may complete at once
   if (Error error = message->error ? message->error : connect(*message->to)) {
     finish(message, queue, message->unfinished, std::move(error));
     return;
@@ -189,6 +193,7 @@ void Outbox::start(std::unique_ptr<OutgoingMessage> owned, Queue* queue) {
         },
         piece.memory);
   }
+  // The end of an eager send is no sign of life: UCX may have copied the bytes, and the peer not read them.
   const SendMode mode = message->isBodyEager() ? SendMode::kEager : SendMode::kRendezvous;
   transport_.send(endpoint, message->header, message->body, mode, [this, message, queue](Error error) {
     finish(message, queue, 1, std::move(error));
@@ -205,6 +210,7 @@ void Outbox::finish(OutgoingMessage* message, Queue* queue, size_t parts, Error 
   }
   if (queue != nullptr) {
     queue->account(*message, false);
+    // A transport callback must not send, so startDeferred() fills the room.
     if (!queue->waiting.empty()) {
       unblocked_.push_back(queue);
     }
@@ -239,7 +245,7 @@ void Outbox::retryStranded() {
 }
 
 size_t Outbox::underWay() const {
-  size_t sum = stranded_.size();
+  size_t sum = stranded_.size(); // finish() has counted them down, and they are to leave all the same
   for (const auto& [endpoint, peer] : peers_) {
     sum += peer->isThere() && peer->endpoint == endpoint ? peer->messagesUnderWay : 0; // a peer may have had several
   }
@@ -278,7 +284,7 @@ void Outbox::abandon(Peer& peer) {
 
 void Outbox::close() {
   assertHoldsWorkerLock();
-  isClosed_ = true;
+  isClosed_ = true; // first, so that everything below fails
   while (!unadmitted_.empty()) {
     onAdmitted(*unadmitted_.begin()->first);
   }

@@ -63,6 +63,8 @@ void ReceiveWindow::releaseQueued(uint64_t bytes) {
 }
 
 void ReceiveWindow::onReleased() {
+  // The room was given back first, and the count is read after that. The inbox stores its count first, and then looks
+  // for room. So one of the two sees the other.
   releases_.fetch_add(1);
   if (waitingMessages.load() != 0) {
     onRoom_();

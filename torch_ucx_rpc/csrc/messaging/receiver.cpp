@@ -65,6 +65,7 @@ void Receiver::planMemory(Receiving& receiving) {
     receiving.allocation = std::make_shared<DeviceAllocation>();
     receiving.allocation->spans = std::move(planned);
     receiving.allocation->isFromNeighbour = message.from->isNeighbour.load() && !message.from->isOverNetwork.load();
+    // The allocators of devices may wait for Python, so they are not asked under the worker lock.
     events_.addWork([allocation = receiving.allocation, &transport = transport_, onAllocated = onAllocated_] {
       allocation->run(transport);
       onAllocated();
@@ -213,6 +214,8 @@ void Receiver::setDue(Source& source) {
 }
 
 void Receiver::receiveNextParts(Source& source) {
+  // Counted apart from what the callbacks count, since receives may complete at once. One call then still begins only
+  // so many, and other operations have the worker lock in between.
   uint64_t bytes = source.inFlightBytes;
   size_t pieces = source.inFlightPieces;
   std::erase_if(source.waiting, [this](Entry receiving) {
@@ -234,7 +237,7 @@ void Receiver::receiveNextParts(Source& source) {
     bytes += more;
     source.isOldestsTurn = !source.isOldestsTurn;
     if (receiving->begun + 1 == receiving->parts.size()) {
-      source.waiting.erase(next);
+      source.waiting.erase(next); // now, since the end of this part may be the end of the message
     }
     receivePart(source, receiving);
   }

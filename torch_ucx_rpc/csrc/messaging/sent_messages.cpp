@@ -33,7 +33,7 @@ void SentMessages::destroyWaiting() {
   if (waitingCount_.load() == 0) {
     return;
   }
-  std::vector<std::unique_ptr<OutgoingMessage>> taken;
+  std::vector<std::unique_ptr<OutgoingMessage>> taken; // destroyed after the lock is released
   const std::lock_guard lock(mutex_);
   taken.swap(waiting_);
   waitingCount_.store(0);

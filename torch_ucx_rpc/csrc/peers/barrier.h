@@ -27,7 +27,8 @@ class Barrier {
     int64_t sum = 0;
     Error error;
   };
-  // Sends the barrier's frames. Neither function may block or call back.
+  // Sends the barrier's frames, without blocking. Called without the barrier's lock: the sending thread may hand out
+  // events on the way, and they may be for this barrier.
   class Link {
    public:
     virtual ~Link() = default;

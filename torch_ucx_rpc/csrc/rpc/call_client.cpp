@@ -72,6 +72,7 @@ c10::intrusive_ptr<JitFuture> CallClient::send(
   }
   call.sender = std::this_thread::get_id();
   call.nesting = Executor::markBlocked();
+  // Without credit even a small body waits here until the callee asks for it.
   outgoing->waitsForRoom = outgoing->isBodyEager() && !call.eager.take(to, outgoing->body.size(), messenger_.share());
   c10::intrusive_ptr<JitFuture> future = call.future;
   const CallTable::Clock::time_point deadline = call.deadline;
@@ -272,12 +273,13 @@ void CallClient::waitDriving(JitFuture& future) {
     if (!messenger_.driveUntil([&] { return future.completed() || lifetime_.isClosed(); }, awaited)) {
       waitIdle(future); // another caller drives
     } else if (!future.completed()) {
-      whileWaiting_();
+      whileWaiting_(); // a signal may have come in
     }
   }
 }
 
 void CallClient::waitIdle(JitFuture& future) {
+  // Shared with the callback, which outlives this wait if whileWaiting_() throws.
   struct Completion {
     std::mutex mutex;
     std::condition_variable changed;
@@ -287,7 +289,7 @@ void CallClient::waitIdle(JitFuture& future) {
     return;
   }
   const auto completion = std::make_shared<Completion>();
-  constexpr bool kNeedsValue = false;
+  constexpr bool kNeedsValue = false; // so torch makes no stream wait for it
   future.addCallback(
       [completion](JitFuture& /*future*/) {
         const std::lock_guard lock(completion->mutex);

@@ -269,6 +269,7 @@ void Group::announceJoin(const std::string& record, const std::vector<uint64_t>&
   for (const uint64_t session : members) {
     Peer* peer = directory_.findSession(session);
     if (peer != nullptr && peer->state() == Peer::State::kFailed) {
+      // A peer that is lost stays lost, so the same worker becomes another peer.
       addMembers({peer->member()});
       peer = directory_.findSession(session);
     }
@@ -293,6 +294,7 @@ void Group::onJoin(uint64_t session, Bytes record) {
   if (hold == nullptr) {
     return; // being destroyed
   }
+  // Python decides, so not on this thread: it may drive, and no driver waits for the GIL.
   executor_.addRequest([this, hold = std::move(hold), session, record = std::move(record)] {
     const auto* text = reinterpret_cast<const char*>(record.data());
     try {
@@ -313,6 +315,7 @@ void Group::onAcknowledge(Peer& from) {
 }
 
 void Group::onLeave(Peer& from) {
+  // The state first: a peer whose leave is acknowledged expects no more calls.
   from.moveTo(Peer::State::kLeaving, {ErrorCode::kShutDown, from.describe() + " is leaving the group"});
   messenger_.postControl(from, wire::Kind::kAcknowledge);
 }

@@ -77,8 +77,8 @@ void RequestServer::onRequest(IncomingMessage request) {
   executor_.addRequest(
       [this, hold, open = std::move(open), request = std::move(request), arrivedAt = Clock::now()]() mutable {
         if (hasExpired(request, arrivedAt)) {
-          expired_.fetch_add(1, std::memory_order_relaxed);
           // A server that ran requests nobody waits for would collapse under timeouts and retries.
+          expired_.fetch_add(1, std::memory_order_relaxed);
           return;
         }
         serve(std::move(open), std::move(request));
@@ -248,6 +248,7 @@ void RequestServer::refuse(Peer& to, uint64_t callId, const Error& why) {
     answerWithError(to, callId, why.message()); // control frames never go to oneself
     return;
   }
+  // A control frame does not queue behind answers, nor does it need room at the caller.
   const wire::Refusal refusal{reasonOf(why), 0};
   Bytes body(std::as_bytes(std::span(&refusal, 1)));
   body.append(why.message().data(), why.message().size());
@@ -255,7 +256,7 @@ void RequestServer::refuse(Peer& to, uint64_t callId, const Error& why) {
 }
 
 void RequestServer::onAnswerNotSent(Peer& to, uint64_t callId, const Error& why) {
-  if (why.code() == ErrorCode::kDeviceFailed) {
+  if (why.code() == ErrorCode::kDeviceFailed) { // over the tensors of the answer; an error has none
     answerWithError(to, callId, why.message());
   } else if (to.isThere() && !lifetime_.isClosed() && why.code() != ErrorCode::kCanceled) {
     // The caller may have some parts of the answer, and would wait for the others.

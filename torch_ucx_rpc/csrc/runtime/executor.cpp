@@ -42,6 +42,7 @@ void Executor::start(Leader& leader) {
 }
 
 bool Executor::spawnLocked() {
+  // Detached: stop() leaves a thread behind that is stuck in user code, and that thread keeps this object alive.
   try {
     std::thread([self = shared_from_this()] { main(self); }).detach();
   } catch (const std::system_error&) {
@@ -62,6 +63,7 @@ void Executor::main(const std::shared_ptr<Executor>& self) {
     self->hooks_.onExit();
   }
   const std::lock_guard lock(self->mutex_);
+  // Last of all, since stop() takes it for the end of the thread.
   --self->threads_;
   self->ended_.notify_all();
 }
@@ -132,6 +134,7 @@ void Executor::runOne(std::unique_lock<std::mutex>& lock) {
   const std::shared_ptr<Nesting> nested = std::exchange(nesting, nullptr);
   lock.lock();
   if (nested != nullptr) {
+    // Calls of the request may still be open, rpc_async's for one. Their end must not count the request down again.
     nested->isRunning = false;
     nestingRequests_ -= nested->openCalls != 0 ? 1 : 0;
   }
@@ -193,6 +196,7 @@ bool Executor::wakeIdleLocked() {
   if (idle_ == 0) {
     return false;
   }
+  // It counts as no longer idle before it is awake, so that the next task wakes another one.
   --idle_;
   ++pendingWakes_; // the woken thread wakes another one if there is more to do
   return true;
@@ -215,6 +219,7 @@ bool Executor::wakeOrSpawnLocked() {
     if (wakeIdleLocked()) {
       return true;
     }
+    // Without a leader nothing more arrives, so a thread is made for that even beyond the number of cores.
     if ((threads_ < coreThreads_ || (leaders_ == 0 && pendingWakes_ == 0 && mayGrowLocked())) && spawnLocked()) {
       return false;
     }
@@ -251,6 +256,7 @@ Timer::TimePoint Executor::check(Clock::time_point now) {
     fullSince_ = Clock::time_point::max();
     return Timer::kNever;
   }
+  // Each task that has begun is progress, after which patience starts anew.
   fullSince_ = std::max(lastBegun_, std::min(fullSince_, now));
   if (now - fullSince_ >= kFullPatience) {
     shed = shedOldestLocked();
@@ -315,7 +321,7 @@ size_t Executor::stop(std::chrono::milliseconds limit, const std::function<void(
   while (threads_ != 0 && std::chrono::steady_clock::now() < deadline) {
     lock.unlock();
     wakeLeader();
-    dropped.clear();
+    dropped.clear(); // without the lock, like what check() sheds
     lock.lock();
     ended_.wait_for(lock, std::chrono::milliseconds(1), [this] { return threads_ == 0; });
   }

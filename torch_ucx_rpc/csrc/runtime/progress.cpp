@@ -50,6 +50,7 @@ void Progress::requestStartDeferred() {
 }
 
 void Progress::submit(Operation operation) {
+  // Through the queue even if the lock is free: an earlier operation of this thread may still wait there.
   {
     const std::lock_guard lock(queueMutex_);
     queue_.push_back(std::move(operation));
@@ -144,7 +145,7 @@ std::unique_ptr<EventBatch> Progress::drive(Role role, IsDone& isDone) {
     hasWaitingCaller_.store(true);
   }
   std::unique_lock lock = lockWorker();
-  unarmedSince_.store(0);
+  unarmedSince_.store(0); // this thread is back: a leader that polls need not take over
   if (leftAt != Clock::time_point{}) {
     spinning_.wasAway(role, Clock::now() - leftAt);
   }
@@ -325,6 +326,8 @@ void Progress::endDriving() {
   if (!hasWaitingCaller_.exchange(false)) {
     return; // this thread has not driven: isDone() was true at once
   }
+  // This caller has what it waited for, so it does not wait for the lock. Where it cannot leave the transport guarded,
+  // another thread is woken to drive.
   bool isGuarded = false;
   std::unique_ptr<EventBatch> events;
   {

@@ -36,8 +36,8 @@ class Spinning {
   // A longer time between two looks means that the thread was interrupted.
   static constexpr auto kInterruption = std::chrono::microseconds(50);
 
-  // What a driver waits for, besides the messages that others may send at any time: nothing, data on its way, or a
-  // device that works or copies.
+  // A driver always waits for the messages that others may send. Besides these it may wait for data on its way, or for
+  // a device that works or copies.
   enum class Awaited : uint8_t { kMessage, kTransfer, kDevice };
 
   // The number of cores that this process may run on.

@@ -8,7 +8,8 @@
 
 namespace torch_ucx_rpc {
 
-// What drivers sleep on: signals of the transport, wake-ups, and watched file descriptors. Thread-safe.
+// Lets drivers sleep, and wakes them for signals of the transport, for wake-ups, and for watched file descriptors.
+// Thread-safe.
 //
 // All of them sleep on one epoll set, edge triggered. For each event the kernel wakes one sleeper, the one that went to
 // sleep last: ep_poll() queues waiters exclusively, at the head. Progress relies on this.

@@ -121,7 +121,7 @@ class Decoder {
     return makeStorage(std::move(span.data), span.bytes, allocatorOf(device.type()));
   }
 
-  // torch's factories trust their arguments. What a peer may have written wrongly is checked here.
+  // torch's factories trust their arguments, and a peer may have written anything. So the record is checked here.
   static c10::ScalarType dtypeOf(const TensorRecord& record) {
     TORCH_CHECK(
         record.dtype < static_cast<uint8_t>(c10::ScalarType::Undefined),

@@ -79,7 +79,7 @@ class Encoder {
       }
     }
     outgoing->body = writer.finish();
-    outgoing->pendingWork = DeviceWork(currentStreams(devices_));
+    outgoing->pendingWork = DeviceWork(currentStreams(devices_)); // with the copies made above
     outgoing->lender = std::move(lent_);
     return outgoing;
   }
@@ -206,7 +206,7 @@ class Encoder {
     planned.record.children = 2;
     planned.record.flags |= tensor.is_coalesced() ? wire::kCoalesced : 0;
     plan(tensor._indices(), true);
-    plan(tensor._values().detach(), true);
+    plan(tensor._values().detach(), true); // detached: requires_grad is the parent's
   }
 
   void planCompressed(Layout layout, const at::Tensor& tensor, const at::Tensor& compressed, const at::Tensor& plain) {

@@ -56,7 +56,7 @@ enum class RepairState : uint8_t {
   kUnrepairable,
 };
 
-// What a transport tells its owner.
+// Hears of what arrives and of what fails. The owner of a transport implements it.
 //
 // onEager and onRendezvous may throw when there is no memory for the message. An eager message is dropped then. A
 // rendezvous is released, and its handle is void: receive() of it ends with kOutOfMemory, release() of it does nothing.

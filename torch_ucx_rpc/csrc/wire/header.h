@@ -82,9 +82,9 @@ struct Header {
     Hmac::Tag contentTag{}; // of a body: over what of the message is not in this frame and must not be changed
     Place place; // of a piece of a span
   };
-  // Of a request's body: how many milliseconds its caller was still going to wait when it was sent; 0: for ever, or
-  // unknown. It is relative, because the clocks of two machines may differ, so time on the way does not count against
-  // it.
+  // Of a request's body: how many milliseconds its caller was still going to wait when it made the call; 0: for ever,
+  // or unknown. It is relative, because the clocks of two machines may differ, so time on the way does not count
+  // against it.
   uint32_t deadlineMs = 0;
   uint32_t reserved = 0; // 0; not looked at
   Hmac::Tag frameTag{}; // over this header, and over the data if it is a body that came along

@@ -135,7 +135,7 @@ bool means(std::string_view word, std::string_view transport) {
          });
 }
 
-// What to look at where UCX cannot start. It tells its own reason on stderr, before.
+// Advice for a UCX that cannot start. UCX has told its own reason on stderr before.
 const char* cureOf(ucs_status_t status) {
   switch (status) {
     case UCS_ERR_NO_MEMORY:
@@ -150,7 +150,7 @@ const char* cureOf(ucs_status_t status) {
   }
 }
 
-// What we set where the user has set nothing (UCX_* variables are the user's). Each is a setting of some transports,
+// Sets what the user has not set (UCX_* variables are the user's). Each default is a setting of some transports,
 // and set only where UCX_TLS allows one of them: UCX 1.18 to 1.20 warn of settings that nothing has used.
 void applyDefaults(ucp_config_t* config, const std::string& networkDevices) {
   struct Default {

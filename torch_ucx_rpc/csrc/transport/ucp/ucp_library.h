@@ -21,7 +21,7 @@ bool allowsTransport(const std::string& tls, const std::string& transport);
 // Says in a sentence what UCX_TLS, set to `tls`, lacks for connecting to anybody. Empty if it lacks nothing known.
 std::string whatIsLackingToConnect(const std::string& tls);
 
-// What the status of an operation means.
+// The meaning of the status of an operation.
 Error errorOf(ucs_status_t status);
 // The same for making an endpoint, which involves no peer yet.
 Error errorOfConnecting(ucs_status_t status);

@@ -215,7 +215,7 @@ void UcpTransport::tellAll() noexcept {
     try {
       tell();
       isAllTold = true;
-    } catch (...) { // whoever closes cannot do anything about it
+    } catch (...) { // the closing thread cannot do anything about it
     }
   }
 }
