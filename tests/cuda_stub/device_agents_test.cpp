@@ -75,7 +75,7 @@ class Worker {
   // Of this worker's messages in both directions.
   void setDeviceMaps(const DeviceMap& requests, const DeviceMap& answers) const {
     const std::string other = nameOf(otherRank());
-    agent_->setDeviceMaps({{other, requests}}, {{other, answers}}, {fake()});
+    agent_->deviceMaps().set({{other, requests}}, {{other, answers}}, {fake()});
   }
 
   Future call(std::vector<at::Tensor> tensors) const {

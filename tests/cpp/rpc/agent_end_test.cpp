@@ -20,7 +20,7 @@ TEST_F(AgentTest, BarrierSumsOverAll) {
   start(4);
   atOnce({0, 1, 2, 3}, [&](worker_id_t rank) {
     for (int round = 0; round < 20; ++round) {
-      EXPECT_EQ(agent(rank).barrier(rank + round, std::chrono::seconds(20)), 6 + 4 * round);
+      EXPECT_EQ(agent(rank).group().barrier(rank + round, std::chrono::seconds(20)), 6 + 4 * round);
     }
   });
 }
@@ -30,7 +30,7 @@ TEST_F(AgentTest, BarrierThatTimesOutNamesWhoIsMissing) {
   std::string what;
   atOnce({0, 2}, [&](worker_id_t rank) {
     try {
-      (void)agent(rank).barrier(0, milliseconds(rank == 0 ? 600 : 20'000));
+      (void)agent(rank).group().barrier(0, milliseconds(rank == 0 ? 600 : 20'000));
       ADD_FAILURE();
     } catch (const std::exception& error) {
       if (rank == 0) {
@@ -56,7 +56,7 @@ TEST_F(AgentTest, BarrierEndsWhenAWorkerDies) {
       return;
     }
     try {
-      (void)agent(rank).barrier(0, std::chrono::seconds(20));
+      (void)agent(rank).group().barrier(0, std::chrono::seconds(20));
       ADD_FAILURE() << "rank " << rank;
     } catch (const std::exception& error) {
       EXPECT_TRUE(contains(error.what(), "worker 'w1'")) << error.what();
@@ -138,7 +138,7 @@ TEST_F(AgentTest, ShutdownEndsAWaitingCaller) {
     return echo(request);
   });
   const Future future = call(0, 1, "a", {}, 3600.f);
-  std::thread waiter([&] { agent(0).waitDriving(*future); });
+  std::thread waiter([&] { agent(0).calls().waitDriving(*future); });
   ASSERT_TRUE(eventually([&] { return gate_->waiting() == 1; }));
   agent(0).shutdown();
   waiter.join();

@@ -151,7 +151,7 @@ TEST_F(AgentTest, WaitersAreWokenForTheirAnswers) {
       for (int number = 0; number < 1000; ++number) {
         const auto began = std::chrono::steady_clock::now();
         const Future future = call(id % 2, (id + 1) % 2, std::to_string(number));
-        agent(id % 2).waitDriving(*future);
+        agent(id % 2).calls().waitDriving(*future);
         const auto took = std::chrono::duration_cast<milliseconds>(std::chrono::steady_clock::now() - began).count();
         for (int64_t slowest = slowestMs.load(); took > slowest && !slowestMs.compare_exchange_weak(slowest, took);) {
         }
@@ -177,7 +177,7 @@ TEST_F(AgentTest, WhoCompletesAFutureMayHoldWhatItsWaiterWants) {
   start(1);
   const Future future = newFuture();
   std::unique_lock hasGil(gil);
-  std::thread waiter([&] { agent(0).waitIdle(*future); });
+  std::thread waiter([&] { agent(0).calls().waitIdle(*future); });
   EXPECT_TRUE(eventually([&] { return wantsGil.load(); }));
   complete(future, "done");
   hasGil.unlock();
@@ -227,7 +227,7 @@ TEST_F(AgentTest, WaitersThatAreInterruptedStopWaiting) {
   std::vector<std::thread> waiters;
   for (const Future& future : calls) {
     waiters.emplace_back([&] {
-      EXPECT_THROW(agent(0).waitDriving(*future), Interrupted);
+      EXPECT_THROW(agent(0).calls().waitDriving(*future), Interrupted);
       ended.fetch_add(1);
     });
   }

@@ -2,7 +2,12 @@
 
 #include "rpc/device_maps.h"
 
+#include "base/warnings.h"
+
 #include <gtest/gtest.h>
+
+#include <string>
+#include <vector>
 
 namespace torch_ucx_rpc {
 namespace {
@@ -57,6 +62,25 @@ TEST(DeviceMapsTableTest, ListOfDevicesThatWasReadStaysAsItWas) {
   EXPECT_EQ(before, Devices{kFirst}) << "futures refer to it";
   EXPECT_EQ(maps.devices(), (Devices{kFirst, kSecond}));
   EXPECT_EQ(&maps.devicesInUse().get(), &maps.devices());
+}
+
+TEST(DeviceMapsTableTest, FirstDevicesWhoseMemoryIsCopiedThroughTheHostsBringOneWarning) {
+  std::vector<std::string> warnings;
+  setWarningReceiver([&](const std::string& sentence) { warnings.push_back(sentence); });
+  DeviceMaps maps(0, {ErrorCode::kDeviceFailed, "UCX has no CUDA"});
+  maps.set({}, {}, {});
+  flushWarnings();
+  EXPECT_TRUE(warnings.empty()) << "there are no devices";
+  maps.set({}, {}, {kFirst});
+  maps.set({}, {}, {kFirst, kSecond});
+  DeviceMaps shared;
+  shared.set({}, {}, {kFirst});
+  flushWarnings();
+  setWarningReceiver({});
+  EXPECT_EQ(
+      warnings,
+      std::vector<std::string>{
+          "tensors on devices are copied through the host's memory, which is slower. UCX has no CUDA"});
 }
 
 } // namespace

@@ -22,7 +22,7 @@ TEST_F(DeviceMapsTest, TensorsArriveWhereTheMapSays) {
       {{c10::kCPU, c10::kCPU}, {fake(0), c10::kCPU}, {fake(1), c10::kCPU}}};
   startWith(keep(), same_);
   for (const DeviceMap& map : maps) {
-    agent(0).setDeviceMaps({{"w1", map}}, {}, devices_);
+    agent(0).deviceMaps().set({{"w1", map}}, {}, devices_);
     for (const int64_t elements : {int64_t{0}, kSmall, kLarge}) {
       (void)answerWhileRunning(
           call(0, 1, "", {at::full({elements}, 1.f), onDevice(elements, 2, fake(0)), onDevice(elements, 3, fake(1))}));
@@ -95,7 +95,7 @@ TEST_F(DeviceMapsTest, DeviceWithoutAnEntryIsRefusedNamingTheWorker) {
 
 TEST_F(DeviceMapsTest, DeviceThatTheReceiverDoesNotUseIsRefused) {
   startWith([&](Message& /*request*/) { return completed(""); }, {{c10::kCPU, fake(1)}});
-  agent(1).setDeviceMaps({}, {}, {fake(0)});
+  agent(1).deviceMaps().set({}, {}, {fake(0)});
   for (const int64_t elements : {kSmall, kLarge}) {
     EXPECT_TRUE(contains(failure(call(0, 1, "", {at::ones({elements})})), "does not use for RPC")) << elements;
   }

@@ -76,7 +76,7 @@ class PeerMonitorTest : public testing::Test {
   Notes notes_;
   Observer first_{"first", notes_};
   Observer second_{"second", notes_};
-  PeerMonitor monitor_{one_.directory, one_.messenger, one_.timer, one_.lifetime, kLimit};
+  PeerMonitor monitor_{one_.identity, one_.directory, one_.messenger, one_.timer, one_.lifetime, kLimit};
 };
 
 TEST_F(PeerMonitorTest, EndIsToldOnceInTheOrderOfTheObserversAfterTheStateSaysSo) {
@@ -147,13 +147,57 @@ TEST_F(PeerMonitorTest, PeersThatVanishAfterAGracefulJoinAreInOrder) {
   EXPECT_EQ(takeNotes(), Notes{});
 }
 
+// ----------------------------------------------------------------------------------------------- this worker's end
+
+TEST_F(PeerMonitorTest, GoodbyeIsHeardByPeersThatWereMetAndByNeighbours) {
+  Handlers strangers;
+  TestWorker three(network_, 2, membersOf(3), strangers.all);
+  const auto heard = [&](Handlers& by, TestWorker& worker) {
+    worker.takeIn();
+    return by.takeNotes();
+  };
+  monitor_.sayGoodbye();
+  EXPECT_EQ(heard(theirs_, two_), Notes{});
+  EXPECT_EQ(heard(strangers, three), Notes{}) << "a job of a thousand would connect each worker to each other one";
+
+  one_.peer(1).isMet.store(true);
+  monitor_.sayGoodbye();
+  EXPECT_EQ(heard(theirs_, two_), Notes{"goodbye 0"});
+  EXPECT_EQ(heard(strangers, three), Notes{});
+
+  one_.peer(2).isNeighbour.store(true);
+  monitor_.sayGoodbye();
+  EXPECT_EQ(heard(theirs_, two_), Notes{"goodbye 0"});
+  EXPECT_EQ(heard(strangers, three), Notes{"goodbye 0"}) << "which watches this worker's process";
+}
+
+TEST_F(PeerMonitorTest, GoodbyeIsForOthersThatAreThere) {
+  for (Peer* peer : one_.directory.all()) {
+    peer->isMet.store(true);
+  }
+  monitor_.end(one_.peer(1), State::kLeft, {ErrorCode::kShutDown, "it has left"});
+  monitor_.sayGoodbye();
+  two_.takeIn();
+  one_.takeIn();
+  EXPECT_EQ(theirs_.takeNotes(), Notes{});
+  EXPECT_EQ(one_.peer(0).state(), State::kPresent);
+}
+
+TEST_F(PeerMonitorTest, NobodySaysGoodbyeWhereEverybodyLeaves) {
+  one_.peer(1).isMet.store(true);
+  monitor_.setEverybodyLeaving();
+  monitor_.sayGoodbye();
+  two_.takeIn();
+  EXPECT_EQ(theirs_.takeNotes(), Notes{});
+}
+
 // ------------------------------------------------------------------------------------------------- silence elsewhere
 
 TEST_F(PeerMonitorTest, EachPeriodLooksWhetherThisWorkerIsDeafOverSharedMemory) {
   auto owned = std::make_unique<SendingTransport>();
   SendingTransport& transport = *owned;
   TestWorker worker(std::move(owned), 2, membersOf(3), others_.all);
-  PeerMonitor monitor(worker.directory, worker.messenger, worker.timer, worker.lifetime, kLimit);
+  PeerMonitor monitor(worker.identity, worker.directory, worker.messenger, worker.timer, worker.lifetime, kLimit);
   monitor.watch(memberOf(2), {&worker.peer(1)});
   for (int period = 0; period < 10; ++period) {
     worker.advance(kLimit / 20);
@@ -217,7 +261,7 @@ TEST_F(PeerMonitorTest, EndOfALifelineLosesASilentPeerLongBeforeTheLimit) {
   member.lifelinePort = ntohs(address.sin_port);
   one_.directory.add(member);
   Peer& peer = one_.peer(7);
-  PeerMonitor patient(one_.directory, one_.messenger, one_.timer, one_.lifetime, 60 * kLimit);
+  PeerMonitor patient(one_.identity, one_.directory, one_.messenger, one_.timer, one_.lifetime, 60 * kLimit);
   patient.addObserver(first_);
   mine_.peers = &patient;
   patient.watch(memberOf(0), {&peer});

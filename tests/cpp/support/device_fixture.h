@@ -70,7 +70,7 @@ class DeviceTest : public AgentTest {
     };
     start(2, counted, options);
     for (worker_id_t rank : {0, 1}) {
-      agent(rank).setDeviceMaps({{"w0", requests}, {"w1", requests}}, {{"w0", replies}, {"w1", replies}}, devices_);
+      agent(rank).deviceMaps().set({{"w0", requests}, {"w1", requests}}, {{"w0", replies}, {"w1", replies}}, devices_);
     }
   }
 

@@ -35,7 +35,7 @@ class RpcWorker {
         callback(std::move(handler)),
         calls(parts.identity, parts.messenger, *parts.executor, parts.timer, parts.lifetime, deviceMaps, whileWaiting),
         orphans(parts.identity, agent, callback, parts.directory, *parts.executor, parts.timer, parts.lifetime),
-        monitor(parts.directory, parts.messenger, parts.timer, parts.lifetime, heartbeatLimit),
+        monitor(parts.identity, parts.directory, parts.messenger, parts.timer, parts.lifetime, heartbeatLimit),
         requests(
             parts.identity,
             callback,

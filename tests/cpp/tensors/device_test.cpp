@@ -273,7 +273,7 @@ TEST_F(DeviceTest, WhoDrivesHasAContext) {
   startWith([&](Message& /*request*/) { return completed(""); }, same_);
   std::thread caller([&] {
     EXPECT_TRUE(eventually([&] {
-      agent(0).waitDriving(*call(0, 1, "")); // drives, unless the answer is there at once
+      agent(0).calls().waitDriving(*call(0, 1, "")); // drives, unless the answer is there at once
       return device_.threads().contains(std::this_thread::get_id());
     }));
   });

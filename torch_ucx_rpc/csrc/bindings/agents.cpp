@@ -285,25 +285,36 @@ void bindAgents(py::module_& module) {
       .def("_set_on_gone", &setOnGone, py::arg("callback"))
       .def(
           "_set_device_maps",
-          &UcxRpcAgent::setDeviceMaps,
+          [](UcxRpcAgent& agent, DeviceMaps::ByWorker requests, DeviceMaps::ByWorker answers, Devices devices) {
+            agent.deviceMaps().set(std::move(requests), std::move(answers), std::move(devices));
+          },
           py::arg("device_maps"),
           py::arg("reverse_device_maps"),
           py::arg("devices"),
           NoGil())
       .def(
           "_barrier",
-          [](UcxRpcAgent& agent, double timeout) { return agent.barrier(1, toMilliseconds(timeout)); },
+          [](UcxRpcAgent& agent, double timeout) {
+            agent.checkProcess();
+            return agent.group().barrier(1, toMilliseconds(timeout));
+          },
           py::arg("timeout"),
           NoGil())
       .def("_check_process", &UcxRpcAgent::checkProcess)
       .def(
           "_wait",
-          [](UcxRpcAgent& agent, const torch::jit::PythonFutureWrapper& future) { agent.waitDriving(*future.fut); },
+          [](UcxRpcAgent& agent, const torch::jit::PythonFutureWrapper& future) {
+            agent.checkProcess();
+            agent.calls().waitDriving(*future.fut);
+          },
           py::arg("future"),
           NoGil())
       .def(
           "_await",
-          [](UcxRpcAgent& agent, const torch::jit::PythonFutureWrapper& future) { agent.waitIdle(*future.fut); },
+          [](UcxRpcAgent& agent, const torch::jit::PythonFutureWrapper& future) {
+            agent.checkProcess();
+            agent.calls().waitIdle(*future.fut);
+          },
           py::arg("future"),
           NoGil())
       .def("join", &UcxRpcAgent::join, py::arg("shutdown") = false, py::arg("timeout") = 0.0f, NoGil())

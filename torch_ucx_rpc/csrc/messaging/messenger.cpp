@@ -135,7 +135,7 @@ void Messenger::deliverToSelf(std::unique_ptr<OutgoingMessage> message) {
 
 void Messenger::countStaged(const OutgoingMessage& message) {
   const bool isFirst = stagedBytes_.fetch_add(message.stagedBytes, std::memory_order_relaxed) == 0;
-  if (isFirst && !transport_->deviceMemoryRefusal()) { // otherwise the agent has told of it
+  if (isFirst && !transport_->deviceMemoryRefusal()) { // otherwise DeviceMaps has warned
     warn(
         "tensors for " + message.to->describe() +
         " are in device memory that UCX cannot share with another process: they are copied through the host's "

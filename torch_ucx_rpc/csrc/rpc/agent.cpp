@@ -12,7 +12,6 @@
 #include "torch_glue/torch_state.h"
 
 #include <random>
-#include <stdexcept>
 #include <utility>
 
 namespace torch_ucx_rpc {
@@ -44,9 +43,9 @@ UcxRpcAgent::UcxRpcAgent(
     : RpcAgent(WorkerInfo(std::move(name), rank), std::move(callback), options.rpcTimeout),
       options_(options),
       self_{rank, workerInfo_.name_, randomSession()},
-      forkCount_(forkCount()),
+      processGuard_(self_.name),
       lifetime_([this] { return weak_from_this().lock(); }),
-      deviceMaps_(options.streamPriority),
+      deviceMaps_(options.streamPriority, transport->deviceMemoryRefusal()),
       executor_(std::make_shared<Executor>(options.numWorkerThreads, options.maxWorkerThreads, threadHooks, timer_)),
       messenger_(
           std::move(transport),
@@ -61,7 +60,7 @@ UcxRpcAgent::UcxRpcAgent(
           Messenger::Options{options.receiveWindowBytes, options.waiting}),
       calls_(self_, messenger_, *executor_, timer_, lifetime_, deviceMaps_, whileWaiting),
       orphans_(self_, *this, *cb_, directory_, *executor_, timer_, lifetime_),
-      monitor_(directory_, messenger_, timer_, lifetime_, options.heartbeatLimit),
+      monitor_(self_, directory_, messenger_, timer_, lifetime_, options.heartbeatLimit),
       requests_(
           self_, *cb_, orphans_.holders(), messenger_, *executor_, lifetime_, deviceMaps_, std::move(threadHooks)),
       group_(
@@ -104,24 +103,6 @@ void UcxRpcAgent::startImpl() {
   executor_->start(messenger_);
 }
 
-void UcxRpcAgent::setDeviceMaps(DeviceMaps::ByWorker requests, DeviceMaps::ByWorker answers, Devices devices) {
-  const Error& refusal = messenger_.transport().deviceMemoryRefusal();
-  if (refusal && !devices.empty() && deviceMaps_.devices().empty()) {
-    warn("tensors on devices are copied through the host's memory, which is slower. " + refusal.message());
-  }
-  deviceMaps_.set(std::move(requests), std::move(answers), std::move(devices));
-}
-
-void UcxRpcAgent::checkProcess() const {
-  if (forkCount_ != forkCount()) {
-    throw RpcFailure(
-        RpcFailure::Kind::kForked,
-        "RPC cannot be used in a process that was forked from worker '" + self_.name +
-            "': the agent's threads and UCX's connections stay with the parent. Let the parent call, or start the "
-            "process with multiprocessing's start method spawn or forkserver and call init_rpc in it.");
-  }
-}
-
 void UcxRpcAgent::join(bool /*shutdown*/, float timeoutSeconds) { // the same either way; torch calls shutdown() itself
   checkProcess();
   group_.join(toMilliseconds(timeoutSeconds), getRpcTimeout());
@@ -138,24 +119,10 @@ void UcxRpcAgent::shutdownImpl() {
           std::to_string(stuck) + " thread(s) of worker '" + self_.name +
           "' are still running user code at shutdown; they end when it returns");
     }
-    sayGoodbye(); // after the answers of handlers: a peer that hears it awaits none any more
+    monitor_.sayGoodbye(); // after the answers of handlers
     messenger_.close(kFlushLimitMs);
     trace::write(self_.name);
   });
-}
-
-void UcxRpcAgent::sayGoodbye() {
-  if (monitor_.isEverybodyLeaving()) {
-    return;
-  }
-  // Only peers that were met, and neighbours, hear it. The process watch of a neighbour would take the end for a crash.
-  // If all peers heard it, each worker of a job of a thousand that fails would connect to each other one.
-  for (Peer* peer : directory_.all()) {
-    const bool wasMet = peer->isMet.load() || peer->isNeighbour.load();
-    if (wasMet && peer->isThere() && peer->member().session != self_.session) {
-      messenger_.postControl(*peer, wire::Kind::kGoodbye);
-    }
-  }
 }
 
 // ------------------------------------------------------------------------------------------------------- calls
@@ -180,24 +147,9 @@ c10::intrusive_ptr<JitFuture> UcxRpcAgent::send(
   if (isFetch(type) && !Executor::isLeader()) {
     // RRef.to_here() sends this request and then waits inside torch. Waiting here first makes Ctrl-C work, and lets the
     // caller drive its own call. Nothing else sends these requests.
-    waitDriving(*future);
+    calls_.waitDriving(*future);
   }
   return future;
-}
-
-void UcxRpcAgent::waitDriving(JitFuture& future) {
-  checkProcess();
-  calls_.waitDriving(future);
-}
-
-void UcxRpcAgent::waitIdle(JitFuture& future) {
-  checkProcess();
-  calls_.waitIdle(future);
-}
-
-int64_t UcxRpcAgent::barrier(int64_t value, std::chrono::milliseconds timeout) {
-  checkProcess();
-  return group_.barrier(value, timeout);
 }
 
 // ---------------------------------------------------------------------------------------------------- reports

@@ -10,6 +10,7 @@
 #include "rpc/group.h"
 #include "rpc/orphaned_state.h"
 #include "rpc/peer_monitor.h"
+#include "rpc/process_guard.h"
 #include "rpc/reports.h"
 #include "rpc/request_server.h"
 #include "runtime/executor.h"
@@ -58,21 +59,24 @@ class UcxRpcAgent : public torch::distributed::rpc::RpcAgent, public std::enable
   uint64_t session() const {
     return self_.session;
   }
-  // Throws RpcFailure in a process that was forked from this agent's. Every function that needs the agent's threads or
-  // UCX calls it.
-  void checkProcess() const;
+  // Throws RpcFailure in a process that was forked from this agent's. torch's functions that need the agent's threads
+  // or UCX check this. Callers of the objects below check it themselves.
+  void checkProcess() const {
+    processGuard_.check();
+  }
 
+  CallClient& calls() {
+    return calls_;
+  }
+  DeviceMaps& deviceMaps() {
+    return deviceMaps_;
+  }
   Group& group() {
     return group_;
   }
   const Reports& reports() const {
     return reports_;
   }
-  void setDeviceMaps(DeviceMaps::ByWorker requests, DeviceMaps::ByWorker answers, Devices devices);
-  int64_t barrier(int64_t value, std::chrono::milliseconds timeout);
-  // See CallClient.
-  void waitDriving(JitFuture& future);
-  void waitIdle(JitFuture& future);
 
   // RpcAgent.
   c10::intrusive_ptr<JitFuture> send(
@@ -107,11 +111,10 @@ class UcxRpcAgent : public torch::distributed::rpc::RpcAgent, public std::enable
   void addGilWaitTime(std::chrono::microseconds waitTime) override {
     reports_.addGilWait(waitTime);
   }
-  void sayGoodbye();
 
   const AgentOptions options_;
   const Identity self_;
-  const uint64_t forkCount_;
+  const ProcessGuard processGuard_;
   std::once_flag shutdownOnce_;
 
   // Each has its own synchronization. An object may use those above it. Events reach the objects below the messenger

@@ -1,5 +1,7 @@
 #pragma once
 
+#include "base/error.h"
+#include "base/warnings.h"
 #include "memory/devices_in_use.h"
 #include "tensors/tensor_codec.h"
 
@@ -17,10 +19,18 @@ class DeviceMaps {
  public:
   using ByWorker = std::unordered_map<std::string, DeviceMap>;
 
-  explicit DeviceMaps(int streamPriority = 0) : streamPriority_(streamPriority) {}
+  // `deviceMemoryRefusal` says why the transport takes no device memory, if it takes none.
+  explicit DeviceMaps(int streamPriority = 0, Error deviceMemoryRefusal = {})
+      : streamPriority_(streamPriority), deviceMemoryRefusal_(std::move(deviceMemoryRefusal)) {}
 
-  // `devices` are the devices of this worker that RPC uses besides the CPU, all of one type.
+  // `devices` are the devices of this worker that RPC uses besides the CPU, all of one type. Warns with the first ones
+  // if their memory will be copied through the host's.
   void set(ByWorker requests, ByWorker answers, Devices devices) {
+    if (deviceMemoryRefusal_ && !devices.empty() && devices_.get().empty()) {
+      warn(
+          "tensors on devices are copied through the host's memory, which is slower. " +
+          deviceMemoryRefusal_.message());
+    }
     const std::lock_guard lock(mutex_);
     requests_ = std::move(requests);
     answers_ = std::move(answers);
@@ -59,6 +69,7 @@ class DeviceMaps {
   }
 
   const int streamPriority_;
+  const Error deviceMemoryRefusal_;
   DevicesInUse devices_; // own synchronization
   std::atomic<bool> hasAny_{false};
 

@@ -9,12 +9,15 @@
 namespace torch_ucx_rpc {
 
 PeerMonitor::PeerMonitor(
+    Identity self,
     Directory& directory,
     Messenger& messenger,
     Timer& timer,
     const Lifetime& lifetime,
     std::chrono::milliseconds heartbeatLimit)
-    : messenger_(messenger),
+    : self_(std::move(self)),
+      directory_(directory),
+      messenger_(messenger),
       timer_(timer),
       lifetime_(lifetime),
       heartbeatTask_(timer.add("heartbeats", [this](Timer::TimePoint now) { return beat(now); })),
@@ -51,6 +54,20 @@ void PeerMonitor::end(Peer& peer, Peer::State state, Error why) {
   lifelines_.forget(peer.member());
   for (PeerObserver* observer : observers_) {
     observer->onPeerGone(peer);
+  }
+}
+
+void PeerMonitor::sayGoodbye() {
+  if (isEverybodyLeaving_.load()) {
+    return;
+  }
+  // Only peers that were met, and neighbours, hear it. The process watch of a neighbour would take the end for a crash.
+  // If all peers heard it, each worker of a job of a thousand that fails would connect to each other one.
+  for (Peer* peer : directory_.all()) {
+    const bool wasMet = peer->isMet.load() || peer->isNeighbour.load();
+    if (wasMet && peer->isThere() && peer->member().session != self_.session) {
+      messenger_.postControl(*peer, wire::Kind::kGoodbye);
+    }
   }
 }
 

@@ -4,6 +4,7 @@
 #include "messaging/messenger.h"
 #include "peers/directory.h"
 #include "peers/heartbeat.h"
+#include "peers/identity.h"
 #include "peers/lifelines.h"
 #include "peers/peer_observer.h"
 #include "peers/process_watch.h"
@@ -22,6 +23,7 @@ class PeerMonitor final : public PeerHandler {
  public:
   // Adds a task to the timer, so it must not have started.
   PeerMonitor(
+      Identity self,
       Directory& directory,
       Messenger& messenger,
       Timer& timer,
@@ -47,6 +49,10 @@ class PeerMonitor final : public PeerHandler {
     return isEverybodyLeaving_.load();
   }
 
+  // Tells peers that this worker ends, so that none of them takes it for a crash. All of this worker's answers must
+  // have been sent: a peer that hears the goodbye awaits none any more. Says nothing if everybody is leaving.
+  void sayGoodbye();
+
   // PeerHandler.
   void onGoodbye(Peer& from) override;
   void onFailure(Peer& peer, Error why) override;
@@ -59,6 +65,8 @@ class PeerMonitor final : public PeerHandler {
   // Connects the lifeline of a peer that has just been heard, where the transport does not notice its end.
   void connectLifelineWithWorkerLock(Peer& peer);
 
+  const Identity self_;
+  const Directory& directory_;
   Messenger& messenger_;
   const Timer& timer_;
   const Lifetime& lifetime_;

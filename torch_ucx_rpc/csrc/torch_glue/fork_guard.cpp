@@ -38,15 +38,21 @@ void inChild() {
   kept().mutex.unlock();
 }
 
+// The mutex is locked across a fork: no other thread of the parent changes the list while the child gets its copy.
+void noticeForks() {
+  static const int registered = pthread_atfork([] { kept().mutex.lock(); }, [] { kept().mutex.unlock(); }, &inChild);
+  (void)registered;
+}
+
 } // namespace
 
 uint64_t forkCount() {
+  noticeForks();
   return forks.load(std::memory_order_relaxed);
 }
 
 void keepInForks(std::weak_ptr<void> object) {
-  static const int registered = pthread_atfork([] { kept().mutex.lock(); }, [] { kept().mutex.unlock(); }, &inChild);
-  (void)registered;
+  noticeForks();
   const std::lock_guard lock(kept().mutex);
   std::erase_if(kept().objects, [](const std::weak_ptr<void>& other) { return other.expired(); });
   kept().objects.push_back(std::move(object));

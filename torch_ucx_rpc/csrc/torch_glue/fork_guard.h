@@ -7,8 +7,8 @@
 // child used an agent, it could hang or disturb the parent.
 namespace torch_ucx_rpc {
 
-// How many forks lie between the first process that called keepInForks() and this one. An object made at another
-// count belongs to the parent.
+// How many forks lie between the first process that used this file and this one. An object made at another count
+// belongs to the parent. Thread-safe.
 uint64_t forkCount();
 
 // Children forked from now on never destroy the object, not even at exit. They leave the deletion of torch's
