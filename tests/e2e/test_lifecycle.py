@@ -258,7 +258,7 @@ def test_a_handler_that_never_finishes_keeps_no_former_agent(rank: int) -> None:
             with pytest.raises(WorkerLeft):
                 rpc.rpc_sync(1, finish_never)
         else:
-            eventually(lambda: len(unfinished) > attempt, "the call is being handled")
+            eventually(lambda handled=attempt: len(unfinished) > handled, "the call is being handled")
         rpc.shutdown(graceful=False)
         had[attempt] = belongings()
     eventually(lambda: all(now <= had[1][what] for what, now in belongings().items()), f"no more than in {had}")
