@@ -7,6 +7,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, TypeVar
 
@@ -23,6 +24,9 @@ from torch_ucx_rpc._devices import maps as device_maps
 from torch_ucx_rpc._devices import pool as device_pool
 from torch_ucx_rpc._native import _C
 from torch_ucx_rpc._options import UcxRpcBackendOptions
+
+# How long the end of the interpreter waits for handlers that it has interrupted.
+_HANDLERS_END_S = 0.5
 
 # The running agent. torch holds the C++ object. This reference keeps the Python object alive, with the attributes
 # below, so that `_get_current_rpc_agent` returns it.
@@ -147,9 +151,21 @@ def destroy_rref_context(ignores_leaks: bool) -> None:
 def _shut_down_at_exit() -> None:
     """End the agent of a program that does not: its threads must be gone before the interpreter is finalized."""
     agent = current
-    if agent is None or not agent.is_of_this_process():
-        return
-    # As rpc.shutdown(graceful=False). But RRefs that still exist, of which torch warns, are no error at exit.
-    destroy_rref_context(True)
-    _cleanup_python_rpc_handler()
-    _reset_current_rpc_agent()
+    if agent is not None and agent.is_of_this_process():
+        # As rpc.shutdown(graceful=False). But RRefs that still exist, of which torch warns, are no error at exit.
+        destroy_rref_context(True)
+        _cleanup_python_rpc_handler()
+        _reset_current_rpc_agent()
+    _end_handlers()
+
+
+def _end_handlers() -> None:
+    """Raise SystemExit in the handlers that still run, and wait for their threads to end.
+
+    Once the interpreter is being finalized, it ends a thread that comes back from a wait by unwinding its C++ frames,
+    which aborts the process. A handler that stays in C code for longer ends with the process.
+    """
+    deadline = time.monotonic() + _HANDLERS_END_S
+    _C.interrupt_threads()
+    while _C.threads_left() and time.monotonic() < deadline:
+        time.sleep(0.001)

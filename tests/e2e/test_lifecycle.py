@@ -421,6 +421,11 @@ def test_an_interpreter_ends_quietly(last_lines: str, exit_code: int, tmp_path: 
     [
         pytest.param("rref = rpc.remote(1 - rank, torch.add, args=(torch.zeros(3), 1))", id="a remote reference"),
         pytest.param("future = rpc.rpc_async(1 - rank, time.sleep, args=(3600,))", id="a handler that never returns"),
+        # The interpreter ends such a thread the next time that it asks for the GIL.
+        pytest.param(
+            "def busy():\n    while True:\n        time.sleep(0.001)\nfuture = rpc.rpc_async(1 - rank, busy)\n",
+            id="a handler that comes back to Python",
+        ),
     ],
 )
 def test_an_interpreter_ends_with_work_left(lines: str, tmp_path: Path) -> None:

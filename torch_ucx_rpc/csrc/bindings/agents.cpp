@@ -15,6 +15,7 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -33,6 +34,12 @@ bool isInterpreterFinalizing() {
 #endif
 }
 
+// Python's identities of the agent threads that have a thread state. Guarded by the GIL.
+std::set<unsigned long>& pythonThreads() {
+  static auto* threads = new std::set<unsigned long>(); // NOLINT: threads may outlast static objects
+  return *threads;
+}
+
 // A Python thread state that lasts as long as the agent thread. PyGILState_Ensure alone would build and tear down one
 // for every request.
 ThreadHooks pythonThreadHooks() {
@@ -41,14 +48,22 @@ ThreadHooks pythonThreadHooks() {
   return {
       [] {
         gilState = PyGILState_Ensure();
+        pythonThreads().insert(PyThread_get_thread_ident());
         threadState = PyEval_SaveThread();
       },
       [] {
         if (!isInterpreterFinalizing()) { // else the thread states are gone already
           PyEval_RestoreThread(threadState);
+          pythonThreads().erase(PyThread_get_thread_ident());
           PyGILState_Release(gilState);
         }
       }};
+}
+
+// Raises SystemExit in the agent threads that are left, as soon as they run Python code again. A forked child has none.
+void interruptThreads() {
+  std::erase_if(
+      pythonThreads(), [](unsigned long thread) { return PyThreadState_SetAsyncExc(thread, PyExc_SystemExit) == 0; });
 }
 
 // Lets Ctrl-C through while a thread waits without the GIL.
@@ -189,6 +204,8 @@ void setOnGone(UcxRpcAgent& agent, const py::object& callback) {
 
 void bindAgents(py::module_& module) {
   module.attr("REQUEST_TYPES") = requestTypeNames();
+  module.def("interrupt_threads", &interruptThreads);
+  module.def("threads_left", [] { return pythonThreads().size(); });
   module.attr("LATENCY_BUCKET_ENDS_NS") = py::tuple(py::cast(latencyBucketEnds()));
 
   py::module_::import("torch.distributed.rpc"); // RpcAgent, the base class, and WorkerInfo are bound there
