@@ -99,13 +99,14 @@ def average_by_hand(model: nn.Module) -> None:
 # ---------------------------------------------------------------------------------------------------------- a trainer
 
 
-def wrapped(way: str, model: nn.Module) -> tuple[nn.Module, Callable[[nn.Module], None]]:
+def wrapped(way: str, model: nn.Module, name: str) -> tuple[nn.Module, Callable[[nn.Module], None]]:
     """The model that is called, and what is done to the gradients after backward."""
     trainers = [f"worker{rank}" for rank in range(TRAINERS)]
     if way == PLAIN:
         return model, average_by_hand
     if way == WITHOUT_C10D:
-        return reduction.DataParallel(model, reduction.serve()), lambda _: None
+        # A new server waits for all trainers. One that has begun takes them as they come, each with steps of its own.
+        return reduction.DataParallel(model, reduction.serve(name=name)), lambda _: None
     ddp = DistributedDataParallel(model)
     if way != GLOO:
         server = reduction.serve(*(["worker4"] if way == ONE_SERVER else []), trainers=trainers)
@@ -121,7 +122,7 @@ def begin(store: str, rank: int) -> None:
 def train(way: str, nbytes: int, steps: int) -> float:
     """Milliseconds a step."""
     model = Wide(nbytes)
-    called, average = wrapped(way, model)
+    called, average = wrapped(way, model, f"{nbytes} bytes")
     x = torch.ones(())
     rank = rpc.get_worker_info().id
     for step in range(WARM_UP + steps):

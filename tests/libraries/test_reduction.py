@@ -25,11 +25,10 @@ from workers import Steps, eventually, init_rpc
 
 from torch_ucx_rpc import reduction
 from torch_ucx_rpc.errors import NotRunning
-from torch_ucx_rpc.reduction._ddp import Part, cut, plan
 from torch_ucx_rpc.reduction._host import absent
 from torch_ucx_rpc.reduction._messages import Spec, Trainer
+from torch_ucx_rpc.reduction._plan import Part, cut, plan, spread
 from torch_ucx_rpc.reduction._roster import Roster
-from torch_ucx_rpc.reduction._server import spread
 
 RunWorkers = Callable[..., list]
 
@@ -165,6 +164,27 @@ def train_on_the_host_too(rank: int, steps: Steps) -> list[torch.Tensor]:
         train(ddp, torch.optim.SGD(model.parameters(), lr=0.05), rank, 10)
         meet(steps, "trained", rank, 2)
     return parameters_of(model)
+
+
+def test_one_model_after_the_other_is_trained_by_all(run_on_both: RunWorkers, tmp_path: Path) -> None:
+    run_on_both(4, train_one_after_the_other, Steps(tmp_path))
+
+
+def train_one_after_the_other(rank: int, steps: Steps) -> None:
+    with process_group(rank, 4, steps.directory):
+        server = reduction.serve()
+        for turn in range(6):
+            model = nn.Linear(8, 1, bias=False)
+            ddp = DistributedDataParallel(model)
+            ddp.register_comm_hook(reduction.state(server), reduction.hook)
+            for step in range(5):
+                model.zero_grad()
+                ddp(torch.full((1, 8), float(rank + step))).backward()
+                assert torch.equal(model.weight.grad, torch.full((1, 8), step + 1.5)), (turn, step)
+            # What lets go of the model takes its time, on each worker another one.
+            del model, ddp
+            time.sleep(0.01 * rank)
+        meet(steps, "trained", rank, 4)
 
 
 def test_one_tensor_and_other_dtypes_are_averaged(run_on_both: RunWorkers, tmp_path: Path) -> None:

@@ -21,8 +21,9 @@ from torch.futures import Future
 from torch_ucx_rpc._observe.life import PerLife
 from torch_ucx_rpc._observe.lost import timed_out, was_lost
 from torch_ucx_rpc.reduction import _host
-from torch_ucx_rpc.reduction._ddp import Part, plan, push_bucket
+from torch_ucx_rpc.reduction._ddp import push_bucket
 from torch_ucx_rpc.reduction._messages import Answer, Trainer
+from torch_ucx_rpc.reduction._plan import Part, plan
 from torch_ucx_rpc.reduction._pushes import tensors_of
 from torch_ucx_rpc.reduction._server import Server
 

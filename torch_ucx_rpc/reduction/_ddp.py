@@ -1,14 +1,9 @@
-"""Gradients of torch's DistributedDataParallel by way of a server: `state` and `hook`; and `plan`, the way they go.
-
-Each bucket goes whole to one host, if that gives the hosts about equal shares: the answer is then the bucket's result
-as it has come, without a copy. Otherwise each bucket is cut into as many parts as there are hosts. All trainers plan
-alike, since all have the same buckets.
-"""
+"""Gradients of torch's DistributedDataParallel by way of a server: `state` and `hook`."""
 
 # Without `from __future__ import annotations`: DistributedDataParallel looks at those of a hook, and takes no texts.
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,51 +13,9 @@ from torch.futures import Future
 
 from torch_ucx_rpc.reduction._host import expect
 from torch_ucx_rpc.reduction._messages import Answer
+from torch_ucx_rpc.reduction._plan import Part, cut, plan
 from torch_ucx_rpc.reduction._pushes import push, tensors_of
-from torch_ucx_rpc.reduction._server import Server, spread
-
-# Below it a message more costs more than what a host saves by having less.
-_CUT_BYTES = 1 << 16
-# How much more than its share a host may have before buckets are cut.
-_UNEVEN = 1.3
-
-
-class Part(NamedTuple):
-    """A part of a bucket, and the shard that sums it."""
-
-    shard: int
-    start: int
-    stop: int
-
-
-def plan(sizes: Sequence[tuple[int, int]], shards: int) -> list[list[Part]]:
-    """The parts of buckets, of which the number of elements and their size are given."""
-    nbytes = [numel * itemsize for numel, itemsize in sizes]
-    whole = spread(nbytes, shards)
-    loads = [0] * shards
-    for size, shard in zip(nbytes, whole, strict=True):
-        loads[shard] += size
-    if max(loads) <= _UNEVEN * sum(loads) / shards:
-        return [[Part(shard, 0, numel)] for (numel, _), shard in zip(sizes, whole, strict=True)]
-    loads = [0] * shards
-    return [cut(numel, itemsize, loads) for numel, itemsize in sizes]
-
-
-def cut(numel: int, itemsize: int, loads: list[int]) -> list[Part]:
-    """The parts of a bucket; ``loads`` are the bytes that the shards have had of this step, and are added to."""
-    shards = len(loads)
-    if shards == 1 or numel * itemsize < _CUT_BYTES:
-        shard = loads.index(min(loads))
-        loads[shard] += numel * itemsize
-        return [Part(shard, 0, numel)]
-    # Where a cache line begins.
-    width = -(-numel // shards // 16) * 16
-    parts = [
-        Part(shard, shard * width, min(numel, (shard + 1) * width)) for shard in range(shards) if shard * width < numel
-    ]
-    for part in parts:
-        loads[part.shard] += (part.stop - part.start) * itemsize
-    return parts
+from torch_ucx_rpc.reduction._server import Server
 
 
 def push_bucket(
@@ -145,7 +98,8 @@ def state(server: Server, quorum: int | None = None, process_group: dist.Process
     """
     if not isinstance(server, Server):
         raise TypeError(f"state takes what reduction.serve returns; {server!r} is something else")
-    if dist.is_available() and dist.is_initialized():
+    in_group = dist.is_available() and dist.is_initialized()
+    if in_group:
         ranks = dist.get_world_size(process_group)
         if quorum is not None and quorum > ranks:
             raise ValueError(
@@ -154,7 +108,13 @@ def state(server: Server, quorum: int | None = None, process_group: dist.Process
         server.call_all(expect, server.spec.key, ranks, ())
         server.spec = server.spec._replace(expected=ranks, expected_names=())
     server.check_quorum(quorum)
-    return State(server, quorum)
+    # First of all a user of the server: whoever lets go of an earlier model from now on does not leave.
+    made = State(server, quorum)
+    if in_group:
+        server.take_part()
+        # A server that has begun waits for those that take part, so that all do before the first one pushes.
+        dist.barrier(process_group)
+    return made
 
 
 def hook(state: State, bucket: GradBucket) -> Future[Tensor]:

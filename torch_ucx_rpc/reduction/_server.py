@@ -22,6 +22,7 @@ from torch_ucx_rpc._observe.lost import Gone, was_lost
 from torch_ucx_rpc.reduction import _host
 from torch_ucx_rpc.reduction._meeting import meetings, other_trainers_as_hosts
 from torch_ucx_rpc.reduction._messages import Answer, Push, Spec, Trainer
+from torch_ucx_rpc.reduction._plan import spread
 from torch_ucx_rpc.reduction._results import results
 
 _T = TypeVar("_T")
@@ -102,6 +103,11 @@ class Server:
         return f"<reduction.Server {self.name!r} on {', '.join(self.hosts)}>"
 
     # -- its users on this worker
+
+    def take_part(self) -> None:
+        """Have the hosts wait for this trainer from now on, before its first push."""
+        self._is_idle = False
+        self.call_all(_host.count, self.spec.key, self.trainer)
 
     def leave(self) -> None:
         """Take part no more: the other trainers do not wait for this one from now on."""
@@ -348,17 +354,6 @@ class Server:
                 f"Push the gradients of all parameters, in the same order, each time"
             )
         return self._assignment
-
-
-def spread(sizes: Sequence[int], shards: int) -> list[int]:
-    """The shard of each of these, so that all shards get about as much; the same in every process."""
-    loads = [0] * shards
-    assignment = [0] * len(sizes)
-    for index in sorted(range(len(sizes)), key=lambda index: (-sizes[index], index)):
-        shard = loads.index(min(loads))
-        assignment[index] = shard
-        loads[shard] += sizes[index]
-    return assignment
 
 
 class Servers:
