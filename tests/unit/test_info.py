@@ -56,6 +56,20 @@ def test_what_is_installed_and_what_the_machine_offers_is_told() -> None:
     assert not any(problem.is_fatal for problem in report.problems)
 
 
+def test_a_log_that_the_c_library_holds_back_does_not_get_among_the_answer() -> None:
+    code = """
+import ctypes, runpy, sys
+ctypes.CDLL(None).puts(b"of C")
+runpy.run_path(sys.argv[1], run_name="__main__")
+"""
+    command = [sys.executable, "-c", code, str(_ucx_facts._PROBE)]
+    # With this variable the C library holds nothing back.
+    environ = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout)["version"]
+    assert "of C" in done.stderr
+
+
 def test_text_and_json_say_the_same(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["info"]) == 0
     text = capsys.readouterr().out

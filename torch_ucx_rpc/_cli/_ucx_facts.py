@@ -27,10 +27,10 @@ def add_ucx(report: Report) -> None:
         [sys.executable, str(_PROBE), choice], capture_output=True, text=True, timeout=_PROBE_S, check=False
     )
     # Lines in parentheses are left out: they only say how to silence the warning.
-    complaints = re.findall(r"UCX +(WARN|ERROR) +([^( ].*)", done.stderr + done.stdout)
+    complaints = re.findall(r"UCX +(WARN|ERROR) +([^( ].*)", done.stderr)
     found: dict[str, Any] | None = None
     if done.returncode == 0:
-        found = json.loads(done.stdout.splitlines()[-1])
+        found = json.loads(done.stdout)
     if found is None:
         died = "" if done.returncode == 0 else f" (asking it ended with code {done.returncode}: {done.stderr[-500:]})"
         report.add("UCX", version=None)

@@ -1,4 +1,4 @@
-"""Writes what UCX finds on this machine, as JSON, to stdout: a script for ``info``.
+"""Writes what UCX finds on this machine, as JSON, to stdout, and the log of UCX to stderr: a script for ``info``.
 
 The script runs in a process of its own and imports nothing of this package: UCX may abort in surroundings that it finds
 impossible, and the package may not be importable. The argument is the value of TORCH_UCX_RPC_UCX, as for ``_native``.
@@ -9,9 +9,11 @@ from __future__ import annotations
 import ctypes
 import importlib
 import json
+import os
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 SONAME = "libucp.so.0"
 # From <ucp/api/ucp_def.h>. The features are those of the agent: active messages and wake-up.
@@ -58,17 +60,23 @@ def resources(ucp: ctypes.CDLL, version: tuple[int, ...]) -> list[str] | None:
 
 
 def main() -> None:
-    ucp = load(sys.argv[1])
+    # UCX writes its log to stdout, and the C library may hold it back until the process ends.
+    with os.fdopen(os.dup(1), "w") as answer:
+        os.dup2(2, 1)
+        json.dump(ask(sys.argv[1]), answer)
+
+
+def ask(choice: str) -> dict[str, Any] | None:
+    ucp = load(choice)
     if ucp is None:
-        print(json.dumps(None))
-        return
+        return None
     numbers = [ctypes.c_uint() for _ in range(3)]
     ucp.ucp_get_version(*map(ctypes.byref, numbers))
     version = tuple(number.value for number in numbers)
     maps = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace")
     path = re.search(r"^(?:\S+\s+){5}(/.*/libucp\.so[.\d]*)", maps, re.MULTILINE)
     found = resources(ucp, version)
-    print(json.dumps({"version": version, "path": path[1] if path else SONAME, "resources": found}))
+    return {"version": version, "path": path[1] if path else SONAME, "resources": found}
 
 
 if __name__ == "__main__":
