@@ -62,7 +62,7 @@ class Ledger:
         return rpc.rpc_async(by, _push, args=(self._name, self._hosts, push))
 
     def check(self, push: int, counts: Sequence[torch.Tensor]) -> str:
-        """What is wrong in an answer; empty if nothing. LostUpdate if it lacks what was answered before."""
+        """The fault of an answer; empty if it has none. LostUpdate if it lacks what was answered before."""
         for count in counts:
             if doubled := (count > 1).nonzero().flatten().tolist():
                 return f"pushes {doubled} are in the state more than once: {count.tolist()}"
