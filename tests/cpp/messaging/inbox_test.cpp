@@ -193,13 +193,13 @@ TEST_F(InboxTest, PiecesThatAreThereAtOnceLeaveRoomForOthers) {
 
 TEST_F(InboxTest, WhatHasWaitedForAMessageThatIsThereAtOnceIsNotForgotten) {
   transport_.isImmediate = true;
-  announce(1, 1, 2 * kPiece, 1);
-  announce(1, 2, 2 * kPiece, 50); // waits while the first is being received
+  announce(1, 1, 2 * kPiece, 1, wire::Kind::kResponse);
+  announce(1, 2, 2 * kPiece, 50, wire::Kind::kResponse); // waits while the first is being received
   inbox_.startDeferred();
-  EXPECT_EQ(events_.take(), Notes{"request 1"});
+  EXPECT_EQ(events_.take(), Notes{"answer 1"});
   EXPECT_TRUE(inbox_.hasDeferred());
   inbox_.startDeferred();
-  EXPECT_EQ(events_.take(), Notes{"request 2"});
+  EXPECT_EQ(events_.take(), Notes{"answer 2"});
   EXPECT_FALSE(inbox_.hasDeferred());
 }
 
