@@ -49,19 +49,15 @@ def problems(report: ElementTree.Element, floor: int, may_skip: Mapping[str, str
             if not any(re.fullmatch(reasons, reason) for reasons in allowed):
                 yield f"{name} was skipped, which {EXPECTED.name} does not list: {reason or 'no reason given'}"
         elif failures := [*case.iter("failure"), *case.iter("error")]:
-            lines = [line for failure in failures for line in _account(failure)]
-            lines = lines or case.findtext("system-out", "").rstrip().splitlines()
+            # pytest's text ends with the error, which its message repeats. Of ctest there is what the test has written.
+            texts = [failure.text or "" for failure in failures]
+            texts = texts if any(map(str.strip, texts)) else [case.findtext("system-out", "")]
+            lines = [line for text in texts for line in text.rstrip().splitlines()]
             yield "\n    ".join([f"{name} failed", *lines[-_LINES_OF_A_FAILURE:]])
         else:
             passed += 1
     if passed < floor:
         yield f"{passed} tests passed, fewer than the {floor} of {EXPECTED.name}: some are no longer collected or built"
-
-
-def _account(failure: ElementTree.Element) -> list[str]:
-    # pytest's text ends with the error, which its message repeats. ctest has neither: its output tells all.
-    text = failure.text or ""
-    return (text if text.strip() else failure.get("message", "")).rstrip().splitlines()
 
 
 def main() -> int:

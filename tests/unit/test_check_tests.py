@@ -58,7 +58,9 @@ def test_what_is_missing_or_skipped_is_told(check_tests: ModuleType, cases: tupl
 
 def test_how_a_test_failed_is_told(check_tests: ModuleType) -> None:
     lines = "\n".join(f"line {number}" for number in range(1000))
-    failure = case("test_calls x", f'<failure message="E">{lines}\nE  1 == 2\n</failure><error message="at the end"/>')
+    failure = case(
+        "test_calls x", f'<failure message="E">{lines}\nE  1 == 2\n</failure><error message="x">at the end</error>'
+    )
     (found,) = check_tests.problems(report(failure), 0, {})
     assert found.splitlines()[0].endswith("test_calls x failed")
     assert found.splitlines()[-2:] == ["    E  1 == 2", "    at the end"]
@@ -66,7 +68,9 @@ def test_how_a_test_failed_is_told(check_tests: ModuleType) -> None:
 
 
 def test_how_a_cpp_test_failed_is_told(check_tests: ModuleType) -> None:
-    failure = case("TimerTest.Fires", '<failure message=""/><system-out>Expected: 1\n  Which is: 2\n</system-out>')
+    failure = case(
+        "TimerTest.Fires", '<failure message="Failed"/><system-out>Expected: 1\n  Which is: 2\n</system-out>'
+    )
     (found,) = check_tests.problems(report(failure), 0, {})
     assert found.splitlines()[1:] == ["    Expected: 1", "      Which is: 2"]
 

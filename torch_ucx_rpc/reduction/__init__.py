@@ -23,6 +23,7 @@ How the package is laid out, from the bottom up; the way of one push goes from `
 * ``_piece``          a piece: its rounds, and what late trainers have missed
 * ``_parameters``     a piece of a server with an optimizer; checkpoint and replica
 * ``_host``           what a host does, and what trainers ask of it
+* ``_plan``           how work is spread over hosts
 * ``_server``         `Server`: a trainer's view of it, its hosts, and this trainer's positions
 * ``_pushes``         pushes that outlive hosts
 * ``_meeting``        how trainers become hosts
