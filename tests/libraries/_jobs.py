@@ -17,6 +17,7 @@ from torch import nn
 
 __all__ = [
     "BACKENDS",
+    "KILLED",
     "die",
     "drive",
     "drive_with_deaths",
@@ -29,6 +30,8 @@ __all__ = [
 ]
 
 BACKENDS = ("UCX", "TENSORPIPE")
+# The exit code of a worker that was killed.
+KILLED = -signal.SIGKILL
 eventually = workers.eventually
 
 _may_go = threading.Event()
@@ -47,7 +50,7 @@ def _in_worker0(rank: int, body: Callable[..., Any], args: tuple[Any, ...]) -> A
 def drive_with_deaths(body: Callable[..., Any], of: int, dying: tuple[int, ...], *args: Any, **job: Any) -> Any:
     """The same where these ranks are killed by ``body``; the others leave without waiting for them."""
     __tracebackhide__ = True
-    codes = dict.fromkeys(dying, -signal.SIGKILL)
+    codes = dict.fromkeys(dying, KILLED)
     return workers.run_workers(
         of, _until_let_go, body, args, of, dying, exit_codes=codes, shutdown=False, silent=False, **job
     )[0]

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch.distributed.rpc as rpc
+from _jobs import KILLED, die
 from workers import Steps, backend_options, eventually, init_rpc
 
 import torch_ucx_rpc
@@ -19,12 +18,8 @@ from torch_ucx_rpc.errors import CallTimedOut, MessageNotSent, NotRunning, Unkno
 RunWorkers = Callable[..., list]
 
 
-def die() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
 def test_the_death_of_a_worker_is_told_to_all_who_want_to_know(run_on_ucx: RunWorkers, tmp_path: Path) -> None:
-    run_on_ucx(3, see_a_death, Steps(tmp_path), shutdown=False, exit_codes={1: -signal.SIGKILL})
+    run_on_ucx(3, see_a_death, Steps(tmp_path), shutdown=False, exit_codes={1: KILLED})
 
 
 def see_a_death(rank: int, steps: Steps) -> None:
@@ -50,7 +45,7 @@ def see_a_death(rank: int, steps: Steps) -> None:
 
 
 def test_handlers_that_wait_for_an_end_do_not_hold_up_the_news_of_it(run_on_ucx: RunWorkers, tmp_path: Path) -> None:
-    options, codes = {"num_worker_threads": 2}, {2: -signal.SIGKILL}
+    options, codes = {"num_worker_threads": 2}, {2: KILLED}
     run_on_ucx(3, wait_in_all_threads, Steps(tmp_path), options=options, shutdown=False, exit_codes=codes)
 
 

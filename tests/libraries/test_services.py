@@ -8,7 +8,6 @@ import io
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 import threading
@@ -21,6 +20,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.rpc as rpc
+from _jobs import KILLED, die
 from workers import Steps, eventually, init_rpc
 
 from torch_ucx_rpc import services
@@ -31,7 +31,6 @@ from torch_ucx_rpc.services._table import Change, Offer, Table
 
 RunWorkers = Callable[..., list]
 
-KILLED = -signal.SIGKILL
 
 _gate = threading.Event()
 
@@ -446,10 +445,6 @@ def test_idempotent_calls_survive_the_end_of_a_replica_and_others_say_which_was_
 def nap() -> str:
     time.sleep(0.001)
     return own_name()
-
-
-def die() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 class begin_call:  # noqa: N801 - used as a function
