@@ -116,13 +116,8 @@ class Host:
         with self._roster.lock:
             self._roster.expect(trainers, names)
 
-    def count(self, trainer: Trainer) -> None:
-        """Wait for a trainer from now on."""
-        with self._roster.lock:
-            self._roster.count(trainer)
-
     def admit(self, trainer: Trainer, positions: dict[str, int]) -> None:
-        """Wait for a trainer from its positions on: it is given a copy of a model."""
+        """Wait for a trainer from now on; of a model that it is given a copy of, from these positions on."""
         with self._roster.lock:
             self._roster.count(trainer)
             for name in positions:
@@ -317,10 +312,6 @@ def enter(key: str, model: str, trainer: Trainer) -> Future[Entry]:
 
 def expect(key: str, trainers: int, names: tuple[str, ...]) -> None:
     hosts()[key].expect(trainers, names)
-
-
-def count(key: str, trainer: Trainer) -> None:
-    hosts()[key].count(trainer)
 
 
 def hold(key: str, model: str, trainer: Trainer) -> None:
