@@ -136,9 +136,13 @@ void Group::onPeerGone(Peer& peer) {
     const std::lock_guard lock(mutex_);
     onGone = onGone_;
   }
-  if (std::shared_ptr<void> hold = onGone == nullptr ? nullptr : lifetime_.hold()) {
+  std::shared_ptr<void> hold = lifetime_.hold();
+  if (hold == nullptr) {
+    return; // being destroyed
+  }
+  if (onGone != nullptr) {
     // Handlers may wait for what the callback does, and hold all threads meanwhile. So it waits behind none of them.
-    executor_.addCompletion([hold = std::move(hold), &peer, onGone = std::move(onGone)] {
+    executor_.addCompletion([hold, &peer, onGone = std::move(onGone)] {
       try {
         (*onGone)(peer);
       } catch (const std::exception& error) {
@@ -146,10 +150,7 @@ void Group::onPeerGone(Peer& peer) {
       }
     });
   }
-  if (!isDynamic() || peer.state() != Peer::State::kFailed) {
-    return;
-  }
-  if (std::shared_ptr<void> hold = lifetime_.hold()) {
+  if (isDynamic() && peer.state() == Peer::State::kFailed) {
     // A task of its own: the Store may be out of reach.
     executor_.addRequest([this, hold = std::move(hold), &peer] {
       try {
