@@ -338,12 +338,12 @@ def _squared(output: torch.Tensor) -> torch.Tensor:
     return output.square().mean()
 
 
+_M_MMAP_THRESHOLD = -3  # malloc.h
+
+
 def _count_exactly() -> None:
     """From now on this process gives memory back as soon as it is free, except for what is small."""
     ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 65536)
-
-
-_M_MMAP_THRESHOLD = -3  # malloc.h
 
 
 def _both_ways(worker: str) -> dict[bool, Any]:

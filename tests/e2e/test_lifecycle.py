@@ -226,6 +226,12 @@ def belongings() -> dict[str, int]:
     return {what: len(list(Path("/proc/self", what).iterdir())) for what in ("task", "fd")}
 
 
+def assert_all_is_given_back(had: dict[int, dict[str, int]]) -> None:
+    """The first two attempts bring up what torch and Python keep for the life of the process; the others, nothing."""
+    # The end of a connection to the Store may take a moment.
+    eventually(lambda: all(now <= had[1][what] for what, now in belongings().items()), f"no more than in {had}")
+
+
 @pytest.mark.field
 @in_every_worker(of=2, init=False)
 def test_joining_again_and_again_leaves_nothing_behind(rank: int) -> None:
@@ -234,10 +240,8 @@ def test_joining_again_and_again_leaves_nothing_behind(rank: int) -> None:
         init_rpc(rank, name=f"worker{rank}-{attempt}")
         assert_calls_work(2)
         rpc.shutdown()
-        # The first two bring up what torch and Python keep for the life of the process.
         had[attempt] = belongings()
-    # The end of a connection to the Store may take a moment.
-    eventually(lambda: all(now <= had[1][what] for what, now in belongings().items()), f"no more than in {had}")
+    assert_all_is_given_back(had)
 
 
 unfinished: list[torch.futures.Future[None]] = []
@@ -261,7 +265,7 @@ def test_a_handler_that_never_finishes_keeps_no_former_agent(rank: int) -> None:
             eventually(lambda handled=attempt: len(unfinished) > handled, "the call is being handled")
         rpc.shutdown(graceful=False)
         had[attempt] = belongings()
-    eventually(lambda: all(now <= had[1][what] for what, now in belongings().items()), f"no more than in {had}")
+    assert_all_is_given_back(had)
     for future in unfinished:
         future.set_result(None)  # whom it would answer is gone, too
 

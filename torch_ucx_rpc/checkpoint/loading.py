@@ -92,10 +92,13 @@ def _read(session: str) -> None:
 
 def _bites(plan: LoadPlan) -> Iterator[LoadPlan]:
     """Large tensors one at a time: torch's reader has the former in memory still while it reads the next."""
-    large = [item for item in plan.items if math.prod(item.lengths) >= _LARGE]
-    small = [item for item in plan.items if math.prod(item.lengths) < _LARGE]
-    for items in [small, *([item] for item in large)]:
-        yield dataclasses.replace(plan, items=items)
+    small = []
+    for item in plan.items:
+        if math.prod(item.lengths) < _LARGE:
+            small.append(item)
+        else:
+            yield dataclasses.replace(plan, items=[item])
+    yield dataclasses.replace(plan, items=small)
 
 
 def _forget(session: str) -> None:
