@@ -12,14 +12,15 @@ import argparse
 import configparser
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from xml.etree import ElementTree
 
 EXPECTED = Path(__file__).resolve().parent.parent / ".ci" / "tests.ini"
 
-# Where a log is cut, its end is kept: how a test failed is said there once more, so far.
-_LINES_OF_A_FAILURE = 40
+# Where a log is cut, its end is kept: how a test failed is said there once more. Of a long text, its beginning and its
+# end: where several processes have failed, the first of them often names the cause, and the others what came of it.
+_FIRST_LINES, _LAST_LINES = 50, 30
 
 
 def read_expectations(file: Path = EXPECTED) -> configparser.ConfigParser:
@@ -52,12 +53,23 @@ def problems(report: ElementTree.Element, floor: int, may_skip: Mapping[str, str
             # pytest's text ends with the error, which its message repeats. Of ctest there is what the test has written.
             texts = [failure.text or "" for failure in failures]
             texts = texts if any(map(str.strip, texts)) else [case.findtext("system-out", "")]
-            lines = [line for text in texts for line in text.rstrip().splitlines()]
-            yield "\n    ".join([f"{name} failed", *lines[-_LINES_OF_A_FAILURE:]])
+            yield "\n    ".join([f"{name} failed", *how(texts)])
         else:
             passed += 1
     if passed < floor:
         yield f"{passed} tests passed, fewer than the {floor} of {EXPECTED.name}: some are no longer collected or built"
+
+
+def how(texts: Sequence[str]) -> list[str]:
+    """What to show of the texts of a failure: of pytest's the error and its place, and of many lines a part."""
+    lines = []
+    for text in texts:
+        of_text = text.rstrip().splitlines()
+        errors = [number for number, line in enumerate(of_text) if re.match(r"E(\s|$)", line)]
+        # The last line has the place: "tests/test_calls.py:7: AssertionError".
+        lines += [of_text[number] for number in sorted({*errors, len(of_text) - 1})] if errors else of_text
+    left_out = len(lines) - _FIRST_LINES - _LAST_LINES
+    return lines if left_out <= 0 else [*lines[:_FIRST_LINES], f"[{left_out} lines]", *lines[-_LAST_LINES:]]
 
 
 def main() -> int:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import faulthandler
 import functools
+import os
 import tempfile
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +29,8 @@ class PreloadedProcesses:
     @classmethod
     def _run(cls, rank: int, test_name: str, file_name: str, parent_pipe: Any, **kwargs: Any) -> None:
         dump_stacks_on_request(_STACKS)
+        # Where it crashes, too: what it writes to stderr is no part of the test's report.
+        faulthandler.enable(_stacks_file(os.getpid()).open("a"))
         _keep_ddp_models()
         super()._run(rank, test_name, file_name, parent_pipe, **kwargs)
 
@@ -35,12 +40,30 @@ class PreloadedProcesses:
         alive = [process.pid for process in self.processes if process.is_alive()]
         print(*dump_stacks(alive, _STACKS).values(), sep="\n")
 
+    def _check_return_codes(self, *arguments: Any) -> None:
+        # torch's error has only what processes have raised. If they have because another one crashed, it hides that.
+        try:
+            super()._check_return_codes(*arguments)
+        except (RuntimeError, AssertionError) as error:
+            raise AssertionError("\n".join([*map(_how_it_ended, self.processes), str(error)])) from None
+
     def tearDown(self) -> None:
         processes = list(self.processes)
         super().tearDown()
         kill(processes)
-        for file in (Path(self.file_name), *(_STACKS / f"{process.pid}.stacks" for process in processes)):
+        for file in (Path(self.file_name), *(_stacks_file(process.pid) for process in processes)):
             file.unlink(missing_ok=True)
+
+
+def _stacks_file(pid: int) -> Path:
+    return _STACKS / f"{pid}.stacks"
+
+
+def _how_it_ended(process: BaseProcess) -> str:
+    """Say how a process of a test that has failed ended; -15 is torch's, which ends the rest after the first error."""
+    process.join(5)
+    stacks = _stacks_file(process.pid)
+    return f"{process.name}: exit code {process.exitcode}\n{stacks.read_text() if stacks.exists() else ''}"
 
 
 def _keep_ddp_models() -> None:

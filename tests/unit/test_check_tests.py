@@ -57,14 +57,28 @@ def test_what_is_missing_or_skipped_is_told(check_tests: ModuleType, cases: tupl
 
 
 def test_how_a_test_failed_is_told(check_tests: ModuleType) -> None:
-    lines = "\n".join(f"line {number}" for number in range(1000))
-    failure = case(
-        "test_calls x", f'<failure message="E">{lines}\nE  1 == 2\n</failure><error message="x">at the end</error>'
-    )
+    source = "\n".join(f"line {number}" for number in range(1000))
+    text = f"{source}\nE   assert 1 == 2\nE    +  where 1 = one()\n\ntest_calls.py:7: AssertionError\n"
+    failure = case("test_calls x", f'<failure message="E">{text}</failure><error message="x">at the end</error>')
     (found,) = check_tests.problems(report(failure), 0, {})
-    assert found.splitlines()[0].endswith("test_calls x failed")
-    assert found.splitlines()[-2:] == ["    E  1 == 2", "    at the end"]
-    assert len(found.splitlines()) < 50
+    lines = [line.strip() for line in found.splitlines()]
+    assert lines[0].endswith("test_calls x failed")
+    assert lines[1:] == [
+        "E   assert 1 == 2",
+        "E    +  where 1 = one()",
+        "test_calls.py:7: AssertionError",
+        "at the end",
+    ]
+
+
+def test_of_a_long_error_the_beginning_and_the_end_are_told(check_tests: ModuleType) -> None:
+    error = "\n".join(f"E   process {number}" for number in range(1000))
+    (found,) = check_tests.problems(report(case("test_calls x", f'<failure message="E">{error}</failure>')), 0, {})
+    lines = [line.strip() for line in found.splitlines()]
+    assert lines[0].endswith("test_calls x failed")
+    assert lines[1] == "E   process 0"
+    assert lines[-1] == "E   process 999"
+    assert 50 < len(lines) < 100
 
 
 def test_how_a_cpp_test_failed_is_told(check_tests: ModuleType) -> None:
