@@ -406,6 +406,18 @@ TEST_P(ProgressTest, CloseEndsTheLeaderAndLaterOperationsStillRun) {
   EXPECT_TRUE(a_.progress.driveUntil([] { return false; }, std::nullopt)) << "likewise";
 }
 
+TEST_P(ProgressTest, CloseComesAfterWhatWasSubmittedBefore) {
+  std::vector<std::string> order;
+  a_.handTo([&](const std::vector<uint64_t>& /*calls*/, const std::optional<Driver>& /*driver*/) {
+    a_.progress.close([&] { order.emplace_back("closed"); });
+  });
+  a_.progress.run([&] {
+    a_.arrive(1); // a batch, which this thread hands out before it looks at the queue again
+    a_.progress.submit([&] { order.emplace_back("sent"); });
+  });
+  EXPECT_EQ(order, (std::vector<std::string>{"sent", "closed"})) << "a message sent last has to leave";
+}
+
 TEST_P(ProgressTest, CloseAmidSubmissionsLosesNone) {
   constexpr int kThreads = 4;
   constexpr int kEach = 2000;

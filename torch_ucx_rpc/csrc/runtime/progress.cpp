@@ -358,6 +358,7 @@ void Progress::close(Operation last) {
   std::unique_ptr<EventBatch> events;
   {
     const std::unique_lock lock = lockWorker();
+    runQueueLocked(); // the thread that was to run these may not have come to it yet
     last();
     isClosed_ = true;
     events = client_.takeEventsWithWorkerLock();

@@ -91,8 +91,8 @@ class Progress {
     waitSet_.watch(fd, std::move(onReadable));
   }
 
-  // Runs a last operation under the worker lock and never touches the transport again. Operations that are submitted
-  // later still run.
+  // Runs a last operation under the worker lock, after all that were submitted before, and never touches the transport
+  // again. Operations that are submitted later still run.
   void close(Operation last);
 
  private:
