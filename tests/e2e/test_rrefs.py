@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 
 import pytest
 import torch
@@ -184,6 +185,20 @@ def tenfold(rref: torch.distributed.rpc.RRef[torch.Tensor]) -> torch.Tensor:
 def test_torchscript_functions_take_rrefs() -> None:
     rref = rpc.remote("worker1", torch.add, args=(torch.ones(2), 1))
     assert torch.equal(rpc.rpc_sync("worker1", tenfold, args=(rref,)), torch.full((2,), 20.0))
+
+
+@in_worker0(of=2, options={"num_worker_threads": 1})
+def test_an_rref_in_a_call_that_nobody_waits_for_any_more_is_freed() -> None:
+    for takes_it in (value_of, tenfold):
+        rref = rpc.remote("worker1", torch.add, args=(torch.ones(2), 1))
+        rref.to_here()
+        busy = rpc.rpc_async("worker1", time.sleep, (0.5,))
+        # The owner of an RRef waits until it hears of each copy that was sent, and so does the worker that has sent it.
+        with pytest.raises(RuntimeError, match="ran for more than"):
+            rpc.rpc_sync("worker1", takes_it, args=(rref,), timeout=0.1)
+        busy.wait()
+        del rref
+        assert_all_freed("worker1")
 
 
 @in_every_worker(of=4)

@@ -1,15 +1,17 @@
-// What follows from the type of a request of torch's.
+// What follows from the type of a request of torch's, and from what it carries.
 
 #include "torch_glue/message_types.h"
 
 #include <gtest/gtest.h>
 
 #include <set>
+#include <string>
 #include <vector>
 
 namespace torch_ucx_rpc {
 namespace {
 
+using torch::distributed::rpc::Message;
 using torch::distributed::rpc::MessageType;
 using Types = std::set<MessageType>;
 
@@ -28,6 +30,11 @@ const std::vector<MessageType> kRequests{
     MessageType::CLEANUP_AUTOGRAD_CONTEXT_REQ,
     MessageType::RUN_WITH_PROFILING_REQ,
 };
+
+c10::intrusive_ptr<Message> requestOf(MessageType type, const std::string& payload) {
+  return c10::make_intrusive<Message>(
+      std::vector<char>(payload.begin(), payload.end()), std::vector<at::Tensor>{}, type);
+}
 
 template <typename Predicate>
 Types those(Predicate is) {
@@ -68,7 +75,7 @@ TEST(MessageTypesTest, DriverCompletesOnlyWhatNobodyWaitsFor) {
 
 TEST(MessageTypesTest, RequestsThatOthersCountOnAreRunThoughTheirCallerHasGivenUp) {
   EXPECT_EQ(
-      those(&mustExecute),
+      those([](MessageType type) { return mustExecute(*requestOf(type, "anything")); }),
       (Types{
           MessageType::PYTHON_REMOTE_CALL,
           MessageType::SCRIPT_REMOTE_CALL,
@@ -76,6 +83,13 @@ TEST(MessageTypesTest, RequestsThatOthersCountOnAreRunThoughTheirCallerHasGivenU
           MessageType::RREF_CHILD_ACCEPT,
           MessageType::RREF_USER_DELETE,
           MessageType::CLEANUP_AUTOGRAD_CONTEXT_REQ}));
+}
+
+TEST(MessageTypesTest, SoAreCallsWithRRefs) {
+  EXPECT_TRUE(mustExecute(*requestOf(MessageType::PYTHON_CALL, "torch _InternalRPCPickler._py_rref_receiver (")));
+  EXPECT_TRUE(mustExecute(*requestOf(MessageType::FORWARD_AUTOGRAD_REQ, "ctorch.distributed.rpc\nrref\n (")));
+  EXPECT_FALSE(mustExecute(*requestOf(MessageType::PYTHON_CALL, "torch.distributed.rpc rref")));
+  EXPECT_FALSE(mustExecute(*requestOf(MessageType::PYTHON_CALL, "")));
 }
 
 TEST(MessageTypesTest, NoticesHaveAnAnswerOfTheirOwnTypeInsteadOfAGoneWorkers) {

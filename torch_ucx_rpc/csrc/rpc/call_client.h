@@ -78,8 +78,8 @@ class CallClient final : public AnswerHandler, public PeerObserver {
   void failLater(CallTable::Call call, const RpcFailure& why);
   // Fails a call to a peer that is gone, or acknowledges it in the peer's place if torch needs that (syntheticAck()).
   void finishCallToLostPeer(CallTable::Call call);
-  // Whether a request of this type to this peer may be taken back once its caller has given up.
-  bool mayCancel(const Peer& to, torch::distributed::rpc::MessageType type) const;
+  // Whether a request to this peer may be taken back once its caller has given up.
+  bool mayCancel(const Peer& to, bool mustExecute) const;
   // Timer task: fails the calls whose deadlines have come.
   Timer::TimePoint expire(Timer::TimePoint now);
 

@@ -88,8 +88,7 @@ void RequestServer::onRequest(IncomingMessage request) {
 
 bool RequestServer::hasExpired(const IncomingMessage& request, Clock::time_point arrivedAt) {
   const std::chrono::milliseconds deadline(request.header.deadlineMs);
-  return deadline.count() != 0 && Clock::now() - arrivedAt >= deadline &&
-      !mustExecute(static_cast<rpc::MessageType>(wire::messageTypeOf(request.body())));
+  return deadline.count() != 0 && Clock::now() - arrivedAt >= deadline;
 }
 
 void RequestServer::runOnDriver(IncomingMessage request) {

@@ -65,7 +65,7 @@ class RequestServer final : public RequestHandler {
   static OpenRequest take(const IncomingMessage& request);
   using Clock = std::chrono::steady_clock;
   void serve(OpenRequest open, IncomingMessage incoming);
-  // Whether a request that came at `arrivedAt` is past its caller's deadline, and no other worker counts on its effect.
+  // Whether a request that came at `arrivedAt` is past its caller's deadline.
   static bool hasExpired(const IncomingMessage& request, Clock::time_point arrivedAt);
   // Runs the handler on this thread, with these streams current.
   c10::intrusive_ptr<JitFuture> handle(

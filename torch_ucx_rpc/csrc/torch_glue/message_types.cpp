@@ -3,9 +3,27 @@
 #include <torch/csrc/distributed/autograd/rpc_messages/cleanup_autograd_context_resp.h>
 #include <torch/csrc/distributed/rpc/rref_proto.h>
 
+#include <string_view>
+#include <vector>
+
 namespace torch_ucx_rpc {
 
 namespace rpc = torch::distributed::rpc;
+
+namespace {
+
+// How pickles name what makes an RRef of its serialized form: those of Python (torch/distributed/rpc/internal.py), and
+// those of TorchScript (Pickler::pushRRef()). A call that only mentions these words is taken for one with an RRef.
+constexpr std::string_view kRRefInPython = "_py_rref_receiver";
+constexpr std::string_view kRRefInTorchScript = "torch.distributed.rpc\nrref\n";
+
+bool hasRRef(const std::vector<char>& payload) {
+  const std::string_view pickle(payload.data(), payload.size());
+  return pickle.find(kRRefInPython) != std::string_view::npos ||
+      pickle.find(kRRefInTorchScript) != std::string_view::npos;
+}
+
+} // namespace
 
 bool runsPython(rpc::MessageType request) {
   switch (request) {
@@ -34,9 +52,14 @@ bool mayCompleteOnDriver(rpc::MessageType request) {
       request == rpc::MessageType::CLEANUP_AUTOGRAD_CONTEXT_REQ;
 }
 
-bool mustExecute(rpc::MessageType request) {
-  return request == rpc::MessageType::PYTHON_REMOTE_CALL || request == rpc::MessageType::SCRIPT_REMOTE_CALL ||
-      syntheticAck(request) != nullptr;
+bool mustExecute(const rpc::Message& request) {
+  switch (request.type()) {
+    case rpc::MessageType::PYTHON_REMOTE_CALL:
+    case rpc::MessageType::SCRIPT_REMOTE_CALL:
+      return true;
+    default:
+      return syntheticAck(request.type()) != nullptr || hasRRef(request.payload());
+  }
 }
 
 c10::intrusive_ptr<rpc::Message> syntheticAck(rpc::MessageType request) {

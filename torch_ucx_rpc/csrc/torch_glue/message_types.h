@@ -20,8 +20,9 @@ bool mayRunOnDriver(torch::distributed::rpc::MessageType request);
 // The same for torch's work when the answer arrives. Nobody waits for these answers.
 bool mayCompleteOnDriver(torch::distributed::rpc::MessageType request);
 
-// Whether the request must run even if its caller has given up, because other workers count on its effect.
-bool mustExecute(torch::distributed::rpc::MessageType request);
+// Whether the request must run even if its caller has given up, because other workers count on its effect. That of an
+// RRef among the arguments is a message to its owner, and to the worker that has sent it: both wait for it.
+bool mustExecute(const torch::distributed::rpc::Message& request);
 
 // The answer to give in place of a peer that is gone; null if the request needs none. torch repeats some requests
 // until they are answered, and ends the process if one never is: the thread that repeats them does not catch
