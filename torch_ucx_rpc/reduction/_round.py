@@ -75,17 +75,17 @@ class Round:
         self.sum = total
 
 
-# Elements that are added at a time, for each thread of torch: few enough to stay in its cache until they are divided,
-# and what torch gives to one thread at least (at::internal::GRAIN_SIZE).
-_GRAIN = 32_768
+# Elements that are added at a time: few enough to stay in a core's cache until they are divided, and no more than torch
+# adds on one thread (at::internal::GRAIN_SIZE). Several would wait for each other after each addition, and where
+# trainers share the cores, for the whole time slice of another process. Pieces are added in parallel as it is.
+_STEP = 32_768
 
 
 def _add(total: Tensor, others: Sequence[Tensor], divisor: int | None) -> None:
     """``total += each of others``, then ``/= divisor``, with one pass through memory instead of one for each."""
-    steps = max(1, torch.get_num_threads()) * _GRAIN
     is_flat = all(tensor.is_contiguous() for tensor in (total, *others))
-    if is_flat and total.device.type == "cpu" and total.numel() > steps:
-        parts = [total.view(-1).split(steps), *(other.view(-1).split(steps) for other in others)]
+    if is_flat and total.device.type == "cpu" and total.numel() > _STEP:
+        parts = [total.view(-1).split(_STEP), *(other.view(-1).split(_STEP) for other in others)]
     else:
         parts = [(total,), *((other,) for other in others)]
     for own, *rest in zip(*parts, strict=True):
