@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import gc
 import itertools
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -371,12 +373,16 @@ def push_other_shapes(rank: int, steps: Steps) -> None:
         assert torch.equal(first.wait()[0], torch.full((2, 3), 1.5))
     if rank == 2:
         steps.wait_for("first")
+        wrong = torch.ones(3, 2)
         with pytest.raises(
             ValueError,
             match=r"'worker2' \(rank 2\) pushes gradients of \[3, 2\] .*'worker1' \(rank 1\) has pushed \[2, 3\]",
         ):
-            reduction.push_pull(server, [torch.ones(3, 2)])
+            reduction.push_pull(server, [wrong])
         # It may correct that, and nothing is left of it.
+        known = weakref.ref(wrong)
+        del wrong
+        eventually(lambda: gc.collect() >= 0 and known() is None, "the gradients are free")
         other = reduction.serve("worker0", trainers=2)
         other._shapes = None
         assert torch.equal(reduction.push_pull(other, [torch.full((2, 3), 2.0)])[0], torch.full((2, 3), 1.5))

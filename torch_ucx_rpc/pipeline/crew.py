@@ -14,6 +14,7 @@ from typing import Any
 import torch.distributed.rpc as rpc
 from torch.futures import Future
 
+from torch_ucx_rpc._observe.futures import fail
 from torch_ucx_rpc.pipeline import host
 from torch_ucx_rpc.pipeline.errors import PipelineError, StageError, StageLostError
 from torch_ucx_rpc.pipeline.exchange import worker_info
@@ -102,7 +103,7 @@ class Crew:
         except RuntimeError as error:
             # Known to be gone: as good as an answer.
             failed: Future[Any] = Future()
-            failed.set_exception(error)
+            fail(failed, error)
             return failed
 
     def _notice(self, future: Future[Any], number: int, noticed: threading.Event) -> None:

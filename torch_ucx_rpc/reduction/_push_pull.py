@@ -11,6 +11,7 @@ from typing import Any, overload
 from torch import Tensor
 from torch.futures import Future
 
+from torch_ucx_rpc._observe.futures import fail
 from torch_ucx_rpc.reduction._messages import Answer
 from torch_ucx_rpc.reduction._pushes import push, tensors_of
 from torch_ucx_rpc.reduction._server import Server
@@ -89,7 +90,7 @@ def _when_all_are_done(futures: list[Future[Answer]], result: Callable[[], Any],
         try:
             value = result()
         except Exception as error:
-            joined.set_exception(error)
+            fail(joined, error)
         else:
             joined.set_result(value)
 

@@ -12,6 +12,7 @@ import torch.distributed.rpc as rpc
 from torch import Tensor
 from torch.futures import Future
 
+from torch_ucx_rpc._observe.futures import fail
 from torch_ucx_rpc._observe.lost import timed_out, was_lost
 from torch_ucx_rpc.reduction import _host
 from torch_ucx_rpc.reduction._messages import LEFT, UNKNOWN, Answer, Push
@@ -78,7 +79,7 @@ class _Pending:
 
     def _reject(self, error: Exception) -> None:
         self._server.end_push(self._push)
-        self.future.set_exception(error)
+        fail(self.future, error)
 
     def _fail(self, name: str, error: RuntimeError) -> None:
         if was_lost(error):

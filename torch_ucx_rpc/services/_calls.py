@@ -21,6 +21,7 @@ from torch.distributed.rpc.constants import UNSET_RPC_TIMEOUT
 from torch.distributed.rpc.internal import RPCExecMode
 from torch.futures import Future
 
+from torch_ucx_rpc._observe.futures import fail
 from torch_ucx_rpc._observe.lost import was_lost
 from torch_ucx_rpc.services import _directory
 from torch_ucx_rpc.services._directory import Directory, directory
@@ -293,6 +294,6 @@ class _Pending:
                 self._start()
                 return
         except Exception as error:
-            self.future.set_exception(error)
+            fail(self.future, error)
         else:
             self.future.set_result(value)

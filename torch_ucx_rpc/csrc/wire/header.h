@@ -83,8 +83,8 @@ struct Header {
     Place place; // of a piece of a span
   };
   // Of a request's body: how many milliseconds its caller was still going to wait when it made the call; 0: for ever,
-  // or unknown, or the request must run all the same. It is relative, because the clocks of two machines may differ, so time on the way does not count
-  // against it.
+  // or unknown, or the request must run all the same. It is relative, because the clocks of two machines may differ, so
+  // time on the way does not count against it.
   uint32_t deadlineMs = 0;
   uint32_t reserved = 0; // 0; not looked at
   Hmac::Tag frameTag{}; // over this header, and over the data if it is a body that came along

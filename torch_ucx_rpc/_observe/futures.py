@@ -1,0 +1,49 @@
+"""`fail`: futures that end with an exception, and keep nothing else alive."""
+
+# mypy: allow-untyped-calls
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from torch.futures import Future
+
+
+def fail(future: Future[Any], error: BaseException) -> None:
+    """Complete a future with an exception: ``Future.set_exception``, without a circle.
+
+    torch's futures are C++ objects, so Python's collector does not see what they keep. `set_exception` keeps the
+    exception and raises that same object in every wait. Its traceback has the frames that it came through, and those
+    that wait. A frame that knows the future closes a circle, which lives for ever with all that its frames know:
+    tensors, and agents of former lives. Here each wait raises a copy, and what is kept has no traceback.
+    """
+    kept = _without_tracebacks(error)
+
+    def raise_copy(_: Any) -> None:
+        raise _copy_of(kept) from kept.__cause__
+
+    future._set_unwrap_func(raise_copy)
+    future.set_result(kept)
+
+
+def _without_tracebacks(error: BaseException) -> BaseException:
+    """The exception, after those of it, its causes and its contexts are let go of."""
+    open_: list[BaseException | None] = [error]
+    seen: set[int] = set()
+    while open_:
+        one = open_.pop()
+        if one is not None and id(one) not in seen:
+            seen.add(id(one))
+            one.__traceback__ = None
+            open_ += [one.__cause__, one.__context__]
+    return error
+
+
+def _copy_of(error: BaseException) -> BaseException:
+    try:
+        made = copy.copy(error)
+    except Exception:
+        # Of a type that cannot be made anew.
+        return error
+    return made if type(made) is type(error) else error
