@@ -19,6 +19,8 @@ _LEAVING = re.compile(r"RPC is not running on worker '(\w+)': it has been shut d
 _MOST_EXAMPLES = 5
 # How a name is refused (docs/services.md).
 _HAS_IT = re.compile(r"it is a value of worker '(\w+)'")
+# How a server is refused that has a host which nobody knows any more.
+_NO_HOST = re.compile(r"'(\w+)' cannot be a host of a server: no living worker has that name")
 # How pushes fail when none of their hosts has the state any more (docs/reduction.md).
 _STATE_IS_LOST = re.compile(
     "has no parameters|were lost with their hosts|all hosts of the server|are not in the state any more"
@@ -214,6 +216,8 @@ class _History:
             return "it left"
         if "could not find destination worker" in failure.text and self._was_anybody_absent(failure):
             return "it had not joined yet"
+        if any(self._was_absent(name, failure) for name in _NO_HOST.findall(failure.text)):
+            return "a host had ended"
         if event["what"] == "not admitted" and self._is_amid(failure, "cut", "cut off"):
             return "the Store was out of reach"
         if "ran for more than set timeout" in failure.text and self._is_amid(failure, "stall"):
@@ -279,12 +283,14 @@ class _History:
         return max((self._next_joined(name, cut["until"]) for name in names), default=cut["until"]) + self._limit
 
     def _was_anybody_absent(self, failure: _Failure) -> bool:
-        for name in failure.names:
-            ends = [m.end for m in self.memberships if m.name == name and m.end <= failure.at]
-            # The others learn of a worker one after the other.
-            if failure.began <= self._next_joined(name, max(ends, default=0.0)) + self._limit:
-                return True
+        if any(self._was_absent(name, failure) for name in failure.names):
+            return True
         return any(cut["host"] in failure.hosts and self._has_parted(cut, failure) for cut in self._parted)
+
+    def _was_absent(self, name: str, failure: _Failure) -> bool:
+        ends = [m.end for m in self.memberships if m.name == name and m.end <= failure.at]
+        # The others learn of a worker one after the other.
+        return failure.began <= self._next_joined(name, max(ends, default=0.0)) + self._limit
 
     def _has_parted(self, cut: dict[str, Any], failure: _Failure) -> bool:
         return cut["parted"] <= failure.at and failure.began <= self._repaired(cut)

@@ -89,6 +89,7 @@ CUT_OFF = {"what": "cut off", "at": 3.0, "parted": 5.0, "until": 9.5, "host": "b
 RESET = {"what": "reset", "at": 9.0, "parted": 9.0, "until": 9.1, "host": "b"}
 NO_FILES = {"what": "no files", "at": 9.0, "until": 11.0, "name": "worker0"}
 TOO_MANY = "RuntimeError: could not send to worker 'worker2' (rank 2, pid 7 on c): too many files open"
+NO_HOST = "ValueError: 'worker1' cannot be a host of a server: no living worker has that name; close to it: worker2"
 CUT_OFF_REASON = "a host was parted from the others: cut off"
 SUCCESSOR = tuple(joined(1, 10.5, "b", generation=1))
 
@@ -98,6 +99,8 @@ SUCCESSOR = tuple(joined(1, 10.5, "b", generation=1))
     [
         (failure(10.0), (KILL,), "its process was killed"),
         (failure(9.0), (KILL,), "unexplained"),
+        (failure(10.0, NO_HOST), (KILL,), "a host had ended"),
+        (failure(10.0, NO_HOST), (), "unexplained"),
         (failure(10.0), (), "unexplained"),
         (failure(10.0), (CUT,), "unexplained"),
         (failure(10.0), (CUT_OFF,), CUT_OFF_REASON),
