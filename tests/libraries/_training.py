@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import nn
-from workers import Steps
+from workers import Steps, keep_process_group
 
 from torch_ucx_rpc import reduction
 
@@ -27,6 +27,7 @@ def meet(steps: Steps, name: str, rank: int, of: int) -> None:
 def process_group(rank: int, size: int, path: Path) -> Iterator[None]:
     """gloo's, of the first ``size`` workers."""
     dist.init_process_group("gloo", init_method=(path / "group").as_uri(), rank=rank, world_size=size)
+    keep_process_group()
     try:
         yield
     finally:

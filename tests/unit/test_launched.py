@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.distributed.rpc as rpc
 import workers
 from torch.distributed import FileStore, TCPStore
-from workers import reserved_port, run_program, run_workers
+from workers import keep_process_group, reserved_port, run_program, run_workers
 
 import torch_ucx_rpc
 from torch_ucx_rpc._bootstrap.rendezvous import JobAddress, open_job_store
@@ -213,6 +213,7 @@ def join_after_process_group(rank: int, with_variables: bool) -> float:
         # As of a program that has all that from elsewhere.
         del os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
         dist.init_process_group("gloo", init_method=f"tcp://{host}:{port}", rank=rank, world_size=2)
+    keep_process_group()
     torch_ucx_rpc.init_rpc()
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(1, 1, bias=False))
     model(torch.full((1, 1), float(rank))).sum().backward()

@@ -8,6 +8,7 @@
   runs. (``_worker``)
 * ``run_program(source)`` runs a script in an interpreter of its own, for what only a real interpreter exit
   shows. (``_program``)
+* ``keep_process_group()`` works around a hang of torch's. (``_processes``)
 * ``reserved_port()``, ``process_context()``, ``PRELOADED``, ``dump_stacks()``, ``native_stacks()``: what the above is
   made of, shared with the conformance suites. (``_processes``)
 * ``eventually(condition)`` waits for what a remote worker does in its own time. (``_eventually``)
@@ -22,6 +23,7 @@ from ._processes import (
     PRELOADED,
     dump_stacks,
     dump_stacks_on_request,
+    keep_process_group,
     kill,
     native_stacks,
     process_context,
@@ -57,6 +59,7 @@ __all__ = [
     "in_every_worker",
     "in_worker0",
     "init_rpc",
+    "keep_process_group",
     "kill",
     "native_stacks",
     "process_context",

@@ -17,6 +17,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 # Imported once in the fork server, and from then on in every process it forks. torch_ucx_rpc is not among them: loading
 # it loads UCX, which reads its environment once, and each test brings its own. None of these may ask CUDA anything:
@@ -74,6 +75,20 @@ def kill(processes: Iterable[multiprocessing.process.BaseProcess]) -> None:
             process.kill()
     for process in processes:
         process.join()
+
+
+def keep_process_group() -> None:
+    """To be called in a worker that has gloo's process group: it is not destroyed before the process ends, `os._exit`.
+
+    In torch 2.13 its destructor joins gloo's threads with the GIL held, while one of them may be waiting for the GIL to
+    release a tensor. A function that has returned then hangs, whatever the RPC agent: the last to let go of the group
+    is often DistributedDataParallel.
+    """
+    _kept.append(dist.group.WORLD)
+
+
+# Of `keep_process_group`.
+_kept: list[object] = []
 
 
 def dump_stacks_on_request(directory: Path) -> None:
