@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from torch.nn.parallel import DistributedDataParallel
-from workers import dump_stacks, dump_stacks_on_request, kill, process_context
+from workers import dump_stacks, dump_stacks_on_request, kill, process_context, stacks_file
 
 # A directory that the parent and all processes of a test know: beside the file through which they meet.
 _STACKS = Path(tempfile.gettempdir())
@@ -30,7 +30,7 @@ class PreloadedProcesses:
     def _run(cls, rank: int, test_name: str, file_name: str, parent_pipe: Any, **kwargs: Any) -> None:
         dump_stacks_on_request(_STACKS)
         # Where it crashes, too: what it writes to stderr is no part of the test's report.
-        faulthandler.enable(_stacks_file(os.getpid()).open("a"))
+        faulthandler.enable(stacks_file(_STACKS, os.getpid()).open("a"))
         _keep_ddp_models()
         super()._run(rank, test_name, file_name, parent_pipe, **kwargs)
 
@@ -51,18 +51,14 @@ class PreloadedProcesses:
         processes = list(self.processes)
         super().tearDown()
         kill(processes)
-        for file in (Path(self.file_name), *(_stacks_file(process.pid) for process in processes)):
+        for file in (Path(self.file_name), *(stacks_file(_STACKS, process.pid) for process in processes)):
             file.unlink(missing_ok=True)
-
-
-def _stacks_file(pid: int) -> Path:
-    return _STACKS / f"{pid}.stacks"
 
 
 def _how_it_ended(process: BaseProcess) -> str:
     """Say how a process of a test that has failed ended; -15 is torch's, which ends the rest after the first error."""
     process.join(5)
-    stacks = _stacks_file(process.pid)
+    stacks = stacks_file(_STACKS, process.pid)
     return f"{process.name}: exit code {process.exitcode}\n{stacks.read_text() if stacks.exists() else ''}"
 
 

@@ -18,17 +18,17 @@ def fail(future: Future[Any], error: BaseException) -> None:
     that wait. A frame that knows the future closes a circle, which lives for ever with all that its frames know:
     tensors, and agents of former lives. Here each wait raises a copy, and what is kept has no traceback.
     """
-    kept = _without_tracebacks(error)
+    _drop_tracebacks(error)
 
     def raise_copy(_: Any) -> None:
-        raise _copy_of(kept) from kept.__cause__
+        raise _copy_of(error) from error.__cause__
 
     future._set_unwrap_func(raise_copy)
-    future.set_result(kept)
+    future.set_result(error)
 
 
-def _without_tracebacks(error: BaseException) -> BaseException:
-    """The exception, after those of it, its causes and its contexts are let go of."""
+def _drop_tracebacks(error: BaseException) -> None:
+    """Drop the traceback of an exception, and those of its causes and contexts."""
     open_: list[BaseException | None] = [error]
     seen: set[int] = set()
     while open_:
@@ -37,7 +37,6 @@ def _without_tracebacks(error: BaseException) -> BaseException:
             seen.add(id(one))
             one.__traceback__ = None
             open_ += [one.__cause__, one.__context__]
-    return error
 
 
 def _copy_of(error: BaseException) -> BaseException:

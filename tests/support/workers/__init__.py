@@ -9,8 +9,8 @@
 * ``run_program(source)`` runs a script in an interpreter of its own, for what only a real interpreter exit
   shows. (``_program``)
 * ``keep_process_group()`` works around a hang of torch's. (``_processes``)
-* ``reserved_port()``, ``process_context()``, ``PRELOADED``, ``dump_stacks()``, ``native_stacks()``: what the above is
-  made of, shared with the conformance suites. (``_processes``)
+* ``reserved_port()``, ``process_context()``, ``PRELOADED``, ``dump_stacks()``, ``stacks_file()``,
+  ``native_stacks()``: what the above is made of, shared with the conformance suites. (``_processes``)
 * ``eventually(condition)`` waits for what a remote worker does in its own time. (``_eventually``)
 * ``Steps(directory)`` lets processes go on in an order, without RPC. (``_steps``)
 * ``Worker``: the inside of one, for a crew whose workers come and go. (``_worker``)
@@ -28,6 +28,7 @@ from ._processes import (
     native_stacks,
     process_context,
     reserved_port,
+    stacks_file,
 )
 from ._program import run_program
 from ._steps import Steps
@@ -66,5 +67,6 @@ __all__ = [
     "reserved_port",
     "run_program",
     "run_workers",
+    "stacks_file",
     "worker_name",
 ]

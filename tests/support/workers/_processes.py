@@ -77,6 +77,10 @@ def kill(processes: Iterable[multiprocessing.process.BaseProcess]) -> None:
         process.join()
 
 
+# Of `keep_process_group`.
+_kept: list[object] = []
+
+
 def keep_process_group() -> None:
     """To be called in a worker that has gloo's process group: it is not destroyed before the process ends, `os._exit`.
 
@@ -87,10 +91,6 @@ def keep_process_group() -> None:
     _kept.append(dist.group.WORLD)
 
 
-# Of `keep_process_group`.
-_kept: list[object] = []
-
-
 def dump_stacks_on_request(directory: Path) -> None:
     """To be called in a worker: lets `dump_stacks` have this process's Python stacks, even while it holds the GIL.
 
@@ -98,7 +98,7 @@ def dump_stacks_on_request(directory: Path) -> None:
     """
     faulthandler.enable()
     # Kept open for the life of the process: faulthandler writes to the bare file descriptor.
-    file = os.open(_stacks_file(directory, os.getpid()), os.O_CREAT | os.O_WRONLY, 0o600)
+    file = os.open(stacks_file(directory, os.getpid()), os.O_CREAT | os.O_WRONLY, 0o600)
     faulthandler.register(_STACKS_SIGNAL, file=file, all_threads=True)
 
 
@@ -109,7 +109,8 @@ def dump_stacks(pids: Sequence[int], directory: Path) -> dict[int, str]:
     return {pid: f"--- stacks of process {pid} ---\n{stacks}{native_stacks(pid)}" for pid, stacks in python.items()}
 
 
-def _stacks_file(directory: Path, pid: int) -> Path:
+def stacks_file(directory: Path, pid: int) -> Path:
+    """Where the Python stacks are of a process that called `dump_stacks_on_request(directory)`."""
     return directory / f"{pid}.stacks"
 
 
@@ -121,7 +122,7 @@ def _number_on_its_host(pid: int) -> int:
 
 def _python_stacks(pid: int, directory: Path) -> str:
     try:
-        file = _stacks_file(directory, _number_on_its_host(pid))
+        file = stacks_file(directory, _number_on_its_host(pid))
         if not file.exists():
             return "(it hangs before its test began)\n"
         os.kill(pid, _STACKS_SIGNAL)

@@ -20,8 +20,8 @@ bool mayRunOnDriver(torch::distributed::rpc::MessageType request);
 // The same for torch's work when the answer arrives. Nobody waits for these answers.
 bool mayCompleteOnDriver(torch::distributed::rpc::MessageType request);
 
-// Whether the request must run even if its caller has given up, because other workers count on its effect. That of an
-// RRef among the arguments is a message to its owner, and to the worker that has sent it: both wait for it.
+// Whether the request must run even if its caller has given up, because other workers count on its effect. A request
+// with an RRef among its arguments is one: the RRef's owner and the caller wait until the callee confirms the RRef.
 bool mustExecute(const torch::distributed::rpc::Message& request);
 
 // The answer to give in place of a peer that is gone; null if the request needs none. torch repeats some requests
