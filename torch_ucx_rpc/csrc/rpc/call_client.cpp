@@ -56,7 +56,7 @@ c10::intrusive_ptr<JitFuture> CallClient::send(
     Peer& to, c10::intrusive_ptr<Message> message, std::chrono::milliseconds timeout, const DeviceMap& deviceMap) {
   trace::Span span("send request", {}, trace::Arrow::kRequestLeaves);
   const rpc::MessageType type = message->type();
-  const bool isForCertain = mustExecute(*message);
+  const bool mustRun = mustExecute(*message);
   std::unique_ptr<OutgoingMessage> outgoing =
       encodeMessage(std::move(message), to, deviceMap, messenger_.transportTo(to));
 
@@ -66,11 +66,11 @@ c10::intrusive_ptr<JitFuture> CallClient::send(
   call.type = type;
   call.sentAt = CallTable::Clock::now();
   call.timeout = timeout;
-  call.mustExecute = isForCertain;
+  call.mustRun = mustRun;
   if (timeout.count() != 0) { // 0: no limit
     call.deadline = call.sentAt + timeout;
     constexpr std::chrono::milliseconds kLongest(std::numeric_limits<uint32_t>::max());
-    outgoing->header.deadlineMs = !isForCertain && timeout < kLongest ? static_cast<uint32_t>(timeout.count()) : 0;
+    outgoing->header.deadlineMs = !mustRun && timeout < kLongest ? static_cast<uint32_t>(timeout.count()) : 0;
   }
   call.sender = std::this_thread::get_id();
   call.nesting = Executor::markBlocked();
@@ -101,7 +101,7 @@ c10::intrusive_ptr<JitFuture> CallClient::send(
     messenger_.post(to, wire::Kind::kRequest, id, std::move(outgoing));
     // A call that ran out of time meanwhile (its tensors were being sealed, or this thread did not run) was canceled
     // before there was a request to take back. It would wait for a peer that takes nothing in, with its memory.
-    if (CallTable::Clock::now() >= deadline && mayCancel(to, isForCertain)) {
+    if (CallTable::Clock::now() >= deadline && mayCancel(to, mustRun)) {
       messenger_.cancel({{&to, id}});
     }
   }
@@ -225,8 +225,8 @@ void CallClient::onPeerGone(Peer& peer) {
   }
 }
 
-bool CallClient::mayCancel(const Peer& to, bool mustExecute) const {
-  return to.member().session != self_.session && !mustExecute;
+bool CallClient::mayCancel(const Peer& to, bool mustRun) const {
+  return to.member().session != self_.session && !mustRun;
 }
 
 Timer::TimePoint CallClient::expire(Timer::TimePoint now) {
@@ -236,7 +236,7 @@ Timer::TimePoint CallClient::expire(Timer::TimePoint now) {
   for (CallTable::Expired& one : expired) {
     timedOut_.fetch_add(1, std::memory_order_relaxed);
     Peer& to = *one.call.to;
-    if (mayCancel(to, one.call.mustExecute)) {
+    if (mayCancel(to, one.call.mustRun)) {
       abandoned.emplace_back(&to, one.id);
     }
     const std::chrono::milliseconds timeout = one.call.timeout;

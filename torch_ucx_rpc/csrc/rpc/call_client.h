@@ -79,7 +79,7 @@ class CallClient final : public AnswerHandler, public PeerObserver {
   // Fails a call to a peer that is gone, or acknowledges it in the peer's place if torch needs that (syntheticAck()).
   void finishCallToLostPeer(CallTable::Call call);
   // Whether a request to this peer may be taken back once its caller has given up.
-  bool mayCancel(const Peer& to, bool mustExecute) const;
+  bool mayCancel(const Peer& to, bool mustRun) const;
   // Timer task: fails the calls whose deadlines have come.
   Timer::TimePoint expire(Timer::TimePoint now);
 

@@ -32,7 +32,7 @@ class CallTable {
     torch::distributed::rpc::MessageType type = torch::distributed::rpc::MessageType::UNKNOWN;
     Clock::time_point sentAt{};
     std::chrono::milliseconds timeout{0}; // 0: none
-    bool mustExecute = false; // even if its time is up
+    bool mustRun = false; // even if its time is up: see mustExecute()
     Clock::time_point deadline = Clock::time_point::max();
     std::thread::id sender; // the thread that made the call
     std::shared_ptr<void> nesting; // Executor::markBlocked(): released with the call
