@@ -298,6 +298,27 @@ def train_for_different_times(rank: int, steps: Steps) -> None:
         meet(steps, "trained 1", rank, 3)
 
 
+def test_who_has_asked_for_a_model_that_is_let_go_of_begins_all_the_same(
+    run_on_both: RunWorkers, tmp_path: Path
+) -> None:
+    run_on_both(3, let_go_of_a_model_asked_for, Steps(tmp_path))
+
+
+def let_go_of_a_model_asked_for(rank: int, steps: Steps) -> None:
+    if rank:
+        server = reduction.serve("worker0", trainers=1)
+        if rank == 2:
+            steps.wait_for("trained")
+        model = make_model()
+        copy = reduction.DataParallel(model, server)
+        train(copy, torch.optim.SGD(model.parameters(), lr=0.05), rank, 2)
+        if rank == 1:
+            steps.done("trained")
+            eventually(lambda: len(copy._asking) == 1, "another asks for the model")
+            del copy
+    meet(steps, "over", rank, 3)
+
+
 # --------------------------------------------------------------------------------------------------------- bad input
 
 

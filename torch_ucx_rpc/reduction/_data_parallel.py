@@ -51,6 +51,37 @@ class _Bucket:
         return [part.view_as(p) for part, p in zip(parts, self.parameters, strict=True)]
 
 
+class _Asking:
+    """The trainers that have asked for a model, until it is given at the beginning of a step, or there is none."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._waiting: list[tuple[Trainer, Future[dict[str, Any] | None]]] = []
+        self._is_refused = False
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def add(self, trainer: Trainer, future: Future[dict[str, Any] | None]) -> None:
+        with self._lock:
+            if not self._is_refused:
+                self._waiting.append((trainer, future))
+                return
+        future.set_result(None)
+
+    def take(self) -> list[tuple[Trainer, Future[dict[str, Any] | None]]]:
+        with self._lock:
+            waiting, self._waiting = self._waiting, []
+        return waiting
+
+    def refuse(self) -> None:
+        """Send all of them to another trainer, and all that come later."""
+        with self._lock:
+            self._is_refused = True
+        for _, future in self.take():
+            future.set_result(None)
+
+
 class DataParallel(nn.Module):
     """A copy of a model that is kept equal to those of other trainers: they may come and go, and may be killed.
 
@@ -97,7 +128,8 @@ class DataParallel(nn.Module):
         self._server = server
         self._optimizer = optimizer
         self._quorum = quorum
-        self._name = server.name_for("model", self)
+        self._asking = _Asking()
+        self._name = server.name_for("model", self, self._asking.refuse)
         self._buckets = _make_buckets(parameters, bucket_bytes)
         sizes = [(bucket.buffer.numel(), bucket.buffer.element_size()) for bucket in self._buckets]
         for bucket, parts in zip(self._buckets, plan(sizes, server.spec.shards), strict=True):
@@ -111,8 +143,6 @@ class DataParallel(nn.Module):
         self._initial: dict[str, Any] | None = None
         self._is_behind = False
         self._can_give = False
-        self._asking: list[tuple[Trainer, Future[dict[str, Any] | None]]] = []
-        self._lock = threading.Lock()
         # The parameters do not keep this object alive: when it is gone, this trainer has left.
         own = weakref.ref(self)
 
@@ -300,18 +330,15 @@ class DataParallel(nn.Module):
     def give(self, trainer: Trainer, is_initial: bool) -> Future[dict[str, Any] | None]:
         """This trainer's state at the beginning of a step, for another one: of the first step, if both are in that."""
         future: Future[dict[str, Any] | None] = Future(devices=self._server.life.devices)
-        with self._lock:
-            initial = self._initial if is_initial else None
-            if initial is None:
-                self._asking.append((trainer, future))
-        if initial is not None:
+        initial = self._initial if is_initial else None
+        if initial is None:
+            self._asking.add(trainer, future)
+        else:
             future.set_result(initial)
         return future
 
     def _give_to_those_asking(self) -> None:
-        with self._lock:
-            asking, self._asking = self._asking, []
-        for trainer, future in asking:
+        for trainer, future in self._asking.take():
             # From now on the others wait for it, this step included: it is not complete without this trainer.
             server = self._server
             server.call_all(_host.admit, server.spec.key, trainer, dict(server.positions))
@@ -319,10 +346,7 @@ class DataParallel(nn.Module):
 
     def on_leave(self) -> None:
         """Nobody gets the state from here any more."""
-        with self._lock:
-            asking, self._asking = self._asking, []
-        for _, future in asking:
-            future.set_result(None)
+        self._asking.refuse()
 
     def _state(self) -> dict[str, Any]:
         return {

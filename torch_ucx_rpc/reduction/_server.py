@@ -125,22 +125,25 @@ class Server:
         for user in list(self._users):
             user.on_leave()
 
-    def name_for(self, kind: str, user: User) -> str:
+    def name_for(self, kind: str, user: User, on_let_go: Callable[[], None] | None = None) -> str:
         """A prefix for the pieces of a model; trainers that ask in the same order get the same.
 
-        When the last user is gone, this trainer is not waited for any more, until it pushes again.
+        When the last user is gone, this trainer is not waited for any more, until it pushes again. ``on_let_go`` is
+        called when this one is gone; it must not refer to it.
         """
         with self._using:
             self._open_users += 1
         self._users.add(user)
         # Whatever thread collects garbage may hold any lock.
-        weakref.finalize(user, self._begin_to_let_go).atexit = False
+        weakref.finalize(user, self._begin_to_let_go, on_let_go).atexit = False
         return f"{kind}{next(self._names)}"
 
-    def _begin_to_let_go(self) -> None:
-        threading.Thread(target=self._let_go, name="torch_ucx_rpc-leave", daemon=True).start()
+    def _begin_to_let_go(self, on_let_go: Callable[[], None] | None) -> None:
+        threading.Thread(target=self._let_go, args=(on_let_go,), name="torch_ucx_rpc-leave", daemon=True).start()
 
-    def _let_go(self) -> None:
+    def _let_go(self, on_let_go: Callable[[], None] | None) -> None:
+        if on_let_go is not None:
+            on_let_go()
         with self._using:
             self._open_users -= 1
             if self._open_users or self.has_left:
