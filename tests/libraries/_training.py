@@ -1,4 +1,4 @@
-"""Small models of the reduction tests, how they are trained, and when their workers meet."""
+"""Small models of the reduction tests, and how they are trained."""
 
 from __future__ import annotations
 
@@ -11,16 +11,11 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import nn
-from workers import Steps, keep_process_group
+from workers import keep_process_group
 
 from torch_ucx_rpc import reduction
 
 SGD = functools.partial(torch.optim.SGD, lr=0.1)
-
-
-def meet(steps: Steps, name: str, rank: int, of: int) -> None:
-    steps.done(f"{name} {rank}")
-    steps.wait_for(*(f"{name} {peer}" for peer in range(of)), timeout=120)
 
 
 @contextlib.contextmanager

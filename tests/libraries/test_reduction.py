@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.rpc as rpc
-from _training import SGD, are_equal, batches, make_model, meet, parameters_of, process_group, step_of, train
+from _training import SGD, are_equal, batches, make_model, parameters_of, process_group, step_of, train
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
@@ -65,7 +65,7 @@ def train_with_ddp(rank: int, steps: Steps, hosts: tuple[str, ...]) -> list[torc
             assert are_equal(found[0], found[1])
             assert are_equal(found[0], found[2])
             trained = found[0]
-    meet(steps, "trained", rank, 2 + len(hosts))
+    steps.meet("trained", rank, 2 + len(hosts))
     return trained
 
 
@@ -88,7 +88,7 @@ def sum_in_other_orders(rank: int, steps: Steps) -> list[torch.Tensor]:
         means.append(future.wait())
     assert all(are_equal(means[0], other) for other in means[1:])
     assert [tensor.shape for tensor in means[0]] == [torch.Size([50_000]), torch.Size([3, 5])]
-    meet(steps, "done", rank, 4)
+    steps.meet("done", rank, 4)
     return means[0]
 
 
@@ -108,7 +108,7 @@ def train_on_the_host_too(rank: int, steps: Steps) -> list[torch.Tensor]:
         else:
             assert reduction.push_pull(reduction.serve("worker0", trainers=1, name="other"), torch.ones(2)).sum() == 2
         train(ddp, torch.optim.SGD(model.parameters(), lr=0.05), rank, 10)
-        meet(steps, "trained", rank, 2)
+        steps.meet("trained", rank, 2)
     return parameters_of(model)
 
 
@@ -130,7 +130,7 @@ def train_one_after_the_other(rank: int, steps: Steps) -> None:
             # What lets go of the model takes its time, on each worker another one.
             del model, ddp
             time.sleep(0.01 * rank)
-        meet(steps, "trained", rank, 4)
+        steps.meet("trained", rank, 4)
 
 
 def test_one_tensor_and_other_dtypes_are_averaged(run_on_both: RunWorkers, tmp_path: Path) -> None:
@@ -147,7 +147,7 @@ def average_dtypes(rank: int, steps: Steps) -> None:
             assert torch.equal(mean, torch.full((2, 3), 1.5, dtype=dtype))
             mean.zero_()
             assert tensor[0, 0] == rank
-    meet(steps, "done", rank, 3)
+    steps.meet("done", rank, 3)
 
 
 def test_torchs_compression_goes_on_top(run_on_both: RunWorkers, tmp_path: Path) -> None:
@@ -168,7 +168,7 @@ def train_compressed(rank: int, steps: Steps) -> None:
             dist.all_gather(both, flat)
             assert torch.equal(*both)
             assert model[0].weight.grad.dtype == torch.float32
-    meet(steps, "done", rank, 3)
+    steps.meet("done", rank, 3)
 
 
 # ---------------------------------------------------------------------------------------------------- DataParallel
@@ -213,7 +213,7 @@ def train_unusually(rank: int, steps: Steps) -> list[torch.Tensor]:
     model.eval()
     with torch.no_grad():
         model(x, True)
-    meet(steps, "done", rank, 2)
+    steps.meet("done", rank, 2)
     return parameters_of(module)
 
 
@@ -292,10 +292,10 @@ def train_for_different_times(rank: int, steps: Steps) -> None:
             copy = reduction.DataParallel(model, reduction.serve("worker0"))
             assert len(train(copy, torch.optim.SGD(model.parameters(), lr=0.05), rank, 2 + 3 * rank)) == 2 + 3 * rank
             del copy
-            meet(steps, f"trained {turn}", rank, 3)
+            steps.meet(f"trained {turn}", rank, 3)
     else:
-        meet(steps, "trained 0", rank, 3)
-        meet(steps, "trained 1", rank, 3)
+        steps.meet("trained 0", rank, 3)
+        steps.meet("trained 1", rank, 3)
 
 
 def test_who_has_asked_for_a_model_that_is_let_go_of_begins_all_the_same(
@@ -316,7 +316,7 @@ def let_go_of_a_model_asked_for(rank: int, steps: Steps) -> None:
             steps.done("trained")
             eventually(lambda: len(copy._asking) == 1, "another asks for the model")
             del copy
-    meet(steps, "over", rank, 3)
+    steps.meet("over", rank, 3)
 
 
 # --------------------------------------------------------------------------------------------------------- bad input
@@ -378,7 +378,7 @@ def give_bad_input(rank: int, steps: Steps) -> None:
             reduction.push_pull(server, [torch.ones(2), torch.ones(4)])
         with pytest.raises(ValueError, match=r"all trainers must call serve alike"):
             reduction.serve("worker1", trainers=1, parameters=[torch.ones(1)], optimizer=SGD)
-    meet(steps, "done", rank, 3)
+    steps.meet("done", rank, 3)
 
 
 def test_gradients_of_another_shape_than_the_others_are_refused(run_on_both: RunWorkers, tmp_path: Path) -> None:
@@ -407,7 +407,7 @@ def push_other_shapes(rank: int, steps: Steps) -> None:
         other = reduction.serve("worker0", trainers=2)
         other._shapes = None
         assert torch.equal(reduction.push_pull(other, [torch.full((2, 3), 2.0)])[0], torch.full((2, 3), 1.5))
-    meet(steps, "done", rank, 3)
+    steps.meet("done", rank, 3)
 
 
 def test_a_step_that_is_not_completed_in_time_says_who_wasabsent(run_on_both: RunWorkers, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.rpc as rpc
 from _jobs import KILLED, die
-from _training import SGD, are_equal, make_model, meet, parameters_of, step_of, train
+from _training import SGD, are_equal, make_model, parameters_of, step_of, train
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from workers import Steps, backend_options, eventually, init_rpc
@@ -84,7 +84,7 @@ def train_with_a_slow_one(rank: int, steps: Steps) -> list[torch.Tensor]:
         train(copy, optimizer, rank, 1)
     else:
         train(copy, optimizer, rank, 12)
-    meet(steps, "trained", rank, 4)
+    steps.meet("trained", rank, 4)
     return parameters_of(model)
 
 
@@ -123,13 +123,13 @@ def catch_up_with_adam(rank: int, steps: Steps) -> None:
                 del begun[old]
         server.leave()
     torch.save(begun, steps.directory / f"{rank}.pt")
-    meet(steps, "saved", rank, 4)
+    steps.meet("saved", rank, 4)
     # Steps of the others overlap: the last one of worker3 is one of theirs.
     last = max(begun) if rank == 3 else None
     if last is not None:
         others = [torch.load(steps.directory / f"{other}.pt") for other in range(3)]
         assert any(last in other and are_equal(begun[last], other[last]) for other in others)
-    meet(steps, "done", rank, 4)
+    steps.meet("done", rank, 4)
 
 
 def test_the_divisor_is_how_many_came(run_on_both: RunWorkers, tmp_path: Path) -> None:
@@ -147,10 +147,10 @@ def push_with_quorum(rank: int, steps: Steps) -> None:
         assert torch.equal(reduction.push_pull(server, (rank + 1) * ones, quorum=2), 1.5 * ones)
         assert torch.equal(reduction.push_pull(server, 2 * (rank + 1) * ones, quorum=2), 3 * ones)
         steps.done(f"pushed {rank}")
-    meet(steps, "again", rank, 3)
+    steps.meet("again", rank, 3)
     # Then all are together again.
     assert torch.equal(reduction.push_pull(server, (rank + 1) * ones), 2 * ones)
-    meet(steps, "done", rank, 3)
+    steps.meet("done", rank, 3)
 
 
 def test_an_expected_trainer_that_comes_after_the_first_steps_is_late_and_no_newcomer(
@@ -171,10 +171,10 @@ def come_after_the_first_steps(rank: int, steps: Steps) -> None:
         assert torch.equal(reduction.push_pull(server, ones, quorum=1), ones)
         assert torch.equal(reduction.push_pull(server, 2 * ones, quorum=1), 2 * ones)
         steps.done("pushed")
-    meet(steps, "caught up", rank, 3)
+    steps.meet("caught up", rank, 3)
     if rank:
         assert torch.equal(reduction.push_pull(server, rank * ones), 1.5 * ones)
-    meet(steps, "done", rank, 3)
+    steps.meet("done", rank, 3)
 
 
 # -------------------------------------------------------------------------------------------------- servers that die

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed.rpc as rpc
 from _jobs import KILLED, die
-from _training import SGD, are_equal, meet
+from _training import SGD, are_equal
 from torch import nn
 from torch._C._distributed_rpc import WorkerInfo
 from workers import Steps, eventually
@@ -53,7 +53,7 @@ def update_on_server(rank: int, steps: Steps, hosts: tuple[str, ...]) -> None:
                 parameter.grad = torch.full_like(parameter, turn + 2.5)
             optimizer.step()
             assert are_equal(parameters, [parameter.detach() for parameter in expected])
-    meet(steps, "done", rank, 4)
+    steps.meet("done", rank, 4)
 
 
 def test_asynchronous_pushes_are_all_applied_and_wait_for_nobody(run_on_both: RunWorkers, tmp_path: Path) -> None:
@@ -73,7 +73,7 @@ def update_asynchronously(rank: int, steps: Steps) -> None:
         steps.done(f"pushed {rank}")
         if rank == 2:
             assert torch.allclose(parameter, torch.full((5,), -0.1 * 2 * PUSHES))
-    meet(steps, "done", rank, 3)
+    steps.meet("done", rank, 3)
 
 
 # ---------------------------------------------------------------------------------------------------- what is applied

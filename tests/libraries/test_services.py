@@ -56,11 +56,6 @@ def open_gate() -> None:
     _gate.set()
 
 
-def meet(steps: Steps, name: str, rank: int, of: int) -> None:
-    steps.done(f"{name} {rank}")
-    steps.wait_for(*(f"{name} {peer}" for peer in range(of)), timeout=120)
-
-
 def offered() -> set[str]:
     return {service.name for service in services.names()}
 
@@ -93,7 +88,7 @@ def do_what_the_page_shows(rank: int, steps: Steps) -> None:
         services.join("eval")
     if rank == 2:
         services.pair("weights", torch.arange(3.0))
-    meet(steps, "registered", rank, 3)
+    steps.meet("registered", rank, 3)
 
     x = torch.ones(4)
     assert services.call("score", x) == 4
@@ -102,7 +97,7 @@ def do_what_the_page_shows(rank: int, steps: Steps) -> None:
     assert torch.equal(rref.to_here(), torch.arange(3.0))
     assert rref.owner().name == "worker2"
     assert torch.futures.wait_all(services.call_role("worker", load, args=(rank,))) == [f"worker{n}" for n in range(3)]
-    meet(steps, "called", rank, 3)
+    steps.meet("called", rank, 3)
     assert sorted(loaded) == [0, 1, 2]
 
     assert [member.name for member in services.members(role="worker")] == ["worker0", "worker1", "worker2"]
@@ -110,7 +105,7 @@ def do_what_the_page_shows(rank: int, steps: Steps) -> None:
     assert [member.rank for member in services.members(group="eval")] == [0, 1, 2]
     assert services.members(role="driver") == []
     del rref
-    meet(steps, "done", rank, 3)
+    steps.meet("done", rank, 3)
 
 
 def test_a_name_can_be_called_on_every_worker_as_soon_as_it_is_registered(
@@ -126,7 +121,7 @@ def register_and_call(rank: int, steps: Steps) -> None:
             steps.done(f"turn {turn}")
         steps.wait_for(f"turn {turn}")
         assert services.call(f"double {turn}", rank) == 2 * rank
-    meet(steps, "done", rank, 3)
+    steps.meet("done", rank, 3)
 
 
 def test_a_watch_tells_of_every_change(run_on_both: RunWorkers, tmp_path: Path) -> None:
@@ -162,7 +157,7 @@ def load_a_replica(rank: int, steps: Steps) -> None:
     if rank:
         services.register("wait", wait_at_gate)
         services.register("name", own_name)
-    meet(steps, "registered", rank, 3)
+    steps.meet("registered", rank, 3)
     if rank == 0:
         first = services.call_async("wait")
         # One has a call open now; the other one is called as long as it has none.
@@ -175,7 +170,7 @@ def load_a_replica(rank: int, steps: Steps) -> None:
         assert {second.wait()} == names
         # With the same load they take turns.
         assert [services.call("name") for _ in range(4)].count("worker1") == 2
-    meet(steps, "done", rank, 3)
+    steps.meet("done", rank, 3)
 
 
 @rpc.functions.async_execution
@@ -191,7 +186,7 @@ def answer_later_and_raise(rank: int, steps: Steps) -> None:
     if rank == 1:
         services.register("later", later)
         services.register("fail", raise_key_error)
-    meet(steps, "registered", rank, 2)
+    steps.meet("registered", rank, 2)
     if rank == 0:
         assert services.call("later", 4) == 8
         for call in (services.call, lambda *args: services.call_async(*args).wait()):
@@ -201,7 +196,7 @@ def answer_later_and_raise(rank: int, steps: Steps) -> None:
             services.call("fail", y=1)
         # The keywords are the service's, but for the timeout.
         assert services.call("later", timeout=10, x=2) == 4
-    meet(steps, "called", rank, 2)
+    steps.meet("called", rank, 2)
     if rank == 1:
         later_counts, fail_counts = services.statistics()[1], services.statistics()[0]
         assert (later_counts.name, later_counts.calls, later_counts.errors, later_counts.open) == ("later", 2, 0, 0)
@@ -218,14 +213,14 @@ def look_at_services(rank: int, steps: Steps) -> None:
 
     services.register("double", double, group="eval")
     services.register("fail", raise_key_error)
-    meet(steps, "registered", rank, 2)
+    steps.meet("registered", rank, 2)
     if rank == 0:
         for _ in range(6):
             services.call("double", 2)
         services.unregister("fail")
         with pytest.raises(RuntimeError):
             services.call("fail", "on purpose")
-    meet(steps, "called", rank, 2)
+    steps.meet("called", rank, 2)
     if rank == 1:
         double_counts, fail_counts = torch_ucx_rpc.statistics().services
         assert double_counts == torch_ucx_rpc.ServiceStatistics(
@@ -246,7 +241,7 @@ def look_at_services(rank: int, steps: Steps) -> None:
         assert code == 0
         assert re.search(r"double +eval +worker0 +2 +3 +0 +0", shown)
         assert re.search(r"fail +worker1 +1 +1 +0 +1", shown)
-    meet(steps, "looked", rank, 2)
+    steps.meet("looked", rank, 2)
 
 
 def command_line(*arguments: str) -> tuple[int, str]:
@@ -269,7 +264,7 @@ def take_names(rank: int, steps: Steps) -> None:
         services.register("score", double, group="eval")
         services.register("alone", double, unique=True)
         services.pair("weights", 1)
-    meet(steps, "registered", rank, 2)
+    steps.meet("registered", rank, 2)
     if rank == 0:
         for offer, why in (
             (
@@ -298,7 +293,7 @@ def take_names(rank: int, steps: Steps) -> None:
             with pytest.raises((TypeError, ValueError), match=error):
                 wrong()
         assert "not callable" not in offered()
-    meet(steps, "done", rank, 2)
+    steps.meet("done", rank, 2)
 
 
 def test_an_unknown_name_is_answered_with_what_is_close(run_on_both: RunWorkers, tmp_path: Path) -> None:
@@ -309,11 +304,11 @@ def ask_for_unknown_names(rank: int, steps: Steps) -> None:
     if rank == 0:
         with pytest.raises(UnknownName, match="no worker has registered any name"):
             services.call("score")
-    meet(steps, "first", rank, 2)
+    steps.meet("first", rank, 2)
     if rank == 1:
         services.register("score", double)
         services.pair("weights", 1)
-    meet(steps, "registered", rank, 2)
+    steps.meet("registered", rank, 2)
     if rank == 0:
         for ask in (services.call, services.call_async, services.get):
             with pytest.raises(UnknownName, match=r"no living worker offers 'scor'; close to it is 'score'"):
@@ -328,7 +323,7 @@ def ask_for_unknown_names(rank: int, steps: Steps) -> None:
             services.call_role("driver", double)
         with pytest.raises(UnknownName, match=r"does not offer 'score'; it offers nothing"):
             services.unregister("score")
-    meet(steps, "done", rank, 2)
+    steps.meet("done", rank, 2)
 
 
 def test_without_rpc_every_function_says_so() -> None:
@@ -358,7 +353,7 @@ def call_into_a_group(rank: int, steps: Steps) -> None:
         services.register("rank", own_name, group="eval")
         services.pair("weights", 5, group="eval")
         services.register("open", double)
-    meet(steps, "registered", rank, 3)
+    steps.meet("registered", rank, 3)
     if rank == 1:
         services.join("eval")
         assert services.call("score", 1) == 2
@@ -384,10 +379,10 @@ def call_into_a_group(rank: int, steps: Steps) -> None:
         steps.wait_for("left")
         with pytest.raises(ValueError, match=r"offers 'score' in the group 'eval': unregister that"):
             services.leave("eval")
-    meet(steps, "done", rank, 3)
+    steps.meet("done", rank, 3)
     if rank == 0:
         eventually(lambda: is_refused("score"), "who has left is refused")
-    meet(steps, "refused", rank, 3)
+    steps.meet("refused", rank, 3)
 
 
 def is_refused(name: str) -> bool:
@@ -404,10 +399,10 @@ def test_all_names_of_a_group_are_called_at_once(run_on_both: RunWorkers, tmp_pa
 
 def call_a_group(rank: int, steps: Steps) -> None:
     services.register(f"who {rank}", own_name, group="all")
-    meet(steps, "registered", rank, 3)
+    steps.meet("registered", rank, 3)
     futures = services.call_group("all")
     assert {name: future.wait() for name, future in futures.items()} == {f"who {n}": f"worker{n}" for n in range(3)}
-    meet(steps, "done", rank, 3)
+    steps.meet("done", rank, 3)
 
 
 def test_roles_are_those_of_the_names_or_those_that_are_taken() -> None:
@@ -427,10 +422,10 @@ def test_a_worker_takes_a_role(run_on_both: RunWorkers, tmp_path: Path) -> None:
 def take_a_role(rank: int, steps: Steps) -> None:
     if rank == 1:
         services.take_role("evaluator")
-    meet(steps, "taken", rank, 2)
+    steps.meet("taken", rank, 2)
     eventually(lambda: [m.role for m in services.members()] == ["worker", "evaluator"], "the role is known")
     assert services.call_role("evaluator", own_name)[0].wait() == "worker1"
-    meet(steps, "done", rank, 2)
+    steps.meet("done", rank, 2)
 
 
 # ---------------------------------------------------------------------------------------------------------- failures
@@ -465,7 +460,7 @@ def lose_a_replica(rank: int, steps: Steps) -> None:
             services.register("once", wait_at_gate)
             services.register("wait", wait_at_gate)
             services.pair("weights", 1)
-    meet(steps, "registered", rank, 4)
+    steps.meet("registered", rank, 4)
     if rank == 0:
         seen: list[tuple[str, ...]] = []
         services.watch("nap", lambda service: seen.append(service.workers))
@@ -503,7 +498,7 @@ def test_a_call_fails_when_all_replicas_are_lost(run_on_ucx: RunWorkers, tmp_pat
 def lose_all_replicas(rank: int, steps: Steps) -> None:
     if rank:
         services.register("wait", wait_at_gate, idempotent=True)
-    meet(steps, "registered", rank, 2)
+    steps.meet("registered", rank, 2)
     if rank == 0:
         call = services.call_async("wait")
         rpc.rpc_async("worker1", die)
@@ -527,7 +522,7 @@ CONTENDED = 120
 
 
 def contend_for_names(rank: int, steps: Steps) -> list[int]:
-    meet(steps, "there", rank, 4)
+    steps.meet("there", rank, 4)
     if rank == 0:
         # It decides, and ends while it does.
         steps.wait_for("begun 1", "begun 2", "begun 3")
@@ -581,7 +576,7 @@ def come_and_go(rank: int, steps: Steps, url: str) -> None:
     steps.wait_for("joined 3")
     for other in range(4):
         assert services.call(f"name {other}") == f"worker{other}"
-    meet(steps, "called", rank, 4)
+    steps.meet("called", rank, 4)
     # The one that decides leaves, and then the next.
     if rank:
         steps.wait_for(f"left {rank - 1}")

@@ -62,6 +62,31 @@ def miss_changes(rank: int, steps: Steps) -> None:
     steps.wait_for("over 0", "over 1")
 
 
+def test_a_name_is_its_new_owners_where_the_end_of_the_former_was_not_heard(
+    run_on_both: RunWorkers, tmp_path: Path
+) -> None:
+    run_on_both(4, hand_over_a_name, Steps(tmp_path))
+
+
+def hand_over_a_name(rank: int, steps: Steps) -> None:
+    if rank == 1:
+        services.pair("seat", 1)
+    steps.meet("paired", rank, 4)
+    assert services.get("seat").to_here() == 1
+    steps.meet("known", rank, 4)
+    if rank == 1:
+        # As with workers that are stopped: it does not wait for them for ever, and goes on.
+        _directory.directory()._announcer.announce = lambda change, told: None
+        services.unregister("seat")
+    steps.meet("given up", rank, 4)
+    if rank == 2:
+        services.pair("seat", 2)
+        assert services.get("seat").to_here() == 2
+    steps.meet("taken", rank, 4)
+    assert services.get("seat").to_here() == 2
+    steps.meet("found", rank, 4)
+
+
 def test_no_idempotent_call_fails_when_replicas_leave(run_on_ucx: RunWorkers, tmp_path: Path) -> None:
     run_on_ucx(4, leave_while_called, Steps(tmp_path), (tmp_path / "store").as_uri(), init=False)
 

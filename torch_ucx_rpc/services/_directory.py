@@ -20,8 +20,8 @@ order (`_table`).
 each life of a worker, tells a late message of the dead from its successor of the same name. Other backends tell nothing
 of an end: there a worker drops the names of one to which a call has failed.
 
-A lookup is that of a dict. Only for a name that is not in it the decider is asked, once: the announcement may still be
-under way.
+A lookup is that of a dict. The decider is asked, once, for a name that is not in it, and for one that two workers seem
+to have which only one may have: an announcement may still be under way.
 """
 
 # mypy: allow-untyped-calls, allow-untyped-decorators
@@ -107,14 +107,20 @@ class Directory:
             self._is_synced = True
 
     def look_up(self, name: str) -> dict[str, Offer]:
-        """The workers that offer a name, by their names; asks the decider before it says that there are none."""
+        """The workers that offer a name, by their names.
+
+        Asks the decider before it says that there are none, and where two offer what only one may: then this worker has
+        not heard yet that one of them offers it no more.
+        """
         self.sync()
         with self.lock:
-            if (offers := self.table.names.get(name)) is not None:
-                return dict(offers)
+            offers = dict(self.table.names.get(name, {}))
+        excludes_others = any(offer.is_value or offer.unique for offer in offers.values())
+        if offers and not (len(offers) > 1 and excludes_others):
+            return offers
 
         def ask(decider: WorkerInfo) -> list[Change] | None:
-            return _ask(decider, _tell_owners, name)
+            return _ask(decider, _tell_owners, name, tuple(offers))
 
         self._learn(self._from_decider(ask, f"for {name!r}"))
         with self.lock:
@@ -369,10 +375,11 @@ def _tell_all() -> list[Change] | None:
     return directory().tell(None)
 
 
-def _tell_owners(name: str) -> list[Change] | None:
+def _tell_owners(name: str, workers: tuple[str, ...]) -> list[Change] | None:
+    """All that is known of those that offer a name, and of other workers."""
     known = directory()
     with known.lock:
-        owners = list(known.table.names.get(name, ()))
+        owners = {*known.table.names.get(name, ()), *workers}
     return known.tell(owners)
 
 

@@ -21,3 +21,8 @@ class Steps:
 
     def wait_for(self, *steps: str, timeout: float = 40.0) -> None:
         eventually(lambda: all(map(self.is_done, steps)), f"waiting for {steps}", timeout)
+
+    def meet(self, step: str, rank: int, of: int) -> None:
+        """Return when all processes are as far as this one, which has done a step."""
+        self.done(f"{step} {rank}")
+        self.wait_for(*(f"{step} {peer}" for peer in range(of)), timeout=120)
