@@ -163,8 +163,9 @@ class Run:
             commits.setdefault(f"{one['commit']}, {one['date']}", []).append(name)
         most = max(commits, key=lambda commit: len(commits[commit]))
         yield f"| commit | {most} |"
-        for commit in commits.keys() - {most}:
-            yield f"| commit of {', '.join(commits[commit])} | {commit} |"
+        for commit, names in commits.items():
+            if commit != most:
+                yield f"| commit of {', '.join(names)} | {commit} |"
 
 
 def written(text: str, *, missing: list[str] | None = None) -> str:
