@@ -6,6 +6,7 @@ import gc
 import os
 import re
 import resource
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -92,6 +93,25 @@ def call_short_of_files(rank: int) -> None:
 
 def test_out_of_files_a_call_to_a_new_peer_fails_and_later_ones_do_not() -> None:
     workers.run_workers(3, call_short_of_files, transport=workers.Transport.TCP)
+
+
+def call_with_all_files_open(rank: int) -> None:
+    if rank != 0:
+        return
+    assert rpc.rpc_sync("worker1", divmod, args=(17, 5)) == (3, 2)
+    assert workers.agent().get_debug_info()["lanes.worker1"] == "sysv/memory"
+    limit_files(0)
+    # UCX's own keepalive, which is off, would look after 20 s, and once more after as long.
+    for _ in range(45):
+        assert rpc.rpc_sync("worker1", divmod, args=(17, 5)) == (3, 2)
+        time.sleep(1)
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+@pytest.mark.field
+def test_a_worker_with_all_files_open_keeps_its_neighbours() -> None:
+    workers.run_workers(2, call_with_all_files_open)
 
 
 @pytest.fixture

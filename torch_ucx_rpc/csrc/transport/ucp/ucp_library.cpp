@@ -169,6 +169,10 @@ void applyDefaults(ucp_config_t* config, const std::string& networkDevices) {
       // Connecting does not block. Otherwise the first call to a host that is down holds the worker for as long as the
       // kernel tries, two minutes, and with it all other calls.
       {"TCP_CONN_NB", "y", {"tcp"}},
+      // Never, in effect. Every 20 s UCX would read /proc/<pid>/stat of neighbours, and take one for dead where this
+      // process can open no more files. PeerMonitor watches all peers. Sockets have keepalive settings of their own.
+      // "inf" would also change how UCX chooses lanes.
+      {"KEEPALIVE_INTERVAL", "36000000s", {}},
   };
   const std::string tls = userSetting("UCX_TLS");
   for (const Default& item : defaults) {
