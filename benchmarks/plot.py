@@ -60,7 +60,8 @@ def draw(
     axes.set(title=title, xlabel=x_label, ylabel=y_label, xscale="log", yscale=y_scale)
     if len(all_xs) < 10:
         # Each where it was measured: within few decades the labels of a logarithmic axis would overlap.
-        axes.set_xticks(sorted(all_xs), [f"{x:,.0f}" for x in sorted(all_xs)])
+        ticks = sorted(all_xs)
+        axes.set_xticks(ticks, [f"{x:,.0f}" for x in ticks])
         axes.minorticks_off()
     axes.grid(visible=True, which="major", alpha=0.3)
     axes.legend(frameon=False)

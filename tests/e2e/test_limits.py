@@ -68,12 +68,15 @@ def test_out_of_memory_for_a_message_fails_that_call_and_says_where() -> None:
 def limit_files(more: int | None) -> None:
     """Let this process open so many more files than it has open now; without limit for None."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if more is None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+        return
     # What counts is the lowest number that is free.
     fillers = []
     highest = max(int(file.name) for file in Path("/proc/self/fd").iterdir())
     while not fillers or fillers[-1] < highest:
         fillers.append(os.open("/dev/null", os.O_RDONLY))
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most if more is None else fillers[-1] + 1 + more, most))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (fillers[-1] + 1 + more, most))
 
 
 def call_short_of_files(rank: int) -> None:
@@ -105,8 +108,7 @@ def call_with_all_files_open(rank: int) -> None:
     for _ in range(45):
         assert rpc.rpc_sync("worker1", divmod, args=(17, 5)) == (3, 2)
         time.sleep(1)
-    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    limit_files(None)
 
 
 @pytest.mark.field
