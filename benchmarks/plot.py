@@ -23,6 +23,8 @@ import matplotlib.pyplot as plt
 
 # Text as text: outlines of its letters would be most of a file.
 matplotlib.rcParams["svg.fonttype"] = "none"
+# The ids of its parts would be random, and each drawing of the same figures another file.
+matplotlib.rcParams["svg.hashsalt"] = "torch_ucx_rpc"
 
 COLORS = {"UCX": "#1f6f43", "TensorPipe": "#c0392b", "UCX, tcp": "#76b58f", "TensorPipe, uv": "#e39a90"}
 
