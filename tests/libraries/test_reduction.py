@@ -319,6 +319,38 @@ def let_go_of_a_model_asked_for(rank: int, steps: Steps) -> None:
     steps.meet("over", rank, 3)
 
 
+def test_who_lets_go_of_one_model_and_keeps_another_is_not_waited_for(run_on_both: RunWorkers, tmp_path: Path) -> None:
+    run_on_both(4, let_go_of_one_of_two_models, Steps(tmp_path))
+
+
+def let_go_of_one_of_two_models(rank: int, steps: Steps) -> None:
+    if rank == 3:
+        steps.wait_for("trained alone")
+    if rank:
+        server = reduction.serve("worker0", trainers=2)
+        models = [make_model() for _ in range(1 if rank == 3 else 2)]
+        copies = [reduction.DataParallel(model, server) for model in models]
+        optimizers = [torch.optim.SGD(model.parameters(), lr=0.05) for model in models]
+    if rank in (1, 2):
+        for copy, optimizer in zip(copies, optimizers, strict=True):
+            train(copy, optimizer, rank, 2)
+        if rank == 1:
+            del copies[0], copy
+        else:
+            train(copies[0], optimizers[0], rank, 2)
+            steps.done("trained alone")
+            # The third gets the model from here, and not from who has let go of it.
+            while not steps.is_done("begun"):
+                train(copies[0], optimizers[0], rank, 1)
+        # The other one is still trained by both.
+        steps.wait_for("begun")
+        train(copies[-1], optimizers[-1], rank, 2)
+    elif rank == 3:
+        del copies
+        steps.done("begun")
+    steps.meet("over", rank, 4)
+
+
 # --------------------------------------------------------------------------------------------------------- bad input
 
 

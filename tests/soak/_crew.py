@@ -20,7 +20,7 @@ from typing import Any
 from labs import VirtualHosts, move_to_host
 from workers import Steps, Transport, Worker, dump_stacks, kill, process_context, worker_name
 
-from ._worker import OPTIONS, Life, live
+from ._worker import OPTIONS, Life, hangs, live
 
 _PAGE = os.sysconf("SC_PAGESIZE")
 _LOOK_EVERY_S = 0.05
@@ -207,6 +207,7 @@ class Crew:
                 for member in self.current.values():
                     member.sample()
                 self._see_who_has_ended()
+                self._see_who_hangs()
             time.sleep(min(left, _LOOK_EVERY_S))
 
     def _watch_for_stalls(self) -> None:
@@ -221,6 +222,16 @@ class Crew:
         for member in self.current.values():
             if member.has_ended():
                 raise WorkerEnded(member)
+
+    def _see_who_hangs(self) -> None:
+        """Write the stacks of all workers beside the journals when the calls of one do not end."""
+        # One that is told to join again has another name at once, and may hang under the former.
+        names = [f"{member.life} {n}" for member in self.current.values() for n in range(member.membership + 1)]
+        for step in map(hangs, names):
+            if self.steps.is_done(step) and not self.steps.is_done(f"seen: {step}"):
+                stacks = "\n".join(f"{other.name}\n{other.stacks()}" for other in self.current.values())
+                (self.directory / f"{step}.stacks").write_text(stacks)
+                self.steps.done(f"seen: {step}")
 
     def all_say(self, step: str, timeout: float) -> list[Member]:
         """Those that have not said it in time."""

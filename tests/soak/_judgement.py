@@ -216,8 +216,8 @@ class _History:
             return "it left"
         if "could not find destination worker" in failure.text and self._was_anybody_absent(failure):
             return "it had not joined yet"
-        if any(self._was_absent(name, failure) for name in _NO_HOST.findall(failure.text)):
-            return "a host had ended"
+        if absent := _NO_HOST.findall(failure.text):
+            return "a host had ended" if self._was_absent(absent[0], failure) else self._why_parted(failure)
         if event["what"] == "not admitted" and self._is_amid(failure, "cut", "cut off"):
             return "the Store was out of reach"
         if "ran for more than set timeout" in failure.text and self._is_amid(failure, "stall"):
@@ -246,9 +246,8 @@ class _History:
         return self._limit * _SILENCE + sum(e["until"] - e["at"] for e in quiet) if quiet else _FORGETTING_S
 
     def _why_state_is_lost(self, failure: _Failure, among: list[str]) -> str:
-        for cut in self._parted:
-            if cut["host"] in failure.hosts and self._has_parted(cut, failure):
-                return f"a host was parted from the others: {cut['what']}"
+        if reason := self._why_parted(failure):
+            return reason
         ended = {m.name for m in self.memberships if failure.began - self._limit <= m.end <= failure.at}
         return "both hosts were lost" if ended.issuperset(among) else ""
 
@@ -263,9 +262,8 @@ class _History:
             # A call that began after its successor had come was made to the successor.
             if gone.end <= failure.at and failure.began <= self._next_joined(name, gone.end) + self._limit:
                 return "its process was killed" if gone.was_killed else "it left"
-            for cut in self._parted:
-                if cut["host"] in failure.hosts | {host} and self._has_parted(cut, failure):
-                    return f"a host was parted from the others: {cut['what']}"
+            if reason := self._why_parted(failure, {host}):
+                return reason
         return ""
 
     def _has_left(self, failure: _Failure, name: str) -> bool:
@@ -285,12 +283,19 @@ class _History:
     def _was_anybody_absent(self, failure: _Failure) -> bool:
         if any(self._was_absent(name, failure) for name in failure.names):
             return True
-        return any(cut["host"] in failure.hosts and self._has_parted(cut, failure) for cut in self._parted)
+        return bool(self._why_parted(failure))
 
     def _was_absent(self, name: str, failure: _Failure) -> bool:
         ends = [m.end for m in self.memberships if m.name == name and m.end <= failure.at]
         # The others learn of a worker one after the other.
         return failure.began <= self._next_joined(name, max(ends, default=0.0)) + self._limit
+
+    def _why_parted(self, failure: _Failure, hosts: Collection[str] = ()) -> str:
+        """By a cut of a host that takes part in a call, or of one of these too."""
+        for cut in self._parted:
+            if cut["host"] in failure.hosts.union(hosts) and self._has_parted(cut, failure):
+                return f"a host was parted from the others: {cut['what']}"
+        return ""
 
     def _has_parted(self, cut: dict[str, Any], failure: _Failure) -> bool:
         return cut["parted"] <= failure.at and failure.began <= self._repaired(cut)

@@ -68,10 +68,15 @@ class Life:
         return f"{self.rank}.{self.generation}"
 
 
+def hangs(who: str) -> str:
+    """The step of a worker whose calls do not end. It goes on after the step `seen: ...`."""
+    return f"{who} hangs"
+
+
 def live(rank: int, life: Life) -> dict[str, int]:
     """The body of a worker: calls and is called, until told to stop. Returns how much of what it has left behind.
 
-    What its threads do that are left is in a file beside the journals.
+    What its threads do that are left is in a file beside the journals. So is what all workers do while its calls hang.
     """
     _return_freed_memory()
     journal = Journal(life.directory, rank, life.generation)
@@ -97,6 +102,9 @@ def live(rank: int, life: Life) -> dict[str, int]:
         for caller in callers:
             if not caller.join(RPC_TIMEOUT_S + 10):
                 journal.note("hangs", caller=caller.name)
+                # The cause may be in any worker: whoever leads the crew writes down what all of them do.
+                steps.done(hangs(who))
+                steps.wait_for(f"seen: {hangs(who)}", timeout=_PATIENCE_S)
         journal.note("leaving", name=worker_name(rank), pid=os.getpid())
         if is_over:
             break

@@ -101,6 +101,8 @@ SUCCESSOR = tuple(joined(1, 10.5, "b", generation=1))
         (failure(9.0), (KILL,), "unexplained"),
         (failure(10.0, NO_HOST), (KILL,), "a host had ended"),
         (failure(10.0, NO_HOST), (), "unexplained"),
+        (failure(10.0, NO_HOST), (CUT_OFF,), CUT_OFF_REASON),
+        (failure(10.0, NO_HOST), (CUT,), "unexplained"),
         (failure(10.0), (), "unexplained"),
         (failure(10.0), (CUT,), "unexplained"),
         (failure(10.0), (CUT_OFF,), CUT_OFF_REASON),
@@ -130,6 +132,12 @@ def test_a_failure_needs_a_reason(failed: Any, timeline: tuple[dict[str, Any], .
 
 
 NOT_RUNNING = "ShutDown: RPC is not running on worker 'worker1': it has been shut down, so nothing can be sent"
+
+
+@pytest.mark.parametrize(("at", "reason"), [(10.0, "a host had ended"), (9.0, "unexplained"), (20.0, "unexplained")])
+def test_a_worker_that_has_left_is_no_host(at: float, reason: str) -> None:
+    leaving = event(1, "leaving", 9.5)
+    assert judged(failures=(failure(at, NO_HOST),), members=(leaving, *SUCCESSOR)).reasons == {reason: 1}
 
 
 @pytest.mark.parametrize(

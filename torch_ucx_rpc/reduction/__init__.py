@@ -27,6 +27,7 @@ How the package is laid out, from the bottom up; the way of one push goes from `
 * ``_server``         `Server`: a trainer's view of it, its hosts, and this trainer's positions
 * ``_pushes``         pushes that outlive hosts
 * ``_meeting``        how trainers become hosts
+* ``_servers``        the servers that this worker uses, by name
 * ``_serve``          `serve`
 * ``_push_pull``      `push_pull`
 * ``_ddp``            `state` and `hook`

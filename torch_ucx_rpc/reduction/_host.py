@@ -97,6 +97,13 @@ class Host:
             self._forget(trainer.life)
         self._advance_all()
 
+    def let_go(self, model: str, trainer: Trainer) -> None:
+        """A trainer has no copy of a model any more, and may train others."""
+        with self._roster.lock:
+            self._roster.let_go(model, trainer)
+            self._copies.let_go(model, trainer)
+        self._advance_all()
+
     def _forget(self, life: int) -> None:
         self._copies.forget(life)
         for piece in self._pieces.values():
@@ -320,6 +327,10 @@ def hold(key: str, model: str, trainer: Trainer) -> None:
 
 def admit(key: str, trainer: Trainer, positions: dict[str, int]) -> None:
     hosts()[key].admit(trainer, positions)
+
+
+def let_go(key: str, model: str, trainer: Trainer) -> None:
+    hosts()[key].let_go(model, trainer)
 
 
 def leave(key: str, trainer: Trainer) -> None:

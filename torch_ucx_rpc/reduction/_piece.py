@@ -78,6 +78,8 @@ class Piece:
 
     def __init__(self, name: str, roster: Roster, life: Life) -> None:
         self.name = name
+        # Of which it is a part, where it is one's.
+        self._model = name.partition("/")[0]
         self._roster = roster
         self._life = life
         self._rounds: dict[int, Round] = {}
@@ -113,7 +115,7 @@ class Piece:
 
     def absent(self) -> list[str]:
         """The trainers that are missing in the oldest open round. The caller holds the lock."""
-        return self._roster.absent(set(self._rounds[min(self._rounds)].came)) if self._rounds else []
+        return self._roster.absent(self._model, set(self._rounds[min(self._rounds)].came)) if self._rounds else []
 
     # -- a push
 
@@ -209,7 +211,7 @@ class Piece:
             return False
         if round_.quorum is not None and len(round_.came) >= round_.quorum:
             return True
-        return self._roster.are_all_there() and all(life in round_.came for life in self._roster.trainers)
+        return self._roster.are_all_there() and all(life in round_.came for life in self._roster.awaited(self._model))
 
     def _addable(self, round_: Round, is_complete: bool) -> list[Coming]:
         """In the order of ranks: all, or those before whom nobody is missing."""
@@ -220,7 +222,8 @@ class Piece:
             return came
         if not self._roster.are_all_there():
             return []
-        missing = [trainer for life, trainer in self._roster.trainers.items() if life not in round_.came]
+        awaited = self._roster.awaited(self._model)
+        missing = [trainer for life, trainer in awaited.items() if life not in round_.came]
         first_missing = min(missing, default=None)
         batch = [coming for coming in came if first_missing is None or coming.trainer < first_missing]
         return batch if len(batch) >= _BATCH else []
@@ -244,7 +247,7 @@ class Piece:
             coming.future.set_result(answer_to_late)
 
     def _note_missed(self, round_: Round, result: list[Tensor]) -> None:
-        trainers = self._roster.trainers
+        trainers = self._roster.awaited(self._model)
         for life in self._seen.intersection(trainers).difference(round_.came):
             self._missed.add(life, result)
         # Some that are there or expected have never pushed it: all of them have missed the same.

@@ -32,6 +32,8 @@ class Roster:
         self._counted: set[int] = set()
         self._counted_names: set[str] = set()
         self.ended: set[int] = set()
+        # By model: the lives that have let go of it, and may train others.
+        self._without: dict[str, set[int]] = {}
 
     def count(self, trainer: Trainer) -> None:
         """Wait for a trainer from now on."""
@@ -44,6 +46,17 @@ class Roster:
         self._counted.add(trainer.life)
         self._counted_names.add(trainer.name)
 
+    def let_go(self, model: str, trainer: Trainer) -> None:
+        """Wait for a trainer in the rounds of a model no more."""
+        self._without.setdefault(model, set()).add(trainer.life)
+
+    def awaited(self, model: str) -> dict[int, Trainer]:
+        """By life, the trainers that are waited for in the rounds of a model, or of any other piece of that name."""
+        without = self._without.get(model)
+        if not without:
+            return self.trainers
+        return {life: trainer for life, trainer in self.trainers.items() if life not in without}
+
     def leave(self, trainer: Trainer) -> None:
         self._end(trainer.life, trainer.name)
 
@@ -53,6 +66,8 @@ class Roster:
         is_expected = name in names if names else self.spec.on_trainers or name not in self.spec.hosts
         if life in self._counted or is_expected:
             self._end(life, name)
+        for lives in self._without.values():
+            lives.discard(life)
 
     def _end(self, life: int, name: str) -> None:
         self._counted.add(life)
@@ -84,9 +99,9 @@ class Roster:
             is_expected = len(self._counted) < self.spec.expected
         return (self.has_begun or self.spec.generation > 0) and not is_expected
 
-    def absent(self, came: set[int]) -> list[str]:
-        """Those that are waited for and whose lives are not among these; in words where names are not known."""
-        absent = [trainer.name for life, trainer in sorted(self.trainers.items()) if life not in came]
+    def absent(self, model: str, came: set[int]) -> list[str]:
+        """Those that a model waits for and whose lives are not among these; in words where names are not known."""
+        absent = [trainer.name for life, trainer in sorted(self.awaited(model).items()) if life not in came]
         if not self.are_all_there():
             known = {trainer.name for trainer in self.trainers.values()}
             unknown = [name for name in self.spec.expected_names if name not in known]
@@ -124,12 +139,13 @@ class Copies:
     def take_entered(self) -> list[tuple[Future[Entry], Entry]]:
         """Those that may begin with a model: once another has a copy, or all are there."""
         answers: list[tuple[Future[Entry], Entry]] = []
-        for model in self._models.values():
+        for name, model in self._models.items():
             for life, (trainer, future) in list(model.entered.items()):
                 if others := [other for held_in, other in model.holders.items() if held_in != life]:
                     answers.append((future, Entry(min(others), trainer.life in model.initial)))
                     del model.entered[life]
-            is_complete = self._roster.are_all_there() and all(life in model.entered for life in self._roster.trainers)
+            awaited = self._roster.awaited(name)
+            is_complete = self._roster.are_all_there() and all(life in model.entered for life in awaited)
             if not model.entered or not is_complete:
                 continue
             donor = min(trainer for trainer, _ in model.entered.values())
@@ -146,6 +162,11 @@ class Copies:
         # Rounds of what this host takes over will wait for it, before it has pushed any here.
         self._roster.count(trainer)
         return self.take_entered()
+
+    def let_go(self, name: str, trainer: Trainer) -> None:
+        """A trainer has no copy of a model any more."""
+        if (model := self._models.get(name)) is not None:
+            model.holders.pop(trainer.life, None)
 
     def forget(self, life: int) -> None:
         for model in self._models.values():

@@ -18,7 +18,8 @@ from torch_ucx_rpc._observe.lost import was_lost
 from torch_ucx_rpc.reduction import _host
 from torch_ucx_rpc.reduction._meeting import Hosts, trainers_as_hosts
 from torch_ucx_rpc.reduction._messages import OptimizerFactory, Spec
-from torch_ucx_rpc.reduction._server import Server, servers
+from torch_ucx_rpc.reduction._server import Server
+from torch_ucx_rpc.reduction._servers import servers
 
 # The name of a server that is spread over its trainers.
 _TRAINERS = "trainers"

@@ -1,4 +1,4 @@
-"""A server as one trainer sees it: `Server`, which `serve` returns, and all of them on this worker (`servers`)."""
+"""A server as one trainer sees it: `Server`, which `serve` returns."""
 
 # mypy: allow-untyped-calls
 
@@ -17,10 +17,10 @@ import torch.distributed.rpc as rpc
 from torch import Tensor
 from torch._C._distributed_rpc import get_rpc_timeout
 
-from torch_ucx_rpc._observe.life import Life, PerLife
-from torch_ucx_rpc._observe.lost import Gone, was_lost
+from torch_ucx_rpc._observe.life import Life
+from torch_ucx_rpc._observe.lost import was_lost
 from torch_ucx_rpc.reduction import _host
-from torch_ucx_rpc.reduction._meeting import meetings, other_trainers_as_hosts
+from torch_ucx_rpc.reduction._meeting import other_trainers_as_hosts
 from torch_ucx_rpc.reduction._messages import Answer, Push, Spec, Trainer
 from torch_ucx_rpc.reduction._plan import spread
 from torch_ucx_rpc.reduction._results import results
@@ -128,30 +128,33 @@ class Server:
     def name_for(self, kind: str, user: User, on_let_go: Callable[[], None] | None = None) -> str:
         """A prefix for the pieces of a model; trainers that ask in the same order get the same.
 
-        When the last user is gone, this trainer is not waited for any more, until it pushes again. ``on_let_go`` is
-        called when this one is gone; it must not refer to it.
+        When the model is gone, this trainer is not waited for in its rounds any more; and when all are, in none until
+        it pushes again. ``on_let_go`` is called when this one is gone; it must not refer to it.
         """
         with self._using:
             self._open_users += 1
         self._users.add(user)
         # Whatever thread collects garbage may hold any lock.
-        weakref.finalize(user, self._begin_to_let_go, on_let_go).atexit = False
-        return f"{kind}{next(self._names)}"
+        name = f"{kind}{next(self._names)}"
+        weakref.finalize(user, self._begin_to_let_go, name, on_let_go).atexit = False
+        return name
 
-    def _begin_to_let_go(self, on_let_go: Callable[[], None] | None) -> None:
-        threading.Thread(target=self._let_go, args=(on_let_go,), name="torch_ucx_rpc-leave", daemon=True).start()
+    def _begin_to_let_go(self, *arguments: Any) -> None:
+        threading.Thread(target=self._let_go, args=arguments, name="torch_ucx_rpc-leave", daemon=True).start()
 
-    def _let_go(self, on_let_go: Callable[[], None] | None) -> None:
+    def _let_go(self, name: str, on_let_go: Callable[[], None] | None) -> None:
         if on_let_go is not None:
             on_let_go()
         with self._using:
             self._open_users -= 1
-            if self._open_users or self.has_left:
+            if self.has_left:
                 return
-            self._is_idle = True
             # After the shutdown of RPC nobody waits.
             with contextlib.suppress(RuntimeError):
-                self.call_all(_host.leave, self.spec.key, self.trainer)
+                self.call_all(_host.let_go, self.spec.key, name, self.trainer)
+                if not self._open_users:
+                    self._is_idle = True
+                    self.call_all(_host.leave, self.spec.key, self.trainer)
 
     def check_quorum(self, quorum: int | None) -> None:
         """ValueError for a quorum that there can never be."""
@@ -357,44 +360,3 @@ class Server:
                 f"Push the gradients of all parameters, in the same order, each time"
             )
         return self._assignment
-
-
-class Servers:
-    """The servers that this worker uses, by name. Any thread may use it."""
-
-    def __init__(self, life: Life) -> None:
-        self.life = life
-        self._lock = threading.Lock()
-        self._servers: dict[str, Server] = {}
-        self._serving: dict[str, threading.Lock] = {}
-        life.watch(self._on_gone)
-        life.before_leaving(self._before_leaving)
-
-    def get(self, name: str) -> Server | None:
-        with self._lock:
-            return self._servers.get(name)
-
-    def serving(self, name: str) -> threading.Lock:
-        """Held while a server is made or found: threads of this worker that ask at once are one trainer."""
-        with self._lock:
-            return self._serving.setdefault(name, threading.Lock())
-
-    def keep(self, server: Server) -> None:
-        with self._lock:
-            self._servers[server.name] = server
-        meetings().use(server)
-
-    def _before_leaving(self) -> None:
-        with self._lock:
-            servers = list(self._servers.values())
-        for server in servers:
-            server.before_leaving()
-
-    def _on_gone(self, gone: Gone) -> None:
-        with self._lock:
-            servers = list(self._servers.values())
-        for server in servers:
-            server.on_gone(gone.name)
-
-
-servers = PerLife(Servers)
