@@ -1,5 +1,6 @@
 #include "transport/ucp/ucp_library.h"
 
+#include "transport/ucp/device_sharing.h"
 #include "transport/ucp/ucp_transport.h"
 #include "transport/ucp/worker_address.h"
 
@@ -42,6 +43,18 @@ TEST(UcxTlsTest, ALackOfAnAuxiliaryTransportIsTold) {
   for (const char* tls :
        {"", "all", "rc,self", "rc_v", "ib", "rc_verbs,ud_verbs", "rc_verbs,ud:aux", "rc_verbs,tcp", "tcp", "shm"}) {
     EXPECT_EQ(whatIsLackingToConnect(tls), "") << tls;
+  }
+}
+
+TEST(UcxDevicesTest, AUcxThatCannotHaveDeviceMemoryIsRefusedWithACure) {
+  const auto refusal = [](const char* version, bool hasCuda, bool hasCudaIpc) {
+    return deviceMemoryRefusal({version, "libucp.so.0"}, hasCuda, hasCudaIpc).message();
+  };
+  EXPECT_NE(refusal("1.22.0", false, false).find("started without CUDA"), std::string::npos);
+  EXPECT_NE(refusal("1.21.0", true, true).find("set UCX_TLS=^cuda_ipc"), std::string::npos);
+  EXPECT_EQ(refusal("1.21.0", true, false), "") << "what is broken there is cuda_ipc";
+  for (const char* version : {"1.20.1", "1.22.0", "1.210.0"}) {
+    EXPECT_EQ(refusal(version, true, true), "") << version;
   }
 }
 
@@ -92,6 +105,18 @@ TEST(UcxStatusTest, AnEndpointThatDiesForWantOfFilesDiesLocally) {
   EXPECT_EQ(error.code(), ErrorCode::kOutOfFiles);
   EXPECT_TRUE(isLocal(error.code()));
   EXPECT_EQ(reset.code(), ErrorCode::kPeerFailed) << "that is the peer's, whatever else is lacking here";
+  close(pipes[0]);
+  close(pipes[1]);
+}
+
+// Otherwise the peer would go on over another connection, and calls whose answers were lost with this one would wait for
+// ever.
+TEST(UcxStatusTest, AConnectionThatACardBreaksIsThePeers) {
+  int pipes[2];
+  ASSERT_EQ(pipe(pipes), 0);
+  const Error error = errorOfEndpoint(UCS_ERR_CANCELED, pipes[0]);
+  EXPECT_EQ(error.code(), ErrorCode::kPeerFailed);
+  EXPECT_NE(error.message().find("the connection has broken"), std::string::npos) << error.message();
   close(pipes[0]);
   close(pipes[1]);
 }

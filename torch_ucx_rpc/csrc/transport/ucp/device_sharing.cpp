@@ -77,11 +77,15 @@ bool hasCudaIpc(ucp_context_h context) {
 }
 
 Error deviceMemoryRefusal(ucp_context_h context) {
-  const UcpLibrary library = loadedUcpLibrary();
   ucp_context_attr_t attributes{};
   attributes.field_mask = UCP_ATTR_FIELD_MEMORY_TYPES;
-  if (ucp_context_query(context, &attributes) != UCS_OK ||
-      (attributes.memory_types & UCS_BIT(UCS_MEMORY_TYPE_CUDA)) == 0) {
+  const bool hasCuda = ucp_context_query(context, &attributes) == UCS_OK &&
+      (attributes.memory_types & UCS_BIT(UCS_MEMORY_TYPE_CUDA)) != 0;
+  return deviceMemoryRefusal(loadedUcpLibrary(), hasCuda, hasCudaIpc(context));
+}
+
+Error deviceMemoryRefusal(const UcpLibrary& library, bool hasCuda, bool hasCudaIpc) {
+  if (!hasCuda) {
     return {
         ErrorCode::kDeviceFailed,
         "UCX " + library.version + " (" + library.path +
@@ -90,7 +94,7 @@ Error deviceMemoryRefusal(ucp_context_h context) {
             "UCX_LOG_LEVEL=debug shows why they were not loaded. In a container, NVIDIA_DRIVER_CAPABILITIES must name "
             "compute and utility."};
   }
-  if (library.version.starts_with("1.21.") && hasCudaIpc(context)) {
+  if (library.version.starts_with("1.21.") && hasCudaIpc) {
     return {
         ErrorCode::kDeviceFailed,
         "UCX " + library.version +

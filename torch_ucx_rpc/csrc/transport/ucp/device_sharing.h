@@ -10,6 +10,8 @@
 // it is loaded.
 namespace torch_ucx_rpc {
 
+struct UcpLibrary;
+
 // Whether UCX's cuda_ipc can give other processes of this machine access to these bytes of a CUDA device. It can where
 // the driver has a legacy IPC handle for them and they lie in one allocation: cudaMalloc's, hence those of torch's
 // allocator and of RMM's default resources. It cannot for cudaMallocAsync's, nor for those of CUDA's virtual memory
@@ -28,6 +30,8 @@ bool hasCudaIpc(ucp_context_h context);
 // the driver takes device memory for the host's, and the process ends with SIGSEGV on the first tensor; the cuda_ipc of
 // UCX 1.21 is broken.
 Error deviceMemoryRefusal(ucp_context_h context);
+// The same of a UCX that has what the flags say.
+Error deviceMemoryRefusal(const UcpLibrary& library, bool hasCuda, bool hasCudaIpc);
 
 // Says to the user that UCX takes these bytes of a CUDA device for the host's, and what to do; no error where it does
 // not. UCX keeps a cache of allocations. Memory that is missing there is the host's to UCX, whatever it is told with a

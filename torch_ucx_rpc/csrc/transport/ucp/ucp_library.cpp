@@ -262,6 +262,11 @@ Error errorOfEndpoint(ucs_status_t status, int someFile) {
       return files;
     }
   }
+  // Here "canceled" is not what this side has given up: an InfiniBand card says so of all operations of a connection
+  // that has broken, and its own reason may come later (uct_ib_wc_to_ucs_status()).
+  if (status == UCS_ERR_CANCELED) {
+    return {ErrorCode::kPeerFailed, "the connection has broken (" + textOf(status) + ")"};
+  }
   return errorOf(status);
 }
 
