@@ -26,8 +26,8 @@ _BELOW_S = 4.0
 _BEYOND_S = 16.0
 _LAUNCHER_S = 600.0
 
-# The machines have this queue from the start (guest/init). Another one in its place would refuse a packet at that moment,
-# which breaks a connection of Soft-RoCE at once.
+# The machines have this queue from the start (guest/init). Another one in its place would refuse a packet at that
+# moment, which breaks a connection of Soft-RoCE at once.
 _LOSE_ALL = "tc qdisc change dev eth0 root netem limit 100000 loss 100%"
 _LOSE_NONE = "tc qdisc change dev eth0 root netem limit 100000 loss 0%"
 _RC = "rc_verbs/rxe0:1"
