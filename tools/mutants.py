@@ -285,6 +285,12 @@ MUTANTS = (
         "  if (false) {\n    return; // a peer ends",
         ("PeerMonitorTest",),
     ),
+    Mutant(
+        "cpp-peers-outlive-broken-connections",
+        "  if (status == UCS_ERR_CANCELED) {\n    return {ErrorCode::kPeerFailed",
+        "  if (false) {\n    return {ErrorCode::kPeerFailed",
+        ("UcxStatusTest",),
+    ),
 )
 
 
