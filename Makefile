@@ -1,7 +1,8 @@
 # The same verbs by hand and in CI. `make` alone lists them.
 #
 #   TORCH=2.13.0        version of torch to install and build against
-#   UCX=libucx-cu12     wheel with UCX (libucx-cu13 beside a CUDA 13 torch), or `system` for conda's or the system's
+#   UCX=                wheel with UCX, such as libucx-cu13, or `system` for conda's or the system's; without any, the
+#                       wheel for torch's CUDA
 #   PYTHON=python3      interpreter of the virtual environment
 #   VENV=.venv          where that is
 #   BACKEND=UCX         what the conformance suites run on; TENSORPIPE is PyTorch's own
@@ -21,7 +22,7 @@
 #
 # pip's own variables work too: PIP_EXTRA_INDEX_URL, for one, with TORCH=2.13.0+cpu.
 TORCH ?= 2.13.0
-UCX ?= libucx-cu12
+UCX ?=
 PYTHON ?= python3
 VENV ?= .venv
 BACKEND ?= UCX
@@ -55,8 +56,8 @@ PYTEST := $(PY) -m pytest --numprocesses $(JOBS) --dist worksteal
 LIBRARIES ?= tests/libraries
 
 # Each of these files says that something is installed; they live in the environment and go with it.
-ENVIRONMENT := $(VENV)/.torch-$(TORCH)-$(UCX)
-EDITABLE := $(VENV)/.editable-$(TORCH)-$(UCX)
+ENVIRONMENT := $(VENV)/.torch-$(TORCH)-$(or $(UCX),wheel)
+EDITABLE := $(VENV)/.editable-$(TORCH)-$(or $(UCX),wheel)
 
 .PHONY: help build test test-cpp test-python test-field test-libraries test-conformance conformance conformance-cuda
 .PHONY: fuzz soak verbs matrix fresh bench demo bench-record docs
@@ -73,7 +74,10 @@ build: $(ENVIRONMENT) ## Make .venv with torch and UCX, compile, install the pac
 $(ENVIRONMENT): setup.cfg pyproject.toml
 	@$(PYTHON) tools/build_environment.py toolchain $(TORCH)
 	@test -x $(VENV)/bin/pip || $(PYTHON) -m venv $(VENV)
-	@$(PIP) install torch==$(TORCH) $(filter-out system,$(UCX)) $$($(PY) $(NEEDS) build install)
+	@$(PIP) install torch==$(TORCH) $$($(PY) $(NEEDS) build install)
+ifneq ($(UCX),system)
+	@$(PIP) install $(or $(UCX),$$($(PY) tools/build_environment.py libucx))
+endif
 	@rm -f $(VENV)/.torch-* $(VENV)/.editable-*
 	@touch $@
 

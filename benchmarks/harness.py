@@ -512,7 +512,9 @@ def table(result: Result) -> Iterator[str]:
         for name in names:
             values = result.values(name, figure.name)
             cells.append(spread(values) if values else "")
-        line = f"| {figure.name}, {figure.unit} | " + " | ".join(cells)
+        if not any(cells):
+            continue  # results from before the figure was there
+        line = f"| {', '.join(filter(None, (figure.name, figure.unit)))} | " + " | ".join(cells)
         shown = False
         for bound in figure.bounds:
             ratio = result.ratio(figure, bound)

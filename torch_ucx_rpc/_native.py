@@ -275,7 +275,10 @@ def check_torch_version(built_for: str, running: str, listing: Path = _HEADERS, 
         if not changed:
             return
         difference = f", whose header {changed[0]} is another"
-    wheel = f"install the wheel for it (pip install torch_ucx_rpc 'torch=={minor_release(here)}.*'), "
+    wheel = (
+        f"install the wheel for it (pip install torch_ucx_rpc 'torch=={minor_release(here)}.*') from the index that "
+        f"this one is from, "
+    )
     raise _error(
         f"torch_ucx_rpc was built for torch {built_for} and this is torch {running}{difference}: "
         f"{wheel if minor_release(here) not in (None, minor_release(built)) else ''}build it again "

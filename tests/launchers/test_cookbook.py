@@ -1,4 +1,4 @@
-"""The recipes of docs/cookbook.md, run as they are written there: a program, its command, and what it prints."""
+"""The programs of docs/cookbook.md and the first ones of other pages: run as written, they print what the page says."""
 
 from __future__ import annotations
 
@@ -11,10 +11,16 @@ from workers import reserved_port
 
 from .test_recipes import follow, install
 
-PAGE = (Path(__file__).resolve().parents[2] / "docs" / "cookbook.md").read_text(encoding="utf-8")
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = (ROOT / "docs" / "cookbook.md").read_text(encoding="utf-8")
 
-# By heading; each ends where the next begins.
-RECIPES = {section.partition("\n")[0]: section for section in PAGE.split("\n## ")[1:]}
+
+def sections(page: str) -> dict[str, str]:
+    """By heading; each ends where the next begins."""
+    return {section.partition("\n")[0]: section for section in page.split("\n## ")[1:]}
+
+
+RECIPES = sections(PAGE)
 
 
 def block(recipe: str, language: str) -> str:
@@ -25,13 +31,26 @@ def block(recipe: str, language: str) -> str:
 @pytest.mark.field
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_prints_what_the_page_says(tmp_path: Path, name: str) -> None:
-    command, program, output = (block(RECIPES[name], language) for language in ("sh", "python", "text"))
+    assert_prints_what_it_says(RECIPES[name], tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("page", "heading"),
+    [("README.md", "Ten lines"), ("docs/quickstart.md", "A first program")],
+    ids=["readme", "start"],
+)
+def test_the_first_program_of_a_page_prints_what_it_says(tmp_path: Path, page: str, heading: str) -> None:
+    assert_prints_what_it_says(sections((ROOT / page).read_text(encoding="utf-8"))[heading], tmp_path)
+
+
+def assert_prints_what_it_says(recipe: str, tmp_path: Path) -> None:
+    command, program, output = (block(recipe, language) for language in ("sh", "python", "text"))
     [file] = set(re.findall(r"\w+\.py", command))
     (tmp_path / file).write_text(program, encoding="utf-8")
     (tmp_path / "bin").mkdir()
     install(tmp_path, "python", sys.executable)
     with reserved_port() as port:
-        done = follow(f"{command.replace('29513', str(port))}wait", tmp_path)
+        done = follow(f"{re.sub('(?<=MASTER_PORT=)[0-9]+', str(port), command)}wait", tmp_path)
     # Lines of different workers come in any order.
     assert sorted(done.stdout.splitlines()) == sorted(output.splitlines()), done.stderr
 

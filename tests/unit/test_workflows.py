@@ -54,14 +54,14 @@ def test_a_release_is_made_by_a_tag_and_in_order() -> None:
         "wheels": "sdist",
         "test": "wheels",
         "release": ["sdist", "wheels", "test"],
-        "index": "release",
+        "site": "release",
     }
 
 
 def test_only_the_jobs_that_publish_may_write() -> None:
     assert RELEASE["permissions"] == CI["permissions"] == {"contents": "read"}
     writes = {name: job["permissions"] for name, job in RELEASE["jobs"].items() if "permissions" in job}
-    assert writes == {"release": {"contents": "write"}, "index": {"id-token": "write", "pages": "write"}}
+    assert writes == {"release": {"contents": "write"}, "site": {"id-token": "write", "pages": "write"}}
 
 
 def test_wheels_are_built_in_the_container_for_each_python_of_setup_cfg(setup_cfg) -> None:
