@@ -37,7 +37,7 @@ def test_a_recipe_prints_what_the_page_says(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize(
     ("page", "heading"),
     [("README.md", "Ten lines"), ("docs/quickstart.md", "A first program")],
-    ids=["readme", "start"],
+    ids=["readme", "quick"],
 )
 def test_the_first_program_of_a_page_prints_what_it_says(tmp_path: Path, page: str, heading: str) -> None:
     assert_prints_what_it_says(sections((ROOT / page).read_text(encoding="utf-8"))[heading], tmp_path)
