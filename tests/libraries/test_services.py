@@ -272,6 +272,7 @@ def take_names(rank: int, steps: Steps) -> None:
                 r"'score' is taken.*'worker1' \(rank 1\), in the group 'eval'",
             ),
             (lambda: services.register("score", double, group="eval", idempotent=True), "with idempotent=False"),
+            (lambda: services.register("score", later, group="eval"), r"without rpc\.functions\.async_execution"),
             (lambda: services.register("alone", double), "unique=True"),
             (lambda: services.register("weights", double), r"a value of worker 'worker1' \(rank 1\)"),
             (lambda: services.pair("weights", 2), "choose another name"),

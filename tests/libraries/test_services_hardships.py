@@ -10,7 +10,7 @@ import torch.distributed.rpc as rpc
 from workers import Steps, agent, backend_options, eventually, init_rpc
 
 from torch_ucx_rpc import services
-from torch_ucx_rpc.services import UnknownName, _announcing, _directory
+from torch_ucx_rpc.services import UnknownName, _announcing, _directory, _served
 
 RunWorkers = Callable[..., list]
 
@@ -132,6 +132,51 @@ def call_a_role_without_the_service(rank: int, steps: Steps) -> None:
             services.call_role("worker", "score")
     steps.done(f"over {rank}")
     steps.wait_for("over 0", "over 1")
+
+
+def test_a_refusal_that_a_service_was_given_itself_is_no_reason_to_call_another_replica(
+    run_on_both: RunWorkers, tmp_path: Path
+) -> None:
+    run_on_both(3, call_what_is_refused_within, Steps(tmp_path))
+
+
+_executed: list[str] = []
+
+
+def ask_for_what_is_gone() -> None:
+    _executed.append(own_name())
+    # A route from before it was unregistered.
+    rpc.rpc_sync("worker0", _served.serve, args=("gone",))
+
+
+def executed() -> list[str]:
+    return _executed
+
+
+def call_what_is_refused_within(rank: int, steps: Steps) -> None:
+    if rank:
+        services.register("outer", ask_for_what_is_gone)
+    steps.meet("registered", rank, 3)
+    if rank == 0:
+        for call in (services.call, lambda name: services.call_async(name).wait()):
+            with pytest.raises(RuntimeError, match="'worker0' offers no 'gone'"):
+                call("outer")
+        assert sum(len(rpc.rpc_sync(f"worker{other}", executed)) for other in (1, 2)) == 2
+    steps.meet("over", rank, 3)
+
+
+def test_who_knows_of_no_group_is_not_served_where_there_is_one_by_now(run_on_both: RunWorkers, tmp_path: Path) -> None:
+    run_on_both(2, call_by_a_route_from_before_the_group, Steps(tmp_path))
+
+
+def call_by_a_route_from_before_the_group(rank: int, steps: Steps) -> None:
+    if rank == 1:
+        services.register("score", own_name, group="eval")
+    steps.meet("registered", rank, 2)
+    if rank == 0:
+        with pytest.raises(RuntimeError, match="'worker1' offers no 'score', or not any more"):
+            rpc.rpc_sync("worker1", _served.serve, args=("score",))
+    steps.meet("over", rank, 2)
 
 
 @pytest.mark.parametrize("moment", ["_claim", "announce"])

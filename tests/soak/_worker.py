@@ -50,6 +50,7 @@ _KEPT_OPEN = collections.Counter(
 # For the rest of the process: torch's engine of distributed autograd, and its pool between operators.
 _KEPT_RUNNING = collections.Counter({"pt_dist_engine": 1, "PTThreadPool": os.cpu_count() or 1})
 
+_TRIM_EVERY_S = 5.0
 # Of <malloc.h>.
 _M_MMAP_THRESHOLD, _M_ARENA_MAX = -3, -8
 
@@ -150,7 +151,12 @@ def _join(journal: Journal, rank: int) -> None:
 
 
 def _wait_for_any(steps: Steps, *names: str) -> str:
+    libc, trimmed_at = ctypes.CDLL(None), time.monotonic()
     while True:
+        if time.monotonic() - trimmed_at > _TRIM_EVERY_S:
+            # Resident memory is to be what is in use: the C library keeps what lies between pieces that are.
+            libc.malloc_trim(0)
+            trimmed_at = time.monotonic()
         for name in names:
             if steps.is_done(name):
                 return name

@@ -136,7 +136,8 @@ class DataParallel(nn.Module):
             bucket.parts = parts
         self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.parameters}
         self._next_bucket = 0
-        self._is_in_backward = False
+        # torch's number of the backward that is under way here.
+        self._backward: int | None = None
         self._is_synchronizing = True
         self._has_begun = False
         # As it was before the first step, until that is over.
@@ -162,6 +163,7 @@ class DataParallel(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The forward of the module that this holds; with gradients, its backward will push them."""
         if torch.is_grad_enabled() and self._is_synchronizing:
+            self._check_backward()
             if self._is_behind:
                 self._is_behind = False
                 self._catch_up()
@@ -183,8 +185,9 @@ class DataParallel(nn.Module):
     def _on_gradient(self, parameter: Tensor) -> None:
         if not self._is_synchronizing:
             return
-        if not self._is_in_backward:
-            self._is_in_backward = True
+        self._check_backward()
+        if self._backward is None:
+            self._backward = torch._C._current_graph_task_id()
             Variable._execution_engine.queue_callback(self._on_end_of_backward)
         assert isinstance(parameter, nn.Parameter)
         bucket = self._bucket_of[parameter]
@@ -203,6 +206,15 @@ class DataParallel(nn.Module):
         ):
             self._push(head)
 
+    def _check_backward(self) -> None:
+        """RuntimeError after a backward that has not come to its end: torch calls nobody back then."""
+        if self._backward not in (None, torch._C._current_graph_task_id()):
+            raise RuntimeError(
+                f"a backward of {self._server.trainer} has failed, so that it has pushed a part of its gradients, or "
+                f"none: the others have another state by now, or wait. Begin anew: server.leave(), reduction.serve "
+                f"and a new DataParallel, which gets the state of the others"
+            )
+
     def _push(self, bucket: _Bucket) -> None:
         index = self._next_bucket
         self._next_bucket += 1
@@ -220,7 +232,7 @@ class DataParallel(nn.Module):
             for bucket in self._buckets:
                 self._take(bucket)
         finally:
-            self._is_in_backward = False
+            self._backward = None
             self._initial = None
             self._next_bucket = 0
             for bucket in self._buckets:

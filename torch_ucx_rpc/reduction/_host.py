@@ -54,6 +54,12 @@ class Host:
     def spec(self) -> Spec:
         return self._roster.spec
 
+    @property
+    def is_unused(self) -> bool:
+        """Whether no trainer has done anything here yet."""
+        with self._roster.lock:
+            return not (self._pieces or self._roster.trainers)
+
     def is_newcomer(self, trainer: Trainer) -> bool:
         """Whether a trainer comes after the first round, which has not waited for it."""
         with self._roster.lock:
@@ -229,6 +235,7 @@ class Hosts:
         """
         with self._lock:
             host = self._hosts.get(spec.key)
+            is_new = host is None
             if host is None:
                 host = self._hosts[spec.key] = Host(spec, self._life)
                 living = {info.name for info in self._life.living()}
@@ -240,7 +247,13 @@ class Hosts:
                 f"the server {spec.key!r} was made with {_shown(host.spec)}, and is asked for with {_shown(spec)}: "
                 f"all trainers must call serve alike, or give the servers different names"
             )
-        return Opened(None, host.note_lost(lost))
+        return Opened(None, host.note_lost(lost), is_new)
+
+    def close_unused(self, key: str) -> None:
+        """Take back what `open` has made, unless a trainer has used it since."""
+        with self._lock:
+            if (host := self._hosts.get(key)) is not None and host.is_unused:
+                del self._hosts[key]
 
     def _on_gone(self, gone: Gone) -> None:
         with self._lock:
@@ -284,12 +297,22 @@ def is_newcomer(key: str, trainer: Trainer) -> bool:
 
 @rpc.functions.async_execution
 def push(push: Push) -> Future[Answer]:
+    return _push(push, True)
+
+
+@rpc.functions.async_execution
+def push_here(push: Push) -> Future[Answer]:
+    """The same for a trainer that is a host: its tensors are not copied on the way."""
+    return _push(push, False)
+
+
+def _push(push: Push, is_owned: bool) -> Future[Answer]:
     host = hosts().get(push.key)
     if host is None:
         future: Future[Answer] = Future()
         future.set_result(Answer(UNKNOWN))
         return future
-    return host.push(push, True)
+    return host.push(push, is_owned)
 
 
 def take_update(update: Update) -> None:
@@ -327,6 +350,10 @@ def hold(key: str, model: str, trainer: Trainer) -> None:
 
 def admit(key: str, trainer: Trainer, positions: dict[str, int]) -> None:
     hosts()[key].admit(trainer, positions)
+
+
+def close_unused(key: str) -> None:
+    hosts().close_unused(key)
 
 
 def let_go(key: str, model: str, trainer: Trainer) -> None:

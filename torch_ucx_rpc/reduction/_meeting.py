@@ -169,10 +169,8 @@ def trainers_as_hosts(name: str, expected: int, expected_names: _Names, life: Li
             return max(known.values(), key=lambda hosts: hosts.generation)
         leader = life.living()[0]
         try:
-            if leader.name == own.name:
-                call = meetings().meet(name, own, expected, expected_names)
-            else:
-                call = rpc.rpc_async(leader, _meet, args=(name, own, expected, expected_names))
+            # By a call to this worker too, which has a timeout.
+            call = rpc.rpc_async(leader, _meet, args=(name, own, expected, expected_names))
             while not (call.done() or life.is_static) and life.living()[0].name == leader.name:
                 time.sleep(_LOOK_AGAIN_S)
             if (call.done() or life.is_static) and (names := tuple(call.wait())):

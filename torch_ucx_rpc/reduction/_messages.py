@@ -72,6 +72,8 @@ class Opened(NamedTuple):
     refusal: str | None
     # The hosts that trainers do not use any more, as far as this one knows.
     lost: tuple[str, ...] = ()
+    # The host has not known the server before.
+    is_new: bool = False
 
 
 class Push(NamedTuple):

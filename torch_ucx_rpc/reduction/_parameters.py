@@ -95,6 +95,8 @@ class Parameters:
         self.parameters = [torch.nn.Parameter(tensor.detach().clone()) for tensor in parameters]
         self.optimizer = make(self.parameters)  # type: ignore[arg-type]
         self.updates = 0
+        # The last round that has been applied; two hosts may complete the same one.
+        self.round = -1
         self.applied = Applied()
         self.lock = threading.Lock()
         self.replica: Replica | None = None
@@ -105,6 +107,12 @@ class Parameters:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.updates += 1
+
+    def update_round(self, number: int, mean: Sequence[Tensor]) -> None:
+        """Apply the mean gradient of a round, unless that has been done."""
+        if number > self.round:
+            self.update(mean)
+            self.round = number
 
     def update_once(self, life: int, push: int, gradients: Sequence[Tensor]) -> bool:
         """Apply the push of a trainer, unless that has been done."""
@@ -176,6 +184,8 @@ class ParameterPiece(Piece):
         with self._roster.lock:
             is_there = self._restore() is not None
             if not is_there:
+                if self._filler is not None and self._filler.life == trainer.life:
+                    self._filler = None  # it asks again, since it has failed to give them
                 self._waiting.append((trainer, future))
                 self._find_filler()
         if is_there:
@@ -237,11 +247,15 @@ class ParameterPiece(Piece):
         if self._spec.checkpoint is None or state.updates % self._spec.checkpoint_every != 0:
             return
         path = checkpoint_of(self._spec, self.name)
-        path.parent.mkdir(parents=True, exist_ok=True)
         # Whoever is killed here leaves the former one whole.
         part = path.with_name(f"{path.name}.{os.getpid()}")
-        torch.save(state.to_dict(), part)
-        part.replace(path)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            torch.save(state.to_dict(), part)
+            part.replace(path)
+        except (OSError, RuntimeError) as error:
+            # The parameters are updated: training goes on, with the former checkpoint.
+            _logger.warning("%s could not save %s to %s: %s", self._life.info.name, self.name, path, error)
 
     # -- pushes
 
@@ -286,7 +300,7 @@ class ParameterPiece(Piece):
         state = self._parameters
         assert state is not None
         with state.lock:
-            state.update(mean)
+            state.update_round(round_.number, mean)
             values = state.values()
             self._save_if_due(state)
         update = Update(self._spec.key, self.name, round_.number, None, 0, mean)
@@ -298,8 +312,10 @@ class ParameterPiece(Piece):
         return False
 
     def _answer_to_late(self, trainer: Trainer, at: int, is_first: bool = False) -> Answer:
-        assert self._parameters is not None
-        return Answer(None, self._done + 1, 1, self._parameters.values())
+        state = self._parameters
+        assert state is not None
+        with state.lock:
+            return Answer(None, self._done + 1, 1, state.values())
 
     def _note_missed(self, round_: Round, result: list[Tensor]) -> None:
         pass
@@ -358,6 +374,7 @@ class ParameterPiece(Piece):
         with self._roster.lock:
             if update.everything is not None:
                 self._parameters = Parameters.from_dict(update.everything[1], self._make)
+                self._parameters.round = update.number
             state = self._parameters
             if state is None:
                 raise LookupError(f"{self._life.info.name!r} has no copy of {self.name} yet")
@@ -368,7 +385,7 @@ class ParameterPiece(Piece):
             if update.life is not None:
                 state.update_once(update.life, update.push, update.gradients)
             elif update.everything is None:
-                state.update(update.gradients)
+                state.update_round(update.number, update.gradients)
             values = state.values()
         # Before the first round there is a copy of the beginning.
         if is_of_round and update.number >= 0:
@@ -379,7 +396,11 @@ class ParameterPiece(Piece):
         with self._roster.lock:
             self._done = max(self._done, number)
             self._roster.has_begun = True
-            over = [self._rounds.pop(other) for other in sorted(self._rounds) if other <= self._done]
+            # A round that is being completed here is answered by whoever does that.
+            numbers = [other for other in sorted(self._rounds) if other <= self._done]
+            over = [self._rounds.pop(other) for other in numbers if not self._rounds[other].is_closed]
+            for round_ in over:
+                round_.is_closed = True
         for round_ in over:
             for coming in round_.came.values():
                 coming.future.set_result(Answer(None, number + 1, 1, values))

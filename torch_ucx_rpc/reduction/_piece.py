@@ -147,6 +147,10 @@ class Piece:
                 elif round_.is_closed:
                     round_.late.append(coming)
                 else:
+                    former = round_.came.get(push.trainer.life)
+                    if former is not None and former.is_added:
+                        # A push that has run out of time, and comes again: its tensors are in the sum.
+                        coming.is_added, coming.tensors = True, []
                     round_.came[push.trainer.life] = coming
                     round_.quorum = push.quorum
                     is_first_here = self._done < at - 1 or self._done < 0
@@ -195,16 +199,33 @@ class Piece:
                     return
                 round_.is_busy = True
                 round_.is_closed = is_complete
-            if round_.result is None:
-                round_.add(batch, len(round_.came) if is_complete else None)
-            if is_complete:
-                self._roster.has_begun = True
-                result = round_.sum if round_.result is None else round_.result
-                assert result is not None
-                self._finish(round_, result)
+                for coming in batch:
+                    coming.is_added = True
+            try:
+                if round_.result is None:
+                    round_.add(batch, len(round_.came) if is_complete else None)
+                if is_complete:
+                    self._roster.has_begun = True
+                    result = round_.sum if round_.result is None else round_.result
+                    assert result is not None
+                    self._finish(round_, result)
+                    return
+            except Exception as error:
+                self._give_up(round_, error)
                 return
             with self._roster.lock:
                 round_.is_busy = False
+
+    def _give_up(self, round_: Round, error: Exception) -> None:
+        """Tell all who have pushed that this host could not make a result. They may push again, to another round."""
+        _logger.exception("%s could not complete round %d of %s", self._life.info.name, round_.number, self.name)
+        with self._roster.lock:
+            round_.is_closed = True
+            self._rounds.pop(round_.number, None)
+            futures = [coming.future for coming in (*round_.came.values(), *round_.late)]
+        refusal = f"{self._life.info.name!r} could not complete the step: {type(error).__name__}: {error}"
+        for future in futures:
+            future.set_result(Answer(refusal))
 
     def _is_complete(self, round_: Round) -> bool:
         if not round_.came or round_.asked:

@@ -70,6 +70,7 @@ def push_pull_async(server: Server, gradients: Any, *, quorum: int | None = None
             for index, tensor in zip(indices, tensors_of(pushed), strict=True):
                 # Others may be sent it still, or keep it.
                 results[index] = tensor.clone()
+        server.keep_shapes(tensors)
         return results[0] if is_one else results
 
     return _when_all_are_done([pushed for _, pushed in pushes], join, server.life.devices)

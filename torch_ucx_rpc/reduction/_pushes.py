@@ -49,11 +49,9 @@ class _Pending:
 
     def _send(self, name: str) -> None:
         try:
-            if name == self._server.trainer.name:
-                host = _host.hosts()[self._push.key]
-                call = host.push(self._push, False)
-            else:
-                call = rpc.rpc_async(name, _host.push, args=(self._push,))
+            # Here too by a call, which has a timeout. It lends the tensors: they are the user's.
+            is_here = name == self._server.trainer.name
+            call = rpc.rpc_async(name, _host.push_here if is_here else _host.push, args=(self._push,))
         except RuntimeError as error:
             self._fail(name, error)
             return

@@ -58,7 +58,7 @@ class Round:
         tensors = [coming.tensors for coming in batch]
         owned = [coming.is_owned for coming in batch]
         for coming in batch:
-            coming.is_added, coming.tensors = True, []
+            coming.tensors = []
         if self.sum is not None:
             tensors.insert(0, self.sum)
             owned.insert(0, self.is_sum_owned)

@@ -206,6 +206,7 @@ def _give_parameters(server: Server, parameters: list[Tensor]) -> None:
         host = server.host_of(shard) if mine else None
         while mine and not (host is not None and _give_to(server, host, f"parameters/{shard}", mine)):
             host = server.find_host(shard)
+    server.keep_shapes(parameters)
 
 
 def _give_to(server: Server, host: str, piece: str, mine: list[Tensor]) -> bool:

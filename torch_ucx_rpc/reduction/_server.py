@@ -12,7 +12,6 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol, TypeVar
 
-import torch
 import torch.distributed.rpc as rpc
 from torch import Tensor
 from torch._C._distributed_rpc import get_rpc_timeout
@@ -61,6 +60,8 @@ class Server:
         self.trainer = Trainer.of(life)
         self._lock = threading.Lock()
         self._lost: set[str] = set()
+        # Hosts that did not know the server before this worker has told them.
+        self._made: list[str] = []
         # By piece: the round of the next push, and how many there have been. Without a round yet, that of the others.
         self.positions: dict[str, int] = {}
         # A host takes a number only once.
@@ -72,7 +73,6 @@ class Server:
         # Of the parameters, by piece.
         self.origins: dict[str, int] = {}
         self._shapes: list[tuple[int, ...]] | None = None
-        self._assignment: list[int] = []
         self.has_left = False
         # Models that are trained by way of it; the hosts are told when there is none any more.
         self._users: weakref.WeakSet[User] = weakref.WeakSet()
@@ -112,12 +112,15 @@ class Server:
     def leave(self) -> None:
         """Take part no more: the other trainers do not wait for this one from now on."""
         self.before_leaving()
+        failure: RuntimeError | None = None
         for name in self.hosts:
             try:
                 self.call(name, _host.leave, self.spec.key, self.trainer)
             except RuntimeError as error:
                 if not was_lost(error):
-                    raise
+                    failure = error
+        if failure is not None:
+            raise failure
 
     def before_leaving(self) -> None:
         """Take part no more; the hosts hear of it, or see the end of this worker."""
@@ -226,12 +229,21 @@ class Server:
             raise ValueError(opened.refusal)
         with self._lock:
             self._lost.update(opened.lost)
+            if opened.is_new:
+                self._made.append(name)
         return True
 
     def open_all(self, spec: Spec | None = None) -> None:
-        """The same with all hosts but those that are lost."""
-        for name in self.living_hosts():
-            self.open(name, spec)
+        """The same with all hosts but those that are lost. Where one refuses, the others do not keep a new server."""
+        self._made.clear()
+        try:
+            for name in self.living_hosts():
+                self.open(name, spec)
+        except ValueError:
+            for name in self._made:
+                with contextlib.suppress(RuntimeError):
+                    self.call(name, _host.close_unused, self.spec.key)
+            raise
 
     def find_host(self, shard: int) -> str:
         """A host for a shard whose own is lost, ready for pushes; finds other hosts where none is left."""
@@ -285,10 +297,9 @@ class Server:
             return bool(self.living_hosts())
 
     def call(self, name: str, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Call a function of the host, here or there."""
-        if name == self.trainer.name:
-            answer = function(*arguments)
-            return answer.wait() if isinstance(answer, torch.futures.Future) else answer
+        """Call a function of the host, here or there. One that waits for others is a call here too, for its timeout."""
+        if name == self.trainer.name and not hasattr(function, "_wrapped_async_rpc_function"):
+            return function(*arguments)
         return rpc.rpc_sync(name, function, args=arguments)
 
     def call_all(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
@@ -341,13 +352,10 @@ class Server:
     def assign(self, tensors: Sequence[Tensor]) -> list[int]:
         """The shard of each tensor: the largest first, each to the shard with the least so far.
 
-        Raises ValueError for tensors of other shapes than those of the first call.
+        Raises ValueError for tensors of other shapes than those that `keep_shapes` was called for.
         """
         shapes = [tuple(tensor.shape) for tensor in tensors]
-        if self._shapes is None:
-            self._shapes = shapes
-            self._assignment = spread([tensor.numel() for tensor in tensors], self.spec.shards)
-        elif shapes != self._shapes:
+        if self._shapes is not None and shapes != self._shapes:
             index = next(
                 (index for index, pair in enumerate(zip(shapes, self._shapes, strict=False)) if pair[0] != pair[1]),
                 min(len(shapes), len(self._shapes)),
@@ -359,4 +367,8 @@ class Server:
                 f"{'is ' + str(list(self._shapes[index])) if index < len(self._shapes) else 'not'}. "
                 f"Push the gradients of all parameters, in the same order, each time"
             )
-        return self._assignment
+        return spread([tensor.numel() for tensor in tensors], self.spec.shards)
+
+    def keep_shapes(self, tensors: Sequence[Tensor]) -> None:
+        """The hosts have accepted tensors of these shapes: others are refused from now on."""
+        self._shapes = [tuple(tensor.shape) for tensor in tensors]

@@ -214,7 +214,7 @@ def _all_lost(name: str, tried: Sequence[Replica]) -> ReplicasLost:
 
 def _judge(route: Route, replica: Replica, error: RuntimeError, tried: Sequence[Replica]) -> None:
     """After a failed call: return if it may be repeated with another replica, raise if not."""
-    if was_not_served(error):
+    if was_not_served(error, replica.info.name, route.name):
         known = directory()
         with known.lock:
             routes.pop(route.name, None)

@@ -25,6 +25,10 @@ class ReplicasLost(RuntimeError):
     """The workers that were called have been lost, or have left, before they answered."""
 
 
-def was_not_served(error: BaseException) -> bool:
-    """True if the callee refused the name before it executed anything."""
-    return was_raised_there(error, NotServed)
+def text_of_not_served(worker: str, name: str) -> str:
+    return f"worker {worker!r} offers no {name!r}"
+
+
+def was_not_served(error: BaseException, worker: str, name: str) -> bool:
+    """True if this worker refused this name before it executed anything: not what it called itself."""
+    return was_raised_there(error, NotServed) and text_of_not_served(worker, name) in str(error)

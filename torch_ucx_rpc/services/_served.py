@@ -11,7 +11,7 @@ from torch.futures import Future
 
 from torch_ucx_rpc.services import _directory
 from torch_ucx_rpc.services._directory import Directory, directory
-from torch_ucx_rpc.services._errors import NotAMember, NotServed
+from torch_ucx_rpc.services._errors import NotAMember, NotServed, text_of_not_served
 
 
 class Served:
@@ -33,10 +33,22 @@ class Served:
 served: dict[str, Served] = {}
 
 
+def _not_served(name: str) -> NotServed:
+    return NotServed(f"{text_of_not_served(directory().info.name, name)}, or not any more")
+
+
 def _find(name: str) -> Served:
     service = served.get(name)
     if service is None:
-        raise NotServed(f"worker {directory().info.name!r} offers no {name!r}, or not any more")
+        raise _not_served(name)
+    return service
+
+
+def _find_for_all(name: str) -> Served:
+    """For a caller that knows of no group: where there is one by now, the caller is to look again."""
+    service = _find(name)
+    if service.group is not None:
+        raise _not_served(name)
     return service
 
 
@@ -89,7 +101,7 @@ def _count_end(service: Served, done: Future[Any]) -> None:
 
 
 def serve(name: str, /, *args: Any, **kwargs: Any) -> Any:
-    return _run(_find(name), args, kwargs)
+    return _run(_find_for_all(name), args, kwargs)
 
 
 def serve_member(name: str, caller: str, /, *args: Any, **kwargs: Any) -> Any:
@@ -98,7 +110,7 @@ def serve_member(name: str, caller: str, /, *args: Any, **kwargs: Any) -> Any:
 
 @rpc.functions.async_execution
 def serve_async(name: str, /, *args: Any, **kwargs: Any) -> Any:
-    return _run_async(_find(name), args, kwargs)
+    return _run_async(_find_for_all(name), args, kwargs)
 
 
 @rpc.functions.async_execution

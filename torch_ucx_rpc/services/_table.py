@@ -156,6 +156,11 @@ class Table:
                 f"{taken}, with idempotent={other.idempotent}: a replica must be registered with the same, or another "
                 f"name chosen"
             )
+        if offer.asynchronous != other.asynchronous:
+            decorated = "with" if other.asynchronous else "without"
+            return (
+                f"{taken}, {decorated} rpc.functions.async_execution: a replica must be alike, or another name chosen"
+            )
         return None
 
     def close_to(self, name: str) -> list[str]:

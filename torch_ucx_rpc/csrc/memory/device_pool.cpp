@@ -138,11 +138,11 @@ DeviceWork DevicePool::earlierWork(const Devices& devices) {
 }
 
 c10::DataPtr DevicePool::allocateInOrder(c10::Device device, uint64_t bytes) {
-  {
-    const std::lock_guard lock(mutex_);
-    if (source_ == Source::kTorch) {
-      return allocatorOf_(device.type())->allocate(bytes);
-    }
+  std::unique_lock lock(mutex_);
+  c10::Allocator* const ofTorch = source_ == Source::kTorch ? allocatorOf_(device.type()) : nullptr;
+  lock.unlock(); // it may wait for Python, or for the device
+  if (ofTorch != nullptr) {
+    return ofTorch->allocate(bytes);
   }
   c10::DataPtr data = allocate(device, bytes);
   earlierWork({device}).blockStreams(currentStreams({device}));

@@ -256,8 +256,9 @@ Error errorOfConnecting(ucs_status_t status) {
 }
 
 Error errorOfEndpoint(ucs_status_t status, int someFile) {
-  // UCX says "input/output error" also where it could not open a socket. Where none can be opened now, that is why.
-  if (status == UCS_ERR_IO_ERROR) {
+  // UCX says "input/output error" also where it could not open a socket, and "endpoint timeout" where that leaves a
+  // connection without a way to send (proto_reconfig.c). Where no file can be opened now, that is why.
+  if (status == UCS_ERR_IO_ERROR || status == UCS_ERR_ENDPOINT_TIMEOUT) {
     if (Error files = filesForAConnection(someFile)) {
       return files;
     }

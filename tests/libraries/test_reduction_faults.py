@@ -1,0 +1,182 @@
+"""What goes wrong within a step, and must neither hang, nor count twice, nor stay wrong for good."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.rpc as rpc
+from _training import SGD, make_model, train
+from torch import Tensor
+from workers import Steps
+
+from torch_ucx_rpc import reduction
+from torch_ucx_rpc.reduction._host import hosts_of
+from torch_ucx_rpc.reduction._messages import Push, Spec, Trainer, Update
+from torch_ucx_rpc.reduction._parameters import ParameterPiece
+from torch_ucx_rpc.reduction._piece import Piece
+from torch_ucx_rpc.reduction._roster import Roster
+from torch_ucx_rpc.reduction._round import Round
+
+RunWorkers = Callable[..., list]
+
+
+# ------------------------------------------------------------------------------------------------------ who never comes
+
+
+def test_a_host_that_trains_waits_for_others_no_longer_than_a_call(run_on_both: RunWorkers, tmp_path: Path) -> None:
+    run_on_both(2, miss_the_other_trainer, Steps(tmp_path), options={"rpc_timeout": 2})
+
+
+def miss_the_other_trainer(rank: int, steps: Steps) -> None:
+    if rank == 0:
+        # Before the other one has called serve at all, and without hosts of their own.
+        with pytest.raises(RuntimeError, match=r"not all trainers have called reduction\.serve\(\)"):
+            reduction.serve()
+        server = reduction.serve("worker0", trainers=["worker0", "worker1"])
+        with pytest.raises(RuntimeError, match="it waited for worker1"):
+            reduction.push_pull(server, torch.ones(2))
+    steps.meet("done", rank, 2)
+
+
+# ------------------------------------------------------------------------------------------------ a backward that fails
+
+
+def test_after_a_backward_that_has_failed_a_trainer_begins_anew(run_on_both: RunWorkers, tmp_path: Path) -> None:
+    run_on_both(2, fail_in_backward, Steps(tmp_path))
+
+
+def fail_in_backward(rank: int, steps: Steps) -> None:
+    if rank == 1:
+        server = reduction.serve("worker0")
+        model = make_model()
+        copy = reduction.DataParallel(model, server)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        train(copy, optimizer, rank, 1)
+        failing = next(model.parameters()).register_hook(fail)
+        with pytest.raises(RuntimeError, match="by design"):
+            train(copy, optimizer, rank, 1)
+        failing.remove()
+        # Otherwise the gradients would stay here from now on, without a word.
+        with pytest.raises(RuntimeError, match=r"has failed, so that it has pushed a part.*Begin anew: server\.leave"):
+            train(copy, optimizer, rank, 1)
+        server.leave()
+        copy = reduction.DataParallel(model, reduction.serve("worker0"))
+        train(copy, optimizer, rank, 2)
+    steps.meet("done", rank, 2)
+
+
+def fail(gradient: Tensor) -> None:
+    raise RuntimeError("by design")
+
+
+# --------------------------------------------------------------------------------------------- servers of the same name
+
+
+def test_a_server_that_one_host_refuses_is_made_on_none(run_on_both: RunWorkers, tmp_path: Path) -> None:
+    run_on_both(3, ask_for_a_server_that_is_another, Steps(tmp_path))
+
+
+def ask_for_a_server_that_is_another(rank: int, steps: Steps) -> None:
+    if rank == 0:
+        reduction.serve("worker1", name="s", trainers=1)
+        steps.done("made")
+    if rank == 2:
+        steps.wait_for("made")
+        with pytest.raises(ValueError, match="all trainers must call serve alike"):
+            reduction.serve("worker0", "worker1", name="s", trainers=1)
+        assert rpc.rpc_sync("worker0", hosts_of, args=("s",)) is None
+        assert rpc.rpc_sync("worker1", hosts_of, args=("s",)) == ("worker1",)
+    steps.meet("done", rank, 3)
+
+
+# --------------------------------------------------------------------------------------------------- a piece, by itself
+
+HOST: Any = SimpleNamespace(info=SimpleNamespace(name="ps"))
+ALONE: Any = SimpleNamespace(next_host=lambda: None)
+
+
+def piece_of(trainers: int, **spec: Any) -> Any:
+    roster = Roster(Spec("ps", ("ps",), trainers, **spec))
+    if "optimizer" not in spec:
+        return Piece("tensors/0", roster, HOST)
+    piece = ParameterPiece("tensors/0", roster, HOST, ALONE)
+    piece.take_parameters([torch.zeros(2)])
+    return piece
+
+
+def trainer_of(rank: int) -> Trainer:
+    return Trainer(rank, f"worker{rank}", 10 + rank)
+
+
+def push_to(piece: Any, rank: int, tensor: Tensor, number: int = 0) -> Any:
+    origin = piece.kept()[0] if isinstance(piece, ParameterPiece) else None
+    return piece.push(Push("ps", "tensors/0", 0, trainer_of(rank), 0, None, number, False, [tensor], origin), True)
+
+
+def test_a_push_that_comes_again_after_its_time_counts_once() -> None:
+    piece = piece_of(5)
+    piece._roster.count(trainer_of(4))
+    # As many as are added at a time, and then one of them has waited for long enough.
+    for rank in range(4):
+        push_to(piece, rank, torch.full((2,), float(rank)))
+    again = push_to(piece, 1, torch.full((2,), 1.0), number=1)
+    last = push_to(piece, 4, torch.full((2,), 4.0))
+    for answer in (again, last):
+        assert torch.equal(answer.wait().tensors[0], torch.full((2,), 2.0))
+
+
+def test_all_are_told_of_a_step_that_the_host_cannot_complete(monkeypatch: pytest.MonkeyPatch) -> None:
+    piece = piece_of(2)
+    with monkeypatch.context() as broken:
+        broken.setattr(Round, "add", lambda *_: fail(torch.zeros(1)))
+        futures = [push_to(piece, rank, torch.zeros(2)) for rank in range(2)]
+    for future in futures:
+        assert future.value().refusal == "'ps' could not complete the step: RuntimeError: by design"
+    futures = [push_to(piece, rank, torch.ones(2), number=1) for rank in range(2)]
+    for future in futures:
+        assert torch.equal(future.value().tensors[0], torch.ones(2))
+
+
+def test_training_goes_on_where_a_checkpoint_cannot_be_written(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").touch()
+    folder = tmp_path / "file" / "folder"
+    piece = piece_of(1, optimizer=SGD, checkpoint=str(folder), checkpoint_every=1)
+    assert push_to(piece, 0, torch.ones(2)).value().refusal is None
+    assert f"could not save tensors/0 to {folder}" in caplog.text
+
+
+@pytest.mark.parametrize("is_first_own", [True, False])
+def test_a_round_that_two_hosts_complete_is_applied_once(is_first_own: bool) -> None:
+    piece = piece_of(1, optimizer=SGD)
+    state = piece._parameters
+    answers: list[Any] = []
+    # The other host has died after it had sent this, and the trainer pushes here.
+    both = [
+        threading.Thread(target=lambda: answers.append(push_to(piece, 0, torch.ones(2)))),
+        threading.Thread(target=piece.take_update, args=(Update("ps", "tensors/0", 0, None, 0, [torch.ones(2)]),)),
+    ]
+    with state.lock:
+        for thread in both if is_first_own else both[::-1]:
+            thread.start()
+            # Until it waits for the lock.
+            thread.join(0.2)
+    for thread in both:
+        thread.join()
+    assert state.updates == 1
+    assert torch.equal(answers[0].value().tensors[0], state.values()[0])
+
+
+def test_a_trainer_that_has_failed_to_give_the_parameters_is_asked_again() -> None:
+    piece = ParameterPiece("tensors/0", Roster(Spec("ps", ("ps",), 1, optimizer=SGD)), HOST, ALONE)
+    first, other = (piece.fill(trainer_of(rank)) for rank in range(2))
+    assert first.value() == "give"
+    again = piece.fill(trainer_of(0))
+    assert again.done() or other.done(), "nobody is asked"
