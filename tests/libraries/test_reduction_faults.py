@@ -16,10 +16,11 @@ from torch import Tensor
 from workers import Steps
 
 from torch_ucx_rpc import reduction
-from torch_ucx_rpc.reduction._host import hosts_of
+from torch_ucx_rpc.reduction._host import Host, hosts_of
 from torch_ucx_rpc.reduction._messages import Push, Spec, Trainer, Update
 from torch_ucx_rpc.reduction._parameters import ParameterPiece
 from torch_ucx_rpc.reduction._piece import Piece
+from torch_ucx_rpc.reduction._results import Results
 from torch_ucx_rpc.reduction._roster import Roster
 from torch_ucx_rpc.reduction._round import Round
 
@@ -172,6 +173,27 @@ def test_a_round_that_two_hosts_complete_is_applied_once(is_first_own: bool) -> 
         thread.join()
     assert state.updates == 1
     assert torch.equal(answers[0].value().tensors[0], state.values()[0])
+
+
+def test_nothing_is_kept_of_a_model_that_all_have_let_go_of() -> None:
+    host = Host(Spec("ps", ("ps",), 2), HOST)
+    for model in ("model0", "model1"):
+        for rank in range(2):
+            push = Push("ps", f"{model}/0/0", 0, trainer_of(rank), 0, None, 0, False, [torch.ones(2)])
+            host.push(push, True)
+    host.let_go("model0", trainer_of(0))
+    assert set(host._pieces) == {"model0/0/0", "model1/0/0"}
+    host.let_go("model0", trainer_of(1))
+    assert set(host._pieces) == {"model1/0/0"}
+
+
+def test_of_models_that_are_gone_the_results_of_the_last_one_are_kept() -> None:
+    results = Results(HOST)
+    for piece in ("model1/0/0", "model1/1/0", "model10/0/0"):
+        results.keep("ps", piece, 3, [torch.ones(2)])
+    results.drop("ps", "model1")
+    assert results.get("ps", "model1/1/0", 3) is None
+    assert results.get("ps", "model10/0/0", 3) is not None
 
 
 def test_a_trainer_that_has_failed_to_give_the_parameters_is_asked_again() -> None:

@@ -108,6 +108,9 @@ class Host:
         with self._roster.lock:
             self._roster.let_go(model, trainer)
             self._copies.let_go(model, trainer)
+            if not self._roster.awaited(model):
+                # Nobody trains it any more.
+                self._pieces = {name: piece for name, piece in self._pieces.items() if piece.model != model}
         self._advance_all()
 
     def _forget(self, life: int) -> None:

@@ -79,7 +79,7 @@ class Piece:
     def __init__(self, name: str, roster: Roster, life: Life) -> None:
         self.name = name
         # Of which it is a part, where it is one's.
-        self._model = name.partition("/")[0]
+        self.model = name.partition("/")[0]
         self._roster = roster
         self._life = life
         self._rounds: dict[int, Round] = {}
@@ -115,7 +115,7 @@ class Piece:
 
     def absent(self) -> list[str]:
         """The trainers that are missing in the oldest open round. The caller holds the lock."""
-        return self._roster.absent(self._model, set(self._rounds[min(self._rounds)].came)) if self._rounds else []
+        return self._roster.absent(self.model, set(self._rounds[min(self._rounds)].came)) if self._rounds else []
 
     # -- a push
 
@@ -232,7 +232,7 @@ class Piece:
             return False
         if round_.quorum is not None and len(round_.came) >= round_.quorum:
             return True
-        return self._roster.are_all_there() and all(life in round_.came for life in self._roster.awaited(self._model))
+        return self._roster.are_all_there() and all(life in round_.came for life in self._roster.awaited(self.model))
 
     def _addable(self, round_: Round, is_complete: bool) -> list[Coming]:
         """In the order of ranks: all, or those before whom nobody is missing."""
@@ -243,7 +243,7 @@ class Piece:
             return came
         if not self._roster.are_all_there():
             return []
-        awaited = self._roster.awaited(self._model)
+        awaited = self._roster.awaited(self.model)
         missing = [trainer for life, trainer in awaited.items() if life not in round_.came]
         first_missing = min(missing, default=None)
         batch = [coming for coming in came if first_missing is None or coming.trainer < first_missing]
@@ -268,7 +268,7 @@ class Piece:
             coming.future.set_result(answer_to_late)
 
     def _note_missed(self, round_: Round, result: list[Tensor]) -> None:
-        trainers = self._roster.awaited(self._model)
+        trainers = self._roster.awaited(self.model)
         for life in self._seen.intersection(trainers).difference(round_.came):
             self._missed.add(life, result)
         # Some that are there or expected have never pushed it: all of them have missed the same.

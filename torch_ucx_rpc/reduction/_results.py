@@ -24,6 +24,12 @@ class Results:
         kept = self._last.get((key, piece))
         return kept[1] if kept is not None and kept[0] == number else None
 
+    def drop(self, key: str, model: str) -> None:
+        """Forget the pieces of a model."""
+        for known in list(self._last):
+            if known[0] == key and known[1].startswith(f"{model}/"):
+                self._last.pop(known, None)
+
 
 results = PerLife(Results)
 

@@ -77,6 +77,7 @@ class Server:
         # Models that are trained by way of it; the hosts are told when there is none any more.
         self._users: weakref.WeakSet[User] = weakref.WeakSet()
         self._open_users = 0
+        self._let_go_last: str | None = None
         self._using = threading.Lock()
         # Other trainers do not wait for this one until its next push.
         self._is_idle = False
@@ -150,10 +151,14 @@ class Server:
             on_let_go()
         with self._using:
             self._open_users -= 1
-            if self.has_left:
-                return
+            former, self._let_go_last = self._let_go_last, name
             # After the shutdown of RPC nobody waits.
             with contextlib.suppress(RuntimeError):
+                if former is not None:
+                    # If a host is lost, others may ask for the last results of this model still, and of no former one.
+                    results().drop(self.name, former)
+                if self.has_left:
+                    return
                 self.call_all(_host.let_go, self.spec.key, name, self.trainer)
                 if not self._open_users:
                     self._is_idle = True
