@@ -64,6 +64,8 @@ def _parser() -> argparse.ArgumentParser:
             help=line,
             description=inspect.getdoc(add_arguments),
             formatter_class=argparse.RawDescriptionHelpFormatter,
+            # A program's own --n is no short form of --nnodes.
+            allow_abbrev=False,
         )
         add_arguments(command)
         command.set_defaults(error=command.error)
@@ -280,4 +282,4 @@ def _endpoint(text: str) -> tuple[str, int]:
     host, _, port = text.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
         raise argparse.ArgumentTypeError(f"{text!r} is not like host0:29500")
-    return host, int(port)
+    return host.removeprefix("[").removesuffix("]"), int(port)

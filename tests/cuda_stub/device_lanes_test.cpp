@@ -171,6 +171,7 @@ class End final : public TransportListener {
   }
 
   bool mayFail = false;
+  const Buffer* earlier = nullptr; // from before UCX's start
   std::unique_ptr<Transport> transport;
   EndpointId endpoint = 0;
 
@@ -210,8 +211,13 @@ class Pair {
     if (!isUsedLater) {
       useTheDevice();
     }
+    std::optional<Buffer> earlier;
+    if (std::getenv("DEVICE_MEMORY_FIRST") != nullptr) {
+      earlier.emplace(Kind::kDevice, 4 * kMiB);
+    }
     const auto act = [&] {
       End end(other);
+      end.earlier = earlier.has_value() ? &*earlier : nullptr;
       if (isUsedLater) {
         useTheDevice();
       }
@@ -346,6 +352,31 @@ TEST(DeviceLanes, MemoryThatUcxTakesForTheHostsIsRefused) {
   expectDeviceMemoryIsRefused({{"DEVICE_USED_LATER", "y"}}, "UCX_MEMTYPE_CACHE=n");
 }
 
+// Not only the first memory is looked at: here UCX has not seen the allocation of the second.
+TEST(DeviceLanes, MemoryThatUcxTakesForTheHostsIsRefusedAfterOtherMemory) {
+  Pair pair(
+      {{"DEVICE_MEMORY_FIRST", "y"}},
+      [](End& end) {
+        Buffer buffer(Kind::kDevice, 4 * kMiB);
+        buffer.fill(1);
+        end.sendFrom(buffer);
+        const Error why = end.trySending(*end.earlier);
+        std::cout << "failed=" << (why.code() == ErrorCode::kDeviceFailed) << "\n" << why.message() << std::endl;
+        buffer.fill(2);
+        end.sendFrom(buffer);
+      },
+      [](End& end) {
+        const Buffer buffer(Kind::kDevice, 4 * kMiB);
+        for (const int number : {1, 2}) {
+          end.receiveInto(buffer);
+          require(buffer.isFilledWith(number), "a message has not come as it was sent");
+        }
+      });
+  ASSERT_TRUE(pair.haveSucceeded());
+  EXPECT_EQ(pair.sender->count("failed"), 1u) << pair.sender->written();
+  EXPECT_TRUE(pair.sender->hasWritten("UCX_MEMTYPE_CACHE=n")) << pair.sender->written();
+}
+
 // Neither is told of the end before a late copy has been made: the sender uses its memory anew, the receiver reads.
 TEST(DeviceLanes, LateCopiesAreWaitedForOnBothSides) {
   for (const char* nvlinks : {"0", "18"}) {
@@ -458,8 +489,8 @@ TEST(DeviceSharing, OfATransportNeedsTheWholeRangeAndCudaIpc) {
 
 void sayWhatUcxCan() {
   const ucp_context_h context = startUcx(2, {});
-  std::cout << "cuda_ipc: " << hasCudaIpc(context) << "\nrefused: " << deviceMemoryRefusal(context).message() << "."
-            << std::endl;
+  std::cout << "cuda_ipc: " << hasCudaIpc(context) << "\nrefused: " << DeviceMemoryAccess(context).refusal().message()
+            << "." << std::endl;
   ucp_cleanup(context);
 }
 

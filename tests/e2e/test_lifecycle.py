@@ -139,6 +139,16 @@ def test_init_timeout_bounds_the_start_and_rpc_timeout_the_calls(rank: int) -> N
     rpc.shutdown()
 
 
+@in_every_worker(of=2, init=False)
+def test_without_a_limit_of_time_workers_meet_and_call(rank: int) -> None:
+    for unlimited in ({"rpc_timeout": 0}, {"rpc_timeout": 0, "init_timeout": 0}):
+        if rank == 1:
+            time.sleep(0.5)
+        init_rpc(rank, rpc_backend_options=backend_options(**unlimited))
+        assert_calls_work(2)
+        rpc.shutdown()
+
+
 @in_every_worker(of=3, init=False)
 def test_a_name_taken_twice_is_refused_naming_both(rank: int) -> None:
     with pytest.raises(JoinFailed, match="is not unique") as raised:

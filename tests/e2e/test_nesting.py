@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 
 import pytest
+import torch
 import torch.distributed.rpc as rpc
-from workers import agent, in_worker0
+from workers import agent, eventually, in_worker0
 
 from torch_ucx_rpc.errors import OutOfResources
 
@@ -51,3 +53,18 @@ def test_a_chain_that_exceeds_the_limit_fails_saying_so() -> None:
         rpc.rpc_sync("worker1", bounce, ("rpc_sync", 100, "worker1", "worker0"))
     # And all threads are free again.
     assert rpc.rpc_sync("worker1", bounce, ("rpc_sync", 60, "worker1", "worker0")) == 60
+
+
+def call_in_a_loop() -> None:
+    sent = []
+    for _ in range(20):
+        tensor = torch.ones(100)
+        sent.append(weakref.ref(tensor))
+        rpc.rpc_sync("worker0", torch.add, args=(tensor, 1))
+    del tensor
+    eventually(lambda: not any(tensor() is not None for tensor in sent), "the tensors that were sent are free")
+
+
+@in_worker0(of=2)
+def test_a_handler_keeps_nothing_of_the_calls_that_it_has_made() -> None:
+    rpc.rpc_sync("worker1", call_in_a_loop)

@@ -64,7 +64,7 @@ def test_role_and_index_are_in_the_environment() -> None:
 
 def test_the_program_gets_its_arguments_as_they_are(script: Path) -> None:
     script.write_text("import sys; print(sys.argv)")
-    words = ["-n", "3", "--role", "x", "$HOME", "${local_rank}", "$$", "a b"]
+    words = ["-n", "3", "--role", "x", "$HOME", "${local_rank}", "$$", "a b", "--", "--n", "5"]
     assert run("-n", 1, script, *words).stdout == f"[worker0] {[str(script), *words]}\n"
     assert run("-n", 1, "-c", "import sys; print(sys.argv)", *words).stdout == f"[worker0] {['-c', *words]}\n"
 

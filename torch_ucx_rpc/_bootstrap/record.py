@@ -60,7 +60,7 @@ class Record:
         try:
             # A process that has ended stays in the table, as a zombie, until its parent asks for its exit code.
             return process_stat(self.pid)[0] in "ZX" or start_time(self.pid) != self.process_start_time
-        except FileNotFoundError:
+        except (FileNotFoundError, ProcessLookupError):  # the latter where it ends while it is looked at
             return True
 
     def to_values(self) -> dict[str, Any]:

@@ -57,6 +57,8 @@ _LAST_WAIT_S = 10.0
 # The key of the job's name, in a Store whose port follows from the job.
 _JOB = "torch_ucx_rpc/job"
 
+_NO_LIMIT_S = 20 * 24 * 3600
+
 # Keeps the Store of this process's last group alive. When rank 0 opens the next Store at the same port, faster workers
 # may be connected already, so the old server must serve on. (The TCPStores of one process share the server of a port.)
 _kept: tuple[object, Store] | None = None
@@ -89,9 +91,14 @@ def create_store(init_method: str, rank: int, world_size: int | None, timeout: f
         # Some handlers clean up when their generator is collected, so it must live as long as the Store.
         iterator = _rendezvous_helper(init_method, rank, world_size)
         store, _, _ = next(iterator)
-    store.set_timeout(timedelta(seconds=timeout))
+    _limit_waits(store, timeout)
     _kept = (iterator, store)
     return store
+
+
+def _limit_waits(store: Store, timeout: float) -> None:
+    # To a TCPStore 0 means "do not wait at all"; and it takes no more milliseconds than an int has.
+    store.set_timeout(timedelta(seconds=timeout or _NO_LIMIT_S))
 
 
 def _check_folder(url: ParseResult) -> None:
@@ -174,7 +181,7 @@ def open_job_store(address: JobAddress, rank: int, world_size: int | None, timeo
     global _kept
     deadline = Deadline(timeout)
     store = _serve_job(address) if rank == 0 else _find_job(address, deadline)
-    store.set_timeout(timedelta(seconds=timeout))
+    _limit_waits(store, timeout)
     _kept = (None, store)
     return store
 

@@ -86,7 +86,8 @@ def main(arguments: argparse.Namespace) -> int:
         launch = find_launch(os.environ)
     except ValueError as error:
         arguments.error(str(error))
-    if launch is not None:
+    # A shell in an allocation of one task, or a pod by itself, has nobody to call.
+    if launch is not None and launch.world_size > 1:
         if arguments.workers is not None:
             arguments.error(f"-n is for workers that this command starts, and {launch.launcher} has started this one")
         return _work(None, launch.world_size, "env://", arguments)
@@ -95,7 +96,7 @@ def main(arguments: argparse.Namespace) -> int:
         arguments.error(f"-n must be at least 2, for workers to call each other; it cannot be {size}")
     spawn = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="torch_ucx_rpc-check-") as folder:
-        url = Path(folder, "store").as_uri()
+        url = f"file://{folder}/store"  # torch takes the path as it is: as_uri() would quote it
         # The functions of argparse cannot be pickled, so they stay here.
         plain = argparse.Namespace(timeout=arguments.timeout)
         others = [spawn.Process(target=_other, args=(rank, size, url, plain)) for rank in range(1, size)]

@@ -51,7 +51,8 @@ def _program(arguments: argparse.Namespace) -> list[str]:
         if words is not None:
             if not words:
                 arguments.error(f"{option} needs a {'module' if option == '-m' else 'program'}")
-            return [option, *words]
+            # argparse takes what follows "--" for the script's.
+            return [option, *words, *arguments.script]
     script: list[str] = arguments.script
     if script[:1] == ["--"]:
         script = script[1:]

@@ -88,7 +88,7 @@ def _open_store(launch: Launch | None, init_method: str, rank: int, world_size: 
     """The Store where the workers of this job meet; see `init_rpc`."""
     if init_method == "env://":
         init_method = check_url(_INIT_METHOD, os.environ.get(_INIT_METHOD) or init_method)
-    host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+    host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT") or None
     if init_method != "env://" or (host and port):
         return create_store(init_method, rank, world_size, timeout)
     if launch is not None and rank == launch.rank and world_size in (None, launch.world_size):

@@ -282,6 +282,17 @@ TEST_F(OutboxTest, RequestThatHasNotLeftCanBeGivenUp) {
   EXPECT_EQ(transport_.sent.back().header.callId, 201u);
 }
 
+TEST_F(OutboxTest, RequestThatWaitsToBeAdmittedCanBeGivenUp) {
+  send(Kind::kJoin, 0);
+  send(Kind::kRequest, 1);
+  send(Kind::kRequest, 2);
+  EXPECT_TRUE(outbox_.cancel(peer_, 1));
+  EXPECT_EQ(events_.take(), Notes{"request not sent: its call was given up 1"});
+  outbox_.onAdmitted(peer_);
+  EXPECT_EQ(transport_.callsUnderWay(), (Calls{0, 2}));
+  EXPECT_EQ(outbox_.underWay(), 2u);
+}
+
 TEST_F(OutboxTest, AnswerIsNotGivenUpWithACall) {
   for (uint64_t call = 0; call <= kMost; ++call) {
     sendLarge(Kind::kResponse, call);

@@ -52,13 +52,16 @@ class SentMessagesTest : public testing::Test {
     return threads_;
   }
 
-  std::unique_ptr<OutgoingMessage> message(bool mayRunUserCode, bool isHeldUp = false) {
-    return makeOutgoing(1, {}, std::make_unique<DestroyedLender>(mayRunUserCode, [this, isHeldUp] {
-                          if (isHeldUp) {
-                            gate_.pass();
-                          }
-                          noteThread();
-                        }));
+  std::unique_ptr<OutgoingMessage> message(
+      bool mayRunUserCode, bool isHeldUp = false, wire::Kind kind = wire::Kind::kRequest) {
+    auto message = makeOutgoing(1, {}, std::make_unique<DestroyedLender>(mayRunUserCode, [this, isHeldUp] {
+                                  if (isHeldUp) {
+                                    gate_.pass();
+                                  }
+                                  noteThread();
+                                }));
+    message->header.kind = kind;
+    return message;
   }
   void destroy(std::unique_ptr<OutgoingMessage> message) {
     sentMessages_.destroy(message);
@@ -147,13 +150,25 @@ TEST_F(SentMessagesTest, SendersMessagesDieOnAnAgentThreadIfTheyAreMany) {
   EXPECT_NE(threads()[0], std::this_thread::get_id());
 }
 
-TEST_F(SentMessagesTest, WithinATaskItIsDestroyedRightAfterThatOnTheSameThread) {
+TEST_F(SentMessagesTest, WhatATaskHasCalledItselfDoesNotWaitForTheTasksEnd) {
+  executor_->start(leader_);
+  std::atomic<size_t> destroyedWithin = 0;
+  executor_->addCompletion([&] {
+    destroyLater(message(true));
+    sentMessages_.destroyWaiting(); // by the thread, while it waits for the answer
+    destroyedWithin = threads().size();
+  });
+  ASSERT_TRUE(eventually([&] { return threads().size() == 1; }));
+  EXPECT_EQ(destroyedWithin, 1u);
+}
+
+TEST_F(SentMessagesTest, AnswerDiesRightAfterItsTaskOnTheSameThread) {
   executor_->start(leader_);
   std::thread::id taskRanOn;
   bool wasDestroyedWithin = false;
   executor_->addCompletion([&] {
     taskRanOn = std::this_thread::get_id();
-    destroy(message(true));
+    destroy(message(true, false, wire::Kind::kResponse));
     wasDestroyedWithin = !threads().empty();
   });
   ASSERT_TRUE(eventually([&] { return threads().size() == 1; }));

@@ -386,9 +386,10 @@ Messenger::Traffic Messenger::traffic(const std::vector<const Peer*>& peers) {
   Traffic traffic;
   progress_.run([&] {
     traffic.underWay = outbox_.underWay();
+    const bool isClosed = lifetime_.isClosed(); // by now: then UCX's endpoints are gone
     for (const Peer* peer : peers) {
       traffic.lanes.push_back(
-          peer->endpoint.has_value() ? transport_->lanes(*peer->endpoint) : std::vector<std::string>());
+          !isClosed && peer->endpoint.has_value() ? transport_->lanes(*peer->endpoint) : std::vector<std::string>());
     }
   });
   return traffic;

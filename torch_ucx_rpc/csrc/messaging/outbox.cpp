@@ -132,10 +132,10 @@ void Outbox::startDeferred() {
 bool Outbox::cancel(Peer& to, uint64_t callId) {
   assertHoldsWorkerLock();
   std::unique_ptr<OutgoingMessage> given;
-  const auto unready =
-      std::find_if(unready_.begin(), unready_.end(), [&](const std::unique_ptr<OutgoingMessage>& message) {
-        return message->to == &to && message->header.kind == wire::Kind::kRequest && message->header.callId == callId;
-      });
+  const auto isGivenUp = [&](const std::unique_ptr<OutgoingMessage>& message) {
+    return message->to == &to && message->header.kind == wire::Kind::kRequest && message->header.callId == callId;
+  };
+  const auto unready = std::ranges::find_if(unready_, isGivenUp);
   if (unready != unready_.end()) {
     given = std::move(*unready);
     unready_.erase(unready);
@@ -147,6 +147,14 @@ bool Outbox::cancel(Peer& to, uint64_t callId) {
       if (auto queued = queue->second.waiting.extract(callId)) {
         given = std::move(queued.mapped());
       }
+    }
+  }
+  if (const auto waiting = unadmitted_.find(&to); given == nullptr && waiting != unadmitted_.end()) {
+    const auto found = std::ranges::find_if(waiting->second, isGivenUp);
+    if (found != waiting->second.end()) {
+      given = std::move(*found);
+      waiting->second.erase(found);
+      ++to.messagesUnderWay; // it has not been counted yet
     }
   }
   if (given == nullptr) {

@@ -257,7 +257,7 @@ void RequestServer::refuse(Peer& to, uint64_t callId, const Error& why) {
 void RequestServer::onAnswerNotSent(Peer& to, uint64_t callId, const Error& why) {
   if (why.code() == ErrorCode::kDeviceFailed) { // over the tensors of the answer; an error has none
     answerWithError(to, callId, why.message());
-  } else if (to.isThere() && !lifetime_.isClosed() && why.code() != ErrorCode::kCanceled) {
+  } else if (to.isThere() && !lifetime_.isClosed()) {
     // The caller may have some parts of the answer, and would wait for the others.
     refuse(
         to, callId, {ErrorCode::kInternal, "worker '" + self_.name + "' could not send its answer: " + why.message()});

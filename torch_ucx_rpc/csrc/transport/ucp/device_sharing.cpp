@@ -15,6 +15,9 @@ namespace torch_ucx_rpc {
 
 namespace {
 
+// Of torch's and RMM's allocators none has smaller pieces of a device.
+constexpr uintptr_t kRegionBytes = 2 * 1024 * 1024;
+
 struct Driver {
   cuda::PointerGetAttributes pointerGetAttributes = nullptr;
   cuda::MemGetAddressRange memGetAddressRange = nullptr;
@@ -48,6 +51,13 @@ std::string describe(ucp_context_h context) {
   return description;
 }
 
+bool knowsCuda(ucp_context_h context) {
+  ucp_context_attr_t attributes{};
+  attributes.field_mask = UCP_ATTR_FIELD_MEMORY_TYPES;
+  return ucp_context_query(context, &attributes) == UCS_OK &&
+      (attributes.memory_types & UCS_BIT(UCS_MEMORY_TYPE_CUDA)) != 0;
+}
+
 } // namespace
 
 bool canShareDeviceMemory(const void* address, uint64_t bytes) {
@@ -74,14 +84,6 @@ bool canShareDeviceMemory(const void* address, uint64_t bytes) {
 
 bool hasCudaIpc(ucp_context_h context) {
   return describe(context).find(" cuda_ipc/") != std::string::npos;
-}
-
-Error deviceMemoryRefusal(ucp_context_h context) {
-  ucp_context_attr_t attributes{};
-  attributes.field_mask = UCP_ATTR_FIELD_MEMORY_TYPES;
-  const bool hasCuda = ucp_context_query(context, &attributes) == UCS_OK &&
-      (attributes.memory_types & UCS_BIT(UCS_MEMORY_TYPE_CUDA)) != 0;
-  return deviceMemoryRefusal(loadedUcpLibrary(), hasCuda, hasCudaIpc(context));
 }
 
 Error deviceMemoryRefusal(const UcpLibrary& library, bool hasCuda, bool hasCudaIpc) {
@@ -125,6 +127,27 @@ Error deviceMemoryMistaken(ucp_context_h context, const void* address, uint64_t 
       "UCX " + loadedUcpLibrary().version +
           " takes memory of a CUDA device for the host's, since its cache of allocations has missed it. Set "
           "UCX_MEMTYPE_CACHE=n."};
+}
+
+DeviceMemoryAccess::DeviceMemoryAccess(ucp_context_h context)
+    : context_(context),
+      hasCudaIpc_(torch_ucx_rpc::hasCudaIpc(context)),
+      refusal_(deviceMemoryRefusal(loadedUcpLibrary(), knowsCuda(context), hasCudaIpc_)) {}
+
+const Error& DeviceMemoryAccess::refusalOf(const void* address, uint64_t bytes) {
+  if (refusal_) {
+    return refusal_;
+  }
+  // NOLINTNEXTLINE(cppcoreguidelines-pro-type-reinterpret-cast)
+  const uintptr_t region = reinterpret_cast<uintptr_t>(address) / kRegionBytes;
+  mistaken_ = {};
+  if (bytes != 0 && !knownRegions_.contains(region)) {
+    mistaken_ = deviceMemoryMistaken(context_, address, bytes);
+    if (!mistaken_) {
+      knownRegions_.insert(region);
+    }
+  }
+  return mistaken_;
 }
 
 } // namespace torch_ucx_rpc

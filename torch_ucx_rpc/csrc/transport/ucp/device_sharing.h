@@ -5,6 +5,7 @@
 #include <ucp/api/ucp.h>
 
 #include <cstdint>
+#include <unordered_set>
 
 // The abilities of this UCX with memory of CUDA devices. Nothing here needs a CUDA toolkit: the driver is asked where
 // it is loaded.
@@ -26,16 +27,40 @@ bool canShareDeviceMemory(const void* address, uint64_t bytes);
 // through the host's, in pieces of 8 KiB.
 bool hasCudaIpc(ucp_context_h context);
 
-// Says to the user why UCX must not be given memory of CUDA devices. No error where it may. A UCX that has not found
-// the driver takes device memory for the host's, and the process ends with SIGSEGV on the first tensor; the cuda_ipc of
-// UCX 1.21 is broken.
-Error deviceMemoryRefusal(ucp_context_h context);
-// The same of a UCX that has what the flags say.
+// Says to the user why a UCX that has what the flags say must not be given memory of CUDA devices. No error where it
+// may. A UCX that has not found the driver takes device memory for the host's, and the process ends with SIGSEGV on the
+// first tensor; the cuda_ipc of UCX 1.21 is broken.
 Error deviceMemoryRefusal(const UcpLibrary& library, bool hasCuda, bool hasCudaIpc);
 
 // Says to the user that UCX takes these bytes of a CUDA device for the host's, and what to do; no error where it does
 // not. UCX keeps a cache of allocations. Memory that is missing there is the host's to UCX, whatever it is told with a
 // send or receive (1.22), and the process would end with SIGSEGV. Takes some microseconds.
 Error deviceMemoryMistaken(ucp_context_h context, const void* address, uint64_t bytes);
+
+// What a context may be given of CUDA devices. Needs the worker lock, but for canShare() and refusal().
+class DeviceMemoryAccess {
+ public:
+  DeviceMemoryAccess() = default; // nothing, without a context
+  explicit DeviceMemoryAccess(ucp_context_h context);
+
+  // See canShareDeviceMemory().
+  bool canShare(const void* address, uint64_t bytes) const {
+    return hasCudaIpc_ && !refusal_ && canShareDeviceMemory(address, bytes);
+  }
+  // See deviceMemoryRefusal().
+  const Error& refusal() const {
+    return refusal_;
+  }
+  // Why these bytes must not be given to UCX: for one of the reasons above. Looks once at each region of a device,
+  // since allocators keep theirs.
+  const Error& refusalOf(const void* address, uint64_t bytes);
+
+ private:
+  ucp_context_h context_ = nullptr;
+  bool hasCudaIpc_ = false;
+  Error refusal_;
+  Error mistaken_; // of the last bytes
+  std::unordered_set<uintptr_t> knownRegions_;
+};
 
 } // namespace torch_ucx_rpc

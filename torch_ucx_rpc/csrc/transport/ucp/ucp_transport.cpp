@@ -85,10 +85,10 @@ class UcpTransport final : public Transport {
       Memory memory) override;
   void receive(void* rendezvous, void* into, uint64_t bytes, OperationDone done, Memory memory) override;
   bool canShare(const void* deviceMemory, uint64_t bytes) const override {
-    return hasCudaIpc_ && !deviceMemoryRefusal_ && canShareDeviceMemory(deviceMemory, bytes);
+    return deviceMemory_.canShare(deviceMemory, bytes);
   }
   const Error& deviceMemoryRefusal() const override {
-    return deviceMemoryRefusal_;
+    return deviceMemory_.refusal();
   }
   void release(void* rendezvous) override;
   unsigned progress() override;
@@ -120,9 +120,6 @@ class UcpTransport final : public Transport {
       const ucp_am_recv_param_t* param) noexcept;
   ucs_status_t onRendezvous(std::span<const std::byte> header, void* descriptor, size_t bytes) noexcept;
 
-  // Why UCX must not be given this memory of a device; no error where it may.
-  const Error& whyNot(const void* deviceMemory, uint64_t bytes);
-
   void noteLoss() noexcept;
   unsigned tell();
   void tellAll() noexcept;
@@ -134,9 +131,7 @@ class UcpTransport final : public Transport {
   ucp_worker_h worker_ = nullptr;
   std::string address_;
   int eventFd_ = -1;
-  bool hasCudaIpc_ = false;
-  Error deviceMemoryRefusal_;
-  std::optional<Error> deviceMemoryMistaken_; // once it has been looked at
+  DeviceMemoryAccess deviceMemory_;
   std::optional<QueueRepair> repair_;
   UcpEndpoints endpoints_;
   UcpOperations operations_;
@@ -150,8 +145,7 @@ class UcpTransport final : public Transport {
 UcpTransport::UcpTransport(size_t expectedPeers, const std::string& networkDevices) {
   context_ = startUcx(expectedPeers, networkDevices);
   try {
-    hasCudaIpc_ = hasCudaIpc(context_);
-    deviceMemoryRefusal_ = torch_ucx_rpc::deviceMemoryRefusal(context_);
+    deviceMemory_ = DeviceMemoryAccess(context_);
     ucp_worker_params_t workerParams{};
     workerParams.field_mask = UCP_WORKER_PARAM_FIELD_THREAD_MODE;
     workerParams.thread_mode = UCS_THREAD_MODE_SERIALIZED; // the worker lock serializes
@@ -220,16 +214,6 @@ void UcpTransport::tellAll() noexcept {
   }
 }
 
-const Error& UcpTransport::whyNot(const void* deviceMemory, uint64_t bytes) {
-  if (deviceMemoryRefusal_) {
-    return deviceMemoryRefusal_;
-  }
-  if (!deviceMemoryMistaken_.has_value() && bytes != 0) {
-    deviceMemoryMistaken_ = deviceMemoryMistaken(context_, deviceMemory, bytes);
-  }
-  return deviceMemoryMistaken_.has_value() ? *deviceMemoryMistaken_ : kNone;
-}
-
 void UcpTransport::send(
     EndpointId endpointId,
     const wire::Header& header,
@@ -243,7 +227,7 @@ void UcpTransport::send(
     return;
   }
   if (memory == Memory::kDevice) {
-    if (const Error& refusal = whyNot(bytes.data(), bytes.size())) {
+    if (const Error& refusal = deviceMemory_.refusalOf(bytes.data(), bytes.size())) {
       done(refusal);
       return;
     }
@@ -268,7 +252,7 @@ void UcpTransport::send(
 
 void UcpTransport::receive(void* handle, void* into, uint64_t bytes, OperationDone done, Memory memory) {
   void* const descriptor = rendezvous_.take(handle)->descriptor;
-  const Error& refusal = memory == Memory::kDevice ? whyNot(into, bytes) : kNone;
+  const Error& refusal = memory == Memory::kDevice ? deviceMemory_.refusalOf(into, bytes) : kNone;
   UcpOperation* operation = descriptor != nullptr && !refusal ? operations_.begin(done) : nullptr;
   if (operation == nullptr) {
     if (descriptor != nullptr) {
