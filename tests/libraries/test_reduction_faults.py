@@ -1,4 +1,4 @@
-"""What goes wrong within a step, and must neither hang, nor count twice, nor stay wrong for good."""
+"""Faults within a step: none may hang, count twice, or stay wrong for good."""
 
 from __future__ import annotations
 

@@ -19,8 +19,9 @@ from workers import Steps, eventually
 
 from torch_ucx_rpc import reduction
 from torch_ucx_rpc.reduction import _host, _piece
+from torch_ucx_rpc.reduction._applied import Applied
 from torch_ucx_rpc.reduction._messages import Answer, Push, Spec, Trainer, Update
-from torch_ucx_rpc.reduction._parameters import Applied, ParameterPiece, Parameters
+from torch_ucx_rpc.reduction._parameters import ParameterPiece, Parameters
 from torch_ucx_rpc.reduction._roster import Roster
 
 RunWorkers = Callable[..., list]

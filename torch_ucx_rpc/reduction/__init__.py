@@ -21,6 +21,7 @@ How the package is laid out, from the bottom up; the way of one push goes from `
 * ``_results``        the last results, for the others when a host is lost
 * ``_round``          the tensors of one round of a piece, and their sum
 * ``_piece``          a piece: its rounds, and what late trainers have missed
+* ``_applied``        the pushes that an asynchronous server has applied
 * ``_parameters``     a piece of a server with an optimizer; checkpoint and replica
 * ``_host``           what a host does, and what trainers ask of it
 * ``_plan``           how work is spread over hosts
@@ -31,6 +32,7 @@ How the package is laid out, from the bottom up; the way of one push goes from `
 * ``_serve``          `serve`
 * ``_push_pull``      `push_pull`
 * ``_ddp``            `state` and `hook`
+* ``_buckets``        gradients that travel together
 * ``_data_parallel``  `DataParallel`
 """
 

@@ -21,9 +21,10 @@ from torch.futures import Future
 from torch_ucx_rpc._observe.life import PerLife
 from torch_ucx_rpc._observe.lost import timed_out, was_lost
 from torch_ucx_rpc.reduction import _host
+from torch_ucx_rpc.reduction._buckets import Bucket, make_buckets
 from torch_ucx_rpc.reduction._ddp import push_bucket
-from torch_ucx_rpc.reduction._messages import Answer, Trainer
-from torch_ucx_rpc.reduction._plan import Part, plan
+from torch_ucx_rpc.reduction._messages import Trainer
+from torch_ucx_rpc.reduction._plan import plan
 from torch_ucx_rpc.reduction._pushes import tensors_of
 from torch_ucx_rpc.reduction._server import Server
 
@@ -31,24 +32,6 @@ _logger = logging.getLogger(__name__)
 
 # Until another trainer has made its model.
 _PAUSE_S = 0.01
-
-
-class _Bucket:
-    """Gradients that travel together, flat."""
-
-    def __init__(self, parameters: list[nn.Parameter]) -> None:
-        self.parameters = parameters
-        first = parameters[0]
-        self.buffer = torch.zeros(sum(p.numel() for p in parameters), dtype=first.dtype, device=first.device)
-        self.views = self.views_of(self.buffer)
-        self.parts: list[Part] = []
-        self.filled: set[int] = set()
-        self.pushes: list[tuple[Part, Future[Answer]]] = []
-
-    def views_of(self, flat: Tensor) -> list[Tensor]:
-        """The part of each parameter in a tensor such as the buffer."""
-        parts = flat.split([p.numel() for p in self.parameters])
-        return [part.view_as(p) for part, p in zip(parts, self.parameters, strict=True)]
 
 
 class _Asking:
@@ -130,7 +113,7 @@ class DataParallel(nn.Module):
         self._quorum = quorum
         self._asking = _Asking()
         self._name = server.name_for("model", self, self._asking.refuse)
-        self._buckets = _make_buckets(parameters, bucket_bytes)
+        self._buckets = make_buckets(parameters, bucket_bytes)
         sizes = [(bucket.buffer.numel(), bucket.buffer.element_size()) for bucket in self._buckets]
         for bucket, parts in zip(self._buckets, plan(sizes, server.spec.shards), strict=True):
             bucket.parts = parts
@@ -215,7 +198,7 @@ class DataParallel(nn.Module):
                 f"and a new DataParallel, which gets the state of the others"
             )
 
-    def _push(self, bucket: _Bucket) -> None:
+    def _push(self, bucket: Bucket) -> None:
         index = self._next_bucket
         self._next_bucket += 1
         bucket.pushes = push_bucket(self._server, f"{self._name}/{index}", bucket.buffer, bucket.parts, self._quorum)
@@ -239,7 +222,7 @@ class DataParallel(nn.Module):
                 bucket.filled.clear()
                 bucket.pushes = []
 
-    def _take(self, bucket: _Bucket) -> None:
+    def _take(self, bucket: Bucket) -> None:
         for part, push in bucket.pushes:
             answer = push.wait()
             self._is_behind |= answer.rounds != 1 and self._optimizer is not None
@@ -377,22 +360,6 @@ def _copied(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _copied(item) for key, item in value.items()}
     return [_copied(item) for item in value] if isinstance(value, list) else value
-
-
-def _make_buckets(parameters: list[nn.Parameter], bucket_bytes: int) -> list[_Bucket]:
-    """In the order in which gradients come: from the last parameter on."""
-    buckets: list[list[nn.Parameter]] = []
-    size = 0
-    for parameter in reversed(parameters):
-        nbytes = parameter.numel() * parameter.element_size()
-        last = buckets[-1][0] if buckets else None
-        is_alike = last is not None and last.dtype == parameter.dtype and last.device == parameter.device
-        if not is_alike or size + nbytes > bucket_bytes:
-            buckets.append([])
-            size = 0
-        buckets[-1].append(parameter)
-        size += nbytes
-    return [_Bucket(bucket) for bucket in buckets]
 
 
 # Those of this worker, by key of the server and name.
