@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.autograd.graph import GradientEdge
 from torch.distributed.pipelining import _backward as torchs
 
 __all__ = ["HalfDone", "inputs_half", "sum_by_tensor", "weights_half", "whole"]
@@ -96,12 +97,16 @@ def weights_half(half: HalfDone, weights: Tensors) -> None:
         return
     # A weight that is used at several places is left to autograd, which adds up in the right order.
     groups = [group for group in half.groups if len(group["intermediates"]) == 1 and group.get("grads")]
+    weight_of = {torchs._get_grad_fn_or_grad_acc(weight): weight for weight in weights if weight.requires_grad}
     nodes = {node for group in groups for node in group["params"]}
     # So are weights whose way to the output does not meet that of the inputs, and those of nodes that did not run.
-    apart = [weight for weight in weights if torchs._get_grad_fn_or_grad_acc(weight) not in nodes]
+    apart = [weight for node, weight in weight_of.items() if node not in nodes]
+    # By backward(), which copies a gradient where two weights have the same one.
     if apart:
-        found = torch.autograd.grad(half.roots, apart, half.gradients, retain_graph=True, allow_unused=True)
-        for weight, gradient in zip(apart, found, strict=True):
-            if gradient is not None:
-                weight.grad = gradient if weight.grad is None else weight.grad.add_(gradient)
-    torchs.stage_backward_weight(iter(weights), groups)  # type: ignore[arg-type]
+        torch.autograd.backward(half.roots, half.gradients, retain_graph=True, inputs=apart)
+    for group in groups:
+        [node], [gradients] = group["intermediates"], group["grads"]
+        arrived = [(GradientEdge(node, place), grad) for place, grad in enumerate(gradients) if grad is not None]
+        if arrived:
+            edges, values = zip(*arrived, strict=True)
+            torch.autograd.backward(edges, values, inputs=[weight_of[node] for node in group["params"]])

@@ -78,15 +78,29 @@ class Crew:
         """Give an order to all; `settle` waits for it."""
         self.check()
         number, self.number = self.number, self.number + 1
-        futures = [
-            self._send_one(place, number, name, payload) for place, payload in zip(self.places, payloads, strict=True)
-        ]
+        futures: list[Future[Any]] = []
+        try:
+            for place, payload in zip(self.places, payloads, strict=True):
+                futures.append(self._send_one(place, number, name, payload))
+        except BaseException:
+            self._take_back(number, payloads, sent=len(futures))
+            raise
         if name in {"run", "optimizer_step", "set_values"}:
             # In these workers wait for each other.
             noticed = threading.Event()
             for future in futures:
                 future.add_done_callback(lambda done: self._notice(done, number, noticed))
         return number, name, futures
+
+    def _take_back(self, number: int, payloads: Sequence[Any], sent: int) -> None:
+        """After an order that cannot be sent, as what cannot be pickled: a number that does not come is waited for."""
+        for place, payload in list(zip(self.places, payloads, strict=True))[sent:]:
+            set_to_none = getattr(payload, "zero_grad", None)
+            if set_to_none is None:
+                self._send_one(place, number, "synchronize", {})
+            else:
+                self._send_one(place, number, "zero_grad", {"set_to_none": set_to_none})
+        self.abort(number)
 
     def send_later(self, name: str, payload: Any) -> None:
         """Give an order that nobody waits for now: what goes wrong is told by the next `settle`."""
@@ -158,7 +172,8 @@ class Crew:
         if gone:
             reasons = {self.places[row].worker: outcomes[row][1] for row in gone}
             raise self._lost_error(gone, reasons)
-        self.settle(self.send("reset", [{"undo": number}] * len(self.places)))
+        if name != "reset":
+            self.settle(self.send("reset", [{"undo": number}] * len(self.places)))
         for row, outcome in enumerate(outcomes):
             if outcome[0] == "error":
                 raise self._stage_error(self.places[row], name, outcome[1])

@@ -65,6 +65,13 @@ class Stages:
 
     # --------------------------------------------------------------------------------------------------------- a call
 
+    def skip(self, request: Request) -> None:
+        """A call that is called off before it begins here: gradients go, or are spoilt, as where it has begun."""
+        if request.zero_grad is not None:
+            self.order_zero_grad({"set_to_none": request.zero_grad})
+        if request.is_step:
+            self._undo([])
+
     def order_run(self, request: Request) -> Generator[Waiting, None, dict[str, Any]]:
         if request.row is not None:
             self._rows[request.row_key] = request.row
@@ -78,7 +85,7 @@ class Stages:
             if request.is_step:
                 self._undo(fresh)
             raise
-        if request.targets is not None:
+        if request.is_step:
             self._finished = request.call, fresh
         return result
 

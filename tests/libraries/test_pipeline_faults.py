@@ -1,0 +1,159 @@
+"""Faults of steps that must not show later: doubled, stale or missing gradients, and calls that never return."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812 - its usual name
+from _jobs import drive, reference_step, small_model
+from torch import nn
+
+
+def make_pipe(model: Any, workers: Any = ("worker1", "worker2"), **options: Any) -> Any:
+    from torch_ucx_rpc import pipeline
+
+    return pipeline.DistributedPipeline(model, list(workers), **{"loss": F.mse_loss, "chunks": 4, **options})
+
+
+def assert_gradients(pipe: Any, model: nn.Module) -> None:
+    found = pipe.gradients()
+    for name, parameter in model.named_parameters():
+        expected, gradient = parameter.grad, found[name]
+        assert (gradient is None) == (expected is None), name
+        assert expected is None or torch.equal(gradient, expected), name
+
+
+# ------------------------------------------------------------------------------- the two halves of a way back
+
+
+class Sum(nn.Module):
+    """A linear layer whose weight is a sum: both parameters have the same gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base, self.delta = (nn.Parameter(torch.randn(4, 8) * 0.1) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.base + self.delta)
+
+
+def with_a_sum() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 8), Sum())
+
+
+def train_what_shares_gradients() -> None:
+    pipe, model = make_pipe(with_a_sum(), schedule="zero-bubble"), with_a_sum()
+    x, y = torch.randn(8, 8), torch.randn(8, 4)
+    pipe.step(x, target=y)
+    reference_step(model, F.mse_loss, 4, x, target=y)
+    assert_gradients(pipe, model)
+
+
+def test_parameters_with_the_same_gradient_each_have_their_own() -> None:
+    drive(train_what_shares_gradients, 3)
+
+
+def train_with_a_frozen_weight() -> None:
+    divided, model = small_model(), small_model()
+    for name in ("4.weight", "6.bias"):
+        for one in (divided, model):
+            one.get_parameter(name).requires_grad_(False)
+    pipe = make_pipe(divided, schedule="zero-bubble")
+    x, y = torch.randn(8, 8), torch.randn(8, 4)
+    pipe.step(x, target=y)
+    reference_step(model, F.mse_loss, 4, x, target=y)
+    assert_gradients(pipe, model)
+
+
+def test_a_weight_may_be_frozen_where_a_way_back_has_two_halves() -> None:
+    drive(train_with_a_frozen_weight, 3)
+
+
+# --------------------------------------------------------------------------------------- calls that do not get there
+
+
+class Raising(nn.Module):
+    """Raises at a value above 100."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if (x > 100).any():
+            raise ZeroDivisionError("too much of it")
+        return self.inner(x)
+
+
+class SlowInTheLastStage(torch.optim.SGD):
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        if any(len(parameter) == 4 for group in self.param_groups for parameter in group["params"]):
+            time.sleep(0.5)
+
+
+def raising_model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(Raising(), nn.Linear(8, 4))
+
+
+def fail_before_the_last_worker_begins() -> None:
+    from torch_ucx_rpc.pipeline import StageError
+
+    pipe, model = make_pipe(raising_model()), raising_model()
+    # The last worker is in its optimizer when the first one raises.
+    mine, theirs = pipe.optimizer(SlowInTheLastStage, lr=0.1), torch.optim.SGD(model.parameters(), lr=0.1)
+    x, y = torch.randn(8, 8), torch.randn(8, 4)
+    pipe.step(x, target=y)
+    reference_step(model, F.mse_loss, 4, x, target=y)
+    for optimizer in (mine, theirs):
+        optimizer.step()
+        optimizer.zero_grad()
+    with pytest.raises(StageError, match="too much"):
+        pipe.step(torch.full((8, 8), 200.0), target=y)
+    pipe.step(x, target=y)
+    reference_step(model, F.mse_loss, 4, x, target=y)
+    assert_gradients(pipe, model)
+
+
+def test_gradients_go_with_a_step_that_a_worker_has_not_begun() -> None:
+    drive(fail_before_the_last_worker_begins, 3)
+
+
+def give_what_cannot_be_pickled() -> None:
+    pipe = make_pipe(small_model())
+    x, y = torch.randn(8, 8), torch.randn(8, 4)
+    good = pipe.step(x, target=y)
+    pipe.zero_grad()
+    for wrong in (
+        lambda: pipe.optimizer(torch.optim.SGD, lr=lambda: 0.1),
+        lambda: pipe.step(x, target=y, f=lambda: 0),
+    ):
+        with pytest.raises((TypeError, AttributeError, ValueError)):
+            wrong()
+        # It returns, and its gradients are those of one step.
+        assert torch.equal(pipe.step(x, target=y), good)
+        pipe.zero_grad()
+
+
+def test_what_cannot_be_pickled_holds_up_nothing() -> None:
+    drive(give_what_cannot_be_pickled, 3)
+
+
+def use_a_closed_pipe() -> None:
+    from torch_ucx_rpc.pipeline import PipelineError
+
+    pipe = make_pipe(small_model())
+    x, y = torch.randn(8, 8), torch.randn(8, 4)
+    pipe.step(x, target=y)
+    pipe.close()
+    with pytest.raises(PipelineError, match="has been closed"):
+        pipe.step(x, target=y)
+
+
+def test_a_closed_pipe_says_so() -> None:
+    drive(use_a_closed_pipe, 3)
