@@ -30,6 +30,9 @@ from torch_ucx_rpc.reduction._server import Server
 
 _logger = logging.getLogger(__name__)
 
+# torch's number for "none".
+_NO_BACKWARD = -1
+
 # Until another trainer has made its model.
 _PAUSE_S = 0.01
 
@@ -119,8 +122,7 @@ class DataParallel(nn.Module):
             bucket.parts = parts
         self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.parameters}
         self._next_bucket = 0
-        # torch's number of the backward that is under way here.
-        self._backward: int | None = None
+        self._is_in_backward = False
         self._is_synchronizing = True
         self._has_begun = False
         # As it was before the first step, until that is over.
@@ -168,9 +170,8 @@ class DataParallel(nn.Module):
     def _on_gradient(self, parameter: Tensor) -> None:
         if not self._is_synchronizing:
             return
-        self._check_backward()
-        if self._backward is None:
-            self._backward = torch._C._current_graph_task_id()
+        if not self._is_in_backward:
+            self._is_in_backward = True
             Variable._execution_engine.queue_callback(self._on_end_of_backward)
         assert isinstance(parameter, nn.Parameter)
         bucket = self._bucket_of[parameter]
@@ -191,7 +192,8 @@ class DataParallel(nn.Module):
 
     def _check_backward(self) -> None:
         """RuntimeError after a backward that has not come to its end: torch calls nobody back then."""
-        if self._backward not in (None, torch._C._current_graph_task_id()):
+        # What is checkpointed goes forward once more within the backward.
+        if self._is_in_backward and torch._C._current_graph_task_id() == _NO_BACKWARD:
             raise RuntimeError(
                 f"a backward of {self._server.trainer} has failed, so that it has pushed a part of its gradients, or "
                 f"none: the others have another state by now, or wait. Begin anew: server.leave(), reduction.serve "
@@ -215,7 +217,7 @@ class DataParallel(nn.Module):
             for bucket in self._buckets:
                 self._take(bucket)
         finally:
-            self._backward = None
+            self._is_in_backward = False
             self._initial = None
             self._next_bucket = 0
             for bucket in self._buckets:
