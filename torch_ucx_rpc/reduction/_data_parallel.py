@@ -192,7 +192,7 @@ class DataParallel(nn.Module):
 
     def _check_backward(self) -> None:
         """RuntimeError after a backward that has not come to its end: torch calls nobody back then."""
-        # What is checkpointed goes forward once more within the backward.
+        # A checkpointed module goes forward once more within the backward.
         if self._is_in_backward and torch._C._current_graph_task_id() == _NO_BACKWARD:
             raise RuntimeError(
                 f"a backward of {self._server.trainer} has failed, so that it has pushed a part of its gradients, or "
