@@ -131,15 +131,18 @@ void Outbox::startDeferred() {
 
 bool Outbox::cancel(Peer& to, uint64_t callId) {
   assertHoldsWorkerLock();
-  std::unique_ptr<OutgoingMessage> given;
-  const auto isGivenUp = [&](const std::unique_ptr<OutgoingMessage>& message) {
-    return message->to == &to && message->header.kind == wire::Kind::kRequest && message->header.callId == callId;
+  const auto takeFrom = [&](std::vector<std::unique_ptr<OutgoingMessage>>& messages) {
+    std::unique_ptr<OutgoingMessage> taken;
+    const auto found = std::ranges::find_if(messages, [&](const std::unique_ptr<OutgoingMessage>& message) {
+      return message->to == &to && message->header.kind == wire::Kind::kRequest && message->header.callId == callId;
+    });
+    if (found != messages.end()) {
+      taken = std::move(*found);
+      messages.erase(found);
+    }
+    return taken;
   };
-  const auto unready = std::ranges::find_if(unready_, isGivenUp);
-  if (unready != unready_.end()) {
-    given = std::move(*unready);
-    unready_.erase(unready);
-  }
+  std::unique_ptr<OutgoingMessage> given = takeFrom(unready_);
   // The caller of cancel() does not know how the body travels.
   for (const bool isEager : {true, false}) {
     const auto queue = queues_.find({&to, wire::Kind::kRequest, isEager});
@@ -149,19 +152,15 @@ bool Outbox::cancel(Peer& to, uint64_t callId) {
       }
     }
   }
-  if (const auto waiting = unadmitted_.find(&to); given == nullptr && waiting != unadmitted_.end()) {
-    const auto found = std::ranges::find_if(waiting->second, isGivenUp);
-    if (found != waiting->second.end()) {
-      given = std::move(*found);
-      waiting->second.erase(found);
-      ++to.messagesUnderWay; // it has not been counted yet
-    }
+  if (given != nullptr) {
+    --to.messagesUnderWay;
+  } else if (const auto waiting = unadmitted_.find(&to); waiting != unadmitted_.end()) {
+    given = takeFrom(waiting->second); // not counted yet
   }
   if (given == nullptr) {
     return false; // the transport has it, or has had it: only the callee can drop it now
   }
   given->error = callGivenUp();
-  --to.messagesUnderWay;
   // Not destroyed here: its tensors may run user code when they die, which the worker lock forbids.
   events_.addSent(std::move(given));
   return true;
