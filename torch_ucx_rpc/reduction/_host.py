@@ -299,17 +299,7 @@ def is_newcomer(key: str, trainer: Trainer) -> bool:
 
 
 @rpc.functions.async_execution
-def push(push: Push) -> Future[Answer]:
-    return _push(push, True)
-
-
-@rpc.functions.async_execution
-def push_here(push: Push) -> Future[Answer]:
-    """The same for a trainer that is a host: its tensors are not copied on the way."""
-    return _push(push, False)
-
-
-def _push(push: Push, is_owned: bool) -> Future[Answer]:
+def push(push: Push, is_owned: bool) -> Future[Answer]:
     host = hosts().get(push.key)
     if host is None:
         future: Future[Answer] = Future()

@@ -49,9 +49,9 @@ class _Pending:
 
     def _send(self, name: str) -> None:
         try:
-            # Here too by a call, which has a timeout. It lends the tensors: they are the user's.
-            is_here = name == self._server.trainer.name
-            call = rpc.rpc_async(name, _host.push_here if is_here else _host.push, args=(self._push,))
+            # Here too by a call, which has a timeout. It does not copy the tensors: they are still the user's.
+            is_copied = name != self._server.trainer.name
+            call = rpc.rpc_async(name, _host.push, args=(self._push, is_copied))
         except RuntimeError as error:
             self._fail(name, error)
             return

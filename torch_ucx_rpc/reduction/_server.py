@@ -20,7 +20,7 @@ from torch_ucx_rpc._observe.life import Life
 from torch_ucx_rpc._observe.lost import was_lost
 from torch_ucx_rpc.reduction import _host
 from torch_ucx_rpc.reduction._meeting import other_trainers_as_hosts
-from torch_ucx_rpc.reduction._messages import Answer, Push, Spec, Trainer
+from torch_ucx_rpc.reduction._messages import Answer, Opened, Push, Spec, Trainer
 from torch_ucx_rpc.reduction._plan import spread
 from torch_ucx_rpc.reduction._results import results
 
@@ -60,8 +60,6 @@ class Server:
         self.trainer = Trainer.of(life)
         self._lock = threading.Lock()
         self._lost: set[str] = set()
-        # Hosts that did not know the server before this worker has told them.
-        self._made: list[str] = []
         # By piece: the round of the next push, and how many there have been. Without a round yet, that of the others.
         self.positions: dict[str, int] = {}
         # A host takes a number only once.
@@ -221,31 +219,33 @@ class Server:
 
         Raises ValueError where the server was made otherwise; ``spec`` is what is asked for (default: as it is).
         """
+        return self._open(name, spec) is not None
+
+    def _open(self, name: str, spec: Spec | None) -> Opened | None:
         with self._lock:
             lost = tuple(self._lost)
         try:
-            opened = self.call(name, _host.open_host, self.spec if spec is None else spec, lost)
+            opened: Opened = self.call(name, _host.open_host, self.spec if spec is None else spec, lost)
         except RuntimeError as error:
             if not was_lost(error):
                 raise
             self.lose(name)
-            return False
+            return None
         if opened.refusal is not None:
             raise ValueError(opened.refusal)
         with self._lock:
             self._lost.update(opened.lost)
-            if opened.is_new:
-                self._made.append(name)
-        return True
+        return opened
 
     def open_all(self, spec: Spec | None = None) -> None:
         """The same with all hosts but those that are lost. Where one refuses, the others do not keep a new server."""
-        self._made.clear()
+        made = []
         try:
             for name in self.living_hosts():
-                self.open(name, spec)
+                if (opened := self._open(name, spec)) is not None and opened.is_new:
+                    made.append(name)
         except ValueError:
-            for name in self._made:
+            for name in made:
                 with contextlib.suppress(RuntimeError):
                     self.call(name, _host.close_unused, self.spec.key)
             raise
