@@ -18,13 +18,8 @@ import torch
 import torch.distributed.rpc as rpc
 import torch.nn.functional as F  # noqa: N812 - its usual name
 from _jobs import BACKENDS, drive, drive_with_deaths, eventually, kill, on, reference_step, small_model
+from _pipelines import make_pipe
 from torch import nn
-
-
-def make_pipe(model: Any, workers: Any = ("worker1", "worker2"), **options: Any) -> Any:
-    from torch_ucx_rpc import pipeline
-
-    return pipeline.DistributedPipeline(model, list(workers), **{"loss": F.mse_loss, "chunks": 4, **options})
 
 
 class Failing(nn.Module):

@@ -9,21 +9,14 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 from _jobs import drive, reference_step, small_model
+from _pipelines import assert_equal_gradients, make_pipe
 from torch import nn
 
 
-def make_pipe(model: Any, workers: Any = ("worker1", "worker2"), **options: Any) -> Any:
-    from torch_ucx_rpc import pipeline
-
-    return pipeline.DistributedPipeline(model, list(workers), **{"loss": F.mse_loss, "chunks": 4, **options})
-
-
-def assert_gradients(pipe: Any, model: nn.Module) -> None:
-    found = pipe.gradients()
-    for name, parameter in model.named_parameters():
-        expected, gradient = parameter.grad, found[name]
-        assert (gradient is None) == (expected is None), name
-        assert expected is None or torch.equal(gradient, expected), name
+def assert_step_is_as_in_one_process(pipe: Any, model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> None:
+    pipe.step(x, target=y)
+    reference_step(model, F.mse_loss, 4, x, target=y)
+    assert_equal_gradients(pipe, model)
 
 
 # ------------------------------------------------------------------------------- the two halves of a way back
@@ -48,9 +41,7 @@ def with_a_sum() -> nn.Sequential:
 def train_what_shares_gradients() -> None:
     pipe, model = make_pipe(with_a_sum(), schedule="zero-bubble"), with_a_sum()
     x, y = torch.randn(8, 8), torch.randn(8, 4)
-    pipe.step(x, target=y)
-    reference_step(model, F.mse_loss, 4, x, target=y)
-    assert_gradients(pipe, model)
+    assert_step_is_as_in_one_process(pipe, model, x, y)
 
 
 def test_parameters_with_the_same_gradient_each_have_their_own() -> None:
@@ -64,9 +55,7 @@ def train_with_a_frozen_weight() -> None:
             one.get_parameter(name).requires_grad_(False)
     pipe = make_pipe(divided, schedule="zero-bubble")
     x, y = torch.randn(8, 8), torch.randn(8, 4)
-    pipe.step(x, target=y)
-    reference_step(model, F.mse_loss, 4, x, target=y)
-    assert_gradients(pipe, model)
+    assert_step_is_as_in_one_process(pipe, model, x, y)
 
 
 def test_a_weight_may_be_frozen_where_a_way_back_has_two_halves() -> None:
@@ -108,16 +97,13 @@ def fail_before_the_last_worker_begins() -> None:
     # The last worker is in its optimizer when the first one raises.
     mine, theirs = pipe.optimizer(SlowInTheLastStage, lr=0.1), torch.optim.SGD(model.parameters(), lr=0.1)
     x, y = torch.randn(8, 8), torch.randn(8, 4)
-    pipe.step(x, target=y)
-    reference_step(model, F.mse_loss, 4, x, target=y)
+    assert_step_is_as_in_one_process(pipe, model, x, y)
     for optimizer in (mine, theirs):
         optimizer.step()
         optimizer.zero_grad()
     with pytest.raises(StageError, match="too much"):
         pipe.step(torch.full((8, 8), 200.0), target=y)
-    pipe.step(x, target=y)
-    reference_step(model, F.mse_loss, 4, x, target=y)
-    assert_gradients(pipe, model)
+    assert_step_is_as_in_one_process(pipe, model, x, y)
 
 
 def test_gradients_go_with_a_step_that_a_worker_has_not_begun() -> None:

@@ -11,27 +11,12 @@ import torch
 import torch.distributed.rpc as rpc
 import torch.nn.functional as F  # noqa: N812 - its usual name
 from _jobs import drive, on, reference_step, small_model
+from _pipelines import assert_equal_gradients, make_pipe
 from torch import nn
 
 SCHEDULES = ("gpipe", "1F1B", "interleaved", "zero-bubble")
 # Stage 2 is on the first worker again: a V, as in torch's ZBVZeroBubble.
 V_SHAPED = "0F0,3F0,3B0,0F1,3F1,3I1,0I0,3W1,0W0,0B1\n1F0,2F0,2B0,1F1,2F1,2B1,1I0,1B1,1W0\n"
-
-
-def make_pipe(model: Any, workers: Any = ("worker1", "worker2"), **options: Any) -> Any:
-    from torch_ucx_rpc import pipeline
-
-    return pipeline.DistributedPipeline(model, list(workers), **{"loss": F.mse_loss, "chunks": 4, **options})
-
-
-def assert_equal_gradients(pipe: Any, model: nn.Module) -> None:
-    found = pipe.gradients()
-    expected = dict(model.named_parameters())
-    assert found.keys() == expected.keys()
-    for name, parameter in expected.items():
-        assert (found[name] is None) == (parameter.grad is None), name
-        if parameter.grad is not None:
-            assert torch.equal(found[name], parameter.grad), f"{name}: {(found[name] - parameter.grad).abs().max()}"
 
 
 def assert_equal_states(pipe: Any, model: nn.Module) -> None:
