@@ -293,6 +293,8 @@ def restart_the_server(rank: int, steps: Steps, url: str) -> None:
         for _ in range(12):
             (parameter,) = reduction.push_pull(server, [torch.ones(3)])
         rpc.rpc_async("worker0", die)
+        # A push before that may still be applied: the eleventh update of this test would be the thirteenth.
+        steps.wait_for("dead")
         (parameter,) = reduction.push_pull(server, [torch.ones(3)])
         # Ten updates were saved; this is the eleventh, with the momentum of the ten.
         expected = nn.Parameter(torch.zeros(3))
