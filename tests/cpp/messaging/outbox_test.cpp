@@ -171,6 +171,65 @@ TEST_F(OutboxTest, FirstFailureOfAPartIsTheMessagesAndIsToldAfterTheLast) {
   EXPECT_FALSE(peer_.silence.heardSinceCheck);
 }
 
+// The callee has a part that it does not fetch before it has the others.
+TEST_F(OutboxTest, RequestThatHasLeftInPartIsCanceledAtItsCallee) {
+  const Bytes span(2 * OutgoingMessage::kPieceBytes);
+  transport_.sendErrors[1] = {ErrorCode::kOutOfMemory, "no memory"};
+  outbox_.send(message(Kind::kRequest, 4, 1, span));
+  EXPECT_EQ(transport_.begun, 2u) << "the body does not leave after the error";
+  outbox_.startDeferred();
+  ASSERT_EQ(transport_.sent.size(), 2u);
+  EXPECT_EQ(transport_.sent[1].header.kind, Kind::kCancel);
+  EXPECT_EQ(transport_.sent[1].header.callId, 4u);
+  EXPECT_EQ(transport_.sent[1].header.targetSession, peer_.member().session);
+  EXPECT_TRUE(events_.buffer.isEmpty()) << "the transport still reads its memory";
+  finish();
+  EXPECT_EQ(events_.take(), Notes{"request not sent: no memory 4"});
+}
+
+TEST_F(OutboxTest, RequestIsCanceledWhenAPartFailsLater) {
+  const Bytes span(100'000);
+  outbox_.send(message(Kind::kRequest, 4, 1, span));
+  finish({ErrorCode::kOutOfMemory, "no memory"});
+  EXPECT_EQ(transport_.sent.back().header.kind, Kind::kCancel);
+  finish({ErrorCode::kOutOfMemory, "no memory either"});
+  EXPECT_EQ(transport_.callsUnderWay(), Calls{4}) << "it is canceled once";
+}
+
+TEST_F(OutboxTest, AnswerThatHasLeftInPartIsToldAtOnceAndOnce) {
+  const Bytes span(2 * OutgoingMessage::kPieceBytes);
+  transport_.sendErrors[1] = {ErrorCode::kOutOfMemory, "no memory"};
+  outbox_.send(message(Kind::kResponse, 4, 1, span));
+  outbox_.startDeferred();
+  EXPECT_EQ(transport_.sent.size(), 1u);
+  EXPECT_EQ(events_.take(), Notes{"answer cut: no memory 4"}) << "or its caller would never let go of the first part";
+  finish();
+  EXPECT_EQ(events_.take(), Notes{});
+  EXPECT_FALSE(outbox_.hasStranded()) << "its caller has a part of it";
+}
+
+TEST_F(OutboxTest, AnswerWhoseFirstPartFailsHasNotLeftAndIsSentAgain) {
+  const Bytes span(100'000);
+  transport_.sendErrors[0] = {ErrorCode::kOutOfFiles, "no files left"};
+  outbox_.send(message(Kind::kResponse, 4, 1, span));
+  EXPECT_TRUE(transport_.sent.empty());
+  EXPECT_TRUE(outbox_.hasStranded());
+  outbox_.retryStranded();
+  EXPECT_EQ(transport_.callsUnderWay(), (Calls{4, 4}));
+}
+
+TEST_F(OutboxTest, NobodyIsToldOfPartsThatWereLostWithTheirReceiver) {
+  const Bytes span(100'000);
+  outbox_.send(message(Kind::kRequest, 4, 1, span));
+  outbox_.send(message(Kind::kResponse, 5, 1, span));
+  ASSERT_TRUE(peer_.moveTo(Peer::State::kFailed, {ErrorCode::kPeerFailed, "it died"}));
+  for (int part = 0; part < 4; ++part) {
+    finish({ErrorCode::kPeerFailed, "it died"});
+  }
+  EXPECT_TRUE(transport_.sent.empty());
+  EXPECT_EQ(events_.take(), Notes{"request not sent: it died 4"});
+}
+
 TEST_F(OutboxTest, LocalErrorFailsRequestsAndStrandsTheRest) {
   transport_.connectError = {ErrorCode::kOutOfFiles, "no files left"};
   send(Kind::kRequest, 1);

@@ -166,6 +166,32 @@ TEST_F(AgentTest, SendThatFailsFailsItsCallAtOnceAndNamesThePeer) {
   EXPECT_TRUE(contains(failure(call(0, 1, "f", {tensorOf(kMiB)}, 3600.f)), "worker 'w1'"));
 }
 
+TEST_F(AgentTest, MessageOfWhichOneTensorCannotLeaveEndsOnBothSides) {
+  start(2);
+  for (const wire::Kind kind : {wire::Kind::kRequest, wire::Kind::kResponse}) {
+    network_.setFault([kind](const wire::Header& header, SendMode mode) {
+      return header.kind == kind && mode == SendMode::kRendezvous && header.index == 1 ? Fate::kFail : Fate::kDeliver;
+    });
+    std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>> storages;
+    Future future;
+    {
+      const std::vector<at::Tensor> tensors{tensorOf(kMiB, 1), tensorOf(kMiB, 2), tensorOf(kMiB, 3)};
+      for (const at::Tensor& tensor : tensors) {
+        storages.emplace_back(tensor.storage().getWeakStorageImpl());
+      }
+      future = call(0, 1, "f", tensors, 3600.f);
+    }
+    const std::string what = failure(future);
+    EXPECT_TRUE(contains(what, "the send was made to fail")) << what;
+    for (const auto& storage : storages) {
+      EXPECT_TRUE(eventually([&] { return storage.expired(); })) << "the first tensor was never let go";
+    }
+    network_.setFault({});
+    const std::vector<at::Tensor> sent{tensorOf(kMiB, 4)};
+    EXPECT_TRUE(answer(call(0, 1, "f", sent))->tensors()[0].equal(sent[0]));
+  }
+}
+
 TEST_F(AgentTest, DeathOfAPeerFailsTheCallsToItAndNoOthers) {
   start(3, echoBehindGate());
   std::vector<Future> doomed;

@@ -291,19 +291,26 @@ TEST_F(RequestServerTest, ShareOfTheWindowIsGivenBackWhenTheHandlerReturns) {
 }
 
 TEST_F(RequestServerTest, AnswerThatCannotBeSentIsReplacedByTheReason) {
-  server_.onAnswerNotSent(one_.peer(1), 8, {ErrorCode::kDeviceFailed, "the device is on fire"});
+  server_.onAnswerNotSent(one_.peer(1), 8, {ErrorCode::kDeviceFailed, "the device is on fire"}, false);
   EXPECT_TRUE(contains(textOf(*answerOf(8)), "the device is on fire"));
-  server_.onAnswerNotSent(one_.peer(1), 9, {ErrorCode::kPeerFailed, "it died"});
+  server_.onAnswerNotSent(one_.peer(1), 9, {ErrorCode::kPeerFailed, "it died"}, false);
   two_.takeIn();
   const std::vector<std::string> notes = caller_.takeNotes();
   ASSERT_EQ(notes.size(), 2u);
   EXPECT_EQ(notes[1], "refused: worker 'w0' could not send its answer: it died 9");
 }
 
+// The caller would find that the parts of two answers contradict each other.
+TEST_F(RequestServerTest, AnswerOfWhichSomePartsHaveLeftIsRefusedWithTheReason) {
+  server_.onAnswerNotSent(one_.peer(1), 8, {ErrorCode::kDeviceFailed, "the device is on fire"}, true);
+  two_.takeIn();
+  EXPECT_EQ(caller_.takeNotes(), Notes{"refused: worker 'w0' could not send its answer: the device is on fire 8"});
+}
+
 // An endpoint that has failed refuses every message at once, until the loss of its peer has been handed out.
 TEST_F(RequestServerTest, RefusalThatCannotBeSentIsDropped) {
   network_.setFault([](const wire::Header&, SendMode) { return LoopbackNetwork::Fate::kFail; });
-  server_.onAnswerNotSent(one_.peer(1), 9, {ErrorCode::kPeerFailed, "it died"});
+  server_.onAnswerNotSent(one_.peer(1), 9, {ErrorCode::kPeerFailed, "it died"}, false);
   one_.takeIn();
   two_.takeIn();
   EXPECT_EQ(caller_.takeNotes(), Notes());

@@ -48,8 +48,8 @@ class Handlers : public AnswerHandler, public RequestHandler, public PeerHandler
   void onRequestRejected(Peer& /*from*/, uint64_t callId, const Error& why) override {
     note("request rejected: " + why.message(), callId);
   }
-  void onAnswerNotSent(Peer& /*to*/, uint64_t callId, const Error& why) override {
-    note("answer not sent: " + why.message(), callId);
+  void onAnswerNotSent(Peer& /*to*/, uint64_t callId, const Error& why, bool hasLeftInPart) override {
+    note((hasLeftInPart ? "answer cut: " : "answer not sent: ") + why.message(), callId);
   }
 
   // PeerHandler.

@@ -6,6 +6,7 @@
 #include <unistd.h>
 
 #include <deque>
+#include <map>
 #include <string>
 #include <utility>
 #include <vector>
@@ -59,8 +60,11 @@ class SendingTransport final : public Transport {
       SendMode mode,
       OperationDone done,
       Memory /*memory*/) override {
+    if (const auto error = sendErrors.find(begun++); error != sendErrors.end()) {
+      done(error->second);
+      return;
+    }
     sent.push_back({endpoint, header, bytes.size(), mode, std::move(done)});
-    ++begun;
   }
   void receive(
       void* /*rendezvous*/, void* /*into*/, uint64_t /*bytes*/, OperationDone done, Memory /*memory*/) override {
@@ -113,6 +117,7 @@ class SendingTransport final : public Transport {
   }
 
   Error connectError;
+  std::map<size_t, Error> sendErrors; // of sends that fail at once, by their number
   Error networkError; // of connectOverNetwork() alone
   std::vector<std::string> connected; // addresses, by endpoint
   std::deque<Send> sent; // and not finished

@@ -27,6 +27,9 @@ void EventBuffer::Batch::dispatch(const std::optional<Driver>& driver) {
       sentMessages_.destroy(message);
     }
   }
+  for (const CutAnswer& answer : cutAnswers) {
+    handlers_.requests->onAnswerNotSent(*answer.to, answer.callId, answer.why, true);
+  }
   for (Rejection& rejection : rejections) {
     dispatchRejection(rejection);
   }
@@ -100,7 +103,9 @@ void EventBuffer::Batch::dispatchSent(OutgoingMessage& message) {
       handlers_.answers->onRequestNotSent(*message.to, message.header.callId, message.error);
       return;
     case wire::Kind::kResponse:
-      handlers_.requests->onAnswerNotSent(*message.to, message.header.callId, message.error);
+      if (!message.hasLeftInPart) { // else addCutAnswer() has told it
+        handlers_.requests->onAnswerNotSent(*message.to, message.header.callId, message.error, false);
+      }
       return;
     default:
       handlers_.peers->onControlNotSent(*message.to, message.error);

@@ -61,6 +61,11 @@ class EventBuffer {
   void addSent(std::unique_ptr<OutgoingMessage> message) {
     pending().sent.push_back(std::move(message));
   }
+  // An answer of which only some parts can leave. The caller has to learn of it first: the message ends when the caller
+  // lets go of these parts.
+  void addCutAnswer(Peer& to, uint64_t callId, Error why) {
+    pending().cutAnswers.push_back({&to, callId, std::move(why)});
+  }
   // A message that could not be received. Its share of the receive window is given back without the worker lock.
   void addRejection(Peer& from, const wire::Header& header, Error why, Admission admission = {}) {
     pending().rejections.push_back({&from, header, std::move(why), std::move(admission)});
@@ -95,6 +100,11 @@ class EventBuffer {
     Peer* from;
     ControlFrame frame;
   };
+  struct CutAnswer {
+    Peer* to;
+    uint64_t callId;
+    Error why;
+  };
   struct Rejection {
     Peer* from;
     wire::Header header;
@@ -120,6 +130,7 @@ class EventBuffer {
 
     std::vector<IncomingMessage> answers;
     std::vector<std::unique_ptr<OutgoingMessage>> sent;
+    std::vector<CutAnswer> cutAnswers;
     std::vector<Rejection> rejections;
     std::vector<Join> joins;
     std::vector<std::variant<IncomingMessage, Control>> inOrder; // requests and control frames

@@ -45,8 +45,8 @@ class RequestHandler {
   virtual void runOnDriver(IncomingMessage request) = 0;
   // The request arrived, but could not be received.
   virtual void onRequestRejected(Peer& from, uint64_t callId, const Error& why) = 0;
-  // The answer was not sent, or only in part.
-  virtual void onAnswerNotSent(Peer& to, uint64_t callId, const Error& why) = 0;
+  // The answer was not sent, or only in part: then the caller has some of its parts, and takes no other answer.
+  virtual void onAnswerNotSent(Peer& to, uint64_t callId, const Error& why, bool hasLeftInPart) = 0;
 };
 
 // Ends of peers.

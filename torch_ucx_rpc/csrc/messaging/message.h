@@ -81,6 +81,7 @@ struct OutgoingMessage {
 
   // Guarded by the worker lock while the message is under way:
   size_t unfinished = 0; // active messages that the transport has not completed
+  bool hasLeftInPart = false; // one of several active messages has been given to the transport
   Error error; // the first error
 };
 

@@ -119,6 +119,7 @@ void Outbox::enqueue(std::unique_ptr<OutgoingMessage> message) {
 void Outbox::startDeferred() {
   assertHoldsWorkerLock();
   sendReady();
+  sendCancels();
   // A message that completes at once unblocks its queue again.
   while (!unblocked_.empty()) {
     for (Queue* queue : std::exchange(unblocked_, {})) {
@@ -185,9 +186,7 @@ void Outbox::start(std::unique_ptr<OutgoingMessage> owned, Queue* queue) {
   const EndpointId endpoint = *message->to->endpoint;
   message->to->isMet.store(true, std::memory_order_relaxed);
   message->to->bytesSent.fetch_add(message->totalBytes(), std::memory_order_relaxed);
-  // The last send may finish the message at once, and destroy it. Nothing of it is touched afterwards.
-  const size_t pieces = message->pieces.size();
-  for (size_t index = 0; index < pieces; ++index) {
+  for (size_t index = 0; index < message->pieces.size(); ++index) {
     const OutgoingMessage::Piece& piece = message->pieces[index];
     transport_.send(
         endpoint,
@@ -199,7 +198,13 @@ void Outbox::start(std::unique_ptr<OutgoingMessage> owned, Queue* queue) {
           finish(message, queue, 1, std::move(error));
         },
         piece.memory);
+    if (message->error) {
+      finish(message, queue, message->pieces.size() - index, {}); // the later pieces and the body do not leave
+      return;
+    }
+    message->hasLeftInPart = true;
   }
+  // This send may finish the message at once, and destroy it. Nothing of it is touched afterwards.
   // The end of an eager send is no sign of life: UCX may have copied the bytes, and the peer not read them.
   const SendMode mode = message->isBodyEager() ? SendMode::kEager : SendMode::kRendezvous;
   transport_.send(endpoint, message->header, message->body, mode, [this, message, queue](Error error) {
@@ -210,6 +215,9 @@ void Outbox::start(std::unique_ptr<OutgoingMessage> owned, Queue* queue) {
 void Outbox::finish(OutgoingMessage* message, Queue* queue, size_t parts, Error error) {
   if (error && !message->error) {
     message->error = std::move(error);
+    if (message->hasLeftInPart && canLeave(*message)) {
+      withdraw(*message);
+    }
   }
   message->unfinished -= parts;
   if (message->unfinished != 0) {
@@ -226,13 +234,31 @@ void Outbox::finish(OutgoingMessage* message, Queue* queue, size_t parts, Error 
   std::unique_ptr<OutgoingMessage> owned(message);
   // A message that has left in part is not sent again: its receiver has some of the parts. A device that has failed
   // will fail again.
-  const bool hasLeftInPart = parts != 1 + owned->pieces.size();
-  if (isLocal(owned->error.code()) && owned->error.code() != ErrorCode::kDeviceFailed && !hasLeftInPart &&
+  if (isLocal(owned->error.code()) && owned->error.code() != ErrorCode::kDeviceFailed && !owned->hasLeftInPart &&
       canLeave(*owned) && owned->header.kind != wire::Kind::kRequest) {
     stranded_.push_back(std::move(owned));
     return;
   }
   events_.addSent(std::move(owned));
+}
+
+void Outbox::withdraw(const OutgoingMessage& message) {
+  if (message.header.kind == wire::Kind::kRequest) {
+    withdrawn_.emplace_back(message.to, message.header); // a transport callback must not send
+  } else {
+    events_.addCutAnswer(*message.to, message.header.callId, message.error);
+  }
+}
+
+void Outbox::sendCancels() {
+  for (const auto& [to, header] : std::exchange(withdrawn_, {})) {
+    auto cancel = std::make_unique<OutgoingMessage>();
+    cancel->to = to;
+    cancel->address(wire::Kind::kCancel, header.sourceSession, header.sourceRank, header.targetSession, header.callId);
+    if (canLeave(*cancel)) {
+      send(std::move(cancel));
+    }
+  }
 }
 
 std::string Outbox::describeStranded() const {

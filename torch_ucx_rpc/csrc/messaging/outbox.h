@@ -130,6 +130,10 @@ class Outbox {
   void start(std::unique_ptr<OutgoingMessage> message, Queue* queue);
   Error connect(Peer& peer);
   void finish(OutgoingMessage* message, Queue* queue, size_t parts, Error error);
+  // Has the receiver let go of the parts of a message whose other parts cannot leave. Those that wait here until it
+  // fetches them would never end otherwise.
+  void withdraw(const OutgoingMessage& message);
+  void sendCancels();
 
   Transport& transport_;
   const PushShare& share_;
@@ -143,6 +147,7 @@ class Outbox {
   std::unordered_multimap<const Peer*, EndpointId> retiredEndpoints_;
   std::multimap<QueueKey, Queue> retiredQueues_;
   std::vector<std::unique_ptr<OutgoingMessage>> stranded_;
+  std::vector<std::pair<Peer*, wire::Header>> withdrawn_; // requests that startDeferred() cancels at their callees
   std::vector<Queue*> unblocked_; // queues that got room since startDeferred() was called last
   bool isClosed_ = false;
 };

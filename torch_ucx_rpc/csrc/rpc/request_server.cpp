@@ -254,8 +254,8 @@ void RequestServer::refuse(Peer& to, uint64_t callId, const Error& why) {
   messenger_.postControl(to, wire::Kind::kRefused, callId, std::move(body));
 }
 
-void RequestServer::onAnswerNotSent(Peer& to, uint64_t callId, const Error& why) {
-  if (why.code() == ErrorCode::kDeviceFailed) { // over the tensors of the answer; an error has none
+void RequestServer::onAnswerNotSent(Peer& to, uint64_t callId, const Error& why, bool hasLeftInPart) {
+  if (why.code() == ErrorCode::kDeviceFailed && !hasLeftInPart) { // over the tensors of the answer; an error has none
     answerWithError(to, callId, why.message());
   } else if (to.isThere() && !lifetime_.isClosed()) {
     // The caller may have some parts of the answer, and would wait for the others.

@@ -52,7 +52,7 @@ class RequestServer final : public RequestHandler {
   void onRequest(IncomingMessage request) override;
   void runOnDriver(IncomingMessage request) override;
   void onRequestRejected(Peer& from, uint64_t callId, const Error& why) override;
-  void onAnswerNotSent(Peer& to, uint64_t callId, const Error& why) override;
+  void onAnswerNotSent(Peer& to, uint64_t callId, const Error& why, bool hasLeftInPart) override;
 
  private:
   // Waits for the future that its handler has returned.
