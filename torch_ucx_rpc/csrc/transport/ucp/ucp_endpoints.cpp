@@ -59,6 +59,10 @@ Error UcpEndpoints::failureOf(const UcpEndpoint& endpoint) const {
   return endpoint.failure ? endpoint.failure : errorOfEndpoint(endpoint.reported, someFile_);
 }
 
+Error UcpEndpoints::failureOfSend(const UcpEndpoint& endpoint, ucs_status_t status) const {
+  return endpoint.isDead() ? failureOf(endpoint) : errorOfEndpoint(status, someFile_);
+}
+
 UcpEndpoint* UcpEndpoints::takeFailed() {
   UcpEndpoint* const failed = closed_.pop();
   if (failed != nullptr) {

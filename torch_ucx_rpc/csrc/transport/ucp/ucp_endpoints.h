@@ -49,6 +49,9 @@ class UcpEndpoints {
   }
   // Why a dead endpoint is dead.
   Error failureOf(const UcpEndpoint& endpoint) const;
+  // Why a send has failed. UCX fails the sends of a dead endpoint with words of its own, which may blame the peer for
+  // what this process lacks.
+  Error failureOfSend(const UcpEndpoint& endpoint, ucs_status_t status) const;
   std::vector<std::string> lanes(EndpointId endpoint) const;
 
   // Closes endpoints that have failed or have drained. Not inside a callback of UCX's.

@@ -1,5 +1,6 @@
 #include "transport/ucp/ucp_operations.h"
 
+#include "transport/ucp/ucp_endpoints.h"
 #include "transport/ucp/ucp_library.h"
 
 #include <memory>
@@ -9,8 +10,8 @@
 namespace torch_ucx_rpc {
 
 // A list of its own, since UCX does not tell which operations it still has, and close() must end them all.
-UcpOperation* UcpOperations::begin(OperationDone& done) noexcept {
-  auto* operation = new (std::nothrow) UcpOperation{this, {}};
+UcpOperation* UcpOperations::begin(OperationDone& done, const UcpEndpoint* endpoint) noexcept {
+  auto* operation = new (std::nothrow) UcpOperation{this, endpoint, {}};
   if (operation == nullptr) {
     return nullptr;
   }
@@ -69,7 +70,9 @@ unsigned UcpOperations::tell() {
 void UcpOperations::tell(UcpOperation* operation) {
   const std::unique_ptr<UcpOperation> owned(operation);
   --inFlight_;
-  operation->done(errorOf(operation->status));
+  const ucs_status_t status = operation->status;
+  const bool isFailedSend = status != UCS_OK && operation->endpoint != nullptr;
+  operation->done(isFailedSend ? endpoints_.failureOfSend(*operation->endpoint, status) : errorOf(status));
 }
 
 void UcpOperations::cancelAll() noexcept {

@@ -9,11 +9,14 @@
 
 namespace torch_ucx_rpc {
 
+class UcpEndpoints;
 class UcpOperations;
+struct UcpEndpoint;
 
 // One send or receive. UCX owns its buffers until it calls back.
 struct UcpOperation {
   UcpOperations* owner;
+  const UcpEndpoint* endpoint; // of a send; null for a receive
   OperationDone done;
   ucs_status_t status = UCS_INPROGRESS;
   UcpOperation* previous = nullptr; // in the list of operations that UCX has not completed
@@ -25,8 +28,10 @@ struct UcpOperation {
 // for which UCX never calls back.
 class UcpOperations {
  public:
+  explicit UcpOperations(const UcpEndpoints& endpoints) : endpoints_(endpoints) {}
+
   // Returns null, and leaves `done` as it is, if memory runs out.
-  UcpOperation* begin(OperationDone& done) noexcept;
+  UcpOperation* begin(OperationDone& done, const UcpEndpoint* endpoint = nullptr) noexcept;
   // Takes what the UCX call returned that began the operation. If the operation is over already, calls its `done`.
   void onSubmitted(UcpOperation* operation, ucs_status_ptr_t returned);
 
@@ -52,6 +57,7 @@ class UcpOperations {
   void unlink(UcpOperation* operation) noexcept;
   void tell(UcpOperation* operation);
 
+  const UcpEndpoints& endpoints_;
   UcpOperation* pending_ = nullptr; // operations that UCX has not completed
   IntrusiveQueue<UcpOperation, &UcpOperation::next> completed_;
   size_t inFlight_ = 0; // those of both

@@ -134,7 +134,7 @@ class UcpTransport final : public Transport {
   DeviceMemoryAccess deviceMemory_;
   std::optional<QueueRepair> repair_;
   UcpEndpoints endpoints_;
-  UcpOperations operations_;
+  UcpOperations operations_{endpoints_};
   UcpRendezvousList rendezvous_;
 
   // For the next tell().
@@ -232,7 +232,7 @@ void UcpTransport::send(
       return;
     }
   }
-  UcpOperation* operation = operations_.begin(done);
+  UcpOperation* operation = operations_.begin(done, &endpoint);
   if (operation == nullptr) {
     done(noMemory());
     return;
