@@ -105,6 +105,20 @@ TEST_F(InboxTest, ALargeSpanIsReceivedAFewPiecesAtATime) {
   }
 }
 
+// The other worker may take the end of the connection for the end of this one, and drop all that follows.
+TEST_F(InboxTest, APeerWhoseConnectionThisProcessHasLostIsWatchedByItsAnswers) {
+  auto ping = std::make_unique<OutgoingMessage>();
+  ping->to = &peer(1);
+  ping->address(wire::Kind::kPing, kSession, 0, kSession + 1, 0);
+  outbox_.send(std::move(ping));
+  ASSERT_TRUE(peer(1).endpoint.has_value());
+  (void)events_.take();
+  inbox_.onEndpointFailed(*peer(1).endpoint, {ErrorCode::kOutOfFiles, "too many files"});
+  EXPECT_FALSE(peer(1).endpoint.has_value());
+  EXPECT_TRUE(peer(1).needsHeartbeat.load());
+  EXPECT_EQ(events_.take(), Notes{}) << "it is not lost";
+}
+
 TEST_F(InboxTest, MessagesOfAPeerTakeTurns) {
   announce(1, 1, 8 * kPiece, 1);
   inbox_.startDeferred();

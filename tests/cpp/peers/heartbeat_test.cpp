@@ -100,10 +100,9 @@ TEST_F(HeartbeatTest, TheTimeBeforeADoubtDoesNotCount) {
   EXPECT_EQ(wait(slow, milliseconds(500)).lost, std::vector<Peer*>{&peer});
 }
 
-TEST_F(HeartbeatTest, APeerThatHasBeenHeardIsWatchedOnWithoutItsEndpoint) {
+TEST_F(HeartbeatTest, APeerThatHasBeenMetIsWatchedOnWithoutItsEndpoint) {
   Peer& peer = add(1);
-  peer.silence.heardSinceCheck = true;
-  wait(heartbeat_.period());
+  peer.isMet.store(true);
   peer.endpoint.reset(); // by a failure of this process
   const Heartbeat::Findings found = wait(2 * kLimit);
   EXPECT_EQ(found.quiet, std::vector<Peer*>{&peer}) << "which makes another endpoint";

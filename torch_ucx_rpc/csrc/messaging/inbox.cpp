@@ -191,6 +191,8 @@ void Inbox::onEndpointFailed(EndpointId endpoint, const Error& error) {
   if (isLocal(error.code()) && peer->endpoint == endpoint) {
     peer->endpoint.reset(); // the peer is well, and the next message to it makes another endpoint
     peer->silence.isAsked = false; // whether the question has reached it is not known
+    // It may take the end of the connection for the end of this worker, and drop what comes later. Only silence shows.
+    peer->needsHeartbeat.store(true);
   } else {
     events_.addFailure(*peer, error);
   }

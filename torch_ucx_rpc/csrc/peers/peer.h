@@ -110,7 +110,8 @@ class Peer {
   // (RepairState::kUnrepairable).
   std::atomic<bool> isOverNetwork{false};
   std::atomic<bool> isWatched{false}; // ProcessWatch has been asked to watch it
-  std::atomic<bool> needsHeartbeat{false}; // ProcessWatch cannot watch it
+  // ProcessWatch cannot watch it, or it may have lost this worker over a connection that this process has lost.
+  std::atomic<bool> needsHeartbeat{false};
 
   // How long nothing has come from the worker, as Heartbeat sees it.
   struct Silence {
