@@ -118,9 +118,9 @@ class UnknownWorker(RpcError):
 
 
 class RRefLost(RpcError):
-    """The RRef will never have a value, since the worker that was to make it is gone.
+    """The RRef has no value: the worker that was to make it is gone, or ``rpc.remote`` timed out.
 
-    `name`, `rank` and `host` are those of that worker.
+    `name`, `rank` and `host` are those of that worker, where they are known.
     """
 
 

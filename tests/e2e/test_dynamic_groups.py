@@ -289,7 +289,7 @@ def replace_the_killed(rank: int, steps: Steps) -> None:
     eventually(lambda: "worker1" in present(), "the successor is there")
     if rank in (0, 2):
         for use in (theirs.to_here, theirs.rpc_sync().sum, lambda: rpc.rpc_sync(f"worker{2 - rank}", repr, (theirs,))):
-            with pytest.raises(RuntimeError, match="possible that the RRef on the owner node does not exist"):
+            with pytest.raises(RRefLost, match=r"does not exist.*owner is gone and another worker has its rank"):
                 use()
     if rank == 2:
         # Passed on by the dead, whose rpc.remote() never came.

@@ -10,6 +10,8 @@ import torch
 import torch.distributed.rpc as rpc
 from workers import eventually, in_every_worker, in_worker0
 
+from torch_ucx_rpc.errors import RRefLost
+
 
 class Counter:
     def __init__(self, start: int = 0) -> None:
@@ -45,6 +47,22 @@ def test_the_value_of_an_rref_is_with_its_owner() -> None:
     eventually(rref.confirmed_by_owner, "the owner has confirmed")
     with pytest.raises(RuntimeError, match="localValue"):
         rref.local_value()
+
+
+# torch by itself marks the first one again and again, which may have been freed by then.
+@in_worker0(of=2)
+def test_each_rref_whose_creation_timed_out_says_so() -> None:
+    late = [rpc.remote("worker1", time.sleep, args=(0.5,), timeout=0.05) for _ in range(3)]
+    for rref in late:
+        eventually(rref._get_future().done, "its creation has timed out")
+        with pytest.raises(RRefLost, match=r"timed out"):
+            rref.to_here()
+    assert rpc.remote("worker1", time.sleep, args=(0,)).to_here() is None
+    # torch forgets the deletion of one that its owner has not made yet.
+    eventually(lambda: rpc.rpc_sync("worker1", owned_here) == len(late), "the owner has made them")
+    late.clear()
+    del rref
+    assert_all_freed("worker1")
 
 
 @in_worker0(of=2)

@@ -39,6 +39,9 @@ _LONGEST_END = 30 * 1024
 # What the agent of an RRef's owner answers by itself, without a Python function. torch sends the text alone.
 _NO_VALUE = r"(?s)(Error on Node \d+: )?this RRef will never have a value: (?P<cause>.*)"
 
+# How torch refuses an RRef that it or the agent has marked.
+_NO_OBJECT = "RRef creation via rpc.remote() timed out"
+
 # By text: torch's description of the exception. Not the exception itself, whose traceback would keep frames alive.
 _remembered: OrderedDict[str, Any] = OrderedDict()
 _lock = threading.Lock()
@@ -69,9 +72,12 @@ def _shortened(text: str) -> str:
 
 
 def original(text: str) -> Exception | None:
-    """A new exception of the type that became a ``std::runtime_error`` with this text; None if no callee raised it."""
+    """A new exception of the type that became a C++ exception with this text; None if no callee raised it."""
     if never := re.match(_NO_VALUE, text):
         return errors.RRefLost(text, cause=never["cause"])
+    if text.startswith(_NO_OBJECT):
+        why = "rpc.remote() timed out, or the RRef's owner is gone and another worker has its rank"
+        return errors.RRefLost(f"{text} ({why})", cause=why)
     if not _remembered:
         return None
     # The rest of the text says where in this process the exception was first raised.

@@ -1,6 +1,8 @@
 #include "base/rpc_failure.h"
 #include "bindings/bindings.h"
 
+#include <c10/util/Exception.h>
+
 #include <chrono>
 #include <exception>
 #include <stdexcept>
@@ -68,26 +70,32 @@ py::object exceptionOf(const RpcFailure& failure) {
   return translators().failure(nameOf(failure.kind()), failure.what(), fields);
 }
 
+// Raises the Python exception that `make` returns. For None, throws the C++ exception that is being handled again.
+template <typename Make>
+void raiseInstead(const Make& make) {
+  py::object exception = py::none();
+  try {
+    exception = make();
+  } catch (py::error_already_set& failure) {
+    failure.discard_as_unraisable("torch_ucx_rpc: what the callee raised");
+  }
+  if (exception.is_none()) {
+    throw;
+  }
+  py::set_error(py::type::of(exception), exception);
+}
+
 // pybind11 calls this for every C++ exception that leaves torch's bindings or ours. An exception thrown here goes on to
 // the next translator.
 void translateRuntimeError(std::exception_ptr thrown) {
   try {
     std::rethrow_exception(std::move(thrown));
+  } catch (const RpcFailure& failure) {
+    raiseInstead([&] { return exceptionOf(failure); });
   } catch (const std::runtime_error& error) {
-    py::object original = py::none();
-    try {
-      if (const auto* failure = dynamic_cast<const RpcFailure*>(&error)) {
-        original = exceptionOf(*failure);
-      } else {
-        original = translators().original(error.what());
-      }
-    } catch (py::error_already_set& failure) {
-      failure.discard_as_unraisable("torch_ucx_rpc: what the callee raised");
-    }
-    if (original.is_none()) {
-      throw;
-    }
-    py::set_error(py::type::of(original), original);
+    raiseInstead([&] { return translators().original(error.what()); });
+  } catch (const c10::Error& error) {
+    raiseInstead([&] { return translators().original(error.what_without_backtrace()); });
   }
 }
 

@@ -97,6 +97,7 @@ UcxRpcAgent::~UcxRpcAgent() {
 void UcxRpcAgent::startImpl() {
   if (isTorchsAgent(*this)) {
     renewRRefContext(shared_from_this());
+    keepRRefThatTorchMarks();
   }
   keepInForks(weak_from_this());
   timer_.start();

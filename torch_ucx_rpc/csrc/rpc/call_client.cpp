@@ -4,6 +4,7 @@
 #include "rpc/decoding.h"
 #include "torch_glue/completion.h"
 #include "torch_glue/message_types.h"
+#include "torch_glue/torch_state.h"
 
 #include <c10/core/StreamGuard.h>
 #include <torch/csrc/distributed/rpc/utils.h>
@@ -239,6 +240,7 @@ Timer::TimePoint CallClient::expire(Timer::TimePoint now) {
     if (mayCancel(to, one.call.mustRun)) {
       abandoned.emplace_back(&to, one.id);
     }
+    markTimedOutRRef(*one.call.future);
     const std::chrono::milliseconds timeout = one.call.timeout;
     const Member& callee = to.member();
     failLater(

@@ -13,6 +13,8 @@ namespace torch_ucx_rpc {
 
 namespace {
 
+namespace rpc = torch::distributed::rpc;
+using DeviceList = std::vector<c10::Device>;
 using torch::distributed::autograd::DistAutogradContainer;
 using torch::distributed::rpc::JitFuture;
 using torch::distributed::rpc::OwnerRRef;
@@ -163,6 +165,28 @@ void invalidateRRefsOf(worker_id_t owner) {
   for (const c10::intrusive_ptr<RRef>& rref : rrefs) {
     if (rref != nullptr && rref->owner() == owner) {
       ((*rref).*reach(HasTimedOut())).store(true);
+    }
+  }
+}
+
+void keepRRefThatTorchMarks() {
+  static const auto* const kept = new c10::intrusive_ptr<RRef>([] {
+    auto rref = c10::make_intrusive<OwnerRRef>(worker_id_t{0}, RRefId(0, 0), c10::AnyType::get(), DeviceList());
+    rref->handleError(rpc::RPCErrorType::TIMEOUT, *c10::make_intrusive<JitFuture>(c10::AnyType::get()));
+    return c10::intrusive_ptr<RRef>(std::move(rref));
+  }());
+  (void)kept;
+}
+
+void markTimedOutRRef(const JitFuture& creation) {
+  if (!RpcAgent::isCurrentRpcAgentSet()) { // then there is no context either, and asking for it throws
+    return;
+  }
+  RRefContext& context = RRefContext::getInstance();
+  const std::lock_guard lock(context.*reach(ContextMapsMutex()));
+  for (const auto& [fork, user] : context.*reach(ContextPendingUsers())) {
+    if (user->rref_->getOwnerCreationFuture().get() == &creation) {
+      ((*user->rref_).*reach(HasTimedOut())).store(true);
     }
   }
 }

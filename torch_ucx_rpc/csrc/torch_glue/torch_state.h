@@ -50,6 +50,14 @@ std::vector<WaitForValue> takeWaitsForValues(
 // another worker may have the rank by now: a call to it would wait for ever.
 void invalidateRRefsOf(torch::distributed::rpc::worker_id_t owner);
 
+// torch marks an RRef whose rpc.remote() has timed out. But it always marks the one for which any rpc.remote() of this
+// process failed first, even after its end: RRef::handleError() keeps `this` in a static variable. This has torch mark
+// an RRef that lives as long as the process. To be called before rpc.remote().
+void keepRRefThatTorchMarks();
+
+// Marks the RRef whose rpc.remote() is about to fail, because it timed out. Nothing happens for other calls.
+void markTimedOutRRef(const torch::distributed::rpc::JitFuture& creation);
+
 // The contexts of distributed autograd here that these workers have opened. Dead workers will not close them.
 std::vector<int64_t> autogradContextsOf(const std::unordered_set<torch::distributed::rpc::worker_id_t>& ranks);
 
