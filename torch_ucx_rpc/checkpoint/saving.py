@@ -1,24 +1,24 @@
 """`save`: every worker plans and writes its own part; the one that calls puts the plans together and writes the
 metadata.
 
-Two rounds of calls: the first returns plans (and, in an asynchronous save, leaves copies of all tensors behind), the
+Two rounds of calls: the first returns plans (and, in an asynchronous save, leaves copies of everything behind), the
 second writes. Tensors go from their worker to the file and nowhere else.
 """
 
 from __future__ import annotations
 
 import concurrent.futures
+import io
 import os
 import pathlib
 import threading
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.planner import SavePlan
-from torch.utils import _pytree as pytree
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
 from torch_ucx_rpc.checkpoint import storage
 from torch_ucx_rpc.checkpoint.parts import CheckpointError, Part, Path, by_worker, parts_of, run_everywhere, under
@@ -36,10 +36,13 @@ class SaveFuture(concurrent.futures.Future[None]):
 
 
 # Of saves between their two rounds: planner, writer, and the copies of an asynchronous one.
-_planned: dict[str, tuple[DefaultSavePlanner, storage.Writer, list[torch.Tensor]]] = {}
+_planned: dict[str, tuple[_Planner, storage.Writer, list[torch.Tensor]]] = {}
 # Copies of the last asynchronous save, for the next one: fresh memory costs more than the copying.
 _spare_memory: list[torch.Tensor] = []
 _staging = threading.Lock()
+# The last save into each folder, as long as it is not written.
+_last_into: dict[str, SaveFuture] = {}
+_turns = threading.Lock()
 
 
 def save(state: Mapping[str, Any], path: str | os.PathLike[str], *, asynchronous: bool = False) -> SaveFuture | None:
@@ -50,7 +53,8 @@ def save(state: Mapping[str, Any], path: str | os.PathLike[str], *, asynchronous
             modules, optimizers and other objects with ``state_dict``, tensors, and anything that can be pickled.
         path: the same folder for all workers; where it is relative, it is this process's. Files of a former checkpoint
             there are removed once the new one is whole.
-        asynchronous: return as soon as each worker has copied its part, and write behind.
+        asynchronous: return as soon as each worker has copied its part, and write behind. Saves into one folder are
+            written one after the other, in the order of their calls.
 
     Returns None, or the future of an asynchronous save.
 
@@ -71,8 +75,15 @@ def save(state: Mapping[str, Any], path: str | os.PathLike[str], *, asynchronous
         _give_up(session, path, workers)
         raise
 
+    future, folder = SaveFuture(), os.path.realpath(path)
+    with _turns:
+        before, _last_into[folder] = _last_into.get(folder), future
+
     def finish() -> None:
         try:
+            # Each of two saves at a time would take away the other's files.
+            if before is not None:
+                concurrent.futures.wait([before])
             arguments = {worker: (session, plan) for worker, plan in zip(workers, central, strict=True)}
             results = run_everywhere("writing a checkpoint", _write, arguments)
             try:
@@ -89,21 +100,26 @@ def save(state: Mapping[str, Any], path: str | os.PathLike[str], *, asynchronous
             _give_up(session, path, workers)
             raise
 
-    if not asynchronous:
-        finish()
-        return None
-    future = SaveFuture()
-    threading.Thread(target=_finish_into, args=(future, finish), name=f"checkpoint {session}", daemon=True).start()
-    return future
+    arguments = (future, folder, finish)
+    if asynchronous:
+        threading.Thread(target=_finish_into, args=arguments, name=f"checkpoint {session}", daemon=True).start()
+        return future
+    _finish_into(*arguments)
+    future.result()
+    return None
 
 
-def _finish_into(future: SaveFuture, finish: Any) -> None:
+def _finish_into(future: SaveFuture, folder: str, finish: Callable[[], None]) -> None:
     try:
         finish()
     except BaseException as error:
         future.set_exception(error)
     else:
         future.set_result(None)
+    finally:
+        with _turns:
+            if _last_into.get(folder) is future:
+                del _last_into[folder]
 
 
 # ------------------------------------------------------------------------------------------------- on each worker
@@ -113,14 +129,11 @@ def _plan(session: str, path: str, parts: Sequence[tuple[Path, Part]], stage: bo
     state: dict[str, Any] = {}
     for place, part in parts:
         under(place, part.collect(*part.args), state)
-    copies: list[torch.Tensor] = []
-    if stage:
-        state = _copied(state, copies)
-    planner, writer = DefaultSavePlanner(), storage.Writer(path, session)
+    planner, writer = _Planner(), storage.Writer(path, session)
     planner.set_up_planner(state_dict=state, storage_meta=writer.storage_meta(), is_coordinator=False)
     writer.set_up_storage_writer(False)
     plan = writer.prepare_local_plan(planner.create_local_plan())
-    _planned[session] = planner, writer, copies
+    _planned[session] = planner, writer, planner.stage() if stage else []
     return plan
 
 
@@ -153,25 +166,41 @@ def _give_up(session: str, path: str, workers: Sequence[str | None]) -> None:
                 continue
 
 
-def _copied(state: dict[str, Any], copies: list[torch.Tensor]) -> dict[str, Any]:
-    """``state`` with copies of all tensors in CPU memory, which later changes do not reach."""
-    with _staging:
-        spare, _spare_memory[:] = list(_spare_memory), []
+class _Pickled(io.BytesIO):
+    """The bytes that DCP writes for a value that is no tensor."""
 
-    def copied(tensor: torch.Tensor) -> torch.Tensor:
-        tensor = tensor.detach()
-        # In the order of the last save, so the first one fits nearly always.
-        fitting = (one for one in spare if one.dtype == tensor.dtype and one.shape == tensor.shape)
-        memory = next(fitting, None)
-        if memory is None:
-            memory = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-        else:
-            spare[:] = [one for one in spare if one is not memory]
-        copies.append(memory)
-        return memory.copy_(tensor)
 
-    made: dict[str, Any] = pytree.tree_map_only(torch.Tensor, copied, state)
-    return made
+class _Planner(DefaultSavePlanner):
+    """DCP's planner, which can let go of the state itself: later changes do not reach the file then."""
+
+    def stage(self) -> list[torch.Tensor]:
+        """Put copies in CPU memory in the place of all tensors, and pickles in the place of everything else. Returns
+        the copies."""
+        with _staging:
+            spare, _spare_memory[:] = list(_spare_memory), []
+        copies: list[torch.Tensor] = []
+        for name, value in self.state_dict.items():
+            if isinstance(value, torch.Tensor):
+                copies.append(_copy_into(spare, value.detach()))
+                self.state_dict[name] = copies[-1]
+            else:
+                self.state_dict[name] = _Pickled()
+                torch.save(value, self.state_dict[name])
+        return copies
+
+    def transform_object(self, write_item: WriteItem, object: Any) -> Any:
+        return object if isinstance(object, _Pickled) else super().transform_object(write_item, object)
+
+
+def _copy_into(spare: list[torch.Tensor], tensor: torch.Tensor) -> torch.Tensor:
+    # In the order of the last save, so the first one fits nearly always.
+    fitting = (one for one in spare if one.dtype == tensor.dtype and one.shape == tensor.shape)
+    memory = next(fitting, None)
+    if memory is None:
+        memory = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+    else:
+        spare[:] = [one for one in spare if one is not memory]
+    return memory.copy_(tensor)
 
 
 def _give_back(copies: list[torch.Tensor]) -> None:

@@ -1,0 +1,126 @@
+"""Asynchronous saves: several into one folder, and what changes while they are written."""
+
+from __future__ import annotations
+
+import io
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from torch_ucx_rpc import checkpoint
+from torch_ucx_rpc.checkpoint import storage
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """A disk that writes nothing before this event; the event is set for all tests that do not wait for it."""
+    may_write = threading.Event()
+    write = storage.Writer.write_data
+
+    def write_when_it_may(self: Any, plan: Any, planner: Any) -> Any:
+        assert may_write.wait(60)
+        return write(self, plan, planner)
+
+    monkeypatch.setattr(storage.Writer, "write_data", write_when_it_may)
+    return may_write
+
+
+def holds(path: Path) -> float:
+    """The value in a checkpoint, which is whole: its files are there, and no others."""
+    state = {"x": torch.zeros(())}
+    checkpoint.load(state, path)
+    assert len(list(path.iterdir())) == 2, "the metadata and one file"
+    return state["x"].item()
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_a_save_waits_for_the_one_before_it_into_the_same_folder(tmp_path, disk, asynchronous):
+    (tmp_path / "link").symlink_to(tmp_path / "ckpt")
+    checkpoint.save({"x": torch.tensor(1.0)}, tmp_path / "ckpt", asynchronous=True)
+    if not asynchronous:
+        timer = threading.Timer(0.2, disk.set)
+        timer.start()
+    second = checkpoint.save({"x": torch.tensor(2.0)}, tmp_path / "link", asynchronous=asynchronous)
+    if second is not None:
+        assert not second.done()
+        disk.set()
+        second.wait()
+    assert holds(tmp_path / "ckpt") == 2.0
+
+
+def test_saves_into_one_folder_end_in_their_order(tmp_path, disk):
+    futures = [checkpoint.save({"x": torch.tensor(float(one))}, tmp_path, asynchronous=True) for one in range(5)]
+    # Another folder is another matter.
+    other = checkpoint.save({"x": torch.tensor(7.0)}, tmp_path / "other", asynchronous=True)
+    disk.set()
+    other.wait()
+    futures[-1].wait()
+    assert all(future.done() for future in futures)
+    (tmp_path / "other").rename(tmp_path.with_name("other"))
+    assert holds(tmp_path) == 4.0
+
+
+def test_a_save_that_fails_holds_up_none_behind_it(tmp_path, disk, monkeypatch):
+    def fail(self: Any, *args: Any) -> None:
+        monkeypatch.undo()
+        raise OSError("the disk is full")
+
+    monkeypatch.setattr(storage.Writer, "finish", fail)
+    first = checkpoint.save({"x": torch.tensor(1.0)}, tmp_path, asynchronous=True)
+    second = checkpoint.save({"x": torch.tensor(2.0)}, tmp_path, asynchronous=True)
+    disk.set()
+    second.wait()
+    with pytest.raises(checkpoint.CheckpointError, match="the disk is full"):
+        first.wait()
+    assert holds(tmp_path) == 2.0
+
+
+class Counter:
+    """It is no tensor, has no ``state_dict``, and changes in place."""
+
+    def __init__(self) -> None:
+        self.count = 1
+        self.total = torch.ones(3)
+
+
+def test_what_is_no_tensor_is_saved_as_it_was(tmp_path, disk):
+    optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=1.0)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    state: dict[str, Any] = {
+        "scheduler": scheduler,
+        "counter": Counter(),
+        "seen": {1, 2},
+        "history": [0.5, [1]],
+        "pair": (torch.ones(2), "x"),
+        "file": io.BytesIO(b"abc"),
+    }
+    future = checkpoint.save(state, tmp_path, asynchronous=True)
+    optimizer.step()
+    scheduler.step()
+    state["counter"].count += 1
+    state["counter"].total.add_(1)
+    state["seen"].add(3)
+    state["history"].append(1.5)
+    state["history"][1].append(2)
+    state["pair"][0].add_(1)
+    disk.set()
+    future.wait()
+    found: dict[str, Any] = dict.fromkeys(state)
+    found["scheduler"] = scheduler
+    checkpoint.load(found, tmp_path)
+    assert (scheduler.last_epoch, scheduler.get_last_lr()) == (0, [1.0])
+    assert found["counter"].count == 1
+    assert found["counter"].total.tolist() == [1, 1, 1]
+    assert found["seen"] == {1, 2}
+    assert found["history"] == [0.5, [1]]
+    assert found["pair"][0].tolist() == [1, 1]
+    assert found["file"].getvalue() == b"abc"
+
+
+def test_what_cannot_be_pickled_is_told_at_once(tmp_path):
+    with pytest.raises(checkpoint.CheckpointError, match="planning a checkpoint failed"):
+        checkpoint.save({"x": lambda: 0}, tmp_path, asynchronous=True)
