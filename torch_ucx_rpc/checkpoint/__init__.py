@@ -18,6 +18,7 @@ files in one process. Importing this package also gives ``RemoteModule`` the met
 How it is laid out:
 
 * ``parts``           which worker has what of a state
+* ``optimizers``      what is to be read into an optimizer
 * ``storage``         DCP's files, made safe against an end in the middle
 * ``saving``          `save`
 * ``loading``         `load`

@@ -30,7 +30,7 @@ _planned: dict[str, tuple[Any, Any, Any, dict[str, Any], Sequence[tuple[Path, Pa
 def load(state: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
     """Read into ``state`` what `save` has written at ``path``; the number of workers and of stages may differ.
 
-    Names and shapes are compared on all workers before the first of them is changed.
+    Names, shapes and numbers of parameter groups are compared on all workers before the first of them is changed.
 
     Raises CheckpointError that names the worker, and what the checkpoint lacks; FileNotFoundError where there is none.
     """
@@ -66,7 +66,10 @@ def _plan(session: str, path: str, parts: Sequence[tuple[Path, Part]]) -> None:
                 f"the checkpoint at {path!r} has nothing under {'.'.join(key)!r}; it has "
                 f"{', '.join(sorted({str(full[0]) for full in paths.values()}))}"
             )
-        under(place, part.template(*part.args, saved), state)
+        try:
+            under(place, part.template(*part.args, saved), state)
+        except ValueError as error:
+            raise CheckpointError(f"{'.'.join(key)!r} of the checkpoint at {path!r} does not fit: {error}") from error
     planner = DefaultLoadPlanner()
     try:
         planner.set_up_planner(state, metadata, False)

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch
 import torch.distributed.rpc as rpc
 from torch import nn
 from torch._C._distributed_rpc import PyRRef, _is_current_rpc_agent_set
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.nn.api.remote_module import _RemoteModule
+
+from torch_ucx_rpc.checkpoint import optimizers
 
 __all__ = ["CheckpointError", "Part", "Path", "parts_of", "run_everywhere", "under"]
 
@@ -27,6 +30,7 @@ class Part(NamedTuple):
     ``collect(*args)`` is its state there, a dict that may be nested, with the living tensors.
     ``template(*args, saved)`` is what is to be read there: a dict of tensors to read into, and of anything in the
     place of what is no tensor. ``saved`` maps the paths that the checkpoint has below the object to DCP's metadata.
+    It raises ValueError where that cannot be read into the object.
     ``apply(*args, state)`` is called with the template when that has been read.
     The functions and arguments are pickled, unless ``worker`` is None: then they run where `save` and `load` are
     called.
@@ -52,7 +56,7 @@ def _walk(path: Path, value: Any) -> Iterator[tuple[Path, Part]]:
             yield path, part
     elif isinstance(value, (_RemoteModule, PyRRef)):
         rref = value.get_module_rref() if isinstance(value, _RemoteModule) else value
-        yield path, Part(rref.owner_name(), _state_behind, _template_behind, _set_state_behind, (rref,))
+        yield path, Part(rref.owner_name(), _state_behind, _room_behind, _set_state_behind, (rref,))
     elif isinstance(value, (nn.Module, Stateful)):
         yield path, _of_stateful(value)
     elif isinstance(value, Mapping):
@@ -77,11 +81,7 @@ def _is_leaf(value: Any) -> bool:
 
 
 def _of_stateful(value: Any) -> Part:
-    def template(saved: Mapping[Path, Any]) -> dict[str, Any]:
-        state: dict[str, Any] = value.state_dict()
-        return state
-
-    return Part(None, value.state_dict, template, value.load_state_dict)
+    return Part(None, lambda: _state(value), lambda saved: _room(value, saved), lambda state: _set_state(value, state))
 
 
 def _of_values(holder: Any, plain: dict[str, Any]) -> Part:
@@ -94,7 +94,18 @@ def _of_values(holder: Any, plain: dict[str, Any]) -> Part:
 
 def _state_behind(rref: Any) -> dict[str, Any]:
     """The state of what an RRef refers to, on its owner."""
-    value = rref.local_value()
+    return _state(rref.local_value())
+
+
+def _room_behind(rref: Any, saved: Mapping[Path, Any]) -> dict[str, Any]:
+    return _room(rref.local_value(), saved)
+
+
+def _set_state_behind(rref: Any, state: dict[str, Any]) -> None:
+    _set_state(rref.local_value(), state)
+
+
+def _state(value: Any) -> dict[str, Any]:
     if isinstance(value, Mapping):
         return dict(value)
     if not hasattr(value, "state_dict"):
@@ -103,13 +114,14 @@ def _state_behind(rref: Any) -> dict[str, Any]:
     return state
 
 
-def _template_behind(rref: Any, saved: Mapping[Path, Any]) -> dict[str, Any]:
-    return _state_behind(rref)
+def _room(value: Any, saved: Mapping[Path, Any]) -> dict[str, Any]:
+    return optimizers.room_in(value, saved) if isinstance(value, torch.optim.Optimizer) else _state(value)
 
 
-def _set_state_behind(rref: Any, state: dict[str, Any]) -> None:
-    value = rref.local_value()
-    if isinstance(value, Mapping):
+def _set_state(value: Any, state: dict[str, Any]) -> None:
+    if isinstance(value, torch.optim.Optimizer):
+        optimizers.load_state(value, state)
+    elif isinstance(value, Mapping):
         value.update(state)  # type: ignore[attr-defined]
     else:
         value.load_state_dict(state)

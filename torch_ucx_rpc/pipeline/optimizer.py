@@ -63,9 +63,14 @@ class PipelineOptimizer(torch.optim.Optimizer):
         return {"optimizer": self._number, "class": self._class, "options": self._options, "groups": groups}
 
     def _values(self) -> list[dict[str, Any]]:
-        # What a scheduler has put there for itself goes along and harms nobody.
+        # What a scheduler has put there for itself goes along and harms nobody. A learning rate may be a tensor, which
+        # schedulers change in place while the values are on their way.
         return [
-            {key: value for key, value in group.items() if key not in {"params", "param_names"}}
+            {
+                key: value.detach().clone() if isinstance(value, torch.Tensor) else value
+                for key, value in group.items()
+                if key not in {"params", "param_names"}
+            }
             for group in self.param_groups
         ]
 

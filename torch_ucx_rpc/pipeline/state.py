@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 
 from torch_ucx_rpc.checkpoint import Part
+from torch_ucx_rpc.checkpoint.optimizers import check_groups, room_for
 from torch_ucx_rpc.pipeline import host
 from torch_ucx_rpc.pipeline.crew import Place
 
@@ -57,28 +58,27 @@ def _set_model_state(name: str, state: dict[str, Any]) -> None:
 
 def optimizer_parts(places: Sequence[Place], number: int, groups: Groups) -> list[Part]:
     parts = [
-        Part(place.worker, _optimizer_state, _optimizer_template, _set_optimizer_state, (place.host, number))
+        Part(place.worker, _optimizer_state, _optimizer_room, _set_optimizer_state, (place.host, number))
         for place in places
     ]
-    return [Part(None, lambda: _groups(groups), _any_groups, lambda state: _set_groups(groups, state), ()), *parts]
+    return [
+        Part(
+            None,
+            lambda: _groups(groups),
+            lambda saved: _groups_room(groups, saved),
+            lambda state: _set_groups(groups, state),
+        ),
+        *parts,
+    ]
 
 
 def _groups(groups: Groups) -> dict[str, Any]:
     return {"param_groups": groups.groups_by_name()}
 
 
-def _any_groups(saved: Mapping[Path, Any]) -> dict[str, Any]:
-    # A placeholder for each entry, in the structure in which they were saved.
-    found: dict[str, Any] = {}
-    for path in saved:
-        if path[0] == "param_groups":
-            if len(path) == 1:
-                return {"param_groups": []}
-            groups = found.setdefault("param_groups", [])
-            while len(groups) <= path[1]:
-                groups.append({})
-            groups[path[1]][path[2]] = None
-    return found
+def _groups_room(groups: Groups, saved: Mapping[Path, Any]) -> dict[str, Any]:
+    check_groups(len(groups.groups_by_name()), saved)
+    return room_for({path: kind for path, kind in saved.items() if path[0] == "param_groups"}, {})
 
 
 def _set_groups(groups: Groups, state: dict[str, Any]) -> None:
@@ -90,14 +90,10 @@ def _optimizer_state(name: str, number: int) -> dict[str, Any]:
     return {"state": host.find(name).optimizer_state(number)}
 
 
-def _optimizer_template(name: str, number: int, saved: Mapping[Path, Any]) -> dict[str, Any]:
+def _optimizer_room(name: str, number: int, saved: Mapping[Path, Any]) -> dict[str, Any]:
     mine = {parameter for parameter, _ in host.find(name).owned_parameters()}
-    state: dict[str, dict[str, Any]] = {}
-    for path, kind in saved.items():
-        if len(path) == 3 and path[0] == "state" and path[1] in mine:
-            empty = torch.empty(kind.size, dtype=kind.properties.dtype) if hasattr(kind, "size") else None
-            state.setdefault(path[1], {})[path[2]] = empty
-    return {"state": state}
+    of_mine = {path: kind for path, kind in saved.items() if path[0] == "state" and len(path) > 1 and path[1] in mine}
+    return room_for(of_mine, _optimizer_state(name, number))
 
 
 def _set_optimizer_state(name: str, number: int, state: dict[str, Any]) -> None:
