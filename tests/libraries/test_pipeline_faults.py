@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
-from _jobs import drive, reference_step, small_model
+from _jobs import drive, drive_with_deaths, kill, reference_step, small_model
 from _pipelines import assert_equal_gradients, make_pipe
 from torch import nn
 
@@ -143,3 +144,60 @@ def use_a_closed_pipe() -> None:
 
 def test_a_closed_pipe_says_so() -> None:
     drive(use_a_closed_pipe, 3)
+
+
+# ------------------------------------------------------------------------- saves between a step and its optimizer
+
+
+def embedding_model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Embedding(16, 8, sparse=True), nn.Flatten(), nn.Linear(64, 4))
+
+
+def accumulate(
+    folder: str, kill_after: int | None, is_sparse: bool, asynchronous: bool, loads: bool
+) -> tuple[list[float], dict[str, Any]]:
+    """Two steps for each update, and saves before the second one and before the update."""
+    generator = torch.Generator().manual_seed(3)
+    spares = ["worker3"] if kill_after is not None else []
+    pipe = make_pipe(embedding_model() if is_sparse else small_model(), spares=spares)
+    optimizer = pipe.optimizer(torch.optim.SGD, lr=0.1)
+    pipe.save(Path(folder, "first"))
+    losses = []
+    for number in range(8):
+        x = torch.randint(16, (8, 8), generator=generator)
+        y = torch.randn(8, 4, generator=generator)
+        losses.append(pipe.step(x if is_sparse else x.float(), target=y).item())
+        if number in {2, 3}:
+            future = pipe.save(Path(folder, f"{number}"), asynchronous=asynchronous)
+            if asynchronous:
+                future.wait()
+        if number == 4 and loads:
+            pipe.load(Path(folder, "2"))
+        if number == kill_after:
+            pipe.synchronize()
+            kill("worker1")
+        if number % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+    pipe.synchronize()
+    return losses, pipe.state_dict()
+
+
+@pytest.mark.parametrize(
+    ("kill_after", "is_sparse", "asynchronous", "loads"),
+    [
+        (2, False, False, False),
+        (3, False, True, False),
+        (5, True, False, False),
+        (3, True, True, False),
+        (5, False, False, True),
+    ],
+)
+def test_a_save_has_the_gradients_that_no_optimizer_has_used(
+    tmp_path, kill_after, is_sparse, asynchronous, loads
+) -> None:
+    losses, state = drive(accumulate, 3, str(tmp_path / "a"), None, is_sparse, asynchronous, loads)
+    found = drive_with_deaths(accumulate, 4, (1,), str(tmp_path / "b"), kill_after, is_sparse, asynchronous, loads)
+    assert found[0] == losses
+    assert all(torch.equal(value, state[name]) for name, value in found[1].items())

@@ -260,7 +260,8 @@ class DistributedPipeline:
     # ------------------------------------------------------------------------------------------------- checkpoints
 
     def save(self, path: str | os.PathLike[str], *, asynchronous: bool = False) -> Any:
-        """Write model, optimizers and random states to the folder ``path``; see `torch_ucx_rpc.checkpoint`.
+        """Write model, optimizers and random states to the folder ``path``; see `torch_ucx_rpc.checkpoint`. With
+        spares also the gradients that are there.
 
         Returns None, or with ``asynchronous`` a future, as soon as everything has been copied.
         """

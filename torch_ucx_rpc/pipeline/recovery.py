@@ -36,6 +36,8 @@ class _Saved(NamedTuple):
     path: str
     optimizers: int
     """How many there were."""
+    has_gradients: bool
+    """Whether the gradients that it has were there where the journal begins."""
 
 
 class _Pending(NamedTuple):
@@ -189,19 +191,25 @@ class Recovery:
 
         self._settle_save()
         self.ask(Engine.synchronize)
+        everything = self._everything()
+        if self._journal is not None:
+            # The first thing that is done again may be a step of an optimizer.
+            everything["gradients"] = self._gradients()
         # The journal begins here, whether or not the files are written yet.
         journal = self._journal
         self._begin_journal()
         # No recovery while it is being saved: what is loaded then would be taken for what was to be saved.
         playing, self._playing = self._playing, True
         try:
-            written = checkpoint.save(self._everything(), path, asynchronous=asynchronous)
+            written = checkpoint.save(everything, path, asynchronous=asynchronous)
         except BaseException:
             self._journal = journal
             raise
         finally:
             self._playing = playing
-        saved = _Saved(str(Path(path).absolute()), len(self._engine.optimizers))
+        saved = _Saved(
+            str(Path(path).absolute()), len(self._engine.optimizers), has_gradients="gradients" in everything
+        )
         if asynchronous:
             self._pending = _Pending(saved, written, journal, self._repeatable)
         else:
@@ -230,7 +238,7 @@ class Recovery:
         self.ask(Engine.synchronize)
         self._restore(str(Path(where).absolute()), self._everything())
         self._begin_journal()
-        self._saved = _Saved(str(Path(where).absolute()), len(self._engine.optimizers))
+        self._saved = _Saved(str(Path(where).absolute()), len(self._engine.optimizers), has_gradients=False)
         self._repeatable = True
 
     def _begin_from(self, saved: _Saved) -> None:
@@ -240,6 +248,8 @@ class Recovery:
         try:
             # The driver's own random numbers go on: its loop is where it was.
             self._restore(saved.path, self._everything(saved.optimizers, here=False))
+            if saved.has_gradients:
+                checkpoint.load({"gradients": self._gradients()}, saved.path)
         except checkpoint.CheckpointError:
             # If it failed because another worker was lost, this says so.
             self._engine.synchronize()
@@ -251,6 +261,11 @@ class Recovery:
 
         checkpoint.load(everything, path)
         self._engine.on_loaded()
+
+    def _gradients(self) -> Any:
+        from torch_ucx_rpc.pipeline.state import Gradients
+
+        return Gradients(self._engine.crew.places)
 
     def _everything(self, optimizers: int | None = None, here: bool = True) -> dict[str, Any]:
         """What a checkpoint has; model and optimizers, or the first of them, under the names that they usually have."""

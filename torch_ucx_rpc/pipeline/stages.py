@@ -219,7 +219,13 @@ class Stages:
         if self._device.type != "cpu":
             torch.accelerator.synchronize()
 
-    # ---------------------------------------------------------------------------------------- state of the optimizers
+    # ------------------------------------------------------------------------------------ gradients and optimizers
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """Of each parameter that has one, by name; without those that no optimizer may use."""
+        if self._spoilt:
+            return {}
+        return {name: one.grad for name, one in self.owned_parameters() if one.grad is not None}
 
     def optimizer_state(self, number: int) -> dict[str, dict[str, Any]]:
         """The state of a worker's part of an optimizer, by parameter; the tensors are the optimizer's own."""

@@ -6,13 +6,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from torch_ucx_rpc.checkpoint import Part
 from torch_ucx_rpc.checkpoint.optimizers import check_groups, room_for
 from torch_ucx_rpc.pipeline import host
 from torch_ucx_rpc.pipeline.crew import Place
 
-__all__ = ["RandomState", "model_parts", "optimizer_parts"]
+__all__ = ["Gradients", "RandomState", "model_parts", "optimizer_parts"]
 
 Path = tuple[Any, ...]
 
@@ -98,6 +99,46 @@ def _optimizer_room(name: str, number: int, saved: Mapping[Path, Any]) -> dict[s
 
 def _set_optimizer_state(name: str, number: int, state: dict[str, Any]) -> None:
     host.find(name).set_optimizer_state(number, state.get("state", {}))
+
+
+class Gradients:
+    """Gradients that no optimizer has used yet.
+
+    Args:
+        places: where the rows of the schedule run.
+    """
+
+    def __init__(self, places: Sequence[Place]) -> None:
+        self._places = places
+
+    def checkpoint_parts(self) -> list[Part]:
+        return [
+            Part(place.worker, _gradients, _gradients_room, _set_gradients, (place.host,), True)
+            for place in self._places
+        ]
+
+
+def _gradients(name: str) -> dict[str, Any]:
+    # DCP has no sparse tensors: in a tuple they are pickled, and a pickle should not ask for a device.
+    return {
+        parameter: gradient if gradient.layout == torch.strided else (gradient.cpu(),)
+        for parameter, gradient in host.find(name).gradients().items()
+    }
+
+
+def _gradients_room(name: str, saved: Mapping[Path, Any]) -> dict[str, Any]:
+    return {
+        parameter: torch.empty_like(one.detach()) if isinstance(saved[parameter,], TensorStorageMetadata) else None
+        for parameter, one in host.find(name).owned_parameters()
+        if (parameter,) in saved
+    }
+
+
+def _set_gradients(name: str, state: dict[str, Any]) -> None:
+    for parameter, one in host.find(name).owned_parameters():
+        if parameter in state:
+            gradient = state[parameter]
+            one.grad = gradient[0].to(one.device) if isinstance(gradient, tuple) else gradient
 
 
 class RandomState:
