@@ -25,6 +25,8 @@ _NO_HOST = re.compile(r"'(\w+)' cannot be a host of a server: no living worker h
 _STATE_IS_LOST = re.compile(
     "has no parameters|were lost with their hosts|all hosts of the server|are not in the state any more"
 )
+# How an RRef is refused whose owner's rank another worker has (RRefLost).
+_OWNER_IS_REPLACED = "owner is gone and another worker has its rank"
 # For all to forget the names of a worker that was killed, where its kernel can tell them; and of the limit otherwise,
 # for silence is looked at now and then.
 _FORGETTING_S, _SILENCE = 1.0, 1.5
@@ -101,6 +103,8 @@ def judge(
             reasons[reason or "unexplained"] += 1
             if not reason:
                 found.add(f"{what} for no reason: {event.get('kind', '')}", _shown(event))
+        elif what == "wrong" and (reason := history.why_names_differ(event)):
+            reasons[reason] += 1
         elif what in ("names", "taken"):
             if stale := history.stale_names(event):
                 found.add("a name has outlived its worker", *stale, count=len(stale))
@@ -206,9 +210,7 @@ class _History:
 
     def reason(self, event: dict[str, Any]) -> str:
         """Why a call failed, or a worker was not admitted; empty if there is none."""
-        names = frozenset([*event.get("among", []), f"worker{event['rank']}"])
-        hosts = frozenset(self._host_of[name] for name in names if name in self._host_of)
-        failure = _Failure(event.get("began", event["at"]), event["at"], hosts, names, event["error"])
+        failure = self._failure(event)
         for name, _, pid, host in _WORKER.findall(failure.text):
             if reason := self._why_gone(failure, name, int(pid), host):
                 return reason
@@ -216,6 +218,8 @@ class _History:
             return "it left"
         if "could not find destination worker" in failure.text and self._was_anybody_absent(failure):
             return "it had not joined yet"
+        if _OWNER_IS_REPLACED in failure.text and self._was_anybody_absent(failure):
+            return "the owner of an RRef was replaced"
         if absent := _NO_HOST.findall(failure.text):
             return "a host had ended" if self._was_absent(absent[0], failure) else self._why_parted(failure)
         if event["what"] == "not admitted" and self._is_amid(failure, "cut", "cut off"):
@@ -226,7 +230,19 @@ class _History:
             return "it could not open files"
         if _STATE_IS_LOST.search(failure.text):
             return self._why_state_is_lost(failure, event["among"][:2])
-        return ""
+        return self.why_names_differ(event)
+
+    def why_names_differ(self, event: dict[str, Any]) -> str:
+        """Why workers disagree on names: while a host is parted from the others, each side has one that decides."""
+        if event.get("kind") != "name":
+            return ""
+        parted = self._why_parted(self._failure(event), self._host_of.values())
+        return parted and f"two workers decided on names; {parted}"
+
+    def _failure(self, event: dict[str, Any]) -> _Failure:
+        names = frozenset([*event.get("among", []), f"worker{event['rank']}"])
+        hosts = frozenset(self._host_of[name] for name in names if name in self._host_of)
+        return _Failure(event.get("began", event["at"]), event["at"], hosts, names, event["error"])
 
     def stale_names(self, event: dict[str, Any]) -> list[str]:
         """The names of the dead that somebody should not know any more."""

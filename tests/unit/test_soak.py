@@ -131,6 +131,36 @@ def test_a_failure_needs_a_reason(failed: Any, timeline: tuple[dict[str, Any], .
     assert len(judgement.findings) == (reason == "unexplained")
 
 
+LONG_STOP = {**CUT_OFF, "what": "long stop", "host": "c"}
+
+
+@pytest.mark.parametrize("what", ["wrong", "failed"])
+@pytest.mark.parametrize(
+    ("kind", "at", "is_excused"),
+    [("name", 10.0, True), ("name", 4.9, False), ("name", 20.0, False), ("rref", 10.0, False)],
+)
+def test_while_a_host_is_parted_two_workers_may_decide_on_names(
+    what: str, kind: str, at: float, is_excused: bool
+) -> None:
+    seen = event(0, what, at, kind=kind, began=at - 0.1, error="WrongAnswer: 'seat 1' is of 2.0 0")
+    back = tuple(joined(2, 10.5, "c", generation=1))
+    judgement = judged(failures=(seen,), timeline=(LONG_STOP,), members=back)
+    assert bool(judgement.findings) != is_excused
+    expected = {"two workers decided on names; a host was parted from the others: long stop": 1}
+    assert (judgement.reasons == expected) == is_excused
+
+
+REPLACED = (
+    "RRefLost: RRef creation via rpc.remote() timed out (or the RRef's owner is gone and another worker has its rank)"
+)
+
+
+@pytest.mark.parametrize(("at", "is_excused"), [(10.0, True), (9.0, False), (20.0, False)])
+def test_an_rref_may_be_lost_with_an_owner_that_was_replaced(at: float, is_excused: bool) -> None:
+    judgement = judged(failures=(failure(at, REPLACED),), timeline=(KILL,), members=SUCCESSOR)
+    assert judgement.reasons == {"the owner of an RRef was replaced" if is_excused else "unexplained": 1}
+
+
 NOT_RUNNING = "ShutDown: RPC is not running on worker 'worker1': it has been shut down, so nothing can be sent"
 
 
