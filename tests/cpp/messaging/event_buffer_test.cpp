@@ -116,18 +116,20 @@ TEST_F(EventBufferTest, DriverRunsShortRequestsItselfAfterTheOthers) {
   EXPECT_EQ(events_.take(), Notes{"request 1"}) << "a thread that drives nothing may hold locks";
 }
 
-TEST_F(EventBufferTest, DriverDoesWorkItselfUnlessSomethingWaitsBehindIt) {
+TEST_F(EventBufferTest, WaitingCallerDoesWorkItselfUnlessSomethingWaitsBehindIt) {
   events_.life = std::make_shared<int>();
   events_.handlers.shortRequest = 1;
   Notes done;
   const auto work = [&](const char* note) { events_.buffer.addWork([&done, note] { done.emplace_back(note); }); };
   work("first");
   work("last");
-  EXPECT_EQ(events_.take(kLeading), Notes{});
+  EXPECT_EQ(events_.take(Driver{Role::kWaitingCaller, 1}), Notes{});
   EXPECT_EQ(done, Notes{"last"});
+  work("of a leader, without whom nothing arrives");
+  EXPECT_EQ(events_.take(kLeading), Notes{});
   work("before a request");
   addRequest(1);
-  EXPECT_EQ(events_.take(kLeading), Notes{"request on the driver 1"});
+  EXPECT_EQ(events_.take(Driver{Role::kWaitingCaller, 2}), Notes{"request on the driver 1"});
   work("before the end of a wait");
   addAnswer(1);
   EXPECT_EQ(events_.take(Driver{Role::kWaitingCaller, 1}), (Notes{"answer 1", "completed by the driver 1"}));

@@ -67,7 +67,7 @@ void EventBuffer::Batch::dispatch(const std::optional<Driver>& driver) {
     });
   }
   turn.end(); // batches after this one must not wait for the user code below
-  dispatchWork(driver.has_value() && onDriver.empty() && atEnd.empty());
+  dispatchWork(driver && driver->role == Role::kWaitingCaller && onDriver.empty() && atEnd.empty());
   for (IncomingMessage& request : onDriver) {
     handlers_.requests->runOnDriver(std::move(request));
   }

@@ -76,8 +76,9 @@ class EventBuffer {
   void addFailure(Peer& peer, Error why) {
     pending().failures.push_back({&peer, std::move(why)});
   }
-  // Adds work that may block, and so must not be done under the worker lock. An agent thread does it, or a driver that
-  // has nothing else to do: other threads may hold locks of torch's.
+  // Adds work that may block, and so must not be done under the worker lock. An agent thread does it, or a waiting
+  // caller that has nothing else to do. Not a leader, since nothing arrives until it is back. Other threads may hold
+  // locks of torch's.
   void addWork(UniqueFunction<void()> work) {
     pending().work.push_back(std::move(work));
   }
