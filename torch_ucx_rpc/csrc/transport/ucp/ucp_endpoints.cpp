@@ -60,7 +60,11 @@ Error UcpEndpoints::failureOf(const UcpEndpoint& endpoint) const {
 }
 
 Error UcpEndpoints::failureOfSend(const UcpEndpoint& endpoint, ucs_status_t status) const {
-  return endpoint.isDead() ? failureOf(endpoint) : errorOfEndpoint(status, someFile_);
+  if (endpoint.isDead()) {
+    return failureOf(endpoint);
+  }
+  // A send that UCX cancels says nothing yet: why its endpoint dies is reported later.
+  return status == UCS_ERR_CANCELED ? errorOf(status) : errorOfEndpoint(status, someFile_);
 }
 
 UcpEndpoint* UcpEndpoints::takeFailed() {
