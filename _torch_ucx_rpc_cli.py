@@ -110,8 +110,8 @@ def _run(parser: argparse.ArgumentParser) -> None:
 
     Each worker runs the program in a Python of its own, where torch_ucx_rpc.init_rpc() needs no arguments. Its output
     appears with its name in front. When one fails, the others are ended, its traceback comes last, and its exit code is
-    that of this command: 128 and the number of the signal, if one killed it. Ctrl-C and SIGTERM end all. The exit code
-    is 6 if the job could not start, or its machines lost each other.
+    that of this command: 128 and the number of the signal, if one killed it. Ctrl-C and SIGTERM end all, on all
+    machines. The exit code is 6 if the job could not start, or its machines lost each other.
 
         torch-ucx-rpc run -n 4 train.py --epochs 3
         torch-ucx-rpc run --role ps=2 --role trainer=8 train.py

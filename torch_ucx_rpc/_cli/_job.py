@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import dataclasses
 import json
@@ -17,9 +18,11 @@ from typing import Any
 from torch.distributed import DistError
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
+from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SignalException
 
+from _torch_ucx_rpc_cli import ExitCode
 from torch_ucx_rpc._cli._output import WorkerOutput
+from torch_ucx_rpc._cli._signals import Signals
 from torch_ucx_rpc._launch.environment import default_name
 
 # Seconds between two looks at the workers, and at the Store, which tells of other machines.
@@ -32,35 +35,31 @@ _LAST_MOMENTS_S = 3.0
 # on a busy machine.
 _GOODBYE_S = 30.0
 
-# A machine that refuses to start its workers stays for at most this long, until the others have refused too.
-_REFUSAL_S = 5.0
+# A machine that learns of the end of a job, or of an attempt, waits at most this long for the others to learn of it.
+_NEWS_S = 5.0
 
-# Keys of the Store: how many machines have refused to start; for each attempt how many machines are done, and the first
-# failure as JSON.
-_REFUSED = "torch_ucx_rpc/run/refused"
-_DONE = "torch_ucx_rpc/run/{attempt}/done"
+# Keys of the Store: the first failure of each attempt and the first signal of the job, as JSON; how many machines are
+# done with an attempt, or have refused to start.
 _FAILED = "torch_ucx_rpc/run/{attempt}/failed"
+_INTERRUPTED = "torch_ucx_rpc/run/interrupted"
+_DONE = "torch_ucx_rpc/run/{attempt}/done"
+_REFUSED = "torch_ucx_rpc/run/refused"
 
 
 @dataclasses.dataclass(frozen=True)
 class Failure(Exception):
-    """The first failure of the job: the worker, where it was, how it ended, and the end of its stderr."""
+    """The first failure of an attempt: what has failed and where, the exit code of the job, and the worker's stderr.
 
-    worker: str
-    pid: int
-    host: str
+    ``is_final`` is True where a restart is no cure.
+    """
+
+    reason: str
     exit_code: int
-    last_words: str
+    last_words: str = ""
+    is_final: bool = False
 
     def __str__(self) -> str:
         return f"the others have been ended, since {self.reason}"
-
-    @property
-    def reason(self) -> str:
-        end = f"exit code {self.exit_code}"
-        if self.exit_code < 0:
-            end = signal.Signals(-self.exit_code).name
-        return f"{self.worker} (pid {self.pid} on {self.host}) ended with {end}"
 
 
 class WorkerNames(LogsSpecs):
@@ -112,13 +111,16 @@ class JobAgent(LocalElasticAgent):
     """elastic's agent of this machine; raises the first `Failure` of the job, on whichever machine it is.
 
     While restarts are left, elastic starts the workers again instead, on all machines: each of them learns of the
-    failure.
+    failure. A signal to one of the launchers ends all of them, with elastic's SignalException.
     """
 
-    def __init__(self, spec: WorkerSpec, names: WorkerNames, output: WorkerOutput) -> None:
+    def __init__(self, spec: WorkerSpec, names: WorkerNames, output: WorkerOutput, signals: Signals) -> None:
         super().__init__(spec, logs_specs=names)
         self._names = names
         self._output = output
+        self._signals = signals
+        # The number of restarts so far, as the workers know it from TORCHELASTIC_RESTART_COUNT.
+        self._attempt = 0
         # The result of this machine's workers, once all of them have ended well.
         self._result: RunResult | None = None
         # When a failed worker was first seen in this attempt, by time.monotonic.
@@ -128,17 +130,17 @@ class JobAgent(LocalElasticAgent):
         try:
             super()._initialize_workers(worker_group)
         except ValueError:
-            self._wait_for_other_refusals(worker_group)
+            self._stay_for_others(worker_group, _REFUSED)
             raise
 
-    def _wait_for_other_refusals(self, worker_group: Any) -> None:
-        """Stay until every machine has read the Store, which may be in this process, and so has refused too."""
-        until = time.monotonic() + _REFUSAL_S
-        # If the Store is gone, all machines have refused.
-        with contextlib.suppress(DistError):
-            worker_group.store.add(_REFUSED, 1)
-            while worker_group.store.add(_REFUSED, 0) < worker_group.group_world_size and time.monotonic() < until:
-                time.sleep(MONITOR_INTERVAL_S)
+    def _start_workers(self, worker_group: Any) -> dict[int, Any]:
+        self._attempt = worker_group.spec.max_restarts - self._remaining_restarts
+        self._signals.note()
+        # On the main thread elastic would install handlers of its own. They raise, and a worker that is just being
+        # started would be left behind; and they replace those of signals that are to be ignored.
+        with concurrent.futures.ThreadPoolExecutor(1) as executor:
+            pids: dict[int, Any] = executor.submit(super()._start_workers, worker_group).result()
+        return pids
 
     def _stop_workers(self, worker_group: Any) -> None:
         super()._stop_workers(worker_group)
@@ -147,33 +149,40 @@ class JobAgent(LocalElasticAgent):
         self._result = None
         self._failed_at = None
 
-    @property
-    def _attempt(self) -> int:
-        """The number of restarts so far, as the workers know it from TORCHELASTIC_RESTART_COUNT."""
-        attempt: int = self._worker_group.spec.max_restarts - self._remaining_restarts
-        return attempt
-
     # Any: torch declares the attributes that a started group has as None.
     def _monitor_workers(self, worker_group: Any) -> RunResult:
         try:
             return self._look(worker_group)
         except Failure as failure:
-            if self._remaining_restarts == 0:
+            self._stay_for_others(worker_group, _FAILED.format(attempt=self._attempt) + "/read")
+            if failure.is_final or self._remaining_restarts == 0:
                 raise
             count = f"{self._attempt + 1} of {worker_group.spec.max_restarts}"
             print(f"torch_ucx_rpc run: restart {count} of all workers, since {failure.reason}", file=sys.stderr)
             # elastic restarts the workers of this machine.
             return RunResult(state=WorkerState.FAILED)
+        except SignalException:
+            self._stay_for_others(worker_group, _INTERRUPTED + "/read")
+            raise
 
     def _look(self, worker_group: Any) -> RunResult:
+        self._heed_signals(worker_group)
+        try:
+            self._look_elsewhere(worker_group)
+        except _StoreLost:
+            if self._result is None:
+                raise
+            # The machine with the Store leaves when all are done.
+            return self._result
         if self._result is None:
             if self._is_one_ending():
                 return RunResult(state=WorkerState.HEALTHY)
             result: RunResult = super()._monitor_workers(worker_group)
             if result.state is WorkerState.FAILED:
-                raise self._told_others(worker_group, self._first_failure(result))
+                raise self._first_of_all(worker_group, self._first_failure(result))
+            if result.state is WorkerState.UNHEALTHY:
+                raise self._first_of_all(worker_group, _hung())
             if result.state is not WorkerState.SUCCEEDED:
-                self._look_elsewhere(worker_group)
                 return result
             self._result = result
             # If the Store is gone, `_are_others_done` notices.
@@ -184,6 +193,69 @@ class JobAgent(LocalElasticAgent):
     def _exit_barrier(self) -> None:
         # The workers of all machines are done by now.
         pass
+
+    def _are_others_done(self, worker_group: Any) -> bool:
+        try:
+            done: int = worker_group.store.add(_DONE.format(attempt=self._attempt), 0)
+        except DistError:
+            # The machine with the Store leaves when all are done.
+            return True
+        size: int = worker_group.group_world_size
+        return done == size
+
+    # ---- What machines tell each other -------------------------------------------------------------------------------
+
+    def _heed_signals(self, worker_group: Any) -> None:
+        received = self._signals.first
+        if received is None:
+            return
+        what = received.name
+        if worker_group.group_world_size > 1:
+            what += f" on {socket.gethostname()} (--node-rank {worker_group.group_rank})"
+        self._tell(worker_group, _INTERRUPTED, json.dumps([received, what]))
+        raise SignalException(what, received)
+
+    def _look_elsewhere(self, worker_group: Any) -> None:
+        if news := self._hear(worker_group, _INTERRUPTED):
+            number, what = json.loads(news)
+            raise SignalException(what, self._signals.for_workers(signal.Signals(number)))
+        if news := self._hear(worker_group, _FAILED.format(attempt=self._attempt)):
+            raise Failure(**json.loads(news))
+
+    def _first_of_all(self, worker_group: Any, failure: Failure) -> Failure:
+        """The first failure of this attempt on all machines: this one, unless another has been told already."""
+        told = self._tell(worker_group, _FAILED.format(attempt=self._attempt), json.dumps(dataclasses.asdict(failure)))
+        return Failure(**json.loads(told))
+
+    def _tell(self, worker_group: Any, key: str, news: str) -> str:
+        """Tell all machines, unless another was faster; returns what they have been told."""
+        if worker_group.group_world_size > 1:
+            # Without a Store, the others know that something is wrong.
+            with contextlib.suppress(DistError):
+                told: str = worker_group.store.compare_set(key, "", news).decode()
+                return told
+        return news
+
+    def _hear(self, worker_group: Any, key: str) -> str | None:
+        if worker_group.group_world_size == 1:
+            return None
+        try:
+            return worker_group.store.get(key).decode() if worker_group.store.check([key]) else None
+        except DistError as error:
+            raise _StoreLost(
+                f"the launcher that holds the Store of the job has ended, or cannot be reached any more: {error}"
+            ) from error
+
+    def _stay_for_others(self, worker_group: Any, key: str) -> None:
+        """Stay until every machine has come here: the Store, where they find the reason, may be in this process."""
+        until = time.monotonic() + _NEWS_S
+        # If the Store is gone, its machine has seen all others here, or has given them up.
+        with contextlib.suppress(DistError):
+            worker_group.store.add(key, 1)
+            while worker_group.store.add(key, 0) < worker_group.group_world_size and time.monotonic() < until:
+                time.sleep(MONITOR_INTERVAL_S)
+
+    # ---- Which failure was the first ---------------------------------------------------------------------------------
 
     def _is_one_ending(self) -> bool:
         """Whether a worker has failed while another, still running, may be ending by the first failure."""
@@ -208,40 +280,6 @@ class JobAgent(LocalElasticAgent):
         # As errors name a worker.
         return waited < _GOODBYE_S and any(f", pid {pid} on {socket.gethostname()})" in words for pid in suspects)
 
-    def _are_others_done(self, worker_group: Any) -> bool:
-        try:
-            self._look_elsewhere(worker_group)
-            done: int = worker_group.store.add(_DONE.format(attempt=self._attempt), 0)
-        except (DistError, _StoreLost):
-            # The machine with the Store leaves when all are done.
-            return True
-        size: int = worker_group.group_world_size
-        return done == size
-
-    def _look_elsewhere(self, worker_group: Any) -> None:
-        if worker_group.group_world_size == 1:
-            return
-        key = _FAILED.format(attempt=self._attempt)
-        try:
-            news = worker_group.store.get(key) if worker_group.store.check([key]) else None
-        except DistError as error:
-            raise _StoreLost(
-                f"the launcher that holds the Store of the job has ended, or cannot be reached any more: {error}"
-            ) from error
-        if news is not None:
-            raise Failure(**json.loads(news))
-
-    def _told_others(self, worker_group: Any, failure: Failure) -> Failure:
-        if worker_group.group_world_size > 1:
-            try:
-                worker_group.store.set(_FAILED.format(attempt=self._attempt), json.dumps(dataclasses.asdict(failure)))
-            except DistError:
-                # Without a Store, the others know that something is wrong.
-                return failure
-            # The Store may be in this process: the others need time to read it.
-            time.sleep(10 * MONITOR_INTERVAL_S)
-        return failure
-
     def _first_failure(self, result: RunResult) -> Failure:
         """The first of several failures found at once. A worker that was killed did not fail because of another one."""
         # The failed workers have ended, so their output has arrived, or is about to.
@@ -257,14 +295,23 @@ class JobAgent(LocalElasticAgent):
 
         # Failures without a traceback stay in the order in which they were found.
         rank, failure = min(result.failures.items(), key=order)
-        name = self._names.names[rank]
+        name, code = self._names.names[rank], failure.exitcode
+        end = f"exit code {code}" if code > 0 else signal.Signals(-code).name
         return Failure(
-            worker=name,
-            pid=failure.pid,
-            host=socket.gethostname(),
-            exit_code=failure.exitcode,
+            f"{name} (pid {failure.pid} on {socket.gethostname()}) ended with {end}",
+            exit_code=code if code > 0 else 128 - code,
             last_words=self._output.last_words(name),
         )
+
+
+def _hung() -> Failure:
+    # elastic looks for such workers where the variable is set, and no signal ends them.
+    return Failure(
+        f"a worker on {socket.gethostname()} has hung in the kernel (state D) for longer than "
+        f"TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT: see which device or file system of that machine does not answer",
+        exit_code=ExitCode.BROKEN,
+        is_final=True,
+    )
 
 
 class _StoreLost(RuntimeError):

@@ -8,13 +8,13 @@ import argparse
 import contextlib
 import logging
 import os
-import signal
 import sys
 import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from _torch_ucx_rpc_cli import ExitCode
+from torch_ucx_rpc._cli._signals import Signals
 from torch_ucx_rpc._torch.replace import VARIABLE as REPLACE_TENSORPIPE
 
 if TYPE_CHECKING:
@@ -34,15 +34,13 @@ def main(arguments: argparse.Namespace) -> int:
     # elastic would log every step to stderr.
     if "LOGLEVEL" not in os.environ:
         logging.disable(logging.CRITICAL)
-    # elastic handles Ctrl-C once the workers run. Until then it has to end the process at once: C++ code that waits for
-    # other machines would not notice it.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signals = Signals()
 
     os.environ.setdefault("PYTHONUNBUFFERED", "1")
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // arguments.nproc)))
     if arguments.replace_tensorpipe:
         os.environ[REPLACE_TENSORPIPE] = "1"
-    return _run(arguments, roles, program)
+    return _run(arguments, roles, program, signals)
 
 
 def _program(arguments: argparse.Namespace) -> list[str]:
@@ -101,7 +99,7 @@ def _check(arguments: argparse.Namespace, roles: dict[str, int]) -> None:
         )
 
 
-def _run(arguments: argparse.Namespace, roles: dict[str, int], program: list[str]) -> int:
+def _run(arguments: argparse.Namespace, roles: dict[str, int], program: list[str], signals: Signals) -> int:
     from torch.distributed import DistError
     from torch.distributed.elastic.agent.server.api import WorkerSpec
     from torch.distributed.elastic.multiprocessing import SignalException
@@ -132,16 +130,16 @@ def _run(arguments: argparse.Namespace, roles: dict[str, int], program: list[str
                 master_port=port,
                 local_addr="127.0.0.1" if arguments.nnodes == 1 else None,
             )
-            JobAgent(spec, names, output).run()
+            JobAgent(spec, names, output, signals).run()
             return ExitCode.OK
         except Failure as failure:
             output.close()
             words = failure.last_words and f", having written:\n{failure.last_words}"
             print(f"torch_ucx_rpc run: {failure}{words}", file=sys.stderr)
-            return failure.exit_code if failure.exit_code > 0 else 128 - failure.exit_code
+            return failure.exit_code
         except SignalException as received:
             output.close()
-            print(f"torch_ucx_rpc run: {received.sigval.name}, all workers have been ended", file=sys.stderr)
+            print(f"torch_ucx_rpc run: {received}, all workers have been ended", file=sys.stderr)
             return 128 + received.sigval
         except DistError as error:
             print(f"torch_ucx_rpc run: no meeting at {host}:{port}, is the port in use? {error}", file=sys.stderr)

@@ -1,0 +1,152 @@
+"""How ``python -m torch_ucx_rpc run`` ends: by signals, and on several machines, which are one machine here."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from workers import reserved_port
+
+COMMAND = [sys.executable, "-m", "torch_ucx_rpc", "run"]
+ENVIRON = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+WAIT = "import os, time; print(os.getpid()); time.sleep(600)"
+
+
+@contextlib.contextmanager
+def launchers(
+    *commands: list[str], ignored: signal.Signals | None = None, **variables: str
+) -> Iterator[list[subprocess.Popen[str]]]:
+    def set_signals() -> None:
+        # A shell starts what it runs in the background deaf to Ctrl-C, and that is inherited.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        if ignored is not None:
+            signal.signal(ignored, signal.SIG_IGN)
+
+    started = [
+        subprocess.Popen(
+            [*COMMAND, *command],
+            env=ENVIRON | variables,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            preexec_fn=set_signals,
+        )
+        for command in commands
+    ]
+    try:
+        yield started
+    finally:
+        for launcher in started:
+            launcher.kill()
+            launcher.communicate()
+
+
+@contextlib.contextmanager
+def two_machines(*arguments: str) -> Iterator[list[subprocess.Popen[str]]]:
+    with reserved_port() as port:
+        meeting = ["-n", "1", "--nnodes", "2", "--rdzv", f"127.0.0.1:{port}"]
+        commands = [[*meeting, "--node-rank", rank, *arguments] for rank in ("0", "1")]
+        with launchers(*commands) as started:
+            yield started
+
+
+def wait_for(file: Path) -> str:
+    """A program that prints its pid and waits for a file."""
+    return (
+        "import os, pathlib, sys, time; print(os.getpid(), flush=True); "
+        f"[time.sleep(0.001) for _ in iter(pathlib.Path({str(file)!r}).exists, True)]"
+    )
+
+
+def processes_with(word: str) -> list[int]:
+    """Pids of the processes that have this word in their command line."""
+    found = []
+    for file in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            if word.encode() in file.read_bytes():
+                found.append(int(file.parent.name))
+    return found
+
+
+# ---- Signals ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("interrupted", [0, 1])
+def test_ctrl_c_on_one_machine_ends_the_job_on_all_and_all_name_that_machine(interrupted: int) -> None:
+    with two_machines("--max-restarts", "3", "-c", WAIT) as machines:
+        for machine in machines:
+            machine.stdout.readline()
+        machines[interrupted].send_signal(signal.SIGINT)
+        for machine in machines:
+            _, errors = machine.communicate(timeout=60)
+            assert re.search(
+                rf"^torch_ucx_rpc run: SIGINT on \S+ \(--node-rank {interrupted}\), all workers have been ended$",
+                errors,
+                re.MULTILINE,
+            ), errors
+            assert "restart" not in errors
+            assert machine.returncode == 128 + signal.SIGINT
+
+
+def test_a_launcher_that_was_started_with_nohup_and_its_workers_outlive_a_hangup(tmp_path: Path) -> None:
+    with launchers(["-n", "1", "-c", wait_for(tmp_path / "go")], ignored=signal.SIGHUP) as [launcher]:
+        pid = int(launcher.stdout.readline().split()[1])
+        for hung_up in (pid, launcher.pid):
+            os.kill(hung_up, signal.SIGHUP)
+        (tmp_path / "go").touch()
+        _, errors = launcher.communicate(timeout=60)
+    assert (launcher.returncode, errors) == (0, "")
+
+
+def test_a_signal_while_workers_are_being_started_leaves_none_of_them_behind() -> None:
+    mark = uuid.uuid4().hex
+    # The first worker ends the launcher, which is still starting the last ones.
+    code = (
+        "import os, signal, time\n"
+        "if os.environ['RANK'] == '0': os.kill(os.getppid(), signal.SIGTERM)\n"
+        f"time.sleep(600)  # {mark}"
+    )
+    with launchers(["-n", "60", "-c", code]) as [launcher]:
+        launcher.communicate(timeout=60)
+    left = processes_with(mark)
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    assert left == []
+
+
+# ---- Failures --------------------------------------------------------------------------------------------------------
+
+
+def test_of_two_machines_that_fail_at_once_both_report_the_same_failure(tmp_path: Path) -> None:
+    code = wait_for(tmp_path / "go") + "; sys.exit(3 + int(os.environ['RANK']))"
+    with two_machines("-c", code) as machines:
+        for machine in machines:
+            machine.stdout.readline()
+        (tmp_path / "go").touch()
+        errors = [machine.communicate(timeout=60)[1] for machine in machines]
+        codes = {machine.returncode for machine in machines}
+    told = {
+        re.search(r"since worker(\d) \(pid \d+ on \S+\) ended with exit code (\d)", text).groups() for text in errors
+    }
+    assert len(told) == 1, errors
+    [(rank, code)] = told
+    assert codes == {3 + int(rank)} == {int(code)}
+
+
+def test_a_worker_that_hangs_in_the_kernel_is_a_failure_that_no_restart_cures() -> None:
+    # A process is in that state until the child of its vfork has ended.
+    code = "import ctypes, time; ctypes.CDLL(None).vfork(); time.sleep(60)"
+    command = ["-n", "1", "--max-restarts", "3", "-c", code]
+    with launchers(command, TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT="1") as [launcher]:
+        _, errors = launcher.communicate(timeout=60)
+    assert launcher.returncode == 1
+    assert re.search(r"since a worker on \S+ has hung in the kernel", errors), errors
+    assert "restart" not in errors

@@ -1,0 +1,36 @@
+"""`Signals`: the signals that end a job, noted for the agent to find."""
+
+from __future__ import annotations
+
+import signal
+from types import FrameType
+
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+
+
+class Signals:
+    """Ctrl-C, SIGTERM, SIGHUP and SIGQUIT end this process at once, until `note`: from then on they are only noted.
+
+    A signal that this process was started to ignore stays ignored, here and in the workers, as after ``nohup``.
+    """
+
+    def __init__(self) -> None:
+        # The first signal that was noted.
+        self.first: signal.Signals | None = None
+        self._heeded = [number for number in _ENDING if signal.getsignal(number) is not signal.SIG_IGN]
+        # Python's own handler of Ctrl-C would wait for C++ code, which may wait for other machines.
+        for number in self._heeded:
+            signal.signal(number, signal.SIG_DFL)
+
+    def note(self) -> None:
+        for number in self._heeded:
+            signal.signal(number, self._note)
+
+    def for_workers(self, number: signal.Signals) -> signal.Signals:
+        """The signal that ends workers of this machine where ``number`` ends those of another one."""
+        # Workers ignore what this process ignores.
+        return number if number in self._heeded else signal.SIGTERM
+
+    def _note(self, number: int, _: FrameType | None) -> None:
+        if self.first is None:
+            self.first = signal.Signals(number)
