@@ -92,6 +92,39 @@ def test_a_file_in_a_folder_that_is_not_there_is_refused_at_once(tmp_path: Path)
         create_store(f"file://{tmp_path}/nowhere/store", 1, 2, 0)
 
 
+@pytest.mark.parametrize("query", ["rank=0&world_size=2", "rank=0", "world_size=2"])
+@pytest.mark.parametrize("place", ["env://", "tcp://127.0.0.1:1", "file:///tmp/store"])
+@pytest.mark.parametrize("world_size", [2, None])
+def test_a_url_that_gives_rank_or_size_is_refused(place: str, query: str, world_size: int | None) -> None:
+    # As torch's own RPC refuses it, with an AssertionError.
+    with pytest.raises(ValueError, match=r"cannot give rank or world_size: pass them to init_rpc"):
+        create_store(f"{place}?{query}", 0, world_size, 10)
+
+
+def test_a_job_that_was_started_again_finds_nothing_of_its_former_attempt_in_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = f"file://{tmp_path}/store"
+    for attempt in ("0", "1", "2"):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", attempt)
+        stores = [create_store(place, rank, 2, 10) for rank in range(2)]
+        assert not stores[1].check(["key"])
+        stores[0].set("key", attempt)
+        assert stores[1].get("key").decode() == attempt
+
+
+def test_workers_of_other_launchers_meet_those_of_a_job_in_its_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = f"file://{tmp_path}/store"
+    for attempt, world_size in {"0": 2, "1": None}.items():
+        outside = create_store(place, 1, world_size, 10)
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", attempt)
+        create_store(place, 0, world_size, 10).set(attempt, "of a job")
+        monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT")
+        assert outside.get(attempt) == b"of a job"
+
+
 def test_the_store_has_the_timeout_of_the_calls(port: int) -> None:
     assert create_store(f"tcp://127.0.0.1:{port}", 0, 1, 7).timeout == timedelta(seconds=7)
 

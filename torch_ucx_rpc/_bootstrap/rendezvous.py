@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import TypeVar
-from urllib.parse import ParseResult, urlparse
+from urllib.parse import ParseResult, parse_qs, urlparse
 
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed import DistError
@@ -76,21 +76,27 @@ def create_store(init_method: str, rank: int, world_size: int | None, timeout: f
     use.
     """
     global _kept
-    scheme = urlparse(init_method).scheme
+    url = urlparse(init_method)
+    if {"rank", "world_size"} & parse_qs(url.query).keys():
+        raise ValueError(f"the init_method {init_method} cannot give rank or world_size: pass them to init_rpc.")
     iterator: Iterator[tuple[Store, int, int]] | None = None
     store: Store
-    if scheme in ("env", "tcp"):
-        host, port, use_libuv = _store_address(urlparse(init_method))
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT")
+    if url.scheme in ("env", "tcp"):
+        host, port, use_libuv = _store_address(url)
         store = _create_tcp_store(host, port, use_libuv, rank, world_size, Deadline(timeout))
-        if _torchelastic_use_agent_store() and (attempt := os.environ.get("TORCHELASTIC_RESTART_COUNT")):
-            # As in torch: torchrun's Store outlives a restart of the workers, with all entries of the attempt before.
-            store = PrefixStore(f"/worker/attempt_{attempt}", store)
+        outlives_attempts = _torchelastic_use_agent_store()
     else:
-        if scheme == "file":
-            _check_folder(urlparse(init_method))
+        if url.scheme == "file":
+            _check_folder(url)
         # Some handlers clean up when their generator is collected, so it must live as long as the Store.
         iterator = _rendezvous_helper(init_method, rank, world_size)
         store, _, _ = next(iterator)
+        # A group without a size forgets its dead, and workers of other jobs may be in it.
+        outlives_attempts = world_size is not None and attempt != "0"
+    if outlives_attempts and attempt:
+        # After a restart of the workers such a Store, torchrun's or a file, has all entries of the attempt before.
+        store = PrefixStore(f"/worker/attempt_{attempt}", store)
     _limit_waits(store, timeout)
     _kept = (iterator, store)
     return store
@@ -130,8 +136,6 @@ def check_rank(init_method: str, rank: int) -> int:
 def _store_address(url: ParseResult) -> tuple[str, int, bool]:
     """Host and port of the Store, and whether torch would run it on libuv."""
     query: dict[str, str] = _query_to_dict(url.query)
-    if {"rank", "world_size"} & set(query):
-        raise ValueError(f"the init_method {url.geturl()} cannot give rank or world_size: pass them to init_rpc.")
     use_libuv: bool = _get_use_libuv_from_query_dict(query)
     start = _START.format(url.scheme)
     if url.scheme == "tcp":
