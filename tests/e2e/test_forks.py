@@ -6,6 +6,8 @@ import atexit
 import ctypes
 import multiprocessing
 import os
+import signal
+import socket
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +16,10 @@ import pytest
 import torch
 import torch.distributed.rpc as rpc
 from torch.utils.data import DataLoader, Dataset
-from workers import agent, in_worker0
+from workers import agent, backend_options, in_every_worker, in_worker0, init_rpc
+
+from torch_ucx_rpc import Statistics, statistics
+from torch_ucx_rpc._observe import socket as observers
 
 pytestmark = pytest.mark.ucx_only
 
@@ -90,6 +95,46 @@ def test_a_forked_child_may_end_in_any_way() -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     assert rref.to_here().tolist() == [2, 2]
     assert received.sum() == 2**20
+
+
+def forked() -> int:
+    """Pid of a child that does nothing."""
+    if (child := os.fork()) == 0:
+        signal.pause()
+    return child
+
+
+@in_every_worker(of=1, init=False)
+def test_a_child_keeps_nothing_open_that_others_ask_its_parent_at(rank: int) -> None:
+    init_rpc(rank, rpc_backend_options=backend_options(prometheus_port=0))
+    port = statistics().prometheus_port
+    child = forked()
+    try:
+        rpc.shutdown()
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", port))
+        assert os.getpid() not in [found.pid for found in observers.workers_of_this_host()]
+    finally:
+        os.kill(child, signal.SIGKILL)
+
+
+@in_every_worker(of=1)
+def test_a_child_that_was_forked_during_an_answer_does_not_hold_it_up(rank: int) -> None:
+    children = []
+
+    def fork_and_answer() -> Statistics:
+        children.append(forked())
+        return statistics()
+
+    observed = observers.Observed(fork_and_answer)
+    try:
+        address = observed._socket.getsockname().decode()
+        [own] = [found for found in observers.workers_of_this_host() if observers._address(found.name) == address]
+        assert own.ask()[0].name == "worker0"
+    finally:
+        observed.close()
+        for child in children:
+            os.kill(child, signal.SIGKILL)
 
 
 class Squares(Dataset):

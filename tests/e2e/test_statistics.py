@@ -240,7 +240,9 @@ def test_a_worker_asks_those_on_other_hosts_by_rpc() -> None:
 @in_every_worker(of=1, shutdown=False)
 def test_nonsense_is_not_answered_and_the_worker_lives_on_until_it_shuts_down(rank: int) -> None:
     [own] = [found for found in observation().workers_of_this_host() if found.pid == os.getpid()]
-    for nonsense in (b"\n", b"GET / HTTP/1.1\r\n\r\n", b'["0"]\n', b"[true]\n", b'{"0": 1}\n', b"[" * 99_999 + b"\n"):
+    questions = (b"\n", b"GET / HTTP/1.1\r\n\r\n", b'["0"]\n', b"[true]\n", b'{"0": 1}\n', b"\xff\0\n")
+    # torch takes no number beyond 16 bits for a rank.
+    for nonsense in (*questions, b"[" * 99_999 + b"\n", b"[99999]\n", b"[-99999, 1e9]\n", b"[" + b"9" * 9_999 + b"]\n"):
         with socket.socket(socket.AF_UNIX) as connection:
             connection.connect(observation()._address(own.name))
             connection.sendall(nonsense)

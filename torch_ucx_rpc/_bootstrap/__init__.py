@@ -10,5 +10,6 @@
 * ``dynamic_group``  has its members admit workers that join, and forget those that leave
 * ``secret``         authenticates Store entries, and derives the keys of frames
 * ``lifeline``       shows workers on other hosts when this process ends
+* ``forks``          closes sockets in forked children
 * ``network``        chooses the network interface for UCX
 """

@@ -12,11 +12,10 @@ missing; their workers notice the end by the heartbeat.
 from __future__ import annotations
 
 import ipaddress
-import os
 import socket
-import weakref
 from typing import TYPE_CHECKING
 
+from torch_ucx_rpc._bootstrap.forks import close_in_children
 from torch_ucx_rpc._bootstrap.network import active_ports, address_towards, has_verbs, host_of
 
 if TYPE_CHECKING:
@@ -37,7 +36,8 @@ class Lifeline:
         self._listener = socket.create_server((host, 0), family=family, backlog=_BACKLOG)
         self.host = host
         self.port: int = self._listener.getsockname()[1]
-        _open.add(self)
+        # A child that kept the port open would hide the end of this process.
+        close_in_children(self._listener)
 
     def close(self) -> None:
         """End all connections."""
@@ -60,15 +60,3 @@ def open_lifeline(store: Store, ucx_path: str) -> Lifeline | None:
         return Lifeline(host)
     except OSError:
         return None
-
-
-# A forked child must not keep the port of its parent open: the parent's end would go unnoticed.
-_open: weakref.WeakSet[Lifeline] = weakref.WeakSet()
-
-
-def _close_all() -> None:
-    for lifeline in list(_open):
-        lifeline.close()
-
-
-os.register_at_fork(after_in_child=_close_all)

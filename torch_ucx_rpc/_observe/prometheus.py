@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+from torch_ucx_rpc._bootstrap.forks import close_in_children
 from torch_ucx_rpc._observe.statistics import BUCKET_ENDS_US, Latencies, PeerStatistics, ServiceStatistics, Statistics
 from torch_ucx_rpc.errors import JoinFailed
 
@@ -22,6 +23,7 @@ class Endpoint:
         self.port = port
         self._server = server
         self._thread = thread
+        close_in_children(server.socket)
 
     def close(self) -> None:
         self._server.shutdown()

@@ -14,6 +14,7 @@ The answer is ``{"3": statistics, "4": "why there are none", ...}``, by rank.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import logging
@@ -29,6 +30,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed.rpc as rpc
+
+from torch_ucx_rpc._bootstrap.forks import close_in_children
 
 if TYPE_CHECKING:
     from torch_ucx_rpc._observe.statistics import Statistics
@@ -62,6 +65,7 @@ class Observed:
         except OSError:
             self._socket.close()
             raise
+        close_in_children(self._socket)
         # A daemon, so that it does not hold up the end of a program without shutdown.
         self._thread = threading.Thread(target=self._serve, name="torch_ucx_rpc-observed", daemon=True)
         self._thread.start()
@@ -89,10 +93,12 @@ class Observed:
                     connection.settimeout(_CLIENT_S)
                     if _uid(connection) in (os.geteuid(), 0):
                         connection.sendall(json.dumps(self._answer(_read_line(connection))).encode())
-                # A client that asks nonsense or goes away must not harm others. JSON raises RuntimeError for deep
-                # nesting, and the agent raises it at its end.
-                except (OSError, ValueError, RuntimeError) as error:
+                # A client that asks nonsense or goes away must not harm others, whatever JSON and torch raise for it.
+                except Exception as error:
                     _logger.debug("an observer was not answered: %s", error)
+                # The observer reads on to the end, and a child that was forked meanwhile has the connection too.
+                with contextlib.suppress(OSError):
+                    connection.shutdown(socket.SHUT_RDWR)
 
     def _answer(self, question: bytes) -> dict[str, Any]:
         ranks = json.loads(question)
