@@ -8,6 +8,7 @@ import argparse
 import contextlib
 import logging
 import os
+import re
 import sys
 import uuid
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from _torch_ucx_rpc_cli import ExitCode
 from torch_ucx_rpc._cli._signals import Signals
+from torch_ucx_rpc._launch.environment import NO_ROLES
 from torch_ucx_rpc._torch.replace import VARIABLE as REPLACE_TENSORPIPE
 
 if TYPE_CHECKING:
@@ -22,6 +24,9 @@ if TYPE_CHECKING:
 
 # Time for the launchers of all machines to meet.
 _RENDEZVOUS_S = 600
+
+# What torch takes as the name of a worker, which is shorter than 128 letters, without the index.
+_ROLE = re.compile(r"[A-Za-z0-9_:-]{1,100}")
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -76,6 +81,7 @@ def _check(arguments: argparse.Namespace, roles: dict[str, int]) -> None:
     error, size = arguments.error, sum(roles.values())
     if len(roles) != len(arguments.roles):
         error("--role: each role once, with all of its workers")
+    _check_names(arguments, roles)
     if arguments.nproc is None:
         if not roles:
             error("how many workers? -n N, or --role NAME=COUNT for each role")
@@ -97,6 +103,24 @@ def _check(arguments: argparse.Namespace, roles: dict[str, int]) -> None:
         error(
             f"--node-rank {arguments.node_rank}: machines are counted from 0, so this is up to {arguments.nnodes - 1}"
         )
+
+
+def _check_names(arguments: argparse.Namespace, roles: dict[str, int]) -> None:
+    owners: dict[str, str] = {}
+    for role, count in roles.items():
+        if not _ROLE.fullmatch(role):
+            arguments.error(
+                f"--role {role}: a worker cannot have that name, only letters, digits, _, - and :, at most 100 of them"
+            )
+        if role in NO_ROLES:
+            arguments.error(f"--role {role}: torchrun calls workers without a role so; choose another name")
+        for index in range(count):
+            name = f"{role}{index}"
+            owner = owners.setdefault(name, role)
+            if owner != role:
+                arguments.error(
+                    f"--role: workers of {owner} and of {role} would both be {name}: rename one of the roles"
+                )
 
 
 def _run(arguments: argparse.Namespace, roles: dict[str, int], program: list[str], signals: Signals) -> int:

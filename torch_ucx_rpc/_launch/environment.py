@@ -29,7 +29,7 @@ _PORTS_OF_A_JOB = 4
 _FIRST_SPECIAL_STEP = 0xFFFF_FFF0
 
 # torchrun's names for the role of a worker without a role.
-_NO_ROLES = ("", "default", "default_role")
+NO_ROLES = ("", "default", "default_role")
 
 Environ = Mapping[str, str]
 
@@ -104,7 +104,7 @@ def _read_plain(environ: Environ) -> Launch | None:
         return None
     rank = _number(environ, "RANK")
     role = environ.get("ROLE_NAME", "")
-    name = default_name(rank) if role in _NO_ROLES else f"{role}{_number(environ, 'ROLE_RANK')}"
+    name = default_name(rank) if role in NO_ROLES else f"{role}{_number(environ, 'ROLE_RANK')}"
     launcher = "torchrun" if environ.get("TORCHELASTIC_RUN_ID") else "RANK and WORLD_SIZE"
     return Launch(launcher, rank, _number(environ, "WORLD_SIZE"), name)
 
