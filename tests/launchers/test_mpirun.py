@@ -8,7 +8,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from labs import VirtualHosts, needs, needs_mpi4py
+from labs import VirtualHosts, needs, needs_mpi4py, needs_virtual_hosts
 
 from ._reports import BESIDE_MPI, ENVIRON, MEET, PYTHON, assert_all_called
 
@@ -48,7 +48,29 @@ def run(command: list[str], on: VirtualHosts | None = None) -> subprocess.Comple
     return subprocess.run(command, **options) if on is None else on.head.run(command, **options)
 
 
-@pytest.mark.parametrize("mpirun", [open_mpi, mpich])
+def mpich_in_pid_namespaces(*arguments: str) -> list[str]:
+    """As with a container for each worker."""
+    needs_virtual_hosts()
+    return mpich(*arguments[:2], "unshare", "--pid", "--fork", "--mount-proc", *arguments[2:])
+
+
+def mpich_in_pid_namespaces_with_the_proc_of_the_host(*arguments: str) -> list[str]:
+    needs_virtual_hosts()
+    return mpich(*arguments[:2], "unshare", "--pid", "--fork", "sh", "-c", '"$@"; exit $?', "-", *arguments[2:])
+
+
+def test_a_worker_that_cannot_see_its_mpirun_says_what_to_set() -> None:
+    closing = "import subprocess, sys; sys.exit(subprocess.run(sys.argv[1:]).returncode)"
+    done = run(mpich_in_pid_namespaces("-n", "2", PYTHON, "-c", closing, PYTHON, MEET))
+    assert done.returncode != 0
+    assert "in a pid namespace of its own" in done.stderr
+    assert "Set MASTER_ADDR=127.0.0.1 and MASTER_PORT to a free port" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "mpirun",
+    [open_mpi, mpich, mpich_in_pid_namespaces, mpich_in_pid_namespaces_with_the_proc_of_the_host],
+)
 def test_two_jobs_at_the_same_time_on_a_host_do_not_meet(mpirun) -> None:
     commands = [mpirun("-n", "2", PYTHON, MEET) for _ in range(2)]
     jobs = [subprocess.Popen(command, env=ENVIRON, stdout=subprocess.PIPE, text=True) for command in commands]

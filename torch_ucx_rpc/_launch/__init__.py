@@ -2,5 +2,6 @@
 
 * ``init``         `init_rpc`
 * ``environment``  reads the variables of launchers: torchrun, mpirun, srun
+* ``hydra``        names a job of MPICH's mpirun on one host, where no variable does
 * ``mpi``          asks MPI for the host of rank 0, where no variable names it
 """

@@ -6,16 +6,14 @@ from __future__ import annotations
 
 import functools
 import os
-from pathlib import Path
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.distributed_c10d import _get_default_store
 
 from torch_ucx_rpc import _start
-from torch_ucx_rpc._bootstrap.record import process_stat, start_time
 from torch_ucx_rpc._bootstrap.rendezvous import JobAddress, check_port, create_store, open_job_store
-from torch_ucx_rpc._launch import mpi
+from torch_ucx_rpc._launch import hydra, mpi
 from torch_ucx_rpc._launch.environment import Launch, default_name, find_launch, nothing_found, ports_of
 from torch_ucx_rpc._options import UcxRpcBackendOptions, check_url
 from torch_ucx_rpc.errors import JoinFailed
@@ -99,8 +97,7 @@ def _open_store(launch: Launch | None, init_method: str, rank: int, world_size: 
             found, job = mpi.ask_for_rank_0(launch, timeout)
             hosts = (found,)
         elif launch.speaks_mpi and not host and job is None:
-            # All workers are on this host, and children of one mpirun: that process names the job.
-            job = f"{launch.launcher} {_starting_process('PMI_RANK')}"
+            job = hydra.job_on_this_host(launch)
         if hosts and job is not None:
             address = JobAddress(job, hosts, ports_of(job) if port is None else (check_port(port),))
             return open_job_store(address, rank, world_size, timeout)
@@ -118,15 +115,3 @@ def _no_host(launch: Launch) -> JoinFailed:
         f"MASTER_ADDR to its host and MASTER_PORT to a free port there (mpirun {option}). Or install mpi4py, to "
         f"have MPI asked; or set {_INIT_METHOD} to file:///<path of a new file that all hosts see>."
     )
-
-
-def _starting_process(variable: str) -> str:
-    """Pid and start time of the process that set this variable for its children: the nearest ancestor without it."""
-    pid = os.getppid()
-    try:
-        while variable.encode() + b"=" in Path(f"/proc/{pid}/environ").read_bytes():
-            pid = int(process_stat(pid)[1])
-    except OSError:
-        # The process of another user, whose environment cannot be read, is not one that mpirun started.
-        pass
-    return f"{pid} {start_time(pid)}"

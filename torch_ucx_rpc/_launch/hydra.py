@@ -1,0 +1,56 @@
+"""What the workers of one mpirun on this host have in common, where no variable names their job: hydra's, of MPICH."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+from torch_ucx_rpc._bootstrap.record import process_stat, start_time
+from torch_ucx_rpc._launch.environment import Launch
+from torch_ucx_rpc.errors import JoinFailed
+
+# hydra sets it for its children alone.
+_VARIABLE = "PMI_RANK"
+
+
+def job_on_this_host(launch: Launch) -> str:
+    """A text that all workers of this mpirun have, and no worker of another one on this host.
+
+    Raises JoinFailed where mpirun cannot be seen.
+    """
+    origin = _starting_process() or _control_socket()
+    if origin is None:
+        raise JoinFailed(
+            f"{launch.launcher} has started this worker in a pid namespace of its own, such as that of a container: it "
+            f"cannot see which mpirun it belongs to. Set MASTER_ADDR=127.0.0.1 and MASTER_PORT to a free port (mpirun "
+            f"-genv), or let the workers share the pid namespace of mpirun."
+        )
+    return f"{launch.launcher} {origin}"
+
+
+def _starting_process() -> str | None:
+    """Pid and start time of the nearest ancestor without the variable; None if this pid namespace has none."""
+    if Path("/proc/self").readlink().name != str(os.getpid()):
+        # /proc is of another namespace: its pids are not those that this process knows.
+        return None
+    pid = os.getppid()
+    try:
+        while pid and _VARIABLE.encode() + b"=" in Path(f"/proc/{pid}/environ").read_bytes():
+            pid = int(process_stat(pid)[1])
+    except OSError:
+        # The process of another user, whose environment cannot be read, is not one that mpirun started.
+        pass
+    return f"{pid} {start_time(pid)}" if pid else None
+
+
+def _control_socket() -> str | None:
+    """The socket that hydra has with mpirun, and that all its children inherit; None if it has been closed since.
+
+    This is the second choice: where it has been closed, another socket may have its number.
+    """
+    try:
+        facts = os.fstat(int(os.environ["HYDI_CONTROL_FD"]))
+    except (KeyError, OSError, ValueError):
+        return None
+    return f"socket {facts.st_ino}" if stat.S_ISSOCK(facts.st_mode) else None
