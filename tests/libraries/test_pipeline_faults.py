@@ -63,6 +63,58 @@ def test_a_weight_may_be_frozen_where_a_way_back_has_two_halves() -> None:
     drive(train_with_a_frozen_weight, 3)
 
 
+def tied_ends() -> nn.Sequential:
+    torch.manual_seed(0)
+    first, last = nn.Linear(8, 8), nn.Linear(8, 8)
+    last.weight = first.weight
+    return nn.Sequential(first, nn.Tanh(), last)
+
+
+# The last stage comes to its first W only after a forward that waits for the first stage's.
+LATE_WEIGHTS = "0F0,0I0,0W0,0F1,0I1,0W1\n1F0,1I0,1F1,1I1,1W0,1W1\n"
+
+
+def train_tied_with_late_weights() -> None:
+    pipe, model = make_pipe(tied_ends(), schedule=LATE_WEIGHTS, chunks=2), tied_ends()
+    x, y = torch.randn(8, 8), torch.randn(8, 8)
+    pipe.step(x, target=y)
+    reference_step(model, F.mse_loss, 2, x, target=y)
+    assert_equal_gradients(pipe, model)
+
+
+def test_a_tied_weight_holds_up_no_schedule_of_halves() -> None:
+    drive(train_tied_with_late_weights, 3, timeout=20.0)
+
+
+class BesideTheInput(nn.Module):
+    """The second output depends on parameters alone, and the third is one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner = nn.Linear(8, 8)
+        self.shift, self.bias = nn.Parameter(torch.randn(8)), nn.Parameter(torch.randn(8))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.inner(x), self.shift * 2 + self.inner.weight.sum(0), self.bias
+
+
+class TakingThree(nn.Module):
+    def forward(self, given: Any) -> torch.Tensor:
+        x, shift, bias = given
+        return x * shift + bias
+
+
+def train_what_depends_on_weights_alone() -> None:
+    stages = [nn.Linear(8, 8), BesideTheInput(), TakingThree()]
+    pipe = make_pipe(stages, ["worker1", "worker2", "worker0"], schedule="zero-bubble")
+    assert_step_is_as_in_one_process(pipe, nn.Sequential(*stages), torch.randn(8, 8), torch.randn(8, 8))
+
+
+def test_an_output_that_depends_on_weights_alone_has_its_gradient_in_two_halves() -> None:
+    drive(train_what_depends_on_weights_alone, 3)
+
+
 # --------------------------------------------------------------------------------------- calls that do not get there
 
 
@@ -105,6 +157,45 @@ def fail_before_the_last_worker_begins() -> None:
     with pytest.raises(StageError, match="too much"):
         pipe.step(torch.full((8, 8), 200.0), target=y)
     assert_step_is_as_in_one_process(pipe, model, x, y)
+
+
+def tied_raising_model() -> nn.Sequential:
+    torch.manual_seed(0)
+    first, last = Raising(), nn.Linear(8, 8)
+    last.weight = first.inner.weight
+    return nn.Sequential(first, nn.Tanh(), last)
+
+
+class SlowWhereWeightsAreOwned(torch.optim.SGD):
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        if len(self.param_groups[0]["params"]) == 2:
+            time.sleep(0.5)
+
+
+class NotToBeSent:
+    """Nothing that pickle takes."""
+
+    def __reduce__(self) -> Any:
+        raise TypeError("stays here")
+
+
+def call_off_behind_an_optimizer() -> None:
+    pipe, model = make_pipe(tied_raising_model()), tied_raising_model()
+    mine, theirs = pipe.optimizer(SlowWhereWeightsAreOwned, lr=0.1), torch.optim.SGD(model.parameters(), lr=0.1)
+    x, y = torch.randn(8, 8), torch.randn(8, 8)
+    assert_step_is_as_in_one_process(pipe, model, x, y)
+    for optimizer in (mine, theirs):
+        optimizer.step()
+        optimizer.zero_grad()
+    # The last worker waits for the values of the tied weight when the next order is called off.
+    with pytest.raises(TypeError, match="stays here"):
+        pipe.step(x, target=NotToBeSent())
+    assert_step_is_as_in_one_process(pipe, model, x, y)
+
+
+def test_a_step_that_is_called_off_leaves_the_optimizer_before_it_alone() -> None:
+    drive(call_off_behind_an_optimizer, 3)
 
 
 def test_gradients_go_with_a_step_that_a_worker_has_not_begun() -> None:

@@ -6,7 +6,7 @@ order in which autograd would reach them, last stage first.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -44,10 +44,18 @@ def whole(roots: Tensors, gradients: Sequence[Any]) -> None:
 class HalfDone:
     """What `inputs_half` leaves for `weights_half`."""
 
-    def __init__(self, roots: list[torch.Tensor], gradients: list[Any], groups: list[dict[str, Any]] | None) -> None:
+    def __init__(
+        self,
+        roots: list[torch.Tensor],
+        gradients: list[Any],
+        groups: list[dict[str, Any]] | None,
+        beside: frozenset[Any] = frozenset(),
+    ) -> None:
         self.roots = roots
         self.gradients = gradients
         self.groups = groups
+        # Nodes of the graph that outputs reach on a way where no input is.
+        self.beside = beside
 
 
 def inputs_half(roots: Tensors, gradients: Sequence[Any], inputs: Tensors, weights: Tensors) -> HalfDone:
@@ -60,12 +68,11 @@ def inputs_half(roots: Tensors, gradients: Sequence[Any], inputs: Tensors, weigh
     if not roots or not inputs:
         return HalfDone(roots, gradients, None)
     find = torchs._get_grad_fn_or_grad_acc
-    edges = torchs.construct_reverse_graph([node for node in map(find, roots) if node is not None])
-    groups = torchs.get_param_groups(
-        [node for node in map(find, inputs) if node is not None],
-        [node for node in map(find, weights) if node is not None],
-        edges,
-    )
+    ends, begins, own = ([node for node in map(find, some) if node is not None] for some in (roots, inputs, weights))
+    edges = torchs.construct_reverse_graph(ends)
+    groups = torchs.get_param_groups(begins, own, edges)
+    way_to_inputs, _ = torchs.reverse_closure(begins, set(), edges)
+    beside = _reached_from(node for node in ends if node not in way_to_inputs)
     hooks = []
     try:
         for group in groups:
@@ -78,7 +85,19 @@ def inputs_half(roots: Tensors, gradients: Sequence[Any], inputs: Tensors, weigh
             hook.remove()
     for leaf, gradient in zip(inputs, found, strict=True):
         leaf.grad = gradient
-    return HalfDone(roots, gradients, groups)
+    return HalfDone(roots, gradients, groups, beside)
+
+
+def _reached_from(nodes: Iterable[Any]) -> frozenset[Any]:
+    """These nodes, and all that come behind them on the way back."""
+    found: set[Any] = set()
+    open_ = list(nodes)
+    while open_:
+        node = open_.pop()
+        if node not in found:
+            found.add(node)
+            open_ += [following for following, _ in node.next_functions if following is not None]
+    return frozenset(found)
 
 
 def _keeper(group: dict[str, Any], place: int) -> Any:
@@ -98,8 +117,8 @@ def weights_half(half: HalfDone, weights: Tensors) -> None:
     # A weight that is used at several places is left to autograd, which adds up in the right order.
     groups = [group for group in half.groups if len(group["intermediates"]) == 1 and group.get("grads")]
     weight_of = {torchs._get_grad_fn_or_grad_acc(weight): weight for weight in weights if weight.requires_grad}
-    nodes = {node for group in groups for node in group["params"]}
-    # So are weights whose way to the output does not meet that of the inputs, and those of nodes that did not run.
+    nodes = {node for group in groups for node in group["params"]} - half.beside
+    # So are weights with a way to an output that does not meet that of the inputs, and those of nodes that did not run.
     apart = [weight for node, weight in weight_of.items() if node not in nodes]
     # By backward(), which copies a gradient where two weights have the same one.
     if apart:
@@ -107,6 +126,7 @@ def weights_half(half: HalfDone, weights: Tensors) -> None:
     for group in groups:
         [node], [gradients] = group["intermediates"], group["grads"]
         arrived = [(GradientEdge(node, place), grad) for place, grad in enumerate(gradients) if grad is not None]
-        if arrived:
+        mine = [weight_of[node] for node in group["params"] if node in nodes]
+        if arrived and mine:
             edges, values = zip(*arrived, strict=True)
-            torch.autograd.backward(edges, values, inputs=[weight_of[node] for node in group["params"]])
+            torch.autograd.backward(edges, values, inputs=mine)

@@ -42,7 +42,7 @@ class _Order(NamedTuple):
 
 
 class _Abort(NamedTuple):
-    """The order with this number is called off, and all before it."""
+    """The order with this number is called off."""
 
     number: int
 
@@ -81,8 +81,8 @@ class Host:
         self._current: _Order | None = None
         self._rest: Generator[Waiting, None, Outcome] | None = None
         self._waiting: Waiting = None
-        # Orders until this number have been called off.
-        self._called_off = -1
+        # Numbers of orders that have been called off, and are not over yet.
+        self._called_off: set[int] = set()
         # A worker that a value has not reached.
         self._lost: LostPeerError | None = None
         # The outcome of an order that nobody has waited for.
@@ -157,7 +157,9 @@ class Host:
                 else:
                     self._orders[number] = mail
             case _Abort(number=number):
-                self._called_off = max(self._called_off, number)
+                # Those before it go on: a step that fails calls off no optimizer that is still at work.
+                if number >= self._next or number == self.exchange.running:
+                    self._called_off.add(number)
             case _Close():
                 self._closed = True
             case _Look():
@@ -193,7 +195,7 @@ class Host:
         return True
 
     def _carry_out(self, number: int, name: str, payload: Any) -> Generator[Waiting, None, Outcome]:
-        if self._called_off >= number and name == "run":
+        if number in self._called_off and name == "run":
             self.stages.skip(payload)
             return ("aborted",)
         if name == "reset":
@@ -237,6 +239,7 @@ class Host:
         assert self._current is not None
         number, name, payload, future = self._current
         self._current = self._rest = self.exchange.running = None
+        self._called_off.discard(number)
         self.exchange.drop(number)
         if name == "run" and outcome[0] != "ok":
             self.stages.forget(payload.call)
@@ -245,7 +248,7 @@ class Host:
         future.set_result(outcome)
 
     def _is_called_off(self) -> bool:
-        return self._current is not None and self._called_off >= self._current.number
+        return self._current is not None and self._current.number in self._called_off
 
     def _end(self) -> None:
         self.exchange.clear()
@@ -320,7 +323,7 @@ def put_order(host: str, number: int, name: str, payload: Any, future: Future[Ou
 
 
 def abort(host: str, number: int) -> None:
-    """Call off the order with this number, and all before it."""
+    """Call off the order with this number."""
     found = receivers.get(host)
     if found is not None:
         found.put(_Abort(number))

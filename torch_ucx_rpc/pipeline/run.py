@@ -128,9 +128,7 @@ class Run:
     def _backward(self, stage: Stage, action: Action) -> Generator[Waiting, None, None]:
         request = self._request
         number, kind = action.micro_batch, action.kind
-        if stage.rematerialize and kind in "IW":
-            # Each half would compute the activations anew: what that costs is more than what idle time there is to
-            # fill.
+        if not stage.has_halves and kind in "IW":
             if kind == "W":
                 return
             kind = "B"

@@ -73,6 +73,11 @@ class Stage:
         # By the model's name, of parameters that other stages use too.
         named = dict(module.named_parameters(remove_duplicate=False))
         self.ties = [(tie, named[tie.name]) for tie in spec.ties]
+        # Whether the two halves of a way back are apart. With rematerialization each would compute the activations
+        # anew, which costs more than the idle time that there is to fill. A parameter's owner waits in its own W for
+        # the gradients that others have found: a W of theirs may come after what waits for the owner in turn, an I
+        # never does.
+        self.has_halves = not rematerialize and all(tie.owner == spec.index for tie in spec.ties)
         self._chain = _chain_source(spec)
         # Layers that write in place must not write into what arrived: it is a leaf for autograd, the input of a second
         # forward, and for a stage of the same process the output of another.
