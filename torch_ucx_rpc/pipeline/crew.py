@@ -9,21 +9,27 @@ import os
 import threading
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed.rpc as rpc
 from torch.futures import Future
 
 from torch_ucx_rpc._observe.futures import fail
+from torch_ucx_rpc._observe.lost import was_lost
 from torch_ucx_rpc.pipeline import host
 from torch_ucx_rpc.pipeline.errors import PipelineError, StageError, StageLostError
 from torch_ucx_rpc.pipeline.exchange import worker_info
-from torch_ucx_rpc.pipeline.messages import Failure
+from torch_ucx_rpc.pipeline.messages import Failure, Request
 
 __all__ = ["Crew", "Place"]
 
 # Seconds that living workers get to say how a call ended that has been called off.
 _SETTLING_S = 10.0
+
+_UNANSWERED = (
+    "it could not take the order, or not answer it. What goes to a worker must be of modules that can be imported "
+    "there, and what it answers must be picklable: "
+)
 
 _numbers = itertools.count()
 
@@ -46,6 +52,15 @@ class Place:
         return self.worker if self.device == "cpu" else f"{self.worker}/{self.device}"
 
 
+class _Sent(NamedTuple):
+    """An order that all have been given."""
+
+    number: int
+    name: str
+    payloads: Sequence[Any]
+    futures: list[Future[Any]]
+
+
 class Crew:
     """The workers of one pipeline. The driver's thread has it; only `abort` is called by threads of the agent too.
 
@@ -66,7 +81,7 @@ class Crew:
         self.number = 0
         self.worker_of = worker_of
         self.stages_of = [[stage for stage, of in enumerate(worker_of) if of == row] for row in range(len(places))]
-        self._unsettled: list[tuple[int, str, list[Future[Any]]]] = []
+        self._unsettled: list[_Sent] = []
 
     def place(self, worker: str, device: str) -> Place:
         info = worker_info(worker)
@@ -74,7 +89,7 @@ class Crew:
 
     # ----------------------------------------------------------------------------------------------------- orders
 
-    def send(self, name: str, payloads: Sequence[Any]) -> tuple[int, str, list[Future[Any]]]:
+    def send(self, name: str, payloads: Sequence[Any]) -> _Sent:
         """Give an order to all; `settle` waits for it."""
         self.check()
         number, self.number = self.number, self.number + 1
@@ -85,22 +100,26 @@ class Crew:
         except BaseException:
             self._take_back(number, payloads, sent=len(futures))
             raise
+        sent = _Sent(number, name, payloads, futures)
         if name in {"run", "optimizer_step", "set_values"}:
             # In these workers wait for each other.
             noticed = threading.Event()
             for future in futures:
                 future.add_done_callback(lambda done: self._notice(done, number, noticed))
-        return number, name, futures
+        return sent
 
     def _take_back(self, number: int, payloads: Sequence[Any], sent: int) -> None:
         """After an order that cannot be sent, as what cannot be pickled: a number that does not come is waited for."""
         for place, payload in list(zip(self.places, payloads, strict=True))[sent:]:
-            set_to_none = getattr(payload, "zero_grad", None)
-            if set_to_none is None:
-                self._send_one(place, number, "synchronize", {})
-            else:
-                self._send_one(place, number, "zero_grad", {"set_to_none": set_to_none})
+            self._skip(place, number, payload, has_begun=sent > 0)
         self.abort(number)
+
+    def _skip(self, place: Place, number: int, payload: Any, *, has_begun: bool) -> None:
+        """Fill the place of an order that has not reached a worker; no harm is done where it has."""
+        if isinstance(payload, Request):
+            self._send_one(place, number, "skip", payload.skipped(has_begun=has_begun))
+        else:
+            self._send_one(place, number, "synchronize", {})
 
     def send_later(self, name: str, payload: Any) -> None:
         """Give an order that nobody waits for now: what goes wrong is told by the next `settle`."""
@@ -140,43 +159,51 @@ class Crew:
                 except RuntimeError:
                     continue
 
-    def settle(self, sent: tuple[int, str, list[Future[Any]]]) -> list[Any]:
+    def settle(self, sent: _Sent) -> list[Any]:
         """What each made of an order, and of those before it that nobody has waited for. Raises StageError,
         StageLostError."""
         outcomes = []
         unsettled, self._unsettled = self._unsettled, []
-        for number, name, futures in [*unsettled, sent]:
-            outcomes = [self._outcome(place, future) for place, future in zip(self.places, futures, strict=True)]
+        for one in [*unsettled, sent]:
+            outcomes = [self._outcome(one.name, future) for future in one.futures]
             if any(outcome[0] != "ok" for outcome in outcomes):
-                self._fail(name, number, outcomes)
+                self._fail(one, outcomes)
         return [outcome[1] for outcome in outcomes]
 
     def do(self, name: str, payload: Any) -> list[Any]:
         """Give an order to all and wait until they have carried it out."""
         return self.settle(self.send(name, [payload] * len(self.places)))
 
-    def _outcome(self, place: Place, future: Future[Any]) -> tuple[Any, ...]:
+    def _outcome(self, name: str, future: Future[Any]) -> tuple[Any, ...]:
         try:
             outcome: tuple[Any, ...] = future.wait()
         except Exception as error:
-            # Orders end in outcomes. What raises is that the call did not get there, or its answer back.
-            return ("gone", f"{type(error).__name__}: {error}")
+            # Orders end in outcomes. What raises is that the call did not get there, or its answer back: the worker is
+            # gone, or what the call or the answer carries cannot be pickled or unpickled. A reset carries nothing such.
+            is_gone = was_lost(error) or name == "reset"
+            return "gone" if is_gone else "unanswered", f"{type(error).__name__}: {error}"
         return outcome
 
     # --------------------------------------------------------------------------------------------------- failures
 
-    def _fail(self, name: str, number: int, outcomes: Sequence[tuple[Any, ...]]) -> None:
+    def _fail(self, sent: _Sent, outcomes: Sequence[tuple[Any, ...]]) -> None:
+        number, name, payloads, _ = sent
         gone = [row for row, outcome in enumerate(outcomes) if outcome[0] == "gone"]
         for row in gone:
             self.places[row].lost = True
         if gone:
             reasons = {self.places[row].worker: outcomes[row][1] for row in gone}
             raise self._lost_error(gone, reasons)
+        for place, payload, outcome in zip(self.places, payloads, outcomes, strict=True):
+            if outcome[0] == "unanswered":
+                self._skip(place, number, payload, has_begun=True)
         if name != "reset":
             self.settle(self.send("reset", [{"undo": number}] * len(self.places)))
         for row, outcome in enumerate(outcomes):
             if outcome[0] == "error":
                 raise self._stage_error(self.places[row], name, outcome[1])
+            if outcome[0] == "unanswered":
+                raise self._stage_error(self.places[row], name, Failure(_UNANSWERED + outcome[1], ""))
         for outcome in outcomes:
             if outcome[0] == "lost":
                 raise PipelineError(
@@ -231,8 +258,8 @@ class Crew:
         """After a loss: see the orders of the living to their end, and forget what came of them."""
         unsettled, self._unsettled = self._unsettled, []
         deadline = time.monotonic() + _SETTLING_S
-        for _, _, futures in unsettled:
-            for future in futures:
+        for sent in unsettled:
+            for future in sent.futures:
                 while not future.done() and time.monotonic() < deadline:
                     time.sleep(0.001)
 

@@ -196,14 +196,14 @@ class Host:
 
     def _carry_out(self, number: int, name: str, payload: Any) -> Generator[Waiting, None, Outcome]:
         if number in self._called_off and name == "run":
-            self.stages.skip(payload)
+            self.stages.order_skip(payload)
             return ("aborted",)
         if name == "reset":
             self._failure = None
         if self._failure is not None and name in {"run", "optimizer_step"}:
             # An order that nobody waited for has failed: the next one that counts on it tells.
             if name == "run":
-                self.stages.skip(payload)
+                self.stages.order_skip(payload)
             return self._failure
         result = getattr(self.stages, f"order_{name}")(payload)
         if inspect.isgenerator(result):

@@ -60,6 +60,19 @@ class Request(NamedTuple):
         """Whether it goes forward and back."""
         return self.grad and self.targets is not None
 
+    def skipped(self, *, has_begun: bool) -> Request:
+        """For a worker that this has not reached: its place in the row of orders, without what it carries.
+
+        ``has_begun`` says whether other workers may have begun.
+        """
+        return self._replace(
+            row=None,
+            inputs={},
+            targets=None if self.targets is None else [],
+            output_gradients=None,
+            grad=self.grad and has_begun,
+        )
+
 
 class Failure(NamedTuple):
     """The outcome of an order whose code raised."""

@@ -65,8 +65,8 @@ class Stages:
 
     # --------------------------------------------------------------------------------------------------------- a call
 
-    def skip(self, request: Request) -> None:
-        """A call that is called off before it begins here: gradients go, or are spoilt, as where it has begun."""
+    def order_skip(self, request: Request) -> None:
+        """A call that does not begin here: gradients go, or are spoilt, as where it has begun."""
         if request.zero_grad is not None:
             self.order_zero_grad({"set_to_none": request.zero_grad})
         if request.is_step:

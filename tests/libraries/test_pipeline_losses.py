@@ -1,0 +1,67 @@
+"""What counts as the loss of a worker, and which calls a spare saves."""
+
+from __future__ import annotations
+
+import sys
+import types
+from typing import Any
+
+import pytest
+import torch
+from _jobs import drive
+from _pipelines import make_pipe
+from torch import nn
+
+
+class OnlyHere:
+    """A value of a module that this process alone has."""
+
+
+def define_only_here() -> None:
+    module = types.ModuleType("only_here")
+    OnlyHere.__module__ = "only_here"
+    module.OnlyHere = OnlyHere  # type: ignore[attr-defined]
+    sys.modules["only_here"] = module
+
+
+class GivesWhatStays(nn.Module):
+    """Returns beside its output what no pickle takes, at a value above 100."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner = nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor, more: Any = None) -> Any:
+        y = self.inner(x)
+        return (y, lambda: y) if (x > 100).any() else y
+
+
+def give_what_a_worker_cannot_take(folder: str) -> None:
+    from torch_ucx_rpc.pipeline import StageError
+
+    define_only_here()
+    pipe = make_pipe([nn.Linear(8, 8), GivesWhatStays()], spares=["worker3"])
+    optimizer = pipe.optimizer(torch.optim.SGD, lr=0.1)
+    pipe.save(folder)
+    x, y = torch.randn(8, 8), torch.randn(8, 4)
+    good = pipe.step(x, target=y)
+    pipe.zero_grad()
+    wrong = [
+        (r"worker 'worker1' .*only_here", lambda: pipe.step(OnlyHere(), target=y)),
+        (r"worker 'worker2' .*only_here", lambda: pipe.step(x, target=OnlyHere())),
+        (r"worker 'worker2' .*pickle", lambda: pipe.eval()(torch.full((8, 8), 1e4))),
+    ]
+    for words, call in wrong:
+        with torch.no_grad(), pytest.raises(StageError, match=f"(?s){words}"):
+            call()
+        # Both workers are there, and take what comes next.
+        assert pipe.workers == ["worker1", "worker2"]
+        pipe.train()
+        assert torch.equal(pipe.step(x, target=y), good)
+        optimizer.zero_grad()
+
+
+def test_an_order_that_a_worker_cannot_take_or_answer_is_no_loss(tmp_path, backend):
+    # Torch writes to stderr what a worker could not unpickle.
+    drive(give_what_a_worker_cannot_take, 4, str(tmp_path), backend=backend, silent=False)
