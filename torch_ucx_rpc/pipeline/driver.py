@@ -237,18 +237,18 @@ class DistributedPipeline:
 
     def gradients(self) -> dict[str, torch.Tensor | None]:
         """Copies of all gradients, by the names of the undivided model."""
-        found = self._engine.gather("gradients")
+        found = self._recovery.ask(Engine.gather, "gradients")
         return {name: found[name] for name in self._engine.parameters if name in found}
 
     def state_dict(self) -> dict[str, Any]:
         """The undivided model's state, copied to this process. For what does not fit into one there is `save`."""
-        found = self._engine.gather("state_dict")
+        found = self._recovery.ask(Engine.gather, "state_dict")
         order = {name: place for place, name in enumerate(self._engine.parameters)}
         return dict(sorted(found.items(), key=lambda item: order.get(item[0], len(order))))
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """The reverse: ``state_dict`` may come from the undivided model. Raises KeyError naming what is missing."""
-        missing = sorted(self._engine.gather("state_dict").keys() - state_dict.keys())
+        missing = sorted(self._recovery.ask(Engine.gather, "state_dict").keys() - state_dict.keys())
         if missing:
             raise KeyError(f"the state lacks {', '.join(missing[:5])}{' and more' if len(missing) > 5 else ''}")
         self._recovery.do(Engine.load_state_dict, dict(state_dict))

@@ -79,6 +79,8 @@ class Engine:
         self.optimizers: list[RemoteOptimizer] = []
         # Parameters by the names of the undivided model and in its order, with shapes and without values.
         self.parameters: dict[str, nn.Parameter] = {}
+        # How often workers have been replaced: a call can only go back on the crew that it went forward on.
+        self.crews = 0
         self._schedules = schedules
         # Rows that the workers know, by row and key of the call.
         self._sent_rows: set[tuple[int, Any]] = set()
@@ -165,6 +167,7 @@ class Engine:
                 if (error := build.cannot_be_rebuilt(self.specs[stage])) is not None:
                     raise error
         crew.give_up_unsettled()
+        self.crews += 1
         for row in rows:
             crew.close_place(crew.places[row])
             crew.places[row] = crew.place(*by)

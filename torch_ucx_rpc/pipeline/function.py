@@ -21,8 +21,9 @@ __all__ = ["call_with_autograd"]
 class _Call:
     """A forward whose graph is kept on the workers until its backward, or until nobody can ask for that any more."""
 
-    def __init__(self, engine: Engine, recovery: Recovery, number: int, outputs: list[Packet]) -> None:
-        self.engine = engine
+    def __init__(self, recovery: Recovery, crew: int, number: int, outputs: list[Packet]) -> None:
+        self.recovery = recovery
+        self.crew = crew
         self.number = number
         self.count = len(outputs)
         self.forget = weakref.finalize(self, _forget, weakref.ref(recovery), number)
@@ -40,9 +41,8 @@ def _forget(reference: weakref.ref[Recovery], number: int) -> None:
 
 def call_with_autograd(engine: Engine, recovery: Recovery, around: Circumstances, args: Any, kwargs: Any) -> Any:
     """The output of a batch, on the way back of which the stages run theirs."""
-    recovery.cannot_repeat()
-    number, inputs, packets = engine.forward(around, args, kwargs, grad=True)
-    call = _Call(engine, recovery, number, packets)
+    crew, number, inputs, packets = recovery.forward(around, args, kwargs)
+    call = _Call(recovery, crew, number, packets)
     call.used = _used(engine, inputs[0])
     merged = merge([packet[0] for packet in packets])
     leaves, spec = pytree.tree_flatten(merged)
@@ -107,7 +107,6 @@ class _Node(torch.autograd.Function):
                 "this output has been on its way back already, and what the stages kept for it is gone: call the "
                 "pipeline again for a second backward"
             )
-        call.forget.detach()
         parts = [[] for _ in range(call.count)]  # type: ignore[var-annotated]
         for gradient, sizes in zip(gradients, ctx.sizes, strict=True):
             pieces: Any = [None] * call.count
@@ -115,7 +114,12 @@ class _Node(torch.autograd.Function):
                 pieces = gradient.unbind() if sizes[0] is None else torch.split(gradient, sizes)
             for part, piece in zip(parts, pieces, strict=True):
                 part.append(piece)
-        found = call.engine.backward(call.number, parts, bool(ctx.shapes))
+        try:
+            found = call.recovery.backward(call.crew, call.number, parts, bool(ctx.shapes))
+        except BaseException:
+            call.forget()
+            raise
+        call.forget.detach()
         return (None, None, None, None, *_of_inputs(found, call, len(ctx.shapes)), *[None] * len(gradients))
 
 

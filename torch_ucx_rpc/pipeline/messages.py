@@ -60,6 +60,11 @@ class Request(NamedTuple):
         """Whether it goes forward and back."""
         return self.grad and self.targets is not None
 
+    @property
+    def adds_gradients(self) -> bool:
+        """Whether it goes back, after its forward or after that of another call."""
+        return self.grad and not self.to_driver
+
     def skipped(self, *, has_begun: bool) -> Request:
         """For a worker that this has not reached: its place in the row of orders, without what it carries.
 

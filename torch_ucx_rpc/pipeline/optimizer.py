@@ -55,7 +55,7 @@ class PipelineOptimizer(torch.optim.Optimizer):
                 "the optimizer was given a parameter that is not the pipeline's: take them from pipe.parameters() or "
                 "pipe.named_parameters()"
             ) from None
-        engine.order("optimizer", self.description())
+        recovery.ask(Engine.order, "optimizer", self.description())
 
     def description(self) -> dict[str, Any]:
         """What a worker needs to make its part."""
@@ -103,14 +103,15 @@ class PipelineOptimizer(torch.optim.Optimizer):
         """State and groups by the names of the undivided model, as ``torch.distributed.checkpoint.state_dict`` has
         them."""
         state: dict[str, Any] = {}
-        for some in self._engine.order("optimizer_state", {"optimizer": self._number}):
+        for some in self._recovery.ask(Engine.order, "optimizer_state", {"optimizer": self._number}):
             state.update(some)
         return {"state": state, "param_groups": self.groups_by_name()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """The reverse of `state_dict`."""
         self.load_groups(state_dict["param_groups"])
-        self._engine.order("set_optimizer_state", {"optimizer": self._number, "state": state_dict["state"]})
+        payload = {"optimizer": self._number, "state": state_dict["state"]}
+        self._recovery.do(Engine.order, "set_optimizer_state", payload)
 
     def groups_by_name(self) -> list[dict[str, Any]]:
         """The parameter groups, for a checkpoint: names take the place of parameters."""

@@ -12,9 +12,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
+from torch_ucx_rpc.pipeline.calls import Circumstances
 from torch_ucx_rpc.pipeline.engine import Engine
 from torch_ucx_rpc.pipeline.errors import PipelineError, StageLostError
-from torch_ucx_rpc.pipeline.values import map_tensors
+from torch_ucx_rpc.pipeline.values import Packet, map_tensors
 
 __all__ = ["Recovery"]
 
@@ -95,9 +96,25 @@ class Recovery:
         self._engine.zero_grad(set_to_none)
         self._record(Engine.zero_grad, set_to_none)
 
-    def cannot_repeat(self) -> None:
-        """Gradients that come by ``backward()`` are the caller's affair: the journal does not have them."""
-        self._repeatable = self._playing
+    def forward(self, around: Circumstances, args: Any, kwargs: Any) -> tuple[int, int, list[Any], list[Packet]]:
+        """A call that can have a way back: `Engine.forward`, and before it the crew that this was on."""
+        number, inputs, outputs = self.ask(Engine.forward, around, args, kwargs, grad=True)
+        if self._engine.training:
+            # For the random numbers and the statistics; a repetition has no way back.
+            self._record(Engine.infer, around, args, kwargs)
+        return self._engine.crews, number, inputs, outputs
+
+    def backward(self, crew: int, number: int, gradients: list[Any], input_gradients: bool) -> dict[int, Any]:
+        """The way back of a call. No spare makes a loss in it good: the lost worker had a part of the graph."""
+        if crew != self._engine.crews:
+            raise PipelineError(
+                "a worker was lost, or replaced, since this output was computed, and what it kept for the way back is "
+                "gone: call the pipeline again"
+            )
+        found = self._engine.backward(number, gradients, input_gradients)
+        # These gradients are the caller's affair: the journal does not have them.
+        self._repeatable = False
+        return found
 
     def forget(self, number: int) -> None:
         """A call's output has gone without a backward: what is kept for it may go. Called by the garbage collector."""

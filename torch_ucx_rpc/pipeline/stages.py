@@ -46,7 +46,7 @@ class Stages:
         self._rows: dict[tuple[Any, ...], Row] = {}
         # Gradients that a failed step has added to: no optimizer is to use them.
         self._spoilt = False
-        # The last step: its number, and the parameters that had no gradient before.
+        # The last order that has added to gradients: its number, and the parameters that had none before.
         self._finished: tuple[int, list[nn.Parameter]] = (-1, [])
 
     def clear(self) -> None:
@@ -69,7 +69,7 @@ class Stages:
         """A call that does not begin here: gradients go, or are spoilt, as where it has begun."""
         if request.zero_grad is not None:
             self.order_zero_grad({"set_to_none": request.zero_grad})
-        if request.is_step:
+        if request.adds_gradients:
             self._undo([])
 
     def order_run(self, request: Request) -> Generator[Waiting, None, dict[str, Any]]:
@@ -77,20 +77,22 @@ class Stages:
             self._rows[request.row_key] = request.row
         if request.zero_grad is not None:
             self.order_zero_grad({"set_to_none": request.zero_grad})
-        fresh = self._without_gradients() if request.is_step else []
+        number = self._exchange.running
+        assert number is not None
+        fresh = self._without_gradients() if request.adds_gradients else []
         try:
             result = yield from Run(self.by_index, self._exchange, request).carry_out(self._rows[request.row_key])
         except BaseException:
-            # Gradients of a part of the step are of no use: those that were not there before go again.
-            if request.is_step:
+            # Gradients of a part of the batch are of no use: those that were not there before go again.
+            if request.adds_gradients:
                 self._undo(fresh)
             raise
-        if request.is_step:
-            self._finished = request.call, fresh
+        if request.adds_gradients:
+            self._finished = number, fresh
         return result
 
     def _undo(self, fresh: list[nn.Parameter]) -> None:
-        """Let go of the gradients of a step that had none of these before; others are spoilt by it."""
+        """Let go of the gradients of parameters that had none before; others are spoilt."""
         for parameter in fresh:
             parameter.grad = None
         self._spoilt = any(
@@ -110,11 +112,16 @@ class Stages:
     def order_reset(self, payload: dict[str, Any]) -> None:
         """After a failure, and when workers have changed: forget what has been left behind."""
         self._exchange.forget_unanswered()
-        # A step that failed elsewhere when it was done here.
-        if self._finished[0] == payload.get("undo"):
-            self._undo(self._finished[1])
+        # An order that failed elsewhere when it was done here.
+        if (number := payload.get("undo")) is not None:
+            self.forget(number)
+            if self._finished[0] == number:
+                self._undo(self._finished[1])
         if routes := payload.get("routes"):
             self._exchange.set_routes(routes)
+            # A call whose graphs are not on all workers any more has no way back.
+            for stage in self.by_index.values():
+                stage.graphs.clear()
         if payload.get("gradients"):
             self.order_zero_grad({"set_to_none": True})
 

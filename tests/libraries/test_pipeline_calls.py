@@ -1,0 +1,198 @@
+"""``pipe(x)`` and its way back: what is undone, what is let go of, and what a spare saves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from _jobs import drive, drive_with_deaths, kill, on, small_model
+from _pipelines import assert_equal_gradients, make_pipe
+from torch import nn
+
+
+class FailingOnTheWayBack(nn.Module):
+    """Raises in the backward at a value below -100, and in the forward above 100."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if (x > 100).any():
+            raise ZeroDivisionError("too much of it")
+        if (x < -100).any():
+            x.register_hook(raise_on_the_way_back)
+        return self.inner(x)
+
+
+def raise_on_the_way_back(gradient: torch.Tensor) -> None:
+    raise LookupError("no way back")
+
+
+class PassOn(nn.Module):
+    """Lets values through unchanged, with a parameter so that there is something to train."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.scale
+
+
+def graphs() -> int:
+    """Micro-batches of which stages of this worker keep what their way back needs."""
+    from torch_ucx_rpc.pipeline import host
+
+    return sum(len(stage.graphs) for one in host.hosts_here() for stage in one.stages.by_index.values())
+
+
+def fail_on_the_way_back() -> None:
+    from torch_ucx_rpc.pipeline import StageError
+
+    workers = ["worker1", "worker2", "worker0"]
+    pipe = make_pipe([PassOn(), FailingOnTheWayBack(), nn.Linear(8, 4)], workers)
+    optimizer = pipe.optimizer(torch.optim.SGD, lr=0.1)
+    x, y = torch.randn(8, 8), torch.randn(8, 4)
+    good = pipe.step(x, target=y)
+    pipe.zero_grad()
+    bad = x.clone()
+    # The other micro-batches have been on their way back when this one fails.
+    bad[0] = -200.0
+    with pytest.raises(StageError, match=r"stage 1 on worker 'worker2' failed in the backward of micro-batch 0"):
+        pipe(bad).sum().backward()
+    assert all(gradient is None for gradient in pipe.gradients().values())
+    assert [on(worker, graphs) for worker in workers] == [0, 0, 0]
+    assert torch.equal(pipe.step(x, target=y), good)
+    # There are gradients of an earlier step now, which the failure spoils.
+    with pytest.raises(StageError, match="no way back"):
+        pipe(bad).sum().backward()
+    optimizer.step()
+    with pytest.raises(StageError, match=r"call optimizer\.zero_grad\(\) before"):
+        pipe.synchronize()
+
+
+def test_a_way_back_that_fails_is_undone() -> None:
+    drive(fail_on_the_way_back, 3)
+
+
+def call_and_drop() -> None:
+    from torch_ucx_rpc.pipeline import StageError
+
+    pipe = make_pipe([PassOn(), FailingOnTheWayBack(), nn.Linear(8, 4)], ["worker1", "worker2", "worker0"])
+    for _ in range(4):
+        pipe(torch.randn(8, 8))
+    # What a call keeps goes, at the latest, with the call after the one that dropped its output.
+    assert on("worker1", graphs) <= 4
+    pipe.gradients()
+    assert [on(worker, graphs) for worker in ("worker0", "worker1", "worker2")] == [0, 0, 0]
+    with pytest.raises(StageError, match="too much"):
+        pipe(torch.full((8, 8), 200.0))
+    assert [on(worker, graphs) for worker in ("worker0", "worker1", "worker2")] == [0, 0, 0]
+
+
+def test_calls_whose_output_is_dropped_keep_nothing() -> None:
+    drive(call_and_drop, 3)
+
+
+def trained(folder: str, spares: list[str]) -> Any:
+    pipe = make_pipe(small_model(), spares=spares)
+    optimizer = pipe.optimizer(torch.optim.SGD, lr=0.1, momentum=0.9)
+    pipe.save(folder)
+    generator = torch.Generator().manual_seed(3)
+    for _ in range(2):
+        optimizer.zero_grad()
+        pipe.step(torch.randn(8, 8, generator=generator), target=torch.randn(8, 4, generator=generator))
+        optimizer.step()
+    return pipe, optimizer
+
+
+def lose_between_calls(folder: str) -> None:
+    from torch_ucx_rpc.pipeline import PipelineError, StageLostError
+
+    pipe, _ = trained(folder, ["worker3", "worker4"])
+    model = small_model()
+    x = torch.randn(8, 8)
+    kept = pipe(x)
+    model.load_state_dict(pipe.state_dict())
+    kill("worker2")
+    # A forward is made on a spare, and so is its way back.
+    pipe.zero_grad()
+    out = pipe(x)
+    expected = torch.cat([model(part) for part in x.tensor_split(4)])
+    assert torch.equal(out, expected)
+    out.sum().backward()
+    expected.sum().backward()
+    assert_equal_gradients(pipe, model)
+    assert pipe.workers == ["worker1", "worker3"]
+    with pytest.raises(PipelineError, match=r"a worker was lost, or replaced, since.*call the pipeline again"):
+        kept.sum().backward()
+    # A loss in a way back is an error, and the next call puts a spare in.
+    pipe.save(folder + "-again")
+    out = pipe(x)
+    kill("worker3")
+    with pytest.raises(StageLostError, match="worker3"):
+        out.sum().backward()
+    assert torch.equal(pipe(x), torch.cat([model(part) for part in x.tensor_split(4)]))
+    assert pipe.workers == ["worker1", "worker4"]
+
+
+def test_a_call_and_its_way_back_run_on_a_spare(tmp_path: Path) -> None:
+    drive_with_deaths(lose_between_calls, 5, (2, 3), str(tmp_path / "ckpt"))
+
+
+def ask_after_losses(folder: str) -> None:
+    pipe, optimizer = trained(folder, ["worker3", "worker4", "worker5"])
+    gradients, state, moments = pipe.gradients(), pipe.state_dict(), optimizer.state_dict()["state"]
+
+    def lose_the_last() -> None:
+        kill(pipe.workers[-1])
+
+    def same(found: dict[str, Any], expected: dict[str, Any]) -> None:
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+    lose_the_last()
+    same(pipe.gradients(), gradients)
+    lose_the_last()
+    same(pipe.state_dict(), state)
+    lose_the_last()
+    later = pipe.optimizer(torch.optim.SGD, lr=0.5)
+    assert pipe.workers == ["worker1", "worker5"]
+    same(
+        {name: one["momentum_buffer"] for name, one in optimizer.state_dict()["state"].items()},
+        {name: one["momentum_buffer"] for name, one in moments.items()},
+    )
+    later.step()
+    pipe.synchronize()
+
+
+def test_whatever_is_asked_of_a_pipeline_is_answered_by_a_spare(tmp_path: Path) -> None:
+    drive_with_deaths(ask_after_losses, 6, (2, 3, 4), str(tmp_path / "ckpt"))
+
+
+def load_after_losses(folder: str) -> None:
+    pipe, optimizer = trained(folder, ["worker3", "worker4", "worker5"])
+    other = small_model(5).state_dict()
+    state = optimizer.state_dict()
+    kill("worker2")
+    pipe.load_state_dict(other)
+    kill("worker3")
+    found = optimizer.state_dict()
+    for name, one in state["state"].items():
+        assert torch.equal(found["state"][name]["momentum_buffer"], one["momentum_buffer"])
+    for one in state["state"].values():
+        one["momentum_buffer"].fill_(7.0)
+    optimizer.load_state_dict(state)
+    kill("worker4")
+    pipe.synchronize()
+    assert pipe.workers == ["worker1", "worker5"]
+    assert all((one["momentum_buffer"] == 7.0).all() for one in optimizer.state_dict()["state"].values())
+    assert all(torch.equal(value, other[name]) for name, value in pipe.state_dict().items())
+
+
+def test_states_that_are_loaded_outlive_a_loss(tmp_path: Path) -> None:
+    drive_with_deaths(load_after_losses, 6, (2, 3, 4), str(tmp_path / "ckpt"))
