@@ -87,8 +87,7 @@ def divided(
     partition: Partition, chunks: int, args: Any, kwargs: Any, target: tuple[Any, ...]
 ) -> tuple[int, list[Any], list[Any]]:
     """How many micro-batches, their arguments, and the targets. Raises ValueError for what cannot be divided."""
-    if partition.bind is not None:
-        args, kwargs = partition.bind(args, kwargs)
+    args, kwargs = partition.arguments(args, kwargs)
     size = batch_size((args, kwargs, target))
     if size == 0:
         raise ValueError("the batch is empty: a step needs one sample at least")

@@ -12,7 +12,7 @@ from torch_ucx_rpc.pipeline.calls import Circumstances
 from torch_ucx_rpc.pipeline.engine import Engine
 from torch_ucx_rpc.pipeline.errors import PipelineError
 from torch_ucx_rpc.pipeline.recovery import Recovery
-from torch_ucx_rpc.pipeline.values import Packet, merge, tensors_of
+from torch_ucx_rpc.pipeline.values import Packet, flatten, merge, merge_leaves, tensors_of
 from torch_ucx_rpc.pipeline.wiring import INPUT
 
 __all__ = ["call_with_autograd"]
@@ -44,13 +44,13 @@ def call_with_autograd(engine: Engine, recovery: Recovery, around: Circumstances
     crew, number, inputs, packets = recovery.forward(around, args, kwargs)
     call = _Call(recovery, crew, number, packets)
     call.used = _used(engine, inputs[0])
-    merged = merge([packet[0] for packet in packets])
-    leaves, spec = pytree.tree_flatten(merged)
-    wanting = _positions(packets, len(leaves))
-    if not wanting:
+    outputs = [packet[0] for packet in packets]
+    if all(positions == () for _, positions in packets):
         call.forget()
-        return merged
-    sources = [one for one in tensors_of((args, kwargs)) if one.requires_grad]
+        return merge(outputs)
+    leaves, spec, wanting = _merged(outputs, packets)
+    # Arguments by name may come in another order than that in which the stages count them.
+    sources = [one for one in tensors_of(engine.partition.arguments(args, kwargs)) if one.requires_grad]
     # Something in the arguments must want a gradient for the node to be made: the parameters do, elsewhere.
     anchor = torch.empty(0, requires_grad=True)
     made = _Node.apply(  # type: ignore[no-untyped-call]
@@ -61,18 +61,23 @@ def call_with_autograd(engine: Engine, recovery: Recovery, around: Circumstances
     return pytree.tree_unflatten(leaves, spec)
 
 
-def _positions(packets: list[Packet], leaves: int) -> list[int]:
+def _merged(outputs: list[Any], packets: list[Packet]) -> tuple[list[Any], Any, list[int]]:
+    """Leaves and structure of the whole output, and the positions of the leaves that want a gradient."""
+    merged = merge_leaves(outputs)
     wanting = {(0,) if positions is None else positions for _, positions in packets}
-    if len(wanting) > 1:
-        raise PipelineError(
-            "micro-batches of one batch returned values of which other ones want a gradient: their outputs cannot be "
-            "put together. Use chunks=1, or let the model return the same structure always."
-        )
-    return list(wanting.pop())
+    if merged is not None and len(wanting) == 1:
+        (places,) = wanting
+        if all(isinstance(merged[0][place], torch.Tensor) for place in places):
+            return *merged, list(places)
+    raise PipelineError(
+        "micro-batches of one batch returned values of different structures or sizes, or of which other ones want a "
+        "gradient: their outputs cannot be put together. Use chunks=1, call the pipeline under torch.no_grad(), or let "
+        "the model return the same structure always."
+    )
 
 
 def _used(engine: Engine, one: tuple[Any, Any]) -> dict[int, list[int]]:
-    leaves = pytree.tree_leaves(one)
+    leaves, _ = flatten(one)
     numbers: dict[int, int] = {}
     for place, leaf in enumerate(leaves):
         if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
@@ -124,7 +129,7 @@ class _Node(torch.autograd.Function):
 
 
 def _sizes(packet: Packet, place: int) -> int | None:
-    leaf = pytree.tree_leaves(packet[0])[place]
+    leaf = flatten(packet[0])[0][place]
     return leaf.shape[0] if leaf.dim() else None
 
 

@@ -35,6 +35,10 @@ class Partition:
     bind: Callable[[tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]] | None = None
     """Of a traced model: the arguments of a call, flat, as the stages count them."""
 
+    def arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of a call in the order of the stages. Raises TypeError or ValueError if they do not fit."""
+        return (args, kwargs) if self.bind is None else self.bind(args, kwargs)
+
 
 def parameter_count(modules: Iterable[nn.Module]) -> int:
     return sum(one.numel() for one in {id(one): one for part in modules for one in part.parameters()}.values())

@@ -1,4 +1,5 @@
-"""The values between stages: any nesting of tuples, lists and dicts, with tensors, None and anything picklable in it.
+"""The values between stages: any nesting of tuples, lists, dicts and dataclasses, with tensors, None and anything
+picklable in it.
 
 A *packet* is how such a value crosses from one stage to the next: the value with its tensors detached, and the
 positions of the tensors that want a gradient. The wire does not carry ``requires_grad``, so the packet does.
@@ -6,17 +7,35 @@ positions of the tensors that want a gradient. The wire does not carry ``require
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import dataclasses
+import functools
+import threading
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
-__all__ = ["Packet", "batch_size", "map_tensors", "merge", "pack", "split", "tensors_of", "to_device", "unpack"]
+__all__ = [
+    "Packet",
+    "batch_size",
+    "equal",
+    "flatten",
+    "map_tensors",
+    "merge",
+    "merge_leaves",
+    "pack",
+    "split",
+    "tensors_of",
+    "to_device",
+    "unpack",
+]
 
 # The value, and the positions among its leaves of those that want a gradient. None stands for (0,) with the value
 # itself the only leaf, which is nearly always so and needs no walk through a tree.
 Packet = tuple[Any, "tuple[int, ...] | None"]
+
+_registering = threading.Lock()
 
 # Types without tensors inside.
 _PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device})
@@ -30,7 +49,7 @@ def pack(value: Any) -> tuple[Packet, list[torch.Tensor]]:
         return (value, ()), []
     if not any(one.requires_grad for one in tensors_of(value)):
         return (value, ()), []
-    leaves, spec = pytree.tree_flatten(value)
+    leaves, spec = flatten(value)
     wanting = [place for place, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
     tensors = [leaves[place] for place in wanting]
     for place in wanting:
@@ -47,7 +66,7 @@ def unpack(packet: Packet, device: torch.device, grad: bool) -> tuple[Any, list[
         return (leaf.requires_grad_(), [leaf]) if grad else (leaf, [])
     if not wanting or not grad:
         return to_device(value, device), []
-    leaves, spec = pytree.tree_flatten(value)
+    leaves, spec = flatten(value)
     collected = []
     for place, leaf in enumerate(leaves):
         if isinstance(leaf, torch.Tensor):
@@ -68,6 +87,38 @@ def to_device(value: Any, device: torch.device) -> Any:
     return map_tensors(lambda tensor: _on(tensor, device), value)
 
 
+def flatten(value: Any) -> tuple[list[Any], Any]:
+    """As pytree does, which dataclasses are leaves for until they are registered."""
+    while True:
+        leaves, spec = pytree.tree_flatten(value)
+        # All of them, also those without tensors: leaves are counted, and must be the same on all workers.
+        unknown = {type(leaf) for leaf in leaves if _is_plain_dataclass(type(leaf))}
+        if not unknown:
+            return leaves, spec
+        with _registering:
+            for kind in unknown - pytree.SUPPORTED_NODES.keys():
+                pytree.register_pytree_node(kind, _attributes_of, functools.partial(_with_attributes, kind))
+
+
+def _is_plain_dataclass(kind: type) -> bool:
+    # One that is a container as well has more than attributes.
+    return dataclasses.is_dataclass(kind) and not issubclass(kind, (dict, list, tuple, torch.Tensor, torch.nn.Module))
+
+
+def _attributes_of(one: Any) -> tuple[list[Any], tuple[str, ...]]:
+    names = dict.fromkeys([*(field.name for field in dataclasses.fields(one)), *getattr(one, "__dict__", ())])
+    found = tuple(name for name in names if hasattr(one, name))
+    return [getattr(one, name) for name in found], found
+
+
+def _with_attributes(kind: type, values: Iterable[Any], names: tuple[str, ...]) -> Any:
+    # Not by __init__, which may take other arguments, nor by the class's own __setattr__, which may be frozen.
+    made: Any = object.__new__(kind)
+    for name, value in zip(names, values, strict=True):
+        object.__setattr__(made, name, value)
+    return made
+
+
 def map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
     """``value`` with ``function(tensor)`` in the place of each tensor."""
     kind = type(value)
@@ -78,7 +129,10 @@ def map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
         return kind([map_tensors(function, one) for one in value])
     if kind is dict:
         return {key: map_tensors(function, one) for key, one in value.items()}
-    return value if kind in _PLAIN else pytree.tree_map_only(torch.Tensor, function, value)
+    if kind in _PLAIN:
+        return value
+    leaves, spec = flatten(value)
+    return pytree.tree_unflatten([function(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], spec)
 
 
 def tensors_of(value: Any) -> list[torch.Tensor]:
@@ -86,6 +140,15 @@ def tensors_of(value: Any) -> list[torch.Tensor]:
     found: list[torch.Tensor] = []
     map_tensors(found.append, value)
     return found
+
+
+def equal(one: Any, other: Any) -> bool:
+    """Whether two values that are no tensors are the same, as far as they can tell."""
+    try:
+        return type(one) is type(other) and bool(one == other)
+    except Exception:
+        # An array says it for each of its elements.
+        return False
 
 
 # ------------------------------------------------------------------------------------------------------ micro-batches
@@ -121,7 +184,7 @@ def split(values: Any, count: int) -> list[Any]:
     if kind is dict:
         columns = {key: split(one, count) for key, one in values.items()}
         return [{key: column[number] for key, column in columns.items()} for number in range(count)]
-    leaves, spec = pytree.tree_flatten(values)
+    leaves, spec = flatten(values)
     parts = [
         torch.tensor_split(leaf, count) if isinstance(leaf, torch.Tensor) and leaf.dim() > 0 else [leaf] * count
         for leaf in leaves
@@ -132,20 +195,26 @@ def split(values: Any, count: int) -> list[Any]:
 def merge(parts: Sequence[Any]) -> Any:
     """The outputs of micro-batches as one value: tensors are concatenated along dimension 0, scalars stacked.
 
-    Other leaves must be equal in all of them; they become a list where they are not.
+    Leaves that cannot be put together become a list: tensors of other sizes, or what is no tensor and not equal. So do
+    values of different structures.
     """
-    if isinstance(parts[0], torch.Tensor):
-        return _merge_leaves(parts)
-    flattened = [pytree.tree_flatten(part) for part in parts]
+    merged = merge_leaves(parts)
+    return list(parts) if merged is None else pytree.tree_unflatten(*merged)
+
+
+def merge_leaves(parts: Sequence[Any]) -> tuple[list[Any], Any] | None:
+    """The leaves of `merge`, and their structure; None where micro-batches have different ones."""
+    flattened = [flatten(part) for part in parts]
     spec = flattened[0][1]
     if any(other != spec for _, other in flattened):
-        return list(parts)
-    leaves = [_merge_leaves(column) for column in zip(*(leaves for leaves, _ in flattened), strict=True)]
-    return pytree.tree_unflatten(leaves, spec)
+        return None
+    return [_merge_column(column) for column in zip(*(leaves for leaves, _ in flattened), strict=True)], spec
 
 
-def _merge_leaves(column: Sequence[Any]) -> Any:
+def _merge_column(column: Sequence[Any]) -> Any:
     first = column[0]
-    if isinstance(first, torch.Tensor):
+    if all(isinstance(one, torch.Tensor) for one in column):
+        if any(one.dim() != first.dim() or one.shape[1:] != first.shape[1:] for one in column):
+            return list(column)
         return torch.cat(list(column)) if first.dim() > 0 else torch.stack(list(column))
-    return first if all(other == first for other in column) else list(column)
+    return first if all(equal(one, first) for one in column) else list(column)
