@@ -167,6 +167,9 @@ class Crew:
         for one in [*unsettled, sent]:
             outcomes = [self._outcome(one.name, future) for future in one.futures]
             if any(outcome[0] != "ok" for outcome in outcomes):
+                if one is not sent:
+                    # It counts on the one before it.
+                    self.abort(sent.number)
                 self._fail(one, outcomes)
         return [outcome[1] for outcome in outcomes]
 

@@ -106,7 +106,7 @@ class DistributedPipeline:
             chunks=chunks,
             loss=loss,
             rematerialize=rematerialize,
-            training=model.training if isinstance(model, nn.Module) else True,
+            training=any(not isinstance(one, nn.Module) or one.training for one in _modules(model)),
         )
         self._recovery = Recovery(self._engine, spare_places)
         try:
@@ -156,7 +156,7 @@ class DistributedPipeline:
         batch norms have counted stays counted.
         """
         self._check_loss("step")
-        scale = None if scaler is None else scaler.get_scale()
+        scale = None if scaler is None else scaler.scale_of_step()
         return self._recovery.do(Engine.step, self._around(), args, kwargs, target, scale)
 
     def _check_loss(self, name: str) -> None:
@@ -310,6 +310,10 @@ class DistributedPipeline:
     def workers(self) -> list[str]:
         """Names of the workers, in the order of the schedule's rows."""
         return [place.worker for place in self._engine.crew.places]
+
+
+def _modules(model: nn.Module | Sequence[Any]) -> Sequence[Any]:
+    return [model] if isinstance(model, nn.Module) else model
 
 
 def _place(worker: Any) -> tuple[str, str]:

@@ -55,7 +55,7 @@ class Engine:
         chunks: micro-batches of a step.
         loss: of output and target.
         rematerialize: compute activations again on the way back.
-        training: whether the stages begin in training mode.
+        training: whether the model was given in training mode.
     """
 
     def __init__(
@@ -75,7 +75,9 @@ class Engine:
         self.chunks = chunks
         self.loss = loss
         self.rematerialize = rematerialize
-        self.training = training
+        # As it was given, and what has been set for all modules since then.
+        self._given_training = training
+        self.mode: bool | None = None
         self.optimizers: list[RemoteOptimizer] = []
         # Parameters by the names of the undivided model and in its order, with shapes and without values.
         self.parameters: dict[str, nn.Parameter] = {}
@@ -119,7 +121,8 @@ class Engine:
                 loss=self.loss,
                 rematerialize=self.rematerialize,
                 first_order=self.crew.number,
-                training=self.training,
+                training=self._given_training,
+                mode=self.mode,
             )
             try:
                 calls.append((place, rpc.rpc_async(place.info, host.create, (config,), timeout=0)))
@@ -321,9 +324,15 @@ class Engine:
         """Values by the names of the undivided model, all of them."""
         self.order("load_state_dict", {"state": state})
 
-    def train(self, mode: bool) -> None:
+    @property
+    def training(self) -> bool:
+        """Whether the model as a whole is in training mode."""
+        return self._given_training if self.mode is None else self.mode
+
+    def train(self, mode: bool | None) -> None:
+        """Set the mode of all modules. None: back to the modes in which they were given."""
         self.order("train", {"mode": mode})
-        self.training = mode
+        self.mode = mode
 
     def zero_grad(self, set_to_none: bool) -> None:
         """Travels with the next call."""
@@ -341,20 +350,17 @@ class Engine:
         if error_if_nonfinite and not bool(total.isfinite()):
             raise RuntimeError(f"the norm of order {norm_type} of the gradients is not finite: they cannot be clipped")
         factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-        self.order("scale_gradients", {"factor": factor, "check": False})
+        self.order("scale_gradients", {"factor": factor})
         return total
 
-    def optimizer_step(self, number: int, groups: list[dict[str, Any]], scale: float | None) -> bool:
-        """A step of the workers' optimizers; nobody waits for it unless there is a scale, by which gradients are
-        divided first. Returns whether it was made: not where a gradient is not finite then."""
-        finite = True
-        if scale is not None:
-            factor = torch.tensor(1.0 / scale)
-            finite = all(self.order("scale_gradients", {"factor": factor, "check": True}))
-        if finite:
-            self._flush()
-            self.crew.send_later("optimizer_step", {"optimizer": number, "groups": groups})
-        return finite
+    def divide_gradients(self, number: int, scale: float) -> bool:
+        """Divide the gradients of an optimizer's parameters; whether all are finite."""
+        return all(self.order("scale_gradients", {"factor": torch.tensor(1.0 / scale), "optimizer": number}))
+
+    def optimizer_step(self, number: int, groups: list[dict[str, Any]]) -> None:
+        """A step of the workers' optimizers; nobody waits for it."""
+        self._flush()
+        self.crew.send_later("optimizer_step", {"optimizer": number, "groups": groups})
 
     # ---------------------------------------------------------------------------------------------------- checkpoints
 

@@ -31,6 +31,9 @@ class HostConfig:
     first_order: int
     """Number of the first order that it will get."""
     training: bool
+    """Whether the model was given in training mode."""
+    mode: bool | None
+    """Set for all modules since then; None: each is in the mode that it was given in."""
 
 
 class Request(NamedTuple):

@@ -85,15 +85,17 @@ class PipelineOptimizer(torch.optim.Optimizer):
     def step(self, closure: Any = None, *, scaler: GradScaler | None = None) -> None:  # type: ignore[override]
         """Let every worker's optimizer take a step.
 
-        With a ``scaler`` the gradients are divided by its scale first, and the step is left out where one is not
-        finite.
+        With a ``scaler`` the gradients of its parameters are divided by the scale first, unless ``scaler.unscale_``
+        has done so. The step is left out where one is not finite.
         """
         if closure is not None:
             raise TypeError("a pipeline's optimizer takes no closure: call pipe.step() before optimizer.step()")
-        scale = None if scaler is None else scaler.get_scale()
-        finite = self._recovery.do(Engine.optimizer_step, self._number, self._values(), scale)
-        if scaler is not None:
-            scaler.update(finite)
+        if scaler is None or scaler.before_step(self):
+            self._recovery.do(Engine.optimizer_step, self._number, self._values())
+
+    def divide_gradients(self, scale: float) -> bool:
+        """For `GradScaler`: divide the gradients of this optimizer's parameters. Returns whether all are finite."""
+        return self._recovery.do(Engine.divide_gradients, self._number, scale)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Let go of the gradients of all parameters of the pipeline."""

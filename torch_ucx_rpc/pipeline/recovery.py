@@ -129,7 +129,7 @@ class Recovery:
 
     def _begin_journal(self) -> None:
         if self._journal is not None:
-            self._journal = [_Entry(Engine.train, (self._engine.training,), {})]
+            self._journal = [_Entry(Engine.train, (self._engine.mode,), {})]
 
     # ---------------------------------------------------------------------------------------------------- a loss
 

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 __all__ = ["GradScaler"]
+
+
+class _Scaled(Protocol):
+    """A `PipelineOptimizer`, with gradients of a loss that was scaled."""
+
+    def divide_gradients(self, scale: float) -> bool:
+        """Divide the gradients of its parameters; whether all are finite."""
 
 
 class GradScaler:
@@ -13,7 +20,12 @@ class GradScaler:
         >>> scaler = pipeline.GradScaler()
         >>> with torch.autocast("cuda", torch.float16):
         ...     loss = pipe.step(x, target=y, scaler=scaler)
+        >>> scaler.unscale_(optimizer)        # only if gradients are clipped, or looked at, before the step
+        >>> pipe.clip_grad_norm_(1.0)
         >>> optimizer.step(scaler=scaler)     # left out where a gradient is not finite; sets the next scale
+
+    Each of several optimizers divides the gradients of its own parameters, and steps where these are finite. The next
+    scale is set once for all of them, and grows only if all have stepped.
 
     Args:
         init_scale: the first scale.
@@ -38,13 +50,48 @@ class GradScaler:
         self._backoff_factor = backoff_factor
         self._growth_interval = growth_interval
         self._good_steps = 0
+        self._begin()
+
+    def _begin(self) -> None:
+        """The gradients are those of another batch, with the present scale."""
+        self._before = self._scale, self._good_steps
+        # Optimizers whose gradients have been divided, and whether all of these are finite; optimizers that have
+        # stepped.
+        self._finite: dict[int, bool] = {}
+        self._stepped: set[int] = set()
 
     def get_scale(self) -> float:
         """The factor of the next step's loss."""
         return self._scale
 
-    def update(self, finite: bool) -> None:
-        """Set the next scale; called by ``optimizer.step(scaler=...)``."""
+    def scale_of_step(self) -> float:
+        """The factor of a loss; called by ``pipe.step(scaler=...)``."""
+        if self._stepped:
+            self._begin()
+        return self._scale
+
+    def unscale_(self, optimizer: _Scaled) -> None:
+        """Divide the gradients of an optimizer's parameters by the scale now. Its next step does not do it again.
+
+        Raises RuntimeError if it has been called since the optimizer's last step.
+        """
+        if id(optimizer) in self._stepped:
+            self._begin()
+        if id(optimizer) in self._finite:
+            raise RuntimeError("unscale_() has been called for this optimizer already since its last step")
+        self._finite[id(optimizer)] = optimizer.divide_gradients(self._before[0])
+
+    def before_step(self, optimizer: _Scaled) -> bool:
+        """Whether an optimizer is to step, and the next scale is set; called by ``optimizer.step(scaler=...)``."""
+        if id(optimizer) in self._stepped or id(optimizer) not in self._finite:
+            self.unscale_(optimizer)
+        self._stepped.add(id(optimizer))
+        # From where the batch began: the scale changes once, whatever the number of optimizers.
+        self._scale, self._good_steps = self._before
+        self._update(all(self._finite[one] for one in self._stepped))
+        return self._finite[id(optimizer)]
+
+    def _update(self, finite: bool) -> None:
         if not finite:
             self._scale *= self._backoff_factor
             self._good_steps = 0
@@ -62,3 +109,4 @@ class GradScaler:
         """Go on from what `state_dict` returned."""
         self._scale = state_dict["scale"]
         self._good_steps = state_dict["good_steps"]
+        self._begin()

@@ -23,8 +23,6 @@ __all__ = ["Autocast", "Stage"]
 # (device type, dtype) of what is on where the step was called.
 Autocast = tuple[tuple[str, torch.dtype], ...]
 
-_NormBase = nn.modules.batchnorm._NormBase
-
 
 @dataclasses.dataclass
 class _Graph:
@@ -46,6 +44,7 @@ class Stage:
         device: where that is.
         rematerialize: whether activations are computed again on the way back rather than kept.
         loss: of the last stage, ``loss(output, target)``.
+        training: whether the whole model was given in training mode.
     """
 
     def __init__(
@@ -56,6 +55,7 @@ class Stage:
         *,
         rematerialize: bool,
         loss: Callable[..., Any] | None,
+        training: bool,
         evaluation_module: nn.Module | None = None,
     ) -> None:
         self.spec = spec
@@ -65,7 +65,10 @@ class Stage:
         self.device = device
         self.loss = loss
         self.rematerialize = rematerialize
-        self.training = True
+        self.training = training
+        # As they were given: a module may be in another mode than the whole, such as a frozen batch norm.
+        self._modes = [(part, part.training) for part in module.modules()]
+        self._given_training = training
         self.graphs: dict[tuple[int, int], _Graph] = {}
         self._last_seed: tuple[Any, torch.Tensor] | None = None
         # Last consumer first: autograd sums the gradients of a value in the order in which it reaches its users.
@@ -81,15 +84,8 @@ class Stage:
         self._chain = _chain_source(spec)
         # Layers that write in place must not write into what arrived: it is a leaf for autograd, the input of a second
         # forward, and for a stage of the same process the output of another.
-        self._writes_in_place = any(getattr(part, "inplace", False) for part in module.modules())
+        self._writes_in_place = any(map(_writes_in_place, (module, evaluation_module)))
         self._traced = isinstance(module, torch.fx.GraphModule)
-        # What a forward in training counts up. In a traced module any buffer may be that.
-        self._statistics = [
-            buffer
-            for part in module.modules()
-            if self._traced or isinstance(part, _NormBase)
-            for buffer in part.buffers(False)
-        ]
 
     # ------------------------------------------------------------------------------------------------------ state
 
@@ -109,7 +105,13 @@ class Stage:
         state.update({other: state[name] for name, other in self.spec.aliases if name in state})
         return state
 
-    def train(self, mode: bool) -> None:
+    def train(self, mode: bool | None) -> None:
+        """As ``nn.Module.train``. None: back to the modes in which the modules were given."""
+        if mode is None:
+            self.training = self._given_training
+            for part, training in self._modes:
+                part.training = training
+            return
         self.training = mode
         if not self._traced:
             self.module.train(mode)
@@ -196,9 +198,8 @@ class Stage:
         return checkpoint(run, *args, use_reentrant=False, context_fn=self._rematerialization, **kwargs)
 
     def _rematerialization(self) -> tuple[Any, Any]:
-        """Contexts of the first forward and of the second, which must not count a micro-batch in the statistics
-        again."""
-        return contextlib.nullcontext(), _restored(self._statistics)
+        """Contexts of the first forward and of the second, which must not count a micro-batch again."""
+        return contextlib.nullcontext(), _restored(self.module)
 
     # --------------------------------------------------------------------------------------------------- backward
 
@@ -312,6 +313,14 @@ def _scalar(loss: Any, function: Callable[..., Any]) -> torch.Tensor:
     )
 
 
+def _writes_in_place(module: nn.Module | None) -> bool:
+    if isinstance(module, torch.fx.GraphModule):
+        # It has operators in the place of layers.
+        schemas = [getattr(node.target, "_schema", None) for node in module.graph.nodes]
+        return any(schema is not None and schema.is_mutable for schema in schemas)
+    return module is not None and any(getattr(part, "inplace", False) for part in module.modules())
+
+
 def _with_copies(module: nn.Module) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         args, kwargs = map_tensors(torch.Tensor.clone, (args, kwargs))
@@ -332,12 +341,16 @@ def _autocast(states: Autocast) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _restored(buffers: Sequence[torch.Tensor]) -> Iterator[None]:
-    """These as they were: a second forward counts nothing."""
-    before = [buffer.detach().clone() for buffer in buffers]
+def _restored(module: nn.Module) -> Iterator[None]:
+    """All buffers as they were: a second forward counts nothing, in batch norms or elsewhere."""
+    before = [(part._buffers, dict(part._buffers)) for part in module.modules() if part._buffers]
+    values = [(one, one.detach().clone()) for _, named in before for one in named.values() if one is not None]
     try:
         yield
     finally:
-        for buffer, old in zip(buffers, before, strict=True):
+        for buffers, named in before:
+            # A forward may put another tensor in the place of a buffer.
+            buffers.update(named)
+        for buffer, old in values:
             # By .data: nothing that autograd has kept of the buffer is to be taken for changed.
             buffer.data.copy_(old)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -35,13 +35,14 @@ class Stages:
                 self._device,
                 rematerialize=config.rematerialize,
                 loss=config.loss,
+                training=config.training,
                 evaluation_module=build.evaluation_module(spec, self._device),
             )
             for spec in config.specs
         }
         build.share_evaluation_state(self.by_index.values())
         for stage in self.by_index.values():
-            stage.train(config.training)
+            stage.train(config.mode)
         self._optimizers: dict[int, torch.optim.Optimizer] = {}
         self._rows: dict[tuple[Any, ...], Row] = {}
         # Gradients that a failed step has added to: no optimizer is to use them.
@@ -196,14 +197,21 @@ class Stages:
         return {name: norm.cpu() for (name, _), norm in zip(named, norms, strict=True)}
 
     def order_scale_gradients(self, payload: dict[str, Any]) -> bool:
-        """Multiply all gradients; says whether all are finite."""
-        finite = True
-        for stage in self.by_index.values():
-            for _, parameter in stage.owned_parameters():
-                if parameter.grad is not None:
-                    parameter.grad.mul_(payload["factor"].to(parameter.grad.device))
-                    finite = finite and (not payload["check"] or bool(parameter.grad.isfinite().all()))
-        return finite
+        """Multiply all gradients, or those of an optimizer's parameters, of which it says whether all are finite."""
+        if "optimizer" not in payload:
+            self._scale_gradients((one for _, one in self.owned_parameters()), payload["factor"])
+            return True
+        optimizer = self._optimizers.get(payload["optimizer"])
+        groups = [] if optimizer is None else optimizer.param_groups
+        scaled = self._scale_gradients((one for group in groups for one in group["params"]), payload["factor"])
+        return all(bool(gradient.isfinite().all()) for gradient in scaled)
+
+    @staticmethod
+    def _scale_gradients(parameters: Iterable[nn.Parameter], factor: torch.Tensor) -> list[torch.Tensor]:
+        gradients = [one.grad for one in parameters if one.grad is not None]
+        for gradient in gradients:
+            gradient.mul_(factor.to(gradient.device))
+        return gradients
 
     def order_gradients(self, payload: dict[str, Any]) -> dict[str, torch.Tensor | None]:
         return {name: _copy(one.grad) for name, one in self.owned_parameters()}

@@ -8,18 +8,20 @@ import operator
 import time
 import warnings
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx, nn
 from torch.distributed.pipelining import SplitPoint
 from torch.distributed.pipelining._IR import Pipe, annotate_split_points
 from torch.export import Dim
+from torch.fx.experimental.symbolic_shapes import is_concrete_int
 from torch.utils import _pytree as pytree
 
 from torch_ucx_rpc.pipeline.balance import balanced
 from torch_ucx_rpc.pipeline.errors import PipelineError
 from torch_ucx_rpc.pipeline.partition import Partition, StageInfo, close_to, connect, parameter_count, tie
+from torch_ucx_rpc.pipeline.values import equal, map_tensors
 from torch_ucx_rpc.pipeline.wiring import INPUT, Ref, StageSpec
 
 __all__ = ["divide"]
@@ -39,37 +41,39 @@ def divide(
     if split_spec is None:
         split_spec = _split_points(model, stages, args, kwargs, balance)
     _check(model, split_spec)
-    args, kwargs = _bound(inspect.signature(model.forward), args, kwargs)
-    specs, in_spec = _traced(model, args, kwargs, split_spec)
+    # Each a tensor of its own: of one that is given twice, torch.export would take the two places for one.
+    args, kwargs = map_tensors(torch.clone, _bound(inspect.signature(model.forward), args, kwargs))
+    specs, program = _traced(model, args, kwargs, split_spec)
     if len(specs) != stages:
         raise ValueError(
             f"the split points make {len(specs)} stages, but the workers run {stages}: give {stages - 1} split points "
             f"that are not at the very beginning or end."
         )
-    if _acts_otherwise_in_evaluation(model):
-        training = model.training
-        model.train(not training)
-        try:
-            others, _ = _traced(model, args, kwargs, split_spec)
-        finally:
-            model.train(training)
-        if not training:
-            specs, others = others, specs
-        if [(spec.arguments, spec.output) for spec in specs] != [(spec.arguments, spec.output) for spec in others]:
-            raise PipelineError(
-                "the model passes other values between these stages when it trains than when it evaluates, so one "
-                "pipeline cannot do both: move the split points."
-            )
-        for spec, other in zip(specs, others, strict=True):
+    with _in_the_other_mode(model):
+        others, _ = _traced(model, args, kwargs, split_spec)
+    if not model.training:
+        specs, others = others, specs
+    if [(spec.arguments, spec.output) for spec in specs] != [(spec.arguments, spec.output) for spec in others]:
+        raise PipelineError(
+            "the model passes other values between these stages when it trains than when it evaluates, so one "
+            "pipeline cannot do both: move the split points."
+        )
+    for spec, other in zip(specs, others, strict=True):
+        if spec.module.code != other.module.code:
             spec.evaluation_module = other.module
     tie(specs, dict(model.named_parameters(remove_duplicate=False)))
     _keep_unused(specs, model)
     infos = [StageInfo(_layers_of(spec.module), parameter_count([spec.module])) for spec in specs]
     names = [name for name, _ in model.named_parameters()]
     signature = inspect.signature(model.forward)
+    in_spec = program.call_spec.in_spec
+    fixed = _fixed(program, signature.bind(*args, **kwargs).arguments)
 
     def bind(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        return _flat(*_bound(signature, args, kwargs), in_spec), {}
+        leaves = _flat(*_bound(signature, args, kwargs), in_spec)
+        for leaf, one in zip(leaves, fixed, strict=True):
+            one.check(leaf)
+        return leaves, {}
 
     return Partition(specs, infos, names, bind)
 
@@ -85,9 +89,16 @@ def _check(model: nn.Module, split_spec: Mapping[str, SplitPoint]) -> None:
             )
 
 
-def _acts_otherwise_in_evaluation(model: nn.Module) -> bool:
-    kinds = (nn.modules.dropout._DropoutNd, nn.modules.batchnorm._NormBase, nn.MultiheadAttention, nn.RReLU)
-    return any(isinstance(part, kinds) for part in model.modules())
+@contextlib.contextmanager
+def _in_the_other_mode(model: nn.Module) -> Iterator[None]:
+    """The model in evaluation if it is in training, and the reverse; then each module as it was."""
+    before = [(part, part.training) for part in model.modules()]
+    model.train(not model.training)
+    try:
+        yield
+    finally:
+        for part, mode in before:
+            part.training = mode
 
 
 def _traced(
@@ -124,7 +135,7 @@ def _traced(
     if whole != Ref(len(specs) - 1):
         specs[-1].output = whole
     connect(specs)
-    return specs, program.call_spec.in_spec
+    return specs, program
 
 
 class _FlatTracer(fx.Tracer):
@@ -190,6 +201,51 @@ def _bound(
     except TypeError as error:
         raise TypeError(f"the call does not fit the model's forward{signature}: {error}") from None
     return bound.args, bound.kwargs
+
+
+class _Fixed(NamedTuple):
+    """What tracing has made a part of the model of an argument, or of a leaf in it."""
+
+    name: str
+    value: Any
+    """If it is no tensor."""
+    shape: tuple[int | None, ...] | None
+    """None in the place of a size that may change; the micro-batch's, at least."""
+
+    def check(self, leaf: Any) -> None:
+        """Raise ValueError if a call gives something else."""
+        if self.shape is None:
+            if not equal(leaf, self.value):
+                self._refuse("", self.value, leaf)
+        elif not isinstance(leaf, torch.Tensor) or leaf.dim() != len(self.shape):
+            found = f"of {leaf.dim()}" if isinstance(leaf, torch.Tensor) else f"a {type(leaf).__name__}"
+            self._refuse("", f"a tensor of {len(self.shape)} dimensions", found)
+        else:
+            for place, size in enumerate(self.shape):
+                if size is not None and leaf.shape[place] != size:
+                    self._refuse(f"dimension {place} of ", size, leaf.shape[place])
+
+    def _refuse(self, part: str, was: Any, found: Any) -> None:
+        raise ValueError(
+            f"{part}{self.name} was {was} when the model was traced, and is {found} in this call: what is no tensor, "
+            f"and sizes that the model depends on, are a part of a traced model. Make a pipeline with sample= for each "
+            f"of them, or divide the model by hand: a list of stages takes anything."
+        )
+
+
+def _fixed(program: Any, arguments: Mapping[str, Any]) -> list[_Fixed]:
+    """For each leaf of the arguments."""
+    values = {node.name: node.meta.get("val") for node in program.graph.nodes if node.op == "placeholder"}
+    leaves = [(name, leaf) for name, value in arguments.items() for leaf in pytree.tree_leaves(value)]
+    found = []
+    for (name, leaf), known in zip(leaves, program.graph_signature.user_inputs, strict=True):
+        if isinstance(leaf, torch.Tensor):
+            sizes = enumerate(values[known].shape)
+            shape = tuple(int(size) if place > 0 and is_concrete_int(size) else None for place, size in sizes)
+            found.append(_Fixed(name, None, shape))
+        else:
+            found.append(_Fixed(name, leaf, None))
+    return found
 
 
 def _keep_unused(specs: list[StageSpec], model: nn.Module) -> None:

@@ -1,0 +1,257 @@
+"""Modules keep on the stages what they have in one process: their modes, their buffers, their arguments."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812 - its usual name
+from _jobs import drive, drive_with_deaths, kill, reference_step
+from _pipelines import assert_equal_gradients, make_pipe
+from torch import nn
+
+
+def with_a_frozen_norm() -> nn.Sequential:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
+    model[1].eval()
+    return model
+
+
+def assert_same_state(pipe: Any, model: nn.Module) -> None:
+    found = pipe.state_dict()
+    for name, value in model.state_dict().items():
+        assert torch.equal(found[name], value), name
+
+
+def train_with_a_frozen_norm(folder: str) -> None:
+    pipe, model = make_pipe(with_a_frozen_norm(), spares=["worker3"]), with_a_frozen_norm()
+    pipe.save(folder)
+    x, y = torch.randn(16, 8), torch.randn(16, 4)
+
+    def both() -> None:
+        pipe.step(x, target=y)
+        reference_step(model, F.mse_loss, 4, x, target=y)
+        assert_same_state(pipe, model)
+
+    both()
+    # A spare has the modes as well, and the others keep them when all is done again.
+    kill("worker2")
+    both()
+    both()
+    # From here on it is as torch has it: all modules have one mode.
+    for one in (pipe, model):
+        one.eval()
+        one.train()
+    both()
+
+
+def test_a_module_that_was_put_to_eval_stays_so(tmp_path: Path) -> None:
+    drive_with_deaths(train_with_a_frozen_norm, 4, (2,), str(tmp_path))
+
+
+def list_and_trace_a_frozen_norm() -> None:
+    from torch_ucx_rpc.pipeline import SplitPoint
+
+    x, y = torch.randn(16, 8), torch.randn(16, 4)
+    model = with_a_frozen_norm()
+    pipe = make_pipe([with_a_frozen_norm()[:2], with_a_frozen_norm()[2:]])
+    pipe.step(x, target=y)
+    reference_step(model, F.mse_loss, 4, x, target=y)
+    found = pipe.state_dict()
+    assert torch.equal(found["0.1.running_mean"], model[1].running_mean)
+    assert torch.equal(found["1.3.running_mean"], model[3].running_mean)
+    model, given = with_a_frozen_norm(), with_a_frozen_norm()
+    pipe = make_pipe(given, sample=x, split_spec={"2": SplitPoint.BEGINNING})
+    assert [part.training for part in given.modules()] == [part.training for part in model.modules()]
+    pipe.step(x, target=y)
+    reference_step(model, F.mse_loss, 4, x, target=y)
+    assert_same_state(pipe, model)
+
+
+def test_stages_of_a_list_and_traced_ones_have_the_modes_that_they_were_given() -> None:
+    drive(list_and_trace_a_frozen_norm, 3)
+
+
+class Counting(nn.Module):
+    """Counts its forwards in a buffer, in place, and in one that it makes anew."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner = nn.Linear(8, 4)
+        self.register_buffer("steps", torch.zeros(()))
+        self.register_buffer("total", torch.zeros(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.steps += 1
+        self.total = self.total + x.detach().sum(0)
+        return torch.tanh(self.inner(x))
+
+
+def rematerialize_what_counts() -> None:
+    pipe = make_pipe([nn.Linear(8, 8), Counting()], rematerialize=True)
+    model = make_pipe([nn.Linear(8, 8), Counting()])
+    model.load_state_dict(pipe.state_dict())
+    x, y = torch.randn(8, 8), torch.randn(8, 4)
+    for one in (pipe, model):
+        one.step(x, target=y)
+    found, expected = pipe.state_dict(), model.state_dict()
+    assert expected["1.steps"] == 4
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    assert all(
+        torch.equal(found, expected)
+        for found, expected in zip(pipe.gradients().values(), model.gradients().values(), strict=True)
+    )
+
+
+def test_rematerialization_counts_once_in_any_buffer() -> None:
+    drive(rematerialize_what_counts, 3)
+
+
+# ----------------------------------------------------------------------------------------------------- traced models
+
+
+class Scaled(nn.Module):
+    """Two tensors that want gradients, a number, and layers that only ask ``self.training``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 4)
+
+    def forward(self, a: torch.Tensor, b: torch.Tensor, factor: float = 1.0) -> torch.Tensor:
+        hidden = self.first(a).relu_() * factor + b
+        if self.training:
+            hidden = hidden * 2
+        # The first thing that the last stage does is a write in place.
+        return self.last(F.relu(hidden, inplace=True))
+
+
+class InPlaceFirst(nn.Module):
+    """Its second part begins with a write in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(8, 8), Tail()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x))
+
+
+class Tail(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.mul_(2)
+        return self.inner(x)
+
+
+def call_traced() -> None:
+    from torch_ucx_rpc.pipeline import SplitPoint
+
+    points = {"last": SplitPoint.BEGINNING}
+    a, b = torch.randn(8, 8, requires_grad=True), torch.randn(8, 8, requires_grad=True)
+    one = a.detach()
+    sample = {"a": one, "b": one, "factor": 3.0}
+    pipe, model = make_pipe(Scaled(), sample=sample, split_spec=points), Scaled()
+
+    def gradients(output: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return torch.autograd.grad(output.square().sum(), (a, b))
+
+    # By name, in another order: each has its own gradient.
+    found = gradients(pipe(factor=3.0, b=b, a=a))
+    for mine, theirs in zip(found, gradients(model(a, b, 3.0)), strict=True):
+        torch.testing.assert_close(mine, theirs)
+    assert not torch.equal(*found)
+    with torch.no_grad():
+        torch.testing.assert_close(pipe(a, b, 3.0), model(a, b, 3.0))
+        torch.testing.assert_close(pipe.eval()(a, b, 3.0), model.eval()(a, b, 3.0))
+    with pytest.raises(ValueError, match=r"factor was 3\.0 when the model was traced, and is 2\.0 in this call"):
+        pipe(a, b, 2.0)
+    with pytest.raises(ValueError, match=r"dimension 1 of a was 8 when the model was traced, and is 9 in this call"):
+        pipe(torch.randn(8, 9), b, 3.0)
+
+
+def test_a_traced_model_tells_its_arguments_apart_and_has_a_graph_for_evaluation() -> None:
+    drive(call_traced, 3)
+
+
+def train_in_place() -> None:
+    from torch_ucx_rpc.pipeline import SplitPoint
+
+    x, y = torch.randn(8, 8), torch.randn(8, 4)
+    pipe = make_pipe(InPlaceFirst(), sample=x, split_spec={"second": SplitPoint.BEGINNING})
+    model = InPlaceFirst()
+    pipe.step(x, target=y)
+    reference_step(model, F.mse_loss, 4, x, target=y)
+    assert_equal_gradients(pipe, model)
+
+
+def test_a_traced_stage_may_begin_with_a_write_in_place() -> None:
+    drive(train_in_place, 3)
+
+
+# --------------------------------------------------------------------------------------------------- float16
+
+
+def two_optimizers_and_a_scaler() -> None:
+    from torch_ucx_rpc.pipeline import GradScaler
+
+    def small() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))
+
+    def optimizers(model: Any) -> list[torch.optim.Optimizer]:
+        make = torch.optim.SGD if isinstance(model, nn.Module) else partial(model.optimizer, torch.optim.SGD)
+        named = dict(model.named_parameters())
+        return [make([one for name, one in named.items() if kind in name], lr=0.1) for kind in ("bias", "weight")]
+
+    pipe, model = make_pipe(small()), small()
+    mine, theirs = optimizers(pipe), optimizers(model)
+    scaler = GradScaler(init_scale=1024.0, growth_interval=1)
+    for number in range(4):
+        x, y = torch.randn(8, 8), torch.randn(8, 4)
+        pipe.step(x, target=y, scaler=scaler)
+        reference_step(model, F.mse_loss, 4, x, target=y)
+        if number % 2:
+            for one in mine:
+                scaler.unscale_(one)
+            assert_equal_gradients(pipe, model)
+            norms = pipe.clip_grad_norm_(0.1), torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            assert torch.equal(*norms)
+            with pytest.raises(RuntimeError, match=r"unscale_\(\) has been called"):
+                scaler.unscale_(mine[0])
+        for one in mine:
+            one.step(scaler=scaler)
+        for one in theirs:
+            one.step()
+        # It grows once a step, whatever the number of optimizers.
+        assert scaler.get_scale() == 2048.0 * 2**number
+        pipe.zero_grad()
+        model.zero_grad()
+        assert_same_state(pipe, model)
+    # One of them not finite: only the other steps, and the scale shrinks once.
+    x[0, 0] = float("inf")
+    pipe.step(x, target=y, scaler=scaler)
+    for one in mine:
+        one.step(scaler=scaler)
+    assert scaler.get_scale() == 8192.0
+    # A scale that the loop applies by itself is that of the last update.
+    pipe.zero_grad()
+    x, y = torch.randn(8, 8), torch.randn(8, 4)
+    before = scaler.get_scale()
+    (F.mse_loss(pipe(x), y) * before).backward()
+    for one in mine:
+        one.step(scaler=scaler)
+    assert scaler.get_scale() == 2 * before
+
+
+def test_a_scaler_serves_several_optimizers_and_unscales_before_clipping() -> None:
+    drive(two_optimizers_and_a_scaler, 3)
