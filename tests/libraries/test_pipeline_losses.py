@@ -65,3 +65,23 @@ def give_what_a_worker_cannot_take(folder: str) -> None:
 def test_an_order_that_a_worker_cannot_take_or_answer_is_no_loss(tmp_path, backend):
     # Torch writes to stderr what a worker could not unpickle.
     drive(give_what_a_worker_cannot_take, 4, str(tmp_path), backend=backend, silent=False)
+
+
+class GivesWhatCannotTravel(nn.Module):
+    """Hands on beside its output a tensor without values."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return x, torch.empty(2, device="meta")
+
+
+def give_another_stage_what_cannot_travel() -> None:
+    from torch_ucx_rpc.pipeline import StageError
+
+    pipe = make_pipe([GivesWhatCannotTravel(), nn.Identity()])
+    with pytest.raises(StageError, match=r"(?s)stage 0 on worker 'worker1' failed in the forward.*meta") as raised:
+        pipe(torch.randn(8, 8))
+    assert raised.value.stage == 0
+
+
+def test_a_value_that_cannot_be_sent_is_an_error_of_its_stage(backend):
+    drive(give_another_stage_what_cannot_travel, 3, backend=backend, silent=False)

@@ -18,6 +18,8 @@ from torch._C._distributed_rpc import _get_current_rpc_agent
 from torch.distributed.rpc.api import _to_worker_info
 from torch.futures import Future
 
+from torch_ucx_rpc._observe.lost import was_lost
+from torch_ucx_rpc.errors import RpcError
 from torch_ucx_rpc.pipeline.values import to_device
 
 __all__ = [
@@ -208,16 +210,27 @@ class Exchange:
                 self._await_answer(call, worker.name, _slot_of_gradients(slot))
                 return
             waiting = self._unanswered[worker.name]
-            if len(waiting) >= _CREDITS:
-                self._take_answers(worker.name, waiting)
+            self._wait_for_credit(worker.name, waiting)
+            waiting.append(rpc.rpc_async(worker, deliver, (its_host, self.running, slot, value), timeout=0))
+        except RuntimeError as error:
+            if not isinstance(error, RpcError) and not was_lost(error):
+                # Such a value cannot be sent to anybody: the stage that made it has to know.
+                raise
+            self._unanswered.pop(worker.name, None)
+            raise LostPeerError(f"{worker.name}: {error}") from None
+
+    def _wait_for_credit(self, name: str, waiting: collections.deque[Future[Any]]) -> None:
+        """Return when another value may leave."""
+        if len(waiting) >= _CREDITS:
+            self._take_answers(name, waiting)
+        try:
             while len(waiting) >= _CREDITS:
                 # Not for the oldest: its answer may wait until the peer, who is at work for it, has to wait for us.
                 waiting[1].wait()
                 del waiting[1]
-            waiting.append(rpc.rpc_async(worker, deliver, (its_host, self.running, slot, value), timeout=0))
         except RuntimeError as error:
-            self._unanswered.pop(worker.name, None)
-            raise LostPeerError(f"{worker.name}: {error}") from None
+            waiting.clear()
+            raise LostPeerError(f"{name}: {error}") from None
 
     def _await_answer(self, call: Future[Any], worker: str, slot: Slot) -> None:
         """Have the answer of a worker put into a slot here."""
