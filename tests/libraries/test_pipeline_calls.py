@@ -128,6 +128,11 @@ def lose_between_calls(folder: str) -> None:
     expected.sum().backward()
     assert_equal_gradients(pipe, model)
     assert pipe.workers == ["worker1", "worker3"]
+    # After such a backward nothing can be done again, so no batch is kept for that.
+    entries = len(pipe._recovery._journal)
+    del out
+    pipe(x)
+    assert len(pipe._recovery._journal) == entries
     with pytest.raises(PipelineError, match=r"a worker was lost, or replaced, since.*call the pipeline again"):
         kept.sum().backward()
     # A loss in a way back is an error, and the next call puts a spare in.

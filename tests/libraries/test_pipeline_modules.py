@@ -183,6 +183,37 @@ def test_a_traced_model_tells_its_arguments_apart_and_has_a_graph_for_evaluation
     drive(call_traced, 3)
 
 
+class OnlyInEvaluation(nn.Module):
+    """Its first part has a layer that training does not run."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.first, self.shift, self.last = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(x)
+        if not self.training:
+            hidden = self.shift(hidden)
+        return self.last(hidden)
+
+
+def load_what_only_evaluation_runs() -> None:
+    from torch_ucx_rpc.pipeline import SplitPoint
+
+    x = torch.randn(8, 8)
+    pipe = make_pipe(OnlyInEvaluation(0), sample=x, split_spec={"last": SplitPoint.BEGINNING}).eval()
+    for seed in (0, 1):
+        model = OnlyInEvaluation(seed).eval()
+        pipe.load_state_dict(model.state_dict())
+        with torch.no_grad():
+            assert torch.equal(pipe(x), torch.cat([model(part) for part in x.tensor_split(4)])), seed
+
+
+def test_a_layer_that_only_evaluation_runs_has_the_values_that_are_loaded() -> None:
+    drive(load_what_only_evaluation_runs, 3)
+
+
 def train_in_place() -> None:
     from torch_ucx_rpc.pipeline import SplitPoint
 

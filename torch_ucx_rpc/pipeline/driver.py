@@ -173,8 +173,9 @@ class DistributedPipeline:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output for a batch. In grad mode its backward works, once: it runs on the stages.
 
-        Outputs of the micro-batches are concatenated along dimension 0. Any number of calls may wait for their
-        backward, so loops over the model work; what a call keeps on the workers goes with its output.
+        Outputs of the micro-batches are concatenated along dimension 0. Those that cannot be become a list, or raise
+        PipelineError where gradients are to come back. Any number of calls may wait for their backward, so loops over
+        the model work. What a call keeps on the workers goes with its output, at the latest in the next call.
         """
         if torch.is_grad_enabled():
             return call_with_autograd(self._engine, self._recovery, self._around(), args, kwargs)
@@ -210,7 +211,8 @@ class DistributedPipeline:
         return iter(self._engine.parameters.values())
 
     def train(self, mode: bool = True) -> DistributedPipeline:
-        """As ``nn.Module.train``: on all stages."""
+        """As ``nn.Module.train``: on all stages, and so for all modules. Until then each has the mode in which it was
+        given."""
         self._recovery.do(Engine.train, mode)
         return self
 

@@ -122,8 +122,9 @@ class Recovery:
 
     def _record(self, method: Callable[Concatenate[Engine, P], Any], *args: P.args, **kwargs: P.kwargs) -> None:
         if self._journal is not None and not self._playing:
-            copies = map_tensors(lambda one: one.detach().clone(), (args, kwargs))
-            self._journal.append(_Entry(method, *copies))
+            if self._repeatable:
+                copies = map_tensors(lambda one: one.detach().clone(), (args, kwargs))
+                self._journal.append(_Entry(method, *copies))
             if self._pending is not None and self._pending.written.done():
                 self._settle_save()
 

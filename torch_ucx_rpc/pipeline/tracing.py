@@ -249,14 +249,19 @@ def _fixed(program: Any, arguments: Mapping[str, Any]) -> list[_Fixed]:
 
 
 def _keep_unused(specs: list[StageSpec], model: nn.Module) -> None:
-    """Give the last stage what the traced graphs leave out and the model's state has all the same."""
+    """Give the stages what the graphs for training leave out and the model's state has all the same: each what its
+    evaluation runs, and the last one the rest."""
     used = {name for spec in specs for name in spec.module.state_dict(keep_vars=True)}
     used |= {name for spec in specs for _, name in spec.aliases}
-    specs[-1].unused = {
+    left = {
         name: value
         for name, value in model.state_dict(keep_vars=True).items()
         if name not in used and isinstance(value, torch.Tensor)
     }
+    for spec in specs:
+        if spec.evaluation_module is not None:
+            spec.unused = {name: left.pop(name) for name in spec.evaluation_module.state_dict() if name in left}
+    specs[-1].unused = {**specs[-1].unused, **left}
 
 
 def _flat(args: tuple[Any, ...], kwargs: dict[str, Any], in_spec: Any) -> tuple[Any, ...]:
