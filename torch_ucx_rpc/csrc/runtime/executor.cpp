@@ -26,6 +26,17 @@ thread_local const ThreadHooks* hooksToRun = nullptr;
 thread_local Executor* Executor::requestRunsOn = nullptr;
 thread_local std::shared_ptr<Executor::Nesting> Executor::nesting;
 
+// Where the threads are. Whenever the lock is free, each of them is counted in one place:
+//
+//   threads_ = leaders_ + running_ + idle_ + pendingWakes_ + threads that begin or end
+//
+// A thread begins between spawnLocked() and its first lock, and ends after loop(). Parts of running_ are counted again:
+//
+//   nestingRequests_ <= runningRequests_ <= running_      busyLeaders_ <= running_
+//
+// The limits are leaders_ <= kMaxLeaders and runningRequests_ <= nestingLimit_. maxRequests_ limits only which requests
+// begin: when calls of nesting requests end, more than that many compute for a while. Threads that stop() finds idle
+// stay in idle_.
 Executor::Executor(size_t maxRequests, size_t nestingLimit, ThreadHooks hooks, Timer& timer)
     : maxRequests_(maxRequests),
       coreThreads_(std::min<size_t>(maxRequests, std::max(1u, std::thread::hardware_concurrency())) + kMaxLeaders),
@@ -99,6 +110,7 @@ bool Executor::leadOnce(std::unique_lock<std::mutex>& lock) {
   isLeadingThread = false;
   lock.lock();
   --leaders_;
+  // lead() has judged without the lock: the other leader may be gone by now.
   return isNeeded || leaders_ == 0 || hasTaskLocked();
 }
 
@@ -111,7 +123,7 @@ void Executor::runOne(std::unique_lock<std::mutex>& lock) {
   } else if (!completions_.empty() && running_ < maxTasksLocked()) {
     task = std::move(completions_.front());
     completions_.pop_front();
-  } else {
+  } else { // the caller has seen hasTaskLocked(), so a request may begin
     isRequest = true;
     task = std::move(requests_.front().run);
     requests_.pop_front();
@@ -125,7 +137,7 @@ void Executor::runOne(std::unique_lock<std::mutex>& lock) {
   afterTask = &after;
   task();
   task = {}; // what it owned is destroyed without the lock
-  afterTask = nullptr;
+  afterTask = nullptr; // first: the task is over, and its locks of torch's are free
   for (Task& then : after) {
     then();
   }
@@ -186,6 +198,7 @@ void Executor::endNesting(Nesting& ended) {
 
 void Executor::idle(std::unique_lock<std::mutex>& lock) {
   ++idle_;
+  // Any thread in here may take a wake-up, not only the notified one. So idle_ + pendingWakes_ counts those in here.
   workAvailable_.wait(lock, [this] { return pendingWakes_ != 0 || isStopping_; });
   if (pendingWakes_ != 0) {
     --pendingWakes_;
@@ -219,12 +232,13 @@ bool Executor::wakeOrSpawnLocked() {
     if (wakeIdleLocked()) {
       return true;
     }
-    // Without a leader nothing more arrives, so a thread is made for that even beyond the number of cores.
+    // Without a leader nothing more arrives, so a thread is made for that even beyond the number of cores, unless a
+    // woken thread is about to lead.
     if ((threads_ < coreThreads_ || (leaders_ == 0 && pendingWakes_ == 0 && mayGrowLocked())) && spawnLocked()) {
       return false;
     }
   }
-  if (hasTask || isFullLocked()) {
+  if (hasTask || isFullLocked()) { // the timer has no lock while it runs check(), so its lock may be taken here
     checkTask_.dueBy(Clock::now() + (hasTask ? kStaleAfter : kFullPatience));
   }
   return false;
@@ -310,7 +324,8 @@ void Executor::add(std::deque<Task>& queue, Task task) {
   }
 }
 
-// Threads that are in user code cannot be interrupted. They are counted, and end when the user code returns.
+// Threads that are in user code cannot be interrupted. They are counted, and end when the user code returns. What they
+// add before isStopped_ is set is queued, and runs below with the rest.
 size_t Executor::stop(std::chrono::milliseconds limit, const std::function<void()>& wakeLeader) {
   const auto deadline = std::chrono::steady_clock::now() + limit;
   std::deque<Request> dropped;
@@ -320,7 +335,7 @@ size_t Executor::stop(std::chrono::milliseconds limit, const std::function<void(
   workAvailable_.notify_all();
   while (threads_ != 0 && std::chrono::steady_clock::now() < deadline) {
     lock.unlock();
-    wakeLeader();
+    wakeLeader(); // again and again: each call wakes one sleeper, which may be a waiting caller
     dropped.clear(); // without the lock, like what check() sheds
     lock.lock();
     ended_.wait_for(lock, std::chrono::milliseconds(1), [this] { return threads_ == 0; });

@@ -136,10 +136,20 @@ std::unique_lock<WorkerMutex> Progress::lockWorker() {
   return lock;
 }
 
+// How a drive ends, and what then keeps the invariants of the header:
+//
+//   it ends because                          returns  the transport is
+//   events are there, no other driver sleeps events   left to this thread: a caller comes back, and while a leader runs
+//                                                     tasks the executor has another thread lead
+//   a caller has events that cannot block    events   the same: it comes back at once
+//   events are there, another driver sleeps  events   armed, or unarmed and polled; if neither, a sleeper is woken
+//   it is done, and arm() has failed         null     not armed, so a sleeper is woken
+//   it is done, interrupted, or not needed   null     armed
+//   it is closed                             null     not touched any more
 std::unique_ptr<EventBatch> Progress::drive(Role role, IsDone& isDone) {
   std::unique_ptr<EventBatch> brought;
-  bool mustWake = false;
-  bool wasWoken = false;
+  bool mustWake = false; // once the lock is free, a thread that looks after the transport
+  bool wasWoken = false; // by wake(), and has found nothing since: see rest()
   int rounds = 0;
   if (role == Role::kWaitingCaller) {
     hasWaitingCaller_.store(true);
@@ -180,7 +190,7 @@ std::unique_ptr<EventBatch> Progress::drive(Role role, IsDone& isDone) {
       wait.again();
       continue;
     }
-    // The waiting caller spins for everybody.
+    // A spinning thread keeps the lock, so one spins for everybody. It is the waiting caller, if there is one.
     const bool isCallersTurn = role == Role::kLeader && hasWaitingCaller_.load();
     if (lockWaiters_.load() == 0 && !isCallersTurn && !isDone() && wait.spin(awaitedLocked())) {
       if (++spins_ % kSpinsBetweenLooks == 0) {
@@ -214,7 +224,7 @@ std::unique_ptr<EventBatch> Progress::drive(Role role, IsDone& isDone) {
     }
     --sleepers_;
     if (isOver) {
-      return brought; // the transport is armed
+      return brought; // the transport is armed; what isDone() left in the queue is run by endDriving() or close()
     }
     lock = lockWorker();
     unarmedSince_.store(0);
@@ -231,7 +241,7 @@ std::unique_ptr<EventBatch> Progress::drive(Role role, IsDone& isDone) {
 
 bool Progress::rest(Role role, IsDone& isDone, bool& wasWoken) {
   if (role == Role::kWaitingCaller) {
-    return sleep() != WaitSet::Slept::kForNothing;
+    return sleep() != WaitSet::Slept::kForNothing; // else its thread looks for Ctrl-C, and then drives again
   }
   const bool isCallerAsleep = isWaitingCallerAsleep_.load();
   // The wake-up may have been meant for the waiting caller. This thread goes on to pollUnarmed(), which does not wait
@@ -241,7 +251,7 @@ bool Progress::rest(Role role, IsDone& isDone, bool& wasWoken) {
     wake();
   }
   if (isCallerAsleep && leadersAsleep_.load() != 0) {
-    return false; // the other leader suffices
+    return false; // the other leader suffices, and a third sleeper would be woken before the caller
   }
   ++leadersAsleep_;
   const uint64_t absences = absences_.load();
@@ -260,6 +270,7 @@ bool Progress::leaveUnarmedLocked(Role who) {
   if (leadersAsleep_.load() == 0 || !spinning_.isBackSoon(who)) {
     return false;
   }
+  // The count tells the sleeping leader, once it is woken, that it is to poll (see rest()).
   unarmedSince_.store(Clock::now().time_since_epoch().count());
   absences_.fetch_add(1);
   return true;
@@ -282,6 +293,7 @@ void Progress::pollUnarmed(IsDone& isDone) {
       quiet = 0;
     }
   }
+  // A driver that leaves now, and has seen `true`, wakes no thread. It need not: this thread drives next.
   isPolledUnarmed_.store(false);
 }
 
@@ -327,7 +339,8 @@ void Progress::endDriving() {
     return; // this thread has not driven: isDone() was true at once
   }
   // This caller has what it waited for, so it does not wait for the lock. Where it cannot leave the transport guarded,
-  // another thread is woken to drive.
+  // another thread is woken to drive. It cannot where the lock is taken either: the holder may be a submitter, which
+  // never drives.
   bool isGuarded = false;
   std::unique_ptr<EventBatch> events;
   {

@@ -56,7 +56,8 @@ class Progress {
     isStartRequested_.store(true);
   }
 
-  // Runs an operation under the worker lock and returns when it has run.
+  // Runs an operation under the worker lock and returns when it has run. Operations that other threads have queued may
+  // run after it.
   void run(Operation operation);
 
   // Makes progress until there are events or `isDone` returns true, and spins or sleeps in between. `isDone` is asked

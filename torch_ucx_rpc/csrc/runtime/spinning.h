@@ -87,7 +87,8 @@ class Spinning {
   };
 
  private:
-  // The share of the last times that were short: a moving average.
+  // The share of the last times that were short: a moving average. It falls faster than it rises. From the full share,
+  // three long times in a row make it less than half; from none, eleven short ones make it more.
   class Shortness {
    public:
     bool isMostlyShort() const {

@@ -56,6 +56,7 @@ WaitSet::WaitSet(int transportFd)
 
 WaitSet::Slept WaitSet::sleep() {
   epoll_event event;
+  // One event at a time: the next event is for the next sleeper.
   if (epoll_wait(epoll_.fd, &event, 1, static_cast<int>(kLongestSleep.count())) <= 0) {
     return Slept::kForNothing;
   }
@@ -77,7 +78,8 @@ void WaitSet::wake() {
 
 void WaitSet::watch(int fd, Operation onReadable) {
   const std::lock_guard lock(mutex_);
-  // The index is the user data, so an entry keeps its place for good.
+  // The index is the user data, so an entry keeps its place for good. EPOLLONESHOT because the watcher takes its
+  // operation out: the descriptor stays readable, and must not be found again.
   watches_.push_back(std::move(onReadable));
   add(watched_.fd, fd, EPOLLIN | EPOLLONESHOT, watches_.size() - 1);
 }
