@@ -54,7 +54,7 @@ void DeviceAllocation::run(const Transport& transport) noexcept {
   } catch (...) {
     failure = std::current_exception();
   }
-  isDone.store(true);
+  isDone.store(true); // last: from now on the thread with the worker lock reads the other members
 }
 
 } // namespace torch_ucx_rpc

@@ -58,6 +58,7 @@ class DispatchOrder {
     if (action) {
       waiting_.emplace(number, std::move(action));
     }
+    // The thread that runs actions looks for more, with the lock, before it stops. So it finds this one.
     if (isRunning_) {
       return;
     }

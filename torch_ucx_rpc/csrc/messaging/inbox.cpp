@@ -307,9 +307,16 @@ void Inbox::dropAnswer(const Peer& from, uint64_t callId) {
   receiver_.release(dropped);
 }
 
+// Callbacks of the transport only take notes, since they must neither send nor receive. The notes are acted upon here:
+//
+//   note                                  taken in                         acted upon in
+//   waitingRequests_, waitingResponses_   onAssembled()                    admitWaiting(), as the window allows
+//   Receiver: starting_                   start(), finishIfDone()          Receiver::startDeferred()
+//   Receiver: due_, toRelease_            the ends of receives; release()  Receiver::startDeferred()
+//   pings_, networkRequests_              add()                            Messenger::startDeferredWithWorkerLock()
 void Inbox::startDeferred() {
   assertHoldsWorkerLock();
-  // Responses first: handlers of requests wait for them.
+  // Responses first: handlers of requests wait for them. The receiver last: it begins with what was admitted here.
   admitWaiting(waitingResponses_);
   admitWaiting(waitingRequests_);
   updateWaitingCount();
@@ -325,10 +332,12 @@ void Inbox::admitWaiting(std::deque<Receiver::Announced>& queue) {
       continue;
     }
     // The count is stored before the attempt: a release that comes in between sees that a message waits, and wakes this
-    // worker.
+    // worker. If the attempt fails, a release, the end of a receive, or Messenger::checkWindow() brings the next one.
     updateWaitingCount();
     Admission admission;
     const bool isResponse = first.assembled.header.kind == wire::Kind::kResponse;
+    // A response may wait here while requests are received, but not for long: messages that have become slow do not
+    // count.
     if (receiver_.isBusy(first.bytes) || receiver_.areDevicesBusy(first.deviceBytes) ||
         !window_->tryAdmit(isResponse, first.bytes, admission, first.deviceBytes)) {
       break; // the queue keeps its order, so small messages do not starve a large one

@@ -54,8 +54,8 @@ class Inbox final : public TransportListener {
   // Starts the receives and releases that frames have asked for. Must not be called inside a transport callback.
   void startDeferred();
 
-  // Whether startDeferred() has more to do already, because a receive completed at once. Other operations are to run
-  // before it is called again.
+  // Whether startDeferred() has more to do already. A receive may have completed at once, or a message that was
+  // received may have made room for one that waits. Other operations are to run before it is called again.
   bool hasDeferred() const {
     return receiver_.hasDeferred() || (receiver_.hasFinished() && window_->waitingMessages.load() != 0);
   }

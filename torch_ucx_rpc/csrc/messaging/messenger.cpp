@@ -197,7 +197,7 @@ bool Messenger::lead() {
 
 void Messenger::startDeferredWithWorkerLock() {
   assertHoldsWorkerLock();
-  makeContextCurrent(devices_.get());
+  makeContextCurrent(devices_.get()); // any thread may drive, and UCX needs a context on it
   inbox_.startDeferred();
   outbox_.startDeferred();
   if (inbox_.hasDeferred()) {
@@ -209,7 +209,7 @@ void Messenger::startDeferredWithWorkerLock() {
   if (DevicePool::instance().isCollecting() && !collectionTask_.isScheduled()) {
     collectionTask_.dueNow();
   }
-  if (outbox_.hasStranded()) {
+  if (outbox_.hasStranded()) { // nothing tells when the process may open files again
     retryTask_.dueIn(kRetryPeriod);
   }
   answerPingsWithWorkerLock();

@@ -219,8 +219,8 @@ class Messenger final : public Leader, public PeerObserver, private ProgressClie
   FileReserve files_; // worker lock
 
   std::atomic<uint64_t> stagedBytes_{0};
-  std::atomic<bool> isRepairWanted_{false};
-  std::atomic<bool> isRepairing_{false}; // written under the worker lock
+  std::atomic<bool> isRepairWanted_{false}; // somebody has asked, and no look has followed yet
+  std::atomic<bool> isRepairing_{false}; // the last look found a gap; written under the worker lock
   // Guarded by the worker lock:
   bool isDeaf_ = false; // to its neighbours over shared memory: Transport::repairState() is kUnrepairable
   bool hasWarnedOfGap_ = false;
@@ -228,7 +228,7 @@ class Messenger final : public Leader, public PeerObserver, private ProgressClie
 
   // Timer thread only:
   uint64_t stalledReleases_ = 0;
-  Timer::TimePoint stalledSince_{}; // when the receive window moved last
+  Timer::TimePoint stalledSince_{}; // when the receive window moved last; {} if no message waits for it
   Timer::TimePoint repairedAt_{};
   Timer::TimePoint strandedWarnedAt_{};
 };

@@ -105,7 +105,8 @@ void Outbox::sendReady() {
 
 void Outbox::enqueue(std::unique_ptr<OutgoingMessage> message) {
   Queue* queue = nullptr;
-  if (isQueued(*message) && canLeave(*message) && !message->error) { // otherwise it fails at once
+  // Control frames do not wait, and messages that are about to fail take no room: without a queue they are not counted.
+  if (isQueued(*message) && canLeave(*message) && !message->error) {
     queue = &queueOf(*message);
     // Even if there is room, a message does not pass those that wait.
     if (!queue->waiting.empty() || !queue->hasRoomFor(*message, share_)) {
@@ -120,7 +121,7 @@ void Outbox::startDeferred() {
   assertHoldsWorkerLock();
   sendReady();
   sendCancels();
-  // A message that completes at once unblocks its queue again.
+  // A message that completes at once unblocks its queue again. A queue may be named twice: its room is looked at anew.
   while (!unblocked_.empty()) {
     for (Queue* queue : std::exchange(unblocked_, {})) {
       while (!queue->waiting.empty() && queue->hasRoomFor(*queue->waiting.begin()->second, share_)) {
@@ -198,6 +199,7 @@ void Outbox::start(std::unique_ptr<OutgoingMessage> owned, Queue* queue) {
           finish(message, queue, 1, std::move(error));
         },
         piece.memory);
+    // The message is still there: its body, which has not been sent, counts as unfinished.
     if (message->error) {
       finish(message, queue, message->pieces.size() - index, {}); // the later pieces and the body do not leave
       return;
@@ -212,6 +214,21 @@ void Outbox::start(std::unique_ptr<OutgoingMessage> owned, Queue* queue) {
   });
 }
 
+// What an error does. "Local" errors (isLocal() in base/error.h) are this process's, and say nothing about the peer.
+// All others count as the peer's.
+//
+//   message        error        what follows, and where
+//   request        any          its call fails (CallClient::onRequestNotSent()); this alone ends no peer
+//   answer         a device's   an answer with the error goes instead (RequestServer::onAnswerNotSent())
+//   answer         local        it strands here, and is sent again until it has left
+//   answer         the peer's   a refusal goes instead (RequestServer::onAnswerNotSent())
+//   control frame  local        it strands here, and is sent again until it has left
+//   control frame  the peer's   the peer is lost (PeerMonitor::onControlNotSent())
+//   an endpoint    local        the next message makes another endpoint (Inbox::onEndpointFailed())
+//   an endpoint    the peer's   the peer is lost (PeerMonitor::onFailure())
+//
+// A message that has left in part never strands: at its first error withdraw() has the receiver told. Once the peer is
+// gone or the outbox is closed nothing strands, and no frame tells the receiver.
 void Outbox::finish(OutgoingMessage* message, Queue* queue, size_t parts, Error error) {
   if (error && !message->error) {
     message->error = std::move(error);
@@ -219,6 +236,7 @@ void Outbox::finish(OutgoingMessage* message, Queue* queue, size_t parts, Error 
       withdraw(*message);
     }
   }
+  // The other parts may be under way for long after an error. UCX uses their memory until it has called back.
   message->unfinished -= parts;
   if (message->unfinished != 0) {
     return;
@@ -301,6 +319,7 @@ void Outbox::onAdmitted(Peer& peer) {
 
 void Outbox::abandon(Peer& peer) {
   assertHoldsWorkerLock();
+  // The state says already that the peer is gone. So connect() fails whatever is started from here on.
   onAdmitted(peer); // messages that wait for admission fail; startDeferred() fails those that wait for a device
   if (!isClosed_ && peer.endpoint.has_value()) {
     transport_.abandon(*peer.endpoint);

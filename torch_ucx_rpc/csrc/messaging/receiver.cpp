@@ -141,6 +141,8 @@ void Receiver::release(wire::Assembled& assembled) {
 
 void Receiver::startDeferred() {
   hasFinished_ = false;
+  // beginIfFree() adds nothing to starting_. Only a message whose body came by rendezvous returns there, from a
+  // callback.
   std::erase_if(starting_, [this](Entry receiving) { return beginIfFree(receiving); });
   // A receive that completes at once makes its source due again, for the next call.
   for (Source* source : std::exchange(due_, {})) {
@@ -153,6 +155,7 @@ void Receiver::startDeferred() {
 
 bool Receiver::beginIfFree(Entry receiving) {
   try {
+    // Each round comes here until the memory is there and free. The first one of a stage plans it.
     if (!std::exchange(receiving->isPlanned, true)) {
       planMemory(*receiving);
     }
@@ -353,13 +356,15 @@ void Receiver::dropPeer(const Peer& peer) {
     }
     return isOfPeer;
   });
+  // Before the entries end: this list has iterators to them.
   sources_[&peer].waiting.clear();
   for (auto next = receiving_.begin(); next != receiving_.end();) {
     const Entry receiving = next++;
     if (receiving->message.from != &peer) {
       continue;
     }
-    // The transport may keep the memory for a while. The window does not wait for that.
+    // The transport may keep the memory for a while, and calls back with the entry: splice() keeps iterators valid. The
+    // window does not wait for that.
     IncomingMessage& message = receiving->message;
     events_.addRejection(*message.from, message.header, gone, std::move(message.admission));
     receiving->isDropped = true;
