@@ -26,6 +26,8 @@ enum class ErrorCode : uint8_t {
 //
 // kOutOfMemory counts as local although a rendezvous also completes with it when the receiver had no memory: that, too,
 // says that the receiver is alive. kInternal does not count: trying again would fail again.
+//
+// A table before Outbox::finish() says what follows for each kind of message.
 constexpr bool isLocal(ErrorCode code) {
   switch (code) {
     case ErrorCode::kCanceled:

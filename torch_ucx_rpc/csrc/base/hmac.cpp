@@ -94,7 +94,7 @@ void Hmac::Free::operator()(void* context) const {
 }
 
 Hmac::Hmac(std::string_view key) : context_(libcrypto().contextNew(libcrypto().hmac)) {
-  char digest[] = "SHA256";
+  char digest[] = "SHA256"; // not const: OpenSSL declares it so, and only reads it
   const OsslParam params[] = {libcrypto().textParam("digest", digest, 0), libcrypto().endParam()};
   check(libcrypto().init(context_.get(), asChars(key.data()), key.size(), params));
 }

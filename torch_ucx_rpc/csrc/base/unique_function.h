@@ -67,6 +67,7 @@ class UniqueFunction<Result(Args...)> {
     void (*destroy)(void*) noexcept;
   };
 
+  // A callable whose move may throw lives on the heap, so that moving this object never throws.
   template <typename Stored>
   static constexpr bool fitsInline() {
     return sizeof(Stored) <= kInlineBytes && alignof(Stored) <= alignof(std::max_align_t) &&

@@ -48,7 +48,7 @@ class Warnings {
   }
 
   void setReceiver(WarningReceiver receiver) {
-    flush();
+    flush(); // earlier warnings go to the former receiver
     const std::lock_guard lock(mutex_);
     receiver_ = std::move(receiver);
   }
@@ -73,7 +73,7 @@ class Warnings {
         sentence += " (" + std::to_string(std::exchange(dropped_, 0)) + " warnings after this one are lost)";
       }
       const WarningReceiver receiver = receiver_;
-      lock.unlock();
+      lock.unlock(); // the receiver may wait for Python, and the thread that has its lock may be about to warn
       receiver ? receiver(sentence) : toLog(sentence);
       lock.lock();
     }
