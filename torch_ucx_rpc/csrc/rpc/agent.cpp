@@ -95,6 +95,7 @@ UcxRpcAgent::~UcxRpcAgent() {
 // ----------------------------------------------------------------------------------------------- start and end
 
 void UcxRpcAgent::startImpl() {
+  // torch's state first: once the executor has a thread, requests arrive.
   if (isTorchsAgent(*this)) {
     renewRRefContext(shared_from_this());
     keepRRefThatTorchMarks();
@@ -111,6 +112,11 @@ void UcxRpcAgent::join(bool /*shutdown*/, float timeoutSeconds) { // the same ei
 
 void UcxRpcAgent::shutdownImpl() {
   std::call_once(shutdownOnce_, [this] {
+    // Each step needs the one before it:
+    // - No call begins from now on, and open ones fail. So handlers that wait for calls return.
+    // - No task of the timer touches what is taken down below.
+    // - The threads end, and what they leave undone is done here. The last answers are posted by then.
+    // - Peers hear the goodbye after these answers. The transport then has kFlushLimitMs to send all of it.
     lifetime_.close();
     calls_.shutDown();
     timer_.stop();
@@ -120,7 +126,7 @@ void UcxRpcAgent::shutdownImpl() {
           std::to_string(stuck) + " thread(s) of worker '" + self_.name +
           "' are still running user code at shutdown; they end when it returns");
     }
-    monitor_.sayGoodbye(); // after the answers of handlers
+    monitor_.sayGoodbye();
     messenger_.close(kFlushLimitMs);
     trace::write(self_.name);
   });

@@ -58,6 +58,7 @@ c10::intrusive_ptr<JitFuture> CallClient::send(
   trace::Span span("send request", {}, trace::Arrow::kRequestLeaves);
   const rpc::MessageType type = message->type();
   const bool mustRun = mustExecute(*message);
+  // Before the call is open, because it throws for tensors that cannot be sent.
   std::unique_ptr<OutgoingMessage> outgoing =
       encodeMessage(std::move(message), to, deviceMap, messenger_.transportTo(to));
 
@@ -122,7 +123,8 @@ void CallClient::onAnswer(IncomingMessage answer, const std::optional<Driver>& d
   if (!call) {
     return; // a late answer, or one of a worker that was not asked; its memory is released here
   }
-  // A driver completes the call that it waits for itself: no thread has to be woken for it.
+  // A driver completes the call that it waits for itself: no thread has to be woken for it. A thread that drives keeps
+  // the agent alive until the batch is done.
   if (driver && (id == driver->awaitedCall || mayCompleteOnDriver(call->type))) {
     atEnd.emplace_back([this, call = std::move(*call), answer = std::move(answer)]() mutable {
       complete(std::move(call), std::move(answer));

@@ -13,6 +13,7 @@ uint64_t CallTable::open(Call call, bool& isEarliest) {
     deadline = deadlines_.emplace(call.deadline, id);
     isEarliest = deadline == deadlines_.begin();
   }
+  // A thread has one entry, for its latest call alone. It goes with that call, so ended threads leave none.
   latest_[call.sender] = id;
   entries_.emplace(id, Entry{std::move(call), deadline});
   return id;

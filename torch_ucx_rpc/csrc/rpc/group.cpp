@@ -58,7 +58,8 @@ Group::Group(
 void Group::addMembers(std::vector<Member> members) {
   for (Member& member : members) {
     if (isTorchsAgent(agent_) && directory_.findSession(member.session) == nullptr) {
-      invalidateRRefsOf(member.rank); // of a worker that had the rank before
+      // Of a worker that had the rank before. A worker whose session is known is tried anew, and its RRefs go on.
+      invalidateRRefsOf(member.rank);
     }
     directory_.add(std::move(member));
   }
@@ -83,7 +84,8 @@ void Group::addMembers(std::vector<Member> members) {
 void Group::removeMember(uint64_t session) {
   if (Peer* peer = directory_.findSession(session)) {
     if (peer->isThere()) {
-      // It may be leaving, and wait for an acknowledgment from this worker, which does not hear it any more.
+      // It may be leaving, and wait for an acknowledgment from this worker, which does not hear it any more. Once end()
+      // has moved its state, nothing is sent to it.
       messenger_.postControl(*peer, wire::Kind::kGoodbye);
     }
     monitor_.end(*peer, Peer::State::kLeft, {ErrorCode::kShutDown, peer->describe() + " has left the group"});
@@ -237,7 +239,7 @@ void Group::join(std::chrono::milliseconds timeout, std::chrono::milliseconds de
     const auto left = deadline == kForEver
         ? std::chrono::milliseconds(0)
         : std::max(
-              std::chrono::milliseconds(1),
+              std::chrono::milliseconds(1), // 0 would mean no limit
               std::chrono::duration_cast<std::chrono::milliseconds>(deadline - Clock::now()));
     while (calls_.open() != 0 && Clock::now() < deadline) {
       whileWaiting_();

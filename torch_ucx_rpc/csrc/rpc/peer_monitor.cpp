@@ -27,6 +27,7 @@ PeerMonitor::PeerMonitor(
 
 void PeerMonitor::watch(const Member& self, const std::vector<Peer*>& peers) {
   for (Peer* peer : peers) {
+    // Group passes all present peers each time, and several threads may.
     if (peer->member().session == self.session || peer->isWatched.exchange(true)) {
       continue;
     }
@@ -47,6 +48,7 @@ void PeerMonitor::watch(const Member& self, const std::vector<Peer*>& peers) {
 }
 
 void PeerMonitor::end(Peer& peer, Peer::State state, Error why) {
+  // An end may be seen in several ways at once. Only the call that moves the state goes on, so observers hear once.
   if (lifetime_.isClosed() || isEverybodyLeaving_.load() || !peer.moveTo(state, std::move(why))) {
     return;
   }
@@ -85,7 +87,7 @@ void PeerMonitor::onFailure(Peer& peer, Error why) {
 void PeerMonitor::onControlNotSent(Peer& to, const Error& why) {
   // Another worker may wait for the effect of the frame: an acknowledgment, the end of a barrier. If the peer's agent
   // ended right before this worker would have connected, and its process goes on, nothing else shows that. An error of
-  // this process says nothing about the peer.
+  // this process says nothing about the peer. The table before Outbox::finish() has the other messages.
   if (!isLocal(why.code())) {
     onFailure(to, why);
   }

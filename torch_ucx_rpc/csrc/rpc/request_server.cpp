@@ -107,7 +107,7 @@ void RequestServer::onRequestRejected(Peer& from, uint64_t callId, const Error& 
 void RequestServer::serve(OpenRequest open, IncomingMessage incoming) {
   Peer& from = open.from();
   if (from.state() == Peer::State::kFailed) {
-    return; // it died while the request was queued: nobody waits for the answer
+    return; // it died while the request was queued: nobody waits for the answer; after a goodbye requests still run
   }
   const trace::CallId traced{from.member().session, open.callId()};
   Admission admission = std::move(incoming.admission);
@@ -154,7 +154,7 @@ void RequestServer::serve(OpenRequest open, IncomingMessage incoming) {
     return;
   }
   // A handler may never complete its future, which then keeps its callback for good. So the callback keeps neither the
-  // agent alive nor the request, but looks for both.
+  // agent alive nor the request, but looks for both. The request is noted first, since the callback may run at once.
   const uint64_t id = addAsync(std::move(open), std::move(making));
   response->addCallback([this, id, agent = std::weak_ptr<void>(lifetime_.hold())](JitFuture& completed) {
     if (const std::shared_ptr<void> hold = agent.lock()) {
