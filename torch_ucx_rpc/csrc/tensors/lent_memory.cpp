@@ -57,7 +57,7 @@ c10::DataPtr share(c10::StorageImpl& storage) {
     if (!isShareable(storage)) {
       return {};
     }
-    Context&& context = data.move_context(); // a reference into `data`
+    Context&& context = data.move_context(); // a reference into `data`, which still has it if the next line throws
     auto shared = std::make_unique<SharedMemory>(std::move(context));
     context = Context(shared.release(), &release);
   }

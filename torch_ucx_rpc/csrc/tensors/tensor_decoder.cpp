@@ -30,6 +30,8 @@ class Decoder {
  public:
   Decoder(const BodyView& view, std::vector<IncomingMessage::Span>& spans, const Devices& devices)
       : view_(view), devices_(devices) {
+    // readBody() has checked that the body uses each byte of each span once. So every index below is in range, and a
+    // span that is no pack is adopted by one storage.
     storages_.reserve(view.storages.size());
     for (const BodyView::Storage& storage : view.storages) {
       const c10::Device device = deviceOf(storage.record);
@@ -37,7 +39,7 @@ class Decoder {
           storage.record.span == kNowhere ? copyInline(storage, device)
               : storage.isPacked          ? copyPacked(storage, spans[storage.record.span], device)
                                           : adopt(spans[storage.record.span], device));
-      if (!device.is_cpu()) {
+      if (!device.is_cpu()) { // the handler works on this stream, which is not the one that memory is allocated on
         recordOnCurrentStream(storages_.back().data_ptr());
       }
     }
@@ -140,7 +142,8 @@ class Decoder {
     return dtype;
   }
 
-  // Makes the tensor of the next record. A tensor of several parts takes those from the records that follow.
+  // Makes the tensor of the next record. A tensor of several parts takes those from the records that follow. Parts have
+  // no parts (readBody() has checked that), so a peer cannot make this recurse deeply.
   at::Tensor next() {
     const BodyView::Tensor& tensor = view_.tensors[position_++];
     const TensorRecord& record = tensor.record;
@@ -148,7 +151,7 @@ class Decoder {
     at::Tensor made;
     switch (record.layout) {
       case Layout::kUndefined:
-        return made;
+        return made; // before the flags, which ask a tensor for something
       case Layout::kStrided:
         made = strided(tensor, dtype);
         break;

@@ -73,6 +73,7 @@ class Encoder {
       for (const at::Tensor& tensor : message_->tensors()) {
         plan(tensor, false);
       }
+      // The plan points into tensors_, which must not grow any more.
       addStorages(planStorages(tensors_), writer, *outgoing);
       for (PlannedTensor& tensor : tensors_) {
         writer.addTensor(tensor.record, tensor.sizes, tensor.strides, tensor.isChild);
@@ -111,6 +112,7 @@ class Encoder {
     // it gets memory of one kind for both sides.
     const bool isBetweenDevices = !from.is_cpu() && !to.is_cpu();
     if (from.is_cpu() || isToOneself || (isBetweenDevices && canSend(storage))) {
+      // Most overlapping tensors have one owner, and one loan of it suffices.
       const c10::StorageImpl* last = nullptr;
       for (const PlannedTensor* tensor : storage.tensors) {
         const c10::Storage& owner = tensor->region.owner;
@@ -123,10 +125,11 @@ class Encoder {
     }
     const at::Tensor staged = stageBytes(storage.begin, storage.bytes, from);
     lent_->keep(staged);
-    outgoing.stagedBytes += isBetweenDevices ? storage.bytes : 0;
+    outgoing.stagedBytes += isBetweenDevices ? storage.bytes : 0; // what is for the CPU has to be copied anyway
     return addSpan(outgoing, staged.const_data_ptr(), storage.bytes, c10::kCPU, to);
   }
 
+  // The reference is valid until the next tensor is planned. So a record is filled in before its children are planned.
   PlannedTensor& add(Layout layout, const at::Tensor& tensor, bool isChild) {
     PlannedTensor& planned = tensors_.emplace_back();
     planned.isChild = isChild;
@@ -321,6 +324,7 @@ class Encoder {
       } else {
         const uint32_t span = storage.place == Place::kPacked ? addToPack(pack, storage, outgoing)
                                                               : addLentSpan(outgoing, storage, target);
+        // The receiver takes such bytes into host memory first (Receiver::planDevices()).
         const uint16_t flags = outgoing.spans[span].from.is_cpu() ? wire::kFromHost : 0;
         number = writer.addSpanStorage(storage.bytes, span, targetType, target.index(), flags);
       }
