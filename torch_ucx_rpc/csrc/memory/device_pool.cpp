@@ -47,6 +47,16 @@ c10::DataPtr allocateFrom(const DevicePool::EntryPoints& entryPoints, size_t byt
 
 } // namespace
 
+// The life of a block: in use -> released_ -> held_, as a part of a batch -> back at its allocator.
+//
+//   step        by            inUseBytes_  heldBytes_
+//   in use      allocate()    counted
+//   released_   release()                  counted
+//   held_       examine()                  counted
+//   given back  giveBack()
+//   lost_       loseHeld(), or release() where no stream can be asked
+//
+// A thread that gives blocks back has taken them out of held_, and they still count until it has done so.
 struct DevicePool::Block {
   DevicePool* pool;
   c10::Device device;
@@ -75,6 +85,7 @@ c10::DataPtr DevicePool::allocate(c10::Device device, uint64_t bytes) {
   const c10::Stream stream = streamOf(device);
   const c10::StreamGuard guard(stream);
   std::unique_lock lock(mutex_);
+  // Copied, because allocators are asked without the lock: they may wait for Python, or for the device.
   const Source source = source_;
   const EntryPoints entryPoints = entryPoints_;
   const AllocatorOf allocatorOf = allocatorOf_;
@@ -84,10 +95,11 @@ c10::DataPtr DevicePool::allocate(c10::Device device, uint64_t bytes) {
     return source == Source::kEntryPoints ? allocateFrom(entryPoints, bytes, stream)
                                           : allocatorOf(device.type())->allocate(bytes);
   };
-  if (source == Source::kTorch) {
+  if (source == Source::kTorch) { // it waits for recorded streams itself, so nothing is held back
     return take();
   }
-  // Memory whose uses have ended by now can serve this allocation.
+  // Memory whose uses have ended by now can serve this allocation. Only batches are looked at: examine() would ask the
+  // streams, which takes too long to do for each allocation.
   if (const std::unique_lock collecting(collecting_, std::try_to_lock); collecting.owns_lock()) {
     giveBack();
   }
@@ -115,6 +127,7 @@ c10::DataPtr DevicePool::allocateBeside(c10::Device device, uint64_t bytes) {
 }
 
 void DevicePool::waitForHeld() {
+  // A thread that came first may have taken all that is held. When it lets go of this lock, that memory is back.
   const std::lock_guard waiting(waiting_);
   std::vector<Batch> held;
   {
@@ -171,7 +184,8 @@ void DevicePool::release(void* context) {
     return;
   }
   try {
-    // A stream that torch has not made may be gone when the others are asked, so it is asked now.
+    // A stream that torch has not made may be gone when the others are asked, so it is asked now. examine() asks all
+    // those that torch has made.
     const Streams current = currentStreams({block->device});
     const Streams& known = pool.streamsOf(block->device);
     if (std::find(known.begin(), known.end(), current.front()) == known.end()) {
@@ -298,6 +312,7 @@ c10::Stream DevicePool::streamOf(c10::Device device) {
 
 const Streams& DevicePool::streamsOf(c10::Device device) {
   const std::lock_guard lock(mutex_);
+  // The reference is used without the lock: entries do not change, and the map does not move them.
   const auto entry = allStreams_.find(device);
   return entry != allStreams_.end() ? entry->second : allStreams_.emplace(device, allStreams(device)).first->second;
 }
