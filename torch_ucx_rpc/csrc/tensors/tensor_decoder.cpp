@@ -39,7 +39,7 @@ class Decoder {
           storage.record.span == kNowhere ? copyInline(storage, device)
               : storage.isPacked          ? copyPacked(storage, spans[storage.record.span], device)
                                           : adopt(spans[storage.record.span], device));
-      if (!device.is_cpu()) { // the handler works on this stream, which is not the one that memory is allocated on
+      if (!device.is_cpu()) { // the handler works on this stream, and the memory may be of another
         recordOnCurrentStream(storages_.back().data_ptr());
       }
     }
