@@ -101,7 +101,7 @@ class LoopbackTransport final : public Transport {
           break;
       }
     }
-    if (done) { // everything but a rendezvous under way
+    if (done) { // everything but a rendezvous under way, whose operation has it now
       done(std::move(failure));
     }
   }

@@ -104,6 +104,7 @@ RepairState QueueRepair::state() {
 }
 
 RepairState QueueRepair::state(Repair& repair) {
+  // Only slots that were taken by now are of interest. Otherwise traffic would keep the state from ever being kWhole.
   if (!repair.end) {
     repair.end = repair.queue.end();
   }
@@ -127,7 +128,8 @@ RepairState QueueRepair::state(Repair& repair) {
   }
   ask(repair, slot);
   if (finding == Finding::kNobodyWrites) {
-    // In this order: a writer that the scan saw elsewhere had marked the slot before.
+    // In this order: a writer that the scan saw elsewhere had marked the slot before. If it is still unmarked, its
+    // writer is no more.
     if (repair.queue.unwritten() == slot) {
       if (!repair.queue.isConsistent()) {
         return RepairState::kUnrepairable;
@@ -162,6 +164,7 @@ void QueueRepair::scan() {
     }
     const Finding finding = look(repair, *slot);
     const std::lock_guard lock(mutex_);
+    // state() may ask for another slot by now, about which this says nothing.
     if (repair.asked == slot) {
       repair.finding = finding;
     }

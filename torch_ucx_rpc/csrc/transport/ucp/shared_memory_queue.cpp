@@ -139,6 +139,8 @@ std::optional<SharedMemoryQueue> SharedMemoryQueue::recognize(const Mapping& map
     return slot->flags == kOwner && slot->handler == 0 && slot->bytes == 0 &&
         slot->segmentBytes == first->segmentBytes && slot->segmentBytes != 0 && slot->receiversAddress != nullptr;
   };
+  // The distance of two slots is an option of UCX's, so it is searched: at the second slot, everything looks like at
+  // the first.
   size_t stride = sizeof(Slot);
   while (stride < bytes && !isNew(stride)) {
     ++stride;
@@ -165,7 +167,7 @@ SharedMemoryQueue::Slot& SharedMemoryQueue::slotAt(Position position) const {
 }
 
 uint8_t SharedMemoryQueue::markAt(Position position) const {
-  return (position & count_) != 0 ? kOwner : 0;
+  return (position & count_) != 0 ? kOwner : 0; // new slots have kOwner, so the first time round writes 0
 }
 
 SharedMemoryQueue::Position SharedMemoryQueue::end() const {
@@ -186,6 +188,7 @@ std::optional<SharedMemoryQueue::Position> SharedMemoryQueue::unwritten() const 
 void SharedMemoryQueue::skip(Position position) {
   Slot& slot = slotAt(position);
   const Acknowledgement message;
+  // The mark comes last, and with release: UCX reads the slot as soon as it sees that.
   std::memcpy(&slot + 1, &message, sizeof(message));
   slot.handler = Acknowledgement::kHandler;
   slot.bytes = sizeof(message);

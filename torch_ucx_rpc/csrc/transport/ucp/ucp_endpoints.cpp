@@ -112,7 +112,7 @@ void UcpEndpoints::closeWhenDrained(UcpEndpoint& endpoint) {
   draining_.reserve(draining_.size() + 1);
   const ucp_request_param_t param{};
   const ucs_status_ptr_t flush = ucp_ep_flush_nbx(endpoint.handle, &param);
-  if (UCS_PTR_IS_PTR(flush)) {
+  if (UCS_PTR_IS_PTR(flush)) { // it has not completed at once, so there may be bytes
     draining_.emplace_back(&endpoint, flush);
   } else {
     closeHandle(endpoint);
@@ -156,6 +156,7 @@ void UcpEndpoints::closeReported() {
 }
 
 void UcpEndpoints::closeDrained() {
+  // They are flushed again after the walk, since closeWhenDrained() adds to draining_.
   std::vector<UcpEndpoint*> drained;
   drained.reserve(draining_.size());
   std::erase_if(draining_, [&](const auto& item) {

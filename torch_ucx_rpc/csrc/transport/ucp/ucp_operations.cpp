@@ -26,8 +26,10 @@ UcpOperation* UcpOperations::begin(OperationDone& done, const UcpEndpoint* endpo
 }
 
 void UcpOperations::onSubmitted(UcpOperation* operation, ucs_status_ptr_t returned) {
+  // UCX returns a request, and calls back later, only for what it could not complete at once. Otherwise it returns the
+  // status, in the place of a pointer, and never calls back.
   if (UCS_PTR_IS_PTR(returned)) {
-    return; // the callback will complete it
+    return;
   }
   unlink(operation);
   operation->status = UCS_PTR_RAW_STATUS(returned);
@@ -68,7 +70,7 @@ unsigned UcpOperations::tell() {
 }
 
 void UcpOperations::tell(UcpOperation* operation) {
-  const std::unique_ptr<UcpOperation> owned(operation);
+  const std::unique_ptr<UcpOperation> owned(operation); // also if `done` throws: it has been called
   --inFlight_;
   const ucs_status_t status = operation->status;
   const bool isFailedSend = status != UCS_OK && operation->endpoint != nullptr;

@@ -31,7 +31,7 @@ bool UcpRendezvousList::withdraw(UcpRendezvous* rendezvous) noexcept {
 
 ucs_status_t UcpRendezvousList::endAnnouncement() noexcept {
   announced_ = nullptr;
-  return std::exchange(isAnnouncedReleased_, false) ? UCS_OK : UCS_INPROGRESS;
+  return std::exchange(isAnnouncedReleased_, false) ? UCS_OK : UCS_INPROGRESS; // in progress: it is kept
 }
 
 std::unique_ptr<UcpRendezvous> UcpRendezvousList::take(void* handle) noexcept {

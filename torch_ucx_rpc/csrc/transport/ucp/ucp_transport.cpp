@@ -159,6 +159,7 @@ UcpTransport::UcpTransport(size_t expectedPeers, const std::string& networkDevic
     handler.id = kMessageId;
     handler.cb = &UcpTransport::onMessage;
     handler.arg = this;
+    // Without this flag UCX hands large eager messages over in fragments.
     handler.flags = UCP_AM_FLAG_WHOLE_MSG;
     check(ucp_worker_set_am_recv_handler(worker_, &handler), "registering the UCX message handler");
     check(ucp_worker_get_efd(worker_, &eventFd_), "getting UCX's event descriptor");
@@ -296,7 +297,7 @@ ucs_status_t UcpTransport::onMessage(
 ucs_status_t UcpTransport::onRendezvous(std::span<const std::byte> header, void* descriptor, size_t bytes) noexcept {
   UcpRendezvous* const rendezvous = rendezvous_.announce(descriptor);
   if (rendezvous == nullptr) {
-    return UCS_ERR_NO_MEMORY; // the sender gets it
+    return UCS_ERR_NO_MEMORY; // UCX takes its descriptor back, and the sender's operation ends with this status
   }
   try {
     listener_->onRendezvous(header, rendezvous, bytes);
