@@ -129,6 +129,7 @@ void Barrier::onArrive(Peer& from, uint64_t round, int64_t value) {
 
 void Barrier::onRelease(uint64_t round, Result result) {
   const std::lock_guard lock(mutex_);
+  // The first result stays: a coordinator that took over may have released the round once more.
   results_.try_emplace(round, std::move(result));
   while (results_.size() > kResultsKept) {
     results_.erase(results_.begin());

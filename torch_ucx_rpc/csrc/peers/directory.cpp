@@ -44,6 +44,7 @@ void Directory::add(Member member) {
 
 void Directory::remove(const Peer& peer) {
   const std::unique_lock lock(mutex_);
+  // Another worker may have taken the rank by now.
   if (findIn(byRank_, peer.member().rank) == &peer) {
     forgetLocked(&peer);
   }

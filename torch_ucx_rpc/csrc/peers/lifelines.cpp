@@ -62,6 +62,12 @@ void Lifelines::connect(const Member& member, UniqueFunction<void()> onCut) {
   watch_(line.socket, [this, session = member.session] { onEvent(session); });
 }
 
+// What an event on a lifeline means:
+//
+//   how the socket has ended                what it means                      what follows
+//   a connection ended (0, ECONNRESET)      the process, or a firewall's whim  another connection, kReconnections times
+//   refused, and it was connected before    nobody listens there any more      onCut
+//   refused at first, or not reached        nothing about the peer             nothing
 void Lifelines::onEvent(uint64_t session) {
   UniqueFunction<void()> onCut;
   {
