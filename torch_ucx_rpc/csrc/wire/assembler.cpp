@@ -62,7 +62,7 @@ Assembler::Outcome Assembler::add(
   auto [entry, isNew] = partial_.try_emplace(key);
   Partial& partial = entry->second;
   if (isNew) {
-    partial.header = header;
+    partial.header = header; // a piece's, perhaps: until the body is here, only its span count is used
   }
   const bool isNoted = note(partial, header, piece.size());
   // The parts of a message that was given up are still counted: the note of it goes with the last of them.
@@ -97,6 +97,7 @@ Assembler::Outcome Assembler::add(
 
   assembled.header = partial.header;
   assembled.body = std::move(partial.body);
+  // readHeader() has checked each index against the span count, and all spans are whole. So the indices are 0, 1, ...
   assembled.spans.resize(partial.spans.size());
   for (auto& [index, span] : partial.spans) {
     assembled.spans[index] = std::move(span.span);

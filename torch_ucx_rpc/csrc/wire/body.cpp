@@ -118,7 +118,7 @@ class SpanCoverage {
       return malformed("it refers to span " + std::to_string(span) + " of " + std::to_string(spanBytes_.size()));
     }
     offset = takenBytes_[span];
-    if (isTaken_[span] && offset == spanBytes_[span]) {
+    if (isTaken_[span] && offset == spanBytes_[span]) { // an empty span too, which the checks below let through
       return malformed("it refers again to span " + std::to_string(span) + ", of which nothing is left");
     }
     if (bytes > spanBytes_[span] - offset) {
@@ -287,7 +287,7 @@ Error readBody(std::span<const std::byte> body, std::span<const uint64_t> spanBy
   }
   view.storages.resize(prefix.storages);
   for (BodyView::Storage& storage : view.storages) {
-    cursor.read(storage.record);
+    cursor.read(storage.record); // there are enough bytes, as just checked
     if (storage.record.bytes > static_cast<uint64_t>(std::numeric_limits<int64_t>::max())) {
       return malformed("a storage of impossible size");
     }
