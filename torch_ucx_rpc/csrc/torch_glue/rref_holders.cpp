@@ -16,6 +16,7 @@ std::shared_ptr<void> RRefHolders::note(rpc::worker_id_t sender, const rpc::Mess
     const auto id = RRefId::fromIValue(rpc::PythonRemoteCall::fromMessage(request)->retRRefId());
     const std::lock_guard lock(inMaking_->mutex);
     inMaking_->ids.insert(id);
+    // The pointer owns nothing: its deleter is the guard.
     return {inMaking_.get(), [all = inMaking_, id](InMaking* /*all*/) {
               const std::lock_guard end(all->mutex);
               all->ids.erase(id);
