@@ -41,7 +41,7 @@ std::set<unsigned long>& pythonThreads() {
 }
 
 // A Python thread state that lasts as long as the agent thread. PyGILState_Ensure alone would build and tear down one
-// for every request.
+// for every request. All threads share the hooks, and each has its own state in the variables.
 ThreadHooks pythonThreadHooks() {
   static thread_local PyGILState_STATE gilState;
   static thread_local PyThreadState* threadState;
@@ -49,7 +49,7 @@ ThreadHooks pythonThreadHooks() {
       [] {
         gilState = PyGILState_Ensure();
         pythonThreads().insert(PyThread_get_thread_ident());
-        threadState = PyEval_SaveThread();
+        threadState = PyEval_SaveThread(); // keeps the state, and lets go of the GIL
       },
       [] {
         if (!isInterpreterFinalizing()) { // else the thread states are gone already
@@ -60,7 +60,8 @@ ThreadHooks pythonThreadHooks() {
       }};
 }
 
-// Raises SystemExit in the agent threads that are left, as soon as they run Python code again. A forked child has none.
+// Raises SystemExit in the agent threads that are left, as soon as they run Python code again. Threads that Python does
+// not know (0) are forgotten: a forked child has none.
 void interruptThreads() {
   std::erase_if(
       pythonThreads(), [](unsigned long thread) { return PyThreadState_SetAsyncExc(thread, PyExc_SystemExit) == 0; });
@@ -185,7 +186,7 @@ void setOnGone(UcxRpcAgent& agent, const py::object& callback) {
       delete object; // NOLINT(cppcoreguidelines-owning-memory)
     });
     onGone = [held](const Peer& peer) {
-      Executor::runHooks();
+      Executor::runHooks(); // so that taking the GIL finds the thread state that lasts
       const Member& member = peer.member();
       const py::gil_scoped_acquire gil;
       try {

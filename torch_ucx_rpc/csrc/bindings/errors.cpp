@@ -105,7 +105,7 @@ void bindErrors(py::module_& module) {
   module.def("translate_runtime_errors", [](py::object original, py::object failure) {
     const bool isFirst = !translators().original;
     translators() = {std::move(original), std::move(failure)};
-    if (isFirst) {
+    if (isFirst) { // pybind11 would call a second registration as well
       py::register_exception_translator(&translateRuntimeError);
     }
   });
