@@ -263,7 +263,7 @@ void Group::setMembership(Membership membership, const std::string& joinKey) {
 
 void Group::announce(Peer& to, wire::Kind kind, const std::string& body) {
   if (to.isThere()) {
-    to.hasAcknowledged.store(false);
+    to.hasAcknowledged.store(false); // first: the acknowledgment may come at once
     messenger_.postControl(to, kind, 0, Bytes(std::as_bytes(std::span(body))));
   }
 }

@@ -47,6 +47,17 @@ void PeerMonitor::watch(const Member& self, const std::vector<Peer*>& peers) {
   }
 }
 
+// How the end of a peer is seen, and which way it takes to end():
+//
+//   goodbye                                        onGoodbye()
+//   end of its process, on this machine            watch(), addFailureWithWorkerLock(), onFailure()
+//   silence, elsewhere                             checkHeartbeatsWithWorkerLock(), and on in the same way
+//   end of its lifeline, elsewhere, not over TCP   Heartbeat::doubt(), which shortens the silence that it takes
+//   a connection that the transport reports        Inbox::onEndpointFailed(), onFailure()
+//   a control frame that cannot be sent            onControlNotSent(), onFailure()
+//
+// All but the first and the last go through EventBuffer::addFailure(), and so come after everything that has arrived:
+// what the peer sent before its end counts.
 void PeerMonitor::end(Peer& peer, Peer::State state, Error why) {
   // An end may be seen in several ways at once. Only the call that moves the state goes on, so observers hear once.
   if (lifetime_.isClosed() || isEverybodyLeaving_.load() || !peer.moveTo(state, std::move(why))) {

@@ -57,6 +57,7 @@ RequestServer::RequestServer(
 // --------------------------------------------------------------------------------------------------- taking in
 
 bool RequestServer::mayRunOnDriver(const IncomingMessage& request) const {
+  // Nobody has checked the body yet. One that is malformed is refused when it is decoded, on whichever thread.
   return torch_ucx_rpc::mayRunOnDriver(static_cast<rpc::MessageType>(wire::messageTypeOf(request.body())));
 }
 
@@ -193,7 +194,7 @@ c10::intrusive_ptr<JitFuture> RequestServer::handle(
 void RequestServer::runOnOwnThread(const std::function<void()>& work) const {
   std::exception_ptr failure;
   std::thread([&] {
-    if (threadHooks_.onStart) {
+    if (threadHooks_.onStart) { // not Executor::runHooks(), which knows the executor's threads alone
       threadHooks_.onStart();
     }
     try {
