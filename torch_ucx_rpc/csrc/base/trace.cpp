@@ -58,6 +58,8 @@ Buffer& threadBuffer() {
   return *mine;
 }
 
+// The phases of the format: "X" is a span, "s" and "f" are the two ends of an arrow. An arrow begins where its span
+// ends, and ends where its span begins.
 void append(std::string& text, const Record& record, long thread) {
   char line[512];
   const double began = static_cast<double>(record.began) / 1000;

@@ -101,7 +101,7 @@ void addCounts(py::dict& values, const std::vector<Count>& counts) {
 py::dict statisticsOf(UcxRpcAgent& agent) {
   AgentStatistics statistics{};
   {
-    const py::gil_scoped_release noGil;
+    const py::gil_scoped_release noGil; // it waits for the worker lock
     statistics = agent.reports().statistics();
   }
   using py::operator""_a;

@@ -316,7 +316,7 @@ void Receiver::finishIfDone(Entry receiving) {
     return;
   }
   if (receiving->isDropped || receiving->error) {
-    release(receiving->assembled);
+    release(receiving->assembled); // in stage kBody it still has the pieces of the spans
   } else if (receiving->stage == Stage::kBody) { // which says now where the spans go
     receiving->stage = Stage::kMemory;
     receiving->isPlanned = false;

@@ -70,7 +70,7 @@ class NativeOp final : public c10::OperatorKernel {
     {
       const auto turn = takeTurn(arguments);
       hasSucceeded = code.function(slots.data());
-      for (const size_t index : written_) {
+      for (const size_t index : written_) { // also after a failure, which may have come half-way
         const at::Tensor& tensor = arguments[index].toTensor();
         if (!tensor.is_inference()) { // inference tensors have no version
           tensor.unsafeGetTensorImpl()->bump_version();

@@ -160,7 +160,7 @@ std::unique_ptr<EventBatch> Progress::drive(Role role, IsDone& isDone) {
     spinning_.wasAway(role, Clock::now() - leftAt);
   }
   Spinning::Wait wait(spinning_, role);
-  Clock::time_point movedAt = Clock::now();
+  Clock::time_point movedAt = Clock::now(); // when something moved last, see yieldFor()
   while (!isClosed_) {
     runQueueLocked();
     const unsigned advances = advanceLocked();

@@ -33,6 +33,7 @@ bool Spinning::Wait::spin(Awaited awaited, Clock::time_point now) {
     spinning_.waits_[static_cast<int>(role_)].add(false);
   }
   last_ = now;
+  // Data that is on its way is waited for in every mode, a message only where spinning is on.
   const auto limit = awaited == Awaited::kDevice ? kDeviceLimit : kTransferLimit;
   if (awaited != Awaited::kMessage && spinning_.hasCoreEach() && now - began_ < limit) {
     if (++turns_ % kTurnsBetweenYields == 0) {
