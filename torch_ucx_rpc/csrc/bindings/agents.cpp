@@ -252,6 +252,7 @@ void bindAgents(py::module_& module) {
       .def_readwrite("stream_priority", &AgentOptions::streamPriority);
 
   using torch::distributed::rpc::RpcAgent;
+  // For what may wait for the worker lock, for a peer, or for a thread that waits for the GIL.
   using NoGil = py::call_guard<py::gil_scoped_release>;
   py::class_<UcxRpcAgent, RpcAgent, std::shared_ptr<UcxRpcAgent>>(module, "UcxRpcAgent")
       .def(
@@ -269,6 +270,7 @@ void bindAgents(py::module_& module) {
           [](UcxRpcAgent& agent, std::vector<Member> members) { agent.group().addMembers(std::move(members)); },
           py::arg("members"),
           NoGil())
+      // With the GIL: the functions are Python's, and the agent has not started, so the worker lock is free.
       .def(
           "_set_membership",
           [](UcxRpcAgent& agent,

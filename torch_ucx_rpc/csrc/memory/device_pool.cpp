@@ -264,7 +264,7 @@ void DevicePool::giveBack() {
     const std::lock_guard lock(mutex_);
     std::erase_if(held_, [&](Batch& batch) {
       try {
-        bool isOver = batch.uses.isDone();
+        bool isOver = batch.uses.isDone(); // on torch's streams; below, on those that torch has not made
         for (const std::unique_ptr<Block>& block : batch.blocks) {
           isOver = block->use.isDone() && isOver;
         }

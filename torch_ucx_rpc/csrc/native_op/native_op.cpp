@@ -166,7 +166,8 @@ class NativeOp final : public c10::OperatorKernel {
     return slots;
   }
 
-  // Locks the stripes of the written storages, in the order of the stripes so that two calls cannot deadlock.
+  // Locks the stripes of the written storages, in the order of the stripes so that two calls cannot deadlock. torch
+  // aligns memory to 64 bytes, so the lowest bits of an address would choose the same stripe each time.
   c10::SmallVector<std::unique_lock<std::mutex>, 4> takeTurn(const std::vector<IValue>& arguments) const {
     c10::SmallVector<size_t, 4> wanted;
     for (const size_t index : written_) {

@@ -77,7 +77,7 @@ UcxRpcAgent::UcxRpcAgent(
       reports_(options_, directory_, messenger_, *executor_, lifetime_, calls_, requests_) {
   handlers_ = {&calls_, &requests_, &monitor_, &group_};
   HostPool::instance().setIdleLimit(options.hostPoolBytes);
-  DevicePool::instance().setPinned(&allocatePinned);
+  DevicePool::instance().setPinned(&allocatePinned); // memory/ lies below tensors/, which has the function
   // Calls fail first, since programs wait for those.
   monitor_.addObserver(calls_);
   monitor_.addObserver(messenger_);

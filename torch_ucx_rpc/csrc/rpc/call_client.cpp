@@ -134,7 +134,7 @@ void CallClient::onAnswer(IncomingMessage answer, const std::optional<Driver>& d
   executor_.addCompletion(
       [this, hold = std::move(hold), call = std::move(*call), answer = std::move(answer)]() mutable {
         complete(std::move(call), std::move(answer));
-        messenger_.wakeWaitingCaller();
+        messenger_.wakeWaitingCaller(); // which may sleep, and wait for this call: it looks when it wakes
       });
 }
 
@@ -176,7 +176,7 @@ void CallClient::fail(const CallTable::Call& call, const std::exception_ptr& why
 void CallClient::failLater(CallTable::Call call, const RpcFailure& why) {
   std::exception_ptr failure = std::make_exception_ptr(why);
   std::shared_ptr<void> hold = lifetime_.hold();
-  if (hold == nullptr) {
+  if (hold == nullptr) { // being destroyed: no other thread will do it
     fail(call, failure);
     return;
   }
@@ -194,6 +194,7 @@ void CallClient::finishCallToLostPeer(CallTable::Call call) {
     failLater(std::move(call), why);
     return;
   }
+  // No waiting caller is woken, since no thread waits for torch's bookkeeping.
   executor_.addCompletion(
       [hold = std::move(hold), call = std::move(call), answer = std::move(answer)] { completeWith(call, answer); });
 }

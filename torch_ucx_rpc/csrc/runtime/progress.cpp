@@ -326,7 +326,7 @@ bool Progress::driveUntil(IsDone isDone, std::optional<uint64_t> awaitedCall) {
   while (!isDone()) {
     std::unique_ptr<EventBatch> events = drive(Role::kWaitingCaller, isDone);
     if (events == nullptr) {
-      break;
+      break; // done, interrupted or closed: the table before drive() has all exits
     }
     events->dispatch(driver);
   }
