@@ -138,23 +138,23 @@ class Progress {
   std::vector<Operation> running_; // the batch of runQueueLocked(); a member so that its memory is reused
   bool isClosed_ = false;
   Spinning spinning_;
-  unsigned spins_ = 0;
+  unsigned spins_ = 0; // of all drivers, for looks at the watched descriptors
 
   std::mutex waitingCallerMutex_; // held by the waiting caller
 
-  std::atomic<int> lockWaiters_{0};
+  std::atomic<int> lockWaiters_{0}; // threads in lockWorker()
   std::mutex queueMutex_;
   std::vector<Operation> queue_; // guarded by queueMutex_
 
-  std::atomic<size_t> queued_{0};
+  std::atomic<size_t> queued_{0}; // operations in queue_, for a look without its mutex
   std::atomic<bool> isStartRequested_{false};
-  std::atomic<int> sleepers_{0};
-  std::atomic<int> leadersAsleep_{0};
+  std::atomic<int> sleepers_{0}; // drivers in rest()
+  std::atomic<int> leadersAsleep_{0}; // of these, leaders that stand guard; also while they poll
   using Time = Spinning::Clock::rep; // since the clock's epoch
   std::atomic<Time> unarmedSince_{0}; // 0: the transport is armed, or driven
-  std::atomic<uint64_t> absences_{0};
-  std::atomic<bool> isPolledUnarmed_{false};
-  std::atomic<bool> hasWaitingCaller_{false};
+  std::atomic<uint64_t> absences_{0}; // how often a driver has left the transport unarmed
+  std::atomic<bool> isPolledUnarmed_{false}; // a leader is in pollUnarmed()
+  std::atomic<bool> hasWaitingCaller_{false}; // from its first drive to endDriving(), events included
   std::atomic<bool> isWaitingCallerAsleep_{false};
 };
 
