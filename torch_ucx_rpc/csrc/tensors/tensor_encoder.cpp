@@ -208,6 +208,7 @@ class Encoder {
     PlannedTensor& planned = add(Layout::kSparseCoo, tensor, false);
     planned.record.children = 2;
     planned.record.flags |= tensor.is_coalesced() ? wire::kCoalesced : 0;
+    // indices() and values() would refuse a tensor that is not coalesced.
     plan(tensor._indices(), true);
     plan(tensor._values().detach(), true); // detached: requires_grad is the parent's
   }
@@ -284,7 +285,8 @@ class Encoder {
 
     const uint64_t extent = extentBytes(tensor);
     const uint64_t needed = static_cast<uint64_t>(tensor.numel()) * tensor.dtype().itemsize();
-    // Borrowed memory has no owner that could keep it alive until UCX has sent it.
+    // Borrowed memory has no owner that could keep it alive until UCX has sent it. A zero tensor of torch's has no
+    // memory.
     const bool isBorrowed = extent != 0 && !isMemoryOwned(tensor.storage());
     const bool hasHoles = extent > kInlineStorageBytes && needed * kCompactionGain <= extent;
     if (isBorrowed || hasHoles || tensor._is_zerotensor()) {
