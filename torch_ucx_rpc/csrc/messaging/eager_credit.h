@@ -39,6 +39,7 @@ class EagerCredit {
   bool take(Peer& to, uint64_t bodyBytes, const PushShare& share) {
     const uint64_t most = bodyBytes <= kSmallBytes ? share.bytes() : std::min(share.bytes(), kMaxBytesOfLarger);
     const uint64_t bytes = bodyBytes + kOverhead;
+    // Added before it is compared, so that two threads cannot both take the last of the share.
     if (to.eagerBytesOpen.fetch_add(bytes, std::memory_order_relaxed) + bytes > most) {
       to.eagerBytesOpen.fetch_sub(bytes, std::memory_order_relaxed);
       return false;

@@ -233,6 +233,7 @@ void Receiver::receiveNextParts(Source& source) {
     const auto next = source.next();
     const Entry receiving = *next;
     const uint64_t more = receiving->parts[receiving->begun].bytes;
+    // The more generous limit counts: two pieces of any size, or as many small ones as have the bytes together.
     if (pieces >= kInFlightPieces && bytes + more > kInFlightBytes) {
       break;
     }

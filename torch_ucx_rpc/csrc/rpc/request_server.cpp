@@ -147,7 +147,7 @@ void RequestServer::serve(OpenRequest open, IncomingMessage incoming) {
   // A handler that has returned needs no more memory. Its tensors may live on without a share of the window.
   admission.release();
   if (response->completed()) {
-    const c10::MultiStreamGuard guard(streams);
+    const c10::MultiStreamGuard guard(streams); // handle() has left them, and the answer is encoded in their order
     if (!streams.empty()) {
       response->wait(); // the streams, not this thread, wait for its value
     }

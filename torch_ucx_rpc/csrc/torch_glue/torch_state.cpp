@@ -103,7 +103,7 @@ void initAutograd(worker_id_t rank, bool areIdsRandom) {
   if (isInitialized && autograd.*reach(AutogradRank()) == rank) {
     return;
   }
-  isInitialized = false;
+  isInitialized = false; // otherwise init() refuses another rank
   DistAutogradContainer::init(rank);
   if (areIdsRandom) {
     // The ids of autograd have 48 bits for the count: this takes a quarter of them at most.

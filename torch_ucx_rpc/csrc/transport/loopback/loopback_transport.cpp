@@ -182,7 +182,7 @@ class LoopbackTransport final : public Transport {
   }
 
   bool arm() override {
-    uint64_t count = 0;
+    uint64_t count = 0; // read before the look: what comes after it signals again
     (void)!read(eventFd_, &count, sizeof(count));
     const std::lock_guard lock(network_->mutex_);
     return arrived_.empty() && completed_.empty() && dead_.empty() && failing_.empty();
