@@ -232,7 +232,7 @@ bool Executor::wakeOrSpawnLocked() {
     if (wakeIdleLocked()) {
       return true;
     }
-    // Without a leader nothing more arrives, so a thread is made for that even beyond the number of cores, unless a
+    // Without a leader nothing more arrives. So a thread is made for that even beyond the number of cores, unless a
     // woken thread is about to lead.
     if ((threads_ < coreThreads_ || (leaders_ == 0 && pendingWakes_ == 0 && mayGrowLocked())) && spawnLocked()) {
       return false;

@@ -239,6 +239,15 @@ std::unique_ptr<EventBatch> Progress::drive(Role role, IsDone& isDone) {
   return brought;
 }
 
+// How a rest ends. False ends the drive; after true the thread looks again.
+//
+//   waiting caller  false  a signal has come in, or the longest sleep is over
+//                   true   woken by anything else
+//   leader          false  at once: another leader sleeps, and so does a waiting caller
+//                   true   woken, or the longest sleep is over; if a driver has left meanwhile, after pollUnarmed()
+//
+// pollUnarmed() ends when a driver is away for long, when there is something to do here, or when no driver has left for
+// kQuietRounds rounds. This thread drives then, and so takes over or arms.
 bool Progress::rest(Role role, IsDone& isDone, bool& wasWoken) {
   if (role == Role::kWaitingCaller) {
     return sleep() != WaitSet::Slept::kForNothing; // else its thread looks for Ctrl-C, and then drives again
