@@ -244,10 +244,11 @@ std::unique_ptr<EventBatch> Progress::drive(Role role, IsDone& isDone) {
 //   waiting caller  false  a signal has come in, or the longest sleep is over
 //                   true   woken by anything else
 //   leader          false  at once: another leader sleeps, and so does a waiting caller
-//                   true   woken, or the longest sleep is over; if a driver has left meanwhile, after pollUnarmed()
+//                   true   woken, or the longest sleep is over; then, where need be, after pollUnarmed()
 //
-// pollUnarmed() ends when a driver is away for long, when there is something to do here, or when no driver has left for
-// kQuietRounds rounds. This thread drives then, and so takes over or arms.
+// A leader polls if a driver has left meanwhile, or if it has passed a wake-up on. pollUnarmed() ends when a driver is
+// away for long, when there is something to do here, or when no driver has left for kQuietRounds rounds. This thread
+// drives then, and so takes over or arms.
 bool Progress::rest(Role role, IsDone& isDone, bool& wasWoken) {
   if (role == Role::kWaitingCaller) {
     return sleep() != WaitSet::Slept::kForNothing; // else its thread looks for Ctrl-C, and then drives again
