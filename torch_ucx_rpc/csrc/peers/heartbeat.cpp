@@ -35,7 +35,8 @@ Heartbeat::Findings Heartbeat::check(Clock::time_point now) {
       }
       continue;
     }
-    if (!peer->needsHeartbeat.load()) { // its process is watched: it may be silent as long as no message waits for it
+    // A peer whose process is watched may be silent as long as no message waits for it.
+    if (!peer->needsHeartbeat.load()) {
       silence.lasted = peer->messagesUnderWay != 0 ? silence.lasted + passed : Milliseconds(0);
       if (silence.lasted >= limit_ && !std::exchange(silence.isSuspect, true)) {
         findings.suspect.push_back(peer);
