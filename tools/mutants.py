@@ -215,8 +215,8 @@ MUTANTS = (
     ),
     Mutant(
         "cpp-expired-requests-run",
-        "  return deadline.count() != 0 && Clock::now() - arrivedAt >= deadline &&\n",
-        "  return false && Clock::now() - arrivedAt >= deadline &&\n",
+        "  return deadline.count() != 0 && Clock::now() - arrivedAt >= deadline;\n",
+        "  return false && Clock::now() - arrivedAt >= deadline;\n",
         ("RequestServerTest",),
     ),
     Mutant(

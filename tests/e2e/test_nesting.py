@@ -35,6 +35,13 @@ def test_a_chain_of_calls_may_be_longer_than_there_are_threads() -> None:
         assert rpc.rpc_sync("worker1", bounce, (way, 200, "worker1", "worker0")) == 200, way
 
 
+# torch's older profiler has each request that it profiles run on a thread of its own.
+@in_worker0(of=2, options={"num_worker_threads": 1})
+def test_a_chain_of_profiled_calls_may_be_longer_than_there_are_threads() -> None:
+    with torch.autograd.profiler.profile():
+        assert rpc.rpc_sync("worker1", bounce, ("rpc_sync", 6, "worker1", "worker0"), timeout=20) == 6
+
+
 def threads() -> int:
     return int(agent().get_metrics()["agent.num_threads"])
 

@@ -269,6 +269,14 @@ TEST_F(OutboxTest, MessageToAPeerThatIsGoneFailsWithThat) {
   EXPECT_TRUE(transport_.connected.empty());
 }
 
+// The goodbye was submitted before, but another thread had the worker lock.
+TEST_F(OutboxTest, GoodbyeLeavesThoughItsPeerHasBeenGivenUpMeanwhile) {
+  ASSERT_TRUE(peer_.moveTo(Peer::State::kLeft, {ErrorCode::kShutDown, "it has left the group"}));
+  send(Kind::kGoodbye, 0);
+  ASSERT_EQ(transport_.sent.size(), 1u);
+  EXPECT_EQ(transport_.sent[0].header.kind, Kind::kGoodbye);
+}
+
 TEST_F(OutboxTest, PeerThatIsLeavingStillGetsMessages) {
   ASSERT_TRUE(peer_.moveTo(Peer::State::kLeaving, {ErrorCode::kShutDown, "it leaves"}));
   send(Kind::kResponse, 1);

@@ -10,6 +10,7 @@
 #include <unistd.h>
 
 #include <deque>
+#include <stdexcept>
 #include <utility>
 
 namespace torch_ucx_rpc {
@@ -164,6 +165,17 @@ TEST_F(LifelinesTest, PeerThatIsForgottenIsNotCut) {
   lines_.forget(memberAt(1)); // and again
   watched_.front().second(); // it was about to run
   EXPECT_EQ(cuts_, 0);
+}
+
+TEST(UnwatchedLifelinesTest, WhatTheKernelDoesNotWatchIsDoneWithout) {
+  const Listener listener;
+  Lifelines lines([](int /*fd*/, UniqueFunction<void()> /*onReadable*/) { throw std::runtime_error("no room"); });
+  Member member;
+  member.session = 7;
+  member.lifelineHost = "127.0.0.1";
+  member.lifelinePort = listener.port();
+  lines.connect(member, [] { FAIL() << "nobody has looked"; });
+  lines.forget(member);
 }
 
 } // namespace

@@ -116,8 +116,7 @@ class RequestServerTest : public testing::Test {
     handled_.fetch_add(1);
     return handler_(request);
   }};
-  RequestServer server_{
-      one_.identity, callback_, holders_, one_.messenger, *one_.executor, one_.lifetime, deviceMaps_, ThreadHooks{}};
+  RequestServer server_{one_.identity, callback_, holders_, one_.messenger, *one_.executor, one_.lifetime, deviceMaps_};
 };
 
 TEST_F(RequestServerTest, RequestIsServedOnAnAgentThreadAndAnsweredOnce) {

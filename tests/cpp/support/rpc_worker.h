@@ -37,14 +37,7 @@ class RpcWorker {
         orphans(parts.identity, agent, callback, parts.directory, *parts.executor, parts.timer, parts.lifetime),
         monitor(parts.identity, parts.directory, parts.messenger, parts.timer, parts.lifetime, heartbeatLimit),
         requests(
-            parts.identity,
-            callback,
-            orphans.holders(),
-            parts.messenger,
-            *parts.executor,
-            parts.lifetime,
-            deviceMaps,
-            ThreadHooks{}),
+            parts.identity, callback, orphans.holders(), parts.messenger, *parts.executor, parts.lifetime, deviceMaps),
         group(
             parts.identity,
             agent,

@@ -8,11 +8,13 @@
 
 namespace torch_ucx_rpc {
 
-Error Outbox::connect(Peer& peer) {
+Error Outbox::connect(const OutgoingMessage& message) {
   if (isClosed_) {
     return {ErrorCode::kShutDown, "RPC has been shut down on this worker"};
   }
-  if (!peer.isThere()) {
+  Peer& peer = *message.to;
+  // A goodbye tells a worker that it is gone for this one, which may have come to be so before the goodbye's turn.
+  if (!peer.isThere() && message.header.kind != wire::Kind::kGoodbye) {
     return peer.whyGone();
   }
   if (peer.endpoint.has_value()) {
@@ -178,7 +180,7 @@ void Outbox::start(std::unique_ptr<OutgoingMessage> owned, Queue* queue) {
     queue->account(*message, true);
   }
   message->unfinished = 1 + message->pieces.size(); // before the first send, which may complete at once
-  if (Error error = message->error ? message->error : connect(*message->to)) {
+  if (Error error = message->error ? message->error : connect(*message)) {
     finish(message, queue, message->unfinished, std::move(error));
     return;
   }

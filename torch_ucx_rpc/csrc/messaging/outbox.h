@@ -128,7 +128,8 @@ class Outbox {
   void startFirst(Queue& queue);
   // `queue` counts the message. It is null for a message that is not queued, or that fails at once.
   void start(std::unique_ptr<OutgoingMessage> message, Queue* queue);
-  Error connect(Peer& peer);
+  // Makes the endpoint, unless there is one.
+  Error connect(const OutgoingMessage& message);
   void finish(OutgoingMessage* message, Queue* queue, size_t parts, Error error);
   // Has the receiver let go of the parts of a message whose other parts cannot leave. Those that wait here until it
   // fetches them would never end otherwise.

@@ -5,6 +5,7 @@
 #include <unistd.h>
 
 #include <cerrno>
+#include <exception>
 #include <utility>
 
 namespace torch_ucx_rpc {
@@ -54,12 +55,24 @@ void Lifelines::connect(const Member& member, UniqueFunction<void()> onCut) {
   line.host = member.lifelineHost;
   line.port = member.lifelinePort;
   line.onCut = std::move(onCut);
+  if (!open(member.session, line)) {
+    lines_.erase(entry);
+  }
+}
+
+bool Lifelines::open(uint64_t session, Line& line) {
   line.socket = beginToConnect(line);
   if (line.socket < 0) {
-    lines_.erase(entry);
-    return;
+    return false;
   }
-  watch_(line.socket, [this, session = member.session] { onEvent(session); });
+  try {
+    watch_(line.socket, [this, session] { onEvent(session); });
+  } catch (const std::exception&) {
+    // The kernel watches no more for this user. The heartbeat goes on without the lifeline.
+    ::close(std::exchange(line.socket, -1));
+    return false;
+  }
+  return true;
 }
 
 // What an event on a lifeline means:
@@ -82,9 +95,7 @@ void Lifelines::onEvent(uint64_t session) {
     const bool wasConnected = why == 0 || why == ECONNRESET;
     if (wasConnected && line.reconnectionsLeft-- > 0) {
       line.hasConnected = true;
-      line.socket = beginToConnect(line);
-      if (line.socket >= 0) {
-        watch_(line.socket, [this, session] { onEvent(session); });
+      if (open(session, line)) {
         return;
       }
     }

@@ -46,6 +46,8 @@ class Lifelines {
 
   // Begins to connect; -1 where that is not possible.
   static int beginToConnect(const Line& line);
+  // The same, and watches the connection. False where one of the two is not possible.
+  bool open(uint64_t session, Line& line);
   void onEvent(uint64_t session);
 
   Watch watch_;

@@ -46,7 +46,8 @@ UcxRpcAgent::UcxRpcAgent(
       processGuard_(self_.name),
       lifetime_([this] { return weak_from_this().lock(); }),
       deviceMaps_(options.streamPriority, transport->deviceMemoryRefusal()),
-      executor_(std::make_shared<Executor>(options.numWorkerThreads, options.maxWorkerThreads, threadHooks, timer_)),
+      executor_(std::make_shared<Executor>(
+          options.numWorkerThreads, options.maxWorkerThreads, std::move(threadHooks), timer_)),
       messenger_(
           std::move(transport),
           self_,
@@ -61,8 +62,7 @@ UcxRpcAgent::UcxRpcAgent(
       calls_(self_, messenger_, *executor_, timer_, lifetime_, deviceMaps_, whileWaiting),
       orphans_(self_, *this, *cb_, directory_, *executor_, timer_, lifetime_),
       monitor_(self_, directory_, messenger_, timer_, lifetime_, options.heartbeatLimit),
-      requests_(
-          self_, *cb_, orphans_.holders(), messenger_, *executor_, lifetime_, deviceMaps_, std::move(threadHooks)),
+      requests_(self_, *cb_, orphans_.holders(), messenger_, *executor_, lifetime_, deviceMaps_),
       group_(
           self_,
           *this,

@@ -66,26 +66,29 @@ void Group::addMembers(std::vector<Member> members) {
   const Peer* self = directory_.findSession(self_.session);
   TORCH_CHECK(self != nullptr, "worker '", self_.name, "' was not told of itself");
   const std::vector<Peer*> present = directory_.present();
-  size_t workersHere = 1;
   for (Peer* peer : present) {
     if (peer != self && peer->member().bootId == self->member().bootId) { // both run on this machine
       peer->isNeighbour.store(true);
       if (peer->member().pidNamespace != self->member().pidNamespace || peer->member().user != self->member().user) {
         peer->isOverNetwork.store(true);
       }
-      ++workersHere;
     }
   }
-  // The senders divide what they may push into a worker, and threads spin only where each worker has a core.
-  messenger_.setGroupSize(present.size(), workersHere);
+  onSizeChange();
   monitor_.watch(self->member(), present);
+}
+
+void Group::onSizeChange() {
+  const std::vector<Peer*> present = directory_.present();
+  const auto neighbours = std::ranges::count_if(present, [](const Peer* peer) { return peer->isNeighbour.load(); });
+  // The senders divide what they may push into a worker, and threads spin only where each worker has a core.
+  messenger_.setGroupSize(present.size(), 1 + static_cast<size_t>(neighbours));
 }
 
 void Group::removeMember(uint64_t session) {
   if (Peer* peer = directory_.findSession(session)) {
     if (peer->isThere()) {
-      // It may be leaving, and wait for an acknowledgment from this worker, which does not hear it any more. Once end()
-      // has moved its state, nothing is sent to it.
+      // It may be leaving, and wait for an acknowledgment from this worker, which does not hear it any more.
       messenger_.postControl(*peer, wire::Kind::kGoodbye);
     }
     monitor_.end(*peer, Peer::State::kLeft, {ErrorCode::kShutDown, peer->describe() + " has left the group"});
@@ -133,6 +136,7 @@ void Group::setOnGone(OnGone onGone) {
 
 void Group::onPeerGone(Peer& peer) {
   barrier_.onMembershipChange();
+  onSizeChange();
   std::shared_ptr<const OnGone> onGone;
   {
     const std::lock_guard lock(mutex_);

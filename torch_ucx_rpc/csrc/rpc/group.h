@@ -109,6 +109,7 @@ class Group final : public GroupHandler, public PeerObserver, private Barrier::L
   void sendRelease(Peer& to, uint64_t round, const Barrier::Result& result) override;
 
   const WorkerInfo& infoOf(const Peer& peer) const;
+  void onSizeChange();
   void announce(Peer& to, wire::Kind kind, const std::string& body);
   void leave(std::chrono::milliseconds timeout);
   bool hasAnsweredAll() const;

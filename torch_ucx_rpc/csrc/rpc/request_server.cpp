@@ -12,7 +12,6 @@
 
 #include <exception>
 #include <span>
-#include <thread>
 #include <utility>
 
 namespace torch_ucx_rpc {
@@ -43,16 +42,14 @@ RequestServer::RequestServer(
     Messenger& messenger,
     Executor& executor,
     const Lifetime& lifetime,
-    const DeviceMaps& deviceMaps,
-    ThreadHooks threadHooks)
+    const DeviceMaps& deviceMaps)
     : self_(std::move(self)),
       callback_(callback),
       rrefHolders_(rrefHolders),
       messenger_(messenger),
       executor_(executor),
       lifetime_(lifetime),
-      deviceMaps_(deviceMaps),
-      threadHooks_(std::move(threadHooks)) {}
+      deviceMaps_(deviceMaps) {}
 
 // --------------------------------------------------------------------------------------------------- taking in
 
@@ -135,7 +132,7 @@ void RequestServer::serve(OpenRequest open, IncomingMessage incoming) {
     if (request->type() == rpc::MessageType::RUN_WITH_PROFILING_REQ) {
       // torch's legacy profiler records on a thread only the first time it is enabled there (torch 2.13; TensorPipe
       // with its 16 threads returns the remote events of the first 16 calls). A thread of its own always records.
-      runOnOwnThread([&] { response = handle(request, streams, admission); });
+      executor_.runOnOwnThread([&] { response = handle(request, streams, admission); });
     } else {
       response = handle(request, streams, admission);
     }
@@ -189,26 +186,6 @@ c10::intrusive_ptr<JitFuture> RequestServer::handle(
     placeGradients(request);
   }
   return callback_(*request, streams);
-}
-
-void RequestServer::runOnOwnThread(const std::function<void()>& work) const {
-  std::exception_ptr failure;
-  std::thread([&] {
-    if (threadHooks_.onStart) { // not Executor::runHooks(), which knows the executor's threads alone
-      threadHooks_.onStart();
-    }
-    try {
-      work();
-    } catch (...) {
-      failure = std::current_exception();
-    }
-    if (threadHooks_.onExit) {
-      threadHooks_.onExit();
-    }
-  }).join();
-  if (failure != nullptr) {
-    std::rethrow_exception(failure);
-  }
 }
 
 // ---------------------------------------------------------------------------------------------------- answering

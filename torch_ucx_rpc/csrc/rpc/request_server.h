@@ -36,8 +36,7 @@ class RequestServer final : public RequestHandler {
       Messenger& messenger,
       Executor& executor,
       const Lifetime& lifetime,
-      const DeviceMaps& deviceMaps,
-      ThreadHooks threadHooks);
+      const DeviceMaps& deviceMaps);
 
   // Requests whose handler has returned a future that is not complete yet.
   size_t openAsync() const;
@@ -70,8 +69,6 @@ class RequestServer final : public RequestHandler {
   // Runs the handler on this thread, with these streams current.
   c10::intrusive_ptr<JitFuture> handle(
       c10::intrusive_ptr<Message> request, const Streams& streams, Admission& admission) const;
-  // Runs `work` on a thread of its own, and waits for it.
-  void runOnOwnThread(const std::function<void()>& work) const;
   uint64_t addAsync(OpenRequest open, std::shared_ptr<void> making);
   AsyncRequest takeAsync(uint64_t id);
   void answer(const OpenRequest& open, const JitFuture& response);
@@ -89,7 +86,6 @@ class RequestServer final : public RequestHandler {
   Executor& executor_;
   const Lifetime& lifetime_;
   const DeviceMaps& deviceMaps_;
-  const ThreadHooks threadHooks_;
 
   mutable std::mutex asyncMutex_;
   std::unordered_map<uint64_t, AsyncRequest> async_; // guarded by asyncMutex_, by a number of the server's own

@@ -3,6 +3,7 @@
 #include <pthread.h>
 
 #include <algorithm>
+#include <exception>
 #include <stdexcept>
 #include <system_error>
 #include <thread>
@@ -179,6 +180,29 @@ std::shared_ptr<void> Executor::markBlocked() {
   }
   nesting->threads->beginNesting(*nesting);
   return {nesting.get(), [nested = nesting](Nesting* /*same*/) { nested->threads->endNesting(*nested); }};
+}
+
+void Executor::runOnOwnThread(const std::function<void()>& work) const {
+  std::exception_ptr failure;
+  std::thread([&, requestRunsOnCaller = requestRunsOn, &nestingOfCaller = nesting] {
+    requestRunsOn = requestRunsOnCaller;
+    nesting = std::move(nestingOfCaller);
+    if (hooks_.onStart) { // not runHooks(), which knows the threads of main() alone
+      hooks_.onStart();
+    }
+    try {
+      work();
+    } catch (...) {
+      failure = std::current_exception();
+    }
+    if (hooks_.onExit) {
+      hooks_.onExit();
+    }
+    nestingOfCaller = std::move(nesting);
+  }).join();
+  if (failure != nullptr) {
+    std::rethrow_exception(failure);
+  }
 }
 
 void Executor::beginNesting(Nesting& begun) {

@@ -74,6 +74,10 @@ class Executor : public std::enable_shared_from_this<Executor> {
   // Null on threads that run no request.
   static std::shared_ptr<void> markBlocked();
 
+  // Runs a part of the request that runs on this thread on a thread of its own, and waits for it. Calls that it makes
+  // are the request's.
+  void runOnOwnThread(const std::function<void()>& work) const;
+
   // Whether this thread runs a task. If it does, runAfterTask() runs something right after the task.
   static bool isInTask();
   static void runAfterTask(Task then);

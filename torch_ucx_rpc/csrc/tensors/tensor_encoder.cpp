@@ -274,7 +274,9 @@ class Encoder {
         to_.describe(),
         "; dequantize it first.");
     at::Tensor memory = at::zeros({static_cast<int64_t>(bytes)}, at::kByte);
-    const uint64_t present = tensor.storage().nbytes() - static_cast<uint64_t>(tensor.storage_offset());
+    // torch counts a byte for each element that a view begins after, too: it may begin beyond the end.
+    const uint64_t stored = tensor.storage().nbytes();
+    const uint64_t present = stored - std::min<uint64_t>(stored, static_cast<uint64_t>(tensor.storage_offset()));
     std::memcpy(memory.mutable_data_ptr(), tensor.const_data_ptr(), std::min(bytes, present));
     return memory;
   }
