@@ -31,7 +31,7 @@ def set_device_pool(source: DeviceMemorySource, entry_points: tuple[int, int] | 
 def stop_device_pool() -> None: ...
 def devices_of(future: Future[Any]) -> list[torch.device]: ...
 def begin_rref_ids(are_random: bool) -> int: ...
-def init_autograd(rank: int, are_ids_random: bool) -> None: ...
+def begin_context_ids(rank: int, are_random: bool) -> int: ...
 def define_native_op(
     schema: str,
     compile: Callable[[list[tuple[torch.dtype, int, bool]]], tuple[int, torch.dtype, int]],
@@ -53,6 +53,7 @@ class Member:  # to be written only: the last four are bytes, which reading take
     process_start_time: int
     session: int
     first_rref_id: int
+    first_context_id: int
     address: bytes
     send_key: bytes
     receive_key: bytes

@@ -248,6 +248,7 @@ def _record_of(agent: UcxRpcAgent, world_size: int) -> Record:
         world_size=world_size,
         session=agent.session,
         first_rref_id=_C.begin_rref_ids(are_random=world_size == 0),
+        first_context_id=_C.begin_context_ids(info.id, are_random=world_size == 0),
         address=agent.address,
         package_version=f"{version} (wire version {_C.WIRE_VERSION})",
         torch_version=torch.__version__,
@@ -266,7 +267,6 @@ def _start(agent: UcxRpcAgent) -> None:
     rank = agent.get_worker_info().id
     with _undone_on_error(agent):
         # Before the agent starts: the first request of another worker may already call back.
-        _C.init_autograd(rank, are_ids_random=not agent.is_static_group)
         _set_profiler_node_id(rank)
         _agent.current = agent
         with _native_errors_named():

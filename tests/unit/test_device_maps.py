@@ -26,6 +26,7 @@ def record(name: str, **changed: Any) -> Record:
         "world_size": 3,
         "session": 1,
         "first_rref_id": 0,
+        "first_context_id": 0,
         "address": b"",
         "package_version": "1",
         "torch_version": "2.13.0+cpu",

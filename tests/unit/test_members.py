@@ -40,6 +40,7 @@ def record(rank: int, world_size: int, **changed: Any) -> Record:
         world_size=world_size,
         session=int.from_bytes(os.urandom(8), "little"),
         first_rref_id=0,
+        first_context_id=0,
         address=bytes(range(256)),
         package_version="1.2.3",
         torch_version="2.13.0",

@@ -24,8 +24,9 @@ class Record:
     Workers share memory only if their `user` is the same: an id and the namespace in which it means somebody.
     `lifeline_port` is 0 for a worker without a lifeline (``lifeline``).
 
-    The worker numbers its RRefs from `first_rref_id` on. In a group without a size another worker may take its rank, so
-    that number is random. There, `in_doubt` means that another member has lost this worker, which may still be alive.
+    The worker numbers its RRefs from `first_rref_id` on, and its contexts of distributed autograd from
+    `first_context_id` on. In a group without a size another worker may take its rank, so these numbers are random.
+    There, `in_doubt` means that another member has lost this worker, which may still be alive.
     """
 
     rank: int
@@ -33,6 +34,7 @@ class Record:
     world_size: int
     session: int
     first_rref_id: int
+    first_context_id: int
     address: bytes
     package_version: str
     torch_version: str

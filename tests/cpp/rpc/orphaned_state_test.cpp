@@ -5,6 +5,7 @@
 #include "fake_rpc_agent.h"
 #include "handlers.h"
 #include "test_worker.h"
+#include "torch_glue/torch_state.h"
 
 #include <gtest/gtest.h>
 #include <torch/csrc/distributed/autograd/context/container.h>
@@ -199,6 +200,23 @@ TEST_F(OrphanedStateTest, ValueOfOneWhoseRankIsTakenNeverComesInADynamicGroup) {
   worker_.directory.at(Rank{1}).moveTo(Peer::State::kFailed, {ErrorCode::kPeerFailed, "gone too"});
   orphans_.onPeerGone(worker_.directory.at(Rank{1}));
   EXPECT_TRUE(rpcFailure(fresh));
+}
+
+// A handler that still runs for the dead opens it, when another worker has the rank already.
+TEST_F(OrphanedStateTest, ContextOfOneWhoseRankIsTakenIsClosedInADynamicGroup) {
+  orphans_.setDynamic();
+  const int64_t late = openContext(1);
+  const int64_t fresh = openContext(1);
+  Peer& before = worker_.peer(1);
+  Member taker = memberOf(1);
+  taker.session = 500;
+  taker.firstContextId = contextNumber(fresh);
+  ASSERT_TRUE(before.moveTo(Peer::State::kFailed, before.lost({ErrorCode::kPeerFailed, "it died"})));
+  worker_.directory.add(taker);
+  orphans_.onPeerGone(worker_.peer(2)); // an end of somebody, long after that of the former one
+  worker_.advance(std::chrono::seconds(1));
+  EXPECT_TRUE(eventually([&] { return !isOpen(late); }));
+  EXPECT_TRUE(isOpen(fresh)) << "whoever has the rank now has opened it";
 }
 
 TEST_F(OrphanedStateTest, AgentThatIsNotTorchsCurrentOneReleasesNothing) {

@@ -223,6 +223,7 @@ void bindAgents(py::module_& module) {
       .def_readwrite("user", &Member::user)
       .def_readwrite("session", &Member::session)
       .def_readwrite("first_rref_id", &Member::firstRRefId)
+      .def_readwrite("first_context_id", &Member::firstContextId)
       .def_readwrite("address", &Member::address)
       .def_readwrite("lifeline_host", &Member::lifelineHost)
       .def_readwrite("lifeline_port", &Member::lifelinePort)

@@ -59,7 +59,7 @@ PYBIND11_MODULE(_C, module) {
       [](const torch::jit::PythonFutureWrapper& future) { return future.fut->devices(); },
       py::arg("future"));
   module.def("begin_rref_ids", &beginRRefIds, py::arg("are_random"));
-  module.def("init_autograd", &initAutograd, py::arg("rank"), py::arg("are_ids_random"));
+  module.def("begin_context_ids", &beginContextIds, py::arg("rank"), py::arg("are_random"));
 
   bindErrors(module);
   bindAgents(module);

@@ -31,7 +31,10 @@ struct Member {
   uint64_t processStartTime = 0; // clock ticks since boot
   std::string user; // as which it runs; shared memory of UCX's is open to one user alone
   uint64_t session = 0; // random; tells this life of the worker from an earlier one
-  int64_t firstRRefId = 0; // of the RRefs made in this life; random if other workers may take its rank
+  // Of the RRefs made, and the contexts of distributed autograd opened, in this life; random if other workers may take
+  // its rank.
+  int64_t firstRRefId = 0;
+  int64_t firstContextId = 0;
   std::string address; // of its transport
   // Where it listens for Lifelines; port 0 where its transport needs none.
   std::string lifelineHost;
@@ -62,9 +65,11 @@ class Peer {
   }
 
   // Whether this worker can have made the id in its present life, rather than a worker that had its rank before.
-  bool canHaveMade(int64_t rrefId) const {
-    constexpr int64_t kIdsOfALife = int64_t{1} << 40;
-    return rrefId >= member_.firstRRefId && rrefId - member_.firstRRefId < kIdsOfALife;
+  bool canHaveMadeRRef(int64_t id) const {
+    return isOfALife(member_.firstRRefId, id);
+  }
+  bool canHaveOpenedContext(int64_t id) const {
+    return isOfALife(member_.firstContextId, id);
   }
 
   // The worker as errors name it: "worker 'ps' (rank 1, pid 4711 on node07)".
@@ -131,6 +136,11 @@ class Peer {
   std::optional<wire::Opener> opener;
 
  private:
+  static bool isOfALife(int64_t first, int64_t id) {
+    constexpr int64_t kIdsOfALife = int64_t{1} << 40;
+    return id >= first && id - first < kIdsOfALife;
+  }
+
   const Member member_;
   std::atomic<State> state_{State::kPresent};
   mutable std::mutex mutex_;

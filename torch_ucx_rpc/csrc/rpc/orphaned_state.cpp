@@ -75,10 +75,13 @@ void OrphanedState::release(const Ranks& gone) {
   }
   // Looked up now and not in the task: a worker that takes the rank may soon hold references of its own.
   std::vector<HeldFork> forks;
-  std::vector<int64_t> contexts;
   if (!gone.empty()) {
     forks = holders_.takeHeldBy(gone);
-    contexts = autogradContextsOf(gone);
+  }
+  std::vector<int64_t> contexts;
+  if (!gone.empty() || isDynamic_) {
+    contexts = orphanedContexts(
+        [&](int64_t id) { return gone.contains(contextRank(id)) || (isDynamic_ && !mayStillBeClosed(id)); });
   }
   // Waits are looked up after the forks and ended before the forks are deleted. With the last fork of an RRef torch
   // forgets the RRef, even if a thread waits for it.
@@ -114,10 +117,15 @@ bool OrphanedState::mayStillGetValue(const RRefId& id) const {
     return true;
   }
   if (holder->isThere()) {
-    return !isDynamic_ || holder->canHaveMade(id.localId_);
+    return !isDynamic_ || holder->canHaveMadeRRef(id.localId_);
   }
   // A request that came before its caller's goodbye is handled all the same.
   return holder->state() == Peer::State::kLeft && holder->requestsOpen.load() != 0;
+}
+
+bool OrphanedState::mayStillBeClosed(int64_t context) const {
+  const Peer* holder = directory_.find(contextRank(context)); // the worker that has the opener's rank now
+  return holder == nullptr || holder->member().rank == self_ || holder->canHaveOpenedContext(contextNumber(context));
 }
 
 void OrphanedState::endHopelessWait(const WaitForValue& wait) const {

@@ -61,6 +61,8 @@ class OrphanedState final : public PeerObserver {
   // Whether an RRef that a thread or a call waits for may still get its value.
   bool mayStillGetValue(const RRefId& id) const;
   void endHopelessWait(const WaitForValue& wait) const;
+  // Whether whoever has opened a context of distributed autograd may still be there to close it.
+  bool mayStillBeClosed(int64_t context) const;
 
   const Rank self_;
   const RpcAgent& agent_;

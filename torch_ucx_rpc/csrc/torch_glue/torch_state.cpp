@@ -68,8 +68,7 @@ template struct Reach<&RRef::timedOut_, HasTimedOut>;
 template struct Reach<&RRefContext::mutex_, ContextMapsMutex>;
 template struct Reach<&DistAutogradContainer::autograd_contexts_, AutogradContexts>;
 
-// The upper bits of a context's id are the rank of the worker that has opened it.
-constexpr int kContextIdBits = 48;
+constexpr int kContextNumberBits = 48;
 
 } // namespace
 
@@ -97,21 +96,29 @@ int64_t beginRRefIds(bool areRandom) {
   return next;
 }
 
-void initAutograd(worker_id_t rank, bool areIdsRandom) {
+int64_t beginContextIds(worker_id_t rank, bool areRandom) {
   DistAutogradContainer& autograd = reach(AutogradInstance())();
   bool& isInitialized = autograd.*reach(AutogradInitialized());
-  if (isInitialized && autograd.*reach(AutogradRank()) == rank) {
-    return;
+  if (!isInitialized || autograd.*reach(AutogradRank()) != rank) {
+    isInitialized = false; // otherwise init() refuses another rank
+    DistAutogradContainer::init(rank);
+    if (areRandom) {
+      // The ids of autograd have 48 bits for the count: this takes a quarter of them at most.
+      std::random_device device;
+      const int64_t start = static_cast<int64_t>(device() >> 6) << 20;
+      autograd.*reach(NextContextId()) += start;
+      autograd.*reach(NextMessageId()) += start;
+    }
   }
-  isInitialized = false; // otherwise init() refuses another rank
-  DistAutogradContainer::init(rank);
-  if (areIdsRandom) {
-    // The ids of autograd have 48 bits for the count: this takes a quarter of them at most.
-    std::random_device device;
-    const int64_t start = static_cast<int64_t>(device() >> 6) << 20;
-    autograd.*reach(NextContextId()) += start;
-    autograd.*reach(NextMessageId()) += start;
-  }
+  return contextNumber(autograd.*reach(NextContextId()));
+}
+
+worker_id_t contextRank(int64_t id) {
+  return static_cast<worker_id_t>(id >> kContextNumberBits);
+}
+
+int64_t contextNumber(int64_t id) {
+  return id & ((int64_t{1} << kContextNumberBits) - 1);
 }
 
 void stopRRefDeletions() {
@@ -191,7 +198,7 @@ void markTimedOutRRef(const JitFuture& creation) {
   }
 }
 
-std::vector<int64_t> autogradContextsOf(const std::unordered_set<worker_id_t>& ranks) {
+std::vector<int64_t> orphanedContexts(const std::function<bool(int64_t id)>& isOrphan) {
   DistAutogradContainer& autograd = reach(AutogradInstance())();
   std::vector<int64_t> ids;
   if (!(autograd.*reach(AutogradInitialized()))) {
@@ -200,7 +207,7 @@ std::vector<int64_t> autogradContextsOf(const std::unordered_set<worker_id_t>& r
   for (auto& shard : autograd.*reach(AutogradContexts())) {
     const std::lock_guard lock(shard.lock);
     for (const auto& [id, context] : shard.contexts) {
-      if (ranks.contains(static_cast<worker_id_t>(id >> kContextIdBits))) {
+      if (isOrphan(id)) {
         ids.push_back(id);
       }
     }

@@ -30,9 +30,13 @@ void renewRRefContext(std::shared_ptr<torch::distributed::rpc::RpcAgent> agent);
 // Returns the first id of the RRefs made from now on. For `areRandom` see above.
 int64_t beginRRefIds(bool areRandom);
 
-// Like torch.distributed.autograd._init, but the rank may differ from an earlier life of this process. For
-// `areIdsRandom` see above.
-void initAutograd(torch::distributed::rpc::worker_id_t rank, bool areIdsRandom);
+// Like torch.distributed.autograd._init, but the rank may differ from an earlier life of this process. Returns the
+// first id of the contexts opened from now on, as contextNumber() has it. For `areRandom` see above.
+int64_t beginContextIds(torch::distributed::rpc::worker_id_t rank, bool areRandom);
+
+// The two parts of a context's id: the rank of the worker that has opened it, and that worker's count.
+torch::distributed::rpc::worker_id_t contextRank(int64_t id);
+int64_t contextNumber(int64_t id);
 
 // From now on torch sends no messages when references to RRefs are destroyed in this process. For a forked child,
 // whose references belong to its parent.
@@ -58,7 +62,7 @@ void keepRRefThatTorchMarks();
 // Marks the RRef whose rpc.remote() is about to fail, because it timed out. Nothing happens for other calls.
 void markTimedOutRRef(const torch::distributed::rpc::JitFuture& creation);
 
-// The contexts of distributed autograd here that these workers have opened. Dead workers will not close them.
-std::vector<int64_t> autogradContextsOf(const std::unordered_set<torch::distributed::rpc::worker_id_t>& ranks);
+// The contexts of distributed autograd here that are orphans: whoever has opened them will not close them.
+std::vector<int64_t> orphanedContexts(const std::function<bool(int64_t id)>& isOrphan);
 
 } // namespace torch_ucx_rpc
