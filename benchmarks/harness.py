@@ -524,11 +524,18 @@ def table(result: Result) -> Iterator[str]:
             must = "" if bound.must is None else f"{relation} {bound.must:g}"
             aim = "" if bound.aim is None else f"{relation} {bound.aim:g}"
             verdict = "" if bound.must is None else "holds" if figure.holds(ratio, bound.must) else "MISSED"
-            head = line if not shown else "| | " + " | ".join("" for _ in names)
-            yield f"{head} | {number(ratio)}{_against(bound, names)} | {must} | {aim} | {verdict} |"
+            against = _against(bound, names)
+            # The words are a row's title: in the column of the ratios they would make it as wide as they are.
+            head = f"{line} | {number(ratio)}{against}" if not shown else _row_of_ratio(against, names, ratio)
+            yield f"{head} | {must} | {aim} | {verdict} |"
             shown = True
         if not shown:
             yield f"{line} | | | | |"
+
+
+def _row_of_ratio(against: str, names: Sequence[str], ratio: float) -> str:
+    """A row for one ratio more of the figure above."""
+    return f"| {f'ratio{against}' if against else ''} | {' | '.join('' for _ in names)} | {number(ratio)}"
 
 
 def _against(bound: Bound, names: Sequence[str]) -> str:
