@@ -12,6 +12,7 @@ import contextlib
 import functools
 import os
 import queue
+import shlex
 import signal
 import subprocess
 import sys
@@ -75,6 +76,7 @@ class Coordinator:
                 self.joined(name)
             elif what == "lost":
                 print(f"{name} is lost: {details}", flush=True)
+                self.members.discard(name)
                 start(NEWCOMER)
             else:
                 self.done(name, *details)
@@ -82,7 +84,7 @@ class Coordinator:
         assert all(abs(result - number**2) < 0.5 for number, result in self.results.items())
         shares = ", ".join(f"{count} by {name}" for name, count in sorted(self.done_by.items()))
         print(f"{len(self.results)} tasks are done: {shares}", flush=True)
-        torch.futures.wait_all([rpc.rpc_async(name, leave) for name in self.members - {LEAVES, KILLED}])
+        torch.futures.wait_all([rpc.rpc_async(name, leave) for name in self.members])
 
     def joined(self, name):
         print(f"{name} has joined", flush=True)
@@ -99,15 +101,21 @@ class Coordinator:
         self.done_by[name] += 1
         if name == LEAVES and self.done_by[name] == LEAVES_AFTER:
             print(f"{name} leaves after {LEAVES_AFTER} tasks", flush=True)
+            self.members.discard(name)
             rpc.rpc_sync(name, leave)
         else:
             self.idle.append(name)
 
     def hand_out(self):
-        while self.idle and self.waiting:
-            name, number = self.idle.pop(), self.waiting.pop(0)
+        while self.waiting and (ready := [name for name in self.idle if not self.is_ahead(name)]):
+            name, number = ready[0], self.waiting.pop(0)
+            self.idle.remove(name)
             future = rpc.rpc_async(name, compute, (number, name == KILLED and len(self.results) >= KILLED_AT))
             future.add_done_callback(functools.partial(tell_of_task, name, number))
+
+    def is_ahead(self, name):
+        """Until worker2 is killed, fast workers wait for slow ones: worker1 and worker2 must come to their ends."""
+        return KILLED in self.members and self.done_by[name] > min(self.done_by[member] for member in self.members) + 2
 
 
 def tell_of_task(name, number, future):
@@ -119,7 +127,7 @@ def main():
     parser.add_argument("--tasks", type=int, default=120)
     parser.add_argument("--name", default=COORDINATOR, help="join as this worker (default: the coordinator, worker0)")
     parser.add_argument("--store", help="URL of a file that all workers see (default: one in a new folder)")
-    parser.add_argument("--by-hand", action="store_true", help="print how workers are started instead of starting them")
+    parser.add_argument("--launcher", default="", help="words before the command of a worker, such as 'srun --overlap'")
     arguments = parser.parse_args()
 
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as processes:
@@ -130,10 +138,7 @@ def main():
 
         def start(name):
             command = [sys.executable, __file__, "--name", name, "--store", store]
-            if arguments.by_hand:
-                print(f"now start: {' '.join(command)}", flush=True)
-            else:
-                processes.enter_context(subprocess.Popen(command))
+            processes.enter_context(subprocess.Popen([*shlex.split(arguments.launcher), *command]))
 
         if arguments.name == COORDINATOR:
             Coordinator(arguments.tasks).run(start)
