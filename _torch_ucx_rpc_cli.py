@@ -18,6 +18,7 @@ import importlib.metadata
 import inspect
 import os
 import sys
+import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -63,13 +64,21 @@ def _parser() -> argparse.ArgumentParser:
             name,
             help=line,
             description=inspect.getdoc(add_arguments),
-            formatter_class=argparse.RawDescriptionHelpFormatter,
+            formatter_class=_Help,
             # A program's own --n is no short form of --nnodes.
             allow_abbrev=False,
         )
         add_arguments(command)
         command.set_defaults(error=command.error)
     return parser
+
+
+class _Help(argparse.RawDescriptionHelpFormatter):
+    """Paragraphs fill the terminal's width; indented lines stay as they are."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        paragraphs = text.split("\n\n")
+        return "\n\n".join(part if part.startswith(" ") else textwrap.fill(part, width) for part in paragraphs)
 
 
 def _version() -> str:
@@ -116,7 +125,7 @@ def _run(parser: argparse.ArgumentParser) -> None:
         torch-ucx-rpc run -n 4 train.py --epochs 3
         torch-ucx-rpc run --role ps=2 --role trainer=8 train.py
         torch-ucx-rpc run -n gpu --max-restarts 3 --log-dir logs train.py
-        torch-ucx-rpc run -n 4 --nnodes 2 --node-rank 0 --rdzv host0:29500 train.py    # and 1 on the other
+        torch-ucx-rpc run -n 4 --nnodes 2 --node-rank 0 --rdzv host0:29500 train.py
     """
     parser.usage = f"{parser.prog} [options] (<script> | -m <module> | -c <code>) [its arguments]"
     workers = parser.add_argument_group("workers")
@@ -212,11 +221,11 @@ def _top(parser: argparse.ArgumentParser) -> None:
     the workers on other hosts. Ctrl-C ends it. The exit code is 5 if there is no job to watch, or several. The columns,
     of which a narrow terminal has some only:
 
-        calls, open   calls made by the worker, and those of them that wait for an answer
+        calls, open   calls made by the worker, and those that wait for an answer
         p50, p99      how long calls took that were completed, of the last interval
         sent, recv    bytes of messages
-        run, wait     calls of others that a thread is at; those that wait for one, and messages that wait at their
-                      senders
+        run, wait     calls of others that a thread is at; those that wait for
+                      one, and messages that wait at their senders
         window        how much of receive_window_bytes is in use
         pool          memory of receive buffers, in use and idle
         failed        calls made by the worker that failed, since its start

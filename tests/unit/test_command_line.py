@@ -60,6 +60,14 @@ def test_help_and_wrong_arguments_do_not_import_torch(arguments: list[str]) -> N
     assert "torch-ucx-rpc" in done.stdout + done.stderr or "--version" in arguments
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_help_fits_a_terminal_of_80_columns(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ENVIRON, "COLUMNS", "80")
+    usage, _, explanation = torch_ucx_rpc(name, "--help").stdout.partition("\n\n")
+    assert usage.startswith("usage:")
+    assert [line for line in explanation.splitlines() if len(line) > 80] == []
+
+
 def test_help_lists_all_commands_and_each_has_a_module() -> None:
     done = torch_ucx_rpc("--help")
     for name in NAMES:
