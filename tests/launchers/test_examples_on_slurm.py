@@ -43,7 +43,7 @@ def test_an_example_runs_by_the_command_of_its_page(
     program = f"examples/{name}.py"
     command = command.replace(program, f"{program} {options}").replace("file:///shared", tmp_path.as_uri())
     environment = {"SLURM_CONF": slurm.environment["SLURM_CONF"], "OMP_NUM_THREADS": "1"}
-    done = follow(command, tmp_path, environment, run=slurm.head.run)
+    done = follow(command, tmp_path, environment, run=slurm.head.run, limit_s=170)
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(line, done.stdout), done.stdout + done.stderr
 

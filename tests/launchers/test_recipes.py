@@ -54,12 +54,12 @@ Run = Callable[..., subprocess.CompletedProcess]
 
 
 def follow(
-    recipe: str, place: Path, env: Mapping[str, str] | None = None, run: Run = subprocess.run
+    recipe: str, place: Path, env: Mapping[str, str] | None = None, run: Run = subprocess.run, limit_s: int = 60
 ) -> subprocess.CompletedProcess[str]:
     """What came of pasting this into a shell there."""
     path = f"{place / 'bin'}:{os.environ['PATH']}"
     return run(
-        ["timeout", "--kill-after=5", "60", "bash", "-ec", recipe],
+        ["timeout", "--kill-after=5", str(limit_s), "bash", "-ec", recipe],
         cwd=place,
         env={**ENVIRON, "PATH": path, **(env or {})},
         capture_output=True,
