@@ -26,7 +26,7 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
         ("inference", "--requests 20", r"40 requests in \d+ batches", ()),
         ("native_server", "--updates 20", r"40 of 40 updates were applied", ("numba",)),
         ("parameter_server", "--steps 2", r"trainer3: loss ", ()),
-        ("pipeline", "--epochs 1", r"test accuracy: ", ("sklearn", "tqdm")),
+        ("pipeline", "", r"test accuracy: ", ("sklearn", "tqdm")),
         ("reduction", "", r"with trainer2 killed +loss ", ("matplotlib", "sklearn", "tqdm")),
         ("services", "", r"caller1: 400 calls answered", ()),
     ],
