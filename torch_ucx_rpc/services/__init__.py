@@ -18,6 +18,7 @@ How the package is laid out:
 
 * ``_table``      what one worker knows of the names, without a network
 * ``_directory``  how the workers' tables are kept alike; the argument for it stands there
+* ``_deciding``   what a worker does as the decider on names
 * ``_announcing`` how a worker tells the others of its changes
 * ``_served``     what this worker serves: the callee's side
 * ``_calls``      `call` and `call_async`: the caller's side

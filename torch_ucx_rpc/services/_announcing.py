@@ -30,7 +30,7 @@ class Announcer:
 
     Args:
         hear: what is called there with a change.
-        everything: all that this worker offers, for those that have missed a change.
+        everything: all that this worker offers, for those that may have missed a change.
     """
 
     def __init__(self, life: Life, hear: Callable[[Change], None], everything: Callable[[], Change]) -> None:
@@ -47,6 +47,13 @@ class Announcer:
             with contextlib.suppress(RuntimeError):
                 if call is not None:
                     call.wait()
+
+    def announce_all(self) -> None:
+        """Tell all others all that this worker offers, and wait for nobody."""
+        if not self._life.is_over():
+            for info in self._life.living():
+                if info.name != self._life.info.name:
+                    self._tell(info, self._everything())
 
     def _tell(self, info: WorkerInfo, change: Change) -> Future[None] | None:
         """Have another worker hear of a change. One that is too busy is told again, all of it, until it has heard."""

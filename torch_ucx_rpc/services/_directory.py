@@ -7,8 +7,9 @@ all others, by one message each. The decider's grant is volatile; the truth abou
 **When the decider dies.** The next one, before its first decision, gathers what every living worker offers and knows.
 A grant that reached its owner is among that. One that did not is asked for again: a claim is repeated with the next
 decider when the asked one is lost. A worker that has been gathered from by a decider takes no grant of an earlier one
-any more, be it that the answer was still under way; it asks again. So a name has never two owners that exclude each
-other, as long as workers agree on who is alive. Across a cut of the network each side decides for itself.
+any more, be it that the answer was still under way; it asks again. It applies a grant under the lock under which it is
+gathered from, so a grant is among what is gathered, or void. So a name has never two owners that exclude each other, as
+long as workers agree on who is alive. Across a cut of the network each side decides for itself.
 
 **Joining.** A worker that joins with a rank below the decider's gathers likewise, and the former decider refuses
 further claims from the moment it has answered. Any other worker asks the decider for all that there is when it first
@@ -32,7 +33,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed.rpc as rpc
 from torch._C._distributed_rpc import WorkerInfo, get_rpc_timeout
@@ -40,6 +41,7 @@ from torch._C._distributed_rpc import WorkerInfo, get_rpc_timeout
 from torch_ucx_rpc._observe.life import Life, PerLife
 from torch_ucx_rpc._observe.lost import Gone, was_lost
 from torch_ucx_rpc.services._announcing import Announcer
+from torch_ucx_rpc.services._deciding import Decider, Verdict
 from torch_ucx_rpc.services._errors import NameTaken
 from torch_ucx_rpc.services._table import Change, Offer, Owner, Table
 
@@ -56,15 +58,6 @@ _PATIENCE_S = 60.0
 _THERE = ("present", "leaving")
 
 
-class Verdict(NamedTuple):
-    """The answer to a claim. Without a leader: this worker does not decide; ask the right one."""
-
-    leader: int | None = None
-    refusal: str | None = None
-    # The claim builds on what the decider does not know: repeat it with all.
-    needs_all: bool = False
-
-
 class Directory:
     """Of one life of this worker: what it offers, and the table of all."""
 
@@ -76,14 +69,11 @@ class Directory:
         self.table.apply(Change(info.name, info.id, life.number, None, 0, role_of(info.name), (), (), ()))
         self._is_synced = False
         self._sync_lock = threading.Lock()
-        self._is_leading = False
-        self._lead_lock = threading.Lock()
-        # The life of the decider that knows what this worker offers.
-        self._bound_to: int | None = None
         self._change_lock = threading.Lock()
         # Called with the names whose offers have changed.
         self.on_change: Callable[[set[str]], None] = lambda _: None
         self._announcer = Announcer(life, _hear, self._everything)
+        self.decider = Decider(life, self.lock, self.table, _gather, self._learn, self._apply)
         life.watch(self._on_gone)
 
     # -- what this worker knows
@@ -141,14 +131,9 @@ class Directory:
 
     def take_in(self, changes: Iterable[Change]) -> None:
         """What others have announced or told."""
-        concerned: set[str] = set()
         with self.lock:
-            for change in changes:
-                # Nobody knows better what this worker offers, nor of which life.
-                if change.worker != self.info.name:
-                    concerned |= self.table.apply(change)
-            if concerned:
-                self.on_change(concerned)
+            # Nobody knows better what this worker offers, nor of which life.
+            self._apply(*(change for change in changes if change.worker != self.info.name))
 
     def _learn(self, changes: Iterable[Change]) -> None:
         """What others know of third workers. Of those that this worker's agent never met, it would not see the end."""
@@ -178,62 +163,69 @@ class Directory:
     ) -> None:
         """Offer other names than before, if the decider agrees, and announce it. NameTaken if it does not."""
         self.sync()
-        with self._change_lock:
-            with self.lock:
-                own = self.own
-                change = own.full()._replace(
-                    base=own.version,
-                    version=own.version + 1,
-                    role=role or own.role,
-                    groups=tuple(sorted(groups(set(own.groups)))),
-                    added=added,
-                    removed=removed,
-                )
-            try:
-                told = self._claim(change)
+        change: Change | None = None
+        try:
+            with self._change_lock:
                 with self.lock:
-                    # Where this worker decides, it has been applied by that.
-                    if concerned := self.table.apply(change):
-                        self.on_change(concerned)
-            except NameTaken:
-                raise
-            except BaseException:
-                # Ctrl-C too: whether it was granted is not known.
-                self._correct()
-                raise
-        self._announcer.announce(change, told)
+                    own = self.own
+                    change = own.full()._replace(
+                        base=own.version,
+                        version=own.version + 1,
+                        role=role or own.role,
+                        groups=tuple(sorted(groups(set(own.groups)))),
+                        added=added,
+                        removed=removed,
+                    )
+                told = self._claim(change)
+            self._announcer.announce(change, told)
+        except BaseException:
+            # Ctrl-C too. A claim that was refused, and nothing else, has left no trace.
+            if change is not None and self.own.version != change.base:
+                self._announcer.announce_all()
+            raise
 
     def _everything(self) -> Change:
         with self.lock:
             return self.own.full()
 
-    def _correct(self) -> None:
-        """After a claim whose outcome is unknown: tell the decider what this worker offers."""
-        try:
-            rpc.rpc_async(self.life.living()[0], _judge, args=(self.own.full(),))
-        except RuntimeError as error:
-            _logger.debug("the decider was not told that a claim is void: %s", error)
-
     def _claim(self, change: Change) -> str:
-        """Have the decider grant a change; the name of that worker."""
+        """Have the decider grant a change, and apply it; the name of that worker."""
         asked_with = change
+        is_void_somewhere = False
 
         def ask(decider: WorkerInfo) -> str | None:
-            nonlocal asked_with
+            nonlocal asked_with, is_void_somewhere
             verdict = _ask(decider, _judge, asked_with)
-            if verdict.needs_all:
-                with self.lock:
-                    asked_with = self.own.full_with(change)
-                return None
             with self.lock:
-                is_bound = verdict.leader is not None and self._bound_to in (None, verdict.leader)
-            if not is_bound:
-                return None
-            if verdict.refusal is not None:
-                raise NameTaken(verdict.refusal)
-            return decider.name
+                if verdict.needs_all:
+                    asked_with = self.own.full_with(change)
+                    return None
+                if verdict.leader is None:
+                    return None
+                if not self.decider.binds(verdict.leader):
+                    is_void_somewhere = True
+                    return None
+                if verdict.refusal is not None:
+                    raise NameTaken(verdict.refusal)
+                self._apply(change)
+                return decider.name
 
-        return self._from_decider(ask, "to decide on a name")
+        try:
+            return self._from_decider(ask, "to decide on a name")
+        except BaseException as error:
+            if is_void_somewhere or not isinstance(error, NameTaken):
+                # A decider may have granted it. A number above the claim's makes what this worker tells newer than it.
+                with self.lock:
+                    self.own.version = change.version + 1
+            raise
+
+    def _apply(self, *changes: Change) -> None:
+        """The caller holds the lock."""
+        concerned: set[str] = set()
+        for change in changes:
+            concerned |= self.table.apply(change)
+        if concerned:
+            self.on_change(concerned)
 
     def _from_decider(self, ask: Callable[[WorkerInfo], _Answer | None], what: str) -> _Answer:
         """What the living worker with the lowest rank answers, whichever that is by then."""
@@ -262,81 +254,6 @@ class Directory:
                     f"may be on different sides of a cut"
                 )
             time.sleep(_PAUSE_S)
-
-    # -- as the decider
-
-    def lead(self) -> bool:
-        """Be the decider, if this is the living worker with the lowest rank; False if it is not."""
-        if self._is_leading and self._is_lowest():
-            return True
-        with self._lead_lock:
-            others = [info for info in self.life.living() if info.name != self.info.name]
-            if any(info.id < self.info.id for info in others):
-                self._is_leading = False
-                return False
-            if self._is_leading:
-                return True
-            gathered = []
-            for info in others:
-                try:
-                    gathered.append((info, rpc.rpc_async(info, _gather, args=(self.life.number,))))
-                except RuntimeError as error:
-                    _logger.debug("%s is gone: %s", info.name, error)
-            for info, future in gathered:
-                try:
-                    self._learn(future.wait())
-                except RuntimeError as error:
-                    if not was_lost(error):
-                        raise RuntimeError(
-                            f"worker {self.info.name!r} decides on names now, and worker {info.name!r} does not say "
-                            f"which it offers: {error}"
-                        ) from error
-            with self.lock:
-                self._bound_to = self.life.number
-                self._is_synced = True
-                self._is_leading = True
-            return True
-
-    def _is_lowest(self) -> bool:
-        return all(info.id >= self.info.id for info in self.life.living())
-
-    def judge(self, change: Change) -> Verdict:
-        if not self.lead():
-            return Verdict()
-        with self.lock:
-            # Between the two somebody may have taken over.
-            if not self._is_leading:
-                return Verdict()
-            owner = self.table.owners.get(change.worker)
-            known = owner.version if owner is not None and owner.life == change.life else 0
-            if change.base is not None and change.base != known and change.worker != self.info.name:
-                return Verdict(leader=self.life.number, needs_all=True)
-            refusal = self.table.conflict(change)
-            if refusal is None and change.base is None and known:
-                # Whatever it has asked for before.
-                concerned = self.table.end_all_of(change.worker) | self.table.apply(change)
-                self.on_change(concerned)
-            elif refusal is None and (concerned := self.table.apply(change)):
-                self.on_change(concerned)
-            return Verdict(self.life.number, refusal)
-
-    def tell(self, owners: Iterable[str] | None) -> list[Change] | None:
-        """All that is known of some owners, or of all; None from a worker that does not decide."""
-        if not self.lead():
-            return None
-        with self.lock:
-            if not self._is_leading:
-                return None
-            if owners is None:
-                return self.table.snapshot()
-            return [self.table.owners[worker].full() for worker in owners if worker in self.table.owners]
-
-    def follow(self, leader: int) -> list[Change]:
-        """Tell another decider everything, and decide no more."""
-        with self.lock:
-            self._is_leading = False
-            self._bound_to = leader
-            return self.table.snapshot()
 
 
 def role_of(worker: str) -> str:
@@ -372,7 +289,7 @@ def _ask(worker: WorkerInfo, function: Callable[..., _Answer], *arguments: Any) 
 
 
 def _tell_all() -> list[Change] | None:
-    return directory().tell(None)
+    return directory().decider.tell(None)
 
 
 def _tell_owners(name: str, workers: tuple[str, ...]) -> list[Change] | None:
@@ -380,15 +297,15 @@ def _tell_owners(name: str, workers: tuple[str, ...]) -> list[Change] | None:
     known = directory()
     with known.lock:
         owners = {*known.table.names.get(name, ()), *workers}
-    return known.tell(owners)
+    return known.decider.tell(owners)
 
 
 def _tell_owner(worker: str) -> list[Change] | None:
-    return directory().tell([worker])
+    return directory().decider.tell([worker])
 
 
 def _judge(change: Change) -> Verdict:
-    return directory().judge(change)
+    return directory().decider.judge(change)
 
 
 def _hear(change: Change) -> None:
@@ -397,4 +314,4 @@ def _hear(change: Change) -> None:
 
 
 def _gather(leader: int) -> list[Change]:
-    return directory().follow(leader)
+    return directory().decider.follow(leader)

@@ -124,13 +124,6 @@ class Table:
             self._drop(name, owner.worker)
         return set(owner.offers)
 
-    def end_all_of(self, worker: str) -> set[str]:
-        """Forget what a worker offers, not its life: all that it offers comes next."""
-        owner = self.owners.pop(worker)
-        for name in owner.offers:
-            self._drop(name, worker)
-        return set(owner.offers)
-
     def conflict(self, change: Change) -> str | None:
         """Why a change cannot be, in a sentence with the cure; None if it can."""
         for name, offer in change.offers():

@@ -1,0 +1,120 @@
+"""One name, one owner: grants that come while another worker begins to decide, changes that are interrupted, cuts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch.distributed.rpc as rpc
+from _jobs import KILLED, die
+from workers import Steps, eventually
+
+from torch_ucx_rpc import services
+from torch_ucx_rpc.services import NameTaken, _announcing, _directory
+
+RunWorkers = Callable[..., list]
+
+
+def offered() -> set[str]:
+    return {service.name for service in services.names()}
+
+
+# ---- Another decider -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("moment", ["_ask", "_claim"])
+def test_a_grant_of_a_former_decider_is_known_to_the_next_one_or_void(
+    run_on_ucx: RunWorkers, tmp_path: Path, moment: str
+) -> None:
+    run_on_ucx(3, change_the_decider, Steps(tmp_path), moment, shutdown=False, exit_codes={0: KILLED})
+
+
+def pair_if_free(value: int) -> bool:
+    """Whether this worker, which decides by now, has got the name."""
+    try:
+        services.pair("seat", value)
+    except NameTaken:
+        return False
+    return True
+
+
+def change_the_decider(rank: int, steps: Steps, moment: str) -> None:
+    # All know the first decider.
+    assert offered() == set()
+    steps.meet("known", rank, 3)
+    if rank == 2:
+        place = _directory if moment == "_ask" else _directory.Directory
+        done = getattr(place, moment)
+        got: list[bool] = []
+
+        def overtaken(*arguments: object) -> object:
+            granted = done(*arguments)
+            # The grant is here, and its decider dies: the next one gathers, and wants the name itself.
+            setattr(place, moment, done)
+            rpc.rpc_async("worker0", die)
+            eventually(lambda: len(services.members()) == 2, "worker0 is lost")
+            got.append(rpc.rpc_sync("worker1", pair_if_free, args=(1,)))
+            return granted
+
+        setattr(place, moment, overtaken)
+        got.append(pair_if_free(2))
+        assert sorted(got) == [False, True]
+        owner = 1 if got[0] else 2
+        for asked in (1, 2):
+            assert rpc.rpc_sync(f"worker{asked}", owners_of_the_seat) == (f"worker{owner}",)
+        assert services.get("seat").to_here() == owner
+    if rank:
+        steps.done(f"over {rank}")
+        steps.wait_for("over 1", "over 2")
+    else:
+        steps.wait_for("never")
+    rpc.shutdown(graceful=False)
+
+
+def owners_of_the_seat() -> tuple[str, ...]:
+    return {service.name: service.workers for service in services.names()}["seat"]
+
+
+# ---- Ctrl-C ----------------------------------------------------------------------------------------------------------
+
+
+def test_all_hear_of_what_has_become_of_a_change_that_was_interrupted(run_on_both: RunWorkers, tmp_path: Path) -> None:
+    run_on_both(3, interrupt_changes, Steps(tmp_path))
+
+
+def interrupt_changes(rank: int, steps: Steps) -> None:
+    # From now on they hear of changes, and ask nobody.
+    assert offered() == set()
+    steps.meet("before", rank, 3)
+    if rank == 1:
+        places = {"announce": _announcing.Announcer, "_claim": _directory.Directory, "_ask": _directory}
+        for moment, place in places.items():
+            interrupt(services.pair, place, moment, f"weights {moment}", 1)
+            # It is one or the other: a grant that nobody has read is none.
+            assert (f"weights {moment}" in offered()) == (moment != "_ask")
+            services.pair(f"bias {moment}", 1)
+            interrupt(services.unregister, place, moment, f"bias {moment}")
+            assert (f"bias {moment}" in offered()) == (moment == "_ask")
+    steps.meet("over", rank, 3)
+
+
+def interrupt(change: Callable[..., None], place: object, moment: str, *arguments: object) -> None:
+    done = getattr(place, moment)
+
+    def interrupted(*arguments: object) -> None:
+        setattr(place, moment, done)
+        # Nobody has been told yet when the announcement begins.
+        if moment != "announce":
+            done(*arguments)
+        raise KeyboardInterrupt
+
+    setattr(place, moment, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        change(*arguments)
+    others = ("worker0", "worker2")
+    eventually(lambda: all(rpc.rpc_sync(other, offered) == offered() for other in others), "the others know of it")
+    # And hears of later changes as ever.
+    services.pair("later", 1)
+    assert "later" in rpc.rpc_sync("worker2", offered)
+    services.unregister("later")
