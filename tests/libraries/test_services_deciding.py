@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 import torch.distributed.rpc as rpc
 from _jobs import KILLED, die
+from torch._C._distributed_rpc import _set_rpc_timeout
 from workers import Steps, eventually
 
 from torch_ucx_rpc import services
-from torch_ucx_rpc.services import NameTaken, _announcing, _directory
+from torch_ucx_rpc.services import NameContested, NameTaken, _announcing, _directory
 
 RunWorkers = Callable[..., list]
 
@@ -74,6 +75,54 @@ def change_the_decider(rank: int, steps: Steps, moment: str) -> None:
 
 def owners_of_the_seat() -> tuple[str, ...]:
     return {service.name: service.workers for service in services.names()}["seat"]
+
+
+# ---- Workers that have lost each other -------------------------------------------------------------------------------
+
+
+def test_a_name_that_both_sides_of_a_cut_have_given_away_is_refused_to_those_who_see_both(
+    run_on_both: RunWorkers, tmp_path: Path
+) -> None:
+    run_on_both(3, decide_on_both_sides, Steps(tmp_path), shutdown=False)
+
+
+def decide_on_both_sides(rank: int, steps: Steps) -> None:
+    services.register(f"of {rank}", offered)
+    steps.meet("registered", rank, 3)
+    known = _directory.directory()
+    if rank < 2:
+        # As when the agent sees the end of a worker. Worker2 sees none.
+        other = f"worker{1 - rank}"
+        known.drop(other, known.table.owners[other].life)
+    steps.meet("cut", rank, 3)
+    if rank < 2:
+        services.pair("seat", rank)
+        services.register("door", offered, unique=True)
+        # Each side has its own.
+        assert services.get("seat").to_here() == rank
+    steps.meet("decided", rank, 3)
+    if rank == 2:
+        why = (
+            r"has several owners.*worker 'worker0' \(rank 0\), worker 'worker1' \(rank 1\)\. They have lost each other"
+        )
+        for use in (lambda: services.get("seat"), lambda: services.call("door"), lambda: services.call_async("door")):
+            with pytest.raises(NameContested, match=why):
+                use()
+    steps.meet("refused", rank, 3)
+    if rank == 1:
+        services.unregister("seat")
+    steps.meet("given up", rank, 3)
+    if rank == 2:
+        assert services.get("seat").to_here() == 0
+        # One decider knows what this worker offers, and it asks the other one, whose rank is lower.
+        _set_rpc_timeout(0.3)
+        with pytest.raises(
+            RuntimeError, match=r"asked worker 'worker0' .*take different workers for the one that decid"
+        ):
+            services.pair("mine", 2)
+        assert "mine" not in offered()
+    steps.meet("over", rank, 3)
+    rpc.shutdown(graceful=False)
 
 
 # ---- Ctrl-C ----------------------------------------------------------------------------------------------------------

@@ -46,12 +46,13 @@ from torch_ucx_rpc.services._api import (
     unregister,
 )
 from torch_ucx_rpc.services._calls import call, call_async
-from torch_ucx_rpc.services._errors import NameTaken, NotAMember, NotServed, ReplicasLost, UnknownName
+from torch_ucx_rpc.services._errors import NameContested, NameTaken, NotAMember, NotServed, ReplicasLost, UnknownName
 from torch_ucx_rpc.services._offered import Service
 from torch_ucx_rpc.services._watching import watch
 
 __all__ = [
     "Member",
+    "NameContested",
     "NameTaken",
     "NotAMember",
     "NotServed",

@@ -194,7 +194,8 @@ def take_role(role: str) -> None:
 def get(name: str) -> Any:
     """A reference (``rpc.RRef``) to the value that was given the name by `pair`, wherever it is.
 
-    Raises `UnknownName` if nobody offers it, TypeError if it is a service. A fault at the owner, such as that
+    Raises `UnknownName` if nobody offers it, `NameContested` if two workers do that have lost each other, TypeError if
+    it is a service. A fault at the owner, such as that
     the value is for a group of which this worker is no member, the RRef raises when it is used.
 
     Example::

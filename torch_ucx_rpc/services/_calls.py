@@ -148,7 +148,8 @@ def call(name: str, /, *args: Any, timeout: float = UNSET_RPC_TIMEOUT, **kwargs:
     If the replica is lost and the service is idempotent, the call is repeated with another one, as often as there are
     replicas. A replica that does not offer the name any more has executed nothing, and another one is called too.
 
-    Raises what the service raises; `UnknownName` if nobody offers the name; `NotAMember` if it is for a group;
+    Raises what the service raises; `UnknownName` if nobody offers the name; `NameContested` if two do of which only one
+    may, since they have lost each other; `NotAMember` if it is for a group;
     `ReplicasLost` if the replica was lost and the call cannot be repeated. On backends other than UCX these come as
     the RuntimeError that torch makes of what a callee raises.
 

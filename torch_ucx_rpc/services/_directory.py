@@ -9,7 +9,8 @@ A grant that reached its owner is among that. One that did not is asked for agai
 decider when the asked one is lost. A worker that has been gathered from by a decider takes no grant of an earlier one
 any more, be it that the answer was still under way; it asks again. It applies a grant under the lock under which it is
 gathered from, so a grant is among what is gathered, or void. So a name has never two owners that exclude each other, as
-long as workers agree on who is alive. Across a cut of the network each side decides for itself.
+long as workers agree on who is alive. Across a cut of the network each side decides for itself, and a worker that sees
+both sides refuses to choose between two such owners.
 
 **Joining.** A worker that joins with a rank below the decider's gathers likewise, and the former decider refuses
 further claims from the moment it has answered. Any other worker asks the decider for all that there is when it first
@@ -42,7 +43,7 @@ from torch_ucx_rpc._observe.life import Life, PerLife
 from torch_ucx_rpc._observe.lost import Gone, was_lost
 from torch_ucx_rpc.services._announcing import Announcer
 from torch_ucx_rpc.services._deciding import Decider, Verdict
-from torch_ucx_rpc.services._errors import NameTaken
+from torch_ucx_rpc.services._errors import NameTaken, contested
 from torch_ucx_rpc.services._table import Change, Offer, Owner, Table
 
 _logger = logging.getLogger(__name__)
@@ -100,13 +101,12 @@ class Directory:
         """The workers that offer a name, by their names.
 
         Asks the decider before it says that there are none, and where two offer what only one may: then this worker has
-        not heard yet that one of them offers it no more.
+        not heard yet that one of them offers it no more. NameContested if the decider knows no better.
         """
         self.sync()
         with self.lock:
             offers = dict(self.table.names.get(name, {}))
-        excludes_others = any(offer.is_value or offer.unique for offer in offers.values())
-        if offers and not (len(offers) > 1 and excludes_others):
+        if offers and not _is_contested(offers):
             return offers
 
         def ask(decider: WorkerInfo) -> list[Change] | None:
@@ -114,7 +114,10 @@ class Directory:
 
         self._learn(self._from_decider(ask, f"for {name!r}"))
         with self.lock:
-            return dict(self.table.names.get(name, {}))
+            offers = dict(self.table.names.get(name, {}))
+            if _is_contested(offers):
+                raise contested(name, [str(self.table.owners[worker]) for worker in sorted(offers)])
+        return offers
 
     def is_in_group(self, worker: str, group: str) -> bool:
         """Whether a worker belongs to a group; asks the decider before it says no."""
@@ -250,10 +253,15 @@ class Directory:
             if time.monotonic() > deadline:
                 raise RuntimeError(
                     f"worker {self.info.name!r} has asked worker {decider.name!r} (rank {decider.id}) {what} for "
-                    f"{patience:g} s, and that one takes another for the living worker with the lowest rank: the two "
-                    f"may be on different sides of a cut"
+                    f"{patience:g} s, and the two take different workers for the one that decides: workers have lost "
+                    f"each other, in a cut of the network or since one was stopped for long. Start those anew that are "
+                    f"to be found again"
                 )
             time.sleep(_PAUSE_S)
+
+
+def _is_contested(offers: dict[str, Offer]) -> bool:
+    return len(offers) > 1 and any(offer.is_value or offer.unique for offer in offers.values())
 
 
 def role_of(worker: str) -> str:

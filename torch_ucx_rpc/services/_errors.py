@@ -9,6 +9,10 @@ class NameTaken(RuntimeError):
     """A name cannot be registered: the text says which worker has it, and what to do."""
 
 
+class NameContested(RuntimeError):
+    """Two workers that have lost each other offer what only one may: the text says which, and what to do."""
+
+
 class UnknownName(LookupError, RuntimeError):
     """Nobody offers the name, or plays the role: the text says which names come close."""
 
@@ -23,6 +27,14 @@ class NotAMember(RuntimeError):
 
 class ReplicasLost(RuntimeError):
     """The workers that were called have been lost, or have left, before they answered."""
+
+
+def contested(name: str, owners: list[str]) -> NameContested:
+    return NameContested(
+        f"the name {name!r} has several owners, and may have one: {', '.join(owners)}. They have lost each other, in a "
+        f"cut of the network or since one was stopped for long, and each side has decided for itself: have one of them "
+        f"unregister it, or end"
+    )
 
 
 def text_of_not_served(worker: str, name: str) -> str:
