@@ -41,6 +41,10 @@ def live_twice(rank: int, steps: Steps) -> None:
         assert [info.name for info in made[0].living()] == ["worker0"]
         lives.append(made[0])
         rpc.shutdown()
+        for ask in (per_life, life):
+            with pytest.raises(NotRunning, match="RPC is not running"):
+                ask()
+        assert per_life.last() is made
     assert lives[0] is not lives[1]
     assert lives[0].number != lives[1].number
 

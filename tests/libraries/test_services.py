@@ -290,6 +290,27 @@ def take_names(rank: int, steps: Steps) -> None:
             (lambda: services.register("not callable", 3), "cannot be called; a value is offered with services.pair"),
             (lambda: services.register("", double), "cannot be empty"),
             (lambda: services.register(3, double), "a name is a str; 3 is none"),
+            (lambda: services.register(["a"], double), r"a name is a str; \['a'\] is none"),
+            (lambda: services.pair(["a"], 1), r"a name is a str; \['a'\] is none"),
+            (lambda: services.register_all(["a"]), r"takes a dict of functions by their names; \['a'\] is none"),
+            (
+                lambda: services.register("flag", double, idempotent="no"),
+                "idempotent is True or False; 'no' is neither",
+            ),
+            (lambda: services.register("flag", double, unique=None), "unique is True or False; None is neither"),
+            (lambda: services.unregister(3), "a name is a str; 3 is none"),
+            (lambda: services.get(3), "a name is a str; 3 is none"),
+            (lambda: services.leave(None), "a group is a str; None is none"),
+            (lambda: services.members(role=3), "a role is a str; 3 is none"),
+            (lambda: services.members(group=3), "a group is a str; 3 is none"),
+            (lambda: services.names(group=3), "a group is a str; 3 is none"),
+            (lambda: services.call_role(None, double), "a role is a str; None is none"),
+            (lambda: services.call_role("worker", double, args=7), r"args is a tuple .*args=\(7,\); 7 is none"),
+            (lambda: services.call_role("worker", double, args="ab"), "args is a tuple of arguments.*'ab' is none"),
+            (lambda: services.call_role("worker", double, kwargs=7), "kwargs is a dict of arguments.*7 is none"),
+            (lambda: services.call_group(None), "a group is a str; None is none"),
+            (lambda: services.call_group("eval", args=7), "args is a tuple"),
+            (lambda: services.call_group("eval", names="score"), r"'score' is a str: give \['score'\]"),
         ):
             with pytest.raises((TypeError, ValueError), match=error):
                 wrong()

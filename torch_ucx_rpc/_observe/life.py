@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
 import torch
-from torch._C._distributed_rpc import WorkerInfo
+from torch._C._distributed_rpc import WorkerInfo, _is_current_rpc_agent_set
 from torch.distributed.rpc import api
 
 from torch_ucx_rpc._observe.lost import Gone, current_agent, ended, subscribe
@@ -108,6 +108,11 @@ def _devices_in_options(agent: Any) -> Sequence[torch.device]:
     return getattr(agent._get_backend_options(), "devices", ()) if torch.cuda.is_available() else ()
 
 
+def _is_of_now(known: Life) -> bool:
+    """Whether a life lasts: names are made anew in the next one, and the agent is taken away when it ends."""
+    return known.era is api._ALL_WORKER_NAMES and _is_current_rpc_agent_set()
+
+
 _life: Life | None = None
 _making = threading.Lock()
 
@@ -115,7 +120,7 @@ _making = threading.Lock()
 def life() -> Life:
     """The life of this worker that lasts; NotRunning where RPC is not running."""
     global _life
-    if (known := _life) is not None and known.era is api._ALL_WORKER_NAMES:
+    if (known := _life) is not None and _is_of_now(known):
         return known
     agent = current_agent()
     with _making:
@@ -144,7 +149,7 @@ class PerLife(Generic[T]):
 
     def __call__(self) -> T:
         """NotRunning where RPC is not running."""
-        if (known := self._known) is not None and known[0].era is api._ALL_WORKER_NAMES:
+        if (known := self._known) is not None and _is_of_now(known[0]):
             return known[1]
         lasting = life()
         with self._making:

@@ -18,7 +18,7 @@ from torch_ucx_rpc.services import _calls
 from torch_ucx_rpc.services._calls import call_async, unknown
 from torch_ucx_rpc.services._directory import Directory, directory, role_of
 from torch_ucx_rpc.services._errors import NameTaken, UnknownName
-from torch_ucx_rpc.services._offered import Service, check_name, service_of
+from torch_ucx_rpc.services._offered import Service, check_arguments, check_flag, check_name, service_of
 from torch_ucx_rpc.services._served import Served, served, value_of
 from torch_ucx_rpc.services._table import Offer, Owner
 
@@ -68,6 +68,7 @@ def register(
 
         >>> services.register("score", model.score, group="eval", idempotent=True)
     """
+    check_name("name", name)
     register_all({name: function}, group=group, idempotent=idempotent, unique=unique)
 
 
@@ -84,6 +85,10 @@ def register_all(
 
         >>> services.register_all({"score": model.score, "rank": model.rank}, group="eval")
     """
+    if not isinstance(functions, Mapping):
+        raise TypeError(f"register_all takes a dict of functions by their names; {functions!r} is none")
+    check_flag("idempotent", idempotent)
+    check_flag("unique", unique)
     offers = {}
     for name, function in functions.items():
         if not callable(function):
@@ -92,7 +97,7 @@ def register_all(
                 f"services.pair({name!r}, value)"
             )
         is_async = hasattr(function, "_wrapped_async_rpc_function")
-        offers[name] = (function, Offer(False, group, bool(idempotent), bool(unique), is_async))
+        offers[name] = (function, Offer(False, group, idempotent, unique, is_async))
     _offer(offers, group)
 
 
@@ -105,6 +110,7 @@ def pair(name: str, value: Any, *, group: str | None = None) -> None:
 
         >>> services.pair("weights", tensor)
     """
+    check_name("name", name)
     _offer({name: (value, Offer(True, group, False, True, False))}, group)
 
 
@@ -150,6 +156,7 @@ def unregister(name: str) -> None:
 
     Raises `UnknownName` if this worker does not offer it.
     """
+    check_name("name", name)
     known = directory()
     if name not in served:
         own = ", ".join(map(repr, sorted(served))) or "nothing"
@@ -174,6 +181,8 @@ def join(*groups: str) -> None:
 
 def leave(*groups: str) -> None:
     """Be a member of groups no more. Raises ValueError for one in which this worker offers a name."""
+    for group in groups:
+        check_name("group", group)
     for service in list(served.values()):
         if service.group in groups:
             raise ValueError(
@@ -202,6 +211,7 @@ def get(name: str) -> Any:
 
         >>> services.get("weights").to_here()
     """
+    check_name("name", name)
     known = directory()
     offers = known.look_up(name)
     with known.lock:
@@ -215,6 +225,7 @@ def get(name: str) -> Any:
 
 def members(*, role: str | None = None, group: str | None = None) -> list[Member]:
     """The living workers by rank, or those of a role, of a group, or of both."""
+    _check_filters(role=role, group=group)
     known = directory()
     known.sync()
     infos = known.life.living()
@@ -227,6 +238,12 @@ def members(*, role: str | None = None, group: str | None = None) -> list[Member
     ]
 
 
+def _check_filters(**wanted: str | None) -> None:
+    for what, name in wanted.items():
+        if name is not None:
+            check_name(what, name)
+
+
 def _member(info: WorkerInfo, owner: Owner | None) -> Member:
     if owner is None or owner.rank != info.id:
         return Member(info.name, info.id, role_of(info.name), (), ())
@@ -235,6 +252,7 @@ def _member(info: WorkerInfo, owner: Owner | None) -> Member:
 
 def names(*, group: str | None = None) -> list[Service]:
     """All names that living workers offer, or those of a group, sorted."""
+    _check_filters(group=group)
     known = directory()
     known.sync()
     with known.lock:
@@ -263,6 +281,8 @@ def call_role(
 
         >>> torch.futures.wait_all(services.call_role("trainer", load, args=(7,)))
     """
+    check_name("role", role)
+    check_arguments(args, kwargs)
     chosen = members(role=role)
     if not chosen:
         roles = ", ".join(sorted({repr(member.role) for member in members()}))
@@ -300,6 +320,10 @@ def call_group(
         >>> futures = services.call_group("eval", args=(x,))
         >>> futures["score"].wait()
     """
+    check_name("group", group)
+    check_arguments(args, kwargs)
+    if isinstance(names, str):
+        raise TypeError(f"names is a list of names of services; {names!r} is a str: give [{names!r}]")
     known = directory()
     known.sync()
     with known.lock:

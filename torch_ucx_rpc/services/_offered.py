@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from torch_ucx_rpc.services._directory import Directory
@@ -30,3 +31,16 @@ def check_name(what: str, name: Any) -> None:
         raise TypeError(f"a {what} is a str; {name!r} is none")
     if not name:
         raise ValueError(f"a {what} cannot be empty")
+
+
+def check_flag(what: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise TypeError(f"{what} is True or False; {value!r} is neither")
+
+
+def check_arguments(args: Any, kwargs: Any) -> None:
+    """TypeError for what cannot be the arguments of a call."""
+    if not isinstance(args, (tuple, list)):
+        raise TypeError(f"args is a tuple of arguments, as in args=(7,); {args!r} is none")
+    if kwargs is not None and not isinstance(kwargs, Mapping):
+        raise TypeError(f"kwargs is a dict of arguments by their names; {kwargs!r} is none")
