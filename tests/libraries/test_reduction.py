@@ -386,6 +386,20 @@ def give_bad_input(rank: int, steps: Steps) -> None:
                 lambda: serve_parameters(functools.partial(torch.optim.SGD, rate=1), [torch.ones(1)]),
                 "makes no optimizer of these parameters: TypeError: .*'rate'",
             ),
+            (lambda: serve_parameters(list, [torch.ones(1)]), r"must make a torch.optim.Optimizer; .*list.* makes \["),
+            (lambda: serve_parameters(SGD, torch.ones(2)), r"several tensors, as model.parameters\(\); tensor"),
+            (lambda: serve_parameters(SGD, 5), r"several tensors, as model.parameters\(\); 5 is none"),
+            (lambda: reduction.serve("worker1", trainers=1.5), "how many there are, or a list.*1.5 is neither"),
+            (lambda: reduction.serve("worker1", trainers=True), "how many there are, or a list.*True is neither"),
+            (lambda: reduction.serve("worker1", trainers=[]), "different workers, one at least"),
+            (lambda: reduction.serve("worker1", trainers=["worker0"] * 2), "different workers, one at least"),
+            (lambda: reduction.serve(trainers=["worker9"]), "'worker9' cannot be a trainer: no worker has that name"),
+            (lambda: reduction.serve("worker1", name=3), "name is a str that is not empty, or left out; .* be 3"),
+            (lambda: reduction.serve("worker1", name=""), "name is a str that is not empty"),
+            (lambda: reduction.serve("worker1", checkpoint=5), "checkpoint is a str that is not empty"),
+            (lambda: reduction.serve("worker1", checkpoint_every=0), "checkpoint_every must be a number of updates"),
+            (lambda: reduction.serve("worker1", replica="no"), "replica is True or False; 'no' is neither"),
+            (lambda: reduction.serve("worker1", asynchronous=None), "asynchronous is True or False; None is neither"),
         ):
             with pytest.raises((TypeError, ValueError), match=why):
                 wrong()
@@ -402,6 +416,15 @@ def give_bad_input(rank: int, steps: Steps) -> None:
             (lambda: reduction.push_pull("ps", torch.ones(1)), "takes what reduction.serve returns; 'ps'"),
             (lambda: reduction.push_pull(server, [torch.ones(1), None]), "number 1 is None; give zeros"),
             (lambda: reduction.push_pull(server, []), "nothing to push: gradients is empty"),
+            (lambda: reduction.push_pull(server, None), "takes a tensor, or several as a list; None is neither"),
+            (lambda: reduction.hook(None, None), "takes what reduction.state returns.*None is something else"),
+            (lambda: reduction.DataParallel(None, server), "takes an nn.Module; None is none"),
+            (
+                lambda: reduction.DataParallel(nn.Linear(1, 1), server, optimizer=SGD),
+                "Optimizer of this trainer; .*SGD",
+            ),
+            (lambda: reduction.DataParallel(nn.Linear(1, 1), server, bucket_bytes=0), "bucket_bytes must be"),
+            (lambda: reduction.DataParallel(nn.Linear(1, 1), server, bucket_bytes="x"), "bucket_bytes must be"),
         ):
             with pytest.raises((TypeError, ValueError), match=why):
                 wrong()

@@ -106,6 +106,12 @@ class DataParallel(nn.Module):
         super().__init__()
         if not isinstance(server, Server):
             raise TypeError(f"DataParallel takes what reduction.serve returns; {server!r} is something else")
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"DataParallel takes an nn.Module; {module!r} is none")
+        if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+            raise TypeError(f"optimizer must be the torch.optim.Optimizer of this trainer; {optimizer!r} is none")
+        if not isinstance(bucket_bytes, int) or bucket_bytes < 1:
+            raise ValueError(f"bucket_bytes must be a number of bytes, 1 at least; it cannot be {bucket_bytes!r}")
         parameters = [p for p in module.parameters() if p.requires_grad]
         if not parameters:
             raise ValueError("DataParallel has nothing to do: no parameter of the module requires grad")

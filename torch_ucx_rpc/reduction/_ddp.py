@@ -123,4 +123,9 @@ def hook(state: State, bucket: GradBucket) -> Future[Tensor]:
     torch's compression can go on top, as ``default_hooks.fp16_compress_wrapper(reduction.hook)``: then half the bytes
     travel, and sums are made of halves.
     """
+    if not isinstance(state, State):
+        raise TypeError(
+            f"reduction.hook takes what reduction.state returns, as in ddp.register_comm_hook(reduction.state(server), "
+            f"reduction.hook); {state!r} is something else"
+        )
     return state.push(bucket)

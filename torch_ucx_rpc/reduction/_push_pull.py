@@ -47,6 +47,8 @@ def push_pull_async(server: Server, gradients: Any, *, quorum: int | None = None
     if not isinstance(server, Server):
         raise TypeError(f"push_pull takes what reduction.serve returns; {server!r} is something else")
     is_one = isinstance(gradients, Tensor)
+    if not is_one and not isinstance(gradients, Iterable):
+        raise TypeError(f"push_pull takes a tensor, or several as a list; {gradients!r} is neither")
     tensors = [gradients] if is_one else list(gradients)
     if not tensors:
         raise ValueError("push_pull has nothing to push: gradients is empty; give those of all parameters")

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 import pickle
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -62,12 +63,13 @@ def serve(
 
         >>> server = reduction.serve("ps0", "ps1")
     """
+    _check_options(asynchronous, replica, checkpoint, checkpoint_every, name)
     known = servers()
     life = known.life
     names = tuple(host.name if isinstance(host, WorkerInfo) else host for host in hosts)
     absent = _check_hosts(names, life)
-    parameters = None if parameters is None else list(parameters)
-    _check_state(optimizer, parameters, asynchronous, replica, checkpoint, checkpoint_every, names)
+    parameters = None if parameters is None else _list_of(parameters)
+    _check_state(optimizer, parameters, asynchronous, replica, checkpoint, names)
     expected, expected_names = _expected(trainers, names, life)
     server_name = name or ",".join(names) or _TRAINERS
     with known.serving(server_name):
@@ -123,13 +125,31 @@ def _check_hosts(names: tuple[Any, ...], life: Life) -> str | None:
     return refusal
 
 
+def _check_options(asynchronous: Any, replica: Any, checkpoint: Any, checkpoint_every: Any, name: Any) -> None:
+    for what, flag in (("asynchronous", asynchronous), ("replica", replica)):
+        if not isinstance(flag, bool):
+            raise TypeError(f"{what} is True or False; {flag!r} is neither")
+    for what, text in (("checkpoint", checkpoint), ("name", name)):
+        if text is not None and not (
+            isinstance(text, (str, os.PathLike) if what == "checkpoint" else str) and str(text)
+        ):
+            raise TypeError(f"{what} is a str that is not empty, or left out; it cannot be {text!r}")
+    if not isinstance(checkpoint_every, int) or isinstance(checkpoint_every, bool) or checkpoint_every < 1:
+        raise ValueError(f"checkpoint_every must be a number of updates, 1 at least; it cannot be {checkpoint_every!r}")
+
+
+def _list_of(parameters: Any) -> list[Any]:
+    if isinstance(parameters, Tensor) or not isinstance(parameters, Iterable):
+        raise TypeError(f"parameters are several tensors, as model.parameters(); {parameters!r} is none of that kind")
+    return list(parameters)
+
+
 def _check_state(
     optimizer: Any,
     parameters: list[Any] | None,
     asynchronous: bool,
     replica: bool,
     checkpoint: Any,
-    checkpoint_every: Any,
     names: tuple[str, ...],
 ) -> None:
     if (optimizer is None) != (parameters is None):
@@ -157,8 +177,6 @@ def _check_state(
     _check_parameters(parameters, optimizer)
     if replica and len(names) == 1:
         raise ValueError("replica=True needs a second host, as in reduction.serve('ps0', 'ps1', replica=True)")
-    if not isinstance(checkpoint_every, int) or checkpoint_every < 1:
-        raise ValueError(f"checkpoint_every must be a number of updates, 1 at least; it cannot be {checkpoint_every!r}")
 
 
 def _check_parameters(parameters: Sequence[Any], optimizer: OptimizerFactory) -> None:
@@ -174,11 +192,13 @@ def _check_parameters(parameters: Sequence[Any], optimizer: OptimizerFactory) ->
                 f"point, or leave it out"
             )
     try:
-        optimizer([torch.nn.Parameter(parameter.detach()) for parameter in parameters])
+        made: Any = optimizer([torch.nn.Parameter(parameter.detach()) for parameter in parameters])
     except Exception as error:
         raise ValueError(
             f"{optimizer!r} makes no optimizer of these parameters: {type(error).__name__}: {error}"
         ) from error
+    if not isinstance(made, torch.optim.Optimizer):
+        raise TypeError(f"optimizer must make a torch.optim.Optimizer; {optimizer!r} makes {made!r}")
 
 
 def _expected(trainers: Any, names: tuple[str, ...], life: Life) -> tuple[int, tuple[str, ...]]:
@@ -193,8 +213,17 @@ def _expected(trainers: Any, names: tuple[str, ...], life: Life) -> tuple[int, t
         if trainers < 1:
             raise ValueError(f"trainers must be 1 at least; it cannot be {trainers}")
         return trainers, ()
-    if isinstance(trainers, str) or not all(isinstance(trainer, str) for trainer in trainers):
+    if not isinstance(trainers, (list, tuple)) or not all(isinstance(trainer, str) for trainer in trainers):
         raise TypeError(f"trainers is how many there are, or a list of names of workers; {trainers!r} is neither")
+    if not trainers or len(set(trainers)) != len(trainers):
+        raise ValueError(f"trainers must be different workers, one at least; they cannot be {trainers!r}")
+    if life.is_static:
+        workers = [info.name for info in life.agent.get_worker_infos()]
+        for trainer in trainers:
+            if trainer not in workers:
+                raise ValueError(
+                    f"{trainer!r} cannot be a trainer: no worker has that name; the workers are {', '.join(workers)}"
+                )
     return len(trainers), tuple(trainers)
 
 
