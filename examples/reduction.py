@@ -107,18 +107,16 @@ class Run:
         with tempfile.TemporaryDirectory() as directory:
             store = Path(directory, "store").as_uri()
             processes = [
-                context.Process(target=work, args=(rank, backend, store, reports, may_leave))
+                # Daemons end with this process: after Ctrl-C, too.
+                context.Process(target=work, args=(rank, backend, store, reports, may_leave), daemon=True)
                 for rank in range(TRAINERS)
             ]
             for process in processes:
                 process.start()
-            try:
-                self._follow(processes, reports)
-            finally:
-                may_leave.set()
-                for process in processes:
-                    process.join(30)
-                    process.kill()
+            self._follow(processes, reports)
+            may_leave.set()
+            for process in processes:
+                process.join(30)
 
     def _follow(self, processes: list[Any], reports: Any) -> None:
         title = "one is killed" if self.is_disturbed else "undisturbed"

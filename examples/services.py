@@ -116,20 +116,18 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         store = Path(directory, "store").as_uri()
         processes = [
-            context.Process(target=work, args=(rank, backend, store, both_are_there, is_over, results))
+            # Daemons end with this process: after Ctrl-C, too.
+            context.Process(target=work, args=(rank, backend, store, both_are_there, is_over, results), daemon=True)
             for rank in range(len(WORKERS))
         ]
         for process in processes:
             process.start()
-        try:
-            for _ in range(2):
-                print(results.get(timeout=120))
-        finally:
-            for _ in processes:
-                is_over.release()
-            for process in processes:
-                process.join(30)
-                process.kill()
+        for _ in range(2):
+            print(results.get(timeout=120))
+        for _ in processes:
+            is_over.release()
+        for process in processes:
+            process.join(30)
     assert processes[WORKERS.index("evaluator0")].exitcode == -signal.SIGKILL
 
 

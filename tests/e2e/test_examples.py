@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
+import time
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -127,8 +129,10 @@ def test_a_service_answers_single_requests_in_batches(tmp_path: Path) -> None:
     assert 1 < int(largest) <= 32
 
 
-def test_callers_do_not_notice_the_death_of_a_replica(tmp_path: Path) -> None:
-    printed = run("services", tmp_path)
+@pytest.mark.parametrize("backend", ["UCX", "TensorPipe"])
+def test_callers_do_not_notice_the_death_of_a_replica(tmp_path: Path, backend: str) -> None:
+    on_ucx, on_tensorpipe = commands("services", "On a laptop")
+    printed = printed_by(tmp_path, on_ucx if backend == "UCX" else on_tensorpipe)
     assert printed.count("400 calls answered") == 2
     assert re.search(r"caller1: score is offered by evaluator1$", printed, re.MULTILINE)
     assert "living are caller0 (caller), caller1 (caller), evaluator1 (evaluator)" in printed
@@ -136,13 +140,48 @@ def test_callers_do_not_notice_the_death_of_a_replica(tmp_path: Path) -> None:
 
 @needs("matplotlib", "sklearn", "tqdm")
 def test_three_trainers_go_on_when_the_fourth_is_killed(tmp_path: Path) -> None:
-    printed = run("reduction", tmp_path)
-    accuracies = re.findall(
-        r"^(undisturbed|with trainer2 killed) +loss .*test accuracy ([\d.]+)%", printed, re.MULTILINE
-    )
-    assert [what for what, _ in accuracies] == ["undisturbed", "with trainer2 killed"]
-    assert all(float(accuracy) > 90 for _, accuracy in accuracies)
+    on_ucx, _ = commands("reduction", "On a laptop")
+    accuracies = accuracies_of(printed_by(tmp_path, on_ucx))
+    assert list(accuracies) == ["undisturbed", "with trainer2 killed"]
+    assert all(accuracy > 90 for accuracy in accuracies.values())
     assert (tmp_path / "reduction.png").read_bytes().startswith(b"\x89PNG")
+
+
+@needs("matplotlib", "sklearn", "tqdm")
+def test_four_trainers_train_on_tensorpipe(tmp_path: Path) -> None:
+    _, on_tensorpipe = commands("reduction", "On a laptop")
+    accuracies = accuracies_of(printed_by(tmp_path, on_tensorpipe))
+    assert list(accuracies) == ["undisturbed"]
+    assert accuracies["undisturbed"] > 90
+
+
+def accuracies_of(printed: str) -> dict[str, float]:
+    found = re.findall(r"^(undisturbed|with trainer2 killed) +loss .*test accuracy ([\d.]+)%", printed, re.MULTILINE)
+    return {what: float(accuracy) for what, accuracy in found}
+
+
+@pytest.mark.parametrize("name", ["services", pytest.param("reduction", marks=needs("matplotlib", "sklearn", "tqdm"))])
+def test_after_ctrl_c_no_process_of_an_example_is_left(tmp_path: Path, name: str) -> None:
+    command = [sys.executable, str(EXAMPLES / f"{name}.py")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
+    program = subprocess.Popen(
+        command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
+    )
+    assert program.stdout is not None
+    # All processes hold the other end of its output.
+    begun = rb"offered by evaluator0, evaluator1" if name == "services" else rb" [1-9]\d*/150 "
+    printed = b""
+    while not re.search(begun, printed):
+        part = os.read(program.stdout.fileno(), 65536)
+        assert part, printed.decode()
+        printed += part
+    program.send_signal(signal.SIGINT)
+    began = time.monotonic()
+    program.stdout.read()
+    assert program.wait() == -signal.SIGINT
+    # Their ends take a second; what they would wait for, 30 s.
+    assert time.monotonic() - began < 10
+    program.stdout.close()
 
 
 @needs("sklearn", "tqdm")
