@@ -64,7 +64,6 @@ def change_the_decider(rank: int, steps: Steps, moment: str) -> None:
         owner = 1 if got[0] else 2
         for asked in (1, 2):
             assert rpc.rpc_sync(f"worker{asked}", owners_of_the_seat) == (f"worker{owner}",)
-        assert services.get("seat").to_here() == owner
     if rank:
         steps.done(f"over {rank}")
         steps.wait_for("over 1", "over 2")
@@ -113,7 +112,8 @@ def decide_on_both_sides(rank: int, steps: Steps) -> None:
         services.unregister("seat")
     steps.meet("given up", rank, 3)
     if rank == 2:
-        assert services.get("seat").to_here() == 0
+        # No RRef here: nobody waits for its end in what follows.
+        assert owners_of_the_seat() == ("worker0",)
         # One decider knows what this worker offers, and it asks the other one, whose rank is lower.
         _set_rpc_timeout(0.3)
         with pytest.raises(
