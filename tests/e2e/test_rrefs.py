@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 import torch.distributed.rpc as rpc
-from workers import eventually, in_every_worker, in_worker0
+from workers import agent, eventually, in_every_worker, in_worker0
 
 from torch_ucx_rpc.errors import RRefLost
 
@@ -53,13 +53,15 @@ def test_the_value_of_an_rref_is_with_its_owner() -> None:
 @in_worker0(of=2)
 def test_each_rref_whose_creation_timed_out_says_so() -> None:
     late = [rpc.remote("worker1", time.sleep, args=(0.5,), timeout=0.05) for _ in range(3)]
-    for rref in late:
+    mine = rpc.remote("worker0", time.sleep, args=(0.5,), timeout=0.05)
+    for rref in (*late, mine):
         eventually(rref._get_future().done, "its creation has timed out")
         with pytest.raises(RRefLost, match=r"timed out"):
             rref.to_here()
     assert rpc.remote("worker1", time.sleep, args=(0,)).to_here() is None
     # torch forgets the deletion of one that its owner has not made yet.
     eventually(lambda: rpc.rpc_sync("worker1", owned_here) == len(late), "the owner has made them")
+    eventually(lambda: agent().get_metrics()["agent.server_active_calls"] == "0", "so has this worker")
     late.clear()
     del rref
     assert_all_freed("worker1")

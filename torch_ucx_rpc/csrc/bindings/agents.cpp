@@ -4,6 +4,7 @@
 #include "peers/latency_histogram.h"
 #include "rpc/agent.h"
 #include "rpc/faulty_agent.h"
+#include "torch_glue/torch_state.h"
 #include "transport/ucp/ucp_transport.h"
 
 #include <torch/csrc/distributed/rpc/request_callback_impl.h>
@@ -156,6 +157,17 @@ std::shared_ptr<Agent> makeAgent(
       own...);
 }
 
+std::shared_ptr<UcxRpcAgent> makeUcxAgent(
+    std::string name,
+    worker_id_t rank,
+    const AgentOptions& options,
+    size_t expectedPeers,
+    const std::string& networkDevices) {
+  // Not with a faulty agent. It fails calls before torch has told their RRefs of them, so only torch can mark these.
+  keepRRefThatTorchMarks();
+  return makeAgent<UcxRpcAgent>(std::move(name), rank, options, expectedPeers, networkDevices);
+}
+
 std::shared_ptr<FaultyUcxRpcAgent> makeFaultyAgent(
     std::string name,
     worker_id_t rank,
@@ -257,7 +269,7 @@ void bindAgents(py::module_& module) {
   using NoGil = py::call_guard<py::gil_scoped_release>;
   py::class_<UcxRpcAgent, RpcAgent, std::shared_ptr<UcxRpcAgent>>(module, "UcxRpcAgent")
       .def(
-          py::init(&makeAgent<UcxRpcAgent>),
+          py::init(&makeUcxAgent),
           py::arg("name"),
           py::arg("rank"),
           py::kw_only(),

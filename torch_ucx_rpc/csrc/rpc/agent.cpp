@@ -98,7 +98,6 @@ void UcxRpcAgent::startImpl() {
   // torch's state first: once the executor has a thread, requests arrive.
   if (isTorchsAgent(*this)) {
     renewRRefContext(shared_from_this());
-    keepRRefThatTorchMarks();
   }
   keepInForks(weak_from_this());
   timer_.start();

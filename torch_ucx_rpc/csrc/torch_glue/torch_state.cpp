@@ -190,11 +190,17 @@ void markTimedOutRRef(const JitFuture& creation) {
     return;
   }
   RRefContext& context = RRefContext::getInstance();
+  const auto mark = [&](RRef& rref) {
+    if (rref.getOwnerCreationFuture().get() == &creation) {
+      (rref.*reach(HasTimedOut())).store(true);
+    }
+  };
   const std::lock_guard lock(context.*reach(ContextMapsMutex()));
   for (const auto& [fork, user] : context.*reach(ContextPendingUsers())) {
-    if (user->rref_->getOwnerCreationFuture().get() == &creation) {
-      ((*user->rref_).*reach(HasTimedOut())).store(true);
-    }
+    mark(*user->rref_);
+  }
+  for (const auto& [id, rref] : context.*reach(ContextOwners())) { // of calls to oneself
+    mark(*rref);
   }
 }
 
