@@ -53,18 +53,27 @@ def test_the_value_of_an_rref_is_with_its_owner() -> None:
 @in_worker0(of=2)
 def test_each_rref_whose_creation_timed_out_says_so() -> None:
     late = [rpc.remote("worker1", time.sleep, args=(0.5,), timeout=0.05) for _ in range(3)]
-    mine = rpc.remote("worker0", time.sleep, args=(0.5,), timeout=0.05)
-    for rref in (*late, mine):
+    for rref in late:
         eventually(rref._get_future().done, "its creation has timed out")
         with pytest.raises(RRefLost, match=r"timed out"):
             rref.to_here()
     assert rpc.remote("worker1", time.sleep, args=(0,)).to_here() is None
     # torch forgets the deletion of one that its owner has not made yet.
     eventually(lambda: rpc.rpc_sync("worker1", owned_here) == len(late), "the owner has made them")
-    eventually(lambda: agent().get_metrics()["agent.server_active_calls"] == "0", "so has this worker")
     late.clear()
     del rref
     assert_all_freed("worker1")
+
+
+# torch says on stderr that it has forgotten the RRef when the value comes.
+@in_worker0(of=2, silent=False)
+def test_an_rref_of_oneself_whose_creation_timed_out_says_so() -> None:
+    for _ in range(2):
+        mine = rpc.remote("worker0", time.sleep, args=(0.5,), timeout=0.05)
+        eventually(mine._get_future().done, "its creation has timed out")
+        with pytest.raises(RRefLost, match=r"timed out"):
+            mine.to_here()
+    eventually(lambda: agent().get_metrics()["agent.server_active_calls"] == "0", "the calls are over")
 
 
 @in_worker0(of=2)
