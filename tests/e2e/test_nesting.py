@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed.rpc as rpc
+from torch.autograd import profiler_legacy
 from workers import agent, eventually, in_worker0
 
 from torch_ucx_rpc.errors import OutOfResources
@@ -38,7 +39,7 @@ def test_a_chain_of_calls_may_be_longer_than_there_are_threads() -> None:
 # torch's older profiler has each request that it profiles run on a thread of its own.
 @in_worker0(of=2, options={"num_worker_threads": 1})
 def test_a_chain_of_profiled_calls_may_be_longer_than_there_are_threads() -> None:
-    with torch.autograd.profiler.profile():
+    with profiler_legacy.profile():
         assert rpc.rpc_sync("worker1", bounce, ("rpc_sync", 6, "worker1", "worker0"), timeout=20) == 6
 
 
