@@ -100,13 +100,25 @@ TEST_F(HeartbeatTest, TheTimeBeforeADoubtDoesNotCount) {
   EXPECT_EQ(wait(slow, milliseconds(500)).lost, std::vector<Peer*>{&peer});
 }
 
-TEST_F(HeartbeatTest, APeerThatHasBeenMetIsWatchedOnWithoutItsEndpoint) {
+TEST_F(HeartbeatTest, APeerThatHasBeenHeardIsWatchedOnWithoutItsEndpoint) {
   Peer& peer = add(1);
-  peer.isMet.store(true);
+  peer.silence.heardSinceCheck = true;
+  wait(heartbeat_.period());
   peer.endpoint.reset(); // by a failure of this process
   const Heartbeat::Findings found = wait(2 * kLimit);
   EXPECT_EQ(found.quiet, std::vector<Peer*>{&peer}) << "which makes another endpoint";
   EXPECT_EQ(found.lost.at(0), &peer);
+}
+
+// It has called this worker, which has not answered yet: there is no connection that could have a lifeline beside it.
+TEST_F(HeartbeatTest, APeerWithoutAnEndpointIsNotMetYet) {
+  Peer& peer = add(1);
+  peer.endpoint.reset();
+  peer.isMet.store(true);
+  peer.silence.heardSinceCheck = true;
+  EXPECT_TRUE(heartbeat_.check(now_).met.empty());
+  peer.endpoint = 0;
+  EXPECT_EQ(heartbeat_.check(now_).met, std::vector<Peer*>{&peer});
 }
 
 TEST_F(HeartbeatTest, APeerIsMetOnceWhenItIsHeardForTheFirstTime) {

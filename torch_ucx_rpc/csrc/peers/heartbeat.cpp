@@ -24,7 +24,7 @@ Heartbeat::Findings Heartbeat::check(Clock::time_point now) {
       std::min(std::chrono::duration_cast<Milliseconds>(now - std::exchange(lastCheck_, now)), 2 * period());
   for (Peer* peer : directory_.all()) {
     // A peer may have lost its endpoint through a failure of this process. A ping makes another.
-    if (!peer->isThere() || (!peer->endpoint.has_value() && !peer->isMet.load())) {
+    if (!peer->isThere() || (!peer->endpoint.has_value() && !peer->isHeard)) {
       continue;
     }
     Peer::Silence& silence = peer->silence;
