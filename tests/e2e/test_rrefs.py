@@ -52,7 +52,7 @@ def test_the_value_of_an_rref_is_with_its_owner() -> None:
 # torch by itself marks the first one again and again, which may have been freed by then.
 @in_worker0(of=2)
 def test_each_rref_whose_creation_timed_out_says_so() -> None:
-    late = [rpc.remote("worker1", time.sleep, args=(0.5,), timeout=0.05) for _ in range(3)]
+    late = [rpc.remote("worker1", time.sleep, args=(2,), timeout=0.5) for _ in range(3)]
     for rref in late:
         eventually(rref._get_future().done, "its creation has timed out")
         with pytest.raises(RRefLost, match=r"timed out"):
@@ -69,7 +69,7 @@ def test_each_rref_whose_creation_timed_out_says_so() -> None:
 @in_worker0(of=2, silent=False)
 def test_an_rref_of_oneself_whose_creation_timed_out_says_so() -> None:
     for _ in range(2):
-        mine = rpc.remote("worker0", time.sleep, args=(0.5,), timeout=0.05)
+        mine = rpc.remote("worker0", time.sleep, args=(2,), timeout=0.5)
         eventually(mine._get_future().done, "its creation has timed out")
         with pytest.raises(RRefLost, match=r"timed out"):
             mine.to_here()
