@@ -9,6 +9,37 @@ import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import nn
 
 
+class Failing(nn.Module):
+    """Raises at a value above 100 in the forward, or below -100 on the way back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if (x > 100).any():
+            raise ZeroDivisionError("too much of it")
+        if x.requires_grad and (x < -100).any():
+            x.register_hook(raise_on_the_way_back)
+        return self.inner(x)
+
+
+def raise_on_the_way_back(gradient: torch.Tensor) -> None:
+    raise LookupError("no way back")
+
+
+class PassOn(nn.Module):
+    """Lets values through unchanged, with a parameter so that there is something to train."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.scale
+
+
 def make_pipe(model: Any, workers: Any = ("worker1", "worker2"), **options: Any) -> Any:
     from torch_ucx_rpc import pipeline
 

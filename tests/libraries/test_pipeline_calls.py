@@ -8,39 +8,8 @@ from typing import Any
 import pytest
 import torch
 from _jobs import drive, drive_with_deaths, kill, on, small_model
-from _pipelines import assert_equal_gradients, make_pipe
+from _pipelines import Failing, PassOn, assert_equal_gradients, make_pipe
 from torch import nn
-
-
-class FailingOnTheWayBack(nn.Module):
-    """Raises in the backward at a value below -100, and in the forward above 100."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.inner = nn.Linear(8, 8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if (x > 100).any():
-            raise ZeroDivisionError("too much of it")
-        if (x < -100).any():
-            x.register_hook(raise_on_the_way_back)
-        return self.inner(x)
-
-
-def raise_on_the_way_back(gradient: torch.Tensor) -> None:
-    raise LookupError("no way back")
-
-
-class PassOn(nn.Module):
-    """Lets values through unchanged, with a parameter so that there is something to train."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(()))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * self.scale
 
 
 def graphs() -> int:
@@ -54,7 +23,7 @@ def fail_on_the_way_back() -> None:
     from torch_ucx_rpc.pipeline import StageError
 
     workers = ["worker1", "worker2", "worker0"]
-    pipe = make_pipe([PassOn(), FailingOnTheWayBack(), nn.Linear(8, 4)], workers)
+    pipe = make_pipe([PassOn(), Failing(), nn.Linear(8, 4)], workers)
     optimizer = pipe.optimizer(torch.optim.SGD, lr=0.1)
     x, y = torch.randn(8, 8), torch.randn(8, 4)
     good = pipe.step(x, target=y)
@@ -82,7 +51,7 @@ def test_a_way_back_that_fails_is_undone() -> None:
 def call_and_drop() -> None:
     from torch_ucx_rpc.pipeline import StageError
 
-    pipe = make_pipe([PassOn(), FailingOnTheWayBack(), nn.Linear(8, 4)], ["worker1", "worker2", "worker0"])
+    pipe = make_pipe([PassOn(), Failing(), nn.Linear(8, 4)], ["worker1", "worker2", "worker0"])
     for _ in range(4):
         pipe(torch.randn(8, 8))
     # What a call keeps goes, at the latest, with the call after the one that dropped its output.

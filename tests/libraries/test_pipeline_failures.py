@@ -18,28 +18,8 @@ import torch
 import torch.distributed.rpc as rpc
 import torch.nn.functional as F  # noqa: N812 - its usual name
 from _jobs import BACKENDS, drive, drive_with_deaths, eventually, kill, on, reference_step, small_model
-from _pipelines import make_pipe
+from _pipelines import Failing, PassOn, make_pipe
 from torch import nn
-
-
-class Failing(nn.Module):
-    """Raises at a value above 100 in the forward, or below -100 on the way back."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.inner = nn.Linear(8, 8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if (x > 100).any():
-            raise ZeroDivisionError("too much of it")
-        if x.requires_grad and (x < -100).any():
-            x.register_hook(raise_on_the_way_back)
-        return self.inner(x)
-
-
-def raise_on_the_way_back(gradient: torch.Tensor) -> None:
-    raise LookupError("no way back")
 
 
 def kept() -> int:
@@ -50,17 +30,6 @@ def kept() -> int:
         len(one.exchange) + sum(len(stage.graphs) for stage in one.stages.by_index.values())
         for one in host.hosts_here()
     )
-
-
-class PassOn(nn.Module):
-    """Lets values through unchanged, with a parameter so that there is something to train."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(()))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * self.scale
 
 
 def fail_and_go_on() -> None:

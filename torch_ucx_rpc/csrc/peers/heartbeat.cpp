@@ -23,7 +23,7 @@ Heartbeat::Findings Heartbeat::check(Clock::time_point now) {
   const auto passed =
       std::min(std::chrono::duration_cast<Milliseconds>(now - std::exchange(lastCheck_, now)), 2 * period());
   for (Peer* peer : directory_.all()) {
-    // A peer may have lost its endpoint through a failure of this process. A ping makes another.
+    // A peer that has been heard may have lost its endpoint through a failure of this process. A ping makes another.
     if (!peer->isThere() || (!peer->endpoint.has_value() && !peer->isHeard)) {
       continue;
     }
