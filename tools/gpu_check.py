@@ -43,6 +43,9 @@ ALL_S = 520.0
 REHEARSAL_S = 240.0
 WHOLE_REHEARSAL_S = 1800.0
 
+# Tests at a time, of mostly two processes each.
+AT_ONCE = str(min(8, max(2, (os.cpu_count() or 2) // 2)))
+
 # What the tests and benchmarks need besides torch and UCX. (The extra `test` has launchers and tools as well.)
 PACKAGES = ("expecttest", "numba", "numpy", "pytest>=9.0", "pytest-timeout", "pytest-xdist", "tqdm")
 
@@ -140,7 +143,7 @@ class Check(Supervisor):
 
     def tests(self) -> dict[str, Any]:
         """This project's tests that need a GPU."""
-        return self.pytest("-n", "4", "tests/e2e/test_cuda.py", "tests/e2e/test_arrays.py", "-m", "gpu")
+        return self.pytest("-n", AT_ONCE, "tests/e2e/test_cuda.py", "tests/e2e/test_arrays.py", "-m", "gpu")
 
     def benchmarks(self, name: str = "device_tensors", rounds: int = 2) -> dict[str, Any]:
         """The echo of CUDA tensors against TensorPipe, and UCX's own benchmark. Fails where a bound is missed."""
@@ -162,7 +165,7 @@ class Check(Supervisor):
 
     def conformance(self) -> dict[str, Any]:
         """PyTorch's suites for GPUs."""
-        return self.suites("-n", "4", "--cuda", "tests/conformance/test_cuda_suites.py")
+        return self.suites("-n", AT_ONCE, "--cuda", "tests/conformance/test_cuda_suites.py")
 
     def suites(self, *arguments: str) -> dict[str, Any]:
         """Some of PyTorch's suites, with what tests/conformance/page.py reads."""
@@ -335,6 +338,7 @@ def main() -> int:
     parser.add_argument("command", choices=["prepare", *COMMANDS, *REHEARSALS])
     parser.add_argument("folder", nargs="?", type=Path, help="of prepare")
     parser.add_argument("--steps", nargs="+", default=[], help="only these")
+    parser.add_argument("--seconds", type=float, help=f"of all steps together (default of first and second: {ALL_S:g})")
     parser.add_argument("--wheels", type=Path, help="the folder that prepare has made")
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT") or ROOT / "build" / "gpu-check"))
     parser.add_argument("--ucx", default="libucx-cu13", help="the wheel with UCX (default: libucx-cu13)")
@@ -351,9 +355,10 @@ def main() -> int:
     if unknown := set(arguments.steps) - set(steps):
         parser.error(f"{arguments.command} has no step {', '.join(unknown)}, but {', '.join(steps)}")
     is_short = arguments.command == "rehearse"
+    default_s = REHEARSAL_S if is_short else ALL_S if arguments.command in COMMANDS else WHOLE_REHEARSAL_S
     check = Check(
         arguments.out.resolve(),
-        all_s=REHEARSAL_S if is_short else ALL_S if arguments.command in COMMANDS else WHOLE_REHEARSAL_S,
+        all_s=arguments.seconds or default_s,
         python=Path(sys.executable) if is_short else VENV / "bin" / "python",
         wheels=arguments.wheels.resolve() if arguments.wheels else None,
         ucx=arguments.ucx,
