@@ -121,7 +121,7 @@ class Check(Supervisor):
         with contextlib.suppress(Failed):
             self.run(self.python, "-m", "pip", "list", "--format=freeze", at_most_s=20)
         with contextlib.suppress(Failed):
-            found["torch"] = _figures(self.run(self.python, "-c", _TORCH, at_most_s=30, must_pass=False))
+            found["torch"] = figures(self.run(self.python, "-c", _TORCH, at_most_s=30, must_pass=False))
         with contextlib.suppress(Failed):
             ucx = self.ask(self.python, "-c", "import libucx, os; print(os.path.dirname(libucx.__file__))")
             program = Path(ucx, "bin", "ucx_info")
@@ -134,9 +134,9 @@ class Check(Supervisor):
             ("echo with UCX's pipelines", 15, {"UCX_RNDV_PIPELINE_ERROR_HANDLING": "y"}),
         ):
             with contextlib.suppress(Failed):
-                found[name] = _figures(self.run(*echo, at_most_s=seconds, must_pass=False, **setting))
+                found[name] = figures(self.run(*echo, at_most_s=seconds, must_pass=False, **setting))
         with contextlib.suppress(Failed):
-            found["ucx_perftest"] = _figures(self.run(self.python, "-c", _PERFTEST, at_most_s=30, must_pass=False))
+            found["ucx_perftest"] = figures(self.run(self.python, "-c", _PERFTEST, at_most_s=30, must_pass=False))
         if {"ended": [0, 0]} not in found.get("echo", []):
             raise Failed(f"the echo has failed; see {self.log.name}", found)
         return found
@@ -226,9 +226,16 @@ class Check(Supervisor):
         raise Failed("a test that hangs has passed")
 
 
-def _figures(printed: str) -> list[Any]:
-    """The lines of JSON among what tools/gpu_probe.py prints."""
-    return [json.loads(line) for line in printed.splitlines() if line.startswith('{"')]
+def figures(printed: str) -> list[Any]:
+    """The JSON among what tools/gpu_probe.py prints. Its processes, and UCX's log, may share a line."""
+    found, at, decoder = [], 0, json.JSONDecoder()
+    while (at := printed.find('{"', at)) >= 0:
+        try:
+            value, at = decoder.raw_decode(printed, at)
+            found.append(value)
+        except json.JSONDecodeError:
+            at += 1  # cut in two by another process
+    return found
 
 
 # At the machine.

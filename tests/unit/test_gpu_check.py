@@ -18,7 +18,7 @@ import gpu_carried  # noqa: E402  (found through the line above)
 import gpu_check  # noqa: E402
 import pytest_outcome  # noqa: E402
 import supervisor  # noqa: E402
-from gpu_check import Check, Failed, Step  # noqa: E402
+from gpu_check import Check, Failed, Step, figures  # noqa: E402
 from sessions import LAST_WORDS_S  # noqa: E402
 
 
@@ -157,6 +157,13 @@ def test_a_benchmark_that_fails_keeps_what_it_has_measured(tmp_path: Path) -> No
     found = check.report["steps"]["benchmarks"]
     assert "exit code 1" in found["why"]
     assert found["found"]["table"] == ["measured device_tensors, UCX: {}", "| a | table |"]
+
+
+def test_figures_are_found_where_processes_share_a_line() -> None:
+    printed = (
+        '[1.5] UCX INFO {a}\n{"echo": "gpu", "us": 3}{"ended": [0, 0]}[2.0] UCX INFO\n{"cut\n{"debug": {"lanes": 1}}\n'
+    )
+    assert figures(printed) == [{"echo": "gpu", "us": 3}, {"ended": [0, 0]}, {"debug": {"lanes": 1}}]
 
 
 def test_a_step_leaves_those_after_it_their_time(tmp_path: Path) -> None:
