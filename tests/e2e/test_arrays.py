@@ -17,6 +17,8 @@ from torch.distributed.rpc.internal import _internal_rpc_pickler, deserialize, s
 from workers import agent, backend_options, eventually, in_worker0, init_rpc, run_program, worker_name
 from workers import run_workers as run_job
 
+from torch_ucx_rpc._torch.arrays import _stream_of
+
 # Beyond the size from where on they are not pickled, and beyond that up to which a tensor rides inside its message.
 LARGE = 1 << 17
 
@@ -347,6 +349,19 @@ def test_without_device_maps_their_libraries_pickle_them() -> None:
     reducer = _internal_rpc_pickler._dispatch_table[DeviceBuffer]
     DeviceBuffer.__module__ = name
     assert reducer(DeviceBuffer()) == DeviceBuffer().__reduce_ex__(4)
+
+
+@pytest.mark.ucx_only
+@pytest.mark.parametrize(
+    ("handle", "stream"), [(None, "default"), (1, "default"), (2, "external 2"), (96, "external 96")]
+)
+def test_the_stream_that_an_array_names_is_the_one_that_torch_waits_for(
+    monkeypatch: pytest.MonkeyPatch, handle: int | None, stream: str
+) -> None:
+    """torch refuses to make a stream of handle 1, which RMM, numba and CuPy name; seen on an H100."""
+    monkeypatch.setattr(torch.cuda, "default_stream", lambda device: "default")
+    monkeypatch.setattr(torch.cuda, "ExternalStream", lambda handle, device: f"external {handle}")
+    assert _stream_of(handle, torch.device("cuda", 0)) == stream
 
 
 def echo(value: Any) -> Any:

@@ -98,7 +98,8 @@ def test_a_callback_is_ordered_after_the_answer() -> None:
 
 @in_worker0(of=2, options=SAME)
 def test_a_blocking_wait_returns_when_the_data_are_there() -> None:
-    rpc.rpc_sync("worker1", echo, (full(LARGE, 1),))
+    # The first use of a kernel loads it, which may wait for all that the GPU does.
+    assert is_all(add_one_slowly(rpc.rpc_sync("worker1", echo, (full(LARGE, 1),))), 2)
     for is_blocking in (False, True):
         future = rpc.rpc_async("worker1", echo, (full(LARGE, 4),)).then(lambda back: add_one_slowly(back.value()))
         result = torch_ucx_rpc.wait(future, blocking=is_blocking)

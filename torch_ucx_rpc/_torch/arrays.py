@@ -81,7 +81,7 @@ def _build_numpy(memory: torch.Tensor, dtype: np.dtype[Any], is_writable: bool) 
 
 # ---------------------------------------------------------------------------------------------------- device memory
 
-# CUDA's handle of the stream that these libraries use by default.
+# CUDA's handle of the legacy default stream, which these libraries use by default. torch has it by another name only.
 _LEGACY_DEFAULT_STREAM = 1
 
 
@@ -100,11 +100,18 @@ def _device_reducer(library: str) -> Callable[[Any], Any]:
             return _pickled(array)
         tensor = torch.as_tensor(array)
         # The agent reads the memory in the order of torch's stream. The array may name the stream that wrote it.
-        stream = interface.get("stream") or _LEGACY_DEFAULT_STREAM
-        torch.cuda.current_stream(tensor.device).wait_stream(torch.cuda.ExternalStream(stream, tensor.device))
+        written_on = _stream_of(interface.get("stream"), tensor.device)
+        torch.cuda.current_stream(tensor.device).wait_stream(written_on)
         return _build_on_device, (library, tensor)
 
     return reduce
+
+
+def _stream_of(handle: int | None, device: torch.device) -> torch.cuda.Stream:
+    """The stream that a ``__cuda_array_interface__`` names, or the one of an array that names none."""
+    if handle is None or handle == _LEGACY_DEFAULT_STREAM:
+        return torch.cuda.default_stream(device)
+    return torch.cuda.ExternalStream(handle, device)
 
 
 def _build_on_device(library: str, tensor: torch.Tensor) -> Any:
