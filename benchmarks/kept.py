@@ -75,11 +75,24 @@ def circumstances() -> dict[str, Any]:
         "torch": torch.__version__,
         "ucx": ".".join(map(str, loaded.version)) if (loaded := _native.loaded_ucx()) else "",
         "torch_ucx_rpc": torch_ucx_rpc.__version__,
+        **({"gpu": _gpu()} if torch.cuda.is_available() else {}),
     }
 
 
+def _gpu() -> str:
+    """Its name and driver, and how the processes share it: in turns, or through NVIDIA's Multi-Process Service."""
+    named = _output("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader").splitlines()
+    shared = "MPS" if "CUDA_MPS_PIPE_DIRECTORY" in os.environ else "time slices"
+    return f"{named[0] if named else 'unknown'}, shared by {shared}"
+
+
 def commit() -> str:
-    """Of this checkout, with "-dirty" where the package or the benchmarks differ from it."""
+    """Of this checkout, with "-dirty" where the package or the benchmarks differ from it.
+
+    A copy of the files alone has the commit in the variable COMMIT, if anywhere.
+    """
+    if named := os.environ.get("COMMIT"):
+        return named
     head = _output("git", "rev-parse", "--short=12", "HEAD")
     sources = (":/torch_ucx_rpc", ":/benchmarks", ":!/benchmarks/results")
     changed = _output("git", "status", "--porcelain", "--untracked-files=no", "--", *sources)

@@ -155,6 +155,8 @@ class Run:
         loads = [load for one in measured for load in one["load before and after"]]
         yield from ("| measured | |", "|---|---|")
         yield f"| machine | {facts['processor']}, {facts['cores']} of its cores, {facts['memory_gib']:g} GiB |"
+        if "gpu" in facts:
+            yield f"| GPU | {facts['gpu']} |"
         yield f"| load, from first to last | {loads[0]:.1f} to {loads[-1]:.1f} |"
         yield f"| system | {facts['system']} |"
         yield f"| versions | torch {facts['torch']}, UCX {facts['ucx']}, Python {facts['python']} |"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import io
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 import torch
 import torch.distributed.autograd as dist_autograd
 import torch.distributed.rpc as rpc
+from torch._jit_internal import _extract_tensors, _TensorExtractor
 from torch.distributed.rpc.internal import _internal_rpc_pickler, deserialize, serialize
 from workers import agent, backend_options, eventually, in_worker0, init_rpc, run_program, worker_name
 from workers import run_workers as run_job
@@ -362,6 +364,28 @@ def test_the_stream_that_an_array_names_is_the_one_that_torch_waits_for(
     monkeypatch.setattr(torch.cuda, "default_stream", lambda device: "default")
     monkeypatch.setattr(torch.cuda, "ExternalStream", lambda handle, device: f"external {handle}")
     assert _stream_of(handle, torch.device("cuda", 0)) == stream
+
+
+class Unpicklable(DeviceBuffer):
+    """As numba's arrays are; seen on an H100, where a callee could not return them."""
+
+    def __reduce_ex__(self, protocol: object) -> Any:
+        raise TypeError("no default __reduce__ due to non-trivial __cinit__")
+
+
+@pytest.mark.ucx_only
+@in_worker0(of=1)
+def test_a_future_finds_the_memory_of_arrays_without_pickling_them() -> None:
+    of_rmm = type("DeviceBuffer", (Unpicklable,), {"__module__": "rmm.pylibrmm.device_buffer"})()
+    tensor = torch.ones(2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "as_tensor", lambda array: ("tensor of", array))
+        assert _extract_tensors({"a": [of_rmm], "b": tensor}) == [("tensor of", of_rmm), tensor]
+        assert _extract_tensors(np.zeros(LARGE)) == []
+        assert _extract_tensors(np.array([tensor, 1], dtype=object)) == [tensor]
+    written = io.BytesIO()
+    _TensorExtractor(written, protocol=-1, tensors=[]).dump(np.zeros(LARGE))
+    assert written.tell() < LARGE, "an array has been copied"
 
 
 def echo(value: Any) -> Any:

@@ -26,6 +26,8 @@ PATCHED = {
     "torch.distributed.rpc.api._wait_all_workers",
     "torch.distributed.rpc.api._delete_all_user_and_unforked_owner_rrefs",
     "torch.distributed.rpc.api._destroy_rref_context",
+    # Which tensors a future finds in a value.
+    "torch._jit_internal._TensorExtractor.persistent_id",
     # What a callee raises.
     "torch.distributed.rpc.internal._handle_exception",
     # How values are pickled; and, by Python's own pickle, the type of what a callee has raised.

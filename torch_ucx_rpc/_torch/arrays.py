@@ -89,15 +89,9 @@ def _device_reducer(library: str) -> Callable[[Any], Any]:
     """Reducer for arrays of ``library``, which have a ``__cuda_array_interface__``."""
 
     def reduce(array: Any) -> Any:
-        interface = array.__cuda_array_interface__
-        if (
-            _agent.current is None
-            or not _agent.current.devices
-            or 0 in interface["shape"]
-            or interface["typestr"][1] not in "biufc"
-            or any(stride < 0 for stride in interface.get("strides") or ())
-        ):
+        if _agent.current is None or not _agent.current.devices or not _can_be_tensor(array):
             return _pickled(array)
+        interface = array.__cuda_array_interface__
         tensor = torch.as_tensor(array)
         # The agent reads the memory in the order of torch's stream. The array may name the stream that wrote it.
         written_on = _stream_of(interface.get("stream"), tensor.device)
@@ -105,6 +99,16 @@ def _device_reducer(library: str) -> Callable[[Any], Any]:
         return _build_on_device, (library, tensor)
 
     return reduce
+
+
+def _can_be_tensor(array: Any) -> bool:
+    """Whether torch takes the memory of an array with a ``__cuda_array_interface__``."""
+    interface = array.__cuda_array_interface__
+    return (
+        0 not in interface["shape"]
+        and interface["typestr"][1] in "biufc"
+        and all(stride >= 0 for stride in interface.get("strides") or ())
+    )
 
 
 def _stream_of(handle: int | None, device: torch.device) -> torch.cuda.Stream:
@@ -134,6 +138,20 @@ def _build_on_device(library: str, tensor: torch.Tensor) -> Any:
 
         # A copy within the device: a DeviceBuffer always owns memory of RMM.
         return rmm.DeviceBuffer(ptr=tensor.data_ptr(), size=tensor.nbytes)
+
+
+def tensors_of(value: Any) -> list[torch.Tensor] | None:
+    """The tensors on the device memory of an array, of which a future has to know. None of what is no array.
+
+    torch looks for tensors by pickling what a future gets. That would copy device memory to the host, or fail where a
+    library cannot pickle its arrays, as numba cannot. NumPy's have no device memory, and need not be copied either.
+    """
+    type_ = type(value)
+    if (type_.__module__, type_.__qualname__) not in _REDUCERS or _agent.current is None:
+        return None
+    if type_.__module__ == "numpy":
+        return None if value.dtype.hasobject else []
+    return [torch.as_tensor(value)] if _can_be_tensor(value) else None
 
 
 _REDUCERS: dict[tuple[str, str], Callable[[Any], Any]] = {

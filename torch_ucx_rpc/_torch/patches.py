@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed.rpc as rpc
+from torch import _jit_internal
 from torch._C import _distributed_rpc
 from torch._C._distributed_rpc import get_rpc_timeout
 from torch.distributed.rpc import api, backend_registry, internal
@@ -28,6 +29,7 @@ _torchs_wait_all_workers = api._wait_all_workers
 _torchs_wait = torch._C.Future.wait
 _torchs_invoke_rpc = api._invoke_rpc
 _torchs_delete_rrefs = _distributed_rpc._delete_all_user_and_unforked_owner_rrefs
+_torchs_persistent_id = _jit_internal._TensorExtractor.persistent_id
 _torchs_tensor_reducer = _internal_rpc_pickler._dispatch_table[torch.Tensor]
 # The function itself, behind wrappers such as that of _torch_ucx_rpc_autoload.
 _init_rpc: Any = inspect.unwrap(rpc.init_rpc)
@@ -52,7 +54,7 @@ def register() -> None:
     * ``Future.wait`` answers Ctrl-C, for every future. It does not drive.
     * An exception of the callee keeps its type, in ``rpc_sync`` and in futures too.
     * Python functions can return sparse tensors of compressed layouts.
-    * Arrays in arguments and results travel as tensors.
+    * Arrays in arguments and results travel as tensors, and futures know their device memory.
 
     ``rpc_sync`` and ``Future.wait`` take two patches, since neither place can serve both. Only ``_invoke_rpc`` knows
     that a call is ``rpc_sync``; when ``rpc_sync`` then waits, its future looks like that of ``rpc_async``. And a wait
@@ -82,6 +84,8 @@ def register() -> None:
     # Every call of a Python function pickles one. For a type in the table, pickle looks no further.
     _internal_rpc_pickler._dispatch_table[PythonUDF] = _reduce_call
     _internal_rpc_pickler._dispatch_table[exceptions._TypeOfBoth] = exceptions.reduce_type
+    # torch pickles with it what a future with devices gets, to find the tensors in it.
+    _jit_internal._TensorExtractor.persistent_id = _extract_tensors_of  # type: ignore[method-assign]
     # torch's C++ takes this when the first agent of the process starts.
     internal._handle_exception = exceptions.handle_exception
     _C.translate_runtime_errors(exceptions.original, errors.from_native)
@@ -183,6 +187,14 @@ def _reduce_tensor(tensor: torch.Tensor) -> Any:
     if tensor.layout in sparse.COMPRESSED and _agent.current is not None:
         return sparse.reduce(tensor)
     return _torchs_tensor_reducer(tensor)
+
+
+def _extract_tensors_of(extractor: _jit_internal._TensorExtractor, value: Any) -> Any:
+    tensors = arrays.tensors_of(value)
+    if tensors is None:
+        return _torchs_persistent_id(extractor, value)
+    extractor.tensors += tensors
+    return ""
 
 
 def _reduce_call(call: PythonUDF) -> Any:

@@ -66,6 +66,10 @@ class TestEndpoint final : public TransportListener, private ProgressClient {
   void arrive(uint64_t callId) {
     pending_.push_back(callId);
   }
+  // Short work, which counts where it is done: by the driver itself, or by whoever hands out its batch.
+  void addShortWork() {
+    progress.submit([this] { ++shortWork_; });
+  }
   // Set before threads drive.
   void handTo(Hand hand) {
     hand_ = std::move(hand);
@@ -75,6 +79,8 @@ class TestEndpoint final : public TransportListener, private ProgressClient {
   std::atomic<uint64_t> toLeaders{0};
   std::atomic<uint64_t> toWaitingCaller{0};
   std::atomic<int> deferredStarts{0};
+  std::atomic<int> shortWorkOfDrivers{0};
+  std::atomic<int> shortWorkOfBatches{0};
   // A device works on a message that is ready when it has been asked this often; guarded by the worker lock.
   int questionsUntilReady = 0;
   static constexpr uint64_t kReady = 77; // the call id of that message
@@ -110,10 +116,24 @@ class TestEndpoint final : public TransportListener, private ProgressClient {
   bool waitsForDeviceWithWorkerLock() const override {
     return questionsUntilReady != 0;
   }
+  bool hasShortWorkWithWorkerLock() const override {
+    return shortWork_ != 0;
+  }
+  std::vector<UniqueFunction<void()>> takeShortWorkWithWorkerLock() override {
+    std::vector<UniqueFunction<void()>> taken;
+    for (; shortWork_ != 0; --shortWork_) {
+      taken.emplace_back([this] {
+        progress.run([] {}); // needs the lock
+        shortWorkOfDrivers.fetch_add(1);
+      });
+    }
+    return taken;
+  }
   bool hasEventsWithWorkerLock() const override {
-    return !pending_.empty();
+    return !pending_.empty() || shortWork_ != 0;
   }
   std::unique_ptr<EventBatch> takeEventsWithWorkerLock() override {
+    shortWorkOfBatches.fetch_add(std::exchange(shortWork_, 0));
     return pending_.empty() ? nullptr : std::make_unique<Batch>(*this, std::exchange(pending_, {}));
   }
 
@@ -121,7 +141,9 @@ class TestEndpoint final : public TransportListener, private ProgressClient {
   EndpointId endpoint_ = 0;
   bool isClosed_ = false;
   Hand hand_;
-  std::vector<uint64_t> pending_; // guarded by the worker lock
+  // Guarded by the worker lock:
+  std::vector<uint64_t> pending_;
+  int shortWork_ = 0;
 
  public:
   Progress progress;
@@ -348,6 +370,29 @@ TEST_P(ProgressTest, NoAnswerIsLostBetweenLeaderAndWaitingCaller) {
   RecordProperty("answers_to_the_waiting_caller", std::to_string(a_.toWaitingCaller.load()));
   // A lost wake-up shows as a sleep of its full bound, half a second.
   EXPECT_LT(std::chrono::duration<double>(slowest).count(), 0.45);
+}
+
+TEST_P(ProgressTest, DriverDoesShortWorkWhileAnotherStandsGuard) {
+  constexpr int kWork = 300;
+  const LeadingThread leader(a_);
+  const auto done = [&] { return a_.shortWorkOfDrivers.load() + a_.shortWorkOfBatches.load(); };
+  std::thread submitter([&] {
+    for (int work = 1; work <= kWork; ++work) {
+      a_.addShortWork();
+      EXPECT_TRUE(eventually([&] { return done() >= work; }));
+    }
+    a_.progress.submit([this] { a_.arrive(1); });
+  });
+  while (a_.all() == 0) {
+    EXPECT_TRUE(a_.progress.driveUntil([&] { return a_.all() != 0; }, 1));
+  }
+  submitter.join();
+  EXPECT_EQ(done(), kWork);
+  if (GetParam() == Waiting::kSleep) {
+    EXPECT_EQ(a_.shortWorkOfDrivers.load(), 0) << "a driver that sleeps is not back soon";
+  } else if (GetParam() == Waiting::kPoll) {
+    EXPECT_GT(a_.shortWorkOfDrivers.load(), 0);
+  }
 }
 
 TEST_P(ProgressTest, CallerThatEndsHandsOverToTheLeader) {

@@ -17,9 +17,9 @@ using c10::impl::VirtualGuardImpl;
 
 namespace {
 
-// Streams are asked once this much has been released: asking takes as long as copying some 100 MiB. Smaller amounts
-// wait for the agent's timer.
-constexpr uint64_t kMaxReleasedBytes = 16 * 1024 * 1024;
+// Streams are asked once this much has been released. Asking takes some 200 us, in which an H100 copies about as much.
+// Smaller amounts wait for the agent's timer.
+constexpr uint64_t kMaxReleasedBytes = 256 * 1024 * 1024;
 constexpr size_t kMaxReleasedBlocks = 16;
 
 // Memory from entry points.
@@ -75,6 +75,7 @@ void DevicePool::setSource(Source source, EntryPoints entryPoints, AllocatorOf a
   source_ = source;
   entryPoints_ = entryPoints;
   allocatorOf_ = allocatorOf;
+  isTorchs_.store(source == Source::kTorch);
   isUnshareable_.store(false);
 }
 

@@ -165,6 +165,11 @@ std::unique_ptr<EventBatch> Progress::drive(Role role, IsDone& isDone) {
     runQueueLocked();
     const unsigned advances = advanceLocked();
     client_.startDeferredWithWorkerLock();
+    if (client_.hasShortWorkWithWorkerLock() && leaveUnarmedLocked(role)) {
+      doShortWork(role, lock);
+      wait.again();
+      continue;
+    }
     if (client_.hasEventsWithWorkerLock()) {
       // A leader leaves the guard to another driver, if there is one, and so does a waiting caller that may be away for
       // long. It first takes along the events that would wake that driver at once.
@@ -284,6 +289,23 @@ bool Progress::leaveUnarmedLocked(Role who) {
   unarmedSince_.store(Clock::now().time_since_epoch().count());
   absences_.fetch_add(1);
   return true;
+}
+
+void Progress::doShortWork(Role role, std::unique_lock<WorkerMutex>& lock) {
+  const bool isPolled = isPolledUnarmed_.load();
+  std::vector<Operation> work = client_.takeShortWorkWithWorkerLock();
+  lock.unlock();
+  if (!isPolled) {
+    wake(); // a leader that polls, and takes over should the work block after all
+  }
+  const Clock::time_point began = Clock::now();
+  for (Operation& task : work) {
+    task();
+  }
+  const Clock::duration away = Clock::now() - began;
+  lock = lockWorker();
+  unarmedSince_.store(0);
+  spinning_.wasAway(role, away);
 }
 
 void Progress::pollUnarmed(IsDone& isDone) {
