@@ -13,8 +13,10 @@ picture shows the loss of this run beside that of one without a death.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
 import os
+import queue
 import signal
 import sys
 import tempfile
@@ -124,7 +126,7 @@ class Run:
         is_killed = False
         with tqdm(total=STEPS, desc=f"{title:14}", unit="step") as progress:
             while len(self.accuracy) < survivors:
-                rank, step, value, duration = reports.get(timeout=120)
+                rank, step, value, duration = self._next_report(processes, reports)
                 if step == "accuracy":
                     self.accuracy[rank] = value
                     continue
@@ -139,6 +141,16 @@ class Run:
                     os.kill(processes[KILLED].pid, signal.SIGKILL)
                     is_killed = True
                     progress.write(f"{'':14}: trainer{KILLED} is killed in step {KILLED_AT}")
+
+    @staticmethod
+    def _next_report(processes: list[Any], reports: Any) -> tuple[int, Any, float, float]:
+        """Whatever the machine takes for it, as long as all live that should."""
+        while True:
+            with contextlib.suppress(queue.Empty):
+                return reports.get(timeout=2)
+            for rank, process in enumerate(processes):
+                if process.exitcode is not None and rank != KILLED:
+                    raise RuntimeError(f"trainer{rank} has ended by itself, with exit code {process.exitcode}")
 
 
 def draw(runs: list[Run], path: Path) -> None:

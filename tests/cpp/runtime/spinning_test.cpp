@@ -139,7 +139,12 @@ TEST_F(SpinningTest, DevicesAreWaitedForLongerThanTransfersOfTheHost) {
   Spinning::Wait wait(spinning, Role::kLeader);
   EXPECT_TRUE(spin(wait, Awaited::kDevice));
   EXPECT_TRUE(spin(wait, Awaited::kDevice, 2 * Spinning::kTransferLimit));
-  EXPECT_FALSE(spin(wait, Awaited::kDevice, Spinning::kDeviceLimit));
+  EXPECT_FALSE(spin(wait, Awaited::kDevice, Spinning::kDeviceLimitToSleep));
+  Spinning unlessSlow(Waiting::kAuto, 2);
+  Spinning::Wait longer(unlessSlow, Role::kLeader);
+  EXPECT_TRUE(spin(longer, Awaited::kDevice));
+  EXPECT_TRUE(spin(longer, Awaited::kDevice, Spinning::kDeviceLimit / 2));
+  EXPECT_FALSE(spin(longer, Awaited::kDevice, Spinning::kDeviceLimit));
   Spinning crowded(Waiting::kSleep, 2);
   crowded.setProcessesHere(3);
   Spinning::Wait other(crowded, Role::kLeader);

@@ -102,6 +102,25 @@ TEST(WaitSetTest, AWatchedDescriptorIsFoundOnce) {
   EXPECT_EQ(set.takeReadable().size(), 1u);
 }
 
+TEST(WaitSetTest, APlaceThatWasTakenServesTheNextDescriptor) {
+  const Signal transport;
+  const Signal first;
+  const Signal second;
+  WaitSet set(transport.fd);
+  std::string ran;
+  set.watch(first.fd, [&] { ran += "first "; });
+  first.give();
+  EXPECT_EQ(set.takeReadable().size(), 1u);
+  set.watch(second.fd, [&] { ran += "second "; });
+  first.give();
+  EXPECT_TRUE(set.takeReadable().empty()) << "the first has had its turn";
+  second.give();
+  for (WaitSet::Operation& operation : set.takeReadable()) {
+    operation();
+  }
+  EXPECT_EQ(ran, "second ");
+}
+
 TEST(WaitSetTest, MoreDescriptorsThanOneLookSeesAreAllFound) {
   const Signal transport;
   const Signal readable[40];

@@ -362,6 +362,22 @@ TEST_F(DeviceTest, FailureOfTheReceiversDeviceReachesTheCaller) {
   EXPECT_EQ(handled_.load(), 0);
 }
 
+TEST_F(DeviceTest, DeviceWithoutMemoryHasNotFailed) {
+  startWith([&](Message& /*request*/) { return completed(""); }, across_);
+  DevicePool::instance().setSource(
+      DevicePool::Source::kReplacedTorch, {}, [](const c10::DeviceType&) -> c10::Allocator* {
+        TORCH_CHECK_WITH(OutOfMemoryError, false, "no memory is left");
+      });
+  for (const int64_t elements : {kSmall, kLarge}) { // copied by the decoder, and received there
+    const std::string what = failure(call(0, 1, "", {onDevice(elements, 1)}));
+    EXPECT_TRUE(contains(what, "no memory is left")) << what;
+    EXPECT_FALSE(contains(what, "failed")) << what;
+  }
+  DevicePool::instance().setSource(DevicePool::Source::kTorch);
+  (void)answerWhileRunning(call(0, 1, "", {onDevice(kLarge, 1)}));
+  EXPECT_EQ(handled_.load(), 1);
+}
+
 TEST_F(DeviceTest, FailureOfTheDeviceReachesTheCaller) {
   startWith(
       [&](Message& /*request*/) {

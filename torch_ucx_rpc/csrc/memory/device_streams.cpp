@@ -113,9 +113,11 @@ void makeContextCurrent(const Devices& devices) {
 
 Error deviceFailed(const std::exception& failure) {
   const auto* ofTorch = dynamic_cast<const c10::Error*>(&failure);
-  return {
-      ErrorCode::kDeviceFailed,
-      std::string("a device has failed: ") + (ofTorch != nullptr ? ofTorch->what_without_backtrace() : failure.what())};
+  const std::string what = ofTorch != nullptr ? ofTorch->what_without_backtrace() : failure.what();
+  if (dynamic_cast<const c10::OutOfMemoryError*>(&failure) != nullptr) {
+    return {ErrorCode::kOutOfMemory, what};
+  }
+  return {ErrorCode::kDeviceFailed, "a device has failed: " + what};
 }
 
 DeviceWork::DeviceWork(const Streams& streams) {

@@ -44,7 +44,7 @@ void recordOnCurrentStream(const c10::DataPtr& data);
 void makeContextCurrent(const Devices& devices);
 
 // The error for an exception of torch's about a device, without its backtrace. Its cause may be work that ran on the
-// device long before.
+// device long before. A device without memory has not failed: that is ErrorCode::kOutOfMemory.
 Error deviceFailed(const std::exception& failure);
 
 // The work that some streams had when the object was made; nothing if they were idle. Not thread-safe.

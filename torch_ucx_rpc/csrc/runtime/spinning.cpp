@@ -34,7 +34,8 @@ bool Spinning::Wait::spin(Awaited awaited, Clock::time_point now) {
   }
   last_ = now;
   // Data that is on its way is waited for in every mode, a message only where spinning is on.
-  const auto limit = awaited == Awaited::kDevice ? kDeviceLimit : kTransferLimit;
+  const Clock::duration forDevice = spinning_.waiting_ == Waiting::kSleep ? kDeviceLimitToSleep : kDeviceLimit;
+  const Clock::duration limit = awaited == Awaited::kDevice ? forDevice : kTransferLimit;
   if (awaited != Awaited::kMessage && spinning_.hasCoreEach() && now - began_ < limit) {
     if (++turns_ % kTurnsBetweenYields == 0) {
       sched_yield(); // the other side may be on this very core

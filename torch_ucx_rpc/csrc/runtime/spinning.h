@@ -34,6 +34,7 @@ class Spinning {
   // The same where devices are in use: as long as for a message. A device copies for longer, and the other side needs no
   // core meanwhile. On an H100 a limit of 100 us made a call with 64 MiB take half as long again.
   static constexpr auto kDeviceLimit = kLimit;
+  static constexpr auto kDeviceLimitToSleep = std::chrono::microseconds(100); // with Waiting::kSleep
   // A longer time between two looks means that the thread was interrupted.
   static constexpr auto kInterruption = std::chrono::microseconds(50);
 

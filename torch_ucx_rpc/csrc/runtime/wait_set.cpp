@@ -78,10 +78,17 @@ void WaitSet::wake() {
 
 void WaitSet::watch(int fd, Operation onReadable) {
   const std::lock_guard lock(mutex_);
-  // The index is the user data, so an entry keeps its place for good. EPOLLONESHOT because the watcher takes its
-  // operation out: the descriptor stays readable, and must not be found again.
-  watches_.push_back(std::move(onReadable));
-  add(watched_.fd, fd, EPOLLIN | EPOLLONESHOT, watches_.size() - 1);
+  // The index is the user data, so an entry keeps its place. EPOLLONESHOT because the watcher takes its operation out:
+  // the descriptor stays readable, and must not be found again.
+  const bool isNew = freeWatches_.empty();
+  const size_t index = isNew ? watches_.size() : freeWatches_.back();
+  if (isNew) {
+    watches_.emplace_back();
+    freeWatches_.push_back(index); // it is free until the kernel watches
+  }
+  add(watched_.fd, fd, EPOLLIN | EPOLLONESHOT, index);
+  watches_[index] = std::move(onReadable);
+  freeWatches_.pop_back();
 }
 
 std::vector<WaitSet::Operation> WaitSet::takeReadable() {
@@ -92,7 +99,9 @@ std::vector<WaitSet::Operation> WaitSet::takeReadable() {
     found = epoll_wait(watched_.fd, events, static_cast<int>(std::size(events)), 0);
     const std::lock_guard lock(mutex_);
     for (int event = 0; event < found; ++event) {
-      readable.push_back(std::move(watches_[events[event].data.u64]));
+      const size_t index = events[event].data.u64;
+      readable.push_back(std::move(watches_[index]));
+      freeWatches_.push_back(index);
     }
   } while (found == static_cast<int>(std::size(events)));
   return readable;

@@ -49,7 +49,9 @@ class WaitSet {
   const Descriptor watched_; // an epoll set of its own, so that a thread that does not sleep can check it too
 
   std::mutex mutex_;
-  std::vector<Operation> watches_; // guarded by mutex_; watched_ knows them by their index
+  // Guarded by mutex_:
+  std::vector<Operation> watches_; // watched_ knows them by their index
+  std::vector<size_t> freeWatches_; // the indices of those that have been taken
 };
 
 } // namespace torch_ucx_rpc

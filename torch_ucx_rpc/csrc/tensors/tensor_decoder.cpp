@@ -301,6 +301,8 @@ Error decodeMessage(IncomingMessage incoming, const Devices& devices, DecodedMes
         static_cast<int64_t>(incoming.header.callId));
   } catch (const std::bad_alloc&) {
     return outOfMemoryFor(bytes);
+  } catch (const c10::OutOfMemoryError& error) {
+    return deviceFailed(error);
   } catch (const std::exception& error) {
     return {ErrorCode::kProtocol, error.what()};
   }
