@@ -88,7 +88,9 @@ def work(rank: int, store: str) -> None:
         say(init_rpc_s=round(time.perf_counter() - began, 2), ucx=torch_ucx_rpc._C.ucx_library())
         measure("cpu", "cpu", "cpu")
         if has_gpu:
-            say(attributes=attributes_of(torch.zeros(2**20, device="cuda")))
+            found = attributes_of(torch.zeros(2**20, device="cuda"))
+            # As csrc/transport/ucp/device_sharing.cpp judges; `staged_bytes` below says what came of it.
+            say(attributes=found, can_share=found["legacy IPC"] == 1 and found["range covers it"] == 1)
             measure("gpu", "cuda", "gpu")
         debug = rpc.api._get_current_rpc_agent().get_debug_info()
         say(debug={name: value for name, value in sorted(debug.items()) if "lanes" in name or "device" in name})
