@@ -19,7 +19,7 @@ from torch.distributed.rpc.internal import _internal_rpc_pickler, deserialize, s
 from workers import agent, backend_options, eventually, in_worker0, init_rpc, run_program, worker_name
 from workers import run_workers as run_job
 
-from torch_ucx_rpc._torch.arrays import _stream_of
+from torch_ucx_rpc._torch.arrays import _on_its_memory, _stream_of
 
 # Beyond the size from where on they are not pickled, and beyond that up to which a tensor rides inside its message.
 LARGE = 1 << 17
@@ -364,6 +364,15 @@ def test_the_stream_that_an_array_names_is_the_one_that_torch_waits_for(
     monkeypatch.setattr(torch.cuda, "default_stream", lambda device: "default")
     monkeypatch.setattr(torch.cuda, "ExternalStream", lambda handle, device: f"external {handle}")
     assert _stream_of(handle, torch.device("cuda", 0)) == stream
+
+
+@pytest.mark.ucx_only
+def test_a_tensor_on_an_arrays_memory_is_not_copied_to_the_default_device() -> None:
+    array = np.zeros(3)
+    with torch.device("meta"):
+        tensor = _on_its_memory(array)
+    tensor[1] = 5
+    assert array[1] == 5
 
 
 class Unpicklable(DeviceBuffer):

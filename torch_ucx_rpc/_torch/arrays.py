@@ -92,7 +92,7 @@ def _device_reducer(library: str) -> Callable[[Any], Any]:
         if _agent.current is None or not _agent.current.devices or not _can_be_tensor(array):
             return _pickled(array)
         interface = array.__cuda_array_interface__
-        tensor = torch.as_tensor(array)
+        tensor = _on_its_memory(array)
         # The agent reads the memory in the order of torch's stream. The array may name the stream that wrote it.
         written_on = _stream_of(interface.get("stream"), tensor.device)
         torch.cuda.current_stream(tensor.device).wait_stream(written_on)
@@ -109,6 +109,12 @@ def _can_be_tensor(array: Any) -> bool:
         and interface["typestr"][1] in "biufc"
         and all(stride >= 0 for stride in interface.get("strides") or ())
     )
+
+
+def _on_its_memory(array: Any) -> torch.Tensor:
+    """A tensor on the memory of an array; `torch.as_tensor` alone would copy to the default device, where one is set."""
+    with torch._C.DisableTorchFunction():
+        return torch.as_tensor(array)
 
 
 def _stream_of(handle: int | None, device: torch.device) -> torch.cuda.Stream:
@@ -147,11 +153,13 @@ def tensors_of(value: Any) -> list[torch.Tensor] | None:
     library cannot pickle its arrays, as numba cannot. NumPy's have no device memory, and need not be copied either.
     """
     type_ = type(value)
-    if (type_.__module__, type_.__qualname__) not in _REDUCERS or _agent.current is None:
+    if _agent.current is None or (type_.__module__, type_.__qualname__) not in _REDUCERS:
         return None
     if type_.__module__ == "numpy":
         return None if value.dtype.hasobject else []
-    return [torch.as_tensor(value)] if _can_be_tensor(value) else None
+    if 0 in value.__cuda_array_interface__["shape"]:
+        return []
+    return [_on_its_memory(value)] if _can_be_tensor(value) else None
 
 
 _REDUCERS: dict[tuple[str, str], Callable[[Any], Any]] = {

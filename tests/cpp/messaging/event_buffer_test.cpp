@@ -138,24 +138,6 @@ TEST_F(EventBufferTest, WaitingCallerDoesWorkItselfUnlessSomethingWaitsBehindIt)
   EXPECT_EQ(done, Notes{"last"}) << "the rest is left to other threads";
 }
 
-TEST_F(EventBufferTest, ShortWorkIsTheDriversUntilABatchHasIt) {
-  Notes done;
-  const auto note = [&](const char* what) { return [&done, what] { done.emplace_back(what); }; };
-  events_.buffer.addShortWork(note("first"), note("after the first"));
-  EXPECT_TRUE(events_.buffer.hasShortWork());
-  EXPECT_FALSE(events_.buffer.isEmpty());
-  for (UniqueFunction<void()>& work : events_.buffer.takeShortWork()) {
-    work();
-  }
-  EXPECT_EQ(done, Notes{"first"}) << "the driver needs not be told";
-  EXPECT_TRUE(events_.buffer.isEmpty());
-  events_.buffer.addShortWork(note("second"), note("after the second"));
-  EXPECT_TRUE(events_.buffer.hasWork()) << "whoever takes the batch may block";
-  EXPECT_EQ(events_.take(Driver{Role::kWaitingCaller, 1}), Notes{});
-  EXPECT_EQ(done, (Notes{"first", "second", "after the second"}));
-  EXPECT_FALSE(events_.buffer.hasWork());
-}
-
 TEST_F(EventBufferTest, DriverCompletesTheCallThatItWaitsForLast) {
   addAnswer(1);
   addAnswer(2);

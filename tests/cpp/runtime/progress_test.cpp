@@ -10,6 +10,7 @@
 
 #include <atomic>
 #include <functional>
+#include <limits>
 #include <memory>
 #include <optional>
 #include <string>
@@ -66,10 +67,6 @@ class TestEndpoint final : public TransportListener, private ProgressClient {
   void arrive(uint64_t callId) {
     pending_.push_back(callId);
   }
-  // Short work, which counts where it is done: by the driver itself, or by whoever hands out its batch.
-  void addShortWork() {
-    progress.submit([this] { ++shortWork_; });
-  }
   // Set before threads drive.
   void handTo(Hand hand) {
     hand_ = std::move(hand);
@@ -79,11 +76,10 @@ class TestEndpoint final : public TransportListener, private ProgressClient {
   std::atomic<uint64_t> toLeaders{0};
   std::atomic<uint64_t> toWaitingCaller{0};
   std::atomic<int> deferredStarts{0};
-  std::atomic<int> shortWorkOfDrivers{0};
-  std::atomic<int> shortWorkOfBatches{0};
   // A device works on a message that is ready when it has been asked this often; guarded by the worker lock.
   int questionsUntilReady = 0;
   static constexpr uint64_t kReady = 77; // the call id of that message
+  bool asksAgain = false; // some of the starts ask for another one; guarded by the worker lock
   uint64_t all() const {
     return withoutDriver.load() + toLeaders.load() + toWaitingCaller.load();
   }
@@ -108,7 +104,9 @@ class TestEndpoint final : public TransportListener, private ProgressClient {
   };
 
   void startDeferredWithWorkerLock() override {
-    deferredStarts.fetch_add(1);
+    if (deferredStarts.fetch_add(1) % 3 == 0 && asksAgain) {
+      progress.requestStartDeferredWithWorkerLock();
+    }
     if (questionsUntilReady != 0 && --questionsUntilReady == 0) {
       arrive(kReady);
     }
@@ -116,24 +114,10 @@ class TestEndpoint final : public TransportListener, private ProgressClient {
   bool waitsForDeviceWithWorkerLock() const override {
     return questionsUntilReady != 0;
   }
-  bool hasShortWorkWithWorkerLock() const override {
-    return shortWork_ != 0;
-  }
-  std::vector<UniqueFunction<void()>> takeShortWorkWithWorkerLock() override {
-    std::vector<UniqueFunction<void()>> taken;
-    for (; shortWork_ != 0; --shortWork_) {
-      taken.emplace_back([this] {
-        progress.run([] {}); // needs the lock
-        shortWorkOfDrivers.fetch_add(1);
-      });
-    }
-    return taken;
-  }
   bool hasEventsWithWorkerLock() const override {
-    return !pending_.empty() || shortWork_ != 0;
+    return !pending_.empty();
   }
   std::unique_ptr<EventBatch> takeEventsWithWorkerLock() override {
-    shortWorkOfBatches.fetch_add(std::exchange(shortWork_, 0));
     return pending_.empty() ? nullptr : std::make_unique<Batch>(*this, std::exchange(pending_, {}));
   }
 
@@ -141,9 +125,7 @@ class TestEndpoint final : public TransportListener, private ProgressClient {
   EndpointId endpoint_ = 0;
   bool isClosed_ = false;
   Hand hand_;
-  // Guarded by the worker lock:
-  std::vector<uint64_t> pending_;
-  int shortWork_ = 0;
+  std::vector<uint64_t> pending_; // guarded by the worker lock
 
  public:
   Progress progress;
@@ -244,6 +226,23 @@ TEST_P(ProgressTest, DriverAsksADeviceAgainBeforeItSleeps) {
     a_.progress.run([&] { isReady = a_.questionsUntilReady == 0; });
   }
   EXPECT_TRUE(isReady);
+}
+
+// As the timer makes them while a device works, which may take seconds.
+TEST_P(ProgressTest, RequestsToLookAgainKeepNoDriverFromSleep) {
+  if (GetParam() == Waiting::kPoll) {
+    return; // it never sleeps
+  }
+  a_.progress.run([&] {
+    a_.questionsUntilReady = std::numeric_limits<int>::max();
+    a_.asksAgain = true;
+  });
+  const LeadingThread leader(a_);
+  EXPECT_TRUE(eventually([&] {
+    const int before = a_.deferredStarts.load();
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));
+    return a_.deferredStarts.load() == before;
+  }));
 }
 
 TEST_P(ProgressTest, NothingSubmittedIsLostWhileOneLeads) {
@@ -370,29 +369,6 @@ TEST_P(ProgressTest, NoAnswerIsLostBetweenLeaderAndWaitingCaller) {
   RecordProperty("answers_to_the_waiting_caller", std::to_string(a_.toWaitingCaller.load()));
   // A lost wake-up shows as a sleep of its full bound, half a second.
   EXPECT_LT(std::chrono::duration<double>(slowest).count(), 0.45);
-}
-
-TEST_P(ProgressTest, DriverDoesShortWorkWhileAnotherStandsGuard) {
-  constexpr int kWork = 300;
-  const LeadingThread leader(a_);
-  const auto done = [&] { return a_.shortWorkOfDrivers.load() + a_.shortWorkOfBatches.load(); };
-  std::thread submitter([&] {
-    for (int work = 1; work <= kWork; ++work) {
-      a_.addShortWork();
-      EXPECT_TRUE(eventually([&] { return done() >= work; }));
-    }
-    a_.progress.submit([this] { a_.arrive(1); });
-  });
-  while (a_.all() == 0) {
-    EXPECT_TRUE(a_.progress.driveUntil([&] { return a_.all() != 0; }, 1));
-  }
-  submitter.join();
-  EXPECT_EQ(done(), kWork);
-  if (GetParam() == Waiting::kSleep) {
-    EXPECT_EQ(a_.shortWorkOfDrivers.load(), 0) << "a driver that sleeps is not back soon";
-  } else if (GetParam() == Waiting::kPoll) {
-    EXPECT_GT(a_.shortWorkOfDrivers.load(), 0);
-  }
 }
 
 TEST_P(ProgressTest, CallerThatEndsHandsOverToTheLeader) {

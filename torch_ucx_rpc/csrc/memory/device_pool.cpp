@@ -75,7 +75,6 @@ void DevicePool::setSource(Source source, EntryPoints entryPoints, AllocatorOf a
   source_ = source;
   entryPoints_ = entryPoints;
   allocatorOf_ = allocatorOf;
-  isTorchs_.store(source == Source::kTorch);
   isUnshareable_.store(false);
 }
 

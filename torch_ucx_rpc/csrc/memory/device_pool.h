@@ -64,11 +64,6 @@ class DevicePool {
   c10::DataPtr allocate(c10::Device device, uint64_t bytes);
   DeviceWork earlierWork(const Devices& devices);
 
-  // Whether the memory is that of torch's own allocator.
-  bool isTorchs() const {
-    return isTorchs_.load(std::memory_order_relaxed);
-  }
-
   // Allocates memory of torch's own allocator, which may be written to once earlierWork() is done: for bytes that are
   // copied into the pool's memory later. Only beside Source::kEntryPoints; null with the others, whose memory torch
   // chooses.
@@ -130,7 +125,6 @@ class DevicePool {
   std::atomic<uint64_t> inUseBytes_{0};
   std::atomic<uint64_t> heldBytes_{0};
   std::atomic<bool> isStopped_{false};
-  std::atomic<bool> isTorchs_{true}; // source_ is Source::kTorch
   std::atomic<bool> isUnshareable_{false};
 
   // A thread takes blocks out of the lists below before it gives them back. Another thread that has no memory must not

@@ -14,10 +14,6 @@ namespace {
 // under the worker lock. So torch's memory is taken instead, if it can be mapped.
 void allocateForNeighbour(DeviceAllocation::Span& span, const Transport& transport) {
   DevicePool& pool = DevicePool::instance();
-  if (pool.isTorchs()) { // there is no other memory of torch's
-    span.data = pool.allocate(span.device, span.bytes);
-    return;
-  }
   if (!pool.isUnshareable()) {
     span.data = pool.allocate(span.device, span.bytes);
     if (span.bytes == 0 || transport.canShare(span.data.get(), span.bytes)) {
@@ -35,10 +31,6 @@ void allocateForNeighbour(DeviceAllocation::Span& span, const Transport& transpo
 }
 
 } // namespace
-
-bool DeviceAllocation::isShort() const {
-  return DevicePool::instance().isTorchs() && std::ranges::none_of(spans, &Span::isStaging);
-}
 
 void DeviceAllocation::run(const Transport& transport) noexcept {
   DevicePool& pool = DevicePool::instance();

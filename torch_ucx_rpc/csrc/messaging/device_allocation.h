@@ -28,9 +28,6 @@ struct DeviceAllocation {
 
   void run(const Transport& transport) noexcept;
 
-  // Whether run() mostly takes microseconds: torch's own allocator has memory at hand, and waits for nobody.
-  bool isShort() const;
-
   std::vector<Span> spans;
   bool isFromNeighbour = false; // whose process must map the memory
   DeviceWork earlierWork;

@@ -6,22 +6,7 @@
 
 namespace torch_ucx_rpc {
 
-std::vector<UniqueFunction<void()>> EventBuffer::takeShortWork() {
-  std::vector<UniqueFunction<void()>> taken;
-  taken.reserve(shortWork_.size());
-  for (ShortWork& work : std::exchange(shortWork_, {})) {
-    taken.push_back(std::move(work.work));
-  }
-  return taken;
-}
-
 std::unique_ptr<EventBatch> EventBuffer::take() {
-  for (ShortWork& work : std::exchange(shortWork_, {})) {
-    addWork([work = std::move(work)]() mutable {
-      work.work();
-      work.afterwards();
-    });
-  }
   if (pending_ != nullptr) {
     pending_->turn = order_.begin(); // under the worker lock, so the turns are in the order of the batches
   }

@@ -82,27 +82,17 @@ class EventBuffer {
   void addWork(UniqueFunction<void()> work) {
     pending().work.push_back(std::move(work));
   }
-  // The same for work that mostly takes microseconds. The driver may take it and do it itself; otherwise take() makes
-  // it work like the above, and `afterwards` follows, which has to tell the driver.
-  void addShortWork(UniqueFunction<void()> work, UniqueFunction<void()> afterwards) {
-    shortWork_.push_back({std::move(work), std::move(afterwards)});
-  }
   void addWarning(const std::string& sentence) {
     std::string& warning = pending().warning;
     warning += (warning.empty() ? "" : "; ") + sentence;
   }
 
   bool hasWork() const {
-    return hasShortWork() || (pending_ != nullptr && !pending_->work.empty());
-  }
-  bool hasShortWork() const {
-    return !shortWork_.empty();
+    return pending_ != nullptr && !pending_->work.empty();
   }
   bool isEmpty() const {
-    return pending_ == nullptr && !hasShortWork();
+    return pending_ == nullptr;
   }
-  // Takes all short work so far, for a driver that does it without the worker lock.
-  std::vector<UniqueFunction<void()>> takeShortWork();
   // Takes all events so far. Null if there are none.
   std::unique_ptr<EventBatch> take();
 
@@ -125,10 +115,6 @@ class EventBuffer {
   struct Join {
     uint64_t session;
     Bytes record;
-  };
-  struct ShortWork {
-    UniqueFunction<void()> work;
-    UniqueFunction<void()> afterwards;
   };
   struct Failure {
     Peer* peer;
@@ -178,9 +164,7 @@ class EventBuffer {
   Executor& executor_;
   const Lifetime& lifetime_;
   DispatchOrder order_;
-  // Guarded by the worker lock:
-  std::unique_ptr<Batch> pending_;
-  std::vector<ShortWork> shortWork_;
+  std::unique_ptr<Batch> pending_; // guarded by the worker lock
 };
 
 } // namespace torch_ucx_rpc

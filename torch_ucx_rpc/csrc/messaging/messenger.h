@@ -169,12 +169,6 @@ class Messenger final : public Leader, public PeerObserver, private ProgressClie
   bool mayEventsBlockWithWorkerLock() const override {
     return events_.hasWork();
   }
-  bool hasShortWorkWithWorkerLock() const override {
-    return events_.hasShortWork();
-  }
-  std::vector<UniqueFunction<void()>> takeShortWorkWithWorkerLock() override {
-    return events_.takeShortWork();
-  }
   std::unique_ptr<EventBatch> takeEventsWithWorkerLock() override {
     return events_.take();
   }

@@ -65,17 +65,11 @@ void Receiver::planMemory(Receiving& receiving) {
     receiving.allocation = std::make_shared<DeviceAllocation>();
     receiving.allocation->spans = std::move(planned);
     receiving.allocation->isFromNeighbour = message.from->isNeighbour.load() && !message.from->isOverNetwork.load();
-    // Not under the worker lock: allocators may wait for the driver of the device, and some for Python.
-    const std::shared_ptr<DeviceAllocation>& allocation = receiving.allocation;
-    const auto run = [allocation, &transport = transport_] { allocation->run(transport); };
-    if (allocation->isShort()) {
-      events_.addShortWork(run, onAllocated_);
-    } else {
-      events_.addWork([run, onAllocated = onAllocated_] {
-        run();
-        onAllocated();
-      });
-    }
+    // The allocators of devices may wait for Python, so they are not asked under the worker lock.
+    events_.addWork([allocation = receiving.allocation, &transport = transport_, onAllocated = onAllocated_] {
+      allocation->run(transport);
+      onAllocated();
+    });
   }
   for (size_t index = 0; index < spans.size(); ++index) {
     message.spans[index].bytes = spans[index].bytes;

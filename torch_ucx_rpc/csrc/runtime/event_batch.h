@@ -1,11 +1,8 @@
 #pragma once
 
-#include "base/unique_function.h"
-
 #include <cstdint>
 #include <memory>
 #include <optional>
-#include <vector>
 
 namespace torch_ucx_rpc {
 
@@ -49,14 +46,6 @@ class ProgressClient {
   // Whether the thread that hands these events out may block.
   virtual bool mayEventsBlockWithWorkerLock() const {
     return false;
-  }
-  // Whether there is work that mostly takes microseconds, and must not be done under the worker lock. The driver takes
-  // and does it if another one can take over meanwhile; otherwise the next batch of events has it.
-  virtual bool hasShortWorkWithWorkerLock() const {
-    return false;
-  }
-  virtual std::vector<UniqueFunction<void()>> takeShortWorkWithWorkerLock() {
-    return {};
   }
   // Moves all events so far into a batch for the calling thread. Null if there are none.
   virtual std::unique_ptr<EventBatch> takeEventsWithWorkerLock() = 0;

@@ -165,11 +165,6 @@ std::unique_ptr<EventBatch> Progress::drive(Role role, IsDone& isDone) {
     runQueueLocked();
     const unsigned advances = advanceLocked();
     client_.startDeferredWithWorkerLock();
-    if (client_.hasShortWorkWithWorkerLock() && leaveUnarmedLocked(role)) {
-      doShortWork(role, lock);
-      wait.again();
-      continue;
-    }
     if (client_.hasEventsWithWorkerLock()) {
       // A leader leaves the guard to another driver, if there is one, and so does a waiting caller that may be away for
       // long. It first takes along the events that would wake that driver at once.
@@ -191,8 +186,13 @@ std::unique_ptr<EventBatch> Progress::drive(Role role, IsDone& isDone) {
     if (advances != 0) {
       movedAt = Clock::now();
     }
-    if (advances != 0 || hasPending()) {
+    // A request to look once more at what is deferred is not what the driver waits for, nor a sign of it: while a device
+    // works, the timer makes one every 50 us.
+    if (advances != 0 || queued_.load() != 0) {
       wait.again();
+      continue;
+    }
+    if (hasPending()) {
       continue;
     }
     // A spinning thread keeps the lock, so one spins for everybody. It is the waiting caller, if there is one.
@@ -289,23 +289,6 @@ bool Progress::leaveUnarmedLocked(Role who) {
   unarmedSince_.store(Clock::now().time_since_epoch().count());
   absences_.fetch_add(1);
   return true;
-}
-
-void Progress::doShortWork(Role role, std::unique_lock<WorkerMutex>& lock) {
-  const bool isPolled = isPolledUnarmed_.load();
-  std::vector<Operation> work = client_.takeShortWorkWithWorkerLock();
-  lock.unlock();
-  if (!isPolled) {
-    wake(); // a leader that polls, and takes over should the work block after all
-  }
-  const Clock::time_point began = Clock::now();
-  for (Operation& task : work) {
-    task();
-  }
-  const Clock::duration away = Clock::now() - began;
-  lock = lockWorker();
-  unarmedSince_.store(0);
-  spinning_.wasAway(role, away);
 }
 
 void Progress::pollUnarmed(IsDone& isDone) {

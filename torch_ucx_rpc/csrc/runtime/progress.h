@@ -126,8 +126,6 @@ class Progress {
   std::unique_lock<WorkerMutex> lockWorker();
   // Whether the calling driver may leave the transport unarmed. If so, it counts as away.
   bool leaveUnarmedLocked(Role who);
-  // Does the client's short work, without the lock meanwhile. The calling driver has left the transport unarmed.
-  void doShortWork(Role role, std::unique_lock<WorkerMutex>& lock);
   // Stands in for a driver that left the transport unarmed. Returns when the calling thread must drive.
   void pollUnarmed(IsDone& isDone);
 
