@@ -112,7 +112,7 @@ def _can_be_tensor(array: Any) -> bool:
 
 
 def _on_its_memory(array: Any) -> torch.Tensor:
-    """A tensor on the memory of an array; `torch.as_tensor` alone would copy to the default device, where one is set."""
+    """A tensor on an array's memory; `torch.as_tensor` alone would copy to the default device, where one is set."""
     with torch._C.DisableTorchFunction():
         return torch.as_tensor(array)
 
