@@ -1,6 +1,7 @@
 // In which order the streams of devices, and the transport, use the memory of tensors.
 
 #include "device_fixture.h"
+#include "memory/device_pool.h"
 
 namespace torch_ucx_rpc {
 namespace {
