@@ -186,7 +186,7 @@ std::unique_ptr<EventBatch> Progress::drive(Role role, IsDone& isDone) {
     if (advances != 0) {
       movedAt = Clock::now();
     }
-    // A request to look once more at what is deferred is not what the driver waits for, nor a sign of it: while a device
+    // A request to look once more at what is deferred is not what the driver waits for, nor a sign of it. While a device
     // works, the timer makes one every 50 us.
     if (advances != 0 || queued_.load() != 0) {
       wait.again();

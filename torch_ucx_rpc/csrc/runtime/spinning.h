@@ -31,8 +31,8 @@ class Spinning {
   // The longest time to spin while data is on its way. The parts of a transfer follow one another closely, and each
   // sleep between two parts would cost more than they take.
   static constexpr auto kTransferLimit = std::chrono::microseconds(20);
-  // The same where devices are in use: as long as for a message. A device copies for longer, and the other side needs no
-  // core meanwhile. On an H100 a limit of 100 us made a call with 64 MiB take half as long again.
+  // The same where devices are in use: as long as for a message. A device copies for longer, and the other side needs
+  // no core meanwhile. On an H100 a limit of 100 us made a call with 64 MiB take half as long again.
   static constexpr auto kDeviceLimit = kLimit;
   static constexpr auto kDeviceLimitToSleep = std::chrono::microseconds(100); // with Waiting::kSleep
   // A longer time between two looks means that the thread was interrupted.
