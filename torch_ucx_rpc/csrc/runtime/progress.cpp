@@ -186,8 +186,8 @@ std::unique_ptr<EventBatch> Progress::drive(Role role, IsDone& isDone) {
     if (advances != 0) {
       movedAt = Clock::now();
     }
-    // A request to look at what is deferred is not what the driver waits for, nor a sign of it. The timer makes one every
-    // 50 us while a device works.
+    // A request to look at what is deferred is not what the driver waits for, nor a sign of it. While a device works,
+    // the timer makes one every 50 us.
     if (advances != 0 || queued_.load() != 0) {
       wait.again();
       continue;
