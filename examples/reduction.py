@@ -142,14 +142,14 @@ class Run:
                     is_killed = True
                     progress.write(f"{'':14}: trainer{KILLED} is killed in step {KILLED_AT}")
 
-    @staticmethod
-    def _next_report(processes: list[Any], reports: Any) -> tuple[int, Any, float, float]:
+    def _next_report(self, processes: list[Any], reports: Any) -> tuple[int, Any, float, float]:
         """Whatever the machine takes for it, as long as all live that should."""
         while True:
             with contextlib.suppress(queue.Empty):
                 return reports.get(timeout=2)
             for rank, process in enumerate(processes):
-                if process.exitcode is not None and rank != KILLED:
+                is_to_die = self.is_disturbed and rank == KILLED
+                if process.exitcode is not None and not is_to_die:
                     raise RuntimeError(f"trainer{rank} has ended by itself, with exit code {process.exitcode}")
 
 

@@ -89,9 +89,9 @@ def _device_reducer(library: str) -> Callable[[Any], Any]:
     """Reducer for arrays of ``library``, which have a ``__cuda_array_interface__``."""
 
     def reduce(array: Any) -> Any:
-        if _agent.current is None or not _agent.current.devices or not _can_be_tensor(array):
-            return _pickled(array)
         interface = array.__cuda_array_interface__
+        if _agent.current is None or not _agent.current.devices or not _can_be_tensor(interface):
+            return _pickled(array)
         tensor = _on_its_memory(array)
         # The agent reads the memory in the order of torch's stream. The array may name the stream that wrote it.
         written_on = _stream_of(interface.get("stream"), tensor.device)
@@ -101,9 +101,8 @@ def _device_reducer(library: str) -> Callable[[Any], Any]:
     return reduce
 
 
-def _can_be_tensor(array: Any) -> bool:
-    """Whether torch takes the memory of an array with a ``__cuda_array_interface__``."""
-    interface = array.__cuda_array_interface__
+def _can_be_tensor(interface: dict[str, Any]) -> bool:
+    """Whether torch takes the memory of an array with this ``__cuda_array_interface__``."""
     return (
         0 not in interface["shape"]
         and interface["typestr"][1] in "biufc"
@@ -157,9 +156,10 @@ def tensors_of(value: Any) -> list[torch.Tensor] | None:
         return None
     if type_.__module__ == "numpy":
         return None if value.dtype.hasobject else []
-    if 0 in value.__cuda_array_interface__["shape"]:
+    interface = value.__cuda_array_interface__
+    if 0 in interface["shape"]:
         return []
-    return [_on_its_memory(value)] if _can_be_tensor(value) else None
+    return [_on_its_memory(value)] if _can_be_tensor(interface) else None
 
 
 _REDUCERS: dict[tuple[str, str], Callable[[Any], Any]] = {

@@ -82,6 +82,12 @@ TEST(WaitSetTest, AWakeUpEndsOneSleep) {
   EXPECT_EQ(woken.load(), 2);
 }
 
+void runReadable(WaitSet& set) {
+  for (WaitSet::Operation& operation : set.takeReadable()) {
+    operation();
+  }
+}
+
 TEST(WaitSetTest, AWatchedDescriptorIsFoundOnce) {
   const Signal transport;
   const Signal first;
@@ -92,9 +98,7 @@ TEST(WaitSetTest, AWatchedDescriptorIsFoundOnce) {
   set.watch(second.fd, [&] { ran += "second "; });
   EXPECT_TRUE(set.takeReadable().empty());
   second.give();
-  for (WaitSet::Operation& operation : set.takeReadable()) {
-    operation();
-  }
+  runReadable(set);
   EXPECT_EQ(ran, "second ");
   second.give();
   EXPECT_TRUE(set.takeReadable().empty()) << "its operation has been taken";
@@ -115,9 +119,7 @@ TEST(WaitSetTest, APlaceThatWasTakenServesTheNextDescriptor) {
   first.give();
   EXPECT_TRUE(set.takeReadable().empty()) << "the first has had its turn";
   second.give();
-  for (WaitSet::Operation& operation : set.takeReadable()) {
-    operation();
-  }
+  runReadable(set);
   EXPECT_EQ(ran, "second ");
 }
 

@@ -80,12 +80,11 @@ void WaitSet::watch(int fd, Operation onReadable) {
   const std::lock_guard lock(mutex_);
   // The index is the user data, so an entry keeps its place. EPOLLONESHOT because the watcher takes its operation out:
   // the descriptor stays readable, and must not be found again.
-  const bool isNew = freeWatches_.empty();
-  const size_t index = isNew ? watches_.size() : freeWatches_.back();
-  if (isNew) {
+  if (freeWatches_.empty()) {
     watches_.emplace_back();
-    freeWatches_.push_back(index); // it is free until the kernel watches
+    freeWatches_.push_back(watches_.size() - 1);
   }
+  const size_t index = freeWatches_.back(); // free until the kernel watches
   add(watched_.fd, fd, EPOLLIN | EPOLLONESHOT, index);
   watches_[index] = std::move(onReadable);
   freeWatches_.pop_back();
