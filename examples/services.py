@@ -58,7 +58,7 @@ def evaluate(name: str, is_over: Any) -> None:
     is_over.acquire()
 
 
-def call(name: str, both_are_there: Any, results: Any) -> None:
+def call(name: str, both_callers: Any, results: Any) -> None:
     there = threading.Event()
     services.watch(
         "score",
@@ -68,13 +68,16 @@ def call(name: str, both_are_there: Any, results: Any) -> None:
         ),
     )
     there.wait(60)
-    both_are_there.wait(60)
+    both_callers.wait(60)
     threshold = services.get("threshold").to_here()
     model = Model()
     above = 0
     for number in range(CALLS):
-        if name == "caller0" and number == KILLED_AT:
-            rpc.rpc_async("evaluator0", die)
+        if number == KILLED_AT:
+            # So that neither has made all its calls when the evaluator dies.
+            both_callers.wait(60)
+            if name == "caller0":
+                rpc.rpc_async("evaluator0", die)
         x = torch.randn(4, 16, generator=torch.Generator().manual_seed(number))
         score = services.call("score", x)
         assert score == model.score(x)
@@ -83,7 +86,7 @@ def call(name: str, both_are_there: Any, results: Any) -> None:
     results.put(f"{name}: {CALLS} calls answered, {above} above the threshold; living are {members}")
 
 
-def work(rank: int, backend: str, store: str, both_are_there: Any, is_over: Any, results: Any) -> None:
+def work(rank: int, backend: str, store: str, both_callers: Any, is_over: Any, results: Any) -> None:
     torch.set_num_threads(1)
     logging.captureWarnings(True)
     if backend == "UCX":
@@ -99,7 +102,7 @@ def work(rank: int, backend: str, store: str, both_are_there: Any, is_over: Any,
     if name.startswith("evaluator"):
         evaluate(name, is_over)
     else:
-        call(name, both_are_there, results)
+        call(name, both_callers, results)
         is_over.acquire()
     # A graceful shutdown would wait for the one that is dead.
     rpc.shutdown(graceful=False)
@@ -110,14 +113,14 @@ def main() -> None:
     parser.add_argument("--backend", choices=("ucx", "tensorpipe"), default="ucx")
     backend = parser.parse_args().backend.upper()
     context = mp.get_context("spawn")
-    both_are_there, results = context.Barrier(2), context.Queue()
+    both_callers, results = context.Barrier(2), context.Queue()
     # Not an Event, whose set() waits for each process that waits for it, the killed one too.
     is_over = context.Semaphore(0)
     with tempfile.TemporaryDirectory() as directory:
         store = Path(directory, "store").as_uri()
         processes = [
             # Daemons end with this process: after Ctrl-C, too.
-            context.Process(target=work, args=(rank, backend, store, both_are_there, is_over, results), daemon=True)
+            context.Process(target=work, args=(rank, backend, store, both_callers, is_over, results), daemon=True)
             for rank in range(len(WORKERS))
         ]
         for process in processes:

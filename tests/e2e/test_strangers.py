@@ -23,16 +23,17 @@ from test_calls import (  # noqa: F401
     test_thousands_of_calls_in_flight_get_each_its_own_answer,
 )
 from test_dynamic_groups import Steps, test_workers_join_and_leave_one_after_the_other  # noqa: F401
-from test_rrefs import test_everybody_holds_references_to_everybody  # noqa: F401
+from test_rrefs import owned_here, test_everybody_holds_references_to_everybody  # noqa: F401
 from test_tensors import (  # noqa: F401
     test_tensors_arrive_as_they_were_sent,
     test_thousands_of_tensors_travel_in_one_call,
 )
 from test_training import test_a_model_over_two_workers_trains_as_a_local_one  # noqa: F401
-from workers import agent, backend_options, init_rpc
+from workers import agent, backend_options, eventually, init_rpc
 
 from torch_ucx_rpc._bootstrap import members
 from torch_ucx_rpc._bootstrap.secret import Entry
+from torch_ucx_rpc.errors import CallTimedOut, RRefLost
 
 pytestmark = pytest.mark.ucx_only
 
@@ -71,6 +72,23 @@ def send_large_payloads(rank: int) -> int:
 
 def test_large_payloads_arrive(run_workers: Callable[..., list]) -> None:
     assert run_workers(2, send_large_payloads) == [0, 0]
+
+
+def create_an_rref_too_late(rank: int) -> None:
+    # Sealing the argument takes longer than the timeout.
+    if rank == 0:
+        late = [rpc.remote("worker1", echo, args=(bytes(64 << 20),), timeout=0.001) for _ in range(2)]
+        for rref in late:
+            with pytest.raises(CallTimedOut):
+                rref._get_future().wait()
+            with pytest.raises(RRefLost, match=r"rpc.remote\(\) timed out"):
+                rref.to_here()
+        # torch forgets the deletion of one that its owner has not made yet.
+        eventually(lambda: rpc.rpc_sync("worker1", owned_here) == len(late), "the owner has made them")
+
+
+def test_an_rref_whose_creation_timed_out_before_torch_knew_it_says_so(run_workers: Callable[..., list]) -> None:
+    run_workers(2, create_an_rref_too_late)
 
 
 # ---- From a file -----------------------------------------------------------------------------------------------------

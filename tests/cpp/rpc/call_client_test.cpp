@@ -2,13 +2,16 @@
 
 #include "rpc/call_client.h"
 
+#include "fake_rpc_agent.h"
 #include "handlers.h"
 #include "tensors/self_copy.h"
 #include "tensors/tensor_codec.h"
 #include "test_worker.h"
+#include "torch_glue/torch_state.h"
 #include "torch_messages.h"
 
 #include <gtest/gtest.h>
+#include <torch/csrc/distributed/rpc/rref_context.h>
 
 #include <chrono>
 #include <future>
@@ -205,6 +208,56 @@ TEST_F(CallClientTest, EachCallHasADeadlineOfItsOwn) {
   EXPECT_EQ(calls_.open(), 1u) << "a timeout of 0 is none";
   EXPECT_FALSE(none->completed());
   EXPECT_EQ(calls_.timedOut(), 2u);
+}
+
+class RRefCreationTest : public CallClientTest {
+ protected:
+  static void SetUpTestSuite() {
+    rpc::RpcAgent::setCurrentRpcAgent(std::make_shared<FakeRpcAgent>(0));
+    keepRRefThatTorchMarks();
+  }
+  static void TearDownTestSuite() {
+    rpc::RpcAgent::setCurrentRpcAgent(nullptr);
+  }
+
+  Future create() {
+    Future creation = call("create", std::chrono::hours(5), MessageType::PYTHON_REMOTE_CALL);
+    (void)arrivedCall();
+    return creation;
+  }
+};
+
+// A thread that calls rpc.remote() may be interrupted for longer than the timeout, after the request has left.
+TEST_F(RRefCreationTest, CreationThatTimesOutFailsOnceTorchKnowsItsRRef) {
+  const Future creation = create();
+  one_.advance(std::chrono::hours(5) + std::chrono::seconds(1));
+  EXPECT_EQ(calls_.open(), 1u);
+  EXPECT_EQ(calls_.timedOut(), 0u);
+
+  rpc::RRefContext& context = rpc::RRefContext::getInstance();
+  const c10::intrusive_ptr<rpc::UserRRef> rref = context.createUserRRef(1, at::AnyType::get());
+  rref->registerOwnerCreationFuture(creation);
+  context.addPendingUser(rref->forkId(), rref);
+  one_.advance(milliseconds(1));
+  EXPECT_EQ(rpcFailure(creation)->kind(), Kind::kTimedOut);
+  EXPECT_EQ(calls_.timedOut(), 1u);
+  EXPECT_THROW((void)rref->toHere(), c10::Error) << "torch says that the creation has timed out";
+  context.delPendingUser(rref->forkId());
+}
+
+TEST_F(RRefCreationTest, CreationThatTorchNeverKnowsFailsTheSame) {
+  const Future creation = create();
+  one_.advance(std::chrono::hours(5) + std::chrono::seconds(1));
+  EXPECT_EQ(calls_.open(), 1u);
+  one_.advance(std::chrono::hours(1));
+  EXPECT_EQ(rpcFailure(creation)->kind(), Kind::kTimedOut);
+}
+
+TEST_F(RRefCreationTest, CreationThatExpiresDuringTheShutdownFailsWithIt) {
+  const Future creation = create();
+  one_.lifetime.close();
+  one_.advance(std::chrono::hours(5) + std::chrono::seconds(1));
+  EXPECT_EQ(rpcFailure(creation)->kind(), Kind::kShutDown);
 }
 
 // Of a job with a secret, where a large request is sealed before it is posted.

@@ -3,9 +3,12 @@
 #include "torch_glue/message_types.h"
 
 #include <gtest/gtest.h>
+#include <torch/csrc/distributed/autograd/rpc_messages/rpc_with_autograd.h>
+#include <torch/csrc/distributed/autograd/rpc_messages/rpc_with_profiling_req.h>
 
 #include <set>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace torch_ucx_rpc {
@@ -34,6 +37,20 @@ const std::vector<MessageType> kRequests{
 c10::intrusive_ptr<Message> requestOf(MessageType type, const std::string& payload) {
   return c10::make_intrusive<Message>(
       std::vector<char>(payload.begin(), payload.end()), std::vector<at::Tensor>{}, type);
+}
+
+c10::intrusive_ptr<Message> withAutograd(c10::intrusive_ptr<Message> request) {
+  namespace autograd = torch::distributed::autograd;
+  return autograd::RpcWithAutograd(
+             0, MessageType::FORWARD_AUTOGRAD_REQ, autograd::AutogradMetadata(1, 2), std::move(request))
+      .toMessage();
+}
+
+c10::intrusive_ptr<Message> withProfiling(c10::intrusive_ptr<Message> request) {
+  torch::autograd::profiler::ProfilerConfig config(torch::autograd::profiler::ProfilerState::CPU);
+  return torch::distributed::autograd::RpcWithProfilingReq(
+             MessageType::RUN_WITH_PROFILING_REQ, std::move(request), std::move(config), {0, 1})
+      .toMessage();
 }
 
 template <typename Predicate>
@@ -83,6 +100,31 @@ TEST(MessageTypesTest, RequestsThatOthersCountOnAreRunThoughTheirCallerHasGivenU
           MessageType::RREF_CHILD_ACCEPT,
           MessageType::RREF_USER_DELETE,
           MessageType::CLEANUP_AUTOGRAD_CONTEXT_REQ}));
+}
+
+TEST(MessageTypesTest, CreationOfAnRRefIsRecognizedInWhatAutogradAndTheProfilerHaveWrapped) {
+  for (const MessageType type :
+       {MessageType::PYTHON_REMOTE_CALL, MessageType::SCRIPT_REMOTE_CALL, MessageType::PYTHON_CALL}) {
+    const bool isCreation = type != MessageType::PYTHON_CALL;
+    EXPECT_EQ(makesRRef(*requestOf(type, "anything")), isCreation);
+    EXPECT_EQ(makesRRef(*withAutograd(requestOf(type, "anything"))), isCreation);
+    EXPECT_EQ(makesRRef(*withProfiling(requestOf(type, "anything"))), isCreation);
+    EXPECT_EQ(makesRRef(*withProfiling(withAutograd(requestOf(type, "anything")))), isCreation);
+    EXPECT_EQ(mustExecute(*withAutograd(requestOf(type, "anything"))), isCreation);
+  }
+}
+
+TEST(MessageTypesTest, NothingIsRecognizedInWhatTorchHasNotWrapped) {
+  const std::string wrapped = [] {
+    const auto message = withAutograd(requestOf(MessageType::PYTHON_REMOTE_CALL, "anything"));
+    return std::string(message->payload().begin(), message->payload().end());
+  }();
+  for (size_t length = 0; length < wrapped.size(); ++length) {
+    EXPECT_FALSE(makesRRef(*requestOf(MessageType::FORWARD_AUTOGRAD_REQ, wrapped.substr(0, length)))) << length;
+  }
+  EXPECT_FALSE(makesRRef(*requestOf(MessageType::FORWARD_AUTOGRAD_REQ, std::string(8, '\0'))));
+  EXPECT_FALSE(makesRRef(*requestOf(MessageType::FORWARD_AUTOGRAD_REQ, "\x80" + std::string(7, '\0') + '\1')));
+  EXPECT_FALSE(makesRRef(*requestOf(MessageType::FORWARD_AUTOGRAD_REQ, std::string(64, '\xff'))));
 }
 
 TEST(MessageTypesTest, SoAreCallsWithRRefs) {

@@ -26,6 +26,11 @@ namespace {
 // How often a thread that waits for another caller's progress looks for signals.
 constexpr auto kSignalCheckPeriod = std::chrono::milliseconds(100);
 
+// How often expire() looks for an RRef that torch does not know yet, and for how long: torch knows it once the thread
+// that has called send() goes on, but programs may send such requests without torch.
+constexpr auto kRRefPeriod = std::chrono::milliseconds(1);
+constexpr auto kRRefPatience = std::chrono::seconds(10);
+
 // The text of a timeout: torch's own words, which programs look for, and the callee.
 std::string timeoutText(std::chrono::milliseconds timeout, const Peer& to) {
   std::string text = rpc::kRpcTimeoutErrorStr;
@@ -58,6 +63,7 @@ c10::intrusive_ptr<JitFuture> CallClient::send(
   trace::Span span("send request", {}, trace::Arrow::kRequestLeaves);
   const rpc::MessageType type = message->type();
   const bool mustRun = mustExecute(*message);
+  const bool isCreation = makesRRef(*message);
   // Before the call is open, because it throws for tensors that cannot be sent.
   std::unique_ptr<OutgoingMessage> outgoing =
       encodeMessage(std::move(message), to, deviceMap, messenger_.transportTo(to));
@@ -69,6 +75,7 @@ c10::intrusive_ptr<JitFuture> CallClient::send(
   call.sentAt = CallTable::Clock::now();
   call.timeout = timeout;
   call.mustRun = mustRun;
+  call.makesRRef = isCreation;
   if (timeout.count() != 0) { // 0: no limit
     call.deadline = call.sentAt + timeout;
     constexpr std::chrono::milliseconds kLongest(std::numeric_limits<uint32_t>::max());
@@ -238,12 +245,16 @@ Timer::TimePoint CallClient::expire(Timer::TimePoint now) {
   std::vector<std::pair<Peer*, uint64_t>> abandoned;
   std::vector<CallTable::Expired> expired = calls_.takeExpired(now, next);
   for (CallTable::Expired& one : expired) {
+    if (one.call.makesRRef && !markTimedOutRRef(*one.call.future) && now < one.call.deadline + kRRefPatience) {
+      next = std::min(next, now + kRRefPeriod);
+      expireLater(std::move(one), now + kRRefPeriod);
+      continue;
+    }
     timedOut_.fetch_add(1, std::memory_order_relaxed);
     Peer& to = *one.call.to;
     if (mayCancel(to, one.call.mustRun)) {
       abandoned.emplace_back(&to, one.id);
     }
-    markTimedOutRRef(*one.call.future);
     const std::chrono::milliseconds timeout = one.call.timeout;
     const Member& callee = to.member();
     failLater(
@@ -262,6 +273,14 @@ Timer::TimePoint CallClient::expire(Timer::TimePoint now) {
     messenger_.requestRepair();
   }
   return next;
+}
+
+void CallClient::expireLater(CallTable::Expired expired, Timer::TimePoint when) {
+  calls_.reopen(std::move(expired), when);
+  // A shutdown that begins now finds the call in the table. One that has begun may have emptied the table before.
+  if (lifetime_.isClosed()) {
+    shutDown();
+  }
 }
 
 void CallClient::shutDown() {

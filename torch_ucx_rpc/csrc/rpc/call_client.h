@@ -82,6 +82,8 @@ class CallClient final : public AnswerHandler, public PeerObserver {
   bool mayCancel(const Peer& to, bool mustRun) const;
   // Timer task: fails the calls whose deadlines have come.
   Timer::TimePoint expire(Timer::TimePoint now);
+  // Puts an expired call back, to be looked at again at `when`.
+  void expireLater(CallTable::Expired expired, Timer::TimePoint when);
 
   const Identity self_;
   Messenger& messenger_;

@@ -83,6 +83,11 @@ std::vector<CallTable::Expired> CallTable::takeExpired(Clock::time_point now, Cl
   return expired;
 }
 
+void CallTable::reopen(Expired expired, Clock::time_point deadline) {
+  const std::lock_guard lock(mutex_);
+  entries_.emplace(expired.id, Entry{std::move(expired.call), deadlines_.emplace(deadline, expired.id)});
+}
+
 bool CallTable::isOpen(uint64_t id, const Peer& peer) const {
   const std::lock_guard lock(mutex_);
   const auto entry = entries_.find(id);

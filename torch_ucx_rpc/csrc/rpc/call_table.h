@@ -33,6 +33,7 @@ class CallTable {
     Clock::time_point sentAt{};
     std::chrono::milliseconds timeout{0}; // 0: none
     bool mustRun = false; // even if its time is up: see mustExecute()
+    bool makesRRef = false;
     Clock::time_point deadline = Clock::time_point::max();
     std::thread::id sender; // the thread that made the call
     std::shared_ptr<void> nesting; // Executor::markBlocked(): released with the call
@@ -59,6 +60,8 @@ class CallTable {
     Call call;
   };
   std::vector<Expired> takeExpired(Clock::time_point now, Clock::time_point& next);
+  // Puts an expired call back. It expires again at `deadline`.
+  void reopen(Expired expired, Clock::time_point deadline);
 
   // Whether the answer of `peer` to this call is awaited.
   bool isOpen(uint64_t id, const Peer& peer) const;

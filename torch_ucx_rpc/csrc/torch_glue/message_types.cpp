@@ -3,6 +3,8 @@
 #include <torch/csrc/distributed/autograd/rpc_messages/cleanup_autograd_context_resp.h>
 #include <torch/csrc/distributed/rpc/rref_proto.h>
 
+#include <algorithm>
+#include <cstdint>
 #include <string_view>
 #include <vector>
 
@@ -21,6 +23,37 @@ bool hasRRef(const std::vector<char>& payload) {
   const std::string_view pickle(payload.data(), payload.size());
   return pickle.find(kRRefInPython) != std::string_view::npos ||
       pickle.find(kRRefInTorchScript) != std::string_view::npos;
+}
+
+// The type of what autograd and the profiler have wrapped; UNKNOWN for what torch's rpc::writeWrappedPayload() has not
+// written. It appends a pickled tuple, and the pickle's length in eight bytes, the highest first. The wrapped type is
+// the tuple's first element.
+rpc::MessageType innermostType(const rpc::Message& request) {
+  rpc::MessageType type = request.type();
+  std::string_view rest(request.payload().data(), request.payload().size());
+  while (type == rpc::MessageType::FORWARD_AUTOGRAD_REQ || type == rpc::MessageType::RUN_WITH_PROFILING_REQ) {
+    uint64_t length = 0;
+    if (rest.size() < sizeof(length)) {
+      return rpc::MessageType::UNKNOWN;
+    }
+    for (const char byte : rest.substr(rest.size() - sizeof(length))) {
+      length = length << 8 | static_cast<uint8_t>(byte);
+    }
+    rest.remove_suffix(sizeof(length));
+    if (rest.size() < length) {
+      return rpc::MessageType::UNKNOWN;
+    }
+    std::string_view pickle = rest.substr(rest.size() - length);
+    rest.remove_suffix(length);
+    // The protocol, a mark if the tuple has more than three elements, and an integer of two bytes.
+    pickle.remove_prefix(std::min(pickle.size(), std::string_view("\x80\x02").size()));
+    pickle.remove_prefix(pickle.starts_with('(') ? 1 : 0);
+    if (pickle.size() < 3 || pickle[0] != 'M') {
+      return rpc::MessageType::UNKNOWN;
+    }
+    type = static_cast<rpc::MessageType>(static_cast<uint8_t>(pickle[1]) | static_cast<uint8_t>(pickle[2]) << 8);
+  }
+  return type;
 }
 
 } // namespace
@@ -52,14 +85,13 @@ bool mayCompleteOnDriver(rpc::MessageType request) {
       request == rpc::MessageType::CLEANUP_AUTOGRAD_CONTEXT_REQ;
 }
 
+bool makesRRef(const rpc::Message& request) {
+  const rpc::MessageType type = innermostType(request);
+  return type == rpc::MessageType::PYTHON_REMOTE_CALL || type == rpc::MessageType::SCRIPT_REMOTE_CALL;
+}
+
 bool mustExecute(const rpc::Message& request) {
-  switch (request.type()) {
-    case rpc::MessageType::PYTHON_REMOTE_CALL:
-    case rpc::MessageType::SCRIPT_REMOTE_CALL:
-      return true;
-    default:
-      return syntheticAck(request.type()) != nullptr || hasRRef(request.payload());
-  }
+  return makesRRef(request) || syntheticAck(request.type()) != nullptr || hasRRef(request.payload());
 }
 
 c10::intrusive_ptr<rpc::Message> syntheticAck(rpc::MessageType request) {

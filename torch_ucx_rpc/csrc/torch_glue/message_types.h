@@ -20,6 +20,10 @@ bool mayRunOnDriver(torch::distributed::rpc::MessageType request);
 // The same for torch's work when the answer arrives. Nobody waits for these answers.
 bool mayCompleteOnDriver(torch::distributed::rpc::MessageType request);
 
+// Whether running the request makes the value of an RRef: rpc.remote() has sent it. Autograd or the profiler may have
+// wrapped it.
+bool makesRRef(const torch::distributed::rpc::Message& request);
+
 // Whether the request must run even if its caller has given up, because other workers count on its effect. A request
 // with an RRef among its arguments is one: the RRef's owner and the caller wait until the callee confirms the RRef.
 bool mustExecute(const torch::distributed::rpc::Message& request);

@@ -185,14 +185,16 @@ void keepRRefThatTorchMarks() {
   (void)kept;
 }
 
-void markTimedOutRRef(const JitFuture& creation) {
+bool markTimedOutRRef(const JitFuture& creation) {
   if (!RpcAgent::isCurrentRpcAgentSet()) { // then there is no context either, and asking for it throws
-    return;
+    return false;
   }
   RRefContext& context = RRefContext::getInstance();
+  bool isKnown = false;
   const auto mark = [&](RRef& rref) {
     if (rref.getOwnerCreationFuture().get() == &creation) {
       (rref.*reach(HasTimedOut())).store(true);
+      isKnown = true;
     }
   };
   const std::lock_guard lock(context.*reach(ContextMapsMutex()));
@@ -202,6 +204,7 @@ void markTimedOutRRef(const JitFuture& creation) {
   for (const auto& [id, rref] : context.*reach(ContextOwners())) { // of calls to oneself
     mark(*rref);
   }
+  return isKnown;
 }
 
 std::vector<int64_t> orphanedContexts(const std::function<bool(int64_t id)>& isOrphan) {
