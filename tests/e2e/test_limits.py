@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import re
@@ -96,6 +97,50 @@ def call_short_of_files(rank: int) -> None:
 
 def test_out_of_files_a_call_to_a_new_peer_fails_and_later_ones_do_not() -> None:
     workers.run_workers(3, call_short_of_files, transport=workers.Transport.TCP)
+
+
+def call_oneself() -> None:
+    """Have torch import what it needs for calls and their answers."""
+    assert rpc.rpc_sync(rpc.get_worker_info().name, divmod, args=(17, 5)) == (3, 2)
+
+
+def call_new_peers_short_of_files(rank: int, more: int) -> None:
+    if rank != 0:
+        return
+    others = [f"worker{other}" for other in range(1, 6)]
+    call_oneself()
+    limit_files(more)
+    calls = [rpc.rpc_async(other, divmod, args=(17, 5)) for other in others]
+    time.sleep(0.05)
+    limit_files(None)
+    for call in calls:
+        # Any may have been too early.
+        with contextlib.suppress(OutOfResources):
+            assert call.wait() == (3, 2)
+    for other in others:
+        assert rpc.rpc_sync(other, divmod, args=(17, 5)) == (3, 2)
+
+
+# UCX by itself ended the process, or never called some of them again.
+@pytest.mark.parametrize("more", [1, 2, 3, 4, 5])
+def test_out_of_files_in_the_middle_of_connecting_no_peer_is_lost(more: int) -> None:
+    workers.run_workers(6, call_new_peers_short_of_files, more, transport=workers.Transport.TCP)
+
+
+def be_called_with_all_files_open(rank: int) -> None:
+    if rank == 0:
+        call_oneself()
+        limit_files(0)
+        time.sleep(1)
+        limit_files(None)
+    else:
+        time.sleep(0.5)
+        assert rpc.rpc_sync("worker0", divmod, args=(17, 5)) == (3, 2)
+
+
+# UCX by itself closed the port.
+def test_a_worker_with_all_files_open_can_be_called_by_new_peers() -> None:
+    workers.run_workers(12, be_called_with_all_files_open, transport=workers.Transport.TCP)
 
 
 def call_with_all_files_open(rank: int) -> None:

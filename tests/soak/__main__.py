@@ -68,7 +68,8 @@ def run(minutes: float, seed: int, directory: Path) -> Report:
             except WorkerEnded as error:
                 was_cut_short = True
                 findings.append(Finding("a worker has ended by itself", 1, (str(error),)))
-        findings += left_on_hosts(hosts)
+        kills = sum(event["what"] == "kill" for event in chaos.timeline)
+        findings += left_on_hosts(hosts, kills)
     timeline = sorted([*chaos.timeline, *crew.stalls], key=lambda event: event["at"])
     (directory / "timeline.json").write_text(json.dumps(timeline, indent=1))
     calls, events = read_calls(directory), list(read_events(directory))

@@ -7,7 +7,6 @@
 #include "tensors/self_copy.h"
 #include "tensors/tensor_codec.h"
 #include "test_worker.h"
-#include "torch_glue/torch_state.h"
 #include "torch_messages.h"
 
 #include <gtest/gtest.h>
@@ -214,7 +213,6 @@ class RRefCreationTest : public CallClientTest {
  protected:
   static void SetUpTestSuite() {
     rpc::RpcAgent::setCurrentRpcAgent(std::make_shared<FakeRpcAgent>(0));
-    keepRRefThatTorchMarks();
   }
   static void TearDownTestSuite() {
     rpc::RpcAgent::setCurrentRpcAgent(nullptr);

@@ -1,5 +1,6 @@
 #pragma once
 
+#include "base/file_reserve.h"
 #include "memory/devices_in_use.h"
 #include "messaging/event_buffer.h"
 #include "messaging/event_handlers.h"
@@ -12,7 +13,6 @@
 #include "peers/identity.h"
 #include "peers/peer_observer.h"
 #include "runtime/executor.h"
-#include "runtime/file_reserve.h"
 #include "runtime/lifetime.h"
 #include "runtime/progress.h"
 #include "runtime/timer.h"

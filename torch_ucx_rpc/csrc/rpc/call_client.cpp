@@ -104,7 +104,10 @@ c10::intrusive_ptr<JitFuture> CallClient::send(
     if (const std::optional<CallTable::Call> taken = calls_.take(id, to)) {
       fail(
           *taken,
-          std::make_exception_ptr(to.failure(RpcFailure::Kind::kShutDown, "RPC has been shut down on this worker")));
+          std::make_exception_ptr(to.failure(
+              RpcFailure::Kind::kShutDown,
+              "RPC is not running on worker '" + self_.name + "': it has been shut down, so nothing can be sent to " +
+                  to.describe())));
     }
   } else {
     messenger_.post(to, wire::Kind::kRequest, id, std::move(outgoing));

@@ -2,6 +2,7 @@
 
 #include "base/warnings.h"
 #include "transport/ucp/device_sharing.h"
+#include "transport/ucp/files_for_ucx.h"
 #include "transport/ucp/queue_repair.h"
 #include "transport/ucp/ucp_endpoints.h"
 #include "transport/ucp/ucp_library.h"
@@ -127,6 +128,7 @@ class UcpTransport final : public Transport {
   void destroy();
 
   TransportListener* listener_ = nullptr;
+  const FilesForUcx files_; // for as long as UCX is in use
   ucp_context_h context_ = nullptr;
   ucp_worker_h worker_ = nullptr;
   std::string address_;

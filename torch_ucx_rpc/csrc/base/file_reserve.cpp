@@ -1,4 +1,4 @@
-#include "runtime/file_reserve.h"
+#include "base/file_reserve.h"
 
 #include <fcntl.h>
 #include <unistd.h>

@@ -1,0 +1,157 @@
+// UCX while the process can open no more files.
+
+#include "transport/ucp/files_for_ucx.h"
+
+#include <arpa/inet.h>
+#include <dlfcn.h>
+#include <fcntl.h>
+#include <gtest/gtest.h>
+#include <netinet/in.h>
+#include <sys/resource.h>
+#include <sys/socket.h>
+#include <ucp/api/ucp.h>
+#include <ucs/type/status.h>
+#include <unistd.h>
+
+#include <optional>
+#include <utility>
+#include <vector>
+
+namespace torch_ucx_rpc {
+namespace {
+
+class FilesForUcxTest : public testing::Test {
+ protected:
+  FilesForUcxTest() {
+    EXPECT_TRUE(reserve_->isUsed());
+    EXPECT_EQ(getrlimit(RLIMIT_NOFILE, &limit_), 0);
+    address_.sin_family = AF_INET;
+    address_.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+    EXPECT_EQ(bind(listener_, reinterpret_cast<sockaddr*>(&address_), sizeof(address_)), 0);
+    EXPECT_EQ(listen(listener_, 64), 0);
+    socklen_t length = sizeof(address_);
+    EXPECT_EQ(getsockname(listener_, reinterpret_cast<sockaddr*>(&address_), &length), 0);
+  }
+  ~FilesForUcxTest() override {
+    allowFiles();
+    for (const int file : files_) {
+      close(file);
+    }
+    close(listener_);
+  }
+
+  void connectOne() {
+    files_.push_back(socket(AF_INET, SOCK_STREAM, 0));
+    ASSERT_EQ(connect(files_.back(), reinterpret_cast<sockaddr*>(&address_), sizeof(address_)), 0);
+  }
+  // As UCX does.
+  ucs_status_t acceptOne() {
+    using Accept = ucs_status_t (*)(int, sockaddr*, socklen_t*, int*);
+    static const auto accept = reinterpret_cast<Accept>(dlsym(RTLD_DEFAULT, "ucs_socket_accept"));
+    EXPECT_NE(accept, nullptr);
+    sockaddr_in from{};
+    socklen_t length = sizeof(from);
+    int connection = -1;
+    const ucs_status_t status = accept(listener_, reinterpret_cast<sockaddr*>(&from), &length, &connection);
+    if (status == UCS_OK) {
+      EXPECT_EQ(from.sin_family, AF_INET);
+      EXPECT_EQ(length, sizeof(from));
+      files_.push_back(connection);
+    }
+    return status;
+  }
+  // No file can be opened until allowFiles().
+  void openAllFiles() {
+    const int next = fcntl(listener_, F_DUPFD, 0);
+    close(next);
+    const rlimit none{static_cast<rlim_t>(next), limit_.rlim_max};
+    ASSERT_EQ(setrlimit(RLIMIT_NOFILE, &none), 0);
+    ASSERT_EQ(fcntl(listener_, F_DUPFD, 0), -1);
+  }
+  void allowFiles() {
+    EXPECT_EQ(setrlimit(RLIMIT_NOFILE, &limit_), 0);
+  }
+
+  std::optional<FilesForUcx> reserve_{std::in_place};
+  rlimit limit_{};
+  const int listener_ = socket(AF_INET, SOCK_STREAM | SOCK_NONBLOCK, 0);
+  sockaddr_in address_{};
+  std::vector<int> files_; // closed at the end
+};
+
+TEST_F(FilesForUcxTest, ConnectionsAreAcceptedAsEver) {
+  EXPECT_EQ(acceptOne(), UCS_ERR_NO_PROGRESS);
+  connectOne();
+  EXPECT_EQ(acceptOne(), UCS_OK);
+  EXPECT_EQ(acceptOne(), UCS_ERR_NO_PROGRESS);
+}
+
+TEST_F(FilesForUcxTest, SomeAreAcceptedThoughAllFilesAreOpenAndMoreOnceTheyAreNot) {
+  connectOne();
+  ASSERT_EQ(acceptOne(), UCS_OK);
+  constexpr int kMore = 20;
+  for (int more = 0; more < kMore; ++more) {
+    connectOne();
+  }
+  openAllFiles();
+  int accepted = 0;
+  ucs_status_t status = UCS_OK;
+  while (accepted < kMore && (status = acceptOne()) == UCS_OK) {
+    ++accepted;
+  }
+  EXPECT_GE(accepted, 4) << "the reserve serves some";
+  EXPECT_LT(accepted, kMore);
+  EXPECT_EQ(status, UCS_ERR_NO_PROGRESS) << "UCX would close the port after " << ucs_status_string(status);
+  allowFiles();
+  for (; accepted < kMore; ++accepted) {
+    EXPECT_EQ(acceptOne(), UCS_OK);
+  }
+  EXPECT_EQ(acceptOne(), UCS_ERR_NO_PROGRESS);
+}
+
+TEST_F(FilesForUcxTest, SocketsThatAreClosedAgainCanBeMadeAsOftenAsUcxLikes) {
+  unsigned version[3];
+  ucp_get_version(&version[0], &version[1], &version[2]);
+  if (version[0] == 1 && version[1] < 22) {
+    GTEST_SKIP() << "ucs_socket_create() may take other arguments";
+  }
+  using Create = ucs_status_t (*)(int, int, int, int*);
+  const auto create = reinterpret_cast<Create>(dlsym(RTLD_DEFAULT, "ucs_socket_create"));
+  ASSERT_NE(create, nullptr);
+  int socket = -1;
+  ASSERT_EQ(create(AF_INET, SOCK_STREAM, 0, &socket), UCS_OK);
+  close(socket);
+  openAllFiles();
+  for (int time = 0; time < 100; ++time) {
+    ASSERT_EQ(create(AF_INET, SOCK_STREAM, 0, &socket), UCS_OK);
+    close(socket);
+  }
+}
+
+TEST_F(FilesForUcxTest, ReserveIsGivenBackWithTheLastObject) {
+  const auto highestFile = [this] {
+    const int next = fcntl(listener_, F_DUPFD, 0);
+    close(next);
+    return next;
+  };
+  const int withReserve = highestFile();
+  std::optional<FilesForUcx> another(std::in_place);
+  EXPECT_EQ(highestFile(), withReserve);
+  reserve_.reset();
+  EXPECT_EQ(highestFile(), withReserve);
+  another.reset();
+  EXPECT_LT(highestFile(), withReserve);
+  connectOne();
+  EXPECT_EQ(acceptOne(), UCS_OK) << "UCX goes on without it";
+}
+
+TEST_F(FilesForUcxTest, WhatIsWrongWithTheSocketIsStillAnError) {
+  close(listener_);
+  EXPECT_NE(acceptOne(), UCS_OK);
+  EXPECT_NE(acceptOne(), UCS_ERR_NO_PROGRESS);
+  ASSERT_EQ(dup2(STDERR_FILENO, listener_), listener_); // not a socket
+  EXPECT_NE(acceptOne(), UCS_ERR_NO_PROGRESS);
+}
+
+} // namespace
+} // namespace torch_ucx_rpc

@@ -1,0 +1,224 @@
+#include "transport/ucp/files_for_ucx.h"
+
+#include "base/file_reserve.h"
+
+#include <link.h>
+#include <sched.h>
+#include <sys/mman.h>
+#include <sys/socket.h>
+#include <ucs/type/status.h>
+#include <unistd.h>
+
+#include <array>
+#include <cerrno>
+#include <cstdint>
+#include <cstring>
+#include <mutex>
+
+namespace torch_ucx_rpc {
+
+namespace {
+
+bool isLackOfFiles(int error) {
+  return error == EMFILE || error == ENFILE;
+}
+
+// Whether the listening socket itself is no good. All else befalls one connection, or passes (accept(2)).
+bool isOfTheListener(int error) {
+  return error == EBADF || error == EINVAL || error == ENOTSOCK || error == EFAULT;
+}
+
+// Never destroyed: UCX's threads may use it until the process ends.
+struct Reserve {
+  std::mutex mutex;
+  FileReserve files; // guarded by mutex, as all below
+  int users = 0;
+};
+
+Reserve& reserve() {
+  static auto* const only = new Reserve();
+  return *only;
+}
+
+// Tries a call again with the files of the reserve.
+template <typename Call>
+int withReserve(Call call) {
+  Reserve& reserve = torch_ucx_rpc::reserve();
+  const std::lock_guard lock(reserve.mutex);
+  int file = call();
+  if (file < 0 && isLackOfFiles(errno)) {
+    reserve.files.release();
+    file = call();
+  }
+  const int error = errno;
+  if (reserve.users > 0) {
+    reserve.files.refill();
+  }
+  errno = error;
+  return file;
+}
+
+int socketForUcx(int domain, int type, int protocol) {
+  return withReserve([&] { return ::socket(domain, type, protocol); });
+}
+
+// UCX takes EAGAIN for "nobody is there", and asks again as long as somebody is, without a pause.
+int acceptForUcx(int listener, sockaddr* address, socklen_t* length) {
+  const socklen_t room = *length;
+  const int connection = withReserve([&] {
+    *length = room;
+    return ::accept(listener, address, length);
+  });
+  if (connection < 0 && isLackOfFiles(errno)) {
+    sched_yield();
+  }
+  if (connection < 0 && !isOfTheListener(errno)) {
+    errno = EAGAIN;
+  }
+  return connection;
+}
+
+// ------------------------------------------------------------------------------------------- the imports of a library
+
+#if defined(__x86_64__)
+constexpr uint64_t kCallSlot = R_X86_64_JUMP_SLOT, kDataSlot = R_X86_64_GLOB_DAT;
+#elif defined(__aarch64__)
+constexpr uint64_t kCallSlot = R_AARCH64_JUMP_SLOT, kDataSlot = R_AARCH64_GLOB_DAT;
+#else
+constexpr uint64_t kCallSlot = ~uint64_t{0}, kDataSlot = ~uint64_t{0}; // nothing is replaced
+#endif
+
+struct Import {
+  const char* name;
+  void* replacement;
+  bool isReplaced = false;
+};
+
+// The imports of one library.
+struct Imports {
+  const void* ofTheLibrary; // some function of it
+  std::array<Import, 2> all;
+};
+
+bool contains(const dl_phdr_info& library, const void* address) {
+  for (int i = 0; i < library.dlpi_phnum; ++i) {
+    const ElfW(Phdr)& segment = library.dlpi_phdr[i];
+    const auto offset = reinterpret_cast<uintptr_t>(address) - library.dlpi_addr - segment.p_vaddr;
+    if (segment.p_type == PT_LOAD && offset < segment.p_memsz) {
+      return true;
+    }
+  }
+  return false;
+}
+
+// The slot may be in memory that the loader has made read-only once it was done.
+bool overwrite(void** slot, void* value, bool isReadOnly) {
+  const auto page = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE));
+  void* const start = reinterpret_cast<void*>(reinterpret_cast<uintptr_t>(slot) / page * page);
+  if (isReadOnly && mprotect(start, page, PROT_READ | PROT_WRITE) != 0) {
+    return false;
+  }
+  __atomic_store_n(slot, value, __ATOMIC_RELEASE); // UCX's threads may be calling it
+  if (isReadOnly) {
+    (void)mprotect(start, page, PROT_READ);
+  }
+  return true;
+}
+
+int replaceImports(dl_phdr_info* library, size_t /*size*/, void* context) {
+  Imports& imports = *static_cast<Imports*>(context);
+  if (!contains(*library, imports.ofTheLibrary)) {
+    return 0;
+  }
+  const uintptr_t base = library->dlpi_addr;
+  const ElfW(Dyn)* entry = nullptr;
+  uintptr_t readOnlyFrom = 0;
+  uintptr_t readOnlyTo = 0;
+  for (int i = 0; i < library->dlpi_phnum; ++i) {
+    const ElfW(Phdr)& segment = library->dlpi_phdr[i];
+    if (segment.p_type == PT_DYNAMIC) {
+      entry = reinterpret_cast<const ElfW(Dyn)*>(base + segment.p_vaddr);
+    } else if (segment.p_type == PT_GNU_RELRO) {
+      readOnlyFrom = base + segment.p_vaddr;
+      readOnlyTo = readOnlyFrom + segment.p_memsz;
+    }
+  }
+  const ElfW(Sym)* symbols = nullptr;
+  const char* names = nullptr;
+  const ElfW(Rela) * tables[2] = {nullptr, nullptr}; // of functions that are called, and of all else
+  uint64_t sizes[2] = {0, 0};
+  for (; entry != nullptr && entry->d_tag != DT_NULL; ++entry) {
+    // glibc has turned offsets into addresses, other loaders leave them.
+    const uintptr_t value = entry->d_un.d_ptr;
+    const uintptr_t address = value < base ? base + value : value;
+    switch (entry->d_tag) {
+      case DT_SYMTAB:
+        symbols = reinterpret_cast<const ElfW(Sym)*>(address);
+        break;
+      case DT_STRTAB:
+        names = reinterpret_cast<const char*>(address);
+        break;
+      case DT_JMPREL:
+        tables[0] = reinterpret_cast<const ElfW(Rela)*>(address);
+        break;
+      case DT_RELA:
+        tables[1] = reinterpret_cast<const ElfW(Rela)*>(address);
+        break;
+      case DT_PLTRELSZ:
+        sizes[0] = entry->d_un.d_val;
+        break;
+      case DT_RELASZ:
+        sizes[1] = entry->d_un.d_val;
+        break;
+      default:
+        break;
+    }
+  }
+  for (int table = 0; table < 2 && symbols != nullptr && names != nullptr; ++table) {
+    const ElfW(Rela)* const end = tables[table] + sizes[table] / sizeof(ElfW(Rela));
+    for (const ElfW(Rela)* one = tables[table]; one != end; ++one) {
+      const uint64_t type = ELF64_R_TYPE(one->r_info);
+      if (type != kCallSlot && type != kDataSlot) {
+        continue;
+      }
+      const char* const name = names + symbols[ELF64_R_SYM(one->r_info)].st_name;
+      for (Import& import : imports.all) {
+        if (std::strcmp(name, import.name) == 0) {
+          const uintptr_t slot = base + one->r_offset;
+          const bool isReadOnly = slot >= readOnlyFrom && slot < readOnlyTo;
+          import.isReplaced |= overwrite(reinterpret_cast<void**>(slot), import.replacement, isReadOnly);
+        }
+      }
+    }
+  }
+  return 1;
+}
+
+// For the whole process, once.
+bool replaceImportsOfUcx() {
+  static const bool areReplaced = [] {
+    Imports imports{
+        reinterpret_cast<const void*>(&ucs_status_string),
+        {{{"accept", reinterpret_cast<void*>(&acceptForUcx)}, {"socket", reinterpret_cast<void*>(&socketForUcx)}}}};
+    (void)dl_iterate_phdr(&replaceImports, &imports);
+    return imports.all[0].isReplaced && imports.all[1].isReplaced;
+  }();
+  return areReplaced;
+}
+
+} // namespace
+
+FilesForUcx::FilesForUcx() : isUsed_(replaceImportsOfUcx()) {
+  const std::lock_guard lock(reserve().mutex);
+  ++reserve().users;
+  reserve().files.refill();
+}
+
+FilesForUcx::~FilesForUcx() {
+  const std::lock_guard lock(reserve().mutex);
+  if (--reserve().users == 0) {
+    reserve().files.release();
+  }
+}
+
+} // namespace torch_ucx_rpc

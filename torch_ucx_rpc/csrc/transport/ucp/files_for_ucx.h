@@ -1,0 +1,30 @@
+#pragma once
+
+namespace torch_ucx_rpc {
+
+// A reserve of files for UCX, for the moment when the process may open no more. UCX does not expect a lack of files,
+// and does not get over it:
+// - It closes its TCP port for good when it cannot accept a connection (uct_tcp_iface_connect_handler()). Workers that
+//   come later could not call this one. With the reserve such a connection waits, and is accepted when there is a file.
+// - It opens a socket to look at a network card. If it cannot, it takes the card for useless ever after ("cannot find
+//   remote protocol"), or ends the process ("failed to set active message handler").
+//
+// UCX has no setting for that. So accept() and socket() are replaced in the list of functions that libucs imports, for
+// the rest of the process. The reserve is one for all objects of this class, and is given back with the last one.
+class FilesForUcx {
+ public:
+  FilesForUcx();
+  ~FilesForUcx();
+  FilesForUcx(const FilesForUcx&) = delete;
+  FilesForUcx& operator=(const FilesForUcx&) = delete;
+
+  // False where libucs has no such imports: then UCX does as it always has.
+  bool isUsed() const {
+    return isUsed_;
+  }
+
+ private:
+  const bool isUsed_;
+};
+
+} // namespace torch_ucx_rpc
