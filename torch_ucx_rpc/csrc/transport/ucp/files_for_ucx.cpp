@@ -40,39 +40,30 @@ Reserve& reserve() {
   return *only;
 }
 
-// Tries a call again with the files of the reserve.
-template <typename Call>
-int withReserve(Call call) {
+int socketForUcx(int domain, int type, int protocol) {
   Reserve& reserve = torch_ucx_rpc::reserve();
   const std::lock_guard lock(reserve.mutex);
-  int file = call();
-  if (file < 0 && isLackOfFiles(errno)) {
+  int socket = ::socket(domain, type, protocol);
+  if (socket < 0 && isLackOfFiles(errno)) {
     reserve.files.release();
-    file = call();
+    socket = ::socket(domain, type, protocol);
   }
   const int error = errno;
   if (reserve.users > 0) {
     reserve.files.refill();
   }
   errno = error;
-  return file;
+  return socket;
 }
 
-int socketForUcx(int domain, int type, int protocol) {
-  return withReserve([&] { return ::socket(domain, type, protocol); });
-}
-
-// UCX takes EAGAIN for "nobody is there", and asks again as long as somebody is, without a pause.
+// UCX takes EAGAIN for "nobody is there", and asks again as long as somebody is. The reserve is not for connections
+// that come in: as many may come as there are workers, and UCX looks at a network card for each.
 int acceptForUcx(int listener, sockaddr* address, socklen_t* length) {
-  const socklen_t room = *length;
-  const int connection = withReserve([&] {
-    *length = room;
-    return ::accept(listener, address, length);
-  });
+  const int connection = ::accept(listener, address, length);
   if (connection < 0 && isLackOfFiles(errno)) {
-    sched_yield();
-  }
-  if (connection < 0 && !isOfTheListener(errno)) {
+    sched_yield(); // UCX asks without a pause
+    errno = EAGAIN;
+  } else if (connection < 0 && !isOfTheListener(errno)) {
     errno = EAGAIN;
   }
   return connection;

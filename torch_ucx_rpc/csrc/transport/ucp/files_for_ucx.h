@@ -5,9 +5,9 @@ namespace torch_ucx_rpc {
 // A reserve of files for UCX, for the moment when the process may open no more. UCX does not expect a lack of files,
 // and does not get over it:
 // - It closes its TCP port for good when it cannot accept a connection (uct_tcp_iface_connect_handler()). Workers that
-//   come later could not call this one. With the reserve such a connection waits, and is accepted when there is a file.
+//   come later could not call this one. Now such a connection waits, and is accepted when there is a file.
 // - It opens a socket to look at a network card. If it cannot, it takes the card for useless ever after ("cannot find
-//   remote protocol"), or ends the process ("failed to set active message handler").
+//   remote protocol"), or ends the process ("failed to set active message handler"). Now it gets one of the reserve.
 //
 // UCX has no setting for that. So accept() and socket() are replaced in the list of functions that libucs imports, for
 // the rest of the process. The reserve is one for all objects of this class, and is given back with the last one.
