@@ -161,6 +161,23 @@ def test_a_worker_with_all_files_open_keeps_its_neighbours() -> None:
     workers.run_workers(2, call_with_all_files_open)
 
 
+def count_files_in_reserve(rank: int) -> list[int]:
+    def count() -> int:
+        return [str(file.readlink()) for file in Path("/proc/self/fd").iterdir() if file.exists()].count("/dev/null")
+
+    before = count()
+    workers.init_rpc(rank)
+    amid = count()
+    rpc.shutdown()
+    return [amid - before, count() - before]
+
+
+def test_the_files_in_reserve_are_given_back_at_the_shutdown() -> None:
+    for amid, after in workers.run_workers(2, count_files_in_reserve, init=False):
+        assert amid >= 16, "eight for UCX, eight for control frames"
+        assert after == 0
+
+
 @pytest.fixture
 def host() -> Iterator[VirtualHosts]:
     """One host, with shared memory of its own."""

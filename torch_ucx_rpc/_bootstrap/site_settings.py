@@ -24,7 +24,7 @@ _NO_CARRIERS = {"self", "cma", "knem", "gdr_copy", "gdrcopy"} | {
 _SHARED_MEMORY = {"sm", "shm", "mm", "sysv", "posix", "xpmem"}
 _NO = {"n", "no", "off", "0", "false"}
 
-# An agent opens 27 files before its first call. The rest is room for the Store and for late imports.
+# An agent opens 36 files before its first call. The rest is room for the Store and for late imports.
 _FILES_OF_AN_AGENT = 48
 # One file watches the process of a peer on this host, and one is a TCP connection to it.
 _FILES_OF_A_PEER = 2

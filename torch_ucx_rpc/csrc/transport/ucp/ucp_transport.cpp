@@ -128,7 +128,7 @@ class UcpTransport final : public Transport {
   void destroy();
 
   TransportListener* listener_ = nullptr;
-  const FilesForUcx files_; // for as long as UCX is in use
+  std::optional<FilesForUcx> files_{std::in_place};
   ucp_context_h context_ = nullptr;
   ucp_worker_h worker_ = nullptr;
   std::string address_;
@@ -185,6 +185,7 @@ void UcpTransport::destroy() {
   if (context_ != nullptr) {
     ucp_cleanup(std::exchange(context_, nullptr));
   }
+  files_.reset(); // this object may live on
 }
 
 std::vector<std::pair<std::string, std::string>> UcpTransport::description() const {
