@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import re
+import sys
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
@@ -27,6 +28,9 @@ _STATE_IS_LOST = re.compile(
 )
 # How an RRef is refused whose owner's rank another worker has (RRefLost).
 _OWNER_IS_REPLACED = "owner is gone and another worker has its rank"
+# How TorchScript fails in two threads at once (python/cpython issue 106905), before CPython 3.11.8 and 3.12.2.
+_TWO_PARSED = "AST constructor recursion depth mismatch"
+_MAY_NOT_PARSE_TWICE = sys.version_info < (3, 11, 8) or (3, 12) <= sys.version_info < (3, 12, 2)
 # For all to forget the names of a worker that was killed, where its kernel can tell them; and of the limit otherwise,
 # for silence is looked at now and then.
 _FORGETTING_S, _SILENCE = 1.0, 1.5
@@ -228,6 +232,8 @@ class _History:
             return "the machine stood still"
         if re.search("many (open files|files open)", failure.text) and self._is_amid(failure, "no files"):
             return "it could not open files"
+        if _TWO_PARSED in failure.text and _MAY_NOT_PARSE_TWICE:
+            return "two threads of CPython parsed at once"
         if _STATE_IS_LOST.search(failure.text):
             return self._why_state_is_lost(failure, event["among"][:2])
         return self.why_names_differ(event)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from soak._crew import Sample
 from soak._journal import ENTRY, KINDS, Step
-from soak._judgement import Judgement, judge, what_did_not_happen
+from soak._judgement import _MAY_NOT_PARSE_TWICE, Judgement, judge, what_did_not_happen
 from soak._libraries import Ledger, LostUpdate
 from soak._payload import _KINDS, Payload
 from soak._report import memory_of
@@ -123,6 +123,11 @@ SUCCESSOR = tuple(joined(1, 10.5, "b", generation=1))
         (failure(12.0, TOO_MANY), (NO_FILES,), "unexplained"),
         (failure(10.0), (NO_FILES,), "unexplained"),
         (failure(10.0, "RuntimeError: something else"), (KILL, CUT_OFF), "unexplained"),
+        (
+            failure(10.0, "SystemError('AST constructor recursion depth mismatch (before=39, after=18)')"),
+            (),
+            "two threads of CPython parsed at once" if _MAY_NOT_PARSE_TWICE else "unexplained",
+        ),
     ],
 )
 def test_a_failure_needs_a_reason(failed: Any, timeline: tuple[dict[str, Any], ...], reason: str) -> None:
