@@ -60,10 +60,10 @@ int socketForUcx(int domain, int type, int protocol) {
 // that come in: as many may come as there are workers, and UCX looks at a network card for each.
 int acceptForUcx(int listener, sockaddr* address, socklen_t* length) {
   const int connection = ::accept(listener, address, length);
-  if (connection < 0 && isLackOfFiles(errno)) {
-    sched_yield(); // UCX asks without a pause
-    errno = EAGAIN;
-  } else if (connection < 0 && !isOfTheListener(errno)) {
+  if (connection < 0 && !isOfTheListener(errno)) {
+    if (isLackOfFiles(errno)) {
+      sched_yield(); // UCX asks without a pause
+    }
     errno = EAGAIN;
   }
   return connection;
