@@ -63,7 +63,7 @@ c10::intrusive_ptr<JitFuture> CallClient::send(
   trace::Span span("send request", {}, trace::Arrow::kRequestLeaves);
   const rpc::MessageType type = message->type();
   const bool mustRun = mustExecute(*message);
-  const bool isCreation = makesRRef(*message);
+  const bool isCreation = mustRun && makesRRef(*message); // all that make RRefs must run
   // Before the call is open, because it throws for tensors that cannot be sent.
   std::unique_ptr<OutgoingMessage> outgoing =
       encodeMessage(std::move(message), to, deviceMap, messenger_.transportTo(to));

@@ -46,7 +46,7 @@ rpc::MessageType innermostType(const rpc::Message& request) {
     std::string_view pickle = rest.substr(rest.size() - length);
     rest.remove_suffix(length);
     // The protocol, a mark if the tuple has more than three elements, and an integer of two bytes.
-    pickle.remove_prefix(std::min(pickle.size(), std::string_view("\x80\x02").size()));
+    pickle.remove_prefix(std::min<size_t>(pickle.size(), 2));
     pickle.remove_prefix(pickle.starts_with('(') ? 1 : 0);
     if (pickle.size() < 3 || pickle[0] != 'M') {
       return rpc::MessageType::UNKNOWN;

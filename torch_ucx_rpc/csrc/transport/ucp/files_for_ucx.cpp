@@ -14,6 +14,7 @@
 #include <cstdint>
 #include <cstring>
 #include <mutex>
+#include <span>
 
 namespace torch_ucx_rpc {
 
@@ -92,8 +93,7 @@ struct Imports {
 };
 
 bool contains(const dl_phdr_info& library, const void* address) {
-  for (int i = 0; i < library.dlpi_phnum; ++i) {
-    const ElfW(Phdr)& segment = library.dlpi_phdr[i];
+  for (const ElfW(Phdr) & segment : std::span(library.dlpi_phdr, library.dlpi_phnum)) {
     const auto offset = reinterpret_cast<uintptr_t>(address) - library.dlpi_addr - segment.p_vaddr;
     if (segment.p_type == PT_LOAD && offset < segment.p_memsz) {
       return true;
@@ -116,72 +116,92 @@ bool overwrite(void** slot, void* value, bool isReadOnly) {
   return true;
 }
 
-int replaceImports(dl_phdr_info* library, size_t /*size*/, void* context) {
+// What the loader knows of a library.
+struct Library {
+  uintptr_t base = 0;
+  uintptr_t readOnlyFrom = 0; // since the loader was done
+  uintptr_t readOnlyTo = 0;
+  const ElfW(Sym) * symbols = nullptr;
+  const char* names = nullptr;
+  std::span<const ElfW(Rela)> calledSlots;
+  std::span<const ElfW(Rela)> otherSlots;
+
+  explicit Library(const dl_phdr_info& info) : base(info.dlpi_addr) {
+    for (const ElfW(Phdr) & segment : std::span(info.dlpi_phdr, info.dlpi_phnum)) {
+      if (segment.p_type == PT_DYNAMIC) {
+        readDynamic(reinterpret_cast<const ElfW(Dyn)*>(base + segment.p_vaddr));
+      } else if (segment.p_type == PT_GNU_RELRO) {
+        readOnlyFrom = base + segment.p_vaddr;
+        readOnlyTo = readOnlyFrom + segment.p_memsz;
+      }
+    }
+  }
+
+ private:
+  void readDynamic(const ElfW(Dyn) * entry) {
+    const ElfW(Rela)* called = nullptr;
+    const ElfW(Rela)* others = nullptr;
+    size_t calledBytes = 0;
+    size_t otherBytes = 0;
+    for (; entry->d_tag != DT_NULL; ++entry) {
+      // glibc has turned offsets into addresses, other loaders leave them.
+      const uintptr_t value = entry->d_un.d_ptr;
+      const uintptr_t address = value < base ? base + value : value;
+      switch (entry->d_tag) {
+        case DT_SYMTAB:
+          symbols = reinterpret_cast<const ElfW(Sym)*>(address);
+          break;
+        case DT_STRTAB:
+          names = reinterpret_cast<const char*>(address);
+          break;
+        case DT_JMPREL:
+          called = reinterpret_cast<const ElfW(Rela)*>(address);
+          break;
+        case DT_RELA:
+          others = reinterpret_cast<const ElfW(Rela)*>(address);
+          break;
+        case DT_PLTRELSZ:
+          calledBytes = entry->d_un.d_val;
+          break;
+        case DT_RELASZ:
+          otherBytes = entry->d_un.d_val;
+          break;
+        default:
+          break;
+      }
+    }
+    if (symbols != nullptr && names != nullptr) { // else there are no names to look for
+      calledSlots = {called, called != nullptr ? calledBytes / sizeof(ElfW(Rela)) : 0};
+      otherSlots = {others, others != nullptr ? otherBytes / sizeof(ElfW(Rela)) : 0};
+    }
+  }
+};
+
+void replaceIn(const Library& library, std::span<const ElfW(Rela)> slots, Imports& imports) {
+  for (const ElfW(Rela) & one : slots) {
+    const uint64_t type = ELF64_R_TYPE(one.r_info);
+    if (type != kCallSlot && type != kDataSlot) {
+      continue;
+    }
+    const char* const name = library.names + library.symbols[ELF64_R_SYM(one.r_info)].st_name;
+    for (Import& import : imports.all) {
+      if (std::strcmp(name, import.name) == 0) {
+        const uintptr_t slot = library.base + one.r_offset;
+        const bool isReadOnly = slot >= library.readOnlyFrom && slot < library.readOnlyTo;
+        import.isReplaced |= overwrite(reinterpret_cast<void**>(slot), import.replacement, isReadOnly);
+      }
+    }
+  }
+}
+
+int replaceImports(dl_phdr_info* info, size_t /*size*/, void* context) {
   Imports& imports = *static_cast<Imports*>(context);
-  if (!contains(*library, imports.ofTheLibrary)) {
+  if (!contains(*info, imports.ofTheLibrary)) {
     return 0;
   }
-  const uintptr_t base = library->dlpi_addr;
-  const ElfW(Dyn)* entry = nullptr;
-  uintptr_t readOnlyFrom = 0;
-  uintptr_t readOnlyTo = 0;
-  for (int i = 0; i < library->dlpi_phnum; ++i) {
-    const ElfW(Phdr)& segment = library->dlpi_phdr[i];
-    if (segment.p_type == PT_DYNAMIC) {
-      entry = reinterpret_cast<const ElfW(Dyn)*>(base + segment.p_vaddr);
-    } else if (segment.p_type == PT_GNU_RELRO) {
-      readOnlyFrom = base + segment.p_vaddr;
-      readOnlyTo = readOnlyFrom + segment.p_memsz;
-    }
-  }
-  const ElfW(Sym)* symbols = nullptr;
-  const char* names = nullptr;
-  const ElfW(Rela) * tables[2] = {nullptr, nullptr}; // of functions that are called, and of all else
-  uint64_t sizes[2] = {0, 0};
-  for (; entry != nullptr && entry->d_tag != DT_NULL; ++entry) {
-    // glibc has turned offsets into addresses, other loaders leave them.
-    const uintptr_t value = entry->d_un.d_ptr;
-    const uintptr_t address = value < base ? base + value : value;
-    switch (entry->d_tag) {
-      case DT_SYMTAB:
-        symbols = reinterpret_cast<const ElfW(Sym)*>(address);
-        break;
-      case DT_STRTAB:
-        names = reinterpret_cast<const char*>(address);
-        break;
-      case DT_JMPREL:
-        tables[0] = reinterpret_cast<const ElfW(Rela)*>(address);
-        break;
-      case DT_RELA:
-        tables[1] = reinterpret_cast<const ElfW(Rela)*>(address);
-        break;
-      case DT_PLTRELSZ:
-        sizes[0] = entry->d_un.d_val;
-        break;
-      case DT_RELASZ:
-        sizes[1] = entry->d_un.d_val;
-        break;
-      default:
-        break;
-    }
-  }
-  for (int table = 0; table < 2 && symbols != nullptr && names != nullptr; ++table) {
-    const ElfW(Rela)* const end = tables[table] + sizes[table] / sizeof(ElfW(Rela));
-    for (const ElfW(Rela)* one = tables[table]; one != end; ++one) {
-      const uint64_t type = ELF64_R_TYPE(one->r_info);
-      if (type != kCallSlot && type != kDataSlot) {
-        continue;
-      }
-      const char* const name = names + symbols[ELF64_R_SYM(one->r_info)].st_name;
-      for (Import& import : imports.all) {
-        if (std::strcmp(name, import.name) == 0) {
-          const uintptr_t slot = base + one->r_offset;
-          const bool isReadOnly = slot >= readOnlyFrom && slot < readOnlyTo;
-          import.isReplaced |= overwrite(reinterpret_cast<void**>(slot), import.replacement, isReadOnly);
-        }
-      }
-    }
-  }
+  const Library library(*info);
+  replaceIn(library, library.calledSlots, imports);
+  replaceIn(library, library.otherSlots, imports);
   return 1;
 }
 
