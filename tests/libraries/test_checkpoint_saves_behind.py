@@ -1,4 +1,4 @@
-"""Asynchronous saves: several into one folder, and what changes while they are written."""
+"""Asynchronous saves: several into one folder, and what changes while they are written; processes that share one."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from workers import Steps
 
 from torch_ucx_rpc import checkpoint
-from torch_ucx_rpc.checkpoint import storage
+from torch_ucx_rpc.checkpoint import loading, storage
 
 
 @pytest.fixture
@@ -77,6 +78,46 @@ def test_a_save_that_fails_holds_up_none_behind_it(tmp_path, disk, monkeypatch):
     with pytest.raises(checkpoint.CheckpointError, match="the disk is full"):
         first.wait()
     assert holds(tmp_path) == 2.0
+
+
+@pytest.mark.parametrize("first", ["save", "load"])
+def test_processes_take_turns_in_a_folder(run_on_ucx, tmp_path, first):
+    steps, folder = Steps(tmp_path), tmp_path / "ckpt"
+    checkpoint.save({"x": torch.tensor(1.0)}, folder)
+    run_on_ucx(2, use_one_folder, steps, folder, first, init=False, shutdown=False)
+    assert holds(folder) == 3.0
+
+
+def use_one_folder(rank: int, steps: Steps, folder: Path, first: str) -> None:
+    """Rank 1 saves 2, or loads the 1 that is there, and in the middle of that rank 0 saves 3."""
+    if rank == 0:
+        steps.wait_for("in the middle")
+        second = threading.Thread(target=checkpoint.save, args=({"x": torch.tensor(3.0)}, folder))
+        second.start()
+        second.join(0.3)
+        assert second.is_alive()
+        steps.done("go on")
+        second.join()
+    elif first == "save":
+        stop_before(storage.Writer, "finish", steps)
+        checkpoint.save({"x": torch.tensor(2.0)}, folder)
+    else:
+        stop_before(loading.FileSystemReader, "read_data", steps)
+        state = {"x": torch.zeros(())}
+        checkpoint.load(state, folder)
+        assert state["x"].item() == 1.0
+
+
+def stop_before(owner: type, method: str, steps: Steps) -> None:
+    """Let this method of torch's wait, each time, until it may go on."""
+    original = getattr(owner, method)
+
+    def wait_and_do(*args: Any) -> Any:
+        steps.done("in the middle")
+        steps.wait_for("go on")
+        return original(*args)
+
+    setattr(owner, method, wait_and_do)
 
 
 class Counter:

@@ -30,17 +30,21 @@ _planned: dict[str, tuple[Any, Any, Any, dict[str, Any], Sequence[tuple[Path, Pa
 def load(state: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
     """Read into ``state`` what `save` has written at ``path``; the number of workers and of stages may differ.
 
-    Names, shapes and numbers of parameter groups are compared on all workers before the first of them is changed.
+    Names, shapes and numbers of parameter groups are compared on all workers before the first of them is changed. Where
+    a save into the folder is being written, it is waited for.
 
     Raises CheckpointError that names the worker, and what the checkpoint lacks; FileNotFoundError where there is none.
     """
     path = str(pathlib.Path(path).absolute())
+    # Before the folder is opened, for the sentence with which it fails.
     storage.read_metadata(path)
     session = uuid.uuid4().hex[:12]
     mine = by_worker(parts_of(state))
     try:
-        run_everywhere("reading a checkpoint", _plan, {worker: (session, path, some) for worker, some in mine.items()})
-        run_everywhere("reading a checkpoint", _read, dict.fromkeys(mine, (session,)))
+        with storage.turn_in(path, to_save=False):
+            plans = {worker: (session, path, some) for worker, some in mine.items()}
+            run_everywhere("reading a checkpoint", _plan, plans)
+            run_everywhere("reading a checkpoint", _read, dict.fromkeys(mine, (session,)))
     except BaseException:
         _forget_everywhere(session, list(mine))
         raise

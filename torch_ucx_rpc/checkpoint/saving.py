@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
 from torch_ucx_rpc.checkpoint import storage
@@ -54,7 +55,7 @@ def save(state: Mapping[str, Any], path: str | os.PathLike[str], *, asynchronous
         path: the same folder for all workers; where it is relative, it is this process's. Files of a former checkpoint
             there are removed once the new one is whole.
         asynchronous: return as soon as each worker has copied its part, and write behind. Saves into one folder are
-            written one after the other, in the order of their calls.
+            written one after the other, those of one process in the order of their calls.
 
     Returns None, or the future of an asynchronous save.
 
@@ -84,18 +85,11 @@ def save(state: Mapping[str, Any], path: str | os.PathLike[str], *, asynchronous
             # Each of two saves at a time would take away the other's files.
             if before is not None:
                 concurrent.futures.wait([before])
-            arguments = {worker: (session, plan) for worker, plan in zip(workers, central, strict=True)}
-            results = run_everywhere("writing a checkpoint", _write, arguments)
-            try:
-                for worker in workers:
-                    if missing := writer.missing(results[worker]):
-                        raise CheckpointError(
-                            f"{worker!r} has written {missing}, which is not in {path!r} here: a checkpoint needs a "
-                            f"folder that all workers share"
-                        )
-                writer.finish(metadata, [results[worker] for worker in workers])
-            except OSError as error:
-                raise CheckpointError(f"writing the metadata of a checkpoint failed: {error}") from error
+            with storage.turn_in(path, to_save=True):
+                _write_everywhere(session, path, dict(zip(workers, central, strict=True)), writer, metadata)
+        except OSError as error:
+            _give_up(session, path, workers)
+            raise CheckpointError(f"writing the metadata of a checkpoint failed: {error}") from error
         except BaseException:
             _give_up(session, path, workers)
             raise
@@ -107,6 +101,20 @@ def save(state: Mapping[str, Any], path: str | os.PathLike[str], *, asynchronous
     _finish_into(*arguments)
     future.result()
     return None
+
+
+def _write_everywhere(
+    session: str, path: str, plans: Mapping[str | None, SavePlan], writer: storage.Writer, metadata: Metadata
+) -> None:
+    arguments = {worker: (session, plan) for worker, plan in plans.items()}
+    results = run_everywhere("writing a checkpoint", _write, arguments)
+    for worker in plans:
+        if missing := writer.missing(results[worker]):
+            raise CheckpointError(
+                f"{worker!r} has written {missing}, which is not in {path!r} here: a checkpoint needs a folder that "
+                f"all workers share"
+            )
+    writer.finish(metadata, [results[worker] for worker in plans])
 
 
 def _finish_into(future: SaveFuture, folder: str, finish: Callable[[], None]) -> None:

@@ -2,14 +2,20 @@
 
 The files of a save have names that no other save uses, and its metadata, which says which files count, takes its place
 in one rename. So until the very end the folder holds the former checkpoint, whole, and from then on the new one.
+
+A save takes away the files of all others, so processes take turns in a folder, by `turn_in`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import fcntl
+import logging
 import os
 import pickle
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +23,9 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 
-__all__ = ["Writer", "read_metadata"]
+__all__ = ["Writer", "read_metadata", "turn_in"]
+
+_logger = logging.getLogger("torch_ucx_rpc.checkpoint")
 
 _METADATA = ".metadata"
 
@@ -67,6 +75,37 @@ class Writer(FileSystemWriter):
         temporary.replace(folder / _METADATA)
         _sync_folder(folder)
         remove_others(folder, {info.relative_path for info in metadata.storage_data.values()})
+
+
+@contextlib.contextmanager
+def turn_in(path: str, *, to_save: bool) -> Iterator[None]:
+    """Wait until no other process saves into the folder, nor loads from it if this one is to save.
+
+    The turn is over with its process, however that ends. Over NFS the processes of each host take turns among
+    themselves alone, since its client asks no server for the lock of a folder. A file system that knows no locks has
+    nobody wait.
+    """
+    number = os.open(path, os.O_RDONLY)
+    try:
+        _lock(number, path, fcntl.LOCK_EX if to_save else fcntl.LOCK_SH)
+        try:
+            yield
+        finally:
+            # By name, for the sake of a child that has been forked meanwhile and has the file open too.
+            with contextlib.suppress(OSError):
+                fcntl.flock(number, fcntl.LOCK_UN)
+    finally:
+        os.close(number)
+
+
+def _lock(number: int, path: str, kind: int) -> None:
+    try:
+        fcntl.flock(number, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        _logger.info("waiting for another process that saves into %r or loads from it", path)
+        fcntl.flock(number, kind)
+    except OSError as error:
+        _logger.debug("%r cannot be locked against other processes: %s", path, error)
 
 
 def _prefix(text: str) -> Any:

@@ -282,7 +282,7 @@ def call_role(
         >>> torch.futures.wait_all(services.call_role("trainer", load, args=(7,)))
     """
     check_name("role", role)
-    check_arguments(args, kwargs)
+    check_arguments(args, kwargs, timeout)
     chosen = members(role=role)
     if not chosen:
         roles = ", ".join(sorted({repr(member.role) for member in members()}))
@@ -321,7 +321,7 @@ def call_group(
         >>> futures["score"].wait()
     """
     check_name("group", group)
-    check_arguments(args, kwargs)
+    check_arguments(args, kwargs, timeout)
     if isinstance(names, str):
         raise TypeError(f"names is a list of names of services; {names!r} is a str: give [{names!r}]")
     known = directory()

@@ -26,6 +26,7 @@ from torch_ucx_rpc._observe.lost import was_lost
 from torch_ucx_rpc.services import _directory
 from torch_ucx_rpc.services._directory import Directory, directory
 from torch_ucx_rpc.services._errors import ReplicasLost, UnknownName, was_not_served
+from torch_ucx_rpc.services._offered import check_name, check_timeout
 from torch_ucx_rpc.services._served import serve, serve_async, serve_member, serve_member_async
 from torch_ucx_rpc.services._table import Offer
 
@@ -97,6 +98,20 @@ def forget(names: set[str]) -> None:
         routes.pop(name, None)
 
 
+def _known_route(name: str) -> Route | None:
+    try:
+        return routes.get(name) if directory.is_made() else None
+    except TypeError:
+        # No dict can be asked for a list.
+        check_name("name", name)
+        raise
+
+
+def _new_route(name: str) -> Route:
+    check_name("name", name)
+    return route_to(name)
+
+
 def route_to(name: str) -> Route:
     """The route of a name that has none yet; UnknownName if nobody offers it."""
     known = directory()
@@ -121,8 +136,6 @@ def route_to(name: str) -> Route:
 
 
 def unknown(known: Directory, name: str) -> UnknownName:
-    if not isinstance(name, str):
-        raise TypeError(f"the name of a service is a str; {name!r} is none")
     close = known.table.close_to(name)
     if close:
         hint = f"close to it {'is' if len(close) == 1 else 'are'} {', '.join(map(repr, close))}"
@@ -157,19 +170,31 @@ def call(name: str, /, *args: Any, timeout: float = UNSET_RPC_TIMEOUT, **kwargs:
 
         >>> services.call("score", torch.ones(3))
     """
-    route = routes.get(name) if directory.is_made() else None
-    if route is None:
-        directory()
-        route = route_to(name)
+    route = _known_route(name) or _new_route(name)
     replica = route.only
     if replica is None:
         return _call_one_of(route, args, kwargs, timeout)
     try:
-        return api._invoke_rpc(replica.info, route.function, _SYNC, (*route.prefix, *args), kwargs, timeout).wait()
+        return _invoke(route, replica, _SYNC, args, kwargs, timeout).wait()
     except RuntimeError as error:
         tried = [replica]
         _judge(route, replica, error, tried)
     return _call_one_of(route, args, kwargs, timeout, tried)
+
+
+def _invoke(
+    route: Route,
+    replica: Replica,
+    mode: RPCExecMode,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    timeout: float,
+) -> Future[Any]:
+    try:
+        return api._invoke_rpc(replica.info, route.function, mode, (*route.prefix, *args), kwargs, timeout)
+    except TypeError:
+        check_timeout(timeout)
+        raise
 
 
 def _call_one_of(
@@ -179,7 +204,7 @@ def _call_one_of(
     while True:
         route, replica = _next(route, tried)
         try:
-            return api._invoke_rpc(replica.info, route.function, _SYNC, (*route.prefix, *args), kwargs, timeout).wait()
+            return _invoke(route, replica, _SYNC, args, kwargs, timeout).wait()
         except RuntimeError as error:
             tried.append(replica)
             _judge(route, replica, error, tried)
@@ -240,16 +265,9 @@ def call_async(name: str, /, *args: Any, timeout: float = UNSET_RPC_TIMEOUT, **k
     Raises `UnknownName` at once; everything else the future raises. Where there is one replica, and the call would not
     be repeated, that is the future of ``rpc_async``, with the errors of that: RuntimeErrors that name the worker.
     """
-    route = routes.get(name) if directory.is_made() else None
-    if route is None:
-        directory()
-        route = route_to(name)
-    replica = route.only
-    if replica is not None and route.is_plain:
-        future: Future[Any] = api._invoke_rpc(
-            replica.info, route.function, _ASYNC, (*route.prefix, *args), kwargs, timeout
-        )
-        return future
+    route = _known_route(name) or _new_route(name)
+    if route.only is not None and route.is_plain:
+        return _invoke(route, route.only, _ASYNC, args, kwargs, timeout)
     return _Pending(route, args, kwargs, timeout).future
 
 
@@ -269,7 +287,7 @@ class _Pending:
             self._route, replica = _next(self._route, self._tried)
             route = self._route
             try:
-                call = api._invoke_rpc(replica.info, route.function, _ASYNC, (*route.prefix, *args), kwargs, timeout)
+                call = _invoke(route, replica, _ASYNC, args, kwargs, timeout)
             except RuntimeError as error:
                 self._end(replica)
                 _judge(route, replica, error, self._tried)

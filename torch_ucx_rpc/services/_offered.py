@@ -38,8 +38,14 @@ def check_flag(what: str, value: Any) -> None:
         raise TypeError(f"{what} is True or False; {value!r} is neither")
 
 
-def check_arguments(args: Any, kwargs: Any) -> None:
-    """TypeError for what cannot be the arguments of a call."""
+def check_timeout(value: Any) -> None:
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        raise TypeError(f"timeout is a number of seconds, 0 for no limit; {value!r} is none")
+
+
+def check_arguments(args: Any, kwargs: Any, timeout: Any) -> None:
+    """TypeError for what cannot be the arguments of a call, or its timeout."""
+    check_timeout(timeout)
     if not isinstance(args, (tuple, list)):
         raise TypeError(f"args is a tuple of arguments, as in args=(7,); {args!r} is none")
     if kwargs is not None and not isinstance(kwargs, Mapping):
