@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from workers import run_program
 
 from _torch_ucx_rpc_cli import ExitCode, main
 
@@ -364,6 +365,20 @@ def test_wrong_arguments_are_explained(arguments: str, error: str, capsys: pytes
         main(["run", *arguments.split()])
     assert ended.value.code == 2
     assert error in capsys.readouterr().err
+
+
+def test_without_a_place_for_temporary_files_it_says_where_it_has_looked() -> None:
+    program = """
+        import tempfile
+        from _torch_ucx_rpc_cli import main
+        tempfile.tempdir = "/nowhere"
+        raise SystemExit(main(["run", "-n", "1", "-c", "pass"]))
+        """
+    [done] = run_program(program)
+    assert done.returncode == ExitCode.NOT_STARTED
+    assert re.fullmatch(
+        "torch_ucx_rpc run: there is no place for the pipes of workers' output: .*/nowhere.*\n", done.stderr
+    ), done.stderr
 
 
 def test_a_meeting_place_that_is_not_on_the_first_machine_is_refused() -> None:

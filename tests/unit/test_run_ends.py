@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -14,6 +15,8 @@ from pathlib import Path
 
 import pytest
 from workers import reserved_port
+
+from _torch_ucx_rpc_cli import ExitCode
 
 COMMAND = [sys.executable, "-m", "torch_ucx_rpc", "run"]
 ENVIRON = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
@@ -123,6 +126,45 @@ def test_a_signal_while_workers_are_being_started_leaves_none_of_them_behind() -
 
 
 # ---- Failures --------------------------------------------------------------------------------------------------------
+
+
+# With so many files the launcher starts some of 30 workers, and fails to start one of the others.
+FILES_FOR_SOME_OF_30 = 125
+# With so many it fails before the first.
+FILES_FOR_NONE = 60
+
+
+def limit_files(process: subprocess.Popen[str], count: int) -> None:
+    resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (count, count))
+
+
+@pytest.mark.parametrize("files", [FILES_FOR_SOME_OF_30, FILES_FOR_NONE])
+def test_workers_that_cannot_all_be_started_are_ended_and_the_error_says_why(files: int) -> None:
+    mark = uuid.uuid4().hex
+    with launchers(["-n", "30", "--max-restarts", "3", "-c", WAIT, mark]) as [launcher]:
+        limit_files(launcher, files)
+        _, errors = launcher.communicate(timeout=60)
+        assert re.fullmatch(
+            r"torch_ucx_rpc run: the others have been ended, since the 30 workers of \S+ could not all be started: .*"
+            rf"Too many open files.*: raise the limit of open files, which is {files} \(ulimit -n\)\n",
+            errors,
+        ), errors
+        assert launcher.returncode == ExitCode.NOT_STARTED
+        assert processes_with(mark) == []
+
+
+def test_a_machine_that_cannot_start_its_workers_tells_the_others() -> None:
+    mark = uuid.uuid4().hex
+    with reserved_port() as port:
+        meeting = ["--nnodes", "2", "--rdzv", f"127.0.0.1:{port}", "-c", WAIT, mark]
+        commands = [["-n", count, "--node-rank", rank, *meeting] for rank, count in (("0", "1"), ("1", "30"))]
+        with launchers(*commands) as machines:
+            limit_files(machines[1], FILES_FOR_SOME_OF_30)
+            for machine in machines:
+                _, errors = machine.communicate(timeout=60)
+                assert "since the 30 workers of" in errors, errors
+                assert machine.returncode == ExitCode.NOT_STARTED
+            assert processes_with(mark) == []
 
 
 def test_of_two_machines_that_fail_at_once_both_report_the_same_failure(tmp_path: Path) -> None:

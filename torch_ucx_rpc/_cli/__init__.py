@@ -5,6 +5,7 @@
 * ``check``          lets workers call each other
 * ``top``            watches a running job
 * ``_job``           the part of a job that is on this machine, for ``run``
+* ``_children``      ends workers when not all could be started, for ``run``
 * ``_signals``       the signals that end a job, for ``run``
 * ``_output``        what ``run``'s workers write
 * ``_report``        facts and problems, for ``info``

@@ -21,6 +21,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SignalException
 
 from _torch_ucx_rpc_cli import ExitCode
+from torch_ucx_rpc._cli import _children
 from torch_ucx_rpc._cli._output import WorkerOutput
 from torch_ucx_rpc._cli._signals import Signals
 from torch_ucx_rpc._launch.environment import default_name
@@ -138,8 +139,15 @@ class JobAgent(LocalElasticAgent):
         self._signals.note()
         # On the main thread elastic would install handlers of its own. They raise, and a worker that is just being
         # started would be left behind; and they replace those of signals that are to be ignored.
-        with concurrent.futures.ThreadPoolExecutor(1) as executor:
-            pids: dict[int, Any] = executor.submit(super()._start_workers, worker_group).result()
+        try:
+            with concurrent.futures.ThreadPoolExecutor(1) as executor:
+                pids: dict[int, Any] = executor.submit(super()._start_workers, worker_group).result()
+        except (OSError, RuntimeError) as error:
+            # elastic has forgotten those that it did start.
+            _children.end_children()
+            failure = self._first_of_all(worker_group, _not_started(worker_group.spec.local_world_size, error))
+            self._stay_for_others(worker_group, _FAILED.format(attempt=self._attempt) + "/read")
+            raise failure from error
         return pids
 
     def _stop_workers(self, worker_group: Any) -> None:
@@ -302,6 +310,14 @@ class JobAgent(LocalElasticAgent):
             exit_code=code if code > 0 else 128 - code,
             last_words=self._output.last_words(name),
         )
+
+
+def _not_started(count: int, error: Exception) -> Failure:
+    return Failure(
+        f"the {count} workers of {socket.gethostname()} could not all be started: {error}{_children.cure_for(error)}",
+        exit_code=ExitCode.NOT_STARTED,
+        is_final=True,
+    )
 
 
 def _hung() -> Failure:

@@ -136,7 +136,11 @@ def _run(arguments: argparse.Namespace, roles: dict[str, int], program: list[str
             arguments.log_dir.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             arguments.error(f"--log-dir: {error}")
-    output = WorkerOutput(arguments.log_dir)
+    try:
+        output = WorkerOutput(arguments.log_dir)
+    except OSError as error:
+        print(f"torch_ucx_rpc run: there is no place for the pipes of workers' output: {error}", file=sys.stderr)
+        return ExitCode.NOT_STARTED
     with contextlib.closing(output):
         names = WorkerNames(roles, output)
         host, port = arguments.rdzv or (None, None)
@@ -166,9 +170,11 @@ def _run(arguments: argparse.Namespace, roles: dict[str, int], program: list[str
             print(f"torch_ucx_rpc run: {received}, all workers have been ended", file=sys.stderr)
             return 128 + received.sigval
         except DistError as error:
-            print(f"torch_ucx_rpc run: no meeting at {host}:{port}, is the port in use? {error}", file=sys.stderr)
+            what = f"no meeting at {host}:{port}, is the port in use?" if host else "the Store cannot be opened:"
+            # The lines after the first are the frames of C++.
+            print(f"torch_ucx_rpc run: {what} {str(error).partition(chr(10))[0]}", file=sys.stderr)
             return ExitCode.NOT_STARTED
-        except (RuntimeError, ValueError) as error:
+        except (OSError, RuntimeError, ValueError) as error:
             print(f"torch_ucx_rpc run: {error}", file=sys.stderr)
             return ExitCode.NOT_STARTED
 

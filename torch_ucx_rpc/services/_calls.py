@@ -191,10 +191,13 @@ def _invoke(
     timeout: float,
 ) -> Future[Any]:
     try:
-        return api._invoke_rpc(replica.info, route.function, mode, (*route.prefix, *args), kwargs, timeout)
+        future: Future[Any] = api._invoke_rpc(
+            replica.info, route.function, mode, (*route.prefix, *args), kwargs, timeout
+        )
     except TypeError:
         check_timeout(timeout)
         raise
+    return future
 
 
 def _call_one_of(
