@@ -10,7 +10,7 @@ import torch
 import torch.distributed.rpc as rpc
 from workers import agent, eventually, in_every_worker, in_worker0
 
-from torch_ucx_rpc.errors import RRefLost
+from torch_ucx_rpc.errors import CallTimedOut, RRefLost
 
 
 class Counter:
@@ -58,10 +58,34 @@ def test_each_rref_whose_creation_timed_out_says_so() -> None:
         with pytest.raises(RRefLost, match=r"timed out"):
             rref.to_here()
     assert rpc.remote("worker1", time.sleep, args=(0,)).to_here() is None
-    # torch forgets the deletion of one that its owner has not made yet.
     eventually(lambda: rpc.rpc_sync("worker1", owned_here) == len(late), "the owner has made them")
     late.clear()
     del rref
+    assert_all_freed("worker1")
+
+
+made_late: list[bool] = []
+
+
+def make_late(succeeds: bool) -> None:
+    time.sleep(0.2)
+    made_late.append(succeeds)
+    assert succeeds
+
+
+def count_made_late() -> int:
+    return len(made_late)
+
+
+# torch's owner would forget a deletion that comes before the value, and own the value for ever.
+@in_worker0(of=2, silent=False)
+def test_an_rref_whose_creation_timed_out_is_freed_by_its_owner() -> None:
+    for succeeds in (True, False, True):
+        rref = rpc.remote("worker1", make_late, args=(succeeds,), timeout=0.02)
+        with pytest.raises(CallTimedOut):
+            rref._get_future().wait()
+        del rref
+    eventually(lambda: rpc.rpc_sync("worker1", count_made_late) == 3, "the owner has made them")
     assert_all_freed("worker1")
 
 

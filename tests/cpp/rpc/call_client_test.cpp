@@ -11,6 +11,7 @@
 
 #include <gtest/gtest.h>
 #include <torch/csrc/distributed/rpc/rref_context.h>
+#include <torch/csrc/distributed/rpc/rref_proto.h>
 
 #include <chrono>
 #include <future>
@@ -249,6 +250,46 @@ TEST_F(RRefCreationTest, CreationThatTorchNeverKnowsFailsTheSame) {
   EXPECT_EQ(calls_.open(), 1u);
   one_.advance(std::chrono::hours(1));
   EXPECT_EQ(rpcFailure(creation)->kind(), Kind::kTimedOut);
+}
+
+// torch deletes its reference as soon as rpc.remote() has timed out. Owners forget deletions of what is not made yet.
+TEST_F(RRefCreationTest, DeletionOfAnRRefWhoseCreationTimedOutWaitsForTheOwner) {
+  const Future creation = create();
+  const uint64_t id = callee_.requests.back().header.callId;
+  rpc::RRefContext& context = rpc::RRefContext::getInstance();
+  const c10::intrusive_ptr<rpc::UserRRef> rref = context.createUserRRef(1, at::AnyType::get());
+  rref->registerOwnerCreationFuture(creation);
+  context.addPendingUser(rref->forkId(), rref);
+  one_.advance(std::chrono::hours(5) + std::chrono::seconds(1));
+  EXPECT_EQ(rpcFailure(creation)->kind(), Kind::kTimedOut);
+  context.delPendingUser(rref->forkId());
+
+  const auto deleteReference = [&] {
+    return calls_.send(
+        one_.peer(1), rpc::RRefUserDelete(rref->rrefId(), rref->forkId()).toMessage(), milliseconds(0), {});
+  };
+  const Future deletion = deleteReference();
+  EXPECT_EQ(answer(deletion)->type(), MessageType::RREF_ACK);
+  two_.takeIn();
+  EXPECT_EQ(callee_.requests.size(), 1u) << "the owner is still making the RRef";
+  EXPECT_TRUE(calls_.keepsDeletions());
+  EXPECT_EQ(calls_.open(), 0u);
+
+  EXPECT_TRUE(calls_.isAwaited(one_.peer(1), id));
+  answerWith(id, "made");
+  EXPECT_EQ(calls_.timedOut(), 1u);
+  EXPECT_FALSE(calls_.keepsDeletions());
+  EXPECT_EQ(calls_.open(), 1u) << "the deletion";
+  two_.takeIn();
+  ASSERT_EQ(callee_.requests.size(), 2u);
+  answerWith(callee_.requests.back().header.callId, rpc::RRefAck().toMessage());
+  EXPECT_EQ(calls_.open(), 0u);
+
+  // One that comes after the answer goes to the owner at once.
+  const Future again = deleteReference();
+  answerWith(arrivedCall(), rpc::RRefAck().toMessage());
+  EXPECT_EQ(answer(again)->type(), MessageType::RREF_ACK);
+  EXPECT_EQ(callee_.requests.size(), 3u);
 }
 
 TEST_F(RRefCreationTest, CreationThatExpiresDuringTheShutdownFailsWithIt) {

@@ -62,6 +62,12 @@ c10::intrusive_ptr<JitFuture> CallClient::send(
     Peer& to, c10::intrusive_ptr<Message> message, std::chrono::milliseconds timeout, const DeviceMap& deviceMap) {
   trace::Span span("send request", {}, trace::Arrow::kRequestLeaves);
   const rpc::MessageType type = message->type();
+  if (type == rpc::MessageType::RREF_USER_DELETE && unmadeRRefs_.keep(message)) {
+    auto future = c10::make_intrusive<JitFuture>(at::AnyClassType::get(), deviceMaps_.devices());
+    const c10::intrusive_ptr<Message> ack = syntheticAck(type);
+    future->markCompleted(ack, ack->getStorages());
+    return future;
+  }
   const bool mustRun = mustExecute(*message);
   const bool isCreation = mustRun && makesRRef(*message); // all that make RRefs must run
   // Before the call is open, because it throws for tensors that cannot be sent.
@@ -94,14 +100,17 @@ c10::intrusive_ptr<JitFuture> CallClient::send(
     expiryTask_.dueBy(deadline);
   }
   to.callsSent.fetch_add(1, std::memory_order_relaxed);
+  if (isCreation) {
+    unmadeRRefs_.add(id, to);
+  }
 
   // The state is read after the call is in the table. A thread that marks the peer gone later finds the call there.
   if (to.state() != Peer::State::kPresent) {
-    if (std::optional<CallTable::Call> taken = calls_.take(id, to)) {
+    if (std::optional<CallTable::Call> taken = take(id, to)) {
       finishCallToLostPeer(std::move(*taken));
     }
   } else if (lifetime_.isClosed()) {
-    if (const std::optional<CallTable::Call> taken = calls_.take(id, to)) {
+    if (const std::optional<CallTable::Call> taken = take(id, to)) {
       fail(
           *taken,
           std::make_exception_ptr(to.failure(
@@ -129,7 +138,7 @@ void CallClient::onAnswer(IncomingMessage answer, const std::optional<Driver>& d
     return; // being destroyed
   }
   const uint64_t id = answer.header.callId;
-  std::optional<CallTable::Call> call = calls_.take(id, *answer.from);
+  std::optional<CallTable::Call> call = take(id, *answer.from);
   if (!call) {
     return; // a late answer, or one of a worker that was not asked; its memory is released here
   }
@@ -146,6 +155,18 @@ void CallClient::onAnswer(IncomingMessage answer, const std::optional<Driver>& d
         complete(std::move(call), std::move(answer));
         messenger_.wakeWaitingCaller(); // which may sleep, and wait for this call: it looks when it wakes
       });
+}
+
+std::optional<CallTable::Call> CallClient::take(uint64_t callId, Peer& peer) {
+  std::optional<CallTable::Call> call = calls_.take(callId, peer);
+  if (call && !call->makesRRef) {
+    return call;
+  }
+  if (const c10::intrusive_ptr<Message> deletion = unmadeRRefs_.take(callId, peer)) {
+    // Nobody waits for its answer: torch has been told that the reference is gone.
+    (void)send(peer, deletion, std::chrono::milliseconds(0), {});
+  }
+  return call;
 }
 
 void CallClient::complete(CallTable::Call call, IncomingMessage answer) {
@@ -210,20 +231,20 @@ void CallClient::finishCallToLostPeer(CallTable::Call call) {
 }
 
 void CallClient::onAnswerRejected(Peer& from, uint64_t callId, const Error& why) {
-  if (std::optional<CallTable::Call> call = calls_.take(callId, from)) {
+  if (std::optional<CallTable::Call> call = take(callId, from)) {
     const std::string what = "could not receive the answer of " + from.describe() + ": " + why.message();
     failLater(std::move(*call), from.failureFrom(why, what));
   }
 }
 
 void CallClient::onRefused(Peer& by, uint64_t callId, const Error& why) {
-  if (std::optional<CallTable::Call> call = calls_.take(callId, by)) {
+  if (std::optional<CallTable::Call> call = take(callId, by)) {
     failLater(std::move(*call), by.failureFrom(why, why.message()));
   }
 }
 
 void CallClient::onRequestNotSent(Peer& to, uint64_t callId, const Error& why) {
-  if (std::optional<CallTable::Call> call = calls_.take(callId, to)) {
+  if (std::optional<CallTable::Call> call = take(callId, to)) {
     if (to.whyGone()) {
       failLater(std::move(*call), to.failureOfGone());
     } else {
@@ -234,6 +255,7 @@ void CallClient::onRequestNotSent(Peer& to, uint64_t callId, const Error& why) {
 }
 
 void CallClient::onPeerGone(Peer& peer) {
+  unmadeRRefs_.forget(peer);
   for (CallTable::Call& call : calls_.takeAllTo(peer)) {
     finishCallToLostPeer(std::move(call));
   }
@@ -248,10 +270,14 @@ Timer::TimePoint CallClient::expire(Timer::TimePoint now) {
   std::vector<std::pair<Peer*, uint64_t>> abandoned;
   std::vector<CallTable::Expired> expired = calls_.takeExpired(now, next);
   for (CallTable::Expired& one : expired) {
-    if (one.call.makesRRef && !markTimedOutRRef(*one.call.future) && now < one.call.deadline + kRRefPatience) {
-      next = std::min(next, now + kRRefPeriod);
-      expireLater(std::move(one), now + kRRefPeriod);
-      continue;
+    if (one.call.makesRRef) {
+      if (const std::optional<rpc::ForkId> reference = markTimedOutRRef(*one.call.future)) {
+        unmadeRRefs_.giveUp(one.id, *reference);
+      } else if (now < one.call.deadline + kRRefPatience) {
+        next = std::min(next, now + kRRefPeriod);
+        expireLater(std::move(one), now + kRRefPeriod);
+        continue;
+      }
     }
     timedOut_.fetch_add(1, std::memory_order_relaxed);
     Peer& to = *one.call.to;

@@ -6,6 +6,7 @@
 #include "peers/peer_observer.h"
 #include "rpc/call_table.h"
 #include "rpc/device_maps.h"
+#include "rpc/unmade_rrefs.h"
 #include "runtime/executor.h"
 #include "runtime/lifetime.h"
 #include "runtime/timer.h"
@@ -50,6 +51,10 @@ class CallClient final : public AnswerHandler, public PeerObserver {
   size_t open() const {
     return calls_.size();
   }
+  // Whether torch has deleted references to RRefs whose owners are still making them.
+  bool keepsDeletions() const {
+    return unmadeRRefs_.keepsAny();
+  }
   // The calls that were ever made, and those that have timed out.
   uint64_t opened() const {
     return calls_.opened();
@@ -60,7 +65,7 @@ class CallClient final : public AnswerHandler, public PeerObserver {
 
   // AnswerHandler.
   bool isAwaited(const Peer& from, uint64_t callId) const override {
-    return calls_.isOpen(callId, from);
+    return calls_.isOpen(callId, from) || unmadeRRefs_.isAwaited(callId, from);
   }
   void onAnswer(IncomingMessage answer, const std::optional<Driver>& driver, WorkAtEnd& atEnd) override;
   void onAnswerRejected(Peer& from, uint64_t callId, const Error& why) override;
@@ -71,6 +76,8 @@ class CallClient final : public AnswerHandler, public PeerObserver {
   void onPeerGone(Peer& peer) override;
 
  private:
+  // Takes a call that the peer has answered, or never will, out of the table. Nothing if it was completed before.
+  std::optional<CallTable::Call> take(uint64_t callId, Peer& peer);
   void complete(CallTable::Call call, IncomingMessage answer);
   static void completeWith(const CallTable::Call& call, const c10::intrusive_ptr<Message>& answer);
   static void fail(const CallTable::Call& call, const std::exception_ptr& why);
@@ -94,6 +101,7 @@ class CallClient final : public AnswerHandler, public PeerObserver {
   Timer::Task& expiryTask_;
 
   CallTable calls_; // own synchronization
+  UnmadeRRefs unmadeRRefs_; // own synchronization
   std::atomic<uint64_t> timedOut_{0};
 };
 

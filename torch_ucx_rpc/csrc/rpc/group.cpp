@@ -21,6 +21,9 @@ using Clock = std::chrono::steady_clock;
 constexpr auto kForEver = Clock::time_point::max();
 // How often a thread that blocks in barrier() or join() looks for signals.
 constexpr auto kSignalCheckPeriod = std::chrono::milliseconds(100);
+// For how long a thread in join() waits for owners that are still making RRefs whose references torch has deleted here.
+// An owner that gets the deletions too late has torch complain about leaks.
+constexpr auto kRRefPatience = std::chrono::seconds(1);
 // How often a thread in join() looks whether calls have ended.
 constexpr auto kPoll = std::chrono::milliseconds(1);
 
@@ -238,6 +241,7 @@ void Group::join(std::chrono::milliseconds timeout, std::chrono::milliseconds de
     return;
   }
   const auto deadline = deadlineOf(timeout);
+  const auto patience = std::min(deadline, Clock::now() + kRRefPatience);
   uint64_t openedBefore = ~0ull;
   for (int quietRounds = 0; quietRounds < 2;) {
     const auto left = deadline == kForEver
@@ -245,7 +249,7 @@ void Group::join(std::chrono::milliseconds timeout, std::chrono::milliseconds de
         : std::max(
               std::chrono::milliseconds(1), // 0 would mean no limit
               std::chrono::duration_cast<std::chrono::milliseconds>(deadline - Clock::now()));
-    while (calls_.open() != 0 && Clock::now() < deadline) {
+    while ((calls_.open() != 0 && Clock::now() < deadline) || (calls_.keepsDeletions() && Clock::now() < patience)) {
       whileWaiting_();
       std::this_thread::sleep_for(kPoll);
     }

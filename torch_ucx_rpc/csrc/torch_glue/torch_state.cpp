@@ -185,26 +185,26 @@ void keepRRefThatTorchMarks() {
   (void)kept;
 }
 
-bool markTimedOutRRef(const JitFuture& creation) {
+std::optional<rpc::ForkId> markTimedOutRRef(const JitFuture& creation) {
   if (!RpcAgent::isCurrentRpcAgentSet()) { // then there is no context either, and asking for it throws
-    return false;
+    return std::nullopt;
   }
   RRefContext& context = RRefContext::getInstance();
-  bool isKnown = false;
-  const auto mark = [&](RRef& rref) {
+  std::optional<rpc::ForkId> found;
+  const auto mark = [&](RRef& rref, const rpc::ForkId& reference) {
     if (rref.getOwnerCreationFuture().get() == &creation) {
       (rref.*reach(HasTimedOut())).store(true);
-      isKnown = true;
+      found.emplace(reference);
     }
   };
   const std::lock_guard lock(context.*reach(ContextMapsMutex()));
   for (const auto& [fork, user] : context.*reach(ContextPendingUsers())) {
-    mark(*user->rref_);
+    mark(*user->rref_, fork);
   }
   for (const auto& [id, rref] : context.*reach(ContextOwners())) { // of calls to oneself
-    mark(*rref);
+    mark(*rref, id);
   }
-  return isKnown;
+  return found;
 }
 
 std::vector<int64_t> orphanedContexts(const std::function<bool(int64_t id)>& isOrphan) {

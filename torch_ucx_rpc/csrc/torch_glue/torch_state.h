@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <unordered_set>
 #include <vector>
 
@@ -59,9 +60,9 @@ void invalidateRRefsOf(torch::distributed::rpc::worker_id_t owner);
 // an RRef that lives as long as the process. To be called before rpc.remote().
 void keepRRefThatTorchMarks();
 
-// Marks the RRef whose rpc.remote() is about to fail, because it timed out. False if torch does not know the RRef: the
-// thread that makes it tells torch after RpcAgent::send().
-bool markTimedOutRRef(const torch::distributed::rpc::JitFuture& creation);
+// Marks the RRef whose rpc.remote() is about to fail, because it timed out, and returns this worker's reference to it.
+// Nothing if torch does not know the RRef: the thread that makes it tells torch after RpcAgent::send().
+std::optional<torch::distributed::rpc::ForkId> markTimedOutRRef(const torch::distributed::rpc::JitFuture& creation);
 
 // The contexts of distributed autograd here that are orphans: whoever has opened them will not close them.
 std::vector<int64_t> orphanedContexts(const std::function<bool(int64_t id)>& isOrphan);
