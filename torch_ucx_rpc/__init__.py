@@ -40,12 +40,15 @@ The package, module by module and room by room; the docstring of each room lists
 * ``_C``           the agent itself, written in C++ (``csrc/``)
 """
 
+import importlib
 import sys
 import typing
 
 from torch_ucx_rpc import errors
 
 if typing.TYPE_CHECKING:
+    from torch_ucx_rpc._launch.init import init_rpc
+    from torch_ucx_rpc._native_op.op import native_op
     from torch_ucx_rpc._observe.statistics import (
         Latencies,
         PeerStatistics,
@@ -78,8 +81,6 @@ except (ImportError, OSError) as error:
 
 if _failure is None:
     from torch_ucx_rpc._devices.wait import wait
-    from torch_ucx_rpc._launch.init import init_rpc
-    from torch_ucx_rpc._native_op.op import native_op
     from torch_ucx_rpc._observe.log import receive_warnings as _receive_warnings
     from torch_ucx_rpc._observe.lost import on_lost
     from torch_ucx_rpc._options import UcxRpcBackendOptions
@@ -92,16 +93,23 @@ if _failure is None:
     if _is_asked_for():
         replace_tensorpipe()
 
-_ON_DEMAND = ("Latencies", "PeerStatistics", "ServiceStatistics", "Statistics", "statistics")
+# Names and their modules, which are loaded when they are asked for: the import would take a third longer with them.
+_ON_DEMAND = {
+    "init_rpc": "_launch.init",
+    "native_op": "_native_op.op",
+    "Latencies": "_observe.statistics",
+    "PeerStatistics": "_observe.statistics",
+    "ServiceStatistics": "_observe.statistics",
+    "Statistics": "_observe.statistics",
+    "statistics": "_observe.statistics",
+}
 
 
 def __getattr__(name: str) -> typing.Any:
-    """Load the statistics when they are asked for: making their classes would take a sixth of the import."""
-    if name not in _ON_DEMAND or _failure is not None:
+    module = _ON_DEMAND.get(name)
+    if module is None or _failure is not None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from torch_ucx_rpc._observe import statistics as module
-
-    return getattr(module, name)
+    return getattr(importlib.import_module(f"{__name__}.{module}"), name)
 
 
 def __dir__() -> list[str]:

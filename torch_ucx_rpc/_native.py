@@ -42,7 +42,11 @@ class Ucx(NamedTuple):
     """The libucp of this process."""
 
     version: tuple[int, int, int]
-    path: str
+
+    @property
+    def path(self) -> str:
+        # Looked up on demand: in a process with torch the list of mapped files is long.
+        return path_in_maps(_maps()) or SONAME
 
     def __str__(self) -> str:
         return f"UCX {'.'.join(map(str, self.version))} ({self.path})"
@@ -71,8 +75,12 @@ _SHORT_PATCHING_WAIT = "100us"
 
 def path_in_maps(maps: str, library: str = "libucp") -> str | None:
     """The file of a mapped library, from the text of ``/proc/self/maps``; None if it is not mapped."""
-    found = re.search(rf"^(?:\S+\s+){{5}}(/.*/{library}\.so[.\d]*)", maps, re.MULTILINE)
-    return None if found is None else found[1]
+    for line in maps.splitlines():
+        if library in line:
+            found = re.match(rf"(?:\S+\s+){{5}}(/.*/{library}\.so[.\d]*)", line)
+            if found is not None:
+                return found[1]
+    return None
 
 
 def _maps() -> str:
@@ -89,7 +97,7 @@ def loaded_ucx() -> Ucx | None:
     numbers = [ctypes.c_uint() for _ in range(3)]
     library.ucp_get_version(*map(ctypes.byref, numbers))
     major, minor, release = (number.value for number in numbers)
-    return Ucx((major, minor, release), path_in_maps(_maps()) or SONAME)
+    return Ucx((major, minor, release))
 
 
 def complete_ucx() -> Ucx | None:

@@ -90,18 +90,19 @@ def test_a_choice_that_is_none_is_refused() -> None:
 
 @pytest.mark.parametrize("version", [(1, 22, 0), (1, 22, 3), (1, 23, 0), (2, 0, 0)])
 def test_a_newer_ucx_than_at_the_build_is_taken(version: tuple[int, int, int]) -> None:
-    _native.check_ucx_version(_native.Ucx(version, "/lib/libucp.so.0"), "1.22", was_there_before=True)
+    _native.check_ucx_version(_native.Ucx(version), "1.22", was_there_before=True)
 
 
 @pytest.mark.parametrize(
     ("was_there_before", "cure"),
     [(True, "import torch_ucx_rpc before that package"), (False, "install a newer one, pip install libucx-cu12")],
 )
-def test_an_older_ucx_than_at_the_build_is_refused_with_the_cure(was_there_before: bool, cure: str) -> None:
+def test_an_older_ucx_than_at_the_build_is_refused_with_the_cure(
+    was_there_before: bool, cure: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_native, "_maps", lambda: MAPS.format(libucp="/lib/libucp.so.0"))
     with pytest.raises(ImportError, match=cure) as refused:
-        _native.check_ucx_version(
-            _native.Ucx((1, 13, 1), "/lib/libucp.so.0"), "1.22", was_there_before=was_there_before
-        )
+        _native.check_ucx_version(_native.Ucx((1, 13, 1)), "1.22", was_there_before=was_there_before)
     assert "built with UCX 1.22" in str(refused.value)
     assert "UCX 1.13.1 (/lib/libucp.so.0)" in str(refused.value)
 

@@ -16,7 +16,6 @@ it cannot reach: the network may be just coming back.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import threading
 import weakref
@@ -200,13 +199,13 @@ class DynamicGroup:
             lost = {place: record for place, record in self._members.items() if record.session == session}
         for place, record in lost.items():
             has_ended = record.has_ended_beside(self._own)
-            self._replace(place, None if has_ended else dataclasses.replace(record, in_doubt=True))
+            self._replace(place, None if has_ended else record._replace(in_doubt=True))
 
     def _trust(self, places: Iterable[str]) -> None:
         """Clear the doubt about members that have admitted this worker."""
         for place in self._doubted.intersection(places):
             self._doubted.discard(place)
-            self._replace(place, dataclasses.replace(self._earlier[place], in_doubt=False))
+            self._replace(place, self._earlier[place]._replace(in_doubt=False))
 
     def _is_listed(self, place: str) -> bool:
         """False if the member has left; True if the Store has ended and cannot tell."""

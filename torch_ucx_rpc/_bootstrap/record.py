@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import base64
-import dataclasses
+import functools
 import os
 import socket
+import typing
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from torch_ucx_rpc._devices.maps import DeviceMaps, convert_devices
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Record:
+class Record(NamedTuple):
     """The description of one worker for the others.
 
     A process id identifies a process only within a pid namespace, until the process ends or the machine reboots. Hence
@@ -67,7 +67,7 @@ class Record:
 
     def to_values(self) -> dict[str, Any]:
         """This record as values that JSON can write."""
-        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        values = self._asdict()
         values["address"] = base64.b64encode(self.address).decode("ascii")
         return {**values, **convert_devices(values, str)}
 
@@ -80,10 +80,16 @@ class Record:
         # Wrong values raise any of these; RuntimeError is torch's, for an impossible device.
         except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
             raise ValueError(f"that is not the record of a worker: {error}") from error
-        for field in dataclasses.fields(cls):
-            if field.type in ("bool", "int", "str") and type(getattr(record, field.name)).__name__ != field.type:
-                raise ValueError(f"that is not the record of a worker: its {field.name} is no {field.type}")
+        for name, kind in _plain_fields().items():
+            if type(getattr(record, name)) is not kind:
+                raise ValueError(f"that is not the record of a worker: its {name} is no {kind.__name__}")
         return record
+
+
+@functools.cache
+def _plain_fields() -> dict[str, type]:
+    """The types of those fields that JSON has as they are."""
+    return {name: kind for name, kind in typing.get_type_hints(Record).items() if kind in (bool, int, str)}
 
 
 def _device(text: object) -> torch.device:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import dataclasses
 import itertools
 import os
 import socket
@@ -18,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 from urllib.parse import ParseResult, parse_qs, urlparse
 
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
@@ -164,8 +163,7 @@ def check_port(number: str) -> int:
     return int(number)
 
 
-@dataclasses.dataclass(frozen=True)
-class JobAddress:
+class JobAddress(NamedTuple):
     """The places where rank 0 of a job may open its Store: one of the hosts, at its first free one of the ports."""
 
     job: str

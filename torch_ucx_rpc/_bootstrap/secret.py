@@ -9,12 +9,11 @@ could not bind to the frames that follow.
 
 from __future__ import annotations
 
-import dataclasses
 import hmac
 import json
 import os
 import stat
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch_ucx_rpc.errors import JoinFailed
 
@@ -61,8 +60,7 @@ class Secret:
         return hmac.digest(self.key("store"), text.encode(), "sha256").hex()
 
 
-@dataclasses.dataclass(frozen=True)
-class Entry:
+class Entry(NamedTuple):
     """An entry of the Store: its values, and the doubt about them, if any, with {own} and {who} for the workers."""
 
     values: dict[str, Any]

@@ -6,12 +6,12 @@ of devices and transports that the machine does not have, and of values that mak
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import os
 import resource
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 from torch_ucx_rpc.errors import JoinFailed
 
@@ -30,8 +30,7 @@ _FILES_OF_AN_AGENT = 48
 _FILES_OF_A_PEER = 2
 
 
-@dataclasses.dataclass(frozen=True)
-class Problem:
+class Problem(NamedTuple):
     """Something that is wrong, and its cure."""
 
     problem: str

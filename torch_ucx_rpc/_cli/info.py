@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import importlib
 import importlib.metadata
 import importlib.util
@@ -47,7 +46,7 @@ _VARIABLES = re.compile(
 def main(arguments: argparse.Namespace) -> int:
     report = collect()
     if arguments.json:
-        problems = [dataclasses.asdict(problem) for problem in report.problems]
+        problems = [problem._asdict() for problem in report.problems]
         print(json.dumps({**report.facts, "problems": problems}, indent=2))
     else:
         print(_text(report))

@@ -14,10 +14,10 @@ MASTER_ADDR and MASTER_PORT, if set, apply under all launchers.
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import re
 from collections.abc import Mapping
+from typing import NamedTuple
 
 # Ports for Stores: below the ports that Linux hands out by itself (32768 and up), above the ports of services. A job
 # has a few of them, for the case that the first is in use.
@@ -34,8 +34,7 @@ NO_ROLES = ("", "default", "default_role")
 Environ = Mapping[str, str]
 
 
-@dataclasses.dataclass(frozen=True)
-class Launch:
+class Launch(NamedTuple):
     """A worker's place in its job, as its launcher tells it.
 
     ``hosts`` are hosts where rank 0 may be, the likeliest first; empty if unknown. ``job`` is a text that all workers

@@ -15,7 +15,6 @@ The answer is ``{"3": statistics, "4": "why there are none", ...}``, by rank.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import logging
 import os
@@ -27,7 +26,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch.distributed.rpc as rpc
 
@@ -135,8 +134,7 @@ def own_statistics() -> str:
     return json.dumps(statistics().to_values())
 
 
-@dataclasses.dataclass(frozen=True)
-class Found:
+class Found(NamedTuple):
     """A worker on this host that can be asked."""
 
     pid: int
