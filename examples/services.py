@@ -59,15 +59,17 @@ def evaluate(name: str, is_over: Any) -> None:
 
 
 def call(name: str, both_callers: Any, results: Any) -> None:
-    there = threading.Event()
-    services.watch(
-        "score",
-        lambda service: (
-            print(f"{name}: score is offered by {', '.join(service.workers) or 'nobody'}", flush=True),
-            there.set() if len(service.workers) == 2 else None,
-        ),
-    )
-    there.wait(60)
+    both, one_left = threading.Event(), threading.Event()
+
+    def on_change(service: services.Service) -> None:
+        print(f"{name}: score is offered by {', '.join(service.workers) or 'nobody'}", flush=True)
+        if len(service.workers) == 2:
+            both.set()
+        elif both.is_set():
+            one_left.set()
+
+    services.watch("score", on_change)
+    both.wait(60)
     both_callers.wait(60)
     threshold = services.get("threshold").to_here()
     model = Model()
@@ -82,6 +84,8 @@ def call(name: str, both_callers: Any, results: Any) -> None:
         score = services.call("score", x)
         assert score == model.score(x)
         above += score > threshold
+    # The calls may be over before the death is known.
+    one_left.wait(60)
     members = ", ".join(f"{member.name} ({member.role})" for member in services.members())
     results.put(f"{name}: {CALLS} calls answered, {above} above the threshold; living are {members}")
 

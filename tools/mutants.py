@@ -158,6 +158,18 @@ MUTANTS = (
         "        except ConnectionError as error:\n            raise self._failure(",
         ("test_a_job_whose_worker0_dies_is_a_failure",),
     ),
+    Mutant(
+        "folders-without-turns",
+        "        _lock(number, path, fcntl.LOCK_EX if to_save else fcntl.LOCK_SH)\n",
+        "",
+        ("test_processes_take_turns_in_a_folder",),
+    ),
+    Mutant(
+        "workers-left-behind",
+        "            _children.end_children()\n",
+        "",
+        ("test_workers_that_cannot_all_be_started_are_ended_and_the_error_says_why",),
+    ),
     # ---- C++. Where a name of a suite changes, so does the one here.
     Mutant(
         "cpp-deadlines-late",
@@ -242,6 +254,12 @@ MUTANTS = (
         "  if (entry == entries_.end() || entry->second.call.to != &peer) {\n",
         "  if (entry == entries_.end()) {\n",
         ("CallTableTest",),
+    ),
+    Mutant(
+        "cpp-deletions-come-before-the-rref",
+        "if (type == rpc::MessageType::RREF_USER_DELETE && unmadeRRefs_.keep(message)) {",
+        "if (false && unmadeRRefs_.keep(message)) {",
+        ("RRefCreationTest",),
     ),
     Mutant(
         "cpp-calls-to-the-dead-stay-open",

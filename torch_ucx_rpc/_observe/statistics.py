@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import inspect
 import itertools
 import math
 import sys
@@ -106,17 +107,18 @@ _Class = TypeVar("_Class")
 
 def _documented(cls: type[_Class]) -> type[_Class]:
     """Class decorator: adds the fields, which are described once, in their metadata, to the docstring."""
-    lines = [(cls.__doc__ or "").rstrip(), "", "    Attributes:"]
+    # Python 3.13 takes the indentation away, and earlier ones leave it.
+    lines = [inspect.cleandoc(cls.__doc__ or ""), "", "Attributes:"]
     for each in dataclasses.fields(cls):  # type: ignore[arg-type]
         first, *words = f"{each.name} ({each.type}): {each.metadata['meaning']}.".split()
-        lines.append(" " * 8 + first)
+        lines.append(" " * 4 + first)
         # Not textwrap, which would take a fifth of the package's import.
         for word in words:
             if len(lines[-1]) + len(word) < 120:
                 lines[-1] += f" {word}"
             else:
-                lines.append(" " * 12 + word)
-    cls.__doc__ = "\n".join(lines) + "\n    "
+                lines.append(" " * 8 + word)
+    cls.__doc__ = "\n".join(lines) + "\n"
     return cls
 
 
