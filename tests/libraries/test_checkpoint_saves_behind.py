@@ -88,6 +88,40 @@ def test_processes_take_turns_in_a_folder(run_on_ucx, tmp_path, first):
     assert holds(folder) == 3.0
 
 
+def test_a_load_waits_for_what_its_process_is_saving(tmp_path, disk):
+    checkpoint.save({"x": torch.tensor(1.0)}, tmp_path / "ckpt", asynchronous=True)
+    timer = threading.Timer(0.2, disk.set)
+    timer.start()
+    assert holds(tmp_path / "ckpt") == 1.0
+    checkpoint.save({"x": torch.tensor(2.0)}, tmp_path / "ckpt", asynchronous=True)
+    assert holds(tmp_path / "ckpt") == 2.0
+
+
+def test_a_turn_that_takes_too_long_is_an_error(tmp_path, monkeypatch):
+    monkeypatch.setattr(storage, "_LONGEST_TURN_S", 0.1)
+    checkpoint.save({"x": torch.tensor(1.0)}, tmp_path)
+    before = sorted(tmp_path.iterdir())
+    with storage.turn_in(str(tmp_path), to_save=True):
+        for use in (checkpoint.save, checkpoint.load):
+            with pytest.raises(checkpoint.CheckpointError, match="somebody else has been saving into"):
+                use({"x": torch.zeros(())}, tmp_path)
+    assert sorted(tmp_path.iterdir()) == before
+    assert holds(tmp_path) == 1.0
+
+
+def test_a_checkpoint_stays_where_the_former_cannot_be_removed(tmp_path, monkeypatch):
+    def refuse(*args: Any) -> None:
+        raise PermissionError("not yours")
+
+    checkpoint.save({"x": torch.tensor(1.0)}, tmp_path)
+    with monkeypatch.context() as patched:
+        patched.setattr(storage, "remove_others", refuse)
+        checkpoint.save({"x": torch.tensor(2.0)}, tmp_path)
+    state = {"x": torch.zeros(())}
+    checkpoint.load(state, tmp_path)
+    assert state["x"].item() == 2.0
+
+
 def use_one_folder(rank: int, steps: Steps, folder: Path, first: str) -> None:
     """Rank 1 saves 2, or loads the 1 that is there, and in the middle of that rank 0 saves 3."""
     if rank == 0:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from torch_ucx_rpc._bootstrap.record import process_stat
 
-# A worker that does not heed SIGTERM for so long is killed.
+# A worker that does not heed SIGTERM for so long is killed, and so long it is waited for after that.
 _PATIENCE_S = 10.0
 
 _LIMITS = {
@@ -32,17 +32,17 @@ def cure_for(error: Exception) -> str:
 
 
 def end_children() -> None:
-    """End all children of this process, each with its session: SIGTERM, and SIGKILL for those that do not heed it."""
-    number, until = signal.SIGTERM, time.monotonic() + _PATIENCE_S
+    """End the children of this process that lead a session, as workers do: by SIGTERM, and SIGKILL where that is not
+    heeded."""
     children = _children()
-    for pid in children:
-        _signal(pid, number)
-    while children := [pid for pid in children if not _has_ended(pid)]:
-        if time.monotonic() > until and number is signal.SIGTERM:
-            number = signal.SIGKILL
-            for pid in children:
-                _signal(pid, number)
-        time.sleep(0.01)
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        for pid in children:
+            # One of another user (setuid) is left to itself.
+            with contextlib.suppress(OSError):
+                os.killpg(pid, number)
+        until = time.monotonic() + _PATIENCE_S
+        while (children := [pid for pid in children if not _has_ended(pid)]) and time.monotonic() < until:
+            time.sleep(0.01)
 
 
 def _children() -> list[int]:
@@ -52,18 +52,13 @@ def _children() -> list[int]:
         # There is none. It matters that this needs no file: with a child, the files of its output are free by now.
         return []
     found = []
-    for entry in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            if int(process_stat(int(entry.name))[1]) == os.getpid():
-                found.append(int(entry.name))
+    with contextlib.suppress(OSError):
+        for entry in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                _, parent, _, session = process_stat(int(entry.name))[:4]
+                if (int(parent), session) == (os.getpid(), entry.name):
+                    found.append(int(entry.name))
     return found
-
-
-def _signal(pid: int, number: signal.Signals) -> None:
-    # One that has only just been forked leads no session yet.
-    for send in (os.kill, os.killpg):
-        with contextlib.suppress(ProcessLookupError):
-            send(pid, number)
 
 
 def _has_ended(pid: int) -> bool:

@@ -143,9 +143,9 @@ class JobAgent(LocalElasticAgent):
             with concurrent.futures.ThreadPoolExecutor(1) as executor:
                 pids: dict[int, Any] = executor.submit(super()._start_workers, worker_group).result()
         except (OSError, RuntimeError) as error:
+            failure = self._first_of_all(worker_group, _not_started(worker_group.spec.local_world_size, error))
             # elastic has forgotten those that it did start.
             _children.end_children()
-            failure = self._first_of_all(worker_group, _not_started(worker_group.spec.local_world_size, error))
             self._stay_for_others(worker_group, _FAILED.format(attempt=self._attempt) + "/read")
             raise failure from error
         return pids

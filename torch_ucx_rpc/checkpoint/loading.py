@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import os
@@ -17,6 +18,7 @@ from torch.distributed.checkpoint.planner import LoadPlan
 
 from torch_ucx_rpc.checkpoint import storage
 from torch_ucx_rpc.checkpoint.parts import CheckpointError, Part, Path, by_worker, parts_of, run_everywhere, under
+from torch_ucx_rpc.checkpoint.saving import await_saves_into
 
 __all__ = ["load"]
 
@@ -36,18 +38,31 @@ def load(state: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
     Raises CheckpointError that names the worker, and what the checkpoint lacks; FileNotFoundError where there is none.
     """
     path = str(pathlib.Path(path).absolute())
-    # Before the folder is opened, for the sentence with which it fails.
-    storage.read_metadata(path)
+    await_saves_into(path)
+    if not pathlib.Path(path).is_dir():
+        # This fails, with a sentence.
+        storage.read_metadata(path)
     session = uuid.uuid4().hex[:12]
     mine = by_worker(parts_of(state))
     try:
-        with storage.turn_in(path, to_save=False):
+        with _turn_in(path):
+            storage.read_metadata(path)
             plans = {worker: (session, path, some) for worker, some in mine.items()}
             run_everywhere("reading a checkpoint", _plan, plans)
             run_everywhere("reading a checkpoint", _read, dict.fromkeys(mine, (session,)))
     except BaseException:
         _forget_everywhere(session, list(mine))
         raise
+
+
+@contextlib.contextmanager
+def _turn_in(path: str) -> Iterator[None]:
+    with contextlib.ExitStack() as turn:
+        try:
+            turn.enter_context(storage.turn_in(path, to_save=False))
+        except OSError as error:
+            raise CheckpointError(f"reading a checkpoint failed: {error}") from error
+        yield
 
 
 def _plan(session: str, path: str, parts: Sequence[tuple[Path, Part]]) -> None:

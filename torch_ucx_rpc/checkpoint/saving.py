@@ -89,7 +89,7 @@ def save(state: Mapping[str, Any], path: str | os.PathLike[str], *, asynchronous
                 _write_everywhere(session, path, dict(zip(workers, central, strict=True)), writer, metadata)
         except OSError as error:
             _give_up(session, path, workers)
-            raise CheckpointError(f"writing the metadata of a checkpoint failed: {error}") from error
+            raise CheckpointError(f"writing a checkpoint failed: {error}") from error
         except BaseException:
             _give_up(session, path, workers)
             raise
@@ -101,6 +101,14 @@ def save(state: Mapping[str, Any], path: str | os.PathLike[str], *, asynchronous
     _finish_into(*arguments)
     future.result()
     return None
+
+
+def await_saves_into(path: str) -> None:
+    """Return when what this process has begun to save into the folder is written, or has failed."""
+    with _turns:
+        last = _last_into.get(os.path.realpath(path))
+    if last is not None:
+        concurrent.futures.wait([last])
 
 
 def _write_everywhere(

@@ -32,6 +32,9 @@ _METADATA = ".metadata"
 # Seconds until a file of another host must be seen here. Network file systems look at a folder again after some time.
 _UNTIL_SEEN_S = 5.0
 
+# Somebody else's turn in a folder: when a warning comes, when it is given up, and how often it is looked at.
+_LONG_TURN_S, _LONGEST_TURN_S, _POLL_S = 10.0, 600.0, 0.02
+
 
 class Writer(FileSystemWriter):
     """Writes one worker's files; on the one that calls `save`, also the metadata."""
@@ -73,17 +76,23 @@ class Writer(FileSystemWriter):
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(folder / _METADATA)
-        _sync_folder(folder)
-        remove_others(folder, {info.relative_path for info in metadata.storage_data.values()})
+        # The checkpoint is the new one from here on, so nothing may fail any more.
+        try:
+            _sync_folder(folder)
+            remove_others(folder, {info.relative_path for info in metadata.storage_data.values()})
+        except OSError as error:
+            _logger.warning("%s has a new checkpoint, and files of the former stay there: %s", folder, error)
 
 
 @contextlib.contextmanager
 def turn_in(path: str, *, to_save: bool) -> Iterator[None]:
     """Wait until no other process saves into the folder, nor loads from it if this one is to save.
 
-    The turn is over with its process, however that ends. Over NFS the processes of each host take turns among
-    themselves alone, since its client asks no server for the lock of a folder. A file system that knows no locks has
-    nobody wait.
+    The turn is over with its process, however that ends, and with the children that it has forked meanwhile. Over NFS
+    the processes of each host take turns among themselves alone, since its client asks no server for the lock of a
+    folder. A file system that knows no locks has nobody wait.
+
+    Raises OSError where another one's turn takes too long: it may be stopped, or wait for this one.
     """
     number = os.open(path, os.O_RDONLY)
     try:
@@ -99,13 +108,26 @@ def turn_in(path: str, *, to_save: bool) -> Iterator[None]:
 
 
 def _lock(number: int, path: str, kind: int) -> None:
-    try:
-        fcntl.flock(number, kind | fcntl.LOCK_NB)
-    except BlockingIOError:
-        _logger.info("waiting for another process that saves into %r or loads from it", path)
-        fcntl.flock(number, kind)
-    except OSError as error:
-        _logger.debug("%r cannot be locked against other processes: %s", path, error)
+    began = time.monotonic()
+    warn_at = began + _LONG_TURN_S
+    while True:
+        try:
+            fcntl.flock(number, kind | fcntl.LOCK_NB)
+        except BlockingIOError:
+            now = time.monotonic()
+            if now - began > _LONGEST_TURN_S:
+                raise OSError(
+                    f"somebody else has been saving into {path!r}, or loading from it, for {_LONGEST_TURN_S:.0f} s"
+                ) from None
+            if now > warn_at:
+                warn_at = float("inf")
+                _logger.warning("still waiting for somebody else who saves into %r or loads from it", path)
+            time.sleep(_POLL_S)
+        except OSError as error:
+            _logger.debug("%r cannot be locked against other processes: %s", path, error)
+            return
+        else:
+            return
 
 
 def _prefix(text: str) -> Any:

@@ -26,7 +26,7 @@ from torch_ucx_rpc._observe.lost import was_lost
 from torch_ucx_rpc.services import _directory
 from torch_ucx_rpc.services._directory import Directory, directory
 from torch_ucx_rpc.services._errors import ReplicasLost, UnknownName, was_not_served
-from torch_ucx_rpc.services._offered import check_name, check_timeout
+from torch_ucx_rpc.services._offered import check_is_name, check_timeout
 from torch_ucx_rpc.services._served import serve, serve_async, serve_member, serve_member_async
 from torch_ucx_rpc.services._table import Offer
 
@@ -103,12 +103,12 @@ def _known_route(name: str) -> Route | None:
         return routes.get(name) if directory.is_made() else None
     except TypeError:
         # No dict can be asked for a list.
-        check_name("name", name)
+        check_is_name("name", name)
         raise
 
 
 def _new_route(name: str) -> Route:
-    check_name("name", name)
+    check_is_name("name", name)
     return route_to(name)
 
 

@@ -26,9 +26,13 @@ def service_of(known: Directory, name: str) -> Service:
     return Service(name, tuple(owner.worker for owner in owners), offer.group, offer.idempotent, offer.is_value)
 
 
-def check_name(what: str, name: Any) -> None:
+def check_is_name(what: str, name: Any) -> None:
     if not isinstance(name, str):
         raise TypeError(f"a {what} is a str; {name!r} is none")
+
+
+def check_name(what: str, name: Any) -> None:
+    check_is_name(what, name)
     if not name:
         raise ValueError(f"a {what} cannot be empty")
 
@@ -39,7 +43,8 @@ def check_flag(what: str, value: Any) -> None:
 
 
 def check_timeout(value: Any) -> None:
-    if not isinstance(value, (int, float)) or isinstance(value, bool):
+    # Whatever torch takes: numbers of NumPy's, too.
+    if isinstance(value, str) or not hasattr(value, "__float__"):
         raise TypeError(f"timeout is a number of seconds, 0 for no limit; {value!r} is none")
 
 

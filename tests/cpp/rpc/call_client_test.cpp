@@ -253,7 +253,7 @@ TEST_F(RRefCreationTest, CreationThatTorchNeverKnowsFailsTheSame) {
 }
 
 // torch deletes its reference as soon as rpc.remote() has timed out. Owners forget deletions of what is not made yet.
-TEST_F(RRefCreationTest, DeletionOfAnRRefWhoseCreationTimedOutWaitsForTheOwner) {
+TEST_F(RRefCreationTest, DeletionOfAnRRefWhoseCreationTimedOutIsRepeatedWhenTheOwnerAnswers) {
   const Future creation = create();
   const uint64_t id = callee_.requests.back().header.callId;
   rpc::RRefContext& context = rpc::RRefContext::getInstance();
@@ -264,32 +264,37 @@ TEST_F(RRefCreationTest, DeletionOfAnRRefWhoseCreationTimedOutWaitsForTheOwner) 
   EXPECT_EQ(rpcFailure(creation)->kind(), Kind::kTimedOut);
   context.delPendingUser(rref->forkId());
 
-  const auto deleteReference = [&] {
-    return calls_.send(
-        one_.peer(1), rpc::RRefUserDelete(rref->rrefId(), rref->forkId()).toMessage(), milliseconds(0), {});
+  const auto acknowledge = [&](uint64_t number) {
+    ASSERT_EQ(callee_.requests.size(), number);
+    answerWith(callee_.requests.back().header.callId, rpc::RRefAck().toMessage());
   };
+  const auto deleteReference = [&] {
+    Future deletion =
+        calls_.send(one_.peer(1), rpc::RRefUserDelete(rref->rrefId(), rref->forkId()).toMessage(), milliseconds(0), {});
+    two_.takeIn();
+    return deletion;
+  };
+  // An owner that knows the reference, of a function that returned a future, forgets it now.
   const Future deletion = deleteReference();
+  acknowledge(2);
   EXPECT_EQ(answer(deletion)->type(), MessageType::RREF_ACK);
-  two_.takeIn();
-  EXPECT_EQ(callee_.requests.size(), 1u) << "the owner is still making the RRef";
-  EXPECT_TRUE(calls_.keepsDeletions());
+  EXPECT_TRUE(calls_.owesDeletions());
   EXPECT_EQ(calls_.open(), 0u);
 
   EXPECT_TRUE(calls_.isAwaited(one_.peer(1), id));
   answerWith(id, "made");
   EXPECT_EQ(calls_.timedOut(), 1u);
-  EXPECT_FALSE(calls_.keepsDeletions());
-  EXPECT_EQ(calls_.open(), 1u) << "the deletion";
+  EXPECT_FALSE(calls_.owesDeletions());
+  EXPECT_EQ(calls_.open(), 1u) << "the second deletion";
   two_.takeIn();
-  ASSERT_EQ(callee_.requests.size(), 2u);
-  answerWith(callee_.requests.back().header.callId, rpc::RRefAck().toMessage());
+  acknowledge(3);
   EXPECT_EQ(calls_.open(), 0u);
 
-  // One that comes after the answer goes to the owner at once.
+  // One that comes after the answer goes to the owner once.
   const Future again = deleteReference();
-  answerWith(arrivedCall(), rpc::RRefAck().toMessage());
+  acknowledge(4);
   EXPECT_EQ(answer(again)->type(), MessageType::RREF_ACK);
-  EXPECT_EQ(callee_.requests.size(), 3u);
+  EXPECT_EQ(calls_.open(), 0u);
 }
 
 TEST_F(RRefCreationTest, CreationThatExpiresDuringTheShutdownFailsWithIt) {

@@ -1,4 +1,4 @@
-// Deletions of references to RRefs that are not made yet: kept until the owner answers, and then given out once.
+// Deletions of references to RRefs that are not made yet: due again, once, when the owner has answered.
 
 #include "rpc/unmade_rrefs.h"
 
@@ -14,6 +14,7 @@ namespace torch_ucx_rpc {
 namespace {
 
 constexpr uint64_t kCall = 7;
+const rpc::RRefId kRRef(0, 100);
 
 class UnmadeRRefsTest : public testing::Test {
  protected:
@@ -32,7 +33,7 @@ class UnmadeRRefsTest : public testing::Test {
     return {0, number};
   }
   static c10::intrusive_ptr<Message> deletionOf(const rpc::ForkId& reference) {
-    return rpc::RRefUserDelete(rpc::RRefId(0, 100), reference).toMessage();
+    return rpc::RRefUserDelete(kRRef, reference).toMessage();
   }
 
   const std::unique_ptr<Peer> owner_ = makePeer(1);
@@ -40,32 +41,38 @@ class UnmadeRRefsTest : public testing::Test {
   UnmadeRRefs unmade_;
 };
 
-TEST_F(UnmadeRRefsTest, DeletionIsKeptUntilTheOwnerAnswers) {
+TEST_F(UnmadeRRefsTest, DeletionIsDueAgainWhenTheOwnerHasAnswered) {
   unmade_.add(kCall, *owner_);
   unmade_.giveUp(kCall, reference(1));
-  EXPECT_FALSE(unmade_.keepsAny()) << "torch has not deleted the reference";
-  const c10::intrusive_ptr<Message> deletion = deletionOf(reference(1));
-  EXPECT_TRUE(unmade_.keep(deletion));
-  EXPECT_TRUE(unmade_.keepsAny());
+  EXPECT_FALSE(unmade_.owesAny()) << "torch has not deleted the reference";
+  unmade_.noteDeletion(*deletionOf(reference(1)));
+  EXPECT_TRUE(unmade_.owesAny());
   EXPECT_EQ(unmade_.take(kCall, *other_), nullptr) << "another worker was not asked";
-  EXPECT_EQ(unmade_.take(kCall, *owner_), deletion);
-  EXPECT_FALSE(unmade_.keepsAny());
+  const c10::intrusive_ptr<Message> again = unmade_.take(kCall, *owner_);
+  ASSERT_NE(again, nullptr);
+  const auto [rref, fork] = rpc::ForkMessageBase::fromMessage(*again, MessageType::RREF_USER_DELETE);
+  EXPECT_TRUE(rref == kRRef);
+  EXPECT_TRUE(fork == reference(1));
+  EXPECT_FALSE(unmade_.owesAny());
   EXPECT_EQ(unmade_.take(kCall, *owner_), nullptr);
 }
 
-TEST_F(UnmadeRRefsTest, OtherDeletionsAreNotKept) {
-  EXPECT_FALSE(unmade_.keep(deletionOf(reference(1))));
+TEST_F(UnmadeRRefsTest, OtherDeletionsAreNotSentAgain) {
+  unmade_.noteDeletion(*deletionOf(reference(1)));
   unmade_.add(kCall, *owner_);
-  EXPECT_FALSE(unmade_.keep(deletionOf(reference(1)))) << "rpc.remote() has not timed out";
+  unmade_.noteDeletion(*deletionOf(reference(1))); // rpc.remote() has not timed out
   unmade_.giveUp(kCall, reference(1));
-  EXPECT_FALSE(unmade_.keep(deletionOf(reference(2))));
+  unmade_.noteDeletion(*deletionOf(reference(2)));
+  EXPECT_FALSE(unmade_.owesAny());
+  EXPECT_EQ(unmade_.take(kCall, *owner_), nullptr);
 }
 
-TEST_F(UnmadeRRefsTest, OwnerThatAnswersAsTheTimeRunsOutGetsTheDeletionAtOnce) {
+TEST_F(UnmadeRRefsTest, NothingIsDueToAnOwnerThatAnswersAsTheTimeRunsOut) {
   unmade_.add(kCall, *owner_);
   EXPECT_EQ(unmade_.take(kCall, *owner_), nullptr);
   unmade_.giveUp(kCall, reference(1));
-  EXPECT_FALSE(unmade_.keep(deletionOf(reference(1))));
+  unmade_.noteDeletion(*deletionOf(reference(1)));
+  EXPECT_FALSE(unmade_.owesAny());
 }
 
 TEST_F(UnmadeRRefsTest, AnswersAreAwaitedUntilTheyCome) {
@@ -78,16 +85,16 @@ TEST_F(UnmadeRRefsTest, AnswersAreAwaitedUntilTheyCome) {
   EXPECT_FALSE(unmade_.isAwaited(kCall, *owner_));
 }
 
-TEST_F(UnmadeRRefsTest, NothingIsKeptForAnOwnerThatIsGone) {
+TEST_F(UnmadeRRefsTest, NothingIsDueToAnOwnerThatIsGone) {
   unmade_.add(kCall, *owner_);
   unmade_.add(kCall + 1, *other_);
   unmade_.giveUp(kCall, reference(1));
   unmade_.giveUp(kCall + 1, reference(2));
-  EXPECT_TRUE(unmade_.keep(deletionOf(reference(1))));
-  EXPECT_TRUE(unmade_.keep(deletionOf(reference(2))));
+  unmade_.noteDeletion(*deletionOf(reference(1)));
+  unmade_.noteDeletion(*deletionOf(reference(2)));
   unmade_.forget(*owner_);
   EXPECT_EQ(unmade_.take(kCall, *owner_), nullptr);
-  EXPECT_FALSE(unmade_.keep(deletionOf(reference(1))));
+  EXPECT_TRUE(unmade_.owesAny());
   EXPECT_NE(unmade_.take(kCall + 1, *other_), nullptr);
 }
 

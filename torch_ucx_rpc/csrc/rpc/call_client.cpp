@@ -62,11 +62,8 @@ c10::intrusive_ptr<JitFuture> CallClient::send(
     Peer& to, c10::intrusive_ptr<Message> message, std::chrono::milliseconds timeout, const DeviceMap& deviceMap) {
   trace::Span span("send request", {}, trace::Arrow::kRequestLeaves);
   const rpc::MessageType type = message->type();
-  if (type == rpc::MessageType::RREF_USER_DELETE && unmadeRRefs_.keep(message)) {
-    auto future = c10::make_intrusive<JitFuture>(at::AnyClassType::get(), deviceMaps_.devices());
-    const c10::intrusive_ptr<Message> ack = syntheticAck(type);
-    future->markCompleted(ack, ack->getStorages());
-    return future;
+  if (type == rpc::MessageType::RREF_USER_DELETE) {
+    unmadeRRefs_.noteDeletion(*message);
   }
   const bool mustRun = mustExecute(*message);
   const bool isCreation = mustRun && makesRRef(*message); // all that make RRefs must run
@@ -163,7 +160,7 @@ std::optional<CallTable::Call> CallClient::take(uint64_t callId, Peer& peer) {
     return call;
   }
   if (const c10::intrusive_ptr<Message> deletion = unmadeRRefs_.take(callId, peer)) {
-    // Nobody waits for its answer: torch has been told that the reference is gone.
+    // Nobody waits for its answer: torch has that of the first one.
     (void)send(peer, deletion, std::chrono::milliseconds(0), {});
   }
   return call;

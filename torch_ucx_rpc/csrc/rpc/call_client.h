@@ -52,8 +52,8 @@ class CallClient final : public AnswerHandler, public PeerObserver {
     return calls_.size();
   }
   // Whether torch has deleted references to RRefs whose owners are still making them.
-  bool keepsDeletions() const {
-    return unmadeRRefs_.keepsAny();
+  bool owesDeletions() const {
+    return unmadeRRefs_.owesAny();
   }
   // The calls that were ever made, and those that have timed out.
   uint64_t opened() const {

@@ -249,7 +249,7 @@ void Group::join(std::chrono::milliseconds timeout, std::chrono::milliseconds de
         : std::max(
               std::chrono::milliseconds(1), // 0 would mean no limit
               std::chrono::duration_cast<std::chrono::milliseconds>(deadline - Clock::now()));
-    while ((calls_.open() != 0 && Clock::now() < deadline) || (calls_.keepsDeletions() && Clock::now() < patience)) {
+    while ((calls_.open() != 0 && Clock::now() < deadline) || (calls_.owesDeletions() && Clock::now() < patience)) {
       whileWaiting_();
       std::this_thread::sleep_for(kPoll);
     }

@@ -12,7 +12,7 @@ namespace rpc = torch::distributed::rpc;
 
 void UnmadeRRefs::add(uint64_t callId, const Peer& owner) {
   const std::lock_guard lock(mutex_);
-  entries_.emplace(callId, Entry{&owner, std::nullopt, nullptr});
+  entries_.emplace(callId, Entry{&owner, std::nullopt, std::nullopt});
 }
 
 void UnmadeRRefs::giveUp(uint64_t callId, const ForkId& reference) {
@@ -24,23 +24,22 @@ void UnmadeRRefs::giveUp(uint64_t callId, const ForkId& reference) {
   }
 }
 
-bool UnmadeRRefs::keep(const c10::intrusive_ptr<Message>& deletion) {
+void UnmadeRRefs::noteDeletion(const Message& deletion) {
   const std::lock_guard lock(mutex_);
   if (givenUp_.empty()) { // as nearly always: the message need not be read
-    return false;
+    return;
   }
-  const auto call = givenUp_.find(rpc::ForkMessageBase::fromMessage(*deletion, deletion->type()).second);
-  if (call == givenUp_.end()) {
-    return false;
+  const auto [rref, reference] = rpc::ForkMessageBase::fromMessage(deletion, deletion.type());
+  const auto call = givenUp_.find(reference);
+  if (call != givenUp_.end()) {
+    entries_.at(call->second).deleted.emplace(rref);
   }
-  entries_.at(call->second).deletion = deletion;
-  return true;
 }
 
-bool UnmadeRRefs::keepsAny() const {
+bool UnmadeRRefs::owesAny() const {
   const std::lock_guard lock(mutex_);
   return std::ranges::any_of(
-      givenUp_, [this](const auto& call) { return entries_.at(call.second).deletion != nullptr; });
+      givenUp_, [this](const auto& call) { return entries_.at(call.second).deleted.has_value(); });
 }
 
 c10::intrusive_ptr<Message> UnmadeRRefs::take(uint64_t callId, const Peer& owner) {
@@ -49,7 +48,10 @@ c10::intrusive_ptr<Message> UnmadeRRefs::take(uint64_t callId, const Peer& owner
   if (entry == entries_.end() || entry->second.owner != &owner) {
     return nullptr;
   }
-  c10::intrusive_ptr<Message> deletion = std::move(entry->second.deletion);
+  c10::intrusive_ptr<Message> deletion;
+  if (entry->second.deleted) {
+    deletion = rpc::RRefUserDelete(*entry->second.deleted, *entry->second.reference).toMessage();
+  }
   eraseLocked(entry);
   return deletion;
 }

@@ -17,11 +17,13 @@ using torch::distributed::rpc::Message;
 // The RRefs that other workers are to make for this one, from rpc.remote() to the answer of their owner.
 //
 // The owner makes the value even if rpc.remote() has timed out meanwhile. But torch gives its reference up then, and an
-// owner forgets the deletion of a reference to what it has not made yet: it would keep the value for ever. So these
-// deletions stay here until the owner has answered. Thread-safe.
+// owner forgets the deletion of a reference that it does not know yet: it would keep the value for ever. So the
+// deletion is sent again when the owner has answered. (The first one counts where a function returns a future: the
+// owner knows the reference then, and answers later or never.) Thread-safe.
 class UnmadeRRefs {
  public:
   using ForkId = torch::distributed::rpc::ForkId;
+  using RRefId = torch::distributed::rpc::RRefId;
 
   // To be called before the request is sent.
   void add(uint64_t callId, const Peer& owner);
@@ -29,12 +31,12 @@ class UnmadeRRefs {
   // rpc.remote() has timed out. From now on torch may delete this reference.
   void giveUp(uint64_t callId, const ForkId& reference);
 
-  // Keeps a request that deletes a reference (RREF_USER_DELETE). False if it can be sent now.
-  bool keep(const c10::intrusive_ptr<Message>& deletion);
+  // To be called with each request that deletes a reference (RREF_USER_DELETE).
+  void noteDeletion(const Message& deletion);
+  // Whether a deletion is to be sent again.
+  bool owesAny() const;
 
-  bool keepsAny() const;
-
-  // The owner has answered, or never will. Returns the deletion that is to be sent now; null if there is none.
+  // The owner has answered, or never will. Returns the deletion that is to be sent again; null if there is none.
   c10::intrusive_ptr<Message> take(uint64_t callId, const Peer& owner);
 
   // The owner is gone.
@@ -46,7 +48,7 @@ class UnmadeRRefs {
   struct Entry {
     const Peer* owner;
     std::optional<ForkId> reference; // once given up
-    c10::intrusive_ptr<Message> deletion; // null: torch has not deleted the reference
+    std::optional<RRefId> deleted; // once torch has deleted the reference
   };
   using Entries = std::unordered_map<uint64_t, Entry>;
 
