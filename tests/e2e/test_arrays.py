@@ -99,7 +99,8 @@ CASES = TRAVELLING | PICKLED
 def properties(array: Any) -> dict[str, object]:
     found = {name: getattr(array, name) for name in ("dtype", "shape", "nbytes")} | {"type": type(array)}
     if isinstance(array, np.ndarray):
-        found |= {"writeable": array.flags.writeable, "metadata": array.dtype.metadata}
+        # NumPy 2.2 makes {} of None when it unpickles the type of a date.
+        found |= {"writeable": array.flags.writeable, "metadata": dict(array.dtype.metadata or {})}
         # Arrays with gaps, or that go backwards, may arrive without; others keep their order.
         if array.flags.forc:
             found |= {"C order": array.flags.c_contiguous, "Fortran order": array.flags.f_contiguous}
