@@ -6,9 +6,8 @@ import base64
 import functools
 import os
 import socket
-import typing
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_type_hints
 
 import torch
 
@@ -89,7 +88,7 @@ class Record(NamedTuple):
 @functools.cache
 def _plain_fields() -> dict[str, type]:
     """The types of those fields that JSON has as they are."""
-    return {name: kind for name, kind in typing.get_type_hints(Record).items() if kind in (bool, int, str)}
+    return {name: kind for name, kind in get_type_hints(Record).items() if kind in (bool, int, str)}
 
 
 def _device(text: object) -> torch.device:

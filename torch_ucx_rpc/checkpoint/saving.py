@@ -87,11 +87,10 @@ def save(state: Mapping[str, Any], path: str | os.PathLike[str], *, asynchronous
                 concurrent.futures.wait([before])
             with storage.turn_in(path, to_save=True):
                 _write_everywhere(session, path, dict(zip(workers, central, strict=True)), writer, metadata)
-        except OSError as error:
+        except BaseException as error:
             _give_up(session, path, workers)
-            raise CheckpointError(f"writing a checkpoint failed: {error}") from error
-        except BaseException:
-            _give_up(session, path, workers)
+            if isinstance(error, OSError):
+                raise CheckpointError(f"writing a checkpoint failed: {error}") from error
             raise
 
     arguments = (future, folder, finish)

@@ -98,18 +98,10 @@ def forget(names: set[str]) -> None:
         routes.pop(name, None)
 
 
-def _known_route(name: str) -> Route | None:
-    try:
-        return routes.get(name) if directory.is_made() else None
-    except TypeError:
-        # No dict can be asked for a list.
-        check_is_name("name", name)
-        raise
-
-
-def _new_route(name: str) -> Route:
+def _route_of(name: str) -> Route:
     check_is_name("name", name)
-    return route_to(name)
+    known = routes.get(name) if directory.is_made() else None
+    return known or route_to(name)
 
 
 def route_to(name: str) -> Route:
@@ -170,7 +162,7 @@ def call(name: str, /, *args: Any, timeout: float = UNSET_RPC_TIMEOUT, **kwargs:
 
         >>> services.call("score", torch.ones(3))
     """
-    route = _known_route(name) or _new_route(name)
+    route = _route_of(name)
     replica = route.only
     if replica is None:
         return _call_one_of(route, args, kwargs, timeout)
@@ -268,7 +260,7 @@ def call_async(name: str, /, *args: Any, timeout: float = UNSET_RPC_TIMEOUT, **k
     Raises `UnknownName` at once; everything else the future raises. Where there is one replica, and the call would not
     be repeated, that is the future of ``rpc_async``, with the errors of that: RuntimeErrors that name the worker.
     """
-    route = _known_route(name) or _new_route(name)
+    route = _route_of(name)
     if route.only is not None and route.is_plain:
         return _invoke(route, route.only, _ASYNC, args, kwargs, timeout)
     return _Pending(route, args, kwargs, timeout).future
