@@ -59,8 +59,8 @@ LIBRARIES ?= tests/libraries
 ENVIRONMENT := $(VENV)/.torch-$(TORCH)-$(or $(UCX),wheel)
 EDITABLE := $(VENV)/.editable-$(TORCH)-$(or $(UCX),wheel)
 
-.PHONY: help build test test-cpp test-python test-field test-libraries test-conformance conformance conformance-cuda
-.PHONY: fuzz soak verbs matrix fresh bench demo bench-record docs
+.PHONY: help build test test-cpp test-python test-field test-libraries test-examples test-conformance conformance
+.PHONY: conformance-cuda fuzz soak verbs matrix fresh bench demo bench-record docs
 .PHONY: mutants gpu-prepare gpu-check gpu-rehearse sanitize sanitize-light lint tidy format wheel wheels sdist index clean distclean
 
 help: ## List the verbs
@@ -110,6 +110,9 @@ test-field: build $(VENV)/.extra-test ## Python tests that need launchers, minut
 
 test-libraries: build $(VENV)/.extra-test ## Tests of the libraries on top: services, reduction, pipelines, checkpoints
 	@$(PYTEST) $(LIBRARIES) --junit-xml=$(REPORTS)/libraries.xml
+
+test-examples: build $(VENV)/.extra-test ## The examples and the tutorials, run as their pages say
+	@$(PYTEST) tests/examples --junit-xml=$(REPORTS)/examples.xml
 
 test-conformance: build $(VENV)/.extra-test ## PyTorch's own RPC suites
 	@$(PYTEST) tests/conformance --rpc-backend $(BACKEND) --junit-xml=$(REPORTS)/conformance.xml

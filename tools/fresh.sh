@@ -4,6 +4,7 @@
 #   tools/fresh.sh [command ...]     instead of the README's own, for example: tools/fresh.sh 'make build'
 #
 #   FRESH=build/fresh                folder for the machine, some 8 GB, and for the log
+#   FRESH_RELEASE=bookworm           another release than this machine's, from the same mirror: another Python and compiler
 #   FRESH_USER=newcomer              whose commands they are; root is another common newcomer, in a container
 #   KEEP=                            if set, the machine stays for a look; the next run removes it
 #
@@ -42,6 +43,10 @@ fi
 . /etc/os-release
 # In one form, whatever the files of apt are written in; and without other people's packages.
 sources=$(apt-get indextargets --format 'deb $(SITE) $(RELEASE) $(COMPONENT)' 'Created-By: Packages' "Origin: ${ID^}")
+release=${FRESH_RELEASE:-$VERSION_CODENAME}
+if [ "$release" != "$VERSION_CODENAME" ]; then
+  sources=$(sed -n "s/ $VERSION_CODENAME / $release /p" <<< "$sources") # its updates may be elsewhere, or not there yet
+fi
 [ -n "$sources" ] || give_up "apt has no lists of ${ID^}'s packages: apt-get update"
 
 rm -rf --one-file-system "$root"
@@ -59,11 +64,11 @@ done < <(apt-config dump --format '%f "%v";%n' Acquire | grep -E '^Acquire::(htt
 
 mmdebstrap --quiet --mode=root --variant=minbase "${apt_options[@]}" \
   --aptopt='Apt::Install-Recommends "false"' --dpkgopt='path-exclude=/usr/share/doc/*' \
-  --include="ca-certificates,${packages// /,}" "$VERSION_CODENAME" "$root" - <<< "$sources" > "$log" 2>&1 ||
+  --include="ca-certificates,${packages// /,}" "$release" "$root" - <<< "$sources" > "$log" 2>&1 ||
   { tail -20 "$log" >&2; give_up "there is no machine. Old package lists name files that are gone: apt-get update"; }
 [ "$FRESH_USER" = root ] || chroot "$root" useradd --create-home --shell /bin/bash "$FRESH_USER"
 home=$(chroot "$root" sh -c "echo ~$FRESH_USER")
-say "a bare $PRETTY_NAME"
+say "a bare $(. "$root/etc/os-release" && echo "$PRETTY_NAME")"
 
 git clone --quiet "file://$PWD" "$root$home/torch_ucx_rpc"
 

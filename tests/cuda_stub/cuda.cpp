@@ -316,8 +316,8 @@ class Device {
     changed_.notify_all();
   }
 
-  std::atomic<uint64_t> copyUs{fromEnvironment("CUDA_STUB_COPY_US")};
-  std::atomic<uint64_t> eventUs{fromEnvironment("CUDA_STUB_EVENT_US")};
+  const uint64_t copyUs = fromEnvironment("CUDA_STUB_COPY_US");
+  const uint64_t eventUs = fromEnvironment("CUDA_STUB_EVENT_US");
 
  private:
   Device() {
@@ -368,7 +368,7 @@ CUresult copyInOrder(CUdeviceptr to, CUdeviceptr from, size_t bytes, CUstream st
     return kInvalidContext;
   }
   Device& device = Device::instance();
-  device.enqueue(stream, [=] { std::memcpy(asPointer(to), asPointer(from), bytes); }, device.copyUs.load());
+  device.enqueue(stream, [=] { std::memcpy(asPointer(to), asPointer(from), bytes); }, device.copyUs);
   return kSuccess;
 }
 
@@ -416,12 +416,6 @@ extern "C" {
 
 void cudaStubHold(bool isHeld) {
   Device::instance().hold(isHeld);
-}
-void cudaStubSetCopyUs(uint64_t us) {
-  Device::instance().copyUs.store(us);
-}
-void cudaStubSetEventUs(uint64_t us) {
-  Device::instance().eventUs.store(us);
 }
 uint64_t cudaStubCalls(const char* function) {
   return Calls::instance().of(function).load();
@@ -736,7 +730,7 @@ CUresult cuEventRecord(CUevent event, CUstream stream) {
   CALLED();
   const uint64_t number = event->recorded.fetch_add(1) + 1;
   Device& device = Device::instance();
-  device.enqueue(stream, [=] { event->done.store(number); }, device.eventUs.load());
+  device.enqueue(stream, [=] { event->done.store(number); }, device.eventUs);
   return kSuccess;
 }
 CUresult cuEventQuery(CUevent event) {

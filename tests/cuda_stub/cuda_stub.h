@@ -24,10 +24,6 @@ extern "C" {
 // Nothing in any stream is begun while the device is held.
 void cudaStubHold(bool isHeld);
 
-// The environment variables of these names, from now on.
-void cudaStubSetCopyUs(uint64_t us);
-void cudaStubSetEventUs(uint64_t us);
-
 // How often a function of the driver was called so far: by its name, as "cuMemcpyAsync".
 uint64_t cudaStubCalls(const char* function);
 

@@ -3,6 +3,10 @@
 #include "device_fixture.h"
 #include "memory/device_pool.h"
 
+#include <algorithm>
+#include <cstdint>
+#include <limits>
+
 namespace torch_ucx_rpc {
 namespace {
 
@@ -31,6 +35,20 @@ TEST_F(DeviceTest, WhatIsOnIdleStreamsWaitsForNoEvent) {
   for (const int64_t elements : {kSmall, kLarge}) {
     (void)answer(call(0, 1, "", {onDevice(elements, 7)})); // the device does not run
     EXPECT_TRUE(isAll(hostView(received_.at(0)), 7));
+  }
+}
+
+TEST_F(DeviceTest, MessageAsksFewStreams) {
+  startWith(keep(), same_);
+  for (const int64_t elements : {kSmall, kLarge}) {
+    // Each thread asks once more, for the device's context.
+    uint64_t fewest = std::numeric_limits<uint64_t>::max();
+    for (int round = 0; round < 5; ++round) {
+      const uint64_t before = device_.questions();
+      (void)answer(call(0, 1, "", {onDevice(elements, 7)}));
+      fewest = std::min(fewest, device_.questions() - before);
+    }
+    EXPECT_EQ(fewest, 2u) << "one for the sender's stream, and one for the receiver's";
   }
 }
 
