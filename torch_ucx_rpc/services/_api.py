@@ -18,7 +18,7 @@ from torch_ucx_rpc.services import _calls
 from torch_ucx_rpc.services._calls import call_async, unknown
 from torch_ucx_rpc.services._directory import Directory, directory, role_of
 from torch_ucx_rpc.services._errors import NameTaken, UnknownName
-from torch_ucx_rpc.services._offered import Service, check_arguments, check_flag, check_name, service_of
+from torch_ucx_rpc.services._offered import Service, all_services, check_arguments, check_flag, check_name, service_of
 from torch_ucx_rpc.services._served import Served, served, value_of
 from torch_ucx_rpc.services._table import Offer, Owner
 
@@ -256,7 +256,7 @@ def names(*, group: str | None = None) -> list[Service]:
     known = directory()
     known.sync()
     with known.lock:
-        found = [service_of(known, name) for name in sorted(known.table.names)]
+        found = all_services(known)
     return [service for service in found if group is None or service.group == group]
 
 
@@ -327,7 +327,7 @@ def call_group(
     known = directory()
     known.sync()
     with known.lock:
-        found = [service_of(known, name) for name in known.table.names]
+        found = all_services(known)
     of_group = {service.name for service in found if service.group == group and not service.is_value}
     wanted = sorted(of_group) if names is None else list(names)
     for name in wanted:

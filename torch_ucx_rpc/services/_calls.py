@@ -94,8 +94,8 @@ _directory.made.append(_begin)
 
 def forget(names: set[str]) -> None:
     """Of names whose offers have changed. The caller holds the lock of the directory."""
-    for name in names:
-        routes.pop(name, None)
+    for name in routes.keys() & names:
+        del routes[name]
 
 
 def _route_of(name: str) -> Route:
@@ -131,8 +131,7 @@ def unknown(known: Directory, name: str) -> UnknownName:
     close = known.table.close_to(name)
     if close:
         hint = f"close to it {'is' if len(close) == 1 else 'are'} {', '.join(map(repr, close))}"
-    elif known.table.names:
-        names = sorted(known.table.names)
+    elif names := sorted(known.table.names()):
         shown = ", ".join(map(repr, names[:10])) + (f" and {len(names) - 10} more" if len(names) > 10 else "")
         hint = f"the names that exist are {shown}"
     else:

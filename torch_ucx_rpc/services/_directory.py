@@ -105,7 +105,7 @@ class Directory:
         """
         self.sync()
         with self.lock:
-            offers = dict(self.table.names.get(name, {}))
+            offers = self.table.offers_of(name)
         if offers and not _is_contested(offers):
             return offers
 
@@ -114,7 +114,7 @@ class Directory:
 
         self._learn(self._from_decider(ask, f"for {name!r}"))
         with self.lock:
-            offers = dict(self.table.names.get(name, {}))
+            offers = self.table.offers_of(name)
             if _is_contested(offers):
                 raise contested(name, [str(self.table.owners[worker]) for worker in sorted(offers)])
         return offers
@@ -304,7 +304,7 @@ def _tell_owners(name: str, workers: tuple[str, ...]) -> list[Change] | None:
     """All that is known of those that offer a name, and of other workers."""
     known = directory()
     with known.lock:
-        owners = {*known.table.names.get(name, ()), *workers}
+        owners = {*known.table.offers_of(name), *workers}
     return known.decider.tell(owners)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from torch_ucx_rpc.services._directory import Directory
+from torch_ucx_rpc.services._table import Owner
 
 
 class Service(NamedTuple):
@@ -19,9 +20,22 @@ class Service(NamedTuple):
 
 
 def service_of(known: Directory, name: str) -> Service:
-    owners = sorted((known.table.owners[worker] for worker in known.table.names.get(name, ())), key=lambda o: o.rank)
+    return _of_owners(name, [known.table.owners[worker] for worker in known.table.offers_of(name)])
+
+
+def all_services(known: Directory) -> list[Service]:
+    """Sorted by name."""
+    owners: dict[str, list[Owner]] = {}
+    for owner in known.table.owners.values():
+        for name in owner.offers:
+            owners.setdefault(name, []).append(owner)
+    return [_of_owners(name, owners[name]) for name in sorted(owners)]
+
+
+def _of_owners(name: str, owners: list[Owner]) -> Service:
     if not owners:
         return Service(name, ())
+    owners = sorted(owners, key=lambda owner: owner.rank)
     offer = owners[0].offers[name]
     return Service(name, tuple(owner.worker for owner in owners), offer.group, offer.idempotent, offer.is_value)
 

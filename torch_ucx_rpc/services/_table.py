@@ -78,16 +78,25 @@ def _by_offer(offers: dict[str, Offer]) -> tuple[tuple[Offer, tuple[str, ...]], 
 
 
 class Table:
-    """All owners and names that a worker knows. Not thread-safe: the caller holds a lock."""
+    """All owners and names that a worker knows. Not thread-safe: the caller holds a lock.
+
+    It has no index of names. A worker that joins takes over those of all others, and looks few of them up.
+    """
 
     def __init__(self) -> None:
         # By name of the worker: one life each.
         self.owners: dict[str, Owner] = {}
-        # By name, the workers that offer it.
-        self.names: dict[str, dict[str, Offer]] = {}
         self._ended: set[int] = set()
         # By life, then by the change that has to come first.
         self._early: dict[int, dict[int, Change]] = {}
+
+    def names(self) -> set[str]:
+        """All names that a worker offers."""
+        return set().union(*(owner.offers for owner in self.owners.values()))
+
+    def offers_of(self, name: str) -> dict[str, Offer]:
+        """The offers of one name, by the workers that offer it."""
+        return {worker: owner.offers[name] for worker, owner in self.owners.items() if name in owner.offers}
 
     def apply(self, change: Change) -> set[str]:
         """Take in what an owner has changed, once its earlier changes are here; the names that this concerns."""
@@ -120,19 +129,20 @@ class Table:
         if owner is None:
             return set()
         del self.owners[owner.worker]
-        for name in owner.offers:
-            self._drop(name, owner.worker)
         return set(owner.offers)
 
     def conflict(self, change: Change) -> str | None:
         """Why a change cannot be, in a sentence with the cure; None if it can."""
-        for name, offer in change.offers():
-            for worker, other in self.names.get(name, {}).items():
-                if worker != change.worker and (why := self._why_not_both(name, offer, other, self.owners[worker])):
-                    return why
+        wanted = dict(change.offers())
+        for owner in self.owners.values():
+            if owner.worker != change.worker:
+                for name in sorted(wanted.keys() & owner.offers.keys()):
+                    if why := self._why_not_both(name, wanted[name], owner):
+                        return why
         return None
 
-    def _why_not_both(self, name: str, offer: Offer, other: Offer, owner: Owner) -> str | None:
+    def _why_not_both(self, name: str, offer: Offer, owner: Owner) -> str | None:
+        other = owner.offers[name]
         what = "a value" if other.is_value else "a service"
         taken = f"the name {name!r} is taken: it is {what} of {owner}"
         if offer.is_value or other.is_value:
@@ -157,17 +167,13 @@ class Table:
         return None
 
     def close_to(self, name: str) -> list[str]:
-        return difflib.get_close_matches(name, self.names, n=3, cutoff=0.6)
+        return difflib.get_close_matches(name, sorted(self.names()), n=3, cutoff=0.6)
 
     def snapshot(self) -> list[Change]:
         return [owner.full() for owner in self.owners.values()]
 
     def _replace(self, owner: Owner | None, change: Change) -> set[str]:
-        concerned: set[str] = set()
-        if owner is not None:
-            concerned = set(owner.offers)
-            for name in concerned:
-                self._drop(name, owner.worker)
+        concerned = set() if owner is None else set(owner.offers)
         made = Owner(change.worker, change.rank, change.life, 0, change.role, change.groups)
         self.owners[change.worker] = made
         return concerned | self._extend(made, change)
@@ -177,18 +183,10 @@ class Table:
             owner = Owner(change.worker, change.rank, change.life, 0, change.role, change.groups)
             self.owners[change.worker] = owner
         for name in change.removed:
-            if owner.offers.pop(name, None) is not None:
-                self._drop(name, owner.worker)
+            owner.offers.pop(name, None)
         concerned = set(change.removed)
-        for name, offer in change.offers():
-            owner.offers[name] = offer
-            self.names.setdefault(name, {})[owner.worker] = offer
-            concerned.add(name)
+        for offer, names in change.added:
+            owner.offers.update(dict.fromkeys(names, offer))
+            concerned.update(names)
         owner.version, owner.role, owner.groups = change.version, change.role, change.groups
         return concerned
-
-    def _drop(self, name: str, worker: str) -> None:
-        workers = self.names[name]
-        workers.pop(worker, None)
-        if not workers:
-            del self.names[name]
