@@ -384,7 +384,8 @@ def await_what_worker1_has_promised(rank: int) -> None:
         assert failure.cause.startswith("lost worker 'worker1'")
     eventually(lambda: rpc.rpc_sync("worker0", metric, ("agent.server_active_calls",)) == 1, "no other call is open")
     kept.clear()
-    del comes, vain, vain_fetch, called, fetched, asked_late, wait
+    # A failure too: its traceback has what was called.
+    del comes, vain, vain_fetch, called, fetched, asked_late, wait, failure
     gc.collect()
     for what in ("num_owner_rrefs", "num_forks"):
         eventually(lambda what=what: rpc.rpc_sync("worker0", rref_count, (what,)) == "0", "no reference is left")

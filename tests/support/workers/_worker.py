@@ -22,7 +22,7 @@ from ._processes import dump_stacks_on_request
 
 # Beginnings of the warnings that are not errors in tests: torch's, about torch's features that must work all the same.
 ACCEPTED_WARNINGS = (
-    r"`torch\.jit\.\w+` is deprecated",
+    r"`torch\.jit\.\w+` is (deprecated|not supported in Python 3\.14)",
     "torch.quantize_per_tensor, torch.quantize_per_channel",
     "B?Complex(Half|32) support is experimental",
     "Sparse CSR tensor support is in beta state",

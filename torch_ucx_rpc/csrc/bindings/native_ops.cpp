@@ -18,15 +18,15 @@ namespace torch_ucx_rpc {
 namespace {
 
 // Never destroyed: operators stay until the process ends, and the interpreter does not.
-const py::function& forGood(py::function function) {
-  return *new py::function(std::move(function)); // NOLINT(cppcoreguidelines-owning-memory)
+const py::function* forGood(py::function function) {
+  return new py::function(std::move(function)); // NOLINT(cppcoreguidelines-owning-memory)
 }
 
 void definePythonsNativeOp(const std::string& schema, py::function compile, py::function explain, uintptr_t release) {
-  const py::function& compileInPython = forGood(std::move(compile));
-  const py::function& explainInPython = forGood(std::move(explain));
+  const py::function* compileInPython = forGood(std::move(compile));
+  const py::function* explainInPython = forGood(std::move(explain));
   NativeCompiler compiler;
-  compiler.compile = [&compileInPython](const std::vector<TensorType>& types) {
+  compiler.compile = [compileInPython](const std::vector<TensorType>& types) {
     const py::gil_scoped_acquire gil;
     py::list described;
     for (const TensorType& type : types) {
@@ -34,7 +34,7 @@ void definePythonsNativeOp(const std::string& schema, py::function compile, py::
     }
     try {
       const auto [address, dtype, dims] =
-          compileInPython(described).cast<std::tuple<uintptr_t, at::ScalarType, int64_t>>();
+          (*compileInPython)(described).cast<std::tuple<uintptr_t, at::ScalarType, int64_t>>();
       // NOLINTNEXTLINE(cppcoreguidelines-pro-type-reinterpret-cast, performance-no-int-to-ptr)
       return NativeCode{reinterpret_cast<NativeCode::Function>(address), {dtype, dims, false}};
     } catch (py::error_already_set& error) {
@@ -45,13 +45,13 @@ void definePythonsNativeOp(const std::string& schema, py::function compile, py::
       C10_THROW_ERROR(TypeError, std::string(py::str(error.value())));
     }
   };
-  compiler.explain = [&explainInPython](const std::vector<at::IValue>& arguments) {
+  compiler.explain = [explainInPython](const std::vector<at::IValue>& arguments) {
     const py::gil_scoped_acquire gil;
     py::list given;
     for (const at::IValue& argument : arguments) {
       given.append(torch::jit::toPyObject(argument));
     }
-    return explainInPython(given).cast<std::string>();
+    return (*explainInPython)(given).cast<std::string>();
   };
   // NOLINTNEXTLINE(cppcoreguidelines-pro-type-reinterpret-cast, performance-no-int-to-ptr)
   compiler.release = reinterpret_cast<void (*)(void*)>(release);
