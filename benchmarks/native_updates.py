@@ -36,7 +36,7 @@ def accumulate(self, other):
 
 
 with warnings.catch_warnings():
-    warnings.filterwarnings("ignore", message=r"`torch\.jit\.script` is deprecated")
+    warnings.filterwarnings("ignore", message=r"`torch\.jit\.script` is")
 
     @torch.jit.script
     def update(parameter: RRef[Tensor], gradient: Tensor) -> None:

@@ -288,7 +288,7 @@ def test_without_numba_the_error_says_so() -> None:
 # ---- TorchScript and other workers -----------------------------------------------------------------------------------
 
 with warnings.catch_warnings():
-    warnings.filterwarnings("ignore", message=r"`torch\.jit\.script` is deprecated")
+    warnings.filterwarnings("ignore", message=r"`torch\.jit\.script` is")
 
     @torch.jit.script
     def update(parameter: RRef[Tensor], gradient: Tensor) -> float:
