@@ -78,8 +78,12 @@ class Calls {
 };
 
 // At the beginning of each function of the driver: of those that may come before cuInit(), and of the others.
+//
+// UCX puts a jump there: of 5 bytes, or of 12 where its own code is more than 2 GiB away. What it replaces must be of
+// instructions that it knows. A frame of more than 127 bytes is made by a longer one, and they are 14 bytes then.
 #define CALLED_EARLY()                                                    \
   do {                                                                    \
+    [[maybe_unused]] std::array<char, 128> frame;                         \
     static std::atomic<uint64_t>& calls = Calls::instance().of(__func__); \
     calls.fetch_add(1);                                                   \
     if (isDown.load()) {                                                  \

@@ -118,6 +118,7 @@ class End final : public TransportListener {
       require(
           ready > 0,
           "nobody has woken this process up: " + std::to_string(transport->operationsInFlight()) + " under way");
+      require((events[1].revents & POLLHUP) == 0 || mayFail || isDone(), "the other is gone");
     }
   }
 
