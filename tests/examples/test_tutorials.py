@@ -44,7 +44,6 @@ def test_it_runs_on_ucx(tutorial: Path) -> None:
     assert printed_by(tutorial, "UCX")
 
 
-@pytest.mark.field
 @pytest.mark.parametrize("tutorial", DETERMINISTIC)
 def test_its_results_are_those_of_tensorpipe(tutorial: str) -> None:
     file = TUTORIALS[0].with_name(f"{tutorial}.py")
