@@ -141,6 +141,16 @@ class FakeRmm {
   std::atomic<std::shared_ptr<Gate>> releaseGate_;
 };
 
+// One thread collects at a time, and it may be one of the agents'. collect() does nothing then.
+void expectToGiveAllBack() {
+  DevicePool& pool = DevicePool::instance();
+  EXPECT_TRUE(eventually([&] {
+    pool.collect();
+    return pool.statistics().inUseBytes == 0 && pool.statistics().heldBytes == 0;
+  })) << pool.statistics().inUseBytes
+      << " bytes in use, " << pool.statistics().heldBytes << " held";
+}
+
 // By the source that is no allocator of torch's own.
 class DeviceMemoryTest : public DeviceTest, public testing::WithParamInterface<DevicePool::Source> {
  protected:
@@ -160,15 +170,6 @@ class DeviceMemoryTest : public DeviceTest, public testing::WithParamInterface<D
     device_.ignoreRecords(false);
     EXPECT_EQ(rmm_.inUseBytes(), 0u);
     EXPECT_FALSE(rmm_.isMisused());
-  }
-
-  // While a thread of the agents' collects, nobody else does.
-  void expectToGiveAllBack() {
-    EXPECT_TRUE(eventually([&] {
-      pool_.collect();
-      return pool_.statistics().inUseBytes == 0 && pool_.statistics().heldBytes == 0;
-    })) << pool_.statistics().inUseBytes
-        << " bytes in use, " << pool_.statistics().heldBytes << " held";
   }
 
   // Reads what has come on a stream that the agent knows nothing of, and keeps nothing.
@@ -462,10 +463,7 @@ TEST_F(DeviceTest, WhatHasReplacedTorchsAllocatorIsAsked) {
   device_.run();
   EXPECT_TRUE(isAll(hostView(received_.at(0)), 5));
   received_.clear();
-  EXPECT_TRUE(eventually([] {
-    DevicePool::instance().collect();
-    return DevicePool::instance().statistics().heldBytes == 0;
-  }));
+  expectToGiveAllBack();
   DevicePool::instance().setSource(DevicePool::Source::kTorch);
 }
 
