@@ -108,7 +108,8 @@ def catch_up_with_adam(rank: int, steps: Steps) -> None:
     train(copy, optimizer, rank, 1)
     if rank == 3:
         steps.wait_for("trained 0", "trained 1", "trained 2", timeout=120)
-        train(copy, optimizer, rank, 1)
+        if not copy._is_behind:  # the others may have done their first step without it, too
+            train(copy, optimizer, rank, 1)
         assert copy._is_behind
         train(copy, optimizer, rank, 1)  # begins with the state of another
         # The others see that at different steps. Two of them are no quorum: they would wait for this one.
