@@ -17,7 +17,7 @@
 #   STEPS=              of that part; without any, all
 #   TORCHES=            versions of torch for the matrix; without any, the oldest supported and PyPI's newest
 #   PYTHONS=            versions of Python for the wheels, by default those of setup.cfg on PATH; paths for the matrix
-#   VERB=test           what the matrix makes
+#   VERB=               what the matrix makes; without any, all C++ and Python tests
 #   PACKAGES_URL=       address of the wheels for the index; without any, it lies beside them
 #
 # pip's own variables work too: PIP_EXTRA_INDEX_URL, for one, with TORCH=2.13.0+cpu.
@@ -59,7 +59,7 @@ LIBRARIES ?= tests/libraries
 ENVIRONMENT := $(VENV)/.torch-$(TORCH)-$(or $(UCX),wheel)
 EDITABLE := $(VENV)/.editable-$(TORCH)-$(or $(UCX),wheel)
 
-.PHONY: help build test test-cpp test-python test-field test-libraries test-examples test-conformance conformance
+.PHONY: help build test test-cpp test-light-cpp test-python test-field test-libraries test-examples test-conformance conformance
 .PHONY: conformance-cuda fuzz soak verbs matrix fresh bench demo bench-record docs
 .PHONY: mutants gpu-prepare gpu-check gpu-rehearse sanitize sanitize-light lint tidy format wheel wheels sdist index clean distclean
 
@@ -91,16 +91,24 @@ $(VENV)/.extra-%: setup.cfg | $(ENVIRONMENT)
 	@$(PIP) --quiet install $$($(PY) $(NEEDS) $*)
 	@touch $@
 
-test: build ## C++ and Python tests that need nothing else; the second run whatever the first find
-	@$(MAKE) --no-print-directory --keep-going test-cpp test-python
+test: build ## Python tests, and those C++ tests that use nothing of torch's; the second run whatever the first find
+	@$(MAKE) --no-print-directory --keep-going test-light-cpp test-python
 
-test-cpp: build
-	@directory=$$($(PY) tools/build_environment.py directory); \
-	grep -q TORCH_UCX_RPC_TESTS:BOOL=ON $$directory/CMakeCache.txt || cmake -DTORCH_UCX_RPC_TESTS=ON $$directory; \
-	cmake --build $$directory; \
-	mkdir -p $(REPORTS); \
-	ctest --test-dir $$directory --output-on-failure --no-tests=error --parallel $$(nproc) \
-	  --output-junit $(abspath $(REPORTS))/ctest.xml
+test-cpp: build ## All C++ tests: for who changes C++. Those with torch's headers take minutes to compile
+	@$(call run-cpp-tests,cpp_tests,ctest)
+
+test-light-cpp: build
+	@$(call run-cpp-tests,light_cpp_tests,light,--label-regex light)
+
+# Of the target $(1), with a report of the name $(2), and the options $(3) of ctest.
+define run-cpp-tests
+directory=$$($(PY) tools/build_environment.py directory); \
+grep -q TORCH_UCX_RPC_TESTS:BOOL=ON $$directory/CMakeCache.txt || cmake -DTORCH_UCX_RPC_TESTS=ON $$directory; \
+cmake --build $$directory --target $(1); \
+mkdir -p $(REPORTS); \
+ctest --test-dir $$directory --output-on-failure --no-tests=error --parallel $$(nproc) \
+  --output-junit $(abspath $(REPORTS))/$(2).xml $(3)
+endef
 
 test-python: build $(VENV)/.extra-test
 	@$(PYTEST) -m "not field" --junit-xml=$(REPORTS)/pytest.xml
@@ -200,7 +208,7 @@ fresh: ## The README's commands in a bare Debian or Ubuntu, made for this and re
 
 matrix: ## Build and test with several versions of torch, and of Python, each in a copy of its own
 	@test -x $(VENV)/bin/pip || $(PYTHON) -m venv $(VENV)
-	@$(PY) tools/matrix.py $(TORCHES) $(if $(PYTHONS),--python $(PYTHONS)) $(if $(VERB),--verb $(VERB))
+	@$(PY) tools/matrix.py $(TORCHES) $(if $(PYTHONS),--python $(PYTHONS)) $(if $(VERB),--verb "$(VERB)")
 
 BENCH_PEERS := .venv-peers
 

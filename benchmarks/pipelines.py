@@ -5,7 +5,8 @@
   schedule.
 * MAKESPAN: eight stages that sleep, 5 ms forward and 10 ms back, against the ideal of the schedule. The ideal is that
   of the durations which the sleeps took, since a sleep is longer than asked for.
-* REMATERIALIZATION: time and memory of a step that keeps activations, and of one that computes them anew.
+* REMATERIALIZATION: time and memory of a step that keeps activations, and of one that computes them anew. Beside it the
+  same model in one process by `torch.utils.checkpoint`: how long a forward is beside a backward is the model's.
 * RECOVERY: a stage is killed in a step; how long that step takes until a spare has taken over.
 """
 
@@ -29,6 +30,7 @@ import torch.distributed.autograd as dist_autograd
 import torch.distributed.rpc as rpc
 from torch import nn
 from torch.distributed.optim import DistributedOptimizer
+from torch.utils.checkpoint import checkpoint
 
 from benchmarks import harness
 from benchmarks.harness import Bound, Figure
@@ -315,6 +317,8 @@ MAKESPAN = harness.Benchmark(
 # ---------------------------------------------------------------------------------------------- rematerialization
 
 DEPTH, WIDTH, ROWS, CHUNKS = 24, 512, 4096, 8
+REMATERIALIZATION_TIME = "time with rematerialization"
+IN_ONE_PROCESS = "torch, one process"
 
 
 def peak_and_present_bytes() -> tuple[float, float]:
@@ -379,19 +383,42 @@ def rematerialization() -> harness.Figures:
         pipe.step(batch)
         kept[again] = rpc.rpc_sync("worker2", peak_and_present_bytes)[0] - before
     return {
-        "time with rematerialization": statistics.median(ratios),
+        REMATERIALIZATION_TIME: statistics.median(ratios),
         "activations with rematerialization": kept[True] / kept[False],
     }
+
+
+def rematerialization_in_one_process() -> harness.Figures:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        layers, batch = _layers(), torch.randn(ROWS, WIDTH)
+        again = functools.partial(checkpoint, layers, use_reentrant=False)
+
+        def step(forward: Callable[[torch.Tensor], torch.Tensor]) -> float:
+            begin = time.perf_counter()
+            losses = [_squared(forward(part)) for part in batch.split(ROWS // CHUNKS)]
+            for loss in losses:
+                loss.backward()
+            return time.perf_counter() - begin
+
+        step(layers)
+        return {REMATERIALIZATION_TIME: statistics.median(step(again) / step(layers) for _ in range(3))}
+    finally:
+        torch.set_num_threads(threads)
 
 
 REMATERIALIZATION = harness.Benchmark(
     question="What does rematerialization cost and save, with 8 micro-batches?",
     figures=(
-        Figure("time with rematerialization", "times", (Bound(1.33, reference=None),)),
+        Figure(REMATERIALIZATION_TIME, "times", (Bound(1.33, reference=None), Bound(None, reference=IN_ONE_PROCESS))),
         Figure("activations with rematerialization", "times", (Bound(1 / CHUNKS + 0.1, reference=None),)),
     ),
-    contenders=lambda: [harness.RpcJob(harness.UCX, rematerialization, workers=3)],
-    rounds=2,
+    contenders=lambda: [
+        harness.RpcJob(harness.UCX, rematerialization, workers=3),
+        harness.Baseline(IN_ONE_PROCESS, rematerialization_in_one_process),
+    ],
+    rounds=3,
     in_short_set=False,
 )
 

@@ -19,7 +19,8 @@ if(NOT TORCH_UCX_RPC_SANITIZE)
   add_library(heavy_headers OBJECT "${CMAKE_BINARY_DIR}/heavy_headers.cpp")
   target_link_libraries(heavy_headers PRIVATE torch_ucx_rpc_agent GTest::gtest_main)
   get_target_property(headers torch_ucx_rpc_agent PRECOMPILE_HEADERS)
-  target_precompile_headers(heavy_headers PRIVATE ${headers} <gtest/gtest.h>)
+  target_precompile_headers(heavy_headers PRIVATE
+    ${headers} <ATen/ATen.h> <torch/csrc/distributed/rpc/utils.h> <gtest/gtest.h>)
 endif()
 
 file(GLOB tests CONFIGURE_DEPENDS "${CMAKE_SOURCE_DIR}/tests/cpp/*/*_test.cpp")

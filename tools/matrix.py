@@ -74,16 +74,19 @@ def name_of(path: str) -> str:
     return subprocess.run(asked, stdout=subprocess.PIPE, text=True, check=True).stdout.strip()
 
 
-def run(version: str, python: str, verb: str) -> tuple[bool, str]:
+def run(version: str, python: str, verbs: str) -> tuple[bool, str]:
     """Whether make was content, and what the tests said last."""
     name = f"{version}-{name_of(python)}"
     folder = MATRIX / name
     copy_sources(folder)
     log = MATRIX / f"{name}.log"
-    print(f"torch {version}, {python}: make {verb} in {folder}, output in {log}", flush=True)
+    print(f"torch {version}, {python}: make {verbs} in {folder}, output in {log}", flush=True)
     with log.open("w") as output:
         made = subprocess.run(
-            ["make", "--no-print-directory", verb, f"TORCH={version}", f"PYTHON={python}", "VENV=.venv"],
+            [
+                *("make", "--no-print-directory", "--keep-going", *verbs.split()),
+                *(f"TORCH={version}", f"PYTHON={python}", "VENV=.venv"),
+            ],
             cwd=folder,
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -97,7 +100,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("versions", nargs="*", help="of torch; without any, the oldest and the newest")
     parser.add_argument("--python", nargs="*", default=[], help="3.12, or a path; without any, this one")
-    parser.add_argument("--verb", default="test", help="what to make; test is the default")
+    parser.add_argument(
+        "--verb", default="test-cpp test-python", help="what to make; all C++ and Python tests, by default"
+    )
     arguments = parser.parse_args()
     versions = arguments.versions or [build_environment.dotted(build_environment.oldest_torch()) + ".0", newest_torch()]
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
-from _jobs import drive, drive_with_deaths, kill, reference_step
+from _jobs import drive, drive_with_deaths, kill, on, reference_step
 from _pipelines import assert_equal_gradients, make_pipe
 from torch import nn
 
@@ -110,6 +110,39 @@ def rematerialize_what_counts() -> None:
 
 def test_rematerialization_counts_once_in_any_buffer() -> None:
     drive(rematerialize_what_counts, 3)
+
+
+class Noting(nn.Module):
+    """Notes each of its forwards in the process."""
+
+    forwards = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        Noting.forwards += 1
+        return torch.tanh(self.inner(x))
+
+
+def noted() -> int:
+    found, Noting.forwards = Noting.forwards, 0
+    return found
+
+
+def rematerialize_what_is_worth_it() -> None:
+    # The forwards of the first and of the last stage for four micro-batches.
+    for schedule, expected in (("gpipe", (8, 8)), ("1F1B", (8, 4)), ("zero-bubble", (8, 4))):
+        pipe = make_pipe([Noting(), Noting()], schedule=schedule, rematerialize=True)
+        pipe.step(torch.randn(8, 8), target=torch.randn(8, 8))
+        assert tuple(on(worker, noted) for worker in ("worker1", "worker2")) == expected, schedule
+        pipe.close()
+
+
+def test_nothing_is_rematerialized_whose_backward_comes_next() -> None:
+    drive(rematerialize_what_is_worth_it, 3)
 
 
 # ----------------------------------------------------------------------------------------------------- traced models

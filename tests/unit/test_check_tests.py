@@ -93,7 +93,7 @@ def test_every_run_of_ci_has_a_floor_and_patterns_that_are_some(check_tests: Mod
     import re
 
     expected = check_tests.read_expectations()
-    at_least = {"ctest": 700, "sanitize": 200, "pytest": 1500, "field": 60}
+    at_least = {"ctest": 700, "light": 200, "sanitize": 200, "pytest": 1500, "field": 60}
     at_least |= {"conformance": 400, "libraries": 40, "examples": 20}
     assert set(expected["floors"]) == set(at_least)
     assert all(int(expected["floors"][name]) > least for name, least in at_least.items())

@@ -75,10 +75,10 @@ class Run:
 
     def carry_out(self, row: Row) -> Generator[Waiting, None, dict[str, Any]]:
         """All actions in turn. Raises ActionError; AbortedError and LostPeerError as they come."""
-        for action in row:
+        for action, following in zip(row, (*row[1:], None), strict=True):
             try:
                 if action.kind == "F":
-                    yield from self._forward(self._stages[action.stage], action.micro_batch)
+                    yield from self._forward(self._stages[action.stage], action, following)
                 else:
                     yield from self._backward(self._stages[action.stage], action)
             except (AbortedError, LostPeerError, GeneratorExit):
@@ -91,8 +91,10 @@ class Run:
             self._result["events"] = self._events
         return self._result
 
-    def _forward(self, stage: Stage, number: int) -> Generator[Waiting, None, None]:
-        request = self._request
+    def _forward(self, stage: Stage, action: Action, following: Action | None) -> Generator[Waiting, None, None]:
+        request, number = self._request, action.micro_batch
+        # As in the last stage of 1F1B. To compute the activations again would cost a forward, and spare no memory.
+        goes_back_next = following is not None and (following.stage, following.micro_batch) == (stage.index, number)
         packets: dict[int, Packet] = {}
         for edge in stage.spec.edges_in:
             if edge.source == INPUT:
@@ -114,6 +116,7 @@ class Run:
             micro_batches=request.micro_batches,
             scale=request.scale,
             to_driver=request.to_driver and is_last,
+            goes_back_next=goes_back_next,
         )
         self._record(stage.index, "F", number, begin)
         for target, packet in sent.items():

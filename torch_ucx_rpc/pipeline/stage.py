@@ -129,12 +129,15 @@ class Stage:
         micro_batches: int = 1,
         scale: float | None = None,
         to_driver: bool = False,
+        goes_back_next: bool = False,
     ) -> dict[int, Packet]:
         """One micro-batch: a packet for each stage that uses the output, and for `DRIVER` the output or the loss.
 
         ``target`` holds the arguments of the loss beside the output, or is None for no loss. With ``grad``, what the
-        way back needs is kept under ``key``.
+        way back needs is kept under ``key``. ``goes_back_next``: that way is the next thing that this stage does, so
+        that its activations are kept even with rematerialization.
         """
+        rematerialize = self.rematerialize and grad and not goes_back_next
         arrived, collected = {}, {}
         for source, packet in packets.items():
             arrived[source], collected[source] = unpack(packet, self.device, grad)
@@ -142,9 +145,9 @@ class Stage:
         if autocast or torch.is_grad_enabled() != grad:
             # A stage of another job of this process may have left grad mode as it liked: it belongs to the thread.
             with torch.set_grad_enabled(grad), _autocast(autocast):
-                output, result, graph.loss = self._output(arrived, grad, target)
+                output, result, graph.loss = self._output(arrived, rematerialize, target)
         else:
-            output, result, graph.loss = self._output(arrived, grad, target)
+            output, result, graph.loss = self._output(arrived, rematerialize, target)
         sent: dict[int, Packet] = {}
         for edge in self.spec.edges_out:
             sent[edge.target], graph.sent[edge.target] = pack(_part(output, edge))
@@ -159,10 +162,10 @@ class Stage:
         return sent
 
     def _output(
-        self, arrived: dict[int, Any], grad: bool, target: tuple[Any, ...] | None
+        self, arrived: dict[int, Any], rematerialize: bool, target: tuple[Any, ...] | None
     ) -> tuple[Any, Any, torch.Tensor | None]:
         """The stage's own output; that of the model, in the last stage; and the loss, if there is a target."""
-        output = self._call(arrived, grad)
+        output = self._call(arrived, rematerialize)
         result = output
         if self.spec.output is not None:
             result = fill(self.spec.output, self.spec.edges_in, {**arrived, self.index: output})
@@ -180,7 +183,7 @@ class Stage:
             self._last_seed = key, seed if scale is None else seed * scale
         return self._last_seed[1]
 
-    def _call(self, arrived: dict[int, Any], grad: bool) -> Any:
+    def _call(self, arrived: dict[int, Any], rematerialize: bool) -> Any:
         if self._chain is not None:
             args, kwargs = (arrived[self._chain],), {}
         elif self.spec.arguments is None:
@@ -193,7 +196,7 @@ class Stage:
         run: Callable[..., Any] = module
         if self._writes_in_place:
             run = _with_copies(module)
-        if not (self.rematerialize and grad):
+        if not rematerialize:
             return run(*args, **kwargs)
         return checkpoint(run, *args, use_reentrant=False, context_fn=self._rematerialization, **kwargs)
 
