@@ -13,6 +13,7 @@ run on any Python 3.8 without packages: it is what tells the user that theirs is
 from __future__ import annotations
 
 import argparse
+import ast
 import configparser
 import importlib.metadata
 import importlib.util
@@ -55,12 +56,12 @@ def setup_cfg() -> configparser.ConfigParser:
 def requirements(group: str) -> list[str]:
     """The requirement strings of `build`, of `install`, or of an extra, from the file that owns them."""
     if group == "build":
-        if sys.version_info >= (3, 11):
-            import tomllib
-        else:
-            from pip._vendor import tomli as tomllib
-        build_system = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["build-system"]
-        return list(build_system["requires"])
+        # A list of strings reads the same in TOML as in Python, and 3.10 has no parser of TOML but pip's. A process
+        # that has imported pip cannot import setuptools any more, nor what does so, as parts of torch.
+        text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+        found = re.search(r"^requires = (\[[^\]]*\])", text, re.MULTILINE)
+        assert found, "pyproject.toml has lost its requires"
+        return list(ast.literal_eval(found[1]))
     options = setup_cfg()
     owner = options["options"] if group == "install" else options["options.extras_require"]
     lines = owner["install_requires" if group == "install" else group]

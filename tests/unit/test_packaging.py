@@ -7,6 +7,7 @@ import configparser
 import importlib.metadata
 import importlib.util
 import re
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -87,6 +88,25 @@ def test_setup_py_says_only_how_to_build():
         node for node in ast.walk(tree) if isinstance(node, ast.Call) and getattr(node.func, "id", None) == "setup"
     )
     assert {keyword.arg for keyword in call.keywords} == {"ext_modules", "cmdclass"}
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="3.10 has no tomllib to compare with")
+def test_what_the_build_requires_is_read_as_pip_reads_it(build_environment):
+    import tomllib
+
+    pyproject = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    assert build_environment.requirements("build") == pyproject["build-system"]["requires"]
+
+
+def test_torch_can_import_setuptools_after_the_requirements_were_read():
+    # A process that has imported pip cannot, before Python 3.12: setuptools leaves distutils to pip then.
+    program = (
+        f"import sys; sys.path.insert(0, {str(ROOT / 'tools')!r}); import build_environment\n"
+        "assert build_environment.requirements('build')\n"
+        "import setuptools"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_conda_environment_covers_what_setup_cfg_requires(build_environment, conda_environment):
