@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import gc
-import itertools
 import time
 import weakref
 from collections.abc import Callable
@@ -25,7 +24,6 @@ from torch_ucx_rpc import reduction
 from torch_ucx_rpc.errors import NotRunning
 from torch_ucx_rpc.reduction._host import absent
 from torch_ucx_rpc.reduction._messages import Spec, Trainer
-from torch_ucx_rpc.reduction._plan import Part, cut, plan, spread
 from torch_ucx_rpc.reduction._roster import Roster
 
 RunWorkers = Callable[..., list]
@@ -483,7 +481,7 @@ def test_without_rpc_serve_says_so() -> None:
         reduction.serve("ps0")
 
 
-# -------------------------------------------------------------------------------------------------- how work is spread
+# ---------------------------------------------------------------------------------------------------- who is waited for
 
 
 @pytest.mark.parametrize("names", [("a", "b"), ()], ids=["by name", "by number"])
@@ -500,22 +498,3 @@ def test_a_trainer_is_new_only_if_the_first_round_has_not_waited_for_it(names: t
     # Its next life has not been waited for.
     roster.on_gone(b.life, b.name)
     assert roster.is_newcomer(b._replace(life=99))
-
-
-def test_work_is_spread_by_size() -> None:
-    assert spread([10, 10, 10, 10], 2) == [0, 1, 0, 1]
-    assert spread([1, 100, 1, 1], 2) == [1, 0, 1, 1]
-    loads = [0, 0, 0]
-    parts = cut(1_000_003, 4, loads)
-    assert [part.shard for part in parts] == [0, 1, 2]
-    assert parts[0].start == 0
-    assert parts[-1].stop == 1_000_003
-    assert all(first.stop == second.start for first, second in itertools.pairwise(parts))
-    assert max(loads) - min(loads) <= 4 * 48
-    # Whole, where that is even.
-    assert plan([(100, 4), (90, 4), (110, 4)], 3) == [[Part(1, 0, 100)], [Part(2, 0, 90)], [Part(0, 0, 110)]]
-    assert [len(parts) for parts in plan([(100_000, 4), (30_000, 4), (10, 4)], 2)] == [2, 2, 1]
-    assert plan([(100_000, 4)], 1) == [[Part(0, 0, 100_000)]]
-    loads = [100, 0]
-    assert cut(10, 4, loads)[0].shard == 1
-    assert loads == [100, 40]

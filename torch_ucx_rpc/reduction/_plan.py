@@ -1,8 +1,8 @@
 """How work is spread over the shards of a server: whole tensors (`spread`), and buckets of gradients (`plan`, `cut`).
 
 Each bucket goes whole to one host, if that gives the hosts about equal shares: the answer is then the bucket's result
-as it has come, without a copy. Otherwise each bucket is cut into as many parts as there are hosts. All trainers plan
-alike, since all have the same tensors and buckets.
+as it has come, without a copy. Otherwise each bucket is cut into parts of 1 MiB or more, one for each host at most.
+All trainers plan alike, since all have the same tensors and buckets.
 """
 
 from __future__ import annotations
@@ -10,8 +10,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-# Below it a message more costs more than what a host saves by having less.
-_CUT_BYTES = 1 << 16
+# Of less, a message more costs more than what a host saves by having less: between processes of one host, and at 25
+# Gbit/s between hosts.
+_PART_BYTES = 1 << 20
+# A part begins where a cache line does.
+_LINE_BYTES = 64
 # How much more than its share a host may have before buckets are cut.
 _UNEVEN = 1.3
 
@@ -49,17 +52,25 @@ def plan(sizes: Sequence[tuple[int, int]], shards: int) -> list[list[Part]]:
 
 
 def cut(numel: int, itemsize: int, loads: list[int]) -> list[Part]:
-    """The parts of a bucket; ``loads`` are the bytes that the shards have had of this step, and are added to."""
-    shards = len(loads)
-    if shards == 1 or numel * itemsize < _CUT_BYTES:
-        shard = loads.index(min(loads))
-        loads[shard] += numel * itemsize
-        return [Part(shard, 0, numel)]
-    # Where a cache line begins.
-    width = -(-numel // shards // 16) * 16
-    parts = [
-        Part(shard, shard * width, min(numel, (shard + 1) * width)) for shard in range(shards) if shard * width < numel
-    ]
-    for part in parts:
-        loads[part.shard] += (part.stop - part.start) * itemsize
+    """The parts of a bucket: for the shards that have had least, all of which come to the same level.
+
+    ``loads`` are the bytes that the shards have had of this step, and are added to.
+    """
+    nbytes = numel * itemsize
+    least = sorted(range(len(loads)), key=lambda shard: (loads[shard], shard))
+    count = max(1, min(len(loads), nbytes // _PART_BYTES))
+    # Those that have more than the level get nothing.
+    while loads[least[count - 1]] * count > sum(loads[shard] for shard in least[:count]) + nbytes:
+        count -= 1
+    level = (sum(loads[shard] for shard in least[:count]) + nbytes) / count
+    line = max(1, _LINE_BYTES // itemsize)
+    parts: list[Part] = []
+    start = 0
+    for place, shard in enumerate(least[:count]):
+        width = -(-round((level - loads[shard]) / itemsize) // line) * line
+        stop = numel if place == count - 1 else min(numel, start + width)
+        if stop > start or not parts:
+            parts.append(Part(shard, start, stop))
+            loads[shard] += (stop - start) * itemsize
+        start = stop
     return parts

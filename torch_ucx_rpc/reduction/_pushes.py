@@ -49,7 +49,7 @@ class _Pending:
 
     def _send(self, name: str) -> None:
         try:
-            # Here too by a call, which has a timeout. It does not copy the tensors: they are still the user's.
+            # Here too by a call, which has a timeout. Not each backend copies the tensors then: they may be the user's.
             is_copied = name != self._server.trainer.name
             call = rpc.rpc_async(name, _host.push, args=(self._push, is_copied))
         except RuntimeError as error:
