@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import faulthandler
 import multiprocessing
 import os
 import signal
@@ -31,6 +32,8 @@ def in_forked_child(call: Callable[[], object]) -> str:
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
+        # One that hangs says where.
+        faulthandler.dump_traceback_later(20, exit=True)
         try:
             call()
             text = "no error"
