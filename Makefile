@@ -91,15 +91,6 @@ $(VENV)/.extra-%: setup.cfg | $(ENVIRONMENT)
 	@$(PIP) --quiet install $$($(PY) $(NEEDS) $*)
 	@touch $@
 
-test: build ## Python tests, and those C++ tests that use nothing of torch's; the second run whatever the first find
-	@$(MAKE) --no-print-directory --keep-going test-light-cpp test-python
-
-test-cpp: build ## All C++ tests: for who changes C++. Those with torch's headers take minutes to compile
-	@$(call run-cpp-tests,cpp_tests,ctest)
-
-test-light-cpp: build
-	@$(call run-cpp-tests,light_cpp_tests,light,--label-regex light)
-
 # Of the target $(1), with a report of the name $(2), and the options $(3) of ctest.
 define run-cpp-tests
 directory=$$($(PY) tools/build_environment.py directory); \
@@ -109,6 +100,15 @@ mkdir -p $(REPORTS); \
 ctest --test-dir $$directory --output-on-failure --no-tests=error --parallel $$(nproc) \
   --output-junit $(abspath $(REPORTS))/$(2).xml $(3)
 endef
+
+test: build ## Python tests, and those C++ tests that use nothing of torch's; the second run whatever the first find
+	@$(MAKE) --no-print-directory --keep-going test-light-cpp test-python
+
+test-cpp: build ## All C++ tests: for who changes C++. Those with torch's headers take minutes to compile
+	@$(call run-cpp-tests,cpp_tests,ctest)
+
+test-light-cpp: build
+	@$(call run-cpp-tests,light_cpp_tests,light,--label-regex light)
 
 test-python: build $(VENV)/.extra-test
 	@$(PYTEST) -m "not field" --junit-xml=$(REPORTS)/pytest.xml

@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-# Of less, a message more costs more than what a host saves by having less: between processes of one host, and at 25
-# Gbit/s between hosts.
+# Of less, a message more costs more than what a host saves by having less. Measured between processes of one host.
 _PART_BYTES = 1 << 20
 # A part begins where a cache line does.
 _LINE_BYTES = 64
@@ -63,7 +62,7 @@ def cut(numel: int, itemsize: int, loads: list[int]) -> list[Part]:
     while loads[least[count - 1]] * count > sum(loads[shard] for shard in least[:count]) + nbytes:
         count -= 1
     level = (sum(loads[shard] for shard in least[:count]) + nbytes) / count
-    line = max(1, _LINE_BYTES // itemsize)
+    line = _LINE_BYTES // itemsize
     parts: list[Part] = []
     start = 0
     for place, shard in enumerate(least[:count]):
