@@ -43,6 +43,7 @@ class Life:
         self.info: WorkerInfo = agent.get_worker_info()
         self.number = int(getattr(agent, "session", 0)) or secrets.randbits(63)
         self.is_static = bool(getattr(agent, "is_static_group", True))
+        self._devices: list[int | str | torch.device] | None = None
         self._lock = threading.Lock()
         self._gone_names: set[str] = set()
         self._subscriptions: list[Callable[[], None]] = []
@@ -66,8 +67,11 @@ class Life:
 
     @property
     def devices(self) -> list[int | str | torch.device]:
-        """The devices on which tensors may arrive: a future has to know them."""
-        return sorted(getattr(self.agent, "devices", ()) or _devices_in_options(self.agent), key=str)
+        """The devices on which tensors may arrive: a future has to know them. ShutDown after the shutdown."""
+        agent = self.agent
+        if self._devices is None:
+            self._devices = sorted(getattr(agent, "devices", ()) or _devices_in_options(agent), key=str)
+        return self._devices
 
     def living(self) -> list[WorkerInfo]:
         """All workers that this one takes to be alive, by rank."""

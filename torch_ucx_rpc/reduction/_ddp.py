@@ -61,12 +61,11 @@ class State:
         if bucket.is_last():
             self._end_step()
         pushes = push_bucket(self.server, f"{self._name}/{layout}/{index}", buffer.detach(), parts, self.quorum)
-        if len(pushes) == 1:
-            # DistributedDataParallel only reads it.
-            return pushes[0][1].then(lambda pushed: tensors_of(pushed)[0])
 
         def join(_: Any) -> Tensor:
             for part, pushed in pushes:
+                if len(pushes) == 1 and not pushed.value().is_shared:
+                    return tensors_of(pushed)[0]
                 buffer[part.start : part.stop].copy_(tensors_of(pushed)[0])
             return buffer
 
@@ -121,7 +120,7 @@ def hook(state: State, bucket: GradBucket) -> Future[Tensor]:
     """A communication hook of DistributedDataParallel that averages gradients by way of a server.
 
     torch's compression can go on top, as ``default_hooks.fp16_compress_wrapper(reduction.hook)``: then half the bytes
-    travel, and sums are made of halves.
+    travel, and sums are made of halves. Whoever writes to the result writes to memory of this trainer.
     """
     if not isinstance(state, State):
         raise TypeError(

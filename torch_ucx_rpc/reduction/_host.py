@@ -187,6 +187,12 @@ class Host:
             self._lost |= passed
         return piece.push(push, is_owned, takes_over=bool(passed) or self.spec.generation > 0)
 
+    def keep_copy(self, push: Push) -> None:
+        with self._roster.lock:
+            piece = self._pieces.get(push.piece)
+        if piece is not None:
+            piece.keep_copy(push.trainer)
+
     def parameters(self, name: str) -> ParameterPiece:
         """A piece of a server with an optimizer."""
         with self._roster.lock:
@@ -300,12 +306,23 @@ def is_newcomer(key: str, trainer: Trainer) -> bool:
 
 @rpc.functions.async_execution
 def push(push: Push, is_owned: bool) -> Future[Answer]:
+    return take_push(push, is_owned)
+
+
+def take_push(push: Push, is_owned: bool) -> Future[Answer]:
+    """The same here, without a call."""
     host = hosts().get(push.key)
     if host is None:
         future: Future[Answer] = Future()
         future.set_result(Answer(UNKNOWN))
         return future
     return host.push(push, is_owned)
+
+
+def keep_copy(push: Push) -> None:
+    """A trainer of this worker may write to the tensors of a push from now on, which may still wait to be added."""
+    if (host := hosts().get(push.key)) is not None:
+        host.keep_copy(push)
 
 
 def take_update(update: Update) -> None:

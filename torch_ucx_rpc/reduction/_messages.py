@@ -103,6 +103,8 @@ class Answer(NamedTuple):
     # How many rounds the result is of: a late trainer gets the sum of all that it has missed.
     rounds: int = 1
     tensors: list[Tensor] | None = None
+    # Other trainers may be sent the same tensors: they must not be written to.
+    is_shared: bool = False
 
 
 class Entry(NamedTuple):

@@ -14,6 +14,7 @@ plain SGD that makes its parameters the same as theirs, but for rounding.
 from __future__ import annotations
 
 import logging
+import time
 
 import torch.distributed.rpc as rpc
 from torch import Tensor
@@ -32,6 +33,9 @@ _BATCH = 4
 
 # For a worker to say whether it has had the result of a round. One that hangs is not waited for.
 _ASKING_S = 2.0
+
+# Until tensors are added, for one that needs them.
+_ADDING_S = 0.001
 
 # In the place of a trainer's life: those that are expected and have not been seen.
 _NOT_SEEN = -1
@@ -165,6 +169,17 @@ class Piece:
             self._advance(round_)
         return future
 
+    def keep_copy(self, trainer: Trainer) -> None:
+        """Copy what a trainer has pushed and is not added yet; the tensors are not read when this returns."""
+        while True:
+            with self._roster.lock:
+                rounds = [round_ for round_ in self._rounds.values() if trainer.life in round_.came]
+                for round_ in rounds:
+                    round_.came[trainer.life].keep_copy()
+            if not any(round_.is_adding for round_ in rounds):
+                return
+            time.sleep(_ADDING_S)
+
     def _may_skip_rounds(self) -> bool:
         """Whether a trainer that comes for the first time may do without the results until now."""
         return not self._missed.has(_NOT_SEEN)
@@ -198,12 +213,14 @@ class Piece:
                 if not batch and not is_complete:
                     return
                 round_.is_busy = True
+                round_.is_adding = bool(batch) or is_complete
                 round_.is_closed = is_complete
                 for coming in batch:
                     coming.is_added = True
             try:
                 if round_.result is None:
                     round_.add(batch, len(round_.came) if is_complete else None)
+                    round_.is_adding = False
                 if is_complete:
                     self._roster.has_begun = True
                     result = round_.sum if round_.result is None else round_.result

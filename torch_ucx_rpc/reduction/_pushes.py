@@ -15,6 +15,7 @@ from torch.futures import Future
 from torch_ucx_rpc._observe.futures import fail
 from torch_ucx_rpc._observe.lost import timed_out, was_lost
 from torch_ucx_rpc.reduction import _host
+from torch_ucx_rpc.reduction._loopback import Lent, lend, push_lent
 from torch_ucx_rpc.reduction._messages import LEFT, UNKNOWN, Answer, Push
 from torch_ucx_rpc.reduction._server import Server
 
@@ -40,6 +41,7 @@ class _Pending:
         self._server = server
         self._shard = shard
         self._push = push
+        self._lent: Lent | None = None
         self.future: Future[Any] = Future(devices=server.life.devices)
         name = server.host_of(shard)
         if name is None:
@@ -49,17 +51,29 @@ class _Pending:
 
     def _send(self, name: str) -> None:
         try:
-            # Here too by a call, which has a timeout. Not each backend copies the tensors then: they may be the user's.
-            is_copied = name != self._server.trainer.name
-            call = rpc.rpc_async(name, _host.push, args=(self._push, is_copied))
+            self._lent = lend(self._push) if self._may_lend(name) else None
+            if self._lent is not None:
+                call = rpc.rpc_async(name, push_lent, args=(self._lent.number,))
+            else:
+                # Whether a call to oneself copies is up to the backend: the tensors may be the user's.
+                is_copied = name != self._server.trainer.name
+                call = rpc.rpc_async(name, _host.push, args=(self._push, is_copied))
         except RuntimeError as error:
             self._fail(name, error)
             return
         call.add_done_callback(lambda done: self._on_done(name, done))
 
-    def _on_done(self, name: str, done: Future[Answer]) -> None:
+    def _may_lend(self, name: str) -> bool:
+        # A call knows the streams of a device. An asynchronous server may send gradients to its replica for longer.
+        return (
+            name == self._server.trainer.name
+            and not self._server.spec.asynchronous
+            and all(tensor.device.type == "cpu" for tensor in self._push.tensors)
+        )
+
+    def _on_done(self, name: str, done: Future[Any]) -> None:
         try:
-            answer = done.value()
+            answer: Answer = done.value() if self._lent is None else self._lent.end(done)
         except RuntimeError as error:
             self._fail(name, error)
             return
@@ -104,6 +118,8 @@ class _Pending:
 
     def _explain(self, name: str, error: RuntimeError) -> None:
         try:
+            if self._lent is not None:
+                self._lent.take_back()
             missing = self._server.call(name, _host.absent, self._push.key, self._push.piece)
         except RuntimeError:
             missing = []

@@ -29,6 +29,12 @@ class Coming:
     future: Future[Answer]
     is_added: bool = False
 
+    def keep_copy(self) -> None:
+        """Have tensors of its own, unless they are added, or are being added. The caller holds the lock."""
+        if not (self.is_added or self.is_owned):
+            self.tensors = [tensor.clone() for tensor in self.tensors]
+            self.is_owned = True
+
 
 class Round:
     """One round of a piece, until it is complete.
@@ -45,6 +51,8 @@ class Round:
         self.sum: list[Tensor] | None = None
         self.is_sum_owned = False
         self.is_busy = False
+        # A thread reads the tensors that have come.
+        self.is_adding = False
         # Nobody else's tensors will be in it. Those who come between then and its end wait for the result.
         self.is_closed = False
         self.late: list[Coming] = []

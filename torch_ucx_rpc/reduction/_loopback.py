@@ -1,0 +1,81 @@
+"""A push to this worker's own host, by a call whose tensors stay where they are: `lend` and `push_lent`.
+
+It is a call all the same: it has a call's timeout, ends with the shutdown, and runs on a thread of calls. A call to
+oneself with tensors copies them, there and back.
+"""
+
+# mypy: allow-untyped-calls, allow-untyped-decorators
+
+from __future__ import annotations
+
+import itertools
+import threading
+
+import torch.distributed.rpc as rpc
+from torch.futures import Future
+
+from torch_ucx_rpc._observe.life import Life, PerLife
+from torch_ucx_rpc.reduction._host import keep_copy, take_push
+from torch_ucx_rpc.reduction._messages import UNKNOWN, Answer, Push
+
+
+class Lent:
+    """A push whose tensors the host reads, until there is an answer."""
+
+    def __init__(self, number: int, push: Push) -> None:
+        self.number = number
+        self._push = push
+        self._lock = threading.Lock()
+        self._is_over = False
+        self._answer = Answer(UNKNOWN)
+
+    def take(self, done: Future[None]) -> None:
+        """Push here. The call is done when there is an answer."""
+
+        def keep(pushed: Future[Answer]) -> None:
+            self._answer = pushed.value()
+            done.set_result(None)
+
+        with self._lock:
+            if not self._is_over:
+                take_push(self._push, is_owned=False).add_done_callback(keep)
+
+    def end(self, done: Future[None]) -> Answer:
+        """The answer of a call that is done; RuntimeError if it has failed."""
+        _lent().pop(self.number, None)
+        done.value()
+        return self._answer._replace(is_shared=True)
+
+    def take_back(self) -> None:
+        """The call has timed out: the tensors may be written to when this returns."""
+        with self._lock:
+            self._is_over = True
+        keep_copy(self._push)
+
+
+class _AllLent(dict[int, Lent]):
+    """By number. Any thread may use it."""
+
+    def __init__(self, life: Life) -> None:
+        super().__init__()
+        self.numbers = itertools.count()
+
+
+_lent = PerLife(_AllLent)
+
+
+def lend(push: Push) -> Lent:
+    """What `push_lent` finds by its number."""
+    known = _lent()
+    lent = Lent(next(known.numbers), push)
+    known[lent.number] = lent
+    return lent
+
+
+@rpc.functions.async_execution
+def push_lent(number: int) -> Future[None]:
+    done: Future[None] = Future()
+    # One that has timed out is not there any more, and nobody waits for it.
+    if (lent := _lent().get(number)) is not None:
+        lent.take(done)
+    return done
