@@ -300,7 +300,7 @@ def facts(ucx: str) -> dict[str, str]:
     """
     check_python()
     check_compiler()
-    return {**torch_facts(), **ucx_facts(ucx)}
+    return {"PACKAGE_VERSION": setup_cfg()["metadata"]["version"], **torch_facts(), **ucx_facts(ucx)}
 
 
 def main() -> None:

@@ -56,6 +56,7 @@ if typing.TYPE_CHECKING:
         Statistics,
         statistics,
     )
+    from torch_ucx_rpc._version import __version__
 
 
 def _runs_info() -> bool:
@@ -68,12 +69,10 @@ def _runs_info() -> bool:
     )
 
 
-__version__ = "unknown"
 _failure: ImportError | OSError | None = None
 try:
     # Loads UCX and the extension, or explains why it cannot.
     from torch_ucx_rpc import _native as _native
-    from torch_ucx_rpc._version import __version__
 except (ImportError, OSError) as error:
     if not _runs_info():
         raise
@@ -102,12 +101,13 @@ _ON_DEMAND = {
     "ServiceStatistics": "_observe.statistics",
     "Statistics": "_observe.statistics",
     "statistics": "_observe.statistics",
+    "__version__": "_version",
 }
 
 
 def __getattr__(name: str) -> typing.Any:
     module = _ON_DEMAND.get(name)
-    if module is None or _failure is not None:
+    if module is None or (_failure is not None and name != "__version__"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"{__name__}.{module}"), name)
 

@@ -28,7 +28,7 @@ from torch._C._distributed_rpc import (
 from torch.distributed import DistError
 from torch.distributed.rpc import api
 
-from torch_ucx_rpc import _agent, _version
+from torch_ucx_rpc import _agent, _build_info
 from torch_ucx_rpc._agent import UcxRpcAgent
 from torch_ucx_rpc._bootstrap import site_settings
 from torch_ucx_rpc._bootstrap.deadline import Deadline
@@ -240,8 +240,6 @@ def _open_endpoints(agent: UcxRpcAgent, options: UcxRpcBackendOptions) -> None:
 def _record_of(agent: UcxRpcAgent, world_size: int) -> Record:
     info = agent.get_worker_info()
     options = agent._get_backend_options()
-    # A wheel's version also names its torch (0.2.0+torch2.13), and not all workers may run from wheels.
-    version = _version.__version__.partition("+")[0]
     return Record(
         rank=info.id,
         name=info.name,
@@ -250,7 +248,7 @@ def _record_of(agent: UcxRpcAgent, world_size: int) -> Record:
         first_rref_id=_C.begin_rref_ids(are_random=world_size == 0),
         first_context_id=_C.begin_context_ids(info.id, are_random=world_size == 0),
         address=agent.address,
-        package_version=f"{version} (wire version {_C.WIRE_VERSION})",
+        package_version=f"{_build_info.VERSION} (wire version {_C.WIRE_VERSION})",
         torch_version=torch.__version__,
         device_maps=options.device_maps,
         reply_device_maps=options.reply_device_maps,

@@ -18,6 +18,7 @@ import torch.distributed.rpc as rpc
 import workers
 from workers import backend_options, eventually, in_every_worker, init_rpc, reserved_port, run_program
 
+from torch_ucx_rpc import _build_info
 from torch_ucx_rpc.errors import JoinFailed, JoinTimedOut, ShutDown, WorkerLeft
 
 pytestmark = pytest.mark.ucx_only
@@ -169,25 +170,13 @@ def test_a_rank_or_world_size_that_does_not_fit_is_refused(rank: int) -> None:
 
 @in_every_worker(of=2, init=False)
 def test_different_versions_of_this_package_are_refused_naming_both(rank: int) -> None:
-    from torch_ucx_rpc import _version
-
-    own = _version.__version__.partition("+")[0]
+    own = _build_info.VERSION
     if rank == 1:
-        _version.__version__ = "0.0.0"
+        _build_info.VERSION = "0.0.0"
     with pytest.raises(JoinFailed, match="different versions of torch_ucx_rpc") as raised:
         init_rpc(rank)
     for word in (own, "0.0.0", "rank 0", "rank 1"):
         assert word in str(raised.value)
-
-
-@in_every_worker(of=2, init=False)
-def test_a_wheel_and_a_build_from_source_of_one_version_work_together(rank: int) -> None:
-    from torch_ucx_rpc import _version
-
-    _version.__version__ = _version.__version__.partition("+")[0] + ("+torch2.13" if rank == 1 else "")
-    init_rpc(rank)
-    assert_calls_work(2)
-    rpc.shutdown()
 
 
 @in_every_worker(of=1, init=False)

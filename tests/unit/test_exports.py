@@ -10,6 +10,7 @@ import types
 from fresh import run_fresh
 
 import torch_ucx_rpc
+from torch_ucx_rpc import _build_info
 
 # All but the first are imported by name only.
 PUBLIC_MODULES = ("checkpoint", "errors", "pipeline", "reduction", "services", "testing")
@@ -51,3 +52,8 @@ def test_every_other_module_is_private_and_all_are_mapped_by_the_docstring() -> 
 
 def test_the_version_is_that_of_the_installed_package() -> None:
     assert torch_ucx_rpc.__version__ == importlib.metadata.version("torch_ucx_rpc")
+
+
+def test_a_wheel_and_a_build_from_source_of_one_version_work_together() -> None:
+    # Workers compare this. A wheel's version also names its torch (0.2.0+torch2.13), and not all may run from wheels.
+    assert torch_ucx_rpc.__version__.partition("+")[0] == _build_info.VERSION

@@ -109,13 +109,7 @@ def _package(report: Report) -> None:
         built_with_UCX=built and built.BUILT_FOR_UCX,
         python=f"{platform.python_version()} ({sys.executable})",
     )
-    if isinstance(failure, importlib.metadata.PackageNotFoundError):
-        report.complain(
-            "the package is found as a folder, but it has not been installed",
-            "pip install --no-build-isolation <source tree>, or `make build` there",
-            is_fatal=True,
-        )
-    elif isinstance(failure, ImportError) and failure.name == "torch_ucx_rpc":
+    if isinstance(failure, ImportError) and failure.name == "torch_ucx_rpc":
         # Problem and cure in one sentence, between them the first colon that is in no parentheses.
         sentence = re.fullmatch(r"((?:\([^)]*\)|[^(:]|:(?! ))*): (.*)", str(failure), re.DOTALL)
         problem, cure = sentence.groups() if sentence else (str(failure), "see there")
