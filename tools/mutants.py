@@ -170,6 +170,24 @@ MUTANTS = (
         "",
         ("test_workers_that_cannot_all_be_started_are_ended_and_the_error_says_why",),
     ),
+    Mutant(
+        "gradients-summed-after-a-timeout",
+        "            self.tensors = [tensor.clone() for tensor in self.tensors]\n",
+        "",
+        ("test_gradients_may_be_written_to_after_a_timeout",),
+    ),
+    Mutant(
+        "gradients-given-back-while-added",
+        "if not any(round_.is_adding for round_ in rounds):",
+        "if True:",
+        ("test_tensors_that_are_being_added_are_given_back_when_that_is_over",),
+    ),
+    Mutant(
+        "hook-writes-to-what-others-get",
+        "self._answer._replace(is_shared=True)",
+        "self._answer",
+        ("test_a_hook_on_top_may_write_to_the_result",),
+    ),
     # ---- C++. Where a name of a suite changes, so does the one here.
     Mutant(
         "cpp-deadlines-late",
