@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.rpc as rpc
 from _training import process_group
 from torch import Tensor, nn
 from torch.futures import Future
@@ -17,7 +18,8 @@ from workers import Steps
 
 from torch_ucx_rpc import reduction
 from torch_ucx_rpc.reduction import _round
-from torch_ucx_rpc.reduction._host import Host
+from torch_ucx_rpc.reduction._host import Host, absent
+from torch_ucx_rpc.reduction._loopback import lend, push_lent
 from torch_ucx_rpc.reduction._messages import Answer, Push, Spec, Trainer
 from torch_ucx_rpc.reduction._results import result_of
 
@@ -63,7 +65,7 @@ def write_after_a_timeout(rank: int, steps: Steps) -> None:
     steps.meet("done", rank, 2)
 
 
-def test_a_hook_on_top_may_write_to_the_result(run_on_both: RunWorkers, tmp_path: Path) -> None:
+def test_a_hook_that_writes_to_its_result_changes_no_others(run_on_both: RunWorkers, tmp_path: Path) -> None:
     run_on_both(2, double_the_result, Steps(tmp_path))
 
 
@@ -117,3 +119,17 @@ def test_tensors_that_are_being_added_are_given_back_when_that_is_over(monkeypat
     giving_back.join()
     adding.join()
     assert torch.equal(pushed.wait().tensors[0], torch.full((2,), 0.5))
+
+
+def test_a_push_that_comes_after_its_time_is_not_made(run_on_both: RunWorkers) -> None:
+    run_on_both(1, push_too_late)
+
+
+def push_too_late(rank: int) -> None:
+    server = reduction.serve("worker0", trainers=2)
+    gradient = torch.ones(2)
+    lent = lend(server.next_push("tensors/0", 0, [gradient], None))
+    lent.take_back()
+    # The call comes now, when the trainer has its tensors back.
+    rpc.rpc_sync("worker0", push_lent, args=(lent.number,))
+    assert absent("worker0", "tensors/0") == []

@@ -120,7 +120,8 @@ def hook(state: State, bucket: GradBucket) -> Future[Tensor]:
     """A communication hook of DistributedDataParallel that averages gradients by way of a server.
 
     torch's compression can go on top, as ``default_hooks.fp16_compress_wrapper(reduction.hook)``: then half the bytes
-    travel, and sums are made of halves. Whoever writes to the result writes to memory of this trainer.
+    travel, and sums are made of halves. A hook on top should make a new tensor and not write to the result: other
+    trainers ask this one for it when a host is lost in the middle of a step.
     """
     if not isinstance(state, State):
         raise TypeError(

@@ -29,16 +29,14 @@ class Lent:
         self._is_over = False
         self._answer = Answer(UNKNOWN)
 
-    def take(self, done: Future[None]) -> None:
-        """Push here. The call is done when there is an answer."""
-
-        def keep(pushed: Future[Answer]) -> None:
-            self._answer = pushed.value()
-            done.set_result(None)
-
+    def push(self) -> Future[Answer] | None:
+        """The push, here. None after a timeout: then nobody waits for it."""
         with self._lock:
-            if not self._is_over:
-                take_push(self._push, is_owned=False).add_done_callback(keep)
+            return None if self._is_over else take_push(self._push, is_owned=False)
+
+    def keep(self, answer: Answer) -> None:
+        """Have the answer for `end`."""
+        self._answer = answer
 
     def end(self, done: Future[None]) -> Answer:
         """The answer of a call that is done; RuntimeError if it has failed."""
@@ -74,8 +72,17 @@ def lend(push: Push) -> Lent:
 
 @rpc.functions.async_execution
 def push_lent(number: int) -> Future[None]:
+    """The call. It is done when the push is, whose answer the trainer takes by `Lent.end`."""
     done: Future[None] = Future()
-    # One that has timed out is not there any more, and nobody waits for it.
-    if (lent := _lent().get(number)) is not None:
-        lent.take(done)
+    lent = _lent().get(number)
+    pushed = None if lent is None else lent.push()
+    if lent is None or pushed is None:
+        done.set_result(None)
+        return done
+
+    def keep(pushed: Future[Answer]) -> None:
+        lent.keep(pushed.value())
+        done.set_result(None)
+
+    pushed.add_done_callback(keep)
     return done
