@@ -24,6 +24,7 @@ How the package is laid out, from the bottom up; the way of one push goes from `
 * ``_applied``        the pushes that an asynchronous server has applied
 * ``_parameters``     a piece of a server with an optimizer; checkpoint and replica
 * ``_host``           what a host does, and what trainers ask of it
+* ``_loopback``       pushes of a trainer to its own host
 * ``_plan``           how work is spread over hosts
 * ``_server``         `Server`: a trainer's view of it, its hosts, and this trainer's positions
 * ``_pushes``         pushes that outlive hosts
