@@ -184,14 +184,14 @@ MUTANTS = (
     ),
     Mutant(
         "hook-writes-to-what-others-get",
-        "self._answer._replace(is_shared=True)",
-        "self._answer",
+        "self._pushed.value()._replace(is_shared=True)",
+        "self._pushed.value()",
         ("test_a_hook_that_writes_to_its_result_changes_no_others",),
     ),
     Mutant(
         "push-made-after-its-time",
-        "return None if self._is_over else take_push(",
-        "return take_push(",
+        "            if not self._is_over:\n                self._pushed =",
+        "            if True:\n                self._pushed =",
         ("test_a_push_that_comes_after_its_time_is_not_made",),
     ),
     # ---- C++. Where a name of a suite changes, so does the one here.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -101,7 +102,7 @@ def test_tensors_that_are_being_added_are_given_back_when_that_is_over(monkeypat
         add(*arguments)
 
     monkeypatch.setattr(_round, "_add", wait_and_add)
-    life: Any = type("Life", (), {"info": type("Info", (), {"name": "ps"})})
+    life: Any = SimpleNamespace(info=SimpleNamespace(name="ps"))
     host = Host(Spec("ps", ("ps",), 2), life)
     own, other = (
         Push("ps", "tensors/0", 0, Trainer(rank, name, rank), 0, None, 0, False, [torch.full((2,), float(rank))])

@@ -16,7 +16,7 @@ from torch.futures import Future
 
 from torch_ucx_rpc._observe.life import Life, PerLife
 from torch_ucx_rpc.reduction._host import keep_copy, take_push
-from torch_ucx_rpc.reduction._messages import UNKNOWN, Answer, Push
+from torch_ucx_rpc.reduction._messages import Answer, Push
 
 
 class Lent:
@@ -27,22 +27,21 @@ class Lent:
         self._push = push
         self._lock = threading.Lock()
         self._is_over = False
-        self._answer = Answer(UNKNOWN)
+        self._pushed: Future[Answer] | None = None
 
     def push(self) -> Future[Answer] | None:
         """The push, here. None after a timeout: then nobody waits for it."""
         with self._lock:
-            return None if self._is_over else take_push(self._push, is_owned=False)
-
-    def keep(self, answer: Answer) -> None:
-        """Have the answer for `end`."""
-        self._answer = answer
+            if not self._is_over:
+                self._pushed = take_push(self._push, is_owned=False)
+            return self._pushed
 
     def end(self, done: Future[None]) -> Answer:
         """The answer of a call that is done; RuntimeError if it has failed."""
         _lent().pop(self.number, None)
         done.value()
-        return self._answer._replace(is_shared=True)
+        assert self._pushed is not None
+        return self._pushed.value()._replace(is_shared=True)
 
     def take_back(self) -> None:
         """The call has timed out: the tensors may be written to when this returns."""
@@ -76,13 +75,8 @@ def push_lent(number: int) -> Future[None]:
     done: Future[None] = Future()
     lent = _lent().get(number)
     pushed = None if lent is None else lent.push()
-    if lent is None or pushed is None:
+    if pushed is None:
         done.set_result(None)
-        return done
-
-    def keep(pushed: Future[Answer]) -> None:
-        lent.keep(pushed.value())
-        done.set_result(None)
-
-    pushed.add_done_callback(keep)
+    else:
+        pushed.add_done_callback(lambda _: done.set_result(None))
     return done

@@ -213,14 +213,14 @@ class Piece:
                 if not batch and not is_complete:
                     return
                 round_.is_busy = True
-                round_.is_adding = bool(batch) or is_complete
+                round_.is_adding = True
                 round_.is_closed = is_complete
                 for coming in batch:
                     coming.is_added = True
             try:
                 if round_.result is None:
                     round_.add(batch, len(round_.came) if is_complete else None)
-                    round_.is_adding = False
+                round_.is_adding = False
                 if is_complete:
                     self._roster.has_begun = True
                     result = round_.sum if round_.result is None else round_.result
