@@ -163,11 +163,14 @@ def run(backend: str) -> Result:
     # One thread per process, and per thread of the agent's: torch.set_num_threads() would reach the main thread alone.
     # Sums of several threads round differently from run to run, and training magnifies that.
     os.environ["OMP_NUM_THREADS"] = "1"
-    results = mp.get_context("spawn").SimpleQueue()
+    # What takes long to import is imported once, in the server that all are forked from.
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["torch_ucx_rpc", "sklearn.datasets", "sklearn.model_selection"])
+    results = context.SimpleQueue()
     with tempfile.TemporaryDirectory() as directory:
         # The processes find each other through a file; on several hosts this would be tcp://host:port or env://.
         store = Path(directory, "store").as_uri()
-        mp.spawn(work, args=(backend, store, results), nprocs=len(WORKERS))
+        mp.start_processes(work, args=(backend, store, results), nprocs=len(WORKERS), start_method="forkserver")
     return results.get()
 
 

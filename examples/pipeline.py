@@ -116,8 +116,12 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=6)
     parser.add_argument("--trace", type=Path, help="draw a step into this file: .png or .json")
     arguments = parser.parse_args()
+    # What takes long to import is imported once, in the server that all are forked from.
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["torch_ucx_rpc.pipeline", "sklearn.datasets", "sklearn.model_selection"])
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(work, args=(arguments, Path(folder, "store").as_uri()), nprocs=len(WORKERS))
+        store = Path(folder, "store").as_uri()
+        mp.start_processes(work, args=(arguments, store), nprocs=len(WORKERS), start_method="forkserver")
 
 
 if __name__ == "__main__":

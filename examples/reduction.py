@@ -104,7 +104,9 @@ class Run:
         self.steps_of: dict[int, int] = {}
         self.accuracy: dict[int, float] = {}
         self.slowest_after_kill = 0.0
-        context = mp.get_context("spawn")
+        # What takes long to import is imported once, in the server that all are forked from.
+        context = mp.get_context("forkserver")
+        context.set_forkserver_preload(["torch_ucx_rpc.reduction", "sklearn.datasets", "sklearn.model_selection"])
         reports, may_leave = context.Queue(), context.Event()
         with tempfile.TemporaryDirectory() as directory:
             store = Path(directory, "store").as_uri()

@@ -116,7 +116,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Call services by their names while one of their workers is killed.")
     parser.add_argument("--backend", choices=("ucx", "tensorpipe"), default="ucx")
     backend = parser.parse_args().backend.upper()
-    context = mp.get_context("spawn")
+    # What takes long to import is imported once, in the server that all are forked from.
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["torch_ucx_rpc.services"])
     both_callers, results = context.Barrier(2), context.Queue()
     # Not an Event, whose set() waits for each process that waits for it, the killed one too.
     is_over = context.Semaphore(0)

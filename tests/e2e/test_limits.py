@@ -43,9 +43,9 @@ def total(tensor: torch.Tensor) -> float:
 def call_short_of_memory(rank: int) -> None:
     if rank != 0:
         return
-    large, small = ones(1024), ones(1)
+    large, small = ones(400), ones(1)
     rpc.rpc_sync("worker1", limit_memory, args=(200,))
-    with pytest.raises(OutOfResources, match="out of memory for a message of 1073741824") as raised:
+    with pytest.raises(OutOfResources, match="out of memory for a message of 419430400") as raised:
         rpc.rpc_sync("worker1", torch.numel, args=(large,))
     assert (raised.value.name, raised.value.resource) == ("worker1", "memory")
     for _ in range(3):
@@ -55,7 +55,7 @@ def call_short_of_memory(rank: int) -> None:
 
     limit_memory(200)
     with pytest.raises(OutOfResources, match=r"the answer of worker .* out of memory for a message of") as raised:
-        rpc.rpc_sync("worker1", ones, args=(1024,))
+        rpc.rpc_sync("worker1", ones, args=(400,))
     assert (raised.value.name, raised.value.resource) == ("worker1", "memory")
     assert rpc.rpc_sync("worker1", total, args=(small,)) == small.numel()
     limit_memory(None)

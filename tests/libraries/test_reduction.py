@@ -215,6 +215,44 @@ def train_unusually(rank: int, steps: Steps) -> list[torch.Tensor]:
     return parameters_of(module)
 
 
+def test_a_bucket_that_is_cut_is_put_together_whatever_its_gradients_are_like(
+    run_on_both: RunWorkers, tmp_path: Path
+) -> None:
+    run_on_both(2, train_a_cut_bucket, Steps(tmp_path))
+
+
+class Various(nn.Module):
+    """Gradients that lie as they are to lie, one that does not, and one that only some trainers have: of 3 MiB each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flat, self.partly, self.last = (nn.Parameter(torch.zeros(768, 1024)) for _ in range(3))
+        self.transposed = nn.Parameter(torch.zeros(4, 192, 32, 32).to(memory_format=torch.channels_last))
+
+    def forward(self, rank: int) -> torch.Tensor:
+        positions = torch.arange(768 * 1024.0)
+        terms = [self.flat, self.transposed, self.last, *([self.partly] if rank == 0 else [])]
+        # Of each element another gradient, and of each trainer too.
+        return sum((term.reshape(-1) * (positions + rank) * (place + 1)).sum() for place, term in enumerate(terms))
+
+
+def train_a_cut_bucket(rank: int, steps: Steps) -> None:
+    module = Various()
+    model = reduction.DataParallel(module, reduction.serve(trainers=["worker0", "worker1"]))
+    [bucket] = model._buckets
+    assert len(bucket.parts) == 2
+    for _ in range(2):
+        module.zero_grad()
+        model(rank).backward()
+        positions = torch.arange(768 * 1024.0)
+        for place, parameter in enumerate((module.flat, module.transposed, module.last)):
+            expected = (positions + 0.5) * (place + 1)
+            assert torch.equal(parameter.grad.reshape(-1), expected)
+        assert not module.transposed.grad.is_contiguous()
+        assert torch.equal(module.partly.grad.reshape(-1), positions * 4 / 2)
+    steps.meet("done", rank, 2)
+
+
 def test_a_trainer_that_joins_gets_the_state_and_one_that_leaves_is_not_waited_for(
     run_on_ucx: RunWorkers, tmp_path: Path
 ) -> None:

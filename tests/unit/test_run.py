@@ -47,8 +47,9 @@ def test_workers_call_each_other_under_the_names_of_their_roles() -> None:
         )
 
 
+# Most of the time goes into importing torch 16 times: minutes, on a slow machine.
+@pytest.mark.field
 def test_sixteen_workers_come_up_call_each_other_and_end() -> None:
-    # Most of the time goes into importing torch 16 times.
     done = run("-n", 16, PROGRAMS / "meet.py", timeout=170)
     assert done.returncode == 0, done.stderr
     reports = [json.loads(report) for report in re.findall(r'\{"name".*?\}', done.stdout)]

@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from torch import Tensor, nn
 from torch.futures import Future
@@ -19,15 +21,26 @@ class Bucket:
         self.parameters = parameters
         first = parameters[0]
         self.buffer = torch.zeros(sum(p.numel() for p in parameters), dtype=first.dtype, device=first.device)
-        self.views = self.views_of(self.buffer)
+        # Where each parameter begins and ends in the buffer.
+        self.spans = list(itertools.pairwise(itertools.accumulate((p.numel() for p in parameters), initial=0)))
+        self.views = [self.buffer[slice(*span)].view_as(p) for span, p in zip(self.spans, parameters, strict=True)]
         self.parts: list[Part] = []
         self.filled: set[int] = set()
         self.pushes: list[tuple[Part, Future[Answer]]] = []
 
-    def views_of(self, flat: Tensor) -> list[Tensor]:
-        """The part of each parameter in a tensor such as the buffer."""
-        parts = flat.split([p.numel() for p in self.parameters])
-        return [part.view_as(p) for part, p in zip(parts, self.parameters, strict=True)]
+    def takes_directly(self, index: int) -> bool:
+        """Whether the result goes straight into the gradient of a parameter, and not into the buffer first."""
+        gradient = self.parameters[index].grad
+        return index in self.filled and gradient is not None and gradient.is_contiguous()
+
+    def take(self, part: Part, result: Tensor) -> None:
+        """Copy the result of a part into the gradients, or into the buffer for those that are not taken directly."""
+        for index, (start, stop) in enumerate(self.spans):
+            first, last = max(part.start, start), min(part.stop, stop)
+            if first < last:
+                target = self.parameters[index].grad if self.takes_directly(index) else self.views[index]
+                assert target is not None
+                target.view(-1)[first - start : last - start].copy_(result[first - part.start : last - part.start])
 
 
 def make_buckets(parameters: list[nn.Parameter], bucket_bytes: int) -> list[Bucket]:

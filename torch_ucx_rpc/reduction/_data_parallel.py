@@ -126,7 +126,7 @@ class DataParallel(nn.Module):
         sizes = [(bucket.buffer.numel(), bucket.buffer.element_size()) for bucket in self._buckets]
         for bucket, parts in zip(self._buckets, plan(sizes, server.spec.shards), strict=True):
             bucket.parts = parts
-        self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.parameters}
+        self._places = {p: (bucket, index) for bucket in self._buckets for index, p in enumerate(bucket.parameters)}
         self._next_bucket = 0
         self._is_in_backward = False
         self._is_synchronizing = True
@@ -180,14 +180,13 @@ class DataParallel(nn.Module):
             self._is_in_backward = True
             Variable._execution_engine.queue_callback(self._on_end_of_backward)
         assert isinstance(parameter, nn.Parameter)
-        bucket = self._bucket_of[parameter]
+        bucket, index = self._places[parameter]
         gradient = parameter.grad
         assert gradient is not None
         if gradient.is_sparse:
             raise ValueError(
                 "DataParallel cannot average sparse gradients, as those of nn.Embedding(sparse=True); leave that out"
             )
-        index = next(index for index, other in enumerate(bucket.parameters) if other is parameter)
         bucket.views[index].copy_(gradient)
         bucket.filled.add(index)
         # In their order, in all trainers: a server of its own sums them as they come.
@@ -234,11 +233,11 @@ class DataParallel(nn.Module):
         for part, push in bucket.pushes:
             answer = push.wait()
             self._is_behind |= answer.rounds != 1 and self._optimizer is not None
-            if len(bucket.pushes) > 1:
-                bucket.buffer[part.start : part.stop].copy_(tensors_of(push)[0])
-        # The result may be others' too: it is only read.
-        result = bucket.buffer if len(bucket.pushes) > 1 else tensors_of(bucket.pushes[0][1])[0]
-        for index, (parameter, view) in enumerate(zip(bucket.parameters, bucket.views_of(result), strict=True)):
+            # The result may be others' too: it is only read.
+            bucket.take(part, tensors_of(push)[0])
+        for index, (parameter, view) in enumerate(zip(bucket.parameters, bucket.views, strict=True)):
+            if bucket.takes_directly(index):
+                continue
             if parameter.grad is not None and index in bucket.filled:
                 parameter.grad.copy_(view)
             elif bool(view.any()):

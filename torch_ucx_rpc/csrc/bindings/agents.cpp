@@ -1,7 +1,6 @@
 #include "base/time.h"
 #include "base/warnings.h"
 #include "bindings/bindings.h"
-#include "peers/latency_histogram.h"
 #include "rpc/agent.h"
 #include "rpc/faulty_agent.h"
 #include "torch_glue/torch_state.h"
@@ -127,15 +126,6 @@ py::dict statisticsOf(UcxRpcAgent& agent) {
   return values;
 }
 
-// The ends of LatencyHistogram's buckets in nanoseconds. The last bucket has none.
-std::vector<int64_t> latencyBucketEnds() {
-  std::vector<int64_t> ends;
-  for (size_t bucket = 0; bucket + 1 < LatencyHistogram::kBuckets; ++bucket) {
-    ends.push_back(LatencyHistogram::endOf(bucket).count());
-  }
-  return ends;
-}
-
 // Makes any kind of agent. `own` is what only this kind takes, after the arguments that Python passes for every kind.
 template <typename Agent, typename... Own>
 std::shared_ptr<Agent> makeAgent(
@@ -219,7 +209,10 @@ void bindAgents(py::module_& module) {
   module.attr("REQUEST_TYPES") = requestTypeNames();
   module.def("interrupt_threads", &interruptThreads);
   module.def("threads_left", [] { return pythonThreads().size(); });
-  module.attr("LATENCY_BUCKET_ENDS_NS") = py::tuple(py::cast(latencyBucketEnds()));
+  module.def(
+      "devices_of",
+      [](const torch::jit::PythonFutureWrapper& future) { return future.fut->devices(); },
+      py::arg("future"));
 
   py::module_::import("torch.distributed.rpc"); // RpcAgent, the base class, and WorkerInfo are bound there
 

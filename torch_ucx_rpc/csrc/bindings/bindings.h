@@ -1,6 +1,7 @@
 #pragma once
 
-#include <torch/csrc/utils/pybind.h>
+// Not torch's, which takes long to compile: sources that need its conversions include that.
+#include <pybind11/pybind11.h>
 
 // Each function binds one source of this folder to Python. torch_ucx_rpc/_C.pyi documents what they bind, and each
 // source says where the GIL is held.

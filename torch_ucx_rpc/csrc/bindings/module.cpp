@@ -3,27 +3,44 @@
 #include "base/hmac.h"
 #include "bindings/bindings.h"
 #include "memory/device_pool.h"
+#include "peers/latency_histogram.h"
 #include "rpc/profiled_spans.h"
 #include "tensors/device_copy.h"
 #include "torch_glue/torch_state.h"
 #include "transport/ucp/ucp_transport.h"
 #include "wire/header.h"
 
-#include <torch/csrc/jit/python/pybind_utils.h>
+#include <pybind11/stl.h>
 
+#include <cstddef>
 #include <cstdint>
 #include <optional>
 #include <utility>
+#include <vector>
 
 namespace py = pybind11;
 
 namespace torch_ucx_rpc {
+
+namespace {
+
+// The ends of LatencyHistogram's buckets in nanoseconds. The last bucket has none.
+std::vector<int64_t> latencyBucketEnds() {
+  std::vector<int64_t> ends;
+  for (size_t bucket = 0; bucket + 1 < LatencyHistogram::kBuckets; ++bucket) {
+    ends.push_back(LatencyHistogram::endOf(bucket).count());
+  }
+  return ends;
+}
+
+} // namespace
 
 PYBIND11_MODULE(_C, module) {
   module.doc() = "C++ core of torch_ucx_rpc; see torch_ucx_rpc/_C.pyi";
   module.attr("BUILT_FOR_TORCH") = TORCH_UCX_RPC_BUILT_FOR_TORCH;
   module.attr("UCP_API_VERSION") = ucpHeaderVersion();
   module.attr("WIRE_VERSION") = static_cast<int>(wire::kVersion);
+  module.attr("LATENCY_BUCKET_ENDS_NS") = py::tuple(py::cast(latencyBucketEnds()));
   module.def("ucx_library", [] {
     const UcpLibrary library = loadedUcpLibrary();
     py::dict result;
@@ -54,10 +71,6 @@ PYBIND11_MODULE(_C, module) {
       py::arg("source"),
       py::arg("entry_points"));
   module.def("stop_device_pool", [] { DevicePool::instance().stop(); });
-  module.def(
-      "devices_of",
-      [](const torch::jit::PythonFutureWrapper& future) { return future.fut->devices(); },
-      py::arg("future"));
   module.def("begin_rref_ids", &beginRRefIds, py::arg("are_random"));
   module.def("begin_context_ids", &beginContextIds, py::arg("rank"), py::arg("are_random"));
 
