@@ -432,8 +432,9 @@ def is_pattern(tensor: torch.Tensor) -> bool:
 
 def large_pattern() -> torch.Tensor:
     tensor = torch.empty(_OVER_2_GIB, dtype=torch.uint8)
+    pattern = chunk()
     for piece in tensor.split(_CHUNK):
-        piece.copy_(chunk()[: len(piece)])
+        piece.copy_(pattern[: len(piece)])
     return tensor
 
 

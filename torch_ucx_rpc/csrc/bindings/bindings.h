@@ -1,7 +1,9 @@
 #pragma once
 
-// Not torch's, which takes long to compile: sources that need its conversions include that.
+// Not torch's, which takes long to compile: sources that need its conversions include that. Those of the standard
+// library are for all: a source without them compiles, and its conversions throw.
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 
 // Each function binds one source of this folder to Python. torch_ucx_rpc/_C.pyi documents what they bind, and each
 // source says where the GIL is held.

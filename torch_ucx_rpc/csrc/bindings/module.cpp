@@ -10,8 +10,6 @@
 #include "transport/ucp/ucp_transport.h"
 #include "wire/header.h"
 
-#include <pybind11/stl.h>
-
 #include <cstddef>
 #include <cstdint>
 #include <optional>
