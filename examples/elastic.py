@@ -136,12 +136,20 @@ def main():
         # Without a world_size, workers may join and leave.
         rpc.init_rpc(arguments.name, rank=int(arguments.name.removeprefix("worker")), rpc_backend_options=options)
 
+        started = []
+
         def start(name):
             command = [sys.executable, __file__, "--name", name, "--store", store]
-            processes.enter_context(subprocess.Popen([*shlex.split(arguments.launcher), *command]))
+            started.append(processes.enter_context(subprocess.Popen([*shlex.split(arguments.launcher), *command])))
 
         if arguments.name == COORDINATOR:
-            Coordinator(arguments.tasks).run(start)
+            try:
+                Coordinator(arguments.tasks).run(start)
+            except BaseException:
+                # They would wait for tasks, and this process for them.
+                for process in started:
+                    process.kill()
+                raise
         else:
             rpc.rpc_sync(COORDINATOR, say_hello, (arguments.name,))
             is_over.wait()
