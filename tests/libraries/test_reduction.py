@@ -47,7 +47,7 @@ def train_with_ddp(rank: int, steps: Steps, hosts: tuple[str, ...]) -> list[torc
         with process_group(rank, 2, steps.directory):
             found = []
             for way in ("gloo", "hook", "DataParallel"):
-                model = make_model(160)  # of two buckets, and one that is cut
+                model = make_model(160)  # of three buckets
                 if way == "DataParallel":
                     copy = reduction.DataParallel(
                         model, reduction.serve(*hosts, trainers=["worker0", "worker1"]), bucket_bytes=1 << 16
@@ -221,6 +221,9 @@ def test_a_bucket_that_is_cut_is_put_together_whatever_its_gradients_are_like(
     run_on_both(2, train_a_cut_bucket, Steps(tmp_path))
 
 
+POSITIONS = torch.arange(768 * 1024.0)
+
+
 class Various(nn.Module):
     """Gradients that lie as they are to lie, one that does not, and one that only some trainers have: of 3 MiB each."""
 
@@ -230,10 +233,9 @@ class Various(nn.Module):
         self.transposed = nn.Parameter(torch.zeros(4, 192, 32, 32).to(memory_format=torch.channels_last))
 
     def forward(self, rank: int) -> torch.Tensor:
-        positions = torch.arange(768 * 1024.0)
         terms = [self.flat, self.transposed, self.last, *([self.partly] if rank == 0 else [])]
         # Of each element another gradient, and of each trainer too.
-        return sum((term.reshape(-1) * (positions + rank) * (place + 1)).sum() for place, term in enumerate(terms))
+        return sum((term.reshape(-1) * (POSITIONS + rank) * (place + 1)).sum() for place, term in enumerate(terms))
 
 
 def train_a_cut_bucket(rank: int, steps: Steps) -> None:
@@ -244,12 +246,11 @@ def train_a_cut_bucket(rank: int, steps: Steps) -> None:
     for _ in range(2):
         module.zero_grad()
         model(rank).backward()
-        positions = torch.arange(768 * 1024.0)
         for place, parameter in enumerate((module.flat, module.transposed, module.last)):
-            expected = (positions + 0.5) * (place + 1)
+            expected = (POSITIONS + 0.5) * (place + 1)
             assert torch.equal(parameter.grad.reshape(-1), expected)
         assert not module.transposed.grad.is_contiguous()
-        assert torch.equal(module.partly.grad.reshape(-1), positions * 4 / 2)
+        assert torch.equal(module.partly.grad.reshape(-1), POSITIONS * 4 / 2)
     steps.meet("done", rank, 2)
 
 

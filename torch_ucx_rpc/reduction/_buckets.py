@@ -28,18 +28,18 @@ class Bucket:
         self.filled: set[int] = set()
         self.pushes: list[tuple[Part, Future[Answer]]] = []
 
-    def takes_directly(self, index: int) -> bool:
-        """Whether the result goes straight into the gradient of a parameter, and not into the buffer first."""
-        gradient = self.parameters[index].grad
-        return index in self.filled and gradient is not None and gradient.is_contiguous()
+    def targets(self) -> list[Tensor]:
+        """Where the results go: straight into gradients that lie as the buffer does, else into the buffer."""
+        return [
+            p.grad if index in self.filled and p.grad is not None and p.grad.is_contiguous() else view
+            for index, (p, view) in enumerate(zip(self.parameters, self.views, strict=True))
+        ]
 
-    def take(self, part: Part, result: Tensor) -> None:
-        """Copy the result of a part into the gradients, or into the buffer for those that are not taken directly."""
-        for index, (start, stop) in enumerate(self.spans):
+    def take(self, part: Part, result: Tensor, targets: list[Tensor]) -> None:
+        """Copy the result of a part to where it goes."""
+        for (start, stop), target in zip(self.spans, targets, strict=True):
             first, last = max(part.start, start), min(part.stop, stop)
             if first < last:
-                target = self.parameters[index].grad if self.takes_directly(index) else self.views[index]
-                assert target is not None
                 target.view(-1)[first - start : last - start].copy_(result[first - part.start : last - part.start])
 
 

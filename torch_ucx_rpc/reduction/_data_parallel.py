@@ -230,18 +230,19 @@ class DataParallel(nn.Module):
                 bucket.pushes = []
 
     def _take(self, bucket: Bucket) -> None:
+        targets = bucket.targets()
         for part, push in bucket.pushes:
             answer = push.wait()
             self._is_behind |= answer.rounds != 1 and self._optimizer is not None
             # The result may be others' too: it is only read.
-            bucket.take(part, tensors_of(push)[0])
-        for index, (parameter, view) in enumerate(zip(bucket.parameters, bucket.views, strict=True)):
-            if bucket.takes_directly(index):
+            bucket.take(part, tensors_of(push)[0], targets)
+        for index, (parameter, target) in enumerate(zip(bucket.parameters, targets, strict=True)):
+            if parameter.grad is target:
                 continue
             if parameter.grad is not None and index in bucket.filled:
-                parameter.grad.copy_(view)
-            elif bool(view.any()):
-                parameter.grad = view.clone()
+                parameter.grad.copy_(target)
+            elif bool(target.any()):
+                parameter.grad = target.clone()
 
     # -- beginning, and giving to those who begin
 
