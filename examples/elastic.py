@@ -148,7 +148,10 @@ def main():
             except BaseException:
                 # They would wait for tasks, and this process for them.
                 for process in started:
-                    process.kill()
+                    # Not killed: srun could not pass that on.
+                    process.terminate()
+                # While the store is there, in which this worker says that it leaves.
+                rpc.shutdown(graceful=False)
                 raise
         else:
             rpc.rpc_sync(COORDINATOR, say_hello, (arguments.name,))
