@@ -12,7 +12,7 @@ namespace torch_ucx_rpc {
 // Turns C++ exceptions into those of torch_ucx_rpc.errors, and into those that a callee raised.
 void bindErrors(pybind11::module_& module);
 
-// The agents, what they are made of, and their statistics.
+// The agents, what they are made of, their statistics, and the devices of futures.
 void bindAgents(pybind11::module_& module);
 
 // Operators of torch whose kernels a Python compiler makes.
