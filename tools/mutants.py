@@ -57,6 +57,12 @@ MUTANTS = (
         ("test_ucx_waits_for_a_thread_that_may_be_in_what_it_overwrites",),
     ),
     Mutant(
+        "the-store-is-waited-for-as-long-as-ever",
+        "self._store.set_timeout(min(usual, _PATIENCE))",
+        "pass",
+        ("test_nobody_waits_for_a_file_of_the_store_that_is_gone",),
+    ),
+    Mutant(
         "children-inherit-the-wait",
         "os.environ.pop(_PATCHING_WAIT, None)",
         "pass",

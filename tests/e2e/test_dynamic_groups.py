@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -15,6 +16,7 @@ import pytest
 import torch
 import torch.distributed.rpc as rpc
 import workers
+from _failures import is_lost
 from labs import Fate, VirtualHosts, needs_virtual_hosts
 from torch.distributed import TCPStore
 from workers import Steps, agent, backend_options, eventually, init_rpc
@@ -244,6 +246,26 @@ def join_without_store(rank: int, steps: Steps) -> None:
     eventually(lambda: not somebody_listens(int(os.environ["MASTER_PORT"])), "the Store has ended with worker0")
     with pytest.raises(JoinTimedOut, match=r"(?s)nobody listens.*ends with the process of rank 0.*file:///path"):
         join(1, rpc_backend_options=backend_options(rpc_timeout=1))
+
+
+@pytest.mark.parametrize("world_size", [None, 2])
+def test_nobody_waits_for_a_file_of_the_store_that_is_gone(tmp_path: Path, world_size: int | None) -> None:
+    arguments = (Steps(tmp_path), tmp_path / "job", world_size)
+    workers.run_workers(2, leave_without_file, *arguments, init=False, expendable={1}, silent=False)
+
+
+def leave_without_file(rank: int, steps: Steps, job: Path, world_size: int | None) -> None:
+    job.mkdir(exist_ok=True)
+    init_rpc(rank, world_size=world_size, rpc_backend_options=backend_options(init_method=(job / "store").as_uri()))
+    steps.done(f"joined {rank}")
+    steps.wait_for("joined 0", "joined 1")
+    if rank == 1:
+        steps.wait_for("never")
+    # As a program does that keeps the file in a TemporaryDirectory, and ends with an error.
+    shutil.rmtree(job)
+    os.kill(rpc_pid_of(1), signal.SIGKILL)
+    eventually(lambda: is_lost("worker1"), "the death of worker1 is noticed")
+    rpc.shutdown(graceful=False)
 
 
 # ---- Workers that die ------------------------------------------------------------------------------------------------

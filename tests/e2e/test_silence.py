@@ -106,14 +106,15 @@ def call_through_a_cut(rank: int, fate: Fate) -> None:
         rpc.rpc_sync("worker1", echo, (1,))
         sizes = [10, 2**10, 2**18, 2**22]
 
+        tensors = [torch.full((sizes[n % 4],), float(n)) for n in range(48)]
+
         def send(numbers: range) -> list[Future]:
-            return [rpc.rpc_async("worker1", count, (n, torch.full((sizes[n % 4],), float(n)))) for n in numbers]
+            return [rpc.rpc_async("worker1", count, (n, tensors[n])) for n in numbers]
 
         calls = send(range(20))
-        fate.of("b", "cut")
+        fate.of("b", "cut_for", LIMIT / 2)
         calls += send(range(20, 40))
         time.sleep(LIMIT / 2)
-        fate.of("b", "heal")
         calls += send(range(40, 48))
         for n, call in enumerate(calls):
             number, tensor = call.wait()

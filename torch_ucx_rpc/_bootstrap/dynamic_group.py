@@ -15,7 +15,6 @@ it cannot reach: the network may be just coming back.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import threading
 import weakref
@@ -24,9 +23,9 @@ from typing import Protocol
 
 from torch._C._distributed_c10d import Store
 from torch._C._distributed_rpc import WorkerInfo
-from torch.distributed import DistError
 
 from torch_ucx_rpc._bootstrap.deadline import Deadline
+from torch_ucx_rpc._bootstrap.expendable import ExpendableStore
 from torch_ucx_rpc._bootstrap.member_list import MemberList
 from torch_ucx_rpc._bootstrap.members import ask_again
 from torch_ucx_rpc._bootstrap.record import Record
@@ -65,6 +64,7 @@ class DynamicGroup:
     def __init__(self, store: Store, own: Record, agent: Agent, secret: Secret | None) -> None:
         self._secret = secret
         self._store = store
+        self._expendable = ExpendableStore(store)
         self._list = MemberList(store, own, secret)
         self._own = own
         # Weak, since the agent holds methods of this object.
@@ -161,7 +161,7 @@ class DynamicGroup:
         """Take this worker off the list, if it is on the list and the Store still exists."""
         place, self._place = self._place, None
         if place is not None:
-            with contextlib.suppress(DistError):
+            with self._expendable.attempt():
                 self._list.strike(place)
 
     def _running_agent(self) -> Agent:
@@ -209,14 +209,14 @@ class DynamicGroup:
 
     def _is_listed(self, place: str) -> bool:
         """False if the member has left; True if the Store has ended and cannot tell."""
-        try:
-            return self._list.has(place)
-        except DistError:
-            return True
+        is_listed = True
+        with self._expendable.attempt():
+            is_listed = self._list.has(place)
+        return is_listed
 
     def _replace(self, place: str, record: Record | None) -> None:
         # Without the Store nobody can read the list either.
-        with contextlib.suppress(DistError):
+        with self._expendable.attempt():
             self._list.replace(place, record)
 
 
@@ -247,7 +247,7 @@ class StaticGroup:
         """Mark the group as over; rank 0 does it for all workers."""
         if self._is_announced:
             self._is_announced = False
-            with contextlib.suppress(DistError):
+            with ExpendableStore(self._store).attempt():
                 self._store.set(_STATIC, "")
 
 

@@ -32,11 +32,14 @@ class Fate:
     def __setstate__(self, address: str) -> None:
         self._address = address
 
-    def of(self, host: str, what: str) -> None:
-        """``what`` is "cut", "heal" or "power_off"; returns when it has happened. For workers."""
+    def of(self, host: str, what: str, *args: float) -> None:
+        """``what`` is "cut", "cut_for" (so many seconds), "heal" or "power_off"; returns when it has happened.
+
+        For workers.
+        """
         # A path is found from every network namespace.
         with Client(self._address) as desk:
-            desk.send((host, what))
+            desk.send((host, what, args))
             assert desk.recv() == "done"
 
     def __enter__(self) -> Fate:
@@ -60,6 +63,6 @@ class Fate:
                 order = worker.recv()
                 if order is None:
                     return
-                host, what = order
-                getattr(self._hosts[host], what)()
+                host, what, args = order
+                getattr(self._hosts[host], what)(*args)
                 worker.send("done")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import subprocess
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -140,6 +141,12 @@ class VirtualHost:
         """Pull the cable: nothing arrives and nothing leaves, and nobody is told."""
         self._switch._on_network(f"ip link set {self._port} down")
 
+    def cut_for(self, seconds: float) -> None:
+        """`cut`, and `heal` after ``seconds``, however busy this process is; returns after the cut."""
+        link = f"ip link set {self._port}"
+        # The shell that waits holds no pipe of this process.
+        self._switch._on_network(f"sh -euc '{link} down; (sleep {seconds}; {link} up) > /dev/null 2>&1 &'")
+
     def heal(self) -> None:
         """Plug the cable in again."""
         self._switch._on_network(f"ip link set {self._port} up")
@@ -178,4 +185,4 @@ class VirtualHost:
         return ["nsenter", "--target", str(self.pid), *self._spaces, f"--wd={folder}", "--"]
 
     def _on_network(self, command: str) -> None:
-        subprocess.run(["nsenter", "--target", str(self.pid), "--net", "--", *command.split()], check=True)
+        subprocess.run(["nsenter", "--target", str(self.pid), "--net", "--", *shlex.split(command)], check=True)

@@ -1,0 +1,40 @@
+"""`ExpendableStore`: the Store of a group that runs, and that can do without it."""
+
+# mypy: allow-untyped-calls
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import threading
+from collections.abc import Iterator
+
+from torch._C._distributed_c10d import Store
+from torch.distributed import DistError
+
+# A Store that is there answers within milliseconds, a busy one within a second or two.
+_PATIENCE = datetime.timedelta(seconds=5)
+
+
+class ExpendableStore:
+    """``store``, which may have ended, for what is to be written there if that can be."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        # The timeout of a Store is one for all threads.
+        self._lock = threading.Lock()
+
+    @contextlib.contextmanager
+    def attempt(self) -> Iterator[None]:
+        """Give up what the block does with the Store if that has ended, or does not answer within 5 s or so.
+
+        A Store over TCP that has ended says so at once. One in a file looks for a file that has been deleted until the
+        Store's timeout, minutes by default, and the end of the process would wait for that.
+        """
+        with self._lock, contextlib.suppress(DistError):
+            usual = self._store.timeout  # type: ignore[attr-defined]  # not in torch's stubs
+            self._store.set_timeout(min(usual, _PATIENCE))
+            try:
+                yield
+            finally:
+                self._store.set_timeout(usual)
