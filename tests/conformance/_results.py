@@ -43,10 +43,17 @@ def record(files: Iterable[Path]) -> None:
 
 
 def commit() -> str:
-    """Of the sources that ran, just now; "-dirty" where they differ from it."""
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
-    found = subprocess.run(command, cwd=RESULTS.parent, capture_output=True, text=True, check=False)
-    return found.stdout.strip() or "unknown"
+    """Of the sources that ran, just now; "-dirty" where the package or the tests differ from it."""
+    head = _git("rev-parse", "--short=12", "HEAD")
+    # What the last configuration has written is no other source.
+    sources = (":/torch_ucx_rpc", ":/tests", ":!/tests/conformance/results")
+    changed = _git("status", "--porcelain", "--untracked-files=no", "--", *sources)
+    return (f"{head}-dirty" if changed else head) or "unknown"
+
+
+def _git(*command: str) -> str:
+    found = subprocess.run(["git", *command], cwd=RESULTS.parent, capture_output=True, text=True, check=False)
+    return found.stdout.strip()
 
 
 def file_name(configuration: Data) -> str:
