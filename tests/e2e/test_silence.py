@@ -105,7 +105,6 @@ def call_through_a_cut(rank: int, fate: Fate) -> None:
     if rank == 0:
         rpc.rpc_sync("worker1", echo, (1,))
         sizes = [10, 2**10, 2**18, 2**22]
-
         tensors = [torch.full((sizes[n % 4],), float(n)) for n in range(48)]
 
         def send(numbers: range) -> list[Future]:

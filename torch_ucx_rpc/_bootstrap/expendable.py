@@ -17,7 +17,7 @@ _PATIENCE = datetime.timedelta(seconds=5)
 
 
 class ExpendableStore:
-    """``store``, which may have ended, for what is to be written there if that can be."""
+    """``store``, which may have ended, for reads and writes that a running group can do without."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -29,7 +29,7 @@ class ExpendableStore:
         """Give up what the block does with the Store if that has ended, or does not answer within 5 s or so.
 
         A Store over TCP that has ended says so at once. One in a file looks for a file that has been deleted until the
-        Store's timeout, minutes by default, and the end of the process would wait for that.
+        Store's timeout, a minute by default, and the end of the process would wait for that.
         """
         with self._lock, contextlib.suppress(DistError):
             usual = self._store.timeout  # type: ignore[attr-defined]  # not in torch's stubs
