@@ -188,7 +188,7 @@ class UcxRpcBackendOptions(RpcBackendOptions):
         rpc_timeout (float): seconds after which a call fails that was given no timeout of its own (default: 60). 0 is
             no limit.
         init_timeout (float | None): seconds after which ``init_rpc`` gives up on workers that do not come (default:
-            None, as long as ``rpc_timeout``). 0 is no limit.
+            None, 60 or as long as ``rpc_timeout``, whichever is longer). 0 is no limit.
         heartbeat_limit (float): seconds of silence after which a worker on another host, or in another pid namespace,
             is lost, and the calls to it fail (default: 10). A cut of up to half of it is survived. 0 is no limit: then
             only a process that ends is noticed. Workers of the same host are noticed when their process ends, at once.

@@ -139,7 +139,13 @@ def _check_arguments(name: Any, rank: Any, world_size: Any, options: Any) -> tup
 
 
 def _init_timeout(options: UcxRpcBackendOptions) -> float:
-    return options.rpc_timeout if options.init_timeout is None else options.init_timeout
+    """Seconds that ``init_rpc`` waits for others; 0 is no limit."""
+    if options.init_timeout is not None:
+        return options.init_timeout
+    if options.rpc_timeout == 0:
+        return 0
+    # Calls can be short where starts are not: processes start seconds apart, and TensorPipe's meeting has its own time.
+    return max(options.rpc_timeout, rpc.constants.DEFAULT_RPC_TIMEOUT_SEC)
 
 
 def _load_secret(options: UcxRpcBackendOptions) -> Secret | None:

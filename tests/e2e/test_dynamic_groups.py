@@ -245,7 +245,7 @@ def join_without_store(rank: int, steps: Steps) -> None:
     steps.wait_for("left")
     eventually(lambda: not somebody_listens(int(os.environ["MASTER_PORT"])), "the Store has ended with worker0")
     with pytest.raises(JoinTimedOut, match=r"(?s)nobody listens.*ends with the process of rank 0.*file:///path"):
-        join(1, rpc_backend_options=backend_options(rpc_timeout=1))
+        join(1, rpc_backend_options=backend_options(init_timeout=1))
 
 
 @pytest.mark.parametrize("world_size", [None, 2])
@@ -515,7 +515,7 @@ def join_beside_one_that_hangs(rank: int, steps: Steps, file: Path) -> None:
     os.kill(pid, signal.SIGSTOP)
     try:
         with pytest.raises(JoinTimedOut, match=r"waited 1 s .* to be admitted to the group by rank 0 \('worker0'"):
-            join(1, rpc_backend_options=backend_options(init_method=file.as_uri(), rpc_timeout=1))
+            join(1, rpc_backend_options=backend_options(init_method=file.as_uri(), init_timeout=1))
     finally:
         os.kill(pid, signal.SIGCONT)
         os.kill(pid, signal.SIGKILL)

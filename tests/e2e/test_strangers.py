@@ -154,7 +154,7 @@ def join_beside_a_member(rank: int, steps: Steps, make_joiner: Callable[[], None
     steps.wait_for("joined")
     make_joiner()
     try:
-        init_rpc(rank, world_size=None, rpc_backend_options=backend_options(rpc_timeout=2))
+        init_rpc(rank, world_size=None, rpc_backend_options=backend_options(init_timeout=2))
     except RuntimeError as error:
         return str(error), 0
     finally:

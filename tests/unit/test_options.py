@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed.rpc as rpc
 
-from torch_ucx_rpc import UcxRpcBackendOptions
+from torch_ucx_rpc import UcxRpcBackendOptions, _start
 
 CHANGED = {
     "num_worker_threads": 5,
@@ -117,6 +117,21 @@ def test_numbers_of_numpy_are_numbers() -> None:
 
 def test_no_limit_is_a_timeout_of_zero() -> None:
     assert UcxRpcBackendOptions(rpc_timeout=0).rpc_timeout == 0
+
+
+@pytest.mark.parametrize(
+    ("given", "seconds"),
+    [
+        ({}, 60),
+        ({"rpc_timeout": 0.5}, 60),
+        ({"rpc_timeout": 600}, 600),
+        ({"rpc_timeout": 0}, 0),
+        ({"rpc_timeout": 600, "init_timeout": 0.5}, 0.5),
+        ({"rpc_timeout": 600, "init_timeout": 0}, 0),
+    ],
+)
+def test_the_start_has_at_least_a_minute_unless_it_is_given_less(given: dict[str, float], seconds: float) -> None:
+    assert _start._init_timeout(UcxRpcBackendOptions(**given)) == seconds  # type: ignore[arg-type]
 
 
 def test_arguments_are_keywords() -> None:
@@ -317,7 +332,7 @@ def test_the_page_on_options_has_each_with_its_default() -> None:
     shown = {
         **{name: repr(getattr(options, name)) for name in CHANGED},
         "rpc_timeout": f"{options.rpc_timeout:g}",
-        "init_timeout": "that of `rpc_timeout`",
+        "init_timeout": "60, or a longer `rpc_timeout`",
         "heartbeat_limit": f"{options.heartbeat_limit:g}",
         "init_method": f'`"{options.init_method}"`',
         "waiting": f'`"{options.waiting}"`',

@@ -271,7 +271,7 @@ def test_an_init_that_fails_can_be_tried_again_with_either_backend() -> None:
     passes("""
         import torch_ucx_rpc
 
-        soon = torch_ucx_rpc.UcxRpcBackendOptions(rpc_timeout=0.1)
+        soon = torch_ucx_rpc.UcxRpcBackendOptions(init_timeout=0.1)
         refused(RuntimeError, "these ranks have not come: 1", world_size=2, rpc_backend_options=soon)
         runs("UcxRpcAgent", backend="UCX")
         refused(RuntimeError, "these ranks have not come: 1", world_size=2, rpc_backend_options=soon)
