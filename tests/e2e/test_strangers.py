@@ -77,7 +77,7 @@ def test_large_payloads_arrive(run_workers: Callable[..., list]) -> None:
 def create_an_rref_too_late(rank: int) -> None:
     # Sealing the argument takes longer than the timeout.
     if rank == 0:
-        late = [rpc.remote("worker1", echo, args=(bytes(64 << 20),), timeout=0.001) for _ in range(2)]
+        late = [rpc.remote("worker1", echo, args=(bytes(16 << 20),), timeout=0.001) for _ in range(2)]
         for rref in late:
             with pytest.raises(CallTimedOut):
                 rref._get_future().wait()
