@@ -12,6 +12,7 @@
 #   MINUTES=1           how long workers are killed, stopped and cut off
 #   SEED=               which of them and when; without any, a new one, which is printed
 #   TRIALS=             of verbs; without any, all
+#   MUTANTS=            their names; without any, all
 #   WHEELS=             folder with what gpu-check needs without a network; gpu-prepare fills it
 #   PART=first          of gpu-check: first, and then second; or rehearse-all, without a GPU
 #   STEPS=              of that part; without any, all
@@ -161,11 +162,8 @@ soak: build $(VENV)/.extra-test ## Workers on virtual hosts, killed and cut off 
 verbs: $(ENVIRONMENT) ## Two emulated machines with Soft-RoCE: calls over verbs, kills, cuts; needs root, qemu and mmdebstrap
 	@PYTHONPATH=tests nice -n 10 $(PY) -m verbs --folder build/verbs $(TRIALS)
 
-mutants: build $(VENV)/.extra-test ## Bugs put into a copy of the sources, in Python and in C++: each must fail a test
-	@status=0; \
-	$(PY) tools/mutants.py || status=$$?; \
-	$(PY) tools/mutants.py --cpp || status=$$?; \
-	exit $$status
+mutants: build $(VENV)/.extra-test ## Bugs put into a copy of the sources, in Python and in C++: each must fail its tests
+	@PYTHONPATH=tests $(PY) -m mutants $(MUTANTS)
 
 # In build folders of their own. What is found fails a test, whose output says what and where. ThreadSanitizer and UCX's
 # hooks for memory get into each other's way, and the barriers of OpenMP, which torch computes with, are none that it

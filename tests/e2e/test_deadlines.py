@@ -180,7 +180,11 @@ def time_out(count: int) -> None:
     del tensors
     assert all(map(fails_by_timeout, calls))
     # Before there is room for them.
-    eventually(lambda: not any(tensor() is not None for tensor in alive), "the tensors of calls that failed are free")
+    eventually(
+        lambda: not any(tensor() is not None for tensor in alive),
+        "the tensors of calls that failed are free",
+        timeout=5,
+    )
     rpc.rpc_sync("worker1", let_all_pass)
     torch.futures.wait_all(holding)
     assert_nothing_is_left()

@@ -77,13 +77,11 @@ def test_rpc_in_a_forked_child_is_refused_and_the_parent_goes_on() -> None:
 def test_a_forked_child_may_end_in_any_way() -> None:
     rref = rpc.remote("worker1", torch.add, (torch.ones(2), 1))
     received = rpc.rpc_sync("worker1", torch.ones, ([2**20],))
-    references = [rref]
 
     def end_as_python_does() -> None:
-        # The references die with their owner, the received memory is given back, and exit handlers run.
-        nonlocal received
-        references.clear()
-        received = None
+        # The reference dies, the received memory is given back, and exit handlers run.
+        nonlocal received, rref
+        rref = received = None
 
     context = multiprocessing.get_context("fork")
     child = context.Process(target=end_as_python_does)

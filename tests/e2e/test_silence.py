@@ -172,8 +172,10 @@ def lose_each_other(rank: int, fate: Fate) -> None:
     assert waiting, "nothing was under way"
     if rank == 0:
         time.sleep(SHORT_LIMIT)  # worker1 notices too
+        assert waiting & connections(blocked=True), "closed while there was more to write"
         fate.of("b", "heal")
     eventually(lambda: not waiting & connections(blocked=False), "what connected them is closed", 30)
+    assert is_lost(other)
     assert rpc.rpc_sync(f"worker{rank}", echo, (2,)) == 2
 
 

@@ -60,8 +60,14 @@ PROMISES: dict[str, dict[str, tuple[str, ...]]] = {
         "a pidfd": ("ProcessWatchTest",),
         "the error of its UCX connection": ("test_calls_to_a_killed_process_of_another_host_fail_within_a_second",),
         "after `heartbeat_limit`": ("HeartbeatTest", "test_a_silent_host_is_lost_after_the_limit"),
-        "its goodbye": ("test_a_worker_leaves_although_others_go_on_calling_it",),
-        "**A lost worker stays lost.**": ("test_workers_that_have_lost_each_other_live_on_when_the_cut_ends",),
+        "its goodbye": (
+            "GoodbyeOfAPeerIsItsEndInGoodOrder",
+            "test_a_worker_leaves_although_others_go_on_calling_it",
+        ),
+        "**A lost worker stays lost.**": (
+            "test_workers_that_have_lost_each_other_live_on_when_the_cut_ends",
+            "PeerMonitorTest",
+        ),
         "**Every error names the worker**": ("test_calls_to_a_killed_process_fail_within_a_second",),
     },
     "docs/development/failure_model.md": {
@@ -70,4 +76,14 @@ PROMISES: dict[str, dict[str, tuple[str, ...]]] = {
             "test_workers_that_have_lost_each_other_live_on_when_the_cut_ends",
         ),
     },
+}
+
+# Tests that no mutant is tried against, and why. Benchmarks and `make verbs` are none: they are run and read.
+UNTRIED: dict[str, str] = {
+    "tests/conformance": "PyTorch's suites; each takes minutes",
+    "tests/launchers": "four of its tests are tried",
+    "test_the_page_is_what_the_results_give": "compares a page with results",
+    "test_the_claims_of_the_readme_are_what_was_measured": "compares a page with results",
+    "test_the_tables_of_the_docs_are_what_was_measured": "compares pages with results",
+    "test_every_promise_of_the_failure_model_names_a_test": "reads pages and tests, where no mutant is put",
 }

@@ -1,4 +1,4 @@
-"""Each promise of the README and of docs/failure_model.md has a test, and that test exists."""
+"""Each promise of the README and of docs/failure_model.md has a test, which exists, and fails with some mutant."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from promises import PROMISES
+from mutants._all import MUTANTS
+from promises import PROMISES, UNTRIED
 
 ROOT = next(folder for folder in Path(__file__).resolve().parents if (folder / "setup.cfg").exists())
 FAILURE_MODEL = ROOT / "docs" / "failure_model.md"
@@ -59,9 +60,6 @@ def exists(test: str) -> bool:
         return test.removeprefix("benchmarks ") in benchmarks()
     if test.startswith("make verbs "):
         return test.removeprefix("make verbs ") in trials()
-    # "..._wait_for_each_other": the row has another one of the same beginning.
-    if test.startswith("..."):
-        return any(name.endswith(test[3:].rstrip(".")) or test.strip(".") in name for name in python_tests())
     return test in python_tests() or test in cpp_tests()
 
 
@@ -91,9 +89,13 @@ def statements_of_the_readme() -> list[str]:
     return [statement for statement in statements if re.search(r"\w{4}", statement)]
 
 
+def names_in(cell: str) -> list[str]:
+    return [name for name in re.findall(r"`([\w./ ]+)`", cell) if not name.startswith("python -m")]
+
+
 @pytest.mark.parametrize(("promise", "cell"), PROMISED, ids=[promise[:60] for promise, _ in PROMISED])
 def test_every_promise_of_the_failure_model_names_a_test(promise: str, cell: str) -> None:
-    named = [name for name in re.findall(r"`([\w./ ]+)`", cell) if not name.startswith("python -m")]
+    named = names_in(cell)
     assert named or "the same" in cell or "PyTorch's suites" in cell, f"{promise} names no test"
     missing = [name for name in named if not exists(name)]
     assert not missing, f"{promise} names tests that there are not: {missing}"
@@ -123,6 +125,16 @@ def test_every_statement_of_the_readme_has_a_test() -> None:
         if not any(words in statement or words in plain for words in PROMISES["README.md"]):
             untested.append(statement)
     assert not untested, "say in tests/support/promises.py which tests hold these"
+
+
+def test_every_test_of_a_promise_fails_with_some_mutant_or_it_is_said_why_none_is_tried() -> None:
+    named = {test for _, cell in PROMISED for test in names_in(cell)}
+    named |= {test for page in PROMISES.values() for tests in page.values() for test in tests}
+    tried = {test for mutant in MUTANTS for test in mutant.tests}
+    programs = {test for test in named if test.startswith(("make verbs ", "benchmarks "))}
+    assert named - tried - programs - UNTRIED.keys() == set(), "write a mutant in tests/mutants that takes it out"
+    assert UNTRIED.keys() & tried == set(), "these are tried"
+    assert UNTRIED.keys() <= named, "no promise names these"
 
 
 def test_a_name_of_no_test_is_noticed() -> None:

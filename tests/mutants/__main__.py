@@ -1,0 +1,98 @@
+"""From the arguments to the report.
+
+    python -m mutants                        all, with tests/ on the PYTHONPATH
+    python -m mutants --python | --cpp       those in Python, which need no build; those in C++
+    python -m mutants NAME ...
+    python -m mutants --list
+
+The tests must pass on the sources as they are, and each of them must fail with the mutant, which must compile. A mutant
+is found by its text, wherever that stands by now; text that is missing, or stands twice, is an error: mend the list.
+Ends with 1 where a test does not notice its mutant.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+
+from mutants import _copy
+from mutants._all import MUTANTS
+from mutants._mutant import Mutant, Useless
+
+
+def tests_that_fail(chosen: Sequence[Mutant]) -> dict[str, str]:
+    """Of the tests of these mutants, those that do not pass on the sources as they are, each with what it does."""
+    tests = sorted({test for mutant in chosen for test in mutant.tests})
+    if any(mutant.is_cpp for mutant in chosen):
+        _copy.build_for(tests)
+    failing = {}
+    for test in tests:
+        try:
+            if not _copy.passes(test):
+                failing[test] = "fails without it"
+        except Useless as error:
+            failing[test] = str(error)
+    return failing
+
+
+def fate(mutant: Mutant) -> str:
+    """ "caught", or what is wrong. The tests pass without it."""
+    file = mutant.place(_copy.COPY)
+    text = file.read_text(encoding="utf-8")
+    file.write_text(mutant.pattern.sub(lambda _: mutant.instead, text), encoding="utf-8")
+    try:
+        if mutant.is_cpp:
+            _copy.build_for(mutant.tests)
+        passing = [test for test in mutant.tests if _copy.passes(test)]
+    finally:
+        file.write_text(text, encoding="utf-8")
+    return f"SURVIVED {', '.join(passing)}" if passing else "caught"
+
+
+def try_all(chosen: Sequence[Mutant], tell: Callable[[str], None]) -> int:
+    """How many of them are caught; tells the fate of each."""
+    caught = 0
+    failing = tests_that_fail(chosen)
+    for mutant in chosen:
+        broken = [f"{test} {failing[test]}" for test in mutant.tests if test in failing]
+        try:
+            outcome = f"useless: {'; '.join(broken)}" if broken else fate(mutant)
+        except Useless as error:
+            outcome = f"useless: {error}"
+        caught += outcome == "caught"
+        tell(f"{mutant.name}: {outcome}")
+    return caught
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m mutants", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    names = [mutant.name for mutant in MUTANTS]
+    parser.add_argument("names", nargs="*", choices=[*names, []], metavar="NAME", help="of mutants")
+    language = parser.add_mutually_exclusive_group()
+    language.add_argument("--python", action="store_true", help="those in Python alone")
+    language.add_argument("--cpp", action="store_true", help="those in C++ alone")
+    parser.add_argument("--list", action="store_true", help="list them")
+    arguments = parser.parse_args()
+    chosen = [
+        mutant
+        for mutant in MUTANTS
+        if (not arguments.names or mutant.name in arguments.names)
+        and not (mutant.is_cpp and arguments.python)
+        and not (not mutant.is_cpp and arguments.cpp)
+    ]
+    if arguments.list:
+        print("\n".join(f"{mutant.name}: {', '.join(mutant.tests)}" for mutant in chosen))
+        return 0
+    _copy.refresh()
+    # A build leaves the extension of the last mutant behind: first those in Python, which use the one of the sources.
+    chosen.sort(key=lambda mutant: mutant.is_cpp)
+    caught = try_all(chosen, lambda line: print(line, flush=True))
+    print(f"{caught} of {len(chosen)} are caught")
+    return 0 if caught == len(chosen) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

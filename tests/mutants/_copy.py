@@ -1,0 +1,108 @@
+"""The copy of the sources: what is in it, how it is built, and how a test runs there."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from mutants._mutant import Useless, executables_of, file_of, sources
+
+ROOT = Path(__file__).resolve().parents[2]
+COPY = ROOT / "build" / "mutants"
+LIMIT_S = 900
+
+
+def refresh() -> None:
+    """Make it what git knows, with changes, and what the build has put beside it."""
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.splitlines()
+    built = [str(file.relative_to(ROOT)) for file in (ROOT / "torch_ucx_rpc").glob("*.so")]
+    built += ["torch_ucx_rpc/_build_info.py"]
+    wanted = {name for name in (*listed, *built) if (ROOT / name).is_file()}
+    for name in sorted(wanted):
+        file, target = ROOT / name, COPY / name
+        # Times decide what is compiled again.
+        if target.exists() and target.read_bytes() == file.read_bytes():
+            continue
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(file, target)
+    # Of a former copy: a test that has moved would be found twice.
+    for file in [*sources(COPY), *(COPY / "tests").rglob("*.py")]:
+        if str(file.relative_to(COPY)) not in wanted:
+            file.unlink(missing_ok=True)
+
+
+def build_for(tests: Iterable[str]) -> None:
+    """Build what these tests run, of C++: the extension for Python tests, and the executables of the others."""
+    executables: set[str] = set()
+    needs_extension = False
+    for test in tests:
+        if file_of(test, COPY):
+            needs_extension = True
+        else:
+            executables.update(executables_of(test, COPY))
+    if needs_extension:
+        _build([sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"])
+    if executables:
+        _build_executables(sorted(executables))
+
+
+def _build_executables(names: Sequence[str]) -> None:
+    """In the build folder of the extension, with which they share its objects."""
+    folder = _build_folder()
+    cache = folder / "CMakeCache.txt"
+    if not cache.exists() or "TORCH_UCX_RPC_TESTS:BOOL=ON" not in cache.read_text(encoding="utf-8"):
+        options = ["-G", "Ninja", f"-DPython_EXECUTABLE={sys.executable}", "-DTORCH_UCX_RPC_TESTS=ON"]
+        _build(["cmake", *options, "-S", ".", "-B", str(folder)])
+    _build(["cmake", "--build", str(folder), "--target", *names])
+
+
+def _build_folder() -> Path:
+    command = [sys.executable, "tools/build_environment.py", "directory"]
+    found = subprocess.run(command, cwd=COPY, capture_output=True, text=True, check=True).stdout.strip()
+    return COPY / found
+
+
+def _build(command: Sequence[str]) -> None:
+    done = subprocess.run(command, cwd=COPY, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        # What does not compile is no bug that a test could catch.
+        raise Useless(f"it does not compile: {(done.stdout + done.stderr)[-2000:]}")
+
+
+def passes(test: str) -> bool:
+    """Whether it passes in the copy, as it is built now."""
+    if file := file_of(test, COPY):
+        chosen = [] if test.startswith("tests/") else ["-k", test]
+        return _runs([sys.executable, "-m", "pytest", "-q", "-x", str(file), *chosen])
+    names = executables_of(test, COPY)
+    if not names:
+        raise Useless(f"there is no test {test}")
+    folder = _build_folder() / "tests"
+    return all(_runs([str(folder / name), f"--gtest_filter=*{test}*"]) for name in names)
+
+
+def _runs(command: Sequence[str]) -> bool:
+    environment = {**os.environ, "PYTHONPATH": str(COPY)}
+    try:
+        done = subprocess.run(
+            command, cwd=COPY, env=environment, capture_output=True, text=True, check=False, timeout=LIMIT_S
+        )
+    except subprocess.TimeoutExpired:
+        return False
+    # 5: pytest has found no test. GoogleTest says the same in words, and "[  PASSED  ] 0 tests." of skipped ones.
+    if done.returncode == 5 or "Running 0 tests" in done.stdout:
+        raise Useless(f"there is no such test: {' '.join(command)}")
+    if done.returncode == 0 and not re.search(r"\b[1-9]\d* (passed|tests?\.)", done.stdout):
+        raise Useless(f"it is skipped here: {' '.join(command)}")
+    return done.returncode == 0

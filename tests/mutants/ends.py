@@ -1,0 +1,73 @@
+"""Bugs in shutdowns."""
+
+from __future__ import annotations
+
+from mutants._mutant import Mutant
+
+MUTANTS = (
+    Mutant(
+        "the-store-is-waited-for-as-long-as-ever",
+        "self._store.set_timeout(min(usual, _PATIENCE))",
+        "pass",
+        ("test_nobody_waits_for_a_file_of_the_store_that_is_gone",),
+    ),
+    Mutant(
+        "torchs-barrier-waits-for-the-dead",
+        "        if gone.failed and not is_lost.is_set():\n",
+        "        if False and gone.failed:\n",
+        ("test_a_graceful_shutdown_ends_when_a_worker_dies_in_it",),
+    ),
+    Mutant(
+        "an-ungraceful-shutdown-waits-for-calls",
+        "            last.callback(self._forget)\n",
+        "            with contextlib.suppress(RuntimeError):\n"
+        "                super().join(False, 6)\n"
+        "            last.callback(self._forget)\n",
+        ("test_an_ungraceful_shutdown_waits_for_nobody",),
+    ),
+    Mutant(
+        "cpp-barriers-outlast-the-dead",
+        "  if (!failed_.empty()) {\n    // Also where",
+        "  if (false) {\n    // Also where",
+        ("BarrierTest",),
+    ),
+    Mutant(
+        "cpp-barriers-that-fail-look-passed",
+        "  if (result.error) {\n    throw RpcFailure(\n",
+        "  if (false && result.error) {\n    throw RpcFailure(\n",
+        ("test_a_graceful_shutdown_with_a_dead_worker_ends_with_an_error",),
+    ),
+    Mutant(
+        "cpp-missing-hosts-are-not-asked",
+        "    if (isFirstLook) {\n",
+        "    if (false && isFirstLook) {\n",
+        ("test_a_graceful_shutdown_notices_a_dead_host_that_nobody_has_called",),
+    ),
+    Mutant(
+        "cpp-shutdowns-outlast-their-timeout",
+        "    if (Clock::now() >= deadline) {\n      std::string missing;\n",
+        "    if (false && Clock::now() >= deadline) {\n      std::string missing;\n",
+        ("test_a_graceful_shutdown_with_a_hung_worker_ends_within_its_timeout",),
+    ),
+    Mutant(
+        "cpp-ungraceful-shutdowns-do-not-wait-for-handlers",
+        "constexpr auto kHandlerGrace = std::chrono::milliseconds(500);",
+        "constexpr auto kHandlerGrace = std::chrono::milliseconds(0);",
+        ("test_answers_that_come_soon_leave_before_an_ungraceful_shutdown",),
+    ),
+    Mutant(
+        "cpp-ends-are-seen-and-nobody-is-told",
+        "    observer->onPeerGone(peer);\n",
+        "    static_cast<void>(observer);\n",
+        (
+            "test_a_worker_that_crashes_leaves_nobody_hanging_and_no_shared_memory",
+            "test_a_worker_that_leaves_early_leaves_nobody_hanging_and_no_shared_memory",
+        ),
+    ),
+    Mutant(
+        "cpp-ungraceful-shutdowns-wait-for-long",
+        "constexpr auto kHandlerGrace = std::chrono::milliseconds(500);",
+        "constexpr auto kHandlerGrace = std::chrono::milliseconds(60000);",
+        ("PeerThatShutsDownSaysGoodbye",),
+    ),
+)
