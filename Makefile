@@ -162,7 +162,7 @@ soak: build $(VENV)/.extra-test ## Workers on virtual hosts, killed and cut off 
 verbs: $(ENVIRONMENT) ## Two emulated machines with Soft-RoCE: calls over verbs, kills, cuts; needs root, qemu and mmdebstrap
 	@PYTHONPATH=tests nice -n 10 $(PY) -m verbs --folder build/verbs $(TRIALS)
 
-mutants: build $(VENV)/.extra-test ## Bugs put into a copy of the sources, in Python and in C++: each must fail its tests
+mutants: build $(VENV)/.extra-test ## Bugs put into a copy of the sources, in Python and in C++: their tests must fail
 	@PYTHONPATH=tests $(PY) -m mutants $(MUTANTS)
 
 # In build folders of their own. What is found fails a test, whose output says what and where. ThreadSanitizer and UCX's

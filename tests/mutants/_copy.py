@@ -10,7 +10,8 @@ import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from mutants._mutant import Useless, executables_of, file_of, sources
+from mutants._mutant import Useless, sources
+from mutants._tests import executables_of, file_of
 
 ROOT = Path(__file__).resolve().parents[2]
 COPY = ROOT / "build" / "mutants"
@@ -76,7 +77,7 @@ def _build_folder() -> Path:
 def _build(command: Sequence[str]) -> None:
     done = subprocess.run(command, cwd=COPY, capture_output=True, text=True, check=False)
     if done.returncode != 0:
-        # What does not compile is no bug that a test could catch.
+        # No test can catch a bug that does not compile.
         raise Useless(f"it does not compile: {(done.stdout + done.stderr)[-2000:]}")
 
 

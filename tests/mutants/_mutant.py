@@ -10,7 +10,6 @@ from pathlib import Path
 
 # Where mutants may be. Not in the tests, but for those programs among them that judge.
 _FOLDERS = ("torch_ucx_rpc", "benchmarks", "tools", "tests/soak", "tests/verbs")
-_TEST_IN_CPP = r"TEST(?:_F|_P)?\([^)]*\b{}\b"
 
 
 class Useless(Exception):
@@ -44,7 +43,7 @@ class Mutant:
 
     def place(self, root: Path) -> Path:
         """The one file below ``root`` in which the text stands."""
-        found = [file for file in sources(root) for _ in self.pattern.finditer(_text_of(file))]
+        found = [file for file, text in _texts(root).items() for _ in self.pattern.finditer(text)]
         if len(found) != 1:
             where = ", ".join(str(file.relative_to(root)) for file in found) or "nowhere"
             raise Useless(f"its text stands {where}, and must stand once: {self.pattern.pattern!r}")
@@ -58,27 +57,7 @@ def sources(root: Path) -> Iterator[Path]:
                 yield file
 
 
-def file_of(test: str, root: Path) -> Path | None:
-    """Of a Python test, or of a file; None for one in C++."""
-    if test.startswith("tests/"):
-        return root / test if (root / test).is_file() else None
-    defined = re.compile(rf"^\s*def {test}\(", re.MULTILINE)
-    found = [file for file in sorted((root / "tests").rglob("test_*.py")) if defined.search(_text_of(file))]
-    return found[0] if found else None
-
-
-def executables_of(test: str, root: Path) -> list[str]:
-    """With C++ tests of this name, or of a suite of this name."""
-    defined = re.compile(_TEST_IN_CPP.format(re.escape(test)))
-    files = sorted((root / "tests" / "cpp").rglob("*_test.cpp"))
-    return [file.stem for file in files if defined.search(_text_of(file))]
-
-
-def _text_of(file: Path) -> str:
-    return _read(file, file.stat().st_mtime_ns)
-
-
 @functools.cache
-def _read(file: Path, changed_at: int) -> str:
-    """Hundreds of mutants are looked for in hundreds of files."""
-    return file.read_text(encoding="utf-8")
+def _texts(root: Path) -> dict[Path, str]:
+    """Read once: hundreds of mutants are looked for, and each is taken back before the next."""
+    return {file: file.read_text(encoding="utf-8") for file in sources(root)}

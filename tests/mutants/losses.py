@@ -103,7 +103,6 @@ MUTANTS = (
         "const Milliseconds limit = (limit_ + period() + kRetransmission) / 4;",
         ("test_a_cut_of_half_the_limit_loses_nothing",),
     ),
-    # What is promised beyond that, that nobody crashes, has no mutant: see below.
     Mutant(
         "cpp-connections-of-the-lost-stay-open",
         "  if (!isClosed_ && peer.endpoint.has_value()) {\n    transport_.abandon(*peer.endpoint);\n",
@@ -144,7 +143,6 @@ MUTANTS = (
         "  if (false) {\n    rejected.push_back(std::move(piece));\n",
         ("WhatComesOfAMessageThatWasCanceledIsHandedOutAtOnce",),
     ),
-    # The next two name tests that the row should name, see below.
     Mutant(
         "cpp-shares-of-the-dead-wait-for-the-transport",
         "    events_.addRejection(*message.from, message.header, gone, std::move(message.admission));\n",

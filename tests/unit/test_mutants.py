@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 from mutants._all import MUTANTS
-from mutants._mutant import Mutant, Useless, executables_of, file_of
+from mutants._mutant import Mutant, Useless
+from mutants._tests import executables_of, file_of
 
 ROOT = next(folder for folder in Path(__file__).resolve().parents if (folder / "setup.cfg").exists())
 

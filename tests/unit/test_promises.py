@@ -11,27 +11,11 @@ from pathlib import Path
 
 import pytest
 from mutants._all import MUTANTS
+from mutants._tests import executables_of, file_of
 from promises import PROMISES, UNTRIED
 
 ROOT = next(folder for folder in Path(__file__).resolve().parents if (folder / "setup.cfg").exists())
 FAILURE_MODEL = ROOT / "docs" / "failure_model.md"
-CPP_TEST = re.compile(r"^\s*(?:TYPED_)?TEST(?:_F|_P)?\(\s*(\w+)\s*,\s*(\w+)\s*\)", re.MULTILINE)
-
-
-@functools.cache
-def python_tests() -> frozenset[str]:
-    found = set()
-    for file in (ROOT / "tests").rglob("test_*.py"):
-        tree = ast.parse(file.read_text(encoding="utf-8"))
-        found |= {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
-    return frozenset(name for name in found if name.startswith("test_"))
-
-
-@functools.cache
-def cpp_tests() -> frozenset[str]:
-    """Suites, without the prefix of an instantiation, and tests."""
-    texts = [file.read_text(encoding="utf-8") for file in (ROOT / "tests").rglob("*.cpp")]
-    return frozenset(name for text in texts for names in CPP_TEST.findall(text) for name in names)
 
 
 @functools.cache
@@ -60,7 +44,7 @@ def exists(test: str) -> bool:
         return test.removeprefix("benchmarks ") in benchmarks()
     if test.startswith("make verbs "):
         return test.removeprefix("make verbs ") in trials()
-    return test in python_tests() or test in cpp_tests()
+    return file_of(test, ROOT) is not None or bool(executables_of(test, ROOT))
 
 
 def text_of(page: str) -> str:
