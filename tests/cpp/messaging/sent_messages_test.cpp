@@ -153,12 +153,14 @@ TEST_F(SentMessagesTest, SendersMessagesDieOnAnAgentThreadIfTheyAreMany) {
 TEST_F(SentMessagesTest, WhatATaskHasCalledItselfDoesNotWaitForTheTasksEnd) {
   executor_->start(leader_);
   std::atomic<size_t> destroyedWithin = 0;
+  std::atomic<bool> taskIsOver = false;
   executor_->addCompletion([&] {
     destroyLater(message(true));
     sentMessages_.destroyWaiting(); // by the thread, while it waits for the answer
     destroyedWithin = threads().size();
+    taskIsOver = true;
   });
-  ASSERT_TRUE(eventually([&] { return threads().size() == 1; }));
+  ASSERT_TRUE(eventually([&] { return taskIsOver.load(); }));
   EXPECT_EQ(destroyedWithin, 1u);
 }
 
