@@ -68,10 +68,10 @@ class Coordinator:
         for name in AT_FIRST:
             start(name)
         while not (self.members >= {*AT_FIRST}):
-            self.joined(events.get(timeout=60)[1])
+            self.joined(events.get(timeout=120)[1])
         self.hand_out()
         while len(self.results) < tasks or NEWCOMER not in self.members:
-            what, name, details = events.get(timeout=60)
+            what, name, details = events.get(timeout=120)
             if what == "joined":
                 self.joined(name)
             elif what == "lost":

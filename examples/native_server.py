@@ -64,7 +64,7 @@ def serve(clients, updates):
     torch.futures.wait_all(begun)
 
 
-def keep_the_gil_until(condition, at_most_s=30):
+def keep_the_gil_until(condition, at_most_s=60):
     interval = sys.getswitchinterval()
     sys.setswitchinterval(at_most_s)
     until = time.monotonic() + at_most_s

@@ -108,11 +108,14 @@ class Run:
         context = mp.get_context("forkserver")
         context.set_forkserver_preload(["torch_ucx_rpc.reduction", "sklearn.datasets", "sklearn.model_selection"])
         reports, may_leave = context.Queue(), context.Event()
+        queues = [reports] * TRAINERS
+        if is_disturbed:
+            queues[KILLED] = context.Queue()  # with it dies whoever waits for a lock that it holds
         with tempfile.TemporaryDirectory() as directory:
             store = Path(directory, "store").as_uri()
             processes = [
                 # Daemons end with this process: after Ctrl-C, too.
-                context.Process(target=work, args=(rank, backend, store, reports, may_leave), daemon=True)
+                context.Process(target=work, args=(rank, backend, store, queues[rank], may_leave), daemon=True)
                 for rank in range(TRAINERS)
             ]
             for process in processes:
@@ -133,7 +136,7 @@ class Run:
                     self.accuracy[rank] = value
                     continue
                 self.steps_of[rank] = step + 1
-                if is_killed and rank != KILLED:
+                if is_killed:
                     self.slowest_after_kill = max(self.slowest_after_kill, duration)
                 if rank == 0:
                     self.losses.append(value)

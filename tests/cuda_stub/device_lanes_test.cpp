@@ -32,7 +32,7 @@ namespace {
 constexpr uint64_t kKiB = 1024;
 constexpr uint64_t kMiB = 1024 * kKiB;
 // UCX is asked to wake whoever waits; a wake-up that takes this long is lost.
-constexpr int kLostMs = 5000;
+constexpr int kLostMs = 30'000;
 
 // What the program may have for a message.
 enum class Kind {

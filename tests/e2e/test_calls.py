@@ -349,6 +349,7 @@ def test_calls_without_a_timeout_end_at_the_agents() -> None:
     finally:
         rpc._set_rpc_timeout(60.0)
         rpc.rpc_sync("worker1", release)
+        rpc.rpc_sync("worker1", rpc._set_rpc_timeout, (60.0,))  # for its shutdown
     assert unlimited.wait() == "released"
 
 

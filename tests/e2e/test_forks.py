@@ -99,9 +99,14 @@ def test_a_forked_child_may_end_in_any_way() -> None:
 
 
 def forked() -> int:
-    """Pid of a child that does nothing."""
+    """Pid of a child that does nothing, and is through with what the package does after a fork."""
+    is_there, tells = os.pipe()
     if (child := os.fork()) == 0:
+        os.write(tells, b".")
         signal.pause()
+    os.close(tells)
+    assert os.read(is_there, 1) == b"."
+    os.close(is_there)
     return child
 
 

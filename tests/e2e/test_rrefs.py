@@ -245,7 +245,7 @@ def test_an_rref_in_a_call_that_nobody_waits_for_any_more_is_freed() -> None:
     for takes_it in (value_of, tenfold):
         rref = rpc.remote("worker1", torch.add, args=(torch.ones(2), 1))
         rref.to_here()
-        busy = rpc.rpc_async("worker1", time.sleep, (0.5,))
+        busy = rpc.rpc_async("worker1", time.sleep, (1.5,))
         # The owner of an RRef waits until it hears of each copy that was sent, and so does the worker that has sent it.
         with pytest.raises(RuntimeError, match="ran for more than"):
             rpc.rpc_sync("worker1", takes_it, args=(rref,), timeout=0.1)

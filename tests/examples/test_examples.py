@@ -79,7 +79,9 @@ def test_a_parameter_server_runs_unedited_on_both_backends(tmp_path: Path, backe
     on_ucx, on_tensorpipe = commands("parameter_server", "On a laptop")
     printed = printed_by(tmp_path, on_ucx if backend == "UCX" else on_tensorpipe)
     assert len(losses(printed)) == 2
-    assert all(last < first / 100 for first, last in losses(printed)), printed
+    # One trainer may begin when the other has trained the model already.
+    assert max(first for first, _ in losses(printed)) > 0.1, printed
+    assert all(last <= first / 100 for first, last in losses(printed)), printed
 
 
 def test_the_parameter_server_knows_no_backend() -> None:
@@ -180,7 +182,7 @@ def test_after_ctrl_c_no_process_of_an_example_is_left(tmp_path: Path, name: str
     program.stdout.read()
     assert program.wait() == -signal.SIGINT
     # Their ends take a second; what they would wait for, 30 s.
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 25
     program.stdout.close()
 
 

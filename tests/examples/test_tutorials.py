@@ -44,6 +44,7 @@ def test_it_runs_on_ucx(tutorial: Path) -> None:
     assert printed_by(tutorial, "UCX")
 
 
+@pytest.mark.timeout(270)  # two runs, each of a minute on a busy machine
 @pytest.mark.parametrize("tutorial", DETERMINISTIC)
 def test_its_results_are_those_of_tensorpipe(tutorial: str) -> None:
     file = TUTORIALS[0].with_name(f"{tutorial}.py")

@@ -20,7 +20,7 @@ from ._reports import ENVIRON, EXCHANGE, LOST_MEMORY, PYTHON, WITHOUT
 
 pytestmark = pytest.mark.field
 
-TIMEOUT_S = 60.0
+TIMEOUT_S = 150.0
 
 # Without a name, as images that are made for Kubernetes or OpenShift run.
 NOBODY = 12345

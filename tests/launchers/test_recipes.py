@@ -54,7 +54,7 @@ Run = Callable[..., subprocess.CompletedProcess]
 
 
 def follow(
-    recipe: str, place: Path, env: Mapping[str, str] | None = None, run: Run = subprocess.run, limit_s: int = 60
+    recipe: str, place: Path, env: Mapping[str, str] | None = None, run: Run = subprocess.run, limit_s: int = 150
 ) -> subprocess.CompletedProcess[str]:
     """What came of pasting this into a shell there."""
     path = f"{place / 'bin'}:{os.environ['PATH']}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
@@ -18,6 +19,7 @@ from torch import nn
 __all__ = [
     "BACKENDS",
     "KILLED",
+    "PATIENCE_S",
     "die",
     "drive",
     "drive_with_deaths",
@@ -35,12 +37,14 @@ KILLED = -signal.SIGKILL
 eventually = workers.eventually
 
 _may_go = threading.Event()
+# Jobs of seconds, on machines that may have much else to do. Calls have their own 60 s, within that.
+PATIENCE_S = 150.0
 
 
 def drive(body: Callable[..., Any], of: int, *args: Any, **job: Any) -> Any:
     """Run ``body(*args)`` in worker0 of a job with ``of`` workers; what it returned."""
     __tracebackhide__ = True
-    return workers.run_workers(of, _in_worker0, body, args, **job)[0]
+    return workers.run_workers(of, _in_worker0, body, args, **{"timeout": PATIENCE_S, **job})[0]
 
 
 def _in_worker0(rank: int, body: Callable[..., Any], args: tuple[Any, ...]) -> Any:
@@ -51,6 +55,7 @@ def drive_with_deaths(body: Callable[..., Any], of: int, dying: tuple[int, ...],
     """The same where these ranks are killed by ``body``; the others leave without waiting for them."""
     __tracebackhide__ = True
     codes = dict.fromkeys(dying, KILLED)
+    job = {"timeout": PATIENCE_S, **job}
     return workers.run_workers(
         of, _until_let_go, body, args, of, dying, exit_codes=codes, shutdown=False, silent=False, **job
     )[0]
@@ -64,9 +69,11 @@ def _until_let_go(rank: int, body: Callable[..., Any], args: tuple[Any, ...], of
         finally:
             for other in range(1, of):
                 if other not in dying:
-                    rpc.rpc_sync(f"worker{other}", let_go)
+                    # It may leave before its answer does. Who does not hear of it says so.
+                    with contextlib.suppress(RuntimeError):
+                        rpc.rpc_sync(f"worker{other}", let_go)
     else:
-        assert _may_go.wait(60), "not let go"
+        assert _may_go.wait(PATIENCE_S), "not let go"
     # A call that is still being answered has its time.
     time.sleep(0.05)
     rpc.shutdown(graceful=False)

@@ -7,10 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import workers
-from _jobs import BACKENDS
-
-# Jobs of seconds, on machines that may have much else to do. Calls have their own 60 s, within that.
-_PATIENCE_S = 150.0
+from _jobs import BACKENDS, PATIENCE_S
 
 
 @pytest.fixture(params=BACKENDS)
@@ -22,16 +19,16 @@ def backend(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(params=BACKENDS)
 def run_on_both(request: pytest.FixtureRequest) -> Callable[..., list]:
     """`workers.run_workers` on each backend."""
-    return functools.partial(workers.run_workers, backend=request.param, silent=False, timeout=_PATIENCE_S)
+    return functools.partial(workers.run_workers, backend=request.param, silent=False, timeout=PATIENCE_S)
 
 
 @pytest.fixture
 def run_on_ucx() -> Callable[..., list]:
     """`workers.run_workers`, with workers that may print what torch prints when a callee raises."""
-    return functools.partial(workers.run_workers, silent=False, timeout=_PATIENCE_S)
+    return functools.partial(workers.run_workers, silent=False, timeout=PATIENCE_S)
 
 
 @pytest.fixture
 def run_on_tensorpipe() -> Callable[..., list]:
     """`workers.run_workers` on TensorPipe."""
-    return functools.partial(workers.run_workers, backend="TENSORPIPE", silent=False, timeout=_PATIENCE_S)
+    return functools.partial(workers.run_workers, backend="TENSORPIPE", silent=False, timeout=PATIENCE_S)

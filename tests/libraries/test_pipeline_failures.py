@@ -151,7 +151,7 @@ def lose_a_stage() -> None:
     start = time.monotonic()
     with pytest.raises(StageLostError, match=r"lost stage 1 with worker 'worker2'.*pipe\.replace\('worker2'") as raised:
         step_often(pipe, x, y)
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 30, "it has waited for a timeout"
     assert (raised.value.workers, raised.value.stages) == (("worker2",), (1,))
     for worker in ("worker0", "worker1"):
         eventually(lambda worker=worker: on(worker, kept) == 0, f"{worker} gives back the memory of the step")
@@ -194,7 +194,7 @@ def train(folder: str, kill_at: int | None, spares: list[str], save_at: int, asy
         scheduler.step()
     assert pipe.workers == ["worker1", "worker3" if kill_at is not None else "worker2"]
     print("the longest step took", slowest)
-    assert slowest < 5.0
+    assert slowest < 30.0, "it has waited for a timeout"
     pipe.synchronize()
     return losses
 
@@ -244,7 +244,7 @@ def cut_off(worker: str, other: str, lost: str) -> Iterator[None]:
     start = time.monotonic()
     with pytest.raises(PipelineError, match=f"could not send to worker {other}: the cable is cut, which the driver"):
         yield
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 30, "it has waited for a timeout"
     on(worker, set_cut, None)
 
 
@@ -308,7 +308,7 @@ def train_with_random_deaths(folder: str, seed_of_deaths: int | None) -> tuple[l
         pipe.clip_grad_norm_(1.0)
         optimizer.step()
         optimizer.zero_grad()
-        assert time.monotonic() - start < 5.0
+        assert time.monotonic() - start < 30.0, "it has waited for a timeout"
     pipe.synchronize()
     for victim, _ in deaths.values():
         # One that is killed in the last step dies now.

@@ -83,7 +83,7 @@ def train_tied_with_late_weights() -> None:
 
 
 def test_a_tied_weight_holds_up_no_schedule_of_halves() -> None:
-    drive(train_tied_with_late_weights, 3, timeout=20.0)
+    drive(train_tied_with_late_weights, 3)
 
 
 class BesideTheInput(nn.Module):

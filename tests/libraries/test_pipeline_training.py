@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import importlib
 import os
 from typing import Any
 
@@ -569,6 +570,7 @@ def look(folder: str) -> None:
 
 
 def test_the_partition_is_printed_and_a_step_is_drawn(tmp_path):
+    importlib.import_module("matplotlib.font_manager")  # the first time it says on stderr that it builds its cache
     drive(look, 3, str(tmp_path))
 
 

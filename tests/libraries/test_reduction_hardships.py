@@ -80,10 +80,13 @@ def train_with_a_slow_one(rank: int, steps: Steps) -> list[torch.Tensor]:
     if rank == 3:
         # It comes to its second step when the others have done all of theirs.
         train(copy, optimizer, rank, 1)
+        steps.done("first")
         steps.wait_for("trained 0", "trained 1", "trained 2")
         train(copy, optimizer, rank, 1)
     else:
-        train(copy, optimizer, rank, 12)
+        train(copy, optimizer, rank, 1)
+        steps.wait_for("first")
+        train(copy, optimizer, rank, 11)
     steps.meet("trained", rank, 4)
     return parameters_of(model)
 

@@ -78,7 +78,12 @@ def test_a_trainer_that_shares_the_work_is_killed_and_comes_back_under_its_name(
 ) -> None:
     url = (tmp_path / "store").as_uri()
     first, _, third, again = run_on_ucx(
-        4, restart_a_trainer, Steps(tmp_path), url, init=False, exit_codes={1: KILLED}, timeout=60
+        4,
+        restart_a_trainer,
+        Steps(tmp_path),
+        url,
+        init=False,
+        exit_codes={1: KILLED},
     )
     assert are_equal(first, third, again)
 
@@ -131,7 +136,12 @@ def meet_from_below(process: int, steps: Steps, url: str) -> tuple[str, ...]:
 def test_training_goes_on_when_all_who_have_begun_it_have_gone(run_on_ucx: RunWorkers, tmp_path: Path) -> None:
     url = (tmp_path / "store").as_uri()
     _, _, second, third, last = run_on_ucx(
-        5, outlive_the_first, Steps(tmp_path), url, init=False, exit_codes={0: KILLED}, timeout=60
+        5,
+        outlive_the_first,
+        Steps(tmp_path),
+        url,
+        init=False,
+        exit_codes={0: KILLED},
     )
     assert are_equal(second, third, last)
 
@@ -225,7 +235,7 @@ def test_whoever_joins_after_a_server_was_started_anew_goes_where_the_others_go(
     run_on_ucx: RunWorkers, tmp_path: Path
 ) -> None:
     url = (tmp_path / "store").as_uri()
-    results = run_on_ucx(5, join_after_a_restart, Steps(tmp_path), url, init=False, exit_codes={0: KILLED}, timeout=60)
+    results = run_on_ucx(5, join_after_a_restart, Steps(tmp_path), url, init=False, exit_codes={0: KILLED})
     assert are_equal(results[2], results[4])
 
 
@@ -315,7 +325,7 @@ def lose_one_host_after_the_other(process: int, steps: Steps, url: str) -> None:
 
 def test_a_trainer_can_join_while_a_server_is_gone(run_on_ucx: RunWorkers, tmp_path: Path) -> None:
     url = (tmp_path / "store").as_uri()
-    results = run_on_ucx(4, join_without_a_host, Steps(tmp_path), url, init=False, exit_codes={0: KILLED}, timeout=60)
+    results = run_on_ucx(4, join_without_a_host, Steps(tmp_path), url, init=False, exit_codes={0: KILLED})
     assert are_equal(results[2], results[3])
 
 
@@ -342,7 +352,7 @@ def join_without_a_host(process: int, steps: Steps, url: str) -> list[torch.Tens
 
 def test_nobody_notices_a_trainer_that_shares_the_work_and_leaves(run_on_ucx: RunWorkers, tmp_path: Path) -> None:
     url = (tmp_path / "store").as_uri()
-    _, first, second = run_on_ucx(3, leave_in_the_middle, Steps(tmp_path), url, init=False, timeout=60)
+    _, first, second = run_on_ucx(3, leave_in_the_middle, Steps(tmp_path), url, init=False)
     assert are_equal(first, second)
 
 

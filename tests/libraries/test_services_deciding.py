@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch.distributed.rpc as rpc
 from _jobs import KILLED, die
-from torch._C._distributed_rpc import _set_rpc_timeout
 from workers import Steps, eventually
 
 from torch_ucx_rpc import services
@@ -115,7 +114,7 @@ def decide_on_both_sides(rank: int, steps: Steps) -> None:
         # No RRef here: nobody waits for its end in what follows.
         assert owners_of_the_seat() == ("worker0",)
         # One decider knows what this worker offers, and it asks the other one, whose rank is lower.
-        _set_rpc_timeout(0.3)
+        _directory.get_rpc_timeout = lambda: 0.3  # for the decision; its calls keep their time
         with pytest.raises(
             RuntimeError, match=r"asked worker 'worker0' .*take different workers for the one that decid"
         ):

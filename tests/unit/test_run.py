@@ -186,6 +186,7 @@ if os.environ["RANK"] == "1":
     raise KeyError("the cause")
 while not said.exists():
     time.sleep(0.01)
+time.sleep(1)  # the launcher reads what worker1 has written
 raise RuntimeError(said.read_text())
 """
     )

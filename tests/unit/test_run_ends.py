@@ -118,7 +118,7 @@ def test_a_signal_while_workers_are_being_started_leaves_none_of_them_behind() -
         f"time.sleep(600)  # {mark}"
     )
     with launchers(["-n", "60", "-c", code]) as [launcher]:
-        launcher.communicate(timeout=60)
+        launcher.communicate(timeout=150)
     left = processes_with(mark)
     for pid in left:
         os.kill(pid, signal.SIGKILL)

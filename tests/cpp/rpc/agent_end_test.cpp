@@ -30,7 +30,7 @@ TEST_F(AgentTest, BarrierThatTimesOutNamesWhoIsMissing) {
   std::string what;
   atOnce({0, 2}, [&](worker_id_t rank) {
     try {
-      (void)agent(rank).group().barrier(0, milliseconds(rank == 0 ? 600 : 20'000));
+      (void)agent(rank).group().barrier(0, milliseconds(rank == 0 ? 3000 : 20'000));
       ADD_FAILURE();
     } catch (const std::exception& error) {
       if (rank == 0) {
@@ -72,7 +72,7 @@ TEST_F(AgentTest, JoinWaitsForCallsInFlight) {
   std::thread joiners([&] {
     atOnce({0, 1, 2}, [&](worker_id_t rank) {
       agent(rank).join(true, 20.f);
-      EXPECT_TRUE(open->completed()) << rank;
+      EXPECT_TRUE(eventually([&] { return open->completed(); })) << rank; // an agent thread is about to
       joined.fetch_add(1);
     });
   });
@@ -163,6 +163,7 @@ TEST_F(AgentTest, ShutdownLeavesAHandlerThatIsStuckBehind) {
 TEST_F(AgentTest, AgentDroppedWithoutShutdownEndsInOrder) {
   start(2);
   EXPECT_EQ(textOf(*answer(call(0, 1, "a"))), "a");
+  ASSERT_TRUE(eventually([&] { return agents_.at(0).use_count() == 1; })) << "no task holds it any more";
   agents_.erase(0);
   EXPECT_TRUE(eventually([&] {
     try {

@@ -216,6 +216,7 @@ TEST_F(AgentTest, DeathOfAPeerFailsTheCallsToItAndNoOthers) {
 TEST_F(AgentTest, DeathOfAPeerFreesWhatWasLentToItsCalls) {
   AgentOptions options;
   options.receiveWindowBytes = kMiB;
+  options.numWorkerThreads = 1;
   start(
       2,
       [this](Message& request) {
@@ -225,6 +226,8 @@ TEST_F(AgentTest, DeathOfAPeerFreesWhatWasLentToItsCalls) {
       options);
   const Future first = call(0, 1, "fills the window", {tensorOf(kMiB)}, 3600.f);
   ASSERT_TRUE(eventually([&] { return gate_->waiting() == 1; }));
+  // A request that waits for a thread keeps the window from being counted as stalled.
+  const Future queued = call(0, 1, "waits for a thread", {}, 3600.f);
   at::Tensor tensor = tensorOf(4 * kMiB);
   const c10::weak_intrusive_ptr<c10::StorageImpl> storage(tensor.storage().getWeakStorageImpl());
   const Future second = call(0, 1, "waits", {std::move(tensor)}, 3600.f);
@@ -308,7 +311,7 @@ TEST_F(AgentTest, CancelFreesTheSendersMemory) {
   ASSERT_TRUE(eventually([&] { return gate_->waiting() == 16; }));
   at::Tensor tensor = tensorOf(4 * kMiB);
   const c10::weak_intrusive_ptr<c10::StorageImpl> storage(tensor.storage().getWeakStorageImpl());
-  const Future canceled = call(0, 1, "waits", {std::move(tensor)}, 0.3f);
+  const Future canceled = call(0, 1, "waits", {std::move(tensor)}, 3.f);
   ASSERT_TRUE(eventually([&] { return metric(1, "window.waiting_messages") == 1; }));
   EXPECT_FALSE(storage.expired());
   EXPECT_TRUE(contains(failure(canceled), "RPC ran for more than"));
@@ -427,6 +430,7 @@ TEST_F(AgentTest, RequestWhoseCallerHasGivenUpIsNotRun) {
   const Future patient = call(0, 1, "patient");
   // The deadline is relative, so the callee's ends later than the caller's, by the time on the way.
   EXPECT_TRUE(contains(failure(givenUp), "RPC ran for more than"));
+  ASSERT_TRUE(eventually([&] { return metric(1, "agent.calls_received") >= 3; }));
   EXPECT_TRUE(contains(failure(call(0, 1, "a clock", {}, 0.5F)), "RPC ran for more than"));
   gate_->open();
   EXPECT_EQ(textOf(*answer(blocking)), "block");

@@ -220,6 +220,7 @@ class RRefCreationTest : public CallClientTest {
   }
 
   Future create() {
+    one_.now.store(Timer::Clock::now()); // deadlines count from then
     Future creation = call("create", std::chrono::hours(5), MessageType::PYTHON_REMOTE_CALL);
     (void)arrivedCall();
     return creation;

@@ -203,7 +203,7 @@ TEST_F(GroupTest, JoinReturnsWhenNobodyWaitsForAnAnswer) {
   std::thread other([&] { worker(1).group.join(kPatience, kPatience); });
   worker(0).group.join(kPatience, kPatience);
   other.join();
-  EXPECT_TRUE(answered->completed());
+  EXPECT_TRUE(eventually([&] { return answered->completed(); })) << "an agent thread is about to";
   EXPECT_TRUE(worker(0).monitor.isEverybodyLeaving()) << "peers that vanish now are in order";
   EXPECT_TRUE(worker(1).monitor.isEverybodyLeaving());
 }

@@ -58,7 +58,7 @@ TEST_F(SealedAgentTest, AFrameThatComesTwiceIsTakenOnce) {
   for (int number = 0; number < 20; ++number) {
     EXPECT_EQ(textOf(*answer(call(0, 1, std::to_string(number)))), std::to_string(number));
   }
-  EXPECT_TRUE(eventually([&] { return metric(1, "agent.frames_refused") == 20; }));
+  EXPECT_TRUE(eventually([&] { return metric(1, "agent.frames_refused") >= 20; })) << "and of heartbeats";
   EXPECT_EQ(handled.load(), 20);
 }
 

@@ -397,20 +397,20 @@ TEST_F(ExecutorTest, CompletionsThatBlockLeaveAThreadForFailures) {
 
 TEST_F(ExecutorTest, FailuresComeBeforeOtherTasks) {
   start(1, 1);
-  std::vector<int> order; // by one thread: there is one task at a time
+  blockRequests(1); // so that there is one other task at a time
+  std::vector<int> order;
   std::mutex mutex;
   const auto note = [&](int what) {
     const std::lock_guard lock(mutex);
     order.push_back(what);
   };
   progress_.arrive([&] {
-    threads_->addRequest([&] { note(3); });
     threads_->addCompletion([&] { note(2); });
     threads_->addFailure([&] { note(1); });
   });
   EXPECT_TRUE(eventually([&] {
     const std::lock_guard lock(mutex);
-    return order.size() == 3;
+    return order.size() == 2;
   }));
   EXPECT_EQ(order.front(), 1);
 }
@@ -506,6 +506,18 @@ TEST_F(ExecutorTest, CompletionAddedAfterStopIsRun) {
   threads_->addCompletion([this] { isDone_.store(true); });
   EXPECT_TRUE(eventually([&] { return isDone_.load(); }, std::chrono::seconds(1)))
       << "a future that hangs on it is never completed";
+}
+
+TEST_F(ExecutorTest, StopWaitsForThreadsThatOnlyNeedACore) {
+  start();
+  progress_.arrive([this] { gate_.pass(); }); // a leader that the machine keeps from running
+  ASSERT_TRUE(eventually([this] { return gate_.waiting() == 1; }));
+  std::thread core([this] {
+    std::this_thread::sleep_for(std::chrono::milliseconds(200));
+    gate_.open();
+  });
+  EXPECT_EQ(stop(std::chrono::milliseconds(1)), 0u);
+  core.join();
 }
 
 TEST_F(ExecutorTest, StopLeavesStuckThreadsBehindAndCountsThem) {

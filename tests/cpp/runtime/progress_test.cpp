@@ -2,6 +2,7 @@
 
 #include "eventually.h"
 #include "outcome.h"
+#include "stalls.h"
 #include "transport/loopback/loopback_transport.h"
 
 #include <gtest/gtest.h>
@@ -312,7 +313,11 @@ TEST_P(ProgressTest, WakeEndsASleepThatIsDone) {
 
 TEST_P(ProgressTest, OneCallerDrivesAtATime) {
   std::atomic<bool> isDone{false};
-  std::thread first([&] { EXPECT_TRUE(a_.progress.driveUntil([&] { return isDone.load(); }, 1)); });
+  std::thread first([&] {
+    while (!isDone.load()) { // this thread's look may have come first, and one looks for half a second
+      (void)a_.progress.driveUntil([&] { return isDone.load(); }, 1);
+    }
+  });
   EXPECT_TRUE(eventually([&] { return !a_.progress.driveUntil([] { return true; }, 2); }))
       << "the second is told to wait otherwise";
   isDone.store(true);
@@ -355,6 +360,7 @@ TEST_P(ProgressTest, NoAnswerIsLostBetweenLeaderAndWaitingCaller) {
   });
   const LeadingThread echo(b_);
   const LeadingThread leader(a_);
+  const Stalls stalls;
   auto slowest = Clock::duration::zero();
   for (uint64_t call = 1; call <= kCalls; ++call) {
     a_.send(call);
@@ -368,12 +374,13 @@ TEST_P(ProgressTest, NoAnswerIsLostBetweenLeaderAndWaitingCaller) {
   EXPECT_EQ(a_.all(), kCalls);
   RecordProperty("answers_to_the_waiting_caller", std::to_string(a_.toWaitingCaller.load()));
   // A lost wake-up shows as a sleep of its full bound, half a second.
-  EXPECT_LT(std::chrono::duration<double>(slowest).count(), 0.45);
+  EXPECT_LT(std::chrono::duration<double>(slowest).count(), 0.45 + stalls.seconds());
 }
 
 TEST_P(ProgressTest, CallerThatEndsHandsOverToTheLeader) {
   a_.connect(b_);
   const LeadingThread leader(b_);
+  const Stalls stalls;
   auto slowest = Clock::duration::zero();
   for (uint64_t round = 1; round <= 500; ++round) {
     std::atomic<bool> isOver{false};
@@ -391,7 +398,7 @@ TEST_P(ProgressTest, CallerThatEndsHandsOverToTheLeader) {
     b_.progress.wake();
     caller.join();
   }
-  EXPECT_LT(std::chrono::duration<double>(slowest).count(), 0.45);
+  EXPECT_LT(std::chrono::duration<double>(slowest).count(), 0.45 + stalls.seconds());
 }
 
 TEST_P(ProgressTest, WatchedDescriptorRunsItsOperationOnce) {

@@ -43,7 +43,7 @@ TEST_F(DeviceTest, MessageAsksFewStreams) {
   for (const int64_t elements : {kSmall, kLarge}) {
     // Each thread asks once more, for the device's context.
     uint64_t fewest = std::numeric_limits<uint64_t>::max();
-    for (int round = 0; round < 5; ++round) {
+    for (int round = 0; round < 20; ++round) {
       const uint64_t before = device_.questions();
       (void)answer(call(0, 1, "", {onDevice(elements, 7)}));
       fewest = std::min(fewest, device_.questions() - before);

@@ -12,6 +12,7 @@
 * ``reserved_port()``, ``process_context()``, ``PRELOADED``, ``dump_stacks()``, ``stacks_file()``,
   ``native_stacks()``: what the above is made of, shared with the conformance suites. (``_processes``)
 * ``eventually(condition)`` waits for what a remote worker does in its own time. (``_eventually``)
+* ``Stalls()`` finds out how long this process was kept from running, for bounds on times. (``_stalls``)
 * ``Steps(directory)`` lets processes go on in an order, without RPC. (``_steps``)
 * ``Worker``: the inside of one, for a crew whose workers come and go. (``_worker``)
 """
@@ -31,6 +32,7 @@ from ._processes import (
     stacks_file,
 )
 from ._program import run_program
+from ._stalls import Stalls
 from ._steps import Steps
 from ._worker import (
     ACCEPTED_WARNINGS,
@@ -48,6 +50,7 @@ __all__ = [
     "FOREIGN_MODULES",
     "PRELOADED",
     "SAID_OVER_TCP",
+    "Stalls",
     "Steps",
     "Transport",
     "Worker",

@@ -16,7 +16,7 @@ from ._processes import native_stacks
 
 
 def run_program(
-    source: str | Path, *, ranks: Sequence[int] = (0,), env: Mapping[str, str] | None = None, timeout: float = 60.0
+    source: str | Path, *, ranks: Sequence[int] = (0,), env: Mapping[str, str] | None = None, timeout: float = 120.0
 ) -> list[subprocess.CompletedProcess[str]]:
     """Run ``source``, a text or a file, once per rank, all at once, and return how each ended and what it wrote.
 

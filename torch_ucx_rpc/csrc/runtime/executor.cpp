@@ -67,14 +67,15 @@ bool Executor::spawnLocked() {
 void Executor::main(const std::shared_ptr<Executor>& self) {
   pthread_setname_np(pthread_self(), "ucx_rpc");
   hooksToRun = &self->hooks_;
-  {
-    std::unique_lock lock(self->mutex_);
-    self->loop(lock);
-  }
+  std::unique_lock lock(self->mutex_);
+  self->loop(lock);
   if (hooksToRun == nullptr && self->hooks_.onExit) {
+    ++self->exiting_;
+    lock.unlock();
     self->hooks_.onExit();
+    lock.lock();
+    --self->exiting_;
   }
-  const std::lock_guard lock(self->mutex_);
   // Last of all, since stop() takes it for the end of the thread.
   --self->threads_;
   self->ended_.notify_all();
@@ -351,13 +352,17 @@ void Executor::add(std::deque<Task>& queue, Task task) {
 // Threads that are in user code cannot be interrupted. They are counted, and end when the user code returns. What they
 // add before isStopped_ is set is queued, and runs below with the rest.
 size_t Executor::stop(std::chrono::milliseconds limit, const std::function<void()>& wakeLeader) {
-  const auto deadline = std::chrono::steady_clock::now() + limit;
+  const Clock::time_point deadline = Clock::now() + limit;
   std::deque<Request> dropped;
   std::unique_lock lock(mutex_);
+  const auto isOver = [&] {
+    const Clock::duration patience = threads_ == running_ + exiting_ ? Clock::duration::zero() : kCorePatience;
+    return threads_ == 0 || Clock::now() >= deadline + patience;
+  };
   isStopping_ = true;
   dropped.swap(requests_);
   workAvailable_.notify_all();
-  while (threads_ != 0 && std::chrono::steady_clock::now() < deadline) {
+  while (!isOver()) {
     lock.unlock();
     wakeLeader(); // again and again: each call wakes one sleeper, which may be a waiting caller
     dropped.clear(); // without the lock, like what check() sheds

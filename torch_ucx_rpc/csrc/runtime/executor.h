@@ -88,7 +88,7 @@ class Executor : public std::enable_shared_from_this<Executor> {
 
   // Begins no further task, and calls `wakeLeader` until the leaders have noticed. Waits for running tasks up to
   // `limit`. Threads that are stuck in user code after that are left behind, and end when that code returns. Returns
-  // how many.
+  // how many. Threads without a task only need a core to end, and have kCorePatience more for that on a busy machine.
   size_t stop(std::chrono::milliseconds limit, const std::function<void()>& wakeLeader);
 
   // Whether the calling thread is leading, and must therefore neither block nor run user code.
@@ -106,6 +106,7 @@ class Executor : public std::enable_shared_from_this<Executor> {
  private:
   static constexpr auto kStaleAfter = std::chrono::milliseconds(1);
   static constexpr auto kFullPatience = std::chrono::milliseconds(1000);
+  static constexpr auto kCorePatience = std::chrono::seconds(10);
 
   struct Request {
     Task run;
@@ -185,6 +186,7 @@ class Executor : public std::enable_shared_from_this<Executor> {
   size_t leaders_ = 0;
   size_t busyLeaders_ = 0; // threads that have led, now run tasks, and will lead again
   size_t running_ = 0; // threads that run a task
+  size_t exiting_ = 0; // threads in the hook for their end, which may wait for Python as tasks do
   size_t runningRequests_ = 0;
   size_t nestingRequests_ = 0; // of those, requests that wait for calls of their own
   size_t idle_ = 0; // asleep, and not yet woken

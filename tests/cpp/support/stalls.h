@@ -1,0 +1,42 @@
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <thread>
+
+namespace torch_ucx_rpc {
+
+// By how much a sleeping thread of this process oversleeps, meanwhile. That is the machine's doing: a bound on the time
+// that something takes may be exceeded by that much.
+class Stalls {
+ public:
+  Stalls()
+      : thread_([this] {
+          while (!isOver_.load()) {
+            const auto due = std::chrono::steady_clock::now() + kPeriod;
+            std::this_thread::sleep_until(due);
+            const std::chrono::duration<double> late = std::chrono::steady_clock::now() - due - kHarmless;
+            seconds_.store(seconds_.load() + std::max(0.0, late.count()));
+          }
+        }) {}
+  ~Stalls() {
+    isOver_.store(true);
+    thread_.join();
+  }
+
+  // All of them so far together.
+  double seconds() const {
+    return seconds_.load();
+  }
+
+ private:
+  static constexpr auto kPeriod = std::chrono::milliseconds(5);
+  static constexpr auto kHarmless = std::chrono::milliseconds(50); // turns of the processor
+
+  std::atomic<bool> isOver_{false};
+  std::atomic<double> seconds_{0};
+  std::thread thread_;
+};
+
+} // namespace torch_ucx_rpc
