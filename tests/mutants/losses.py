@@ -53,7 +53,7 @@ MUTANTS = (
         "cpp-lost-workers-come-back",
         "  if (now >= State::kLeft || now >= state) {\n",
         "  if (now >= state) {\n",
-        ("PeerMonitorTest", "DirectoryTest"),
+        ("PeerMonitorTest",),
     ),
     Mutant(
         "cpp-calls-to-the-dead-stay-open",
