@@ -69,7 +69,7 @@ def _until_let_go(rank: int, body: Callable[..., Any], args: tuple[Any, ...], of
         finally:
             for other in range(1, of):
                 if other not in dying:
-                    # It may leave before its answer does. Who does not hear of it says so.
+                    # It may leave before its answer does. A worker that has not heard fails by itself.
                     with contextlib.suppress(RuntimeError):
                         rpc.rpc_sync(f"worker{other}", let_go)
     else:
