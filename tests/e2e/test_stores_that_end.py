@@ -65,6 +65,8 @@ def somebody_listens(port: int) -> bool:
         socket.create_connection(("127.0.0.1", port)).close()
     except ConnectionRefusedError:
         return False
+    except ConnectionResetError:
+        pass  # its process was ending
     return True
 
 
