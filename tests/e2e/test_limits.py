@@ -127,20 +127,25 @@ def test_out_of_files_in_the_middle_of_connecting_no_peer_is_lost(more: int) -> 
     workers.run_workers(6, call_new_peers_short_of_files, more, transport=workers.Transport.TCP)
 
 
-def be_called_with_all_files_open(rank: int) -> None:
+def be_called_with_all_files_open(rank: int, steps: workers.Steps) -> None:
     if rank == 0:
         call_oneself()
+        steps.done("full")
         limit_files(0)
+        steps.wait_for(*(f"calling {peer}" for peer in range(1, 12)))
         time.sleep(1)
         limit_files(None)
     else:
+        steps.wait_for("full")
         time.sleep(0.5)
+        steps.done(f"calling {rank}")
         assert rpc.rpc_sync("worker0", divmod, args=(17, 5)) == (3, 2)
 
 
 # UCX by itself closed the port.
-def test_a_worker_with_all_files_open_can_be_called_by_new_peers() -> None:
-    workers.run_workers(12, be_called_with_all_files_open, transport=workers.Transport.TCP)
+def test_a_worker_with_all_files_open_can_be_called_by_new_peers(tmp_path: Path) -> None:
+    steps = workers.Steps(tmp_path)
+    workers.run_workers(12, be_called_with_all_files_open, steps, transport=workers.Transport.TCP)
 
 
 def call_with_all_files_open(rank: int) -> None:
