@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import subprocess
+import time
 from collections.abc import Callable
 
 import pytest
 from labs import VirtualHosts
+from workers import Stalls
 
 from _torch_ucx_rpc_cli import ExitCode
 
@@ -81,7 +83,10 @@ def test_our_launcher_on_two_hosts_with_roles_over_both(hosts: VirtualHosts) -> 
 
 def test_a_failure_on_one_host_ends_the_job_on_both_and_both_show_it(hosts: VirtualHosts) -> None:
     program = ["-c", "import os, sys, time; time.sleep(600 if os.environ['RANK'] != '3' else 0); sys.exit('the cause')"]
-    ends = run_on_two(hosts, lambda number: torch_ucx_rpc_run(number, *program))
+    begin = time.monotonic()
+    with Stalls() as stalls:
+        ends = run_on_two(hosts, lambda number: torch_ucx_rpc_run(number, *program))
+    assert time.monotonic() - begin < 50 + stalls.seconds()
     for code, output in ends:
         assert code == 1
         assert "since worker3 (pid" in output

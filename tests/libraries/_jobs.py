@@ -20,6 +20,7 @@ __all__ = [
     "BACKENDS",
     "KILLED",
     "PATIENCE_S",
+    "Stalls",
     "die",
     "drive",
     "drive_with_deaths",
@@ -34,11 +35,12 @@ __all__ = [
 BACKENDS = ("UCX", "TENSORPIPE")
 # The exit code of a worker that was killed.
 KILLED = -signal.SIGKILL
+# Jobs of seconds, on machines that may have much else to do. Calls have their own 60 s, within that.
+PATIENCE_S = 150.0
+Stalls = workers.Stalls
 eventually = workers.eventually
 
 _may_go = threading.Event()
-# Jobs of seconds, on machines that may have much else to do. Calls have their own 60 s, within that.
-PATIENCE_S = 150.0
 
 
 def drive(body: Callable[..., Any], of: int, *args: Any, **job: Any) -> Any:

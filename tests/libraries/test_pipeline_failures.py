@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed.rpc as rpc
 import torch.nn.functional as F  # noqa: N812 - its usual name
-from _jobs import BACKENDS, drive, drive_with_deaths, eventually, kill, on, reference_step, small_model
+from _jobs import BACKENDS, Stalls, drive, drive_with_deaths, eventually, kill, on, reference_step, small_model
 from _pipelines import Failing, PassOn, make_pipe
 from torch import nn
 
@@ -149,9 +149,10 @@ def lose_a_stage() -> None:
     pipe.step(x, target=y)
     kill_soon(on("worker2", os.getpid), 0.08)
     start = time.monotonic()
-    with pytest.raises(StageLostError, match=r"lost stage 1 with worker 'worker2'.*pipe\.replace\('worker2'") as raised:
+    lost = r"lost stage 1 with worker 'worker2'.*pipe\.replace\('worker2'"
+    with Stalls() as stalls, pytest.raises(StageLostError, match=lost) as raised:
         step_often(pipe, x, y)
-    assert time.monotonic() - start < 30, "it has waited for a timeout"
+    assert time.monotonic() - start < 10 + stalls.seconds()
     assert (raised.value.workers, raised.value.stages) == (("worker2",), (1,))
     for worker in ("worker0", "worker1"):
         eventually(lambda worker=worker: on(worker, kept) == 0, f"{worker} gives back the memory of the step")
@@ -176,7 +177,7 @@ def train(folder: str, kill_at: int | None, spares: list[str], save_at: int, asy
     generator = torch.Generator().manual_seed(3)
     losses = []
     pipe.save(Path(folder, "first"))
-    slowest = 0.0
+    slowest = 0.0  # without what the machine took
     for number in range(10):
         if number == save_at:
             future = pipe.save(Path(folder, f"{number}"), asynchronous=asynchronous)
@@ -186,15 +187,16 @@ def train(folder: str, kill_at: int | None, spares: list[str], save_at: int, asy
             kill_soon(on("worker2", os.getpid), 0.03)
         x, y = torch.randn(8, 8, generator=generator), torch.randn(8, 4, generator=generator)
         start = time.monotonic()
-        losses.append(pipe.step(x, target=y).item())
-        slowest = max(slowest, time.monotonic() - start)
+        with Stalls() as stalls:
+            losses.append(pipe.step(x, target=y).item())
+        slowest = max(slowest, time.monotonic() - start - stalls.seconds())
         pipe.clip_grad_norm_(1.0)
         optimizer.step()
         optimizer.zero_grad()
         scheduler.step()
     assert pipe.workers == ["worker1", "worker3" if kill_at is not None else "worker2"]
     print("the longest step took", slowest)
-    assert slowest < 30.0, "it has waited for a timeout"
+    assert slowest < 5.0
     pipe.synchronize()
     return losses
 
@@ -242,9 +244,10 @@ def cut_off(worker: str, other: str, lost: str) -> Iterator[None]:
 
     on(worker, set_cut, lost)
     start = time.monotonic()
-    with pytest.raises(PipelineError, match=f"could not send to worker {other}: the cable is cut, which the driver"):
+    cut = f"could not send to worker {other}: the cable is cut, which the driver"
+    with Stalls() as stalls, pytest.raises(PipelineError, match=cut):
         yield
-    assert time.monotonic() - start < 30, "it has waited for a timeout"
+    assert time.monotonic() - start < 10 + stalls.seconds()
     on(worker, set_cut, None)
 
 
@@ -299,16 +302,17 @@ def train_with_random_deaths(folder: str, seed_of_deaths: int | None) -> tuple[l
     pipe.save(Path(folder, "first"))
     for number in range(20):
         start = time.monotonic()
-        if number in deaths:
-            kill_soon(processes[deaths[number][0]], deaths[number][1])
-        if number % 4 == 3:
-            pipe.save(Path(folder, f"{number}"), asynchronous=number % 8 == 7)
-        x, y = torch.randn(8, 8, generator=generator), torch.randn(8, 4, generator=generator)
-        losses.append(pipe.step(x, target=y).item())
-        pipe.clip_grad_norm_(1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        assert time.monotonic() - start < 30.0, "it has waited for a timeout"
+        with Stalls() as stalls:
+            if number in deaths:
+                kill_soon(processes[deaths[number][0]], deaths[number][1])
+            if number % 4 == 3:
+                pipe.save(Path(folder, f"{number}"), asynchronous=number % 8 == 7)
+            x, y = torch.randn(8, 8, generator=generator), torch.randn(8, 4, generator=generator)
+            losses.append(pipe.step(x, target=y).item())
+            pipe.clip_grad_norm_(1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        assert time.monotonic() - start < 5.0 + stalls.seconds()
     pipe.synchronize()
     for victim, _ in deaths.values():
         # One that is killed in the last step dies now.

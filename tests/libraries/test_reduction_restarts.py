@@ -77,14 +77,7 @@ def test_a_trainer_that_shares_the_work_is_killed_and_comes_back_under_its_name(
     run_on_ucx: RunWorkers, tmp_path: Path
 ) -> None:
     url = (tmp_path / "store").as_uri()
-    first, _, third, again = run_on_ucx(
-        4,
-        restart_a_trainer,
-        Steps(tmp_path),
-        url,
-        init=False,
-        exit_codes={1: KILLED},
-    )
+    first, _, third, again = run_on_ucx(4, restart_a_trainer, Steps(tmp_path), url, init=False, exit_codes={1: KILLED})
     assert are_equal(first, third, again)
 
 
@@ -136,12 +129,7 @@ def meet_from_below(process: int, steps: Steps, url: str) -> tuple[str, ...]:
 def test_training_goes_on_when_all_who_have_begun_it_have_gone(run_on_ucx: RunWorkers, tmp_path: Path) -> None:
     url = (tmp_path / "store").as_uri()
     _, _, second, third, last = run_on_ucx(
-        5,
-        outlive_the_first,
-        Steps(tmp_path),
-        url,
-        init=False,
-        exit_codes={0: KILLED},
+        5, outlive_the_first, Steps(tmp_path), url, init=False, exit_codes={0: KILLED}
     )
     assert are_equal(second, third, last)
 
@@ -263,10 +251,7 @@ def test_a_server_that_is_started_anew_keeps_the_replica_for_the_next_death(
     run_on_ucx: RunWorkers, tmp_path: Path
 ) -> None:
     url = (tmp_path / "store").as_uri()
-    run_on_ucx(
-        5, lose_one_host_after_the_other, Steps(tmp_path), url, init=False, exit_codes={0: KILLED, 1: KILLED},
-        timeout=60,
-    )  # fmt: skip
+    run_on_ucx(5, lose_one_host_after_the_other, Steps(tmp_path), url, init=False, exit_codes={0: KILLED, 1: KILLED})
 
 
 def lose_one_host_after_the_other(process: int, steps: Steps, url: str) -> None:

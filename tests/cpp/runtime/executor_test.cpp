@@ -405,14 +405,18 @@ TEST_F(ExecutorTest, FailuresComeBeforeOtherTasks) {
     order.push_back(what);
   };
   progress_.arrive([&] {
+    threads_->addRequest([&] { note(3); });
     threads_->addCompletion([&] { note(2); });
     threads_->addFailure([&] { note(1); });
   });
-  EXPECT_TRUE(eventually([&] {
+  const auto noted = [&] {
     const std::lock_guard lock(mutex);
-    return order.size() == 2;
-  }));
-  EXPECT_EQ(order.front(), 1);
+    return order.size();
+  };
+  EXPECT_TRUE(eventually([&] { return noted() == 2; }));
+  gate_.open();
+  EXPECT_TRUE(eventually([&] { return noted() == 3; }));
+  EXPECT_EQ(order, (std::vector<int>{1, 2, 3}));
 }
 
 TEST_F(ExecutorTest, ThreadsStayWithinTheirBound) {
