@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.autograd as dist_autograd
 import torch.distributed.rpc as rpc
 import workers
 from labs import Fate, VirtualHosts, needs_virtual_hosts
@@ -362,6 +363,40 @@ def join_past_an_obstacle(rank: int, steps: Steps, file: Path, address: str) -> 
     assert_answers(1 - rank)
     steps.done(f"called {rank}")
     steps.wait_for("called 0", "called 1")
+    rpc.shutdown()
+
+
+def test_a_worker_that_joins_again_has_no_contexts_from_before(run_workers: RunWorkers, tmp_path: Path) -> None:
+    run_workers(2, join_again_with_an_open_context, Steps(tmp_path), tmp_path / "store", init=False)
+
+
+def join_again_with_an_open_context(rank: int, steps: Steps, file: Path) -> None:
+    def contexts() -> int:
+        return int(dist_autograd._get_debug_info()["num_autograd_contexts"])
+
+    at_store = {"rpc_backend_options": backend_options(init_method=file.as_uri())}
+    join(rank, **at_store)
+    steps.done(f"joined {rank}")
+    steps.wait_for("joined 0", "joined 1")
+    if rank == 0:
+        with dist_autograd.context():
+            rpc.rpc_sync("worker1", double, args=(torch.ones(3, requires_grad=True),))
+            steps.done("called")
+            steps.wait_for("left")
+        steps.done("closed")
+    else:
+        with dist_autograd.context():
+            steps.wait_for("called")
+            assert contexts() == 2
+            rpc.shutdown(graceful=False)
+            steps.done("left")
+            steps.wait_for("closed")
+            join(rank, **at_store)
+            # Worker 0 could not tell it that the context is closed. Its own it closes itself.
+            assert contexts() == 1
+        assert contexts() == 0
+        steps.done("joined again")
+    steps.wait_for("joined again")
     rpc.shutdown()
 
 

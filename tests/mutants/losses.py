@@ -32,6 +32,12 @@ MUTANTS = (
         ("test_contexts_of_a_dead_worker_are_closed_all_along_the_way",),
     ),
     Mutant(
+        "cpp-contexts-of-others-outlive-the-agent",
+        "    orphans_.closeContextsOfOthers();\n",
+        "",
+        ("test_a_worker_that_joins_again_has_no_contexts_from_before",),
+    ),
+    Mutant(
         "cpp-references-of-the-dead-stay",
         re.compile(r"std::ranges::move\(\w+\.takeHeldBy\(\w+\), .*?;|forks = \w+\.takeHeldBy\(\w+\);"),
         "",

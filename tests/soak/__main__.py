@@ -18,7 +18,7 @@ from ._journal import read_calls, read_events
 from ._judgement import Finding, judge, what_did_not_happen
 from ._leftovers import left_by_workers, left_on_hosts
 from ._report import Report, count_misfortunes, gibibytes_of, kinds_of, memory_of
-from ._worker import HEARTBEAT_LIMIT_S, RPC_TIMEOUT_S
+from ._worker import HEARTBEAT_LIMIT_S, LONGEST_CALL_S
 
 _HOSTS = ("a", "b", "c")
 _WORKERS = 6
@@ -27,8 +27,8 @@ _STARTING_S = 120.0
 _LONGER_S = 60.0
 # After the last misfortune, before all must see each other.
 _PEACE_S = 2.0
-# For a worker to end what it has begun, and to leave.
-_ENDING_S = 2 * RPC_TIMEOUT_S + 60
+# For a worker to end what it has begun, and to leave, or to join again.
+_ENDING_S = LONGEST_CALL_S + 60
 
 
 def main() -> int:
@@ -98,6 +98,9 @@ def run(minutes: float, seed: int, directory: Path) -> Report:
 
 def _end(crew: Crew) -> list[Finding]:
     """Let all calls come to their ends, all references go, and all workers leave; returns who does not."""
+    # One that is to join again leaves only when its calls have ended, and must not do so while others look for it.
+    if absent := crew.all_say("joined", _ENDING_S):
+        return [_hang("a worker has not joined", absent)]
     for order, answer in (("stop", "stopped"), ("let go", "released")):
         crew.steps.done(order)
         if hanging := crew.all_say(answer, _ENDING_S):

@@ -181,8 +181,8 @@ class Chaos:
 
     def _end(self, rank: int) -> None:
         member = self._crew.current[rank]
-        self._log("kill", name=member.name, life=str(member.life))
-        self._crew.kill(rank)
+        event = self._log("kill", name=member.name, life=str(member.life))
+        self._crew.kill(rank, lambda at: event.update(gone=at))
 
     def _start(self, rank: int) -> None:
         self._log("restart", name=self._crew.past[-1].name)

@@ -8,9 +8,11 @@ import itertools
 import os
 import pickle
 import resource
+import select
 import signal
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -118,8 +120,10 @@ class Crew:
         self.past: list[Member] = []
         # Times at which this machine has let nobody run.
         self.stalls: list[dict[str, Any]] = []
+        # Of the workers that were killed, by descriptors of their processes: to be called with the time of the end.
+        self._dying: dict[int, Callable[[float], None]] = {}
         self._is_over = threading.Event()
-        self._watchman = threading.Thread(target=self._watch_for_stalls, name="watchman")
+        self._watchman = threading.Thread(target=self._keep_watch, name="watchman")
 
     def __enter__(self) -> Crew:
         context = process_context()
@@ -153,6 +157,8 @@ class Crew:
     def __exit__(self, *exception: object) -> None:
         self._is_over.set()
         self._watchman.join()
+        for process in self._dying:
+            os.close(process)
         kill([self._store, *(member.process for member in self.current.values())])
 
     def host_of(self, rank: int) -> str:
@@ -168,11 +174,17 @@ class Crew:
         worker = dataclasses.replace(self._worker, directory=folder, call=pickle.dumps((live, (life,))))
         self.current[rank] = Member(worker, life)
 
-    def kill(self, rank: int) -> None:
+    def kill(self, rank: int, on_end: Callable[[float], None]) -> None:
+        """Kill a worker, and have ``on_end(time)`` called from the watchman's thread when its process has ended.
+
+        The kernel takes a second to end one with hundreds of MiB where the processors are busy, and its connections
+        are closed last.
+        """
         member = self.current.pop(rank)
         pid = member.pid()
         member.was_killed = True
         if pid is not None:
+            self._dying[os.pidfd_open(pid)] = on_end
             os.kill(pid, signal.SIGKILL)
         kill([member.process])
         self.past.append(member)
@@ -210,13 +222,17 @@ class Crew:
                 self._see_who_hangs()
             time.sleep(min(left, _LOOK_EVERY_S))
 
-    def _watch_for_stalls(self) -> None:
+    def _keep_watch(self) -> None:
         before = time.monotonic()
         while not self._is_over.wait(_LOOK_EVERY_S):
             now = time.monotonic()
             if now - before > _STALL_S:
                 self.stalls.append({"what": "stall", "at": before, "until": now})
             before = now
+            for process in [*self._dying]:
+                if select.select([process], [], [], 0)[0]:
+                    self._dying.pop(process)(time.monotonic())
+                    os.close(process)
 
     def _see_who_has_ended(self) -> None:
         for member in self.current.values():

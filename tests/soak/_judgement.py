@@ -68,6 +68,8 @@ class _Membership:
     host: str
     joining: float
     end: float
+    # When the kernel had ended its process, and closed its connections; the end, where none was seen.
+    gone: float
     was_killed: bool
 
 
@@ -195,7 +197,7 @@ class _History:
         self._limit = heartbeat_limit
         self._parted = [event for event in timeline if "parted" in event]
         self._timeline = timeline
-        killed = {event["life"]: event["at"] for event in timeline if event["what"] == "kill"}
+        kills = {event["life"]: event for event in timeline if event["what"] == "kill"}
         self.memberships = []
         for event in sorted(events, key=lambda event: event["at"]):
             if event["what"] != "joining":
@@ -203,12 +205,15 @@ class _History:
             life = (event["rank"], event["generation"])
             leaving = [e["at"] for e in events if e["what"] == "leaving" and (e["rank"], e["generation"]) == life]
             left = min((at for at in leaving if at > event["at"]), default=float("inf"))
-            died = killed.get(f"{life[0]}.{life[1]}", float("inf"))
+            kill = kills.get(f"{life[0]}.{life[1]}", {"at": float("inf")})
+            died = kill["at"]
             who = {name: event[name] for name in ("rank", "generation", "name", "pid", "host")}
             end, was_killed = min(left, died), died < left
+            gone = kill.get("gone", end) if was_killed else end
             before = sum((m.rank, m.generation) == life for m in self.memberships)
             name = f"{life[0]}.{life[1]} {before}"
-            self.memberships.append(_Membership(life=name, joining=event["at"], end=end, was_killed=was_killed, **who))
+            ends = {"end": end, "gone": gone, "was_killed": was_killed}
+            self.memberships.append(_Membership(life=name, joining=event["at"], **ends, **who))
         self._joined = [event for event in events if event["what"] == "joined"]
         self._host_of = {m.name: m.host for m in self.memberships}
 
@@ -251,16 +256,16 @@ class _History:
         return _Failure(event.get("began", event["at"]), event["at"], hosts, names, event["error"])
 
     def stale_names(self, event: dict[str, Any]) -> list[str]:
-        """The names of the dead that somebody should not know any more."""
+        """The names of the dead that somebody should not have known any more when it began to look."""
         holders = _HAS_IT.findall(event.get("error", ""))
         known = [m for m in self.memberships if m.joining <= event["at"]]
         lives = [next(m for m in known if m.life == life) for life in event.get("lives", ())]
         # Of whoever has refused a name only the worker is known: the latest one.
         lives += [max((m for m in known if m.name == name), key=lambda m: m.joining) for name in holders]
         return [
-            f"{m.name} (life {m.life}) has ended {event['at'] - m.end:.2f} s ago: {_shown(event)}"
+            f"{m.name} (life {m.life}) has ended {event['began'] - m.gone:.2f} s ago: {_shown(event)}"
             for m in lives
-            if m.end + self._longest_known(m, event) < event["at"]
+            if m.gone + self._longest_known(m, event) < event["began"]
         ]
 
     def _longest_known(self, gone: _Membership, event: dict[str, Any]) -> float:

@@ -480,13 +480,14 @@ class Caller:
     def take_name(self) -> None:
         """Take a name that only one may have, or give it back; and say whose names are known here."""
         with self._begin("name", []) as call:
-            self._journal.note("names", lives=lives_seen())
+            began = time.monotonic()
+            self._journal.note("names", began=began, lives=lives_seen())
             if self._seat is None:
                 seat = f"seat {self._choice.randrange(_SEATS)}"
                 try:
                     services.pair(seat, self._life)
                 except services.NameTaken as error:
-                    self._journal.note("taken", error=str(error))
+                    self._journal.note("taken", began=began, error=str(error))
                 else:
                     self._seat = seat
             else:

@@ -26,6 +26,8 @@ from ._journal import Journal
 # Of what the workers of a run are told. Each is what a run of a minute has room for, on two cores.
 HEARTBEAT_LIMIT_S = 4.0
 RPC_TIMEOUT_S = 20.0
+# A push whose hosts are lost: a call that is not answered, the search for others, and the call to one of them.
+LONGEST_CALL_S = 3 * RPC_TIMEOUT_S + 10
 OPTIONS = {
     "heartbeat_limit": HEARTBEAT_LIMIT_S,
     "rpc_timeout": RPC_TIMEOUT_S,
@@ -101,7 +103,7 @@ def live(rank: int, life: Life) -> dict[str, int]:
         for caller in callers:
             caller.stop()
         for caller in callers:
-            if not caller.join(RPC_TIMEOUT_S + 10):
+            if not caller.join(LONGEST_CALL_S):
                 journal.note("hangs", caller=caller.name)
                 # The cause may be in any worker: whoever leads the crew writes down what all of them do.
                 steps.done(hangs(who))

@@ -200,12 +200,15 @@ STOP = {"what": "stop", "at": 9.0, "until": 10.5, "host": "a"}
         # The worker that looks, or its host, may have been kept from hearing of the end.
         ({"lives": ["1.0 0"]}, 12.0, (KILL, STOP), False),
         ({"lives": ["1.0 0"]}, 20.0, (KILL, STOP), True),
+        # The kernel needs time to end a process, and closes its connections last.
+        ({"lives": ["1.0 0"]}, 12.0, ({**KILL, "gone": 11.5},), False),
+        ({"lives": ["1.0 0"]}, 13.0, ({**KILL, "gone": 11.5},), True),
     ],
 )
 def test_a_name_that_outlives_its_worker_is_a_finding(
     known: dict[str, Any], at: float, timeline: tuple[dict[str, Any], ...], is_stale: bool
 ) -> None:
-    looked = event(0, "taken" if "error" in known else "names", at, **known)
+    looked = event(0, "taken" if "error" in known else "names", at, began=at, **known)
     whats = [found.what for found in judged(failures=(looked,), timeline=timeline).findings]
     assert whats == ["a name has outlived its worker"] * is_stale
 

@@ -219,6 +219,14 @@ TEST_F(OrphanedStateTest, ContextOfOneWhoseRankIsTakenIsClosedInADynamicGroup) {
   EXPECT_TRUE(isOpen(fresh)) << "whoever has the rank now has opened it";
 }
 
+TEST_F(OrphanedStateTest, ContextsOfOthersAreClosedAtTheEndOfTheAgent) {
+  const int64_t own = openContext(0);
+  const int64_t others = openContext(1);
+  orphans_.closeContextsOfOthers();
+  EXPECT_FALSE(isOpen(others));
+  EXPECT_TRUE(isOpen(own)) << "whoever has opened it closes it";
+}
+
 TEST_F(OrphanedStateTest, AgentThatIsNotTorchsCurrentOneReleasesNothing) {
   const FakeRpcAgent another(0);
   // Its timer is its own, so that tasks are added before anything starts.
@@ -231,6 +239,7 @@ TEST_F(OrphanedStateTest, AgentThatIsNotTorchsCurrentOneReleasesNothing) {
   orphans.onPeerGone(worker.peer(2));
   worker.advance(std::chrono::seconds(1));
   EXPECT_EQ(worker.holds(), 0) << "nothing is queued";
+  orphans.closeContextsOfOthers();
   EXPECT_TRUE(isOpen(context));
   worker.close();
 }

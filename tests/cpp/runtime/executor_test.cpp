@@ -1,18 +1,15 @@
-#include "runtime/executor.h"
+// Which thread runs a task, when, and how many run at once.
 
-#include "eventually.h"
-#include "gate.h"
-#include "runtime/timer.h"
+#include "executor_fixture.h"
 
 #include <gtest/gtest.h>
 
 #include <algorithm>
 #include <atomic>
-#include <condition_variable>
+#include <chrono>
 #include <functional>
 #include <memory>
 #include <mutex>
-#include <string>
 #include <thread>
 #include <vector>
 
@@ -21,102 +18,7 @@ namespace {
 
 using Task = Executor::Task;
 
-// Stands for Progress: sleeps in lead() until something is delivered or it is woken.
-class FakeProgress final : public Leader {
- public:
-  bool lead() override {
-    EXPECT_TRUE(Executor::isLeader());
-    EXPECT_LT(leaders_.fetch_add(1), static_cast<int>(Executor::kMaxLeaders));
-    std::vector<Task> delivered;
-    {
-      std::unique_lock lock(mutex_);
-      changed_.wait(lock, [this] { return isWoken_ || !delivered_.empty(); });
-      isWoken_ = false;
-      delivered.swap(delivered_);
-    }
-    for (Task& deliver : delivered) {
-      deliver();
-    }
-    leaders_.fetch_sub(1);
-    return true;
-  }
-  // Something arrives: `deliver` runs on the leader, which adds tasks in it.
-  void arrive(Task deliver) {
-    const std::lock_guard lock(mutex_);
-    delivered_.push_back(std::move(deliver));
-    changed_.notify_all();
-  }
-  void wake() {
-    const std::lock_guard lock(mutex_);
-    isWoken_ = true;
-    changed_.notify_all();
-  }
-  bool isLed() const {
-    return leaders_.load() != 0;
-  }
-
- private:
-  std::mutex mutex_;
-  std::condition_variable changed_;
-  bool isWoken_ = false;
-  std::vector<Task> delivered_;
-  std::atomic<int> leaders_{0};
-};
-
-class ExecutorTest : public testing::Test {
- protected:
-  static constexpr size_t kMaxRequests =
-      12; // more than the machine has cores, so that both rules for new threads are met
-
-  void start(size_t maxRequests = kMaxRequests, size_t nestingLimit = kMaxRequests) {
-    make(maxRequests, nestingLimit);
-    timer_.start();
-    threads_->start(progress_);
-  }
-
-  void make(size_t maxRequests = kMaxRequests, size_t nestingLimit = kMaxRequests) {
-    threads_ = std::make_shared<Executor>(
-        maxRequests,
-        nestingLimit,
-        ThreadHooks{[this] { started_.fetch_add(1); }, [this] { ended_.fetch_add(1); }},
-        timer_);
-  }
-
-  void TearDown() override {
-    gate_.open();
-    if (threads_ != nullptr) {
-      EXPECT_EQ(stop(), 0u);
-      EXPECT_EQ(started_.load(), ended_.load()) << "a hook for the end of each thread that began";
-    }
-  }
-
-  size_t stop(std::chrono::milliseconds limit = kPatience) {
-    timer_.stop();
-    return threads_->stop(limit, [this] { progress_.wake(); });
-  }
-
-  // Blocks `count` requests, and waits until they do.
-  void blockRequests(size_t count) {
-    progress_.arrive([this, count] {
-      for (size_t request = 0; request < count; ++request) {
-        threads_->addRequest([this] {
-          Executor::runHooks();
-          gate_.pass();
-        });
-      }
-    });
-    ASSERT_TRUE(eventually([this, count] { return gate_.waiting() == count; }))
-        << gate_.waiting() << " of " << count << " requests run";
-  }
-
-  Gate gate_;
-  FakeProgress progress_;
-  std::atomic<bool> isDone_{false}; // set by tasks that may outlast the body of a failing test
-  std::atomic<int> started_{0};
-  std::atomic<int> ended_{0};
-  Timer timer_;
-  std::shared_ptr<Executor> threads_;
-};
+class ExecutorTest : public ExecutorFixture {};
 
 TEST_F(ExecutorTest, RunsWhatTheLeaderBrings) {
   start();
@@ -469,82 +371,6 @@ TEST_F(ExecutorTest, RefusedRequestIsDestroyedWithoutAnyLock) {
   ASSERT_TRUE(eventually([this] { return threads_->counts().nestingRequests == 1; }));
   threads_->addRequest([owned = std::make_unique<AddsOnDestruction>(*threads_, isDone_)] {}, [] {});
   EXPECT_TRUE(eventually([&] { return isDone_.load(); }));
-}
-
-TEST_F(ExecutorTest, StopDropsRequestsThatWait) {
-  start(1);
-  blockRequests(1);
-  std::atomic<bool> hasRun{false};
-  auto owned = std::make_shared<int>(0);
-  const std::weak_ptr<int> watched = owned;
-  threads_->addRequest([&hasRun, owned = std::move(owned)] { hasRun.store(true); });
-  EXPECT_EQ(stop(std::chrono::milliseconds(50)), 1u);
-  EXPECT_TRUE(watched.expired()) << "what a dropped request owned is released";
-  gate_.open();
-  EXPECT_EQ(stop(), 0u);
-  EXPECT_FALSE(hasRun.load());
-}
-
-TEST_F(ExecutorTest, StopRunsCompletionsThatWait) {
-  start(1);
-  std::atomic<int> done{0};
-  // Blocked completions fill the threads up to their bound, so that the last one has to wait.
-  for (int count = 0; count < 5; ++count) {
-    threads_->addCompletion([&] {
-      gate_.pass();
-      done.fetch_add(1);
-    });
-  }
-  std::thread opener([&] {
-    (void)eventually([&] { return gate_.waiting() != 0; });
-    gate_.open();
-  });
-  EXPECT_EQ(stop(), 0u);
-  opener.join();
-  EXPECT_EQ(done.load(), 5) << "futures must be completed, whoever does it";
-}
-
-TEST_F(ExecutorTest, CompletionAddedAfterStopIsRun) {
-  start();
-  EXPECT_EQ(stop(), 0u);
-  threads_->addCompletion([this] { isDone_.store(true); });
-  EXPECT_TRUE(eventually([&] { return isDone_.load(); }, std::chrono::seconds(1)))
-      << "a future that hangs on it is never completed";
-}
-
-TEST_F(ExecutorTest, StopWaitsForThreadsThatOnlyNeedACore) {
-  start();
-  progress_.arrive([this] { gate_.pass(); }); // a leader that the machine keeps from running
-  ASSERT_TRUE(eventually([this] { return gate_.waiting() == 1; }));
-  std::thread core([this] {
-    std::this_thread::sleep_for(std::chrono::milliseconds(200));
-    gate_.open();
-  });
-  EXPECT_EQ(stop(std::chrono::milliseconds(1)), 0u);
-  core.join();
-}
-
-TEST_F(ExecutorTest, StopLeavesStuckThreadsBehindAndCountsThem) {
-  start();
-  blockRequests(3);
-  EXPECT_EQ(stop(std::chrono::milliseconds(100)), 3u);
-  gate_.open();
-  EXPECT_TRUE(eventually([&] { return started_.load() == ended_.load(); })) << "they end when they return";
-}
-
-TEST_F(ExecutorTest, StuckThreadsMayOutliveTheirOwner) {
-  start();
-  blockRequests(2);
-  EXPECT_EQ(stop(std::chrono::milliseconds(20)), 2u);
-  threads_.reset();
-  gate_.open();
-  EXPECT_TRUE(eventually([&] { return started_.load() == ended_.load(); }));
-}
-
-TEST_F(ExecutorTest, StopTwiceIsStopOnce) {
-  start();
-  EXPECT_EQ(stop(), 0u);
-  EXPECT_EQ(stop(), 0u);
 }
 
 } // namespace

@@ -114,7 +114,8 @@ void UcxRpcAgent::shutdownImpl() {
     // Each step needs the one before it:
     // - No call begins from now on, and open ones fail. So handlers that wait for calls return.
     // - No task of the timer touches what is taken down below.
-    // - The threads end, and what they leave undone is done here. The last answers are posted by then.
+    // - The threads end, and what they leave undone is done here. The last answers are posted by then, and no handler
+    //   takes part in a context of distributed autograd any more.
     // - Peers hear the goodbye after these answers. The transport then has kFlushLimitMs to send all of it.
     lifetime_.close();
     calls_.shutDown();
@@ -125,6 +126,7 @@ void UcxRpcAgent::shutdownImpl() {
           std::to_string(stuck) + " thread(s) of worker '" + self_.name +
           "' are still running user code at shutdown; they end when it returns");
     }
+    orphans_.closeContextsOfOthers();
     monitor_.sayGoodbye();
     messenger_.close(kFlushLimitMs);
     trace::write(self_.name);

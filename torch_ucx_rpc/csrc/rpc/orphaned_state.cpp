@@ -24,6 +24,12 @@ constexpr auto kReleasePeriod = std::chrono::seconds(1);
 // How many passes after the last end look for everything.
 constexpr int kPasses = 10;
 
+void closeContexts(const std::vector<int64_t>& ids) {
+  for (const int64_t id : ids) {
+    DistAutogradContainer::getInstance().releaseContextIfPresent(id);
+  }
+}
+
 } // namespace
 
 OrphanedState::OrphanedState(
@@ -46,6 +52,12 @@ void OrphanedState::onPeerGone(Peer& peer) {
   release({peer.member().rank});
   passesLeft_.store(kPasses);
   releaseTask_.dueIn(kReleasePeriod);
+}
+
+void OrphanedState::closeContextsOfOthers() const {
+  if (isTorchsAgent(agent_)) {
+    closeContexts(orphanedContexts([this](int64_t id) { return contextRank(id) != self_; }));
+  }
 }
 
 Timer::TimePoint OrphanedState::releaseAgain(Timer::TimePoint now) {
@@ -102,9 +114,7 @@ void OrphanedState::release(const Ranks& gone) {
       for (const HeldFork& held : forks) {
         callback_(*rpc::RRefUserDelete(held.rref, held.fork).toMessage(), {}); // as if the worker had deleted it
       }
-      for (const int64_t context : contexts) {
-        DistAutogradContainer::getInstance().releaseContextIfPresent(context);
-      }
+      closeContexts(contexts);
     } catch (const std::exception& error) {
       warn(std::string("could not release all that workers held which are gone: ") + error.what());
     }

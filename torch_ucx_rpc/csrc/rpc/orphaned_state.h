@@ -46,6 +46,10 @@ class OrphanedState final : public PeerObserver {
     return holders_;
   }
 
+  // Closes the contexts of distributed autograd that other workers have opened, at the end of this agent: nobody can
+  // tell a later one in this process that they are closed. To be called when no call begins any more.
+  void closeContextsOfOthers() const;
+
   // PeerObserver.
   void onPeerGone(Peer& peer) override;
 
