@@ -28,6 +28,11 @@ def echo(array: np.ndarray) -> np.ndarray:
     return array
 
 
+def echo_us(array: np.ndarray, count: int) -> list[float]:
+    """How long each of ``count`` echoes takes, sorted."""
+    return harness.durations_us(lambda: rpc.rpc_sync("worker1", echo, (array,)), count)
+
+
 def measure(type_: type[np.ndarray]) -> harness.Figures:
     figures = {}
     for name, size, calls in (("1 KB", 1000, 1000), ("1 MiB", MIB, 100), ("64 MiB", LARGE, 5)):
@@ -36,9 +41,7 @@ def measure(type_: type[np.ndarray]) -> harness.Figures:
         assert type(returned) is type_
         assert np.array_equal(returned, array)
         del returned
-        figures[name] = harness.p50(
-            harness.durations_us(lambda array=array: rpc.rpc_sync("worker1", echo, (array,)), calls)
-        )
+        figures[name] = harness.p50(echo_us(array, calls))
     return {
         "echo of 1 KB, p50": figures["1 KB"],
         "echo of 1 MiB, p50": figures["1 MiB"],

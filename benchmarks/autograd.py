@@ -7,7 +7,7 @@ micro-batches through both): forward, backward and DistributedOptimizer.step.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed.autograd as dist_autograd
@@ -23,26 +23,30 @@ BATCH, WIDTH = 32, 64
 MICRO_BATCHES = 4
 
 
-class Layer(nn.Module):
+class Linear(nn.Module):
+    """What `Layer` and `Stage` have in common."""
+
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)
 
-    def forward(self, batch: torch.Tensor) -> torch.Tensor:
-        return torch.relu(self.linear(batch))
-
-    def parameter_rrefs(self) -> list[rpc.RRef]:
+    def parameter_rrefs(self) -> list[rpc.RRef[torch.Tensor]]:
         return [rpc.RRef(parameter) for parameter in self.parameters()]
 
 
-class Stage(Layer):
+class Layer(Linear):
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        return torch.relu(self.linear(batch))
+
+
+class Stage(Linear):
     """Fetches its input from where it is, as in PyTorch's pipeline tutorial."""
 
-    def forward(self, batch: rpc.RRef) -> torch.Tensor:
-        return super().forward(batch.to_here())
+    def forward(self, batch: rpc.RRef[torch.Tensor]) -> torch.Tensor:
+        return torch.relu(self.linear(batch.to_here()))
 
 
-def step_us(forward: Callable[[torch.Tensor], torch.Tensor], layers: list[rpc.RRef]) -> float:
+def step_us(forward: Callable[[torch.Tensor], torch.Tensor], layers: Sequence[rpc.RRef[Linear]]) -> float:
     parameters = [parameter for layer in layers for parameter in layer.rpc_sync().parameter_rrefs()]
     optimizer = DistributedOptimizer(torch.optim.SGD, parameters, lr=0.01)
     batch, target = torch.randn(BATCH, WIDTH), torch.randn(BATCH, WIDTH)
@@ -50,7 +54,7 @@ def step_us(forward: Callable[[torch.Tensor], torch.Tensor], layers: list[rpc.RR
     def step() -> None:
         with dist_autograd.context() as context:
             loss = nn.functional.mse_loss(forward(batch), target)
-            dist_autograd.backward(context, [loss])
+            dist_autograd.backward(context, [loss])  # type: ignore[attr-defined]  # not in torch's __all__
             optimizer.step(context)
 
     for _ in range(5):

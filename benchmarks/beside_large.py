@@ -40,7 +40,7 @@ def measure() -> harness.Figures:
     large = threading.Thread(target=echo_large)
     started = time.perf_counter()
     large.start()
-    durations = []
+    durations: list[float] = []
     while time.perf_counter() - started < SECONDS or len(durations) < CALLS:
         begun = time.perf_counter()
         rpc.rpc_sync("worker1", nothing)

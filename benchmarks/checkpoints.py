@@ -88,7 +88,8 @@ def memory() -> harness.Figures:
                 rpc.rpc_sync(worker, forget_peak)
             before = {worker: rpc.rpc_sync(worker, peak_and_present_bytes)[1] for worker in workers}
             call()
-            return max(rpc.rpc_sync(worker, peak_and_present_bytes)[0] - before[worker] for worker in workers) / own
+            most: int = max(rpc.rpc_sync(worker, peak_and_present_bytes)[0] - before[worker] for worker in workers)
+            return most / own
 
         # Both once before: what is imported for the first time is no part of the model.
         checkpoint.save({"model": pipe}, Path(folder, "first"))

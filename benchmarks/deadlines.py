@@ -83,7 +83,7 @@ def has_timed_out(call: Future[object]) -> bool:
 
 
 def call_until(due: float, lateness_ms: list[float]) -> Future[object]:
-    call = rpc.rpc_async("worker1", answer_late, timeout=due - time.perf_counter())
+    call: Future[object] = rpc.rpc_async("worker1", answer_late, timeout=due - time.perf_counter())
     call.add_done_callback(lambda _: lateness_ms.append(1e3 * (time.perf_counter() - due)))
     return call
 
@@ -102,7 +102,7 @@ def measure_lateness() -> harness.Figures:
     while len(spread) + len(alike) < len(calls):
         time.sleep(0.1)
     assert all(map(has_timed_out, calls))
-    figures = {}
+    figures: harness.Figures = {}
     for name, lateness in (("spread", sorted(spread)), ("1,000 alike", sorted(alike))):
         figures |= {
             f"{name}, p50": harness.p50(lateness),

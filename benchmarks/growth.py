@@ -17,7 +17,7 @@ import torch.distributed.rpc as rpc
 from benchmarks import harness
 from benchmarks.harness import Figure
 from benchmarks.in_flight import forget_peak, resident_mib
-from benchmarks.large_tensors import echo
+from benchmarks.large_tensors import echo, echo_us
 from benchmarks.many_workers import Life
 from benchmarks.small_calls import nothing
 
@@ -47,8 +47,7 @@ def measure_sizes() -> harness.Figures:
         tensor = torch.randint(0, 256, (size,), dtype=torch.uint8)
         calls = max(3, min(500, 2**28 // size))
         assert torch.equal(rpc.rpc_sync("worker1", echo, (tensor,)), tensor)  # and warms
-        durations = harness.durations_us(lambda tensor=tensor: rpc.rpc_sync("worker1", echo, (tensor,)), calls)
-        figures[f"{size}"] = harness.p50(durations)
+        figures[f"{size}"] = harness.p50(echo_us(tensor, calls))
     return figures
 
 

@@ -26,7 +26,12 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
+
+    from torch._C._distributed_rpc import RpcBackendOptions
 
 Figures = dict[str, float]
 
@@ -100,12 +105,14 @@ class Transport:
     # Another checkout, built in place, whose package the workers import instead of this one's.
     tree: str = ""
 
-    def rpc_backend_options(self, **more: Any) -> Any:
+    def rpc_backend_options(self, **more: Any) -> RpcBackendOptions:
         if self.backend == "UCX":
-            from torch_ucx_rpc import UcxRpcBackendOptions as Options
-        else:
-            from torch.distributed.rpc import TensorPipeRpcBackendOptions as Options
-        return Options(**self.options, **more)
+            from torch_ucx_rpc import UcxRpcBackendOptions
+
+            return UcxRpcBackendOptions(**self.options, **more)
+        from torch.distributed.rpc import TensorPipeRpcBackendOptions
+
+        return TensorPipeRpcBackendOptions(**self.options, **more)
 
 
 UCX = Transport("UCX", "UCX", lanes="sysv|posix")
@@ -160,6 +167,7 @@ def _work(
         os.environ.update(transport.environment)
         import torch
         import torch.distributed.rpc as rpc
+        from torch._C._distributed_rpc import _get_current_rpc_agent
 
         torch.set_num_threads(1)
         if transport.backend == "UCX":
@@ -179,7 +187,7 @@ def _work(
             turns.send(("ready", None))
             while turns.recv() == "measure":
                 figures = measure()
-                lanes = rpc.api._get_current_rpc_agent().get_debug_info().get("lanes.worker1", "")
+                lanes = _get_current_rpc_agent().get_debug_info().get("lanes.worker1", "")
                 turns.send(("figures", (figures, lanes)))
         # A graceful shutdown ends as soon as a worker has died, in the middle of the job.
         if is_over is not None:
@@ -222,6 +230,8 @@ class RpcJob:
     def __enter__(self) -> RpcJob:
         self._folder = tempfile.TemporaryDirectory()
         self._turns, theirs = PROCESSES.Pipe()
+        is_over: Connection | None
+        self._is_over: Connection | None
         self._is_over, is_over = PROCESSES.Pipe() if self._kills else (None, None)
         store = Path(self._folder.name, "store").as_uri()
         self._has_failed = False

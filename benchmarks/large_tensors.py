@@ -28,15 +28,17 @@ def echo(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+def echo_us(tensor: torch.Tensor, count: int) -> list[float]:
+    """How long each of ``count`` echoes takes, sorted. An answer dies before the next call, as where it is used up."""
+    return harness.durations_us(lambda: rpc.rpc_sync("worker1", echo, (tensor,)), count)
+
+
 def measure() -> harness.Figures:
     figures = {}
     for name, size, calls in (("1 MiB", MIB, SMALL_CALLS), ("64 MiB", LARGE, LARGE_CALLS)):
         tensor = torch.randint(0, 256, (size,), dtype=torch.uint8)
         assert torch.equal(rpc.rpc_sync("worker1", echo, (tensor,)), tensor)  # and warms
-        # The answer dies before the next call, as in a program that uses it up.
-        figures[name] = harness.p50(
-            harness.durations_us(lambda tensor=tensor: rpc.rpc_sync("worker1", echo, (tensor,)), calls)
-        )
+        figures[name] = harness.p50(echo_us(tensor, calls))
     return {
         "echo of 1 MiB, p50": figures["1 MiB"],
         "echo of 64 MiB, both ways": 2 * LARGE / 2**30 / (1e-6 * figures["64 MiB"]),

@@ -8,27 +8,34 @@ OPTIONS are those of the backend, as JSON. With none it only imports torch.
 import json
 import os
 import sys
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed.rpc as rpc
+
+if TYPE_CHECKING:
+    from torch._C._distributed_rpc import RpcBackendOptions
 
 
 def nothing() -> None:
     """The callee of the smallest call."""
 
 
-def live(backend: str, options: dict[str, object], rank: int, workers: int) -> None:
+def live(backend: str, options: dict[str, Any], rank: int, workers: int) -> None:
     torch.set_num_threads(1)
+    backend_options: RpcBackendOptions
     if backend == "UCX":
-        from torch_ucx_rpc import UcxRpcBackendOptions as Options
+        from torch_ucx_rpc import UcxRpcBackendOptions
+
+        backend_options = UcxRpcBackendOptions(**options)
     else:
-        from torch.distributed.rpc import TensorPipeRpcBackendOptions as Options
+        backend_options = rpc.TensorPipeRpcBackendOptions(**options)
     rpc.init_rpc(
         f"worker{rank}",
         backend=rpc.BackendType[backend],
         rank=rank,
         world_size=workers,
-        rpc_backend_options=Options(**options),
+        rpc_backend_options=backend_options,
     )
     torch.futures.wait_all([rpc.rpc_async(other, nothing) for other in range(workers) if other != rank])
     rpc.shutdown()

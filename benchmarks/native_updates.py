@@ -12,6 +12,7 @@ import functools
 import threading
 import time
 import warnings
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed.rpc as rpc
@@ -22,6 +23,9 @@ from benchmarks import harness
 from benchmarks.harness import Bound, Figure
 from torch_ucx_rpc import native_op
 
+if TYPE_CHECKING:
+    import numpy as np
+
 NUMBERS = 1024
 CLIENTS = 4
 UPDATES, UPDATES_WHILE_BUSY = 500, 50
@@ -30,7 +34,7 @@ PYTHON = "UCX, Python"
 
 
 @native_op("benchmarks::accumulate(Tensor(a!) self, Tensor other) -> ()")
-def accumulate(self, other):
+def accumulate(self: np.ndarray, other: np.ndarray) -> None:
     for i in range(self.shape[0]):
         self[i] += other[i]
 
@@ -68,6 +72,7 @@ class Busy:
 
     @classmethod
     def end(cls) -> None:
+        assert cls.current is not None
         cls.current.is_ended = True
         cls.current.thread.join()
 

@@ -25,7 +25,7 @@ import torch.distributed.rpc as rpc
 
 from benchmarks import harness
 from benchmarks.harness import Figure
-from benchmarks.large_tensors import echo
+from benchmarks.large_tensors import echo, echo_us
 from benchmarks.peers.measuring import ARRAYS, IN_FLIGHT, in_flight_name, median, rounds_of
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -97,8 +97,7 @@ def measure() -> harness.Figures:
     for name, (array, calls) in ARRAYS.items():
         tensor = torch.from_numpy(array)
         assert torch.equal(rpc.rpc_sync("worker1", echo, (tensor,)), tensor)
-        durations = harness.durations_us(lambda tensor=tensor: rpc.rpc_sync("worker1", echo, (tensor,)), calls)
-        figures[name] = harness.p50(durations)
+        figures[name] = harness.p50(echo_us(tensor, calls))
     small = torch.from_numpy(ARRAYS["1 KB"][0])
     for echoes in IN_FLIGHT:
 

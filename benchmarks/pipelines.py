@@ -67,11 +67,11 @@ class Shard(nn.Module):
         super().__init__()
         self.layers = tutorial_model()[first:last]
 
-    def forward(self, batch: rpc.RRef) -> torch.Tensor:
+    def forward(self, batch: rpc.RRef[torch.Tensor]) -> torch.Tensor:
         output: torch.Tensor = self.layers(batch.to_here())
         return output
 
-    def parameter_rrefs(self) -> list[rpc.RRef]:
+    def parameter_rrefs(self) -> list[rpc.RRef[torch.Tensor]]:
         return [rpc.RRef(parameter) for parameter in self.parameters()]
 
 
@@ -88,7 +88,7 @@ def tutorial() -> harness.Figures:
                 between = first.remote().forward(rpc.RRef(part))
                 outputs.append(second.rpc_async().forward(between))
             loss = nn.functional.mse_loss(torch.cat(torch.futures.wait_all(outputs)), targets)
-            dist_autograd.backward(context, [loss])
+            dist_autograd.backward(context, [loss])  # type: ignore[attr-defined]  # not in torch's __all__
             optimizer.step(context)
 
     return {TUTORIAL_FIGURE: step_ms(step)}
@@ -241,7 +241,7 @@ class _Sleep(torch.autograd.Function):
         return value.clone()
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
         time.sleep(BACKWARD_S)
         return gradient
 

@@ -21,16 +21,20 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 import torch.distributed.rpc as rpc
 from torch import nn
+from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks import harness
 from benchmarks.harness import Bound, Figure
 from torch_ucx_rpc import reduction
+
+_T = TypeVar("_T")
 
 TRAINERS = 4
 SIZES = {"1 MB": (1_000_000, 40), "10 MB": (10_000_000, 15), "100 MB": (100_000_000, 5)}
@@ -50,7 +54,8 @@ class Wide(nn.Module):
         self.layers = nn.ParameterList(torch.zeros(nbytes // 32) for _ in range(8))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return sum(layer.sum() for layer in self.layers) * x
+        product: torch.Tensor = sum(layer.sum() for layer in self.layers) * x
+        return product
 
 
 # ---------------------------------------------------------------------------------------- a server written by hand
@@ -135,11 +140,12 @@ def train(way: str, nbytes: int, steps: int) -> float:
         average(model)
     duration = time.perf_counter() - started
     mean = step + (TRAINERS - 1) / 2
-    assert all(torch.equal(p.grad[:3], torch.full((3,), mean)) for p in model.parameters())
+    gradients = [parameter.grad for parameter in model.parameters()]
+    assert all(g is not None and torch.equal(g[:3], torch.full((3,), mean)) for g in gradients)
     return 1e3 * duration / steps
 
 
-def on_all(function: Callable[..., object], *arguments: object) -> list:
+def on_all(function: Callable[..., _T], *arguments: object) -> list[_T]:
     return torch.futures.wait_all(
         [rpc.rpc_async(f"worker{rank}", function, arguments, timeout=0) for rank in range(TRAINERS)]
     )
@@ -219,7 +225,9 @@ def end(name: str) -> None:
 
 
 def measure_disturbances() -> harness.Figures:
-    def begin_all(name: str, computing_s: list[float], quorum: int | None, killed: int | None = None) -> list:
+    def begin_all(
+        name: str, computing_s: list[float], quorum: int | None, killed: int | None = None
+    ) -> list[Future[list[float]]]:
         return [
             rpc.rpc_async(
                 f"worker{rank}",
@@ -230,7 +238,7 @@ def measure_disturbances() -> harness.Figures:
             for rank in range(1, TRAINERS + 1)
         ]
 
-    def median_step(futures: list) -> float:
+    def median_step(futures: list[Future[list[float]]]) -> float:
         return statistics.median(duration for future in futures for duration in future.wait()[5:])
 
     even = [COMPUTING_S] * TRAINERS

@@ -35,8 +35,10 @@ def nothing() -> None:
 
 
 def footprint() -> dict[str, float]:
-    kib = int(re.search(r"^Pss: +(\d+)", Path("/proc/self/smaps_rollup").read_text(), re.MULTILINE)[1])
-    return {"memory, MiB": kib * 1024 / MIB, "open files": len(list(Path("/proc/self/fd").iterdir()))}
+    found = re.search(r"^Pss: +(\d+)", Path("/proc/self/smaps_rollup").read_text(), re.MULTILINE)
+    if found is None:
+        raise RuntimeError("/proc/self/smaps_rollup has no Pss")
+    return {"memory, MiB": int(found[1]) * 1024 / MIB, "open files": len(list(Path("/proc/self/fd").iterdir()))}
 
 
 def work(rank: int, size: int, store: str, orders: Connection) -> None:

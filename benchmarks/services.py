@@ -37,7 +37,7 @@ REPLICAS = ("worker1", "worker2", "worker3")
 
 
 def offer(names: list[str]) -> None:
-    functions = {"nothing": nothing, "echo": echo}
+    functions: dict[str, Callable[..., object]] = {"nothing": nothing, "echo": echo}
     services.register_all({name: functions[name.partition(" ")[0]] for name in names})
 
 

@@ -254,7 +254,12 @@ def ucx_facts(choice: str) -> dict[str, str]:
         )
     include, library = found
     header = (include / "ucp" / "api" / "ucp_version.h").read_text(encoding="utf-8")
-    numbers = tuple(int(re.search(rf"define\s+UCP_API_{part}\s+(\d+)", header)[1]) for part in ("MAJOR", "MINOR"))
+    parts = [re.search(rf"define\s+UCP_API_{part}\s+(\d+)", header) for part in ("MAJOR", "MINOR")]
+    numbers = tuple(int(part[1]) for part in parts if part is not None)
+    if len(numbers) < len(parts):
+        raise Missing(
+            f"{include}/ucp/api/ucp_version.h defines no UCP_API_MAJOR, or no UCP_API_MINOR: install UCX anew."
+        )
     if numbers < OLDEST_UCX:
         raise Missing(
             f"UCX {dotted(numbers)} in {include} is too old, {dotted(OLDEST_UCX)} is the oldest that works: "

@@ -138,7 +138,8 @@ class Check(Supervisor):
             ("echo with UCX's pipelines", 15, {"UCX_RNDV_PIPELINE_ERROR_HANDLING": "y"}),
         ):
             with contextlib.suppress(Failed):
-                found[name] = figures(self.run(*echo, at_most_s=seconds, must_pass=False, **setting))
+                # With all that `run` takes by name, the setting can be nothing but its environment.
+                found[name] = figures(self.run(*echo, at_most_s=seconds, since=None, must_pass=False, **setting))
         with contextlib.suppress(Failed):
             found["ucx_perftest"] = figures(self.run(self.python, "-c", _PERFTEST, at_most_s=30, must_pass=False))
         if {"ended": [0, 0]} not in found.get("echo", []):
@@ -154,7 +155,7 @@ class Check(Supervisor):
         failure = None
         with tempfile.TemporaryDirectory() as folder:
             record = Path(folder, "rounds.json")
-            command = [self.python, "-m", "benchmarks", name, "--rounds", str(rounds), "--json", record]
+            command = [str(self.python), "-m", "benchmarks", name, "--rounds", str(rounds), "--json", str(record)]
             try:
                 self.run(*command)
             except Failed as failed:
@@ -182,7 +183,7 @@ class Check(Supervisor):
             "compute-sanitizer",
             "--target-processes=all",
             "--report-api-errors=no",  # UCX asks CUDA about memory of all kinds, and is told that it is of another
-            *(self.python, "-m", "pytest", *test),
+            *(str(self.python), "-m", "pytest", *test),
             **WITHOUT_OTHERS,
         )
         errors = [int(found) for found in re.findall(r"ERROR SUMMARY: (\d+) error", printed)]

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed.rpc as rpc
+from torch._C._distributed_rpc import _get_current_rpc_agent
 
 SIZES = (4 * 2**10, 2**20, 64 * 2**20)
 CALLS = 10
@@ -80,7 +81,7 @@ def work(rank: int, store: str) -> None:
     import torch_ucx_rpc
 
     has_gpu = torch.cuda.is_available()
-    maps = {f"worker{1 - rank}": {0: 0}} if has_gpu else {}
+    maps: dict[str, dict[int | str | torch.device, int]] = {f"worker{1 - rank}": {0: 0}} if has_gpu else {}
     options = torch_ucx_rpc.UcxRpcBackendOptions(init_method=store, device_maps=maps, rpc_timeout=15)
     began = time.perf_counter()
     rpc.init_rpc(f"worker{rank}", backend="UCX", rank=rank, world_size=2, rpc_backend_options=options)
@@ -92,7 +93,7 @@ def work(rank: int, store: str) -> None:
             # As csrc/transport/ucp/device_sharing.cpp judges; `staged_bytes` below says what came of it.
             say(attributes=found, can_share=found["legacy IPC"] == 1 and found["range covers it"] == 1)
             measure("gpu", "cuda", "gpu")
-        debug = rpc.api._get_current_rpc_agent().get_debug_info()
+        debug = _get_current_rpc_agent().get_debug_info()
         say(debug={name: value for name, value in sorted(debug.items()) if "lanes" in name or "device" in name})
     rpc.shutdown()
 

@@ -35,7 +35,10 @@ def newest_torch() -> str:
     asked = subprocess.run(
         [sys.executable, "-m", "pip", "index", "versions", "torch"], stdout=subprocess.PIPE, text=True, check=True
     )
-    return re.search(r"\((\S+)\)", asked.stdout)[1]
+    found = re.search(r"\((\S+)\)", asked.stdout)
+    if found is None:
+        sys.exit(f"torch_ucx_rpc: pip index versions torch names no version: {asked.stdout!r}")
+    return found[1]
 
 
 def copy_sources(destination: Path) -> None:

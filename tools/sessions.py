@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import shutil
 import signal
@@ -65,7 +66,7 @@ def end(process: subprocess.Popen[Any], at_most_s: float = LAST_WORDS_S) -> None
         for pid in processes_of(process.pid):
             _send(pid, signal.SIGABRT)
             _send(pid, signal.SIGCONT)
-            _wait_until(lambda pid=pid: pid not in processes_of(process.pid), until - time.monotonic())
+            _wait_until(functools.partial(_has_ended, pid, process.pid), until - time.monotonic())
     kill(process)
 
 
@@ -81,6 +82,10 @@ def kill(process: subprocess.Popen[Any]) -> None:
 def _send(pid: int, number: signal.Signals) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, number)
+
+
+def _has_ended(pid: int, session: int) -> bool:
+    return pid not in processes_of(session)
 
 
 def _wait_until(is_so: Callable[[], bool], at_most_s: float) -> None:

@@ -17,7 +17,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import build_environment
 import sessions
@@ -37,12 +37,19 @@ _QUIET = {"PYTHONFAULTHANDLER": "1", "PYTHONUNBUFFERED": "1"}
 _PROGRAMS = ("/usr/local/cuda/bin", "/usr/local/nvidia/bin")
 _LIBRARIES = ("/usr/local/nvidia/lib64", "/usr/local/nvidia/lib")
 
+
+class WithoutOthers(TypedDict):
+    """A part of an environment, with its names: `run` takes others for other arguments."""
+
+    PYTEST_DISABLE_PLUGIN_AUTOLOAD: str
+
+
 # One test at a time may take this long; what a pytest-xdist prints of tests says which was under way. Plug-ins that the
 # machine happens to have are not loaded: warnings of theirs would be errors. By their modules, since pytest-xdist's
 # processes know no other names.
 PLUGINS = ("-p", "xdist.plugin", "-p", "pytest_timeout")
 PYTEST = (*PLUGINS, "-v", "--tb=short", "--timeout=45", "-p", "no:cacheprovider")
-WITHOUT_OTHERS = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+WITHOUT_OTHERS: WithoutOthers = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
 
 
 class Failed(Exception):

@@ -28,9 +28,11 @@ def serve(_: str) -> None:
         receives = [dist.irecv(tensor, 0) for tensor in tensors]
         sends = []
         for receive, tensor in zip(receives, tensors, strict=True):
+            assert receive is not None  # torch has None for those who are not of the group
             receive.wait()
             sends.append(dist.isend(tensor, 0))
         for send in sends:
+            assert send is not None
             send.wait()
 
 
@@ -49,5 +51,6 @@ def echo_at_once(array: np.ndarray, echoes: int) -> list[np.ndarray]:
     else:
         works = [dist.irecv(answer, 1) for answer in answers] + [dist.isend(tensor, 1) for _ in range(echoes)]
         for work in works:
+            assert work is not None
             work.wait()
     return [answer.numpy() for answer in answers]

@@ -27,7 +27,7 @@ Figures = dict[str, object]
 
 SMALL = np.random.default_rng(0).random(128)
 # And how often.
-ARRAYS = {"1 KB": (SMALL, 1000), "64 MiB": (np.ones(2**26, dtype=np.uint8), 7)}
+ARRAYS: dict[str, tuple[np.ndarray, int]] = {"1 KB": (SMALL, 1000), "64 MiB": (np.ones(2**26, dtype=np.uint8), 7)}
 IN_FLIGHT = (1, 10, 100)
 
 
@@ -52,14 +52,20 @@ def measured(
     ``echo_at_once(array, n)`` starts n echoes, waits for all, and returns what came back. Both are called as often as
     `schedule` says, for libraries whose other side has to know.
     """
+
+    def durations_us(array: np.ndarray, calls: int) -> list[float]:
+        return [_duration_us(lambda: echo(array)) for _ in range(calls)]
+
+    def durations_at_once_us(echoes: int) -> list[float]:
+        return [_duration_us(lambda: echo_at_once(SMALL, echoes)) for _ in range(rounds_of(echoes))]
+
     figures: Figures = {}
     for name, (array, calls) in ARRAYS.items():
         assert np.array_equal(echo(array), array)
-        figures[name] = median([_duration_us(lambda array=array: echo(array)) for _ in range(calls)])
+        figures[name] = median(durations_us(array, calls))
     for echoes in IN_FLIGHT:
         assert all(np.array_equal(answer, SMALL) for answer in echo_at_once(SMALL, echoes))
-        durations = [_duration_us(lambda n=echoes: echo_at_once(SMALL, n)) for _ in range(rounds_of(echoes))]
-        figures[in_flight_name(echoes)] = median(durations) / echoes
+        figures[in_flight_name(echoes)] = median(durations_at_once_us(echoes)) / echoes
     return figures
 
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import numpy as np
-from monarch.actor import Actor, endpoint, this_host  # type: ignore[import-not-found]
+from monarch.actor import Actor, endpoint, this_host
 
 from benchmarks.peers.measuring import Figures, measured
 
 LEAVES_THREADS = False
 
 
-class Echo(Actor):  # type: ignore[misc]
-    @endpoint  # type: ignore[untyped-decorator]
+class Echo(Actor):
+    @endpoint
     def echo(self, array: np.ndarray) -> np.ndarray:
         return array
 

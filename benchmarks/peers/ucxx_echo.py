@@ -11,6 +11,7 @@ import os
 import re
 import tempfile
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 # Before UCX is loaded.
 LOG = Path(tempfile.mkdtemp(), "ucx")
@@ -20,6 +21,9 @@ import numpy as np  # noqa: E402
 
 from benchmarks.peers.measuring import Figures, measured, server, serving_at, wait_for_the_end  # noqa: E402
 
+if TYPE_CHECKING:
+    import ucxx
+
 LEAVES_THREADS = True
 
 
@@ -27,7 +31,7 @@ def load(name: str) -> None:
     global ucxx
     if name == "UCXX":
         os.environ["UCX_MM_ERROR_HANDLING"] = "y"
-    import ucxx  # type: ignore[import-not-found]
+    import ucxx
 
 
 def serve(name: str) -> None:
