@@ -35,6 +35,7 @@ from labs import Fate, VirtualHosts, needs_virtual_hosts
 from torch.distributed.rpc import api
 from workers import Stalls, agent, eventually
 
+import torch_ucx_rpc
 from torch_ucx_rpc.errors import BarrierFailed, RRefLost, WorkerLost
 
 pytestmark = pytest.mark.ucx_only
@@ -278,6 +279,10 @@ def autograd_contexts() -> int:
     return int(dist_autograd._get_debug_info()["num_autograd_contexts"])
 
 
+def state_of(name: str) -> str:
+    return next(peer.state for peer in torch_ucx_rpc.statistics().peers if peer.name == name)
+
+
 def outlive_the_opener_of_a_context(rank: int) -> None:
     if rank == 0:
         rpc.rpc_sync("worker1", open_a_context)
@@ -287,13 +292,16 @@ def outlive_the_opener_of_a_context(rank: int) -> None:
         eventually(lambda: is_lost("worker1"), "worker1 is lost")
         eventually(lambda: autograd_contexts() == 0, "its context is closed here")
         eventually(lambda: rpc.rpc_sync("worker2", autograd_contexts) == 0, "and where this worker has taken it")
+        assert rpc.rpc_sync("worker2", state_of, ("worker1",)) == "present", "it has not seen the death itself"
         rpc.rpc_sync("worker2", let_go)
     else:
         stay()
 
 
-def test_contexts_of_a_dead_worker_are_closed_all_along_the_way(run_workers: Callable[..., list]) -> None:
-    run_workers(3, leave_ungracefully_after(outlive_the_opener_of_a_context), **DEATH_OF_WORKER1)
+def test_contexts_of_a_dead_worker_are_closed_all_along_the_way(hosts: VirtualHosts) -> None:
+    # Worker 1 has a host of its own: otherwise worker 2 sees its process end, and closes its contexts for that.
+    body = leave_ungracefully_after(outlive_the_opener_of_a_context)
+    workers.run_workers(3, body, hosts=hosts, **DEATH_OF_WORKER1)
 
 
 def make_and_pass_on() -> None:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed.autograd as dist_autograd
 import torch.distributed.rpc as rpc
 import workers
-from workers import backend_options, eventually, in_every_worker, init_rpc, reserved_port, run_program
+from workers import Stalls, backend_options, eventually, in_every_worker, init_rpc, reserved_port, run_program
 
 from torch_ucx_rpc import _build_info
 from torch_ucx_rpc.errors import JoinFailed, JoinTimedOut, ShutDown, WorkerLeft
@@ -327,21 +327,29 @@ def test_a_graceful_shutdown_waits_for_calls_in_flight(rank: int) -> None:
 
 def leave_at_once(rank: int, done: Path) -> None:
     if rank == 0:
+        assert _waiting.wait(50)
         future = rpc.rpc_async("worker1", wait_for_file, args=(done,))
-        started = time.monotonic()
-        rpc.shutdown(graceful=False)
-        # Half a second for its own handlers, of which it has none; the other's takes until the file is there.
-        assert time.monotonic() - started < 5
+        with Stalls() as stalls:
+            started = time.monotonic()
+            rpc.shutdown(graceful=False)
+            took = time.monotonic() - started
+        # Half a second for its own handler. That one, and the other's, take until the file is there.
+        assert 0.5 <= took < 1.5 + stalls.seconds()
         with pytest.raises(ShutDown, match="RPC was shut down on worker 'worker0' before worker") as raised:
             future.wait()
         assert raised.value.name == "worker1"
         done.touch()
     else:
+        rpc.rpc_async("worker0", wait_for_file, args=(done,))
         eventually(done.exists, "worker0 has left", timeout=50)
         rpc.shutdown(graceful=False)
 
 
+_waiting = threading.Event()
+
+
 def wait_for_file(file: Path) -> None:
+    _waiting.set()
     eventually(file.exists, f"{file} exists", timeout=50)
 
 

@@ -16,6 +16,7 @@ import torch
 import torch.distributed.rpc as rpc
 import workers
 from labs import VirtualHosts, needs_virtual_hosts
+from workers import eventually, init_rpc
 
 from torch_ucx_rpc.errors import JoinFailed, OutOfResources
 
@@ -111,8 +112,13 @@ def call_new_peers_short_of_files(rank: int, more: int) -> None:
     call_oneself()
     limit_files(more)
     calls = [rpc.rpc_async(other, divmod, args=(17, 5)) for other in others]
+    if more == 1:
+        eventually(lambda: any(call.done() for call in calls), "a call has failed")
     time.sleep(0.05)
     limit_files(None)
+    if more == 1:
+        with pytest.raises(OutOfResources):
+            torch.futures.wait_all(calls)
     for call in calls:
         # Any may have been too early.
         with contextlib.suppress(OutOfResources):
@@ -125,6 +131,18 @@ def call_new_peers_short_of_files(rank: int, more: int) -> None:
 @pytest.mark.parametrize("more", [1, 2, 3, 4, 5])
 def test_out_of_files_in_the_middle_of_connecting_no_peer_is_lost(more: int) -> None:
     workers.run_workers(6, call_new_peers_short_of_files, more, transport=workers.Transport.TCP)
+
+
+def call_new_peers_on_one_core(rank: int) -> None:
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    init_rpc(rank, world_size=6)
+    call_new_peers_short_of_files(rank, 4)
+    rpc.shutdown()
+
+
+# There whoever wants a lock of UCX's spins for it, and keeps the thread that has it from running.
+def test_out_of_files_on_one_core_no_peer_is_lost() -> None:
+    workers.run_workers(6, call_new_peers_on_one_core, transport=workers.Transport.TCP, init=False, shutdown=False)
 
 
 def be_called_with_all_files_open(rank: int, steps: workers.Steps) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 import weakref
 from collections.abc import Callable
 
@@ -9,7 +11,7 @@ import pytest
 import torch
 import torch.distributed.rpc as rpc
 from torch.autograd import profiler_legacy
-from workers import agent, eventually, in_worker0
+from workers import Stalls, agent, eventually, in_worker0
 
 from torch_ucx_rpc.errors import OutOfResources
 
@@ -47,8 +49,25 @@ def threads() -> int:
     return int(agent().get_metrics()["agent.num_threads"])
 
 
+_gate = threading.Event()
+_at_gate: list[int] = []
+
+
+def stop_at_gate() -> None:
+    _at_gate.append(threading.get_ident())
+    assert _gate.wait(60)
+
+
 @in_worker0(of=2, options=THREADS)
 def test_threads_are_added_only_for_calls_that_wait() -> None:
+    blocked = [rpc.rpc_async("worker0", stop_at_gate) for _ in range(20)]
+    eventually(lambda: len(_at_gate) == 4, "as many run as there are threads for them")
+    time.sleep(0.5)
+    assert threads() <= 2 * 4 + 3
+    assert len(_at_gate) == 4
+    _gate.set()
+    for call in blocked:
+        call.wait()
     rpc.rpc_sync("worker1", bounce, ("rpc_sync", 40, "worker1", "worker0"))
     # 20 that wait here, and those that there are anyway.
     assert 20 <= threads() <= 20 + 2 * 4 + 3
@@ -57,8 +76,11 @@ def test_threads_are_added_only_for_calls_that_wait() -> None:
 @in_worker0(of=2, options={**THREADS, "max_worker_threads": 32}, silent=False)
 def test_a_chain_that_exceeds_the_limit_fails_saying_so() -> None:
     what = r"worker 'worker\d' has no thread left for this call: all 32 calls .* raise max_worker_threads"
-    with pytest.raises(OutOfResources, match=what):
-        rpc.rpc_sync("worker1", bounce, ("rpc_sync", 100, "worker1", "worker0"))
+    with Stalls() as stalls:
+        began = time.monotonic()
+        with pytest.raises(OutOfResources, match=what):
+            rpc.rpc_sync("worker1", bounce, ("rpc_sync", 100, "worker1", "worker0"))
+    assert 1 <= time.monotonic() - began < 10 + stalls.seconds()
     # And all threads are free again.
     assert rpc.rpc_sync("worker1", bounce, ("rpc_sync", 60, "worker1", "worker0")) == 60
 

@@ -7,6 +7,7 @@ import mmap
 import os
 import platform
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ import torch
 import torch.distributed.rpc as rpc
 import workers
 from _failures import DEATH_OF_WORKER1, echo, leave_ungracefully_after, let_go, stay
-from workers import agent, eventually
+from workers import Stalls, agent, eventually
 
 pytestmark = pytest.mark.ucx_only
 
@@ -60,7 +61,11 @@ def be_deaf_to_a_neighbour(rank: int, folder: Path) -> None:
         except RuntimeError:
             return False
 
-    eventually(is_answered, "worker2 is heard over the network")
+    with Stalls() as stalls:
+        stopped = time.monotonic()
+        eventually(is_answered, "worker2 is heard over the network")
+        # Two seconds at most, and half a second of a question that was asked before.
+        assert time.monotonic() - stopped < 2.5 + stalls.seconds()
     assert all(lane.startswith("tcp/") for lane in lanes_to("worker2"))
     for number in range(100):
         assert rpc.rpc_sync("worker2", echo, (number,)) == number

@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import socket
+import time
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ import workers
 from _failures import is_lost
 from test_dynamic_groups import RunWorkers, assert_answers, join, present, rpc_pid_of
 from torch.distributed import TCPStore
-from workers import Steps, backend_options, eventually, init_rpc
+from workers import Stalls, Steps, backend_options, eventually, init_rpc
 
 from torch_ucx_rpc.errors import JoinTimedOut
 
@@ -97,6 +98,10 @@ def leave_without_file(rank: int, steps: Steps, job: Path, world_size: int | Non
         steps.wait_for("never")
     # As a program does that keeps the file in a TemporaryDirectory, and ends with an error.
     shutil.rmtree(job)
-    os.kill(rpc_pid_of(1), signal.SIGKILL)
-    eventually(lambda: is_lost("worker1"), "the death of worker1 is noticed")
-    rpc.shutdown(graceful=False)
+    with Stalls() as stalls:
+        os.kill(rpc_pid_of(1), signal.SIGKILL)
+        began = time.monotonic()
+        eventually(lambda: is_lost("worker1"), "the death of worker1 is noticed")
+        rpc.shutdown(graceful=False)
+        # Each look for the file may take five seconds.
+        assert time.monotonic() - began < 20 + stalls.seconds()

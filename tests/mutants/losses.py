@@ -38,6 +38,12 @@ MUTANTS = (
         ("test_a_worker_that_joins_again_has_no_contexts_from_before",),
     ),
     Mutant(
+        "cpp-what-the-dead-leave-late-is-released-late",
+        "constexpr auto kReleasePeriod = std::chrono::seconds(1);",
+        "constexpr auto kReleasePeriod = std::chrono::seconds(5);",
+        ("WhatHandlersMakeAfterwardsIsReleasedOnceASecond",),
+    ),
+    Mutant(
         "cpp-references-of-the-dead-stay",
         re.compile(r"std::ranges::move\(\w+\.takeHeldBy\(\w+\), .*?;|forks = \w+\.takeHeldBy\(\w+\);"),
         "",

@@ -263,7 +263,7 @@ def test_the_tables_of_the_docs_are_what_was_measured(page: Path) -> None:
     try:
         written = tables.written(text)
     except tables.NotMeasured as error:
-        # .ci/tests.ini allows this until the figures are measured anew.
+        # A working tree may lack figures for a while. CI fails: .ci/tests.ini does not allow this.
         pytest.skip(str(error))
     assert written == text, "run: python -m benchmarks.tables --write"
 

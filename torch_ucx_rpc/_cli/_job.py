@@ -277,6 +277,8 @@ class JobAgent(LocalElasticAgent):
         if self._failed_at is None:
             self._failed_at = time.monotonic()
         waited = time.monotonic() - self._failed_at
+        # What has been written before the failure tells who began it.
+        self._output.catch_up()
         suspects = [
             process.pid
             for name, process in processes.items()

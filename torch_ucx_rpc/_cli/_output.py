@@ -24,7 +24,10 @@ _LOG_LINE = re.compile(r"\[[IWE]\d{4} ")
 _KEPT_LINES = 200
 _SHOWN_LINES = 20
 
+# As much as a pipe holds.
 _READ_BYTES = 65_536
+# Whoever reads what is passed on may keep it waiting.
+_CATCHING_UP_S = 5.0
 
 
 class Stream:
@@ -92,6 +95,9 @@ class WorkerOutput:
         self._streams: dict[tuple[str, str], Stream] = {}
         self._is_over = threading.Event()
         self._thread: threading.Thread | None = None
+        # How often all pipes have been looked at, each read once where there was something.
+        self._rounds = 0
+        self._round_ended = threading.Condition()
 
     def path(self, worker: str, kind: str) -> str:
         """The pipe for a worker's ``"stdout"`` or ``"stderr"``. To be called for all workers before `start`.
@@ -128,6 +134,13 @@ class WorkerOutput:
         self._is_over.clear()
         self._thread = threading.Thread(target=self._follow, name="torch_ucx_rpc-output", daemon=True)
         self._thread.start()
+
+    def catch_up(self) -> None:
+        """Wait until what the workers have written by now has been read."""
+        with self._round_ended:
+            # The round that is under way may have passed a pipe by already.
+            last = self._rounds + 2
+            self._round_ended.wait_for(lambda: self._rounds >= last, _CATCHING_UP_S)
 
     def finish(self) -> None:
         """Pass on the rest of the output. All workers have ended; `start` is for the next ones."""
@@ -169,4 +182,7 @@ class WorkerOutput:
         ready = self._selector.select(timeout)
         for key, _ in ready:
             key.data.take(os.read(key.fd, _READ_BYTES))
+        with self._round_ended:
+            self._rounds += 1
+            self._round_ended.notify_all()
         return bool(ready)

@@ -60,12 +60,16 @@ class _Asking:
             waiting, self._waiting = self._waiting, []
         return waiting
 
+    def turn_away(self) -> None:
+        """Send all of them to another trainer."""
+        for _, future in self.take():
+            future.set_result(None)
+
     def refuse(self) -> None:
         """Send all of them to another trainer, and all that come later."""
         with self._lock:
             self._is_refused = True
-        for _, future in self.take():
-            future.set_result(None)
+        self.turn_away()
 
 
 class DataParallel(nn.Module):
@@ -134,6 +138,8 @@ class DataParallel(nn.Module):
         # As it was before the first step, until that is over.
         self._initial: dict[str, Any] | None = None
         self._is_behind = False
+        # The last step has the mean of some buckets, and not of all.
+        self._is_partly_averaged = False
         self._can_give = False
         # The parameters do not keep this object alive: when it is gone, this trainer has left.
         own = weakref.ref(self)
@@ -156,7 +162,6 @@ class DataParallel(nn.Module):
         if torch.is_grad_enabled() and self._is_synchronizing:
             self._check_backward()
             if self._is_behind:
-                self._is_behind = False
                 self._catch_up()
             self._has_begun = True
             self._give_to_those_asking()
@@ -198,9 +203,10 @@ class DataParallel(nn.Module):
     def _check_backward(self) -> None:
         """RuntimeError after a backward that has not come to its end: torch calls nobody back then."""
         # A checkpointed module goes forward once more within the backward.
-        if self._is_in_backward and torch._C._current_graph_task_id() == _NO_BACKWARD:
+        has_been_cut_short = self._is_in_backward and torch._C._current_graph_task_id() == _NO_BACKWARD
+        if has_been_cut_short or self._is_partly_averaged:
             raise RuntimeError(
-                f"a backward of {self._server.trainer} has failed, so that it has pushed a part of its gradients, or "
+                f"a backward of {self._server.trainer} has failed, so that it has averaged a part of its gradients, or "
                 f"none: the others have another state by now, or wait. Begin anew: server.leave(), reduction.serve "
                 f"and a new DataParallel, which gets the state of the others"
             )
@@ -221,6 +227,12 @@ class DataParallel(nn.Module):
                 self._push(bucket)
             for bucket in self._buckets:
                 self._take(bucket)
+        except BaseException as error:
+            pushes = [push for bucket in self._buckets for _, push in bucket.pushes]
+            # All have the same time. If none was answered in it, all can be pushed again.
+            is_late = error.__cause__ is not None and timed_out(error.__cause__)
+            self._is_partly_averaged = not all((is_late or push.done()) and _has_failed(push) for push in pushes)
+            raise
         finally:
             self._is_in_backward = False
             self._initial = None
@@ -264,6 +276,9 @@ class DataParallel(nn.Module):
 
     def _catch_up(self) -> None:
         """Take over the state of another trainer, after steps that this one has missed."""
+        # Others that are behind must not wait for this one, while it waits for them.
+        self._server.call_all(_host.hold_no_more, self._server.spec.key, self._name, self._server.trainer)
+        self._asking.turn_away()
         try:
             self._take_over()
         except RuntimeError as error:
@@ -272,8 +287,9 @@ class DataParallel(nn.Module):
             _logger.warning(
                 "%s goes on with what it has: no other has begun a step meanwhile (%s)", self._server.trainer, error
             )
-        else:
-            self._hold()
+        finally:
+            self._is_behind = False
+        self._hold()
 
     def _take_over(self) -> bool:
         """Load the state of a trainer that is further, if there is one. Returns whether this one is of the first."""
@@ -334,7 +350,9 @@ class DataParallel(nn.Module):
         """This trainer's state at the beginning of a step, for another one: of the first step, if both are in that."""
         future: Future[dict[str, Any] | None] = Future(devices=self._server.life.devices)
         initial = self._initial if is_initial else None
-        if initial is None:
+        if self._is_behind:
+            future.set_result(None)
+        elif initial is None:
             self._asking.add(trainer, future)
         else:
             future.set_result(initial)
@@ -360,6 +378,14 @@ class DataParallel(nn.Module):
             "optimizer": None if self._optimizer is None else _copied(self._optimizer.state_dict()),
             "positions": dict(self._server.positions),
         }
+
+
+def _has_failed(push: Future[Any]) -> bool:
+    try:
+        push.wait()
+    except RuntimeError:
+        return True
+    return False
 
 
 def _copied(value: Any) -> Any:

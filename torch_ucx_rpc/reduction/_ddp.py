@@ -36,11 +36,15 @@ class State:
         self.quorum = quorum
         self._name = server.name_for("ddp", self)
         self._loads = [0] * server.spec.shards
-        # DistributedDataParallel makes other buckets after the first step, and says nothing of those to come: until two
-        # steps have had the same, buckets are cut as they come.
+        # DistributedDataParallel makes other buckets after the first step, and says nothing of those to come. So the
+        # buckets of the first two steps are cut as they come. The third and all later ones have those of the second.
+        self._step = 0
         self._sizes: list[tuple[int, int]] = []
-        self._sizes_before: list[tuple[int, int]] = []
-        self._plan: list[list[Part]] | None = None
+        self._planned_sizes: list[tuple[int, int]] = []
+        self._plan: list[list[Part]] = []
+        # The names of pieces say by which step the buckets were made, so that a late trainer, which is in another step
+        # than the others, pushes to the rounds of the same buckets.
+        self._layout = "step0"
 
     def on_leave(self) -> None:
         """Nothing: no other trainer asks this one for anything."""
@@ -53,14 +57,15 @@ class State:
         buffer: Tensor = bucket.buffer()
         size = (buffer.numel(), buffer.element_size())
         index = bucket.index()
-        if self._plan is None:
-            parts, layout = cut(*size, self._loads), "cut"
-        else:
-            parts, layout = self._plan[index], "planned"
+        if self._plan and self._planned_sizes[index : index + 1] != [size]:
+            # DistributedDataParallel has made other buckets once more.
+            self._plan, self._layout = [], f"step{self._step}"
+        parts = self._plan[index] if self._plan else cut(*size, self._loads)
+        name = f"{self._name}/{self._layout}/{index}"
         self._sizes.append(size)
         if bucket.is_last():
             self._end_step()
-        pushes = push_bucket(self.server, f"{self._name}/{layout}/{index}", buffer.detach(), parts, self.quorum)
+        pushes = push_bucket(self.server, name, buffer.detach(), parts, self.quorum)
 
         def join(_: Any) -> Tensor:
             for part, pushed in pushes:
@@ -72,10 +77,15 @@ class State:
         return torch.futures.collect_all([pushed for _, pushed in pushes]).then(join)
 
     def _end_step(self) -> None:
-        if self._plan is None and self._sizes == self._sizes_before:
-            self._plan = plan(self._sizes, self.server.spec.shards)
+        if not self._plan:
+            if self._step == 0:
+                self._layout = "step1"
+            else:
+                self._plan, self._planned_sizes = plan(self._sizes, self.server.spec.shards), self._sizes
+                self._layout = f"as step{self._step}"
+        self._step += 1
         self._loads = [0] * len(self._loads)
-        self._sizes_before, self._sizes = self._sizes, []
+        self._sizes = []
 
 
 def state(server: Server, quorum: int | None = None, process_group: dist.ProcessGroup | None = None) -> State:

@@ -60,6 +60,11 @@ class Host:
         with self._roster.lock:
             return not (self._pieces or self._roster.trainers)
 
+    def note_serve(self, trainer: Trainer) -> None:
+        """A worker has called serve: it is a trainer."""
+        with self._roster.lock:
+            self._roster.note_serve(trainer.life)
+
     def is_newcomer(self, trainer: Trainer) -> bool:
         """Whether a trainer comes after the first round, which has not waited for it."""
         with self._roster.lock:
@@ -136,8 +141,9 @@ class Host:
         """Wait for a trainer from now on; of a model that it is given a copy of, from these positions on."""
         with self._roster.lock:
             self._roster.count(trainer)
-            for name in positions:
-                self._piece(name).admit(trainer)
+            if not self._roster.is_gone(trainer):
+                for name in positions:
+                    self._piece(name).admit(trainer)
 
     def enter(self, model: str, trainer: Trainer) -> Future[Entry]:
         """From whom a trainer gets the parameters of its copy of a model."""
@@ -154,6 +160,11 @@ class Host:
             entered = self._copies.hold(model, trainer)
         for waiting, entry in entered:
             waiting.set_result(entry)
+
+    def hold_no_more(self, model: str, trainer: Trainer) -> None:
+        """A trainer's copy of a model is behind those of the others."""
+        with self._roster.lock:
+            self._copies.let_go(model, trainer)
 
     def absent(self, piece: str) -> list[str]:
         """The trainers that are missing in the oldest open round of a piece."""
@@ -237,10 +248,10 @@ class Hosts:
     def get(self, key: str) -> Host | None:
         return self._hosts.get(key)
 
-    def open(self, spec: Spec, lost: Iterable[str] = ()) -> Opened:
+    def open(self, spec: Spec, lost: Iterable[str] = (), trainer: Trainer | None = None) -> Opened:
         """Make the host of a server, or find it made; a refusal if it was made otherwise.
 
-        ``lost``: the hosts that the trainer does not use any more.
+        ``lost``: the hosts that the trainer does not use any more. ``trainer``: who asks, if it is one.
         """
         with self._lock:
             host = self._hosts.get(spec.key)
@@ -256,6 +267,8 @@ class Hosts:
                 f"the server {spec.key!r} was made with {_shown(host.spec)}, and is asked for with {_shown(spec)}: "
                 f"all trainers must call serve alike, or give the servers different names"
             )
+        if trainer is not None:
+            host.note_serve(trainer)
         return Opened(None, host.note_lost(lost), is_new)
 
     def close_unused(self, key: str) -> None:
@@ -291,8 +304,8 @@ hosts = PerLife(Hosts)
 # --------------------------------------------------------------------------------------------- what other workers call
 
 
-def open_host(spec: Spec, lost: tuple[str, ...]) -> Opened:
-    return hosts().open(spec, lost)
+def open_host(spec: Spec, lost: tuple[str, ...], trainer: Trainer) -> Opened:
+    return hosts().open(spec, lost, trainer)
 
 
 def hosts_of(key: str) -> tuple[str, ...] | None:
@@ -358,6 +371,11 @@ def hold(key: str, model: str, trainer: Trainer) -> None:
     hosts()[key].hold(model, trainer)
 
 
+def hold_no_more(key: str, model: str, trainer: Trainer) -> None:
+    if (host := hosts().get(key)) is not None:
+        host.hold_no_more(model, trainer)
+
+
 def admit(key: str, trainer: Trainer, positions: dict[str, int]) -> None:
     hosts()[key].admit(trainer, positions)
 
@@ -371,7 +389,9 @@ def let_go(key: str, model: str, trainer: Trainer) -> None:
 
 
 def leave(key: str, trainer: Trainer) -> None:
-    hosts()[key].leave(trainer)
+    # One that was started anew may not know the server.
+    if (host := hosts().get(key)) is not None:
+        host.leave(trainer)
 
 
 def absent(key: str, piece: str) -> list[str]:

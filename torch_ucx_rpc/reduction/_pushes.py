@@ -21,6 +21,9 @@ from torch_ucx_rpc.reduction._server import Server
 
 _logger = logging.getLogger(__name__)
 
+# For a host to say who is missing.
+_ASKING_S = 2.0
+
 
 def push(server: Server, piece: str, shard: int, tensors: list[Tensor], quorum: int | None) -> Future[Answer]:
     """Push a piece to the host of a shard: the answer, whose refusal is an exception of the future instead."""
@@ -120,13 +123,19 @@ class _Pending:
         try:
             if self._lent is not None:
                 self._lent.take_back()
-            missing = self._server.call(name, _host.absent, self._push.key, self._push.piece)
+            arguments = (self._push.key, self._push.piece)
+            missing = rpc.rpc_sync(name, _host.absent, args=arguments, timeout=_ASKING_S)
         except RuntimeError:
-            missing = []
-        waited = (
-            f"it waited for {', '.join(missing)}. Where some need not come, serve(..., trainers=N) says how many do, "
-            f"and quorum=N lets a step go on without the slow"
-            if missing
-            else "no trainer is missing"
-        )
-        self._reject(RuntimeError(f"a step of {self._server!r} was not completed: {waited} ({error})"))
+            missing = None
+        if missing is None:
+            waited = f"its host {name!r} does not answer: it hangs, or its network is cut or slow"
+        elif missing:
+            waited = (
+                f"it waited for {', '.join(missing)}. Where some need not come, serve(..., trainers=N) says how many "
+                f"do, and quorum=N lets a step go on without the slow"
+            )
+        else:
+            waited = "no trainer is missing"
+        failure = RuntimeError(f"a step of {self._server!r} was not completed: {waited} ({error})")
+        failure.__cause__ = error
+        self._reject(failure)

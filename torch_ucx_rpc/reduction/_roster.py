@@ -32,14 +32,27 @@ class Roster:
         self._counted: set[int] = set()
         self._counted_names: set[str] = set()
         self.ended: set[int] = set()
+        # Lives of all workers that have ended. What they have sent before may arrive later.
+        self._gone: set[int] = set()
+        # Lives that have called serve, and may begin.
+        self._served: set[int] = set()
         # By model: the lives that have let go of it, and may train others.
         self._without: dict[str, set[int]] = {}
 
     def count(self, trainer: Trainer) -> None:
-        """Wait for a trainer from now on."""
+        """Wait for a trainer from now on, unless it has ended meanwhile."""
+        if trainer.life in self._gone:
+            return
         self.trainers[trainer.life] = trainer
         self.ended.discard(trainer.life)
         self.note_arrival(trainer)
+
+    def note_serve(self, life: int) -> None:
+        """A worker has called serve: it is a trainer."""
+        self._served.add(life)
+
+    def is_gone(self, trainer: Trainer) -> bool:
+        return trainer.life in self._gone
 
     def note_arrival(self, trainer: Trainer) -> None:
         """A trainer is there, and need not be expected."""
@@ -62,8 +75,10 @@ class Roster:
 
     def on_gone(self, life: int, name: str) -> None:
         """A worker has ended. If it was expected and never there, it will not come."""
+        self._gone.add(life)
         names = self.spec.expected_names
-        is_expected = name in names if names else self.spec.on_trainers or name not in self.spec.hosts
+        # Where a number is expected, others that end need not be trainers.
+        is_expected = name in names if names else life in self._served
         if life in self._counted or is_expected:
             self._end(life, name)
         for lives in self._without.values():
@@ -158,6 +173,8 @@ class Copies:
 
     def hold(self, name: str, trainer: Trainer) -> list[tuple[Future[Entry], Entry]]:
         """A trainer has a copy of a model now, and can give it to others; the answers that can be given now."""
+        if self._roster.is_gone(trainer):
+            return []
         self._models.setdefault(name, _Model()).holders[trainer.life] = trainer
         # Rounds of what this host takes over will wait for it, before it has pushed any here.
         self._roster.count(trainer)

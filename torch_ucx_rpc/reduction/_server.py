@@ -225,7 +225,7 @@ class Server:
         with self._lock:
             lost = tuple(self._lost)
         try:
-            opened: Opened = self.call(name, _host.open_host, self.spec if spec is None else spec, lost)
+            opened: Opened = self.call(name, _host.open_host, self.spec if spec is None else spec, lost, self.trainer)
         except RuntimeError as error:
             if not was_lost(error):
                 raise

@@ -283,12 +283,13 @@ def call_role(
     """
     check_name("role", role)
     check_arguments(args, kwargs, timeout)
+    # First of all, so that this worker knows what the decider knows of the name.
+    route = _calls.route_to(function) if isinstance(function, str) else None
     chosen = members(role=role)
     if not chosen:
         roles = ", ".join(sorted({repr(member.role) for member in members()}))
         raise UnknownName(f"no living worker plays the role {role!r}; the roles are {roles}")
-    if isinstance(function, str):
-        route = _calls.route_to(function)
+    if route is not None:
         offering = [member for member in chosen if function in member.services]
         if not offering:
             workers = ", ".join(repr(replica.info.name) for replica in route.replicas)

@@ -3,12 +3,14 @@
 #include "base/file_reserve.h"
 
 #include <link.h>
-#include <sched.h>
+#include <sys/epoll.h>
 #include <sys/mman.h>
 #include <sys/socket.h>
 #include <ucs/type/status.h>
+#include <time.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <array>
 #include <cerrno>
 #include <cstdint>
@@ -57,17 +59,30 @@ int socketForUcx(int domain, int type, int protocol) {
   return socket;
 }
 
+// Of the thread that accepts connections: one has to wait for want of files.
+thread_local bool isConnectionWaiting = false;
+constexpr timespec kPause{.tv_sec = 0, .tv_nsec = 1'000'000};
+
 // UCX takes EAGAIN for "nobody is there", and asks again as long as somebody is. The reserve is not for connections
 // that come in: as many may come as there are workers, and UCX looks at a network card for each.
 int acceptForUcx(int listener, sockaddr* address, socklen_t* length) {
   const int connection = ::accept(listener, address, length);
   if (connection < 0 && !isOfTheListener(errno)) {
-    if (isLackOfFiles(errno)) {
-      sched_yield(); // UCX asks without a pause
-    }
+    isConnectionWaiting = isLackOfFiles(errno);
     errno = EAGAIN;
   }
   return connection;
+}
+
+// While a connection waits, UCX's thread would ask for it without a pause, and hold the lock of the worker each time.
+// On a single core no other thread would get that lock, as whoever wants it spins. The pause is here, where the thread
+// has no lock. A thread that only looks has the lock, and goes on.
+int epollWaitForUcx(int epoll, epoll_event* events, int most, int timeoutMs) {
+  if (timeoutMs != 0 && isConnectionWaiting) {
+    isConnectionWaiting = false;
+    (void)nanosleep(&kPause, nullptr);
+  }
+  return ::epoll_wait(epoll, events, most, timeoutMs);
 }
 
 // ------------------------------------------------------------------------------------------- the imports of a library
@@ -89,7 +104,7 @@ struct Import {
 // The imports of one library.
 struct Imports {
   const void* ofTheLibrary; // some function of it
-  std::array<Import, 2> all;
+  std::array<Import, 3> all;
 };
 
 bool contains(const dl_phdr_info& library, const void* address) {
@@ -210,9 +225,11 @@ bool replaceImportsOfUcx() {
   static const bool areReplaced = [] {
     Imports imports{
         reinterpret_cast<const void*>(&ucs_status_string),
-        {{{"accept", reinterpret_cast<void*>(&acceptForUcx)}, {"socket", reinterpret_cast<void*>(&socketForUcx)}}}};
+        {{{"accept", reinterpret_cast<void*>(&acceptForUcx)},
+          {"epoll_wait", reinterpret_cast<void*>(&epollWaitForUcx)},
+          {"socket", reinterpret_cast<void*>(&socketForUcx)}}}};
     (void)dl_iterate_phdr(&replaceImports, &imports);
-    return imports.all[0].isReplaced && imports.all[1].isReplaced;
+    return std::ranges::all_of(imports.all, &Import::isReplaced);
   }();
   return areReplaced;
 }

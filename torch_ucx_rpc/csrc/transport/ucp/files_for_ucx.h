@@ -9,8 +9,8 @@ namespace torch_ucx_rpc {
 // - It opens a socket to look at a network card. If it cannot, it takes the card for useless ever after ("cannot find
 //   remote protocol"), or ends the process ("failed to set active message handler"). Now it gets one of the reserve.
 //
-// UCX has no setting for that. So accept() and socket() are replaced in the list of functions that libucs imports, for
-// the rest of the process. The reserve is one for all objects of this class, and is given back with the last one.
+// UCX has no setting for that. So accept(), epoll_wait() and socket() are replaced in the list of functions that libucs
+// imports, for the rest of the process. The reserve is one for all objects of this class, and is given back with the last one.
 class FilesForUcx {
  public:
   FilesForUcx();

@@ -1,0 +1,45 @@
+"""What the launcher knows of the output of its workers."""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+import threading
+import types
+from pathlib import Path
+
+import pytest
+
+from torch_ucx_rpc._cli._output import WorkerOutput
+
+
+class SlowTarget(io.BytesIO):
+    """Whoever reads what the launcher passes on, and does not do so before `goes_on`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waits, self.goes_on = threading.Event(), threading.Event()
+
+    def write(self, data: object) -> int:
+        self.waits.set()
+        assert self.goes_on.wait(60)
+        return super().write(data)  # type: ignore[arg-type]
+
+
+def test_what_was_written_is_known_after_catching_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = SlowTarget()
+    monkeypatch.setattr(sys, "stderr", types.SimpleNamespace(buffer=target))
+    output = WorkerOutput(None)
+    pipe = Path(output.path("worker0", "stderr"))
+    output.start()
+    with pipe.open("wb", buffering=0) as stderr:
+        stderr.write(b"a line\n")
+        assert target.waits.wait(60)
+        os.write(stderr.fileno(), b"Traceback (most recent call last):\nValueError: no\n")
+        assert output.last_traceback("worker0") == float("-inf")
+        threading.Timer(0.3, target.goes_on.set).start()
+        output.catch_up()
+        assert output.last_traceback("worker0") > float("-inf")
+        assert output.last_words("worker0").endswith("ValueError: no")
+    output.close()
