@@ -64,8 +64,8 @@ def be_deaf_to_a_neighbour(rank: int, folder: Path) -> None:
     with Stalls() as stalls:
         stopped = time.monotonic()
         eventually(is_answered, "worker2 is heard over the network")
-        # Two seconds at most, and half a second of a question that was asked before.
-        assert time.monotonic() - stopped < 2.5 + stalls.seconds()
+        # Two seconds at most, and what the first messages over the network and a question asked before take.
+        assert time.monotonic() - stopped < 4 + stalls.seconds()
     assert all(lane.startswith("tcp/") for lane in lanes_to("worker2"))
     for number in range(100):
         assert rpc.rpc_sync("worker2", echo, (number,)) == number

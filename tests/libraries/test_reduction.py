@@ -102,7 +102,7 @@ def train_on_the_host_too(rank: int, steps: Steps) -> list[torch.Tensor]:
         ddp = DistributedDataParallel(model)
         ddp.register_comm_hook(reduction.state(server), reduction.hook)
         if rank == 0:
-            eventually(lambda: absent("worker0", "ddp0/cut/0/0") != [], "the other one waits for it")
+            eventually(lambda: absent("worker0", "ddp0/step0/0/0") != [], "the other one waits for it")
         else:
             assert reduction.push_pull(reduction.serve("worker0", trainers=1, name="other"), torch.ones(2)).sum() == 2
         train(ddp, torch.optim.SGD(model.parameters(), lr=0.05), rank, 10)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -13,9 +15,11 @@ import torch
 import torch.distributed.rpc as rpc
 from _training import SGD, make_model, train
 from torch import Tensor
+from torch.futures import Future
 from workers import Steps
 
 from torch_ucx_rpc import reduction
+from torch_ucx_rpc.reduction import _data_parallel
 from torch_ucx_rpc.reduction._host import Host, hosts_of
 from torch_ucx_rpc.reduction._messages import Push, Spec, Trainer, Update
 from torch_ucx_rpc.reduction._parameters import ParameterPiece
@@ -64,7 +68,9 @@ def fail_in_backward(rank: int, steps: Steps) -> None:
             train(copy, optimizer, rank, 1)
         failing.remove()
         # Otherwise the gradients would stay here from now on, without a word.
-        with pytest.raises(RuntimeError, match=r"has failed, so that it has pushed a part.*Begin anew: server\.leave"):
+        with pytest.raises(
+            RuntimeError, match=r"has pushed or averaged a part.*Begin anew: server\.leave"
+        ):
             train(copy, optimizer, rank, 1)
         server.leave()
         copy = reduction.DataParallel(model, reduction.serve("worker0"))
@@ -173,6 +179,85 @@ def test_a_round_that_two_hosts_complete_is_applied_once(is_first_own: bool) -> 
         thread.join()
     assert state.updates == 1
     assert torch.equal(answers[0].value().tensors[0], state.values()[0])
+
+
+def host_of(trainers: int) -> Any:
+    return Host(Spec("ps", ("ps",), trainers), HOST)
+
+
+def push_to_host(host: Any, rank: int, at: int = 0) -> Any:
+    push = Push("ps", "tensors/0", 0, trainer_of(rank), at, None, at, False, [torch.full((2,), float(rank))])
+    return host.push(push, True)
+
+
+def test_a_trainer_that_dies_before_it_is_given_the_state_is_not_waited_for() -> None:
+    host = host_of(1)
+    assert push_to_host(host, 0).done()
+    joiner = trainer_of(1)
+    host.on_gone(joiner.life, joiner.name)
+    # The one that gives it has not heard of the death.
+    host.admit(joiner, {"tensors/0": 1})
+    host.hold("model0", joiner)
+    assert push_to_host(host, 0, at=1).done()
+
+
+def test_of_a_number_of_trainers_only_those_count_that_have_called_serve() -> None:
+    host = host_of(3)
+    host.on_gone(99, "an evaluator")
+    host.note_serve(trainer_of(2))
+    first = push_to_host(host, 0)
+    second = push_to_host(host, 1)
+    assert not first.done()
+    host.on_gone(trainer_of(2).life, "worker2")
+    for answer in (first, second):
+        assert torch.equal(answer.value().tensors[0], torch.full((2,), 0.5))
+
+
+@pytest.mark.parametrize("failing", [(1,), (0, 1, 2)])
+def test_after_a_step_that_is_averaged_in_part_a_trainer_begins_anew(
+    run_on_both: RunWorkers, failing: tuple[int, ...]
+) -> None:
+    run_on_both(1, fail_in_buckets, failing)
+
+
+def fail_in_buckets(rank: int, failing: tuple[int, ...]) -> None:
+    model = make_model()
+    copy = reduction.DataParallel(model, reduction.serve(), bucket_bytes=1 << 14)
+    assert len(copy._buckets) == 3
+    real = _data_parallel.push_bucket
+
+    def push(server: Any, prefix: str, *arguments: Any) -> Any:
+        if int(prefix.rpartition("/")[2]) not in failing:
+            return real(server, prefix, *arguments)
+        failed: Future[Any] = Future()
+        failed.set_exception(RuntimeError("by design"))
+        return [(None, failed)]
+
+    _data_parallel.push_bucket = push
+    with pytest.raises(RuntimeError, match="by design"):
+        copy(torch.ones(4, 8)).sum().backward()
+    _data_parallel.push_bucket = real
+    if len(failing) == 1:
+        with pytest.raises(RuntimeError, match=r"pushed or averaged a part of its gradients.* Begin anew"):
+            copy(torch.ones(4, 8))
+    else:
+        copy(torch.ones(4, 8)).sum().backward()
+
+
+def test_a_host_that_hangs_is_named(run_on_ucx: RunWorkers, tmp_path: Path) -> None:
+    run_on_ucx(2, push_to_a_stopped_host, Steps(tmp_path), options={"rpc_timeout": 2})
+
+
+def push_to_a_stopped_host(rank: int, steps: Steps) -> None:
+    if rank == 1:
+        server = reduction.serve("worker0")
+        reduction.push_pull(server, [torch.ones(2)])
+        pid = rpc.rpc_sync("worker0", os.getpid)
+        os.kill(pid, signal.SIGSTOP)
+        with pytest.raises(RuntimeError, match=r"was not completed: its host 'worker0' does not answer"):
+            reduction.push_pull(server, [torch.ones(2)])
+        os.kill(pid, signal.SIGCONT)
+    steps.meet("done", rank, 2)
 
 
 def test_nothing_is_kept_of_a_model_that_all_have_let_go_of() -> None:

@@ -13,8 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.rpc as rpc
-from _jobs import KILLED, die
-from _training import SGD, are_equal, make_model, parameters_of, step_of, train
+from _jobs import KILLED, Stalls, die
+from _training import SGD, are_equal, make_model, parameters_of, process_group, step_of, train
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from workers import Steps, backend_options, eventually, init_rpc
@@ -89,6 +89,67 @@ def train_with_a_slow_one(rank: int, steps: Steps) -> list[torch.Tensor]:
         train(copy, optimizer, rank, 11)
     steps.meet("trained", rank, 4)
     return parameters_of(model)
+
+
+def test_with_a_quorum_the_slow_one_catches_up_in_ddp_too(run_on_both: RunWorkers, tmp_path: Path) -> None:
+    results = run_on_both(3, train_with_a_slow_one_in_ddp, Steps(tmp_path))
+    for other in results[1:]:
+        assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(results[0], other, strict=True))
+
+
+def train_with_a_slow_one_in_ddp(rank: int, steps: Steps) -> list[torch.Tensor]:
+    with process_group(rank, 3, steps.directory):
+        server = reduction.serve()
+        # Of other buckets from the second step on.
+        model = make_model(600)
+        copy = DistributedDataParallel(model, bucket_cap_mb=0.2)
+        copy.register_comm_hook(reduction.state(server, quorum=2), reduction.hook)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.005)
+        train(copy, optimizer, rank, 1)
+        if rank == 2:
+            optimizer.zero_grad()
+            loss = copy(torch.ones(4, 8)).sum()
+            steps.wait_for("trained 0", "trained 1")
+            loss.backward()
+            optimizer.step()
+            # Its second step gets what it has missed of the first buckets, and its third what it has missed of those
+            # of all later steps.
+            train(copy, optimizer, rank, 1)
+        else:
+            train(copy, optimizer, rank, 11)
+        steps.meet("trained", rank, 3)
+        return parameters_of(model)
+
+
+def test_two_late_trainers_do_not_wait_for_each_other(run_on_both: RunWorkers, tmp_path: Path) -> None:
+    run_on_both(3, catch_up_two_at_once, Steps(tmp_path))
+
+
+def catch_up_two_at_once(rank: int, steps: Steps) -> None:
+    server = reduction.serve()
+    model = make_model()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    copy = reduction.DataParallel(model, server, quorum=1, optimizer=optimizer)
+    train(copy, optimizer, rank, 1)
+    steps.meet("first", rank, 3)
+    if rank == 2:
+        train(copy, optimizer, rank, 12)
+        steps.done("far")
+        while not (steps.is_done("caught up 0") and steps.is_done("caught up 1")):
+            train(copy, optimizer, rank, 1)
+    else:
+        steps.wait_for("far")
+        train(copy, optimizer, rank, 1)
+        assert copy._is_behind
+        steps.done(f"behind {rank}")
+        steps.wait_for("behind 0", "behind 1")
+        with Stalls() as stalls:
+            began = time.monotonic()
+            train(copy, optimizer, rank, 1)
+            assert time.monotonic() - began < 10 + stalls.seconds()
+        server.leave()
+        steps.done(f"caught up {rank}")
+    steps.meet("done", rank, 3)
 
 
 def test_a_late_trainer_with_its_optimizer_gets_the_state_of_another(run_on_ucx: RunWorkers, tmp_path: Path) -> None:

@@ -37,6 +37,12 @@ MUTANTS = (
         ("test_out_of_files_in_the_middle_of_connecting_no_peer_is_lost", "FilesForUcxTest"),
     ),
     Mutant(
+        "cpp-ucx-asks-for-connections-without-a-pause",
+        "    (void)nanosleep(&kPause, nullptr);\n",
+        "",
+        ("test_out_of_files_on_one_core_no_peer_is_lost",),
+    ),
+    Mutant(
         "cpp-sockets-for-ucx-come-from-no-reserve",
         "  if (socket < 0 && isLackOfFiles(errno)) {\n",
         "  if (false && isLackOfFiles(errno)) {\n",

@@ -34,6 +34,7 @@ How the package is laid out, from the bottom up; the way of one push goes from `
 * ``_push_pull``      `push_pull`
 * ``_ddp``            `state` and `hook`
 * ``_buckets``        gradients that travel together
+* ``_asking``         trainers that wait for another one's model
 * ``_data_parallel``  `DataParallel`
 """
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import threading
 import time
 import weakref
 from collections.abc import Iterator
@@ -21,6 +20,7 @@ from torch.futures import Future
 from torch_ucx_rpc._observe.life import PerLife
 from torch_ucx_rpc._observe.lost import timed_out, was_lost
 from torch_ucx_rpc.reduction import _host
+from torch_ucx_rpc.reduction._asking import Asking
 from torch_ucx_rpc.reduction._buckets import Bucket, make_buckets
 from torch_ucx_rpc.reduction._ddp import push_bucket
 from torch_ucx_rpc.reduction._messages import Trainer
@@ -35,41 +35,6 @@ _NO_BACKWARD = -1
 
 # Until another trainer has made its model.
 _PAUSE_S = 0.01
-
-
-class _Asking:
-    """The trainers that have asked for a model, until it is given at the beginning of a step, or there is none."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._waiting: list[tuple[Trainer, Future[dict[str, Any] | None]]] = []
-        self._is_refused = False
-
-    def __len__(self) -> int:
-        return len(self._waiting)
-
-    def add(self, trainer: Trainer, future: Future[dict[str, Any] | None]) -> None:
-        with self._lock:
-            if not self._is_refused:
-                self._waiting.append((trainer, future))
-                return
-        future.set_result(None)
-
-    def take(self) -> list[tuple[Trainer, Future[dict[str, Any] | None]]]:
-        with self._lock:
-            waiting, self._waiting = self._waiting, []
-        return waiting
-
-    def turn_away(self) -> None:
-        """Send all of them to another trainer."""
-        for _, future in self.take():
-            future.set_result(None)
-
-    def refuse(self) -> None:
-        """Send all of them to another trainer, and all that come later."""
-        with self._lock:
-            self._is_refused = True
-        self.turn_away()
 
 
 class DataParallel(nn.Module):
@@ -124,7 +89,7 @@ class DataParallel(nn.Module):
         self._server = server
         self._optimizer = optimizer
         self._quorum = quorum
-        self._asking = _Asking()
+        self._asking = Asking()
         self._name = server.name_for("model", self, self._asking.refuse)
         self._buckets = make_buckets(parameters, bucket_bytes)
         sizes = [(bucket.buffer.numel(), bucket.buffer.element_size()) for bucket in self._buckets]
@@ -206,9 +171,9 @@ class DataParallel(nn.Module):
         has_been_cut_short = self._is_in_backward and torch._C._current_graph_task_id() == _NO_BACKWARD
         if has_been_cut_short or self._is_partly_averaged:
             raise RuntimeError(
-                f"a backward of {self._server.trainer} has failed, so that it has averaged a part of its gradients, or "
-                f"none: the others have another state by now, or wait. Begin anew: server.leave(), reduction.serve "
-                f"and a new DataParallel, which gets the state of the others"
+                f"a backward of {self._server.trainer} has failed, so that it has pushed or averaged a part of its "
+                f"gradients, or none: the others have another state by now, or wait. Begin anew: server.leave(), "
+                f"reduction.serve and a new DataParallel, which gets the state of the others"
             )
 
     def _push(self, bucket: Bucket) -> None:

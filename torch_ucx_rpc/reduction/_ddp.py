@@ -82,7 +82,7 @@ class State:
                 self._layout = "step1"
             else:
                 self._plan, self._planned_sizes = plan(self._sizes, self.server.spec.shards), self._sizes
-                self._layout = f"as step{self._step}"
+                self._layout = f"from_step{self._step}"
         self._step += 1
         self._loads = [0] * len(self._loads)
         self._sizes = []
