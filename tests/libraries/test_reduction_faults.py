@@ -68,9 +68,7 @@ def fail_in_backward(rank: int, steps: Steps) -> None:
             train(copy, optimizer, rank, 1)
         failing.remove()
         # Otherwise the gradients would stay here from now on, without a word.
-        with pytest.raises(
-            RuntimeError, match=r"has pushed or averaged a part.*Begin anew: server\.leave"
-        ):
+        with pytest.raises(RuntimeError, match=r"has pushed or averaged a part.*Begin anew: server\.leave"):
             train(copy, optimizer, rank, 1)
         server.leave()
         copy = reduction.DataParallel(model, reduction.serve("worker0"))

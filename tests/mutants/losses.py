@@ -290,7 +290,16 @@ MUTANTS = (
         "cpp-turns-do-not-wait",
         "(open_.empty() || waiting_.begin()->first < open_.front())",
         "(true || open_.empty() || waiting_.begin()->first < open_.front())",
-        ("DispatchOrderTest", "FailureTakesItsTurnAfterEverythingThatHasArrived"),
+        ("DispatchOrderTest",),
+    ),
+    Mutant(
+        "cpp-failures-overtake-what-has-arrived",
+        "      for (std::variant<IncomingMessage, Control>& event : inOrder) {\n",
+        "      for (Failure& failure : std::exchange(failures, {})) {\n"
+        "        handlers->peers->onFailure(*failure.peer, std::move(failure.why));\n"
+        "      }\n"
+        "      for (std::variant<IncomingMessage, Control>& event : inOrder) {\n",
+        ("FailureTakesItsTurnAfterEverythingThatHasArrived",),
     ),
     Mutant(
         "cpp-silent-workers-are-never-lost",
