@@ -277,7 +277,7 @@ class JobAgent(LocalElasticAgent):
         if self._failed_at is None:
             self._failed_at = time.monotonic()
         waited = time.monotonic() - self._failed_at
-        # What has been written before the failure tells who began it.
+        # Who began it is told by what the workers had written before the failure.
         self._output.catch_up()
         suspects = [
             process.pid

@@ -10,7 +10,8 @@ namespace torch_ucx_rpc {
 //   remote protocol"), or ends the process ("failed to set active message handler"). Now it gets one of the reserve.
 //
 // UCX has no setting for that. So accept(), epoll_wait() and socket() are replaced in the list of functions that libucs
-// imports, for the rest of the process. The reserve is one for all objects of this class, and is given back with the last one.
+// imports, for the rest of the process. The reserve is one for all objects of this class, and is given back with the
+// last one.
 class FilesForUcx {
  public:
   FilesForUcx();
