@@ -6,8 +6,8 @@
 #include <sys/epoll.h>
 #include <sys/mman.h>
 #include <sys/socket.h>
-#include <ucs/type/status.h>
 #include <time.h>
+#include <ucs/type/status.h>
 #include <unistd.h>
 
 #include <algorithm>
