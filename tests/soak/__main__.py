@@ -24,7 +24,7 @@ _HOSTS = ("a", "b", "c")
 _WORKERS = 6
 _STARTING_S = 120.0
 # A run takes so much longer where some misfortune has not happened by then.
-_LONGER_S = 60.0
+_LONGER_S = 120.0
 # After the last misfortune, before all must see each other.
 _PEACE_S = 2.0
 # For a worker to end what it has begun, and to leave, or to join again.

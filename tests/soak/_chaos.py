@@ -25,7 +25,10 @@ _JOINING_S, _TALKING_S = 90.0, 3.0
 _LONGEST_WITHOUT_FILES_S = 2.0
 
 # What a run has seen each of at least once, as the timeline calls them.
-MISFORTUNES = ("kill", "cut", "cut off", "restart", "stop", "long stop", "no files", "reset")
+MISFORTUNES = (
+    *("kill", "kill while cut", "kill while stopped", "restart"),
+    *("cut", "cut off", "stop", "long stop", "no files", "reset"),
+)
 
 
 class Chaos:
@@ -72,6 +75,7 @@ class Chaos:
         rank = self._any_mortal()
         with self._cable_of(self._choice.choice(self._crew.hosts)):
             self._crew.watch(self._choice.uniform(_SHORTEST_CUT_S, _LONGEST_SURVIVED_S / 2))
+            self._log("kill while cut")
             self._end(rank)
             self._crew.watch(self._choice.uniform(0, _LONGEST_SURVIVED_S / 2 - _SHORTEST_CUT_S))
         self._start(rank)
@@ -93,6 +97,7 @@ class Chaos:
         rank = self._any_mortal()
         with self._stopped(rank):
             self._crew.watch(self._choice.uniform(_SHORTEST_CUT_S, _LONGEST_SURVIVED_S))
+            self._log("kill while stopped")
             self._end(rank)
             # It is told to go on, which it does.
             self._start(rank)
