@@ -318,6 +318,7 @@ def take_names(rank: int, steps: Steps) -> None:
             (lambda: services.call_group(None), "a group is a str; None is none"),
             (lambda: services.call_group("eval", args=7), "args is a tuple"),
             (lambda: services.call_group("eval", names="score"), r"'score' is a str: give \['score'\]"),
+            (lambda: services.call_group("eval", names=[]), "names has no service: leave it out to call all"),
         ):
             with pytest.raises((TypeError, ValueError), match=error):
                 wrong()

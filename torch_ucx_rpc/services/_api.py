@@ -335,6 +335,8 @@ def call_group(
         if name not in of_group:
             offered = ", ".join(map(repr, sorted(of_group))) or "none"
             raise UnknownName(f"{name!r} is no service of the group {group!r}; its services are {offered}")
+    if names is not None and not wanted:
+        raise ValueError("names has no service: leave it out to call all of the group")
     if not wanted:
         groups = ", ".join(sorted({repr(service.group) for service in found if service.group})) or "none"
         raise UnknownName(f"no living worker offers a service in the group {group!r}; the groups are {groups}")
