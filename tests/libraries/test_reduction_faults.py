@@ -16,11 +16,11 @@ import torch.distributed.rpc as rpc
 from _training import SGD, make_model, train
 from torch import Tensor
 from torch.futures import Future
-from workers import Steps
+from workers import Steps, eventually
 
 from torch_ucx_rpc import reduction
 from torch_ucx_rpc.reduction import _data_parallel
-from torch_ucx_rpc.reduction._host import Host, hosts_of
+from torch_ucx_rpc.reduction._host import Host, hosts_of, models
 from torch_ucx_rpc.reduction._messages import Push, Spec, Trainer, Update
 from torch_ucx_rpc.reduction._parameters import ParameterPiece
 from torch_ucx_rpc.reduction._piece import Piece
@@ -74,6 +74,37 @@ def fail_in_backward(rank: int, steps: Steps) -> None:
         copy = reduction.DataParallel(model, reduction.serve("worker0"))
         train(copy, optimizer, rank, 2)
     steps.meet("done", rank, 2)
+
+
+def test_a_trainer_begins_anew_with_the_model_that_the_others_have_by_then(
+    run_on_both: RunWorkers, tmp_path: Path
+) -> None:
+    run_on_both(3, begin_anew_in_the_second_model, Steps(tmp_path))
+
+
+def begin_anew_in_the_second_model(rank: int, steps: Steps) -> None:
+    if rank:
+        server = reduction.serve("worker0")
+        first = reduction.DataParallel(make_model(), server)
+        train(first, torch.optim.SGD(first.parameters(), lr=0.05), rank, 2)
+        copy = reduction.DataParallel(make_model(), server)
+        del first
+        optimizer = torch.optim.SGD(copy.parameters(), lr=0.05)
+        train(copy, optimizer, rank, 2)
+        eventually(lambda: rpc.rpc_sync("worker0", models, args=(server.name,)) == ["model1"], "model0 is gone")
+    if rank == 1:
+        while not steps.is_done("over"):
+            train(copy, optimizer, rank, 1)
+    elif rank == 2:
+        server.leave()
+        model = make_model()
+        torch.nn.init.zeros_(model[0].weight)
+        copy = reduction.DataParallel(model, reduction.serve("worker0"))
+        assert model[0].weight.any(), "it has the state of the other one"
+        train(copy, torch.optim.SGD(model.parameters(), lr=0.05), rank, 3)
+        steps.done("over")
+        del copy
+    steps.meet("done", rank, 3)
 
 
 def fail(gradient: Tensor) -> None:

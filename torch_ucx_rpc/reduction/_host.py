@@ -14,10 +14,8 @@ with it (`_parameters`), and all futures of the round get the answer.
 from __future__ import annotations
 
 import itertools
-import pickle
 import threading
 from collections.abc import Iterable
-from typing import Any
 
 import torch.distributed.rpc as rpc
 from torch import Tensor
@@ -161,6 +159,11 @@ class Host:
         for waiting, entry in entered:
             waiting.set_result(entry)
 
+    def models(self) -> list[str]:
+        """The models of which some trainer has a copy."""
+        with self._roster.lock:
+            return self._copies.held()
+
     def hold_no_more(self, model: str, trainer: Trainer) -> None:
         """A trainer's copy of a model is behind those of the others."""
         with self._roster.lock:
@@ -262,9 +265,9 @@ class Hosts:
                 for gone in self._gone:
                     # A host of that name that has come since is one from the start.
                     host.on_gone(gone.session, gone.name, is_host=gone.name not in living)
-        if _facts(host.spec) != _facts(spec):
+        if not host.spec.agrees_with(spec):
             return Opened(
-                f"the server {spec.key!r} was made with {_shown(host.spec)}, and is asked for with {_shown(spec)}: "
+                f"the server {spec.key!r} was made with {host.spec}, and is asked for with {spec}: "
                 f"all trainers must call serve alike, or give the servers different names"
             )
         if trainer is not None:
@@ -283,19 +286,6 @@ class Hosts:
             hosts = list(self._hosts.values())
         for host in hosts:
             host.on_gone(gone.session, gone.name)
-
-
-def _facts(spec: Spec) -> Any:
-    values = spec._replace(optimizer=None, expected=0, expected_names=())
-    return (values, None if spec.optimizer is None else pickle.dumps(spec.optimizer))
-
-
-def _shown(spec: Spec) -> str:
-    optimizer = "no optimizer" if spec.optimizer is None else f"optimizer={spec.optimizer!r}"
-    return (
-        f"{optimizer}, asynchronous={spec.asynchronous}, replica={spec.replica}, checkpoint={spec.checkpoint!r}, "
-        f"hosts {', '.join(spec.hosts)}"
-    )
 
 
 hosts = PerLife(Hosts)
@@ -369,6 +359,10 @@ def expect(key: str, trainers: int, names: tuple[str, ...]) -> None:
 
 def hold(key: str, model: str, trainer: Trainer) -> None:
     hosts()[key].hold(model, trainer)
+
+
+def models(key: str) -> list[str]:
+    return hosts()[key].models()
 
 
 def hold_no_more(key: str, model: str, trainer: Trainer) -> None:

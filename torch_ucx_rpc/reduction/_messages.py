@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -58,6 +59,18 @@ class Spec(NamedTuple):
     def key(self) -> str:
         """By which hosts know the server: a worker may be one of its hosts again in a later generation."""
         return f"{self.name}, generation {self.generation}" if self.generation else self.name
+
+    def agrees_with(self, other: Spec) -> bool:
+        """Whether the two are of one server: trainers may expect others."""
+        own, others = (spec._replace(optimizer=None, expected=0, expected_names=()) for spec in (self, other))
+        return own == others and pickle.dumps(self.optimizer) == pickle.dumps(other.optimizer)
+
+    def __str__(self) -> str:
+        optimizer = "no optimizer" if self.optimizer is None else f"optimizer={self.optimizer!r}"
+        return (
+            f"{optimizer}, asynchronous={self.asynchronous}, replica={self.replica}, checkpoint={self.checkpoint!r}, "
+            f"checkpoint_every={self.checkpoint_every}, hosts {', '.join(self.hosts)}"
+        )
 
     def ring(self, shard: int) -> tuple[str, ...]:
         """The host of a shard, and then those that take over from it, in their order."""

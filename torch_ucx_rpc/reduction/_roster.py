@@ -185,6 +185,10 @@ class Copies:
         if (model := self._models.get(name)) is not None:
             model.holders.pop(trainer.life, None)
 
+    def held(self) -> list[str]:
+        """The models of which somebody has a copy."""
+        return [name for name, model in self._models.items() if model.holders]
+
     def forget(self, life: int) -> None:
         for model in self._models.values():
             model.holders.pop(life, None)

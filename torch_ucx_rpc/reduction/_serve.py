@@ -102,8 +102,7 @@ def serve(
             # A host that trains, too.
             server.call_all(_host.expect, server.spec.key, 0, (life.info.name,))
         if is_new and any(server.call_all(_host.is_newcomer, server.spec.key, server.trainer)):
-            # It takes part from the rounds on that are open then.
-            server.first_round = None
+            server.join()
         if parameters is not None:
             _give_parameters(server, [parameter.detach() for parameter in parameters])
         return server

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import string
 import threading
 import time
 import weakref
@@ -67,7 +68,8 @@ class Server:
         # Pieces with a push that is not answered; a round takes one of each trainer.
         self._open_pieces: set[str] = set()
         self.first_round: int | None = 0
-        self._names = itertools.count()
+        # Models have numbers, in the order in which they are made.
+        self._numbers_of_models: Iterator[int] = itertools.count()
         # Of the parameters, by piece.
         self.origins: dict[str, int] = {}
         self._shapes: list[tuple[int, ...]] | None = None
@@ -137,9 +139,16 @@ class Server:
             self._open_users += 1
         self._users.add(user)
         # Whatever thread collects garbage may hold any lock.
-        name = f"{kind}{next(self._names)}"
+        name = f"{kind}{next(self._numbers_of_models)}"
         weakref.finalize(user, self._begin_to_let_go, name, on_let_go).atexit = False
         return name
+
+    def join(self) -> None:
+        """Take part from the rounds on that are open then, in the models that others have."""
+        self.first_round = None
+        held = {name for names in self.call_all(_host.models, self.spec.key) for name in names}
+        numbers = sorted(int(name.lstrip(string.ascii_letters)) for name in held)
+        self._numbers_of_models = itertools.chain(numbers, itertools.count(max(numbers, default=-1) + 1))
 
     def _begin_to_let_go(self, *arguments: Any) -> None:
         threading.Thread(target=self._let_go, args=arguments, name="torch_ucx_rpc-leave", daemon=True).start()
