@@ -37,9 +37,9 @@ MUTANTS = (
         ("test_out_of_files_in_the_middle_of_connecting_no_peer_is_lost", "FilesForUcxTest"),
     ),
     Mutant(
-        "cpp-ucx-asks-for-connections-without-a-pause",
-        "    (void)nanosleep(&kPause, nullptr);\n",
-        "",
+        "cpp-ucx-pauses-with-the-lock-of-the-worker",
+        "    isConnectionWaiting = isLackOfFiles(errno);\n",
+        "    sched_yield();\n",
         ("test_out_of_files_on_one_core_no_peer_is_lost",),
     ),
     Mutant(
