@@ -21,6 +21,7 @@ from workers import Steps, eventually
 from torch_ucx_rpc import reduction
 from torch_ucx_rpc.reduction import _data_parallel
 from torch_ucx_rpc.reduction._host import Host, hosts_of, models
+from torch_ucx_rpc.reduction._meeting import Meetings
 from torch_ucx_rpc.reduction._messages import Push, Spec, Trainer, Update
 from torch_ucx_rpc.reduction._parameters import ParameterPiece
 from torch_ucx_rpc.reduction._piece import Piece
@@ -287,6 +288,25 @@ def push_to_a_stopped_host(rank: int, steps: Steps) -> None:
             reduction.push_pull(server, [torch.ones(2)])
         os.kill(pid, signal.SIGCONT)
     steps.meet("done", rank, 2)
+
+
+def test_trainers_that_come_when_all_of_the_last_meeting_have_ended_meet_anew() -> None:
+    living = ["driver", "worker1", "worker2"]
+    life: Any = SimpleNamespace(
+        info=SimpleNamespace(name="driver"),
+        living=lambda: [SimpleNamespace(name=name) for name in living],
+        gone_names=set,
+        watch=lambda _: None,
+        before_leaving=lambda _: None,
+    )
+    meetings = Meetings(life)
+    first = meetings.meet("s", trainer_of(1), 2, ())
+    assert meetings.meet("s", trainer_of(2), 2, ()).wait() == first.wait() == ("worker1", "worker2")
+    assert meetings.meet("s", trainer_of(2), 2, ()).wait() == ("worker1", "worker2")
+    living[1:] = ["worker3", "worker4"]
+    waiting = meetings.meet("s", trainer_of(3), 2, ())
+    assert not waiting.done()
+    assert meetings.meet("s", trainer_of(4), 2, ()).wait() == waiting.wait() == ("worker3", "worker4")
 
 
 def test_nothing_is_kept_of_a_model_that_all_have_let_go_of() -> None:

@@ -80,7 +80,14 @@ class Meetings:
         """The hosts of a server, once all are there."""
         future: Future[_Names] = Future()
         with self._lock:
-            meeting = self._meetings.setdefault(name, _Meeting(expected, names))
+            meeting = self._meetings.get(name)
+            living = {info.name for info in self._life.living()}
+            if meeting is None or (meeting.hosts is not None and living.isdisjoint(meeting.hosts)):
+                # Those of the last meeting have all ended, and nobody uses their server: it is made anew.
+                meeting = self._meetings[name] = _Meeting(expected, names)
+                for convened in list(self._convened):
+                    if convened[0] == name:
+                        del self._convened[convened]
             meeting.came[trainer.life] = (trainer, future)
             complete = self._complete(meeting)
         for waiting, hosts in complete:
