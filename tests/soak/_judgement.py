@@ -212,8 +212,9 @@ class _History:
             gone = kill.get("gone", end) if was_killed else end
             before = sum((m.rank, m.generation) == life for m in self.memberships)
             name = f"{life[0]}.{life[1]} {before}"
-            ends = {"end": end, "gone": gone, "was_killed": was_killed}
-            self.memberships.append(_Membership(life=name, joining=event["at"], **ends, **who))
+            self.memberships.append(
+                _Membership(life=name, joining=event["at"], end=end, gone=gone, was_killed=was_killed, **who)
+            )
         self._joined = [event for event in events if event["what"] == "joined"]
         self._host_of = {m.name: m.host for m in self.memberships}
 

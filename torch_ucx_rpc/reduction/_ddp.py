@@ -42,10 +42,8 @@ class State:
         self._step = 0
         self._sizes: list[tuple[int, int]] = []
         self._planned_sizes: list[tuple[int, int]] = []
+        self._planned_in = 0
         self._plan: list[list[Part]] = []
-        # The names of pieces say by which step the buckets were made, so that a late trainer, which is in another step
-        # than the others, pushes to the rounds of the same buckets.
-        self._layout = "step0"
 
     def on_leave(self) -> None:
         """Nothing: no other trainer asks this one for anything."""
@@ -60,9 +58,12 @@ class State:
         index = bucket.index()
         if self._plan and self._planned_sizes[index : index + 1] != [size]:
             # DistributedDataParallel has made other buckets once more.
-            self._plan, self._layout = [], f"step{self._step}"
+            self._plan = []
         parts = self._plan[index] if self._plan else cut(*size, self._loads)
-        name = f"{self._name}/{self._layout}/{index}"
+        # Names say by which step the buckets were made, so that a late trainer, which is in another step than the
+        # others, pushes to the rounds of the same buckets.
+        layout = f"from_step{self._planned_in}" if self._plan else f"step{self._step}"
+        name = f"{self._name}/{layout}/{index}"
         self._sizes.append(size)
         if bucket.is_last():
             self._end_step()
@@ -78,12 +79,9 @@ class State:
         return torch.futures.collect_all([pushed for _, pushed in pushes]).then(join)
 
     def _end_step(self) -> None:
-        if not self._plan:
-            if self._step == 0:
-                self._layout = "step1"
-            else:
-                self._plan, self._planned_sizes = plan(self._sizes, self.server.spec.shards), self._sizes
-                self._layout = f"from_step{self._step}"
+        if not self._plan and self._step > 0:
+            self._plan, self._planned_sizes = plan(self._sizes, self.server.spec.shards), self._sizes
+            self._planned_in = self._step
         if self._step == 3 and self.quorum is None:
             # The third step is over, so all have the results of the first two: nobody will ask for them.
             for layout in ("step0", "step1"):

@@ -138,10 +138,11 @@ class Host:
     def admit(self, trainer: Trainer, positions: dict[str, int]) -> None:
         """Wait for a trainer from now on; of a model that it is given a copy of, from these positions on."""
         with self._roster.lock:
+            if self._roster.is_gone(trainer):
+                return
             self._roster.count(trainer)
-            if not self._roster.is_gone(trainer):
-                for name in positions:
-                    self._piece(name).admit(trainer)
+            for name in positions:
+                self._piece(name).admit(trainer)
 
     def enter(self, model: str, trainer: Trainer) -> Future[Entry]:
         """From whom a trainer gets the parameters of its copy of a model."""
