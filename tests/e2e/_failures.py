@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import pytest
+import torch.distributed.autograd as dist_autograd
 import torch.distributed.rpc as rpc
 
 from torch_ucx_rpc import errors
@@ -61,6 +62,10 @@ def failure_of(call: Callable[[], object], kind: type[Failure]) -> Failure:
     with pytest.raises(kind) as raised:
         call()
     return raised.value
+
+
+def autograd_contexts() -> int:
+    return int(dist_autograd._get_debug_info()["num_autograd_contexts"])
 
 
 def is_lost(name: str) -> bool:

@@ -15,6 +15,7 @@ import torch
 import torch.distributed.autograd as dist_autograd
 import torch.distributed.rpc as rpc
 import workers
+from _failures import autograd_contexts
 from labs import Fate, VirtualHosts, needs_virtual_hosts
 from workers import Steps, agent, backend_options, eventually, init_rpc
 
@@ -371,9 +372,6 @@ def test_a_worker_that_joins_again_has_no_contexts_from_before(run_workers: RunW
 
 
 def join_again_with_an_open_context(rank: int, steps: Steps, file: Path) -> None:
-    def contexts() -> int:
-        return int(dist_autograd._get_debug_info()["num_autograd_contexts"])
-
     at_store = {"rpc_backend_options": backend_options(init_method=file.as_uri())}
     join(rank, **at_store)
     steps.done(f"joined {rank}")
@@ -387,14 +385,14 @@ def join_again_with_an_open_context(rank: int, steps: Steps, file: Path) -> None
     else:
         with dist_autograd.context():
             steps.wait_for("called")
-            assert contexts() == 2
+            assert autograd_contexts() == 2
             rpc.shutdown(graceful=False)
             steps.done("left")
             steps.wait_for("closed")
             join(rank, **at_store)
             # Worker 0 could not tell it that the context is closed. Its own it closes itself.
-            assert contexts() == 1
-        assert contexts() == 0
+            assert autograd_contexts() == 1
+        assert autograd_contexts() == 0
         steps.done("joined again")
     steps.wait_for("joined again")
     rpc.shutdown()

@@ -22,6 +22,7 @@ import workers
 from _failures import (
     DEATH_OF_WORKER1,
     SHORT_LIMIT,
+    autograd_contexts,
     die,
     echo,
     failure_of,
@@ -201,7 +202,7 @@ def outlive_worker1(rank: int) -> None:
         eventually(lambda: metric("window.in_use_bytes") == 0, "the window is free")
         eventually(lambda: metric("window.waiting_messages") == 0, "nothing waits for the window")
         eventually(lambda: metric("pool.in_use_bytes") == in_use, "its buffers are back")
-        eventually(lambda: int(dist_autograd._get_debug_info()["num_autograd_contexts"]) == 0, "its context is closed")
+        eventually(lambda: autograd_contexts() == 0, "its context is closed")
         # worker2 got a reference of its from worker1.
         assert rref_count("num_owner_rrefs") == "1"
         rpc.rpc_sync("worker2", drop_kept)
@@ -273,10 +274,6 @@ def open_a_context() -> None:
     context.__enter__()
     kept.append(context)
     kept.append(rpc.rpc_sync("worker0", add_at_worker2, (torch.ones(2, requires_grad=True),)))
-
-
-def autograd_contexts() -> int:
-    return int(dist_autograd._get_debug_info()["num_autograd_contexts"])
 
 
 def state_of(name: str) -> str:

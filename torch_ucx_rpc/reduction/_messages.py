@@ -13,6 +13,9 @@ from torch_ucx_rpc._observe.life import Life
 
 OptimizerFactory = Callable[[list[Tensor]], torch.optim.Optimizer]
 
+# For a worker to say what it knows of a step. One that hangs is not waited for.
+ASKING_S = 2.0
+
 # The refusal of a new life of a host, which does not know of the server yet.
 UNKNOWN = "unknown server"
 # The refusal of a host that leaves the group.

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from torch_ucx_rpc._observe.life import Life
-from torch_ucx_rpc.reduction._messages import Answer, Push, Trainer
+from torch_ucx_rpc.reduction._messages import ASKING_S, Answer, Push, Trainer
 from torch_ucx_rpc.reduction._results import result_of
 from torch_ucx_rpc.reduction._roster import Roster
 from torch_ucx_rpc.reduction._round import Coming, Round, why_not
@@ -30,9 +30,6 @@ _logger = logging.getLogger(__name__)
 
 # So many trainers' tensors are added at a time, in one pass through memory. Until then they lie there.
 _BATCH = 4
-
-# For a worker to say whether it has had the result of a round. One that hangs is not waited for.
-_ASKING_S = 2.0
 
 # Until tensors are added, for one that needs them.
 _ADDING_S = 0.001
@@ -324,7 +321,7 @@ class Piece:
         for info in self._life.living():
             if info.name != push.trainer.name:
                 try:
-                    calls.append(rpc.rpc_async(info, result_of, args=arguments, timeout=_ASKING_S))
+                    calls.append(rpc.rpc_async(info, result_of, args=arguments, timeout=ASKING_S))
                 except RuntimeError as error:
                     _logger.debug("%s was not asked for a result: %s", info.name, error)
         with self._roster.lock:

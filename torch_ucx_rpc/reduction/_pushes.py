@@ -16,13 +16,10 @@ from torch_ucx_rpc._observe.futures import fail
 from torch_ucx_rpc._observe.lost import timed_out, was_lost
 from torch_ucx_rpc.reduction import _host
 from torch_ucx_rpc.reduction._loopback import Lent, lend, push_lent
-from torch_ucx_rpc.reduction._messages import LEFT, UNKNOWN, Answer, Push
+from torch_ucx_rpc.reduction._messages import ASKING_S, LEFT, UNKNOWN, Answer, Push
 from torch_ucx_rpc.reduction._server import Server
 
 _logger = logging.getLogger(__name__)
-
-# For a host to say who is missing.
-_ASKING_S = 2.0
 
 
 def push(server: Server, piece: str, shard: int, tensors: list[Tensor], quorum: int | None) -> Future[Answer]:
@@ -124,7 +121,7 @@ class _Pending:
             if self._lent is not None:
                 self._lent.take_back()
             arguments = (self._push.key, self._push.piece)
-            missing = rpc.rpc_sync(name, _host.absent, args=arguments, timeout=_ASKING_S)
+            missing = rpc.rpc_sync(name, _host.absent, args=arguments, timeout=ASKING_S)
         except RuntimeError:
             missing = None
         if missing is None:
