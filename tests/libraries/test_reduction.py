@@ -423,6 +423,10 @@ def give_bad_input(rank: int, steps: Steps) -> None:
                 lambda: serve_parameters(functools.partial(torch.optim.SGD, rate=1), [torch.ones(1)]),
                 "makes no optimizer of these parameters: TypeError: .*'rate'",
             ),
+            (
+                lambda: serve_parameters(torch.optim.LBFGS, [torch.ones(1)]),
+                r"cannot update by LBFGS: its step\(\) takes a closure",
+            ),
             (lambda: serve_parameters(list, [torch.ones(1)]), r"must make a torch.optim.Optimizer; .*list.* makes \["),
             (lambda: serve_parameters(SGD, torch.ones(2)), r"several tensors, as model.parameters\(\); tensor"),
             (lambda: serve_parameters(SGD, 5), r"several tensors, as model.parameters\(\); 5 is none"),
@@ -452,6 +456,11 @@ def give_bad_input(rank: int, steps: Steps) -> None:
             (lambda: reduction.DataParallel(nn.ReLU(), server), "no parameter of the module requires grad"),
             (lambda: reduction.push_pull("ps", torch.ones(1)), "takes what reduction.serve returns; 'ps'"),
             (lambda: reduction.push_pull(server, [torch.ones(1), None]), "number 1 is None; give zeros"),
+            (lambda: reduction.push_pull(server, torch.ones(1, dtype=torch.int64)), "number 0 is torch.int64"),
+            (
+                lambda: reduction.push_pull(server, [torch.ones(1), torch.ones(2).to_sparse()]),
+                r"number 1 is torch\.sparse_coo: give tensor\.to_dense\(\)",
+            ),
             (lambda: reduction.push_pull(server, []), "nothing to push: gradients is empty"),
             (lambda: reduction.push_pull(server, None), "takes a tensor, or several as a list; None is neither"),
             (lambda: reduction.hook(None, None), "takes what reduction.state returns.*None is something else"),
@@ -466,6 +475,14 @@ def give_bad_input(rank: int, steps: Steps) -> None:
             with pytest.raises((TypeError, ValueError), match=why):
                 wrong()
         assert torch.equal(reduction.push_pull(server, [torch.ones(2), torch.ones(3)])[1], torch.ones(3))
+        # The first step is over, and waits for nobody.
+        reduction.serve("worker1", trainers=2)
+        reduction.serve("worker1", name="two", trainers=["worker0", "worker2"])
+        reduction.serve("worker1", name="two", trainers=["worker2", "worker0"])
+        reduction.serve("worker1", name="two", trainers=2)
+        for others in (3, ["worker0", "worker1"]):
+            with pytest.raises(ValueError, match=r"made with trainers=\('worker0', 'worker2'\), and .* with trainers="):
+                reduction.serve("worker1", name="two", trainers=others)
         with pytest.raises(ValueError, match=r"another shape than the server's.*number 1 is \[4\].*that one is \[3\]"):
             reduction.push_pull(server, [torch.ones(2), torch.ones(4)])
         with pytest.raises(ValueError, match=r"all trainers must call serve alike"):

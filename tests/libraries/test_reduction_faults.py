@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.rpc as rpc
-from _training import SGD, make_model, train
+from _training import SGD, are_equal, make_model, train
 from torch import Tensor
 from torch.futures import Future
 from workers import Steps, eventually
@@ -23,7 +23,7 @@ from torch_ucx_rpc.reduction import _data_parallel
 from torch_ucx_rpc.reduction._host import Host, hosts_of, models
 from torch_ucx_rpc.reduction._meeting import Meetings
 from torch_ucx_rpc.reduction._messages import Push, Spec, Trainer, Update
-from torch_ucx_rpc.reduction._parameters import ParameterPiece
+from torch_ucx_rpc.reduction._parameters import ParameterPiece, checkpoint_of
 from torch_ucx_rpc.reduction._piece import Piece
 from torch_ucx_rpc.reduction._results import Results
 from torch_ucx_rpc.reduction._roster import Roster
@@ -152,7 +152,7 @@ def trainer_of(rank: int) -> Trainer:
 
 
 def push_to(piece: Any, rank: int, tensor: Tensor, number: int = 0) -> Any:
-    origin = piece.kept()[0] if isinstance(piece, ParameterPiece) else None
+    origin = piece.kept().origin if isinstance(piece, ParameterPiece) else None
     return piece.push(Push("ps", "tensors/0", 0, trainer_of(rank), 0, None, number, False, [tensor], origin), True)
 
 
@@ -188,6 +188,32 @@ def test_training_goes_on_where_a_checkpoint_cannot_be_written(
     piece = piece_of(1, optimizer=SGD, checkpoint=str(folder), checkpoint_every=1)
     assert push_to(piece, 0, torch.ones(2)).value().refusal is None
     assert f"could not save tensors/0 to {folder}" in caplog.text
+
+
+def test_a_checkpoint_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    spec = Spec("ps", ("ps",), 1, optimizer=SGD, checkpoint=str(tmp_path))
+    checkpoint_of(spec, "tensors/0").write_bytes(b"no checkpoint")
+    piece = ParameterPiece("tensors/0", Roster(spec), HOST, ALONE)
+    with pytest.raises(RuntimeError, match=rf"cannot restore tensors/0 from the checkpoint {tmp_path}/ps-.*\.pt: .*"):
+        piece.fill(trainer_of(0))
+
+
+def test_a_checkpoint_of_another_model_is_named(run_on_both: RunWorkers, tmp_path: Path) -> None:
+    run_on_both(1, give_another_model, str(tmp_path))
+
+
+def give_another_model(rank: int, folder: str) -> None:
+    def serve(name: str, parameters: list[Tensor]) -> reduction.Server:
+        return reduction.serve(
+            "worker0", name=name, parameters=parameters, optimizer=SGD, checkpoint=folder, checkpoint_every=1
+        )
+
+    reduction.push_pull(serve("ps", [torch.ones(2)]), [torch.ones(2)])
+    (saved,) = Path(folder).iterdir()
+    # As for a server that is made another day.
+    saved.rename(saved.with_name(saved.name.replace("ps-", "later-")))
+    with pytest.raises(ValueError, match=r"those of the checkpoint .*/later-.*\.pt\. Give the model that"):
+        serve("later", [torch.ones(3)])
 
 
 @pytest.mark.parametrize("is_first_own", [True, False])
@@ -243,14 +269,15 @@ def test_of_a_number_of_trainers_only_those_count_that_have_called_serve() -> No
         assert torch.equal(answer.value().tensors[0], torch.full((2,), 0.5))
 
 
-@pytest.mark.parametrize("failing", [(1,), (0, 1, 2)])
+@pytest.mark.parametrize("error", [RuntimeError, ValueError])
+@pytest.mark.parametrize("failing", [(0,), (1,), (0, 1, 2)])
 def test_after_a_step_that_is_averaged_in_part_a_trainer_begins_anew(
-    run_on_both: RunWorkers, failing: tuple[int, ...]
+    run_on_both: RunWorkers, failing: tuple[int, ...], error: type[Exception]
 ) -> None:
-    run_on_both(1, fail_in_buckets, failing)
+    run_on_both(1, fail_in_buckets, failing, error)
 
 
-def fail_in_buckets(rank: int, failing: tuple[int, ...]) -> None:
+def fail_in_buckets(rank: int, failing: tuple[int, ...], error: type[Exception]) -> None:
     model = make_model()
     copy = reduction.DataParallel(model, reduction.serve(), bucket_bytes=1 << 14)
     assert len(copy._buckets) == 3
@@ -260,11 +287,11 @@ def fail_in_buckets(rank: int, failing: tuple[int, ...]) -> None:
         if int(prefix.rpartition("/")[2]) not in failing:
             return real(server, prefix, *arguments)
         failed: Future[Any] = Future()
-        failed.set_exception(RuntimeError("by design"))
+        failed.set_exception(error("by design"))
         return [(None, failed)]
 
     _data_parallel.push_bucket = push
-    with pytest.raises(RuntimeError, match="by design"):
+    with pytest.raises(error, match="by design"):
         copy(torch.ones(4, 8)).sum().backward()
     _data_parallel.push_bucket = real
     if len(failing) == 1:
@@ -272,6 +299,45 @@ def fail_in_buckets(rank: int, failing: tuple[int, ...]) -> None:
             copy(torch.ones(4, 8))
     else:
         copy(torch.ones(4, 8)).sum().backward()
+
+
+def test_after_a_push_that_some_hosts_have_not_answered_a_trainer_begins_anew(
+    run_on_both: RunWorkers, tmp_path: Path
+) -> None:
+    run_on_both(3, push_to_a_host_that_answers_nothing, Steps(tmp_path), options={"rpc_timeout": 2})
+
+
+def answer_pushes(answers: bool) -> None:
+    Host.push = HOST_PUSH if answers else lambda *_: Future()  # type: ignore[method-assign,assignment]
+
+
+HOST_PUSH = Host.push
+
+
+def push_to_a_host_that_answers_nothing(rank: int, steps: Steps) -> None:
+    if rank == 2:
+        gradients = [torch.ones(2), torch.ones(2)]
+
+        def push() -> list[Tensor]:
+            return reduction.push_pull(server, gradients)
+
+        server = reduction.serve("worker0", "worker1")
+        for silent in (["worker0", "worker1"], ["worker1"]):
+            for host in silent:
+                rpc.rpc_sync(host, answer_pushes, args=(False,))
+            with pytest.raises(RuntimeError, match="was not completed"):
+                push()
+            for host in silent:
+                rpc.rpc_sync(host, answer_pushes, args=(True,))
+            if len(silent) == 2:
+                # Nobody is a step ahead.
+                assert are_equal(push(), gradients)
+        with pytest.raises(RuntimeError, match=r"has failed at some hosts.*Begin anew, with server\.leave\(\)"):
+            push()
+        server.leave()
+        server = reduction.serve("worker0", "worker1")
+        assert are_equal(push(), gradients)
+    steps.meet("done", rank, 3)
 
 
 def test_a_host_that_hangs_is_named(run_on_ucx: RunWorkers, tmp_path: Path) -> None:

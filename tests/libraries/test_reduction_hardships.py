@@ -137,7 +137,6 @@ def catch_up_two_at_once(rank: int, steps: Steps) -> None:
         steps.done("far")
         while not (steps.is_done("caught up 0") and steps.is_done("caught up 1")):
             train(copy, optimizer, rank, 1)
-            time.sleep(0.01)  # the others may have but one core with it
     else:
         steps.wait_for("far")
         train(copy, optimizer, rank, 1)

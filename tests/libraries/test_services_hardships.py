@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed.rpc as rpc
@@ -233,3 +235,116 @@ def live_twice(rank: int, url: str) -> None:
     assert [service.name for service in services.statistics()] == ["value"]
     del former
     rpc.shutdown()
+
+
+# ------------------------------------------------------------------------------------------------ threads of one worker
+
+
+def test_a_name_that_another_thread_is_about_to_register_is_not_unregistered(
+    run_on_both: RunWorkers, tmp_path: Path
+) -> None:
+    run_on_both(2, unregister_too_early, Steps(tmp_path))
+
+
+def unregister_too_early(rank: int, steps: Steps) -> None:
+    if rank == 1:
+        known = _directory.directory()
+        change, begun, go_on = known.change, threading.Event(), threading.Event()
+
+        def change_later(**what: Any) -> None:
+            if what.get("added"):
+                begun.set()
+                assert go_on.wait(30)
+            change(**what)
+
+        known.change = change_later  # type: ignore[method-assign]
+        registering = threading.Thread(target=services.register, args=("name", own_name))
+        registering.start()
+        assert begun.wait(30)
+        with pytest.raises(UnknownName, match="'worker1', does not offer 'name'; it offers nothing"):
+            services.unregister("name")
+        go_on.set()
+        registering.join()
+    steps.meet("registered", rank, 2)
+    assert services.call("name") == "worker1"
+    steps.meet("over", rank, 2)
+
+
+def test_a_watch_that_is_stopped_is_told_nothing_more(run_on_both: RunWorkers) -> None:
+    run_on_both(1, stop_watching)
+
+
+def stop_watching(rank: int) -> None:
+    told, is_told, go_on = [], threading.Event(), threading.Event()
+
+    def on_change(service: services.Service) -> None:
+        told.append(service.workers)
+        is_told.set()
+        assert go_on.wait(30)
+
+    stop = services.watch("name", on_change)
+    assert is_told.wait(30)
+    services.register("name", own_name)
+    stop()
+    go_on.set()
+    # What there is to tell is told one after the other.
+    is_told.clear()
+    services.watch("name", on_change)
+    assert is_told.wait(30)
+    assert told == [(), ("worker0",)]
+
+
+# ----------------------------------------------------------------------------------------------------- what is called
+
+
+def test_a_role_is_called_that_has_just_registered_the_service(run_on_both: RunWorkers, tmp_path: Path) -> None:
+    run_on_both(3, call_a_role_before_it_is_told, Steps(tmp_path))
+
+
+def call_a_role_before_it_is_told(rank: int, steps: Steps) -> None:
+    if rank == 2:
+        services.take_role("caller")
+        # It hears of no announcement.
+        _directory._hear = lambda change: None
+    steps.meet("deaf", rank, 3)
+    if rank == 1:
+        services.register("score", own_name)
+    steps.meet("registered", rank, 3)
+    if rank == 2:
+        assert [future.wait() for future in services.call_role("worker", "score")] == ["worker1"]
+    steps.meet("over", rank, 3)
+
+
+@rpc.functions.async_execution
+def answer_at_once() -> int:
+    return 3
+
+
+def test_a_service_that_is_to_answer_later_must_return_a_future(run_on_both: RunWorkers, tmp_path: Path) -> None:
+    run_on_both(2, answer_at_once_by_mistake, Steps(tmp_path))
+
+
+def answer_at_once_by_mistake(rank: int, steps: Steps) -> None:
+    if rank == 1:
+        services.register("wrong", answer_at_once)
+    steps.meet("registered", rank, 2)
+    if rank == 0:
+        with pytest.raises((TypeError, RuntimeError), match=r"'wrong' .* must return a torch\.futures\.Future; .* 3"):
+            services.call("wrong")
+    else:
+        eventually(lambda: services.statistics()[0].errors == 1, "it counts as an error")
+        assert services.statistics()[0].open == 0
+    steps.meet("over", rank, 2)
+
+
+def time_limit(timeout: float) -> float:
+    return timeout
+
+
+def test_services_of_a_group_may_have_a_parameter_named_timeout(run_on_both: RunWorkers) -> None:
+    run_on_both(1, give_a_timeout)
+
+
+def give_a_timeout(rank: int) -> None:
+    services.register("limit", time_limit, group="eval")
+    assert services.call_group("eval", kwargs={"timeout": 3}, timeout=20)["limit"].wait() == 3

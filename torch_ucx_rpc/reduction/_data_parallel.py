@@ -25,7 +25,7 @@ from torch_ucx_rpc.reduction._buckets import Bucket, make_buckets
 from torch_ucx_rpc.reduction._ddp import push_bucket
 from torch_ucx_rpc.reduction._messages import Trainer
 from torch_ucx_rpc.reduction._plan import plan
-from torch_ucx_rpc.reduction._pushes import tensors_of
+from torch_ucx_rpc.reduction._pushes import has_failed, tensors_of
 from torch_ucx_rpc.reduction._server import Server
 
 _logger = logging.getLogger(__name__)
@@ -196,7 +196,7 @@ class DataParallel(nn.Module):
             pushes = [push for bucket in self._buckets for _, push in bucket.pushes]
             # All have the same time. If none was answered in it, all can be pushed again.
             is_late = error.__cause__ is not None and timed_out(error.__cause__)
-            self._is_partly_averaged = not all((is_late or push.done()) and _has_failed(push) for push in pushes)
+            self._is_partly_averaged = not all((is_late or push.done()) and has_failed(push) for push in pushes)
             raise
         finally:
             self._is_in_backward = False
@@ -241,7 +241,8 @@ class DataParallel(nn.Module):
 
     def _catch_up(self) -> None:
         """Take over the state of another trainer, after steps that this one has missed."""
-        # Others that are behind must not wait for this one, while it waits for them.
+        # Others that are behind must not wait for this one, while it waits for them. Nor may a host be told otherwise.
+        self._can_give = False
         self._server.call_all(_host.hold_no_more, self._server.spec.key, self._name, self._server.trainer)
         self._asking.turn_away()
         try:
@@ -343,14 +344,6 @@ class DataParallel(nn.Module):
             "optimizer": None if self._optimizer is None else _copied(self._optimizer.state_dict()),
             "positions": dict(self._server.positions),
         }
-
-
-def _has_failed(push: Future[Any]) -> bool:
-    try:
-        push.wait()
-    except RuntimeError:
-        return True
-    return False
 
 
 def _copied(value: Any) -> Any:

@@ -23,7 +23,7 @@ from torch.futures import Future
 
 from torch_ucx_rpc._observe.life import Life, PerLife
 from torch_ucx_rpc._observe.lost import Gone
-from torch_ucx_rpc.reduction._messages import LEFT, UNKNOWN, Answer, Entry, Opened, Push, Spec, Trainer, Update
+from torch_ucx_rpc.reduction._messages import LEFT, UNKNOWN, Answer, Entry, Kept, Opened, Push, Spec, Trainer, Update
 from torch_ucx_rpc.reduction._parameters import ParameterPiece
 from torch_ucx_rpc.reduction._piece import Piece
 from torch_ucx_rpc.reduction._roster import Copies, Roster
@@ -57,6 +57,10 @@ class Host:
         """Whether no trainer has done anything here yet."""
         with self._roster.lock:
             return not (self._pieces or self._roster.trainers)
+
+    def refusal(self, spec: Spec) -> str | None:
+        """Why a trainer may not use the server, if it asks for another one than has been made."""
+        return self.spec.refusal(spec, self._roster.has_begun)
 
     def note_serve(self, trainer: Trainer) -> None:
         """A worker has called serve: it is a trainer."""
@@ -266,11 +270,8 @@ class Hosts:
                 for gone in self._gone:
                     # A host of that name that has come since is one from the start.
                     host.on_gone(gone.session, gone.name, is_host=gone.name not in living)
-        if not host.spec.agrees_with(spec):
-            return Opened(
-                f"the server {spec.key!r} was made with {host.spec}, and is asked for with {spec}: "
-                f"all trainers must call serve alike, or give the servers different names"
-            )
+        if refusal := host.refusal(spec):
+            return Opened(refusal)
         if trainer is not None:
             host.note_serve(trainer)
         return Opened(None, host.note_lost(lost), is_new)
@@ -345,7 +346,7 @@ def take_parameters(key: str, piece: str, parameters: list[Tensor]) -> Future[No
     return hosts()[key].parameters(piece).take_parameters(parameters)
 
 
-def kept(key: str, piece: str) -> tuple[int, list[tuple[int, ...]]] | None:
+def kept(key: str, piece: str) -> Kept | None:
     return hosts()[key].parameters(piece).kept()
 
 

@@ -57,16 +57,41 @@ class Spec(NamedTuple):
     shards: int = 1
     # How often all hosts were lost, so that other trainers became the hosts.
     generation: int = 0
+    # As this trainer has been told of the trainers: their number, their names, or nothing.
+    trainers: int | tuple[str, ...] | None = None
 
     @property
     def key(self) -> str:
         """By which hosts know the server: a worker may be one of its hosts again in a later generation."""
         return f"{self.name}, generation {self.generation}" if self.generation else self.name
 
-    def agrees_with(self, other: Spec) -> bool:
-        """Whether the two are of one server: trainers may expect others."""
-        own, others = (spec._replace(optimizer=None, expected=0, expected_names=()) for spec in (self, other))
-        return own == others and pickle.dumps(self.optimizer) == pickle.dumps(other.optimizer)
+    def refusal(self, asked: Spec, has_begun: bool) -> str | None:
+        """Why the server, whose first step may be over, is not the one that is asked for."""
+        if not self._agrees_with(asked):
+            own, other = str(self), str(asked)
+        elif not has_begun and self._expects_others_than(asked):
+            own, other = f"trainers={self.trainers}", f"trainers={asked.trainers}"
+        else:
+            return None
+        return (
+            f"the server {self.key!r} was made with {own}, and is asked for with {other}: all trainers must call serve "
+            f"alike, or give the servers different names"
+        )
+
+    def _agrees_with(self, asked: Spec) -> bool:
+        own, other = (
+            spec._replace(optimizer=None, expected=0, expected_names=(), trainers=None) for spec in (self, asked)
+        )
+        return own == other and pickle.dumps(self.optimizer) == pickle.dumps(asked.optimizer)
+
+    def _expects_others_than(self, asked: Spec) -> bool:
+        own, other = self.trainers, asked.trainers
+        if own is None or other is None:
+            return False
+        if isinstance(own, tuple) and isinstance(other, tuple):
+            return set(own) != set(other)
+        first, second = (told if isinstance(told, int) else len(told) for told in (own, other))
+        return first != second
 
     def __str__(self) -> str:
         optimizer = "no optimizer" if self.optimizer is None else f"optimizer={self.optimizer!r}"
@@ -130,6 +155,15 @@ class Entry(NamedTuple):
     is_initial: bool
     # The host leaves: another one knows.
     is_leaving: bool = False
+
+
+class Kept(NamedTuple):
+    """What parameters a host has."""
+
+    origin: int
+    shapes: list[tuple[int, ...]]
+    # The file that they have been restored from.
+    restored_from: str | None = None
 
 
 class Update(NamedTuple):

@@ -23,7 +23,7 @@ from torch.futures import Future
 
 from torch_ucx_rpc._observe.life import Life
 from torch_ucx_rpc.reduction._applied import Applied
-from torch_ucx_rpc.reduction._messages import Answer, OptimizerFactory, Push, Spec, Trainer, Update
+from torch_ucx_rpc.reduction._messages import Answer, Kept, OptimizerFactory, Push, Spec, Trainer, Update
 from torch_ucx_rpc.reduction._piece import Piece
 from torch_ucx_rpc.reduction._roster import Roster
 from torch_ucx_rpc.reduction._round import Round, shapes_differ
@@ -127,6 +127,7 @@ class ParameterPiece(Piece):
         self._parameters: Parameters | None = None
         # The trainer that gives the parameters, and those that wait for that.
         self._filler: Trainer | None = None
+        self._restored_from: str | None = None
         self._waiting: list[tuple[Trainer, Future[str]]] = []
 
     @property
@@ -189,18 +190,26 @@ class ParameterPiece(Piece):
         if state is not None and state.replica is not None and state.replica.host == name:
             state.replica = None
 
-    def kept(self) -> tuple[int, list[tuple[int, ...]]] | None:
+    def kept(self) -> Kept | None:
         """The origin and the shapes of the parameters."""
         with self._roster.lock:
-            return None if self._parameters is None else (self._parameters.origin, self._parameters.shapes())
+            state = self._parameters
+            return None if state is None else Kept(state.origin, state.shapes(), self._restored_from)
 
     def _restore(self) -> Parameters | None:
         """The parameters, of the checkpoint if there are none here. The caller holds the lock of the roster."""
         if self._parameters is None and self._spec.checkpoint is not None:
             path = checkpoint_of(self._spec, self.name)
             if path.exists():
-                restored = Parameters.from_dict(torch.load(path, weights_only=True), self._make)
-                self._parameters = restored
+                try:
+                    restored = Parameters.from_dict(torch.load(path, weights_only=True), self._make)
+                except Exception as error:
+                    raise RuntimeError(
+                        f"{self._life.info.name!r} cannot restore {self.name} from the checkpoint {path}: "
+                        f"{type(error).__name__}: {error}. It is damaged, or of another optimizer: put a whole one in "
+                        f"its place, or give another folder as checkpoint"
+                    ) from error
+                self._parameters, self._restored_from = restored, str(path)
                 name = self._life.info.name
                 _logger.info("%s: restored %s after %d updates from %s", name, self.name, restored.updates, path)
         return self._parameters

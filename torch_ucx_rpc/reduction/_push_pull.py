@@ -8,12 +8,13 @@ import threading
 from collections.abc import Callable, Iterable
 from typing import Any, overload
 
+import torch
 from torch import Tensor
 from torch.futures import Future
 
 from torch_ucx_rpc._observe.futures import fail
 from torch_ucx_rpc.reduction._messages import Answer
-from torch_ucx_rpc.reduction._pushes import push, tensors_of
+from torch_ucx_rpc.reduction._pushes import has_failed, push, tensors_of
 from torch_ucx_rpc.reduction._server import Server
 
 
@@ -32,8 +33,10 @@ def push_pull(server: Server, gradients: Any, *, quorum: int | None = None) -> A
         quorum (int): a step is complete with that many trainers, and the mean is theirs; the gradients of those that
             come later are dropped. (default: all that are there)
 
-    Raises ValueError for gradients of another shape than the server's, and for a quorum above the number of trainers;
-    RuntimeError if a step is not completed within ``rpc_timeout``, saying who was missing, or all hosts are lost.
+    Raises TypeError for gradients that are no floating point numbers; ValueError for sparse ones, for those of another
+    shape than the server's, and for a quorum above the number of trainers; RuntimeError if a step is not completed
+    within ``rpc_timeout``, saying who was missing, if all hosts are lost, or if the former step was completed by some
+    of the hosts and not by others.
 
     Example::
 
@@ -57,7 +60,21 @@ def push_pull_async(server: Server, gradients: Any, *, quorum: int | None = None
             raise TypeError(
                 f"gradients are tensors, and number {index} is {tensor!r}; give zeros where a parameter has none"
             )
+        if not (tensor.is_floating_point() or tensor.is_complex()):
+            raise TypeError(
+                f"gradients are floating point numbers, of which a mean can be made; number {index} is {tensor.dtype}"
+            )
+        if tensor.layout != torch.strided:
+            raise ValueError(
+                f"push_pull takes dense tensors, and number {index} is {tensor.layout}: give tensor.to_dense()"
+            )
     server.check_quorum(quorum)
+    if server.is_pushed_in_part:
+        raise RuntimeError(
+            f"the former push_pull of {server.trainer} has failed at some hosts of {server!r}, and was done by others: "
+            f"the gradients of this step would go to different steps there. Begin anew, with server.leave() and "
+            f"reduction.serve"
+        )
     shards = server.assign(tensors)
     pushes = []
     for shard in sorted(set(shards)):
@@ -66,6 +83,9 @@ def push_pull_async(server: Server, gradients: Any, *, quorum: int | None = None
         pushes.append((shard, push(server, piece, shard, mine, quorum)))
 
     def join() -> Any:
+        failed = sum(has_failed(pushed) for _, pushed in pushes)
+        # An asynchronous server knows of no steps.
+        server.is_pushed_in_part = 0 < failed < len(pushes) and not server.spec.asynchronous
         results: list[Tensor | None] = [None] * len(tensors)
         for shard, pushed in pushes:
             indices = [index for index, of in enumerate(shards) if of == shard]

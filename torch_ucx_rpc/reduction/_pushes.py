@@ -27,6 +27,15 @@ def push(server: Server, piece: str, shard: int, tensors: list[Tensor], quorum: 
     return _Pending(server, shard, server.next_push(piece, shard, tensors, quorum)).future
 
 
+def has_failed(push: Future[Answer]) -> bool:
+    """Whether a push has no result; waits until that is known."""
+    try:
+        push.wait()
+    except Exception:
+        return True
+    return False
+
+
 def tensors_of(push: Future[Answer]) -> list[Tensor]:
     """The result of a push that is done."""
     tensors = push.value().tensors

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import difflib
+import inspect
 import os
 import pickle
 from collections.abc import Iterable, Sequence
@@ -18,7 +19,7 @@ from torch_ucx_rpc._observe.life import Life
 from torch_ucx_rpc._observe.lost import was_lost
 from torch_ucx_rpc.reduction import _host
 from torch_ucx_rpc.reduction._meeting import Hosts, trainers_as_hosts
-from torch_ucx_rpc.reduction._messages import OptimizerFactory, Spec
+from torch_ucx_rpc.reduction._messages import Kept, OptimizerFactory, Spec
 from torch_ucx_rpc.reduction._server import Server
 from torch_ucx_rpc.reduction._servers import servers
 
@@ -87,6 +88,7 @@ def serve(
             not names,
             found.shards,
             found.generation,
+            trainers if trainers is None or isinstance(trainers, int) else tuple(trainers),
         )
         server = known.get(server_name)
         is_new = server is None or server.has_left
@@ -198,6 +200,13 @@ def _check_parameters(parameters: Sequence[Any], optimizer: OptimizerFactory) ->
         ) from error
     if not isinstance(made, torch.optim.Optimizer):
         raise TypeError(f"optimizer must make a torch.optim.Optimizer; {optimizer!r} makes {made!r}")
+    closure = inspect.signature(type(made).step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise ValueError(
+            f"a server cannot update by {type(made).__name__}: its step() takes a closure that computes the loss anew, "
+            f"and the server has gradients alone. Optimizers whose step() needs nothing can be used, such as "
+            f"torch.optim.SGD or Adam"
+        )
 
 
 def _expected(trainers: Any, names: tuple[str, ...], life: Life) -> tuple[int, tuple[str, ...]]:
@@ -243,17 +252,23 @@ def _give_to(server: Server, host: str, piece: str, mine: list[Tensor]) -> bool:
     try:
         if server.call(host, _host.fill, key, piece, server.trainer) == "give":
             server.call(host, _host.take_parameters, key, piece, mine)
-        origin, shapes = server.call(host, _host.kept, key, piece)
+        kept: Kept = server.call(host, _host.kept, key, piece)
     except RuntimeError as error:
         if not was_lost(error):
             raise
         server.lose(host)
         return False
     expected = [tuple(tensor.shape) for tensor in mine]
-    if shapes != expected:
-        raise ValueError(
-            f"the parameters of this trainer have the shapes {expected}, and the server's {shapes} (those on "
-            f"{host!r}): all trainers must give the same model"
+    if kept.shapes != expected:
+        cure = (
+            "all trainers must give the same model"
+            if kept.restored_from is None
+            else f"they are those of the checkpoint {kept.restored_from}. Give the model that was saved there, or "
+            f"another folder as checkpoint"
         )
-    server.origins[piece] = origin
+        raise ValueError(
+            f"the parameters of this trainer have the shapes {expected}, and the server's {kept.shapes} (those on "
+            f"{host!r}): {cure}"
+        )
+    server.origins[piece] = kept.origin
     return True

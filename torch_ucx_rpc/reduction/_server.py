@@ -74,6 +74,8 @@ class Server:
         self.origins: dict[str, int] = {}
         self._shapes: list[tuple[int, ...]] | None = None
         self.has_left = False
+        # Some shards have completed the last step of `push_pull`, and others have not.
+        self.is_pushed_in_part = False
         # Models that are trained by way of it; the hosts are told when there is none any more.
         self._users: weakref.WeakSet[User] = weakref.WeakSet()
         self._open_users = 0

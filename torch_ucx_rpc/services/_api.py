@@ -15,7 +15,7 @@ from torch.futures import Future
 
 from torch_ucx_rpc._observe.statistics import ServiceStatistics
 from torch_ucx_rpc.services import _calls
-from torch_ucx_rpc.services._calls import call_async, unknown
+from torch_ucx_rpc.services._calls import unknown
 from torch_ucx_rpc.services._directory import Directory, directory, role_of
 from torch_ucx_rpc.services._errors import NameTaken, UnknownName
 from torch_ucx_rpc.services._offered import Service, all_services, check_arguments, check_flag, check_name, service_of
@@ -121,6 +121,7 @@ def _offer(offers: Mapping[str, tuple[Any, Offer]], group: str | None) -> None:
         check_name("group", group)
     known = directory()
     by_offer: dict[Offer, list[str]] = {}
+    added: dict[str, Served] = {}
     with _registering:
         for name in offers:
             if name in served:
@@ -130,7 +131,7 @@ def _offer(offers: Mapping[str, tuple[Any, Offer]], group: str | None) -> None:
                 )
         for name, (value, offer) in offers.items():
             # Others may call it before the decision has come back.
-            served[name] = Served(name, value, group)
+            served[name] = added[name] = Served(name, value, group)
             by_offer.setdefault(offer, []).append(name)
     try:
         known.change(
@@ -138,17 +139,19 @@ def _offer(offers: Mapping[str, tuple[Any, Offer]], group: str | None) -> None:
             groups=lambda groups: groups if group is None else groups | {group},
         )
     except BaseException:
-        _keep_only_offered(known, offers)
+        _keep_only_offered(known, added)
         raise
 
 
-def _keep_only_offered(known: Directory, names: Iterable[str]) -> None:
-    """After a change, which may have been interrupted: serve of these names what the others have been told of."""
+def _keep_only_offered(known: Directory, changed: Mapping[str, Served]) -> None:
+    """After a change, which may have been interrupted: serve of these what the others have been told of."""
     with known.lock:
         offered = set(known.own.offers)
-    for name in names:
-        if name not in offered:
-            served.pop(name, None)
+    with _registering:
+        for name, service in changed.items():
+            # Another thread may have registered the name anew.
+            if name not in offered and served.get(name) is service:
+                del served[name]
 
 
 def unregister(name: str) -> None:
@@ -158,14 +161,18 @@ def unregister(name: str) -> None:
     """
     check_name("name", name)
     known = directory()
-    if name not in served:
-        own = ", ".join(map(repr, sorted(served))) or "nothing"
+    service = served.get(name)
+    with known.lock:
+        offered = sorted(known.own.offers)
+    # What another thread is about to register, nobody has been told of.
+    if service is None or name not in offered:
+        own = ", ".join(map(repr, offered)) or "nothing"
         raise UnknownName(f"this worker, {known.info.name!r}, does not offer {name!r}; it offers {own}")
     try:
         known.change(removed=(name,))
     finally:
         # Until all have heard of it they may call: the callee says that it is gone, and they call another replica.
-        _keep_only_offered(known, [name])
+        _keep_only_offered(known, {name: service})
 
 
 def join(*groups: str) -> None:
@@ -340,7 +347,7 @@ def call_group(
     if not wanted:
         groups = ", ".join(sorted({repr(service.group) for service in found if service.group})) or "none"
         raise UnknownName(f"no living worker offers a service in the group {group!r}; the groups are {groups}")
-    return {name: call_async(name, *args, timeout=timeout, **dict(kwargs or {})) for name in wanted}
+    return {name: _calls.begin(name, tuple(args), dict(kwargs or {}), timeout) for name in wanted}
 
 
 # ------------------------------------------------------------------------------------------------------------ counts

@@ -259,6 +259,11 @@ def call_async(name: str, /, *args: Any, timeout: float = UNSET_RPC_TIMEOUT, **k
     Raises `UnknownName` at once; everything else the future raises. Where there is one replica, and the call would not
     be repeated, that is the future of ``rpc_async``, with the errors of that: RuntimeErrors that name the worker.
     """
+    return begin(name, args, kwargs, timeout)
+
+
+def begin(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], timeout: float) -> Future[Any]:
+    """`call_async` for arguments of any names."""
     route = _route_of(name)
     if route.only is not None and route.is_plain:
         return _invoke(route, route.only, _ASYNC, args, kwargs, timeout)

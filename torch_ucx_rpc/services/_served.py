@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.distributed.rpc as rpc
 from torch.futures import Future
 
@@ -81,6 +82,12 @@ def _run_async(service: Served, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     service.open += 1
     try:
         future = service.value(*args, **kwargs)
+        # What rpc_async returns is one of torch's own, which torch.futures.Future is made of.
+        if not isinstance(future, torch._C.Future):
+            raise TypeError(
+                f"{service.name!r} is decorated with rpc.functions.async_execution, so it must return a "
+                f"torch.futures.Future; it has returned {future!r}"
+            )
         future.add_done_callback(lambda done: _count_end(service, done))
     except BaseException:
         service.errors += 1

@@ -16,7 +16,8 @@ _logger = logging.getLogger(__name__)
 
 _watchers: dict[int, tuple[str, Callable[[Service], None]]] = {}
 _tokens = itertools.count()
-_changes: queue.SimpleQueue[tuple[Service, list[Callable[[Service], None]]]] = queue.SimpleQueue()
+# What there is to tell, and to which watchers.
+_changes: queue.SimpleQueue[tuple[Service, list[int]]] = queue.SimpleQueue()
 _teller: threading.Thread | None = None
 
 
@@ -24,7 +25,8 @@ def watch(name: str, on_change: Callable[[Service], None]) -> Callable[[], None]
     """Have ``on_change(service)`` called with a `Service` whenever a worker begins or ends to offer a name.
 
     The first call tells how it is now, also if nobody offers it. Calls come one after the other, on a thread of their
-    own; what they raise is logged. Returns a function that ends it, as the shutdown of RPC does.
+    own; what they raise is logged. Returns a function that ends it, as the shutdown of RPC does: what has not been told
+    by then is not told.
 
     Example::
 
@@ -42,7 +44,7 @@ def watch(name: str, on_change: Callable[[Service], None]) -> Callable[[], None]
             _teller = threading.Thread(target=_tell, name="torch_ucx_rpc-watch", daemon=True)
             _teller.start()
         _watchers[token] = (name, on_change)
-        _changes.put((service_of(known, name), [on_change]))
+        _changes.put((service_of(known, name), [token]))
 
     def stop() -> None:
         with known.lock:
@@ -53,10 +55,14 @@ def watch(name: str, on_change: Callable[[Service], None]) -> Callable[[], None]
 
 def _tell() -> None:
     while True:
-        service, callbacks = _changes.get()
-        for callback in callbacks:
+        service, tokens = _changes.get()
+        for token in tokens:
+            # It may have been stopped meanwhile.
+            _, on_change = _watchers.get(token, ("", None))
+            if on_change is None:
+                continue
             try:
-                callback(service)
+                on_change(service)
             except Exception:
                 _logger.exception("a callback of services.watch(%r) has raised", service.name)
 
@@ -68,8 +74,8 @@ def _on_made(known: Directory) -> None:
         # With the lock of the directory held.
         _calls.forget(concerned)
         for name in {name for name, _ in _watchers.values()} & concerned:
-            callbacks = [callback for watched, callback in _watchers.values() if watched == name]
-            _changes.put((service_of(known, name), callbacks))
+            tokens = [token for token, (watched, _) in _watchers.items() if watched == name]
+            _changes.put((service_of(known, name), tokens))
 
     known.on_change = on_change
 
