@@ -7,9 +7,9 @@
     python -m benchmarks life --record NAME     measure one anew; what that file has of the others stays
     python -m benchmarks --against ../before    this checkout against another one, built in place by the same Python
 
-Each file here asks one question; harness.py says how contenders are compared. It ends with 1 where a bound is missed or
-a contender has failed. What is measured is written after each benchmark, and one that crashes leaves the others alone.
-tables.py writes the tables of the docs from what is kept, and plot.py draws it.
+Most files here ask one question; harness.py says how contenders are compared, and jobs.py what they are. It ends with 1
+where a bound is missed or a contender has failed. What is measured is written after each benchmark, and one that
+crashes leaves the others alone. tables.py writes the tables of the docs from what is kept, and plot.py draws it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import harness, kept
+from benchmarks import harness, jobs, kept
 
 # In the order in which they are reported: the file, and what it calls its benchmark.
 BENCHMARKS = {
@@ -141,7 +141,7 @@ def main(command_line: Sequence[str] | None = None) -> int:
         other = arguments.against.resolve()
         if not list(other.glob("torch_ucx_rpc/_C*.so")):
             parser.error(f"{other} has no extension: run `python setup.py build_ext --inplace` there")
-        compared = {name: harness.against(benchmark, other) for name, benchmark in chosen.items()}
+        compared = {name: jobs.against(benchmark, other) for name, benchmark in chosen.items()}
         chosen = {name: benchmark for name, benchmark in compared.items() if benchmark.contenders()}
     records = [kept.Record(arguments.json)] if arguments.json else []
     if arguments.record:
@@ -161,7 +161,7 @@ def main(command_line: Sequence[str] | None = None) -> int:
             said = f"{len(results)} of {len(chosen)} done: {name} took {took:.0f} s, all {all_took:.0f} s"
             print(said, file=sys.stderr, flush=True)
 
-    for name, lanes in harness.LANES.items():
+    for name, lanes in jobs.LANES.items():
         print(f"{name} went by {lanes}")
     verdicts = [verdict for result in results.values() for verdict in result.verdicts()]
     missed = [verdict for verdict in verdicts if not verdict.holds]

@@ -12,7 +12,7 @@ import functools
 import numpy as np
 import torch.distributed.rpc as rpc
 
-from benchmarks import harness
+from benchmarks import harness, jobs
 from benchmarks.harness import Bound, Figure
 
 MIB = 2**20
@@ -57,8 +57,8 @@ BENCHMARK = harness.Benchmark(
         Figure("echo of 64 MiB, both ways", "GiB/s", (Bound(2.5), Bound(2, reference=PICKLED)), more_is_better=True),
     ),
     contenders=lambda: [
-        *(harness.RpcJob(transport, functools.partial(measure, np.ndarray)) for transport in harness.ON_ONE_HOST),
-        harness.RpcJob(dataclasses.replace(harness.UCX, name=PICKLED), functools.partial(measure, Pickled)),
+        *(jobs.RpcJob(transport, functools.partial(measure, np.ndarray)) for transport in jobs.ON_ONE_HOST),
+        jobs.RpcJob(dataclasses.replace(jobs.UCX, name=PICKLED), functools.partial(measure, Pickled)),
     ],
     rounds=3,
     in_short_set=False,

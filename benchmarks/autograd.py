@@ -15,7 +15,7 @@ import torch.distributed.rpc as rpc
 from torch import nn
 from torch.distributed.optim import DistributedOptimizer
 
-from benchmarks import harness
+from benchmarks import harness, jobs
 from benchmarks.harness import Bound, Figure
 
 STEPS = 60
@@ -87,8 +87,8 @@ def _benchmark(name: str, step: Callable[[], float], workers: int) -> harness.Be
         figures=(Figure(figure, "us", (Bound(0.6, 0.4),)),),
         rounds=15,  # they spread, and a round is short
         contenders=lambda: [
-            harness.RpcJob(transport, functools.partial(_measure, figure, step), workers=workers)
-            for transport in harness.ON_ONE_HOST
+            jobs.RpcJob(transport, functools.partial(_measure, figure, step), workers=workers)
+            for transport in jobs.ON_ONE_HOST
         ],
     )
 

@@ -12,7 +12,7 @@ import time
 import torch
 import torch.distributed.rpc as rpc
 
-from benchmarks import harness
+from benchmarks import harness, jobs
 from benchmarks.harness import Bound, Figure
 from benchmarks.large_tensors import echo
 from benchmarks.small_calls import nothing
@@ -61,10 +61,10 @@ def measure() -> harness.Figures:
 BENCHMARK = harness.Benchmark(
     question="How long does a small call take beside large tensors?",
     figures=(
-        Figure("small call beside 64 MiB, p50", "us", (Bound(1.0), harness.over_tcp(1))),
-        Figure("the same, p99", "us", (Bound(1.0), harness.over_tcp(1))),
+        Figure("small call beside 64 MiB, p50", "us", (Bound(1.0), jobs.over_tcp(1))),
+        Figure("the same, p99", "us", (Bound(1.0), jobs.over_tcp(1))),
         Figure("the echoes of 64 MiB, both ways", "GiB/s", more_is_better=True),
     ),
-    contenders=lambda: [harness.RpcJob(transport, measure) for transport in harness.TRANSPORTS],
+    contenders=lambda: [jobs.RpcJob(transport, measure) for transport in jobs.TRANSPORTS],
     rounds=3,
 )

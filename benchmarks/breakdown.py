@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch.distributed.rpc as rpc
 
-from benchmarks import harness
+from benchmarks import harness, jobs
 from benchmarks.small_calls import nothing
 
 CALLS = 3000
@@ -75,12 +75,12 @@ def main() -> None:
     parser.add_argument("--waiting", default="auto", choices=("auto", "poll", "sleep"))
     parser.add_argument("--tcp", action="store_true", help="over TCP rather than shared memory")
     arguments = parser.parse_args()
-    transport = harness.UCX_TCP if arguments.tcp else harness.UCX
+    transport = jobs.UCX_TCP if arguments.tcp else jobs.UCX
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "trace.json")
         os.environ["TORCH_UCX_RPC_TRACE"] = str(file)
         traced = dataclasses.replace(transport, options={"waiting": arguments.waiting})
-        with harness.RpcJob(traced, measure) as job:
+        with jobs.RpcJob(traced, measure) as job:
             job.measure()
         durations = steps_us(file.read_text(encoding="ascii"))
     print("| step | p50, us | p10 to p90 |\n|---|---:|---:|")

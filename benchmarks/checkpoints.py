@@ -18,7 +18,7 @@ from typing import Any
 import torch.distributed.rpc as rpc
 from torch import nn
 
-from benchmarks import harness
+from benchmarks import harness, jobs
 from benchmarks.harness import Bound, Figure
 from benchmarks.pipelines import forget_peak, peak_and_present_bytes
 
@@ -69,7 +69,7 @@ PAUSE = harness.Benchmark(
         Figure("the pause of an asynchronous save, 256 MiB", "s"),
         Figure("the pause, of the time that is waited", "times", (Bound(0.1, reference=None),)),
     ),
-    contenders=lambda: [harness.RpcJob(harness.UCX, pause, workers=3)],
+    contenders=lambda: [jobs.RpcJob(jobs.UCX, pause, workers=3)],
     rounds=5,
     in_short_set=False,
 )
@@ -106,7 +106,7 @@ MEMORY = harness.Benchmark(
         Figure("growth while saving", "times", (Bound(0.1, reference=None),)),
         Figure("growth while reading", "times", (Bound(0.1, reference=None),)),
     ),
-    contenders=lambda: [harness.RpcJob(harness.UCX, memory, workers=STAGES + 1)],
+    contenders=lambda: [jobs.RpcJob(jobs.UCX, memory, workers=STAGES + 1)],
     rounds=3,
     in_short_set=False,
 )

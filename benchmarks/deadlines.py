@@ -16,7 +16,7 @@ import torch
 import torch.distributed.rpc as rpc
 from torch.futures import Future
 
-from benchmarks import harness
+from benchmarks import harness, jobs
 from benchmarks.harness import Bound, Figure
 from benchmarks.in_flight import MIB, resident_mib
 from benchmarks.large_tensors import echo
@@ -153,7 +153,7 @@ BENCHMARK = harness.Benchmark(
         Figure("growth of the caller", "MiB"),
         Figure("growth of the callee", "MiB"),
     ),
-    contenders=lambda: [harness.RpcJob(transport, measure) for transport in (harness.UCX, harness.UCX_TCP)],
+    contenders=lambda: [jobs.RpcJob(transport, measure) for transport in (jobs.UCX, jobs.UCX_TCP)],
     rounds=2,
     in_short_set=False,
 )

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 import torch.distributed.rpc as rpc
 
-from benchmarks import harness
+from benchmarks import harness, jobs
 from benchmarks.harness import Bound, Figure
 from benchmarks.large_tensors import echo, ucx_perftest
 
@@ -20,9 +20,9 @@ LIMIT_S = 40.0
 SIZES = {"4 KiB": (4 * KIB, 500), "1 MiB": (MIB, 200), "64 MiB": (64 * MIB, 20), "1 GiB": (GIB, 5)}
 DEVICE_MAPS = {"device_maps": {"worker0": {0: 0}, "worker1": {0: 0}}}
 
-UCX = harness.Transport("UCX", "UCX", options=DEVICE_MAPS)
-UCX_RMM = harness.Transport("UCX, rmm", "UCX", options={**DEVICE_MAPS, "device_pool": "rmm"})
-TENSORPIPE = harness.Transport("TensorPipe", "TENSORPIPE", options=DEVICE_MAPS)
+UCX = jobs.Transport("UCX", "UCX", options=DEVICE_MAPS)
+UCX_RMM = jobs.Transport("UCX, rmm", "UCX", options={**DEVICE_MAPS, "device_pool": "rmm"})
+TENSORPIPE = jobs.Transport("TensorPipe", "TENSORPIPE", options=DEVICE_MAPS)
 
 
 def measure() -> harness.Figures:
@@ -76,10 +76,10 @@ BENCHMARK = harness.Benchmark(
         ),
     ),
     contenders=lambda: [
-        harness.RpcJob(UCX, measure, limit_s=LIMIT_S),
-        harness.RpcJob(TENSORPIPE, measure, limit_s=LIMIT_S),
-        *([harness.RpcJob(UCX_RMM, measure, limit_s=LIMIT_S)] if has_rmm() else []),
-        harness.Baseline("ucx_perftest", measure_ucx_perftest),
+        jobs.RpcJob(UCX, measure, limit_s=LIMIT_S),
+        jobs.RpcJob(TENSORPIPE, measure, limit_s=LIMIT_S),
+        *([jobs.RpcJob(UCX_RMM, measure, limit_s=LIMIT_S)] if has_rmm() else []),
+        jobs.Baseline("ucx_perftest", measure_ucx_perftest),
     ],
     in_short_set=False,
     needs_gpu=True,

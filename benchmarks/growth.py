@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed.rpc as rpc
 
-from benchmarks import harness
+from benchmarks import harness, jobs
 from benchmarks.harness import Figure
 from benchmarks.in_flight import forget_peak, resident_mib
 from benchmarks.large_tensors import echo, echo_us
@@ -78,18 +78,18 @@ def measure_memory_of_calls(calls: int) -> harness.Figures:
     return {memory_of(calls): rpc.rpc_sync("worker1", resident_mib, (True,)) - before}
 
 
-class Sweep(harness.RpcJob):
+class Sweep(jobs.RpcJob):
     """A job that lives through all rounds for the times, and one of new processes for the memory of each work."""
 
     def __init__(
         self,
-        transport: harness.Transport,
+        transport: jobs.Transport,
         measure: Callable[[], harness.Figures],
         measure_memory: Callable[[int], harness.Figures],
         works: list[int],
     ) -> None:
         super().__init__(transport, measure)
-        self._memory_jobs = [harness.FreshRpcJob(transport, functools.partial(measure_memory, work)) for work in works]
+        self._memory_jobs = [jobs.FreshRpcJob(transport, functools.partial(measure_memory, work)) for work in works]
 
     def measure(self) -> harness.Figures:
         figures = super().measure()
@@ -102,7 +102,7 @@ SIZE_SWEEP = harness.Benchmark(
     question="How does the echo of a tensor grow with its bytes?",
     figures=figures_of(SIZES, MEMORY_SIZES),
     contenders=lambda: [
-        Sweep(transport, measure_sizes, measure_memory_of_size, MEMORY_SIZES) for transport in harness.TRANSPORTS
+        Sweep(transport, measure_sizes, measure_memory_of_size, MEMORY_SIZES) for transport in jobs.TRANSPORTS
     ],
     rounds=2,
     in_short_set=False,
@@ -112,7 +112,7 @@ IN_FLIGHT_SWEEP = harness.Benchmark(
     question="How does a call's share of the time grow with the calls in flight?",
     figures=figures_of(IN_FLIGHT, IN_FLIGHT),
     contenders=lambda: [
-        Sweep(transport, measure_in_flight, measure_memory_of_calls, IN_FLIGHT) for transport in harness.ON_ONE_HOST
+        Sweep(transport, measure_in_flight, measure_memory_of_calls, IN_FLIGHT) for transport in jobs.ON_ONE_HOST
     ],
     rounds=2,
     in_short_set=False,
@@ -122,9 +122,9 @@ WORKER_SWEEP = harness.Benchmark(
     question="How does the life of a job grow with its workers?",
     figures=tuple(Figure(f"{workers} workers, in sum", "s") for workers in WORKERS),
     contenders=lambda: [
-        Life(harness.UCX, *WORKERS),
-        Life(harness.TENSORPIPE, *TENSORPIPE_WORKERS),
-        Life(harness.TENSORPIPE_UV, *WORKERS),
+        Life(jobs.UCX, *WORKERS),
+        Life(jobs.TENSORPIPE, *TENSORPIPE_WORKERS),
+        Life(jobs.TENSORPIPE_UV, *WORKERS),
     ],
     rounds=2,
     in_short_set=False,

@@ -7,7 +7,7 @@ import time
 
 import torch.distributed.rpc as rpc
 
-from benchmarks import harness
+from benchmarks import harness, jobs
 from benchmarks.harness import Bound, Figure
 
 IDLE_S = 4.0
@@ -34,6 +34,6 @@ def measure() -> harness.Figures:
 BENCHMARK = harness.Benchmark(
     question="What does an idle worker cost?",
     figures=(Figure("CPU time of an idle worker", "% of a core", (Bound(0.5, 0, reference=None),)),),
-    contenders=lambda: [harness.RpcJob(transport, measure) for transport in harness.ON_ONE_HOST],
+    contenders=lambda: [jobs.RpcJob(transport, measure) for transport in jobs.ON_ONE_HOST],
     rounds=3,
 )

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed.rpc as rpc
 
-from benchmarks import harness
+from benchmarks import harness, jobs
 from benchmarks.harness import Bound, Figure
 
 MIB = 2**20
@@ -64,10 +64,10 @@ BENCHMARK = harness.Benchmark(
         Figure(
             "300 calls of 1 MiB, the first time",
             "GiB/s",
-            (Bound(1.2, 2), harness.over_tcp(1)),
+            (Bound(1.2, 2), jobs.over_tcp(1)),
             more_is_better=True,
         ),
         Figure("growth of the callee's peak memory", "MiB", (Bound(0.6),)),
     ),
-    contenders=lambda: [harness.FreshRpcJob(transport, measure) for transport in harness.TRANSPORTS],
+    contenders=lambda: [jobs.FreshRpcJob(transport, measure) for transport in jobs.TRANSPORTS],
 )

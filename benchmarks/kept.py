@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks import harness
+from benchmarks import harness, jobs
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -40,7 +40,7 @@ class Record:
         }
 
     def add(self, name: str, result: harness.Result, load_before: float, seconds: float) -> None:
-        self._kept["lanes"] |= harness.LANES
+        self._kept["lanes"] |= jobs.LANES
         self._kept["measured"][name] = {
             "date": time.strftime("%Y-%m-%d"),
             "commit": commit(),
@@ -108,5 +108,5 @@ def configuration() -> dict[str, dict[str, Any]]:
     """How each transport is told to work, by its name."""
     return {
         transport.name: {"backend": transport.backend, **transport.environment, **transport.options}
-        for transport in harness.TRANSPORTS
+        for transport in jobs.TRANSPORTS
     }

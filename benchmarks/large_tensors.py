@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 import torch.distributed.rpc as rpc
 
-from benchmarks import harness
+from benchmarks import harness, jobs
 from benchmarks.harness import Bound, Figure
 
 MIB = 2**20
@@ -130,7 +130,7 @@ BENCHMARK = harness.Benchmark(
         Figure(
             "echo of 1 MiB, p50",
             "us",
-            (Bound(0.55, 0.4), harness.over_tcp(1)),
+            (Bound(0.55, 0.4), jobs.over_tcp(1)),
         ),
         Figure(
             "echo of 64 MiB, both ways",
@@ -139,14 +139,14 @@ BENCHMARK = harness.Benchmark(
                 Bound(2.5),
                 Bound(0.9, reference="ucx_perftest"),
                 Bound(None, 0.9, reference="memcpy"),
-                harness.over_tcp(1),
+                jobs.over_tcp(1),
             ),
             more_is_better=True,
         ),
     ),
     contenders=lambda: [
-        *(harness.RpcJob(transport, measure) for transport in harness.TRANSPORTS),
-        harness.Baseline("ucx_perftest", measure_ucx_perftest),
-        harness.Baseline("memcpy", measure_memcpy),
+        *(jobs.RpcJob(transport, measure) for transport in jobs.TRANSPORTS),
+        jobs.Baseline("ucx_perftest", measure_ucx_perftest),
+        jobs.Baseline("memcpy", measure_memcpy),
     ],
 )

@@ -16,7 +16,7 @@ import sys
 import time
 from pathlib import Path
 
-from benchmarks import harness
+from benchmarks import harness, jobs
 from benchmarks.harness import Bound, Figure
 
 PROGRAM = Path(__file__).with_name("launched_program.py")
@@ -61,9 +61,9 @@ def measure(*program: str) -> harness.Figures:
     return {figure_of(launcher, workers): seconds(launcher, workers, *program) for launcher, workers in JOBS}
 
 
-def contender(transport: harness.Transport) -> harness.Baseline:
+def contender(transport: jobs.Transport) -> jobs.Baseline:
     program = (str(PROGRAM), transport.backend, json.dumps(transport.options))
-    return harness.Baseline(transport.name, functools.partial(measure, *program))
+    return jobs.Baseline(transport.name, functools.partial(measure, *program))
 
 
 BENCHMARK = harness.Benchmark(
@@ -73,16 +73,16 @@ BENCHMARK = harness.Benchmark(
             figure_of(launcher, workers),
             "s",
             (
-                Bound(0.6 if workers >= 24 else None, 0.4, reference=harness.TENSORPIPE_UV.name),
+                Bound(0.6 if workers >= 24 else None, 0.4, reference=jobs.TENSORPIPE_UV.name),
                 Bound(None, reference=IMPORT),
             ),
         )
         for launcher, workers in JOBS
     ),
     contenders=lambda: [
-        contender(harness.UCX),
-        contender(harness.TENSORPIPE_UV),
-        harness.Baseline(IMPORT, functools.partial(measure, str(PROGRAM), "none", "{}")),
+        contender(jobs.UCX),
+        contender(jobs.TENSORPIPE_UV),
+        jobs.Baseline(IMPORT, functools.partial(measure, str(PROGRAM), "none", "{}")),
     ],
     rounds=1,
     in_short_set=False,

@@ -23,7 +23,7 @@ import torch
 import torch.distributed.rpc as rpc
 from torch._C._distributed_rpc import _get_current_rpc_agent
 
-from benchmarks import harness
+from benchmarks import harness, jobs
 from benchmarks.harness import Bound, Figure
 
 ALL_PAIRS_WORKERS = 8
@@ -50,7 +50,7 @@ def measure_all_pairs() -> harness.Figures:
     return {"8 workers, all pairs at once": 1e3 * (time.perf_counter() - started)}
 
 
-def _live(rank: int, workers: int, transport: harness.Transport, store: str, stages: Any, reports: Any) -> None:
+def _live(rank: int, workers: int, transport: jobs.Transport, store: str, stages: Any, reports: Any) -> None:
     torch.set_num_threads(1)
     if transport.backend == "UCX":
         import torch_ucx_rpc  # noqa: F401  (makes "UCX" a backend)
@@ -67,16 +67,14 @@ def _live(rank: int, workers: int, transport: harness.Transport, store: str, sta
         reports.put(rank)
 
 
-def live(transport: harness.Transport, workers: int) -> harness.Figures:
+def live(transport: jobs.Transport, workers: int) -> harness.Figures:
     """One job's life, in seconds; `harness.ContenderFailed` where a stage does not end in LIFE_LIMIT_S."""
-    stages = harness.PROCESSES.Barrier(workers + 1)
-    reports = harness.PROCESSES.Queue()
+    stages = jobs.PROCESSES.Barrier(workers + 1)
+    reports = jobs.PROCESSES.Queue()
     with tempfile.TemporaryDirectory() as folder:
         store = Path(folder, "store").as_uri()
         processes = [
-            harness.PROCESSES.Process(
-                target=_live, args=(rank, workers, transport, store, stages, reports), daemon=True
-            )
+            jobs.PROCESSES.Process(target=_live, args=(rank, workers, transport, store, stages, reports), daemon=True)
             for rank in range(workers)
         ]
         figures = {}
@@ -111,10 +109,10 @@ def live(transport: harness.Transport, workers: int) -> harness.Figures:
     return figures
 
 
-class Life(harness.Baseline):
+class Life(jobs.Baseline):
     """A job that lives and ends in every round."""
 
-    def __init__(self, transport: harness.Transport, *sizes: int) -> None:
+    def __init__(self, transport: jobs.Transport, *sizes: int) -> None:
         super().__init__(transport.name, lambda: lives(transport, *sizes))
 
     def __enter__(self) -> Life:
@@ -122,13 +120,13 @@ class Life(harness.Baseline):
         return self
 
 
-def lives(transport: harness.Transport, *sizes: int) -> harness.Figures:
+def lives(transport: jobs.Transport, *sizes: int) -> harness.Figures:
     return {name: value for workers in sizes for name, value in live(transport, workers).items()}
 
 
 def start_fork_server() -> None:
     """Its own start, which imports torch, is part of nobody's life."""
-    process = harness.PROCESSES.Process(target=nothing)
+    process = jobs.PROCESSES.Process(target=nothing)
     process.start()
     process.join()
 
@@ -150,9 +148,9 @@ def preloaded_lives(*sizes: int) -> harness.Figures:
 
 def print_preloaded_lives(*sizes: int) -> None:
     """By a program of its own: one process has one fork server."""
-    harness.PROCESSES.set_forkserver_preload(["torch.distributed.rpc", "torch_ucx_rpc"])
+    jobs.PROCESSES.set_forkserver_preload(["torch.distributed.rpc", "torch_ucx_rpc"])
     start_fork_server()
-    print(json.dumps(lives(harness.UCX, *sizes)))
+    print(json.dumps(lives(jobs.UCX, *sizes)))
 
 
 SIZES = (2, 8, 24, 64)
@@ -164,7 +162,7 @@ PRELOADED = "UCX, preloaded"
 def bounds_of(workers: int) -> tuple[Bound, ...]:
     bounds: tuple[Bound, ...] = (Bound(0.6, 0.4) if workers >= 24 else Bound(None),)
     if workers in SIZES_OF_TENSORPIPE:
-        bounds += (Bound(None, reference=harness.TENSORPIPE.name),)
+        bounds += (Bound(None, reference=jobs.TENSORPIPE.name),)
     return (*bounds, Bound(None, contender=PRELOADED))
 
 
@@ -172,7 +170,7 @@ ALL_PAIRS = harness.Benchmark(
     question="What do eight workers on few cores cost?",
     figures=(Figure("8 workers, all pairs at once", "ms", (Bound(0.7, 0.4),)),),
     contenders=lambda: [
-        harness.RpcJob(transport, measure_all_pairs, workers=ALL_PAIRS_WORKERS) for transport in harness.ON_ONE_HOST
+        jobs.RpcJob(transport, measure_all_pairs, workers=ALL_PAIRS_WORKERS) for transport in jobs.ON_ONE_HOST
     ],
 )
 
@@ -187,10 +185,10 @@ LIFE = harness.Benchmark(
         )
     ),
     contenders=lambda: [
-        Life(harness.UCX, *SIZES),
-        Life(harness.TENSORPIPE, *SIZES_OF_TENSORPIPE),
-        Life(harness.TENSORPIPE_UV, *SIZES),
-        harness.Baseline(PRELOADED, lambda: preloaded_lives(*SIZES)),
+        Life(jobs.UCX, *SIZES),
+        Life(jobs.TENSORPIPE, *SIZES_OF_TENSORPIPE),
+        Life(jobs.TENSORPIPE_UV, *SIZES),
+        jobs.Baseline(PRELOADED, lambda: preloaded_lives(*SIZES)),
     ],
     rounds=3,
 )

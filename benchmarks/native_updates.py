@@ -19,7 +19,7 @@ import torch.distributed.rpc as rpc
 from torch import Tensor
 from torch.distributed.rpc import RRef
 
-from benchmarks import harness
+from benchmarks import harness, jobs
 from benchmarks.harness import Bound, Figure
 from torch_ucx_rpc import native_op
 
@@ -110,10 +110,10 @@ def measure(is_native: bool) -> harness.Figures:
     return {"updates": idle, "updates while Python is busy": busy}
 
 
-def job(transport: harness.Transport, name: str, is_native: bool) -> harness.RpcJob:
+def job(transport: jobs.Transport, name: str, is_native: bool) -> jobs.RpcJob:
     # worker0 measures, worker1 serves.
     named = dataclasses.replace(transport, name=name)
-    return harness.RpcJob(named, functools.partial(measure, is_native), workers=2 + CLIENTS)
+    return jobs.RpcJob(named, functools.partial(measure, is_native), workers=2 + CLIENTS)
 
 
 BOUNDS = (Bound(None, 5), Bound(None, 5, reference=PYTHON))
@@ -125,11 +125,11 @@ BENCHMARK = harness.Benchmark(
         Figure("updates while Python is busy", "1/s", BOUNDS, more_is_better=True),
     ),
     contenders=lambda: [
-        job(harness.UCX, "UCX", True),
-        job(harness.TENSORPIPE, "TensorPipe", False),
-        job(harness.UCX, PYTHON, False),
-        job(harness.TENSORPIPE, NATIVE_ON_TENSORPIPE, True),
-        job(harness.TENSORPIPE_UV, harness.TENSORPIPE_UV.name, False),
+        job(jobs.UCX, "UCX", True),
+        job(jobs.TENSORPIPE, "TensorPipe", False),
+        job(jobs.UCX, PYTHON, False),
+        job(jobs.TENSORPIPE, NATIVE_ON_TENSORPIPE, True),
+        job(jobs.TENSORPIPE_UV, jobs.TENSORPIPE_UV.name, False),
     ],
     in_short_set=False,
 )

@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 import torch.distributed.rpc as rpc
 
-from benchmarks import harness
+from benchmarks import harness, jobs
 from benchmarks.harness import Figure
 from benchmarks.large_tensors import echo, echo_us
 from benchmarks.peers.measuring import ARRAYS, IN_FLIGHT, in_flight_name, median, rounds_of
@@ -73,7 +73,7 @@ class Other:
         lanes = str(figures.pop("lanes"))
         if not re.search(self.lanes, lanes):
             raise harness.ContenderFailed(f"{self.name} went by {lanes}")
-        harness.LANES[self.name] = lanes
+        jobs.LANES[self.name] = lanes
         return figures
 
 
@@ -116,8 +116,8 @@ BENCHMARK = harness.Benchmark(
         *(Figure(in_flight_name(echoes), "us") for echoes in IN_FLIGHT),
     ),
     contenders=lambda: [
-        *(harness.RpcJob(transport, measure) for transport in harness.ON_ONE_HOST),
-        *(harness.Baseline(other.name, other.measure) for other in OTHERS if other.is_installed()),
+        *(jobs.RpcJob(transport, measure) for transport in jobs.ON_ONE_HOST),
+        *(jobs.Baseline(other.name, other.measure) for other in OTHERS if other.is_installed()),
     ],
     rounds=3,
     in_short_set=False,

@@ -13,7 +13,7 @@ import time
 import torch
 import torch.distributed.rpc as rpc
 
-from benchmarks import harness
+from benchmarks import harness, jobs
 from benchmarks.harness import Bound, Figure
 from benchmarks.in_flight import MIB, forget_peak, resident_mib
 from benchmarks.small_calls import nothing
@@ -85,9 +85,7 @@ BENCHMARK = harness.Benchmark(
             for figure, bounds in (("p50", ()), ("p99", (Bound(100, reference=None),)))
         ),
     ),
-    contenders=lambda: [
-        harness.FreshRpcJob(transport, measure, workers=5) for transport in (harness.UCX, harness.UCX_TCP)
-    ],
+    contenders=lambda: [jobs.FreshRpcJob(transport, measure, workers=5) for transport in (jobs.UCX, jobs.UCX_TCP)],
     rounds=3,
     in_short_set=False,
 )

@@ -32,7 +32,7 @@ from torch import nn
 from torch.distributed.optim import DistributedOptimizer
 from torch.utils.checkpoint import checkpoint
 
-from benchmarks import harness
+from benchmarks import harness, jobs
 from benchmarks.harness import Bound, Figure
 
 STEPS = 30
@@ -126,9 +126,9 @@ class GlooPipeline:
     def __enter__(self) -> GlooPipeline:
         self._folder = tempfile.TemporaryDirectory()
         store = Path(self._folder.name, "store").as_uri()
-        self._turns, theirs = harness.PROCESSES.Pipe()
+        self._turns, theirs = jobs.PROCESSES.Pipe()
         self._processes = [
-            harness.PROCESSES.Process(target=_gloo_stage, args=(rank, store, theirs), daemon=True) for rank in range(2)
+            jobs.PROCESSES.Process(target=_gloo_stage, args=(rank, store, theirs), daemon=True) for rank in range(2)
         ]
         for process in self._processes:
             process.start()
@@ -190,10 +190,8 @@ def _gloo_stage(rank: int, store: str, turns: Any) -> None:
             turns.send({TUTORIAL_FIGURE: took})
 
 
-def _job(
-    name: str, transport: harness.Transport, measure: Callable[[], harness.Figures], workers: int = 3
-) -> harness.RpcJob:
-    job = harness.RpcJob(transport, measure, workers=workers)
+def _job(name: str, transport: jobs.Transport, measure: Callable[[], harness.Figures], workers: int = 3) -> jobs.RpcJob:
+    job = jobs.RpcJob(transport, measure, workers=workers)
     job.name = name
     return job
 
@@ -217,13 +215,13 @@ TUTORIAL = harness.Benchmark(
     ),
     rounds=11,
     contenders=lambda: [
-        _job("ours, UCX", harness.UCX, functools.partial(ours, "1F1B")),
-        _job("tutorial, UCX", harness.UCX, tutorial),
+        _job("ours, UCX", jobs.UCX, functools.partial(ours, "1F1B")),
+        _job("tutorial, UCX", jobs.UCX, tutorial),
         GlooPipeline(),
-        _job("ours, TensorPipe", harness.TENSORPIPE, functools.partial(ours, "1F1B")),
-        _job("tutorial, TensorPipe", harness.TENSORPIPE, tutorial),
-        _job("ours, TensorPipe, uv", harness.TENSORPIPE_UV, functools.partial(ours, "1F1B")),
-        _job("tutorial, TensorPipe, uv", harness.TENSORPIPE_UV, tutorial),
+        _job("ours, TensorPipe", jobs.TENSORPIPE, functools.partial(ours, "1F1B")),
+        _job("tutorial, TensorPipe", jobs.TENSORPIPE, tutorial),
+        _job("ours, TensorPipe, uv", jobs.TENSORPIPE_UV, functools.partial(ours, "1F1B")),
+        _job("tutorial, TensorPipe, uv", jobs.TENSORPIPE_UV, tutorial),
     ],
 )
 
@@ -308,7 +306,7 @@ MAKESPAN = harness.Benchmark(
         )
         for micro_batches in (8, 16, 32)
     ),
-    contenders=lambda: [_job(one.name, one, makespan, STAGES + 1) for one in (harness.UCX, harness.TENSORPIPE)],
+    contenders=lambda: [_job(one.name, one, makespan, STAGES + 1) for one in (jobs.UCX, jobs.TENSORPIPE)],
     rounds=3,
     in_short_set=False,
 )
@@ -415,8 +413,8 @@ REMATERIALIZATION = harness.Benchmark(
         Figure("activations with rematerialization", "times", (Bound(1 / CHUNKS + 0.1, reference=None),)),
     ),
     contenders=lambda: [
-        harness.RpcJob(harness.UCX, rematerialization, workers=3),
-        harness.Baseline(IN_ONE_PROCESS, rematerialization_in_one_process),
+        jobs.RpcJob(jobs.UCX, rematerialization, workers=3),
+        jobs.Baseline(IN_ONE_PROCESS, rematerialization_in_one_process),
     ],
     rounds=3,
     in_short_set=False,
@@ -454,7 +452,7 @@ def recovery() -> harness.Figures:
 RECOVERY = harness.Benchmark(
     question="How long is the pause when a stage dies?",
     figures=(Figure("a step in which a stage is killed and a spare takes over", "s", (Bound(5.0, reference=None),)),),
-    contenders=lambda: [harness.FreshRpcJob(harness.UCX, recovery, workers=4, kills=True)],
+    contenders=lambda: [jobs.FreshRpcJob(jobs.UCX, recovery, workers=4, kills=True)],
     rounds=3,
     in_short_set=False,
 )

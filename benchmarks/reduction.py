@@ -30,14 +30,14 @@ from torch import nn
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks import harness
+from benchmarks import harness, jobs
 from benchmarks.harness import Bound, Figure
 from torch_ucx_rpc import reduction
 
 _T = TypeVar("_T")
 
 TRAINERS = 4
-SIZES = {"1 MB": (1_000_000, 40), "10 MB": (10_000_000, 15), "100 MB": (100_000_000, 5)}
+SIZES = {"1 MB": (1_000_000, 100), "10 MB": (10_000_000, 40), "100 MB": (100_000_000, 8)}
 # DDP makes its final buckets after the first step, and the hook knows them after two steps more. The first step with
 # them still makes the memory of all that follow.
 WARM_UP = 5
@@ -158,11 +158,9 @@ def measure(way: str) -> harness.Figures:
     return {size: max(on_all(train, way, nbytes, steps)) for size, (nbytes, steps) in SIZES.items()}
 
 
-def job(transport: harness.Transport, way: str, name: str) -> harness.FreshRpcJob:
+def job(transport: jobs.Transport, way: str, name: str) -> jobs.FreshRpcJob:
     workers = TRAINERS + (way in (PLAIN, ONE_SERVER))
-    return harness.FreshRpcJob(
-        dataclasses.replace(transport, name=name), functools.partial(measure, way), workers=workers
-    )
+    return jobs.FreshRpcJob(dataclasses.replace(transport, name=name), functools.partial(measure, way), workers=workers)
 
 
 STEP = harness.Benchmark(
@@ -183,15 +181,15 @@ STEP = harness.Benchmark(
     ),
     # New processes every round: what their models have left behind would be the next one's memory.
     contenders=lambda: [
-        job(harness.UCX, HOOK, HOOK),
-        job(harness.UCX, GLOO, GLOO),
-        job(harness.UCX, WITHOUT_C10D, WITHOUT_C10D),
-        job(harness.UCX, ONE_SERVER, ONE_SERVER),
-        job(harness.UCX, PLAIN, PLAIN),
-        job(harness.TENSORPIPE, HOOK, HOOK_ON_TENSORPIPE),
-        job(harness.TENSORPIPE_UV, HOOK, HOOK_ON_TENSORPIPE_UV),
+        job(jobs.UCX, HOOK, HOOK),
+        job(jobs.UCX, GLOO, GLOO),
+        job(jobs.UCX, WITHOUT_C10D, WITHOUT_C10D),
+        job(jobs.UCX, ONE_SERVER, ONE_SERVER),
+        job(jobs.UCX, PLAIN, PLAIN),
+        job(jobs.TENSORPIPE, HOOK, HOOK_ON_TENSORPIPE),
+        job(jobs.TENSORPIPE_UV, HOOK, HOOK_ON_TENSORPIPE_UV),
     ],
-    rounds=2,
+    rounds=4,
 )
 
 
@@ -272,6 +270,6 @@ DISTURBED = harness.Benchmark(
         Figure("longest wait after a kill", "ms", (Bound(100, reference=None),)),
         Figure("steps of the others", "of 60", (Bound(DISTURBED_STEPS, reference=None),), more_is_better=True),
     ),
-    contenders=lambda: [harness.FreshRpcJob(harness.UCX, measure_disturbances, workers=1 + TRAINERS, kills=True)],
+    contenders=lambda: [jobs.FreshRpcJob(jobs.UCX, measure_disturbances, workers=1 + TRAINERS, kills=True)],
     rounds=3,
 )

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 import torch.distributed.rpc as rpc
 
-from benchmarks import harness
+from benchmarks import harness, jobs
 from benchmarks.harness import Bound, Figure
 from benchmarks.small_calls import echo, nothing
 from torch_ucx_rpc import services
@@ -109,7 +109,7 @@ CALL = harness.Benchmark(
         Figure("call_async", "1/s"),
         Figure("call_async to rpc_async", "ratio"),
     ),
-    contenders=lambda: [harness.RpcJob(transport, measure, workers=4) for transport in harness.ON_ONE_HOST],
+    contenders=lambda: [jobs.RpcJob(transport, measure, workers=4) for transport in jobs.ON_ONE_HOST],
     rounds=3,
 )
 
@@ -177,7 +177,7 @@ DEATH = harness.Benchmark(
         Figure("process ended after", "ms"),
         Figure("names gone after", "ms", (Bound(50, reference=None),)),
     ),
-    contenders=lambda: [harness.FreshRpcJob(harness.UCX, measure_death, workers=4, kills=True)],
+    contenders=lambda: [jobs.FreshRpcJob(jobs.UCX, measure_death, workers=4, kills=True)],
     rounds=3,
 )
 
@@ -219,11 +219,11 @@ def _join(rank: int, store: str, names: int, report: Any) -> None:
 
 
 def measure_joining(names: int) -> harness.Figures:
-    ready, report, is_over = harness.PROCESSES.Queue(), harness.PROCESSES.Queue(), harness.PROCESSES.Event()
+    ready, report, is_over = jobs.PROCESSES.Queue(), jobs.PROCESSES.Queue(), jobs.PROCESSES.Event()
     with tempfile.TemporaryDirectory() as folder:
         store = Path(folder, "store").as_uri()
         members = [
-            harness.PROCESSES.Process(target=_be_member, args=(rank, store, names, ready, is_over), daemon=True)
+            jobs.PROCESSES.Process(target=_be_member, args=(rank, store, names, ready, is_over), daemon=True)
             for rank in range(MEMBERS)
         ]
         try:
@@ -233,7 +233,7 @@ def measure_joining(names: int) -> harness.Figures:
                 ready.get(timeout=180)
             durations = []
             for _ in range(JOINS):
-                joiner = harness.PROCESSES.Process(target=_join, args=(MEMBERS, store, names, report), daemon=True)
+                joiner = jobs.PROCESSES.Process(target=_join, args=(MEMBERS, store, names, report), daemon=True)
                 joiner.start()
                 durations.append(report.get(timeout=60))
                 joiner.join()
@@ -253,8 +253,8 @@ JOINING = harness.Benchmark(
         Figure("joining and a call", "ms", (Bound(1.1, reference=WITHOUT_NAMES),)),
     ),
     contenders=lambda: [
-        harness.Baseline(WITH_NAMES, lambda: measure_joining(NAMES_EACH)),
-        harness.Baseline(WITHOUT_NAMES, lambda: measure_joining(0)),
+        jobs.Baseline(WITH_NAMES, lambda: measure_joining(NAMES_EACH)),
+        jobs.Baseline(WITHOUT_NAMES, lambda: measure_joining(0)),
     ],
     rounds=2,
     in_short_set=False,

@@ -11,7 +11,7 @@ import time
 import torch
 import torch.distributed.rpc as rpc
 
-from benchmarks import harness
+from benchmarks import harness, jobs
 from benchmarks.harness import Bound, Figure
 
 CALLS = 2000
@@ -46,11 +46,11 @@ def measure() -> harness.Figures:
 BENCHMARK = harness.Benchmark(
     question="How long does a small call take?",
     figures=(
-        Figure("no-argument function, p50", "us", (Bound(0.5, 0.33), harness.over_tcp(0.6, 0.4))),
-        Figure("no-argument function, p99", "us", (Bound(0.6, 0.4), harness.over_tcp(0.6, 0.4))),
-        Figure("torch.add of 1 element, p50", "us", (Bound(0.5, 0.3), harness.over_tcp(0.6, 0.4))),
-        Figure("echo of 1 KB, p50", "us", (Bound(0.45, 0.3), harness.over_tcp(0.6, 0.4))),
-        Figure("asynchronous calls", "1/s", (Bound(2, 3), harness.over_tcp(1, 3)), more_is_better=True),
+        Figure("no-argument function, p50", "us", (Bound(0.5, 0.33), jobs.over_tcp(0.6, 0.4))),
+        Figure("no-argument function, p99", "us", (Bound(0.6, 0.4), jobs.over_tcp(0.6, 0.4))),
+        Figure("torch.add of 1 element, p50", "us", (Bound(0.5, 0.3), jobs.over_tcp(0.6, 0.4))),
+        Figure("echo of 1 KB, p50", "us", (Bound(0.45, 0.3), jobs.over_tcp(0.6, 0.4))),
+        Figure("asynchronous calls", "1/s", (Bound(2, 3), jobs.over_tcp(1, 3)), more_is_better=True),
     ),
-    contenders=lambda: [harness.RpcJob(transport, measure) for transport in harness.TRANSPORTS],
+    contenders=lambda: [jobs.RpcJob(transport, measure) for transport in jobs.TRANSPORTS],
 )

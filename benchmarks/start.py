@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed.rpc as rpc
 
-from benchmarks import harness
+from benchmarks import jobs
 from benchmarks.many_workers import LIFE_LIMIT_S, call_all_others, start_fork_server
 
 STAGES = ("fork", "import", "init", "first calls", "shutdown")
@@ -41,7 +41,7 @@ def now(began: float) -> Moment:
     return Moment(time.time() - began, used.ru_utime + used.ru_stime, used.ru_nvcsw + used.ru_nivcsw, used.ru_minflt)
 
 
-def live(rank: int, workers: int, transport: harness.Transport, store: str, began: float, reports: Any) -> None:
+def live(rank: int, workers: int, transport: jobs.Transport, store: str, began: float, reports: Any) -> None:
     moments = [now(began)]
     torch.set_num_threads(1)
     if transport.backend == "UCX":
@@ -60,13 +60,13 @@ def live(rank: int, workers: int, transport: harness.Transport, store: str, bega
     reports.put(moments)
 
 
-def measure(transport: harness.Transport, workers: int) -> list[list[Moment]]:
+def measure(transport: jobs.Transport, workers: int) -> list[list[Moment]]:
     """The moments of each worker."""
-    reports = harness.PROCESSES.Queue()
+    reports = jobs.PROCESSES.Queue()
     with tempfile.TemporaryDirectory() as folder:
         arguments = (workers, transport, Path(folder, "store").as_uri(), time.time(), reports)
         processes = [
-            harness.PROCESSES.Process(target=live, args=(rank, *arguments), daemon=True) for rank in range(workers)
+            jobs.PROCESSES.Process(target=live, args=(rank, *arguments), daemon=True) for rank in range(workers)
         ]
         for process in processes:
             process.start()
@@ -82,9 +82,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--preload", action="store_true", help="fork from a process that has imported the package")
     arguments = parser.parse_args()
-    transports = (harness.UCX,) if arguments.preload else (harness.UCX, harness.TENSORPIPE_UV)
+    transports = (jobs.UCX,) if arguments.preload else (jobs.UCX, jobs.TENSORPIPE_UV)
     if arguments.preload:
-        harness.PROCESSES.set_forkserver_preload(["torch.distributed.rpc", "torch_ucx_rpc"])
+        jobs.PROCESSES.set_forkserver_preload(["torch.distributed.rpc", "torch_ucx_rpc"])
     start_fork_server()
     rounds = [[measure(transport, arguments.workers) for transport in transports] for _ in range(arguments.rounds)]
     print(f"{arguments.workers} workers; medians of {arguments.rounds} rounds")

@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks import harness
+from benchmarks import harness, jobs
 from benchmarks.__main__ import load
 from benchmarks.harness import Result
 from benchmarks.kept import RESULTS
@@ -129,7 +129,7 @@ class Run:
                 yield f"{claim.words!r}: {figure.name} is at {ratio}"
 
     def headline(self) -> Iterator[str]:
-        names = [transport.name for transport in harness.ON_ONE_HOST]
+        names = [transport.name for transport in jobs.ON_ONE_HOST]
         yield f"| | {' | '.join(names)} | ratio to the better |"
         yield "|---|" + "---:|" * (len(names) + 1)
         for row in HEADLINES:

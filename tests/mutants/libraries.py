@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from mutants._mutant import Mutant
 
+_ASK_FOR_ROUTE = "    route = _calls.route_to(function) if isinstance(function, str) else None\n"
+_LIST_MEMBERS = "    chosen = members(role=role)\n"
+
 MUTANTS = (
     Mutant(
         "gradients-summed-after-a-timeout",
@@ -28,6 +31,30 @@ MUTANTS = (
         "            if not self._is_over:\n                self._pushed =",
         "            if True:\n                self._pushed =",
         ("test_a_push_that_comes_after_its_time_is_not_made",),
+    ),
+    Mutant(
+        "late-trainers-ask-each-other",
+        "        self._can_give = False\n        self._server.call_all(",
+        "        self._server.call_all(",
+        ("test_two_late_trainers_do_not_wait_for_each_other",),
+    ),
+    Mutant(
+        "push-goes-on-after-one-in-part",
+        "    if server.is_pushed_in_part:\n",
+        "    if False:\n",
+        ("test_after_a_push_that_some_hosts_have_not_answered_a_trainer_begins_anew",),
+    ),
+    Mutant(
+        "names-taken-back-before-they-are-given",
+        "if service is None or name not in offered:",
+        "if service is None:",
+        ("test_a_name_that_another_thread_is_about_to_register_is_not_unregistered",),
+    ),
+    Mutant(
+        "roles-looked-up-before-the-decider-is-asked",
+        f"{_ASK_FOR_ROUTE}{_LIST_MEMBERS}",
+        f"{_LIST_MEMBERS}{_ASK_FOR_ROUTE}",
+        ("test_a_role_is_called_that_has_just_registered_the_service",),
     ),
     Mutant(
         "folders-without-turns",

@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks import harness, others, plot  # noqa: E402  (found through the line above)
+from benchmarks import jobs, others, plot  # noqa: E402  (found through the line above)
 from benchmarks.peers import measuring  # noqa: E402
 
 ROWS = {figure.name for figure in others.BENCHMARK.figures}
@@ -55,7 +55,7 @@ def test_gloo_is_measured_and_drawn(tmp_path: Path) -> None:
     gloo = next(other for other in others.OTHERS if other.name == "Gloo")
     figures = gloo.measure()
     assert figures.keys() == ROWS
-    assert harness.LANES["Gloo"] == "tcp"
+    assert jobs.LANES["Gloo"] == "tcp"
     plot.draw_others({"UCX": [figures, figures], "Gloo": [figures]}, tmp_path / "others.svg")
     assert "Gloo" in (tmp_path / "others.svg").read_text(encoding="utf-8")
 

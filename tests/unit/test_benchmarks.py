@@ -20,8 +20,8 @@ while not (ROOT / "benchmarks").is_dir():
 sys.path.insert(0, str(ROOT))
 
 from benchmarks import __main__ as program  # noqa: E402  (found through the line above)
-from benchmarks import harness, kept, tables  # noqa: E402
-from benchmarks.harness import Baseline, Benchmark, Bound, Figure  # noqa: E402
+from benchmarks import harness, jobs, kept, tables  # noqa: E402
+from benchmarks.harness import Benchmark, Bound, Figure  # noqa: E402
 
 LATENCY = Figure("latency", "us", (Bound(0.5, 0.4),))
 RATE = Figure("rate", "1/s", (Bound(2),), more_is_better=True)
@@ -33,7 +33,7 @@ def benchmark(figure: Figure, **values: float) -> Benchmark:
     return Benchmark(
         "How?",
         (figure,),
-        lambda: [Baseline(names[key], lambda value=value: {figure.name: value}) for key, value in values.items()],
+        lambda: [jobs.Baseline(names[key], lambda value=value: {figure.name: value}) for key, value in values.items()],
         rounds=2,
     )
 
@@ -83,7 +83,7 @@ def test_a_99th_percentile_needs_samples() -> None:
 
 def test_a_contender_that_fails_is_left_out_and_its_bounds_are_missed() -> None:
     works = benchmark(LATENCY, tensorpipe=100.0)
-    both = dataclasses.replace(works, contenders=lambda: [Baseline("UCX", fails), *works.contenders()])
+    both = dataclasses.replace(works, contenders=lambda: [jobs.Baseline("UCX", fails), *works.contenders()])
     result = harness.run(both)
     assert "no such device" in result.failures["UCX"]
     assert result.values("TensorPipe", "latency") == [100.0, 100.0]
@@ -93,9 +93,7 @@ def test_a_contender_that_fails_is_left_out_and_its_bounds_are_missed() -> None:
 
 
 def test_a_job_whose_worker0_dies_is_a_failure() -> None:
-    result = harness.run(
-        Benchmark("How?", (LATENCY,), lambda: [harness.RpcJob(harness.UCX, dies, limit_s=60)], rounds=1)
-    )
+    result = harness.run(Benchmark("How?", (LATENCY,), lambda: [jobs.RpcJob(jobs.UCX, dies, limit_s=60)], rounds=1))
     assert result.failures == {"UCX": "worker0 has died"}
 
 
@@ -105,7 +103,7 @@ def hangs() -> harness.Figures:
 
 
 def test_a_job_that_hangs_is_a_failure_and_its_workers_are_gone_at_once() -> None:
-    job = harness.RpcJob(harness.UCX, hangs, limit_s=60)
+    job = jobs.RpcJob(jobs.UCX, hangs, limit_s=60)
     with job:
         job._limit_s = 0.1
         with pytest.raises(harness.ContenderFailed, match="has not answered"):
@@ -121,21 +119,19 @@ def measures() -> harness.Figures:
 
 
 def test_a_job_that_goes_by_other_lanes_is_a_failure() -> None:
-    strays = dataclasses.replace(harness.UCX_TCP, lanes="sysv|posix")
+    strays = dataclasses.replace(jobs.UCX_TCP, lanes="sysv|posix")
     with (
-        harness.RpcJob(strays, measures, limit_s=60) as job,
+        jobs.RpcJob(strays, measures, limit_s=60) as job,
         pytest.raises(harness.ContenderFailed, match=r"go by .*tcp"),
     ):
         job.measure()
-    with harness.RpcJob(harness.UCX_TCP, measures, limit_s=60) as job:
+    with jobs.RpcJob(jobs.UCX_TCP, measures, limit_s=60) as job:
         assert job.measure() == {"latency": 1.0}
-    assert "tcp" in harness.LANES["UCX, tcp"]
+    assert "tcp" in jobs.LANES["UCX, tcp"]
 
 
 def test_the_error_of_a_job_is_told() -> None:
-    result = harness.run(
-        Benchmark("How?", (LATENCY,), lambda: [harness.RpcJob(harness.UCX, fails, limit_s=60)], rounds=1)
-    )
+    result = harness.run(Benchmark("How?", (LATENCY,), lambda: [jobs.RpcJob(jobs.UCX, fails, limit_s=60)], rounds=1))
     assert "no such device" in result.failures["UCX"]
 
 
@@ -153,10 +149,10 @@ def test_another_checkout_takes_turns_with_this_one(tmp_path: Path) -> None:
     question = Benchmark(
         "Which one?",
         (LATENCY,),
-        lambda: [harness.RpcJob(transport, is_of_another_tree) for transport in (harness.UCX, harness.TENSORPIPE)],
+        lambda: [jobs.RpcJob(transport, is_of_another_tree) for transport in (jobs.UCX, jobs.TENSORPIPE)],
         rounds=2,
     )
-    result = harness.run(harness.against(question, tmp_path))
+    result = harness.run(jobs.against(question, tmp_path))
     assert not result.failures
     assert result.rounds == {"UCX": [{"latency": 1.0}] * 2, f"UCX, {tmp_path.name}": [{"latency": 2.0}] * 2}
     assert not list(result.verdicts())
@@ -192,7 +188,7 @@ def test_a_benchmark_that_crashes_leaves_what_the_others_have_measured(
         if name != "arrays":
             return works
 
-        def contenders() -> list[Baseline]:
+        def contenders() -> list[jobs.Baseline]:
             # Once for the number of steps, and then for the measurement.
             written.append(list(json.loads(file.read_text(encoding="utf-8"))["rounds"]) if file.exists() else [])
             raise RuntimeError("no such device")
