@@ -54,6 +54,12 @@ MUTANTS = (
         "",
         ("test_a_worker_with_all_files_open_can_be_called_by_new_peers", "FilesForUcxTest"),
     ),
+    Mutant(
+        "cpp-threads-are-made-while-others-begin",
+        "    return beginning_ + pendingWakes_ != 0;\n",
+        "    return pendingWakes_ != 0;\n",
+        ("NoThreadsAreMadeWhileOthersAreAboutToBegin",),
+    ),
     # Every 20 s would do too, and take the test 20 to 40 s.
     Mutant(
         "cpp-ucx-looks-after-neighbours-itself",

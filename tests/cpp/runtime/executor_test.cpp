@@ -341,6 +341,29 @@ TEST_F(ExecutorTest, ThreadsStayWithinTheirBound) {
   EXPECT_LE(started_.load(), 2 * 4 + 3);
 }
 
+// A thread that is made on busy cores takes a while to begin. Tasks that wait meanwhile are no reason for more.
+TEST_F(ExecutorTest, NoThreadsAreMadeWhileOthersAreAboutToBegin) {
+  std::atomic<bool> isOver{false};
+  std::vector<std::thread> busy;
+  for (unsigned core = 0; core < 8 * std::max(1u, std::thread::hardware_concurrency()); ++core) {
+    busy.emplace_back([&] {
+      while (!isOver.load()) {
+      }
+    });
+  }
+  start(4, 64);
+  for (int count = 0; count < 50; ++count) {
+    threads_->addRequest([this] { gate_.pass(); });
+  }
+  EXPECT_TRUE(eventually([this] { return gate_.waiting() == 4; }));
+  EXPECT_LE(threads_->counts().threads, 2u * 4 + 3);
+  gate_.open();
+  isOver.store(true);
+  for (std::thread& thread : busy) {
+    thread.join();
+  }
+}
+
 // What a task may own: its end brings about another task.
 class AddsOnDestruction {
  public:

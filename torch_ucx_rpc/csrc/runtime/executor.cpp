@@ -29,7 +29,7 @@ thread_local std::shared_ptr<Executor::Nesting> Executor::nesting;
 
 // Where the threads are. Whenever the lock is free, each of them is counted in one place:
 //
-//   threads_ = leaders_ + running_ + idle_ + pendingWakes_ + threads that begin or end
+//   threads_ = leaders_ + running_ + idle_ + pendingWakes_ + beginning_ + threads that end
 //
 // A thread begins between spawnLocked() and its first lock, and ends after loop(). Parts of running_ are counted again:
 //
@@ -61,6 +61,7 @@ bool Executor::spawnLocked() {
     return false;
   }
   ++threads_;
+  ++beginning_;
   return true;
 }
 
@@ -68,6 +69,7 @@ void Executor::main(const std::shared_ptr<Executor>& self) {
   pthread_setname_np(pthread_self(), "ucx_rpc");
   hooksToRun = &self->hooks_;
   std::unique_lock lock(self->mutex_);
+  --self->beginning_;
   self->loop(lock);
   if (hooksToRun == nullptr && self->hooks_.onExit) {
     ++self->exiting_;
@@ -257,9 +259,9 @@ bool Executor::wakeOrSpawnLocked() {
     if (wakeIdleLocked()) {
       return true;
     }
-    // Without a leader nothing more arrives. So a thread is made for that even beyond the number of cores, unless a
-    // woken thread is about to lead.
-    if ((threads_ < coreThreads_ || (leaders_ == 0 && pendingWakes_ == 0 && mayGrowLocked())) && spawnLocked()) {
+    // Without a leader nothing more arrives. So a thread is made for that even beyond the number of cores, unless
+    // another one is about to lead.
+    if ((threads_ < coreThreads_ || (leaders_ == 0 && !isThreadComingLocked() && mayGrowLocked())) && spawnLocked()) {
       return false;
     }
   }
@@ -286,7 +288,7 @@ Timer::TimePoint Executor::check(Clock::time_point now) {
   }
   if (hasTaskLocked()) {
     fullSince_ = Clock::time_point::max();
-    if (now - lastBegun_ >= kStaleAfter) {
+    if (now - lastBegun_ >= kStaleAfter && !isThreadComingLocked()) {
       addThreadLocked();
     }
     return now + kStaleAfter;

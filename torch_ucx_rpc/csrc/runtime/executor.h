@@ -47,8 +47,8 @@ class Leader {
 // that runs TorchScript.
 //
 // Threads are made when they are needed. Up to the number of cores they are made freely, since handlers may run without
-// the GIL. Beyond that a thread is made only if tasks wait and none has been begun for kStaleAfter: the existing
-// threads then do block.
+// the GIL. Beyond that a thread is made only if tasks wait, none has been begun for kStaleAfter, and no thread is about
+// to run: the existing threads then do block.
 class Executor : public std::enable_shared_from_this<Executor> {
  public:
   using Clock = std::chrono::steady_clock;
@@ -150,6 +150,10 @@ class Executor : public std::enable_shared_from_this<Executor> {
   size_t maxTasksLocked() const {
     return maxRequests_ + nestingRequests_ + nestingLimit_;
   }
+  // Whether a thread was made or woken that has not run since. On busy cores that takes a while.
+  bool isThreadComingLocked() const {
+    return beginning_ + pendingWakes_ != 0;
+  }
   bool mayGrowLocked() const {
     return threads_ < maxTasksLocked() + kMaxLeaders + (failures_.empty() ? 0 : 1);
   }
@@ -183,6 +187,7 @@ class Executor : public std::enable_shared_from_this<Executor> {
   bool isStopping_ = false;
   bool isStopped_ = false; // completions and failures run on the thread that adds them
   size_t threads_ = 0;
+  size_t beginning_ = 0; // made, and not yet running
   size_t leaders_ = 0;
   size_t busyLeaders_ = 0; // threads that have led, now run tasks, and will lead again
   size_t running_ = 0; // threads that run a task
