@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import functools
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +19,8 @@ from torch import nn
 from workers import Steps, backend_options, eventually, init_rpc
 
 from torch_ucx_rpc import reduction
-from torch_ucx_rpc.reduction import _host
+from torch_ucx_rpc._observe.lost import Gone
+from torch_ucx_rpc.reduction import _host, _messages
 
 RunWorkers = Callable[..., list]
 
@@ -73,6 +77,32 @@ def are_equal(*trained: list[torch.Tensor]) -> bool:
 # ------------------------------------------------------------------------------------------------------------ trainers
 
 
+def test_a_trainer_that_was_started_anew_is_waited_for_by_the_next_hosts() -> None:
+    names = ("worker0", "worker1")
+    life: Any = SimpleNamespace(
+        info=SimpleNamespace(name="worker0"),
+        living=lambda: [SimpleNamespace(name=name) for name in names],
+        watch=lambda _: None,
+        before_leaving=lambda _: None,
+    )
+    hosts = _host.Hosts(life)
+    hosts._on_gone(Gone(11, "worker1", 1, True, "killed"))
+    spec = _messages.Spec("s", names, 2, names, on_trainers=True, shards=1, generation=1)
+    assert hosts.open(spec).refusal is None
+
+    def push(rank: int, session: int) -> Any:
+        trainer = _messages.Trainer(rank, f"worker{rank}", session)
+        tensors = [torch.full((2,), float(rank))]
+        return hosts[spec.key].push(
+            _messages.Push(spec.key, "model0/0/0", 0, trainer, 7, None, 0, False, tensors), True
+        )
+
+    first = push(0, 10)
+    assert not first.done()
+    for answer in (push(1, 12), first):
+        assert torch.equal(answer.value().tensors[0], torch.full((2,), 0.5))
+
+
 def test_a_trainer_that_shares_the_work_is_killed_and_comes_back_under_its_name(
     run_on_ucx: RunWorkers, tmp_path: Path
 ) -> None:
@@ -99,6 +129,80 @@ def restart_a_trainer(process: int, steps: Steps, url: str) -> list[torch.Tensor
     result = trainer.train_until(steps, "last")
     steps.done(f"over {process}")
     steps.wait_for("over 0", "over 2", "over 3")
+    rpc.shutdown()
+    return result
+
+
+def test_a_trainer_that_waits_for_the_state_does_not_hold_up_the_next_hosts(
+    run_on_ucx: RunWorkers, tmp_path: Path
+) -> None:
+    url = (tmp_path / "store").as_uri()
+    run_on_ucx(4, lose_all_hosts, Steps(tmp_path), url, False, init=False, exit_codes={0: KILLED, 1: KILLED})
+
+
+def test_the_next_hosts_wait_for_a_trainer_that_has_just_been_given_the_state(
+    run_on_ucx: RunWorkers, tmp_path: Path
+) -> None:
+    url = (tmp_path / "store").as_uri()
+    results = run_on_ucx(4, lose_all_hosts, Steps(tmp_path), url, True, init=False, exit_codes={0: KILLED, 1: KILLED})
+    assert are_equal(*results[2:])
+
+
+def lose_all_hosts(process: int, steps: Steps, url: str, is_given: bool) -> list[torch.Tensor] | None:
+    """The first two are the hosts. The fourth comes while the third is in a step, in which both hosts are killed."""
+    if process == 2:
+        steps.wait_for("begun 0", "begun 1")
+    elif process == 3:
+        steps.wait_for("trained 2")
+    # The one with the lowest rank is asked for the state.
+    enter(url, (2, 3, 0, 1)[process])
+    if process == 3:
+        load = reduction.DataParallel._load
+
+        def load_later(model: reduction.DataParallel, state: dict[str, Any]) -> None:
+            steps.done("given")
+            steps.wait_for("lost")
+            # The third is in its step by now, by way of the next hosts.
+            time.sleep(0.5)
+            load(model, state)
+
+        if is_given:
+            reduction.DataParallel._load = load_later  # type: ignore[method-assign]
+        trainer = Trainer(reduction.serve(trainers=2), seed=3)
+        trainer.train(5)
+        return parameters_at_the_end(trainer, steps, 3)
+    trainer = Trainer(reduction.serve(trainers=2), seed=process)
+    trainer.train(5)
+    steps.done(f"begun {process}")
+    if process < 2:
+        while True:
+            trainer.train()
+    trainer.train(5)
+    steps.done("trained 2")
+    if is_given:
+        eventually(lambda: len(trainer.model._asking) == 1, "the fourth asks for the state")
+    loss = trainer.model(torch.ones(16, 8)).square().mean()
+    if is_given:
+        steps.wait_for("given")
+    else:
+        eventually(lambda: len(trainer.model._asking) == 1, "the fourth asks for the state")
+    for host in trainer.server.hosts:
+        rpc.rpc_async(host, die)
+    eventually(lambda: not trainer.server.living_hosts(), "all hosts are lost")
+    steps.done("lost")
+    began = time.monotonic()
+    trainer.optimizer.zero_grad()
+    loss.backward()
+    trainer.optimizer.step()
+    assert time.monotonic() - began < 5
+    trainer.train(5 if not is_given else 4)
+    return parameters_at_the_end(trainer, steps, 2)
+
+
+def parameters_at_the_end(trainer: Trainer, steps: Steps, process: int) -> list[torch.Tensor]:
+    result = [parameter.detach().clone() for parameter in trainer.module.parameters()]
+    steps.done(f"over {process}")
+    steps.wait_for("over 2", "over 3")
     rpc.shutdown()
     return result
 

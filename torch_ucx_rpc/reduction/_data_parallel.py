@@ -103,6 +103,8 @@ class DataParallel(nn.Module):
         # As it was before the first step, until that is over.
         self._initial: dict[str, Any] | None = None
         self._is_behind = False
+        # Who has been given the state at the beginning of this step, and where they begin.
+        self._given: list[tuple[Trainer, dict[str, int]]] = []
         # The last step has the mean of some buckets, and not of all.
         self._is_partly_averaged = False
         self._can_give = False
@@ -289,10 +291,13 @@ class DataParallel(nn.Module):
         self._server.call_all(_host.hold, self._server.spec.key, self._name, self._server.trainer)
 
     def on_other_host(self, host: str) -> None:
-        """Likewise for a host that takes over from one that was lost."""
+        """Likewise for a host that takes over from one that was lost; it waits for those, too, that have the state."""
         if self._can_give:
+            key = self._server.spec.key
             try:
-                self._server.call(host, _host.hold, self._server.spec.key, self._name, self._server.trainer)
+                self._server.call(host, _host.hold, key, self._name, self._server.trainer)
+                for trainer, positions in self._given:
+                    self._server.call(host, _host.admit, key, trainer, positions)
             except RuntimeError as error:
                 if not was_lost(error):
                     raise
@@ -325,10 +330,13 @@ class DataParallel(nn.Module):
         return future
 
     def _give_to_those_asking(self) -> None:
+        self._given = []
         for trainer, future in self._asking.take():
             # From now on the others wait for it, this step included: it is not complete without this trainer.
             server = self._server
-            server.call_all(_host.admit, server.spec.key, trainer, dict(server.positions))
+            positions = dict(server.positions)
+            self._given.append((trainer, positions))
+            server.call_all(_host.admit, server.spec.key, trainer, positions)
             future.set_result(self._state())
 
     def on_leave(self) -> None:

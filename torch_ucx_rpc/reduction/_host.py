@@ -74,14 +74,14 @@ class Host:
 
     # -- who is there
 
-    def on_gone(self, life: int, name: str, is_host: bool = True) -> None:
-        """A worker has ended. ``is_host``: the host of that name, if there is one, is that worker."""
+    def on_gone(self, life: int, name: str, has_successor: bool = False) -> None:
+        """A worker has ended. ``has_successor``: another one of that name is the host, or expected."""
         with self._roster.lock:
-            if is_host and name in self.spec.hosts:
+            if name in self.spec.hosts and not has_successor:
                 self._lost.add(name)
                 for piece in self._pieces.values():
                     piece.forget_host(name)
-            self._roster.on_gone(life, name)
+            self._roster.on_gone(life, name, has_successor)
             self._forget(life)
         self._advance_all()
 
@@ -268,8 +268,7 @@ class Hosts:
                 host = self._hosts[spec.key] = Host(spec, self._life)
                 living = {info.name for info in self._life.living()}
                 for gone in self._gone:
-                    # A host of that name that has come since is one from the start.
-                    host.on_gone(gone.session, gone.name, is_host=gone.name not in living)
+                    host.on_gone(gone.session, gone.name, has_successor=gone.name in living)
         if refusal := host.refusal(spec):
             return Opened(refusal)
         if trainer is not None:

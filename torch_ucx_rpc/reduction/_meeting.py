@@ -36,6 +36,8 @@ class Hosts(NamedTuple):
     names: _Names
     shards: int
     generation: int
+    # For whom the first step by way of these hosts waits.
+    expected: _Names
 
 
 class Used(Protocol):
@@ -46,6 +48,10 @@ class Used(Protocol):
     @property
     def takes_part(self) -> bool:
         """Whether this worker trains by way of it."""
+
+    @property
+    def has_joined(self) -> bool:
+        """Whether steps wait for this worker: it does not wait for another one's state."""
 
 
 class Meetings:
@@ -67,12 +73,15 @@ class Meetings:
         self._used[server.spec.name] = server
 
     def hosts_of(self, name: str, takes_part: bool) -> Hosts | None:
-        """The hosts of a server that this worker uses, or, with ``takes_part``, by way of which it trains."""
+        """The hosts of a server that this worker uses, or, with ``takes_part``, by way of which it trains.
+
+        Expected is this worker alone, or nobody.
+        """
         server = self._used.get(name)
         if server is None or (takes_part and not server.takes_part):
             return None
         spec = server.spec
-        return Hosts(spec.hosts, spec.shards, spec.generation)
+        return Hosts(spec.hosts, spec.shards, spec.generation, (self._life.info.name,) if server.has_joined else ())
 
     # -- the first hosts
 
@@ -97,7 +106,9 @@ class Meetings:
     def _complete(self, meeting: _Meeting) -> list[tuple[Future[_Names], _Names]]:
         """The answers that can be given now. The caller holds the lock."""
         if meeting.hosts is None:
-            came = {trainer.name for trainer, _ in meeting.came.values()} | self._life.gone_names()
+            # Of a name that has been taken anew, the successor may come.
+            gone = self._life.gone_names() - {info.name for info in self._life.living()}
+            came = {trainer.name for trainer, _ in meeting.came.values()} | gone
             names = meeting.expected_names
             are_all_there = came.issuperset(names) if names else len(meeting.came) >= meeting.expected
             # All go to a worker with a lower rank as soon as they see it.
@@ -132,11 +143,12 @@ class Meetings:
         with self._convening:
             known = _ask_all(self._life, name, takes_part=True)
             newest = max(known.values(), key=lambda hosts: hosts.generation, default=None)
+            expected = tuple(worker for hosts in known.values() for worker in hosts.expected)
             if newest is not None and newest.generation >= generation:
-                return newest
+                return newest._replace(expected=expected)
             if (name, generation) not in self._convened:
                 shards = 1 if newest is None else newest.shards
-                self._convened[name, generation] = Hosts(tuple(known), shards, generation)
+                self._convened[name, generation] = Hosts(tuple(known), shards, generation, expected)
             return self._convened[name, generation]
 
 
@@ -181,7 +193,7 @@ def trainers_as_hosts(name: str, expected: int, expected_names: _Names, life: Li
             while not (call.done() or life.is_static) and life.living()[0].name == leader.name:
                 time.sleep(_LOOK_AGAIN_S)
             if (call.done() or life.is_static) and (names := tuple(call.wait())):
-                return Hosts(names, len(names), 0)
+                return Hosts(names, len(names), 0, expected_names)
         except RuntimeError as error:
             if timed_out(error):
                 raise RuntimeError(

@@ -133,7 +133,7 @@ class Piece:
             is_first = push.trainer.life not in self._seen
             self._seen.add(push.trainer.life)
             at = self._done + 1 if push.at is None else push.at
-            if at <= self._done and is_first and self._may_skip_rounds():
+            if at <= self._done and push.at == 0 and is_first and self._may_skip_rounds():
                 # Nobody has waited for it: it joins now.
                 at = self._done + 1
             coming = Coming(push.trainer, push.tensors, is_owned, future)

@@ -73,12 +73,12 @@ class Roster:
     def leave(self, trainer: Trainer) -> None:
         self._end(trainer.life, trainer.name)
 
-    def on_gone(self, life: int, name: str) -> None:
-        """A worker has ended. If it was expected and never there, it will not come."""
+    def on_gone(self, life: int, name: str, has_successor: bool = False) -> None:
+        """A worker has ended. If it was expected and never there, it will not come; its successor of that name will."""
         self._gone.add(life)
         names = self.spec.expected_names
         # Where a number is expected, others that end need not be trainers.
-        is_expected = name in names if names else life in self._served
+        is_expected = name in names and not has_successor if names else life in self._served
         if life in self._counted or is_expected:
             self._end(life, name)
         for lives in self._without.values():

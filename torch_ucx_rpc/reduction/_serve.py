@@ -74,7 +74,10 @@ def serve(
     expected, expected_names = _expected(trainers, names, life)
     server_name = name or ",".join(names) or _TRAINERS
     with known.serving(server_name):
-        found = Hosts(names, len(names), 0) if names else trainers_as_hosts(server_name, expected, expected_names, life)
+        if names:
+            found = Hosts(names, len(names), 0, ())
+        else:
+            found = trainers_as_hosts(server_name, expected, expected_names, life)
         spec = Spec(
             server_name,
             found.names,

@@ -95,6 +95,11 @@ class Server:
         return not (self.has_left or self._is_idle)
 
     @property
+    def has_joined(self) -> bool:
+        """Whether this trainer is in the rounds: it does not come later than others, and wait for their state."""
+        return self.first_round is not None or bool(self.positions)
+
+    @property
     def hosts(self) -> tuple[str, ...]:
         return self.spec.hosts
 
@@ -300,9 +305,11 @@ class Server:
                 found = other_trainers_as_hosts(self.name, self.spec.generation + 1, self.life)
                 with self._lock:
                     self._lost.clear()
-                    names = found.names
                     self.spec = self.spec._replace(
-                        hosts=names, generation=found.generation, expected=len(names), expected_names=names
+                        hosts=found.names,
+                        generation=found.generation,
+                        expected=len(found.expected),
+                        expected_names=found.expected,
                     )
             else:
                 with self._lock:
