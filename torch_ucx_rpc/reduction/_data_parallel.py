@@ -90,6 +90,7 @@ class DataParallel(nn.Module):
         self._optimizer = optimizer
         self._quorum = quorum
         self._asking = Asking()
+        self._can_give = False
         self._name = server.name_for("model", self, self._asking.refuse)
         self._buckets = make_buckets(parameters, bucket_bytes)
         sizes = [(bucket.buffer.numel(), bucket.buffer.element_size()) for bucket in self._buckets]
@@ -107,7 +108,6 @@ class DataParallel(nn.Module):
         self._given: list[tuple[Trainer, dict[str, int]]] = []
         # The last step has the mean of some buckets, and not of all.
         self._is_partly_averaged = False
-        self._can_give = False
         # The parameters do not keep this object alive: when it is gone, this trainer has left.
         own = weakref.ref(self)
 
@@ -119,6 +119,11 @@ class DataParallel(nn.Module):
             parameter.register_post_accumulate_grad_hook(on_gradient)
         _models()[self._key] = self
         self._begin()
+
+    @property
+    def has_joined(self) -> bool:
+        """Whether this trainer has the state of the others, and can give it."""
+        return self._can_give
 
     @property
     def _key(self) -> str:

@@ -45,6 +45,11 @@ class State:
         self._planned_in = 0
         self._plan: list[list[Part]] = []
 
+    @property
+    def has_joined(self) -> bool:
+        """Whether this trainer has the model's state: DistributedDataParallel sees to that."""
+        return True
+
     def on_leave(self) -> None:
         """Nothing: no other trainer asks this one for anything."""
 

@@ -134,10 +134,11 @@ class Host:
         for piece in pieces:
             piece.advance_all()
 
-    def expect(self, trainers: int, names: tuple[str, ...]) -> None:
-        """Have the first round wait for so many trainers, or also for these."""
+    def expect(self, trainers: int, names: tuple[str, ...], is_all: bool) -> None:
+        """Have the first round wait for so many trainers, or also for these; with ``is_all``, for these alone."""
         with self._roster.lock:
-            self._roster.expect(trainers, names)
+            self._roster.expect(trainers, names, is_all)
+        self._advance_all()
 
     def admit(self, trainer: Trainer, positions: dict[str, int]) -> None:
         """Wait for a trainer from now on; of a model that it is given a copy of, from these positions on."""
@@ -354,8 +355,8 @@ def enter(key: str, model: str, trainer: Trainer) -> Future[Entry]:
     return hosts()[key].enter(model, trainer)
 
 
-def expect(key: str, trainers: int, names: tuple[str, ...]) -> None:
-    hosts()[key].expect(trainers, names)
+def expect(key: str, trainers: int, names: tuple[str, ...], is_all: bool = False) -> None:
+    hosts()[key].expect(trainers, names, is_all)
 
 
 def hold(key: str, model: str, trainer: Trainer) -> None:

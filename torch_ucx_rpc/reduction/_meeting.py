@@ -36,8 +36,23 @@ class Hosts(NamedTuple):
     names: _Names
     shards: int
     generation: int
-    # For whom the first step by way of these hosts waits.
+
+
+class NextHosts(NamedTuple):
+    """The hosts after all have been lost, and the trainers for whom the first step by way of them waits."""
+
+    hosts: Hosts
     expected: _Names
+
+
+class Use(NamedTuple):
+    """How a worker uses a server."""
+
+    hosts: Hosts
+    # Steps wait for it: it does not wait for another one's state.
+    has_joined: bool
+    # It has done a step.
+    has_begun: bool
 
 
 class Used(Protocol):
@@ -51,7 +66,11 @@ class Used(Protocol):
 
     @property
     def has_joined(self) -> bool:
-        """Whether steps wait for this worker: it does not wait for another one's state."""
+        """See `Use`."""
+
+    @property
+    def has_begun(self) -> bool:
+        """See `Use`."""
 
 
 class Meetings:
@@ -72,16 +91,13 @@ class Meetings:
     def use(self, server: Used) -> None:
         self._used[server.spec.name] = server
 
-    def hosts_of(self, name: str, takes_part: bool) -> Hosts | None:
-        """The hosts of a server that this worker uses, or, with ``takes_part``, by way of which it trains.
-
-        Expected is this worker alone, or nobody.
-        """
+    def use_of(self, name: str, takes_part: bool) -> Use | None:
+        """How this worker uses a server; with ``takes_part`` only if it trains by way of it."""
         server = self._used.get(name)
         if server is None or (takes_part and not server.takes_part):
             return None
         spec = server.spec
-        return Hosts(spec.hosts, spec.shards, spec.generation, (self._life.info.name,) if server.has_joined else ())
+        return Use(Hosts(spec.hosts, spec.shards, spec.generation), server.has_joined, server.has_begun)
 
     # -- the first hosts
 
@@ -138,18 +154,17 @@ class Meetings:
 
     # -- the next hosts
 
-    def convene(self, name: str, generation: int) -> Hosts:
+    def convene(self, name: str, generation: int) -> NextHosts:
         """The hosts of a server in this generation, or a later one: all that train, the first time this is asked."""
         with self._convening:
             known = _ask_all(self._life, name, takes_part=True)
-            newest = max(known.values(), key=lambda hosts: hosts.generation, default=None)
-            expected = tuple(worker for hosts in known.values() for worker in hosts.expected)
-            if newest is not None and newest.generation >= generation:
-                return newest._replace(expected=expected)
-            if (name, generation) not in self._convened:
-                shards = 1 if newest is None else newest.shards
-                self._convened[name, generation] = Hosts(tuple(known), shards, generation, expected)
-            return self._convened[name, generation]
+            newest = _newest(known)
+            if newest is None or newest.generation < generation:
+                if (name, generation) not in self._convened:
+                    shards = 1 if newest is None else newest.shards
+                    self._convened[name, generation] = Hosts(tuple(known), shards, generation)
+                newest = self._convened[name, generation]
+            return NextHosts(newest, _joined(known))
 
 
 class _Meeting:
@@ -165,8 +180,8 @@ class _Meeting:
 meetings = PerLife(Meetings)
 
 
-def _hosts_of(name: str, takes_part: bool) -> Hosts | None:
-    return meetings().hosts_of(name, takes_part)
+def _use_of(name: str, takes_part: bool) -> Use | None:
+    return meetings().use_of(name, takes_part)
 
 
 @rpc.functions.async_execution
@@ -174,7 +189,7 @@ def _meet(name: str, trainer: Trainer, expected: int, names: _Names) -> Future[_
     return meetings().meet(name, trainer, expected, names)
 
 
-def _convene(name: str, generation: int) -> Hosts:
+def _convene(name: str, generation: int) -> NextHosts:
     return meetings().convene(name, generation)
 
 
@@ -184,8 +199,8 @@ def trainers_as_hosts(name: str, expected: int, expected_names: _Names, life: Li
     while True:
         # One that trains already knows.
         known = _ask_all(life, name, takes_part=False)
-        if known:
-            return max(known.values(), key=lambda hosts: hosts.generation)
+        if newest := _newest(known):
+            return newest
         leader = life.living()[0]
         try:
             # By a call to this worker too, which has a timeout.
@@ -193,7 +208,7 @@ def trainers_as_hosts(name: str, expected: int, expected_names: _Names, life: Li
             while not (call.done() or life.is_static) and life.living()[0].name == leader.name:
                 time.sleep(_LOOK_AGAIN_S)
             if (call.done() or life.is_static) and (names := tuple(call.wait())):
-                return Hosts(names, len(names), 0, expected_names)
+                return Hosts(names, len(names), 0)
         except RuntimeError as error:
             if timed_out(error):
                 raise RuntimeError(
@@ -207,7 +222,18 @@ def trainers_as_hosts(name: str, expected: int, expected_names: _Names, life: Li
         time.sleep(_LOOK_AGAIN_S)
 
 
-def other_trainers_as_hosts(name: str, generation: int, life: Life) -> Hosts:
+def is_trained_by_others(name: str, life: Life) -> bool:
+    """Whether other workers have done steps by way of a server."""
+    known = _ask_all(life, name, takes_part=True)
+    return any(use.has_begun for worker, use in known.items() if worker != life.info.name)
+
+
+def joined_trainers(name: str, life: Life) -> _Names:
+    """The trainers of a server for which a step by way of new hosts waits."""
+    return _joined(_ask_all(life, name, takes_part=True))
+
+
+def other_trainers_as_hosts(name: str, generation: int, life: Life) -> NextHosts:
     """The trainers that are left when all hosts of a server are lost. RuntimeError if there are none."""
     while True:
         try:
@@ -217,28 +243,36 @@ def other_trainers_as_hosts(name: str, generation: int, life: Life) -> Hosts:
                 raise
             time.sleep(_LOOK_AGAIN_S)
             continue
-        if not found.names:
+        if not found.hosts.names:
             raise RuntimeError(f"all trainers of the server {name!r} are lost or have left, and so are its hosts")
         return found
 
 
-def _ask_all(life: Life, name: str, takes_part: bool) -> dict[str, Hosts]:
-    """By worker, in the order of ranks, the hosts of a server that it uses."""
-    asked: list[tuple[WorkerInfo, Callable[[], Hosts | None]]] = []
+def _newest(known: dict[str, Use]) -> Hosts | None:
+    return max((use.hosts for use in known.values()), key=lambda hosts: hosts.generation, default=None)
+
+
+def _joined(known: dict[str, Use]) -> _Names:
+    return tuple(worker for worker, use in known.items() if use.has_joined)
+
+
+def _ask_all(life: Life, name: str, takes_part: bool) -> dict[str, Use]:
+    """By worker, in the order of ranks, how it uses a server."""
+    asked: list[tuple[WorkerInfo, Callable[[], Use | None]]] = []
     for info in life.living():
         if info.name == life.info.name:
-            asked.append((info, lambda: meetings().hosts_of(name, takes_part)))
+            asked.append((info, lambda: meetings().use_of(name, takes_part)))
         else:
             try:
-                asked.append((info, rpc.rpc_async(info, _hosts_of, args=(name, takes_part)).wait))
+                asked.append((info, rpc.rpc_async(info, _use_of, args=(name, takes_part)).wait))
             except RuntimeError as error:
                 if not was_lost(error):
                     raise
     known = {}
     for info, answer in asked:
         try:
-            if (hosts := answer()) is not None:
-                known[info.name] = hosts
+            if (use := answer()) is not None:
+                known[info.name] = use
         except RuntimeError as error:
             if not was_lost(error):
                 raise

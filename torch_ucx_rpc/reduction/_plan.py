@@ -29,6 +29,17 @@ def spread(sizes: Sequence[int], shards: int) -> list[int]:
     return assignment
 
 
+def difference(shapes: Sequence[tuple[int, ...]], expected: Sequence[tuple[int, ...]]) -> str:
+    """Where tensors of these shapes are not those that a server has."""
+    pairs = enumerate(zip(shapes, expected, strict=False))
+    index = next((index for index, pair in pairs if pair[0] != pair[1]), min(len(shapes), len(expected)))
+    return (
+        f"there are {len(shapes)} tensors, of which number {index} is "
+        f"{list(shapes[index]) if index < len(shapes) else 'missing'}; the server has {len(expected)}, and that one "
+        f"{'is ' + str(list(expected[index])) if index < len(expected) else 'not'}"
+    )
+
+
 class Part(NamedTuple):
     """A part of a bucket, and the shard that sums it."""
 

@@ -90,9 +90,9 @@ class Roster:
         self.ended.add(life)
         self.trainers.pop(life, None)
 
-    def expect(self, trainers: int, names: tuple[str, ...]) -> None:
-        """Have the first round wait for so many trainers, or also for these."""
-        if names:
+    def expect(self, trainers: int, names: tuple[str, ...], is_all: bool) -> None:
+        """Have the first round wait for so many trainers, or also for these; with ``is_all``, for these alone."""
+        if names and not is_all:
             if not self.spec.expected_names:
                 return  # a number has been given
             names = tuple(sorted({*self.spec.expected_names, *names}))

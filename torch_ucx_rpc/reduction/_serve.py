@@ -18,7 +18,7 @@ from torch._C._distributed_rpc import WorkerInfo
 from torch_ucx_rpc._observe.life import Life
 from torch_ucx_rpc._observe.lost import was_lost
 from torch_ucx_rpc.reduction import _host
-from torch_ucx_rpc.reduction._meeting import Hosts, trainers_as_hosts
+from torch_ucx_rpc.reduction._meeting import Hosts, is_trained_by_others, trainers_as_hosts
 from torch_ucx_rpc.reduction._messages import Kept, OptimizerFactory, Spec
 from torch_ucx_rpc.reduction._server import Server
 from torch_ucx_rpc.reduction._servers import servers
@@ -74,10 +74,7 @@ def serve(
     expected, expected_names = _expected(trainers, names, life)
     server_name = name or ",".join(names) or _TRAINERS
     with known.serving(server_name):
-        if names:
-            found = Hosts(names, len(names), 0, ())
-        else:
-            found = trainers_as_hosts(server_name, expected, expected_names, life)
+        found = Hosts(names, len(names), 0) if names else trainers_as_hosts(server_name, expected, expected_names, life)
         spec = Spec(
             server_name,
             found.names,
@@ -106,7 +103,11 @@ def serve(
         if is_new and trainers is None and expected_names and life.info.name in names:
             # A host that trains, too.
             server.call_all(_host.expect, server.spec.key, 0, (life.info.name,))
-        if is_new and any(server.call_all(_host.is_newcomer, server.spec.key, server.trainer)):
+        if is_new and (
+            any(server.call_all(_host.is_newcomer, server.spec.key, server.trainer))
+            # The hosts may have been started anew, and know of no step.
+            or (not life.is_static and is_trained_by_others(server_name, life))
+        ):
             server.join()
         if parameters is not None:
             _give_parameters(server, [parameter.detach() for parameter in parameters])

@@ -20,9 +20,9 @@ from torch._C._distributed_rpc import get_rpc_timeout
 from torch_ucx_rpc._observe.life import Life
 from torch_ucx_rpc._observe.lost import was_lost
 from torch_ucx_rpc.reduction import _host
-from torch_ucx_rpc.reduction._meeting import other_trainers_as_hosts
+from torch_ucx_rpc.reduction._meeting import joined_trainers, other_trainers_as_hosts
 from torch_ucx_rpc.reduction._messages import Answer, Opened, Push, Spec, Trainer
-from torch_ucx_rpc.reduction._plan import spread
+from torch_ucx_rpc.reduction._plan import difference, spread
 from torch_ucx_rpc.reduction._results import results
 
 _T = TypeVar("_T")
@@ -34,6 +34,10 @@ _PATIENCE_S = 60.0
 
 class User(Protocol):
     """A model that is trained by way of a server."""
+
+    @property
+    def has_joined(self) -> bool:
+        """Whether this trainer has the model's state."""
 
     def on_leave(self) -> None:
         """This trainer takes part no more."""
@@ -95,9 +99,15 @@ class Server:
         return not (self.has_left or self._is_idle)
 
     @property
+    def has_begun(self) -> bool:
+        """Whether this trainer has done a step."""
+        return bool(self.positions)
+
+    @property
     def has_joined(self) -> bool:
-        """Whether this trainer is in the rounds: it does not come later than others, and wait for their state."""
-        return self.first_round is not None or bool(self.positions)
+        """Whether steps wait for this trainer: it does not come later than others, and wait for their state."""
+        is_in_rounds = self.has_begun or self.first_round is not None
+        return is_in_rounds and all(user.has_joined for user in list(self._users))
 
     @property
     def hosts(self) -> tuple[str, ...]:
@@ -303,18 +313,18 @@ class Server:
                 return True
             if self._may_move:
                 found = other_trainers_as_hosts(self.name, self.spec.generation + 1, self.life)
+                expected = found.expected
                 with self._lock:
                     self._lost.clear()
-                    self.spec = self.spec._replace(
-                        hosts=found.names,
-                        generation=found.generation,
-                        expected=len(found.expected),
-                        expected_names=found.expected,
-                    )
+                    self.spec = self.spec._replace(hosts=found.hosts.names, generation=found.hosts.generation)
             else:
+                living = {info.name for info in self.life.living()}
+                expected = joined_trainers(self.name, self.life) if living.intersection(self.hosts) else ()
                 with self._lock:
-                    self._lost.difference_update(info.name for info in self.life.living())
-            self.open_all()
+                    self._lost -= living
+            self.open_all(self.spec._replace(expected=len(expected), expected_names=expected))
+            # One that does not train yet may have opened them before.
+            self.call_all(_host.expect, self.spec.key, len(expected), expected, True)
             for name in self.living_hosts():
                 self._tell_users(name)
             return bool(self.living_hosts())
@@ -379,16 +389,9 @@ class Server:
         """
         shapes = [tuple(tensor.shape) for tensor in tensors]
         if self._shapes is not None and shapes != self._shapes:
-            index = next(
-                (index for index, pair in enumerate(zip(shapes, self._shapes, strict=False)) if pair[0] != pair[1]),
-                min(len(shapes), len(self._shapes)),
-            )
             raise ValueError(
-                f"gradients of another shape than the server's: there are {len(shapes)} tensors, of which number "
-                f"{index} is {list(shapes[index]) if index < len(shapes) else 'missing'}; the server has "
-                f"{len(self._shapes)}, and that one "
-                f"{'is ' + str(list(self._shapes[index])) if index < len(self._shapes) else 'not'}. "
-                f"Push the gradients of all parameters, in the same order, each time"
+                f"gradients of another shape than the server's: {difference(shapes, self._shapes)}. Push the gradients "
+                f"of all parameters, in the same order, each time"
             )
         return spread([tensor.numel() for tensor in tensors], self.spec.shards)
 
