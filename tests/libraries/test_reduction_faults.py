@@ -19,7 +19,7 @@ from torch.futures import Future
 from workers import Steps, eventually
 
 from torch_ucx_rpc import reduction
-from torch_ucx_rpc.reduction import _data_parallel
+from torch_ucx_rpc.reduction import _data_parallel, _piece
 from torch_ucx_rpc.reduction._host import Host, hosts_of, models
 from torch_ucx_rpc.reduction._meeting import Meetings
 from torch_ucx_rpc.reduction._messages import Push, Spec, Trainer, Update
@@ -252,9 +252,99 @@ def test_a_trainer_that_dies_before_it_is_given_the_state_is_not_waited_for() ->
     joiner = trainer_of(1)
     host.on_gone(joiner.life, joiner.name)
     # The one that gives it has not heard of the death.
-    host.admit(joiner, {"tensors/0": 1})
+    host.admit(joiner, trainer_of(0), ("tensors/0",))
     host.hold("model0", joiner)
     assert push_to_host(host, 0, at=1).done()
+
+
+@pytest.mark.parametrize("at", [5, 6])
+def test_a_late_trainer_gets_the_sum_of_what_it_has_missed_or_none(at: int) -> None:
+    # Of a host that has taken over with the round 5.
+    piece = piece_of(3)
+    piece._roster.has_begun = True
+
+    def push(rank: int, at: int) -> Any:
+        tensors = [torch.full((2,), float(at))]
+        return piece.push(Push("ps", "tensors/0", 0, trainer_of(rank), at, 2, at, False, tensors), True)
+
+    for rank in range(3):
+        piece._roster.count(trainer_of(rank))
+    for round_ in (5, 6):
+        push(0, round_), push(1, round_)
+    answer = push(2, at).value()
+    if at == 5:
+        assert (answer.rounds, answer.tensors[0].tolist()) == (2, [11, 11])
+    else:
+        # It has had the result of the round 5 from the former host.
+        assert answer.is_behind
+        assert "what it has missed is not known" in answer.refusal
+
+
+@pytest.mark.parametrize("has_optimizer", [True, False])
+def test_a_trainer_that_has_missed_what_nobody_knows_takes_the_state_of_another(
+    run_on_both: RunWorkers, tmp_path: Path, has_optimizer: bool
+) -> None:
+    run_on_both(4, miss_what_nobody_knows, Steps(tmp_path), has_optimizer)
+
+
+def miss_what_nobody_knows(rank: int, steps: Steps, has_optimizer: bool) -> None:
+    if rank == 0:
+        steps.wait_for("first 1", "first 2", "first 3")
+        _piece._Missed.take = lambda *_: None  # type: ignore[method-assign,assignment]
+        steps.done("forgotten")
+        steps.meet("done", rank, 4)
+        return
+    model = make_model()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    server = reduction.serve("worker0")
+    copy = reduction.DataParallel(model, server, optimizer=optimizer if has_optimizer else None)
+    train(copy, optimizer, rank, 1)
+    copy._quorum = 2  # in the first step nobody is late
+    steps.done(f"first {rank}")
+    steps.wait_for("forgotten")
+    if rank == 3:
+        steps.wait_for("far 1", "far 2")
+        if has_optimizer:
+            train(copy, optimizer, rank, 1)
+            assert copy._is_behind
+            train(copy, optimizer, rank, 1)
+            assert server.positions["model0/0/0"] > 3
+        else:
+            with pytest.raises(ValueError, match=r"what it has missed is not known.*has to begin anew"):
+                train(copy, optimizer, rank, 1)
+        server.leave()
+        steps.done("over")
+    else:
+        train(copy, optimizer, rank, 3)
+        steps.done(f"far {rank}")
+        while not steps.is_done("over"):
+            train(copy, optimizer, rank, 1)
+        server.leave()
+    steps.meet("done", rank, 4)
+
+
+def test_a_late_trainer_that_has_taken_the_state_of_another_has_missed_what_that_one_has() -> None:
+    piece = piece_of(3)
+
+    def push(rank: int, at: int) -> Any:
+        tensors = [torch.full((2,), float(10**rank * (at + 1)))]
+        return piece.push(Push("ps", "tensors/0", 0, trainer_of(rank), at, 2 if at else 3, at, False, tensors), True)
+
+    def result(of: Any) -> float:
+        return float(of.value().tensors[0][0])
+
+    first = [push(rank, 0) for rank in range(3)]
+    assert [result(of) for of in first] == [37.0] * 3
+    for at in (1, 2):
+        push(0, at), push(1, at)
+    # It has missed two rounds, and takes the state of one that is about to miss the next.
+    piece.admit(trainer_of(2), trainer_of(0))
+    piece._roster.count(trainer_of(3))
+    piece.admit(trainer_of(3), trainer_of(1))
+    push(1, 3), push(3, 3)
+    expected = (40 + 4000) / 2
+    assert result(push(2, 3)) == expected
+    assert result(push(0, 3)) == expected
 
 
 def test_of_a_number_of_trainers_only_those_count_that_have_called_serve() -> None:

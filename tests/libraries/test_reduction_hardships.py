@@ -152,6 +152,46 @@ def catch_up_two_at_once(rank: int, steps: Steps) -> None:
     steps.meet("done", rank, 3)
 
 
+def test_a_trainer_that_waits_for_the_state_of_the_last_one_is_not_waited_for(
+    run_on_both: RunWorkers, tmp_path: Path
+) -> None:
+    run_on_both(3, catch_up_with_the_last_one, Steps(tmp_path))
+
+
+def catch_up_with_the_last_one(rank: int, steps: Steps) -> None:
+    server = reduction.serve("worker0", trainers=3)
+    model = make_model()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    copy = reduction.DataParallel(model, server, optimizer=optimizer)
+    train(copy, optimizer, rank, 1)
+    copy._quorum = 2  # in the first step nobody is late
+    if rank == 2:
+        steps.wait_for("far 0", "far 1")
+        train(copy, optimizer, rank, 1)
+        assert copy._is_behind
+        steps.done("behind")
+        steps.wait_for("left")
+        with Stalls() as stalls:
+            began = time.monotonic()
+            train(copy, optimizer, rank, 3)
+            assert time.monotonic() - began < 10 + stalls.seconds()
+        server.leave()
+        steps.done("caught up")
+    else:
+        train(copy, optimizer, rank, 4)
+        steps.done(f"far {rank}")
+        steps.wait_for("behind")
+        if rank == 1:
+            server.leave()
+            steps.done("left")
+        else:
+            steps.wait_for("left")
+            # Two are no more than the quorum, and one of them waits for this one.
+            while not steps.is_done("caught up"):
+                train(copy, optimizer, rank, 1)
+    steps.meet("done", rank, 3)
+
+
 def test_a_late_trainer_with_its_optimizer_gets_the_state_of_another(run_on_ucx: RunWorkers, tmp_path: Path) -> None:
     run_on_ucx(4, catch_up_with_adam, Steps(tmp_path))
 

@@ -39,6 +39,42 @@ MUTANTS = (
         ("test_two_late_trainers_do_not_wait_for_each_other",),
     ),
     Mutant(
+        "late-trainers-are-waited-for-as-they-catch-up",
+        "            self._roster.pause(trainer)\n",
+        "",
+        ("test_a_trainer_that_waits_for_the_state_of_the_last_one_is_not_waited_for",),
+    ),
+    Mutant(
+        "what-was-missed-is-given-twice",
+        "        self._missed.share(donor.life, trainer.life)\n",
+        "",
+        ("test_a_late_trainer_that_has_taken_the_state_of_another_has_missed_what_that_one_has",),
+    ),
+    Mutant(
+        "sums-of-other-rounds-are-given",
+        "return missed.tensors if missed.start == at else None",
+        "return missed.tensors",
+        ("test_a_late_trainer_gets_the_sum_of_what_it_has_missed_or_none",),
+    ),
+    Mutant(
+        "successors-are-taken-for-dead",
+        "is_expected = name in names and not has_successor if names",
+        "is_expected = name in names if names",
+        ("test_a_trainer_that_was_started_anew_is_waited_for_by_the_next_hosts",),
+    ),
+    Mutant(
+        "next-hosts-wait-for-all",
+        "    return tuple(worker for worker, use in known.items() if use.has_joined)\n",
+        "    return tuple(known)\n",
+        ("test_a_trainer_that_waits_for_the_state_does_not_hold_up_the_next_hosts",),
+    ),
+    Mutant(
+        "next-hosts-know-of-no-state-that-was-given",
+        "                for trainer in self._given:\n",
+        "                for trainer in ():\n",
+        ("test_the_next_hosts_wait_for_a_trainer_that_has_just_been_given_the_state",),
+    ),
+    Mutant(
         "push-goes-on-after-one-in-part",
         "    if server.is_pushed_in_part:\n",
         "    if False:\n",

@@ -25,7 +25,7 @@ from torch_ucx_rpc.reduction._buckets import Bucket, make_buckets
 from torch_ucx_rpc.reduction._ddp import push_bucket
 from torch_ucx_rpc.reduction._messages import Trainer
 from torch_ucx_rpc.reduction._plan import plan
-from torch_ucx_rpc.reduction._pushes import has_failed, tensors_of
+from torch_ucx_rpc.reduction._pushes import IsBehind, has_failed, tensors_of
 from torch_ucx_rpc.reduction._server import Server
 
 _logger = logging.getLogger(__name__)
@@ -104,8 +104,8 @@ class DataParallel(nn.Module):
         # As it was before the first step, until that is over.
         self._initial: dict[str, Any] | None = None
         self._is_behind = False
-        # Who has been given the state at the beginning of this step, and where they begin.
-        self._given: list[tuple[Trainer, dict[str, int]]] = []
+        # Trainers that have been given the state at the beginning of this step.
+        self._given: list[Trainer] = []
         # The last step has the mean of some buckets, and not of all.
         self._is_partly_averaged = False
         # The parameters do not keep this object alive: when it is gone, this trainer has left.
@@ -216,7 +216,13 @@ class DataParallel(nn.Module):
     def _take(self, bucket: Bucket) -> None:
         targets = bucket.targets()
         for part, push in bucket.pushes:
-            answer = push.wait()
+            try:
+                answer = push.wait()
+            except IsBehind:
+                if self._optimizer is None:
+                    raise
+                self._is_behind = True
+                continue
             self._is_behind |= answer.rounds != 1 and self._optimizer is not None
             # The result may be others' too: it is only read.
             bucket.take(part, tensors_of(push)[0], targets)
@@ -301,8 +307,9 @@ class DataParallel(nn.Module):
             key = self._server.spec.key
             try:
                 self._server.call(host, _host.hold, key, self._name, self._server.trainer)
-                for trainer, positions in self._given:
-                    self._server.call(host, _host.admit, key, trainer, positions)
+                for trainer in self._given:
+                    # What it has missed by now, the host knows, or nobody.
+                    self._server.call(host, _host.admit, key, trainer, trainer, tuple(self._server.positions))
             except RuntimeError as error:
                 if not was_lost(error):
                     raise
@@ -339,9 +346,8 @@ class DataParallel(nn.Module):
         for trainer, future in self._asking.take():
             # From now on the others wait for it, this step included: it is not complete without this trainer.
             server = self._server
-            positions = dict(server.positions)
-            self._given.append((trainer, positions))
-            server.call_all(_host.admit, server.spec.key, trainer, positions)
+            self._given.append(trainer)
+            server.call_all(_host.admit, server.spec.key, trainer, server.trainer, tuple(server.positions))
             future.set_result(self._state())
 
     def on_leave(self) -> None:

@@ -140,14 +140,14 @@ class Host:
             self._roster.expect(trainers, names, is_all)
         self._advance_all()
 
-    def admit(self, trainer: Trainer, positions: dict[str, int]) -> None:
-        """Wait for a trainer from now on; of a model that it is given a copy of, from these positions on."""
+    def admit(self, trainer: Trainer, donor: Trainer, pieces: tuple[str, ...]) -> None:
+        """Wait for a trainer from now on; in these pieces, it goes on from the state of another one."""
         with self._roster.lock:
             if self._roster.is_gone(trainer):
                 return
             self._roster.count(trainer)
-            for name in positions:
-                self._piece(name).admit(trainer)
+            for name in pieces:
+                self._piece(name).admit(trainer, donor)
 
     def enter(self, model: str, trainer: Trainer) -> Future[Entry]:
         """From whom a trainer gets the parameters of its copy of a model."""
@@ -171,9 +171,11 @@ class Host:
             return self._copies.held()
 
     def hold_no_more(self, model: str, trainer: Trainer) -> None:
-        """A trainer's copy of a model is behind those of the others."""
+        """A trainer's copy of a model is behind: it waits for another one's state, and nobody waits for it."""
         with self._roster.lock:
             self._copies.let_go(model, trainer)
+            self._roster.pause(trainer)
+        self._advance_all()
 
     def absent(self, piece: str) -> list[str]:
         """The trainers that are missing in the oldest open round of a piece."""
@@ -372,8 +374,8 @@ def hold_no_more(key: str, model: str, trainer: Trainer) -> None:
         host.hold_no_more(model, trainer)
 
 
-def admit(key: str, trainer: Trainer, positions: dict[str, int]) -> None:
-    hosts()[key].admit(trainer, positions)
+def admit(key: str, trainer: Trainer, donor: Trainer, pieces: tuple[str, ...]) -> None:
+    hosts()[key].admit(trainer, donor, pieces)
 
 
 def close_unused(key: str) -> None:

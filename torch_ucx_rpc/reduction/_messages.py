@@ -146,6 +146,8 @@ class Answer(NamedTuple):
     tensors: list[Tensor] | None = None
     # Other trainers may be sent the same tensors: they must not be written to.
     is_shared: bool = False
+    # It is refused since the trainer has missed what nobody can tell.
+    is_behind: bool = False
 
 
 class Entry(NamedTuple):

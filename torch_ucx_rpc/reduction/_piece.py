@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import logging
 import time
+from typing import NamedTuple
 
 import torch.distributed.rpc as rpc
 from torch import Tensor
@@ -38,31 +39,53 @@ _ADDING_S = 0.001
 _NOT_SEEN = -1
 
 
+class _Sum(NamedTuple):
+    """Of results from the round ``start`` on. ``is_owned``: it is memory of its own, which may be added to."""
+
+    start: int
+    tensors: list[Tensor]
+    is_owned: bool
+
+
 class _Missed:
     """By life of a trainer, the sum of the results that it has missed. Guarded by the lock of the roster."""
 
     def __init__(self) -> None:
-        # Also says whether the sum is memory of its own.
-        self._sums: dict[int, tuple[list[Tensor], bool]] = {}
+        self._sums: dict[int, _Sum] = {}
 
-    def add(self, life: int, result: list[Tensor]) -> None:
+    def add(self, life: int, number: int, result: list[Tensor]) -> None:
         missed = self._sums.get(life)
-        if missed is None or [tensor.shape for tensor in missed[0]] != [tensor.shape for tensor in result]:
-            self._sums[life] = (result, False)
-        elif missed[1]:
-            for total, tensor in zip(missed[0], result, strict=True):
+        if missed is None or [tensor.shape for tensor in missed.tensors] != [tensor.shape for tensor in result]:
+            self._sums[life] = _Sum(number, result, False)
+        elif missed.is_owned:
+            for total, tensor in zip(missed.tensors, result, strict=True):
                 total.add_(tensor)
         else:
-            self._sums[life] = ([a + b for a, b in zip(missed[0], result, strict=True)], True)
+            total_of_both = [a + b for a, b in zip(missed.tensors, result, strict=True)]
+            self._sums[life] = _Sum(missed.start, total_of_both, True)
 
-    def take(self, life: int, is_first: bool) -> list[Tensor] | None:
-        """The sum of a trainer, who is told of it now; the sum of the unseen for one that pushes for the first time."""
-        if (missed := self._sums.pop(life, None)) is not None:
-            return missed[0]
-        if is_first and (of_unseen := self._sums.get(_NOT_SEEN)):
+    def take(self, life: int, at: int, is_first: bool) -> list[Tensor] | None:
+        """The sum of a trainer from the round ``at`` on, who is told of it now; None if nobody knows it.
+
+        One that pushes for the first time gets the sum of the unseen.
+        """
+        missed = self._sums.pop(life, None)
+        if missed is not None:
+            # A host that has taken over may know of fewer rounds, or of more, which another one has answered.
+            return missed.tensors if missed.start == at else None
+        of_unseen = self._sums.get(_NOT_SEEN)
+        if is_first and of_unseen is not None and of_unseen.start == at:
             # The next one that comes for the first time gets it too.
-            return [tensor.clone() for tensor in of_unseen[0]]
+            return [tensor.clone() for tensor in of_unseen.tensors]
         return None
+
+    def share(self, donor: int, life: int) -> None:
+        """Of a trainer that goes on from another one's state: it has missed what that one has, and nothing else."""
+        missed = self._sums.get(donor)
+        if missed is None:
+            self._sums.pop(life, None)
+        else:
+            self._sums[donor] = self._sums[life] = missed._replace(is_owned=False)
 
     def has(self, life: int) -> bool:
         return life in self._sums
@@ -92,9 +115,10 @@ class Piece:
 
     # -- the trainers
 
-    def admit(self, trainer: Trainer) -> None:
-        """A trainer has a copy of the model: it knows the rounds until now. The caller holds the lock."""
+    def admit(self, trainer: Trainer, donor: Trainer) -> None:
+        """A trainer has a copy of the model as the donor has it. The caller holds the lock."""
         self._seen.add(trainer.life)
+        self._missed.share(donor.life, trainer.life)
 
     def forget(self, life: int) -> None:
         """A trainer has ended. The caller holds the lock."""
@@ -182,11 +206,13 @@ class Piece:
         return not self._missed.has(_NOT_SEEN)
 
     def _answer_to_late(self, trainer: Trainer, at: int, is_first: bool = False) -> Answer:
-        missed = self._missed.take(trainer.life, is_first)
+        missed = self._missed.take(trainer.life, at, is_first)
         if missed is None:
             return Answer(
-                f"{trainer} pushed a round that is over, and was not there in: it has to begin anew, with "
-                f"reduction.serve and a new DataParallel"
+                f"{trainer} pushed a round that is over, and what it has missed is not known, or was lost with a host: "
+                f"it has to begin anew, with reduction.serve and a new DataParallel. One that is given its optimizer "
+                f"takes the state of another trainer instead",
+                is_behind=True,
             )
         return Answer(None, self._done + 1, self._done + 1 - at, missed)
 
@@ -283,12 +309,12 @@ class Piece:
 
     def _note_missed(self, round_: Round, result: list[Tensor]) -> None:
         trainers = self._roster.awaited(self.model)
-        for life in self._seen.intersection(trainers).difference(round_.came):
-            self._missed.add(life, result)
+        for life in self._seen.intersection({*trainers, *self._roster.paused}).difference(round_.came):
+            self._missed.add(life, round_.number, result)
         # Some that are there or expected have never pushed it: all of them have missed the same.
         is_seen_by_all = self._seen.issuperset(trainers)
         if not is_seen_by_all or len(self._seen | self._roster.ended) < self._roster.spec.expected:
-            self._missed.add(_NOT_SEEN, result)
+            self._missed.add(_NOT_SEEN, round_.number, result)
         else:
             self._missed.forget(_NOT_SEEN)
 

@@ -43,6 +43,10 @@ def tensors_of(push: Future[Answer]) -> list[Tensor]:
     return tensors
 
 
+class IsBehind(ValueError):
+    """A trainer has missed rounds, and nobody knows their results."""
+
+
 class _Pending:
     """A push that has no answer yet. One thread at a time has it: the one that sends, or that of the answer."""
 
@@ -92,7 +96,7 @@ class _Pending:
         elif answer.refusal == UNKNOWN:
             self._recover()
         elif answer.refusal is not None:
-            self._reject(ValueError(answer.refusal))
+            self._reject(IsBehind(answer.refusal) if answer.is_behind else ValueError(answer.refusal))
         else:
             self._server.accept(self._push, answer)
             self._server.end_push(self._push)

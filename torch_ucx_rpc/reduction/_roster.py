@@ -26,6 +26,8 @@ class Roster:
         self.spec = spec
         # By life: those that are waited for.
         self.trainers: dict[int, Trainer] = {}
+        # Lives that are there, and are not waited for now.
+        self.paused: set[int] = set()
         # A round has been completed: nobody is expected any more.
         self.has_begun = False
         # All that have ever been there, or can come no more; and of these, the ones that are not there any more.
@@ -44,6 +46,7 @@ class Roster:
         if trainer.life in self._gone:
             return
         self.trainers[trainer.life] = trainer
+        self.paused.discard(trainer.life)
         self.ended.discard(trainer.life)
         self.note_arrival(trainer)
 
@@ -70,6 +73,11 @@ class Roster:
             return self.trainers
         return {life: trainer for life, trainer in self.trainers.items() if life not in without}
 
+    def pause(self, trainer: Trainer) -> None:
+        """Do not wait for a trainer until it is counted again; it misses what is completed meanwhile."""
+        if self.trainers.pop(trainer.life, None) is not None:
+            self.paused.add(trainer.life)
+
     def leave(self, trainer: Trainer) -> None:
         self._end(trainer.life, trainer.name)
 
@@ -89,6 +97,7 @@ class Roster:
         self._counted_names.add(name)
         self.ended.add(life)
         self.trainers.pop(life, None)
+        self.paused.discard(life)
 
     def expect(self, trainers: int, names: tuple[str, ...], is_all: bool) -> None:
         """Have the first round wait for so many trainers, or also for these; with ``is_all``, for these alone."""

@@ -125,7 +125,7 @@ class Server:
     def take_part(self) -> None:
         """Have the hosts wait for this trainer from now on, before its first push."""
         self._is_idle = False
-        self.call_all(_host.admit, self.spec.key, self.trainer, {})
+        self.call_all(_host.admit, self.spec.key, self.trainer, self.trainer, ())
 
     def leave(self) -> None:
         """Take part no more: the other trainers do not wait for this one from now on."""
