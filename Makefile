@@ -61,7 +61,7 @@ ENVIRONMENT := $(VENV)/.torch-$(TORCH)-$(or $(UCX),wheel)
 EDITABLE := $(VENV)/.editable-$(TORCH)-$(or $(UCX),wheel)
 
 .PHONY: help build test test-cpp test-light-cpp test-python test-field test-libraries test-examples test-conformance conformance
-.PHONY: conformance-cuda fuzz soak verbs matrix fresh bench demo bench-record docs
+.PHONY: conformance-cuda fuzz soak soak-training verbs matrix fresh bench demo bench-record docs
 .PHONY: mutants gpu-prepare gpu-check gpu-rehearse sanitize sanitize-light lint tidy format wheel wheels sdist index clean distclean
 
 help: ## List the verbs
@@ -157,6 +157,9 @@ fuzz: build/fuzz/wire_fuzzer ## Hostile bytes against the wire format's readers,
 
 soak: build $(VENV)/.extra-test ## Workers on virtual hosts, killed and cut off for MINUTES; needs root. A report in build/soak
 	@PYTHONPATH=tests:tests/support $(PY) -m soak --minutes $(MINUTES) $(if $(SEED),--seed $(SEED)) --report build/soak
+
+soak-training: build $(VENV)/.extra-test ## Trainers of one model, killed and started anew for MINUTES: all copies must stay equal
+	@PYTHONPATH=tests:tests/support $(PY) -m soak.training --minutes $(MINUTES) $(if $(SEED),--seed $(SEED))
 
 # Nice: two emulated processors keep two cores busy.
 verbs: $(ENVIRONMENT) ## Two emulated machines with Soft-RoCE: calls over verbs, kills, cuts; needs root, qemu and mmdebstrap

@@ -280,6 +280,42 @@ def test_a_late_trainer_gets_the_sum_of_what_it_has_missed_or_none(at: int) -> N
         assert "what it has missed is not known" in answer.refusal
 
 
+def push_in_the_middle(piece: Any, rank: int, at: int) -> Any:
+    piece._roster.has_begun = True
+    for other in range(2):
+        piece._roster.count(trainer_of(other))
+    tensors = [torch.full((2,), float(at))]
+    return piece.push(Push("ps", "tensors/0", 0, trainer_of(rank), at, None, at, False, tensors), True)
+
+
+def test_a_trainer_is_not_waited_for_in_rounds_that_are_over_for_it() -> None:
+    piece = piece_of(2)
+    early = push_in_the_middle(piece, 0, 5)
+    assert not early.done()
+    late = push_in_the_middle(piece, 1, 7)
+    assert early.value().is_behind
+    assert not late.done()
+    push_in_the_middle(piece, 0, 7)
+    assert late.value().tensors[0].tolist() == [7, 7]
+
+
+def test_a_trainer_that_is_a_round_further_is_asked_for_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def rpc_async(worker: str, *_: Any, **__: Any) -> Future[Any]:
+        asked.append(worker)
+        future: Future[Any] = Future()
+        future.set_result([torch.full((2,), 42.0)])
+        return future
+
+    piece = piece_of(2)
+    early = push_in_the_middle(piece, 0, 5)
+    monkeypatch.setattr(rpc, "rpc_async", rpc_async)
+    push_in_the_middle(piece, 1, 6)
+    assert early.value().tensors[0].tolist() == [42, 42]
+    assert asked == ["worker1"]
+
+
 @pytest.mark.parametrize("has_optimizer", [True, False])
 def test_a_trainer_that_has_missed_what_nobody_knows_takes_the_state_of_another(
     run_on_both: RunWorkers, tmp_path: Path, has_optimizer: bool

@@ -57,6 +57,15 @@ MUTANTS = (
         ("test_a_late_trainer_gets_the_sum_of_what_it_has_missed_or_none",),
     ),
     Mutant(
+        "those-that-are-further-are-waited-for",
+        "            passed, over = self._pass(push.trainer.life, at)\n",
+        "            passed, over = [], []\n",
+        (
+            "test_a_trainer_is_not_waited_for_in_rounds_that_are_over_for_it",
+            "test_a_trainer_that_is_a_round_further_is_asked_for_the_result",
+        ),
+    ),
+    Mutant(
         "successors-are-taken-for-dead",
         "is_expected = name in names and not has_successor if names",
         "is_expected = name in names if names",

@@ -14,4 +14,6 @@ it with an error.
 * ``_judgement``   what of all that must not have happened
 * ``_leftovers``   what they leave behind on their hosts
 * ``_report``      the same in words and numbers
+
+``make soak-training`` needs no root, and is in ``training``: trainers of one model that are killed and come back.
 """

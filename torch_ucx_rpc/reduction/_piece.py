@@ -15,10 +15,12 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch.distributed.rpc as rpc
 from torch import Tensor
+from torch._C._distributed_rpc import WorkerInfo
 from torch.futures import Future
 
 from torch_ucx_rpc._observe.life import Life
@@ -152,6 +154,8 @@ class Piece:
         future: Future[Answer] = Future()
         answer = round_ = None
         is_asking = False
+        passed: list[Round] = []
+        over: list[tuple[Future[Answer], Answer]] = []
         with self._roster.lock:
             self._roster.count(push.trainer)
             is_first = push.trainer.life not in self._seen
@@ -161,6 +165,7 @@ class Piece:
                 # Nobody has waited for it: it joins now.
                 at = self._done + 1
             coming = Coming(push.trainer, push.tensors, is_owned, future)
+            passed, over = self._pass(push.trainer.life, at)
             if at <= self._done:
                 answer = self._answer_to_late(push.trainer, at, is_first)
             else:
@@ -186,9 +191,38 @@ class Piece:
             future.set_result(answer)
         elif round_ is not None:
             if is_asking:
-                self._ask_for_result(push, round_)
+                others = [info for info in self._life.living() if info.name != push.trainer.name]
+                self._ask_for_result(others, round_)
             self._advance(round_)
+        for other in passed:
+            self._ask_for_result([push.trainer.name], other)
+            self._advance(other)
+        for waiting, late in over:
+            waiting.set_result(late)
         return future
+
+    def _pass(self, life: int, at: int) -> tuple[list[Round], list[tuple[Future[Answer], Answer]]]:
+        """A trainer is in a round, and so in none before it that is open here: another host has answered it those.
+
+        Returns those whose result it may know, since a trainer keeps its last one; and the answers to those who wait in
+        others, which nobody can complete. The caller holds the lock.
+        """
+        passed, over = [], []
+        for number, round_ in sorted(self._rounds.items()):
+            if number >= at or round_.is_closed or life in round_.came:
+                continue
+            round_.passed_by.add(life)
+            if number == at - 1 and self._may_ask():
+                round_.asked += 1
+                passed.append(round_)
+            else:
+                round_.is_closed = True
+                self._done = max(self._done, number)
+                del self._rounds[number]
+                over += [
+                    (coming.future, self._answer_to_late(coming.trainer, number)) for coming in round_.came.values()
+                ]
+        return passed, over
 
     def keep_copy(self, trainer: Trainer) -> None:
         """Copy what a trainer has pushed and is not added yet; the tensors are not read when this returns."""
@@ -272,7 +306,8 @@ class Piece:
             return False
         if round_.quorum is not None and len(round_.came) >= round_.quorum:
             return True
-        return self._roster.are_all_there() and all(life in round_.came for life in self._roster.awaited(self.model))
+        expected = self._roster.awaited(self.model).keys() - round_.passed_by
+        return self._roster.are_all_there() and expected <= round_.came.keys()
 
     def _addable(self, round_: Round, is_complete: bool) -> list[Coming]:
         """In the order of ranks: all, or those before whom nobody is missing."""
@@ -324,7 +359,7 @@ class Piece:
         """Whether others may have had results that this host does not know."""
         return True
 
-    def _ask_for_result(self, push: Push, round_: Round) -> None:
+    def _ask_for_result(self, workers: Sequence[str | WorkerInfo], round_: Round) -> None:
         """A trainer pushes what a lost host was pushed: if others have had its answer, then that is the result.
 
         The round, which has one of ``asked`` for this call, is not complete before all have said whether they have.
@@ -344,12 +379,11 @@ class Piece:
 
         calls = []
         arguments = (self._roster.spec.name, self.name, round_.number)
-        for info in self._life.living():
-            if info.name != push.trainer.name:
-                try:
-                    calls.append(rpc.rpc_async(info, result_of, args=arguments, timeout=ASKING_S))
-                except RuntimeError as error:
-                    _logger.debug("%s was not asked for a result: %s", info.name, error)
+        for worker in workers:
+            try:
+                calls.append(rpc.rpc_async(worker, result_of, args=arguments, timeout=ASKING_S))
+            except RuntimeError as error:
+                _logger.debug("%s was not asked for a result: %s", worker, error)
         with self._roster.lock:
             round_.asked += len(calls) - 1
         for call in calls:

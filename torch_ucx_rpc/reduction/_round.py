@@ -56,6 +56,8 @@ class Round:
         # Nobody else's tensors will be in it. Those who come between then and its end wait for the result.
         self.is_closed = False
         self.late: list[Coming] = []
+        # Lives of trainers that have pushed a later round: they will not be in this one.
+        self.passed_by: set[int] = set()
         self.result: list[Tensor] | None = None
         # Whether other workers were asked for its result, and how many have not answered.
         self.has_asked = False

@@ -1,0 +1,295 @@
+"""Trainers, and the hosts of their gradients, are killed and started anew: all copies of the model must stay equal.
+
+    python -m soak.training --minutes 1
+
+Three jobs, one after the other: trainers that share the work, trainers with two hosts, and trainers with a quorum. Each
+trainer notes a digest of its parameters at the beginning of each step. It fails where two trainers are in the same step
+with other parameters, where one is in no step for `_STALL_S`, and where a process ends by itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import dataclasses
+import hashlib
+import multiprocessing
+import os
+import random
+import signal
+import tempfile
+import time
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed.rpc as rpc
+import torch.nn.functional as F  # noqa: N812 - its usual name
+from torch import nn
+
+from torch_ucx_rpc import UcxRpcBackendOptions, reduction
+
+# A call has more, so that one that waits for what never comes is seen before it fails.
+_STALL_S = 15.0
+_TIMEOUT_S = 40.0
+_STARTING_S = 60.0
+_ENDING_S = 60.0
+# Those that train on, when others have left, may differ.
+_LAST_S = 0.5
+_PAUSES_S = (0.1, 0.3, 0.6, 1.0)
+_ABSENCES_S = (0.0, 0.5, 2.0)
+
+_PROCESSES = multiprocessing.get_context("forkserver")
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """A kind of job."""
+
+    title: str
+    trainers: int
+    hosts: tuple[str, ...] = ()
+    quorum: int | None = None
+
+    @property
+    def workers(self) -> tuple[str, ...]:
+        return (*self.hosts, *(f"trainer{number}" for number in range(self.trainers)))
+
+
+KINDS = (
+    Kind("trainers that share the work", 4),
+    Kind("two hosts", 3, ("host0", "host1")),
+    Kind("a quorum", 4, quorum=3),
+)
+
+
+# ------------------------------------------------------------------------------------------------------------ a process
+
+
+def work(kind: Kind, name: str, folder: Path) -> None:
+    """A worker, until there is a file named ``stop``; the hosts, until there is one named ``end``."""
+    torch.set_num_threads(1)
+    rpc.init_rpc(
+        name,
+        backend=rpc.BackendType.UCX,
+        rank=kind.workers.index(name),
+        world_size=None,
+        rpc_backend_options=UcxRpcBackendOptions(init_method=(folder / "store").as_uri(), rpc_timeout=_TIMEOUT_S),
+    )
+    try:
+        if name in kind.hosts:
+            while not (folder / "end").exists():
+                time.sleep(0.05)
+        else:
+            train(kind, folder)
+    except BaseException:
+        (folder / f"{name}.failure").write_text(traceback.format_exc())
+        raise
+    rpc.shutdown(graceful=False)
+
+
+def train(kind: Kind, folder: Path) -> None:
+    server = serve(kind)
+    own = rpc.get_worker_info()
+    torch.manual_seed(own.id)
+    model = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    copy = reduction.DataParallel(model, server, optimizer=optimizer, quorum=kind.quorum, bucket_bytes=1 << 12)
+    with (folder / f"{own.name}-{os.getpid()}.steps").open("a", buffering=1) as journal:
+        while not (folder / "stop").exists():
+            x = torch.randn(16, 8)
+            optimizer.zero_grad()
+            out = copy(x)
+            parameters = b"".join(parameter.detach().numpy().tobytes() for parameter in model.parameters())
+            digest = hashlib.sha256(parameters).hexdigest()[:16]
+            journal.write(f"{time.time():.3f} {max(server.positions.values(), default=0)} {digest}\n")
+            F.mse_loss(out, x.sum(1, keepdim=True)).backward()
+            optimizer.step()
+    server.leave()
+
+
+def serve(kind: Kind) -> reduction.Server:
+    """The server, once a host is there: both may be about to be started anew."""
+    give_up_at = time.monotonic() + _STARTING_S
+    while True:
+        try:
+            return reduction.serve(*kind.hosts, trainers=kind.trainers)
+        except ValueError:
+            if time.monotonic() > give_up_at:
+                raise
+            time.sleep(0.1)
+
+
+# ----------------------------------------------------------------------------------------------------------- the chaos
+
+
+class Failed(Exception):
+    """Something has been found."""
+
+
+class Job:
+    """The processes of a job, which die and come back."""
+
+    def __init__(self, kind: Kind, choices: random.Random, folder: Path) -> None:
+        self._kind = kind
+        self._choices = choices
+        self._folder = folder
+        self._processes: dict[str, Any] = {}
+        self._began: dict[str, float] = {}
+        self._returns: dict[str, float] = {}
+        self.kills: collections.Counter[str] = collections.Counter()
+        for name in kind.workers:
+            self._start(name)
+
+    def _start(self, name: str) -> None:
+        process = _PROCESSES.Process(target=work, args=(self._kind, name, self._folder), daemon=True)
+        process.start()
+        self._processes[name] = process
+        self._began[name] = time.time()
+
+    def _last_step(self, name: str) -> float | None:
+        """When the process of this name began its last step."""
+        journal = self._folder / f"{name}-{self._processes[name].pid}.steps"
+        return journal.stat().st_mtime if journal.exists() and journal.stat().st_size else None
+
+    def live(self, seconds: float) -> None:
+        """Have bad luck for so long; `Failed` where a process ends by itself or stalls."""
+        give_up_at = time.monotonic() + _STARTING_S
+        while not all(self._last_step(name) for name in self._kind.workers if name not in self._kind.hosts):
+            self._look()
+            if time.monotonic() > give_up_at:
+                raise Failed("not all trainers have begun")
+            time.sleep(0.05)
+        over, strike_at = time.monotonic() + seconds, time.monotonic()
+        while (now := time.monotonic()) < over:
+            time.sleep(0.02)
+            for name in [name for name, at in self._returns.items() if now > at]:
+                del self._returns[name]
+                self._start(name)
+            self._look()
+            if now > strike_at:
+                strike_at = now + self._choices.choice(_PAUSES_S)
+                self._strike(now)
+
+    def _strike(self, now: float) -> None:
+        """Kill one; a host and a trainer with the state of the model are left."""
+        living = [name for name in self._processes if name not in self._returns]
+        hosts = [name for name in living if name in self._kind.hosts]
+        trainers = [name for name in living if name not in self._kind.hosts and self._last_step(name)]
+        candidates = [*(hosts if len(hosts) > 1 else []), *(trainers if len(trainers) > 1 else [])]
+        if not candidates:
+            return
+        name = self._choices.choice(candidates)
+        self._processes[name].kill()
+        self._processes[name].join()
+        self.kills["host" if name in hosts else "trainer"] += 1
+        self._returns[name] = now + self._choices.choice(_ABSENCES_S)
+
+    def _look(self) -> None:
+        for name, process in self._processes.items():
+            if name in self._returns:
+                continue
+            if process.exitcode is not None:
+                raise Failed(f"{name} has ended by itself: {self._why(name)}")
+            last = max(self._last_step(name) or 0.0, self._began[name])
+            if name not in self._kind.hosts and time.time() - last > _STALL_S:
+                raise Failed(f"{name} has begun no step for {_STALL_S:g} s")
+
+    def _why(self, name: str) -> str:
+        failure = self._folder / f"{name}.failure"
+        return failure.read_text() if failure.exists() else f"exit code {self._processes[name].exitcode}"
+
+    def end(self) -> None:
+        """Have all leave. One that has not begun yet would wait for the others, and is killed."""
+        (self._folder / "stop").touch()
+        for file, names in (("stop", set(self._kind.workers) - set(self._kind.hosts)), ("end", self._kind.hosts)):
+            (self._folder / file).touch()
+            for name in names:
+                process = self._processes[name]
+                if name in self._returns:
+                    continue
+                if file == "stop" and not self._last_step(name):
+                    process.kill()
+                process.join(_ENDING_S)
+                if process.exitcode is None:
+                    raise Failed(f"{name} does not end")
+                if process.exitcode not in (0, -signal.SIGKILL):
+                    raise Failed(f"{name} has failed at the end: {self._why(name)}")
+
+    def kill_all(self) -> None:
+        for process in self._processes.values():
+            process.kill()
+            process.join()
+
+
+# -------------------------------------------------------------------------------------------------------- the judgement
+
+
+class Step(NamedTuple):
+    """The beginning of a step of a trainer."""
+
+    at: float
+    number: int
+    digest: str
+    who: str
+
+
+def steps(folder: Path) -> Iterator[Step]:
+    for journal in folder.glob("*.steps"):
+        for line in journal.read_text().splitlines():
+            at, number, digest = line.split()
+            yield Step(float(at), int(number), digest, journal.stem)
+
+
+def first_difference(done: list[Step], stopped_at: float) -> str | None:
+    """Where two trainers have other parameters in the same step."""
+    first: dict[int, Step] = {}
+    for step in sorted(done):
+        if step.at > stopped_at - _LAST_S:
+            break
+        other = first.setdefault(step.number, step)
+        # Before the first step each has parameters of its own, also after all have been killed.
+        if step.number and other.digest != step.digest:
+            return f"in step {step.number} {step.who} has other parameters than {other.who}"
+    return None
+
+
+def run(kind: Kind, choices: random.Random, seconds: float) -> bool:
+    """One job; True if nothing was found."""
+    with tempfile.TemporaryDirectory() as directory:
+        folder = Path(directory)
+        job = Job(kind, choices, folder)
+        found = None
+        try:
+            job.live(seconds)
+            stopped_at = time.time()
+            job.end()
+        except Failed as error:
+            found, stopped_at = str(error), time.time()
+        finally:
+            job.kill_all()
+        done = list(steps(folder))
+    found = found or first_difference(done, stopped_at)
+    if found is None and not (job.kills["trainer"] and (job.kills["host"] or not kind.hosts)):
+        found = "not everything has been killed that was to be"
+    killed = " and ".join(f"{count} {what}s" for what, count in job.kills.items())
+    print(f"{kind.title}: {len(done)} steps, {killed or 'nobody'} killed: {found or 'nothing was found'}", flush=True)
+    return found is None
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="soak.training", description=__doc__)
+    parser.add_argument("--minutes", type=float, default=1.0, help="of bad luck (default: %(default)g)")
+    parser.add_argument("--seed", type=int, default=random.randrange(10**6), help="of all choices (default: any)")
+    arguments = parser.parse_args()
+    print(f"soak of training: {arguments.minutes:g} minutes, seed {arguments.seed}", flush=True)
+    _PROCESSES.set_forkserver_preload(["soak.training"])
+    choices = random.Random(arguments.seed)
+    results = [run(kind, choices, 60 * arguments.minutes / len(KINDS)) for kind in KINDS]
+    return 0 if all(results) else 1
+
+
+# The first optimizer imports much of torch: here once, and not in each process that comes back.
+torch.optim.Adam([torch.zeros(1, requires_grad=True)])
