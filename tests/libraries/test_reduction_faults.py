@@ -522,6 +522,26 @@ def test_of_models_that_are_gone_the_results_of_the_last_one_are_kept() -> None:
     assert results.get("ps", "model10/0/0", 3) is not None
 
 
+def test_a_result_that_is_under_way_is_waited_for() -> None:
+    results = Results(HOST)
+    results.expect("ps", "model0/0/0", 3, "worker0")
+    early, of_asker, other = (
+        results.get_or_wait("ps", "model0/0/0", number, asker)
+        for number, asker in ((3, "worker1"), (3, "worker0"), (4, "worker1"))
+    )
+    assert not early.done()
+    # The one that asks is the one that has not answered it.
+    assert of_asker.value() is None
+    assert other.value() is None
+    results.keep("ps", "model0/0/0", 3, [torch.ones(2)])
+    results.settle("ps", "model0/0/0")
+    assert early.value()[0].tolist() == [1, 1]
+    results.expect("ps", "model0/0/0", 4, "worker0")
+    lost = results.get_or_wait("ps", "model0/0/0", 4, "worker1")
+    results.settle("ps", "model0/0/0")
+    assert lost.value() is None
+
+
 def test_a_trainer_that_has_failed_to_give_the_parameters_is_asked_again() -> None:
     piece = ParameterPiece("tensors/0", Roster(Spec("ps", ("ps",), 1, optimizer=SGD)), HOST, ALONE)
     first, other = (piece.fill(trainer_of(rank)) for rank in range(2))

@@ -378,7 +378,7 @@ class Piece:
             self._advance(round_)
 
         calls = []
-        arguments = (self._roster.spec.name, self.name, round_.number)
+        arguments = (self._roster.spec.name, self.name, round_.number, self._life.info.name)
         for worker in workers:
             try:
                 calls.append(rpc.rpc_async(worker, result_of, args=arguments, timeout=ASKING_S))

@@ -17,6 +17,7 @@ from torch_ucx_rpc._observe.lost import timed_out, was_lost
 from torch_ucx_rpc.reduction import _host
 from torch_ucx_rpc.reduction._loopback import Lent, lend, push_lent
 from torch_ucx_rpc.reduction._messages import ASKING_S, LEFT, UNKNOWN, Answer, Push
+from torch_ucx_rpc.reduction._results import results
 from torch_ucx_rpc.reduction._server import Server
 
 _logger = logging.getLogger(__name__)
@@ -55,6 +56,8 @@ class _Pending:
         self._shard = shard
         self._push = push
         self._lent: Lent | None = None
+        # Of this life of the worker, which may end before the push.
+        self._results = results()
         self.future: Future[Any] = Future(devices=server.life.devices)
         name = server.host_of(shard)
         if name is None:
@@ -63,6 +66,7 @@ class _Pending:
             self._send(name)
 
     def _send(self, name: str) -> None:
+        self._results.expect(self._server.name, self._push.piece, self._push.at, name)
         try:
             self._lent = lend(self._push) if self._may_lend(name) else None
             if self._lent is not None:
@@ -90,6 +94,8 @@ class _Pending:
         except RuntimeError as error:
             self._fail(name, error)
             return
+        if answer.refusal is not None:
+            self._settle()
         if answer.refusal == LEFT:
             self._server.lose(name)
             self._recover()
@@ -99,6 +105,7 @@ class _Pending:
             self._reject(IsBehind(answer.refusal) if answer.is_behind else ValueError(answer.refusal))
         else:
             self._server.accept(self._push, answer)
+            self._settle()
             self._server.end_push(self._push)
             self.future.set_result(answer)
 
@@ -106,7 +113,11 @@ class _Pending:
         self._server.end_push(self._push)
         fail(self.future, error)
 
+    def _settle(self) -> None:
+        self._results.settle(self._server.name, self._push.piece)
+
     def _fail(self, name: str, error: RuntimeError) -> None:
+        self._settle()
         if was_lost(error):
             _logger.info("%s: %s was lost with a push of %s", self._server.trainer, name, self._push.piece)
             self._server.lose(name)
