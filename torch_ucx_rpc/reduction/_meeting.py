@@ -38,6 +38,13 @@ class Hosts(NamedTuple):
     generation: int
 
 
+class Found(NamedTuple):
+    """The hosts as a trainer finds them, and those of them that others do not use any more."""
+
+    hosts: Hosts
+    lost: _Names = ()
+
+
 class NextHosts(NamedTuple):
     """The hosts after all have been lost, and the trainers for whom the first step by way of them waits."""
 
@@ -49,6 +56,8 @@ class Use(NamedTuple):
     """How a worker uses a server."""
 
     hosts: Hosts
+    # Those of them that it does not use any more. Another worker may have such a name by now.
+    lost: _Names
     # Steps wait for it: it does not wait for another one's state.
     has_joined: bool
     # It has done a step.
@@ -63,6 +72,9 @@ class Used(Protocol):
     @property
     def takes_part(self) -> bool:
         """Whether this worker trains by way of it."""
+
+    def lost_hosts(self) -> _Names:
+        """See `Use`."""
 
     @property
     def has_joined(self) -> bool:
@@ -97,7 +109,8 @@ class Meetings:
         if server is None or (takes_part and not server.takes_part):
             return None
         spec = server.spec
-        return Use(Hosts(spec.hosts, spec.shards, spec.generation), server.has_joined, server.has_begun)
+        hosts = Hosts(spec.hosts, spec.shards, spec.generation)
+        return Use(hosts, server.lost_hosts(), server.has_joined, server.has_begun)
 
     # -- the first hosts
 
@@ -193,14 +206,15 @@ def _convene(name: str, generation: int) -> NextHosts:
     return meetings().convene(name, generation)
 
 
-def trainers_as_hosts(name: str, expected: int, expected_names: _Names, life: Life) -> Hosts:
-    """The trainers of a server in the order of ranks; waits for all of them if none has begun yet."""
+def trainers_as_hosts(name: str, expected: int, expected_names: _Names, life: Life) -> Found:
+    """The trainers of a server in the order of ranks, and who of them is lost; waits for all if none has begun yet."""
     own = Trainer.of(life)
     while True:
         # One that trains already knows.
         known = _ask_all(life, name, takes_part=False)
         if newest := _newest(known):
-            return newest
+            lost = {host for use in known.values() if use.hosts == newest for host in use.lost}
+            return Found(newest, tuple(sorted(lost)))
         leader = life.living()[0]
         try:
             # By a call to this worker too, which has a timeout.
@@ -208,7 +222,7 @@ def trainers_as_hosts(name: str, expected: int, expected_names: _Names, life: Li
             while not (call.done() or life.is_static) and life.living()[0].name == leader.name:
                 time.sleep(_LOOK_AGAIN_S)
             if (call.done() or life.is_static) and (names := tuple(call.wait())):
-                return Hosts(names, len(names), 0)
+                return Found(Hosts(names, len(names), 0))
         except RuntimeError as error:
             if timed_out(error):
                 raise RuntimeError(

@@ -18,7 +18,7 @@ from torch._C._distributed_rpc import WorkerInfo
 from torch_ucx_rpc._observe.life import Life
 from torch_ucx_rpc._observe.lost import was_lost
 from torch_ucx_rpc.reduction import _host
-from torch_ucx_rpc.reduction._meeting import Hosts, is_trained_by_others, trainers_as_hosts
+from torch_ucx_rpc.reduction._meeting import Found, Hosts, is_trained_by_others, trainers_as_hosts
 from torch_ucx_rpc.reduction._messages import Kept, OptimizerFactory, Spec
 from torch_ucx_rpc.reduction._server import Server
 from torch_ucx_rpc.reduction._servers import servers
@@ -74,10 +74,12 @@ def serve(
     expected, expected_names = _expected(trainers, names, life)
     server_name = name or ",".join(names) or _TRAINERS
     with known.serving(server_name):
-        found = Hosts(names, len(names), 0) if names else trainers_as_hosts(server_name, expected, expected_names, life)
+        found = Found(Hosts(names, len(names), 0))
+        if not names:
+            found = trainers_as_hosts(server_name, expected, expected_names, life)
         spec = Spec(
             server_name,
-            found.names,
+            found.hosts.names,
             expected,
             expected_names,
             optimizer,
@@ -86,14 +88,14 @@ def serve(
             None if checkpoint is None else str(checkpoint),
             checkpoint_every,
             not names,
-            found.shards,
-            found.generation,
+            found.hosts.shards,
+            found.hosts.generation,
             trainers if trainers is None or isinstance(trainers, int) else tuple(trainers),
         )
         server = known.get(server_name)
         is_new = server is None or server.has_left
         if server is None or server.has_left:
-            server = Server(spec, life, server)
+            server = Server(spec, life, server, found.lost)
         if absent and not server.is_known_to_a_host():
             raise ValueError(absent)
         server.open_all(spec)
@@ -109,6 +111,8 @@ def serve(
             or (not life.is_static and is_trained_by_others(server_name, life))
         ):
             server.join()
+        elif is_new:
+            server.first_round = 0
         if parameters is not None:
             _give_parameters(server, [parameter.detach() for parameter in parameters])
         return server

@@ -10,7 +10,7 @@ import string
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol, TypeVar
 
 import torch.distributed.rpc as rpc
@@ -58,20 +58,21 @@ class Server:
         trainers (int): how many trainers the first step waits for; 1 where that is not known.
     """
 
-    def __init__(self, spec: Spec, life: Life, former: Server | None = None) -> None:
-        """``former``: by which this worker has left the server before."""
+    def __init__(self, spec: Spec, life: Life, former: Server | None = None, lost: Iterable[str] = ()) -> None:
+        """``former``: by which this worker has left the server before. ``lost``: hosts that others do not use."""
         self.spec = spec
         self.life = life
         self.trainer = Trainer.of(life)
         self._lock = threading.Lock()
-        self._lost: set[str] = set()
+        self._lost: set[str] = set(lost)
         # By piece: the round of the next push, and how many there have been. Without a round yet, that of the others.
         self.positions: dict[str, int] = {}
         # A host takes a number only once.
         self._numbers: dict[str, Iterator[int]] = {} if former is None else former._numbers
         # Pieces with a push that is not answered; a round takes one of each trainer.
         self._open_pieces: set[str] = set()
-        self.first_round: int | None = 0
+        # None for one that comes later, and until serve has found out whether it does.
+        self.first_round: int | None = None
         # Models have numbers, in the order in which they are made.
         self._numbers_of_models: Iterator[int] = itertools.count()
         # Of the parameters, by piece.
@@ -162,7 +163,6 @@ class Server:
 
     def join(self) -> None:
         """Take part from the rounds on that are open then, in the models that others have."""
-        self.first_round = None
         held = {name for names in self.call_all(_host.models, self.spec.key) for name in names}
         numbers = sorted(int(name.lstrip(string.ascii_letters)) for name in held)
         self._numbers_of_models = itertools.chain(numbers, itertools.count(max(numbers, default=-1) + 1))
@@ -220,6 +220,9 @@ class Server:
         with self._lock:
             return [name for name in self.hosts if name not in self._lost]
 
+    def lost_hosts(self) -> tuple[str, ...]:
+        return tuple(self._lost.copy())
+
     def host_of(self, shard: int) -> str | None:
         """The host of a shard: its own, or the next one that is not lost."""
         with self._lock:
@@ -240,18 +243,14 @@ class Server:
                     raise
         return False
 
-    def open(self, name: str, spec: Spec | None = None) -> bool:
-        """Have a host know the server, and learn which hosts trainers do not use any more; False if this one is lost.
+    def open(self, name: str) -> bool:
+        """Have a host know the server, and learn from it which hosts are lost; False if this one is."""
+        return self._open(name, self.spec) is not None
 
-        Raises ValueError where the server was made otherwise; ``spec`` is what is asked for (default: as it is).
-        """
-        return self._open(name, spec) is not None
-
-    def _open(self, name: str, spec: Spec | None) -> Opened | None:
-        with self._lock:
-            lost = tuple(self._lost)
+    def _open(self, name: str, spec: Spec) -> Opened | None:
+        lost = self.lost_hosts()
         try:
-            opened: Opened = self.call(name, _host.open_host, self.spec if spec is None else spec, lost, self.trainer)
+            opened: Opened = self.call(name, _host.open_host, spec, lost, self.trainer)
         except RuntimeError as error:
             if not was_lost(error):
                 raise
@@ -263,7 +262,7 @@ class Server:
             self._lost.update(opened.lost)
         return opened
 
-    def open_all(self, spec: Spec | None = None) -> None:
+    def open_all(self, spec: Spec) -> None:
         """The same with all hosts but those that are lost. Where one refuses, the others do not keep a new server."""
         made = []
         try:
