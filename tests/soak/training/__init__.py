@@ -140,6 +140,7 @@ class Job:
         self._began: dict[str, float] = {}
         self._returns: dict[str, float] = {}
         self.kills: collections.Counter[str] = collections.Counter()
+        self.killed: list[tuple[float, str]] = []
         for name in kind.workers:
             self._start(name)
 
@@ -185,6 +186,7 @@ class Job:
         self._processes[name].kill()
         self._processes[name].join()
         self.kills["host" if name in hosts else "trainer"] += 1
+        self.killed.append((time.time(), name))
         self._returns[name] = now + self._choices.choice(_ABSENCES_S)
 
     def _look(self) -> None:
@@ -243,8 +245,8 @@ def steps(folder: Path) -> Iterator[Step]:
             yield Step(float(at), int(number), digest, journal.stem)
 
 
-def first_difference(done: list[Step], stopped_at: float) -> str | None:
-    """Where two trainers have other parameters in the same step."""
+def first_difference(done: list[Step], stopped_at: float) -> tuple[Step, Step] | None:
+    """Two trainers that have other parameters in the same step."""
     first: dict[int, Step] = {}
     for step in sorted(done):
         if step.at > stopped_at - _LAST_S:
@@ -252,8 +254,19 @@ def first_difference(done: list[Step], stopped_at: float) -> str | None:
         other = first.setdefault(step.number, step)
         # Before the first step each has parameters of its own, also after all have been killed.
         if step.number and other.digest != step.digest:
-            return f"in step {step.number} {step.who} has other parameters than {other.who}"
+            return other, step
     return None
+
+
+def story(two: tuple[Step, Step], done: list[Step], killed: list[tuple[float, str]]) -> str:
+    """What has led to a difference: each trainer's steps around it, and who was killed before."""
+    other, step = two
+    lines = [f"in step {step.number} {step.who} has other parameters than {other.who}"]
+    events = [(at, f"{name} is killed") for at, name in killed]
+    events += [(one.at, f"{one.who} begins step {one.number} with {one.digest}") for one in done]
+    began = other.at - 0.1
+    lines += [f"  {at - step.at:+.3f} s: {what}" for at, what in sorted(events) if began < at < step.at + 0.02]
+    return "\n".join(lines)
 
 
 def run(kind: Kind, choices: random.Random, seconds: float) -> bool:
@@ -271,7 +284,8 @@ def run(kind: Kind, choices: random.Random, seconds: float) -> bool:
         finally:
             job.kill_all()
         done = list(steps(folder))
-    found = found or first_difference(done, stopped_at)
+    if found is None and (two := first_difference(done, stopped_at)):
+        found = story(two, done, job.killed)
     if found is None and not (job.kills["trainer"] and (job.kills["host"] or not kind.hosts)):
         found = "not everything has been killed that was to be"
     killed = " and ".join(f"{count} {what}s" for what, count in job.kills.items())
