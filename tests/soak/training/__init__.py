@@ -7,6 +7,8 @@ trainer notes a digest of its parameters at the beginning of each step. It fails
 with other parameters, where one is in no step for `_STALL_S`, and where a process ends by itself.
 """
 
+# mypy: allow-untyped-calls
+
 from __future__ import annotations
 
 import argparse
@@ -73,7 +75,7 @@ def work(kind: Kind, name: str, folder: Path) -> None:
     torch.set_num_threads(1)
     rpc.init_rpc(
         name,
-        backend=rpc.BackendType.UCX,
+        backend=rpc.BackendType["UCX"],
         rank=kind.workers.index(name),
         world_size=None,
         rpc_backend_options=UcxRpcBackendOptions(init_method=(folder / "store").as_uri(), rpc_timeout=_TIMEOUT_S),
@@ -259,7 +261,7 @@ def first_difference(done: list[Step], stopped_at: float) -> tuple[Step, Step] |
 
 
 def story(two: tuple[Step, Step], done: list[Step], killed: list[tuple[float, str]]) -> str:
-    """What has led to a difference: each trainer's steps around it, and who was killed before."""
+    """The steps of each trainer around a difference, and who was killed before it."""
     other, step = two
     lines = [f"in step {step.number} {step.who} has other parameters than {other.who}"]
     events = [(at, f"{name} is killed") for at, name in killed]
