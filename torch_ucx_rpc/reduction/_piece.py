@@ -186,7 +186,7 @@ class Piece:
                     is_first_here = self._done < at - 1 or self._done < 0
                     if (push.is_repeated or (takes_over and is_first_here)) and not round_.has_asked:
                         is_asking = round_.has_asked = self._may_ask()
-                        round_.asked = int(is_asking)
+                        round_.asked += int(is_asking)
         if answer is not None:
             future.set_result(answer)
         elif round_ is not None:
