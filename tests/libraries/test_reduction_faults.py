@@ -257,8 +257,9 @@ def test_a_trainer_that_dies_before_it_is_given_the_state_is_not_waited_for() ->
     assert push_to_host(host, 0, at=1).done()
 
 
+@pytest.mark.parametrize("is_seen", [False, True])
 @pytest.mark.parametrize("at", [5, 6])
-def test_a_late_trainer_gets_the_sum_of_what_it_has_missed_or_none(at: int) -> None:
+def test_a_late_trainer_gets_the_sum_of_what_it_has_missed_or_none(at: int, is_seen: bool) -> None:
     # Of a host that has taken over with the round 5.
     piece = piece_of(3)
     piece._roster.has_begun = True
@@ -269,6 +270,8 @@ def test_a_late_trainer_gets_the_sum_of_what_it_has_missed_or_none(at: int) -> N
 
     for rank in range(3):
         piece._roster.count(trainer_of(rank))
+    if is_seen:
+        piece._seen.add(trainer_of(2).life)
     for round_ in (5, 6):
         push(0, round_), push(1, round_)
     answer = push(2, at).value()

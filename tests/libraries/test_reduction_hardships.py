@@ -143,6 +143,16 @@ def catch_up_two_at_once(rank: int, steps: Steps) -> None:
         assert copy._is_behind
         steps.done(f"behind {rank}")
         steps.wait_for("behind 0", "behind 1")
+        take_over = copy._take_over
+
+        def take_over_together() -> bool:
+            # As in the search for a host, which tells the models which one it is; and none asks before both have.
+            copy.on_other_host("worker0")
+            steps.done(f"asks {rank}")
+            steps.wait_for("asks 0", "asks 1")
+            return take_over()
+
+        copy._take_over = take_over_together  # type: ignore[method-assign]
         with Stalls() as stalls:
             began = time.monotonic()
             train(copy, optimizer, rank, 1)
@@ -170,7 +180,7 @@ def catch_up_with_the_last_one(rank: int, steps: Steps) -> None:
         train(copy, optimizer, rank, 1)
         assert copy._is_behind
         steps.done("behind")
-        steps.wait_for("left")
+        steps.wait_for("in step")
         with Stalls() as stalls:
             began = time.monotonic()
             train(copy, optimizer, rank, 3)
@@ -186,7 +196,10 @@ def catch_up_with_the_last_one(rank: int, steps: Steps) -> None:
             steps.done("left")
         else:
             steps.wait_for("left")
-            # Two are no more than the quorum, and one of them waits for this one.
+            # Two are no more than the quorum, and one of them waits for this one, which is in a step.
+            loss = copy(torch.ones(4, 8)).sum()
+            steps.done("in step")
+            loss.backward()
             while not steps.is_done("caught up"):
                 train(copy, optimizer, rank, 1)
     steps.meet("done", rank, 3)
