@@ -262,19 +262,12 @@ def test_a_trainer_that_dies_before_it_is_given_the_state_is_not_waited_for() ->
 def test_a_late_trainer_gets_the_sum_of_what_it_has_missed_or_none(at: int, is_seen: bool) -> None:
     # Of a host that has taken over with the round 5.
     piece = piece_of(3)
-    piece._roster.has_begun = True
-
-    def push(rank: int, at: int) -> Any:
-        tensors = [torch.full((2,), float(at))]
-        return piece.push(Push("ps", "tensors/0", 0, trainer_of(rank), at, 2, at, False, tensors), True)
-
-    for rank in range(3):
-        piece._roster.count(trainer_of(rank))
     if is_seen:
         piece._seen.add(trainer_of(2).life)
     for round_ in (5, 6):
-        push(0, round_), push(1, round_)
-    answer = push(2, at).value()
+        for rank in (0, 1):
+            push_in_the_middle(piece, rank, round_, quorum=2)
+    answer = push_in_the_middle(piece, 2, at, quorum=2).value()
     if at == 5:
         assert (answer.rounds, answer.tensors[0].tolist()) == (2, [11, 11])
     else:
@@ -283,12 +276,13 @@ def test_a_late_trainer_gets_the_sum_of_what_it_has_missed_or_none(at: int, is_s
         assert "what it has missed is not known" in answer.refusal
 
 
-def push_in_the_middle(piece: Any, rank: int, at: int) -> Any:
+def push_in_the_middle(piece: Any, rank: int, at: int, quorum: int | None = None) -> Any:
+    """Push where all trainers have been there for a while."""
     piece._roster.has_begun = True
-    for other in range(2):
+    for other in range(piece._roster.spec.expected):
         piece._roster.count(trainer_of(other))
     tensors = [torch.full((2,), float(at))]
-    return piece.push(Push("ps", "tensors/0", 0, trainer_of(rank), at, None, at, False, tensors), True)
+    return piece.push(Push("ps", "tensors/0", 0, trainer_of(rank), at, quorum, at, False, tensors), True)
 
 
 def test_a_trainer_is_not_waited_for_in_rounds_that_are_over_for_it() -> None:

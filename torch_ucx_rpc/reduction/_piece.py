@@ -154,8 +154,6 @@ class Piece:
         future: Future[Answer] = Future()
         answer = round_ = None
         is_asking = False
-        passed: list[Round] = []
-        over: list[tuple[Future[Answer], Answer]] = []
         with self._roster.lock:
             self._roster.count(push.trainer)
             is_first = push.trainer.life not in self._seen

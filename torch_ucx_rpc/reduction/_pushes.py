@@ -94,8 +94,9 @@ class _Pending:
         except RuntimeError as error:
             self._fail(name, error)
             return
-        if answer.refusal is not None:
-            self._settle()
+        if answer.refusal is None:
+            self._server.accept(self._push, answer)
+        self._settle()
         if answer.refusal == LEFT:
             self._server.lose(name)
             self._recover()
@@ -104,8 +105,6 @@ class _Pending:
         elif answer.refusal is not None:
             self._reject(IsBehind(answer.refusal) if answer.is_behind else ValueError(answer.refusal))
         else:
-            self._server.accept(self._push, answer)
-            self._settle()
             self._server.end_push(self._push)
             self.future.set_result(answer)
 

@@ -221,7 +221,8 @@ class Server:
             return [name for name in self.hosts if name not in self._lost]
 
     def lost_hosts(self) -> tuple[str, ...]:
-        return tuple(self._lost.copy())
+        with self._lock:
+            return tuple(self._lost)
 
     def host_of(self, shard: int) -> str | None:
         """The host of a shard: its own, or the next one that is not lost."""

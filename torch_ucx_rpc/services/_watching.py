@@ -57,12 +57,11 @@ def _tell() -> None:
     while True:
         service, tokens = _changes.get()
         for token in tokens:
-            # It may have been stopped meanwhile.
-            _, on_change = _watchers.get(token, ("", None))
-            if on_change is None:
-                continue
+            watcher = _watchers.get(token)
+            if watcher is None:
+                continue  # it has been stopped meanwhile
             try:
-                on_change(service)
+                watcher[1](service)
             except Exception:
                 _logger.exception("a callback of services.watch(%r) has raised", service.name)
 

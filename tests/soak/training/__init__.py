@@ -141,7 +141,6 @@ class Job:
         self._processes: dict[str, Any] = {}
         self._began: dict[str, float] = {}
         self._returns: dict[str, float] = {}
-        self.kills: collections.Counter[str] = collections.Counter()
         self.killed: list[tuple[float, str]] = []
         for name in kind.workers:
             self._start(name)
@@ -188,7 +187,6 @@ class Job:
         self.killed.append((time.time(), f"{name}-{self._processes[name].pid}"))
         self._processes[name].kill()
         self._processes[name].join()
-        self.kills["host" if name in hosts else "trainer"] += 1
         self._returns[name] = now + self._choices.choice(_ABSENCES_S)
 
     def _look(self) -> None:
@@ -207,7 +205,6 @@ class Job:
 
     def end(self) -> None:
         """Have all leave. One that has not begun yet would wait for the others, and is killed."""
-        (self._folder / "stop").touch()
         for file, names in (("stop", set(self._kind.workers) - set(self._kind.hosts)), ("end", self._kind.hosts)):
             (self._folder / file).touch()
             for name in names:
@@ -293,9 +290,10 @@ def run(kind: Kind, choices: random.Random, seconds: float) -> bool:
         done = list(steps(folder, {name for _, name in job.killed}))
     if found is None and (two := first_difference(done, stopped_at)):
         found = story(two, done, job.killed)
-    if found is None and not (job.kills["trainer"] and (job.kills["host"] or not kind.hosts)):
+    kills = collections.Counter("host" if who.partition("-")[0] in kind.hosts else "trainer" for _, who in job.killed)
+    if found is None and not (kills["trainer"] and (kills["host"] or not kind.hosts)):
         found = "not everything has been killed that was to be"
-    killed = " and ".join(f"{count} {what}s" for what, count in job.kills.items())
+    killed = " and ".join(f"{count} {what}s" for what, count in kills.items())
     print(f"{kind.title}: {len(done)} steps, {killed or 'nobody'} killed: {found or 'nothing was found'}", flush=True)
     return found is None
 
