@@ -247,10 +247,11 @@ docs: $(VENV)/.extra-docs ## Build the site of the documentation into build/site
 
 CXX_FILES = $$(find torch_ucx_rpc/csrc tests/cpp tests/cuda_stub tests/fuzz -name '*.h' -o -name '*.cpp')
 
-lint: $(VENV)/.extra-lint ## Style, formats and types, C++ and Python
+lint: $(VENV)/.extra-lint ## Style, formats, types and docstrings, C++ and Python
 	@ruff check
 	@ruff format --check
 	@mypy
+	@$(PY) tools/site.py
 	@clang-format --dry-run -Werror $(CXX_FILES)
 
 tidy: build $(VENV)/.extra-tidy ## Advice of clang-tidy on the C++ sources; takes minutes

@@ -3,7 +3,7 @@
 * Files outside docs/ that a page links to become pages of the site, in its folder ``repository``: Markdown as it is,
   sources as code, folders as lists. So a link leads to the same file here and on GitHub.
 * The API reference has a page for each public module, which mkdocstrings fills from the docstrings.
-* A public name without a docstring is a warning, which ends a strict build.
+* A public name without a docstring is a warning, which ends a strict build. ``python tools/site.py`` lists them.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import contextlib
 import logging
 import posixpath
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -181,3 +182,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     name = page.file.src_uri
     return markdown if name.startswith(f"{API}/") else rewritten(origin(name), markdown)
+
+
+if __name__ == "__main__":
+    sys.exit("\n".join(f"{name} is public and has no docstring" for name in undocumented()) or 0)

@@ -451,7 +451,7 @@ def lose_parameters(rank: int, steps: Steps) -> None:
         gradients = [torch.ones(3), torch.ones(2)]
         reduction.push_pull(server, gradients)
         rpc.rpc_async("worker0", die)
-        eventually(lambda: "worker0" in server._lost, "the host is lost")
+        eventually(lambda: "worker0" in server.lost_hosts(), "the host is lost")
         with pytest.raises(ValueError, match=r"has no parameters.*replica=True.*checkpoint="):
             reduction.push_pull(server, gradients)
         lonely = reduction.serve("worker1", trainers=1)

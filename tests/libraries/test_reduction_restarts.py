@@ -188,7 +188,7 @@ def lose_all_hosts(process: int, steps: Steps, url: str, is_given: bool) -> list
         eventually(lambda: len(trainer.model._asking) == 1, "the fourth asks for the state")
     for host in trainer.server.hosts:
         rpc.rpc_async(host, die)
-    eventually(lambda: not trainer.server.living_hosts(), "all hosts are lost")
+    eventually(lambda: not trainer.server.ring.living(), "all hosts are lost")
     steps.done("lost")
     began = time.monotonic()
     trainer.optimizer.zero_grad()

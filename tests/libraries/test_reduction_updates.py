@@ -149,7 +149,7 @@ def lose_a_host_before_the_first_update(rank: int, steps: Steps, asynchronous: b
             replica=True,
         )
         rpc.rpc_async("worker0", die)
-        eventually(lambda: len(server.living_hosts()) == 1, "the host is lost")
+        eventually(lambda: len(server.ring.living()) == 1, "the host is lost")
         parameters = reduction.push_pull(server, [torch.ones(2), torch.ones(3)])
         assert torch.allclose(torch.cat(parameters), torch.full((5,), 0.9))
         steps.done("over")

@@ -26,9 +26,10 @@ How the package is laid out, from the bottom up; the way of one push goes from `
 * ``_host``           what a host does, and what trainers ask of it
 * ``_loopback``       pushes of a trainer to its own host
 * ``_plan``           how work is spread over hosts
-* ``_server``         `Server`: a trainer's view of it, its hosts, and this trainer's positions
-* ``_pushes``         pushes that outlive hosts
 * ``_meeting``        how trainers become hosts
+* ``_ring``           the hosts of a server, as one trainer calls them
+* ``_server``         `Server`: a trainer's view of it: its models, and its positions
+* ``_pushes``         pushes that outlive hosts
 * ``_servers``        the servers that this worker uses, by name
 * ``_serve``          `serve`
 * ``_push_pull``      `push_pull`

@@ -256,7 +256,7 @@ class DataParallel(nn.Module):
         """Take over the state of another trainer, after steps that this one has missed."""
         # Others that are behind must not wait for this one, while it waits for them. Nor may a host be told otherwise.
         self._can_give = False
-        self._server.call_all(_host.hold_no_more, self._server.spec.key, self._name, self._server.trainer)
+        self._server.ring.call_all(_host.hold_no_more, self._server.spec.key, self._name, self._server.trainer)
         self._asking.turn_away()
         try:
             self._take_over()
@@ -274,13 +274,13 @@ class DataParallel(nn.Module):
         """Load the state of a trainer that is further, if there is one. Returns whether this one is of the first."""
         server = self._server
         while True:
-            host = server.find_host(0)
+            host = server.ring.find(0)
             try:
-                donor, is_initial, is_leaving = server.call(
+                donor, is_initial, is_leaving = server.ring.call(
                     host, _host.enter, server.spec.key, self._name, server.trainer
                 )
                 if is_leaving:
-                    server.lose(host)
+                    server.ring.lose(host)
                     continue
                 if donor is None:
                     return bool(is_initial)
@@ -299,17 +299,17 @@ class DataParallel(nn.Module):
     def _hold(self) -> None:
         """Have the hosts know that this trainer can give its state to others."""
         self._can_give = True
-        self._server.call_all(_host.hold, self._server.spec.key, self._name, self._server.trainer)
+        self._server.ring.call_all(_host.hold, self._server.spec.key, self._name, self._server.trainer)
 
     def on_other_host(self, host: str) -> None:
         """Likewise for a host that takes over from one that was lost; it waits for those, too, that have the state."""
         if self._can_give:
             key = self._server.spec.key
             try:
-                self._server.call(host, _host.hold, key, self._name, self._server.trainer)
+                self._server.ring.call(host, _host.hold, key, self._name, self._server.trainer)
                 for trainer in self._given:
                     # What it has missed by now, the host knows, or nobody.
-                    self._server.call(host, _host.admit, key, trainer, trainer, tuple(self._server.positions))
+                    self._server.ring.call(host, _host.admit, key, trainer, trainer, tuple(self._server.positions))
             except RuntimeError as error:
                 if not was_lost(error):
                     raise
@@ -347,7 +347,7 @@ class DataParallel(nn.Module):
             # From now on the others wait for it, this step included: it is not complete without this trainer.
             server = self._server
             self._given.append(trainer)
-            server.call_all(_host.admit, server.spec.key, trainer, server.trainer, tuple(server.positions))
+            server.ring.call_all(_host.admit, server.spec.key, trainer, server.trainer, tuple(server.positions))
             future.set_result(self._state())
 
     def on_leave(self) -> None:

@@ -11,7 +11,6 @@ from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 
-from torch_ucx_rpc.reduction._host import expect
 from torch_ucx_rpc.reduction._messages import Answer
 from torch_ucx_rpc.reduction._plan import Part, cut, plan
 from torch_ucx_rpc.reduction._pushes import push, tensors_of
@@ -122,8 +121,7 @@ def state(server: Server, quorum: int | None = None, process_group: dist.Process
             raise ValueError(
                 f"quorum={quorum} can never be reached: the process group has {ranks} trainers; give at most that many"
             )
-        server.call_all(expect, server.spec.key, ranks, ())
-        server.spec = server.spec._replace(expected=ranks, expected_names=())
+        server.expect(ranks)
     server.check_quorum(quorum)
     # First of all a user of the server: whoever lets go of an earlier model from now on does not leave.
     made = State(server, quorum)

@@ -67,7 +67,9 @@ class Use(NamedTuple):
 class Used(Protocol):
     """A server, as the worker that uses it keeps it."""
 
-    spec: Spec
+    @property
+    def spec(self) -> Spec:
+        """Its hosts among other things."""
 
     @property
     def takes_part(self) -> bool:

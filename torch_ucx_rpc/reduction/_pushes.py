@@ -59,7 +59,7 @@ class _Pending:
         # Of this life of the worker, which may end before the push.
         self._results = results()
         self.future: Future[Any] = Future(devices=server.life.devices)
-        name = server.host_of(shard)
+        name = server.ring.host_of(shard)
         if name is None:
             self._recover()
         else:
@@ -98,7 +98,7 @@ class _Pending:
             self._server.accept(self._push, answer)
         self._settle()
         if answer.refusal == LEFT:
-            self._server.lose(name)
+            self._server.ring.lose(name)
             self._recover()
         elif answer.refusal == UNKNOWN:
             self._recover()
@@ -119,7 +119,7 @@ class _Pending:
         self._settle()
         if was_lost(error):
             _logger.info("%s: %s was lost with a push of %s", self._server.trainer, name, self._push.piece)
-            self._server.lose(name)
+            self._server.ring.lose(name)
             self._recover()
         elif timed_out(error):
             threading.Thread(target=self._explain, args=(name, error), daemon=True).start()
@@ -132,7 +132,7 @@ class _Pending:
 
     def _push_again(self) -> None:
         try:
-            name = self._server.find_host(self._shard)
+            name = self._server.ring.find(self._shard)
         except Exception as error:
             self._reject(error)
             return

@@ -96,17 +96,17 @@ def serve(
         is_new = server is None or server.has_left
         if server is None or server.has_left:
             server = Server(spec, life, server, found.lost)
-        if absent and not server.is_known_to_a_host():
+        if absent and not server.ring.is_known():
             raise ValueError(absent)
-        server.open_all(spec)
-        if not server.living_hosts():
-            server.find_host(0)
+        server.ring.open_all(spec)
+        if not server.ring.living():
+            server.ring.find(0)
         known.keep(server)
         if is_new and trainers is None and expected_names and life.info.name in names:
             # A host that trains, too.
-            server.call_all(_host.expect, server.spec.key, 0, (life.info.name,))
+            server.ring.call_all(_host.expect, server.spec.key, 0, (life.info.name,))
         if is_new and (
-            any(server.call_all(_host.is_newcomer, server.spec.key, server.trainer))
+            any(server.ring.call_all(_host.is_newcomer, server.spec.key, server.trainer))
             # The hosts may have been started anew, and know of no step.
             or (not life.is_static and is_trained_by_others(server_name, life))
         ):
@@ -248,9 +248,9 @@ def _give_parameters(server: Server, parameters: list[Tensor]) -> None:
     shards = server.assign(parameters)
     for shard in range(server.spec.shards):
         mine = [tensor for tensor, of in zip(parameters, shards, strict=True) if of == shard]
-        host = server.host_of(shard) if mine else None
+        host = server.ring.host_of(shard) if mine else None
         while mine and not (host is not None and _give_to(server, host, f"parameters/{shard}", mine)):
-            host = server.find_host(shard)
+            host = server.ring.find(shard)
     server.keep_shapes(parameters)
 
 
@@ -258,13 +258,13 @@ def _give_to(server: Server, host: str, piece: str, mine: list[Tensor]) -> bool:
     """Have one host keep parameters; False if it is lost before it has them."""
     key = server.spec.key
     try:
-        if server.call(host, _host.fill, key, piece, server.trainer) == "give":
-            server.call(host, _host.take_parameters, key, piece, mine)
-        kept: Kept = server.call(host, _host.kept, key, piece)
+        if server.ring.call(host, _host.fill, key, piece, server.trainer) == "give":
+            server.ring.call(host, _host.take_parameters, key, piece, mine)
+        kept: Kept = server.ring.call(host, _host.kept, key, piece)
     except RuntimeError as error:
         if not was_lost(error):
             raise
-        server.lose(host)
+        server.ring.lose(host)
         return False
     expected = [tuple(tensor.shape) for tensor in mine]
     if kept.shapes != expected:

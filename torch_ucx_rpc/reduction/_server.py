@@ -8,28 +8,19 @@ import contextlib
 import itertools
 import string
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
-import torch.distributed.rpc as rpc
 from torch import Tensor
-from torch._C._distributed_rpc import get_rpc_timeout
 
 from torch_ucx_rpc._observe.life import Life
 from torch_ucx_rpc._observe.lost import was_lost
 from torch_ucx_rpc.reduction import _host
-from torch_ucx_rpc.reduction._meeting import joined_trainers, other_trainers_as_hosts
-from torch_ucx_rpc.reduction._messages import Answer, Opened, Push, Spec, Trainer
+from torch_ucx_rpc.reduction._messages import Answer, Push, Spec, Trainer
 from torch_ucx_rpc.reduction._plan import difference, spread
 from torch_ucx_rpc.reduction._results import results
-
-_T = TypeVar("_T")
-
-# Between two looks for a host that was started anew; and how long they go on where calls have no timeout.
-_LOOK_AGAIN_S = 0.05
-_PATIENCE_S = 60.0
+from torch_ucx_rpc.reduction._ring import HostRing
 
 
 class User(Protocol):
@@ -49,8 +40,7 @@ class User(Protocol):
 class Server:
     """What `serve` returns: the server as one trainer sees it.
 
-    The names of lost hosts and the users have a lock each; the positions are written by the pushes, one piece at a
-    time.
+    The open pieces and the users have a lock each; the positions are written by the pushes, one piece at a time.
 
     Attributes:
         name (str): tells it from others.
@@ -60,11 +50,10 @@ class Server:
 
     def __init__(self, spec: Spec, life: Life, former: Server | None = None, lost: Iterable[str] = ()) -> None:
         """``former``: by which this worker has left the server before. ``lost``: hosts that others do not use."""
-        self.spec = spec
         self.life = life
         self.trainer = Trainer.of(life)
+        self.ring = HostRing(spec, life, self.trainer, lost, self._on_other_host)
         self._lock = threading.Lock()
-        self._lost: set[str] = set(lost)
         # By piece: the round of the next push, and how many there have been. Without a round yet, that of the others.
         self.positions: dict[str, int] = {}
         # A host takes a number only once.
@@ -88,7 +77,11 @@ class Server:
         self._using = threading.Lock()
         # Other trainers do not wait for this one until its next push.
         self._is_idle = False
-        self._finding_hosts = threading.Lock()
+
+    @property
+    def spec(self) -> Spec:
+        """What `serve` was told, and the hosts that it has now."""
+        return self.ring.spec
 
     @property
     def name(self) -> str:
@@ -126,7 +119,7 @@ class Server:
     def take_part(self) -> None:
         """Have the hosts wait for this trainer from now on, before its first push."""
         self._is_idle = False
-        self.call_all(_host.admit, self.spec.key, self.trainer, self.trainer, ())
+        self.ring.call_all(_host.admit, self.spec.key, self.trainer, self.trainer, ())
 
     def leave(self) -> None:
         """Take part no more: the other trainers do not wait for this one from now on."""
@@ -134,7 +127,7 @@ class Server:
         failure: RuntimeError | None = None
         for name in self.hosts:
             try:
-                self.call(name, _host.leave, self.spec.key, self.trainer)
+                self.ring.call(name, _host.leave, self.spec.key, self.trainer)
             except RuntimeError as error:
                 if not was_lost(error):
                     failure = error
@@ -163,7 +156,7 @@ class Server:
 
     def join(self) -> None:
         """Take part from the rounds on that are open then, in the models that others have."""
-        held = {name for names in self.call_all(_host.models, self.spec.key) for name in names}
+        held = {name for names in self.ring.call_all(_host.models, self.spec.key) for name in names}
         numbers = sorted(int(name.lstrip(string.ascii_letters)) for name in held)
         self._numbers_of_models = itertools.chain(numbers, itertools.count(max(numbers, default=-1) + 1))
 
@@ -183,10 +176,10 @@ class Server:
                     results().drop(self.name, former)
                 if self.has_left:
                     return
-                self.call_all(_host.let_go, self.spec.key, name, self.trainer)
+                self.ring.call_all(_host.let_go, self.spec.key, name, self.trainer)
                 if not self._open_users:
                     self._is_idle = True
-                    self.call_all(_host.leave, self.spec.key, self.trainer)
+                    self.ring.call_all(_host.leave, self.spec.key, self.trainer)
 
     def check_quorum(self, quorum: int | None) -> None:
         """ValueError for a quorum that there can never be."""
@@ -208,144 +201,21 @@ class Server:
     def on_gone(self, name: str) -> None:
         """A worker has ended."""
         if name in self.hosts:
-            self.lose(name)
-
-    def lose(self, name: str) -> None:
-        """Send nothing more to a host."""
-        with self._lock:
-            self._lost.add(name)
-
-    def living_hosts(self) -> list[str]:
-        """Those that are not known to be lost."""
-        with self._lock:
-            return [name for name in self.hosts if name not in self._lost]
+            self.ring.lose(name)
 
     def lost_hosts(self) -> tuple[str, ...]:
-        with self._lock:
-            return tuple(self._lost)
+        """Those of the hosts that this worker does not use any more."""
+        return self.ring.lost()
 
-    def host_of(self, shard: int) -> str | None:
-        """The host of a shard: its own, or the next one that is not lost."""
-        with self._lock:
-            return next((name for name in self.spec.ring(shard) if name not in self._lost), None)
+    def expect(self, trainers: int) -> None:
+        """The first step waits for that many trainers, whatever `serve` has been told."""
+        self.ring.call_all(_host.expect, self.spec.key, trainers, ())
+        self.ring.spec = self.spec._replace(expected=trainers, expected_names=())
 
-    def is_known_to_a_host(self) -> bool:
-        """Whether a living host has the server with the same hosts; those that are no living workers are lost."""
-        living = {info.name for info in self.life.living()}
-        for name in self.hosts:
-            if name not in living:
-                self.lose(name)
-        for name in self.living_hosts():
-            try:
-                if self.call(name, _host.hosts_of, self.spec.key) == self.hosts:
-                    return True
-            except RuntimeError as error:
-                if not was_lost(error):
-                    raise
-        return False
-
-    def open(self, name: str) -> bool:
-        """Have a host know the server, and learn from it which hosts are lost; False if this one is."""
-        return self._open(name, self.spec) is not None
-
-    def _open(self, name: str, spec: Spec) -> Opened | None:
-        lost = self.lost_hosts()
-        try:
-            opened: Opened = self.call(name, _host.open_host, spec, lost, self.trainer)
-        except RuntimeError as error:
-            if not was_lost(error):
-                raise
-            self.lose(name)
-            return None
-        if opened.refusal is not None:
-            raise ValueError(opened.refusal)
-        with self._lock:
-            self._lost.update(opened.lost)
-        return opened
-
-    def open_all(self, spec: Spec) -> None:
-        """The same with all hosts but those that are lost. Where one refuses, the others do not keep a new server."""
-        made = []
-        try:
-            for name in self.living_hosts():
-                if (opened := self._open(name, spec)) is not None and opened.is_new:
-                    made.append(name)
-        except ValueError:
-            for name in made:
-                with contextlib.suppress(RuntimeError):
-                    self.call(name, _host.close_unused, self.spec.key)
-            raise
-
-    def find_host(self, shard: int) -> str:
-        """A host for a shard whose own is lost, ready for pushes; finds other hosts where none is left."""
-        patience = get_rpc_timeout() or _PATIENCE_S
-        deadline = time.monotonic() + patience
-        while True:
-            name = self.host_of(shard)
-            if name is not None:
-                # By what it says of others, it may be another one's.
-                if self.open(name) and self.host_of(shard) == name:
-                    break
-            elif (self.life.is_static and not self._may_move) or time.monotonic() > deadline:
-                raise RuntimeError(
-                    f"all hosts of the server {self.name!r} are lost: {', '.join(self.hosts)}. More hosts, as in "
-                    f"reduction.serve('ps0', 'ps1'), take over from each other"
-                )
-            elif not self._find_other_hosts():
-                time.sleep(_LOOK_AGAIN_S)
-        self._tell_users(name)
-        return name
-
-    def _tell_users(self, host: str) -> None:
+    def _on_other_host(self, name: str) -> None:
         if self.takes_part:
             for user in list(self._users):
-                user.on_other_host(host)
-
-    @property
-    def _may_move(self) -> bool:
-        """Whether other trainers can become the hosts: nothing is lost with the last ones."""
-        return self.spec.on_trainers and (self.spec.optimizer is None or self.spec.checkpoint is not None)
-
-    def _find_other_hosts(self) -> bool:
-        """When all hosts are lost: those of the same names that have come since, or the trainers that there are now."""
-        with self._finding_hosts:
-            if self.living_hosts():
-                return True
-            if self._may_move:
-                found = other_trainers_as_hosts(self.name, self.spec.generation + 1, self.life)
-                expected = found.expected
-                with self._lock:
-                    self._lost.clear()
-                    self.spec = self.spec._replace(hosts=found.hosts.names, generation=found.hosts.generation)
-            else:
-                living = {info.name for info in self.life.living()}
-                expected = joined_trainers(self.name, self.life) if living.intersection(self.hosts) else ()
-                with self._lock:
-                    self._lost -= living
-            self.open_all(self.spec._replace(expected=len(expected), expected_names=expected))
-            # One that does not train yet may have opened them before.
-            self.call_all(_host.expect, self.spec.key, len(expected), expected, True)
-            for name in self.living_hosts():
-                self._tell_users(name)
-            return bool(self.living_hosts())
-
-    def call(self, name: str, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Call a function of the host, here or there. One that waits for others is a call here too, for its timeout."""
-        if name == self.trainer.name and not hasattr(function, "_wrapped_async_rpc_function"):
-            return function(*arguments)
-        return rpc.rpc_sync(name, function, args=arguments)
-
-    def call_all(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-        """Call a function of every host, but those that are lost: their answers."""
-        answers = []
-        for name in self.living_hosts():
-            try:
-                answers.append(self.call(name, function, *arguments))
-            except RuntimeError as error:
-                if not was_lost(error):
-                    raise
-                self.lose(name)
-        return answers
+                user.on_other_host(name)
 
     # -- pushes
 
@@ -378,7 +248,7 @@ class Server:
     def accept(self, push: Push, answer: Answer) -> None:
         """Note what an answer says of the rounds to come."""
         self.positions[push.piece] = answer.next_round
-        has_others = len(self.hosts) > 1 or self._may_move
+        has_others = len(self.hosts) > 1 or self.ring.may_move
         if has_others and self.spec.optimizer is None and answer.rounds == 1 and answer.tensors:
             results().keep(self.name, push.piece, answer.next_round - 1, answer.tensors)
 
