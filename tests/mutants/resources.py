@@ -40,7 +40,7 @@ MUTANTS = (
         "cpp-ucx-pauses-with-the-lock-of-the-worker",
         "    isConnectionWaiting = isLackOfFiles(errno);\n",
         "    sched_yield();\n",
-        ("test_out_of_files_on_one_core_no_peer_is_lost",),
+        ("test_out_of_files_on_one_core_no_peer_is_lost", "FilesForUcxTest"),
     ),
     Mutant(
         "cpp-sockets-for-ucx-come-from-no-reserve",

@@ -13,6 +13,9 @@
 #include <ucs/type/status.h>
 #include <unistd.h>
 
+#include <algorithm>
+#include <chrono>
+#include <cstdint>
 #include <optional>
 #include <utility>
 #include <vector>
@@ -101,6 +104,66 @@ TEST_F(FilesForUcxTest, ConnectionsThatFindNoFileWaitForOne) {
     EXPECT_EQ(acceptOne(), UCS_OK);
   }
   EXPECT_EQ(acceptOne(), UCS_ERR_NO_PROGRESS);
+}
+
+// UCX's thread as it waits for events of the listener (ucs/sys/event_set.h).
+class WaitingThread {
+ public:
+  explicit WaitingThread(int file) {
+    constexpr uint8_t kRead = 1;
+    EXPECT_EQ(function<ucs_status_t(void**)>("ucs_event_set_create")(&events_), UCS_OK);
+    EXPECT_EQ(
+        function<ucs_status_t(void*, int, uint8_t, void*)>("ucs_event_set_add")(events_, file, kRead, nullptr), UCS_OK);
+  }
+  ~WaitingThread() {
+    function<void(void*)>("ucs_event_set_cleanup")(events_);
+  }
+
+  // How long it took to see that a connection is there.
+  std::chrono::nanoseconds wait(int timeoutMs) {
+    using Handler = void (*)(void*, uint8_t, void*);
+    const Handler ignore = [](void*, uint8_t, void*) {};
+    unsigned count = 1;
+    const auto began = std::chrono::steady_clock::now();
+    const auto status = function<ucs_status_t(void*, unsigned*, int, Handler, void*)>("ucs_event_set_wait")(
+        events_, &count, timeoutMs, ignore, nullptr);
+    const auto took = std::chrono::steady_clock::now() - began;
+    EXPECT_EQ(status, UCS_OK);
+    EXPECT_EQ(count, 1U);
+    return took;
+  }
+
+ private:
+  template <typename Signature>
+  static Signature* function(const char* name) {
+    void* const found = dlsym(RTLD_DEFAULT, name);
+    EXPECT_NE(found, nullptr) << name;
+    return reinterpret_cast<Signature*>(found);
+  }
+
+  void* events_ = nullptr;
+};
+
+TEST_F(FilesForUcxTest, WhoeverWaitsForConnectionsPausesWhileOneWaitsForAFile) {
+  using namespace std::chrono_literals;
+  WaitingThread thread(listener_);
+  // The shortest of some times: other processes may take the core.
+  const auto shortest = [&](bool accepts, int timeoutMs) {
+    auto least = std::chrono::nanoseconds::max();
+    for (int time = 0; time < 20; ++time) {
+      if (accepts) {
+        EXPECT_EQ(acceptOne(), UCS_ERR_NO_PROGRESS);
+      }
+      least = std::min(least, thread.wait(timeoutMs));
+    }
+    return least;
+  };
+  connectOne();
+  openAllFiles();
+  EXPECT_GE(shortest(true, 1000), 1ms);
+  EXPECT_LT(shortest(true, 0), 1ms) << "who only looks has a lock, and does not pause";
+  EXPECT_GE(thread.wait(1000), 1ms) << "but whoever waits next";
+  EXPECT_LT(shortest(false, 1000), 1ms) << "one pause for each time that there was no file";
 }
 
 TEST_F(FilesForUcxTest, SocketsThatAreClosedAgainCanBeMadeAsOftenAsUcxLikes) {
