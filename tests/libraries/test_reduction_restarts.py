@@ -133,6 +133,40 @@ def restart_a_trainer(process: int, steps: Steps, url: str) -> list[torch.Tensor
     return result
 
 
+def test_a_trainer_whose_donor_has_died_is_given_the_state_by_another(run_on_ucx: RunWorkers, tmp_path: Path) -> None:
+    url = (tmp_path / "store").as_uri()
+    _, *results = run_on_ucx(3, die_as_a_donor, Steps(tmp_path), url, init=False, exit_codes={0: KILLED})
+    assert are_equal(*results)
+
+
+def die_as_a_donor(process: int, steps: Steps, url: str) -> list[torch.Tensor]:
+    if process == 2:
+        steps.wait_for("begun 0", "begun 1")
+    enter(url, process)
+    trainer = Trainer(reduction.serve(trainers=2), seed=process)
+    if process == 2:
+        trainer.say_until(steps, "last")
+    else:
+        trainer.train(5)
+        steps.done(f"begun {process}")
+    if process == 0:
+        tell = trainer.server.ring.call_all
+
+        def die_after_the_admission(function: Callable[..., Any], *arguments: Any) -> list[Any]:
+            answers = tell(function, *arguments)
+            if function is _host.admit:
+                # The others wait for whom this one would give the state now.
+                die()
+            return answers
+
+        trainer.server.ring.call_all = die_after_the_admission  # type: ignore[method-assign]
+    result = trainer.train_until(steps, "last")
+    steps.done(f"over {process}")
+    steps.wait_for("over 1", "over 2")
+    rpc.shutdown()
+    return result
+
+
 def test_a_trainer_that_waits_for_the_state_does_not_hold_up_the_next_hosts(
     run_on_ucx: RunWorkers, tmp_path: Path
 ) -> None:

@@ -34,20 +34,32 @@ MUTANTS = (
     ),
     Mutant(
         "late-trainers-ask-each-other",
-        "        self._can_give = False\n        self._server.call_all(",
-        "        self._server.call_all(",
+        "        self._can_give = False\n        self._server.ring.call_all(",
+        "        self._server.ring.call_all(",
         ("test_two_late_trainers_do_not_wait_for_each_other",),
     ),
     Mutant(
         "late-trainers-are-waited-for-as-they-catch-up",
-        "            self._roster.pause(trainer)\n",
+        "            self._roster.pause(trainer.life)\n",
         "",
         ("test_a_trainer_that_waits_for_the_state_of_the_last_one_is_not_waited_for",),
     ),
     Mutant(
+        "trainers-whose-donors-have-died-are-waited-for",
+        "            self._donors[trainer.life] = donor.life\n",
+        "            pass\n",
+        ("test_a_trainer_whose_donor_has_died_is_not_waited_for_until_it_is_heard_of",),
+    ),
+    Mutant(
+        "admissions-by-the-dead-count",
+        "        if donor.life in self._gone:\n            self.pause(trainer.life)\n",
+        "        if False:\n            self.pause(trainer.life)\n",
+        ("test_a_trainer_whose_donor_has_died_is_not_waited_for_until_it_is_heard_of",),
+    ),
+    Mutant(
         "what-was-missed-is-given-twice",
-        "        self._missed.share(donor.life, trainer.life)\n",
-        "",
+        "            self._missed.share(donor.life, trainer.life)\n",
+        "            pass\n",
         ("test_a_late_trainer_that_has_taken_the_state_of_another_has_missed_what_that_one_has",),
     ),
     Mutant(

@@ -307,9 +307,9 @@ class DataParallel(nn.Module):
             key = self._server.spec.key
             try:
                 self._server.ring.call(host, _host.hold, key, self._name, self._server.trainer)
+                pieces = tuple(self._server.positions)
                 for trainer in self._given:
-                    # What it has missed by now, the host knows, or nobody.
-                    self._server.ring.call(host, _host.admit, key, trainer, trainer, tuple(self._server.positions))
+                    self._server.ring.call(host, _host.admit, key, trainer, self._server.trainer, pieces, True)
             except RuntimeError as error:
                 if not was_lost(error):
                     raise

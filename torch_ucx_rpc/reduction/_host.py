@@ -140,14 +140,17 @@ class Host:
             self._roster.expect(trainers, names, is_all)
         self._advance_all()
 
-    def admit(self, trainer: Trainer, donor: Trainer, pieces: tuple[str, ...]) -> None:
-        """Wait for a trainer from now on; in these pieces, it goes on from the state of another one."""
+    def admit(self, trainer: Trainer, donor: Trainer, pieces: tuple[str, ...], is_repeated: bool) -> None:
+        """Wait for a trainer from now on; in these pieces, it goes on from the state of another one.
+
+        ``is_repeated``: an earlier host has been told so. What the trainer has missed since, this one knows, or nobody.
+        """
         with self._roster.lock:
             if self._roster.is_gone(trainer):
                 return
-            self._roster.count(trainer)
+            self._roster.count_with(trainer, donor)
             for name in pieces:
-                self._piece(name).admit(trainer, donor)
+                self._piece(name).admit(trainer, None if is_repeated else donor)
 
     def enter(self, model: str, trainer: Trainer) -> Future[Entry]:
         """From whom a trainer gets the parameters of its copy of a model."""
@@ -174,7 +177,7 @@ class Host:
         """A trainer's copy of a model is behind: it waits for another one's state, and nobody waits for it."""
         with self._roster.lock:
             self._copies.let_go(model, trainer)
-            self._roster.pause(trainer)
+            self._roster.pause(trainer.life)
         self._advance_all()
 
     def absent(self, piece: str) -> list[str]:
@@ -374,8 +377,8 @@ def hold_no_more(key: str, model: str, trainer: Trainer) -> None:
         host.hold_no_more(model, trainer)
 
 
-def admit(key: str, trainer: Trainer, donor: Trainer, pieces: tuple[str, ...]) -> None:
-    hosts()[key].admit(trainer, donor, pieces)
+def admit(key: str, trainer: Trainer, donor: Trainer, pieces: tuple[str, ...], is_repeated: bool = False) -> None:
+    hosts()[key].admit(trainer, donor, pieces, is_repeated)
 
 
 def close_unused(key: str) -> None:

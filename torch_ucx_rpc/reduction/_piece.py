@@ -117,10 +117,11 @@ class Piece:
 
     # -- the trainers
 
-    def admit(self, trainer: Trainer, donor: Trainer) -> None:
-        """A trainer has a copy of the model as the donor has it. The caller holds the lock."""
+    def admit(self, trainer: Trainer, donor: Trainer | None) -> None:
+        """A trainer has a copy of the model, as the donor has it where it gets that now. The caller holds the lock."""
         self._seen.add(trainer.life)
-        self._missed.share(donor.life, trainer.life)
+        if donor is not None:
+            self._missed.share(donor.life, trainer.life)
 
     def forget(self, life: int) -> None:
         """A trainer has ended. The caller holds the lock."""

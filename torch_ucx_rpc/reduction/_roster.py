@@ -36,6 +36,8 @@ class Roster:
         self.ended: set[int] = set()
         # Lives of all workers that have ended. What they have sent before may arrive later.
         self._gone: set[int] = set()
+        # By life of a trainer: that of the one which is about to give it the state.
+        self._donors: dict[int, int] = {}
         # Lives that have called serve, and may begin.
         self._served: set[int] = set()
         # By model: the lives that have let go of it, and may train others.
@@ -48,7 +50,21 @@ class Roster:
         self.trainers[trainer.life] = trainer
         self.paused.discard(trainer.life)
         self.ended.discard(trainer.life)
+        self._donors.pop(trainer.life, None)
         self.note_arrival(trainer)
+
+    def count_with(self, trainer: Trainer, donor: Trainer) -> None:
+        """Wait for a trainer that another one gives the state, unless that one ends before the trainer is heard of.
+
+        Whether it has the state then, nobody else knows.
+        """
+        if trainer.life in self.trainers and trainer.life not in self._donors:
+            return
+        self.count(trainer)
+        if donor.life in self._gone:
+            self.pause(trainer.life)
+        elif donor.life != trainer.life:
+            self._donors[trainer.life] = donor.life
 
     def note_serve(self, life: int) -> None:
         """A worker has called serve: it is a trainer."""
@@ -73,10 +89,10 @@ class Roster:
             return self.trainers
         return {life: trainer for life, trainer in self.trainers.items() if life not in without}
 
-    def pause(self, trainer: Trainer) -> None:
+    def pause(self, life: int) -> None:
         """Do not wait for a trainer until it is counted again; it misses what is completed meanwhile."""
-        if self.trainers.pop(trainer.life, None) is not None:
-            self.paused.add(trainer.life)
+        if self.trainers.pop(life, None) is not None:
+            self.paused.add(life)
 
     def leave(self, trainer: Trainer) -> None:
         self._end(trainer.life, trainer.name)
@@ -91,6 +107,9 @@ class Roster:
             self._end(life, name)
         for lives in self._without.values():
             lives.discard(life)
+        for trainer in [trainer for trainer, donor in self._donors.items() if donor == life]:
+            del self._donors[trainer]
+            self.pause(trainer)
 
     def _end(self, life: int, name: str) -> None:
         self._counted.add(life)
@@ -98,6 +117,7 @@ class Roster:
         self.ended.add(life)
         self.trainers.pop(life, None)
         self.paused.discard(life)
+        self._donors.pop(life, None)
 
     def expect(self, trainers: int, names: tuple[str, ...], is_all: bool) -> None:
         """Have the first round wait for so many trainers, or also for these; with ``is_all``, for these alone."""
