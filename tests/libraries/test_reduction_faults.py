@@ -41,6 +41,33 @@ def miss_the_other_trainer(rank: int, steps: Steps) -> None:
     steps.meet("done", rank, 2)
 
 
+def test_a_trainer_that_has_given_up_asking_for_the_state_is_not_waited_for(
+    run_on_both: RunWorkers, tmp_path: Path
+) -> None:
+    run_on_both(2, ask_in_a_long_pause, Steps(tmp_path), options={"rpc_timeout": 2})
+
+
+def ask_in_a_long_pause(rank: int, steps: Steps) -> None:
+    model = make_model()
+    if rank == 0:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        copy = reduction.DataParallel(model, reduction.serve("worker0", trainers=1))
+        train(copy, optimizer, rank, 2)
+        steps.done("begun")
+        steps.wait_for("given up")
+        train(copy, optimizer, rank, 2)
+    else:
+        steps.wait_for("begun")
+        with pytest.raises(
+            RuntimeError, match="cannot begin: the others, or a step of one of them, did not come"
+        ) as kept:
+            reduction.DataParallel(model, reduction.serve("worker0", trainers=1))
+        # What has failed is here still, by its traceback, and does not try again.
+        assert kept.tb is not None
+        steps.done("given up")
+    steps.meet("done", rank, 2)
+
+
 # ------------------------------------------------------------------------------------------------ a backward that fails
 
 

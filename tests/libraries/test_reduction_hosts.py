@@ -16,7 +16,7 @@ from torch.futures import Future
 
 from torch_ucx_rpc.reduction._host import Host
 from torch_ucx_rpc.reduction._meeting import Meetings
-from torch_ucx_rpc.reduction._messages import Push, Spec, Trainer, Update
+from torch_ucx_rpc.reduction._messages import Entry, Push, Spec, Trainer, Update
 from torch_ucx_rpc.reduction._parameters import ParameterPiece, checkpoint_of
 from torch_ucx_rpc.reduction._piece import Piece
 from torch_ucx_rpc.reduction._results import Results
@@ -158,6 +158,14 @@ def test_a_trainer_that_dies_before_it_is_given_the_state_is_not_waited_for() ->
     host.admit(joiner, trainer_of(0), ("tensors/0",), False)
     host.hold("model0", joiner)
     assert push_to_host(host, 0, at=1).done()
+
+
+def test_a_trainer_that_has_given_up_waiting_for_the_first_ones_is_not_waited_for() -> None:
+    host = host_of(2)
+    assert not host.enter("model0", trainer_of(1)).done()
+    host.hold_no_more("model0", trainer_of(1))
+    assert host.enter("model0", trainer_of(0)).value() == Entry(None, True)
+    assert push_to_host(host, 0).done()
 
 
 @pytest.mark.parametrize("is_heard_of", [True, False])

@@ -34,8 +34,8 @@ MUTANTS = (
     ),
     Mutant(
         "late-trainers-ask-each-other",
-        "        self._can_give = False\n        self._server.ring.call_all(",
-        "        self._server.ring.call_all(",
+        "        self._can_give = False\n        self._hold_no_more()",
+        "        self._hold_no_more()",
         ("test_two_late_trainers_do_not_wait_for_each_other",),
     ),
     Mutant(
@@ -49,6 +49,18 @@ MUTANTS = (
         "            self._donors[trainer.life] = donor.life\n",
         "            pass\n",
         ("test_a_trainer_whose_donor_has_died_is_not_waited_for_until_it_is_heard_of",),
+    ),
+    Mutant(
+        "trainers-that-have-given-up-are-given-the-state",
+        "if now < request.gives_up_at]",
+        "]",
+        ("test_a_trainer_that_has_given_up_asking_for_the_state_is_not_waited_for",),
+    ),
+    Mutant(
+        "trainers-that-have-given-up-begin",
+        "            model.entered.pop(trainer.life, None)\n\n    def held",
+        "\n    def held",
+        ("test_a_trainer_that_has_given_up_waiting_for_the_first_ones_is_not_waited_for",),
     ),
     Mutant(
         "admissions-by-the-dead-count",

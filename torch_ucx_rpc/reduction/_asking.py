@@ -4,12 +4,23 @@
 
 from __future__ import annotations
 
+import math
 import threading
-from typing import Any
+import time
+from typing import Any, NamedTuple
 
+from torch._C._distributed_rpc import get_rpc_timeout
 from torch.futures import Future
 
 from torch_ucx_rpc.reduction._messages import Trainer
+
+
+class Request(NamedTuple):
+    """A trainer's, and the state for it, or None if it has to ask another one. It gives up at some time."""
+
+    trainer: Trainer
+    state: Future[dict[str, Any] | None]
+    gives_up_at: float
 
 
 class Asking:
@@ -17,28 +28,30 @@ class Asking:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._waiting: list[tuple[Trainer, Future[dict[str, Any] | None]]] = []
+        self._waiting: list[Request] = []
         self._is_refused = False
 
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def add(self, trainer: Trainer, future: Future[dict[str, Any] | None]) -> None:
+    def add(self, trainer: Trainer, state: Future[dict[str, Any] | None]) -> None:
         with self._lock:
             if not self._is_refused:
-                self._waiting.append((trainer, future))
+                self._waiting.append(Request(trainer, state, time.monotonic() + (get_rpc_timeout() or math.inf)))
                 return
-        future.set_result(None)
+        state.set_result(None)
 
-    def take(self) -> list[tuple[Trainer, Future[dict[str, Any] | None]]]:
+    def take(self) -> list[Request]:
+        """Those that have not given up: all others would wait in vain for a trainer that has."""
         with self._lock:
             waiting, self._waiting = self._waiting, []
-        return waiting
+        now = time.monotonic()
+        return [request for request in waiting if now < request.gives_up_at]
 
     def turn_away(self) -> None:
         """Send all of them to another trainer."""
-        for _, future in self.take():
-            future.set_result(None)
+        for request in self.take():
+            request.state.set_result(None)
 
     def refuse(self) -> None:
         """Send all of them to another trainer, and all that come later."""

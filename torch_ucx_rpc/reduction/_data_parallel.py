@@ -245,6 +245,7 @@ class DataParallel(nn.Module):
         except RuntimeError as error:
             if not timed_out(error):
                 raise
+            self._hold_no_more()
             raise RuntimeError(
                 f"{self._server.trainer} cannot begin: the others, or a step of one of them, did not come within the "
                 f"time of a call. serve(..., trainers=N) says how many there are at the start ({error})"
@@ -256,7 +257,7 @@ class DataParallel(nn.Module):
         """Take over the state of another trainer, after steps that this one has missed."""
         # Others that are behind must not wait for this one, while it waits for them. Nor may a host be told otherwise.
         self._can_give = False
-        self._server.ring.call_all(_host.hold_no_more, self._server.spec.key, self._name, self._server.trainer)
+        self._hold_no_more()
         self._asking.turn_away()
         try:
             self._take_over()
@@ -301,6 +302,10 @@ class DataParallel(nn.Module):
         self._can_give = True
         self._server.ring.call_all(_host.hold, self._server.spec.key, self._name, self._server.trainer)
 
+    def _hold_no_more(self) -> None:
+        """Have the hosts wait for this trainer no more, and give its state to nobody, until it has one again."""
+        self._server.ring.call_all(_host.hold_no_more, self._server.spec.key, self._name, self._server.trainer)
+
     def on_other_host(self, host: str) -> None:
         """Likewise for a host that takes over from one that was lost; it waits for those, too, that have the state."""
         if self._can_give:
@@ -343,12 +348,13 @@ class DataParallel(nn.Module):
 
     def _give_to_those_asking(self) -> None:
         self._given = []
-        for trainer, future in self._asking.take():
+        server = self._server
+        for request in self._asking.take():
             # From now on the others wait for it, this step included: it is not complete without this trainer.
-            server = self._server
-            self._given.append(trainer)
-            server.ring.call_all(_host.admit, server.spec.key, trainer, server.trainer, tuple(server.positions))
-            future.set_result(self._state())
+            self._given.append(request.trainer)
+            pieces = tuple(server.positions)
+            server.ring.call_all(_host.admit, server.spec.key, request.trainer, server.trainer, pieces)
+            request.state.set_result(self._state())
 
     def on_leave(self) -> None:
         """Nobody gets the state from here any more."""

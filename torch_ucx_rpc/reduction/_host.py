@@ -174,7 +174,7 @@ class Host:
             return self._copies.held()
 
     def hold_no_more(self, model: str, trainer: Trainer) -> None:
-        """A trainer's copy of a model is behind: it waits for another one's state, and nobody waits for it."""
+        """A trainer's copy of a model is behind, or it has not got one in time: nobody waits for it."""
         with self._roster.lock:
             self._copies.let_go(model, trainer)
             self._roster.pause(trainer.life)

@@ -210,9 +210,10 @@ class Copies:
         return self.take_entered()
 
     def let_go(self, name: str, trainer: Trainer) -> None:
-        """A trainer has no copy of a model any more."""
+        """A trainer has no copy of a model any more, and waits for none."""
         if (model := self._models.get(name)) is not None:
             model.holders.pop(trainer.life, None)
+            model.entered.pop(trainer.life, None)
 
     def held(self) -> list[str]:
         """The models of which somebody has a copy."""
