@@ -4,7 +4,8 @@
 
 Three jobs, one after the other: trainers that share the work, trainers with two hosts, and trainers with a quorum. Each
 trainer notes a digest of its parameters at the beginning of each step. It fails where two trainers are in the same step
-with other parameters, where one is in no step for `_STALL_S`, and where a process ends by itself.
+with other parameters, where one is in no step for `_STALL_S`, and where a process ends by itself. Then it prints the
+stacks of the others.
 """
 
 # mypy: allow-untyped-calls
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 import collections
 import dataclasses
+import faulthandler
 import hashlib
 import multiprocessing
 import os
@@ -73,6 +75,8 @@ KINDS = (
 def work(kind: Kind, name: str, folder: Path) -> None:
     """A worker, until there is a file named ``stop``; the hosts, until there is one named ``end``."""
     torch.set_num_threads(1)
+    stacks = (folder / f"{name}.stacks").open("w")
+    faulthandler.register(signal.SIGUSR1, file=stacks)
     rpc.init_rpc(
         name,
         backend=rpc.BackendType["UCX"],
@@ -219,6 +223,15 @@ class Job:
                 if process.exitcode not in (0, -signal.SIGKILL):
                     raise Failed(f"{name} has failed at the end: {self._why(name)}")
 
+    def stacks(self) -> str:
+        """Where the threads of each process are that has come as far as RPC."""
+        files = {name: self._folder / f"{name}.stacks" for name in self._kind.workers}
+        living = [name for name, file in files.items() if file.exists() and self._processes[name].exitcode is None]
+        for name in living:
+            os.kill(self._processes[name].pid, signal.SIGUSR1)
+        time.sleep(1)
+        return "\n".join(f"{name}:\n{files[name].read_text()}" for name in living)
+
     def kill_all(self) -> None:
         for process in self._processes.values():
             process.kill()
@@ -284,7 +297,7 @@ def run(kind: Kind, choices: random.Random, seconds: float) -> bool:
             stopped_at = time.time()
             job.end()
         except Failed as error:
-            found, stopped_at = str(error), time.time()
+            found, stopped_at = f"{error}\n{job.stacks()}", time.time()
         finally:
             job.kill_all()
         done = list(steps(folder, {name for _, name in job.killed}))
