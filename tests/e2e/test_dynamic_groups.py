@@ -17,7 +17,7 @@ import torch.distributed.rpc as rpc
 import workers
 from _failures import autograd_contexts
 from labs import Fate, VirtualHosts, needs_virtual_hosts
-from workers import Steps, agent, backend_options, eventually, init_rpc
+from workers import Steps, agent, backend_options, eventually, init_rpc, stop
 
 from torch_ucx_rpc._bootstrap import dynamic_group
 from torch_ucx_rpc.errors import JoinFailed, JoinTimedOut, RRefLost, WorkerLeft, WorkerLost
@@ -465,7 +465,7 @@ def join_beside_one_that_hangs(rank: int, steps: Steps, file: Path) -> None:
     eventually(lambda: any(steps.directory.glob("joined *")), "worker0 has joined")
     [step] = steps.directory.glob("joined *")
     pid = int(step.name.split()[1])
-    os.kill(pid, signal.SIGSTOP)
+    stop(pid)
     try:
         with pytest.raises(JoinTimedOut, match=r"waited 1 s .* to be admitted to the group by rank 0 \('worker0'"):
             join(1, rpc_backend_options=backend_options(init_method=file.as_uri(), init_timeout=1))

@@ -15,7 +15,7 @@ import torch
 import torch.distributed.rpc as rpc
 import workers
 from _failures import DEATH_OF_WORKER1, echo, leave_ungracefully_after, let_go, stay
-from workers import Stalls, agent, eventually
+from workers import Stalls, agent, eventually, stop
 
 pytestmark = pytest.mark.ucx_only
 
@@ -53,7 +53,7 @@ def be_deaf_to_a_neighbour(rank: int, folder: Path) -> None:
     with circle.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as seen:
         while seen[REACHED] == 0:
             pass
-    os.kill(pid, signal.SIGSTOP)
+    stop(pid)
 
     def is_answered() -> bool:
         try:

@@ -351,7 +351,7 @@ def let_go_of_a_model_asked_for(rank: int, steps: Steps) -> None:
         train(copy, torch.optim.SGD(model.parameters(), lr=0.05), rank, 2)
         if rank == 1:
             steps.done("trained")
-            eventually(lambda: len(copy._asking) == 1, "another asks for the model")
+            eventually(lambda: len(copy._copy.asking) == 1, "another asks for the model")
             del copy
     steps.meet("over", rank, 3)
 

@@ -14,7 +14,7 @@ import torch.distributed.rpc as rpc
 from _training import SGD, are_equal, make_model, train
 from torch import Tensor
 from torch.futures import Future
-from workers import Steps, eventually
+from workers import Steps, eventually, stop
 
 from torch_ucx_rpc import reduction
 from torch_ucx_rpc.reduction import _data_parallel, _piece
@@ -197,7 +197,7 @@ def miss_what_nobody_knows(rank: int, steps: Steps, has_optimizer: bool) -> None
         steps.wait_for("far 1", "far 2")
         if has_optimizer:
             train(copy, optimizer, rank, 1)
-            assert copy._is_behind
+            assert copy._copy.is_behind
             train(copy, optimizer, rank, 1)
             assert server.positions["model0/0/0"] > 3
         else:
@@ -294,7 +294,7 @@ def push_to_a_stopped_host(rank: int, steps: Steps) -> None:
         server = reduction.serve("worker0")
         reduction.push_pull(server, [torch.ones(2)])
         pid = rpc.rpc_sync("worker0", os.getpid)
-        os.kill(pid, signal.SIGSTOP)
+        stop(pid)
         with pytest.raises(RuntimeError, match=r"was not completed: its host 'worker0' does not answer"):
             reduction.push_pull(server, [torch.ones(2)])
         os.kill(pid, signal.SIGCONT)

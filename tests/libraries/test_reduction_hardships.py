@@ -140,19 +140,19 @@ def catch_up_two_at_once(rank: int, steps: Steps) -> None:
     else:
         steps.wait_for("far")
         train(copy, optimizer, rank, 1)
-        assert copy._is_behind
+        assert copy._copy.is_behind
         steps.done(f"behind {rank}")
         steps.wait_for("behind 0", "behind 1")
-        take_over = copy._take_over
+        take_over = copy._copy._take_over
 
         def take_over_together() -> bool:
             # As in the search for a host, which tells the models which one it is; and none asks before both have.
-            copy.on_other_host("worker0")
+            copy._copy.on_other_host("worker0")
             steps.done(f"asks {rank}")
             steps.wait_for("asks 0", "asks 1")
             return take_over()
 
-        copy._take_over = take_over_together  # type: ignore[method-assign]
+        copy._copy._take_over = take_over_together  # type: ignore[method-assign]
         with Stalls() as stalls:
             began = time.monotonic()
             train(copy, optimizer, rank, 1)
@@ -178,7 +178,7 @@ def catch_up_with_the_last_one(rank: int, steps: Steps) -> None:
     if rank == 2:
         steps.wait_for("far 0", "far 1")
         train(copy, optimizer, rank, 1)
-        assert copy._is_behind
+        assert copy._copy.is_behind
         steps.done("behind")
         steps.wait_for("in step")
         with Stalls() as stalls:
@@ -225,9 +225,9 @@ def catch_up_with_adam(rank: int, steps: Steps) -> None:
     train(copy, optimizer, rank, 1)
     if rank == 3:
         steps.wait_for("trained 0", "trained 1", "trained 2", timeout=120)
-        if not copy._is_behind:  # the others may have done their first step without it, too
+        if not copy._copy.is_behind:  # the others may have done their first step without it, too
             train(copy, optimizer, rank, 1)
-        assert copy._is_behind
+        assert copy._copy.is_behind
         train(copy, optimizer, rank, 1)  # begins with the state of another
         # The others see that at different steps. Two of them are no quorum: they would wait for this one.
         server.leave()

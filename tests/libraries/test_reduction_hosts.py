@@ -23,7 +23,7 @@ from torch_ucx_rpc.reduction._results import Results
 from torch_ucx_rpc.reduction._roster import Roster
 from torch_ucx_rpc.reduction._round import Round
 
-HOST: Any = SimpleNamespace(info=SimpleNamespace(name="ps"))
+HOST: Any = SimpleNamespace(info=SimpleNamespace(name="ps"), living=list)
 ALONE: Any = SimpleNamespace(next_host=lambda: None)
 
 
@@ -285,7 +285,7 @@ def test_a_result_that_is_under_way_is_waited_for() -> None:
     results = Results(HOST)
     results.expect("ps", "model0/0/0", 3, "worker0")
     early, of_asker, other = (
-        results.get_or_wait("ps", "model0/0/0", number, asker)
+        results.get_or_wait("ps", "model0/0/0", number, asker, ())
         for number, asker in ((3, "worker1"), (3, "worker0"), (4, "worker1"))
     )
     assert not early.done()
@@ -296,9 +296,24 @@ def test_a_result_that_is_under_way_is_waited_for() -> None:
     results.settle("ps", "model0/0/0")
     assert early.value()[0].tolist() == [1, 1]
     results.expect("ps", "model0/0/0", 4, "worker0")
-    lost = results.get_or_wait("ps", "model0/0/0", 4, "worker1")
+    lost = results.get_or_wait("ps", "model0/0/0", 4, "worker1", ())
     results.settle("ps", "model0/0/0")
     assert lost.value() is None
+
+
+def test_a_result_that_may_come_with_a_state_is_waited_for() -> None:
+    results = Results(HOST)
+    question = ("ps", "model0/0/0", 3, "worker1")
+    with results.expect_state("ps", "model0", "worker0"):
+        of_lost = results.get_or_wait(*question, ("worker1",))
+        assert not of_lost.done()
+        # That one may give its state when the round is over that this question is of.
+        assert results.get_or_wait(*question, ("worker0", "worker1")).value() is None
+        results.adopt("ps", {"model0/0/0": (3, [torch.ones(2)])})
+    assert of_lost.value()[0].tolist() == [1, 1]
+    with results.expect_state("ps", "model0", "worker0"):
+        of_lost = results.get_or_wait("ps", "model0/0/0", 4, "worker1", ("worker1",))
+    assert of_lost.value() is None
 
 
 def test_nothing_is_kept_of_a_model_that_all_have_let_go_of() -> None:

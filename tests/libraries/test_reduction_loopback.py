@@ -81,7 +81,7 @@ def double_the_result(rank: int, steps: Steps) -> None:
         steps.meet("doubled", rank, 2)
         if rank == 0:
             # What another host would be told, if this one were lost now.
-            kept = result_of(server.name, "ddp0/step0/0/0", 0, "worker9").wait()
+            kept = result_of(server.name, "ddp0/step0/0/0", 0, "worker9", ()).wait()
             assert kept is not None
             assert torch.equal(kept[0], torch.full((8,), 0.5))
         steps.meet("done", rank, 2)

@@ -20,7 +20,7 @@ from workers import Steps, backend_options, eventually, init_rpc
 
 from torch_ucx_rpc import reduction
 from torch_ucx_rpc._observe.lost import Gone
-from torch_ucx_rpc.reduction import _host, _messages
+from torch_ucx_rpc.reduction import _copy, _host, _messages, _piece
 
 RunWorkers = Callable[..., list]
 
@@ -167,6 +167,64 @@ def die_as_a_donor(process: int, steps: Steps, url: str) -> list[torch.Tensor]:
     return result
 
 
+@pytest.mark.parametrize("is_under_way", [False, True])
+def test_a_step_that_a_host_has_answered_to_itself_alone_and_given_on_is_that_of_all(
+    run_on_ucx: RunWorkers, tmp_path: Path, is_under_way: bool
+) -> None:
+    url = (tmp_path / "store").as_uri()
+    _, *results = run_on_ucx(
+        3, give_on_what_others_lack, Steps(tmp_path), url, is_under_way, init=False, exit_codes={0: KILLED}
+    )
+    assert are_equal(*results)
+
+
+def give_on_what_others_lack(process: int, steps: Steps, url: str, is_under_way: bool) -> list[torch.Tensor]:
+    if process == 2:
+        steps.wait_for("answered")
+        load = _copy.Copy._load
+
+        def load_and_say(model: _copy.Copy, state: dict[str, Any]) -> None:
+            if is_under_way:
+                steps.done("given")
+                # The donor dies, and the other one asks what the result was.
+                time.sleep(1)
+            load(model, state)
+            steps.done("given")
+
+        _copy.Copy._load = load_and_say  # type: ignore[method-assign]
+    enter(url, process)
+    trainer = Trainer(reduction.serve(trainers=2), seed=process)
+    if process < 2:
+        trainer.train(5)
+    if process == 0:
+        publish = _piece.Piece._publish
+
+        def answer_oneself(piece: _piece.Piece, round_: Any, result: list[torch.Tensor]) -> None:
+            for coming in round_.came.values():
+                if coming.trainer.name != "worker0":
+                    coming.future = torch.futures.Future()
+            publish(piece, round_, result)
+
+        _piece.Piece._publish = answer_oneself  # type: ignore[method-assign]
+        trainer.train()
+        steps.done("answered")
+        eventually(lambda: len(trainer.model._copy.asking) == 1, "the third asks for the state")
+        trainer.model(torch.ones(16, 8))
+        steps.wait_for("given")
+        die()
+    if process == 1:
+        trainer.train()
+        steps.wait_for("begun")
+    else:
+        steps.done("begun")
+        trainer.say_until(steps, "last")
+    result = trainer.train_until(steps, "last")
+    steps.done(f"over {process}")
+    steps.wait_for("over 1", "over 2")
+    rpc.shutdown()
+    return result
+
+
 def test_a_trainer_that_waits_for_the_state_does_not_hold_up_the_next_hosts(
     run_on_ucx: RunWorkers, tmp_path: Path
 ) -> None:
@@ -191,9 +249,9 @@ def lose_all_hosts(process: int, steps: Steps, url: str, is_given: bool) -> list
     # The one with the lowest rank is asked for the state.
     enter(url, (2, 3, 0, 1)[process])
     if process == 3:
-        load = reduction.DataParallel._load
+        load = _copy.Copy._load
 
-        def load_later(model: reduction.DataParallel, state: dict[str, Any]) -> None:
+        def load_later(model: _copy.Copy, state: dict[str, Any]) -> None:
             steps.done("given")
             steps.wait_for("lost")
             # The third is in its step by now, by way of the next hosts.
@@ -201,7 +259,7 @@ def lose_all_hosts(process: int, steps: Steps, url: str, is_given: bool) -> list
             load(model, state)
 
         if is_given:
-            reduction.DataParallel._load = load_later  # type: ignore[method-assign]
+            _copy.Copy._load = load_later  # type: ignore[method-assign]
         trainer = Trainer(reduction.serve(trainers=2), seed=3)
         trainer.train(5)
         return parameters_at_the_end(trainer, steps, 3)
@@ -214,12 +272,12 @@ def lose_all_hosts(process: int, steps: Steps, url: str, is_given: bool) -> list
     trainer.train(5)
     steps.done("trained 2")
     if is_given:
-        eventually(lambda: len(trainer.model._asking) == 1, "the fourth asks for the state")
+        eventually(lambda: len(trainer.model._copy.asking) == 1, "the fourth asks for the state")
     loss = trainer.model(torch.ones(16, 8)).square().mean()
     if is_given:
         steps.wait_for("given")
     else:
-        eventually(lambda: len(trainer.model._asking) == 1, "the fourth asks for the state")
+        eventually(lambda: len(trainer.model._copy.asking) == 1, "the fourth asks for the state")
     for host in trainer.server.hosts:
         rpc.rpc_async(host, die)
     eventually(lambda: not trainer.server.ring.living(), "all hosts are lost")

@@ -51,6 +51,24 @@ MUTANTS = (
         ("test_a_trainer_whose_donor_has_died_is_not_waited_for_until_it_is_heard_of",),
     ),
     Mutant(
+        "states-come-without-results",
+        '        results().adopt(self._server.name, state["results"])\n',
+        "",
+        ("test_a_step_that_a_host_has_answered_to_itself_alone_and_given_on_is_that_of_all",),
+    ),
+    Mutant(
+        "states-under-way-are-not-waited-for",
+        "            if asked is not None and asked.donor not in living:\n",
+        "            if False:\n",
+        ("test_a_step_that_a_host_has_answered_to_itself_alone_and_given_on_is_that_of_all",),
+    ),
+    Mutant(
+        "donors-that-live-are-waited-for",
+        "            if asked is not None and asked.donor not in living:\n",
+        "            if asked is not None:\n",
+        ("test_a_result_that_may_come_with_a_state_is_waited_for",),
+    ),
+    Mutant(
         "trainers-that-have-given-up-are-given-the-state",
         "if now < request.gives_up_at]",
         "]",

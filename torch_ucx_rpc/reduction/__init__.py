@@ -36,6 +36,7 @@ How the package is laid out, from the bottom up; the way of one push goes from `
 * ``_ddp``            `state` and `hook`
 * ``_buckets``        gradients that travel together
 * ``_asking``         trainers that wait for another one's model
+* ``_copy``           a trainer's copy of a model, got from another one and given to others
 * ``_data_parallel``  `DataParallel`
 """
 

@@ -44,8 +44,6 @@ class Host:
         self._roster = Roster(spec)
         self._copies = Copies(self._roster)
         self._pieces: dict[str, Piece] = {}
-        # Hosts whose shards others have taken over. One of the same name that comes later is not among them again.
-        self._lost: set[str] = set()
         self._is_closed = False
 
     @property
@@ -78,7 +76,7 @@ class Host:
         """A worker has ended. ``has_successor``: another one of that name is the host, or expected."""
         with self._roster.lock:
             if name in self.spec.hosts and not has_successor:
-                self._lost.add(name)
+                self._roster.lost_hosts.add(name)
                 for piece in self._pieces.values():
                     piece.forget_host(name)
             self._roster.on_gone(life, name, has_successor)
@@ -100,8 +98,8 @@ class Host:
         """Hosts that a trainer has lost; all that are known to be."""
         own_name = self._life.info.name
         with self._roster.lock:
-            self._lost.update(name for name in names if name != own_name)
-            return tuple(sorted(self._lost))
+            self._roster.lost_hosts.update(name for name in names if name != own_name)
+            return tuple(sorted(self._roster.lost_hosts))
 
     def leave(self, trainer: Trainer) -> None:
         """A trainer takes part no more."""
@@ -209,7 +207,7 @@ class Host:
             piece = self._piece(push.piece)
             own_name = self._life.info.name
             passed = set(itertools.takewhile(lambda name: name != own_name, self.spec.ring(push.shard)))
-            self._lost |= passed
+            self._roster.lost_hosts |= passed
         return piece.push(push, is_owned, takes_over=bool(passed) or self.spec.generation > 0)
 
     def keep_copy(self, push: Push) -> None:

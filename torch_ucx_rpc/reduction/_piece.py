@@ -377,7 +377,10 @@ class Piece:
             self._advance(round_)
 
         calls = []
-        arguments = (self._roster.spec.name, self.name, round_.number, self._life.info.name)
+        with self._roster.lock:
+            lost = set(self._roster.lost_hosts)
+        living = tuple(info.name for info in self._life.living() if info.name not in lost)
+        arguments = (self._roster.spec.name, self.name, round_.number, self._life.info.name, living)
         for worker in workers:
             try:
                 calls.append(rpc.rpc_async(worker, result_of, args=arguments, timeout=ASKING_S))

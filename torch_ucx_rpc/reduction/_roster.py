@@ -38,6 +38,8 @@ class Roster:
         self._gone: set[int] = set()
         # By life of a trainer: that of the one which is about to give it the state.
         self._donors: dict[int, int] = {}
+        # Hosts whose shards others have taken over. One of the same name that comes later is not among them again.
+        self.lost_hosts: set[str] = set()
         # Lives that have called serve, and may begin.
         self._served: set[int] = set()
         # By model: the lives that have let go of it, and may train others.

@@ -11,6 +11,7 @@
 * ``keep_process_group()`` works around a hang of torch's. (``_processes``)
 * ``reserved_port()``, ``process_context()``, ``PRELOADED``, ``dump_stacks()``, ``stacks_file()``,
   ``native_stacks()``: what the above is made of, shared with the conformance suites. (``_processes``)
+* ``stop(pid)`` stops a process as a debugger would. (``_processes``)
 * ``eventually(condition)`` waits for what a remote worker does in its own time. (``_eventually``)
 * ``Stalls()`` finds out how long this process was kept from running, for bounds on times. (``_stalls``)
 * ``Steps(directory)`` lets processes go on in an order, without RPC. (``_steps``)
@@ -30,6 +31,7 @@ from ._processes import (
     process_context,
     reserved_port,
     stacks_file,
+    stop,
 )
 from ._program import run_program
 from ._stalls import Stalls
@@ -71,5 +73,6 @@ __all__ = [
     "run_program",
     "run_workers",
     "stacks_file",
+    "stop",
     "worker_name",
 ]

@@ -19,6 +19,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from ._eventually import eventually
+
 # Imported once in the fork server, and from then on in every process it forks. torch_ucx_rpc is not among them: loading
 # it loads UCX, which reads its environment once, and each test brings its own. None of these may ask CUDA anything:
 # whoever is forked after that cannot use CUDA ("Cannot re-initialize CUDA in forked subprocess").
@@ -75,6 +77,20 @@ def kill(processes: Iterable[multiprocessing.process.BaseProcess]) -> None:
             process.kill()
     for process in processes:
         process.join()
+
+
+def stop(pid: int) -> None:
+    """Stop a process, and return when it does nothing any more; SIGCONT has it go on.
+
+    The signal stops its threads only when one of them gets a core and looks. Until then others may answer calls.
+    """
+    os.kill(pid, signal.SIGSTOP)
+    eventually(lambda: all(_is_stopped(task) for task in Path(f"/proc/{pid}/task").iterdir()), f"{pid} has stopped")
+
+
+def _is_stopped(task: Path) -> bool:
+    # The name, in parentheses, may have spaces.
+    return (task / "stat").read_text().rpartition(")")[2].split()[0] == "T"
 
 
 # Of `keep_process_group`.
