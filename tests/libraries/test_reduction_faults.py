@@ -62,7 +62,7 @@ def ask_in_a_long_pause(rank: int, steps: Steps) -> None:
             RuntimeError, match="cannot begin: the others, or a step of one of them, did not come"
         ) as kept:
             reduction.DataParallel(model, reduction.serve("worker0", trainers=1))
-        # What has failed is here still, by its traceback, and does not try again.
+        # The model is here still, held by the traceback, and does not try again.
         assert kept.tb is not None
         steps.done("given up")
     steps.meet("done", rank, 2)
