@@ -178,6 +178,19 @@ def test_a_step_that_a_host_has_answered_to_itself_alone_and_given_on_is_that_of
     assert are_equal(*results)
 
 
+def answer_only(name: str) -> None:
+    """Have this host answer one trainer, and no other."""
+    publish = _piece.Piece._publish
+
+    def answer_one(piece: _piece.Piece, round_: Any, result: list[torch.Tensor]) -> None:
+        for coming in round_.came.values():
+            if coming.trainer.name != name:
+                coming.future = torch.futures.Future()
+        publish(piece, round_, result)
+
+    _piece.Piece._publish = answer_one  # type: ignore[method-assign]
+
+
 def give_on_what_others_lack(process: int, steps: Steps, url: str, is_under_way: bool) -> list[torch.Tensor]:
     if process == 2:
         steps.wait_for("answered")
@@ -197,15 +210,7 @@ def give_on_what_others_lack(process: int, steps: Steps, url: str, is_under_way:
     if process < 2:
         trainer.train(5)
     if process == 0:
-        publish = _piece.Piece._publish
-
-        def answer_oneself(piece: _piece.Piece, round_: Any, result: list[torch.Tensor]) -> None:
-            for coming in round_.came.values():
-                if coming.trainer.name != "worker0":
-                    coming.future = torch.futures.Future()
-            publish(piece, round_, result)
-
-        _piece.Piece._publish = answer_oneself  # type: ignore[method-assign]
+        answer_only("worker0")
         trainer.train()
         steps.done("answered")
         eventually(lambda: len(trainer.model._copy.asking) == 1, "the third asks for the state")
@@ -413,6 +418,41 @@ def train_over_the_death_of_a_host(process: int, steps: Steps) -> list[torch.Ten
         assert trainer.step >= 10
         trainer.say_until(steps, "last")
     return trainer.train_until(steps, "last")
+
+
+def test_a_step_that_a_host_has_answered_in_part_before_it_was_started_anew_is_that_of_all(
+    run_on_ucx: RunWorkers, tmp_path: Path
+) -> None:
+    url = (tmp_path / "store").as_uri()
+    results = run_on_ucx(4, train_over_a_restart, Steps(tmp_path), url, init=False, exit_codes={0: KILLED})
+    assert are_equal(*results[1:3])
+
+
+def train_over_a_restart(process: int, steps: Steps, url: str) -> list[torch.Tensor] | None:
+    """Worker 0 is the server, and process 3 its second life."""
+    if process:
+        steps.wait_for("answered" if process == 3 else "there 0")
+    enter(url, process % 3)
+    result = None
+    if process in (1, 2):
+        trainer = Trainer(reduction.serve("worker0", trainers=2), seed=process)
+        trainer.train(5)
+        if process == 1:
+            rpc.rpc_sync("worker0", answer_only, args=("worker1",))
+            steps.done("last step")
+            trainer.train()
+            steps.done("answered")
+            rpc.rpc_async("worker0", die)
+            trainer.say_until(steps, "last")
+        else:
+            steps.wait_for("last step")
+        result = trainer.train_until(steps, "last")
+    else:
+        steps.done(f"there {process}")
+    steps.done(f"over {process}")
+    steps.wait_for("over 1", "over 2")
+    rpc.shutdown(graceful=False)
+    return result
 
 
 def test_whoever_joins_after_a_server_was_started_anew_goes_where_the_others_go(

@@ -51,6 +51,12 @@ MUTANTS = (
         ("test_a_trainer_whose_donor_has_died_is_not_waited_for_until_it_is_heard_of",),
     ),
     Mutant(
+        "results-of-one-host-are-not-kept",
+        "self.may_move or not self._life.is_static\n",
+        "self.may_move\n",
+        ("test_a_step_that_a_host_has_answered_in_part_before_it_was_started_anew_is_that_of_all",),
+    ),
+    Mutant(
         "states-come-without-results",
         '        results().adopt(self._server.name, state["results"])\n',
         "",

@@ -69,6 +69,11 @@ class HostRing:
         """Whether other trainers can become the hosts: nothing is lost with the last ones."""
         return self.spec.on_trainers and (self.spec.optimizer is None or self.spec.checkpoint is not None)
 
+    @property
+    def may_change(self) -> bool:
+        """Whether another one can take over from a host: also one of its name, in a group that workers may join."""
+        return len(self.spec.hosts) > 1 or self.may_move or not self._life.is_static
+
     # -- what they are told
 
     def call(self, name: str, function: Callable[..., Any], *arguments: Any) -> Any:

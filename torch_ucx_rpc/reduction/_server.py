@@ -248,8 +248,7 @@ class Server:
     def accept(self, push: Push, answer: Answer) -> None:
         """Note what an answer says of the rounds to come."""
         self.positions[push.piece] = answer.next_round
-        has_others = len(self.hosts) > 1 or self.ring.may_move
-        if has_others and self.spec.optimizer is None and answer.rounds == 1 and answer.tensors:
+        if self.ring.may_change and self.spec.optimizer is None and answer.rounds == 1 and answer.tensors:
             results().keep(self.name, push.piece, answer.next_round - 1, answer.tensors)
 
     def assign(self, tensors: Sequence[Tensor]) -> list[int]:

@@ -2,10 +2,10 @@
 
     python -m soak.training --minutes 1
 
-Three jobs, one after the other: trainers that share the work, trainers with two hosts, and trainers with a quorum. Each
-trainer notes a digest of its parameters at the beginning of each step. It fails where two trainers are in the same step
-with other parameters, where one is in no step for `_STALL_S`, and where a process ends by itself. Then it prints the
-stacks of the others.
+Four jobs, one after the other: trainers that share the work, trainers with one host and with two, and trainers with a
+quorum. Each trainer notes a digest of its parameters at the beginning of each step. It fails where two trainers are in
+the same step with other parameters, where one is in no step for `_STALL_S`, and where a process ends by itself. Then it
+prints the stacks of the others.
 """
 
 # mypy: allow-untyped-calls
@@ -64,6 +64,7 @@ class Kind:
 
 KINDS = (
     Kind("trainers that share the work", 4),
+    Kind("one host", 3, ("host0",)),
     Kind("two hosts", 3, ("host0", "host1")),
     Kind("a quorum", 4, quorum=3),
 )
@@ -180,11 +181,12 @@ class Job:
                 self._strike(now)
 
     def _strike(self, now: float) -> None:
-        """Kill one; a host and a trainer with the state of the model are left."""
+        """Kill one; one of several hosts, and a trainer with the state of the model, are left."""
         living = [name for name in self._processes if name not in self._returns]
         hosts = [name for name in living if name in self._kind.hosts]
         trainers = [name for name in living if name not in self._kind.hosts and self._last_step(name)]
-        candidates = [*(hosts if len(hosts) > 1 else []), *(trainers if len(trainers) > 1 else [])]
+        may_lose_host = len(hosts) > 1 or len(self._kind.hosts) == 1
+        candidates = [*(hosts if may_lose_host else []), *(trainers if len(trainers) > 1 else [])]
         if not candidates:
             return
         name = self._choices.choice(candidates)
@@ -209,6 +211,9 @@ class Job:
 
     def end(self) -> None:
         """Have all leave. One that has not begun yet would wait for the others, and is killed."""
+        for name in self._returns.keys() & set(self._kind.hosts):
+            del self._returns[name]
+            self._start(name)
         for file, names in (("stop", set(self._kind.workers) - set(self._kind.hosts)), ("end", self._kind.hosts)):
             (self._folder / file).touch()
             for name in names:
