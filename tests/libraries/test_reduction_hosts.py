@@ -168,20 +168,20 @@ def test_a_trainer_that_has_given_up_waiting_for_the_first_ones_is_not_waited_fo
     assert push_to_host(host, 0).done()
 
 
-@pytest.mark.parametrize("is_heard_of", [True, False])
+@pytest.mark.parametrize("is_admission_late", [True, False])
 @pytest.mark.parametrize("is_repeated", [True, False])
 def test_a_trainer_whose_donor_has_died_is_not_waited_for_until_it_is_heard_of(
-    is_repeated: bool, is_heard_of: bool
+    is_repeated: bool, is_admission_late: bool
 ) -> None:
     host = host_of(2)
     for rank in range(2):
         push_to_host(host, rank)
     donor, joiner = trainer_of(0), trainer_of(2)
-    if is_heard_of:
-        # By the order in which they arrive, the admission may be the last that is heard of the donor.
-        host.on_gone(donor.life, donor.name)
-    host.admit(joiner, donor, ("tensors/0",), is_repeated)
+    if not is_admission_late:
+        host.admit(joiner, donor, ("tensors/0",), is_repeated)
     host.on_gone(donor.life, donor.name)
+    if is_admission_late:
+        host.admit(joiner, donor, ("tensors/0",), is_repeated)
     # That one may wait for a state of trainer 1, which is in the middle of a step.
     mean = push_to_host(host, 1, at=1)
     assert mean.done()
