@@ -162,8 +162,10 @@ def test_a_trainer_that_dies_before_it_is_given_the_state_is_not_waited_for() ->
 
 def test_a_trainer_that_has_given_up_waiting_for_the_first_ones_is_not_waited_for() -> None:
     host = host_of(2)
-    assert not host.enter("model0", trainer_of(1)).done()
+    entered = host.enter("model0", trainer_of(1))
+    assert not entered.done()
     host.hold_no_more("model0", trainer_of(1))
+    assert entered.done(), "the host would owe an answer for good"
     assert host.enter("model0", trainer_of(0)).value() == Entry(None, True)
     assert push_to_host(host, 0).done()
 

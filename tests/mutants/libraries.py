@@ -82,8 +82,8 @@ MUTANTS = (
     ),
     Mutant(
         "trainers-that-have-given-up-begin",
-        "            model.entered.pop(trainer.life, None)\n\n    def held",
-        "\n    def held",
+        "model.entered.pop(trainer.life, None)) is not None:\n                self",
+        "None) is not None:\n                self",
         ("test_a_trainer_that_has_given_up_waiting_for_the_first_ones_is_not_waited_for",),
     ),
     Mutant(

@@ -46,6 +46,9 @@ class Asking:
         with self._lock:
             waiting, self._waiting = self._waiting, []
         now = time.monotonic()
+        for request in waiting:
+            if now >= request.gives_up_at:
+                request.state.set_result(None)
         return [request for request in waiting if now < request.gives_up_at]
 
     def turn_away(self) -> None:

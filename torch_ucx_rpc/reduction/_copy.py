@@ -150,7 +150,7 @@ class Copy:
         self._server.ring.call_all(_host.hold_no_more, self._server.spec.key, self.name, self._server.trainer)
 
     def on_other_host(self, host: str) -> None:
-        """Likewise for a host that takes over from one that was lost; it waits for those, too, that have the state."""
+        """Have a host that takes over know who has the state: this trainer, and those that have just been given it."""
         if self._can_give:
             key = self._server.spec.key
             try:

@@ -26,10 +26,7 @@ from torch_ucx_rpc._observe.lost import Gone
 from torch_ucx_rpc.reduction._messages import LEFT, UNKNOWN, Answer, Entry, Kept, Opened, Push, Spec, Trainer, Update
 from torch_ucx_rpc.reduction._parameters import ParameterPiece
 from torch_ucx_rpc.reduction._piece import Piece
-from torch_ucx_rpc.reduction._roster import Copies, Roster
-
-# From a host that leaves: another one knows.
-_NOWHERE = Entry(None, False, is_leaving=True)
+from torch_ucx_rpc.reduction._roster import NOWHERE, Copies, Roster
 
 
 class Host:
@@ -92,7 +89,7 @@ class Host:
         for push in pushes:
             push.set_result(Answer(LEFT))
         for waiting in entered:
-            waiting.set_result(_NOWHERE)
+            waiting.set_result(NOWHERE)
 
     def note_lost(self, names: Iterable[str]) -> tuple[str, ...]:
         """Hosts that a trainer has lost; all that are known to be."""
@@ -154,7 +151,7 @@ class Host:
         """From whom a trainer gets the parameters of its copy of a model."""
         future: Future[Entry] = Future()
         with self._roster.lock:
-            entered = [(future, _NOWHERE)] if self._is_closed else self._copies.enter(model, trainer, future)
+            entered = [(future, NOWHERE)] if self._is_closed else self._copies.enter(model, trainer, future)
         for waiting, entry in entered:
             waiting.set_result(entry)
         return future

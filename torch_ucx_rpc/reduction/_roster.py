@@ -14,6 +14,9 @@ from torch.futures import Future
 
 from torch_ucx_rpc.reduction._messages import Entry, Spec, Trainer
 
+# Of a host that cannot say from whom: another one knows.
+NOWHERE = Entry(None, False, is_leaving=True)
+
 
 class Roster:
     """Which trainers are waited for, and whether all have come that are expected.
@@ -174,6 +177,8 @@ class Copies:
     def __init__(self, roster: Roster) -> None:
         self._roster = roster
         self._models: dict[str, _Model] = {}
+        # Requests of trainers that do not wait any more. All the same, each gets an answer.
+        self._given_up: list[tuple[Future[Entry], Entry]] = []
 
     def enter(self, name: str, trainer: Trainer, future: Future[Entry]) -> list[tuple[Future[Entry], Entry]]:
         """A trainer asks for a copy; the answers that can be given now."""
@@ -184,7 +189,7 @@ class Copies:
 
     def take_entered(self) -> list[tuple[Future[Entry], Entry]]:
         """Those that may begin with a model: once another has a copy, or all are there."""
-        answers: list[tuple[Future[Entry], Entry]] = []
+        answers, self._given_up = self._given_up, []
         for name, model in self._models.items():
             for life, (trainer, future) in list(model.entered.items()):
                 if others := [other for held_in, other in model.holders.items() if held_in != life]:
@@ -215,7 +220,8 @@ class Copies:
         """A trainer has no copy of a model any more, and waits for none."""
         if (model := self._models.get(name)) is not None:
             model.holders.pop(trainer.life, None)
-            model.entered.pop(trainer.life, None)
+            if (entered := model.entered.pop(trainer.life, None)) is not None:
+                self._given_up.append((entered[1], NOWHERE))
 
     def held(self) -> list[str]:
         """The models of which somebody has a copy."""
