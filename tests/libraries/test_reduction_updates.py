@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from torch._C._distributed_rpc import WorkerInfo
 from workers import Steps, eventually
 
 from torch_ucx_rpc import reduction
-from torch_ucx_rpc.reduction import _host, _piece
+from torch_ucx_rpc.reduction import _host, _piece, _push_pull
 from torch_ucx_rpc.reduction._applied import Applied
 from torch_ucx_rpc.reduction._messages import Answer, Push, Spec, Trainer, Update
 from torch_ucx_rpc.reduction._parameters import ParameterPiece, Parameters
@@ -267,6 +268,55 @@ def test_a_replica_is_sent_no_update_before_it_has_the_state() -> None:
     assert not any(answer.done() for answer in answers)
     others.sent[2][1].set_result(None)
     assert [answer.done() for answer in answers] == [False, True]
+
+
+@pytest.mark.parametrize("has_optimizer", [True, False])
+def test_whoever_joins_between_two_hosts_is_in_the_same_step_at_both(
+    run_on_both: RunWorkers, tmp_path: Path, has_optimizer: bool
+) -> None:
+    first, second = run_on_both(2, join_between_two_hosts, Steps(tmp_path), has_optimizer)
+    # All but the step in which the second has come.
+    for mine, theirs in zip(first[1:], second, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
+
+
+def join_between_two_hosts(rank: int, steps: Steps, has_optimizer: bool) -> list[list[torch.Tensor]]:
+    options: Any = {"parameters": start_values(), "optimizer": SGD} if has_optimizer else {}
+
+    def train(times: int) -> list[list[torch.Tensor]]:
+        gradients = [torch.full_like(value, rank + 1.0) for value in start_values()]
+        return [reduction.push_pull(server, gradients) for _ in range(times)]
+
+    if rank == 1:
+        steps.wait_for("pushed in part")
+    server = reduction.serve("worker0", "worker1", trainers=1, **options)
+    push = _push_pull.push
+
+    def push_in_order(server: reduction.Server, piece: str, shard: int, *arguments: Any) -> Any:
+        """The first one pushes to the second host when the second one has pushed to both."""
+        if rank == 0 and shard == 1 and "tensors/0" not in server.positions and "parameters/0" not in server.positions:
+            return later(server, piece, shard, *arguments)
+        pushed = push(server, piece, shard, *arguments)
+        if rank == 1 and shard == 1:
+            steps.done("pushed to both")
+        return pushed
+
+    def later(*arguments: Any) -> Any:
+        future: Any = torch.futures.Future()
+
+        def go_on() -> None:
+            eventually(lambda: bool(server.positions), "the first host has answered")
+            steps.done("pushed in part")
+            steps.wait_for("pushed to both")
+            push(*arguments).add_done_callback(lambda done: future.set_result(done.value()))
+
+        threading.Thread(target=go_on, daemon=True).start()
+        return future
+
+    _push_pull.push = push_in_order  # type: ignore[assignment]
+    results = train(5 if rank == 0 else 4)
+    steps.meet("over", rank, 2)
+    return results
 
 
 def test_a_second_push_of_a_round_is_refused(run_on_both: RunWorkers, tmp_path: Path) -> None:

@@ -51,6 +51,18 @@ MUTANTS = (
         ("test_a_trainer_whose_donor_has_died_is_not_waited_for_until_it_is_heard_of",),
     ),
     Mutant(
+        "whoever-joins-between-two-hosts-stays-a-step-behind",
+        "            if not failed and (behind := self._behind()):\n",
+        "            if False and (behind := self._behind()):\n",
+        ("test_whoever_joins_between_two_hosts_is_in_the_same_step_at_both",),
+    ),
+    Mutant(
+        "newcomers-do-the-first-step",
+        "is_newcomer=push.at is None)",
+        "is_newcomer=False)",
+        ("test_whoever_joins_between_two_hosts_is_in_the_same_step_at_both",),
+    ),
+    Mutant(
         "results-of-one-host-are-not-kept",
         "self.may_move or not self._life.is_static\n",
         "self.may_move\n",

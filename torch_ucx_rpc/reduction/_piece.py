@@ -156,7 +156,8 @@ class Piece:
         answer = round_ = None
         is_asking = False
         with self._roster.lock:
-            self._roster.count(push.trainer)
+            # A trainer without a round comes after the first step, whose pushes may not have reached this host yet.
+            self._roster.count(push.trainer, is_newcomer=push.at is None)
             is_first = push.trainer.life not in self._seen
             self._seen.add(push.trainer.life)
             at = self._done + 1 if push.at is None else push.at

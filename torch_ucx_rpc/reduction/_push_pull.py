@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, overload
 
 import torch
@@ -75,48 +75,71 @@ def push_pull_async(server: Server, gradients: Any, *, quorum: int | None = None
             f"the gradients of this step would go to different steps there. Begin anew, with server.leave() and "
             f"reduction.serve"
         )
-    shards = server.assign(tensors)
-    pushes = []
-    for shard in sorted(set(shards)):
-        mine = [tensor.detach() for tensor, of in zip(tensors, shards, strict=True) if of == shard]
-        piece = f"{'tensors' if server.spec.optimizer is None else 'parameters'}/{shard}"
-        pushes.append((shard, push(server, piece, shard, mine, quorum)))
-
-    def join() -> Any:
-        failed = sum(has_failed(pushed) for _, pushed in pushes)
-        # An asynchronous server knows of no steps.
-        server.is_pushed_in_part = 0 < failed < len(pushes) and not server.spec.asynchronous
-        results: list[Tensor | None] = [None] * len(tensors)
-        for shard, pushed in pushes:
-            indices = [index for index, of in enumerate(shards) if of == shard]
-            for index, tensor in zip(indices, tensors_of(pushed), strict=True):
-                # Others may be sent it still, or keep it.
-                results[index] = tensor.clone()
-        server.keep_shapes(tensors)
-        return results[0] if is_one else results
-
-    return _when_all_are_done([pushed for _, pushed in pushes], join, server.life.devices)
+    return _Step(server, tensors, quorum, is_one).future
 
 
-def _when_all_are_done(futures: list[Future[Answer]], result: Callable[[], Any], devices: Any) -> Future[Any]:
-    """A future of what ``result`` returns or raises. (Of what is raised in `then`, torch makes a RuntimeError.)"""
-    joined: Future[Any] = Future(devices=devices)
-    lock = threading.Lock()
-    open_ = len(futures)
+class _Step:
+    """One step of `push_pull`, until the hosts of all shards have answered it in the same round."""
 
-    def count(_: Any) -> None:
-        nonlocal open_
-        with lock:
-            open_ -= 1
-            if open_:
+    def __init__(self, server: Server, tensors: list[Tensor], quorum: int | None, is_one: bool) -> None:
+        self._server = server
+        self._tensors = tensors
+        self._quorum = quorum
+        self._is_one = is_one
+        self._shards = server.assign(tensors)
+        self._pushes: dict[int, Future[Answer]] = {}
+        self._lock = threading.Lock()
+        self._open = 0
+        self.future: Future[Any] = Future(devices=server.life.devices)
+        self._push(sorted(set(self._shards)))
+
+    def _piece(self, shard: int) -> str:
+        return f"{'tensors' if self._server.spec.optimizer is None else 'parameters'}/{shard}"
+
+    def _of(self, shard: int) -> list[int]:
+        return [index for index, of in enumerate(self._shards) if of == shard]
+
+    def _push(self, shards: list[int]) -> None:
+        self._open = len(shards)
+        for shard in shards:
+            mine = [self._tensors[index].detach() for index in self._of(shard)]
+            self._pushes[shard] = push(self._server, self._piece(shard), shard, mine, self._quorum)
+        for shard in shards:
+            self._pushes[shard].add_done_callback(self._count)
+
+    def _count(self, _: Any) -> None:
+        with self._lock:
+            self._open -= 1
+            if self._open:
                 return
         try:
-            value = result()
+            failed = sum(map(has_failed, self._pushes.values()))
+            # An asynchronous server knows of no steps.
+            self._server.is_pushed_in_part = 0 < failed < len(self._pushes) and not self._server.spec.asynchronous
+            if not failed and (behind := self._behind()):
+                self._push(behind)
+                return
+            results = self._results()
         except Exception as error:
-            fail(joined, error)
+            fail(self.future, error)
         else:
-            joined.set_result(value)
+            self.future.set_result(results[0] if self._is_one else results)
 
-    for future in futures:
-        future.add_done_callback(count)
-    return joined
+    def _behind(self) -> list[int]:
+        """The shards in which this trainer is a round behind that of other shards.
+
+        It has come, or come late, when others had pushed to some hosts and not yet to all.
+        """
+        if self._server.spec.asynchronous:
+            return []
+        rounds = {shard: self._server.positions[self._piece(shard)] for shard in self._pushes}
+        return [shard for shard, round_ in rounds.items() if round_ < max(rounds.values())]
+
+    def _results(self) -> list[Any]:
+        results: list[Any] = [None] * len(self._tensors)
+        for shard, pushed in self._pushes.items():
+            for index, tensor in zip(self._of(shard), tensors_of(pushed), strict=True):
+                # Others may be sent it still, or keep it.
+                results[index] = tensor.clone()
+        self._server.keep_shapes(self._tensors)
+        return results

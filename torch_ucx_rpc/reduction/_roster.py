@@ -48,15 +48,16 @@ class Roster:
         # By model: the lives that have let go of it, and may train others.
         self._without: dict[str, set[int]] = {}
 
-    def count(self, trainer: Trainer) -> None:
-        """Wait for a trainer from now on, unless it has ended meanwhile."""
+    def count(self, trainer: Trainer, is_newcomer: bool = False) -> None:
+        """Wait for a trainer from now on, unless it has ended meanwhile. A newcomer is none of those expected."""
         if trainer.life in self._gone:
             return
         self.trainers[trainer.life] = trainer
         self.paused.discard(trainer.life)
         self.ended.discard(trainer.life)
         self._donors.pop(trainer.life, None)
-        self.note_arrival(trainer)
+        if not is_newcomer:
+            self.note_arrival(trainer)
 
     def count_with(self, trainer: Trainer, donor: Trainer) -> None:
         """Wait for a trainer that another one gives the state, unless that one ends before the trainer is heard of.

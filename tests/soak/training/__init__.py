@@ -2,10 +2,10 @@
 
     python -m soak.training --minutes 1
 
-Four jobs, one after the other: trainers that share the work, trainers with one host and with two, and trainers with a
-quorum. Each trainer notes a digest of its parameters at the beginning of each step. It fails where two trainers are in
-the same step with other parameters, where one is in no step for `_STALL_S`, and where a process ends by itself. Then it
-prints the stacks of the others.
+Five jobs, one after the other: trainers that share the work, trainers with one host and with two, trainers with a
+quorum, and trainers of parameters that hosts keep. Each trainer notes a digest of its parameters at the beginning of
+each step. It fails where two trainers are in the same step with other parameters, where one is in no step for
+`_STALL_S`, and where a process ends by itself. Then it prints the stacks of the others.
 """
 
 # mypy: allow-untyped-calls
@@ -16,6 +16,7 @@ import argparse
 import collections
 import dataclasses
 import faulthandler
+import functools
 import hashlib
 import multiprocessing
 import os
@@ -24,7 +25,7 @@ import signal
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -42,6 +43,8 @@ _STARTING_S = 60.0
 _ENDING_S = 60.0
 # Those that train on, when others have left, may differ.
 _LAST_S = 0.5
+# Until a host that has come back has a replica.
+_REPLICATING_S = 3.0
 _PAUSES_S = (0.1, 0.3, 0.6, 1.0)
 _ABSENCES_S = (0.0, 0.5, 2.0)
 
@@ -56,6 +59,8 @@ class Kind:
     trainers: int
     hosts: tuple[str, ...] = ()
     quorum: int | None = None
+    # The hosts have the optimizer and the parameters, and each a replica of the other's.
+    replica: bool = False
 
     @property
     def workers(self) -> tuple[str, ...]:
@@ -67,6 +72,7 @@ KINDS = (
     Kind("one host", 3, ("host0",)),
     Kind("two hosts", 3, ("host0", "host1")),
     Kind("a quorum", 4, quorum=3),
+    Kind("parameters on two hosts", 3, ("host0", "host1"), replica=True),
 )
 
 
@@ -97,32 +103,57 @@ def work(kind: Kind, name: str, folder: Path) -> None:
     rpc.shutdown(graceful=False)
 
 
+class Journal:
+    """What a trainer has at the beginning of each of its steps."""
+
+    def __init__(self, folder: Path, server: reduction.Server) -> None:
+        self._server = server
+        self._file = (folder / f"{rpc.get_worker_info().name}-{os.getpid()}.steps").open("a", buffering=1)
+
+    def note(self, parameters: Iterable[torch.Tensor]) -> None:
+        everything = b"".join(parameter.detach().numpy().tobytes() for parameter in parameters)
+        digest = hashlib.sha256(everything).hexdigest()[:16]
+        self._file.write(f"{time.time():.3f} {max(self._server.positions.values(), default=0)} {digest}\n")
+
+
 def train(kind: Kind, folder: Path) -> None:
-    server = serve(kind)
-    own = rpc.get_worker_info()
-    torch.manual_seed(own.id)
-    model = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1))
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    copy = reduction.DataParallel(model, server, optimizer=optimizer, quorum=kind.quorum, bucket_bytes=1 << 12)
-    with (folder / f"{own.name}-{os.getpid()}.steps").open("a", buffering=1) as journal:
-        while not (folder / "stop").exists():
-            x = torch.randn(16, 8)
-            optimizer.zero_grad()
-            out = copy(x)
-            parameters = b"".join(parameter.detach().numpy().tobytes() for parameter in model.parameters())
-            digest = hashlib.sha256(parameters).hexdigest()[:16]
-            journal.write(f"{time.time():.3f} {max(server.positions.values(), default=0)} {digest}\n")
-            F.mse_loss(out, x.sum(1, keepdim=True)).backward()
-            optimizer.step()
+    torch.manual_seed(rpc.get_worker_info().id)
+    server = train_parameters_of_hosts(kind, folder) if kind.replica else train_copies(kind, folder)
     server.leave()
 
 
-def serve(kind: Kind) -> reduction.Server:
+def train_parameters_of_hosts(kind: Kind, folder: Path) -> reduction.Server:
+    parameters = [torch.zeros(64), torch.zeros(1000)]
+    server = serve(kind, parameters=parameters, optimizer=functools.partial(torch.optim.Adam, lr=0.01), replica=True)
+    journal = Journal(folder, server)
+    while not (folder / "stop").exists():
+        parameters = reduction.push_pull(server, [torch.randn_like(parameter) for parameter in parameters])
+        journal.note(parameters)
+    return server
+
+
+def train_copies(kind: Kind, folder: Path) -> reduction.Server:
+    server = serve(kind)
+    model = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    copy = reduction.DataParallel(model, server, optimizer=optimizer, quorum=kind.quorum, bucket_bytes=1 << 12)
+    journal = Journal(folder, server)
+    while not (folder / "stop").exists():
+        x = torch.randn(16, 8)
+        optimizer.zero_grad()
+        out = copy(x)
+        journal.note(model.parameters())
+        F.mse_loss(out, x.sum(1, keepdim=True)).backward()
+        optimizer.step()
+    return server
+
+
+def serve(kind: Kind, **options: Any) -> reduction.Server:
     """The server, once a host is there: both may be about to be started anew."""
     give_up_at = time.monotonic() + _STARTING_S
     while True:
         try:
-            return reduction.serve(*kind.hosts, trainers=kind.trainers)
+            return reduction.serve(*kind.hosts, trainers=kind.trainers, **options)
         except ValueError:
             if time.monotonic() > give_up_at:
                 raise
@@ -186,6 +217,9 @@ class Job:
         hosts = [name for name in living if name in self._kind.hosts]
         trainers = [name for name in living if name not in self._kind.hosts and self._last_step(name)]
         may_lose_host = len(hosts) > 1 or len(self._kind.hosts) == 1
+        if self._kind.replica:
+            # The other one must have had the time to come up and to get all that this one has.
+            may_lose_host &= all(time.time() - self._began[host] > _REPLICATING_S for host in hosts)
         candidates = [*(hosts if may_lose_host else []), *(trainers if len(trainers) > 1 else [])]
         if not candidates:
             return
