@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -317,6 +318,31 @@ def join_between_two_hosts(rank: int, steps: Steps, has_optimizer: bool) -> list
     results = train(5 if rank == 0 else 4)
     steps.meet("over", rank, 2)
     return results
+
+
+@pytest.mark.parametrize("is_new", [False, True])
+def test_what_a_late_trainer_has_missed_at_one_of_two_hosts_adds_up(
+    monkeypatch: pytest.MonkeyPatch, is_new: bool
+) -> None:
+    # By shard, the next round and the mean, or the sum of those that were missed.
+    answers = [[(7, 30.0)], [(6, 10.0), (7, 20.0)]]
+
+    def push(server: Any, piece: str, shard: int, *_: Any) -> Any:
+        server.positions[piece], value = answers[shard].pop(0)
+        future: Any = torch.futures.Future()
+        future.set_result(Answer(None, server.positions[piece], 1, [torch.full((2,), value)]))
+        return future
+
+    monkeypatch.setattr(_push_pull, "push", push)
+    server: Any = SimpleNamespace(
+        spec=Spec("ps", ("ps0", "ps1"), 3),
+        positions={} if is_new else {"tensors/0": 5, "tensors/1": 5},
+        life=SimpleNamespace(devices=[]),
+        assign=lambda _: [0, 1],
+        keep_shapes=lambda _: None,
+    )
+    step = _push_pull._Step(server, [torch.zeros(2), torch.zeros(2)], 2, is_one=False)
+    assert [float(result[0]) for result in step.future.value()] == ([30, 20] if is_new else [30, 30])
 
 
 def test_a_second_push_of_a_round_is_refused(run_on_both: RunWorkers, tmp_path: Path) -> None:

@@ -57,6 +57,12 @@ MUTANTS = (
         ("test_whoever_joins_between_two_hosts_is_in_the_same_step_at_both",),
     ),
     Mutant(
+        "means-before-the-last-are-forgotten",
+        "                for shard in behind if self._adds_up else ():\n",
+        "                for shard in ():\n",
+        ("test_what_a_late_trainer_has_missed_at_one_of_two_hosts_adds_up",),
+    ),
+    Mutant(
         "newcomers-do-the-first-step",
         "is_newcomer=push.at is None)",
         "is_newcomer=False)",

@@ -88,6 +88,9 @@ class _Step:
         self._is_one = is_one
         self._shards = server.assign(tensors)
         self._pushes: dict[int, Future[Answer]] = {}
+        # By shard, means of rounds before the last one. One that joins has no part in them.
+        self._earlier: dict[int, list[list[Tensor]]] = {}
+        self._adds_up = server.spec.optimizer is None and self._piece(self._shards[0]) in server.positions
         self._lock = threading.Lock()
         self._open = 0
         self.future: Future[Any] = Future(devices=server.life.devices)
@@ -117,6 +120,8 @@ class _Step:
             # An asynchronous server knows of no steps.
             self._server.is_pushed_in_part = 0 < failed < len(self._pushes) and not self._server.spec.asynchronous
             if not failed and (behind := self._behind()):
+                for shard in behind if self._adds_up else ():
+                    self._earlier.setdefault(shard, []).append(tensors_of(self._pushes[shard]))
                 self._push(behind)
                 return
             results = self._results()
@@ -138,8 +143,11 @@ class _Step:
     def _results(self) -> list[Any]:
         results: list[Any] = [None] * len(self._tensors)
         for shard, pushed in self._pushes.items():
-            for index, tensor in zip(self._of(shard), tensors_of(pushed), strict=True):
-                # Others may be sent it still, or keep it.
-                results[index] = tensor.clone()
+            rounds = [tensors_of(pushed), *self._earlier.get(shard, ())]
+            for index, tensors in zip(self._of(shard), zip(*rounds, strict=True), strict=True):
+                # Others may be sent them still, or keep them.
+                results[index] = tensors[0].clone()
+                for earlier in tensors[1:]:
+                    results[index] += earlier
         self._server.keep_shapes(self._tensors)
         return results
