@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import shlex
@@ -167,8 +168,16 @@ def accuracies_of(printed: str) -> dict[str, float]:
 def test_after_ctrl_c_no_process_of_an_example_is_left(tmp_path: Path, name: str) -> None:
     command = [sys.executable, str(EXAMPLES / f"{name}.py")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
+    # In the background of a shell that has no job control, programs ignore Ctrl-C.
+    heed_ctrl_c = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
     program = subprocess.Popen(
-        command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
+        command,
+        cwd=tmp_path,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+        preexec_fn=heed_ctrl_c,
     )
     assert program.stdout is not None
     # All processes hold the other end of its output.

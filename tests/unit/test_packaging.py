@@ -26,6 +26,8 @@ CONDA_NAMES = {
     "rmm-cu13": "rmm",
     "clang-tidy": "clang-tools",
     "build": "python-build",
+    # Conda has it with its command line.
+    "griffelib": "griffe",
 }
 
 
