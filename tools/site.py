@@ -133,6 +133,10 @@ def undocumented() -> Iterator[str]:
                 yield from undocumented_of(named.final_target if named.is_alias else named, f"{module.path}.{name}")
 
 
+def complaints() -> Iterator[str]:
+    return (f"{name} is public and has no docstring" for name in undocumented())
+
+
 def undocumented_of(named: griffe.Object, path: str) -> Iterator[str]:
     """Of a class also its methods and properties. Its other attributes stand in its own docstring."""
     if (named.is_class or named.is_function) and named.docstring is None:
@@ -174,8 +178,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for name, text in {**{location(path): content(path) for path in outsiders}, **api_pages()}.items():
         inclusion = InclusionLevel.INCLUDED if name in in_nav else InclusionLevel.NOT_IN_NAV
         files.append(File.generated(config, name, content=text, inclusion=inclusion))
-    for name in undocumented():
-        log.warning("%s is public and has no docstring", name)
+    for complaint in complaints():
+        log.warning(complaint)
     return files
 
 
@@ -185,4 +189,4 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 if __name__ == "__main__":
-    sys.exit("\n".join(f"{name} is public and has no docstring" for name in undocumented()) or 0)
+    sys.exit("\n".join(complaints()) or 0)

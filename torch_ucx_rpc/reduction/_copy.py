@@ -120,9 +120,7 @@ class Copy:
                 if is_leaving:
                     server.ring.lose(host)
                     continue
-                if donor is None:
-                    return bool(is_initial)
-                if self._take_from(donor, is_initial):
+                if donor is None or self._take_from(donor, is_initial):
                     return bool(is_initial)
             except RuntimeError as error:
                 if not was_lost(error):
