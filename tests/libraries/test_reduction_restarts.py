@@ -1,8 +1,7 @@
-"""Workers that are started anew, and all that change: servers and trainers that agree on who has what."""
+"""Trainers that are started anew, give each other what they have, and become hosts."""
 
 from __future__ import annotations
 
-import functools
 import threading
 import time
 from collections.abc import Callable
@@ -13,68 +12,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.rpc as rpc
-import torch.nn.functional as F  # noqa: N812 - its usual name
 from _jobs import KILLED, die
-from torch import nn
-from workers import Steps, backend_options, eventually, init_rpc
+from _restarts import Trainer, answer_only, are_equal, enter
+from workers import Steps, eventually
 
 from torch_ucx_rpc import reduction
 from torch_ucx_rpc._observe.lost import Gone
-from torch_ucx_rpc.reduction import _copy, _host, _messages, _piece
+from torch_ucx_rpc.reduction import _copy, _host, _messages
 
 RunWorkers = Callable[..., list]
-
-
-def enter(url: str, rank: int) -> None:
-    """Join the group, as worker0, worker1, ..."""
-    init_rpc(rank, name=f"worker{rank}", world_size=None, rpc_backend_options=backend_options(init_method=url))
-
-
-class Trainer:
-    """A copy of a model in training, with batches that differ from trainer to trainer."""
-
-    def __init__(self, server: reduction.Server, seed: int) -> None:
-        torch.manual_seed(seed)
-        self.module = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 1))
-        self.optimizer = torch.optim.SGD(self.module.parameters(), lr=0.05, momentum=0.5)
-        self.server = server
-        self.model = reduction.DataParallel(self.module, server, optimizer=self.optimizer, bucket_bytes=1 << 10)
-        self._draw = torch.Generator().manual_seed(seed)
-
-    @property
-    def step(self) -> int:
-        return self.server.positions.get("model0/0/0", 0)
-
-    def train(self, steps: int = 1) -> None:
-        for _ in range(steps):
-            x = torch.randn(16, 8, generator=self._draw)
-            self.optimizer.zero_grad()
-            F.mse_loss(self.model(x), x.sum(1, keepdim=True)).backward()
-            self.optimizer.step()
-
-    def train_until(self, steps: Steps, file: str) -> list[torch.Tensor]:
-        """To the step that the file names, which appears on the way; the parameters then."""
-        last = None
-        while last is None or self.step < last:
-            self.train()
-            if last is None and steps.is_done(file):
-                last = int((steps.directory / file).read_text())
-                assert self.step <= last
-        assert self.step == last
-        return [parameter.detach().clone() for parameter in self.module.parameters()]
-
-    def say_until(self, steps: Steps, file: str, more: int = 20) -> None:
-        """Have all train so many steps more. The others cannot be further: they wait for this trainer."""
-        part = steps.directory / f"{file}.part"
-        part.write_text(str(self.step + more))
-        part.rename(steps.directory / file)
-
-
-def are_equal(*trained: list[torch.Tensor]) -> bool:
-    return all(torch.equal(a, b) for other in trained[1:] for a, b in zip(trained[0], other, strict=True))
-
-
-# ------------------------------------------------------------------------------------------------------------ trainers
 
 
 def test_a_trainer_that_was_started_anew_is_waited_for_by_the_next_hosts() -> None:
@@ -176,19 +122,6 @@ def test_a_step_that_a_host_has_answered_to_itself_alone_and_given_on_is_that_of
         3, give_on_what_others_lack, Steps(tmp_path), url, is_under_way, init=False, exit_codes={0: KILLED}
     )
     assert are_equal(*results)
-
-
-def answer_only(name: str) -> None:
-    """Have this host answer one trainer, and no other."""
-    publish = _piece.Piece._publish
-
-    def answer_one(piece: _piece.Piece, round_: Any, result: list[torch.Tensor]) -> None:
-        for coming in round_.came.values():
-            if coming.trainer.name != name:
-                coming.future = torch.futures.Future()
-        publish(piece, round_, result)
-
-    _piece.Piece._publish = answer_one  # type: ignore[method-assign]
 
 
 def give_on_what_others_lack(process: int, steps: Steps, url: str, is_under_way: bool) -> list[torch.Tensor]:
@@ -401,174 +334,6 @@ def leave_while_others_wait(process: int, steps: Steps, url: str) -> None:
     steps.done(f"over {process}")
     steps.wait_for("over 1", "over 2", "over 3")
     rpc.shutdown()
-
-
-# ------------------------------------------------------------------------------------------------------------- servers
-
-
-def train_over_the_death_of_a_host(process: int, steps: Steps) -> list[torch.Tensor]:
-    """Process 2 trains before and after worker0 dies. The other trainer joins it after that."""
-    trainer = Trainer(reduction.serve("worker0", "worker1"), seed=process)
-    if process == 2:
-        trainer.train(5)
-        rpc.rpc_async("worker0", die)
-        trainer.train(5)
-        steps.done("without it")
-    else:
-        assert trainer.step >= 10
-        trainer.say_until(steps, "last")
-    return trainer.train_until(steps, "last")
-
-
-def test_a_step_that_a_host_has_answered_in_part_before_it_was_started_anew_is_that_of_all(
-    run_on_ucx: RunWorkers, tmp_path: Path
-) -> None:
-    url = (tmp_path / "store").as_uri()
-    results = run_on_ucx(4, train_over_a_restart, Steps(tmp_path), url, init=False, exit_codes={0: KILLED})
-    assert are_equal(*results[1:3])
-
-
-def train_over_a_restart(process: int, steps: Steps, url: str) -> list[torch.Tensor] | None:
-    """Worker 0 is the server, and process 3 its second life."""
-    if process:
-        steps.wait_for("answered" if process == 3 else "there 0")
-    enter(url, process % 3)
-    result = None
-    if process in (1, 2):
-        trainer = Trainer(reduction.serve("worker0", trainers=2), seed=process)
-        trainer.train(5)
-        if process == 1:
-            rpc.rpc_sync("worker0", answer_only, args=("worker1",))
-            steps.done("last step")
-            trainer.train()
-            steps.done("answered")
-            rpc.rpc_async("worker0", die)
-            trainer.say_until(steps, "last")
-        else:
-            steps.wait_for("last step")
-        result = trainer.train_until(steps, "last")
-    else:
-        steps.done(f"there {process}")
-    steps.done(f"over {process}")
-    steps.wait_for("over 1", "over 2")
-    rpc.shutdown(graceful=False)
-    return result
-
-
-def test_whoever_joins_after_a_server_was_started_anew_goes_where_the_others_go(
-    run_on_ucx: RunWorkers, tmp_path: Path
-) -> None:
-    url = (tmp_path / "store").as_uri()
-    results = run_on_ucx(5, join_after_a_restart, Steps(tmp_path), url, init=False, exit_codes={0: KILLED})
-    assert are_equal(results[2], results[4])
-
-
-def join_after_a_restart(process: int, steps: Steps, url: str) -> list[torch.Tensor] | None:
-    """Workers 0 and 1 are the server, and process 3 is the second life of the former."""
-    result = None
-    if process == 2:
-        steps.wait_for("server 0", "server 1")
-    elif process == 3:
-        steps.wait_for("without it")
-    elif process == 4:
-        steps.wait_for("server 3")
-    enter(url, 0 if process == 3 else process)
-    if process in (2, 4):
-        result = train_over_the_death_of_a_host(process, steps)
-    else:
-        steps.done(f"server {process}")
-    steps.done(f"over {process}")
-    steps.wait_for("over 2", "over 4")
-    rpc.shutdown()
-    return result
-
-
-def test_a_server_that_is_started_anew_keeps_the_replica_for_the_next_death(
-    run_on_ucx: RunWorkers, tmp_path: Path
-) -> None:
-    url = (tmp_path / "store").as_uri()
-    run_on_ucx(5, lose_one_host_after_the_other, Steps(tmp_path), url, init=False, exit_codes={0: KILLED, 1: KILLED})
-
-
-def lose_one_host_after_the_other(process: int, steps: Steps, url: str) -> None:
-    """Workers 0 and 1 are the server, and process 3 is the second life of the former; 2 and 4 push."""
-    if process == 2:
-        steps.wait_for("server 0", "server 1")
-    elif process == 3:
-        steps.wait_for("without it")
-    elif process == 4:
-        steps.wait_for("server 3")
-    enter(url, 0 if process == 3 else process)
-    if process not in (2, 4):
-        steps.done(f"server {process}")
-        steps.wait_for("over 2", "over 4")
-        rpc.shutdown()
-        return
-    start = [torch.zeros(3), torch.zeros(4)]
-    gradients = [torch.full((3,), -1.0), torch.full((4,), -1.0)]
-    make = functools.partial(torch.optim.SGD, lr=1.0)
-    server = reduction.serve(
-        "worker0", "worker1", parameters=start, optimizer=make, asynchronous=True, replica=True
-    )  # fmt: skip
-    own = 0
-
-    def push(count: int) -> list[torch.Tensor]:
-        nonlocal own
-        own += count
-        return [reduction.push_pull(server, gradients) for _ in range(count)][-1]
-
-    if process == 2:
-        push(5)
-        rpc.rpc_async("worker0", die)
-        push(5)
-        steps.done("without it")
-        steps.wait_for("pushed 4")
-        parameters = push(5)
-        assert all(torch.equal(p, torch.full_like(p, own + 5)) for p in parameters), parameters
-        rpc.rpc_async("worker1", die)
-        parameters = push(5)
-        # No update is lost, and none is applied twice.
-        assert all(torch.equal(p, torch.full_like(p, own + 5)) for p in parameters), parameters
-        steps.done("again without one")
-        steps.wait_for("pushed again 4")
-    else:
-        parameters = push(5)
-        assert all(torch.equal(p, torch.full_like(p, 10 + own)) for p in parameters), parameters
-        steps.done("pushed 4")
-        steps.wait_for("again without one")
-        parameters = push(1)
-        assert all(torch.equal(p, torch.full_like(p, 20 + own)) for p in parameters), parameters
-        steps.done("pushed again 4")
-    steps.done(f"over {process}")
-    steps.wait_for("over 2", "over 4")
-    rpc.shutdown()
-
-
-def test_a_trainer_can_join_while_a_server_is_gone(run_on_ucx: RunWorkers, tmp_path: Path) -> None:
-    url = (tmp_path / "store").as_uri()
-    results = run_on_ucx(4, join_without_a_host, Steps(tmp_path), url, init=False, exit_codes={0: KILLED})
-    assert are_equal(results[2], results[3])
-
-
-def join_without_a_host(process: int, steps: Steps, url: str) -> list[torch.Tensor] | None:
-    """Workers 0 and 1 are the server."""
-    if process == 2:
-        steps.wait_for("server 0", "server 1")
-    elif process == 3:
-        steps.wait_for("without it")
-    enter(url, process)
-    result = None
-    if process < 2:
-        steps.done(f"server {process}")
-    else:
-        if process == 3:
-            with pytest.raises(ValueError, match=r"'worker0' cannot be a host of a server: no living worker"):
-                reduction.serve("worker0", "worker1", name="of which nobody knows")
-        result = train_over_the_death_of_a_host(process, steps)
-    steps.done(f"over {process}")
-    steps.wait_for("over 2", "over 3")
-    rpc.shutdown()
-    return result
 
 
 def test_nobody_notices_a_trainer_that_shares_the_work_and_leaves(run_on_ucx: RunWorkers, tmp_path: Path) -> None:
