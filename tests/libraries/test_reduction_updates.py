@@ -291,16 +291,19 @@ def join_between_two_hosts(rank: int, steps: Steps, has_optimizer: bool) -> list
     if rank == 1:
         steps.wait_for("pushed in part")
     server = reduction.serve("worker0", "worker1", trainers=1, **options)
-    push = _push_pull.push
+    push, take = _push_pull.push, _host.Host.push
 
     def push_in_order(server: reduction.Server, piece: str, shard: int, *arguments: Any) -> Any:
-        """The first one pushes to the second host when the second one has pushed to both."""
+        """The first one pushes to the second host when both hosts have what the second one has pushed."""
         if rank == 0 and shard == 1 and "tensors/0" not in server.positions and "parameters/0" not in server.positions:
             return later(server, piece, shard, *arguments)
-        pushed = push(server, piece, shard, *arguments)
-        if rank == 1 and shard == 1:
-            steps.done("pushed to both")
-        return pushed
+        return push(server, piece, shard, *arguments)
+
+    def take_and_tell(host: _host.Host, pushed: Push, *arguments: Any) -> Any:
+        answer = take(host, pushed, *arguments)
+        if pushed.trainer.name == "worker1":
+            steps.done(f"pushed to worker{rank}")
+        return answer
 
     def later(*arguments: Any) -> Any:
         future: Any = torch.futures.Future()
@@ -308,13 +311,15 @@ def join_between_two_hosts(rank: int, steps: Steps, has_optimizer: bool) -> list
         def go_on() -> None:
             eventually(lambda: bool(server.positions), "the first host has answered")
             steps.done("pushed in part")
-            steps.wait_for("pushed to both")
+            steps.wait_for("pushed to worker0")
+            steps.wait_for("pushed to worker1")
             push(*arguments).add_done_callback(lambda done: future.set_result(done.value()))
 
         threading.Thread(target=go_on, daemon=True).start()
         return future
 
     _push_pull.push = push_in_order  # type: ignore[assignment]
+    _host.Host.push = take_and_tell  # type: ignore[method-assign]
     results = train(5 if rank == 0 else 4)
     steps.meet("over", rank, 2)
     return results
