@@ -25,6 +25,7 @@ __all__ = [
     "drive",
     "drive_with_deaths",
     "eventually",
+    "expect_death",
     "kill",
     "on",
     "processes_of",
@@ -92,13 +93,17 @@ def die() -> None:
 
 def kill(worker: str) -> None:
     """Have it die in a call, which fails."""
+    assert expect_death(rpc.rpc_async(worker, die)) in (worker, None)
+
+
+def expect_death(call: torch.futures.Future[Any]) -> str | None:
+    """Wait for the failure of a call of `die`; the name of the worker that it has killed, where the backend tells."""
     from torch_ucx_rpc.errors import WorkerLost
 
     on_ucx = type(workers.agent()).__name__ == "UcxRpcAgent"
     with pytest.raises(WorkerLost if on_ucx else RuntimeError) as raised:
-        rpc.rpc_async(worker, die).wait()
-    if on_ucx:
-        assert raised.value.name == worker
+        call.wait()
+    return raised.value.name if on_ucx else None
 
 
 def on(worker: str, function: Callable[..., Any], *args: Any) -> Any:

@@ -16,7 +16,7 @@ from torch.futures import Future
 
 from torch_ucx_rpc.reduction._host import Host
 from torch_ucx_rpc.reduction._meeting import Meetings
-from torch_ucx_rpc.reduction._messages import Entry, Push, Spec, Trainer, Update
+from torch_ucx_rpc.reduction._messages import Admission, Entry, Push, Spec, Trainer, Update
 from torch_ucx_rpc.reduction._parameters import ParameterPiece, checkpoint_of
 from torch_ucx_rpc.reduction._piece import Piece
 from torch_ucx_rpc.reduction._results import Results
@@ -155,7 +155,7 @@ def test_a_trainer_that_dies_before_it_is_given_the_state_is_not_waited_for() ->
     joiner = trainer_of(1)
     host.on_gone(joiner.life, joiner.name)
     # The one that gives it has not heard of the death.
-    host.admit(joiner, trainer_of(0), ("tensors/0",), False)
+    host.admit(Admission(joiner, trainer_of(0), 0, ("tensors/0",)))
     host.hold("model0", joiner)
     assert push_to_host(host, 0, at=1).done()
 
@@ -164,10 +164,27 @@ def test_a_trainer_that_has_given_up_waiting_for_the_first_ones_is_not_waited_fo
     host = host_of(2)
     entered = host.enter("model0", trainer_of(1))
     assert not entered.done()
-    host.hold_no_more("model0", trainer_of(1))
+    host.hold_no_more("model0", trainer_of(1), -1)
     assert entered.done(), "the host would owe an answer for good"
     assert host.enter("model0", trainer_of(0)).value() == Entry(None, True)
     assert push_to_host(host, 0).done()
+
+
+@pytest.mark.parametrize("is_admission_late", [True, False])
+def test_who_has_given_up_asking_for_a_state_is_not_waited_for_though_it_is_admitted(is_admission_late: bool) -> None:
+    host = host_of(1)
+    assert push_to_host(host, 0).done()
+    donor, joiner = trainer_of(0), trainer_of(1)
+    admission = Admission(joiner, donor, 3, ("tensors/0",))
+    if not is_admission_late:
+        host.admit(admission)
+    host.hold_no_more("model0", joiner, 3)
+    if is_admission_late:
+        host.admit(admission)
+    assert push_to_host(host, 0, at=1).done()
+    # It asks again.
+    host.admit(admission._replace(request=4))
+    assert not push_to_host(host, 0, at=2).done()
 
 
 @pytest.mark.parametrize("is_admission_late", [True, False])
@@ -180,10 +197,10 @@ def test_a_trainer_whose_donor_has_died_is_not_waited_for_until_it_is_heard_of(
         push_to_host(host, rank)
     donor, joiner = trainer_of(0), trainer_of(2)
     if not is_admission_late:
-        host.admit(joiner, donor, ("tensors/0",), is_repeated)
+        host.admit(Admission(joiner, donor, 0, ("tensors/0",), is_repeated))
     host.on_gone(donor.life, donor.name)
     if is_admission_late:
-        host.admit(joiner, donor, ("tensors/0",), is_repeated)
+        host.admit(Admission(joiner, donor, 0, ("tensors/0",), is_repeated))
     # That one may wait for a state of trainer 1, which is in the middle of a step.
     mean = push_to_host(host, 1, at=1)
     assert mean.done()
@@ -197,7 +214,7 @@ def test_a_trainer_that_has_the_state_of_a_donor_that_has_died_is_waited_for() -
     for rank in range(2):
         push_to_host(host, rank)
     donor, joiner = trainer_of(0), trainer_of(2)
-    host.admit(joiner, donor, ("tensors/0",), False)
+    host.admit(Admission(joiner, donor, 0, ("tensors/0",)))
     host.hold("model0", joiner)
     host.on_gone(donor.life, donor.name)
     last = push_to_host(host, 1, at=1)

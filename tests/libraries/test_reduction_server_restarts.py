@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.rpc as rpc
-from _jobs import KILLED, die
+from _jobs import KILLED, die, expect_death, kill
 from _restarts import Trainer, answer_only, are_equal, enter
 from workers import Steps
 
@@ -23,8 +23,9 @@ def train_over_the_death_of_a_host(process: int, steps: Steps) -> list[torch.Ten
     trainer = Trainer(reduction.serve("worker0", "worker1"), seed=process)
     if process == 2:
         trainer.train(5)
-        rpc.rpc_async("worker0", die)
+        death = rpc.rpc_async("worker0", die)
         trainer.train(5)
+        expect_death(death)
         steps.done("without it")
     else:
         assert trainer.step >= 10
@@ -53,8 +54,8 @@ def train_over_a_restart(process: int, steps: Steps, url: str) -> list[torch.Ten
             rpc.rpc_sync("worker0", answer_only, args=("worker1",))
             steps.done("last step")
             trainer.train()
+            kill("worker0")
             steps.done("answered")
-            rpc.rpc_async("worker0", die)
             trainer.say_until(steps, "last")
         else:
             steps.wait_for("last step")
@@ -131,16 +132,18 @@ def lose_one_host_after_the_other(process: int, steps: Steps, url: str) -> None:
 
     if process == 2:
         push(5)
-        rpc.rpc_async("worker0", die)
+        death = rpc.rpc_async("worker0", die)
         push(5)
+        expect_death(death)
         steps.done("without it")
         steps.wait_for("pushed 4")
         parameters = push(5)
         assert all(torch.equal(p, torch.full_like(p, own + 5)) for p in parameters), parameters
-        rpc.rpc_async("worker1", die)
+        death = rpc.rpc_async("worker1", die)
         parameters = push(5)
         # No update is lost, and none is applied twice.
         assert all(torch.equal(p, torch.full_like(p, own + 5)) for p in parameters), parameters
+        expect_death(death)
         steps.done("again without one")
         steps.wait_for("pushed again 4")
     else:

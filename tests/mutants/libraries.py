@@ -94,9 +94,12 @@ MUTANTS = (
     ),
     Mutant(
         "trainers-that-have-given-up-are-given-the-state",
-        "if now < request.gives_up_at]",
-        "]",
-        ("test_a_trainer_that_has_given_up_asking_for_the_state_is_not_waited_for",),
+        "return request is not None and request <= self._given_up.get(trainer.life, -1)",
+        "return False",
+        (
+            "test_a_trainer_that_has_given_up_asking_for_the_state_is_not_waited_for",
+            "test_who_has_given_up_asking_for_a_state_is_not_waited_for_though_it_is_admitted",
+        ),
     ),
     Mutant(
         "trainers-that-have-given-up-begin",

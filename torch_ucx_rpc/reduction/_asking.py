@@ -1,26 +1,22 @@
 """Trainers that wait for another one's model: `Asking`."""
 
-# mypy: allow-untyped-calls
-
 from __future__ import annotations
 
-import math
 import threading
-import time
 from typing import Any, NamedTuple
 
-from torch._C._distributed_rpc import get_rpc_timeout
 from torch.futures import Future
 
 from torch_ucx_rpc.reduction._messages import Trainer
 
 
 class Request(NamedTuple):
-    """A trainer's, and the state for it, or None if it has to ask another one. It gives up at some time."""
+    """A trainer's, and the state for it, or None if it has to ask another one."""
 
     trainer: Trainer
+    # Of the trainer's requests.
+    number: int
     state: Future[dict[str, Any] | None]
-    gives_up_at: float
 
 
 class Asking:
@@ -34,22 +30,17 @@ class Asking:
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def add(self, trainer: Trainer, state: Future[dict[str, Any] | None]) -> None:
+    def add(self, request: Request) -> None:
         with self._lock:
             if not self._is_refused:
-                self._waiting.append(Request(trainer, state, time.monotonic() + (get_rpc_timeout() or math.inf)))
+                self._waiting.append(request)
                 return
-        state.set_result(None)
+        request.state.set_result(None)
 
     def take(self) -> list[Request]:
-        """Those that have not given up: all others would wait in vain for a trainer that has."""
         with self._lock:
             waiting, self._waiting = self._waiting, []
-        now = time.monotonic()
-        for request in waiting:
-            if now >= request.gives_up_at:
-                request.state.set_result(None)
-        return [request for request in waiting if now < request.gives_up_at]
+        return waiting
 
     def turn_away(self) -> None:
         """Send all of them to another trainer."""

@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import logging
 import time
 import weakref
@@ -17,8 +19,8 @@ from torch.futures import Future
 from torch_ucx_rpc._observe.life import PerLife
 from torch_ucx_rpc._observe.lost import timed_out, was_lost
 from torch_ucx_rpc.reduction import _host
-from torch_ucx_rpc.reduction._asking import Asking
-from torch_ucx_rpc.reduction._messages import Trainer
+from torch_ucx_rpc.reduction._asking import Asking, Request
+from torch_ucx_rpc.reduction._messages import Admission, Trainer
 from torch_ucx_rpc.reduction._results import results
 from torch_ucx_rpc.reduction._server import Server
 
@@ -46,7 +48,9 @@ class Copy:
         # As it was before the first step, until that is over.
         self._initial: dict[str, Any] | None = None
         # Trainers that have been given the state at the beginning of this step.
-        self._given: list[Trainer] = []
+        self._given: list[Admission] = []
+        # The last request for a state.
+        self._request = -1
 
     @property
     def has_joined(self) -> bool:
@@ -69,10 +73,12 @@ class Copy:
         self._initial = self._state()
         try:
             is_initial = self._take_over()
-        except RuntimeError as error:
-            if not timed_out(error):
+        except BaseException as error:
+            # A traceback may keep the model, as in notebooks.
+            with contextlib.suppress(RuntimeError):
+                self._hold_no_more()
+            if not (isinstance(error, RuntimeError) and timed_out(error)):
                 raise
-            self._hold_no_more()
             raise RuntimeError(
                 f"{self._server.trainer} cannot begin: the others, or a step of one of them, did not come within the "
                 f"time of a call. serve(..., trainers=N) says how many there are at the start ({error})"
@@ -133,7 +139,8 @@ class Copy:
     def _take_from(self, donor: Trainer, is_initial: bool) -> bool:
         """Load the state of a trainer, if it has one."""
         with results().expect_state(self._server.name, self.name, donor.name):
-            state = rpc.rpc_sync(donor.name, _give, args=(self._key, self._server.trainer, is_initial))
+            self._request = next(_requests)
+            state = rpc.rpc_sync(donor.name, _give, args=(self._key, self._server.trainer, self._request, is_initial))
             if state is not None:
                 self._load(state)
             return state is not None
@@ -145,7 +152,8 @@ class Copy:
 
     def _hold_no_more(self) -> None:
         """Have the hosts wait for this trainer no more, and give its state to nobody, until it has one again."""
-        self._server.ring.call_all(_host.hold_no_more, self._server.spec.key, self.name, self._server.trainer)
+        server = self._server
+        server.ring.call_all(_host.hold_no_more, server.spec.key, self.name, server.trainer, self._request)
 
     def on_other_host(self, host: str) -> None:
         """Have a host that takes over know who has the state: this trainer, and those that have just been given it."""
@@ -153,9 +161,8 @@ class Copy:
             key = self._server.spec.key
             try:
                 self._server.ring.call(host, _host.hold, key, self.name, self._server.trainer)
-                pieces = tuple(self._server.positions)
-                for trainer in self._given:
-                    self._server.ring.call(host, _host.admit, key, trainer, self._server.trainer, pieces, True)
+                for admission in self._given:
+                    self._server.ring.call(host, _host.admit, key, admission._replace(is_repeated=True))
             except RuntimeError as error:
                 if not was_lost(error):
                     raise
@@ -176,14 +183,14 @@ class Copy:
             # The first step goes on.
             self._server.first_round = 0
 
-    def give(self, trainer: Trainer, is_initial: bool) -> Future[dict[str, Any] | None]:
+    def give(self, trainer: Trainer, request: int, is_initial: bool) -> Future[dict[str, Any] | None]:
         """This trainer's state at the beginning of a step, for another one: of the first step, if both are in that."""
         future: Future[dict[str, Any] | None] = Future(devices=self._server.life.devices)
         initial = self._initial if is_initial else None
         if self.is_behind:
             future.set_result(None)
         elif initial is None:
-            self.asking.add(trainer, future)
+            self.asking.add(Request(trainer, request, future))
         else:
             future.set_result(initial)
         return future
@@ -193,9 +200,9 @@ class Copy:
         server = self._server
         for request in self.asking.take():
             # From now on the others wait for it, this step included: it is not complete without this trainer.
-            self._given.append(request.trainer)
-            pieces = tuple(server.positions)
-            server.ring.call_all(_host.admit, server.spec.key, request.trainer, server.trainer, pieces)
+            admission = Admission(request.trainer, server.trainer, request.number, tuple(server.positions))
+            self._given.append(admission)
+            server.ring.call_all(_host.admit, server.spec.key, admission)
             request.state.set_result(self._state())
 
     def on_leave(self) -> None:
@@ -223,16 +230,18 @@ def _copied(value: Any) -> Any:
     return [_copied(item) for item in value] if isinstance(value, list) else value
 
 
+# Numbers of this worker's requests for a state.
+_requests = itertools.count()
 # Those of this worker, by key of the server and name.
 _copies: PerLife[weakref.WeakValueDictionary[str, Copy]] = PerLife(lambda life: weakref.WeakValueDictionary())
 
 
 @rpc.functions.async_execution
-def _give(key: str, trainer: Trainer, is_initial: bool) -> Future[dict[str, Any] | None]:
+def _give(key: str, trainer: Trainer, request: int, is_initial: bool) -> Future[dict[str, Any] | None]:
     copy = _copies().get(key)
     if copy is None:
         # It has ended with the model, but not yet with RPC, or has not made it yet: another one is asked.
         nothing: Future[dict[str, Any] | None] = Future()
         nothing.set_result(None)
         return nothing
-    return copy.give(trainer, is_initial)
+    return copy.give(trainer, request, is_initial)

@@ -23,7 +23,19 @@ from torch.futures import Future
 
 from torch_ucx_rpc._observe.life import Life, PerLife
 from torch_ucx_rpc._observe.lost import Gone
-from torch_ucx_rpc.reduction._messages import LEFT, UNKNOWN, Answer, Entry, Kept, Opened, Push, Spec, Trainer, Update
+from torch_ucx_rpc.reduction._messages import (
+    LEFT,
+    UNKNOWN,
+    Admission,
+    Answer,
+    Entry,
+    Kept,
+    Opened,
+    Push,
+    Spec,
+    Trainer,
+    Update,
+)
 from torch_ucx_rpc.reduction._parameters import ParameterPiece
 from torch_ucx_rpc.reduction._piece import Piece
 from torch_ucx_rpc.reduction._roster import NOWHERE, Copies, Roster
@@ -135,17 +147,15 @@ class Host:
             self._roster.expect(trainers, names, is_all)
         self._advance_all()
 
-    def admit(self, trainer: Trainer, donor: Trainer, pieces: tuple[str, ...], is_repeated: bool) -> None:
-        """Wait for a trainer from now on; in these pieces, it goes on from the state of another one.
-
-        ``is_repeated``: an earlier host has been told so. What the trainer has missed since, this one knows, or nobody.
-        """
+    def admit(self, admission: Admission) -> None:
+        """Wait for a trainer from now on."""
+        trainer, donor = admission.trainer, admission.donor
         with self._roster.lock:
-            if self._roster.is_gone(trainer):
+            if self._roster.is_gone(trainer) or self._roster.has_given_up(trainer, admission.request):
                 return
             self._roster.count_with(trainer, donor)
-            for name in pieces:
-                self._piece(name).admit(trainer, None if is_repeated else donor)
+            for name in admission.pieces:
+                self._piece(name).admit(trainer, None if admission.is_repeated else donor)
 
     def enter(self, model: str, trainer: Trainer) -> Future[Entry]:
         """From whom a trainer gets the parameters of its copy of a model."""
@@ -168,11 +178,14 @@ class Host:
         with self._roster.lock:
             return self._copies.held()
 
-    def hold_no_more(self, model: str, trainer: Trainer) -> None:
-        """A trainer's copy of a model is behind, or it has not got one in time: nobody waits for it."""
+    def hold_no_more(self, model: str, trainer: Trainer, request: int) -> None:
+        """A trainer's copy of a model is behind, or it has not got one in time: nobody waits for it.
+
+        ``request``: its last one, for which another trainer may admit it still.
+        """
         with self._roster.lock:
             self._copies.let_go(model, trainer)
-            self._roster.pause(trainer.life)
+            self._roster.give_up(trainer, request)
         self._advance_all()
 
     def absent(self, piece: str) -> list[str]:
@@ -367,13 +380,13 @@ def models(key: str) -> list[str]:
     return hosts()[key].models()
 
 
-def hold_no_more(key: str, model: str, trainer: Trainer) -> None:
+def hold_no_more(key: str, model: str, trainer: Trainer, request: int) -> None:
     if (host := hosts().get(key)) is not None:
-        host.hold_no_more(model, trainer)
+        host.hold_no_more(model, trainer, request)
 
 
-def admit(key: str, trainer: Trainer, donor: Trainer, pieces: tuple[str, ...], is_repeated: bool = False) -> None:
-    hosts()[key].admit(trainer, donor, pieces, is_repeated)
+def admit(key: str, admission: Admission) -> None:
+    hosts()[key].admit(admission)
 
 
 def close_unused(key: str) -> None:

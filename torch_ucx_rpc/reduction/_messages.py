@@ -159,6 +159,19 @@ class Entry(NamedTuple):
     is_leaving: bool = False
 
 
+class Admission(NamedTuple):
+    """A trainer is given the state by another one, or takes part again by itself: it is waited for from now on."""
+
+    trainer: Trainer
+    donor: Trainer
+    # Of this trainer's requests for a state.
+    request: int | None = None
+    # In these it goes on from what the donor has.
+    pieces: tuple[str, ...] = ()
+    # An earlier host has been told so. What the trainer has missed since, this host knows, or nobody.
+    is_repeated: bool = False
+
+
 class Kept(NamedTuple):
     """What parameters a host has."""
 

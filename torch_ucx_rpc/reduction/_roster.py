@@ -41,6 +41,8 @@ class Roster:
         self._gone: set[int] = set()
         # By life of a trainer: that of the one which is about to give it the state.
         self._donors: dict[int, int] = {}
+        # By life of a trainer: the last request for a state that it does not wait for any more.
+        self._given_up: dict[int, int] = {}
         # Hosts whose shards others have taken over. One of the same name that comes later is not among them again.
         self.lost_hosts: set[str] = set()
         # Lives that have called serve, and may begin.
@@ -100,12 +102,21 @@ class Roster:
         if self.trainers.pop(life, None) is not None:
             self.paused.add(life)
 
+    def give_up(self, trainer: Trainer, request: int) -> None:
+        """Do not wait for a trainer that does not wait for a state any more, and has not got it."""
+        self._given_up[trainer.life] = request
+        self.pause(trainer.life)
+
+    def has_given_up(self, trainer: Trainer, request: int | None) -> bool:
+        return request is not None and request <= self._given_up.get(trainer.life, -1)
+
     def leave(self, trainer: Trainer) -> None:
         self._end(trainer.life, trainer.name)
 
     def on_gone(self, life: int, name: str, has_successor: bool = False) -> None:
         """A worker has ended. If it was expected and never there, it will not come; its successor of that name will."""
         self._gone.add(life)
+        self._given_up.pop(life, None)
         names = self.spec.expected_names
         # Where a number is expected, others that end need not be trainers.
         is_expected = name in names and not has_successor if names else life in self._served

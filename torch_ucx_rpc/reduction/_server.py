@@ -17,7 +17,7 @@ from torch import Tensor
 from torch_ucx_rpc._observe.life import Life
 from torch_ucx_rpc._observe.lost import was_lost
 from torch_ucx_rpc.reduction import _host
-from torch_ucx_rpc.reduction._messages import Answer, Push, Spec, Trainer
+from torch_ucx_rpc.reduction._messages import Admission, Answer, Push, Spec, Trainer
 from torch_ucx_rpc.reduction._plan import difference, spread
 from torch_ucx_rpc.reduction._results import results
 from torch_ucx_rpc.reduction._ring import HostRing
@@ -119,7 +119,7 @@ class Server:
     def take_part(self) -> None:
         """Have the hosts wait for this trainer from now on, before its first push."""
         self._is_idle = False
-        self.ring.call_all(_host.admit, self.spec.key, self.trainer, self.trainer, ())
+        self.ring.call_all(_host.admit, self.spec.key, Admission(self.trainer, self.trainer))
 
     def leave(self) -> None:
         """Take part no more: the other trainers do not wait for this one from now on."""
