@@ -22,7 +22,7 @@ from workers import Steps, backend_options, eventually, init_rpc
 
 from torch_ucx_rpc import reduction
 from torch_ucx_rpc.errors import NotRunning
-from torch_ucx_rpc.reduction._host import absent
+from torch_ucx_rpc.reduction._hosts import absent
 from torch_ucx_rpc.reduction._messages import Spec, Trainer
 from torch_ucx_rpc.reduction._roster import Roster
 

@@ -18,7 +18,8 @@ from workers import Steps, eventually, stop
 
 from torch_ucx_rpc import reduction
 from torch_ucx_rpc.reduction import _data_parallel, _piece
-from torch_ucx_rpc.reduction._host import Host, hosts_of, models
+from torch_ucx_rpc.reduction._host import Host
+from torch_ucx_rpc.reduction._hosts import hosts_of, models
 
 RunWorkers = Callable[..., list]
 

@@ -41,7 +41,7 @@ def trainer_of(rank: int) -> Trainer:
 
 
 def host_of(trainers: int) -> Any:
-    return Host(Spec("ps", ("ps",), trainers), HOST)
+    return Host(Spec("ps", ("ps",), trainers), HOST, ALONE)
 
 
 def push_to(piece: Any, rank: int, tensor: Tensor, number: int = 0) -> Any:
@@ -336,7 +336,7 @@ def test_a_result_that_may_come_with_a_state_is_waited_for() -> None:
 
 
 def test_nothing_is_kept_of_a_model_that_all_have_let_go_of() -> None:
-    host = Host(Spec("ps", ("ps",), 2), HOST)
+    host = Host(Spec("ps", ("ps",), 2), HOST, ALONE)
     for model in ("model0", "model1"):
         for rank in range(2):
             push = Push("ps", f"{model}/0/0", 0, trainer_of(rank), 0, None, 0, False, [torch.ones(2)])

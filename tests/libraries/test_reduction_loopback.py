@@ -19,7 +19,8 @@ from workers import Steps
 
 from torch_ucx_rpc import reduction
 from torch_ucx_rpc.reduction import _round
-from torch_ucx_rpc.reduction._host import Host, absent
+from torch_ucx_rpc.reduction._host import Host
+from torch_ucx_rpc.reduction._hosts import absent
 from torch_ucx_rpc.reduction._loopback import lend, push_lent
 from torch_ucx_rpc.reduction._messages import Answer, Push, Spec, Trainer
 from torch_ucx_rpc.reduction._results import result_of
@@ -103,7 +104,7 @@ def test_tensors_that_are_being_added_are_given_back_when_that_is_over(monkeypat
 
     monkeypatch.setattr(_round, "_add", wait_and_add)
     life: Any = SimpleNamespace(info=SimpleNamespace(name="ps"))
-    host = Host(Spec("ps", ("ps",), 2), life)
+    host = Host(Spec("ps", ("ps",), 2), life, SimpleNamespace())  # type: ignore[arg-type]
     own, other = (
         Push("ps", "tensors/0", 0, Trainer(rank, name, rank), 0, None, 0, False, [torch.full((2,), float(rank))])
         for rank, name in enumerate(("ps", "worker1"))

@@ -18,7 +18,7 @@ from workers import Steps, eventually
 
 from torch_ucx_rpc import reduction
 from torch_ucx_rpc._observe.lost import Gone
-from torch_ucx_rpc.reduction import _copy, _host, _messages
+from torch_ucx_rpc.reduction import _copy, _hosts, _messages
 
 RunWorkers = Callable[..., list]
 
@@ -31,7 +31,7 @@ def test_a_trainer_that_was_started_anew_is_waited_for_by_the_next_hosts() -> No
         watch=lambda _: None,
         before_leaving=lambda _: None,
     )
-    hosts = _host.Hosts(life)
+    hosts = _hosts.Hosts(life)
     hosts._on_gone(Gone(11, "worker1", 1, True, "killed"))
     spec = _messages.Spec("s", names, 2, names, on_trainers=True, shards=1, generation=1)
     assert hosts.open(spec).refusal is None
@@ -100,7 +100,7 @@ def die_as_a_donor(process: int, steps: Steps, url: str) -> list[torch.Tensor]:
 
         def die_after_the_admission(function: Callable[..., Any], *arguments: Any) -> list[Any]:
             answers = tell(function, *arguments)
-            if function is _host.admit:
+            if function is _hosts.admit:
                 # The others wait for whom this one would give the state now.
                 die()
             return answers
@@ -325,7 +325,7 @@ def leave_while_others_wait(process: int, steps: Steps, url: str) -> None:
         server = reduction.serve("worker0", "worker1", trainers=2)
         if process == 2:
             push = reduction.push_pull_async(server, torch.ones(2))
-            eventually(lambda: rpc.rpc_sync("worker0", _host.absent, (server.name, "tensors/0")) != [], "it waits")
+            eventually(lambda: rpc.rpc_sync("worker0", _hosts.absent, (server.name, "tensors/0")) != [], "it waits")
             steps.done("pushed")
         else:
             steps.wait_for("left")

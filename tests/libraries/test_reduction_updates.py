@@ -20,7 +20,7 @@ from torch._C._distributed_rpc import WorkerInfo
 from workers import Steps, eventually
 
 from torch_ucx_rpc import reduction
-from torch_ucx_rpc.reduction import _host, _piece, _push_pull
+from torch_ucx_rpc.reduction import _host, _hosts, _piece, _push_pull
 from torch_ucx_rpc.reduction._applied import Applied
 from torch_ucx_rpc.reduction._messages import Answer, Push, Spec, Trainer, Update
 from torch_ucx_rpc.reduction._parameters import ParameterPiece, Parameters
@@ -176,7 +176,7 @@ def test_a_trainer_is_told_when_other_parameters_are_in_the_place_of_its_own(
 
 
 def forget_all_servers() -> None:
-    _host.hosts()._hosts.clear()
+    _hosts.hosts()._hosts.clear()
 
 
 def give_parameters_anew(rank: int, steps: Steps) -> None:
@@ -219,7 +219,7 @@ def die_of_anything(*_: object) -> None:
 def lose_a_host_in_serve(rank: int, steps: Steps, step: str) -> None:
     if rank == 0:
         # What a trainer calls is looked up by its name.
-        setattr(_host, step, die_of_anything)
+        setattr(_hosts, step, die_of_anything)
         steps.done("mortal")
     elif rank == 2:
         steps.wait_for("mortal")

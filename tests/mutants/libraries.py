@@ -40,8 +40,8 @@ MUTANTS = (
     ),
     Mutant(
         "late-trainers-are-waited-for-as-they-catch-up",
-        "            self._roster.pause(trainer.life)\n",
-        "",
+        "        self._given_up[trainer.life] = request\n        self.pause(trainer.life)\n",
+        "        self._given_up[trainer.life] = request\n",
         ("test_a_trainer_that_waits_for_the_state_of_the_last_one_is_not_waited_for",),
     ),
     Mutant(
@@ -148,8 +148,8 @@ MUTANTS = (
     ),
     Mutant(
         "next-hosts-know-of-no-state-that-was-given",
-        "                for trainer in self._given:\n",
-        "                for trainer in ():\n",
+        "                for admission in self._given:\n",
+        "                for admission in ():\n",
         ("test_the_next_hosts_wait_for_a_trainer_that_has_just_been_given_the_state",),
     ),
     Mutant(

@@ -23,7 +23,8 @@ How the package is laid out, from the bottom up; the way of one push goes from `
 * ``_piece``          a piece: its rounds, and what late trainers have missed
 * ``_applied``        the pushes that an asynchronous server has applied
 * ``_parameters``     a piece of a server with an optimizer; checkpoint and replica
-* ``_host``           what a host does, and what trainers ask of it
+* ``_host``           what a host does
+* ``_hosts``          the hosts on this worker, and what trainers ask of them
 * ``_loopback``       pushes of a trainer to its own host
 * ``_plan``           how work is spread over hosts
 * ``_meeting``        how trainers become hosts

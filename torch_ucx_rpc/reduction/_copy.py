@@ -18,7 +18,7 @@ from torch.futures import Future
 
 from torch_ucx_rpc._observe.life import PerLife
 from torch_ucx_rpc._observe.lost import timed_out, was_lost
-from torch_ucx_rpc.reduction import _host
+from torch_ucx_rpc.reduction import _hosts
 from torch_ucx_rpc.reduction._asking import Asking, Request
 from torch_ucx_rpc.reduction._messages import Admission, Trainer
 from torch_ucx_rpc.reduction._results import results
@@ -121,7 +121,7 @@ class Copy:
             host = server.ring.find(0)
             try:
                 donor, is_initial, is_leaving = server.ring.call(
-                    host, _host.enter, server.spec.key, self.name, server.trainer
+                    host, _hosts.enter, server.spec.key, self.name, server.trainer
                 )
                 if is_leaving:
                     server.ring.lose(host)
@@ -148,21 +148,21 @@ class Copy:
     def _hold(self) -> None:
         """Have the hosts know that this trainer can give its state to others."""
         self._can_give = True
-        self._server.ring.call_all(_host.hold, self._server.spec.key, self.name, self._server.trainer)
+        self._server.ring.call_all(_hosts.hold, self._server.spec.key, self.name, self._server.trainer)
 
     def _hold_no_more(self) -> None:
         """Have the hosts wait for this trainer no more, and give its state to nobody, until it has one again."""
         server = self._server
-        server.ring.call_all(_host.hold_no_more, server.spec.key, self.name, server.trainer, self._request)
+        server.ring.call_all(_hosts.hold_no_more, server.spec.key, self.name, server.trainer, self._request)
 
     def on_other_host(self, host: str) -> None:
         """Have a host that takes over know who has the state: this trainer, and those that have just been given it."""
         if self._can_give:
             key = self._server.spec.key
             try:
-                self._server.ring.call(host, _host.hold, key, self.name, self._server.trainer)
+                self._server.ring.call(host, _hosts.hold, key, self.name, self._server.trainer)
                 for admission in self._given:
-                    self._server.ring.call(host, _host.admit, key, admission._replace(is_repeated=True))
+                    self._server.ring.call(host, _hosts.admit, key, admission._replace(is_repeated=True))
             except RuntimeError as error:
                 if not was_lost(error):
                     raise
@@ -202,7 +202,7 @@ class Copy:
             # From now on the others wait for it, this step included: it is not complete without this trainer.
             admission = Admission(request.trainer, server.trainer, request.number, tuple(server.positions))
             self._given.append(admission)
-            server.ring.call_all(_host.admit, server.spec.key, admission)
+            server.ring.call_all(_hosts.admit, server.spec.key, admission)
             request.state.set_result(self._state())
 
     def on_leave(self) -> None:

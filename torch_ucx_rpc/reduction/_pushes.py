@@ -14,7 +14,7 @@ from torch.futures import Future
 
 from torch_ucx_rpc._observe.futures import fail
 from torch_ucx_rpc._observe.lost import timed_out, was_lost
-from torch_ucx_rpc.reduction import _host
+from torch_ucx_rpc.reduction import _hosts
 from torch_ucx_rpc.reduction._loopback import Lent, lend, push_lent
 from torch_ucx_rpc.reduction._messages import ASKING_S, LEFT, UNKNOWN, Answer, Push
 from torch_ucx_rpc.reduction._results import results
@@ -74,7 +74,7 @@ class _Pending:
             else:
                 # Whether a call to oneself copies is up to the backend: the tensors may be the user's.
                 is_copied = name != self._server.trainer.name
-                call = rpc.rpc_async(name, _host.push, args=(self._push, is_copied))
+                call = rpc.rpc_async(name, _hosts.push, args=(self._push, is_copied))
         except RuntimeError as error:
             self._fail(name, error)
             return
@@ -144,7 +144,7 @@ class _Pending:
             if self._lent is not None:
                 self._lent.take_back()
             arguments = (self._push.key, self._push.piece)
-            missing = rpc.rpc_sync(name, _host.absent, args=arguments, timeout=ASKING_S)
+            missing = rpc.rpc_sync(name, _hosts.absent, args=arguments, timeout=ASKING_S)
         except RuntimeError:
             missing = None
         if missing is None:

@@ -15,7 +15,7 @@ from torch._C._distributed_rpc import get_rpc_timeout
 
 from torch_ucx_rpc._observe.life import Life
 from torch_ucx_rpc._observe.lost import was_lost
-from torch_ucx_rpc.reduction import _host
+from torch_ucx_rpc.reduction import _hosts
 from torch_ucx_rpc.reduction._meeting import joined_trainers, other_trainers_as_hosts
 from torch_ucx_rpc.reduction._messages import Opened, Spec, Trainer
 
@@ -102,7 +102,7 @@ class HostRing:
                 self.lose(name)
         for name in self.living():
             try:
-                if self.call(name, _host.hosts_of, self.spec.key) == self.spec.hosts:
+                if self.call(name, _hosts.hosts_of, self.spec.key) == self.spec.hosts:
                     return True
             except RuntimeError as error:
                 if not was_lost(error):
@@ -119,14 +119,14 @@ class HostRing:
         except ValueError:
             for name in made:
                 with contextlib.suppress(RuntimeError):
-                    self.call(name, _host.close_unused, self.spec.key)
+                    self.call(name, _hosts.close_unused, self.spec.key)
             raise
 
     def _open(self, name: str, spec: Spec) -> Opened | None:
         """Have a host know the server, and learn from it which hosts are lost; None if this one is."""
         lost = self.lost()
         try:
-            opened: Opened = self.call(name, _host.open_host, spec, lost, self._trainer)
+            opened: Opened = self.call(name, _hosts.open_host, spec, lost, self._trainer)
         except RuntimeError as error:
             if not was_lost(error):
                 raise
@@ -179,7 +179,7 @@ class HostRing:
                     self._lost -= living
             self.open_all(self.spec._replace(expected=len(expected), expected_names=expected))
             # One that does not train yet may have opened them before.
-            self.call_all(_host.expect, self.spec.key, len(expected), expected, True)
+            self.call_all(_hosts.expect, self.spec.key, len(expected), expected, True)
             for name in self.living():
                 self._on_other_host(name)
             return bool(self.living())

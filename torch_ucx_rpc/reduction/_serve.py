@@ -17,7 +17,7 @@ from torch._C._distributed_rpc import WorkerInfo
 
 from torch_ucx_rpc._observe.life import Life
 from torch_ucx_rpc._observe.lost import was_lost
-from torch_ucx_rpc.reduction import _host
+from torch_ucx_rpc.reduction import _hosts
 from torch_ucx_rpc.reduction._meeting import Found, Hosts, is_trained_by_others, trainers_as_hosts
 from torch_ucx_rpc.reduction._messages import Kept, OptimizerFactory, Spec
 from torch_ucx_rpc.reduction._server import Server
@@ -104,9 +104,9 @@ def serve(
         known.keep(server)
         if is_new and trainers is None and expected_names and life.info.name in names:
             # A host that trains, too.
-            server.ring.call_all(_host.expect, server.spec.key, 0, (life.info.name,))
+            server.ring.call_all(_hosts.expect, server.spec.key, 0, (life.info.name,))
         if is_new and (
-            any(server.ring.call_all(_host.is_newcomer, server.spec.key, server.trainer))
+            any(server.ring.call_all(_hosts.is_newcomer, server.spec.key, server.trainer))
             # The hosts may have been started anew, and know of no step.
             or (not life.is_static and is_trained_by_others(server_name, life))
         ):
@@ -258,9 +258,9 @@ def _give_to(server: Server, host: str, piece: str, mine: list[Tensor]) -> bool:
     """Have one host keep parameters; False if it is lost before it has them."""
     key = server.spec.key
     try:
-        if server.ring.call(host, _host.fill, key, piece, server.trainer) == "give":
-            server.ring.call(host, _host.take_parameters, key, piece, mine)
-        kept: Kept = server.ring.call(host, _host.kept, key, piece)
+        if server.ring.call(host, _hosts.fill, key, piece, server.trainer) == "give":
+            server.ring.call(host, _hosts.take_parameters, key, piece, mine)
+        kept: Kept = server.ring.call(host, _hosts.kept, key, piece)
     except RuntimeError as error:
         if not was_lost(error):
             raise

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from torch_ucx_rpc._observe.life import Life
 from torch_ucx_rpc._observe.lost import was_lost
-from torch_ucx_rpc.reduction import _host
+from torch_ucx_rpc.reduction import _hosts
 from torch_ucx_rpc.reduction._messages import Admission, Answer, Push, Spec, Trainer
 from torch_ucx_rpc.reduction._plan import difference, spread
 from torch_ucx_rpc.reduction._results import results
@@ -119,7 +119,7 @@ class Server:
     def take_part(self) -> None:
         """Have the hosts wait for this trainer from now on, before its first push."""
         self._is_idle = False
-        self.ring.call_all(_host.admit, self.spec.key, Admission(self.trainer, self.trainer))
+        self.ring.call_all(_hosts.admit, self.spec.key, Admission(self.trainer, self.trainer))
 
     def leave(self) -> None:
         """Take part no more: the other trainers do not wait for this one from now on."""
@@ -127,7 +127,7 @@ class Server:
         failure: RuntimeError | None = None
         for name in self.hosts:
             try:
-                self.ring.call(name, _host.leave, self.spec.key, self.trainer)
+                self.ring.call(name, _hosts.leave, self.spec.key, self.trainer)
             except RuntimeError as error:
                 if not was_lost(error):
                     failure = error
@@ -156,7 +156,7 @@ class Server:
 
     def join(self) -> None:
         """Take part from the rounds on that are open then, in the models that others have."""
-        held = {name for names in self.ring.call_all(_host.models, self.spec.key) for name in names}
+        held = {name for names in self.ring.call_all(_hosts.models, self.spec.key) for name in names}
         numbers = sorted(int(name.lstrip(string.ascii_letters)) for name in held)
         self._numbers_of_models = itertools.chain(numbers, itertools.count(max(numbers, default=-1) + 1))
 
@@ -176,10 +176,10 @@ class Server:
                     results().drop(self.name, former)
                 if self.has_left:
                     return
-                self.ring.call_all(_host.let_go, self.spec.key, name, self.trainer)
+                self.ring.call_all(_hosts.let_go, self.spec.key, name, self.trainer)
                 if not self._open_users:
                     self._is_idle = True
-                    self.ring.call_all(_host.leave, self.spec.key, self.trainer)
+                    self.ring.call_all(_hosts.leave, self.spec.key, self.trainer)
 
     def check_quorum(self, quorum: int | None) -> None:
         """ValueError for a quorum that there can never be."""
@@ -209,7 +209,7 @@ class Server:
 
     def expect(self, trainers: int) -> None:
         """The first step waits for that many trainers, whatever `serve` has been told."""
-        self.ring.call_all(_host.expect, self.spec.key, trainers, ())
+        self.ring.call_all(_hosts.expect, self.spec.key, trainers, ())
         self.ring.spec = self.spec._replace(expected=trainers, expected_names=())
 
     def _on_other_host(self, name: str) -> None:
