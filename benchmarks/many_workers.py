@@ -148,7 +148,7 @@ def preloaded_lives(*sizes: int) -> harness.Figures:
 
 def print_preloaded_lives(*sizes: int) -> None:
     """By a program of its own: one process has one fork server."""
-    jobs.PROCESSES.set_forkserver_preload(["torch.distributed.rpc", "torch_ucx_rpc"])
+    jobs.PROCESSES.set_forkserver_preload([*jobs.PRELOADED, "torch_ucx_rpc"])
     start_fork_server()
     print(json.dumps(lives(jobs.UCX, *sizes)))
 

@@ -84,7 +84,7 @@ def main() -> None:
     arguments = parser.parse_args()
     transports = (jobs.UCX,) if arguments.preload else (jobs.UCX, jobs.TENSORPIPE_UV)
     if arguments.preload:
-        jobs.PROCESSES.set_forkserver_preload(["torch.distributed.rpc", "torch_ucx_rpc"])
+        jobs.PROCESSES.set_forkserver_preload([*jobs.PRELOADED, "benchmarks.start", "torch_ucx_rpc"])
     start_fork_server()
     rounds = [[measure(transport, arguments.workers) for transport in transports] for _ in range(arguments.rounds)]
     print(f"{arguments.workers} workers; medians of {arguments.rounds} rounds")

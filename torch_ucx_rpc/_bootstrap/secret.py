@@ -9,7 +9,6 @@ could not bind to the frames that follow.
 
 from __future__ import annotations
 
-import hmac
 import json
 import os
 import stat
@@ -36,12 +35,12 @@ class Secret:
 
     def __init__(self, value: bytes) -> None:
         # HKDF-Extract.
-        self._key = hmac.digest(b"torch_ucx_rpc", value, "sha256")
+        self._key = _hmac(b"torch_ucx_rpc", value)
 
     def key(self, purpose: str, *sessions: int) -> bytes:
         """A key of 32 bytes for one purpose: one block of HKDF-Expand."""
         info = b"".join([purpose.encode(), *(session.to_bytes(8, "little") for session in sessions)])
-        return hmac.digest(self._key, info + b"\x01", "sha256")
+        return _hmac(self._key, info + b"\x01")
 
     def frame_keys(self, own: int, other: int) -> dict[str, bytes]:
         """Keys of the frames between this worker and another, by session; fields of ``_C.Member``."""
@@ -57,7 +56,13 @@ class Secret:
 
     def tag(self, text: str) -> str:
         """HMAC of a text in the Store, as hexadecimal digits."""
-        return hmac.digest(self.key("store"), text.encode(), "sha256").hex()
+        return _hmac(self.key("store"), text.encode()).hex()
+
+    def has_made(self, tag: str, text: str) -> bool:
+        """Whether it is the tag of the text by this secret."""
+        from hmac import compare_digest
+
+        return compare_digest(self.tag(text).encode(), tag.encode())
 
 
 class Entry(NamedTuple):
@@ -65,6 +70,13 @@ class Entry(NamedTuple):
 
     values: dict[str, Any]
     doubt: str = ""
+
+
+def _hmac(key: bytes, text: bytes) -> bytes:
+    # Loaded where there is a secret: few jobs have one, and every worker starts.
+    import hmac
+
+    return hmac.digest(key, text, "sha256")
 
 
 def write_entry(values: dict[str, Any], secret: Secret | None) -> str:
@@ -82,7 +94,7 @@ def read_entry(text: bytes, secret: Secret | None) -> Entry:
     values = _to_values(sealed)
     if secret is None:
         return Entry(values, "{own} has no secret and {who} has one")
-    if not hmac.compare_digest(secret.tag(sealed).encode(), tag.encode()):
+    if not secret.has_made(tag, sealed):
         return Entry(values, "{own} has another secret than {who}, unless a stranger has written that in the Store")
     return Entry(values)
 

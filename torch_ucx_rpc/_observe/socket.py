@@ -19,7 +19,6 @@ import json
 import logging
 import os
 import re
-import secrets
 import socket
 import struct
 import threading
@@ -59,7 +58,7 @@ class Observed:
         self._is_closed = False
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            self._socket.bind(_address(f"{os.getpid()}/{secrets.token_hex(4)}"))
+            self._socket.bind(_address(f"{os.getpid()}/{os.urandom(4).hex()}"))
             self._socket.listen(16)
         except OSError:
             self._socket.close()
