@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed.rpc as rpc
 from _training import SGD, are_equal, make_model, train
-from torch import Tensor
+from torch import Tensor, nn
 from torch.futures import Future
 from workers import Steps, eventually, stop
 
@@ -66,6 +66,30 @@ def ask_in_a_long_pause(rank: int, steps: Steps) -> None:
         # The model is here still, held by the traceback, and does not try again.
         assert kept.tb is not None
         steps.done("given up")
+    steps.meet("done", rank, 2)
+
+
+def test_a_trainer_with_another_model_is_not_waited_for(run_on_both: RunWorkers, tmp_path: Path) -> None:
+    run_on_both(2, join_with_another_model, Steps(tmp_path), options={"rpc_timeout": 5})
+
+
+def join_with_another_model(rank: int, steps: Steps) -> None:
+    if rank == 0:
+        model = make_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        copy = reduction.DataParallel(model, reduction.serve("worker0", trainers=1))
+        train(copy, optimizer, rank, 2)
+        steps.done("begun")
+        while not steps.is_done("refused"):
+            train(copy, optimizer, rank, 1)
+        train(copy, optimizer, rank, 2)
+    else:
+        steps.wait_for("begun")
+        with pytest.raises(ValueError, match="must have the same model") as kept:
+            reduction.DataParallel(nn.Linear(3, 1), reduction.serve("worker0", trainers=1))
+        # The model is here still, held by the traceback.
+        assert kept.tb is not None
+        steps.done("refused")
     steps.meet("done", rank, 2)
 
 

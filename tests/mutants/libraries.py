@@ -102,6 +102,12 @@ MUTANTS = (
         ),
     ),
     Mutant(
+        "trainers-that-cannot-begin-are-waited-for",
+        "        except BaseException as error:\n            # A traceback",
+        "        except RuntimeError as error:\n            # A traceback",
+        ("test_a_trainer_with_another_model_is_not_waited_for",),
+    ),
+    Mutant(
         "trainers-that-have-given-up-begin",
         "model.entered.pop(trainer.life, None)) is not None:\n                self",
         "None) is not None:\n                self",
