@@ -19,7 +19,7 @@ PROMISES: dict[str, dict[str, tuple[str, ...]]] = {
         "TORCH_UCX_RPC_REPLACE_TENSORPIPE=1": ("test_a_tensorpipe_program_runs_on_ucx_unedited",),
         # Fast
         "A small call takes": ("benchmarks small_calls", "test_the_claims_of_the_readme_are_what_was_measured"),
-        "more than two thirds of the speed of a memcpy": (
+        "more than half of the speed of a memcpy": (
             "benchmarks large_tensors",
             "test_the_claims_of_the_readme_are_what_was_measured",
         ),
