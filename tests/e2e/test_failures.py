@@ -21,7 +21,6 @@ import torch.distributed.rpc as rpc
 import workers
 from _failures import (
     DEATH_OF_WORKER1,
-    SHORT_LIMIT,
     autograd_contexts,
     die,
     echo,
@@ -32,21 +31,15 @@ from _failures import (
     sleep,
     stay,
 )
-from labs import Fate, VirtualHosts, needs_virtual_hosts
-from torch.distributed.rpc import api
+from labs import VirtualHosts
 from workers import Stalls, agent, eventually
 
 import torch_ucx_rpc
-from torch_ucx_rpc.errors import BarrierFailed, RRefLost, WorkerLost
+from torch_ucx_rpc.errors import RRefLost, WorkerLost
 
 pytestmark = pytest.mark.ucx_only
 
 kept: list[Any] = []
-
-# It waits for more than one worker, so that no attribute names those that are missing.
-SHUTDOWN_RAN_OUT_OF_TIME = (
-    r"waited 1000 ms for all workers to come to the same point; missing: worker .worker1. \(rank 1"
-)
 
 
 def metric(name: str) -> int:
@@ -400,59 +393,3 @@ def await_what_worker1_has_promised(rank: int) -> None:
 
 def test_nobody_waits_for_a_value_that_a_dead_worker_was_to_make(run_workers: Callable[..., list]) -> None:
     run_workers(3, leave_ungracefully_after(await_what_worker1_has_promised), **DEATH_OF_WORKER1)
-
-
-# ------------------------------------------------------------------------------------------------ shutdown
-
-
-def shut_down_without_worker1(rank: int, fate: Fate | None) -> float:
-    if rank == 1:
-        if fate is not None:
-            fate.of("b", "power_off")
-        die()
-    start = time.monotonic()
-    with Stalls() as stalls:
-        assert "lost worker 'worker1'" in str(failure_of(rpc.shutdown, BarrierFailed).cause)
-    return time.monotonic() - start - stalls.seconds()
-
-
-def test_a_graceful_shutdown_with_a_dead_worker_ends_with_an_error(run_workers: Callable[..., list]) -> None:
-    took = run_workers(3, shut_down_without_worker1, None, **DEATH_OF_WORKER1)
-    assert max(took[0], took[2]) < 3, "the agent's own end takes up to two seconds where handlers or sends hang"
-
-
-def shut_down_while_worker1_dies_in_torchs_barrier(rank: int) -> float:
-    if rank == 1:
-        api._all_gather = lambda *_args, **_kwargs: die()
-    start = time.monotonic()
-    assert "lost worker 'worker1'" in str(failure_of(lambda: rpc.shutdown(timeout=30), BarrierFailed).cause)
-    return time.monotonic() - start
-
-
-def test_a_graceful_shutdown_ends_when_a_worker_dies_in_it(run_workers: Callable[..., list]) -> None:
-    took = run_workers(3, shut_down_while_worker1_dies_in_torchs_barrier, **DEATH_OF_WORKER1)
-    assert max(took[0], took[2]) < 10, "the timeout is 30 s"
-
-
-def test_a_graceful_shutdown_notices_a_dead_host_that_nobody_has_called() -> None:
-    needs_virtual_hosts()
-    with VirtualHosts(["a", "b", "c"]) as hosts, Fate(hosts) as fate:
-        options = {"heartbeat_limit": SHORT_LIMIT}
-        arguments = {"options": options, "expendable": {1}, "shutdown": False, "silent": False}
-        took = workers.run_workers(3, shut_down_without_worker1, fate, hosts=hosts, **arguments)
-        assert max(took[0], took[2]) < SHORT_LIMIT + 4
-
-
-def shut_down_with_a_hung_worker(rank: int) -> None:
-    if rank == 1:
-        time.sleep(4)
-        return
-    start = time.monotonic()
-    with Stalls() as stalls, pytest.raises(BarrierFailed, match=SHUTDOWN_RAN_OUT_OF_TIME):
-        rpc.shutdown(timeout=1)
-    took = time.monotonic() - start
-    assert 1 <= took < 3.5 + stalls.seconds()
-
-
-def test_a_graceful_shutdown_with_a_hung_worker_ends_within_its_timeout(run_workers: Callable[..., list]) -> None:
-    run_workers(2, shut_down_with_a_hung_worker, shutdown=False, silent=False)

@@ -5,22 +5,21 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from typing import Any
 
 from torch.distributed.rpc import api
 
 from torch_ucx_rpc._observe.lost import Gone, ended, subscribe
 
 _PERIOD_S = 0.01
-# A worker that proceeds refuses what comes later from others, perhaps before these have seen the loss themselves.
+# How long the news of a loss may take after a call has failed by it, here or at a worker that has proceeded.
 _NEWS_S = 1.0
 
 
-def wait(agent: Any, torchs: Callable[[float], None], timeout: float) -> None:
-    """Call ``torchs``, torch's ``_wait_all_workers``.
+def wait(timeout: float) -> None:
+    """Do what torch's ``_wait_all_workers`` does, and return early if a worker is lost meanwhile.
 
-    Raises BarrierFailed, which names the lost worker, at once if one is lost meanwhile.
+    The loss is no error here: the agent's own barrier, which follows in ``join``, names the lost workers. Hence torch's
+    function itself, which would log the error, is not called.
     """
     is_lost, is_over = threading.Event(), threading.Event()
 
@@ -39,12 +38,11 @@ def wait(agent: Any, torchs: Callable[[float], None], timeout: float) -> None:
     try:
         for gone in ended():
             on_gone(gone)
-        torchs(timeout)
-    except (RuntimeError, AssertionError) as error:
-        if not is_lost.wait(_NEWS_S if isinstance(error, AssertionError) else 0):
+        api._all_gather(None, timeout=timeout)
+    except (RuntimeError, AssertionError):
+        # The failed call may be known here before the loss.
+        if not is_lost.wait(_NEWS_S):
             raise
     finally:
         is_over.set()
         unsubscribe()
-    if is_lost.is_set():
-        agent._barrier(timeout)

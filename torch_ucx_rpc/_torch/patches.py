@@ -47,7 +47,7 @@ def register() -> None:
 
     * ``BackendType.UCX`` exists, also in the enum that programs imported earlier.
     * ``init_rpc`` accepts that member, the string "UCX", and members of an earlier enum.
-    * Graceful shutdown waits for the workers that are present. Ctrl-C works, and the wait ends when a worker dies.
+    * Graceful shutdown waits for the workers that live, and serves their calls meanwhile. Ctrl-C works.
     * A blocked ``rpc_sync`` answers Ctrl-C, and drives its call instead of sleeping: the calling thread receives and
       completes its own answer. ``RRef.to_here`` does the same without a patch: torch sends and waits in one C++
       function, and the agent waits where it sends.
@@ -138,12 +138,12 @@ def _wait_all_workers(timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
         if not agent.is_static_group:
             # A worker leaves a group without a size alone.
             return
-        # Our barrier names workers that do not come or that die, and Ctrl-C ends it.
+        # Our barrier waits for the living, names workers that do not come, and Ctrl-C ends it.
         came = agent._barrier(timeout)
         # torch's own barrier follows, and finds all workers ready: programs and tests hook into its parts. It waits for
-        # every worker that ever was, so it is left out when one has left before.
+        # every worker that ever was, so it is left out when one has left or died before.
         if came == len(api._ALL_WORKER_NAMES):
-            barrier.wait(agent, _torchs_wait_all_workers, timeout or get_rpc_timeout())
+            barrier.wait(timeout or get_rpc_timeout())
         return
     _torchs_wait_all_workers(timeout)
 

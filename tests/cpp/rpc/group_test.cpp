@@ -10,6 +10,7 @@
 #include <atomic>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <thread>
@@ -58,7 +59,7 @@ class GroupTest : public testing::Test {
     std::vector<std::thread> threads;
     for (size_t index = 0; index < values.size(); ++index) {
       threads.emplace_back(
-          [&, index] { sums[index] = worker(static_cast<Rank>(index)).group.barrier(values[index], kPatience); });
+          [&, index] { sums[index] = worker(static_cast<Rank>(index)).group.barrier(values[index], kPatience).sum; });
     }
     for (std::thread& thread : threads) {
       thread.join();
@@ -154,15 +155,35 @@ TEST_F(GroupTest, BarrierSumsOverAllMembersRoundByRound) {
   EXPECT_EQ(barrier({0, 0, 5}), std::vector<int64_t>(3, 5));
 }
 
-TEST_F(GroupTest, BarrierFailsWhenAWorkerDies) {
-  start(2);
-  std::thread killer([&] { lose(worker(0), 1); });
-  const auto failed = rpcFailureOf([&] { worker(0).group.barrier(0, kPatience); });
+TEST_F(GroupTest, BarrierReleasesTheLivingAndNamesTheDead) {
+  start(3);
+  std::thread killer([&] {
+    lose(worker(0), 1);
+    lose(worker(2), 1);
+  });
+  std::thread other([&] { worker(2).group.barrier(20, kPatience); });
+  const Barrier::Result result = worker(0).group.barrier(1, kPatience);
   killer.join();
-  ASSERT_TRUE(failed);
+  other.join();
+  EXPECT_EQ(result.sum, 21);
+  EXPECT_TRUE(contains(result.lost.message(), "lost worker 'w1'")) << result.lost.message();
+}
+
+TEST_F(GroupTest, JoinNamesTheDeadWhenTheLivingHaveCome) {
+  start(3);
+  for (const Rank rank : {0, 2}) {
+    lose(worker(rank), 1);
+  }
+  std::optional<RpcFailure> others;
+  std::thread other([&] { others = rpcFailureOf([&] { worker(2).group.join(kPatience, kPatience); }); });
+  const auto failed = rpcFailureOf([&] { worker(0).group.join(kPatience, kPatience); });
+  other.join();
+  ASSERT_TRUE(failed && others);
   EXPECT_EQ(failed->kind(), Kind::kBarrierFailed);
   EXPECT_TRUE(contains(failed->details().cause, "lost worker 'w1'")) << failed->details().cause;
-  EXPECT_TRUE(contains(failed->what(), "cannot all come to the same point: lost worker 'w1'")) << failed->what();
+  EXPECT_TRUE(contains(failed->what(), "not all workers have come to it: lost worker 'w1'")) << failed->what();
+  EXPECT_STREQ(others->what(), failed->what());
+  EXPECT_TRUE(worker(0).monitor.isEverybodyLeaving()) << "the living end together";
 }
 
 TEST_F(GroupTest, WorkerThatHasLeftIsNotWaitedFor) {

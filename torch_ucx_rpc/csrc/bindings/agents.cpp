@@ -322,7 +322,7 @@ void bindAgents(py::module_& module) {
           "_barrier",
           [](UcxRpcAgent& agent, double timeout) {
             agent.checkProcess();
-            return agent.group().barrier(1, toMilliseconds(timeout));
+            return agent.group().barrier(1, toMilliseconds(timeout)).sum;
           },
           py::arg("timeout"),
           NoGil())

@@ -66,8 +66,8 @@ std::optional<ControlFrame> readControlFrame(const wire::Header& header, const B
     case wire::Kind::kBarrierRelease:
       if (const auto release = readBody<wire::BarrierRelease>(bytes)) {
         Barrier::Result result{release->sum, {}};
-        if (release->failed != 0) {
-          result.error = {ErrorCode::kPeerFailed, sentenceAfter<wire::BarrierRelease>(bytes)};
+        if (release->lost != 0) {
+          result.lost = {ErrorCode::kPeerFailed, sentenceAfter<wire::BarrierRelease>(bytes)};
         }
         return BarrierRelease{header.callId, std::move(result)};
       }

@@ -1,6 +1,7 @@
 #include "peers/barrier.h"
 
 #include <algorithm>
+#include <string>
 #include <utility>
 
 namespace torch_ucx_rpc {
@@ -18,6 +19,21 @@ Peer* Barrier::coordinatorLocked() const {
   return present.empty() ? nullptr : present.front();
 }
 
+bool Barrier::isCoordinatorLocked() const {
+  const Peer* coordinator = coordinatorLocked();
+  return coordinator != nullptr && coordinator->member().rank == self_;
+}
+
+Error Barrier::lostLocked() const {
+  std::string sentence;
+  for (const Peer* peer : directory_.all()) {
+    if (peer->state() == Peer::State::kFailed) {
+      sentence += (sentence.empty() ? "" : "; ") + peer->whyGone().message();
+    }
+  }
+  return sentence.empty() ? Error() : Error(ErrorCode::kPeerFailed, sentence);
+}
+
 uint64_t Barrier::enter(int64_t value) {
   Outgoing outgoing;
   uint64_t round = 0;
@@ -25,7 +41,7 @@ uint64_t Barrier::enter(int64_t value) {
     const std::lock_guard lock(mutex_);
     round = ++entered_;
     value_ = value;
-    arriveLocked(self_, round, value, outgoing);
+    arriveLocked(outgoing);
   }
   send(outgoing);
   return round;
@@ -43,105 +59,109 @@ bool Barrier::wait(std::chrono::milliseconds limit, Result& result) {
 
 std::vector<Peer*> Barrier::missing() const {
   const std::lock_guard lock(mutex_);
-  const Peer* coordinator = coordinatorLocked();
-  if (coordinator == nullptr || coordinator->member().rank != self_) {
+  if (!isCoordinatorLocked()) {
     return {};
   }
   std::vector<Peer*> missing = directory_.present();
   if (const auto round = rounds_.find(entered_); round != rounds_.end()) {
-    std::erase_if(missing, [&](Peer* peer) { return round->second.arrived.contains(peer->member().rank); });
+    std::erase_if(missing, [&](Peer* peer) { return round->second.contains(peer->member().rank); });
   }
   return missing;
 }
 
-void Barrier::noteFailedLocked() {
-  for (const Peer* peer : directory_.all()) {
-    if (peer->state() == Peer::State::kFailed && std::find(failed_.begin(), failed_.end(), peer) == failed_.end()) {
-      failed_.push_back(peer);
-    }
+void Barrier::arriveLocked(Outgoing& outgoing) {
+  Peer* coordinator = coordinatorLocked();
+  coordinator_ = coordinator;
+  if (isCoordinatorLocked()) {
+    recordLocked(self_, entered_, value_, outgoing);
+  } else if (coordinator != nullptr) {
+    outgoing.arriveAt = coordinator;
+    outgoing.round = entered_;
+    outgoing.value = value_;
   }
 }
 
-// Sends this worker's own arrival to the coordinator, if that is another worker. Records any other arrival here.
-void Barrier::arriveLocked(Rank rank, uint64_t round, int64_t value, Outgoing& outgoing) {
-  Peer* coordinator = coordinatorLocked();
-  if (coordinator != nullptr && coordinator->member().rank != self_ && rank == self_) {
-    outgoing.arriveAt = coordinator;
-    outgoing.round = round;
-    outgoing.value = value;
-    return;
-  }
+void Barrier::recordLocked(Rank rank, uint64_t round, int64_t value, Outgoing& outgoing) {
   if (const auto known = results_.find(round); known != results_.end()) {
-    // This coordinator, or one before it, has released the round. The worker that reports has not heard of it.
+    // The sender has not heard of the release.
     if (Peer* peer = directory_.find(rank); peer != nullptr && rank != self_) {
-      outgoing.releases.push_back({peer, {round, known->second}});
+      outgoing.releases.push_back({peer, round, known->second});
     }
     return;
   }
-  rounds_[round].arrived[rank] = value;
+  rounds_[round][rank] = value;
   releaseIfCompleteLocked(round, outgoing);
 }
 
 void Barrier::releaseIfCompleteLocked(uint64_t round, Outgoing& outgoing) {
   const auto entry = rounds_.find(round);
-  const Peer* coordinator = coordinatorLocked();
-  if (entry == rounds_.end() || coordinator == nullptr || coordinator->member().rank != self_) {
+  if (entry == rounds_.end() || !isCoordinatorLocked()) {
     return;
   }
-  const std::map<Rank, int64_t>& arrived = entry->second.arrived;
   Result result;
-  const std::vector<Peer*> present = directory_.present();
-  noteFailedLocked(); // in this order: a worker that fails meanwhile is in both lists, and not taken for one that left
-  if (!failed_.empty()) {
-    // Also where the dead worker had arrived: the others would wait for it at the next point, which it never reaches.
-    result.error = failed_.front()->whyGone();
-  } else {
-    for (const Peer* peer : present) {
-      if (!arrived.contains(peer->member().rank)) {
-        return;
-      }
+  for (const Peer* peer : directory_.present()) {
+    const auto arrived = entry->second.find(peer->member().rank);
+    if (arrived == entry->second.end()) {
+      return;
     }
-    for (const auto& [rank, value] : arrived) {
-      result.sum += value;
+    result.sum += arrived->second;
+  }
+  result.lost = lostLocked();
+  releaseLocked(round, result, outgoing);
+}
+
+// The first result stays.
+void Barrier::releaseLocked(uint64_t round, const Result& result, Outgoing& outgoing) {
+  if (!results_.try_emplace(round, result).second) {
+    return;
+  }
+  for (const auto& [rank, value] : rounds_[round]) {
+    if (Peer* peer = directory_.find(rank); peer != nullptr && rank != self_ && peer->isThere()) {
+      outgoing.releases.push_back({peer, round, result});
     }
   }
-  for (Peer* peer : present) {
-    if (peer->member().rank != self_ && (result.error || arrived.contains(peer->member().rank))) {
-      outgoing.releases.push_back({peer, {round, result}});
-    }
-  }
-  rounds_.erase(entry);
-  results_[round] = std::move(result);
+  rounds_.erase(round);
   while (results_.size() > kResultsKept) {
     results_.erase(results_.begin());
   }
   released_.notify_all();
+}
+
+// The former coordinator may have died in the midst of releasing a round, and this worker alone knows of it.
+void Barrier::tellCoordinatorLocked(Outgoing& outgoing) {
+  Peer* coordinator = coordinatorLocked();
+  const bool isNew = coordinator != nullptr && coordinator != coordinator_ && !isCoordinatorLocked();
+  coordinator_ = coordinator;
+  if (isNew && !results_.empty()) {
+    outgoing.releases.push_back({coordinator, results_.rbegin()->first, results_.rbegin()->second});
+  }
+  if (!results_.contains(entered_)) {
+    arriveLocked(outgoing);
+  }
 }
 
 void Barrier::onArrive(Peer& from, uint64_t round, int64_t value) {
   Outgoing outgoing;
   {
     const std::lock_guard lock(mutex_);
-    arriveLocked(from.member().rank, round, value, outgoing);
+    recordLocked(from.member().rank, round, value, outgoing);
   }
   send(outgoing);
 }
 
 void Barrier::onRelease(uint64_t round, Result result) {
-  const std::lock_guard lock(mutex_);
-  // The first result stays: a coordinator that took over may have released the round once more.
-  results_.try_emplace(round, std::move(result));
-  while (results_.size() > kResultsKept) {
-    results_.erase(results_.begin());
+  Outgoing outgoing;
+  {
+    const std::lock_guard lock(mutex_);
+    releaseLocked(round, result, outgoing);
   }
-  released_.notify_all();
+  send(outgoing);
 }
 
 void Barrier::onMembershipChange() {
   Outgoing outgoing;
   {
     const std::lock_guard lock(mutex_);
-    noteFailedLocked();
     std::vector<uint64_t> open; // a release erases its round
     for (const auto& [round, arrivals] : rounds_) {
       open.push_back(round);
@@ -149,8 +169,8 @@ void Barrier::onMembershipChange() {
     for (const uint64_t round : open) {
       releaseIfCompleteLocked(round, outgoing);
     }
-    if (entered_ != 0 && !results_.contains(entered_)) {
-      arriveLocked(self_, entered_, value_, outgoing); // again: the coordinator may be another one now
+    if (entered_ != 0) {
+      tellCoordinatorLocked(outgoing);
     }
   }
   send(outgoing);
@@ -160,8 +180,8 @@ void Barrier::send(const Outgoing& outgoing) {
   if (outgoing.arriveAt != nullptr) {
     link_.sendArrive(*outgoing.arriveAt, outgoing.round, outgoing.value);
   }
-  for (const auto& [peer, release] : outgoing.releases) {
-    link_.sendRelease(*peer, release.first, release.second);
+  for (const Outgoing::Release& release : outgoing.releases) {
+    link_.sendRelease(*release.to, release.round, release.result);
   }
 }
 

@@ -179,9 +179,9 @@ void Group::sendArrive(Peer& coordinator, uint64_t round, int64_t value) {
 }
 
 void Group::sendRelease(Peer& to, uint64_t round, const Barrier::Result& result) {
-  const wire::BarrierRelease release{result.sum, result.error ? 1u : 0u, 0};
+  const wire::BarrierRelease release{result.sum, result.lost ? 1u : 0u, 0};
   Bytes body(std::as_bytes(std::span(&release, 1)));
-  body.append(result.error.message().data(), result.error.message().size());
+  body.append(result.lost.message().data(), result.lost.message().size());
   messenger_.postControl(to, wire::Kind::kBarrierRelease, round, std::move(body));
 }
 
@@ -193,19 +193,17 @@ void Group::onBarrierRelease(uint64_t round, Barrier::Result result) {
   barrier_.onRelease(round, std::move(result));
 }
 
-int64_t Group::barrier(int64_t value, std::chrono::milliseconds timeout) {
+Barrier::Result Group::barrier(int64_t value, std::chrono::milliseconds timeout) {
   const auto deadline = deadlineOf(timeout);
   barrier_.enter(value);
   Barrier::Result result;
-  for (bool isFirstLook = true; !barrier_.wait(kSignalCheckPeriod, result); isFirstLook = false) {
+  while (!barrier_.wait(kSignalCheckPeriod, result)) {
     whileWaiting_();
-    if (isFirstLook) {
-      // The heartbeat checks peers that this worker has an endpoint to, and a ping makes one. Otherwise a missing peer
-      // that dies on another machine would go unnoticed.
-      for (Peer* peer : barrier_.missing()) {
-        if (peer->needsHeartbeat.load()) {
-          messenger_.postControl(*peer, wire::Kind::kPing);
-        }
+    // The heartbeat checks peers that this worker has an endpoint to, and a ping makes one. Otherwise a missing peer
+    // that dies on another machine would go unnoticed.
+    for (Peer* peer : barrier_.missing()) {
+      if (peer->needsHeartbeat.load() && !peer->isMet.load()) {
+        messenger_.postControl(*peer, wire::Kind::kPing);
       }
     }
     if (lifetime_.isClosed()) {
@@ -224,13 +222,7 @@ int64_t Group::barrier(int64_t value, std::chrono::milliseconds timeout) {
               " ms for all workers to come to the same point" + missing);
     }
   }
-  if (result.error) {
-    throw RpcFailure(
-        RpcFailure::Kind::kBarrierFailed,
-        "the workers cannot all come to the same point: " + result.error.message(),
-        {.name = {}, .rank = {}, .host = {}, .cause = result.error.message(), .resource = {}, .timeout = {}});
-  }
-  return result.sum;
+  return result;
 }
 
 // Ends after two rounds in a row in which no worker had a call open, nor opened one in between. One round is not
@@ -243,6 +235,7 @@ void Group::join(std::chrono::milliseconds timeout, std::chrono::milliseconds de
   const auto deadline = deadlineOf(timeout);
   const auto patience = std::min(deadline, Clock::now() + kRRefPatience);
   uint64_t openedBefore = ~0ull;
+  Error lost;
   for (int quietRounds = 0; quietRounds < 2;) {
     const auto left = deadline == kForEver
         ? std::chrono::milliseconds(0)
@@ -256,9 +249,17 @@ void Group::join(std::chrono::milliseconds timeout, std::chrono::milliseconds de
     const uint64_t opened = calls_.opened();
     const bool isQuiet = calls_.open() == 0 && (quietRounds == 0 || opened == openedBefore);
     openedBefore = opened;
-    quietRounds = barrier(isQuiet ? 0 : 1, left) == 0 ? quietRounds + 1 : 0;
+    Barrier::Result result = barrier(isQuiet ? 0 : 1, left);
+    quietRounds = result.sum == 0 ? quietRounds + 1 : 0;
+    lost = std::move(result.lost); // by the last round all workers of this end agree on it
   }
   monitor_.setEverybodyLeaving();
+  if (lost) {
+    throw RpcFailure(
+        RpcFailure::Kind::kBarrierFailed,
+        "the shutdown is over, but not all workers have come to it: " + lost.message(),
+        {.name = {}, .rank = {}, .host = {}, .cause = lost.message(), .resource = {}, .timeout = {}});
+  }
 }
 
 // --------------------------------------------------------------------------------------------- dynamic groups

@@ -58,13 +58,14 @@ class Group final : public GroupHandler, public PeerObserver, private Barrier::L
   // All workers; in a dynamic group only those that are present.
   std::vector<WorkerInfo> infos() const;
 
-  // Waits until all present workers have entered this barrier, and sums a number over them. Throws RpcFailure when
-  // `timeout` (0: none) runs out or a worker dies.
-  int64_t barrier(int64_t value, std::chrono::milliseconds timeout);
+  // Waits until all living workers have entered this barrier, and sums a number over them. Requests are served
+  // meanwhile. Throws RpcFailure when `timeout` (0: none) runs out.
+  Barrier::Result barrier(int64_t value, std::chrono::milliseconds timeout);
 
-  // Ends gracefully. In a static group it returns when no worker waits for an answer any more. In a dynamic group this
-  // worker leaves, and it returns when the worker has answered everybody. Throws RpcFailure when `timeout` runs out or
-  // a worker dies. A `timeout` of 0 means none, or `defaultTimeout` in a dynamic group.
+  // Ends gracefully. In a static group it ends when no living worker waits for an answer any more, and then throws an
+  // RpcFailure that names the workers that have died, if any. In a dynamic group this worker leaves, and it returns when
+  // the worker has answered all others. Throws RpcFailure when `timeout` runs out. A `timeout` of 0 means none, or
+  // `defaultTimeout` in a dynamic group.
   void join(std::chrono::milliseconds timeout, std::chrono::milliseconds defaultTimeout);
 
   // Keeps the list of members of a dynamic group, which workers join and leave as they like. Both functions run on

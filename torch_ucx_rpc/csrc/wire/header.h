@@ -102,7 +102,7 @@ struct BarrierArrive {
 };
 struct BarrierRelease {
   int64_t sum;
-  uint32_t failed; // 1: the rest of the body is the sentence that says why
+  uint32_t lost; // 1: workers have died, and the rest of the body says which
   uint32_t reserved;
 };
 
