@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
-import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -41,8 +38,6 @@ PATIENCE_S = 150.0
 Stalls = workers.Stalls
 eventually = workers.eventually
 
-_may_go = threading.Event()
-
 
 def drive(body: Callable[..., Any], of: int, *args: Any, **job: Any) -> Any:
     """Run ``body(*args)`` in worker0 of a job with ``of`` workers; what it returned."""
@@ -55,36 +50,26 @@ def _in_worker0(rank: int, body: Callable[..., Any], args: tuple[Any, ...]) -> A
 
 
 def drive_with_deaths(body: Callable[..., Any], of: int, dying: tuple[int, ...], *args: Any, **job: Any) -> Any:
-    """The same where these ranks are killed by ``body``; the others leave without waiting for them."""
+    """The same where ``body`` kills these ranks. The others serve in ``rpc.shutdown()``, as in a user's program."""
     __tracebackhide__ = True
     codes = dict.fromkeys(dying, KILLED)
-    job = {"timeout": PATIENCE_S, **job}
-    return workers.run_workers(
-        of, _until_let_go, body, args, of, dying, exit_codes=codes, shutdown=False, silent=False, **job
-    )[0]
+    job = {"timeout": PATIENCE_S, "shutdown": False, "silent": False, **job}
+    return workers.run_workers(of, _with_deaths, body, args, dying, exit_codes=codes, **job)[0]
 
 
-def _until_let_go(rank: int, body: Callable[..., Any], args: tuple[Any, ...], of: int, dying: tuple[int, ...]) -> Any:
-    result = None
-    if rank == 0:
-        try:
-            result = body(*args)
-        finally:
-            for other in range(1, of):
-                if other not in dying:
-                    # It may leave before its answer does. A worker that has not heard fails by itself.
-                    with contextlib.suppress(RuntimeError):
-                        rpc.rpc_sync(f"worker{other}", let_go)
-    else:
-        assert _may_go.wait(PATIENCE_S), "not let go"
-    # A call that is still being answered has its time.
-    time.sleep(0.05)
-    rpc.shutdown(graceful=False)
+def _with_deaths(rank: int, body: Callable[..., Any], args: tuple[Any, ...], dying: tuple[int, ...]) -> Any:
+    result = body(*args) if rank == 0 else None
+    on_ucx = _is_on_ucx()
+    with pytest.raises(RuntimeError) as ended:
+        rpc.shutdown()
+    if on_ucx:
+        # TensorPipe's survivors serve too, but their errors name no worker.
+        assert all(f"lost worker 'worker{dead}'" in str(ended.value) for dead in dying), ended.value
     return result
 
 
-def let_go() -> None:
-    _may_go.set()
+def _is_on_ucx() -> bool:
+    return type(workers.agent()).__name__ == "UcxRpcAgent"
 
 
 def die() -> None:
@@ -100,7 +85,7 @@ def expect_death(call: torch.futures.Future[Any]) -> str | None:
     """Wait for the failure of a call of `die`; the name of the worker that it has killed, where the backend tells."""
     from torch_ucx_rpc.errors import WorkerLost
 
-    on_ucx = type(workers.agent()).__name__ == "UcxRpcAgent"
+    on_ucx = _is_on_ucx()
     with pytest.raises(WorkerLost if on_ucx else RuntimeError) as raised:
         call.wait()
     return raised.value.name if on_ucx else None
