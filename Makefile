@@ -157,6 +157,7 @@ fuzz: build/fuzz/wire_fuzzer ## Hostile bytes against the wire format's readers,
 
 soak: build $(VENV)/.extra-test ## Workers on virtual hosts, killed and cut off for MINUTES; needs root. A report in build/soak
 	@PYTHONPATH=tests:tests/support $(PY) -m soak --minutes $(MINUTES) $(if $(SEED),--seed $(SEED)) --report build/soak
+	@PYTHONPATH=tests:tests/support $(PY) -m soak.serving --minutes $(MINUTES) $(if $(SEED),--seed $(SEED))
 
 soak-training: build $(VENV)/.extra-test ## Trainers of one model, killed and started anew for MINUTES: all copies must stay equal
 	@PYTHONPATH=tests:tests/support $(PY) -m soak.training --minutes $(MINUTES) $(if $(SEED),--seed $(SEED))

@@ -91,7 +91,7 @@ def work(rank: int, backend: str, store: str, reports: Any, may_leave: Any) -> N
     train(rank, reports)
     # The last answers of this one may still be under way to others.
     may_leave.wait()
-    # A graceful shutdown would wait for all, or say who is missing.
+    # A graceful shutdown would end with an error that names the dead trainer.
     rpc.shutdown(graceful=False)
 
 

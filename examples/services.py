@@ -108,7 +108,7 @@ def work(rank: int, backend: str, store: str, both_callers: Any, is_over: Any, r
     else:
         call(name, both_callers, results)
         is_over.acquire()
-    # A graceful shutdown would wait for the one that is dead.
+    # A graceful shutdown would end with an error that names the dead worker.
     rpc.shutdown(graceful=False)
 
 

@@ -178,8 +178,8 @@ KINDS: dict[str, type[RpcError]] = {
     "unknown_worker": UnknownWorker,
     # "this RRef will never have a value: <cause>"; cause
     "rref_lost": RRefLost,
-    # "the workers cannot all come to the same point: <cause>"; "worker ... waited ... ms for all workers to come to the
-    # same point; missing: ..."; cause
+    # "the shutdown is over, but not all workers have come to it: <cause>"; "worker ... waited ... ms for all workers to
+    # come to the same point; missing: ..."; cause
     "barrier_failed": BarrierFailed,
     # "RPC cannot be used in a process that was forked from worker ..."
     "forked": ForkedProcess,

@@ -105,7 +105,9 @@ def keep(*rrefs: rpc.RRef) -> None:
 def shut_down_with_rrefs_of_the_dead(rank: int) -> float:
     if rank == 0:
         kept.extend(rpc.remote(f"worker{other}", echo, (torch.ones(3),)) for other in (1, 2))
-        rpc.rpc_sync("worker2", keep, (*kept, rpc.RRef(rank)))
+        for other in (1, 2):
+            # A reference that its owner passes to a worker is freed by that worker alone.
+            rpc.rpc_sync(f"worker{other}", keep, (*kept, rpc.RRef(rank)))
         failure_of(lambda: rpc.rpc_sync("worker1", die), WorkerLost)
     began = time.monotonic()
     assert_names_the_dead(failure_of(rpc.shutdown, BarrierFailed), [1])

@@ -38,6 +38,18 @@ MUTANTS = (
         ("BarrierTest",),
     ),
     Mutant(
+        "references-of-the-dead-are-not-released",
+        "    with _repeated_after_a_loss(agent._release_references, _DELETING_S):\n",
+        "    with contextlib.nullcontext():\n",
+        ("test_shutdown_does_not_wait_for_rrefs_of_the_dead",),
+    ),
+    Mutant(
+        "cpp-shutdowns-do-not-wait-for-calls",
+        "  for (int quietRounds = 0; quietRounds < 2;) {\n",
+        "  for (int quietRounds = 0; quietRounds < 0;) {\n",
+        ("test_calls_among_survivors_are_answered_before_shutdown_ends",),
+    ),
+    Mutant(
         "cpp-shutdowns-do-not-name-the-dead",
         "  if (lost) {\n    throw RpcFailure(\n",
         "  if (false && lost) {\n    throw RpcFailure(\n",

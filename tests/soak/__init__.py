@@ -15,5 +15,7 @@ it with an error.
 * ``_leftovers``   what they leave behind on their hosts
 * ``_report``      the same in words and numbers
 
+``serving`` runs after it: servers that wait in ``rpc.shutdown()`` while others die.
+
 ``make soak-training`` needs no root, and is in ``training``: trainers of one model that are killed and come back.
 """

@@ -83,7 +83,7 @@ def test_an_attribute_that_it_does_not_have_is_refused() -> None:
         ("out_of_resources", "could not receive ...", {**PS, "resource": "memory"}, errors.OutOfResources),
         ("unknown_worker", "could not find destination worker 'x'", {"name": "x"}, errors.UnknownWorker),
         ("rref_lost", "this RRef will never have a value: ...", {**PS, "cause": "..."}, errors.RRefLost),
-        ("barrier_failed", "the workers cannot all come ...", {"cause": LOST}, errors.BarrierFailed),
+        ("barrier_failed", "the shutdown is over, but not all workers ...", {"cause": LOST}, errors.BarrierFailed),
         ("forked", "RPC cannot be used in a process that was forked", {}, errors.ForkedProcess),
     ],
 )

@@ -22,7 +22,7 @@ from torch.distributed.rpc.internal import PythonUDF, RPCExecMode, _internal_rpc
 from torch_ucx_rpc import _agent, _start, errors
 from torch_ucx_rpc._native import _C
 from torch_ucx_rpc._options import UcxRpcBackendOptions, construct_options
-from torch_ucx_rpc._torch import arrays, barrier, exceptions, replace, sparse
+from torch_ucx_rpc._torch import arrays, exceptions, replace, shutdown, sparse
 
 # The functions of torch that `register` replaces, and that the replacements call.
 _torchs_wait_all_workers = api._wait_all_workers
@@ -143,7 +143,7 @@ def _wait_all_workers(timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
         # torch's own barrier follows, and finds all workers ready: programs and tests hook into its parts. It waits for
         # every worker that ever was, so it is left out when one has left or died before.
         if came == len(api._ALL_WORKER_NAMES):
-            barrier.wait(timeout or get_rpc_timeout())
+            shutdown.wait_all_workers(timeout or get_rpc_timeout())
         return
     _torchs_wait_all_workers(timeout)
 
@@ -151,7 +151,10 @@ def _wait_all_workers(timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
 def _delete_rrefs(timeout: timedelta | None = None) -> None:
     """Part of graceful shutdown: delete this worker's references to others' RRefs, and RRefs that only it holds."""
     agent = _agent.current
-    if timeout is None and agent is not None and not agent.is_static_group:
+    if timeout is None and agent is not None:
+        if agent.is_static_group:
+            shutdown.delete_rrefs(agent)
+            return
         # The group goes on, and its members may use RRefs of this worker without a limit.
         timeout = _RREFS_IN_USE
     _torchs_delete_rrefs(*([] if timeout is None else [timeout]))

@@ -326,6 +326,7 @@ void bindAgents(py::module_& module) {
           },
           py::arg("timeout"),
           NoGil())
+      .def("_release_references", [](const UcxRpcAgent& agent) { agent.orphans().releaseReferences(); }, NoGil())
       .def("_check_process", &UcxRpcAgent::checkProcess)
       .def(
           "_wait",

@@ -74,6 +74,9 @@ class UcxRpcAgent : public torch::distributed::rpc::RpcAgent, public std::enable
   Group& group() {
     return group_;
   }
+  const OrphanedState& orphans() const {
+    return orphans_;
+  }
   const Reports& reports() const {
     return reports_;
   }

@@ -24,6 +24,13 @@ constexpr auto kReleasePeriod = std::chrono::seconds(1);
 // How many passes after the last end look for everything.
 constexpr int kPasses = 10;
 
+// As if their holders had deleted them.
+void deleteForks(const std::vector<HeldFork>& forks, const RequestCallback& callback) {
+  for (const HeldFork& held : forks) {
+    callback(*rpc::RRefUserDelete(held.rref, held.fork).toMessage(), {});
+  }
+}
+
 void closeContexts(const std::vector<int64_t>& ids) {
   for (const int64_t id : ids) {
     DistAutogradContainer::getInstance().releaseContextIfPresent(id);
@@ -57,6 +64,12 @@ void OrphanedState::onPeerGone(Peer& peer) {
 void OrphanedState::closeContextsOfOthers() const {
   if (isTorchsAgent(agent_)) {
     closeContexts(orphanedContexts([this](int64_t id) { return contextRank(id) != self_; }));
+  }
+}
+
+void OrphanedState::releaseReferences() const {
+  if (isTorchsAgent(agent_)) {
+    deleteForks(heldForks(), callback_);
   }
 }
 
@@ -111,9 +124,7 @@ void OrphanedState::release(const Ranks& gone) {
       endHopelessWait(wait);
     }
     try {
-      for (const HeldFork& held : forks) {
-        callback_(*rpc::RRefUserDelete(held.rref, held.fork).toMessage(), {}); // as if the worker had deleted it
-      }
+      deleteForks(forks, callback_);
       closeContexts(contexts);
     } catch (const std::exception& error) {
       warn(std::string("could not release all that workers held which are gone: ") + error.what());

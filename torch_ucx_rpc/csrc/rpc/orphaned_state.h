@@ -50,6 +50,10 @@ class OrphanedState final : public PeerObserver {
   // tell a later one in this process that they are closed. To be called when no call begins any more.
   void closeContextsOfOthers() const;
 
+  // Releases all references to RRefs of this worker that are left, whoever holds them. For a shutdown in which a worker
+  // has died and the living have deleted their references: torch would wait for those of the dead.
+  void releaseReferences() const;
+
   // PeerObserver.
   void onPeerGone(Peer& peer) override;
 

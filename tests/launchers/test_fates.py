@@ -1,0 +1,61 @@
+"""What the shutdown of the others does when a worker ends: the table of docs/failure_model.md, row by row."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from workers import eventually
+
+pytestmark = pytest.mark.field
+
+PROGRAM = Path(__file__).parent / "programs" / "fate.py"
+OTHERS = ("worker0", "worker2")
+LAUNCHERS = {
+    "run": ("torch_ucx_rpc", "run", "-n", "3"),
+    "torchrun": ("torch.distributed.run", "--standalone", "--nproc-per-node", "3"),
+}
+LOST = "BarrierFailed: the shutdown is over, but not all workers have come to it: lost worker 'worker1'"
+LATE = "BarrierFailed: worker 'worker0' waited 4000 ms for all workers to come to the same point; missing: worker"
+# The beginning of what the shutdown of worker0 does, and the exit codes of `run` and of torchrun.
+FATES = {
+    "killed": (LOST, {"run": 128 + signal.SIGKILL, "torchrun": 1}),
+    "stopped": (LATE, {"run": 128 + signal.SIGKILL, "torchrun": 1}),
+    "never calls shutdown": (LATE, {"run": 128 + signal.SIGKILL, "torchrun": 1}),
+    "exception": ("returned", {"run": 1, "torchrun": 1}),
+    "sys.exit(3)": ("returned", {"run": 3, "torchrun": 1}),
+    "sys.exit()": ("returned", {"run": 0, "torchrun": 0}),
+    "Ctrl-C": ("KeyboardInterrupt", {"run": 128 + signal.SIGINT, "torchrun": 1}),
+}
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("fate", FATES)
+def test_fate_of_a_worker_and_the_shutdown_of_the_others(fate: str, launcher: str, tmp_path: Path) -> None:
+    expected, exit_codes = FATES[fate]
+    command = [sys.executable, "-m", *LAUNCHERS[launcher], str(PROGRAM), fate, str(tmp_path)]
+    with (tmp_path / "output").open("w") as output:
+        job = subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True)
+        try:
+            eventually(
+                lambda: all((tmp_path / f"{name}.shutdown").exists() for name in OTHERS),
+                "the others have ended their shutdown",
+                timeout=60,
+            )
+            if expected == LATE:
+                # The launcher waits for this worker as long as it lives.
+                assert job.poll() is None
+                os.kill(int((tmp_path / "worker1.pid").read_text()), signal.SIGKILL)
+            exit_code = job.wait(60)
+        finally:
+            if job.poll() is None:
+                os.killpg(job.pid, signal.SIGKILL)
+    said = {name: (tmp_path / f"{name}.shutdown").read_text() for name in OTHERS}
+    assert said["worker0"].startswith(expected), said
+    # Only the worker of the lowest rank knows which worker is missing.
+    assert said["worker2"].startswith(expected if expected != LATE else "BarrierFailed: worker 'worker2' waited"), said
+    assert exit_code == exit_codes[launcher], (tmp_path / "output").read_text()

@@ -1,0 +1,82 @@
+"""Parts of a graceful shutdown in which torch waits for every worker. These end where one is lost meanwhile."""
+
+# mypy: allow-untyped-calls
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch._C import _distributed_rpc
+from torch.distributed.rpc import api
+
+from torch_ucx_rpc._observe.lost import Gone, ended, subscribe
+
+_torchs_delete_rrefs = _distributed_rpc._delete_all_user_and_unforked_owner_rrefs
+
+_PERIOD_S = 0.01
+# How long the news of a loss may take after a call has failed by it, here or at a worker that has proceeded.
+_NEWS_S = 1.0
+# All living workers delete their references now. After so long, only the dead hold some.
+_DELETING_S = 1.0
+
+
+def wait_all_workers(timeout: float) -> None:
+    """Do what torch's ``_wait_all_workers`` does, and return early if a worker is lost meanwhile.
+
+    The loss is no error here: the agent's own barrier, which follows in ``join``, names the lost workers. Hence torch's
+    function itself, which would log the error, is not called.
+    """
+
+    def proceed() -> None:
+        for states in list(api._all_gather_sequence_id_to_states.values()):
+            states.proceed_signal.set()
+
+    # Again and again, since torch may be about to make the signal that it will wait for.
+    with _repeated_after_a_loss(proceed, 0) as is_lost:
+        try:
+            api._all_gather(None, timeout=timeout)
+        except (RuntimeError, AssertionError):
+            # The failed call may be known here before the loss.
+            if not is_lost.wait(_NEWS_S):
+                raise
+
+
+def delete_rrefs(agent: Any) -> None:
+    """Delete this worker's references to others' RRefs, and wait until its own RRefs are free.
+
+    torch waits 100 s for the references to this worker's RRefs that only a dead worker could delete.
+    """
+    with _repeated_after_a_loss(agent._release_references, _DELETING_S):
+        _torchs_delete_rrefs()
+
+
+@contextlib.contextmanager
+def _repeated_after_a_loss(act: Callable[[], None], delay: float) -> Iterator[threading.Event]:
+    """Call ``act`` on a thread, over and over, from ``delay`` seconds after a loss on.
+
+    Yields an event that says whether a worker is lost.
+    """
+    is_lost, is_over = threading.Event(), threading.Event()
+
+    def repeat() -> None:
+        if not is_over.wait(delay):
+            act()
+            while not is_over.wait(_PERIOD_S):
+                act()
+
+    def on_gone(gone: Gone) -> None:
+        if gone.failed and not is_lost.is_set():
+            is_lost.set()
+            threading.Thread(target=repeat, name="torch_ucx_rpc_shutdown", daemon=True).start()
+
+    unsubscribe = subscribe(on_gone)
+    try:
+        for gone in ended():
+            on_gone(gone)
+        yield is_lost
+    finally:
+        is_over.set()
+        unsubscribe()
