@@ -49,7 +49,7 @@ PY := $(VENV)/bin/python
 export PATH := $(abspath $(VENV))/bin:$(PATH)
 PIP := $(PY) -m pip --disable-pip-version-check
 NEEDS := tools/build_environment.py requirements
-# How each test fared, for tools/check_tests.py.
+# How each test ended, for tools/every_file_ran.py.
 REPORTS := build/reports
 # The tests wait more than they compute, so that two at a time take half as long, on two cores too.
 PYTEST := $(PY) -m pytest --numprocesses $(JOBS) --dist worksteal
@@ -60,12 +60,13 @@ LIBRARIES ?= tests/libraries
 ENVIRONMENT := $(VENV)/.torch-$(TORCH)-$(or $(UCX),wheel)
 EDITABLE := $(VENV)/.editable-$(TORCH)-$(or $(UCX),wheel)
 
-.PHONY: help build test test-cpp test-light-cpp test-python test-field test-libraries test-examples test-conformance conformance
-.PHONY: conformance-cuda fuzz soak soak-training verbs matrix fresh bench demo bench-record docs
-.PHONY: mutants gpu-prepare gpu-check gpu-rehearse sanitize sanitize-light lint tidy format wheel wheels sdist index clean distclean
+.PHONY: help build demo test test-cpp test-light-cpp test-python test-tooling test-libraries test-examples test-launchers
+.PHONY: test-conformance conformance conformance-cuda nightly test-field sanitize sanitize-light soak soak-training fuzz
+.PHONY: mutants verbs matrix fresh gpu-prepare gpu-check gpu-rehearse bench bench-record docs lint tidy format
+.PHONY: wheel wheels sdist index clean distclean
 
 help: ## List the verbs
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' Makefile
 
 build: $(ENVIRONMENT) ## Make .venv with torch and UCX, compile, install the package into it
 	@$(PY) setup.py --quiet build_ext --inplace
@@ -102,10 +103,10 @@ ctest --test-dir $$directory --output-on-failure --no-tests=error --parallel $$(
   --output-junit $(abspath $(REPORTS))/$(2).xml $(3)
 endef
 
-test: build ## Python tests, and those C++ tests that use nothing of torch's; the second run whatever the first find
+test: build ## Test the package: the Python tests, and the C++ tests that compile without torch's headers
 	@$(MAKE) --no-print-directory --keep-going test-light-cpp test-python
 
-test-cpp: build ## All C++ tests: for who changes C++. Those with torch's headers take minutes to compile
+test-cpp: build ## All C++ tests: run them after a change to C++. They take minutes to compile
 	@$(call run-cpp-tests,cpp_tests,ctest)
 
 test-light-cpp: build
@@ -114,20 +115,33 @@ test-light-cpp: build
 test-python: build $(VENV)/.extra-test
 	@$(PYTEST) -m "not field" --junit-xml=$(REPORTS)/pytest.xml
 
-test-field: build $(VENV)/.extra-test ## Python tests that need launchers, minutes or much memory; root, or most are skipped
-	@$(PY) -m pytest -m field --junit-xml=$(REPORTS)/field.xml
+test-tooling: build $(VENV)/.extra-test ## Tests of the project's own tools, pages and layers
+	@$(PYTEST) tests/tooling -m "not field" --junit-xml=$(REPORTS)/tooling.xml
 
-test-libraries: build $(VENV)/.extra-test ## Tests of the libraries on top: services, reduction, pipelines, checkpoints
+test-libraries: build $(VENV)/.extra-test ## Tests of the libraries: services, reduction, pipelines, checkpoints
 	@$(PYTEST) $(LIBRARIES) --junit-xml=$(REPORTS)/libraries.xml
 
 test-examples: build $(VENV)/.extra-test ## The examples and the tutorials, run as their pages say
 	@$(PYTEST) tests/examples --junit-xml=$(REPORTS)/examples.xml
 
+test-launchers: build $(VENV)/.extra-test ## Jobs under Slurm, Open MPI, MPICH and torchrun, on virtual hosts; needs root
+	@$(PY) -m pytest tests/launchers -m "not field" --junit-xml=$(REPORTS)/launchers.xml
+
 test-conformance: build $(VENV)/.extra-test ## PyTorch's own RPC suites
 	@$(PYTEST) tests/conformance --rpc-backend $(BACKEND) --junit-xml=$(REPORTS)/conformance.xml
 
-conformance: ## The same RUNS times, for the page docs/conformance.md
-conformance-cuda: ## Those of PyTorch's suites that need GPUs, for the same page
+# Each of these verbs runs whatever the others find. The soaks and the fuzzer run longer than by themselves. The mutants
+# take hours: nightly.yml has a machine of their own for them.
+nightly: build ## The checks that take too long for CI: test-field, sanitize, the soaks, fuzz, gpu-rehearse
+	@$(MAKE) --no-print-directory --keep-going MINUTES=10 FUZZ_SECONDS=600 $(NIGHTLY)
+
+NIGHTLY := test-field sanitize soak soak-training fuzz gpu-rehearse
+
+test-field: build $(VENV)/.extra-test $(VENV)/.extra-docs ## Python tests that need minutes or much memory; some need root and launchers
+	@$(PY) -m pytest tests/unit tests/e2e tests/tooling tests/launchers -m field --junit-xml=$(REPORTS)/field.xml
+
+conformance: ## The same suites RUNS times, for the page docs/conformance.md
+conformance-cuda: ## PyTorch's suites that need GPUs, for the same page
 conformance: SUITES := tests/conformance
 conformance-cuda: SUITES := tests/conformance/test_cuda_suites.py --cuda
 conformance conformance-cuda: build $(VENV)/.extra-test
@@ -175,7 +189,7 @@ mutants: build $(VENV)/.extra-test ## Bugs put into a copy of the sources, in Py
 sanitize: ## C++ tests under AddressSanitizer and UBSan, and again under ThreadSanitizer
 	@$(MAKE) --no-print-directory --keep-going sanitize-address sanitize-thread
 
-sanitize-light: ## Those C++ tests that use nothing of torch's, under AddressSanitizer and UBSan: minutes
+sanitize-light: ## The C++ tests that compile without torch's headers, under AddressSanitizer and UBSan: minutes
 	@$(MAKE) --no-print-directory sanitize-address \
 	  SANITIZED=light_cpp_tests CTEST="--label-regex light --output-junit $(abspath $(REPORTS))/sanitize.xml"
 

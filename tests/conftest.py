@@ -38,7 +38,7 @@ def pytest_configure(config: pytest.Config) -> None:
     for message in workers.ACCEPTED_WARNINGS:
         config.addinivalue_line("filterwarnings", f"ignore:{message}")
     config.addinivalue_line("filterwarnings", f"ignore:::{workers.FOREIGN_MODULES}")
-    config.addinivalue_line("markers", "field: needs launchers, minutes or much memory; make test-field")
+    config.addinivalue_line("markers", "field: takes minutes or much memory; make test-field runs it, CI does not")
     config.addinivalue_line("markers", "gpu: needs a GPU, and is skipped without one")
     config.addinivalue_line("markers", "ucx_only: states something that holds on UCX and not on TensorPipe")
 

@@ -194,11 +194,11 @@ class Check(Supervisor):
     # ---- Rehearsed without a GPU ------------------------------------------------------------------------------------
 
     def few_tests(self) -> dict[str, Any]:
-        return self.pytest("-n", "2", "tests/unit/test_perftest_output.py")
+        return self.pytest("-n", "2", "tests/unit/test_latencies.py")
 
     def cpu_tests(self) -> dict[str, Any]:
         """In the place of those for GPUs; test_cuda.py is collected too."""
-        files = [f"tests/e2e/test_{name}.py" for name in ("calls", "cuda", "harness", "rrefs", "tensors")]
+        files = [f"tests/e2e/test_{name}.py" for name in ("calls", "cuda", "rrefs", "tensors")]
         return self.pytest("-n", "2", *files)
 
     def cpu_benchmark(self) -> dict[str, Any]:

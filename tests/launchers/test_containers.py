@@ -18,8 +18,6 @@ from labs import Container, VirtualHost, VirtualHosts, limits, needs_virtual_hos
 
 from ._reports import ENVIRON, EXCHANGE, LOST_MEMORY, PYTHON, WITHOUT
 
-pytestmark = pytest.mark.field
-
 TIMEOUT_S = 150.0
 
 # Without a name, as images that are made for Kubernetes or OpenShift run.
@@ -124,27 +122,32 @@ def test_with_dockers_defaults_workers_share_memory(node: VirtualHost) -> None:
     assert list(lanes["worker0"].values()) == [IN_SHARED_MEMORY] * 2
 
 
+@pytest.mark.field
 def test_where_no_process_may_read_anothers_memory_they_share_memory_all_the_same(node: VirtualHost) -> None:
     forbidden = "process_vm_readv,process_vm_writev"
     lanes = run_in_one(node, Container(capabilities=()), 2, WITHOUT, forbidden, EXCHANGE)
     assert lanes["worker0"] == {"worker1": IN_SHARED_MEMORY}
 
 
+@pytest.mark.field
 def test_with_no_network_but_the_loopback_interface_they_share_memory(node: VirtualHost) -> None:
     # As `docker run --network none` for code that nobody trusts.
     assert run_in_one(node, Container(network="none"), 2, EXCHANGE)["worker0"] == {"worker1": IN_SHARED_MEMORY}
 
 
+@pytest.mark.field
 def test_a_tensor_may_be_larger_than_dev_shm(node: VirtualHost) -> None:
     container = Container(shm_mib=64)
     assert run_in_one(node, container, 2, EXCHANGE, "192")["worker0"] == {"worker1": IN_SHARED_MEMORY}
 
 
+@pytest.mark.field
 def test_a_user_without_a_name_or_capabilities_on_files_that_nobody_can_write(node: VirtualHost) -> None:
     container = Container(user=NOBODY, capabilities=(), read_only=True)
     assert run_in_one(node, container, 2, EXCHANGE)["worker0"] == {"worker1": IN_SHARED_MEMORY}
 
 
+@pytest.mark.field
 def test_half_a_processor_is_slow_and_loses_nobody(node: VirtualHost) -> None:
     with limits(cpus=0.5) as cgroups:
         lanes = run_in_one(node, Container(cgroups=cgroups), 2, EXCHANGE)
@@ -167,6 +170,7 @@ def test_stopping_a_container_ends_the_job_of_the_launcher_in_it(node: VirtualHo
 # ---- One container for each worker -----------------------------------------------------------------------------------
 
 
+@pytest.mark.field
 # Both workers are number 1 in their containers, or the number of neither is one in the other.
 @pytest.mark.parametrize("numbers", [{}, {"init": True, "first_pid": 400}], ids=["same pid", "other pid"])
 @pytest.mark.parametrize("ipc", ["private", "host"])
@@ -176,23 +180,27 @@ def test_two_containers_of_a_host_reach_each_other_by_tcp(node: VirtualHost, ipc
         assert_only_tcp(lanes_of(ends_of(programs)))
 
 
+@pytest.mark.field
 def test_two_containers_that_see_each_others_processes_share_memory(node: VirtualHost) -> None:
     with worker_in_each([(node, Container(ipc="host", pid="host"))] * 2, EXCHANGE) as programs:
         lanes = lanes_of(ends_of(programs))
     assert lanes == {"worker0": {"worker1": IN_SHARED_MEMORY}, "worker1": {"worker0": IN_SHARED_MEMORY}}
 
 
+@pytest.mark.field
 def test_a_tensor_may_be_larger_than_dev_shm_between_containers_too(node: VirtualHost) -> None:
     with worker_in_each([(node, Container(shm_mib=64))] * 2, EXCHANGE, "192") as programs:
         assert_only_tcp(lanes_of(ends_of(programs)))
 
 
+@pytest.mark.field
 def test_containers_whose_names_nobody_can_resolve(node: VirtualHost) -> None:
     containers = [(node, Container(hostname=name)) for name in ("3f2a9c0b11d7", "train-1")]
     with worker_in_each(containers, EXCHANGE) as programs:
         assert_only_tcp(lanes_of(ends_of(programs)))
 
 
+@pytest.mark.field
 # Two with hostNetwork on the first node, and two on the others, whose networks are theirs alone.
 @pytest.mark.parametrize("ipc", ["private", "host"])
 def test_pods_with_and_without_the_network_of_their_node(hosts: VirtualHosts, ipc: str) -> None:
@@ -203,6 +211,7 @@ def test_pods_with_and_without_the_network_of_their_node(hosts: VirtualHosts, ip
     assert_only_tcp(lanes)
 
 
+@pytest.mark.field
 # UCX's shared memory is open to one user alone, and it does not fall back.
 def test_containers_of_several_users_that_see_each_others_processes(node: VirtualHost) -> None:
     containers = [(node, Container(ipc="host", pid="host", user=user)) for user in (NOBODY, NOBODY + 1)]
@@ -213,6 +222,7 @@ def test_containers_of_several_users_that_see_each_others_processes(node: Virtua
 # ---- Beyond the limits -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.field
 def test_the_launcher_tells_of_a_worker_that_the_kernel_killed_for_its_memory(node: VirtualHost) -> None:
     with limits(memory_mib=1024) as cgroups, job_in_one(node, Container(cgroups=cgroups), 2, LOST_MEMORY) as job:
         [(code, _, errors)] = ends_of([job])
@@ -220,6 +230,7 @@ def test_the_launcher_tells_of_a_worker_that_the_kernel_killed_for_its_memory(no
     assert re.search(r"worker1 \(pid \d+ on n1\) ended with SIGKILL", errors), errors
 
 
+@pytest.mark.field
 # With the processes of the other in sight, and without any means to wait for their end but to ask for signs of life.
 @pytest.mark.parametrize("program", [[LOST_MEMORY], [WITHOUT, "pidfd_open", LOST_MEMORY]], ids=["", "no pidfd"])
 @pytest.mark.parametrize("sees", ["private", "host"])

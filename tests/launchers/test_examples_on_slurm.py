@@ -12,24 +12,27 @@ from labs import SlurmCluster
 
 from .test_recipes import follow, install
 
-pytestmark = pytest.mark.field
-
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
+RUNS = [
+    ("actors", "--rounds 1 --steps 8", r"2 actors sent \d+ MiB of frames", ()),
+    ("digits", "--backend ucx", r"test accuracy", ("sklearn", "tqdm")),
+    ("elastic", "", r"120 tasks are done: ", ()),
+    ("inference", "--requests 20", r"40 requests in \d+ batches", ()),
+    ("native_server", "--updates 20", r"40 of 40 updates were applied", ("numba",)),
+    ("parameter_server", "--steps 2", r"trainer3: loss ", ()),
+    ("pipeline", "", r"test accuracy: ", ("sklearn", "tqdm")),
+    ("reduction", "", r"with trainer2 killed +loss ", ("matplotlib", "sklearn", "tqdm")),
+    ("services", "", r"caller1: 400 calls answered", ()),
+]
+
+
+# CI runs the shortest one.
 @pytest.mark.parametrize(
     ("name", "options", "line", "modules"),
-    [
-        ("actors", "--rounds 1 --steps 8", r"2 actors sent \d+ MiB of frames", ()),
-        ("digits", "--backend ucx", r"test accuracy", ("sklearn", "tqdm")),
-        ("elastic", "", r"120 tasks are done: ", ()),
-        ("inference", "--requests 20", r"40 requests in \d+ batches", ()),
-        ("native_server", "--updates 20", r"40 of 40 updates were applied", ("numba",)),
-        ("parameter_server", "--steps 2", r"trainer3: loss ", ()),
-        ("pipeline", "", r"test accuracy: ", ("sklearn", "tqdm")),
-        ("reduction", "", r"with trainer2 killed +loss ", ("matplotlib", "sklearn", "tqdm")),
-        ("services", "", r"caller1: 400 calls answered", ()),
-    ],
+    [pytest.param(*run, marks=() if run[0] == "inference" else pytest.mark.field) for run in RUNS],
+    ids=[name for name, *_ in RUNS],
 )
 def test_an_example_runs_by_the_command_of_its_page(
     slurm: SlurmCluster, tmp_path: Path, name: str, options: str, line: str, modules: tuple[str, ...]
@@ -53,5 +56,4 @@ def page(name: str) -> str:
 
 
 def test_every_example_is_run() -> None:
-    [parameters] = (mark for mark in test_an_example_runs_by_the_command_of_its_page.pytestmark if mark.args)
-    assert [name for name, *_ in parameters.args[1]] == sorted(file.stem for file in EXAMPLES.glob("*.py"))
+    assert [name for name, *_ in RUNS] == sorted(file.stem for file in EXAMPLES.glob("*.py"))

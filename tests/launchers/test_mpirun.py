@@ -12,8 +12,6 @@ from labs import VirtualHosts, needs, needs_mpi4py, needs_virtual_hosts
 
 from ._reports import BESIDE_MPI, ENVIRON, MEET, PYTHON, assert_all_called
 
-pytestmark = pytest.mark.field
-
 NAMES = ["worker0", "worker1", "worker2"]
 ON = ["n1", "n2", "n3"]
 
@@ -59,6 +57,7 @@ def mpich_in_pid_namespaces_with_the_proc_of_the_host(*arguments: str) -> list[s
     return mpich(*arguments[:2], "unshare", "--pid", "--fork", "sh", "-c", '"$@"; exit $?', "-", *arguments[2:])
 
 
+@pytest.mark.field
 def test_a_worker_that_cannot_see_its_mpirun_says_what_to_set() -> None:
     closing = "import subprocess, sys; sys.exit(subprocess.run(sys.argv[1:]).returncode)"
     done = run(mpich_in_pid_namespaces("-n", "2", PYTHON, "-c", closing, PYTHON, MEET))
@@ -69,7 +68,12 @@ def test_a_worker_that_cannot_see_its_mpirun_says_what_to_set() -> None:
 
 @pytest.mark.parametrize(
     "mpirun",
-    [open_mpi, mpich, mpich_in_pid_namespaces, mpich_in_pid_namespaces_with_the_proc_of_the_host],
+    [
+        open_mpi,
+        mpich,
+        pytest.param(mpich_in_pid_namespaces, marks=pytest.mark.field),
+        pytest.param(mpich_in_pid_namespaces_with_the_proc_of_the_host, marks=pytest.mark.field),
+    ],
 )
 def test_two_jobs_at_the_same_time_on_a_host_do_not_meet(mpirun) -> None:
     commands = [mpirun("-n", "2", PYTHON, MEET) for _ in range(2)]
@@ -84,6 +88,7 @@ def test_two_jobs_at_the_same_time_on_a_host_do_not_meet(mpirun) -> None:
 UCX_IN_OPEN_MPI = ["--mca", "pml", "ucx", "--mca", "pml_ucx_tls", "any", "--mca", "pml_ucx_devices", "any"]
 
 
+@pytest.mark.field
 def test_open_mpi_shares_the_ucx_of_this_package(hosts: VirtualHosts) -> None:
     needs_mpi4py("openmpi")
     done = run(open_mpi_over(hosts, *UCX_IN_OPEN_MPI, PYTHON, MEET), on=hosts)
@@ -91,6 +96,7 @@ def test_open_mpi_shares_the_ucx_of_this_package(hosts: VirtualHosts) -> None:
     assert_all_called(done.stdout, NAMES, on=ON)
 
 
+@pytest.mark.field
 def test_an_mpi4py_for_another_mpi_is_explained(hosts: VirtualHosts) -> None:
     needs_mpi4py("openmpi")
     done = run(mpich_over(hosts, "-genv", "MPI4PY_MPIABI", "openmpi", PYTHON, MEET), on=hosts)
@@ -123,15 +129,18 @@ def assert_both_worked(done: subprocess.CompletedProcess[str]) -> None:
     ]
 
 
+@pytest.mark.field
 @pytest.mark.parametrize("kind", ["open mpi", "open mpi over ucx", "mpich"])
 def test_mpi_that_is_started_after_rpc_works_beside_it(kind: str, tmp_path: Path) -> None:
     assert_both_worked(beside(kind, tmp_path, first="rpc"))
 
 
+@pytest.mark.field
 def test_open_mpi_that_does_not_use_ucx_may_be_started_before_rpc(tmp_path: Path) -> None:
     assert_both_worked(beside("open mpi", tmp_path, first="mpi"))
 
 
+@pytest.mark.field
 @pytest.mark.parametrize("kind", ["open mpi over ucx", "mpich"])
 def test_mpi_that_has_loaded_an_older_ucx_before_is_refused_with_a_cure_that_works(kind: str, tmp_path: Path) -> None:
     refused = beside(kind, tmp_path, first="mpi")

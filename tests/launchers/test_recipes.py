@@ -17,8 +17,6 @@ from workers import eventually, reserved_port
 
 from ._reports import ENVIRON, MEET, assert_all_called
 
-pytestmark = pytest.mark.field
-
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "deployment.md").read_text(encoding="utf-8")
 
 THREE = ["worker0", "worker1", "worker2"]
@@ -128,14 +126,20 @@ def test_slurm(place: Path, slurm: SlurmCluster) -> None:
     assert_all_called(done.stdout, ["ps0", "trainer0", "trainer1", "trainer2"])
 
 
-@pytest.mark.parametrize("number", [0, 1, 2, 3], ids=["one host", "variable", "mpi4py", "file"])
+@pytest.mark.parametrize(
+    "number",
+    [0, pytest.param(1, marks=pytest.mark.field), 2, pytest.param(3, marks=pytest.mark.field)],
+    ids=["one host", "variable", "mpi4py", "file"],
+)
 def test_open_mpi(place: Path, hosts: VirtualHosts, number: int) -> None:
     done = follow(recipes("Open MPI")[number], place, mpi(place, "openmpi", hosts), run=hosts.head.run)
     assert done.returncode == 0, done.stderr
     assert_all_called(done.stdout, THREE, on=None if number == 0 else ON_THREE)
 
 
-@pytest.mark.parametrize("number", [0, 1, 2], ids=["one host", "variables", "mpi4py"])
+@pytest.mark.parametrize(
+    "number", [0, pytest.param(1, marks=pytest.mark.field), 2], ids=["one host", "variables", "mpi4py"]
+)
 def test_mpich(place: Path, hosts: VirtualHosts, number: int) -> None:
     done = follow(recipes("MPICH")[number], place, mpi(place, "mpich", hosts), run=hosts.head.run)
     assert done.returncode == 0, done.stderr

@@ -14,8 +14,6 @@ from _torch_ucx_rpc_cli import ExitCode
 
 from ._reports import ENVIRON, FAIL_ONCE, MEET, PYTHON, assert_all_called
 
-pytestmark = pytest.mark.field
-
 TORCHRUN = [PYTHON, "-m", "torch.distributed.run"]
 
 
@@ -63,6 +61,7 @@ def test_torchrun_on_two_hosts_with_a_role(hosts: VirtualHosts) -> None:
     assert_all_called("".join(output for _, output in ends), names, on=["n1", "n1", "n2", "n2"])
 
 
+@pytest.mark.field
 def test_torchrun_starts_a_job_again_whose_worker_has_failed() -> None:
     command = [*TORCHRUN, "--standalone", "--nproc-per-node", "2", "--max-restarts", "1", FAIL_ONCE]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
@@ -81,6 +80,7 @@ def test_our_launcher_on_two_hosts_with_roles_over_both(hosts: VirtualHosts) -> 
     assert_all_called("".join(output for _, output in ends), names, on=["n1", "n1", "n2", "n2"])
 
 
+@pytest.mark.field
 def test_a_failure_on_one_host_ends_the_job_on_both_and_both_show_it(hosts: VirtualHosts) -> None:
     program = ["-c", "import os, sys, time; time.sleep(600 if os.environ['RANK'] != '3' else 0); sys.exit('the cause')"]
     begin = time.monotonic()
@@ -93,6 +93,7 @@ def test_a_failure_on_one_host_ends_the_job_on_both_and_both_show_it(hosts: Virt
         assert output.splitlines()[-1] == "the cause"
 
 
+@pytest.mark.field
 def test_a_failure_on_one_host_starts_the_job_again_on_both(hosts: VirtualHosts) -> None:
     program = [
         "-c",
@@ -108,6 +109,7 @@ def test_a_failure_on_one_host_starts_the_job_again_on_both(hosts: VirtualHosts)
             assert f"rank {rank} attempt 1" in output
 
 
+@pytest.mark.field
 def test_a_job_on_two_hosts_forms_anew_after_a_restart(hosts: VirtualHosts) -> None:
     def command(number: int) -> list[str]:
         meeting = ["--nnodes", "2", "--node-rank", str(number), "--rdzv", "n1:29500"]
@@ -119,6 +121,7 @@ def test_a_job_on_two_hosts_forms_anew_after_a_restart(hosts: VirtualHosts) -> N
         assert f"{rank} is through, in attempt 1" in output
 
 
+@pytest.mark.field
 def test_roles_that_do_not_fit_all_hosts_are_refused_on_both(hosts: VirtualHosts) -> None:
     ends = run_on_two(hosts, lambda number: torch_ucx_rpc_run(number, "--role", "ps=3", "-c", "pass"))
     for code, output in ends:

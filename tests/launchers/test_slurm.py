@@ -13,8 +13,6 @@ from workers import eventually
 
 from ._reports import FAIL, MEET, PYTHON, PYTHON_PATH, assert_all_called
 
-pytestmark = pytest.mark.field
-
 
 def srun(slurm: SlurmCluster, *arguments: str) -> subprocess.CompletedProcess[str]:
     return slurm.run(["srun", *arguments], env=PYTHON_PATH, timeout=120)
@@ -26,6 +24,7 @@ def test_srun_over_nodes_that_do_not_follow_each_other(slurm: SlurmCluster) -> N
     assert_all_called(done.stdout, ["worker0", "worker1", "worker2"], on=["n1", "n3", "n4"])
 
 
+@pytest.mark.field
 def test_a_batch_script_with_two_steps_at_the_same_time_on_the_same_nodes(slurm: SlurmCluster, tmp_path: Path) -> None:
     script = tmp_path / "job.sh"
     # Different numbers of tasks on the nodes; and the script itself is no task.
@@ -48,6 +47,7 @@ touch {tmp_path}/over
     assert re.search(r"within job \d+ of Slurm but no task of it: start it with srun", said)
 
 
+@pytest.mark.field
 def test_a_heterogeneous_step_whose_first_task_is_not_on_the_first_node_of_its_list(slurm: SlurmCluster) -> None:
     done = srun(slurm, "-w", "n4", "-n", "1", PYTHON, MEET, ":", "-w", "n[1-2]", "-n", "2", PYTHON, MEET)
     assert done.returncode == 0, done.stderr
@@ -61,6 +61,7 @@ def test_with_k_a_killed_task_ends_the_others(slurm: SlurmCluster) -> None:
     assert "task 1: Killed" in done.stderr
 
 
+@pytest.mark.field
 def test_without_k_those_that_called_a_killed_task_name_it_and_end(slurm: SlurmCluster) -> None:
     done = srun(slurm, "--kill-on-bad-exit=0", "-N", "3", "-n", "3", PYTHON, FAIL, "kill")
     assert done.returncode != 0

@@ -7,12 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from soak._crew import Sample
 from soak._journal import ENTRY, KINDS, Step
 from soak._judgement import _MAY_NOT_PARSE_TWICE, Judgement, judge, what_did_not_happen
 from soak._libraries import Ledger, LostUpdate
-from soak._payload import _KINDS, Payload
-from soak._report import memory_of
 
 LIMIT = 4.0
 BEGUN, EXECUTED, ANSWERED, FAILED = Step
@@ -68,21 +65,6 @@ def test_a_call_that_is_lost_or_doubled_is_a_finding(steps: tuple[Step, ...], fi
     assert [found.what for found in judged(entries(*((1, step) for step in steps))).findings] == [finding]
 
 
-def test_what_nobody_can_count_need_not_be_executed() -> None:
-    assert judged(entries((1, BEGUN), (1, ANSWERED), kind="builtin")).findings == []
-
-
-def test_calls_of_the_dead_need_not_end() -> None:
-    kill = {"what": "kill", "at": 11.0, "name": "worker1", "life": "1.0"}
-    calls = entries((1 << 56, BEGUN))
-    assert judged(calls, timeline=(kill,)).findings == []
-    assert [found.what for found in judged(calls).findings] == ["neither answered nor failed"]
-
-
-def test_a_wrong_answer_is_a_finding() -> None:
-    assert [found.what for found in judged(failures=(event(0, "wrong", 10.0, error="?"),)).findings] == ["wrong answer"]
-
-
 KILL = {"what": "kill", "at": 9.9, "name": "worker1", "life": "1.0"}
 CUT = {"what": "cut", "at": 9.0, "until": 11.0, "host": "b"}
 CUT_OFF = {"what": "cut off", "at": 3.0, "parted": 5.0, "until": 9.5, "host": "b"}
@@ -134,54 +116,6 @@ def test_a_failure_needs_a_reason(failed: Any, timeline: tuple[dict[str, Any], .
     judgement = judged(failures=(failed,), timeline=timeline, members=SUCCESSOR)
     assert judgement.reasons == {reason: 1}
     assert len(judgement.findings) == (reason == "unexplained")
-
-
-LONG_STOP = {**CUT_OFF, "what": "long stop", "host": "c"}
-
-
-@pytest.mark.parametrize("what", ["wrong", "failed"])
-@pytest.mark.parametrize(
-    ("kind", "at", "is_excused"),
-    [("name", 10.0, True), ("name", 4.9, False), ("name", 20.0, False), ("rref", 10.0, False)],
-)
-def test_while_a_host_is_parted_two_workers_may_decide_on_names(
-    what: str, kind: str, at: float, is_excused: bool
-) -> None:
-    seen = event(0, what, at, kind=kind, began=at - 0.1, error="WrongAnswer: 'seat 1' is of 2.0 0")
-    back = tuple(joined(2, 10.5, "c", generation=1))
-    judgement = judged(failures=(seen,), timeline=(LONG_STOP,), members=back)
-    assert bool(judgement.findings) != is_excused
-    expected = {"two workers decided on names; a host was parted from the others: long stop": 1}
-    assert (judgement.reasons == expected) == is_excused
-
-
-REPLACED = (
-    "RRefLost: RRef creation via rpc.remote() timed out (or the RRef's owner is gone and another worker has its rank)"
-)
-
-
-@pytest.mark.parametrize(("at", "is_excused"), [(10.0, True), (9.0, False), (20.0, False)])
-def test_an_rref_may_be_lost_with_an_owner_that_was_replaced(at: float, is_excused: bool) -> None:
-    judgement = judged(failures=(failure(at, REPLACED),), timeline=(KILL,), members=SUCCESSOR)
-    assert judgement.reasons == {"the owner of an RRef was replaced" if is_excused else "unexplained": 1}
-
-
-NOT_RUNNING = "ShutDown: RPC is not running on worker 'worker1': it has been shut down, so nothing can be sent"
-
-
-@pytest.mark.parametrize(("at", "reason"), [(10.0, "a host had ended"), (9.0, "unexplained"), (20.0, "unexplained")])
-def test_a_worker_that_has_left_is_no_host(at: float, reason: str) -> None:
-    leaving = event(1, "leaving", 9.5)
-    assert judged(failures=(failure(at, NO_HOST),), members=(leaving, *SUCCESSOR)).reasons == {reason: 1}
-
-
-@pytest.mark.parametrize(
-    ("at", "reason"), [(10.0, "it left"), (9.0, "unexplained"), (20.0, "unexplained")], ids=["then", "before", "later"]
-)
-def test_a_handler_of_a_worker_that_leaves_may_fail(at: float, reason: str) -> None:
-    leaving = event(1, "leaving", 9.5)
-    judgement = judged(failures=(failure(at, NOT_RUNNING),), members=(leaving, *SUCCESSOR))
-    assert judgement.reasons == {reason: 1}
 
 
 TAKEN = "the name 'seat 1' is taken: it is a value of worker 'worker1' (rank 1); choose another name"
@@ -247,24 +181,6 @@ def test_a_push_that_is_lost_or_doubled_is_told_by_its_number() -> None:
 
 
 @pytest.mark.parametrize(
-    ("seconds", "mib_per_second", "is_flat"),
-    [
-        (600, 0, True),
-        (600, 0.25, False),
-        # In one minute, in which caches fill, only what is more than that.
-        (60, 0.5, True),
-        (60, 4, False),
-    ],
-)
-def test_memory_that_leaks_is_not_flat(seconds: int, mib_per_second: float, is_flat: bool) -> None:
-    under_way = np.random.default_rng(1).integers(0, 200 << 20, seconds * 2)
-    times = np.arange(under_way.size) / 2
-    resident = (400 << 20) + under_way + (times * mib_per_second * 2**20).astype(int)
-    samples = [Sample(*values, 1, 1) for values in zip(times.tolist(), resident.tolist(), strict=True)]
-    assert memory_of("w", samples).is_flat == is_flat
-
-
-@pytest.mark.parametrize(
     ("answered", "happened", "minutes", "findings"),
     [
         ({"rpc_sync": 10, "nested": 10}, {"kill": 1, "cut": 3}, 1, []),
@@ -279,14 +195,3 @@ def test_a_run_in_which_little_happens_proves_nothing(
 ) -> None:
     found = what_did_not_happen(answered, happened, ("kill", "cut"), minutes)
     assert [example for finding in found for example in finding.examples] == findings
-
-
-@pytest.mark.parametrize("kind", _KINDS)
-def test_a_payload_is_told_from_its_neighbours(kind: str) -> None:
-    for nbytes in (0, 64, 1 << 16):
-        payload = Payload(kind, nbytes, 128)
-        assert payload.differs_from(payload.make()) == ""
-        if nbytes:
-            assert payload.differs_from(payload._replace(offset=192).make())
-            assert payload.differs_from(payload._replace(nbytes=nbytes * 2).make())
-    assert payload.differs_from(None)

@@ -120,11 +120,6 @@ def test_the_tests_mirror_the_folders():
     assert not strays
 
 
-def test_a_folder_without_tests_is_found():
-    assert missing_mirrors({"base", "wire"}, {"wire", "agent"}) == ({"base"}, {"agent"})
-    assert missing_mirrors({"base"}, {"base"}) == (set(), set())
-
-
 HEADERS = {
     "base/error.h",
     "wire/header.h",
@@ -146,32 +141,14 @@ HEADERS = {
     ("file", "include", "sentence"),
     [
         ("base/a.h", '"wire/header.h"', "files of base may include only: base."),
-        ("memory/a.h", '"wire/header.h"', "files of memory may include only: base, memory."),
-        ("wire/a.h", '"memory/host_pool.h"', "files of wire may include only: base, wire."),
         ("wire/a.h", '"rpc/agent.h"', "files of wire may include only: base, wire."),
-        ("wire/a.cpp", "<torch/types.h>", "below tensors only c10's light headers are used."),
-        ("base/a.h", "<ATen/Tensor.h>", "below tensors only c10's light headers are used."),
         ("messaging/a.h", "<ATen/Tensor.h>", "below tensors only c10's light headers are used."),
         ("transport/ucp/a.cpp", "<Python.h>", "only the bindings know of Python."),
         ("transport/ucp/a.cpp", '"runtime/timer.h"', "files of transport/ucp may include only"),
-        ("transport/loopback/a.cpp", '"transport/ucp/worker.h"', "files of transport/loopback may include only"),
-        ("transport/transport.h", '"transport/ucp/worker.h"', "files of transport may include only"),
-        ("runtime/a.cpp", '"peers/peer.h"', "files of runtime may include only"),
-        ("peers/a.cpp", '"messaging/outbox.h"', "files of peers may include only"),
         ("messaging/a.cpp", '"tensors/device_copy.h"', "files of messaging may include only"),
-        ("messaging/a.cpp", '"torch_glue/torch_state.h"', "files of messaging may include only"),
-        ("torch_glue/a.cpp", '"rpc/agent.h"', "files of torch_glue may include only: torch_glue."),
-        ("torch_glue/a.cpp", '"messaging/outbox.h"', "files of torch_glue may include only: torch_glue."),
-        ("tensors/a.cpp", '"rpc/agent.h"', "files of tensors may include only"),
         ("rpc/a.cpp", '"transport/ucp/worker.h"', "files of rpc may include only"),
-        ("rpc/a.cpp", '"native_op/native_op.h"', "files of rpc may include only"),
-        ("rpc/a.cpp", '"bindings/bindings.h"', "files of rpc may include only"),
         ("rpc/a.cpp", "<ucp/api/ucp.h>", "UCX is the affair of transport/ucp alone."),
-        ("transport/loopback/a.cpp", "<ucs/type/status.h>", "UCX is the affair of transport/ucp alone."),
-        ("bindings/module.cpp", "<ucp/api/ucp.h>", "UCX is the affair of transport/ucp alone."),
         ("rpc/a.cpp", "<pybind11/pybind11.h>", "only the bindings know of Python."),
-        ("native_op/native_op.cpp", "<pybind11/pybind11.h>", "only the bindings know of Python."),
-        ("native_op/native_op.cpp", '"rpc/agent.h"', "files of native_op may include only: native_op."),
         ("rpc/a.cpp", '"agent.h"', "csrc has no such header"),
         ("rpc/a.cpp", "<base/error.h>", 'our own headers are included as "base/error.h".'),
     ],
@@ -180,34 +157,3 @@ def test_a_broken_rule_is_named(file, include, sentence):
     (broken,) = broken_rules(file, f"#pragma once\n\n#include {include}\n", HEADERS)
     assert broken.startswith(f"{file}:3 says #include {include}, but ")
     assert sentence in broken
-
-
-@pytest.mark.parametrize(
-    ("file", "include"),
-    [
-        ("wire/a.h", '"base/error.h"'),
-        ("wire/a.h", "<c10/core/Device.h>"),
-        ("transport/ucp/a.cpp", '"transport/ucp/worker.h"'),
-        ("transport/ucp/a.cpp", '"transport/transport.h"'),
-        ("transport/ucp/a.cpp", '"memory/host_pool.h"'),
-        ("transport/ucp/a.cpp", "<ucp/api/ucp.h>"),
-        ("runtime/a.cpp", '"transport/transport.h"'),
-        ("peers/a.cpp", '"runtime/timer.h"'),
-        ("messaging/a.cpp", '"peers/peer.h"'),
-        ("torch_glue/a.cpp", "<torch/types.h>"),
-        ("tensors/a.cpp", '"torch_glue/torch_state.h"'),
-        ("tensors/a.cpp", '"messaging/outbox.h"'),
-        ("tensors/a.cpp", "<ATen/Tensor.h>"),
-        ("rpc/a.cpp", '"torch_glue/torch_state.h"'),
-        ("rpc/a.cpp", '"tensors/device_copy.h"'),
-        ("rpc/a.cpp", "<torch/types.h>"),
-        ("native_op/native_op.cpp", '"native_op/native_op.h"'),
-        ("native_op/native_op.cpp", "<torch/library.h>"),
-        ("bindings/agents.cpp", '"rpc/agent.h"'),
-        ("bindings/native_ops.cpp", '"native_op/native_op.h"'),
-        ("bindings/agents.cpp", '"transport/ucp/worker.h"'),
-        ("bindings/module.cpp", "<pybind11/pybind11.h>"),
-    ],
-)
-def test_what_the_rules_allow_passes(file, include):
-    assert not list(broken_rules(file, f"#include {include}\n", HEADERS))

