@@ -117,15 +117,14 @@ MUTANTS = (
     ),
     Mutant(
         "cpp-connections-of-the-lost-stay-open",
-        "  if (!isClosed_ && peer.endpoint.has_value()) {\n    transport_.abandon(*peer.endpoint);\n",
-        "  if (false && peer.endpoint.has_value()) {\n    transport_.abandon(*peer.endpoint);\n",
+        "    if (!isClosed_ && path.endpoint.has_value()) {\n",
+        "    if (false && path.endpoint.has_value()) {\n",
         ("test_workers_that_have_lost_each_other_live_on_when_the_cut_ends",),
     ),
-    # Signs of life then wait for Python, and for a thread that handlers leave free.
     Mutant(
-        "cpp-pings-wait-for-handlers",
-        "    sendNowWithWorkerLock(*peer, wire::Kind::kPong);\n",
-        "    executor_.addRequest([this, peer] { postControl(*peer, wire::Kind::kPong); });\n",
+        "cpp-pings-are-not-answered",
+        "      outbox_.sendControl(connection.peer(), wire::Kind::kPong);\n",
+        "",
         (
             "test_a_worker_that_holds_the_gil_for_longer_than_the_limit_is_not_lost",
             "PeerWhoseHandlersAllBlockGivesSignsOfLife",
@@ -146,7 +145,9 @@ MUTANTS = (
         "  for (Peer* peer : directory_.all()) {\n",
         "      std::chrono::duration_cast<Milliseconds>(now - std::exchange(lastCheck_, now));\n"
         "  for (Peer* peer : directory_.all()) {\n"
-        "    peer->silence.heardSinceCheck = peer->silence.heardSinceCheck && (passed < limit_ || !peer->isHeard);\n",
+        "    if (Connection* one = peer->connection; one != nullptr && one->isHeard && passed >= limit_) {\n"
+        "      one->silence.heardSinceCheck = false;\n"
+        "    }\n",
         ("test_a_worker_that_was_stopped_for_longer_than_the_limit_loses_nobody",),
     ),
     Mutant(
@@ -279,8 +280,8 @@ MUTANTS = (
     ),
     Mutant(
         "cpp-the-deaf-tell-nobody",
-        "    if (!error && isDeaf_) {\n",
-        "    if (false && !error && isDeaf_) {\n",
+        "  if (!error && isDeaf_) {\n",
+        "  if (false && !error && isDeaf_) {\n",
         (
             "test_a_worker_that_a_stopped_writer_has_made_deaf_is_reached_over_the_network",
             "WorkerThatSharedMemoryHasMadeDeafTellsItsNeighboursOverTheNetwork",

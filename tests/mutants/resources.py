@@ -13,7 +13,7 @@ MUTANTS = (
     ),
     Mutant(
         "cpp-cut-answers-are-not-told",
-        "    events_.addCutAnswer(*message.to, message.header.callId, message.error);\n",
+        "    events_.addCutAnswer(connection.peer(), message.header.callId, message.error);\n",
         "",
         ("MessageOfWhichOneTensorCannotLeaveEndsOnBothSides",),
     ),

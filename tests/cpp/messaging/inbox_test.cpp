@@ -3,6 +3,7 @@
 #include "messaging/inbox.h"
 
 #include "event_log.h"
+#include "messaging/outbox.h"
 #include "patient_transport.h"
 #include "runtime/worker_mutex.h"
 
@@ -55,11 +56,24 @@ class InboxTest : public testing::Test {
 
   void complete(Error error = {}) {
     transport_.complete(std::move(error));
-    inbox_.startDeferred();
+    startDeferred();
+  }
+
+  // A round, as Messenger has it.
+  void startDeferred() {
+    inbox_.admitWaiting();
+    connections_.forEachReady([this](Connection& connection) { inbox_.startDeferred(connection); });
+    inbox_.releaseAll();
+  }
+  bool hasDeferred() const {
+    return connections_.hasReady() || inbox_.hasMadeRoom();
   }
 
   Peer& peer(Rank rank) {
     return directory_.at(rank);
+  }
+  Connection& connection(Rank rank) {
+    return connections_.of(peer(rank));
   }
 
   using Notes = std::vector<std::string>; // what the handlers were told
@@ -69,13 +83,15 @@ class InboxTest : public testing::Test {
   Directory directory_;
   EventLog events_;
   PushShare share_;
-  Outbox outbox_{transport_, share_, events_.buffer};
+  const Identity self_{0, "w0", kSession};
+  Connections connections_;
+  Outbox outbox_{transport_, self_, connections_, share_, events_.buffer};
   DevicesInUse devices_;
   const std::shared_ptr<ReceiveWindow> window_ = std::make_shared<ReceiveWindow>(1ull << 30, [] {});
   Inbox inbox_{
       transport_,
       directory_,
-      outbox_,
+      connections_,
       window_,
       HostPool::instance(),
       kSession,
@@ -87,13 +103,13 @@ class InboxTest : public testing::Test {
 
 TEST_F(InboxTest, ALargeSpanIsReceivedAFewPiecesAtATime) {
   announce(1, 1, 9 * kPiece + 5, 1);
-  inbox_.startDeferred();
+  startDeferred();
   for (size_t received = 0; received < 10; ++received) {
     ASSERT_TRUE(events_.buffer.isEmpty()) << received;
     EXPECT_EQ(transport_.begun, std::min<size_t>(10, received + kInFlightAtOnce));
-    peer(1).silence.heardSinceCheck = false;
+    connection(1).silence.heardSinceCheck = false;
     complete();
-    EXPECT_TRUE(peer(1).silence.heardSinceCheck) << "each piece is a sign of life";
+    EXPECT_TRUE(connection(1).silence.heardSinceCheck) << "each piece is a sign of life";
   }
   ASSERT_EQ(events_.take(), Notes{"request 1"});
   const std::vector<IncomingMessage::Span>& spans = events_.handlers.requests[0].spans;
@@ -107,24 +123,21 @@ TEST_F(InboxTest, ALargeSpanIsReceivedAFewPiecesAtATime) {
 
 // The other worker may take the end of the connection for the end of this one, and drop all that follows.
 TEST_F(InboxTest, APeerWhoseConnectionThisProcessHasLostIsWatchedByItsAnswers) {
-  auto ping = std::make_unique<OutgoingMessage>();
-  ping->to = &peer(1);
-  ping->address(wire::Kind::kPing, kSession, 0, kSession + 1, 0);
-  outbox_.send(std::move(ping));
-  ASSERT_TRUE(peer(1).endpoint.has_value());
+  outbox_.sendControl(peer(1), wire::Kind::kPing);
+  ASSERT_TRUE(connection(1).endpoint().has_value());
   (void)events_.take();
-  inbox_.onEndpointFailed(*peer(1).endpoint, {ErrorCode::kOutOfFiles, "too many files"});
-  EXPECT_FALSE(peer(1).endpoint.has_value());
+  inbox_.onEndpointFailed(*connection(1).endpoint(), {ErrorCode::kOutOfFiles, "too many files"});
+  EXPECT_FALSE(connection(1).endpoint().has_value());
   EXPECT_TRUE(peer(1).needsHeartbeat.load());
   EXPECT_EQ(events_.take(), Notes{}) << "it is not lost";
 }
 
 TEST_F(InboxTest, MessagesOfAPeerTakeTurns) {
   announce(1, 1, 8 * kPiece, 1);
-  inbox_.startDeferred();
+  startDeferred();
   std::this_thread::sleep_for(2 * Receiver::kSlow); // it is slow: the next one does not wait for all of it
   announce(1, 2, 100'000, 50);
-  inbox_.startDeferred();
+  startDeferred();
   EXPECT_EQ(transport_.begun, kInFlightAtOnce);
   complete();
   complete();
@@ -140,7 +153,7 @@ TEST_F(InboxTest, MessagesOfAPeerTakeTurns) {
 
 TEST_F(InboxTest, LargeMessagesDoNotKeepEachOtherFromBeingFinished) {
   announce(1, 1, 6 * kPiece, 1, wire::Kind::kResponse);
-  inbox_.startDeferred();
+  startDeferred();
   std::this_thread::sleep_for(2 * Receiver::kSlow);
   announce(1, 2, 6 * kPiece, 50, wire::Kind::kResponse);
   for (int received = 0; received < 6; ++received) {
@@ -156,9 +169,9 @@ TEST_F(InboxTest, LargeMessagesDoNotKeepEachOtherFromBeingFinished) {
 TEST_F(InboxTest, TheRestOfWhatIsGivenUpIsReleased) {
   announce(1, 1, 8 * kPiece, 1);
   announce(2, 2, 8 * kPiece, 50, wire::Kind::kResponse);
-  inbox_.startDeferred();
+  startDeferred();
   std::this_thread::sleep_for(2 * Receiver::kSlow);
-  inbox_.startDeferred();
+  startDeferred();
   EXPECT_EQ(transport_.begun, 2 * kInFlightAtOnce);
   wire::Header cancel;
   cancel.kind = wire::Kind::kCancel;
@@ -179,10 +192,10 @@ TEST_F(InboxTest, TheRestOfWhatIsGivenUpIsReleased) {
 
 TEST_F(InboxTest, PeersDoNotWaitForOneAnother) {
   announce(1, 1, 8 * kPiece, 1);
-  inbox_.startDeferred();
+  startDeferred();
   std::this_thread::sleep_for(2 * Receiver::kSlow);
   announce(2, 1, 100'000, 50);
-  inbox_.startDeferred();
+  startDeferred();
   EXPECT_EQ(transport_.begun, kInFlightAtOnce + 1);
   while (!transport_.asked.empty()) {
     complete();
@@ -192,34 +205,35 @@ TEST_F(InboxTest, PeersDoNotWaitForOneAnother) {
 TEST_F(InboxTest, PiecesThatAreThereAtOnceLeaveRoomForOthers) {
   transport_.isImmediate = true;
   announce(1, 1, 7 * kPiece, 1);
-  inbox_.startDeferred();
+  startDeferred();
   for (size_t begun = kInFlightAtOnce; begun < 7; begun += kInFlightAtOnce) {
     EXPECT_EQ(transport_.begun, begun);
-    EXPECT_TRUE(inbox_.hasDeferred());
+    EXPECT_TRUE(hasDeferred());
     EXPECT_TRUE(events_.buffer.isEmpty());
-    inbox_.startDeferred();
+    startDeferred();
   }
   EXPECT_EQ(transport_.begun, 7u);
   EXPECT_EQ(events_.take(), Notes{"request 1"});
-  inbox_.startDeferred();
-  EXPECT_FALSE(inbox_.hasDeferred());
+  startDeferred();
+  EXPECT_FALSE(hasDeferred());
 }
 
 TEST_F(InboxTest, WhatHasWaitedForAMessageThatIsThereAtOnceIsNotForgotten) {
   transport_.isImmediate = true;
   announce(1, 1, 2 * kPiece, 1, wire::Kind::kResponse);
   announce(1, 2, 2 * kPiece, 50, wire::Kind::kResponse); // waits while the first is being received
-  inbox_.startDeferred();
+  startDeferred();
   EXPECT_EQ(events_.take(), Notes{"answer 1"});
-  EXPECT_TRUE(inbox_.hasDeferred());
-  inbox_.startDeferred();
+  EXPECT_TRUE(hasDeferred());
+  startDeferred();
   EXPECT_EQ(events_.take(), Notes{"answer 2"});
-  EXPECT_FALSE(inbox_.hasDeferred());
+  startDeferred();
+  EXPECT_FALSE(hasDeferred());
 }
 
 TEST_F(InboxTest, APieceThatFailsFailsItsMessageAndTheRestIsReleased) {
   announce(1, 1, 8 * kPiece, 1);
-  inbox_.startDeferred();
+  startDeferred();
   complete({ErrorCode::kPeerFailed, "broken"});
   EXPECT_TRUE(events_.buffer.isEmpty()) << "the transport still writes to its memory";
   EXPECT_EQ(transport_.released.size(), 8 - kInFlightAtOnce);
@@ -233,12 +247,12 @@ TEST_F(InboxTest, APieceThatFailsFailsItsMessageAndTheRestIsReleased) {
 TEST_F(InboxTest, TheRestOfAMessageOfAPeerThatIsGoneIsReleased) {
   announce(1, 1, 8 * kPiece, 1);
   announce(2, 1, kPiece, 50);
-  inbox_.startDeferred();
+  startDeferred();
   inbox_.dropPeer(peer(1));
   const Notes rejected = events_.take();
   ASSERT_EQ(rejected.size(), 1u);
   EXPECT_TRUE(rejected[0].starts_with("request rejected: worker 'w1'")) << rejected[0];
-  inbox_.startDeferred();
+  startDeferred();
   EXPECT_EQ(transport_.released.size(), 8 - kInFlightAtOnce);
   while (!transport_.asked.empty()) {
     complete();
@@ -266,7 +280,7 @@ TEST_F(InboxTest, FramesThatAreRefusedAreCountedAndToldOfOnceForEachSort) {
 
 TEST_F(InboxTest, WhatIsBeingReceivedFailsWhenItCloses) {
   announce(1, 1, 8 * kPiece, 1);
-  inbox_.startDeferred();
+  startDeferred();
   inbox_.close();
   while (!transport_.asked.empty()) {
     transport_.complete({ErrorCode::kCanceled, "closed"});

@@ -150,7 +150,7 @@ TEST_F(MessengerTest, MessageToOneselfArrivesAtOnceAndSkipsTheTransport) {
   EXPECT_EQ(handlers_[0].requests[0].body().size(), 5u);
   one_.messenger.post(self, Kind::kResponse, 1, makeOutgoing(5));
   EXPECT_EQ(handlers_[0].takeNotes(), Notes{"answer 1"});
-  EXPECT_FALSE(self.endpoint.has_value());
+  EXPECT_EQ(self.connection, nullptr);
 }
 
 TEST_F(MessengerTest, MessageToOneselfThatCannotBeCopiedIsRejected) {
@@ -228,9 +228,9 @@ TEST_F(MessengerTest, EndpointThatFailsIsTheFailureOfItsPeer) {
 TEST_F(MessengerTest, PingIsAnsweredByWhoeverTakesItIn) {
   one_.messenger.postControl(one_.peer(1), Kind::kPing);
   two_.takeIn();
-  EXPECT_FALSE(one_.peer(1).silence.heardSinceCheck);
+  EXPECT_FALSE(one_.peer(1).connection->silence.heardSinceCheck);
   one_.takeIn();
-  EXPECT_TRUE(one_.peer(1).silence.heardSinceCheck);
+  EXPECT_TRUE(one_.peer(1).connection->silence.heardSinceCheck);
   EXPECT_EQ(handlers_[1].takeNotes(), Notes{});
 }
 

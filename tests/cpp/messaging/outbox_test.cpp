@@ -56,7 +56,11 @@ class OutboxTest : public testing::Test {
   }
   void finish(Error error = {}, size_t index = 0) {
     transport_.finish(std::move(error), index);
-    outbox_.startDeferred();
+    startDeferred();
+  }
+
+  void startDeferred() {
+    connections_.forEachReady([this](Connection& connection) { outbox_.startDeferred(connection); });
   }
 
   using Notes = std::vector<std::string>;
@@ -70,38 +74,40 @@ class OutboxTest : public testing::Test {
   SendingTransport transport_;
   EventLog events_;
   PushShare share_;
-  Outbox outbox_{transport_, share_, events_.buffer};
+  const Identity self_{0, "w0", 100};
+  Connections connections_;
+  Outbox outbox_{transport_, self_, connections_, share_, events_.buffer};
 };
 
 TEST_F(OutboxTest, EndpointIsMadeWithTheFirstMessageToAPeer) {
-  EXPECT_FALSE(peer_.endpoint.has_value());
-  EXPECT_EQ(outbox_.peerOf(0), nullptr);
+  EXPECT_FALSE(connections_.of(peer_).endpoint().has_value());
+  EXPECT_EQ(connections_.find(0), nullptr);
   send(Kind::kRequest, 1);
   send(Kind::kRequest, 2);
   send(Kind::kRequest, 3, 1, &other_);
   EXPECT_EQ(transport_.connected, (std::vector<std::string>{"address 1", "address 2"}));
-  EXPECT_EQ(outbox_.peerOf(*peer_.endpoint), &peer_);
-  EXPECT_EQ(outbox_.peerOf(*other_.endpoint), &other_);
-  EXPECT_EQ(outbox_.peerOf(7), nullptr);
+  EXPECT_EQ(connections_.find(*connections_.of(peer_).endpoint()), &connections_.of(peer_));
+  EXPECT_EQ(connections_.find(*connections_.of(other_).endpoint()), &connections_.of(other_));
+  EXPECT_EQ(connections_.find(7), nullptr);
 }
 
 TEST_F(OutboxTest, WhatIsStuckOverSharedMemoryTakesNoRoomOverTheNetwork) {
   fill(Kind::kRequest, 0);
   sendLarge(Kind::kRequest, kMost);
   const size_t stuck = transport_.sent.size();
-  EXPECT_FALSE(outbox_.moveToNetwork(peer_));
-  outbox_.startDeferred();
+  EXPECT_FALSE(outbox_.moveToNetwork(connections_.of(peer_)));
+  startDeferred();
   EXPECT_EQ(transport_.connected, (std::vector<std::string>{"address 1", "address 1 over the network"}));
   EXPECT_TRUE(peer_.isOverNetwork.load());
   ASSERT_EQ(transport_.sent.size(), stuck + 1);
   EXPECT_EQ(transport_.sent.back().endpoint, 1u);
-  EXPECT_EQ(outbox_.peerOf(0), &peer_);
-  EXPECT_EQ(outbox_.peerOf(1), &peer_);
+  EXPECT_EQ(connections_.find(0), &connections_.of(peer_));
+  EXPECT_EQ(connections_.find(1), &connections_.of(peer_));
   EXPECT_EQ(outbox_.underWay(), kMost + 1);
   // It may arrive late, and ends its messages once.
   finish();
   EXPECT_EQ(outbox_.underWay(), kMost);
-  EXPECT_FALSE(outbox_.moveToNetwork(peer_));
+  EXPECT_FALSE(outbox_.moveToNetwork(connections_.of(peer_)));
   EXPECT_EQ(transport_.connected.size(), 2u) << "it has moved already";
   outbox_.abandon(peer_);
   EXPECT_EQ(transport_.abandoned, (std::vector<EndpointId>{1, 0}));
@@ -110,7 +116,7 @@ TEST_F(OutboxTest, WhatIsStuckOverSharedMemoryTakesNoRoomOverTheNetwork) {
 TEST_F(OutboxTest, PeerThatTheNetworkDoesNotReachStaysWhereItIs) {
   send(Kind::kRequest, 1);
   transport_.networkError = {ErrorCode::kPeerFailed, "no such transport"};
-  EXPECT_TRUE(outbox_.moveToNetwork(peer_));
+  EXPECT_TRUE(outbox_.moveToNetwork(connections_.of(peer_)));
   EXPECT_FALSE(peer_.isOverNetwork.load());
   send(Kind::kRequest, 2);
   EXPECT_EQ(transport_.sent.back().endpoint, 0u);
@@ -149,13 +155,13 @@ TEST_F(OutboxTest, BodyIsEagerUpToItsLimitUnlessItWaitsForRoom) {
 TEST_F(OutboxTest, MessageEndsOnceWhenItsLastPartIsThrough) {
   const Bytes span(100'000);
   outbox_.send(message(Kind::kRequest, 1, 1, span));
-  EXPECT_EQ(peer_.messagesUnderWay, 1u);
+  EXPECT_EQ(connections_.of(peer_).outgoing.underWay, 1u);
   finish({}, 1);
   EXPECT_TRUE(events_.buffer.isEmpty()) << "a piece is still under way";
-  EXPECT_FALSE(peer_.silence.heardSinceCheck);
+  EXPECT_FALSE(connections_.of(peer_).silence.heardSinceCheck);
   finish();
-  EXPECT_TRUE(peer_.silence.heardSinceCheck) << "the peer has fetched a piece";
-  EXPECT_EQ(peer_.messagesUnderWay, 0u);
+  EXPECT_TRUE(connections_.of(peer_).silence.heardSinceCheck) << "the peer has fetched a piece";
+  EXPECT_EQ(connections_.of(peer_).outgoing.underWay, 0u);
   EXPECT_EQ(events_.take(), Notes{}) << "an end in order is nobody's news";
   EXPECT_EQ(destroyed_.load(), 1);
 }
@@ -168,7 +174,7 @@ TEST_F(OutboxTest, FirstFailureOfAPartIsTheMessagesAndIsToldAfterTheLast) {
   EXPECT_EQ(destroyed_.load(), 0);
   finish({ErrorCode::kPeerFailed, "second"});
   EXPECT_EQ(events_.take(), Notes{"request not sent: first 4"});
-  EXPECT_FALSE(peer_.silence.heardSinceCheck);
+  EXPECT_FALSE(connections_.of(peer_).silence.heardSinceCheck);
 }
 
 // The callee has a part that it does not fetch before it has the others.
@@ -177,7 +183,7 @@ TEST_F(OutboxTest, RequestThatHasLeftInPartIsCanceledAtItsCallee) {
   transport_.sendErrors[1] = {ErrorCode::kOutOfMemory, "no memory"};
   outbox_.send(message(Kind::kRequest, 4, 1, span));
   EXPECT_EQ(transport_.begun, 2u) << "the body does not leave after the error";
-  outbox_.startDeferred();
+  startDeferred();
   ASSERT_EQ(transport_.sent.size(), 2u);
   EXPECT_EQ(transport_.sent[1].header.kind, Kind::kCancel);
   EXPECT_EQ(transport_.sent[1].header.callId, 4u);
@@ -200,7 +206,7 @@ TEST_F(OutboxTest, AnswerThatHasLeftInPartIsToldAtOnceAndOnce) {
   const Bytes span(2 * OutgoingMessage::kPieceBytes);
   transport_.sendErrors[1] = {ErrorCode::kOutOfMemory, "no memory"};
   outbox_.send(message(Kind::kResponse, 4, 1, span));
-  outbox_.startDeferred();
+  startDeferred();
   EXPECT_EQ(transport_.sent.size(), 1u);
   EXPECT_EQ(events_.take(), Notes{"answer cut: no memory 4"}) << "or its caller would never let go of the first part";
   finish();
@@ -292,7 +298,7 @@ TEST_F(OutboxTest, RendezvousLeaveAFewAtATimeInTheOrderOfTheirCalls) {
   EXPECT_EQ(outbox_.underWay(), kMost + 3) << "those included whose turn has not come";
   transport_.finish();
   EXPECT_EQ(transport_.begun, kMost) << "not inside a transport callback";
-  outbox_.startDeferred();
+  startDeferred();
   EXPECT_EQ(transport_.sent.back().header.callId, 201u);
   finish();
   EXPECT_EQ(transport_.sent.back().header.callId, 202u);
@@ -314,7 +320,7 @@ TEST_F(OutboxTest, AnswersDoNotWaitForRequestsNorOnePeerForAnother) {
   EXPECT_EQ(transport_.sent.back().header.callId, 200u);
   sendLarge(Kind::kRequest, 201, &other_);
   EXPECT_EQ(transport_.sent.back().header.callId, 201u);
-  EXPECT_EQ(transport_.sent.back().endpoint, *other_.endpoint);
+  EXPECT_EQ(transport_.sent.back().endpoint, *connections_.of(other_).endpoint());
 }
 
 TEST_F(OutboxTest, MessageOfMorePartsThanTheLimitLeavesAlone) {
@@ -398,10 +404,12 @@ TEST_F(OutboxTest, EverythingToAPeerThatIsGoneEnds) {
   ASSERT_TRUE(peer_.moveTo(Peer::State::kFailed, {ErrorCode::kPeerFailed, "it died"}));
   ASSERT_TRUE(other_.moveTo(Peer::State::kFailed, {ErrorCode::kPeerFailed, "so did this"}));
   outbox_.abandon(peer_);
-  EXPECT_EQ(transport_.abandoned, std::vector<EndpointId>{*peer_.endpoint});
+  EXPECT_EQ(transport_.abandoned, std::vector<EndpointId>{*connections_.of(peer_).endpoint()});
   EXPECT_EQ(events_.take(), Notes{"request not sent: it died 200"});
   outbox_.abandon(other_);
-  EXPECT_EQ(transport_.abandoned, (std::vector<EndpointId>{*peer_.endpoint, *other_.endpoint}));
+  EXPECT_EQ(
+      transport_.abandoned,
+      (std::vector<EndpointId>{*connections_.of(peer_).endpoint(), *connections_.of(other_).endpoint()}));
   EXPECT_EQ(events_.take(), Notes{"request not sent: so did this 300"}) << "nobody will admit it";
   EXPECT_EQ(outbox_.underWay(), 0u) << "messages to peers that are gone do not count";
   EXPECT_EQ(transport_.sent.size(), kMost + 1) << "the transport lets go of the others when it can";

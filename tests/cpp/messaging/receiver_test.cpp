@@ -4,6 +4,7 @@
 
 #include "event_log.h"
 #include "patient_transport.h"
+#include "runtime/worker_mutex.h"
 #include "test_worker.h"
 
 #include <gtest/gtest.h>
@@ -48,7 +49,7 @@ class ReceiverTest : public testing::Test {
     assembled.header.kind = kind;
     assembled.header.callId = callId;
     assembled.body = std::move(body);
-    return {&peer_, std::move(assembled), bytes};
+    return {&connections_.of(peer_), std::move(assembled), bytes};
   }
   // A message of one span, of so many whole pieces, whose handles are the numbers from `firstNumber` on.
   Receiver::Announced announced(Kind kind, uint64_t callId, size_t pieces, uintptr_t firstNumber) {
@@ -68,7 +69,7 @@ class ReceiverTest : public testing::Test {
   }
   void complete(Error error = {}) {
     transport_.complete(std::move(error));
-    receiver_.startDeferred();
+    startDeferred();
   }
   void completeAll() {
     while (!transport_.asked.empty()) {
@@ -76,22 +77,32 @@ class ReceiverTest : public testing::Test {
     }
   }
 
+  // A round, as Messenger has it.
+  void startDeferred() {
+    receiver_.beginRound();
+    connections_.forEachReady([this](Connection& connection) { receiver_.startDeferred(connection); });
+    receiver_.releaseAll();
+  }
+
   using Notes = std::vector<std::string>;
 
   const uint64_t poolBytesAtStart_ = HostPool::instance().statistics().inUseBytes;
+  const AssumeWorkerLock lock_;
   PatientTransport transport_;
+  Connections connections_;
   Peer peer_{memberOf(1)};
   Peer other_{memberOf(2)};
   DevicesInUse devices_;
   const std::shared_ptr<ReceiveWindow> window_ = std::make_shared<ReceiveWindow>(1ull << 30, [] {});
   EventLog events_;
-  Receiver receiver_{transport_, window_, HostPool::instance(), events_.handlers.all, devices_, events_.buffer, [] {}};
+  Receiver receiver_{
+      transport_, connections_, window_, HostPool::instance(), events_.handlers.all, devices_, events_.buffer, [] {}};
 };
 
 TEST_F(ReceiverTest, NothingIsAskedForInsideATransportCallback) {
   start(announced(Kind::kRequest, 1, 1, 10));
   EXPECT_EQ(transport_.begun, 0u);
-  receiver_.startDeferred();
+  startDeferred();
   EXPECT_EQ(transport_.begun, 1u);
   complete();
   EXPECT_EQ(events_.take(), Notes{"request 1"});
@@ -104,7 +115,7 @@ TEST_F(ReceiverTest, BodyAndPiecesGetToTheirPlaces) {
   message.assembled.spans[0].pieces.push_back(eager("0123456789", 10));
   message.assembled.spans[0].pieces.push_back(rendezvous(4, 10, 20));
   start(std::move(message));
-  receiver_.startDeferred();
+  startDeferred();
   completeAll();
   ASSERT_EQ(events_.take(), Notes{"answer 1"});
   const IncomingMessage& answer = events_.handlers.answers[0];
@@ -120,7 +131,7 @@ TEST_F(ReceiverTest, BodyAndPiecesGetToTheirPlaces) {
 TEST_F(ReceiverTest, ShareOfTheWindowTravelsWithTheMessage) {
   start(announced(Kind::kRequest, 1, 1, 10));
   EXPECT_EQ(window_->receivingMessages.load(), 1u);
-  receiver_.startDeferred();
+  startDeferred();
   complete();
   EXPECT_EQ(window_->receivingMessages.load(), 0u);
   ASSERT_EQ(events_.take(), Notes{"request 1"});
@@ -131,15 +142,15 @@ TEST_F(ReceiverTest, ShareOfTheWindowTravelsWithTheMessage) {
 
 TEST_F(ReceiverTest, AFewPiecesOfAPeerAreAskedForAtATime) {
   start(announced(Kind::kRequest, 1, 5, 10));
-  receiver_.startDeferred();
+  startDeferred();
   EXPECT_EQ(transport_.asked.size(), kInFlightAtOnce);
   complete();
   EXPECT_EQ(transport_.begun, kInFlightAtOnce + 1);
   EXPECT_EQ(transport_.asked.size(), kInFlightAtOnce);
-  EXPECT_FALSE(receiver_.hasDeferred());
+  EXPECT_FALSE(connections_.hasReady());
   transport_.complete();
-  EXPECT_TRUE(receiver_.hasDeferred()) << "there is room for the next";
-  receiver_.startDeferred();
+  EXPECT_TRUE(connections_.hasReady()) << "there is room for the next";
+  startDeferred();
   completeAll();
   EXPECT_EQ(transport_.begun, 5u);
   EXPECT_EQ(events_.take(), Notes{"request 1"});
@@ -147,12 +158,12 @@ TEST_F(ReceiverTest, AFewPiecesOfAPeerAreAskedForAtATime) {
 
 TEST_F(ReceiverTest, PieceThatHasComeIsASignOfLife) {
   start(announced(Kind::kRequest, 1, 2, 10));
-  receiver_.startDeferred();
-  EXPECT_FALSE(peer_.silence.heardSinceCheck);
+  startDeferred();
+  EXPECT_FALSE(connections_.of(peer_).silence.heardSinceCheck);
   complete({ErrorCode::kPeerFailed, "broken"});
-  EXPECT_FALSE(peer_.silence.heardSinceCheck) << "a failure is none";
+  EXPECT_FALSE(connections_.of(peer_).silence.heardSinceCheck) << "a failure is none";
   complete();
-  EXPECT_TRUE(peer_.silence.heardSinceCheck);
+  EXPECT_TRUE(connections_.of(peer_).silence.heardSinceCheck);
 }
 
 TEST_F(ReceiverTest, EnoughIsReceivedUntilItIsThere) {
@@ -163,7 +174,7 @@ TEST_F(ReceiverTest, EnoughIsReceivedUntilItIsThere) {
   EXPECT_FALSE(receiver_.isBusy(Receiver::kReceivingBytes - 100, before));
   EXPECT_FALSE(receiver_.isBusy(Receiver::kReceivingBytes, Receiver::Clock::now() + Receiver::kSlow))
       << "what is slow in coming keeps nothing else waiting";
-  receiver_.startDeferred();
+  startDeferred();
   complete();
   EXPECT_FALSE(receiver_.isBusy(Receiver::kReceivingBytes, before));
 }
@@ -176,18 +187,18 @@ TEST_F(ReceiverTest, MemoryOfDevicesIsBusyByItself) {
   EXPECT_FALSE(receiver_.isBusy(Receiver::kReceivingBytes - 100, before));
   EXPECT_TRUE(receiver_.areDevicesBusy(1, before));
   EXPECT_FALSE(receiver_.areDevicesBusy(0, before)) << "a message for the host";
-  receiver_.startDeferred();
+  startDeferred();
   completeAll();
   EXPECT_FALSE(receiver_.areDevicesBusy(1, before));
 }
 
 TEST_F(ReceiverTest, FinishedMessageIsKnownUntilTheNextStart) {
   start(announced(Kind::kRequest, 1, 1, 10));
-  receiver_.startDeferred();
+  startDeferred();
   EXPECT_FALSE(receiver_.hasFinished());
   transport_.complete();
   EXPECT_TRUE(receiver_.hasFinished()) << "another may be admitted";
-  receiver_.startDeferred();
+  startDeferred();
   EXPECT_FALSE(receiver_.hasFinished());
 }
 
@@ -195,7 +206,7 @@ TEST_F(ReceiverTest, MessageThatThereIsNoMemoryForIsRejected) {
   constexpr uint64_t kTooMuch = 1ull << 60;
   start(announced(Kind::kRequest, 1, kTooMuch, rendezvous(7, kTooMuch)));
   EXPECT_TRUE(events_.buffer.isEmpty()) << "not inside a transport callback";
-  receiver_.startDeferred();
+  startDeferred();
   EXPECT_EQ(transport_.begun, 0u);
   EXPECT_EQ(transport_.released.size(), 1u) << "its sender is told";
   EXPECT_EQ(
@@ -214,9 +225,9 @@ TEST_F(ReceiverTest, PiecesAreReleasedOnceAndLater) {
   Receiver::Announced message = announced(Kind::kRequest, 1, 2, 10);
   receiver_.release(message.assembled);
   EXPECT_TRUE(transport_.released.empty()) << "not inside a transport callback";
-  receiver_.startDeferred();
+  startDeferred();
   EXPECT_EQ(transport_.released.size(), 4u);
-  receiver_.startDeferred();
+  startDeferred();
 }
 
 TEST_F(ReceiverTest, OnlyAnswersAreGivenUpWithTheirCalls) {
@@ -234,7 +245,7 @@ TEST_F(ReceiverTest, OnlyAnswersAreGivenUpWithTheirCalls) {
 
 TEST_F(ReceiverTest, RestOfAnAnswerThatNobodyAwaitsIsReleased) {
   start(announced(Kind::kResponse, 1, 5, 10));
-  receiver_.startDeferred();
+  startDeferred();
   events_.handlers.abandonedCall = 1;
   complete();
   EXPECT_EQ(transport_.released.size(), 5 - kInFlightAtOnce);
@@ -248,12 +259,12 @@ TEST_F(ReceiverTest, CancelGivesUpTheRequestOfThatPeerAndNothingElse) {
   start(announced(Kind::kRequest, 1, 5, 10));
   start(announced(Kind::kResponse, 1, 3, 20));
   Receiver::Announced others = announced(Kind::kRequest, 1, 3, 30);
-  others.from = &other_;
+  others.from = &connections_.of(other_);
   start(std::move(others));
-  receiver_.startDeferred();
-  receiver_.cancel(peer_, 2);
-  receiver_.cancel(peer_, 1);
-  receiver_.cancel(peer_, 1);
+  startDeferred();
+  receiver_.cancel(connections_.of(peer_), 2);
+  receiver_.cancel(connections_.of(peer_), 1);
+  receiver_.cancel(connections_.of(peer_), 1);
   completeAll();
   EXPECT_FALSE(transport_.released.empty());
   EXPECT_EQ(transport_.begun + transport_.released.size(), 5u + 3 + 3) << "each piece is received or released";
@@ -264,8 +275,8 @@ TEST_F(ReceiverTest, CancelGivesUpTheRequestOfThatPeerAndNothingElse) {
 
 TEST_F(ReceiverTest, CancelGivesUpARequestThatHasNotBeenStartedYet) {
   start(announced(Kind::kRequest, 1, 1, 10));
-  receiver_.cancel(peer_, 1);
-  receiver_.startDeferred();
+  receiver_.cancel(connections_.of(peer_), 1);
+  startDeferred();
   EXPECT_EQ(transport_.begun, 0u);
   EXPECT_EQ(transport_.released.size(), 1u);
   EXPECT_EQ(events_.take(), Notes{"request rejected: its call was given up 1"});
@@ -273,7 +284,7 @@ TEST_F(ReceiverTest, CancelGivesUpARequestThatHasNotBeenStartedYet) {
 
 TEST_F(ReceiverTest, FailedPieceFailsItsMessageOnceAllThatWasAskedForIsThrough) {
   start(announced(Kind::kRequest, 1, 5, 10));
-  receiver_.startDeferred();
+  startDeferred();
   complete({ErrorCode::kPeerFailed, "broken"});
   EXPECT_TRUE(events_.buffer.isEmpty());
   EXPECT_EQ(transport_.released.size(), 5 - kInFlightAtOnce);
@@ -283,9 +294,9 @@ TEST_F(ReceiverTest, FailedPieceFailsItsMessageOnceAllThatWasAskedForIsThrough) 
 
 TEST_F(ReceiverTest, MessagesOfAPeerThatIsGoneGiveTheirShareBackAtOnce) {
   start(announced(Kind::kRequest, 1, 5, 10));
-  receiver_.startDeferred();
+  startDeferred();
   start(announced(Kind::kResponse, 2, 1, 20)); // not begun
-  receiver_.dropPeer(peer_);
+  receiver_.dropPeer(connections_.of(peer_));
   EXPECT_EQ(window_->receivingMessages.load(), 0u);
   EXPECT_EQ(
       events_.take(),
@@ -294,7 +305,7 @@ TEST_F(ReceiverTest, MessagesOfAPeerThatIsGoneGiveTheirShareBackAtOnce) {
           "request rejected: " + peer_.describe() + " is gone 1"}));
   EXPECT_EQ(window_->inUseBytes(), 0u) << "the transport may take its time";
   EXPECT_EQ(transport_.asked.size(), kInFlightAtOnce);
-  receiver_.startDeferred();
+  startDeferred();
   EXPECT_EQ(transport_.released.size(), 5 - kInFlightAtOnce + 1);
   EXPECT_GT(HostPool::instance().statistics().inUseBytes, poolBytesAtStart_) << "its memory stays until then";
   completeAll();
@@ -304,7 +315,7 @@ TEST_F(ReceiverTest, MessagesOfAPeerThatIsGoneGiveTheirShareBackAtOnce) {
 
 TEST_F(ReceiverTest, ClosingGivesUpWhatHasNotBeenAskedFor) {
   start(announced(Kind::kRequest, 1, 5, 10));
-  receiver_.startDeferred();
+  startDeferred();
   start(announced(Kind::kRequest, 2, 1, 20));
   receiver_.close();
   EXPECT_EQ(events_.take(), Notes{"request rejected: RPC has been shut down on this worker 2"});

@@ -267,11 +267,11 @@ TEST_F(PeerMonitorTest, EndOfALifelineLosesASilentPeerLongBeforeTheLimit) {
   patient.watch(memberOf(0), {&peer});
 
   one_.messenger.postControl(peer, wire::Kind::kAcknowledge); // makes the endpoint
-  peer.silence.heardSinceCheck = true;
+  peer.connection->silence.heardSinceCheck = true;
   one_.advance(3 * kLimit); // it is met
   ::close(port);
   // The connection ends, and the port refuses another.
-  EXPECT_TRUE(one_.messenger.driveUntil([&] { return peer.silence.isDoubted; }, {}));
+  EXPECT_TRUE(one_.messenger.driveUntil([&] { return peer.connection->silence.isDoubted; }, {}));
   EXPECT_EQ(takeNotes(), Notes{});
   one_.advance(3 * kLimit);
   EXPECT_EQ(takeNotes(), Notes{"first: w7 failed"});

@@ -178,7 +178,7 @@ TEST_F(SealedAgentIntruderTest, AContentThatWasChangedOnTheWayIsNotDecoded) {
   wire::Header span = header;
   span.index = 0;
   span.place = {0, payload.size()};
-  sealer.sealContent(header, {}, std::as_bytes(std::span(payload)));
+  wire::sealContent(keyOf(1, 0), header, {}, std::as_bytes(std::span(payload)));
   sealer.sealFrame(header, body.size(), body);
   sealer.sealFrame(span, payload.size(), {});
   std::string changed = payload;

@@ -91,21 +91,21 @@ TEST_F(SealTest, EachFrameIsNewOnceInAnyOrder) {
 
 TEST_F(SealTest, ContentIsGenuineOnlyWhereItBelongs) {
   Header header = sealed("");
-  sealer_.sealContent(header, bytesOf("large body"), bytesOf("large payload"));
-  EXPECT_TRUE(opener_.isContentGenuine(header, bytesOf("large body"), bytesOf("large payload")));
-  EXPECT_FALSE(opener_.isContentGenuine(header, bytesOf("large bodY"), bytesOf("large payload")));
-  EXPECT_FALSE(opener_.isContentGenuine(header, bytesOf("large body"), bytesOf("large payloaD")));
-  EXPECT_FALSE(opener_.isContentGenuine(header, bytesOf("large bodyl"), bytesOf("arge payload"))) << "moved over";
-  EXPECT_FALSE(opener_.isContentGenuine(header, {}, {}));
+  sealContent(kKey, header, bytesOf("large body"), bytesOf("large payload"));
+  EXPECT_TRUE(isContentGenuine(kKey, header, bytesOf("large body"), bytesOf("large payload")));
+  EXPECT_FALSE(isContentGenuine(kKey, header, bytesOf("large bodY"), bytesOf("large payload")));
+  EXPECT_FALSE(isContentGenuine(kKey, header, bytesOf("large body"), bytesOf("large payloaD")));
+  EXPECT_FALSE(isContentGenuine(kKey, header, bytesOf("large bodyl"), bytesOf("arge payload"))) << "moved over";
+  EXPECT_FALSE(isContentGenuine(kKey, header, {}, {}));
   Header another = sealed("");
   another.callId = header.callId + 1;
   another.contentTag = header.contentTag;
-  EXPECT_FALSE(opener_.isContentGenuine(another, bytesOf("large body"), bytesOf("large payload")));
+  EXPECT_FALSE(isContentGenuine(kKey, another, bytesOf("large body"), bytesOf("large payload")));
 }
 
 TEST_F(SealTest, ContentTagIsCoveredByTheFrameTag) {
   Header header;
-  sealer_.sealContent(header, bytesOf("body"), {});
+  sealContent(kKey, header, bytesOf("body"), {});
   sealer_.sealFrame(header, 4, {});
   EXPECT_TRUE(opener_.isGenuine(header, 4, {}));
   header.contentTag[15] ^= std::byte{1};

@@ -100,7 +100,7 @@ bool Inbox::checkHeader(std::span<const std::byte> bytes, wire::Header& header) 
   return true;
 }
 
-Peer* Inbox::findSender(const wire::Header& header, uint64_t dataBytes, std::span<const std::byte> data) {
+Connection* Inbox::findSender(const wire::Header& header, uint64_t dataBytes, std::span<const std::byte> data) {
   Peer* from = directory_.findSession(header.sourceSession);
   if (from == nullptr || from->member().rank != static_cast<int64_t>(header.sourceRank)) {
     if (from == nullptr && header.kind == wire::Kind::kGoodbye && acceptsJoins_ && !joinOpener_.has_value()) {
@@ -110,20 +110,21 @@ Peer* Inbox::findSender(const wire::Header& header, uint64_t dataBytes, std::spa
     rejectFrame(FrameFault::kStranger, "a frame from a process that is not a worker of this job");
     return nullptr;
   }
-  if (from->opener.has_value()) {
+  Connection& connection = connections_.of(*from);
+  if (std::optional<wire::Opener>& opener = connection.opener) {
     // The seal first: a forged frame must not use up the number of a genuine one, which would then be refused.
-    if (!from->opener->isGenuine(header, dataBytes, data)) {
+    if (!opener->isGenuine(header, dataBytes, data)) {
       rejectFrame(
           FrameFault::kForged,
           "a frame in the name of " + from->describe() + " that is not sealed with the job's secret");
       return nullptr;
     }
-    if (!from->opener->isNew(header)) {
+    if (!opener->isNew(header)) {
       rejectFrame(FrameFault::kReplayed, "a frame of " + from->describe() + " that has come before");
       return nullptr;
     }
   }
-  return from;
+  return &connection;
 }
 
 void Inbox::rejectFrame(FrameFault fault, const std::string& what) {
@@ -149,7 +150,7 @@ void Inbox::onEager(std::span<const std::byte> headerBytes, std::span<const std:
   // The tag of a span's frame covers its place and its size, not its bytes (see wire/seal.h).
   const bool isBody = header.index == wire::kBodyIndex;
   // The bytes are copied after the check, so a flood of strangers' frames costs no memory.
-  if (Peer* from = findSender(header, bytes.size(), isBody ? bytes : std::span<const std::byte>())) {
+  if (Connection* from = findSender(header, bytes.size(), isBody ? bytes : std::span<const std::byte>())) {
     add(*from, header, {Bytes(bytes), nullptr, 0});
   }
 }
@@ -168,7 +169,7 @@ void Inbox::onRendezvous(std::span<const std::byte> headerBytes, void* rendezvou
   assertHoldsWorkerLock();
   wire::Header header;
   wire::Piece piece{{}, rendezvous, bytes};
-  Peer* from = nullptr;
+  Connection* from = nullptr;
   if (checkHeader(headerBytes, header)) {
     if (header.kind == wire::Kind::kRequest || header.kind == wire::Kind::kResponse) {
       from = findSender(header, bytes, {});
@@ -184,57 +185,59 @@ void Inbox::onRendezvous(std::span<const std::byte> headerBytes, void* rendezvou
 }
 
 void Inbox::onEndpointFailed(EndpointId endpoint, const Error& error) {
-  Peer* const peer = outbox_.peerOf(endpoint);
-  if (peer == nullptr) {
+  Connection* const connection = connections_.find(endpoint);
+  if (connection == nullptr) {
     return;
   }
-  if (isLocal(error.code()) && peer->endpoint == endpoint) {
-    peer->endpoint.reset(); // the peer is well, and the next message to it makes another endpoint
-    peer->silence.isAsked = false; // whether the question has reached it is not known
+  if (isLocal(error.code()) && connection->endpoint() == endpoint) {
+    connection->path().endpoint.reset();
+    connection->transition(Connection::Event::kDisconnected);
+    connection->silence.isAsked = false; // whether the question has reached it is not known
     // It may take the end of the connection for the end of this worker, and drop what comes later. Only silence shows.
-    peer->needsHeartbeat.store(true);
+    connection->peer().needsHeartbeat.store(true);
   } else {
-    events_.addFailure(*peer, error);
+    events_.addFailure(connection->peer(), error);
   }
 }
 
-void Inbox::add(Peer& from, const wire::Header& header, wire::Piece piece) {
-  if (!from.isThere()) { // calls to it have failed here already, so it stays lost
+void Inbox::add(Connection& from, const wire::Header& header, wire::Piece piece) {
+  if (from.state() == Connection::State::kClosed) { // calls to it have failed here already, so it stays lost
     receiver_.release(piece);
     return;
   }
   from.silence.heardSinceCheck = true;
-  from.isMet.store(true, std::memory_order_relaxed);
+  from.peer().isMet.store(true, std::memory_order_relaxed);
   switch (header.kind) {
     case wire::Kind::kCancel:
       onCancel(from, header.callId);
       return;
-    // A transport callback must not send. Messenger answers both of these when it starts what is deferred.
     case wire::Kind::kPing:
-      pings_.push_back(&from);
+      from.isPinged = true;
+      connections_.makeReady(from);
       return;
     case wire::Kind::kPong:
       return;
     case wire::Kind::kUseNetwork:
-      networkRequests_.push_back(&from);
+      from.isMoving = true;
+      connections_.makeReady(from);
       return;
     case wire::Kind::kRequest:
     case wire::Kind::kResponse:
-      from.bytesReceived.fetch_add(piece.size(), std::memory_order_relaxed);
+      from.peer().bytesReceived.fetch_add(piece.size(), std::memory_order_relaxed);
       assemble(from, header, std::move(piece));
       return;
     default:
-      from.bytesReceived.fetch_add(piece.size(), std::memory_order_relaxed);
+      from.peer().bytesReceived.fetch_add(piece.size(), std::memory_order_relaxed);
       if (header.kind == wire::Kind::kRefused) {
-        dropAnswer(from, header.callId); // parts of the answer may have come before it failed
+        dropAnswer(from.peer(), header.callId); // parts of the answer may have come before it failed
       }
       if (std::optional<ControlFrame> frame = readControlFrame(header, piece.data)) {
-        events_.addControl(from, std::move(*frame));
+        events_.addControl(from.peer(), std::move(*frame));
       }
   }
 }
 
-void Inbox::assemble(Peer& from, const wire::Header& header, wire::Piece piece) {
+void Inbox::assemble(Connection& from, const wire::Header& header, wire::Piece piece) {
   wire::Assembled assembled;
   std::vector<wire::Piece> rejected;
   switch (assembler_.add(header, std::move(piece), assembled, rejected)) {
@@ -248,12 +251,13 @@ void Inbox::assemble(Peer& from, const wire::Header& header, wire::Piece piece) 
       break;
     case wire::Assembler::Outcome::kRejected:
       receiver_.release(rejected);
-      events_.addRejection(from, header, {ErrorCode::kProtocol, "malformed message: its parts contradict each other"});
+      events_.addRejection(
+          from.peer(), header, {ErrorCode::kProtocol, "malformed message: its parts contradict each other"});
       break;
   }
 }
 
-void Inbox::onAssembled(Peer& from, wire::Assembled assembled) {
+void Inbox::onAssembled(Connection& from, wire::Assembled assembled) {
   uint64_t bytes = 0;
   bool isRendezvous = false;
   assembled.forEachPiece([&](const wire::Piece& piece) {
@@ -263,10 +267,10 @@ void Inbox::onAssembled(Peer& from, wire::Assembled assembled) {
   if (isRendezvous) {
     const uint64_t deviceBytes = receiver_.deviceBytesOf(assembled);
     queueFor(assembled.header.kind).push_back({&from, std::move(assembled), bytes - deviceBytes, deviceBytes});
-    return; // startDeferred() admits it, unless its call was given up
+    return; // admitWaiting() admits it, unless its call was given up
   }
   IncomingMessage message;
-  message.from = &from;
+  message.from = &from.peer();
   message.header = assembled.header;
   message.eagerBody = std::move(assembled.body.data);
   message.spans.reserve(assembled.spans.size());
@@ -284,11 +288,11 @@ void Inbox::onAssembled(Peer& from, wire::Assembled assembled) {
   }
 }
 
-void Inbox::onCancel(const Peer& from, uint64_t callId) {
+void Inbox::onCancel(Connection& from, uint64_t callId) {
   // The request may be incomplete, may wait for the window, or is being received. One that has arrived whole is left
   // alone: RequestServer drops it when its deadline has passed.
   std::vector<wire::Piece> dropped;
-  assembler_.cancel(from.member().session, wire::Kind::kRequest, callId, dropped);
+  assembler_.cancel(from.peer().member().session, wire::Kind::kRequest, callId, dropped);
   receiver_.release(dropped);
   std::erase_if(waitingRequests_, [&](Receiver::Announced& waiting) {
     const bool isCanceled = waiting.from == &from && waiting.assembled.header.callId == callId;
@@ -307,32 +311,25 @@ void Inbox::dropAnswer(const Peer& from, uint64_t callId) {
   receiver_.release(dropped);
 }
 
-// Callbacks of the transport only take notes, since they must neither send nor receive. The notes are acted upon here:
-//
-//   note                                  taken in                         acted upon in
-//   waitingRequests_, waitingResponses_   onAssembled()                    admitWaiting(), as the window allows
-//   Receiver: starting_                   start(), finishIfDone()          Receiver::startDeferred()
-//   Receiver: due_, toRelease_            the ends of receives; release()  Receiver::startDeferred()
-//   pings_, networkRequests_              add()                            Messenger::startDeferredWithWorkerLock()
-void Inbox::startDeferred() {
+void Inbox::admitWaiting() {
   assertHoldsWorkerLock();
-  // Responses first: handlers of requests wait for them. The receiver last: it begins with what was admitted here.
+  receiver_.beginRound();
+  // Responses first: handlers of requests wait for them.
   admitWaiting(waitingResponses_);
   admitWaiting(waitingRequests_);
   updateWaitingCount();
-  receiver_.startDeferred();
 }
 
 void Inbox::admitWaiting(std::deque<Receiver::Announced>& queue) {
   while (!queue.empty()) {
     Receiver::Announced& first = queue.front();
-    if (receiver_.isAbandoned(*first.from, first.assembled.header)) {
+    if (receiver_.isAbandoned(first.from->peer(), first.assembled.header)) {
       receiver_.release(first.assembled);
       queue.pop_front();
       continue;
     }
     // The count is stored before the attempt: a release that comes in between sees that a message waits, and wakes this
-    // worker. If the attempt fails, a release, the end of a receive, or Messenger::checkWindow() brings the next one.
+    // worker. If the attempt fails, a release, the end of a receive, or WindowWatch brings the next one.
     updateWaitingCount();
     Admission admission;
     const bool isResponse = first.assembled.header.kind == wire::Kind::kResponse;
@@ -373,13 +370,16 @@ void Inbox::dropPeer(const Peer& peer) {
   receiver_.release(dropped);
   for (std::deque<Receiver::Announced>* queue : {&waitingRequests_, &waitingResponses_}) {
     std::erase_if(*queue, [&](Receiver::Announced& waiting) {
-      if (waiting.from == &peer) {
+      const bool isOfPeer = &waiting.from->peer() == &peer;
+      if (isOfPeer) {
         receiver_.release(waiting.assembled);
       }
-      return waiting.from == &peer;
+      return isOfPeer;
     });
   }
-  receiver_.dropPeer(peer);
+  if (peer.connection != nullptr) {
+    receiver_.dropPeer(*peer.connection);
+  }
 }
 
 } // namespace torch_ucx_rpc

@@ -1,10 +1,10 @@
 #pragma once
 
 #include "memory/host_pool.h"
+#include "messaging/connection.h"
 #include "messaging/event_buffer.h"
 #include "messaging/event_handlers.h"
 #include "messaging/message.h"
-#include "messaging/outbox.h"
 #include "messaging/receive_window.h"
 #include "messaging/receiver.h"
 #include "peers/directory.h"
@@ -31,7 +31,7 @@ class Inbox final : public TransportListener {
   Inbox(
       Transport& transport,
       const Directory& directory,
-      const Outbox& outbox,
+      Connections& connections,
       std::shared_ptr<ReceiveWindow> window,
       HostPool& pool,
       uint64_t session,
@@ -40,30 +40,31 @@ class Inbox final : public TransportListener {
       EventBuffer& events,
       std::function<void()> onAllocated)
       : directory_(directory),
-        outbox_(outbox),
+        connections_(connections),
         window_(std::move(window)),
         pool_(pool),
         session_(session),
         events_(events),
-        receiver_(transport, window_, pool, handlers, devices, events, std::move(onAllocated)) {}
+        receiver_(transport, connections, window_, pool, handlers, devices, events, std::move(onAllocated)) {}
 
   void onEager(std::span<const std::byte> header, std::span<const std::byte> bytes) override;
   void onRendezvous(std::span<const std::byte> header, void* rendezvous, uint64_t bytes) override;
   void onEndpointFailed(EndpointId endpoint, const Error& error) override;
 
-  // Starts the receives and releases that frames have asked for. Must not be called inside a transport callback.
-  void startDeferred();
-
-  // Whether startDeferred() has more to do already. A receive may have completed at once, or a message that was
-  // received may have made room for one that waits. Other operations are to run before it is called again.
-  bool hasDeferred() const {
-    return receiver_.hasDeferred() || (receiver_.hasFinished() && window_->waitingMessages.load() != 0);
+  // A round calls these three in this order, never inside a transport callback. They admit messages as the window
+  // allows, start the receives from a ready peer, and release what is not wanted.
+  void admitWaiting();
+  void startDeferred(Connection& connection) {
+    receiver_.startDeferred(connection);
+  }
+  void releaseAll() {
+    receiver_.releaseAll();
   }
 
-  // Whether a message waits for device memory that earlier work still uses. No event announces the end of that work:
-  // startDeferred() asks.
-  bool waitsForDevice() const {
-    return receiver_.waitsForDevice();
+  // Whether a message that has been received since the round began may have made room for one that waits. Other
+  // operations are to run before the next round.
+  bool hasMadeRoom() const {
+    return receiver_.hasFinished() && window_->waitingMessages.load() != 0;
   }
 
   // Admits the request that has waited longest, whether it fits or not. To be called when the window has not moved for
@@ -74,16 +75,6 @@ class Inbox final : public TransportListener {
   // From now on, processes that are not members may ask to become one. If `joinKey` is not empty, their frames must be
   // sealed with it.
   void acceptJoins(const std::string& joinKey);
-
-  // The peers that have asked for a sign of life since the last call.
-  std::vector<Peer*> takePings() {
-    return std::exchange(pings_, {});
-  }
-
-  // The peers that have asked since the last call to be reached over the network.
-  std::vector<Peer*> takeNetworkRequests() {
-    return std::exchange(networkRequests_, {});
-  }
 
   // Gives up all receives that have not begun. To be called right before the transport is closed.
   void close() {
@@ -112,16 +103,16 @@ class Inbox final : public TransportListener {
 
   // Reads a header. False, and the frame is refused, if it is malformed or meant for another worker.
   bool checkHeader(std::span<const std::byte> bytes, wire::Header& header);
-  // The peer that has sent the frame. Null for a frame of a stranger, a forged one, or one that has come before. `data`
-  // is the body if it travels in the frame.
-  Peer* findSender(const wire::Header& header, uint64_t dataBytes, std::span<const std::byte> data);
+  // The connection to the worker that has sent the frame. Null for a frame of a stranger, a forged one, or one that has
+  // come before. `data` is the body if it travels in the frame.
+  Connection* findSender(const wire::Header& header, uint64_t dataBytes, std::span<const std::byte> data);
   void onJoin(const wire::Header& header, std::span<const std::byte> record);
   void rejectFrame(FrameFault fault, const std::string& what);
-  void add(Peer& from, const wire::Header& header, wire::Piece piece);
+  void add(Connection& from, const wire::Header& header, wire::Piece piece);
   // Adds a part of a request or of an answer.
-  void assemble(Peer& from, const wire::Header& header, wire::Piece piece);
-  void onAssembled(Peer& from, wire::Assembled assembled);
-  void onCancel(const Peer& from, uint64_t callId);
+  void assemble(Connection& from, const wire::Header& header, wire::Piece piece);
+  void onAssembled(Connection& from, wire::Assembled assembled);
+  void onCancel(Connection& from, uint64_t callId);
 
   std::deque<Receiver::Announced>& queueFor(wire::Kind kind) {
     return kind == wire::Kind::kResponse ? waitingResponses_ : waitingRequests_;
@@ -130,7 +121,7 @@ class Inbox final : public TransportListener {
   void updateWaitingCount();
 
   const Directory& directory_;
-  const Outbox& outbox_;
+  Connections& connections_;
   const std::shared_ptr<ReceiveWindow> window_;
   HostPool& pool_;
   const uint64_t session_;
@@ -141,8 +132,6 @@ class Inbox final : public TransportListener {
   std::deque<Receiver::Announced> waitingResponses_;
   Receiver receiver_;
 
-  std::vector<Peer*> pings_;
-  std::vector<Peer*> networkRequests_;
   bool acceptsJoins_ = false;
   std::optional<wire::Opener> joinOpener_;
   std::bitset<8> hasWarned_; // by FrameFault

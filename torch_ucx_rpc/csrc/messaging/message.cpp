@@ -2,6 +2,8 @@
 
 #include "wire/body.h"
 
+#include <string>
+
 namespace torch_ucx_rpc {
 
 namespace {
@@ -54,19 +56,19 @@ void OutgoingMessage::address(
 void OutgoingMessage::sealContent() {
   const std::span<const std::byte> rendezvousBody = isBodyEager() ? std::span<const std::byte>() : body;
   const std::span<const std::byte> payload = payloadIn(spans, body);
-  if (to->sealer.has_value() && (!rendezvousBody.empty() || !payload.empty())) {
-    to->sealer->sealContent(header, rendezvousBody, payload);
+  if (const std::string& key = to->member().sendKey; !key.empty() && (!rendezvousBody.empty() || !payload.empty())) {
+    wire::sealContent(key, header, rendezvousBody, payload);
   }
 }
 
-void OutgoingMessage::sealFrames() {
+void OutgoingMessage::sealFrames(std::optional<wire::Sealer>& sealer) {
   // A member that is asked for admission does not have this worker's own key yet. All joins to it share one key.
   if (header.kind == wire::Kind::kJoin && !to->member().joinKey.empty()) {
     wire::Sealer(to->member().joinKey).sealFrame(header, body.size(), body);
-  } else if (to->sealer.has_value()) {
-    to->sealer->sealFrame(header, body.size(), isBodyEager() ? body : std::span<const std::byte>());
+  } else if (sealer.has_value()) {
+    sealer->sealFrame(header, body.size(), isBodyEager() ? body : std::span<const std::byte>());
     for (Piece& piece : pieces) {
-      to->sealer->sealFrame(piece.header, piece.bytes.size(), {});
+      sealer->sealFrame(piece.header, piece.bytes.size(), {});
     }
   }
 }
@@ -98,8 +100,9 @@ Error callGivenUp() {
 bool IncomingMessage::isContentGenuine() const {
   const std::span<const std::byte> rendezvousBody = pooledBody ? body() : std::span<const std::byte>();
   const std::span<const std::byte> payload = payloadIn(spans, body());
-  return !from->opener.has_value() || (rendezvousBody.empty() && payload.empty()) ||
-      from->opener->isContentGenuine(header, rendezvousBody, payload);
+  const std::string& key = from->member().receiveKey;
+  return key.empty() || (rendezvousBody.empty() && payload.empty()) ||
+      wire::isContentGenuine(key, header, rendezvousBody, payload);
 }
 
 } // namespace torch_ucx_rpc

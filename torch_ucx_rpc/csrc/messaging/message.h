@@ -5,11 +5,14 @@
 #include "memory/device_streams.h"
 #include "messaging/receive_window.h"
 #include "peers/peer.h"
+#include "transport/transport.h"
 #include "wire/header.h"
+#include "wire/seal.h"
 
 #include <c10/core/Allocator.h>
 
 #include <memory>
+#include <optional>
 #include <span>
 #include <vector>
 
@@ -55,9 +58,9 @@ struct OutgoingMessage {
 
   // Seal an addressed message in a job with a secret; without one they do nothing. sealContent() may take long for a
   // large payload, and any thread may call it. sealFrames() needs the worker lock and comes right before the message is
-  // sent, because it numbers the frames.
+  // sent, because the peer's sealer numbers the frames.
   void sealContent();
-  void sealFrames();
+  void sealFrames(std::optional<wire::Sealer>& sealer);
 
   bool isBodyEager() const {
     return !waitsForRoom && body.size() <= kEagerBodyBytes;

@@ -1,14 +1,18 @@
 #pragma once
 
-#include "base/file_reserve.h"
 #include "memory/devices_in_use.h"
+#include "messaging/connection.h"
+#include "messaging/device_watch.h"
 #include "messaging/event_buffer.h"
 #include "messaging/event_handlers.h"
 #include "messaging/inbox.h"
 #include "messaging/outbox.h"
 #include "messaging/push_share.h"
 #include "messaging/receive_window.h"
+#include "messaging/retries.h"
 #include "messaging/sent_messages.h"
+#include "messaging/shared_memory_repair.h"
+#include "messaging/window_watch.h"
 #include "peers/directory.h"
 #include "peers/identity.h"
 #include "peers/peer_observer.h"
@@ -61,7 +65,9 @@ class Messenger final : public Leader, public PeerObserver, private ProgressClie
   // Sends a control frame in the same way.
   void postControl(Peer& to, wire::Kind kind, uint64_t callId = 0, Bytes body = {});
   // Sends a control frame without a body, ahead of queued operations.
-  void sendNowWithWorkerLock(Peer& to, wire::Kind kind, uint64_t callId = 0);
+  void sendNowWithWorkerLock(Peer& to, wire::Kind kind) {
+    outbox_.sendControl(to, kind);
+  }
 
   // Gives up calls whose callers no longer wait. Requests that have not left stay here, the callees of the others are
   // told, and parts of their answers that have come are dropped.
@@ -116,7 +122,9 @@ class Messenger final : public Leader, public PeerObserver, private ProgressClie
   void drainTransportWithWorkerLock();
   // Has shared memory repaired: a dead process of this machine may have left a gap there that blocks messages to this
   // worker (see Transport::repairState()).
-  void requestRepair();
+  void requestRepair() {
+    repair_.request();
+  }
 
   // Closes the transport. Messages that were sent last have up to `flushLimitMs` to leave. The events of the end still
   // reach the handlers.
@@ -158,10 +166,10 @@ class Messenger final : public Leader, public PeerObserver, private ProgressClie
   // ProgressClient.
   void startDeferredWithWorkerLock() override;
   bool usesDevices() const override {
-    return !devices_.get().empty();
+    return devices_.isOn();
   }
   bool waitsForDeviceWithWorkerLock() const override {
-    return outbox_.waitsForDevice() || inbox_.waitsForDevice();
+    return connections_.waitsForDevice();
   }
   bool hasEventsWithWorkerLock() const override {
     return !events_.isEmpty();
@@ -177,34 +185,12 @@ class Messenger final : public Leader, public PeerObserver, private ProgressClie
   // gets a copy.
   void deliverToSelf(std::unique_ptr<OutgoingMessage> message);
   void countStaged(const OutgoingMessage& message);
-  void answerPingsWithWorkerLock();
-  void moveToNetworkWithWorkerLock();
-  void repairWithWorkerLock();
-  // Runs an operation under the worker lock unless the transport may be closed.
-  template <typename Operation>
-  void submitWhileOpen(Operation operation);
-
-  // Timer tasks.
-  Timer::TimePoint pollDevices(Timer::TimePoint now);
-  Timer::TimePoint collectDeviceMemory(Timer::TimePoint now);
-  Timer::TimePoint checkWindow(Timer::TimePoint now);
-  Timer::TimePoint repair(Timer::TimePoint now);
-  Timer::TimePoint retry(Timer::TimePoint now);
 
   // Constant after construction.
   const Identity self_;
-  const Directory& directory_;
-  const DevicesInUse& devices_;
   const EventHandlers& handlers_;
-  Executor& executor_;
   const Lifetime& lifetime_;
   const CopyForSelf copyForSelf_;
-
-  Timer::Task& deviceTask_;
-  Timer::Task& collectionTask_;
-  Timer::Task& windowTask_;
-  Timer::Task& repairTask_;
-  Timer::Task& retryTask_;
 
   // In order of construction: what is below uses what is above.
   const std::unique_ptr<Transport> transport_; // worker lock
@@ -213,24 +199,15 @@ class Messenger final : public Leader, public PeerObserver, private ProgressClie
   Progress progress_; // own synchronization: it has the worker lock
   const std::shared_ptr<ReceiveWindow> window_; // own synchronization
   PushShare share_; // own synchronization
+  Connections connections_; // worker lock
   Outbox outbox_; // worker lock
   Inbox inbox_; // worker lock
-
-  FileReserve files_; // worker lock
+  DeviceWatch devices_; // own synchronization
+  WindowWatch windowWatch_; // own synchronization
+  SharedMemoryRepair repair_; // own synchronization
+  Retries retries_; // worker lock
 
   std::atomic<uint64_t> stagedBytes_{0};
-  std::atomic<bool> isRepairWanted_{false}; // somebody has asked, and no look has followed yet
-  std::atomic<bool> isRepairing_{false}; // the last look found a gap; written under the worker lock
-  // Guarded by the worker lock:
-  bool isDeaf_ = false; // to its neighbours over shared memory: Transport::repairState() is kUnrepairable
-  bool hasWarnedOfGap_ = false;
-  std::vector<Peer*> moving_; // neighbours that are to be reached over the network, and are not yet
-
-  // Timer thread only:
-  uint64_t stalledReleases_ = 0;
-  Timer::TimePoint stalledSince_{}; // when the receive window moved last; {} if no message waits for it
-  Timer::TimePoint repairedAt_{};
-  Timer::TimePoint strandedWarnedAt_{};
 };
 
 } // namespace torch_ucx_rpc

@@ -8,16 +8,39 @@
 
 namespace torch_ucx_rpc {
 
-Error Outbox::connect(const OutgoingMessage& message) {
+using Messages = Connection::Outgoing::Messages;
+
+namespace {
+
+bool isQueued(const OutgoingMessage& message) {
+  return message.header.kind == wire::Kind::kRequest || message.header.kind == wire::Kind::kResponse;
+}
+
+// Null if none with this id is there.
+std::unique_ptr<OutgoingMessage> takeRequest(Messages& messages, uint64_t callId) {
+  const auto found = std::ranges::find_if(messages, [&](const std::unique_ptr<OutgoingMessage>& message) {
+    return message->header.kind == wire::Kind::kRequest && message->header.callId == callId;
+  });
+  if (found == messages.end()) {
+    return nullptr;
+  }
+  std::unique_ptr<OutgoingMessage> taken = std::move(*found);
+  messages.erase(found);
+  return taken;
+}
+
+} // namespace
+
+Error Outbox::connect(Connection& connection, const OutgoingMessage& message) {
   if (isClosed_) {
     return {ErrorCode::kShutDown, "RPC has been shut down on this worker"};
   }
-  Peer& peer = *message.to;
+  Peer& peer = connection.peer();
   // A goodbye tells a worker that it is gone for this one, which may have come to be so before the goodbye's turn.
-  if (!peer.isThere() && message.header.kind != wire::Kind::kGoodbye) {
+  if (connection.state() == Connection::State::kClosed && message.header.kind != wire::Kind::kGoodbye) {
     return peer.whyGone();
   }
-  if (peer.endpoint.has_value()) {
+  if (connection.endpoint().has_value()) {
     return {};
   }
   // At the first message, not at the start: a worker of a large job calls few others.
@@ -27,14 +50,15 @@ Error Outbox::connect(const OutgoingMessage& message) {
                                               : transport_.connect(address, endpoint)) {
     return error;
   }
-  peer.endpoint = endpoint;
-  peers_[endpoint] = &peer;
+  connection.path().endpoint = endpoint;
+  connection.transition(Connection::Event::kConnected);
   return {};
 }
 
-Error Outbox::moveToNetwork(Peer& peer) {
+Error Outbox::moveToNetwork(Connection& connection) {
   assertHoldsWorkerLock();
-  if (isClosed_ || !peer.isThere() || peer.isOverNetwork.load()) {
+  Peer& peer = connection.peer();
+  if (!canLeave(connection) || peer.isOverNetwork.load()) {
     return {};
   }
   EndpointId endpoint = 0;
@@ -42,49 +66,45 @@ Error Outbox::moveToNetwork(Peer& peer) {
     return error;
   }
   peer.isOverNetwork.store(true);
-  peers_[endpoint] = &peer;
-  if (const std::optional<EndpointId> former = std::exchange(peer.endpoint, endpoint)) {
-    retiredEndpoints_.emplace(&peer, *former); // not closed: UCX would free what the peer may still read
+  if (connection.endpoint().has_value()) {
+    connection.paths.emplace_front();
   }
-  for (const wire::Kind kind : {wire::Kind::kRequest, wire::Kind::kResponse}) {
-    retireQueue({&peer, kind, true});
-    retireQueue({&peer, kind, false});
-  }
+  connection.path().endpoint = endpoint;
+  connection.transition(Connection::Event::kConnected);
+  connections_.makeReady(connection); // messages that wait take the network
   return {};
-}
-
-void Outbox::retireQueue(const QueueKey& key) {
-  // Messages that wait take the network. Those under way over shared memory may never end, and would keep the room that
-  // they have in the queue.
-  if (auto retired = queues_.extract(key)) {
-    Queue& queue = queues_[key];
-    queue.waiting.swap(retired.mapped().waiting);
-    unblocked_.push_back(&queue);
-    retiredQueues_.insert(std::move(retired)); // its messages under way point to it
-  }
 }
 
 void Outbox::send(std::unique_ptr<OutgoingMessage> message) {
   assertHoldsWorkerLock();
+  Connection& connection = connections_.of(*message->to);
   // A goodbye does not wait for admission: this worker wants none any more.
   if (message->header.kind == wire::Kind::kJoin) {
-    unadmitted_.try_emplace(message->to);
-  } else if (const auto entry = unadmitted_.find(message->to);
-             entry != unadmitted_.end() && message->header.kind != wire::Kind::kGoodbye) {
-    entry->second.push_back(std::move(message));
+    connection.transition(Connection::Event::kAsked);
+  } else if (
+      connection.state() == Connection::State::kJoining && message->header.kind != wire::Kind::kGoodbye && !isClosed_) {
+    connection.outgoing.unadmitted.push_back(std::move(message));
     return;
   }
   // Not counted before: a worker that leaves waits for all that is under way, and a peer may never admit it.
-  ++message->to->messagesUnderWay;
-  if (isReady(*message)) {
-    enqueue(std::move(message));
+  ++connection.outgoing.underWay;
+  if (isReady(connection, *message)) {
+    enqueue(connection, std::move(message));
   } else {
-    unready_.push_back(std::move(message));
+    connection.outgoing.unready.push_back(std::move(message));
+    connections_.keepLooking(connection);
   }
 }
 
-bool Outbox::isReady(OutgoingMessage& message) const {
-  if (!canLeave(message)) {
+void Outbox::sendControl(Peer& to, wire::Kind kind, uint64_t callId) {
+  auto message = std::make_unique<OutgoingMessage>();
+  message->to = &to;
+  message->address(kind, self_.session, self_.rank, to.member().session, callId);
+  send(std::move(message));
+}
+
+bool Outbox::isReady(const Connection& connection, OutgoingMessage& message) const {
+  if (!canLeave(connection)) {
     return true;
   }
   try {
@@ -95,71 +115,69 @@ bool Outbox::isReady(OutgoingMessage& message) const {
   }
 }
 
-void Outbox::sendReady() {
-  std::erase_if(unready_, [this](std::unique_ptr<OutgoingMessage>& message) {
-    const bool isNow = isReady(*message);
+void Outbox::sendReady(Connection& connection) {
+  std::erase_if(connection.outgoing.unready, [&](std::unique_ptr<OutgoingMessage>& message) {
+    const bool isNow = isReady(connection, *message);
     if (isNow) {
-      enqueue(std::move(message));
+      enqueue(connection, std::move(message));
     }
     return isNow;
   });
+  if (!connection.outgoing.unready.empty()) {
+    connections_.keepLooking(connection);
+  }
 }
 
-void Outbox::enqueue(std::unique_ptr<OutgoingMessage> message) {
-  Queue* queue = nullptr;
-  // Control frames do not wait, and messages that are about to fail take no room: without a queue they are not counted.
-  if (isQueued(*message) && canLeave(*message) && !message->error) {
-    queue = &queueOf(*message);
+void Outbox::enqueue(Connection& connection, std::unique_ptr<OutgoingMessage> message) {
+  // Messages that are about to fail take no room.
+  const bool counts = isQueued(*message) && canLeave(connection) && !message->error;
+  if (counts) {
+    const size_t queue = Connection::queueOf(*message);
+    auto& waiting = connection.outgoing.waiting[queue];
     // Even if there is room, a message does not pass those that wait.
-    if (!queue->waiting.empty() || !queue->hasRoomFor(*message, share_)) {
-      queue->waiting.emplace(message->header.callId, std::move(message));
+    if (!waiting.empty() || !connection.path().loads[queue].hasRoomFor(*message, share_)) {
+      waiting.emplace(message->header.callId, std::move(message));
       return;
     }
   }
-  start(std::move(message), queue);
+  start(connection, std::move(message), counts ? &connection.path() : nullptr);
 }
 
-void Outbox::startDeferred() {
+void Outbox::startDeferred(Connection& connection) {
   assertHoldsWorkerLock();
-  sendReady();
-  sendCancels();
-  // A message that completes at once unblocks its queue again. A queue may be named twice: its room is looked at anew.
-  while (!unblocked_.empty()) {
-    for (Queue* queue : std::exchange(unblocked_, {})) {
-      while (!queue->waiting.empty() && queue->hasRoomFor(*queue->waiting.begin()->second, share_)) {
-        startFirst(*queue);
-      }
+  sendReady(connection);
+  for (const uint64_t callId : std::exchange(connection.outgoing.withdrawn, {})) {
+    if (canLeave(connection)) {
+      sendControl(connection.peer(), wire::Kind::kCancel, callId);
+    }
+  }
+  for (size_t queue = 0; queue < Connection::kQueues; ++queue) {
+    const auto& waiting = connection.outgoing.waiting[queue];
+    while (!waiting.empty() && connection.path().loads[queue].hasRoomFor(*waiting.begin()->second, share_)) {
+      startFirst(connection, queue);
     }
   }
 }
 
 bool Outbox::cancel(Peer& to, uint64_t callId) {
   assertHoldsWorkerLock();
-  const auto takeFrom = [&](std::vector<std::unique_ptr<OutgoingMessage>>& messages) {
-    std::unique_ptr<OutgoingMessage> taken;
-    const auto found = std::ranges::find_if(messages, [&](const std::unique_ptr<OutgoingMessage>& message) {
-      return message->to == &to && message->header.kind == wire::Kind::kRequest && message->header.callId == callId;
-    });
-    if (found != messages.end()) {
-      taken = std::move(*found);
-      messages.erase(found);
-    }
-    return taken;
-  };
-  std::unique_ptr<OutgoingMessage> given = takeFrom(unready_);
+  if (to.connection == nullptr) {
+    return false;
+  }
+  Connection::Outgoing& outgoing = to.connection->outgoing;
+  std::unique_ptr<OutgoingMessage> given = takeRequest(outgoing.unready, callId);
   // The caller of cancel() does not know how the body travels.
   for (const bool isEager : {true, false}) {
-    const auto queue = queues_.find({&to, wire::Kind::kRequest, isEager});
-    if (given == nullptr && queue != queues_.end()) {
-      if (auto queued = queue->second.waiting.extract(callId)) {
+    if (given == nullptr) {
+      if (auto queued = outgoing.waiting[Connection::queueOf(wire::Kind::kRequest, isEager)].extract(callId)) {
         given = std::move(queued.mapped());
       }
     }
   }
   if (given != nullptr) {
-    --to.messagesUnderWay;
-  } else if (const auto waiting = unadmitted_.find(&to); waiting != unadmitted_.end()) {
-    given = takeFrom(waiting->second); // not counted yet
+    --outgoing.underWay;
+  } else {
+    given = takeRequest(outgoing.unadmitted, callId); // not counted yet
   }
   if (given == nullptr) {
     return false; // the transport has it, or has had it: only the callee can drop it now
@@ -170,25 +188,37 @@ bool Outbox::cancel(Peer& to, uint64_t callId) {
   return true;
 }
 
-void Outbox::startFirst(Queue& queue) {
-  start(std::move(queue.waiting.extract(queue.waiting.begin()).mapped()), &queue);
+void Outbox::startFirst(Connection& connection, size_t queue) {
+  auto& waiting = connection.outgoing.waiting[queue];
+  start(connection, std::move(waiting.extract(waiting.begin()).mapped()), &connection.path());
 }
 
-void Outbox::start(std::unique_ptr<OutgoingMessage> owned, Queue* queue) {
+void Outbox::failWaiting(Connection& connection) {
+  retryStranded(connection);
+  sendReady(connection);
+  for (size_t queue = 0; queue < Connection::kQueues; ++queue) {
+    while (!connection.outgoing.waiting[queue].empty()) {
+      startFirst(connection, queue);
+    }
+  }
+}
+
+void Outbox::start(Connection& connection, std::unique_ptr<OutgoingMessage> owned, Path* path) {
   OutgoingMessage* message = owned.release(); // finish() owns it again
-  if (queue != nullptr) {
-    queue->account(*message, true);
+  if (path != nullptr) {
+    path->loads[Connection::queueOf(*message)].account(*message, true);
   }
   message->unfinished = 1 + message->pieces.size(); // before the first send, which may complete at once
-  if (Error error = message->error ? message->error : connect(*message)) {
-    finish(message, queue, message->unfinished, std::move(error));
+  if (Error error = message->error ? message->error : connect(connection, *message)) {
+    finish(message, path, message->unfinished, std::move(error));
     return;
   }
   // Frames are numbered here, in the order in which they leave.
-  message->sealFrames();
-  const EndpointId endpoint = *message->to->endpoint;
-  message->to->isMet.store(true, std::memory_order_relaxed);
-  message->to->bytesSent.fetch_add(message->totalBytes(), std::memory_order_relaxed);
+  message->sealFrames(connection.sealer);
+  const EndpointId endpoint = *connection.endpoint();
+  Peer& peer = connection.peer();
+  peer.isMet.store(true, std::memory_order_relaxed);
+  peer.bytesSent.fetch_add(message->totalBytes(), std::memory_order_relaxed);
   for (size_t index = 0; index < message->pieces.size(); ++index) {
     const OutgoingMessage::Piece& piece = message->pieces[index];
     transport_.send(
@@ -196,14 +226,14 @@ void Outbox::start(std::unique_ptr<OutgoingMessage> owned, Queue* queue) {
         piece.header,
         piece.bytes,
         SendMode::kRendezvous,
-        [this, message, queue](Error error) {
-          message->to->silence.heardSinceCheck |= !error; // the peer has fetched it
-          finish(message, queue, 1, std::move(error));
+        [this, message, path](Error error) {
+          message->to->connection->silence.heardSinceCheck |= !error; // the peer has fetched it
+          finish(message, path, 1, std::move(error));
         },
         piece.memory);
     // The message is still there: its body, which has not been sent, counts as unfinished.
     if (message->error) {
-      finish(message, queue, message->pieces.size() - index, {}); // the later pieces and the body do not leave
+      finish(message, path, message->pieces.size() - index, {}); // the later pieces and the body do not leave
       return;
     }
     message->hasLeftInPart = true;
@@ -211,8 +241,8 @@ void Outbox::start(std::unique_ptr<OutgoingMessage> owned, Queue* queue) {
   // This send may finish the message at once, and destroy it. Nothing of it is touched afterwards.
   // The end of an eager send is no sign of life: UCX may have copied the bytes, and the peer not read them.
   const SendMode mode = message->isBodyEager() ? SendMode::kEager : SendMode::kRendezvous;
-  transport_.send(endpoint, message->header, message->body, mode, [this, message, queue](Error error) {
-    finish(message, queue, 1, std::move(error));
+  transport_.send(endpoint, message->header, message->body, mode, [this, message, path](Error error) {
+    finish(message, path, 1, std::move(error));
   });
 }
 
@@ -231,11 +261,12 @@ void Outbox::start(std::unique_ptr<OutgoingMessage> owned, Queue* queue) {
 //
 // A message that has left in part never strands: at its first error withdraw() has the receiver told. Once the peer is
 // gone or the outbox is closed nothing strands, and no frame tells the receiver.
-void Outbox::finish(OutgoingMessage* message, Queue* queue, size_t parts, Error error) {
+void Outbox::finish(OutgoingMessage* message, Path* path, size_t parts, Error error) {
+  Connection& connection = *message->to->connection;
   if (error && !message->error) {
     message->error = std::move(error);
-    if (message->hasLeftInPart && canLeave(*message)) {
-      withdraw(*message);
+    if (message->hasLeftInPart && canLeave(connection)) {
+      withdraw(connection, *message);
     }
   }
   // The other parts may be under way for long after an error. UCX uses their memory until it has called back.
@@ -243,77 +274,77 @@ void Outbox::finish(OutgoingMessage* message, Queue* queue, size_t parts, Error 
   if (message->unfinished != 0) {
     return;
   }
-  if (queue != nullptr) {
-    queue->account(*message, false);
+  Connection::Outgoing& outgoing = connection.outgoing;
+  if (path != nullptr) {
+    const size_t queue = Connection::queueOf(*message);
+    path->loads[queue].account(*message, false);
     // A transport callback must not send, so startDeferred() fills the room.
-    if (!queue->waiting.empty()) {
-      unblocked_.push_back(queue);
+    if (!outgoing.waiting[queue].empty()) {
+      connections_.makeReady(connection);
     }
   }
-  --message->to->messagesUnderWay;
+  --outgoing.underWay;
   std::unique_ptr<OutgoingMessage> owned(message);
   // A message that has left in part is not sent again: its receiver has some of the parts. A device that has failed
   // will fail again.
   if (isLocal(owned->error.code()) && owned->error.code() != ErrorCode::kDeviceFailed && !owned->hasLeftInPart &&
-      canLeave(*owned) && owned->header.kind != wire::Kind::kRequest) {
-    stranded_.push_back(std::move(owned));
+      canLeave(connection) && owned->header.kind != wire::Kind::kRequest) {
+    outgoing.stranded.push_back(std::move(owned));
+    ++stranded_;
     return;
   }
   events_.addSent(std::move(owned));
 }
 
-void Outbox::withdraw(const OutgoingMessage& message) {
+void Outbox::withdraw(Connection& connection, const OutgoingMessage& message) {
   if (message.header.kind == wire::Kind::kRequest) {
-    withdrawn_.emplace_back(message.to, message.header); // a transport callback must not send
+    connection.outgoing.withdrawn.push_back(message.header.callId); // a transport callback must not send
+    connections_.makeReady(connection);
   } else {
-    events_.addCutAnswer(*message.to, message.header.callId, message.error);
-  }
-}
-
-void Outbox::sendCancels() {
-  for (const auto& [to, header] : std::exchange(withdrawn_, {})) {
-    auto cancel = std::make_unique<OutgoingMessage>();
-    cancel->to = to;
-    cancel->address(wire::Kind::kCancel, header.sourceSession, header.sourceRank, header.targetSession, header.callId);
-    if (canLeave(*cancel)) {
-      send(std::move(cancel));
-    }
+    events_.addCutAnswer(connection.peer(), message.header.callId, message.error);
   }
 }
 
 std::string Outbox::describeStranded() const {
-  if (stranded_.empty()) {
-    return "messages could not be sent at first, and have been";
+  for (const std::unique_ptr<Connection>& connection : connections_.all()) {
+    if (const Messages& stranded = connection->outgoing.stranded; !stranded.empty()) {
+      return "cannot send to " + connection->peer().describe() +
+          " at present, and tries on: " + stranded.front()->error.message();
+    }
   }
-  const OutgoingMessage& first = *stranded_.front();
-  return "cannot send to " + first.to->describe() + " at present, and tries on: " + first.error.message();
+  return "messages could not be sent at first, and have been";
 }
 
 void Outbox::retryStranded() {
   assertHoldsWorkerLock();
-  for (std::unique_ptr<OutgoingMessage>& message : std::exchange(stranded_, {})) {
+  for (const std::unique_ptr<Connection>& connection : connections_.all()) {
+    retryStranded(*connection);
+  }
+}
+
+void Outbox::retryStranded(Connection& connection) {
+  Messages stranded = std::exchange(connection.outgoing.stranded, {});
+  stranded_ -= stranded.size();
+  for (std::unique_ptr<OutgoingMessage>& message : stranded) {
     message->error = {};
     send(std::move(message));
   }
 }
 
 size_t Outbox::underWay() const {
-  size_t sum = stranded_.size(); // finish() has counted them down, and they are to leave all the same
-  for (const auto& [endpoint, peer] : peers_) {
-    sum += peer->isThere() && peer->endpoint == endpoint ? peer->messagesUnderWay : 0; // a peer may have had several
+  size_t sum = stranded_; // finish() has counted them down, and they are to leave all the same
+  for (const std::unique_ptr<Connection>& connection : connections_.all()) {
+    const bool counts = connection->state() != Connection::State::kClosed && connection->endpoint().has_value();
+    sum += counts ? connection->outgoing.underWay : 0;
   }
   return sum;
 }
 
-Peer* Outbox::peerOf(EndpointId endpoint) const {
-  const auto entry = peers_.find(endpoint);
-  return entry != peers_.end() ? entry->second : nullptr;
-}
-
 void Outbox::onAdmitted(Peer& peer) {
   assertHoldsWorkerLock();
-  if (auto waiting = unadmitted_.extract(&peer)) {
-    for (std::unique_ptr<OutgoingMessage>& message : waiting.mapped()) {
+  if (peer.connection != nullptr) {
+    peer.connection->transition(Connection::Event::kAdmitted);
+    for (std::unique_ptr<OutgoingMessage>& message : std::exchange(peer.connection->outgoing.unadmitted, {})) {
       send(std::move(message));
     }
   }
@@ -321,33 +352,27 @@ void Outbox::onAdmitted(Peer& peer) {
 
 void Outbox::abandon(Peer& peer) {
   assertHoldsWorkerLock();
-  // The state says already that the peer is gone. So connect() fails whatever is started from here on.
-  onAdmitted(peer); // messages that wait for admission fail; startDeferred() fails those that wait for a device
-  if (!isClosed_ && peer.endpoint.has_value()) {
-    transport_.abandon(*peer.endpoint);
-    const auto [first, last] = retiredEndpoints_.equal_range(&peer);
-    std::for_each(first, last, [this](const auto& retired) { transport_.abandon(retired.second); });
+  if (peer.connection == nullptr) {
+    return;
   }
-  retryStranded(); // and fail, since the peer is gone
-  for (auto& [key, queue] : queues_) {
-    while (std::get<const Peer*>(key) == &peer && !queue.waiting.empty()) {
-      startFirst(queue); // and fail
+  // The connection is closed already, since the peer is gone. So connect() fails whatever is started from here on.
+  onAdmitted(peer); // messages that wait for admission fail
+  for (const Path& path : peer.connection->paths) {
+    if (!isClosed_ && path.endpoint.has_value()) {
+      transport_.abandon(*path.endpoint);
     }
   }
+  failWaiting(*peer.connection);
 }
 
 void Outbox::close() {
   assertHoldsWorkerLock();
   isClosed_ = true; // first, so that everything below fails
-  while (!unadmitted_.empty()) {
-    onAdmitted(*unadmitted_.begin()->first);
+  for (const std::unique_ptr<Connection>& connection : connections_.all()) {
+    onAdmitted(connection->peer());
   }
-  retryStranded(); // and fail
-  sendReady(); // and fail
-  for (auto& [key, queue] : queues_) {
-    while (!queue.waiting.empty()) {
-      startFirst(queue); // and fail
-    }
+  for (const std::unique_ptr<Connection>& connection : connections_.all()) {
+    failWaiting(*connection);
   }
 }
 

@@ -36,7 +36,7 @@ void Receiver::start(Announced announced, Admission admission) {
   receiving->assembled = std::move(announced.assembled);
   IncomingMessage& message = receiving->message;
   wire::Piece& body = receiving->assembled.body;
-  message.from = announced.from;
+  message.from = &announced.from->peer();
   message.header = receiving->assembled.header;
   message.admission = std::move(admission);
   message.eagerBody = std::move(body.data);
@@ -44,7 +44,8 @@ void Receiver::start(Announced announced, Admission admission) {
   if (body.isRendezvous() && !devices_.get().empty()) {
     receiving->stage = Stage::kBody;
   }
-  starting_.push_back(receiving);
+  announced.from->incoming.starting.push_back(receiving);
+  connections_.makeReady(*announced.from);
 }
 
 void Receiver::planMemory(Receiving& receiving) {
@@ -139,15 +140,18 @@ void Receiver::release(wire::Assembled& assembled) {
   assembled.forEachPiece([this](wire::Piece& piece) { release(piece); });
 }
 
-void Receiver::startDeferred() {
-  hasFinished_ = false;
-  // beginIfFree() adds nothing to starting_. Only a message whose body came by rendezvous returns there, from a
+void Receiver::startDeferred(Connection& connection) {
+  // beginIfFree() adds nothing to `starting`. Only a message whose body came by rendezvous returns there, from a
   // callback.
-  std::erase_if(starting_, [this](Entry receiving) { return beginIfFree(receiving); });
-  // A receive that completes at once makes its source due again, for the next call.
-  for (Source* source : std::exchange(due_, {})) {
-    receiveNextParts(*source);
+  std::erase_if(connection.incoming.starting, [this](Entry receiving) { return beginIfFree(receiving); });
+  if (!connection.incoming.starting.empty()) {
+    connections_.keepLooking(connection);
   }
+  // A receive that completes at once makes its connection ready again, for the next round.
+  receiveNextParts(connection);
+}
+
+void Receiver::releaseAll() {
   for (void* rendezvous : std::exchange(toRelease_, {})) {
     transport_.release(rendezvous);
   }
@@ -187,9 +191,7 @@ bool Receiver::beginIfFree(Entry receiving) {
     finishIfDone(receiving);
     return true;
   }
-  Source& source = sources_[message.from];
-  source.waiting.push_back(receiving);
-  setDue(source);
+  message.from->connection->incoming.waiting.push_back(receiving);
   return true;
 }
 
@@ -210,13 +212,8 @@ void Receiver::addPart(Receiving& receiving, const wire::Piece& piece, const c10
   }
 }
 
-void Receiver::setDue(Source& source) {
-  if (!std::exchange(source.isDue, true)) {
-    due_.push_back(&source);
-  }
-}
-
-void Receiver::receiveNextParts(Source& source) {
+void Receiver::receiveNextParts(Connection& connection) {
+  Connection::Incoming& source = connection.incoming;
   // Counted apart from what the callbacks count, since receives may complete at once. One call then still begins only
   // so many, and other operations have the worker lock in between.
   uint64_t bytes = source.inFlightBytes;
@@ -243,35 +240,31 @@ void Receiver::receiveNextParts(Source& source) {
     if (receiving->begun + 1 == receiving->parts.size()) {
       source.waiting.erase(next); // now, since the end of this part may be the end of the message
     }
-    receivePart(source, receiving);
-  }
-  source.isDue = false;
-  if (!source.waiting.empty() && source.inFlightPieces < pieces) { // some completed at once
-    setDue(source);
+    receivePart(connection, receiving);
   }
 }
 
-void Receiver::receivePart(Source& source, Entry receiving) {
-  // Neither reference dangles later: sources are never erased, and a message stays in its list until all begun parts
-  // are through.
+void Receiver::receivePart(Connection& connection, Entry receiving) {
+  // Neither reference dangles later: connections stay, and a message stays in its list until all begun parts are
+  // through.
   const Part& part = receiving->parts[receiving->begun++];
   const uint64_t bytes = part.bytes;
   ++receiving->unfinished;
-  ++source.inFlightPieces;
-  source.inFlightBytes += bytes;
+  ++connection.incoming.inFlightPieces;
+  connection.incoming.inFlightBytes += bytes;
   transport_.receive(
       part.rendezvous,
       part.into,
       bytes,
-      [this, &source, receiving, bytes](Error error) {
-        --source.inFlightPieces;
-        source.inFlightBytes -= bytes;
-        if (!source.waiting.empty()) {
-          setDue(source);
+      [this, &connection, receiving, bytes](Error error) {
+        --connection.incoming.inFlightPieces;
+        connection.incoming.inFlightBytes -= bytes;
+        if (!connection.incoming.waiting.empty()) {
+          connections_.makeReady(connection);
         }
         // A piece that has come is a sign of life, like a frame.
         if (!error) {
-          receiving->message.from->silence.heardSinceCheck = true;
+          connection.silence.heardSinceCheck = true;
         } else if (!receiving->error) {
           receiving->error = std::move(error);
         }
@@ -281,19 +274,19 @@ void Receiver::receivePart(Source& source, Entry receiving) {
       part.memory);
 }
 
-void Receiver::cancel(const Peer& from, uint64_t callId) {
+void Receiver::cancel(Connection& from, uint64_t callId) {
   const auto isCanceled = [&](Entry receiving) {
     const wire::Header& header = receiving->message.header;
-    return receiving->message.from == &from && header.kind == wire::Kind::kRequest && header.callId == callId;
+    return header.kind == wire::Kind::kRequest && header.callId == callId;
   };
-  std::erase_if(starting_, [&](Entry receiving) {
+  std::erase_if(from.incoming.starting, [&](Entry receiving) {
     const bool isHere = isCanceled(receiving);
     if (isHere) {
       reject(receiving, callGivenUp());
     }
     return isHere;
   });
-  std::erase_if(sources_[&from].waiting, [&](Entry receiving) {
+  std::erase_if(from.incoming.waiting, [&](Entry receiving) {
     const bool isHere = isCanceled(receiving);
     if (isHere) {
       giveUpRest(receiving, callGivenUp());
@@ -323,7 +316,9 @@ void Receiver::finishIfDone(Entry receiving) {
     receiving->isPlanned = false;
     receiving->parts.clear();
     receiving->begun = 0;
-    starting_.push_back(receiving);
+    Connection& connection = *receiving->message.from->connection;
+    connection.incoming.starting.push_back(receiving);
+    connections_.makeReady(connection);
     return;
   }
   if (receiving->isDropped) { // dropPeer() has added its event
@@ -348,20 +343,16 @@ void Receiver::forget(Entry receiving) {
   hasFinished_ = true;
 }
 
-void Receiver::dropPeer(const Peer& peer) {
-  const Error gone(ErrorCode::kPeerFailed, peer.describe() + " is gone");
-  std::erase_if(starting_, [&](Entry receiving) {
-    const bool isOfPeer = receiving->message.from == &peer;
-    if (isOfPeer) {
-      reject(receiving, gone);
-    }
-    return isOfPeer;
-  });
+void Receiver::dropPeer(Connection& connection) {
+  const Error gone(ErrorCode::kPeerFailed, connection.peer().describe() + " is gone");
+  for (const Entry receiving : std::exchange(connection.incoming.starting, {})) {
+    reject(receiving, gone);
+  }
   // Before the entries end: this list has iterators to them.
-  sources_[&peer].waiting.clear();
+  connection.incoming.waiting.clear();
   for (auto next = receiving_.begin(); next != receiving_.end();) {
     const Entry receiving = next++;
-    if (receiving->message.from != &peer) {
+    if (receiving->message.from != &connection.peer()) {
       continue;
     }
     // The transport may keep the memory for a while, and calls back with the entry: splice() keeps iterators valid. The
@@ -377,11 +368,11 @@ void Receiver::dropPeer(const Peer& peer) {
 
 void Receiver::close() {
   const Error shutDown(ErrorCode::kShutDown, "RPC has been shut down on this worker");
-  for (const Entry receiving : std::exchange(starting_, {})) {
-    reject(receiving, shutDown);
-  }
-  for (auto& [peer, source] : sources_) {
-    for (const Entry receiving : std::exchange(source.waiting, {})) {
+  for (const std::unique_ptr<Connection>& connection : connections_.all()) {
+    for (const Entry receiving : std::exchange(connection->incoming.starting, {})) {
+      reject(receiving, shutDown);
+    }
+    for (const Entry receiving : std::exchange(connection->incoming.waiting, {})) {
       giveUpRest(receiving, shutDown);
     }
   }

@@ -2,37 +2,37 @@
 
 #include "memory/devices_in_use.h"
 #include "memory/host_pool.h"
+#include "messaging/connection.h"
 #include "messaging/device_allocation.h"
 #include "messaging/event_buffer.h"
 #include "messaging/event_handlers.h"
 #include "messaging/message.h"
 #include "messaging/receive_window.h"
+#include "messaging/receiving.h"
 #include "transport/transport.h"
 #include "wire/assembler.h"
 
-#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <cstdint>
-#include <exception>
 #include <functional>
 #include <list>
 #include <memory>
 #include <span>
-#include <unordered_map>
 #include <utility>
 #include <vector>
 
 namespace torch_ucx_rpc {
 
 // Receives admitted messages into memory. It asks each peer for a few pieces at a time. Pieces travel one after the
-// other on a network, and small messages and signs of life wait behind those that were asked for. All functions need
-// the worker lock.
+// other on a network, and small messages and signs of life wait behind those that were asked for. Which pieces those
+// are is in the Connection of the peer. All functions need the worker lock.
 class Receiver {
  public:
   // `onAllocated` is called by any thread, without the worker lock, when startDeferred() has memory to go on with.
   Receiver(
       Transport& transport,
+      Connections& connections,
       std::shared_ptr<ReceiveWindow> window,
       HostPool& pool,
       const EventHandlers& handlers,
@@ -40,6 +40,7 @@ class Receiver {
       EventBuffer& events,
       std::function<void()> onAllocated)
       : transport_(transport),
+        connections_(connections),
         window_(std::move(window)),
         pool_(pool),
         handlers_(handlers),
@@ -64,7 +65,7 @@ class Receiver {
 
   // A message whose parts are all known and that waits to be admitted. So many bytes of it wait at the sender.
   struct Announced {
-    Peer* from;
+    Connection* from;
     wire::Assembled assembled;
     uint64_t bytes; // for host memory
     uint64_t deviceBytes = 0;
@@ -81,33 +82,25 @@ class Receiver {
   // The bytes of a message that will be received into memory of devices. None if its body does not tell yet.
   uint64_t deviceBytesOf(const wire::Assembled& assembled) const;
 
-  // Allocates memory for a message. startDeferred() then receives it.
+  // Makes the connection ready, and startDeferred() then gets memory for the message and receives it.
   void start(Announced announced, Admission admission);
 
-  // Give up parts that are not wanted. The next startDeferred() tells the transport.
+  // Give up parts that are not wanted. The next releaseAll() tells the transport.
   void release(wire::Piece& piece);
   void release(std::vector<wire::Piece>& pieces);
   void release(wire::Assembled& assembled);
 
-  // Starts receives and releases. Must not be called inside a transport callback.
-  void startDeferred();
-
-  // Whether startDeferred() has more to do already, because a receive completed at once. Other operations are to run
-  // before it is called again.
-  bool hasDeferred() const {
-    return !due_.empty() || std::ranges::any_of(starting_, [](Entry receiving) { return !receiving->isPlanned; });
+  // These three must not be called inside a transport callback. A round calls them in this order.
+  void beginRound() {
+    hasFinished_ = false;
   }
+  // Starts receives from a ready peer.
+  void startDeferred(Connection& connection);
+  void releaseAll();
 
-  // Whether a message has been received, or given up, since startDeferred() was called last.
+  // Whether a message has been received, or given up, since the last round began.
   bool hasFinished() const {
     return hasFinished_;
-  }
-
-  // Whether a message waits for device memory that earlier work still uses. No event announces the end of that work:
-  // startDeferred() asks.
-  bool waitsForDevice() const {
-    return std::ranges::any_of(
-        starting_, [](Entry receiving) { return receiving->isPlanned && receiving->allocation == nullptr; });
   }
 
   // Whether the message is an answer that nobody awaits any more.
@@ -116,65 +109,18 @@ class Receiver {
   }
 
   // Gives up the parts of a request that have not begun; its caller has given up the call.
-  void cancel(const Peer& from, uint64_t callId);
+  void cancel(Connection& from, uint64_t callId);
 
   // Gives up everything that is being received from a peer that is gone.
-  void dropPeer(const Peer& peer);
+  void dropPeer(Connection& connection);
 
   // Gives up all receives that have not begun. To be called right before the transport is closed.
   void close();
 
  private:
-  // A part that one operation receives: a piece of a span, or the body.
-  struct Part {
-    void* rendezvous;
-    void* into;
-    uint64_t bytes;
-    Memory memory;
-  };
-  // Where devices are in use, a body that comes by rendezvous is received first: it says where the spans go, and the
-  // transport must not be given memory of a device on one side only.
-  enum class Stage : uint8_t {
-    kBody, // the body alone is received
-    kMemory, // the spans get memory, and the body if it is still to be received
-    kSpans, // they are received into it
-  };
-  // A message being received into memory. It waits in starting_ until it has memory and earlier work on it is done.
-  // Then its pieces move from `assembled` to `parts`.
-  struct Receiving {
-    IncomingMessage message;
-    uint64_t bytes = 0;
-    uint64_t deviceBytes = 0;
-    Clock::time_point began;
-    wire::Assembled assembled;
-    Stage stage = Stage::kMemory;
-    bool isPlanned = false; // memory for this stage has been allocated, or is being allocated
-    std::shared_ptr<DeviceAllocation> allocation; // until it is done
-    DeviceWork pendingWork; // earlier work of devices on its memory
-    std::vector<Part> parts;
-    size_t begun = 0; // parts whose receive has begun
-    size_t unfinished = 0; // parts that have begun and are not through
-    bool isDropped = false;
-    Error error;
-  };
-  using Entry = std::list<Receiving>::iterator;
-  // The messages that are being received from one peer.
-  struct Source {
-    bool isDue = false; // is in due_
-    uint64_t inFlightBytes = 0;
-    size_t inFlightPieces = 0;
-    bool isOldestsTurn = true;
-    std::vector<Entry> waiting; // messages with parts that have not begun, the oldest first
-
-    // The message whose part is received next: by turns the oldest message, and the one with the fewest parts left. So
-    // small messages pass large ones, and large messages still get finished one after the other.
-    std::vector<Entry>::iterator next() {
-      return isOldestsTurn ? waiting.begin()
-                           : std::min_element(waiting.begin(), waiting.end(), [](Entry one, Entry other) {
-                               return one->parts.size() - one->begun < other->parts.size() - other->begun;
-                             });
-    }
-  };
+  using Entry = Receiving::Entry;
+  using Part = Receiving::Part;
+  using Stage = Receiving::Stage;
 
   bool isBusy(uint64_t Receiving::* bytes, uint64_t more, uint64_t limit, Clock::time_point now) const;
   // Sees to memory for what the stage receives. Spans go to the devices that the body names, unless their bytes come
@@ -182,7 +128,7 @@ class Receiver {
   void planMemory(Receiving& receiving);
   std::vector<DeviceAllocation::Span> planDevices(
       std::span<const std::byte> body, const std::vector<wire::Assembled::Span>& spans) const;
-  // False while the memory is being allocated. Throws why there is none.
+  // False while the memory is being allocated. Throws if the allocation failed.
   static bool takeMemory(Receiving& receiving);
   // Makes the parts of a message due, or rejects it if it has an error. False, without effect, while earlier work uses
   // its memory.
@@ -191,10 +137,9 @@ class Receiver {
   void reject(Entry receiving, Error error);
   // Adds a piece to the parts to be received. Copies it if it came eagerly.
   static void addPart(Receiving& receiving, const wire::Piece& piece, const c10::DataPtr& into);
-  void setDue(Source& source);
   // Begins to receive parts, as many as may be in flight from the peer.
-  void receiveNextParts(Source& source);
-  void receivePart(Source& source, Entry receiving);
+  void receiveNextParts(Connection& connection);
+  void receivePart(Connection& connection, Entry receiving);
   // Gives up the parts that have not begun.
   void giveUpRest(Entry receiving, const Error& why);
   // Adds the event of a message, and forgets it, if all its parts are through.
@@ -202,6 +147,7 @@ class Receiver {
   void forget(Entry receiving);
 
   Transport& transport_;
+  Connections& connections_;
   const std::shared_ptr<ReceiveWindow> window_;
   HostPool& pool_;
   const EventHandlers& handlers_;
@@ -209,12 +155,9 @@ class Receiver {
   EventBuffer& events_;
   const std::function<void()> onAllocated_;
 
-  std::list<Receiving> receiving_;
-  std::vector<Entry> starting_; // those of receiving_ whose memory may still be in use
+  std::list<Receiving> receiving_; // of all peers, since isBusy() asks for all
   std::list<Receiving> dropped_; // messages of lost peers; the transport still uses their memory
-  std::unordered_map<const Peer*, Source> sources_;
-  std::vector<Source*> due_; // peers that the next startDeferred() asks for parts
-  std::vector<void*> toRelease_;
+  std::vector<void*> toRelease_; // of strangers too
   bool hasFinished_ = false;
 };
 

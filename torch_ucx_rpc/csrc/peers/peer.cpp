@@ -1,11 +1,12 @@
 #include "peers/peer.h"
 
+#include "base/hmac.h"
+
 namespace torch_ucx_rpc {
 
 Peer::Peer(Member member) : member_(std::move(member)) {
   if (!member_.sendKey.empty()) {
-    sealer.emplace(member_.sendKey);
-    opener.emplace(member_.receiveKey);
+    (void)Hmac(member_.sendKey);
   }
 }
 

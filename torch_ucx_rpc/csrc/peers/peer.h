@@ -1,19 +1,16 @@
 #pragma once
 
+#include <atomic>
+#include <cstdint>
+#include <mutex>
+#include <string>
 #include "base/error.h"
 #include "base/rpc_failure.h"
 #include "peers/latency_histogram.h"
-#include "transport/transport.h"
-#include "wire/seal.h"
-
-#include <atomic>
-#include <chrono>
-#include <cstdint>
-#include <mutex>
-#include <optional>
-#include <string>
 
 namespace torch_ucx_rpc {
+
+class Connection; // messaging/connection.h
 
 // A worker's number in its job; torch calls it Rank.
 using Rank = int16_t;
@@ -45,8 +42,9 @@ struct Member {
   std::string joinKey; // for the first frame of any worker to this one, in a dynamic group
 };
 
-// A worker of the job as this agent sees it. The agent itself is a peer too. Thread-safe, except the members that the
-// worker lock guards.
+// A worker of the job as this agent sees it: its identity, whether it is there, and the numbers that any thread may
+// read. The agent itself is a peer too. How messages reach the worker is the affair of its Connection. Thread-safe,
+// except `connection`.
 class Peer {
  public:
   enum class State : uint8_t {
@@ -56,7 +54,8 @@ class Peer {
     kFailed,
   };
 
-  // Throws std::runtime_error if the member has keys and there is no libcrypto.
+  // Throws std::runtime_error if the member has keys and there is no libcrypto. So its Connection need not throw later,
+  // under the worker lock.
   explicit Peer(Member member);
 
   // Constant after construction.
@@ -96,44 +95,35 @@ class Peer {
   // Why the worker takes no calls; no error while it is present.
   Error whyGone() const;
 
+  // Counted by the threads that make and serve calls; read by reports.
   std::atomic<uint64_t> callsSent{0};
   std::atomic<uint64_t> callsFailed{0}; // of those sent; an exception of a Python function is an answer to torch
   std::atomic<uint64_t> callsReceived{0};
   std::atomic<int64_t> requestsOpen{0}; // received from it and not answered yet
-  // Bytes of open requests that were sent to it eagerly, see EagerCredit.
-  std::atomic<uint64_t> eagerBytesOpen{0};
   LatencyHistogram latencies; // of calls sent that did not fail
-  std::atomic<uint64_t> bytesSent{0};
-  std::atomic<uint64_t> bytesReceived{0};
-  std::atomic<bool> hasAcknowledged{true}; // whether it has acknowledged this worker's latest announcement
+  // Bytes of open requests that were sent to it eagerly. EagerCredit takes from them without the worker lock.
+  std::atomic<uint64_t> eagerBytesOpen{0};
 
-  std::atomic<bool> isMet{false}; // a message has been sent to it, or has come from it
+  // Set by the group and the monitor; read by any thread.
   std::atomic<bool> isNeighbour{false}; // another worker of this machine
-  // It runs on this machine, and shared memory does not reach it: its pid namespace is another, or its user. UCX takes
-  // a common IPC namespace for a common machine, looks for the process by its id, which means nothing here, or another
-  // process, and cannot open the memory of another user. Or one of the two has become deaf over shared memory
-  // (RepairState::kUnrepairable).
-  std::atomic<bool> isOverNetwork{false};
+  std::atomic<bool> hasAcknowledged{true}; // whether it has acknowledged this worker's latest announcement
   std::atomic<bool> isWatched{false}; // ProcessWatch has been asked to watch it
-  // ProcessWatch cannot watch it, or it may have lost this worker over a connection that this process has lost.
+  // ProcessWatch cannot watch it, or it may have lost this worker over a connection that this process has lost. The
+  // inbox sets it for the latter, under the worker lock.
   std::atomic<bool> needsHeartbeat{false};
 
-  // How long nothing has come from the worker, as Heartbeat sees it.
-  struct Silence {
-    bool heardSinceCheck = false; // something has come since Heartbeat looked last
-    bool isAsked = false; // a sign of life has been asked for
-    bool isSuspect = false; // a warning has been given, and nothing has come since
-    bool isDoubted = false; // its process has probably ended: see Heartbeat::doubt()
-    std::chrono::milliseconds lasted{0};
-  };
+  // Written under the worker lock; read by any thread.
+  std::atomic<bool> isMet{false}; // a message has been sent to it, or has come from it
+  std::atomic<uint64_t> bytesSent{0};
+  std::atomic<uint64_t> bytesReceived{0};
+  // It runs on this machine, and shared memory does not reach it: its pid namespace is another, or its user. UCX takes
+  // a common IPC namespace for a common machine, looks for the process by its id, which means nothing here, or another
+  // process, and cannot open the memory of another user. The group sets it for these, before the first message. Or one
+  // of the two has become deaf over shared memory (RepairState::kUnrepairable).
+  std::atomic<bool> isOverNetwork{false};
 
-  // Guarded by the worker lock, except functions that their headers allow on any thread:
-  std::optional<EndpointId> endpoint; // set with the first message to it
-  size_t messagesUnderWay = 0; // to it: unfinished by the transport, or not yet handed to it
-  Silence silence;
-  bool isHeard = false; // Heartbeat knows that something has come
-  std::optional<wire::Sealer> sealer; // only in a job with a secret, as the opener is
-  std::optional<wire::Opener> opener;
+  // Null before the first message to or from it; see Connections::of(). Guarded by the worker lock.
+  Connection* connection = nullptr;
 
  private:
   static bool isOfALife(int64_t first, int64_t id) {

@@ -132,7 +132,7 @@ void PeerMonitor::checkHeartbeatsWithWorkerLock(Timer::TimePoint now) {
 }
 
 void PeerMonitor::connectLifelineWithWorkerLock(Peer& peer) {
-  const std::vector<std::string> lanes = messenger_.transport().lanes(*peer.endpoint);
+  const std::vector<std::string> lanes = messenger_.transport().lanes(*peer.connection->endpoint());
   const auto isTcp = [](const std::string& lane) { return lane.starts_with("tcp/"); };
   if (std::any_of(lanes.begin(), lanes.end(), isTcp)) {
     return; // UCX reports the end of a TCP connection

@@ -1,9 +1,9 @@
 #pragma once
 
 #include "messaging/event_handlers.h"
+#include "messaging/heartbeat.h"
 #include "messaging/messenger.h"
 #include "peers/directory.h"
-#include "peers/heartbeat.h"
 #include "peers/identity.h"
 #include "peers/lifelines.h"
 #include "peers/peer_observer.h"

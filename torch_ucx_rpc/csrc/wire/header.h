@@ -46,7 +46,7 @@ enum class Kind : uint8_t {
   kJoin = 7,
   kLeave = 8, // the sender takes no more calls, and says goodbye when it has answered those that it has; no body
   kAcknowledge = 9, // the receiver's kJoin or kLeave has been taken note of; no body
-  // For peers that fall silent (peers/heartbeat.h):
+  // For peers that fall silent (messaging/heartbeat.h):
   kPing = 10, // asks for a kPong; no body
   kPong = 11, // no body
   kRefused = 12, // the request with this call id has not been run; body: Refusal and a sentence

@@ -36,9 +36,20 @@ Hmac::Tag contentTag(
 
 } // namespace
 
-void Sealer::sealContent(
-    Header& header, std::span<const std::byte> rendezvousBody, std::span<const std::byte> payload) const {
-  header.contentTag = contentTag(key_, header, rendezvousBody, payload);
+void sealContent(
+    const std::string& key,
+    Header& header,
+    std::span<const std::byte> rendezvousBody,
+    std::span<const std::byte> payload) {
+  header.contentTag = contentTag(key, header, rendezvousBody, payload);
+}
+
+bool isContentGenuine(
+    const std::string& key,
+    const Header& header,
+    std::span<const std::byte> rendezvousBody,
+    std::span<const std::byte> payload) {
+  return Hmac::areEqual(contentTag(key, header, rendezvousBody, payload), header.contentTag);
 }
 
 void Sealer::sealFrame(Header& header, uint64_t dataBytes, std::span<const std::byte> data) {
@@ -48,11 +59,6 @@ void Sealer::sealFrame(Header& header, uint64_t dataBytes, std::span<const std::
 
 bool Opener::isGenuine(const Header& header, uint64_t dataBytes, std::span<const std::byte> data) {
   return Hmac::areEqual(frameTag(hmac_, header, dataBytes, data), header.frameTag);
-}
-
-bool Opener::isContentGenuine(
-    const Header& header, std::span<const std::byte> rendezvousBody, std::span<const std::byte> payload) const {
-  return Hmac::areEqual(contentTag(key_, header, rendezvousBody, payload), header.contentTag);
 }
 
 } // namespace torch_ucx_rpc::wire

@@ -20,29 +20,38 @@
 
 namespace torch_ucx_rpc::wire {
 
-// Seals the frames to one peer. One thread at a time, except where a method says otherwise.
+// Seals what of a message comes by rendezvous, in the header of its body, which must be complete up to its sequence.
+// Before sealFrame(); may take long for a large payload.
+void sealContent(
+    const std::string& key,
+    Header& header,
+    std::span<const std::byte> rendezvousBody,
+    std::span<const std::byte> payload);
+// True if the peer has sealed it. The arguments are those of sealContent().
+bool isContentGenuine(
+    const std::string& key,
+    const Header& header,
+    std::span<const std::byte> rendezvousBody,
+    std::span<const std::byte> payload);
+
+// Seals the frames to one peer. One thread at a time.
 class Sealer {
  public:
-  explicit Sealer(std::string key) : key_(std::move(key)), hmac_(key_) {}
-
-  // Fills the content tag of a body's header, which must be complete up to its sequence. Any thread, before
-  // sealFrame().
-  void sealContent(Header& header, std::span<const std::byte> rendezvousBody, std::span<const std::byte> payload) const;
+  explicit Sealer(const std::string& key) : hmac_(key) {}
 
   // Numbers the frame and fills its tag; nothing of the header may change afterwards. `dataBytes` travel with the frame
   // or are announced by it. `data` is the body that travels with it, or nothing.
   void sealFrame(Header& header, uint64_t dataBytes, std::span<const std::byte> data);
 
  private:
-  const std::string key_;
   Hmac hmac_;
   uint64_t next_ = 0;
 };
 
-// Checks the frames of one peer. One thread at a time, except where a method says otherwise.
+// Checks the frames of one peer. One thread at a time.
 class Opener {
  public:
-  explicit Opener(std::string key) : key_(std::move(key)), hmac_(key_) {}
+  explicit Opener(const std::string& key) : hmac_(key) {}
 
   // True if the peer has sealed it. The arguments are those of Sealer::sealFrame().
   bool isGenuine(const Header& header, uint64_t dataBytes, std::span<const std::byte> data);
@@ -52,12 +61,7 @@ class Opener {
     return window_.accept(header.sequence);
   }
 
-  // True if the peer has sealed it. Any thread. The arguments are those of Sealer::sealContent().
-  bool isContentGenuine(
-      const Header& header, std::span<const std::byte> rendezvousBody, std::span<const std::byte> payload) const;
-
  private:
-  const std::string key_;
   Hmac hmac_;
   ReplayWindow window_;
 };

@@ -1,4 +1,4 @@
-#include "peers/heartbeat.h"
+#include "messaging/heartbeat.h"
 
 #include <algorithm>
 #include <cstdio>
@@ -23,21 +23,22 @@ Heartbeat::Findings Heartbeat::check(Clock::time_point now) {
   const auto passed =
       std::min(std::chrono::duration_cast<Milliseconds>(now - std::exchange(lastCheck_, now)), 2 * period());
   for (Peer* peer : directory_.all()) {
+    Connection* const connection = peer->connection;
     // A peer that has been heard may have lost its endpoint through a failure of this process. A ping makes another.
-    if (!peer->isThere() || (!peer->endpoint.has_value() && !peer->isHeard)) {
+    if (connection == nullptr || !peer->isThere() || (!connection->endpoint().has_value() && !connection->isHeard)) {
       continue;
     }
-    Peer::Silence& silence = peer->silence;
+    Connection::Silence& silence = connection->silence;
     if (std::exchange(silence.heardSinceCheck, false)) {
       silence = {};
-      if (!std::exchange(peer->isHeard, true) && peer->needsHeartbeat.load()) {
+      if (!std::exchange(connection->isHeard, true) && peer->needsHeartbeat.load()) {
         findings.met.push_back(peer);
       }
       continue;
     }
     // A peer whose process is watched may be silent as long as no message waits for it.
     if (!peer->needsHeartbeat.load()) {
-      silence.lasted = peer->messagesUnderWay != 0 ? silence.lasted + passed : Milliseconds(0);
+      silence.lasted = connection->outgoing.underWay != 0 ? silence.lasted + passed : Milliseconds(0);
       if (silence.lasted >= limit_ && !std::exchange(silence.isSuspect, true)) {
         findings.suspect.push_back(peer);
       }
@@ -57,22 +58,24 @@ Heartbeat::Findings Heartbeat::check(Clock::time_point now) {
 void Heartbeat::doubt(Peer& peer, Clock::time_point now) const {
   // The next check adds the time since the last one.
   const auto sinceCheck = std::chrono::duration_cast<Milliseconds>(now - lastCheck_);
-  peer.silence = {.isAsked = true, .isDoubted = true, .lasted = -std::min(sinceCheck, 2 * period())};
+  peer.connection->silence = {.isAsked = true, .isDoubted = true, .lasted = -std::min(sinceCheck, 2 * period())};
 }
 
 std::string Heartbeat::describeSuspect(const Peer& peer) const {
-  return peer.describe() + " takes no messages and has given no sign of life for " + seconds(peer.silence.lasted) +
+  return peer.describe() + " takes no messages and has given no sign of life for " +
+      seconds(peer.connection->silence.lasted) +
       ", though its process is there: it is stopped (SIGSTOP, a debugger, a frozen container) or writes a core dump. "
       "Calls to it end with their timeouts";
 }
 
 Error Heartbeat::describe(const Peer& peer) const {
-  if (peer.silence.isDoubted) {
+  const Connection::Silence& silence = peer.connection->silence;
+  if (silence.isDoubted) {
     return {ErrorCode::kPeerFailed, "its process has ended: its host refuses connections to it, and it is silent"};
   }
   return {
       ErrorCode::kPeerFailed,
-      "no sign of life for " + seconds(peer.silence.lasted) +
+      "no sign of life for " + seconds(silence.lasted) +
           ", though asked for one: its host is down, the network between is cut, or its process is stopped; "
           "heartbeat_limit is " +
           seconds(limit_)};

@@ -1,4 +1,6 @@
-#include "peers/heartbeat.h"
+#include "messaging/heartbeat.h"
+
+#include "runtime/worker_mutex.h"
 
 #include <gtest/gtest.h>
 
@@ -21,7 +23,7 @@ class HeartbeatTest : public testing::Test {
     directory_.add(member);
     Peer& peer = directory_.at(rank);
     peer.needsHeartbeat.store(true);
-    peer.endpoint = 0;
+    connections_.of(peer).path().endpoint = 0;
     return peer;
   }
 
@@ -40,7 +42,9 @@ class HeartbeatTest : public testing::Test {
     return all;
   }
 
+  const AssumeWorkerLock lock_;
   Directory directory_;
+  Connections connections_;
   Heartbeat heartbeat_{directory_, kLimit};
   Heartbeat::Clock::time_point now_{std::chrono::hours(1)};
 };
@@ -48,14 +52,14 @@ class HeartbeatTest : public testing::Test {
 TEST_F(HeartbeatTest, AQuietPeerIsAskedOnceForASignOfLife) {
   Peer& peer = add(1);
   EXPECT_EQ(wait(kLimit / 2).quiet, std::vector<Peer*>{&peer});
-  peer.silence.heardSinceCheck = true;
+  connections_.of(peer).silence.heardSinceCheck = true;
   EXPECT_EQ(wait(kLimit / 2).quiet, std::vector<Peer*>{&peer}) << "and again when it falls silent again";
 }
 
 TEST_F(HeartbeatTest, WhoIsHeardIsNeitherAskedNorLost) {
   Peer& peer = add(1);
   for (int period = 0; period < 100; ++period) {
-    peer.silence.heardSinceCheck = true;
+    connections_.of(peer).silence.heardSinceCheck = true;
     const Heartbeat::Findings found = wait(heartbeat_.period());
     EXPECT_TRUE(found.quiet.empty() && found.lost.empty());
   }
@@ -73,7 +77,7 @@ TEST_F(HeartbeatTest, ASilentPeerIsLostAfterTheLimitAndNotBefore) {
 TEST_F(HeartbeatTest, ALateSignOfLifeStartsTheSilenceAnew) {
   Peer& peer = add(1);
   EXPECT_TRUE(wait(kLimit).lost.empty());
-  peer.silence.heardSinceCheck = true;
+  connections_.of(peer).silence.heardSinceCheck = true;
   EXPECT_TRUE(wait(kLimit).lost.empty());
 }
 
@@ -84,11 +88,11 @@ TEST_F(HeartbeatTest, APeerWhoseProcessHasProbablyEndedIsLostWithinASecondUnless
   wait(slow, milliseconds(30'000));
   slow.doubt(ended, now_);
   slow.doubt(alive, now_);
-  alive.silence.heardSinceCheck = true;
+  connections_.of(alive).silence.heardSinceCheck = true;
   EXPECT_EQ(wait(slow, slow.period()).lost, std::vector<Peer*>{&ended});
   const std::string what = slow.describe(ended).message();
   EXPECT_NE(what.find("its process has ended"), std::string::npos) << what;
-  EXPECT_FALSE(alive.silence.isDoubted);
+  EXPECT_FALSE(connections_.of(alive).silence.isDoubted);
 }
 
 TEST_F(HeartbeatTest, TheTimeBeforeADoubtDoesNotCount) {
@@ -102,9 +106,9 @@ TEST_F(HeartbeatTest, TheTimeBeforeADoubtDoesNotCount) {
 
 TEST_F(HeartbeatTest, APeerThatHasBeenHeardIsWatchedOnWithoutItsEndpoint) {
   Peer& peer = add(1);
-  peer.silence.heardSinceCheck = true;
+  connections_.of(peer).silence.heardSinceCheck = true;
   wait(heartbeat_.period());
-  peer.endpoint.reset(); // by a failure of this process
+  connections_.of(peer).path().endpoint.reset(); // by a failure of this process
   const Heartbeat::Findings found = wait(2 * kLimit);
   EXPECT_EQ(found.quiet, std::vector<Peer*>{&peer}) << "which makes another endpoint";
   EXPECT_EQ(found.lost.at(0), &peer);
@@ -113,11 +117,11 @@ TEST_F(HeartbeatTest, APeerThatHasBeenHeardIsWatchedOnWithoutItsEndpoint) {
 // It has called this worker, which has not answered yet: there is no connection that could have a lifeline beside it.
 TEST_F(HeartbeatTest, APeerWithoutAnEndpointIsNotMetYet) {
   Peer& peer = add(1);
-  peer.endpoint.reset();
+  connections_.of(peer).path().endpoint.reset();
   peer.isMet.store(true);
-  peer.silence.heardSinceCheck = true;
+  connections_.of(peer).silence.heardSinceCheck = true;
   EXPECT_TRUE(heartbeat_.check(now_).met.empty());
-  peer.endpoint = 0;
+  connections_.of(peer).path().endpoint = 0;
   EXPECT_EQ(heartbeat_.check(now_).met, std::vector<Peer*>{&peer});
 }
 
@@ -125,10 +129,10 @@ TEST_F(HeartbeatTest, APeerIsMetOnceWhenItIsHeardForTheFirstTime) {
   Peer& peer = add(1);
   add(2).needsHeartbeat.store(false);
   EXPECT_TRUE(heartbeat_.check(now_).met.empty());
-  directory_.at(1).silence.heardSinceCheck = true;
-  directory_.at(2).silence.heardSinceCheck = true;
+  connections_.of(directory_.at(1)).silence.heardSinceCheck = true;
+  connections_.of(directory_.at(2)).silence.heardSinceCheck = true;
   EXPECT_EQ(heartbeat_.check(now_).met, std::vector<Peer*>{&peer}) << "the process of the other one is watched";
-  peer.silence.heardSinceCheck = true;
+  connections_.of(peer).silence.heardSinceCheck = true;
   EXPECT_TRUE(heartbeat_.check(now_).met.empty());
 }
 
@@ -141,7 +145,7 @@ TEST_F(HeartbeatTest, TimeInWhichThisProcessDidNotRunDoesNotCount) {
 
 TEST_F(HeartbeatTest, OnlyPeersThatCannotBeWatchedAndAreSpokenToCount) {
   add(1).needsHeartbeat.store(false);
-  add(2).endpoint.reset();
+  connections_.of(add(2)).path().endpoint.reset();
   ASSERT_TRUE(add(3).moveTo(Peer::State::kLeft, {ErrorCode::kShutDown, "it has left"}));
   const Heartbeat::Findings found = wait(10 * kLimit);
   EXPECT_TRUE(found.quiet.empty() && found.lost.empty());

@@ -1,5 +1,6 @@
 #pragma once
 
+#include "messaging/connection.h"
 #include "peers/directory.h"
 
 #include <algorithm>
@@ -15,7 +16,7 @@ namespace torch_ucx_rpc {
 // Any frame from a peer is a sign of life. A peer that sent none for a period is asked for one, once, since transports
 // are reliable. The answer comes from whichever thread drives the other agent, and that thread never waits for Python.
 // A peer that stays silent for longer than the limit is lost. Time during which this process itself did not run does
-// not count. All functions run under the worker lock.
+// not count. Connection::silence has the time. All functions run under the worker lock.
 class Heartbeat {
  public:
   using Clock = std::chrono::steady_clock;

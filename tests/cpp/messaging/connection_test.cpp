@@ -1,0 +1,151 @@
+// The states of a connection, and which connections a round looks at.
+
+#include "messaging/connection.h"
+
+#include "runtime/worker_mutex.h"
+#include "test_worker.h"
+
+#include <gtest/gtest.h>
+
+#include <stdexcept>
+#include <vector>
+
+namespace torch_ucx_rpc {
+namespace {
+
+using State = Connection::State;
+using Event = Connection::Event;
+
+class ConnectionTest : public testing::Test {
+ protected:
+  void connect(Connection& connection, EndpointId endpoint = 0) {
+    connection.path().endpoint = endpoint;
+    connection.transition(Event::kConnected);
+  }
+  void disconnect(Connection& connection) {
+    connection.path().endpoint.reset();
+    connection.transition(Event::kDisconnected);
+  }
+  // The connections of one round.
+  std::vector<Connection*> round() {
+    std::vector<Connection*> seen;
+    connections_.forEachReady([&](Connection& connection) { seen.push_back(&connection); });
+    return seen;
+  }
+
+  const AssumeWorkerLock lock_;
+  Connections connections_;
+  Peer peer_{memberOf(1)};
+  Peer other_{memberOf(2)};
+};
+
+TEST_F(ConnectionTest, IsMadeOnceForAPeer) {
+  EXPECT_EQ(peer_.connection, nullptr);
+  Connection& connection = connections_.of(peer_);
+  EXPECT_EQ(peer_.connection, &connection);
+  EXPECT_EQ(&connections_.of(peer_), &connection);
+  EXPECT_EQ(&connection.peer(), &peer_);
+  EXPECT_EQ(connection.state(), State::kUnmet);
+}
+
+TEST_F(ConnectionTest, IsOpenWhileItHasAnEndpoint) {
+  Connection& connection = connections_.of(peer_);
+  connect(connection);
+  EXPECT_EQ(connection.state(), State::kOpen);
+  disconnect(connection);
+  EXPECT_EQ(connection.state(), State::kUnmet);
+  connect(connection, 1);
+  EXPECT_EQ(connection.state(), State::kOpen);
+}
+
+TEST_F(ConnectionTest, JoinsUntilThePeerAdmitsThisWorker) {
+  Connection& connection = connections_.of(peer_);
+  connection.transition(Event::kAsked);
+  connect(connection);
+  EXPECT_EQ(connection.state(), State::kJoining);
+  disconnect(connection);
+  EXPECT_EQ(connection.state(), State::kJoining);
+  connection.transition(Event::kAdmitted);
+  EXPECT_EQ(connection.state(), State::kUnmet);
+  connect(connection);
+  connection.transition(Event::kAsked);
+  EXPECT_EQ(connection.state(), State::kJoining);
+  connection.transition(Event::kAdmitted);
+  EXPECT_EQ(connection.state(), State::kOpen);
+}
+
+TEST_F(ConnectionTest, IsClosedForGoodWhenThePeerIsGone) {
+  Connection& connection = connections_.of(peer_);
+  connect(connection);
+  ASSERT_TRUE(peer_.moveTo(Peer::State::kLeaving, {ErrorCode::kShutDown, "it leaves"}));
+  EXPECT_EQ(connection.state(), State::kOpen) << "it still answers";
+  ASSERT_TRUE(peer_.moveTo(Peer::State::kFailed, {ErrorCode::kPeerFailed, "it died"}));
+  EXPECT_EQ(connection.state(), State::kClosed);
+  for (const Event event : {Event::kAsked, Event::kAdmitted, Event::kDisconnected, Event::kConnected}) {
+    connection.transition(event);
+    EXPECT_EQ(connection.state(), State::kClosed);
+  }
+}
+
+TEST_F(ConnectionTest, IsFoundByEachOfItsEndpoints) {
+  Connection& connection = connections_.of(peer_);
+  connections_.of(other_);
+  EXPECT_EQ(connections_.find(3), nullptr);
+  connect(connection, 3);
+  connection.paths.emplace_front();
+  connect(connection, 4);
+  EXPECT_EQ(connections_.find(3), &connection);
+  EXPECT_EQ(connections_.find(4), &connection);
+  EXPECT_EQ(connections_.find(5), nullptr);
+}
+
+TEST_F(ConnectionTest, RoundSeesEachReadyConnectionOnce) {
+  Connection& connection = connections_.of(peer_);
+  Connection& other = connections_.of(other_);
+  EXPECT_TRUE(round().empty());
+  connections_.makeReady(connection);
+  connections_.keepLooking(connection);
+  connections_.keepLooking(other);
+  EXPECT_TRUE(connections_.hasReady());
+  EXPECT_EQ(round(), (std::vector<Connection*>{&connection, &other}));
+  EXPECT_FALSE(connections_.hasReady());
+  EXPECT_TRUE(round().empty());
+}
+
+TEST_F(ConnectionTest, WhatIsOnlyLookedAtNeedsNoRoundAtOnce) {
+  Connection& connection = connections_.of(peer_);
+  connections_.keepLooking(connection);
+  EXPECT_FALSE(connections_.hasReady());
+  connections_.makeReady(connection);
+  EXPECT_TRUE(connections_.hasReady());
+}
+
+TEST_F(ConnectionTest, ConnectionMadeReadyInARoundIsSeenInTheNext) {
+  Connection& connection = connections_.of(peer_);
+  connections_.makeReady(connection);
+  int seen = 0;
+  connections_.forEachReady([&](Connection& ready) {
+    ++seen;
+    connections_.makeReady(ready);
+  });
+  EXPECT_EQ(seen, 1);
+  EXPECT_TRUE(connections_.hasReady());
+  EXPECT_EQ(round(), std::vector<Connection*>{&connection});
+}
+
+// A callback of the transport may run out of memory.
+TEST_F(ConnectionTest, RoundThatThrowsLeavesTheOthersReady) {
+  connections_.makeReady(connections_.of(peer_));
+  connections_.makeReady(connections_.of(other_));
+  EXPECT_THROW(
+      connections_.forEachReady([&](Connection& connection) {
+        connections_.makeReady(connection);
+        throw std::runtime_error("no memory");
+      }),
+      std::runtime_error);
+  EXPECT_EQ(round(), (std::vector<Connection*>{peer_.connection, other_.connection}));
+  EXPECT_TRUE(round().empty());
+}
+
+} // namespace
+} // namespace torch_ucx_rpc

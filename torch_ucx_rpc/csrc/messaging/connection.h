@@ -1,0 +1,236 @@
+#pragma once
+
+#include "messaging/message.h"
+#include "messaging/push_share.h"
+#include "messaging/receiving.h"
+#include "peers/peer.h"
+#include "transport/transport.h"
+#include "wire/seal.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <list>
+#include <map>
+#include <memory>
+#include <optional>
+#include <utility>
+#include <vector>
+
+namespace torch_ucx_rpc {
+
+// Everything between this worker and one life of a peer: the endpoint, the seals, messages that wait to be sent, what
+// is being received, and how long the peer has been silent. It is made with the first message to or from the peer, and
+// kept as long as the agent, since operations of the transport may end late and name it.
+//
+// All of it is guarded by the worker lock. Peer has what other threads read. The parts below say who changes them.
+//
+// transition() alone changes the state, except that the end of the peer, which any thread may note in Peer::moveTo(),
+// closes the connection at once and for good:
+//
+//   state     means                                               event                        next
+//   kUnmet    there is no endpoint; the next message makes one    kConnected                   kOpen
+//   kOpen     messages leave over the endpoint                    kDisconnected                kUnmet
+//   kJoining  the peer was asked to admit this worker (kJoin),    kAdmitted, with an endpoint  kOpen
+//             and refuses everything else until it has; only      kAdmitted, without one       kUnmet
+//             joins and goodbyes leave. An endpoint comes and     kConnected, kDisconnected    kJoining
+//             goes as it does elsewhere.
+//   any       but kClosed                                         kAsked                       kJoining
+//   kClosed   the peer has left or failed; messages fail, except  none
+//             a goodbye, which tells it so
+class Connection {
+ public:
+  enum class State : uint8_t { kUnmet, kJoining, kOpen, kClosed };
+  enum class Event : uint8_t {
+    kConnected, // the endpoint has been made
+    kDisconnected, // the endpoint has failed over an error of this process; the peer is well
+    kAsked, // a kJoin leaves
+    kAdmitted, // the peer has acknowledged the kJoin
+  };
+
+  explicit Connection(Peer& peer);
+  Connection(const Connection&) = delete;
+  Connection& operator=(const Connection&) = delete;
+
+  Peer& peer() const {
+    return peer_;
+  }
+  State state() const {
+    return peer_.isThere() ? state_ : State::kClosed;
+  }
+  void transition(Event event);
+
+  // Queued messages of one kind that leave in one way. Small messages do not wait behind large ones, answers not behind
+  // requests. Control frames are few and small, and never wait: they have no queue.
+  static constexpr size_t kQueues = 4;
+  static size_t queueOf(const OutgoingMessage& message) {
+    return queueOf(message.header.kind, message.rendezvousParts() == 0);
+  }
+  static size_t queueOf(wire::Kind kind, bool isEager) {
+    return (kind == wire::Kind::kResponse ? 2 : 0) + (isEager ? 1 : 0);
+  }
+
+  // What of one queue the transport has not finished.
+  struct Load {
+    // The most eager bytes for one peer, of requests and of answers each. UCX queues them in memory of its own while
+    // the peer does not read (while it is stopped, for one). It never gives up a message in that queue, not even one
+    // whose call has timed out.
+    static constexpr uint64_t kMaxEagerBytes = 8ull * 1024 * 1024;
+    // The bytes that a message costs the transport beside its body.
+    static constexpr uint64_t kEagerOverhead = 512;
+
+    size_t parts = 0; // by rendezvous
+    uint64_t eagerBytes = 0;
+
+    // A message that is larger than a limit leaves alone.
+    bool hasRoomFor(const OutgoingMessage& message, const PushShare& share) const {
+      if (message.rendezvousParts() == 0) {
+        return eagerBytes == 0 || eagerBytes + eagerBytesOf(message) <= kMaxEagerBytes;
+      }
+      return parts == 0 || parts + message.rendezvousParts() <= share.parts();
+    }
+    void account(const OutgoingMessage& message, bool begins) {
+      if (message.rendezvousParts() == 0) {
+        eagerBytes += begins ? eagerBytesOf(message) : -eagerBytesOf(message);
+      } else {
+        parts += begins ? message.rendezvousParts() : -message.rendezvousParts();
+      }
+    }
+    static uint64_t eagerBytesOf(const OutgoingMessage& message) {
+      return message.body.size() + kEagerOverhead;
+    }
+  };
+
+  // A way to the peer. The messages that it carries keep a pointer to it.
+  struct Path {
+    std::optional<EndpointId> endpoint;
+    Load loads[kQueues];
+  };
+  Path& path() {
+    return paths.front();
+  }
+  const std::optional<EndpointId>& endpoint() const {
+    return paths.front().endpoint;
+  }
+
+  // Changed by Outbox. The first path is in use. Earlier ones are those over shared memory of a peer that has moved to
+  // the network. They are not closed: UCX would free what the peer may still read. Messages under way over them may
+  // never end, and take no room of the first path.
+  std::list<Path> paths = std::list<Path>(1);
+  struct Outgoing {
+    using Messages = std::vector<std::unique_ptr<OutgoingMessage>>;
+    Messages unadmitted; // wait until the peer admits this worker
+    Messages unready; // wait until a device has computed their tensors
+    std::multimap<uint64_t, std::unique_ptr<OutgoingMessage>> waiting[kQueues]; // for their turn, by call id
+    Messages stranded; // see Outbox::hasStranded()
+    std::vector<uint64_t> withdrawn; // calls that have left in part, to be canceled at the peer
+    size_t underWay = 0; // messages that the transport has not finished, or has not been given; not the unadmitted
+  } outgoing;
+
+  // Changed by Receiver.
+  struct Incoming {
+    uint64_t inFlightBytes = 0;
+    size_t inFlightPieces = 0;
+    bool isOldestsTurn = true;
+    std::vector<Receiving::Entry> starting; // messages that wait for memory
+    std::vector<Receiving::Entry> waiting; // messages with parts that have not begun, the oldest first
+
+    // The message whose part is received next: by turns the oldest message, and the one with the fewest parts left. So
+    // small messages pass large ones, and large messages still get finished one after the other.
+    std::vector<Receiving::Entry>::iterator next();
+  } incoming;
+
+  // Wishes that a round fulfills.
+  bool isPinged = false; // the peer has asked for a sign of life
+  bool isMoving = false; // one of the two does not hear the other over shared memory: see SharedMemory::move()
+
+  // Only in a job with a secret. Outbox numbers frames with the one, Inbox checks them with the other.
+  std::optional<wire::Sealer> sealer;
+  std::optional<wire::Opener> opener;
+
+  // How long nothing has come from the peer. Whoever receives sets heardSinceCheck; Heartbeat sees to the rest.
+  struct Silence {
+    bool heardSinceCheck = false; // something has come since Heartbeat looked last
+    bool isAsked = false; // a sign of life has been asked for
+    bool isSuspect = false; // a warning has been given, and nothing has come since
+    bool isDoubted = false; // its process has probably ended: see Heartbeat::doubt()
+    std::chrono::milliseconds lasted{0};
+  } silence;
+  bool isHeard = false; // Heartbeat knows that something has come
+
+  // Whether a message to or from the peer waits for a device, whose work no event ends.
+  bool waitsForDevice() const;
+
+ private:
+  friend class Connections;
+
+  Peer& peer_;
+  State state_ = State::kUnmet; // while the peer is there
+  // Whether it is in Connections::ready_, and how pressing that is.
+  enum class Attention : uint8_t { kNone, kEachRound, kNow } attention_ = Attention::kNone;
+};
+
+// The connections of this worker. Guarded by the worker lock.
+//
+// Callbacks of the transport must neither send nor receive. They note in a connection what there is to do, and make it
+// ready. Messenger::startDeferredWithWorkerLock() then looks at the ready connections alone: a round without any costs
+// nothing, however many peers there are.
+class Connections {
+ public:
+  // The connection of a peer, made if there is none.
+  Connection& of(Peer& peer) {
+    return peer.connection != nullptr ? *peer.connection : add(peer);
+  }
+  // The one with this endpoint; null if it is unknown.
+  Connection* find(EndpointId endpoint) const;
+  const std::vector<std::unique_ptr<Connection>>& all() const {
+    return all_;
+  }
+
+  // There is something to do for the connection in the next round.
+  void makeReady(Connection& connection) {
+    note(connection, Connection::Attention::kNow);
+  }
+  // Something may be to do in the next round, and no event announces it.
+  void keepLooking(Connection& connection) {
+    note(connection, Connection::Attention::kEachRound);
+  }
+
+  // One round: hands each ready connection to `work`, which may make it ready again, for the next one. If `work`
+  // throws, the connections that it has not seen stay ready.
+  template <typename Work>
+  void forEachReady(Work work) {
+    const size_t count = ready_.size();
+    for (size_t index = 0; index < count; ++index) {
+      Connection& connection = *ready_[index];
+      if (std::exchange(connection.attention_, Connection::Attention::kNone) != Connection::Attention::kNone) {
+        work(connection);
+      }
+    }
+    ready_.erase(ready_.begin(), ready_.begin() + static_cast<std::ptrdiff_t>(count));
+  }
+
+  // Whether the next round has something to do already.
+  bool hasReady() const {
+    return std::ranges::any_of(
+        ready_, [](const Connection* one) { return one->attention_ == Connection::Attention::kNow; });
+  }
+  bool waitsForDevice() const {
+    return std::ranges::any_of(ready_, &Connection::waitsForDevice);
+  }
+
+ private:
+  Connection& add(Peer& peer);
+  void note(Connection& connection, Connection::Attention attention) {
+    if (connection.attention_ == Connection::Attention::kNone) {
+      ready_.push_back(&connection);
+    }
+    connection.attention_ = std::max(connection.attention_, attention);
+  }
+
+  std::vector<std::unique_ptr<Connection>> all_;
+  std::vector<Connection*> ready_;
+};
+
+} // namespace torch_ucx_rpc

@@ -1,0 +1,42 @@
+#pragma once
+
+#include "memory/devices_in_use.h"
+#include "runtime/executor.h"
+#include "runtime/lifetime.h"
+#include "runtime/progress.h"
+#include "runtime/timer.h"
+
+namespace torch_ucx_rpc {
+
+// Asks devices, which no event speaks for: whether the work is done that messages wait for, and whether released device
+// memory is still in use. Idle where RPC uses no devices. Thread-safe, except functions that need the worker lock.
+class DeviceWatch {
+ public:
+  // Adds tasks to the timer, so it must not have started.
+  DeviceWatch(
+      const DevicesInUse& devices, Progress& progress, Executor& executor, Timer& timer, const Lifetime& lifetime);
+
+  // Whether RPC uses devices.
+  bool isOn() const {
+    return !devices_.get().empty();
+  }
+
+  // To be called in each round, before anything else: any thread may drive, and UCX needs a device context on it.
+  void beginRoundWithWorkerLock();
+  // Has another round begin soon, since a message waits for a device.
+  void askAgain();
+
+ private:
+  // Timer tasks.
+  Timer::TimePoint ask();
+  Timer::TimePoint collect(Timer::TimePoint now);
+
+  const DevicesInUse& devices_;
+  Progress& progress_;
+  Executor& executor_;
+  const Lifetime& lifetime_;
+  Timer::Task& askTask_;
+  Timer::Task& collectionTask_;
+};
+
+} // namespace torch_ucx_rpc

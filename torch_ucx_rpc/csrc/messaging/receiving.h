@@ -1,0 +1,52 @@
+#pragma once
+
+#include "messaging/device_allocation.h"
+#include "messaging/message.h"
+#include "transport/transport.h"
+#include "wire/assembler.h"
+
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <list>
+#include <memory>
+#include <vector>
+
+namespace torch_ucx_rpc {
+
+// A message that the Receiver receives into memory. It waits in Connection::Incoming::starting until it has memory, and
+// earlier work on that memory is done. Then its pieces move from `assembled` to `parts`.
+struct Receiving {
+  // Where devices are in use, a body that comes by rendezvous is received first: it says where the spans go, and the
+  // transport must not be given memory of a device on one side only.
+  enum class Stage : uint8_t {
+    kBody, // the body alone is received
+    kMemory, // the spans get memory, and the body if it is still to be received
+    kSpans, // they are received into it
+  };
+  // What one operation receives: a piece of a span, or the body.
+  struct Part {
+    void* rendezvous;
+    void* into;
+    uint64_t bytes;
+    Memory memory;
+  };
+  using Entry = std::list<Receiving>::iterator; // stays valid until the last part is through
+
+  IncomingMessage message;
+  uint64_t bytes = 0;
+  uint64_t deviceBytes = 0;
+  std::chrono::steady_clock::time_point began;
+  wire::Assembled assembled;
+  Stage stage = Stage::kMemory;
+  bool isPlanned = false; // memory for this stage has been allocated, or is being allocated
+  std::shared_ptr<DeviceAllocation> allocation; // until it is done
+  DeviceWork pendingWork; // earlier work of devices on its memory
+  std::vector<Part> parts;
+  size_t begun = 0; // parts whose receive has begun
+  size_t unfinished = 0; // parts that have begun and are not through
+  bool isDropped = false; // its peer is gone
+  Error error;
+};
+
+} // namespace torch_ucx_rpc

@@ -1,0 +1,62 @@
+#include "messaging/retries.h"
+
+#include "runtime/worker_mutex.h"
+
+#include <chrono>
+#include <memory>
+
+namespace torch_ucx_rpc {
+
+namespace {
+
+constexpr auto kPeriod = std::chrono::milliseconds(20);
+
+// How often the log says that messages cannot be sent.
+constexpr auto kReminder = std::chrono::seconds(10);
+
+} // namespace
+
+Retries::Retries(
+    Connections& connections,
+    Outbox& outbox,
+    SharedMemoryRepair& repair,
+    EventBuffer& events,
+    Progress& progress,
+    Timer& timer,
+    const Lifetime& lifetime)
+    : connections_(connections),
+      outbox_(outbox),
+      repair_(repair),
+      events_(events),
+      progress_(progress),
+      lifetime_(lifetime),
+      task_(timer.add("retry sends", [this](Timer::TimePoint now) { return retry(now); })) {}
+
+void Retries::schedule() {
+  assertHoldsWorkerLock();
+  task_.dueIn(kPeriod);
+}
+
+Timer::TimePoint Retries::retry(Timer::TimePoint now) {
+  const bool isTold = now < warnedAt_ + kReminder;
+  warnedAt_ = isTold ? warnedAt_ : now;
+  progress_.submit([this, isTold] {
+    if (lifetime_.isClosed()) {
+      return;
+    }
+    if (!isTold && outbox_.hasStranded()) {
+      events_.addWarning(outbox_.describeStranded());
+    }
+    files_.release(); // for the connections that are tried again now
+    for (const std::unique_ptr<Connection>& connection : connections_.all()) {
+      if (connection->isMoving && !repair_.moveWithWorkerLock(*connection)) {
+        schedule();
+      }
+    }
+    outbox_.retryStranded();
+    files_.refill();
+  });
+  return Timer::kNever; // set again if that fails
+}
+
+} // namespace torch_ucx_rpc

@@ -1,0 +1,52 @@
+#pragma once
+
+#include "base/file_reserve.h"
+#include "messaging/connection.h"
+#include "messaging/event_buffer.h"
+#include "messaging/outbox.h"
+#include "messaging/shared_memory_repair.h"
+#include "runtime/lifetime.h"
+#include "runtime/progress.h"
+#include "runtime/timer.h"
+
+namespace torch_ucx_rpc {
+
+// Tries again what this process could not do, over a full file table for instance: to send messages that have stranded,
+// and to move connections to the network. Nothing tells when the process may open files again, so it tries every few
+// milliseconds, with the files of a reserve. All functions need the worker lock.
+class Retries {
+ public:
+  // Adds a task to the timer, so it must not have started.
+  Retries(
+      Connections& connections,
+      Outbox& outbox,
+      SharedMemoryRepair& repair,
+      EventBuffer& events,
+      Progress& progress,
+      Timer& timer,
+      const Lifetime& lifetime);
+
+  // Has everything tried again soon.
+  void schedule();
+
+  // Gives the reserve back. Nothing is tried again after it.
+  void close() {
+    files_.release();
+  }
+
+ private:
+  // Timer task.
+  Timer::TimePoint retry(Timer::TimePoint now);
+
+  Connections& connections_;
+  Outbox& outbox_;
+  SharedMemoryRepair& repair_;
+  EventBuffer& events_;
+  Progress& progress_; // own synchronization
+  const Lifetime& lifetime_; // own synchronization
+  Timer::Task& task_; // own synchronization
+  FileReserve files_;
+  Timer::TimePoint warnedAt_{}; // timer thread only
+};
+
+} // namespace torch_ucx_rpc

@@ -1,0 +1,95 @@
+#include "messaging/shared_memory_repair.h"
+
+#include "runtime/worker_mutex.h"
+
+#include <chrono>
+#include <utility>
+
+namespace torch_ucx_rpc {
+
+namespace {
+
+// How often a repair is tried. Until it succeeds, no worker can send to this one over shared memory.
+constexpr auto kPeriod = std::chrono::milliseconds(20);
+
+} // namespace
+
+SharedMemoryRepair::SharedMemoryRepair(
+    Transport& transport,
+    const Directory& directory,
+    Connections& connections,
+    Outbox& outbox,
+    EventBuffer& events,
+    Progress& progress,
+    Timer& timer,
+    const Lifetime& lifetime)
+    : transport_(transport),
+      directory_(directory),
+      connections_(connections),
+      outbox_(outbox),
+      events_(events),
+      progress_(progress),
+      lifetime_(lifetime),
+      task_(timer.add("repair", [this](Timer::TimePoint now) { return repair(now); })) {}
+
+void SharedMemoryRepair::request() {
+  isWanted_.store(true);
+  task_.dueNow();
+}
+
+Timer::TimePoint SharedMemoryRepair::repair(Timer::TimePoint now) {
+  if (now < repairedAt_ + kPeriod) {
+    return repairedAt_ + kPeriod; // calls that time out ask for it one by one
+  }
+  repairedAt_ = now;
+  if (isRepairing_.load()) {
+    transport_.scanForRepair(); // on this thread, since it may take long: the worker lock is free meanwhile
+  }
+  progress_.submit([this] {
+    if (!lifetime_.isClosed()) {
+      repairWithWorkerLock();
+    }
+  });
+  // The operation may still be queued. The task then runs once more than needed.
+  return isWanted_.load() || isRepairing_.load() ? now + kPeriod : Timer::kNever;
+}
+
+void SharedMemoryRepair::repairWithWorkerLock() {
+  assertHoldsWorkerLock();
+  isWanted_.store(false);
+  const RepairState state = transport_.repairState();
+  isRepairing_.store(state != RepairState::kWhole);
+  if (state == RepairState::kWhole) {
+    isDeaf_ = false;
+  } else if (state == RepairState::kUnrepairable && !std::exchange(isDeaf_, true)) {
+    if (!std::exchange(hasWarned_, true)) {
+      events_.addWarning(
+          "messages of workers on this machine do not arrive: a process has ended or been stopped while it wrote one "
+          "into shared memory, and nobody can tell whether it will go on. From now on these workers and this one use "
+          "the network, unless UCX_TLS leaves it out; messages that were under way arrive when that process goes on");
+    }
+    for (Peer* peer : directory_.present()) {
+      if (peer->isNeighbour.load()) {
+        Connection& connection = connections_.of(*peer);
+        connection.isMoving = true;
+        connections_.makeReady(connection);
+      }
+    }
+  }
+}
+
+bool SharedMemoryRepair::moveWithWorkerLock(Connection& connection) {
+  assertHoldsWorkerLock();
+  connection.isMoving = false;
+  if (!connection.peer().isNeighbour.load()) {
+    return true; // a peer of another machine has no shared memory to leave
+  }
+  const Error error = outbox_.moveToNetwork(connection);
+  if (!error && isDeaf_) {
+    outbox_.sendControl(connection.peer(), wire::Kind::kUseNetwork);
+  }
+  connection.isMoving = isLocal(error.code());
+  return !connection.isMoving;
+}
+
+} // namespace torch_ucx_rpc

@@ -1,0 +1,63 @@
+#pragma once
+
+#include "messaging/connection.h"
+#include "messaging/event_buffer.h"
+#include "messaging/outbox.h"
+#include "peers/directory.h"
+#include "runtime/lifetime.h"
+#include "runtime/progress.h"
+#include "runtime/timer.h"
+#include "transport/transport.h"
+
+#include <atomic>
+
+namespace torch_ucx_rpc {
+
+// Keeps the workers of this machine reachable when shared memory fails. A process that dies while it writes a message
+// into this worker's shared memory leaves a gap there, behind which nothing arrives (Transport::repairState()). The gap
+// is closed where that is possible. Where it is not, the worker is deaf: it and its neighbours use the network from
+// then on. Thread-safe, except functions that need the worker lock.
+class SharedMemoryRepair {
+ public:
+  // Adds a task to the timer, so it must not have started.
+  SharedMemoryRepair(
+      Transport& transport,
+      const Directory& directory,
+      Connections& connections,
+      Outbox& outbox,
+      EventBuffer& events,
+      Progress& progress,
+      Timer& timer,
+      const Lifetime& lifetime);
+
+  // Asks for a look. To be called when a process of this machine has ended, and when this worker seems deaf.
+  void request();
+
+  // Moves a connection with isMoving to the network. False if this process lacks what it takes, a file for instance:
+  // the connection stays as it is, and isMoving stays set.
+  bool moveWithWorkerLock(Connection& connection);
+
+ private:
+  // Timer task.
+  Timer::TimePoint repair(Timer::TimePoint now);
+  void repairWithWorkerLock();
+
+  Transport& transport_; // worker lock, except scanForRepair()
+  const Directory& directory_;
+  Connections& connections_; // worker lock
+  Outbox& outbox_; // worker lock
+  EventBuffer& events_; // worker lock
+  Progress& progress_;
+  const Lifetime& lifetime_;
+  Timer::Task& task_;
+
+  std::atomic<bool> isWanted_{false}; // a look has been asked for, and none has followed yet
+  std::atomic<bool> isRepairing_{false}; // the last look found a gap; written under the worker lock
+  // Guarded by the worker lock:
+  bool isDeaf_ = false; // Transport::repairState() is kUnrepairable
+  bool hasWarned_ = false;
+  // Timer thread only:
+  Timer::TimePoint repairedAt_{};
+};
+
+} // namespace torch_ucx_rpc
