@@ -189,8 +189,8 @@ MUTANTS = (
     ),
     Mutant(
         "cpp-stalled-windows-stay-stalled",
-        "  } else if (now - stalledSince_ >= patience) {\n",
-        "  } else if (false && now - stalledSince_ >= patience) {\n",
+        "  stalledSince_ = now;\n  return true;\n",
+        "  stalledSince_ = now;\n  return false;\n",
         ("test_handlers_may_wait_for_each_other",),
     ),
     # Requests pass all the same when the window has stalled; their answers do not.

@@ -109,7 +109,27 @@ TEST_F(ReceiveWindowTest, AdmissionGivesBackExactlyOnce) {
     ASSERT_TRUE(window_->tryAdmit(kRequest, 300, moved));
   }
   EXPECT_EQ(window_->inUseBytes(), 0u) << "destruction gives back";
-  EXPECT_EQ(window_->releases(), 2u);
+}
+
+TEST_F(ReceiveWindowTest, StallsWhileMessagesWaitAndNothingIsGivenBack) {
+  const auto kNext = std::chrono::milliseconds(1);
+  ReceiveWindow::TimePoint now{std::chrono::hours(1)};
+  EXPECT_FALSE(window_->hasStalled(now, false)) << "no message waits";
+  window_->waitingMessages.store(1);
+  Admission held;
+  ASSERT_TRUE(window_->tryAdmit(kRequest, 100, held));
+  EXPECT_FALSE(window_->hasStalled(now, false)) << "the first look";
+  EXPECT_FALSE(window_->hasStalled(now += ReceiveWindow::kPatience - kNext, false));
+  EXPECT_TRUE(window_->hasStalled(now += kNext, false));
+  EXPECT_FALSE(window_->hasStalled(now += kNext, false)) << "once in a while";
+  held.release();
+  held.release();
+  EXPECT_FALSE(window_->hasStalled(now += ReceiveWindow::kPatience, false)) << "bytes were given back";
+  EXPECT_FALSE(window_->hasStalled(now += ReceiveWindow::kPatience, true)) << "bytes will be given back";
+  EXPECT_TRUE(window_->hasStalled(now += ReceiveWindow::kPatience, false));
+  window_->receivingMessages.store(1);
+  EXPECT_FALSE(window_->hasStalled(now += ReceiveWindow::kPatience, false)) << "a slow network is no deadlock";
+  EXPECT_TRUE(window_->hasStalled(now += ReceiveWindow::kPatienceWhileReceiving, false));
 }
 
 TEST_F(ReceiveWindowTest, AssignmentGivesBackWhatWasHeld) {

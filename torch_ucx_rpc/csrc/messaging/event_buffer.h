@@ -1,5 +1,6 @@
 #pragma once
 
+#include "messaging/control_frames.h"
 #include "messaging/dispatch_order.h"
 #include "messaging/event_handlers.h"
 #include "messaging/message.h"
@@ -12,24 +13,6 @@
 #include <vector>
 
 namespace torch_ucx_rpc {
-
-// Control frames, as read from the wire.
-struct Goodbye {};
-struct Leave {};
-struct Acknowledge {};
-struct BarrierArrive {
-  uint64_t round = 0;
-  int64_t value = 0;
-};
-struct BarrierRelease {
-  uint64_t round = 0;
-  Barrier::Result result;
-};
-struct Refused {
-  uint64_t callId = 0;
-  Error why;
-};
-using ControlFrame = std::variant<Goodbye, Leave, Acknowledge, BarrierArrive, BarrierRelease, Refused>;
 
 // Buffers events. Inbox, Receiver, Outbox and PeerMonitor add them under the worker lock, by one method for each kind.
 // The thread that releases the lock next takes them as a batch, and hands them to the handlers.

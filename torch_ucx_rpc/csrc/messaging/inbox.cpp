@@ -5,79 +5,10 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
-#include <cstring>
 #include <optional>
 #include <utility>
 
 namespace torch_ucx_rpc {
-
-namespace {
-
-template <typename Body>
-std::optional<Body> readBody(const Bytes& bytes) {
-  Body body{};
-  if (bytes.size() < sizeof(body)) {
-    return std::nullopt;
-  }
-  std::memcpy(&body, bytes.data(), sizeof(body));
-  return body;
-}
-
-// The text after the record that readBody() has read.
-template <typename Body>
-std::string sentenceAfter(const Bytes& bytes) {
-  return {reinterpret_cast<const char*>(bytes.data()) + sizeof(Body), bytes.size() - sizeof(Body)};
-}
-
-ErrorCode codeOf(wire::RefusalReason reason) {
-  switch (reason) {
-    case wire::RefusalReason::kMalformed:
-      return ErrorCode::kProtocol;
-    case wire::RefusalReason::kNoMemory:
-      return ErrorCode::kOutOfMemory;
-    case wire::RefusalReason::kNoThread:
-      return ErrorCode::kOutOfThreads;
-    case wire::RefusalReason::kOther:
-      break;
-  }
-  return ErrorCode::kInternal;
-}
-
-// Nothing for a frame of another kind, or for one that is too short. Such a frame is dropped: no worker waits for an
-// answer to it.
-std::optional<ControlFrame> readControlFrame(const wire::Header& header, const Bytes& bytes) {
-  switch (header.kind) {
-    case wire::Kind::kGoodbye:
-      return Goodbye{};
-    case wire::Kind::kLeave:
-      return Leave{};
-    case wire::Kind::kAcknowledge:
-      return Acknowledge{};
-    case wire::Kind::kRefused:
-      if (const auto refusal = readBody<wire::Refusal>(bytes)) {
-        return Refused{header.callId, {codeOf(refusal->reason), sentenceAfter<wire::Refusal>(bytes)}};
-      }
-      return std::nullopt;
-    case wire::Kind::kBarrierArrive:
-      if (const auto arrive = readBody<wire::BarrierArrive>(bytes); arrive && bytes.size() == sizeof(*arrive)) {
-        return BarrierArrive{header.callId, arrive->value};
-      }
-      return std::nullopt;
-    case wire::Kind::kBarrierRelease:
-      if (const auto release = readBody<wire::BarrierRelease>(bytes)) {
-        Barrier::Result result{release->sum, {}};
-        if (release->lost != 0) {
-          result.lost = {ErrorCode::kPeerFailed, sentenceAfter<wire::BarrierRelease>(bytes)};
-        }
-        return BarrierRelease{header.callId, std::move(result)};
-      }
-      return std::nullopt;
-    default:
-      return std::nullopt;
-  }
-}
-
-} // namespace
 
 void Inbox::acceptJoins(const std::string& joinKey) {
   acceptsJoins_ = true;
@@ -231,7 +162,7 @@ void Inbox::add(Connection& from, const wire::Header& header, wire::Piece piece)
       if (header.kind == wire::Kind::kRefused) {
         dropAnswer(from.peer(), header.callId); // parts of the answer may have come before it failed
       }
-      if (std::optional<ControlFrame> frame = readControlFrame(header, piece.data)) {
+      if (std::optional<ControlFrame> frame = decodeControl(header, piece.data)) {
         events_.addControl(from.peer(), std::move(*frame));
       }
   }
@@ -329,7 +260,7 @@ void Inbox::admitWaiting(std::deque<Receiver::Announced>& queue) {
       continue;
     }
     // The count is stored before the attempt: a release that comes in between sees that a message waits, and wakes this
-    // worker. If the attempt fails, a release, the end of a receive, or WindowWatch brings the next one.
+    // worker. If the attempt fails, a release, the end of a receive, or Messenger::checkWindow() brings the next one.
     updateWaitingCount();
     Admission admission;
     const bool isResponse = first.assembled.header.kind == wire::Kind::kResponse;

@@ -67,6 +67,10 @@ class Inbox final : public TransportListener {
     return receiver_.hasFinished() && window_->waitingMessages.load() != 0;
   }
 
+  ReceiveWindow& window() const {
+    return *window_;
+  }
+
   // Admits the request that has waited longest, whether it fits or not. To be called when the window has not moved for
   // a while although no request waits for a thread. Handlers then wait for one another, and more memory is the only way
   // on.

@@ -26,20 +26,21 @@ Messenger::Messenger(
     const Options& options)
     : self_(self),
       handlers_(handlers),
+      executor_(executor),
       lifetime_(lifetime),
       copyForSelf_(copyForSelf),
+      windowTask_(timer.add("receive window", [this](Timer::TimePoint now) { return checkWindow(now); })),
       transport_(std::move(transport)),
       sentMessages_(executor, lifetime, timer),
       events_(handlers, sentMessages_, executor, lifetime),
       progress_(*transport_, *this, options.waiting),
-      window_(std::make_shared<ReceiveWindow>(
-          options.receiveWindowBytes, [this] { progress_.requestStartDeferred(); })), // which admits messages that wait
       outbox_(*transport_, self_, connections_, share_, events_),
       inbox_(
           *transport_,
           directory,
           connections_,
-          window_,
+          std::make_shared<ReceiveWindow>(
+              options.receiveWindowBytes, [this] { progress_.requestStartDeferred(); }), // admits messages that wait
           HostPool::instance(),
           self.session,
           handlers,
@@ -47,7 +48,6 @@ Messenger::Messenger(
           events_,
           [this] { progress_.requestStartDeferred(); }),
       devices_(devices, progress_, executor, timer, lifetime),
-      windowWatch_(*window_, inbox_, progress_, executor, timer, lifetime),
       repair_(*transport_, directory, connections_, outbox_, events_, progress_, timer, lifetime),
       retries_(connections_, outbox_, repair_, events_, progress_, timer, lifetime) {
   transport_->setListener(&inbox_);
@@ -67,6 +67,11 @@ void Messenger::post(Peer& to, wire::Kind kind, uint64_t callId, std::unique_ptr
   }
   message->sealContent(); // takes long for a large payload, so it comes before the worker lock
   progress_.submit([this, message = std::move(message)]() mutable { outbox_.send(std::move(message)); });
+}
+
+void Messenger::postControl(Peer& to, const ControlFrame& frame) {
+  EncodedControl encoded = encodeControl(frame);
+  postControl(to, encoded.kind, encoded.callId, std::move(encoded.body));
 }
 
 void Messenger::postControl(Peer& to, wire::Kind kind, uint64_t callId, Bytes body) {
@@ -193,8 +198,8 @@ void Messenger::startDeferredWithWorkerLock() {
   if (mustRetry || outbox_.hasStranded()) {
     retries_.schedule();
   }
-  if (window_->waitingMessages.load() != 0) {
-    windowWatch_.begin();
+  if (inbox_.window().waitingMessages.load() != 0) {
+    windowTask_.dueIn(ReceiveWindow::kPatience);
   }
 }
 
@@ -206,6 +211,23 @@ void Messenger::drainTransportWithWorkerLock() {
   } catch (const std::exception&) {
     // A callback had no memory. The thread that drives next takes in the rest.
   }
+}
+
+Timer::TimePoint Messenger::checkWindow(Timer::TimePoint now) {
+  // Requests that wait for a thread will run and give their bytes back.
+  const bool isStalled = inbox_.window().hasStalled(now, executor_.counts().waitingRequests != 0);
+  if (inbox_.window().waitingMessages.load() == 0) {
+    return Timer::kNever;
+  }
+  progress_.requestStartDeferred(); // a message that has become slow no longer keeps others waiting
+  if (isStalled) {
+    progress_.submit([this] {
+      if (!lifetime_.isClosed()) {
+        inbox_.admitStalled();
+      }
+    });
+  }
+  return now + ReceiveWindow::kPatience / 2;
 }
 
 // ------------------------------------------------------------------------------------------------------ the end

@@ -2,6 +2,7 @@
 
 #include "memory/devices_in_use.h"
 #include "messaging/connection.h"
+#include "messaging/control_frames.h"
 #include "messaging/device_watch.h"
 #include "messaging/event_buffer.h"
 #include "messaging/event_handlers.h"
@@ -12,7 +13,6 @@
 #include "messaging/retries.h"
 #include "messaging/sent_messages.h"
 #include "messaging/shared_memory_repair.h"
-#include "messaging/window_watch.h"
 #include "peers/directory.h"
 #include "peers/identity.h"
 #include "peers/peer_observer.h"
@@ -62,7 +62,8 @@ class Messenger final : public Leader, public PeerObserver, private ProgressClie
   // Sends a message: addresses it, seals it, and queues it for the transport. A message to this worker itself arrives
   // at once, as a copy.
   void post(Peer& to, wire::Kind kind, uint64_t callId, std::unique_ptr<OutgoingMessage> message);
-  // Sends a control frame in the same way.
+  // Send a control frame in the same way.
+  void postControl(Peer& to, const ControlFrame& frame);
   void postControl(Peer& to, wire::Kind kind, uint64_t callId = 0, Bytes body = {});
   // Sends a control frame without a body, ahead of queued operations.
   void sendNowWithWorkerLock(Peer& to, wire::Kind kind) {
@@ -142,7 +143,7 @@ class Messenger final : public Leader, public PeerObserver, private ProgressClie
     return to.member().session != self_.session ? transport_.get() : nullptr;
   }
   const ReceiveWindow& window() const {
-    return *window_;
+    return inbox_.window();
   }
   const PushShare& share() const {
     return share_;
@@ -185,25 +186,27 @@ class Messenger final : public Leader, public PeerObserver, private ProgressClie
   // gets a copy.
   void deliverToSelf(std::unique_ptr<OutgoingMessage> message);
   void countStaged(const OutgoingMessage& message);
+  // Timer task: keeps messages that wait for the receive window from waiting for ever.
+  Timer::TimePoint checkWindow(Timer::TimePoint now);
 
   // Constant after construction.
   const Identity self_;
   const EventHandlers& handlers_;
+  const Executor& executor_;
   const Lifetime& lifetime_;
   const CopyForSelf copyForSelf_;
+  Timer::Task& windowTask_;
 
   // In order of construction: what is below uses what is above.
   const std::unique_ptr<Transport> transport_; // worker lock
   SentMessages sentMessages_; // own synchronization
   EventBuffer events_; // worker lock
   Progress progress_; // own synchronization: it has the worker lock
-  const std::shared_ptr<ReceiveWindow> window_; // own synchronization
   PushShare share_; // own synchronization
   Connections connections_; // worker lock
   Outbox outbox_; // worker lock
   Inbox inbox_; // worker lock
   DeviceWatch devices_; // own synchronization
-  WindowWatch windowWatch_; // own synchronization
   SharedMemoryRepair repair_; // own synchronization
   Retries retries_; // worker lock
 

@@ -50,6 +50,24 @@ void ReceiveWindow::admit(bool isResponse, uint64_t bytes, Admission& admission,
   admission.deviceBytes_ = deviceBytes;
 }
 
+bool ReceiveWindow::hasStalled(TimePoint now, bool willMove) {
+  if (waitingMessages.load() == 0) {
+    stalledSince_ = {};
+    return false;
+  }
+  const uint64_t releases = releases_.load();
+  if (stalledSince_ == TimePoint{} || releases != releasesSeen_ || willMove) {
+    releasesSeen_ = releases;
+    stalledSince_ = now;
+    return false;
+  }
+  if (now - stalledSince_ < (receivingMessages.load() == 0 ? kPatience : kPatienceWhileReceiving)) {
+    return false;
+  }
+  stalledSince_ = now;
+  return true;
+}
+
 void ReceiveWindow::release(const Admission& admission) {
   used_[admission.isResponse_ ? 1 : 0].fetch_sub(admission.bytes_);
   deviceUsed_[admission.isResponse_ ? 1 : 0].fetch_sub(admission.deviceBytes_);

@@ -119,10 +119,10 @@ class ReceiveWindow : public std::enable_shared_from_this<ReceiveWindow> {
   uint64_t deviceBytesInUse() const {
     return deviceUsed_[0].load() + deviceUsed_[1].load();
   }
-  // Counts how often bytes were given back. While it does not change, the window does not move.
-  uint64_t releases() const {
-    return releases_.load();
-  }
+  // Whether messages wait, and no bytes have been given back for kPatience, or kPatienceWhileReceiving. Each true
+  // begins another such time. `willMove` says that bytes will be given back without more memory. For one thread.
+  using TimePoint = std::chrono::steady_clock::time_point;
+  bool hasStalled(TimePoint now, bool willMove);
 
  private:
   friend class Admission;
@@ -138,7 +138,10 @@ class ReceiveWindow : public std::enable_shared_from_this<ReceiveWindow> {
   std::atomic<uint64_t> used_[2] = {0, 0}; // requests, responses
   std::atomic<uint64_t> deviceUsed_[2] = {0, 0}; // the same, in memory of devices
   std::atomic<uint64_t> queued_ = 0; // bytes of requests that no thread handles yet
-  std::atomic<uint64_t> releases_{0};
+  std::atomic<uint64_t> releases_{0}; // how often bytes were given back
+  // Of hasStalled():
+  uint64_t releasesSeen_ = 0;
+  TimePoint stalledSince_{}; // when the window moved last; {} if no message waits for it
 };
 
 } // namespace torch_ucx_rpc

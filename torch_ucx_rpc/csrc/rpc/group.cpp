@@ -174,15 +174,11 @@ void Group::onPeerGone(Peer& peer) {
 // -------------------------------------------------------------------------------------------------- barriers
 
 void Group::sendArrive(Peer& coordinator, uint64_t round, int64_t value) {
-  const wire::BarrierArrive body{value};
-  messenger_.postControl(coordinator, wire::Kind::kBarrierArrive, round, Bytes(std::as_bytes(std::span(&body, 1))));
+  messenger_.postControl(coordinator, BarrierArrive{round, value});
 }
 
 void Group::sendRelease(Peer& to, uint64_t round, const Barrier::Result& result) {
-  const wire::BarrierRelease release{result.sum, result.lost ? 1u : 0u, 0};
-  Bytes body(std::as_bytes(std::span(&release, 1)));
-  body.append(result.lost.message().data(), result.lost.message().size());
-  messenger_.postControl(to, wire::Kind::kBarrierRelease, round, std::move(body));
+  messenger_.postControl(to, BarrierRelease{round, result});
 }
 
 void Group::onBarrierArrive(Peer& from, uint64_t round, int64_t value) {

@@ -11,29 +11,11 @@
 #include <torch/csrc/distributed/rpc/utils.h>
 
 #include <exception>
-#include <span>
 #include <utility>
 
 namespace torch_ucx_rpc {
 
 namespace rpc = torch::distributed::rpc;
-
-namespace {
-
-wire::RefusalReason reasonOf(const Error& error) {
-  switch (error.code()) {
-    case ErrorCode::kProtocol:
-      return wire::RefusalReason::kMalformed;
-    case ErrorCode::kOutOfMemory:
-      return wire::RefusalReason::kNoMemory;
-    case ErrorCode::kOutOfThreads:
-      return wire::RefusalReason::kNoThread;
-    default:
-      return wire::RefusalReason::kOther;
-  }
-}
-
-} // namespace
 
 RequestServer::RequestServer(
     Identity self,
@@ -226,10 +208,7 @@ void RequestServer::refuse(Peer& to, uint64_t callId, const Error& why) {
     return;
   }
   // A control frame does not queue behind answers, nor does it need room at the caller.
-  const wire::Refusal refusal{reasonOf(why), 0};
-  Bytes body(std::as_bytes(std::span(&refusal, 1)));
-  body.append(why.message().data(), why.message().size());
-  messenger_.postControl(to, wire::Kind::kRefused, callId, std::move(body));
+  messenger_.postControl(to, Refused{callId, why});
 }
 
 void RequestServer::onAnswerNotSent(Peer& to, uint64_t callId, const Error& why, bool hasLeftInPart) {

@@ -1,0 +1,44 @@
+#pragma once
+
+#include "base/bytes.h"
+#include "base/error.h"
+#include "peers/barrier.h"
+#include "wire/header.h"
+
+#include <cstdint>
+#include <optional>
+#include <variant>
+
+namespace torch_ucx_rpc {
+
+// Control frames that handlers hear of. The other kinds have no body, and concern connections alone.
+struct Goodbye {};
+struct Leave {};
+struct Acknowledge {};
+struct BarrierArrive {
+  uint64_t round = 0;
+  int64_t value = 0;
+};
+struct BarrierRelease {
+  uint64_t round = 0;
+  Barrier::Result result;
+};
+struct Refused {
+  uint64_t callId = 0;
+  Error why; // of the codes, the receiver tells apart those that wire::RefusalReason has
+};
+using ControlFrame = std::variant<Goodbye, Leave, Acknowledge, BarrierArrive, BarrierRelease, Refused>;
+
+// A control frame on the wire. wire/header.h has its bodies.
+struct EncodedControl {
+  wire::Kind kind;
+  uint64_t callId;
+  Bytes body;
+};
+EncodedControl encodeControl(const ControlFrame& frame);
+
+// Nothing for a frame of another kind, or for one that is too short. Such a frame is dropped: no worker waits for an
+// answer to it.
+std::optional<ControlFrame> decodeControl(const wire::Header& header, const Bytes& body);
+
+} // namespace torch_ucx_rpc
