@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import json
 import sys
 from pathlib import Path
 
@@ -85,21 +84,3 @@ def test_of_several_runs_the_worst_counts():
         "RpcTest.test_a": "failed in 1 of 3 runs: RuntimeError: no",
         "RpcTest.test_b": "skipped in 1 of 3 runs: no GPU",
     }
-
-
-def test_a_stored_result_names_its_commit(monkeypatch, tmp_path):
-    import _suites
-
-    lists = {**{listed: {} for listed in SUITES["lists"]}, "GENERIC_TESTS": {"RpcTest": ["test_a"]}}
-    monkeypatch.setattr(_suites, "installed_suites", lambda: lists)
-    monkeypatch.setattr(_results, "RESULTS", tmp_path)
-    monkeypatch.setattr(_results, "SUITES", tmp_path / "suites.json")
-    monkeypatch.setattr(_results, "commit", lambda: "0123456789ab")
-    file = tmp_path.with_suffix(".report")
-    file.write_text(json.dumps(report(test_a=["passed", ""])), encoding="utf-8")
-    _results.record([file])
-    suites, [result] = _results.stored()
-    assert result["commit"] == "0123456789ab"
-    assert "| 2026-01-01 | 0123456789ab |" in page.page(suites, [result])
-    del result["commit"]
-    assert "| 2026-01-01 | not recorded |" in page.page(suites, [result])

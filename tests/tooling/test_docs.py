@@ -98,9 +98,6 @@ def test_the_index_of_a_shelf_lists_its_pages(shelf: str) -> None:
     assert {page.name for page in index.parent.glob("*.md")} - {"README.md"} <= listed
 
 
-SAMPLE = "# A b, `c`\n\nOne. See [a](#a-b-c).\n"
-
-
 @pytest.mark.parametrize(
     ("text", "finding"),
     [
@@ -122,10 +119,3 @@ def test_a_fault_is_found(tmp_path: Path, text: str, finding: str) -> None:
 )
 def test_a_sentence_without_a_subject_is_found(text: str) -> None:
     assert headless(text)
-
-
-@pytest.mark.parametrize(
-    "text", [SAMPLE, "What does it cost?\n", "```\nWho waits sleeps.\n```\n", "A worker knows. It asks.\n"]
-)
-def test_nothing_is_found_in_good_text(tmp_path: Path, text: str) -> None:
-    assert [*broken_links(tmp_path / "page.md", text), *too_wide(text), *headless(text)] == []
