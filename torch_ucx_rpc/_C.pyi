@@ -69,6 +69,7 @@ class AgentOptions:
     num_worker_threads: int
     max_worker_threads: int
     heartbeat_limit: float
+    reconnect_limit: float
     receive_window_bytes: int
     host_pool_bytes: int
     waiting: Waiting

@@ -190,8 +190,10 @@ class UcxRpcBackendOptions(RpcBackendOptions):
         init_timeout (float | None): seconds after which ``init_rpc`` gives up on workers that do not come (default:
             None, 60 or as long as ``rpc_timeout``, whichever is longer). 0 is no limit.
         heartbeat_limit (float): seconds of silence after which a worker on another host, or in another pid namespace,
-            is lost, and the calls to it fail (default: 10). A cut of up to half of it is survived. 0 is no limit: then
-            only a process that ends is noticed. Workers of the same host are noticed when their process ends, at once.
+            is suspect, with a warning (default: 10). Calls to it wait for their timeouts. 0 is no limit: then only a
+            process that ends is noticed. Workers of the same host are noticed when their process ends, at once.
+        reconnect_limit (float): seconds for which a suspect worker may stay silent before it is lost and the calls to
+            it fail (default: 60). A shorter cut costs time, and no call. With 0 it is lost at ``heartbeat_limit``.
         init_method (str): URL at which the workers find each other, as for ``init_process_group`` (default:
             ``"env://"``, which reads MASTER_ADDR and MASTER_PORT).
         device_maps (dict[str, dict]): for each callee, by name, on which of its devices the tensors of a local device
@@ -243,6 +245,7 @@ class UcxRpcBackendOptions(RpcBackendOptions):
     rpc_timeout = Option(check_seconds)
     init_timeout = Option(_check_seconds_or_none)
     heartbeat_limit = Option(check_seconds)
+    reconnect_limit = Option(check_seconds)
     init_method = Option(check_url)
     device_maps = Option(_check_device_maps)
     reply_device_maps = Option(_check_device_maps)
@@ -264,6 +267,7 @@ class UcxRpcBackendOptions(RpcBackendOptions):
         rpc_timeout: float = 60.0,
         init_timeout: float | None = None,
         heartbeat_limit: float = 10.0,
+        reconnect_limit: float = 60.0,
         init_method: str = "env://",
         device_maps: Mapping[str, Mapping[Device, Device]] | None = None,
         reply_device_maps: Mapping[str, Mapping[Device, Device]] | None = None,
@@ -285,6 +289,7 @@ class UcxRpcBackendOptions(RpcBackendOptions):
         self.rpc_timeout = rpc_timeout
         self.init_timeout = init_timeout
         self.heartbeat_limit = heartbeat_limit
+        self.reconnect_limit = reconnect_limit
         self.init_method = init_method
         self.device_maps = device_maps
         self.reply_device_maps = reply_device_maps

@@ -22,6 +22,8 @@ DEATH_OF_WORKER1: dict[str, Any] = {"exit_codes": {1: -signal.SIGKILL}, "shutdow
 
 # heartbeat_limit, in seconds, where it has only to be exceeded.
 SHORT_LIMIT = 1.0
+# Options with which a silent worker is lost at that limit.
+LOST_SOON = {"heartbeat_limit": SHORT_LIMIT, "reconnect_limit": 0}
 
 _gone = threading.Event()
 

@@ -292,7 +292,7 @@ def live_in_a_group(rank: int, steps: Steps, file: Path) -> None:
 def test_a_cut_strikes_nobody_off_the_list(tmp_path: Path) -> None:
     needs_virtual_hosts()
     with VirtualHosts(["a", "b", "c"]) as hosts, Fate(hosts) as fate:
-        arguments = {"options": {"heartbeat_limit": 2}, "hosts": hosts, "init": False}
+        arguments = {"options": {"heartbeat_limit": 2, "reconnect_limit": 0}, "hosts": hosts, "init": False}
         workers.run_workers(4, join_after_a_cut, Steps(tmp_path), fate, **arguments)
 
 

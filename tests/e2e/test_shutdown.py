@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed.rpc as rpc
 import workers
-from _failures import DEATH_OF_WORKER1, SHORT_LIMIT, die, echo, failure_of, sleep
+from _failures import DEATH_OF_WORKER1, LOST_SOON, SHORT_LIMIT, die, echo, failure_of, sleep
 from labs import Fate, VirtualHosts, needs_virtual_hosts
 from torch.distributed.rpc import api
 from workers import Stalls, Transport, agent
@@ -141,8 +141,7 @@ def test_a_graceful_shutdown_with_a_dead_worker_ends_with_an_error(run_workers: 
 def test_a_graceful_shutdown_notices_a_dead_host_that_nobody_has_called() -> None:
     needs_virtual_hosts()
     with VirtualHosts(["a", "b", "c"]) as hosts, Fate(hosts) as fate:
-        options = {"heartbeat_limit": SHORT_LIMIT}
-        arguments = {"options": options, "expendable": {1}, "shutdown": False, "silent": False}
+        arguments = {"options": LOST_SOON, "expendable": {1}, "shutdown": False, "silent": False}
         took = workers.run_workers(3, shut_down_without_worker1, fate, hosts=hosts, **arguments)
         assert max(took[0], took[2]) < SHORT_LIMIT + 4
 

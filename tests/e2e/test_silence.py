@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed.rpc as rpc
 import workers
-from _failures import SHORT_LIMIT, echo, failure_of, is_lost, leave_ungracefully_after, let_go, sleep, stay
+from _failures import LOST_SOON, SHORT_LIMIT, echo, failure_of, is_lost, leave_ungracefully_after, let_go, sleep, stay
 from labs import Fate, VirtualHosts, needs_virtual_hosts
 from torch.futures import Future
 from workers import Stalls, Steps, eventually
@@ -88,7 +88,7 @@ def test_a_silent_host_is_lost_after_the_limit(what: str) -> None:
             fate,
             what,
             hosts=hosts,
-            options={"heartbeat_limit": LIMIT},
+            options={"heartbeat_limit": LIMIT, "reconnect_limit": 0},
             expendable={1},
             shutdown=False,
             silent=False,
@@ -126,7 +126,8 @@ def call_through_a_cut(rank: int, fate: Fate) -> None:
 
 
 def test_a_cut_of_half_the_limit_loses_nothing(hosts: VirtualHosts, fate: Fate) -> None:
-    workers.run_workers(2, call_through_a_cut, fate, hosts=hosts, options={"heartbeat_limit": LIMIT})
+    options = {"heartbeat_limit": LIMIT, "reconnect_limit": 0}
+    workers.run_workers(2, call_through_a_cut, fate, hosts=hosts, options=options)
 
 
 def call_over_a_slow_network(rank: int) -> None:
@@ -145,7 +146,7 @@ def call_over_a_slow_network(rank: int) -> None:
 
 def test_a_tensor_that_takes_longer_than_the_limit_keeps_nothing_waiting(hosts: VirtualHosts) -> None:
     with hosts[1].slowed_down(megabits=200):  # 64 MiB take 2.7 s, each way
-        workers.run_workers(2, call_over_a_slow_network, hosts=hosts, options={"heartbeat_limit": SHORT_LIMIT})
+        workers.run_workers(2, call_over_a_slow_network, hosts=hosts, options=LOST_SOON)
 
 
 def connections(*, blocked: bool) -> set[tuple[str, str]]:
@@ -186,8 +187,7 @@ def test_workers_that_have_lost_each_other_live_on_when_the_cut_ends(
     hosts: VirtualHosts, fate: Fate, tmp_path: Path
 ) -> None:
     body = leave_ungracefully_after(lose_each_other)
-    options = {"heartbeat_limit": SHORT_LIMIT}
-    workers.run_workers(2, body, fate, Steps(tmp_path), hosts=hosts, options=options, shutdown=False, silent=False)
+    workers.run_workers(2, body, fate, Steps(tmp_path), hosts=hosts, options=LOST_SOON, shutdown=False, silent=False)
 
 
 def call_a_busy_worker(rank: int) -> None:
@@ -202,7 +202,7 @@ def call_a_busy_worker(rank: int) -> None:
 
 
 def test_a_worker_that_holds_the_gil_for_longer_than_the_limit_is_not_lost(hosts: VirtualHosts) -> None:
-    options = {"heartbeat_limit": SHORT_LIMIT, "num_worker_threads": 4}
+    options = {**LOST_SOON, "num_worker_threads": 4}
     workers.run_workers(2, call_a_busy_worker, hosts=hosts, options=options)
 
 
@@ -214,13 +214,13 @@ def call_a_stopped_worker(rank: int) -> None:
 
 
 def test_a_stopped_worker_of_the_same_host_is_not_lost(run_workers: Callable[..., list]) -> None:
-    run_workers(2, call_a_stopped_worker, options={"heartbeat_limit": SHORT_LIMIT})
+    run_workers(2, call_a_stopped_worker, options=LOST_SOON)
 
 
 def be_stopped_for_longer_than_the_own_limit(rank: int) -> None:
     # worker1 is more patient, or it would lose the one that is stopped.
     limit = SHORT_LIMIT if rank == 0 else 60.0
-    workers.init_rpc(rank, rpc_backend_options=workers.backend_options(heartbeat_limit=limit))
+    workers.init_rpc(rank, rpc_backend_options=workers.backend_options(heartbeat_limit=limit, reconnect_limit=0))
     if rank == 0:
         rpc.rpc_sync("worker1", echo, (1,))
         pending = rpc.rpc_async("worker1", sleep, (4 * SHORT_LIMIT,))

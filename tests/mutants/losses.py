@@ -75,14 +75,14 @@ MUTANTS = (
     ),
     Mutant(
         "cpp-silence-without-a-question",
-        "    } else if (!std::exchange(silence.isAsked, true)) {\n",
-        "    } else if (false) {\n",
+        "    if (!isWatched && !std::exchange(silence.isAsked, true)) {\n",
+        "    if (false) {\n",
         ("HeartbeatTest",),
     ),
     Mutant(
         "cpp-stopped-neighbours-are-lost",
-        "    if (!peer->needsHeartbeat.load()) {\n      silence.lasted =",
-        "    if (false) {\n      silence.lasted =",
+        "    const bool isWatched = !peer->needsHeartbeat.load();\n",
+        "    const bool isWatched = false;\n",
         ("HeartbeatTest",),
     ),
     Mutant(
@@ -111,8 +111,8 @@ MUTANTS = (
     ),
     Mutant(
         "cpp-lost-after-a-quarter-of-the-limit",
-        "const Milliseconds limit = limit_ + period() + kRetransmission;",
-        "const Milliseconds limit = (limit_ + period() + kRetransmission) / 4;",
+        "isWatched ? limit_ : limit_ + period() + kRetransmission;",
+        "(limit_ + period() + kRetransmission) / 4;",
         ("test_a_cut_of_half_the_limit_loses_nothing",),
     ),
     Mutant(
@@ -244,9 +244,30 @@ MUTANTS = (
     ),
     Mutant(
         "cpp-ended-lifelines-change-nothing",
-        "  if (silence.lasted >= (silence.isDoubted ? std::min(kDoubt, limit) : limit)) {\n",
-        "  if (silence.lasted >= limit) {\n",
+        "= silence.isDoubted ? std::min(kDoubt, limit) : limit + reconnectLimit_;",
+        "= limit + reconnectLimit_;",
         ("EndOfALifelineLosesASilentPeerLongBeforeTheLimit",),
+    ),
+    Mutant(
+        "cpp-suspects-are-lost-at-once",
+        ": limit + reconnectLimit_;",
+        ": limit;",
+        (
+            "test_a_cut_longer_than_heartbeat_limit_loses_no_call",
+            "test_a_cut_of_30_s_loses_no_call_with_default_options",
+        ),
+    ),
+    Mutant(
+        "cpp-suspects-are-never-lost",
+        ": limit + reconnectLimit_;",
+        ": 100 * (limit + reconnectLimit_);",
+        ("test_a_cut_beyond_reconnect_limit_loses_the_worker",),
+    ),
+    Mutant(
+        "cpp-tcp-resends-ever-less-often",
+        "  if (isTcp && setsockopt(socket, IPPROTO_TCP, TCP_RTO_MAX_MS,",
+        "  if (false && setsockopt(socket, IPPROTO_TCP, TCP_RTO_MAX_MS,",
+        ("test_a_cut_of_30_s_loses_no_call_with_default_options",),
     ),
     Mutant(
         "cpp-one-death-ends-all",

@@ -30,6 +30,7 @@ RPC_TIMEOUT_S = 20.0
 LONGEST_CALL_S = 3 * RPC_TIMEOUT_S + 10
 OPTIONS = {
     "heartbeat_limit": HEARTBEAT_LIMIT_S,
+    "reconnect_limit": 0,
     "rpc_timeout": RPC_TIMEOUT_S,
     "receive_window_bytes": 32 << 20,
     "host_pool_bytes": 64 << 20,

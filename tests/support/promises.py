@@ -59,7 +59,7 @@ PROMISES: dict[str, dict[str, tuple[str, ...]]] = {
         # How an end is noticed
         "a pidfd": ("ProcessWatchTest",),
         "the error of its UCX connection": ("test_calls_to_a_killed_process_of_another_host_fail_within_a_second",),
-        "after `heartbeat_limit`": ("HeartbeatTest", "test_a_silent_host_is_lost_after_the_limit"),
+        "after `heartbeat_limit` and": ("HeartbeatTest", "test_a_silent_host_is_lost_after_the_limit"),
         "its goodbye": (
             "GoodbyeOfAPeerIsItsEndInGoodOrder",
             "test_a_worker_leaves_although_others_go_on_calling_it",

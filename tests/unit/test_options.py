@@ -334,6 +334,7 @@ def test_the_page_on_options_has_each_with_its_default() -> None:
         "rpc_timeout": f"{options.rpc_timeout:g}",
         "init_timeout": "60, or a longer `rpc_timeout`",
         "heartbeat_limit": f"{options.heartbeat_limit:g}",
+        "reconnect_limit": f"{options.reconnect_limit:g}",
         "init_method": f'`"{options.init_method}"`',
         "waiting": f'`"{options.waiting}"`',
         "prometheus_port": "`None`",

@@ -61,7 +61,7 @@ class Job:
         return View(time.monotonic(), dict(sorted(workers.items())))
 
 
-_THERE = ("present", "leaving")
+_THERE = ("present", "resuming", "leaving")
 
 
 def main(arguments: argparse.Namespace) -> int:

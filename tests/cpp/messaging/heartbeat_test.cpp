@@ -38,6 +38,8 @@ class HeartbeatTest : public testing::Test {
       const Heartbeat::Findings found = heartbeat.check(now_);
       all.quiet.insert(all.quiet.end(), found.quiet.begin(), found.quiet.end());
       all.lost.insert(all.lost.end(), found.lost.begin(), found.lost.end());
+      all.suspect.insert(all.suspect.end(), found.suspect.begin(), found.suspect.end());
+      all.back.insert(all.back.end(), found.back.begin(), found.back.end());
     }
     return all;
   }
@@ -72,6 +74,42 @@ TEST_F(HeartbeatTest, ASilentPeerIsLostAfterTheLimitAndNotBefore) {
   const std::string what = heartbeat_.describe(peer).message();
   EXPECT_NE(what.find("no sign of life for 1."), std::string::npos) << what;
   EXPECT_NE(what.find("heartbeat_limit is 1.0 s"), std::string::npos) << what;
+}
+
+TEST_F(HeartbeatTest, WithAReconnectLimitASilentPeerIsSuspectFirstAndLostAfterBoth) {
+  Heartbeat patient(directory_, kLimit, 3 * kLimit);
+  Peer& peer = add(1);
+  wait(patient, kLimit);
+  Heartbeat::Findings found = wait(patient, kLimit / 2);
+  EXPECT_EQ(found.suspect, std::vector<Peer*>{&peer});
+  EXPECT_TRUE(found.lost.empty());
+  EXPECT_TRUE(peer.isResuming.load());
+  EXPECT_NE(patient.describeSuspect(peer).find("3.0 s more (reconnect_limit)"), std::string::npos);
+  found = wait(patient, 2 * kLimit);
+  EXPECT_TRUE(found.suspect.empty() && found.lost.empty()) << "it is said once";
+  EXPECT_EQ(wait(patient, kLimit).lost.at(0), &peer);
+}
+
+TEST_F(HeartbeatTest, ASuspectThatIsHeardIsBackWithoutALoss) {
+  Heartbeat patient(directory_, kLimit, 3 * kLimit);
+  Peer& peer = add(1);
+  wait(patient, 2 * kLimit);
+  connections_.of(peer).silence.heardSinceCheck = true;
+  const Heartbeat::Findings found = wait(patient, patient.period());
+  ASSERT_EQ(found.back.size(), 1u);
+  EXPECT_EQ(found.back[0].first, &peer);
+  EXPECT_GE(found.back[0].second, kLimit);
+  EXPECT_FALSE(peer.isResuming.load());
+  EXPECT_EQ(peer.timesResumed.load(), 1u);
+  EXPECT_TRUE(wait(patient, 3 * kLimit).lost.empty()) << "both limits begin again";
+}
+
+TEST_F(HeartbeatTest, ASuspectWhoseProcessHasEndedIsLostWithinASecond) {
+  Heartbeat patient(directory_, kLimit, 60 * kLimit);
+  Peer& peer = add(1);
+  wait(patient, 2 * kLimit);
+  patient.doubt(peer, now_);
+  EXPECT_EQ(wait(patient, milliseconds(1'100)).lost.at(0), &peer);
 }
 
 TEST_F(HeartbeatTest, ALateSignOfLifeStartsTheSilenceAnew) {

@@ -27,7 +27,9 @@ def tell(**facts: Any) -> None:
 
 def join(life: int = 0) -> None:
     """They meet on the first machine."""
-    options = torch_ucx_rpc.UcxRpcBackendOptions(rpc_timeout=_RPC_TIMEOUT_S, init_method=f"tcp://n1:{29500 + life}")
+    options = torch_ucx_rpc.UcxRpcBackendOptions(
+        rpc_timeout=_RPC_TIMEOUT_S, reconnect_limit=0, init_method=f"tcp://n1:{29500 + life}"
+    )
     begin = time.monotonic()
     rpc.init_rpc(f"w{RANK}", rank=RANK, world_size=2, rpc_backend_options=options)
     tell(init_s=time.monotonic() - begin)

@@ -75,10 +75,10 @@ void checkSignals() {
   }
 }
 
-const char* nameOf(Peer::State state) {
+const char* nameOf(Peer::State state, bool isResuming) {
   switch (state) {
     case Peer::State::kPresent:
-      return "present";
+      return isResuming ? "resuming" : "present";
     case Peer::State::kLeaving:
       return "leaving";
     case Peer::State::kLeft:
@@ -114,7 +114,7 @@ py::dict statisticsOf(UcxRpcAgent& agent) {
         "host"_a = member.host,
         "pid"_a = member.pid,
         "session"_a = member.session,
-        "state"_a = nameOf(of.state),
+        "state"_a = nameOf(of.state, of.peer->isResuming.load()),
         "lanes"_a = of.lanes,
         "latency_counts"_a = of.latencyCounts,
         "latency_sum_ns"_a = of.latencySum.count());
@@ -252,6 +252,10 @@ void bindAgents(py::module_& module) {
           "heartbeat_limit",
           [](const AgentOptions& options) { return std::chrono::duration<double>(options.heartbeatLimit).count(); },
           [](AgentOptions& options, double seconds) { options.heartbeatLimit = toMilliseconds(seconds); })
+      .def_property(
+          "reconnect_limit",
+          [](const AgentOptions& options) { return std::chrono::duration<double>(options.reconnectLimit).count(); },
+          [](AgentOptions& options, double seconds) { options.reconnectLimit = toMilliseconds(seconds); })
       .def_readwrite("receive_window_bytes", &AgentOptions::receiveWindowBytes)
       .def_readwrite("host_pool_bytes", &AgentOptions::hostPoolBytes)
       .def_readwrite("waiting", &AgentOptions::waiting)

@@ -30,25 +30,34 @@ Heartbeat::Findings Heartbeat::check(Clock::time_point now) {
     }
     Connection::Silence& silence = connection->silence;
     if (std::exchange(silence.heardSinceCheck, false)) {
+      if (silence.isSuspect) {
+        findings.back.emplace_back(peer, silence.lasted);
+        peer->isResuming.store(false);
+      }
       silence = {};
       if (!std::exchange(connection->isHeard, true) && peer->needsHeartbeat.load()) {
         findings.met.push_back(peer);
       }
       continue;
     }
-    // A peer whose process is watched may be silent as long as no message waits for it.
-    if (!peer->needsHeartbeat.load()) {
-      silence.lasted = connection->outgoing.underWay != 0 ? silence.lasted + passed : Milliseconds(0);
-      if (silence.lasted >= limit_ && !std::exchange(silence.isSuspect, true)) {
-        findings.suspect.push_back(peer);
-      }
+    const bool isWatched = !peer->needsHeartbeat.load();
+    if (isWatched && connection->outgoing.underWay == 0 && !silence.isSuspect) {
+      silence.lasted = Milliseconds(0); // it has no reason to say anything
       continue;
     }
     silence.lasted += passed;
-    const Milliseconds limit = limit_ + period() + kRetransmission;
-    if (silence.lasted >= (silence.isDoubted ? std::min(kDoubt, limit) : limit)) {
+    const Milliseconds limit = isWatched ? limit_ : limit_ + period() + kRetransmission;
+    const Milliseconds last = silence.isDoubted ? std::min(kDoubt, limit) : limit + reconnectLimit_;
+    if (!isWatched && silence.lasted >= last) {
       findings.lost.push_back(peer);
-    } else if (!std::exchange(silence.isAsked, true)) {
+      continue;
+    }
+    if (silence.lasted >= limit && !std::exchange(silence.isSuspect, true)) {
+      findings.suspect.push_back(peer);
+      peer->isResuming.store(true);
+      peer->timesResumed.fetch_add(1, std::memory_order_relaxed);
+    }
+    if (!isWatched && !std::exchange(silence.isAsked, true)) {
       findings.quiet.push_back(peer);
     }
   }
@@ -58,14 +67,29 @@ Heartbeat::Findings Heartbeat::check(Clock::time_point now) {
 void Heartbeat::doubt(Peer& peer, Clock::time_point now) const {
   // The next check adds the time since the last one.
   const auto sinceCheck = std::chrono::duration_cast<Milliseconds>(now - lastCheck_);
-  peer.connection->silence = {.isAsked = true, .isDoubted = true, .lasted = -std::min(sinceCheck, 2 * period())};
+  Connection::Silence& silence = peer.connection->silence;
+  silence = {
+      .isAsked = true,
+      .isSuspect = silence.isSuspect,
+      .isDoubted = true,
+      .lasted = -std::min(sinceCheck, 2 * period())};
 }
 
 std::string Heartbeat::describeSuspect(const Peer& peer) const {
+  if (peer.needsHeartbeat.load()) {
+    return peer.describe() + " has given no sign of life for " + seconds(peer.connection->silence.lasted) +
+        ": its host is down, the network between is cut, or its process is stopped. Calls to it wait for their "
+        "timeouts; it is lost when the silence has lasted for " +
+        seconds(reconnectLimit_) + " more (reconnect_limit)";
+  }
   return peer.describe() + " takes no messages and has given no sign of life for " +
       seconds(peer.connection->silence.lasted) +
       ", though its process is there: it is stopped (SIGSTOP, a debugger, a frozen container) or writes a core dump. "
       "Calls to it end with their timeouts";
+}
+
+std::string Heartbeat::describeBack(const Peer& peer, Milliseconds silence) {
+  return peer.describe() + " is heard again after " + seconds(silence) + " of silence, and calls to it go on";
 }
 
 Error Heartbeat::describe(const Peer& peer) const {
@@ -78,7 +102,7 @@ Error Heartbeat::describe(const Peer& peer) const {
       "no sign of life for " + seconds(silence.lasted) +
           ", though asked for one: its host is down, the network between is cut, or its process is stopped; "
           "heartbeat_limit is " +
-          seconds(limit_)};
+          seconds(limit_) + " and reconnect_limit " + seconds(reconnectLimit_)};
 }
 
 } // namespace torch_ucx_rpc

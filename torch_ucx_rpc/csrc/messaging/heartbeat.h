@@ -5,6 +5,8 @@
 
 #include <algorithm>
 #include <chrono>
+#include <string>
+#include <utility>
 #include <vector>
 
 namespace torch_ucx_rpc {
@@ -15,15 +17,20 @@ namespace torch_ucx_rpc {
 //
 // Any frame from a peer is a sign of life. A peer that sent none for a period is asked for one, once, since transports
 // are reliable. The answer comes from whichever thread drives the other agent, and that thread never waits for Python.
-// A peer that stays silent for longer than the limit is lost. Time during which this process itself did not run does
-// not count. Connection::silence has the time. All functions run under the worker lock.
+//
+// Two limits. A peer that is silent for longer than the first is suspect: calls to it wait, and it is well again with the
+// next sign of life. It is lost when it stays silent for the reconnect limit besides. A peer whose process is watched is
+// never lost by silence. Time during which this process itself did not run does not count. Connection::silence has the
+// time. All functions run under the worker lock.
 class Heartbeat {
  public:
   using Clock = std::chrono::steady_clock;
   using Milliseconds = std::chrono::milliseconds;
 
-  // A limit of 0 turns the heartbeat off: no peer is ever given up.
-  Heartbeat(const Directory& directory, Milliseconds limit) : directory_(directory), limit_(limit) {}
+  // A `limit` of 0 turns the heartbeat off: no peer is ever given up. With a `reconnectLimit` of 0 a peer is lost at the
+  // first limit.
+  Heartbeat(const Directory& directory, Milliseconds limit, Milliseconds reconnectLimit = Milliseconds(0))
+      : directory_(directory), limit_(limit), reconnectLimit_(reconnectLimit) {}
 
   bool isOn() const {
     return limit_.count() != 0;
@@ -36,7 +43,8 @@ class Heartbeat {
   struct Findings {
     std::vector<Peer*> quiet; // peers to ask for a sign of life
     std::vector<Peer*> lost;
-    std::vector<Peer*> suspect; // newly: watched by process, silent for the limit, with messages waiting for it
+    std::vector<Peer*> suspect; // newly; one whose process is watched only if messages wait for it
+    std::vector<std::pair<Peer*, Milliseconds>> back; // no longer suspect, after so long
     std::vector<Peer*> met; // newly: something has come from it, and its process cannot be watched
   };
   // Checks the peers that this worker has, or has had, an endpoint to.
@@ -46,9 +54,9 @@ class Heartbeat {
   // one comes, the peer is lost within kDoubt and a period, whatever the limit.
   void doubt(Peer& peer, Clock::time_point now) const;
 
-  // A sentence for the log. A peer whose process is watched is never lost by silence: it may be stopped, or writing a
-  // core dump, and go on.
+  // Sentences for the log.
   std::string describeSuspect(const Peer& peer) const;
+  static std::string describeBack(const Peer& peer, Milliseconds silence);
 
   // The error that names how long a lost peer was silent.
   Error describe(const Peer& peer) const;
@@ -63,6 +71,7 @@ class Heartbeat {
 
   const Directory& directory_;
   const Milliseconds limit_;
+  const Milliseconds reconnectLimit_;
   Clock::time_point lastCheck_{};
 };
 

@@ -113,6 +113,10 @@ class Peer {
   std::atomic<bool> needsHeartbeat{false};
 
   // Written under the worker lock; read by any thread.
+  // It has been silent for the limit, and is not lost yet: see Heartbeat.
+  std::atomic<bool> isResuming{false};
+  std::atomic<uint64_t> timesResumed{0}; // how often that has begun
+
   std::atomic<bool> isMet{false}; // a message has been sent to it, or has come from it
   std::atomic<uint64_t> bytesSent{0};
   std::atomic<uint64_t> bytesReceived{0};

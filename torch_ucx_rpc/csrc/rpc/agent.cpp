@@ -61,7 +61,7 @@ UcxRpcAgent::UcxRpcAgent(
           Messenger::Options{options.receiveWindowBytes, options.waiting}),
       calls_(self_, messenger_, *executor_, timer_, lifetime_, deviceMaps_, whileWaiting),
       orphans_(self_, *this, *cb_, directory_, *executor_, timer_, lifetime_),
-      monitor_(self_, directory_, messenger_, timer_, lifetime_, options.heartbeatLimit),
+      monitor_(self_, directory_, messenger_, timer_, lifetime_, options.heartbeatLimit, options.reconnectLimit),
       requests_(self_, *cb_, orphans_.holders(), messenger_, *executor_, lifetime_, deviceMaps_),
       group_(
           self_,

@@ -17,6 +17,7 @@ struct AgentOptions {
   uint64_t hostPoolBytes = 256ull * 1024 * 1024; // idle memory of the process-wide HostPool
   Waiting waiting = Waiting::kAuto;
   std::chrono::milliseconds heartbeatLimit{10'000};
+  std::chrono::milliseconds reconnectLimit{0};
   int streamPriority = 0; // of the streams on which handlers run and arrived tensors are copied
 };
 

@@ -14,7 +14,8 @@ PeerMonitor::PeerMonitor(
     Messenger& messenger,
     Timer& timer,
     const Lifetime& lifetime,
-    std::chrono::milliseconds heartbeatLimit)
+    std::chrono::milliseconds heartbeatLimit,
+    std::chrono::milliseconds reconnectLimit)
     : self_(std::move(self)),
       directory_(directory),
       messenger_(messenger),
@@ -23,7 +24,7 @@ PeerMonitor::PeerMonitor(
       heartbeatTask_(timer.add("heartbeats", [this](Timer::TimePoint now) { return beat(now); })),
       processes_([this](int fd, UniqueFunction<void()> onReadable) { messenger_.watch(fd, std::move(onReadable)); }),
       lifelines_([this](int fd, UniqueFunction<void()> onReadable) { messenger_.watch(fd, std::move(onReadable)); }),
-      heartbeat_(directory, heartbeatLimit) {}
+      heartbeat_(directory, heartbeatLimit, reconnectLimit) {}
 
 void PeerMonitor::watch(const Member& self, const std::vector<Peer*>& peers) {
   for (Peer* peer : peers) {
@@ -125,6 +126,9 @@ void PeerMonitor::checkHeartbeatsWithWorkerLock(Timer::TimePoint now) {
   }
   for (Peer* peer : findings.suspect) {
     messenger_.addWarningWithWorkerLock(heartbeat_.describeSuspect(*peer));
+  }
+  for (const auto& [peer, silence] : findings.back) {
+    messenger_.addWarningWithWorkerLock(Heartbeat::describeBack(*peer, silence));
   }
   for (Peer* peer : findings.lost) {
     messenger_.addFailureWithWorkerLock(*peer, heartbeat_.describe(*peer));

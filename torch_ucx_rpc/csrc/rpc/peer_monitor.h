@@ -28,7 +28,8 @@ class PeerMonitor final : public PeerHandler {
       Messenger& messenger,
       Timer& timer,
       const Lifetime& lifetime,
-      std::chrono::milliseconds heartbeatLimit);
+      std::chrono::milliseconds heartbeatLimit,
+      std::chrono::milliseconds reconnectLimit);
 
   // Adds an observer, before start(). Observers hear of each peer that is gone, in the order in which they were added.
   void addObserver(PeerObserver& observer) {

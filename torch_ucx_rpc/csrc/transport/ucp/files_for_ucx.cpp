@@ -3,6 +3,8 @@
 #include "base/file_reserve.h"
 
 #include <link.h>
+#include <netinet/in.h>
+#include <netinet/tcp.h>
 #include <sys/epoll.h>
 #include <sys/mman.h>
 #include <sys/socket.h>
@@ -43,6 +45,22 @@ Reserve& reserve() {
   return *only;
 }
 
+// After a cut, TCP doubles the wait before each further attempt, so that the first answer would come as long after the
+// cut as that lasted. A bound of a second keeps it short. The kernel would then give a connection up after its usual 15
+// attempts, so it is told the time that these take by default. Sockets that are accepted inherit both. Kernels before
+// 6.15 have no such bound.
+void boundResending(int domain, int type, int socket) {
+#ifndef TCP_RTO_MAX_MS
+  constexpr int TCP_RTO_MAX_MS = 44;
+#endif
+  constexpr int kLongestWaitMs = 1000;
+  constexpr int kGivenUpAfterMs = 924'000;
+  const bool isTcp = (domain == AF_INET || domain == AF_INET6) && (type & SOCK_STREAM) != 0;
+  if (isTcp && setsockopt(socket, IPPROTO_TCP, TCP_RTO_MAX_MS, &kLongestWaitMs, sizeof(kLongestWaitMs)) == 0) {
+    (void)setsockopt(socket, IPPROTO_TCP, TCP_USER_TIMEOUT, &kGivenUpAfterMs, sizeof(kGivenUpAfterMs));
+  }
+}
+
 int socketForUcx(int domain, int type, int protocol) {
   Reserve& reserve = torch_ucx_rpc::reserve();
   const std::lock_guard lock(reserve.mutex);
@@ -52,6 +70,9 @@ int socketForUcx(int domain, int type, int protocol) {
     socket = ::socket(domain, type, protocol);
   }
   const int error = errno;
+  if (socket >= 0) {
+    boundResending(domain, type, socket);
+  }
   if (reserve.users > 0) {
     reserve.files.refill();
   }
