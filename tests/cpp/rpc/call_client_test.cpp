@@ -2,6 +2,7 @@
 
 #include "rpc/call_client.h"
 
+#include "agent_parts_of.h"
 #include "fake_rpc_agent.h"
 #include "handlers.h"
 #include "tensors/self_copy.h"
@@ -87,7 +88,7 @@ class CallClientTest : public testing::Test {
   DeviceMaps deviceMaps_;
   bool isInterrupted_ = false;
   bool hasEnded_ = false;
-  CallClient calls_{one_.identity, one_.messenger, *one_.executor, one_.timer, one_.lifetime, deviceMaps_, [this] {
+  CallClient calls_{partsOf(one_), deviceMaps_, [this] {
                       if (isInterrupted_) {
                         throw Interrupted();
                       }

@@ -2,6 +2,7 @@
 
 #include "rpc/orphaned_state.h"
 
+#include "agent_parts_of.h"
 #include "fake_rpc_agent.h"
 #include "handlers.h"
 #include "test_worker.h"
@@ -97,14 +98,7 @@ class OrphanedStateTest : public testing::Test {
   LoopbackNetwork network_;
   Handlers others_;
   TestWorker worker_{network_, 0, membersOf(3), others_.all};
-  OrphanedState orphans_{
-      worker_.identity,
-      torchsAgent(),
-      callback_,
-      worker_.directory,
-      *worker_.executor,
-      worker_.timer,
-      worker_.lifetime};
+  OrphanedState orphans_{partsOf(worker_), torchsAgent(), callback_};
 };
 
 TEST_F(OrphanedStateTest, ContextsOfTheGoneAreClosedAndOthersAreNot) {
@@ -231,8 +225,7 @@ TEST_F(OrphanedStateTest, AgentThatIsNotTorchsCurrentOneReleasesNothing) {
   const FakeRpcAgent another(0);
   // Its timer is its own, so that tasks are added before anything starts.
   TestWorker worker(network_, 1, membersOf(3), others_.all);
-  OrphanedState orphans(
-      worker.identity, another, callback_, worker.directory, *worker.executor, worker.timer, worker.lifetime);
+  OrphanedState orphans(partsOf(worker), another, callback_);
   worker.startThreads();
   const int64_t context = openContext(2);
   ASSERT_TRUE(worker.peer(2).moveTo(Peer::State::kFailed, {ErrorCode::kPeerFailed, "it died"}));

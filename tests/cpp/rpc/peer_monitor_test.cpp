@@ -2,6 +2,7 @@
 
 #include "rpc/peer_monitor.h"
 
+#include "agent_parts_of.h"
 #include "base/proc.h"
 #include "handlers.h"
 #include "sending_transport.h"
@@ -76,7 +77,7 @@ class PeerMonitorTest : public testing::Test {
   Notes notes_;
   Observer first_{"first", notes_};
   Observer second_{"second", notes_};
-  PeerMonitor monitor_{one_.identity, one_.directory, one_.messenger, one_.timer, one_.lifetime, kLimit};
+  PeerMonitor monitor_{partsOf(one_), kLimit};
 };
 
 TEST_F(PeerMonitorTest, EndIsToldOnceInTheOrderOfTheObserversAfterTheStateSaysSo) {
@@ -197,7 +198,7 @@ TEST_F(PeerMonitorTest, EachPeriodLooksWhetherThisWorkerIsDeafOverSharedMemory) 
   auto owned = std::make_unique<SendingTransport>();
   SendingTransport& transport = *owned;
   TestWorker worker(std::move(owned), 2, membersOf(3), others_.all);
-  PeerMonitor monitor(worker.identity, worker.directory, worker.messenger, worker.timer, worker.lifetime, kLimit);
+  PeerMonitor monitor(partsOf(worker), kLimit);
   monitor.watch(memberOf(2), {&worker.peer(1)});
   for (int period = 0; period < 10; ++period) {
     worker.advance(kLimit / 20);
@@ -261,7 +262,7 @@ TEST_F(PeerMonitorTest, EndOfALifelineLosesASilentPeerLongBeforeTheLimit) {
   member.lifelinePort = ntohs(address.sin_port);
   one_.directory.add(member);
   Peer& peer = one_.peer(7);
-  PeerMonitor patient(one_.identity, one_.directory, one_.messenger, one_.timer, one_.lifetime, 60 * kLimit);
+  PeerMonitor patient(partsOf(one_), 60 * kLimit);
   patient.addObserver(first_);
   mine_.peers = &patient;
   patient.watch(memberOf(0), {&peer});

@@ -32,14 +32,7 @@ class ReportsTest : public testing::Test {
   RpcWorker one_{network_, 0};
   RpcWorker two_{network_, 1};
   AgentOptions options_;
-  Reports reports_{
-      options_,
-      one_.parts.directory,
-      one_.parts.messenger,
-      *one_.parts.executor,
-      one_.parts.lifetime,
-      one_.calls,
-      one_.requests};
+  Reports reports_{partsOf(one_.parts), options_, one_.calls, one_.requests};
 };
 
 TEST_F(ReportsTest, NamesOfMetricsArePartOfTheInterface) {

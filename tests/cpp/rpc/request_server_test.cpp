@@ -2,6 +2,7 @@
 
 #include "rpc/request_server.h"
 
+#include "agent_parts_of.h"
 #include "gate.h"
 #include "handlers.h"
 #include "tensors/self_copy.h"
@@ -116,7 +117,7 @@ class RequestServerTest : public testing::Test {
     handled_.fetch_add(1);
     return handler_(request);
   }};
-  RequestServer server_{one_.identity, callback_, holders_, one_.messenger, *one_.executor, one_.lifetime, deviceMaps_};
+  RequestServer server_{partsOf(one_), callback_, holders_, deviceMaps_};
 };
 
 TEST_F(RequestServerTest, RequestIsServedOnAnAgentThreadAndAnsweredOnce) {

@@ -9,6 +9,7 @@
 #include "rpc/peer_monitor.h"
 #include "rpc/request_server.h"
 
+#include "agent_parts_of.h"
 #include "fake_rpc_agent.h"
 #include "tensors/self_copy.h"
 #include "test_worker.h"
@@ -33,22 +34,11 @@ class RpcWorker {
       : parts(network, rank, std::vector<Member>{}, handlers, &copyForSelf),
         agent(rank),
         callback(std::move(handler)),
-        calls(parts.identity, parts.messenger, *parts.executor, parts.timer, parts.lifetime, deviceMaps, whileWaiting),
-        orphans(parts.identity, agent, callback, parts.directory, *parts.executor, parts.timer, parts.lifetime),
-        monitor(parts.identity, parts.directory, parts.messenger, parts.timer, parts.lifetime, heartbeatLimit),
-        requests(
-            parts.identity, callback, orphans.holders(), parts.messenger, *parts.executor, parts.lifetime, deviceMaps),
-        group(
-            parts.identity,
-            agent,
-            parts.directory,
-            parts.messenger,
-            *parts.executor,
-            parts.lifetime,
-            calls,
-            monitor,
-            orphans,
-            whileWaiting) {
+        calls(partsOf(parts), deviceMaps, whileWaiting),
+        orphans(partsOf(parts), agent, callback),
+        monitor(partsOf(parts), heartbeatLimit),
+        requests(partsOf(parts), callback, orphans.holders(), deviceMaps),
+        group(partsOf(parts), agent, calls, monitor, orphans, whileWaiting) {
     handlers = {&calls, &requests, &monitor, &group};
     monitor.addObserver(calls);
     monitor.addObserver(parts.messenger);

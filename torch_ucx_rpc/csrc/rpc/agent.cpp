@@ -59,22 +59,12 @@ UcxRpcAgent::UcxRpcAgent(
           lifetime_,
           &copyForSelf,
           Messenger::Options{options.receiveWindowBytes, options.waiting}),
-      calls_(self_, messenger_, *executor_, timer_, lifetime_, deviceMaps_, whileWaiting),
-      orphans_(self_, *this, *cb_, directory_, *executor_, timer_, lifetime_),
-      monitor_(self_, directory_, messenger_, timer_, lifetime_, options.heartbeatLimit, options.reconnectLimit),
-      requests_(self_, *cb_, orphans_.holders(), messenger_, *executor_, lifetime_, deviceMaps_),
-      group_(
-          self_,
-          *this,
-          directory_,
-          messenger_,
-          *executor_,
-          lifetime_,
-          calls_,
-          monitor_,
-          orphans_,
-          std::move(whileWaiting)),
-      reports_(options_, directory_, messenger_, *executor_, lifetime_, calls_, requests_) {
+      calls_(parts_, deviceMaps_, whileWaiting),
+      orphans_(parts_, *this, *cb_),
+      monitor_(parts_, options.heartbeatLimit, options.reconnectLimit),
+      requests_(parts_, *cb_, orphans_.holders(), deviceMaps_),
+      group_(parts_, *this, calls_, monitor_, orphans_, std::move(whileWaiting)),
+      reports_(parts_, options_, calls_, requests_) {
   handlers_ = {&calls_, &requests_, &monitor_, &group_};
   HostPool::instance().setIdleLimit(options.hostPoolBytes);
   DevicePool::instance().setPinned(&allocatePinned); // memory/ lies below tensors/, which has the function

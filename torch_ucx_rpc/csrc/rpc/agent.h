@@ -1,10 +1,8 @@
 #pragma once
 
 #include "memory/devices_in_use.h"
-#include "messaging/messenger.h"
-#include "peers/directory.h"
-#include "peers/identity.h"
 #include "rpc/agent_options.h"
+#include "rpc/agent_parts.h"
 #include "rpc/call_client.h"
 #include "rpc/device_maps.h"
 #include "rpc/group.h"
@@ -13,9 +11,6 @@
 #include "rpc/process_guard.h"
 #include "rpc/reports.h"
 #include "rpc/request_server.h"
-#include "runtime/executor.h"
-#include "runtime/lifetime.h"
-#include "runtime/timer.h"
 #include "tensors/tensor_codec.h"
 
 #include <torch/csrc/distributed/rpc/rpc_agent.h>
@@ -129,6 +124,7 @@ class UcxRpcAgent : public torch::distributed::rpc::RpcAgent, public std::enable
   const std::shared_ptr<Executor> executor_;
   EventHandlers handlers_; // constant after construction
   Messenger messenger_;
+  const AgentParts parts_{self_, directory_, messenger_, *executor_, timer_, lifetime_};
   CallClient calls_;
   OrphanedState orphans_;
   PeerMonitor monitor_;

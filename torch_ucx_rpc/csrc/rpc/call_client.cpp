@@ -23,9 +23,6 @@ namespace rpc = torch::distributed::rpc;
 
 namespace {
 
-// How often a thread that waits for another caller's progress looks for signals.
-constexpr auto kSignalCheckPeriod = std::chrono::milliseconds(100);
-
 // How often expire() looks for an RRef that torch does not know yet, and for how long: torch knows it once the thread
 // that has called send() goes on, but programs may send such requests without torch.
 constexpr auto kRRefPeriod = std::chrono::milliseconds(1);
@@ -40,21 +37,14 @@ std::string timeoutText(std::chrono::milliseconds timeout, const Peer& to) {
 
 } // namespace
 
-CallClient::CallClient(
-    Identity self,
-    Messenger& messenger,
-    Executor& executor,
-    Timer& timer,
-    const Lifetime& lifetime,
-    const DeviceMaps& deviceMaps,
-    std::function<void()> whileWaiting)
-    : self_(self),
-      messenger_(messenger),
-      executor_(executor),
-      lifetime_(lifetime),
+CallClient::CallClient(const AgentParts& parts, const DeviceMaps& deviceMaps, std::function<void()> whileWaiting)
+    : self_(parts.self),
+      messenger_(parts.messenger),
+      executor_(parts.executor),
+      lifetime_(parts.lifetime),
       deviceMaps_(deviceMaps),
       whileWaiting_(std::move(whileWaiting)),
-      expiryTask_(timer.add("expire calls", [this](Timer::TimePoint now) { return expire(now); })) {}
+      expiryTask_(parts.timer.add("expire calls", [this](Timer::TimePoint now) { return expire(now); })) {}
 
 // ------------------------------------------------------------------------------------------------------ sending
 
@@ -103,11 +93,13 @@ c10::intrusive_ptr<JitFuture> CallClient::send(
 
   // The state is read after the call is in the table. A thread that marks the peer gone later finds the call there.
   if (to.state() != Peer::State::kPresent) {
-    if (std::optional<CallTable::Call> taken = take(id, to)) {
+    if (std::optional<CallTable::Call> taken = calls_.take(id, to)) {
+      (void)unmadeRRefs_.take(id, to); // torch cannot have deleted the reference yet
       finishCallToLostPeer(std::move(*taken));
     }
   } else if (lifetime_.isClosed()) {
-    if (const std::optional<CallTable::Call> taken = take(id, to)) {
+    if (const std::optional<CallTable::Call> taken = calls_.take(id, to)) {
+      (void)unmadeRRefs_.take(id, to);
       fail(
           *taken,
           std::make_exception_ptr(to.failure(
@@ -135,7 +127,8 @@ void CallClient::onAnswer(IncomingMessage answer, const std::optional<Driver>& d
     return; // being destroyed
   }
   const uint64_t id = answer.header.callId;
-  std::optional<CallTable::Call> call = take(id, *answer.from);
+  std::optional<CallTable::Call> call = calls_.take(id, *answer.from);
+  settleRRef(call, id, *answer.from);
   if (!call) {
     return; // a late answer, or one of a worker that was not asked; its memory is released here
   }
@@ -154,16 +147,14 @@ void CallClient::onAnswer(IncomingMessage answer, const std::optional<Driver>& d
       });
 }
 
-std::optional<CallTable::Call> CallClient::take(uint64_t callId, Peer& peer) {
-  std::optional<CallTable::Call> call = calls_.take(callId, peer);
+void CallClient::settleRRef(const std::optional<CallTable::Call>& call, uint64_t callId, Peer& peer) {
   if (call && !call->makesRRef) {
-    return call;
+    return;
   }
   if (const c10::intrusive_ptr<Message> deletion = unmadeRRefs_.take(callId, peer)) {
     // Nobody waits for its answer: torch has that of the first one.
     (void)send(peer, deletion, std::chrono::milliseconds(0), {});
   }
-  return call;
 }
 
 void CallClient::complete(CallTable::Call call, IncomingMessage answer) {
@@ -228,20 +219,26 @@ void CallClient::finishCallToLostPeer(CallTable::Call call) {
 }
 
 void CallClient::onAnswerRejected(Peer& from, uint64_t callId, const Error& why) {
-  if (std::optional<CallTable::Call> call = take(callId, from)) {
+  std::optional<CallTable::Call> call = calls_.take(callId, from);
+  settleRRef(call, callId, from);
+  if (call) {
     const std::string what = "could not receive the answer of " + from.describe() + ": " + why.message();
     failLater(std::move(*call), from.failureFrom(why, what));
   }
 }
 
 void CallClient::onRefused(Peer& by, uint64_t callId, const Error& why) {
-  if (std::optional<CallTable::Call> call = take(callId, by)) {
+  std::optional<CallTable::Call> call = calls_.take(callId, by);
+  settleRRef(call, callId, by);
+  if (call) {
     failLater(std::move(*call), by.failureFrom(why, why.message()));
   }
 }
 
 void CallClient::onRequestNotSent(Peer& to, uint64_t callId, const Error& why) {
-  if (std::optional<CallTable::Call> call = take(callId, to)) {
+  std::optional<CallTable::Call> call = calls_.take(callId, to);
+  settleRRef(call, callId, to);
+  if (call) {
     if (to.whyGone()) {
       failLater(std::move(*call), to.failureOfGone());
     } else {

@@ -2,14 +2,11 @@
 
 #include "base/rpc_failure.h"
 #include "messaging/event_handlers.h"
-#include "messaging/messenger.h"
 #include "peers/peer_observer.h"
+#include "rpc/agent_parts.h"
 #include "rpc/call_table.h"
 #include "rpc/device_maps.h"
 #include "rpc/unmade_rrefs.h"
-#include "runtime/executor.h"
-#include "runtime/lifetime.h"
-#include "runtime/timer.h"
 
 #include <atomic>
 #include <chrono>
@@ -23,15 +20,8 @@ namespace torch_ucx_rpc {
 class CallClient final : public AnswerHandler, public PeerObserver {
  public:
   // Threads that wait call `whileWaiting` now and then, and when a signal has come in. It may throw to end the wait
-  // (Ctrl-C). Adds a task to the timer, so it must not have started.
-  CallClient(
-      Identity self,
-      Messenger& messenger,
-      Executor& executor,
-      Timer& timer,
-      const Lifetime& lifetime,
-      const DeviceMaps& deviceMaps,
-      std::function<void()> whileWaiting);
+  // (Ctrl-C).
+  CallClient(const AgentParts& parts, const DeviceMaps& deviceMaps, std::function<void()> whileWaiting);
 
   // Sends a request. A `timeout` of 0 means none. The future holds torch's answer message, or fails with an RpcFailure
   // or with what the callee raised. Throws c10::Error for tensors that cannot be sent.
@@ -76,8 +66,9 @@ class CallClient final : public AnswerHandler, public PeerObserver {
   void onPeerGone(Peer& peer) override;
 
  private:
-  // Takes a call that the peer has answered, or never will, out of the table. Nothing if it was completed before.
-  std::optional<CallTable::Call> take(uint64_t callId, Peer& peer);
+  // To be called when the peer has answered a call, or never will. `call` is what CallTable::take() has returned. Sends
+  // the deletion of the RRef that the call was to make, if torch has given it up meanwhile.
+  void settleRRef(const std::optional<CallTable::Call>& call, uint64_t callId, Peer& peer);
   void complete(CallTable::Call call, IncomingMessage answer);
   static void completeWith(const CallTable::Call& call, const c10::intrusive_ptr<Message>& answer);
   static void fail(const CallTable::Call& call, const std::exception_ptr& why);

@@ -19,8 +19,6 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 constexpr auto kForEver = Clock::time_point::max();
-// How often a thread that blocks in barrier() or join() looks for signals.
-constexpr auto kSignalCheckPeriod = std::chrono::milliseconds(100);
 // For how long a thread in join() waits for owners that are still making RRefs whose references torch has deleted here.
 // An owner that gets the deletions too late has torch complain about leaks.
 constexpr auto kRRefPatience = std::chrono::seconds(1);
@@ -34,27 +32,23 @@ Clock::time_point deadlineOf(std::chrono::milliseconds timeout) {
 } // namespace
 
 Group::Group(
-    Identity self,
+    const AgentParts& parts,
     const RpcAgent& agent,
-    Directory& directory,
-    Messenger& messenger,
-    Executor& executor,
-    const Lifetime& lifetime,
     CallClient& calls,
     PeerMonitor& monitor,
     OrphanedState& orphans,
     std::function<void()> whileWaiting)
-    : self_(std::move(self)),
+    : self_(parts.self),
       agent_(agent),
-      directory_(directory),
-      messenger_(messenger),
-      executor_(executor),
-      lifetime_(lifetime),
+      directory_(parts.directory),
+      messenger_(parts.messenger),
+      executor_(parts.executor),
+      lifetime_(parts.lifetime),
       calls_(calls),
       monitor_(monitor),
       orphans_(orphans),
       whileWaiting_(std::move(whileWaiting)),
-      barrier_(directory, self_.rank, *this) {}
+      barrier_(directory_, self_.rank, *this) {}
 
 // ---------------------------------------------------------------------------------------------------- members
 

@@ -1,16 +1,12 @@
 #pragma once
 
 #include "messaging/event_handlers.h"
-#include "messaging/messenger.h"
 #include "peers/barrier.h"
-#include "peers/directory.h"
-#include "peers/identity.h"
 #include "peers/peer_observer.h"
+#include "rpc/agent_parts.h"
 #include "rpc/call_client.h"
 #include "rpc/orphaned_state.h"
 #include "rpc/peer_monitor.h"
-#include "runtime/executor.h"
-#include "runtime/lifetime.h"
 
 #include <torch/csrc/distributed/rpc/rpc_agent.h>
 
@@ -34,12 +30,8 @@ class Group final : public GroupHandler, public PeerObserver, private Barrier::L
  public:
   // Threads that wait call `whileWaiting` now and then. It may throw to end the wait (Ctrl-C).
   Group(
-      Identity self,
+      const AgentParts& parts,
       const RpcAgent& agent,
-      Directory& directory,
-      Messenger& messenger,
-      Executor& executor,
-      const Lifetime& lifetime,
       CallClient& calls,
       PeerMonitor& monitor,
       OrphanedState& orphans,

@@ -39,21 +39,14 @@ void closeContexts(const std::vector<int64_t>& ids) {
 
 } // namespace
 
-OrphanedState::OrphanedState(
-    const Identity& self,
-    const RpcAgent& agent,
-    const RequestCallback& callback,
-    const Directory& directory,
-    Executor& executor,
-    Timer& timer,
-    const Lifetime& lifetime)
-    : self_(self.rank),
+OrphanedState::OrphanedState(const AgentParts& parts, const RpcAgent& agent, const RequestCallback& callback)
+    : self_(parts.self.rank),
       agent_(agent),
       callback_(callback),
-      directory_(directory),
-      executor_(executor),
-      lifetime_(lifetime),
-      releaseTask_(timer.add("orphaned state", [this](Timer::TimePoint now) { return releaseAgain(now); })) {}
+      directory_(parts.directory),
+      executor_(parts.executor),
+      lifetime_(parts.lifetime),
+      releaseTask_(parts.timer.add("orphaned state", [this](Timer::TimePoint now) { return releaseAgain(now); })) {}
 
 void OrphanedState::onPeerGone(Peer& peer) {
   release({peer.member().rank});

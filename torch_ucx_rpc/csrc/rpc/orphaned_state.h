@@ -1,11 +1,7 @@
 #pragma once
 
-#include "peers/directory.h"
-#include "peers/identity.h"
 #include "peers/peer_observer.h"
-#include "runtime/executor.h"
-#include "runtime/lifetime.h"
-#include "runtime/timer.h"
+#include "rpc/agent_parts.h"
 #include "torch_glue/rref_holders.h"
 
 #include <torch/csrc/distributed/rpc/request_callback.h>
@@ -26,15 +22,7 @@ using torch::distributed::rpc::RpcAgent;
 // current one: torch keeps this state once for a process. Thread-safe.
 class OrphanedState final : public PeerObserver {
  public:
-  // Adds a task to the timer, so it must not have started.
-  OrphanedState(
-      const Identity& self,
-      const RpcAgent& agent,
-      const RequestCallback& callback,
-      const Directory& directory,
-      Executor& executor,
-      Timer& timer,
-      const Lifetime& lifetime);
+  OrphanedState(const AgentParts& parts, const RpcAgent& agent, const RequestCallback& callback);
 
   // From now on, other workers may take the ranks of those that are gone. To be called before start().
   void setDynamic() {

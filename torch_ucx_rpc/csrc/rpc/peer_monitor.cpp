@@ -9,22 +9,18 @@
 namespace torch_ucx_rpc {
 
 PeerMonitor::PeerMonitor(
-    Identity self,
-    Directory& directory,
-    Messenger& messenger,
-    Timer& timer,
-    const Lifetime& lifetime,
+    const AgentParts& parts,
     std::chrono::milliseconds heartbeatLimit,
     std::chrono::milliseconds reconnectLimit)
-    : self_(std::move(self)),
-      directory_(directory),
-      messenger_(messenger),
-      timer_(timer),
-      lifetime_(lifetime),
-      heartbeatTask_(timer.add("heartbeats", [this](Timer::TimePoint now) { return beat(now); })),
+    : self_(parts.self),
+      directory_(parts.directory),
+      messenger_(parts.messenger),
+      timer_(parts.timer),
+      lifetime_(parts.lifetime),
+      heartbeatTask_(parts.timer.add("heartbeats", [this](Timer::TimePoint now) { return beat(now); })),
       processes_([this](int fd, UniqueFunction<void()> onReadable) { messenger_.watch(fd, std::move(onReadable)); }),
       lifelines_([this](int fd, UniqueFunction<void()> onReadable) { messenger_.watch(fd, std::move(onReadable)); }),
-      heartbeat_(directory, heartbeatLimit, reconnectLimit) {}
+      heartbeat_(parts.directory, heartbeatLimit, reconnectLimit) {}
 
 void PeerMonitor::watch(const Member& self, const std::vector<Peer*>& peers) {
   for (Peer* peer : peers) {

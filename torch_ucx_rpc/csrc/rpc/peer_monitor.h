@@ -2,14 +2,10 @@
 
 #include "messaging/event_handlers.h"
 #include "messaging/heartbeat.h"
-#include "messaging/messenger.h"
-#include "peers/directory.h"
-#include "peers/identity.h"
 #include "peers/lifelines.h"
 #include "peers/peer_observer.h"
 #include "peers/process_watch.h"
-#include "runtime/lifetime.h"
-#include "runtime/timer.h"
+#include "rpc/agent_parts.h"
 
 #include <atomic>
 #include <vector>
@@ -21,15 +17,10 @@ namespace torch_ucx_rpc {
 // transport. A lost worker stays lost; late messages are dropped. Thread-safe.
 class PeerMonitor final : public PeerHandler {
  public:
-  // Adds a task to the timer, so it must not have started.
   PeerMonitor(
-      Identity self,
-      Directory& directory,
-      Messenger& messenger,
-      Timer& timer,
-      const Lifetime& lifetime,
+      const AgentParts& parts,
       std::chrono::milliseconds heartbeatLimit,
-      std::chrono::milliseconds reconnectLimit);
+      std::chrono::milliseconds reconnectLimit = std::chrono::milliseconds(0));
 
   // Adds an observer, before start(). Observers hear of each peer that is gone, in the order in which they were added.
   void addObserver(PeerObserver& observer) {

@@ -1,13 +1,10 @@
 #pragma once
 
-#include "messaging/messenger.h"
-#include "peers/directory.h"
 #include "rpc/agent_options.h"
+#include "rpc/agent_parts.h"
 #include "rpc/call_client.h"
 #include "rpc/request_server.h"
 #include "rpc/statistics.h"
-#include "runtime/executor.h"
-#include "runtime/lifetime.h"
 
 #include <chrono>
 #include <cstdint>
@@ -23,19 +20,12 @@ class Reports {
  public:
   using Texts = std::unordered_map<std::string, std::string>;
 
-  Reports(
-      const AgentOptions& options,
-      const Directory& directory,
-      Messenger& messenger,
-      const Executor& executor,
-      const Lifetime& lifetime,
-      const CallClient& calls,
-      const RequestServer& requests)
+  Reports(const AgentParts& parts, const AgentOptions& options, const CallClient& calls, const RequestServer& requests)
       : options_(options),
-        directory_(directory),
-        messenger_(messenger),
-        executor_(executor),
-        lifetime_(lifetime),
+        directory_(parts.directory),
+        messenger_(parts.messenger),
+        executor_(parts.executor),
+        lifetime_(parts.lifetime),
         calls_(calls),
         requests_(requests) {}
 

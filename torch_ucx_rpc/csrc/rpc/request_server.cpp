@@ -18,19 +18,13 @@ namespace torch_ucx_rpc {
 namespace rpc = torch::distributed::rpc;
 
 RequestServer::RequestServer(
-    Identity self,
-    const RequestCallback& callback,
-    RRefHolders& rrefHolders,
-    Messenger& messenger,
-    Executor& executor,
-    const Lifetime& lifetime,
-    const DeviceMaps& deviceMaps)
-    : self_(std::move(self)),
+    const AgentParts& parts, const RequestCallback& callback, RRefHolders& rrefHolders, const DeviceMaps& deviceMaps)
+    : self_(parts.self),
       callback_(callback),
       rrefHolders_(rrefHolders),
-      messenger_(messenger),
-      executor_(executor),
-      lifetime_(lifetime),
+      messenger_(parts.messenger),
+      executor_(parts.executor),
+      lifetime_(parts.lifetime),
       deviceMaps_(deviceMaps) {}
 
 // --------------------------------------------------------------------------------------------------- taking in

@@ -1,11 +1,9 @@
 #pragma once
 
 #include "messaging/event_handlers.h"
-#include "messaging/messenger.h"
+#include "rpc/agent_parts.h"
 #include "rpc/device_maps.h"
 #include "rpc/open_request.h"
-#include "runtime/executor.h"
-#include "runtime/lifetime.h"
 #include "torch_glue/rref_holders.h"
 
 #include <torch/csrc/distributed/rpc/request_callback.h>
@@ -30,13 +28,7 @@ using torch::distributed::rpc::RequestCallback;
 class RequestServer final : public RequestHandler {
  public:
   RequestServer(
-      Identity self,
-      const RequestCallback& callback,
-      RRefHolders& rrefHolders,
-      Messenger& messenger,
-      Executor& executor,
-      const Lifetime& lifetime,
-      const DeviceMaps& deviceMaps);
+      const AgentParts& parts, const RequestCallback& callback, RRefHolders& rrefHolders, const DeviceMaps& deviceMaps);
 
   // Requests whose handler has returned a future that is not complete yet.
   size_t openAsync() const;

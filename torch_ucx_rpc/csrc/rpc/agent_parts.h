@@ -1,0 +1,28 @@
+#pragma once
+
+#include "messaging/messenger.h"
+#include "peers/directory.h"
+#include "peers/identity.h"
+#include "runtime/executor.h"
+#include "runtime/lifetime.h"
+#include "runtime/timer.h"
+
+#include <chrono>
+
+namespace torch_ucx_rpc {
+
+// The parts of an agent that most objects of rpc/ use. They live as long as the agent. An object may add tasks to the
+// timer while it is made, since the timer starts after that.
+struct AgentParts {
+  const Identity& self;
+  Directory& directory;
+  Messenger& messenger;
+  Executor& executor;
+  Timer& timer;
+  const Lifetime& lifetime;
+};
+
+// How often a thread that blocks, and does not drive, looks for signals.
+inline constexpr auto kSignalCheckPeriod = std::chrono::milliseconds(100);
+
+} // namespace torch_ucx_rpc
