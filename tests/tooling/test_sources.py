@@ -1,4 +1,4 @@
-"""Sources: lines and files stay short, no room of csrc outgrows the others, and sentences in comments have subjects."""
+"""Sources: lines stay short, long files are told of, no room of csrc outgrows the others, comments have subjects."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import ast
 import io
 import re
 import tokenize
+import warnings
 from collections import Counter
 from pathlib import Path
 
@@ -17,7 +18,8 @@ CSRC = ROOT / "torch_ucx_rpc" / "csrc"
 CPP = {".h", ".cpp"}
 PYTHON = {".py", ".pyi"}
 
-LONGEST_SOURCE = 400
+# Longer sources are told of. The ideas in a file say where it ends, not its lines.
+LONG_SOURCE = 600
 LARGEST_SHARE = 1 / 4
 
 
@@ -84,11 +86,8 @@ def wide(text: str) -> list[str]:
     return [f"{number}: {line}" for number, line in enumerate(text.splitlines(), start=1) if prose.is_too_wide(line)]
 
 
-def says_why_it_is_long(text: str) -> bool:
-    """Whether the comment or docstring at the top has a sentence such as "Long: a table that is searched."."""
-    top = re.match(r'(?://[^\n]*\n)+|"""(?:[^"]|"(?!""))*"""', text)
-    reason = re.search(r"\bLong:([^\n]*(?:\n[^\n]+)*)", top[0] if top else "")
-    return reason is not None and len(re.findall(r"[\w,;.']+", reason[1])) >= 5
+def long_sources(lines: dict[str, int]) -> list[str]:
+    return [f"{file} has {count} lines: does it have one idea?" for file, count in lines.items() if count > LONG_SOURCE]
 
 
 def lines_by_folder(lines: dict[str, int]) -> Counter[str]:
@@ -125,14 +124,12 @@ def test_sentences_in_comments_have_subjects() -> None:
     assert_none({path: headless(path, read(path)) for path in SOURCES})
 
 
-def test_a_long_source_says_why() -> None:
-    texts = {path: read(path) for path in sources(ROOT / "torch_ucx_rpc")}
-    found = [
-        f"{path.relative_to(ROOT)}: {len(text.splitlines())} lines, and nothing at the top says why"
-        for path, text in texts.items()
-        if len(text.splitlines()) > LONGEST_SOURCE and not says_why_it_is_long(text)
-    ]
-    assert not found, "\n" + "\n".join(found)
+@pytest.mark.filterwarnings("default")
+def test_long_sources_are_told_of() -> None:
+    package = ROOT / "torch_ucx_rpc"
+    lines = {str(path.relative_to(ROOT)): len(read(path).splitlines()) for path in sources(package)}
+    for finding in long_sources(lines):
+        warnings.warn(finding, stacklevel=1)
 
 
 def test_no_folder_outgrows_the_others() -> None:
@@ -156,3 +153,7 @@ def test_no_folder_outgrows_the_others() -> None:
 )
 def test_a_sentence_without_a_subject_is_found(name: str, text: str) -> None:
     assert len(headless(Path(name), text)) == 1
+
+
+def test_a_long_source_is_found() -> None:
+    assert long_sources({"a.h": 600, "b.cpp": 601}) == ["b.cpp has 601 lines: does it have one idea?"]

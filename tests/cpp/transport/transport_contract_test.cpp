@@ -1,6 +1,4 @@
 // The contract of transport/transport.h, written once and run on every implementation of it.
-//
-// Long: one list of promises in one file.
 
 #include "base/bytes.h"
 #include "eventually.h"
