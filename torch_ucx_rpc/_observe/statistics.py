@@ -135,7 +135,11 @@ class PeerStatistics:
     host: str = field(metadata=_label("name of its host"))
     pid: int = field(metadata=_label("id of its process"))
     session: int = field(metadata=_label("random number; tells this life of the worker from an earlier one"))
-    state: str = field(metadata=_label('``"present"``, ``"resuming"`` (silent for heartbeat_limit), ``"leaving"``, ``"left"`` or ``"failed"``'))
+    state: str = field(
+        metadata=_label(
+            '``"present"``, ``"resuming"`` (silent for heartbeat_limit), ``"leaving"``, ``"left"`` or ``"failed"``'
+        )
+    )
     lanes: tuple[str, ...] = field(
         metadata=_label(
             'what UCX chose to reach it, such as ``"sysv/memory"`` or ``"tcp/eth0"``; empty before the first '

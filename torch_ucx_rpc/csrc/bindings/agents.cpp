@@ -330,7 +330,8 @@ void bindAgents(py::module_& module) {
           },
           py::arg("timeout"),
           NoGil())
-      .def("_release_references", [](const UcxRpcAgent& agent) { agent.orphans().releaseReferences(); }, NoGil())
+      .def(
+          "_release_references", [](const UcxRpcAgent& agent) { agent.orphans().releaseReferences(); }, NoGil())
       .def("_check_process", &UcxRpcAgent::checkProcess)
       .def(
           "_wait",

@@ -54,9 +54,9 @@ class Group final : public GroupHandler, public PeerObserver, private Barrier::L
   // meanwhile. Throws RpcFailure when `timeout` (0: none) runs out.
   Barrier::Result barrier(int64_t value, std::chrono::milliseconds timeout);
 
-  // Ends gracefully. In a static group it ends when no living worker waits for an answer any more, and then throws an
-  // RpcFailure that names the workers that have died, if any. In a dynamic group this worker leaves, and it returns when
-  // the worker has answered all others. Throws RpcFailure when `timeout` runs out. A `timeout` of 0 means none, or
+  // Ends gracefully. In a static group it ends when no living worker waits for an answer any more. It then throws an
+  // RpcFailure that names the workers that have died, if any. In a dynamic group this worker leaves, and it returns
+  // when the worker has answered all others. Throws RpcFailure when `timeout` runs out. A `timeout` of 0 means none, or
   // `defaultTimeout` in a dynamic group.
   void join(std::chrono::milliseconds timeout, std::chrono::milliseconds defaultTimeout);
 

@@ -9,9 +9,7 @@
 namespace torch_ucx_rpc {
 
 PeerMonitor::PeerMonitor(
-    const AgentParts& parts,
-    std::chrono::milliseconds heartbeatLimit,
-    std::chrono::milliseconds reconnectLimit)
+    const AgentParts& parts, std::chrono::milliseconds heartbeatLimit, std::chrono::milliseconds reconnectLimit)
     : self_(parts.self),
       directory_(parts.directory),
       messenger_(parts.messenger),
