@@ -7,7 +7,7 @@
 #include "rpc/profiled_spans.h"
 #include "tensors/device_copy.h"
 #include "torch_glue/torch_state.h"
-#include "transport/ucp/ucp_transport.h"
+#include "transport/ucp/ucp_version.h"
 #include "wire/header.h"
 
 #include <cstddef>

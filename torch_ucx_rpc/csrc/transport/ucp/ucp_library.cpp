@@ -1,6 +1,6 @@
 #include "transport/ucp/ucp_library.h"
 
-#include "transport/ucp/ucp_transport.h"
+#include "transport/ucp/ucp_version.h"
 
 #include <dlfcn.h>
 #include <fcntl.h>

@@ -8,6 +8,7 @@
 #include "transport/ucp/ucp_library.h"
 #include "transport/ucp/ucp_operations.h"
 #include "transport/ucp/ucp_rendezvous.h"
+#include "transport/ucp/ucp_version.h"
 #include "transport/ucp/worker_address.h"
 
 #include <poll.h>
