@@ -18,17 +18,17 @@ namespace torch_ucx_rpc {
 // Any frame from a peer is a sign of life. A peer that sent none for a period is asked for one, once, since transports
 // are reliable. The answer comes from whichever thread drives the other agent, and that thread never waits for Python.
 //
-// Two limits. A peer that is silent for longer than the first is suspect: calls to it wait, and it is well again with the
-// next sign of life. It is lost when it stays silent for the reconnect limit besides. A peer whose process is watched is
-// never lost by silence. Time during which this process itself did not run does not count. Connection::silence has the
-// time. All functions run under the worker lock.
+// There are two limits. A peer that is silent for longer than the first is suspect: calls to it wait, and it is well
+// again with the next sign of life. It is lost when it stays silent for the reconnect limit besides. A peer whose process
+// is watched is never lost by silence. Time in which this process itself did not run does not count.
+// Connection::silence has the time. All functions run under the worker lock.
 class Heartbeat {
  public:
   using Clock = std::chrono::steady_clock;
   using Milliseconds = std::chrono::milliseconds;
 
-  // A `limit` of 0 turns the heartbeat off: no peer is ever given up. With a `reconnectLimit` of 0 a peer is lost at the
-  // first limit.
+  // A `limit` of 0 turns the heartbeat off: no peer is ever given up. With a `reconnectLimit` of 0 a peer is lost at
+  // the first limit.
   Heartbeat(const Directory& directory, Milliseconds limit, Milliseconds reconnectLimit = Milliseconds(0))
       : directory_(directory), limit_(limit), reconnectLimit_(reconnectLimit) {}
 
