@@ -33,7 +33,8 @@ The package, module by module and room by room; the docstring of each room lists
 * ``_devices``     device maps, the memory of received tensors on devices, and `wait`
 * ``_launch``      `init_rpc`, and what launchers say in environment variables
 * ``_native_op``   `native_op`
-* ``_observe``     `statistics`, for Prometheus and ``python -m torch_ucx_rpc top`` too; `on_lost`; warnings
+* ``_observe``     `statistics`, for Prometheus and ``python -m torch_ucx_rpc top`` too; warnings
+* ``_workers``     `on_lost`, and what the libraries know of other workers
 * ``_torch``       everything that is changed in torch
 * ``_cli``         the commands of ``torch-ucx-rpc``, a module each
 * ``__main__``     ``python -m torch_ucx_rpc``
@@ -81,11 +82,11 @@ except (ImportError, OSError) as error:
 if _failure is None:
     from torch_ucx_rpc._devices.wait import wait
     from torch_ucx_rpc._observe.log import receive_warnings as _receive_warnings
-    from torch_ucx_rpc._observe.lost import on_lost
     from torch_ucx_rpc._options import UcxRpcBackendOptions
     from torch_ucx_rpc._torch.patches import register as _register
     from torch_ucx_rpc._torch.replace import is_asked_for as _is_asked_for
     from torch_ucx_rpc._torch.replace import replace_tensorpipe
+    from torch_ucx_rpc._workers.lost import on_lost
 
     _receive_warnings()
     _register()

@@ -11,7 +11,7 @@ import pytest
 import torch.distributed.rpc as rpc
 from workers import Steps, agent, backend_options, eventually, init_rpc
 
-from torch_ucx_rpc._observe.life import Life, PerLife, life
+from torch_ucx_rpc._workers.life import Life, PerLife, life
 from torch_ucx_rpc.errors import NotRunning, ShutDown
 
 RunWorkers = Callable[..., list]

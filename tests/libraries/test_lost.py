@@ -12,7 +12,7 @@ from _jobs import KILLED, die
 from workers import Steps, backend_options, eventually, init_rpc
 
 import torch_ucx_rpc
-from torch_ucx_rpc._observe import lost as ends
+from torch_ucx_rpc._workers import lost as ends
 from torch_ucx_rpc.errors import CallTimedOut, MessageNotSent, NotRunning, UnknownWorker, WorkerLeft, WorkerLost
 
 RunWorkers = Callable[..., list]

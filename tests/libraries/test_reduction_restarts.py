@@ -17,7 +17,7 @@ from _restarts import Trainer, answer_only, are_equal, enter
 from workers import Steps, eventually
 
 from torch_ucx_rpc import reduction
-from torch_ucx_rpc._observe.lost import Gone
+from torch_ucx_rpc._workers.lost import Gone
 from torch_ucx_rpc.reduction import _copy, _hosts, _messages
 
 RunWorkers = Callable[..., list]

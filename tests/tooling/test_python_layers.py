@@ -27,6 +27,7 @@ ORDER = (
     "_options",
     "_bootstrap",
     "_agent",
+    "_workers",
     "_observe",
     "_start",
     "_launch",

@@ -1,4 +1,4 @@
-"""`_observe.futures`: futures that end with an exception."""
+"""`_workers.futures`: futures that end with an exception."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from torch.futures import Future
 
-from torch_ucx_rpc._observe.futures import fail
+from torch_ucx_rpc._workers.futures import fail
 from torch_ucx_rpc.errors import WorkerLost
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from torch._C import _distributed_rpc
 from torch.distributed.rpc import api
 
-from torch_ucx_rpc._observe.lost import Gone, ended, subscribe
+from torch_ucx_rpc._workers.lost import Gone, ended, subscribe
 
 _torchs_delete_rrefs = _distributed_rpc._delete_all_user_and_unforked_owner_rrefs
 

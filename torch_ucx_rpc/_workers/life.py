@@ -18,7 +18,7 @@ import torch
 from torch._C._distributed_rpc import WorkerInfo, _is_current_rpc_agent_set
 from torch.distributed.rpc import api
 
-from torch_ucx_rpc._observe.lost import Gone, current_agent, ended, subscribe
+from torch_ucx_rpc._workers.lost import Gone, current_agent, ended, subscribe
 from torch_ucx_rpc.errors import ShutDown
 
 T = TypeVar("T")

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import torch.distributed.rpc as rpc
 from torch.futures import Future
 
-from torch_ucx_rpc._observe.futures import fail
-from torch_ucx_rpc._observe.lost import was_lost
+from torch_ucx_rpc._workers.futures import fail
+from torch_ucx_rpc._workers.lost import was_lost
 from torch_ucx_rpc.pipeline import host
 from torch_ucx_rpc.pipeline.errors import PipelineError, StageError, StageLostError
 from torch_ucx_rpc.pipeline.exchange import worker_info

@@ -18,7 +18,7 @@ from torch._C._distributed_rpc import _get_current_rpc_agent
 from torch.distributed.rpc.api import _to_worker_info
 from torch.futures import Future
 
-from torch_ucx_rpc._observe.lost import was_lost
+from torch_ucx_rpc._workers.lost import was_lost
 from torch_ucx_rpc.errors import RpcError
 from torch_ucx_rpc.pipeline.values import to_device
 

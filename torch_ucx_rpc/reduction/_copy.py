@@ -16,8 +16,8 @@ import torch.distributed.rpc as rpc
 from torch import Tensor, nn
 from torch.futures import Future
 
-from torch_ucx_rpc._observe.life import PerLife
-from torch_ucx_rpc._observe.lost import timed_out, was_lost
+from torch_ucx_rpc._workers.life import PerLife
+from torch_ucx_rpc._workers.lost import timed_out, was_lost
 from torch_ucx_rpc.reduction import _hosts
 from torch_ucx_rpc.reduction._asking import Asking, Request
 from torch_ucx_rpc.reduction._messages import Admission, Trainer

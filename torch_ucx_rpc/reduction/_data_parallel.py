@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 
-from torch_ucx_rpc._observe.lost import timed_out
+from torch_ucx_rpc._workers.lost import timed_out
 from torch_ucx_rpc.reduction._buckets import Bucket, make_buckets
 from torch_ucx_rpc.reduction._copy import Copy
 from torch_ucx_rpc.reduction._ddp import push_bucket

@@ -18,7 +18,7 @@ from collections.abc import Iterable
 
 from torch.futures import Future
 
-from torch_ucx_rpc._observe.life import Life
+from torch_ucx_rpc._workers.life import Life
 from torch_ucx_rpc.reduction._messages import LEFT, Admission, Answer, Entry, Push, Spec, Trainer
 from torch_ucx_rpc.reduction._parameters import OtherHosts, ParameterPiece
 from torch_ucx_rpc.reduction._piece import Piece

@@ -11,8 +11,8 @@ import torch.distributed.rpc as rpc
 from torch import Tensor
 from torch.futures import Future
 
-from torch_ucx_rpc._observe.life import Life, PerLife
-from torch_ucx_rpc._observe.lost import Gone
+from torch_ucx_rpc._workers.life import Life, PerLife
+from torch_ucx_rpc._workers.lost import Gone
 from torch_ucx_rpc.reduction._host import Host
 from torch_ucx_rpc.reduction._messages import (
     UNKNOWN,

@@ -14,7 +14,7 @@ import threading
 import torch.distributed.rpc as rpc
 from torch.futures import Future
 
-from torch_ucx_rpc._observe.life import Life, PerLife
+from torch_ucx_rpc._workers.life import Life, PerLife
 from torch_ucx_rpc.reduction._hosts import keep_copy, take_push
 from torch_ucx_rpc.reduction._messages import Answer, Push
 

@@ -19,8 +19,8 @@ import torch.distributed.rpc as rpc
 from torch._C._distributed_rpc import WorkerInfo
 from torch.futures import Future
 
-from torch_ucx_rpc._observe.life import Life, PerLife
-from torch_ucx_rpc._observe.lost import Gone, timed_out, was_lost
+from torch_ucx_rpc._workers.life import Life, PerLife
+from torch_ucx_rpc._workers.lost import Gone, timed_out, was_lost
 from torch_ucx_rpc.reduction._messages import Spec, Trainer
 
 _T = TypeVar("_T")

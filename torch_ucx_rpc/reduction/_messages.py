@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torch_ucx_rpc._observe.life import Life
+from torch_ucx_rpc._workers.life import Life
 
 OptimizerFactory = Callable[[list[Tensor]], torch.optim.Optimizer]
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
-from torch_ucx_rpc._observe.life import Life
+from torch_ucx_rpc._workers.life import Life
 from torch_ucx_rpc.reduction._applied import Applied
 from torch_ucx_rpc.reduction._messages import Answer, Kept, OptimizerFactory, Push, Spec, Trainer, Update
 from torch_ucx_rpc.reduction._piece import Piece

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch._C._distributed_rpc import WorkerInfo
 from torch.futures import Future
 
-from torch_ucx_rpc._observe.life import Life
+from torch_ucx_rpc._workers.life import Life
 from torch_ucx_rpc.reduction._messages import ASKING_S, Answer, Push, Trainer
 from torch_ucx_rpc.reduction._results import result_of
 from torch_ucx_rpc.reduction._roster import Roster

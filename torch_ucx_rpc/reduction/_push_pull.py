@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
-from torch_ucx_rpc._observe.futures import fail
+from torch_ucx_rpc._workers.futures import fail
 from torch_ucx_rpc.reduction._messages import Answer
 from torch_ucx_rpc.reduction._pushes import has_failed, push, tensors_of
 from torch_ucx_rpc.reduction._server import Server

@@ -12,8 +12,8 @@ import torch.distributed.rpc as rpc
 from torch import Tensor
 from torch.futures import Future
 
-from torch_ucx_rpc._observe.futures import fail
-from torch_ucx_rpc._observe.lost import timed_out, was_lost
+from torch_ucx_rpc._workers.futures import fail
+from torch_ucx_rpc._workers.lost import timed_out, was_lost
 from torch_ucx_rpc.reduction import _hosts
 from torch_ucx_rpc.reduction._loopback import Lent, lend, push_lent
 from torch_ucx_rpc.reduction._messages import ASKING_S, LEFT, UNKNOWN, Answer, Push

@@ -18,7 +18,7 @@ import torch.distributed.rpc as rpc
 from torch import Tensor
 from torch.futures import Future
 
-from torch_ucx_rpc._observe.life import Life, PerLife
+from torch_ucx_rpc._workers.life import Life, PerLife
 
 _Result = list[Tensor] | None
 

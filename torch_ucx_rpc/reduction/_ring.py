@@ -13,8 +13,8 @@ from typing import Any
 import torch.distributed.rpc as rpc
 from torch._C._distributed_rpc import get_rpc_timeout
 
-from torch_ucx_rpc._observe.life import Life
-from torch_ucx_rpc._observe.lost import was_lost
+from torch_ucx_rpc._workers.life import Life
+from torch_ucx_rpc._workers.lost import was_lost
 from torch_ucx_rpc.reduction import _hosts
 from torch_ucx_rpc.reduction._meeting import joined_trainers, other_trainers_as_hosts
 from torch_ucx_rpc.reduction._messages import Opened, Spec, Trainer

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch._C._distributed_rpc import WorkerInfo
 
-from torch_ucx_rpc._observe.life import Life
-from torch_ucx_rpc._observe.lost import was_lost
+from torch_ucx_rpc._workers.life import Life
+from torch_ucx_rpc._workers.lost import was_lost
 from torch_ucx_rpc.reduction import _hosts
 from torch_ucx_rpc.reduction._meeting import Found, Hosts, is_trained_by_others, trainers_as_hosts
 from torch_ucx_rpc.reduction._messages import Kept, OptimizerFactory, Spec

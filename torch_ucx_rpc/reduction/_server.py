@@ -14,8 +14,8 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from torch_ucx_rpc._observe.life import Life
-from torch_ucx_rpc._observe.lost import was_lost
+from torch_ucx_rpc._workers.life import Life
+from torch_ucx_rpc._workers.lost import was_lost
 from torch_ucx_rpc.reduction import _hosts
 from torch_ucx_rpc.reduction._messages import Admission, Answer, Push, Spec, Trainer
 from torch_ucx_rpc.reduction._plan import difference, spread

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 
-from torch_ucx_rpc._observe.life import Life, PerLife
-from torch_ucx_rpc._observe.lost import Gone
+from torch_ucx_rpc._workers.life import Life, PerLife
+from torch_ucx_rpc._workers.lost import Gone
 from torch_ucx_rpc.reduction._meeting import meetings
 from torch_ucx_rpc.reduction._server import Server
 

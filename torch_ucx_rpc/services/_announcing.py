@@ -13,8 +13,8 @@ import torch.distributed.rpc as rpc
 from torch._C._distributed_rpc import WorkerInfo
 from torch.futures import Future
 
-from torch_ucx_rpc._observe.life import Life
-from torch_ucx_rpc._observe.lost import was_lost
+from torch_ucx_rpc._workers.life import Life
+from torch_ucx_rpc._workers.lost import was_lost
 from torch_ucx_rpc.services._table import Change
 
 _logger = logging.getLogger(__name__)

@@ -21,8 +21,8 @@ from torch.distributed.rpc.constants import UNSET_RPC_TIMEOUT
 from torch.distributed.rpc.internal import RPCExecMode
 from torch.futures import Future
 
-from torch_ucx_rpc._observe.futures import fail
-from torch_ucx_rpc._observe.lost import was_lost
+from torch_ucx_rpc._workers.futures import fail
+from torch_ucx_rpc._workers.lost import was_lost
 from torch_ucx_rpc.services import _directory
 from torch_ucx_rpc.services._directory import Directory, directory
 from torch_ucx_rpc.services._errors import ReplicasLost, UnknownName, was_not_served

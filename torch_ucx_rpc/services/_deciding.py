@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 import torch.distributed.rpc as rpc
 
-from torch_ucx_rpc._observe.life import Life
-from torch_ucx_rpc._observe.lost import was_lost
+from torch_ucx_rpc._workers.life import Life
+from torch_ucx_rpc._workers.lost import was_lost
 from torch_ucx_rpc.services._table import Change, Table
 
 _logger = logging.getLogger(__name__)

@@ -39,8 +39,8 @@ from typing import Any, TypeVar
 import torch.distributed.rpc as rpc
 from torch._C._distributed_rpc import WorkerInfo, get_rpc_timeout
 
-from torch_ucx_rpc._observe.life import Life, PerLife
-from torch_ucx_rpc._observe.lost import Gone, was_lost
+from torch_ucx_rpc._workers.life import Life, PerLife
+from torch_ucx_rpc._workers.lost import Gone, was_lost
 from torch_ucx_rpc.services._announcing import Announcer
 from torch_ucx_rpc.services._deciding import Decider, Verdict
 from torch_ucx_rpc.services._errors import NameTaken, contested

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torch_ucx_rpc._observe.lost import was_raised_there
+from torch_ucx_rpc._workers.lost import was_raised_there
 
 
 class NameTaken(RuntimeError):

@@ -1,0 +1,6 @@
+"""Other workers, and this one's life among them: what the libraries stand on.
+
+* ``lost``     `on_lost`, a callback for the end of other workers
+* ``life``     one life of this worker, and objects of the libraries that last as long
+* ``futures``  futures that fail without keeping what their exceptions know
+"""
