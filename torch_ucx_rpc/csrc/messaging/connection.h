@@ -20,11 +20,11 @@
 
 namespace torch_ucx_rpc {
 
-// Everything between this worker and one life of a peer: the endpoint, the seals, messages that wait to be sent, what
-// is being received, and how long the peer has been silent. It is made with the first message to or from the peer, and
-// kept as long as the agent, since operations of the transport may end late and name it.
+// Everything between this worker and one life of a peer: the endpoint, the seals, the messages that wait to be sent or
+// are being received, and the time of silence. The first message to or from the peer makes it. It lives as long as the
+// agent, since operations of the transport may end late and name it.
 //
-// All of it is guarded by the worker lock. Peer has what other threads read. The parts below say who changes them.
+// The worker lock guards all of it. Peer holds the values that other threads read.
 //
 // transition() alone changes the state, except that the end of the peer, which any thread may note in Peer::moveTo(),
 // closes the connection at once and for good:
@@ -71,7 +71,7 @@ class Connection {
     return (kind == wire::Kind::kResponse ? 2 : 0) + (isEager ? 1 : 0);
   }
 
-  // What of one queue the transport has not finished.
+  // The messages of one queue that the transport has not finished.
   struct Load {
     // The most eager bytes for one peer, of requests and of answers each. UCX queues them in memory of its own while
     // the peer does not read (while it is stopped, for one). It never gives up a message in that queue, not even one
@@ -141,15 +141,15 @@ class Connection {
     std::vector<Receiving::Entry>::iterator next();
   } incoming;
 
-  // Wishes that a round fulfills.
+  // Work for the next round. Inbox asks for it.
   bool isPinged = false; // the peer has asked for a sign of life
-  bool isMoving = false; // one of the two does not hear the other over shared memory: see SharedMemory::move()
+  bool isMoving = false; // one of the two does not hear the other over shared memory: see SharedMemoryRepair
 
   // Only in a job with a secret. Outbox numbers frames with the one, Inbox checks them with the other.
   std::optional<wire::Sealer> sealer;
   std::optional<wire::Opener> opener;
 
-  // How long nothing has come from the peer. Whoever receives sets heardSinceCheck; Heartbeat sees to the rest.
+  // How long nothing has come from the peer. Inbox, Receiver and Outbox set heardSinceCheck, Heartbeat sets the rest.
   struct Silence {
     bool heardSinceCheck = false; // something has come since Heartbeat looked last
     bool isAsked = false; // a sign of life has been asked for

@@ -171,8 +171,8 @@ bool Messenger::lead() {
   return isNeeded;
 }
 
-// One round: does what callbacks of the transport, other threads and devices have made possible. Connections without
-// anything to do are not looked at.
+// One round: starts the work that callbacks of the transport, other threads and devices have made possible. It looks at
+// the connections that are ready, and at no others.
 void Messenger::startDeferredWithWorkerLock() {
   assertHoldsWorkerLock();
   devices_.beginRoundWithWorkerLock();

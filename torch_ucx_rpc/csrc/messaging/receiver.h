@@ -26,7 +26,7 @@ namespace torch_ucx_rpc {
 
 // Receives admitted messages into memory. It asks each peer for a few pieces at a time. Pieces travel one after the
 // other on a network, and small messages and signs of life wait behind those that were asked for. Which pieces those
-// are is in the Connection of the peer. All functions need the worker lock.
+// are is in the peer's Connection. All functions need the worker lock.
 class Receiver {
  public:
   // `onAllocated` is called by any thread, without the worker lock, when startDeferred() has memory to go on with.

@@ -11,9 +11,9 @@
 
 namespace torch_ucx_rpc {
 
-// Tries again what this process could not do, over a full file table for instance: to send messages that have stranded,
-// and to move connections to the network. Nothing tells when the process may open files again, so it tries every few
-// milliseconds, with the files of a reserve. All functions need the worker lock.
+// Tries work again that has failed over an error of this process, such as a full file table: messages that have
+// stranded are sent, and connections move to the network. No event tells when the process may open files again. So it
+// tries every few milliseconds, with the files of a reserve. All functions need the worker lock.
 class Retries {
  public:
   // Adds a task to the timer, so it must not have started.

@@ -33,8 +33,8 @@ class SharedMemoryRepair {
   // Asks for a look. To be called when a process of this machine has ended, and when this worker seems deaf.
   void request();
 
-  // Moves a connection with isMoving to the network. False if this process lacks what it takes, a file for instance:
-  // the connection stays as it is, and isMoving stays set.
+  // Moves a connection with isMoving to the network. False if this process lacks a file, for instance: the
+  // connection stays as it is, and isMoving stays set.
   bool moveWithWorkerLock(Connection& connection);
 
  private:
