@@ -14,6 +14,12 @@ MUTANTS = (
         ("test_a_cut_strikes_nobody_off_the_list",),
     ),
     Mutant(
+        "cpp-lines-of-ucx-are-printed",
+        "  return UCS_LOG_FUNC_RC_STOP;\n",
+        "  return UCS_LOG_FUNC_RC_CONTINUE;\n",
+        ("UcxLogOfTheDeadTest",),
+    ),
+    Mutant(
         "values-that-never-come-are-no-rref-lost",
         "    if never := re.match(_NO_VALUE, text):\n",
         "    if False and (never := re.match(_NO_VALUE, text)):\n",

@@ -10,6 +10,10 @@ namespace {
 
 constexpr unsigned kMaxLanes = 16; // UCP_MAX_LANES of UCX 1.22
 
+Error withReason(const Error& error, const std::string& reason) {
+  return {error.code(), error.message() + reason, error.cause()};
+}
+
 Error abandoned() {
   return {ErrorCode::kCanceled, "the endpoint was abandoned"};
 }
@@ -38,7 +42,7 @@ Error UcpEndpoints::connect(std::string_view ucxAddress, EndpointId& endpoint) {
   params.err_handler.cb = &UcpEndpoints::onError;
   params.err_handler.arg = created.get();
   if (Error error = errorOfConnecting(ucp_ep_create(worker_, &params, &created->handle))) {
-    return error;
+    return withReason(error, log_.takeReason());
   }
   endpoint = created->id;
   endpoints_.push_back(std::move(created));
@@ -49,6 +53,7 @@ void UcpEndpoints::onError(void* endpoint, ucp_ep_h /*handle*/, ucs_status_t sta
   auto* failed = static_cast<UcpEndpoint*>(endpoint);
   if (failed->reported == UCS_OK) {
     failed->reported = status;
+    failed->reason = failed->owner->log_.takeReason();
     if (!failed->failure) { // else this side has given it up, and is closing it
       failed->owner->reported_.push(failed);
     }
@@ -56,7 +61,8 @@ void UcpEndpoints::onError(void* endpoint, ucp_ep_h /*handle*/, ucs_status_t sta
 }
 
 Error UcpEndpoints::failureOf(const UcpEndpoint& endpoint) const {
-  return endpoint.failure ? endpoint.failure : errorOfEndpoint(endpoint.reported, someFile_);
+  return endpoint.failure ? endpoint.failure
+                          : withReason(errorOfEndpoint(endpoint.reported, someFile_), endpoint.reason);
 }
 
 Error UcpEndpoints::failureOfSend(const UcpEndpoint& endpoint, ucs_status_t status) const {

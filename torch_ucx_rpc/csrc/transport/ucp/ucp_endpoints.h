@@ -3,6 +3,7 @@
 #include "base/error.h"
 #include "transport/transport.h"
 #include "transport/ucp/intrusive_queue.h"
+#include "transport/ucp/ucx_log.h"
 
 #include <ucp/api/ucp.h>
 
@@ -23,6 +24,7 @@ struct UcpEndpoint {
   ucp_ep_h handle = nullptr; // null once it is closed
   Error failure; // why it is dead; the listener knows, unless this side has given it up
   ucs_status_t reported = UCS_OK; // why UCX says that it is dead
+  std::string reason = {}; // what UCX says besides: see UcxLog::takeReason()
   UcpEndpoint* nextReported = nullptr; // in a queue of its owner
 
   bool isDead() const {
@@ -35,6 +37,8 @@ struct UcpEndpoint {
 // does.
 class UcpEndpoints {
  public:
+  explicit UcpEndpoints(UcxLog& log) : log_(log) {}
+
   // `someFile` is any open descriptor: see filesForAConnection().
   void setWorker(ucp_worker_h worker, int someFile) {
     worker_ = worker;
@@ -90,6 +94,7 @@ class UcpEndpoints {
   void closeDrained();
   void force(bool areOverTcp);
 
+  UcxLog& log_;
   ucp_worker_h worker_ = nullptr;
   int someFile_ = -1;
   std::vector<std::unique_ptr<UcpEndpoint>> endpoints_;

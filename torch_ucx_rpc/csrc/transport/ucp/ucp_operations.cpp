@@ -73,6 +73,9 @@ void UcpOperations::tell(UcpOperation* operation) {
   const std::unique_ptr<UcpOperation> owned(operation); // also if `done` throws: it has been called
   --inFlight_;
   const ucs_status_t status = operation->status;
+  if (status != UCS_OK) {
+    log_.explain();
+  }
   const bool isFailedSend = status != UCS_OK && operation->endpoint != nullptr;
   operation->done(isFailedSend ? endpoints_.failureOfSend(*operation->endpoint, status) : errorOf(status));
 }

@@ -2,6 +2,7 @@
 
 #include "transport/transport.h"
 #include "transport/ucp/intrusive_queue.h"
+#include "transport/ucp/ucx_log.h"
 
 #include <ucp/api/ucp.h>
 
@@ -28,7 +29,7 @@ struct UcpOperation {
 // for which UCX never calls back.
 class UcpOperations {
  public:
-  explicit UcpOperations(const UcpEndpoints& endpoints) : endpoints_(endpoints) {}
+  UcpOperations(const UcpEndpoints& endpoints, UcxLog& log) : endpoints_(endpoints), log_(log) {}
 
   // Returns null, and leaves `done` as it is, if memory runs out.
   UcpOperation* begin(OperationDone& done, const UcpEndpoint* endpoint = nullptr) noexcept;
@@ -58,6 +59,7 @@ class UcpOperations {
   void tell(UcpOperation* operation);
 
   const UcpEndpoints& endpoints_;
+  UcxLog& log_;
   UcpOperation* pending_ = nullptr; // operations that UCX has not completed
   IntrusiveQueue<UcpOperation, &UcpOperation::next> completed_;
   size_t inFlight_ = 0; // those of both

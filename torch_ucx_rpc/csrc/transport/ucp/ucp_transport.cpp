@@ -9,6 +9,7 @@
 #include "transport/ucp/ucp_operations.h"
 #include "transport/ucp/ucp_rendezvous.h"
 #include "transport/ucp/ucp_version.h"
+#include "transport/ucp/ucx_log.h"
 #include "transport/ucp/worker_address.h"
 
 #include <poll.h>
@@ -73,9 +74,11 @@ class UcpTransport final : public Transport {
   }
   std::vector<std::pair<std::string, std::string>> description() const override;
   Error connect(const std::string& address, EndpointId& endpoint) override {
+    const UcxLog::Working working(log_);
     return endpoints_.connect(unwrapAddress(address).full, endpoint);
   }
   Error connectOverNetwork(const std::string& address, EndpointId& endpoint) override {
+    const UcxLog::Working working(log_);
     return endpoints_.connect(unwrapAddress(address).network, endpoint);
   }
   void send(
@@ -108,7 +111,9 @@ class UcpTransport final : public Transport {
     repair_->scan();
   }
   void abandon(EndpointId endpoint) override {
+    const UcxLog::Working working(log_);
     endpoints_.abandon(endpoint);
+    log_.explain(); // the listener knows why
   }
   void close(int64_t limitMs) override;
 
@@ -136,8 +141,9 @@ class UcpTransport final : public Transport {
   int eventFd_ = -1;
   DeviceMemoryAccess deviceMemory_;
   std::optional<QueueRepair> repair_;
-  UcpEndpoints endpoints_;
-  UcpOperations operations_{endpoints_};
+  UcxLog log_;
+  UcpEndpoints endpoints_{log_};
+  UcpOperations operations_{endpoints_, log_};
   UcpRendezvousList rendezvous_;
 
   // For the next tell().
@@ -226,6 +232,7 @@ void UcpTransport::send(
     SendMode mode,
     OperationDone done,
     Memory memory) {
+  const UcxLog::Working working(log_);
   UcpEndpoint& endpoint = endpoints_.at(endpointId);
   if (endpoint.isDead()) {
     done(endpoints_.failureOf(endpoint));
@@ -256,6 +263,7 @@ void UcpTransport::send(
 }
 
 void UcpTransport::receive(void* handle, void* into, uint64_t bytes, OperationDone done, Memory memory) {
+  const UcxLog::Working working(log_);
   void* const descriptor = rendezvous_.take(handle)->descriptor;
   const Error& refusal = memory == Memory::kDevice ? deviceMemory_.refusalOf(into, bytes) : kNone;
   UcpOperation* operation = descriptor != nullptr && !refusal ? operations_.begin(done) : nullptr;
@@ -275,6 +283,7 @@ void UcpTransport::receive(void* handle, void* into, uint64_t bytes, OperationDo
 }
 
 void UcpTransport::release(void* handle) {
+  const UcxLog::Working working(log_);
   rendezvous_.release(worker_, handle);
 }
 
@@ -321,9 +330,12 @@ void UcpTransport::noteLoss() noexcept {
 }
 
 unsigned UcpTransport::progress() {
+  const UcxLog::Working working(log_);
   const unsigned events = ucp_worker_progress(worker_);
   endpoints_.progress();
-  return events + tell();
+  const unsigned told = tell();
+  log_.showOld();
+  return events + told;
 }
 
 bool UcpTransport::arm() {
@@ -337,6 +349,7 @@ void UcpTransport::close(int64_t limitMs) {
   }
   using Clock = std::chrono::steady_clock;
   const auto deadline = Clock::now() + std::chrono::milliseconds(limitMs);
+  std::optional<UcxLog::Working> working(log_);
   rendezvous_.releaseDescriptors(worker_);
   endpoints_.abandonAll();
   const auto turn = [this] {
@@ -370,6 +383,8 @@ void UcpTransport::close(int64_t limitMs) {
     turn();
   }
   endpoints_.dropFlushes();
+  log_.explain(); // this side has given everything up
+  working.reset(); // a worker that cannot be destroyed cleanly is no ordinary matter
   destroy(); // runs callbacks: operations must exist until here
   operations_.cancelAll();
   tellAll();

@@ -1,0 +1,79 @@
+#pragma once
+
+#include <ucs/debug/log_def.h>
+
+#include <array>
+#include <chrono>
+#include <cstddef>
+#include <string>
+
+namespace torch_ucx_rpc {
+
+// UCX writes a line to its log, which is stdout, and returns a status as well: its log level "error" means "error is
+// returned to the user" (ucs/config/types.h). Where a worker dies while another connects, such lines are ordinary, and
+// the transport reports the failure. So the lines that UCX writes while it works for a transport are held back. The
+// failure that the transport reports next explains them, and takes the first one into its text. Lines that nothing has
+// explained after a second are shown as UCX would have shown them.
+//
+// Everything else stays UCX's: warnings, lines of other users of UCX in this process and of UCX's own thread, what UCX
+// says when it starts and ends a worker, and all lines if UCX_LOG_LEVEL is set. Fatal lines do not come this way.
+//
+// The worker lock guards it. Holding a line back takes no memory and no lock.
+class UcxLog {
+ public:
+  UcxLog();
+  UcxLog(const UcxLog&) = delete;
+  UcxLog& operator=(const UcxLog&) = delete;
+
+  // While it lives, UCX works for this transport on this thread.
+  class Working {
+   public:
+    explicit Working(UcxLog& log);
+    ~Working();
+    Working(const Working&) = delete;
+    Working& operator=(const Working&) = delete;
+
+   private:
+    UcxLog* const before_;
+  };
+
+  // The transport reports a failure: the lines so far are not shown any more.
+  void explain() noexcept;
+  // The same, for the failure of an endpoint. Returns the first line for its text, " (mm_sysv.c:61: shmat(...) failed:
+  // ...)"; empty if there is none. It is returned once.
+  std::string takeReason() noexcept;
+  // Shows what has been held back for too long.
+  void showOld() {
+    if (held_ != 0) { // which is seldom
+      showOldLines();
+    }
+  }
+
+ private:
+  using Clock = std::chrono::steady_clock;
+  struct Line {
+    const char* file; // as the function, a literal of UCX's
+    unsigned number;
+    const char* function;
+    const ucs_log_component_config_t* component;
+    Clock::time_point at;
+    bool isExplained;
+    std::array<char, 256> text; // cut if it is longer
+  };
+
+  static ucs_log_func_rc_t onLine(
+      const char* file,
+      unsigned number,
+      const char* function,
+      ucs_log_level_t level,
+      const ucs_log_component_config_t* component,
+      const char* format,
+      va_list arguments);
+
+  void showOldLines();
+
+  std::array<Line, 16> lines_; // further ones are shown at once
+  size_t held_ = 0;
+};
+
+} // namespace torch_ucx_rpc
