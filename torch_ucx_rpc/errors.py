@@ -118,7 +118,7 @@ class UnknownWorker(RpcError):
 
 
 class RRefLost(RpcError):
-    """The RRef has no value: the worker that was to make it is gone, or ``rpc.remote`` timed out.
+    """The RRef has no value: the worker that was to make it is gone or has refused, or ``rpc.remote`` timed out.
 
     `name`, `rank` and `host` are those of that worker, where they are known.
     """

@@ -215,10 +215,27 @@ MUTANTS = (
     ),
     Mutant(
         "cpp-late-rrefs-are-not-marked",
-        "    if (rref.getOwnerCreationFuture().get() == &creation) {\n"
-        "      (rref.*reach(HasTimedOut())).store(true);\n",
-        "    if (rref.getOwnerCreationFuture().get() == &creation) {\n",
+        "  ((*created->rref).*reach(HasTimedOut())).store(true);\n",
+        "",
         ("test_each_rref_whose_creation_timed_out_says_so",),
+    ),
+    Mutant(
+        "cpp-owners-are-not-told-of-failed-rrefs",
+        "    if (call.makesRRef && !call.failure) {\n",
+        "    if (false) {\n",
+        ("FailedCreationTest",),
+    ),
+    Mutant(
+        "cpp-owners-are-not-told-of-refused-rrefs",
+        "  if (call.makesRRef && isOfMessage(why.kind()) && hold != nullptr) {\n",
+        "  if (false) {\n",
+        ("test_an_rref_that_its_owner_had_no_thread_for_is_lost",),
+    ),
+    Mutant(
+        "unreadable-arguments-lose-the-type-of-their-error",
+        "        if not _is_call(pickled):\n            raise\n",
+        "        raise\n",
+        ("test_every_use_raises_the_owners_error",),
     ),
     Mutant(
         "cpp-deletions-of-late-rrefs-are-not-repeated",
@@ -228,8 +245,8 @@ MUTANTS = (
     ),
     Mutant(
         "cpp-rrefs-that-torch-does-not-know-yet-are-not-waited-for",
-        "      } else if (now < one.call.deadline + kRRefPatience) {\n",
-        "      } else if (false && now < one.call.deadline + kRRefPatience) {\n",
+        "      } else if (now < one.call.end() + kRRefPatience) {\n",
+        "      } else if (false && now < one.call.end() + kRRefPatience) {\n",
         ("test_an_rref_whose_creation_timed_out_before_torch_knew_it_says_so",),
     ),
     Mutant(

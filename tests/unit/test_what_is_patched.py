@@ -30,6 +30,7 @@ PATCHED = {
     "torch._jit_internal._TensorExtractor.persistent_id",
     # What a callee raises.
     "torch.distributed.rpc.internal._handle_exception",
+    "torch.distributed.rpc.internal.deserialize",
     # How values are pickled; and, by Python's own pickle, the type of what a callee has raised.
     "torch.distributed.rpc.internal._internal_rpc_pickler._dispatch_table",
     "copyreg.dispatch_table[torch_ucx_rpc._torch.exceptions._TypeOfBoth]",

@@ -8,24 +8,31 @@ Python exception.
 
 The answer is an exception of the original type that is a RuntimeError too. So ``except KeyError`` works, and so does
 the ``except RuntimeError`` of programs that were written for torch's own agent.
+
+Arguments that the callee cannot unpickle count as an exception of the function. torch by itself sends the text alone,
+and forgets the RRef that the call was to make.
 """
 
 # mypy: allow-untyped-calls
 
 from __future__ import annotations
 
+import contextlib
 import copyreg
 import functools
+import io
+import pickle
 import re
 import threading
 from collections import OrderedDict
-from typing import Any
+from typing import Any, NoReturn
 
 from torch.distributed.rpc import internal
 
 from torch_ucx_rpc import errors
 
 _torchs_handle_exception = internal._handle_exception
+_torchs_deserialize = internal.deserialize
 
 # Exceptions of failed calls, with different texts, that no future has asked for yet. Beyond this number, the oldest
 # remain torch's RuntimeErrors.
@@ -91,6 +98,45 @@ def original(text: str) -> Exception | None:
     except Exception as error:
         return error.with_traceback(None)
     return None
+
+
+def deserialize(pickled: bytes, tensors: list[Any]) -> Any:
+    """Replaces torch's ``internal.deserialize``: a call that cannot be unpickled becomes a call that raises why."""
+    tables = internal._thread_local_tensor_tables
+    before = getattr(tables, "recv_tables", None)
+    try:
+        return _torchs_deserialize(pickled, tensors)
+    except BaseException as error:
+        # torch takes its table of tensors away only after a success, and would keep them.
+        if before is None:
+            vars(tables).pop("recv_tables", None)
+        else:
+            tables.recv_tables = before
+        if not _is_call(pickled):
+            raise
+        return internal.PythonUDF(_raise, (error,), {})
+
+
+def _raise(error: BaseException) -> NoReturn:
+    # torch gives an RRef another type than the caller's if its function raises SystemExit, and then refuses it.
+    raise error if isinstance(error, Exception) else RuntimeError(f"{type(error).__name__}: {error}")
+
+
+def _is_call(pickled: bytes) -> bool:
+    unpickler = _FirstName(io.BytesIO(pickled))
+    with contextlib.suppress(Exception):
+        unpickler.load()
+    return unpickler.found == (internal.PythonUDF.__module__, internal.PythonUDF.__name__)
+
+
+class _FirstName(pickle.Unpickler):
+    """Finds the first class or function that a pickle names, without importing it."""
+
+    found: tuple[str, str] | None = None
+
+    def find_class(self, module: str, name: str) -> NoReturn:
+        self.found = module, name
+        raise pickle.UnpicklingError
 
 
 class _TypeOfBoth(type):

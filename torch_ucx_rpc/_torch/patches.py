@@ -52,7 +52,8 @@ def register() -> None:
       completes its own answer. ``RRef.to_here`` does the same without a patch: torch sends and waits in one C++
       function, and the agent waits where it sends.
     * ``Future.wait`` answers Ctrl-C, for every future. It does not drive.
-    * An exception of the callee keeps its type, in ``rpc_sync`` and in futures too.
+    * An exception of the callee keeps its type, in ``rpc_sync`` and in futures too, also if the callee cannot unpickle
+      the arguments.
     * Python functions can return sparse tensors of compressed layouts.
     * Arrays in arguments and results travel as tensors, and futures know their device memory.
 
@@ -86,8 +87,9 @@ def register() -> None:
     _internal_rpc_pickler._dispatch_table[exceptions._TypeOfBoth] = exceptions.reduce_type
     # torch pickles with it what a future with devices gets, to find the tensors in it.
     _jit_internal._TensorExtractor.persistent_id = _extract_tensors_of  # type: ignore[method-assign]
-    # torch's C++ takes this when the first agent of the process starts.
+    # torch's C++ takes these when the first agent of the process starts.
     internal._handle_exception = exceptions.handle_exception
+    internal.deserialize = exceptions.deserialize
     _C.translate_runtime_errors(exceptions.original, errors.from_native)
 
 

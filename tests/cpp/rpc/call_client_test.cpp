@@ -300,6 +300,101 @@ TEST_F(RRefCreationTest, DeletionOfAnRRefWhoseCreationTimedOutIsRepeatedWhenTheO
   EXPECT_EQ(calls_.open(), 0u);
 }
 
+class FailedCreationTest : public RRefCreationTest {
+ protected:
+  ~FailedCreationTest() override {
+    context_.delPendingUser(rref_->forkId());
+  }
+
+  // torch knows the RRef.
+  void registerRRef() {
+    rref_->registerOwnerCreationFuture(creation_);
+    context_.addPendingUser(rref_->forkId(), rref_);
+  }
+  void fail(uint64_t callId) {
+    answerWith(callId, makeMessage(MessageType::EXCEPTION, "no such module"));
+  }
+  void refuse(uint64_t callId) {
+    calls_.onRefused(one_.peer(1), callId, {ErrorCode::kOutOfThreads, "no thread left"});
+  }
+  // The id of the latest of `number` requests, which tells the owner of the failure.
+  uint64_t failureThatIsSent(size_t number) {
+    EXPECT_TRUE(eventually([&] {
+      two_.takeIn();
+      return callee_.requests.size() == number;
+    }));
+    EXPECT_EQ(wire::messageTypeOf(callee_.requests.back().body()), MessageType::EXCEPTION);
+    return callee_.requests.back().header.callId;
+  }
+  void confirm(uint64_t callId) {
+    answerWith(callId, rpc::RemoteRet(rref_->rrefId(), rref_->forkId()).toMessage());
+    EXPECT_EQ(answer(creation_)->type(), MessageType::REMOTE_RET);
+    EXPECT_EQ(calls_.open(), 0u);
+  }
+
+  rpc::RRefContext& context_ = rpc::RRefContext::getInstance();
+  const c10::intrusive_ptr<rpc::UserRRef> rref_ = context_.createUserRRef(1, c10::PyObjectType::get());
+  const Future creation_ = create();
+  const uint64_t id_ = callee_.requests.back().header.callId;
+};
+
+TEST_F(FailedCreationTest, OwnerIsToldOfItsError) {
+  registerRRef();
+  fail(id_);
+  const uint64_t told = failureThatIsSent(2);
+  EXPECT_FALSE(creation_->completed());
+  EXPECT_EQ(calls_.open(), 1u);
+  confirm(told);
+}
+
+TEST_F(FailedCreationTest, OwnerIsToldThatItHasRefused) {
+  registerRRef();
+  refuse(id_);
+  confirm(failureThatIsSent(2));
+}
+
+TEST_F(FailedCreationTest, OwnerIsToldOnceTorchKnowsTheRRef) {
+  fail(id_);
+  EXPECT_TRUE(eventually([&] { return calls_.opened() == 2; })) << "it waits in the table";
+  one_.advance(milliseconds(1));
+  EXPECT_EQ(callee_.requests.size(), 1u);
+  registerRRef();
+  one_.advance(milliseconds(10));
+  confirm(failureThatIsSent(2));
+}
+
+TEST_F(FailedCreationTest, OwnerThatHasNoRoomForTheFailureIsToldAgain) {
+  registerRRef();
+  refuse(id_);
+  refuse(failureThatIsSent(2));
+  EXPECT_EQ(calls_.open(), 1u);
+  one_.advance(std::chrono::seconds(1));
+  confirm(failureThatIsSent(3));
+}
+
+TEST_F(FailedCreationTest, FailureThatTheOwnerDoesNotAcceptEndsTheCall) {
+  registerRRef();
+  fail(id_);
+  fail(failureThatIsSent(2));
+  EXPECT_EQ(failure(creation_), "no such module");
+}
+
+TEST_F(FailedCreationTest, OwnerThatDiesEndsTheCall) {
+  registerRRef();
+  fail(id_);
+  (void)failureThatIsSent(2);
+  endCallee(Peer::State::kFailed, ErrorCode::kPeerFailed, "it has died");
+  EXPECT_EQ(rpcFailure(creation_)->kind(), Kind::kWorkerLost);
+}
+
+TEST_F(FailedCreationTest, TimeoutEndsTheCallAsBefore) {
+  registerRRef();
+  fail(id_);
+  (void)failureThatIsSent(2);
+  one_.advance(std::chrono::hours(5) + std::chrono::seconds(1));
+  EXPECT_EQ(rpcFailure(creation_)->kind(), Kind::kTimedOut);
+}
+
 TEST_F(RRefCreationTest, CreationThatExpiresDuringTheShutdownFailsWithIt) {
   const Future creation = create();
   one_.lifetime.close();

@@ -32,6 +32,7 @@ const std::vector<MessageType> kRequests{
     MessageType::BACKWARD_AUTOGRAD_REQ,
     MessageType::CLEANUP_AUTOGRAD_CONTEXT_REQ,
     MessageType::RUN_WITH_PROFILING_REQ,
+    MessageType::EXCEPTION, // see failed_rref.h
 };
 
 c10::intrusive_ptr<Message> requestOf(MessageType type, const std::string& payload) {
@@ -72,7 +73,8 @@ TEST(MessageTypesTest, PythonIsCalledByWhatMayCarryAPythonFunction) {
           MessageType::PYTHON_REMOTE_CALL,
           MessageType::PYTHON_RREF_FETCH_CALL,
           MessageType::FORWARD_AUTOGRAD_REQ,
-          MessageType::RUN_WITH_PROFILING_REQ}));
+          MessageType::RUN_WITH_PROFILING_REQ,
+          MessageType::EXCEPTION}));
 }
 
 TEST(MessageTypesTest, FetchesAreThoseOfToHere) {

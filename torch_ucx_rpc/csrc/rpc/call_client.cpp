@@ -23,10 +23,15 @@ namespace rpc = torch::distributed::rpc;
 
 namespace {
 
-// How often expire() looks for an RRef that torch does not know yet, and for how long: torch knows it once the thread
-// that has called send() goes on, but programs may send such requests without torch.
-constexpr auto kRRefPeriod = std::chrono::milliseconds(1);
+// How long expire() looks for an RRef that torch does not know yet: torch knows it once the thread that has called
+// send() goes on, but programs may send such requests without torch.
 constexpr auto kRRefPatience = std::chrono::seconds(10);
+
+// Whether a failure is that of one message: the callee lives, and this worker too.
+bool isOfMessage(RpcFailure::Kind kind) {
+  return kind == RpcFailure::Kind::kMessageRefused || kind == RpcFailure::Kind::kNotSent ||
+      kind == RpcFailure::Kind::kOutOfResources;
+}
 
 // The text of a timeout: torch's own words, which programs look for, and the callee.
 std::string timeoutText(std::chrono::milliseconds timeout, const Peer& to) {
@@ -76,18 +81,25 @@ c10::intrusive_ptr<JitFuture> CallClient::send(
   }
   call.sender = std::this_thread::get_id();
   call.nesting = Executor::markBlocked();
-  // Without credit even a small body waits here until the callee asks for it.
-  outgoing->waitsForRoom = outgoing->isBodyEager() && !call.eager.take(to, outgoing->body.size(), messenger_.share());
   c10::intrusive_ptr<JitFuture> future = call.future;
+  span.belongsTo({self_.session, begin(std::move(call), std::move(outgoing))});
+  return future;
+}
+
+uint64_t CallClient::begin(CallTable::Call call, std::unique_ptr<OutgoingMessage> request) {
+  Peer& to = *call.to;
   const CallTable::Clock::time_point deadline = call.deadline;
+  const bool mustRun = call.mustRun;
+  const bool makesRRef = call.makesRRef;
+  // Without credit even a small body waits here until the callee asks for it.
+  request->waitsForRoom = request->isBodyEager() && !call.eager.take(to, request->body.size(), messenger_.share());
   bool isEarliest = false;
   const uint64_t id = calls_.open(std::move(call), isEarliest);
-  span.belongsTo({self_.session, id});
   if (isEarliest) {
     expiryTask_.dueBy(deadline);
   }
   to.callsSent.fetch_add(1, std::memory_order_relaxed);
-  if (isCreation) {
+  if (makesRRef) {
     unmadeRRefs_.add(id, to);
   }
 
@@ -108,14 +120,14 @@ c10::intrusive_ptr<JitFuture> CallClient::send(
                   to.describe())));
     }
   } else {
-    messenger_.post(to, wire::Kind::kRequest, id, std::move(outgoing));
+    messenger_.post(to, wire::Kind::kRequest, id, std::move(request));
     // A call that ran out of time meanwhile (its tensors were being sealed, or this thread did not run) was canceled
     // before there was a request to take back. It would wait for a peer that takes nothing in, with its memory.
     if (CallTable::Clock::now() >= deadline && mayCancel(to, mustRun)) {
       messenger_.cancel({{&to, id}});
     }
   }
-  return future;
+  return id;
 }
 
 // --------------------------------------------------------------------------------------------------- completing
@@ -166,12 +178,17 @@ void CallClient::complete(CallTable::Call call, IncomingMessage answer) {
   // answers.
   if (const Error error = decodeArrived(messenger_, deviceMaps_, std::move(answer), streams, decoded)) {
     const std::string what = "the answer of " + from.describe() + " is unreadable: " + error.message();
-    fail(call, std::make_exception_ptr(from.failureFrom(error, what)));
+    failLater(std::move(call), from.failureFrom(error, what));
     return;
   }
   if (decoded.message->type() == rpc::MessageType::EXCEPTION) {
     const std::vector<char>& payload = decoded.message->payload();
-    fail(call, std::make_exception_ptr(std::runtime_error(std::string(payload.begin(), payload.end()))));
+    std::string text(payload.begin(), payload.end());
+    if (call.makesRRef && !call.failure) {
+      tellOwner(std::move(call), std::move(text));
+    } else {
+      fail(call, std::make_exception_ptr(std::runtime_error(text)));
+    }
     return;
   }
   call.to->latencies.add(CallTable::Clock::now() - call.sentAt);
@@ -193,8 +210,12 @@ void CallClient::fail(const CallTable::Call& call, const std::exception_ptr& why
 }
 
 void CallClient::failLater(CallTable::Call call, const RpcFailure& why) {
-  std::exception_ptr failure = std::make_exception_ptr(why);
   std::shared_ptr<void> hold = lifetime_.hold();
+  if (call.makesRRef && isOfMessage(why.kind()) && hold != nullptr) {
+    tellOwner(std::move(call), std::string("this RRef will never have a value: ") + why.what());
+    return;
+  }
+  std::exception_ptr failure = std::make_exception_ptr(why);
   if (hold == nullptr) { // being destroyed: no other thread will do it
     fail(call, failure);
     return;
@@ -264,10 +285,23 @@ Timer::TimePoint CallClient::expire(Timer::TimePoint now) {
   std::vector<std::pair<Peer*, uint64_t>> abandoned;
   std::vector<CallTable::Expired> expired = calls_.takeExpired(now, next);
   for (CallTable::Expired& one : expired) {
+    if (one.call.failure && now < one.call.end()) {
+      next = std::min(next, one.call.end());
+      if (sendFailure(one.call)) {
+        continue;
+      }
+      if (now < one.call.sentAt + kRRefPatience) {
+        next = std::min(next, now + kRRefPeriod);
+        expireLater(std::move(one), now + kRRefPeriod);
+      } else {
+        failLater(std::move(one.call), {RpcFailure::Kind::kRRefLost, *one.call.failure});
+      }
+      continue;
+    }
     if (one.call.makesRRef) {
       if (const std::optional<rpc::ForkId> reference = markTimedOutRRef(*one.call.future)) {
         unmadeRRefs_.giveUp(one.id, *reference);
-      } else if (now < one.call.deadline + kRRefPatience) {
+      } else if (now < one.call.end() + kRRefPatience) {
         next = std::min(next, now + kRRefPeriod);
         expireLater(std::move(one), now + kRRefPeriod);
         continue;
@@ -300,6 +334,10 @@ Timer::TimePoint CallClient::expire(Timer::TimePoint now) {
 
 void CallClient::expireLater(CallTable::Expired expired, Timer::TimePoint when) {
   calls_.reopen(std::move(expired), when);
+  failAllIfClosed();
+}
+
+void CallClient::failAllIfClosed() {
   // A shutdown that begins now finds the call in the table. One that has begun may have emptied the table before.
   if (lifetime_.isClosed()) {
     shutDown();

@@ -10,7 +10,10 @@
 
 #include <atomic>
 #include <chrono>
+#include <cstdint>
 #include <functional>
+#include <memory>
+#include <string>
 
 namespace torch_ucx_rpc {
 
@@ -66,14 +69,26 @@ class CallClient final : public AnswerHandler, public PeerObserver {
   void onPeerGone(Peer& peer) override;
 
  private:
+  // How often expire() looks for an RRef that torch does not know yet.
+  static constexpr std::chrono::milliseconds kRRefPeriod{1};
+
+  // Opens the call, posts its request, and returns the call's id.
+  uint64_t begin(CallTable::Call call, std::unique_ptr<OutgoingMessage> request);
   // To be called when the peer has answered a call, or never will. `call` is what CallTable::take() has returned. Sends
   // the deletion of the RRef that the call was to make, if torch has given it up meanwhile.
   void settleRRef(const std::optional<CallTable::Call>& call, uint64_t callId, Peer& peer);
   void complete(CallTable::Call call, IncomingMessage answer);
   static void completeWith(const CallTable::Call& call, const c10::intrusive_ptr<Message>& answer);
   static void fail(const CallTable::Call& call, const std::exception_ptr& why);
-  // Fails a call on an agent thread, where callbacks may run.
+  // Fails a call on an agent thread, where callbacks may run, unless the owner of its RRef is told of the failure first.
   void failLater(CallTable::Call call, const RpcFailure& why);
+  // A call has not made its RRef: goes on with the call until the owner has made one whose value is that error (see
+  // failed_rref.h). Called again if the owner could not take the failure.
+  void tellOwner(CallTable::Call call, std::string failure);
+  // Sends the owner the failure. False if torch does not know the RRef yet.
+  bool sendFailure(CallTable::Call& call);
+  // Has expire() send it.
+  void sendFailureLater(CallTable::Call call, std::chrono::milliseconds delay);
   // Fails a call to a peer that is gone, or acknowledges it in the peer's place if torch needs that (syntheticAck()).
   void finishCallToLostPeer(CallTable::Call call);
   // Whether a request to this peer may be taken back once its caller has given up.
@@ -82,6 +97,8 @@ class CallClient final : public AnswerHandler, public PeerObserver {
   Timer::TimePoint expire(Timer::TimePoint now);
   // Puts an expired call back, to be looked at again at `when`.
   void expireLater(CallTable::Expired expired, Timer::TimePoint when);
+  // To be called when a call was put into the table, where no peer has to be sent to.
+  void failAllIfClosed();
 
   const Identity self_;
   Messenger& messenger_;

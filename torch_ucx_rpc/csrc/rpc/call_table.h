@@ -11,6 +11,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <string>
 #include <thread>
 #include <unordered_map>
 #include <vector>
@@ -34,10 +35,17 @@ class CallTable {
     std::chrono::milliseconds timeout{0}; // 0: none
     bool mustRun = false; // even if its time is up: see mustExecute()
     bool makesRRef = false;
+    // Why it has not made its RRef. The owner is told so, and the call ends when the owner has answered that.
+    std::optional<std::string> failure;
     Clock::time_point deadline = Clock::time_point::max();
     std::thread::id sender; // the thread that made the call
     std::shared_ptr<void> nesting; // Executor::markBlocked(): released with the call
     EagerCredit eager; // given back with the call
+
+    // When its time is up. `deadline` is when the table lets it expire, which may be earlier.
+    Clock::time_point end() const {
+      return timeout.count() != 0 ? sentAt + timeout : Clock::time_point::max();
+    }
   };
 
   // Adds a call under a new id. Sets `isEarliest` if no other open call has an earlier deadline.

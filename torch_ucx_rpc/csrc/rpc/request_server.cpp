@@ -3,6 +3,7 @@
 #include "base/trace.h"
 #include "rpc/decoding.h"
 #include "tensors/gradient_devices.h"
+#include "torch_glue/failed_rref.h"
 #include "torch_glue/message_types.h"
 #include "wire/body.h"
 
@@ -158,6 +159,9 @@ c10::intrusive_ptr<JitFuture> RequestServer::handle(
     c10::intrusive_ptr<Message> request, const Streams& streams, Admission& admission) const {
   const HandlingScope scope(admission);
   const c10::MultiStreamGuard guard(streams);
+  if (isFailedRRef(*request)) {
+    return makeFailedRRef(*request);
+  }
   if (deviceMaps_.hasAny()) {
     placeGradients(request);
   }

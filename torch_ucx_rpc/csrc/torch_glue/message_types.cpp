@@ -65,6 +65,7 @@ bool runsPython(rpc::MessageType request) {
     case rpc::MessageType::PYTHON_RREF_FETCH_CALL:
     case rpc::MessageType::FORWARD_AUTOGRAD_REQ:
     case rpc::MessageType::RUN_WITH_PROFILING_REQ:
+    case rpc::MessageType::EXCEPTION: // see failed_rref.h: calls that wait for the RRef are answered
       return true;
     default:
       return false;

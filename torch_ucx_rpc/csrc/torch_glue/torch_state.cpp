@@ -185,26 +185,33 @@ void keepRRefThatTorchMarks() {
   (void)kept;
 }
 
-std::optional<rpc::ForkId> markTimedOutRRef(const JitFuture& creation) {
+std::optional<CreatedRRef> findCreatedRRef(const JitFuture& creation) {
   if (!RpcAgent::isCurrentRpcAgentSet()) { // then there is no context either, and asking for it throws
     return std::nullopt;
   }
   RRefContext& context = RRefContext::getInstance();
-  std::optional<rpc::ForkId> found;
-  const auto mark = [&](RRef& rref, const rpc::ForkId& reference) {
-    if (rref.getOwnerCreationFuture().get() == &creation) {
-      (rref.*reach(HasTimedOut())).store(true);
-      found.emplace(reference);
-    }
-  };
+  const auto isIt = [&creation](const RRef& rref) { return rref.getOwnerCreationFuture().get() == &creation; };
   const std::lock_guard lock(context.*reach(ContextMapsMutex()));
   for (const auto& [fork, user] : context.*reach(ContextPendingUsers())) {
-    mark(*user->rref_, fork);
+    if (isIt(*user->rref_)) {
+      return CreatedRRef{user->rref_, fork};
+    }
   }
   for (const auto& [id, rref] : context.*reach(ContextOwners())) { // of calls to oneself
-    mark(*rref, id);
+    if (isIt(*rref)) {
+      return CreatedRRef{rref, id};
+    }
   }
-  return found;
+  return std::nullopt;
+}
+
+std::optional<rpc::ForkId> markTimedOutRRef(const JitFuture& creation) {
+  const std::optional<CreatedRRef> created = findCreatedRRef(creation);
+  if (!created) {
+    return std::nullopt;
+  }
+  ((*created->rref).*reach(HasTimedOut())).store(true);
+  return created->reference;
 }
 
 std::vector<int64_t> orphanedContexts(const std::function<bool(int64_t id)>& isOrphan) {

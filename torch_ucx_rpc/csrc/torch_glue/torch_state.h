@@ -3,6 +3,7 @@
 #include "torch_glue/rref_holders.h"
 
 #include <torch/csrc/distributed/rpc/rpc_agent.h>
+#include <torch/csrc/distributed/rpc/rref_impl.h>
 
 #include <cstdint>
 #include <functional>
@@ -60,8 +61,18 @@ void invalidateRRefsOf(torch::distributed::rpc::worker_id_t owner);
 // an RRef that lives as long as the process. To be called before rpc.remote().
 void keepRRefThatTorchMarks();
 
+// An RRef that rpc.remote() has made on this worker, and this worker's reference to it.
+struct CreatedRRef {
+  c10::intrusive_ptr<torch::distributed::rpc::RRef> rref;
+  torch::distributed::rpc::ForkId reference;
+};
+
+// The RRef that torch has registered this future with: that of the request which makes it. Nothing if torch does not
+// know the RRef: the thread that makes it tells torch after RpcAgent::send().
+std::optional<CreatedRRef> findCreatedRRef(const torch::distributed::rpc::JitFuture& creation);
+
 // Marks the RRef whose rpc.remote() is about to fail, because it timed out, and returns this worker's reference to it.
-// Nothing if torch does not know the RRef: the thread that makes it tells torch after RpcAgent::send().
+// Nothing if torch does not know the RRef, as above.
 std::optional<torch::distributed::rpc::ForkId> markTimedOutRRef(const torch::distributed::rpc::JitFuture& creation);
 
 // The contexts of distributed autograd here that are orphans: whoever has opened them will not close them.
