@@ -41,6 +41,11 @@ def say_something(rank: int) -> None:
         print("something is wrong", file=sys.stderr)
 
 
+def say_it_as_ucx(rank: int) -> None:
+    if rank == 1:
+        print("[1795873104.368832] [vm:23017:0]         mm_sysv.c:61   UCX  ERROR   shmat(shmid=5) failed", flush=True)
+
+
 def say_that_tensors_are_staged(rank: int) -> None:
     print(f"[W1126 messenger.cpp:155] tensors for worker 'b' {SAID_OVER_TCP}: they are copied", file=sys.stderr)
 
@@ -91,6 +96,12 @@ def test_output_on_stderr_is_a_failure_unless_it_is_expected() -> None:
     assert "wrote to stderr" in account
     assert "something is wrong" in account
     run_workers(2, say_something, init=False, silent=False)
+
+
+def test_lines_of_ucx_are_a_failure() -> None:
+    account = account_of(say_it_as_ucx)
+    assert "printed a line of UCX's log" in account
+    assert "shmat" in account
 
 
 def test_tensors_that_go_by_tcp_alone_are_no_fault() -> None:

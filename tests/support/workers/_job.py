@@ -23,6 +23,9 @@ _GRACE_S = 5.0
 # What the agent says where tensors on a GPU go by TCP alone, once: it is no fault there.
 SAID_OVER_TCP = "are in device memory that UCX cannot share with another process"
 
+# In lines of UCX's own log, which is stdout. The agent reports ordinary failures itself.
+_UCX_ERROR = "UCX  ERROR"
+
 
 class WorkersFailed(AssertionError):
     """Some worker of a job raised, died or hung. The text is the whole account."""
@@ -60,7 +63,7 @@ def run_workers(
         exit_codes: rank to exit code, of the workers whose body ends the process and returns nothing (None is their
             result).
         expendable: ranks that may end in any way, or not at all: they are killed when the others have ended.
-        silent: fail when a worker writes to stderr, be it Python, torch or UCX. Not enforced for TensorPipe, nor
+        silent: fail when a worker writes to stderr, or UCX an error to its log. Not enforced for TensorPipe, nor
             between hosts, where torch's Store warns of names that it cannot resolve.
         timeout: seconds for the whole job, beyond which it is taken to hang. The default is less than a call has by
             default, so that a call that hangs is seen hanging.
@@ -189,6 +192,8 @@ class _Job:
                 lines = [line for line in lines if SAID_OVER_TCP not in line]
             if lines:
                 self._failures.setdefault(rank, "wrote to stderr")
+            if _UCX_ERROR in self._output(rank, "stdout"):
+                self._failures.setdefault(rank, "printed a line of UCX's log")
 
     def _output(self, rank: int, stream: str) -> str:
         file = self._worker.output_file(rank, stream)

@@ -53,7 +53,7 @@ ucs_log_func_rc_t UcxLog::onLine(
   line.function = function;
   line.component = component;
   line.at = Clock::now();
-  line.isExplained = false;
+  line.isExplained = line.at < log->explainedUntil_;
   va_list copy; // the next handler may need them too
   va_copy(copy, arguments);
   (void)vsnprintf(line.text.data(), line.text.size(), format, copy);
@@ -62,12 +62,14 @@ ucs_log_func_rc_t UcxLog::onLine(
 }
 
 void UcxLog::explain() noexcept {
+  explainedUntil_ = Clock::now() + kPatience;
   for (size_t index = 0; index < held_; ++index) {
     lines_[index].isExplained = true;
   }
 }
 
 std::string UcxLog::takeReason() noexcept {
+  explain();
   if (std::exchange(held_, 0) == 0) {
     return {};
   }

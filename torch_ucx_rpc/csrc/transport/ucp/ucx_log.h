@@ -11,9 +11,10 @@ namespace torch_ucx_rpc {
 
 // UCX writes a line to its log, which is stdout, and returns a status as well: its log level "error" means "error is
 // returned to the user" (ucs/config/types.h). Where a worker dies while another connects, such lines are ordinary, and
-// the transport reports the failure. So the lines that UCX writes while it works for a transport are held back. The
-// failure that the transport reports next explains them, and takes the first one into its text. Lines that nothing has
-// explained after a second are shown as UCX would have shown them.
+// the transport reports the failure. So the lines that UCX writes while it works for a transport are held back. A
+// failure that the transport reports within a second before or after a line explains it: the lanes of an endpoint may
+// fail one after the other. The failure takes the first line into its text. Lines that nothing explains are shown a
+// second later, as UCX would have shown them.
 //
 // Everything else stays UCX's: warnings, lines of other users of UCX in this process and of UCX's own thread, what UCX
 // says when it starts and ends a worker, and all lines if UCX_LOG_LEVEL is set. Fatal lines do not come this way.
@@ -37,7 +38,8 @@ class UcxLog {
     UcxLog* const before_;
   };
 
-  // The transport reports a failure: the lines so far are not shown any more.
+  // The transport reports a failure, or gives an endpoint up: the lines so far, and those of the next second, are not
+  // shown.
   void explain() noexcept;
   // The same, for the failure of an endpoint. Returns the first line for its text, " (mm_sysv.c:61: shmat(...) failed:
   // ...)"; empty if there is none. It is returned once.
@@ -74,6 +76,7 @@ class UcxLog {
 
   std::array<Line, 16> lines_; // further ones are shown at once
   size_t held_ = 0;
+  Clock::time_point explainedUntil_;
 };
 
 } // namespace torch_ucx_rpc
