@@ -134,7 +134,7 @@ void say(ucs_log_level_t level, const char* what) {
   ucs_log_dispatch("/src/some.c", 7, "function", level, &ucs_global_opts.log_component, "%s", what);
 }
 
-// What is printed while `printing` runs.
+// The text that is printed while `printing` runs.
 std::string printedBy(const std::function<void()>& printing) {
   testing::internal::CaptureStdout();
   printing();

@@ -80,7 +80,7 @@ class CallClient final : public AnswerHandler, public PeerObserver {
   void complete(CallTable::Call call, IncomingMessage answer);
   static void completeWith(const CallTable::Call& call, const c10::intrusive_ptr<Message>& answer);
   static void fail(const CallTable::Call& call, const std::exception_ptr& why);
-  // Fails a call on an agent thread, where callbacks may run, unless the owner of its RRef is told of the failure first.
+  // Fails a call on an agent thread, where callbacks may run; if it was to make an RRef, tells the owner first.
   void failLater(CallTable::Call call, const RpcFailure& why);
   // A call has not made its RRef: goes on with the call until the owner has made one whose value is that error (see
   // failed_rref.h). Called again if the owner could not take the failure.
