@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from torch_ucx_rpc import _agent
+from torch_ucx_rpc._native import _C
 
 if TYPE_CHECKING:
     import numpy as np
@@ -70,11 +71,14 @@ def _reduce_numpy(array: np.ndarray[Any, Any]) -> Any:
     }
     import numpy as np
 
-    return _build_numpy, (torch.from_numpy(np.asarray(_Memory(interface, array))), dtype, is_writable)
+    with _C.OutsideModes():
+        memory = torch.from_numpy(np.asarray(_Memory(interface, array)))
+    return _build_numpy, (memory, dtype, is_writable)
 
 
 def _build_numpy(memory: torch.Tensor, dtype: np.dtype[Any], is_writable: bool) -> np.ndarray[Any, Any]:
-    array: np.ndarray[Any, Any] = memory.numpy().view(dtype)[..., 0]
+    with _C.OutsideModes():
+        array: np.ndarray[Any, Any] = memory.numpy().view(dtype)[..., 0]
     array.flags.writeable = is_writable
     return array
 
@@ -112,7 +116,7 @@ def _can_be_tensor(interface: dict[str, Any]) -> bool:
 
 def _on_its_memory(array: Any) -> torch.Tensor:
     """A tensor on an array's memory; `torch.as_tensor` alone would copy to the default device, where one is set."""
-    with torch._C.DisableTorchFunction():
+    with _C.OutsideModes():
         return torch.as_tensor(array)
 
 
@@ -124,25 +128,26 @@ def _stream_of(handle: int | None, device: torch.device) -> torch.cuda.Stream:
 
 
 def _build_on_device(library: str, tensor: torch.Tensor) -> Any:
-    if not tensor.is_cuda:
-        return tensor.numpy()  # a device map has sent it to the CPU
-    # The library will use the default stream, and will not wait for torch's stream.
-    default = torch.cuda.default_stream(tensor.device)
-    default.wait_stream(torch.cuda.current_stream(tensor.device))
-    tensor.record_stream(default)
-    with torch.cuda.device(tensor.device):
-        if library == "cupy":
-            import cupy
+    with _C.OutsideModes():
+        if not tensor.is_cuda:
+            return tensor.numpy()  # a device map has sent it to the CPU
+        # The library will use the default stream, and will not wait for torch's stream.
+        default = torch.cuda.default_stream(tensor.device)
+        default.wait_stream(torch.cuda.current_stream(tensor.device))
+        tensor.record_stream(default)
+        with torch.cuda.device(tensor.device):
+            if library == "cupy":
+                import cupy
 
-            return cupy.asarray(tensor)
-        if library == "numba":
-            from numba import cuda
+                return cupy.asarray(tensor)
+            if library == "numba":
+                from numba import cuda
 
-            return cuda.as_cuda_array(tensor)
-        import rmm
+                return cuda.as_cuda_array(tensor)
+            import rmm
 
-        # A copy within the device: a DeviceBuffer always owns memory of RMM.
-        return rmm.DeviceBuffer(ptr=tensor.data_ptr(), size=tensor.nbytes)
+            # A copy within the device: a DeviceBuffer always owns memory of RMM.
+            return rmm.DeviceBuffer(ptr=tensor.data_ptr(), size=tensor.nbytes)
 
 
 def tensors_of(value: Any) -> list[torch.Tensor] | None:

@@ -11,17 +11,20 @@ from typing import Any
 
 import torch
 
+from torch_ucx_rpc._native import _C
+
 _COLUMN_COMPRESSED = frozenset({torch.sparse_csc, torch.sparse_bsc})
 COMPRESSED = frozenset({torch.sparse_csr, torch.sparse_bsr}) | _COLUMN_COMPRESSED
 
 
 def reduce(tensor: torch.Tensor) -> tuple[Any, ...]:
     """Reducer for pickle: builds ``tensor``, of a compressed layout, from strided tensors."""
-    if tensor.layout in _COLUMN_COMPRESSED:
-        compressed, plain = tensor.ccol_indices(), tensor.row_indices()
-    else:
-        compressed, plain = tensor.crow_indices(), tensor.col_indices()
-    values = tensor.detach().values()
+    with _C.OutsideModes():
+        if tensor.layout in _COLUMN_COMPRESSED:
+            compressed, plain = tensor.ccol_indices(), tensor.row_indices()
+        else:
+            compressed, plain = tensor.crow_indices(), tensor.col_indices()
+        values = tensor.detach().values()
     return _build, (compressed, plain, values, tuple(tensor.shape), tensor.layout, tensor.requires_grad)
 
 
@@ -33,6 +36,7 @@ def _build(
     layout: torch.layout,
     requires_grad: bool,
 ) -> torch.Tensor:
-    return torch.sparse_compressed_tensor(
-        compressed, plain, values, size, layout=layout, requires_grad=requires_grad, check_invariants=True
-    )
+    with _C.OutsideModes():
+        return torch.sparse_compressed_tensor(
+            compressed, plain, values, size, layout=layout, requires_grad=requires_grad, check_invariants=True
+        )

@@ -75,6 +75,7 @@ PYBIND11_MODULE(_C, module) {
   bindErrors(module);
   bindAgents(module);
   bindNativeOps(module);
+  bindTensors(module);
   bindWarnings(module);
   recordSpansInProfilers();
 }

@@ -25,7 +25,8 @@ using torch::distributed::rpc::Message;
 // them by now. Device memory is copied to the host first if it is for the CPU, or if `transport` cannot take it or
 // cannot share it with that worker. `transport` is null for a message to oneself, which is copied anyway.
 //
-// Throws c10::Error, which names the worker `to`, for a tensor that cannot be sent.
+// Throws c10::Error, which names the worker `to`, for a tensor that cannot be sent. Modes of the calling thread have no
+// effect.
 std::unique_ptr<OutgoingMessage> encodeMessage(
     c10::intrusive_ptr<Message> message, const Peer& to, const DeviceMap& deviceMap, const Transport* transport);
 
@@ -35,7 +36,8 @@ struct DecodedMessage {
 };
 
 // Turns our message into torch's, and checks everything. Tensors may be on the CPU and on `devices`. Each storage
-// that was sent becomes one storage with memory of its own, ready for use on the current streams.
+// that was sent becomes one storage with memory of its own, ready for use on the current streams. Modes of the calling
+// thread have no effect.
 Error decodeMessage(IncomingMessage incoming, const Devices& devices, DecodedMessage& decoded);
 
 } // namespace torch_ucx_rpc

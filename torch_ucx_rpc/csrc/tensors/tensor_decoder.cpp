@@ -1,5 +1,6 @@
 #include "memory/host_pool.h"
 #include "tensors/device_copy.h"
+#include "tensors/outside_modes.h"
 #include "tensors/tensor_codec.h"
 
 #include <ATen/ATen.h>
@@ -288,8 +289,7 @@ Error decodeMessage(IncomingMessage incoming, const Devices& devices, DecodedMes
     if (view.messageType > kMaxMessageType) {
       return {ErrorCode::kProtocol, "malformed message: unknown type " + std::to_string(view.messageType)};
     }
-    // The gradient mode of this thread must not affect the tensors that arrive.
-    const at::AutoDispatchBelowADInplaceOrView guard;
+    const OutsideModes guard; // the calling thread's modes must not affect the tensors that arrive
     std::vector<char> payload = payloadOf(view, incoming.spans);
     Decoder decoder(view, incoming.spans, devices);
     std::vector<at::Tensor> tensors = decoder.tensors();

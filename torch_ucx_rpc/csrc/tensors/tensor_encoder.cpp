@@ -1,6 +1,7 @@
 #include "memory/host_pool.h"
 #include "tensors/device_copy.h"
 #include "tensors/lent_memory.h"
+#include "tensors/outside_modes.h"
 #include "tensors/storage_plan.h"
 #include "tensors/tensor_codec.h"
 
@@ -388,6 +389,7 @@ class Encoder {
 
 std::unique_ptr<OutgoingMessage> encodeMessage(
     c10::intrusive_ptr<Message> message, const Peer& to, const DeviceMap& deviceMap, const Transport* transport) {
+  const OutsideModes guard; // the calling thread's modes must not affect what is sent
   return Encoder(std::move(message), to, deviceMap, transport).encode();
 }
 

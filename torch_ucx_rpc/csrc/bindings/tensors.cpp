@@ -1,0 +1,46 @@
+// What the Python side of pickling needs of tensors/. All of it runs under the GIL.
+
+#include "bindings/bindings.h"
+#include "tensors/outside_modes.h"
+
+#include <ATen/PythonTorchFunctionTLS.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <optional>
+
+namespace py = pybind11;
+
+namespace torch_ucx_rpc {
+
+namespace {
+
+using FunctionModes = at::impl::PythonTorchFunctionTLS;
+
+// Python's functions have modes of their own besides, such as a default device.
+class OutsideAllModes {
+ public:
+  void enter() {
+    before_ = FunctionModes::get_disabled_state();
+    FunctionModes::set_disabled_state(at::impl::TorchFunctionDisabledState::ALL_DISABLED);
+    modes_.emplace();
+  }
+  void exit() {
+    modes_.reset();
+    FunctionModes::set_disabled_state(before_);
+  }
+
+ private:
+  std::optional<OutsideModes> modes_;
+  at::impl::TorchFunctionDisabledState before_ = at::impl::TorchFunctionDisabledState::ENABLED;
+};
+
+} // namespace
+
+void bindTensors(py::module_& module) {
+  py::class_<OutsideAllModes>(module, "OutsideModes")
+      .def(py::init())
+      .def("__enter__", &OutsideAllModes::enter)
+      .def("__exit__", [](OutsideAllModes& self, const py::args& /*error*/) { self.exit(); });
+}
+
+} // namespace torch_ucx_rpc
