@@ -5,5 +5,6 @@
 * ``replace``     `replace_tensorpipe`, and the environment variable for it
 * ``exceptions``  keeps the type of what a callee raises
 * ``sparse``      pickles compressed sparse tensors
+* ``subclasses``  refuses tensors of other classes whose memory is not all there
 * ``arrays``      sends arrays of NumPy, CuPy, numba and RMM as tensors
 """

@@ -18,6 +18,7 @@ import torch
 
 from torch_ucx_rpc import _agent
 from torch_ucx_rpc._native import _C
+from torch_ucx_rpc._torch import subclasses
 
 if TYPE_CHECKING:
     import numpy as np
@@ -30,10 +31,10 @@ _MOST_DIMENSIONS = 31
 
 
 class Reducers(dict[type, Callable[[Any], Any]]):
-    """A pickler's dispatch table with the types of arrays, which are added when first met: no library is imported."""
+    """A pickler's dispatch table. Types of arrays and of tensors are added when first met: no library is imported."""
 
     def __missing__(self, type_: type) -> Callable[[Any], Any]:
-        reducer = _REDUCERS[type_.__module__, type_.__qualname__]
+        reducer = subclasses.reducer(type_) or _REDUCERS[type_.__module__, type_.__qualname__]
         self[type_] = reducer
         return reducer
 

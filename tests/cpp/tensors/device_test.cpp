@@ -62,6 +62,16 @@ TEST_F(DeviceTest, PackedViewIsMadeInOrderToo) {
   EXPECT_TRUE(isAll(hostView(received_[0]), 7));
 }
 
+TEST_F(DeviceTest, TensorBeyondTheEndOfItsStorageIsRefused) {
+  startWith(keep(), same_);
+  for (const int64_t elements : {kSmall, kLarge}) {
+    const at::Tensor sent = onDevice(elements, 7);
+    sent.storage().set_nbytes(sent.nbytes() - 1);
+    EXPECT_THROW((void)call(0, 1, "", {sent}), c10::Error);
+  }
+  (void)answer(call(0, 1, "", {onDevice(kSmall, 7)})); // the next one arrives
+}
+
 TEST_F(DeviceTest, HandlerComputesOnStreamsOfItsOwn) {
   std::atomic<c10::StreamId> stream{0};
   startWith(

@@ -18,7 +18,7 @@ void bindAgents(pybind11::module_& module);
 // Operators of torch whose kernels a Python compiler makes.
 void bindNativeOps(pybind11::module_& module);
 
-// A context in which modes of the thread do not apply.
+// What the pickler asks about tensors, and a context in which modes do not apply.
 void bindTensors(pybind11::module_& module);
 
 // The agent's warnings.

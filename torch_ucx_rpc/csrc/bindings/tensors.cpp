@@ -2,6 +2,7 @@
 
 #include "bindings/bindings.h"
 #include "tensors/outside_modes.h"
+#include "tensors/sendable.h"
 
 #include <ATen/PythonTorchFunctionTLS.h>
 #include <torch/csrc/utils/pybind.h>
@@ -41,6 +42,7 @@ void bindTensors(py::module_& module) {
       .def(py::init())
       .def("__enter__", &OutsideAllModes::enter)
       .def("__exit__", [](OutsideAllModes& self, const py::args& /*error*/) { self.exit(); });
+  module.def("why_beyond_storage", &whyBeyondStorage, py::arg("tensor"));
 }
 
 } // namespace torch_ucx_rpc

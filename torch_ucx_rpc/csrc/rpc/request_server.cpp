@@ -12,11 +12,31 @@
 #include <torch/csrc/distributed/rpc/utils.h>
 
 #include <exception>
+#include <string>
+#include <string_view>
 #include <utility>
+#include <vector>
 
 namespace torch_ucx_rpc {
 
 namespace rpc = torch::distributed::rpc;
+
+namespace {
+
+// torch asks each tensor of an answer for its storage (Message::getStorages()), before the encoder can refuse one that
+// has none. So its text, which says neither whose tensor it is nor the cure, gets ours.
+std::string explained(std::string_view what, const Peer& to) {
+  constexpr std::string_view kNoStorage = "Cannot access storage of ";
+  if (!what.starts_with(kNoStorage)) {
+    return std::string(what);
+  }
+  what.remove_prefix(kNoStorage.size());
+  return "the UCX RPC backend cannot send a tensor in this answer to " + to.describe() +
+      ": it has no memory of its own (" + std::string(what.substr(0, what.find('\n'))) +
+      "); convert it first, e.g. tensor.to_dense().";
+}
+
+} // namespace
 
 RequestServer::RequestServer(
     const AgentParts& parts, const RequestCallback& callback, RRefHolders& rrefHolders, const DeviceMaps& deviceMaps)
@@ -173,17 +193,23 @@ c10::intrusive_ptr<JitFuture> RequestServer::handle(
 void RequestServer::answer(const OpenRequest& open, const JitFuture& response) {
   Peer& to = open.from();
   if (response.hasError()) {
-    answerWithError(to, open.callId(), response.tryRetrieveErrorMessage());
+    answerWithError(to, open.callId(), explained(response.tryRetrieveErrorMessage(), to));
     return;
   }
   const trace::Span span("send answer", {to.member().session, open.callId()}, trace::Arrow::kAnswerLeaves);
+  c10::intrusive_ptr<Message> answer = response.constValue().toCustomClass<Message>();
+  if (answer->type() == rpc::MessageType::EXCEPTION) {
+    const std::vector<char>& payload = answer->payload();
+    answerWithError(to, open.callId(), explained({payload.data(), payload.size()}, to));
+    return;
+  }
   std::unique_ptr<OutgoingMessage> message;
   try {
-    message = encodeMessage(
-        response.constValue().toCustomClass<Message>(),
-        to,
-        deviceMaps_.forAnswersTo(to.member().name),
-        messenger_.transportTo(to));
+    message =
+        encodeMessage(std::move(answer), to, deviceMaps_.forAnswersTo(to.member().name), messenger_.transportTo(to));
+  } catch (const c10::Error& error) {
+    answerWithError(to, open.callId(), error.what_without_backtrace());
+    return;
   } catch (const std::exception& error) {
     answerWithError(to, open.callId(), error.what());
     return;

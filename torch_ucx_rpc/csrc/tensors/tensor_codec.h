@@ -25,8 +25,8 @@ using torch::distributed::rpc::Message;
 // them by now. Device memory is copied to the host first if it is for the CPU, or if `transport` cannot take it or
 // cannot share it with that worker. `transport` is null for a message to oneself, which is copied anyway.
 //
-// Throws c10::Error, which names the worker `to`, for a tensor that cannot be sent. Modes of the calling thread have no
-// effect.
+// Throws c10::Error for a tensor that cannot be sent (see whyUnsendable()). The text names the worker `to`, the number
+// of the tensor in the message, its kind and the cure. Modes of the calling thread have no effect.
 std::unique_ptr<OutgoingMessage> encodeMessage(
     c10::intrusive_ptr<Message> message, const Peer& to, const DeviceMap& deviceMap, const Transport* transport);
 

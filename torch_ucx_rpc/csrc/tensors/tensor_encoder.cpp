@@ -2,13 +2,17 @@
 #include "tensors/device_copy.h"
 #include "tensors/lent_memory.h"
 #include "tensors/outside_modes.h"
+#include "tensors/sendable.h"
 #include "tensors/storage_plan.h"
 #include "tensors/tensor_codec.h"
 
 #include <ATen/ATen.h>
+#include <c10/util/StringUtil.h>
 
 #include <algorithm>
 #include <cstring>
+#include <optional>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -72,7 +76,8 @@ class Encoder {
     }
     if (!message_->tensors().empty()) {
       for (const at::Tensor& tensor : message_->tensors()) {
-        plan(tensor, false);
+        ++number_;
+        plan(tensor, nullptr);
       }
       // The plan points into tensors_, which must not grow any more.
       addStorages(planStorages(tensors_), writer, *outgoing);
@@ -131,9 +136,9 @@ class Encoder {
   }
 
   // The reference is valid until the next tensor is planned. So a record is filled in before its children are planned.
-  PlannedTensor& add(Layout layout, const at::Tensor& tensor, bool isChild) {
+  PlannedTensor& add(Layout layout, const at::Tensor& tensor, const char* part) {
     PlannedTensor& planned = tensors_.emplace_back();
-    planned.isChild = isChild;
+    planned.isChild = part != nullptr;
     planned.record.layout = layout;
     planned.record.storage = kNowhere;
     planned.record.dtype = static_cast<uint8_t>(tensor.scalar_type());
@@ -143,12 +148,16 @@ class Encoder {
     return planned;
   }
 
-  void plan(const at::Tensor& tensor, bool isChild) {
+  // `part` names what the tensor is of the message's tensor with the number number_. Null for that tensor itself.
+  void plan(const at::Tensor& tensor, const char* part) {
     if (!tensor.defined()) {
       PlannedTensor& planned = tensors_.emplace_back();
       planned.record.layout = Layout::kUndefined;
       planned.record.storage = kNowhere;
       return;
+    }
+    if (const std::optional<std::string> why = whyUnsendable(tensor)) {
+      refuse(part, *why);
     }
     (void)targetOf(tensor.device()); // throws where it has none
     switch (tensor.layout()) {
@@ -156,11 +165,8 @@ class Encoder {
         if (tensor.is_quantized()) {
           planQuantized(tensor);
         } else {
-          planMemory(add(Layout::kStrided, tensor, isChild), tensor);
+          planMemory(add(Layout::kStrided, tensor, part), tensor);
         }
-        return;
-      case at::kSparse:
-        planCoo(tensor);
         return;
       case at::kSparseCsr:
         return planCompressed(Layout::kSparseCsr, tensor, tensor.crow_indices(), tensor.col_indices());
@@ -170,15 +176,25 @@ class Encoder {
         return planCompressed(Layout::kSparseBsr, tensor, tensor.crow_indices(), tensor.col_indices());
       case at::kSparseBsc:
         return planCompressed(Layout::kSparseBsc, tensor, tensor.ccol_indices(), tensor.row_indices());
-      default:
-        TORCH_CHECK(
-            false,
-            "the UCX RPC backend cannot send a tensor of layout ",
-            tensor.layout(),
-            " to ",
-            to_.describe(),
-            "; convert it first, e.g. tensor.to_dense().");
+      default: // whyUnsendable() has refused all other layouts
+        planCoo(tensor);
     }
+  }
+
+  [[noreturn]] void refuse(const char* part, const std::string& why) const {
+    TORCH_CHECK(false, "the UCX RPC backend cannot send ", place(part), " to ", to_.describe(), ": it ", why, ".");
+  }
+
+  // Where the tensor stands that is being planned. Tensors are counted as they were pickled.
+  std::string place(const char* part) const {
+    return c10::str(
+        part == nullptr ? "" : part,
+        part == nullptr ? "" : " of ",
+        "tensor ",
+        number_,
+        " of ",
+        message_->tensors().size(),
+        message_->isRequest() ? " in this call" : " in this answer");
   }
 
   // The device where a tensor on `device` arrives. Refuses a device that has no target.
@@ -190,9 +206,10 @@ class Encoder {
     // The second half is TensorPipe's own text, which programs and PyTorch's tests look for.
     TORCH_CHECK(
         device.is_cpu(),
-        "this message to ",
+        place(nullptr),
+        " to ",
         to_.describe(),
-        " has a tensor on ",
+        " is on ",
         device,
         "; UCX's as well as the TensorPipe RPC backend only supports CPU tensors by default. Move it to the CPU first, "
         "e.g. tensor.cpu(), or say where it is to arrive, by ",
@@ -206,25 +223,25 @@ class Encoder {
   }
 
   void planCoo(const at::Tensor& tensor) {
-    PlannedTensor& planned = add(Layout::kSparseCoo, tensor, false);
+    PlannedTensor& planned = add(Layout::kSparseCoo, tensor, nullptr);
     planned.record.children = 2;
     planned.record.flags |= tensor.is_coalesced() ? wire::kCoalesced : 0;
     // indices() and values() would refuse a tensor that is not coalesced.
-    plan(tensor._indices(), true);
-    plan(tensor._values().detach(), true); // detached: requires_grad is the parent's
+    plan(tensor._indices(), "the indices");
+    plan(tensor._values().detach(), "the values"); // detached: requires_grad is the parent's
   }
 
   void planCompressed(Layout layout, const at::Tensor& tensor, const at::Tensor& compressed, const at::Tensor& plain) {
-    add(layout, tensor, false).record.children = 3;
-    plan(compressed, true);
-    plan(plain, true);
-    plan(tensor.values().detach(), true);
+    add(layout, tensor, nullptr).record.children = 3;
+    plan(compressed, "the compressed indices");
+    plan(plain, "the plain indices");
+    plan(tensor.values().detach(), "the values");
   }
 
   void planQuantized(const at::Tensor& tensor) {
     switch (tensor.qscheme()) {
       case at::kPerTensorAffine: {
-        PlannedTensor& planned = add(Layout::kQuantizedPerTensor, tensor, false);
+        PlannedTensor& planned = add(Layout::kQuantizedPerTensor, tensor, nullptr);
         planned.record.scale = tensor.q_scale();
         planned.record.zeroPoint = tensor.q_zero_point();
         planMemory(planned, tensor);
@@ -232,48 +249,24 @@ class Encoder {
       }
       case at::kPerChannelAffine:
       case at::kPerChannelAffineFloatQParams: {
-        PlannedTensor& planned = add(Layout::kQuantizedPerChannel, tensor, false);
+        PlannedTensor& planned = add(Layout::kQuantizedPerChannel, tensor, nullptr);
         planned.record.axis = tensor.q_per_channel_axis();
         planned.record.children = 2;
         planMemory(planned, tensor);
-        plan(tensor.q_per_channel_scales(), true);
-        plan(tensor.q_per_channel_zero_points(), true);
+        plan(tensor.q_per_channel_scales(), "the scales");
+        plan(tensor.q_per_channel_zero_points(), "the zero points");
         return;
       }
       default:
-        TORCH_CHECK(
-            false,
-            "the UCX RPC backend cannot send a tensor quantized with ",
-            toString(tensor.qscheme()),
-            " to ",
-            to_.describe(),
-            "; dequantize it first.");
+        refuse(nullptr, "is quantized with " + toString(tensor.qscheme()) + "; dequantize it first");
     }
-  }
-
-  // Bytes from the first to just past the last element that the strides reach.
-  static uint64_t extentBytes(const at::Tensor& tensor) {
-    uint64_t last = 0;
-    for (int64_t dim = 0; dim < tensor.dim(); ++dim) {
-      if (tensor.size(dim) == 0) {
-        return 0;
-      }
-      last += static_cast<uint64_t>((tensor.size(dim) - 1) * tensor.stride(dim));
-    }
-    return (last + 1) * tensor.dtype().itemsize();
   }
 
   // A copy for elements smaller than a byte. torch counts a whole byte for each, more than their storage has.
   at::Tensor padded(const at::Tensor& tensor, uint64_t bytes) const {
-    TORCH_CHECK(
-        tensor.is_cpu(),
-        "the UCX RPC backend cannot send a tensor of dtype ",
-        tensor.scalar_type(),
-        " on ",
-        tensor.device(),
-        " to ",
-        to_.describe(),
-        "; dequantize it first.");
+    if (!tensor.is_cpu()) {
+      refuse(nullptr, c10::str("has dtype ", tensor.scalar_type(), " on ", tensor.device(), "; dequantize it first"));
+    }
     at::Tensor memory = at::zeros({static_cast<int64_t>(bytes)}, at::kByte);
     // torch counts a byte for each element that a view begins after, too: it may begin beyond the end.
     const uint64_t stored = tensor.storage().nbytes();
@@ -381,6 +374,7 @@ class Encoder {
   const DeviceMap& deviceMap_;
   const Transport* const transport_; // null for a message to oneself
   std::unique_ptr<LentMessage> lent_;
+  size_t number_ = 0; // of the message's tensor that is being planned
   Devices devices_; // that its tensors are on, besides the CPU
   std::vector<PlannedTensor> tensors_;
 };
