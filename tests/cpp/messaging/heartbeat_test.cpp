@@ -23,7 +23,7 @@ class HeartbeatTest : public testing::Test {
     directory_.add(member);
     Peer& peer = directory_.at(rank);
     peer.needsHeartbeat.store(true);
-    connections_.of(peer).path().endpoint = 0;
+    connections_.of(peer).setEndpoint(0);
     return peer;
   }
 
@@ -146,7 +146,7 @@ TEST_F(HeartbeatTest, APeerThatHasBeenHeardIsWatchedOnWithoutItsEndpoint) {
   Peer& peer = add(1);
   connections_.of(peer).silence.heardSinceCheck = true;
   wait(heartbeat_.period());
-  connections_.of(peer).path().endpoint.reset(); // by a failure of this process
+  connections_.of(peer).setEndpoint(std::nullopt); // by a failure of this process
   const Heartbeat::Findings found = wait(2 * kLimit);
   EXPECT_EQ(found.quiet, std::vector<Peer*>{&peer}) << "which makes another endpoint";
   EXPECT_EQ(found.lost.at(0), &peer);
@@ -155,11 +155,11 @@ TEST_F(HeartbeatTest, APeerThatHasBeenHeardIsWatchedOnWithoutItsEndpoint) {
 // It has called this worker, which has not answered yet: there is no connection that could have a lifeline beside it.
 TEST_F(HeartbeatTest, APeerWithoutAnEndpointIsNotMetYet) {
   Peer& peer = add(1);
-  connections_.of(peer).path().endpoint.reset();
+  connections_.of(peer).setEndpoint(std::nullopt);
   peer.isMet.store(true);
   connections_.of(peer).silence.heardSinceCheck = true;
   EXPECT_TRUE(heartbeat_.check(now_).met.empty());
-  connections_.of(peer).path().endpoint = 0;
+  connections_.of(peer).setEndpoint(0);
   EXPECT_EQ(heartbeat_.check(now_).met, std::vector<Peer*>{&peer});
 }
 
@@ -183,7 +183,7 @@ TEST_F(HeartbeatTest, TimeInWhichThisProcessDidNotRunDoesNotCount) {
 
 TEST_F(HeartbeatTest, OnlyPeersThatCannotBeWatchedAndAreSpokenToCount) {
   add(1).needsHeartbeat.store(false);
-  connections_.of(add(2)).path().endpoint.reset();
+  connections_.of(add(2)).setEndpoint(std::nullopt);
   ASSERT_TRUE(add(3).moveTo(Peer::State::kLeft, {ErrorCode::kShutDown, "it has left"}));
   const Heartbeat::Findings found = wait(10 * kLimit);
   EXPECT_TRUE(found.quiet.empty() && found.lost.empty());

@@ -28,6 +28,11 @@ void Connection::transition(Event event) {
   }
 }
 
+void Connection::setEndpoint(std::optional<EndpointId> endpoint) {
+  path().endpoint = endpoint;
+  transition(endpoint.has_value() ? Event::kConnected : Event::kDisconnected);
+}
+
 std::vector<Receiving::Entry>::iterator Connection::Incoming::next() {
   return isOldestsTurn ? waiting.begin() : std::ranges::min_element(waiting, {}, [](Receiving::Entry receiving) {
     return receiving->parts.size() - receiving->begun;

@@ -60,6 +60,8 @@ class Connection {
     return peer_.isThere() ? state_ : State::kClosed;
   }
   void transition(Event event);
+  // The endpoint of the path in use has been made, or has failed. Makes the transition that goes with it.
+  void setEndpoint(std::optional<EndpointId> endpoint);
 
   // Queued messages of one kind that leave in one way. Small messages do not wait behind large ones, answers not behind
   // requests. Control frames are few and small, and never wait: they have no queue.

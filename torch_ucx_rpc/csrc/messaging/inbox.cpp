@@ -121,8 +121,7 @@ void Inbox::onEndpointFailed(EndpointId endpoint, const Error& error) {
     return;
   }
   if (isLocal(error.code()) && connection->endpoint() == endpoint) {
-    connection->path().endpoint.reset();
-    connection->transition(Connection::Event::kDisconnected);
+    connection->setEndpoint(std::nullopt); // the peer is well, and the next message to it makes another one
     connection->silence.isAsked = false; // whether the question has reached it is not known
     // It may take the end of the connection for the end of this worker, and drop what comes later. Only silence shows.
     connection->peer().needsHeartbeat.store(true);

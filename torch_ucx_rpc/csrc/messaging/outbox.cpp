@@ -50,8 +50,7 @@ Error Outbox::connect(Connection& connection, const OutgoingMessage& message) {
                                               : transport_.connect(address, endpoint)) {
     return error;
   }
-  connection.path().endpoint = endpoint;
-  connection.transition(Connection::Event::kConnected);
+  connection.setEndpoint(endpoint);
   return {};
 }
 
@@ -69,8 +68,7 @@ Error Outbox::moveToNetwork(Connection& connection) {
   if (connection.endpoint().has_value()) {
     connection.paths.emplace_front();
   }
-  connection.path().endpoint = endpoint;
-  connection.transition(Connection::Event::kConnected);
+  connection.setEndpoint(endpoint);
   connections_.makeReady(connection); // messages that wait take the network
   return {};
 }
