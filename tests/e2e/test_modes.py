@@ -193,6 +193,7 @@ def test_results_within_inference_mode_can_be_trained_with() -> None:
         result.add_(1)
 
 
+@pytest.mark.ucx_only
 @in_worker0(of=2)
 def test_modes_of_a_waiting_caller_spare_other_threads() -> None:
     kinds: list[bool] = []
