@@ -20,7 +20,7 @@ TEST_F(AgentTest, BarrierSumsOverAll) {
   start(4);
   atOnce({0, 1, 2, 3}, [&](worker_id_t rank) {
     for (int round = 0; round < 20; ++round) {
-      EXPECT_EQ(agent(rank).group().barrier(rank + round, std::chrono::seconds(20)), 6 + 4 * round);
+      EXPECT_EQ(agent(rank).group().barrier(rank + round, std::chrono::seconds(20)).sum, 6 + 4 * round);
     }
   });
 }
