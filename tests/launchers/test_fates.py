@@ -11,8 +11,6 @@ from pathlib import Path
 import pytest
 from workers import eventually
 
-pytestmark = pytest.mark.field
-
 PROGRAM = Path(__file__).parent / "programs" / "fate.py"
 OTHERS = ("worker0", "worker2")
 LAUNCHERS = {
@@ -33,7 +31,7 @@ FATES = {
 }
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("launcher", ["run", pytest.param("torchrun", marks=pytest.mark.field)])
 @pytest.mark.parametrize("fate", FATES)
 def test_fate_of_a_worker_and_the_shutdown_of_the_others(fate: str, launcher: str, tmp_path: Path) -> None:
     expected, exit_codes = FATES[fate]
