@@ -31,10 +31,9 @@ PROMISES: dict[str, dict[str, tuple[str, ...]]] = {
             "test_a_flood_is_answered_exactly_in_bounded_memory",
             "test_calls_that_time_out_leave_nothing_behind",
         ),
-        "A killed worker is noticed": (
-            "test_calls_to_a_killed_process_fail_within_a_second",
-            "test_a_silent_host_is_lost_after_the_limit",
-        ),
+        "A killed worker is noticed": ("test_calls_to_a_killed_process_fail_within_a_second",),
+        "The others go on serving": ("test_survivors_serve_in_shutdown_until_all_living_have_come",),
+        "A cut of the network": ("test_a_cut_longer_than_heartbeat_limit_loses_no_call",),
         "Calls may be nested deeper": ("test_a_chain_of_calls_may_be_longer_than_there_are_threads",),
         "join and leave": (
             "test_workers_join_and_leave_one_after_the_other",
