@@ -153,6 +153,21 @@ TEST(UcxLogTest, WarningsAreShownAtOnce) {
   EXPECT_NE(printedBy([] { say(UCS_LOG_LEVEL_WARN, "a warning"); }).find("a warning"), std::string::npos);
 }
 
+TEST(UcxLogTest, WarningsOfRequestsThatAreLeftBehindAreDropped) {
+  UcxLog log;
+  const auto sayBoth = [] {
+    say(UCS_LOG_LEVEL_WARN, "a request");
+    say(UCS_LOG_LEVEL_ERROR, "an error");
+  };
+  const std::string leaving = printedBy([&] {
+    const UcxLog::Leaving guard(log);
+    sayBoth();
+  });
+  EXPECT_EQ(leaving.find("a request"), std::string::npos);
+  EXPECT_NE(leaving.find("an error"), std::string::npos);
+  EXPECT_NE(printedBy(sayBoth).find("a request"), std::string::npos) << "the guard is gone";
+}
+
 TEST(UcxLogTest, FailureTakesTheFirstLineOnce) {
   UcxLog log;
   const UcxLog::Working working(log);

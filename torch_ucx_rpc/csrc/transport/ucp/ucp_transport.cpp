@@ -384,8 +384,13 @@ void UcpTransport::close(int64_t limitMs) {
   }
   endpoints_.dropFlushes();
   log_.explain(); // this side has given everything up
-  working.reset(); // a worker that cannot be destroyed cleanly is no ordinary matter
+  working.reset(); // other trouble with the end of a worker is no ordinary matter
+  std::optional<UcxLog::Leaving> leaving;
+  if (operations_.inFlight() != 0) {
+    leaving.emplace(log_);
+  }
   destroy(); // runs callbacks: operations must exist until here
+  leaving.reset();
   operations_.cancelAll();
   tellAll();
   rendezvous_.clear();

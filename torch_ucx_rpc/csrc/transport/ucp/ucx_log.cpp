@@ -35,6 +35,14 @@ UcxLog::Working::~Working() {
   current = before_;
 }
 
+UcxLog::Leaving::Leaving(UcxLog& log) : log_(log), working_(log) {
+  log_.isLeaving_ = true;
+}
+
+UcxLog::Leaving::~Leaving() {
+  log_.isLeaving_ = false;
+}
+
 ucs_log_func_rc_t UcxLog::onLine(
     const char* file,
     unsigned number,
@@ -44,6 +52,9 @@ ucs_log_func_rc_t UcxLog::onLine(
     const char* format,
     va_list arguments) {
   UcxLog* const log = current;
+  if (log != nullptr && log->isLeaving_) {
+    return level == UCS_LOG_LEVEL_WARN ? UCS_LOG_FUNC_RC_STOP : UCS_LOG_FUNC_RC_CONTINUE;
+  }
   if (log == nullptr || level != UCS_LOG_LEVEL_ERROR || log->held_ == log->lines_.size()) {
     return UCS_LOG_FUNC_RC_CONTINUE;
   }

@@ -16,8 +16,11 @@ namespace torch_ucx_rpc {
 // fail one after the other. The failure takes the first line into its text. Lines that nothing explains are shown a
 // second later, as UCX would have shown them.
 //
-// Everything else stays UCX's: warnings, lines of other users of UCX in this process and of UCX's own thread, what UCX
-// says when it starts and ends a worker, and all lines if UCX_LOG_LEVEL is set. Fatal lines do not come this way.
+// UCX also warns of each request that a worker has when it is destroyed. A transport that has given up requests to dead
+// workers expects these warnings, and drops them.
+//
+// Everything else stays UCX's: other warnings, lines of other users of UCX in this process and of UCX's own thread, what
+// UCX says when it starts a worker, and all lines if UCX_LOG_LEVEL is set. Fatal lines do not come this way.
 //
 // The worker lock guards it. Holding a line back takes no memory and no lock.
 class UcxLog {
@@ -36,6 +39,20 @@ class UcxLog {
 
    private:
     UcxLog* const before_;
+  };
+
+  // While it lives, UCX destroys the worker of this transport on this thread, and warnings of requests that were left
+  // behind are dropped.
+  class Leaving {
+   public:
+    explicit Leaving(UcxLog& log);
+    ~Leaving();
+    Leaving(const Leaving&) = delete;
+    Leaving& operator=(const Leaving&) = delete;
+
+   private:
+    UcxLog& log_;
+    const Working working_;
   };
 
   // The transport reports a failure, or gives an endpoint up: the lines so far, and those of the next second, are not
@@ -76,6 +93,7 @@ class UcxLog {
 
   std::array<Line, 16> lines_; // further ones are shown at once
   size_t held_ = 0;
+  bool isLeaving_ = false;
   Clock::time_point explainedUntil_;
 };
 
