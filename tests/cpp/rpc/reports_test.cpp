@@ -40,21 +40,39 @@ TEST_F(ReportsTest, NamesOfMetricsArePartOfTheInterface) {
   for (const auto& [name, value] : reports_.metrics(true)) {
     names.insert(name);
   }
-  EXPECT_EQ(names, (std::set<std::string>{"agent.bytes_received",      "agent.bytes_sent",
-                                          "agent.calls_received",      "agent.calls_sent",
-                                          "agent.calls_timed_out",     "agent.client_active_calls",
-                                          "agent.frames_refused",      "agent.gil_average_wait_time_us",
-                                          "agent.max_worker_threads",  "agent.nesting_requests",
-                                          "agent.num_idle_threads",    "agent.num_threads",
-                                          "agent.num_worker_threads",  "agent.requests_expired",
-                                          "agent.running_requests",    "agent.server_active_async_calls",
-                                          "agent.server_active_calls", "agent.thread_pool_size",
-                                          "agent.waiting_requests",    "device_pool.held_bytes",
-                                          "device_pool.in_use_bytes",  "device_pool.staged_bytes",
-                                          "pool.cached_bytes",         "pool.hits",
-                                          "pool.in_use_bytes",         "pool.misses",
-                                          "window.in_use_bytes",       "window.limit_bytes",
-                                          "window.waiting_messages"}));
+  EXPECT_EQ(
+      names,
+      (std::set<std::string>{
+          "agent.bytes_received",
+          "agent.bytes_sent",
+          "agent.calls_received",
+          "agent.calls_sent",
+          "agent.calls_timed_out",
+          "agent.client_active_calls",
+          "agent.frames_refused",
+          "agent.gil_average_wait_time_us",
+          "agent.max_worker_threads",
+          "agent.nesting_requests",
+          "agent.num_idle_threads",
+          "agent.num_threads",
+          "agent.num_worker_threads",
+          "agent.requests_expired",
+          "agent.running_requests",
+          "agent.server_active_async_calls",
+          "agent.server_active_calls",
+          "agent.thread_pool_size",
+          "agent.times_resumed",
+          "agent.waiting_requests",
+          "device_pool.held_bytes",
+          "device_pool.in_use_bytes",
+          "device_pool.staged_bytes",
+          "pool.cached_bytes",
+          "pool.hits",
+          "pool.in_use_bytes",
+          "pool.misses",
+          "window.in_use_bytes",
+          "window.limit_bytes",
+          "window.waiting_messages"}));
 }
 
 TEST_F(ReportsTest, CallsAreCountedWithTheirPeers) {
