@@ -47,7 +47,7 @@ def register() -> None:
 
     * ``BackendType.UCX`` exists, also in the enum that programs imported earlier.
     * ``init_rpc`` accepts that member, the string "UCX", and members of an earlier enum.
-    * Graceful shutdown waits for the workers that live, and serves their calls meanwhile. Ctrl-C works.
+    * Graceful shutdown serves until all living workers have come. Ctrl-C works.
     * A blocked ``rpc_sync`` answers Ctrl-C, and drives its call instead of sleeping: the calling thread receives and
       completes its own answer. ``RRef.to_here`` does the same without a patch: torch sends and waits in one C++
       function, and the agent waits where it sends.

@@ -1,4 +1,4 @@
-"""Parts of a graceful shutdown in which torch waits for every worker. These end where one is lost meanwhile."""
+"""Parts of a graceful shutdown in which torch waits for every worker. They end early if one is lost."""
 
 # mypy: allow-untyped-calls
 
@@ -24,7 +24,7 @@ _DELETING_S = 1.0
 
 
 def wait_all_workers(timeout: float) -> None:
-    """Do what torch's ``_wait_all_workers`` does, and return early if a worker is lost meanwhile.
+    """Do what torch's ``_wait_all_workers`` does, and return early if a worker is lost.
 
     The loss is no error here: the agent's own barrier, which follows in ``join``, names the lost workers. Hence torch's
     function itself, which would log the error, is not called.

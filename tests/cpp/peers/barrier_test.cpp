@@ -464,7 +464,7 @@ TEST(BarrierTest, EverybodyWhoStaysIsReleasedWhoeverLeaves) {
 }
 
 // The same with deaths, in several rounds. All that live are released from each round, with the same sum.
-TEST(BarrierTest, AllThatLiveAreReleasedWithOneSumWhoeverDies) {
+TEST(BarrierTest, LivingWorkersAreReleasedWithOneSum) {
   for (unsigned seed = 0; seed < 2000; ++seed) {
     constexpr Rank kSize = 5;
     constexpr int kRounds = 4;

@@ -22,7 +22,7 @@ namespace torch_ucx_rpc {
 //   release  coordinator -> worker   "this round is over; the sum; the workers that have died"
 //   release  worker -> coordinator   the same, to a coordinator that takes over
 //
-// What holds, whoever leaves or dies and whenever:
+// Invariants, for any worker that leaves or dies at any moment:
 //
 // 1. A round ends when all workers that are still present have arrived. It never waits for a worker that has left or
 //    failed, and a death ends no round: the result names the dead.

@@ -51,7 +51,7 @@ class Group final : public GroupHandler, public PeerObserver, private Barrier::L
   std::vector<WorkerInfo> infos() const;
 
   // Waits until all living workers have entered this barrier, and sums a number over them. Requests are served
-  // meanwhile. Throws RpcFailure when `timeout` (0: none) runs out.
+  // during the wait. Throws RpcFailure when `timeout` (0: none) runs out.
   Barrier::Result barrier(int64_t value, std::chrono::milliseconds timeout);
 
   // Ends gracefully. In a static group it ends when no living worker waits for an answer any more. It then throws an
