@@ -19,8 +19,8 @@ namespace torch_ucx_rpc {
 // UCX also warns of each request that a worker has when it is destroyed. A transport that has given up requests to dead
 // workers expects these warnings, and drops them.
 //
-// Everything else stays UCX's: other warnings, lines of other users of UCX in this process and of UCX's own thread, what
-// UCX says when it starts a worker, and all lines if UCX_LOG_LEVEL is set. Fatal lines do not come this way.
+// Everything else stays UCX's: other warnings, lines of other users of UCX in this process and of UCX's own thread,
+// what UCX says when it starts a worker, and all lines if UCX_LOG_LEVEL is set. Fatal lines do not come this way.
 //
 // The worker lock guards it. Holding a line back takes no memory and no lock.
 class UcxLog {
