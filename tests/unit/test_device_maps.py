@@ -205,8 +205,8 @@ def test_gradients_flow_where_there_are_device_maps() -> None:
 
 
 @in_worker0(of=2, options=TO_THE_CPU)
-def test_a_tensor_on_a_device_without_a_map_is_refused_naming_the_worker() -> None:
-    with pytest.raises(RuntimeError, match=r"worker 'worker1'.*tensor on meta.*set_device_map"):
+def test_a_meta_tensor_is_refused_naming_its_place_and_the_worker() -> None:
+    with pytest.raises(RuntimeError, match=r"tensor 1 of 1 in this call to worker 'worker1'.*is on the meta device"):
         rpc.rpc_sync("worker1", torch.add, args=(torch.empty(3, device="meta"), 1))
 
 
