@@ -102,16 +102,12 @@ def original(text: str) -> Exception | None:
 
 def deserialize(pickled: bytes, tensors: list[Any]) -> Any:
     """Replaces torch's ``internal.deserialize``: a call that cannot be unpickled becomes a call that raises why."""
-    tables = internal._thread_local_tensor_tables
-    before = getattr(tables, "recv_tables", None)
+    # Every call passes here, twice.
     try:
         return _torchs_deserialize(pickled, tensors)
     except BaseException as error:
         # torch takes its table of tensors away only after a success, and would keep them.
-        if before is None:
-            vars(tables).pop("recv_tables", None)
-        else:
-            tables.recv_tables = before
+        vars(internal._thread_local_tensor_tables).pop("recv_tables", None)
         if not _is_call(pickled):
             raise
         return internal.PythonUDF(_raise, (error,), {})
