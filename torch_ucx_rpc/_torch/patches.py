@@ -155,7 +155,7 @@ def _delete_rrefs(timeout: timedelta | None = None) -> None:
     agent = _agent.current
     if timeout is None and agent is not None:
         if agent.is_static_group:
-            shutdown.delete_rrefs(agent)
+            shutdown.delete_rrefs(agent, _torchs_delete_rrefs)
             return
         # The group goes on, and its members may use RRefs of this worker without a limit.
         timeout = _RREFS_IN_USE

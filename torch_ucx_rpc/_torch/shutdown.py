@@ -9,12 +9,9 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from torch._C import _distributed_rpc
 from torch.distributed.rpc import api
 
 from torch_ucx_rpc._workers.lost import Gone, ended, subscribe
-
-_torchs_delete_rrefs = _distributed_rpc._delete_all_user_and_unforked_owner_rrefs
 
 _PERIOD_S = 0.01
 # How long the news of a loss may take after a call has failed by it, here or at a worker that has proceeded.
@@ -44,13 +41,13 @@ def wait_all_workers(timeout: float) -> None:
                 raise
 
 
-def delete_rrefs(agent: Any) -> None:
-    """Delete this worker's references to others' RRefs, and wait until its own RRefs are free.
+def delete_rrefs(agent: Any, torchs: Callable[[], None]) -> None:
+    """Call ``torchs``, torch's function that deletes this worker's references and waits until its own RRefs are free.
 
     torch waits 100 s for the references to this worker's RRefs that only a dead worker could delete.
     """
     with _repeated_after_a_loss(agent._release_references, _DELETING_S):
-        _torchs_delete_rrefs()
+        torchs()
 
 
 @contextlib.contextmanager
