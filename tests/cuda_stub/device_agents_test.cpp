@@ -249,7 +249,7 @@ TEST(DeviceAgents, WhatUcxCannotShareIsStaged) {
 }
 
 // RMM's memory resource may be such an allocator. What arrives does so in torch's memory, and is copied on the device.
-TEST(DeviceAgents, WhatArrivesInMemoryThatUcxCannotShareIsCopiedThereOnTheDevice) {
+TEST(DeviceAgents, ArrivalInMemoryUcxCannotShareIsCopiedOnTheDevice) {
   Job rmm;
   rmm.setUp = [] {
     DevicePool::instance().setSource(

@@ -358,7 +358,7 @@ def test_without_device_maps_their_libraries_pickle_them() -> None:
 @pytest.mark.parametrize(
     ("handle", "stream"), [(None, "default"), (1, "default"), (2, "external 2"), (96, "external 96")]
 )
-def test_the_stream_that_an_array_names_is_the_one_that_torch_waits_for(
+def test_torch_waits_for_the_stream_that_an_array_names(
     monkeypatch: pytest.MonkeyPatch, handle: int | None, stream: str
 ) -> None:
     """torch refuses to make a stream of handle 1, which RMM, numba and CuPy name; seen on an H100."""
@@ -368,7 +368,7 @@ def test_the_stream_that_an_array_names_is_the_one_that_torch_waits_for(
 
 
 @pytest.mark.ucx_only
-def test_a_tensor_on_an_arrays_memory_is_not_copied_to_the_default_device() -> None:
+def test_tensor_on_an_arrays_memory_stays_on_its_device() -> None:
     array = np.zeros(3)
     with torch.device("meta"):
         tensor = _on_its_memory(array)
@@ -385,7 +385,7 @@ class Unpicklable(DeviceBuffer):
 
 @pytest.mark.ucx_only
 @in_worker0(of=1)
-def test_a_future_finds_the_memory_of_arrays_without_pickling_them() -> None:
+def test_future_finds_memory_of_arrays_without_pickling() -> None:
     of_rmm = type("DeviceBuffer", (Unpicklable,), {"__module__": "rmm.pylibrmm.device_buffer"})()
     tensor = torch.ones(2)
     with pytest.MonkeyPatch.context() as patch:

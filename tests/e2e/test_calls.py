@@ -213,7 +213,7 @@ def test_async_execution_holds_no_thread_while_it_waits() -> None:
 
 # torch prints the traceback of a failing function on the callee.
 @in_worker0(of=2, silent=False)
-def test_exceptions_of_the_callee_are_raised_with_their_type_and_message() -> None:
+def test_exceptions_of_the_callee_keep_type_and_message() -> None:
     for kind, exception in EXCEPTIONS.items():
         future = rpc.rpc_async("worker1", fail, args=(kind,))
         for call in (
@@ -235,7 +235,7 @@ def test_exceptions_of_the_callee_are_raised_with_their_type_and_message() -> No
 
 
 @in_worker0(of=2, silent=False)
-def test_exceptions_of_the_callee_are_the_runtime_errors_of_tensorpipe_too() -> None:
+def test_callee_exceptions_are_tensorpipes_runtime_errors_too() -> None:
     for kind in ("RuntimeError", "KeyError", "FileNotFoundError", "Unusual"):
         with pytest.raises(RuntimeError, match="this was to be"):
             rpc.rpc_sync("worker1", fail, args=(kind,))

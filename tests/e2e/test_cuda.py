@@ -112,7 +112,7 @@ def priority_of_the_current_stream(tensor: torch.Tensor) -> int:
 
 
 @in_worker0(of=2, options={**SAME, "stream_priority": -1})
-def test_handlers_have_streams_of_the_priority_that_was_asked_for() -> None:
+def test_handlers_have_streams_of_the_requested_priority() -> None:
     assert rpc.rpc_sync("worker1", priority_of_the_current_stream, (full(SMALL, 1),)) == -1
 
 
@@ -213,7 +213,7 @@ def share_a_resource(rank: int) -> None:
     rpc.shutdown()
 
 
-def test_tensors_and_numbas_arrays_share_the_resource_that_the_program_has_set(
+def test_tensors_and_numba_arrays_share_the_programs_resource(
     run_workers: Callable[..., list],
 ) -> None:
     pytest.importorskip("rmm")

@@ -108,7 +108,7 @@ def uses_shared_memory(pid: int) -> bool:
 @pytest.mark.parametrize(
     ("way", "transport"), [*((way, "sysv") for way in WAYS), *((way, "posix") for way in ("SIGKILL", "SIGSEGV"))]
 )
-def test_a_worker_that_crashes_leaves_nobody_hanging_and_no_shared_memory(
+def test_crash_leaves_no_hang_and_no_shared_memory(
     way: str, transport: str, tmp_path: Path, assert_clean: Callable[[Iterable[int]], None]
 ) -> None:
     pids, *_ = workers.run_workers(
@@ -156,7 +156,7 @@ else:
         pytest.param("rpc.shutdown(graceful=False)", 0, id="an ungraceful shutdown"),
     ],
 )
-def test_a_worker_that_leaves_early_leaves_nobody_hanging_and_no_shared_memory(
+def test_early_leave_causes_no_hang_and_leaves_no_shared_memory(
     end: str, exit_code: int, tmp_path: Path, assert_clean: Callable[[Iterable[int]], None]
 ) -> None:
     with reserved_port() as port:

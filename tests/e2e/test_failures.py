@@ -75,7 +75,7 @@ def test_calls_to_a_killed_process_fail_within_a_second(run_workers: Callable[..
     run_workers(3, leave_ungracefully_after(see_a_worker_die), **DEATH_OF_WORKER1)
 
 
-def test_calls_to_a_killed_process_of_another_host_fail_within_a_second(hosts: VirtualHosts) -> None:
+def test_calls_to_a_process_killed_elsewhere_fail_in_a_second(hosts: VirtualHosts) -> None:
     workers.run_workers(3, leave_ungracefully_after(see_a_worker_die), hosts=hosts, **DEATH_OF_WORKER1)
 
 
@@ -98,7 +98,7 @@ def fetch(rref: rpc.RRef) -> object:
     return rref.to_here()
 
 
-def test_a_worker_outlives_the_owners_of_rrefs_that_were_being_made(run_workers: Callable[..., list]) -> None:
+def test_worker_outlives_owners_of_rrefs_in_the_making(run_workers: Callable[..., list]) -> None:
     run_workers(3, leave_ungracefully_after(outlive_owners_to_be), **DEATH_OF_WORKER1)
 
 
@@ -127,9 +127,7 @@ def lose_a_worker_that_writes(rank: int, directory: Path) -> None:
         stay()
 
 
-def test_a_worker_killed_while_it_writes_here_keeps_nobody_else_from_it(
-    run_workers: Callable[..., list], tmp_path: Path
-) -> None:
+def test_writer_killed_while_writing_blocks_no_other_writer(run_workers: Callable[..., list], tmp_path: Path) -> None:
     death = {**DEATH_OF_WORKER1, "exit_codes": {1: -signal.SIGBUS}}
     run_workers(3, leave_ungracefully_after(lose_a_worker_that_writes), tmp_path, **death)
 
@@ -146,7 +144,7 @@ def keep_shared_memory(rank: int) -> None:
         stay()
 
 
-def test_workers_of_a_host_use_shared_memory_and_still_notice_a_death() -> None:
+def test_workers_with_shared_memory_notice_a_death() -> None:
     workers.run_workers(3, leave_ungracefully_after(keep_shared_memory), **DEATH_OF_WORKER1)
 
 
@@ -316,7 +314,7 @@ def outlive_a_holder(rank: int) -> None:
         stay()
 
 
-def test_references_that_the_dead_had_from_a_third_worker_are_dropped(run_workers: Callable[..., list]) -> None:
+def test_references_the_dead_had_from_a_third_worker_are_dropped(run_workers: Callable[..., list]) -> None:
     run_workers(3, leave_ungracefully_after(outlive_a_holder), **DEATH_OF_WORKER1)
 
 

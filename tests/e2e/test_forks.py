@@ -111,7 +111,7 @@ def forked() -> int:
 
 
 @in_every_worker(of=1, init=False)
-def test_a_child_keeps_nothing_open_that_others_ask_its_parent_at(rank: int) -> None:
+def test_forked_child_keeps_no_listening_socket_of_its_parent(rank: int) -> None:
     init_rpc(rank, rpc_backend_options=backend_options(prometheus_port=0))
     port = statistics().prometheus_port
     child = forked()
@@ -125,7 +125,7 @@ def test_a_child_keeps_nothing_open_that_others_ask_its_parent_at(rank: int) -> 
 
 
 @in_every_worker(of=1)
-def test_a_child_that_was_forked_during_an_answer_does_not_hold_it_up(rank: int) -> None:
+def test_child_forked_during_an_answer_does_not_delay_it(rank: int) -> None:
     children = []
 
     def fork_and_answer() -> Statistics:
@@ -160,7 +160,7 @@ def load_data() -> list[int]:
 
 
 @in_worker0(of=2)
-def test_a_data_loader_with_processes_works_in_a_worker_and_in_its_handlers() -> None:
+def test_data_loader_processes_work_in_workers_and_handlers() -> None:
     expected = [n**2 for n in range(64)]
     assert load_data() == expected
     assert rpc.rpc_sync("worker1", load_data) == expected

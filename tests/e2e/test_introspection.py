@@ -69,7 +69,7 @@ def test_all_metrics_are_there_and_debug_info_has_them_too() -> None:
 
 
 @in_worker0(of=3)
-def test_lanes_are_known_of_peers_that_were_called_and_are_the_right_ones() -> None:
+def test_lanes_of_called_peers_are_known_and_right() -> None:
     assert not [key for key in agent().get_debug_info() if key.startswith("lanes.")]
     rpc.rpc_sync("worker1", discard, args=(tensor_of(4 * MIB),))
     info = agent().get_debug_info()
@@ -192,7 +192,7 @@ def drop_kept() -> None:
 
 
 @in_worker0(of=2, options={"receive_window_bytes": 4 * MIB})
-def test_handlers_that_keep_their_tensors_do_not_stall_the_window() -> None:
+def test_handlers_keeping_tensors_do_not_stall_the_window() -> None:
     torch.futures.wait_all([rpc.rpc_async("worker1", keep, args=(tensor_of(3 * MIB),)) for _ in range(20)])
     assert rpc.rpc_sync("worker1", kept_bytes) == 60 * MIB
     assert metric_of("worker1", "pool.in_use_bytes") >= 60 * MIB
@@ -204,7 +204,7 @@ def test_handlers_that_keep_their_tensors_do_not_stall_the_window() -> None:
 
 
 @in_worker0(of=2, options={"host_pool_bytes": 16 * MIB})
-def test_buffers_are_used_again_and_no_more_are_kept_than_allowed() -> None:
+def test_buffers_are_reused_and_kept_within_the_limit() -> None:
     for _ in range(10):
         rpc.rpc_sync("worker1", discard, args=(tensor_of(4 * MIB),))
     # Not quite always the same one: a handler's tensors live a little longer than its answer takes.
@@ -253,5 +253,5 @@ def compare_maps(rank: int) -> None:
     assert known == expected
 
 
-def test_the_agent_has_the_maps_for_calls_and_those_for_replies_apart(run_workers: Callable[..., list]) -> None:
+def test_agent_keeps_maps_for_calls_and_for_replies_apart(run_workers: Callable[..., list]) -> None:
     run_workers(3, compare_maps, init=False, shutdown=False)

@@ -174,7 +174,7 @@ def test_a_rank_or_world_size_that_does_not_fit_is_refused(rank: int) -> None:
 
 
 @in_every_worker(of=2, init=False)
-def test_different_versions_of_this_package_are_refused_naming_both(rank: int) -> None:
+def test_different_package_versions_are_refused_naming_both(rank: int) -> None:
     own = _build_info.VERSION
     if rank == 1:
         _build_info.VERSION = "0.0.0"
@@ -375,7 +375,7 @@ def leave_while_answering(rank: int) -> None:
     rpc.shutdown(graceful=False)
 
 
-def test_answers_that_come_soon_leave_before_an_ungraceful_shutdown(run_workers: Callable[..., list]) -> None:
+def test_prompt_answers_leave_before_an_ungraceful_shutdown(run_workers: Callable[..., list]) -> None:
     run_workers(2, leave_while_answering, shutdown=False)
 
 
@@ -450,7 +450,7 @@ def test_an_interpreter_ends_with_work_left(lines: str, tmp_path: Path) -> None:
         assert ended.returncode == 0, ended.stderr
 
 
-def test_an_uncaught_exception_ends_an_interpreter_with_its_traceback_only(tmp_path: Path) -> None:
+def test_uncaught_exception_prints_only_its_traceback(tmp_path: Path) -> None:
     for ended in end("raise ValueError('enough')", tmp_path):
         assert ended.returncode == 1
         assert ended.stderr.startswith("Traceback")

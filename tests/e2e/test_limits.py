@@ -63,7 +63,7 @@ def call_short_of_memory(rank: int) -> None:
     assert rpc.rpc_sync("worker1", ones, args=(256,)).numel() == 64 * MIB
 
 
-def test_out_of_memory_for_a_message_fails_that_call_and_says_where() -> None:
+def test_out_of_memory_fails_one_call_and_names_the_place() -> None:
     workers.run_workers(2, call_short_of_memory)
 
 
@@ -96,7 +96,7 @@ def call_short_of_files(rank: int) -> None:
     assert rpc.rpc_sync("worker2", divmod, args=(17, 5)) == (3, 2)
 
 
-def test_out_of_files_a_call_to_a_new_peer_fails_and_later_ones_do_not() -> None:
+def test_out_of_files_only_the_call_that_connects_fails() -> None:
     workers.run_workers(3, call_short_of_files, transport=workers.Transport.TCP)
 
 
@@ -129,7 +129,7 @@ def call_new_peers_short_of_files(rank: int, more: int) -> None:
 
 # UCX by itself ended the process, or never called some of them again.
 @pytest.mark.parametrize("more", [1, 2, 3, 4, 5])
-def test_out_of_files_in_the_middle_of_connecting_no_peer_is_lost(more: int) -> None:
+def test_out_of_files_while_connecting_no_peer_is_lost(more: int) -> None:
     workers.run_workers(6, call_new_peers_short_of_files, more, transport=workers.Transport.TCP)
 
 
@@ -235,7 +235,7 @@ def init_without_shared_memory(rank: int) -> str:
     return str(error.value)
 
 
-def test_with_no_shared_memory_left_init_rpc_says_what_to_look_at(host: VirtualHosts) -> None:
+def test_without_shared_memory_init_rpc_names_the_cure(host: VirtualHosts) -> None:
     host[0].run(["sh", "-c", "echo 0 > /proc/sys/kernel/shmmni"], check=True)
     for text in workers.run_workers(2, init_without_shared_memory, init=False, hosts=host):
         assert text.startswith("creating a UCX worker failed: ")

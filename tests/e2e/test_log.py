@@ -33,7 +33,7 @@ def end_with_a_handler_that_runs(rank: int) -> None:
     assert record.getMessage().startswith("1 thread(s) of worker 'worker0' are still running user code at shutdown")
 
 
-def test_warnings_of_the_agent_are_records_of_the_packages_logger() -> None:
+def test_agent_warnings_are_records_of_the_packages_logger() -> None:
     # torch says on stderr that the handler has returned after the shutdown, if it does before the process has ended.
     run_workers(1, end_with_a_handler_that_runs, shutdown=False, silent=False)
 

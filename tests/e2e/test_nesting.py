@@ -40,7 +40,7 @@ def test_a_chain_of_calls_may_be_longer_than_there_are_threads() -> None:
 
 # torch's older profiler has each request that it profiles run on a thread of its own.
 @in_worker0(of=2, options={"num_worker_threads": 1})
-def test_a_chain_of_profiled_calls_may_be_longer_than_there_are_threads() -> None:
+def test_chain_of_profiled_calls_may_exceed_the_threads() -> None:
     with profiler_legacy.profile():
         assert rpc.rpc_sync("worker1", bounce, ("rpc_sync", 6, "worker1", "worker0"), timeout=20) == 6
 

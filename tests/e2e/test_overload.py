@@ -124,7 +124,7 @@ def shares_before_and_after_a_call(caller: str, tensor: torch.Tensor) -> tuple[i
 
 
 @in_worker0(of=2, options=SMALL_WINDOW)
-def test_a_handler_that_makes_a_call_gives_its_share_of_the_window_back() -> None:
+def test_calling_handler_returns_its_share_of_the_window() -> None:
     before, after = rpc.rpc_sync("worker1", shares_before_and_after_a_call, ("worker0", make(0)))
     assert before >= MIB
     assert after == 0

@@ -136,7 +136,7 @@ def add_to(rref: rpc.RRef, n: int) -> int:
 
 
 @in_worker0(of=3)
-def test_an_rref_can_be_passed_to_a_third_worker_to_its_owner_and_back() -> None:
+def test_rref_passes_to_a_third_worker_its_owner_and_back() -> None:
     theirs = rpc.remote("worker1", Counter)
     mine = rpc.RRef(Counter())
     for rref in (theirs, mine):
@@ -241,7 +241,7 @@ def test_torchscript_functions_take_rrefs() -> None:
 
 
 @in_worker0(of=2, options={"num_worker_threads": 1})
-def test_an_rref_in_a_call_that_nobody_waits_for_any_more_is_freed() -> None:
+def test_rref_in_an_abandoned_call_is_freed() -> None:
     for takes_it in (value_of, tenfold):
         rref = rpc.remote("worker1", torch.add, args=(torch.ones(2), 1))
         rref.to_here()

@@ -133,12 +133,12 @@ def shut_down_without_worker1(rank: int, fate: Fate | None) -> float:
     return time.monotonic() - start - stalls.seconds()
 
 
-def test_a_graceful_shutdown_with_a_dead_worker_ends_with_an_error(run_workers: Callable[..., list]) -> None:
+def test_graceful_shutdown_with_a_dead_worker_raises(run_workers: Callable[..., list]) -> None:
     took = run_workers(3, shut_down_without_worker1, None, **DEATH_OF_WORKER1)
     assert max(took[0], took[2]) < 3, "the agent's own end takes up to two seconds where handlers or sends hang"
 
 
-def test_a_graceful_shutdown_notices_a_dead_host_that_nobody_has_called() -> None:
+def test_graceful_shutdown_notices_a_dead_host_never_called() -> None:
     needs_virtual_hosts()
     with VirtualHosts(["a", "b", "c"]) as hosts, Fate(hosts) as fate:
         arguments = {"options": LOST_SOON, "expendable": {1}, "shutdown": False, "silent": False}
@@ -186,5 +186,5 @@ def shut_down_with_a_hung_worker(rank: int) -> None:
     assert 1 <= took < 3.5 + stalls.seconds()
 
 
-def test_a_graceful_shutdown_with_a_hung_worker_ends_within_its_timeout(run_workers: Callable[..., list]) -> None:
+def test_graceful_shutdown_with_a_hung_worker_keeps_its_timeout(run_workers: Callable[..., list]) -> None:
     run_workers(2, shut_down_with_a_hung_worker, shutdown=False, silent=False)

@@ -144,7 +144,7 @@ def call_over_a_slow_network(rank: int) -> None:
         assert small > 4, small
 
 
-def test_a_tensor_that_takes_longer_than_the_limit_keeps_nothing_waiting(hosts: VirtualHosts) -> None:
+def test_tensor_slower_than_the_limit_delays_no_small_call(hosts: VirtualHosts) -> None:
     with hosts[1].slowed_down(megabits=200):  # 64 MiB take 2.7 s, each way
         workers.run_workers(2, call_over_a_slow_network, hosts=hosts, options=LOST_SOON)
 
@@ -183,9 +183,7 @@ def lose_each_other(rank: int, fate: Fate, steps: Steps) -> None:
     assert rpc.rpc_sync(f"worker{rank}", echo, (2,)) == 2
 
 
-def test_workers_that_have_lost_each_other_live_on_when_the_cut_ends(
-    hosts: VirtualHosts, fate: Fate, tmp_path: Path
-) -> None:
+def test_workers_that_lost_each_other_survive_the_cuts_end(hosts: VirtualHosts, fate: Fate, tmp_path: Path) -> None:
     body = leave_ungracefully_after(lose_each_other)
     workers.run_workers(2, body, fate, Steps(tmp_path), hosts=hosts, options=LOST_SOON, shutdown=False, silent=False)
 
@@ -201,7 +199,7 @@ def call_a_busy_worker(rank: int) -> None:
         assert [call.wait() for call in calls] == list(range(40))
 
 
-def test_a_worker_that_holds_the_gil_for_longer_than_the_limit_is_not_lost(hosts: VirtualHosts) -> None:
+def test_worker_holding_the_gil_beyond_the_limit_is_not_lost(hosts: VirtualHosts) -> None:
     options = {**LOST_SOON, "num_worker_threads": 4}
     workers.run_workers(2, call_a_busy_worker, hosts=hosts, options=options)
 
@@ -232,5 +230,5 @@ def be_stopped_for_longer_than_the_own_limit(rank: int) -> None:
     rpc.shutdown()
 
 
-def test_a_worker_that_was_stopped_for_longer_than_the_limit_loses_nobody(hosts: VirtualHosts) -> None:
+def test_worker_stopped_beyond_the_limit_loses_no_peer(hosts: VirtualHosts) -> None:
     workers.run_workers(2, be_stopped_for_longer_than_the_own_limit, hosts=hosts, init=False, shutdown=False)

@@ -82,7 +82,7 @@ def hang() -> None:
 
 
 @in_worker0(of=2, silent=False)
-def test_a_call_that_is_not_answered_is_counted_and_has_no_latency() -> None:
+def test_unanswered_call_is_counted_and_has_no_latency() -> None:
     with pytest.raises(KeyError):
         rpc.rpc_sync("worker1", fail)
     one = peer("worker1")
@@ -134,7 +134,7 @@ def test_queues_tell_what_runs_and_what_waits(rank: int) -> None:
 
 
 @in_worker0(of=2)
-def test_snapshots_do_not_change_and_can_be_compared_and_written_down() -> None:
+def test_snapshots_are_constant_comparable_and_serializable() -> None:
     from torch_ucx_rpc import Statistics
 
     rpc.rpc_sync("worker1", discard)
@@ -189,7 +189,7 @@ def test_prometheus_reads_the_statistics() -> None:
 
 
 @in_every_worker(of=1, init=False, shutdown=False)
-def test_a_port_that_is_taken_fails_init_rpc_and_the_next_attempt_is_free(rank: int) -> None:
+def test_taken_port_fails_init_rpc_and_a_retry_works(rank: int) -> None:
     with socket.create_server(("0.0.0.0", 0)) as other:
         options = backend_options(prometheus_port=other.getsockname()[1])
         with pytest.raises(JoinFailed, match="that port cannot be had"):
@@ -238,7 +238,7 @@ def test_a_worker_asks_those_on_other_hosts_by_rpc() -> None:
 
 
 @in_every_worker(of=1, shutdown=False)
-def test_nonsense_is_not_answered_and_the_worker_lives_on_until_it_shuts_down(rank: int) -> None:
+def test_nonsense_gets_no_answer_and_does_no_harm(rank: int) -> None:
     [own] = [found for found in observation().workers_of_this_host() if found.pid == os.getpid()]
     questions = (b"\n", b"GET / HTTP/1.1\r\n\r\n", b'["0"]\n', b"[true]\n", b'{"0": 1}\n', b"\xff\0\n")
     # torch takes no number beyond 16 bits for a rank.

@@ -22,14 +22,12 @@ from torch_ucx_rpc.errors import JoinTimedOut
 pytestmark = pytest.mark.ucx_only
 
 
-def test_a_worker_joins_after_rank_0_has_ended_by_way_of_a_file(run_workers: RunWorkers, tmp_path: Path) -> None:
+def test_worker_joins_by_a_file_without_rank_0(run_workers: RunWorkers, tmp_path: Path) -> None:
     url = (tmp_path / "store").as_uri()
     run_workers(3, join_without_rank_0, Steps(tmp_path), url, {}, init=False, exit_codes={0: 0})
 
 
-def test_a_worker_joins_after_rank_0_has_ended_by_way_of_a_launchers_store(
-    run_workers: RunWorkers, tmp_path: Path
-) -> None:
+def test_worker_joins_by_a_launchers_store_without_rank_0(run_workers: RunWorkers, tmp_path: Path) -> None:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     run_workers(3, join_without_rank_0, Steps(tmp_path), "env://", environment, init=False, exit_codes={0: 0})
@@ -57,7 +55,7 @@ def join_without_rank_0(rank: int, steps: Steps, url: str, environment: dict[str
     rpc.shutdown()
 
 
-def test_joining_without_the_store_of_rank_0_is_an_error_that_says_so(run_workers: RunWorkers, tmp_path: Path) -> None:
+def test_joining_without_rank_0s_store_is_a_clear_error(run_workers: RunWorkers, tmp_path: Path) -> None:
     run_workers(2, join_without_store, Steps(tmp_path), init=False, exit_codes={0: 0})
 
 

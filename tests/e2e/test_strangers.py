@@ -18,7 +18,7 @@ import workers
 from test_calls import (  # noqa: F401
     test_all_workers_call_all_at_once,
     test_async_execution_answers_when_its_future_is_done,
-    test_exceptions_of_the_callee_are_raised_with_their_type_and_message,
+    test_exceptions_of_the_callee_keep_type_and_message,
     test_handlers_may_call_other_workers_and_back,
     test_thousands_of_calls_in_flight_get_each_its_own_answer,
 )
@@ -87,7 +87,7 @@ def create_an_rref_too_late(rank: int) -> None:
         eventually(lambda: rpc.rpc_sync("worker1", owned_here) == len(late), "the owner has made them")
 
 
-def test_an_rref_whose_creation_timed_out_before_torch_knew_it_says_so(run_workers: Callable[..., list]) -> None:
+def test_rref_timed_out_before_torch_knew_it_is_lost(run_workers: Callable[..., list]) -> None:
     run_workers(2, create_an_rref_too_late)
 
 
@@ -124,16 +124,14 @@ def initialize(rank: int, secrets: list[str | None]) -> str:
 
 
 @pytest.mark.parametrize("other", [None, "another secret than the first"])
-def test_a_worker_with_another_secret_or_none_is_refused_with_both_named(
-    run_workers: Callable[..., list], other: str | None
-) -> None:
+def test_worker_with_another_secret_or_none_is_refused(run_workers: Callable[..., list], other: str | None) -> None:
     for error in run_workers(2, initialize, [VALUE, other], init=False):
         assert error.startswith("JoinFailed: the workers do not share one secret: "), error
         assert "rank 0 ('worker0', pid " in error
         assert "rank 1 ('worker1', pid " in error
 
 
-def test_a_secret_that_can_be_none_is_refused_before_anybody_waits(run_workers: Callable[..., list]) -> None:
+def test_impossible_secret_is_refused_before_any_wait(run_workers: Callable[..., list]) -> None:
     [error] = run_workers(1, initialize, ["short"], init=False)
     assert error.startswith("ValueError: TORCH_UCX_RPC_SECRET holds 5 bytes; a secret has 16 to 4096")
 

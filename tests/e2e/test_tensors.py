@@ -385,7 +385,7 @@ def test_messages_never_share_memory() -> None:
 
 
 @in_worker0(of=2)
-def test_a_sent_tensor_may_be_written_as_soon_as_the_call_returns() -> None:
+def test_sent_tensor_may_be_written_once_the_call_returns() -> None:
     for n in (10, LARGE):
         tensor = torch.zeros(n)
         for i in range(20):

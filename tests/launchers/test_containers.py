@@ -123,14 +123,14 @@ def test_with_dockers_defaults_workers_share_memory(node: VirtualHost) -> None:
 
 
 @pytest.mark.field
-def test_where_no_process_may_read_anothers_memory_they_share_memory_all_the_same(node: VirtualHost) -> None:
+def test_shared_memory_works_without_reading_other_processes(node: VirtualHost) -> None:
     forbidden = "process_vm_readv,process_vm_writev"
     lanes = run_in_one(node, Container(capabilities=()), 2, WITHOUT, forbidden, EXCHANGE)
     assert lanes["worker0"] == {"worker1": IN_SHARED_MEMORY}
 
 
 @pytest.mark.field
-def test_with_no_network_but_the_loopback_interface_they_share_memory(node: VirtualHost) -> None:
+def test_with_only_the_loopback_interface_they_share_memory(node: VirtualHost) -> None:
     # As `docker run --network none` for code that nobody trusts.
     assert run_in_one(node, Container(network="none"), 2, EXCHANGE)["worker0"] == {"worker1": IN_SHARED_MEMORY}
 
@@ -142,7 +142,7 @@ def test_a_tensor_may_be_larger_than_dev_shm(node: VirtualHost) -> None:
 
 
 @pytest.mark.field
-def test_a_user_without_a_name_or_capabilities_on_files_that_nobody_can_write(node: VirtualHost) -> None:
+def test_nameless_user_on_read_only_files_works(node: VirtualHost) -> None:
     container = Container(user=NOBODY, capabilities=(), read_only=True)
     assert run_in_one(node, container, 2, EXCHANGE)["worker0"] == {"worker1": IN_SHARED_MEMORY}
 
@@ -181,14 +181,14 @@ def test_two_containers_of_a_host_reach_each_other_by_tcp(node: VirtualHost, ipc
 
 
 @pytest.mark.field
-def test_two_containers_that_see_each_others_processes_share_memory(node: VirtualHost) -> None:
+def test_containers_with_one_pid_namespace_share_memory(node: VirtualHost) -> None:
     with worker_in_each([(node, Container(ipc="host", pid="host"))] * 2, EXCHANGE) as programs:
         lanes = lanes_of(ends_of(programs))
     assert lanes == {"worker0": {"worker1": IN_SHARED_MEMORY}, "worker1": {"worker0": IN_SHARED_MEMORY}}
 
 
 @pytest.mark.field
-def test_a_tensor_may_be_larger_than_dev_shm_between_containers_too(node: VirtualHost) -> None:
+def test_tensor_between_containers_may_exceed_dev_shm(node: VirtualHost) -> None:
     with worker_in_each([(node, Container(shm_mib=64))] * 2, EXCHANGE, "192") as programs:
         assert_only_tcp(lanes_of(ends_of(programs)))
 
@@ -213,7 +213,7 @@ def test_pods_with_and_without_the_network_of_their_node(hosts: VirtualHosts, ip
 
 @pytest.mark.field
 # UCX's shared memory is open to one user alone, and it does not fall back.
-def test_containers_of_several_users_that_see_each_others_processes(node: VirtualHost) -> None:
+def test_containers_of_several_users_with_one_pid_namespace(node: VirtualHost) -> None:
     containers = [(node, Container(ipc="host", pid="host", user=user)) for user in (NOBODY, NOBODY + 1)]
     with worker_in_each(containers, EXCHANGE) as programs:
         assert_only_tcp(lanes_of(ends_of(programs)))
@@ -223,7 +223,7 @@ def test_containers_of_several_users_that_see_each_others_processes(node: Virtua
 
 
 @pytest.mark.field
-def test_the_launcher_tells_of_a_worker_that_the_kernel_killed_for_its_memory(node: VirtualHost) -> None:
+def test_launcher_reports_a_worker_killed_for_its_memory(node: VirtualHost) -> None:
     with limits(memory_mib=1024) as cgroups, job_in_one(node, Container(cgroups=cgroups), 2, LOST_MEMORY) as job:
         [(code, _, errors)] = ends_of([job])
     assert code == 128 + signal.SIGKILL, errors
@@ -234,9 +234,7 @@ def test_the_launcher_tells_of_a_worker_that_the_kernel_killed_for_its_memory(no
 # With the processes of the other in sight, and without any means to wait for their end but to ask for signs of life.
 @pytest.mark.parametrize("program", [[LOST_MEMORY], [WITHOUT, "pidfd_open", LOST_MEMORY]], ids=["", "no pidfd"])
 @pytest.mark.parametrize("sees", ["private", "host"])
-def test_a_worker_that_the_kernel_kills_for_its_memory_is_told_as_lost(
-    node: VirtualHost, sees: str, program: list[str]
-) -> None:
+def test_worker_killed_for_its_memory_is_lost(node: VirtualHost, sees: str, program: list[str]) -> None:
     with limits(memory_mib=1024) as cgroups:
         containers = [(node, Container(ipc=sees, pid=sees, cgroups=folders)) for folders in ((), cgroups)]
         with worker_in_each(containers, *program) as programs:

@@ -136,13 +136,13 @@ def test_mpi_that_is_started_after_rpc_works_beside_it(kind: str, tmp_path: Path
 
 
 @pytest.mark.field
-def test_open_mpi_that_does_not_use_ucx_may_be_started_before_rpc(tmp_path: Path) -> None:
+def test_open_mpi_without_ucx_may_start_before_rpc(tmp_path: Path) -> None:
     assert_both_worked(beside("open mpi", tmp_path, first="mpi"))
 
 
 @pytest.mark.field
 @pytest.mark.parametrize("kind", ["open mpi over ucx", "mpich"])
-def test_mpi_that_has_loaded_an_older_ucx_before_is_refused_with_a_cure_that_works(kind: str, tmp_path: Path) -> None:
+def test_older_ucx_loaded_by_mpi_is_refused_with_a_working_cure(kind: str, tmp_path: Path) -> None:
     refused = beside(kind, tmp_path, first="mpi")
     assert refused.returncode != 0
     assert "import torch_ucx_rpc before that package (MPI, for one)" in refused.stderr

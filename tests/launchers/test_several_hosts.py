@@ -81,7 +81,7 @@ def test_our_launcher_on_two_hosts_with_roles_over_both(hosts: VirtualHosts) -> 
 
 
 @pytest.mark.field
-def test_a_failure_on_one_host_ends_the_job_on_both_and_both_show_it(hosts: VirtualHosts) -> None:
+def test_failure_on_one_host_ends_the_job_and_both_show_it(hosts: VirtualHosts) -> None:
     program = ["-c", "import os, sys, time; time.sleep(600 if os.environ['RANK'] != '3' else 0); sys.exit('the cause')"]
     begin = time.monotonic()
     with Stalls() as stalls:

@@ -25,7 +25,7 @@ def test_srun_over_nodes_that_do_not_follow_each_other(slurm: SlurmCluster) -> N
 
 
 @pytest.mark.field
-def test_a_batch_script_with_two_steps_at_the_same_time_on_the_same_nodes(slurm: SlurmCluster, tmp_path: Path) -> None:
+def test_batch_script_with_two_steps_at_once_on_the_same_nodes(slurm: SlurmCluster, tmp_path: Path) -> None:
     script = tmp_path / "job.sh"
     # Different numbers of tasks on the nodes; and the script itself is no task.
     script.write_text(
@@ -48,7 +48,7 @@ touch {tmp_path}/over
 
 
 @pytest.mark.field
-def test_a_heterogeneous_step_whose_first_task_is_not_on_the_first_node_of_its_list(slurm: SlurmCluster) -> None:
+def test_heterogeneous_step_with_rank_0_off_its_first_node(slurm: SlurmCluster) -> None:
     done = srun(slurm, "-w", "n4", "-n", "1", PYTHON, MEET, ":", "-w", "n[1-2]", "-n", "2", PYTHON, MEET)
     assert done.returncode == 0, done.stderr
     assert_all_called(done.stdout, ["worker0", "worker1", "worker2"], on=["n4", "n1", "n2"])
@@ -62,7 +62,7 @@ def test_with_k_a_killed_task_ends_the_others(slurm: SlurmCluster) -> None:
 
 
 @pytest.mark.field
-def test_without_k_those_that_called_a_killed_task_name_it_and_end(slurm: SlurmCluster) -> None:
+def test_without_k_callers_of_a_killed_task_name_it_and_end(slurm: SlurmCluster) -> None:
     done = srun(slurm, "--kill-on-bad-exit=0", "-N", "3", "-n", "3", PYTHON, FAIL, "kill")
     assert done.returncode != 0
     lost = re.findall(r"^torch_ucx_rpc\.errors\.WorkerLost: .*worker1.*rank 1", done.stderr, re.MULTILINE)

@@ -182,7 +182,7 @@ def lose_a_worker_in_a_save(folder: str) -> None:
     assert len(list(path.glob("*.distcp"))) == 2
 
 
-def test_a_death_in_the_middle_of_a_save_leaves_the_former_checkpoint(tmp_path, backend):
+def test_death_during_a_save_leaves_the_former_checkpoint(tmp_path, backend):
     drive_with_deaths(lose_a_worker_in_a_save, 3, (1,), str(tmp_path), backend=backend)
 
 
@@ -291,7 +291,7 @@ def has_gradients(rref: Any) -> bool:
     return rref.local_value().embedding.weight.grad is not None
 
 
-def test_remote_modules_have_the_methods_of_modules_and_are_saved_where_they_are(tmp_path, backend):
+def test_remote_modules_are_modules_and_saved_where_they_are(tmp_path, backend):
     # What a remote method raises RPC writes to the stderr of its worker.
     drive(keep_remote_modules, 3, str(tmp_path), backend=backend, silent=False)
 
@@ -326,7 +326,7 @@ def find_the_folder(folder: str) -> None:
     assert not Path(path, ".metadata").exists()
 
 
-def test_a_relative_path_is_the_callers_and_a_folder_that_is_not_shared_is_refused(tmp_path):
+def test_relative_path_is_the_callers_and_must_be_shared(tmp_path):
     drive(find_the_folder, 3, str(tmp_path))
 
 

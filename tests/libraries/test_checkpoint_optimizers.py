@@ -80,7 +80,7 @@ def test_a_loaded_optimizer_goes_on_as_the_saved_one(tmp_path, make, steps_befor
     assert_same(other, model)
 
 
-def test_an_optimizer_without_state_takes_it_from_one_that_has_some(tmp_path):
+def test_optimizer_without_state_loads_it_from_another(tmp_path):
     from torch_ucx_rpc import checkpoint
 
     model = small_model()
@@ -91,7 +91,7 @@ def test_an_optimizer_without_state_takes_it_from_one_that_has_some(tmp_path):
     assert not optimizer.state
 
 
-def test_a_number_may_be_loaded_where_a_tensor_was_and_the_reverse(tmp_path):
+def test_numbers_and_tensors_load_in_each_others_place(tmp_path):
     from torch_ucx_rpc import checkpoint
 
     for first, second in ((adam, adam_with_a_tensor), (adam_with_a_tensor, adam)):
@@ -144,7 +144,7 @@ def two_groups(model: nn.Module) -> list[dict[str, Any]]:
     return [{"params": [first]}, {"params": rest, "lr": 0.01}]
 
 
-def test_another_number_of_groups_is_told_before_anything_is_changed(tmp_path):
+def test_another_number_of_groups_is_refused_before_any_change(tmp_path):
     from torch_ucx_rpc import checkpoint
 
     for saved, wanted in ((1, 2), (2, 1)):
@@ -227,7 +227,7 @@ def change_it_behind_a_step() -> None:
             optimizer.zero_grad()
 
 
-def test_a_learning_rate_that_changes_in_place_counts_as_it_was_in_the_step():
+def test_learning_rate_is_saved_as_it_was_in_the_step():
     drive(change_it_behind_a_step, 2)
 
 

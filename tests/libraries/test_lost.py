@@ -44,7 +44,7 @@ def see_a_death(rank: int, steps: Steps) -> None:
     rpc.shutdown(graceful=False)
 
 
-def test_handlers_that_wait_for_an_end_do_not_hold_up_the_news_of_it(run_on_ucx: RunWorkers, tmp_path: Path) -> None:
+def test_handlers_waiting_for_an_end_do_not_delay_its_news(run_on_ucx: RunWorkers, tmp_path: Path) -> None:
     options, codes = {"num_worker_threads": 2}, {2: KILLED}
     run_on_ucx(3, wait_in_all_threads, Steps(tmp_path), options=options, shutdown=False, exit_codes=codes)
 
@@ -97,7 +97,7 @@ def test_without_rpc_there_is_nobody_to_lose() -> None:
         torch_ucx_rpc.on_lost(print)
 
 
-def test_another_backend_takes_subscribers_and_tells_them_nothing(run_on_tensorpipe: RunWorkers) -> None:
+def test_another_backend_takes_subscribers_but_reports_nothing(run_on_tensorpipe: RunWorkers) -> None:
     run_on_tensorpipe(1, subscribe_on_tensorpipe)
 
 

@@ -64,7 +64,7 @@ def fail_and_go_on() -> None:
         pipe.close()
 
 
-def test_a_stage_that_raises_gives_one_error_and_the_next_step_works(backend):
+def test_raising_stage_gives_one_error_and_the_next_step_works(backend):
     drive(fail_and_go_on, 3, backend=backend)
 
 
@@ -101,7 +101,7 @@ def spoil() -> None:
     pipe.synchronize()
 
 
-def test_what_an_optimizer_raises_is_told_and_spoilt_gradients_are_not_used():
+def test_optimizer_error_is_raised_and_its_gradients_dropped():
     drive(spoil, 3)
 
 
@@ -206,7 +206,7 @@ def seed(value: int) -> None:
 
 
 @pytest.mark.parametrize("save_at", [4, -1])
-def test_a_spare_takes_over_and_all_losses_are_those_of_an_undisturbed_run(tmp_path, backend, save_at):
+def test_spare_takes_over_and_all_losses_stay_the_same(tmp_path, backend, save_at):
     undisturbed = drive(train, 3, str(tmp_path / "a"), None, [], save_at, False, backend=backend)
     disturbed = drive_with_deaths(
         train, 4, (2,), str(tmp_path / "b"), 6, ["worker3"], save_at, save_at > 0, backend=backend
@@ -270,7 +270,7 @@ def lose_what_leaves() -> None:
     assert torch.equal(pipe.step(x, target=y), good)
 
 
-def test_a_value_that_does_not_reach_the_other_stage_ends_the_step():
+def test_value_that_never_reaches_the_next_stage_ends_the_step():
     drive(lose_what_leaves, 3)
 
 
@@ -411,7 +411,7 @@ def lose_behind_a_save(folder: str, dying: str) -> None:
 
 
 @pytest.mark.parametrize("dying", ["while it writes", "later"])
-def test_a_loss_behind_an_asynchronous_save_goes_back_to_what_was_written(tmp_path, dying):
+def test_loss_during_an_asynchronous_save_restores_the_written(tmp_path, dying):
     drive_with_deaths(lose_behind_a_save, 4, (2,), str(tmp_path), dying)
 
 

@@ -111,7 +111,7 @@ def train_what_depends_on_weights_alone() -> None:
     assert_step_is_as_in_one_process(pipe, nn.Sequential(*stages), torch.randn(8, 8), torch.randn(8, 8))
 
 
-def test_an_output_that_depends_on_weights_alone_has_its_gradient_in_two_halves() -> None:
+def test_output_of_weights_alone_has_its_gradient_in_two_halves() -> None:
     drive(train_what_depends_on_weights_alone, 3)
 
 
@@ -194,7 +194,7 @@ def call_off_behind_an_optimizer() -> None:
     assert_step_is_as_in_one_process(pipe, model, x, y)
 
 
-def test_a_step_that_is_called_off_leaves_the_optimizer_before_it_alone() -> None:
+def test_canceled_step_leaves_the_former_optimizer_step_alone() -> None:
     drive(call_off_behind_an_optimizer, 3)
 
 

@@ -72,7 +72,7 @@ def list_and_trace_a_frozen_norm() -> None:
     assert_same_state(pipe, model)
 
 
-def test_stages_of_a_list_and_traced_ones_have_the_modes_that_they_were_given() -> None:
+def test_listed_and_traced_stages_keep_their_modes() -> None:
     drive(list_and_trace_a_frozen_norm, 3)
 
 
@@ -207,7 +207,7 @@ def call_traced() -> None:
         pipe(torch.randn(8, 9), b, 3.0)
 
 
-def test_a_traced_model_tells_its_arguments_apart_and_has_a_graph_for_evaluation() -> None:
+def test_traced_model_has_named_arguments_and_an_eval_graph() -> None:
     drive(call_traced, 3)
 
 
@@ -238,7 +238,7 @@ def load_what_only_evaluation_runs() -> None:
             assert torch.equal(pipe(x), torch.cat([model(part) for part in x.tensor_split(4)])), seed
 
 
-def test_a_layer_that_only_evaluation_runs_has_the_values_that_are_loaded() -> None:
+def test_layer_used_only_in_evaluation_gets_loaded_values() -> None:
     drive(load_what_only_evaluation_runs, 3)
 
 
@@ -312,5 +312,5 @@ def two_optimizers_and_a_scaler() -> None:
     assert scaler.get_scale() == 2 * before
 
 
-def test_a_scaler_serves_several_optimizers_and_unscales_before_clipping() -> None:
+def test_scaler_serves_several_optimizers_and_unscales_first() -> None:
     drive(two_optimizers_and_a_scaler, 3)

@@ -102,7 +102,7 @@ def compute_with_one_thread() -> None:
 
 
 @pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="with one core there is one thread anyway")
-def test_stages_compute_with_as_many_threads_as_their_process_was_told(backend):
+def test_stages_compute_with_the_threads_of_their_process(backend):
     drive(compute_with_one_thread, 3, backend=backend)
 
 
@@ -168,7 +168,7 @@ def train_tied_language_model() -> None:
     assert_equal_states(pipe, model)
 
 
-def test_a_traced_model_with_tied_weights_trains_on_lengths_that_change():
+def test_traced_model_with_tied_weights_trains_on_any_length():
     drive(train_tied_language_model, 3)
 
 
@@ -212,7 +212,7 @@ def train_skipping() -> None:
         torch.testing.assert_close(found, {name: one.grad for name, one in model.named_parameters()})
 
 
-def test_a_skip_over_stages_trains_in_1f1b_and_a_traced_model_evaluates():
+def test_skip_over_stages_trains_in_1f1b_and_evaluates():
     drive(train_skipping, 4)
 
 
@@ -260,7 +260,7 @@ def train_counting() -> None:
             pipe.step(x, x, shift, target=y, factor=factor)
 
 
-def test_a_traced_model_has_all_of_its_state_and_takes_arguments_by_name_or_place():
+def test_traced_model_has_all_state_and_keyword_arguments():
     drive(train_counting, 3)
 
 
@@ -398,7 +398,7 @@ def rematerialize_norms_and_dropout() -> None:
         assert torch.equal(pipe.eval()(x), torch.cat([model.eval()(part) for part in x.tensor_split(4)]))
 
 
-def test_rematerialization_draws_the_same_dropout_and_counts_a_batch_once():
+def test_rematerialization_repeats_dropout_and_counts_once():
     drive(rematerialize_norms_and_dropout, 3)
 
 
@@ -541,7 +541,7 @@ def freeze() -> None:
         pipe.load_state_dict({name: value for name, value in other.state_dict().items() if name != "6.bias"})
 
 
-def test_frozen_parameters_get_no_gradients_and_states_are_the_undivided_models():
+def test_frozen_parameters_get_no_gradients():
     drive(freeze, 3)
 
 

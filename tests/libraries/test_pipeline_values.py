@@ -61,7 +61,7 @@ def call_with_different_values() -> None:
         assert [sorted(part) for part in pipe(x)] == [["more", "rows", "y"], *[["rows", "y"]] * 3]
 
 
-def test_values_that_differ_between_micro_batches_leave_gradients_where_they_belong() -> None:
+def test_differing_micro_batches_keep_gradients_in_place() -> None:
     drive(call_with_different_values, 3)
 
 

@@ -67,7 +67,7 @@ def train_with_ddp(rank: int, steps: Steps, hosts: tuple[str, ...]) -> list[torc
     return trained
 
 
-def test_the_sum_of_many_trainers_does_not_depend_on_who_comes_first(run_on_both: RunWorkers, tmp_path: Path) -> None:
+def test_sum_of_trainers_does_not_depend_on_their_order(run_on_both: RunWorkers, tmp_path: Path) -> None:
     means = run_on_both(4, sum_in_other_orders, Steps(tmp_path))
     assert all(are_equal(means[0], other) for other in means[1:])
 
@@ -172,9 +172,7 @@ def train_compressed(rank: int, steps: Steps) -> None:
 # ---------------------------------------------------------------------------------------------------- DataParallel
 
 
-def test_trainers_begin_alike_and_accumulate_and_skip_what_has_no_gradient(
-    run_on_both: RunWorkers, tmp_path: Path
-) -> None:
+def test_trainers_begin_alike_accumulate_and_skip_no_gradient(run_on_both: RunWorkers, tmp_path: Path) -> None:
     first, second = run_on_both(2, train_unusually, Steps(tmp_path))
     assert are_equal(first, second)
 
@@ -215,9 +213,7 @@ def train_unusually(rank: int, steps: Steps) -> list[torch.Tensor]:
     return parameters_of(module)
 
 
-def test_a_bucket_that_is_cut_is_put_together_whatever_its_gradients_are_like(
-    run_on_both: RunWorkers, tmp_path: Path
-) -> None:
+def test_cut_bucket_is_joined_for_gradients_of_every_kind(run_on_both: RunWorkers, tmp_path: Path) -> None:
     run_on_both(2, train_a_cut_bucket, Steps(tmp_path))
 
 
@@ -254,9 +250,7 @@ def train_a_cut_bucket(rank: int, steps: Steps) -> None:
     steps.meet("done", rank, 2)
 
 
-def test_a_trainer_that_joins_gets_the_state_and_one_that_leaves_is_not_waited_for(
-    run_on_ucx: RunWorkers, tmp_path: Path
-) -> None:
+def test_joining_trainer_gets_state_and_a_leaver_blocks_no_step(run_on_ucx: RunWorkers, tmp_path: Path) -> None:
     url = (tmp_path / "store").as_uri()
     *others, joined, _ = run_on_ucx(4, join_and_leave, Steps(tmp_path), url, init=False)
     assert are_equal(others[1], joined)
@@ -335,9 +329,7 @@ def train_for_different_times(rank: int, steps: Steps) -> None:
         steps.meet("trained 1", rank, 3)
 
 
-def test_who_has_asked_for_a_model_that_is_let_go_of_begins_all_the_same(
-    run_on_both: RunWorkers, tmp_path: Path
-) -> None:
+def test_trainer_begins_though_its_model_was_dropped(run_on_both: RunWorkers, tmp_path: Path) -> None:
     run_on_both(3, let_go_of_a_model_asked_for, Steps(tmp_path))
 
 
@@ -356,7 +348,7 @@ def let_go_of_a_model_asked_for(rank: int, steps: Steps) -> None:
     steps.meet("over", rank, 3)
 
 
-def test_who_lets_go_of_one_model_and_keeps_another_is_not_waited_for(run_on_both: RunWorkers, tmp_path: Path) -> None:
+def test_dropping_one_of_two_models_blocks_no_step(run_on_both: RunWorkers, tmp_path: Path) -> None:
     run_on_both(4, let_go_of_one_of_two_models, Steps(tmp_path))
 
 
@@ -541,7 +533,7 @@ def test_without_rpc_serve_says_so() -> None:
 
 
 @pytest.mark.parametrize("names", [("a", "b"), ()], ids=["by name", "by number"])
-def test_a_trainer_is_new_only_if_the_first_round_has_not_waited_for_it(names: tuple[str, ...]) -> None:
+def test_trainer_is_new_only_if_the_first_round_did_not_wait(names: tuple[str, ...]) -> None:
     a, b, c = (Trainer(rank, name, 10 + rank) for rank, name in enumerate("abc"))
     roster = Roster(Spec("ps", ("ps",), 2, names))
     roster.count(a)

@@ -27,7 +27,7 @@ RunWorkers = Callable[..., list]
 # ------------------------------------------------------------------------------------------------------ who never comes
 
 
-def test_a_host_that_trains_waits_for_others_no_longer_than_a_call(run_on_both: RunWorkers, tmp_path: Path) -> None:
+def test_training_host_waits_for_others_as_long_as_a_call(run_on_both: RunWorkers, tmp_path: Path) -> None:
     run_on_both(2, miss_the_other_trainer, Steps(tmp_path), options={"rpc_timeout": 2})
 
 
@@ -42,9 +42,7 @@ def miss_the_other_trainer(rank: int, steps: Steps) -> None:
     steps.meet("done", rank, 2)
 
 
-def test_a_trainer_that_has_given_up_asking_for_the_state_is_not_waited_for(
-    run_on_both: RunWorkers, tmp_path: Path
-) -> None:
+def test_timed_out_trainer_blocks_no_step(run_on_both: RunWorkers, tmp_path: Path) -> None:
     run_on_both(2, ask_in_a_long_pause, Steps(tmp_path), options={"rpc_timeout": 2})
 
 
@@ -120,9 +118,7 @@ def fail_in_backward(rank: int, steps: Steps) -> None:
     steps.meet("done", rank, 2)
 
 
-def test_a_trainer_begins_anew_with_the_model_that_the_others_have_by_then(
-    run_on_both: RunWorkers, tmp_path: Path
-) -> None:
+def test_trainer_begins_again_with_the_others_model(run_on_both: RunWorkers, tmp_path: Path) -> None:
     run_on_both(3, begin_anew_in_the_second_model, Steps(tmp_path))
 
 
@@ -197,7 +193,7 @@ def give_another_model(rank: int, folder: str) -> None:
 
 
 @pytest.mark.parametrize("has_optimizer", [True, False])
-def test_a_trainer_that_has_missed_what_nobody_knows_takes_the_state_of_another(
+def test_trainer_that_missed_an_unknown_sum_takes_the_state(
     run_on_both: RunWorkers, tmp_path: Path, has_optimizer: bool
 ) -> None:
     run_on_both(4, miss_what_nobody_knows, Steps(tmp_path), has_optimizer)
@@ -241,7 +237,7 @@ def miss_what_nobody_knows(rank: int, steps: Steps, has_optimizer: bool) -> None
 
 @pytest.mark.parametrize("error", [RuntimeError, ValueError])
 @pytest.mark.parametrize("failing", [(0,), (1,), (0, 1, 2)])
-def test_after_a_step_that_is_averaged_in_part_a_trainer_begins_anew(
+def test_trainer_begins_again_after_a_partly_averaged_step(
     run_on_both: RunWorkers, failing: tuple[int, ...], error: type[Exception]
 ) -> None:
     run_on_both(1, fail_in_buckets, failing, error)
@@ -271,9 +267,7 @@ def fail_in_buckets(rank: int, failing: tuple[int, ...], error: type[Exception])
         copy(torch.ones(4, 8)).sum().backward()
 
 
-def test_after_a_push_that_some_hosts_have_not_answered_a_trainer_begins_anew(
-    run_on_both: RunWorkers, tmp_path: Path
-) -> None:
+def test_trainer_begins_again_after_a_partly_answered_push(run_on_both: RunWorkers, tmp_path: Path) -> None:
     run_on_both(3, push_to_a_host_that_answers_nothing, Steps(tmp_path), options={"rpc_timeout": 2})
 
 

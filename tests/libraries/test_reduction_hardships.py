@@ -162,9 +162,7 @@ def catch_up_two_at_once(rank: int, steps: Steps) -> None:
     steps.meet("done", rank, 3)
 
 
-def test_a_trainer_that_waits_for_the_state_of_the_last_one_is_not_waited_for(
-    run_on_both: RunWorkers, tmp_path: Path
-) -> None:
+def test_trainer_waiting_for_the_last_ones_state_blocks_no_step(run_on_both: RunWorkers, tmp_path: Path) -> None:
     run_on_both(3, catch_up_with_the_last_one, Steps(tmp_path))
 
 
@@ -205,7 +203,7 @@ def catch_up_with_the_last_one(rank: int, steps: Steps) -> None:
     steps.meet("done", rank, 3)
 
 
-def test_a_late_trainer_with_its_optimizer_gets_the_state_of_another(run_on_ucx: RunWorkers, tmp_path: Path) -> None:
+def test_late_trainer_with_an_optimizer_gets_anothers_state(run_on_ucx: RunWorkers, tmp_path: Path) -> None:
     run_on_ucx(4, catch_up_with_adam, Steps(tmp_path))
 
 
@@ -271,9 +269,7 @@ def push_with_quorum(rank: int, steps: Steps) -> None:
     steps.meet("done", rank, 3)
 
 
-def test_an_expected_trainer_that_comes_after_the_first_steps_is_late_and_no_newcomer(
-    run_on_both: RunWorkers, tmp_path: Path
-) -> None:
+def test_expected_trainer_after_the_first_steps_is_late_not_new(run_on_both: RunWorkers, tmp_path: Path) -> None:
     run_on_both(3, come_after_the_first_steps, Steps(tmp_path))
 
 
@@ -341,7 +337,7 @@ def lose_a_host(rank: int, steps: Steps, is_on_trainers: bool) -> list[torch.Ten
 
 
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["synchronous", "asynchronous"])
-def test_a_replica_goes_on_with_all_updates_of_a_host_that_is_killed(
+def test_replica_continues_with_all_updates_of_a_killed_host(
     run_on_ucx: RunWorkers, tmp_path: Path, asynchronous: bool
 ) -> None:
     run_on_ucx(
@@ -383,7 +379,7 @@ def lose_a_host_with_a_replica(rank: int, steps: Steps, asynchronous: bool) -> N
     rpc.shutdown(graceful=False)
 
 
-def test_a_server_that_is_started_anew_goes_on_from_its_checkpoint(run_on_ucx: RunWorkers, tmp_path: Path) -> None:
+def test_restarted_server_continues_from_its_checkpoint(run_on_ucx: RunWorkers, tmp_path: Path) -> None:
     url = (tmp_path / "store").as_uri()
     run_on_ucx(3, restart_the_server, Steps(tmp_path), url, init=False, exit_codes={0: KILLED})
 
@@ -437,9 +433,7 @@ def restart_the_server(rank: int, steps: Steps, url: str) -> None:
     rpc.shutdown()
 
 
-def test_without_replica_and_checkpoint_the_loss_of_a_host_with_parameters_is_an_error(
-    run_on_ucx: RunWorkers, tmp_path: Path
-) -> None:
+def test_losing_the_only_host_of_parameters_is_an_error(run_on_ucx: RunWorkers, tmp_path: Path) -> None:
     run_on_ucx(3, lose_parameters, Steps(tmp_path), shutdown=False, exit_codes={0: KILLED})
 
 

@@ -118,7 +118,7 @@ def test_a_round_that_two_hosts_complete_is_applied_once(is_first_own: bool) -> 
 # ---------------------------------------------------------------------------------------------------- who is waited for
 
 
-def test_of_a_number_of_trainers_only_those_count_that_have_called_serve() -> None:
+def test_number_of_trainers_counts_only_callers_of_serve() -> None:
     host = host_of(3)
     host.on_gone(99, "an evaluator")
     host.note_serve(trainer_of(2))
@@ -130,7 +130,7 @@ def test_of_a_number_of_trainers_only_those_count_that_have_called_serve() -> No
         assert torch.equal(answer.value().tensors[0], torch.full((2,), 0.5))
 
 
-def test_trainers_that_come_when_all_of_the_last_meeting_have_ended_meet_anew() -> None:
+def test_trainers_after_a_finished_meeting_meet_again() -> None:
     living = ["driver", "worker1", "worker2"]
     life: Any = SimpleNamespace(
         info=SimpleNamespace(name="driver"),
@@ -149,7 +149,7 @@ def test_trainers_that_come_when_all_of_the_last_meeting_have_ended_meet_anew() 
     assert meetings.meet("s", trainer_of(4), 2, ()).wait() == waiting.wait() == ("worker3", "worker4")
 
 
-def test_a_trainer_that_dies_before_it_is_given_the_state_is_not_waited_for() -> None:
+def test_trainer_dying_before_it_has_the_state_blocks_no_step() -> None:
     host = host_of(1)
     assert push_to_host(host, 0).done()
     joiner = trainer_of(1)
@@ -160,7 +160,7 @@ def test_a_trainer_that_dies_before_it_is_given_the_state_is_not_waited_for() ->
     assert push_to_host(host, 0, at=1).done()
 
 
-def test_a_trainer_that_has_given_up_waiting_for_the_first_ones_is_not_waited_for() -> None:
+def test_trainer_that_stopped_waiting_for_the_first_blocks_none() -> None:
     host = host_of(2)
     entered = host.enter("model0", trainer_of(1))
     assert not entered.done()
@@ -171,7 +171,7 @@ def test_a_trainer_that_has_given_up_waiting_for_the_first_ones_is_not_waited_fo
 
 
 @pytest.mark.parametrize("is_admission_late", [True, False])
-def test_who_has_given_up_asking_for_a_state_is_not_waited_for_though_it_is_admitted(is_admission_late: bool) -> None:
+def test_timed_out_state_request_does_not_block_step(is_admission_late: bool) -> None:
     host = host_of(1)
     assert push_to_host(host, 0).done()
     donor, joiner = trainer_of(0), trainer_of(1)
@@ -189,9 +189,7 @@ def test_who_has_given_up_asking_for_a_state_is_not_waited_for_though_it_is_admi
 
 @pytest.mark.parametrize("is_admission_late", [True, False])
 @pytest.mark.parametrize("is_repeated", [True, False])
-def test_a_trainer_whose_donor_has_died_is_not_waited_for_until_it_is_heard_of(
-    is_repeated: bool, is_admission_late: bool
-) -> None:
+def test_trainer_with_a_dead_donor_blocks_no_step_until_heard(is_repeated: bool, is_admission_late: bool) -> None:
     host = host_of(2)
     for rank in range(2):
         push_to_host(host, rank)
@@ -209,7 +207,7 @@ def test_a_trainer_whose_donor_has_died_is_not_waited_for_until_it_is_heard_of(
     assert not push_to_host(host, 1, at=2).done()
 
 
-def test_a_trainer_that_has_the_state_of_a_donor_that_has_died_is_waited_for() -> None:
+def test_trainer_with_a_dead_donors_state_is_expected() -> None:
     host = host_of(2)
     for rank in range(2):
         push_to_host(host, rank)
@@ -223,7 +221,7 @@ def test_a_trainer_that_has_the_state_of_a_donor_that_has_died_is_waited_for() -
     assert last.done()
 
 
-def test_a_trainer_is_not_waited_for_in_rounds_that_are_over_for_it() -> None:
+def test_trainer_blocks_no_round_that_is_over_for_it() -> None:
     piece = piece_of(2)
     early = push_in_the_middle(piece, 0, 5)
     assert not early.done()
@@ -239,7 +237,7 @@ def test_a_trainer_is_not_waited_for_in_rounds_that_are_over_for_it() -> None:
 
 @pytest.mark.parametrize("is_seen", [False, True])
 @pytest.mark.parametrize("at", [5, 6])
-def test_a_late_trainer_gets_the_sum_of_what_it_has_missed_or_none(at: int, is_seen: bool) -> None:
+def test_late_trainer_gets_the_sum_it_missed_or_none(at: int, is_seen: bool) -> None:
     # Of a host that has taken over with the round 5.
     piece = piece_of(3)
     if is_seen:
@@ -256,7 +254,7 @@ def test_a_late_trainer_gets_the_sum_of_what_it_has_missed_or_none(at: int, is_s
         assert "what it has missed is not known" in answer.refusal
 
 
-def test_a_late_trainer_that_has_taken_the_state_of_another_has_missed_what_that_one_has() -> None:
+def test_late_trainer_misses_what_its_donor_missed() -> None:
     piece = piece_of(3)
 
     def push(rank: int, at: int) -> Any:
@@ -283,7 +281,7 @@ def test_a_late_trainer_that_has_taken_the_state_of_another_has_missed_what_that
 # --------------------------------------------------------------------------------------------------------- what is kept
 
 
-def test_a_trainer_that_is_a_round_further_is_asked_for_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trainer_a_round_ahead_is_asked_for_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
     def rpc_async(worker: str, *_: Any, **__: Any) -> Future[Any]:
@@ -347,7 +345,7 @@ def test_nothing_is_kept_of_a_model_that_all_have_let_go_of() -> None:
     assert set(host._pieces) == {"model1/0/0"}
 
 
-def test_of_models_that_are_gone_the_results_of_the_last_one_are_kept() -> None:
+def test_results_of_the_last_dropped_model_are_kept() -> None:
     results = Results(HOST)
     for piece in ("model1/0/0", "model1/1/0", "model10/0/0"):
         results.keep("ps", piece, 3, [torch.ones(2)])
@@ -374,7 +372,7 @@ def test_a_checkpoint_that_cannot_be_read_is_named(tmp_path: Path) -> None:
         piece.fill(trainer_of(0))
 
 
-def test_a_trainer_that_has_failed_to_give_the_parameters_is_asked_again() -> None:
+def test_trainer_that_failed_to_give_parameters_is_asked_again() -> None:
     piece = ParameterPiece("tensors/0", Roster(Spec("ps", ("ps",), 1, optimizer=SGD)), HOST, ALONE)
     first, other = (piece.fill(trainer_of(rank)) for rank in range(2))
     assert first.value() == "give"

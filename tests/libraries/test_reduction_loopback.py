@@ -93,7 +93,7 @@ def doubled(state, bucket):  # type: ignore[no-untyped-def]
     return reduction.hook(state, bucket).then(lambda mean: mean.value().mul_(2))
 
 
-def test_tensors_that_are_being_added_are_given_back_when_that_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensors_in_an_addition_are_returned_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
     is_adding, may_go_on = threading.Event(), threading.Event()
     add = _round._add
 

@@ -23,7 +23,7 @@ from torch_ucx_rpc.reduction import _copy, _hosts, _messages
 RunWorkers = Callable[..., list]
 
 
-def test_a_trainer_that_was_started_anew_is_waited_for_by_the_next_hosts() -> None:
+def test_next_hosts_expect_a_restarted_trainer() -> None:
     names = ("worker0", "worker1")
     life: Any = SimpleNamespace(
         info=SimpleNamespace(name="worker0"),
@@ -49,9 +49,7 @@ def test_a_trainer_that_was_started_anew_is_waited_for_by_the_next_hosts() -> No
         assert torch.equal(answer.value().tensors[0], torch.full((2,), 0.5))
 
 
-def test_a_trainer_that_shares_the_work_is_killed_and_comes_back_under_its_name(
-    run_on_ucx: RunWorkers, tmp_path: Path
-) -> None:
+def test_killed_trainer_comes_back_under_its_name(run_on_ucx: RunWorkers, tmp_path: Path) -> None:
     url = (tmp_path / "store").as_uri()
     first, _, third, again = run_on_ucx(4, restart_a_trainer, Steps(tmp_path), url, init=False, exit_codes={1: KILLED})
     assert are_equal(first, third, again)
@@ -79,7 +77,7 @@ def restart_a_trainer(process: int, steps: Steps, url: str) -> list[torch.Tensor
     return result
 
 
-def test_a_trainer_whose_donor_has_died_is_given_the_state_by_another(run_on_ucx: RunWorkers, tmp_path: Path) -> None:
+def test_trainer_with_a_dead_donor_gets_state_from_another(run_on_ucx: RunWorkers, tmp_path: Path) -> None:
     url = (tmp_path / "store").as_uri()
     _, *results = run_on_ucx(3, die_as_a_donor, Steps(tmp_path), url, init=False, exit_codes={0: KILLED})
     assert are_equal(*results)
@@ -114,7 +112,7 @@ def die_as_a_donor(process: int, steps: Steps, url: str) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("is_under_way", [False, True])
-def test_a_step_that_a_host_has_answered_to_itself_alone_and_given_on_is_that_of_all(
+def test_step_answered_to_one_host_and_given_on_is_that_of_all(
     run_on_ucx: RunWorkers, tmp_path: Path, is_under_way: bool
 ) -> None:
     url = (tmp_path / "store").as_uri()
@@ -163,16 +161,12 @@ def give_on_what_others_lack(process: int, steps: Steps, url: str, is_under_way:
     return result
 
 
-def test_a_trainer_that_waits_for_the_state_does_not_hold_up_the_next_hosts(
-    run_on_ucx: RunWorkers, tmp_path: Path
-) -> None:
+def test_trainer_waiting_for_state_does_not_block_the_next_hosts(run_on_ucx: RunWorkers, tmp_path: Path) -> None:
     url = (tmp_path / "store").as_uri()
     run_on_ucx(4, lose_all_hosts, Steps(tmp_path), url, False, init=False, exit_codes={0: KILLED, 1: KILLED})
 
 
-def test_the_next_hosts_wait_for_a_trainer_that_has_just_been_given_the_state(
-    run_on_ucx: RunWorkers, tmp_path: Path
-) -> None:
+def test_next_hosts_expect_a_trainer_that_just_got_the_state(run_on_ucx: RunWorkers, tmp_path: Path) -> None:
     url = (tmp_path / "store").as_uri()
     results = run_on_ucx(4, lose_all_hosts, Steps(tmp_path), url, True, init=False, exit_codes={0: KILLED, 1: KILLED})
     assert are_equal(*results[2:])
@@ -237,9 +231,7 @@ def parameters_at_the_end(trainer: Trainer, steps: Steps, process: int) -> list[
     return result
 
 
-def test_trainers_meet_though_one_with_a_lower_rank_comes_after_the_first(
-    run_on_ucx: RunWorkers, tmp_path: Path
-) -> None:
+def test_trainers_meet_though_a_lower_rank_comes_later(run_on_ucx: RunWorkers, tmp_path: Path) -> None:
     url = (tmp_path / "store").as_uri()
     assert run_on_ucx(2, meet_from_below, Steps(tmp_path), url, init=False) == [("worker0", "worker1")] * 2
 
@@ -336,7 +328,7 @@ def leave_while_others_wait(process: int, steps: Steps, url: str) -> None:
     rpc.shutdown()
 
 
-def test_nobody_notices_a_trainer_that_shares_the_work_and_leaves(run_on_ucx: RunWorkers, tmp_path: Path) -> None:
+def test_trainer_that_shares_the_work_leaves_unnoticed(run_on_ucx: RunWorkers, tmp_path: Path) -> None:
     url = (tmp_path / "store").as_uri()
     _, first, second = run_on_ucx(3, leave_in_the_middle, Steps(tmp_path), url, init=False)
     assert are_equal(first, second)

@@ -33,9 +33,7 @@ def train_over_the_death_of_a_host(process: int, steps: Steps) -> list[torch.Ten
     return trainer.train_until(steps, "last")
 
 
-def test_a_step_that_a_host_has_answered_in_part_before_it_was_started_anew_is_that_of_all(
-    run_on_ucx: RunWorkers, tmp_path: Path
-) -> None:
+def test_step_answered_in_part_before_a_restart_is_that_of_all(run_on_ucx: RunWorkers, tmp_path: Path) -> None:
     url = (tmp_path / "store").as_uri()
     results = run_on_ucx(4, train_over_a_restart, Steps(tmp_path), url, init=False, exit_codes={0: KILLED})
     assert are_equal(*results[1:3])
@@ -68,9 +66,7 @@ def train_over_a_restart(process: int, steps: Steps, url: str) -> list[torch.Ten
     return result
 
 
-def test_whoever_joins_after_a_server_was_started_anew_goes_where_the_others_go(
-    run_on_ucx: RunWorkers, tmp_path: Path
-) -> None:
+def test_trainer_joining_after_a_server_restart_follows_others(run_on_ucx: RunWorkers, tmp_path: Path) -> None:
     url = (tmp_path / "store").as_uri()
     results = run_on_ucx(5, join_after_a_restart, Steps(tmp_path), url, init=False, exit_codes={0: KILLED})
     assert are_equal(results[2], results[4])
@@ -96,9 +92,7 @@ def join_after_a_restart(process: int, steps: Steps, url: str) -> list[torch.Ten
     return result
 
 
-def test_a_server_that_is_started_anew_keeps_the_replica_for_the_next_death(
-    run_on_ucx: RunWorkers, tmp_path: Path
-) -> None:
+def test_restarted_server_keeps_the_replica_for_the_next_death(run_on_ucx: RunWorkers, tmp_path: Path) -> None:
     url = (tmp_path / "store").as_uri()
     run_on_ucx(5, lose_one_host_after_the_other, Steps(tmp_path), url, init=False, exit_codes={0: KILLED, 1: KILLED})
 

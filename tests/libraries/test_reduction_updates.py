@@ -169,9 +169,7 @@ def test_a_copy_of_the_state_stays_as_it_is_while_updates_come() -> None:
     assert torch.equal(again.values()[0], state.values()[0])
 
 
-def test_a_trainer_is_told_when_other_parameters_are_in_the_place_of_its_own(
-    run_on_both: RunWorkers, tmp_path: Path
-) -> None:
+def test_trainer_with_replaced_parameters_is_warned(run_on_both: RunWorkers, tmp_path: Path) -> None:
     run_on_both(3, give_parameters_anew, Steps(tmp_path))
 
 
@@ -272,7 +270,7 @@ def test_a_replica_is_sent_no_update_before_it_has_the_state() -> None:
 
 
 @pytest.mark.parametrize("has_optimizer", [True, False])
-def test_whoever_joins_between_two_hosts_is_in_the_same_step_at_both(
+def test_trainer_joining_between_two_hosts_has_one_step_at_both(
     run_on_both: RunWorkers, tmp_path: Path, has_optimizer: bool
 ) -> None:
     first, second = run_on_both(2, join_between_two_hosts, Steps(tmp_path), has_optimizer)
@@ -326,9 +324,7 @@ def join_between_two_hosts(rank: int, steps: Steps, has_optimizer: bool) -> list
 
 
 @pytest.mark.parametrize("is_new", [False, True])
-def test_what_a_late_trainer_has_missed_at_one_of_two_hosts_adds_up(
-    monkeypatch: pytest.MonkeyPatch, is_new: bool
-) -> None:
+def test_what_a_late_trainer_missed_at_one_host_adds_up(monkeypatch: pytest.MonkeyPatch, is_new: bool) -> None:
     # By shard, the next round and the mean, or the sum of those that were missed.
     answers = [[(7, 30.0)], [(6, 10.0), (7, 20.0)]]
 
@@ -395,7 +391,7 @@ class FakeLife:
         return [WorkerInfo("t0", 0), WorkerInfo("t1", 1), self.info]
 
 
-def test_a_quorum_does_not_complete_a_round_whose_result_another_trainer_may_have(
+def test_quorum_leaves_a_round_whose_result_may_be_elsewhere(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     asked: dict[str, torch.futures.Future] = {}

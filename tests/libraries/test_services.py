@@ -108,9 +108,7 @@ def do_what_the_page_shows(rank: int, steps: Steps) -> None:
     steps.meet("done", rank, 3)
 
 
-def test_a_name_can_be_called_on_every_worker_as_soon_as_it_is_registered(
-    run_on_both: RunWorkers, tmp_path: Path
-) -> None:
+def test_registered_name_can_be_called_everywhere_at_once(run_on_both: RunWorkers, tmp_path: Path) -> None:
     run_on_both(3, register_and_call, Steps(tmp_path))
 
 
@@ -371,9 +369,7 @@ def test_without_rpc_every_function_says_so() -> None:
 # ------------------------------------------------------------------------------------------------------------ groups
 
 
-def test_a_groups_names_are_refused_at_the_callee_to_those_who_are_no_members(
-    run_on_both: RunWorkers, tmp_path: Path
-) -> None:
+def test_callee_refuses_a_groups_names_to_outsiders(run_on_both: RunWorkers, tmp_path: Path) -> None:
     run_on_both(3, call_into_a_group, Steps(tmp_path))
 
 
@@ -461,9 +457,7 @@ def take_a_role(rank: int, steps: Steps) -> None:
 # ---------------------------------------------------------------------------------------------------------- failures
 
 
-def test_idempotent_calls_survive_the_end_of_a_replica_and_others_say_which_was_lost(
-    run_on_ucx: RunWorkers, tmp_path: Path
-) -> None:
+def test_only_idempotent_calls_survive_a_replicas_end(run_on_ucx: RunWorkers, tmp_path: Path) -> None:
     run_on_ucx(4, lose_a_replica, Steps(tmp_path), shutdown=False, exit_codes={1: KILLED})
 
 
@@ -539,9 +533,7 @@ def lose_all_replicas(rank: int, steps: Steps) -> None:
         steps.wait_for("never")
 
 
-def test_names_stay_unique_when_the_decider_dies_in_the_middle_of_registrations(
-    run_on_ucx: RunWorkers, tmp_path: Path
-) -> None:
+def test_names_stay_unique_when_the_decider_dies(run_on_ucx: RunWorkers, tmp_path: Path) -> None:
     held = run_on_ucx(4, contend_for_names, Steps(tmp_path), shutdown=False, exit_codes={0: KILLED})
     for name in range(CONTENDED):
         owners = [rank for rank in range(1, 4) if name in held[rank]]
@@ -584,9 +576,7 @@ def join(rank: int, **overrides: object) -> None:
     init_rpc(rank, world_size=None, **overrides)
 
 
-def test_workers_that_join_know_all_names_and_those_of_workers_that_left_are_gone(
-    run_on_ucx: RunWorkers, tmp_path: Path
-) -> None:
+def test_joining_workers_know_the_names_of_the_living(run_on_ucx: RunWorkers, tmp_path: Path) -> None:
     # A file, so that rank 0 may be the first to leave.
     url = (tmp_path / "store").as_uri()
     run_on_ucx(4, come_and_go, Steps(tmp_path), url, init=False)
@@ -618,9 +608,7 @@ def come_and_go(rank: int, steps: Steps, url: str) -> None:
     steps.done(f"left {rank}")
 
 
-def test_a_worker_that_is_started_anew_decides_again_and_has_none_of_its_former_names(
-    run_on_ucx: RunWorkers, tmp_path: Path
-) -> None:
+def test_restarted_decider_has_none_of_its_former_names(run_on_ucx: RunWorkers, tmp_path: Path) -> None:
     url = (tmp_path / "store").as_uri()
     run_on_ucx(4, restart_the_decider, Steps(tmp_path), url, init=False, exit_codes={0: KILLED})
 
@@ -691,7 +679,7 @@ def test_changes_may_come_in_any_order() -> None:
         assert table.owners["w1"].version == 4
 
 
-def test_a_full_copy_takes_the_place_of_what_is_missing_and_older_changes_are_dropped() -> None:
+def test_full_copy_fills_gaps_and_drops_older_changes() -> None:
     table = Table()
     table.apply(change("w1", 7, 2, 3, "d"))
     assert not table.names()
@@ -701,7 +689,7 @@ def test_a_full_copy_takes_the_place_of_what_is_missing_and_older_changes_are_dr
     assert table.names() == {"a", "b", "d"}
 
 
-def test_a_life_that_has_ended_does_not_come_back_and_the_next_one_begins_with_nothing() -> None:
+def test_ended_life_stays_ended_and_the_next_starts_empty() -> None:
     table = Table()
     table.apply(change("w1", 7, 0, 1, "a"))
     assert table.apply(change("w1", 8, 0, 1, "b")) == {"a", "b"}

@@ -24,7 +24,7 @@ def offered() -> set[str]:
 
 
 @pytest.mark.parametrize("moment", ["_ask", "_claim"])
-def test_a_grant_of_a_former_decider_is_known_to_the_next_one_or_void(
+def test_grant_of_a_former_decider_is_known_to_the_next_or_void(
     run_on_ucx: RunWorkers, tmp_path: Path, moment: str
 ) -> None:
     run_on_ucx(3, change_the_decider, Steps(tmp_path), moment, shutdown=False, exit_codes={0: KILLED})
@@ -78,9 +78,7 @@ def owners_of_the_seat() -> tuple[str, ...]:
 # ---- Workers that have lost each other -------------------------------------------------------------------------------
 
 
-def test_a_name_that_both_sides_of_a_cut_have_given_away_is_refused_to_those_who_see_both(
-    run_on_both: RunWorkers, tmp_path: Path
-) -> None:
+def test_name_granted_on_both_sides_of_a_cut_is_refused(run_on_both: RunWorkers, tmp_path: Path) -> None:
     run_on_both(3, decide_on_both_sides, Steps(tmp_path), shutdown=False)
 
 
@@ -127,7 +125,7 @@ def decide_on_both_sides(rank: int, steps: Steps) -> None:
 # ---- Ctrl-C ----------------------------------------------------------------------------------------------------------
 
 
-def test_all_hear_of_what_has_become_of_a_change_that_was_interrupted(run_on_both: RunWorkers, tmp_path: Path) -> None:
+def test_all_hear_the_outcome_of_an_interrupted_change(run_on_both: RunWorkers, tmp_path: Path) -> None:
     run_on_both(3, interrupt_changes, Steps(tmp_path))
 
 

@@ -25,9 +25,7 @@ def offered() -> set[str]:
     return {service.name for service in services.names()}
 
 
-def test_a_worker_that_was_too_busy_to_hear_of_changes_hears_of_them_later(
-    run_on_ucx: RunWorkers, tmp_path: Path
-) -> None:
+def test_busy_worker_hears_of_changes_later(run_on_ucx: RunWorkers, tmp_path: Path) -> None:
     run_on_ucx(2, miss_changes, Steps(tmp_path), options={"num_worker_threads": 1, "max_worker_threads": 1})
 
 
@@ -64,9 +62,7 @@ def miss_changes(rank: int, steps: Steps) -> None:
     steps.wait_for("over 0", "over 1")
 
 
-def test_a_name_is_its_new_owners_where_the_end_of_the_former_was_not_heard(
-    run_on_both: RunWorkers, tmp_path: Path
-) -> None:
+def test_name_is_its_new_owners_though_the_old_end_is_unheard(run_on_both: RunWorkers, tmp_path: Path) -> None:
     run_on_both(4, hand_over_a_name, Steps(tmp_path))
 
 
@@ -136,9 +132,7 @@ def call_a_role_without_the_service(rank: int, steps: Steps) -> None:
     steps.wait_for("over 0", "over 1")
 
 
-def test_a_refusal_that_a_service_was_given_itself_is_no_reason_to_call_another_replica(
-    run_on_both: RunWorkers, tmp_path: Path
-) -> None:
+def test_refusal_inside_a_service_calls_no_other_replica(run_on_both: RunWorkers, tmp_path: Path) -> None:
     run_on_both(3, call_what_is_refused_within, Steps(tmp_path))
 
 
@@ -167,7 +161,7 @@ def call_what_is_refused_within(rank: int, steps: Steps) -> None:
     steps.meet("over", rank, 3)
 
 
-def test_who_knows_of_no_group_is_not_served_where_there_is_one_by_now(run_on_both: RunWorkers, tmp_path: Path) -> None:
+def test_caller_unaware_of_a_group_is_not_served_by_it(run_on_both: RunWorkers, tmp_path: Path) -> None:
     run_on_both(2, call_by_a_route_from_before_the_group, Steps(tmp_path))
 
 
@@ -240,9 +234,7 @@ def live_twice(rank: int, url: str) -> None:
 # ------------------------------------------------------------------------------------------------ threads of one worker
 
 
-def test_a_name_that_another_thread_is_about_to_register_is_not_unregistered(
-    run_on_both: RunWorkers, tmp_path: Path
-) -> None:
+def test_name_being_registered_by_a_thread_is_not_unregistered(run_on_both: RunWorkers, tmp_path: Path) -> None:
     run_on_both(2, unregister_too_early, Steps(tmp_path))
 
 

@@ -9,7 +9,7 @@ MUTANTS = (
         "device-maps-swapped",
         "self._set_device_maps(own.device_maps, replies, devices)",
         "self._set_device_maps(replies, own.device_maps, devices)",
-        ("test_the_agent_has_the_maps_for_calls_and_those_for_replies_apart",),
+        ("test_agent_keeps_maps_for_calls_and_for_replies_apart",),
     ),
     Mutant(
         "replies-to-any-device",
@@ -106,7 +106,7 @@ MUTANTS = (
         "cpp-tensors-travel-in-one-piece",
         "    while (piece.bytes.size() > most) {\n",
         "    while (false && piece.bytes.size() > most) {\n",
-        ("test_a_tensor_that_takes_longer_than_the_limit_keeps_nothing_waiting",),
+        ("test_tensor_slower_than_the_limit_delays_no_small_call",),
     ),
     # max_worker_threads has no effect: requests that wait for calls keep their places among num_worker_threads.
     Mutant(
@@ -160,7 +160,7 @@ MUTANTS = (
         "  return false && (makesRRef(request) || syntheticAck(request.type()) != nullptr || "
         "hasRRef(request.payload()));\n",
         (
-            "test_an_rref_in_a_call_that_nobody_waits_for_any_more_is_freed",
+            "test_rref_in_an_abandoned_call_is_freed",
             "RequestsThatOthersCountOnAreRunThoughTheirCallerHasGivenUp",
         ),
     ),
@@ -247,12 +247,12 @@ MUTANTS = (
         "cpp-rrefs-that-torch-does-not-know-yet-are-not-waited-for",
         "      } else if (now < one.call.end() + kRRefPatience) {\n",
         "      } else if (false && now < one.call.end() + kRRefPatience) {\n",
-        ("test_an_rref_whose_creation_timed_out_before_torch_knew_it_says_so",),
+        ("test_rref_timed_out_before_torch_knew_it_is_lost",),
     ),
     Mutant(
         "cpp-handlers-that-call-keep-the-window",
         "  HandlingScope::releaseInnermost();\n  const rpc::MessageType",
         "  const rpc::MessageType",
-        ("test_a_handler_that_makes_a_call_gives_its_share_of_the_window_back",),
+        ("test_calling_handler_returns_its_share_of_the_window",),
     ),
 )

@@ -53,7 +53,7 @@ MUTANTS = (
         "cpp-references-of-the-dead-stay",
         re.compile(r"std::ranges::move\(\w+\.takeHeldBy\(\w+\), .*?;|forks = \w+\.takeHeldBy\(\w+\);"),
         "",
-        ("test_references_that_the_dead_had_from_a_third_worker_are_dropped",),
+        ("test_references_the_dead_had_from_a_third_worker_are_dropped",),
     ),
     Mutant(
         "cpp-own-stop-counts-as-silence",
@@ -113,7 +113,7 @@ MUTANTS = (
         "cpp-connecting-over-tcp-blocks",
         '{"TCP_CONN_NB", "y", {"tcp"}},',
         '{"TCP_CONN_NB", "n", {"tcp"}},',
-        ("test_a_graceful_shutdown_notices_a_dead_host_that_nobody_has_called",),
+        ("test_graceful_shutdown_notices_a_dead_host_never_called",),
     ),
     Mutant(
         "cpp-lost-after-a-quarter-of-the-limit",
@@ -125,14 +125,14 @@ MUTANTS = (
         "cpp-connections-of-the-lost-stay-open",
         "    if (!isClosed_ && path.endpoint.has_value()) {\n",
         "    if (false && path.endpoint.has_value()) {\n",
-        ("test_workers_that_have_lost_each_other_live_on_when_the_cut_ends",),
+        ("test_workers_that_lost_each_other_survive_the_cuts_end",),
     ),
     Mutant(
         "cpp-pings-are-not-answered",
         "      outbox_.sendControl(connection.peer(), wire::Kind::kPong);\n",
         "",
         (
-            "test_a_worker_that_holds_the_gil_for_longer_than_the_limit_is_not_lost",
+            "test_worker_holding_the_gil_beyond_the_limit_is_not_lost",
             "PeerWhoseHandlersAllBlockGivesSignsOfLife",
         ),
     ),
@@ -154,7 +154,7 @@ MUTANTS = (
         "    if (Connection* one = peer->connection; one != nullptr && one->isHeard && passed >= limit_) {\n"
         "      one->silence.heardSinceCheck = false;\n"
         "    }\n",
-        ("test_a_worker_that_was_stopped_for_longer_than_the_limit_loses_nobody",),
+        ("test_worker_stopped_beyond_the_limit_loses_no_peer",),
     ),
     Mutant(
         "cpp-parts-of-canceled-messages-are-kept",
@@ -232,7 +232,7 @@ MUTANTS = (
         "  if (status != UCS_OK) {\n    return {ErrorCode::kOutOfResources, textOf(status)};\n  }\n"
         "  if (status == UCS_ERR_IO_ERROR || status == UCS_ERR_ENDPOINT_TIMEOUT) {\n    if (Error files",
         (
-            "test_calls_to_a_killed_process_of_another_host_fail_within_a_second",
+            "test_calls_to_a_process_killed_elsewhere_fail_in_a_second",
             "AConnectionThatACardBreaksIsThePeers",
         ),
     ),
@@ -246,7 +246,7 @@ MUTANTS = (
         "cpp-exceptions-of-torchs-callbacks-end-the-worker",
         "    complete();\n  } catch (const std::exception&) {\n  }\n",
         "    complete();\n  } catch (const std::exception&) {\n    throw;\n  }\n",
-        ("test_a_worker_outlives_the_owners_of_rrefs_that_were_being_made",),
+        ("test_worker_outlives_owners_of_rrefs_in_the_making",),
     ),
     Mutant(
         "cpp-ended-lifelines-change-nothing",
@@ -290,7 +290,7 @@ MUTANTS = (
         "cpp-slots-of-the-dead-stay",
         "  if (finding == Finding::kNobodyWrites) {\n",
         "  if (false && finding == Finding::kNobodyWrites) {\n",
-        ("test_a_worker_killed_while_it_writes_here_keeps_nobody_else_from_it",),
+        ("test_writer_killed_while_writing_blocks_no_other_writer",),
     ),
     Mutant(
         "cpp-slow-senders-are-not-waited-for",
@@ -303,15 +303,15 @@ MUTANTS = (
         "cpp-the-network-is-shared-memory-again",
         "endpoints_.connect(unwrapAddress(address).network, endpoint)",
         "endpoints_.connect(unwrapAddress(address).full, endpoint)",
-        ("WorkerThatIsDeafHearsOverTheNetworkAndHearsTheRestWhenItIsNotAnyMore",),
+        ("DeafWorkerHearsOverTheNetworkAndTheRestLater",),
     ),
     Mutant(
         "cpp-the-deaf-tell-nobody",
         "  if (!error && isDeaf_) {\n",
         "  if (false && !error && isDeaf_) {\n",
         (
-            "test_a_worker_that_a_stopped_writer_has_made_deaf_is_reached_over_the_network",
-            "WorkerThatSharedMemoryHasMadeDeafTellsItsNeighboursOverTheNetwork",
+            "test_worker_made_deaf_by_a_stopped_writer_is_still_reached",
+            "DeafWorkerTellsItsNeighboursOverTheNetwork",
         ),
     ),
     Mutant(
@@ -341,7 +341,7 @@ MUTANTS = (
         "  static_cast<void>(from);\n",
         (
             "GoodbyeOfAPeerIsItsEndInGoodOrder",
-            "test_a_worker_that_leaves_early_leaves_nobody_hanging_and_no_shared_memory",
+            "test_early_leave_causes_no_hang_and_leaves_no_shared_memory",
         ),
     ),
     Mutant(
@@ -354,6 +354,6 @@ MUTANTS = (
         "cpp-connections-are-closed-at-once",
         "  if (mayBeForced(endpoint)) {\n    closeHandle(endpoint);\n",
         "  if (true || mayBeForced(endpoint)) {\n    closeHandle(endpoint);\n",
-        ("test_workers_that_have_lost_each_other_live_on_when_the_cut_ends",),
+        ("test_workers_that_lost_each_other_survive_the_cuts_end",),
     ),
 )

@@ -27,7 +27,7 @@ MUTANTS = (
         "worse-configuration-of-tensorpipe",
         "            best = max if figure.more_is_better else min\n",
         "            best = min if figure.more_is_better else max\n",
-        ("test_a_ratio_is_taken_to_the_better_configuration_of_tensorpipe",),
+        ("test_ratio_is_to_tensorpipes_better_configuration",),
     ),
     Mutant(
         "skipped-file-counts",

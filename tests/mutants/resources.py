@@ -9,7 +9,7 @@ MUTANTS = (
         "cpp-nobody-hears-of-a-lack-of-memory",
         "    reject(receiving, outOfMemoryFor(receiving->bytes + receiving->deviceBytes));\n",
         "",
-        ("test_out_of_memory_for_a_message_fails_that_call_and_says_where",),
+        ("test_out_of_memory_fails_one_call_and_names_the_place",),
     ),
     Mutant(
         "cpp-cut-answers-are-not-told",
@@ -21,20 +21,20 @@ MUTANTS = (
         "cpp-a-lack-of-memory-goes-through-ucx",
         "  } catch (...) {\n    transport->noteLoss();\n",
         "  } catch (const std::bad_exception&) {\n    transport->noteLoss();\n",
-        ("AMessageForWhichTheReceiverHasNoMemoryIsDroppedAndTheNextArrives",),
+        ("MessageWithoutMemoryForItIsDroppedAndTheNextArrives",),
     ),
     Mutant(
         "cpp-there-are-always-files-for-a-connection",
         "  const bool isEnough = files.back() >= 0;\n",
         "  const bool isEnough = files.back() >= -1;\n",
-        ("test_out_of_files_a_call_to_a_new_peer_fails_and_later_ones_do_not",),
+        ("test_out_of_files_only_the_call_that_connects_fails",),
     ),
     # As UCX does it by itself.
     Mutant(
         "cpp-ucx-has-no-reserve-of-files",
         "    (void)dl_iterate_phdr(&replaceImports, &imports);\n",
         "    if (false) {\n      (void)dl_iterate_phdr(&replaceImports, &imports);\n    }\n",
-        ("test_out_of_files_in_the_middle_of_connecting_no_peer_is_lost", "FilesForUcxTest"),
+        ("test_out_of_files_while_connecting_no_peer_is_lost", "FilesForUcxTest"),
     ),
     Mutant(
         "cpp-ucx-pauses-with-the-lock-of-the-worker",
@@ -85,13 +85,13 @@ MUTANTS = (
         '{"MM_ERROR_HANDLING", "n", {"posix", "sysv", "xpmem"}},',
         (
             "test_with_dev_shm_full_workers_share_memory_all_the_same",
-            "test_workers_of_a_host_use_shared_memory_and_still_notice_a_death",
+            "test_workers_with_shared_memory_notice_a_death",
         ),
     ),
     Mutant(
         "cpp-shared-memory-that-is-used-up-has-no-cure",
         "  switch (status) {\n    case UCS_ERR_NO_MEMORY:\n    case UCS_ERR_NO_RESOURCE:\n",
         "  switch (false ? status : UCS_OK) {\n    case UCS_ERR_NO_MEMORY:\n    case UCS_ERR_NO_RESOURCE:\n",
-        ("test_with_no_shared_memory_left_init_rpc_says_what_to_look_at",),
+        ("test_without_shared_memory_init_rpc_names_the_cure",),
     ),
 )

@@ -24,7 +24,7 @@ PROMISES: dict[str, dict[str, tuple[str, ...]]] = {
             "test_the_claims_of_the_readme_are_what_was_measured",
         ),
         "64 workers on two cores": ("benchmarks life", "test_the_claims_of_the_readme_are_what_was_measured"),
-        "in the better of two": ("test_a_ratio_is_taken_to_the_better_configuration_of_tensorpipe",),
+        "in the better of two": ("test_ratio_is_to_tensorpipes_better_configuration",),
         "see [the figures]": ("test_the_tables_of_the_docs_are_what_was_measured",),
         # Dependable
         "A receive window bounds memory": (
@@ -37,7 +37,7 @@ PROMISES: dict[str, dict[str, tuple[str, ...]]] = {
         "Calls may be nested deeper": ("test_a_chain_of_calls_may_be_longer_than_there_are_threads",),
         "join and leave": (
             "test_workers_join_and_leave_one_after_the_other",
-            "test_a_worker_joins_after_rank_0_has_ended_by_way_of_a_file",
+            "test_worker_joins_by_a_file_without_rank_0",
         ),
         "lists the promises": ("test_every_promise_of_the_failure_model_names_a_test",),
         "from strangers reaches the unpickler": (
@@ -57,23 +57,21 @@ PROMISES: dict[str, dict[str, tuple[str, ...]]] = {
     "docs/failure_model.md": {
         # How an end is noticed
         "a pidfd": ("ProcessWatchTest",),
-        "the error of its UCX connection": ("test_calls_to_a_killed_process_of_another_host_fail_within_a_second",),
+        "the error of its UCX connection": ("test_calls_to_a_process_killed_elsewhere_fail_in_a_second",),
         "after `heartbeat_limit` and": ("HeartbeatTest", "test_a_silent_host_is_lost_after_the_limit"),
         "its goodbye": (
             "GoodbyeOfAPeerIsItsEndInGoodOrder",
             "test_a_worker_leaves_although_others_go_on_calling_it",
         ),
         "**A lost worker stays lost.**": (
-            "test_workers_that_have_lost_each_other_live_on_when_the_cut_ends",
+            "test_workers_that_lost_each_other_survive_the_cuts_end",
             "PeerMonitorTest",
         ),
         "**Every error names the worker**": ("test_calls_to_a_killed_process_fail_within_a_second",),
     },
     "docs/development/failure_model.md": {
         "An unmarked slot may also belong to a slow sender": ("QueueRepairTest",),
-        "a connection over a network is closed only when": (
-            "test_workers_that_have_lost_each_other_live_on_when_the_cut_ends",
-        ),
+        "a connection over a network is closed only when": ("test_workers_that_lost_each_other_survive_the_cuts_end",),
     },
 }
 

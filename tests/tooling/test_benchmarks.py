@@ -35,7 +35,7 @@ def benchmark(figure: Figure, **values: float) -> Benchmark:
 # ---- Ratios and bounds -----------------------------------------------------------------------------------------------
 
 
-def test_a_ratio_is_taken_to_the_better_configuration_of_tensorpipe() -> None:
+def test_ratio_is_to_tensorpipes_better_configuration() -> None:
     [verdict] = harness.run(benchmark(LATENCY, ucx=30.0, tensorpipe=100.0, tensorpipe_uv=50.0)).verdicts()
     assert (verdict.ratio, verdict.holds) == (0.6, False)
     [verdict] = harness.run(benchmark(RATE, ucx=30.0, tensorpipe=10.0, tensorpipe_uv=20.0)).verdicts()
@@ -57,7 +57,7 @@ def hangs() -> harness.Figures:
     return {}
 
 
-def test_a_job_that_hangs_is_a_failure_and_its_workers_are_gone_at_once() -> None:
+def test_hung_job_fails_and_its_workers_are_gone_at_once() -> None:
     job = jobs.RpcJob(jobs.UCX, hangs, limit_s=60)
     with job:
         job._limit_s = 0.1

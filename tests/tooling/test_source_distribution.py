@@ -45,7 +45,7 @@ def run(*command: str, cwd: Path) -> str:
 
 
 @pytest.mark.field
-def test_the_unpacked_source_distribution_has_all_files_of_the_build_and_its_metadata(tmp_path: Path) -> None:
+def test_unpacked_sdist_has_the_builds_files_and_metadata(tmp_path: Path) -> None:
     sys.path.insert(0, str(ROOT / "tools"))
     try:
         import build_environment

@@ -1,4 +1,4 @@
-"""Sources: lines stay short, long files are told of, no room of csrc outgrows the others, comments have subjects."""
+"""Sources: lines stay short, long files are told of, names of tests are short, comments have subjects."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ PYTHON = {".py", ".pyi"}
 # Longer sources are told of. The ideas in a file say where it ends, not its lines.
 LONG_SOURCE = 600
 LARGEST_SHARE = 1 / 4
+# The name of a test says what holds. The test says how that comes about.
+LONGEST_NAME = 60
 
 
 def sources(*folders: Path) -> list[Path]:
@@ -33,6 +35,8 @@ def sources(*folders: Path) -> list[Path]:
 
 
 SOURCES = sources(ROOT / "torch_ucx_rpc", ROOT / "tests")
+
+TEST_NAME = re.compile(r"^\s*(?:def (test_\w+)|(?:TYPED_)?TEST(?:_F|_P)?\(\s*\w+\s*,\s*(\w+)\s*\))", re.MULTILINE)
 
 CPP_TOKEN = re.compile(
     r'R"(?P<delimiter>[^(\s]*)\(.*?\)(?P=delimiter)"'
@@ -86,6 +90,10 @@ def wide(text: str) -> list[str]:
     return [f"{number}: {line}" for number, line in enumerate(text.splitlines(), start=1) if prose.is_too_wide(line)]
 
 
+def long_names(text: str) -> list[str]:
+    return [name for names in TEST_NAME.findall(text) for name in names if len(name) > LONGEST_NAME]
+
+
 def long_sources(lines: dict[str, int]) -> list[str]:
     return [f"{file} has {count} lines: does it have one idea?" for file, count in lines.items() if count > LONG_SOURCE]
 
@@ -118,6 +126,10 @@ def lines_of_csrc() -> dict[str, int]:
 
 def test_no_line_is_too_wide() -> None:
     assert_none({path: wide(read(path)) for path in SOURCES})
+
+
+def test_names_of_tests_are_short() -> None:
+    assert_none({path: long_names(read(path)) for path in sources(ROOT / "tests")})
 
 
 def test_sentences_in_comments_have_subjects() -> None:
@@ -153,6 +165,12 @@ def test_no_folder_outgrows_the_others() -> None:
 )
 def test_a_sentence_without_a_subject_is_found(name: str, text: str) -> None:
     assert len(headless(Path(name), text)) == 1
+
+
+def test_a_long_name_is_found() -> None:
+    short, long = "x" * LONGEST_NAME, "test_" + "x" * LONGEST_NAME
+    assert long_names(f"    def {long}():\ndef test_x(): pass\n") == [long]
+    assert long_names(f"TEST(SuiteTest, {short}) {{}}\nTEST_F(SuiteTest,\n       {long}) {{}}\n") == [long]
 
 
 def test_a_long_source_is_found() -> None:

@@ -57,9 +57,7 @@ def required_by(metadata: Message) -> dict[str, Requirement]:
         ("2.13.0", "13.0", "libucx-cu13>=1.22"),
     ],
 )
-def test_a_wheel_is_for_one_minor_release_of_torch_and_the_ucx_of_its_cuda(
-    tools, monkeypatch, torch_version, cuda, ucx
-) -> None:
+def test_wheel_is_for_one_torch_minor_and_the_ucx_of_its_cuda(tools, monkeypatch, torch_version, cuda, ucx) -> None:
     build_environment = tools["build_environment"]
     facts = {"TORCH_VERSION": torch_version, "TORCH_CUDA": cuda}
     monkeypatch.setattr(build_environment, "torch_facts", lambda: facts)
@@ -97,7 +95,7 @@ Available versions: 2.15.0, 2.14.1, 2.14.0, 2.13.0+cpu, 2.13.0, 2.13.0rc1, 2.11.
 """
 
 
-def test_the_newest_patch_release_of_each_minor_release_is_built_with(tools, monkeypatch) -> None:
+def test_wheels_build_with_the_newest_patch_of_each_minor(tools, monkeypatch) -> None:
     monkeypatch.setattr(tools["wheels"].build_environment, "oldest_torch", lambda: (2, 11))
     versions = tools["wheels"].versions_in(ANSWER)
     assert versions == ["2.15.0", "2.14.1", "2.14.0", "2.13.0+cpu", "2.13.0", "2.11.0", "2.10.0"]
@@ -178,7 +176,7 @@ def run_with_wheel(site: Path, *arguments: str) -> subprocess.CompletedProcess[s
 
 
 @pytest.mark.field
-def test_the_wheel_has_every_module_and_runs_with_the_torch_it_was_built_for(unpacked_wheel):
+def test_wheel_has_every_module_and_runs_with_its_torch(unpacked_wheel):
     package = ROOT / "torch_ucx_rpc"
     wanted = {path.relative_to(ROOT) for pattern in ("*.py", "*.pyi", "py.typed") for path in package.rglob(pattern)}
     assert wanted <= {path.relative_to(unpacked_wheel) for path in unpacked_wheel.rglob("*")}
@@ -190,7 +188,7 @@ def test_the_wheel_has_every_module_and_runs_with_the_torch_it_was_built_for(unp
 
 
 @pytest.mark.field
-def test_the_wheel_has_the_program_whose_help_needs_nothing_of_the_package(unpacked_wheel):
+def test_wheels_program_shows_help_without_the_package(unpacked_wheel):
     program = unpacked_wheel / "bin" / "torch-ucx-rpc"
     assert os.access(program, os.X_OK)
     help_and_imports = [sys.executable, "-X", "importtime", str(program), "--help"]
@@ -205,7 +203,7 @@ def test_the_wheel_has_the_program_whose_help_needs_nothing_of_the_package(unpac
 
 
 @pytest.mark.field
-def test_the_wheel_runs_with_a_patch_release_of_its_torch_that_has_the_same_headers(unpacked_wheel):
+def test_wheel_runs_with_a_patch_release_with_the_same_headers(unpacked_wheel):
     running = f"{TORCH_MINOR}.99"
     script = f"import torch; torch.__version__ = '{running}'; import torch_ucx_rpc; print(torch_ucx_rpc._C.__file__)"
     done = run_with_wheel(unpacked_wheel, "-c", script)

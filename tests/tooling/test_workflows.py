@@ -64,7 +64,7 @@ def test_ci_and_nightly_run_every_verb_that_tests() -> None:
     assert ci | set(nightly.split()) <= verbs()
 
 
-def test_wheels_are_built_in_the_container_for_each_python_of_setup_cfg(setup_cfg) -> None:
+def test_container_builds_wheels_for_each_python_of_setup_cfg(setup_cfg) -> None:
     job = RELEASE["jobs"]["wheels"]
     assert "manylinux_2_28_x86_64" in job["container"]
     promised = re.findall(r"Python :: (3\.\d+)$", setup_cfg["metadata"]["classifiers"], re.MULTILINE)

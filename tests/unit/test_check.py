@@ -32,7 +32,7 @@ def test_what_is_as_it_should_be_is_not_commented_upon() -> None:
     assert verdict(dataclasses.replace(PAIR, lanes=["tcp/eth0"]), ELSEWHERE) == ([], [])
 
 
-def test_workers_of_one_host_that_use_tcp_are_a_warning_with_the_cure() -> None:
+def test_tcp_within_one_host_is_a_warning_with_the_cure() -> None:
     [warning], _ = verdict(dataclasses.replace(PAIR, lanes=["tcp/lo"]), PLACE)
     assert "w0 and w1 are both on a and do not use shared memory but tcp/lo" in warning
     place = dataclasses.replace(PLACE, tls="tcp,self")
@@ -52,7 +52,7 @@ def test_infiniband_that_is_there_and_not_used_is_a_warning() -> None:
     assert verdict(dataclasses.replace(PAIR, lanes=["rc_mlx5/mlx5_0:1"]), there, here) == ([], [])
 
 
-def test_a_pair_much_slower_than_its_like_is_a_warning_and_noise_is_none() -> None:
+def test_only_a_pair_much_slower_than_its_like_is_a_warning() -> None:
     pairs = [dataclasses.replace(PAIR, caller=f"w{i}", latency_us=100.0 + i) for i in range(9)]
     places = {f"w{i}": PLACE for i in range(9)}
     assert judge(places, pairs) == ([], [])
@@ -126,7 +126,7 @@ def environment(**variables: str) -> dict[str, str]:
     return {**ours, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **variables}
 
 
-def test_alone_it_starts_workers_and_the_exit_code_tells_of_warnings() -> None:
+def test_alone_it_starts_workers_and_exits_by_its_warnings() -> None:
     done = subprocess.run([*COMMAND, "--json"], env=environment(), capture_output=True, text=True, check=True)
     report = json.loads(done.stdout)
     assert [(pair["caller"], pair["callee"]) for pair in report["pairs"]] == [
@@ -149,7 +149,7 @@ def test_workers_that_do_not_come_have_an_exit_code_of_their_own() -> None:
     assert "check: " in done.stderr
 
 
-def test_on_two_hosts_with_an_interface_that_leads_nowhere_the_other_one_is_taken() -> None:
+def test_on_two_hosts_a_dead_interface_is_avoided() -> None:
     needs_virtual_hosts()
     variables = environment(MASTER_ADDR="a", MASTER_PORT="29500", WORLD_SIZE="2")
     with VirtualHosts(["a", "b"]) as hosts:

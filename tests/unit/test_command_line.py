@@ -126,7 +126,7 @@ def test_errors_name_the_argument_and_nothing_private(arguments: str, capsys: py
 # ---- JSON ------------------------------------------------------------------------------------------------------------
 
 
-def test_every_command_with_json_prints_it_to_stdout_and_all_else_to_stderr(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commands_print_json_to_stdout_and_the_rest_to_stderr(monkeypatch: pytest.MonkeyPatch) -> None:
     # UCX complains of the first in its log, which it writes to stdout.
     monkeypatch.setitem(ENVIRON, "UCX_NET_DEVICES", "eth77,lo")
     monkeypatch.setitem(ENVIRON, "UCX_LOG_LEVEL", "info")

@@ -23,7 +23,7 @@ def events(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return happened
 
 
-def test_the_devices_that_are_named_get_contexts_and_the_first_one_last(events: list[Any]) -> None:
+def test_named_devices_get_contexts_the_first_one_last(events: list[Any]) -> None:
     context.make_contexts(
         UcxRpcBackendOptions(device_maps={"ps": {1: 0}, "cpu": {"cpu": 0}}, reply_device_maps={"ps": {"cpu": 0}})
     )
@@ -36,7 +36,7 @@ def test_without_devices_cuda_is_asked_nothing(monkeypatch: pytest.MonkeyPatch) 
     context.make_contexts(UcxRpcBackendOptions(device_maps={"ps": {"cpu": 0}}))
 
 
-def test_devices_that_are_not_there_are_left_to_the_check_of_the_maps(events: list[Any]) -> None:
+def test_missing_devices_are_left_to_the_check_of_the_maps(events: list[Any]) -> None:
     context.make_contexts(UcxRpcBackendOptions(devices=[0, 2]))
     assert events == [torch.device("cuda:0")]
 

@@ -68,7 +68,7 @@ def test_what_the_caller_names_for_replies_comes_first() -> None:
     assert reply_map({CUDA0: CPU}, {CPU: CPU, CUDA1: CUDA0}) == {CPU: CPU, CUDA1: CUDA0}
 
 
-def test_a_worker_knows_the_maps_that_callers_have_for_it_and_their_devices() -> None:
+def test_worker_knows_its_callers_maps_and_devices() -> None:
     own = record("a", device_maps={"b": {CUDA2: CUDA0}}, reply_device_maps={"b": {CPU: CUDA1}})
     members = [
         own,
@@ -149,13 +149,13 @@ def test_maps_that_do_not_fit_are_refused_with_torchs_words(a: dict[str, Any], b
         assert "rank 1 ('b'" in str(refused.value)
 
 
-def test_in_a_group_without_a_size_maps_may_name_workers_that_are_to_come() -> None:
+def test_maps_of_an_unsized_group_may_name_later_workers() -> None:
     check([record("a", device_maps={"x": {CUDA0: CUDA2}})], is_static_group=False)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() > 0, reason="there are GPUs")
 @pytest.mark.parametrize("asked", [{"device_maps": {"worker0": {"cpu": "cuda:0"}}}, {"devices": ["cuda:0"]}], ids=str)
-def test_cuda_where_there_is_none_is_refused_at_init_with_the_cure(asked: dict[str, Any], store_url: str) -> None:
+def test_missing_cuda_is_refused_at_init_with_the_cure(asked: dict[str, Any], store_url: str) -> None:
     with pytest.raises(
         ValueError, match=r"There is no CUDA device for rank 0 \('worker0'.*CUDA_VISIBLE_DEVICES"
     ) as refused:
@@ -176,7 +176,7 @@ def test_a_choice_of_transports_with_cuda_is_taken(tls: str, ucx: Path) -> None:
 
 
 @pytest.mark.parametrize("tls", ["tcp", "sm,self", "^cuda", "^tcp,cuda_copy"])
-def test_a_choice_of_transports_without_cuda_is_refused_where_devices_are_used(tls: str, ucx: Path) -> None:
+def test_devices_with_transports_without_cuda_are_refused(tls: str, ucx: Path) -> None:
     with pytest.raises(JoinFailed, match=rf"cuda:0.*UCX_TLS={re.escape(tls)} leaves out.*add cuda to it"):
         check_ucx([CUDA0], str(ucx), {"UCX_TLS": tls})
     check_ucx([], str(ucx), {"UCX_TLS": tls})
@@ -205,7 +205,7 @@ def test_gradients_flow_where_there_are_device_maps() -> None:
 
 
 @in_worker0(of=2, options=TO_THE_CPU)
-def test_a_meta_tensor_is_refused_naming_its_place_and_the_worker() -> None:
+def test_meta_tensor_is_refused_naming_its_place_and_worker() -> None:
     with pytest.raises(RuntimeError, match=r"tensor 1 of 1 in this call to worker 'worker1'.*is on the meta device"):
         rpc.rpc_sync("worker1", torch.add, args=(torch.empty(3, device="meta"), 1))
 

@@ -60,7 +60,7 @@ def test_without_a_gpu_the_worker_is_named(rmm: Any) -> None:
 # ---- RMM's resources -----------------------------------------------------------------------------------------------
 
 
-def test_entry_points_take_memory_from_the_resource_of_the_device(rmm: Any) -> None:
+def test_entry_points_use_the_devices_memory_resource(rmm: Any) -> None:
     allocate_address, deallocate_address = device_pool.rmm_entry_points()
     allocate = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)(allocate_address)
     deallocate = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)(
@@ -126,7 +126,7 @@ def test_the_users_resource_stays(rmm: Any) -> None:
     ids=str,
 )
 @pytest.mark.usefixtures("without_switching_devices")
-def test_the_source_of_memory_follows_options_and_torchs_allocator(
+def test_memory_source_follows_options_and_torchs_allocator(
     rmm: Any, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], backend: str, chosen: tuple[object, object]
 ) -> None:
     calls = []

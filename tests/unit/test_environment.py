@@ -84,7 +84,7 @@ def test_mpich() -> None:
     assert find_launch({**MPICH, "MPI_LOCALNRANKS": "2"}).hosts == ()
 
 
-def test_srun_has_rank_0_on_the_first_node_of_the_step_and_not_of_the_job() -> None:
+def test_srun_has_rank_0_on_the_first_node_of_the_step() -> None:
     launch = find_launch(SRUN)
     assert (launch.rank, launch.world_size, launch.name, launch.hosts) == (2, 3, "worker2", ("n3",))
 
@@ -94,7 +94,7 @@ def test_the_size_is_that_of_the_step_and_not_of_the_job() -> None:
 
 
 @pytest.mark.parametrize("group", ["HET_GROUP", "PACK_GROUP"])
-def test_a_heterogeneous_step_may_have_rank_0_on_the_first_node_of_each_group(group: str) -> None:
+def test_heterogeneous_step_may_have_rank_0_on_any_first_node(group: str) -> None:
     groups = {f"SLURM_JOB_NODELIST_{group}_0": "n4", f"SLURM_JOB_NODELIST_{group}_1": "n[1-2]"}
     assert find_launch({**SRUN, "SLURM_STEP_NODELIST": "n[1-2,4]", **groups}).hosts == ("n1", "n4")
 
@@ -145,7 +145,7 @@ def test_impossible_variables_are_named(environ: dict[str, str], error: str) -> 
         find_launch(environ)
 
 
-def test_half_of_the_plain_variables_may_say_what_the_launcher_says() -> None:
+def test_half_of_the_plain_variables_may_repeat_the_launchers() -> None:
     assert find_launch({**SRUN, "WORLD_SIZE": "3"}).launcher == "Slurm"
 
 

@@ -26,7 +26,7 @@ def test_the_package_has_the_module() -> None:
 
 
 @pytest.mark.parametrize("type_", TYPES)
-def test_each_is_caught_as_a_runtime_error_and_has_the_sentence_as_its_text(type_: type[errors.RpcError]) -> None:
+def test_each_error_is_a_runtime_error_with_its_sentence(type_: type[errors.RpcError]) -> None:
     with pytest.raises(RuntimeError) as raised:
         raise type_(LOST, name="ps")
     assert isinstance(raised.value, errors.RpcError)

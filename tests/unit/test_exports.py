@@ -42,7 +42,7 @@ def test_statistics_are_loaded_when_they_are_asked_for() -> None:
     )
 
 
-def test_every_other_module_is_private_and_all_are_mapped_by_the_docstring() -> None:
+def test_other_modules_are_private_and_mapped_by_the_docstring() -> None:
     # One is written by the build, and of interest to `_native` alone.
     modules = {module.name for module in pkgutil.iter_modules(torch_ucx_rpc.__path__)} - {"_build_info"}
     assert {name for name in modules if not name.startswith("_")} == set(PUBLIC_MODULES)
@@ -54,6 +54,6 @@ def test_the_version_is_that_of_the_installed_package() -> None:
     assert torch_ucx_rpc.__version__ == importlib.metadata.version("torch_ucx_rpc")
 
 
-def test_a_wheel_and_a_build_from_source_of_one_version_work_together() -> None:
+def test_wheel_and_source_build_of_one_version_work_together() -> None:
     # Workers compare this. A wheel's version also names its torch (0.2.0+torch2.13), and not all may run from wheels.
     assert torch_ucx_rpc.__version__.partition("+")[0] == _build_info.VERSION

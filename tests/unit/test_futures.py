@@ -79,7 +79,7 @@ class Unlike(Exception):
         super().__init__(f"{one} and {two}")
 
 
-def test_exceptions_that_cannot_be_made_anew_are_raised_as_they_are() -> None:
+def test_exceptions_that_cannot_be_remade_are_raised_as_they_are() -> None:
     future: Future[Any] = Future()
     fail(future, Unlike(1, 2))
     with pytest.raises(Unlike, match="1 and 2"):

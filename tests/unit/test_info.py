@@ -56,7 +56,7 @@ def test_what_is_installed_and_what_the_machine_offers_is_told() -> None:
     assert not any(problem.is_fatal for problem in report.problems)
 
 
-def test_a_log_that_the_c_library_holds_back_does_not_get_among_the_answer() -> None:
+def test_buffered_c_log_does_not_mix_with_the_answer() -> None:
     code = """
 import ctypes, runpy, sys
 ctypes.CDLL(None).puts(b"of C")

@@ -24,7 +24,7 @@ def test_of_no_calls_there_are_no_durations() -> None:
     assert math.isnan(Latencies().percentile_us(50))
 
 
-def test_what_takes_longer_than_all_buckets_takes_infinitely_long() -> None:
+def test_time_beyond_all_buckets_counts_as_infinite() -> None:
     latencies = Latencies((1, *[0] * (len(BUCKET_ENDS_US) - 1), 1), 1e9)
     assert latencies.percentile_us(50) == BUCKET_ENDS_US[0]
     assert latencies.percentile_us(51) == math.inf
@@ -36,7 +36,7 @@ def test_what_is_no_percentage_is_refused(percent: float) -> None:
         Latencies((1,), 1.0).percentile_us(percent)
 
 
-def test_the_difference_is_what_came_in_between_and_the_sum_brings_it_back() -> None:
+def test_difference_plus_the_earlier_snapshot_is_the_later() -> None:
     earlier, later = Latencies((1, 2), 3.0), Latencies((1, 5, 0, 7), 50.0)
     between = later - earlier
     assert between == Latencies((0, 3, 0, 7), 47.0)
@@ -44,7 +44,7 @@ def test_the_difference_is_what_came_in_between_and_the_sum_brings_it_back() -> 
     assert later - later == Latencies((), 0.0)
 
 
-def test_calls_at_most_as_long_as_the_end_of_a_bucket_are_all_in_it_or_before() -> None:
+def test_calls_within_a_buckets_end_are_in_it_or_before() -> None:
     latencies = Latencies((1, 2, 4), 10.0)
     assert [latencies.at_most_us(end) for end in BUCKET_ENDS_US[:4]] == [1, 3, 7, 7]
     assert latencies.at_most_us(BUCKET_ENDS_US[1] - 0.001) == 1

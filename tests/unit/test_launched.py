@@ -78,9 +78,7 @@ def open_store(launch: Launch | None, init_method: str = "env://", timeout: floa
     return init._open_store(launch, init_method, rank, size, timeout)
 
 
-def test_the_options_come_first_then_the_variable_then_the_address(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_options_beat_the_variable_which_beats_the_address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with reserved_port() as port:
         monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
         monkeypatch.setenv("MASTER_PORT", str(port))
@@ -101,7 +99,7 @@ def test_a_group_without_a_size_meets_there_too() -> None:
     assert init._open_store(launch, "env://", 0, None, 5).port in init.ports_of("Slurm a 3")
 
 
-def test_a_port_without_an_address_is_used_on_the_host_of_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_port_without_an_address_is_used_on_the_jobs_host(monkeypatch: pytest.MonkeyPatch) -> None:
     with reserved_port() as port:
         monkeypatch.setenv("MASTER_PORT", str(port))
         assert open_store(Launch("Slurm", 0, 1, "worker0", hosts=("127.0.0.1",), job="Slurm a 2")).port == port
@@ -184,7 +182,7 @@ def test_rank_0_says_when_the_others_would_look_elsewhere(ports: tuple[int, int]
         open_job_store(JobAddress("job", ("nowhere.invalid",), ports), 0, 2, 5)
 
 
-def test_the_error_says_what_is_at_the_places_where_rank_0_is_not(ports: tuple[int, int]) -> None:
+def test_error_says_what_answers_in_place_of_rank_0(ports: tuple[int, int]) -> None:
     with pytest.raises(JoinFailed, match=rf"not at 127.0.0.1, port {ports[0]} or {ports[1]}, .*refused"):
         open_job_store(JobAddress("job", ("127.0.0.1",), ports), 1, 2, 0.2)
 

@@ -53,7 +53,7 @@ def test_connections_last_as_long_as_the_lifeline(line: Lifeline) -> None:
             connected(line)
 
 
-def test_a_killed_process_ends_its_connections_and_a_child_of_it_does_not_keep_them() -> None:
+def test_killed_process_ends_connections_despite_its_child() -> None:
     reading, writing = os.pipe()
     parent = os.fork()
     if parent == 0:

@@ -71,7 +71,7 @@ def test_a_list_of_many_that_came_and_went_stays_short(store: Store, secret: Sec
     assert max(reads) <= 3
 
 
-def test_of_a_worker_that_was_there_when_the_list_was_compacted_the_next_one_learns(store: Store) -> None:
+def test_next_worker_learns_of_members_before_a_compaction(store: Store) -> None:
     lists = [join(store, rank) for rank in range(4)]
     lists[1][0].strike(lists[1][1])
     assert [join(store, rank)[2] for rank in (4, 5)] == [[0, 2, 3], [0, 2, 3, 4]]
@@ -87,9 +87,7 @@ def test_an_older_compaction_hides_nobody(store: Store) -> None:
     assert join(store, 3)[2] == [1, 2]
 
 
-def test_a_worker_that_died_before_it_filled_its_place_is_waited_for_once(
-    store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_place_of_a_worker_that_died_early_is_awaited_once(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(member_list, "_WRITING_S", 0.5)
     join(store, 0)
     raw(store).add("arrivals", 1)

@@ -138,14 +138,14 @@ def test_different_versions_are_refused_everywhere_naming_both() -> None:
 
 
 @pytest.mark.parametrize(("odd", "said"), [(0, 2), (1, 2), (0, 4)])
-def test_different_world_sizes_are_refused_everywhere_naming_both(odd: int, said: int) -> None:
+def test_different_world_sizes_are_refused_naming_both(odd: int, said: int) -> None:
     error = refusal(3, {odd: {"world_size": said}})
     assert "the workers disagree on world_size: " in error
     assert f"says {min(said, 3)} and " in error
     assert f"says {max(said, 3)}; pass the same number" in error
 
 
-def test_device_maps_that_do_not_fit_are_refused_everywhere_as_by_torch() -> None:
+def test_unfit_device_maps_are_refused_everywhere_as_by_torch() -> None:
     error = refusal(2, {1: {"device_maps": {"nobody": {torch.device("cpu"): torch.device("cpu")}}}})
     assert error.startswith("ValueError: Node worker1 has invalid target node names in its device maps")
 
@@ -192,7 +192,7 @@ def test_what_no_worker_wrote_is_refused(text: str) -> None:
     assert "found something in the Store that no worker wrote" in outcome(gather_members, store, record(0, 2), 10)
 
 
-def test_a_count_that_cannot_be_is_refused_before_anything_is_listed() -> None:
+def test_impossible_count_is_refused_before_any_listing() -> None:
     store = HashStore()
     PrefixStore("torch_ucx_rpc/dynamic", store).add("arrivals", 2**62)
     group = StaticGroup(store, record(0, 2), None)
@@ -213,7 +213,7 @@ def meet_unless_absent(rank: int, present: set[int]) -> str:
     return meet_in_vain(create_store("env://", rank, 6, 30), rank, present, 6, 3 if rank == 0 else 30)
 
 
-def test_absent_ranks_are_named_everywhere_and_so_are_those_present() -> None:
+def test_absent_and_present_ranks_are_named_everywhere() -> None:
     first, *others = run_workers(6, meet_unless_absent, {0, 1, 4}, init=False)
     assert "has waited 3 s (init_timeout) for all 6 workers" in first
     assert "these ranks have not come: 2-3, 5. Present are the ranks 0-1, 4 on " in first
@@ -293,7 +293,7 @@ def interrupt_when_listed(store: Store, position: int) -> None:
         os._exit(0)
 
 
-def test_ctrl_c_ends_the_wait_and_takes_the_worker_out_of_the_list(tmp_path: Path) -> None:
+def test_ctrl_c_ends_the_wait_and_unlists_the_worker(tmp_path: Path) -> None:
     first, *others = run_workers(3, interrupted_then_there, tmp_path / "store", init=False)
     assert others == [first] * 2
 

@@ -61,7 +61,7 @@ def test_other_libraries_are_not_libucp(other: str) -> None:
     assert _native.path_in_maps(MAPS.format(libucp=other)) is None
 
 
-def test_the_ucx_of_this_process_is_new_enough_and_where_it_is_said_to_be() -> None:
+def test_this_ucx_is_new_enough_and_where_it_says() -> None:
     ucx = _native.loaded_ucx()
     assert ucx is not None
     _native.check_ucx_version(ucx, BUILT_FOR_UCX, was_there_before=False)
@@ -174,7 +174,7 @@ def test_a_patch_release_with_the_same_headers_will_do(
 
 
 @pytest.mark.parametrize("harm", [lambda header: header.write_text("// another"), Path.unlink], ids=["changed", "gone"])
-def test_a_patch_release_with_another_header_is_refused_naming_it(
+def test_patch_release_with_another_header_is_refused(
     built_with: tuple[Path, Path], harm: Callable[[Path], object]
 ) -> None:
     listing, include = built_with
@@ -194,12 +194,12 @@ def test_the_same_headers_do_not_make_another_minor_release_fit(built_with: tupl
             _native.check_torch_version("2.13.0", running, *built_with)
 
 
-def test_a_patch_release_is_refused_where_the_build_has_left_no_listing(tmp_path: Path) -> None:
+def test_patch_release_is_refused_without_a_listing(tmp_path: Path) -> None:
     with pytest.raises(ImportError, match=r"this is torch 2\.13\.1: build it again"):
         _native.check_torch_version("2.13.0", "2.13.1", tmp_path / "missing.txt", tmp_path)
 
 
-def test_the_listing_of_this_build_names_what_is_shared_with_torch_and_agrees_with_it() -> None:
+def test_this_builds_listing_agrees_with_torchs_headers() -> None:
     listing = PACKAGE / "_torch_headers.txt"
     names = {line.split("  ")[1] for line in listing.read_text(encoding="utf-8").splitlines()}
     assert {RPC_AGENT, "c10/core/Device.h", "c10/core/TensorImpl.h", "ATen/core/ivalue.h"} <= names
@@ -326,15 +326,13 @@ def test_an_extension_that_cannot_be_loaded_says_why(copied: Path) -> None:
     assert "make build" in message
 
 
-def test_an_older_ucx_that_another_package_has_loaded_is_not_replaced(copied: Path, tmp_path: Path) -> None:
+def test_older_ucx_loaded_by_another_package_is_not_replaced(copied: Path, tmp_path: Path) -> None:
     older = library(tmp_path / "older", 1, 13)
     message = import_error(copied, f"import ctypes; ctypes.CDLL({str(older)!r})")
     assert f"the older UCX 1.13.7 ({older}), which another package loaded before" in message
 
 
-def test_the_ucx_of_which_another_package_has_loaded_a_part_is_the_one_of_the_process(
-    copied: Path, tmp_path: Path
-) -> None:
+def test_partly_loaded_ucx_is_the_ucx_of_the_process(copied: Path, tmp_path: Path) -> None:
     part = library(tmp_path / "older", 1, 13, "libucs.so.0")
     load_part = f"import ctypes; ctypes.CDLL({str(part)!r})"
     message = import_error(copied, load_part)
@@ -344,14 +342,14 @@ def test_the_ucx_of_which_another_package_has_loaded_a_part_is_the_one_of_the_pr
     assert f"the older UCX 1.13.7 ({whole}), which another package loaded before" in message
 
 
-def test_the_cure_for_an_older_ucx_that_is_there_already_names_the_newer_one(copied: Path, tmp_path: Path) -> None:
+def test_cure_for_a_loaded_older_ucx_names_the_newer_one(copied: Path, tmp_path: Path) -> None:
     older = library(tmp_path / "older", 1, 13)
     message = import_error(copied, f"import ctypes; ctypes.CDLL({str(older)!r})")
     [folder] = re.findall(r"LD_LIBRARY_PATH=(.*)\.$", message)
     assert (Path(folder) / "libucp.so.0").exists()
 
 
-def test_a_ucx_that_was_not_chosen_but_is_there_already_is_refused(copied: Path, tmp_path: Path) -> None:
+def test_loaded_ucx_that_was_not_chosen_is_refused(copied: Path, tmp_path: Path) -> None:
     other = library(tmp_path / "other", 99, 0)
     message = import_error(copied, f"import ctypes; ctypes.CDLL({str(other)!r})", {"TORCH_UCX_RPC_UCX": "wheel"})
     assert f"UCX 99.0.7 ({other}) is in this process already" in message
@@ -359,9 +357,7 @@ def test_a_ucx_that_was_not_chosen_but_is_there_already_is_refused(copied: Path,
 
 
 # What Python takes for a package that is not installed.
-def test_a_libucx_that_keeps_its_loader_elsewhere_is_asked_itself(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_libucx_with_its_loader_elsewhere_is_asked_itself(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     loaded = []
     libucx = ModuleType("libucx")
     libucx.__spec__ = ModuleSpec("libucx", None, origin=str(tmp_path / "__init__.py"))
@@ -394,7 +390,7 @@ def test_a_choice_that_is_not_installed_is_named(copied: Path) -> None:
 @pytest.mark.parametrize(
     ("before", "env"), [("", {"TORCH_UCX_RPC_UCX": "system"}), (NO_WHEEL, {})], ids=["chosen", "no wheel"]
 )
-def test_the_system_is_taken_when_chosen_and_when_there_is_no_wheel(
+def test_system_ucx_is_taken_when_chosen_or_without_a_wheel(
     copied: Path, tmp_path: Path, before: str, env: dict[str, str]
 ) -> None:
     made = library(tmp_path / "system", 1, 2)
@@ -408,7 +404,7 @@ def test_the_system_is_taken_when_chosen_and_when_there_is_no_wheel(
 # ---- Signals ---------------------------------------------------------------------------------------------------------
 
 
-def test_loading_ucx_leaves_the_end_of_a_terminal_the_end_of_the_process() -> None:
+def test_process_with_ucx_still_ends_with_its_terminal() -> None:
     # Under nohup, say, these tests would begin with another disposition.
     script = """
         import os, signal
@@ -479,7 +475,7 @@ def test_ucx_need_not_wait_where_all_others_sleep_elsewhere(tmp_path: Path) -> N
         pytest.param(inside("brk"), id="brk"),
     ],
 )
-def test_ucx_waits_for_a_thread_that_may_be_in_what_it_overwrites(tmp_path: Path, syscall: str) -> None:
+def test_ucx_waits_for_threads_in_code_it_overwrites(tmp_path: Path, syscall: str) -> None:
     assert not _native.may_be_patched_at_once(tasks(tmp_path, "202 0x7f11 0x189 0x7f11 0x7f16", syscall))
 
 
@@ -505,7 +501,7 @@ LOADED_WITH = """
 """
 
 
-def test_ucx_hardly_waits_in_a_process_with_one_thread_and_its_children_do_not_inherit_that() -> None:
+def test_one_thread_shortens_ucxs_wait_but_not_its_childrens() -> None:
     run_fresh(
         LOADED_WITH
         + """
@@ -516,7 +512,7 @@ def test_ucx_hardly_waits_in_a_process_with_one_thread_and_its_children_do_not_i
     )
 
 
-def test_ucx_waits_as_it_likes_in_a_process_with_more_threads_of_python() -> None:
+def test_more_python_threads_leave_ucxs_wait_alone() -> None:
     run_fresh(
         LOADED_WITH
         + """

@@ -88,7 +88,7 @@ def returns_a_number(self):
 @pytest.mark.parametrize(
     "dtype", [torch.float32, torch.float64, torch.int8, torch.int64, torch.uint16, torch.complex64], ids=str
 )
-def test_it_computes_on_the_memory_of_tensors_of_every_dtype_that_numba_has(dtype: torch.dtype) -> None:
+def test_computes_on_tensor_memory_of_every_numba_dtype(dtype: torch.dtype) -> None:
     target, source = torch.ones(3, 4).to(dtype), torch.arange(12).reshape(3, 4).to(dtype)
     if dtype.is_floating_point or dtype.is_complex:
         assert accumulate(target, source, alpha=0.5) is None
@@ -109,7 +109,7 @@ def test_strides_are_the_tensors() -> None:
     accumulate(torch.tensor(2.0), torch.tensor(3.0))
 
 
-def test_scalars_have_their_defaults_and_the_written_argument_is_what_returns() -> None:
+def test_scalars_have_defaults_and_the_written_one_returns() -> None:
     tensor = torch.ones(4, 2)
     assert scale_(tensor, 3) is tensor
     assert scale_(tensor, factor=2.0, from_row=2, negate=True) is tensor
@@ -177,7 +177,7 @@ def test_a_result_on_the_memory_of_an_argument_is_refused() -> None:
         backwards(torch.zeros(2))
 
 
-def test_tensors_that_require_grad_are_refused_where_gradients_are_recorded() -> None:
+def test_tensors_with_grad_are_refused_under_recording() -> None:
     parameter = torch.zeros(3, requires_grad=True)
     for arguments in ((parameter, torch.ones(3)), (torch.ones(3), parameter)):
         with pytest.raises(RuntimeError, match=r"has no derivative, and its argument (self|other) requires grad"):
@@ -216,7 +216,7 @@ def test_other_devices_are_refused() -> None:
         accumulate(torch.zeros(2, device="meta"), torch.zeros(2, device="meta"))
 
 
-def test_no_update_is_lost_when_threads_write_to_the_same_storage() -> None:
+def test_threads_writing_to_one_storage_lose_no_update() -> None:
     target, ones = torch.zeros(50_000), torch.ones(50_000)
 
     def update() -> None:

@@ -58,7 +58,7 @@ def test_defaults() -> None:
     assert options.secret_file is None
 
 
-def test_every_option_is_taken_by_the_constructor_and_as_an_attribute() -> None:
+def test_every_option_is_an_argument_and_an_attribute() -> None:
     constructed = UcxRpcBackendOptions(**CHANGED)
     assigned = UcxRpcBackendOptions()
     for name, value in CHANGED.items():
@@ -139,7 +139,7 @@ def test_arguments_are_keywords() -> None:
         UcxRpcBackendOptions(16)  # type: ignore[misc]
 
 
-def test_an_unknown_name_is_refused_with_the_nearest_and_all_names() -> None:
+def test_unknown_name_is_refused_with_the_nearest_and_all() -> None:
     with pytest.raises(TypeError) as refused:
         UcxRpcBackendOptions(recieve_window_bytes=1)
     message = str(refused.value)

@@ -52,7 +52,7 @@ def stderr_of_program(script: str) -> str:
     return ended.stderr
 
 
-def test_tensorpipe_runs_by_default_explicitly_inferred_and_by_a_stale_member() -> None:
+def test_tensorpipe_runs_in_each_way_of_asking_for_it() -> None:
     # A whole program: the processes of the other tests have imported torch's test suites, which register a backend too.
     stderr_of_program("""
         stale = BackendType.TENSORPIPE
@@ -99,7 +99,7 @@ def test_the_backends_take_turns_in_one_process() -> None:
     """)
 
 
-def test_a_backend_that_is_registered_later_makes_no_member_stale() -> None:
+def test_backend_registered_later_makes_no_member_stale() -> None:
     passes("""
         import torch_ucx_rpc
 
@@ -188,7 +188,7 @@ def test_torchs_errors_for_other_backends_are_torchs() -> None:
     """)
 
 
-def test_a_backend_that_does_not_exist_is_refused_with_those_that_do() -> None:
+def test_unknown_backend_is_refused_with_the_known_ones() -> None:
     passes("""
         import torch_ucx_rpc
 
@@ -250,7 +250,7 @@ def test_nothing_keeps_the_agent_after_shutdown(how: str) -> None:
     """)
 
 
-def test_the_agent_is_a_python_object_with_what_torch_expects_of_one() -> None:
+def test_agent_has_the_attributes_torch_expects() -> None:
     passes("""
         import torch_ucx_rpc
 
@@ -267,7 +267,7 @@ def test_the_agent_is_a_python_object_with_what_torch_expects_of_one() -> None:
     """)
 
 
-def test_an_init_that_fails_can_be_tried_again_with_either_backend() -> None:
+def test_failed_init_can_be_retried_with_either_backend() -> None:
     passes("""
         import torch_ucx_rpc
 

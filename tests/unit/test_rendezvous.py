@@ -101,9 +101,7 @@ def test_a_url_that_gives_rank_or_size_is_refused(place: str, query: str, world_
         create_store(f"{place}?{query}", 0, world_size, 10)
 
 
-def test_a_job_that_was_started_again_finds_nothing_of_its_former_attempt_in_a_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_restarted_job_finds_nothing_of_its_last_attempt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     place = f"file://{tmp_path}/store"
     for attempt in ("0", "1", "2"):
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", attempt)
@@ -113,9 +111,7 @@ def test_a_job_that_was_started_again_finds_nothing_of_its_former_attempt_in_a_f
         assert stores[1].get("key").decode() == attempt
 
 
-def test_workers_of_other_launchers_meet_those_of_a_job_in_its_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_workers_of_other_launchers_meet_a_job_in_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     place = f"file://{tmp_path}/store"
     for attempt, world_size in {"0": 2, "1": None}.items():
         outside = create_store(place, 1, world_size, 10)
@@ -206,9 +202,7 @@ def test_rank_and_world_size_do_not_belong_in_the_url(port: int) -> None:
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "no-such-host.invalid"])
-def test_an_address_where_nobody_listens_is_named_in_time_and_quietly(
-    host: str, port: int, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_address_without_a_listener_is_named_in_time(host: str, port: int, capfd: pytest.CaptureFixture[str]) -> None:
     began = time.monotonic()
     with pytest.raises(JoinFailed, match=f"nobody listens at {host}:{port} after 0.5 s .*rank 0 must be running"):
         create_store(f"tcp://{host}:{port}", 1, 2, 0.5)
@@ -253,7 +247,7 @@ def test_others_are_not(host: str) -> None:
     assert not is_this_host(host)
 
 
-def test_an_address_that_could_merely_be_bound_is_not_of_this_host() -> None:
+def test_bindable_address_need_not_be_of_this_host() -> None:
     # As hosts with keepalived or haproxy are set up.
     needs_virtual_hosts()
     with VirtualHosts(["a", "b"]) as (a, b):
@@ -292,9 +286,7 @@ def test_a_server_of_this_host_is_seen_without_a_connection(bound_to: str) -> No
             server.accept()
 
 
-def test_a_server_that_the_kernels_table_does_not_show_is_found_all_the_same(
-    port: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_server_missing_in_the_kernels_table_is_found(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     # As where a packet filter hands the port of this host on to a container, or IPVS to another host.
     monkeypatch.setattr(listener, "_is_listened_at_here", lambda host, port: False)
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -335,9 +327,7 @@ class Slow:
         self._listener.close()
 
 
-def test_a_store_that_is_slow_to_answer_is_waited_for_and_connected_to_once(
-    port: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_slow_store_is_awaited_and_connected_to_once(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rendezvous, "_ANSWER_S", 0.2)
     served = create_store(f"tcp://127.0.0.1:{port}", 0, 2, 10)
     with contextlib.closing(Slow(port, 1.5)) as slow:
@@ -374,7 +364,7 @@ except TimeoutError:
 """
 
 
-def test_the_end_of_the_process_waits_for_a_thread_that_is_left_in_the_store() -> None:
+def test_process_end_waits_for_a_thread_in_the_store() -> None:
     [ended] = workers.run_program(LEFT_BEHIND)
     assert (ended.returncode, ended.stdout.split("\n")) == (0, ["gave up", "came back", ""])
 

@@ -103,7 +103,7 @@ def test_device_maps_and_devices_for_tensorpipe_hold_for_ucx() -> None:
     )
 
 
-def test_options_that_are_not_for_tensorpipe_are_refused_in_its_words() -> None:
+def test_options_not_for_tensorpipe_are_refused_in_its_words() -> None:
     passes("""
         tensorpipe = {"backend": BackendType.TENSORPIPE}
         foreign = "`rpc_backend_options` must be a `TensorPipeRpcBackendOptions`"
@@ -128,7 +128,7 @@ def test_other_backends_stay_as_they_are() -> None:
     """)
 
 
-def test_the_variable_replaces_tensorpipe_in_a_program_and_says_so_once() -> None:
+def test_variable_replaces_tensorpipe_and_says_so_once() -> None:
     ended = program(
         """
         assert "torch_ucx_rpc" not in sys.modules and init_rpc is rpc.init_rpc
@@ -142,7 +142,7 @@ def test_the_variable_replaces_tensorpipe_in_a_program_and_says_so_once() -> Non
     assert ended.stderr == SAID
 
 
-def test_the_variable_works_beside_an_import_and_without_torchs_loading_of_extensions() -> None:
+def test_variable_works_beside_an_import_and_without_autoload() -> None:
     script = """
         import torch_ucx_rpc
 
@@ -183,7 +183,7 @@ def test_without_the_variable_nothing_is_loaded_or_changed(env: dict[str, str]) 
     assert VARIABLE not in ended.stderr
 
 
-def test_the_module_that_torch_loads_and_the_package_mean_the_same_variable() -> None:
+def test_autoload_module_and_package_mean_one_variable() -> None:
     assert (autoload.VARIABLE, autoload.OFF) == (replace.VARIABLE, replace.OFF)
 
 
@@ -209,7 +209,7 @@ def test_another_value_is_refused_by_init_rpc(value: str) -> None:
     )
 
 
-def test_when_the_package_cannot_be_loaded_init_rpc_says_so_and_tensorpipe_does_not_run() -> None:
+def test_unloadable_package_fails_init_rpc_instead_of_tensorpipe() -> None:
     ended = program(
         f"""
         for _ in range(2):
@@ -243,7 +243,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize("start_method", ["spawn", "forkserver", "fork"])
-def test_the_variable_holds_for_the_processes_that_a_program_starts(start_method: str, tmp_path) -> None:
+def test_variable_holds_for_child_processes(start_method: str, tmp_path) -> None:
     file = tmp_path / "starts_processes.py"
     file.write_text(STARTS_PROCESSES)
     with workers.reserved_port() as port:

@@ -143,7 +143,7 @@ time.sleep(60)
         ("os.kill(os.getpid(), signal.SIGKILL)", 137, r"worker1 \(pid \d+ on \S+\) ended with SIGKILL"),
     ],
 )
-def test_the_first_failure_ends_the_job_with_its_code_and_its_traceback_last(how: str, code: int, last: str) -> None:
+def test_first_failure_ends_the_job_with_its_code_and_traceback(how: str, code: int, last: str) -> None:
     done = run("-n", 3, "-c", FAIL.format(how=how))
     [failed_at] = re.findall(r"^\[worker1\] ([\d.]+)$", done.stdout, re.MULTILINE)
     assert time.monotonic() - float(failed_at) < 30
@@ -152,7 +152,7 @@ def test_the_first_failure_ends_the_job_with_its_code_and_its_traceback_last(how
     assert "worker1 (pid" in done.stderr
 
 
-def test_the_worker_that_began_it_is_named_and_not_one_that_failed_because_of_it() -> None:
+def test_worker_that_failed_first_is_named() -> None:
     done = run("-n", 3, PROGRAMS / "fail.py", "raise")
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1] == "KeyError: 'the cause'"
@@ -167,7 +167,7 @@ def test_a_killed_worker_is_named_and_not_those_that_called_it() -> None:
     assert re.search(r"since worker1 \(pid \d+ on \S+\) ended with SIGKILL", done.stderr.splitlines()[-1])
 
 
-def test_a_worker_that_takes_long_to_end_is_named_and_not_those_that_it_has_left(script: Path, tmp_path: Path) -> None:
+def test_slowly_ending_worker_is_named_and_not_its_victims(script: Path, tmp_path: Path) -> None:
     script.write_text(
         f"""
 import atexit, os, pathlib, socket, time
@@ -196,7 +196,7 @@ raise RuntimeError(said.read_text())
     assert done.stderr.splitlines()[-1] == "KeyError: 'the cause'"
 
 
-def test_a_worker_that_only_logs_exceptions_does_not_hold_up_the_end(script: Path, tmp_path: Path) -> None:
+def test_worker_that_only_logs_exceptions_does_not_delay_the_end(script: Path, tmp_path: Path) -> None:
     script.write_text(
         f"""
 import os, pathlib, sys, time, traceback
@@ -369,7 +369,7 @@ def test_wrong_arguments_are_explained(arguments: str, error: str, capsys: pytes
     assert error in capsys.readouterr().err
 
 
-def test_without_a_place_for_temporary_files_it_says_where_it_has_looked() -> None:
+def test_without_a_temporary_folder_it_says_where_it_looked() -> None:
     program = """
         import tempfile
         from _torch_ucx_rpc_cli import main
@@ -383,7 +383,7 @@ def test_without_a_place_for_temporary_files_it_says_where_it_has_looked() -> No
     ), done.stderr
 
 
-def test_a_meeting_place_that_is_not_on_the_first_machine_is_refused() -> None:
+def test_meeting_place_off_the_first_machine_is_refused() -> None:
     done = run("-n", 1, "--nnodes", 2, "--node-rank", 0, "--rdzv", "192.0.2.77:29500", "-c", "pass")
     assert done.returncode == ExitCode.NOT_STARTED
     assert "--rdzv 192.0.2.77:29500 is not on this machine" in done.stderr

@@ -83,7 +83,7 @@ def processes_with(word: str) -> list[int]:
 
 
 @pytest.mark.parametrize("interrupted", [0, 1])
-def test_ctrl_c_on_one_machine_ends_the_job_on_all_and_all_name_that_machine(interrupted: int) -> None:
+def test_ctrl_c_on_one_machine_ends_the_job_and_all_name_it(interrupted: int) -> None:
     with two_machines("--max-restarts", "3", "-c", WAIT) as machines:
         for machine in machines:
             machine.stdout.readline()
@@ -99,7 +99,7 @@ def test_ctrl_c_on_one_machine_ends_the_job_on_all_and_all_name_that_machine(int
             assert machine.returncode == 128 + signal.SIGINT
 
 
-def test_a_launcher_that_was_started_with_nohup_and_its_workers_outlive_a_hangup(tmp_path: Path) -> None:
+def test_launcher_under_nohup_outlives_a_hangup(tmp_path: Path) -> None:
     with launchers(["-n", "1", "-c", wait_for(tmp_path / "go")], ignored=signal.SIGHUP) as [launcher]:
         pid = int(launcher.stdout.readline().split()[1])
         for hung_up in (pid, launcher.pid):
@@ -109,7 +109,7 @@ def test_a_launcher_that_was_started_with_nohup_and_its_workers_outlive_a_hangup
     assert (launcher.returncode, errors) == (0, "")
 
 
-def test_a_signal_while_workers_are_being_started_leaves_none_of_them_behind() -> None:
+def test_signal_during_the_start_leaves_no_worker_behind() -> None:
     mark = uuid.uuid4().hex
     # The first worker ends the launcher, which is still starting the last ones.
     code = (
@@ -139,7 +139,7 @@ def limit_files(process: subprocess.Popen[str], count: int) -> None:
 
 
 @pytest.mark.parametrize("files", [FILES_FOR_SOME_OF_30, FILES_FOR_NONE])
-def test_workers_that_cannot_all_be_started_are_ended_and_the_error_says_why(files: int) -> None:
+def test_failed_start_ends_the_started_workers_and_says_why(files: int) -> None:
     mark = uuid.uuid4().hex
     with launchers(["-n", "30", "--max-restarts", "3", "-c", WAIT, mark]) as [launcher]:
         limit_files(launcher, files)
@@ -153,7 +153,7 @@ def test_workers_that_cannot_all_be_started_are_ended_and_the_error_says_why(fil
         assert processes_with(mark) == []
 
 
-def test_a_machine_that_cannot_start_its_workers_tells_the_others() -> None:
+def test_machine_that_cannot_start_workers_tells_the_others() -> None:
     mark = uuid.uuid4().hex
     with reserved_port() as port:
         meeting = ["--nnodes", "2", "--rdzv", f"127.0.0.1:{port}", "-c", WAIT, mark]
@@ -167,7 +167,7 @@ def test_a_machine_that_cannot_start_its_workers_tells_the_others() -> None:
             assert processes_with(mark) == []
 
 
-def test_of_two_machines_that_fail_at_once_both_report_the_same_failure(tmp_path: Path) -> None:
+def test_two_machines_failing_at_once_report_one_failure(tmp_path: Path) -> None:
     code = wait_for(tmp_path / "go") + "; sys.exit(3 + int(os.environ['RANK']))"
     with two_machines("-c", code) as machines:
         for machine in machines:
@@ -183,7 +183,7 @@ def test_of_two_machines_that_fail_at_once_both_report_the_same_failure(tmp_path
     assert codes == {3 + int(rank)} == {int(code)}
 
 
-def test_a_worker_that_hangs_in_the_kernel_is_a_failure_that_no_restart_cures() -> None:
+def test_worker_hung_in_the_kernel_is_not_restarted() -> None:
     # A process is in that state until the child of its vfork has ended.
     code = "import ctypes, time; ctypes.CDLL(None).vfork(); time.sleep(60)"
     command = ["-n", "1", "--max-restarts", "3", "-c", code]

@@ -49,9 +49,7 @@ def test_without_anything_there_is_none() -> None:
     assert load_secret(None) is None
 
 
-def test_it_comes_from_the_option_from_a_variable_or_from_a_file_that_a_variable_names(
-    file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_secret_comes_from_option_variable_or_named_file(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert is_loaded(file)
     with monkeypatch.context() as context:
         context.setenv(FILE_VARIABLE, str(file))
@@ -157,7 +155,7 @@ def test_an_entry_is_believed_if_it_has_the_same_secret() -> None:
         (SECRET, OTHER, "{own} has another secret than {who}"),
     ],
 )
-def test_an_entry_of_another_secret_is_doubted_and_says_whose_it_is(
+def test_entry_of_another_secret_is_doubted_and_names_its_worker(
     written: Secret | None, read: Secret | None, doubt: str
 ) -> None:
     entry = read_entry(write_entry({"rank": 1}, written).encode(), read)

@@ -78,7 +78,7 @@ def limited(monkeypatch: pytest.MonkeyPatch, more: int, world_size: int) -> list
     return list(site_settings.of_files(world_size))
 
 
-def test_too_few_files_for_an_agent_are_an_error_and_for_all_its_peers_a_warning(
+def test_too_few_files_fail_the_agent_or_warn_about_peers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     assert limited(monkeypatch, 1014, world_size=100) == []
@@ -111,7 +111,7 @@ def test_init_rpc_refuses_transports_that_lead_to_nobody() -> None:
     assert [text.endswith("tcp or rc for those of several, or unset it") for text in said] == [True, True]
 
 
-def test_init_rpc_refuses_too_few_files_before_ucx_aborts_for_want_of_them() -> None:
+def test_init_rpc_refuses_too_few_files_before_ucx_aborts() -> None:
     [text] = workers.run_workers(1, refused, 30, init=False)
     assert text.startswith("this process may open 30 files")
     assert "ulimit -n 65536" in text

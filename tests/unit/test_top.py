@@ -66,7 +66,7 @@ def picture(width: int, **options: bool) -> list[str]:
 
 
 @pytest.mark.parametrize("options", [{}, {"peers": True}])
-def test_at_80_columns_no_figure_is_cut_and_the_line_below_names_what_is_left_out(options: dict[str, bool]) -> None:
+def test_80_columns_cut_no_figure_and_name_what_is_left_out(options: dict[str, bool]) -> None:
     lines = picture(80, **options)
     assert max(map(len, lines)) <= 80
     head = lines[1].split()
@@ -90,7 +90,7 @@ def test_a_wide_terminal_has_all_columns() -> None:
     assert len(lines[1].split()) == 13
 
 
-def test_an_error_of_a_worker_does_not_drive_out_the_figures_of_others() -> None:
+def test_error_of_one_worker_keeps_the_figures_of_others() -> None:
     lines = picture(120)
     assert any(line.startswith(" 3 ") and line.rstrip().endswith("…") for line in lines)
     assert {"calls", "p99", "failed", "pool"} <= set(lines[1].split())

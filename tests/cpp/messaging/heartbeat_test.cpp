@@ -119,7 +119,7 @@ TEST_F(HeartbeatTest, ALateSignOfLifeStartsTheSilenceAnew) {
   EXPECT_TRUE(wait(kLimit).lost.empty());
 }
 
-TEST_F(HeartbeatTest, APeerWhoseProcessHasProbablyEndedIsLostWithinASecondUnlessItIsHeard) {
+TEST_F(HeartbeatTest, PeerWhoseProcessProbablyEndedIsLostInASecondUnlessHeard) {
   Heartbeat slow(directory_, milliseconds(60'000)); // checks every 3 s
   Peer& ended = add(1);
   Peer& alive = add(2);

@@ -256,7 +256,7 @@ TEST_F(MessengerTest, RepairIsTriedAgainUntilNothingIsInTheWay) {
   EXPECT_EQ(transport.repairs, 4);
 }
 
-TEST_F(MessengerTest, WorkerThatSharedMemoryHasMadeDeafTellsItsNeighboursOverTheNetwork) {
+TEST_F(MessengerTest, DeafWorkerTellsItsNeighboursOverTheNetwork) {
   auto owned = std::make_unique<SendingTransport>();
   SendingTransport& transport = *owned;
   TestWorker worker(std::move(owned), 2, membersOf(3), handlers_[0].all);

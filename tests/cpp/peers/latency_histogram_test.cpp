@@ -10,7 +10,7 @@ namespace torch_ucx_rpc {
 
 using Nanoseconds = LatencyHistogram::Nanoseconds;
 
-TEST(LatencyHistogram, EveryDurationIsInTheBucketThatEndsAfterItAndNotInOneThatEndsBefore) {
+TEST(LatencyHistogram, EveryDurationIsInTheFirstBucketThatEndsAfterIt) {
   for (size_t bucket = 0; bucket + 1 < LatencyHistogram::kBuckets; ++bucket) {
     const Nanoseconds end = LatencyHistogram::endOf(bucket);
     EXPECT_EQ(LatencyHistogram::bucketOf(end - Nanoseconds(1)), bucket) << end.count();

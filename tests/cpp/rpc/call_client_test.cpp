@@ -256,7 +256,7 @@ TEST_F(RRefCreationTest, CreationThatTorchNeverKnowsFailsTheSame) {
 }
 
 // torch deletes its reference as soon as rpc.remote() has timed out. Owners forget deletions of what is not made yet.
-TEST_F(RRefCreationTest, DeletionOfAnRRefWhoseCreationTimedOutIsRepeatedWhenTheOwnerAnswers) {
+TEST_F(RRefCreationTest, DeletionOfATimedOutRRefIsRepeatedWhenTheOwnerAnswers) {
   const Future creation = create();
   const uint64_t id = callee_.requests.back().header.callId;
   rpc::RRefContext& context = rpc::RRefContext::getInstance();
@@ -550,7 +550,7 @@ TEST_F(CallClientTest, NothingIsSentAfterTheEnd) {
   EXPECT_EQ(arrivedCall(), ~0ull);
 }
 
-TEST_F(CallClientTest, WhileTheAgentIsBeingDestroyedFailuresAreToldAtOnceAndAnswersDropped) {
+TEST_F(CallClientTest, DyingAgentReportsFailuresAtOnceAndDropsAnswers) {
   const Future answered = call();
   const uint64_t id = arrivedCall();
   const Future lost = call("call", milliseconds(0), MessageType::PYTHON_CALL, 2);

@@ -64,7 +64,7 @@ TEST(DeviceMapsTableTest, ListOfDevicesThatWasReadStaysAsItWas) {
   EXPECT_EQ(&maps.devicesInUse().get(), &maps.devices());
 }
 
-TEST(DeviceMapsTableTest, FirstDevicesWhoseMemoryIsCopiedThroughTheHostsBringOneWarning) {
+TEST(DeviceMapsTableTest, DevicesCopiedThroughTheHostBringOneWarning) {
   std::vector<std::string> warnings;
   setWarningReceiver([&](const std::string& sentence) { warnings.push_back(sentence); });
   DeviceMaps maps(0, {ErrorCode::kDeviceFailed, "UCX has no CUDA"});

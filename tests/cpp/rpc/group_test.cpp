@@ -122,7 +122,7 @@ TEST_F(GroupTest, WorkersOfOneMachineAreNeighbours) {
   EXPECT_FALSE(self.peer(0).isNeighbour.load());
 }
 
-TEST_F(GroupTest, NeighboursInOtherPidNamespacesOrOfOtherUsersAreReachedOverTheNetwork) {
+TEST_F(GroupTest, NeighboursOfOtherPidNamespacesOrUsersUseTheNetwork) {
   RpcWorker& self = make(0);
   std::vector<Member> members = membersOf(5);
   for (Member& member : members) {

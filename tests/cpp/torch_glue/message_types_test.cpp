@@ -104,7 +104,7 @@ TEST(MessageTypesTest, RequestsThatOthersCountOnAreRunThoughTheirCallerHasGivenU
           MessageType::CLEANUP_AUTOGRAD_CONTEXT_REQ}));
 }
 
-TEST(MessageTypesTest, CreationOfAnRRefIsRecognizedInWhatAutogradAndTheProfilerHaveWrapped) {
+TEST(MessageTypesTest, CreationOfAnRRefIsSeenThroughAutogradAndProfiler) {
   for (const MessageType type :
        {MessageType::PYTHON_REMOTE_CALL, MessageType::SCRIPT_REMOTE_CALL, MessageType::PYTHON_CALL}) {
     const bool isCreation = type != MessageType::PYTHON_CALL;

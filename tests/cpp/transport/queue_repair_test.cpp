@@ -237,7 +237,7 @@ TEST_P(QueueRepairTest, WhoSleepsIsNotWriting) {
 }
 
 // As NothingIsSkippedWhereProcessesMayNotBeSeen, until it is told.
-TEST_P(QueueRepairTest, WhereProcessesMayNotBeSeenTheQueueIsUnrepairableAfterABoundedNumberOfScans) {
+TEST_P(QueueRepairTest, UnseenProcessesMakeTheQueueUnrepairableAfterSomeScans) {
   send();
   ASSERT_TRUE(arrives(1));
   takeSlot();
@@ -258,7 +258,7 @@ TEST_P(QueueRepairTest, WhereProcessesMayNotBeSeenTheQueueIsUnrepairableAfterABo
   EXPECT_TRUE(arrives(2));
 }
 
-TEST_P(QueueRepairTest, ASenderThatStaysStoppedMakesTheQueueUnrepairableUntilItGoesOn) {
+TEST_P(QueueRepairTest, StoppedSenderMakesTheQueueUnrepairableUntilItContinues) {
   send();
   ASSERT_TRUE(arrives(1));
   takeSlot();
@@ -278,7 +278,7 @@ TEST_P(QueueRepairTest, ASenderThatStaysStoppedMakesTheQueueUnrepairableUntilItG
   EXPECT_TRUE(arrives(2));
 }
 
-TEST_P(QueueRepairTest, WorkerThatIsDeafHearsOverTheNetworkAndHearsTheRestWhenItIsNotAnyMore) {
+TEST_P(QueueRepairTest, DeafWorkerHearsOverTheNetworkAndTheRestLater) {
   const std::string lanes = std::string(GetParam()) + ",tcp,self";
   const std::set<uintptr_t> others = SharedMemoryQueue::mapped();
   receiver_ = makeUcpTransportOver(lanes);

@@ -319,7 +319,7 @@ TEST_P(TransportContractTest, ReleasedRendezvousCompletesAtTheSender) {
   EXPECT_EQ(a.transport->operationsInFlight(), 0u);
 }
 
-TEST_P(TransportContractTest, AMessageForWhichTheReceiverHasNoMemoryIsDroppedAndTheNextArrives) {
+TEST_P(TransportContractTest, MessageWithoutMemoryForItIsDroppedAndTheNextArrives) {
   Outcome eager;
   Outcome rendezvous;
   Outcome next;
@@ -389,7 +389,7 @@ TEST_P(TransportContractTest, AListenerMayThrowAfterItHasReleased) {
   b.transport->close(0);
 }
 
-TEST_P(TransportContractTest, WhatACompletionThrowsComesOutOfProgressAndTheOthersAreStillTold) {
+TEST_P(TransportContractTest, ThrowingCompletionLeavesProgressAndTheOthersStillRun) {
   constexpr size_t kSends = 3;
   Outcome sent[kSends];
   TestEndpoint& a = testEndpoint("a");
