@@ -1,11 +1,11 @@
 """What the README and docs/failure_model.md promise, and the tests that hold them to it.
 
-docs/failure_model.md names its tests itself, in tables; `PROMISES` has the rest. test_promises.py checks that each test
-exists, and that each statement of the README's list stands here.
+test_promises.py checks that each test exists, and that each statement of the README's list and each sentence of the
+lists under "Promises" stands here.
 
-A promise is found by a few words of it, which the page must contain. A test is the name of a Python test, a suite of
-C++ tests ("TurnsTest") or one of them ("CancelFreesTheSendersMemory"), a file ("tests/conformance"), or a benchmark
-("benchmarks small_calls").
+A few words of a promise find it, and its page must contain them. A test is the name of a Python test, a suite of C++
+tests ("TurnsTest") or one of them ("CancelFreesTheSendersMemory"), a file ("tests/conformance"), a benchmark
+("benchmarks small_calls") or a trial of Soft-RoCE ("make verbs killed").
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ PROMISES: dict[str, dict[str, tuple[str, ...]]] = {
             "test_workers_join_and_leave_one_after_the_other",
             "test_worker_joins_by_a_file_without_rank_0",
         ),
-        "lists the promises": ("test_every_promise_of_the_failure_model_names_a_test",),
+        "lists the promises": ("test_every_sentence_that_promises_has_a_test",),
         "from strangers reaches the unpickler": (
             "test_a_stranger_that_asks_all_the_same_is_not_heard",
             "SealedAgentTest",
@@ -68,6 +68,220 @@ PROMISES: dict[str, dict[str, tuple[str, ...]]] = {
             "PeerMonitorTest",
         ),
         "**Every error names the worker**": ("test_calls_to_a_killed_process_fail_within_a_second",),
+        # Deaths
+        "Calls to a killed process fail within a second, or within 2 s over InfiniBand and RoCE": (
+            "test_calls_to_a_killed_process_fail_within_a_second",
+            "test_calls_to_a_process_killed_elsewhere_fail_in_a_second",
+            "make verbs killed",
+            "EndOfALifelineLosesASilentPeerLongBeforeTheLimit",
+        ),
+        "Later calls fail at once": ("test_calls_to_a_killed_process_fail_within_a_second",),
+        "If a card breaks a connection": ("AConnectionThatACardBreaksIsThePeers",),
+        "Calls among the other workers go on": (
+            "test_calls_to_a_killed_process_fail_within_a_second",
+            "test_a_silent_host_is_lost_after_the_limit",
+        ),
+        "Answers and barriers that arrived before a death still count": (
+            "DispatchOrderTest",
+            "FailureTakesItsTurnAfterEverythingThatHasArrived",
+            "tests/conformance",
+        ),
+        "Workers of one host notice deaths although they use shared memory": (
+            "test_workers_with_shared_memory_notice_a_death",
+        ),
+        "Killing a process while it writes to a worker": (
+            "test_writer_killed_while_writing_blocks_no_other_writer",
+            "QueueRepairTest",
+        ),
+        "If a writer is stopped (SIGSTOP) within a message": (
+            "DeafWorkerHearsOverTheNetworkAndTheRestLater",
+            "DeafWorkerTellsItsNeighboursOverTheNetwork",
+            "test_worker_made_deaf_by_a_stopped_writer_is_still_reached",
+        ),
+        "UCX prints no line about a failure that the agent reports": ("UcxLogOfTheDeadTest",),
+        # Silence and cuts
+        "If a host loses power": ("test_a_silent_host_is_lost_after_the_limit",),
+        "The first call to a host that is down": ("test_graceful_shutdown_notices_a_dead_host_never_called",),
+        "A cut shorter than both limits": (
+            "test_a_cut_longer_than_heartbeat_limit_loses_no_call",
+            "test_a_cut_of_30_s_loses_no_call_with_default_options",
+        ),
+        "a cut of half of `heartbeat_limit` loses nothing": (
+            "test_a_cut_of_half_the_limit_loses_nothing",
+            "make verbs cut_below_the_limit",
+            "make verbs paused_below_the_limit",
+        ),
+        "A longer cut loses the worker": ("test_a_cut_beyond_reconnect_limit_loses_the_worker",),
+        "Workers that have lost each other live on": ("test_workers_that_lost_each_other_survive_the_cuts_end",),
+        "A cut changes no list of members": ("test_a_cut_strikes_nobody_off_the_list",),
+        "A joining worker tries for a second": ("test_a_worker_that_cannot_be_reached_at_once_is_tried_again",),
+        "Calls of a joining worker wait": ("CallsOfAWorkerThatIsNotAdmittedYetWait",),
+        "A tensor that takes longer than the limit": ("test_tensor_slower_than_the_limit_delays_no_small_call",),
+        "A worker that holds the GIL, or whose handlers all block": (
+            "test_worker_holding_the_gil_beyond_the_limit_is_not_lost",
+            "PeerWhoseHandlersAllBlockGivesSignsOfLife",
+        ),
+        "A stopped process is not lost to its own host": ("test_a_stopped_worker_of_the_same_host_is_not_lost",),
+        "A worker that was stopped for longer than the limit": (
+            "test_worker_stopped_beyond_the_limit_loses_no_peer",
+            "TimeInWhichThisProcessDidNotRunDoesNotCount",
+        ),
+        # RRefs
+        "A worker survives the owner of an RRef": ("test_worker_outlives_owners_of_rrefs_in_the_making",),
+        "Using that RRef raises an error": ("test_worker_outlives_owners_of_rrefs_in_the_making",),
+        "An RRef whose `rpc.remote` timed out raises `RRefLost`": (
+            "test_each_rref_whose_creation_timed_out_says_so",
+            "test_rref_timed_out_before_torch_knew_it_is_lost",
+        ),
+        "The owner of such an RRef frees the value": ("test_an_rref_whose_creation_timed_out_is_freed_by_its_owner",),
+        "If an owner cannot read the request for an RRef": (
+            "test_every_use_raises_the_owners_error",
+            "FailedCreationTest",
+        ),
+        "If it refuses the request, each use raises `RRefLost`": (
+            "test_an_rref_that_its_owner_had_no_thread_for_is_lost",
+        ),
+        # Property of a dead worker
+        "Its queued calls do not start": ("test_calls_of_a_dead_worker_that_queue_here_are_not_begun",),
+        "Its running calls end, and their answers are dropped": (
+            "test_calls_of_a_dead_worker_that_queue_here_are_not_begun",
+        ),
+        "Its share of the receive window": (
+            "test_what_a_dead_worker_held_is_released",
+            "MessagesOfAPeerThatIsGoneGiveTheirShareBackAtOnce",
+            "DropSessionHandsOutEverythingOfIt",
+            "WhatComesOfAMessageThatWasCanceledIsHandedOutAtOnce",
+        ),
+        "Contexts of distributed autograd that it opened are closed": (
+            "test_contexts_of_a_dead_worker_are_closed_all_along_the_way",
+        ),
+        "A worker that joins again in the same process": (
+            "test_a_worker_that_joins_again_has_no_contexts_from_before",
+        ),
+        "References that it got by `rpc.remote` or from a third worker": (
+            "test_what_a_dead_worker_held_is_released",
+            "test_references_the_dead_had_from_a_third_worker_are_dropped",
+        ),
+        "Waiting for an RRef that it was to create here raises an error": (
+            "test_nobody_waits_for_a_value_that_a_dead_worker_was_to_make",
+            "test_a_worker_takes_the_place_of_one_that_was_killed",
+        ),
+        "A Python function that is just creating the value completes it": (
+            "test_nobody_waits_for_a_value_that_a_dead_worker_was_to_make",
+        ),
+        "Using an RRef that it owned raises `RRefLost`": ("test_a_worker_takes_the_place_of_one_that_was_killed",),
+        "References that its running calls create afterwards": (
+            "test_nobody_waits_for_a_value_that_a_dead_worker_was_to_make",
+            "WhatHandlersMakeAfterwardsIsReleasedOnceASecond",
+        ),
+        # Nested calls
+        "A chain of 200 calls": ("test_a_chain_of_calls_may_be_longer_than_there_are_threads",),
+        "Only waiting calls add threads": ("test_threads_are_added_only_for_calls_that_wait",),
+        "A chain that exceeds `max_worker_threads`": ("test_a_chain_that_exceeds_the_limit_fails_saying_so",),
+        # Shutdown
+        "A graceful shutdown serves until every living worker": (
+            "test_survivors_serve_in_shutdown_until_all_living_have_come",
+        ),
+        "It answers calls among the survivors, and ends within a second": (
+            "test_survivors_serve_in_shutdown_until_all_living_have_come",
+            "test_calls_among_survivors_are_answered_before_shutdown_ends",
+        ),
+        "Its error names all dead workers": ("test_survivors_serve_in_shutdown_until_all_living_have_come",),
+        "It does not wait for dead workers or their RRefs": (
+            "test_graceful_shutdown_with_a_dead_worker_raises",
+            "test_shutdown_does_not_wait_for_rrefs_of_the_dead",
+        ),
+        "If a worker dies during its own shutdown": (
+            "test_death_within_shutdown_ends_it_for_all_and_is_named",
+            "BarrierTest",
+        ),
+        "It notices a dead host that no worker has called": (
+            "test_graceful_shutdown_notices_a_dead_host_never_called",
+        ),
+        "If a worker hangs, it fails": ("test_graceful_shutdown_with_a_hung_worker_keeps_its_timeout",),
+        "An ungraceful shutdown waits only for its own handlers": (
+            "test_an_ungraceful_shutdown_waits_for_nobody",
+            "PeerThatShutsDownSaysGoodbye",
+            "test_prompt_answers_leave_before_an_ungraceful_shutdown",
+        ),
+        "A worker that crashes, is killed or leaves early": (
+            "test_crash_leaves_no_hang_and_no_shared_memory",
+            "test_early_leave_causes_no_hang_and_leaves_no_shared_memory",
+        ),
+        "A worker leaves within seconds even if": ("test_nobody_waits_for_a_file_of_the_store_that_is_gone",),
+        # Time
+        "An unanswered call fails at its deadline": (
+            "test_calls_fail_at_their_deadlines_also_under_load",
+            "benchmarks deadlines",
+        ),
+        "A late answer is dropped": (
+            "test_a_late_answer_is_dropped_and_its_buffers_are_recycled",
+            "LateResponseIsDroppedAndItsMemoryGoesBack",
+        ),
+        "Tensors of a failed call are released": (
+            "test_calls_that_time_out_leave_nothing_behind",
+            "CancelFreesTheSendersMemory",
+        ),
+        "A call that times out leaves nothing behind": (
+            "test_calls_that_time_out_leave_nothing_behind",
+            "benchmarks deadlines",
+        ),
+        "A request whose caller has given up is dropped before it runs": (
+            "RequestWhoseCallerHasGivenUpIsNotRun",
+            "test_rref_in_an_abandoned_call_is_freed",
+            "RequestsThatOthersCountOnAreRunThoughTheirCallerHasGivenUp",
+        ),
+        # Overload
+        "Calls that together exceed the receive window": (
+            "test_a_flood_is_answered_exactly_in_bounded_memory",
+            "benchmarks overload",
+        ),
+        "Memory grows by at most": ("test_a_flood_is_answered_exactly_in_bounded_memory", "benchmarks overload"),
+        "Handlers that keep their tensors": (
+            "test_handlers_may_keep_their_tensors",
+            "test_calling_handler_returns_its_share_of_the_window",
+            "test_handlers_may_call_back_with_their_tensors",
+            "test_handlers_may_wait_for_each_other",
+        ),
+        "Messages larger than the window pass": ("test_messages_larger_than_the_window_pass",),
+        "Large tensors that arrive in turn": ("test_large_tensors_that_come_in_turn_share_few_buffers",),
+        # Shortages
+        "Without memory for a message, only its call fails": ("test_out_of_memory_fails_one_call_and_names_the_place",),
+        "If some tensors of a message cannot be sent": ("MessageOfWhichOneTensorCannotLeaveEndsOnBothSides",),
+        "Without memory for the notice of a message": ("MessageWithoutMemoryForItIsDroppedAndTheNextArrives",),
+        "Without a file for a connection, the call that needs it": (
+            "test_out_of_files_only_the_call_that_connects_fails",
+        ),
+        "A later one connects": ("test_out_of_files_only_the_call_that_connects_fails",),
+        "No peer is lost when files run out during connecting": (
+            "test_out_of_files_while_connecting_no_peer_is_lost",
+            "test_out_of_files_on_one_core_no_peer_is_lost",
+            "FilesForUcxTest",
+        ),
+        "A worker without free files accepts a new connection": (
+            "test_a_worker_with_all_files_open_can_be_called_by_new_peers",
+            "test_a_worker_with_all_files_open_keeps_its_neighbours",
+        ),
+        "With too few files for the agent": ("test_init_rpc_refuses_too_few_files_before_ucx_aborts",),
+        "If files are short, neither the other side nor a living worker is blamed": (
+            "ConnectionThatFindsNoFilesIsNotBlamedOnThePeer",
+            "AProcessThatLivesIsNotTakenForEndedForWantOfFiles",
+        ),
+        "If /dev/shm is full": ("test_with_dev_shm_full_workers_share_memory_all_the_same",),
+        "Without that too, `init_rpc` says what to check": ("test_without_shared_memory_init_rpc_names_the_cure",),
+        # Neighbours in the process
+        "MPI and RPC work at the same time": (
+            "test_mpi_that_is_started_after_rpc_works_beside_it",
+            "test_older_ucx_loaded_by_mpi_is_refused_with_a_working_cure",
+        ),
+        "Signal handlers stay in place": (
+            "test_handlers_that_were_there_before_ucx_stay",
+            "test_process_with_ucx_still_ends_with_its_terminal",
+        ),
+        "`init_rpc` refuses UCX settings": ("tests/unit/test_site_settings.py",),
+        "RPC in a process forked from a worker": ("test_rpc_in_a_forked_child_is_refused_and_the_parent_goes_on",),
+        "A forked process may end in any way": ("test_a_forked_child_may_end_in_any_way",),
+        "`DataLoader(num_workers=2)` works": ("test_data_loader_processes_work_in_workers_and_handlers",),
     },
     "docs/development/failure_model.md": {
         "An unmarked slot may also belong to a slow sender": ("QueueRepairTest",),
@@ -82,5 +296,5 @@ UNTRIED: dict[str, str] = {
     "test_the_page_is_what_the_results_give": "compares a page with results",
     "test_the_claims_of_the_readme_are_what_was_measured": "compares a page with results",
     "test_the_tables_of_the_docs_are_what_was_measured": "compares pages with results",
-    "test_every_promise_of_the_failure_model_names_a_test": "reads pages and tests, where no mutant is put",
+    "test_every_sentence_that_promises_has_a_test": "reads pages and tests, where no mutant is put",
 }
