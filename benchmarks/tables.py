@@ -1,15 +1,15 @@
-"""Writes the tables of the README and the docs from what ``python -m benchmarks --record NAME`` has kept.
+"""Writes all tables of figures from what ``python -m benchmarks --record NAME`` has kept.
 
-    python -m benchmarks.tables             say which tables differ from the results; ends with 1 if one does
+    python -m benchmarks.tables             say which pages differ from the results; ends with 1 if one does
     python -m benchmarks.tables --write     write them
 
-A table stands between two lines, and nobody edits what is between them::
+``benchmarks/results/NAME.md`` has every table of a run. The README and the docs have the few that answer a user's
+question, each between two lines, and nobody edits what is between them::
 
-    <!-- benchmark: two_cores small_calls -->
+    <!-- benchmark: two_cores calls -->
     <!-- end of benchmark -->
 
-The first word is the file in benchmarks/results, the second one of its benchmarks, or ``headline`` for the table of the
-README, ``bounds`` for what is missed and how much holds, ``circumstances`` for the machine, versions and commit.
+The first word is the file in benchmarks/results. The second one is a key of `SUMMARIES`, or ``beside_others``.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ import argparse
 import dataclasses
 import json
 import re
+import statistics
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks import harness, jobs
-from benchmarks.__main__ import load
+from benchmarks import harness
+from benchmarks.__main__ import BENCHMARKS, load
 from benchmarks.harness import Result
 from benchmarks.kept import RESULTS
 
@@ -34,28 +35,155 @@ PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 BEGIN = re.compile(r"^<!-- benchmark: (?P<file>\w+) (?P<name>\w+) -->$")
 END = "<!-- end of benchmark -->"
 
+# Of the page of a run.
+PREFACE = """\
+<!-- Over 1,500 words: all tables of a run, written by `python -m benchmarks.tables --write`. -->
+# {run}
+
+`{run}.json` has every round. Each cell here has the median of the rounds, with the lowest and the highest.
+"TensorPipe" has its default transports, and "TensorPipe, uv" those for networks. A ratio is taken to the better of the
+two in each round, unless it says otherwise. UCX over TCP is compared with uv. "must" and "aim" are the project's own
+bounds for the ratio."""
+
 
 @dataclasses.dataclass(frozen=True)
-class Headline:
-    """A row of the README's table."""
+class Row:
+    """A figure of a summary."""
 
     title: str
     benchmark: str
     figure: str
-    unit: str
-    scale: float = 1.0
+    unit: str = ""
+    contender: str = "UCX"
+    # Whose figure the ratio is taken to.
+    reference: str | tuple[str, ...] = harness.TENSORPIPES
 
 
-HEADLINES = (
-    Headline("`rpc_sync`, no-argument function, median", "small_calls", "no-argument function, p50", "us"),
-    Headline("the same, 99th percentile", "small_calls", "no-argument function, p99", "us"),
-    Headline("`rpc_sync`, `torch.add` on 1 element, median", "small_calls", "torch.add of 1 element, p50", "us"),
-    Headline("`rpc_sync`, echo of a 1 KB tensor, median", "small_calls", "echo of 1 KB, p50", "us"),
-    Headline("`rpc_async`, calls per second", "small_calls", "asynchronous calls", ""),
-    Headline("echo of 64 MiB, both ways", "large_tensors", "echo of 64 MiB, both ways", "GiB/s"),
-    Headline("24 workers: start, init, first call of all pairs, shutdown", "life", "24 workers, in sum", "s"),
-    Headline("64 workers, the same", "life", "64 workers, in sum", "s"),
-)
+@dataclasses.dataclass(frozen=True)
+class Summary:
+    """A table with a row for each figure and a column for each contender.
+
+    Without ``contenders`` it has the row's own contender, and the one that this is compared with.
+    """
+
+    rows: tuple[Row, ...]
+    contenders: tuple[str, ...] = ()
+    has_spread: bool = False
+
+
+UCX, TENSORPIPE, TENSORPIPE_UV, UCX_TCP = "UCX", "TensorPipe", "TensorPipe, uv", "UCX, tcp"
+ON_ONE_HOST = (UCX, TENSORPIPE, TENSORPIPE_UV)
+
+NO_ARGUMENT = Row("`rpc_sync`, no-argument function, median", "small_calls", "no-argument function, p50", "us")
+NO_ARGUMENT_P99 = Row("the same, 99th percentile", "small_calls", "no-argument function, p99", "us")
+ONE_ELEMENT = Row("`rpc_sync`, `torch.add` on 1 element, median", "small_calls", "torch.add of 1 element, p50", "us")
+ONE_KB = Row("`rpc_sync`, echo of a 1 KB tensor, median", "small_calls", "echo of 1 KB, p50", "us")
+RATE = Row("`rpc_async`, calls per second", "small_calls", "asynchronous calls")
+LARGE = Row("echo of 64 MiB, both ways", "large_tensors", "echo of 64 MiB, both ways", "GiB/s")
+SERVER = Row("autograd step, parameter server", "parameter_server", "parameter server, a step", "us")
+PIPELINE = Row("autograd step, pipeline", "pipeline", "pipeline, a step", "us")
+
+SUMMARIES = {
+    "headline": Summary(
+        (
+            NO_ARGUMENT,
+            NO_ARGUMENT_P99,
+            ONE_ELEMENT,
+            ONE_KB,
+            RATE,
+            LARGE,
+            Row("24 workers: start, init, first call of all pairs, shutdown", "life", "24 workers, in sum", "s"),
+            Row("64 workers, the same", "life", "64 workers, in sum", "s"),
+        ),
+        ON_ONE_HOST,
+        has_spread=True,
+    ),
+    "calls": Summary(
+        (
+            NO_ARGUMENT,
+            NO_ARGUMENT_P99,
+            ONE_KB,
+            RATE,
+            LARGE,
+            Row("small call beside 64 MiB, median", "beside_large", "small call beside 64 MiB, p50", "us"),
+            Row("300 calls of 1 MiB at once", "in_flight", "300 calls of 1 MiB, the first time", "GiB/s"),
+            SERVER,
+            PIPELINE,
+            Row("idle worker, CPU time", "idle", "CPU time of an idle worker", "%", reference=()),
+        ),
+        (UCX, UCX_TCP, TENSORPIPE, TENSORPIPE_UV),
+    ),
+    "few_cores": Summary((NO_ARGUMENT, ONE_KB, RATE, LARGE, SERVER), ON_ONE_HOST),
+    "jobs": Summary(
+        (
+            Row("2 workers, forked", "life", "2 workers, in sum", "s"),
+            Row("24 workers, forked", "life", "24 workers, in sum", "s"),
+            Row("64 workers, forked", "life", "64 workers, in sum", "s"),
+            Row("24 workers by our launcher", "launched", "24 workers, run", "s"),
+        ),
+        ON_ONE_HOST,
+    ),
+    "gpu": Summary(
+        (
+            Row("echo of 4 KiB, median", "device_tensors", "echo of 4 KiB, p50", "us"),
+            Row("echo of 1 MiB, both ways", "device_tensors", "echo of 1 MiB, both ways", "GiB/s"),
+            Row("echo of 1 GiB, both ways", "device_tensors", "echo of 1 GiB, both ways", "GiB/s"),
+        ),
+        (UCX, TENSORPIPE),
+    ),
+    "libraries": Summary(
+        (
+            Row("call of a service by name, to `rpc_sync`", "services", "call to rpc_sync", reference=()),
+            Row("gradients of 1 MB, 4 trainers", "reduction", "1 MB", "ms", reference="gloo's DDP"),
+            Row("gradients of 100 MB, 4 trainers", "reduction", "100 MB", "ms", reference="gloo's DDP"),
+            Row(
+                "step of the tutorial's pipeline",
+                "pipelines",
+                "a step of the tutorial's model, 6 micro-batches",
+                "ms",
+                "ours, UCX",
+                "tutorial, UCX",
+            ),
+            Row(
+                "the same",
+                "pipelines",
+                "a step of the tutorial's model, 6 micro-batches",
+                "ms",
+                "ours, UCX",
+                "torch pipelining, gloo",
+            ),
+            Row(
+                "step in which a pipeline's worker dies",
+                "recovery",
+                "a step in which a stage is killed and a spare takes over",
+                "s",
+                reference=(),
+            ),
+        )
+    ),
+    "arrays_sent": Summary(
+        (
+            Row("echo of 1 KB, median", "arrays", "echo of 1 KB, p50", "us"),
+            Row("echo of 1 MiB, median", "arrays", "echo of 1 MiB, p50", "us"),
+            Row("echo of 64 MiB, both ways", "arrays", "echo of 64 MiB, both ways", "GiB/s"),
+        ),
+        (*ON_ONE_HOST, "UCX, pickled"),
+    ),
+    "updates": Summary(
+        (
+            Row("updates per second", "native_updates", "updates", reference="UCX, Python"),
+            Row(
+                "the same while Python is busy",
+                "native_updates",
+                "updates while Python is busy",
+                reference="UCX, Python",
+            ),
+        ),
+        (UCX, "UCX, Python", "TensorPipe, native", TENSORPIPE, TENSORPIPE_UV),
+    ),
+}
+# Figures of the table with a row for each library.
+BESIDE_OTHERS = {"1 KB": "1 KB, us", "64 MiB": "64 MiB, us"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,8 +196,6 @@ class Claim:
     limit: float
     reference: str | tuple[str, ...] = harness.TENSORPIPES
 
-
-MEMCPY = "memcpy"
 
 CLAIMS = (
     Claim(
@@ -110,15 +236,21 @@ class Run:
         return Result(load(benchmark), self.kept["rounds"][benchmark], failures)
 
     def lines(self, name: str) -> Iterator[str]:
-        """What belongs between the two lines of this name."""
-        if name == "headline":
-            yield from self.headline()
-        elif name == "bounds":
-            yield from self.bounds()
-        elif name == "circumstances":
-            yield from self.circumstances()
+        """The lines of the table of this name in the README and the docs."""
+        if name == "beside_others":
+            yield from self.beside_others()
+        elif name in SUMMARIES:
+            yield from self.summary(SUMMARIES[name])
         else:
-            yield from harness.table(self.result(name))
+            raise ValueError(f"a table must be beside_others or one of {', '.join(SUMMARIES)}; got {name!r}")
+
+    def page(self) -> str:
+        """All tables of the run, as the text of a page."""
+        names = [name for name in BENCHMARKS if name in self.kept["rounds"]]
+        sections = {"circumstances": self.circumstances(), "bounds": self.bounds()}
+        sections |= {name: harness.table(self.result(name)) for name in names}
+        parts = ([f"## {name}", "", *lines] for name, lines in sections.items())
+        return "\n\n".join([PREFACE.format(run=self.name), *("\n".join(lines) for lines in parts)]) + "\n"
 
     def broken(self, claim: Claim) -> Iterator[str]:
         """The figures that do not bear the claim out."""
@@ -128,20 +260,32 @@ class Run:
             if figure.name in claim.figures and (ratio is None or not figure.holds(ratio, claim.limit)):
                 yield f"{claim.words!r}: {figure.name} is at {ratio}"
 
-    def headline(self) -> Iterator[str]:
-        names = [transport.name for transport in jobs.ON_ONE_HOST]
-        yield f"| | {' | '.join(names)} | ratio to the better |"
-        yield "|---|" + "---:|" * (len(names) + 1)
-        for row in HEADLINES:
+    def summary(self, summary: Summary) -> Iterator[str]:
+        columns = summary.contenders or ("measured", "compared with")
+        ratio_to = "ratio to the better" if set(ON_ONE_HOST) <= set(columns) else "ratio"
+        yield f"| | {' | '.join(columns)} | {ratio_to} |"
+        yield "|---|" + "---:|" * (len(columns) + 1)
+        for row in summary.rows:
             result = self.result(row.benchmark)
-            figure = next(figure for figure in result.benchmark.figures if figure.name == row.figure)
-            # Over its shared memory TensorPipe's jobs of 64 do not come up, and are not tried.
-            missing = {name: "failed" if name in result.failures else "" for name in names}
-            measured = {name: result.values(name, figure.name) for name in names}
-            cells = [harness.spread(measured[name]) if measured[name] else missing[name] for name in names]
-            ratio = result.ratio(figure, harness.Bound(None))
+            figure = next((figure for figure in result.benchmark.figures if figure.name == row.figure), None)
+            if figure is None:
+                raise NotMeasured(f"{row.benchmark} has no figure {row.figure!r}")
+            cells = [cell(result, name, row.figure, summary.has_spread) for name in summary.contenders]
+            if not summary.contenders:
+                other = row.reference if isinstance(row.reference, str) else ""
+                compared = f"{other}: {cell(result, other, row.figure)}" if other else ""
+                cells = [cell(result, row.contender, row.figure), compared]
+            bound = harness.Bound(None, reference=row.reference, contender=row.contender)
+            ratio = result.ratio(figure, bound) if row.reference else None
             title = f"{row.title}, {row.unit}" if row.unit else row.title
             yield f"| {title} | {' | '.join(cells)} | {'' if ratio is None else harness.number(ratio)} |"
+
+    def beside_others(self) -> Iterator[str]:
+        result = self.result("others")
+        yield f"| | {' | '.join(BESIDE_OTHERS.values())} |"
+        yield "|---|" + "---:|" * len(BESIDE_OTHERS)
+        for name in result.rounds:
+            yield f"| {name} | {' | '.join(cell(result, name, figure) for figure in BESIDE_OTHERS)} |"
 
     def bounds(self) -> Iterator[str]:
         verdicts = [verdict for name in self.kept["rounds"] for verdict in self.result(name).verdicts()]
@@ -172,6 +316,14 @@ class Run:
         for commit, names in commits.items():
             if commit != most:
                 yield f"| commit of {', '.join(names)} | {commit} |"
+
+
+def cell(result: Result, contender: str, figure: str, has_spread: bool = False) -> str:
+    """The median, or also the lowest and the highest; empty for a contender that was not measured."""
+    values = result.values(contender, figure)
+    if not values:
+        return "failed" if contender in result.failures else ""
+    return harness.spread(values) if has_spread else harness.number(statistics.median(values))
 
 
 def written(text: str, *, missing: list[str] | None = None) -> str:
@@ -209,27 +361,32 @@ def written(text: str, *, missing: list[str] | None = None) -> str:
     return "\n".join(lines) + "\n"
 
 
+def written_pages(missing: list[str] | None = None) -> Iterator[tuple[Path, str]]:
+    """Each page with figures, and its text as the results give it."""
+    for results in sorted(RESULTS.glob("*.json")):
+        yield results.with_suffix(".md"), Run(results.stem).page()
+    for page in PAGES:
+        yield page, written(page.read_text(encoding="utf-8"), missing=missing)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.tables", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--write", action="store_true", help="write the tables into the pages")
     arguments = parser.parse_args()
+    missing: list[str] = []
     status = 0
-    for page in PAGES:
-        text = page.read_text(encoding="utf-8")
-        missing: list[str] = []
-        new = written(text, missing=missing)
-        for table in missing:
-            print(f"{page.relative_to(ROOT)} keeps its table {table}")
-            status = 1
-        if new != text and arguments.write:
-            page.write_text(new, encoding="utf-8")
-            print(f"{page.relative_to(ROOT)} is written")
-        elif new != text:
-            print(f"{page.relative_to(ROOT)} differs from the results")
-            status = 1
-    return status
+    for page, text in written_pages(missing):
+        if page.exists() and page.read_text(encoding="utf-8") == text:
+            continue
+        if arguments.write:
+            page.write_text(text, encoding="utf-8")
+        status = status if arguments.write else 1
+        print(f"{page.relative_to(ROOT)} {'is written' if arguments.write else 'differs from the results'}")
+    for table in missing:
+        print(f"a page keeps its table {table}")
+    return 1 if missing else status
 
 
 if __name__ == "__main__":

@@ -120,10 +120,9 @@ def test_what_is_measured_anew_replaces_its_own_results_only(monkeypatch: pytest
     assert [rounds[name]["UCX"][0]["latency"] for name in ("small_calls", "idle")] == [40.0, 30.0]
 
 
-@pytest.mark.parametrize("page", tables.PAGES, ids=lambda page: page.name)
-def test_the_tables_of_the_docs_are_what_was_measured(page: Path) -> None:
-    text = page.read_text(encoding="utf-8")
-    assert tables.written(text) == text, "run: python -m benchmarks.tables --write"
+def test_the_tables_of_the_docs_are_what_was_measured() -> None:
+    stale = [page.name for page, text in tables.written_pages() if page.read_text(encoding="utf-8") != text]
+    assert not stale, "run: python -m benchmarks.tables --write"
 
 
 @pytest.mark.parametrize("claim", tables.CLAIMS, ids=lambda claim: claim.words[:30])
