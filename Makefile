@@ -150,7 +150,7 @@ conformance conformance-cuda: build $(VENV)/.extra-test
 	  $(PY) -m pytest $(SUITES) --rpc-backend $(BACKEND) \
 	    --conformance-report $$reports/$$run.json || status=$$?; \
 	done; \
-	if [ -e $$reports/1.json ]; then $(PY) tests/conformance/page.py record $$reports/*.json; fi; \
+	if [ -e $$reports/1.json ]; then $(PY) -m tests.conformance.page record $$reports/*.json; fi; \
 	exit $$status
 
 FUZZED := tests/fuzz/wire_fuzzer.cpp $(wildcard torch_ucx_rpc/csrc/wire/*.cpp) torch_ucx_rpc/csrc/base/hmac.cpp
@@ -170,18 +170,18 @@ fuzz: build/fuzz/wire_fuzzer ## Hostile bytes against the wire format's readers,
 	  && grep number_of_executed_units build/fuzz/log || { tail -50 build/fuzz/log; exit 1; }
 
 soak: build $(VENV)/.extra-test ## Workers on virtual hosts, killed and cut off for MINUTES; needs root. A report in build/soak
-	@PYTHONPATH=tests:tests/support $(PY) -m soak --minutes $(MINUTES) $(if $(SEED),--seed $(SEED)) --report build/soak
-	@PYTHONPATH=tests:tests/support $(PY) -m soak.serving --minutes $(MINUTES) $(if $(SEED),--seed $(SEED))
+	@$(PY) -m tests.soak --minutes $(MINUTES) $(if $(SEED),--seed $(SEED)) --report build/soak
+	@$(PY) -m tests.soak.serving --minutes $(MINUTES) $(if $(SEED),--seed $(SEED))
 
 soak-training: build $(VENV)/.extra-test ## Trainers of one model, killed and started anew for MINUTES: all copies must stay equal
-	@PYTHONPATH=tests:tests/support $(PY) -m soak.training --minutes $(MINUTES) $(if $(SEED),--seed $(SEED))
+	@$(PY) -m tests.soak.training --minutes $(MINUTES) $(if $(SEED),--seed $(SEED))
 
 # Nice: two emulated processors keep two cores busy.
 verbs: $(ENVIRONMENT) ## Two emulated machines with Soft-RoCE: calls over verbs, kills, cuts; needs root, qemu and mmdebstrap
-	@PYTHONPATH=tests nice -n 10 $(PY) -m verbs --folder build/verbs $(TRIALS)
+	@nice -n 10 $(PY) -m tests.verbs --folder build/verbs $(TRIALS)
 
 mutants: build $(VENV)/.extra-test ## Bugs put into a copy of the sources, in Python and in C++: their tests must fail
-	@PYTHONPATH=tests $(PY) -m mutants $(MUTANTS)
+	@$(PY) -m tests.mutants $(MUTANTS)
 
 # In build folders of their own. What is found fails a test, whose output says what and where. ThreadSanitizer and UCX's
 # hooks for memory get into each other's way, and the barriers of OpenMP, which torch computes with, are none that it

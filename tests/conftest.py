@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-import workers
+
+from tests.support import workers
 
 BACKENDS = ("UCX", "TENSORPIPE")
 

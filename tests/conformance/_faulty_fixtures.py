@@ -7,8 +7,9 @@ backends, and a process in which rpc.BackendType is no longer the enum in use ca
 from __future__ import annotations
 
 import torch.distributed.rpc as rpc
-from _processes import PreloadedProcesses
 from torch.testing._internal.distributed.rpc.faulty_rpc_agent_test_fixture import FaultyRpcAgentTestFixture
+
+from ._processes import PreloadedProcesses
 
 
 class FaultyUcxFixture(PreloadedProcesses, FaultyRpcAgentTestFixture):

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch.distributed.rpc as rpc
-from _processes import PreloadedProcesses
 from torch.testing._internal.distributed.rpc.rpc_agent_test_fixture import RpcAgentTestFixture
 from torch.testing._internal.distributed.rpc.tensorpipe_rpc_agent_test_fixture import TensorPipeRpcAgentTestFixture
+
+from ._processes import PreloadedProcesses
 
 
 class UcxFixture(PreloadedProcesses, RpcAgentTestFixture):

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from torch.nn.parallel import DistributedDataParallel
-from workers import dump_stacks, dump_stacks_on_request, kill, process_context, stacks_file
+
+from tests.support.workers import dump_stacks, dump_stacks_on_request, kill, process_context, stacks_file
 
 # A directory that the parent and all processes of a test know: beside the file through which they meet.
 _STACKS = Path(tempfile.gettempdir())

@@ -27,7 +27,7 @@ Data = dict[str, Any]
 
 def record(files: Iterable[Path]) -> None:
     """Store the runs of one configuration, in the place of the former ones."""
-    from _suites import installed_release, installed_suites
+    from ._suites import installed_release, installed_suites
 
     reports = [json.loads(file.read_text(encoding="utf-8")) for file in files]
     for file, report in zip(files, reports, strict=True):

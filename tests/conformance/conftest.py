@@ -30,7 +30,7 @@ def pytest_configure(config: pytest.Config) -> None:
             raise pytest.UsageError(
                 f"torch {torch.__version__} finds no GPU here: PyTorch's suites for GPUs cannot run."
             )
-    from _report import Report
+    from ._report import Report
 
     if Report.is_needed(config):
         config.pluginmanager.register(Report(config))
@@ -42,8 +42,8 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 def pytest_pycollect_makeitem(collector: pytest.Collector, obj: object) -> list | None:
     """Leave out the suites of the other backends."""
-    from _faulty_fixtures import FAULTY_FIXTURES
-    from _fixtures import FIXTURES, TENSORPIPE_FIXTURES
+    from ._faulty_fixtures import FAULTY_FIXTURES
+    from ._fixtures import FIXTURES, TENSORPIPE_FIXTURES
 
     chosen = collector.config.getoption("--rpc-backend")
     others = {
@@ -60,7 +60,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     backend = config.getoption("--rpc-backend")
     if backend == "TENSORPIPE":
         return
-    from _equivalents import EQUIVALENTS
+    from ._equivalents import EQUIVALENTS
 
     left_out = tuple(f"::{backend}{name}".replace(".", "::") for name in EQUIVALENTS)
     deselected = [item for item in items if item.nodeid.endswith(left_out)]

@@ -1,7 +1,7 @@
 """docs/conformance.md, from stored results.
 
-    python tests/conformance/page.py record REPORT...    stores the runs of one configuration, and renders
-    python tests/conformance/page.py render              renders what is stored
+    python -m tests.conformance.page record REPORT...    stores the runs of one configuration, and renders
+    python -m tests.conformance.page render              renders what is stored
 
 The reports are those of ``pytest tests/conformance --conformance-report FILE``; `make conformance` does all of it. The
 page follows from the results and from _equivalents.py alone, not from the machine it is rendered on.
@@ -14,8 +14,8 @@ import collections
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from _equivalents import EQUIVALENTS
-from _results import Data, amount, record, stored
+from ._equivalents import EQUIVALENTS
+from ._results import Data, amount, record, stored
 
 PAGE = Path(__file__).resolve().parent.parent.parent / "docs" / "conformance.md"
 

@@ -18,7 +18,7 @@ with warnings.catch_warnings():
         generate_tests,
     )
 
-from _fixtures import FIXTURES, TENSORPIPE_FIXTURES
+from ._fixtures import FIXTURES, TENSORPIPE_FIXTURES
 
 # The suites have their own limit for a test that hangs, after which they say where.
 pytestmark = [pytest.mark.timeout(0), pytest.mark.filterwarnings("default")]

@@ -14,7 +14,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from torch.testing._internal.distributed.rpc_utils import FAULTY_AGENT_TESTS, generate_tests
 
-from _faulty_fixtures import FAULTY_FIXTURES
+from ._faulty_fixtures import FAULTY_FIXTURES
 
 # The suites have their own limit for a test that hangs, after which they say where.
 pytestmark = [pytest.mark.timeout(0), pytest.mark.filterwarnings("default")]

@@ -15,7 +15,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from torch.testing._internal.distributed.rpc_utils import TENSORPIPE_TESTS, generate_tests
 
-from _fixtures import TENSORPIPE_FIXTURES
+from ._fixtures import TENSORPIPE_FIXTURES
 
 # The suites have their own limit for a test that hangs, after which they say where.
 pytestmark = [pytest.mark.timeout(0), pytest.mark.filterwarnings("default")]

@@ -16,9 +16,9 @@ import torch.distributed.autograd as dist_autograd
 import torch.distributed.rpc as rpc
 from torch._jit_internal import _extract_tensors, _TensorExtractor
 from torch.distributed.rpc.internal import _internal_rpc_pickler, deserialize, serialize
-from workers import agent, backend_options, eventually, in_worker0, init_rpc, run_program, worker_name
-from workers import run_workers as run_job
 
+from tests.support.workers import agent, backend_options, eventually, in_worker0, init_rpc, run_program, worker_name
+from tests.support.workers import run_workers as run_job
 from torch_ucx_rpc._torch.arrays import _on_its_memory, _stream_of
 
 # Beyond the size from where on they are not pickled, and beyond that up to which a tensor rides inside its message.

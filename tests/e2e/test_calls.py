@@ -15,7 +15,8 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed.rpc as rpc
-from workers import agent, in_every_worker, in_worker0
+
+from tests.support.workers import agent, in_every_worker, in_worker0
 
 # Well beyond what a loaded machine needs for a few calls, and well below what a hang costs.
 PROMPT_S = 15.0

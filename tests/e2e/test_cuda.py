@@ -14,9 +14,9 @@ import torch
 import torch.distributed.autograd as dist_autograd
 import torch.distributed.rpc as rpc
 from torch.distributed.nn.api.remote_module import RemoteModule
-from workers import backend_options, eventually, in_worker0, init_rpc, run_program
 
 import torch_ucx_rpc
+from tests.support.workers import backend_options, eventually, in_worker0, init_rpc, run_program
 
 pytestmark = [pytest.mark.ucx_only, pytest.mark.gpu]
 

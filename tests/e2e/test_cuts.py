@@ -10,14 +10,15 @@ import pytest
 import torch
 import torch.distributed.autograd as dist_autograd
 import torch.distributed.rpc as rpc
-import workers
-from _failures import echo, failure_of, leave_ungracefully_after, sleep, stay
-from labs import Fate, VirtualHosts
 from torch.futures import Future
-from workers import Stalls, eventually
 
 import torch_ucx_rpc
+from tests.support import workers
+from tests.support.labs import Fate, VirtualHosts
+from tests.support.workers import Stalls, eventually
 from torch_ucx_rpc.errors import WorkerLost
+
+from ._failures import echo, failure_of, leave_ungracefully_after, sleep, stay
 
 pytestmark = pytest.mark.ucx_only
 

@@ -15,8 +15,8 @@ import pytest
 import torch
 import torch.distributed.rpc as rpc
 from torch.futures import Future
-from workers import Stalls, eventually, in_worker0
 
+from tests.support.workers import Stalls, eventually, in_worker0
 from torch_ucx_rpc.errors import CallTimedOut
 
 pytestmark = pytest.mark.ucx_only

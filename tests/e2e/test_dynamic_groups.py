@@ -14,13 +14,14 @@ import pytest
 import torch
 import torch.distributed.autograd as dist_autograd
 import torch.distributed.rpc as rpc
-import workers
-from _failures import autograd_contexts
-from labs import Fate, VirtualHosts, needs_virtual_hosts
-from workers import Steps, agent, backend_options, eventually, init_rpc, stop
 
+from tests.support import workers
+from tests.support.labs import Fate, VirtualHosts, needs_virtual_hosts
+from tests.support.workers import Steps, agent, backend_options, eventually, init_rpc, stop
 from torch_ucx_rpc._bootstrap import dynamic_group
 from torch_ucx_rpc.errors import JoinFailed, JoinTimedOut, RRefLost, WorkerLeft, WorkerLost
+
+from ._failures import autograd_contexts
 
 pytestmark = pytest.mark.ucx_only
 

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.rpc as rpc
-import workers
-from workers import eventually, reserved_port, run_program
 
+from tests.support import workers
+from tests.support.workers import eventually, reserved_port, run_program
 from torch_ucx_rpc.errors import BarrierFailed, WorkerLost
 
 pytestmark = pytest.mark.ucx_only

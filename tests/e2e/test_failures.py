@@ -18,8 +18,14 @@ import pytest
 import torch
 import torch.distributed.autograd as dist_autograd
 import torch.distributed.rpc as rpc
-import workers
-from _failures import (
+
+import torch_ucx_rpc
+from tests.support import workers
+from tests.support.labs import VirtualHosts
+from tests.support.workers import Stalls, agent, eventually
+from torch_ucx_rpc.errors import RRefLost, WorkerLost
+
+from ._failures import (
     DEATH_OF_WORKER1,
     autograd_contexts,
     die,
@@ -31,11 +37,6 @@ from _failures import (
     sleep,
     stay,
 )
-from labs import VirtualHosts
-from workers import Stalls, agent, eventually
-
-import torch_ucx_rpc
-from torch_ucx_rpc.errors import RRefLost, WorkerLost
 
 pytestmark = pytest.mark.ucx_only
 

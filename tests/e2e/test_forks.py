@@ -17,8 +17,8 @@ import pytest
 import torch
 import torch.distributed.rpc as rpc
 from torch.utils.data import DataLoader, Dataset
-from workers import agent, backend_options, in_every_worker, in_worker0, init_rpc
 
+from tests.support.workers import agent, backend_options, in_every_worker, in_worker0, init_rpc
 from torch_ucx_rpc import Statistics, statistics
 from torch_ucx_rpc._observe import socket as observers
 

@@ -10,8 +10,9 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed.rpc as rpc
-import workers
-from workers import agent, eventually, in_every_worker, in_worker0
+
+from tests.support import workers
+from tests.support.workers import agent, eventually, in_every_worker, in_worker0
 
 pytestmark = pytest.mark.ucx_only
 

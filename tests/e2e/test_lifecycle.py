@@ -15,9 +15,17 @@ import pytest
 import torch
 import torch.distributed.autograd as dist_autograd
 import torch.distributed.rpc as rpc
-import workers
-from workers import Stalls, backend_options, eventually, in_every_worker, init_rpc, reserved_port, run_program
 
+from tests.support import workers
+from tests.support.workers import (
+    Stalls,
+    backend_options,
+    eventually,
+    in_every_worker,
+    init_rpc,
+    reserved_port,
+    run_program,
+)
 from torch_ucx_rpc import _build_info
 from torch_ucx_rpc.errors import JoinFailed, JoinTimedOut, ShutDown, WorkerLeft
 

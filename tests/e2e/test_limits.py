@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.rpc as rpc
-import workers
-from labs import VirtualHosts, needs_virtual_hosts
-from workers import eventually, init_rpc
 
+from tests.support import workers
+from tests.support.labs import VirtualHosts, needs_virtual_hosts
+from tests.support.workers import eventually, init_rpc
 from torch_ucx_rpc.errors import JoinFailed, OutOfResources
 
 pytestmark = pytest.mark.ucx_only

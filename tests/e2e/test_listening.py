@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch.distributed.rpc as rpc
-import workers
+
+from tests.support import workers
 
 pytestmark = pytest.mark.ucx_only
 

@@ -7,7 +7,8 @@ import threading
 
 import pytest
 import torch.distributed.rpc as rpc
-from workers import run_program, run_workers
+
+from tests.support.workers import run_program, run_workers
 
 pytestmark = pytest.mark.ucx_only
 

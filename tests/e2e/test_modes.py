@@ -15,7 +15,8 @@ import torch
 import torch.distributed.rpc as rpc
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from workers import in_worker0, run_workers
+
+from tests.support.workers import in_worker0, run_workers
 
 LARGE = 1 << 18
 

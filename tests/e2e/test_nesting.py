@@ -11,8 +11,8 @@ import pytest
 import torch
 import torch.distributed.rpc as rpc
 from torch.autograd import profiler_legacy
-from workers import Stalls, agent, eventually, in_worker0
 
+from tests.support.workers import Stalls, agent, eventually, in_worker0
 from torch_ucx_rpc.errors import OutOfResources
 
 pytestmark = pytest.mark.ucx_only

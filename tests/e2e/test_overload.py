@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.rpc as rpc
-from workers import agent, eventually, in_every_worker, in_worker0
+
+from tests.support.workers import agent, eventually, in_every_worker, in_worker0
 
 pytestmark = pytest.mark.ucx_only
 

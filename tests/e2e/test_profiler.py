@@ -9,7 +9,8 @@ import pytest
 import torch
 import torch.distributed.rpc as rpc
 from torch.profiler import ProfilerActivity, profile
-from workers import in_worker0, run_workers
+
+from tests.support.workers import in_worker0, run_workers
 
 pytestmark = pytest.mark.ucx_only
 

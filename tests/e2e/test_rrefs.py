@@ -8,8 +8,8 @@ import time
 import pytest
 import torch
 import torch.distributed.rpc as rpc
-from workers import agent, eventually, in_every_worker, in_worker0
 
+from tests.support.workers import agent, eventually, in_every_worker, in_worker0
 from torch_ucx_rpc.errors import CallTimedOut, RRefLost
 
 

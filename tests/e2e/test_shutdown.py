@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.rpc as rpc
-import workers
-from _failures import DEATH_OF_WORKER1, LOST_SOON, SHORT_LIMIT, die, echo, failure_of, sleep
-from labs import Fate, VirtualHosts, needs_virtual_hosts
 from torch.distributed.rpc import api
-from workers import Stalls, Transport, agent
 
+from tests.support import workers
+from tests.support.labs import Fate, VirtualHosts, needs_virtual_hosts
+from tests.support.workers import Stalls, Transport, agent
 from torch_ucx_rpc.errors import BarrierFailed, WorkerLost
+
+from ._failures import DEATH_OF_WORKER1, LOST_SOON, SHORT_LIMIT, die, echo, failure_of, sleep
 
 pytestmark = pytest.mark.ucx_only
 

@@ -15,13 +15,14 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.rpc as rpc
-import workers
-from _failures import LOST_SOON, SHORT_LIMIT, echo, failure_of, is_lost, leave_ungracefully_after, let_go, sleep, stay
-from labs import Fate, VirtualHosts, needs_virtual_hosts
 from torch.futures import Future
-from workers import Stalls, Steps, eventually
 
+from tests.support import workers
+from tests.support.labs import Fate, VirtualHosts, needs_virtual_hosts
+from tests.support.workers import Stalls, Steps, eventually
 from torch_ucx_rpc.errors import WorkerLost
+
+from ._failures import LOST_SOON, SHORT_LIMIT, echo, failure_of, is_lost, leave_ungracefully_after, let_go, sleep, stay
 
 pytestmark = pytest.mark.ucx_only
 

@@ -16,8 +16,8 @@ import pytest
 import torch
 import torch.distributed.rpc as rpc
 from prometheus_client.parser import text_string_to_metric_families
-from workers import backend_options, eventually, in_every_worker, in_worker0, init_rpc
 
+from tests.support.workers import backend_options, eventually, in_every_worker, in_worker0, init_rpc
 from torch_ucx_rpc.errors import CallTimedOut, JoinFailed, NotRunning
 
 pytestmark = pytest.mark.ucx_only

@@ -13,9 +13,11 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.rpc as rpc
-import workers
-from _failures import DEATH_OF_WORKER1, echo, leave_ungracefully_after, let_go, stay
-from workers import Stalls, agent, eventually, stop
+
+from tests.support import workers
+from tests.support.workers import Stalls, agent, eventually, stop
+
+from ._failures import DEATH_OF_WORKER1, echo, leave_ungracefully_after, let_go, stay
 
 pytestmark = pytest.mark.ucx_only
 

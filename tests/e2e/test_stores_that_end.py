@@ -11,13 +11,14 @@ from pathlib import Path
 
 import pytest
 import torch.distributed.rpc as rpc
-import workers
-from _failures import is_lost
-from test_dynamic_groups import RunWorkers, assert_answers, join, present, rpc_pid_of
 from torch.distributed import TCPStore
-from workers import Stalls, Steps, backend_options, eventually, init_rpc
 
+from tests.support import workers
+from tests.support.workers import Stalls, Steps, backend_options, eventually, init_rpc
 from torch_ucx_rpc.errors import JoinTimedOut
+
+from ._failures import is_lost
+from .test_dynamic_groups import RunWorkers, assert_answers, join, present, rpc_pid_of
 
 pytestmark = pytest.mark.ucx_only
 

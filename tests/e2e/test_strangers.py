@@ -12,28 +12,28 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.rpc as rpc
-import workers
+
+from tests.support import workers
+from tests.support.workers import agent, backend_options, eventually, init_rpc
+from torch_ucx_rpc._bootstrap import members
+from torch_ucx_rpc._bootstrap.secret import Entry
+from torch_ucx_rpc.errors import CallTimedOut, RRefLost
 
 # Run here with a secret.
-from test_calls import (  # noqa: F401
+from .test_calls import (  # noqa: F401
     test_all_workers_call_all_at_once,
     test_async_execution_answers_when_its_future_is_done,
     test_exceptions_of_the_callee_keep_type_and_message,
     test_handlers_may_call_other_workers_and_back,
     test_thousands_of_calls_in_flight_get_each_its_own_answer,
 )
-from test_dynamic_groups import Steps, test_workers_join_and_leave_one_after_the_other  # noqa: F401
-from test_rrefs import owned_here, test_everybody_holds_references_to_everybody  # noqa: F401
-from test_tensors import (  # noqa: F401
+from .test_dynamic_groups import Steps, test_workers_join_and_leave_one_after_the_other  # noqa: F401
+from .test_rrefs import owned_here, test_everybody_holds_references_to_everybody  # noqa: F401
+from .test_tensors import (  # noqa: F401
     test_tensors_arrive_as_they_were_sent,
     test_thousands_of_tensors_travel_in_one_call,
 )
-from test_training import test_a_model_over_two_workers_trains_as_a_local_one  # noqa: F401
-from workers import agent, backend_options, eventually, init_rpc
-
-from torch_ucx_rpc._bootstrap import members
-from torch_ucx_rpc._bootstrap.secret import Entry
-from torch_ucx_rpc.errors import CallTimedOut, RRefLost
+from .test_training import test_a_model_over_two_workers_trains_as_a_local_one  # noqa: F401
 
 pytestmark = pytest.mark.ucx_only
 

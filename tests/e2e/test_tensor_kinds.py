@@ -12,7 +12,8 @@ import torch
 import torch.distributed.autograd as dist_autograd
 import torch.distributed.rpc as rpc
 from torch._subclasses.fake_tensor import FakeTensorMode
-from workers import in_worker0, run_workers
+
+from tests.support.workers import in_worker0, run_workers
 
 LARGE = 1 << 20
 

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.rpc as rpc
-from swaps import SWAPS
-from workers import agent, in_worker0
+
+from tests.support.swaps import SWAPS
+from tests.support.workers import agent, in_worker0
 
 # Beyond every threshold below which a tensor may travel inside its message.
 LARGE = 1 << 20

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch.distributed.rpc as rpc
-from workers import Transport, run_workers
+
+from tests.support.workers import Transport, run_workers
 
 pytestmark = pytest.mark.ucx_only
 

@@ -8,7 +8,8 @@ import torch.distributed.autograd as dist_autograd
 import torch.distributed.rpc as rpc
 from torch.distributed.nn.api.remote_module import RemoteModule
 from torch.distributed.optim import DistributedOptimizer
-from workers import eventually, in_every_worker, in_worker0
+
+from tests.support.workers import eventually, in_every_worker, in_worker0
 
 
 def combine(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

@@ -13,9 +13,9 @@ import pytest
 import torch
 import torch.distributed.autograd as dist_autograd
 import torch.distributed.rpc as rpc
-import workers
-from workers import agent, eventually
 
+from tests.support import workers
+from tests.support.workers import agent, eventually
 from torch_ucx_rpc.errors import OutOfResources, RRefLost
 
 pytestmark = pytest.mark.ucx_only

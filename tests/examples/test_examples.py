@@ -14,7 +14,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-import workers
+
+from tests.support import workers
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 NAMES = sorted(file.stem for file in EXAMPLES.glob("*.py"))

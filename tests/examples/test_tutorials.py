@@ -10,7 +10,8 @@ import functools
 from pathlib import Path
 
 import pytest
-import workers
+
+from tests.support import workers
 
 TUTORIALS = sorted((Path(__file__).resolve().parents[2] / "examples" / "tutorials").glob("*.py"))
 DETERMINISTIC = ["batched_parameter_server", "pipeline_parallel", "rnn_model_parallel"]

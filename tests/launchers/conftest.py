@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from labs import SlurmCluster, VirtualHosts, needs, needs_virtual_hosts
+
+from tests.support.labs import SlurmCluster, VirtualHosts, needs, needs_virtual_hosts
 
 
 @pytest.fixture(scope="session")

@@ -13,8 +13,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
-import workers
-from labs import Container, VirtualHost, VirtualHosts, limits, needs_virtual_hosts
+
+from tests.support import workers
+from tests.support.labs import Container, VirtualHost, VirtualHosts, limits, needs_virtual_hosts
 
 from ._reports import ENVIRON, EXCHANGE, LOST_MEMORY, PYTHON, WITHOUT
 

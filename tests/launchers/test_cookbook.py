@@ -7,7 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from workers import reserved_port
+
+from tests.support.workers import reserved_port
 
 from .test_recipes import follow, install
 

@@ -8,7 +8,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from labs import SlurmCluster
+
+from tests.support.labs import SlurmCluster
 
 from .test_recipes import follow, install
 

@@ -9,7 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from workers import eventually
+
+from tests.support.workers import eventually
 
 PROGRAM = Path(__file__).parent / "programs" / "fate.py"
 OTHERS = ("worker0", "worker2")

@@ -8,7 +8,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from labs import VirtualHosts, needs, needs_mpi4py, needs_virtual_hosts
+
+from tests.support.labs import VirtualHosts, needs, needs_mpi4py, needs_virtual_hosts
 
 from ._reports import BESIDE_MPI, ENVIRON, MEET, PYTHON, assert_all_called
 

@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 import yaml
-from labs import SlurmCluster, VirtualHosts, needs
-from workers import eventually, reserved_port
+
+from tests.support.labs import SlurmCluster, VirtualHosts, needs
+from tests.support.workers import eventually, reserved_port
 
 from ._reports import ENVIRON, MEET, assert_all_called
 

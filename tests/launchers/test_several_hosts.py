@@ -7,10 +7,10 @@ import time
 from collections.abc import Callable
 
 import pytest
-from labs import VirtualHosts
-from workers import Stalls
 
 from _torch_ucx_rpc_cli import ExitCode
+from tests.support.labs import VirtualHosts
+from tests.support.workers import Stalls
 
 from ._reports import ENVIRON, FAIL_ONCE, MEET, PYTHON, assert_all_called
 

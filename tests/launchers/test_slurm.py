@@ -8,8 +8,9 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from labs import SlurmCluster
-from workers import eventually
+
+from tests.support.labs import SlurmCluster
+from tests.support.workers import eventually
 
 from ._reports import FAIL, MEET, PYTHON, PYTHON_PATH, assert_all_called
 

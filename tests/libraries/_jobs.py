@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.rpc as rpc
-import workers
 from torch import nn
+
+from tests.support import workers
 
 __all__ = [
     "BACKENDS",

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import nn
-from workers import Steps, backend_options, init_rpc
 
+from tests.support.workers import Steps, backend_options, init_rpc
 from torch_ucx_rpc import reduction
 from torch_ucx_rpc.reduction import _piece
 

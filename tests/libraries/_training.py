@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import nn
-from workers import keep_process_group
 
+from tests.support.workers import keep_process_group
 from torch_ucx_rpc import reduction
 
 SGD = functools.partial(torch.optim.SGD, lr=0.1)

@@ -6,8 +6,10 @@ import functools
 from collections.abc import Callable
 
 import pytest
-import workers
-from _jobs import BACKENDS, PATIENCE_S
+
+from tests.support import workers
+
+from ._jobs import BACKENDS, PATIENCE_S
 
 
 @pytest.fixture(params=BACKENDS)

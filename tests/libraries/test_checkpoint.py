@@ -14,11 +14,12 @@ import torch
 import torch.distributed.checkpoint as dcp
 import torch.distributed.rpc as rpc
 import torch.nn.functional as F  # noqa: N812 - its usual name
-from _jobs import drive, drive_with_deaths, on, reference_step, small_model
 from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.nn.api.remote_module import RemoteModule
+
+from ._jobs import drive, drive_with_deaths, on, reference_step, small_model
 
 
 def make_pipe(model: Any, workers: Any = ("worker1", "worker2"), **options: Any) -> Any:

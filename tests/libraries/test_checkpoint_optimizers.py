@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.rpc as rpc
-from _jobs import drive, on, reference_step, small_model
-from _pipelines import make_pipe
-from test_checkpoint import forget_the_most, memory, train
 from torch import nn
+
+from ._jobs import drive, on, reference_step, small_model
+from ._pipelines import make_pipe
+from .test_checkpoint import forget_the_most, memory, train
 
 Make = Callable[[Any], torch.optim.Optimizer]
 

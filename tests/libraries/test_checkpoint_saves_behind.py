@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from workers import Steps
 
+from tests.support.workers import Steps
 from torch_ucx_rpc import checkpoint
 from torch_ucx_rpc.checkpoint import loading, storage
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch.distributed.rpc as rpc
-from workers import Steps, agent, backend_options, eventually, init_rpc
 
+from tests.support.workers import Steps, agent, backend_options, eventually, init_rpc
 from torch_ucx_rpc._workers.life import Life, PerLife, life
 from torch_ucx_rpc.errors import NotRunning, ShutDown
 

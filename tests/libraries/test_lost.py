@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch.distributed.rpc as rpc
-from _jobs import KILLED, die
-from workers import Steps, backend_options, eventually, init_rpc
 
 import torch_ucx_rpc
+from tests.support.workers import Steps, backend_options, eventually, init_rpc
 from torch_ucx_rpc._workers import lost as ends
 from torch_ucx_rpc.errors import CallTimedOut, MessageNotSent, NotRunning, UnknownWorker, WorkerLeft, WorkerLost
+
+from ._jobs import KILLED, die
 
 RunWorkers = Callable[..., list]
 

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from _jobs import drive, drive_with_deaths, kill, on, small_model
-from _pipelines import Failing, PassOn, assert_equal_gradients, make_pipe
 from torch import nn
+
+from ._jobs import drive, drive_with_deaths, kill, on, small_model
+from ._pipelines import Failing, PassOn, assert_equal_gradients, make_pipe
 
 
 def graphs() -> int:

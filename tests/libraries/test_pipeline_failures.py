@@ -17,9 +17,10 @@ import pytest
 import torch
 import torch.distributed.rpc as rpc
 import torch.nn.functional as F  # noqa: N812 - its usual name
-from _jobs import BACKENDS, Stalls, drive, drive_with_deaths, eventually, kill, on, reference_step, small_model
-from _pipelines import Failing, PassOn, make_pipe
 from torch import nn
+
+from ._jobs import BACKENDS, Stalls, drive, drive_with_deaths, eventually, kill, on, reference_step, small_model
+from ._pipelines import Failing, PassOn, make_pipe
 
 
 def kept() -> int:

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
-from _jobs import drive, drive_with_deaths, kill, reference_step, small_model
-from _pipelines import assert_equal_gradients, make_pipe
 from torch import nn
+
+from ._jobs import drive, drive_with_deaths, kill, reference_step, small_model
+from ._pipelines import assert_equal_gradients, make_pipe
 
 
 def assert_step_is_as_in_one_process(pipe: Any, model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> None:

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from _jobs import drive
-from _pipelines import make_pipe
 from torch import nn
+
+from ._jobs import drive
+from ._pipelines import make_pipe
 
 
 class OnlyHere:

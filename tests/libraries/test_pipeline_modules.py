@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
-from _jobs import drive, drive_with_deaths, kill, on, reference_step
-from _pipelines import PassOn, assert_equal_gradients, make_pipe
 from torch import nn
+
+from ._jobs import drive, drive_with_deaths, kill, on, reference_step
+from ._pipelines import PassOn, assert_equal_gradients, make_pipe
 
 
 def with_a_frozen_norm() -> nn.Sequential:

@@ -11,9 +11,10 @@ import pytest
 import torch
 import torch.distributed.rpc as rpc
 import torch.nn.functional as F  # noqa: N812 - its usual name
-from _jobs import drive, on, reference_step, small_model
-from _pipelines import assert_equal_gradients, make_pipe
 from torch import nn
+
+from ._jobs import drive, on, reference_step, small_model
+from ._pipelines import assert_equal_gradients, make_pipe
 
 SCHEDULES = ("gpipe", "1F1B", "interleaved", "zero-bubble")
 # Stage 2 is on the first worker again: a V, as in torch's ZBVZeroBubble.

@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
-from _jobs import drive, reference_step
-from _pipelines import make_pipe
 from torch import nn
 
 from torch_ucx_rpc.pipeline.values import merge
+
+from ._jobs import drive, reference_step
+from ._pipelines import make_pipe
 
 
 def test_leaves_that_differ_between_micro_batches_become_a_list() -> None:

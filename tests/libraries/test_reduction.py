@@ -14,17 +14,18 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.rpc as rpc
-from _training import SGD, are_equal, batches, make_model, parameters_of, process_group, step_of, train
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
-from workers import Steps, backend_options, eventually, init_rpc
 
+from tests.support.workers import Steps, backend_options, eventually, init_rpc
 from torch_ucx_rpc import reduction
 from torch_ucx_rpc.errors import NotRunning
 from torch_ucx_rpc.reduction._hosts import absent
 from torch_ucx_rpc.reduction._messages import Spec, Trainer
 from torch_ucx_rpc.reduction._roster import Roster
+
+from ._training import SGD, are_equal, batches, make_model, parameters_of, process_group, step_of, train
 
 RunWorkers = Callable[..., list]
 

@@ -11,15 +11,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.rpc as rpc
-from _training import SGD, are_equal, make_model, train
 from torch import Tensor, nn
 from torch.futures import Future
-from workers import Steps, eventually, stop
 
+from tests.support.workers import Steps, eventually, stop
 from torch_ucx_rpc import reduction
 from torch_ucx_rpc.reduction import _data_parallel, _piece
 from torch_ucx_rpc.reduction._host import Host
 from torch_ucx_rpc.reduction._hosts import hosts_of, models
+
+from ._training import SGD, are_equal, make_model, train
 
 RunWorkers = Callable[..., list]
 

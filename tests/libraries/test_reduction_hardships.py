@@ -13,13 +13,14 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.rpc as rpc
-from _jobs import KILLED, Stalls, die
-from _training import SGD, are_equal, make_model, parameters_of, process_group, step_of, train
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from workers import Steps, backend_options, eventually, init_rpc
 
+from tests.support.workers import Steps, backend_options, eventually, init_rpc
 from torch_ucx_rpc import reduction
+
+from ._jobs import KILLED, Stalls, die
+from ._training import SGD, are_equal, make_model, parameters_of, process_group, step_of, train
 
 RunWorkers = Callable[..., list]
 

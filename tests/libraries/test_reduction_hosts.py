@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.rpc as rpc
-from _training import SGD
 from torch import Tensor
 from torch.futures import Future
 
@@ -22,6 +21,8 @@ from torch_ucx_rpc.reduction._piece import Piece
 from torch_ucx_rpc.reduction._results import Results
 from torch_ucx_rpc.reduction._roster import Roster
 from torch_ucx_rpc.reduction._round import Round
+
+from ._training import SGD
 
 HOST: Any = SimpleNamespace(info=SimpleNamespace(name="ps"), living=list)
 ALONE: Any = SimpleNamespace(next_host=lambda: None)

@@ -11,12 +11,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.rpc as rpc
-from _training import process_group
 from torch import Tensor, nn
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
-from workers import Steps
 
+from tests.support.workers import Steps
 from torch_ucx_rpc import reduction
 from torch_ucx_rpc.reduction import _round
 from torch_ucx_rpc.reduction._host import Host
@@ -24,6 +23,8 @@ from torch_ucx_rpc.reduction._hosts import absent
 from torch_ucx_rpc.reduction._loopback import lend, push_lent
 from torch_ucx_rpc.reduction._messages import Answer, Push, Spec, Trainer
 from torch_ucx_rpc.reduction._results import result_of
+
+from ._training import process_group
 
 RunWorkers = Callable[..., list]
 

@@ -12,13 +12,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.rpc as rpc
-from _jobs import KILLED, die
-from _restarts import Trainer, answer_only, are_equal, enter
-from workers import Steps, eventually
 
+from tests.support.workers import Steps, eventually
 from torch_ucx_rpc import reduction
 from torch_ucx_rpc._workers.lost import Gone
 from torch_ucx_rpc.reduction import _copy, _hosts, _messages
+
+from ._jobs import KILLED, die
+from ._restarts import Trainer, answer_only, are_equal, enter
 
 RunWorkers = Callable[..., list]
 

@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.rpc as rpc
-from _jobs import KILLED, die, expect_death, kill
-from _restarts import Trainer, answer_only, are_equal, enter
-from workers import Steps
 
+from tests.support.workers import Steps
 from torch_ucx_rpc import reduction
+
+from ._jobs import KILLED, die, expect_death, kill
+from ._restarts import Trainer, answer_only, are_equal, enter
 
 RunWorkers = Callable[..., list]
 

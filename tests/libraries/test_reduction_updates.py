@@ -13,18 +13,19 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.rpc as rpc
-from _jobs import KILLED, die
-from _training import SGD, are_equal
 from torch import nn
 from torch._C._distributed_rpc import WorkerInfo
-from workers import Steps, eventually
 
+from tests.support.workers import Steps, eventually
 from torch_ucx_rpc import reduction
 from torch_ucx_rpc.reduction import _host, _hosts, _piece, _push_pull
 from torch_ucx_rpc.reduction._applied import Applied
 from torch_ucx_rpc.reduction._messages import Answer, Push, Spec, Trainer, Update
 from torch_ucx_rpc.reduction._parameters import ParameterPiece, Parameters
 from torch_ucx_rpc.reduction._roster import Roster
+
+from ._jobs import KILLED, die
+from ._training import SGD, are_equal
 
 RunWorkers = Callable[..., list]
 

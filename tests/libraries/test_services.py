@@ -20,14 +20,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.rpc as rpc
-from _jobs import KILLED, die
-from workers import Steps, eventually, init_rpc
 
+from tests.support.workers import Steps, eventually, init_rpc
 from torch_ucx_rpc import services
 from torch_ucx_rpc.errors import NotRunning, WorkerLost
 from torch_ucx_rpc.services import NameTaken, NotAMember, ReplicasLost, UnknownName
 from torch_ucx_rpc.services._directory import role_of
 from torch_ucx_rpc.services._table import Change, Offer, Table
+
+from ._jobs import KILLED, die
 
 RunWorkers = Callable[..., list]
 
@@ -583,7 +584,7 @@ def test_joining_workers_know_the_names_of_the_living(run_on_ucx: RunWorkers, tm
 
 
 def come_and_go(rank: int, steps: Steps, url: str) -> None:
-    from workers import backend_options
+    from tests.support.workers import backend_options
 
     if rank:
         steps.wait_for(f"joined {rank - 1}")
@@ -614,7 +615,7 @@ def test_restarted_decider_has_none_of_its_former_names(run_on_ucx: RunWorkers, 
 
 
 def restart_the_decider(rank: int, steps: Steps, url: str) -> None:
-    from workers import backend_options
+    from tests.support.workers import backend_options
 
     def enter(as_rank: int, name: str) -> None:
         init_rpc(as_rank, name=name, world_size=None, rpc_backend_options=backend_options(init_method=url))

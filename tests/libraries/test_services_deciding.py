@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch.distributed.rpc as rpc
-from _jobs import KILLED, die
-from workers import Steps, eventually
 
+from tests.support.workers import Steps, eventually
 from torch_ucx_rpc import services
 from torch_ucx_rpc.services import NameContested, NameTaken, _announcing, _directory
+
+from ._jobs import KILLED, die
 
 RunWorkers = Callable[..., list]
 

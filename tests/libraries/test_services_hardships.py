@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch.distributed.rpc as rpc
-from workers import Steps, agent, backend_options, eventually, init_rpc
 
+from tests.support.workers import Steps, agent, backend_options, eventually, init_rpc
 from torch_ucx_rpc import services
 from torch_ucx_rpc.services import UnknownName, _announcing, _directory, _served
 

@@ -1,6 +1,6 @@
 """Whether the tests notice bugs: bugs are put into a copy of the sources, one by one, and their tests must fail.
 
-``make mutants`` runs it, and a list of names runs a few: ``PYTHONPATH=tests python -m mutants NAME ...``. Each test
+``make mutants`` runs it, and a list of names runs a few: ``python -m tests.mutants NAME ...``. Each test
 that a promise names stands in one of the lists, or in ``promises.UNTRIED`` with a reason; ``test_promises.py`` checks
 that.
 

@@ -1,9 +1,9 @@
 """From the arguments to the report.
 
-    python -m mutants                        all, with tests/ on the PYTHONPATH
-    python -m mutants --python | --cpp       those in Python, which need no build; those in C++
-    python -m mutants NAME ...
-    python -m mutants --list
+    python -m tests.mutants                        all
+    python -m tests.mutants --python | --cpp       those in Python, which need no build; those in C++
+    python -m tests.mutants NAME ...
+    python -m tests.mutants --list
 
 The tests must pass on the sources as they are, and each of them must fail with the mutant, which must compile. A mutant
 is found by its text, wherever that stands by now; text that is missing, or stands twice, is an error: mend the list.
@@ -16,9 +16,9 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 
-from mutants import _copy
-from mutants._all import MUTANTS
-from mutants._mutant import Mutant, Useless
+from tests.mutants import _copy
+from tests.mutants._all import MUTANTS
+from tests.mutants._mutant import Mutant, Useless
 
 
 def tests_that_fail(chosen: Sequence[Mutant]) -> dict[str, str]:
@@ -67,7 +67,7 @@ def try_all(chosen: Sequence[Mutant], tell: Callable[[str], None]) -> int:
 
 def main() -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m mutants", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m tests.mutants", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     names = [mutant.name for mutant in MUTANTS]
     parser.add_argument("names", nargs="*", choices=[*names, []], metavar="NAME", help="of mutants")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mutants import calls, ends, libraries, losses, processes, proofs, resources
+from tests.mutants import calls, ends, libraries, losses, processes, proofs, resources
 
 MUTANTS = (
     *processes.MUTANTS,

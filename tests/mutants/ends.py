@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mutants._mutant import Mutant
+from tests.mutants._mutant import Mutant
 
 MUTANTS = (
     Mutant(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mutants._mutant import Mutant
+from tests.mutants._mutant import Mutant
 
 _ASK_FOR_ROUTE = "    route = _calls.route_to(function) if isinstance(function, str) else None\n"
 _LIST_MEMBERS = "    chosen = members(role=role)\n"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from mutants._mutant import Mutant
+from tests.mutants._mutant import Mutant
 
 MUTANTS = (
     Mutant(

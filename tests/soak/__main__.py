@@ -1,4 +1,4 @@
-"""``python -m soak --minutes 1``: see the package's docstring."""
+"""``python -m tests.soak --minutes 1``: see the package's docstring."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import sys
 import time
 from pathlib import Path
 
-from labs import VirtualHosts
+from tests.support.labs import VirtualHosts
 
 from ._chaos import MISFORTUNES, Chaos
 from ._crew import Crew, Member, WorkerEnded

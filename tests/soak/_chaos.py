@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from labs import VirtualHost
+from tests.support.labs import VirtualHost
 
 from ._crew import Crew
 from ._worker import HEARTBEAT_LIMIT_S

@@ -19,8 +19,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from labs import VirtualHosts, move_to_host
-from workers import Steps, Transport, Worker, dump_stacks, kill, process_context, worker_name
+from tests.support.labs import VirtualHosts, move_to_host
+from tests.support.workers import Steps, Transport, Worker, dump_stacks, kill, process_context, worker_name
 
 from ._worker import OPTIONS, Life, hangs, live
 

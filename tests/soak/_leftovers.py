@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection
 
 import numpy as np
-from labs import VirtualHost, VirtualHosts
+
+from tests.support.labs import VirtualHost, VirtualHosts
 
 from ._crew import Member
 from ._journal import KINDS, Step

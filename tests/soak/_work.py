@@ -18,10 +18,10 @@ from typing import Any
 import torch
 import torch.distributed.autograd as dist_autograd
 import torch.distributed.rpc as rpc
-from swaps import SWAPS
 from torch.distributed.optim import DistributedOptimizer
-from workers import agent
 
+from tests.support.swaps import SWAPS
+from tests.support.workers import agent
 from torch_ucx_rpc import services
 from torch_ucx_rpc.errors import CallTimedOut
 

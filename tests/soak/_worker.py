@@ -18,7 +18,8 @@ from pathlib import Path
 import torch
 import torch.distributed.autograd as dist_autograd
 import torch.distributed.rpc as rpc
-from workers import Steps, agent, eventually, init_rpc, worker_name
+
+from tests.support.workers import Steps, agent, eventually, init_rpc, worker_name
 
 from . import _work
 from ._journal import Journal

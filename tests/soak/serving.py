@@ -1,4 +1,4 @@
-"""Servers that wait in a graceful shutdown serve on while others die: ``python -m soak.serving --minutes 1``.
+"""Servers that wait in a graceful shutdown serve on while others die: ``python -m tests.soak.serving --minutes 1``.
 
 Job after job, each with a fixed number of workers. Servers do nothing but call ``rpc.shutdown()``, drivers call all
 workers, and a random part of the servers is killed at random moments. Findings are: a call that fails though its
@@ -20,9 +20,9 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed.rpc as rpc
-import workers
-from workers import Stalls, Transport
 
+from tests.support import workers
+from tests.support.workers import Stalls, Transport
 from torch_ucx_rpc.errors import BarrierFailed, MessageNotSent, WorkerLost
 
 _WORKERS = 6
@@ -142,6 +142,6 @@ def main() -> int:
 
 if __name__ == "__main__":
     # Workers import their functions by the name of the module.
-    from soak.serving import main as main_of_module
+    from tests.soak.serving import main as main_of_module
 
     sys.exit(main_of_module())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from typing import Any
 
-import workers
+from tests.support import workers
 
 
 def run_fresh(script: str, **job: Any) -> None:

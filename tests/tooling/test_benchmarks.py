@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import json
 import signal
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
+from benchmarks import __main__ as program
+from benchmarks import harness, jobs, kept, tables
+from benchmarks.harness import Benchmark, Bound, Figure
 
-from benchmarks import __main__ as program  # noqa: E402  (found through the line above)
-from benchmarks import harness, jobs, kept, tables  # noqa: E402
-from benchmarks.harness import Benchmark, Bound, Figure  # noqa: E402
+ROOT = Path(__file__).resolve().parents[2]
 
 LATENCY = Figure("latency", "us", (Bound(0.5, 0.4),))
 RATE = Figure("rate", "1/s", (Bound(2),), more_is_better=True)

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import ast
-import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "tests" / "conformance"))
+from tests.conformance import _results, page
+from tests.conformance._equivalents import EQUIVALENTS
 
-import _results  # noqa: E402  (found through the line above)
-import page  # noqa: E402
-from _equivalents import EQUIVALENTS  # noqa: E402
+ROOT = Path(__file__).resolve().parents[2]
 
 SUITES, RESULTS = _results.stored()
 TESTS = {f"{suite}.{test}" for suites in SUITES["lists"].values() for suite, tests in suites.items() for test in tests}
@@ -38,12 +35,12 @@ def condensed(*reports: dict) -> dict:
 
 def test_the_page_is_what_the_results_give():
     assert page.PAGE.read_text(encoding="utf-8") == page.page(SUITES, RESULTS), (
-        "run: python tests/conformance/page.py render"
+        "run: python -m tests.conformance.page render"
     )
 
 
 def test_the_page_is_about_the_suites_of_this_torch():
-    import _suites
+    from tests.conformance import _suites
 
     if _suites.installed_release() != SUITES["torch"]:
         pytest.skip(f"the page is about torch {SUITES['torch']}")

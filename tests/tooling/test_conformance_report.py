@@ -10,12 +10,8 @@ from pathlib import Path
 
 import pytest
 
-CONFORMANCE = Path(__file__).resolve().parents[1] / "conformance"
-
-CONFTEST = f"""
-    import sys
-    sys.path.insert(0, {str(CONFORMANCE)!r})
-    from _report import Report
+CONFTEST = """
+    from tests.conformance._report import Report
     from pathlib import Path
 
     def pytest_addoption(parser):

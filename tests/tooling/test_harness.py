@@ -11,7 +11,8 @@ import warnings
 from pathlib import Path
 
 import pytest
-from workers import PRELOADED, SAID_OVER_TCP, Transport, WorkersFailed, run_program, run_workers
+
+from tests.support.workers import PRELOADED, SAID_OVER_TCP, Transport, WorkersFailed, run_program, run_workers
 
 CSRC = Path(__file__).resolve().parents[2] / "torch_ucx_rpc" / "csrc"
 

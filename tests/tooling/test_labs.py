@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from labs import VirtualHost, VirtualHosts, _needs, needs, needs_mpi4py, needs_virtual_hosts
+
+from tests.support.labs import VirtualHost, VirtualHosts, _needs, needs, needs_mpi4py, needs_virtual_hosts
 
 REACH = "import socket, sys; socket.create_connection((sys.argv[1], 7), timeout=float(sys.argv[2]))"
 

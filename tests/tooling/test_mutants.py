@@ -6,9 +6,10 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from mutants._all import MUTANTS
-from mutants._mutant import Mutant, Useless
-from mutants._tests import executables_of, file_of
+
+from tests.mutants._all import MUTANTS
+from tests.mutants._mutant import Mutant, Useless
+from tests.mutants._tests import executables_of, file_of
 
 ROOT = next(folder for folder in Path(__file__).resolve().parents if (folder / "setup.cfg").exists())
 

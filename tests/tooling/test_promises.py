@@ -8,9 +8,10 @@ import re
 from pathlib import Path
 
 import pytest
-from mutants._all import MUTANTS
-from mutants._tests import executables_of, file_of
-from promises import PROMISES, UNTRIED
+
+from tests.mutants._all import MUTANTS
+from tests.mutants._tests import executables_of, file_of
+from tests.support.promises import PROMISES, UNTRIED
 
 ROOT = next(folder for folder in Path(__file__).resolve().parents if (folder / "setup.cfg").exists())
 

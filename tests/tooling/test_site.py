@@ -11,7 +11,8 @@ from types import ModuleType
 
 import pytest
 import yaml
-from labs import needs
+
+from tests.support.labs import needs
 
 ROOT = next(folder for folder in Path(__file__).resolve().parents if (folder / "mkdocs.yml").exists())
 

@@ -7,9 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from soak._journal import ENTRY, KINDS, Step
-from soak._judgement import _MAY_NOT_PARSE_TWICE, Judgement, judge, what_did_not_happen
-from soak._libraries import Ledger, LostUpdate
+
+from tests.soak._journal import ENTRY, KINDS, Step
+from tests.soak._judgement import _MAY_NOT_PARSE_TWICE, Judgement, judge, what_did_not_happen
+from tests.soak._libraries import Ledger, LostUpdate
 
 LIMIT = 4.0
 BEGUN, EXECUTED, ANSWERED, FAILED = Step

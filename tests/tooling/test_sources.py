@@ -10,8 +10,9 @@ import warnings
 from collections import Counter
 from pathlib import Path
 
-import prose
 import pytest
+
+from tests.support import prose
 
 ROOT = next(folder for folder in Path(__file__).resolve().parents if (folder / "pyproject.toml").exists())
 CSRC = ROOT / "torch_ucx_rpc" / "csrc"

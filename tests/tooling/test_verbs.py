@@ -8,9 +8,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from verbs._machines import KILLED, Ended
-from verbs._trials import _lost
-from verbs._workers import Failed, Workers, faults
+
+from tests.verbs._machines import KILLED, Ended
+from tests.verbs._trials import _lost
+from tests.verbs._workers import Failed, Workers, faults
 
 LOST = {
     "calls": 9,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import workers
+from tests.support import workers
 
 ONE_WORKER = """
 import os, sys

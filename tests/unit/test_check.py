@@ -9,9 +9,9 @@ import subprocess
 import sys
 
 import pytest
-from labs import VirtualHosts, needs_virtual_hosts
 
 from _torch_ucx_rpc_cli import ExitCode, main
+from tests.support.labs import VirtualHosts, needs_virtual_hosts
 from torch_ucx_rpc._cli._console import with_progress
 from torch_ucx_rpc._cli.check import Pair, Place, judge
 

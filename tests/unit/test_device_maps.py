@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.distributed.autograd as dist_autograd
 import torch.distributed.rpc as rpc
-from workers import in_worker0
 
+from tests.support.workers import in_worker0
 from torch_ucx_rpc import UcxRpcBackendOptions
 from torch_ucx_rpc._bootstrap.record import Record, process_facts
 from torch_ucx_rpc._devices.maps import DeviceMap, check, check_ucx, devices_in_use, maps_of_replies, reply_map

@@ -7,9 +7,8 @@ import pkgutil
 import re
 import types
 
-from fresh import run_fresh
-
 import torch_ucx_rpc
+from tests.support.fresh import run_fresh
 from torch_ucx_rpc import _build_info
 
 # All but the first are imported by name only.

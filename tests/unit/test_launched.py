@@ -13,11 +13,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.rpc as rpc
-import workers
 from torch.distributed import FileStore, TCPStore
-from workers import keep_process_group, reserved_port, run_program, run_workers
 
 import torch_ucx_rpc
+from tests.support import workers
+from tests.support.workers import keep_process_group, reserved_port, run_program, run_workers
 from torch_ucx_rpc._bootstrap.rendezvous import JobAddress, open_job_store
 from torch_ucx_rpc._launch import init, mpi
 from torch_ucx_rpc._launch.environment import Launch

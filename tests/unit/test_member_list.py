@@ -7,13 +7,14 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from test_members import record
 from torch.distributed import HashStore, PrefixStore, Store
 
 from torch_ucx_rpc._bootstrap import member_list
 from torch_ucx_rpc._bootstrap.member_list import MemberList
 from torch_ucx_rpc._bootstrap.record import Record
 from torch_ucx_rpc._bootstrap.secret import Secret, write_entry
+
+from .test_members import record
 
 SECRET = Secret(b"a secret of this test, long enough")
 

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed import FileStore, HashStore, PrefixStore, Store
-from workers import run_workers
 
+from tests.support.workers import run_workers
 from torch_ucx_rpc._bootstrap import members
 from torch_ucx_rpc._bootstrap.deadline import Deadline
 from torch_ucx_rpc._bootstrap.dynamic_group import StaticGroup

@@ -21,10 +21,10 @@ from types import ModuleType
 
 import pytest
 import torch
-import workers
-from fresh import run_fresh
 
 import torch_ucx_rpc
+from tests.support import workers
+from tests.support.fresh import run_fresh
 from torch_ucx_rpc import _native
 from torch_ucx_rpc._build_info import BUILT_FOR_TORCH, BUILT_FOR_UCX
 

@@ -15,8 +15,8 @@ import torch.distributed.rpc as rpc
 from numba.core.runtime import _nrt_python, rtsys
 from torch import Tensor
 from torch.distributed.rpc import RRef
-from workers import run_program, run_workers
 
+from tests.support.workers import run_program, run_workers
 from torch_ucx_rpc import native_op
 
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 import textwrap
 
 import pytest
-import workers
-from fresh import run_fresh
+
+from tests.support import workers
+from tests.support.fresh import run_fresh
 
 PRELUDE = """
 import os, warnings

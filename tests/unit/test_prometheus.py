@@ -6,8 +6,8 @@ import sys
 import urllib.request
 
 import pytest
-from workers import reserved_port
 
+from tests.support.workers import reserved_port
 from torch_ucx_rpc import Statistics
 from torch_ucx_rpc._observe import prometheus
 from torch_ucx_rpc.errors import JoinFailed

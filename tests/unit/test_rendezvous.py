@@ -13,12 +13,12 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
-import workers
-from labs import VirtualHosts, needs_virtual_hosts
 from torch.distributed import FileStore, TCPStore
 from torch.distributed import rendezvous as torchs_rendezvous
-from workers import reserved_port, run_workers
 
+from tests.support import workers
+from tests.support.labs import VirtualHosts, needs_virtual_hosts
+from tests.support.workers import reserved_port, run_workers
 from torch_ucx_rpc._bootstrap import listener, rendezvous
 from torch_ucx_rpc._bootstrap.deadline import Deadline
 from torch_ucx_rpc._bootstrap.listener import await_listener, is_this_host

@@ -6,11 +6,11 @@ import subprocess
 import textwrap
 
 import pytest
-import workers
-from fresh import run_fresh
 from torch.distributed.rpc import TensorPipeRpcBackendOptions
 
 import _torch_ucx_rpc_autoload as autoload
+from tests.support import workers
+from tests.support.fresh import run_fresh
 from torch_ucx_rpc import UcxRpcBackendOptions
 from torch_ucx_rpc._torch import replace
 

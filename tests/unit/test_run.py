@@ -14,9 +14,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from workers import run_program
 
 from _torch_ucx_rpc_cli import ExitCode, main
+from tests.support.workers import run_program
 
 PROGRAMS = Path(__file__).resolve().parents[1] / "launchers" / "programs"
 

@@ -14,9 +14,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from workers import reserved_port
 
 from _torch_ucx_rpc_cli import ExitCode
+from tests.support.workers import reserved_port
 
 COMMAND = [sys.executable, "-m", "torch_ucx_rpc", "run"]
 ENVIRON = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}

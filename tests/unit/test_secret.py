@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_members import no_farewell, outcome, record  # noqa: F401 - a fixture
 from torch.distributed import HashStore, PrefixStore
-from workers import run_workers
 
+from tests.support.workers import run_workers
 from torch_ucx_rpc._bootstrap.members import gather_members
 from torch_ucx_rpc._bootstrap.rendezvous import create_store
 from torch_ucx_rpc._bootstrap.secret import FILE_VARIABLE, VARIABLE, Entry, Secret, load_secret, read_entry, write_entry
+
+from .test_members import no_farewell, outcome, record  # noqa: F401 - a fixture
 
 VALUE = "8f1d0c7a" * 8
 SECRET, OTHER = Secret(VALUE.encode()), Secret(b"another" * 8)

@@ -7,8 +7,8 @@ import resource
 
 import pytest
 import torch.distributed.rpc as rpc
-import workers
 
+from tests.support import workers
 from torch_ucx_rpc._bootstrap import site_settings
 from torch_ucx_rpc.errors import JoinFailed
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch.distributed.rpc as rpc
-from workers import run_program
 
+from tests.support.workers import run_program
 from torch_ucx_rpc.testing import FaultyUcxRpcBackendOptions
 
 FAULTS: dict[str, Any] = {

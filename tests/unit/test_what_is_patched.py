@@ -9,7 +9,8 @@ import json
 from typing import Any
 
 import pytest
-import workers
+
+from tests.support import workers
 
 PATCHED = {
     # What `rpc.init_rpc`, which programs hold by name, runs; and the function that its new code calls.

@@ -1,4 +1,4 @@
-"""``python -m verbs``: see the package's docstring."""
+"""``python -m tests.verbs``: see the package's docstring."""
 
 from __future__ import annotations
 

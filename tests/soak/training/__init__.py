@@ -1,6 +1,6 @@
 """Trainers, and the hosts of their gradients, are killed and started anew: all copies of the model must stay equal.
 
-    python -m soak.training --minutes 1
+    python -m tests.soak.training --minutes 1
 
 Five jobs, one after the other: trainers that share the work, trainers with one host and with two, trainers with a
 quorum, and trainers of parameters that hosts keep. Each trainer notes a digest of its parameters at the beginning of

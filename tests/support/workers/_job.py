@@ -12,7 +12,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from labs import VirtualHosts
+from tests.support.labs import VirtualHosts
 
 from ._processes import dump_stacks, kill, process_context, reserved_port
 from ._worker import Transport, Worker, worker_name

@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 import torch.distributed.rpc as rpc
-from labs import move_to_host
+
+from tests.support.labs import move_to_host
 
 from ._processes import dump_stacks_on_request
 

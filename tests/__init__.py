@@ -1,0 +1,1 @@
+"""All tests; README.md is their map."""

@@ -1,0 +1,1 @@
+"""PyTorch's own RPC suites."""

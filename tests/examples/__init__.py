@@ -1,0 +1,1 @@
+"""The examples and the tutorials, run as their pages say."""

@@ -1,0 +1,1 @@
+"""Tests of services, reduction, pipelines and checkpoints."""

@@ -1,0 +1,1 @@
+"""Tests of one piece in one process."""
