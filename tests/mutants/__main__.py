@@ -16,9 +16,9 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 
-from tests.mutants import _copy
-from tests.mutants._all import MUTANTS
-from tests.mutants._mutant import Mutant, Useless
+from . import _copy
+from ._list import MUTANTS
+from ._mutant import Mutant, Useless
 
 
 def tests_that_fail(chosen: Sequence[Mutant]) -> dict[str, str]:

@@ -10,8 +10,8 @@ import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from tests.mutants._mutant import Useless, sources
-from tests.mutants._tests import executables_of, file_of
+from ._mutant import Useless, sources
+from ._tests import executables_of, file_of
 
 ROOT = Path(__file__).resolve().parents[2]
 COPY = ROOT / "build" / "mutants"

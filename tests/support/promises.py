@@ -288,13 +288,3 @@ PROMISES: dict[str, dict[str, tuple[str, ...]]] = {
         "a connection over a network is closed only when": ("test_workers_that_lost_each_other_survive_the_cuts_end",),
     },
 }
-
-# Tests that no mutant is tried against, and why. Benchmarks and `make verbs` are none: they are run and read.
-UNTRIED: dict[str, str] = {
-    "tests/conformance": "PyTorch's suites; each takes minutes",
-    "tests/launchers": "four of its tests are tried",
-    "test_the_page_is_what_the_results_give": "compares a page with results",
-    "test_the_claims_of_the_readme_are_what_was_measured": "compares a page with results",
-    "test_the_tables_of_the_docs_are_what_was_measured": "compares pages with results",
-    "test_every_sentence_that_promises_has_a_test": "reads pages and tests, where no mutant is put",
-}

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.mutants._all import MUTANTS
+from tests.mutants._list import MUTANTS
 from tests.mutants._mutant import Mutant, Useless
 from tests.mutants._tests import executables_of, file_of
 
