@@ -102,8 +102,8 @@ MUTANTS = (
     ),
     Mutant(
         "cpp-a-death-releases-a-barrier",
-        "    if (arrived == entry->second.end()) {\n      return;\n",
-        "    if (arrived == entry->second.end()) {\n      if (!lostLocked()) return;\n      continue;\n",
+        "  if (isCoordinator && isComplete) {\n",
+        "  if (isCoordinator && (isComplete || link_.lost())) {\n",
         ("BarrierTest", "test_survivors_serve_in_shutdown_until_all_living_have_come"),
     ),
     Mutant(

@@ -5,6 +5,7 @@
 #include <gtest/gtest.h>
 
 #include <optional>
+#include <span>
 #include <variant>
 
 namespace torch_ucx_rpc {
@@ -35,9 +36,11 @@ TEST(ControlFramesTest, FramesWithoutABodyKeepTheirKind) {
 }
 
 TEST(ControlFramesTest, BarriersKeepRoundNumberAndError) {
-  const BarrierArrive arrive = throughTheWire(BarrierArrive{7, -3});
+  const Barrier::Arrivals arrivals{{{0, -3}, {1, -3}, {2, 5}, {4, 5}, {32766, 0}}, {3, 5, 6}};
+  const BarrierArrive arrive = throughTheWire(BarrierArrive{7, arrivals});
   EXPECT_EQ(arrive.round, 7u);
-  EXPECT_EQ(arrive.value, -3);
+  EXPECT_EQ(arrive.arrivals.values, arrivals.values);
+  EXPECT_EQ(arrive.arrivals.gone, arrivals.gone);
   const BarrierRelease released = throughTheWire(BarrierRelease{8, {5, {}}});
   EXPECT_EQ(released.round, 8u);
   EXPECT_EQ(released.result.sum, 5);
@@ -64,7 +67,23 @@ TEST(ControlFramesTest, FramesThatAreTooShortAreDropped) {
     EXPECT_FALSE(decodeControl(header, Bytes(3)).has_value());
   }
   header.kind = Kind::kBarrierArrive;
-  EXPECT_FALSE(decodeControl(header, Bytes(sizeof(wire::BarrierArrive) + 1)).has_value()) << "a sentence is not part";
+  EXPECT_FALSE(decodeControl(header, Bytes(sizeof(wire::BarrierRun) + 1)).has_value()) << "a sentence is not part";
+}
+
+TEST(ControlFramesTest, RanksThatNoWorkerCanHaveAreDropped) {
+  wire::Header header;
+  header.kind = Kind::kBarrierArrive;
+  for (const wire::BarrierRun& run : {wire::BarrierRun{-1, 1, 0, 0}, wire::BarrierRun{32767, 1, 0, 0}}) {
+    EXPECT_FALSE(decodeControl(header, Bytes(std::as_bytes(std::span(&run, 1)))).has_value());
+  }
+}
+
+TEST(ControlFramesTest, ArrivalsOfALargeJobTakeFewBytes) {
+  Barrier::Arrivals all;
+  for (Rank rank = 0; rank < 10'000; ++rank) {
+    all.values[rank] = rank == 4711 ? 1 : 0;
+  }
+  EXPECT_EQ(encodeControl(BarrierArrive{1, all}).body.size(), 3 * sizeof(wire::BarrierRun));
 }
 
 TEST(ControlFramesTest, OtherKindsAreNotControlFrames) {

@@ -74,7 +74,7 @@ TEST_F(EventBufferTest, AnswersComeFirstAndFailuresLast) {
 TEST_F(EventBufferTest, RequestsAndControlFramesKeepTheOrderOfArrival) {
   for (uint64_t call = 0; call < 50; call += 2) {
     addRequest(call);
-    events_.buffer.addControl(*peer_, BarrierArrive{call + 1, 0});
+    events_.buffer.addControl(*peer_, BarrierArrive{call + 1, {}});
   }
   const Notes notes = events_.take();
   ASSERT_EQ(notes.size(), 50u);

@@ -98,7 +98,7 @@ TEST_F(MessengerTest, ControlFramesReachTheirHandlersInOrder) {
   for (const Kind kind : {Kind::kLeave, Kind::kAcknowledge, Kind::kGoodbye}) {
     one_.messenger.postControl(one_.peer(1), kind);
   }
-  one_.messenger.postControl(one_.peer(1), BarrierArrive{9, 3});
+  one_.messenger.postControl(one_.peer(1), BarrierArrive{9, {{{0, 3}}, {}}});
   exchangeAll();
   EXPECT_EQ(handlers_[1].takeNotes(), (Notes{"leave 0", "acknowledge 0", "goodbye 0", "arrive 9"}));
 }

@@ -7,7 +7,9 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <numeric>
 #include <random>
+#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -15,34 +17,42 @@
 namespace torch_ucx_rpc {
 namespace {
 
-Member member(Rank rank) {
-  Member made;
-  made.rank = rank;
-  made.name = "w" + std::to_string(rank);
-  made.host = "host";
-  made.session = 100 + static_cast<uint64_t>(rank);
-  return made;
-}
-
 // Several workers' barriers in one thread. What they send, and what they learn of one another, waits until it is
 // delivered: in order from one worker to another, in any order otherwise, as on a network.
 class Job {
  private:
-  // From one worker to the others.
+  // What one worker sees of the others, and its way to them.
   class Link final : public Barrier::Link {
    public:
     Link(Job& job, Rank rank) : job_(job), rank_(rank) {}
-    void sendArrive(Peer& coordinator, uint64_t round, int64_t value) override {
-      const Rank to = coordinator.member().rank;
-      job_.post(rank_, to, [&job = job_, from = rank_, to, round, value] {
-        Node& target = *job.nodes_[static_cast<size_t>(to)];
-        target.barrier->onArrive(*target.directory.find(from), round, value);
-      });
+    bool isPresent(Rank rank) const override {
+      return rank < job_.size_ && !gone_.contains(rank);
     }
-    void sendRelease(Peer& peer, uint64_t round, const Barrier::Result& result) override {
-      const Rank to = peer.member().rank;
-      job_.post(rank_, to, [&job = job_, to, round, result] { job.at(to).onRelease(round, result); });
+    Rank endOfRanks() const override {
+      return job_.size_;
     }
+    Error lost() const override {
+      std::string sentence;
+      for (const auto& [rank, hasFailed] : gone_) {
+        sentence += hasFailed ? "worker 'w" + std::to_string(rank) + "' has died; " : "";
+      }
+      return sentence.empty() ? Error() : Error(ErrorCode::kPeerFailed, sentence);
+    }
+    void sendArrive(Rank to, uint64_t round, const Barrier::Arrivals& arrivals) override {
+      EXPECT_LT(to, rank_) << "a parent is below";
+      job_.contact(rank_, to);
+      ++job_.sent_[rank_];
+      job_.post(
+          rank_, to, [&job = job_, from = rank_, to, round, arrivals] { job.at(to).onArrive(from, round, arrivals); });
+    }
+    void sendRelease(Rank to, uint64_t round, const Barrier::Result& result) override {
+      job_.contact(rank_, to);
+      ++job_.sent_[rank_];
+      job_.post(
+          rank_, to, [&job = job_, from = rank_, to, round, result] { job.at(to).onRelease(from, round, result); });
+    }
+
+    std::map<Rank, bool> gone_; // whether it has failed
 
    private:
     Job& job_;
@@ -50,43 +60,44 @@ class Job {
   };
 
  public:
-  explicit Job(Rank size, unsigned seed = 1) : random_(seed) {
+  explicit Job(Rank size, unsigned seed = 1, int fanOut = Barrier::kFanOut) : size_(size), random_(seed) {
     for (Rank rank = 0; rank < size; ++rank) {
-      nodes_.push_back(std::make_unique<Node>());
-      Node& node = *nodes_.back();
-      for (Rank other = 0; other < size; ++other) {
-        node.directory.add(member(other));
-      }
-      node.link = std::make_unique<Link>(*this, rank);
-      node.barrier = std::make_unique<Barrier>(node.directory, rank, *node.link);
+      nodes_.push_back(std::make_unique<Node>(*this, rank, fanOut));
     }
   }
 
   Barrier& at(Rank rank) {
-    return *nodes_[static_cast<size_t>(rank)]->barrier;
+    return nodes_[static_cast<size_t>(rank)]->barrier;
   }
 
-  // `rank` says goodbye to everybody, or its death is noticed by everybody, each in its time.
+  // `rank` says goodbye, or its death is noticed: by all others, or only by those that have exchanged something with
+  // it; by each in its time.
   void leave(Rank rank) {
-    isGone_[rank] = true;
-    tellOthers(rank, Peer::State::kLeft, ErrorCode::kShutDown, " has left");
+    end(rank, false);
   }
   void die(Rank rank) {
-    isGone_[rank] = true;
     for (auto& [channel, frames] : channels_) {
       if (channel.first == rank) {
         frames.clear(); // what had not gone out never does
       }
     }
-    tellOthers(rank, Peer::State::kFailed, ErrorCode::kPeerFailed, " has died");
+    end(rank, true);
+  }
+  void onlyContactsNoticeEnds() {
+    doOnlyContactsNotice_ = true;
   }
 
   // `rank` alone loses `other`.
   void lose(Rank rank, Rank other) {
-    Node& node = *nodes_[static_cast<size_t>(rank)];
-    Peer& peer = *node.directory.find(other);
-    peer.moveTo(Peer::State::kFailed, {ErrorCode::kPeerFailed, peer.describe() + " is out of reach"});
-    node.barrier->onMembershipChange();
+    notice(rank, other, true);
+  }
+
+  // What waiting workers do now and then.
+  void tick(Rank rank) {
+    at(rank).tick();
+    for (const Rank other : at(rank).toContact()) {
+      contact(rank, other);
+    }
   }
 
   void deliverOne() {
@@ -138,6 +149,13 @@ class Job {
   bool names(Rank rank, Rank dead) {
     return result(rank).lost.message().find("worker 'w" + std::to_string(dead) + "'") != std::string::npos;
   }
+  // How many frames `rank` has sent, and how many others it has exchanged something with.
+  int sent(Rank rank) {
+    return sent_[rank];
+  }
+  size_t contacts(Rank rank) {
+    return met_[rank].size();
+  }
   std::mt19937& random() {
     return random_;
   }
@@ -145,24 +163,37 @@ class Job {
  private:
   using Channel = std::pair<Rank, Rank>; // from, to
   struct Node {
-    std::unique_ptr<Link> link;
-    Directory directory;
-    std::unique_ptr<Barrier> barrier;
+    Node(Job& job, Rank rank, int fanOut) : link(job, rank), barrier(rank, link, fanOut) {}
+    Link link;
+    Barrier barrier;
   };
 
   void post(Rank from, Rank to, std::function<void()> frame) {
     channels_[{from, to}].push_back(std::move(frame));
   }
-  void tellOthers(Rank rank, Peer::State state, ErrorCode code, const std::string& what) {
-    for (size_t index = 0; index < nodes_.size(); ++index) {
-      const auto to = static_cast<Rank>(index);
-      if (to != rank) {
-        post(rank, to, [this, rank, index, state, code, what] {
-          Peer* const peer = nodes_[index]->directory.find(rank);
-          peer->moveTo(state, {code, peer->describe() + what});
-          nodes_[index]->barrier->onMembershipChange();
-        });
+  void postEnd(Rank gone, Rank to) {
+    post(gone, to, [this, gone, to] { notice(to, gone, gone_.at(gone)); });
+  }
+  void notice(Rank rank, Rank gone, bool hasFailed) {
+    Node& node = *nodes_[static_cast<size_t>(rank)];
+    if (node.link.gone_.emplace(gone, hasFailed).second) {
+      node.barrier.onMembershipChange();
+    }
+  }
+  void end(Rank rank, bool hasFailed) {
+    gone_[rank] = hasFailed;
+    for (Rank to = 0; to < size_; ++to) {
+      if (to != rank && (!doOnlyContactsNotice_ || met_[rank].contains(to))) {
+        postEnd(rank, to);
       }
+    }
+  }
+  // The end of another worker shows when something is sent to it, or was before.
+  void contact(Rank one, Rank other) {
+    met_[one].insert(other);
+    met_[other].insert(one);
+    if (gone_.contains(other)) {
+      postEnd(other, one);
     }
   }
   size_t undelivered() const {
@@ -176,15 +207,19 @@ class Job {
     std::deque<std::function<void()>>& frames = channels_[channel];
     const std::function<void()> frame = std::move(frames.front());
     frames.pop_front();
-    if (!isGone_[channel.second]) {
+    if (!gone_.contains(channel.second)) {
       frame();
     }
   }
 
-  std::vector<std::unique_ptr<Node>> nodes_;
+  const Rank size_;
   std::map<Channel, std::deque<std::function<void()>>> channels_;
-  std::map<Rank, bool> isGone_;
+  std::map<Rank, bool> gone_; // whether it has failed
+  std::map<Rank, std::set<Rank>> met_;
+  std::map<Rank, int> sent_;
+  bool doOnlyContactsNotice_ = false;
   std::mt19937 random_;
+  std::vector<std::unique_ptr<Node>> nodes_;
 };
 
 TEST(BarrierTest, OneWorkerAlonePassesAtOnce) {
@@ -203,8 +238,7 @@ TEST(BarrierTest, NobodyPassesBeforeTheLastHasCome) {
   for (const Rank rank : {0, 2, 3}) {
     EXPECT_FALSE(job.isReleased(rank));
   }
-  ASSERT_EQ(job.at(0).missing().size(), 1u);
-  EXPECT_EQ(job.at(0).missing()[0]->member().rank, 1);
+  EXPECT_EQ(job.at(0).missing(), std::vector<Rank>{1});
   EXPECT_TRUE(job.at(2).missing().empty()) << "only the coordinator knows";
   job.at(1).enter(1);
   job.deliverAll();
@@ -422,78 +456,167 @@ TEST(BarrierTest, WaitGivesUpAfterItsLimitAndCanBeRepeated) {
   EXPECT_EQ(result.sum, 2);
 }
 
-// Workers leave at any moment, before, in and after the round, and every other worker learns of it at another time.
-// Those that stay are all released, and without an error.
-TEST(BarrierTest, EverybodyWhoStaysIsReleasedWhoeverLeaves) {
-  for (unsigned seed = 0; seed < 2000; ++seed) {
-    constexpr Rank kSize = 5;
-    Job job(kSize, seed);
-    std::mt19937& random = job.random();
-    std::vector<bool> isGone(kSize, false);
-    for (int round = 0; round < 3; ++round) {
-      std::vector<Rank> order;
-      for (Rank rank = 0; rank < kSize; ++rank) {
-        order.push_back(rank);
-      }
-      std::shuffle(order.begin(), order.end(), random);
-      for (const Rank rank : order) {
-        const auto index = static_cast<size_t>(rank);
-        if (isGone[index]) {
-          continue;
-        }
-        const bool isLeaving = random() % 6 == 0 && std::count(isGone.begin(), isGone.end(), false) > 1;
-        if (isLeaving) {
-          isGone[index] = true;
-          job.leave(rank);
-        } else {
-          job.at(rank).enter(1);
-        }
-        for (auto frames = random() % 6; frames > 0; --frames) {
-          job.deliverOne();
-        }
-      }
-      job.deliverAll();
-      for (Rank rank = 0; rank < kSize; ++rank) {
-        if (!isGone[static_cast<size_t>(rank)]) {
-          ASSERT_TRUE(job.isReleased(rank)) << "seed " << seed << ", round " << round << ", rank " << rank;
-          EXPECT_FALSE(job.result(rank).lost) << "seed " << seed;
-        }
-      }
-    }
+// ---- The tree -------------------------------------------------------------------------------------------------------
+
+TEST(BarrierTest, NoWorkerOfALargeJobTalksToMoreThanItsParentAndThoseBelow) {
+  constexpr Rank kSize = 1000;
+  constexpr int kFanOut = 8;
+  Job job(kSize, 1, kFanOut);
+  for (Rank rank = kSize - 1; rank >= 0; --rank) {
+    job.at(rank).enter(1);
+  }
+  job.deliverAll();
+  for (Rank rank = 0; rank < kSize; ++rank) {
+    EXPECT_EQ(job.result(rank).sum, kSize);
+    EXPECT_LE(job.sent(rank), kFanOut + 1) << "an arrival and the releases";
+    EXPECT_LE(job.contacts(rank), static_cast<size_t>(kFanOut + 1));
   }
 }
 
-// The same with deaths, in several rounds. All that live are released from each round, with the same sum.
-TEST(BarrierTest, LivingWorkersAreReleasedWithOneSum) {
+TEST(BarrierTest, AWorkerTellsAtATickWhatItHasCollectedSoFar) {
+  Job job(15, 1, 2);
+  for (Rank rank = 0; rank < 15; ++rank) {
+    if (rank != 9) {
+      job.at(rank).enter(1);
+    }
+  }
+  job.deliverAll();
+  for (const Rank rank : {4, 1}) {
+    job.tick(rank);
+    job.deliverAll();
+  }
+  EXPECT_EQ(job.at(0).missing(), std::vector<Rank>{9});
+  EXPECT_EQ(job.at(4).missing(), std::vector<Rank>{9});
+  EXPECT_EQ(job.at(4).toContact(), std::vector<Rank>{9});
+  EXPECT_TRUE(job.at(2).missing().empty());
+}
+
+TEST(BarrierTest, WorkersBelowADeadOneArriveAtTheNextAboveIt) {
+  Job job(15, 1, 2);
+  for (const Rank rank : {7, 8, 9, 10}) {
+    job.at(rank).enter(1); // at 3 and 4, which then die before they have come
+  }
+  job.deliverAll();
+  for (const Rank rank : {3, 4}) {
+    job.die(rank);
+  }
+  for (const Rank rank : {0, 1, 2, 5, 6, 11, 12, 13, 14}) {
+    job.at(rank).enter(1);
+  }
+  job.deliverAll();
+  for (const Rank rank : {0, 1, 2, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14}) {
+    EXPECT_EQ(job.result(rank).sum, 13);
+    EXPECT_TRUE(job.names(rank, 3));
+    EXPECT_TRUE(job.names(rank, 4));
+  }
+}
+
+TEST(BarrierTest, ADeathThatOnlyTheParentNoticesIsNamedAllTheSame) {
+  Job job(15, 1, 2);
+  job.onlyContactsNoticeEnds();
+  job.die(9); // before the shutdown; 0 has never talked to it
+  for (Rank rank = 0; rank < 15; ++rank) {
+    if (rank != 9) {
+      job.at(rank).enter(1);
+    }
+  }
+  job.deliverAll();
+  for (const Rank rank : {4, 0}) {
+    EXPECT_FALSE(job.isReleased(rank));
+    job.tick(rank); // which contacts those that are missing, and those that others have lost
+    job.deliverAll();
+  }
+  for (const Rank rank : {0, 4, 10, 14}) {
+    EXPECT_EQ(job.result(rank).sum, 14);
+    EXPECT_TRUE(job.names(rank, 9));
+  }
+}
+
+TEST(BarrierTest, AReportThatAWorkerIsGoneEndsNoRound) {
+  Job job(7, 1, 2);
+  job.lose(1, 3);
+  for (const Rank rank : {0, 1, 2, 4, 5, 6}) {
+    job.at(rank).enter(1);
+  }
+  job.deliverAll();
+  EXPECT_FALSE(job.isReleased(0)) << "rank 3 is out of reach of 1 alone";
+  EXPECT_EQ(job.at(0).toContact(), (std::vector<Rank>{1, 3})) << "the one that has lost it, and itself";
+  job.lose(3, 1); // as it does after a while
+  job.at(3).enter(1);
+  job.deliverAll();
+  for (Rank rank = 0; rank < 7; ++rank) {
+    EXPECT_EQ(job.result(rank).sum, 7);
+  }
+}
+
+// ---- Any schedule ---------------------------------------------------------------------------------------------------
+
+struct Shape {
+  Rank workers;
+  int fanOut;
+  bool doOnlyContactsNotice = false; // that a worker has ended
+};
+
+class BarrierScheduleTest : public testing::TestWithParam<Shape> {};
+
+INSTANTIATE_TEST_SUITE_P(
+    Shapes,
+    BarrierScheduleTest,
+    testing::Values(
+        Shape{5, Barrier::kFanOut},
+        Shape{11, 2},
+        Shape{14, 3},
+        Shape{5, Barrier::kFanOut, true},
+        Shape{11, 2, true},
+        Shape{9, 1, true}),
+    [](const auto& shape) {
+      return std::to_string(shape.param.workers) + "WorkersFanOut" + std::to_string(shape.param.fanOut) +
+          (shape.param.doOnlyContactsNotice ? "ContactsNotice" : "AllNotice");
+    });
+
+// Workers leave or die at any moment, before, in and after a round, and every other worker learns of it at another
+// time. All that live are released from each round, with the same sum, and the living are never called dead.
+TEST_P(BarrierScheduleTest, LivingWorkersAreReleasedWithOneSum) {
+  const Shape shape = GetParam();
   for (unsigned seed = 0; seed < 2000; ++seed) {
-    constexpr Rank kSize = 5;
     constexpr int kRounds = 4;
-    Job job(kSize, seed);
+    Job job(shape.workers, seed, shape.fanOut);
+    if (shape.doOnlyContactsNotice) {
+      job.onlyContactsNoticeEnds();
+    }
     std::mt19937& random = job.random();
-    std::vector<Rank> living = {0, 1, 2, 3, 4};
+    std::vector<Rank> living(static_cast<size_t>(shape.workers));
+    std::iota(living.begin(), living.end(), Rank{0});
     std::map<Rank, std::vector<int64_t>> sums;
     std::map<Rank, int> entered;
+    bool hasAnyDied = false;
     const auto look = [&](Rank rank) {
       const bool isReleased = entered[rank] != 0 && job.isReleased(rank);
       if (isReleased && sums[rank].size() < static_cast<size_t>(entered[rank])) {
         sums[rank].push_back(job.result(rank).sum);
+        EXPECT_TRUE(hasAnyDied || !job.result(rank).lost) << "seed " << seed << ": a goodbye is no error";
       }
       if (entered[rank] < kRounds && (entered[rank] == 0 || isReleased)) {
         ++entered[rank];
         job.at(rank).enter(static_cast<int64_t>(random() % 3));
+      } else if (!isReleased) {
+        job.tick(rank);
       }
     };
-    for (int step = 0; step < 100; ++step) {
+    const bool doDie = seed % 3 != 0; // else all that end say goodbye
+    for (int step = 0; step < 30 * shape.workers; ++step) {
       const Rank rank = living[random() % living.size()];
-      if (living.size() > 1 && random() % 30 == 0) {
+      if (living.size() > 1 && random() % static_cast<unsigned>(8 * shape.workers) == 0) {
         std::erase(living, rank);
-        job.die(rank);
-      } else {
+        hasAnyDied = hasAnyDied || doDie;
+        doDie ? job.die(rank) : job.leave(rank);
+      } else if (random() % 3 == 0) {
         look(rank);
       }
       job.deliverOne();
     }
-    for (int round = 0; round <= kRounds; ++round) {
+    // Each end is noticed after a few exchanges at most.
+    for (int turn = 0; turn < kRounds * 3 * shape.workers; ++turn) {
       job.deliverAll();
       std::ranges::for_each(living, look);
     }

@@ -73,10 +73,10 @@ class Handlers : public AnswerHandler, public RequestHandler, public PeerHandler
   void onAcknowledge(Peer& from) override {
     note("acknowledge", static_cast<uint64_t>(from.member().rank));
   }
-  void onBarrierArrive(Peer& /*from*/, uint64_t round, int64_t /*value*/) override {
+  void onBarrierArrive(Peer& /*from*/, uint64_t round, const Barrier::Arrivals& /*arrivals*/) override {
     note("arrive", round);
   }
-  void onBarrierRelease(uint64_t round, Barrier::Result /*result*/) override {
+  void onBarrierRelease(Peer& /*from*/, uint64_t round, const Barrier::Result& /*result*/) override {
     note("release", round);
   }
 

@@ -2,9 +2,11 @@
 
 #include <algorithm>
 #include <cstring>
+#include <limits>
 #include <span>
 #include <string>
 #include <utility>
+#include <vector>
 
 namespace torch_ucx_rpc {
 
@@ -53,6 +55,51 @@ std::string sentenceAfter(const Bytes& body) {
   return {reinterpret_cast<const char*>(body.data()) + sizeof(Record), body.size() - sizeof(Record)};
 }
 
+// Workers next to each other often have the same value. So the arrivals of a whole job are a few runs.
+Bytes bodyOf(const Barrier::Arrivals& arrivals) {
+  std::vector<wire::BarrierRun> runs;
+  const auto add = [&runs](Rank rank, int64_t value, bool isGone) {
+    if (!runs.empty()) {
+      wire::BarrierRun& last = runs.back();
+      if (last.firstRank + last.workers == rank && last.value == value && (last.areGone != 0) == isGone) {
+        ++last.workers;
+        return;
+      }
+    }
+    runs.push_back({rank, 1, isGone ? 1u : 0u, value});
+  };
+  for (const auto& [rank, value] : arrivals.values) {
+    add(rank, value, false);
+  }
+  for (const Rank rank : arrivals.gone) {
+    add(rank, 0, true);
+  }
+  return Bytes(std::as_bytes(std::span(runs)));
+}
+
+std::optional<Barrier::Arrivals> arrivalsOf(const Bytes& body) {
+  Barrier::Arrivals arrivals;
+  wire::BarrierRun run{};
+  if (body.size() % sizeof(run) != 0) {
+    return std::nullopt;
+  }
+  for (size_t offset = 0; offset < body.size(); offset += sizeof(run)) {
+    std::memcpy(&run, body.data() + offset, sizeof(run));
+    const int end = run.firstRank + run.workers;
+    if (run.firstRank < 0 || end > std::numeric_limits<Rank>::max()) {
+      return std::nullopt;
+    }
+    for (int rank = run.firstRank; rank < end; ++rank) {
+      if (run.areGone != 0) {
+        arrivals.gone.insert(static_cast<Rank>(rank));
+      } else {
+        arrivals.values.emplace(static_cast<Rank>(rank), run.value);
+      }
+    }
+  }
+  return arrivals;
+}
+
 struct Encoder {
   EncodedControl operator()(const Goodbye& /*frame*/) const {
     return {Kind::kGoodbye, 0, {}};
@@ -64,7 +111,7 @@ struct Encoder {
     return {Kind::kAcknowledge, 0, {}};
   }
   EncodedControl operator()(const BarrierArrive& frame) const {
-    return {Kind::kBarrierArrive, frame.round, bodyOf(wire::BarrierArrive{frame.value})};
+    return {Kind::kBarrierArrive, frame.round, bodyOf(frame.arrivals)};
   }
   EncodedControl operator()(const BarrierRelease& frame) const {
     const auto& [sum, lost] = frame.result;
@@ -95,8 +142,8 @@ std::optional<ControlFrame> decodeControl(const wire::Header& header, const Byte
       }
       return std::nullopt;
     case Kind::kBarrierArrive:
-      if (const auto arrive = recordOf<wire::BarrierArrive>(body); arrive && body.size() == sizeof(*arrive)) {
-        return BarrierArrive{header.callId, arrive->value};
+      if (std::optional<Barrier::Arrivals> arrivals = arrivalsOf(body)) {
+        return BarrierArrive{header.callId, std::move(*arrivals)};
       }
       return std::nullopt;
     case Kind::kBarrierRelease:

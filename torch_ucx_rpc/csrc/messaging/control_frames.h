@@ -17,7 +17,7 @@ struct Leave {};
 struct Acknowledge {};
 struct BarrierArrive {
   uint64_t round = 0;
-  int64_t value = 0;
+  Barrier::Arrivals arrivals;
 };
 struct BarrierRelease {
   uint64_t round = 0;

@@ -137,13 +137,13 @@ void EventBuffer::Batch::dispatchControl(const EventHandlers& handlers, Control&
       handlers.group->onAcknowledge(from);
     }
     void operator()(const BarrierArrive& frame) const {
-      handlers.group->onBarrierArrive(from, frame.round, frame.value);
+      handlers.group->onBarrierArrive(from, frame.round, frame.arrivals);
     }
     void operator()(const Refused& frame) const {
       handlers.answers->onRefused(from, frame.callId, frame.why);
     }
-    void operator()(BarrierRelease& frame) const {
-      handlers.group->onBarrierRelease(frame.round, std::move(frame.result));
+    void operator()(const BarrierRelease& frame) const {
+      handlers.group->onBarrierRelease(from, frame.round, frame.result);
     }
   };
   std::visit(Visitor{handlers, *control.from}, control.frame);

@@ -67,8 +67,8 @@ class GroupHandler {
   virtual void onJoin(uint64_t session, Bytes record) = 0;
   virtual void onLeave(Peer& from) = 0;
   virtual void onAcknowledge(Peer& from) = 0;
-  virtual void onBarrierArrive(Peer& from, uint64_t round, int64_t value) = 0;
-  virtual void onBarrierRelease(uint64_t round, Barrier::Result result) = 0;
+  virtual void onBarrierArrive(Peer& from, uint64_t round, const Barrier::Arrivals& arrivals) = 0;
+  virtual void onBarrierRelease(Peer& from, uint64_t round, const Barrier::Result& result) = 0;
 };
 
 // The handlers of an agent. All are set before the first member is added.

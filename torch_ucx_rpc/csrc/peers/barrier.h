@@ -1,106 +1,151 @@
 #pragma once
 
 #include "base/error.h"
-#include "peers/directory.h"
+#include "peers/peer.h"
 
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
 #include <map>
 #include <mutex>
+#include <optional>
+#include <set>
 #include <utility>
 #include <vector>
 
 namespace torch_ucx_rpc {
 
-// A barrier over the living workers, which also sums a number over them. Each worker announces its arrival to the
-// coordinator, the present worker of lowest rank. The coordinator releases the round when every present worker has
-// arrived. The barrier runs over the agent's own frames, so it needs neither Python nor the Store, whose host may leave
-// first.
+// A barrier over the living workers, which also sums a number over them. It runs over the agent's own frames, so it
+// needs neither Python nor the Store, whose host may leave first.
 //
-//   arrive   worker -> coordinator   "I am in this round, with this value"
-//   release  coordinator -> worker   "this round is over; the sum; the workers that have died"
-//   release  worker -> coordinator   the same, to a coordinator that takes over
+// The ranks are a tree: the worker of rank r is above those of ranks r * fanOut + 1 to r * fanOut + fanOut. A worker's
+// parent is the nearest worker above it that is present; without one, the present worker of lowest rank. The worker
+// that has no parent is the coordinator. Arrivals travel up the tree, each worker passing on what it has collected. The
+// coordinator releases the round when every present worker has arrived, and the release travels down. So no worker
+// talks to more than its parent and `fanOut` others, as long as none dies. Up to 1 + fanOut workers, all arrive at the
+// coordinator itself.
 //
-// Invariants, for any worker that leaves or dies at any moment:
+//   arrive   worker -> parent   "these are in this round, with these values; and these are gone, as far as I know"
+//   release  parent -> worker   "this round is over; the sum; the workers that have died"
+//   release  worker -> parent   the same, to a parent that takes over
+//
+// Invariants, for any worker that leaves or dies at any moment. A worker hears everything that another one has sent
+// before it hears of its end.
 //
 // 1. A round ends when all workers that are still present have arrived. It never waits for a worker that has left or
-//    failed, and a death ends no round: the result names the dead.
+//    failed, and a death ends no round: the result names the dead. The coordinator alone decides, by what it sees
+//    itself: a report that a worker is gone only makes it look (toContact()).
 // 2. All living workers leave a round with the same sum. A new coordinator decides no round that its predecessor has
-//    released to a worker that lives: that worker does not arrive again, but tells it the result.
-// 3. Every worker that waits has told its arrival to the worker that it takes for the coordinator, and tells it again
-//    whenever the membership changes. A worker that is not the coordinator, or not yet, keeps the arrival and answers
-//    it when the round ends.
+//    released to a worker that lives: that worker does not arrive again, but tells its new parent the result. For an
+//    arrival goes to the parent alone, and the parent changes only by its end. So a worker whose arrival has reached
+//    the new coordinator can be released by it alone.
+// 3. Every worker that waits has told all that it has collected to its parent: at once when nothing is missing below
+//    it, else at the next tick(). It tells everything again when it gets another parent. A worker that has not entered
+//    the round keeps what it is told, and answers it when the round ends.
+// 4. The parent's rank is below the worker's own. So arrivals never run in a circle, even where the views differ, and
+//    the worker of lowest rank that is present ends up as coordinator.
+//
+// A worker need not hear of the end of workers that it never talks to. It notices the end of its parent, to which it
+// has sent, and the ends of those directly below it: it contacts them as long as something is missing there
+// (toContact()).
 //
 // Thread-safe.
 class Barrier {
  public:
+  static constexpr int kFanOut = 32;
+
   struct Result {
     int64_t sum = 0; // over the workers that were present at the end of the round
     Error lost; // says which workers have died; no error if none has
   };
-  // Sends the barrier's frames, without blocking. Called without the barrier's lock: the sending thread may hand out
-  // events on the way, and they may be for this barrier.
+  // What a worker knows of a round.
+  struct Arrivals {
+    std::map<Rank, int64_t> values;
+    std::set<Rank> gone; // without having arrived, as the sender or workers below it have seen
+  };
+  // The other workers, as this one sees them, and the way to them. Frames are sent without blocking, and without the
+  // barrier's lock: the sending thread may hand out events on the way, and they may be for this barrier. The questions
+  // are asked with the lock.
   class Link {
    public:
     virtual ~Link() = default;
-    virtual void sendArrive(Peer& coordinator, uint64_t round, int64_t value) = 0;
-    virtual void sendRelease(Peer& to, uint64_t round, const Result& result) = 0;
+    virtual bool isPresent(Rank rank) const = 0; // this worker itself included
+    virtual Rank endOfRanks() const = 0; // one more than the highest
+    virtual Error lost() const = 0; // which workers have failed
+    virtual void sendArrive(Rank to, uint64_t round, const Arrivals& arrivals) = 0;
+    virtual void sendRelease(Rank to, uint64_t round, const Result& result) = 0;
   };
 
-  Barrier(const Directory& directory, Rank self, Link& link) : directory_(directory), self_(self), link_(link) {}
+  Barrier(Rank self, Link& link, int fanOut = kFanOut) : self_(self), link_(link), fanOut_(fanOut) {}
 
   // Enters the next round and returns its number. Every worker must enter the same rounds. One thread at a time.
   uint64_t enter(int64_t value);
 
-  // Waits for the release of the round entered last. False after `limit`; may be called again.
+  // Waits for the release of the round entered last, until this worker has passed it on. False after `limit`; may be
+  // called again.
   bool wait(std::chrono::milliseconds limit, Result& result);
 
-  // The workers whose arrival is missing. Only the coordinator knows them; empty on other workers.
-  std::vector<Peer*> missing() const;
+  // To be called now and then while this worker waits.
+  void tick();
+
+  // The present workers whose arrival is missing: at the coordinator of all, elsewhere of those below.
+  std::vector<Rank> missing() const;
+  // The workers whose end this one must notice: those directly below with an arrival missing, be it their own or one
+  // that they would pass on; and at the coordinator those that others report as gone.
+  std::vector<Rank> toContact() const;
 
   // To be called for arriving frames and changes of membership, from any thread.
-  void onArrive(Peer& from, uint64_t round, int64_t value);
-  void onRelease(uint64_t round, Result result);
+  void onArrive(Rank from, uint64_t round, const Arrivals& arrivals);
+  void onRelease(Rank from, uint64_t round, const Result& result);
   void onMembershipChange();
 
  private:
-  using Arrivals = std::map<Rank, int64_t>; // the values
+  // A round that is not released here.
+  struct Round {
+    Arrivals arrivals;
+    std::set<Rank> senders; // will be told the result
+    std::optional<Rank> absent; // was missing when last looked for; spares a look at all workers for each frame
+    bool isTold = false; // the parent knows all of `arrivals`
+  };
   // The frames to send once the lock is released.
   struct Outgoing {
-    Peer* arriveAt = nullptr;
-    uint64_t round = 0;
-    int64_t value = 0;
+    struct Arrive {
+      Rank to;
+      uint64_t round;
+      Arrivals arrivals;
+    };
     struct Release {
-      Peer* to;
+      Rank to;
       uint64_t round;
       Result result;
     };
+    std::vector<Arrive> arrives;
     std::vector<Release> releases;
+    int roundsOver = 0;
   };
 
-  Peer* coordinatorLocked() const;
-  bool isCoordinatorLocked() const;
-  Error lostLocked() const;
-  void arriveLocked(Outgoing& outgoing);
-  void recordLocked(Rank rank, uint64_t round, int64_t value, Outgoing& outgoing);
-  void tellCoordinatorLocked(Outgoing& outgoing);
-  void releaseIfCompleteLocked(uint64_t round, Outgoing& outgoing);
-  void releaseLocked(uint64_t round, const Result& result, Outgoing& outgoing);
+  std::optional<Rank> parentLocked() const; // none for the coordinator
+  // The first for which `look` is true, of `top` and all ranks below it.
+  template <typename Look>
+  std::optional<Rank> findBelow(Rank top, const Look& look) const;
+  bool isAwaitedLocked(Rank rank, const Round& round, bool isCoordinator) const;
+  void followParentLocked(Outgoing& outgoing);
+  void proceedLocked(uint64_t number, Outgoing& outgoing, bool isTick = false);
+  void releaseLocked(uint64_t number, const Result& result, std::optional<Rank> from, Outgoing& outgoing);
   void send(const Outgoing& outgoing);
 
-  const Directory& directory_;
   const Rank self_;
   Link& link_;
+  const int fanOut_;
 
   mutable std::mutex mutex_;
   std::condition_variable released_;
   // Guarded by mutex_:
   uint64_t entered_ = 0; // rounds are numbered from 1
-  int64_t value_ = 0;
-  std::map<uint64_t, Arrivals> rounds_; // rounds not yet released here, of which arrivals are known
+  std::map<uint64_t, Round> rounds_; // rounds not yet released here, of which arrivals are known
   std::map<uint64_t, Result> results_; // the last few rounds released here
-  const Peer* coordinator_ = nullptr; // when this worker entered a round, or told its coordinator, the last time
+  std::optional<Rank> parent_; // when this worker looked last
+  int passingOn_ = 0; // releases that threads are passing on
 };
 
 } // namespace torch_ucx_rpc

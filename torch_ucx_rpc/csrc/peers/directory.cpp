@@ -104,6 +104,11 @@ Peer& Directory::at(const std::string& name) const {
       {.name = name, .rank = {}, .host = {}, .cause = {}, .resource = {}, .timeout = {}});
 }
 
+Rank Directory::endOfRanks() const {
+  const std::shared_lock lock(mutex_);
+  return byRank_.empty() ? Rank{0} : static_cast<Rank>(byRank_.rbegin()->first + 1);
+}
+
 std::vector<Peer*> Directory::all() const {
   const std::shared_lock lock(mutex_);
   std::vector<Peer*> peers;

@@ -32,6 +32,8 @@ class Directory {
   Peer& at(Rank rank) const;
   Peer& at(const std::string& name) const;
 
+  // One more than the highest rank; 0 without workers.
+  Rank endOfRanks() const;
   // All workers by rank, including those that left or failed.
   std::vector<Peer*> all() const;
   // Only the workers in state kPresent, by rank.

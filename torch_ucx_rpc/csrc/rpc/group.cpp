@@ -48,7 +48,7 @@ Group::Group(
       monitor_(monitor),
       orphans_(orphans),
       whileWaiting_(std::move(whileWaiting)),
-      barrier_(directory_, self_.rank, *this) {}
+      barrier_(self_.rank, *this) {}
 
 // ---------------------------------------------------------------------------------------------------- members
 
@@ -167,20 +167,43 @@ void Group::onPeerGone(Peer& peer) {
 
 // -------------------------------------------------------------------------------------------------- barriers
 
-void Group::sendArrive(Peer& coordinator, uint64_t round, int64_t value) {
-  messenger_.postControl(coordinator, BarrierArrive{round, value});
+bool Group::isPresent(Rank rank) const {
+  const Peer* peer = directory_.find(rank);
+  return peer != nullptr && peer->state() == Peer::State::kPresent;
 }
 
-void Group::sendRelease(Peer& to, uint64_t round, const Barrier::Result& result) {
-  messenger_.postControl(to, BarrierRelease{round, result});
+Rank Group::endOfRanks() const {
+  return directory_.endOfRanks();
 }
 
-void Group::onBarrierArrive(Peer& from, uint64_t round, int64_t value) {
-  barrier_.onArrive(from, round, value);
+Error Group::lost() const {
+  std::string sentence;
+  for (const Peer* peer : directory_.all()) {
+    if (peer->state() == Peer::State::kFailed) {
+      sentence += (sentence.empty() ? "" : "; ") + peer->whyGone().message();
+    }
+  }
+  return sentence.empty() ? Error() : Error(ErrorCode::kPeerFailed, sentence);
 }
 
-void Group::onBarrierRelease(uint64_t round, Barrier::Result result) {
-  barrier_.onRelease(round, std::move(result));
+void Group::sendArrive(Rank to, uint64_t round, const Barrier::Arrivals& arrivals) {
+  if (Peer* peer = directory_.find(to)) {
+    messenger_.postControl(*peer, BarrierArrive{round, arrivals});
+  }
+}
+
+void Group::sendRelease(Rank to, uint64_t round, const Barrier::Result& result) {
+  if (Peer* peer = directory_.find(to)) {
+    messenger_.postControl(*peer, BarrierRelease{round, result});
+  }
+}
+
+void Group::onBarrierArrive(Peer& from, uint64_t round, const Barrier::Arrivals& arrivals) {
+  barrier_.onArrive(from.member().rank, round, arrivals);
+}
+
+void Group::onBarrierRelease(Peer& from, uint64_t round, const Barrier::Result& result) {
+  barrier_.onRelease(from.member().rank, round, result);
 }
 
 Barrier::Result Group::barrier(int64_t value, std::chrono::milliseconds timeout) {
@@ -189,10 +212,12 @@ Barrier::Result Group::barrier(int64_t value, std::chrono::milliseconds timeout)
   Barrier::Result result;
   while (!barrier_.wait(kSignalCheckPeriod, result)) {
     whileWaiting_();
+    barrier_.tick();
     // The heartbeat checks peers that this worker has an endpoint to, and a ping makes one. Otherwise a missing peer
     // that dies on another machine would go unnoticed.
-    for (Peer* peer : barrier_.missing()) {
-      if (peer->needsHeartbeat.load() && !peer->isMet.load()) {
+    for (const Rank rank : barrier_.toContact()) {
+      Peer* peer = directory_.find(rank);
+      if (peer != nullptr && peer->needsHeartbeat.load() && !peer->isMet.load()) {
         messenger_.postControl(*peer, wire::Kind::kPing);
       }
     }
@@ -203,8 +228,11 @@ Barrier::Result Group::barrier(int64_t value, std::chrono::milliseconds timeout)
     }
     if (Clock::now() >= deadline) {
       std::string missing;
-      for (const Peer* peer : barrier_.missing()) {
-        missing += (missing.empty() ? "; missing: " : ", ") + peer->describe();
+      for (const Rank rank : barrier_.missing()) {
+        const Peer* peer = directory_.find(rank);
+        if (peer != nullptr) {
+          missing += (missing.empty() ? "; missing: " : ", ") + peer->describe();
+        }
       }
       throw RpcFailure(
           RpcFailure::Kind::kBarrierFailed,

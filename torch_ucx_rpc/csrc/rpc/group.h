@@ -90,16 +90,19 @@ class Group final : public GroupHandler, public PeerObserver, private Barrier::L
   void onJoin(uint64_t session, Bytes record) override;
   void onLeave(Peer& from) override;
   void onAcknowledge(Peer& from) override;
-  void onBarrierArrive(Peer& from, uint64_t round, int64_t value) override;
-  void onBarrierRelease(uint64_t round, Barrier::Result result) override;
+  void onBarrierArrive(Peer& from, uint64_t round, const Barrier::Arrivals& arrivals) override;
+  void onBarrierRelease(Peer& from, uint64_t round, const Barrier::Result& result) override;
 
   // PeerObserver.
   void onPeerGone(Peer& peer) override;
 
  private:
   // Barrier::Link.
-  void sendArrive(Peer& coordinator, uint64_t round, int64_t value) override;
-  void sendRelease(Peer& to, uint64_t round, const Barrier::Result& result) override;
+  bool isPresent(Rank rank) const override;
+  Rank endOfRanks() const override;
+  Error lost() const override;
+  void sendArrive(Rank to, uint64_t round, const Barrier::Arrivals& arrivals) override;
+  void sendRelease(Rank to, uint64_t round, const Barrier::Result& result) override;
 
   const WorkerInfo& infoOf(const Peer& peer) const;
   void onSizeChange();

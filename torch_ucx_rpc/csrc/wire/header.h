@@ -39,7 +39,7 @@ enum class Kind : uint8_t {
   kResponse = 2,
   kCancel = 3, // the sender no longer waits for `call id`; no body
   kGoodbye = 4, // the sender shuts down; no body
-  kBarrierArrive = 5, // body: BarrierArrive; `call id` is the round
+  kBarrierArrive = 5, // body: BarrierRuns; `call id` is the round
   kBarrierRelease = 6, // body: BarrierRelease and a sentence; `call id` is the round
   // In groups that workers join and leave:
   // The sender, unknown so far, wants to be a member; body: its record (torch_ucx_rpc/_bootstrap/dynamic_group.py).
@@ -96,9 +96,12 @@ static_assert(
     offsetof(Header, sequence) == 40 && offsetof(Header, contentTag) == 48 && offsetof(Header, deadlineMs) == 64);
 static_assert(offsetof(Header, reserved) == 68 && offsetof(Header, frameTag) == 72);
 
-// Bodies of the two barrier frames (peers/barrier.h).
-struct BarrierArrive {
-  int64_t value; // summed over all members
+// Bodies of the two barrier frames (peers/barrier.h). An arrival is any number of runs; their ranks adjoin.
+struct BarrierRun {
+  int16_t firstRank;
+  uint16_t workers;
+  uint32_t areGone; // 1: they have left or failed without having arrived
+  int64_t value; // of each of them; summed over all members
 };
 struct BarrierRelease {
   int64_t sum;
