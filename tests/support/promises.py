@@ -102,18 +102,19 @@ PROMISES: dict[str, dict[str, tuple[str, ...]]] = {
         # Silence and cuts
         "If a host loses power": ("test_a_silent_host_is_lost_after_the_limit",),
         "The first call to a host that is down": ("test_graceful_shutdown_notices_a_dead_host_never_called",),
-        "A cut shorter than both limits": (
+        "A cut shorter than both limits together": (
             "test_a_cut_longer_than_heartbeat_limit_loses_no_call",
             "test_a_cut_of_30_s_loses_no_call_with_default_options",
         ),
-        "a cut of half of `heartbeat_limit` loses nothing": (
+        "A cut of half of `heartbeat_limit` loses nothing": (
             "test_a_cut_of_half_the_limit_loses_nothing",
             "make verbs cut_below_the_limit",
             "make verbs paused_below_the_limit",
         ),
         "A longer cut loses the worker": ("test_a_cut_beyond_reconnect_limit_loses_the_worker",),
         "Workers that have lost each other live on": ("test_workers_that_lost_each_other_survive_the_cuts_end",),
-        "A cut changes no list of members": ("test_a_cut_strikes_nobody_off_the_list",),
+        "A cut does not change the list of members": ("test_a_cut_strikes_nobody_off_the_list",),
+        "Later workers find all members": ("test_a_cut_strikes_nobody_off_the_list",),
         "A joining worker tries for a second": ("test_a_worker_that_cannot_be_reached_at_once_is_tried_again",),
         "Calls of a joining worker wait": ("CallsOfAWorkerThatIsNotAdmittedYetWait",),
         "A tensor that takes longer than the limit": ("test_tensor_slower_than_the_limit_delays_no_small_call",),
@@ -142,7 +143,7 @@ PROMISES: dict[str, dict[str, tuple[str, ...]]] = {
             "test_an_rref_that_its_owner_had_no_thread_for_is_lost",
         ),
         # Property of a dead worker
-        "Its queued calls do not start": ("test_calls_of_a_dead_worker_that_queue_here_are_not_begun",),
+        "A dead worker's queued calls do not start": ("test_calls_of_a_dead_worker_that_queue_here_are_not_begun",),
         "Its running calls end, and their answers are dropped": (
             "test_calls_of_a_dead_worker_that_queue_here_are_not_begun",
         ),
@@ -182,12 +183,12 @@ PROMISES: dict[str, dict[str, tuple[str, ...]]] = {
         "A graceful shutdown serves until every living worker": (
             "test_survivors_serve_in_shutdown_until_all_living_have_come",
         ),
-        "It answers calls among the survivors, and ends within a second": (
+        "The shutdown answers calls among the survivors": (
             "test_survivors_serve_in_shutdown_until_all_living_have_come",
             "test_calls_among_survivors_are_answered_before_shutdown_ends",
         ),
-        "Its error names all dead workers": ("test_survivors_serve_in_shutdown_until_all_living_have_come",),
-        "It does not wait for dead workers or their RRefs": (
+        "Its error names all dead workers, and it does not wait for these": (
+            "test_survivors_serve_in_shutdown_until_all_living_have_come",
             "test_graceful_shutdown_with_a_dead_worker_raises",
             "test_shutdown_does_not_wait_for_rrefs_of_the_dead",
         ),
@@ -195,10 +196,10 @@ PROMISES: dict[str, dict[str, tuple[str, ...]]] = {
             "test_death_within_shutdown_ends_it_for_all_and_is_named",
             "BarrierTest",
         ),
-        "It notices a dead host that no worker has called": (
+        "The shutdown notices a dead host that no worker has called": (
             "test_graceful_shutdown_notices_a_dead_host_never_called",
         ),
-        "If a worker hangs, it fails": ("test_graceful_shutdown_with_a_hung_worker_keeps_its_timeout",),
+        "If a worker hangs, the shutdown fails": ("test_graceful_shutdown_with_a_hung_worker_keeps_its_timeout",),
         "An ungraceful shutdown waits only for its own handlers": (
             "test_an_ungraceful_shutdown_waits_for_nobody",
             "PeerThatShutsDownSaysGoodbye",

@@ -252,8 +252,7 @@ class Statistics:
     )
     device_staged_bytes: int = field(
         metadata=_counter(
-            "device tensors sent to workers of this host by way of pinned host memory, since UCX cannot share their "
-            "memory",
+            "device tensors sent to workers of this host through pinned host memory, since UCX cannot share theirs",
             "bytes",
         )
     )
