@@ -24,18 +24,16 @@ HEADER = ("configuration", "torch", "runs", "passed", "skipped", "failed", "why 
 INTRODUCTION = """\
 # Conformance
 
-Every wheel of torch contains suites that test RPC agents: {suites} suites with {tests} tests in torch {torch}. They run
-here, unedited, on UCX and on TensorPipe. A test counts as passed if it passed in every run. {covered} tests demand
-TensorPipe itself, and [tests of this project](../tests/conformance/_equivalents.py) stand in for them. The suites for
-GPUs run only on machines with GPUs.
+torch {torch} contains {suites} suites with {tests} tests of RPC agents. They run here, unedited, on UCX and on
+TensorPipe. A test counts as passed if it passed in every run. {covered} tests demand TensorPipe itself, and
+[tests of this project](../tests/conformance/_equivalents.py) stand in for them.
 
 """
 
 CONCLUSION = """\
 
-UCX uses shared memory unless a variable in the first column says otherwise. [The data](../tests/conformance/results)
-have the counts of each suite, the names of tests that did not pass, and the commits. The runs differ from torch's own
-in [a few ways](../tests/conformance/README.md).
+[The data](../tests/conformance/results) name each test that did not pass, and the commits. The runs differ from torch's
+own in [a few ways](../tests/conformance/README.md).
 
 To run the suites yourself:
 

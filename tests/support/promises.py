@@ -86,9 +86,7 @@ PROMISES: dict[str, dict[str, tuple[str, ...]]] = {
             "FailureTakesItsTurnAfterEverythingThatHasArrived",
             "tests/conformance",
         ),
-        "Workers of one host notice deaths although they use shared memory": (
-            "test_workers_with_shared_memory_notice_a_death",
-        ),
+        "Workers that share memory notice deaths too": ("test_workers_with_shared_memory_notice_a_death",),
         "Killing a process while it writes to a worker": (
             "test_writer_killed_while_writing_blocks_no_other_writer",
             "QueueRepairTest",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -90,6 +91,22 @@ def test_a_page_keeps_the_rules(page: Path) -> None:
     if words(text) > MOST_WORDS and not says_why_it_is_long(text):
         found.append(f"{words(text)} words, and no comment at the top that says why")
     assert not found, "\n" + "\n".join(found)
+
+
+def test_the_front_page_shows_the_program_that_is_run() -> None:
+    front, quickstart = ((ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("README.md", "quickstart.md"))
+    [program] = re.findall(r"^```python\n.*?^```", front, re.MULTILINE | re.DOTALL)
+    assert program in quickstart, "tests/launchers/test_cookbook.py runs the one of the quickstart"
+
+
+def test_the_page_on_gpus_names_the_machine_of_the_results() -> None:
+    results = json.loads((ROOT / "benchmarks" / "results" / "h100.json").read_text(encoding="utf-8"))
+    facts = results["circumstances"]
+    driver = re.search(r", (\d+)\.", facts["gpu"])
+    assert driver
+    torch, ucx = (".".join(facts[name].split(".")[:2]) for name in ("torch", "ucx"))
+    named = f"driver {driver[1]}, CUDA 13.0, torch {torch}, UCX {ucx}"
+    assert named in (ROOT / "docs" / "gpu.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("shelf", ["docs", "docs/development"])
