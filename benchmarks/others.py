@@ -2,8 +2,8 @@
 
 The echo of an array of 1 KB and of 64 MiB between two processes on one host, and of 1, 10 and 100 arrays of 1 KB at
 once: RPC on UCX and on TensorPipe, and beside them Gloo, UCXX's active messages, gRPC, mpi4py, Ray and Monarch, as far
-as they are installed. ``make bench-record`` installs them into an environment of their own. By which lanes the bytes of
-each went is printed and kept; wrong lanes are a failure. `peers` has a program for each library.
+as they are installed. ``tools/record_benchmarks.sh`` installs them into an environment of their own. The lanes that
+carried the bytes are printed and kept; wrong lanes are a failure. `peers` has a program for each library.
 
     BENCH_PEERS_PYTHON=.venv-peers/bin/python python -m benchmarks.others
 """

@@ -225,13 +225,13 @@ class Run:
     def __init__(self, name: str) -> None:
         file = RESULTS / f"{name}.json"
         if not file.exists():
-            raise NotMeasured(f"there is no run {name}: make bench-record")
+            raise NotMeasured(f"there is no run {name}: tools/record_benchmarks.sh")
         self.kept: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         self.name = name
 
     def result(self, benchmark: str) -> Result:
         if benchmark not in self.kept["rounds"]:
-            raise NotMeasured(f"the run {self.name} has no {benchmark}: make bench-record")
+            raise NotMeasured(f"the run {self.name} has no {benchmark}: tools/record_benchmarks.sh")
         failures = self.kept.get("failures", {}).get(benchmark, {})
         return Result(load(benchmark), self.kept["rounds"][benchmark], failures)
 

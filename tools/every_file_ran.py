@@ -16,7 +16,7 @@ from xml.etree import ElementTree
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# CI has no GPU. `make gpu-check` and `make conformance-cuda` run these.
+# CI has no GPU. tools/gpu_check.py and tools/conformance.sh run these.
 NEED_A_GPU = {"tests/e2e/test_cuda.py", "tests/conformance/test_cuda_suites.py"}
 
 

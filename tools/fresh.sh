@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The README's commands on a machine that has nothing yet: a bare Debian or Ubuntu, made beside this one and removed after.
+# The README's commands on a machine that has nothing yet: a bare Debian or Ubuntu, made for this and removed after.
 #
 #   tools/fresh.sh [command ...]     instead of the README's own, for example: tools/fresh.sh 'make build'
 #
@@ -16,6 +16,9 @@
 #
 # Needs root, mmdebstrap, and package lists (apt-get update).
 set -euo pipefail
+case ${1:-} in
+  -h | --help) sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0" && exit ;;
+esac
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 FRESH=$(realpath --canonicalize-missing "${FRESH:-build/fresh}")
@@ -24,11 +27,11 @@ root=$FRESH/root
 log=$FRESH/log
 
 give_up() {
-  echo "make fresh: $1" >&2
+  echo "fresh: $1" >&2
   exit 1
 }
 
-[ "$(id -u)" = 0 ] || give_up "only root can make a machine: sudo make fresh"
+[ "$(id -u)" = 0 ] || give_up "only root can make a machine: sudo tools/fresh.sh"
 command -v mmdebstrap > /dev/null || give_up "mmdebstrap is missing: apt install mmdebstrap"
 
 packages=$(sed -n 's/.*`apt-get install \([^`]*\)`.*/\1/p' README.md)
@@ -54,7 +57,7 @@ mkdir -p "$FRESH"
 trap '[ -n "${KEEP:-}" ] || rm -rf --one-file-system "$root"' EXIT
 
 SECONDS=0
-say() { echo "make fresh: [$SECONDS s] $*"; }
+say() { echo "fresh: [$SECONDS s] $*"; }
 
 # Proxies and the like.
 apt_options=()

@@ -1,7 +1,7 @@
 """Makes dist/index, a package index of static pages (PEP 503), of the wheels and the source distribution in dist/.
 
-    make index                                                   links are relative: serve dist/ as it is
-    make index PACKAGES_URL=https://example.org/download/v1.0    the files are served elsewhere
+    tools/release.sh index                                                   links are relative: serve dist/ as it is
+    tools/release.sh index --packages-url https://example.org/download/v1    the files are served elsewhere
 
     pip install torch_ucx_rpc 'torch==2.13.*' --extra-index-url <address of dist/index>
 
@@ -45,7 +45,9 @@ def make_index(dist: Path, packages_url: str) -> Path:
     """The folder of the index."""
     files = sorted([*dist.glob("torch_ucx_rpc-*.whl"), *dist.glob("torch_ucx_rpc-*.tar.gz")])
     if not files:
-        raise build_environment.Missing(f"there is no package in {dist}: run `make wheels` or `make wheel` first.")
+        raise build_environment.Missing(
+            f"there is no package in {dist}: run `tools/release.sh wheels` or `tools/release.sh wheel` first."
+        )
     requires_python = build_environment.setup_cfg()["options"]["python_requires"]
     index = dist / "index"
     (index / PROJECT).mkdir(parents=True, exist_ok=True)

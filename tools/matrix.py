@@ -1,8 +1,8 @@
 """Builds and tests the project for one torch after the other, each in a copy of the sources of its own.
 
-    make matrix                                             the oldest torch that setup.cfg allows, and PyPI's newest
-    make matrix TORCHES="2.11.0 2.13.0"                     these
-    make matrix TORCHES=2.14.1 PYTHONS="3.10 /opt/bin/python3.14"     with each of these Pythons: on PATH, or a path
+    python tools/matrix.py                         the oldest torch that setup.cfg allows, and PyPI's newest
+    python tools/matrix.py 2.11.0 2.13.0           these
+    python tools/matrix.py 2.14.1 --python 3.10 /opt/bin/python3.14     with each of these Pythons: on PATH, or a path
 
 A copy each, since the extension is compiled into the source tree: for another torch it would replace the one there.
 The copies, build/matrix/<version>-<python>, have their environments inside and stay for the next run: a CUDA build of

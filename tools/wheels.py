@@ -1,7 +1,7 @@
 """Builds the wheels that others install, one for each Python and minor release of torch, into dist/.
 
-    make wheels                                        all that this machine can build
-    make wheels TORCHES="2.13 2.14.0" PYTHONS=3.13     these
+    tools/release.sh wheels                                        all that this machine can build
+    tools/release.sh wheels --torch 2.13 2.14.0 --python 3.13      these
 
 The Pythons are those that setup.cfg names and that are found on PATH. The torchs are the newest patch releases that the
 index has for a Python, from the oldest minor release that setup.cfg allows. A table at the end also says what was left

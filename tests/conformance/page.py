@@ -3,8 +3,8 @@
     python -m tests.conformance.page record REPORT...    stores the runs of one configuration, and renders
     python -m tests.conformance.page render              renders what is stored
 
-The reports are those of ``pytest tests/conformance --conformance-report FILE``; `make conformance` does all of it. The
-page follows from the results and from _equivalents.py alone, not from the machine it is rendered on.
+The reports are those of ``pytest tests/conformance --conformance-report FILE``; tools/conformance.sh does all of it.
+The page follows from the results and from _equivalents.py alone, not from the machine it is rendered on.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ To run the suites yourself:
 ```sh
 make test-conformance                                # on UCX
 make test-conformance BACKEND=TENSORPIPE
-make conformance RUNS=3                              # and write this page
+tools/conformance.sh --runs 3                        # and write this page
 ```
 """
 

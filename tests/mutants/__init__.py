@@ -1,6 +1,6 @@
 """Whether the tests notice bugs: each is put into a copy of the sources, and the tests that it names must fail.
 
-``make mutants`` tries all; ``python -m tests.mutants NAME ...`` tries some.
+``tools/mutants.sh`` tries all, and ``tools/mutants.sh NAME ...`` some.
 
 * ``__main__``       from the arguments to the report
 * ``_copy``          the copy: what is in it, how it is built, and how a test runs there

@@ -1,7 +1,7 @@
 """An hour of bad luck: workers on virtual hosts call each other in every way, while some are killed, stopped, cut off.
 
-``make soak MINUTES=30`` runs it; as root, since it makes hosts. A report is written to ``build/soak``, and findings end
-it with an error.
+``tools/soak.sh --minutes 30`` runs it; as root, since it makes hosts. The report is in ``build/soak``. Findings end it
+with an error.
 
 * ``__main__``     from the arguments to the report
 * ``_crew``        the workers as processes: started, killed, told what to do, measured
@@ -17,5 +17,5 @@ it with an error.
 
 ``serving`` runs after it: servers that wait in ``rpc.shutdown()`` while others die.
 
-``make soak-training`` needs no root, and is in ``training``: trainers of one model that are killed and come back.
+``tools/soak.sh --training`` needs no root, and is in ``training``: trainers of one model that are killed and come back.
 """

@@ -5,7 +5,7 @@ lists under "Promises" stands here.
 
 A few words of a promise find it, and its page must contain them. A test is the name of a Python test, a suite of C++
 tests ("TurnsTest") or one of them ("CancelFreesTheSendersMemory"), a file ("tests/conformance"), a benchmark
-("benchmarks small_calls") or a trial of Soft-RoCE ("make verbs killed").
+("benchmarks small_calls") or a trial of Soft-RoCE ("verbs killed").
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ PROMISES: dict[str, dict[str, tuple[str, ...]]] = {
         "Calls to a killed process fail within a second, or within 2 s over InfiniBand and RoCE": (
             "test_calls_to_a_killed_process_fail_within_a_second",
             "test_calls_to_a_process_killed_elsewhere_fail_in_a_second",
-            "make verbs killed",
+            "verbs killed",
             "EndOfALifelineLosesASilentPeerLongBeforeTheLimit",
         ),
         "Later calls fail at once": ("test_calls_to_a_killed_process_fail_within_a_second",),
@@ -106,8 +106,8 @@ PROMISES: dict[str, dict[str, tuple[str, ...]]] = {
         ),
         "A cut of half of `heartbeat_limit` loses nothing": (
             "test_a_cut_of_half_the_limit_loses_nothing",
-            "make verbs cut_below_the_limit",
-            "make verbs paused_below_the_limit",
+            "verbs cut_below_the_limit",
+            "verbs paused_below_the_limit",
         ),
         "A longer cut loses the worker": ("test_a_cut_beyond_reconnect_limit_loses_the_worker",),
         "Workers that have lost each other live on": ("test_workers_that_lost_each_other_survive_the_cuts_end",),

@@ -44,7 +44,7 @@ def test_the_page_is_about_the_suites_of_this_torch():
 
     if _suites.installed_release() != SUITES["torch"]:
         pytest.skip(f"the page is about torch {SUITES['torch']}")
-    assert _suites.installed_suites() == SUITES["lists"], "run: make conformance"
+    assert _suites.installed_suites() == SUITES["lists"], "run: tools/conformance.sh"
 
 
 @pytest.mark.parametrize("result", RESULTS, ids=lambda result: _results.file_name(result["configuration"]))

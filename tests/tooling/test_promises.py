@@ -39,8 +39,8 @@ def exists(test: str) -> bool:
         return (ROOT / test).exists()
     if test.startswith("benchmarks "):
         return test.removeprefix("benchmarks ") in benchmarks()
-    if test.startswith("make verbs "):
-        return test.removeprefix("make verbs ") in trials()
+    if test.startswith("verbs "):
+        return test.removeprefix("verbs ") in trials()
     return file_of(test, ROOT) is not None or bool(executables_of(test, ROOT))
 
 
@@ -98,6 +98,6 @@ def test_a_name_of_no_test_is_noticed() -> None:
     assert not exists("test_that_nobody_has_written")
     assert not exists("NobodysTest")
     assert not exists("benchmarks nobody")
-    assert exists("make verbs killed")
-    assert not exists("make verbs nobody")
+    assert exists("verbs killed")
+    assert not exists("verbs nobody")
     assert not exists("tests/nobody")

@@ -1,4 +1,4 @@
-"""The judges of ``make verbs`` see what is wrong. They need no machines."""
+"""The judges of ``tools/verbs.sh`` see what is wrong. They need no machines."""
 
 from __future__ import annotations
 

@@ -36,8 +36,12 @@ def scripts(workflow: dict[str, Any]) -> Iterator[str]:
                 yield step["run"]
 
 
+# The lines of each verb's recipe.
+RECIPES = dict(re.findall(r"^([a-z-]+):(?!=).*\n((?:\t.*\n)*)", MAKEFILE, re.MULTILINE))
+
+
 def verbs() -> set[str]:
-    return set(re.findall(r"^([a-z-]+):", MAKEFILE, re.MULTILINE))
+    return set(RECIPES)
 
 
 @pytest.fixture(scope="module")
@@ -50,18 +54,19 @@ def setup_cfg() -> configparser.ConfigParser:
 def test_workflows_run_what_stands_in_the_repository() -> None:
     assert [script for script in scripts(CI) if ".ci/run" in script] == [".ci/run"]
     assert set(CI["on"]) == {"push", "pull_request"}
-    assert "make ${{ matrix.verb }}" in scripts(NIGHTLY)
-    assert verbs().issuperset(NIGHTLY["jobs"]["checks"]["strategy"]["matrix"]["verb"])
+    assert "${{ matrix.command }}" in scripts(NIGHTLY)
+    checks = NIGHTLY["jobs"]["checks"]["strategy"]["matrix"]["include"]
+    assert [check["command"] for check in checks] == ["make nightly", "tools/mutants.sh"]
 
 
 def test_ci_and_nightly_run_every_verb_that_tests() -> None:
     ci = set(re.findall(r"\bmake ([a-z-]+)$", (ROOT / ".ci" / "run").read_text(encoding="utf-8"), re.MULTILINE))
-    [nightly] = re.findall(r"^NIGHTLY := (.*)", MAKEFILE, re.MULTILINE)
-    # `make test` runs two of them, and `make sanitize` a third.
-    parts = {"test-light-cpp", "test-python", "sanitize-light"}
-    tests = {verb for verb in verbs() if verb.partition("-")[0] in ("test", "sanitize", "soak", "fuzz")}
-    assert tests - parts <= ci | set(nightly.split())
-    assert ci | set(nightly.split()) <= verbs()
+    parts_of_test = {"test-light-cpp", "test-python"}
+    tests = {verb for verb in verbs() if verb.partition("-")[0] == "test"}
+    assert tests - parts_of_test == (ci & tests) | {"test-field"}
+    assert ci <= verbs()
+    for check in ("test-field", "tools/sanitize.sh", "tools/soak.sh", "tools/fuzz.sh"):
+        assert f"{check} " in RECIPES["nightly"]
 
 
 def test_container_builds_wheels_for_each_python_of_setup_cfg(setup_cfg) -> None:
@@ -87,3 +92,12 @@ def test_the_tag_has_to_be_the_version(setup_cfg) -> None:
     for tag, code in ((f"v{setup_cfg['metadata']['version']}", 0), ("v0.0.0", 1)):
         done = subprocess.run(["bash", "-c", check], cwd=ROOT, env={"GITHUB_REF_NAME": tag, "PATH": "/usr/bin:/bin"})
         assert done.returncode == code
+
+
+@pytest.mark.parametrize("script", sorted((ROOT / "tools").glob("*.sh")), ids=lambda script: script.name)
+def test_a_tool_explains_itself(script: Path) -> None:
+    text = script.read_text(encoding="utf-8")
+    subprocess.run(["bash", "-n", script], check=True)
+    if text.startswith("#!"):
+        told = subprocess.run([script, "--help"], capture_output=True, text=True, check=True, timeout=60).stdout
+        assert script.name in told, "the comment at its beginning says how to call it"

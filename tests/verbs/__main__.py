@@ -37,7 +37,7 @@ def main() -> int:
     try:
         image.build()
     except CannotBuild as error:
-        print(f"make verbs: {error}", file=sys.stderr)
+        print(f"verbs: {error}", file=sys.stderr)
         return 2
     versions = image.versions()
     print(f"verbs: {', '.join(f'{name} {version}' for name, version in versions.items())}; ", end="")

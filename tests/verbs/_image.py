@@ -209,7 +209,7 @@ def debian_sources(lists: str, release: str) -> str:
     """
     found = [line.split() for line in lists.splitlines() if line.endswith(" Debian")]
     if not found:
-        raise CannotBuild("apt has no lists of Debian's packages: make verbs needs Debian, and apt-get update")
+        raise CannotBuild("apt has no lists of Debian's packages: tools/verbs.sh needs Debian, and apt-get update")
     site, own = found[0][0], found[0][1]
     return "".join(f"deb {site} {one} main\n" for one in dict.fromkeys((release, own)))
 
@@ -227,7 +227,7 @@ def _apt_lists() -> str:
 
 def _check_this_machine() -> None:
     if os.geteuid() != 0:
-        raise CannotBuild("only root can make the machines' disk: sudo make verbs")
+        raise CannotBuild("only root can make the machines' disk: sudo tools/verbs.sh")
     programs = {
         "mmdebstrap": "mmdebstrap",
         "qemu-system-x86_64": "qemu-system-x86",

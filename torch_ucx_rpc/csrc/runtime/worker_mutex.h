@@ -5,7 +5,7 @@
 namespace torch_ucx_rpc {
 
 // The worker lock: the thread that holds it may use the transport, Outbox, Inbox and everything whose name ends in
-// WithWorkerLock. Builds with TORCH_UCX_RPC_CHECK_LOCKS, which `make sanitize` makes, end the process where such a
+// WithWorkerLock. Builds with TORCH_UCX_RPC_CHECK_LOCKS, which tools/sanitize.sh makes, end the process where such a
 // function is called without it.
 class WorkerMutex {
  public:

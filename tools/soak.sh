@@ -1,0 +1,28 @@
+#!/usr/bin/env bash
+# Lets workers run through bad luck, and checks every answer. docs/development/failure_model.md says how.
+#
+#   sudo tools/soak.sh                             a minute of workers on virtual hosts; then one of servers in shutdown
+#   sudo tools/soak.sh --minutes 30 --seed 7       without a seed, a new one, which is printed
+#   tools/soak.sh --training --minutes 10          trainers of one model; needs no root
+#
+# The report is build/soak/report.md.
+. "$(dirname "$0")/environment.sh"
+
+programs=(soak soak.serving)
+arguments=()
+for argument in "$@"; do
+  if [ "$argument" = --training ]; then
+    programs=(soak.training)
+  else
+    arguments+=("$argument")
+  fi
+done
+
+built test
+status=0
+for program in "${programs[@]}"; do
+  report=()
+  [ "$program" != soak ] || report=(--report build/soak)
+  python -m "tests.$program" "${arguments[@]}" "${report[@]}" || status=1
+done
+exit "$status"
