@@ -13,10 +13,10 @@ from __future__ import annotations
 PROMISES: dict[str, dict[str, tuple[str, ...]]] = {
     "README.md": {
         # Unchanged programs
-        "rpc_sync, rpc_async, remote, RRefs": ("tests/conformance", "test_its_results_are_those_of_tensorpipe"),
+        "rpc_sync, RRefs, distributed autograd": ("tests/conformance", "test_its_results_are_those_of_tensorpipe"),
         "PyTorch's own RPC suites": ("tests/conformance", "test_the_page_is_what_the_results_give"),
         "TensorPipe keeps working beside it": ("test_tensorpipe_goes_on_working_in_the_same_process",),
-        "TORCH_UCX_RPC_REPLACE_TENSORPIPE=1": ("test_a_tensorpipe_program_runs_on_ucx_unedited",),
+        "programs written for it run on UCX": ("test_a_tensorpipe_program_runs_on_ucx_unedited",),
         # Fast
         "A small call takes": ("benchmarks small_calls", "test_the_claims_of_the_readme_are_what_was_measured"),
         "more than half of the speed of a memcpy": (
