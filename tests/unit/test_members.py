@@ -87,6 +87,25 @@ def test_every_worker_learns_of_all_by_rank() -> None:
     assert others == [first] * 3
 
 
+def meet_in_parts(rank: int) -> list[Record]:
+    members._PART = 3
+    return meet(rank, 8)
+
+
+def test_members_come_in_parts_and_arrivals_too() -> None:
+    first, *others = run_workers(8, meet_in_parts, init=False)
+    assert [member.rank for member in first] == list(range(8))
+    assert others == [first] * 7
+
+
+def test_a_part_that_rank_0_did_not_write_is_refused() -> None:
+    store = HashStore()
+    member = record(0, 1)
+    gather_members(store, member, 10)
+    PrefixStore("torch_ucx_rpc", store).set(f"members/{member.session}/0", "something else")
+    assert "found something in the Store that rank 0 did not write" in outcome(gather_members, store, record(0, 1), 10)
+
+
 def meet_in_a_file(rank: int, file: Path) -> list[int]:
     return [member.rank for member in gather_members(FileStore(str(file), 3), record(rank, 3), 30)]
 

@@ -3,14 +3,17 @@
 The entries are JSON, and authenticated in a job with a secret (``secret``). Nothing from the Store is unpickled. Its
 keys::
 
-    arrivals         how many workers have come
-    arrival/0        record of the first; empty after that worker gave up
-    arrival/1        record of the second ...
-    verdict          by rank 0: the members of the group, or the error that all of them raise
-    read/<session>   how many have read the verdict; rank 0 waits for them, since it may host the Store and leave
+    arrivals              how many workers have come
+    arrival/0             record of the first; empty after that worker gave up
+    arrival/1             record of the second ...
+    members/<session>/0   by rank 0: the records of the first ranks, packed (``packing``)
+    members/<session>/1   of the next ranks ...
+    verdict               by rank 0: the digests of these parts, or the error that all workers raise
+    read/<session>        how many have read it; rank 0 waits for them, since it may host the Store and leave
 
 Only rank 0 reads the records, and judges them when enough have come or time is up. So every worker starts with the same
-members, or raises the same error, and the requests to the Store grow linearly with the number of workers.
+members, or raises the same error, and the requests to the Store grow linearly with the number of workers. A worker
+reads one part after the other: the Store keeps a copy of each answer that is under way.
 
 Workers wait by asking again, in growing intervals. A wait inside the Store would be deaf to Ctrl-C, since it is in C++,
 and would warn on stderr whenever it ends without a result.
@@ -19,6 +22,7 @@ and would warn on stderr whenever it ends without a result.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import itertools
 import logging
 import time
@@ -28,6 +32,7 @@ from typing import Any
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import DistError
 
+from torch_ucx_rpc._bootstrap import packing
 from torch_ucx_rpc._bootstrap.deadline import Deadline
 from torch_ucx_rpc._bootstrap.record import Record
 from torch_ucx_rpc._bootstrap.secret import Entry, Secret, read_entry, refusal, write_entry
@@ -39,6 +44,9 @@ _logger = logging.getLogger(__name__)
 # The Store answers on one thread. All workers together ask it about this often.
 _QUESTIONS_PER_S = 1000
 _LONGEST_PAUSE_S = 1.0
+# Records that are written, or read, at once. With 10,000 workers that all wait for a part the Store holds 250 MB. It
+# takes no value of more than 8 MiB.
+_PART = 512
 # Rank 0 waits this long for the others to read the verdict.
 _FAREWELL_S = 5.0
 
@@ -62,7 +70,7 @@ def gather_members(store: Store, own: Record, timeout: float, secret: Secret | N
     try:
         verdict = _read_verdict(store, secret)
         if verdict is not None and "members" in verdict.values:
-            raise _came_too_late(own, verdict)
+            raise _came_too_late(store, own, verdict)
         part = _lead if own.rank == 0 else _follow
         return part(store, own, secret, deadline)
     except DistError as error:
@@ -85,8 +93,11 @@ def _lead(store: Store, own: Record, secret: Secret | None, deadline: Deadline) 
         expected = 0 if deadline.passed() else max(arrivals.world_sizes())
         _announce(store, own, secret, _to_verdict(error), arrivals.read_sessions, expected)
         raise
-    sessions = {member.session for member in members}
-    _announce(store, own, secret, {"members": [member.to_values() for member in members]}, lambda: sessions)
+    parts = [packing.pack(members[start : start + _PART]) for start in range(0, len(members), _PART)]
+    for number, part in enumerate(parts):
+        store.set(_part_key(own.session, number), part)  # type: ignore[arg-type]  # which takes bytes, too
+    verdict = {"members": len(members), "parts": [_digest(part) for part in parts]}
+    _announce(store, own, secret, verdict, lambda: set(), len(members))
     return members
 
 
@@ -95,7 +106,8 @@ def _follow(store: Store, own: Record, secret: Secret | None, deadline: Deadline
     with _listed(store, own, secret) as position:
         entry = _await_verdict(store, own, secret, deadline)
     verdict = entry.values
-    if entry.doubt or "error" in verdict:
+    members = [] if entry.doubt or "error" in verdict else _read_members(store, own, verdict)
+    if not members:
         store.set(position, "")
     # The last request to the Store: rank 0 may end it now.
     store.add(f"read/{verdict.get('by')}", 1)
@@ -103,7 +115,30 @@ def _follow(store: Store, own: Record, secret: Secret | None, deadline: Deadline
         raise refusal(entry, own, verdict.get("judge"))
     if "error" in verdict:
         raise _error_of(verdict)
-    return [Record.from_values(values) for values in verdict["members"]]
+    return members
+
+
+def _part_key(judge: int, number: int) -> str:
+    return f"members/{judge}/{number}"
+
+
+def _digest(part: bytes) -> str:
+    return hashlib.sha256(part).hexdigest()
+
+
+def _read_part(store: Store, own: Record, verdict: dict[str, Any], number: int) -> list[Record]:
+    """The records of a part; JoinFailed unless it is the one that rank 0 wrote."""
+    part = store.get(_part_key(verdict["by"], number))
+    if _digest(part) != verdict["parts"][number]:
+        raise JoinFailed(
+            f"{own} found something in the Store that rank 0 did not write: give the job a Store, that is an address "
+            f"and port or a file, of its own."
+        )
+    return packing.unpack(part)
+
+
+def _read_members(store: Store, own: Record, verdict: dict[str, Any]) -> list[Record]:
+    return [record for number in range(len(verdict["parts"])) for record in _read_part(store, own, verdict, number)]
 
 
 @contextlib.contextmanager
@@ -145,11 +180,13 @@ def _await_verdict(store: Store, own: Record, secret: Secret | None, deadline: D
     for is_over in ask_again(own.world_size, limit):
         verdict = _read_verdict(store, secret)
         if verdict is not None:
+            if "members" in verdict.values:
+                if verdict.doubt or own.session == _member_of_rank(store, own, verdict.values).session:
+                    return verdict
+                raise _came_too_late(store, own, verdict)
+            # An error that is not for this session is left over from an earlier attempt.
             if own.session in verdict.values["sessions"]:
                 return verdict
-            # An error that is not for this session is left over from an earlier attempt.
-            if "members" in verdict.values:
-                raise _came_too_late(own, verdict)
         if deadline.passed():
             arrivals.read()
             if is_over or 0 not in arrivals.ranks():
@@ -164,10 +201,10 @@ def _announce(
     secret: Secret | None,
     verdict: dict[str, Any],
     whom: Callable[[], set[int]],
-    at_least: int = 0,
+    at_least: int,
 ) -> None:
-    """Tell workers, by session, until all of them and at least ``at_least`` have read it, or their time is up."""
-    told: set[int] = set()
+    """Tell workers until ``at_least`` have read it, and all of ``whom`` (by session), or their time is up."""
+    told: set[int] | None = None
     for is_over in ask_again(own.world_size, Deadline(_FAREWELL_S)):
         sessions = whom()
         if sessions != told:
@@ -199,7 +236,8 @@ def _read_verdict(store: Store, secret: Secret | None) -> Entry | None:
         return None
     verdict = read_entry(store.get("verdict"), secret)
     # Other values are not of rank 0, which will overwrite them.
-    return verdict if isinstance(verdict.values.get("sessions"), list) else None
+    addressed = "parts" if isinstance(verdict.values.get("members"), int) else "sessions"
+    return verdict if isinstance(verdict.values.get(addressed), list) else None
 
 
 def ask_again(workers: int, deadline: Deadline) -> Iterator[bool]:
@@ -226,10 +264,18 @@ class _Arrivals:
 
     def read(self) -> None:
         """Read the entries that have been added since."""
-        while self._store.check([key := f"arrival/{self._position}"]):
-            self._position += 1
-            if text := self._store.get(key):
-                self._present[key] = read_entry(text, self._secret)
+        count = 1
+        while True:
+            keys = [f"arrival/{self._position + offset}" for offset in range(count)]
+            if self._store.check(keys):
+                self._position += count
+                texts = zip(keys, _read_texts(self._store, keys), strict=True)
+                self._present |= {key: read_entry(text, self._secret) for key, text in texts if text}
+                count = min(2 * count, _PART)
+            elif count > 1:
+                count = 1
+            else:
+                break
 
     def forget_those_who_left(self) -> None:
         keys = list(self._present)
@@ -276,9 +322,10 @@ def read_records(store: Store, keys: list[str], own: Record, secret: Secret | No
 
 
 def _read_texts(store: Store, keys: list[str]) -> list[bytes]:
-    if keys and store.has_extended_api():  # type: ignore[attr-defined]
-        return store.multi_get(keys)
-    return [store.get(key) for key in keys]
+    if not store.has_extended_api():  # type: ignore[attr-defined]
+        return [store.get(key) for key in keys]
+    parts = (keys[start : start + _PART] for start in range(0, len(keys), _PART))
+    return [text for part in parts for text in store.multi_get(part)]
 
 
 def _check_record(entry: Entry, own: Record) -> Record:
@@ -355,14 +402,19 @@ def _absent(records: list[Record], own: Record, deadline: Deadline) -> JoinTimed
     )
 
 
-def _came_too_late(own: Record, verdict: Entry) -> JoinFailed:
+def _member_of_rank(store: Store, own: Record, verdict: dict[str, Any]) -> Record:
+    """The member that has the rank of this worker, or else the first one."""
+    rank = own.rank if own.rank < verdict["members"] else 0
+    return _read_part(store, own, verdict, rank // _PART)[rank % _PART]
+
+
+def _came_too_late(store: Store, own: Record, verdict: Entry) -> JoinFailed:
     if verdict.doubt:
         return refusal(verdict, own, verdict.values.get("judge"))
-    members = [Record.from_values(values) for values in verdict.values["members"]]
-    rival = next((member for member in members if member.rank == own.rank), members[0])
+    rival = _member_of_rank(store, own, verdict.values)
     return JoinFailed(
-        f"{own} came too late: the group of {len(members)} workers at this Store has formed without it, with {rival}. "
-        f"Start all workers anew; a file:// Store that an earlier run left behind has to be removed."
+        f"{own} came too late: the group of {verdict.values['members']} workers at this Store has formed without it, "
+        f"with {rival}. Start all workers anew; a file:// Store that an earlier run left behind has to be removed."
     )
 
 

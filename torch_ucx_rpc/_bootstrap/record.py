@@ -75,7 +75,15 @@ class Record(NamedTuple):
         """The record that `to_values` converted; ValueError for other values."""
         try:
             address = base64.b64decode(values["address"], validate=True)
-            record = cls(**{**values, "address": address, **convert_devices(values, _device)})
+        except (LookupError, TypeError, ValueError) as error:
+            raise ValueError(f"that is not the record of a worker: {error}") from error
+        return cls.of_fields({**values, "address": address})
+
+    @classmethod
+    def of_fields(cls, values: dict[str, Any]) -> Record:
+        """The same with the address as bytes."""
+        try:
+            record = cls(**{**values, **convert_devices(values, _device)})
         # Wrong values raise any of these; RuntimeError is torch's, for an impossible device.
         except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
             raise ValueError(f"that is not the record of a worker: {error}") from error
