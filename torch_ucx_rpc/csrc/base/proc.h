@@ -8,7 +8,7 @@
 
 namespace torch_ucx_rpc {
 
-// The facts of a process or a thread that its file `stat` under /proc has; proc(5) lists the fields.
+// The facts in the file `stat` of a process or a thread under /proc; proc(5) lists the fields.
 struct ProcStat {
   // Field 3: R runs, S sleeps and can be interrupted, D sleeps and cannot, T is stopped, Z and X have ended.
   char state = '?';

@@ -19,7 +19,8 @@ namespace torch_ucx_rpc::trace {
 // Constant once the library is loaded.
 extern const bool isOn;
 
-// Hears of all spans, on their threads: `begin` of its name when it begins, `end` of what that returned, unless null.
+// Records all spans, on their threads: `begin` gets a span's name, and `end` the result of `begin`, unless that is
+// null.
 struct Recorder {
   void* (*begin)(const char* name);
   void (*end)(void* begun);
@@ -80,7 +81,7 @@ class Span {
   void* begun_ = nullptr; // by the recorder
 };
 
-// Appends what was recorded since the last call. The reader sees `process` as the name of this process.
+// Appends the spans since the last call. The reader sees `process` as the name of this process.
 void write(const std::string& process);
 
 } // namespace torch_ucx_rpc::trace

@@ -40,7 +40,7 @@ class Warnings {
     deliverer_ = getpid();
     try {
       std::thread([this] { deliver(); }).detach();
-    } catch (const std::system_error&) { // no thread is to be had
+    } catch (const std::system_error&) { // the system has no thread left
       deliverer_ = 0;
       toLog(waiting_.back());
       waiting_.pop_back();

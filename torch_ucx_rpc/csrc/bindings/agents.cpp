@@ -49,7 +49,7 @@ ThreadHooks pythonThreadHooks() {
       [] {
         gilState = PyGILState_Ensure();
         pythonThreads().insert(PyThread_get_thread_ident());
-        threadState = PyEval_SaveThread(); // keeps the state, and lets go of the GIL
+        threadState = PyEval_SaveThread(); // keeps the state, and releases the GIL
       },
       [] {
         if (!isInterpreterFinalizing()) { // else the thread states are gone already

@@ -1,7 +1,7 @@
 #pragma once
 
-// Not torch's, which takes long to compile: sources that need its conversions include that. Those of the standard
-// library are for all: a source without them compiles, and its conversions throw.
+// Not torch's, which takes long to compile: sources that need its conversions include that. Every source gets the
+// conversions of the standard library: without them it would compile, and its conversions would throw.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -18,7 +18,7 @@ void bindAgents(pybind11::module_& module);
 // Operators of torch whose kernels a Python compiler makes.
 void bindNativeOps(pybind11::module_& module);
 
-// What the pickler asks about tensors, and a context in which modes do not apply.
+// Questions of the pickler about tensors, and a context in which modes do not apply.
 void bindTensors(pybind11::module_& module);
 
 // The agent's warnings.

@@ -127,7 +127,7 @@ c10::DataPtr DevicePool::allocateBeside(c10::Device device, uint64_t bytes) {
 }
 
 void DevicePool::waitForHeld() {
-  // A thread that came first may have taken all that is held. When it lets go of this lock, that memory is back.
+  // A thread that came first may have taken all that is held. When it releases this lock, that memory is back.
   const std::lock_guard waiting(waiting_);
   std::vector<Batch> held;
   {
@@ -184,8 +184,8 @@ void DevicePool::release(void* context) {
     return;
   }
   try {
-    // A stream that torch has not made may be gone when the others are asked, so it is asked now. examine() asks all
-    // those that torch has made.
+    // A stream that torch has not made may be gone when the others are asked, so it is asked now. examine() asks all of
+    // torch's.
     const Streams current = currentStreams({block->device});
     const Streams& known = pool.streamsOf(block->device);
     if (std::find(known.begin(), known.end(), current.front()) == known.end()) {
@@ -222,7 +222,7 @@ void DevicePool::loseHeld(Blocks blocks) {
 }
 
 void DevicePool::collect() {
-  // This thread may hold what the one that collects waits for, such as Python's lock.
+  // This thread may hold a lock that the collecting thread waits for, such as Python's.
   if (const std::unique_lock collecting(collecting_, std::try_to_lock); collecting.owns_lock()) {
     examine();
     giveBack();
@@ -264,7 +264,7 @@ void DevicePool::giveBack() {
     const std::lock_guard lock(mutex_);
     std::erase_if(held_, [&](Batch& batch) {
       try {
-        bool isOver = batch.uses.isDone(); // on torch's streams; below, on those that torch has not made
+        bool isOver = batch.uses.isDone(); // on torch's streams; below, on streams that torch has not made
         for (const std::unique_ptr<Block>& block : batch.blocks) {
           isOver = block->use.isDone() && isOver;
         }

@@ -68,7 +68,7 @@ class DevicePool {
   // copied into the pool's memory later. Only beside Source::kEntryPoints; null with the others, whose memory torch
   // chooses.
   c10::DataPtr allocateBeside(c10::Device device, uint64_t bytes);
-  // Whether somebody has found that other processes cannot map this source's memory, and has noted it.
+  // Whether a look has shown that other processes cannot map this source's memory.
   bool isUnshareable() const {
     return isUnshareable_.load(std::memory_order_relaxed);
   }
@@ -127,9 +127,9 @@ class DevicePool {
   std::atomic<bool> isStopped_{false};
   std::atomic<bool> isUnshareable_{false};
 
-  // A thread takes blocks out of the lists below before it gives them back. Another thread that has no memory must not
-  // miss these: it waits for whoever collects, and for whoever waits for streams. Both are locked before mutex_, and
-  // waiting_ before collecting_.
+  // A thread takes blocks out of the lists below before it gives them back. A thread that lacks memory must not miss
+  // these: it waits for the threads that collect, and for those that wait for streams. Both are locked before mutex_,
+  // and waiting_ before collecting_.
   std::mutex waiting_;
   std::mutex collecting_;
 

@@ -27,7 +27,7 @@ bool isCapturing(const Guard& guard, const c10::Stream& stream) {
   return false;
 }
 
-// A failing device does not count as idle. Its events tell the failure later, where somebody handles it.
+// A failing device does not count as idle. Its events show the failure later, where it is handled.
 bool isIdle(const c10::Stream& stream) {
   const VirtualGuardImpl guard(stream.device_type());
   try {
@@ -67,7 +67,7 @@ Streams poolStreams(const Devices& devices, int priority) {
 Streams allStreams(c10::Device device) {
   const VirtualGuardImpl guard(device.type());
   Streams streams{guard.getDefaultStream(device)};
-  // Each pool gives out its streams in turns, to other threads as well. Streams that those get meanwhile come again in
+  // Each pool gives out its streams in turns, to other threads as well. Streams that they get in between come again in
   // the next round. A priority that a device does not have gives the streams of another one.
   for (int priority = 0; priority > -kPriorities; --priority) {
     for (size_t knownInARow = 0; knownInARow < streams.size();) {

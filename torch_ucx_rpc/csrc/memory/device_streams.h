@@ -31,8 +31,8 @@ Streams poolStreams(const Devices& devices, int priority);
 // All streams that torch has for a device: its default stream, and those of its pools.
 Streams allStreams(c10::Device device);
 
-// Returns the streams that are not being captured into a graph. A captured stream does no work meanwhile, and must not
-// be asked.
+// Returns the streams that are not being captured into a graph. A stream does no work while it is captured, and must
+// not be asked.
 Streams uncaptured(const Streams& streams);
 
 // Tells torch's allocator that memory is used on the current stream of its device. After its release the memory is not

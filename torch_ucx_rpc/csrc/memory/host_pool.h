@@ -20,7 +20,7 @@ namespace torch_ucx_rpc {
 //   everything.
 class HostPool final : public c10::Allocator {
  public:
-  // Smaller requests go to malloc, which keeps small blocks warm by itself.
+  // Smaller requests go to malloc, which keeps small blocks warm.
   static constexpr size_t kMinBlockBytes = 64 * 1024;
   static constexpr size_t kHugePageBytes = 2 * 1024 * 1024;
 
@@ -36,7 +36,8 @@ class HostPool final : public c10::Allocator {
   explicit HostPool(size_t idleLimitBytes);
   ~HostPool() override; // returns idle blocks; blocks in use must be gone
 
-  // Throws std::bad_alloc where the system has no memory left. The pointer frees by itself, on any thread.
+  // Throws std::bad_alloc where the system has no memory left. The pointer's destructor frees the memory, on any
+  // thread.
   c10::DataPtr allocate(size_t bytes) override;
   void copy_data(void* to, const void* from, std::size_t bytes) const override;
 

@@ -14,7 +14,7 @@ namespace torch_ucx_rpc {
 
 namespace {
 
-// Whether this thread leads. A task that it adds then wakes no other thread: it sees to the task itself when it steps
+// Whether this thread leads. A task that it adds then wakes no other thread: it runs the task itself when it steps
 // down.
 thread_local bool isLeadingThread = false;
 // Tasks to run after the task of this thread; null while the thread runs none.
@@ -140,7 +140,7 @@ void Executor::runOne(std::unique_lock<std::mutex>& lock) {
   std::vector<Task> after;
   afterTask = &after;
   task();
-  task = {}; // what it owned is destroyed without the lock
+  task = {}; // its members are destroyed without the lock
   afterTask = nullptr; // first: the task is over, and its locks of torch's are free
   for (Task& then : after) {
     then();
@@ -297,7 +297,7 @@ Timer::TimePoint Executor::check(Clock::time_point now) {
     fullSince_ = Clock::time_point::max();
     return Timer::kNever;
   }
-  // Each task that has begun is progress, after which patience starts anew.
+  // Each task that has begun is progress, after which the wait starts again.
   fullSince_ = std::max(lastBegun_, std::min(fullSince_, now));
   if (now - fullSince_ >= kFullPatience) {
     shed = shedOldestLocked();
@@ -351,8 +351,8 @@ void Executor::add(std::deque<Task>& queue, Task task) {
   }
 }
 
-// Threads that are in user code cannot be interrupted. They are counted, and end when the user code returns. What they
-// add before isStopped_ is set is queued, and runs below with the rest.
+// Threads that are in user code cannot be interrupted. They are counted, and end when the user code returns. Tasks that
+// they add before isStopped_ is set are queued, and run below with the rest.
 size_t Executor::stop(std::chrono::milliseconds limit, const std::function<void()>& wakeLeader) {
   const Clock::time_point deadline = Clock::now() + limit;
   std::deque<Request> dropped;

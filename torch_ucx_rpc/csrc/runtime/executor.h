@@ -32,8 +32,8 @@ class Leader {
 
 // The agent's threads. A thread that has no task may lead: it drives progress, and the events it finds become tasks. It
 // then steps down and runs a task itself, so the thread that received a request also runs it. Up to two threads lead,
-// so the other one stands guard meanwhile, and no thread has to be woken. If there is no other leader, an idle thread
-// is woken. Whenever a thread runs a task, another one leads or is on its way. Thread-safe.
+// so the other one stands guard, and no thread has to be woken. If there is no other leader, an idle thread is woken.
+// Whenever a thread runs a task, another one leads or is on its way. Thread-safe.
 //
 // There are three kinds of tasks. Requests run user functions, which may block. At most `maxRequests` run at a time,
 // and the rest wait in order. Completions (answers) never wait behind requests, because a request may be waiting for

@@ -186,8 +186,8 @@ std::unique_ptr<EventBatch> Progress::drive(Role role, IsDone& isDone) {
     if (advances != 0) {
       movedAt = Clock::now();
     }
-    // A request to look at what is deferred is not what the driver waits for, nor a sign of it. While a device works,
-    // the timer makes one every 50 us.
+    // A request to look at deferred work is not the awaited event, nor a sign of it. While a device works, the timer
+    // makes one every 50 us.
     if (advances != 0 || queued_.load() != 0) {
       wait.again();
       continue;
@@ -221,7 +221,7 @@ std::unique_ptr<EventBatch> Progress::drive(Role role, IsDone& isDone) {
       isWaitingCallerAsleep_.store(true);
     }
     lock.unlock();
-    // From here on a submitter gets the lock. One that queued before the lock was released is seen now.
+    // From here on a submitter gets the lock. An operation that was queued before the release of the lock is seen now.
     std::atomic_thread_fence(std::memory_order_seq_cst);
     const bool isOver = isDone() || (!hasPending() && !rest(role, isDone, wasWoken));
     if (role == Role::kWaitingCaller) {
@@ -229,7 +229,7 @@ std::unique_ptr<EventBatch> Progress::drive(Role role, IsDone& isDone) {
     }
     --sleepers_;
     if (isOver) {
-      return brought; // the transport is armed; what isDone() left in the queue is run by endDriving() or close()
+      return brought; // the transport is armed; endDriving() or close() runs operations that isDone() left in the queue
     }
     lock = lockWorker();
     unarmedSince_.store(0);
@@ -353,9 +353,9 @@ void Progress::endDriving() {
   if (!hasWaitingCaller_.exchange(false)) {
     return; // this thread has not driven: isDone() was true at once
   }
-  // This caller has what it waited for, so it does not wait for the lock. Where it cannot leave the transport guarded,
-  // another thread is woken to drive. It cannot where the lock is taken either: the holder may be a submitter, which
-  // never drives.
+  // This caller has its answer, so it does not wait for the lock. Where it cannot leave the transport guarded, another
+  // thread is woken to drive. It cannot where the lock is taken either: the holder may be a submitter, which never
+  // drives.
   bool isGuarded = false;
   std::unique_ptr<EventBatch> events;
   {

@@ -27,8 +27,7 @@ namespace torch_ucx_rpc {
 // handles its events. No thread has to be woken to take over. The invariants:
 // - While no thread drives, the transport is armed and so will signal, or a thread has been woken to drive, or a leader
 //   polls the transport unarmed.
-// - A woken thread that finds nothing passes the wake-up on to the waiting caller if that sleeps. The wake-up may have
-//   been meant for it.
+// - A woken thread that finds nothing wakes the waiting caller if that sleeps. The wake-up may have been meant for it.
 //
 // A driver may spin for a while before it sleeps (see Spinning). An arrival then costs no wake-up on either side. But
 // an armed transport cannot be disarmed, and it signals whether a thread sleeps or not. The signal costs the sender as

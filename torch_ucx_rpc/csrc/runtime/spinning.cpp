@@ -33,7 +33,7 @@ bool Spinning::Wait::spin(Awaited awaited, Clock::time_point now) {
     spinning_.waits_[static_cast<int>(role_)].add(false);
   }
   last_ = now;
-  // Data that is on its way is waited for in every mode, a message only where spinning is on.
+  // A driver spins for data on its way in every mode, and for a message only where spinning is on.
   const Clock::duration forDevice = spinning_.waiting_ == Waiting::kSleep ? kDeviceLimitToSleep : kDeviceLimit;
   const Clock::duration limit = awaited == Awaited::kDevice ? forDevice : kTransferLimit;
   if (awaited != Awaited::kMessage && spinning_.hasCoreEach() && now - began_ < limit) {

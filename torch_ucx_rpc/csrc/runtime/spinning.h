@@ -32,7 +32,7 @@ class Spinning {
   // sleep between two parts would cost more than they take.
   static constexpr auto kTransferLimit = std::chrono::microseconds(20);
   // The same where devices are in use: as long as for a message. A device copies for longer, and the other side needs
-  // no core meanwhile. On an H100 a limit of 100 us made a call with 64 MiB take half as long again.
+  // no core for it. On an H100 a limit of 100 us made a call with 64 MiB take half as long again.
   static constexpr auto kDeviceLimit = kLimit;
   static constexpr auto kDeviceLimitToSleep = std::chrono::microseconds(100); // with Waiting::kSleep
   // A longer time between two looks means that the thread was interrupted.
@@ -72,7 +72,7 @@ class Spinning {
     Wait(Spinning& spinning, Role role) : spinning_(spinning), role_(role) {}
     // Called after a look that found nothing. True: look again; false: sleep. Lets other threads run now and then.
     bool spin(Awaited awaited, Clock::time_point now = Clock::now());
-    // Something moved, but not what the driver waits for: the wait starts anew.
+    // Something moved, but not the awaited event: the wait starts again.
     void again() {
       began_ = {};
     }

@@ -89,7 +89,7 @@ void Timer::loop() {
       changed_.wait_until(lock, std::min(wakeAt_, now + kFarAway));
       continue;
     }
-    // Meanwhile wakeAt_ has passed, so dueBy() notifies nobody. It need not: the loop looks at all tasks again.
+    // wakeAt_ has passed, so dueBy() notifies no thread. It need not: the loop looks at all tasks again.
     lock.unlock();
     (void)runDue(now);
     lock.lock();

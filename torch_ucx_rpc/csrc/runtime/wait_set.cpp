@@ -16,7 +16,7 @@ namespace torch_ucx_rpc {
 
 namespace {
 
-// Every sleep is bounded: should a wake-up be lost after all, this is what it costs.
+// Every sleep is bounded: a lost wake-up, should there be one, costs this much.
 constexpr auto kLongestSleep = std::chrono::milliseconds(500);
 
 // The user data of events in the set.

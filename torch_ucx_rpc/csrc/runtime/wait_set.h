@@ -51,7 +51,7 @@ class WaitSet {
   std::mutex mutex_;
   // Guarded by mutex_:
   std::vector<Operation> watches_; // watched_ knows them by their index
-  std::vector<size_t> freeWatches_; // the indices of those that have no operation
+  std::vector<size_t> freeWatches_; // the indices without an operation
 };
 
 } // namespace torch_ucx_rpc

@@ -17,7 +17,7 @@ using torch::distributed::rpc::Message;
 // Turns torch's message into ours.
 //
 // Tensors keep strides, dtype, requires_grad, lazy conjugation, sparse layouts and quantizers. Tensors whose memory
-// overlaps still overlap after arrival. Of a storage only the part that tensors reach travels, and a view with large
+// overlaps still overlap after arrival. Only the part of a storage that tensors reach travels, and a view with large
 // holes is copied without them. `deviceMap` says where tensors of devices arrive.
 //
 // Large tensors are lent to the transport until it has sent them (see LentMemory). Small ones, and memory that torch

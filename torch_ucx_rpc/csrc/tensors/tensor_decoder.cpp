@@ -31,8 +31,8 @@ class Decoder {
  public:
   Decoder(const BodyView& view, std::vector<IncomingMessage::Span>& spans, const Devices& devices)
       : view_(view), devices_(devices) {
-    // readBody() has checked that the body uses each byte of each span once. So every index below is in range, and a
-    // span that is no pack is adopted by one storage.
+    // readBody() has checked that the body uses each byte of each span once. So every index below is in range, and one
+    // storage adopts a span that is not a pack.
     storages_.reserve(view.storages.size());
     for (const BodyView::Storage& storage : view.storages) {
       const c10::Device device = deviceOf(storage.record);
@@ -182,7 +182,7 @@ class Decoder {
         break;
       }
     }
-    // The memory is as the sender had it, with what was lazy there still to be done.
+    // The memory is as the sender had it: lazy operations are still to be done.
     if ((record.flags & wire::kConjugate) != 0) {
       made = made.conj();
     }

@@ -28,10 +28,10 @@ using wire::Layout;
 constexpr uint64_t kInlinePayloadBytes = 64 * 1024;
 // A pack is no larger than a piece.
 constexpr uint64_t kPackBytes = OutgoingMessage::kPieceBytes;
-// A view is copied without its holes where that at least halves what travels.
+// A view is copied without its holes where that at least halves its bytes.
 constexpr int64_t kCompactionGain = 2;
 
-// Owns what the message lends to the transport: torch's message, memory of its tensors, and copies.
+// Owns the memory that a message lends to the transport: torch's message, memory of its tensors, and copies.
 class LentMessage final : public Lender {
  public:
   explicit LentMessage(c10::intrusive_ptr<Message> message) : message_(std::move(message)) {}
@@ -131,7 +131,7 @@ class Encoder {
     }
     const at::Tensor staged = stageBytes(storage.begin, storage.bytes, from);
     lent_->keep(staged);
-    outgoing.stagedBytes += isBetweenDevices ? storage.bytes : 0; // what is for the CPU has to be copied anyway
+    outgoing.stagedBytes += isBetweenDevices ? storage.bytes : 0; // memory for the CPU has to be copied anyway
     return addSpan(outgoing, staged.const_data_ptr(), storage.bytes, c10::kCPU, to);
   }
 
@@ -148,7 +148,7 @@ class Encoder {
     return planned;
   }
 
-  // `part` names what the tensor is of the message's tensor with the number number_. Null for that tensor itself.
+  // `part` names the tensor's part in the message's tensor number_. Null for that tensor itself.
   void plan(const at::Tensor& tensor, const char* part) {
     if (!tensor.defined()) {
       PlannedTensor& planned = tensors_.emplace_back();
@@ -185,7 +185,7 @@ class Encoder {
     TORCH_CHECK(false, "the UCX RPC backend cannot send ", place(part), " to ", to_.describe(), ": it ", why, ".");
   }
 
-  // Where the tensor stands that is being planned. Tensors are counted as they were pickled.
+  // Says where the tensor that is being planned stands. Tensors are counted as they were pickled.
   std::string place(const char* part) const {
     return c10::str(
         part == nullptr ? "" : part,
@@ -197,7 +197,7 @@ class Encoder {
         message_->isRequest() ? " in this call" : " in this answer");
   }
 
-  // The device where a tensor on `device` arrives. Refuses a device that has no target.
+  // The device where a tensor on `device` arrives. Refuses a device without a target.
   c10::Device targetOf(c10::Device device) const {
     const auto entry = deviceMap_.find(device);
     if (entry != deviceMap_.end()) {
@@ -383,7 +383,7 @@ class Encoder {
 
 std::unique_ptr<OutgoingMessage> encodeMessage(
     c10::intrusive_ptr<Message> message, const Peer& to, const DeviceMap& deviceMap, const Transport* transport) {
-  const OutsideModes guard; // the calling thread's modes must not affect what is sent
+  const OutsideModes guard; // the calling thread's modes must not affect the message
   return Encoder(std::move(message), to, deviceMap, transport).encode();
 }
 

@@ -13,11 +13,11 @@ bool runsPython(torch::distributed::rpc::MessageType request);
 // Whether RRef.to_here() has sent the request. Nothing else sends requests of these types.
 bool isFetch(torch::distributed::rpc::MessageType request);
 
-// Whether running the request takes only microseconds, whatever the program does: it involves neither Python nor
-// destructors of the user's objects.
+// Whether running the request takes only microseconds in any program: it involves neither Python nor destructors of the
+// user's objects.
 bool mayRunOnDriver(torch::distributed::rpc::MessageType request);
 
-// The same for torch's work when the answer arrives. Nobody waits for these answers.
+// The same for torch's work when the answer arrives. No thread waits for these answers.
 bool mayCompleteOnDriver(torch::distributed::rpc::MessageType request);
 
 // Whether running the request makes the value of an RRef: rpc.remote() has sent it. Autograd or the profiler may have

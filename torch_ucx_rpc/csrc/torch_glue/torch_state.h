@@ -26,7 +26,7 @@ bool isTorchsAgent(const torch::distributed::rpc::RpcAgent& agent);
 void renewRRefContext(std::shared_ptr<torch::distributed::rpc::RpcAgent> agent);
 
 // torch makes the ids of RRefs, and of the contexts and messages of distributed autograd, from the rank and a count.
-// The count starts anew with the process. A worker that takes the rank of a crashed one would reuse ids that other
+// The count starts again with each process. A worker that takes the rank of a crashed one would reuse ids that other
 // workers still know. In groups where that can happen, the counts start at random points.
 
 // Returns the first id of the RRefs made from now on. For `areRandom` see above.
@@ -67,7 +67,7 @@ struct CreatedRRef {
   torch::distributed::rpc::ForkId reference;
 };
 
-// The RRef that torch has registered this future with: that of the request which makes it. Nothing if torch does not
+// The RRef with which torch has registered this future, the one of the request that makes it. Nothing if torch does not
 // know the RRef: the thread that makes it tells torch after RpcAgent::send().
 std::optional<CreatedRRef> findCreatedRRef(const torch::distributed::rpc::JitFuture& creation);
 
@@ -75,7 +75,7 @@ std::optional<CreatedRRef> findCreatedRRef(const torch::distributed::rpc::JitFut
 // Nothing if torch does not know the RRef, as above.
 std::optional<torch::distributed::rpc::ForkId> markTimedOutRRef(const torch::distributed::rpc::JitFuture& creation);
 
-// The contexts of distributed autograd here that are orphans: whoever has opened them will not close them.
+// The contexts of distributed autograd here that are orphans: their openers will not close them.
 std::vector<int64_t> orphanedContexts(const std::function<bool(int64_t id)>& isOrphan);
 
 } // namespace torch_ucx_rpc

@@ -54,7 +54,7 @@ struct Assembled {
   std::vector<Span> spans;
 };
 
-// Joins the body of a message with the pieces of its spans, in whatever order they arrive.
+// Joins the body of a message with the pieces of its spans, in any order of arrival.
 //
 // Every piece given to it comes back exactly once: in an assembled message, or among the rejected or dropped ones. It
 // allocates in proportion to what has really arrived, never to what a header announces. Not thread-safe: it is used
@@ -78,7 +78,7 @@ class Assembler {
   // Forgets every incomplete message of a session, whose worker is gone; their pieces go to `dropped`.
   void dropSession(uint64_t session, std::vector<Piece>& dropped);
 
-  // Counts the messages that are not whole yet, without those that were given up.
+  // Counts the messages that are neither whole nor given up.
   size_t incomplete() const;
 
  private:
@@ -113,7 +113,7 @@ class Assembler {
   };
   using Partials = std::unordered_map<Key, Partial, HashKey>;
 
-  // Notes a piece. False where it contradicts what has come, and then nothing is noted.
+  // Notes a piece. False where it contradicts earlier parts, and then nothing is noted.
   static bool note(Partial& partial, const Header& header, uint64_t bytes);
   static void take(Partial& partial, std::vector<Piece>& into);
   static void giveUp(Partial& partial, std::vector<Piece>& dropped);

@@ -183,7 +183,7 @@ bool fitsStorage(const BodyView::Tensor& tensor, uint64_t storageBytes) {
                  : static_cast<uint64_t>(last) < elements;
 }
 
-// Whether the number of elements is one that torch can hold.
+// Whether torch can hold so many elements.
 bool countable(std::span<const int64_t> sizes) {
   int64_t elements = 1;
   for (const int64_t size : sizes) {

@@ -49,7 +49,7 @@ enum TensorFlags : uint8_t {
 };
 
 enum StorageFlags : uint16_t {
-  kFromHost = 1 << 0, // its span lies in the sender's host memory, whatever device it is for
+  kFromHost = 1 << 0, // its span lies in the sender's host memory, for any device
 };
 
 struct BodyPrefix {
@@ -68,7 +68,7 @@ struct StorageRecord {
   uint32_t span; // kNowhere: inline
   int8_t deviceType; // c10::DeviceType of the memory where the storage is to arrive
   int8_t deviceIndex;
-  uint16_t flags; // readers ignore those that they do not know
+  uint16_t flags; // readers ignore unknown flags
 };
 static_assert(sizeof(StorageRecord) == 16);
 
@@ -143,14 +143,14 @@ struct BodyView {
   std::vector<Tensor> tensors; // depth-first
 };
 
-// The type of torch's message, out of a body that nobody has checked; 0 where the body is too short to have one.
+// Reads the type of torch's message from an unchecked body; 0 if the body is too short.
 uint32_t messageTypeOf(std::span<const std::byte> body);
 
-// The span that has the payload, or kNowhere, out of a body that nobody has checked: it may be any number.
+// Reads the span of the payload, or kNowhere, from an unchecked body: it may be any number.
 uint32_t payloadSpanOf(std::span<const std::byte> body);
 
-// The storages of a body (8-byte aligned) that nobody has checked, as many as there is room for. They say where the
-// spans are to arrive, which must be known before the spans are received.
+// Reads the storages of an unchecked body (8-byte aligned), as many as there is room for. They say where the spans are
+// to arrive, which must be known before the spans are received.
 std::span<const StorageRecord> storagesOf(std::span<const std::byte> body);
 
 // Checks and reads `body` (8-byte aligned). `spanBytes` has the size of each span of the message. Storages and the

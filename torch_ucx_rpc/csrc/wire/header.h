@@ -44,8 +44,8 @@ enum class Kind : uint8_t {
   // In groups that workers join and leave:
   // The sender, unknown so far, wants to be a member; body: its record (torch_ucx_rpc/_bootstrap/dynamic_group.py).
   kJoin = 7,
-  kLeave = 8, // the sender takes no more calls, and says goodbye when it has answered those that it has; no body
-  kAcknowledge = 9, // the receiver's kJoin or kLeave has been taken note of; no body
+  kLeave = 8, // the sender takes no more calls, answers open ones, and then says goodbye; no body
+  kAcknowledge = 9, // the sender has noted the receiver's kJoin or kLeave; no body
   // For peers that fall silent (messaging/heartbeat.h):
   kPing = 10, // asks for a kPong; no body
   kPong = 11, // no body
@@ -73,20 +73,20 @@ struct Header {
   Kind kind = Kind::kRequest;
   uint32_t sourceRank = 0;
   uint64_t sourceSession = 0; // random, one for each life of an agent: frames of an earlier life are recognized
-  uint64_t targetSession = 0; // likewise: a frame meant for whoever had this address before is refused
+  uint64_t targetSession = 0; // likewise: a frame for an earlier owner of this address is refused
   uint64_t callId = 0;
   uint32_t index = kBodyIndex;
   uint32_t spanCount = 0;
   uint64_t sequence = 0; // counted by the sender for each receiver
   union {
-    Hmac::Tag contentTag{}; // of a body: over what of the message is not in this frame and must not be changed
+    Hmac::Tag contentTag{}; // of a body: over the payload and the body, where they travel outside of this frame
     Place place; // of a piece of a span
   };
-  // Of a request's body: how many milliseconds its caller was still going to wait when it made the call; 0: for ever,
-  // or unknown, or the request must run all the same. It is relative, because the clocks of two machines may differ, so
+  // In a request's body: the milliseconds for which its caller waits, counted from the call. It is 0 without a limit,
+  // and for a request that must run all the same. It is relative, because the clocks of two machines may differ, so
   // time on the way does not count against it.
   uint32_t deadlineMs = 0;
-  uint32_t reserved = 0; // 0; not looked at
+  uint32_t reserved = 0; // 0; unchecked
   Hmac::Tag frameTag{}; // over this header, and over the data if it is a body that came along
 };
 static_assert(sizeof(Header) == 88 && offsetof(Header, sourceRank) == 4 && offsetof(Header, sourceSession) == 8);

@@ -7,8 +7,8 @@
 namespace torch_ucx_rpc::wire {
 
 // Knows which numbers of a sequence have come. Frames overtake each other, on several lanes by seconds and by
-// thousands. So it keeps no fixed stretch of the latest numbers but the gaps below the highest: nothing as long as
-// numbers come in order, and no frame is taken for a replay that is none. Not thread-safe.
+// thousands. So it keeps the gaps below the highest number, not a fixed stretch of the latest. It costs nothing while
+// numbers come in order, and no frame is wrongly taken for a replay. Not thread-safe.
 class ReplayWindow {
  public:
   // A gap is a run of missing numbers. Beyond this many the oldest gap is given up, and its numbers count as replays. A

@@ -6,7 +6,7 @@ namespace torch_ucx_rpc::wire {
 
 namespace {
 
-// A label comes first, so that a tag of one sort is never valid as one of the other.
+// A label comes first, so that a frame tag is never valid as a content tag.
 constexpr uint64_t kFrameLabel = 0x454D415246585455; // "UTXFRAME"
 constexpr uint64_t kContentLabel = 0x4E544E4F43585455; // "UTXCONTN"
 

@@ -20,8 +20,8 @@
 
 namespace torch_ucx_rpc::wire {
 
-// Seals what of a message comes by rendezvous, in the header of its body, which must be complete up to its sequence.
-// Before sealFrame(); may take long for a large payload.
+// Seals the parts of a message that come by rendezvous, in the header of its body, which must be complete up to its
+// sequence. Call it before sealFrame(). A large payload may take long.
 void sealContent(
     const std::string& key,
     Header& header,
