@@ -9,7 +9,8 @@ question, each between two lines, and nobody edits what is between them::
     <!-- benchmark: two_cores calls -->
     <!-- end of benchmark -->
 
-The first word is the file in benchmarks/results. The second one is a key of `SUMMARIES`, or ``beside_others``.
+The first word is the file in benchmarks/results. The second one is a key of `SUMMARIES`, ``beside_others`` or
+``machines``, which reads other files too.
 """
 
 from __future__ import annotations
@@ -60,6 +61,10 @@ class Row:
     # The run of another machine than the table's own.
     run: str = ""
 
+    @property
+    def heading(self) -> str:
+        return f"{self.title}, {self.unit}" if self.unit else self.title
+
 
 @dataclasses.dataclass(frozen=True)
 class Summary:
@@ -76,9 +81,9 @@ class Summary:
 UCX, TENSORPIPE, TENSORPIPE_UV, UCX_TCP = "UCX", "TensorPipe", "TensorPipe, uv", "UCX, tcp"
 ON_ONE_HOST = (UCX, TENSORPIPE, TENSORPIPE_UV)
 
-NO_ARGUMENT = Row("`rpc_sync`, no-argument function, median", "small_calls", "no-argument function, p50", "us")
+NO_ARGUMENT = Row("`rpc_sync` without arguments, median", "small_calls", "no-argument function, p50", "us")
 NO_ARGUMENT_P99 = Row("the same, 99th percentile", "small_calls", "no-argument function, p99", "us")
-ONE_KB = Row("`rpc_sync`, echo of a 1 KB tensor, median", "small_calls", "echo of 1 KB, p50", "us")
+ONE_KB = Row("`rpc_sync`, echo of 1 KB, median", "small_calls", "echo of 1 KB, p50", "us")
 RATE = Row("`rpc_async`, calls per second", "small_calls", "asynchronous calls")
 LARGE = Row("echo of 64 MiB, both ways", "large_tensors", "echo of 64 MiB, both ways", "GiB/s")
 SERVER = Row("autograd step, parameter server", "parameter_server", "parameter server, a step", "us")
@@ -122,7 +127,6 @@ SUMMARIES = {
         ),
         (UCX, UCX_TCP, TENSORPIPE, TENSORPIPE_UV),
     ),
-    "few_cores": Summary((NO_ARGUMENT, ONE_KB, RATE, LARGE, SERVER), ON_ONE_HOST),
     "jobs": Summary(
         (
             Row("2 workers, forked", "life", "2 workers, in sum", "s"),
@@ -191,6 +195,9 @@ SUMMARIES = {
         (UCX, "UCX, Python", "TensorPipe, native", TENSORPIPE, TENSORPIPE_UV),
     ),
 }
+# The table with a column for each of these runs.
+MACHINES = {"two_cores": "two cores", "one_core": "one core", "two_slow_cores": "two slow cores"}
+ON_MACHINES = (NO_ARGUMENT, ONE_KB, RATE, LARGE, SERVER)
 # Figures of the table with a row for each library.
 BESIDE_OTHERS = {"1 KB": "1 KB, us", "64 MiB": "64 MiB, us"}
 
@@ -251,10 +258,12 @@ class Run:
         """The lines of the table of this name in the README and the docs."""
         if name == "beside_others":
             yield from self.beside_others()
+        elif name == "machines":
+            yield from machines()
         elif name in SUMMARIES:
             yield from self.summary(SUMMARIES[name])
         else:
-            raise ValueError(f"a table must be beside_others or one of {', '.join(SUMMARIES)}; got {name!r}")
+            raise ValueError(f"a table must be beside_others, machines or one of {', '.join(SUMMARIES)}; got {name!r}")
 
     def page(self) -> str:
         """All tables of the run, as the text of a page."""
@@ -278,23 +287,31 @@ class Run:
         yield f"| | {' | '.join(columns)} | {ratio_to} |"
         yield "|---|" + "---:|" * (len(columns) + 1)
         for row in summary.rows:
-            result = (Run(row.run) if row.run else self).result(row.benchmark)
-            figure = next((figure for figure in result.benchmark.figures if figure.name == row.figure), None)
-            if figure is None:
-                raise NotMeasured(f"{row.benchmark} has no figure {row.figure!r}")
-            bound = harness.Bound(None, reference=row.reference, contender=row.contender)
+            result, figure = self.measured(row)
             cells = [cell(result, name, row.figure, summary.has_spread) for name in summary.contenders]
             if not summary.contenders:
-                others = {name: result.values(name, row.figure) for name in bound.references}
+                references = (row.reference,) if isinstance(row.reference, str) else row.reference
+                others = {name: result.values(name, row.figure) for name in references}
                 best = max if figure.more_is_better else min
                 other = best(
                     (name for name in others if others[name]), key=lambda n: statistics.median(others[n]), default=""
                 )
                 compared = f"{other}: {cell(result, other, row.figure, summary.has_spread)}" if other else ""
                 cells = [cell(result, row.contender, row.figure, summary.has_spread), compared]
-            ratio = result.ratio(figure, bound) if row.reference else None
-            title = f"{row.title}, {row.unit}" if row.unit else row.title
-            yield f"| {title} | {' | '.join(cells)} | {'' if ratio is None else harness.number(ratio)} |"
+            yield f"| {row.heading} | {' | '.join(cells)} | {self.ratio(row)} |"
+
+    def measured(self, row: Row) -> tuple[Result, harness.Figure]:
+        result = (Run(row.run) if row.run else self).result(row.benchmark)
+        figure = next((figure for figure in result.benchmark.figures if figure.name == row.figure), None)
+        if figure is None:
+            raise NotMeasured(f"{row.benchmark} has no figure {row.figure!r}")
+        return result, figure
+
+    def ratio(self, row: Row) -> str:
+        result, figure = self.measured(row)
+        bound = harness.Bound(None, reference=row.reference, contender=row.contender)
+        ratio = result.ratio(figure, bound) if row.reference else None
+        return "" if ratio is None else harness.number(ratio)
 
     def beside_others(self) -> Iterator[str]:
         result = self.result("others")
@@ -332,6 +349,16 @@ class Run:
         for commit, names in commits.items():
             if commit != most:
                 yield f"| commit of {', '.join(names)} | {commit} |"
+
+
+def machines() -> Iterator[str]:
+    """A column for each run: UCX's figures, with the ratios to TensorPipe."""
+    runs = [Run(name) for name in MACHINES]
+    yield f"| | {' | '.join(MACHINES.values())} |"
+    yield "|---|" + "---:|" * len(runs)
+    for row in ON_MACHINES:
+        cells = [f"{cell(run.result(row.benchmark), UCX, row.figure)} ({run.ratio(row)})" for run in runs]
+        yield f"| {row.heading} | {' | '.join(cells)} |"
 
 
 def cell(result: Result, contender: str, figure: str, has_spread: bool = False) -> str:
