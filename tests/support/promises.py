@@ -98,13 +98,13 @@ PROMISES: dict[str, dict[str, tuple[str, ...]]] = {
         ),
         "UCX prints no line about a failure that the agent reports": ("UcxLogOfTheDeadTest",),
         # Silence and cuts
-        "If a host loses power": ("test_a_silent_host_is_lost_after_the_limit",),
+        "Calls to a silent host, or to a stopped process there": ("test_a_silent_host_is_lost_after_the_limit",),
         "The first call to a host that is down": ("test_graceful_shutdown_notices_a_dead_host_never_called",),
         "A cut shorter than both limits together": (
             "test_a_cut_longer_than_heartbeat_limit_loses_no_call",
             "test_a_cut_of_30_s_loses_no_call_with_default_options",
         ),
-        "A cut of half of `heartbeat_limit` loses nothing": (
+        "a cut of half of `heartbeat_limit` loses nothing": (
             "test_a_cut_of_half_the_limit_loses_nothing",
             "verbs cut_below_the_limit",
             "verbs paused_below_the_limit",
@@ -112,7 +112,7 @@ PROMISES: dict[str, dict[str, tuple[str, ...]]] = {
         "A longer cut loses the worker": ("test_a_cut_beyond_reconnect_limit_loses_the_worker",),
         "Workers that have lost each other live on": ("test_workers_that_lost_each_other_survive_the_cuts_end",),
         "A cut does not change the list of members": ("test_a_cut_strikes_nobody_off_the_list",),
-        "Later workers find all members": ("test_a_cut_strikes_nobody_off_the_list",),
+        "Workers that were cut off can join again": ("test_a_cut_strikes_nobody_off_the_list",),
         "A joining worker tries for a second": ("test_a_worker_that_cannot_be_reached_at_once_is_tried_again",),
         "Calls of a joining worker wait": ("CallsOfAWorkerThatIsNotAdmittedYetWait",),
         "A tensor that takes longer than the limit": ("test_tensor_slower_than_the_limit_delays_no_small_call",),
@@ -165,7 +165,7 @@ PROMISES: dict[str, dict[str, tuple[str, ...]]] = {
             "test_nobody_waits_for_a_value_that_a_dead_worker_was_to_make",
             "test_a_worker_takes_the_place_of_one_that_was_killed",
         ),
-        "A Python function that is just creating the value completes it": (
+        "A Python function still completes the value": (
             "test_nobody_waits_for_a_value_that_a_dead_worker_was_to_make",
         ),
         "Using an RRef that it owned raises `RRefLost`": ("test_a_worker_takes_the_place_of_one_that_was_killed",),
@@ -231,7 +231,7 @@ PROMISES: dict[str, dict[str, tuple[str, ...]]] = {
             "RequestsThatOthersCountOnAreRunThoughTheirCallerHasGivenUp",
         ),
         # Overload
-        "Calls that together exceed the receive window": (
+        "Calls beyond the receive window": (
             "test_a_flood_is_answered_exactly_in_bounded_memory",
             "benchmarks overload",
         ),
@@ -246,7 +246,7 @@ PROMISES: dict[str, dict[str, tuple[str, ...]]] = {
         "Large tensors that arrive in turn": ("test_large_tensors_that_come_in_turn_share_few_buffers",),
         # Shortages
         "Without memory for a message, only its call fails": ("test_out_of_memory_fails_one_call_and_names_the_place",),
-        "If some tensors of a message cannot be sent": ("MessageOfWhichOneTensorCannotLeaveEndsOnBothSides",),
+        "If a tensor of a message cannot be sent": ("MessageOfWhichOneTensorCannotLeaveEndsOnBothSides",),
         "Without memory for the notice of a message": ("MessageWithoutMemoryForItIsDroppedAndTheNextArrives",),
         "Without a file for a connection, the call that needs it": (
             "test_out_of_files_only_the_call_that_connects_fails",
