@@ -6,7 +6,7 @@ from __future__ import annotations
 EQUIVALENTS: dict[str, dict[str, str]] = {
     "TensorPipeAgentRpcTest.test_infer_backend_from_options": {
         "reason": "asserts that the agent is an instance of TensorPipeAgent",
-        "equivalent": "tests/unit/test_replace.py::test_the_backend_is_inferred_from_options_for_tensorpipe",
+        "equivalent": "tests/e2e/test_replace.py::test_the_backend_is_inferred_from_options_for_tensorpipe",
     },
     "TensorPipeAgentCudaRpcTest.test_device_maps_many_to_one": {
         "reason": "asks that several devices cannot be mapped to one",

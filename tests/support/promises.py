@@ -49,9 +49,9 @@ PROMISES: dict[str, dict[str, tuple[str, ...]]] = {
         "Large NumPy arrays travel like tensors": ("test_arrays_arrive_as_they_were_sent", "benchmarks arrays"),
         "numba makes operators that run": ("benchmarks native_updates", "tests/unit/test_native_op.py"),
         # Launched and observed
-        "starts a job": ("tests/launchers", "tests/unit/test_run.py"),
+        "starts a job": ("tests/launchers", "tests/e2e/test_run.py"),
         "needs no arguments under it": ("test_torchrun_on_two_hosts_with_a_role", "test_slurm", "test_open_mpi"),
-        "show the installation, slow pairs": ("tests/unit/test_check.py", "tests/unit/test_info.py"),
+        "show the installation, slow pairs": ("tests/unit/test_check.py", "tests/e2e/test_info.py"),
         "`torch_ucx_rpc.statistics()` and Prometheus": ("test_prometheus_reads_the_statistics",),
     },
     "docs/failure_model.md": {

@@ -8,10 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.autograd as dist_autograd
 import torch.distributed.rpc as rpc
 
-from tests.support.workers import in_worker0
 from torch_ucx_rpc import UcxRpcBackendOptions
 from torch_ucx_rpc._bootstrap.record import Record, process_facts
 from torch_ucx_rpc._devices.maps import DeviceMap, check, check_ucx, devices_in_use, maps_of_replies, reply_map
@@ -185,29 +183,6 @@ def test_devices_with_transports_without_cuda_are_refused(tls: str, ucx: Path) -
 def test_a_ucx_without_cuda_is_refused_where_devices_are_used(tmp_path: Path) -> None:
     with pytest.raises(JoinFailed, match=r"has no module for CUDA: .*libucp\.so\.0.*libucx-cu12"):
         check_ucx([CUDA0], str(tmp_path / "libucp.so.0"), {})
-
-
-# ---- In a job --------------------------------------------------------------------------------------------------------
-
-TO_THE_CPU = {"device_maps": {"worker0": {"cpu": "cpu"}, "worker1": {"cpu": "cpu"}}}
-
-
-# With a map torch sends gradients by its inverse, and their receiver looks at where they belong.
-@in_worker0(of=2, options=TO_THE_CPU)
-def test_gradients_flow_where_there_are_device_maps() -> None:
-    with dist_autograd.context() as context:
-        a, b = torch.ones(3, requires_grad=True), torch.full((3,), 2.0, requires_grad=True)
-        product = rpc.rpc_sync("worker1", torch.mul, args=(a, b))
-        dist_autograd.backward(context, [product.sum()])
-        gradients = dist_autograd.get_gradients(context)
-        assert torch.equal(gradients[a], torch.full((3,), 2.0))
-        assert torch.equal(gradients[b], torch.ones(3))
-
-
-@in_worker0(of=2, options=TO_THE_CPU)
-def test_meta_tensor_is_refused_naming_its_place_and_worker() -> None:
-    with pytest.raises(RuntimeError, match=r"tensor 1 of 1 in this call to worker 'worker1'.*is on the meta device"):
-        rpc.rpc_sync("worker1", torch.add, args=(torch.empty(3, device="meta"), 1))
 
 
 @pytest.fixture

@@ -8,7 +8,6 @@ import re
 import types
 
 import torch_ucx_rpc
-from tests.support.fresh import run_fresh
 from torch_ucx_rpc import _build_info
 
 # All but the first are imported by name only.
@@ -23,22 +22,6 @@ def test_all_names_exist_and_are_all_the_public_ones() -> None:
     }
     assert public | {"__version__", "errors"} == set(torch_ucx_rpc.__all__)
     assert list(torch_ucx_rpc.__all__) == sorted(torch_ucx_rpc.__all__)
-
-
-def test_statistics_are_loaded_when_they_are_asked_for() -> None:
-    run_fresh(
-        """
-        import sys, torch_ucx_rpc
-        assert "torch_ucx_rpc._observe.statistics" not in sys.modules
-        assert torch_ucx_rpc.Statistics is torch_ucx_rpc._observe.statistics.Statistics
-        try:
-            torch_ucx_rpc.no_such_name
-        except AttributeError as error:
-            assert "'torch_ucx_rpc' has no attribute 'no_such_name'" in str(error)
-        else:
-            raise AssertionError("there is no such name")
-        """
-    )
 
 
 def test_other_modules_are_private_and_mapped_by_the_docstring() -> None:

@@ -10,18 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-import torch.distributed as dist
-import torch.distributed.rpc as rpc
 from torch.distributed import FileStore, TCPStore
 
 import torch_ucx_rpc
-from tests.support import workers
-from tests.support.workers import keep_process_group, reserved_port, run_program, run_workers
+from tests.support.workers import reserved_port
 from torch_ucx_rpc._bootstrap.rendezvous import JobAddress, open_job_store
 from torch_ucx_rpc._launch import init, mpi
 from torch_ucx_rpc._launch.environment import Launch
-from torch_ucx_rpc._options import UcxRpcBackendOptions
 from torch_ucx_rpc.errors import JoinFailed
 
 LAUNCHERS = ("RANK", "WORLD_SIZE", "MASTER_", "OMPI_", "PMI_", "PMIX_", "MPI_", "SLURM_", "ROLE_", "TORCHELASTIC_")
@@ -192,60 +187,3 @@ def test_all_ports_taken_is_said(ports: tuple[int, int]) -> None:
         taken = other.getsockname()[1]
         with pytest.raises(JoinFailed, match=rf"the ports {taken} are all in use .* set MASTER_PORT"):
             open_job_store(JobAddress("job", ("127.0.0.1",), (taken,)), 0, 2, 5)
-
-
-# ---- Beside a process group ------------------------------------------------------------------------------------------
-
-
-def call_next(rank: int) -> float:
-    names = [workers.worker_name(0), workers.worker_name(1)]
-    return rpc.rpc_sync(names[1 - rank], torch.add, args=(torch.ones(1), rank)).item()
-
-
-def join_after_process_group(rank: int, with_variables: bool) -> float:
-    host, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
-    if with_variables:
-        os.environ.update(RANK=str(rank), WORLD_SIZE="2")
-        dist.init_process_group("gloo")
-    else:
-        # As of a program that has all that from elsewhere.
-        del os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
-        dist.init_process_group("gloo", init_method=f"tcp://{host}:{port}", rank=rank, world_size=2)
-    keep_process_group()
-    torch_ucx_rpc.init_rpc()
-    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(1, 1, bias=False))
-    model(torch.full((1, 1), float(rank))).sum().backward()
-    # The mean of 0 and 1: DDP has reduced it.
-    assert model.module.weight.grad.item() == 0.5
-    sum_ = call_next(rank)
-    rpc.shutdown()
-    dist.destroy_process_group()
-    return sum_
-
-
-@pytest.mark.parametrize("with_variables", [True, False], ids=["variables", "process group alone"])
-def test_it_works_after_init_process_group_and_next_to_ddp(with_variables: bool) -> None:
-    assert run_workers(2, join_after_process_group, with_variables, init=False, silent=False) == [1.0, 2.0]
-
-
-def join_twice(rank: int) -> list[float]:
-    os.environ.update(RANK=str(rank), WORLD_SIZE="2")
-    results = []
-    for _ in range(2):
-        torch_ucx_rpc.init_rpc(rpc_backend_options=UcxRpcBackendOptions(num_worker_threads=2))
-        results.append(call_next(rank))
-        rpc.shutdown()
-    return results
-
-
-def test_it_can_be_called_again_after_shutdown() -> None:
-    assert run_workers(2, join_twice, init=False) == [[1.0, 1.0], [2.0, 2.0]]
-
-
-def test_the_error_without_a_launcher_is_what_a_user_sees_last() -> None:
-    environ = dict.fromkeys(("RANK", "WORLD_SIZE"), "")
-    [ended] = run_program("import torch_ucx_rpc; torch_ucx_rpc.init_rpc()", env=environ)
-    assert ended.returncode == 1
-    assert ended.stderr.splitlines()[-1].startswith(
-        "torch_ucx_rpc.errors.JoinFailed: init_rpc() finds nothing that tells"
-    )

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import socket
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -16,9 +14,7 @@ import pytest
 from torch.distributed import FileStore, TCPStore
 from torch.distributed import rendezvous as torchs_rendezvous
 
-from tests.support import workers
-from tests.support.labs import VirtualHosts, needs_virtual_hosts
-from tests.support.workers import reserved_port, run_workers
+from tests.support.workers import reserved_port
 from torch_ucx_rpc._bootstrap import listener, rendezvous
 from torch_ucx_rpc._bootstrap.deadline import Deadline
 from torch_ucx_rpc._bootstrap.listener import await_listener, is_this_host
@@ -53,26 +49,6 @@ def test_rank_0_does_not_wait_for_the_others(scheme: str, master: int) -> None:
     store = create_store("env://" if scheme == "env" else f"tcp://127.0.0.1:{master}", 0, 1000, 0)
     store.set("key", "value")
     assert TCPStore("127.0.0.1", master, wait_for_workers=False).get("key") == b"value"
-
-
-def come_before_rank_0(rank: int, file: Path) -> bytes:
-    meeting = FileStore(str(file))
-    if rank == 0:
-        meeting.wait(["come/1", "come/2"])
-    else:
-        meeting.set(f"come/{rank}", "")
-    store = create_store("env://", rank, 3, 30)
-    if rank == 0:
-        store.set("key", "value")
-    value = store.get("key")
-    # With rank 0 the Store ends.
-    meeting.set(f"read/{rank}", "")
-    meeting.wait(["read/0", "read/1", "read/2"])
-    return value
-
-
-def test_workers_that_are_ahead_wait_for_rank_0(tmp_path: Path) -> None:
-    assert run_workers(3, come_before_rank_0, tmp_path / "meeting", init=False) == [b"value"] * 3
 
 
 @pytest.mark.parametrize("use_libuv", [0, 1])
@@ -247,27 +223,6 @@ def test_others_are_not(host: str) -> None:
     assert not is_this_host(host)
 
 
-def test_bindable_address_need_not_be_of_this_host() -> None:
-    # As hosts with keepalived or haproxy are set up.
-    needs_virtual_hosts()
-    with VirtualHosts(["a", "b"]) as (a, b):
-        b.run(["sh", "-c", "echo 1 > /proc/sys/net/ipv4/ip_nonlocal_bind"], check=True)
-        command = [sys.executable, "-c", ARE_OF_THIS_HOST, a.address, b.address, "a", "b"]
-        done = b.run(command, env=environ_of_workers(), capture_output=True, text=True, check=True)
-        assert done.stdout == "[False, True, False, True]\n"
-
-
-ARE_OF_THIS_HOST = """
-import sys
-from torch_ucx_rpc._bootstrap.listener import is_this_host
-print([is_this_host(host) for host in sys.argv[1:]])
-"""
-
-
-def environ_of_workers() -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-
-
 def has_ipv6() -> bool:
     return Path("/proc/net/if_inet6").exists() and "lo" in Path("/proc/net/if_inet6").read_text()
 
@@ -341,51 +296,3 @@ def test_an_address_of_another_host_is_no_place_for_rank_0(port: int, monkeypatc
     monkeypatch.setattr(rendezvous, "_ANSWER_S", 0.5)
     with pytest.raises(JoinFailed, match=f"rank 0 runs on {socket.gethostname()} .*must be an address of this host"):
         create_store(f"tcp://no-such-host.invalid:{port}", 0, 2, 0.5)
-
-
-# A thread that returns from C++ while the interpreter is finalized aborts the process.
-LEFT_BEHIND = """
-from datetime import timedelta
-from torch.distributed import TCPStore
-from torch_ucx_rpc._bootstrap import rendezvous
-
-store = TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=1), wait_for_workers=False)
-
-def wait_for_what_does_not_come():
-    try:
-        store.get("nothing")
-    finally:
-        print("came back")
-
-try:
-    rendezvous._interruptible(wait_for_what_does_not_come, 0.1)
-except TimeoutError:
-    print("gave up")
-"""
-
-
-def test_process_end_waits_for_a_thread_in_the_store() -> None:
-    [ended] = workers.run_program(LEFT_BEHIND)
-    assert (ended.returncode, ended.stdout.split("\n")) == (0, ["gave up", "came back", ""])
-
-
-# Says where it is, so that the signal comes when it waits and not before.
-WAITING = """
-import os, signal, sys, threading, time, traceback
-from torch_ucx_rpc._bootstrap import rendezvous
-
-def interrupt():
-    frame = ""
-    while "await_listener" not in frame:
-        frame = "".join(traceback.format_stack(sys._current_frames()[main]))
-    os.kill(os.getpid(), signal.SIGINT)
-
-main = threading.get_ident()
-threading.Thread(target=interrupt).start()
-rendezvous.create_store("env://", 1, 2, 0)
-"""
-
-
-def test_ctrl_c_ends_the_wait_for_rank_0(master: int) -> None:
-    [ended] = workers.run_program(WAITING)
-    assert ended.stderr.endswith("KeyboardInterrupt\n")

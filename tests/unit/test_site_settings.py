@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 import resource
 
 import pytest
-import torch.distributed.rpc as rpc
 
-from tests.support import workers
 from torch_ucx_rpc._bootstrap import site_settings
-from torch_ucx_rpc.errors import JoinFailed
 
 
 def told(**variables: str) -> list[tuple[str, bool]]:
@@ -89,48 +85,3 @@ def test_too_few_files_fail_the_agent_or_warn_about_peers(
     [error] = limited(monkeypatch, 20, world_size=2)
     assert "may open 30 files, has 10 open" in error.problem
     assert error.is_fatal
-
-
-# ---- In a job --------------------------------------------------------------------------------------------------------
-
-
-def refused(rank: int, files: int | None) -> str:
-    limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if files is not None:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (files, most))
-    try:
-        with pytest.raises(JoinFailed) as error:
-            workers.init_rpc(rank)
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, most))
-    return str(error.value)
-
-
-def test_init_rpc_refuses_transports_that_lead_to_nobody() -> None:
-    said = workers.run_workers(2, refused, None, init=False, env={"UCX_TLS": "self"})
-    assert [text.endswith("tcp or rc for those of several, or unset it") for text in said] == [True, True]
-
-
-def test_init_rpc_refuses_too_few_files_before_ucx_aborts() -> None:
-    [text] = workers.run_workers(1, refused, 30, init=False)
-    assert text.startswith("this process may open 30 files")
-    assert "ulimit -n 65536" in text
-
-
-def init_twice(rank: int) -> list[str]:
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("torch_ucx_rpc")
-    logger.addHandler(handler)
-    logger.propagate = False
-    for _ in range(2):
-        workers.init_rpc(rank)
-        rpc.shutdown()
-    return said
-
-
-def test_a_warning_is_given_once() -> None:
-    said = workers.run_workers(2, init_twice, init=False, env={"UCX_MM_ERROR_HANDLING": "n"})
-    expected = "with UCX_MM_ERROR_HANDLING=n workers of one host cannot use shared memory and take TCP: unset it"
-    assert said == [[expected], [expected]]

@@ -1,0 +1,21 @@
+"""Modules of the package that an import leaves for later."""
+
+from __future__ import annotations
+
+from tests.support.fresh import run_fresh
+
+
+def test_statistics_are_loaded_when_they_are_asked_for() -> None:
+    run_fresh(
+        """
+        import sys, torch_ucx_rpc
+        assert "torch_ucx_rpc._observe.statistics" not in sys.modules
+        assert torch_ucx_rpc.Statistics is torch_ucx_rpc._observe.statistics.Statistics
+        try:
+            torch_ucx_rpc.no_such_name
+        except AttributeError as error:
+            assert "'torch_ucx_rpc' has no attribute 'no_such_name'" in str(error)
+        else:
+            raise AssertionError("there is no such name")
+        """
+    )
