@@ -13,7 +13,7 @@ from typing import Any
 
 # Both stand in torch_ucx_rpc/_torch/replace.py too; a test compares them.
 VARIABLE = "TORCH_UCX_RPC_REPLACE_TENSORPIPE"
-# Values that leave everything as it is. The package reads all other values, and refuses those that mean nothing.
+# Values that leave everything as it is. The package reads all other values, and refuses unknown ones.
 OFF = ("", "0")
 
 

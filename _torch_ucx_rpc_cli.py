@@ -24,7 +24,7 @@ from pathlib import Path
 
 from _torch_ucx_rpc_autoload import VARIABLE as REPLACE_TENSORPIPE
 
-# What `run --nproc` takes besides numbers; torch.distributed.run says what they mean.
+# The words that `run --nproc` takes besides numbers; torch.distributed.run explains them.
 DEVICES = ("auto", "cpu", "gpu")
 
 
@@ -65,7 +65,7 @@ def _parser() -> argparse.ArgumentParser:
             help=line,
             description=inspect.getdoc(add_arguments),
             formatter_class=_Help,
-            # A program's own --n is no short form of --nnodes.
+            # A program's own --n is not a short form of --nnodes.
             allow_abbrev=False,
         )
         add_arguments(command)
@@ -90,13 +90,13 @@ def _version() -> str:
 
 @contextlib.contextmanager
 def _stdout_of_python_alone() -> Iterator[None]:
-    """Keep stdout for the JSON that Python prints: what C code writes there, as UCX does with its log, goes to stderr.
+    """Keep stdout for the JSON that Python prints: output of C code, such as UCX's log, goes to stderr.
 
-    So does the output of processes that are started meanwhile.
+    So does the output of processes that are started in the block.
     """
     before = sys.stdout
     if before is not sys.__stdout__ or before is None:
-        # Somebody takes what Python prints, and no file is involved.
+        # Another program captures Python's output, and no file is involved.
         yield
         return
     before.flush()

@@ -8,8 +8,8 @@
     python -m benchmarks --against ../before    this checkout against another one, built in place by the same Python
 
 Most files here ask one question; harness.py says how contenders are compared, and jobs.py what they are. It ends with 1
-where a bound is missed or a contender has failed. What is measured is written after each benchmark, and one that
-crashes leaves the others alone. tables.py writes the tables of the docs from what is kept, and plot.py draws it.
+where a bound is missed or a contender has failed. Results are written after each benchmark, and one that crashes leaves
+the others alone. tables.py writes the tables of the docs from the kept results, and plot.py draws them.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def load_or_tell(name: str) -> harness.Benchmark | None:
 
 
 def measured(name: str, benchmark: harness.Benchmark, rounds: int | None, advance: Advance) -> harness.Result:
-    """The result of a benchmark; of one that crashes outside of its contenders, that all of them have failed."""
+    """The result of a benchmark. If it crashes outside of its contenders, all of them have failed."""
 
     def say(contender: str, figures: harness.Figures) -> None:
         if not sys.stderr.isatty():  # into a log: a run that is cut short has said what it found
@@ -100,8 +100,8 @@ def measured(name: str, benchmark: harness.Benchmark, rounds: int | None, advanc
 
 @contextlib.contextmanager
 def progress(chosen: Mapping[str, harness.Benchmark], rounds: int | None) -> Iterator[Advance]:
-    """A bar on a terminal, which is told what is being measured."""
-    # Of those who run benchmarks; the tables are written, and checked, without it.
+    """A bar on a terminal, which shows the contender that is being measured."""
+    # Only runs of benchmarks need it; the tables are written, and checked, without it.
     from tqdm import tqdm
 
     total = 0

@@ -1,7 +1,7 @@
 """How fast do NumPy's arrays travel?
 
 The echo of arrays of 1 KB, 1 MiB and 64 MiB between two workers on one host, beside TensorPipe, which pickles them, and
-beside UCX with arrays that are pickled too: those of a subclass.
+beside UCX with arrays of a subclass, which are pickled too.
 """
 
 from __future__ import annotations

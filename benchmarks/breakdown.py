@@ -1,7 +1,7 @@
 """Where does the time of one small call go?
 
 Traces ``rpc_sync`` of a Python function without arguments between two workers (TORCH_UCX_RPC_TRACE), and prints the
-median of each step. What lies between the agent's spans is torch's Python and C++ above the agent, and wake-ups.
+median of each step. The time between the agent's spans is torch's Python and C++ above the agent, and wake-ups.
 
     python -m benchmarks.breakdown [--waiting auto|poll|sleep] [--tcp]
 """

@@ -91,7 +91,7 @@ def memory() -> harness.Figures:
             most: int = max(rpc.rpc_sync(worker, peak_and_present_bytes)[0] - before[worker] for worker in workers)
             return most / own
 
-        # Both once before: what is imported for the first time is no part of the model.
+        # Both once before: imports are not part of the model.
         checkpoint.save({"model": pipe}, Path(folder, "first"))
         checkpoint.load({"model": pipe}, Path(folder, "first"))
         saving = growth(lambda: checkpoint.save({"model": pipe}, Path(folder, "second")))

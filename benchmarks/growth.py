@@ -1,8 +1,8 @@
 """Does the cost grow as the work grows?
 
-The echo of one tensor from 1 byte to 1 GiB; 1 to 10,000 calls in flight; jobs of 2 to 64 workers: their time, and by
-how much the callee's peak of resident memory grows meanwhile. Straight lines are good; steps are thresholds chosen
-badly. plot.py draws what this measures.
+The echo of one tensor from 1 byte to 1 GiB; 1 to 10,000 calls in flight; jobs of 2 to 64 workers: their time, and the
+growth of the callee's peak of resident memory. Straight lines are good; steps are thresholds chosen badly. plot.py
+draws what this measures.
 """
 
 from __future__ import annotations

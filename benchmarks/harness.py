@@ -1,9 +1,9 @@
 """Runs contenders in turns and compares them.
 
-A benchmark asks one question. Its figures are what is measured, with the bounds that a ratio must keep. Its contenders
-are RPC jobs on UCX and on TensorPipe, and baselines such as a memcpy (jobs.py). They are measured one after the other,
-round by round, so that other load of the machine strikes all alike. Reported are the medians over the rounds, lowest
-and highest, and the median of each round's ratio: ratios are what to trust on a shared machine.
+A benchmark asks one question. It measures figures, with the bounds that a ratio must keep. Its contenders are RPC jobs
+on UCX and on TensorPipe, and baselines such as a memcpy (jobs.py). They are measured one after the other, round by
+round, so that other load of the machine strikes all alike. Reported are the medians over the rounds, lowest and
+highest, and the median of each round's ratio: ratios are what to trust on a shared machine.
 
 TensorPipe comes in two configurations, and a ratio is taken to the better one in each round. A contender that fails or
 hangs is left out from then on; its bounds count as missed.
@@ -30,7 +30,7 @@ TENSORPIPES = ("TensorPipe", "TensorPipe, uv")
 class Bound:
     """What the ratio of ``contender`` to ``reference`` must keep, and what we aim at.
 
-    Of several references the best one of each round counts. Without any, the bound is on the figure itself.
+    The best of several references counts in each round. Without any, the bound is on the figure itself.
     """
 
     must: float | None
@@ -97,7 +97,7 @@ def p50(durations: Sequence[float]) -> float:
     return statistics.median(durations)
 
 
-# Of fewer the 99th percentile is the highest.
+# With fewer samples the 99th percentile is the highest.
 FEWEST_FOR_P99 = 200
 
 
@@ -139,7 +139,7 @@ class Result:
                     continue
                 ratio = self.ratio(figure, bound)
                 if ratio is None and not {bound.contender, *bound.references} & set(self.failures):
-                    continue  # nobody was to measure it
+                    continue  # the benchmark does not measure it
                 yield Verdict(figure, bound, ratio, ratio is not None and figure.holds(ratio, bound.must))
 
 
@@ -168,7 +168,7 @@ def run(
 ) -> Result:
     """Measures all contenders in turns.
 
-    ``on_step`` is told what is being measured, once for each step of steps(), and ``on_figures`` what was found.
+    ``on_step`` gets the name of the contender before each step of steps(), and ``on_figures`` the results.
     """
     contenders = benchmark.contenders()
     result = Result(benchmark, {contender.name: [] for contender in contenders})
@@ -187,7 +187,7 @@ def run(
             with failing_alone(contender.name):
                 alive.enter_context(contender)
         for turn in range(rounds or benchmark.rounds):
-            # Every other round in reverse: nobody always follows the same neighbour.
+            # Every other round in reverse: no contender always follows the same neighbour.
             for contender in contenders if turn % 2 == 0 else reversed(contenders):
                 on_step(contender.name)
                 if contender.name not in result.failures:

@@ -21,7 +21,7 @@ CALLS = 300
 
 
 def nothing() -> None:
-    """Connects, and warms what is not memory."""
+    """Connects, and warms everything but memory."""
 
 
 def total(tensor: torch.Tensor) -> float:

@@ -1,6 +1,6 @@
 """Contenders: RPC jobs on UCX and on TensorPipe, and functions such as a memcpy.
 
-The jobs of a benchmark stay alive together. Those that are not being measured are stopped (SIGSTOP): an idle worker of
+The jobs of a benchmark stay alive together. The others are stopped (SIGSTOP) while one is measured: an idle worker of
 TensorPipe spins and would take a core from the others.
 """
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Transport:
-    """A backend, and the way it is told to take."""
+    """A backend and the transport that it must use."""
 
     name: str
     backend: str
@@ -54,8 +54,8 @@ class Transport:
 UCX = Transport("UCX", "UCX", lanes="sysv|posix")
 TENSORPIPE = Transport("TensorPipe", "TENSORPIPE")
 UCX_TCP = Transport("UCX, tcp", "UCX", environment={"UCX_TLS": "tcp,self"}, lanes=r"(?!.*(sysv|posix)).*tcp")
-# Without its transport and its channel for one host (shm, cma): what it has between hosts. mpt_uv sends large tensors
-# over several connections; without it the echo of 64 MiB takes 1.2 to 1.3 times as long.
+# Without its transport and its channel for one host (shm, cma), as between hosts. mpt_uv sends large tensors over
+# several connections; without it the echo of 64 MiB takes 1.2 to 1.3 times as long.
 TENSORPIPE_UV = Transport(
     "TensorPipe, uv", "TENSORPIPE", options={"_transports": ["uv"], "_channels": ["mpt_uv", "basic"]}
 )
@@ -70,7 +70,7 @@ def over_tcp(must: float, aim: float | None = None) -> Bound:
 
 
 PROCESSES = multiprocessing.get_context("forkserver")
-# What workers have before they start. The time that the benchmarks' own modules take is nobody's.
+# The modules that workers have before they start. The time of the benchmarks' own modules counts for no contender.
 PRELOADED = ("torch.distributed.rpc", "benchmarks.many_workers")
 PROCESSES.set_forkserver_preload([*PRELOADED])
 
@@ -95,7 +95,7 @@ def _work(
 ) -> None:
     """A worker; only worker0 has ``turns``, whose end tells that it is gone.
 
-    ``is_over``: of jobs in which workers are killed; its end is that of the job.
+    ``is_over`` is for jobs in which workers are killed: it says when the job ends.
     """
     try:
         os.environ.update(transport.environment)
@@ -298,7 +298,7 @@ def against(benchmark: Benchmark, tree: Path) -> Benchmark:
     """The same question, put to UCX of this checkout and of another one. There are ratios, and no bounds on them.
 
     Each round has new processes. How two processes settle beside each other can move a figure by 15 % for all their
-    life, which is more than what is looked for here.
+    life, more than the differences in question.
     """
     jobs = [job for job in benchmark.contenders() if isinstance(job, RpcJob) and job.transport.backend == "UCX"]
     here = [job.afresh(job.transport) for job in jobs]

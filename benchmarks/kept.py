@@ -1,7 +1,7 @@
-"""What is kept of a run of benchmarks, as JSON: every round, the machine, the versions, the commit.
+"""The record of a run of benchmarks, as JSON: every round, the machine, the versions, the commit.
 
-The file is written after each benchmark, so that whatever ends the program leaves what was measured before. tables.py
-and plot.py read it.
+The file is written after each benchmark, so that a program that ends early leaves the earlier results. tables.py and
+plot.py read it.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Record:
 
 
 def circumstances() -> dict[str, Any]:
-    """The machine and the versions: what a figure means nothing without."""
+    """The machine and the versions, without which a figure means nothing."""
     import torch
 
     import torch_ucx_rpc
@@ -105,7 +105,7 @@ def _output(*command: str) -> str:
 
 
 def configuration() -> dict[str, dict[str, Any]]:
-    """How each transport is told to work, by its name."""
+    """The settings of each transport, by its name."""
     return {
         transport.name: {"backend": transport.backend, **transport.environment, **transport.options}
         for transport in jobs.TRANSPORTS

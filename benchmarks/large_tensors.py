@@ -89,7 +89,7 @@ def ucx_perftest(
 
 
 def perftest_environment(libraries: Path, lanes: str) -> dict[str, str]:
-    """For a UCX in a folder that the loader does not know, beside those that it has been told of: a GPU's driver's."""
+    """An environment in which the loader finds the UCX in ``libraries``, beside the folders that it has already."""
     others = os.environ.get("LD_LIBRARY_PATH", "")
     path = f"{libraries}:{others}" if others else str(libraries)
     return {**os.environ, "UCX_TLS": lanes, "LD_LIBRARY_PATH": path}

@@ -48,7 +48,7 @@ def seconds(launcher: str, workers: int, *program: str) -> float:
         try:
             said, complaints = run.communicate(timeout=LIMIT_S)
         except subprocess.TimeoutExpired as error:
-            os.killpg(run.pid, signal.SIGKILL)  # workers too: they would take time from what is measured next
+            os.killpg(run.pid, signal.SIGKILL)  # workers too: they would take time from the next contender
             raise harness.ContenderFailed(f"{workers} workers of {launcher} have not ended in {LIMIT_S} s") from error
     took = time.perf_counter() - started
     done = said.count("is done")

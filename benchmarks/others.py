@@ -38,7 +38,7 @@ class Other:
     """A contender that `peers` measures in a process of its own."""
 
     name: str
-    # What it imports.
+    # The module that it imports.
     module: str
     # How its lanes must read, a pattern.
     lanes: str

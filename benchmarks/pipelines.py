@@ -3,10 +3,10 @@
 * TUTORIAL: the model of PyTorch's pipeline tutorial (examples/tutorials/pipeline_parallel.py), whose driver calls each
   stage for each micro-batch, against `DistributedPipeline`; and torch.distributed.pipelining on gloo with the same
   schedule.
-* MAKESPAN: eight stages that sleep, 5 ms forward and 10 ms back, against the ideal of the schedule. The ideal is that
-  of the durations which the sleeps took, since a sleep is longer than asked for.
-* REMATERIALIZATION: time and memory of a step that keeps activations, and of one that computes them anew. Beside it the
-  same model in one process by `torch.utils.checkpoint`: how long a forward is beside a backward is the model's.
+* MAKESPAN: eight stages that sleep, 5 ms forward and 10 ms back, against the ideal of the schedule. The ideal uses the
+  durations that the sleeps took, since a sleep is longer than asked for.
+* REMATERIALIZATION: time and memory of a step that keeps activations, and of one that computes them again. Beside it
+  the same model in one process by `torch.utils.checkpoint`: how long a forward is beside a backward is the model's.
 * RECOVERY: a stage is killed in a step; how long that step takes until a spare has taken over.
 """
 
@@ -320,14 +320,14 @@ IN_ONE_PROCESS = "torch, one process"
 
 
 def peak_and_present_bytes() -> tuple[float, float]:
-    """Peak of this process's memory, and what it has now."""
+    """Peak of this process's memory, and its present size."""
     now = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
     peak = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
     return 1024.0 * int(peak.split()[1]), float(now)
 
 
 def forget_peak() -> None:
-    # What the allocator has kept of former steps would be used again, and not be seen.
+    # Memory that the allocator has kept of former steps would be used again, and not be seen.
     ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")
 
@@ -344,7 +344,7 @@ _M_MMAP_THRESHOLD = -3  # malloc.h
 
 
 def _count_exactly() -> None:
-    """From now on this process gives memory back as soon as it is free, except for what is small."""
+    """From now on this process gives memory back as soon as it is free, except small blocks."""
     ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 65536)
 
 

@@ -1,4 +1,4 @@
-"""What does a step of data-parallel training cost whose gradients go by way of a server?
+"""What does a step of data-parallel training cost whose gradients go through a server?
 
 Four trainers on one host, and models whose gradients have 1, 10 and 100 MB and cost next to nothing to compute: how
 long a step takes (forward, backward, gradients averaged), by the slowest trainer's clock. With DistributedDataParallel
@@ -107,7 +107,7 @@ def average_by_hand(model: nn.Module) -> None:
 
 
 def wrapped(way: str, model: nn.Module, name: str) -> tuple[nn.Module, Callable[[nn.Module], None]]:
-    """The model that is called, and what is done to the gradients after backward."""
+    """The model that is called, and the treatment of gradients after backward."""
     trainers = [f"worker{rank}" for rank in range(TRAINERS)]
     if way == PLAIN:
         return model, average_by_hand
@@ -179,7 +179,7 @@ STEP = harness.Benchmark(
         )
         for size in SIZES
     ),
-    # New processes every round: what their models have left behind would be the next one's memory.
+    # New processes every round: leftovers of their models would count as the next one's memory.
     contenders=lambda: [
         job(jobs.UCX, HOOK, HOOK),
         job(jobs.UCX, GLOO, GLOO),

@@ -1,9 +1,9 @@
 """What does one more worker cost: time to start, and memory and open files for each peer?
 
 All workers on this machine, each an interpreter of its own. They start together, each calls every other once, and they
-shut down together. What is reported is, for each number of workers, the wall time of the three steps, and the median
-over the workers (lowest to highest) of memory and open files, at rest and after all have been called. Memory is the
-process's proportional share (Pss), in which what processes share is counted once.
+shut down together. It reports, for each number of workers, the wall time of the three steps, and the median over the
+workers (lowest to highest) of memory and open files, at rest and after all have been called. Memory is the process's
+proportional share (Pss), in which what processes share is counted once.
 
     python benchmarks/scaling.py [--workers 2 4 8 16 32 64] [--tcp] [--json FILE]
 """
@@ -61,7 +61,7 @@ def run(size: int) -> dict[str, list[dict[str, float]]]:
     """What each worker says after each step."""
     spawn = mp.get_context("spawn")
     steps = {}
-    # Held, without listening, it is free for rank 0 and for nobody else.
+    # Held, without listening, it is free for rank 0 alone.
     with socket.socket() as reserved:
         reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         reserved.bind(("127.0.0.1", 0))
@@ -81,7 +81,7 @@ def run(size: int) -> dict[str, list[dict[str, float]]]:
             for ours, _ in ends:
                 ours.send(step)
             steps[step] = [receive(ours, step) for ours, _ in ends]
-            # Of all of them together, with the last.
+            # Of all calls together, with the last.
             steps[step].append({"seconds": time.perf_counter() - started})
         for ours, _ in ends:
             ours.send(None)

@@ -1,7 +1,7 @@
 """What does a call by name cost, and what do many names?
 
-Calls: a service is called by its name, and the same function by ``rpc_sync``, in turns within one job; what counts is
-the ratio of the two in each round. Three replicas are called likewise, and a name by asynchronous calls.
+Calls: a service is called by its name, and the same function by ``rpc_sync``, in turns within one job; the ratio of the
+two in each round counts. Three replicas are called likewise, and a name by asynchronous calls.
 
 The death of a replica: 1,000 idempotent calls to three replicas, of which one is killed after the first few; how many
 fail, and how long after the kill the caller's table is without its names. Of that time, the kernel takes most to end

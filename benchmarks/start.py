@@ -1,8 +1,8 @@
 """Where does the start of a job go?
 
 The life of many_workers.py once more, and for each stage: when the first worker, the median and the last one are
-through it, and the CPU time, context switches and page faults of all workers together in it. On two cores the sum of
-CPU times, halved, is what the stage takes at least; what it takes beyond that is waiting.
+through it, and the CPU time, context switches and page faults of all workers together in it. On two cores a stage takes
+at least half the sum of CPU times. The rest of its time is waiting.
 
     python -m benchmarks.start [--workers 24] [--rounds 3] [--preload]
 """

@@ -36,7 +36,7 @@ PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 BEGIN = re.compile(r"^<!-- benchmark: (?P<file>\w+) (?P<name>\w+) -->$")
 END = "<!-- end of benchmark -->"
 
-# Of the page of a run.
+# The beginning of the page of a run.
 PREFACE = """\
 <!-- Over 1,500 words: all tables of a run, written by `python -m benchmarks.tables --write`. -->
 # {run}

@@ -103,7 +103,7 @@ def train(backend: str) -> Result:
     optimizer = DistributedOptimizer(torch.optim.SGD, parameters, lr=0.05, momentum=0.9)
 
     def predict(batch: torch.Tensor) -> torch.Tensor:
-        # The activations go from one worker to the other: what is passed on here is only a reference to them.
+        # The activations go from one worker to the other: only a reference to them is passed on here.
         activations = features.remote().forward(rpc.RRef(batch))
         return classifier.rpc_sync().forward(activations)
 
@@ -126,7 +126,7 @@ def train(backend: str) -> Result:
     seconds = time.perf_counter() - started
 
     accuracy = (predict(x_test).argmax(dim=1) == y_test).double().mean().item()
-    # Of what the agents tell about themselves, the report below picks the bytes and the lanes.
+    # The report below picks the bytes and the lanes out of the agents' metrics.
     debug_info = {worker: rpc.rpc_sync(worker, rpc._get_debug_info) for worker in WORKERS}
     return Result(losses, accuracy, (len(losses) - 1) / seconds, debug_info)
 
@@ -163,7 +163,7 @@ def run(backend: str) -> Result:
     # One thread per process, and per thread of the agent's: torch.set_num_threads() would reach the main thread alone.
     # Sums of several threads round differently from run to run, and training magnifies that.
     os.environ["OMP_NUM_THREADS"] = "1"
-    # What takes long to import is imported once, in the server that all are forked from.
+    # Slow imports happen once, in the server that all workers are forked from.
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(["torch_ucx_rpc", "sklearn.datasets", "sklearn.model_selection"])
     results = context.SimpleQueue()
@@ -209,7 +209,7 @@ def largest_difference(results: dict[str, Result]) -> float:
 
 
 def problems(results: dict[str, Result]) -> list[str]:
-    """Why this run is no success, in sentences."""
+    """Why this run is not a success, in sentences."""
     found = [
         f"The accuracy on {backend} is {result.accuracy:.1%}; {REQUIRED_ACCURACY:.0%} is required."
         for backend, result in results.items()

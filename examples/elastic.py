@@ -1,4 +1,4 @@
-"""Workers that come and go: tasks go to whoever is there, while one worker leaves, one is killed and another joins.
+"""Workers that come and go: tasks go to present workers, while one leaves, one is killed and another joins.
 
     coordinator ---- task ----> worker1, worker2, worker3, ...       a group without a size
                 <--- result ---
@@ -32,14 +32,14 @@ LEAVES, LEAVES_AFTER = "worker1", 10
 KILLED, KILLED_AT = "worker2", 40
 NEWCOMER = "worker4"
 
-# What has happened, as (what, worker, details): other workers and callbacks tell the coordinator.
+# Events as (name, worker, details), from other workers and from callbacks.
 events = queue.Queue()
 # Set when this worker is to leave.
 is_over = threading.Event()
 
 
 def compute(number, is_last=False):
-    """A task: the square of a number, by way of a product of matrices."""
+    """A task: the square of a number, computed as a product of matrices."""
     if is_last:
         os.kill(os.getpid(), signal.SIGKILL)
     a = torch.full((64, 64), number / 64)

@@ -1,6 +1,6 @@
 """Batch inference: clients ask for one input at a time, and the server runs its model on many at once.
 
-    worker1, worker2, ... ---- one input ----> worker0: a batch of what has come, one forward pass
+    worker1, worker2, ... ---- one input ----> worker0: a batch of all waiting inputs, one forward pass
                           <--- one class ---
 
 `async_execution` lets a handler answer later: it leaves a future with its input, and one thread completes the futures

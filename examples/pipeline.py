@@ -116,7 +116,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=6)
     parser.add_argument("--trace", type=Path, help="draw a step into this file: .png or .json")
     arguments = parser.parse_args()
-    # What takes long to import is imported once, in the server that all are forked from.
+    # Slow imports happen once, in the server that all workers are forked from.
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(["torch_ucx_rpc.pipeline", "sklearn.datasets", "sklearn.model_selection"])
     with tempfile.TemporaryDirectory() as folder:

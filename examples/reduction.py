@@ -1,7 +1,7 @@
 """Train a network in four processes, kill one of them in the middle, and see that the others do not mind.
 
-Each process has a copy of the network and batches of its own. `reduction.DataParallel` averages their gradients, by way
-of a server whose work the four share. There is no process group: the three that are left go on with the next step.
+Each process has a copy of the network and batches of its own. `reduction.DataParallel` averages their gradients,
+through a server whose work the four share. There is no process group: the three that are left go on with the next step.
 
 The data are the 1,797 handwritten digits, 8x8 pixels each, that come with scikit-learn. Nothing is downloaded. The
 picture shows the loss of this run beside that of one without a death.
@@ -104,13 +104,13 @@ class Run:
         self.steps_of: dict[int, int] = {}
         self.accuracy: dict[int, float] = {}
         self.slowest_after_kill = 0.0
-        # What takes long to import is imported once, in the server that all are forked from.
+        # Slow imports happen once, in the server that all workers are forked from.
         context = mp.get_context("forkserver")
         context.set_forkserver_preload(["torch_ucx_rpc.reduction", "sklearn.datasets", "sklearn.model_selection"])
         reports, may_leave = context.Queue(), context.Event()
         queues = [reports] * TRAINERS
         if is_disturbed:
-            queues[KILLED] = context.Queue()  # with it dies whoever waits for a lock that it holds
+            queues[KILLED] = context.Queue()  # a process that waits for a lock of its dies with it
         with tempfile.TemporaryDirectory() as directory:
             store = Path(directory, "store").as_uri()
             processes = [
@@ -148,7 +148,7 @@ class Run:
                     progress.write(f"{'':14}: trainer{KILLED} is killed in step {KILLED_AT}")
 
     def _next_report(self, processes: list[Any], reports: Any) -> tuple[int, Any, float, float]:
-        """Whatever the machine takes for it, as long as all live that should."""
+        """However long the machine takes, as long as the workers that should live do."""
         while True:
             with contextlib.suppress(queue.Empty):
                 return reports.get(timeout=2)
@@ -180,7 +180,7 @@ def main() -> None:
     parser.add_argument("--picture", type=Path, default=Path("reduction.png"), help="default: reduction.png")
     arguments = parser.parse_args()
 
-    # TensorPipe does not notice that a worker has died: whoever waits for its gradients would wait on.
+    # TensorPipe does not notice that a worker has died: trainers that wait for its gradients would wait on.
     disturbances = (False, True) if arguments.backend == "ucx" else (False,)
     runs = [Run(arguments.backend.upper(), is_disturbed) for is_disturbed in disturbances]
     draw(runs, arguments.picture)

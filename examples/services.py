@@ -116,7 +116,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Call services by their names while one of their workers is killed.")
     parser.add_argument("--backend", choices=("ucx", "tensorpipe"), default="ucx")
     backend = parser.parse_args().backend.upper()
-    # What takes long to import is imported once, in the server that all are forked from.
+    # Slow imports happen once, in the server that all workers are forked from.
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(["torch_ucx_rpc.services"])
     both_callers, results = context.Barrier(2), context.Queue()

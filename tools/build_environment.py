@@ -156,7 +156,7 @@ def check_compiler() -> None:
 
 
 def check_setuptools() -> None:
-    """pip --no-build-isolation takes the one that is there, and new virtual environments come with an old one."""
+    """pip --no-build-isolation takes the installed one, and new virtual environments come with an old one."""
     wanted = next(line for line in requirements("build") if line.startswith("setuptools"))
     found = importlib.metadata.version("setuptools")
     if int(found.split(".")[0]) < int(wanted.split(">=")[1]):

@@ -1,4 +1,4 @@
-"""What is brought along to a machine with a GPU and without a network, and what stands in for an installation there."""
+"""The files for a machine with a GPU and without a network, and the substitute for an installation there."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import build_environment
 
 ROOT = build_environment.ROOT
 
-# What `prepare` downloads: the images of torch have the rest, more often than not.
+# The downloads of `prepare`. Images with torch mostly have the rest.
 CARRIED = ("expecttest", "iniconfig", "execnet", "pluggy", "pytest>=9.0", "pytest-timeout", "pytest-xdist")
-# What the build leaves in the package, beside the extension itself.
+# The files that the build leaves in the package, beside the extension.
 BUILT = ("_build_info.py", "_torch_headers.txt")
 
 

@@ -11,7 +11,7 @@ The torch is the one of the Python that runs this, a CUDA build, which nothing h
 .venv-gpu, sees what is installed beside that torch and adds what is missing, from FOLDER where --wheels names it. A
 compiled extension in FOLDER is used if it can be imported, and otherwise one is built.
 
-What comes of it lies in the folder --out ($OUT, or build/gpu-check): 8 small files at most; supervisor.py says more.
+The results lie in the folder --out ($OUT, or build/gpu-check): 8 small files at most; supervisor.py says more.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ from supervisor import PYTEST, ROOT, WITHOUT_OTHERS, Failed, Step, Supervisor, l
 
 VENV = ROOT / ".venv-gpu"
 
-# Of all steps of a command together, in seconds; a machine with a GPU is often lent by the minute.
+# The limit of all steps of a command, in seconds: a machine with a GPU is often lent by the minute.
 ALL_S = 520.0
-# Of those without a GPU, on a machine that is busy; the short ones take 30 on one that is not.
+# The limit of a rehearsal on a busy machine. The short one takes 30 s on an idle machine.
 REHEARSAL_S = 240.0
 WHOLE_REHEARSAL_S = 3000.0
 
 # Tests at a time, of mostly two processes each.
 AT_ONCE = str(min(8, max(2, (os.cpu_count() or 2) // 2)))
 
-# What the tests and benchmarks need besides torch and UCX. (The extra `test` has launchers and tools as well.)
+# Needs of the tests and benchmarks besides torch and UCX. (The extra `test` has launchers and tools as well.)
 PACKAGES = ("expecttest", "numba", "numpy", "pytest>=9.0", "pytest-timeout", "pytest-xdist", "tqdm")
 
 
@@ -80,7 +80,7 @@ class Check(Supervisor):
         try:
             self.install(*wanted)
         except Failed:
-            for package in wanted:  # one that is not there must not cost the others
+            for package in wanted:  # a missing one must not cost the others
                 try:
                     self.install(package)
                 except Failed as missing:
@@ -95,7 +95,7 @@ class Check(Supervisor):
         self.run(self.python, "-m", "pip", "install", "--disable-pip-version-check", *offline, *packages, at_most_s=60)
 
     def extension(self) -> dict[str, Any]:
-        """The one that was carried, if it works with this torch; else one is built."""
+        """The extension that was carried, if it works with this torch; otherwise it is built."""
         carried = sorted(self.wheels.glob(f"_C{EXTENSION_SUFFIXES[0]}")) if self.wheels else []
         beside = [self.wheels / name for name in BUILT] if carried and self.wheels else []
         for file in [*carried, *(file for file in beside if file.exists())]:
@@ -161,7 +161,7 @@ class Check(Supervisor):
             except Failed as failed:
                 failure = str(failed)
             found = json.loads(record.read_text(encoding="utf-8")) if record.exists() else {}
-        # Each round is in the log as it was measured, whatever came after.
+        # Each round is in the log, even if a later one fails.
         printed = self.log.read_text(encoding="utf-8", errors="replace").splitlines() if self.log.exists() else []
         found["table"] = [line for line in printed if line.startswith(("|", "MISSED", "FAILED", "measured "))]
         if failure:
@@ -182,7 +182,7 @@ class Check(Supervisor):
         printed = self.run(
             "compute-sanitizer",
             "--target-processes=all",
-            "--report-api-errors=no",  # UCX asks CUDA about memory of all kinds, and is told that it is of another
+            "--report-api-errors=no",  # UCX asks CUDA about memory of all kinds, and gets an error for other memory
             *(str(self.python), "-m", "pytest", *test),
             **WITHOUT_OTHERS,
         )
@@ -225,7 +225,7 @@ class Check(Supervisor):
         return self.suites("-n", "2", "tests/conformance/test_generic.py", "-k", "test_add or test_py_built_in or rref")
 
     def one_hangs(self) -> dict[str, Any]:
-        """One test passes, one hangs where no exception reaches it. Passes if that is what is found."""
+        """One test passes, one hangs where no exception reaches it. Passes if it finds that."""
         with tempfile.TemporaryDirectory(dir=self.out) as folder:
             Path(folder, "pytest.ini").write_text("[pytest]\n", encoding="utf-8")
             test = Path(folder, "test_hanging.py")
@@ -378,7 +378,7 @@ def main() -> int:
             parser.error("prepare needs a folder")
         return prepare(arguments.folder, arguments.ucx)
 
-    # Whoever ends this program ends what it has started too: that is in sessions of its own.
+    # A signal must end the children too, which have sessions of their own.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     arguments.out.mkdir(parents=True, exist_ok=True)
     steps = (COMMANDS | REHEARSALS)[arguments.command]

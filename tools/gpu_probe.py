@@ -38,7 +38,7 @@ def echo(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def attributes_of(tensor: torch.Tensor) -> dict[str, int]:
-    """As UCX asks for them: with one that fails, what the driver answered instead."""
+    """The attributes as UCX asks for them, or the driver's error for one that fails."""
     driver = ctypes.CDLL("libcuda.so.1")
     found = {}
     for name, (number, _) in ATTRIBUTES.items():

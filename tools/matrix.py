@@ -6,7 +6,7 @@
 
 A copy each, since the extension is compiled into the source tree: for another torch it would replace the one there.
 The copies, build/matrix/<version>-<python>, have their environments inside and stay for the next run: a CUDA build of
-torch, which PyPI's are, takes several gigabytes. `make clean` removes them. What make printed is in a file of the same
+torch, which PyPI's are, takes several gigabytes. `make clean` removes them. The output of make is in a file of the same
 name and the ending .log beside them.
 """
 
@@ -42,7 +42,7 @@ def newest_torch() -> str:
 
 
 def copy_sources(destination: Path) -> None:
-    """What git tracks or would track, as it lies here, committed or not; what was built there before stays."""
+    """Copy the files that git tracks or would track, committed or not. Earlier builds there stay."""
     listed = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
         cwd=ROOT,
@@ -55,7 +55,7 @@ def copy_sources(destination: Path) -> None:
     for gone in {Path(line) for line in copied.read_text().splitlines()} - files if copied.exists() else ():
         (destination / gone).unlink(missing_ok=True)
     for file in files:
-        # What has not changed is left alone, and so not compiled again; what has changed is newer than its objects.
+        # An unchanged file is left alone, and so not compiled again; a changed one is newer than its objects.
         copy = destination / file
         if not copy.exists() or not filecmp.cmp(ROOT / file, copy, shallow=False):
             copy.parent.mkdir(parents=True, exist_ok=True)
@@ -64,7 +64,7 @@ def copy_sources(destination: Path) -> None:
 
 
 def interpreter(python: str) -> str:
-    """The path of 3.12, which is looked for on PATH, or of what is a path already."""
+    """The path of an interpreter: ``python`` is a version such as 3.12, to be found on PATH, or a path."""
     path = shutil.which(python if "/" in python else f"python{python}")
     if path is None:
         sys.exit(f"torch_ucx_rpc: there is no {python if '/' in python else f'python{python} on PATH'}")

@@ -1,4 +1,4 @@
-"""How tests fared: from pytest's results, or from what it has printed where it was ended before it wrote any."""
+"""The outcomes of tests: from pytest's results, or from its output where it was ended before it wrote any."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from typing import Any
 
-# Of a test in what `pytest -v` prints: "NAME HOW", or under pytest-xdist "[gw0] [ 50%] HOW NAME".
+# The line of a test in the output of `pytest -v`: "NAME HOW", or under pytest-xdist "[gw0] [ 50%] HOW NAME".
 _HOW = "(PASSED|FAILED|ERROR|SKIPPED)"
 _ENDING = re.compile(rf"^(?:\[gw\d+\] \[ *\d+%\] )?(?:{_HOW} (\S+)|(\S+::\S+) {_HOW})", re.MULTILINE)
 
-# What it prints when a test begins: the name, and on the same line how it ends if it is no pytest-xdist.
+# The line at the beginning of a test: the name. Without pytest-xdist the outcome follows on the same line.
 _BEGINNING = re.compile(r"^(\S+\.py::\S+)(?: |$)", re.MULTILINE)
 
-# Of the text of a failure, the end is kept.
+# The end of a failure's text is kept.
 _MOST_TEXT = 4000
 
 
@@ -25,7 +25,7 @@ def outcome(results: Path, printed: str) -> dict[str, Any]:
     passed = 0
     lines = _ENDING.findall(printed)
     endings = {(second_name or name): (how or second_how) for how, name, second_name, second_how in lines}
-    # Of those that pytest has named when they began; where it was ended, they are the ones to look at.
+    # The tests that have begun and not ended: where pytest was ended, look at these.
     unfinished = {"unfinished": sorted(begun)} if (begun := set(_BEGINNING.findall(printed)) - set(endings)) else {}
     try:
         cases = list(ElementTree.parse(results).getroot().iter("testcase"))

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-# What a run that is over is given to say its last words, and stacks are given to be written, in seconds.
+# The time for the last words of a run that is over, and for writing stacks, in seconds.
 LAST_WORDS_S = 10.0
 STACKS_S = 20.0
 
@@ -55,7 +55,7 @@ def end(process: subprocess.Popen[Any], at_most_s: float = LAST_WORDS_S) -> None
 
     A hanging process stays until SIGABRT. Then it ends at once, unless the machine is busy.
     """
-    if process.poll() is None:  # else only what it has left behind is ended
+    if process.poll() is None:  # otherwise only its leftovers are ended
         results_s = LAST_WORDS_S * 0.6
         _send(process.pid, signal.SIGINT)  # pytest-xdist tells its own
         _wait_until(lambda: process.poll() is not None, results_s)
@@ -75,7 +75,8 @@ def kill(process: subprocess.Popen[Any]) -> None:
     for pid in processes_of(process.pid):
         _send(pid, signal.SIGKILL)
     process.wait()
-    # The others are not its children, and a killed process ends when it runs next. One that hangs in a driver does not.
+    # The others are not its children, and a killed process ends when it runs next. A process that hangs in a driver
+    # does not.
     _wait_until(lambda: not processes_of(process.pid), LAST_WORDS_S * 0.2)
 
 

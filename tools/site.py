@@ -69,7 +69,7 @@ def linked_file(path: str, target: str | None) -> tuple[str, str] | None:
 
 
 def outside(path: str) -> set[str]:
-    """The files outside docs/ that this page links to, directly or by way of each other."""
+    """The files outside docs/ that this page links to, directly or through each other."""
     found: set[str] = set()
     pages = [path]
     while pages:
@@ -109,7 +109,7 @@ def api_pages() -> dict[str, str]:
 
 
 def pages_of(nav: object) -> Iterator[str]:
-    """The pages that a navigation names, at whatever depth."""
+    """The pages that a navigation names, at any depth."""
     if isinstance(nav, str):
         yield nav
     elif isinstance(nav, (dict, list)):
@@ -149,7 +149,7 @@ def undocumented_of(named: griffe.Object, path: str) -> Iterator[str]:
 
 
 def is_described(owner: griffe.Class, name: str) -> bool:
-    """By its own docstring, by that of what it overrides, or as an attribute or argument in that of its class."""
+    """By its own docstring, by that of an overridden method, or as an attribute or argument in that of its class."""
     if any(name in kind.members and kind.members[name].docstring for kind in (owner, *owner.mro())):
         return True
     return owner.docstring is not None and bool(

@@ -1,8 +1,8 @@
 """Runs steps one after the other, each within its time, and keeps what they print and find as it comes.
 
-Each step runs whatever the others say, and leaves those after it their time. What its programs print is in <step>.log,
-the report in report.json, both in one folder: few files, none of them large, since machines that are lent give back no
-more. The report is complete after each step, and while one runs it says so. Of what hangs the logs have the stacks.
+Each step runs, even if another has failed, and leaves later steps their time. The output of its programs is in
+<step>.log, and the report in report.json, in one folder. The files are few and small, since lent machines give back no
+more. The report is complete after each step, and while one runs it says so. The logs have the stacks of hung processes.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from sessions import LAST_WORDS_S, STACKS_S
 
 ROOT = build_environment.ROOT
 
-# Of a longer log its beginning and its end are kept, in bytes.
+# The bytes kept of the beginning and of the end of a longer log.
 LOG_BEGINS = 2 * 2**20
 LOG_ENDS = 6 * 2**20
 
-# Python writes its stacks when it is aborted, and what it prints at once.
+# Python writes its stacks when it is aborted, and its output at once.
 _QUIET = {"PYTHONFAULTHANDLER": "1", "PYTHONUNBUFFERED": "1"}
 
 # Where containers with NVIDIA's driver, and machines with CUDA, have programs and libraries that may be on no path.
@@ -44,16 +44,16 @@ class WithoutOthers(TypedDict):
     PYTEST_DISABLE_PLUGIN_AUTOLOAD: str
 
 
-# One test at a time may take this long; what a pytest-xdist prints of tests says which was under way. Plug-ins that the
-# machine happens to have are not loaded: warnings of theirs would be errors. By their modules, since pytest-xdist's
-# processes know no other names.
+# The limit of one test. The output of pytest-xdist shows which test was under way. Plug-ins that the machine happens to
+# have are not loaded: warnings of theirs would be errors. By their modules, since pytest-xdist's processes know no
+# other names.
 PLUGINS = ("-p", "xdist.plugin", "-p", "pytest_timeout")
 PYTEST = (*PLUGINS, "-v", "--tb=short", "--timeout=45", "-p", "no:cacheprovider")
 WITHOUT_OTHERS: WithoutOthers = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
 
 
 class Failed(Exception):
-    """A step did not pass; the text says why, and `found` what it found all the same."""
+    """A step did not pass. The text says why, and `found` has its findings up to then."""
 
     def __init__(self, why: str, found: dict[str, Any] | None = None) -> None:
         super().__init__(why)
@@ -68,7 +68,7 @@ class Step:
 
 
 class Supervisor:
-    """Of the steps of one command; `run` and `pytest` run programs for them."""
+    """Runs the steps of one command; `run` and `pytest` run programs for them."""
 
     def __init__(self, out: Path, *, all_s: float, python: Path) -> None:
         self.out = out
@@ -76,7 +76,7 @@ class Supervisor:
         self.step = ""
         self.step_ends = 0.0
         self.report: dict[str, Any] = {"steps": {}}
-        # Those who wait do so since the process began.
+        # The time counts from the beginning of the process, since the lender's clock does.
         self.ends = time.monotonic() - age_s() + all_s
 
     @property
@@ -133,7 +133,7 @@ class Supervisor:
         """What the command prints, also into the step's log. Failed where it does not end well, or not in time.
 
         It has the time of its step, and at most `at_most_s` from its start, or from the moment when `since` is true.
-        Of what is too late the stacks are written first. Then pytest gets the chance to write its results.
+        The stacks of a late process are written first. Then pytest gets the chance to write its results.
         """
         began = time.monotonic()
         last = began + self.seconds_left() - LAST_WORDS_S
@@ -184,7 +184,7 @@ class Supervisor:
         return printed
 
     def ask(self, *command: str | Path, **limits: Any) -> str:
-        """The last line that the command prints: whatever warns comes before."""
+        """The last line of the command's output: warnings come before it."""
         return self.run(*command, **limits).strip().rpartition("\n")[2]
 
     def pytest(self, *arguments: str | Path, **limits: Any) -> dict[str, Any]:

@@ -2,12 +2,12 @@
 
     python tools/torch_headers.py LISTING INCLUDE_DIRECTORY...
 
-The headers are those that the C++ sources include, and those that these include in turn. The first include directory is
-the one that the names are relative to. At import, `torch_ucx_rpc._native` compares the listing with the headers of a
-torch whose patch release is another one than that of the build.
+It lists the headers that the C++ sources include, directly or through other headers. The names are relative to the
+first include directory. At import, `torch_ucx_rpc._native` compares the listing with the headers of a torch whose patch
+release is another one than that of the build.
 
 The declarations of torch's operators, nine tenths of the headers, are left out, and what they alone include. An
-operator with other arguments has another symbol, and its absence is an error by itself.
+operator with other arguments has another symbol, and its absence is an error at load time.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def included_in(file: Path) -> list[str]:
 
 
 def headers_of(sources: Iterable[Path], directories: list[Path]) -> list[Path]:
-    """The headers in `directories` that `sources` include, also by way of others, whatever the preprocessor decides."""
+    """The headers in `directories` that `sources` include, also through others, in any branch of the preprocessor."""
     found: set[Path] = set()
     to_read = list(sources)
     while to_read:

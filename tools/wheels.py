@@ -4,14 +4,14 @@
     tools/release.sh wheels --torch 2.13 2.14.0 --python 3.13      these
 
 The Pythons are those that setup.cfg names and that are found on PATH. The torchs are the newest patch releases that the
-index has for a Python, from the oldest minor release that setup.cfg allows. A table at the end also says what was left
-out, and why.
+index has for a Python, from the oldest minor release that setup.cfg allows. A table at the end also lists omissions
+with their reasons.
 
 A wheel is named for its torch, as in 0.2.0+torch2.13, and requires it. It contains neither torch's libraries nor UCX's:
 those are there at run time. auditwheel gives it the tag of the oldest glibc that it runs with. For manylinux_2_28 run
 this in that container, as .github/workflows/release.yml does.
 
-What make printed is in build/wheels/<python>-<torch>.log.
+The output of each build is in build/wheels/<python>-<torch>.log.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def build(environment: Environment, torch: str) -> Path:
     tool = "tools/build_environment.py"
     environment.pip("install", f"torch=={torch}", *environment.ask(tool, "requirements", "build").splitlines(), "numpy")
     environment.pip("install", environment.ask(tool, "libucx"))
-    # What a former build left would be packed too.
+    # Leftovers of a former build would be packed too.
     for left_over in (ROOT / "build").glob("lib.*"):
         shutil.rmtree(left_over)
     made = WORK / "made"

@@ -107,7 +107,7 @@ class UcxRpcAgent(_C.UcxRpcAgent):
     def join(self, shutdown: bool = False, timeout: float = 0) -> None:
         self._check_process()
         if self.group is not None and not self.group.is_static:
-            # What others wait for here, they must look for elsewhere: this waits until their requests are answered.
+            # Others must look elsewhere for the values of this worker: this waits until their requests are answered.
             for callback in self.before_leaving:
                 callback()
             # From now on, workers that join need not ask this one.
@@ -152,7 +152,7 @@ def _shut_down_at_exit() -> None:
     """End the agent of a program that does not: its threads must be gone before the interpreter is finalized."""
     agent = current
     if agent is not None and agent.is_of_this_process():
-        # As rpc.shutdown(graceful=False). But RRefs that still exist, of which torch warns, are no error at exit.
+        # As rpc.shutdown(graceful=False). But torch's warning of RRefs that still exist is no failure at exit.
         destroy_rref_context(True)
         _cleanup_python_rpc_handler()
         _reset_current_rpc_agent()

@@ -69,7 +69,7 @@ _PATCHED_BY_UCX = ("mmap", "munmap", "mremap", "shmat", "shmdt", "sbrk", "brk", 
 _PATCHED_BYTES = 64
 _PATCHING_WAIT = "UCX_MEM_BISTRO_GRACE_DURATION"
 # The wait if no thread can be there. Not zero: a thread of a library may have been woken since the check, and passes
-# these bytes within nanoseconds. Not longer: UCX spins meanwhile, eight times, and workers that start together share
+# these bytes within nanoseconds. Not longer: UCX spins for it, eight times, and workers that start together share
 # cores.
 _SHORT_PATCHING_WAIT = "10us"
 
@@ -150,7 +150,7 @@ def may_be_patched_at_once(tasks: Path = Path("/proc/self/task")) -> bool:
     begins = [ctypes.cast(function, ctypes.c_void_p).value or 0 for function in functions if function is not None]
     this = str(threading.get_native_id())
     try:
-        # The last number is the address in the program; of a thread that runs there is none.
+        # The last number is the address in the program; a thread that runs has none.
         others = [task for task in tasks.iterdir() if task.name != this]
         where = [(task / "syscall").read_text(encoding="ascii").split()[-1] for task in others]
     except OSError:
@@ -191,7 +191,8 @@ def load_wheel() -> bool:
     spec = importlib.util.find_spec("libucx")
     if spec is None or spec.origin is None:
         return False  # an uninstalled package may leave an empty folder behind
-    # What `libucx.load_library` is. The package itself reads its version in a way that takes longer than to load UCX.
+    # The module behind `libucx.load_library`. Importing the package itself takes longer than loading UCX, since it
+    # looks for its version.
     loading = importlib.machinery.SourceFileLoader("_libucx_load", str(Path(spec.origin).with_name("load.py")))
     module = importlib.util.module_from_spec(importlib.machinery.ModuleSpec(loading.name, loading, origin=loading.path))
     module.__file__ = loading.path

@@ -4,8 +4,7 @@ All are `RpcError`, and so RuntimeError: code that was written for torch's own a
 an exception is one sentence, or a few, for a person; its attributes are for programs. An attribute is None where this
 worker does not know its value.
 
-Exceptions that the called function raises are none of these: they keep their own type. Wrong arguments are TypeError
-and ValueError.
+Exceptions that the called function raises keep their own type. Wrong arguments are TypeError and ValueError.
 
 Example::
 
@@ -58,7 +57,7 @@ class RpcError(RuntimeError):
     host: str | None = None
     cause: str | None = None
 
-    # torch makes the exception of a callee anew, from its type and its text alone.
+    # torch rebuilds the exception of a callee from its type and its text alone.
     def __init__(self, sentence: str = "", **attributes: object) -> None:
         super().__init__(sentence)
         if unknown := attributes.keys() - _attributes_of(type(self)):
@@ -136,7 +135,7 @@ class JoinFailed(RpcError):
     """``init_rpc`` has failed, and can be called again.
 
     The workers do not fit together (a rank, a name, the world size, a version, a secret), there is no Store where they
-    could meet, or RPC cannot run in this process as it is: its settings of UCX, its limits, a port in use.
+    could meet, or this process does not allow RPC: its settings of UCX, its limits, a port in use.
     """
 
 

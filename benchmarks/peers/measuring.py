@@ -1,4 +1,4 @@
-"""What is measured of each library: the echo of an array of 1 KB and of 64 MiB, and many echoes at once."""
+"""The measurements of each library: the echo of an array of 1 KB and of 64 MiB, and many echoes at once."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def _duration_us(call: Callable[[], object]) -> float:
 
 @contextlib.contextmanager
 def server(name: str) -> Iterator[str]:
-    """The same program with ``--serve`` in another process; gives what it has said with `serving_at`."""
+    """The same program with ``--serve`` in another process; gives the argument of its `serving_at`."""
     command = [sys.executable, "-m", "benchmarks.peers", name, "--serve"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdin is not None

@@ -1,6 +1,6 @@
 """UCXX: active messages, which move the array's memory; nothing says what to do with it.
 
-UCXX is told to use shared memory. Without that, plain, its connections go over TCP.
+Settings make UCXX use shared memory. Without that, plain, its connections go over TCP.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def measure(name: str) -> Figures:
 
 def lanes() -> str:
     """Those of active messages, of the last connection that UCX speaks of in its log."""
-    # What UCX has written lies in a buffer of the C library.
+    # UCX's output lies in a buffer of the C library.
     ctypes.CDLL(None).fflush(None)
     found = re.findall(r"cfg#\d+.*\bam\(([^)]*)\)", LOG.read_text(encoding="utf-8", errors="replace"))
     return found[-1] if found else "unknown lanes"

@@ -112,7 +112,7 @@ def prepare_resource(device: int, most_bytes: int | None) -> None:
                 f"cuda:{device} with device_pool_bytes={ours_bytes}: it stays, give the same number"
             )
         return
-    if type(resource) is not mr.CudaMemoryResource:  # RMM's default: nobody has chosen
+    if type(resource) is not mr.CudaMemoryResource:  # RMM's default: the user has not chosen
         if most_bytes is not None:
             raise ValueError(
                 f"device_pool_bytes={most_bytes} bounds the pool that init_rpc makes, and RMM has a memory resource "

@@ -1,4 +1,4 @@
-"""`wait`: futures whose value is on devices, waited for by the thread and not only by its streams."""
+"""`wait`: a thread waits for a value on devices, not only its streams do."""
 
 from __future__ import annotations
 

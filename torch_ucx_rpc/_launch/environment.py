@@ -19,8 +19,8 @@ import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
-# Ports for Stores: below the ports that Linux hands out by itself (32768 and up), above the ports of services. A job
-# has a few of them, for the case that the first is in use.
+# Ports for Stores: below the ports that Linux hands out (32768 and up), above the ports of services. A job has several
+# of them, for the case that the first is in use.
 _FIRST_PORT, _PORTS = 16_384, 16_384
 _PORTS_OF_A_JOB = 4
 

@@ -39,7 +39,7 @@ def _starting_process() -> str | None:
         while pid and _VARIABLE.encode() + b"=" in Path(f"/proc/{pid}/environ").read_bytes():
             pid = int(process_stat(pid)[1])
     except OSError:
-        # The process of another user, whose environment cannot be read, is not one that mpirun started.
+        # The process of another user, whose environment cannot be read, was not started by mpirun.
         pass
     return f"{pid} {start_time(pid)}" if pid else None
 

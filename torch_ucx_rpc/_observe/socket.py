@@ -91,10 +91,11 @@ class Observed:
                     connection.settimeout(_CLIENT_S)
                     if _uid(connection) in (os.geteuid(), 0):
                         connection.sendall(json.dumps(self._answer(_read_line(connection))).encode())
-                # A client that asks nonsense or goes away must not harm others, whatever JSON and torch raise for it.
+                # A client that asks nonsense or goes away must not harm others, so every exception of JSON and torch is
+                # caught.
                 except Exception as error:
                     _logger.debug("an observer was not answered: %s", error)
-                # The observer reads on to the end, and a child that was forked meanwhile has the connection too.
+                # The observer reads on to the end, and a forked child may have the connection too.
                 with contextlib.suppress(OSError):
                     connection.shutdown(socket.SHUT_RDWR)
 

@@ -21,7 +21,7 @@ from torch_ucx_rpc import _agent
 from torch_ucx_rpc._native import _C
 from torch_ucx_rpc.errors import NotRunning
 
-# Where the buckets of latencies end; one more has what took longer.
+# The ends of the buckets of latencies. One more bucket has longer calls.
 BUCKET_ENDS_US = tuple(end / 1000 for end in _C.LATENCY_BUCKET_ENDS_NS)
 
 
@@ -98,7 +98,7 @@ def _gauge(meaning: str, unit: str) -> dict[str, str]:
 
 
 def _label(meaning: str, unit: str = "") -> dict[str, str]:
-    """Metadata of a field that is no metric."""
+    """Metadata of a field that is not a metric."""
     return {"meaning": meaning, "unit": unit, "kind": ""}
 
 
@@ -323,7 +323,7 @@ def _service(*, replicas: Any, **values: Any) -> ServiceStatistics:
 
 
 def statistics() -> Statistics:
-    """A snapshot of what this worker has done since ``init_rpc``, and what it is doing.
+    """A snapshot of this worker's work since ``init_rpc``, done and under way.
 
     A snapshot costs tens of microseconds, and a few more for each peer. Snapshots do not change and can be compared.
     The difference of two counts is what happened in between.
@@ -362,6 +362,6 @@ def of_agent(agent: _agent.UcxRpcAgent) -> Statistics:
 
 
 def _services_of(agent: _agent.UcxRpcAgent) -> tuple[ServiceStatistics, ...]:
-    """The names that the worker of this agent offers; `torch_ucx_rpc.services` is not imported where nobody uses it."""
+    """The names that the worker of this agent offers: none unless the program has imported `torch_ucx_rpc.services`."""
     services = sys.modules.get("torch_ucx_rpc.services._api")
     return () if services is None else services.statistics_of(agent)

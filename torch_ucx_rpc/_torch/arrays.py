@@ -1,6 +1,6 @@
 """Arrays of NumPy, CuPy, numba and RMM, in arguments and results, travel as tensors and arrive as arrays.
 
-torch's RPC pickler collects tensors, whose memory is sent as it is, and pickles everything else. The reducers of this
+torch's RPC pickler collects tensors, whose memory is sent unchanged, and pickles everything else. The reducers of this
 module replace an array by a tensor on the same memory, and a function that makes the array again. These arrays are
 pickled as before: objects of subclasses, arrays with Python objects in them, small arrays, arrays in device memory
 without device maps, and all arrays if the running agent is not UCX's.
@@ -61,8 +61,8 @@ def _reduce_numpy(array: np.ndarray[Any, Any]) -> Any:
     is_writable = array.flags.writeable
     if any(stride < 0 for stride in array.strides):
         array = array.copy()  # no tensor goes backwards
-    # As bytes, in a further dimension: this serves dtypes that torch lacks, strides that are no whole number of
-    # elements, and read-only memory, of which torch would warn.
+    # As bytes, in a further dimension: this serves dtypes that torch lacks, strides of a fraction of an element, and
+    # read-only memory, of which torch would warn.
     interface = {
         "version": 3,
         "data": (array.__array_interface__["data"][0], False),
@@ -152,9 +152,9 @@ def _build_on_device(library: str, tensor: torch.Tensor) -> Any:
 
 
 def tensors_of(value: Any) -> list[torch.Tensor] | None:
-    """The tensors on the device memory of an array, of which a future has to know. None of what is no array.
+    """The tensors on the device memory of an array, which a future has to know; None for other objects.
 
-    torch looks for tensors by pickling what a future gets. That would copy device memory to the host, or fail where a
+    torch looks for tensors by pickling a future's value. That would copy device memory to the host, or fail where a
     library cannot pickle its arrays, as numba cannot. NumPy's have no device memory, and need not be copied either.
     """
     type_ = type(value)

@@ -1,7 +1,7 @@
 """Exceptions of the callee keep their type on their way through torch's C++ futures.
 
 torch pickles the type and the text of an exception of a Python function, and its ``internal._handle_exception`` raises
-it anew at the caller. If a future lies between, as in ``rpc_sync`` and ``rpc_async``, torch keeps only a
+it again at the caller. If a future lies between, as in ``rpc_sync`` and ``rpc_async``, torch keeps only a
 ``std::runtime_error`` with the text (torch 2.13; ValueError and TypeError keep their types). So this module remembers
 the exception by the text that it becomes. The extension asks for it when a ``std::runtime_error`` is about to become a
 Python exception.
@@ -9,8 +9,8 @@ Python exception.
 The answer is an exception of the original type that is a RuntimeError too. So ``except KeyError`` works, and so does
 the ``except RuntimeError`` of programs that were written for torch's own agent.
 
-Arguments that the callee cannot unpickle count as an exception of the function. torch by itself sends the text alone,
-and forgets the RRef that the call was to make.
+Arguments that the callee cannot unpickle count as an exception of the function. torch alone would send the text, and
+forget the RRef that the call was to make.
 """
 
 # mypy: allow-untyped-calls
@@ -43,7 +43,7 @@ _MOST_REMEMBERED = 1024
 _LONGEST_BEGINNING = 2 * 1024
 _LONGEST_END = 30 * 1024
 
-# What the agent of an RRef's owner answers by itself, without a Python function. torch sends the text alone.
+# The answer of an RRef owner's agent, made without a Python function. torch sends the text alone.
 _NO_VALUE = r"(?s)(Error on Node \d+: )?this RRef will never have a value: (?P<cause>.*)"
 
 # How torch refuses an RRef that it or the agent has marked.

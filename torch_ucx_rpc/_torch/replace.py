@@ -82,7 +82,7 @@ def equivalent(options: Any) -> Any:
     if isinstance(options, RpcBackendOptions):
         # The error has TensorPipe's words.
         raise TypeError(f"`rpc_backend_options` must be a `TensorPipeRpcBackendOptions`. {options}")
-    # These are no options; init_rpc refuses them for every backend.
+    # init_rpc refuses these for every backend, since they are not options.
     return options
 
 

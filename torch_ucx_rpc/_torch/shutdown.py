@@ -23,8 +23,8 @@ _DELETING_S = 1.0
 def wait_all_workers(timeout: float) -> None:
     """Do what torch's ``_wait_all_workers`` does, and return early if a worker is lost.
 
-    The loss is no error here: the agent's own barrier, which follows in ``join``, names the lost workers. Hence torch's
-    function itself, which would log the error, is not called.
+    The loss raises nothing here: the agent's own barrier, which follows in ``join``, names the lost workers. Hence
+    torch's function itself, which would log the error, is not called.
     """
 
     def proceed() -> None:

@@ -1,8 +1,8 @@
 """Tensors of classes derived from `torch.Tensor`.
 
 torch's RPC pickler collects tensors of the class itself. Python pickles all others: `torch.Tensor.__reduce_ex__` copies
-their storage. Where the storage is too short it copies what is there, and the other worker then makes up the rest. So
-such tensors are refused here. The agent's encoder refuses those of the class itself.
+their storage. From a storage that is too short it copies the bytes that are there, and the other worker makes up the
+rest. So such tensors are refused here. The agent's encoder refuses those of the class itself.
 """
 
 # mypy: allow-untyped-calls
