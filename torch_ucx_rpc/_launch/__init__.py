@@ -1,4 +1,4 @@
-"""`torch_ucx_rpc.init_rpc`: starting a worker with what its launcher says.
+"""`torch_ucx_rpc.init_rpc`: starting a worker with the variables of its launcher.
 
 * ``init``         `init_rpc`
 * ``environment``  reads the variables of launchers: torchrun, mpirun, srun

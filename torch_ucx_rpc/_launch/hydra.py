@@ -1,4 +1,4 @@
-"""What the workers of one mpirun on this host have in common, where no variable names their job: hydra's, of MPICH."""
+"""A text that the workers of one mpirun on this host share, where no variable names their job: MPICH's hydra."""
 
 from __future__ import annotations
 

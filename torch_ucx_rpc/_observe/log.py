@@ -1,7 +1,7 @@
 """Warnings of the agent, which is written in C++, go to Python's logging: the logger ``torch_ucx_rpc``.
 
-They come on a thread of their own, soon after what they tell of; the shutdown of the agent waits for them. Programs
-that set up no logging see them on stderr, since Python shows warnings there.
+They come on a thread of their own, soon after their cause; the shutdown of the agent waits for them. Programs that set
+up no logging see them on stderr, since Python shows warnings there.
 """
 
 from __future__ import annotations

@@ -63,7 +63,7 @@ def register() -> None:
     that the callbacks need. Futures that need Ctrl-C come from ``rpc_async``, ``then`` and ``collect_all`` as well, so
     ``_invoke_rpc`` cannot stand in for ``Future.wait``.
     """
-    # The mark is in torch, not in this module, of which a reload makes a second one.
+    # The mark is in torch: a reload makes a second copy of this module.
     if hasattr(rpc, _torch_ucx_rpc_init_rpc.__name__):
         return
     before = rpc.BackendType
@@ -85,7 +85,7 @@ def register() -> None:
     # Every call of a Python function pickles one. For a type in the table, pickle looks no further.
     _internal_rpc_pickler._dispatch_table[PythonUDF] = _reduce_call
     _internal_rpc_pickler._dispatch_table[exceptions._TypeOfBoth] = exceptions.reduce_type
-    # torch pickles with it what a future with devices gets, to find the tensors in it.
+    # torch pickles the value of a future with devices by it, to find the tensors in the value.
     _jit_internal._TensorExtractor.persistent_id = _extract_tensors_of  # type: ignore[method-assign]
     # torch's C++ takes these when the first agent of the process starts.
     internal._handle_exception = exceptions.handle_exception

@@ -40,7 +40,7 @@ Streams uncaptured(const Streams& streams);
 void recordOnCurrentStream(const c10::DataPtr& data);
 
 // Makes a context current on the calling thread, once for each thread: UCX's CUDA transports expect that of the thread
-// that drives them. A failure of the device is not told here, but where the device is used.
+// that drives them. A failure of the device is raised where the device is used, not here.
 void makeContextCurrent(const Devices& devices);
 
 // The error for an exception of torch's about a device, without its backtrace. Its cause may be work that ran on the

@@ -54,8 +54,8 @@ bool Spinning::Wait::spin(Awaited awaited, Clock::time_point now) {
 
 Spinning::Clock::time_point Spinning::Wait::end(Clock::time_point now) {
   if (began_ != Clock::time_point{}) { // false if the first look found something
-    // A leader on guard may have slept for long while others drove. The wait that counts is how long no driver found
-    // anything.
+    // A leader on guard may have slept for long while others drove. The time in which no driver found anything counts
+    // as the wait.
     const Clock::time_point began = std::max(began_, spinning_.lastFound_);
     const auto limit = hasSpun_ ? kLimit : kLimit + kWakeUp;
     spinning_.waits_[static_cast<int>(role_)].add(now - began <= limit);

@@ -65,7 +65,7 @@ Assembler::Outcome Assembler::add(
     partial.header = header; // a piece's, perhaps: until the body is here, only its span count is used
   }
   const bool isNoted = note(partial, header, piece.size());
-  // The parts of a message that was given up are still counted: the note of it goes with the last of them.
+  // Parts of a message that was given up are still counted: its note goes with the last part.
   if (partial.isGivenUp) {
     rejected.push_back(std::move(piece));
     if (partial.isWhole()) {
