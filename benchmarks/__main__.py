@@ -4,7 +4,7 @@
     python -m benchmarks --all                  everything
     python -m benchmarks small_calls            one question
     python -m benchmarks --all --record NAME    and keep all rounds in benchmarks/results/NAME.json
-    python -m benchmarks life --record NAME     measure one anew; what that file has of the others stays
+    python -m benchmarks life --record NAME     measure one again; the file keeps the others
     python -m benchmarks --against ../before    this checkout against another one, built in place by the same Python
 
 Most files here ask one question; harness.py says how contenders are compared, and jobs.py what they are. It ends with 1
@@ -75,7 +75,7 @@ def load(name: str) -> harness.Benchmark:
 
 
 def load_or_tell(name: str) -> harness.Benchmark | None:
-    """None, and why on stderr, where what a benchmark imports is missing or broken."""
+    """None, with the reason on stderr, if an import of the benchmark is missing or broken."""
     try:
         return load(name)
     except Exception:

@@ -21,7 +21,7 @@ PICKLED = "UCX, pickled"
 
 
 class Pickled(np.ndarray):
-    """Of this type and no other, so the pickler does not know it."""
+    """An array of another type, which the pickler does not know."""
 
 
 def echo(array: np.ndarray) -> np.ndarray:

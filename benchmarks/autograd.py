@@ -24,7 +24,7 @@ MICRO_BATCHES = 4
 
 
 class Linear(nn.Module):
-    """What `Layer` and `Stage` have in common."""
+    """The common part of `Layer` and `Stage`."""
 
     def __init__(self) -> None:
         super().__init__()

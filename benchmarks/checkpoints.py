@@ -1,4 +1,4 @@
-"""What does a checkpoint cost those who train?
+"""What does a checkpoint cost the trainers?
 
 * PAUSE: two stages of 128 MiB each, saved so that the caller waits for the files, and asynchronously, where it waits
   until all has been copied.

@@ -1,8 +1,8 @@
 """How fast do tensors on a GPU travel?
 
 The echo of CUDA tensors between two workers that share one GPU, with device maps and default options. Beside it UCX's
-own ucx_perftest with device memory, over the lanes that UCX chooses: messages that wait for each other, as those of an
-echo do, and of 1 GiB such as do not, since a message takes longer there than what surrounds it.
+own ucx_perftest with device memory, over the lanes that UCX chooses: messages that wait for each other, as an echo's
+do. Those of 1 GiB do not wait, since such a message takes longer than its surroundings.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from benchmarks.large_tensors import echo, echo_us
 from benchmarks.many_workers import Life
 from benchmarks.small_calls import nothing
 
-# Also both sides of where a tensor leaves the body of its message, where that is no longer eager, where pieces begin.
+# Also both sides of three thresholds: a tensor leaves the body, the body is no longer eager, pieces begin.
 SIZES = sorted([4**power for power in range(16)] + [2**15, 2**15 + 1, 2**18 + 1, 2**22 + 1])
 IN_FLIGHT = [1, 10, 100, 1_000, 10_000]
 # Memory is measured in new processes for each: pools that are warm hide what a size costs.

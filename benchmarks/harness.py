@@ -28,7 +28,7 @@ TENSORPIPES = ("TensorPipe", "TensorPipe, uv")
 
 @dataclasses.dataclass(frozen=True)
 class Bound:
-    """What the ratio of ``contender`` to ``reference`` must keep, and what we aim at.
+    """The limit that the ratio of ``contender`` to ``reference`` must keep, and our aim.
 
     The best of several references counts in each round. Without any, the bound is on the figure itself.
     """
@@ -132,7 +132,7 @@ class Result:
         return statistics.median(values) if values else None
 
     def verdicts(self) -> Iterator[Verdict]:
-        """Of each bound that there is one of; a bound whose contenders have failed is missed."""
+        """A verdict for each bound that was measured. A bound whose contenders have failed is missed."""
         for figure in self.benchmark.figures:
             for bound in figure.bounds:
                 if bound.must is None:
@@ -251,7 +251,7 @@ def _row_of_ratio(against: str, names: Sequence[str], ratio: float) -> str:
 
 
 def _against(bound: Bound, names: Sequence[str]) -> str:
-    """Whose ratio it is, where not the first contender's, and to what, where not to the better one of TensorPipe's."""
+    """The contender of the ratio, unless it is the first, and its reference, unless that is TensorPipe's better one."""
     of = "" if bound.contender == names[0] else f" of {bound.contender}"
     if bound.reference is None:
         return f"{of} by itself"

@@ -80,7 +80,7 @@ LIMIT_S = 180.0
 _END_S = 20.0
 
 
-# By which the messages of contenders went, as far as they tell.
+# The lanes of the contenders' messages, as far as they tell them.
 LANES: dict[str, str] = {}
 
 
@@ -255,7 +255,7 @@ class RpcJob:
 
 
 class FreshRpcJob:
-    """The same with new processes every round, for what only the first time shows."""
+    """The same with new processes every round, for effects of the first time."""
 
     def __init__(
         self,

@@ -78,7 +78,7 @@ class Busy:
 
 
 def send(parameter: RRef[Tensor], is_native: bool, count: int) -> None:
-    """What a client does."""
+    """The loop of a client."""
     gradient = torch.ones(NUMBERS)
     torch.futures.wait_all(
         [

@@ -5,8 +5,8 @@ long a step takes (forward, backward, gradients averaged), by the slowest traine
 and the hook of `torch_ucx_rpc.reduction`, shared by the trainers themselves or by one more worker; with `DataParallel`;
 with DistributedDataParallel on gloo; and with a server as one would write it by hand, with ``rpc_sync``.
 
-Then what disturbs: one of four trainers is killed, and what the slowest of the next steps takes the others beyond the
-usual; and one computes ten times as long as the others, who do not wait for it (``quorum=3``).
+Then disturbances: one of four trainers is killed, and the slowest of the next steps is compared with a usual one; and
+one computes ten times as long as the others, who do not wait for it (``quorum=3``).
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ def work(rank: int, size: int, store: str, orders: Connection) -> None:
 
 
 def run(size: int) -> dict[str, list[dict[str, float]]]:
-    """What each worker says after each step."""
+    """The report of each worker after each step."""
     spawn = mp.get_context("spawn")
     steps = {}
     # Held, without listening, it is free for rank 0 alone.

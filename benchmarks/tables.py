@@ -4,7 +4,7 @@
     python -m benchmarks.tables --write     write them
 
 ``benchmarks/results/NAME.md`` has every table of a run. The README and the docs have the few that answer a user's
-question, each between two lines, and nobody edits what is between them::
+question, each between two lines, and this program writes the lines between them::
 
     <!-- benchmark: two_cores calls -->
     <!-- end of benchmark -->

@@ -83,7 +83,7 @@ class Classifier(Stage):
 
 @dataclasses.dataclass
 class Result:
-    """What came of one training."""
+    """The outcome of one training."""
 
     losses: list[float]
     accuracy: float
@@ -135,7 +135,7 @@ def train(backend: str) -> Result:
 
 
 def work(rank: int, backend: str, store: str, results: mp.SimpleQueue) -> None:
-    """What each of the three processes does."""
+    """The program of each of the three processes."""
     # Torch warns about its own insides here: TensorPipe's way to find the other workers, TorchScript in optimizers.
     logging.captureWarnings(True)
     if backend == "UCX":

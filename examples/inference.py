@@ -26,7 +26,7 @@ def make_model():
 
 
 class Server:
-    """Of worker0; its handlers find it in `server`."""
+    """The state of worker0. Its handlers find it in `server`."""
 
     def __init__(self, most):
         self.model = make_model()

@@ -95,7 +95,7 @@ def train(arguments: argparse.Namespace) -> None:
 
 
 def work(rank: int, arguments: argparse.Namespace, store: str) -> None:
-    """What each of the three processes does."""
+    """The program of each of the three processes."""
     torch.set_num_threads(1)
     logging.captureWarnings(True)
     backend = rpc.BackendType[arguments.backend.upper()]

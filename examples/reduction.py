@@ -49,7 +49,7 @@ def digits() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 def train(rank: int, reports: Any) -> None:
-    """What each of the four does."""
+    """The program of each of the four."""
     x, y, x_test, y_test = digits()
     torch.manual_seed(0)
     network = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 10))

@@ -1,4 +1,4 @@
-"""What the build needs from this machine: found, or refused with one sentence that says what to install.
+"""The needs of the build: found on this machine, or refused with one sentence that says what to install.
 
 Every way into the build asks here, so that all of them give the same answer:
 

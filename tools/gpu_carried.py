@@ -28,7 +28,8 @@ def commit() -> str:
 
 
 def prepare(folder: Path, ucx: str) -> int:
-    """For a machine without a network: UCX, RMM, pytest; the extension of this Python; which commit it is."""
+    """Fill the folder for a machine without a network: UCX, RMM, pytest, the extension of this Python, and the
+    commit."""
     folder.mkdir(parents=True, exist_ok=True)
     cuda = ucx.rpartition("-cu")[2]
     pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:", "-d", str(folder)]

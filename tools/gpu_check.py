@@ -117,7 +117,8 @@ class Check(Supervisor):
         self.run(self.python, "setup.py", "--quiet", "build_ext", "--inplace")
 
     def probe(self) -> dict[str, Any]:
-        """What no test says: the machine, what UCX finds there, and how an echo of tensors travels in several ways."""
+        """Facts that no test shows: the machine, UCX's findings there, and how an echo of tensors travels in several
+        ways."""
         for command in _LOOK:
             with contextlib.suppress(Failed):
                 self.run(*command, at_most_s=8)
@@ -173,7 +174,7 @@ class Check(Supervisor):
         return self.suites("-n", AT_ONCE, "--cuda", "tests/conformance/test_cuda_suites.py")
 
     def suites(self, *arguments: str) -> dict[str, Any]:
-        """Some of PyTorch's suites, with what tests/conformance/page.py reads."""
+        """Some of PyTorch's suites, with a report for tests/conformance/page.py."""
         return self.pytest(f"--conformance-report={self.out / 'conformance.json'}", *arguments)
 
     def sanitizer(self) -> dict[str, Any]:
@@ -197,12 +198,12 @@ class Check(Supervisor):
         return self.pytest("-n", "2", "tests/unit/test_latencies.py")
 
     def cpu_tests(self) -> dict[str, Any]:
-        """In the place of those for GPUs; test_cuda.py is collected too."""
+        """CPU tests in place of those for GPUs; test_cuda.py is collected too."""
         files = [f"tests/e2e/test_{name}.py" for name in ("calls", "cuda", "rrefs", "tensors")]
         return self.pytest("-n", "2", *files)
 
     def cpu_benchmark(self) -> dict[str, Any]:
-        """In the place of that for GPUs. A busy machine misses bounds, which is nothing that is rehearsed."""
+        """A benchmark in place of the one for GPUs. Missed bounds do not count, since a busy machine misses them."""
         try:
             return self.benchmarks("small_calls", 1)
         except Failed as failed:

@@ -90,7 +90,7 @@ def work(rank: int, store: str) -> None:
         measure("cpu", "cpu", "cpu")
         if has_gpu:
             found = attributes_of(torch.zeros(2**20, device="cuda"))
-            # As csrc/transport/ucp/device_sharing.cpp judges; `staged_bytes` below says what came of it.
+            # As csrc/transport/ucp/device_sharing.cpp judges; `staged_bytes` below shows the result.
             say(attributes=found, can_share=found["legacy IPC"] == 1 and found["range covers it"] == 1)
             measure("gpu", "cuda", "gpu")
         debug = _get_current_rpc_agent().get_debug_info()

@@ -30,7 +30,7 @@ def processes_of(session: int) -> list[int]:
 
 
 def write_stacks(session: int, log: int, at_most_s: float, path: str | None = None) -> None:
-    """Of the processes of a session, C++ stacks by a debugger, if there is one on the path, into an open file."""
+    """Write the C++ stacks of a session's processes into an open file, by a debugger if there is one on the path."""
     debugger = shutil.which("gdb", path=path) or shutil.which("cuda-gdb", path=path)
     until = time.monotonic() + at_most_s
     for pid in processes_of(session):

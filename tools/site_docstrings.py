@@ -1,6 +1,6 @@
 """An extension of griffe, which reads docstrings for the site (mkdocs.yml): they are written for ``help()``.
 
-* What two colons announce, and examples with ``>>>``, become code blocks.
+* Blocks after two colons, and examples with ``>>>``, become code blocks.
 * A public name of the package in single backticks becomes a link, and so does the name of a page.
 * The private modules at the end of a module's docstring are left out: they are for maintainers.
 """

@@ -1,4 +1,4 @@
-"""Runs steps one after the other, each within its time, and keeps what they print and find as it comes.
+"""Runs steps one after the other, each within its time, and keeps their output and findings as they come.
 
 Each step runs, even if another has failed, and leaves later steps their time. The output of its programs is in
 <step>.log, and the report in report.json, in one folder. The files are few and small, since lent machines give back no
@@ -130,7 +130,8 @@ class Supervisor:
         must_pass: bool = True,
         **environment: str,
     ) -> str:
-        """What the command prints, also into the step's log. Failed where it does not end well, or not in time.
+        """Run the command, and return its output, which also goes to the step's log. Raise Failed if it fails or is
+        late.
 
         It has the time of its step, and at most `at_most_s` from its start, or from the moment when `since` is true.
         The stacks of a late process are written first. Then pytest gets the chance to write its results.
@@ -173,7 +174,7 @@ class Supervisor:
                 sessions.kill(process)
                 raise
             else:
-                sessions.end(process)  # what it has left behind
+                sessions.end(process)  # its leftovers
                 if process.returncode != 0:
                     why = f"exit code {process.returncode}"
         with self.log.open(encoding="utf-8", errors="replace") as log:
@@ -188,7 +189,7 @@ class Supervisor:
         return self.run(*command, **limits).strip().rpartition("\n")[2]
 
     def pytest(self, *arguments: str | Path, **limits: Any) -> dict[str, Any]:
-        """How the tests fared. Failed if any did, or none ran, or not all could."""
+        """The outcomes of the tests. Raise Failed if a test failed, none ran, or not all could."""
         with tempfile.TemporaryDirectory() as folder:
             results = Path(folder, "results.xml")
             failure, began = None, self.log.stat().st_size if self.log.exists() else 0
@@ -206,13 +207,13 @@ class Supervisor:
 
 
 def libraries(*first: Path | str) -> str:
-    """A LD_LIBRARY_PATH with these folders, what this process has, and the folders of NVIDIA's driver."""
+    """A LD_LIBRARY_PATH with these folders, those of this process, and the folders of NVIDIA's driver."""
     present = os.environ.get("LD_LIBRARY_PATH", "")
     return os.pathsep.join([*map(str, first), *filter(None, present.split(os.pathsep)), *_LIBRARIES])
 
 
 def age_s() -> float:
-    """Of this process."""
+    """The age of this process, in seconds."""
     started = int(Path("/proc/self/stat").read_text(encoding="ascii").rpartition(")")[2].split()[19])
     uptime = float(Path("/proc/uptime").read_text(encoding="ascii").split()[0])
     return max(0.0, uptime - started / os.sysconf("SC_CLK_TCK"))

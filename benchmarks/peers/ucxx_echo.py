@@ -68,7 +68,7 @@ def measure(name: str) -> Figures:
 
 
 def lanes() -> str:
-    """Those of active messages, of the last connection that UCX speaks of in its log."""
+    """The lanes of active messages in the last connection of UCX's log."""
     # UCX's output lies in a buffer of the C library.
     ctypes.CDLL(None).fflush(None)
     found = re.findall(r"cfg#\d+.*\bam\(([^)]*)\)", LOG.read_text(encoding="utf-8", errors="replace"))
