@@ -70,7 +70,7 @@ def gather_members(store: Store, own: Record, timeout: float, secret: Secret | N
     try:
         verdict = _read_verdict(store, secret)
         if verdict is not None and "members" in verdict.values:
-            raise _came_too_late(store, own, verdict)
+            raise _came_too_late(own, verdict, _read_members(store, own, verdict))
         part = _lead if own.rank == 0 else _follow
         return part(store, own, secret, deadline)
     except DistError as error:
@@ -105,8 +105,10 @@ def _follow(store: Store, own: Record, secret: Secret | None, deadline: Deadline
     """The part of every other rank: wait for the verdict of rank 0."""
     with _listed(store, own, secret) as position:
         entry = _await_verdict(store, own, secret, deadline)
+        members = _read_members(store, own, entry)
+        if members and all(member.session != own.session for member in members):
+            raise _came_too_late(own, entry, members)
     verdict = entry.values
-    members = [] if entry.doubt or "error" in verdict else _read_members(store, own, verdict)
     if not members:
         store.set(position, "")
     # The last request to the Store: rank 0 may end it now.
@@ -126,19 +128,19 @@ def _digest(part: bytes) -> str:
     return hashlib.sha256(part).hexdigest()
 
 
-def _read_part(store: Store, own: Record, verdict: dict[str, Any], number: int) -> list[Record]:
-    """The records of a part; JoinFailed unless it is the one that rank 0 wrote."""
-    part = store.get(_part_key(verdict["by"], number))
-    if _digest(part) != verdict["parts"][number]:
-        raise JoinFailed(
-            f"{own} found something in the Store that rank 0 did not write: give the job a Store, that is an address "
-            f"and port or a file, of its own."
-        )
-    return packing.unpack(part)
-
-
-def _read_members(store: Store, own: Record, verdict: dict[str, Any]) -> list[Record]:
-    return [record for number in range(len(verdict["parts"])) for record in _read_part(store, own, verdict, number)]
+def _read_members(store: Store, own: Record, verdict: Entry) -> list[Record]:
+    """The members that rank 0 has written; none if the verdict is an error, or in doubt."""
+    members: list[Record] = []
+    if not verdict.doubt:
+        for number, digest in enumerate(verdict.values.get("parts", [])):
+            part = store.get(_part_key(verdict.values["by"], number))
+            if _digest(part) != digest:
+                raise JoinFailed(
+                    f"{own} found something in the Store that rank 0 did not write: give the job a Store, that is an "
+                    f"address and port or a file, of its own."
+                )
+            members += packing.unpack(part)
+    return members
 
 
 @contextlib.contextmanager
@@ -179,14 +181,9 @@ def _await_verdict(store: Store, own: Record, secret: Secret | None, deadline: D
     limit = Deadline(deadline.timeout and deadline.timeout + _FAREWELL_S)
     for is_over in ask_again(own.world_size, limit):
         verdict = _read_verdict(store, secret)
-        if verdict is not None:
-            if "members" in verdict.values:
-                if verdict.doubt or own.session == _member_of_rank(store, own, verdict.values).session:
-                    return verdict
-                raise _came_too_late(store, own, verdict)
-            # An error that is not for this session is left over from an earlier attempt.
-            if own.session in verdict.values["sessions"]:
-                return verdict
+        # An error that is not for this session is left over from an earlier attempt.
+        if verdict is not None and ("members" in verdict.values or own.session in verdict.values["sessions"]):
+            return verdict
         if deadline.passed():
             arrivals.read()
             if is_over or 0 not in arrivals.ranks():
@@ -402,18 +399,12 @@ def _absent(records: list[Record], own: Record, deadline: Deadline) -> JoinTimed
     )
 
 
-def _member_of_rank(store: Store, own: Record, verdict: dict[str, Any]) -> Record:
-    """The member that has the rank of this worker, or else the first one."""
-    rank = own.rank if own.rank < verdict["members"] else 0
-    return _read_part(store, own, verdict, rank // _PART)[rank % _PART]
-
-
-def _came_too_late(store: Store, own: Record, verdict: Entry) -> JoinFailed:
+def _came_too_late(own: Record, verdict: Entry, members: list[Record]) -> JoinFailed:
     if verdict.doubt:
         return refusal(verdict, own, verdict.values.get("judge"))
-    rival = _member_of_rank(store, own, verdict.values)
+    rival = next((member for member in members if member.rank == own.rank), members[0])
     return JoinFailed(
-        f"{own} came too late: the group of {verdict.values['members']} workers at this Store has formed without it, "
+        f"{own} came too late: the group of {len(members)} workers at this Store has formed without it, "
         f"with {rival}. Start all workers anew; a file:// Store that an earlier run left behind has to be removed."
     )
 
