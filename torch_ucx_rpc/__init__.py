@@ -24,6 +24,7 @@ is. The public names:
 
 The package, module by module and room by room; the docstring of each room lists its modules:
 
+* ``_arguments``   checks of arguments, and the words of their errors
 * ``_version``     the version of the installed package
 * ``_native``      finds UCX, checks torch, loads the extension ``_C``
 * ``_options``     `UcxRpcBackendOptions`

@@ -15,6 +15,7 @@ from typing import Any, Generic, TypeAlias, TypeVar
 import torch
 from torch._C._distributed_rpc import RpcBackendOptions
 
+from torch_ucx_rpc._arguments import wrong_type, wrong_value
 from torch_ucx_rpc._devices.maps import convert_devices
 
 Device: TypeAlias = int | str | torch.device
@@ -67,10 +68,10 @@ def _integer_check(least: int, most: int, meaning: str) -> Callable[[str, Any], 
     def check(name: str, value: Any) -> int:
         # True is an int to Python, and 64e6 may be meant as one, but neither is a clear request.
         if isinstance(value, bool) or not hasattr(type(value), "__index__"):
-            raise TypeError(f"{name} must be an int, {meaning}; {_shown(value)} is none")
+            raise wrong_type(name, f"an int, {meaning}", value)
         number = operator.index(value)
         if not least <= number <= most:
-            raise ValueError(f"{name} must be between {least} and {most}, {meaning}; it cannot be {number}")
+            raise wrong_value(name, f"between {least} and {most}, {meaning}", value)
         return number
 
     return check
@@ -79,9 +80,9 @@ def _integer_check(least: int, most: int, meaning: str) -> Callable[[str, Any], 
 def _one_of(*choices: str) -> Option[str]:
     def check(name: str, value: Any) -> str:
         if not isinstance(value, str):
-            raise TypeError(f"{name} must be a str, one of {', '.join(map(repr, choices))}; {_shown(value)} is none")
+            raise wrong_type(name, f"a str, one of {', '.join(map(repr, choices))}", value)
         if value not in choices:
-            raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}; it cannot be {value!r}")
+            raise wrong_value(name, f"one of {', '.join(map(repr, choices))}", value)
         return value
 
     return Option(check)
@@ -89,12 +90,10 @@ def _one_of(*choices: str) -> Option[str]:
 
 def check_seconds(name: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise TypeError(f"{name} must be a number of seconds, 0 for no limit; {_shown(value)} is none")
+        raise wrong_type(name, "a number of seconds, 0 for no limit", value)
     seconds = float(value)
     if math.isnan(seconds) or not 0 <= seconds <= _MOST_SECONDS:
-        raise ValueError(
-            f"{name} must be between 0 and {_MOST_SECONDS:.0f} seconds, 0 for no limit; it cannot be {seconds}"
-        )
+        raise wrong_value(name, f"between 0 and {_MOST_SECONDS:.0f} seconds, 0 for no limit", value)
     return seconds
 
 
@@ -104,11 +103,9 @@ def _check_seconds_or_none(name: str, value: Any) -> float | None:
 
 def check_url(name: str, value: Any) -> str:
     if not isinstance(value, str):
-        raise TypeError(f"{name} must be a str, the URL at which the workers meet; {_shown(value)} is none")
+        raise wrong_type(name, "a str, the URL at which the workers meet", value)
     if "://" not in value:
-        raise ValueError(
-            f"{name} must be a URL such as 'env://', 'tcp://host:port' or 'file:///path'; it cannot be {value!r}"
-        )
+        raise wrong_value(name, "a URL such as 'env://', 'tcp://host:port' or 'file:///path'", value)
     return value
 
 
@@ -116,33 +113,43 @@ def _check_device_maps(name: str, value: Any) -> dict[str, dict[torch.device, to
     if value is None:
         return {}
     if not isinstance(value, Mapping):
-        raise TypeError(f"{name} must be a dict from the callee's name to a device map; {_shown(value)} is none")
-    return {callee: _check_device_map(callee, device_map) for callee, device_map in value.items()}
+        raise wrong_type(name, "a dict from the callee's name to a device map", value)
+    return {
+        _check_callee(f"each key of {name}", callee): _check_device_map(f"{name}[{callee!r}]", device_map)
+        for callee, device_map in value.items()
+    }
 
 
-def _check_device_map(callee: Any, device_map: Any) -> dict[torch.device, torch.device]:
-    if not isinstance(callee, str):
-        raise TypeError(f"a device map is set for a callee's name, a str; {_shown(callee)} is none")
+def _check_callee(name: str, value: Any) -> str:
+    if not isinstance(value, str):
+        raise wrong_type(name, "a str, the callee's name", value)
+    return value
+
+
+def _check_device_map(name: str, device_map: Any) -> dict[torch.device, torch.device]:
     if not isinstance(device_map, Mapping):
-        raise TypeError(
-            f"the device map for {callee!r} must be a dict from device to device, one local and one the callee's; "
-            f"{_shown(device_map)} is none"
-        )
+        raise wrong_type(name, "a dict from device to device, one local and one the callee's", device_map)
     checked: dict[torch.device, torch.device] = {}
     for key, value in device_map.items():
-        source, target = _check_device(key), _check_device(value)
+        source, target = _check_device(name, key), _check_device(name, value)
         if checked.setdefault(source, target) != target:
-            raise ValueError(f"the device map for {callee!r} has {source} go to {checked[source]} and to {target}")
+            raise ValueError(f"{name} must map a device once; got {source} to {checked[source]} and to {target}")
     return checked
 
 
-def _check_device(value: Any) -> torch.device:
+def _check_device(name: str, value: Any) -> torch.device:
+    expected = "the CPU or CUDA devices with a number, such as 'cuda:0'"
+    if isinstance(value, bool) or not isinstance(value, (int, str, torch.device)):
+        raise wrong_type(name, expected, value)
     # torch accepts a bare number as a device only on machines with GPUs.
-    device = torch.device("cuda", value) if isinstance(value, int) else torch.device(value)
+    try:
+        device = torch.device("cuda", value) if isinstance(value, int) else torch.device(value)
+    except RuntimeError:
+        raise wrong_value(name, expected, value) from None
     if device.type == "cpu":
         return torch.device("cpu")
     if device.type != "cuda" or device.index is None:
-        raise ValueError(f"RPC knows the CPU and CUDA devices with a number, such as 'cuda:0'; {_shown(value)} is none")
+        raise wrong_value(name, expected, value)
     return device
 
 
@@ -150,8 +157,8 @@ def _check_devices(name: str, value: Any) -> list[torch.device]:
     if value is None:
         return []
     if isinstance(value, (str, torch.device)) or not isinstance(value, Iterable):
-        raise TypeError(f"{name} must be a list of CUDA devices; {_shown(value)} is none")
-    devices = [_check_device(device) for device in value]
+        raise wrong_type(name, "a list of CUDA devices", value)
+    devices = [_check_device(name, device) for device in value]
     if torch.device("cpu") in devices:
         # The text is that of TensorPipeRpcBackendOptions.
         raise ValueError("`set_devices` expect a list of CUDA devices, but got device type cpu.")
@@ -162,14 +169,10 @@ def _check_path(name: str, value: Any) -> str | None:
     if value is None:
         return None
     if not isinstance(value, (str, os.PathLike)) or not isinstance(path := os.fspath(value), str):
-        raise TypeError(f"{name} must be the path of a file, a str or Path; {_shown(value)} is none")
+        raise wrong_type(name, "the path of a file, a str or Path", value)
     if not path or "\0" in path:
-        raise ValueError(f"{name} must be the path of a file; it cannot be {path!r}")
+        raise wrong_value(name, "the path of a file", value)
     return path
-
-
-def _shown(value: object) -> str:
-    return f"{value!r} ({type(value).__name__})"
 
 
 class UcxRpcBackendOptions(RpcBackendOptions):
@@ -324,7 +327,7 @@ class UcxRpcBackendOptions(RpcBackendOptions):
             >>> options.set_device_map("ps", {"cuda:0": "cuda:1"})
             >>> options.set_device_map("ps", {"cuda:1": "cuda:0"})
         """
-        added = _check_device_map(to, device_map)
+        to, added = _check_callee("to", to), _check_device_map("device_map", device_map)
         present = self._values["device_maps"].get(to, {})
         for local, remote in added.items():
             if present.get(local, remote) != remote:

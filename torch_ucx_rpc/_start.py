@@ -30,6 +30,7 @@ from torch.distributed.rpc import api
 
 from torch_ucx_rpc import _agent, _build_info
 from torch_ucx_rpc._agent import UcxRpcAgent
+from torch_ucx_rpc._arguments import wrong_type
 from torch_ucx_rpc._bootstrap import site_settings
 from torch_ucx_rpc._bootstrap.deadline import Deadline
 from torch_ucx_rpc._bootstrap.dynamic_group import DynamicGroup, StaticGroup
@@ -97,7 +98,7 @@ def init_backend(
     site_settings.check(world_size)
     secret = _load_secret(rpc_backend_options)
     if not isinstance(store, Store):
-        raise TypeError(f"`store` must be a torch.distributed.Store; {store!r} is none")
+        raise wrong_type("`store`", "a torch.distributed.Store", store)
     if world_size is None:
         return _join_dynamic_group(store, name, rank, rpc_backend_options, secret)
     agent = _join_static_group(store, store, name, rank, world_size, rpc_backend_options, secret)
@@ -112,13 +113,9 @@ def _check_arguments(name: Any, rank: Any, world_size: Any, options: Any) -> tup
     """
     # The next three errors begin with torch's words.
     if not isinstance(options, RpcBackendOptions):
-        raise TypeError(
-            f"Argument rpc_backend_options must be an instance of RpcBackendOptions, and {options!r} is none"
-        )
+        raise wrong_type("Argument rpc_backend_options", "an instance of RpcBackendOptions", options)
     if not isinstance(options, UcxRpcBackendOptions):
-        raise TypeError(
-            f"`rpc_backend_options` must be a `UcxRpcBackendOptions` for the backend UCX, and {options!r} is none"
-        )
+        raise wrong_type("`rpc_backend_options`", "a `UcxRpcBackendOptions` for the backend UCX", options)
     if _agent.current is not None:
         _agent.current._check_process()
     if _is_current_rpc_agent_set():
@@ -126,7 +123,7 @@ def _check_arguments(name: Any, rank: Any, world_size: Any, options: Any) -> tup
     for argument, value in {"name": name, "rank": rank, "world_size": world_size}.items():
         type_ = str if argument == "name" else numbers.Integral
         if not isinstance(value, type_) and not (argument == "world_size" and value is None):
-            raise TypeError(f"{argument} must be {'a str' if type_ is str else 'an int'}; {value!r} is none")
+            raise wrong_type(argument, "a str" if type_ is str else "an int", value)
     if not world_size:
         world_size = None
         rank = check_rank(options.init_method, int(rank))

@@ -21,6 +21,7 @@ from typing import Any
 from torch.distributed.rpc import backend_registry
 
 from torch_ucx_rpc import _agent, _start
+from torch_ucx_rpc._arguments import wrong_type, wrong_value
 from torch_ucx_rpc._native import _C
 from torch_ucx_rpc._options import Option, UcxRpcBackendOptions, check_seconds
 
@@ -29,26 +30,25 @@ __all__ = ["FaultyUcxRpcBackendOptions"]
 
 def _check_names(name: str, value: Any) -> list[str]:
     if isinstance(value, str) or not isinstance(value, Iterable):
-        raise TypeError(f"{name} must be a list of request types such as 'PYTHON_CALL'; {value!r} is none")
+        raise wrong_type(name, "a list of request types such as 'PYTHON_CALL'", value)
     return [_check_request_type(name, item) for item in value]
 
 
 def _check_delays(name: str, value: Any) -> dict[str, float]:
     if not isinstance(value, Mapping):
-        raise TypeError(f"{name} must be a dict from request types such as 'PYTHON_CALL' to seconds; {value!r} is none")
+        raise wrong_type(name, "a dict from request types such as 'PYTHON_CALL' to seconds", value)
     return {_check_request_type(name, key): check_seconds(f"{name}[{key!r}]", delay) for key, delay in value.items()}
 
 
 def _check_request_type(name: str, value: Any) -> str:
-    if value not in _C.REQUEST_TYPES:
-        known = ", ".join(_C.REQUEST_TYPES)
-        raise ValueError(f"{name}: there are no requests of type {value!r}; the types are {known}")
-    return str(value)
+    if not isinstance(value, str) or value not in _C.REQUEST_TYPES:
+        raise wrong_value(name, f"of these request types: {', '.join(_C.REQUEST_TYPES)}", value)
+    return value
 
 
 def _check_count(name: str, value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise ValueError(f"{name} must be an int of at least 0; it cannot be {value!r}")
+        raise wrong_value(name, "an int of at least 0", value)
     return value
 
 
@@ -80,7 +80,7 @@ class FaultyUcxRpcBackendOptions(UcxRpcBackendOptions):
     ) -> None:
         super().__init__(**options)
         self.messages_to_fail = messages_to_fail
-        self.messages_to_delay = messages_to_delay or {}
+        self.messages_to_delay = {} if messages_to_delay is None else messages_to_delay
         self.num_fail_sends = num_fail_sends
 
 

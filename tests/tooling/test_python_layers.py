@@ -19,6 +19,7 @@ COMMAND_LINE = "_torch_ucx_rpc_cli"
 # its own line. "" is the package itself, that is, its __init__.py.
 ORDER = (
     "errors",
+    "_arguments",
     "_version",
     "_build_info",
     "_C",
@@ -85,7 +86,7 @@ def room_of(module: str) -> str:
 
 
 def upward(texts: dict[str, str]) -> list[str]:
-    """A sentence for each import from a room of one that stands later in `ORDER`."""
+    """Return a sentence for each import of a room that stands later in `ORDER`."""
     return [
         f"{module}:{line} imports {imported}, and {room_of(imported)!r} stands above {room_of(module)!r}"
         for module, text in texts.items()
@@ -95,7 +96,7 @@ def upward(texts: dict[str, str]) -> list[str]:
 
 
 def circle(texts: dict[str, str]) -> list[str]:
-    """The modules of a circle of imports, from one module back to itself; empty if there is none."""
+    """Return the modules of a circle of imports, from one module back to itself; empty without a circle."""
     graph = {module: {name for _, name in imports(module, text, texts)} for module, text in texts.items()}
     finished: set[str] = set()
 

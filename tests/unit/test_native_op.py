@@ -232,7 +232,7 @@ def test_threads_writing_to_one_storage_lose_no_update() -> None:
 @pytest.mark.parametrize(
     ("schema", "why"),
     [
-        ("native_op_tests::x(Tensor self", "is no schema of an operator"),
+        ("native_op_tests::x(Tensor self", "schema must be that of an operator"),
         ("x(Tensor self) -> ()", "its name has no namespace"),
         ("native_op_tests::x(int n) -> ()", "it has no tensor among its arguments"),
         ("native_op_tests::x(Tensor? self) -> ()", "its argument self is of type Optional;"),

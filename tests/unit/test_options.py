@@ -267,14 +267,14 @@ def test_several_devices_can_be_mapped_to_one() -> None:
 
 
 def test_a_device_cannot_be_mapped_to_two() -> None:
-    with pytest.raises(ValueError, match="'ps' has cuda:0 go to cuda:0 and to cuda:1"):
+    with pytest.raises(ValueError, match=r"device_maps\['ps'\] must map a device once; got cuda:0 to cuda:0 and"):
         UcxRpcBackendOptions(device_maps={"ps": {"cuda:0": "cuda:0", torch.device("cuda:0"): "cuda:1"}})
 
 
 @pytest.mark.parametrize("device", ["cuda", "meta", torch.device("xpu:0")])
 def test_devices_are_the_cpu_and_cuda_devices_with_a_number(device: object) -> None:
     for options in ({"device_maps": {"ps": {device: "cpu"}}}, {"reply_device_maps": {"ps": {"cpu": device}}}):
-        with pytest.raises(ValueError, match=r"such as 'cuda:0'; .* is none"):
+        with pytest.raises(ValueError, match=r"such as 'cuda:0'; got "):
             UcxRpcBackendOptions(**options)
 
 

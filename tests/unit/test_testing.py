@@ -1,4 +1,4 @@
-"""`torch_ucx_rpc.testing`: its options, and that they choose the agent. What the faults do, PyTorch's suites test."""
+"""`torch_ucx_rpc.testing`: its options, and that they choose the agent. PyTorch's suites test the faults themselves."""
 
 from __future__ import annotations
 
@@ -34,10 +34,14 @@ def test_without_a_word_nothing_goes_wrong() -> None:
 @pytest.mark.parametrize(
     ("arguments", "error", "text"),
     [
-        ({"messages_to_fail": ["PYTHON_CAL"]}, ValueError, r"no requests of type 'PYTHON_CAL'; .*PYTHON_CALL, "),
-        ({"messages_to_fail": ["PYTHON_RET"]}, ValueError, "no requests of type 'PYTHON_RET'"),
+        (
+            {"messages_to_fail": ["PYTHON_CAL"]},
+            ValueError,
+            "messages_to_fail must be .* PYTHON_CALL, .*got 'PYTHON_CAL'",
+        ),
+        ({"messages_to_fail": ["PYTHON_RET"]}, ValueError, "messages_to_fail must be of .*; got 'PYTHON_RET'"),
         ({"messages_to_fail": "PYTHON_CALL"}, TypeError, "must be a list of request types"),
-        ({"messages_to_delay": {"NO": 1.0}}, ValueError, "no requests of type 'NO'"),
+        ({"messages_to_delay": {"NO": 1.0}}, ValueError, "messages_to_delay must be of .*; got 'NO'"),
         ({"messages_to_delay": {"PYTHON_CALL": "1"}}, TypeError, "must be a number of seconds"),
         ({"messages_to_delay": ["PYTHON_CALL"]}, TypeError, "must be a dict"),
         ({"num_fail_sends": -1}, ValueError, "must be an int of at least 0"),

@@ -6,6 +6,7 @@ from typing import TypeVar
 
 import torch
 
+from torch_ucx_rpc._arguments import check_flag, got
 from torch_ucx_rpc._native import _C
 
 T = TypeVar("T")
@@ -37,9 +38,9 @@ def wait(future: torch.futures.Future[T], *, blocking: bool = False) -> T:
     """
     if not isinstance(future, torch._C.Future):
         raise TypeError(
-            f"wait takes one torch.futures.Future; {future!r} ({type(future).__name__}) is none. "
-            "Wait for several one after the other."
+            f"future must be one torch.futures.Future; {got(future)}. Wait for several one after the other."
         )
+    check_flag("blocking", blocking)
     value = future.wait()
     if blocking:
         for device in _C.devices_of(future):

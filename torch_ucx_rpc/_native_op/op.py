@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from torch_ucx_rpc._arguments import check_callable, check_str, got
 from torch_ucx_rpc._native import _C
 
 if TYPE_CHECKING:
@@ -63,13 +64,15 @@ def native_op(schema: str) -> Callable[[Callable[..., Any]], torch._ops.OpOverlo
     outside ``torch.no_grad()``, and for written tensors that overlap with others in part. From another worker all of
     these come as RuntimeError.
     """
+    check_str("schema", schema)
     try:
         parsed = torch._C.parse_schema(schema)
     except RuntimeError as error:
-        raise ValueError(f"{schema!r} is no schema of an operator: {error}") from None
+        raise ValueError(f"schema must be that of an operator; {got(schema)}: {error}") from None
     _check(schema, parsed)
 
     def define(function: Callable[..., Any]) -> torch._ops.OpOverloadPacket:
+        check_callable("function", "a function that numba compiles", function)
         code = _load_compiler()(parsed, function)
         expected = [argument.name for argument in parsed.arguments]
         found = list(inspect.signature(code.python_function).parameters)

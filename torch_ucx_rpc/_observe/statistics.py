@@ -18,6 +18,7 @@ from dataclasses import field
 from typing import Any, TypeVar
 
 from torch_ucx_rpc import _agent
+from torch_ucx_rpc._arguments import check_number, wrong_value
 from torch_ucx_rpc._native import _C
 from torch_ucx_rpc.errors import NotRunning
 
@@ -60,8 +61,9 @@ class Latencies:
 
             >>> latencies.percentile_us(99)
         """
+        check_number("percent", percent)
         if not 0 <= percent <= 100:
-            raise ValueError(f"percent must be between 0 and 100; it cannot be {percent!r}")
+            raise wrong_value("percent", "between 0 and 100", percent)
         if not self.counts:
             return math.nan
         wanted = max(1, math.ceil(self.count * percent / 100))
@@ -70,6 +72,7 @@ class Latencies:
 
     def at_most_us(self, limit_us: float) -> int:
         """Number of calls in the buckets that end at ``limit_us`` microseconds or before."""
+        check_number("limit_us", limit_us)
         return sum(self.counts[: bisect.bisect_right(BUCKET_ENDS_US, limit_us)])
 
     def __add__(self, other: Latencies) -> Latencies:

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 from torch._C._distributed_rpc import WorkerInfo, _get_current_rpc_agent, _is_current_rpc_agent_set
 
+from torch_ucx_rpc._arguments import check_callable
 from torch_ucx_rpc.errors import CallTimedOut, NotRunning, RpcError, UnknownWorker, WorkerLeft, WorkerLost
 
 _logger = logging.getLogger(__name__)
@@ -62,6 +63,7 @@ def on_lost(callback: Callable[[WorkerInfo, str], None]) -> Callable[[], None]:
 
         >>> stop = torch_ucx_rpc.on_lost(lambda worker, reason: print(worker.name, reason))
     """
+    check_callable("callback", "a function of a worker and a reason", callback)
 
     def tell(gone: Gone) -> None:
         if gone.failed:

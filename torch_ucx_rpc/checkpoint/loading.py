@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.planner import LoadPlan
 
+from torch_ucx_rpc._arguments import check_path, check_type
 from torch_ucx_rpc.checkpoint import storage
 from torch_ucx_rpc.checkpoint.parts import CheckpointError, Part, Path, by_worker, parts_of, run_everywhere, under
 from torch_ucx_rpc.checkpoint.saving import await_saves_into
@@ -37,6 +38,8 @@ def load(state: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
 
     Raises CheckpointError that names the worker, and what the checkpoint lacks; FileNotFoundError where there is none.
     """
+    check_type("state", Mapping, "a dict", state)
+    check_path("path", path)
     path = str(pathlib.Path(path).absolute())
     await_saves_into(path)
     if not pathlib.Path(path).is_dir():

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
+from torch_ucx_rpc._arguments import check_flag, check_path, check_type
 from torch_ucx_rpc.checkpoint import storage
 from torch_ucx_rpc.checkpoint.parts import CheckpointError, Part, Path, by_worker, parts_of, run_everywhere, under
 
@@ -61,6 +62,9 @@ def save(state: Mapping[str, Any], path: str | os.PathLike[str], *, asynchronous
 
     Raises CheckpointError that names the worker. The folder then holds what it held before.
     """
+    check_type("state", Mapping, "a dict", state)
+    check_path("path", path)
+    check_flag("asynchronous", asynchronous)
     path = str(pathlib.Path(path).absolute())
     session = uuid.uuid4().hex[:12]
     mine = by_worker(parts_of(state))

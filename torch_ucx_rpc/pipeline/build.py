@@ -13,6 +13,7 @@ from torch import nn
 from torch._C._distributed_rpc import PyRRef
 from torch.distributed.rpc.internal import _internal_rpc_pickler
 
+from torch_ucx_rpc._arguments import check_callable, wrong_value
 from torch_ucx_rpc.pipeline.errors import PipelineError
 from torch_ucx_rpc.pipeline.wiring import StageSpec
 
@@ -34,8 +35,11 @@ class Built:
     """
 
     def __init__(self, what: str | Callable[..., nn.Module], *args: Any, **kwargs: Any) -> None:
-        if isinstance(what, str) and ":" not in what:
-            raise ValueError(f"Built takes a callable or its name as 'package.module:name', and not {what!r}")
+        expected = "a callable, or its name as 'package.module:name'"
+        if not isinstance(what, str):
+            check_callable("what", expected, what)
+        elif ":" not in what:
+            raise wrong_value("what", expected, what)
         self.what = what
         self.args = args
         self.kwargs = kwargs

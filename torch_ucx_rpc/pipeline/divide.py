@@ -31,10 +31,6 @@ def divide(
     """``model`` as ``stages`` stages. Raises ValueError, TypeError or PipelineError with the cure."""
     if isinstance(model, (list, tuple)):
         return _given(model, stages, balance)
-    if not isinstance(model, nn.Module):
-        raise TypeError(
-            f"a pipeline is made of an nn.Module or of a list of stages, and not of a {type(model).__name__}"
-        )
     args, kwargs = _sample(sample, chunks)
     if split_spec is not None or type(model).forward is not nn.Sequential.forward:
         # It imports torch.export, which most models do not need.

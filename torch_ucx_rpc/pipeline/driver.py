@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ import torch.distributed.rpc as rpc
 from torch import nn
 from torch._C._distributed_rpc import _get_current_rpc_agent
 
+from torch_ucx_rpc._arguments import check_callable, check_count, check_flag, check_type, wrong_type, wrong_value
 from torch_ucx_rpc.pipeline import host, table, trace
 from torch_ucx_rpc.pipeline.calls import Circumstances, circumstances
 from torch_ucx_rpc.pipeline.crew import Crew
@@ -69,23 +70,36 @@ class DistributedPipeline:
         loss: Callable[..., Any] | None = None,
         spares: Sequence[Any] = (),
     ) -> None:
-        if not isinstance(chunks, int) or isinstance(chunks, bool) or chunks < 1:
-            raise ValueError(f"chunks must be a whole number of micro-batches, 1 at least, and not {chunks!r}")
-        if loss is not None and not callable(loss):
-            raise TypeError(f"loss must be a function of the output and the target, and not a {type(loss).__name__}")
+        if not isinstance(model, (nn.Module, list, tuple)):
+            raise wrong_type("model", "an nn.Module, or a list of stages", model)
+        if isinstance(model, (list, tuple)) and not model:
+            raise wrong_value("model", "an nn.Module, or a list of one stage at least", model)
+        if balance is not None:
+            expected = 'a list with the number of layers of each stage, "profile" or "parameters"'
+            check_type("balance", (str, list, tuple), expected, balance)
+            if not balance:
+                raise wrong_value("balance", expected, balance)
+        if split_spec is not None:
+            check_type("split_spec", Mapping, "a dict from the names of modules to split points", split_spec)
+        check_count("chunks", 1, "a number of micro-batches", chunks)
+        if stages_per_worker is not None:
+            check_count("stages_per_worker", 1, "a number of stages", stages_per_worker)
+        check_flag("rematerialize", rematerialize)
+        if loss is not None:
+            check_callable("loss", "a function of the output and the target", loss)
         if isinstance(loss, nn.Module) and any(one.requires_grad for one in loss.parameters()):
             raise ValueError(
                 f"the loss {type(loss).__name__} has parameters, which no optimizer of the pipeline would train: put "
                 f"what has them into the model's last stage, or freeze them with loss.requires_grad_(False)"
             )
-        if isinstance(workers, str):
-            raise TypeError(f"workers is a list of names, such as [{workers!r}], and not a str")
-        if not isinstance(schedule, str):
-            raise TypeError(f'a schedule is a name, such as "1F1B", or a text, and not a {type(schedule).__name__}')
-        places = [_place(worker) for worker in workers]
-        spare_places = [_place(worker) for worker in spares]
+        check_type("schedule", str, 'a name, such as "1F1B", or a text', schedule)
+        for argument, listed in (("workers", workers), ("spares", spares)):
+            if isinstance(listed, str) or not isinstance(listed, Iterable):
+                raise wrong_type(argument, "a list of names, such as ['stage0', 'stage1']", listed)
+        places = [_place("each of workers", worker) for worker in workers]
+        spare_places = [_place("each of spares", worker) for worker in spares]
         if not places:
-            raise ValueError("a pipeline needs one worker at least")
+            raise wrong_value("workers", "a list of one worker at least", workers)
         for one in places + spare_places:
             if (places + spare_places).count(one) > 1:
                 raise ValueError(
@@ -283,7 +297,7 @@ class DistributedPipeline:
     def replace(self, worker: str, by: str) -> None:
         """Let worker ``by`` run the stages of ``worker``, which may be lost. Follow it with `load`: ``by`` knows
         nothing yet."""
-        self._engine.replace(worker, _place(by))
+        self._engine.replace(worker, _place("by", by))
 
     def close(self) -> None:
         """Let go of the stages on the workers. Without it they go with this object."""
@@ -318,11 +332,11 @@ def _modules(model: nn.Module | Sequence[Any]) -> Sequence[Any]:
     return [model] if isinstance(model, nn.Module) else model
 
 
-def _place(worker: Any) -> tuple[str, str]:
+def _place(argument: str, worker: Any) -> tuple[str, str]:
     """Name and device of "name", "name/cuda:0" or a WorkerInfo."""
     name = getattr(worker, "name", worker)
     if not isinstance(name, str):
-        raise TypeError(f"a worker is given by its name, 'name/cuda:0' or a WorkerInfo, and not by {worker!r}")
+        raise wrong_type(argument, "a name, 'name/cuda:0' or a WorkerInfo", worker)
     name, _, device = name.partition("/")
     try:
         torch.device(device or "cpu")

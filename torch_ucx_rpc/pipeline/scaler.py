@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Protocol
+
+from torch_ucx_rpc._arguments import check_count, check_number, check_type, wrong_type, wrong_value
 
 __all__ = ["GradScaler"]
 
@@ -41,10 +44,19 @@ class GradScaler:
         backoff_factor: float = 0.5,
         growth_interval: int = 2000,
     ) -> None:
-        if growth_factor <= 1.0 or not 0.0 < backoff_factor < 1.0 or growth_interval < 1 or init_scale <= 0.0:
-            raise ValueError(
-                "a scaler needs init_scale > 0, growth_factor > 1, 0 < backoff_factor < 1, growth_interval >= 1"
-            )
+        for name, value in (
+            ("init_scale", init_scale),
+            ("growth_factor", growth_factor),
+            ("backoff_factor", backoff_factor),
+        ):
+            check_number(name, value)
+        check_count("growth_interval", 1, "a number of steps", growth_interval)
+        if init_scale <= 0.0:
+            raise wrong_value("init_scale", "above 0", init_scale)
+        if growth_factor <= 1.0:
+            raise wrong_value("growth_factor", "above 1", growth_factor)
+        if not 0.0 < backoff_factor < 1.0:
+            raise wrong_value("backoff_factor", "between 0 and 1", backoff_factor)
         self._scale = init_scale
         self._growth_factor = growth_factor
         self._backoff_factor = backoff_factor
@@ -75,6 +87,8 @@ class GradScaler:
 
         Raises RuntimeError if it has been called since the optimizer's last step.
         """
+        if not hasattr(optimizer, "divide_gradients"):
+            raise wrong_type("optimizer", "a PipelineOptimizer, of DistributedPipeline.optimizer()", optimizer)
         if id(optimizer) in self._stepped:
             self._begin()
         if id(optimizer) in self._finite:
@@ -107,6 +121,10 @@ class GradScaler:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from what `state_dict` returned."""
+        expected = "a dict that state_dict() returned"
+        check_type("state_dict", Mapping, expected, state_dict)
+        if not {"scale", "good_steps"} <= state_dict.keys():
+            raise wrong_value("state_dict", expected, state_dict)
         self._scale = state_dict["scale"]
         self._good_steps = state_dict["good_steps"]
         self._begin()

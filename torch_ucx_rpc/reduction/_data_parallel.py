@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 
+from torch_ucx_rpc._arguments import check_count, check_type
 from torch_ucx_rpc._workers.lost import timed_out
 from torch_ucx_rpc.reduction._buckets import Bucket, make_buckets
 from torch_ucx_rpc.reduction._copy import Copy
@@ -61,14 +62,11 @@ class DataParallel(nn.Module):
         bucket_bytes: int = 25 << 20,
     ) -> None:
         super().__init__()
-        if not isinstance(server, Server):
-            raise TypeError(f"DataParallel takes what reduction.serve returns; {server!r} is something else")
-        if not isinstance(module, nn.Module):
-            raise TypeError(f"DataParallel takes an nn.Module; {module!r} is none")
-        if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
-            raise TypeError(f"optimizer must be the torch.optim.Optimizer of this trainer; {optimizer!r} is none")
-        if not isinstance(bucket_bytes, int) or bucket_bytes < 1:
-            raise ValueError(f"bucket_bytes must be a number of bytes, 1 at least; it cannot be {bucket_bytes!r}")
+        check_type("module", nn.Module, "an nn.Module", module)
+        check_type("server", Server, "what reduction.serve returns", server)
+        if optimizer is not None:
+            check_type("optimizer", torch.optim.Optimizer, "this trainer's torch.optim.Optimizer", optimizer)
+        check_count("bucket_bytes", 1, "a number of bytes", bucket_bytes)
         parameters = [p for p in module.parameters() if p.requires_grad]
         if not parameters:
             raise ValueError("DataParallel has nothing to do: no parameter of the module requires grad")

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 
+from torch_ucx_rpc._arguments import check_type
 from torch_ucx_rpc.reduction._messages import Answer
 from torch_ucx_rpc.reduction._plan import Part, cut, plan
 from torch_ucx_rpc.reduction._pushes import push, tensors_of
@@ -112,8 +113,9 @@ def state(server: Server, quorum: int | None = None, process_group: dist.Process
 
         >>> ddp.register_comm_hook(reduction.state(server, quorum=3), reduction.hook)
     """
-    if not isinstance(server, Server):
-        raise TypeError(f"state takes what reduction.serve returns; {server!r} is something else")
+    check_type("server", Server, "what reduction.serve returns", server)
+    if process_group is not None:
+        check_type("process_group", dist.ProcessGroup, "DistributedDataParallel's process group", process_group)
     in_group = dist.is_available() and dist.is_initialized()
     if in_group:
         ranks = dist.get_world_size(process_group)
@@ -139,9 +141,7 @@ def hook(state: State, bucket: GradBucket) -> Future[Tensor]:
     travel, and sums are made of halves. A hook on top should make a new tensor and not write to the result: other
     trainers ask this one for it when a host is lost in the middle of a step.
     """
-    if not isinstance(state, State):
-        raise TypeError(
-            f"reduction.hook takes what reduction.state returns, as in ddp.register_comm_hook(reduction.state(server), "
-            f"reduction.hook); {state!r} is something else"
-        )
+    expected = "what reduction.state returns, as in ddp.register_comm_hook(reduction.state(server), reduction.hook)"
+    check_type("state", State, expected, state)
+    check_type("bucket", GradBucket, "a GradBucket of DistributedDataParallel", bucket)
     return state.push(bucket)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
+from torch_ucx_rpc._arguments import check_type, got, wrong_type
 from torch_ucx_rpc._workers.futures import fail
 from torch_ucx_rpc.reduction._messages import Answer
 from torch_ucx_rpc.reduction._pushes import has_failed, push, tensors_of
@@ -47,14 +48,13 @@ def push_pull(server: Server, gradients: Any, *, quorum: int | None = None) -> A
 
 def push_pull_async(server: Server, gradients: Any, *, quorum: int | None = None) -> Future[Any]:
     """The same without waiting: a future. The gradients must not be written to before it is done."""
-    if not isinstance(server, Server):
-        raise TypeError(f"push_pull takes what reduction.serve returns; {server!r} is something else")
+    check_type("server", Server, "what reduction.serve returns", server)
     is_one = isinstance(gradients, Tensor)
     if not is_one and not isinstance(gradients, Iterable):
-        raise TypeError(f"push_pull takes a tensor, or several as a list; {gradients!r} is neither")
+        raise wrong_type("gradients", "a tensor, or several as a list", gradients)
     tensors = [gradients] if is_one else list(gradients)
     if not tensors:
-        raise ValueError("push_pull has nothing to push: gradients is empty; give those of all parameters")
+        raise ValueError(f"gradients must be those of all parameters; {got(gradients)}")
     for index, tensor in enumerate(tensors):
         if not isinstance(tensor, Tensor):
             raise TypeError(

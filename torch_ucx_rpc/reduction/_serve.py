@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import difflib
 import inspect
-import os
 import pickle
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -15,6 +14,16 @@ import torch
 from torch import Tensor
 from torch._C._distributed_rpc import WorkerInfo
 
+from torch_ucx_rpc._arguments import (
+    check_callable,
+    check_count,
+    check_flag,
+    check_path,
+    check_str,
+    check_type,
+    wrong_type,
+    wrong_value,
+)
 from torch_ucx_rpc._workers.life import Life
 from torch_ucx_rpc._workers.lost import was_lost
 from torch_ucx_rpc.reduction import _hosts
@@ -65,11 +74,12 @@ def serve(
         >>> server = reduction.serve("ps0", "ps1")
     """
     _check_options(asynchronous, replica, checkpoint, checkpoint_every, name)
+    _check_types(hosts, trainers, optimizer)
+    parameters = None if parameters is None else _list_of(parameters)
     known = servers()
     life = known.life
     names = tuple(host.name if isinstance(host, WorkerInfo) else host for host in hosts)
     absent = _check_hosts(names, life)
-    parameters = None if parameters is None else _list_of(parameters)
     _check_state(optimizer, parameters, asynchronous, replica, checkpoint, names)
     expected, expected_names = _expected(trainers, names, life)
     server_name = name or ",".join(names) or _TRAINERS
@@ -123,8 +133,6 @@ def _check_hosts(names: tuple[Any, ...], life: Life) -> str | None:
     workers = [info.name for info in life.living()]
     refusal = None
     for name in names:
-        if not isinstance(name, str):
-            raise TypeError(f"a host is given by its worker's name; {name!r} is none")
         if name not in workers:
             close = difflib.get_close_matches(name, workers, n=3)
             hint = f"close to it: {', '.join(close)}" if close else f"the workers are {', '.join(workers)}"
@@ -135,21 +143,29 @@ def _check_hosts(names: tuple[Any, ...], life: Life) -> str | None:
 
 
 def _check_options(asynchronous: Any, replica: Any, checkpoint: Any, checkpoint_every: Any, name: Any) -> None:
-    for what, flag in (("asynchronous", asynchronous), ("replica", replica)):
-        if not isinstance(flag, bool):
-            raise TypeError(f"{what} is True or False; {flag!r} is neither")
-    for what, text in (("checkpoint", checkpoint), ("name", name)):
-        if text is not None and not (
-            isinstance(text, (str, os.PathLike) if what == "checkpoint" else str) and str(text)
-        ):
-            raise TypeError(f"{what} is a str that is not empty, or left out; it cannot be {text!r}")
-    if not isinstance(checkpoint_every, int) or isinstance(checkpoint_every, bool) or checkpoint_every < 1:
-        raise ValueError(f"checkpoint_every must be a number of updates, 1 at least; it cannot be {checkpoint_every!r}")
+    check_flag("asynchronous", asynchronous)
+    check_flag("replica", replica)
+    if checkpoint is not None:
+        check_path("checkpoint", checkpoint)
+    if name is not None:
+        check_str("name", name)
+    check_count("checkpoint_every", 1, "a number of updates", checkpoint_every)
+
+
+def _check_types(hosts: tuple[Any, ...], trainers: Any, optimizer: Any) -> None:
+    for host in hosts:
+        check_type("each of hosts", (str, WorkerInfo), "the name of a worker, or its WorkerInfo", host)
+    if trainers is not None and (isinstance(trainers, bool) or not isinstance(trainers, (int, list, tuple))):
+        raise wrong_type("trainers", "how many there are, or a list of names of workers", trainers)
+    if trainers == []:
+        raise wrong_value("trainers", "different workers, one at least", trainers)
+    if optimizer is not None:
+        check_callable("optimizer", "a function that makes an optimizer of a list of parameters", optimizer)
 
 
 def _list_of(parameters: Any) -> list[Any]:
     if isinstance(parameters, Tensor) or not isinstance(parameters, Iterable):
-        raise TypeError(f"parameters are several tensors, as model.parameters(); {parameters!r} is none of that kind")
+        raise wrong_type("parameters", "several tensors, as model.parameters()", parameters)
     return list(parameters)
 
 
@@ -174,8 +190,6 @@ def _check_state(
                     f"all trainers, or a quorum of them"
                 )
         return
-    if not callable(optimizer):
-        raise TypeError(f"optimizer must make an optimizer of a list of parameters; {optimizer!r} cannot be called")
     try:
         pickle.dumps(optimizer)
     except Exception as error:
@@ -227,12 +241,12 @@ def _expected(trainers: Any, names: tuple[str, ...], life: Life) -> tuple[int, t
         return len(others), others
     if isinstance(trainers, int) and not isinstance(trainers, bool):
         if trainers < 1:
-            raise ValueError(f"trainers must be 1 at least; it cannot be {trainers}")
+            raise wrong_value("trainers", "1 at least", trainers)
         return trainers, ()
-    if not isinstance(trainers, (list, tuple)) or not all(isinstance(trainer, str) for trainer in trainers):
-        raise TypeError(f"trainers is how many there are, or a list of names of workers; {trainers!r} is neither")
+    for trainer in trainers:
+        check_str("each of trainers", trainer)
     if not trainers or len(set(trainers)) != len(trainers):
-        raise ValueError(f"trainers must be different workers, one at least; they cannot be {trainers!r}")
+        raise wrong_value("trainers", "different workers, one at least", trainers)
     if life.is_static:
         workers = [info.name for info in life.agent.get_worker_infos()]
         for trainer in trainers:

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from torch_ucx_rpc._arguments import got, wrong_type
 from torch_ucx_rpc._workers.life import Life
 from torch_ucx_rpc._workers.lost import was_lost
 from torch_ucx_rpc.reduction import _hosts
@@ -186,9 +187,9 @@ class Server:
         if quorum is None:
             return
         if not isinstance(quorum, int) or isinstance(quorum, bool):
-            raise TypeError(f"quorum must be an int; {quorum!r} is none")
+            raise wrong_type("quorum", "an int", quorum)
         if quorum < 1:
-            raise ValueError(f"quorum must be 1 at least; it cannot be {quorum}: without a quorum all trainers count")
+            raise ValueError(f"quorum must be 1 at least; {got(quorum)}: without a quorum all trainers count")
         most = max(self.trainers, 1 if self.trainers > 1 else len(self.life.living()))
         if quorum > most:
             raise ValueError(

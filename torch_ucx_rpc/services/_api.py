@@ -13,12 +13,13 @@ from torch._C._distributed_rpc import WorkerInfo
 from torch.distributed.rpc.constants import UNSET_RPC_TIMEOUT
 from torch.futures import Future
 
+from torch_ucx_rpc._arguments import check_flag, check_str, check_type, got, wrong_type
 from torch_ucx_rpc._observe.statistics import ServiceStatistics
 from torch_ucx_rpc.services import _calls
 from torch_ucx_rpc.services._calls import unknown
 from torch_ucx_rpc.services._directory import Directory, directory, role_of
 from torch_ucx_rpc.services._errors import NameTaken, UnknownName
-from torch_ucx_rpc.services._offered import Service, all_services, check_arguments, check_flag, check_name, service_of
+from torch_ucx_rpc.services._offered import Service, all_services, check_arguments, service_of
 from torch_ucx_rpc.services._served import Served, served, value_of
 from torch_ucx_rpc.services._table import Offer, Owner
 
@@ -68,7 +69,7 @@ def register(
 
         >>> services.register("score", model.score, group="eval", idempotent=True)
     """
-    check_name("name", name)
+    check_str("name", name)
     register_all({name: function}, group=group, idempotent=idempotent, unique=unique)
 
 
@@ -85,15 +86,14 @@ def register_all(
 
         >>> services.register_all({"score": model.score, "rank": model.rank}, group="eval")
     """
-    if not isinstance(functions, Mapping):
-        raise TypeError(f"register_all takes a dict of functions by their names; {functions!r} is none")
+    check_type("functions", Mapping, "a dict of functions by their names", functions)
     check_flag("idempotent", idempotent)
     check_flag("unique", unique)
     offers = {}
     for name, function in functions.items():
         if not callable(function):
             raise TypeError(
-                f"{name!r} cannot be registered: {function!r} cannot be called; a value is offered with "
+                f"the function of {name!r} must be callable; {got(function)}; a value is offered with "
                 f"services.pair({name!r}, value)"
             )
         is_async = hasattr(function, "_wrapped_async_rpc_function")
@@ -110,15 +110,15 @@ def pair(name: str, value: Any, *, group: str | None = None) -> None:
 
         >>> services.pair("weights", tensor)
     """
-    check_name("name", name)
+    check_str("name", name)
     _offer({name: (value, Offer(True, group, False, True, False))}, group)
 
 
 def _offer(offers: Mapping[str, tuple[Any, Offer]], group: str | None) -> None:
     for name in offers:
-        check_name("name", name)
+        check_str("each name", name)
     if group is not None:
-        check_name("group", group)
+        check_str("group", group)
     known = directory()
     by_offer: dict[Offer, list[str]] = {}
     added: dict[str, Served] = {}
@@ -159,7 +159,7 @@ def unregister(name: str) -> None:
 
     Raises `UnknownName` if this worker does not offer it.
     """
-    check_name("name", name)
+    check_str("name", name)
     known = directory()
     service = served.get(name)
     with known.lock:
@@ -182,14 +182,14 @@ def join(*groups: str) -> None:
     to the job may join, and says itself who it is. With a secret of the job (docs/security.md), nobody else can.
     """
     for group in groups:
-        check_name("group", group)
+        check_str("each of groups", group)
     directory().change(groups=lambda known: known | set(groups))
 
 
 def leave(*groups: str) -> None:
     """Be a member of groups no more. Raises ValueError for one in which this worker offers a name."""
     for group in groups:
-        check_name("group", group)
+        check_str("each of groups", group)
     for service in list(served.values()):
         if service.group in groups:
             raise ValueError(
@@ -200,7 +200,7 @@ def leave(*groups: str) -> None:
 
 def take_role(role: str) -> None:
     """Play this role, instead of that in the worker's name: the role of ``"trainer3"`` is ``"trainer"``."""
-    check_name("role", role)
+    check_str("role", role)
     directory().change(role=role)
 
 
@@ -218,7 +218,7 @@ def get(name: str) -> Any:
 
         >>> services.get("weights").to_here()
     """
-    check_name("name", name)
+    check_str("name", name)
     known = directory()
     offers = known.look_up(name)
     with known.lock:
@@ -248,7 +248,7 @@ def members(*, role: str | None = None, group: str | None = None) -> list[Member
 def _check_filters(**wanted: str | None) -> None:
     for what, name in wanted.items():
         if name is not None:
-            check_name(what, name)
+            check_str(what, name)
 
 
 def _member(info: WorkerInfo, owner: Owner | None) -> Member:
@@ -288,7 +288,8 @@ def call_role(
 
         >>> torch.futures.wait_all(services.call_role("trainer", load, args=(7,)))
     """
-    check_name("role", role)
+    check_str("role", role)
+    check_callable_or_name(function)
     check_arguments(args, kwargs, timeout)
     # First of all, so that this worker knows what the decider knows of the name.
     route = _calls.route_to(function) if isinstance(function, str) else None
@@ -303,8 +304,6 @@ def call_role(
             raise UnknownName(f"no living worker of the role {role!r} offers {function!r}; {workers} offers it")
         chosen = offering
         args, function = (*route.prefix, *args), route.function
-    if not callable(function):
-        raise TypeError(f"{function!r} cannot be called, on no worker")
     return [
         rpc.rpc_async(WorkerInfo(member.name, member.rank), function, tuple(args), dict(kwargs or {}), timeout)
         for member in chosen
@@ -328,26 +327,40 @@ def call_group(
         >>> futures = services.call_group("eval", args=(x,))
         >>> futures["score"].wait()
     """
-    check_name("group", group)
+    check_str("group", group)
     check_arguments(args, kwargs, timeout)
-    if isinstance(names, str):
-        raise TypeError(f"names is a list of names of services; {names!r} is a str: give [{names!r}]")
+    if names is not None:
+        names = _list_of_names(names)
     known = directory()
     known.sync()
     with known.lock:
         found = all_services(known)
     of_group = {service.name for service in found if service.group == group and not service.is_value}
-    wanted = sorted(of_group) if names is None else list(names)
+    wanted = sorted(of_group) if names is None else names
     for name in wanted:
         if name not in of_group:
             offered = ", ".join(map(repr, sorted(of_group))) or "none"
             raise UnknownName(f"{name!r} is no service of the group {group!r}; its services are {offered}")
-    if names is not None and not wanted:
-        raise ValueError("names has no service: leave it out to call all of the group")
     if not wanted:
         groups = ", ".join(sorted({repr(service.group) for service in found if service.group})) or "none"
         raise UnknownName(f"no living worker offers a service in the group {group!r}; the groups are {groups}")
     return {name: _calls.begin(name, tuple(args), dict(kwargs or {}), timeout) for name in wanted}
+
+
+def check_callable_or_name(function: object) -> None:
+    if not callable(function):
+        check_str("function", function)
+
+
+def _list_of_names(names: Any) -> list[str]:
+    if isinstance(names, str) or not isinstance(names, Iterable):
+        raise wrong_type("names", "a list of names of services", names)
+    listed = list(names)
+    if not listed:
+        raise ValueError(f"names must have a service; {got(names)}: leave it out to call all of the group")
+    for name in listed:
+        check_str("each of names", name)
+    return listed
 
 
 # ------------------------------------------------------------------------------------------------------------ counts

@@ -21,12 +21,13 @@ from torch.distributed.rpc.constants import UNSET_RPC_TIMEOUT
 from torch.distributed.rpc.internal import RPCExecMode
 from torch.futures import Future
 
+from torch_ucx_rpc._arguments import check_str
 from torch_ucx_rpc._workers.futures import fail
 from torch_ucx_rpc._workers.lost import was_lost
 from torch_ucx_rpc.services import _directory
 from torch_ucx_rpc.services._directory import Directory, directory
 from torch_ucx_rpc.services._errors import ReplicasLost, UnknownName, was_not_served
-from torch_ucx_rpc.services._offered import check_is_name, check_timeout
+from torch_ucx_rpc.services._offered import check_timeout
 from torch_ucx_rpc.services._served import serve, serve_async, serve_member, serve_member_async
 from torch_ucx_rpc.services._table import Offer
 
@@ -99,7 +100,7 @@ def forget(names: set[str]) -> None:
 
 
 def _route_of(name: str) -> Route:
-    check_is_name("name", name)
+    check_str("name", name)
     known = routes.get(name) if directory.is_made() else None
     return known or route_to(name)
 
@@ -161,6 +162,8 @@ def call(name: str, /, *args: Any, timeout: float = UNSET_RPC_TIMEOUT, **kwargs:
 
         >>> services.call("score", torch.ones(3))
     """
+    if timeout is not UNSET_RPC_TIMEOUT:
+        check_timeout(timeout)
     route = _route_of(name)
     replica = route.only
     if replica is None:
@@ -181,13 +184,7 @@ def _invoke(
     kwargs: dict[str, Any],
     timeout: float,
 ) -> Future[Any]:
-    try:
-        future: Future[Any] = api._invoke_rpc(
-            replica.info, route.function, mode, (*route.prefix, *args), kwargs, timeout
-        )
-    except TypeError:
-        check_timeout(timeout)
-        raise
+    future: Future[Any] = api._invoke_rpc(replica.info, route.function, mode, (*route.prefix, *args), kwargs, timeout)
     return future
 
 
@@ -264,6 +261,8 @@ def call_async(name: str, /, *args: Any, timeout: float = UNSET_RPC_TIMEOUT, **k
 
 def begin(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], timeout: float) -> Future[Any]:
     """`call_async` for arguments of any names."""
+    if timeout is not UNSET_RPC_TIMEOUT:
+        check_timeout(timeout)
     route = _route_of(name)
     if route.only is not None and route.is_plain:
         return _invoke(route, route.only, _ASYNC, args, kwargs, timeout)

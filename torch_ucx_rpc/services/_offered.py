@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from torch_ucx_rpc._arguments import check_type, wrong_type
 from torch_ucx_rpc.services._directory import Directory
 from torch_ucx_rpc.services._table import Owner
 
@@ -40,32 +41,15 @@ def _of_owners(name: str, owners: list[Owner]) -> Service:
     return Service(name, tuple(owner.worker for owner in owners), offer.group, offer.idempotent, offer.is_value)
 
 
-def check_is_name(what: str, name: Any) -> None:
-    if not isinstance(name, str):
-        raise TypeError(f"a {what} is a str; {name!r} is none")
-
-
-def check_name(what: str, name: Any) -> None:
-    check_is_name(what, name)
-    if not name:
-        raise ValueError(f"a {what} cannot be empty")
-
-
-def check_flag(what: str, value: Any) -> None:
-    if not isinstance(value, bool):
-        raise TypeError(f"{what} is True or False; {value!r} is neither")
-
-
 def check_timeout(value: Any) -> None:
     # Whatever torch takes: numbers of NumPy's, too.
     if isinstance(value, str) or not hasattr(value, "__float__"):
-        raise TypeError(f"timeout is a number of seconds, 0 for no limit; {value!r} is none")
+        raise wrong_type("timeout", "a number of seconds, 0 for no limit", value)
 
 
 def check_arguments(args: Any, kwargs: Any, timeout: Any) -> None:
     """TypeError for what cannot be the arguments of a call, or its timeout."""
     check_timeout(timeout)
-    if not isinstance(args, (tuple, list)):
-        raise TypeError(f"args is a tuple of arguments, as in args=(7,); {args!r} is none")
-    if kwargs is not None and not isinstance(kwargs, Mapping):
-        raise TypeError(f"kwargs is a dict of arguments by their names; {kwargs!r} is none")
+    check_type("args", (tuple, list), "a tuple of arguments, as in args=(7,)", args)
+    if kwargs is not None:
+        check_type("kwargs", Mapping, "a dict of arguments by their names", kwargs)

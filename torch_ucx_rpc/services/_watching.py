@@ -8,9 +8,10 @@ import queue
 import threading
 from collections.abc import Callable
 
+from torch_ucx_rpc._arguments import check_callable, check_str
 from torch_ucx_rpc.services import _calls, _directory
 from torch_ucx_rpc.services._directory import Directory, directory
-from torch_ucx_rpc.services._offered import Service, check_name, service_of
+from torch_ucx_rpc.services._offered import Service, service_of
 
 _logger = logging.getLogger(__name__)
 
@@ -33,9 +34,8 @@ def watch(name: str, on_change: Callable[[Service], None]) -> Callable[[], None]
         >>> stop = services.watch("score", lambda service: print(service.workers))
     """
     global _teller
-    check_name("name", name)
-    if not callable(on_change):
-        raise TypeError(f"on_change must be callable; {on_change!r} is not")
+    check_str("name", name)
+    check_callable("on_change", "a function of a Service", on_change)
     known = directory()
     known.sync()
     token = next(_tokens)

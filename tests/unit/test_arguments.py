@@ -1,0 +1,205 @@
+"""Wrong arguments of public functions: an error of ours names the argument, and what came."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import torch_ucx_rpc
+from torch_ucx_rpc import checkpoint, pipeline, reduction, services, testing
+from torch_ucx_rpc._arguments import got
+
+
+class Wrong:
+    """No argument takes this type."""
+
+    def __repr__(self) -> str:
+        return "<wrong>"
+
+
+WRONG = (None, Wrong(), [])
+
+
+def function(*_: Any) -> None:
+    pass
+
+
+SERVER = object.__new__(reduction.Server)
+LATENCIES = torch_ucx_rpc.Latencies((1,), 1.0)
+
+# Right arguments of each public function and class that takes some. The other arguments have defaults.
+CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
+    "UcxRpcBackendOptions": (torch_ucx_rpc.UcxRpcBackendOptions, {}),
+    "UcxRpcBackendOptions.set_device_map": (
+        torch_ucx_rpc.UcxRpcBackendOptions().set_device_map,
+        {"to": "ps", "device_map": {}},
+    ),
+    "UcxRpcBackendOptions.set_devices": (torch_ucx_rpc.UcxRpcBackendOptions().set_devices, {"devices": []}),
+    "init_rpc": (torch_ucx_rpc.init_rpc, {"name": "w0", "rank": 0, "world_size": 1}),
+    "native_op": (torch_ucx_rpc.native_op, {"schema": "ns::arguments(Tensor self) -> ()"}),
+    "native_op()": (torch_ucx_rpc.native_op("ns::arguments(Tensor self) -> ()"), {"function": function}),
+    "on_lost": (torch_ucx_rpc.on_lost, {"callback": function}),
+    "wait": (torch_ucx_rpc.wait, {"future": torch.futures.Future()}),
+    "Latencies.percentile_us": (LATENCIES.percentile_us, {"percent": 99}),
+    "Latencies.at_most_us": (LATENCIES.at_most_us, {"limit_us": 1}),
+    "testing.FaultyUcxRpcBackendOptions": (testing.FaultyUcxRpcBackendOptions, {}),
+    "services.call": (services.call, {"name": "score"}),
+    "services.call_async": (services.call_async, {"name": "score"}),
+    "services.call_group": (services.call_group, {"group": "eval"}),
+    "services.call_role": (services.call_role, {"role": "trainer", "function": function}),
+    "services.get": (services.get, {"name": "weights"}),
+    "services.join": (services.join, {"groups": "eval"}),
+    "services.leave": (services.leave, {"groups": "eval"}),
+    "services.members": (services.members, {}),
+    "services.names": (services.names, {}),
+    "services.pair": (services.pair, {"name": "weights", "value": 1}),
+    "services.register": (services.register, {"name": "score", "function": function}),
+    "services.register_all": (services.register_all, {"functions": {"score": function}}),
+    "services.take_role": (services.take_role, {"role": "trainer"}),
+    "services.unregister": (services.unregister, {"name": "score"}),
+    "services.watch": (services.watch, {"name": "score", "on_change": function}),
+    "reduction.DataParallel": (reduction.DataParallel, {"module": nn.Linear(1, 1), "server": SERVER}),
+    "reduction.push_pull": (reduction.push_pull, {"server": SERVER, "gradients": torch.ones(1)}),
+    "reduction.push_pull_async": (reduction.push_pull_async, {"server": SERVER, "gradients": torch.ones(1)}),
+    "reduction.state": (reduction.state, {"server": SERVER}),
+    "reduction.hook": (reduction.hook, {"state": object.__new__(reduction.State), "bucket": None}),
+    "reduction.serve": (reduction.serve, {"hosts": "ps0"}),
+    "checkpoint.save": (checkpoint.save, {"state": {}, "path": "/nowhere"}),
+    "checkpoint.load": (checkpoint.load, {"state": {}, "path": "/nowhere"}),
+    "pipeline.Built": (pipeline.Built, {"what": "package:name"}),
+    "pipeline.DistributedPipeline": (
+        pipeline.DistributedPipeline,
+        {"model": nn.Sequential(nn.Linear(1, 1)), "workers": ["w0"]},
+    ),
+    "pipeline.GradScaler": (pipeline.GradScaler, {}),
+    "pipeline.GradScaler.unscale_": (pipeline.GradScaler().unscale_, {"optimizer": None}),
+    "pipeline.GradScaler.load_state_dict": (pipeline.GradScaler().load_state_dict, {"state_dict": {}}),
+}
+# Documented values of an argument: None for a default, an empty list, or anything.
+TAKES_NONE = {
+    "UcxRpcBackendOptions": {
+        "init_timeout",
+        "device_maps",
+        "reply_device_maps",
+        "devices",
+        "device_pool_bytes",
+        "prometheus_port",
+        "secret_file",
+    },
+    "UcxRpcBackendOptions.set_devices": {"devices"},
+    "init_rpc": {"name", "rank", "world_size", "rpc_backend_options"},
+    "testing.FaultyUcxRpcBackendOptions": {"messages_to_delay"},
+    "services.call_group": {"kwargs", "names"},
+    "services.call_role": {"kwargs"},
+    "services.members": {"role", "group"},
+    "services.names": {"group"},
+    "services.pair": {"group"},
+    "services.register": {"group"},
+    "services.register_all": {"group"},
+    "reduction.DataParallel": {"optimizer", "quorum"},
+    "reduction.push_pull": {"quorum"},
+    "reduction.push_pull_async": {"quorum"},
+    "reduction.state": {"quorum", "process_group"},
+    "reduction.serve": {"trainers", "parameters", "optimizer", "checkpoint", "name"},
+    "pipeline.DistributedPipeline": {"balance", "split_spec", "stages_per_worker", "loss"},
+}
+TAKES_AN_EMPTY_LIST = {
+    "UcxRpcBackendOptions": {"devices"},
+    "UcxRpcBackendOptions.set_devices": {"devices"},
+    "testing.FaultyUcxRpcBackendOptions": {"messages_to_fail"},
+    "services.call_group": {"args"},
+    "services.call_role": {"args"},
+    "reduction.serve": {"parameters"},
+    "pipeline.DistributedPipeline": {"spares"},
+}
+TAKES_ANYTHING = {
+    "services.call": {"args"},
+    "services.call_async": {"args"},
+    "services.pair": {"value"},
+    "pipeline.Built": {"args"},
+    "pipeline.DistributedPipeline": {"sample"},
+}
+# No arguments of a user's go in: the package makes these.
+MADE_BY_THE_PACKAGE = {
+    "Latencies",
+    "PeerStatistics",
+    "ServiceStatistics",
+    "Statistics",
+    "checkpoint.Part",
+    "checkpoint.SaveFuture",
+    "pipeline.PipelineOptimizer",
+    "pipeline.SplitPoint",
+    "reduction.Server",
+    "reduction.State",
+    "services.Member",
+    "services.Service",
+    "services.ServiceStatistics",
+}
+
+
+def attempts() -> Iterator[tuple[str, str, Any]]:
+    for name, (door, _) in CALLS.items():
+        for parameter in inspect.signature(door).parameters.values():
+            argument = parameter.name
+            if parameter.kind is parameter.VAR_KEYWORD or argument in TAKES_ANYTHING.get(name, ()):
+                continue
+            for value in WRONG:
+                takes = TAKES_NONE if value is None else TAKES_AN_EMPTY_LIST if value == [] else {}
+                if argument not in takes.get(name, ()):
+                    yield name, argument, value
+
+
+def call(door: Callable[..., Any], arguments: dict[str, Any]) -> None:
+    positional, named = [], {}
+    for parameter in inspect.signature(door).parameters.values():
+        if parameter.name in arguments:
+            if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.VAR_POSITIONAL):
+                positional.append(arguments[parameter.name])
+            else:
+                named[parameter.name] = arguments[parameter.name]
+    door(*positional, **named)
+
+
+@pytest.mark.parametrize(("name", "argument", "value"), list(attempts()))
+def test_wrong_argument_is_named(name: str, argument: str, value: Any) -> None:
+    door, right = CALLS[name]
+    with pytest.raises((TypeError, ValueError)) as refused:
+        call(door, {**right, argument: value})
+    said = str(refused.value)
+    assert re.search(rf"\b{argument}\b", said), said
+    assert f"got {value!r} ({type(value).__name__})" in said
+
+
+def test_every_public_function_is_tried() -> None:
+    public = {
+        f"{prefix}{name}": getattr(module, name)
+        for prefix, module in {
+            "": torch_ucx_rpc,
+            "checkpoint.": checkpoint,
+            "pipeline.": pipeline,
+            "reduction.": reduction,
+            "services.": services,
+            "testing.": testing,
+        }.items()
+        for name in module.__all__
+    }
+    doors = {
+        name
+        for name, found in public.items()
+        if callable(found)
+        and not (isinstance(found, type) and issubclass(found, BaseException))
+        and name not in MADE_BY_THE_PACKAGE
+        and inspect.signature(found).parameters
+    }
+    assert doors - CALLS.keys() == set()
+    assert public.keys() >= MADE_BY_THE_PACKAGE
+
+
+def test_long_values_are_cut() -> None:
+    assert len(got("x" * 1000)) < 250
