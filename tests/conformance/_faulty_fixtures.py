@@ -1,4 +1,4 @@
-"""What PyTorch's suites for a faulty agent ask about it, answered for each backend.
+"""Answers to the questions of PyTorch's suites for a faulty agent, for each backend.
 
 Apart from the other fixtures, since torch's own, when it is imported, registers a backend: that replaces the enum of
 backends, and a process in which rpc.BackendType is no longer the enum in use cannot infer a backend from options.

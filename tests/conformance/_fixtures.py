@@ -1,4 +1,4 @@
-"""What PyTorch's suites ask about the agent under test, answered for each backend."""
+"""Answers to the questions of PyTorch's suites about the agent under test, for each backend."""
 
 from __future__ import annotations
 
@@ -45,6 +45,6 @@ class UcxForTensorPipeFixture(PreloadedProcesses, TensorPipeRpcAgentTestFixture)
         super()._run(*arguments, **named)
 
 
-# For the suites that are for any agent, and for those that are for TensorPipe's.
+# The suites for any agent, and the suites for TensorPipe's.
 FIXTURES = {"UCX": UcxFixture, "TENSORPIPE": TensorPipeFixture}
 TENSORPIPE_FIXTURES = {"UCX": UcxForTensorPipeFixture, "TENSORPIPE": TensorPipeFixture}

@@ -1,4 +1,4 @@
-"""How the suites' processes are started, and what is left of a test that hangs."""
+"""The start of the suites' processes, and the stacks of a test that hangs."""
 
 from __future__ import annotations
 

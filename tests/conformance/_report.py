@@ -56,7 +56,7 @@ class Report:
             self._outcomes[suite].setdefault(test, ("not run", ""))
 
     def _names(self, nodeid: str) -> tuple[str, str]:
-        """Of the suite, as torch calls it, and of the test."""
+        """Return the names of the suite, as torch calls it, and of the test."""
         *_, suite, test = nodeid.split("::")
         return suite.removeprefix(self._backend), test
 

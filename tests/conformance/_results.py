@@ -45,7 +45,7 @@ def record(files: Iterable[Path]) -> None:
 def commit() -> str:
     """Of the sources that ran, just now; "-dirty" where the package or the tests differ from it."""
     head = _git("rev-parse", "--short=12", "HEAD")
-    # What the last configuration has written is no other source.
+    # Results of the last configuration do not make the sources another state.
     sources = (":/torch_ucx_rpc", ":/tests", ":!/tests/conformance/results")
     changed = _git("status", "--porcelain", "--untracked-files=no", "--", *sources)
     return (f"{head}-dirty" if changed else head) or "unknown"

@@ -119,7 +119,7 @@ struct Allocation {
   bool isImported;
 };
 
-// What an IPC handle says.
+// The contents of an IPC handle.
 struct Ticket {
   int64_t pid;
   int32_t file;

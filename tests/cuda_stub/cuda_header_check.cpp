@@ -1,4 +1,4 @@
-// What the sources and the stub say of cuda.h, compared with it. There is nothing to run: it compiles, or it does not.
+// Compares cuda.h with the declarations of the sources and of the stub. Nothing runs: it compiles, or it does not.
 
 #include "cuda_numbers.h"
 

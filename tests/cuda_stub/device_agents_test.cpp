@@ -72,7 +72,7 @@ class Worker {
     });
   }
 
-  // Of this worker's messages in both directions.
+  // This worker's messages in both directions.
   void setDeviceMaps(const DeviceMap& requests, const DeviceMap& answers) const {
     const std::string other = nameOf(otherRank());
     agent_->deviceMaps().set({{other, requests}}, {{other, answers}}, {fake()});
@@ -158,7 +158,7 @@ struct Job {
   std::function<void()> setUp = [] {}; // of each process
 };
 
-// A caller that acts, and a callee that has the handler. Both write how often the driver was asked what meanwhile.
+// A caller that acts, and a callee that has the handler. Both write how often each function of the driver was called.
 std::unique_ptr<TwoProcesses> play(
     const Job& job, const Handler& handler, const std::function<void(const Worker& caller)>& act) {
   return std::make_unique<TwoProcesses>(

@@ -1,4 +1,4 @@
-"""What workers do in tests of failures: die, stay until they may leave, tell how a call failed."""
+"""Workers of the tests of failures: they die, stay until they may leave, or tell how a call failed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _gone = threading.Event()
 
 
 class leave_ungracefully_after:  # noqa: N801 - used as a function, and pickled
-    """The body, and then a shutdown that waits for nobody."""
+    """Run the body, then shut down without waiting for other workers."""
 
     def __init__(self, body: Callable[..., Any]) -> None:
         self._body = body

@@ -118,7 +118,7 @@ def differences(expected: Any, actual: Any) -> list[str]:
         return found
     if isinstance(expected, np.ma.MaskedArray):
         found = [] if np.array_equal(expected.mask, actual.mask) else ["other mask"]
-        # Of what is masked, too.
+        # Masked elements count too.
         found += [] if np.array_equal(expected.data, actual.data) else ["other data"]
         return found + ([] if expected.fill_value == actual.fill_value else ["other fill value"])
     if expected.dtype.hasobject or expected.dtype.char in "gG":  # these have bytes that mean nothing
@@ -277,7 +277,7 @@ def test_they_travel_beside_tensors_that_require_grad() -> None:
 
 
 class Owner:
-    """Of an array's memory; unlike arrays, it can be asked whether it lives."""
+    """The memory of an array. Unlike an array, it takes weak references."""
 
     def __init__(self) -> None:
         self._memory = numbers(LARGE)

@@ -312,7 +312,7 @@ def test_a_call_ends_at_its_own_timeout() -> None:
         assert_times_out(call_of_oneself, after=0.2, callee="worker0")
         rref = rpc.remote("worker1", wait_for_release)
         assert_times_out(lambda: rref.to_here(timeout=0.2), after=0.2)
-        # The others go on meanwhile, and what was given up can be asked for again.
+        # The other calls go on, and the abandoned value can be asked for again.
         assert rpc.rpc_sync("worker1", greet, args=("you",)) == "Hello, you, from worker1"
     finally:
         rpc.rpc_sync("worker1", release)

@@ -176,7 +176,7 @@ def test_the_page_has_all_commands_and_options(capsys: pytest.CaptureFixture[str
             main([name, "--help"])
         section = page[page.index(f"## `{name}`") :].partition("\n## ")[0]
         options = set(re.findall(r"(?<![\w-])(--?[a-z][a-z-]*)", capsys.readouterr().out)) - {"-h", "--help"}
-        # Of the program that is started, and of `python -m torch_ucx_rpc`.
+        # Options of the started program, and of `python -m torch_ucx_rpc`.
         options -= {"--epochs"} if name == "run" else {"-m"}
         assert options <= set(re.findall(r"(?<![\w-])(--?[a-z][a-z-]*)", section)), name
 

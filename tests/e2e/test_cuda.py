@@ -220,7 +220,7 @@ def test_tensors_and_numba_arrays_share_the_programs_resource(
     run_workers(2, share_a_resource, init=False, shutdown=False)
 
 
-# A program of its own: torch lets nobody replace its allocator after the first CUDA tensor.
+# This is a program of its own: torch's allocator cannot be replaced after the first CUDA tensor.
 WITH_RMM_INSTEAD_OF_TORCHS = """
     import os, sys
     import rmm

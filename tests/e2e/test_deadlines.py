@@ -91,7 +91,7 @@ class load:  # noqa: N801 - used as a function
 
 @in_worker0(of=2)
 def test_calls_fail_at_their_deadlines_also_under_load() -> None:
-    ends: list[tuple[float, float]] = []  # of each call: when it was due, and when it failed
+    ends: list[tuple[float, float]] = []  # when each call was due, and when it failed
 
     def call(timeout: float) -> Future:
         due = time.monotonic() + timeout
@@ -115,7 +115,7 @@ def test_calls_fail_at_their_deadlines_also_under_load() -> None:
 
 
 def leftovers() -> dict[str, int]:
-    """What this worker holds on to for calls."""
+    """Return the number of objects that this worker keeps for calls."""
     import torch_ucx_rpc
 
     give_late_answers()
@@ -193,6 +193,6 @@ def test_calls_that_time_out_leave_nothing_behind() -> None:
     for _ in range(3):
         time_out(400)
     # UCX keeps what the most messages at a time have needed, which may still grow. But these calls have sent 120 MiB.
-    # What 100,000 leave benchmarks/deadlines.py measures.
+    # benchmarks/deadlines.py measures what 100,000 calls leave.
     for now, then in zip(allocated(), before, strict=True):
         assert now - then < 16

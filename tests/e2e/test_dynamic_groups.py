@@ -130,7 +130,7 @@ def come_and_go(rank: int, steps: Steps) -> None:
         assert_answers(1)
         rref = rpc.remote("worker0", double, args=(torch.ones(2),))
         assert rref.to_here().sum() == 4
-        # The one that stays behind calls it too.
+        # The worker that stays calls it too.
         assert rpc.rpc_sync("worker1", call_back, args=(rank,)) == f"worker{rank}"
         del rref
         rpc.shutdown()
@@ -353,7 +353,7 @@ def test_a_worker_that_cannot_be_reached_at_once_is_tried_again(tmp_path: Path) 
 def join_past_an_obstacle(rank: int, steps: Steps, file: Path, address: str) -> None:
     if rank == 1:
         steps.wait_for("joined 0")
-        # What a host looks like whose network is just coming back: connections fail at once.
+        # Connections fail at once, as on a host whose network is just coming back.
         subprocess.run(["ip", "route", "add", "unreachable", address], check=True)
         way = threading.Timer(0.4, subprocess.run, [["ip", "route", "del", "unreachable", address]])
         way.start()

@@ -87,7 +87,7 @@ def outlive_owners_to_be(rank: int) -> None:
         rpc.rpc_async("worker1", die)
         for rref in created:
             assert failure_of(rref.to_here, WorkerLost).name == "worker1"
-        # By way of worker2 come the type and the sentence.
+        # Through worker2, the type and the sentence arrive.
         assert "lost worker 'worker1'" in str(failure_of(forwarded.wait, WorkerLost))
         assert rpc.rpc_sync("worker2", echo, (2,)) == 2
         rpc.rpc_sync("worker2", let_go)
@@ -239,7 +239,7 @@ def outlive_worker1_and_its_queue(rank: int, calls: int) -> None:
         eventually(lambda: len(begun) >= 1, "one runs")
         rpc.rpc_async("worker1", die)
         eventually(lambda: is_lost("worker1"), "worker1 is lost")
-        # What runs by now goes on; all threads are taken.
+        # Running calls go on; all threads are taken.
         running = list(begun)
         gate.set()
         eventually(lambda: metric("agent.server_active_calls") == 0, "its calls are over")

@@ -1,4 +1,4 @@
-"""Processes forked from a worker: they are none, and do it no harm."""
+"""Processes forked from a worker are not workers, and do not harm it."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ REFUSED = "cannot be used in a process that was forked from worker 'worker0'"
 
 
 def in_forked_child(call: Callable[[], object]) -> str:
-    """What ``call`` raises in a child; "no error" if it raises nothing."""
+    """Return the error that ``call`` raises in a child, or "no error"."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
-        # One that hangs says where.
+        # A child that hangs says where.
         faulthandler.dump_traceback_later(20, exit=True)
         try:
             call()

@@ -232,7 +232,7 @@ def test_a_broken_installation_is_told_with_the_cure(
     [told] = [p for p in report["problems"] if p["problem"].startswith(problem)]
     assert cure in told["cure"]
     assert told["problem"].count("(") == told["problem"].count(")")
-    # The rest is told all the same.
+    # The report still has the rest.
     assert report["UCX"]["version"]
     assert report["machine"]["host"]
 

@@ -1,4 +1,4 @@
-"""What an agent tells about itself, and that its limits hold."""
+"""The agent's debug information, and its limits."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def test_large_tensors_are_taken_in_within_the_window() -> None:
     assert metric_of("worker1", "window.limit_bytes") == 8 * MIB
     futures = [rpc.rpc_async("worker1", window_in_use, args=(tensor_of(3 * MIB),)) for _ in range(60)]
     assert max(future.wait() for future in futures) <= 8 * MIB
-    # Alone, what is larger than the window; and small calls meanwhile.
+    # Messages larger than the window pass alone, and small calls pass them.
     futures = [rpc.rpc_async("worker1", window_in_use, args=(tensor_of(20 * MIB),)) for _ in range(4)]
     futures += [rpc.rpc_async("worker1", window_in_use) for _ in range(50)]
     assert max(future.wait() for future in futures) <= 21 * MIB

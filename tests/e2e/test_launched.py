@@ -28,7 +28,7 @@ def join_after_process_group(rank: int, with_variables: bool) -> float:
         os.environ.update(RANK=str(rank), WORLD_SIZE="2")
         dist.init_process_group("gloo")
     else:
-        # As of a program that has all that from elsewhere.
+        # A program may have these from elsewhere.
         del os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
         dist.init_process_group("gloo", init_method=f"tcp://{host}:{port}", rank=rank, world_size=2)
     keep_process_group()

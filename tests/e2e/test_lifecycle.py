@@ -362,7 +362,7 @@ def wait_for_file(file: Path) -> None:
 
 
 def test_an_ungraceful_shutdown_waits_for_nobody(run_workers: Callable[..., list], tmp_path: Path) -> None:
-    # Not silent: worker1 may find that nobody is there to take its answer.
+    # Not silent: worker1 may find that the receiver of its answer is gone.
     run_workers(2, leave_at_once, tmp_path / "done", shutdown=False, silent=False)
 
 
@@ -371,7 +371,7 @@ _leaving = threading.Event()
 
 def have_worker1_leave() -> str:
     _leaving.set()
-    time.sleep(0.05)  # of the half second that a handler has
+    time.sleep(0.05)  # a part of the half second that a handler has
     return "answer"
 
 
@@ -407,7 +407,7 @@ rpc.init_rpc(f"worker{rank}", backend="UCX", rank=rank, world_size=world_size)
 received = [rpc.rpc_sync(peer, torch.add, args=(torch.zeros(1 << n), 1)) for n in (1, 20) for peer in range(world_size)]
 """
 
-# Nobody ends before the other has what it asked for.
+# Neither worker ends before the other has its answer.
 MEET = """
 open(f"{meeting}/{rank}", "w").close()
 while len(os.listdir(meeting)) < world_size:

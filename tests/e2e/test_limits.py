@@ -73,7 +73,7 @@ def limit_files(more: int | None) -> None:
     if more is None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
         return
-    # What counts is the lowest number that is free.
+    # The lowest free number counts.
     fillers = []
     highest = max(int(file.name) for file in Path("/proc/self/fd").iterdir())
     while not fillers or fillers[-1] < highest:
@@ -127,7 +127,7 @@ def call_new_peers_short_of_files(rank: int, more: int) -> None:
         assert rpc.rpc_sync(other, divmod, args=(17, 5)) == (3, 2)
 
 
-# UCX by itself ended the process, or never called some of them again.
+# Without the reserve, UCX ended the process, or never called some of them again.
 @pytest.mark.parametrize("more", [1, 2, 3, 4, 5])
 def test_out_of_files_while_connecting_no_peer_is_lost(more: int) -> None:
     workers.run_workers(6, call_new_peers_short_of_files, more, transport=workers.Transport.TCP)
@@ -160,7 +160,7 @@ def be_called_with_all_files_open(rank: int, steps: workers.Steps) -> None:
         assert rpc.rpc_sync("worker0", divmod, args=(17, 5)) == (3, 2)
 
 
-# UCX by itself closed the port.
+# Without the reserve, UCX closed the port.
 def test_a_worker_with_all_files_open_can_be_called_by_new_peers(tmp_path: Path) -> None:
     steps = workers.Steps(tmp_path)
     workers.run_workers(12, be_called_with_all_files_open, steps, transport=workers.Transport.TCP)
@@ -227,7 +227,7 @@ def test_with_dev_shm_full_workers_share_memory_all_the_same(host: VirtualHosts)
 def init_without_shared_memory(rank: int) -> str:
     with pytest.raises(JoinFailed) as error:
         workers.init_rpc(rank)
-    # What else there is will do.
+    # Any other transport will do.
     os.environ["UCX_TLS"] = "tcp,self"
     workers.init_rpc(rank)
     assert rpc.rpc_sync(f"worker{1 - rank}", divmod, args=(17, 5)) == (3, 2)

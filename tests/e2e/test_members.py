@@ -23,7 +23,7 @@ from torch_ucx_rpc._bootstrap.rendezvous import create_store
 
 
 def meet(rank: int, world_size: int, timeout: float = 30.0, **changed: Any) -> list[Record]:
-    """What this worker of a `run_workers` job learns, through the Store of the job's port."""
+    """Return the members that this worker of a `run_workers` job finds in the Store of the job's port."""
     store = create_store("env://", rank, world_size, timeout)
     return gather_members(store, record(rank, world_size, **changed), timeout)
 
@@ -127,7 +127,7 @@ def test_a_rank_used_twice_is_refused_everywhere_naming_both() -> None:
 
 
 def meet_in_vain(store: Store, rank: int, present: set[int], world_size: int, timeout: float) -> str:
-    """What this worker is told. Those present begin at the same time: processes start seconds apart on a busy host."""
+    """Return the error of this worker. The present begin together: on a busy host processes start seconds apart."""
     store.set(f"ready/{rank}", "")
     store.wait([f"ready/{peer}" for peer in present])
     return outcome(gather_members, store, record(rank, world_size), timeout)

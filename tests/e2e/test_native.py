@@ -39,7 +39,7 @@ def copied(tmp_path: Path) -> Path:
 
 
 def import_error(copied: Path, before: str = "", env: Mapping[str, str] | None = None) -> str:
-    """What the ImportError says with which importing the copied package ends."""
+    """Import the copied package, and return the text of its ImportError."""
     script = f"""
 import sys
 sys.path.insert(0, {str(copied.parent)!r})

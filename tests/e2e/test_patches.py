@@ -1,4 +1,4 @@
-"""What importing the package changes in torch.distributed.rpc, and what it leaves as it is.
+"""Importing the package changes some of torch.distributed.rpc, and leaves the rest as it is.
 
 Each test runs in a process of its own, where the import is the first.
 """

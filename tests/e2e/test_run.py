@@ -157,7 +157,7 @@ def test_worker_that_failed_first_is_named() -> None:
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1] == "KeyError: 'the cause'"
     assert "since worker1 (pid" in done.stderr
-    # Which the others have noticed, before they were ended.
+    # The others noticed it before they were ended.
     assert "[worker0] " in done.stderr
 
 

@@ -162,7 +162,7 @@ def lose_each_other(rank: int, fate: Fate, steps: Steps) -> None:
     calls = []
 
     def send(number: int) -> None:
-        # Of a size that is sent without asking.
+        # This size is sent without asking the receiver.
         calls.extend(rpc.rpc_async(other, echo, (bytes(50_000),)) for _ in range(number))
 
     def is_lost_under_load() -> bool:
@@ -172,7 +172,7 @@ def lose_each_other(rank: int, fate: Fate, steps: Steps) -> None:
     send(200)
     if rank == 0:
         fate.of("b", "cut")
-    eventually(is_lost_under_load, "the cut")  # of which worker1 knows nothing
+    eventually(is_lost_under_load, "the cut")  # worker1 does not know about it
     waiting = connections(blocked=True)
     assert waiting, "nothing was under way"
     steps.meet("lost", rank, of=2)
@@ -217,7 +217,7 @@ def test_a_stopped_worker_of_the_same_host_is_not_lost(run_workers: Callable[...
 
 
 def be_stopped_for_longer_than_the_own_limit(rank: int) -> None:
-    # worker1 is more patient, or it would lose the one that is stopped.
+    # worker1 is more patient, or it would lose the stopped worker.
     limit = SHORT_LIMIT if rank == 0 else 60.0
     workers.init_rpc(rank, rpc_backend_options=workers.backend_options(heartbeat_limit=limit, reconnect_limit=0))
     if rank == 0:

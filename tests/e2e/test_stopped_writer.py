@@ -85,7 +85,7 @@ def lanes_to(name: str) -> list[str]:
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the circle is x86-64's")
 def test_worker_made_deaf_by_a_stopped_writer_is_still_reached(tmp_path: Path) -> None:
-    # Nobody looks for what is missing before the writer has been stopped.
+    # The queue is examined only after the writer has been stopped.
     options = {"heartbeat_limit": 60}
     body = leave_ungracefully_after(be_deaf_to_a_neighbour)
     workers.run_workers(3, body, tmp_path, options=options, **DEATH_OF_WORKER1)

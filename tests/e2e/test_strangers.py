@@ -140,7 +140,7 @@ def test_impossible_secret_is_refused_before_any_wait(run_workers: Callable[...,
 
 
 def join_beside_a_member(rank: int, steps: Steps, make_joiner: Callable[[], None], count: int) -> str:
-    """Worker 0 is a member; worker 1 tries to become one, after `make_joiner`. What each was told.
+    """Worker 0 is a member; worker 1 tries to become one, after `make_joiner`. The error of each worker.
 
     The member refuses so many frames in the end.
     """

@@ -71,7 +71,7 @@ def quantized_below_a_byte(dtype: torch.dtype) -> torch.Tensor:
 
 
 def mapped_read_only() -> torch.Tensor:
-    """Memory that nobody may write to, UCX included."""
+    """Memory that is read-only, for UCX too."""
     with tempfile.TemporaryDirectory() as directory, warnings.catch_warnings():
         file = Path(directory) / "bytes"
         file.write_bytes(random_bytes(4 * LARGE).numpy().tobytes())

@@ -1,4 +1,4 @@
-"""What PyTorch builds on RPC: distributed autograd and optimizers, RemoteModule, the profiler."""
+"""PyTorch's parts on top of RPC: distributed autograd and optimizers, RemoteModule, the profiler."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ def unknown_script(owner: str) -> rpc.RRef:
     return rpc.remote(owner, script_of_this_worker_alone, args=(torch.ones(2),))
 
 
-# What rpc.remote is given, and what the owner raises.
+# The arguments of rpc.remote, and the error of the owner.
 FAILURES: dict[str, tuple[Callable[[str], rpc.RRef], type[Exception], str]] = {
     "setstate raises": (with_argument(Refusing()), ValueError, "refused here"),
     "missing module": (with_argument(CannotArrive(__import__, "no_such")), ModuleNotFoundError, "no_such"),
@@ -152,7 +152,7 @@ def ask(rank: int, name: str, owner: str) -> None:
         assert_raises(ASYNCHRONOUS.values(), FAILURES[name][0](owner), name)
 
 
-# What another worker does not know, the caller does.
+# The caller knows the reason, and other workers do not.
 @pytest.mark.parametrize(
     ("name", "owner"),
     [(name, "worker1") for name in FAILURES] + [(name, "worker0") for name in FAILURES if "unknown" not in name],

@@ -27,9 +27,9 @@ PATCHED = {
     "torch.distributed.rpc.api._wait_all_workers",
     "torch.distributed.rpc.api._delete_all_user_and_unforked_owner_rrefs",
     "torch.distributed.rpc.api._destroy_rref_context",
-    # Which tensors a future finds in a value.
+    # The tensors that a future finds in a value.
     "torch._jit_internal._TensorExtractor.persistent_id",
-    # What a callee raises.
+    # The exception of a callee.
     "torch.distributed.rpc.internal._handle_exception",
     "torch.distributed.rpc.internal.deserialize",
     # How values are pickled; and, by Python's own pickle, the type of what a callee has raised.
@@ -126,7 +126,7 @@ report()
 
 @pytest.fixture(scope="module")
 def reports() -> list[dict[str, Any]]:
-    """What a fresh interpreter finds changed: after importing the package, and after further patches."""
+    """The changes in a fresh interpreter: after importing the package, and after further patches."""
     [ended] = workers.run_program(COMPARE)
     assert ended.returncode == 0, ended.stderr
     return [json.loads(line) for line in ended.stdout.splitlines()]

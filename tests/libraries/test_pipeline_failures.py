@@ -1,4 +1,4 @@
-"""Stages that raise, workers that die, spares, and what is refused before it runs."""
+"""Stages that raise, workers that die, spares, and refusals before anything runs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ._pipelines import Failing, PassOn, make_pipe
 
 
 def kept() -> int:
-    """What stages keep for the way back, and values that lie in slots."""
+    """The memory of stages for the way back, and values that lie in slots."""
     from torch_ucx_rpc.pipeline import host
 
     return sum(
@@ -538,17 +538,14 @@ def refuse() -> None:
     refused(ValueError, r"'worker1' is given twice", spares=["worker1"])
     refused(ValueError, r"one worker at least", workers=[])
     refused(ValueError, r"there is no worker 'x'\. The workers are: worker0", workers=["x"])
-    refused(TypeError, r"and not by 3", workers=[3])
-    refused(TypeError, r"workers is a list of names, such as \['worker1'\]", workers="worker1")
-    refused(TypeError, r"a schedule is a name.*and not a NoneType", schedule=None)
-    refused(ValueError, r"chunks must be a whole number", chunks=0)
-    refused(TypeError, r"loss must be a function", loss=3)
+    refused(TypeError, r"each of workers must be a name, .* got 3", workers=[3])
+    refused(TypeError, r"workers must be a list of names, .*; got 'worker1'", workers="worker1")
+    refused(ValueError, r"chunks must be at least 1", chunks=0)
     refused(ValueError, r"the loss Linear has parameters.*put what has them into the model's last stage", loss=model[0])
     normed = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(8, 8)), nn.Linear(8, 4))
     refused(
         PipelineError, r"(?s)stages \[0\] cannot be sent.*let the worker make the stage: pipeline\.Built", model=normed
     )
-    refused(TypeError, r"an nn\.Module or of a list of stages, and not of a str", model="model")
     refused(ValueError, r"the list has 1 stages, but the workers run 2", model=[model])
     refused(TypeError, r"stage 1 is a int", model=[model, 3])
     refused(

@@ -1,4 +1,4 @@
-"""What counts as the loss of a worker, and which calls a spare saves."""
+"""The losses of workers, and the calls that a spare saves."""
 
 from __future__ import annotations
 

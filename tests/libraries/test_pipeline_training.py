@@ -491,7 +491,7 @@ def differentiate_calls() -> None:
 
     with pytest.raises(RuntimeError, match="second backward"):
         hidden.sum().backward()
-    # What nobody can ask the way back of any more is let go of.
+    # Outputs without a way back are released.
     for _ in range(3):
         pipe(x)
     pipe.synchronize()

@@ -68,7 +68,7 @@ def test_differing_micro_batches_keep_gradients_in_place() -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Hidden:
-    """What one stage hands another: tensors, and something else."""
+    """The values between stages: tensors, and something else."""
 
     x: torch.Tensor
     scale: float

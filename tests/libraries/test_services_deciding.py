@@ -131,7 +131,7 @@ def test_all_hear_the_outcome_of_an_interrupted_change(run_on_both: RunWorkers, 
 
 
 def interrupt_changes(rank: int, steps: Steps) -> None:
-    # From now on they hear of changes, and ask nobody.
+    # From now on they hear of changes, and do not ask.
     assert offered() == set()
     steps.meet("before", rank, 3)
     if rank == 1:

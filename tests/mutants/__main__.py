@@ -22,7 +22,7 @@ from ._mutant import Mutant, Useless
 
 
 def tests_that_fail(chosen: Sequence[Mutant]) -> dict[str, str]:
-    """Of the tests of these mutants, those that do not pass on the sources as they are, each with what it does."""
+    """Return the tests of these mutants that fail without a mutant, each with its failure."""
     tests = sorted({test for mutant in chosen for test in mutant.tests})
     if any(mutant.is_cpp for mutant in chosen):
         _copy.build_for(tests)

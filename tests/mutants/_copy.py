@@ -37,7 +37,7 @@ def refresh() -> None:
             continue
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(file, target)
-    # Of a former copy: a test that has moved would be found twice.
+    # Drop files of a former copy: a test that has moved would be found twice.
     for file in [*sources(COPY), *(COPY / "tests").rglob("*.py")]:
         if str(file.relative_to(COPY)) not in wanted:
             file.unlink(missing_ok=True)

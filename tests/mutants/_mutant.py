@@ -1,4 +1,4 @@
-"""What a mutant is, and where its text stands."""
+"""A mutant, and the place of its text."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-# Where mutants may be. Not in the tests, but for those programs among them that judge.
+# Folders that mutants change. Tests have no mutants, except the programs that judge.
 _FOLDERS = ("torch_ucx_rpc", "benchmarks", "tools", "tests/soak", "tests/verbs")
 
 

@@ -1,4 +1,4 @@
-"""Where a test is, by its name."""
+"""The place of a test, by its name."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def main() -> int:
     parser.add_argument("--report", type=Path, required=True, help="folder for report.json and report.md")
     arguments = parser.parse_args()
     print(f"soak: {arguments.minutes:g} minutes, seed {arguments.seed}", flush=True)
-    # What an earlier run has left would be taken for this one's.
+    # Drop the files of an earlier run.
     shutil.rmtree(arguments.report, ignore_errors=True)
     journals = arguments.report.resolve() / "journals"
     journals.mkdir(parents=True)

@@ -99,7 +99,7 @@ class Chaos:
             self._crew.watch(self._choice.uniform(_SHORTEST_CUT_S, _LONGEST_SURVIVED_S))
             self._log("kill while stopped")
             self._end(rank)
-            # It is told to go on, which it does.
+            # It goes on at this order.
             self._start(rank)
 
     def _no_files(self) -> None:
@@ -153,7 +153,7 @@ class Chaos:
         # By how long it was, not by how long it was to be: this process may have been held up.
         if event["until"] - event["at"] > _LONGEST_SURVIVED_S + _SLACK_S:
             event["what"] = long
-            # Half the limit loses nobody. Beyond that, silence from before it counts with it.
+            # A cut of half the limit loses no worker. Beyond that, silence from before it counts with it.
             event["parted"] = event["at"] + HEARTBEAT_LIMIT_S / 2
             self._reunite(host)
         else:

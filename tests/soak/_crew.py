@@ -1,4 +1,4 @@
-"""The workers as processes: started, killed, told what to do, measured."""
+"""The workers as processes: started, killed, given orders, measured."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _LONGEST_OUTPUT = 4000
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    """Of a worker at a point in time."""
+    """A sample of a worker at a point in time."""
 
     time: float
     resident_bytes: int
@@ -118,7 +118,7 @@ class Crew:
         self._due = 0.0
         self.current: dict[int, Member] = {}
         self.past: list[Member] = []
-        # Times at which this machine has let nobody run.
+        # Times at which this machine let no process run.
         self.stalls: list[dict[str, Any]] = []
         # Of the workers that were killed, by descriptors of their processes: to be called with the time of the end.
         self._dying: dict[int, Callable[[float], None]] = {}
@@ -138,7 +138,7 @@ class Crew:
             transport=Transport.SHARED_MEMORY,
             options=OPTIONS,
             host_pids=tuple(host.pid for host in self.hosts),
-            # The Store of torchrun, to torch: one that no worker brings and takes along.
+            # torch takes it for torchrun's Store: it outlives all workers.
             env={
                 "MASTER_ADDR": self.hosts.head.address,
                 "MASTER_PORT": str(port.recv()),
@@ -250,7 +250,7 @@ class Crew:
                 self.steps.done(f"seen: {step}")
 
     def all_say(self, step: str, timeout: float) -> list[Member]:
-        """Those that have not said it in time."""
+        """Return the workers that have not said it in time."""
         deadline = time.monotonic() + timeout
         while True:
             silent = [m for m in self.current.values() if not self.steps.is_done(f"{step} {m.who}")]
@@ -259,7 +259,7 @@ class Crew:
             self.watch(0.1)
 
     def all_end(self, timeout: float) -> list[Member]:
-        """Those that have not ended in time."""
+        """Return the workers that have not ended in time."""
         deadline = time.monotonic() + timeout
         while True:
             running = [member for member in self.current.values() if not member.has_ended()]
@@ -269,7 +269,7 @@ class Crew:
 
 
 class WorkerEnded(RuntimeError):
-    """A worker has ended that nobody has killed."""
+    """A worker has ended without being killed."""
 
     def __init__(self, member: Member) -> None:
         code = member.process.exitcode

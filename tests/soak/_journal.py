@@ -1,4 +1,4 @@
-"""What a worker writes down as it goes, in files that outlive it however it ends.
+"""The journal of a worker, in files that outlive it however it ends.
 
 Each process has two: ``3.2.calls``, of rank 3 and the third process to have it, is an array of `ENTRY`;
 ``3.2.events`` has the failures of calls and the memberships, a JSON object a line. Times are those of the monotonic
@@ -21,7 +21,7 @@ import numpy as np
 
 
 class Step(enum.IntEnum):
-    """What a call has come to. A call of the kind "nested" is several, and each is executed once."""
+    """The outcome of a call. A call of the kind "nested" is several, and each is executed once."""
 
     BEGUN = 0
     EXECUTED = 1
@@ -52,7 +52,7 @@ KINDS = (
     "push",
 )
 
-# Nobody but the callee of a Python function can tell that it has run. A service may be called again, when a replica is
+# Only the callee of a Python function knows that it has run. A service may be called again, when a replica is
 # lost; pushes are counted by their server.
 UNCOUNTED = ("builtin", "script", "service", "name", "push")
 
@@ -60,7 +60,7 @@ _RANK_SHIFT, _GENERATION_SHIFT = 56, 40
 
 
 class Journal:
-    """Of this process. Every entry is one ``write``, which is whole or not there."""
+    """The journal of this process. Every entry is one ``write``, which is whole or not there."""
 
     def __init__(self, directory: Path, rank: int, generation: int) -> None:
         flags = os.O_CREAT | os.O_WRONLY | os.O_APPEND

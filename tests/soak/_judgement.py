@@ -20,7 +20,7 @@ _LEAVING = re.compile(r"RPC is not running on worker '(\w+)': it has been shut d
 _MOST_EXAMPLES = 5
 # How a name is refused (docs/services.md).
 _HAS_IT = re.compile(r"it is a value of worker '(\w+)'")
-# How a server is refused that has a host which nobody knows any more.
+# The refusal of a server with a host that is unknown by now.
 _NO_HOST = re.compile(r"'(\w+)' cannot be a host of a server: no living worker has that name")
 # How pushes fail when none of their hosts has the state any more (docs/reduction.md).
 _STATE_IS_LOST = re.compile(
@@ -34,7 +34,7 @@ _MAY_NOT_PARSE_TWICE = sys.version_info < (3, 11, 8) or (3, 12) <= sys.version_i
 # For all to forget the names of a worker that was killed, where its kernel can tell them; and of the limit otherwise,
 # for silence is looked at now and then.
 _FORGETTING_S, _SILENCE = 1.0, 1.5
-# Of each kind of call. The rarest is answered some hundred times a minute on two cores that are busy otherwise.
+# For each kind of call. The rarest is answered some hundred times a minute on two cores that are busy otherwise.
 _ANSWERS_A_MINUTE = 10
 
 
@@ -160,7 +160,7 @@ def _judge_executions(calls: np.ndarray, found: _Findings) -> None:
     numbers, counts = np.unique(calls["call"][calls["step"] == Step.EXECUTED], return_counts=True)
     if (doubled := numbers[counts > 1]).size:
         found.add("executed more than once", *map(_call, doubled), count=doubled.size)
-    # Of those that time out by design some are given up before they run.
+    # Some calls that time out by design are given up before they run.
     exempt = [KINDS.index(kind) for kind in (*UNCOUNTED, "timeout")]
     answered = calls[(calls["step"] == Step.ANSWERED) & ~np.isin(calls["kind"], exempt)]["call"]
     if (unfounded := np.setdiff1d(answered, numbers)).size:
@@ -261,7 +261,7 @@ class _History:
         holders = _HAS_IT.findall(event.get("error", ""))
         known = [m for m in self.memberships if m.joining <= event["at"]]
         lives = [next(m for m in known if m.life == life) for life in event.get("lives", ())]
-        # Of whoever has refused a name only the worker is known: the latest one.
+        # The refusal of a name tells only the worker: its latest life is meant.
         lives += [max((m for m in known if m.name == name), key=lambda m: m.joining) for name in holders]
         return [
             f"{m.name} (life {m.life}) has ended {event['began'] - m.gone:.2f} s ago: {_shown(event)}"

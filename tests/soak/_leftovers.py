@@ -1,4 +1,4 @@
-"""What workers leave behind, in their processes and on their hosts, when all is over."""
+"""Leftovers of workers, in their processes and on their hosts."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ class KindOfCall:
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """Of a worker that lived from the beginning to the end, in MiB.
+    """Memory of a worker that lived from the beginning to the end, in MiB.
 
     Resident memory goes up and down with the tensors under way; what would leak is in the lowest values. So the slope
     is that of the minima of equal parts of the time, and its noise the standard error of that. It is flat when it has
@@ -152,7 +152,7 @@ def _kind_of(kind: str, calls: np.ndarray) -> KindOfCall:
 
 
 def gibibytes_of(calls: np.ndarray) -> float:
-    """Of tensors, there and back."""
+    """Count the bytes of tensors, there and back."""
     answered = calls[calls["step"] == Step.ANSWERED]
     # Each execution of a call has the bytes of the whole.
     _, firsts = np.unique(np.stack([answered["time"], answered["bytes"]]), axis=1, return_index=True)

@@ -58,7 +58,7 @@ def let_go() -> None:
 
 
 class WrongAnswer(Exception):
-    """What came back, or what arrived, is not what it must be."""
+    """A value that came back, or arrived, is wrong."""
 
 
 def check(is_right: bool, what: str) -> None:
@@ -280,7 +280,7 @@ class Caller:
         return Call(self._journal, kind, among, executions, size, since)
 
     def _workers(self, count: int) -> list[str]:
-        """Any of those that are there, at times this one too, or the same twice in a row."""
+        """Pick any living worker, at times this one, or the same twice in a row."""
         names = [info.name for info in agent().get_worker_infos()]
         return self._choice.choices(names, k=count)
 

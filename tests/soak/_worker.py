@@ -1,4 +1,4 @@
-"""What each worker does, from joining to leaving: `live`."""
+"""The life of each worker, from joining to leaving: `live`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.support.workers import Steps, agent, eventually, init_rpc, worker_nam
 from . import _work
 from ._journal import Journal
 
-# Of what the workers of a run are told. Each is what a run of a minute has room for, on two cores.
+# The orders for the workers of a run. Each is what a run of a minute has room for, on two cores.
 HEARTBEAT_LIMIT_S = 4.0
 RPC_TIMEOUT_S = 20.0
 # A push whose hosts are lost: a call that is not answered, the search for others, and the call to one of them.
@@ -61,7 +61,7 @@ _M_MMAP_THRESHOLD, _M_ARENA_MAX = -3, -8
 
 @dataclasses.dataclass(frozen=True)
 class Life:
-    """Of one process: which it is, and where it writes."""
+    """The identity of a process, and the folder that it writes to."""
 
     rank: int
     generation: int
@@ -147,7 +147,7 @@ def _join(journal: Journal, rank: int) -> None:
             init_rpc(rank, world_size=None)
             break
         except RuntimeError as error:
-            # Where the Store or another worker is out of reach just now.
+            # The Store or another worker is out of reach just now.
             journal.note("not admitted", began=began, error=str(error))
             if time.monotonic() > deadline:
                 raise
@@ -184,7 +184,7 @@ def _see_all(journal: Journal, life: Life) -> None:
 
 
 def _what_is_left() -> dict[str, int]:
-    """Of calls, buffers and references, once nobody calls any more."""
+    """Count calls, buffers and references, once all calls have ended."""
 
     def counts() -> dict[str, int]:
         gc.collect()
@@ -213,7 +213,7 @@ def _return_freed_memory() -> None:
 
 
 def _open_files() -> collections.Counter[str]:
-    """What the open descriptors of this process are, without the numbers that make each one unique."""
+    """Name the open descriptors of this process, without the numbers that make each unique."""
     found: collections.Counter[str] = collections.Counter()
     for descriptor in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(FileNotFoundError):

@@ -1,1 +1,1 @@
-"""What several folders of tests share."""
+"""Helpers of several folders of tests."""

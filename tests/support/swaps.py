@@ -1,4 +1,4 @@
-"""What callers may do to a tensor while it travels: it gets other memory, or none. `SWAPS` has all of them."""
+"""Changes that callers may make to a tensor while it travels: it gets other memory, or none. `SWAPS` has all."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ UCX = {"backend": "UCX", "environment": {}, "cores": 2, "gpus": 0}
 
 
 def report(**outcomes: list[str]) -> dict:
-    """Of one run of a suite that consists of these tests."""
+    """The report of one run of a suite with these tests."""
     return {
         "configuration": UCX,
         "versions": {"torch": "2.13.0+cpu", "ucx": "1.22.0"},

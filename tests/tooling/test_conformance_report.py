@@ -1,4 +1,4 @@
-"""What tests/conformance/_report.py writes about a run, in one process and under pytest-xdist."""
+"""Reports of tests/conformance/_report.py, in one process and under pytest-xdist."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ HEADING = re.compile(r"^#+ +(.*?) *$", re.MULTILINE)
 
 
 def anchors(text: str) -> set[str]:
-    """Of the headings, as GitHub makes them."""
+    """The anchors of headings, as GitHub makes them."""
     found: set[str] = set()
     for heading in HEADING.findall(FENCED.sub("", text)):
         bare = LINK.sub(lambda link: link[0][1 : link[0].index("]")], heading)

@@ -1,4 +1,4 @@
-"""What tools/gpu_check.py keeps when time is up, or tests hang: it has one chance, on a machine that is lent."""
+"""tools/gpu_check.py keeps its results when time is up or tests hang: it has one chance, on a borrowed machine."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_what_goes_wrong_costs_no_other_step(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "printed",
     [
-        # pytest -v, by itself and under pytest-xdist
+        # pytest -v, without and with pytest-xdist
         "tests/a.py::test_one PASSED\n"
         "tests/a.py::test_two FAILED\n"
         "tests/a.py::test_three SKIPPED (why)\n"

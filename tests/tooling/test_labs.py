@@ -1,4 +1,4 @@
-"""The virtual hosts and the containers that other tests are built on: what is said of them holds."""
+"""The virtual hosts and the containers that other tests are built on."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ import pytest
 
 CSRC = Path(__file__).resolve().parents[2] / "torch_ucx_rpc" / "csrc"
 
-# Which headers of ours the files of a layer may include: of folders, or single ones. The deepest folder that has
+# The headers of ours that the files of a layer may include: whole folders, or single files. The deepest folder that has
 # rules counts.
 BELOW_TRANSPORT = {"base", "wire", "memory"}
 BELOW_RUNTIME = BELOW_TRANSPORT | {"transport/transport.h"}

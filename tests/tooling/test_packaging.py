@@ -14,7 +14,7 @@ import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# Where conda-forge calls a requirement otherwise than PyPI does.
+# Requirements with another name on conda-forge than on PyPI.
 CONDA_NAMES = {
     "torch": "pytorch",
     "libucx-cu12": "ucx",

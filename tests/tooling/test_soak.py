@@ -1,4 +1,4 @@
-"""The judge of ``tools/soak.sh`` sees what is wrong, and excuses what the workers' bad luck explains."""
+"""The judge of ``tools/soak.sh`` finds faults, and excuses failures that the workers' bad luck explains."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# Files that git tracks and that nobody needs from a source distribution: none so far.
+# Tracked files that a source distribution does not need: none so far.
 LEFT_OUT: set[str] = set()
 
 needs_git = pytest.mark.skipif(not (ROOT / ".git").exists(), reason="this is no git checkout")

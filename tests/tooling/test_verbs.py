@@ -1,4 +1,4 @@
-"""The judges of ``tools/verbs.sh`` see what is wrong. They need no machines."""
+"""The judges of ``tools/verbs.sh`` find faults. They need no machines."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LOST = {
 
 
 class FakeMachine:
-    """Programs end there at once: with a status, an output, and what they told."""
+    """Programs end there at once, with a status, an output, and facts."""
 
     def __init__(self, shared: Path, *, status: int | None = 0, output: str = "", **facts: Any) -> None:
         self._shared = shared

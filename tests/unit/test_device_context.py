@@ -16,7 +16,7 @@ from torch_ucx_rpc.errors import JoinFailed
 
 @pytest.fixture
 def events(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What happens on a machine with two devices, as far as it is told."""
+    """The calls to CUDA on a machine with two devices."""
     happened: list[Any] = []
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "synchronize", happened.append)

@@ -1,4 +1,4 @@
-"""Where tensors and replies arrive on devices, and what is said of device maps that do not fit together."""
+"""Devices of arriving tensors and replies, and errors of device maps that do not fit together."""
 
 from __future__ import annotations
 

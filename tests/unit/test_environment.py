@@ -1,4 +1,4 @@
-"""What each launcher leaves in the environment, and what is made of it. The variables are copies of real ones."""
+"""The variables of each launcher, and the launch that they describe. The variables are copies of real ones."""
 
 from __future__ import annotations
 

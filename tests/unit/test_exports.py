@@ -1,4 +1,4 @@
-"""What the package offers by name is what its docstring and ``__all__`` say, and no more."""
+"""The package offers the names of its docstring and ``__all__``, and no more."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from torch_ucx_rpc.errors import WorkerLost
 
 
 class Memory:
-    """What a frame knows that is in the way of an exception."""
+    """The values of a frame that an exception passes."""
 
 
 def raises_midway(future: Future[Any], memory: Memory) -> None:

@@ -143,7 +143,7 @@ def meet(address: JobAddress) -> tuple[TCPStore, TCPStore]:
 def test_the_workers_meet_at_the_first_free_port(ports: tuple[int, int]) -> None:
     with socket.create_server(("", 0)) as other:
         taken = other.getsockname()[1]
-        # Whoever has it hangs up on strangers, or it would take seconds to find that it is no Store.
+        # The listener hangs up on strangers, or it would take seconds to find that it is not a Store.
         threading.Thread(target=hang_up, args=(other,), daemon=True).start()
         served, found = meet(JobAddress("job", ("127.0.0.1",), (taken, *ports)))
     assert served.port == found.port == ports[0]

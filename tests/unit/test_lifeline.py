@@ -79,7 +79,7 @@ def test_without_a_card_there_is_no_lifeline(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def own_address() -> str:
-    """One that is no loopback address, where the machine has one; else the test would say nothing."""
+    """An address besides the loopback, where the machine has one; else the test would prove nothing."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
         try:
             asking.connect(("192.0.2.1", 9))

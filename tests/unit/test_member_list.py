@@ -1,4 +1,4 @@
-"""The list of a group that workers join and leave: it stays short, and nobody waits for the dead twice."""
+"""The list of a group that workers join and leave: it stays short, and dead workers are awaited once."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_a_list_of_many_that_came_and_went_stays_short(store: Store, secret: Sec
         if before:
             before[0].strike(before[1])
         before = own, place
-    # The one that stays, the one that has left since, and the one that is there.
+    # A worker that stays, one that has left since, and one that is there.
     assert max(reads) <= 3
 
 

@@ -21,7 +21,7 @@ from torch_ucx_rpc._bootstrap.record import Record, process_facts
 
 @pytest.fixture
 def no_farewell(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Do not wait for a worker that is only a text in the Store to read what is said to it."""
+    """A worker that is only a text in the Store reads no farewell: do not wait for it."""
     monkeypatch.setattr(members, "_FAREWELL_S", 0.01)
 
 
@@ -147,7 +147,7 @@ def test_a_record_without_a_field_is_none(field: str) -> None:
 @pytest.mark.parametrize("value", [None, True, 1.5, [1]])
 def test_a_field_of_another_type_is_refused(field: str, value: object) -> None:
     if isinstance(getattr(record(0, 1), field), bool):
-        value = int(value is True)  # which is no bool
+        value = int(value is True)  # not a bool
     with pytest.raises(ValueError, match="not the record of a worker"):
         Record.from_values({**record(0, 1).to_values(), field: value})
 

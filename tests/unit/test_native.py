@@ -1,4 +1,4 @@
-"""Which UCX and which torch the package runs with, and what it says where it cannot."""
+"""The UCX and the torch that the package runs with, and its errors for others."""
 
 from __future__ import annotations
 
@@ -194,7 +194,7 @@ def test_this_builds_listing_agrees_with_torchs_headers() -> None:
     assert _native.changed_headers(listing, Path(torch.__file__).parent / "include") == []
 
 
-# What Python takes for a package that is not installed.
+# The spec of a package that is not installed.
 def test_libucx_with_its_loader_elsewhere_is_asked_itself(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     loaded = []
     libucx = ModuleType("libucx")
@@ -207,7 +207,7 @@ def test_libucx_with_its_loader_elsewhere_is_asked_itself(monkeypatch: pytest.Mo
 
 
 def test_without_any_ucx_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Under this name there is none, neither in this process nor on any machine.
+    # No library has this name, neither in this process nor on any machine.
     monkeypatch.setattr(_native, "SONAME", "libucp.so.none")
     monkeypatch.setitem(sys.modules, "libucx", None)
     monkeypatch.setattr(_native, "complete_ucx", lambda: None)

@@ -1,4 +1,4 @@
-"""Which interface UCX is given."""
+"""The interface that UCX is given."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the fixture of ``conftest.py`` refuses."""
+"""The fixture of ``conftest.py`` refuses processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a worker answers Prometheus, and what it says where it cannot. What it answers: ``e2e/test_statistics``."""
+"""The port where a worker answers Prometheus, and the errors of that port. What it answers: ``e2e/test_statistics``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The Store opens at rank 0 and waits for nobody; where there is none, the error says where it should be."""
+"""The Store opens at rank 0 at once; without one, the error says where it should be."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from torch_ucx_rpc.errors import JoinFailed
 
 @pytest.fixture(autouse=True)
 def no_store_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of another test, that would still hold a port."""
+    """Drop the Store of another test, which would still hold a port."""
     monkeypatch.setattr(rendezvous, "_kept", None)
 
 

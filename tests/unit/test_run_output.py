@@ -1,4 +1,4 @@
-"""What the launcher knows of the output of its workers."""
+"""The launcher's record of its workers' output."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch_ucx_rpc._cli._output import WorkerOutput
 
 
 class SlowTarget(io.BytesIO):
-    """Whoever reads what the launcher passes on, and does not do so before `goes_on`."""
+    """A reader of the launcher's output that reads nothing before `goes_on`."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The secret of a job: where it may come from, what is made of it, and who is kept out of a group by it."""
+"""The secret of a job: its sources, its seals, and the workers that it keeps out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the site has set or limited, and RPC cannot work with, is said at ``init_rpc``, with the cure."""
+"""``init_rpc`` names settings and limits of the site that RPC cannot work with, and the cure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two emulated machines with Soft-RoCE between them: the project over verbs, where nobody has an InfiniBand card.
+"""Two emulated machines with Soft-RoCE between them: the project over verbs, without an InfiniBand card.
 
 ``tools/verbs.sh`` runs it; as root, since it makes the machines' disk. Each machine has a Linux of its own with
 ``rdma_rxe``, Debian's UCX, which has verbs, and nothing but a cable to the other one.

@@ -15,7 +15,7 @@ from ._machines import MachineEnded, Machines
 from ._trials import TRIALS, Trial
 from ._workers import Failed, Stuck
 
-# Of what a failed trial says; the folder output has all of it.
+# The end of a failed trial's output; the folder output has all of it.
 _LAST_LINES = 12
 
 
@@ -51,7 +51,7 @@ def main() -> int:
 
 
 class Lab:
-    """The machines over all trials: booted when a trial needs them, and anew after one that has ended them."""
+    """The machines over all trials: booted when a trial needs them, and again after a trial that ended them."""
 
     def __init__(self, image: Image, folder: Path) -> None:
         self._image = image

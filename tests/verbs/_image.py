@@ -27,7 +27,7 @@ _PACKAGES = (
 )
 # Beside torch: the command `check` needs rich. pip, setuptools and wheel install the project.
 _WHEELS = ("numpy", "rich", "pip", "setuptools>=77", "wheel")
-# What the kernel needs to find its root.
+# The modules with which the kernel finds its root.
 _EARLY_MODULES = ("virtio_blk", "virtio_pci", "ext4", "overlay")
 
 # Bugs of UCX, each with the first release without it (docs/troubleshooting.md). Debian's UCX has its assertions on.
@@ -73,7 +73,7 @@ class Image:
             self._set_done("disk", files)
 
     def versions(self) -> dict[str, str]:
-        """Of what is inside, by name."""
+        """The digests of the contents, by name."""
         packages = ("libucx0", "ibverbs-providers")
         found = self._inside("dpkg-query", "--show", "--showformat=${Package} ${Version}\n", *packages)
         version = dict(line.split() for line in found.splitlines())

@@ -1,4 +1,4 @@
-"""What the workers go through, and what must come of it: `TRIALS`."""
+"""The trials of the workers, and their required outcomes: `TRIALS`."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def _trial(run: Callable[[Machines], str]) -> Callable[[Machines], str]:
     return run
 
 
-# What workers do for a living.
+# The programs of the workers.
 
 
 @_trial

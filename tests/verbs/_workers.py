@@ -13,7 +13,7 @@ from ._machines import Ended, Machines
 # Emulated machines are slow, and others may work beside them.
 _TRIAL_S = 600.0
 
-# What a worker says that has met a fault, whatever its exit code.
+# The output of a worker with a fault, whatever its exit code.
 _FAULT = re.compile(r"^.*(?:Assertion .* failed|Caught signal|Fatal|terminate called|UCX +WARN).*$", re.MULTILINE)
 
 
@@ -62,13 +62,13 @@ class Workers:
         ]
 
     def facts(self, rank: int) -> dict[str, Any]:
-        """What the worker has told so far; the last word counts."""
+        """The facts of the worker so far; the last word counts."""
         file = self._facts[rank]
         lines = file.read_text(encoding="utf-8").split("\n")[:-1] if file.exists() else []
         return {name: value for line in lines for name, value in json.loads(line).items()}
 
     def await_ready(self) -> None:
-        """Until rank 0 has told so."""
+        """Wait for the word of rank 0."""
         deadline = time.monotonic() + _TRIAL_S
         while "ready" not in self.facts(0):
             for machine in (self._machines.first, self._machines.second):

@@ -151,7 +151,7 @@ void expectToGiveAllBack() {
       << " bytes in use, " << pool.statistics().heldBytes << " held";
 }
 
-// By the source that is no allocator of torch's own.
+// Memory of the source that is not torch's own allocator.
 class DeviceMemoryTest : public DeviceTest, public testing::WithParamInterface<DevicePool::Source> {
  protected:
   void SetUp() override {
@@ -230,7 +230,7 @@ TEST_P(DeviceMemoryTest, MemoryThatIsReceivedIntoIsNotHeldUp) {
   EXPECT_TRUE(looks[0].hasSeen(5));
 }
 
-// Which would take long: a device has 129 streams.
+// Each would take long: a device has 129 streams.
 TEST_P(DeviceMemoryTest, ReleaseAsksTheDeviceNothing) {
   startWith(keep(), {{fake(), fake(1)}});
   (void)answer(call(0, 1, "", {onDevice(kLarge, 5)}));
@@ -257,7 +257,7 @@ TEST_P(DeviceMemoryTest, StreamsAreAskedOnceForManyBlocks) {
     last = pool_.allocate(fake(), 64); // releases the one before
   }
   EXPECT_LT(device_.questions() - before, 10u * kStreams);
-  // Nobody collects, and yet few blocks are held.
+  // Blocks are not collected, and yet few are held.
   EXPECT_LT(pool_.statistics().heldBytes, 20u * 64);
   last.clear();
 }

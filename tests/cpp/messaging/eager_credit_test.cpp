@@ -1,4 +1,4 @@
-// How much of what is sent unasked its receiver may have to hold, of one sender and of all.
+// The bytes sent unasked that a receiver may have to hold, from one sender and from all.
 
 #include "messaging/eager_credit.h"
 

@@ -76,7 +76,7 @@ class InboxTest : public testing::Test {
     return connections_.of(peer(rank));
   }
 
-  using Notes = std::vector<std::string>; // what the handlers were told
+  using Notes = std::vector<std::string>; // the events of the handlers
 
   const AssumeWorkerLock lock_;
   PatientTransport transport_;

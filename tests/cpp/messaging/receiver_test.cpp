@@ -1,4 +1,4 @@
-// How an admitted message gets into memory, what is given up, and when its share of the window comes back.
+// The way of an admitted message into memory, and the end of its share of the window.
 
 #include "messaging/receiver.h"
 

@@ -16,7 +16,7 @@
 namespace torch_ucx_rpc {
 namespace {
 
-// A port that nobody accepts from.
+// A port without an accept().
 class Listener {
  public:
   explicit Listener(uint16_t port = 0) {

@@ -255,7 +255,7 @@ TEST_F(AgentTest, PeerThatFallsSilentIsLostAndSoAreTheCallsToIt) {
   EXPECT_TRUE(contains(what, "lost worker 'w1' (rank 1")) << what;
   EXPECT_TRUE(contains(what, "no sign of life for")) << what;
   EXPECT_EQ(textOf(*answer(call(0, 2, "fine"))), "fine");
-  // What it says later changes nothing.
+  // Its later messages change nothing.
   network_.setFault({});
   network_.releaseHeld();
   EXPECT_TRUE(contains(failure(call(0, 1, "again")), "lost worker 'w1'"));

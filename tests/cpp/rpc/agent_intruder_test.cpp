@@ -5,7 +5,7 @@
 namespace torch_ucx_rpc {
 namespace {
 
-// A bare transport that takes part as worker 9 or as nobody, and sends frames of its own making.
+// A bare transport that takes part as worker 9 or under no name, and sends frames of its own making.
 class AgentIntruderTest : public AgentTest, public TransportListener {
  protected:
   static constexpr worker_id_t kRank = 9;

@@ -1,4 +1,4 @@
-// The receive window: what is taken in, what waits, and that nobody waits for ever.
+// The receive window: messages that are taken in, messages that wait, and the end of each wait.
 
 #include "agent_fixture.h"
 

@@ -255,7 +255,7 @@ TEST_F(RRefCreationTest, CreationThatTorchNeverKnowsFailsTheSame) {
   EXPECT_EQ(rpcFailure(creation)->kind(), Kind::kTimedOut);
 }
 
-// torch deletes its reference as soon as rpc.remote() has timed out. Owners forget deletions of what is not made yet.
+// torch deletes its reference as soon as rpc.remote() has timed out. Owners forget deletions of values to come.
 TEST_F(RRefCreationTest, DeletionOfATimedOutRRefIsRepeatedWhenTheOwnerAnswers) {
   const Future creation = create();
   const uint64_t id = callee_.requests.back().header.callId;
@@ -402,7 +402,7 @@ TEST_F(RRefCreationTest, CreationThatExpiresDuringTheShutdownFailsWithIt) {
   EXPECT_EQ(rpcFailure(creation)->kind(), Kind::kShutDown);
 }
 
-// Of a job with a secret, where a large request is sealed before it is posted.
+// A job with a secret seals a large request before it is posted.
 class SealedCallClientTest : public CallClientTest {
  protected:
   SealedCallClientTest() : CallClientTest(withKeys(membersOf(3))) {}
@@ -575,7 +575,7 @@ TEST_F(CallClientTest, CallerThatWaitsDrivesAndCompletesItsOwnCall) {
       wire::Kind::kResponse,
       id,
       encodeMessage(makeMessage(MessageType::PYTHON_RET, "answer"), caller, {}, &two_.messenger.transport()));
-  calls_.waitDriving(*future); // nobody else takes it in
+  calls_.waitDriving(*future); // no other worker takes it in
   EXPECT_EQ(completedOn, std::this_thread::get_id());
   EXPECT_EQ(textOf(*answer(future)), "answer");
 }

@@ -1,4 +1,4 @@
-// Entries of torch's books that are released when a worker is gone, and what waits in vain is told.
+// Entries of torch's books are released when a worker is gone, and vain waits end.
 
 #include "rpc/orphaned_state.h"
 
@@ -176,7 +176,7 @@ TEST_F(OrphanedStateTest, RequestThatCameBeforeAGoodbyeStillMakesItsValue) {
 TEST_F(OrphanedStateTest, ValueOfOneWhoseRankIsTakenNeverComesInADynamicGroup) {
   orphans_.setDynamic();
   constexpr int64_t kFirst = int64_t{1} << 41;
-  const auto wait = RRefContext::getInstance().getOwnerRRef({1, 9}); // of the life before
+  const auto wait = RRefContext::getInstance().getOwnerRRef({1, 9}); // belongs to the life before
   const auto fresh = RRefContext::getInstance().getOwnerRRef({1, kFirst + 9});
   Peer& before = worker_.peer(1);
   ASSERT_TRUE(before.moveTo(Peer::State::kFailed, before.lost({ErrorCode::kPeerFailed, "it died"})));

@@ -1,4 +1,4 @@
-// When a peer is taken to be gone, and who is told.
+// The decision that a peer is gone, and its observers.
 
 #include "rpc/peer_monitor.h"
 
@@ -31,7 +31,7 @@ constexpr milliseconds kLimit(1000); // of silence
 
 class PeerMonitorTest : public testing::Test {
  protected:
-  // Writes down of whom it is told, and what the peer's state says by then.
+  // Writes down each peer that ends, and its state by then.
   class Observer final : public PeerObserver {
    public:
     Observer(std::string name, Notes& notes) : name_(std::move(name)), notes_(notes) {}
@@ -57,7 +57,7 @@ class PeerMonitorTest : public testing::Test {
   Notes takeNotes() {
     return std::exchange(notes_, {});
   }
-  // The end of a peer, and who is told of it.
+  // The end of a peer, and its observers.
   static Notes told(const std::string& what) {
     return {"first: " + what, "second: " + what};
   }
@@ -250,7 +250,7 @@ TEST_F(PeerMonitorTest, ClosedAgentAsksNobody) {
 }
 
 TEST_F(PeerMonitorTest, EndOfALifelineLosesASilentPeerLongBeforeTheLimit) {
-  // A port that nobody accepts from.
+  // A port without an accept().
   int port = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
   ASSERT_EQ(listen(port, 16), 0); // of all addresses
   sockaddr_in address{};

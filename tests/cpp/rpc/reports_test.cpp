@@ -1,4 +1,4 @@
-// What a worker tells of itself: the names of its metrics, and that they count what has happened.
+// A worker's metrics: their names, and their counts.
 
 #include "rpc/reports.h"
 

@@ -54,7 +54,7 @@ class RequestServerTest : public testing::Test {
     two_.messenger.post(callee, wire::Kind::kRequest, callId, std::move(message));
     one_.takeIn();
   }
-  // Of the calls that the caller has heard of.
+  // The calls that the caller has heard of.
   c10::intrusive_ptr<Message> answerOf(uint64_t callId) {
     if (!eventually([&] {
           two_.takeIn();
@@ -73,7 +73,7 @@ class RequestServerTest : public testing::Test {
     }
     return decoded.message;
   }
-  // What the caller is told next.
+  // The next message to the caller.
   Notes nextNotes() {
     Notes notes;
     EXPECT_TRUE(eventually([&] {

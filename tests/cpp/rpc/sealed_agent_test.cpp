@@ -1,4 +1,4 @@
-// Jobs with a secret: everything works as without, and nobody else gets a word in.
+// Jobs with a secret work as without, and refuse the frames of others.
 
 #include "sealed_job.h"
 

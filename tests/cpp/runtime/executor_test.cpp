@@ -1,4 +1,4 @@
-// Which thread runs a task, when, and how many run at once.
+// The threads that run tasks, their order, and how many run at once.
 
 #include "executor_fixture.h"
 
@@ -341,7 +341,7 @@ TEST_F(ExecutorTest, ThreadsStayWithinTheirBound) {
   EXPECT_LE(started_.load(), 2 * 4 + 3);
 }
 
-// A thread that is made on busy cores takes a while to begin. Tasks that wait meanwhile are no reason for more.
+// A thread that is made on busy cores takes a while to begin. Tasks that wait at that time are no reason for more.
 TEST_F(ExecutorTest, NoThreadsAreMadeWhileOthersAreAboutToBegin) {
   std::atomic<bool> isOver{false};
   std::vector<std::thread> busy;
@@ -364,7 +364,7 @@ TEST_F(ExecutorTest, NoThreadsAreMadeWhileOthersAreAboutToBegin) {
   }
 }
 
-// What a task may own: its end brings about another task.
+// A task may own this: its end makes another task.
 class AddsOnDestruction {
  public:
   AddsOnDestruction(Executor& threads, std::atomic<bool>& isDone) : threads_(threads), isDone_(isDone) {}

@@ -64,7 +64,7 @@ class TestEndpoint final : public TransportListener, private ProgressClient {
       transport_->send(endpoint_, header, {}, SendMode::kEager, [](Error error) { EXPECT_FALSE(error); });
     });
   }
-  // As an operation does that brings something about by itself. Under the worker lock.
+  // Acts like an operation that makes an event without a request. Under the worker lock.
   void arrive(uint64_t callId) {
     pending_.push_back(callId);
   }

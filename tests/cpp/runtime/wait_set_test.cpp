@@ -1,4 +1,4 @@
-// What ends a sleep, for whom, and what is found then.
+// The ends of a sleep, and the events that are found then.
 
 #include "runtime/wait_set.h"
 

@@ -1,6 +1,6 @@
 #pragma once
 
-// Event handlers that write down what they are told. Tests override what they are about.
+// Event handlers that write down their events. Tests override what they are about.
 
 #include "messaging/event_handlers.h"
 
@@ -80,7 +80,7 @@ class Handlers : public AnswerHandler, public RequestHandler, public PeerHandler
     note("release", round);
   }
 
-  // What it was told since the last time: "request 7", ...
+  // The events since the last time: "request 7", ...
   std::vector<std::string> takeNotes() {
     return std::exchange(notes_, {});
   }

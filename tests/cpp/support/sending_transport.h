@@ -102,7 +102,7 @@ class SendingTransport final : public Transport {
     }
   }
 
-  // The one that has been under way for longest, or the one at a place after it.
+  // The oldest send under way, or the send at a place after it.
   void finish(Error error = {}, size_t index = 0) {
     OperationDone done = std::move(sent[index].done);
     sent.erase(sent.begin() + static_cast<std::ptrdiff_t>(index));

@@ -112,7 +112,7 @@ class Callback final : public rpc::RequestCallback {
   const Handler handler_;
 };
 
-// What ends the wait of a caller, as Ctrl-C does.
+// Ends the wait of a caller, as Ctrl-C does.
 struct Interrupted {};
 
 // Waits for the call to fail with one of RPC's own failures; nothing if it ends otherwise.

@@ -8,7 +8,7 @@
 
 namespace torch_ucx_rpc {
 
-// A transport of UCX over `lanes`: UCX_TLS is set to them while it is made. Empty: over those that UCX takes by itself.
+// A transport of UCX over `lanes`: UCX_TLS is set to them while it is made. Empty: UCX's own choice of lanes.
 inline std::unique_ptr<Transport> makeUcpTransportOver(const std::string& lanes) {
   if (lanes.empty()) {
     return makeUcpTransport(2);

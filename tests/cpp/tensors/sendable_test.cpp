@@ -1,4 +1,4 @@
-// Which tensors the encoder refuses, by what they have, and what it says. And that the modes of the calling thread do
+// The tensors that the encoder refuses, and its errors. And that the modes of the calling thread do
 // not matter to the codec.
 
 #include "tensors/sendable.h"
@@ -70,7 +70,7 @@ void expectText(const std::string& text, const std::string& part) {
   EXPECT_NE(text.find(part), std::string::npos) << text;
 }
 
-// What untyped_storage().resize_(bytes) does.
+// Does the same as untyped_storage().resize_(bytes).
 at::Tensor withStorageOf(at::Tensor tensor, int64_t bytes) {
   c10::StorageImpl* const storage = tensor.storage().unsafeGetStorageImpl();
   c10::DataPtr memory = c10::GetCPUAllocator()->allocate(static_cast<size_t>(bytes));

@@ -1,4 +1,4 @@
-// Which memory becomes which storage, and how it travels. Tensors are only described here.
+// The storages of a message, and their ways of travelling. Tensors are only described here.
 
 #include "tensors/storage_plan.h"
 

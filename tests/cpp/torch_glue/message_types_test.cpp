@@ -1,4 +1,4 @@
-// What follows from the type of a request of torch's, and from what it carries.
+// The consequences of a request's type, and of its contents.
 
 #include "torch_glue/message_types.h"
 

@@ -1,4 +1,4 @@
-// What only the loopback network has: faults on demand. The rest is in transport_contract_test.cpp.
+// Faults on demand, which only the loopback network has. The rest is in transport_contract_test.cpp.
 
 #include "transport/loopback/loopback_transport.h"
 

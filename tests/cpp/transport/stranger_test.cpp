@@ -16,7 +16,7 @@
 namespace torch_ucx_rpc {
 namespace {
 
-// Of this process, in memory.
+// The memory of this process.
 uint64_t residentBytes() {
   std::ifstream statm("/proc/self/statm");
   uint64_t total = 0;

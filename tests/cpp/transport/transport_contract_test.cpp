@@ -29,7 +29,7 @@ namespace {
 constexpr uint64_t kKiB = 1024;
 constexpr uint64_t kMiB = 1024 * kKiB;
 
-// What connects the transports of a test.
+// The network between the transports of a test.
 class TransportFactory {
  public:
   virtual ~TransportFactory() = default;
@@ -90,7 +90,7 @@ struct Arrival {
   uint64_t rendezvousBytes = 0;
 };
 
-// A transport, and what it told.
+// A transport, and its events.
 class TestEndpoint final : public TransportListener {
  public:
   explicit TestEndpoint(std::unique_ptr<Transport> made) : transport(std::move(made)) {
@@ -847,7 +847,7 @@ TEST_P(TransportContractTest, SleeperIsWokenEveryTime) {
       if (poll(&event, 1, 10'000) == 0) {
         self.transport->progress();
         if (!self.arrivals.empty()) {
-          lost.fetch_add(1); // it was there, and nobody said so
+          lost.fetch_add(1); // it was there, and no event said so
         }
         return !self.arrivals.empty();
       }

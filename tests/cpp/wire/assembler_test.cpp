@@ -42,7 +42,7 @@ class AssemblerTest : public testing::Test {
   Assembler::Outcome add(const Header& header) {
     return add(header, rendezvous());
   }
-  // Where the header says nothing else, a piece is its whole span.
+  // A piece is its whole span unless the header says something else.
   Assembler::Outcome add(Header header, Piece piece) {
     if (header.index != kBodyIndex && header.place.spanBytes == 0) {
       header.place = {0, piece.size()};

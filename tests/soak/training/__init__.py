@@ -41,7 +41,7 @@ _STALL_S = 15.0
 _TIMEOUT_S = 40.0
 _STARTING_S = 60.0
 _ENDING_S = 60.0
-# Those that train on, when others have left, may differ.
+# Trainers that train on, when others have left, may differ.
 _LAST_S = 0.5
 # Until a host that has come back has a replica.
 _REPLICATING_S = 3.0
@@ -104,7 +104,7 @@ def work(kind: Kind, name: str, folder: Path) -> None:
 
 
 class Journal:
-    """What a trainer has at the beginning of each of its steps."""
+    """The parameters of a trainer at the beginning of each of its steps."""
 
     def __init__(self, folder: Path, server: reduction.Server) -> None:
         self._server = server
@@ -244,7 +244,7 @@ class Job:
         return failure.read_text() if failure.exists() else f"exit code {self._processes[name].exitcode}"
 
     def end(self) -> None:
-        """Have all leave. One that has not begun yet would wait for the others, and is killed."""
+        """Have all leave. A trainer that has not begun yet would wait for the others, and is killed."""
         for name in self._returns.keys() & set(self._kind.hosts):
             del self._returns[name]
             self._start(name)

@@ -1,4 +1,4 @@
-"""What happens to hosts while a test runs, at the word of its workers: `Fate`."""
+"""Misfortunes of hosts while a test runs, ordered by its workers: `Fate`."""
 
 from __future__ import annotations
 

@@ -138,7 +138,7 @@ class VirtualHost:
         return subprocess.Popen([*self._entering(options), "setpriv", "--pdeathsig", "KILL", *command], **options)
 
     def cut(self) -> None:
-        """Pull the cable: nothing arrives and nothing leaves, and nobody is told."""
+        """Pull the cable: nothing arrives or leaves, and no error says so."""
         self._switch._on_network(f"ip link set {self._port} down")
 
     def cut_for(self, seconds: float) -> None:

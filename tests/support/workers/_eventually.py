@@ -1,4 +1,4 @@
-"""Waiting for something that happens elsewhere and tells nobody."""
+"""Waiting for a state of another process that sends no message."""
 
 from __future__ import annotations
 

@@ -126,12 +126,12 @@ def dump_stacks(pids: Sequence[int], directory: Path) -> dict[int, str]:
 
 
 def stacks_file(directory: Path, pid: int) -> Path:
-    """Where the Python stacks are of a process that called `dump_stacks_on_request(directory)`."""
+    """The file with the Python stacks of a process that called `dump_stacks_on_request(directory)`."""
     return directory / f"{pid}.stacks"
 
 
 def _number_on_its_host(pid: int) -> int:
-    """What a process that may be on a virtual host takes its number to be."""
+    """Return the number that a process, maybe on a virtual host, has for itself."""
     status = Path(f"/proc/{pid}/status").read_text()
     return int(next(line for line in status.splitlines() if line.startswith("NSpid:")).split()[-1])
 

@@ -69,7 +69,7 @@ _this_worker: Worker | None = None
 
 @dataclasses.dataclass(frozen=True)
 class Worker:
-    """What `run_workers` was asked for, as each of its processes needs it."""
+    """The arguments of `run_workers` that each of its processes needs."""
 
     world_size: int
     backend: str
@@ -135,7 +135,7 @@ class Worker:
         dump_stacks_on_request(self.directory)
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
-        # What a developer has set would otherwise decide what is tested.
+        # A developer's variables must not decide what is tested.
         for variable in [name for name in os.environ if name.startswith(("UCX_", "TORCH_UCX_RPC_"))]:
             del os.environ[variable]
         if self.transport is Transport.TCP:

@@ -1,4 +1,4 @@
-"""What the programs share: two workers, w0 and w1, which tell what they see."""
+"""Common parts of the programs: two workers, w0 and w1, which write down facts."""
 
 from __future__ import annotations
 
@@ -45,6 +45,6 @@ def leave(timeout: float = _RPC_TIMEOUT_S) -> None:
 
 
 def lanes() -> list[str]:
-    """Those to the other worker."""
+    """The lanes to the other worker."""
     (other,) = (peer for peer in torch_ucx_rpc.statistics().peers if peer.name != f"w{RANK}")
     return list(other.lanes)
