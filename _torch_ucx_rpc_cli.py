@@ -156,6 +156,19 @@ def _run(parser: argparse.ArgumentParser) -> None:
         "tells a worker how often that was",
     )
     workers.add_argument(
+        "--start",
+        choices=("fork", "exec"),
+        help="fork workers from a process that has imported torch, or let each import it; by default fork, if a worker "
+        "cannot tell the difference",
+    )
+    workers.add_argument(
+        "--preload",
+        type=_modules,
+        default=[],
+        metavar="MODULE,...",
+        help="modules that the process imports too, before it forks the workers",
+    )
+    workers.add_argument(
         "--replace-tensorpipe",
         action="store_true",
         help=f"have programs for TensorPipe run on UCX as they are ({REPLACE_TENSORPIPE}=1)",
@@ -285,6 +298,13 @@ def _role(text: str) -> tuple[str, int]:
     if not name or not count.isdecimal() or int(count) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not like trainer=8")
     return name, int(count)
+
+
+def _modules(text: str) -> list[str]:
+    modules = text.split(",")
+    if not all(part.isidentifier() for module in modules for part in module.split(".")):
+        raise argparse.ArgumentTypeError(f"{text!r} is not like transformers,datasets")
+    return modules
 
 
 def _endpoint(text: str) -> tuple[str, int]:

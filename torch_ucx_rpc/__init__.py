@@ -42,6 +42,8 @@ The package, module by module and room by room; the docstring of each room lists
 * ``_C``           the agent itself, written in C++ (``csrc/``)
 """
 
+import contextlib
+import gc
 import importlib
 import sys
 import typing
@@ -61,38 +63,54 @@ if typing.TYPE_CHECKING:
     from torch_ucx_rpc._version import __version__
 
 
-def _runs_info() -> bool:
-    """True in the command ``info``, which explains why the rest of the package cannot be imported."""
+def _runs(command: str) -> bool:
+    """True in the process of this command of ``torch-ucx-rpc``."""
     # As `python -m torch_ucx_rpc`, these are the arguments while Python looks for the module. Afterwards, sys.argv[0]
     # is its file.
-    return sys.argv[1:2] == ["info"] and (
+    return sys.argv[1:2] == [command] and (
         sys.argv[0].endswith("torch-ucx-rpc")
         or (sys.argv[0] == "-m" and any(word.endswith("torch_ucx_rpc") for word in sys.orig_argv))
     )
 
 
+@contextlib.contextmanager
+def _without_collections() -> typing.Iterator[None]:
+    """Keep Python's collector from walking what is imported: nearly all of it stays, torch's objects above all."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
+
+
+# `run` starts workers and needs nothing of this; its workers should not wait for it.
+_is_complete = not _runs("run")
 _failure: ImportError | OSError | None = None
-try:
-    # Loads UCX and the extension, or explains why it cannot.
-    from torch_ucx_rpc import _native as _native
-except (ImportError, OSError) as error:
-    if not _runs_info():
-        raise
-    _failure = error
+if _is_complete:
+    with _without_collections():
+        try:
+            # Loads UCX and the extension, or explains why it cannot.
+            from torch_ucx_rpc import _native as _native
+        except (ImportError, OSError) as error:
+            # `info` shows it.
+            if not _runs("info"):
+                raise
+            _is_complete, _failure = False, error
+        else:
+            from torch_ucx_rpc._devices.wait import wait
+            from torch_ucx_rpc._observe.log import receive_warnings as _receive_warnings
+            from torch_ucx_rpc._options import UcxRpcBackendOptions
+            from torch_ucx_rpc._torch.patches import register as _register
+            from torch_ucx_rpc._torch.replace import is_asked_for as _is_asked_for
+            from torch_ucx_rpc._torch.replace import replace_tensorpipe
+            from torch_ucx_rpc._workers.lost import on_lost
 
-if _failure is None:
-    from torch_ucx_rpc._devices.wait import wait
-    from torch_ucx_rpc._observe.log import receive_warnings as _receive_warnings
-    from torch_ucx_rpc._options import UcxRpcBackendOptions
-    from torch_ucx_rpc._torch.patches import register as _register
-    from torch_ucx_rpc._torch.replace import is_asked_for as _is_asked_for
-    from torch_ucx_rpc._torch.replace import replace_tensorpipe
-    from torch_ucx_rpc._workers.lost import on_lost
-
-    _receive_warnings()
-    _register()
-    if _is_asked_for():
-        replace_tensorpipe()
+            _receive_warnings()
+            _register()
+            if _is_asked_for():
+                replace_tensorpipe()
 
 # Names and their modules, which are loaded when they are asked for: the import would take a third longer with them.
 _ON_DEMAND = {
@@ -109,7 +127,7 @@ _ON_DEMAND = {
 
 def __getattr__(name: str) -> typing.Any:
     module = _ON_DEMAND.get(name)
-    if module is None or (_failure is not None and name != "__version__"):
+    if module is None or (not _is_complete and name != "__version__"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"{__name__}.{module}"), name)
 

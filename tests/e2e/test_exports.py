@@ -19,3 +19,18 @@ def test_statistics_are_loaded_when_they_are_asked_for() -> None:
             raise AssertionError("there is no such name")
         """
     )
+
+
+def test_import_is_without_collections() -> None:
+    run_fresh(
+        """
+        import gc
+        walks = []
+        gc.callbacks.append(lambda *_: walks.append(_))
+        import torch_ucx_rpc
+        assert not walks
+        assert gc.isenabled()
+        gc.collect()
+        assert walks
+        """
+    )

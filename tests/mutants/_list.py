@@ -213,7 +213,7 @@ MUTANTS = (
     ),
     Mutant(
         "workers-left-behind",
-        "            _children.end_children()\n",
+        "            _children.end(self._starter.workers)\n",
         "",
         ("test_failed_start_ends_the_started_workers_and_says_why",),
     ),

@@ -5,6 +5,10 @@
 * ``check``          lets workers call each other
 * ``top``            watches a running job
 * ``_job``           the part of a job that is on this machine, for ``run``
+* ``_starter``       starts workers by fork or by exec, for ``run``
+* ``_starter.client``         the launcher's side of it
+* ``_starter.reasons``        by what a worker could tell a fork
+* ``_starter.sitecustomize``  the process that starts workers
 * ``_children``      ends workers when not all could be started, for ``run``
 * ``_signals``       the signals that end a job, for ``run``
 * ``_output``        what ``run``'s workers write

@@ -12,18 +12,21 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch.distributed import DistError
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing import api as elastic_processes
+from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
 from _torch_ucx_rpc_cli import ExitCode
 from torch_ucx_rpc._cli import _children
 from torch_ucx_rpc._cli._output import WorkerOutput
 from torch_ucx_rpc._cli._signals import Signals
+from torch_ucx_rpc._cli._starter.client import Starter
 from torch_ucx_rpc._launch.environment import default_name
 
 # Seconds between two looks at the workers, and at the Store, which tells of other machines.
@@ -115,8 +118,11 @@ class JobAgent(LocalElasticAgent):
     failure. A signal to one of the launchers ends all of them, with elastic's SignalException.
     """
 
-    def __init__(self, spec: WorkerSpec, names: WorkerNames, output: WorkerOutput, signals: Signals) -> None:
+    def __init__(
+        self, spec: WorkerSpec, names: WorkerNames, output: WorkerOutput, signals: Signals, starter: Starter
+    ) -> None:
         super().__init__(spec, logs_specs=names)
+        self._starter = starter
         self._names = names
         self._output = output
         self._signals = signals
@@ -136,16 +142,20 @@ class JobAgent(LocalElasticAgent):
 
     def _start_workers(self, worker_group: Any) -> dict[int, Any]:
         self._attempt = worker_group.spec.max_restarts - self._remaining_restarts
-        self._signals.note()
-        # On the main thread elastic would install handlers of its own. They raise, and a worker that is just being
-        # started would be left behind; and they replace those of signals that are to be ignored.
         try:
-            with concurrent.futures.ThreadPoolExecutor(1) as executor:
+            # Signals are noted from here on. Until then, Ctrl-C ends a job whose imports hang.
+            with (
+                self._starter.batch(self._signals.note),
+                _started_by(self._starter),
+                # On the main thread elastic would install handlers of its own. They raise, and a worker that is just
+                # being started would be left behind; and they replace those of signals that are to be ignored.
+                concurrent.futures.ThreadPoolExecutor(1) as executor,
+            ):
                 pids: dict[int, Any] = executor.submit(super()._start_workers, worker_group).result()
         except (OSError, RuntimeError) as error:
             failure = self._first_of_all(worker_group, _not_started(worker_group.spec.local_world_size, error))
             # elastic has forgotten those that it did start.
-            _children.end_children()
+            _children.end(self._starter.workers)
             self._stay_for_others(worker_group, _FAILED.format(attempt=self._attempt) + "/read")
             raise failure from error
         return pids
@@ -312,6 +322,25 @@ class JobAgent(LocalElasticAgent):
             exit_code=code if code > 0 else 128 - code,
             last_words=self._output.last_words(name),
         )
+
+
+@contextlib.contextmanager
+def _started_by(starter: Starter) -> Iterator[None]:
+    """Let ``starter`` start the workers of elastic, which has no other place to say so."""
+
+    class Handler(SubprocessHandler):
+        def _popen(self, args: tuple[str, ...], env: dict[str, str]) -> Any:
+            assert self._stdout is not None
+            assert self._stderr is not None
+            return starter.start(env, self._stdout, self._stderr)
+
+    api: Any = elastic_processes
+    before = api.get_subprocess_handler
+    api.get_subprocess_handler = Handler
+    try:
+        yield
+    finally:
+        api.get_subprocess_handler = before
 
 
 def _not_started(count: int, error: Exception) -> Failure:

@@ -14,10 +14,11 @@ import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from _torch_ucx_rpc_autoload import VARIABLE as REPLACE_TENSORPIPE
 from _torch_ucx_rpc_cli import ExitCode
 from torch_ucx_rpc._cli._signals import Signals
+from torch_ucx_rpc._cli._starter.client import Starter
 from torch_ucx_rpc._launch.environment import NO_ROLES
-from torch_ucx_rpc._torch.replace import VARIABLE as REPLACE_TENSORPIPE
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.rendezvous import RendezvousHandler
@@ -45,7 +46,9 @@ def main(arguments: argparse.Namespace) -> int:
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // arguments.nproc)))
     if arguments.replace_tensorpipe:
         os.environ[REPLACE_TENSORPIPE] = "1"
-    return _run(arguments, roles, program, signals)
+    # It imports torch while this process does so.
+    with contextlib.closing(Starter(program, arguments.start, arguments.preload)) as starter:
+        return _run(arguments, roles, program, signals, starter)
 
 
 def _program(arguments: argparse.Namespace) -> list[str]:
@@ -82,6 +85,8 @@ def _check(arguments: argparse.Namespace, roles: dict[str, int]) -> None:
     if len(roles) != len(arguments.roles):
         error("--role: each role once, with all of its workers")
     _check_names(arguments, roles)
+    if arguments.preload and arguments.start == "exec":
+        error("--preload is for workers by fork: leave out --start exec")
     if arguments.nproc is None:
         if not roles:
             error("how many workers? -n N, or --role NAME=COUNT for each role")
@@ -123,7 +128,9 @@ def _check_names(arguments: argparse.Namespace, roles: dict[str, int]) -> None:
                 )
 
 
-def _run(arguments: argparse.Namespace, roles: dict[str, int], program: list[str], signals: Signals) -> int:
+def _run(
+    arguments: argparse.Namespace, roles: dict[str, int], program: list[str], signals: Signals, starter: Starter
+) -> int:
     from torch.distributed import DistError
     from torch.distributed.elastic.agent.server.api import WorkerSpec
     from torch.distributed.elastic.multiprocessing import SignalException
@@ -158,7 +165,7 @@ def _run(arguments: argparse.Namespace, roles: dict[str, int], program: list[str
                 master_port=port,
                 local_addr="127.0.0.1" if arguments.nnodes == 1 else None,
             )
-            JobAgent(spec, names, output, signals).run()
+            JobAgent(spec, names, output, signals, starter).run()
             return ExitCode.OK
         except Failure as failure:
             output.close()

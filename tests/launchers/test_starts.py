@@ -1,0 +1,370 @@
+"""Workers by fork and by exec: whatever a program can tell about its process is the same, and is as Python has it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from _torch_ucx_rpc_cli import ExitCode
+from tests.support.workers import eventually
+
+PROGRAMS = Path(__file__).parent / "programs"
+COMMAND = [sys.executable, "-m", "torch_ucx_rpc", "run"]
+BY_EXEC = "torch_ucx_rpc run: each worker imports torch by itself (--start exec), since "
+
+both = pytest.mark.parametrize("start", ["fork", "exec"])
+
+
+def run(*arguments: object, cwd: Path | None = None, **variables: str) -> subprocess.CompletedProcess[str]:
+    return completed([*COMMAND, *map(str, arguments)], cwd, variables)
+
+
+def completed(command: list[str], cwd: Path | None, variables: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command,
+        cwd=cwd,
+        env={**os.environ, "PYTHONUNBUFFERED": "1", **variables},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=90,
+        check=False,
+    )
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    return tmp_path / "script.py"
+
+
+# ---- What a worker can tell of its process ---------------------------------------------------------------------------
+
+# Besides, PYTHONUNBUFFERED is what `run` sets.
+VARIABLES = {
+    **os.environ,
+    "PYTHONHASHSEED": "7",
+    "PYTHONPATH": "/nowhere",
+    "PYTHONUNBUFFERED": "1",
+    "OMP_NUM_THREADS": "2",
+    # Its threads are there from the import on, and in a forked worker from the first use on.
+    "OPENBLAS_NUM_THREADS": "1",
+}
+CORE = min(os.sched_getaffinity(0))
+
+SAME = (
+    *("__main__", "__file__", "__spec__", "argv", "orig_argv", "sys.path", "command line", "executable"),
+    *("name of the process", "caller of the main module", "customized", "cwd", "umask", "limits", "files"),
+    *("stdin", "stdout", "stderr", "leads a session", "signals", "threads", "main thread", "native id", "flags"),
+    *("-X", "-W", "faulthandler", "traced", "collector", "cores", "threads of torch", "CUDA", "start method"),
+    *("process", "hash"),
+)
+OWN = ("random", "numpy", "torch", "torch's seed", "authkey", "uuid", "name of a temporary file", "pid")
+
+
+class Facts:
+    """What `facts.py` tells as ``python facts.py``, and as two workers of ``run`` by fork and by exec."""
+
+    def __init__(self, folder: Path) -> None:
+        self.launchers: dict[str, int] = {}
+        self.told: dict[str, list[dict[str, Any]]] = {}
+        for way in ("python", "fork", "exec"):
+            launcher = [*COMMAND, "-n", "2", "--start", way] if way != "python" else [sys.executable]
+            process = subprocess.Popen(
+                [*launcher, str(PROGRAMS / "facts.py"), str(folder)],
+                env={**VARIABLES, "RANK": "0"},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                start_new_session=True,
+                preexec_fn=lambda: os.sched_setaffinity(0, {CORE}),
+            )
+            _, errors = process.communicate(timeout=90)
+            assert (process.returncode, errors) == (0, ""), way
+            self.launchers[way] = process.pid
+            self.told[way] = [json.loads(file.read_text()) for file in sorted(folder.iterdir())]
+
+    @property
+    def python(self) -> dict[str, Any]:
+        return self.told["python"][0]
+
+
+@pytest.fixture(scope="module")
+def facts(tmp_path_factory: pytest.TempPathFactory) -> Facts:
+    return Facts(tmp_path_factory.mktemp("facts"))
+
+
+@both
+@pytest.mark.parametrize("fact", SAME)
+def test_worker_finds_what_a_program_of_python_finds(fact: str, start: str, facts: Facts) -> None:
+    for told in facts.told[start]:
+        assert told["same"][fact] == facts.python["same"][fact]
+
+
+@both
+@pytest.mark.parametrize("fact", OWN)
+def test_no_two_workers_have_the_same(fact: str, start: str, facts: Facts) -> None:
+    one, other = facts.told[start]
+    assert len({one["own"][fact], other["own"][fact], facts.python["own"][fact]}) == 3
+
+
+@both
+def test_launcher_is_the_parent_of_its_workers(start: str, facts: Facts) -> None:
+    for told in facts.told[start]:
+        assert (told["parent"], told["ends with its parent"]) == (facts.launchers[start], True)
+
+
+@both
+def test_environment_is_what_the_launcher_has_given(start: str, facts: Facts) -> None:
+    expected = facts.python["own"]["environ"]
+    for rank, told in enumerate(facts.told[start]):
+        environ = told["own"]["environ"]
+        assert told["own"]["environ is shown"]
+        assert environ["RANK"] == str(rank)
+        assert {**environ, "RANK": "0"} | expected == {**environ, "RANK": "0"}
+        assert all(re.match("[A-Z]", name) for name in environ.keys() - expected.keys()), environ.keys()
+
+
+# ---- What a program does ---------------------------------------------------------------------------------------------
+
+# Each ends, and writes, as under Python.
+ENDS = {
+    "exception": "def f(): raise KeyError('the cause')\nf()",
+    "exception of an import": "import torch\nimport nowhere_at_all",
+    "syntax error": "import os\n1 +",
+    "exit code": "import sys; sys.exit(7)",
+    "exit with a text": "import sys; sys.exit('no reason')",
+    "Ctrl-C": "import os, signal; os.kill(os.getpid(), signal.SIGINT); input()",
+    "signal": "import os, signal; os.kill(os.getpid(), signal.SIGTERM); input()",
+    "crash": "import faulthandler, os, signal, torch; faulthandler.enable(); os.kill(os.getpid(), signal.SIGSEGV)",
+    "last moments": """
+import atexit, threading, time, torch
+from torch.utils.data import DataLoader
+
+class Last:
+    def __init__(self, name): self.name, self.itself = name, self
+    def __del__(self): print("the end of", self.name)
+
+kept = Last("an object in a cycle")
+def function(): pass
+written = open("last.txt", "w")
+written.write("not flushed yet")
+for number in range(3):
+    atexit.register(print, "callback", number)
+goes_on = threading.Event()
+threading.Thread(target=lambda: (goes_on.wait(), time.sleep(0.3), print("the thread has ended"))).start()
+print([batch.tolist() for batch in DataLoader(range(4), batch_size=2, num_workers=1)])
+print("the last line")
+goes_on.set()
+""",
+    "other processes": """
+import multiprocessing, os, subprocess, sys
+
+def square(number):
+    return number * number, sys.argv[1:], os.environ.get("RANK") is not None
+
+if __name__ == "__main__":
+    for method in ("spawn", "forkserver", "fork"):
+        with multiprocessing.get_context(method).Pool(2) as pool:
+            print(method, pool.map(square, range(3)))
+    print(subprocess.run([sys.executable, "-c", "print('by subprocess')"], capture_output=True, text=True).stdout)
+""",
+    "frames": "import inspect, traceback\nprint(len(inspect.stack()))\ntraceback.print_stack()",
+    "warning": "import warnings; warnings.warn('here', stacklevel=3)",
+    "input": "import sys; print(repr(sys.stdin.read()))",
+    "flags": "import faulthandler, sys; print(sys.flags, sys._xoptions, sys.warnoptions, faulthandler.is_enabled())",
+    "preloaded library": "print(any('libm.so.6' in line for line in open('/proc/self/maps')))",
+}
+SET = {
+    "flags": {"PYTHONDEVMODE": "1", "PYTHONOPTIMIZE": "1", "PYTHONWARNINGS": "error::UserWarning"},
+    "preloaded library": {"LD_PRELOAD": "libm.so.6"},
+}
+
+
+def assert_same_as_python(start: str, program: list[str], cwd: Path, **variables: str) -> None:
+    python = completed([sys.executable, *program], cwd, {**variables, "RANK": "0"})
+    worker = run("-n", 1, "--start", start, *program, cwd=cwd, **variables)
+    pids = re.compile(r"pid \d+|0x[0-9a-f]+")
+    for stream in ("stdout", "stderr"):
+        said = re.findall(r"^\[worker0\] (.*)$", getattr(worker, stream), re.MULTILINE)
+        assert [pids.sub("", line) for line in said] == [
+            pids.sub("", line) for line in getattr(python, stream).splitlines()
+        ], worker.stderr
+    assert worker.returncode == (python.returncode if python.returncode >= 0 else 128 - python.returncode)
+
+
+@both
+@pytest.mark.parametrize("program", ENDS)
+def test_program_writes_and_ends_as_under_python(program: str, start: str, script: Path) -> None:
+    script.write_text(ENDS[program])
+    # Named by a relative path.
+    assert_same_as_python(start, [script.name, "a b", "--c"], script.parent, **SET.get(program, {}))
+    if program == "last moments":
+        assert (script.parent / "last.txt").read_text() == "not flushed yet"
+
+
+@both
+@pytest.mark.parametrize(
+    "program",
+    [
+        ["-m", "parts.part", "x"],
+        ["-m", "parts"],
+        ["parts", "x"],
+        ["-c", "{}", "x"],
+        ["-m", "pdb", "-c", "c", "parts/part.py"],
+    ],
+    ids=["module", "package", "folder", "code", "debugger"],
+)
+def test_every_kind_of_program_runs_as_under_python(program: list[str], start: str, tmp_path: Path) -> None:
+    code = (
+        "import sys; me = sys.modules['__main__'].__dict__;"
+        "print(sys.argv, sys.path[0], me.get('__file__'), getattr(me['__spec__'], 'name', None), me['__package__'])"
+    )
+    (tmp_path / "parts").mkdir()
+    for name in ("__init__", "part", "__main__"):
+        (tmp_path / "parts" / f"{name}.py").write_text("" if name == "__init__" else code)
+    assert_same_as_python(start, [word.format(code) for word in program], tmp_path)
+
+
+@both
+def test_users_sitecustomize_is_imported(start: str, script: Path, tmp_path: Path) -> None:
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "sitecustomize.py").write_text("import sys; sys.mark = 'of the site'")
+    script.write_text("import sys; print(sys.mark, sys.modules['sitecustomize'].__file__)")
+    assert_same_as_python(start, [str(script)], tmp_path, PYTHONPATH=str(tmp_path / "site"))
+
+
+@both
+def test_variable_replaces_tensorpipe(start: str, script: Path) -> None:
+    script.write_text(
+        "import os, torch.distributed.rpc as rpc\n"
+        "rpc.init_rpc('w', rank=0, world_size=1)\n"
+        "print(type(rpc.api._get_current_rpc_agent()).__name__)\n"
+        "rpc.shutdown()\n"
+    )
+    done = run("-n", 1, "--start", start, "--replace-tensorpipe", script)
+    assert done.stdout == "[worker0] UcxRpcAgent\n", done.stderr
+
+
+# ---- Whose death ends whom -------------------------------------------------------------------------------------------
+
+
+def is_running(pid: int) -> bool:
+    try:
+        # A zombie has ended.
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+@both
+def test_killed_launcher_ends_its_workers(start: str) -> None:
+    code = "import os, signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(os.getpid()); time.sleep(600)"
+    with subprocess.Popen(
+        [*COMMAND, "-n", "2", "--start", start, "-c", code], stdout=subprocess.PIPE, text=True
+    ) as launcher:
+        pids = [int(launcher.stdout.readline().split()[1]) for _ in range(2)]
+        children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
+        assert len(children) == 3
+        launcher.kill()
+    eventually(lambda: not any(map(is_running, [*pids, *map(int, children)])), "workers and starter have ended")
+
+
+@both
+def test_restart_after_the_death_of_the_starter(start: str, script: Path) -> None:
+    script.write_text(
+        """
+import os, pathlib, signal, sys
+attempt, parent = os.environ["TORCHELASTIC_RESTART_COUNT"], os.getppid()
+children = pathlib.Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
+if attempt == "0":
+    [starter] = {int(child) for child in children} - {os.getpid()}
+    os.kill(starter, signal.SIGKILL)
+    while pathlib.Path(f"/proc/{starter}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
+        pass
+    sys.exit(3)
+print("attempt", attempt)
+"""
+    )
+    done = run("-n", 1, "--start", start, "--max-restarts", 1, script)
+    assert (done.returncode, done.stdout) == (0, "[worker0] attempt 1\n"), done.stderr
+
+
+# ---- Where a worker could tell the difference ------------------------------------------------------------------------
+
+HOW = "import sys; print('forked' if 'torch' in sys.modules else 'not forked')"
+
+
+def test_workers_are_forked_by_default(script: Path) -> None:
+    script.write_text(HOW)
+    done = run("-n", 2, script)
+    assert sorted(done.stdout.splitlines()) == ["[worker0] forked", "[worker1] forked"]
+    assert done.stderr == ""
+
+
+REASONS = {
+    "variable of Python": ({"PYTHONPROFILEIMPORTTIME": "1"}, "", "PYTHONPROFILEIMPORTTIME is set"),
+    "preloaded library": ({"LD_PRELOAD": "libm.so.6"}, "", "LD_PRELOAD has libm.so.6"),
+    "site": ({"PYTHONPATH": "{folder}/site"}, "", "Python would import {folder}/site/sitecustomize.py for each worker"),
+    "variable of torch": (
+        {},
+        "import os; os.environ['OMP_NUM_THREADS'] = '1'",
+        "the program sets OMP_NUM_THREADS, which is read when torch is imported",
+    ),
+    "shadow": ({}, "# beside calendar.py", "{folder}/calendar.py would be imported in the place of another module"),
+}
+
+
+@pytest.mark.parametrize("case", REASONS)
+def test_worker_that_could_tell_a_fork_is_not_forked(case: str, script: Path, tmp_path: Path) -> None:
+    variables, line, reason = REASONS[case]
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "sitecustomize.py").touch()
+    if case == "shadow":
+        (tmp_path / "calendar.py").touch()
+    script.write_text(f"{HOW}\n{line}")
+    variables = {name: value.format(folder=tmp_path) for name, value in variables.items()}
+    done = run("-n", 2, script, **variables)
+    assert sorted(done.stdout.splitlines()) == ["[worker0] not forked", "[worker1] not forked"], done.stderr
+    assert done.stderr.count(BY_EXEC + reason.format(folder=tmp_path)) == done.stderr.count(BY_EXEC) == 1
+
+
+PRELOADED = {
+    "thread": (
+        "import threading, time; threading.Thread(target=time.sleep, args=(60,), daemon=True).start()",
+        "threads, 1 of",
+    ),
+    "file": ("kept = open(__file__)", r"has left \S+/heavy.py open"),
+    "error": ("1 / 0", "heavy cannot be imported: ZeroDivisionError: division by zero"),
+    "crash": ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "has ended with SIGSEGV"),
+}
+
+
+@pytest.mark.parametrize("case", PRELOADED)
+def test_import_that_a_fork_would_show(case: str, tmp_path: Path) -> None:
+    code, reason = PRELOADED[case]
+    (tmp_path / "heavy.py").write_text(code)
+    done = run("-n", 1, "--preload", "heavy", "-c", HOW, PYTHONPATH=str(tmp_path))
+    assert done.stdout == "[worker0] not forked\n"
+    assert re.search(re.escape(BY_EXEC) + f".*{reason}", done.stderr), done.stderr
+
+
+def test_fork_that_is_insisted_on_and_cannot_be(tmp_path: Path) -> None:
+    done = run("-n", 1, "--start", "fork", "--preload", "no_such_module", "-c", HOW)
+    assert (done.returncode, done.stdout) == (ExitCode.NOT_STARTED, "")
+    assert "could not all be started: no_such_module cannot be imported: ModuleNotFoundError" in done.stderr
+
+
+def test_preloaded_module_is_imported_once(tmp_path: Path) -> None:
+    (tmp_path / "heavy.py").write_text("import sys; sys.stderr.write('x' * 200_000 + '\\nimported\\n')")
+    code = "import sys; print('heavy' in sys.modules); import heavy"
+    done = run("-n", 2, "--preload", "heavy", "-c", code, PYTHONPATH=str(tmp_path))
+    assert sorted(done.stdout.splitlines()) == ["[worker0] True", "[worker1] True"]
+    assert done.stderr == "x" * 200_000 + "\nimported\n"
