@@ -1,8 +1,7 @@
-"""How long is a launcher's job from its command to its end?
+"""How long is a launcher's job from its command to its end, and how much memory do its workers take?
 
-`python -m torch_ucx_rpc run` and torchrun start workers on this machine, each an interpreter of its own that imports
-torch, and of this backend also this package. They do as in the life of a job (many_workers.py): init_rpc, the first
-call of all pairs, shutdown. Beside them workers that do nothing but import torch: no backend can be faster than those.
+`torch-ucx-rpc run` forks workers from a process that has imported torch, or starts each by exec; torchrun does the
+latter. They do as in the life of a job (many_workers.py): init_rpc, the first call of all pairs, shutdown.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -20,22 +20,20 @@ from benchmarks import harness, jobs
 from benchmarks.harness import Bound, Figure
 
 PROGRAM = Path(__file__).with_name("launched_program.py")
-LAUNCHERS = {
-    "run": ("-m", "torch_ucx_rpc", "run", "--nproc"),
-    "torchrun": ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node"),
-}
-# Each takes as long as its workers need to import torch, a second of CPU time and more each.
-JOBS = (("run", 2), ("run", 24), ("torchrun", 24))
+RUN = ("-m", "torch_ucx_rpc", "run")
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
+FEW, MANY = 2, 24
 LIMIT_S = 300
-IMPORT = "import of torch"
+
+FORK = jobs.UCX.name
+EXEC, UCX_TORCHRUN = "UCX, exec", "UCX, torchrun"
+# Under torchrun too.
+TENSORPIPE = jobs.TENSORPIPE_UV.name
 
 
-def figure_of(launcher: str, workers: int) -> str:
-    return f"{workers} workers, {launcher}"
-
-
-def seconds(launcher: str, workers: int, *program: str) -> float:
-    command = [sys.executable, *LAUNCHERS[launcher], str(workers), *program]
+def job(launcher: tuple[str, ...], workers: int, *program: str) -> tuple[float, str]:
+    """Seconds from the command to its end, and what the workers have written."""
+    command = [sys.executable, *launcher, str(workers), *program]
     started = time.perf_counter()
     with subprocess.Popen(
         command,
@@ -49,41 +47,44 @@ def seconds(launcher: str, workers: int, *program: str) -> float:
             said, complaints = run.communicate(timeout=LIMIT_S)
         except subprocess.TimeoutExpired as error:
             os.killpg(run.pid, signal.SIGKILL)  # workers too: they would take time from the next contender
-            raise harness.ContenderFailed(f"{workers} workers of {launcher} have not ended in {LIMIT_S} s") from error
+            raise harness.ContenderFailed(f"{workers} workers have not ended in {LIMIT_S} s: {command}") from error
     took = time.perf_counter() - started
     done = said.count("is done")
     if run.returncode != 0 or done != workers:
-        raise harness.ContenderFailed(f"{done} of {workers} workers of {launcher} ended well: {complaints[-2000:]}")
-    return took
+        raise harness.ContenderFailed(f"{done} of {workers} workers ended well: {command}: {complaints[-2000:]}")
+    return took, said
 
 
-def measure(*program: str) -> harness.Figures:
-    return {figure_of(launcher, workers): seconds(launcher, workers, *program) for launcher, workers in JOBS}
-
-
-def contender(transport: jobs.Transport) -> jobs.Baseline:
+def measure(launcher: tuple[str, ...], transport: jobs.Transport) -> harness.Figures:
     program = (str(PROGRAM), transport.backend, json.dumps(transport.options))
-    return jobs.Baseline(transport.name, functools.partial(measure, *program))
+    figures = {f"{workers} workers": job(launcher, workers, *program)[0] for workers in (FEW, MANY)}
+    _, said = job(launcher, MANY, *program, "memory")
+    kib = re.findall(r"with (\d+) KiB", said)
+    return {**figures, f"{MANY} workers, memory": sum(map(int, kib)) / 1024}
+
+
+def contender(name: str, launcher: tuple[str, ...], transport: jobs.Transport) -> jobs.Baseline:
+    return jobs.Baseline(name, functools.partial(measure, launcher, transport))
+
+
+def bounds(must: float) -> tuple[Bound, ...]:
+    return tuple(Bound(must, reference=reference) for reference in (UCX_TORCHRUN, EXEC, TENSORPIPE))
 
 
 BENCHMARK = harness.Benchmark(
     question="How long is a launcher's job?",
-    figures=tuple(
-        Figure(
-            figure_of(launcher, workers),
-            "s",
-            (
-                Bound(0.6 if workers >= 24 else None, 0.4, reference=jobs.TENSORPIPE_UV.name),
-                Bound(None, reference=IMPORT),
-            ),
-        )
-        for launcher, workers in JOBS
+    figures=(
+        Figure(f"{FEW} workers", "s", bounds(0.6)),
+        Figure(f"{MANY} workers", "s", bounds(0.25)),
+        # The sum of Pss, in which shared memory counts once, after all calls.
+        Figure(f"{MANY} workers, memory", "MiB", bounds(0.25)),
     ),
     contenders=lambda: [
-        contender(jobs.UCX),
-        contender(jobs.TENSORPIPE_UV),
-        jobs.Baseline(IMPORT, functools.partial(measure, str(PROGRAM), "none", "{}")),
+        contender(FORK, (*RUN, "--start", "fork", "--nproc"), jobs.UCX),
+        contender(EXEC, (*RUN, "--start", "exec", "--nproc"), jobs.UCX),
+        contender(UCX_TORCHRUN, TORCHRUN, jobs.UCX),
+        contender(TENSORPIPE, TORCHRUN, jobs.TENSORPIPE_UV),
     ],
-    rounds=1,
+    rounds=3,
     in_short_set=False,
 )

@@ -1,18 +1,22 @@
 """A worker whose life launched.py measures: init_rpc, the first call of all pairs, shutdown; a launcher starts it.
 
-    launched_program.py UCX|TENSORPIPE|none OPTIONS
+    launched_program.py UCX|TENSORPIPE OPTIONS [memory]
 
-OPTIONS are those of the backend, as JSON. With none it only imports torch.
+OPTIONS are those of the backend, as JSON. With "memory" it says how much of it it has when all are connected (Pss).
 """
 
 import json
 import os
+import re
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed.rpc as rpc
 
+if sys.argv[1] == "UCX":
+    from torch_ucx_rpc import UcxRpcBackendOptions
 if TYPE_CHECKING:
     from torch._C._distributed_rpc import RpcBackendOptions
 
@@ -21,12 +25,17 @@ def nothing() -> None:
     """The callee of the smallest call."""
 
 
-def live(backend: str, options: dict[str, Any], rank: int, workers: int) -> None:
+def pss_kib() -> int:
+    found = re.search(r"^Pss: +(\d+) kB", Path("/proc/self/smaps_rollup").read_text(), re.MULTILINE)
+    assert found is not None
+    return int(found[1])
+
+
+def live(backend: str, options: dict[str, Any], rank: int, workers: int, measures: bool) -> int:
+    """Returns the memory in KiB; 0 if it is not measured."""
     torch.set_num_threads(1)
     backend_options: RpcBackendOptions
     if backend == "UCX":
-        from torch_ucx_rpc import UcxRpcBackendOptions
-
         backend_options = UcxRpcBackendOptions(**options)
     else:
         backend_options = rpc.TensorPipeRpcBackendOptions(**options)
@@ -38,15 +47,16 @@ def live(backend: str, options: dict[str, Any], rank: int, workers: int) -> None
         rpc_backend_options=backend_options,
     )
     torch.futures.wait_all([rpc.rpc_async(other, nothing) for other in range(workers) if other != rank])
+    memory = pss_kib() if measures else 0
     rpc.shutdown()
+    return memory
 
 
 def main() -> None:
     backend, options = sys.argv[1], json.loads(sys.argv[2])
     rank, workers = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    if backend != "none":
-        live(backend, options, rank, workers)
-    print(f"rank {rank} is done", flush=True)
+    memory = live(backend, options, rank, workers, measures=sys.argv[3:] == ["memory"])
+    print(f"rank {rank} is done, with {memory} KiB", flush=True)
 
 
 if __name__ == "__main__":
