@@ -43,6 +43,7 @@ _logger = logging.getLogger(__name__)
 
 # The Store answers on one thread. All workers together ask it about this often.
 _QUESTIONS_PER_S = 1000
+_FIRST_QUESTIONS_PER_S = 50_000
 _LONGEST_PAUSE_S = 1.0
 # Records that are written, or read, at once. With 10,000 workers that all wait for a part the Store holds 250 MB. It
 # takes no value of more than 8 MiB.
@@ -159,13 +160,14 @@ def _listed(store: Store, own: Record, secret: Secret | None) -> Iterator[str]:
 
 
 def _await_members(arrivals: _Arrivals, own: Record, deadline: Deadline) -> list[Record]:
-    for is_over in ask_again(own.world_size, deadline):
-        arrivals.read()
+    # Alone, rank 0 may ask often.
+    for is_over in ask_again(1, deadline):
+        has_new = arrivals.read()
         # An error is raised when all have come, so that all hear of it.
-        if is_over or arrivals.are_all():
+        if is_over or (has_new and arrivals.are_all()):
             arrivals.forget_those_who_left()
-        if is_over or arrivals.are_all():
-            break
+            if is_over or arrivals.are_all():
+                break
     records = arrivals.records()
     _check_agreement(records)
     if len(records) < own.world_size:
@@ -240,7 +242,8 @@ def _read_verdict(store: Store, secret: Secret | None) -> Entry | None:
 def ask_again(workers: int, deadline: Deadline) -> Iterator[bool]:
     """Yield False again and again, with growing pauses in between; at the end of the deadline, yield True."""
     longest = min(_LONGEST_PAUSE_S, max(0.01, workers / _QUESTIONS_PER_S))
-    pause = 0.001
+    # The first questions of all come together.
+    pause = max(0.001, workers / _FIRST_QUESTIONS_PER_S)
     while not deadline.passed():
         yield False
         time.sleep(min(pause, deadline.remaining()))
@@ -259,8 +262,9 @@ class _Arrivals:
         # Entries by key. An entry of another version of this package, or of a stranger, may contain anything.
         self._present: dict[str, Entry] = {}
 
-    def read(self) -> None:
-        """Read the entries that have been added since."""
+    def read(self) -> bool:
+        """Read the entries that have been added since; False if there are none."""
+        before = self._position
         count = 1
         while True:
             keys = [f"arrival/{self._position + offset}" for offset in range(count)]
@@ -272,7 +276,7 @@ class _Arrivals:
             elif count > 1:
                 count = 1
             else:
-                break
+                return self._position != before
 
     def forget_those_who_left(self) -> None:
         keys = list(self._present)
