@@ -1,0 +1,308 @@
+"""The epochs of a group among real workers: deaths, silence, cuts, newcomers."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch.distributed.rpc as rpc
+
+from tests.support import workers
+from tests.support.labs import Fate, VirtualHosts, needs_virtual_hosts
+from tests.support.workers import Steps, backend_options, eventually, init_rpc
+from torch_ucx_rpc._workers import members
+from torch_ucx_rpc._workers.members import CutOff, EpochOver, Group
+
+from ._jobs import KILLED, PATIENCE_S
+
+RunWorkers = Callable[..., list]
+
+LIMIT = 2.0
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[VirtualHosts]:
+    needs_virtual_hosts()
+    with VirtualHosts(["a", "b", "c"]) as made:
+        yield made
+
+
+@pytest.fixture
+def fate(hosts: VirtualHosts) -> Iterator[Fate]:
+    with Fate(hosts) as desk:
+        yield desk
+
+
+def names(group: Group) -> list[str]:
+    return [one.name for one in group.wait().members]
+
+
+def make(steps: Steps, rank: int, of: int) -> Group:
+    """A group of all, once all know that they are in it."""
+    group = members.group("test", LIMIT)
+    eventually(lambda: len(group.wait().members) == of, "all are members")
+    steps.meet("member", rank, of)
+    return group
+
+
+def keep_checking(group: Group, number: int) -> None:
+    while True:
+        group.check(number)
+        time.sleep(0.01)
+
+
+def test_workers_of_a_fixed_group_are_its_first_epoch(run_on_both: RunWorkers, tmp_path: Path) -> None:
+    run_on_both(3, meet_in_the_first_epoch, Steps(tmp_path))
+
+
+def meet_in_the_first_epoch(rank: int, steps: Steps) -> None:
+    group = make(steps, rank, 3)
+    epoch = group.wait()
+    assert (epoch.number, epoch.decider.name) == (1, "worker0")
+    assert members.group("test") is group
+    group.check(1)
+    with pytest.raises(EpochOver, match="epoch 7 of group 'test' is over; it is in epoch 1"):
+        group.check(7)
+    with pytest.raises(TimeoutError, match=r"group 'test' has had no epoch after 1 for 0\.1 s"):
+        group.wait(after=1, timeout=0.1)
+    steps.meet("checked", rank, 3)
+
+
+def test_one_call_makes_the_group_everywhere(run_on_both: RunWorkers, tmp_path: Path) -> None:
+    run_on_both(3, make_it_for_all, Steps(tmp_path))
+
+
+def make_it_for_all(rank: int, steps: Steps) -> None:
+    if rank == 1:
+        assert names(members.group("test", LIMIT)) == ["worker0", "worker1", "worker2"]
+        time.sleep(1.5 * LIMIT)
+        assert names(members.group("test")) == ["worker0", "worker1", "worker2"]
+    steps.meet("over", rank, 3)
+
+
+@pytest.mark.parametrize("dying", [0, 2])
+def test_a_death_begins_an_epoch_within_100_ms(run_on_ucx: RunWorkers, tmp_path: Path, dying: int) -> None:
+    run_on_ucx(4, outlive, Steps(tmp_path), dying, shutdown=False, exit_codes={dying: KILLED})
+
+
+def outlive(rank: int, steps: Steps, dying: int) -> None:
+    group = make(steps, rank, 4)
+    began: dict[int, float] = {}
+    group.subscribe(lambda epoch: began.setdefault(epoch.number, time.monotonic()))
+    steps.meet("subscribed", rank, 4)
+    if rank == dying:
+        (steps.directory / "died").write_text(str(time.monotonic()))
+        os.kill(os.getpid(), signal.SIGKILL)
+    with workers.Stalls() as stalls:
+        epoch = group.wait(after=1)
+        eventually(lambda: 2 in began, "the callback")
+        took = began[2] - float((steps.directory / "died").read_text())
+        assert took < 0.1 + stalls.seconds() + KILLING_S, f"{took:.3f} s"
+    assert dying not in [one.rank for one in epoch.members]
+    assert epoch.decider.rank == (1 if dying == 0 else 0)
+    with pytest.raises(EpochOver, match="epoch 1 of group 'test' is over; it is in epoch 2"):
+        group.check(1)
+    steps.done(f"over {rank}")
+    steps.wait_for(*(f"over {other}" for other in range(4) if other != dying))
+    rpc.shutdown(graceful=False)
+
+
+# For the kernel to take a process with torch apart.
+KILLING_S = 0.1
+
+
+def test_the_last_two_of_four_go_on_one_by_one(run_on_ucx: RunWorkers, tmp_path: Path) -> None:
+    run_on_ucx(3, die_in_turn, Steps(tmp_path), shutdown=False, exit_codes={0: KILLED, 1: KILLED})
+
+
+def die_in_turn(rank: int, steps: Steps) -> None:
+    group = make(steps, rank, 3)
+    for dying in (0, 1):
+        if rank == dying:
+            os.kill(os.getpid(), signal.SIGKILL)
+        epoch = group.wait(after=1 + dying)
+        assert epoch.decider.rank == dying + 1
+        if rank == 1:
+            steps.done("second")
+        else:
+            steps.wait_for("second")
+    rpc.shutdown(graceful=False)
+
+
+@pytest.mark.parametrize("hung", [0, 2])
+def test_a_stopped_worker_is_out_and_joins_again(run_on_ucx: RunWorkers, tmp_path: Path, hung: int) -> None:
+    run_on_ucx(3, be_stopped, Steps(tmp_path), hung)
+
+
+def be_stopped(rank: int, steps: Steps, hung: int) -> None:
+    group = make(steps, rank, 3)
+    (steps.directory / f"pid {rank}").write_text(str(os.getpid()))
+    steps.meet("known", rank, 3)
+    helper = 1
+    if rank == helper:
+        pid = int((steps.directory / f"pid {hung}").read_text())
+        began = time.monotonic()
+        workers.stop(pid)
+        epoch = group.wait(after=1, timeout=30)
+        assert hung not in [one.rank for one in epoch.members]
+        assert time.monotonic() - began > 0.4 * LIMIT
+        os.kill(pid, signal.SIGCONT)
+        come_back = group.wait(after=epoch.number, timeout=30)
+        assert (hung, 1) in [(one.rank, one.joined) for one in come_back.members]
+    elif rank == hung:
+        with pytest.raises(EpochOver):
+            keep_checking(group, 1)
+        with pytest.raises(CutOff, match="is no member of group 'test' any more"):
+            group.wait(after=1)
+        group.rejoin()
+        assert group.wait(timeout=30).number >= 3
+    eventually(lambda: (hung, 1) in [(one.rank, one.joined) for one in group.wait().members], "it is back")
+    steps.meet("back", rank, 3)
+
+
+def test_a_worker_that_holds_the_gil_is_out_and_joins_again(run_on_ucx: RunWorkers, tmp_path: Path) -> None:
+    run_on_ucx(3, hold_the_gil, Steps(tmp_path))
+
+
+def hold_the_gil(rank: int, steps: Steps) -> None:
+    import ctypes
+
+    group = make(steps, rank, 3)
+    if rank == 1:
+        ctypes.PyDLL(None).usleep(int(3 * LIMIT * 1e6))
+        with pytest.raises(EpochOver):
+            group.check(1)
+        group.rejoin()
+    eventually(lambda: [one.joined for one in group.wait().members] == [0, 1, 0], "it is back", timeout=60)
+    steps.meet("back", rank, 3)
+
+
+def test_a_worker_that_leaves_is_no_member(run_on_both: RunWorkers, tmp_path: Path) -> None:
+    run_on_both(3, leave, Steps(tmp_path))
+
+
+def leave(rank: int, steps: Steps) -> None:
+    group = make(steps, rank, 3)
+    if rank == 0:
+        group.leave()
+        with pytest.raises(CutOff, match="it has left"):
+            group.check(1)
+    else:
+        epoch = group.wait(after=1)
+        assert [one.rank for one in epoch.members] == [1, 2]
+        assert epoch.decider.rank == 1
+    steps.meet("left", rank, 3)
+
+
+def test_a_suspect_is_out(run_on_both: RunWorkers, tmp_path: Path) -> None:
+    run_on_both(4, suspect, Steps(tmp_path))
+
+
+def suspect(rank: int, steps: Steps) -> None:
+    group = make(steps, rank, 4)
+    if rank == 1:
+        group.suspect("worker3")
+    if rank != 3:
+        assert [one.rank for one in group.wait(after=1).members] == [0, 1, 2]
+    steps.meet("out", rank, 4)
+    if rank == 2:
+        group.suspect("worker0")
+    if rank < 2:
+        assert [one.rank for one in group.wait(after=2).members] == [0, 1]
+    steps.meet("over", rank, 4)
+
+
+def test_workers_that_come_at_once_found_one_group(run_on_ucx: RunWorkers, tmp_path: Path) -> None:
+    run_on_ucx(4, come_at_once, Steps(tmp_path), init=False)
+
+
+def come_at_once(rank: int, steps: Steps) -> None:
+    url = (steps.directory / "store").as_uri()
+    init_rpc(rank, world_size=None, rpc_backend_options=backend_options(init_method=url))
+    steps.meet("there", rank, 4)
+    group = make(steps, rank, 4)
+    assert group.wait().decider == group.wait().decider
+    steps.meet("over", rank, 4)
+    rpc.shutdown()
+
+
+def test_a_killed_worker_of_another_host_is_certainly_dead(hosts: VirtualHosts, tmp_path: Path) -> None:
+    options = {"expendable": {0}, "shutdown": False, "silent": False, "timeout": PATIENCE_S}
+    workers.run_workers(2, lose_the_decider_of_another_host, Steps(tmp_path), hosts=hosts, **options)
+
+
+def lose_the_decider_of_another_host(rank: int, steps: Steps) -> None:
+    group = make(steps, rank, 2)
+    time.sleep(LIMIT / 4)
+    if rank == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    began = time.monotonic()
+    with workers.Stalls() as stalls:
+        assert [one.rank for one in group.wait(after=1).members] == [1]
+        assert time.monotonic() - began < LIMIT + stalls.seconds()
+    rpc.shutdown(graceful=False)
+
+
+@pytest.mark.parametrize(("of", "cut"), [(2, "b"), (2, "a"), (3, "c"), (3, "a"), (5, "b")])
+def test_one_side_of_a_cut_goes_on(hosts: VirtualHosts, fate: Fate, tmp_path: Path, of: int, cut: str) -> None:
+    # Workers 0 and 3 are on a, 1 and 4 on b, 2 on c.
+    arguments = {"shutdown": False, "silent": False, "timeout": PATIENCE_S}
+    workers.run_workers(of, be_cut_off, Steps(tmp_path), fate, cut, hosts=hosts, **arguments)
+
+
+def be_cut_off(rank: int, steps: Steps, fate: Fate, cut: str) -> None:
+    of = len(rpc.api._get_current_rpc_agent().get_worker_infos())
+    group = make(steps, rank, of)
+    sides = {host: [other for other in range(of) if "abc"[other % 3] == host] for host in "abc"}
+    away = sides[cut]
+    staying = [other for other in range(of) if other not in away]
+    # On a tie, the side of the decider.
+    wins = away if 2 * len(away) > of or (2 * len(away) == of and 0 in away) else staying
+    progress: list[tuple[float, int]] = []
+    over = threading.Event()
+
+    def work() -> None:
+        while not over.is_set():
+            if group.is_current():
+                progress.append((time.monotonic(), group.epoch.number))
+            time.sleep(0.005)
+
+    worker = threading.Thread(target=work)
+    worker.start()
+    if rank == staying[0]:
+        fate.of(cut, "cut")
+        steps.done("cut")
+    steps.wait_for("cut")
+    if rank in wins:
+        # Members may fall silent one by one.
+        eventually(lambda: [one.rank for one in group.wait(timeout=60).members] == wins, "the others are out")
+        steps.done(f"goes on {rank}")
+    else:
+        with pytest.raises(CutOff, match=f"worker 'worker{rank}' is (cut off from 'worker|no member)"):
+            keep_checking(group, 1)
+    steps.wait_for(*(f"goes on {other}" for other in wins), timeout=90)
+    if rank == staying[0]:
+        fate.of(cut, "heal")
+        steps.done("healed")
+    steps.wait_for("healed", timeout=90)
+    if rank not in wins:
+        with pytest.raises(EpochOver):
+            group.check(1)
+        eventually(lambda: not group.is_current(), "it is out")
+        group.rejoin()
+    eventually(lambda: len(group.wait(timeout=60).members) == of, "all are back", timeout=60)
+    over.set()
+    worker.join()
+    (steps.directory / f"progress {rank}").write_text("\n".join(f"{at} {number}" for at, number in progress))
+    steps.meet("over", rank, of)
+    # One clock serves all these hosts.
+    seen = [line.split() for other in range(of) for line in (steps.directory / f"progress {other}").open()]
+    numbers = [int(number) for _, number in sorted((float(at), number) for at, number in seen)]
+    assert numbers == sorted(numbers), "two epochs were in force at one moment"
+    assert numbers[0] == 1
+    rpc.shutdown(graceful=False)

@@ -1,0 +1,356 @@
+"""The epochs of a group, over a simulated network: losses, duplicates, cuts, pauses, deaths, newcomers."""
+
+from __future__ import annotations
+
+import os
+import random
+
+import pytest
+
+from torch_ucx_rpc._workers import epochs
+from torch_ucx_rpc._workers.epochs import Epochs
+from torch_ucx_rpc._workers.messages import Epoch, Member
+
+# CI's. A night may have more.
+SCHEDULES = int(os.environ.get("MEMBERSHIP_SCHEDULES", "100000"))
+LIMIT = 1.0
+
+
+class World:
+    """A group of workers with clocks of their own, and the network between them.
+
+    A member makes progress at a moment in which it is current. The world holds all members to two rules:
+
+    * A number stands for one epoch.
+    * Nobody is current in an epoch that is older than one in which any worker has ever been current.
+    """
+
+    def __init__(self, seed: int, size: int) -> None:
+        self.random = random.Random(seed)
+        self.now = 0.0
+        self.offsets: dict[Member, float] = {}
+        self.machines: dict[Member, Epochs] = {}
+        self.stopped: set[Member] = set()
+        self.ended: list[Member] = []
+        self.cuts: set[tuple[Member, Member]] = set()
+        self.mail: list[tuple[Member, Member, object]] = []
+        self.epochs: dict[int, Epoch] = {}
+        # The first epoch of a job that others can join has another number than that of a fixed group.
+        self.is_static = self.random.random() < 0.3
+        self.newest = 1 if self.is_static else 2
+        members = tuple(Member(rank, f"w{rank}", 100 + rank) for rank in range(size))
+        self.next_life = 200
+        for one in members:
+            self.start(one, Epoch(self.newest, members, members[0]))
+
+    def start(self, one: Member, epoch: Epoch | None = None) -> None:
+        self.offsets[one] = self.random.uniform(-50, 50)
+        self.machines[one] = Epochs(one, LIMIT, self.clock(one), epoch)
+        if epoch is None:
+            contacts = tuple(other for other in self.machines if other != one)
+            self.machines[one].join(contacts, self.clock(one))
+
+    def clock(self, one: Member) -> float:
+        return self.now + self.offsets[one]
+
+    def check(self, one: Member) -> None:
+        """After something has happened at this worker."""
+        machine = self.machines[one]
+        outgoing = machine.take_outgoing()
+        if outgoing:
+            self.mail += [(one, to, message) for to, message in outgoing]
+        epoch = machine.epoch
+        if one in self.stopped or not machine.is_current(self.clock(one)):
+            return
+        assert self.epochs.setdefault(epoch.number, epoch) == epoch, "a number stands for two epochs"
+        assert epoch.number >= self.newest, f"{one} is current in {epoch.number}, and {self.newest} was in force"
+        if epoch.number > self.newest:
+            self.newest = epoch.number
+            for other, its in self.machines.items():
+                if other not in self.stopped and its.is_current(self.clock(other)):
+                    assert its.epoch == epoch, f"{one} is current in {epoch} and {other} in {its.epoch}"
+
+    def deliver(self, letter: tuple[Member, Member, object]) -> None:
+        sender, to, message = letter
+        if to in self.stopped:
+            self.mail.append(letter)
+        elif to in self.machines and (sender, to) not in self.cuts:
+            self.machines[to].receive(sender, message, self.clock(to))
+            self.check(to)
+
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+        for one, machine in self.machines.items():
+            if one not in self.stopped:
+                machine.tick(self.clock(one))
+                self.check(one)
+
+    def kill(self, one: Member) -> None:
+        del self.machines[one]
+        self.stopped.discard(one)
+        self.ended.append(one)
+
+    def see_death(self, one: Member, dead: Member) -> None:
+        if one not in self.stopped:
+            self.machines[one].die(dead, self.clock(one))
+            self.check(one)
+
+    def cut(self, side: list[Member], asymmetric: bool = False) -> None:
+        for one in self.machines:
+            for other in side:
+                if one not in side:
+                    self.cuts |= {(one, other)} if asymmetric else {(one, other), (other, one)}
+
+    def misfortune(self) -> None:
+        dice = self.random
+        kind = dice.random()
+        living = list(self.machines)
+        if not living:
+            return
+        one = dice.choice(living)
+        if kind < 0.2:
+            self.kill(one)
+        elif kind < 0.5:
+            if self.ended:
+                self.see_death(one, dice.choice(self.ended))
+        elif kind < 0.6:
+            self.cut(dice.sample(living, dice.randint(1, len(living))), dice.random() < 0.3)
+        elif kind < 0.65:
+            other = dice.choice(living)
+            self.cuts |= {(one, other), (other, one)}
+        elif kind < 0.72:
+            self.cuts.clear()
+        elif kind < 0.82:
+            self.stopped ^= {one}
+        elif kind < 0.9:
+            life = self.machines[one]
+            if life.is_out:
+                self.restart(one)
+            elif len(self.offsets) < 12 and not self.is_static:
+                self.next_life += 1
+                self.start(Member(dice.randint(0, 9), f"n{self.next_life}", self.next_life))
+        elif kind < 0.95:
+            if members := self.machines[one].epoch.members:
+                self.machines[one].suspect(dice.choice(members), self.clock(one))
+                self.check(one)
+        else:
+            self.machines[one].leave(self.clock(one))
+
+    def restart(self, one: Member) -> None:
+        """Have a worker that is out join again."""
+        del self.machines[one]
+        self.stopped.discard(one)
+        self.start(one._replace(joined=one.joined + 1))
+
+    def run(self, rounds: int) -> None:
+        """Let some time pass, with few or many misfortunes. Messages of a round arrive in any order, or later."""
+        dice = self.random.random
+        misfortunes, delay, loss = 0.05 + 0.4 * dice(), 0.6 * dice() ** 2, 0.1 * dice()
+        for _ in range(rounds):
+            if dice() < misfortunes:
+                self.misfortune()
+            mail, self.mail = self.mail, []
+            self.random.shuffle(mail)
+            for letter in mail:
+                luck = dice()
+                if luck < delay:
+                    self.mail.append(letter)
+                elif luck < 1 - loss:
+                    self.deliver(letter)
+                    if luck > 0.95:
+                        self.mail.append(letter)
+            self.wait(LIMIT * (0.03 + 0.15 * dice() if dice() < 0.9 else dice()))
+
+    def calm_down(self, seconds: float) -> None:
+        """No misfortune any more: all deaths are seen, and messages arrive at once."""
+        self.cuts.clear()
+        self.stopped.clear()
+        for one in list(self.machines):
+            for dead in self.ended:
+                self.see_death(one, dead)
+        end = self.now + seconds
+        while self.now < end:
+            while self.mail:
+                self.deliver(self.mail.pop())
+            self.wait(LIMIT / 20)
+            for one in [one for one, machine in self.machines.items() if machine.is_out]:
+                self.restart(one)
+
+
+def simulate(schedules: int, rounds: int) -> None:
+    for seed in range(schedules):
+        try:
+            World(seed, 2 + seed % 4).run(rounds)
+        except AssertionError as error:
+            raise AssertionError(f"schedule {seed}: {error}") from error
+
+
+def test_no_schedule_has_two_sides_make_progress() -> None:
+    simulate(SCHEDULES, 20)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("LEASE", 2.0),
+        ("is_current", lambda self, now: self.epoch is not None and not self.is_out),
+        ("_is_quorum", lambda self, votes, now: 2 * len(votes) >= len(self.epoch.members)),
+    ],
+)
+def test_the_simulation_finds_a_broken_rule(monkeypatch: pytest.MonkeyPatch, name: str, value: object) -> None:
+    monkeypatch.setattr(epochs if name.isupper() else Epochs, name, value)
+    with pytest.raises(AssertionError, match=r"is current in|a number stands for two epochs"):
+        simulate(5000, 25)
+
+
+def test_once_misfortunes_end_there_is_one_epoch() -> None:
+    in_force = 0
+    for seed in range(300):
+        world = World(seed, 3 + seed % 3)
+        world.run(20)
+        world.calm_down(12 * LIMIT)
+        current = {one: its.epoch for one, its in world.machines.items() if its.is_current(world.clock(one))}
+        if current:
+            in_force += 1
+            assert {*current} == {*world.machines} == {*next(iter(current.values())).members}, seed
+    # In the others, those that knew what was decided have died.
+    assert in_force > 200
+
+
+class Line:
+    """Members with one clock, whose messages arrive at once, in order."""
+
+    def __init__(self, size: int) -> None:
+        self.members = tuple(Member(rank, f"w{rank}", 100 + rank) for rank in range(size))
+        first = Epoch(1, self.members, self.members[0])
+        self.now = 0.0
+        self.machines = {one: Epochs(one, LIMIT, self.now, first) for one in self.members}
+        self.away: set[Member] = set()
+        self.wait(0.3)
+
+    def __getitem__(self, rank: int) -> Epochs:
+        return next(machine for one, machine in self.machines.items() if one.rank == rank)
+
+    def settle(self) -> None:
+        busy = True
+        while busy:
+            busy = False
+            for one, machine in self.machines.items():
+                for to, message in machine.take_outgoing():
+                    if one not in self.away and to not in self.away and to in self.machines:
+                        busy = True
+                        self.machines[to].receive(one, message, self.now)
+
+    def wait(self, seconds: float) -> None:
+        end = self.now + seconds
+        while self.now < end:
+            self.now += 0.02
+            for machine in self.machines.values():
+                machine.tick(self.now)
+            self.settle()
+
+    def kill(self, *ranks: int) -> None:
+        dead = [one for one in self.machines if one.rank in ranks]
+        for one in dead:
+            del self.machines[one]
+        for machine in self.machines.values():
+            for one in dead:
+                machine.die(one, self.now)
+        self.settle()
+
+    def ranks(self, rank: int) -> list[int]:
+        """The members of the epoch that is in force for this member; none if none is."""
+        machine = self[rank]
+        return [one.rank for one in machine.epoch.members] if machine.is_current(self.now) else []
+
+
+def test_a_certain_death_begins_an_epoch_at_once() -> None:
+    for dying, decider in ((2, 0), (0, 1)):
+        line = Line(3)
+        line.kill(dying)
+        for rank in {0, 1, 2} - {dying}:
+            assert line.ranks(rank) == sorted({0, 1, 2} - {dying})
+            assert line[rank].epoch.decider.rank == decider
+
+
+def test_a_sole_survivor_goes_on() -> None:
+    line = Line(4)
+    line.kill(0, 1, 3)
+    assert line.ranks(2) == [2]
+
+
+@pytest.mark.parametrize(
+    ("size", "away", "goes_on"),
+    [(2, {1}, {0}), (2, {0}, {0}), (3, {0}, {1, 2}), (3, {2}, {0, 1}), (5, {0, 1}, {2, 3, 4})],
+)
+def test_a_majority_or_the_decider_goes_on(size: int, away: set[int], goes_on: set[int]) -> None:
+    line = Line(size)
+    # Those that are away hear each other as little as the rest: one side of a cut is enough to see.
+    line.away = {one for one in line.members if one.rank in away}
+    line.wait(3 * LIMIT)
+    for rank in range(size):
+        assert line.ranks(rank) == (sorted(goes_on) if rank in goes_on else []), rank
+    line.away = set()
+    line.wait(LIMIT)
+    for rank in set(range(size)) - goes_on:
+        assert line[rank].is_out
+
+
+def test_a_deciders_death_beside_a_hung_member_costs_the_limit() -> None:
+    line = Line(4)
+    line.away = {line.members[3]}
+    line.kill(0)
+    assert line[1].epoch.number == 1
+    line.wait(1.3 * LIMIT)
+    assert line.ranks(1) == line.ranks(2) == [1, 2]
+
+
+def test_a_survivor_that_hung_before_does_not_go_on() -> None:
+    line = Line(3)
+    first = Epoch(2, line.members, line.members[0])
+    line.machines = {one: Epochs(one, LIMIT, line.now, first) for one in line.members}
+    line.wait(0.3)
+    line.away = {line.members[2]}
+    line.wait(0.8)
+    line.kill(0, 1)
+    line.wait(3 * LIMIT)
+    assert line.ranks(2) == []
+
+
+def test_a_member_that_comes_back_is_another_one() -> None:
+    line = Line(3)
+    line.away = {line.members[1]}
+    line.wait(2 * LIMIT)
+    assert line.ranks(0) == [0, 2]
+    line.away = set()
+    line.wait(LIMIT)
+    assert line[1].is_out
+    old = line.members[1]
+    new = old._replace(joined=1)
+    del line.machines[old]
+    line.machines[new] = Epochs(new, LIMIT, line.now)
+    line.machines[new].join((line.members[0],), line.now)
+    line.wait(0.5)
+    assert line[1].epoch.members == (line.members[0], new, line.members[2])
+    assert line.ranks(1) == [0, 1, 2]
+
+
+def test_a_decider_that_leaves_names_the_next() -> None:
+    line = Line(3)
+    line[0].leave(line.now)
+    line.wait(0.5)
+    assert line[0].is_out
+    assert line.ranks(1) == line.ranks(2) == [1, 2]
+    assert line[2].epoch.decider.rank == 1
+
+
+def test_an_accepted_epoch_is_finished_by_the_next_decider() -> None:
+    line = Line(4)
+    line[0].suspect(line.members[3], line.now)
+    proposals = dict(line[0].take_outgoing())
+    line[2].receive(line.members[0], proposals[line.members[2]], line.now)
+    line.kill(0)
+    line.wait(LIMIT)
+    # Member 2 had voted for an epoch without member 3.
+    assert line.ranks(1) == line.ranks(2) == [1, 2]
+    assert line[3].is_out

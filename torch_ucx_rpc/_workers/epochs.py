@@ -1,0 +1,517 @@
+"""The epochs of a group as one member sees them: `Epochs`, a state machine without threads, clocks or a network.
+
+docs/development/membership.md has the protocol and the argument for it. The caller passes the time of its own clock to
+each method, carries out what `take_outgoing` returns, and reports what it knows: messages, ticks and certain deaths.
+"""
+
+from __future__ import annotations
+
+from torch_ucx_rpc._workers.messages import (
+    Accept,
+    Answer,
+    Ballot,
+    Beat,
+    Behind,
+    Chosen,
+    Epoch,
+    Join,
+    Leave,
+    Member,
+    Message,
+    Prepare,
+    Promise,
+    Propose,
+    Refuse,
+    Suspect,
+)
+
+# As parts of the limit. A lease and a vote together last no longer than the limit, so no member that is left out for
+# silence could still count a death that happened after a vote for leaving it out.
+BEAT = 0.125
+LEASE = 0.65
+VOTE = 0.3
+# Members that do not promise a candidate their vote are out of its epoch after this.
+PATIENCE = 0.5
+# Longer gaps between ticks are times in which this process did not run: it has heard nothing then, and blames no other.
+_GAP = 0.25
+
+_NEVER = float("-inf")
+
+
+class _Attempt:
+    """An epoch that this member tries to begin."""
+
+    __slots__ = ("ballot", "promises", "since", "value", "votes")
+
+    def __init__(self, ballot: Ballot, value: Epoch | None, now: float) -> None:
+        self.ballot = ballot
+        self.since = now
+        # None until enough have promised.
+        self.value = value
+        self.promises: dict[Member, tuple[Ballot, Epoch] | None] = {}
+        # This member's own time in the proposals that were accepted.
+        self.votes: dict[Member, float] = {}
+
+
+class Epochs:
+    """What one member knows and may do. Not thread-safe.
+
+    Attributes:
+        epoch (Epoch): the latest one that has this member, or that has left it out; it has the number 0 before this
+            member has joined. The number 1 is for all workers of a job that no other can join.
+        is_out (bool): ``epoch`` does not have this member any more. It may join as a newcomer, with another `Member`.
+        dead (set): members that have certainly ended.
+    """
+
+    def __init__(self, me: Member, limit: float, now: float, epoch: Epoch | None = None) -> None:
+        self.me = me
+        self.limit = limit
+        self.epoch = Epoch(0, (), me)
+        self.is_out = False
+        self.dead: set[Member] = set()
+        # The deaths that count for a quorum, with the times at which this member saw them.
+        self._counted: dict[Member, float] = {}
+        self._outgoing: list[tuple[Member, Message]] = []
+        # No epoch without this member begins before this time, unless the member has accepted it.
+        self._lease = now
+        # Whom this member follows, the last sign of it, and that one's time in its last answer.
+        self._leader = me
+        self._heard = now
+        self._echo = _NEVER
+        self._lost_at: float | None = None
+        # Of the next epoch.
+        self._promised: Ballot = (0, 0)
+        self._accepted: tuple[Ballot, Epoch] | None = None
+        self._attempt: _Attempt | None = None
+        self._next_beat = self._ticked = now
+        # A decider's: when it last gave a lease to each member, and its own time in the latest sign of support.
+        self._granted: dict[Member, float] = {}
+        self._support: dict[Member, float] = {}
+        self._joining: set[Member] = set()
+        self._leaving: set[Member] = set()
+        # A newcomer's: whom it asks to be let in.
+        self._contacts: tuple[Member, ...] = ()
+        if epoch is not None:
+            self._install(epoch, now)
+
+    # ---------------------------------------------------------------------------------------- what the caller wants
+
+    def found(self, now: float, number: int = 2) -> None:
+        """Begin a group of this member alone. The caller makes sure that there is no other."""
+        self._install(Epoch(number, (self.me,), self.me), now)
+
+    def join(self, contacts: tuple[Member, ...], now: float) -> None:
+        """Ask these, one of which is a member, to be let in."""
+        self._contacts = contacts
+        self._next_beat = now
+
+    def leave(self, now: float) -> None:
+        """Ask to be in no later epoch."""
+        if self.epoch.number and not self.is_out:
+            self._leaving.add(self.me)
+            self._next_beat = now
+
+    def suspect(self, member: Member, now: float) -> None:
+        """Ask that a member be left out, with which this one cannot work."""
+        if self.is_out or member not in self.epoch.members or member == self.me:
+            return
+        if self.epoch.decider == self.me:
+            self._leaving.add(member)
+            self._consider(now)
+        else:
+            self._send(self.epoch.decider, Suspect(self.epoch.number, member))
+
+    def die(self, member: Member, now: float) -> None:
+        """A member has certainly ended."""
+        if member in self.dead or member == self.me:
+            return
+        # A lease says that nothing was decided without this member as long as the other lived.
+        if self.is_leased(now):
+            self._counted[member] = now
+        self.dead.add(member)
+        self._consider(now)
+
+    def is_current(self, now: float) -> bool:
+        """True if `epoch` is in force now, and so no other one of this group is, on any worker."""
+        if not self.epoch.number or self.is_out:
+            return False
+        if self._accepted is not None and self.epoch.decider != self.me:
+            return False
+        return self.is_leased(now)
+
+    def is_leased(self, now: float, ahead: float = 0.0) -> bool:
+        """True if no epoch without this member has begun. A decider looks for more support if little is left."""
+        if now + ahead >= self._lease and self.epoch.number and self.epoch.decider == self.me and not self.is_out:
+            self._lease = max(self._lease, self._supported_until(now))
+        return now < self._lease
+
+    def quiet(self, now: float, seconds: float) -> list[Member]:
+        """Members whose silence has lasted so long, of those that this one listens to."""
+        if not self.epoch.number or self.is_out:
+            return []
+        if self.epoch.decider == self.me:
+            return [one for one, at in self._granted.items() if now - at > seconds and one != self.me]
+        return [self._leader] if now - self._heard > seconds else []
+
+    def take_outgoing(self) -> list[tuple[Member, Message]]:
+        """The messages that are to be sent, each to its member."""
+        outgoing, self._outgoing = self._outgoing, []
+        return outgoing
+
+    def tick(self, now: float) -> None:
+        """Do what is due. To be called a few times in each BEAT."""
+        if self.is_out:
+            return
+        epoch = self.epoch
+        self._wake(now)
+        if now >= self._next_beat:
+            self._next_beat = now + BEAT * self.limit
+            if not epoch.number:
+                for contact in self._contacts:
+                    self._send(contact, Join(0))
+            elif self._leader != self.me:
+                self._send(self._leader, Beat(epoch.number, now, self._echo))
+                if self.me in self._leaving:
+                    self._send(epoch.decider, Leave(epoch.number))
+            elif not self.is_leased(now):
+                # The others may have begun another epoch, and say so then.
+                for one in epoch.members:
+                    if one != self.me and one not in self.dead:
+                        self._send(one, Behind(epoch.number))
+            self._ask(now)
+        if epoch.number:
+            self._consider(now)
+
+    def receive(self, sender: Member, message: Message, now: float) -> None:
+        """Take in a message."""
+        if self.is_out or sender in self.dead:
+            return
+        self._wake(now)
+        if isinstance(message, Chosen):
+            self._hear_of(message.epoch, now)
+            return
+        if isinstance(message, Join):
+            self._on_join(sender, now)
+            return
+        if isinstance(message, Prepare):
+            self._hear_of(message.epoch, now)
+            number = message.epoch.number
+        elif isinstance(message, Propose):
+            if not self.epoch.number and self.me not in message.after.members:
+                # A newcomer's consent. It does not count as a vote.
+                self._send(sender, Accept(message.after.number, message.ballot, message.at))
+                return
+            self._hear_of(message.after, now)
+            number = message.after.number
+        else:
+            number = message.number
+        epoch = self.epoch
+        if not epoch.number or self.is_out:
+            return
+        if number != epoch.number:
+            self._send(sender, Chosen(epoch) if number < epoch.number else Behind(epoch.number))
+        elif not isinstance(message, Behind):
+            getattr(self, _HANDLERS[type(message)])(sender, message, now)
+
+    def _wake(self, now: float) -> None:
+        if now - self._ticked > _GAP * self.limit:
+            self._heard = now
+            self._granted = dict.fromkeys(self._granted, now)
+        self._ticked = now
+
+    # --------------------------------------------------------------------------------------------------- the epochs
+
+    def _hear_of(self, epoch: Epoch, now: float) -> None:
+        known = self.epoch
+        if epoch.number <= known.number:
+            return
+        if self.me in epoch.members:
+            self._install(epoch, now)
+        elif not known.number:
+            # Of a newcomer that is not let in yet.
+            self._contacts = (epoch.decider, *(one for one in self._contacts if one != epoch.decider))
+        else:
+            self.epoch = epoch
+            self.is_out = True
+            self._attempt = None
+
+    def _install(self, epoch: Epoch, now: float) -> None:
+        leads, was_leading = epoch.decider == self.me, self.epoch.number and self.epoch.decider == self.me
+        attempt, old = self._attempt, self._granted
+        self.epoch = epoch
+        self._attempt = None
+        self._promised, self._accepted = (0, 0), None
+        self._leader, self._heard, self._lost_at = epoch.decider, now, None
+        self._echo = _NEVER
+        self._next_beat = now
+        self._leaving &= {*epoch.members}
+        if leads:
+            self._granted = {one: old.get(one, now) if was_leading else now for one in epoch.members}
+            kept = self._support if was_leading else {}
+            self._support = {**kept, **(attempt.votes if attempt is not None else {})}
+            self._joining -= {*epoch.members}
+        else:
+            self._granted, self._support = {}, {}
+
+    def _supported_until(self, now: float) -> float:
+        """Until when a quorum follows this decider, and no other."""
+        times = [self._support.get(one, _NEVER) if one != self.me else now for one in self.epoch.members]
+        until = now
+        for start in sorted({*times}, reverse=True):
+            votes = {one for one, at in zip(self.epoch.members, times, strict=True) if at >= start}
+            if self._is_quorum(votes, now):
+                until = start + LEASE * self.limit
+                break
+        return until
+
+    def _is_quorum(self, votes: set[Member], now: float) -> bool:
+        """More than half of the members that are not dead; on a tie, the decider's side."""
+        members = self.epoch.members
+        # All that could know of a later epoch have voted for this one. A first epoch has everybody, so no newcomer can.
+        dead = self.dead if self.epoch.number == 1 else self._counted
+        if all(one in votes or one in dead for one in members):
+            return True
+        # The dead may have voted for another epoch, or followed another decider, until all such votes have run out.
+        settled = now - self.limit
+        rest = [one for one in members if self._counted.get(one, now) > settled]
+        count = 2 * sum(one in votes for one in rest)
+        return count > len(rest) or (count == len(rest) and self.epoch.decider in votes)
+
+    # ------------------------------------------------------------------------------------------- one who decides
+
+    def _consider(self, now: float) -> None:
+        """Begin or carry on an attempt, where there is a reason."""
+        if not self.epoch.number or self.is_out:
+            return
+        if self._attempt is None:
+            if self.epoch.decider == self.me:
+                self._decide(now)
+            elif self._is_lost(self._leader, now):
+                self._stand(now)
+            else:
+                self._lost_at = None
+        self._carry_on(now)
+
+    def _decide(self, now: float) -> None:
+        if not self._joining and not self._leaving and not self._promised[0]:
+            for one in self.epoch.members:
+                if one != self.me and (one in self.dead or now - self._granted[one] > self.limit):
+                    break
+            else:
+                return
+        staying = self._staying(now)
+        # Those that are silent could not consent. Without a quorum of the others, this side is cut off.
+        if not self._is_quorum({*staying, *self._leaving, self.me}, now):
+            return
+        if self._promised[0]:
+            self._begin(now)
+            return
+        ballot, value = (0, self.me.rank), self._next_epoch(staying)
+        self._attempt = _Attempt(ballot, value, now)
+        self._accepted = (ballot, value)
+        self._ask(now)
+
+    def _staying(self, now: float) -> list[Member]:
+        return [
+            one
+            for one in self.epoch.members
+            if one not in self.dead
+            and one not in self._leaving
+            and (one == self.me or now - self._granted[one] <= self.limit)
+        ]
+
+    def _next_epoch(self, staying: list[Member]) -> Epoch:
+        members = sorted({*staying, *(self._joining - self.dead)})
+        decider = self.me if self.me in members or not members else members[0]
+        return Epoch(self.epoch.number + 1, tuple(members), decider)
+
+    def _stand(self, now: float) -> None:
+        """Be a candidate: at once as the living member of lowest rank, later as another."""
+        if self._lost_at is None:
+            self._lost_at = now
+        before = [one for one in self.epoch.members if one < self.me and one not in self.dead and one != self._leader]
+        if now - self._lost_at >= 2 * BEAT * self.limit * len(before):
+            self._begin(now)
+
+    def _begin(self, now: float) -> None:
+        ballot = (self._promised[0] + 1, self.me.rank)
+        self._promised = ballot
+        self._attempt = _Attempt(ballot, None, now)
+        self._attempt.promises[self.me] = self._accepted
+        self._ask(now)
+
+    def _is_lost(self, member: Member, now: float) -> bool:
+        return member in self.dead or now - self._heard > self.limit
+
+    def _ask(self, now: float) -> None:
+        attempt = self._attempt
+        if attempt is None:
+            return
+        message: Message
+        if attempt.value is None:
+            message = Prepare(self.epoch, attempt.ballot, tuple(self.dead))
+            asked = dict.fromkeys(self.epoch.members)
+        else:
+            message = Propose(self.epoch, attempt.ballot, attempt.value, now)
+            asked = dict.fromkeys((*self.epoch.members, *attempt.value.members))
+        for one in asked:
+            if one != self.me and one not in self.dead:
+                self._send(one, message)
+
+    def _carry_on(self, now: float) -> None:
+        attempt, members = self._attempt, self.epoch.members
+        if attempt is None:
+            return
+        if attempt.value is None:
+            missing = [one for one in members if one not in attempt.promises and one not in self.dead]
+            if missing and now - attempt.since <= PATIENCE * self.limit:
+                return
+            if not self._is_quorum({*attempt.promises}, now):
+                return
+            attempt.value = _accepted_before(attempt) or self._next_epoch(
+                [one for one in attempt.promises if one not in self.dead and one not in self._leaving]
+            )
+            attempt.since = now
+            self._accepted = (attempt.ballot, attempt.value)
+            self._ask(now)
+        votes = {one for one, at in attempt.votes.items() if now - at < VOTE * self.limit}
+        votes.add(self.me)
+        leads = self.epoch.decider == self.me
+        # Members that have not promised a candidate their vote have had their time.
+        for one in {*members, *attempt.value.members} if leads else attempt.value.members:
+            if one in votes or one in self.dead:
+                continue
+            # A lease that this decider has given is to run out first. A newcomer has some time to answer.
+            since = max(attempt.since, self._granted.get(one, attempt.since)) if leads else attempt.since
+            if now - since <= (self.limit if leads else PATIENCE * self.limit):
+                return
+        if self._is_quorum(votes, now):
+            self._choose(attempt.value, now)
+
+    def _choose(self, epoch: Epoch, now: float) -> None:
+        told = dict.fromkeys((*self.epoch.members, *epoch.members))
+        if self.me in epoch.members:
+            self._install(epoch, now)
+        else:
+            self.epoch, self.is_out, self._attempt = epoch, True, None
+        for one in told:
+            if one != self.me and one not in self.dead:
+                self._send(one, Chosen(epoch))
+
+    # -------------------------------------------------------------------------------------------------- the messages
+
+    def _send(self, to: Member, message: Message) -> None:
+        self._outgoing.append((to, message))
+
+    def _on_join(self, sender: Member, now: float) -> None:
+        epoch = self.epoch
+        if not epoch.number:
+            return
+        if epoch.decider == self.me and sender not in epoch.members:
+            for one in epoch.members:
+                if one.life == sender.life and one.name == sender.name and one.joined < sender.joined:
+                    # It has given that membership up itself.
+                    self.die(one, now)
+            self._joining.add(sender)
+            self._consider(now)
+        else:
+            self._send(sender, Chosen(epoch))
+
+    def _on_beat(self, sender: Member, beat: Beat, now: float) -> None:
+        if self.epoch.decider != self.me or sender not in self.epoch.members:
+            return
+        self._support[sender] = max(beat.heard, self._support.get(sender, beat.heard))
+        if self.is_leased(now, ahead=2 * BEAT * self.limit):
+            self._granted[sender] = now
+            self._send(sender, Answer(beat.number, beat.at, now, min(LEASE * self.limit, self._lease - now)))
+        else:
+            # A sign of life, and the way to win the support that is missing.
+            self._send(sender, Answer(beat.number, beat.at, now, 0.0))
+        self._consider(now)
+
+    def _on_answer(self, sender: Member, answer: Answer, now: float) -> None:
+        if sender != self.epoch.decider:
+            return
+        if self._promised[0]:
+            # The decider loses this member's support to a candidate, until it asks for a promise itself.
+            self._send(sender, Refuse(answer.number, self._promised))
+            return
+        if self._accepted is None or self._leader == sender:
+            self._heard = now
+            self._echo = max(self._echo, answer.at)
+        self._lease = max(self._lease, answer.beat + answer.lease)
+
+    def _on_prepare(self, sender: Member, prepare: Prepare, now: float) -> None:
+        for one in prepare.dead:
+            self.die(one, now)
+        if prepare.ballot < self._promised:
+            self._send(sender, Refuse(prepare.epoch.number, self._promised))
+            return
+        if self.epoch.decider == self.me or not (sender == self._leader or self._is_lost(self._leader, now)):
+            return
+        self._promised = prepare.ballot
+        self._attempt = None
+        self._lost_at = now
+        self._send(sender, Promise(prepare.epoch.number, prepare.ballot, self._accepted))
+
+    def _on_promise(self, sender: Member, promise: Promise, now: float) -> None:
+        attempt = self._attempt
+        if attempt is not None and attempt.value is None and attempt.ballot == promise.ballot:
+            attempt.promises[sender] = promise.accepted
+            self._carry_on(now)
+
+    def _on_refuse(self, sender: Member, refuse: Refuse, now: float) -> None:
+        if refuse.ballot > self._promised:
+            self._promised = refuse.ballot
+            self._attempt = None
+            self._lost_at = now
+
+    def _on_propose(self, sender: Member, propose: Propose, now: float) -> None:
+        if propose.ballot < self._promised:
+            self._send(sender, Refuse(propose.after.number, self._promised))
+            return
+        if self.epoch.decider == self.me:
+            return
+        self._promised = propose.ballot
+        self._accepted = (propose.ballot, propose.epoch)
+        self._attempt = None
+        self._leader, self._heard, self._lost_at = sender, now, None
+        self._send(sender, Accept(propose.after.number, propose.ballot, propose.at))
+
+    def _on_accept(self, sender: Member, accept: Accept, now: float) -> None:
+        attempt = self._attempt
+        if attempt is not None and attempt.value is not None and attempt.ballot == accept.ballot:
+            attempt.votes[sender] = max(accept.at, attempt.votes.get(sender, accept.at))
+            if sender in self._support:
+                self._support[sender] = max(accept.at, self._support[sender])
+            self._carry_on(now)
+
+    def _on_leave(self, sender: Member, leave: Leave, now: float) -> None:
+        if self.epoch.decider == self.me:
+            self._leaving.add(sender)
+            self._consider(now)
+
+    def _on_suspect(self, sender: Member, suspect: Suspect, now: float) -> None:
+        if self.epoch.decider == self.me:
+            # A member that cannot reach the decider has to go.
+            self._leaving.add(sender if suspect.member == self.me else suspect.member)
+            self._consider(now)
+
+
+def _accepted_before(attempt: _Attempt) -> Epoch | None:
+    """The epoch that may have begun already, for all that the promises tell."""
+    accepted = [one for one in attempt.promises.values() if one is not None]
+    return max(accepted)[1] if accepted else None
+
+
+_HANDLERS: dict[type, str] = {
+    Beat: "_on_beat",
+    Answer: "_on_answer",
+    Prepare: "_on_prepare",
+    Promise: "_on_promise",
+    Refuse: "_on_refuse",
+    Propose: "_on_propose",
+    Accept: "_on_accept",
+    Leave: "_on_leave",
+    Suspect: "_on_suspect",
+}

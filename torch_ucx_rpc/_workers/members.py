@@ -1,0 +1,492 @@
+"""Which workers belong to a group, and since which epoch: `group`. docs/development/membership.md has the protocol.
+
+An epoch is a number with the members it stands for. One member, the decider, begins the next one. At no moment are two
+epochs of a group in force. A library puts the number into its messages, and drops those of another number.
+
+Example, on every worker::
+
+    >>> from torch_ucx_rpc._workers import members
+    >>> workers = members.group("mine")          # the same object for the same name
+    >>> epoch = workers.wait()                   # this worker is a member
+    >>> epoch.number, [one.name for one in epoch.members], epoch.decider.name
+    (1, ['worker0', 'worker1'], 'worker0')
+    >>> workers.check(epoch.number)              # EpochOver if another epoch is in force by now
+    >>> stop = workers.subscribe(lambda epoch: print(epoch.number))
+    >>> workers.wait(after=epoch.number)         # once a worker has died, hung or come
+
+A step of a library counts if it is taken between two moments at which the decider's `check` passes. A message counts if
+the receiver's `check` passes with the number in it.
+
+In a group of fixed size all workers are the members of epoch 1, the dead included. Elsewhere workers join as they make
+the group. Making it on one worker makes it on all that it can reach.
+"""
+
+# mypy: allow-untyped-calls
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+import torch.distributed.rpc as rpc
+from torch._C._distributed_rpc import WorkerInfo
+from torch.futures import Future
+
+from torch_ucx_rpc._workers.epochs import BEAT, Epochs
+from torch_ucx_rpc._workers.life import Life, PerLife
+from torch_ucx_rpc._workers.lost import Gone
+from torch_ucx_rpc._workers.messages import Epoch, Member, Message
+from torch_ucx_rpc._workers.probes import Address, Lifelines
+
+__all__ = ["CutOff", "Epoch", "EpochOver", "Group", "Member", "group"]
+
+_logger = logging.getLogger(__name__)
+
+# Silence of so many seconds leaves a member out, unless the library says otherwise.
+LIMIT_S = 5.0
+# Groups up to this size know each other's lifelines, not only the decider's.
+_ACQUAINTED = 64
+# Messages to a worker that answers none are lost, beyond so many.
+_UNANSWERED = 4
+# What the agent says of an end that it is sure of (csrc/rpc/peer_monitor, csrc/messaging/heartbeat).
+_ENDED = "its process has ended"
+
+
+class EpochOver(RuntimeError):
+    """Another epoch is in force than the one that was expected: the text says which."""
+
+
+class CutOff(EpochOver):
+    """This worker is no member of the epoch that is in force, or cannot know: the text says from whom it is cut off."""
+
+
+class Group:
+    """The epochs of one group, in one life of this worker. Any thread may use it; `group` returns it."""
+
+    def __init__(self, known: _Groups, name: str, limit: float) -> None:
+        self.name = name
+        self.limit = limit
+        self._known = known
+        self._life = life = known.life
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
+        self._told: Epoch | None = None
+        self._callbacks: dict[object, Callable[[Epoch], None]] = {}
+        self._unanswered: dict[str, int] = {}
+        self._is_leaving = False
+        # While this worker may found the group: the others that know of none, and those that have not answered yet.
+        self._know_none: set[str] | None = None
+        self._asked: set[str] = set()
+        now = time.monotonic()
+        me = Member(life.info.id, life.info.name, known.number_of(life.info.name))
+        if life.is_static:
+            members = tuple(sorted(Member(one.id, one.name, known.number_of(one.name)) for one in known.workers()))
+            self._epochs = Epochs(me, limit, now, Epoch(1, members, members[0]))
+        else:
+            self._epochs = Epochs(me, limit, now)
+            self._know_none = set()
+
+    # ------------------------------------------------------------------------------------------------------ public
+
+    @property
+    def me(self) -> Member:
+        return self._epochs.me
+
+    @property
+    def epoch(self) -> Epoch | None:
+        """The latest epoch that this worker knows of; it may be over. None before this worker has joined."""
+        epoch = self._epochs.epoch
+        return epoch if epoch.number else None
+
+    def is_current(self) -> bool:
+        """True if `epoch` is in force at this moment, with this worker as a member."""
+        with self._lock:
+            return self._epochs.is_current(time.monotonic())
+
+    def check(self, number: int) -> None:
+        """Return if this epoch is in force at this moment.
+
+        Raises `EpochOver` if a later one is known here, `CutOff` if this worker is out, or hears too little from the
+        others to know. It waits for what decides that, for twice the limit at most.
+        """
+        deadline = time.monotonic() + 2 * self.limit
+        with self._changed:
+            while True:
+                epoch, now = self._epochs.epoch, time.monotonic()
+                if self._epochs.is_out or not epoch.number:
+                    raise CutOff(self._why_out())
+                if epoch.number != number:
+                    raise EpochOver(f"epoch {number} of group {self.name!r} is over; it is in epoch {epoch.number}")
+                if self._epochs.is_current(now):
+                    return
+                if now >= deadline:
+                    raise CutOff(self._why_out())
+                self._changed.wait(self.limit * BEAT)
+
+    def wait(self, after: int = 0, timeout: float | None = None) -> Epoch:
+        """Return the epoch that is in force, once its number is larger than ``after`` and this worker is a member.
+
+        Raises `CutOff` if this worker is out; TimeoutError after ``timeout`` seconds; and without a timeout `CutOff`
+        when it has heard too little from the others for four times the limit.
+        """
+        began = heard = time.monotonic()
+        with self._changed:
+            while True:
+                epoch, now = self._epochs.epoch, time.monotonic()
+                if self._epochs.is_out:
+                    raise CutOff(self._why_out())
+                if self._epochs.is_current(now):
+                    heard = now
+                    if epoch.number > after:
+                        return epoch
+                if timeout is not None and now - began >= timeout:
+                    raise TimeoutError(f"group {self.name!r} has had no epoch after {after} for {timeout:g} s")
+                if timeout is None and now - heard > 4 * self.limit:
+                    raise CutOff(self._why_out())
+                self._changed.wait(self.limit * BEAT)
+
+    def subscribe(self, callback: Callable[[Epoch], None]) -> Callable[[], None]:
+        """Have ``callback(epoch)`` called with each epoch that this worker enters, and with the one that it is out of.
+
+        It runs on a thread for callbacks, in the order of the numbers; the first call has the epoch of now, if there is
+        one. Returns a function that ends it.
+        """
+        token = object()
+        with self._lock:
+            self._callbacks[token] = callback
+            if self._told is not None:
+                self._known.tell(self, token, self._told)
+
+        def stop() -> None:
+            with self._lock:
+                self._callbacks.pop(token, None)
+
+        return stop
+
+    def suspect(self, name: str) -> None:
+        """Have a member left out with which this worker cannot work, for instance since a call to it has failed."""
+        with self._lock:
+            epoch = self._epochs.epoch
+            for one in [one for one in epoch.members if one.name == name]:
+                self._known.ask_after(one)
+                self._epochs.suspect(one, time.monotonic())
+            self._flush()
+
+    def leave(self, timeout: float | None = None) -> None:
+        """Be a member no more. Returns once that is decided, or after ``timeout`` seconds (default: the limit)."""
+        deadline = time.monotonic() + (self.limit if timeout is None else timeout)
+        with self._changed:
+            self._is_leaving = True
+            self._epochs.leave(time.monotonic())
+            self._epochs.tick(time.monotonic())
+            self._flush()
+            while not self._epochs.is_out and self._epochs.epoch.number and time.monotonic() < deadline:
+                self._changed.wait(self.limit * BEAT)
+
+    def rejoin(self) -> None:
+        """Come back as a newcomer, after this worker was left out, has left, or was cut off. `wait` works again."""
+        with self._lock:
+            last = self._epochs.epoch
+            me = self._epochs.me._replace(joined=self._epochs.me.joined + 1)
+            now, dead = time.monotonic(), self._epochs.dead
+            self._epochs = Epochs(me, self.limit, now)
+            self._epochs.dead |= dead
+            self._is_leaving = False
+            others = tuple(one for one in last.members if one.name != me.name)
+            self._epochs.join(others, now)
+            self._know_none = None if others else set()
+            self._flush()
+
+    # ---------------------------------------------------------------------------------------------- from the driver
+
+    def tick(self) -> None:
+        with self._lock:
+            now = time.monotonic()
+            if not self._epochs.epoch.number:
+                self._found_or_join(now)
+            self._epochs.tick(now)
+            self._flush()
+            for one in self._epochs.quiet(now, self.limit / 2):
+                self._known.ask_after(one)
+
+    def receive(self, sender: Member, messages: Sequence[Message]) -> None:
+        with self._lock:
+            now = time.monotonic()
+            for message in messages:
+                self._epochs.receive(sender, message, now)
+            self._flush()
+
+    def end(self, name: str, life: int) -> None:
+        """A worker has certainly ended."""
+        with self._lock:
+            epoch = self._epochs.epoch
+            for one in epoch.members:
+                if one.name == name and one.life == life:
+                    self._epochs.die(one, time.monotonic())
+            self._flush()
+
+    def introduce(self) -> None:
+        """Have the others make this group."""
+        epoch, me = self._epochs.epoch, self._life.info.name
+        if len(epoch.members) <= _ACQUAINTED or epoch.decider.name == me:
+            for info in self._known.workers():
+                if info.name != me:
+                    self._call(info, [])
+
+    def answer(self, asker: int) -> Epoch | str:
+        """What a worker of rank ``asker`` is told that would found this group: the epoch, "none", or "founding"."""
+        with self._lock:
+            epoch = self._epochs.epoch
+            if epoch.number:
+                return epoch
+            if self._know_none is not None:
+                if self.me.rank < asker:
+                    return "founding"
+                # That one goes first. What others have told is to be asked once more.
+                self._know_none = set()
+            return "none"
+
+    def _found_or_join(self, now: float) -> None:
+        """Found the group if all others know of none, and none of a lower rank is about to."""
+        if self._know_none is None:
+            return
+        others = [one for one in self._life.living() if one.name != self.me.name]
+        if all(one.name in self._know_none for one in others):
+            self._know_none = None
+            self._epochs.found(now)
+            return
+        asked = self._know_none
+        for info in others:
+            if info.name not in asked and info.name not in self._asked:
+                self._ask(info, asked)
+
+    def _ask(self, info: WorkerInfo, asked: set[str]) -> None:
+        try:
+            call = rpc.rpc_async(info, _answer, args=(self.name, self.limit, self.me.rank), timeout=self.limit)
+        except RuntimeError:
+            return
+        self._asked.add(info.name)
+
+        def take(done: Future[Epoch | str]) -> None:
+            with self._lock:
+                self._asked.discard(info.name)
+                try:
+                    answer = done.value()
+                except RuntimeError as error:
+                    _logger.debug("%s does not say whether it knows group %r: %s", info.name, self.name, error)
+                    return
+                if self._know_none is not asked or self._epochs.epoch.number:
+                    return
+                if isinstance(answer, Epoch):
+                    self._know_none = None
+                    self._epochs.join((answer.decider, *answer.members), time.monotonic())
+                elif answer == "none":
+                    asked.add(info.name)
+
+        call.add_done_callback(take)
+
+    def _flush(self) -> None:
+        by_member: dict[Member, list[Message]] = {}
+        for to, message in self._epochs.take_outgoing():
+            by_member.setdefault(to, []).append(message)
+        for to, messages in by_member.items():
+            self._call(WorkerInfo(to.name, to.rank), messages)
+        epoch = self._epochs.epoch
+        if epoch.number and epoch is not self._told:
+            is_first = self._told is None
+            self._told = epoch
+            self._changed.notify_all()
+            for one in epoch.members:
+                for name, life in self._known.ended:
+                    if (one.name, one.life) == (name, life):
+                        self._epochs.die(one, time.monotonic())
+            for token in self._callbacks:
+                self._known.tell(self, token, epoch)
+            if is_first:
+                self.introduce()
+
+    def _call(self, info: WorkerInfo, messages: list[Message]) -> None:
+        """Send messages; they may be lost."""
+        open_ = self._unanswered.get(info.name, 0)
+        if open_ >= _UNANSWERED:
+            return
+        sender = (self.me, self._known.address)
+        try:
+            call = rpc.rpc_async(
+                info, _receive, args=(self.name, self.limit, sender, messages), timeout=max(1.0, self.limit)
+            )
+        except RuntimeError as error:
+            _logger.debug("group %r: nothing can be sent to %s: %s", self.name, info.name, error)
+            return
+        self._unanswered[info.name] = open_ + 1
+
+        def end(done: Future[None]) -> None:
+            with self._lock:
+                self._unanswered[info.name] -= 1
+            with contextlib.suppress(RuntimeError):
+                done.value()
+
+        call.add_done_callback(end)
+
+    def callback_of(self, token: object) -> Callable[[Epoch], None] | None:
+        return self._callbacks.get(token)
+
+    def _why_out(self) -> str:
+        epoch, me = self._epochs.epoch, self._life.info.name
+        if not epoch.number:
+            return f"worker {me!r} has not joined group {self.name!r} yet"
+        if self._epochs.is_out:
+            return (
+                f"worker {me!r} is no member of group {self.name!r} any more, which is in epoch {epoch.number}: it has "
+                f"left, was suspected, or has not been heard for {self.limit:g} s. It may join again, as a newcomer"
+            )
+        silent = ", ".join(sorted(repr(one.name) for one in self._epochs.quiet(time.monotonic(), self.limit / 2)))
+        return (
+            f"worker {me!r} is cut off from {silent or 'the other members'} of group {self.name!r}: it has not heard "
+            f"enough of them for {self.limit:g} s to know whether epoch {epoch.number} is in force. It may join again"
+        )
+
+
+class _Groups:
+    """All groups of one life of this worker, with the thread that drives them."""
+
+    def __init__(self, life: Life) -> None:
+        self.life = life
+        self.groups: dict[str, Group] = {}
+        self.ended: set[tuple[str, int]] = set()
+        self._making = threading.Lock()
+        self._lifelines = Lifelines(life.agent)
+        self.address = self._lifelines.own
+        self._addresses: dict[tuple[str, int], Address] = {}
+        self._asking: dict[tuple[str, int], Callable[[], None]] = {}
+        self._numbers: dict[str, int] = {}
+        self._calls: queue.SimpleQueue[tuple[Group, object, Epoch] | None] = queue.SimpleQueue()
+        self._is_over = threading.Event()
+        life.watch(self._on_gone)
+        if life.tells_ends and not life.is_static:
+            life.before_leaving(self._leave)
+        threading.Thread(target=self._drive, name="torch_ucx_rpc-members", daemon=True).start()
+        threading.Thread(target=self._tell, name="torch_ucx_rpc-epochs", daemon=True).start()
+
+    def get(self, name: str, limit: float) -> Group:
+        if (known := self.groups.get(name)) is not None:
+            return known
+        with self._making:
+            if (known := self.groups.get(name)) is not None:
+                return known
+            made = Group(self, name, limit)
+            self.groups[name] = made
+        for worker, life in list(self.ended):
+            made.end(worker, life)
+        made.tick()
+        made.introduce()
+        return made
+
+    def workers(self) -> list[WorkerInfo]:
+        """All workers of the job, in a group of fixed size also those that have ended."""
+        infos: list[WorkerInfo] = self.life.agent.get_worker_infos()
+        return infos
+
+    def number_of(self, worker: str) -> int:
+        """Which life of a worker is meant; the same number on all workers."""
+        if worker == self.life.info.name and not self.life.is_static:
+            return self.life.number
+        if not self.life.tells_ends:
+            # Workers of a fixed size have one life.
+            return 0
+        if worker not in self._numbers:
+            for peer in self.life.agent._statistics()["peers"]:
+                self._numbers.setdefault(peer["name"], peer["session"])
+        return self._numbers.get(worker, self.life.number)
+
+    def meet(self, sender: Member, address: Address) -> None:
+        if (sender.name, sender.life) not in self._addresses:
+            self._addresses[(sender.name, sender.life)] = address
+            self._lifelines.meet(address)
+
+    def ask_after(self, one: Member) -> None:
+        """Find out whether a worker has ended, without waiting."""
+        key = (one.name, one.life)
+        if key not in self.ended and (address := self._addresses.get(key)) is not None:
+            self._asking.setdefault(key, lambda: self.end(*key))
+            self._lifelines.ask(address, self._asking[key])
+
+    def end(self, name: str, life: int) -> None:
+        """A worker has certainly ended."""
+        self.ended.add((name, life))
+        for one in list(self.groups.values()):
+            one.end(name, life)
+
+    def tell(self, one: Group, token: object, epoch: Epoch) -> None:
+        self._calls.put((one, token, epoch))
+
+    def _on_gone(self, gone: Gone) -> None:
+        life = gone.session if self.life.tells_ends else 0
+        if not gone.failed or _ENDED in gone.reason:
+            self.end(gone.name, life)
+        else:
+            self.ask_after(Member(gone.rank, gone.name, life))
+
+    def _leave(self) -> None:
+        for one in list(self.groups.values()):
+            one.leave(timeout=min(1.0, one.limit))
+
+    def _drive(self) -> None:
+        while True:
+            limits = [one.limit for one in list(self.groups.values())]
+            time.sleep(min(limits, default=LIMIT_S) * BEAT / 2)
+            if _groups.last() is not self or not _groups.is_made() or self.life.is_over():
+                break
+            self._lifelines.drain()
+            for one in list(self.groups.values()):
+                try:
+                    one.tick()
+                except Exception:
+                    _logger.debug("group %r is not driven", one.name, exc_info=True)
+        self._lifelines.close()
+        self._calls.put(None)
+
+    def _tell(self) -> None:
+        while (call := self._calls.get()) is not None:
+            one, token, epoch = call
+            callback = one.callback_of(token)
+            if callback is None:
+                continue
+            try:
+                callback(epoch)
+            except Exception:
+                _logger.exception("a callback for epoch %d of group %r has raised", epoch.number, one.name)
+
+
+_groups = PerLife(_Groups)
+
+
+def group(name: str, limit: float = LIMIT_S) -> Group:
+    """The group of this name in this life of this worker, which becomes a member with the first call.
+
+    Args:
+        name (str): the same on all workers.
+        limit (float): the seconds of silence after which a member is left out. The first call decides.
+
+    Raises NotRunning where RPC is not running.
+    """
+    return _groups().get(name, limit)
+
+
+# ---------------------------------------------------------------------------------------------- what others call here
+
+
+def _receive(name: str, limit: float, sender: tuple[Member, Address], messages: list[Message]) -> None:
+    known = _groups()
+    known.meet(*sender)
+    one = known.get(name, limit)
+    if messages:
+        one.receive(sender[0], messages)
+
+
+def _answer(name: str, limit: float, asker: int) -> Epoch | str:
+    return _groups().get(name, limit).answer(asker)

@@ -1,0 +1,120 @@
+"""Members, epochs, and the messages by which the members of one epoch choose the next."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Member(NamedTuple):
+    """One membership: ``joined`` tells a worker that was left out from the newcomer that it is afterwards."""
+
+    rank: int
+    name: str
+    life: int
+    joined: int = 0
+
+    def __str__(self) -> str:
+        return repr(self.name)
+
+
+class Epoch(NamedTuple):
+    """A number that is given once, and the members, by rank, that it stands for."""
+
+    number: int
+    members: tuple[Member, ...]
+    decider: Member
+
+
+# A ballot is (round, rank); the decider of an epoch has round 0 of the next one to itself.
+Ballot = tuple[int, int]
+
+
+class Beat(NamedTuple):
+    """A member is there. ``heard`` is the decider's time in its last answer."""
+
+    number: int
+    at: float
+    heard: float
+
+
+class Answer(NamedTuple):
+    """The decider is there. No epoch without the member begins for ``lease`` seconds after its ``beat``."""
+
+    number: int
+    beat: float
+    at: float
+    lease: float
+
+
+class Prepare(NamedTuple):
+    """A candidate asks for promises, and tells which members are dead."""
+
+    epoch: Epoch
+    ballot: Ballot
+    dead: tuple[Member, ...]
+
+
+class Promise(NamedTuple):
+    """No smaller ballot will be accepted. ``accepted`` is the last proposal that was, with its ballot."""
+
+    number: int
+    ballot: Ballot
+    accepted: tuple[Ballot, Epoch] | None
+
+
+class Refuse(NamedTuple):
+    """A larger ballot has been promised."""
+
+    number: int
+    ballot: Ballot
+
+
+class Propose(NamedTuple):
+    """The epoch that is to follow ``after``."""
+
+    after: Epoch
+    ballot: Ballot
+    epoch: Epoch
+    at: float
+
+
+class Accept(NamedTuple):
+    """A vote for a proposal; ``at`` is the proposer's time in it."""
+
+    number: int
+    ballot: Ballot
+    at: float
+
+
+class Chosen(NamedTuple):
+    """An epoch that has begun."""
+
+    epoch: Epoch
+
+
+class Behind(NamedTuple):
+    """The sender has not heard of a later epoch than this."""
+
+    number: int
+
+
+class Join(NamedTuple):
+    """The sender wants to be a member."""
+
+    number: int
+
+
+class Leave(NamedTuple):
+    """The sender wants to be no member."""
+
+    number: int
+
+
+class Suspect(NamedTuple):
+    """The sender cannot work with a member."""
+
+    number: int
+    member: Member
+
+
+Message = Beat | Answer | Prepare | Promise | Refuse | Propose | Accept | Chosen | Behind | Join | Leave | Suspect

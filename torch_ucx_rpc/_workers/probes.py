@@ -1,0 +1,123 @@
+"""Has a process ended? `Lifelines` tells by ports that the kernel closes with it, where no agent does."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import socket
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch_ucx_rpc._bootstrap.forks import close_in_children
+from torch_ucx_rpc._bootstrap.network import address_towards, host_of
+
+_BACKLOG = 1024
+# For a connection to a host that is down or cut off. It tells nothing then.
+_PATIENCE_S = 1.0
+
+
+class Address(NamedTuple):
+    """The port that is open as long as a process lives."""
+
+    # Tells network namespaces apart: the same address may be another one elsewhere.
+    place: str
+    host: str
+    port: int
+
+
+class Lifelines:
+    """The port of this process, and connections to those of others.
+
+    A refused connection says for certain that the process is gone, if the port was reachable from here before, or is
+    one of this network namespace. Everything else says nothing.
+    """
+
+    def __init__(self, agent: Any) -> None:
+        self._place = _place()
+        host = _own_host(agent)
+        self._listener = socket.create_server(
+            (host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=_BACKLOG
+        )
+        self._listener.setblocking(False)
+        # A child that kept the port open would hide the end of this process.
+        close_in_children(self._listener)
+        self.own = Address(self._place, host, self._listener.getsockname()[1])
+        self._reached: set[Address] = set()
+        self._asked: queue.SimpleQueue[tuple[Address, Callable[[], None]]] = queue.SimpleQueue()
+        self._open: set[tuple[Address, object]] = set()
+        threading.Thread(target=self._work, name="torch_ucx_rpc-lifelines", daemon=True).start()
+
+    def meet(self, address: Address) -> None:
+        """Find out once whether this port can be reached from here."""
+        if address.place != self._place and address not in self._reached:
+            self._ask(address, _nothing)
+
+    def ask(self, address: Address, on_end: Callable[[], None]) -> None:
+        """Have ``on_end`` called, on a thread of this object, if the process of this port has ended."""
+        self._ask(address, on_end)
+
+    def drain(self) -> None:
+        """Close the connections that others have made. To be called now and then."""
+        with contextlib.suppress(OSError):
+            while True:
+                self._listener.accept()[0].close()
+
+    def close(self) -> None:
+        self._listener.close()
+        self._asked.put((self.own, self._stop))
+
+    def _ask(self, address: Address, then: Callable[[], None]) -> None:
+        if (address, then) not in self._open:
+            self._open.add((address, then))
+            self._asked.put((address, then))
+
+    def _stop(self) -> None:
+        raise SystemExit
+
+    def _work(self) -> None:
+        while True:
+            address, then = self._asked.get()
+            if then == self._stop:
+                return
+            if self._has_ended(address):
+                then()
+            self._open.discard((address, then))
+
+    def _has_ended(self, address: Address) -> bool:
+        is_near = address.place == self._place
+        if not is_near and _is_loopback(address.host):
+            return False
+        try:
+            with socket.create_connection((address.host, address.port), timeout=_PATIENCE_S) as connection:
+                # The kernel may have given this end the very port at which nobody listens any more.
+                if connection.getsockname() != connection.getpeername():
+                    self._reached.add(address)
+                    return False
+        except ConnectionRefusedError:
+            pass
+        except OSError:
+            return False
+        return is_near or address in self._reached
+
+
+def _nothing() -> None:
+    """What follows from the end of a process that nobody has asked about."""
+
+
+def _place() -> str:
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    return f"{boot} {Path('/proc/self/ns/net').stat().st_ino}"
+
+
+def _own_host(agent: Any) -> str:
+    """The address of this host that leads to the job's Store, or else to its master; loopback without either."""
+    store = getattr(agent, "store", None)
+    host = os.environ.get("MASTER_ADDR") if store is None else host_of(store)
+    return (address_towards(host) if host else None) or "127.0.0.1"
+
+
+def _is_loopback(host: str) -> bool:
+    return host == "::1" or host.startswith("127.")
