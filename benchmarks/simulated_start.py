@@ -1,0 +1,339 @@
+"""What do rendezvous and shutdown of 10,000 workers cost? A simulation without processes, and a real job beside it.
+
+    python -m benchmarks.simulated_start 256 1000 10000
+    python -m benchmarks.simulated_start 10000 --late 1 --dying 3    1 % of the workers come 5 s late, 3 inner ones die
+    python -m benchmarks.simulated_start 256 --real                  and a job of forked workers of this machine
+
+The simulated workers run the product's own code: ``gather_members`` in a greenlet each, by a clock that jumps from one
+event to the next, and the C++ barrier (simulated_barrier.cpp). Simulated is what lies between them: one Store, which
+takes ``SERVE_S`` for a request, and a network with 50 us of delay and 10 Gbit/s at each host. The work of rank 0 and of
+each worker with the records is measured here and counted in.
+
+It needs greenlet (pip install greenlet). The bytes of a real job must be those of the simulation. Its time is longer:
+its workers share the processors.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import gc
+import heapq
+import json
+import os
+import random
+import resource
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import types
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.rpc as rpc
+from greenlet import getcurrent, greenlet
+from torch._C._distributed_c10d import HashStore
+
+from torch_ucx_rpc import _agent, _native
+from torch_ucx_rpc._bootstrap import deadline, members, packing
+from torch_ucx_rpc._bootstrap.record import Record
+
+ROOT = Path(__file__).resolve().parents[1]
+
+DELAY_S = 50e-6
+BYTES_PER_S = 10e9 / 8
+# Of the one thread of torch's Store: measured with clients that ask whether a key is there.
+SERVE_S = 11e-6
+# What a request or an answer has besides its keys and values.
+FRAME_BYTES = 80
+LATE_S = 5.0
+FAN_OUT = 32
+
+
+class Clock:
+    """Runs one worker at a time, each a greenlet, in the order of a simulated time."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self._queue: list[tuple[float, int, greenlet]] = []
+        self._number = 0
+        self._measured: greenlet | None = None
+        self._resumed = 0.0
+
+    def start(self, at: float, work: Callable[[], None], takes_time: bool) -> None:
+        """Have a worker begin; with ``takes_time`` it needs the time for which it computes here."""
+        worker = greenlet(work, parent=getcurrent())
+        if takes_time:
+            self._measured = worker
+        self._push(at, worker)
+
+    def run(self) -> None:
+        """Until all have ended."""
+        while self._queue:
+            self.now, _, worker = heapq.heappop(self._queue)
+            self._resumed = time.thread_time()
+            worker.switch()
+
+    def sleep_until(self, at: float) -> None:
+        worker = getcurrent()
+        if worker is self._measured:
+            at += time.thread_time() - self._resumed
+        self._push(at, worker)
+        assert worker.parent is not None
+        worker.parent.switch()
+
+    def sleep(self, seconds: float) -> None:
+        self.sleep_until(self.now + seconds)
+
+    def _push(self, at: float, worker: greenlet) -> None:
+        self._number += 1
+        heapq.heappush(self._queue, (at, self._number, worker))
+
+
+class SimulatedStore:
+    """What ``members`` uses of a Store: one thread serves, and one link carries what it sends."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._values: dict[str, bytes] = {}
+        self._served = self._sent = 0.0
+        self.sent_bytes = self.requests = 0
+        self.most_bytes = self._held = 0
+
+    def set(self, key: str, value: str | bytes) -> None:
+        data = value.encode() if isinstance(value, str) else value
+        self._held += len(data) - len(self._values.get(key, b""))
+        self._values[key] = data
+        self._answer(len(key) + len(data), 0)
+
+    def get(self, key: str) -> bytes:
+        value = self._values[key]
+        self._answer(len(key), len(value))
+        return value
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        values = [self._values[key] for key in keys]
+        self._answer(sum(map(len, keys)), sum(map(len, values)))
+        return values
+
+    def add(self, key: str, amount: int) -> int:
+        count = int(self._values.get(key, b"0")) + amount
+        self._values[key] = str(count).encode()
+        self._answer(len(key), 8)
+        return count
+
+    def check(self, keys: list[str]) -> bool:
+        is_there = all(key in self._values for key in keys)
+        self._answer(sum(map(len, keys)), 1)
+        return is_there
+
+    def has_extended_api(self) -> bool:
+        return True
+
+    def _answer(self, asked_bytes: int, answer_bytes: int) -> None:
+        """Wait for the answer to a request."""
+        now = self._clock.now
+        arrives = now + DELAY_S + (FRAME_BYTES + asked_bytes) / BYTES_PER_S
+        self._served = max(self._served, arrives) + SERVE_S
+        self._sent = max(self._sent, self._served) + (FRAME_BYTES + answer_bytes) / BYTES_PER_S
+        self.requests += 1
+        self.sent_bytes += FRAME_BYTES + answer_bytes
+        # What waits for the link is copied for each worker.
+        waiting = int((self._sent - self._served) * BYTES_PER_S)
+        self.most_bytes = max(self.most_bytes, self._held + waiting)
+        self._clock.sleep_until(self._sent + DELAY_S)
+
+
+def record_of(rank: int, workers: int) -> Record:
+    """As a worker has it over TCP and shared memory: 26 of the 302 bytes of the address are random."""
+    numbers = random.Random(rank)
+    return Record(
+        rank=rank,
+        name=f"worker{rank}",
+        world_size=workers,
+        session=numbers.getrandbits(64),
+        first_rref_id=0,
+        first_context_id=0,
+        address=bytes(276) + numbers.randbytes(26),
+        package_version="0.2.0 (wire version 4)",
+        torch_version=torch.__version__,
+        device_maps={},
+        reply_device_maps={},
+        devices=[],
+        device_count=0,
+        host=f"node{rank // 8:04}",
+        boot_id=f"981875c3-3e83-4466-9f24-{rank // 8:012x}",
+        pid_namespace=4026531836,
+        pid=4000 + rank % 8 * 2,
+        process_start_time=1441462 + rank % 8 * 4,
+        user="0 in user:[4026531837]",
+        lifeline_host="",
+        lifeline_port=0,
+        in_doubt=False,
+    )
+
+
+@contextlib.contextmanager
+def simulated_time(clock: Clock) -> Iterator[None]:
+    """Let ``members`` wait by this clock, and unpack each part once for all workers."""
+    simulated: Any = types.SimpleNamespace(sleep=clock.sleep, monotonic=lambda: clock.now)
+    changes: list[tuple[Any, str, Any]] = [
+        (members, "time", simulated),
+        (deadline, "time", simulated),
+        (members, "PrefixStore", lambda _prefix, store: store),
+        (packing, "unpack", functools.lru_cache(None)(packing.unpack)),
+    ]
+    before = [getattr(module, name) for module, name, _ in changes]
+    for module, name, value in changes:
+        setattr(module, name, value)
+    try:
+        yield
+    finally:
+        for (module, name, _), value in zip(changes, before, strict=True):
+            setattr(module, name, value)
+
+
+def rendezvous(workers: int, late: float, work_s: float) -> dict[str, float]:
+    clock = Clock()
+    store = SimulatedStore(clock)
+    chance = random.Random(1)
+    ended: list[float] = []
+
+    def meet(rank: int) -> None:
+        found = members.gather_members(store, record_of(rank, workers), 300.0)  # type: ignore[arg-type]
+        assert len(found) == workers
+        ended.append(clock.now + work_s)
+
+    gc.disable()  # rank 0 does not look through the memory of all others
+    with simulated_time(clock):
+        for rank in range(workers):
+            is_late = rank != 0 and chance.random() < late / 100
+            at = LATE_S if is_late else 0.01 * chance.random()
+            clock.start(at, functools.partial(meet, rank), takes_time=rank == 0)
+        clock.run()
+    gc.enable()
+    return {"seconds": max(ended), "sent": store.sent_bytes, "requests": store.requests, "store": store.most_bytes}
+
+
+def work_with_records(workers: int) -> tuple[float, float]:
+    """Seconds and bytes that a worker needs to unpack all records and to know them, beside what it has before."""
+    options = torch_options()
+    agent = _agent.UcxRpcAgent("worker0", 0, workers, HashStore(), options)
+    try:
+        records = [record_of(rank, workers) for rank in range(workers)]
+        records[0] = records[0]._replace(session=agent.session, address=agent.address)
+        parts = [packing.pack(records[start : start + 512]) for start in range(0, workers, 512)]
+        del records
+        before, began = resident_bytes(), time.process_time()
+        unpacked = [record for part in parts for record in packing.unpack(part)]
+        agent.add_records(unpacked, unpacked)
+        return time.process_time() - began, resident_bytes() - before
+    finally:
+        agent.shutdown()
+
+
+def torch_options() -> Any:
+    import torch_ucx_rpc
+
+    return torch_ucx_rpc.UcxRpcBackendOptions()
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+def barrier(folder: str, workers: int, late: float, dying: int) -> dict[str, float]:
+    program = Path(folder) / "simulated_barrier"
+    if not program.exists():
+        csrc = ROOT / "torch_ucx_rpc" / "csrc"
+        sources = [ROOT / "benchmarks" / "simulated_barrier.cpp", csrc / "peers" / "barrier.cpp"]
+        subprocess.run(["c++", "-std=c++20", "-O2", f"-I{csrc}", *sources, "-o", program], check=True)
+    arguments = map(str, (workers, FAN_OUT, late, LATE_S, dying))
+    figures: dict[str, float] = json.loads(subprocess.run([program, *arguments], check=True, stdout=-1).stdout)
+    return figures
+
+
+def real(workers: int) -> dict[str, float]:
+    """A job of forked workers on this machine: seconds of ``init_rpc`` and ``shutdown``, bytes that the Store sent."""
+    with socket.socket() as reserved:
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        reserved.bind(("127.0.0.1", 0))
+        url = f"tcp://127.0.0.1:{reserved.getsockname()[1]}"
+        # Then only the Store uses the loopback interface.
+        os.environ["UCX_TLS"] = "sm,self"
+        ends = [socket.socketpair() for _ in range(workers)]
+        pids = []
+        for rank, (_, theirs) in enumerate(ends):
+            if (pid := os.fork()) == 0:
+                work(rank, workers, url, theirs)
+            pids.append(pid)
+        figures: dict[str, float] = {}
+        for step in ("init", "shutdown"):
+            began, before = time.perf_counter(), loopback_bytes()
+            for ours, _ in ends:
+                ours.send(b"!")
+            if any(ours.recv(1) != b"!" for ours, _ in ends):
+                raise RuntimeError(f"a worker has failed in {step}; its output tells why")
+            figures |= {f"{step} s": time.perf_counter() - began, f"{step} bytes": loopback_bytes() - before}
+        for pid in pids:
+            os.waitpid(pid, 0)
+    return figures
+
+
+def work(rank: int, workers: int, url: str, orders: socket.socket) -> None:
+    options = torch_options()
+    options.init_method, options.init_timeout = url, 600.0
+    try:
+        orders.recv(1)
+        rpc.init_rpc(f"worker{rank}", rank=rank, world_size=workers, rpc_backend_options=options)
+        orders.send(b"!")
+        orders.recv(1)
+        rpc.shutdown()
+        orders.send(b"!")
+    finally:
+        orders.close()
+        os._exit(0)
+
+
+def loopback_bytes() -> int:
+    line = next(line for line in Path("/proc/net/dev").read_text().splitlines() if line.strip().startswith("lo:"))
+    return int(line.split(":")[1].split()[0])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("workers", type=int, nargs="+")
+    parser.add_argument("--late", type=float, default=0, metavar="PERCENT", help=f"share that comes {LATE_S:g} s late")
+    parser.add_argument("--dying", type=int, default=0, help="inner workers that die in the shutdown")
+    parser.add_argument("--real", action="store_true", help="run such a job on this machine as well")
+    arguments = parser.parse_args()
+    if _native._C is None:
+        sys.exit("the extension is not built")
+    print(
+        f"{'workers':>7} {'init, s':>8} {'Store sends':>12} {'a worker':>9} {'requests':>9} {'Store holds':>12} ",
+        end="",
+    )
+    print(f"{'worker holds':>13} {'shutdown, s':>12} {'frames':>7} {'contacts':>9}")
+    with tempfile.TemporaryDirectory() as folder:
+        for workers in arguments.workers:
+            if arguments.real:
+                print(f"{workers:>7} real: {json.dumps(real(workers))}")
+            work_s, worker_bytes = work_with_records(workers)
+            found = rendezvous(workers, arguments.late, work_s)
+            ending = barrier(folder, workers, arguments.late, arguments.dying)
+            sent = found["sent"]
+            print(
+                f"{workers:>7} {found['seconds']:>8.2f} {sent / 1e6:>9.1f} MB {sent / workers / 1e3:>6.1f} kB "
+                f"{found['requests']:>9} {found['store'] / 1e6:>9.1f} MB {worker_bytes / 1e6:>10.1f} MB "
+                f"{ending['seconds']:>12.3f} {ending['frames']:>7} {ending['contacts']:>9}",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()
