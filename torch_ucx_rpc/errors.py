@@ -26,6 +26,7 @@ import inspect
 __all__ = [
     "BarrierFailed",
     "CallTimedOut",
+    "EpochEnded",
     "ForkedProcess",
     "JoinFailed",
     "JoinTimedOut",
@@ -125,6 +126,18 @@ class RRefLost(RpcError):
 
 class BarrierFailed(RpcError):
     """The workers did not all come to the same point, as in a graceful ``shutdown``."""
+
+
+class EpochEnded(RpcError):
+    """A value of a channel belongs to an epoch that is over, here or at its receiver.
+
+    Attributes:
+        group (str | None): the group of the channel.
+        epoch (int | None): the epoch that the worker `name` is in; None if it has closed the channel.
+    """
+
+    group: str | None = None
+    epoch: int | None = None
 
 
 class ForkedProcess(RpcError):

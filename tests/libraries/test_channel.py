@@ -1,0 +1,330 @@
+"""`torch_ucx_rpc.channel`: values arrive as they were put, wait to be taken, and belong to one epoch."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.rpc as rpc
+from _jobs import KILLED, die
+from workers import Steps
+
+from torch_ucx_rpc.channel import Channel
+from torch_ucx_rpc.errors import CallTimedOut, EpochEnded, NotRunning, WorkerLost
+
+RunWorkers = Callable[..., list]
+
+# Below and above every size at which a value travels in another way.
+SIZES = (0, 1, 1000, 40_000, 1 << 20, 9 << 20)
+
+
+def test_values_arrive_as_they_were_put(run_on_both: RunWorkers) -> None:
+    run_on_both(2, exchange_values)
+
+
+def exchange_values(rank: int) -> None:
+    channel, other = Channel("values"), f"worker{1 - rank}"
+    kinds = [
+        torch.arange(12.0).reshape(3, 4).t(),
+        torch.zeros(3, dtype=torch.bfloat16),
+        torch.tensor(7),
+        torch.ones(2, requires_grad=True),
+    ]
+    sent = [channel.put(other, f"size {size}", torch.full((size,), rank, dtype=torch.uint8)) for size in SIZES]
+    sent.append(channel.put(other, "list", kinds))
+    sent.append(channel.put(other, "none", []))
+    for size in reversed(SIZES):
+        got = channel.take(other, f"size {size}")
+        assert torch.equal(got, torch.full((size,), 1 - rank, dtype=torch.uint8))
+    for got, put in zip(channel.take(other, "list"), kinds, strict=True):
+        assert torch.equal(got, put)
+        assert (got.dtype, got.stride(), got.requires_grad) == (put.dtype, put.stride(), put.requires_grad)
+    assert channel.take(other, "none") == []
+    for one in sent:
+        one.wait()
+
+
+def test_many_small_tensors_in_one_value_arrive(run_on_both: RunWorkers) -> None:
+    run_on_both(2, exchange_many)
+
+
+def exchange_many(rank: int) -> None:
+    channel, other = Channel("many"), f"worker{1 - rank}"
+    values = [torch.full((5000,), float(index)) for index in range(100)]
+    channel.put(other, "all", values)
+    for got, put in zip(channel.take(other, "all"), values, strict=True):
+        assert torch.equal(got, put)
+
+
+def test_a_worker_puts_to_itself(run_on_both: RunWorkers) -> None:
+    run_on_both(1, put_to_oneself)
+
+
+def put_to_oneself(rank: int) -> None:
+    channel = Channel("self")
+    for size in SIZES:
+        channel.put("worker0", "x", torch.ones(size))
+        assert torch.equal(channel.take("worker0", "x"), torch.ones(size))
+
+
+def test_values_fill_tensors_that_were_posted(run_on_both: RunWorkers, tmp_path: Path) -> None:
+    run_on_both(2, fill_posted, Steps(tmp_path))
+
+
+def fill_posted(rank: int, steps: Steps) -> None:
+    channel, other = Channel("posted"), f"worker{1 - rank}"
+    for size in SIZES:
+        early, late, strided = torch.zeros(size), torch.zeros(size), torch.zeros(size, 2)[:, 0]
+        posted = channel.post(other, f"early {size}", early)
+        steps.meet(f"posted {size}", rank, 2)
+        for tag in ("early", "late", "strided"):
+            channel.put(other, f"{tag} {size}", torch.full((size,), 3.0))
+        assert posted.wait() is early
+        channel.take_into(other, f"late {size}", late)
+        channel.take_into(other, f"strided {size}", strided)
+        for filled in (early, late, strided):
+            assert torch.equal(filled, torch.full((size,), 3.0))
+    pair = [torch.zeros(100_000), torch.zeros(3)]
+    channel.put(other, "pair", [torch.ones(100_000), torch.ones(3)])
+    channel.take_into(other, "pair", pair)
+    assert all(torch.equal(one, torch.ones_like(one)) for one in pair)
+
+
+def test_a_value_that_does_not_fit_is_refused(run_on_both: RunWorkers) -> None:
+    run_on_both(2, refuse_what_does_not_fit)
+
+
+def refuse_what_does_not_fit(rank: int) -> None:
+    channel, other = Channel("fit"), f"worker{1 - rank}"
+    for size in (4, 100_000):
+        wrong = [torch.zeros(size + 1), torch.zeros(size, dtype=torch.float64), torch.zeros(size, 1)]
+        for index, into in enumerate(wrong):
+            channel.put(other, f"{size} {index}", torch.ones(size))
+            with pytest.raises(ValueError, match=rf"tag '{size} {index}' from worker '{other}' does not fit"):
+                channel.take_into(other, f"{size} {index}", into)
+            assert torch.equal(into, torch.zeros_like(into))
+
+
+def test_a_take_waits_for_its_value(run_on_both: RunWorkers) -> None:
+    run_on_both(2, wait_for_values)
+
+
+def wait_for_values(rank: int) -> None:
+    channel = Channel("waits")
+    if rank == 1:
+        time.sleep(0.3)
+        channel.put("worker0", "late", torch.ones(3))
+        channel.put("worker0", "large", torch.ones(1 << 20))
+    else:
+        threads = [threading.Thread(target=channel.take, args=("worker1", tag)) for tag in ("late", "large")]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+            assert not thread.is_alive()
+
+
+def test_a_timeout_names_the_tag_and_the_sender(run_on_both: RunWorkers) -> None:
+    run_on_both(2, time_out)
+
+
+def time_out(rank: int) -> None:
+    channel, other = Channel("silent"), f"worker{1 - rank}"
+    began = time.monotonic()
+    with pytest.raises(CallTimedOut, match=f"worker '{other}' under tag 'never' of channel 'silent'"):
+        channel.take(other, "never", timeout=0.2)
+    assert time.monotonic() - began >= 0.2
+    # A value that comes after its take has timed out waits for the next one.
+    channel.put(other, "never", torch.ones(1))
+    assert torch.equal(channel.take(other, "never"), torch.ones(1))
+
+
+def test_a_sender_in_an_earlier_epoch_is_told(run_on_both: RunWorkers, tmp_path: Path) -> None:
+    run_on_both(2, send_from_the_past, Steps(tmp_path))
+
+
+def send_from_the_past(rank: int, steps: Steps) -> None:
+    channel = Channel("fenced", epoch=3)
+    if rank == 1:
+        channel.put("worker0", "dropped", torch.ones(1 << 20))
+        channel.put("worker0", "dropped too", torch.ones(1))
+        steps.done("put")
+        steps.wait_for("advanced")
+        with pytest.raises(EpochEnded, match="worker 'worker0' is in epoch 4 of channel 'fenced'"):
+            channel.put("worker0", "large", torch.ones(1 << 20)).wait()
+        with pytest.raises(EpochEnded, match="epoch 4"):
+            for _ in range(200):  # a small value leaves at once, so the news comes with a later one
+                channel.put("worker0", "small", torch.ones(1)).wait()
+                time.sleep(0.05)
+        channel.advance(4)
+        channel.put("worker0", "small", torch.full((1,), 4.0))
+    else:
+        steps.wait_for("put")
+        channel.advance(4)
+        steps.done("advanced")
+        assert torch.equal(channel.take("worker1", "small"), torch.full((1,), 4.0))
+        with pytest.raises(CallTimedOut):
+            channel.take("worker1", "dropped", timeout=0.1)
+        with pytest.raises(ValueError, match="'fenced' is in epoch 4 on this worker"):
+            Channel("fenced", epoch=3)
+
+
+def test_values_of_a_later_epoch_wait(run_on_both: RunWorkers, tmp_path: Path) -> None:
+    run_on_both(2, send_from_the_future, Steps(tmp_path))
+
+
+def send_from_the_future(rank: int, steps: Steps) -> None:
+    if rank == 1:
+        channel = Channel("ahead", epoch=2)
+        channel.put("worker0", "x", torch.ones(1))
+        channel.put("worker0", "y", torch.ones(1 << 20))
+        steps.done("put")
+    else:
+        steps.wait_for("put")
+        time.sleep(0.2)
+        channel = Channel("ahead", epoch=1)
+        with pytest.raises(CallTimedOut):
+            channel.take("worker1", "x", timeout=0.1)
+        channel.advance(2)
+        assert torch.equal(channel.take("worker1", "x"), torch.ones(1))
+        assert torch.equal(channel.take("worker1", "y"), torch.ones(1 << 20))
+
+
+def test_an_epoch_that_ends_ends_what_waits(run_on_both: RunWorkers) -> None:
+    run_on_both(2, end_waits)
+
+
+def end_waits(rank: int) -> None:
+    for end, said in ((lambda channel: channel.advance(1), "epoch 1"), (lambda channel: channel.close(), "closed")):
+        channel = Channel(f"ending {said}")
+        timer = threading.Timer(0.2, end, (channel,))
+        timer.start()
+        with pytest.raises(EpochEnded, match=said):
+            Channel(f"ending {said}").take(f"worker{1 - rank}", "never")
+        timer.join()
+
+
+def test_a_receiver_that_takes_nothing_stops_the_sender(run_on_both: RunWorkers, tmp_path: Path) -> None:
+    run_on_both(2, put_without_end, Steps(tmp_path))
+
+
+def put_without_end(rank: int, steps: Steps) -> None:
+    channel = Channel("flood")
+    size = 4 << 20
+    if rank == 1:
+        value = torch.ones(size // 4)
+        with pytest.raises(CallTimedOut, match="'worker0' has not taken"):
+            for number in range(1000):
+                channel.put("worker0", str(number), value, timeout=0.5)
+        assert number * size <= 260 << 20
+        steps.done("stopped")
+        channel.put("worker0", str(number), value)
+        channel.put("worker0", "count", torch.tensor(number + 1))
+        steps.wait_for("taken")
+    else:
+        steps.wait_for("stopped")
+        for number in range(10):
+            assert channel.take("worker1", str(number)).numel() == size // 4
+        count = int(channel.take("worker1", "count"))
+        for number in range(10, count):
+            assert channel.take("worker1", str(number)).numel() == size // 4
+        steps.done("taken")
+
+
+def test_small_values_that_are_not_taken_stop_the_sender(run_on_ucx: RunWorkers, tmp_path: Path) -> None:
+    run_on_ucx(2, put_small_without_end, Steps(tmp_path))
+
+
+def put_small_without_end(rank: int, steps: Steps) -> None:
+    channel = Channel("drizzle")
+    if rank == 1:
+        value = torch.ones(4096)
+        put = 0
+        with pytest.raises(CallTimedOut, match="'worker0' has not taken"):
+            for put in range(100_000):
+                channel.put("worker0", str(put), value, timeout=0.5)
+        assert put * 16384 <= 9 << 20
+        steps.done("stopped")
+        for number in range(put, 2 * put):
+            channel.put("worker0", str(number), value)
+        channel.put("worker0", "count", torch.tensor(2 * put))
+        steps.wait_for("taken")
+    else:
+        steps.wait_for("stopped")
+        for number in range(400):
+            channel.take("worker1", str(number))
+        rest = int(channel.take("worker1", "count"))
+        for number in range(400, rest):
+            channel.take("worker1", str(number))
+        steps.done("taken")
+
+
+def test_the_death_of_a_sender_ends_a_take(run_on_ucx: RunWorkers) -> None:
+    run_on_ucx(2, lose_a_sender, shutdown=False, exit_codes={1: KILLED})
+
+
+def lose_a_sender(rank: int) -> None:
+    channel = Channel("loss")
+    if rank == 1:
+        channel.put("worker0", "last words", torch.ones(1))
+        channel.take("worker0", "die")
+        die()
+    channel.put("worker1", "die", torch.ones(0))
+    with pytest.raises(WorkerLost, match="worker1") as lost:
+        channel.take("worker1", "never", timeout=0)
+    assert lost.value.name == "worker1"
+    assert torch.equal(channel.take("worker1", "last words"), torch.ones(1))
+    with pytest.raises(WorkerLost, match="worker1"):
+        channel.put("worker1", "x", torch.ones(1)).wait()
+    rpc.shutdown(graceful=False)
+
+
+def test_handlers_may_take(run_on_ucx: RunWorkers) -> None:
+    run_on_ucx(2, take_in_handlers, options={"num_worker_threads": 2})
+
+
+def take_here(tag: str) -> torch.Tensor:
+    return Channel("handlers").take("worker0", tag)
+
+
+def take_in_handlers(rank: int) -> None:
+    if rank == 0:
+        calls = [rpc.rpc_async("worker1", take_here, (str(number),)) for number in range(2)]
+        channel = Channel("handlers")
+        for number in range(2):
+            channel.put("worker1", str(number), torch.tensor(number))
+        assert [int(call.wait()) for call in calls] == [0, 1]
+
+
+WRONG = [
+    (lambda channel: Channel(None), "group must be a str; got None"),
+    (lambda channel: Channel("x", epoch="1"), "epoch must be an int; got '1'"),
+    (lambda channel: Channel("x", epoch=-1), "epoch must be from 0"),
+    (lambda channel: channel.put(None, "x", torch.ones(1)), "to must be the name of a worker"),
+    (lambda channel: channel.put("worker0", 1, torch.ones(1)), "tag must be a str; got 1"),
+    (lambda channel: channel.put("worker0", "x", [1]), r"value must be a tensor or a list of tensors; got \[1\]"),
+    (lambda channel: channel.take(0, "x"), "source must be the name of a worker"),
+    (lambda channel: channel.post("worker0", "x", 1), "into must be a tensor or a list of tensors; got 1"),
+]
+
+
+def test_wrong_arguments_are_named(run_on_both: RunWorkers) -> None:
+    run_on_both(1, name_wrong_arguments)
+
+
+def name_wrong_arguments(rank: int) -> None:
+    channel = Channel("wrong")
+    for call, said in WRONG:
+        with pytest.raises((TypeError, ValueError), match=said):
+            call(channel)
+    with pytest.raises(RuntimeError, match="nobody"):
+        channel.put("nobody", "x", torch.ones(1)).wait()
+
+
+def test_a_channel_needs_rpc() -> None:
+    with pytest.raises(NotRunning, match="init_rpc"):
+        Channel("x")

@@ -1,0 +1,26 @@
+"""One-way tensors between workers: a value goes from one worker to a tag on another, and waits there to be taken.
+
+A channel is faster than a call: no function runs at the receiver, no thread is woken for it, and nothing is pickled. A
+value that is large goes straight into tensors that the receiver has posted. Pipelines, parameter servers and rings are
+made of it.
+
+* `Channel`: the values of one group of workers, in one epoch at a time
+* `Sent`: a value on its way
+* `Posted`: a value that this worker expects
+
+Example::
+
+    >>> channel = Channel("ring")               # on every worker of the ring
+    >>> channel.put("w1", "step 7", gradient)   # on w0
+    >>> channel.take("w0", "step 7")            # on w1
+    tensor([...])
+
+Epochs fence: a worker that has advanced to epoch 4 drops the values of epoch 3, and their senders get `EpochEnded`.
+Values of a later epoch wait until the receiver gets there.
+
+Modules: ``_channel`` has the public classes; ``_rpc_slots`` carries values by calls, for other backends than UCX.
+"""
+
+from torch_ucx_rpc.channel._channel import Channel, Posted, Sent
+
+__all__ = ["Channel", "Posted", "Sent"]

@@ -1,0 +1,175 @@
+"""`Channel`, and the values that it sends and expects."""
+
+# mypy: allow-untyped-calls
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from torch_ucx_rpc._workers.life import PerLife
+from torch_ucx_rpc.channel._rpc_slots import RpcSlots
+
+Value = torch.Tensor | list[torch.Tensor]
+
+
+class Sent(Protocol):
+    """A value on its way, as `Channel.put` returns it."""
+
+    def wait(self) -> None:
+        """Return when the tensors may be changed: they have been copied, or the receiver has them.
+
+        Raises EpochEnded if the receiver is in a later epoch, and WorkerLost, WorkerLeft or ShutDown if the value
+        cannot reach it.
+        """
+
+
+class Posted(Protocol):
+    """A value that this worker expects, as `Channel.post` returns it."""
+
+    def wait(self, timeout: float | None = None) -> Value:
+        """Return the value as it was put: a tensor, or a list of tensors.
+
+        With tensors that were posted, these are returned, with the value in them. ``timeout`` is in seconds; None means
+        the agent's ``rpc_timeout``, and 0 means no limit. For the errors see `Channel.take`.
+        """
+
+
+class Channel:
+    """The values of one group of workers, in one epoch at a time. Thread-safe.
+
+    Channels of the same group in one process share their values. The end of RPC closes them all.
+
+    Args:
+        group: a name for all workers that exchange these values.
+        epoch: a number that counts up, the same on all workers that understand each other.
+
+    Raises ValueError if this process has the group in a later epoch, and NotRunning before ``init_rpc``.
+    """
+
+    def __init__(self, group: str, *, epoch: int = 0) -> None:
+        _check(group, str, "group", "a str")
+        _check_epoch(epoch)
+        self._group = group
+        self._slots = _slots()
+        self._epoch = epoch
+        self._slots.advance(group, epoch)
+
+    @property
+    def group(self) -> str:
+        """The name of the group."""
+        return self._group
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that this channel puts and takes in."""
+        return self._epoch
+
+    def put(self, to: str, tag: str, value: torch.Tensor | Sequence[torch.Tensor], *, timeout: float | None = None) -> Sent:
+        """Send a value to the worker ``to``, where it waits under ``tag``.
+
+        Values under one tag that are on their way at the same time arrive in any order, so give each value its own tag.
+        Do not change a large tensor until ``wait`` of the result has returned, or the receiver has told you that it has
+        the value. A tensor up to 32 KiB is copied at once.
+
+        The call blocks while the receiver has more than a bounded number of bytes from this worker that it has not
+        taken: 8 MiB of small tensors, or 256 MiB altogether.
+
+        Args:
+            to: name of the receiver; it may be this worker.
+            tag: where the value waits. The same tag may be used again when its value has been taken.
+            value: a tensor, or a list of tensors.
+            timeout: seconds to block for at most; None means the agent's ``rpc_timeout``, and 0 means no limit.
+
+        Raises:
+            EpochEnded: the receiver is in a later epoch of the group.
+            CallTimedOut: the receiver has not made room in time.
+            WorkerLost, WorkerLeft, UnknownWorker: the receiver is not there.
+        """
+        _check(to, str, "to", "the name of a worker (str)")
+        _check(tag, str, "tag", "a str")
+        is_single = isinstance(value, torch.Tensor)
+        tensors = [value] if is_single else _tensors(value, "value")
+        return self._slots.put(self._group, self._epoch, to, tag, tensors, is_single, timeout)
+
+    def take(self, source: str, tag: str, *, timeout: float | None = None) -> Value:
+        """Wait for the value under ``tag`` from the worker ``source``, and return it as it was put.
+
+        Args:
+            source: name of the sender.
+            tag: the tag that it was put under.
+            timeout: seconds; None means the agent's ``rpc_timeout``, and 0 means no limit.
+
+        Raises:
+            CallTimedOut: no value has come in time. The text names the tag and the sender.
+            EpochEnded: this process has advanced the group meanwhile, or closed it.
+            WorkerLost, WorkerLeft: the sender is gone, and the value has not come. Only with UCX.
+        """
+        return self.post(source, tag).wait(timeout)
+
+    def take_into(
+        self,
+        source: str,
+        tag: str,
+        into: torch.Tensor | Sequence[torch.Tensor],
+        *,
+        timeout: float | None = None,
+    ) -> None:
+        """Wait for a value, and have it in these tensors. See `take` and `post`."""
+        self.post(source, tag, into).wait(timeout)
+
+    def post(self, source: str, tag: str, into: torch.Tensor | Sequence[torch.Tensor] | None = None) -> Posted:
+        """Say that a value is expected, before it comes. It then travels while this worker does something else.
+
+        Args:
+            source: name of the sender.
+            tag: the tag that it is put under.
+            into: tensors that receive the value, of its shapes and dtypes. A large value is written into them without a
+                copy if they are contiguous and on the CPU. None: the value arrives in memory of its own.
+
+        One value serves one `post`. ``wait`` raises ValueError if the value has other shapes or dtypes than ``into``.
+        """
+        _check(source, str, "source", "the name of a worker (str)")
+        _check(tag, str, "tag", "a str")
+        is_single = isinstance(into, torch.Tensor)
+        tensors = None if into is None else [into] if is_single else _tensors(into, "into")
+        return self._slots.post(self._group, self._epoch, source, tag, tensors, is_single)
+
+    def advance(self, epoch: int) -> None:
+        """Go to a later epoch: drop the values of earlier ones, and end what waits for them with EpochEnded.
+
+        Raises ValueError if this process has the group in a later epoch.
+        """
+        _check_epoch(epoch)
+        self._slots.advance(self._group, epoch)
+        self._epoch = epoch
+
+    def close(self) -> None:
+        """Drop all values of the group, and end what waits for them with EpochEnded."""
+        self._slots.close(self._group)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._group!r}, epoch={self._epoch})"
+
+
+_slots = PerLife(lambda life: getattr(life.agent, "_channel", None) or RpcSlots(life.info.name))
+
+
+def _check(value: object, kind: type, name: str, expected: str) -> None:
+    if not isinstance(value, kind):
+        raise TypeError(f"{name} must be {expected}; got {value!r} ({type(value).__name__})")
+
+
+def _check_epoch(epoch: object) -> None:
+    if not isinstance(epoch, int) or isinstance(epoch, bool):
+        raise TypeError(f"epoch must be an int; got {epoch!r} ({type(epoch).__name__})")
+    if not 0 <= epoch < 2**63:
+        raise ValueError(f"epoch must be from 0 to 2**63 - 1; got {epoch}")
+
+
+def _tensors(value: object, name: str) -> list[torch.Tensor]:
+    if not isinstance(value, (list, tuple)) or not all(isinstance(item, torch.Tensor) for item in value):
+        raise TypeError(f"{name} must be a tensor or a list of tensors; got {value!r} ({type(value).__name__})")
+    return list(value)

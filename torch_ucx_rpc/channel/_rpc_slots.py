@@ -1,0 +1,225 @@
+"""Values that calls bring, for other backends than UCX: the same interface as the agent's own, slower."""
+
+# mypy: allow-untyped-calls, allow-untyped-decorators
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from typing import NamedTuple
+
+import torch
+from torch._C._distributed_rpc import get_rpc_timeout
+from torch.distributed import rpc
+
+from torch_ucx_rpc._workers.lost import was_raised_there
+from torch_ucx_rpc.errors import CallTimedOut, EpochEnded
+
+Key = tuple[int, str, str]  # epoch, source, tag
+
+
+class _Value(NamedTuple):
+    tensors: list[torch.Tensor]
+    is_single: bool
+    taken: torch.futures.Future[None]
+
+
+class RpcSlots:
+    """The values of one life of this worker, by group. Thread-safe.
+
+    A value's sender has a call open until the value is taken. That call carries the errors, and bounds what waits here.
+    """
+
+    # What a sender may have under way to one worker before `put` blocks.
+    LENT_BYTES = 256 * 1024 * 1024
+    # A value up to this size is copied, so that its sender may change it at once.
+    COPIED_BYTES = 32 * 1024
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._changed = threading.Condition()
+        # Guarded by the condition:
+        self._epochs: dict[str, int] = {}
+        self._values: dict[str, dict[Key, deque[_Value]]] = {}
+        self._lent: dict[str, int] = {}
+        self._refused: dict[tuple[str, int, str], EpochEnded] = {}
+
+    def advance(self, group: str, epoch: int) -> None:
+        with self._changed:
+            if (now := self._epochs.get(group, 0)) > epoch:
+                raise ValueError(f"channel {group!r} is in epoch {now} on this worker; it cannot go back to {epoch}")
+            self._epochs[group] = epoch
+            values = self._values.get(group, {})
+            dropped = [values.pop(key) for key in list(values) if key[0] < epoch]
+            self._changed.notify_all()
+        for value in (value for queue in dropped for value in queue):
+            value.taken.set_exception(_ended(group, epoch, self._name))
+
+    def close(self, group: str) -> None:
+        with self._changed:
+            self._epochs.pop(group, None)
+            dropped = list(self._values.pop(group, {}).values())
+            self._changed.notify_all()
+        for value in (value for queue in dropped for value in queue):
+            value.taken.set_exception(EpochEnded(f"worker {self._name!r} has closed channel {group!r}", group=group))
+
+    def put(
+        self,
+        group: str,
+        epoch: int,
+        to: str,
+        tag: str,
+        tensors: list[torch.Tensor],
+        is_single: bool,
+        timeout: float | None,
+    ) -> _Sent:
+        size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        deadline = _deadline(timeout)
+        if is_copied := size <= self.COPIED_BYTES:
+            tensors = [tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in tensors]
+        with self._changed:
+            if (refused := self._refused.get((group, epoch, to))) is not None:
+                raise refused
+            while (lent := self._lent.get(to, 0)) and lent + size > self.LENT_BYTES:
+                if not self._wait(deadline):
+                    raise CallTimedOut(
+                        f"tag {tag!r} of channel {group!r} could not be put: worker {to!r} has not taken {lent} bytes",
+                        name=to,
+                    )
+            self._lent[to] = lent + size
+        try:
+            sent = rpc.rpc_async(to, _arrive, (group, epoch, tag, self._name, tensors, is_single), timeout=0)
+        except BaseException:
+            self._give_back(to, size)
+            raise
+        sent.add_done_callback(lambda done: self._end(done, group, epoch, to, size))
+        return _Sent(sent, is_copied)
+
+    def post(
+        self,
+        group: str,
+        epoch: int,
+        source: str,
+        tag: str,
+        into: list[torch.Tensor] | None,
+        is_single: bool,
+    ) -> _Posted:
+        return _Posted(self, group, (epoch, source, tag), into, is_single)
+
+    def arrive(self, group: str, key: Key, value: _Value) -> None:
+        with self._changed:
+            if key[0] >= (now := self._epochs.get(group, 0)):
+                self._values.setdefault(group, {}).setdefault(key, deque()).append(value)
+                self._changed.notify_all()
+                return
+        value.taken.set_exception(_ended(group, now, self._name))
+
+    def take(self, group: str, key: Key, timeout: float | None) -> _Value:
+        deadline = _deadline(timeout)
+        epoch, source, tag = key
+        with self._changed:
+            while not (queue := self._values.get(group, {}).get(key)):
+                if group not in self._epochs:
+                    raise EpochEnded(f"channel {group!r} has been closed on this worker", group=group)
+                if (now := self._epochs[group]) > epoch:
+                    raise _ended(group, now, self._name)
+                if not self._wait(deadline):
+                    raise CallTimedOut(
+                        f"no value has come from worker {source!r} under tag {tag!r} of channel {group!r}", name=source
+                    )
+            value = queue.popleft()
+            if not queue:
+                del self._values[group][key]
+        value.taken.set_result(None)
+        return value
+
+    def _wait(self, deadline: float | None) -> bool:
+        # Condition.wait without a limit does not see Ctrl-C on every platform.
+        left = 0.1 if deadline is None else min(0.1, deadline - time.monotonic())
+        if left <= 0:
+            return False
+        self._changed.wait(left)
+        return True
+
+    def _end(self, sent: torch.futures.Future[None], group: str, epoch: int, to: str, size: int) -> None:
+        self._give_back(to, size)
+        try:
+            sent.value()
+        except RuntimeError as error:
+            if was_raised_there(error, EpochEnded):
+                with self._changed:
+                    self._refused[group, epoch, to] = EpochEnded(str(error), name=to, group=group)
+
+    def _give_back(self, to: str, size: int) -> None:
+        with self._changed:
+            self._lent[to] -= size
+            self._changed.notify_all()
+
+
+class _Sent:
+    def __init__(self, sent: torch.futures.Future[None], is_copied: bool) -> None:
+        self._sent = sent
+        self._is_copied = is_copied
+
+    def wait(self) -> None:
+        if self._is_copied and not self._sent.done():
+            return
+        try:
+            self._sent.wait()
+        except RuntimeError as error:
+            if was_raised_there(error, EpochEnded):
+                raise EpochEnded(str(error)) from None
+            raise
+
+
+class _Posted:
+    def __init__(self, slots: RpcSlots, group: str, key: Key, into: list[torch.Tensor] | None, is_single: bool) -> None:
+        self._slots = slots
+        self._group = group
+        self._key = key
+        self._into = into
+        self._is_single = is_single
+
+    def wait(self, timeout: float | None = None) -> torch.Tensor | list[torch.Tensor]:
+        value = self._slots.take(self._group, self._key, timeout)
+        tensors, is_single = value.tensors, value.is_single
+        if self._into is not None:
+            _check_fit(tensors, self._into, self._key)
+            with torch.no_grad():
+                for target, tensor in zip(self._into, tensors, strict=True):
+                    target.copy_(tensor)
+            tensors, is_single = self._into, self._is_single
+        return tensors[0] if is_single else tensors
+
+
+def _check_fit(value: list[torch.Tensor], into: list[torch.Tensor], key: Key) -> None:
+    def describe(tensors: list[torch.Tensor]) -> str:
+        return ", ".join(f"{tuple(tensor.shape)} {tensor.dtype}" for tensor in tensors) or "no tensors"
+
+    if [(tensor.shape, tensor.dtype) for tensor in value] != [(tensor.shape, tensor.dtype) for tensor in into]:
+        _, source, tag = key
+        raise ValueError(
+            f"the value under tag {tag!r} from worker {source!r} does not fit the tensors that were posted for it: "
+            f"got {describe(value)}; expected {describe(into)}"
+        )
+
+
+def _ended(group: str, epoch: int, name: str) -> EpochEnded:
+    return EpochEnded(f"worker {name!r} is in epoch {epoch} of channel {group!r}", group=group, epoch=epoch)
+
+
+def _deadline(timeout: float | None) -> float | None:
+    seconds = get_rpc_timeout() if timeout is None else timeout
+    return None if seconds == 0 else time.monotonic() + seconds
+
+
+@rpc.functions.async_execution
+def _arrive(
+    group: str, epoch: int, tag: str, source: str, tensors: list[torch.Tensor], is_single: bool
+) -> torch.futures.Future[None]:
+    from torch_ucx_rpc.channel._channel import _slots
+
+    taken: torch.futures.Future[None] = torch.futures.Future()
+    _slots().arrive(group, (epoch, source, tag), _Value(tensors, is_single, taken))
+    return taken
