@@ -67,7 +67,9 @@ class Channel:
         """The epoch that this channel puts and takes in."""
         return self._epoch
 
-    def put(self, to: str, tag: str, value: torch.Tensor | Sequence[torch.Tensor], *, timeout: float | None = None) -> Sent:
+    def put(
+        self, to: str, tag: str, value: torch.Tensor | Sequence[torch.Tensor], *, timeout: float | None = None
+    ) -> Sent:
         """Send a value to the worker ``to``, where it waits under ``tag``.
 
         Values under one tag that are on their way at the same time arrive in any order, so give each value its own tag.

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections import deque
@@ -13,7 +14,6 @@ import torch
 from torch._C._distributed_rpc import get_rpc_timeout
 from torch.distributed import rpc
 
-from torch_ucx_rpc._workers.lost import was_raised_there
 from torch_ucx_rpc.errors import CallTimedOut, EpochEnded
 
 Key = tuple[int, str, str]  # epoch, source, tag
@@ -22,7 +22,8 @@ Key = tuple[int, str, str]  # epoch, source, tag
 class _Value(NamedTuple):
     tensors: list[torch.Tensor]
     is_single: bool
-    taken: torch.futures.Future[None]
+    # None when the value has been taken; else why it was dropped.
+    taken: torch.futures.Future[str | None]
 
 
 class RpcSlots:
@@ -43,7 +44,7 @@ class RpcSlots:
         self._epochs: dict[str, int] = {}
         self._values: dict[str, dict[Key, deque[_Value]]] = {}
         self._lent: dict[str, int] = {}
-        self._refused: dict[tuple[str, int, str], EpochEnded] = {}
+        self._refused: dict[tuple[str, int, str], str] = {}
 
     def advance(self, group: str, epoch: int) -> None:
         with self._changed:
@@ -54,7 +55,7 @@ class RpcSlots:
             dropped = [values.pop(key) for key in list(values) if key[0] < epoch]
             self._changed.notify_all()
         for value in (value for queue in dropped for value in queue):
-            value.taken.set_exception(_ended(group, epoch, self._name))
+            value.taken.set_result(_where(group, epoch, self._name))
 
     def close(self, group: str) -> None:
         with self._changed:
@@ -62,7 +63,7 @@ class RpcSlots:
             dropped = list(self._values.pop(group, {}).values())
             self._changed.notify_all()
         for value in (value for queue in dropped for value in queue):
-            value.taken.set_exception(EpochEnded(f"worker {self._name!r} has closed channel {group!r}", group=group))
+            value.taken.set_result(f"worker {self._name!r} has closed channel {group!r}")
 
     def put(
         self,
@@ -80,19 +81,16 @@ class RpcSlots:
             tensors = [tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in tensors]
         with self._changed:
             if (refused := self._refused.get((group, epoch, to))) is not None:
-                raise refused
+                raise EpochEnded(refused, name=to, group=group)
             while (lent := self._lent.get(to, 0)) and lent + size > self.LENT_BYTES:
                 if not self._wait(deadline):
                     raise CallTimedOut(
                         f"tag {tag!r} of channel {group!r} could not be put: worker {to!r} has not taken {lent} bytes",
                         name=to,
                     )
-            self._lent[to] = lent + size
-        try:
-            sent = rpc.rpc_async(to, _arrive, (group, epoch, tag, self._name, tensors, is_single), timeout=0)
-        except BaseException:
-            self._give_back(to, size)
-            raise
+        sent = rpc.rpc_async(to, _arrive, (group, epoch, tag, self._name, tensors, is_single), timeout=0)
+        with self._changed:
+            self._lent[to] = self._lent.get(to, 0) + size
         sent.add_done_callback(lambda done: self._end(done, group, epoch, to, size))
         return _Sent(sent, is_copied)
 
@@ -113,7 +111,7 @@ class RpcSlots:
                 self._values.setdefault(group, {}).setdefault(key, deque()).append(value)
                 self._changed.notify_all()
                 return
-        value.taken.set_exception(_ended(group, now, self._name))
+        value.taken.set_result(_where(group, now, self._name))
 
     def take(self, group: str, key: Key, timeout: float | None) -> _Value:
         deadline = _deadline(timeout)
@@ -123,7 +121,7 @@ class RpcSlots:
                 if group not in self._epochs:
                     raise EpochEnded(f"channel {group!r} has been closed on this worker", group=group)
                 if (now := self._epochs[group]) > epoch:
-                    raise _ended(group, now, self._name)
+                    raise EpochEnded(_where(group, now, self._name), group=group, epoch=now)
                 if not self._wait(deadline):
                     raise CallTimedOut(
                         f"no value has come from worker {source!r} under tag {tag!r} of channel {group!r}", name=source
@@ -142,35 +140,25 @@ class RpcSlots:
         self._changed.wait(left)
         return True
 
-    def _end(self, sent: torch.futures.Future[None], group: str, epoch: int, to: str, size: int) -> None:
-        self._give_back(to, size)
-        try:
-            sent.value()
-        except RuntimeError as error:
-            if was_raised_there(error, EpochEnded):
-                with self._changed:
-                    self._refused[group, epoch, to] = EpochEnded(str(error), name=to, group=group)
-
-    def _give_back(self, to: str, size: int) -> None:
+    def _end(self, sent: torch.futures.Future[str | None], group: str, epoch: int, to: str, size: int) -> None:
         with self._changed:
             self._lent[to] -= size
             self._changed.notify_all()
+        with contextlib.suppress(RuntimeError):
+            if (why := sent.value()) is not None:
+                self._refused[group, epoch, to] = why
 
 
 class _Sent:
-    def __init__(self, sent: torch.futures.Future[None], is_copied: bool) -> None:
+    def __init__(self, sent: torch.futures.Future[str | None], is_copied: bool) -> None:
         self._sent = sent
         self._is_copied = is_copied
 
     def wait(self) -> None:
         if self._is_copied and not self._sent.done():
             return
-        try:
-            self._sent.wait()
-        except RuntimeError as error:
-            if was_raised_there(error, EpochEnded):
-                raise EpochEnded(str(error)) from None
-            raise
+        if (why := self._sent.wait()) is not None:
+            raise EpochEnded(why)
 
 
 class _Posted:
@@ -205,8 +193,8 @@ def _check_fit(value: list[torch.Tensor], into: list[torch.Tensor], key: Key) ->
         )
 
 
-def _ended(group: str, epoch: int, name: str) -> EpochEnded:
-    return EpochEnded(f"worker {name!r} is in epoch {epoch} of channel {group!r}", group=group, epoch=epoch)
+def _where(group: str, epoch: int, name: str) -> str:
+    return f"worker {name!r} is in epoch {epoch} of channel {group!r}"
 
 
 def _deadline(timeout: float | None) -> float | None:
@@ -217,9 +205,9 @@ def _deadline(timeout: float | None) -> float | None:
 @rpc.functions.async_execution
 def _arrive(
     group: str, epoch: int, tag: str, source: str, tensors: list[torch.Tensor], is_single: bool
-) -> torch.futures.Future[None]:
+) -> torch.futures.Future[str | None]:
     from torch_ucx_rpc.channel._channel import _slots
 
-    taken: torch.futures.Future[None] = torch.futures.Future()
+    taken: torch.futures.Future[str | None] = torch.futures.Future()
     _slots().arrive(group, (epoch, source, tag), _Value(tensors, is_single, taken))
     return taken
