@@ -33,6 +33,7 @@ from benchmarks import harness, jobs, kept
 BENCHMARKS = {
     "small_calls": "small_calls:BENCHMARK",
     "large_tensors": "large_tensors:BENCHMARK",
+    "channel": "channel:BENCHMARK",
     "beside_large": "beside_large:BENCHMARK",
     "arrays": "arrays:BENCHMARK",
     "in_flight": "in_flight:BENCHMARK",

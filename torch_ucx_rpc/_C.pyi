@@ -38,6 +38,36 @@ class OutsideModes:
     def __enter__(self) -> None: ...
     def __exit__(self, *error: object) -> None: ...
 
+class SentValue:
+    def wait(self) -> None: ...
+
+class PostedValue:
+    def wait(self, timeout: float | None = None) -> torch.Tensor | list[torch.Tensor]: ...
+
+class ChannelOfAgent:
+    def advance(self, group: str, epoch: int) -> None: ...
+    def close(self, group: str) -> None: ...
+    def put(
+        self,
+        group: str,
+        epoch: int,
+        to: str,
+        tag: str,
+        tensors: list[torch.Tensor],
+        is_single: bool,
+        timeout: float | None,
+    ) -> SentValue: ...
+    def post(
+        self,
+        group: str,
+        epoch: int,
+        source: str,
+        tag: str,
+        into: list[torch.Tensor] | None,
+        is_single: bool,
+    ) -> PostedValue: ...
+
+def channel_of(agent: RpcAgent) -> ChannelOfAgent: ...
 def define_native_op(
     schema: str,
     compile: Callable[[list[tuple[torch.dtype, int, bool]]], tuple[int, torch.dtype, int]],

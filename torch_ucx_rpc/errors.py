@@ -195,6 +195,8 @@ KINDS: dict[str, type[RpcError]] = {
     "barrier_failed": BarrierFailed,
     # "RPC cannot be used in a process that was forked from worker ..."
     "forked": ForkedProcess,
+    # "worker ... is in epoch ... of channel ...", "worker ... has closed channel ..."; group, epoch
+    "epoch_ended": EpochEnded,
 }
 
 

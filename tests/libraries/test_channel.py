@@ -135,7 +135,7 @@ def test_a_timeout_names_the_tag_and_the_sender(run_on_both: RunWorkers) -> None
 def time_out(rank: int) -> None:
     channel, other = Channel("silent"), f"worker{1 - rank}"
     began = time.monotonic()
-    with pytest.raises(CallTimedOut, match=f"worker '{other}' under tag 'never' of channel 'silent'"):
+    with pytest.raises(CallTimedOut, match=f"worker '{other}' .*under tag 'never' of channel 'silent'"):
         channel.take(other, "never", timeout=0.2)
     assert time.monotonic() - began >= 0.2
     # A value that comes after its take has timed out waits for the next one.
@@ -147,6 +147,12 @@ def test_a_sender_in_an_earlier_epoch_is_told(run_on_both: RunWorkers, tmp_path:
     run_on_both(2, send_from_the_past, Steps(tmp_path))
 
 
+def put_until_it_fails(channel: Channel) -> None:
+    for number in range(400):  # a value leaves at once, so the news comes with a later one
+        channel.put("worker0", "late", torch.ones((1 << 20) if number == 0 else 1)).wait()
+        time.sleep(0.05)
+
+
 def send_from_the_past(rank: int, steps: Steps) -> None:
     channel = Channel("fenced", epoch=3)
     if rank == 1:
@@ -155,11 +161,7 @@ def send_from_the_past(rank: int, steps: Steps) -> None:
         steps.done("put")
         steps.wait_for("advanced")
         with pytest.raises(EpochEnded, match="worker 'worker0' is in epoch 4 of channel 'fenced'"):
-            channel.put("worker0", "large", torch.ones(1 << 20)).wait()
-        with pytest.raises(EpochEnded, match="epoch 4"):
-            for _ in range(200):  # a small value leaves at once, so the news comes with a later one
-                channel.put("worker0", "small", torch.ones(1)).wait()
-                time.sleep(0.05)
+            put_until_it_fails(channel)
         channel.advance(4)
         channel.put("worker0", "small", torch.full((1,), 4.0))
     else:
@@ -217,10 +219,10 @@ def put_without_end(rank: int, steps: Steps) -> None:
     size = 4 << 20
     if rank == 1:
         value = torch.ones(size // 4)
-        with pytest.raises(CallTimedOut, match="'worker0' has not taken"):
+        with pytest.raises(CallTimedOut, match="worker 'worker0'.* has not taken"):
             for number in range(1000):
                 channel.put("worker0", str(number), value, timeout=0.5)
-        assert number * size <= 260 << 20
+        assert number * size <= (256 + 64 + 4) << 20  # lent, and received without being taken
         steps.done("stopped")
         channel.put("worker0", str(number), value)
         channel.put("worker0", "count", torch.tensor(number + 1))
@@ -244,14 +246,14 @@ def put_small_without_end(rank: int, steps: Steps) -> None:
     if rank == 1:
         value = torch.ones(4096)
         put = 0
-        with pytest.raises(CallTimedOut, match="'worker0' has not taken"):
+        with pytest.raises(CallTimedOut, match="worker 'worker0'.* has not taken"):
             for put in range(100_000):
                 channel.put("worker0", str(put), value, timeout=0.5)
         assert put * 16384 <= 9 << 20
         steps.done("stopped")
-        for number in range(put, 2 * put):
+        for number in range(put, put + 200):
             channel.put("worker0", str(number), value)
-        channel.put("worker0", "count", torch.tensor(2 * put))
+        channel.put("worker0", "count", torch.tensor(put + 200))
         steps.wait_for("taken")
     else:
         steps.wait_for("stopped")

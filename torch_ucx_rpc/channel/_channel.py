@@ -9,6 +9,7 @@ from typing import Protocol
 
 import torch
 
+from torch_ucx_rpc import _C
 from torch_ucx_rpc._workers.life import PerLife
 from torch_ucx_rpc.channel._rpc_slots import RpcSlots
 
@@ -93,7 +94,7 @@ class Channel:
         _check(to, str, "to", "the name of a worker (str)")
         _check(tag, str, "tag", "a str")
         is_single = isinstance(value, torch.Tensor)
-        tensors = [value] if is_single else _tensors(value, "value")
+        tensors = _tensors(value, "value")
         return self._slots.put(self._group, self._epoch, to, tag, tensors, is_single, timeout)
 
     def take(self, source: str, tag: str, *, timeout: float | None = None) -> Value:
@@ -136,7 +137,7 @@ class Channel:
         _check(source, str, "source", "the name of a worker (str)")
         _check(tag, str, "tag", "a str")
         is_single = isinstance(into, torch.Tensor)
-        tensors = None if into is None else [into] if is_single else _tensors(into, "into")
+        tensors = None if into is None else _tensors(into, "into")
         return self._slots.post(self._group, self._epoch, source, tag, tensors, is_single)
 
     def advance(self, epoch: int) -> None:
@@ -156,7 +157,7 @@ class Channel:
         return f"{type(self).__name__}({self._group!r}, epoch={self._epoch})"
 
 
-_slots = PerLife(lambda life: getattr(life.agent, "_channel", None) or RpcSlots(life.info.name))
+_slots = PerLife(lambda life: _C.channel_of(life.agent) if life.tells_ends else RpcSlots(life.info.name))
 
 
 def _check(value: object, kind: type, name: str, expected: str) -> None:
@@ -172,6 +173,8 @@ def _check_epoch(epoch: object) -> None:
 
 
 def _tensors(value: object, name: str) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
     if not isinstance(value, (list, tuple)) or not all(isinstance(item, torch.Tensor) for item in value):
         raise TypeError(f"{name} must be a tensor or a list of tensors; got {value!r} ({type(value).__name__})")
     return list(value)

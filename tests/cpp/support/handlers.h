@@ -11,7 +11,7 @@
 
 namespace torch_ucx_rpc {
 
-class Handlers : public AnswerHandler, public RequestHandler, public PeerHandler, public GroupHandler {
+class Handlers : public AnswerHandler, public RequestHandler, public PeerHandler, public GroupHandler, public PutHandler {
  public:
   // AnswerHandler.
   bool isAwaited(const Peer& /*from*/, uint64_t callId) const override {
@@ -80,14 +80,40 @@ class Handlers : public AnswerHandler, public RequestHandler, public PeerHandler
     note("release", round);
   }
 
+  // PutHandler.
+  Verdict onPutAnnounced(
+      Peer& /*from*/,
+      const wire::Header& header,
+      std::span<const std::byte> /*body*/,
+      std::span<const uint64_t> /*spanBytes*/) override {
+    note("put announced", header.callId);
+    return {fateOfPuts, {}};
+  }
+  void onPut(IncomingMessage value, const std::optional<Driver>& /*driver*/) override {
+    note("put", value.header.callId);
+  }
+  void onPutRejected(Peer& /*from*/, uint64_t number, const Error& why) override {
+    note("put rejected: " + why.message(), number);
+  }
+  void onPutSent(Peer& /*to*/, uint64_t number, const Error& error) override {
+    note(error ? "put not sent: " + error.message() : "put sent", number);
+  }
+  void onTaken(Peer& /*from*/, uint64_t bytes) override {
+    note("taken", bytes);
+  }
+  void onPutRefused(Peer& /*by*/, const std::string& group, uint64_t epoch) override {
+    note("put refused in " + group, epoch);
+  }
+
   // The events since the last time: "request 7", ...
   std::vector<std::string> takeNotes() {
     return std::exchange(notes_, {});
   }
 
-  EventHandlers all{this, this, this, this};
+  EventHandlers all{this, this, this, this, this};
   uint64_t abandonedCall = ~0ull; // the call whose answer is not awaited
   uint64_t shortRequest = ~0ull; // the request that a driver may run itself
+  Verdict::Fate fateOfPuts = Verdict::Fate::kReceive;
   std::vector<IncomingMessage> answers;
   std::vector<IncomingMessage> requests;
 

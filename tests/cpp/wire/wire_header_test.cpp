@@ -75,7 +75,10 @@ TEST(WireHeaderTest, EveryKindIsAcceptedWithoutSpans) {
         Kind::kPing,
         Kind::kPong,
         Kind::kRefused,
-        Kind::kUseNetwork}) {
+        Kind::kUseNetwork,
+        Kind::kPut,
+        Kind::kTaken,
+        Kind::kPutRefused}) {
     Header sent;
     sent.kind = kind;
     Header received;
@@ -106,7 +109,7 @@ TEST(WireHeaderTest, LiesAreRefused) {
       {"older version", [](Header& header) { header.version = 0; }},
       {"newer version", [](Header& header) { header.version = kVersion + 1; }},
       {"kind 0", [](Header& header) { header.kind = static_cast<Kind>(0); }},
-      {"kind beyond the last", [](Header& header) { header.kind = static_cast<Kind>(14); }},
+      {"kind beyond the last", [](Header& header) { header.kind = static_cast<Kind>(17); }},
       {"kind 255", [](Header& header) { header.kind = static_cast<Kind>(255); }},
       {"more spans than allowed", [](Header& header) { header.spanCount = kMaxSpans + 1; }},
       {"spans without number", [](Header& header) { header.spanCount = 0xFFFFFFFF; }},

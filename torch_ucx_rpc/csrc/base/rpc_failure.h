@@ -26,6 +26,7 @@ class RpcFailure : public std::runtime_error {
     kRRefLost,
     kBarrierFailed,
     kForked,
+    kEpochEnded,
   };
 
   // The parts of the sentence that programs may want alone. A part is empty if this worker does not know it.
@@ -36,6 +37,8 @@ class RpcFailure : public std::runtime_error {
     std::string cause;
     std::string resource; // "memory", "files", "threads"
     std::optional<std::chrono::milliseconds> timeout;
+    std::string group; // of a channel
+    std::optional<uint64_t> epoch; // that the worker is in
   };
 
   RpcFailure(Kind kind, const std::string& sentence, Details details = {})

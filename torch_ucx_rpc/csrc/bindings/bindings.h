@@ -15,6 +15,9 @@ void bindErrors(pybind11::module_& module);
 // The agents, what they are made of, their statistics, and the devices of futures.
 void bindAgents(pybind11::module_& module);
 
+// The values that an agent sends and receives under tags.
+void bindChannels(pybind11::module_& module);
+
 // Operators of torch whose kernels a Python compiler makes.
 void bindNativeOps(pybind11::module_& module);
 

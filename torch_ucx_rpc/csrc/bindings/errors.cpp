@@ -51,6 +51,8 @@ const char* nameOf(RpcFailure::Kind kind) {
       return "barrier_failed";
     case RpcFailure::Kind::kForked:
       return "forked";
+    case RpcFailure::Kind::kEpochEnded:
+      return "epoch_ended";
   }
   return "";
 }
@@ -63,7 +65,9 @@ py::object exceptionOf(const RpcFailure& failure) {
       "rank"_a = details.rank,
       "host"_a = details.host,
       "cause"_a = details.cause,
-      "resource"_a = details.resource);
+      "resource"_a = details.resource,
+      "group"_a = details.group,
+      "epoch"_a = details.epoch);
   if (details.timeout) {
     fields["timeout"] = std::chrono::duration<double>(*details.timeout).count();
   }

@@ -74,6 +74,7 @@ PYBIND11_MODULE(_C, module) {
 
   bindErrors(module);
   bindAgents(module);
+  bindChannels(module);
   bindNativeOps(module);
   bindTensors(module);
   bindWarnings(module);

@@ -120,6 +120,12 @@ struct Encoder {
   EncodedControl operator()(const Refused& frame) const {
     return {Kind::kRefused, frame.callId, bodyOf(wire::Refusal{reasonOf(frame.why.code()), 0}, frame.why.message())};
   }
+  EncodedControl operator()(const Taken& frame) const {
+    return {Kind::kTaken, frame.bytes, {}};
+  }
+  EncodedControl operator()(const PutRefused& frame) const {
+    return {Kind::kPutRefused, frame.epoch, Bytes(std::as_bytes(std::span(frame.group)))};
+  }
 };
 
 } // namespace
@@ -155,6 +161,10 @@ std::optional<ControlFrame> decodeControl(const wire::Header& header, const Byte
         return BarrierRelease{header.callId, std::move(result)};
       }
       return std::nullopt;
+    case Kind::kTaken:
+      return Taken{header.callId};
+    case Kind::kPutRefused:
+      return PutRefused{{reinterpret_cast<const char*>(body.data()), body.size()}, header.callId};
     default:
       return std::nullopt;
   }

@@ -7,6 +7,7 @@
 
 #include <cstdint>
 #include <optional>
+#include <string>
 #include <variant>
 
 namespace torch_ucx_rpc {
@@ -27,7 +28,15 @@ struct Refused {
   uint64_t callId = 0;
   Error why; // of the codes, the receiver tells apart those that wire::RefusalReason has
 };
-using ControlFrame = std::variant<Goodbye, Leave, Acknowledge, BarrierArrive, BarrierRelease, Refused>;
+struct Taken {
+  uint64_t bytes = 0;
+};
+struct PutRefused {
+  std::string group;
+  uint64_t epoch = 0; // that the receiver is in
+};
+using ControlFrame =
+    std::variant<Goodbye, Leave, Acknowledge, BarrierArrive, BarrierRelease, Refused, Taken, PutRefused>;
 
 // A control frame on the wire. wire/header.h has its bodies.
 struct EncodedControl {

@@ -18,6 +18,9 @@ void EventBuffer::Batch::dispatch(const std::optional<Driver>& driver) {
   for (IncomingMessage& answer : answers) {
     handlers_.answers->onAnswer(std::move(answer), driver, atEnd);
   }
+  for (IncomingMessage& value : puts) {
+    handlers_.puts->onPut(std::move(value), driver);
+  }
   for (std::unique_ptr<OutgoingMessage>& message : sent) {
     dispatchSent(*message);
     // A waiting caller holds no locks of torch's, so the messages die with the batch, after everything else in it.
@@ -97,6 +100,10 @@ void EventBuffer::Batch::dispatchWork(bool mayDoLast) {
 }
 
 void EventBuffer::Batch::dispatchSent(OutgoingMessage& message) {
+  if (message.header.kind == wire::Kind::kPut) {
+    handlers_.puts->onPutSent(*message.to, message.header.callId, message.error);
+    return;
+  }
   if (!message.error) {
     return;
   }
@@ -117,6 +124,8 @@ void EventBuffer::Batch::dispatchSent(OutgoingMessage& message) {
 void EventBuffer::Batch::dispatchRejection(Rejection& rejection) {
   if (rejection.header.kind == wire::Kind::kRequest) {
     handlers_.requests->onRequestRejected(*rejection.from, rejection.header.callId, rejection.why);
+  } else if (rejection.header.kind == wire::Kind::kPut) {
+    handlers_.puts->onPutRejected(*rejection.from, rejection.header.callId, rejection.why);
   } else {
     handlers_.answers->onAnswerRejected(*rejection.from, rejection.header.callId, rejection.why);
   }
@@ -144,6 +153,12 @@ void EventBuffer::Batch::dispatchControl(const EventHandlers& handlers, Control&
     }
     void operator()(const BarrierRelease& frame) const {
       handlers.group->onBarrierRelease(from, frame.round, frame.result);
+    }
+    void operator()(const Taken& frame) const {
+      handlers.puts->onTaken(from, frame.bytes);
+    }
+    void operator()(const PutRefused& frame) const {
+      handlers.puts->onPutRefused(from, frame.group, frame.epoch);
     }
   };
   std::visit(Visitor{handlers, *control.from}, control.frame);

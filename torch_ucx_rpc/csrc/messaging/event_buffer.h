@@ -18,7 +18,7 @@ namespace torch_ucx_rpc {
 // The thread that releases the lock next takes them as a batch, and hands them to the handlers.
 //
 // The order within a batch:
-// 1. Answers, ends of sends, rejections and joins.
+// 1. Answers, values of channels, ends of sends, rejections and joins.
 // 2. Requests and control frames in the order of arrival, then failures of peers: what a peer sent before its end
 //    counts.
 // 3. Requests that the driver runs itself.
@@ -31,8 +31,23 @@ class EventBuffer {
       : handlers_(handlers), sentMessages_(sentMessages), executor_(executor), lifetime_(lifetime) {}
 
   // All of these need the worker lock:
+  void addMessage(IncomingMessage message) {
+    switch (message.header.kind) {
+      case wire::Kind::kRequest:
+        addRequest(std::move(message));
+        return;
+      case wire::Kind::kPut:
+        addPut(std::move(message));
+        return;
+      default:
+        addAnswer(std::move(message));
+    }
+  }
   void addAnswer(IncomingMessage answer) {
     pending().answers.push_back(std::move(answer));
+  }
+  void addPut(IncomingMessage value) {
+    pending().puts.push_back(std::move(value));
   }
   void addRequest(IncomingMessage request) {
     pending().inOrder.emplace_back(std::move(request));
@@ -113,6 +128,7 @@ class EventBuffer {
     void dispatch(const std::optional<Driver>& driver) override;
 
     std::vector<IncomingMessage> answers;
+    std::vector<IncomingMessage> puts;
     std::vector<std::unique_ptr<OutgoingMessage>> sent;
     std::vector<CutAnswer> cutAnswers;
     std::vector<Rejection> rejections;

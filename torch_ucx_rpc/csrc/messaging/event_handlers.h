@@ -7,6 +7,7 @@
 
 #include <cstdint>
 #include <optional>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -71,12 +72,37 @@ class GroupHandler {
   virtual void onBarrierRelease(Peer& from, uint64_t round, const Barrier::Result& result) = 0;
 };
 
+// Values that workers put under tags (rpc/channel.h).
+class PutHandler {
+ public:
+  // What becomes of a value whose spans wait at its sender.
+  struct Verdict {
+    enum class Fate : uint8_t { kReceive, kHold, kDrop };
+    Fate fate = Fate::kReceive;
+    std::vector<c10::DataPtr> into; // memory for the spans, by their index; null: memory of the pool
+  };
+
+  virtual ~PutHandler() = default;
+  // Called with the worker lock. A value that is held waits until Messenger::receivePut() or dropPut().
+  virtual Verdict onPutAnnounced(
+      Peer& from, const wire::Header& header, std::span<const std::byte> body, std::span<const uint64_t> spanBytes) = 0;
+  // The spans of a value that was dropped are not there.
+  virtual void onPut(IncomingMessage value, const std::optional<Driver>& driver) = 0;
+  // The value arrived, but could not be received.
+  virtual void onPutRejected(Peer& from, uint64_t number, const Error& why) = 0;
+  // The transport is done with the memory of a value, which has left unless there is an error.
+  virtual void onPutSent(Peer& to, uint64_t number, const Error& error) = 0;
+  virtual void onTaken(Peer& from, uint64_t bytes) = 0;
+  virtual void onPutRefused(Peer& by, const std::string& group, uint64_t epoch) = 0;
+};
+
 // The handlers of an agent. All are set before the first member is added.
 struct EventHandlers {
   AnswerHandler* answers = nullptr;
   RequestHandler* requests = nullptr;
   PeerHandler* peers = nullptr;
   GroupHandler* group = nullptr;
+  PutHandler* puts = nullptr;
 };
 
 } // namespace torch_ucx_rpc

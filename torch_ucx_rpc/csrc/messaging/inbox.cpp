@@ -102,10 +102,10 @@ void Inbox::onRendezvous(std::span<const std::byte> headerBytes, void* rendezvou
   wire::Piece piece{{}, rendezvous, bytes};
   Connection* from = nullptr;
   if (checkHeader(headerBytes, header)) {
-    if (header.kind == wire::Kind::kRequest || header.kind == wire::Kind::kResponse) {
+    if (wire::isMessage(header.kind)) {
       from = findSender(header, bytes, {});
     } else {
-      rejectFrame(FrameFault::kMalformed, "a malformed frame: only requests and responses come by rendezvous");
+      rejectFrame(FrameFault::kMalformed, "a malformed frame: only requests, responses and puts come by rendezvous");
     }
   }
   if (from == nullptr) {
@@ -153,6 +153,7 @@ void Inbox::add(Connection& from, const wire::Header& header, wire::Piece piece)
       return;
     case wire::Kind::kRequest:
     case wire::Kind::kResponse:
+    case wire::Kind::kPut:
       from.peer().bytesReceived.fetch_add(piece.size(), std::memory_order_relaxed);
       assemble(from, header, std::move(piece));
       return;
@@ -194,6 +195,10 @@ void Inbox::onAssembled(Connection& from, wire::Assembled assembled) {
     bytes += piece.rendezvousBytes;
     isRendezvous |= piece.isRendezvous();
   });
+  if (isRendezvous && assembled.header.kind == wire::Kind::kPut) {
+    onPutAnnounced(from, std::move(assembled), bytes);
+    return;
+  }
   if (isRendezvous) {
     const uint64_t deviceBytes = receiver_.deviceBytesOf(assembled);
     queueFor(assembled.header.kind).push_back({&from, std::move(assembled), bytes - deviceBytes, deviceBytes});
@@ -211,10 +216,62 @@ void Inbox::onAssembled(Connection& from, wire::Assembled assembled) {
     }
     message.spans.push_back({std::move(data), span.bytes});
   }
-  if (message.header.kind == wire::Kind::kRequest) {
-    events_.addRequest(std::move(message));
-  } else {
-    events_.addAnswer(std::move(message));
+  events_.addMessage(std::move(message));
+}
+
+void Inbox::onPutAnnounced(Connection& from, wire::Assembled assembled, uint64_t bytes) {
+  if (assembled.body.isRendezvous()) {
+    receiver_.release(assembled);
+    rejectFrame(FrameFault::kMalformed, "a malformed frame: the body of a put comes by rendezvous");
+    return;
+  }
+  std::vector<uint64_t> spanBytes;
+  spanBytes.reserve(assembled.spans.size());
+  for (const wire::Assembled::Span& span : assembled.spans) {
+    spanBytes.push_back(span.bytes);
+  }
+  PutHandler::Verdict verdict =
+      handlers_.puts->onPutAnnounced(from.peer(), assembled.header, assembled.body.data, spanBytes);
+  const uint64_t deviceBytes = receiver_.deviceBytesOf(assembled);
+  Receiver::Announced announced{
+      &from, std::move(assembled), bytes - deviceBytes, deviceBytes, std::move(verdict.into)};
+  if (verdict.fate == PutHandler::Verdict::Fate::kReceive) {
+    waitingPuts_.push_back(std::move(announced));
+    return;
+  }
+  if (verdict.fate == PutHandler::Verdict::Fate::kHold) {
+    const std::pair<const Peer*, uint64_t> number(&from.peer(), announced.assembled.header.callId);
+    if (heldPuts_.try_emplace(number, std::move(announced)).second) {
+      return;
+    }
+    rejectFrame(FrameFault::kMalformed, "a malformed frame: a put with the number of another one");
+  }
+  IncomingMessage dropped;
+  dropped.from = &from.peer();
+  dropped.header = announced.assembled.header; // NOLINT(bugprone-use-after-move): only moved from where it was placed
+  dropped.eagerBody = std::move(announced.assembled.body.data);
+  receiver_.release(announced.assembled);
+  events_.addPut(std::move(dropped));
+}
+
+void Inbox::receivePut(Peer& from, uint64_t number, std::vector<c10::DataPtr> into) {
+  assertHoldsWorkerLock();
+  auto held = heldPuts_.extract({&from, number});
+  if (held.empty()) { // it has gone with its sender
+    wire::Header header;
+    header.kind = wire::Kind::kPut;
+    header.callId = number;
+    events_.addRejection(from, header, {ErrorCode::kPeerFailed, from.describe() + " is gone"});
+    return;
+  }
+  held.mapped().into = std::move(into);
+  waitingPuts_.push_back(std::move(held.mapped()));
+}
+
+void Inbox::dropPut(Peer& from, uint64_t number) {
+  assertHoldsWorkerLock();
+  if (auto held = heldPuts_.extract({&from, number})) {
+    receiver_.release(held.mapped().assembled);
   }
 }
 
@@ -246,6 +303,7 @@ void Inbox::admitWaiting() {
   receiver_.beginRound();
   // Responses first: handlers of requests wait for them.
   admitWaiting(waitingResponses_);
+  admitWaiting(waitingPuts_);
   admitWaiting(waitingRequests_);
   updateWaitingCount();
 }
@@ -262,11 +320,12 @@ void Inbox::admitWaiting(std::deque<Receiver::Announced>& queue) {
     // worker. If the attempt fails, a release, the end of a receive, or Messenger::checkWindow() brings the next one.
     updateWaitingCount();
     Admission admission;
-    const bool isResponse = first.assembled.header.kind == wire::Kind::kResponse;
+    const wire::Kind kind = first.assembled.header.kind;
     // A response may wait here while requests are received, but not for long: messages that have become slow do not
     // count.
     if (receiver_.isBusy(first.bytes) || receiver_.areDevicesBusy(first.deviceBytes) ||
-        !window_->tryAdmit(isResponse, first.bytes, admission, first.deviceBytes)) {
+        (kind != wire::Kind::kPut && // its handler bounds the memory of values
+         !window_->tryAdmit(kind == wire::Kind::kResponse, first.bytes, admission, first.deviceBytes))) {
       break; // the queue keeps its order, so small messages do not starve a large one
     }
     Receiver::Announced admitted = std::move(first);
@@ -290,7 +349,7 @@ void Inbox::admitStalled() {
 }
 
 void Inbox::updateWaitingCount() {
-  window_->waitingMessages.store(waitingRequests_.size() + waitingResponses_.size());
+  window_->waitingMessages.store(waitingRequests_.size() + waitingResponses_.size() + waitingPuts_.size());
 }
 
 void Inbox::dropPeer(const Peer& peer) {
@@ -298,14 +357,18 @@ void Inbox::dropPeer(const Peer& peer) {
   std::vector<wire::Piece> dropped;
   assembler_.dropSession(peer.member().session, dropped);
   receiver_.release(dropped);
-  for (std::deque<Receiver::Announced>* queue : {&waitingRequests_, &waitingResponses_}) {
-    std::erase_if(*queue, [&](Receiver::Announced& waiting) {
-      const bool isOfPeer = &waiting.from->peer() == &peer;
-      if (isOfPeer) {
-        receiver_.release(waiting.assembled);
-      }
-      return isOfPeer;
-    });
+  const auto isDropped = [&](Receiver::Announced& waiting) {
+    const bool isOfPeer = &waiting.from->peer() == &peer;
+    if (isOfPeer) {
+      receiver_.release(waiting.assembled);
+    }
+    return isOfPeer;
+  };
+  std::erase_if(waitingRequests_, isDropped);
+  std::erase_if(waitingResponses_, isDropped);
+  std::erase_if(waitingPuts_, isDropped);
+  for (auto held = heldPuts_.begin(); held != heldPuts_.end();) {
+    held = isDropped(held->second) ? heldPuts_.erase(held) : std::next(held);
   }
   if (peer.connection != nullptr) {
     receiver_.dropPeer(*peer.connection);

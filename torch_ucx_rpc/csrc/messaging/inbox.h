@@ -15,6 +15,7 @@
 #include <bitset>
 #include <deque>
 #include <functional>
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
@@ -44,6 +45,7 @@ class Inbox final : public TransportListener {
         window_(std::move(window)),
         pool_(pool),
         session_(session),
+        handlers_(handlers),
         events_(events),
         receiver_(transport, connections, window_, pool, handlers, devices, events, std::move(onAllocated)) {}
 
@@ -85,6 +87,11 @@ class Inbox final : public TransportListener {
     receiver_.close();
   }
 
+  // Receive or drop a value that onPutAnnounced() has held back. To receive it, if it is not there any more, is
+  // rejected.
+  void receivePut(Peer& from, uint64_t number, std::vector<c10::DataPtr> into);
+  void dropPut(Peer& from, uint64_t number);
+
   // Drops the parts of an incomplete answer that nobody awaits.
   void dropAnswer(const Peer& from, uint64_t callId);
 
@@ -116,6 +123,7 @@ class Inbox final : public TransportListener {
   // Adds a part of a request or of an answer.
   void assemble(Connection& from, const wire::Header& header, wire::Piece piece);
   void onAssembled(Connection& from, wire::Assembled assembled);
+  void onPutAnnounced(Connection& from, wire::Assembled assembled, uint64_t bytes);
   void onCancel(Connection& from, uint64_t callId);
 
   std::deque<Receiver::Announced>& queueFor(wire::Kind kind) {
@@ -129,11 +137,14 @@ class Inbox final : public TransportListener {
   const std::shared_ptr<ReceiveWindow> window_;
   HostPool& pool_;
   const uint64_t session_;
+  const EventHandlers& handlers_;
   EventBuffer& events_;
 
   wire::Assembler assembler_;
   std::deque<Receiver::Announced> waitingRequests_;
   std::deque<Receiver::Announced> waitingResponses_;
+  std::deque<Receiver::Announced> waitingPuts_;
+  std::map<std::pair<const Peer*, uint64_t>, Receiver::Announced> heldPuts_;
   Receiver receiver_;
 
   bool acceptsJoins_ = false;

@@ -98,7 +98,7 @@ struct IncomingMessage {
 
   // The call that the message belongs to. Its caller sends the request and receives the answer.
   trace::CallId call() const {
-    return {header.kind == wire::Kind::kRequest ? header.sourceSession : header.targetSession, header.callId};
+    return {header.kind != wire::Kind::kResponse ? header.sourceSession : header.targetSession, header.callId};
   }
 
   std::span<const std::byte> body() const {

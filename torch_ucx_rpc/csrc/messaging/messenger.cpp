@@ -104,6 +104,12 @@ void Messenger::deliverToSelf(std::unique_ptr<OutgoingMessage> message) {
         handlers_.answers->onAnswer(std::move(arrived), {}, atEnd);
       }
       return;
+    case wire::Kind::kPut:
+      if (!error) {
+        handlers_.puts->onPut(std::move(arrived), {});
+      }
+      handlers_.puts->onPutSent(self, callId, error);
+      return;
     default:
       return; // no worker sends control frames to itself
   }
@@ -131,6 +137,16 @@ void Messenger::cancel(std::vector<std::pair<Peer*, uint64_t>> calls) {
       inbox_.dropAnswer(*to, id);
     }
   });
+}
+
+void Messenger::receivePut(Peer& from, uint64_t number, std::vector<c10::DataPtr> into) {
+  progress_.submit([this, &from, number, into = std::move(into)]() mutable {
+    inbox_.receivePut(from, number, std::move(into));
+  });
+}
+
+void Messenger::dropPut(Peer& from, uint64_t number) {
+  progress_.submit([this, &from, number] { inbox_.dropPut(from, number); });
 }
 
 void Messenger::onAdmitted(Peer& peer) {

@@ -74,6 +74,10 @@ class Messenger final : public Leader, public PeerObserver, private ProgressClie
   // told, and parts of their answers that have come are dropped.
   void cancel(std::vector<std::pair<Peer*, uint64_t>> calls);
 
+  // Receive or drop a value that PutHandler::onPutAnnounced() has held back.
+  void receivePut(Peer& from, uint64_t number, std::vector<c10::DataPtr> into);
+  void dropPut(Peer& from, uint64_t number);
+
   // Sends the messages that have waited until the peer admitted this worker to its group.
   void onAdmitted(Peer& peer);
   // PeerObserver: ends all messages from and to the peer.

@@ -13,7 +13,7 @@ using Messages = Connection::Outgoing::Messages;
 namespace {
 
 bool isQueued(const OutgoingMessage& message) {
-  return message.header.kind == wire::Kind::kRequest || message.header.kind == wire::Kind::kResponse;
+  return wire::isMessage(message.header.kind);
 }
 
 // Null if none with this id is there.
@@ -295,6 +295,9 @@ void Outbox::finish(OutgoingMessage* message, Path* path, size_t parts, Error er
 }
 
 void Outbox::withdraw(Connection& connection, const OutgoingMessage& message) {
+  if (message.header.kind == wire::Kind::kPut) {
+    return; // its receiver keeps the parts that have come until this worker is gone
+  }
   if (message.header.kind == wire::Kind::kRequest) {
     connection.outgoing.withdrawn.push_back(message.header.callId); // a transport callback must not send
     connections_.makeReady(connection);

@@ -34,6 +34,7 @@ void Receiver::start(Announced announced, Admission admission) {
   receiving->deviceBytes = announced.deviceBytes;
   receiving->began = Clock::now();
   receiving->assembled = std::move(announced.assembled);
+  receiving->into = std::move(announced.into);
   IncomingMessage& message = receiving->message;
   wire::Piece& body = receiving->assembled.body;
   message.from = &announced.from->peer();
@@ -74,9 +75,11 @@ void Receiver::planMemory(Receiving& receiving) {
   }
   for (size_t index = 0; index < spans.size(); ++index) {
     message.spans[index].bytes = spans[index].bytes;
-    if (!isElsewhere[index]) {
-      message.spans[index].data = pool_.allocate(spans[index].bytes);
+    if (isElsewhere[index]) {
+      continue;
     }
+    const bool isGiven = index < receiving.into.size() && receiving.into[index];
+    message.spans[index].data = isGiven ? std::move(receiving.into[index]) : pool_.allocate(spans[index].bytes);
   }
 }
 
@@ -330,10 +333,8 @@ void Receiver::finishIfDone(Entry receiving) {
   forget(receiving);
   if (outcome) {
     events_.addRejection(*message.from, message.header, std::move(outcome), std::move(message.admission));
-  } else if (message.header.kind == wire::Kind::kRequest) {
-    events_.addRequest(std::move(message));
   } else {
-    events_.addAnswer(std::move(message));
+    events_.addMessage(std::move(message));
   }
 }
 

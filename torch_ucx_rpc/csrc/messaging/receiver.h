@@ -69,6 +69,7 @@ class Receiver {
     wire::Assembled assembled;
     uint64_t bytes; // for host memory
     uint64_t deviceBytes = 0;
+    std::vector<c10::DataPtr> into = {}; // memory that is given for spans, by their index
   };
 
   // Whether a message of so many more bytes must not be started yet. Tests pass the time.

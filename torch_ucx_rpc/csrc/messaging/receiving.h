@@ -38,6 +38,7 @@ struct Receiving {
   uint64_t deviceBytes = 0;
   std::chrono::steady_clock::time_point began;
   wire::Assembled assembled;
+  std::vector<c10::DataPtr> into; // memory that is given for spans, by their index
   Stage stage = Stage::kMemory;
   bool isPlanned = false; // memory for this stage has been allocated, or is being allocated
   std::shared_ptr<DeviceAllocation> allocation; // until it is done

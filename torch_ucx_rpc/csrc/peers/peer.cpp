@@ -23,7 +23,7 @@ Error Peer::lost(const Error& why) const {
 }
 
 RpcFailure Peer::failure(RpcFailure::Kind kind, const std::string& sentence, const std::string& cause) const {
-  return {kind, sentence, {member_.name, member_.rank, member_.host, cause, {}, {}}};
+  return {kind, sentence, {member_.name, member_.rank, member_.host, cause, {}, {}, {}, {}}};
 }
 
 RpcFailure Peer::failureOfGone() const {
@@ -55,7 +55,7 @@ RpcFailure Peer::failureFrom(const Error& error, const std::string& sentence) co
   if (!resource.empty()) {
     kind = RpcFailure::Kind::kOutOfResources;
   }
-  return {kind, sentence, {member_.name, member_.rank, member_.host, error.message(), std::move(resource), {}}};
+  return {kind, sentence, {member_.name, member_.rank, member_.host, error.message(), std::move(resource), {}, {}, {}}};
 }
 
 bool Peer::moveTo(State state, Error why) {

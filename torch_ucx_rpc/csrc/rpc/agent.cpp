@@ -60,16 +60,18 @@ UcxRpcAgent::UcxRpcAgent(
           &copyForSelf,
           Messenger::Options{options.receiveWindowBytes, options.waiting}),
       calls_(parts_, deviceMaps_, whileWaiting),
+      channel_(parts_, deviceMaps_, whileWaiting),
       orphans_(parts_, *this, *cb_),
       monitor_(parts_, options.heartbeatLimit, options.reconnectLimit),
       requests_(parts_, *cb_, orphans_.holders(), deviceMaps_),
       group_(parts_, *this, calls_, monitor_, orphans_, std::move(whileWaiting)),
       reports_(parts_, options_, calls_, requests_) {
-  handlers_ = {&calls_, &requests_, &monitor_, &group_};
+  handlers_ = {&calls_, &requests_, &monitor_, &group_, &channel_};
   HostPool::instance().setIdleLimit(options.hostPoolBytes);
   DevicePool::instance().setPinned(&allocatePinned); // memory/ lies below tensors/, which has the function
   // Calls fail first, since programs wait for those.
   monitor_.addObserver(calls_);
+  monitor_.addObserver(channel_);
   monitor_.addObserver(messenger_);
   monitor_.addObserver(orphans_);
   monitor_.addObserver(group_);
@@ -109,6 +111,7 @@ void UcxRpcAgent::shutdownImpl() {
     // - Peers hear the goodbye after these answers. The transport then has kFlushLimitMs to send all of it.
     lifetime_.close();
     calls_.shutDown();
+    channel_.shutDown();
     timer_.stop();
     const size_t stuck = executor_->stop(kHandlerGrace, [this] { messenger_.wake(); });
     if (stuck != 0) {
@@ -134,7 +137,7 @@ c10::intrusive_ptr<JitFuture> UcxRpcAgent::send(
         RpcFailure::Kind::kShutDown,
         "RPC is not running on worker '" + self_.name + "': it has been shut down, so nothing can be sent to worker '" +
             to.name_ + "'",
-        {.name = to.name_, .rank = to.id_, .host = {}, .cause = {}, .resource = {}, .timeout = {}});
+        {.name = to.name_, .rank = to.id_, .host = {}, .cause = {}, .resource = {}, .timeout = {}, .group = {}, .epoch = {}});
   }
   // The caller may be a handler, and may wait for long: the receive window must not wait with it.
   HandlingScope::releaseInnermost();

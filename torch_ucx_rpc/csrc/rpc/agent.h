@@ -4,6 +4,7 @@
 #include "rpc/agent_options.h"
 #include "rpc/agent_parts.h"
 #include "rpc/call_client.h"
+#include "rpc/channel.h"
 #include "rpc/device_maps.h"
 #include "rpc/group.h"
 #include "rpc/orphaned_state.h"
@@ -62,6 +63,9 @@ class UcxRpcAgent : public torch::distributed::rpc::RpcAgent, public std::enable
 
   CallClient& calls() {
     return calls_;
+  }
+  Channel& channel() {
+    return channel_;
   }
   DeviceMaps& deviceMaps() {
     return deviceMaps_;
@@ -126,6 +130,7 @@ class UcxRpcAgent : public torch::distributed::rpc::RpcAgent, public std::enable
   Messenger messenger_;
   const AgentParts parts_{self_, directory_, messenger_, *executor_, timer_, lifetime_};
   CallClient calls_;
+  Channel channel_;
   OrphanedState orphans_;
   PeerMonitor monitor_;
   RequestServer requests_;

@@ -318,7 +318,7 @@ Timer::TimePoint CallClient::expire(Timer::TimePoint now) {
         std::move(one.call),
         {RpcFailure::Kind::kTimedOut,
          timeoutText(timeout, to),
-         {callee.name, callee.rank, callee.host, {}, {}, timeout}});
+         {callee.name, callee.rank, callee.host, {}, {}, timeout, {}, {}}});
   }
   if (!abandoned.empty()) {
     // The callee need not receive the rest of these requests. A handler that runs is not interrupted. This comes after

@@ -36,11 +36,10 @@ Error readHeader(std::span<const std::byte> bytes, Header& header) {
         "its header has " + std::to_string(bytes.size()) + " bytes, not " + std::to_string(sizeof(Header)));
   }
   std::memcpy(&header, bytes.data(), sizeof(Header));
-  if (header.kind < Kind::kRequest || header.kind > Kind::kUseNetwork) {
+  if (header.kind < Kind::kRequest || header.kind > Kind::kPutRefused) {
     return malformed("unknown kind " + std::to_string(static_cast<int>(header.kind)));
   }
-  const bool isMessage = header.kind == Kind::kRequest || header.kind == Kind::kResponse;
-  if (header.spanCount > (isMessage ? kMaxSpans : 0)) {
+  if (header.spanCount > (isMessage(header.kind) ? kMaxSpans : 0)) {
     return malformed("it announces " + std::to_string(header.spanCount) + " spans");
   }
   if (header.index != kBodyIndex && header.index >= header.spanCount) {

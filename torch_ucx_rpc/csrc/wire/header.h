@@ -51,12 +51,21 @@ enum class Kind : uint8_t {
   kPong = 11, // no body
   kRefused = 12, // the request with this call id has not been run; body: Refusal and a sentence
   kUseNetwork = 13, // the sender does not hear the receiver over shared memory; no body
+  // Of channels (rpc/channel.h):
+  kPut = 14, // a value for a tag of the receiver; body: wire/put.h; `call id` is the sender's number of the put
+  kTaken = 15, // `call id` bytes of bodies of the receiver's puts have been taken; no body
+  kPutRefused = 16, // a put was dropped: its group has another epoch, which is `call id`; body: the group
 };
+
+// Whether frames of this kind are parts of a message, which may have spans. The others are control frames.
+inline constexpr bool isMessage(Kind kind) {
+  return kind == Kind::kRequest || kind == Kind::kResponse || kind == Kind::kPut;
+}
 
 inline constexpr uint16_t kMagic = 0x5855; // "UX"
 // Raised with every change that an older reader would misread. Workers of one job must agree on it. 4 added the
-// deadline.
-inline constexpr uint8_t kVersion = 4;
+// deadline, 5 channels and the tree of the barrier.
+inline constexpr uint8_t kVersion = 5;
 inline constexpr uint32_t kBodyIndex = 0xFFFFFFFF;
 // Far above any real message (a span is a tensor of at least tens of KiB), small enough that a lie costs nothing.
 inline constexpr uint32_t kMaxSpans = 1u << 20;

@@ -1,0 +1,192 @@
+#pragma once
+
+#include "messaging/event_handlers.h"
+#include "peers/peer_observer.h"
+#include "rpc/agent_parts.h"
+#include "rpc/device_maps.h"
+#include "wire/put.h"
+
+#include <ATen/core/Tensor.h>
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <list>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+namespace torch_ucx_rpc {
+
+// One-way tensors: a worker puts a value under a tag of another worker, where it waits to be taken. No function runs
+// for it and no thread is woken, except one that waits for this value; that thread drives meanwhile.
+//
+// A value is known by (group, epoch, sender, tag). Each group is in one epoch, and epochs count up. Values of an earlier
+// epoch are dropped, and their senders told; those of a later epoch wait.
+//
+// What is not taken is bounded:
+// - Small tensors come along with the value. A sender has kOpenBodyBytes of them at a receiver that the receiver has
+//   not taken, and put() blocks beyond that. Receivers say what they have taken, a part of that at a time.
+// - Large tensors wait at their sender. They are received when the value is expected, or as long as kUntakenBytes of
+//   values that are not expected have not been taken. A sender lends kLentBytes to a receiver, and put() blocks beyond.
+//
+// A large tensor is received straight into the tensor that was posted for it, if that has the same layout, is on the
+// CPU and contiguous. Thread-safe.
+class Channel final : public PutHandler, public PeerObserver {
+ public:
+  static constexpr uint64_t kOpenBodyBytes = 8ull * 1024 * 1024;
+  static constexpr uint64_t kLentBytes = 256ull * 1024 * 1024;
+  static constexpr uint64_t kUntakenBytes = 64ull * 1024 * 1024;
+
+  struct Name {
+    std::string group;
+    uint64_t epoch = 0;
+    std::string tag;
+  };
+  struct Value {
+    std::vector<at::Tensor> tensors;
+    bool isSingle = false; // a tensor, not a list of one
+  };
+
+  class Sent; // a value that its sender has put
+  class Expected; // a value that its receiver waits for
+
+  // Threads that wait call `whileWaiting` now and then. It may throw to end the wait (Ctrl-C).
+  Channel(const AgentParts& parts, const DeviceMaps& deviceMaps, std::function<void()> whileWaiting);
+  ~Channel() override;
+
+  // Goes to an epoch: drops values of earlier ones, and ends waits for them with kEpochEnded. Throws
+  // std::invalid_argument if the group is in a later epoch.
+  void advance(const std::string& group, uint64_t epoch);
+  // Forgets a group and its values. Waits for its values end with kEpochEnded.
+  void close(const std::string& group);
+
+  // A `timeout` of 0 means none. Throws RpcFailure, and c10::Error for tensors that cannot be sent.
+  std::shared_ptr<Sent> put(Peer& to, const Name& name, const Value& value, std::chrono::milliseconds timeout);
+  // Returns when the memory of the value may be changed.
+  void wait(const std::shared_ptr<Sent>& sent);
+
+  // Says that a value is expected, and with `into`, where. The tensors must not be read or changed until it is there.
+  std::shared_ptr<Expected> post(Peer& from, const Name& name, std::optional<std::vector<at::Tensor>> into);
+  // Waits for the value, and returns it; once only. Throws RpcFailure. A value that has not come by `timeout` (0: none)
+  // is no longer expected. Throws std::invalid_argument if it does not fit what was posted.
+  Value wait(const std::shared_ptr<Expected>& expected, std::chrono::milliseconds timeout);
+  // Expects the value no longer. If it has begun to arrive in tensors that were posted, they may still be written.
+  void cancel(const std::shared_ptr<Expected>& expected);
+
+  // Ends all waits.
+  void shutDown();
+
+  struct Counts {
+    uint64_t put = 0;
+    uint64_t taken = 0;
+    uint64_t untakenBytes = 0; // of values that are here
+  };
+  Counts counts() const;
+
+  // PutHandler.
+  Verdict onPutAnnounced(
+      Peer& from,
+      const wire::Header& header,
+      std::span<const std::byte> body,
+      std::span<const uint64_t> spanBytes) override;
+  void onPut(IncomingMessage value, const std::optional<Driver>& driver) override;
+  void onPutRejected(Peer& from, uint64_t number, const Error& why) override;
+  void onPutSent(Peer& to, uint64_t number, const Error& error) override;
+  void onTaken(Peer& from, uint64_t bytes) override;
+  void onPutRefused(Peer& by, const std::string& group, uint64_t epoch) override;
+
+  // PeerObserver.
+  void onPeerGone(Peer& peer) override;
+
+ private:
+  using Clock = std::chrono::steady_clock;
+  struct Arrival;
+  class Grave;
+  using ArrivalPtr = std::shared_ptr<Arrival>;
+  using ExpectedPtr = std::shared_ptr<Expected>;
+  using Number = std::pair<const Peer*, uint64_t>; // of a put that has come: its sender, and the sender's number
+
+  // The values of one tag, or what expects them: one of the two is empty.
+  struct Slot {
+    std::deque<ArrivalPtr> arrivals;
+    std::deque<ExpectedPtr> expected;
+  };
+  struct Group {
+    bool isOpen = false; // advance() has been called
+    uint64_t epoch = 0;
+    std::map<uint64_t, std::unordered_map<std::string, Slot>> slots; // by epoch, then by sender and tag
+  };
+  // What this worker has at another one, and owes it.
+  struct Account {
+    std::atomic<uint64_t> openBodyBytes{0}; // of puts to it that it has not taken
+    std::atomic<uint64_t> lentBytes{0}; // to puts that have not left
+    // Guarded by mutex_:
+    uint64_t owedBytes = 0; // of its puts that were taken here, and that it has not been told of
+    std::unordered_map<std::string, uint64_t> refused; // groups in which it has dropped a put, and their epochs there
+  };
+  // What follows an action, without the lock: operations of the messenger, and the deaths of messages and tensors.
+  struct Aftermath;
+
+  // Waits until isDone(), which must take no lock. False after the deadline.
+  template <typename IsDone>
+  bool waitUntil(const IsDone& isDone, Clock::time_point deadline);
+  static Clock::time_point deadlineOf(std::chrono::milliseconds timeout);
+  void wakeWaiting(const std::optional<Driver>& driver);
+  // Throws if an epoch is over here.
+  void checkEpochLocked(const Name& name) const;
+  RpcFailure shutDownFailure() const;
+  RpcFailure epochEnded(const std::string& who, const std::string& group, std::optional<uint64_t> epoch) const;
+
+  // The epoch that the group is in, if it is later than that of the value.
+  std::optional<uint64_t> laterEpochLocked(const wire::PutName& name) const;
+  // The slot of a value, made if need be.
+  Slot& slotLocked(const Peer& from, const Name& name);
+  void forgetIfEmptyLocked(const Peer& from, const Name& name);
+  // The first that expects this value, or null. It leaves its slot.
+  ExpectedPtr takeExpectedLocked(const Peer& from, const wire::PutName& name);
+  // Gives a value to what expects it.
+  void matchLocked(const ArrivalPtr& arrival, const ExpectedPtr& expected, Aftermath& after);
+  // Notes that a body was taken or dropped.
+  void addOwedLocked(Peer& from, uint64_t bodyBytes, Aftermath& after);
+  // Gives memory back to the bound on values that are not expected, and receives values that were held.
+  void freeUntakenLocked(uint64_t bytes, Aftermath& after);
+  void dropLocked(const ArrivalPtr& arrival, Aftermath& after);
+  void failLocked(const ExpectedPtr& expected, const RpcFailure& why);
+  void endEpochsLocked(const std::string& name, Group& group, uint64_t before, const RpcFailure& why, Aftermath& after);
+  // Memory for the spans of the value, out of tensors that were posted. Empty if the value has another layout.
+  std::vector<c10::DataPtr> memoryIn(
+      const Expected& expected, std::span<const std::byte> body, std::span<const uint64_t> spanBytes) const;
+  void carryOut(Aftermath& after);
+  Value decode(Expected& expected);
+
+  const Identity self_;
+  Messenger& messenger_;
+  const Lifetime& lifetime_;
+  const DeviceMaps& deviceMaps_;
+  const std::function<void()> whileWaiting_;
+  const std::shared_ptr<Grave> grave_; // own synchronization
+  std::atomic<uint64_t> lastNumber_{0};
+  std::atomic<uint64_t> taken_{0};
+
+  mutable std::mutex mutex_; // taken under the worker lock too, so no thread asks for that lock while it holds this one
+  std::condition_variable changed_;
+  // Guarded by mutex_:
+  std::unordered_map<std::string, Group> groups_;
+  std::unordered_map<const Peer*, Account> accounts_;
+  std::map<Number, ArrivalPtr> underWay_; // values that are held or being received
+  std::list<ArrivalPtr> held_; // in the order of their arrival
+  std::unordered_map<uint64_t, std::shared_ptr<Sent>> sending_; // by number
+  uint64_t untakenBytes_ = 0;
+};
+
+} // namespace torch_ucx_rpc

@@ -1,0 +1,48 @@
+#pragma once
+
+#include "base/bytes.h"
+#include "base/error.h"
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <string_view>
+
+// The body of a put: the body of a message without payload (wire/body.h), the names that the receiver knows the value
+// by, and a trailer that says how long they are. The message's part comes first, so it is read like any other body.
+//
+//      +--------------------+-------+-----+----------------+
+//      | body of a message  | group | tag | PutTrailer, 24 |
+//      +--------------------+-------+-----+----------------+
+
+namespace torch_ucx_rpc::wire {
+
+enum PutFlags : uint32_t {
+  kSingle = 1 << 0, // the value is a tensor, not a list of one
+  // The message's body is too large to come along, and is the last span. An empty one is in its place.
+  kBodyInSpan = 1 << 1,
+};
+
+struct PutTrailer {
+  uint64_t epoch;
+  uint32_t groupBytes;
+  uint32_t tagBytes;
+  uint32_t flags; // readers ignore those that they do not know
+  uint32_t reserved;
+};
+static_assert(sizeof(PutTrailer) == 24);
+
+// What a put is known by. The names point into its body.
+struct PutName {
+  std::string_view group;
+  uint64_t epoch = 0;
+  std::string_view tag;
+  uint32_t flags = 0;
+};
+
+void appendPutName(Bytes& body, const PutName& name);
+
+// Reads the name, and the length of the message's body before it.
+Error readPutName(std::span<const std::byte> body, PutName& name, size_t& bodyBytes);
+
+} // namespace torch_ucx_rpc::wire
