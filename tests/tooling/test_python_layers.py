@@ -35,6 +35,7 @@ ORDER = (
     "_native_op",
     "_torch",
     "testing",
+    "channel",
     "services",
     "reduction",
     "checkpoint",

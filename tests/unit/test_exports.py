@@ -11,7 +11,7 @@ import torch_ucx_rpc
 from torch_ucx_rpc import _build_info
 
 # All but the first are imported by name only.
-PUBLIC_MODULES = ("checkpoint", "errors", "pipeline", "reduction", "services", "testing")
+PUBLIC_MODULES = ("channel", "checkpoint", "errors", "pipeline", "reduction", "services", "testing")
 
 
 def test_all_names_exist_and_are_all_the_public_ones() -> None:

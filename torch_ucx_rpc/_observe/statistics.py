@@ -228,6 +228,11 @@ class Statistics:
             "calls of others that were dropped before they ran, since their callers had given up", "calls"
         )
     )
+    values_put: int = field(metadata=_counter("values that channels of this worker have put", "values"))
+    values_taken: int = field(metadata=_counter("values that this worker has taken from channels", "values"))
+    values_untaken_bytes: int = field(
+        metadata=_gauge("bytes of large tensors that channels have received before they were expected", "bytes")
+    )
     requests_open: int = field(metadata=_gauge("calls of others that have arrived and are not answered", "calls"))
     requests_running: int = field(
         metadata=_gauge("open requests that a thread is running; at most ``max_worker_threads``", "calls")

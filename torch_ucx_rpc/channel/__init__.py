@@ -18,7 +18,10 @@ Example::
 Epochs fence: a worker that has advanced to epoch 4 drops the values of epoch 3, and their senders get `EpochEnded`.
 Values of a later epoch wait until the receiver gets there.
 
-Modules: ``_channel`` has the public classes; ``_rpc_slots`` carries values by calls, for other backends than UCX.
+How the package is laid out:
+
+* ``_channel``    the public classes
+* ``_rpc_slots``  carries values by calls, for other backends than UCX
 """
 
 from torch_ucx_rpc.channel._channel import Channel, Posted, Sent

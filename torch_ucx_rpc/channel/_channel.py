@@ -9,7 +9,7 @@ from typing import Protocol
 
 import torch
 
-from torch_ucx_rpc import _C
+from torch_ucx_rpc._native import _C
 from torch_ucx_rpc._workers.life import PerLife
 from torch_ucx_rpc.channel._rpc_slots import RpcSlots
 

@@ -1,8 +1,8 @@
 // Values of channels between agents over a loopback network: what arrives where, and what becomes of it when it is
 // late, too much, of another epoch, or its sender dies.
 
-#include "agent_fixture.h"
 #include "rpc/channel.h"
+#include "agent_fixture.h"
 #include "sealed_job.h"
 
 #include <future>
@@ -78,8 +78,7 @@ TEST_F(ChannelTest, ValuesOfAllSizesArrive) {
       const std::string tag = std::to_string(index);
       const auto expected = isPosted ? post(1, 0, tag) : nullptr;
       const auto sent = put(0, 1, tag, value);
-      const std::vector<at::Tensor> got =
-          isPosted ? channel(1).wait(expected, kPatienceMs).tensors : take(1, 0, tag);
+      const std::vector<at::Tensor> got = isPosted ? channel(1).wait(expected, kPatienceMs).tensors : take(1, 0, tag);
       ASSERT_EQ(got.size(), value.size());
       for (size_t one = 0; one < got.size(); ++one) {
         EXPECT_TRUE(got[one].equal(value[one])) << index << " " << one;

@@ -32,7 +32,8 @@ class ReportsTest : public testing::Test {
   RpcWorker one_{network_, 0};
   RpcWorker two_{network_, 1};
   AgentOptions options_;
-  Reports reports_{partsOf(one_.parts), options_, one_.calls, one_.requests};
+  Channel channel_{partsOf(one_.parts), one_.deviceMaps, [] {}};
+  Reports reports_{partsOf(one_.parts), options_, one_.calls, one_.requests, channel_};
 };
 
 TEST_F(ReportsTest, NamesOfMetricsArePartOfTheInterface) {
@@ -63,6 +64,9 @@ TEST_F(ReportsTest, NamesOfMetricsArePartOfTheInterface) {
           "agent.thread_pool_size",
           "agent.times_resumed",
           "agent.waiting_requests",
+          "channel.values_put",
+          "channel.values_taken",
+          "channel.values_untaken_bytes",
           "device_pool.held_bytes",
           "device_pool.in_use_bytes",
           "device_pool.staged_bytes",

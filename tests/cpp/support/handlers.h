@@ -11,7 +11,11 @@
 
 namespace torch_ucx_rpc {
 
-class Handlers : public AnswerHandler, public RequestHandler, public PeerHandler, public GroupHandler, public PutHandler {
+class Handlers : public AnswerHandler,
+                 public RequestHandler,
+                 public PeerHandler,
+                 public GroupHandler,
+                 public PutHandler {
  public:
   // AnswerHandler.
   bool isAwaited(const Peer& /*from*/, uint64_t callId) const override {

@@ -233,8 +233,7 @@ void Inbox::onPutAnnounced(Connection& from, wire::Assembled assembled, uint64_t
   PutHandler::Verdict verdict =
       handlers_.puts->onPutAnnounced(from.peer(), assembled.header, assembled.body.data, spanBytes);
   const uint64_t deviceBytes = receiver_.deviceBytesOf(assembled);
-  Receiver::Announced announced{
-      &from, std::move(assembled), bytes - deviceBytes, deviceBytes, std::move(verdict.into)};
+  Receiver::Announced announced{&from, std::move(assembled), bytes - deviceBytes, deviceBytes, std::move(verdict.into)};
   if (verdict.fate == PutHandler::Verdict::Fate::kReceive) {
     waitingPuts_.push_back(std::move(announced));
     return;

@@ -140,9 +140,8 @@ void Messenger::cancel(std::vector<std::pair<Peer*, uint64_t>> calls) {
 }
 
 void Messenger::receivePut(Peer& from, uint64_t number, std::vector<c10::DataPtr> into) {
-  progress_.submit([this, &from, number, into = std::move(into)]() mutable {
-    inbox_.receivePut(from, number, std::move(into));
-  });
+  progress_.submit(
+      [this, &from, number, into = std::move(into)]() mutable { inbox_.receivePut(from, number, std::move(into)); });
 }
 
 void Messenger::dropPut(Peer& from, uint64_t number) {

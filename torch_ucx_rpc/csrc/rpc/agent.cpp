@@ -65,7 +65,7 @@ UcxRpcAgent::UcxRpcAgent(
       monitor_(parts_, options.heartbeatLimit, options.reconnectLimit),
       requests_(parts_, *cb_, orphans_.holders(), deviceMaps_),
       group_(parts_, *this, calls_, monitor_, orphans_, std::move(whileWaiting)),
-      reports_(parts_, options_, calls_, requests_) {
+      reports_(parts_, options_, calls_, requests_, channel_) {
   handlers_ = {&calls_, &requests_, &monitor_, &group_, &channel_};
   HostPool::instance().setIdleLimit(options.hostPoolBytes);
   DevicePool::instance().setPinned(&allocatePinned); // memory/ lies below tensors/, which has the function
@@ -137,7 +137,14 @@ c10::intrusive_ptr<JitFuture> UcxRpcAgent::send(
         RpcFailure::Kind::kShutDown,
         "RPC is not running on worker '" + self_.name + "': it has been shut down, so nothing can be sent to worker '" +
             to.name_ + "'",
-        {.name = to.name_, .rank = to.id_, .host = {}, .cause = {}, .resource = {}, .timeout = {}, .group = {}, .epoch = {}});
+        {.name = to.name_,
+         .rank = to.id_,
+         .host = {},
+         .cause = {},
+         .resource = {},
+         .timeout = {},
+         .group = {},
+         .epoch = {}});
   }
   // The caller may be a handler, and may wait for long: the receive window must not wait with it.
   HandlingScope::releaseInnermost();

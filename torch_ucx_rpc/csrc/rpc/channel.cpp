@@ -1,174 +1,13 @@
 #include "rpc/channel.h"
 
 #include "messaging/receive_window.h"
-#include "tensors/tensor_codec.h"
-#include "wire/body.h"
-
-#include <ATen/ATen.h>
-#include <ATen/core/ivalue.h>
-#include <c10/core/StreamGuard.h>
+#include "rpc/channel_parts.h"
 
 #include <algorithm>
-#include <numeric>
-#include <sstream>
 #include <stdexcept>
+#include <utility>
 
 namespace torch_ucx_rpc {
-
-namespace rpc = torch::distributed::rpc;
-using rpc::JitFuture;
-
-// ---------------------------------------------------------------------------------------------------- the parts
-
-// Tensors that were posted, after the transport is done with them. They must not die under the worker lock, since that
-// may run Python.
-class Channel::Grave {
- public:
-  void add(at::Tensor tensor) {
-    const std::lock_guard lock(mutex_);
-    tensors_.push_back(std::move(tensor));
-    isEmpty_.store(false);
-  }
-  void empty() {
-    if (isEmpty_.load()) {
-      return;
-    }
-    std::vector<at::Tensor> dead;
-    const std::lock_guard lock(mutex_);
-    dead.swap(tensors_);
-    isEmpty_.store(true);
-  }
-
- private:
-  std::mutex mutex_;
-  std::vector<at::Tensor> tensors_; // guarded by mutex_
-  std::atomic<bool> isEmpty_{true};
-};
-
-class Channel::Sent {
- public:
-  explicit Sent(Peer& to, uint64_t lentBytes) : to(to), lentBytes(lentBytes) {}
-
-  Peer& to;
-  const uint64_t lentBytes;
-  Error error; // constant once isDone
-  std::atomic<bool> isDone{false};
-};
-
-class Channel::Expected {
- public:
-  Expected(Peer& from, Name name, std::optional<std::vector<at::Tensor>> into)
-      : from(from), name(std::move(name)), into(std::move(into)) {}
-
-  Peer& from;
-  const Name name;
-  const std::optional<std::vector<at::Tensor>> into;
-  // Guarded by the channel's mutex until isDone:
-  bool isMatched = false; // with a value that is being received
-  IncomingMessage message;
-  bool isInOthersMemory = false; // the message is in tensors that were posted for another one
-  std::optional<RpcFailure> failure;
-  std::atomic<bool> isDone{false};
-};
-
-// A value in its slot, or on its way to what expects it.
-struct Channel::Arrival {
-  enum class State : uint8_t {
-    kHeld, // its spans wait at the sender
-    kReceiving, // until onPut() or onPutRejected()
-    kHere,
-    kDropped, // while it was being received
-  };
-
-  Arrival(Peer& from, uint64_t number, const wire::PutName& name, uint64_t bodyBytes, State state)
-      : from(from),
-        number(number),
-        name{std::string(name.group), name.epoch, std::string(name.tag)},
-        bodyBytes(bodyBytes),
-        state(state) {}
-
-  Peer& from;
-  const uint64_t number;
-  const Name name;
-  const uint64_t bodyBytes;
-  // Guarded by the channel's mutex:
-  State state;
-  Bytes body; // while it is held: memory is chosen by it
-  std::vector<uint64_t> spanBytes; // likewise
-  uint64_t untakenBytes = 0; // its part of kUntakenBytes
-  bool isInOthersMemory = false; // in tensors that were posted
-  IncomingMessage message; // once it is here
-  ExpectedPtr expected; // while it is being received for it
-};
-
-struct Channel::Aftermath {
-  std::vector<std::pair<Peer*, ControlFrame>> frames;
-  struct Receive {
-    Peer* from;
-    uint64_t number;
-    std::vector<c10::DataPtr> into;
-  };
-  std::vector<Receive> receives;
-  std::vector<std::pair<Peer*, uint64_t>> drops;
-  std::vector<ArrivalPtr> dead;
-  bool mustWake = false;
-};
-
-namespace {
-
-// What a value costs its receiver beside its small tensors.
-constexpr uint64_t kOverhead = 512;
-// A receiver says what it has taken when it is this much.
-constexpr uint64_t kOwedBytes = Channel::kOpenBodyBytes / 4;
-constexpr auto kValueType = rpc::MessageType::UNKNOWN;
-
-std::string keyOf(const Peer& from, std::string_view tag) {
-  const uint64_t session = from.member().session;
-  std::string key(reinterpret_cast<const char*>(&session), sizeof(session));
-  return key.append(tag);
-}
-
-// A body of the value that is too large to come along, until the receiver has fetched it.
-class BodyLender final : public Lender {
- public:
-  BodyLender(Bytes body, std::unique_ptr<Lender> rest) : body_(std::move(body)), rest_(std::move(rest)) {}
-  bool mayRunUserCode() const override {
-    return rest_ != nullptr && rest_->mayRunUserCode();
-  }
-  std::span<const std::byte> body() const {
-    return body_;
-  }
-
- private:
-  const Bytes body_;
-  const std::unique_ptr<Lender> rest_;
-};
-
-void moveBodyIntoSpan(OutgoingMessage& message) {
-  TORCH_CHECK(
-      std::ranges::all_of(message.spans, [](const OutgoingMessage::Span& span) { return span.from.is_cpu(); }),
-      "a value has too many small tensors on the CPU beside tensors on devices: put them under tags of their own");
-  wire::BodyWriter placeholder(static_cast<uint32_t>(kValueType));
-  placeholder.setPayloadSpan(message.body.size(), static_cast<uint32_t>(message.spans.size()));
-  auto lender = std::make_unique<BodyLender>(std::move(message.body), std::move(message.lender));
-  message.spans.push_back({lender->body()});
-  message.lender = std::move(lender);
-  message.body = placeholder.finish();
-}
-
-std::string describe(const std::vector<at::Tensor>& tensors) {
-  std::ostringstream text;
-  for (const at::Tensor& tensor : tensors) {
-    text << (text.tellp() == 0 ? "" : ", ") << tensor.sizes() << " " << tensor.scalar_type();
-  }
-  return tensors.empty() ? "no tensors" : text.str();
-}
-
-bool isContiguousOnHost(const at::Tensor& tensor) {
-  return tensor.is_cpu() && tensor.layout() == at::kStrided && !tensor.is_quantized() && tensor.is_contiguous();
-}
-
-} // namespace
 
 Channel::Channel(const AgentParts& parts, const DeviceMaps& deviceMaps, std::function<void()> whileWaiting)
     : self_(parts.self),
@@ -182,8 +21,7 @@ Channel::~Channel() = default;
 
 // ------------------------------------------------------------------------------------------------------- epochs
 
-RpcFailure Channel::epochEnded(
-    const std::string& who, const std::string& group, std::optional<uint64_t> epoch) const {
+RpcFailure Channel::epochEnded(const std::string& who, const std::string& group, std::optional<uint64_t> epoch) const {
   RpcFailure::Details details;
   details.name = who;
   details.group = group;
@@ -235,48 +73,13 @@ void Channel::close(const std::string& name) {
   carryOut(after);
 }
 
-void Channel::endEpochsLocked(
-    const std::string& name, Group& group, uint64_t before, const RpcFailure& why, Aftermath& after) {
-  const auto end = group.slots.lower_bound(before);
-  for (auto epoch = group.slots.begin(); epoch != end; ++epoch) {
-    for (auto& [key, slot] : epoch->second) {
-      for (const ExpectedPtr& expected : slot.expected) {
-        failLocked(expected, why);
-      }
-      for (const ArrivalPtr& arrival : slot.arrivals) {
-        dropLocked(arrival, after);
-      }
-    }
-  }
-  group.slots.erase(group.slots.begin(), end);
-  // Values that are being received for waits of these epochs are dropped when they come.
-  for (const auto& [number, arrival] : underWay_) {
-    if (arrival->expected && arrival->name.epoch < before && arrival->name.group == name) {
-      failLocked(std::exchange(arrival->expected, nullptr), why);
-      arrival->state = Arrival::State::kDropped;
-    }
-  }
-  after.mustWake = true;
-}
-
 // ------------------------------------------------------------------------------------------------------ sending
 
 std::shared_ptr<Channel::Sent> Channel::put(
     Peer& to, const Name& name, const Value& value, std::chrono::milliseconds timeout) {
   grave_->empty();
-  std::unique_ptr<OutgoingMessage> message = encodeMessage(
-      c10::make_intrusive<rpc::Message>(std::vector<char>(), std::vector<at::Tensor>(value.tensors), kValueType),
-      to,
-      deviceMaps_.forRequestsTo(to.member().name),
-      messenger_.transportTo(to));
-  uint32_t flags = value.isSingle ? uint32_t{wire::kSingle} : 0;
-  if (message->body.size() + name.group.size() + name.tag.size() + sizeof(wire::PutTrailer) >
-      OutgoingMessage::kEagerBodyBytes) {
-    moveBodyIntoSpan(*message);
-    flags |= wire::kBodyInSpan;
-  }
-  wire::appendPutName(message->body, {name.group, name.epoch, name.tag, flags});
-  const uint64_t bodyBytes = message->body.size() + kOverhead;
+  std::unique_ptr<OutgoingMessage> message = encode(to, name, value);
+  const uint64_t bodyBytes = message->body.size() + kOverheadOfValue;
   const uint64_t lentBytes = message->totalBytes() - message->body.size();
 
   Account* account = nullptr;
@@ -337,8 +140,7 @@ void Channel::wait(const std::shared_ptr<Sent>& sent) {
   if (sent->to.state() > Peer::State::kLeaving) {
     throw sent->to.failureOfGone();
   }
-  throw sent->to.failureFrom(
-      sent->error, "could not send to " + sent->to.describe() + ": " + sent->error.message());
+  throw sent->to.failureFrom(sent->error, "could not send to " + sent->to.describe() + ": " + sent->error.message());
 }
 
 void Channel::onPutSent(Peer& to, uint64_t number, const Error& error) {
@@ -441,385 +243,6 @@ void Channel::cancel(const std::shared_ptr<Expected>& expected) {
   expected->isMatched = false;
 }
 
-// A value that fits what was posted lies in it already, where it was large.
-Channel::Value Channel::decode(Expected& expected) {
-  IncomingMessage message = std::move(expected.message);
-  Peer& from = expected.from;
-  const auto unreadable = [&](const Error& error) {
-    return from.failureFrom(
-        error,
-        "the value of " + from.describe() + " under tag '" + expected.name.tag + "' is unreadable: " + error.message());
-  };
-  if (const Error error = messenger_.checkContent(message)) {
-    throw unreadable(error);
-  }
-  wire::PutName name;
-  size_t bodyBytes = 0;
-  (void)wire::readPutName(message.eagerBody, name, bodyBytes); // onPut() has checked it
-  const uint32_t flags = name.flags;
-  message.eagerBody.resizeUninitialized(bodyBytes);
-  if ((flags & wire::kBodyInSpan) != 0 && !message.spans.empty()) {
-    message.pooledBodyBytes = message.spans.back().bytes;
-    message.pooledBody = std::move(message.spans.back().data);
-    message.spans.pop_back();
-  }
-
-  DecodedMessage decoded;
-  const Devices& devices = deviceMaps_.devices();
-  try {
-    const Streams streams = deviceMaps_.takeStreams(devices);
-    message.pendingWork.blockStreams(streams);
-    const c10::MultiStreamGuard guard(streams);
-    if (const Error error = decodeMessage(std::move(message), devices, decoded)) {
-      throw unreadable(error);
-    }
-    if (!devices.empty()) { // as a future has its readers wait for the streams
-      const auto future = c10::make_intrusive<JitFuture>(at::AnyClassType::get(), devices);
-      future->markCompleted(decoded.message, std::move(decoded.deviceStorages));
-      const c10::MultiStreamGuard callers(currentStreams(devices));
-    }
-  } catch (const c10::Error& failure) {
-    throw unreadable(deviceFailed(failure));
-  }
-  std::vector<at::Tensor> tensors = std::move(decoded.message->tensors());
-  const bool isSingle = (flags & wire::kSingle) != 0;
-  if (expected.isInOthersMemory) {
-    for (at::Tensor& tensor : tensors) {
-      tensor = tensor.clone();
-    }
-  }
-  if (!expected.into) {
-    return {std::move(tensors), isSingle};
-  }
-  const std::vector<at::Tensor>& into = *expected.into;
-  const bool fits = std::ranges::equal(tensors, into, [](const at::Tensor& value, const at::Tensor& posted) {
-    return value.defined() && value.sizes() == posted.sizes() && value.scalar_type() == posted.scalar_type();
-  });
-  if (!fits) {
-    throw std::invalid_argument(
-        "the value under tag '" + expected.name.tag + "' from worker '" + from.member().name +
-        "' does not fit the tensors that were posted for it: got " + describe(tensors) + "; expected " +
-        describe(into));
-  }
-  const at::NoGradGuard noGrad;
-  for (size_t index = 0; index < into.size(); ++index) {
-    if (!into[index].is_cpu() || tensors[index].numel() == 0 || tensors[index].layout() != at::kStrided ||
-        into[index].const_data_ptr() != tensors[index].const_data_ptr()) {
-      into[index].copy_(tensors[index]);
-    }
-  }
-  return {into, isSingle};
-}
-
-// ---------------------------------------------------------------------------------------------------- arriving
-
-Channel::Verdict Channel::onPutAnnounced(
-    Peer& from, const wire::Header& header, std::span<const std::byte> body, std::span<const uint64_t> spanBytes) {
-  wire::PutName name;
-  size_t bodyBytes = 0;
-  if (wire::readPutName(body, name, bodyBytes)) {
-    return {Verdict::Fate::kDrop, {}};
-  }
-  const std::lock_guard lock(mutex_);
-  if (laterEpochLocked(name)) {
-    return {Verdict::Fate::kDrop, {}};
-  }
-  const auto arrival =
-      std::make_shared<Arrival>(from, header.callId, name, body.size(), Arrival::State::kReceiving);
-  if (!underWay_.emplace(Number(&from, header.callId), arrival).second) {
-    return {Verdict::Fate::kDrop, {}}; // a number that is under way: no worker of ours sends it
-  }
-  if ((arrival->expected = takeExpectedLocked(from, name))) {
-    arrival->expected->isMatched = true;
-    std::vector<c10::DataPtr> into = memoryIn(*arrival->expected, body.first(bodyBytes), spanBytes);
-    arrival->isInOthersMemory = !into.empty();
-    return {Verdict::Fate::kReceive, std::move(into)};
-  }
-  slotLocked(from, arrival->name).arrivals.push_back(arrival);
-  const uint64_t bytes = std::accumulate(spanBytes.begin(), spanBytes.end(), uint64_t{0});
-  arrival->untakenBytes = bytes;
-  if (untakenBytes_ == 0 || untakenBytes_ + bytes <= kUntakenBytes) {
-    untakenBytes_ += bytes;
-    return {Verdict::Fate::kReceive, {}};
-  }
-  arrival->state = Arrival::State::kHeld;
-  arrival->body = Bytes(body.first(bodyBytes));
-  arrival->spanBytes.assign(spanBytes.begin(), spanBytes.end());
-  held_.push_back(arrival);
-  return {Verdict::Fate::kHold, {}};
-}
-
-void Channel::onPut(IncomingMessage message, const std::optional<Driver>& driver) {
-  Peer& from = *message.from;
-  wire::PutName name;
-  size_t bodyBytes = 0;
-  if (wire::readPutName(message.eagerBody, name, bodyBytes)) {
-    return; // no worker of ours has sent it
-  }
-  Aftermath after;
-  {
-    const std::lock_guard lock(mutex_);
-    ArrivalPtr arrival;
-    if (auto found = underWay_.extract(Number(&from, message.header.callId))) {
-      arrival = std::move(found.mapped());
-    }
-    const std::optional<uint64_t> later = laterEpochLocked(name);
-    const bool isDropped = (arrival && arrival->state == Arrival::State::kDropped) ||
-        message.header.spanCount != message.spans.size(); // onPutAnnounced() has dropped it
-    if (later || isDropped) {
-      if (later) {
-        after.frames.emplace_back(&from, PutRefused{std::string(name.group), *later});
-      }
-      addOwedLocked(from, message.eagerBody.size(), after);
-    } else if (arrival && !arrival->expected) {
-      arrival->state = Arrival::State::kHere;
-      arrival->message = std::move(message);
-    } else if (const ExpectedPtr expected = arrival ? arrival->expected : takeExpectedLocked(from, name)) {
-      addOwedLocked(from, message.eagerBody.size(), after);
-      expected->message = std::move(message);
-      expected->isDone.store(true);
-      after.mustWake = true;
-    } else {
-      arrival = std::make_shared<Arrival>(
-          from, message.header.callId, name, message.eagerBody.size(), Arrival::State::kHere);
-      slotLocked(from, arrival->name).arrivals.push_back(arrival);
-      arrival->message = std::move(message);
-    }
-  }
-  if (std::exchange(after.mustWake, false)) {
-    wakeWaiting(driver);
-  }
-  carryOut(after);
-}
-
-void Channel::onPutRejected(Peer& from, uint64_t number, const Error& why) {
-  Aftermath after;
-  {
-    const std::lock_guard lock(mutex_);
-    auto found = underWay_.extract(Number(&from, number));
-    if (!found) {
-      return;
-    }
-    const ArrivalPtr arrival = std::move(found.mapped());
-    addOwedLocked(from, arrival->bodyBytes, after);
-    if (arrival->expected) {
-      failLocked(
-          arrival->expected,
-          !from.isThere()
-              ? from.failureOfGone()
-              : from.failureFrom(
-                    why,
-                    "could not receive the value under tag '" + arrival->name.tag + "' from " + from.describe() + ": " +
-                        why.message()));
-      after.mustWake = true;
-    } else if (arrival->state == Arrival::State::kReceiving) {
-      std::erase(slotLocked(from, arrival->name).arrivals, arrival);
-      forgetIfEmptyLocked(from, arrival->name);
-      freeUntakenLocked(arrival->untakenBytes, after);
-    }
-  }
-  carryOut(after);
-}
-
-void Channel::onPeerGone(Peer& peer) {
-  Aftermath after;
-  {
-    const std::lock_guard lock(mutex_);
-    const RpcFailure gone = peer.failureOfGone();
-    const std::string prefix = keyOf(peer, "");
-    for (auto& [groupName, group] : groups_) {
-      for (auto& [epoch, slots] : group.slots) {
-        for (auto& [key, slot] : slots) {
-          if (!key.starts_with(prefix)) {
-            continue;
-          }
-          for (const ExpectedPtr& expected : std::exchange(slot.expected, {})) {
-            failLocked(expected, gone);
-          }
-          // What is here has come before the end, and counts. The inbox drops what is held or being received.
-          std::erase_if(slot.arrivals, [&](const ArrivalPtr& arrival) {
-            const bool isLost = arrival->state != Arrival::State::kHere;
-            if (isLost) {
-              dropLocked(arrival, after);
-            }
-            return isLost;
-          });
-        }
-        std::erase_if(slots, [](const auto& entry) {
-          return entry.second.expected.empty() && entry.second.arrivals.empty();
-        });
-      }
-    }
-    after.mustWake = true; // put() may wait for room there
-  }
-  carryOut(after);
-}
-
-void Channel::shutDown() {
-  std::unordered_map<std::string, Group> dead; // dies without the lock
-  {
-    const std::lock_guard lock(mutex_);
-    dead.swap(groups_);
-    held_.clear();
-  }
-  wakeWaiting({});
-  grave_->empty();
-}
-
-// ------------------------------------------------------------------------------------------------------ the slots
-
-std::optional<uint64_t> Channel::laterEpochLocked(const wire::PutName& name) const {
-  const auto group = groups_.find(std::string(name.group));
-  const bool isLater = group != groups_.end() && group->second.isOpen && group->second.epoch > name.epoch;
-  return isLater ? std::optional(group->second.epoch) : std::nullopt;
-}
-
-Channel::Slot& Channel::slotLocked(const Peer& from, const Name& name) {
-  return groups_[name.group].slots[name.epoch][keyOf(from, name.tag)];
-}
-
-void Channel::forgetIfEmptyLocked(const Peer& from, const Name& name) {
-  auto& slots = groups_[name.group].slots[name.epoch];
-  const auto slot = slots.find(keyOf(from, name.tag));
-  if (slot != slots.end() && slot->second.arrivals.empty() && slot->second.expected.empty()) {
-    slots.erase(slot);
-  }
-}
-
-Channel::ExpectedPtr Channel::takeExpectedLocked(const Peer& from, const wire::PutName& name) {
-  const auto group = groups_.find(std::string(name.group));
-  if (group == groups_.end()) {
-    return nullptr;
-  }
-  const auto slots = group->second.slots.find(name.epoch);
-  if (slots == group->second.slots.end()) {
-    return nullptr;
-  }
-  const auto slot = slots->second.find(keyOf(from, name.tag));
-  if (slot == slots->second.end() || slot->second.expected.empty()) {
-    return nullptr;
-  }
-  ExpectedPtr expected = std::move(slot->second.expected.front());
-  slot->second.expected.pop_front();
-  if (slot->second.expected.empty() && slot->second.arrivals.empty()) {
-    slots->second.erase(slot);
-  }
-  return expected;
-}
-
-void Channel::matchLocked(const ArrivalPtr& arrival, const ExpectedPtr& expected, Aftermath& after) {
-  expected->isInOthersMemory = arrival->isInOthersMemory;
-  switch (arrival->state) {
-    case Arrival::State::kHere:
-      expected->message = std::move(arrival->message);
-      expected->isDone.store(true);
-      addOwedLocked(arrival->from, arrival->bodyBytes, after);
-      freeUntakenLocked(arrival->untakenBytes, after);
-      after.mustWake = true;
-      return;
-    case Arrival::State::kHeld: {
-      std::vector<c10::DataPtr> into = memoryIn(*expected, arrival->body, arrival->spanBytes);
-      arrival->isInOthersMemory = !into.empty();
-      held_.remove(arrival);
-      arrival->state = Arrival::State::kReceiving;
-      after.receives.push_back({&arrival->from, arrival->number, std::move(into)});
-      break;
-    }
-    default:
-      freeUntakenLocked(std::exchange(arrival->untakenBytes, 0), after);
-  }
-  arrival->expected = expected;
-  expected->isMatched = true;
-}
-
-void Channel::dropLocked(const ArrivalPtr& arrival, Aftermath& after) {
-  after.dead.push_back(arrival);
-  if (arrival->state == Arrival::State::kReceiving) { // what follows its end comes with onPut() or onPutRejected()
-    arrival->state = Arrival::State::kDropped;
-    freeUntakenLocked(std::exchange(arrival->untakenBytes, 0), after);
-    return;
-  }
-  if (arrival->state == Arrival::State::kHeld) {
-    held_.remove(arrival);
-    underWay_.erase(Number(&arrival->from, arrival->number));
-    after.drops.emplace_back(&arrival->from, arrival->number);
-  } else {
-    freeUntakenLocked(arrival->untakenBytes, after);
-  }
-  addOwedLocked(arrival->from, arrival->bodyBytes, after);
-}
-
-void Channel::failLocked(const ExpectedPtr& expected, const RpcFailure& why) {
-  expected->failure = why;
-  expected->isDone.store(true);
-}
-
-void Channel::addOwedLocked(Peer& from, uint64_t bodyBytes, Aftermath& after) {
-  uint64_t& owed = accounts_[&from].owedBytes;
-  owed += bodyBytes + kOverhead;
-  if (owed >= kOwedBytes) {
-    after.frames.emplace_back(&from, Taken{std::exchange(owed, 0)});
-  }
-}
-
-void Channel::freeUntakenLocked(uint64_t bytes, Aftermath& after) {
-  untakenBytes_ -= bytes;
-  while (!held_.empty() && (untakenBytes_ == 0 || untakenBytes_ + held_.front()->untakenBytes <= kUntakenBytes)) {
-    const ArrivalPtr arrival = std::move(held_.front());
-    held_.pop_front();
-    untakenBytes_ += arrival->untakenBytes;
-    arrival->state = Arrival::State::kReceiving;
-    after.receives.push_back({&arrival->from, arrival->number, {}});
-  }
-}
-
-std::vector<c10::DataPtr> Channel::memoryIn(
-    const Expected& expected, std::span<const std::byte> body, std::span<const uint64_t> spanBytes) const {
-  wire::BodyView view;
-  if (!expected.into || wire::readBody(body, spanBytes, view)) {
-    return {};
-  }
-  const std::vector<at::Tensor>& into = *expected.into;
-  if (view.tensors.size() != into.size()) {
-    return {};
-  }
-  std::vector<c10::DataPtr> memory(spanBytes.size());
-  bool isAny = false;
-  for (size_t index = 0; index < into.size(); ++index) {
-    const wire::TensorRecord& record = view.tensors[index].record;
-    const at::Tensor& tensor = into[index];
-    const std::span<const int64_t> sizes = view.tensors[index].sizes;
-    const std::span<const int64_t> strides = view.tensors[index].strides;
-    constexpr uint8_t kBits = wire::kConjugate | wire::kNegative;
-    if (record.storage >= view.storages.size() || record.layout != wire::Layout::kStrided ||
-        (record.flags & kBits) != 0 || record.storageOffset != 0 || !isContiguousOnHost(tensor) ||
-        record.dtype != static_cast<uint8_t>(tensor.scalar_type()) || !std::ranges::equal(sizes, tensor.sizes()) ||
-        !std::ranges::equal(strides, tensor.strides())) {
-      continue;
-    }
-    const wire::StorageRecord& storage = view.storages[record.storage].record;
-    if (storage.span == wire::kNowhere || view.storages[record.storage].isPacked || memory[storage.span] ||
-        storage.bytes != tensor.nbytes() || storage.deviceType != static_cast<int8_t>(c10::kCPU)) {
-      continue;
-    }
-    struct Posted {
-      at::Tensor tensor;
-      std::shared_ptr<Grave> grave;
-    };
-    auto posted = std::make_unique<Posted>(tensor, grave_);
-    memory[storage.span] = c10::DataPtr(
-        tensor.data_ptr(),
-        posted.release(),
-        [](void* context) {
-          const std::unique_ptr<Posted> posted(static_cast<Posted*>(context));
-          posted->grave->add(std::move(posted->tensor));
-        },
-        c10::kCPU);
-    isAny = true;
-  }
-  return isAny ? std::move(memory) : std::vector<c10::DataPtr>();
-}
-
 // ------------------------------------------------------------------------------------------------------- waiting
 
 Channel::Clock::time_point Channel::deadlineOf(std::chrono::milliseconds timeout) {
@@ -877,6 +300,17 @@ void Channel::carryOut(Aftermath& after) {
   if (after.mustWake) {
     wakeWaiting({});
   }
+}
+
+void Channel::shutDown() {
+  std::unordered_map<std::string, Group> dead; // dies without the lock
+  {
+    const std::lock_guard lock(mutex_);
+    dead.swap(groups_);
+    held_.clear();
+  }
+  wakeWaiting({});
+  grave_->empty();
 }
 
 Channel::Counts Channel::counts() const {

@@ -30,10 +30,10 @@ namespace torch_ucx_rpc {
 // One-way tensors: a worker puts a value under a tag of another worker, where it waits to be taken. No function runs
 // for it and no thread is woken, except one that waits for this value; that thread drives meanwhile.
 //
-// A value is known by (group, epoch, sender, tag). Each group is in one epoch, and epochs count up. Values of an earlier
-// epoch are dropped, and their senders told; those of a later epoch wait.
+// A value is known by (group, epoch, sender, tag). Each group is in one epoch, and epochs count up. Values of an
+// earlier epoch are dropped, and their senders told; those of a later epoch wait.
 //
-// What is not taken is bounded:
+// Bounds on values that are not taken:
 // - Small tensors come along with the value. A sender has kOpenBodyBytes of them at a receiver that the receiver has
 //   not taken, and put() blocks beyond that. Receivers say what they have taken, a part of that at a time.
 // - Large tensors wait at their sender. They are received when the value is expected, or as long as kUntakenBytes of
@@ -167,6 +167,10 @@ class Channel final : public PutHandler, public PeerObserver {
   std::vector<c10::DataPtr> memoryIn(
       const Expected& expected, std::span<const std::byte> body, std::span<const uint64_t> spanBytes) const;
   void carryOut(Aftermath& after);
+
+  // The message of a value. Its body comes along eagerly.
+  std::unique_ptr<OutgoingMessage> encode(const Peer& to, const Name& name, const Value& value) const;
+  // The value of a message. Where it was large and fits the posted tensors, it lies in them already.
   Value decode(Expected& expected);
 
   const Identity self_;

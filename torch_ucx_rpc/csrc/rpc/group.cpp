@@ -276,7 +276,14 @@ void Group::join(std::chrono::milliseconds timeout, std::chrono::milliseconds de
     throw RpcFailure(
         RpcFailure::Kind::kBarrierFailed,
         "the shutdown is over, but not all workers have come to it: " + lost.message(),
-        {.name = {}, .rank = {}, .host = {}, .cause = lost.message(), .resource = {}, .timeout = {}, .group = {}, .epoch = {}});
+        {.name = {},
+         .rank = {},
+         .host = {},
+         .cause = lost.message(),
+         .resource = {},
+         .timeout = {},
+         .group = {},
+         .epoch = {}});
   }
 }
 

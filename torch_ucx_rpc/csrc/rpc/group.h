@@ -44,7 +44,8 @@ class Group final : public GroupHandler, public PeerObserver, private Barrier::L
   // Treats a member that does not admit this worker as lost. Calls to it fail, and it hears a goodbye.
   void loseMember(uint64_t session);
 
-  // References stay valid for as long as the agent lives. All three throw RpcFailure, which names the workers that do exist.
+  // References stay valid for as long as the agent lives. All three throw RpcFailure, which names the workers that do
+  // exist.
   const WorkerInfo& info(const std::string& name) const;
   const WorkerInfo& info(Rank rank) const;
   Peer& peer(const std::string& name) const {

@@ -42,6 +42,7 @@ AgentStatistics Reports::counters() const {
   }
   const Executor::Counts threads = executor_.counts();
   const HostPool::Statistics pool = HostPool::instance().statistics();
+  const Channel::Counts values = channel_.counts();
   const DevicePool::Statistics devicePool = DevicePool::instance().statistics();
   const ReceiveWindow& window = messenger_.window();
   statistics.counts = {
@@ -59,6 +60,9 @@ AgentStatistics Reports::counters() const {
       {"", "agent.num_worker_threads", options_.numWorkerThreads},
       {"", "agent.thread_pool_size", options_.numWorkerThreads}, // torch's name for it
       {"", "agent.max_worker_threads", options_.maxWorkerThreads},
+      {"values_put", "channel.values_put", values.put},
+      {"values_taken", "channel.values_taken", values.taken},
+      {"values_untaken_bytes", "channel.values_untaken_bytes", values.untakenBytes},
       {"pool_in_use_bytes", "pool.in_use_bytes", pool.inUseBytes},
       {"pool_cached_bytes", "pool.cached_bytes", pool.cachedBytes},
       {"pool_hits", "pool.hits", pool.hits},

@@ -3,6 +3,7 @@
 #include "rpc/agent_options.h"
 #include "rpc/agent_parts.h"
 #include "rpc/call_client.h"
+#include "rpc/channel.h"
 #include "rpc/request_server.h"
 #include "rpc/statistics.h"
 
@@ -20,14 +21,20 @@ class Reports {
  public:
   using Texts = std::unordered_map<std::string, std::string>;
 
-  Reports(const AgentParts& parts, const AgentOptions& options, const CallClient& calls, const RequestServer& requests)
+  Reports(
+      const AgentParts& parts,
+      const AgentOptions& options,
+      const CallClient& calls,
+      const RequestServer& requests,
+      const Channel& channel)
       : options_(options),
         directory_(parts.directory),
         messenger_(parts.messenger),
         executor_(parts.executor),
         lifetime_(parts.lifetime),
         calls_(calls),
-        requests_(requests) {}
+        requests_(requests),
+        channel_(channel) {}
 
   // Waits for the worker lock, unless the agent is closed.
   AgentStatistics statistics() const;
@@ -52,6 +59,7 @@ class Reports {
   const Lifetime& lifetime_;
   const CallClient& calls_;
   const RequestServer& requests_;
+  const Channel& channel_;
 
   mutable std::mutex mutex_;
   // Guarded by mutex_:

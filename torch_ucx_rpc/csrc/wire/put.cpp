@@ -24,8 +24,7 @@ Error readPutName(std::span<const std::byte> body, PutName& name, size_t& bodyBy
   }
   bodyBytes = names - trailer.groupBytes - trailer.tagBytes;
   const char* const group = reinterpret_cast<const char*>(body.data()) + bodyBytes;
-  name = {
-      {group, trailer.groupBytes}, trailer.epoch, {group + trailer.groupBytes, trailer.tagBytes}, trailer.flags};
+  name = {{group, trailer.groupBytes}, trailer.epoch, {group + trailer.groupBytes, trailer.tagBytes}, trailer.flags};
   return {};
 }
 
