@@ -207,7 +207,7 @@ def _make_agent(
         agent = make(name, rank, expected_peers, store, copy.copy(options))
     agent.secret = secret
     with _undone_on_error(agent):
-        agent.lifeline = open_lifeline(store, _C.ucx_library()["path"])
+        agent.lifeline = open_lifeline(store)
         if agent.lifeline is not None:
             agent.endpoints.callback(agent.lifeline.close)
         # Before other workers hear of this one: a port in use must not make them wait.

@@ -115,6 +115,38 @@ def test_a_cut_of_30_s_loses_no_call_with_default_options(hosts: VirtualHosts, f
     workers.run_workers(2, work_through_a_cut, fate, 30.0, hosts=hosts, timeout=120)
 
 
+def work_through_resets(rank: int, fate: Fate, resets: int) -> None:
+    if rank == 1:
+        return
+    lost = []
+    torch_ucx_rpc.on_lost(lambda worker, reason: lost.append(reason))
+    rref = rpc.remote("worker1", echo, (torch.arange(3.0),))
+    assert rref.to_here().sum() == 3
+    back = rpc.rpc_async("worker1", call_back_for, (2 * resets,))
+    calls = []
+    for reset in range(resets):
+        for part in range(4):
+            calls += send("worker1", f"{reset} {part}", 8)
+            time.sleep(0.05)
+            fate.of("b", "reset_connections")
+        began = time.monotonic()
+        with Stalls() as stalls:
+            assert rpc.rpc_sync("worker1", echo, (reset,)) == reset
+            assert time.monotonic() - began < SOON_S + stalls.seconds()
+    assert check(calls) == 32 * resets
+    assert rref.rpc_sync().sum() == 3
+    assert back.wait() > 0
+    assert set(rpc.rpc_sync("worker1", executions).values()) == {1}, "a call was executed twice"
+    assert set(executions().values()) == {1}
+    assert state_of_worker1() == "present"
+    assert torch_ucx_rpc.statistics().peers[1].times_resumed >= 1
+    assert lost == []
+
+
+def test_resets_of_connections_lose_no_call(hosts: VirtualHosts, fate: Fate) -> None:
+    workers.run_workers(2, work_through_resets, fate, 3, hosts=hosts)
+
+
 def lose_after_both_limits(rank: int, fate: Fate) -> None:
     if rank == 0:
         rpc.rpc_sync("worker1", echo, (1,))

@@ -47,6 +47,12 @@ MUTANTS = (
         ),
     ),
     Mutant(
+        "cpp-what-a-reset-has-lost-stays-lost",
+        "  sendAgain(connection);\n  acknowledge(connection);",
+        "  acknowledge(connection);",
+        ("test_resets_of_connections_lose_no_call", "ResumptionTest", "HardshipTest"),
+    ),
+    Mutant(
         "cpp-own-stop-counts-as-silence",
         "std::min(std::chrono::duration_cast<Milliseconds>(now - std::exchange(lastCheck_, now)), 2 * period());",
         "std::chrono::duration_cast<Milliseconds>(now - std::exchange(lastCheck_, now));",
@@ -54,7 +60,7 @@ MUTANTS = (
     ),
     Mutant(
         "cpp-pings-are-not-answered",
-        "      outbox_.sendControl(connection.peer(), wire::Kind::kPong);\n",
+        "      outbox_.sendControl(connection.peer(), isLost ? wire::Kind::kGoodbye : wire::Kind::kPong);\n",
         "",
         (
             "test_worker_holding_the_gil_beyond_the_limit_is_not_lost",
@@ -194,9 +200,9 @@ MUTANTS = (
     ),
     Mutant(
         "cpp-recorded-frames-are-taken-again",
-        "    if (!opener->isNew(header)) {\n",
-        "    if (false && !opener->isNew(header)) {\n",
-        ("SealedAgentTest", "StrangerTest"),
+        ": !received.accept(header.sequence)) {\n",
+        ": (!received.accept(header.sequence) && false)) {\n",
+        ("SealedAgentTest", "StrangerTest", "HardshipTest"),
     ),
     # ---- Errors and starts ------------------------------------------------------------------------------------------
     Mutant(

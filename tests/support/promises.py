@@ -109,6 +109,11 @@ PROMISES: dict[str, dict[str, tuple[str, ...]]] = {
             "verbs cut_below_the_limit",
             "verbs paused_below_the_limit",
         ),
+        "A reset of connections under load": (
+            "test_resets_of_connections_lose_no_call",
+            "ResumptionTest",
+            "HardshipTest",
+        ),
         "A longer cut loses the worker": ("test_a_cut_beyond_reconnect_limit_loses_the_worker",),
         "Workers that have lost each other live on": ("test_workers_that_lost_each_other_survive_the_cuts_end",),
         "A cut does not change the list of members": ("test_a_cut_strikes_nobody_off_the_list",),

@@ -15,12 +15,6 @@ _SOON_S = 30.0
 
 
 @pytest.fixture
-def a_card(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lifeline, "has_verbs", lambda ucx_path: True)
-    monkeypatch.setattr(lifeline, "active_ports", lambda: ["mlx5_0:1"])
-
-
-@pytest.fixture
 def line() -> Iterator[Lifeline]:
     line = Lifeline("127.0.0.1")
     yield line
@@ -51,31 +45,22 @@ def test_connections_last_as_long_as_the_lifeline(line: Lifeline) -> None:
             connected(line)
 
 
-@pytest.mark.usefixtures("a_card")
 def test_the_lifeline_is_at_the_address_that_leads_to_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    assert open_lifeline(store, "") is None  # at a loopback address, there are no other hosts
-    assert open_lifeline(HashStore(), "") is None
+    assert open_lifeline(store) is None  # at a loopback address, there are no other hosts
+    assert open_lifeline(HashStore()) is None
     monkeypatch.setattr(lifeline, "address_towards", lambda host: own_address())
-    line = open_lifeline(store, "")
+    line = open_lifeline(store)
     assert line is not None
     with connected(line):
         assert line.host == own_address()
     line.close()
 
 
-@pytest.mark.usefixtures("a_card")
 def test_an_address_of_another_machine_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
     # From the block for documentation.
     monkeypatch.setattr(lifeline, "address_towards", lambda host: "192.0.2.1")
-    assert open_lifeline(TCPStore("localhost", 0, is_master=True, wait_for_workers=False), "") is None
-
-
-def test_without_a_card_there_is_no_lifeline(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lifeline, "address_towards", lambda host: own_address())
-    monkeypatch.setattr(lifeline, "has_verbs", lambda ucx_path: True)
-    monkeypatch.setattr(lifeline, "active_ports", list)
-    assert open_lifeline(TCPStore("localhost", 0, is_master=True, wait_for_workers=False), "") is None
+    assert open_lifeline(TCPStore("localhost", 0, is_master=True, wait_for_workers=False)) is None
 
 
 def own_address() -> str:

@@ -1,8 +1,9 @@
 """The lifeline: a TCP port by which workers on other hosts see at once that this process has ended.
 
-Over TCP, UCX notices the end of a peer's process by itself. Over InfiniBand and RoCE it does not: it tries again for
-some ten seconds. Workers that reach this one by such a card therefore connect to its lifeline as well
-(``csrc/peers/lifelines``).
+A failed UCX connection does not say whether the process at its other end has died or only the connection, and over
+InfiniBand and RoCE a connection to a dead process fails after some ten seconds only. The lifeline tells
+(``csrc/peers/lifelines``): workers that reach this one by such a card connect to it at once, the others when a
+connection has failed.
 
 Nobody accepts these connections. The kernel completes them, keeps them, and resets them when the process ends. So no
 byte of a stranger is read, and no connection takes a file of this process. Connections beyond the backlog may be
@@ -16,7 +17,7 @@ import socket
 from typing import TYPE_CHECKING
 
 from torch_ucx_rpc._bootstrap.forks import close_in_children
-from torch_ucx_rpc._bootstrap.network import active_ports, address_towards, has_verbs, host_of
+from torch_ucx_rpc._bootstrap.network import address_towards, host_of
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -44,14 +45,13 @@ class Lifeline:
         self._listener.close()
 
 
-def open_lifeline(store: Store, ucx_path: str) -> Lifeline | None:
+def open_lifeline(store: Store) -> Lifeline | None:
     """A lifeline at the address by which this worker reaches ``store``.
 
-    None where nobody would need it: without an active InfiniBand or RoCE port, without UCX's module for them, or where
-    the workers do not meet by TCP over a network. None, too, where the system refuses it.
+    None where the workers do not meet by TCP over a network, or where the system refuses it.
     """
     store_host = host_of(store)
-    if store_host is None or not has_verbs(ucx_path) or not active_ports():
+    if store_host is None:
         return None
     host = address_towards(store_host)
     if host is None or ipaddress.ip_address(host).is_loopback:

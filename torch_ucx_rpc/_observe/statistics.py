@@ -165,7 +165,12 @@ class PeerStatistics:
         metadata=_counter("bodies and tensors of messages from the peer, without UCX's headers", "bytes")
     )
     times_resumed: int = field(
-        metadata=_counter("silences of the peer that were longer than heartbeat_limit", "silences")
+        metadata=_counter(
+            "silences of the peer that were longer than heartbeat_limit, and connections to it that failed", "times"
+        )
+    )
+    resend_bytes: int = field(
+        metadata=_gauge("messages to the peer that are kept, to be sent again if the connection fails", "bytes")
     )
     latencies: Latencies = field(
         metadata={

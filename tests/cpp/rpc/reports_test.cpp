@@ -58,6 +58,7 @@ TEST_F(ReportsTest, NamesOfMetricsArePartOfTheInterface) {
           "agent.num_threads",
           "agent.num_worker_threads",
           "agent.requests_expired",
+          "agent.resend_bytes",
           "agent.running_requests",
           "agent.server_active_async_calls",
           "agent.server_active_calls",

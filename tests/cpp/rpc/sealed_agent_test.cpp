@@ -128,7 +128,7 @@ class SealedAgentIntruderTest : public ForgedFrameTest, private TransportListene
 TEST_F(SealedAgentIntruderTest, NoKindOfFrameIsTakenWithoutTheKey) {
   const Bytes body = wire::BodyWriter(MessageType::PYTHON_CALL).finish();
   uint64_t sent = 0;
-  for (int kind = 1; kind <= static_cast<int>(wire::Kind::kRefused); ++kind) {
+  for (int kind = 1; kind <= static_cast<int>(wire::Kind::kReceived); ++kind) {
     for (const SendMode mode : {SendMode::kEager, SendMode::kRendezvous}) {
       wire::Header header = frame(static_cast<wire::Kind>(kind));
       send(header, body, mode); // without any tag
@@ -148,6 +148,7 @@ TEST_F(SealedAgentIntruderTest, ARecordedFrameIsTakenOnceAndNotInAnotherLife) {
   const Bytes body = bodyOfRequest("recorded");
   wire::Sealer sealer(keyOf(1, 0));
   wire::Header header = frame(wire::Kind::kRequest);
+  header.sequence = 1;
   sealer.sealFrame(header, body.size(), body);
   send(header, body);
   EXPECT_TRUE(eventually([&] { return handled_.load() == 1; })) << "genuine";
@@ -157,6 +158,7 @@ TEST_F(SealedAgentIntruderTest, ARecordedFrameIsTakenOnceAndNotInAnotherLife) {
   EXPECT_TRUE(isRefused(10));
 
   wire::Header earlier = frame(wire::Kind::kRequest);
+  earlier.sequence = 2;
   earlier.targetSession ^= 1; // as of an earlier run
   sealer.sealFrame(earlier, body.size(), body);
   send(earlier, body);
@@ -164,6 +166,11 @@ TEST_F(SealedAgentIntruderTest, ARecordedFrameIsTakenOnceAndNotInAnotherLife) {
   earlier.targetSession ^= 1; // and with the address corrected
   send(earlier, body);
   EXPECT_TRUE(isRefused(12));
+  earlier.sequence = 0; // a genuine frame that could come any number of times
+  earlier.targetSession = header.targetSession;
+  sealer.sealFrame(earlier, body.size(), body);
+  send(earlier, body);
+  EXPECT_TRUE(isRefused(13));
   EXPECT_EQ(handled_.load(), 1);
 }
 
@@ -175,7 +182,9 @@ TEST_F(SealedAgentIntruderTest, AContentThatWasChangedOnTheWayIsNotDecoded) {
   wire::Sealer sealer(keyOf(1, 0));
   wire::Header header = frame(wire::Kind::kRequest);
   header.spanCount = 1;
+  header.sequence = 1;
   wire::Header span = header;
+  span.sequence = 2;
   span.index = 0;
   span.place = {0, payload.size()};
   wire::sealContent(keyOf(1, 0), header, {}, std::as_bytes(std::span(payload)));

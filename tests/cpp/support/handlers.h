@@ -63,6 +63,9 @@ class Handlers : public AnswerHandler,
   void onFailure(Peer& peer, Error why) override {
     note("failure: " + why.message(), static_cast<uint64_t>(peer.member().rank));
   }
+  void onBroken(Peer& peer) override {
+    note("broken", static_cast<uint64_t>(peer.member().rank));
+  }
   void onControlNotSent(Peer& to, const Error& why) override {
     note("control not sent: " + why.message(), static_cast<uint64_t>(to.member().rank));
   }

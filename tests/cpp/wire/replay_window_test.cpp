@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <limits>
+#include <map>
 #include <random>
 #include <set>
 
@@ -34,9 +35,15 @@ TEST(ReplayWindowTest, EveryNumberIsTakenExactlyOnceInAnyOrder) {
   for (int round = 0; round < 100; ++round) {
     ReplayWindow window;
     std::set<uint64_t> taken;
+    uint64_t missing = 0;
     while (taken.size() < 300) {
       const uint64_t number = random() % 300;
+      ASSERT_EQ(window.hasCome(number), taken.contains(number)) << number;
       ASSERT_EQ(window.accept(number), taken.insert(number).second) << number;
+      while (taken.contains(missing)) {
+        ++missing;
+      }
+      ASSERT_EQ(window.firstMissing(), missing);
     }
     EXPECT_EQ(window.gaps(), 0u);
   }
@@ -50,6 +57,15 @@ TEST(ReplayWindowTest, GapsAreBoundedAndTheOldestIsGivenUp) {
   }
   EXPECT_FALSE(window.accept(0)) << "given up: taken for a replay, not the other way round";
   EXPECT_TRUE(window.accept(4 * ReplayWindow::kMaxGaps - 2));
+}
+
+TEST(ReplayWindowTest, ASequenceBeginsWhereItIsSaidTo) {
+  ReplayWindow window(1);
+  EXPECT_EQ(window.firstMissing(), 1u);
+  EXPECT_FALSE(window.accept(0));
+  EXPECT_TRUE(window.accept(3));
+  EXPECT_EQ(window.missing(), (std::map<uint64_t, uint64_t>{{1, 3}}));
+  EXPECT_EQ(window.next(), 4u);
 }
 
 TEST(ReplayWindowTest, TheLastNumberDoesNotWrapAround) {

@@ -80,15 +80,6 @@ TEST_F(SealTest, AnotherKeyOpensNothing) {
   EXPECT_FALSE(opener_.isGenuine(unsealed, 0, {})) << "a tag of zeros";
 }
 
-TEST_F(SealTest, EachFrameIsNewOnceInAnyOrder) {
-  const Header first = sealed("1");
-  const Header second = sealed("2");
-  EXPECT_TRUE(opener_.isNew(second));
-  EXPECT_TRUE(opener_.isNew(first));
-  EXPECT_FALSE(opener_.isNew(second));
-  EXPECT_FALSE(opener_.isNew(first));
-}
-
 TEST_F(SealTest, ContentIsGenuineOnlyWhereItBelongs) {
   Header header = sealed("");
   sealContent(kKey, header, bytesOf("large body"), bytesOf("large payload"));

@@ -76,6 +76,7 @@ TEST(WireHeaderTest, EveryKindIsAcceptedWithoutSpans) {
         Kind::kPong,
         Kind::kRefused,
         Kind::kUseNetwork,
+        Kind::kReceived,
         Kind::kPut,
         Kind::kTaken,
         Kind::kPutRefused}) {
@@ -109,7 +110,7 @@ TEST(WireHeaderTest, LiesAreRefused) {
       {"older version", [](Header& header) { header.version = 0; }},
       {"newer version", [](Header& header) { header.version = kVersion + 1; }},
       {"kind 0", [](Header& header) { header.kind = static_cast<Kind>(0); }},
-      {"kind beyond the last", [](Header& header) { header.kind = static_cast<Kind>(17); }},
+      {"kind beyond the last", [](Header& header) { header.kind = static_cast<Kind>(18); }},
       {"kind 255", [](Header& header) { header.kind = static_cast<Kind>(255); }},
       {"more spans than allowed", [](Header& header) { header.spanCount = kMaxSpans + 1; }},
       {"spans without number", [](Header& header) { header.spanCount = 0xFFFFFFFF; }},

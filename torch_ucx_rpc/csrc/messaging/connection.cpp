@@ -4,6 +4,16 @@
 
 namespace torch_ucx_rpc {
 
+namespace {
+
+// After this many bytes an acknowledgement leaves at once. The peer keeps eight times as much at most, of each kind.
+constexpr uint64_t kUnacknowledgedBytes = 1024 * 1024;
+
+// Endpoints that fail at once are made after 1, 2, 4, ... rounds of Retries, and at last every 0.6 s.
+constexpr unsigned kMaxDoublings = 5;
+
+} // namespace
+
 Connection::Connection(Peer& peer) : peer_(peer) {
   if (const Member& member = peer.member(); !member.sendKey.empty()) {
     sealer.emplace(member.sendKey);
@@ -17,6 +27,9 @@ void Connection::transition(Event event) {
     case Event::kAsked:
       state_ = State::kJoining;
       return;
+    case Event::kBroken:
+      state_ = State::kResuming;
+      return;
     case Event::kConnected:
     case Event::kDisconnected:
       if (state_ == State::kJoining) {
@@ -24,6 +37,9 @@ void Connection::transition(Event event) {
       }
       [[fallthrough]];
     case Event::kAdmitted:
+      if (state_ == State::kResuming && !endpoint().has_value()) {
+        return;
+      }
       state_ = endpoint().has_value() ? State::kOpen : State::kUnmet;
   }
 }
@@ -31,6 +47,20 @@ void Connection::transition(Event event) {
 void Connection::setEndpoint(std::optional<EndpointId> endpoint) {
   path().endpoint = endpoint;
   transition(endpoint.has_value() ? Event::kConnected : Event::kDisconnected);
+}
+
+void Connection::breakOff(const std::string& why) {
+  path().endpoint.reset();
+  transition(Event::kBroken);
+  failures = isUnproven ? failures + 1 : 0;
+  roundsToResume = 1u << std::min(failures, kMaxDoublings);
+  isUnproven = true;
+  outgoing.isBroken = false;
+  silence = {.isSuspect = true};
+  if (!peer_.isResuming.exchange(true)) {
+    whyBroken = why;
+    peer_.timesResumed.fetch_add(1, std::memory_order_relaxed);
+  }
 }
 
 std::vector<Receiving::Entry>::iterator Connection::Incoming::next() {
@@ -51,6 +81,18 @@ Connection* Connections::find(EndpointId endpoint) const {
         connection->paths, [&](const Connection::Path& path) { return path.endpoint == endpoint; });
   });
   return found != all_.end() ? found->get() : nullptr;
+}
+
+void Connections::noteArrival(Connection& connection, uint64_t bytes) {
+  Connection::Incoming& incoming = connection.incoming;
+  incoming.unacknowledgedBytes += bytes + Connection::Load::kEagerOverhead;
+  if (!std::exchange(incoming.isOwing, true)) {
+    owing_.push_back(&connection);
+  }
+  if (incoming.unacknowledgedBytes >= kUnacknowledgedBytes && !connection.mustAcknowledge) {
+    connection.mustAcknowledge = true;
+    makeReady(connection);
+  }
 }
 
 Connection& Connections::add(Peer& peer) {

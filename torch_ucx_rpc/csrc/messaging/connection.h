@@ -1,10 +1,12 @@
 #pragma once
 
+#include "messaging/kept_messages.h"
 #include "messaging/message.h"
 #include "messaging/push_share.h"
 #include "messaging/receiving.h"
 #include "peers/peer.h"
 #include "transport/transport.h"
+#include "wire/replay_window.h"
 #include "wire/seal.h"
 
 #include <algorithm>
@@ -15,6 +17,7 @@
 #include <map>
 #include <memory>
 #include <optional>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -29,22 +32,27 @@ namespace torch_ucx_rpc {
 // transition() alone changes the state, except that the end of the peer, which any thread may note in Peer::moveTo(),
 // closes the connection at once and for good:
 //
-//   state     means                                               event                        next
-//   kUnmet    there is no endpoint; the next message makes one    kConnected                   kOpen
-//   kOpen     messages leave over the endpoint                    kDisconnected                kUnmet
-//   kJoining  the peer was asked to admit this worker (kJoin),    kAdmitted, with an endpoint  kOpen
-//             and refuses everything else until it has; only      kAdmitted, without one       kUnmet
-//             joins and goodbyes leave. An endpoint comes and     kConnected, kDisconnected    kJoining
-//             goes as it does elsewhere.
-//   any       but kClosed                                         kAsked                       kJoining
-//   kClosed   the peer has left or failed; messages fail, except  none
-//             a goodbye, which tells it so
+//   state      means                                               event                        next
+//   kUnmet     there is no endpoint; the next message makes one    kConnected                   kOpen
+//   kOpen      messages leave over the endpoint                    kDisconnected                kUnmet
+//                                                                  kBroken                      kResuming
+//   kResuming  the endpoint has failed, and the peer may be well:  kConnected                   kOpen
+//              Retries makes another one, over which the messages
+//              leave that the peer does not have
+//   kJoining   the peer was asked to admit this worker (kJoin),    kAdmitted, with an endpoint  kOpen
+//              and refuses everything else until it has; only      kAdmitted, without one       kUnmet
+//              joins and goodbyes leave. An endpoint comes and     kConnected, kDisconnected    kJoining
+//              goes as it does elsewhere.
+//   any        but kClosed                                         kAsked                       kJoining
+//   kClosed    the peer has left or failed; messages fail, except  none
+//              a goodbye, which tells it so
 class Connection {
  public:
-  enum class State : uint8_t { kUnmet, kJoining, kOpen, kClosed };
+  enum class State : uint8_t { kUnmet, kJoining, kOpen, kResuming, kClosed };
   enum class Event : uint8_t {
     kConnected, // the endpoint has been made
     kDisconnected, // the endpoint has failed over an error of this process; the peer is well
+    kBroken, // the endpoint has failed, and can be replaced: see mayResume()
     kAsked, // a kJoin leaves
     kAdmitted, // the peer has acknowledged the kJoin
   };
@@ -62,6 +70,14 @@ class Connection {
   void transition(Event event);
   // The endpoint of the path in use has been made, or has failed. Makes the transition that goes with it.
   void setEndpoint(std::optional<EndpointId> endpoint);
+
+  // Whether messages outlast the endpoint (docs/development/resumption.md). They do not where nothing would tell a peer
+  // that has died from one that is well, nor before the peer has admitted this worker.
+  bool mayResume() const {
+    return peer_.mayResume.load(std::memory_order_relaxed) && state() != State::kJoining && state() != State::kClosed;
+  }
+  // The endpoint has failed, or is given up, and mayResume().
+  void breakOff(const std::string& why);
 
   // Queued messages of one kind that leave in one way. Small messages do not wait behind large ones, answers not behind
   // requests. Control frames are few and small, and never wait: they have no queue.
@@ -127,11 +143,30 @@ class Connection {
     std::multimap<uint64_t, std::unique_ptr<OutgoingMessage>> waiting[kQueues]; // for their turn, by call id
     Messages stranded; // see Outbox::hasStranded()
     std::vector<uint64_t> withdrawn; // calls that have left in part, to be canceled at the peer
+    KeptMessages kept;
+    bool mustSendAgain = false; // the peer asks for what it does not have
+    bool isBroken = false; // an operation has failed over the endpoint
     size_t underWay = 0; // messages that the transport has not finished, or has not been given; not the unadmitted
   } outgoing;
 
-  // Changed by Receiver.
+  // A rendezvous with a number that has not been received yet. If its endpoint fails, the peer announces it again, over
+  // another one and with the same number. The piece of the message keeps a pointer to it.
+  struct Announcement {
+    Connection* from;
+    uint64_t number;
+    void* rendezvous; // null while the transport receives it, and while it is awaited again
+    void* again = nullptr; // the latest announcement besides; used if `rendezvous` fails
+    bool isBeingReceived = false;
+  };
+
+  // Changed by Receiver and by Inbox.
   struct Incoming {
+    wire::ReplayWindow received{1}; // frames with numbers
+    std::map<uint64_t, Announcement> announced; // by number
+    uint64_t unacknowledgedBytes = 0; // of frames since one has left that acknowledges all
+    bool isOwing = false; // in Connections::owing
+    std::vector<Receiving::Entry> stalled; // messages whose next parts are to be announced again
+
     uint64_t inFlightBytes = 0;
     size_t inFlightPieces = 0;
     bool isOldestsTurn = true;
@@ -145,9 +180,10 @@ class Connection {
 
   // Work for the next round. Inbox asks for it.
   bool isPinged = false; // the peer has asked for a sign of life
+  bool mustAcknowledge = false; // much has come that this worker has not acknowledged
   bool isMoving = false; // one of the two does not hear the other over shared memory: see SharedMemoryRepair
 
-  // Only in a job with a secret. Outbox numbers frames with the one, Inbox checks them with the other.
+  // Only in a job with a secret. Outbox seals frames with the one, Inbox checks them with the other.
   std::optional<wire::Sealer> sealer;
   std::optional<wire::Opener> opener;
 
@@ -160,6 +196,17 @@ class Connection {
     std::chrono::milliseconds lasted{0};
   } silence;
   bool isHeard = false; // Heartbeat knows that something has come
+  // Of resumption. Retries counts its rounds.
+  bool isUnproven = false; // the endpoint has failed, and nothing has come since
+  std::string whyBroken; // empty once the log has it
+  unsigned failures = 0; // of endpoints, one after the other, over which nothing has come
+  unsigned roundsToResume = 0; // until another endpoint is made
+  unsigned roundsStalled = 0; // in which this worker has waited for something to be announced again
+
+  // Whether Retries has something to do for it.
+  bool mustRetry() const {
+    return state() == State::kResuming || !incoming.stalled.empty();
+  }
 
   // Whether a message to or from the peer waits for a device, whose work no event ends.
   bool waitsForDevice() const;
@@ -199,6 +246,16 @@ class Connections {
     note(connection, Connection::Attention::kEachRound);
   }
 
+  // Notes that a frame with a number has come: it is to be acknowledged.
+  void noteArrival(Connection& connection, uint64_t bytes);
+  // The connections with frames that were not acknowledged at once.
+  const std::vector<Connection*>& owing() const {
+    return owing_;
+  }
+  std::vector<Connection*> takeOwing() {
+    return std::exchange(owing_, {});
+  }
+
   // One round: hands each ready connection to `work`, which may make it ready again, for the next one. If `work`
   // throws, the connections that it has not seen stay ready.
   template <typename Work>
@@ -233,6 +290,7 @@ class Connections {
 
   std::vector<std::unique_ptr<Connection>> all_;
   std::vector<Connection*> ready_;
+  std::vector<Connection*> owing_;
 };
 
 } // namespace torch_ucx_rpc

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <iterator>
 #include <limits>
 #include <span>
 #include <string>
@@ -168,6 +169,41 @@ std::optional<ControlFrame> decodeControl(const wire::Header& header, const Byte
     default:
       return std::nullopt;
   }
+}
+
+Bytes encodeReceived(const wire::ReplayWindow& received, bool mustSendAgain) {
+  const std::map<uint64_t, uint64_t>& missing = received.missing();
+  wire::Received record{received.next(), static_cast<uint32_t>(missing.size()), mustSendAgain ? 1u : 0u};
+  if (missing.size() > wire::kMaxRuns) { // the rest counts as missing
+    record.runs = wire::kMaxRuns;
+    record.next = std::next(missing.begin(), wire::kMaxRuns)->first;
+  }
+  Bytes body(std::as_bytes(std::span(&record, 1)));
+  auto run = missing.begin();
+  for (uint32_t left = record.runs; left != 0; --left, ++run) {
+    const uint64_t ends[] = {run->first, run->second};
+    body.append(reinterpret_cast<const char*>(ends), sizeof(ends));
+  }
+  return body;
+}
+
+std::optional<ReceivedFrames> decodeReceived(std::span<const std::byte> body) {
+  wire::Received record{};
+  if (body.size() < sizeof(record)) {
+    return std::nullopt;
+  }
+  std::memcpy(&record, body.data(), sizeof(record));
+  constexpr size_t kRunBytes = 2 * sizeof(uint64_t);
+  if (record.runs > wire::kMaxRuns || body.size() != sizeof(record) + record.runs * kRunBytes) {
+    return std::nullopt;
+  }
+  ReceivedFrames received{record.next, {}, record.mustSendAgain != 0};
+  for (uint32_t index = 0; index < record.runs; ++index) {
+    uint64_t ends[2];
+    std::memcpy(ends, body.data() + sizeof(record) + index * kRunBytes, sizeof(ends));
+    received.missing.emplace(ends[0], ends[1]);
+  }
+  return received;
 }
 
 } // namespace torch_ucx_rpc

@@ -4,9 +4,13 @@
 #include "base/error.h"
 #include "peers/barrier.h"
 #include "wire/header.h"
+#include "wire/replay_window.h"
 
+#include <cstddef>
 #include <cstdint>
+#include <map>
 #include <optional>
+#include <span>
 #include <string>
 #include <variant>
 
@@ -49,5 +53,14 @@ EncodedControl encodeControl(const ControlFrame& frame);
 // Nothing for a frame of another kind, or for one that is too short. Such a frame is dropped: no worker waits for an
 // answer to it.
 std::optional<ControlFrame> decodeControl(const wire::Header& header, const Bytes& body);
+
+// The body of kReceived.
+struct ReceivedFrames {
+  uint64_t next = 0;
+  std::map<uint64_t, uint64_t> missing;
+  bool mustSendAgain = false;
+};
+Bytes encodeReceived(const wire::ReplayWindow& received, bool mustSendAgain);
+std::optional<ReceivedFrames> decodeReceived(std::span<const std::byte> body);
 
 } // namespace torch_ucx_rpc

@@ -55,6 +55,9 @@ void EventBuffer::Batch::dispatch(const std::optional<Driver>& driver) {
   }
   // A request may wait for the effect of an earlier one. If later requests took all threads first, the earlier one
   // would get none.
+  for (Peer* peer : breaks) {
+    handlers_.peers->onBroken(*peer);
+  }
   if (!inOrder.empty() || !failures.empty()) {
     turn.end([handlers = &handlers_, inOrder = std::move(inOrder), failures = std::move(failures)]() mutable {
       for (std::variant<IncomingMessage, Control>& event : inOrder) {

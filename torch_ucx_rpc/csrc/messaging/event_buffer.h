@@ -74,6 +74,10 @@ class EventBuffer {
   void addFailure(Peer& peer, Error why) {
     pending().failures.push_back({&peer, std::move(why)});
   }
+  // The endpoint to a peer has failed, and another one will be made. Unlike a failure it says nothing about the peer.
+  void addBreak(Peer& peer) {
+    pending().breaks.push_back(&peer);
+  }
   // Adds work that may block, and so must not be done under the worker lock. An agent thread does it, or a waiting
   // caller that has nothing else to do. Not a leader, since nothing arrives until it is back. Other threads may hold
   // locks of torch's.
@@ -135,6 +139,7 @@ class EventBuffer {
     std::vector<Join> joins;
     std::vector<std::variant<IncomingMessage, Control>> inOrder; // requests and control frames
     std::vector<Failure> failures;
+    std::vector<Peer*> breaks;
     std::vector<UniqueFunction<void()>> work;
     std::string warning; // for the log
     DispatchOrder::Turn turn;

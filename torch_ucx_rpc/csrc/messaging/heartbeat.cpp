@@ -25,7 +25,8 @@ Heartbeat::Findings Heartbeat::check(Clock::time_point now) {
   for (Peer* peer : directory_.all()) {
     Connection* const connection = peer->connection;
     // A peer that has been heard may have lost its endpoint through a failure of this process. A ping makes another.
-    if (connection == nullptr || !peer->isThere() || (!connection->endpoint().has_value() && !connection->isHeard)) {
+    if (connection == nullptr || !peer->isThere() ||
+        (!connection->endpoint().has_value() && !connection->isHeard && !connection->mustRetry())) {
       continue;
     }
     Connection::Silence& silence = connection->silence;

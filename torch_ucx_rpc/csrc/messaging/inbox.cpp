@@ -5,6 +5,7 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
+#include <iterator>
 #include <optional>
 #include <utility>
 
@@ -43,19 +44,71 @@ Connection* Inbox::findSender(const wire::Header& header, uint64_t dataBytes, st
   }
   Connection& connection = connections_.of(*from);
   if (std::optional<wire::Opener>& opener = connection.opener) {
-    // The seal first: a forged frame must not use up the number of a genuine one, which would then be refused.
+    // The seal first: a forged frame must not use up the number of a genuine one, which would then be dropped.
     if (!opener->isGenuine(header, dataBytes, data)) {
       rejectFrame(
           FrameFault::kForged,
           "a frame in the name of " + from->describe() + " that is not sealed with the job's secret");
       return nullptr;
     }
-    if (!opener->isNew(header)) {
-      rejectFrame(FrameFault::kReplayed, "a frame of " + from->describe() + " that has come before");
+    if (header.sequence == 0 && header.kind != wire::Kind::kReceived) {
+      rejectFrame(FrameFault::kReplayed, "a frame of " + from->describe() + " without a number, which may be a replay");
       return nullptr;
     }
   }
   return &connection;
+}
+
+bool Inbox::takeNumber(Connection& from, const wire::Header& header, uint64_t bytes, bool isRendezvous) {
+  from.outgoing.kept.onAcknowledged(header.acknowledged);
+  if (from.outgoing.kept.hasEnded()) {
+    connections_.makeReady(from);
+  }
+  if (header.sequence == 0) {
+    return true;
+  }
+  wire::ReplayWindow& received = from.incoming.received;
+  // The number of a rendezvous is taken when it has been received.
+  if (isRendezvous ? received.hasCome(header.sequence) : !received.accept(header.sequence)) {
+    // Each frame that was under way when an endpoint failed may come twice. Without a failure it is a replay.
+    if (from.opener.has_value() && from.peer().timesResumed.load(std::memory_order_relaxed) == 0) {
+      rejectFrame(FrameFault::kReplayed, "a frame of " + from.peer().describe() + " that has come before");
+    }
+    return false;
+  }
+  if (!isRendezvous) {
+    connections_.noteArrival(from, bytes);
+  }
+  return true;
+}
+
+Connection::Announcement* Inbox::announce(Connection& from, const wire::Header& header, void* rendezvous) {
+  Connection::Incoming& incoming = from.incoming;
+  const auto [entry, isNew] =
+      incoming.announced.try_emplace(header.sequence, Connection::Announcement{&from, header.sequence, rendezvous});
+  Connection::Announcement& announcement = entry->second;
+  if (isNew) {
+    return &announcement;
+  }
+  if (announcement.rendezvous == nullptr && !announcement.isBeingReceived) {
+    announcement.rendezvous = rendezvous;
+    std::ranges::move(std::exchange(incoming.stalled, {}), std::back_inserter(incoming.waiting));
+    connections_.makeReady(from);
+  } else {
+    // The earlier one is tried first: this one may be a replay.
+    receiver_.releaseHandle(std::exchange(announcement.again, rendezvous));
+  }
+  return nullptr;
+}
+
+void Inbox::onReceived(Connection& from, std::span<const std::byte> body) {
+  const std::optional<ReceivedFrames> received = decodeReceived(body);
+  if (!received.has_value()) {
+    return; // the next one says as much
+  }
+  from.outgoing.kept.onReceived(received->next, received->missing);
+  from.outgoing.mustSendAgain |= received->mustSendAgain;
+  connections_.makeReady(from);
 }
 
 void Inbox::rejectFrame(FrameFault fault, const std::string& what) {
@@ -81,7 +134,8 @@ void Inbox::onEager(std::span<const std::byte> headerBytes, std::span<const std:
   // The tag of a span's frame covers its place and its size, not its bytes (see wire/seal.h).
   const bool isBody = header.index == wire::kBodyIndex;
   // The bytes are copied after the check, so a flood of strangers' frames costs no memory.
-  if (Connection* from = findSender(header, bytes.size(), isBody ? bytes : std::span<const std::byte>())) {
+  Connection* from = findSender(header, bytes.size(), isBody ? bytes : std::span<const std::byte>());
+  if (from != nullptr && takeNumber(*from, header, bytes.size(), false)) {
     add(*from, header, {Bytes(bytes), nullptr, 0});
   }
 }
@@ -108,9 +162,15 @@ void Inbox::onRendezvous(std::span<const std::byte> headerBytes, void* rendezvou
       rejectFrame(FrameFault::kMalformed, "a malformed frame: only requests, responses and puts come by rendezvous");
     }
   }
-  if (from == nullptr) {
+  if (from == nullptr || !takeNumber(*from, header, bytes, true)) {
     receiver_.release(piece); // otherwise the sender's operation would never complete
     return;
+  }
+  if (header.sequence != 0) {
+    piece.announcement = announce(*from, header, rendezvous);
+    if (piece.announcement == nullptr) {
+      return;
+    }
   }
   add(*from, header, std::move(piece));
 }
@@ -120,7 +180,15 @@ void Inbox::onEndpointFailed(EndpointId endpoint, const Error& error) {
   if (connection == nullptr) {
     return;
   }
-  if (isLocal(error.code()) && connection->endpoint() == endpoint) {
+  if (connection->mayResume()) {
+    if (connection->endpoint() == endpoint) {
+      connection->breakOff(error.message());
+      connections_.makeReady(*connection); // Messenger has it resumed
+      if (!isLocal(error.code())) {
+        events_.addBreak(connection->peer());
+      }
+    } // else it was given up before
+  } else if (isLocal(error.code()) && connection->endpoint() == endpoint) {
     connection->setEndpoint(std::nullopt); // the peer is well, and the next message to it makes another one
     connection->silence.isAsked = false; // whether the question has reached it is not known
     // It may take the end of the connection for the end of this worker, and drop what comes later. Only silence shows.
@@ -133,9 +201,17 @@ void Inbox::onEndpointFailed(EndpointId endpoint, const Error& error) {
 void Inbox::add(Connection& from, const wire::Header& header, wire::Piece piece) {
   if (from.state() == Connection::State::kClosed) { // calls to it have failed here already, so it stays lost
     receiver_.release(piece);
+    if (from.peer().state() == Peer::State::kFailed && from.peer().mayResume.load(std::memory_order_relaxed)) {
+      from.isPinged = true; // it may have come back too late, and would go on sending
+      connections_.makeReady(from);
+    }
     return;
   }
-  from.silence.heardSinceCheck = true;
+  // With a secret, only a number proves that a frame is no replay.
+  if (header.sequence != 0 || !from.opener.has_value()) {
+    from.silence.heardSinceCheck = true;
+    from.isUnproven = false;
+  }
   from.peer().isMet.store(true, std::memory_order_relaxed);
   switch (header.kind) {
     case wire::Kind::kCancel:
@@ -146,6 +222,9 @@ void Inbox::add(Connection& from, const wire::Header& header, wire::Piece piece)
       connections_.makeReady(from);
       return;
     case wire::Kind::kPong:
+      return;
+    case wire::Kind::kReceived:
+      onReceived(from, piece.data);
       return;
     case wire::Kind::kUseNetwork:
       from.isMoving = true;

@@ -110,6 +110,12 @@ class Inbox final : public TransportListener {
   }
 
  private:
+  // Looks at the number of a frame, and at what it acknowledges. False if the frame has come before.
+  bool takeNumber(Connection& from, const wire::Header& header, uint64_t bytes, bool isRendezvous);
+  // The announcement of a rendezvous with a number. Null if it has come before.
+  Connection::Announcement* announce(Connection& from, const wire::Header& header, void* rendezvous);
+  void onReceived(Connection& from, std::span<const std::byte> body);
+
   enum class FrameFault : uint8_t { kMalformed, kStaleSession, kStranger, kForged, kReplayed };
 
   // Reads a header. False, and the frame is refused, if it is malformed or meant for another worker.

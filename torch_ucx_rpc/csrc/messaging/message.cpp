@@ -66,10 +66,10 @@ void OutgoingMessage::sealFrames(std::optional<wire::Sealer>& sealer) {
   if (header.kind == wire::Kind::kJoin && !to->member().joinKey.empty()) {
     wire::Sealer(to->member().joinKey).sealFrame(header, body.size(), body);
   } else if (sealer.has_value()) {
-    sealer->sealFrame(header, body.size(), isBodyEager() ? body : std::span<const std::byte>());
     for (Piece& piece : pieces) {
       sealer->sealFrame(piece.header, piece.bytes.size(), {});
     }
+    sealer->sealFrame(header, body.size(), isBodyEager() ? body : std::span<const std::byte>());
   }
 }
 

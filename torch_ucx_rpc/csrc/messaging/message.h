@@ -11,6 +11,7 @@
 
 #include <c10/core/Allocator.h>
 
+#include <algorithm>
 #include <memory>
 #include <optional>
 #include <span>
@@ -51,14 +52,14 @@ struct OutgoingMessage {
     wire::Header header;
     std::span<const std::byte> bytes;
     Memory memory;
+    bool hasArrived = false; // see hasArrived()
   };
 
   // Fills in the header of the body. Cuts the spans into pieces, each with a header.
   void address(wire::Kind kind, uint64_t sourceSession, Rank sourceRank, uint64_t targetSession, uint64_t callId);
 
   // Seal an addressed message in a job with a secret; without one they do nothing. sealContent() may take long for a
-  // large payload, and any thread may call it. sealFrames() needs the worker lock and comes right before the message is
-  // sent, because the peer's sealer numbers the frames.
+  // large payload, and any thread may call it. sealFrames() needs the worker lock, and the numbers of the frames.
   void sealContent();
   void sealFrames(std::optional<wire::Sealer>& sealer);
 
@@ -70,6 +71,29 @@ struct OutgoingMessage {
     return spans.size() + (isBodyEager() ? 0 : 1);
   }
   uint64_t totalBytes() const;
+
+  // For messages with numbers, see KeptMessages. The frames in the order of their numbers.
+  template <typename Visit>
+  void forEachFrame(Visit visit) {
+    for (Piece& piece : pieces) {
+      visit(piece.header, piece.hasArrived);
+    }
+    visit(header, hasBodyArrived);
+  }
+  template <typename Visit>
+  void forEachFrame(Visit visit) const {
+    for (const Piece& piece : pieces) {
+      visit(piece.header, piece.hasArrived);
+    }
+    visit(header, hasBodyArrived);
+  }
+  uint64_t firstNumber() const {
+    return pieces.empty() ? header.sequence : pieces.front().header.sequence;
+  }
+  // Whether the peer has acknowledged all frames.
+  bool hasArrived() const {
+    return hasBodyArrived && std::ranges::all_of(pieces, &Piece::hasArrived);
+  }
 
   wire::Header header; // of the body
   Bytes body;
@@ -86,6 +110,10 @@ struct OutgoingMessage {
   size_t unfinished = 0; // active messages that the transport has not completed
   bool hasLeftInPart = false; // one of several active messages has been given to the transport
   Error error; // the first error
+  bool hasBodyArrived = false; // see hasArrived()
+  bool isKept = false; // by KeptMessages, until the peer has it
+  bool takesRoom = false; // of Connection::Load
+  bool isUnderWay = true; // counted in Outgoing::underWay
 };
 
 // A message that has arrived whole, in memory.

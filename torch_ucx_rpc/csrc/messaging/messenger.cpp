@@ -11,6 +11,10 @@ namespace {
 // The most rounds of progress to take in everything that has arrived. Each round takes in several messages.
 constexpr int kMaxSteps = 1000;
 
+// An acknowledgement waits for a frame that takes it along. Until then the peer keeps what it has sent: tensors, and at
+// most 8 MiB of each kind of eager bodies.
+constexpr auto kAcknowledgeWithin = std::chrono::milliseconds(20);
+
 } // namespace
 
 Messenger::Messenger(
@@ -30,6 +34,7 @@ Messenger::Messenger(
       lifetime_(lifetime),
       copyForSelf_(copyForSelf),
       windowTask_(timer.add("receive window", [this](Timer::TimePoint now) { return checkWindow(now); })),
+      acknowledgeTask_(timer.add("acknowledgements", [this](Timer::TimePoint now) { return acknowledge(now); })),
       transport_(std::move(transport)),
       sentMessages_(executor, lifetime, timer),
       events_(handlers, sentMessages_, executor, lifetime),
@@ -199,9 +204,11 @@ void Messenger::startDeferredWithWorkerLock() {
     // The driving thread answers at once. An answer that goes through post() might wait for a thread that waits for
     // Python.
     if (std::exchange(connection.isPinged, false)) {
-      outbox_.sendControl(connection.peer(), wire::Kind::kPong);
+      const bool isLost = connection.peer().state() == Peer::State::kFailed;
+      outbox_.sendControl(connection.peer(), isLost ? wire::Kind::kGoodbye : wire::Kind::kPong);
     }
     mustRetry |= connection.isMoving && !repair_.moveWithWorkerLock(connection);
+    mustRetry |= connection.mustRetry();
   });
   inbox_.releaseAll();
   if (connections_.hasReady() || inbox_.hasMadeRoom()) {
@@ -216,6 +223,21 @@ void Messenger::startDeferredWithWorkerLock() {
   if (inbox_.window().waitingMessages.load() != 0) {
     windowTask_.dueIn(ReceiveWindow::kPatience);
   }
+  if (!connections_.owing().empty() && !acknowledgeTask_.isScheduled()) {
+    acknowledgeTask_.dueIn(kAcknowledgeWithin);
+  }
+}
+
+Timer::TimePoint Messenger::acknowledge(Timer::TimePoint /*now*/) {
+  progress_.submit([this] {
+    for (Connection* const connection : connections_.takeOwing()) {
+      connection->incoming.isOwing = false;
+      if (connection->incoming.unacknowledgedBytes != 0 && !lifetime_.isClosed()) {
+        outbox_.acknowledge(*connection);
+      }
+    }
+  });
+  return Timer::kNever;
 }
 
 void Messenger::drainTransportWithWorkerLock() {

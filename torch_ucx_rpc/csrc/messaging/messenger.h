@@ -192,6 +192,8 @@ class Messenger final : public Leader, public PeerObserver, private ProgressClie
   void countStaged(const OutgoingMessage& message);
   // Timer task: keeps messages that wait for the receive window from waiting for ever.
   Timer::TimePoint checkWindow(Timer::TimePoint now);
+  // Timer task: acknowledges frames that no frame to their sender has acknowledged.
+  Timer::TimePoint acknowledge(Timer::TimePoint now);
 
   // Constant after construction.
   const Identity self_;
@@ -200,6 +202,7 @@ class Messenger final : public Leader, public PeerObserver, private ProgressClie
   const Lifetime& lifetime_;
   const CopyForSelf copyForSelf_;
   Timer::Task& windowTask_;
+  Timer::Task& acknowledgeTask_;
 
   // In order of construction: what is below uses what is above.
   const std::unique_ptr<Transport> transport_; // worker lock

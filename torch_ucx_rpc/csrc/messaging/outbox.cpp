@@ -40,7 +40,7 @@ Error Outbox::connect(Connection& connection, const OutgoingMessage& message) {
   if (connection.state() == Connection::State::kClosed && message.header.kind != wire::Kind::kGoodbye) {
     return peer.whyGone();
   }
-  if (connection.endpoint().has_value()) {
+  if (connection.endpoint().has_value() || connection.state() == Connection::State::kResuming) {
     return {};
   }
   // At the first message, not at the start: a worker of a large job calls few others.
@@ -132,8 +132,9 @@ void Outbox::enqueue(Connection& connection, std::unique_ptr<OutgoingMessage> me
   if (counts) {
     const size_t queue = Connection::queueOf(*message);
     auto& waiting = connection.outgoing.waiting[queue];
-    // Even if there is room, a message does not pass those that wait.
-    if (!waiting.empty() || !connection.path().loads[queue].hasRoomFor(*message, share_)) {
+    // Even if there is room, a message does not pass those that wait. One that waits can be canceled.
+    if (!waiting.empty() || connection.state() == Connection::State::kResuming ||
+        !connection.path().loads[queue].hasRoomFor(*message, share_)) {
       waiting.emplace(message->header.callId, std::move(message));
       return;
     }
@@ -143,11 +144,31 @@ void Outbox::enqueue(Connection& connection, std::unique_ptr<OutgoingMessage> me
 
 void Outbox::startDeferred(Connection& connection) {
   assertHoldsWorkerLock();
+  if (connection.outgoing.isBroken) {
+    if (connection.state() == Connection::State::kOpen && connection.mayResume()) {
+      transport_.abandon(*connection.endpoint());
+      connection.breakOff("an operation over it has failed");
+      events_.addBreak(connection.peer());
+    }
+    connection.outgoing.isBroken = false;
+  }
+  if (std::exchange(connection.outgoing.mustSendAgain, false) && connection.state() == Connection::State::kOpen) {
+    sendAgain(connection);
+  }
+  if (connection.outgoing.kept.hasEnded()) {
+    endKept(connection);
+  }
+  if (std::exchange(connection.mustAcknowledge, false)) {
+    acknowledge(connection);
+  }
   sendReady(connection);
   for (const uint64_t callId : std::exchange(connection.outgoing.withdrawn, {})) {
     if (canLeave(connection)) {
       sendControl(connection.peer(), wire::Kind::kCancel, callId);
     }
+  }
+  if (connection.state() == Connection::State::kResuming) {
+    return;
   }
   for (size_t queue = 0; queue < Connection::kQueues; ++queue) {
     const auto& waiting = connection.outgoing.waiting[queue];
@@ -211,12 +232,39 @@ void Outbox::start(Connection& connection, std::unique_ptr<OutgoingMessage> owne
     finish(message, path, message->unfinished, std::move(error));
     return;
   }
-  // Frames are numbered here, in the order in which they leave.
-  message->sealFrames(connection.sealer);
-  const EndpointId endpoint = *connection.endpoint();
   Peer& peer = connection.peer();
   peer.isMet.store(true, std::memory_order_relaxed);
   peer.bytesSent.fetch_add(message->totalBytes(), std::memory_order_relaxed);
+  const wire::Kind kind = message->header.kind;
+  const bool isNumbered = kind != wire::Kind::kJoin && kind != wire::Kind::kReceived;
+  const bool isKept = isNumbered && connection.mayResume();
+  KeptMessages& kept = connection.outgoing.kept;
+  if (isKept || (isNumbered && connection.sealer.has_value())) {
+    kept.number(*message); // in the order in which the frames leave
+  }
+  const wire::ReplayWindow& received = connection.incoming.received;
+  message->forEachFrame([&](wire::Header& header, bool /*hasArrived*/) {
+    header.acknowledged = static_cast<uint32_t>(received.firstMissing());
+  });
+  if (received.missing().empty()) {
+    connection.incoming.unacknowledgedBytes = 0;
+  }
+  message->sealFrames(connection.sealer);
+  if (isKept) {
+    message->takesRoom = path != nullptr;
+    kept.add(std::unique_ptr<OutgoingMessage>(message));
+    peer.resendBytes.store(kept.bytes(), std::memory_order_relaxed);
+    message->unfinished = 0;
+    if (connection.endpoint().has_value()) { // else it leaves when there is one
+      sendKept(connection, *message);
+    }
+    return;
+  }
+  if (!connection.endpoint().has_value()) { // a goodbye, or what resume() sends again
+    finish(message, path, message->unfinished, {ErrorCode::kCanceled, "there is no endpoint at present"});
+    return;
+  }
+  const EndpointId endpoint = *connection.endpoint();
   for (size_t index = 0; index < message->pieces.size(); ++index) {
     const OutgoingMessage::Piece& piece = message->pieces[index];
     transport_.send(
@@ -283,6 +331,9 @@ void Outbox::finish(OutgoingMessage* message, Path* path, size_t parts, Error er
   }
   --outgoing.underWay;
   std::unique_ptr<OutgoingMessage> owned(message);
+  if (owned->header.kind == wire::Kind::kReceived) {
+    owned->error = {}; // another one will follow
+  }
   // A message that has left in part is not sent again: its receiver has some of the parts. A device that has failed
   // will fail again.
   if (isLocal(owned->error.code()) && owned->error.code() != ErrorCode::kDeviceFailed && !owned->hasLeftInPart &&
@@ -335,8 +386,10 @@ void Outbox::retryStranded(Connection& connection) {
 size_t Outbox::underWay() const {
   size_t sum = stranded_; // finish() has counted them down, and they are to leave all the same
   for (const std::unique_ptr<Connection>& connection : connections_.all()) {
-    const bool counts = connection->state() != Connection::State::kClosed && connection->endpoint().has_value();
+    const Connection::State state = connection->state();
+    const bool counts = state != Connection::State::kClosed && connection->endpoint().has_value();
     sum += counts ? connection->outgoing.underWay : 0;
+    sum += state == Connection::State::kResuming ? connection->outgoing.kept.all().size() : 0;
   }
   return sum;
 }
@@ -364,6 +417,7 @@ void Outbox::abandon(Peer& peer) {
     }
   }
   failWaiting(*peer.connection);
+  endKept(*peer.connection);
 }
 
 void Outbox::close() {
@@ -374,6 +428,7 @@ void Outbox::close() {
   }
   for (const std::unique_ptr<Connection>& connection : connections_.all()) {
     failWaiting(*connection);
+    endKept(*connection);
   }
 }
 

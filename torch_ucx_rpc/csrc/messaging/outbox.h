@@ -19,6 +19,8 @@ namespace torch_ucx_rpc {
 // A message may have to wait here:
 // - Until the peer admits this worker. A peer that was asked to do so (kJoin) refuses everything else until then.
 // - Until a device has computed its tensors, because UCX reads memory without regard to streams.
+// - Until another endpoint takes the place of one that has failed (Connection::State::kResuming). Messages that have
+//   left over the first one are kept, and leave again unless the peer has them.
 // - For its turn. Of the parts that travel by rendezvous, only PushShare::parts() are under way to a peer, of requests
 //   and of answers each. Messages leave in the order of their calls. Answers do not wait for requests, nor messages to
 //   one peer for those to another. A message that waits costs next to nothing, and can be canceled.
@@ -51,6 +53,12 @@ class Outbox {
   // memory. Messages under way stay where they are, and no longer take the room of later ones: they arrive when the
   // shared memory works again. On an error nothing has changed.
   Error moveToNetwork(Connection& connection);
+
+  // Resumption. resume() makes another endpoint, and sends the messages over it that the peer does not have. It does
+  // nothing unless the connection is resuming, and changes nothing where no endpoint can be made.
+  void resume(Connection& connection);
+  // Tells the peer which frames have come. With `mustSendAgain` it is asked for the others.
+  void acknowledge(Connection& connection, bool mustSendAgain = false);
 
   // Gives up a request that has not left. False if none with this id waits here.
   bool cancel(Peer& to, uint64_t callId);
@@ -89,6 +97,12 @@ class Outbox {
   // Makes the endpoint, unless there is one.
   Error connect(Connection& connection, const OutgoingMessage& message);
   void finish(OutgoingMessage* message, Path* path, size_t parts, Error error);
+  // The same for messages that outlast their endpoint.
+  void sendKept(Connection& connection, OutgoingMessage& message);
+  void sendAgain(Connection& connection);
+  void finishKept(OutgoingMessage& message, EndpointId endpoint, size_t parts, Error error);
+  void endKept(Connection& connection);
+  void freeRoom(Connection& connection, OutgoingMessage& message);
   // Has the receiver let go of the parts of a message whose other parts cannot leave. Those that wait here until it
   // fetches them would never end otherwise.
   void withdraw(Connection& connection, const OutgoingMessage& message);

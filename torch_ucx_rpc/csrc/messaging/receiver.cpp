@@ -3,11 +3,23 @@
 #include "wire/body.h"
 
 #include <algorithm>
+#include <cstddef>
 #include <exception>
+#include <iterator>
 #include <new>
 #include <utility>
 
 namespace torch_ucx_rpc {
+
+namespace {
+
+// Errors of an endpoint. The others are of memory, of devices, or of the data.
+bool mayComeAgain(const Error& error) {
+  return error.code() == ErrorCode::kPeerFailed || error.code() == ErrorCode::kTimedOut ||
+      error.code() == ErrorCode::kCanceled;
+}
+
+} // namespace
 
 bool Receiver::isBusy(uint64_t Receiving::* bytes, uint64_t more, uint64_t limit, Clock::time_point now) const {
   uint64_t sum = 0;
@@ -128,9 +140,32 @@ bool Receiver::takeMemory(Receiving& receiving) {
 }
 
 void Receiver::release(wire::Piece& piece) {
-  if (piece.isRendezvous()) {
-    toRelease_.push_back(std::exchange(piece.rendezvous, nullptr));
+  if (!piece.isRendezvous()) {
+    return;
   }
+  void* const rendezvous = std::exchange(piece.rendezvous, nullptr);
+  if (piece.announcement != nullptr) {
+    settle(std::exchange(piece.announcement, nullptr));
+  } else {
+    releaseHandle(rendezvous);
+  }
+}
+
+void Receiver::releaseHandle(void* rendezvous) {
+  if (rendezvous != nullptr) {
+    toRelease_.push_back(rendezvous);
+  }
+}
+
+void Receiver::settle(void* given) {
+  auto& announcement = *static_cast<Connection::Announcement*>(given);
+  Connection& from = *announcement.from;
+  releaseHandle(announcement.rendezvous);
+  releaseHandle(announcement.again);
+  if (from.incoming.received.accept(announcement.number)) {
+    connections_.noteArrival(from, 0);
+  }
+  from.incoming.announced.erase(announcement.number);
 }
 
 void Receiver::release(std::vector<wire::Piece>& pieces) {
@@ -209,7 +244,11 @@ void Receiver::addPart(Receiving& receiving, const wire::Piece& piece, const c10
   if (piece.isRendezvous()) {
     std::byte* const begin = static_cast<std::byte*>(into.get()) + piece.offset;
     receiving.parts.push_back(
-        {piece.rendezvous, begin, piece.rendezvousBytes, into.device().is_cpu() ? Memory::kHost : Memory::kDevice});
+        {piece.rendezvous,
+         begin,
+         piece.rendezvousBytes,
+         into.device().is_cpu() ? Memory::kHost : Memory::kDevice,
+         piece.announcement});
   } else {
     piece.copyInto(into.get());
   }
@@ -221,18 +260,27 @@ void Receiver::receiveNextParts(Connection& connection) {
   // so many, and other operations have the worker lock in between.
   uint64_t bytes = source.inFlightBytes;
   size_t pieces = source.inFlightPieces;
-  std::erase_if(source.waiting, [this](Entry receiving) {
-    // The rest of a message that has failed, or that nobody awaits, need not travel.
+  // The rest of a message that has failed, or that nobody awaits, need not travel.
+  const auto giveUpIfOver = [this](Entry receiving) {
     const bool isOver = receiving->error || isAbandoned(*receiving->message.from, receiving->message.header);
     if (isOver) {
       giveUpRest(receiving, callGivenUp());
     }
     return isOver;
-  });
+  };
+  std::erase_if(source.waiting, giveUpIfOver);
+  std::erase_if(source.stalled, giveUpIfOver);
   while (!source.waiting.empty()) {
     const auto next = source.next();
     const Entry receiving = *next;
-    const uint64_t more = receiving->parts[receiving->begun].bytes;
+    const Part* const part = nextPart(*receiving);
+    if (part == nullptr) {
+      source.waiting.erase(next);
+      source.stalled.push_back(receiving);
+      connections_.makeReady(connection); // Messenger has it asked for
+      continue;
+    }
+    const uint64_t more = part->bytes;
     // The more generous limit counts: two pieces of any size, or as many small ones as have the bytes together.
     if (pieces >= kInFlightPieces && bytes + more > kInFlightBytes) {
       break;
@@ -248,20 +296,34 @@ void Receiver::receiveNextParts(Connection& connection) {
 }
 
 void Receiver::receivePart(Connection& connection, Entry receiving) {
-  // Neither reference dangles later: connections stay, and a message stays in its list until all begun parts are
-  // through.
-  const Part& part = receiving->parts[receiving->begun++];
+  // The callback outlives neither: connections stay, and a message stays in its list until all begun parts are through.
+  const Part part = receiving->parts[receiving->begun++];
   const uint64_t bytes = part.bytes;
+  auto* const announcement = static_cast<Connection::Announcement*>(part.announcement);
+  void* rendezvous = part.rendezvous;
+  if (announcement != nullptr) {
+    rendezvous = std::exchange(announcement->rendezvous, nullptr);
+    announcement->isBeingReceived = true;
+  }
   ++receiving->unfinished;
   ++connection.incoming.inFlightPieces;
   connection.incoming.inFlightBytes += bytes;
   transport_.receive(
-      part.rendezvous,
+      rendezvous,
       part.into,
       bytes,
-      [this, &connection, receiving, bytes](Error error) {
+      [this, &connection, receiving, part, bytes](Error error) {
         --connection.incoming.inFlightPieces;
         connection.incoming.inFlightBytes -= bytes;
+        if (part.announcement != nullptr) {
+          if (error && mayComeAgain(error) && !receiving->isDropped && !receiving->error && connection.mayResume()) {
+            --receiving->unfinished;
+            putBack(connection, receiving, part);
+            return;
+          }
+          settle(part.announcement);
+          connections_.noteArrival(connection, bytes);
+        }
         if (!connection.incoming.waiting.empty()) {
           connections_.makeReady(connection);
         }
@@ -277,6 +339,35 @@ void Receiver::receivePart(Connection& connection, Entry receiving) {
       part.memory);
 }
 
+Receiving::Part* Receiver::nextPart(Receiving& receiving) {
+  const auto isThere = [](const Part& part) {
+    const auto* const announcement = static_cast<const Connection::Announcement*>(part.announcement);
+    return announcement == nullptr || announcement->rendezvous != nullptr;
+  };
+  const auto begin = receiving.parts.begin() + static_cast<std::ptrdiff_t>(receiving.begun);
+  const auto found = std::find_if(begin, receiving.parts.end(), isThere);
+  if (found == receiving.parts.end()) {
+    return nullptr;
+  }
+  std::iter_swap(begin, found);
+  return &*begin;
+}
+
+void Receiver::putBack(Connection& connection, Entry receiving, Part part) {
+  auto& announcement = *static_cast<Connection::Announcement*>(part.announcement);
+  announcement.isBeingReceived = false;
+  announcement.rendezvous = std::exchange(announcement.again, nullptr);
+  Connection::Incoming& source = connection.incoming;
+  const bool isWaiting = receiving->begun != receiving->parts.size();
+  receiving->parts.push_back(part);
+  if (!isWaiting) {
+    source.waiting.push_back(receiving);
+  } else if (announcement.rendezvous != nullptr) {
+    std::ranges::move(std::exchange(source.stalled, {}), std::back_inserter(source.waiting));
+  }
+  connections_.makeReady(connection);
+}
+
 void Receiver::cancel(Connection& from, uint64_t callId) {
   const auto isCanceled = [&](Entry receiving) {
     const wire::Header& header = receiving->message.header;
@@ -289,13 +380,15 @@ void Receiver::cancel(Connection& from, uint64_t callId) {
     }
     return isHere;
   });
-  std::erase_if(from.incoming.waiting, [&](Entry receiving) {
-    const bool isHere = isCanceled(receiving);
-    if (isHere) {
-      giveUpRest(receiving, callGivenUp());
-    }
-    return isHere;
-  });
+  for (std::vector<Entry>* entries : {&from.incoming.waiting, &from.incoming.stalled}) {
+    std::erase_if(*entries, [&](Entry receiving) {
+      const bool isHere = isCanceled(receiving);
+      if (isHere) {
+        giveUpRest(receiving, callGivenUp());
+      }
+      return isHere;
+    });
+  }
 }
 
 void Receiver::giveUpRest(Entry receiving, const Error& why) {
@@ -303,7 +396,12 @@ void Receiver::giveUpRest(Entry receiving, const Error& why) {
     receiving->error = why;
   }
   for (; receiving->begun != receiving->parts.size(); ++receiving->begun) {
-    toRelease_.push_back(receiving->parts[receiving->begun].rendezvous);
+    const Part& part = receiving->parts[receiving->begun];
+    if (part.announcement != nullptr) {
+      settle(part.announcement);
+    } else {
+      releaseHandle(part.rendezvous);
+    }
   }
   finishIfDone(receiving);
 }
@@ -351,6 +449,7 @@ void Receiver::dropPeer(Connection& connection) {
   }
   // Before the entries end: this list has iterators to them.
   connection.incoming.waiting.clear();
+  connection.incoming.stalled.clear();
   for (auto next = receiving_.begin(); next != receiving_.end();) {
     const Entry receiving = next++;
     if (receiving->message.from != &connection.peer()) {
@@ -373,8 +472,10 @@ void Receiver::close() {
     for (const Entry receiving : std::exchange(connection->incoming.starting, {})) {
       reject(receiving, shutDown);
     }
-    for (const Entry receiving : std::exchange(connection->incoming.waiting, {})) {
-      giveUpRest(receiving, shutDown);
+    for (std::vector<Entry>* entries : {&connection->incoming.waiting, &connection->incoming.stalled}) {
+      for (const Entry receiving : std::exchange(*entries, {})) {
+        giveUpRest(receiving, shutDown);
+      }
     }
   }
 }

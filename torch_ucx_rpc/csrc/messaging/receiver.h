@@ -90,6 +90,8 @@ class Receiver {
   void release(wire::Piece& piece);
   void release(std::vector<wire::Piece>& pieces);
   void release(wire::Assembled& assembled);
+  // The same for what the transport gave; null is none.
+  void releaseHandle(void* rendezvous);
 
   // These three must not be called inside a transport callback. A round calls them in this order.
   void beginRound() {
@@ -141,6 +143,12 @@ class Receiver {
   // Begins to receive parts, as many as may be in flight from the peer.
   void receiveNextParts(Connection& connection);
   void receivePart(Connection& connection, Entry receiving);
+  // The part that is received next. Null if all are to be announced again first.
+  static Part* nextPart(Receiving& receiving);
+  // A part is not received because its endpoint has failed: it is to be announced again.
+  void putBack(Connection& connection, Entry receiving, Part part);
+  // A rendezvous with a number has been received, or is given up.
+  void settle(void* announcement);
   // Gives up the parts that have not begun.
   void giveUpRest(Entry receiving, const Error& why);
   // Adds the event of a message, and forgets it, if all its parts are through.

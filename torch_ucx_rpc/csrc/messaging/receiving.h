@@ -30,6 +30,7 @@ struct Receiving {
     void* into;
     uint64_t bytes;
     Memory memory;
+    void* announcement = nullptr; // see wire::Piece
   };
   using Entry = std::list<Receiving>::iterator; // stays valid until the last part is through
 

@@ -11,6 +11,9 @@ namespace {
 
 constexpr auto kPeriod = std::chrono::milliseconds(20);
 
+// How many rounds this worker waits for what a peer is to announce again, before it asks the peer for it.
+constexpr unsigned kRoundsToAsk = 25;
+
 // How often the log says that messages cannot be sent.
 constexpr auto kReminder = std::chrono::seconds(10);
 
@@ -52,11 +55,30 @@ Timer::TimePoint Retries::retry(Timer::TimePoint now) {
       if (connection->isMoving && !repair_.moveWithWorkerLock(*connection)) {
         schedule();
       }
+      if (resume(*connection)) {
+        schedule();
+      }
     }
     outbox_.retryStranded();
     files_.refill();
   });
   return Timer::kNever; // set again if that fails
+}
+
+bool Retries::resume(Connection& connection) {
+  if (connection.state() == Connection::State::kClosed) {
+    return false;
+  }
+  if (connection.state() == Connection::State::kResuming &&
+      (connection.roundsToResume == 0 || --connection.roundsToResume == 0)) {
+    outbox_.resume(connection);
+  }
+  const bool isStalled = !connection.incoming.stalled.empty();
+  if (isStalled && ++connection.roundsStalled % kRoundsToAsk == 0) {
+    outbox_.acknowledge(connection, true);
+  }
+  connection.roundsStalled = isStalled ? connection.roundsStalled : 0;
+  return isStalled || connection.state() == Connection::State::kResuming;
 }
 
 } // namespace torch_ucx_rpc

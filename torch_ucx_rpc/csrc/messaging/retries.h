@@ -11,9 +11,12 @@
 
 namespace torch_ucx_rpc {
 
-// Tries work again that has failed over an error of this process, such as a full file table: messages that have
-// stranded are sent, and connections move to the network. No event tells when the process may open files again. So it
-// tries every few milliseconds, with the files of a reserve. All functions need the worker lock.
+// Tries work again for which no event tells when it can succeed:
+// - Messages that have stranded over an error of this process, such as a full file table, are sent, and connections
+//   move to the network. It tries every few milliseconds, with the files of a reserve.
+// - Connections whose endpoints have failed are resumed, and peers are asked for what they have not sent again.
+//
+// All functions need the worker lock.
 class Retries {
  public:
   // Adds a task to the timer, so it must not have started.
@@ -37,6 +40,8 @@ class Retries {
  private:
   // Timer task.
   Timer::TimePoint retry(Timer::TimePoint now);
+  // One round of resumption. True if there is more to do later.
+  bool resume(Connection& connection);
 
   Connections& connections_;
   Outbox& outbox_;

@@ -42,7 +42,7 @@ int Lifelines::beginToConnect(const Line& line) {
   return socket;
 }
 
-void Lifelines::connect(const Member& member, UniqueFunction<void()> onCut) {
+void Lifelines::connect(const Member& member, UniqueFunction<void()> onCut, bool hasFailed) {
   if (member.lifelinePort == 0) {
     return;
   }
@@ -55,6 +55,7 @@ void Lifelines::connect(const Member& member, UniqueFunction<void()> onCut) {
   line.host = member.lifelineHost;
   line.port = member.lifelinePort;
   line.onCut = std::move(onCut);
+  line.hasConnected = hasFailed;
   if (!open(member.session, line)) {
     lines_.erase(entry);
   }
@@ -80,7 +81,8 @@ bool Lifelines::open(uint64_t session, Line& line) {
 //   how the socket has ended                what it means                      what follows
 //   a connection ended (0, ECONNRESET)      the process, or a firewall's whim  another connection, kReconnections times
 //   refused, and it was connected before    nobody listens there any more      onCut
-//   refused at first, or not reached        nothing about the peer             nothing
+//   refused at first, or not reached        nothing about the peer             nothing, unless another connection has
+//                                                                              failed: then onCut, if it is refused
 void Lifelines::onEvent(uint64_t session) {
   UniqueFunction<void()> onCut;
   {

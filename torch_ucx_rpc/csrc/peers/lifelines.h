@@ -23,10 +23,11 @@ class Lifelines {
   Lifelines(const Lifelines&) = delete;
   Lifelines& operator=(const Lifelines&) = delete;
 
-  // Connects to the port of `member`, unless it has none. `onCut` runs once, inside the watch, when the connection has
-  // ended and the port refuses another one. It never runs where the port could not be reached in the first place: a
-  // firewall or an address of another network says nothing about the peer.
-  void connect(const Member& member, UniqueFunction<void()> onCut);
+  // Connects to the port of `member`, unless it has none or this object is connected to it. `onCut` runs once, inside
+  // the watch, when the connection has ended and the port refuses another one. It never runs where the port could not
+  // be reached in the first place: a firewall or an address of another network says nothing about the peer. With
+  // `hasFailed`, another connection to the peer has ended: then `onCut` runs also if the port refuses the first one.
+  void connect(const Member& member, UniqueFunction<void()> onCut, bool hasFailed = false);
 
   // Closes the connection. `onCut` may be running already, or about to.
   void forget(const Member& member);

@@ -112,14 +112,18 @@ class Peer {
   // inbox sets it for the latter, under the worker lock.
   std::atomic<bool> needsHeartbeat{false};
 
+  // A failed endpoint to it can be replaced: something else would tell that it has died. Set by the monitor.
+  std::atomic<bool> mayResume{false};
+
   // Written under the worker lock; read by any thread.
-  // It has been silent for the limit, and is not lost yet: see Heartbeat.
+  // It has been silent for the limit, or the endpoint to it has failed, and it is not lost yet: see Heartbeat.
   std::atomic<bool> isResuming{false};
   std::atomic<uint64_t> timesResumed{0}; // how often that has begun
 
   std::atomic<bool> isMet{false}; // a message has been sent to it, or has come from it
   std::atomic<uint64_t> bytesSent{0};
   std::atomic<uint64_t> bytesReceived{0};
+  std::atomic<uint64_t> resendBytes{0}; // of messages that are kept until it has them: see KeptMessages
   // It runs on this machine, and shared memory does not reach it: its pid namespace is another, or its user. UCX takes
   // a common IPC namespace for a common machine, looks for the process by its id, which means nothing here, or another
   // process, and cannot open the memory of another user. The group sets it for these, before the first message. Or one

@@ -15,6 +15,7 @@ PeerMonitor::PeerMonitor(
       messenger_(parts.messenger),
       timer_(parts.timer),
       lifetime_(parts.lifetime),
+      mayResume_(heartbeatLimit.count() != 0 && reconnectLimit.count() != 0),
       heartbeatTask_(parts.timer.add("heartbeats", [this](Timer::TimePoint now) { return beat(now); })),
       processes_([this](int fd, UniqueFunction<void()> onReadable) { messenger_.watch(fd, std::move(onReadable)); }),
       lifelines_([this](int fd, UniqueFunction<void()> onReadable) { messenger_.watch(fd, std::move(onReadable)); }),
@@ -36,7 +37,10 @@ void PeerMonitor::watch(const Member& self, const std::vector<Peer*>& peers) {
       continue;
     }
     if (heartbeat_.isOn()) {
-      peer->needsHeartbeat.store(outcome == ProcessWatch::Outcome::kNotPossible);
+      const bool isElsewhere = outcome == ProcessWatch::Outcome::kNotPossible;
+      peer->needsHeartbeat.store(isElsewhere);
+      // Without its lifeline, a failed endpoint would be the only sign that it has died.
+      peer->mayResume.store(mayResume_ && isElsewhere && peer->member().lifelinePort != 0);
       heartbeatTask_.dueIn(heartbeat_.period()); // also for a watched process: it may be stopped
     }
   }
@@ -48,7 +52,8 @@ void PeerMonitor::watch(const Member& self, const std::vector<Peer*>& peers) {
 //   end of its process, on this machine            watch(), addFailureWithWorkerLock(), onFailure()
 //   silence, elsewhere                             checkHeartbeatsWithWorkerLock(), and on in the same way
 //   end of its lifeline, elsewhere, not over TCP   Heartbeat::doubt(), which shortens the silence that it takes
-//   a connection that the transport reports        Inbox::onEndpointFailed(), onFailure()
+//   an endpoint that the transport reports         Inbox::onEndpointFailed(), onFailure()
+//   the same, and Peer::mayResume                  onBroken(), then a refusal of its lifeline, or silence
 //   a control frame that cannot be sent            onControlNotSent(), onFailure()
 //
 // All but the first and the last go through EventBuffer::addFailure(), and so come after everything that has arrived:
@@ -88,6 +93,22 @@ void PeerMonitor::onFailure(Peer& peer, Error why) {
     return; // a peer ends by its own error or silence only
   }
   end(peer, Peer::State::kFailed, peer.lost(why));
+}
+
+// The port of the lifeline tells whether the process has ended: its kernel refuses a connection then. If the peer is
+// well, the lifeline shows its end from then on. If the port cannot be reached, silence decides.
+void PeerMonitor::onBroken(Peer& peer) {
+  if (lifetime_.isClosed() || isEverybodyLeaving_.load() || !peer.isThere()) {
+    return;
+  }
+  lifelines_.connect(peer.member(), [this, &peer] { onLifelineCutWithWorkerLock(peer); }, true);
+}
+
+void PeerMonitor::setEverybodyLeaving() {
+  isEverybodyLeaving_.store(true);
+  for (Peer* peer : directory_.all()) {
+    peer->mayResume.store(false); // those that end first are not to be looked for
+  }
 }
 
 void PeerMonitor::onControlNotSent(Peer& to, const Error& why) {
@@ -135,14 +156,23 @@ void PeerMonitor::connectLifelineWithWorkerLock(Peer& peer) {
   if (std::any_of(lanes.begin(), lanes.end(), isTcp)) {
     return; // UCX reports the end of a TCP connection
   }
-  lifelines_.connect(peer.member(), [this, &peer] {
-    if (lifetime_.isClosed() || !peer.isThere()) {
-      return;
-    }
-    messenger_.drainTransportWithWorkerLock(); // what it sent before its end counts
-    heartbeat_.doubt(peer, timer_.now());
-    messenger_.sendNowWithWorkerLock(peer, wire::Kind::kPing);
-  });
+  lifelines_.connect(peer.member(), [this, &peer] { onLifelineCutWithWorkerLock(peer); });
+}
+
+void PeerMonitor::onLifelineCutWithWorkerLock(Peer& peer) {
+  if (lifetime_.isClosed() || !peer.isThere()) {
+    return;
+  }
+  messenger_.drainTransportWithWorkerLock(); // what it sent before its end counts
+  if (peer.connection->isUnproven) {
+    messenger_.addFailureWithWorkerLock(
+        peer,
+        {ErrorCode::kPeerFailed,
+         "its process has ended: the connection to it has failed, and its host refuses others"});
+    return;
+  }
+  heartbeat_.doubt(peer, timer_.now());
+  messenger_.sendNowWithWorkerLock(peer, wire::Kind::kPing);
 }
 
 } // namespace torch_ucx_rpc

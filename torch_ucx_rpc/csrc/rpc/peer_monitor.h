@@ -34,9 +34,7 @@ class PeerMonitor final : public PeerHandler {
   void end(Peer& peer, Peer::State state, Error why);
 
   // To be called when a graceful join has succeeded. From now on a peer may vanish without being lost.
-  void setEverybodyLeaving() {
-    isEverybodyLeaving_.store(true);
-  }
+  void setEverybodyLeaving();
   bool isEverybodyLeaving() const {
     return isEverybodyLeaving_.load();
   }
@@ -48,6 +46,7 @@ class PeerMonitor final : public PeerHandler {
   // PeerHandler.
   void onGoodbye(Peer& from) override;
   void onFailure(Peer& peer, Error why) override;
+  void onBroken(Peer& peer) override;
   void onControlNotSent(Peer& to, const Error& why) override;
 
  private:
@@ -56,12 +55,15 @@ class PeerMonitor final : public PeerHandler {
   void checkHeartbeatsWithWorkerLock(Timer::TimePoint now);
   // Connects the lifeline of a peer that has just been heard, where the transport does not notice its end.
   void connectLifelineWithWorkerLock(Peer& peer);
+  // The port of the lifeline is closed: the process has ended.
+  void onLifelineCutWithWorkerLock(Peer& peer);
 
   const Identity self_;
   const Directory& directory_;
   Messenger& messenger_;
   const Timer& timer_;
   const Lifetime& lifetime_;
+  const bool mayResume_;
   Timer::Task& heartbeatTask_;
   std::vector<PeerObserver*> observers_; // constant after start()
 

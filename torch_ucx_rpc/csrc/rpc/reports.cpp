@@ -36,7 +36,8 @@ AgentStatistics Reports::counters() const {
               {"calls_received", "agent.calls_received", peer->callsReceived.load()},
               {"bytes_sent", "agent.bytes_sent", peer->bytesSent.load()},
               {"bytes_received", "agent.bytes_received", peer->bytesReceived.load()},
-              {"times_resumed", "agent.times_resumed", peer->timesResumed.load()}},
+              {"times_resumed", "agent.times_resumed", peer->timesResumed.load()},
+              {"resend_bytes", "agent.resend_bytes", peer->resendBytes.load()}},
          .latencyCounts = peer->latencies.counts(),
          .latencySum = peer->latencies.sum()});
   }

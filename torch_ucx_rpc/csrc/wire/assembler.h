@@ -18,6 +18,7 @@ struct Piece {
   void* rendezvous = nullptr; // the transport's handle
   uint64_t rendezvousBytes = 0;
   uint64_t offset = 0; // in its span
+  void* announcement = nullptr; // of a rendezvous that has a number: see messaging/connection.h
 
   bool isRendezvous() const {
     return rendezvous != nullptr;

@@ -20,14 +20,14 @@
 //      +---------------+---------------+-------------------------------+
 //  48  |       content tag; of a span: offset and span bytes           |
 //      +---------------+---------------+-------------------------------+
-//  64  |  deadline ms  |       0       |           frame tag           |
+//  64  |  deadline ms  | acknowledged  |           frame tag           |
 //      +---------------+---------------+                               +
 //  80  |                               |
 //      +-------------------------------+
 //
 // Little endian. A message is one body (index = kBodyIndex) and `span count` spans (index 0, 1, ...). The body is an
 // active message, and so is each piece of a span, all with this same header. They may arrive in any order, and (source
-// session, kind, call id) joins them. wire/seal.h fills sequence and tags; they are zero in a job without a secret.
+// session, kind, call id) joins them. wire/seal.h fills the tags, which are zero in a job without a secret.
 
 namespace torch_ucx_rpc::wire {
 
@@ -51,10 +51,11 @@ enum class Kind : uint8_t {
   kPong = 11, // no body
   kRefused = 12, // the request with this call id has not been run; body: Refusal and a sentence
   kUseNetwork = 13, // the sender does not hear the receiver over shared memory; no body
+  kReceived = 14, // body: Received and runs of missing numbers; the only kind without a number in a job with a secret
   // Of channels (rpc/channel.h):
-  kPut = 14, // a value for a tag of the receiver; body: wire/put.h; `call id` is the sender's number of the put
-  kTaken = 15, // `call id` bytes of bodies of the receiver's puts have been taken; no body
-  kPutRefused = 16, // a put was dropped: its group has another epoch, which is `call id`; body: the group
+  kPut = 15, // a value for a tag of the receiver; body: wire/put.h; `call id` is the sender's number of the put
+  kTaken = 16, // `call id` bytes of bodies of the receiver's puts have been taken; no body
+  kPutRefused = 17, // a put was dropped: its group has another epoch, which is `call id`; body: the group
 };
 
 // Whether frames of this kind are parts of a message, which may have spans. The others are control frames.
@@ -63,8 +64,8 @@ inline constexpr bool isMessage(Kind kind) {
 }
 
 inline constexpr uint16_t kMagic = 0x5855; // "UX"
-// Raised with every change that an older reader would misread. Workers of one job must agree on it. 4 added the
-// deadline, 5 channels and the tree of the barrier.
+// Raised with every change that an older reader would misread. Workers of one job must agree on it. 5 numbers and
+// acknowledges frames, and adds channels and the tree of the barrier.
 inline constexpr uint8_t kVersion = 5;
 inline constexpr uint32_t kBodyIndex = 0xFFFFFFFF;
 // Far above any real message (a span is a tensor of at least tens of KiB), small enough that a lie costs nothing.
@@ -86,7 +87,9 @@ struct Header {
   uint64_t callId = 0;
   uint32_t index = kBodyIndex;
   uint32_t spanCount = 0;
-  uint64_t sequence = 0; // counted by the sender for each receiver
+  // The number of the frame, counted from 1 by the sender for each receiver. A frame that is sent again has the same
+  // number. 0: it has none, and is never sent again.
+  uint64_t sequence = 0;
   union {
     Hmac::Tag contentTag{}; // of a body: over the payload and the body, where they travel outside of this frame
     Place place; // of a piece of a span
@@ -95,7 +98,8 @@ struct Header {
   // and for a request that must run all the same. It is relative, because the clocks of two machines may differ, so
   // time on the way does not count against it.
   uint32_t deadlineMs = 0;
-  uint32_t reserved = 0; // 0; unchecked
+  // The low half of the first number that the sender of this frame has not received from its receiver.
+  uint32_t acknowledged = 0;
   Hmac::Tag frameTag{}; // over this header, and over the data if it is a body that came along
 };
 static_assert(sizeof(Header) == 88 && offsetof(Header, sourceRank) == 4 && offsetof(Header, sourceSession) == 8);
@@ -103,7 +107,7 @@ static_assert(offsetof(Header, targetSession) == 16 && offsetof(Header, callId) 
 static_assert(offsetof(Header, index) == 32 && offsetof(Header, spanCount) == 36);
 static_assert(
     offsetof(Header, sequence) == 40 && offsetof(Header, contentTag) == 48 && offsetof(Header, deadlineMs) == 64);
-static_assert(offsetof(Header, reserved) == 68 && offsetof(Header, frameTag) == 72);
+static_assert(offsetof(Header, acknowledged) == 68 && offsetof(Header, frameTag) == 72);
 
 // Bodies of the two barrier frames (peers/barrier.h). An arrival is any number of runs; their ranks adjoin.
 struct BarrierRun {
@@ -129,6 +133,15 @@ struct Refusal {
   RefusalReason reason;
   uint32_t reserved;
 };
+
+// Body of kReceived: which frames of the receiver have come. All below `next` have, except runs of missing numbers,
+// which follow: the first number of each, and the first number after it.
+struct Received {
+  uint64_t next;
+  uint32_t runs;
+  uint32_t mustSendAgain; // 1: the sender waits for missing frames, and asks for them
+};
+inline constexpr uint32_t kMaxRuns = 1024;
 
 // Reads a header and checks everything that can be checked without knowing the job: size, magic, version, kind, index.
 Error readHeader(std::span<const std::byte> bytes, Header& header);

@@ -1,5 +1,6 @@
 #include "wire/replay_window.h"
 
+#include <iterator>
 #include <limits>
 
 namespace torch_ucx_rpc::wire {
@@ -32,6 +33,14 @@ bool ReplayWindow::accept(uint64_t number) {
     gaps_.erase(gaps_.begin());
   }
   return true;
+}
+
+bool ReplayWindow::hasCome(uint64_t number) const {
+  if (number >= next_) {
+    return number == std::numeric_limits<uint64_t>::max();
+  }
+  const auto gap = gaps_.upper_bound(number);
+  return gap == gaps_.begin() || number >= std::prev(gap)->second;
 }
 
 } // namespace torch_ucx_rpc::wire

@@ -15,16 +15,34 @@ class ReplayWindow {
   // peer that leaves so many has the secret, but must not cost more memory than this (about 64 bytes a gap).
   static constexpr size_t kMaxGaps = 4096;
 
+  // The sequence begins at `first`.
+  explicit ReplayWindow(uint64_t first = 0) : next_(first) {}
+
   // Takes a number. False if it has come before, or may have.
   bool accept(uint64_t number);
+  // Whether accept() would return false.
+  bool hasCome(uint64_t number) const;
+
+  // All numbers below have come.
+  uint64_t firstMissing() const {
+    return gaps_.empty() ? next_ : gaps_.begin()->first;
+  }
+  // One above the highest that has come.
+  uint64_t next() const {
+    return next_;
+  }
+  // The runs of missing numbers below: the first of each -> the first after it that is not missing.
+  const std::map<uint64_t, uint64_t>& missing() const {
+    return gaps_;
+  }
 
   size_t gaps() const {
     return gaps_.size();
   }
 
  private:
-  uint64_t next_ = 0; // one above the highest that has come
-  std::map<uint64_t, uint64_t> gaps_; // first missing -> first after it that is not
+  uint64_t next_;
+  std::map<uint64_t, uint64_t> gaps_;
 };
 
 } // namespace torch_ucx_rpc::wire

@@ -53,7 +53,6 @@ bool isContentGenuine(
 }
 
 void Sealer::sealFrame(Header& header, uint64_t dataBytes, std::span<const std::byte> data) {
-  header.sequence = next_++;
   header.frameTag = frameTag(hmac_, header, dataBytes, data);
 }
 

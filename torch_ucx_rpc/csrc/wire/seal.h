@@ -2,7 +2,6 @@
 
 #include "base/hmac.h"
 #include "wire/header.h"
-#include "wire/replay_window.h"
 
 #include <cstdint>
 #include <span>
@@ -12,8 +11,8 @@
 //
 // - Each ordered pair of workers has a key of its own, made of the secret and of both sessions
 //   (torch_ucx_rpc/_bootstrap/secret.py). Frames recorded in an earlier life of either worker mean nothing to this one.
-// - Every frame has a number, which is taken once, and a frame tag: over the header with the number, over the length of
-//   the data, and over a body that travels in the frame.
+// - Every frame has a frame tag: over the header with the frame's number, over the length of the data, and over a body
+//   that travels in the frame. The receiver takes each number once.
 // - A large body and a large payload come by rendezvous, later than their header. The content tag in the body's header
 //   covers them; it is checked when they are there.
 // - The bytes of tensors are not covered. Their places and their sizes are.
@@ -39,13 +38,12 @@ class Sealer {
  public:
   explicit Sealer(const std::string& key) : hmac_(key) {}
 
-  // Numbers the frame and fills its tag; nothing of the header may change afterwards. `dataBytes` travel with the frame
-  // or are announced by it. `data` is the body that travels with it, or nothing.
+  // Fills the tag of a frame that has its number; nothing of the header may change afterwards. `dataBytes` travel with
+  // the frame or are announced by it. `data` is the body that travels with it, or nothing.
   void sealFrame(Header& header, uint64_t dataBytes, std::span<const std::byte> data);
 
  private:
   Hmac hmac_;
-  uint64_t next_ = 0;
 };
 
 // Checks the frames of one peer. One thread at a time.
@@ -56,14 +54,8 @@ class Opener {
   // True if the peer has sealed it. The arguments are those of Sealer::sealFrame().
   bool isGenuine(const Header& header, uint64_t dataBytes, std::span<const std::byte> data);
 
-  // True if a genuine frame has not come before. Ask once a frame: the answer takes its number.
-  bool isNew(const Header& header) {
-    return window_.accept(header.sequence);
-  }
-
  private:
   Hmac hmac_;
-  ReplayWindow window_;
 };
 
 } // namespace torch_ucx_rpc::wire

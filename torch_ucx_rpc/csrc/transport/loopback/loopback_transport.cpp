@@ -166,16 +166,16 @@ class LoopbackTransport final : public Transport {
     }
     while (auto dead = take(dead_)) {
       for (EndpointId id = 0; id < endpoints_.size(); ++id) {
-        if (endpoints_[id].address == *dead && !endpoints_[id].failure) {
-          failing_.push_back(id);
+        if (endpoints_[id].address == dead->first && !endpoints_[id].failure) {
+          failing_.emplace_back(id, dead->second);
         }
       }
     }
     while (!failing_.empty()) {
-      const EndpointId id = failing_.front();
+      const auto [id, how] = failing_.front();
       failing_.pop_front();
       ++told;
-      fail(id, {ErrorCode::kPeerFailed, "loopback: '" + endpoints_[id].address + "' was killed"});
+      fail(id, {ErrorCode::kPeerFailed, "loopback: '" + endpoints_[id].address + "' " + how});
       listener_->onEndpointFailed(id, endpoints_[id].failure);
     }
     return told;
@@ -325,14 +325,14 @@ class LoopbackTransport final : public Transport {
   std::vector<Endpoint> endpoints_;
   uint64_t nextOperation_ = 0;
   std::unordered_map<uint64_t, Operation> operations_;
-  std::deque<EndpointId> failing_; // the listener has not heard
+  std::deque<std::pair<EndpointId, std::string>> failing_; // the listener has not heard; and how they have failed
   std::unordered_set<void*> handles_;
   std::shared_ptr<LoopbackNetwork::Rendezvous>* announced_ = nullptr; // the listener is being told of it
 
   // Guarded by the network's mutex: written by peers.
   std::deque<LoopbackNetwork::Delivery> arrived_;
   std::deque<std::pair<uint64_t, Error>> completed_;
-  std::deque<std::string> dead_;
+  std::deque<std::pair<std::string, std::string>> dead_; // the endpoints to this name fail, and how
 };
 
 std::unique_ptr<Transport> LoopbackNetwork::makeTransport(const std::string& name) {
@@ -365,11 +365,22 @@ void LoopbackNetwork::releaseHeld() {
   }
 }
 
+void LoopbackNetwork::reset(const std::string& from, const std::string& to) {
+  const std::lock_guard lock(mutex_);
+  if (const auto target = transports_.find(to); target != transports_.end()) {
+    std::erase_if(target->second->arrived_, [&](const Delivery& delivery) { return delivery.from == from; });
+  }
+  if (const auto source = transports_.find(from); source != transports_.end()) {
+    source->second->dead_.emplace_back(to, "has reset the connection");
+    source->second->signal();
+  }
+}
+
 void LoopbackNetwork::kill(const std::string& name) {
   const std::lock_guard lock(mutex_);
   transports_.erase(name);
   for (auto& [peer, transport] : transports_) {
-    transport->dead_.push_back(name);
+    transport->dead_.emplace_back(name, "was killed");
     transport->signal();
   }
 }

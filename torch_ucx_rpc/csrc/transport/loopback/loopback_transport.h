@@ -52,6 +52,10 @@ class LoopbackNetwork {
   // Delivers the held messages, the latest first, for tests of reordering.
   void releaseHeld();
 
+  // Behaves as if the connection by which `from` sends to `to` was reset: what is under way there is lost, without what
+  // is held, and the endpoints of `from` fail. It may make others.
+  void reset(const std::string& from, const std::string& to);
+
   // Behaves as if the process behind `name` had died: every endpoint to it fails, and nothing more comes from it.
   void kill(const std::string& name);
 
