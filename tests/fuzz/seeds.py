@@ -11,7 +11,7 @@ from pathlib import Path
 
 CORPUS = Path(__file__).parent / "corpus"
 
-VERSION = 4
+VERSION = 5
 REQUEST, RESPONSE, CANCEL, GOODBYE, ARRIVE, RELEASE, JOIN, LEAVE, ACKNOWLEDGE = range(1, 10)
 NOWHERE = 0xFFFFFFFF
 UNDEFINED, STRIDED, COO, CSR = 0, 1, 2, 3

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.rpc as rpc
-from _jobs import KILLED, die
-from workers import Steps
+from tests.libraries._jobs import KILLED, die
+from tests.support.workers import Steps
 
 from torch_ucx_rpc.channel import Channel
 from torch_ucx_rpc.errors import CallTimedOut, EpochEnded, NotRunning, WorkerLost

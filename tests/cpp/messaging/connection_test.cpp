@@ -72,6 +72,30 @@ TEST_F(ConnectionTest, JoinsUntilThePeerAdmitsThisWorker) {
   EXPECT_EQ(connection.state(), State::kOpen);
 }
 
+TEST_F(ConnectionTest, ResumesAfterABreakIfItMay) {
+  Connection& connection = connections_.of(peer_);
+  connect(connection);
+  EXPECT_FALSE(connection.mayResume());
+  peer_.mayResume.store(true);
+  EXPECT_TRUE(connection.mayResume());
+  connection.breakOff("a reset");
+  EXPECT_EQ(connection.state(), State::kResuming);
+  EXPECT_FALSE(connection.endpoint().has_value());
+  EXPECT_TRUE(connection.mustRetry());
+  EXPECT_EQ(connection.roundsToResume, 1u);
+  connection.transition(Event::kAdmitted);
+  EXPECT_EQ(connection.state(), State::kResuming) << "there is no endpoint yet";
+  for (int failure = 1; failure < 20; ++failure) { // over which nothing comes
+    connect(connection, 1);
+    EXPECT_EQ(connection.state(), State::kOpen);
+    connection.breakOff("a reset");
+    EXPECT_EQ(connection.roundsToResume, failure < 5 ? 1u << failure : 32u);
+  }
+  EXPECT_EQ(peer_.timesResumed.load(), 1u);
+  connection.transition(Event::kAsked);
+  EXPECT_FALSE(connection.mayResume()) << "the peer knows nothing of this worker";
+}
+
 TEST_F(ConnectionTest, IsClosedForGoodWhenThePeerIsGone) {
   Connection& connection = connections_.of(peer_);
   connect(connection);

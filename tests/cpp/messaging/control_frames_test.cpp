@@ -4,6 +4,9 @@
 
 #include <gtest/gtest.h>
 
+#include <cstddef>
+#include <cstdint>
+#include <map>
 #include <optional>
 #include <span>
 #include <variant>
@@ -84,6 +87,34 @@ TEST(ControlFramesTest, ArrivalsOfALargeJobTakeFewBytes) {
     all.values[rank] = rank == 4711 ? 1 : 0;
   }
   EXPECT_EQ(encodeControl(BarrierArrive{1, all}).body.size(), 3 * sizeof(wire::BarrierRun));
+}
+
+TEST(ControlFramesTest, AcknowledgementsKeepTheRunsOfMissingNumbers) {
+  wire::ReplayWindow received(1);
+  for (const uint64_t number : {1, 2, 5, 6, 9}) {
+    ASSERT_TRUE(received.accept(number));
+  }
+  const Bytes body = encodeReceived(received, true);
+  const std::optional<ReceivedFrames> decoded = decodeReceived(body);
+  ASSERT_TRUE(decoded.has_value());
+  EXPECT_EQ(decoded->next, 10u);
+  EXPECT_EQ(decoded->missing, (std::map<uint64_t, uint64_t>{{3, 5}, {7, 9}}));
+  EXPECT_TRUE(decoded->mustSendAgain);
+  const std::span<const std::byte> bytes = body;
+  for (size_t size = 0; size < bytes.size(); ++size) {
+    EXPECT_FALSE(decodeReceived(bytes.first(size)).has_value()) << size;
+  }
+}
+
+TEST(ControlFramesTest, AcknowledgementsLeaveOutMostOfVeryManyRuns) {
+  wire::ReplayWindow received(1);
+  for (uint64_t number = 2; number <= 4 * wire::kMaxRuns; number += 2) {
+    ASSERT_TRUE(received.accept(number));
+  }
+  const std::optional<ReceivedFrames> decoded = decodeReceived(encodeReceived(received, false));
+  ASSERT_TRUE(decoded.has_value());
+  EXPECT_EQ(decoded->missing.size(), wire::kMaxRuns);
+  EXPECT_EQ(decoded->next, 2 * wire::kMaxRuns + 1) << "what is beyond counts as missing";
 }
 
 TEST(ControlFramesTest, OtherKindsAreNotControlFrames) {
