@@ -71,7 +71,9 @@ def measure() -> harness.Figures:
 
 def measure_calls() -> harness.Figures:
     small = torch.randn(SMALL)
-    return {ROUND_TRIP: harness.p50(harness.durations_us(lambda: rpc.rpc_sync("worker1", torch.neg, (small,)), ROUND_TRIPS))}
+    return {
+        ROUND_TRIP: harness.p50(harness.durations_us(lambda: rpc.rpc_sync("worker1", torch.neg, (small,)), ROUND_TRIPS))
+    }
 
 
 def _gloo_worker(rank: int, store: str, result: Any) -> None:

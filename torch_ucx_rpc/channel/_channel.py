@@ -54,7 +54,7 @@ class Channel:
         _check(group, str, "group", "a str")
         _check_epoch(epoch)
         self._group = group
-        self._slots = _slots()
+        self._slots = slots()
         self._epoch = epoch
         self._slots.advance(group, epoch)
 
@@ -157,7 +157,8 @@ class Channel:
         return f"{type(self).__name__}({self._group!r}, epoch={self._epoch})"
 
 
-_slots = PerLife(lambda life: _C.channel_of(life.agent) if life.tells_ends else RpcSlots(life.info.name))
+# The values of this process: the agent's, or on another backend than UCX those that calls bring.
+slots = PerLife(lambda life: _C.channel_of(life.agent) if life.tells_ends else RpcSlots(life.info.name))
 
 
 def _check(value: object, kind: type, name: str, expected: str) -> None:

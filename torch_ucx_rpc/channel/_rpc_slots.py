@@ -206,8 +206,10 @@ def _deadline(timeout: float | None) -> float | None:
 def _arrive(
     group: str, epoch: int, tag: str, source: str, tensors: list[torch.Tensor], is_single: bool
 ) -> torch.futures.Future[str | None]:
-    from torch_ucx_rpc.channel._channel import _slots
+    from torch_ucx_rpc.channel._channel import slots
 
     taken: torch.futures.Future[str | None] = torch.futures.Future()
-    _slots().arrive(group, (epoch, source, tag), _Value(tensors, is_single, taken))
+    here = slots()
+    assert isinstance(here, RpcSlots), "the sender is on another backend"
+    here.arrive(group, (epoch, source, tag), _Value(tensors, is_single, taken))
     return taken
