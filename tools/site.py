@@ -32,7 +32,7 @@ REPOSITORY = "repository"
 API = "api"
 
 PACKAGE = "torch_ucx_rpc"
-MODULES = ("errors", "testing", "services", "reduction", "pipeline", "checkpoint")
+MODULES = ("errors", "testing", "channel", "services", "reduction", "pipeline", "checkpoint")
 
 # Links count outside of code only, fenced or not.
 PART = re.compile(

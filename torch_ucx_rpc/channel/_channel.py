@@ -11,7 +11,7 @@ import torch
 
 from torch_ucx_rpc._native import _C
 from torch_ucx_rpc._workers.life import PerLife
-from torch_ucx_rpc.channel._rpc_slots import RpcSlots
+from torch_ucx_rpc.channel._rpc_slots import rpc_slots
 
 Value = torch.Tensor | list[torch.Tensor]
 
@@ -158,7 +158,7 @@ class Channel:
 
 
 # The values of this process: the agent's, or on another backend than UCX those that calls bring.
-slots = PerLife(lambda life: _C.channel_of(life.agent) if life.tells_ends else RpcSlots(life.info.name))
+slots = PerLife(lambda life: _C.channel_of(life.agent) if life.tells_ends else rpc_slots())
 
 
 def _check(value: object, kind: type, name: str, expected: str) -> None:

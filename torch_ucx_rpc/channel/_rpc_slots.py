@@ -14,6 +14,7 @@ import torch
 from torch._C._distributed_rpc import get_rpc_timeout
 from torch.distributed import rpc
 
+from torch_ucx_rpc._workers.life import PerLife
 from torch_ucx_rpc.errors import CallTimedOut, EpochEnded
 
 Key = tuple[int, str, str]  # epoch, source, tag
@@ -202,14 +203,14 @@ def _deadline(timeout: float | None) -> float | None:
     return None if seconds == 0 else time.monotonic() + seconds
 
 
+# The values of this process.
+rpc_slots = PerLife(lambda life: RpcSlots(life.info.name))
+
+
 @rpc.functions.async_execution
 def _arrive(
     group: str, epoch: int, tag: str, source: str, tensors: list[torch.Tensor], is_single: bool
 ) -> torch.futures.Future[str | None]:
-    from torch_ucx_rpc.channel._channel import slots
-
     taken: torch.futures.Future[str | None] = torch.futures.Future()
-    here = slots()
-    assert isinstance(here, RpcSlots), "the sender is on another backend"
-    here.arrive(group, (epoch, source, tag), _Value(tensors, is_single, taken))
+    rpc_slots().arrive(group, (epoch, source, tag), _Value(tensors, is_single, taken))
     return taken
