@@ -76,6 +76,8 @@ def init_rpc(
     rank, world_size = _check_arguments(name, rank, world_size, options)
     site_settings.check(world_size)
     secret = _load_secret(options)
+    # Before this process opens or joins a Store of torch's.
+    _C.spare_name_lookups()
     store = open_store(options.init_method, rank, world_size, _init_timeout(options))
     if world_size is None:
         _join_dynamic_group(store, name, rank, options, secret)

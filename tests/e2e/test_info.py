@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,7 +21,7 @@ import torch_ucx_rpc
 from _torch_ucx_rpc_cli import ExitCode, main
 from torch_ucx_rpc import _native
 from torch_ucx_rpc._bootstrap.site_settings import Problem
-from torch_ucx_rpc._cli import _ucx_facts, info
+from torch_ucx_rpc._cli import _machine_facts, _ucx_facts, info
 
 PACKAGE = Path(torch_ucx_rpc.__file__).parent
 EXTENSION = f"_C{sysconfig.get_config_var('EXT_SUFFIX')}"
@@ -35,6 +36,16 @@ def _no_variables_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in list(os.environ):
         if name.startswith(("UCX_", "TORCH_UCX_RPC_", "MASTER_")):
             monkeypatch.delenv(name)
+
+
+def test_a_resolver_that_does_not_answer_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    answered = threading.Event()
+    monkeypatch.setattr(_machine_facts, "_SLOW_RESOLVER_S", 0.05)
+    monkeypatch.setattr(_machine_facts.socket, "getnameinfo", lambda client, flags: answered.wait())
+    report = info.collect()
+    answered.set()
+    assert report.facts["machine"]["resolver"].startswith("no answer in 0.")
+    assert "the resolver has not told the name of " in problems(report)
 
 
 # ---- Here ------------------------------------------------------------------------------------------------------------

@@ -56,6 +56,14 @@ def test_the_backend_is_given_by_name_or_as_a_member(rank: int) -> None:
         rpc.shutdown()
 
 
+@in_every_worker(of=2)
+def test_the_store_asks_no_resolver_for_names(rank: int) -> None:
+    from torch_ucx_rpc._native import _C
+
+    assert _C.spare_name_lookups(), "torch's library imports getnameinfo"
+    assert _C.name_lookups_spared() > 0, f"rank {rank} has connected to the Store, or opened it"
+
+
 @in_every_worker(of=2, init=False)
 def test_the_backend_is_inferred_from_the_options(rank: int) -> None:
     import torch_ucx_rpc

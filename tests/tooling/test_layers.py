@@ -24,7 +24,7 @@ MAY_INCLUDE = {
     "runtime": {"runtime"} | BELOW_RUNTIME,
     "peers": {"peers", "runtime"} | BELOW_RUNTIME,
     "messaging": {"messaging", "peers", "runtime"} | BELOW_RUNTIME,
-    "torch_glue": {"torch_glue"},
+    "torch_glue": {"torch_glue", "base"},
     "tensors": {"tensors", "torch_glue", "messaging", "peers", "runtime"} | BELOW_RUNTIME,
     "rpc": {"rpc", "tensors", "torch_glue", "messaging", "peers", "runtime"} | BELOW_RUNTIME,
     "native_op": {"native_op"},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import os
@@ -10,8 +11,11 @@ import resource
 import shutil
 import socket
 import subprocess
+import threading
+import time
 from pathlib import Path
 
+from torch_ucx_rpc._bootstrap import network
 from torch_ucx_rpc._cli._report import Report
 
 _MIB = 1 << 20
@@ -19,6 +23,11 @@ _MIB = 1 << 20
 # Below these limits, jobs fail that run elsewhere. A Docker container has 64 MiB of shared memory.
 _LEAST_SHARED_MEMORY = 256 * _MIB
 _LEAST_FILES = 4096
+
+# A resolver that is there answers within milliseconds.
+_SLOW_RESOLVER_S = 1.0
+# An address of another network: nothing is sent there.
+_ELSEWHERE = "192.0.2.1"
 
 
 def add_machine(report: Report) -> None:
@@ -50,6 +59,30 @@ def add_machine(report: Report) -> None:
             f"a process may open {files} files, and each worker needs some for each peer it talks to over TCP",
             f"ulimit -n {min(65536, most_files) if most_files > 0 else 65536} before starting the workers",
         )
+    _add_resolver(report)
+
+
+def _add_resolver(report: Report) -> None:
+    """Ask for the name of this host's address as torch's Store asks for that of each client."""
+    address = network.address_towards(_ELSEWHERE) or "127.0.0.1"
+    client = (address if ":" in address else f"::ffff:{address}", 0, 0, 0)
+    began = time.monotonic()
+    question = threading.Thread(target=_ask_for_name, args=(client,), daemon=True)
+    question.start()
+    question.join(_SLOW_RESOLVER_S)
+    took = time.monotonic() - began
+    report.add("machine", resolver=f"no answer in {took:.1f} s" if question.is_alive() else f"{took * 1000:.0f} ms")
+    if question.is_alive():
+        report.complain(
+            f"the resolver has not told the name of {address} in {took:.1f} s, and torch's Store asks it for the "
+            f"name of each worker's host",
+            "mend the DNS of rank 0's host (/etc/resolv.conf), or use a file:// Store",
+        )
+
+
+def _ask_for_name(client: tuple[str, int, int, int]) -> None:
+    with contextlib.suppress(OSError):
+        socket.getnameinfo(client, socket.NI_NUMERICSERV)
 
 
 def _container() -> str | None:

@@ -6,6 +6,7 @@
 #include "peers/latency_histogram.h"
 #include "rpc/profiled_spans.h"
 #include "tensors/device_copy.h"
+#include "torch_glue/name_lookups.h"
 #include "torch_glue/torch_state.h"
 #include "transport/ucp/ucp_version.h"
 #include "wire/header.h"
@@ -48,6 +49,8 @@ PYBIND11_MODULE(_C, module) {
   });
 
   // Throws if there is no libcrypto. Python calls this before any other worker hears of this one.
+  module.def("spare_name_lookups", &spareNameLookups);
+  module.def("name_lookups_spared", &nameLookupsSpared);
   module.def("load_libcrypto", [] { Hmac("any"); });
 
   py::enum_<DevicePool::Source>(module, "DeviceMemorySource")
