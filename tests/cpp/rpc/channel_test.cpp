@@ -205,10 +205,9 @@ TEST_F(ChannelTest, ValuesOfAnEarlierEpochAreDropped) {
   channel(1).advance("g", 1);
   EXPECT_EQ(failureOf(1, expected, kPatienceMs), "worker 'w1' is in epoch 1 of channel 'g'");
   EXPECT_EQ(channel(1).counts().untakenBytes, 0u);
-  channel(0).wait(put(0, 1, "late", {at::ones({kMiB})})); // it is dropped, and its memory is free
   try {
     EXPECT_TRUE(eventually([&] {
-      put(0, 1, "late", {at::ones({2})});
+      channel(0).wait(put(0, 1, "late", {at::ones({kMiB})})); // it is dropped, and its memory is free
       return false;
     }));
     FAIL() << "the sender has not been told";

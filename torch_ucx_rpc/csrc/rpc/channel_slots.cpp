@@ -279,6 +279,9 @@ void Channel::endEpochsLocked(
       }
       for (const ArrivalPtr& arrival : slot.arrivals) {
         dropLocked(arrival, after);
+        if (const std::optional<uint64_t> now = why.details().epoch) {
+          after.frames.emplace_back(&arrival->from, PutRefused{name, *now});
+        }
       }
     }
   }
