@@ -132,6 +132,8 @@ class Channel:
             into: tensors that receive the value, of its shapes and dtypes. A large value is written into them without a
                 copy if they are contiguous and on the CPU. None: the value arrives in memory of its own.
 
+        After EpochEnded the tensors are written no more, and after CallTimedOut or WorkerLost they may still be.
+
         One value serves one `post`. ``wait`` raises ValueError if the value has other shapes or dtypes than ``into``.
         """
         _check(source, str, "source", "the name of a worker (str)")

@@ -236,7 +236,11 @@ void Channel::cancel(const std::shared_ptr<Expected>& expected) {
   }
   for (const auto& [number, arrival] : underWay_) {
     if (arrival->expected == expected) {
-      arrival->expected = nullptr; // the next one that expects the value gets it
+      arrival->expected = nullptr;
+      if (arrival->state == Arrival::State::kDropped) {
+        break;
+      }
+      // The next one that expects the value gets it.
       slotLocked(expected->from, name).arrivals.push_front(arrival);
     }
   }

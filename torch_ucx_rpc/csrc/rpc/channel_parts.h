@@ -90,6 +90,7 @@ struct Channel::Arrival {
   bool isInOthersMemory = false; // in tensors that were posted
   IncomingMessage message; // once it is here
   ExpectedPtr expected; // while it is being received for it
+  std::optional<RpcFailure> failure; // that ends `expected` when it is dropped
 };
 
 struct Channel::Aftermath {

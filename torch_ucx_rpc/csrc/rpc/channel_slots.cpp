@@ -80,6 +80,11 @@ void Channel::onPut(IncomingMessage message, const std::optional<Driver>& driver
         after.frames.emplace_back(&from, PutRefused{std::string(name.group), *later});
       }
       addOwedLocked(from, message.eagerBody.size(), after);
+      if (arrival && arrival->expected) {
+        failLocked(
+            arrival->expected, arrival->failure.value_or(epochEnded(self_.name, std::string(name.group), later)));
+        after.mustWake = true;
+      }
     } else if (arrival && !arrival->expected) {
       arrival->state = Arrival::State::kHere;
       arrival->message = std::move(message);
@@ -114,11 +119,12 @@ void Channel::onPutRejected(Peer& from, uint64_t number, const Error& why) {
     if (arrival->expected) {
       failLocked(
           arrival->expected,
-          !from.isThere() ? from.failureOfGone()
-                          : from.failureFrom(
-                                why,
-                                "could not receive the value under tag '" + arrival->name.tag + "' from " +
-                                    from.describe() + ": " + why.message()));
+          arrival->failure      ? *arrival->failure
+              : !from.isThere() ? from.failureOfGone()
+                                : from.failureFrom(
+                                      why,
+                                      "could not receive the value under tag '" + arrival->name.tag + "' from " +
+                                          from.describe() + ": " + why.message()));
       after.mustWake = true;
     } else if (arrival->state == Arrival::State::kReceiving) {
       std::erase(slotLocked(from, arrival->name).arrivals, arrival);
@@ -286,11 +292,16 @@ void Channel::endEpochsLocked(
     }
   }
   group.slots.erase(group.slots.begin(), end);
-  // Values that are being received for waits of these epochs are dropped when they come.
+  // Values that are being received for waits of these epochs are dropped when they come. A wait for a value in posted
+  // tensors ends then too: whoever gets the failure may use the tensors again.
   for (const auto& [number, arrival] : underWay_) {
     if (arrival->expected && arrival->name.epoch < before && arrival->name.group == name) {
-      failLocked(std::exchange(arrival->expected, nullptr), why);
       arrival->state = Arrival::State::kDropped;
+      if (arrival->isInOthersMemory) {
+        arrival->failure = why;
+      } else {
+        failLocked(std::exchange(arrival->expected, nullptr), why);
+      }
     }
   }
   after.mustWake = true;
