@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.support import workers
+from tests.support.labs import Fate, VirtualHosts, needs_virtual_hosts
 
 BACKENDS = ("UCX", "TENSORPIPE")
 
@@ -73,3 +74,18 @@ def transport(request: pytest.FixtureRequest) -> workers.Transport:
 def run_workers(rpc_backend: str, transport: workers.Transport) -> Callable[..., list]:
     """`workers.run_workers` on the backend and over the transport of this test."""
     return functools.partial(workers.run_workers, backend=rpc_backend, transport=transport)
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[VirtualHosts]:
+    """Virtual hosts that the tests of a module share."""
+    needs_virtual_hosts()
+    with VirtualHosts(["a", "b", "c"]) as made:
+        yield made
+
+
+@pytest.fixture
+def fate(hosts: VirtualHosts) -> Iterator[Fate]:
+    """What happens to the virtual hosts."""
+    with Fate(hosts) as desk:
+        yield desk

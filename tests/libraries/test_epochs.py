@@ -6,14 +6,14 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch.distributed.rpc as rpc
 
 from tests.support import workers
-from tests.support.labs import Fate, VirtualHosts, needs_virtual_hosts
+from tests.support.labs import Fate, VirtualHosts
 from tests.support.workers import Steps, backend_options, eventually, init_rpc
 from torch_ucx_rpc._workers import members
 from torch_ucx_rpc._workers.members import CutOff, EpochOver, Group
@@ -23,19 +23,6 @@ from ._jobs import KILLED, PATIENCE_S
 RunWorkers = Callable[..., list]
 
 LIMIT = 2.0
-
-
-@pytest.fixture(scope="module")
-def hosts() -> Iterator[VirtualHosts]:
-    needs_virtual_hosts()
-    with VirtualHosts(["a", "b", "c"]) as made:
-        yield made
-
-
-@pytest.fixture
-def fate(hosts: VirtualHosts) -> Iterator[Fate]:
-    with Fate(hosts) as desk:
-        yield desk
 
 
 def names(group: Group) -> list[str]:
