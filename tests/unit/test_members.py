@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed import HashStore, PrefixStore
+from torch.distributed import HashStore, PrefixStore, Store
 
 from torch_ucx_rpc._bootstrap import members
 from torch_ucx_rpc._bootstrap.deadline import Deadline
@@ -101,6 +101,20 @@ def test_what_no_worker_wrote_is_refused(text: str) -> None:
     PrefixStore("torch_ucx_rpc", store).add("arrivals", 1)
     PrefixStore("torch_ucx_rpc", store).set("arrival/0", text)
     assert "found something in the Store that no worker wrote" in outcome(gather_members, store, record(0, 2), 10)
+
+
+@pytest.mark.usefixtures("no_farewell")
+def test_rank_0_stays_in_the_list_until_its_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
+    announce = members._announce
+
+    def look_and_announce(store: Store, *args: Any) -> None:
+        assert store.get("arrival/0"), "a worker whose time ends now does not see rank 0"
+        announce(store, *args)
+
+    monkeypatch.setattr(members, "_announce", look_and_announce)
+    store = HashStore()
+    assert "these ranks have not come: 1" in outcome(gather_members, store, record(0, 2), 0.1)
+    assert not PrefixStore("torch_ucx_rpc", store).get("arrival/0")
 
 
 def test_impossible_count_is_refused_before_any_listing() -> None:

@@ -84,16 +84,17 @@ def gather_members(store: Store, own: Record, timeout: float, secret: Secret | N
 def _lead(store: Store, own: Record, secret: Secret | None, deadline: Deadline) -> list[Record]:
     """The part of rank 0: wait for the others, judge, and tell them the verdict."""
     arrivals = _Arrivals(store, own, secret)
-    try:
-        with _listed(store, own, secret):
+    # Rank 0 stays in the list until its verdict is there: whose time ends now would take it for one that never came.
+    with _listed(store, own, secret):
+        try:
             members = _await_members(arrivals, own, deadline)
-    except DistError:
-        raise
-    except (JoinFailed, ValueError) as error:
-        # Workers that are still to come hear of the error too, unless rank 0 has stopped waiting for them.
-        expected = 0 if deadline.passed() else max(arrivals.world_sizes())
-        _announce(store, own, secret, _to_verdict(error), arrivals.read_sessions, expected)
-        raise
+        except DistError:
+            raise
+        except (JoinFailed, ValueError) as error:
+            # Workers that are still to come hear of the error too, unless rank 0 has stopped waiting for them.
+            expected = 0 if deadline.passed() else max(arrivals.world_sizes())
+            _announce(store, own, secret, _to_verdict(error), arrivals.read_sessions, expected)
+            raise
     parts = [packing.pack(members[start : start + _PART]) for start in range(0, len(members), _PART)]
     for number, part in enumerate(parts):
         store.set(_part_key(own.session, number), part)  # type: ignore[arg-type]  # which takes bytes, too
