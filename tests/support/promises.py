@@ -24,7 +24,7 @@ PROMISES: dict[str, dict[str, tuple[str, ...]]] = {
             "test_the_claims_of_the_readme_are_what_was_measured",
         ),
         "64 workers on two cores": ("benchmarks life", "test_the_claims_of_the_readme_are_what_was_measured"),
-        "in the better of two": ("test_ratio_is_to_tensorpipes_better_configuration",),
+        "the better of TensorPipe's two configurations": ("test_ratio_is_to_tensorpipes_better_configuration",),
         "see [the figures]": ("test_the_tables_of_the_docs_are_what_was_measured",),
         # Dependable
         "A receive window bounds memory": (
@@ -74,9 +74,11 @@ PROMISES: dict[str, dict[str, tuple[str, ...]]] = {
             "test_calls_to_a_process_killed_elsewhere_fail_in_a_second",
             "verbs killed",
             "EndOfALifelineLosesASilentPeerLongBeforeTheLimit",
+            "AConnectionThatACardBreaksIsThePeers",
+            "test_workers_with_shared_memory_notice_a_death",
+            "UcxLogOfTheDeadTest",
         ),
         "Later calls fail at once": ("test_calls_to_a_killed_process_fail_within_a_second",),
-        "If a card breaks a connection": ("AConnectionThatACardBreaksIsThePeers",),
         "Calls among the other workers go on": (
             "test_calls_to_a_killed_process_fail_within_a_second",
             "test_a_silent_host_is_lost_after_the_limit",
@@ -86,7 +88,6 @@ PROMISES: dict[str, dict[str, tuple[str, ...]]] = {
             "FailureTakesItsTurnAfterEverythingThatHasArrived",
             "tests/conformance",
         ),
-        "Workers that share memory notice deaths too": ("test_workers_with_shared_memory_notice_a_death",),
         "Killing a process while it writes to a worker": (
             "test_writer_killed_while_writing_blocks_no_other_writer",
             "QueueRepairTest",
@@ -96,9 +97,11 @@ PROMISES: dict[str, dict[str, tuple[str, ...]]] = {
             "DeafWorkerTellsItsNeighboursOverTheNetwork",
             "test_worker_made_deaf_by_a_stopped_writer_is_still_reached",
         ),
-        "UCX prints no line about a failure that the agent reports": ("UcxLogOfTheDeadTest",),
         # Silence and cuts
-        "Calls to a silent host, or to a stopped process there": ("test_a_silent_host_is_lost_after_the_limit",),
+        "Calls to a silent host, or to a stopped process there": (
+            "test_a_silent_host_is_lost_after_the_limit",
+            "test_a_cut_beyond_reconnect_limit_loses_the_worker",
+        ),
         "The first call to a host that is down": ("test_graceful_shutdown_notices_a_dead_host_never_called",),
         "A cut shorter than both limits together": (
             "test_a_cut_longer_than_heartbeat_limit_loses_no_call",
@@ -109,17 +112,14 @@ PROMISES: dict[str, dict[str, tuple[str, ...]]] = {
             "verbs cut_below_the_limit",
             "verbs paused_below_the_limit",
         ),
-        "A reset of connections under load": (
+        "or a reset of connections under load": (
             "test_resets_of_connections_lose_no_call",
             "ResumptionTest",
             "HardshipTest",
         ),
-        "A longer cut loses the worker": ("test_a_cut_beyond_reconnect_limit_loses_the_worker",),
         "Workers that have lost each other live on": ("test_workers_that_lost_each_other_survive_the_cuts_end",),
         "A cut does not change the list of members": ("test_a_cut_strikes_nobody_off_the_list",),
-        "Workers that were cut off can join again": ("test_a_cut_strikes_nobody_off_the_list",),
-        "A joining worker tries for a second": ("test_a_worker_that_cannot_be_reached_at_once_is_tried_again",),
-        "Calls of a joining worker wait": ("CallsOfAWorkerThatIsNotAdmittedYetWait",),
+        "so workers that were cut off can join again": ("test_a_cut_strikes_nobody_off_the_list",),
         "A tensor that takes longer than the limit": ("test_tensor_slower_than_the_limit_delays_no_small_call",),
         "A worker that holds the GIL, or whose handlers all block": (
             "test_worker_holding_the_gil_beyond_the_limit_is_not_lost",
@@ -137,7 +137,7 @@ PROMISES: dict[str, dict[str, tuple[str, ...]]] = {
             "test_each_rref_whose_creation_timed_out_says_so",
             "test_rref_timed_out_before_torch_knew_it_is_lost",
         ),
-        "The owner of such an RRef frees the value": ("test_an_rref_whose_creation_timed_out_is_freed_by_its_owner",),
+        "Its owner frees the value": ("test_an_rref_whose_creation_timed_out_is_freed_by_its_owner",),
         "If an owner cannot read the request for an RRef": (
             "test_every_use_raises_the_owners_error",
             "FailedCreationTest",
@@ -158,50 +158,34 @@ PROMISES: dict[str, dict[str, tuple[str, ...]]] = {
         ),
         "Contexts of distributed autograd that it opened are closed": (
             "test_contexts_of_a_dead_worker_are_closed_all_along_the_way",
-        ),
-        "A worker that joins again in the same process": (
             "test_a_worker_that_joins_again_has_no_contexts_from_before",
         ),
         "References that it got by `rpc.remote` or from a third worker": (
             "test_what_a_dead_worker_held_is_released",
             "test_references_the_dead_had_from_a_third_worker_are_dropped",
+            "WhatHandlersMakeAfterwardsIsReleasedOnceASecond",
         ),
         "Waiting for an RRef that it was to create here raises an error": (
             "test_nobody_waits_for_a_value_that_a_dead_worker_was_to_make",
             "test_a_worker_takes_the_place_of_one_that_was_killed",
         ),
-        "A Python function still completes the value": (
-            "test_nobody_waits_for_a_value_that_a_dead_worker_was_to_make",
-        ),
         "Using an RRef that it owned raises `RRefLost`": ("test_a_worker_takes_the_place_of_one_that_was_killed",),
-        "References that its running calls create afterwards": (
-            "test_nobody_waits_for_a_value_that_a_dead_worker_was_to_make",
-            "WhatHandlersMakeAfterwardsIsReleasedOnceASecond",
-        ),
         # Nested calls
         "A chain of 200 calls": ("test_a_chain_of_calls_may_be_longer_than_there_are_threads",),
-        "Only waiting calls add threads": ("test_threads_are_added_only_for_calls_that_wait",),
         "A chain that exceeds `max_worker_threads`": ("test_a_chain_that_exceeds_the_limit_fails_saying_so",),
         # Shutdown
         "A graceful shutdown serves until every living worker": (
             "test_survivors_serve_in_shutdown_until_all_living_have_come",
-        ),
-        "The shutdown answers calls among the survivors": (
-            "test_survivors_serve_in_shutdown_until_all_living_have_come",
             "test_calls_among_survivors_are_answered_before_shutdown_ends",
         ),
-        "Its error names all dead workers, and it does not wait for these": (
+        "Its error names all dead workers": (
             "test_survivors_serve_in_shutdown_until_all_living_have_come",
             "test_graceful_shutdown_with_a_dead_worker_raises",
-            "test_shutdown_does_not_wait_for_rrefs_of_the_dead",
-        ),
-        "If a worker dies during its own shutdown": (
             "test_death_within_shutdown_ends_it_for_all_and_is_named",
+            "test_graceful_shutdown_notices_a_dead_host_never_called",
             "BarrierTest",
         ),
-        "The shutdown notices a dead host that no worker has called": (
-            "test_graceful_shutdown_notices_a_dead_host_never_called",
-        ),
+        "It does not wait for the dead or their RRefs": ("test_shutdown_does_not_wait_for_rrefs_of_the_dead",),
         "If a worker hangs, the shutdown fails": ("test_graceful_shutdown_with_a_hung_worker_keeps_its_timeout",),
         "An ungraceful shutdown waits only for its own handlers": (
             "test_an_ungraceful_shutdown_waits_for_nobody",
@@ -218,16 +202,11 @@ PROMISES: dict[str, dict[str, tuple[str, ...]]] = {
             "test_calls_fail_at_their_deadlines_also_under_load",
             "benchmarks deadlines",
         ),
-        "A late answer is dropped": (
-            "test_a_late_answer_is_dropped_and_its_buffers_are_recycled",
-            "LateResponseIsDroppedAndItsMemoryGoesBack",
-        ),
-        "Tensors of a failed call are released": (
-            "test_calls_that_time_out_leave_nothing_behind",
-            "CancelFreesTheSendersMemory",
-        ),
         "A call that times out leaves nothing behind": (
             "test_calls_that_time_out_leave_nothing_behind",
+            "test_a_late_answer_is_dropped_and_its_buffers_are_recycled",
+            "LateResponseIsDroppedAndItsMemoryGoesBack",
+            "CancelFreesTheSendersMemory",
             "benchmarks deadlines",
         ),
         "A request whose caller has given up is dropped before it runs": (
@@ -248,28 +227,25 @@ PROMISES: dict[str, dict[str, tuple[str, ...]]] = {
             "test_handlers_may_wait_for_each_other",
         ),
         "Messages larger than the window pass": ("test_messages_larger_than_the_window_pass",),
-        "Large tensors that arrive in turn": ("test_large_tensors_that_come_in_turn_share_few_buffers",),
         # Shortages
         "Without memory for a message, only its call fails": ("test_out_of_memory_fails_one_call_and_names_the_place",),
         "If a tensor of a message cannot be sent": ("MessageOfWhichOneTensorCannotLeaveEndsOnBothSides",),
-        "Without memory for the notice of a message": ("MessageWithoutMemoryForItIsDroppedAndTheNextArrives",),
+        "its call ends at its timeout": ("MessageWithoutMemoryForItIsDroppedAndTheNextArrives",),
         "Without a file for a connection, the call that needs it": (
             "test_out_of_files_only_the_call_that_connects_fails",
         ),
         "A later one connects": ("test_out_of_files_only_the_call_that_connects_fails",),
-        "No peer is lost when files run out during connecting": (
+        "If files are short, no living worker is lost, and the other side is not blamed": (
+            "ConnectionThatFindsNoFilesIsNotBlamedOnThePeer",
+            "AProcessThatLivesIsNotTakenForEndedForWantOfFiles",
+            "test_a_worker_with_all_files_open_keeps_its_neighbours",
             "test_out_of_files_while_connecting_no_peer_is_lost",
             "test_out_of_files_on_one_core_no_peer_is_lost",
             "FilesForUcxTest",
+            "test_init_rpc_refuses_too_few_files_before_ucx_aborts",
         ),
         "A worker without free files accepts a new connection": (
             "test_a_worker_with_all_files_open_can_be_called_by_new_peers",
-            "test_a_worker_with_all_files_open_keeps_its_neighbours",
-        ),
-        "With too few files for the agent": ("test_init_rpc_refuses_too_few_files_before_ucx_aborts",),
-        "If files are short, neither the other side nor a living worker is blamed": (
-            "ConnectionThatFindsNoFilesIsNotBlamedOnThePeer",
-            "AProcessThatLivesIsNotTakenForEndedForWantOfFiles",
         ),
         "If /dev/shm is full": ("test_with_dev_shm_full_workers_share_memory_all_the_same",),
         "Without that too, `init_rpc` says what to check": ("test_without_shared_memory_init_rpc_names_the_cure",),
@@ -284,7 +260,7 @@ PROMISES: dict[str, dict[str, tuple[str, ...]]] = {
         ),
         "`init_rpc` refuses UCX settings": ("tests/unit/test_site_settings.py",),
         "RPC in a process forked from a worker": ("test_rpc_in_a_forked_child_is_refused_and_the_parent_goes_on",),
-        "A forked process may end in any way": ("test_a_forked_child_may_end_in_any_way",),
+        "The forked process may end in any way": ("test_a_forked_child_may_end_in_any_way",),
         "`DataLoader(num_workers=2)` works": ("test_data_loader_processes_work_in_workers_and_handlers",),
     },
     "docs/development/failure_model.md": {
