@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import os
@@ -17,6 +18,7 @@ import pytest
 
 from _torch_ucx_rpc_cli import ExitCode, main
 from tests.support.workers import run_program
+from torch_ucx_rpc._cli.run import _rendezvous as launcher_rendezvous
 
 PROGRAMS = Path(__file__).resolve().parents[1] / "launchers" / "programs"
 
@@ -285,6 +287,18 @@ def test_a_failed_job_is_started_again_and_the_group_forms_anew(tmp_path: Path) 
     assert "KeyError: 'the cause'" in (logs / "worker1.stderr").read_text()
     for rank in (0, 1):
         assert (logs / f"worker{rank}.stdout").read_text() == f"{rank} is through, in attempt 1\n"
+
+
+def test_one_machine_meets_without_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    def sleep(seconds: float) -> None:
+        raise AssertionError(f"sleeps for {seconds} s")
+
+    handler = launcher_rendezvous(argparse.Namespace(nnodes=1))
+    monkeypatch.setattr(time, "sleep", sleep)
+    # The first attempt and a restart.
+    for _ in range(2):
+        meeting = handler.next_rendezvous()
+        assert (meeting.rank, meeting.world_size, handler.num_nodes_waiting()) == (0, 1, 0)
 
 
 def test_when_no_restart_is_left_the_last_failure_is_reported() -> None:

@@ -268,7 +268,7 @@ def is_running(pid: int) -> bool:
 def test_killed_launcher_ends_its_workers(start: str) -> None:
     code = "import os, signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(os.getpid()); time.sleep(600)"
     with subprocess.Popen(
-        [*COMMAND, "-n", "2", "--start", start, "-c", code], stdout=subprocess.PIPE, text=True
+        [*COMMAND, "-n", "2", "--max-restarts", "1", "--start", start, "-c", code], stdout=subprocess.PIPE, text=True
     ) as launcher:
         pids = [int(launcher.stdout.readline().split()[1]) for _ in range(2)]
         children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
@@ -278,23 +278,43 @@ def test_killed_launcher_ends_its_workers(start: str) -> None:
 
 
 @both
-def test_restart_after_the_death_of_the_starter(start: str, script: Path) -> None:
+@pytest.mark.parametrize("dies", ["starter", "helper"])
+def test_restart_after_the_death_of_the_starter(dies: str, start: str, script: Path) -> None:
     script.write_text(
         """
 import os, pathlib, signal, sys
-attempt, parent = os.environ["TORCHELASTIC_RESTART_COUNT"], os.getppid()
-children = pathlib.Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
+attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
+
+def children(pid):
+    return {int(child) for child in pathlib.Path(f"/proc/{pid}/task/{pid}/children").read_text().split()}
+
 if attempt == "0":
-    [starter] = {int(child) for child in children} - {os.getpid()}
-    os.kill(starter, signal.SIGKILL)
+    [starter] = children(os.getppid()) - {os.getpid()}
+    # It is there ahead of the restart.
+    while not (helpers := children(starter)):
+        pass
+    [helper] = helpers
+    os.kill(starter if sys.argv[1] == "starter" else helper, signal.SIGKILL)
     while pathlib.Path(f"/proc/{starter}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
         pass
     sys.exit(3)
 print("attempt", attempt)
 """
     )
-    done = run("-n", 1, "--start", start, "--max-restarts", 1, script)
+    done = run("-n", 1, "--start", start, "--max-restarts", 1, script, dies)
     assert (done.returncode, done.stdout) == (0, "[worker0] attempt 1\n"), done.stderr
+
+
+@both
+@pytest.mark.parametrize("restarts", [0, 1])
+def test_starter_stays_while_restarts_are_left(restarts: int, start: str) -> None:
+    code = f"""
+import os, time
+while len(open("/proc/%d/task/%d/children" % (os.getppid(), os.getppid())).read().split()) != {1 + restarts}:
+    time.sleep(0.01)
+"""
+    done = run("-n", 1, "--max-restarts", restarts, "--start", start, "-c", code)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 # ---- Where a worker could tell the difference ------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from torch_ucx_rpc._cli import _output
 from torch_ucx_rpc._cli._output import WorkerOutput
 
 
@@ -42,4 +43,17 @@ def test_what_was_written_is_known_after_catching_up(monkeypatch: pytest.MonkeyP
         output.catch_up()
         assert output.last_traceback("worker0") > float("-inf")
         assert output.last_words("worker0").endswith("ValueError: no")
+    output.close()
+
+
+def test_silent_workers_keep_no_one_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_output, "_CATCHING_UP_S", 3600)
+    output = WorkerOutput(None)
+    # With the same pipe, as after a restart.
+    for _ in range(2):
+        output.path("worker0", "stderr")
+        output.start()
+        output.catch_up()
+        output.catch_up()
+        output.finish()
     output.close()

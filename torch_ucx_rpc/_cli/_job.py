@@ -158,6 +158,8 @@ class JobAgent(LocalElasticAgent):
             _children.end(self._starter.workers)
             self._stay_for_others(worker_group, _FAILED.format(attempt=self._attempt) + "/read")
             raise failure from error
+        if self._remaining_restarts == 0:
+            self._starter.close()
         return pids
 
     def _stop_workers(self, worker_group: Any) -> None:

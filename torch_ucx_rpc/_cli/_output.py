@@ -93,11 +93,15 @@ class WorkerOutput:
         self._pipes = Path(self._resources.enter_context(tempfile.TemporaryDirectory(prefix="torch_ucx_rpc-run-")))
         self._selector = self._resources.enter_context(selectors.DefaultSelector())
         self._streams: dict[tuple[str, str], Stream] = {}
+        # Its number wakes the thread, once for each call that waits for the thread.
+        self._bell = os.eventfd(0, os.EFD_SEMAPHORE | os.EFD_CLOEXEC)
+        self._resources.callback(os.close, self._bell)
+        self._selector.register(self._bell, selectors.EVENT_READ)
         self._is_over = threading.Event()
         self._thread: threading.Thread | None = None
-        # How often all pipes have been looked at, each read once where there was something.
-        self._rounds = 0
-        self._round_ended = threading.Condition()
+        # Rings of the bell, and those after which each pipe has been read.
+        self._rung = self._answered = 0
+        self._answers = threading.Condition()
 
     def path(self, worker: str, kind: str) -> str:
         """The pipe for a worker's ``"stdout"`` or ``"stderr"``. To be called for all workers before `start`.
@@ -137,15 +141,15 @@ class WorkerOutput:
 
     def catch_up(self) -> None:
         """Wait until what the workers have written by now has been read."""
-        with self._round_ended:
-            # The round that is under way may have passed a pipe by already.
-            last = self._rounds + 2
-            self._round_ended.wait_for(lambda: self._rounds >= last, _CATCHING_UP_S)
+        self._ring()
+        with self._answers:
+            self._answers.wait_for(lambda: self._answered == self._rung, _CATCHING_UP_S)
 
     def finish(self) -> None:
         """Pass on the rest of the output. All workers have ended; `start` is for the next ones."""
-        self._is_over.set()
         if self._thread is not None:
+            self._is_over.set()
+            self._ring()
             self._thread.join()
             self._thread = None
         for stream in self._streams.values():
@@ -172,17 +176,29 @@ class WorkerOutput:
         # From the first traceback on: chained exceptions have one each, in a row.
         return "\n".join(lines[tracebacks[0] :] if tracebacks else lines[-_SHOWN_LINES:])
 
+    def _ring(self) -> None:
+        self._rung += 1
+        os.eventfd_write(self._bell, 1)
+
     def _follow(self) -> None:
         while not self._is_over.is_set():
-            self._pass_on(timeout=0.1)
+            self._pass_on(timeout=None)
         while self._pass_on(timeout=0):
             pass
 
-    def _pass_on(self, timeout: float) -> bool:
+    def _pass_on(self, timeout: float | None) -> bool:
+        """Read each pipe that has something once, which is all that it holds."""
         ready = self._selector.select(timeout)
+        has_rung = False
         for key, _ in ready:
-            key.data.take(os.read(key.fd, _READ_BYTES))
-        with self._round_ended:
-            self._rounds += 1
-            self._round_ended.notify_all()
+            if key.fd == self._bell:
+                has_rung = True
+            else:
+                key.data.take(os.read(key.fd, _READ_BYTES))
+        if has_rung:
+            # What was written before it rang was there to be read.
+            os.eventfd_read(self._bell)
+            with self._answers:
+                self._answered += 1
+                self._answers.notify_all()
         return bool(ready)

@@ -6,13 +6,14 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import logging
 import os
 import re
 import sys
 import uuid
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from _torch_ucx_rpc_autoload import VARIABLE as REPLACE_TENSORPIPE
 from _torch_ucx_rpc_cli import ExitCode
@@ -31,7 +32,7 @@ _ROLE = re.compile(r"[A-Za-z0-9_:-]{1,100}")
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Returns the exit code: 0, that of the first worker that failed, 128 and the number of a signal, or 6."""
+    """Ends with the exit code: 0, that of the first worker that failed, 128 and the number of a signal, or 6."""
     program = _program(arguments)
     roles = dict(arguments.roles)
     if isinstance(arguments.nproc, str):
@@ -46,9 +47,16 @@ def main(arguments: argparse.Namespace) -> int:
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // arguments.nproc)))
     if arguments.replace_tensorpipe:
         os.environ[REPLACE_TENSORPIPE] = "1"
+    # What the imports make stays. `_run` goes on with collections.
+    gc.disable()
     # It imports torch while this process does so.
     with contextlib.closing(Starter(program, arguments.start, arguments.preload)) as starter:
-        return _run(arguments, roles, program, signals, starter)
+        code = _run(arguments, roles, program, signals, starter)
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):
+            stream.flush()
+    # Everything is closed. Python and torch would spend a quarter of a second on what is left in memory.
+    os._exit(code)
 
 
 def _program(arguments: argparse.Namespace) -> list[str]:
@@ -138,6 +146,8 @@ def _run(
     from torch_ucx_rpc._cli._job import MONITOR_INTERVAL_S, Failure, JobAgent, WorkerNames
     from torch_ucx_rpc._cli._output import WorkerOutput
 
+    gc.freeze()
+    gc.enable()
     if arguments.log_dir is not None:
         try:
             arguments.log_dir.mkdir(parents=True, exist_ok=True)
@@ -187,33 +197,22 @@ def _run(
 
 
 def _rendezvous(arguments: argparse.Namespace) -> RendezvousHandler:
-    from torch.distributed.elastic.rendezvous import RendezvousParameters
-    from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+    from torch._C._distributed_c10d import TCPStore
+    from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
     from torch_ucx_rpc._bootstrap.deadline import Deadline
     from torch_ucx_rpc._bootstrap.listener import await_listener, is_this_host
 
-    options: dict[str, Any] = {"timeout": _RENDEZVOUS_S}
     if arguments.nnodes == 1:
-        backend, endpoint, run_id = "c10d", "localhost:0", uuid.uuid4().hex
-        options |= {"is_host": True, "local_addr": "127.0.0.1"}
-    else:
-        host, port = arguments.rdzv
-        endpoint = run_id = f"{host}:{port}"
-        backend = "static"
-        options["rank"] = arguments.node_rank
-        if arguments.node_rank == 0:
-            if not is_this_host(host):
-                raise ValueError(f"--rdzv {endpoint} is not on this machine, which is the one of --node-rank 0")
-        else:
-            await_listener(host, port, "the launcher with --node-rank 0", Deadline(_RENDEZVOUS_S), "")
-    return get_rendezvous_handler(
-        RendezvousParameters(
-            backend=backend,
-            endpoint=endpoint,
-            run_id=run_id,
-            min_nodes=arguments.nnodes,
-            max_nodes=arguments.nnodes,
-            **options,
-        )
-    )
+        # At a free port. (torch's rendezvous "c10d" finds one too, but may pause for a second at each meeting.)
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, multi_tenant=True)
+        handler = StaticTCPRendezvous("127.0.0.1", store.port, 0, 1, uuid.uuid4().hex, _RENDEZVOUS_S)
+        handler._store = store
+        return handler
+    host, port = arguments.rdzv
+    endpoint = f"{host}:{port}"
+    if arguments.node_rank != 0:
+        await_listener(host, port, "the launcher with --node-rank 0", Deadline(_RENDEZVOUS_S), "")
+    elif not is_this_host(host):
+        raise ValueError(f"--rdzv {endpoint} is not on this machine, which is the one of --node-rank 0")
+    return StaticTCPRendezvous(host, port, arguments.node_rank, arguments.nnodes, endpoint, _RENDEZVOUS_S)

@@ -17,22 +17,22 @@ Invariants:
 * The starter has one thread, and no file but its socket. It refuses to fork otherwise, and says why.
 * The program runs in workers only. If anything fails in the starter, it ends; it never goes on to the program.
 
-Messages are lines of JSON on a socket pair. The launcher sends one, and reads the answer before it sends another. A
-request for a worker carries its stdout and stderr as files::
+The starter forks a helper ahead of each batch of workers, and the helper forks the workers. Messages are lines of JSON
+on a socket pair. The launcher sends one, and reads the answer before it sends another. A request for a worker carries
+its stdout and stderr as files::
 
     launcher               answer
-                           {"reason": null}                 ready; or why no worker can be forked here
-    {"do": "begin"}        {"begun": true}                  the starter has forked a helper, which reads what follows
-    {"environ": {...}}     {"pid": 42} or {"errno": 11}     once for each worker
+                           {"reason": null}                 the helper waits; or why no worker can be forked here
+    {"environ": {...}}     {"pid": 42} or {"errno": 11}     by the helper, once for each worker
     {"do": "end"}          {"ended": true}                  the workers lead sessions, and are children of the launcher
 
-The kernel hands the orphans of the helper to the launcher, which is a child subreaper between ``begin`` and ``end``.
+The helper ends, and the kernel hands its orphans to the launcher, which is a child subreaper meanwhile.
 
 Deaths:
 
 * A worker: the starter need not know.
-* The starter: workers go on. The next ``begin`` starts another starter.
-* The helper: the launcher reads ``ended`` where it expects a pid, and ends the workers that it knows.
-* The launcher: the kernel kills its workers and the starter (PR_SET_PDEATHSIG). A worker that the launcher has not
-  inherited yet sees another parent, and ends.
+* The starter: workers go on. The next batch starts another starter.
+* The helper: the starter ends too. The launcher reads the end of the socket, and ends the workers that it knows.
+* The launcher: the kernel kills its workers and the starter (PR_SET_PDEATHSIG), and the helper reads the end of the
+  socket. A worker that the launcher has not inherited yet sees another parent, and ends.
 """

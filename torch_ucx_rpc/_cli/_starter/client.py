@@ -95,14 +95,11 @@ class Starter:
         begins()
         self._set_subreaper(True)
         try:
-            self._ask({"do": "begin"})
-            try:
-                yield
-            finally:
-                # If the starter has died after all, its workers are children of this process now.
-                with contextlib.suppress(RuntimeError):
-                    self._ask({"do": "end"})
+            yield
         finally:
+            # If the starter has died after all, its workers are children of this process now.
+            with contextlib.suppress(RuntimeError):
+                self._ask({"do": "end"})
             self._set_subreaper(False)
 
     def start(self, environ: Mapping[str, str], stdout: IO[Any], stderr: IO[Any]) -> Worker:
@@ -110,8 +107,6 @@ class Starter:
         answer = self._ask({"environ": dict(environ)}, stdout.fileno(), stderr.fileno())
         if "errno" in answer:
             raise OSError(answer["errno"], os.strerror(answer["errno"]))
-        if "pid" not in answer:
-            raise RuntimeError("the process that starts workers has lost its helper, which may have been killed")
         worker = Worker(answer["pid"], self._command)
         self.workers.append(worker)
         return worker

@@ -93,9 +93,6 @@ def _preload(modules: Iterable[str], program: str) -> str | None:
     gc.enable()
     if left := [name for number, name in _files().items() if number not in files]:
         return f"importing {', '.join(modules)} has left {left[0]} open"
-    threads = _threads_after_fork()
-    if threads > 1:
-        return f"importing {', '.join(modules)} has started threads, {threads - 1} of them"
     if shadows := _shadows(before, program):
         return f"{shadows} would be imported in the place of another module"
     if not show(b"torch-ucx-rpc\0starter\0", b""):
@@ -111,17 +108,6 @@ def _files() -> dict[str, str]:
         with contextlib.suppress(FileNotFoundError):
             files[entry.name] = str(entry.readlink())
     return files
-
-
-def _threads_after_fork() -> int:
-    """The threads of this process after a fork: OpenBLAS, for one, ends its own, and starts them when it needs them."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        child = os.fork()
-    if child == 0:
-        os._exit(0)
-    os.waitpid(child, 0)
-    return len(list(Path("/proc/self/task").iterdir()))
 
 
 def _shadows(before: Collection[str], program: str) -> str | None:
@@ -142,22 +128,34 @@ def _shadows(before: Collection[str], program: str) -> str | None:
 # ---- Workers ---------------------------------------------------------------------------------------------------------
 
 
-def _serve(link: socket.socket, launcher: int) -> dict[str, str]:
+def _serve(link: socket.socket, launcher: int, reason: str | None) -> dict[str, str]:
     """Start workers until the launcher has ended. Returns in each worker, with its environment."""
+    is_told = False
     while True:
-        _receive(link)
-        helper = os.fork()
+        with warnings.catch_warnings():
+            # Of Python, that there are threads.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            helper = os.fork()
         if helper == 0:
             return _start_workers(link, launcher)
-        os.waitpid(helper, 0)
+        if not is_told:
+            _send(link, {"reason": reason or _threads()})
+            is_told = True
+        if os.waitpid(helper, 0)[1] != 0:
+            os._exit(1)
         _send(link, {"ended": True})
+
+
+def _threads() -> str | None:
+    """Why no worker can be forked here after all. OpenBLAS, for one, ends its threads before a fork."""
+    threads = len(list(Path("/proc/self/task").iterdir()))
+    return None if threads == 1 else f"the imports have started threads, {threads - 1} of them"
 
 
 def _start_workers(link: socket.socket, launcher: int) -> dict[str, str]:
     """Start the workers of one batch. Returns in each worker, with its environment."""
     helper = os.getpid()
     starting, started = os.pipe()
-    _send(link, {"begun": True})
     while True:
         request, files = _receive(link)
         if "environ" not in request:
@@ -261,8 +259,8 @@ def _fork_workers() -> None:
     _libc.prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL))
     link = socket.socket(fileno=settings["link"])
     _import_users_sitecustomize()
-    _send(link, {"reason": _preload(settings["preload"], settings["program"])})
-    _become_worker(_serve(link, settings["launcher"]), command)
+    reason = _preload(settings["preload"], settings["program"])
+    _become_worker(_serve(link, settings["launcher"], reason), command)
 
 
 def _import_users_sitecustomize() -> None:
@@ -280,8 +278,7 @@ def _exec_workers() -> None:
     settings = json.loads(sys.argv[1])
     _libc.prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL))
     link = socket.socket(fileno=settings["link"])
-    _send(link, {"reason": None})
-    _exec_worker(_serve(link, settings["launcher"]), settings["command"])
+    _exec_worker(_serve(link, settings["launcher"], None), settings["command"])
 
 
 if __name__ == "sitecustomize":
