@@ -105,16 +105,20 @@ Channel::Value Channel::decode(Expected& expected) {
   DecodedMessage decoded;
   const Devices& devices = deviceMaps_.devices();
   try {
-    const Streams streams = deviceMaps_.takeStreams(devices);
-    message.pendingWork.blockStreams(streams);
-    const c10::MultiStreamGuard guard(streams);
-    if (const Error error = decodeMessage(std::move(message), devices, decoded)) {
-      throw unreadable(error);
+    const auto future = c10::make_intrusive<JitFuture>(at::AnyClassType::get(), devices);
+    {
+      const Streams streams = deviceMaps_.takeStreams(devices);
+      message.pendingWork.blockStreams(streams);
+      const c10::MultiStreamGuard guard(streams);
+      if (const Error error = decodeMessage(std::move(message), devices, decoded)) {
+        throw unreadable(error);
+      }
+      if (!devices.empty()) {
+        future->markCompleted(decoded.message, std::move(decoded.deviceStorages));
+      }
     }
-    if (!devices.empty()) { // as a future has its readers wait for the streams
-      const auto future = c10::make_intrusive<JitFuture>(at::AnyClassType::get(), devices);
-      future->markCompleted(decoded.message, std::move(decoded.deviceStorages));
-      const c10::MultiStreamGuard callers(currentStreams(devices));
+    if (!devices.empty()) {
+      future->waitAndThrow(); // the current streams of this thread wait for those above
     }
   } catch (const c10::Error& failure) {
     throw unreadable(deviceFailed(failure));
