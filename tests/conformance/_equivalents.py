@@ -1,8 +1,8 @@
-"""Tests of PyTorch's that ask for TensorPipe by name or for its limits, and the tests of this project on the same."""
+"""PyTorch's tests that demand TensorPipe by name or its limits, and this project's tests of the same subjects."""
 
 from __future__ import annotations
 
-# "Suite.test" -> why UCX cannot pass it, and the pytest node that holds what it is about.
+# "Suite.test" -> why UCX cannot pass it, and the pytest node with the same subject.
 EQUIVALENTS: dict[str, dict[str, str]] = {
     "TensorPipeAgentRpcTest.test_infer_backend_from_options": {
         "reason": "asserts that the agent is an instance of TensorPipeAgent",

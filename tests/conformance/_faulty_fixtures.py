@@ -1,7 +1,7 @@
 """Answers to the questions of PyTorch's suites for a faulty agent, for each backend.
 
-Apart from the other fixtures, since torch's own, when it is imported, registers a backend: that replaces the enum of
-backends, and a process in which rpc.BackendType is no longer the enum in use cannot infer a backend from options.
+These are apart from the other fixtures because the import of torch's own registers a backend. That replaces the enum of
+backends, and then a process cannot infer a backend from options by rpc.BackendType.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from ._processes import PreloadedProcesses
 
 
 class FaultyUcxFixture(PreloadedProcesses, FaultyRpcAgentTestFixture):
-    """torch's own answers, and under the name of its faulty backend, which tests ask for, the one of UCX."""
+    """torch's own answers, with UCX's faulty backend under the name of torch's, which tests ask for."""
 
     @property
     def rpc_backend(self) -> rpc.BackendType:

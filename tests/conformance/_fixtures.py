@@ -14,7 +14,7 @@ from ._processes import PreloadedProcesses
 class UcxFixture(PreloadedProcesses, RpcAgentTestFixture):
     @property
     def rpc_backend(self) -> rpc.BackendType:
-        # Asked first in a test's own process: UCX is loaded nowhere else.
+        # Called first in a test's own process, which alone loads UCX.
         import torch_ucx_rpc  # noqa: F401 - registers the backend
 
         return rpc.backend_registry.BackendType["UCX"]

@@ -14,12 +14,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.support.workers import dump_stacks, dump_stacks_on_request, kill, process_context, stacks_file
 
-# A directory that the parent and all processes of a test know: beside the file through which they meet.
+# A directory that the parent and all processes of a test know, beside the file of their Store.
 _STACKS = Path(tempfile.gettempdir())
 
 
 class PreloadedProcesses:
-    """To be mixed in before torch's MultiProcessTestCase: starts a test's processes from a fork server.
+    """Starts a test's processes from a fork server. Mix it in before torch's MultiProcessTestCase.
 
     torch starts each by ``spawn``, which imports torch again, four times a test. Nothing else changes for the test.
     """
@@ -30,19 +30,19 @@ class PreloadedProcesses:
     @classmethod
     def _run(cls, rank: int, test_name: str, file_name: str, parent_pipe: Any, **kwargs: Any) -> None:
         dump_stacks_on_request(_STACKS)
-        # Where it crashes, too: what it writes to stderr is no part of the test's report.
+        # A crash too: the report of the test does not have the stderr of its processes.
         faulthandler.enable(stacks_file(_STACKS, os.getpid()).open("a"))
         _keep_ddp_models()
         super()._run(rank, test_name, file_name, parent_pipe, **kwargs)
 
     def _get_timedout_process_traceback(self) -> None:
-        # Called when the test's time is up, before its processes are ended. torch's own version asks a Python thread
-        # in each process, which cannot answer while another holds the GIL, and cannot see C++.
+        # Called at the test's time limit, before its processes are ended. torch's own version asks a Python thread in
+        # each process. That thread cannot answer while another holds the GIL, and cannot see C++.
         alive = [process.pid for process in self.processes if process.is_alive()]
         print(*dump_stacks(alive, _STACKS).values(), sep="\n")
 
     def _check_return_codes(self, *arguments: Any) -> None:
-        # torch's error has only what processes have raised. If they have because another one crashed, it hides that.
+        # torch's error has only exceptions of processes, and hides that another process crashed first.
         try:
             super()._check_return_codes(*arguments)
         except (RuntimeError, AssertionError) as error:
@@ -57,7 +57,7 @@ class PreloadedProcesses:
 
 
 def _how_it_ended(process: BaseProcess) -> str:
-    """Say how a process of a test that has failed ended; -15 is torch's, which ends the rest after the first error."""
+    """Say how each process of a failed test ended; -15 is torch's, which ends the rest after the first error."""
     process.join(5)
     stacks = stacks_file(_STACKS, process.pid)
     return f"{process.name}: exit code {process.exitcode}\n{stacks.read_text() if stacks.exists() else ''}"

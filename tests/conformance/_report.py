@@ -1,4 +1,4 @@
-"""How each test fared, as data: for the page that sets the backends side by side."""
+"""The results of all tests as data, for the page that compares the backends."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Report:
         self._backend: str = config.getoption("--rpc-backend")
         self._are_gpus_used: bool = config.getoption("--cuda")
         self._started = time.time()
-        # Suite -> test -> how it ended, and in a few words why.
+        # Suite -> test -> its result, and the reason in a few words.
         self._outcomes: dict[str, dict[str, tuple[str, str]]] = collections.defaultdict(dict)
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
@@ -42,7 +42,7 @@ class Report:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         suite, test = self._names(report.nodeid)
         earlier, _ = self._outcomes[suite].get(test, ("not run", ""))
-        # Setting up and clearing away count when they are what went wrong; so does a process of xdist's that dies.
+        # A failed setup or teardown counts, and so does a dead process of xdist.
         if earlier != "failed" and (report.when == "call" or not report.passed):
             self._outcomes[suite][test] = (report.outcome, _reason(report))
 

@@ -1,7 +1,6 @@
 """The results of the runs, in results/: one file for each configuration (backend, UCX_* variables, cores, GPUs).
 
-The next runs of a configuration replace the former ones. ``suites.json``, beside them, has the suites of the torch that
-they are about.
+The next runs of a configuration replace the former ones. ``suites.json``, beside them, has the suites of that torch.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from typing import Any
 RESULTS = Path(__file__).resolve().parent / "results"
 SUITES = RESULTS / "suites.json"
 
-# From harmless to bad: of a test that was run several times, the worst counts.
+# From harmless to bad: the worst result of several runs counts.
 OUTCOMES = ("passed", "skipped", "not collected", "not run", "failed")
 COUNTED = ("collected", "passed", "skipped", "failed")
 
@@ -43,7 +42,7 @@ def record(files: Iterable[Path]) -> None:
 
 
 def commit() -> str:
-    """Of the sources that ran, just now; "-dirty" where the package or the tests differ from it."""
+    """The commit of the sources that just ran; "-dirty" where the package or the tests differ from it."""
     head = _git("rev-parse", "--short=12", "HEAD")
     # Results of the last configuration do not make the sources another state.
     sources = (":/torch_ucx_rpc", ":/tests", ":!/tests/conformance/results")
@@ -57,7 +56,7 @@ def _git(*command: str) -> str:
 
 
 def file_name(configuration: Data) -> str:
-    """ucx-tcp-self-2-cores, for one."""
+    """Such as ucx-tcp-self-2-cores."""
     parts = [configuration["backend"], *configuration["environment"].values(), amount(configuration, "cores")]
     if configuration["gpus"]:
         parts.append(amount(configuration, "gpus"))
@@ -70,7 +69,7 @@ def amount(configuration: Data, name: str) -> str:
 
 
 def condensed(reports: list[Data], lists: Data) -> Data:
-    """Counts, and by name only what did not pass in every run."""
+    """The counts, and the names of the tests that did not pass in every run."""
     suites, exceptions = {}, {}
     for suite, tests in ((suite, tests) for listed in lists.values() for suite, tests in listed.items()):
         runs = [report["outcomes"].get(suite, {}) for report in reports]

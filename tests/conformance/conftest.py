@@ -11,8 +11,8 @@ import pytest
 # takes 15, and several times that on one that is shared.
 os.environ.setdefault("DISTRIBUTED_TESTS_DEFAULT_TIMEOUT", "150")
 # torch's switch for an init_process_group that returns when it is done on every rank. The master of
-# DdpUnderDistAutogradTest calls its trainers as soon as it has returned from there itself, and they need the group:
-# trainers that are 50 ms late make the test fail with TensorPipe as well.
+# DdpUnderDistAutogradTest calls its trainers as soon as its own init_process_group has returned, and they need the
+# group. Trainers that are 50 ms late make the test fail with TensorPipe as well.
 os.environ.setdefault("TORCH_DIST_INIT_BARRIER", "1")
 
 
@@ -56,7 +56,7 @@ def pytest_pycollect_makeitem(collector: pytest.Collector, obj: object) -> list 
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what no agent but TensorPipe's could pass, and what has an equivalent of this project's."""
+    """Leave out the tests that only TensorPipe's agent can pass, which have equivalents in this project."""
     backend = config.getoption("--rpc-backend")
     if backend == "TENSORPIPE":
         return

@@ -71,7 +71,7 @@ def row(result: Data) -> tuple:
 
 
 def reasons(result: Data) -> Iterator[str]:
-    """Why tests were skipped or failed, with the number of tests; a test of this project covers the rest."""
+    """The reasons of skips and failures, with the number of tests; a test of this project covers the rest."""
     counted = collections.Counter(
         how.removeprefix("skipped: ") for test, how in result["not passed"].items() if test not in EQUIVALENTS
     )
@@ -79,7 +79,7 @@ def reasons(result: Data) -> Iterator[str]:
 
 
 def describe(configuration: Data) -> str:
-    """UCX, UCX_TLS=tcp,self, 2 cores."""
+    """Such as "UCX, UCX_TLS=tcp,self, 2 cores"."""
     backend = {"UCX": "UCX", "TENSORPIPE": "TensorPipe"}[configuration["backend"]]
     variables = [f"`{name}={value}`" for name, value in configuration["environment"].items()]
     places = [amount(configuration, name) for name in ("cores", "gpus") if configuration[name]]

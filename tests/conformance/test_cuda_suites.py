@@ -1,6 +1,6 @@
 """PyTorch's suites for RPC with GPUs, generic and TensorPipe's, for ``pytest tests/conformance --cuda``.
 
-torch's own decorators skip what needs more GPUs than there are.
+torch's own decorators skip tests that need more GPUs.
 """
 
 from __future__ import annotations

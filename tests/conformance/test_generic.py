@@ -1,6 +1,6 @@
-"""PyTorch's agent-agnostic suites: whatever passes them is an RPC agent to the rest of PyTorch.
+"""PyTorch's suites for any agent.
 
-The tests are torch's own, as they are in the installed wheel: none is edited, left out or tried twice.
+The tests are those of the installed wheel: none is edited, left out or tried twice.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""PyTorch's suites for TensorPipe's agent, with UCX in its place: what they do with its options holds for UCX too.
+"""PyTorch's suites for TensorPipe's agent, with UCX in its place.
 
-The tests are torch's own, and so is the fixture. `EQUIVALENTS` lists those that no other agent could pass, each with a
-test of this project in its place.
+The tests are torch's own, and so is the fixture. `EQUIVALENTS` lists the tests that no other agent can pass, each with
+a test of this project.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@
 
 namespace {
 
-// Of cuda.h, as declared there.
+// As declared in cuda.h.
 using CUresult = int;
 using CUdevice = int;
 using CUdeviceptr = unsigned long long; // NOLINT(google-runtime-int)
@@ -43,8 +43,8 @@ constexpr size_t kPages = 4096; // all that it has
 
 using Clock = std::chrono::steady_clock;
 
-std::atomic<bool> isUp{false}; // somebody has called cuInit()
-std::atomic<bool> isDown{false}; // as CUDA is when exit() has run its handlers
+std::atomic<bool> isUp{false}; // cuInit() has been called
+std::atomic<bool> isDown{false}; // like CUDA after exit() has run its handlers
 
 // ------------------------------------------------------------------------------------------------------- calls
 
@@ -77,10 +77,10 @@ class Calls {
   std::map<std::string, std::atomic<uint64_t>> counts_;
 };
 
-// At the beginning of each function of the driver: of those that may come before cuInit(), and of the others.
+// Begin each function of the driver: the first one where cuInit() is not needed, the other one elsewhere.
 //
-// UCX puts a jump there: of 5 bytes, or of 12 where its own code is more than 2 GiB away. What it replaces must be of
-// instructions that it knows. A frame of more than 127 bytes is made by a longer one, and they are 14 bytes then.
+// UCX writes a jump there: 5 bytes, or 12 if its own code is more than 2 GiB away. It must know the instructions that
+// it replaces. A frame of more than 127 bytes takes a longer instruction, which makes them 14 bytes.
 #define CALLED_EARLY()                                                    \
   do {                                                                    \
     [[maybe_unused]] std::array<char, 128> frame;                         \
@@ -376,7 +376,7 @@ CUresult copyInOrder(CUdeviceptr to, CUdeviceptr from, size_t bytes, CUstream st
   return kSuccess;
 }
 
-// Of an address that is none of the device's: false, and what CUDA says of it.
+// False for an address outside of the device, with CUDA's error for it.
 bool attribute(int which, const Allocation* allocation, void* value) {
   const auto set = [value](auto what) { std::memcpy(value, &what, sizeof(what)); };
   const bool isKnown = allocation != nullptr;
@@ -464,7 +464,7 @@ CUresult cuCtxSetFlags(unsigned /*flags*/) {
   return currentContext() == nullptr ? kInvalidContext : kSuccess;
 }
 
-// UCX asks for those that older drivers lack: cuCtxSetFlags, and one for DMA-BUF, which the stub has not.
+// UCX asks for functions that older drivers lack: cuCtxSetFlags, and one for DMA-BUF, which the stub lacks too.
 CUresult cuGetProcAddress_v2(const char* symbol, void** function, int /*version*/, uint64_t /*flags*/, int* status) {
   CALLED_EARLY();
   const bool isThere = std::strcmp(symbol, "cuCtxSetFlags") == 0;
@@ -635,7 +635,7 @@ CUresult cuPointerGetAttributes(unsigned count, int* which, void** values, CUdev
   for (unsigned index = 0; index < count; ++index) {
     (void)attribute(which[index], isKnown ? &allocation : nullptr, values[index]);
   }
-  return kSuccess; // also of what is not CUDA's
+  return kSuccess; // also for memory that is not CUDA's
 }
 CUresult cuPointerSetAttribute(const void* /*value*/, int /*which*/, CUdeviceptr /*at*/) {
   CALLED();

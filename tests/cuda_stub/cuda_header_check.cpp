@@ -9,7 +9,7 @@
 #include <cstddef>
 #include <type_traits>
 
-// Of the same number of parameters, which have the same sizes: ours are declared without the types of cuda.h.
+// The same number and sizes of parameters: ours are declared without the types of cuda.h.
 template <typename Theirs, typename Ours>
 struct AreAlike : std::false_type {};
 template <typename R, typename... Theirs, typename S, typename... Ours>

@@ -1,6 +1,6 @@
 #pragma once
 
-// The numbers of cuda.h that the stub gives and understands. cuda_header_check.cpp compares them with cuda.h.
+// The numbers of cuda.h that the stub uses. cuda_header_check.cpp compares them with cuda.h.
 
 #include <cstdint>
 

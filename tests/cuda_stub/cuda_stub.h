@@ -2,12 +2,11 @@
 
 // A CUDA driver without a GPU, for tests of what UCX does with device memory: libcuda.so.1 and libnvidia-ml.so.1, as
 // far as UCX's CUDA transports use them. Memory of the device is the host's, in a memory file that other processes map
-// when they open an IPC handle. One thread of each process is the device: it executes what is in the streams, in order
-// and later. The numbers and signatures are those of CUDA 12 and 13.
+// when they open an IPC handle. One thread of each process is the device: it runs the work of the streams later, in
+// order. The numbers and signatures are those of CUDA 12 and 13.
 //
 // Each process has a driver of its own, with one device. Beside CUDA's functions the library has those below, by which
-// a test holds the device, and counts what it was asked. Processes that no test can speak to are told by environment
-// variables:
+// a test holds the device, and counts calls. Environment variables control processes that no test can speak to:
 //
 // CUDA_STUB_COPY_US    how long a copy takes at least
 // CUDA_STUB_EVENT_US   how long after its turn an event is done; CUDA's own take 5 to 10 us on a stream that is idle
@@ -24,7 +23,7 @@ extern "C" {
 // Nothing in any stream is begun while the device is held.
 void cudaStubHold(bool isHeld);
 
-// How often a function of the driver was called so far: by its name, as "cuMemcpyAsync".
+// The number of calls of a driver function so far, by its name, such as "cuMemcpyAsync".
 uint64_t cudaStubCalls(const char* function);
 
 // How long threads of this process have waited for a stream so far (cuStreamSynchronize), together.

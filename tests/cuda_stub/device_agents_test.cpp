@@ -1,6 +1,6 @@
 // Agents of two processes that send tensors over UCX, with the driver of cuda_stub.h. The devices' streams are the fake
-// device's, and their memory is the stub's. So UCX takes the ways that it takes with a GPU, and the driver counts what
-// it is asked. device_lanes_test.cpp has what UCX would do if it were given everything.
+// device's, and their memory is the stub's. So UCX takes the same ways as with a GPU, and the driver counts the calls.
+// device_lanes_test.cpp shows what UCX does without the agent.
 
 #include "cuda_stub.h"
 #include "stub_process.h"
@@ -37,7 +37,7 @@ struct OtherAllocator {
   }
 };
 
-// A worker of a job of two, with devices of its own whose streams run meanwhile.
+// A worker of a job of two, with devices of its own whose streams run all the time.
 class Worker {
  public:
   Worker(worker_id_t rank, const Socket& other, const Handler& handler, DeviceMemory memory) : rank_(rank) {
@@ -158,7 +158,7 @@ struct Job {
   std::function<void()> setUp = [] {}; // of each process
 };
 
-// A caller that acts, and a callee that has the handler. Both write how often each function of the driver was called.
+// A caller that acts, and a callee with the handler. Both write the number of calls of each driver function.
 std::unique_ptr<TwoProcesses> play(
     const Job& job, const Handler& handler, const std::function<void(const Worker& caller)>& act) {
   return std::make_unique<TwoProcesses>(
@@ -204,7 +204,7 @@ std::unique_ptr<TwoProcesses> callEcho(const Job& job, c10::Device device, uint6
   });
 }
 
-// Nothing that UCX would copy through the host's memory, in pieces, each of which the worker lock waits for.
+// UCX must not copy these through the host's memory, in pieces, with a wait under the worker lock for each.
 void expectNoPieces(TwoProcesses& job) {
   EXPECT_EQ(job.count("cuMemcpyAsync"), 0u);
   EXPECT_EQ(job.count("cuStreamSynchronize"), 0u);
@@ -248,7 +248,7 @@ TEST(DeviceAgents, WhatUcxCannotShareIsStaged) {
   }
 }
 
-// RMM's memory resource may be such an allocator. What arrives does so in torch's memory, and is copied on the device.
+// RMM's memory resource may be such an allocator. Tensors arrive in torch's memory, and are copied on the device.
 TEST(DeviceAgents, ArrivalInMemoryUcxCannotShareIsCopiedOnTheDevice) {
   Job rmm;
   rmm.setUp = [] {
@@ -272,7 +272,7 @@ TEST(DeviceAgents, ArrivalInMemoryUcxCannotShareIsCopiedOnTheDevice) {
 }
 
 // Copies and events of the driver are late, and so are the kernels that make the tensors, in the caller and in the
-// handler. Memory that UCX reads or writes is not reused before it has, and nobody reads too early.
+// handler. Memory is not reused before UCX has read or written it, and no reader is too early.
 TEST(DeviceAgents, OrderHoldsHoweverLateTheDeviceIs) {
   for (const char* nvlinks : {"0", "18"}) { // UCX writes, or reads
     const Job late{{{"CUDA_STUB_COPY_US", "20000"}, {"CUDA_STUB_EVENT_US", "20000"}, {"CUDA_STUB_NVLINKS", nvlinks}}};

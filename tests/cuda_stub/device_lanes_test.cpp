@@ -1,6 +1,5 @@
-// What UCX does with device memory, between two processes and with the driver of cuda_stub.h: which lanes and protocols
-// it chooses, what it asks the driver, and that bytes arrive. The driver has no GPU: nothing here says how fast
-// anything is.
+// UCX's use of device memory between two processes, with the driver of cuda_stub.h: its lanes, protocols and calls of
+// the driver. Without a GPU nothing here measures speed.
 
 #include "cuda_stub.h"
 #include "stub_process.h"
@@ -31,10 +30,10 @@ namespace {
 
 constexpr uint64_t kKiB = 1024;
 constexpr uint64_t kMiB = 1024 * kKiB;
-// UCX is asked to wake whoever waits; a wake-up that takes this long is lost.
+// UCX shall wake a waiting thread; a wake-up that takes this long is lost.
 constexpr int kLostMs = 30'000;
 
-// What the program may have for a message.
+// The kinds of memory for a message.
 enum class Kind {
   kHost,
   kDevice, // of cudaMalloc, hence of torch
@@ -107,7 +106,7 @@ class End final : public TransportListener {
     return other_.hasHeard();
   }
 
-  // Drives, and sleeps as UCX tells where there is nothing to do.
+  // Drives, and sleeps when UCX allows it.
   void driveUntil(const std::function<bool()>& isDone) {
     while (!isDone()) {
       if (transport->progress() != 0 || isDone() || !transport->arm()) {
@@ -179,7 +178,7 @@ class End final : public TransportListener {
  private:
   const Socket other_;
   wire::Header header_;
-  std::optional<Error> sent_; // how it ended
+  std::optional<Error> sent_; // its end
   void* rendezvous_ = nullptr;
 };
 
@@ -269,7 +268,7 @@ std::unique_ptr<Pair> exchange(Kind from, Kind to, uint64_t bytes, Environment e
 }
 
 // A send and a receive of device memory that each fail, with `reason` in the error's text. The host's memory can still
-// be sent then.
+// be sent.
 void expectDeviceMemoryIsRefused(const Environment& environment, const std::string& reason) {
   const auto report = [](const Error& why) {
     std::cout << "failed=" << (why.code() == ErrorCode::kDeviceFailed) << "\n" << why.message() << std::endl;
@@ -292,8 +291,8 @@ void expectDeviceMemoryIsRefused(const Environment& environment, const std::stri
   }
 }
 
-// What UCX does with a message of 8 MiB where it copies through the host's shared memory, in pieces of 8 KiB: it waits
-// for the device after each, with the worker lock held.
+// A message of 8 MiB that UCX copies through the host's shared memory, in pieces of 8 KiB: it waits for the device
+// after each, under the worker lock.
 constexpr uint64_t kStaged = 8 * kMiB;
 constexpr uint64_t kPieces = kStaged / (9 * kKiB);
 
@@ -353,7 +352,7 @@ TEST(DeviceLanes, MemoryThatUcxTakesForTheHostsIsRefused) {
   expectDeviceMemoryIsRefused({{"DEVICE_USED_LATER", "y"}}, "UCX_MEMTYPE_CACHE=n");
 }
 
-// Not only the first memory is looked at: here UCX has not seen the allocation of the second.
+// UCX looks at more than the first memory; here it has not seen the allocation of the second.
 TEST(DeviceLanes, MemoryThatUcxTakesForTheHostsIsRefusedAfterOtherMemory) {
   Pair pair(
       {{"DEVICE_MEMORY_FIRST", "y"}},
@@ -378,7 +377,7 @@ TEST(DeviceLanes, MemoryThatUcxTakesForTheHostsIsRefusedAfterOtherMemory) {
   EXPECT_TRUE(pair.sender->hasWritten("UCX_MEMTYPE_CACHE=n")) << pair.sender->written();
 }
 
-// Neither is told of the end before a late copy has been made: the sender uses its memory anew, the receiver reads.
+// Neither side hears of the end before a late copy is made: the sender reuses its memory, and the receiver reads.
 TEST(DeviceLanes, LateCopiesAreWaitedForOnBothSides) {
   for (const char* nvlinks : {"0", "18"}) {
     Pair pair(
@@ -402,8 +401,8 @@ TEST(DeviceLanes, LateCopiesAreWaitedForOnBothSides) {
   }
 }
 
-// Endpoints that report dead peers have no pipelines in UCX (RNDV_PIPELINE_ERROR_HANDLING=n). So it must be given no
-// message that is in a device's memory on one side only: such are staged by the agent.
+// Endpoints that report dead peers have no pipelines in UCX (RNDV_PIPELINE_ERROR_HANDLING=n). So UCX must get no
+// message with device memory on one side only; the agent stages these.
 TEST(DeviceLanes, BetweenADeviceAndTheHostUcxCopiesInPieces) {
   constexpr uint64_t kCopyUs = 20;
   const Environment device{{"CUDA_STUB_COPY_US", std::to_string(kCopyUs)}};
@@ -502,7 +501,7 @@ TEST(DeviceMemoryRefusal, IsNoneWhereUcxHasFoundTheDriver) {
   });
   EXPECT_TRUE(process.hasWritten("cuda_ipc: 1")) << process.written();
   EXPECT_TRUE(process.hasWritten("refused: ."));
-  Process early({}, [] { // nobody has used the device yet
+  Process early({}, [] { // the device has not been used yet
     haveTheDriver();
     sayWhatUcxCan();
   });
@@ -538,14 +537,14 @@ TEST(DeviceMemoryRefusal, NamesTheVariableThatExcludesCuda) {
   EXPECT_TRUE(process.hasWritten("UCX_TLS must not exclude cuda_copy"));
 }
 
-// UCX would take it for the host's memory, and end the process.
+// UCX would take this memory for the host's, and end the process.
 TEST(DeviceMemoryRefusal, IsWhatSendsAndReceivesEndWith) {
   expectDeviceMemoryIsRefused({{"UCX_TLS", "tcp,sysv,self"}}, "has started without CUDA");
 }
 
 // ------------------------------------------------------------------------------------------------------ waiting, dying
 
-// Nobody asks the device again and again: UCX has it wake the thread that sleeps.
+// No thread polls the device: UCX makes it wake the sleeping thread.
 TEST(DeviceLanes, WhoSleepsIsWokenWhenTheDeviceIsDone) {
   for (const char* nvlinks : {"0", "18"}) {
     const auto pair = exchange(

@@ -1,7 +1,6 @@
 #pragma once
 
-// Processes of tests that have the driver of cuda_stub.h: how they are started, how two of them speak to each other
-// beside UCX, and what they have written.
+// Processes of tests with the driver of cuda_stub.h: their start, a connection beside UCX, and their output.
 
 #include "cuda_stub.h"
 
@@ -27,7 +26,7 @@
 #include <thread>
 #include <utility>
 
-extern "C" { // cuda.h, as far as a program needs it that has device memory
+extern "C" { // the part of cuda.h that a program with device memory needs
 int cuInit(unsigned flags);
 int cuDevicePrimaryCtxRetain(void** context, int device);
 int cuCtxPushCurrent_v2(void* context);
@@ -69,7 +68,7 @@ inline void useTheDevice() {
   require(cuInit(0) == 0 && cuDevicePrimaryCtxRetain(&context, 0) == 0 && cuCtxPushCurrent_v2(context) == 0, "no CUDA");
 }
 
-// What a program may have as memory of the device.
+// The kinds of device memory of a program.
 enum class DeviceMemory {
   kPlain, // of cudaMalloc, hence of torch
   kPool, // of cudaMallocAsync
@@ -126,7 +125,7 @@ class Socket {
 
 using Environment = std::map<std::string, std::string>;
 
-// A process that a test has started, and what it has written.
+// A process of a test, and its output.
 class Process {
  public:
   Process(const Environment& environment, const std::function<void()>& body) {
@@ -156,7 +155,7 @@ class Process {
   Process(const Process&) = delete;
   Process& operator=(const Process&) = delete;
 
-  // Waits for its end; what it has written.
+  // Waits for its end. Returns its output.
   const std::string& written() {
     if (id_ != 0) {
       waitpid(std::exchange(id_, 0), &status_, 0);
@@ -175,7 +174,7 @@ class Process {
   bool hasWritten(const std::string& text) {
     return written().find(text) != std::string::npos;
   }
-  // Of the lines "name=number".
+  // Reads the lines "name=number".
   uint64_t count(const std::string& name) {
     std::istringstream lines(written());
     for (std::string line; std::getline(lines, line);) {
@@ -241,7 +240,7 @@ inline constexpr std::array<const char*, 7> kCounted{
     "cuIpcGetMemHandle",
     "cuIpcOpenMemHandle_v2"};
 
-// Writes how often the driver was called meanwhile, and for how long it kept threads waiting.
+// Writes the number of calls of the driver during its life, and how long threads waited for it.
 template <typename Action>
 void counted(const Action& action) {
   std::map<std::string, uint64_t> before;

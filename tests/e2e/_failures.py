@@ -1,4 +1,4 @@
-"""Workers of the tests of failures: they die, stay until they may leave, or tell how a call failed."""
+"""Workers of the tests of failures: they die, stay until they may leave, or return the failure of a call."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from torch_ucx_rpc import errors
 
 Failure = TypeVar("Failure", bound=errors.RpcError)
 
-# Arguments of `run_workers`: UCX logs what it notices of a death, too.
+# Arguments of `run_workers`; UCX itself may log a death too.
 DEATH_OF_WORKER1: dict[str, Any] = {"exit_codes": {1: -signal.SIGKILL}, "shutdown": False, "silent": False}
 
-# heartbeat_limit, in seconds, where it has only to be exceeded.
+# heartbeat_limit, in seconds, of tests that only exceed it.
 SHORT_LIMIT = 1.0
 # Options with which a silent worker is lost at that limit.
 LOST_SOON = {"heartbeat_limit": SHORT_LIMIT, "reconnect_limit": 0}
@@ -40,7 +40,7 @@ class leave_ungracefully_after:  # noqa: N801 - used as a function, and pickled
 
 
 def let_go() -> None:
-    """End the `stay` of the worker that this is called in."""
+    """End the `stay` of this worker."""
     _gone.set()
 
 

@@ -1,4 +1,4 @@
-"""The life of the agent's Python side, where it meets other processes than its peers."""
+"""The Python side of the agent, and processes other than its peers."""
 
 from __future__ import annotations
 

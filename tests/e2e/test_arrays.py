@@ -1,4 +1,4 @@
-"""Arrays of NumPy travel as tensors do, without being pickled, and arrive as they were; so do those of a device."""
+"""Arrays of NumPy and of devices travel like tensors, without pickling, and arrive unchanged."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support.workers import agent, backend_options, eventually, in_worker0
 from tests.support.workers import run_workers as run_job
 from torch_ucx_rpc._torch.arrays import _on_its_memory, _stream_of
 
-# Beyond the size from where on they are not pickled, and beyond that up to which a tensor rides inside its message.
+# Larger than pickled arrays, and than tensors that travel inside the message.
 LARGE = 1 << 17
 
 
@@ -30,7 +30,7 @@ def numbers(*shape: int, dtype: Any = np.float32) -> np.ndarray:
 
 
 def random_items(dtype: Any, n: int = 70_000) -> np.ndarray:
-    """All that can stand in memory, NaNs with payloads included."""
+    """Any bytes, NaNs with payloads included."""
     dtype = np.dtype(dtype)
     bits = np.random.default_rng(1).integers(0, 256, n * dtype.itemsize, dtype=np.uint8)
     return (bits < 128) if dtype == np.bool_ else bits.view(dtype)
@@ -141,7 +141,7 @@ def make(case: str) -> Any:
 def test_arrays_arrive_as_they_were_sent() -> None:
     failures = []
     for case in CASES:
-        # Part of the account, should a case end the process.
+        # Shows the case if it ends the process.
         print(case, flush=True)
         sent = rpc.rpc_sync("worker1", differences_at_arrival, args=(case, make(case)))
         returned = differences(make(case), rpc.rpc_sync("worker1", make, args=(case,)))
@@ -338,7 +338,7 @@ def test_no_library_of_arrays_is_imported_for_it() -> None:
 
 
 class DeviceBuffer:
-    """As the pickler sees RMM's, which cannot be made without a GPU."""
+    """Looks to the pickler like RMM's buffer, which needs a GPU."""
 
     @property
     def __cuda_array_interface__(self) -> dict[str, object]:
@@ -377,7 +377,7 @@ def test_tensor_on_an_arrays_memory_stays_on_its_device() -> None:
 
 
 class Unpicklable(DeviceBuffer):
-    """As numba's arrays are; seen on an H100, where a callee could not return them."""
+    """Like numba's arrays, which a callee on an H100 could not return."""
 
     def __reduce_ex__(self, protocol: object) -> Any:
         raise TypeError("no default __reduce__ due to non-trivial __cinit__")

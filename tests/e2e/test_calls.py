@@ -18,7 +18,7 @@ import torch.distributed.rpc as rpc
 
 from tests.support.workers import agent, in_every_worker, in_worker0
 
-# Well beyond what a loaded machine needs for a few calls, and well below what a hang costs.
+# Longer than a few calls on a loaded machine, and much shorter than a hang.
 PROMPT_S = 15.0
 
 
@@ -30,7 +30,7 @@ def failure(kind: str, *elsewhere: type[Exception]) -> tuple[type[Exception], ..
     """The type ``torch_ucx_rpc.errors.kind``; on TensorPipe, which has none of them, the types ``elsewhere``."""
     if not on_ucx():
         return elsewhere
-    # Not for all of this module: the package changes torch, and TensorPipe is to run without it.
+    # Not imported by the module: the package changes torch, and TensorPipe must run without it.
     from torch_ucx_rpc import errors
 
     return (getattr(errors, kind),)
@@ -171,7 +171,7 @@ def not_a_future() -> int:
 
 
 class Accumulator:
-    """Answers each of ``of`` callers with the sum of all, once it has heard them all."""
+    """Answers each of ``of`` callers with the sum of all values, after the last call."""
 
     def __init__(self, of: int) -> None:
         self._left, self._sum = of, 0
@@ -230,7 +230,7 @@ def test_exceptions_of_the_callee_keep_type_and_message() -> None:
             with pytest.raises(exception, match="this was to be") as raised:
                 call()
             assert (raised.type.__name__, raised.type.__module__) == (kind, exception.__module__)
-            # Where it happened: the worker, and its stack.
+            # The error names the worker, and has its stack.
             for word in (kind, "worker1", "in fail"):
                 assert word in str(raised.value)
 
@@ -312,7 +312,7 @@ def test_a_call_ends_at_its_own_timeout() -> None:
         assert_times_out(call_of_oneself, after=0.2, callee="worker0")
         rref = rpc.remote("worker1", wait_for_release)
         assert_times_out(lambda: rref.to_here(timeout=0.2), after=0.2)
-        # The other calls go on, and the abandoned value can be asked for again.
+        # The other calls go on, and the value can be fetched again.
         assert rpc.rpc_sync("worker1", greet, args=("you",)) == "Hello, you, from worker1"
     finally:
         rpc.rpc_sync("worker1", release)
@@ -376,7 +376,7 @@ def test_a_late_answer_is_dropped_and_the_agent_goes_on() -> None:
 
 
 def interrupt_then_wait(pid: int) -> str:
-    # While the caller, by construction, waits for the answer to this call.
+    # The caller waits for the answer to this call at that time.
     os.kill(pid, signal.SIGINT)
     return wait_for_release()
 
@@ -427,7 +427,7 @@ def deterministic_algorithms():
 
 @in_worker0(of=2)
 def test_tensors_arrive_under_deterministic_algorithms() -> None:
-    # torch then fills what it allocates, which must not happen to what has already been received.
+    # torch then fills fresh memory, but must not fill received tensors.
     with deterministic_algorithms():
         tensor = torch.randn(1000, 100)
         assert torch.equal(rpc.rpc_sync("worker1", torch.mul, args=(tensor, 1)), tensor)

@@ -1,4 +1,4 @@
-"""The command line as a whole: what it imports, how it complains, what goes where, and its exit codes."""
+"""The command line as a whole: imports, errors, streams and exit codes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def entry_point() -> str:
 
 
 def torch_ucx_rpc(*arguments: str, after: str = "") -> subprocess.CompletedProcess[str]:
-    """The program as pip makes it of the entry point, from a file of its name; ``after`` runs at its end."""
+    """The program that pip makes of the entry point, in a file of its name; ``after`` runs at its end."""
     module, _, function = entry_point().partition(":")
     code = f"""
 import sys
@@ -133,7 +133,7 @@ def test_commands_print_json_to_stdout_and_the_rest_to_stderr(monkeypatch: pytes
     for arguments in (["info", "--json"], ["check", "--json"]):
         done = torch_ucx_rpc(*arguments)
         assert isinstance(json.loads(done.stdout), dict)
-    # From workers in other processes too.
+    # Also from workers in other processes.
     assert "UCX" in done.stderr
     # No process can have this number. The number 1 is a worker's own in a container that has the host's network.
     nobody = Path("/proc/sys/kernel/pid_max").read_text().strip()
@@ -161,7 +161,7 @@ print("afterwards")
 
 
 def test_exit_codes_are_distinct_and_the_page_has_them_all() -> None:
-    # An alias would be another name of a code that is taken.
+    # An alias would share another code.
     assert len(ExitCode) == len(ExitCode.__members__)
     page = (ROOT / "docs" / "command_line.md").read_text(encoding="utf-8")
     table = page[page.index("## Exit codes") :]

@@ -1,4 +1,4 @@
-"""CUDA tensors on a real GPU: streams, device maps, whose memory they arrive in, and what PyTorch builds on RPC.
+"""CUDA tensors on a real GPU: streams, device maps, memory, and PyTorch's parts on top of RPC.
 
 tests/cpp/device_*_test.cpp test the same rules without one, on a device whose streams run when the test says.
 """
@@ -98,7 +98,7 @@ def test_a_callback_is_ordered_after_the_answer() -> None:
 
 @in_worker0(of=2, options=SAME)
 def test_a_blocking_wait_returns_when_the_data_are_there() -> None:
-    # The first use of a kernel loads it, which may wait for all that the GPU does.
+    # The first use of a kernel loads it, which may wait for all work of the GPU.
     assert is_all(add_one_slowly(rpc.rpc_sync("worker1", echo, (full(LARGE, 1),))), 2)
     for is_blocking in (False, True):
         future = rpc.rpc_async("worker1", echo, (full(LARGE, 4),)).then(lambda back: add_one_slowly(back.value()))
@@ -299,7 +299,7 @@ def test_memory_that_cannot_be_shared_arrives_too(tmp_path: Path, setting: str, 
         assert ended.returncode == 0, ended.stderr
         assert ended.stderr.count("This is said once.") == 1
     sent = 3 * LARGE * torch.int64.itemsize
-    # UCX may have more to say when a process ends.
+    # UCX may log more when a process ends.
     assert programs[0].stdout.splitlines()[0].split() == [allocator, str(sent), str(sent)]
 
 

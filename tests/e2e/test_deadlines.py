@@ -1,4 +1,4 @@
-"""Calls that are not answered in time: they fail when they should, and leave nothing behind."""
+"""Calls without an answer in time fail at their deadline, and leave nothing behind."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ def answer_late(*_: object) -> Future:
 
 
 def give_late_answers() -> None:
-    # They share a tensor: what is measured here is not the memory of their maker.
+    # All share a tensor, so that their maker's memory does not count.
     tensor = torch.ones(MIB // 4)
     while late:
         late.pop().set_result(tensor)
 
 
 def block(_: torch.Tensor) -> None:
-    # Not for ever: should it take all threads, none is left to be told so.
+    # Limited, because with all threads taken none could receive the order to end.
     opened.wait(10)
 
 
@@ -103,12 +103,12 @@ def test_calls_fail_at_their_deadlines_also_under_load() -> None:
         calls = [call(0.1 + 0.001 * number) for number in range(400)]
         assert all(map(fails_by_timeout, calls))
         eventually(lambda: len(ends) == len(calls), "all callbacks have run")
-        time.sleep(0.1)  # the sleeper wakes once more
+        time.sleep(0.1)  # the sleeping thread wakes once more
     lateness = [failed - due for due, failed in ends]
-    # And beyond the first moment at which a sleeping thread of this process woke up: that is the machine's doing.
+    # Measured from the first wake-up of a sleeping thread of this process: earlier delay is the machine's.
     beyond = [failed - stalls.wake_ups[bisect.bisect(stalls.wake_ups, due)] for due, failed in ends]
-    # In whole milliseconds. benchmarks/deadlines.py says how punctual they are; here the machine may be busy otherwise.
-    # Beyond that, half of them are no later than a timer that looks every tenth of a second would have them.
+    # In whole milliseconds. benchmarks/deadlines.py measures punctuality; here the machine may be busy. Half of the
+    # calls end no later than with a timer that looks every tenth of a second.
     assert min(lateness) > -0.001
     assert statistics.median(beyond) < 0.04
     assert max(lateness) < 5
@@ -127,7 +127,7 @@ def leftovers() -> dict[str, int]:
 def assert_nothing_is_left() -> None:
     nothing = dict.fromkeys(leftovers(), 0)
     eventually(lambda: leftovers() == nothing, "nothing is left here")
-    # But the question, which is a request.
+    # All but this question, which is a request.
     eventually(lambda: rpc.rpc_sync("worker1", leftovers) == {**nothing, "requests_open": 1}, "nothing is left there")
 
 
@@ -147,7 +147,7 @@ class Mallinfo(ctypes.Structure):
 
 
 def allocated_mib() -> float:
-    """By malloc; without what it has kept of memory that was freed, or lost between."""
+    """Bytes in use by malloc, without free blocks and gaps."""
     gc.collect()
     mallinfo2 = ctypes.CDLL(None).mallinfo2
     mallinfo2.restype = Mallinfo
@@ -160,7 +160,7 @@ def window_in_use() -> int:
 
 
 def time_out(count: int) -> None:
-    """A tenth with 1 MiB, which wait for the window of worker1, and others that it answers late."""
+    """A tenth carries 1 MiB, and waits for worker1's window; worker1 answers the others late."""
     rpc.rpc_sync("worker1", block_again)
     holding = [rpc.rpc_async("worker1", block, (torch.ones(MIB // 4),)) for _ in range(WINDOW // MIB)]
     eventually(lambda: rpc.rpc_sync("worker1", window_in_use) >= WINDOW, "the window is full")
@@ -192,7 +192,7 @@ def test_calls_that_time_out_leave_nothing_behind() -> None:
     before = allocated()
     for _ in range(3):
         time_out(400)
-    # UCX keeps what the most messages at a time have needed, which may still grow. But these calls have sent 120 MiB.
+    # UCX keeps the memory of its busiest moment, which may still grow. But these calls have sent 120 MiB.
     # benchmarks/deadlines.py measures what 100,000 calls leave.
     for now, then in zip(allocated(), before, strict=True):
         assert now - then < 16

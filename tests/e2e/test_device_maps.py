@@ -14,7 +14,7 @@ from tests.support.workers import in_worker0
 TO_THE_CPU = {"device_maps": {"worker0": {"cpu": "cpu"}, "worker1": {"cpu": "cpu"}}}
 
 
-# With a map torch sends gradients by its inverse, and their receiver looks at where they belong.
+# torch sends gradients by the inverse of a map, and their receiver checks their devices.
 @in_worker0(of=2, options=TO_THE_CPU)
 def test_gradients_flow_where_there_are_device_maps() -> None:
     with dist_autograd.context() as context:

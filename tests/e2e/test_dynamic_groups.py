@@ -175,7 +175,7 @@ def leave_while_called(rank: int, steps: Steps) -> int:
             calls.append(rpc.rpc_async("worker0", slow, args=(tensor,)))
             if len(calls) < 10:
                 continue
-            # Calls begun before are answered, and rightly; later ones are refused, with the reason.
+            # Earlier calls get the right answers; later ones are refused, with the reason.
             if is_refused(calls[0]):
                 break
             assert torch.equal(calls.pop(0).wait(), tensor + 1)
@@ -235,7 +235,7 @@ def replace_the_killed(rank: int, steps: Steps) -> None:
             with pytest.raises(RRefLost, match=r"does not exist.*owner is gone and another worker has its rank"):
                 use()
     if rank == 2:
-        # Passed on by the dead, whose rpc.remote() never came.
+        # A reference from the dead worker, whose rpc.remote() never came.
         promised = rpc.PyRRef._deserialize((0, 1, 10**6, 1, 10**6 + 1, 0, "PyObject"))
         never = r"never have a value: the worker .* gone, and another has its rank, 1,"
         with pytest.raises(RRefLost, match=never):
@@ -244,7 +244,7 @@ def replace_the_killed(rank: int, steps: Steps) -> None:
             promised.to_here(timeout=0)
     if rank == 3:
         for owner in (0, 2):
-            # Not those of its predecessor, although torch numbers RRefs by rank, and from zero in each process.
+            # Not the predecessor's RRefs, although torch numbers RRefs by rank, and from zero in each process.
             rrefs = [rpc.remote(f"worker{owner}", torch.full, args=((2,), 5.0)) for _ in range(5)]
             assert [rref.to_here().sum().item() for rref in rrefs] == [10.0] * 5
             del rrefs
@@ -257,7 +257,7 @@ def replace_the_killed(rank: int, steps: Steps) -> None:
         assert_answers(peer)
     steps.done(f"called {rank}")
     steps.wait_for("called 0", "called 2", "called 3")
-    # The RRefs of the dead cannot be given back by anybody.
+    # No worker can give the RRefs of the dead back.
     rpc.api._ignore_rref_leak = True
     rpc.shutdown()
 
@@ -309,14 +309,14 @@ def join_after_a_cut(rank: int, steps: Steps, fate: Fate) -> None:
         steps.wait_for("called 0", "called 1", "called 2")
         if rank == 0:
             fate.of("b", "cut")
-        # Each side loses the other, and says so in the Store: worker 1 when its words get there.
+        # Each side loses the other, and says so in the Store: worker 1 when its writes get there.
         remaining = {"worker1"} if rank == 1 else {"worker0", "worker2"}
         eventually(lambda: present() == remaining, "the other side of the cut is lost")
         steps.done(f"lost {rank}")
         steps.wait_for("lost 0", "lost 1", "lost 2")
         if rank == 0:
             fate.of("b", "heal")
-        # An answer of the Store comes after all that it has been told.
+        # The Store answers after all earlier writes.
         agent().store.check(["anything"])
         steps.done(f"told {rank}")
     else:
@@ -329,7 +329,7 @@ def join_after_a_cut(rank: int, steps: Steps, fate: Fate) -> None:
         steps.done("joined 3")
     steps.wait_for("joined 3")
     if rank == 1:
-        # From those that have lost it nothing comes any more; it joins them again.
+        # Workers that have lost it send nothing more; it joins them again.
         rpc.shutdown(graceful=False)
         join(1)
         assert present() == everybody
@@ -357,7 +357,7 @@ def join_past_an_obstacle(rank: int, steps: Steps, file: Path, address: str) -> 
         subprocess.run(["ip", "route", "add", "unreachable", address], check=True)
         way = threading.Timer(0.4, subprocess.run, [["ip", "route", "del", "unreachable", address]])
         way.start()
-        dynamic_group._DOUBTED_S = 10.0  # on a busy machine the way is not free within a second
+        dynamic_group._DOUBTED_S = 10.0  # on a busy machine the network may take longer than a second
     join(rank, rpc_backend_options=backend_options(init_method=file.as_uri()))
     steps.done(f"joined {rank}")
     steps.wait_for("joined 0", "joined 1")
@@ -391,7 +391,7 @@ def join_again_with_an_open_context(rank: int, steps: Steps, file: Path) -> None
             steps.done("left")
             steps.wait_for("closed")
             join(rank, **at_store)
-            # Worker 0 could not tell it that the context is closed. Its own it closes itself.
+            # Worker 0 could not tell it that the context is closed. It closes its own context itself.
             assert autograd_contexts() == 1
         assert autograd_contexts() == 0
         steps.done("joined again")

@@ -1,4 +1,5 @@
-"""However a worker ends, with calls and large tensors in flight: the others end too, and leave shared memory clean."""
+"""A worker ends in any way, with calls and large tensors in flight: the others end too, and leave shared memory
+clean."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ MIB = 2**20
 
 
 def segments_of(pids: Iterable[int]) -> list[str]:
-    """The System V segments that these processes have made."""
+    """The System V segments of these processes."""
     _, *segments = Path("/proc/sysvipc/shm").read_text().splitlines()
     # key shmid perms size cpid ...
     return [segment for segment in segments if int(segment.split()[4]) in set(pids)]
@@ -42,7 +43,7 @@ def nobodys_files() -> set[str]:
         try:
             text = maps.read_text()
         except OSError:
-            # It has just ended, or is somebody else's.
+            # It has just ended, or belongs to another user.
             continue
         found -= {line.rpartition("/dev/shm/")[2] for line in text.splitlines() if "/dev/shm/" in line}
     return found
@@ -50,12 +51,12 @@ def nobodys_files() -> set[str]:
 
 @pytest.fixture
 def assert_clean() -> Callable[[Iterable[int]], None]:
-    """To be called with the processes that have ended: they have left nothing in shared memory."""
+    """Check that these ended processes have left nothing in shared memory."""
     before = files()
 
     def assert_clean(pids: Iterable[int]) -> None:
         assert segments_of(pids) == []
-        # Other processes on this machine may be about to map what they have just made.
+        # Other processes on this machine may be about to map new files.
         eventually(lambda: nobodys_files() <= before, "no file is left in /dev/shm")
 
     return assert_clean
@@ -91,7 +92,7 @@ def end_in_the_midst(rank: int, way: str, ended: Path) -> list[int]:
     with pytest.raises(WorkerLost) as raised:
         rpc.rpc_sync("worker1", time.sleep, (60,))
     assert raised.value.name == "worker1"
-    # On a machine that is busy otherwise; but long before UCX, left alone, would notice.
+    # Enough on a busy machine, but much sooner than UCX alone would notice.
     assert time.time() - ended.stat().st_mtime < 10
     with pytest.raises(BarrierFailed) as failed:
         rpc.shutdown()

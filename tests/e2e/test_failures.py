@@ -1,4 +1,4 @@
-"""Workers that die; the others, and what is left of them. (Those that fall silent: test_silence.py.)"""
+"""Workers that die: the other workers, and the state of the dead. (Silent workers: test_silence.py.)"""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_worker_outlives_owners_of_rrefs_in_the_making(run_workers: Callable[...
 
 
 def die_while_writing(to: str, directory: Path) -> None:
-    """Send what cannot be read to its end: the kernel kills this process in the middle of a copy into shared memory."""
+    """Send a partly unreadable tensor: the kernel kills this process in the middle of a copy into shared memory."""
     file = directory / "gone"
     size = 8 << 20
     tensor = torch.from_file(str(file), shared=True, size=size, dtype=torch.uint8)
@@ -168,7 +168,7 @@ def hold_all_sorts_of_things() -> None:
     """Runs on worker1, before it dies: holds references of worker0's objects, an autograd context there, its window."""
     kept.append(rpc.remote("worker0", make_value))
     kept[0].to_here()
-    # A reference of a third worker's: it must outlive its creator.
+    # A third worker's reference must outlive its creator.
     rpc.rpc_sync("worker2", keep, (kept[0],))
     kept.append(rpc.remote("worker2", make_value))
     with dist_autograd.context():
@@ -195,7 +195,7 @@ def outlive_worker1(rank: int) -> None:
         eventually(lambda: metric("window.waiting_messages") == 0, "nothing waits for the window")
         eventually(lambda: metric("pool.in_use_bytes") == in_use, "its buffers are back")
         eventually(lambda: autograd_contexts() == 0, "its context is closed")
-        # worker2 got a reference of its from worker1.
+        # worker2 got a reference to worker0's object from worker1.
         assert rref_count("num_owner_rrefs") == "1"
         rpc.rpc_sync("worker2", drop_kept)
         eventually(lambda: rref_count("num_owner_rrefs") == "0", "the value that only the dead held is freed")
@@ -261,7 +261,7 @@ def add_at_worker2(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def open_a_context() -> None:
-    """Runs on worker1, which never calls worker2: that takes part by way of worker0."""
+    """Runs on worker1, which never calls worker2: worker0 brings worker2 into the context."""
     context = dist_autograd.context()
     context.__enter__()
     kept.append(context)
@@ -288,7 +288,7 @@ def outlive_the_opener_of_a_context(rank: int) -> None:
 
 
 def test_contexts_of_a_dead_worker_are_closed_all_along_the_way(hosts: VirtualHosts) -> None:
-    # Worker 1 has a host of its own: otherwise worker 2 sees its process end, and closes its contexts for that.
+    # Worker 1 has a host of its own: otherwise worker 2 sees its process end, and closes its contexts itself.
     body = leave_ungracefully_after(outlive_the_opener_of_a_context)
     workers.run_workers(3, body, hosts=hosts, **DEATH_OF_WORKER1)
 
@@ -340,7 +340,7 @@ def value_here(rref: rpc.RRef) -> object:
 def promise() -> None:
     """Runs on worker1, before it dies: worker0 makes values for it, and worker2 has a reference to one.
 
-    The other one is made of a value that never comes.
+    The second value depends on one that never comes.
     """
     rpc.rpc_sync("worker2", keep, (rpc.remote("worker0", make_slowly),))
     kept.append(reference_whose_request_never_comes(3))
@@ -348,7 +348,7 @@ def promise() -> None:
 
 
 def reference_whose_request_never_comes(number: int) -> rpc.RRef:
-    """As worker1 passes it on, when it dies before its `rpc.remote` is out."""
+    """As if worker1 passed it on and died before its `rpc.remote` left."""
     owner, creator, id_of_rref, id_of_fork = 0, 1, 10**6 + number, 2 * 10**6 + number
     return rpc.PyRRef._deserialize((owner, creator, id_of_rref, creator, id_of_fork, creator, "PyObject"))
 
@@ -365,7 +365,7 @@ def await_what_worker1_has_promised(rank: int) -> None:
     with concurrent.futures.ThreadPoolExecutor() as pool:
         comes = pool.submit(kept[0].to_here, timeout=0)
         called, fetched, asked_late = map(reference_whose_request_never_comes, range(3))
-        # The first keeps a thread of the owner's waiting, the second none.
+        # The first one blocks a thread of the owner, the second none.
         vain = [pool.submit(count_keys, called)]
         vain_fetch = pool.submit(fetched.to_here, timeout=0)
         eventually(lambda: rpc.rpc_sync("worker0", metric, ("agent.server_active_calls",)) == 6, "all wait at worker0")
@@ -382,7 +382,7 @@ def await_what_worker1_has_promised(rank: int) -> None:
         assert failure.cause.startswith("lost worker 'worker1'")
     eventually(lambda: rpc.rpc_sync("worker0", metric, ("agent.server_active_calls",)) == 1, "no other call is open")
     kept.clear()
-    # A failure too: its traceback has what was called.
+    # The failure too, whose traceback holds the references.
     del comes, vain, vain_fetch, called, fetched, asked_late, wait, failure
     gc.collect()
     for what in ("num_owner_rrefs", "num_forks"):

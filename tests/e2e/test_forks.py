@@ -79,7 +79,7 @@ def test_a_forked_child_may_end_in_any_way() -> None:
     received = rpc.rpc_sync("worker1", torch.ones, ([2**20],))
 
     def end_as_python_does() -> None:
-        # The reference dies, the received memory is given back, and exit handlers run.
+        # The reference dies, the received memory is released, and exit handlers run.
         nonlocal received, rref
         rref = received = None
 
@@ -99,7 +99,7 @@ def test_a_forked_child_may_end_in_any_way() -> None:
 
 
 def forked() -> int:
-    """Pid of a child that does nothing, and is through with what the package does after a fork."""
+    """Pid of an idle child, after the package's fork handlers."""
     is_there, tells = os.pipe()
     if (child := os.fork()) == 0:
         os.write(tells, b".")
@@ -152,7 +152,7 @@ class Squares(Dataset):
 
 
 def load_data() -> list[int]:
-    # The default of a program. That of a process which a fork server has started, as here, is the fork server.
+    # The default of a program. Processes of a fork server, as here, have the fork server as default.
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="This DataLoader will create 2 worker processes")  # on one core
         loader = DataLoader(Squares(), batch_size=8, num_workers=2, multiprocessing_context="fork")

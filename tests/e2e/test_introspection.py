@@ -91,7 +91,7 @@ def test_calls_and_bytes_are_counted_on_both_sides() -> None:
     calls, nbytes = metric("agent.calls_sent") - sent_before[0], metric("agent.bytes_sent") - sent_before[1]
     assert calls == 10
     assert 10 * MIB <= nbytes < 11 * MIB
-    # Asking is itself a call, and so was asking before.
+    # This question is itself a call, and so was the last one.
     assert 10 <= metric_of("worker1", "agent.calls_received") - received_before[0] <= 14
     assert nbytes <= metric_of("worker1", "agent.bytes_received") - received_before[1] < 11 * MIB
 
@@ -119,7 +119,7 @@ def test_active_calls_are_those_that_are_not_answered_yet() -> None:
     futures = [rpc.rpc_async("worker1", wait_for_release) for _ in range(5)]
     rpc.rpc_sync("worker1", wait_until_entered, args=(5,))
     assert metric("agent.client_active_calls") == 5
-    # And the question, which is a request. The last one may be answered and not yet over.
+    # And the question, which is a request. The last request may be answered and not yet over.
     eventually(lambda: metric_of("worker1", "agent.server_active_calls") == 6, "five calls are active")
     rpc.rpc_sync("worker1", release)
     torch.futures.wait_all(futures)
@@ -136,7 +136,7 @@ def meet() -> None:
 
 @in_worker0(of=2, options={"num_worker_threads": 6})
 def test_as_many_handlers_run_at_a_time_as_there_are_threads() -> None:
-    # None of them returns before all have begun.
+    # No handler returns before all have begun.
     torch.futures.wait_all([rpc.rpc_async("worker1", meet) for _ in range(6)])
 
 
@@ -208,7 +208,7 @@ def test_handlers_keeping_tensors_do_not_stall_the_window() -> None:
 def test_buffers_are_reused_and_kept_within_the_limit() -> None:
     for _ in range(10):
         rpc.rpc_sync("worker1", discard, args=(tensor_of(4 * MIB),))
-    # Not quite always the same one: a handler's tensors live a little longer than its answer takes.
+    # Not always the same buffer: a handler's tensors live a little longer than its call.
     assert metric_of("worker1", "pool.misses") <= 4
     assert metric_of("worker1", "pool.hits") >= 6
     assert metric_of("worker1", "pool.cached_bytes") + metric_of("worker1", "pool.in_use_bytes") >= 4 * MIB

@@ -35,7 +35,7 @@ def join_after_process_group(rank: int, with_variables: bool) -> float:
     torch_ucx_rpc.init_rpc()
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(1, 1, bias=False))
     model(torch.full((1, 1), float(rank))).sum().backward()
-    # The mean of 0 and 1: DDP has reduced it.
+    # The mean of 0 and 1 shows that DDP has reduced.
     assert model.module.weight.grad.item() == 0.5
     sum_ = call_next(rank)
     rpc.shutdown()

@@ -1,4 +1,4 @@
-"""Joining a job, leaving it, and the ends a process can come to."""
+"""Joins, leaves and ends of processes."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def test_init_timeout_bounds_the_start_and_rpc_timeout_the_calls(rank: int) -> N
     rpc.shutdown()
     with pytest.raises(JoinTimedOut, match=r"has waited 3 s \(init_timeout\) .* a larger init_timeout\."):
         init_rpc(rank, world_size=3, rpc_backend_options=backend_options(init_timeout=3, rpc_timeout=600))
-    # Longer than its calls may take, a worker waits for one that comes late: programs for TensorPipe count on it.
+    # A worker waits for a late one longer than for a call: programs for TensorPipe rely on it.
     for patience in ({"init_timeout": 60}, {}):
         if rank == 1:
             time.sleep(2)
@@ -234,7 +234,7 @@ def call_everybody(rank: int) -> int:
 
 @pytest.mark.field
 def test_forty_workers_come_up_call_each_other_and_shut_down(run_workers: Callable[..., list]) -> None:
-    # All on this machine, whatever it has: what is asserted is that it ends.
+    # All processes are on this machine, so the test checks only that it ends.
     assert run_workers(40, call_everybody, options={"num_worker_threads": 4}, timeout=150) == [40] * 40
 
 
@@ -247,7 +247,8 @@ def belongings() -> dict[str, int]:
 
 
 def assert_all_is_given_back(had: dict[int, dict[str, int]]) -> None:
-    """The first two attempts bring up what torch and Python keep for the life of the process; the others, nothing."""
+    """torch and Python keep something of the first two attempts for the life of the process, and nothing of the
+    others."""
     # The end of a connection to the Store may take a moment.
     eventually(lambda: all(now <= had[1][what] for what, now in belongings().items()), f"no more than in {had}")
 
@@ -287,7 +288,7 @@ def test_a_handler_that_never_finishes_keeps_no_former_agent(rank: int) -> None:
         had[attempt] = belongings()
     assert_all_is_given_back(had)
     for future in unfinished:
-        future.set_result(None)  # whom it would answer is gone, too
+        future.set_result(None)  # the caller of its handler is gone too
 
 
 def test_rrefs_and_gradients_work_in_every_life(run_workers: Callable[..., list], tmp_path: Path) -> None:
@@ -296,7 +297,7 @@ def test_rrefs_and_gradients_work_in_every_life(run_workers: Callable[..., list]
 
 def live_three_times(rank: int, directory: Path) -> None:
     for attempt in range(3):
-        # The ranks change too, which torch alone does not allow.
+        # The ranks change too, which plain torch does not allow.
         own = (rank + attempt) % 2
         init_rpc(own, rpc_backend_options=backend_options(init_method=(directory / str(attempt)).as_uri()))
         if own == 1:
@@ -349,7 +350,7 @@ def leave_at_once(rank: int, done: Path) -> None:
             started = time.monotonic()
             rpc.shutdown(graceful=False)
             took = time.monotonic() - started
-        # Half a second for its own handler. That one, and the other's, take until the file is there.
+        # Half a second for its own handler. Both handlers take until the file is there.
         assert 0.5 <= took < 1.5 + stalls.seconds()
         with pytest.raises(ShutDown, match="RPC was shut down on worker 'worker0' before worker") as raised:
             future.wait()
@@ -453,7 +454,7 @@ def test_an_interpreter_ends_quietly(last_lines: str, exit_code: int, tmp_path: 
     [
         pytest.param("rref = rpc.remote(1 - rank, torch.add, args=(torch.zeros(3), 1))", id="a remote reference"),
         pytest.param("future = rpc.rpc_async(1 - rank, time.sleep, args=(3600,))", id="a handler that never returns"),
-        # The interpreter ends such a thread the next time that it asks for the GIL.
+        # The interpreter ends such a thread at its next request for the GIL.
         pytest.param(
             "def busy():\n    while True:\n        time.sleep(0.001)\nfuture = rpc.rpc_async(1 - rank, busy)\n",
             id="a handler that comes back to Python",
@@ -461,7 +462,7 @@ def test_an_interpreter_ends_quietly(last_lines: str, exit_code: int, tmp_path: 
     ],
 )
 def test_an_interpreter_ends_with_work_left(lines: str, tmp_path: Path) -> None:
-    # Torch and the agent have something to say about it, but nothing that hangs or fails.
+    # torch and the agent complain, but nothing hangs or fails.
     for ended in end("", tmp_path, lines=lines):
         assert ended.returncode == 0, ended.stderr
 

@@ -1,4 +1,4 @@
-"""A worker that runs out of memory or of files fails the calls concerned, says why, and lives."""
+"""A worker without memory or files fails only the calls that need these, with the reason, and lives."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MIB = 1 << 20
 
 
 def limit_memory(mib: int | None) -> None:
-    """Let this process have so much more address space than it has now; without limit for None."""
+    """Limit this process to this much more address space; None removes the limit."""
     gc.collect()
     now = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     _, most = resource.getrlimit(resource.RLIMIT_AS)
@@ -68,7 +68,7 @@ def test_out_of_memory_fails_one_call_and_names_the_place() -> None:
 
 
 def limit_files(more: int | None) -> None:
-    """Let this process open so many more files than it has open now; without limit for None."""
+    """Limit this process to this many more open files; None removes the limit."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     if more is None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
@@ -101,7 +101,7 @@ def test_out_of_files_only_the_call_that_connects_fails() -> None:
 
 
 def call_oneself() -> None:
-    """Have torch import what it needs for calls and their answers."""
+    """Make torch import its modules for calls and answers."""
     assert rpc.rpc_sync(rpc.get_worker_info().name, divmod, args=(17, 5)) == (3, 2)
 
 
@@ -120,7 +120,7 @@ def call_new_peers_short_of_files(rank: int, more: int) -> None:
         with pytest.raises(OutOfResources):
             torch.futures.wait_all(calls)
     for call in calls:
-        # Any may have been too early.
+        # A call may have been too early.
         with contextlib.suppress(OutOfResources):
             assert call.wait() == (3, 2)
     for other in others:
@@ -140,7 +140,7 @@ def call_new_peers_on_one_core(rank: int) -> None:
     rpc.shutdown()
 
 
-# There whoever wants a lock of UCX's spins for it, and keeps the thread that has it from running.
+# On one core a thread that waits for UCX's lock spins, and keeps the lock's holder from running.
 def test_out_of_files_on_one_core_no_peer_is_lost() -> None:
     workers.run_workers(6, call_new_peers_on_one_core, transport=workers.Transport.TCP, init=False, shutdown=False)
 
@@ -172,7 +172,7 @@ def call_with_all_files_open(rank: int) -> None:
     assert rpc.rpc_sync("worker1", divmod, args=(17, 5)) == (3, 2)
     assert workers.agent().get_debug_info()["lanes.worker1"] == "sysv/memory"
     limit_files(0)
-    # UCX's own keepalive, which is off, would look after 20 s, and once more after as long.
+    # UCX's own keepalive, which is off, would look twice, 20 s apart.
     for _ in range(45):
         assert rpc.rpc_sync("worker1", divmod, args=(17, 5)) == (3, 2)
         time.sleep(1)

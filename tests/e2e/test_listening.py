@@ -1,4 +1,4 @@
-"""UCX listens where the job's variables say, and nowhere else."""
+"""UCX listens only where the job's variables say."""
 
 from __future__ import annotations
 

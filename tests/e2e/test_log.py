@@ -1,4 +1,4 @@
-"""Warnings of the agent, which is C++, in Python's logging; on stderr where the program has set up none."""
+"""Warnings of the C++ agent reach Python's logging, or stderr if the program has set up none."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def end_with_a_handler_that_runs(rank: int) -> None:
 
 
 def test_agent_warnings_are_records_of_the_packages_logger() -> None:
-    # torch says on stderr that the handler has returned after the shutdown, if it does before the process has ended.
+    # If the handler returns before the process ends, torch says on stderr that it returned after the shutdown.
     run_workers(1, end_with_a_handler_that_runs, shutdown=False, silent=False)
 
 

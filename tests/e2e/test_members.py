@@ -1,4 +1,4 @@
-"""Workers find each other in a Store, or all learn why they do not."""
+"""Workers find each other in a Store, or all learn the reason."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def changed_in(rank: int, changes: dict[int, dict[str, Any]], world_size: int) -
 
 
 def refusal(world_size: int, changes: dict[int, dict[str, Any]]) -> str:
-    """The one error that all workers get, when some tell something else of themselves."""
+    """The one error of all workers when their records disagree."""
     errors = set(run_workers(world_size, changed_in, changes, world_size, init=False))
     assert len(errors) == 1, errors
     return errors.pop()
@@ -136,7 +136,7 @@ def meet_in_vain(store: Store, rank: int, present: set[int], world_size: int, ti
 def meet_unless_absent(rank: int, present: set[int]) -> str:
     if rank not in present:
         return "absent"
-    # Rank 0 gives up first, and the others hear it from there.
+    # Rank 0 gives up first, and tells the others.
     return meet_in_vain(create_store("env://", rank, 6, 30), rank, present, 6, 3 if rank == 0 else 30)
 
 
@@ -153,7 +153,7 @@ def meet_in_a_file_without_rank_0(process: int, file: Path) -> str:
 
 def test_an_absent_rank_0_is_named_too(tmp_path: Path) -> None:
     for error in run_workers(2, meet_in_a_file_without_rank_0, tmp_path / "store", init=False):
-        # Without a rank 0 that tells all at once, the other may have given up just before.
+        # Without rank 0's word, the other may have given up just before.
         assert re.search(r"these ranks have not come, or have given up: 0(-1|, 2)?\. Present are the ranks [12]", error)
 
 
@@ -200,7 +200,7 @@ def test_a_worker_that_comes_late_meets_those_who_try_again(tmp_path: Path) -> N
 
 
 def interrupted_then_there(process: int, file: Path) -> Any:
-    """Process 0 is rank 0 of 3. Process 1 is rank 1, but gives up, and comes again; process 2 is rank 2."""
+    """Process 0 is rank 0 of 3. Process 1 is rank 1, gives up, and comes again; process 2 is rank 2."""
     store = FileStore(str(file))
     if process == 1:
         interrupt_when_listed(store, position=0)
@@ -212,7 +212,7 @@ def interrupted_then_there(process: int, file: Path) -> Any:
 
 
 def interrupt_when_listed(store: Store, position: int) -> None:
-    """Have SIGINT sent to this process once it is in the list, by a child of it."""
+    """Start a child that sends SIGINT to this process once it is in the list."""
     pid = os.getpid()
     if os.fork() == 0:
         PrefixStore("torch_ucx_rpc", store).wait([f"arrival/{position}"])

@@ -1,6 +1,6 @@
 """Modes of the calling thread change neither what it sends nor what it receives.
 
-A caller that waits decodes its own answer, on its own thread, where its modes are on.
+A waiting caller decodes its own answer, on its own thread, with its modes on.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Importing the package, with a copy of it that lacks something and with libraries of other versions."""
+"""Imports of incomplete copies of the package, and with libraries of other versions."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ import torch_ucx_rpc
 
 
 def library(folder: Path, major: int, minor: int, name: str = "libucp.so.0") -> Path:
-    """A libucp of another version, as far as the loader and a question for the version can tell."""
+    """A libucp of another version, for the loader and for a question for its version."""
     folder.mkdir(exist_ok=True)
     source, made = folder / "ucp.c", folder / name
     source.write_text(
@@ -198,7 +198,7 @@ def test_system_ucx_is_taken_when_chosen_or_without_a_wheel(
 
 
 def test_process_with_ucx_still_ends_with_its_terminal() -> None:
-    # Under nohup, say, these tests would begin with another disposition.
+    # Under nohup these tests would begin with another disposition.
     script = """
         import os, signal
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
@@ -230,7 +230,7 @@ def test_a_signal_that_the_user_gives_to_ucx_is_left_to_it() -> None:
     )
 
 
-# What UCX finds in the environment when it is loaded: libucs's constructor reads it, and nothing later does.
+# The environment of UCX when it is loaded: libucs's constructor alone reads it.
 LOADED_WITH = """
     import ctypes, os, threading
     during = []

@@ -43,7 +43,7 @@ def update_while_python_is_busy(rank: int, fifo: str) -> None:
     # Compiles, which takes the GIL.
     assert rpc.rpc_sync("worker1", update, args=(parameter, torch.ones(5))) == 2
     busy = rpc.rpc_async("worker1", read_one_byte_without_releasing_the_gil, args=(fifo,))
-    # Opening it waits for the reader, which then has the GIL or will not give it to another again.
+    # Opening it waits for the reader, which holds the GIL from then on.
     file = os.open(fifo, os.O_WRONLY)
     for n in range(2, 102):
         assert rpc.rpc_sync("worker1", update, args=(parameter, torch.ones(5)), timeout=20) == 2 * n

@@ -1,4 +1,4 @@
-"""More calls than a worker can take in: they wait where they cost nothing, and none waits for ever."""
+"""More calls than a worker can take in wait at their senders, and none waits for ever."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def first(number: int, tensor: torch.Tensor) -> tuple[int, float]:
 def flood() -> None:
     tensors = [make(number) for number in range(16)]
     calls = [rpc.rpc_async("worker0", first, (number, tensors[number % 16])) for number in range(FLOOD_CALLS)]
-    # Not at the end of the queue: most of those that waited before it wait still when it is answered.
+    # It passes the queue: most earlier calls still wait when it is answered.
     waiting = [call for call in calls if not call.done()]
     assert rpc.rpc_sync("worker0", echo, ("small",)) == "small"
     assert sum(not call.done() for call in waiting) > len(waiting) / 2

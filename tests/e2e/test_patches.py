@@ -1,6 +1,6 @@
-"""Importing the package changes some of torch.distributed.rpc, and leaves the rest as it is.
+"""The import of the package changes some of torch.distributed.rpc, and leaves the rest unchanged.
 
-Each test runs in a process of its own, where the import is the first.
+Each test runs in a process of its own, in which the import is the first.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.ucx_only
 SPAN = "torch_ucx_rpc: "
 
 
-@in_worker0(of=2, silent=False)  # Kineto speaks
+@in_worker0(of=2, silent=False)  # for Kineto's output
 def test_the_profiler_sees_the_calls_of_its_thread() -> None:
     with profile(activities=[ProfilerActivity.CPU]) as profiled:
         for _ in range(3):

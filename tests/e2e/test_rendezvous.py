@@ -1,4 +1,4 @@
-"""Workers that come before rank 0, addresses of other hosts, and the end of a process that waits."""
+"""Workers that start before rank 0, addresses of other hosts, and waiting processes that end."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def come_before_rank_0(rank: int, file: Path) -> bytes:
     if rank == 0:
         store.set("key", "value")
     value = store.get("key")
-    # With rank 0 the Store ends.
+    # The Store ends with rank 0.
     meeting.set(f"read/{rank}", "")
     meeting.wait(["read/0", "read/1", "read/2"])
     return value
@@ -35,7 +35,7 @@ def test_workers_that_are_ahead_wait_for_rank_0(tmp_path: Path) -> None:
 
 
 def test_bindable_address_need_not_be_of_this_host() -> None:
-    # As hosts with keepalived or haproxy are set up.
+    # Like hosts with keepalived or haproxy.
     needs_virtual_hosts()
     with VirtualHosts(["a", "b"]) as (a, b):
         b.run(["sh", "-c", "echo 1 > /proc/sys/net/ipv4/ip_nonlocal_bind"], check=True)
@@ -81,7 +81,7 @@ def test_process_end_waits_for_a_thread_in_the_store() -> None:
     assert (ended.returncode, ended.stdout.split("\n")) == (0, ["gave up", "came back", ""])
 
 
-# Says where it is, so that the signal comes when it waits and not before.
+# Says when it waits, so that the signal does not come before.
 WAITING = """
 import os, signal, sys, threading, time, traceback
 from torch_ucx_rpc._bootstrap import rendezvous

@@ -43,13 +43,13 @@ def test_the_value_of_an_rref_is_with_its_owner() -> None:
     assert rref.owner_name() == "worker1"
     assert not rref.is_owner()
     assert torch.equal(rref.to_here(), torch.full((2,), 2.0))
-    # The owner's word travels beside the value, and may be dealt with after it.
+    # The owner's confirmation travels beside the value, and may be handled after it.
     eventually(rref.confirmed_by_owner, "the owner has confirmed")
     with pytest.raises(RuntimeError, match="localValue"):
         rref.local_value()
 
 
-# torch by itself marks the first one again and again, which may have been freed by then.
+# Plain torch marks the first one again and again, which may have been freed by then.
 @in_worker0(of=2)
 def test_each_rref_whose_creation_timed_out_says_so() -> None:
     late = [rpc.remote("worker1", time.sleep, args=(2,), timeout=0.5) for _ in range(3)]
@@ -77,7 +77,7 @@ def count_made_late() -> int:
     return len(made_late)
 
 
-# torch's owner would forget a deletion that comes before the value, and own the value for ever.
+# Without this package, torch's owner forgets a deletion that comes before the value, and keeps the value for ever.
 @in_worker0(of=2, silent=False)
 def test_an_rref_whose_creation_timed_out_is_freed_by_its_owner() -> None:
     for succeeds in (True, False, True):
@@ -89,7 +89,7 @@ def test_an_rref_whose_creation_timed_out_is_freed_by_its_owner() -> None:
     assert_all_freed("worker1")
 
 
-# torch says on stderr that it has forgotten the RRef when the value comes.
+# When the value comes, torch says on stderr that it has forgotten the RRef.
 @in_worker0(of=2, silent=False)
 def test_an_rref_of_oneself_whose_creation_timed_out_says_so() -> None:
     for _ in range(2):
@@ -143,7 +143,7 @@ def test_rref_passes_to_a_third_worker_its_owner_and_back() -> None:
         assert rpc.rpc_sync("worker2", add_to, args=(rref, 1)) == 1
         assert rpc.rpc_sync("worker1", add_to, args=(rref, 1)) == 2
         assert rpc.rpc_sync("worker0", add_to, args=(rref, 1)) == 3
-        # Before the third worker has asked for it.
+        # The third worker has not asked for it yet.
         assert rpc.remote("worker2", add_to, args=(rref, 1)).to_here() == 4
     assert mine.local_value().count == 4
 
@@ -246,7 +246,7 @@ def test_rref_in_an_abandoned_call_is_freed() -> None:
         rref = rpc.remote("worker1", torch.add, args=(torch.ones(2), 1))
         rref.to_here()
         busy = rpc.rpc_async("worker1", time.sleep, (1.5,))
-        # The owner of an RRef waits until it hears of each copy that was sent, and so does the worker that has sent it.
+        # The owner of an RRef waits for news of each copy that was sent, and so does the copy's sender.
         with pytest.raises(RuntimeError, match="ran for more than"):
             rpc.rpc_sync("worker1", takes_it, args=(rref,), timeout=0.1)
         busy.wait()

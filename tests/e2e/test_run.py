@@ -1,4 +1,4 @@
-"""``python -m torch_ucx_rpc run`` on one machine, as a user meets it; several machines are in ``launchers/``."""
+"""``python -m torch_ucx_rpc run`` on one machine, as a user sees it; ``launchers/`` has several machines."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ def test_worker_that_failed_first_is_named() -> None:
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1] == "KeyError: 'the cause'"
     assert "since worker1 (pid" in done.stderr
-    # The others noticed it before they were ended.
+    # The others noticed the failure before they were ended.
     assert "[worker0] " in done.stderr
 
 
@@ -229,7 +229,7 @@ def running(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], list[int]]
     """The launcher of two workers that wait for ever, and the pids of these."""
     code = "import os, time; print(os.getpid()); time.sleep(600)"
     command = [*COMMAND, "-n", "2", *arguments, "-c", code]
-    # A shell starts what it runs in the background deaf to Ctrl-C, and that is inherited.
+    # Background programs of a shell ignore Ctrl-C, and children inherit that.
     with subprocess.Popen(
         command,
         env=ENVIRON,
@@ -314,7 +314,7 @@ time.sleep(60)
     assert "restart 1 of 1 of all workers, since worker0 (pid" in done.stderr
     assert "the others have been ended, since worker1 (pid" in done.stderr
     assert done.stderr.splitlines()[-1] == "the cause of attempt 1 of 1"
-    # The last words are those of that worker in that attempt.
+    # The output ends with the traceback of that worker in that attempt.
     assert done.stderr.count("the cause of attempt 0") == 1
 
 

@@ -28,7 +28,7 @@ def launchers(
     *commands: list[str], ignored: signal.Signals | None = None, **variables: str
 ) -> Iterator[list[subprocess.Popen[str]]]:
     def set_signals() -> None:
-        # A shell starts what it runs in the background deaf to Ctrl-C, and that is inherited.
+        # Background programs of a shell ignore Ctrl-C, and children inherit that.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         if ignored is not None:
             signal.signal(ignored, signal.SIG_IGN)
@@ -128,9 +128,9 @@ def test_signal_during_the_start_leaves_no_worker_behind() -> None:
 # ---- Failures --------------------------------------------------------------------------------------------------------
 
 
-# With so many files the launcher starts some of 30 workers, and fails to start one of the others.
+# With this many files the launcher starts some of 30 workers, and fails at a later one.
 FILES_FOR_SOME_OF_30 = 125
-# With so many it fails before the first.
+# With this many it fails before the first.
 FILES_FOR_NONE = 60
 
 

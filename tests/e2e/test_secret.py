@@ -1,4 +1,4 @@
-"""Workers that share a secret meet, and the others are refused."""
+"""Workers with the same secret meet, and others are refused."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def ask(name: str, value: int) -> int:
 
 
 def drive_others_that_serve(rank: int, driver: int, dying: list[int]) -> tuple[float, float]:
-    """The others do what a parameter server does, and only call ``rpc.shutdown()``; then ``dying`` are killed."""
+    """Like parameter servers, the others only call ``rpc.shutdown()``; then ``dying`` are killed."""
     if rank == driver:
         living = [other for other in range(4) if other not in (driver, *dying)]
         held = [rpc.remote(f"worker{other}", echo, (other,)) for other in range(4)]

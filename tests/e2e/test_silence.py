@@ -1,4 +1,4 @@
-"""Workers that fall silent or are cut off: when the others notice, and what they do not take for an end."""
+"""Workers that are silent or cut off: the time of detection, and silences that are no end."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from ._failures import LOST_SOON, SHORT_LIMIT, echo, failure_of, is_lost, leave_
 
 pytestmark = pytest.mark.ucx_only
 
-# heartbeat_limit, in seconds, where its end is awaited.
+# heartbeat_limit, in seconds, of tests that wait for its end.
 LIMIT = 3.0
 
 TCP_ESTABLISHED = "01"  # in /proc/net/tcp
@@ -35,7 +35,7 @@ counted: collections.Counter[int] = collections.Counter()
 
 
 def stop_for(seconds: float) -> None:
-    """Stop this process, as Ctrl-Z does, until a child of it lets it go on."""
+    """Stop this process, like Ctrl-Z, until its child continues it."""
     me = os.getpid()
     stopped = f"grep -q 'State:.T' /proc/{me}/status"
     wait_and_resume = f"until {stopped}; do sleep 0.02; done; sleep {seconds}; kill -CONT {me}"
@@ -141,7 +141,7 @@ def call_over_a_slow_network(rank: int) -> None:
             assert rpc.rpc_sync("worker1", echo, (small,)) == small
             small += 1
         assert torch.equal(large.wait(), tensor)
-        # Were they to wait for the tensor, there would be one on its way there and one on its way back.
+        # If small calls waited for the tensor, there would be two: one on each way.
         assert small > 4, small
 
 
@@ -151,7 +151,7 @@ def test_tensor_slower_than_the_limit_delays_no_small_call(hosts: VirtualHosts) 
 
 
 def connections(*, blocked: bool) -> set[tuple[str, str]]:
-    """TCP connections of this host; those that hold bytes which the other side has not acknowledged, or all."""
+    """TCP connections of this host: all, or only those with unacknowledged bytes."""
     rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
     return {(row[1], row[2]) for row in rows if row[3] == TCP_ESTABLISHED and (int(row[4][:8], 16) or not blocked)}
 
@@ -172,7 +172,7 @@ def lose_each_other(rank: int, fate: Fate, steps: Steps) -> None:
     send(200)
     if rank == 0:
         fate.of("b", "cut")
-    eventually(is_lost_under_load, "the cut")  # worker1 does not know about it
+    eventually(is_lost_under_load, "the cut")  # worker1 does not know that it is wanted
     waiting = connections(blocked=True)
     assert waiting, "nothing was under way"
     steps.meet("lost", rank, of=2)
@@ -193,7 +193,7 @@ def call_a_busy_worker(rank: int) -> None:
     if rank == 0:
         rpc.rpc_sync("worker1", echo, (1,))
         busy = [rpc.rpc_async("worker1", hold_the_gil, (2.5 * SHORT_LIMIT,)) for _ in range(2)]
-        # More than there are threads, and each in need of the GIL.
+        # More calls than threads, and each needs the GIL.
         calls = [rpc.rpc_async("worker1", echo, (n,)) for n in range(40)]
         for call in busy:
             call.wait()
@@ -217,7 +217,7 @@ def test_a_stopped_worker_of_the_same_host_is_not_lost(run_workers: Callable[...
 
 
 def be_stopped_for_longer_than_the_own_limit(rank: int) -> None:
-    # worker1 is more patient, or it would lose the stopped worker.
+    # worker1 has a longer limit, or it would lose the stopped worker.
     limit = SHORT_LIMIT if rank == 0 else 60.0
     workers.init_rpc(rank, rpc_backend_options=workers.backend_options(heartbeat_limit=limit, reconnect_limit=0))
     if rank == 0:

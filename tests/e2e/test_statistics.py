@@ -1,4 +1,4 @@
-"""``torch_ucx_rpc.statistics()``, and who else reads it: Prometheus, and observers of a running job."""
+"""``torch_ucx_rpc.statistics()``, and its readers: Prometheus, and observers of a running job."""
 
 from __future__ import annotations
 
@@ -206,7 +206,7 @@ def test_taken_port_fails_init_rpc_and_a_retry_works(rank: int) -> None:
 
 
 def command_line(*arguments: str) -> tuple[int, str]:
-    """Exit code and output of ``python -m torch_ucx_rpc``, run in this process: it asks this one as any other."""
+    """Exit code and output of ``python -m torch_ucx_rpc``, run in this process, which it asks like any other."""
     from _torch_ucx_rpc_cli import main
 
     with contextlib.redirect_stdout(io.StringIO()) as output:

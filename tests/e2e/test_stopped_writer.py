@@ -21,13 +21,13 @@ from ._failures import DEATH_OF_WORKER1, echo, leave_ungracefully_after, let_go,
 
 pytestmark = pytest.mark.ucx_only
 
-# Sets a byte behind itself, and then runs in a circle: mov byte ptr [rip + 57], 1; jmp $
+# Sets a byte behind itself, and then loops for ever: mov byte ptr [rip + 57], 1; jmp $
 CIRCLE = bytes.fromhex("c6053900000001ebfe")
 REACHED = 64
 
 
 def write_into_nothing(to: str, folder: Path) -> None:
-    """Send what cannot be read to its end: there the kernel has the copying thread run in a circle."""
+    """Send a partly unreadable tensor: at its end a signal handler makes the copying thread loop for ever."""
     prot = mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC
     with (folder / "circle").open("r+b") as file:
         code = mmap.mmap(file.fileno(), 0, prot=prot)
@@ -51,7 +51,7 @@ def be_deaf_to_a_neighbour(rank: int, folder: Path) -> None:
     circle = folder / "circle"
     circle.write_bytes(CIRCLE.ljust(mmap.PAGESIZE, b"\0"))
     rpc.rpc_async("worker1", write_into_nothing, ("worker0", folder))
-    # A thread that has run for 50 ms is not in the middle of copying, whatever else it does: it is stopped at once.
+    # Stopped at once: after 50 ms the thread would count as running, and not as copying.
     with circle.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as seen:
         while seen[REACHED] == 0:
             pass
@@ -66,7 +66,7 @@ def be_deaf_to_a_neighbour(rank: int, folder: Path) -> None:
     with Stalls() as stalls:
         stopped = time.monotonic()
         eventually(is_answered, "worker2 is heard over the network")
-        # Two seconds at most, and what the first messages over the network and a question asked before take.
+        # Two seconds at most, and the time of the first messages over the network, and of a question before.
         assert time.monotonic() - stopped < 4 + stalls.seconds()
     assert all(lane.startswith("tcp/") for lane in lanes_to("worker2"))
     for number in range(100):

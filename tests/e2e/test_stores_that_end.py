@@ -95,7 +95,7 @@ def leave_without_file(rank: int, steps: Steps, job: Path, world_size: int | Non
     steps.wait_for("joined 0", "joined 1")
     if rank == 1:
         steps.wait_for("never")
-    # As a program does that keeps the file in a TemporaryDirectory, and ends with an error.
+    # Like a program that keeps the file in a TemporaryDirectory, and ends with an error.
     shutil.rmtree(job)
     with Stalls() as stalls:
         os.kill(rpc_pid_of(1), signal.SIGKILL)

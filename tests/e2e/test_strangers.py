@@ -1,4 +1,4 @@
-"""Jobs with a secret: calls work as without one, and who does not have it stays outside."""
+"""Jobs with a secret: calls work as without one, and processes without it stay outside."""
 
 from __future__ import annotations
 
@@ -140,9 +140,9 @@ def test_impossible_secret_is_refused_before_any_wait(run_workers: Callable[...,
 
 
 def join_beside_a_member(rank: int, steps: Steps, make_joiner: Callable[[], None], count: int) -> str:
-    """Worker 0 is a member; worker 1 tries to become one, after `make_joiner`. The error of each worker.
+    """Worker 0 is a member; worker 1 tries to become one, after `make_joiner`. Return each one's error.
 
-    The member refuses so many frames in the end.
+    In the end the member has refused ``count`` frames.
     """
     if rank == 0:
         init_rpc(rank, world_size=None)
@@ -168,7 +168,7 @@ def take_another_secret() -> None:
 
 
 def believe_everything_without_the_secret() -> None:
-    """As a program would that can read the Store and leaves our checks out."""
+    """Like a program that can read the Store and omits our checks."""
     take_another_secret()
 
     def believe(text: bytes, secret: object) -> Entry:

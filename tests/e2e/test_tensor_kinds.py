@@ -23,7 +23,7 @@ class Plain(torch.Tensor):
 
 
 class Wrapper(torch.Tensor):
-    """A subclass that stands for another tensor, and says how it is pickled."""
+    """A subclass that wraps another tensor, and defines its own pickling."""
 
     @staticmethod
     def __new__(cls, inner: torch.Tensor) -> Wrapper:
@@ -72,7 +72,7 @@ FREED = r"reaches beyond its storage, which has 0 bytes of \d+ .*fill the storag
 PLACE = r"cannot (send|pickle) .*in this (call|answer)"
 SHRUNK = r"reaches beyond its storage, which has 400 bytes of \d+ .*fill the storage again"
 
-# A kind, how to make one of n elements, and what the error says of it.
+# A kind, a maker for n elements, and the error's words for it.
 KINDS: dict[str, tuple[Callable[[int], torch.Tensor], str]] = {
     "freed": (lambda n: with_storage_of(numbers(n), 0), FREED),
     "shrunk": (lambda n: with_storage_of(numbers(n), 400), SHRUNK),
@@ -94,7 +94,7 @@ KINDS: dict[str, tuple[Callable[[int], torch.Tensor], str]] = {
     "fake": (fake, r"has no memory of its own.*fake"),
     "wrapper": (lambda n: Wrapper(numbers(n)), r"has no memory of its own.*subclass that wraps other tensors"),
 }
-# A class that says how it is pickled arrives in calls of Python functions. Builtin operators take the tensor itself.
+# A class with its own pickling arrives in calls of Python functions. Builtin operators take the tensor itself.
 ARRIVES_IN_PYTHON = {"wrapper"}
 
 
@@ -156,7 +156,7 @@ def is_refused(way: str, kind: str) -> bool:
 def complaints(way: str) -> list[str]:
     found = []
     for kind, n in itertools.product(KINDS, (1000, LARGE)):
-        print(way, kind, n, flush=True)  # part of the account, should a case end the process
+        print(way, kind, n, flush=True)  # shows the case if it ends the process
         where = f"{kind}, {n}, as {way}"
         try:
             WAYS[way](kind, n)

@@ -16,7 +16,7 @@ import torch.distributed.rpc as rpc
 from tests.support.swaps import SWAPS
 from tests.support.workers import agent, in_worker0
 
-# Beyond every threshold below which a tensor may travel inside its message.
+# Larger than any tensor that may travel inside its message.
 LARGE = 1 << 20
 
 DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
@@ -38,7 +38,7 @@ def random_bytes(n: int) -> torch.Tensor:
 
 
 def random_bits(dtype: torch.dtype, n: int) -> torch.Tensor:
-    """All that can stand in memory, NaNs with payloads included."""
+    """Any bytes, NaNs with payloads included."""
     if dtype is torch.bool:
         return random_bytes(n) < 128
     return random_bytes(n * dtype.itemsize).view(dtype)
@@ -135,7 +135,7 @@ CASES: dict[str, Callable[[], torch.Tensor]] = {
 
 
 def parts(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The strided tensors that a tensor is made of."""
+    """The strided tensors inside a tensor."""
     tensor = tensor.detach()
     if tensor.layout is torch.sparse_coo:
         return {"indices": tensor._indices(), "values": tensor._values()}
@@ -197,12 +197,12 @@ def make(case: str) -> torch.Tensor:
 
 
 @pytest.mark.ucx_only
-# Not silent: torch warns, once and on stderr when no Python is involved, that some of these kinds are old or new.
+# Not silent: torch warns that some of these kinds are old or new, once, and on stderr outside of Python.
 @in_worker0(of=2, timeout=120, silent=False)
 def test_tensors_arrive_as_they_were_sent() -> None:
     failures = []
     for case in CASES:
-        # Part of the account, should a case end the process.
+        # Shows the case if it ends the process.
         print(case, flush=True)
         for way, look in (
             ("as argument", lambda case=case: rpc.rpc_sync("worker1", differences_at_arrival, args=(case, make(case)))),
@@ -243,7 +243,7 @@ def test_only_what_a_view_shows_travels() -> None:
         torch.tensor(1.0).expand(10**9),
     ):
         assert bytes_sent(view) < 64 << 10
-    # Two views of the same part of one storage are the same bytes: they need not travel twice.
+    # Two views of the same part of one storage are the same bytes, which need not travel twice.
     assert bytes_sent(huge, huge.view(4096, 4096)) < nbytes + 4096
     # Overlapping views of different dtypes, at no whole number of elements from each other.
     octets = huge.view(torch.uint8)
@@ -373,7 +373,7 @@ def kept_numbers() -> list[set[float]]:
 
 @in_worker0(of=2)
 def test_messages_never_share_memory() -> None:
-    # Tensors that are kept must not change while the buffers of others come and go.
+    # Kept tensors must not change while the buffers of others come and go.
     futures = []
     for number in range(60):
         small, large = torch.full((10,), float(number)), torch.full((LARGE // 4,), float(number))
@@ -417,7 +417,7 @@ def test_a_tensor_may_get_other_memory_while_it_travels() -> None:
 _OVER_2_GIB = (2 << 30) + 4097
 
 
-# 251 is prime: what is 2**n bytes away from its place is seen.
+# 251 is prime, so bytes that are 2**n away from their place show.
 _CHUNK = 251 << 16
 
 

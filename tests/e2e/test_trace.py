@@ -1,4 +1,4 @@
-"""``TORCH_UCX_RPC_TRACE``: where the time of each call goes, for Chrome and Perfetto."""
+"""``TORCH_UCX_RPC_TRACE`` shows the time of each call in Chrome and Perfetto."""
 
 from __future__ import annotations
 

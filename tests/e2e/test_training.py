@@ -124,7 +124,7 @@ def batch(width: int) -> torch.Tensor:
     return torch.randn(16, width, generator=torch.Generator().manual_seed(width))
 
 
-# Not silent: torch insists on a warning, whatever the filters say, where the optimizer of a worker is made.
+# Not silent: torch always warns, against the filters, when a worker makes its optimizer.
 @in_worker0(of=3, silent=False)
 def test_a_model_over_two_workers_trains_as_a_local_one() -> None:
     width, steps = 64, 5
@@ -170,7 +170,7 @@ def test_a_remote_module_computes_as_a_local_one() -> None:
 
 
 def forward_there(module: RemoteModule, x: torch.Tensor) -> torch.Tensor:
-    # Not module(x): torch sends a RemoteModule without the attributes that Module.__call__ looks at.
+    # Not module(x): torch sends a RemoteModule without the attributes that Module.__call__ reads.
     return module.forward(x)
 
 

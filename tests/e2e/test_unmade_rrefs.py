@@ -83,7 +83,7 @@ def value_of(rref: rpc.RRef) -> object:
     return rref.local_value() if rref.is_owner() else rref.to_here()
 
 
-# How the value is asked for: by the creator, by a third worker, and by the owner.
+# The ways to ask for the value: by the creator, by a third worker, and by the owner.
 WAYS: dict[str, Callable[[rpc.RRef], object]] = {
     "to_here": lambda rref: rref.to_here(),
     "rpc_sync": lambda rref: rref.rpc_sync().bit_length(),
@@ -105,7 +105,7 @@ def references() -> dict[str, str]:
 
 def assert_no_references() -> None:
     names = ("worker0", "worker1", "worker2")
-    # All are asked each time: where the error was raised, its frames hold the RRef until garbage is collected there.
+    # All workers collect each time: the error's frames hold the RRef on the worker that raised it.
     eventually(
         lambda: [rpc.rpc_sync(name, references) for name in names] == [{}, {}, {}], "no worker has a reference left"
     )

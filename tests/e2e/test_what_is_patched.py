@@ -1,6 +1,6 @@
-"""Importing the package changes these places in torch, and no other: a new patch belongs on the list, and in `_torch`.
+"""The import of the package changes these places in torch, and no other. A new patch belongs here, and in `_torch`.
 
-One more change is made in C++, where nothing can be compared: a translator of exceptions (``_torch/patches.py``).
+One more change is in C++, where no comparison is possible: a translator of exceptions (``_torch/patches.py``).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import pytest
 from tests.support import workers
 
 PATCHED = {
-    # What `rpc.init_rpc`, which programs hold by name, runs; and the function that its new code calls.
+    # The code of `rpc.init_rpc`, which programs may have imported, and the function that the new code calls.
     "torch.distributed.rpc.init_rpc.__code__",
     "torch.distributed.rpc._torch_ucx_rpc_init_rpc",
     # "UCX" as a backend: a new enum in both places, and a new member of the one before.
@@ -32,12 +32,13 @@ PATCHED = {
     # The exception of a callee.
     "torch.distributed.rpc.internal._handle_exception",
     "torch.distributed.rpc.internal.deserialize",
-    # How values are pickled; and, by Python's own pickle, the type of what a callee has raised.
+    # The pickling of values; and, by Python's own pickle, the type of a callee's exception.
     "torch.distributed.rpc.internal._internal_rpc_pickler._dispatch_table",
     "copyreg.dispatch_table[torch_ucx_rpc._torch.exceptions._TypeOfBoth]",
 }
 
-# The keys of the table of torch's pickler that are new or have another reducer. Types of arrays come when they are met.
+# The keys of the table of torch's pickler that are new or have another reducer. Types of arrays come with their first
+# array.
 REDUCED = {
     "torch.Tensor",
     "torch.distributed.rpc.internal.PythonUDF",

@@ -1,4 +1,4 @@
-"""The examples, run by the commands of their pages: what they print says that they do what they show."""
+"""The examples run by the commands of their pages, and print the expected output."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.support import workers
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 NAMES = sorted(file.stem for file in EXAMPLES.glob("*.py"))
 
-# As words before a command's own.
+# Put before the words of a command.
 PROGRAMS = {
     "python": [sys.executable],
     "torchrun": [sys.executable, "-m", "torch.distributed.run"],
@@ -37,7 +37,7 @@ def commands(name: str, section: str) -> list[str]:
 
 
 def printed_by(folder: Path, command: str) -> str:
-    """What a command of a page prints, in a new folder with the examples."""
+    """The output of a page's command, run in a new folder with the examples."""
     program, *words = shlex.split(command)
     (folder / "examples").symlink_to(EXAMPLES)
     environment = {
@@ -82,7 +82,7 @@ def test_a_parameter_server_runs_unedited_on_both_backends(tmp_path: Path, backe
     on_ucx, on_tensorpipe = commands("parameter_server", "On a laptop")
     printed = printed_by(tmp_path, on_ucx if backend == "UCX" else on_tensorpipe)
     assert len(losses(printed)) == 2
-    # One trainer may begin when the other has trained the model already.
+    # One trainer may begin after the other has trained the model.
     assert max(first for first, _ in losses(printed)) > 0.1, printed
     assert all(last <= first / 100 for first, last in losses(printed)), printed
 
@@ -193,7 +193,7 @@ def test_after_ctrl_c_no_process_of_an_example_is_left(tmp_path: Path, name: str
     with workers.Stalls() as stalls:
         program.stdout.read()
         assert program.wait() == -signal.SIGINT
-    # Their ends take a second; what they would wait for, 30 s.
+    # They end within a second; a wait for the dead worker would take 30 s.
     assert time.monotonic() - began < 10 + stalls.seconds()
     program.stdout.close()
 

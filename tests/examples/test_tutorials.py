@@ -1,7 +1,7 @@
 """Programs written for TensorPipe, one for each pattern of PyTorch's RPC tutorials, run on UCX as they are.
 
-The scripts, in ``examples/tutorials``, know nothing of this package; the environment variable is all that is added.
-Each checks its own results, and those in which no race decides about them print the same on TensorPipe.
+The scripts, in ``examples/tutorials``, do not use this package; only the environment variable is added. Each checks its
+own results, and scripts without races print the same on TensorPipe.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ VARIABLE = "TORCH_UCX_RPC_REPLACE_TENSORPIPE"
 
 @functools.cache
 def printed_by(tutorial: Path, on: str) -> str:
-    """What it prints on "UCX" or "TENSORPIPE", having made sure that it was that."""
+    """The output on "UCX" or "TENSORPIPE", checked to come from that backend."""
     with workers.reserved_port() as port, workers.reserved_port() as rpc_port:
         env = {
             "MASTER_ADDR": "127.0.0.1",

@@ -1,4 +1,4 @@
-"""What the programs of these tests say."""
+"""The output of these tests' programs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BESIDE_MPI, EXCHANGE, FAIL, FAIL_ONCE, LOST_MEMORY, MEET, WITHOUT = (
     for name in ("beside_mpi", "exchange", "fail", "fail_once", "lost_memory", "meet", "without")
 )
 
-# The package is found as it is found by this process, be it installed or beside the tests.
+# Programs find the package where this process does, installed or beside the tests.
 PYTHON_PATH = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
 ENVIRON = {**os.environ, **PYTHON_PATH}
 

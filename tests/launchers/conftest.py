@@ -1,4 +1,4 @@
-"""One cluster for all tests of launchers, since it takes seconds to come up."""
+"""One cluster serves all tests of launchers, since it takes seconds to come up."""
 
 from __future__ import annotations
 

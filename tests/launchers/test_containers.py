@@ -1,4 +1,5 @@
-"""Workers in containers, by the settings that matter; these are namespaces, as Docker and Kubernetes make them."""
+"""Workers in containers with the settings that matter. The containers are namespaces, like Docker's and
+Kubernetes's."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ from ._reports import ENVIRON, EXCHANGE, LOST_MEMORY, PYTHON, WITHOUT
 
 TIMEOUT_S = 150.0
 
-# Without a name, as images that are made for Kubernetes or OpenShift run.
+# A user without a name, as in images for Kubernetes or OpenShift.
 NOBODY = 12345
 
 IN_SHARED_MEMORY = ["sysv/memory"]
@@ -64,7 +65,7 @@ def worker_in_each(
 
 
 def ends_of(programs: Sequence[Program]) -> list[tuple[int, str, str]]:
-    """Exit code, output and errors of each; the stacks, where one hangs."""
+    """Exit code, output and errors of each; if one hangs, the stacks."""
     deadline = time.monotonic() + TIMEOUT_S
     ends = []
     for program in programs:
@@ -88,7 +89,7 @@ def stacks_of(pid: int) -> str:
 
 
 def lanes_of(ends: list[tuple[int, str, str]]) -> dict[str, dict[str, list[str]]]:
-    """The lanes of each worker to each other, all of which have exchanged tensors."""
+    """The lanes between all workers, after they exchanged tensors."""
     for code, _, errors in ends:
         assert code == 0, errors
     reports = [json.loads(found) for _, output, _ in ends for found in re.findall(r'\{"exchanged".*\}\}', output)]
@@ -101,7 +102,7 @@ def assert_only_tcp(lanes: dict[str, dict[str, list[str]]]) -> None:
 
 @contextlib.contextmanager
 def job_in_one(host: VirtualHost, container: Container, size: int, *program: str) -> Iterator[Program]:
-    """What our launcher runs in one container."""
+    """The command of our launcher in one container."""
     with start(host, container, "-m", "torch_ucx_rpc", "run", "-n", str(size), *program) as job:
         try:
             yield job
@@ -132,7 +133,7 @@ def test_shared_memory_works_without_reading_other_processes(node: VirtualHost) 
 
 @pytest.mark.field
 def test_with_only_the_loopback_interface_they_share_memory(node: VirtualHost) -> None:
-    # As `docker run --network none` for code that nobody trusts.
+    # Like `docker run --network none`, for untrusted code.
     assert run_in_one(node, Container(network="none"), 2, EXCHANGE)["worker0"] == {"worker1": IN_SHARED_MEMORY}
 
 
@@ -156,7 +157,7 @@ def test_half_a_processor_is_slow_and_loses_nobody(node: VirtualHost) -> None:
 
 
 def test_stopping_a_container_ends_the_job_of_the_launcher_in_it(node: VirtualHost) -> None:
-    # Process 1 gets those signals only that it handles; `docker stop` waits 10 s for it.
+    # Process 1 gets only signals that it handles; `docker stop` waits 10 s for it.
     program = "import os, time; os.write(1, b'up\\n'); time.sleep(600)"
     with start(node, Container(), "-m", "torch_ucx_rpc", "run", "-n", "2", "-c", program) as job:
         try:
@@ -172,7 +173,7 @@ def test_stopping_a_container_ends_the_job_of_the_launcher_in_it(node: VirtualHo
 
 
 @pytest.mark.field
-# Both workers are number 1 in their containers, or the number of neither is one in the other.
+# Both workers have pid 1 in their containers, or pids that the other container does not have.
 @pytest.mark.parametrize("numbers", [{}, {"init": True, "first_pid": 400}], ids=["same pid", "other pid"])
 @pytest.mark.parametrize("ipc", ["private", "host"])
 def test_two_containers_of_a_host_reach_each_other_by_tcp(node: VirtualHost, ipc: str, numbers: dict) -> None:
@@ -202,7 +203,7 @@ def test_containers_whose_names_nobody_can_resolve(node: VirtualHost) -> None:
 
 
 @pytest.mark.field
-# Two with hostNetwork on the first node, and two on the others, whose networks are theirs alone.
+# Two workers with hostNetwork on the first node, and two on the others, with networks of their own.
 @pytest.mark.parametrize("ipc", ["private", "host"])
 def test_pods_with_and_without_the_network_of_their_node(hosts: VirtualHosts, ipc: str) -> None:
     places = [hosts[0], hosts[0], hosts[1], hosts[2]]
@@ -213,7 +214,7 @@ def test_pods_with_and_without_the_network_of_their_node(hosts: VirtualHosts, ip
 
 
 @pytest.mark.field
-# UCX's shared memory is open to one user alone, and it does not fall back.
+# UCX's shared memory is open to one user only, and UCX does not fall back.
 def test_containers_of_several_users_with_one_pid_namespace(node: VirtualHost) -> None:
     containers = [(node, Container(ipc="host", pid="host", user=user)) for user in (NOBODY, NOBODY + 1)]
     with worker_in_each(containers, EXCHANGE) as programs:
@@ -232,7 +233,7 @@ def test_launcher_reports_a_worker_killed_for_its_memory(node: VirtualHost) -> N
 
 
 @pytest.mark.field
-# With the processes of the other in sight, and without any means to wait for their end but to ask for signs of life.
+# Each worker sees the other's processes, but only signs of life can show their end.
 @pytest.mark.parametrize("program", [[LOST_MEMORY], [WITHOUT, "pidfd_open", LOST_MEMORY]], ids=["", "no pidfd"])
 @pytest.mark.parametrize("sees", ["private", "host"])
 def test_worker_killed_for_its_memory_is_lost(node: VirtualHost, sees: str, program: list[str]) -> None:

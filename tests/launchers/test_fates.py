@@ -1,4 +1,4 @@
-"""What the shutdown of the others does when a worker ends: the table of docs/failure_model.md, row by row."""
+"""The others' shutdown when a worker ends: the table of docs/failure_model.md, row by row."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LAUNCHERS = {
 }
 LOST = "BarrierFailed: the shutdown is over, but not all workers have come to it: lost worker 'worker1'"
 LATE = "BarrierFailed: worker 'worker0' waited 4000 ms for all workers to come to the same point; missing: worker"
-# The beginning of what the shutdown of worker0 does, and the exit codes of `run` and of torchrun.
+# The beginning of the outcome of worker0's shutdown, and the exit codes of `run` and of torchrun.
 FATES = {
     "killed": (LOST, {"run": 128 + signal.SIGKILL, "torchrun": 1}),
     "stopped": (LATE, {"run": 128 + signal.SIGKILL, "torchrun": 1}),

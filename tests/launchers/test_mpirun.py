@@ -1,4 +1,4 @@
-"""What can come in the way under mpirun; that it works is what ``test_recipes.py`` is about."""
+"""Obstacles under mpirun; ``test_recipes.py`` has the ordinary way."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TIMEOUT = ["timeout", "--kill-after=5", "100"]
 
 def open_mpi(*arguments: str) -> list[str]:
     needs("mpirun.openmpi")
-    # Where MPICH's development files lie too, mpi4py takes that one.
+    # mpi4py takes MPICH if its development files are installed too.
     abi = ["-x", "MPI4PY_MPIABI=openmpi"]
     return [*TIMEOUT, "mpirun.openmpi", "--allow-run-as-root", "--oversubscribe", *abi, *arguments]
 
@@ -85,7 +85,7 @@ def test_two_jobs_at_the_same_time_on_a_host_do_not_meet(mpirun) -> None:
         assert_all_called(output, NAMES[:2])
 
 
-# Have Open MPI use UCX for all it does. By the time it starts the package has brought one, and it takes that.
+# Make Open MPI use UCX for everything. It takes the UCX that the package has loaded before.
 UCX_IN_OPEN_MPI = ["--mca", "pml", "ucx", "--mca", "pml_ucx_tls", "any", "--mca", "pml_ucx_devices", "any"]
 
 

@@ -43,7 +43,7 @@ def place(tmp_path: Path) -> Path:
 
 
 def install(place: Path, program: str, command: str) -> None:
-    """Have the shell of the recipes find this under that name."""
+    """Let the shell of the recipes find ``command`` under the name ``program``."""
     file = place / "bin" / program
     file.write_text(f'#!/bin/sh\nexec {command} "$@"\n')
     file.chmod(0o755)
@@ -55,7 +55,7 @@ Run = Callable[..., subprocess.CompletedProcess]
 def follow(
     recipe: str, place: Path, env: Mapping[str, str] | None = None, run: Run = subprocess.run, limit_s: int = 150
 ) -> subprocess.CompletedProcess[str]:
-    """What came of pasting this into a shell there."""
+    """Paste the recipe into a shell there, and return how it ended."""
     path = f"{place / 'bin'}:{os.environ['PATH']}"
     return run(
         ["timeout", "--kill-after=5", str(limit_s), "bash", "-ec", recipe],
@@ -68,7 +68,7 @@ def follow(
 
 
 def mpi(place: Path, implementation: str, hosts: VirtualHosts) -> dict[str, str]:
-    """The variables by which either mpirun, of whichever name, does on this machine what it does on a cluster."""
+    """The variables with which either mpirun works on this machine as on a cluster."""
     mpirun = f"mpirun.{implementation}"
     needs(mpirun)
     install(place, "mpirun", mpirun)
@@ -166,7 +166,7 @@ def test_kubernetes(place: Path) -> None:
     assert pod["subdomain"] == service["metadata"]["name"]
     size = job["spec"]["completions"]
     assert (size, str(size)) == (job["spec"]["parallelism"], variables["WORLD_SIZE"])
-    # What a pod does, with this host in the place of the service.
+    # The command of a pod, with this host in the place of the service.
     shell, option, command = container["command"]
     assert (shell, option) == ("sh", "-c")
     with reserved_port() as port:

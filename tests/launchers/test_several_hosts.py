@@ -1,4 +1,4 @@
-"""torchrun and our launcher, which are told where to meet, over several hosts."""
+"""torchrun and our launcher on several hosts, with the meeting place as an argument."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Slurm with 4 nodes: no variable is set and no argument given, and the workers find each other."""
+"""On Slurm with 4 nodes the workers find each other without variables or arguments."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_heterogeneous_step_with_rank_0_off_its_first_node(slurm: SlurmCluster) 
 
 def test_with_k_a_killed_task_ends_the_others(slurm: SlurmCluster) -> None:
     done = srun(slurm, "-K1", "-N", "3", "-n", "3", PYTHON, FAIL, "kill")
-    # It gives the largest of their codes, and ends the others by SIGTERM.
+    # srun returns the largest of their codes, and ends the others by SIGTERM.
     assert done.returncode == 128 + signal.SIGTERM
     assert "task 1: Killed" in done.stderr
 

@@ -1,4 +1,5 @@
-"""Workers by fork and by exec: whatever a program can tell about its process is the same, and is as Python has it."""
+"""Workers by fork and by exec: all facts that a program can see about its process are the same, and Python's usual
+ones."""
 
 from __future__ import annotations
 
@@ -53,7 +54,7 @@ VARIABLES = {
     "PYTHONPATH": "/nowhere",
     "PYTHONUNBUFFERED": "1",
     "OMP_NUM_THREADS": "2",
-    # Its threads are there from the import on, and in a forked worker from the first use on.
+    # Its threads exist from the import on, and in a forked worker from the first use on.
     "OPENBLAS_NUM_THREADS": "1",
 }
 CORE = min(os.sched_getaffinity(0))
@@ -69,7 +70,7 @@ OWN = ("random", "numpy", "torch", "torch's seed", "authkey", "uuid", "name of a
 
 
 class Facts:
-    """What `facts.py` tells as ``python facts.py``, and as two workers of ``run`` by fork and by exec."""
+    """The facts of `facts.py` as ``python facts.py``, and as two workers of ``run`` by fork and by exec."""
 
     def __init__(self, folder: Path) -> None:
         self.launchers: dict[str, int] = {}
@@ -134,7 +135,7 @@ def test_environment_is_what_the_launcher_has_given(start: str, facts: Facts) ->
 
 # ---- What a program does ---------------------------------------------------------------------------------------------
 
-# Each ends, and writes, as under Python.
+# Each worker ends and writes as under plain Python.
 ENDS = {
     "exception": "def f(): raise KeyError('the cause')\nf()",
     "exception of an import": "import torch\nimport nowhere_at_all",

@@ -41,7 +41,7 @@ eventually = workers.eventually
 
 
 def drive(body: Callable[..., Any], of: int, *args: Any, **job: Any) -> Any:
-    """Run ``body(*args)`` in worker0 of a job with ``of`` workers; what it returned."""
+    """Run ``body(*args)`` in worker0 of a job with ``of`` workers, and return its result."""
     __tracebackhide__ = True
     return workers.run_workers(of, _in_worker0, body, args, **{"timeout": PATIENCE_S, **job})[0]
 
@@ -51,7 +51,8 @@ def _in_worker0(rank: int, body: Callable[..., Any], args: tuple[Any, ...]) -> A
 
 
 def drive_with_deaths(body: Callable[..., Any], of: int, dying: tuple[int, ...], *args: Any, **job: Any) -> Any:
-    """The same where ``body`` kills these ranks. The others serve in ``rpc.shutdown()``, as in a user's program."""
+    """The same for a ``body`` that kills these ranks. The others serve in ``rpc.shutdown()``, as in a user's
+    program."""
     __tracebackhide__ = True
     codes = dict.fromkeys(dying, KILLED)
     job = {"timeout": PATIENCE_S, "shutdown": False, "silent": False, **job}
@@ -78,12 +79,12 @@ def die() -> None:
 
 
 def kill(worker: str) -> None:
-    """Have it die in a call, which fails."""
+    """Make a worker die in a call, which fails."""
     assert expect_death(rpc.rpc_async(worker, die)) in (worker, None)
 
 
 def expect_death(call: torch.futures.Future[Any]) -> str | None:
-    """Wait for the failure of a call of `die`; the name of the worker that it has killed, where the backend tells."""
+    """Wait for the failure of a call of `die`. Return the name of the dead worker, if the backend names it."""
     from torch_ucx_rpc.errors import WorkerLost
 
     on_ucx = _is_on_ucx()
@@ -93,7 +94,7 @@ def expect_death(call: torch.futures.Future[Any]) -> str | None:
 
 
 def on(worker: str, function: Callable[..., Any], *args: Any) -> Any:
-    # In a function of ours: torch sends its own as operators, which must return something.
+    # A function of our own: torch sends its own as operators, which must return something.
     return rpc.rpc_sync(worker, _call, (function, args))
 
 
@@ -128,8 +129,8 @@ def reference_step(
     target: torch.Tensor,
     last_first: bool = False,
 ) -> torch.Tensor:
-    """What a step is in one process: the same micro-batches, one after the other. With ``last_first`` all go forward
-    and then come back from the last one on."""
+    """A step in one process: the same micro-batches, one after the other. With ``last_first`` all go forward first, and
+    then backward from the last one on."""
     total = torch.zeros(())
     waiting = []
     parts = zip(*(one.tensor_split(chunks) for one in (*args, target)), strict=True)

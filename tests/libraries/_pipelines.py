@@ -1,4 +1,4 @@
-"""What tests of pipelines have in common."""
+"""Common parts of the tests of pipelines."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def raise_on_the_way_back(gradient: torch.Tensor) -> None:
 
 
 class PassOn(nn.Module):
-    """Lets values through unchanged, with a parameter so that there is something to train."""
+    """The identity, with a parameter to train."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -41,7 +41,7 @@ class Trainer:
             self.optimizer.step()
 
     def train_until(self, steps: Steps, file: str) -> list[torch.Tensor]:
-        """To the step that the file names, which appears on the way; the parameters then."""
+        """Train to the step that the file names, which appears on the way. Return the parameters."""
         last = None
         while last is None or self.step < last:
             self.train()
@@ -52,7 +52,7 @@ class Trainer:
         return [parameter.detach().clone() for parameter in self.module.parameters()]
 
     def say_until(self, steps: Steps, file: str, more: int = 20) -> None:
-        """Have all train so many steps more. The others cannot be further: they wait for this trainer."""
+        """Make all train ``steps`` steps more. The others cannot be further: they wait for this trainer."""
         part = steps.directory / f"{file}.part"
         part.write_text(str(self.step + more))
         part.rename(steps.directory / file)
@@ -63,7 +63,7 @@ def are_equal(*trained: list[torch.Tensor]) -> bool:
 
 
 def answer_only(name: str) -> None:
-    """Have this host answer one trainer, and no other."""
+    """Make this host answer one trainer, and no other."""
     publish = _piece.Piece._publish
 
     def answer_one(piece: _piece.Piece, round_: Any, result: list[torch.Tensor]) -> None:

@@ -1,4 +1,4 @@
-"""Jobs of these tests: on UCX, and where no worker dies on TensorPipe too."""
+"""Jobs of these tests: on UCX, and on TensorPipe too if no worker dies."""
 
 from __future__ import annotations
 

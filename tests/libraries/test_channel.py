@@ -18,7 +18,7 @@ from torch_ucx_rpc.errors import CallTimedOut, EpochEnded, NotRunning, WorkerLos
 
 RunWorkers = Callable[..., list]
 
-# Below and above every size at which a value travels in another way.
+# Below and above every size at which the transfer of a value changes.
 SIZES = (0, 1, 1000, 40_000, 1 << 20, 9 << 20)
 
 
@@ -150,7 +150,7 @@ def test_a_sender_in_an_earlier_epoch_is_told(run_on_both: RunWorkers, tmp_path:
 
 
 def put_until_it_fails(channel: Channel) -> None:
-    for number in range(400):  # a value leaves at once, so the news comes with a later one
+    for number in range(400):  # a value leaves at once, so a later put gets the error
         channel.put("worker0", "late", torch.ones((1 << 20) if number == 0 else 1)).wait()
         time.sleep(0.05)
 
@@ -217,7 +217,7 @@ def test_a_receiver_that_takes_nothing_stops_the_sender(run_on_both: RunWorkers,
 
 
 def put_until_it_blocks(channel: Channel, value: torch.Tensor) -> tuple[int, str]:
-    """Put the value under 0, 1, ... The number that it blocked at, and what that said."""
+    """Put the value under 0, 1, ... Return the number at which it blocked, and the error."""
     for number in range(100_000):
         try:
             channel.put("worker0", str(number), value, timeout=0.5)

@@ -29,7 +29,7 @@ def make_pipe(model: Any, workers: Any = ("worker1", "worker2"), **options: Any)
 
 
 def read_plainly(state: dict[str, Any], checkpoint_id: Any) -> None:
-    """As a program does that knows nothing of the workers. Torch warns that it is alone."""
+    """Like a program without workers. torch warns that it is alone."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         dcp.load(state, checkpoint_id=checkpoint_id, no_dist=True)
@@ -56,7 +56,7 @@ def train(pipe: Any, optimizer: Any, some: Any) -> list[float]:
 
 
 def go_on_with_other_stages(folder: str) -> None:
-    """Two stages save; three with another schedule, and one process, go on as the two do."""
+    """Two stages save. Three stages with another schedule, and one process, continue equally."""
     from torch_ucx_rpc import checkpoint
 
     some = batches(6)
@@ -150,7 +150,7 @@ def test_an_asynchronous_save_holds_what_was_when_it_returned(tmp_path):
 
 
 def die_while_writing(self: Any, plan: Any, planner: Any) -> Any:
-    """In the place of the writer's method: half a file, and then the end."""
+    """Replaces the writer's method: writes half a file, and then dies."""
     Path(self.path, f"{plan.storage_data.prefix}0.distcp").write_bytes(b"half of it")
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -175,7 +175,7 @@ def lose_a_worker_in_a_save(folder: str) -> None:
     found = {"model": small_model().state_dict()}
     read_plainly(found, checkpoint_id=path)
     assert all(torch.equal(value, saved[name]) for name, value in found["model"].items())
-    # Into the place of the dead one, over the same folder, whose leftovers go.
+    # A new worker takes the dead one's place, and the next save removes the leftovers.
     pipe.replace("worker1", "worker2")
     checkpoint.load({"model": pipe}, path)
     assert all(torch.equal(value, saved[name]) for name, value in pipe.state_dict().items())
@@ -203,7 +203,7 @@ def grow(folder: str) -> None:
     own, layers = 64 * 2**20, 64
     pipe = make_pipe(nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(2 * layers))), loss=None)
     path = Path(folder, "ckpt")
-    # Once before: what is imported then is no part of the model.
+    # Once before, so that imports do not count.
     checkpoint.save({"model": pipe}, path)
     checkpoint.load({"model": pipe}, path)
     for action in (checkpoint.save, checkpoint.load):
@@ -293,12 +293,12 @@ def has_gradients(rref: Any) -> bool:
 
 
 def test_remote_modules_are_modules_and_saved_where_they_are(tmp_path, backend):
-    # What a remote method raises RPC writes to the stderr of its worker.
+    # RPC writes exceptions of a remote method to the stderr of its worker.
     drive(keep_remote_modules, 3, str(tmp_path), backend=backend, silent=False)
 
 
 def into_its_own_folder(path: str, real: str) -> None:
-    """Writes elsewhere what is meant for ``path``, as on a host that does not share it."""
+    """Writes the files for ``path`` elsewhere, as on a host that does not share it."""
     from torch_ucx_rpc.checkpoint import storage
 
     begin = storage.Writer.__init__

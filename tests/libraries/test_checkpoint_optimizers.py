@@ -240,7 +240,7 @@ def grow(folder: str) -> None:
     optimizer = pipe.optimizer(torch.optim.Adam)
     train(pipe, optimizer, [(torch.zeros(1, 512), torch.zeros(1, 512))])
     pipe.synchronize()
-    # Once before, with another pipeline: neither what is imported nor what is freed then is to count.
+    # Once before, with another pipeline, so that imports and freed memory do not count.
     small = make_pipe(small_model())
     small.save(folder)
     small.load(folder)

@@ -1,4 +1,4 @@
-"""Asynchronous saves: several into one folder, and what changes while they are written; processes that share one."""
+"""Asynchronous saves: several into one folder, changes during a save, and processes that share a folder."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torch_ucx_rpc.checkpoint import loading, storage
 
 @pytest.fixture
 def disk(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """A disk that writes nothing before this event; the event is set for all tests that do not wait for it."""
+    """A disk that writes nothing before this event, which is set except in tests that use it."""
     may_write = threading.Event()
     write = storage.Writer.write_data
 
@@ -31,7 +31,7 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
 
 
 def holds(path: Path) -> float:
-    """The value in a checkpoint, which is whole: its files are there, and no others."""
+    """The value in a whole checkpoint: exactly its files are there."""
     state = {"x": torch.zeros(())}
     checkpoint.load(state, path)
     assert len(list(path.iterdir())) == 2, "the metadata and one file"
@@ -55,7 +55,7 @@ def test_a_save_waits_for_the_one_before_it_into_the_same_folder(tmp_path, disk,
 
 def test_saves_into_one_folder_end_in_their_order(tmp_path, disk):
     futures = [checkpoint.save({"x": torch.tensor(float(one))}, tmp_path, asynchronous=True) for one in range(5)]
-    # Another folder is another matter.
+    # Another folder does not wait.
     other = checkpoint.save({"x": torch.tensor(7.0)}, tmp_path / "other", asynchronous=True)
     disk.set()
     other.wait()
@@ -123,7 +123,7 @@ def test_a_checkpoint_stays_where_the_former_cannot_be_removed(tmp_path, monkeyp
 
 
 def use_one_folder(rank: int, steps: Steps, folder: Path, first: str) -> None:
-    """Rank 1 saves 2, or loads the 1 that is there, and in the middle of that rank 0 saves 3."""
+    """Rank 1 saves 2, or loads the present 1, and in the middle of that rank 0 saves 3."""
     if rank == 0:
         steps.wait_for("in the middle")
         second = threading.Thread(target=checkpoint.save, args=({"x": torch.tensor(3.0)}, folder))
@@ -143,7 +143,7 @@ def use_one_folder(rank: int, steps: Steps, folder: Path, first: str) -> None:
 
 
 def stop_before(owner: type, method: str, steps: Steps) -> None:
-    """Let this method of torch's wait, each time, until it may go on."""
+    """Make each call of this method of torch wait until it may go on."""
     original = getattr(owner, method)
 
     def wait_and_do(*args: Any) -> Any:

@@ -30,7 +30,7 @@ def names(group: Group) -> list[str]:
 
 
 def make(steps: Steps, rank: int, of: int) -> Group:
-    """A group of all, once all know that they are in it."""
+    """A group of all workers, returned once all know it."""
     group = members.group("test", LIMIT)
     eventually(lambda: len(group.wait().members) == of, "all are members")
     steps.meet("member", rank, of)
@@ -99,7 +99,7 @@ def outlive(rank: int, steps: Steps, dying: int) -> None:
     rpc.shutdown(graceful=False)
 
 
-# For the kernel to take a process with torch apart.
+# The kernel's time to end a process with torch.
 KILLING_S = 0.1
 
 

@@ -1,4 +1,4 @@
-"""`torch_ucx_rpc.on_lost`: who is told of the end of a worker, and of which."""
+"""`torch_ucx_rpc.on_lost`: the workers that hear of an end, and of which ends."""
 
 from __future__ import annotations
 
@@ -117,10 +117,10 @@ RAISED_THERE = "On WorkerInfo(id=1, name=ps):\n"
     [
         (WorkerLost("lost worker 'ps' (rank 1, pid 3 on a): it has died", **PS), "lost"),
         (WorkerLeft("worker 'ps' (rank 1, pid 3 on a) has left the group", **PS), "lost"),
-        # After a while nothing is known of it any more.
+        # After a while the worker has forgotten it.
         (UnknownWorker("could not find destination worker 'ps'", name="ps"), "lost"),
         (CallTimedOut("RPC ran for more than set timeout (60000 ms)", **PS), "timed out"),
-        # The callee has lost a third worker: torch makes its exception anew, without attributes.
+        # The callee has lost a third worker: torch makes a new exception, without attributes.
         (WorkerLost(f"{RAISED_THERE}WorkerLost(\"lost worker 'x' (rank 2)\")"), None),
         (CallTimedOut(f"{RAISED_THERE}CallTimedOut('RPC ran for more than set timeout (60000 ms)')"), None),
         (MessageNotSent("could not send to worker 'ps': Connection reset by remote peer", **PS), None),

@@ -6,8 +6,8 @@
     python -m tests.mutants --list
 
 The tests must pass on the sources as they are, and each of them must fail with the mutant, which must compile. A mutant
-is found by its text, wherever that stands by now; text that is missing, or stands twice, is an error: mend the list.
-Ends with 1 where a test does not notice its mutant.
+is found by its text, in any file. Text that is missing, or occurs twice, is an error: mend the list. Ends with 1 if a
+test does not notice its mutant.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def fate(mutant: Mutant) -> str:
 
 
 def try_all(chosen: Sequence[Mutant], tell: Callable[[str], None]) -> int:
-    """How many of them are caught; tells the fate of each."""
+    """Try all, print the result of each, and return the number of caught ones."""
     caught = 0
     failing = tests_that_fail(chosen)
     for mutant in chosen:
@@ -87,7 +87,7 @@ def main() -> int:
         print("\n".join(f"{mutant.name}: {', '.join(mutant.tests)}" for mutant in chosen))
         return 0
     _copy.refresh()
-    # A build leaves the extension of the last mutant behind: first those in Python, which use the one of the sources.
+    # A build leaves the extension of the last mutant behind, so mutants in Python come first.
     chosen.sort(key=lambda mutant: mutant.is_cpp)
     caught = try_all(chosen, lambda line: print(line, flush=True))
     print(f"{caught} of {len(chosen)} are caught")

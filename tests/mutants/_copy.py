@@ -1,4 +1,4 @@
-"""The copy of the sources: what is in it, how it is built, and how a test runs there."""
+"""The copy of the sources, its build, and its tests."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LIMIT_S = 900
 
 
 def refresh() -> None:
-    """Make it what git knows, with changes, and what the build has put beside it."""
+    """Copy the files that git knows, with changes, and the built ones beside them."""
     listed = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
         cwd=ROOT,
@@ -32,7 +32,7 @@ def refresh() -> None:
     wanted = {name for name in (*listed, *built) if (ROOT / name).is_file()}
     for name in sorted(wanted):
         file, target = ROOT / name, COPY / name
-        # Times decide what is compiled again.
+        # The build goes by the times of files.
         if target.exists() and target.read_bytes() == file.read_bytes():
             continue
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -44,7 +44,7 @@ def refresh() -> None:
 
 
 def build_for(tests: Iterable[str]) -> None:
-    """Build what these tests run, of C++: the extension for Python tests, and the executables of the others."""
+    """Build the C++ for these tests: the extension for Python tests, and executables for the others."""
     executables: set[str] = set()
     needs_extension = False
     for test in tests:
@@ -82,7 +82,7 @@ def _build(command: Sequence[str]) -> None:
 
 
 def passes(test: str) -> bool:
-    """Whether it passes in the copy, as it is built now."""
+    """Whether the test passes in the copy, as it is built now."""
     if file := file_of(test, COPY):
         chosen = [] if test.startswith("tests/") else ["-k", test]
         return _runs([sys.executable, "-m", "pytest", "-q", "-x", str(file), *chosen])

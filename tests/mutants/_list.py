@@ -1,6 +1,6 @@
-"""The bugs: one for each class, in the place where it would hurt most.
+"""The bugs: one for each class, in the most dangerous place.
 
-A new mutant needs a class that the list lacks. A class has two of them only if they lie in different layers, or in
+A new mutant needs a class that the list lacks. A class has two mutants only if they lie in different layers, or in
 different languages.
 """
 

@@ -13,7 +13,7 @@ _FOLDERS = ("torch_ucx_rpc", "benchmarks", "tools", "tests/soak", "tests/verbs")
 
 
 class Useless(Exception):
-    """A mutant of which nothing follows: the list is to be mended."""
+    """A mutant that does not fit the sources: mend the list."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,9 +21,9 @@ class Mutant:
     """A bug. ``text`` becomes ``instead``, and each of ``tests`` must fail.
 
     Args:
-        name (str): what is wrong then; begins with "cpp-" if it is in C++.
-        text (str | re.Pattern): stands once in the sources. A pattern for a text that may read in more than one way.
-        instead (str): what stands there then.
+        name (str): the fault; begins with "cpp-" if it is in C++.
+        text (str | re.Pattern): occurs once in the sources. A pattern allows several forms of the text.
+        instead (str): its replacement.
         tests (tuple[str, ...]): names of Python tests, of C++ tests or suites of them, or files
             ("tests/unit/test_native_op.py").
     """

@@ -11,14 +11,14 @@ _TEST_IN_CPP = re.compile(r"^\s*(?:TYPED_)?TEST(?:_F|_P)?\(\s*(\w+)\s*,\s*(\w+)\
 
 
 def file_of(test: str, root: Path) -> Path | None:
-    """Of a Python test, or of a file ("tests/unit/test_native_op.py"); None for any other name."""
+    """The file of a Python test, or a file itself ("tests/unit/test_native_op.py"); None for any other name."""
     if test.startswith("tests/"):
         return root / test if (root / test).is_file() else None
     return _python_tests(root).get(test)
 
 
 def executables_of(test: str, root: Path) -> list[str]:
-    """With C++ tests of this name, or of a suite of this name, without the prefix of an instantiation."""
+    """The executables with C++ tests, or a suite, of this name, without the prefix of an instantiation."""
     return _cpp_tests(root).get(test, [])
 
 

@@ -23,7 +23,7 @@ from ._worker import HEARTBEAT_LIMIT_S, LONGEST_CALL_S
 _HOSTS = ("a", "b", "c")
 _WORKERS = 6
 _STARTING_S = 120.0
-# A run takes so much longer where some misfortune has not happened by then.
+# A run takes this much longer if some misfortune has not happened by then.
 _LONGER_S = 120.0
 # After the last misfortune, before all must see each other.
 _PEACE_S = 2.0
@@ -49,7 +49,7 @@ def main() -> int:
 
 
 def run(minutes: float, seed: int, directory: Path) -> Report:
-    """Let the workers live for so long, and tell what has come of it."""
+    """Let the workers live for the time of the run, and return the report."""
     findings: list[Finding] = []
     was_cut_short = False
     with VirtualHosts(_HOSTS) as hosts:
@@ -76,7 +76,7 @@ def run(minutes: float, seed: int, directory: Path) -> Report:
     judgement = judge(calls, events, timeline, HEARTBEAT_LIMIT_S)
     findings += left_by_workers(crew.current.values(), calls)
     survivors = [member for member in crew.current.values() if member.life.generation == 0]
-    # A run that was cut short has too few samples to tell, and a finding that says why.
+    # A run that was cut short has too few samples, and a finding that says why.
     memory = [] if was_cut_short else [memory_of(member.name, member.samples) for member in survivors]
     for growing in (m for m in memory if not m.is_flat):
         findings.append(Finding("memory grows", 1, (str(growing),)))
@@ -97,8 +97,8 @@ def run(minutes: float, seed: int, directory: Path) -> Report:
 
 
 def _end(crew: Crew) -> list[Finding]:
-    """Let all calls come to their ends, all references go, and all workers leave; returns who does not."""
-    # One that is to join again leaves only when its calls have ended, and must not do so while others look for it.
+    """Let all calls end, all references go, and all workers leave; return the workers that do not."""
+    # A worker that shall join again leaves only when its calls have ended, and not while others look for it.
     if absent := crew.all_say("joined", _ENDING_S):
         return [_hang("a worker has not joined", absent)]
     for order, answer in (("stop", "stopped"), ("let go", "released")):

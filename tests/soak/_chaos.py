@@ -15,7 +15,8 @@ from tests.support.labs import VirtualHost
 from ._crew import Crew
 from ._worker import HEARTBEAT_LIMIT_S
 
-# Of a cut that loses nothing, and of one after which both sides have given each other up (docs/failure_model.md).
+# The lengths of a cut that loses nothing, and of one after which both sides have lost each other
+# (docs/failure_model.md).
 _SHORTEST_CUT_S, _LONGEST_SURVIVED_S = 0.2, HEARTBEAT_LIMIT_S / 2
 _SLACK_S = 0.3
 _FATAL_CUT_S = 1.05 * HEARTBEAT_LIMIT_S + 2.5
@@ -24,7 +25,7 @@ _FATAL_CUT_S = 1.05 * HEARTBEAT_LIMIT_S + 2.5
 _JOINING_S, _TALKING_S = 90.0, 3.0
 _LONGEST_WITHOUT_FILES_S = 2.0
 
-# What a run has seen each of at least once, as the timeline calls them.
+# The misfortunes that each run must see at least once, by their names in the timeline.
 MISFORTUNES = (
     *("kill", "kill while cut", "kill while stopped", "restart"),
     *("cut", "cut off", "stop", "long stop", "no files", "reset"),
@@ -32,11 +33,11 @@ MISFORTUNES = (
 
 
 class Chaos:
-    """Bad luck for a crew, the same for the same seed; the first half of its workers, by rank, is never killed.
+    """Misfortunes for a crew, the same for the same seed. The first half of its workers, by rank, is never killed.
 
     Attributes:
-        timeline: all that was done, with the time of the monotonic clock ``at`` which it began. What may make workers
-            lose each other that live has a time from which on they may, ``parted``.
+        timeline: all misfortunes, with the time ``at`` of the monotonic clock at which each began. A misfortune that
+            may part living workers has the time from which on it may, ``parted``.
     """
 
     def __init__(self, crew: Crew, seed: int) -> None:
@@ -52,7 +53,7 @@ class Chaos:
         return [what for what in MISFORTUNES if what not in happened]
 
     def strike(self) -> None:
-        """One misfortune and what repairs it, after a while in which there is peace."""
+        """One misfortune and its repair, after a while of peace."""
         if not self._bag:
             self._bag = [self._kill, self._kill, self._cut, self._cut, self._kill_while_cut, self._cut_off]
             self._bag += [self._stop, self._stop, self._long_stop, self._kill_while_stopped]
@@ -99,11 +100,11 @@ class Chaos:
             self._crew.watch(self._choice.uniform(_SHORTEST_CUT_S, _LONGEST_SURVIVED_S))
             self._log("kill while stopped")
             self._end(rank)
-            # It goes on at this order.
+            # This order continues it.
             self._start(rank)
 
     def _no_files(self) -> None:
-        """When a worker wants one for a connection, to another that has just joined."""
+        """Until a worker needs a file for a connection, to a worker that has just joined."""
         stranger = self._any_mortal()
         self._end(stranger)
         self._start(stranger)
@@ -116,7 +117,7 @@ class Chaos:
         event["until"] = time.monotonic()
 
     def _reset(self) -> None:
-        """As by a firewall that has forgotten the connections of a host to the others."""
+        """Like a firewall that has forgotten the connections of a host to the others."""
         self._meet()
         self._crew.watch(_TALKING_S)
         host = self._choice.choice(self._crew.hosts)
@@ -131,11 +132,11 @@ class Chaos:
         self._crew.all_say("joined", _JOINING_S)
 
     def _cable_of(self, host: VirtualHost) -> contextlib.AbstractContextManager[None]:
-        """It is out until the block is left."""
+        """The worker is out for the time of the block."""
         return self._silence("cut", "cut off", host.name, host.cut, host.heal)
 
     def _stopped(self, rank: int) -> contextlib.AbstractContextManager[None]:
-        """The worker does nothing until the block is left."""
+        """The worker does nothing for the time of the block."""
         stop, go_on = (functools.partial(self._crew.signal, rank, one) for one in (signal.SIGSTOP, signal.SIGCONT))
         return self._silence("stop", "long stop", self._crew.host_of(rank), stop, go_on)
 
@@ -150,20 +151,20 @@ class Chaos:
         finally:
             end()
             event["until"] = time.monotonic()
-        # By how long it was, not by how long it was to be: this process may have been held up.
+        # The real length counts, not the planned one: this process may have been held up.
         if event["until"] - event["at"] > _LONGEST_SURVIVED_S + _SLACK_S:
             event["what"] = long
             # A cut of half the limit loses no worker. Beyond that, silence from before it counts with it.
             event["parted"] = event["at"] + HEARTBEAT_LIMIT_S / 2
             self._reunite(host)
         else:
-            # TCP asks again after pauses that double: it may need as long again to find out that the cut has ended, and
-            # another cut before that is the same one.
+            # TCP resends after pauses that double. It may need as long again to notice the cut's end, and a further cut
+            # before that is part of the first.
             self._crew.watch(event["until"] - event["at"])
 
     def _reunite(self, host: str) -> None:
-        """Of the workers that all others have lost, one joins again, and the other is another one from now on."""
-        # Messages that queued on either side arrive now, and are dropped.
+        """If all others have lost a worker, it joins again, as another member."""
+        # Queued messages of either side arrive now, and are dropped.
         self._crew.watch(self._choice.uniform(0.1, 1))
         for rank in sorted(self._crew.current):
             if self._crew.host_of(rank) != host:

@@ -66,11 +66,11 @@ class Member:
 
     @property
     def who(self) -> str:
-        """As it names itself to this process: the same process may be a member more than once."""
+        """Its name for itself: the same process may be a member more than once."""
         return f"{self.life} {self.membership}"
 
     def pid(self) -> int | None:
-        """Of the worker itself, which is on its host: its parent is what was started. None while it is not there."""
+        """The pid of the worker on its host, whose parent is the started process. None before the worker exists."""
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
         with contextlib.suppress(OSError):
             if words := children.read_text().split():
@@ -86,7 +86,7 @@ class Member:
             self.samples.append(Sample(time.monotonic(), resident, threads, files))
 
     def has_ended(self) -> bool:
-        """Takes its report, too."""
+        """Also reads its report."""
         if self._report.poll():
             with contextlib.suppress(EOFError):
                 succeeded, content = pickle.loads(self._report.recv_bytes())
@@ -97,7 +97,7 @@ class Member:
         return not self.process.is_alive()
 
     def output(self) -> str:
-        """The end of what it has written to stderr."""
+        """The end of its stderr."""
         file = self._worker.output_file(self.life.rank, "stderr")
         return file.read_text(errors="replace")[-_LONGEST_OUTPUT:] if file.exists() else ""
 
@@ -107,7 +107,7 @@ class Member:
 
 
 class Crew:
-    """All workers of a run, those of now and those before, on the hosts in turn; with a Store beside them."""
+    """All present and former workers of a run, on the hosts in turn, with a Store beside them."""
 
     def __init__(self, hosts: VirtualHosts, size: int, seed: int, directory: Path) -> None:
         self.hosts = hosts
@@ -120,7 +120,7 @@ class Crew:
         self.past: list[Member] = []
         # Times at which this machine let no process run.
         self.stalls: list[dict[str, Any]] = []
-        # Of the workers that were killed, by descriptors of their processes: to be called with the time of the end.
+        # Killed workers, by descriptors of their processes, with the callbacks that get the time of the end.
         self._dying: dict[int, Callable[[float], None]] = {}
         self._is_over = threading.Event()
         self._watchman = threading.Thread(target=self._keep_watch, name="watchman")
@@ -165,20 +165,20 @@ class Crew:
         return self.hosts[rank % len(self.hosts)].name
 
     def start(self, rank: int) -> None:
-        """Put a worker, or its next life, onto its host."""
+        """Start a worker, or its next life, on its host."""
         generation = sum(member.life.rank == rank for member in self.past)
         life = Life(rank, generation, self._size, self._seed, self.directory)
-        # A folder for each: processes of several hosts have the same numbers.
+        # Each worker has a folder, since processes of several hosts share pids.
         folder = self.directory / f"life {life}"
         folder.mkdir()
         worker = dataclasses.replace(self._worker, directory=folder, call=pickle.dumps((live, (life,))))
         self.current[rank] = Member(worker, life)
 
     def kill(self, rank: int, on_end: Callable[[float], None]) -> None:
-        """Kill a worker, and have ``on_end(time)`` called from the watchman's thread when its process has ended.
+        """Kill a worker. The watchman's thread calls ``on_end(time)`` when its process has ended.
 
-        The kernel takes a second to end one with hundreds of MiB where the processors are busy, and its connections
-        are closed last.
+        On busy processors the kernel takes a second to end a process with hundreds of MiB, and closes its connections
+        last.
         """
         member = self.current.pop(rank)
         pid = member.pid()
@@ -194,24 +194,24 @@ class Crew:
             os.kill(pid, number)
 
     def limit_files(self, rank: int, to: int | None) -> None:
-        """Let a worker open no file with this number or a higher one; any for None."""
+        """Forbid a worker to open files with this number or a higher one; None allows all."""
         if (pid := self.current[rank].pid()) is not None:
             _, most = resource.prlimit(pid, resource.RLIMIT_NOFILE)
             resource.prlimit(pid, resource.RLIMIT_NOFILE, (most if to is None else to, most))
 
     def first_free_file(self, rank: int) -> int:
-        """The number that the next file of a worker gets."""
+        """The number of a worker's next file."""
         open_files = {int(file.name) for file in Path(f"/proc/{self.current[rank].pid()}/fd").iterdir()}
         return next(number for number in itertools.count() if number not in open_files)
 
     def rejoin(self, rank: int) -> None:
-        """Have a worker leave without a word, and join again."""
+        """Make a worker leave ungracefully, and join again."""
         member = self.current[rank]
         self.steps.done(f"rejoin {member.who}")
         member.membership += 1
 
     def watch(self, seconds: float) -> None:
-        """Let time pass and take samples; RuntimeError when a worker ends that nobody has killed."""
+        """Let time pass and take samples; RuntimeError if a worker ends without having been killed."""
         end = time.monotonic() + seconds
         while (left := end - time.monotonic()) > 0:
             if time.monotonic() >= self._due:
@@ -240,8 +240,8 @@ class Crew:
                 raise WorkerEnded(member)
 
     def _see_who_hangs(self) -> None:
-        """Write the stacks of all workers beside the journals when the calls of one do not end."""
-        # One that is told to join again has another name at once, and may hang under the former.
+        """Write the stacks of all workers beside the journals if the calls of one worker do not end."""
+        # A worker that is ordered to join again has another name at once, and may hang under the former one.
         names = [f"{member.life} {n}" for member in self.current.values() for n in range(member.membership + 1)]
         for step in map(hangs, names):
             if self.steps.is_done(step) and not self.steps.is_done(f"seen: {step}"):
@@ -250,7 +250,7 @@ class Crew:
                 self.steps.done(f"seen: {step}")
 
     def all_say(self, step: str, timeout: float) -> list[Member]:
-        """Return the workers that have not said it in time."""
+        """Return the workers that have not said ``what`` in time."""
         deadline = time.monotonic() + timeout
         while True:
             silent = [m for m in self.current.values() if not self.steps.is_done(f"{step} {m.who}")]
@@ -269,7 +269,7 @@ class Crew:
 
 
 class WorkerEnded(RuntimeError):
-    """A worker has ended without being killed."""
+    """A worker has ended by itself."""
 
     def __init__(self, member: Member) -> None:
         code = member.process.exitcode

@@ -21,7 +21,7 @@ import numpy as np
 
 
 class Step(enum.IntEnum):
-    """The outcome of a call. A call of the kind "nested" is several, and each is executed once."""
+    """The outcome of a call. A call of the kind "nested" consists of several, and each is executed once."""
 
     BEGUN = 0
     EXECUTED = 1
@@ -32,7 +32,7 @@ class Step(enum.IntEnum):
 ENTRY = np.dtype([("call", "<u8"), ("time", "<f8"), ("bytes", "<u4"), ("step", "u1"), ("kind", "u1"), ("pad", "<u2")])
 _ENTRY = struct.Struct("<QdIBBxx")
 
-# By their place here.
+# The index is the number in an entry.
 KINDS = (
     "rpc_sync",
     "rpc_async",
@@ -52,8 +52,8 @@ KINDS = (
     "push",
 )
 
-# Only the callee of a Python function knows that it has run. A service may be called again, when a replica is
-# lost; pushes are counted by their server.
+# The callee of a Python function notes each execution. A service may be called again when a replica is lost, and a
+# server counts pushes itself.
 UNCOUNTED = ("builtin", "script", "service", "name", "push")
 
 _RANK_SHIFT, _GENERATION_SHIFT = 56, 40
@@ -88,7 +88,7 @@ def read_calls(directory: Path) -> np.ndarray:
 
 
 def read_events(directory: Path) -> Iterator[dict[str, Any]]:
-    """All events of all processes, each with the ``rank`` and ``generation`` of who wrote it."""
+    """All events of all processes, each with the ``rank`` and ``generation`` of its writer."""
     for file in sorted(directory.glob("*.events")):
         rank, generation, _ = file.name.split(".")
         for line in file.read_text().splitlines():
@@ -96,5 +96,5 @@ def read_events(directory: Path) -> Iterator[dict[str, Any]]:
 
 
 def writer_of(call: int) -> tuple[int, int]:
-    """Rank and generation of the process that has begun a call."""
+    """Rank and generation of the caller's process."""
     return call >> _RANK_SHIFT, (call >> _GENERATION_SHIFT) & 0xFFFF

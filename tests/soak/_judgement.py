@@ -1,4 +1,4 @@
-"""`judge`: what happened in a run and must not have happened."""
+"""`judge`: the events of a run that must not happen."""
 
 from __future__ import annotations
 
@@ -13,34 +13,34 @@ import numpy as np
 
 from ._journal import KINDS, UNCOUNTED, Step, writer_of
 
-# How errors name a worker (docs/failure_model.md).
+# The name of a worker in errors (docs/failure_model.md).
 _WORKER = re.compile(r"worker '(\w+)' \(rank (\d+), pid (\d+) on (\w+)\)")
-# How the handlers of one fail that is leaving.
+# The failure of a leaving worker's handlers.
 _LEAVING = re.compile(r"RPC is not running on worker '(\w+)': it has been shut down")
 _MOST_EXAMPLES = 5
-# How a name is refused (docs/services.md).
+# The refusal of a name (docs/services.md).
 _HAS_IT = re.compile(r"it is a value of worker '(\w+)'")
-# The refusal of a server with a host that is unknown by now.
+# The refusal of a server with an unknown host.
 _NO_HOST = re.compile(r"'(\w+)' cannot be a host of a server: no living worker has that name")
-# How pushes fail when none of their hosts has the state any more (docs/reduction.md).
+# The failure of pushes when no host has the state any more (docs/reduction.md).
 _STATE_IS_LOST = re.compile(
     "has no parameters|were lost with their hosts|all hosts of the server|are not in the state any more"
 )
-# How an RRef is refused whose owner's rank another worker has (RRefLost).
+# The refusal of an RRef whose owner's rank another worker has (RRefLost).
 _OWNER_IS_REPLACED = "owner is gone and another worker has its rank"
-# How TorchScript fails in two threads at once (python/cpython issue 106905), before CPython 3.11.8 and 3.12.2.
+# TorchScript's failure in two threads at once (python/cpython issue 106905), before CPython 3.11.8 and 3.12.2.
 _TWO_PARSED = "AST constructor recursion depth mismatch"
 _MAY_NOT_PARSE_TWICE = sys.version_info < (3, 11, 8) or (3, 12) <= sys.version_info < (3, 12, 2)
-# For all to forget the names of a worker that was killed, where its kernel can tell them; and of the limit otherwise,
-# for silence is looked at now and then.
+# The time to forget a killed worker's names if its kernel reports the end; and, of the limit, the time between two
+# checks of silence.
 _FORGETTING_S, _SILENCE = 1.0, 1.5
-# For each kind of call. The rarest is answered some hundred times a minute on two cores that are busy otherwise.
+# Answers of each kind of call. The rarest kind is answered some hundred times a minute on two busy cores.
 _ANSWERS_A_MINUTE = 10
 
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """Something that must not have happened, and how often it did."""
+    """An event that must not happen, and how often it did."""
 
     what: str
     count: int
@@ -57,18 +57,18 @@ class Judgement:
 
 @dataclasses.dataclass(frozen=True)
 class _Membership:
-    """Of a worker in the group: it can be lost only after its end, or when a host was parted from the others."""
+    """A membership of a worker. It can be lost only after its end, or when a host was parted from the others."""
 
     rank: int
     generation: int
-    # As it calls itself.
+    # Its name for itself.
     life: str
     name: str
     pid: int
     host: str
     joining: float
     end: float
-    # When the kernel had ended its process, and closed its connections; the end, where none was seen.
+    # When the kernel had ended its process and closed its connections; else ``end``.
     gone: float
     was_killed: bool
 
@@ -125,7 +125,7 @@ def judge(
 def what_did_not_happen(
     answered: Mapping[str, int], misfortunes: Mapping[str, int], expected: Collection[str], minutes: float
 ) -> list[Finding]:
-    """A run proves nothing of calls that were not made, nor of misfortunes that did not strike.
+    """A run proves nothing about calls that were not made, or misfortunes that did not happen.
 
     Args:
         answered: executions that were answered, by the kind of call.
@@ -219,7 +219,7 @@ class _History:
         self._host_of = {m.name: m.host for m in self.memberships}
 
     def reason(self, event: dict[str, Any]) -> str:
-        """Why a call failed, or a worker was not admitted; empty if there is none."""
+        """The misfortune that explains a failed call or join; empty if there is none."""
         failure = self._failure(event)
         for name, _, pid, host in _WORKER.findall(failure.text):
             if reason := self._why_gone(failure, name, int(pid), host):
@@ -245,7 +245,7 @@ class _History:
         return self.why_names_differ(event)
 
     def why_names_differ(self, event: dict[str, Any]) -> str:
-        """Why workers disagree on names: while a host is parted from the others, each side has one that decides."""
+        """The reason why workers disagree on names: during a cut each side has a decider."""
         if event.get("kind") != "name":
             return ""
         parted = self._why_parted(self._failure(event), self._host_of.values())
@@ -257,7 +257,7 @@ class _History:
         return _Failure(event.get("began", event["at"]), event["at"], hosts, names, event["error"])
 
     def stale_names(self, event: dict[str, Any]) -> list[str]:
-        """The names of the dead that somebody should not have known any more when it began to look."""
+        """The names of dead workers that a worker still knew too long after the death."""
         holders = _HAS_IT.findall(event.get("error", ""))
         known = [m for m in self.memberships if m.joining <= event["at"]]
         lives = [next(m for m in known if m.life == life) for life in event.get("lives", ())]
@@ -287,7 +287,7 @@ class _History:
         for gone in self.memberships:
             if (gone.name, gone.pid, gone.host) != (name, pid, host) or not gone.joining <= failure.at:
                 continue
-            # A call that began after its successor had come was made to the successor.
+            # A call that began after the successor's join went to the successor.
             if gone.end <= failure.at and failure.began <= self._next_joined(name, gone.end) + self._limit:
                 return "its process was killed" if gone.was_killed else "it left"
             if reason := self._why_parted(failure, {host}):
@@ -319,7 +319,7 @@ class _History:
         return failure.began <= self._next_joined(name, max(ends, default=0.0)) + self._limit
 
     def _why_parted(self, failure: _Failure, hosts: Collection[str] = ()) -> str:
-        """By a cut of a host that takes part in a call, or of one of these too."""
+        """By a cut of a host that takes part in a call, or of one of ``hosts`` too."""
         for cut in self._parted:
             if cut["host"] in failure.hosts.union(hosts) and self._has_parted(cut, failure):
                 return f"a host was parted from the others: {cut['what']}"

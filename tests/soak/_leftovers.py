@@ -13,7 +13,7 @@ from ._journal import KINDS, Step
 from ._judgement import Finding
 
 _RREFS = "values of RRefs"
-# What an optimizer's workers make and pass on to it, and of how many executions its call consists.
+# The objects that an optimizer's workers make and pass on to it, and the executions of its call.
 _RREFS_OF_AN_OPTIMIZER, _EXECUTIONS_WITH_AN_OPTIMIZER = 2, 6
 
 # A file of UCX's transport "posix" (uct_posix_mem_alloc()).
@@ -23,8 +23,8 @@ _UNFINISHED, _KILLS_FOR_AN_UNFINISHED = "/dev/shm/ucx_shm_posix_", 100
 def left_by_workers(members: Collection[Member], calls: np.ndarray) -> list[Finding]:
     """Threads, open files, buffers, contexts and values of references that a worker had at its end and not before.
 
-    A reference that an owner has itself passed to a worker that died stays (docs/failure_model.md). Of all that is done
-    here only optimizers come by such.
+    A reference that an owner has itself passed to a worker that died stays (docs/failure_model.md). Here only
+    optimizers get such references.
     """
     autograd = calls["kind"] == KINDS.index("autograd")
     begun, answered = (np.count_nonzero(autograd & (calls["step"] == step)) for step in (Step.BEGUN, Step.ANSWERED))
@@ -41,7 +41,7 @@ def left_on_hosts(hosts: VirtualHosts, kills: int) -> list[Finding]:
     """Processes, files in ``/dev/shm`` and System V segments.
 
     A worker that is killed at its start, while UCX writes a file of ``/dev/shm`` and has not taken its name away yet,
-    leaves that file. So one in a hundred of the killed may.
+    leaves that file. So one in a hundred killed workers may.
     """
     lines = [
         f"{host.name}: {line}" for host in hosts for look in (_processes, _files, _segments) for line in look(host)
@@ -53,7 +53,7 @@ def left_on_hosts(hosts: VirtualHosts, kills: int) -> list[Finding]:
 
 
 def _processes(host: VirtualHost) -> list[str]:
-    # Its first, which is the host, and those of this look.
+    # The host's first process, and those of this check.
     names = _lines(host, "cat /proc/[0-9]*/comm")
     return [f"process {name}" for name in names if name not in ("sleep", "sh", "cat")]
 

@@ -1,4 +1,4 @@
-"""Names and pushes: what each worker offers by name, and `Ledger`, a server that counts each push by itself."""
+"""Names and pushes: the services of each worker, and `Ledger`, a server that counts each push by itself."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from torch.futures import Future
 
 from torch_ucx_rpc import reduction, services
 
-# The pushes to a ledger: in a burst they may overtake each other. Another trainer may make all but each burst's first.
+# The pushes to a ledger: in a burst they may overtake each other. Another trainer may make all pushes but each burst's
+# first.
 BURSTS = ((0,), (1, 2, 3), (4, 5, 6), (7,))
 _PUSHES = 8
 _LIFE = "life "
 
 
 class LostUpdate(Exception):
-    """A server has answered a push, and does not have it any more."""
+    """A server has answered a push, and has lost it."""
 
 
 # ---- Names -----------------------------------------------------------------------------------------------------------
@@ -32,7 +33,7 @@ def offer(life: str) -> None:
 
 
 def lives_seen() -> list[str]:
-    """The lives that offer their names, as this worker knows it."""
+    """The lives that offer their names, as known here."""
     return [service.name.removeprefix(_LIFE) for service in services.names() if service.name.startswith(_LIFE)]
 
 
@@ -42,7 +43,7 @@ def lives_seen() -> list[str]:
 class Ledger:
     """An asynchronous server on two hosts, each with the other's replica. Every push adds one to a number of its own.
 
-    So the numbers in an answer say which pushes were lost, and which were applied twice.
+    So the numbers in an answer show lost pushes, and pushes that were applied twice.
 
     Attributes:
         answered: the pushes whose answers have been checked.
@@ -55,14 +56,14 @@ class Ledger:
         self.began = time.monotonic()
 
     def push(self, push: int, by: str | None) -> Future:
-        """Have this worker push, or another one."""
+        """Push, as this worker or by another one."""
         self._answered_before[push] = frozenset(self.answered)
         if by is None:
             return reduction.push_pull_async(self._server, _one(push))
         return rpc.rpc_async(by, _push, args=(self._name, self._hosts, push))
 
     def check(self, push: int, counts: Sequence[torch.Tensor]) -> str:
-        """The fault of an answer; empty if it has none. LostUpdate if it lacks what was answered before."""
+        """The fault of an answer; empty if it has none. LostUpdate if it lacks an earlier answer's push."""
         for count in counts:
             if doubled := (count > 1).nonzero().flatten().tolist():
                 return f"pushes {doubled} are in the state more than once: {count.tolist()}"

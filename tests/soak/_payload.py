@@ -8,18 +8,18 @@ from typing import NamedTuple
 
 import torch
 
-# Most are small; the largest is larger than the receive window of the workers.
+# Most tensors are small; the largest is larger than the receive window of the workers.
 _SIZES = ((0, 5), (1 << 10, 40), (32 << 10, 20), (1 << 20, 25), (8 << 20, 8), (40 << 20, 2))
 _LARGEST = _SIZES[-1][0]
 _LARGEST_SPARSE = 1 << 20
 _KINDS = ("bytes", "float32", "bfloat16", "every third", "transposed", "COO", "CSR")
 _ALIGNMENT = 64
-# How many beginnings a tensor of the largest size has.
+# The number of different beginnings of a tensor of the largest size.
 _OFFSETS = 1 << 14
 
 
 class Payload(NamedTuple):
-    """A tensor in so few words that they can travel beside it."""
+    """A description of a tensor that is short enough to travel beside it."""
 
     kind: str
     nbytes: int
@@ -41,7 +41,7 @@ class Payload(NamedTuple):
         return masked.to_sparse() if self.kind == "COO" else masked.to_sparse_csr()
 
     def differs_from(self, tensor: object) -> str:
-        """In what; empty if in nothing."""
+        """The difference between a tensor and the description; empty if there is none."""
         expected = self.make()
         if not isinstance(tensor, torch.Tensor):
             return f"a {type(tensor).__name__}"
@@ -63,7 +63,7 @@ def any_payload(choice: random.Random, at_most: int = _LARGEST) -> Payload:
 
 @functools.cache
 def _noise() -> torch.Tensor:
-    """The same in each process, and nowhere like itself."""
+    """Bytes that are the same in each process, and never repeat."""
     nbytes = _LARGEST + _OFFSETS * _ALIGNMENT
     words = torch.randint(-(2**63), 2**63 - 1, (nbytes // 8,), generator=torch.Generator().manual_seed(1))
     return words.view(torch.uint8)

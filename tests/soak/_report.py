@@ -20,12 +20,12 @@ _MIB = 2**20
 # The beginning, in which pools and caches fill.
 _WARM_UP = 0.3
 _BLOCKS = 8
-# Growth that a run of any length may show, of allocators and of a group that has had more members; and a run whose
-# warm-up is shorter than so many minutes: caches still fill then, by 10 to 36 MiB a minute and with less and less.
+# The tolerated growth of a run of any length, by allocators and by a group with more members; and of a run with a
+# shorter warm-up than this many minutes, in which caches still fill, by 10 to 36 MiB a minute.
 _TOLERATED_MIB = 24
 _COLD_MINUTES = 2
 _TOLERATED_WHEN_COLD_MIB = 64
-# A slope of so many standard errors is one.
+# A slope counts from this many standard errors on.
 _NOISES = 2
 
 
@@ -45,9 +45,9 @@ class KindOfCall:
 class Memory:
     """Memory of a worker that lived from the beginning to the end, in MiB.
 
-    Resident memory goes up and down with the tensors under way; what would leak is in the lowest values. So the slope
-    is that of the minima of equal parts of the time, and its noise the standard error of that. It is flat when it has
-    grown by no more than is tolerated, or when the slope is no more than its noise: a smaller leak is not seen.
+    Resident memory goes up and down with the tensors under way; a leak shows in the lowest values. So the slope is that
+    of the minima of equal parts of the time, and its noise the standard error of that. It is flat if its growth is
+    tolerated, or if the slope is no more than its noise: a smaller leak does not show.
     """
 
     name: str
@@ -65,10 +65,10 @@ class Report:
     """The results of a run.
 
     Attributes:
-        misfortunes: how often what was done to the workers, by the names of `MISFORTUNES` and "rejoin"; and how often
-            the machine stood still for seconds, "stall", which is its own.
-        reasons: why calls failed, and how many of them.
-        findings: what must not have happened.
+        misfortunes: how often each misfortune happened, by the names of `MISFORTUNES` and "rejoin"; and "stall", how
+            often the machine itself stood still for seconds.
+        reasons: the explanations of failed calls, and their numbers.
+        findings: the events that must not happen.
     """
 
     minutes: float
@@ -83,7 +83,7 @@ class Report:
     findings: list[Finding]
 
     def write(self, directory: Path) -> Path:
-        """Into ``report.json`` and ``report.md``; returns the latter."""
+        """Write ``report.json`` and ``report.md``; return the latter."""
         directory.mkdir(parents=True, exist_ok=True)
         (directory / "report.json").write_text(json.dumps(dataclasses.asdict(self), indent=2) + "\n")
         page = directory / "report.md"
@@ -152,9 +152,9 @@ def _kind_of(kind: str, calls: np.ndarray) -> KindOfCall:
 
 
 def gibibytes_of(calls: np.ndarray) -> float:
-    """Count the bytes of tensors, there and back."""
+    """The bytes of tensors, there and back."""
     answered = calls[calls["step"] == Step.ANSWERED]
-    # Each execution of a call has the bytes of the whole.
+    # Each execution counts the bytes of the whole call.
     _, firsts = np.unique(np.stack([answered["time"], answered["bytes"]]), axis=1, return_index=True)
     return float(answered["bytes"][firsts].sum(dtype=np.int64)) / 2**30
 

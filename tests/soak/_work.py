@@ -1,7 +1,7 @@
 """The kinds of calls, each with the answer that it must have: `Caller` makes them, the functions here answer.
 
-A callee writes down that it runs before it does anything else. So a call that was answered and did not run, or one that
-ran twice, is seen whatever became of the two.
+A callee writes down that it runs before it does anything else. So a call that was answered without running, or that ran
+twice, always shows.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _MOST_KEPT = 32
 _SEATS = 6
 
 _journal: Journal | None = None
-# References that this worker holds for a while, of others' objects.
+# References to others' objects that this worker holds for a while.
 _kept: collections.deque[Any] = collections.deque(maxlen=_MOST_KEPT)
 
 
@@ -58,7 +58,7 @@ def let_go() -> None:
 
 
 class WrongAnswer(Exception):
-    """A value that came back, or arrived, is wrong."""
+    """A value that arrived, here or at the callee, is wrong."""
 
 
 def check(is_right: bool, what: str) -> None:
@@ -125,7 +125,7 @@ class Tally:
 
 
 def add_by_way_of(call: int, inner: int, tally: rpc.RRef, n: int) -> int:
-    """A fork of the reference, kept until others have come."""
+    """A copy of the reference, kept until newer ones have come."""
     run(call, "rref")
     _kept.append(tally)
     return tally.rpc_sync().add(inner, n)
@@ -160,15 +160,15 @@ def weighted(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 class Call:
-    """One of this worker's, from its beginning to its end, as the journal has it.
+    """A call of this worker, from its beginning to its end in the journal.
 
-    To be used in a ``with`` once or more often: an exception ends the call, as failed, and goes no further; it is
-    answered when `answered` says so. A call that is neither hangs.
+    Use it in a ``with``, once or more often. An exception ends the call as failed, and goes no further; `answered` ends
+    it as answered. Any other call hangs.
 
     Args:
-        among: the names of the workers that take part, without this one.
-        executions: how many functions run for it that count.
-        since: from when on what happened may make it fail. (default: now)
+        among: the names of the other workers that take part.
+        executions: the number of functions that run for it and count.
+        since: the time from which on misfortunes may make it fail. (default: now)
     """
 
     def __init__(
@@ -224,7 +224,7 @@ class Call:
 
 
 class Caller:
-    """A thread that makes calls of all kinds until it is stopped, and then waits for the calls that it has begun."""
+    """A thread that makes calls of all kinds until it is stopped, and then waits for its calls."""
 
     def __init__(self, journal: Journal, life: str, seed: str) -> None:
         self._journal = journal
@@ -424,7 +424,7 @@ class Caller:
         with self._begin("timeout", [to], size=sent.nbytes) as call:
             arguments = (call.number, _LONGER_THAN_TIMEOUT_S, sent.make())
             try:
-                # An answer is right too: both may have been held up.
+                # An answer is right too, since both may have been held up.
                 number, tensor = rpc.rpc_sync(to, sleep, args=arguments, timeout=_TIMEOUT_S)
                 check(number == call.number, f"the answer of call {number}")
                 check(not (difference := sent.differs_from(tensor)), f"{sent} came back as {difference}")
@@ -454,8 +454,8 @@ class Caller:
         return done.wait(), rpc.rpc_sync(to, exchange, args=arguments)
 
     def swapped(self) -> None:
-        """A tensor that gets other memory while it travels; the callee has it as it was."""
-        # Within a worker tensors do not travel.
+        """A tensor that gets other memory while it travels; the callee gets the old contents."""
+        # A worker does not send tensors to itself.
         names = self._others(1)
         if not names:
             return
@@ -469,7 +469,7 @@ class Caller:
             call.answered()
 
     def service(self) -> None:
-        """Of which all workers are replicas: a call that is lost with one is repeated with another."""
+        """All workers are replicas of this service: a call that is lost with one is repeated with another."""
         tensor = self._integers()
         with self._begin("service", [], size=2 * tensor.nbytes) as call:
             answer = services.call_async("negative", tensor) if self._choice.random() < 0.5 else None
@@ -478,7 +478,7 @@ class Caller:
             call.answered()
 
     def take_name(self) -> None:
-        """Take a name that only one may have, or give it back; and say whose names are known here."""
+        """Take an exclusive name, or give it back; and note the names that are known here."""
         with self._begin("name", []) as call:
             began = time.monotonic()
             self._journal.note("names", began=began, lives=lives_seen())
@@ -497,7 +497,7 @@ class Caller:
             call.answered()
 
     def push(self) -> None:
-        """To a server of its own, of which two others are hosts; some by way of a third one, a trainer too."""
+        """Pushes to a server of this worker with two other hosts; some by a third worker, which is a trainer too."""
         names = self._others(3)
         if not names:
             return
@@ -514,7 +514,7 @@ class Caller:
                     check(not (wrong := ledger.check(push, future.wait())), wrong)
                     call.answered()
             if burst[0] not in ledger.answered:
-                # Its hosts are lost, or are not reached any more.
+                # Its hosts are lost, or cannot be reached any more.
                 return
 
     def _check_exchange(self, number: int, wanted: Payload, answer: tuple[int, torch.Tensor]) -> None:

@@ -24,7 +24,7 @@ from tests.support.workers import Steps, agent, eventually, init_rpc, worker_nam
 from . import _work
 from ._journal import Journal
 
-# The orders for the workers of a run. Each is what a run of a minute has room for, on two cores.
+# The orders for the workers of a run. The numbers fit into a run of a minute on two cores.
 HEARTBEAT_LIMIT_S = 4.0
 RPC_TIMEOUT_S = 20.0
 # A push whose hosts are lost: a call that is not answered, the search for others, and the call to one of them.
@@ -38,30 +38,30 @@ OPTIONS = {
 }
 
 _CALLERS = 3
-# For all to see each other again when nothing more is done to them.
+# The time for all to see each other again after the last misfortune.
 _SETTLING_S = 2 * HEARTBEAT_LIMIT_S + 10
 _JOINING_S = 60.0
-# Longer than that of who leads the crew: it is to find out who hangs.
+# Longer than the crew's leader waits, which has to find the hanging worker.
 _PATIENCE_S = 600.0
-# For threads that are ending to be gone.
+# The time for ending threads to be gone.
 _ENDING_S = 5.0
 
-# For the next group: the connection to the Store, what UCX and torch wait with, and the end of the worker beside this
-# one; as many after many memberships.
+# Files of the next group: the connection to the Store, the descriptors of UCX and torch for waiting, and the
+# neighbour's end; no more after many memberships.
 _KEPT_OPEN = collections.Counter(
     {"socket": 1, "anon_inode:[eventpoll]": 2, "anon_inode:[eventfd]": 1, "anon_inode:[pidfd]": 1}
 )
-# For the rest of the process: torch's engine of distributed autograd, and its pool between operators.
+# Threads for the life of the process: torch's engine of distributed autograd, and its pool between operators.
 _KEPT_RUNNING = collections.Counter({"pt_dist_engine": 1, "PTThreadPool": os.cpu_count() or 1})
 
 _TRIM_EVERY_S = 5.0
-# Of <malloc.h>.
+# As in <malloc.h>.
 _M_MMAP_THRESHOLD, _M_ARENA_MAX = -3, -8
 
 
 @dataclasses.dataclass(frozen=True)
 class Life:
-    """The identity of a process, and the folder that it writes to."""
+    """The identity of a process, and its folder."""
 
     rank: int
     generation: int
@@ -79,15 +79,16 @@ def hangs(who: str) -> str:
 
 
 def live(rank: int, life: Life) -> dict[str, int]:
-    """The body of a worker: calls and is called, until told to stop. Returns how much of what it has left behind.
+    """The body of a worker: calls and is called, until it gets the order to stop. Returns the numbers of its leftovers.
 
-    What its threads do that are left is in a file beside the journals. So is what all workers do while its calls hang.
+    The stacks of leftover threads are in a file beside the journals, and so are those of all workers while its calls
+    hang.
     """
     _return_freed_memory()
     journal = Journal(life.directory, rank, life.generation)
     steps = Steps(life.directory)
     _work.write_to(journal)
-    # The dead hold references that their owners have passed to them, which nobody can give back.
+    # The dead hold references that their owners have passed to them, which no worker can give back.
     rpc.api._ignore_rref_leak = True
 
     files, threads = _open_files(), _threads()
@@ -107,7 +108,7 @@ def live(rank: int, life: Life) -> dict[str, int]:
         for caller in callers:
             if not caller.join(LONGEST_CALL_S):
                 journal.note("hangs", caller=caller.name)
-                # The cause may be in any worker: whoever leads the crew writes down what all of them do.
+                # The cause may be in any worker, so the crew's leader writes down the stacks of all.
                 steps.done(hangs(who))
                 steps.wait_for(f"seen: {hangs(who)}", timeout=_PATIENCE_S)
         journal.note("leaving", name=worker_name(rank), pid=os.getpid())
@@ -122,7 +123,7 @@ def live(rank: int, life: Life) -> dict[str, int]:
     steps.done(f"released {who}")
     steps.wait_for("leave", timeout=_PATIENCE_S)
     rpc.shutdown()
-    # The kernel lists a thread for a moment after whoever joined it has gone on, and the last one takes files along.
+    # The kernel lists a thread for a moment after its join, and the last thread's end closes files.
     ended_by = time.monotonic() + _ENDING_S
     while True:
         gc.collect()
@@ -158,7 +159,7 @@ def _wait_for_any(steps: Steps, *names: str) -> str:
     libc, trimmed_at = ctypes.CDLL(None), time.monotonic()
     while True:
         if time.monotonic() - trimmed_at > _TRIM_EVERY_S:
-            # Resident memory is to be what is in use: the C library keeps what lies between pieces that are.
+            # Trim the heap, so that resident memory is memory in use.
             libc.malloc_trim(0)
             trimmed_at = time.monotonic()
         for name in names:
@@ -168,7 +169,7 @@ def _wait_for_any(steps: Steps, *names: str) -> str:
 
 
 def _see_all(journal: Journal, life: Life) -> None:
-    """When the bad luck is over every worker has to know and to reach every other."""
+    """After the last misfortune every worker must know and reach every other."""
     everybody = {worker_name(rank) for rank in range(life.world_size)}
 
     def present() -> set[str]:
@@ -206,14 +207,15 @@ def _what_is_left() -> dict[str, int]:
 
 
 def _return_freed_memory() -> None:
-    """At once, for resident memory to be what is in use; glibc would keep up to 32 MiB pieces for each thread."""
+    """Return memory at once, so that resident memory is memory in use; glibc would keep pieces of up to 32 MiB a
+    thread."""
     libc = ctypes.CDLL(None)
     for parameter, value in ((_M_MMAP_THRESHOLD, 128 << 10), (_M_ARENA_MAX, 2)):
         libc.mallopt(parameter, value)
 
 
 def _open_files() -> collections.Counter[str]:
-    """Name the open descriptors of this process, without the numbers that make each unique."""
+    """The kinds of the open descriptors of this process."""
     found: collections.Counter[str] = collections.Counter()
     for descriptor in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(FileNotFoundError):

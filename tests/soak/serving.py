@@ -27,7 +27,7 @@ from torch_ucx_rpc.errors import BarrierFailed, MessageNotSent, WorkerLost
 
 _WORKERS = 6
 _KILLED = -signal.SIGKILL
-# Between the end of a process and the news of it.
+# The time between the end of a process and the news of it.
 _NEWS_S = 1.0
 
 
@@ -35,7 +35,7 @@ class Plan(NamedTuple):
     """A job. Times are seconds after all have joined."""
 
     seed: int
-    drivers: dict[int, float]  # by rank: when it has made its calls
+    drivers: dict[int, float]  # when each rank has made its calls
     deaths: dict[int, float]  # by rank
 
     @classmethod
@@ -107,7 +107,7 @@ def ask(name: str, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def run(seed: int) -> tuple[int, int]:
-    """One job; how many calls and deaths it had. AssertionError for a finding."""
+    """Run one job. Return the numbers of its calls and deaths; AssertionError for a finding."""
     plan = Plan.of(seed)
     transport = random.Random(seed).choice(list(Transport))
     codes = dict.fromkeys(plan.deaths, _KILLED)
@@ -141,7 +141,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    # Workers import their functions by the name of the module.
+    # Workers import their functions by the module's name.
     from tests.soak.serving import main as main_of_module
 
     sys.exit(main_of_module())

@@ -1,4 +1,4 @@
-"""Scripts that run where torch_ucx_rpc has not been imported yet, nor UCX been loaded."""
+"""Scripts that run before torch_ucx_rpc has been imported and UCX been loaded."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from tests.support import workers
 def run_fresh(script: str, **job: Any) -> None:
     """Run ``script`` in a new process; ``workers.WorkersFailed``, with the traceback and the output, if it fails.
 
-    The process is forked from one that has imported torch, so this takes a tenth of what a new interpreter takes
-    (``workers.run_program``, for what torch's own import, the loader's environment or the interpreter's end matter to).
-    ``job`` are arguments of `workers.run_workers`.
+    The process is forked from one that has imported torch, so this takes a tenth of a new interpreter's time
+    (``workers.run_program``, for tests of torch's import, the loader's environment or the interpreter's end). ``job``
+    are arguments of `workers.run_workers`.
     """
     __tracebackhide__ = True
     # A worker for TensorPipe does not import this package by itself.

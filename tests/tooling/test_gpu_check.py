@@ -1,4 +1,4 @@
-"""tools/gpu_check.py keeps its results when time is up or tests hang: it has one chance, on a borrowed machine."""
+"""tools/gpu_check.py keeps its results when time is up or tests hang, since it runs once, on a borrowed machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The harness itself: a worker that fails in whatever way fails its test, with all that is known about it."""
+"""The harness itself: a worker that fails in any way fails its test, with all known facts."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_warnings_of_this_package_are_errors() -> None:
 
 
 def test_a_hang_is_reported_with_the_stacks_and_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    # gdb takes many seconds, and says where C++ hangs, which this does not.
+    # gdb takes many seconds; this test does not need the C++ stacks.
     monkeypatch.setenv("PATH", "")
     account = account_of(wait_for_ever, timeout=10)
     assert "had not finished after 10 s, and was killed" in account
@@ -136,7 +136,7 @@ def test_a_hang_is_reported_with_the_stacks_and_ended(monkeypatch: pytest.Monkey
         os.kill(pid, 0)
 
 
-# CUDA as a torch that is built with it has it, and every way to ask it something an error.
+# Pretend that torch is built with CUDA, and make each question to CUDA an error.
 IMPORT_WITH_CUDA_POISONED = """
     import importlib, sys
     import torch

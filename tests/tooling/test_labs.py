@@ -26,7 +26,7 @@ def says(host: VirtualHost, *command: str) -> str:
 
 
 def reaches(host: VirtualHost, other: str, within_s: float = 20) -> bool:
-    """Whether the other one answers, be it by a refusal: nothing listens there."""
+    """Whether the other host answers, with a refusal too: nothing listens there."""
     done = host.run([sys.executable, "-c", REACH, other, str(within_s)], capture_output=True, text=True, check=False)
     return "ConnectionRefusedError" in done.stderr
 
@@ -65,7 +65,7 @@ def test_what_runs_on_one_ends_with_it() -> None:
 
 @pytest.fixture
 def bare(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A machine without any launcher, and not CI's."""
+    """A machine without launchers, outside of CI."""
     monkeypatch.delenv("CI", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(_needs, "_LIBRARY_FOLDERS", (tmp_path,))

@@ -28,12 +28,12 @@ MAY_INCLUDE = {
     "tensors": {"tensors", "torch_glue", "messaging", "peers", "runtime"} | BELOW_RUNTIME,
     "rpc": {"rpc", "tensors", "torch_glue", "messaging", "peers", "runtime"} | BELOW_RUNTIME,
     "native_op": {"native_op"},
-    # They make the agent's transport too.
+    # These files make the agent's transport too.
     "bindings": {"bindings", "native_op", "rpc", "tensors", "torch_glue", "messaging", "peers", "runtime", "transport"}
     | BELOW_TRANSPORT,
 }
 
-# Whose headers are for a few only: first part of the include path -> who may, and why not the others. c10 is for all.
+# Headers for a few only: first part of the include path -> the folders that may include them, and why. c10 is for all.
 ABOVE_MESSAGING = {"tensors", "torch_glue", "rpc", "native_op", "bindings"}
 OF_TORCH = (ABOVE_MESSAGING, "below tensors only c10's light headers are used")
 OF_UCX = ({"transport/ucp"}, "UCX is the affair of transport/ucp alone")
@@ -62,7 +62,7 @@ def folders_of(path: str) -> set[str]:
 
 
 def broken_rules(file: str, text: str, headers: set[str]) -> Iterator[str]:
-    """One sentence for each include in `text` that `file`, a path relative to csrc, must not have."""
+    """Return a sentence for each forbidden include in `text` of `file`, a path relative to csrc."""
     layer = layer_of(PurePosixPath(file))
     for number, line in enumerate(text.splitlines(), start=1):
         found = INCLUDE.match(line)
@@ -107,7 +107,7 @@ TESTED_FROM_PYTHON = {"bindings", "native_op"}
 
 
 def missing_mirrors(folders: set[str], tested: set[str]) -> tuple[set[str], set[str]]:
-    """The folders of csrc without C++ tests, and those of C++ tests that are of no folder of csrc."""
+    """The folders of csrc without C++ tests, and the folders of C++ tests without a folder of csrc."""
     return folders - tested, tested - folders
 
 

@@ -1,4 +1,4 @@
-"""The lists of ``tools/mutants.sh`` fit the sources of today. Whether the mutants are caught, only a run tells."""
+"""The lists of ``tools/mutants.sh`` fit the sources. Only a run shows whether the mutants are caught."""
 
 from __future__ import annotations
 

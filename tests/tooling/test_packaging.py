@@ -1,4 +1,4 @@
-"""Metadata stands once, and what the package requires is what its environments install."""
+"""Metadata stands once, and environments install exactly the package's requirements."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_version_stands_only_in_setup_cfg(setup_cfg):
     files = [ROOT / name for name in ("pyproject.toml", "setup.py", "CMakeLists.txt", "Makefile", "conda-env.yml")]
     files += [ROOT / "CITATION.cff", *(ROOT / "tools").glob("*.py"), *(ROOT / ".github").rglob("*.yml")]
     files += [path for path in (ROOT / "torch_ucx_rpc").rglob("*") if path.suffix in {".py", ".pyi", ".h", ".cpp"}]
-    # The build writes it there, from setup.cfg.
+    # The build writes the version there, from setup.cfg.
     files.remove(ROOT / "torch_ucx_rpc" / "_build_info.py")
     quoted = re.compile(rf"""["'=\s]{re.escape(version)}["'\s)]""")
     assert [str(file) for file in files if quoted.search(file.read_text(encoding="utf-8"))] == []

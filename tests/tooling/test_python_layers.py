@@ -1,7 +1,7 @@
 """Imports of the Python package go one way, and in no circle; ``test_layers`` says the same of the C++ sources.
 
-Counted are all import statements, also those inside functions and under ``TYPE_CHECKING``. A package is only counted
-where it is imported for itself: that Python runs its ``__init__`` before a module of it is none of the module's affair.
+All import statements count, also inside functions and under ``TYPE_CHECKING``. A package counts only if it is imported
+itself, not when Python runs its ``__init__`` before one of its modules.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ ORDER = (
 )
 # Modules beside the package, which are imported where the package is not.
 BESIDE = (AUTOLOAD, COMMAND_LINE)
-# Built, and not written in Python.
+# Compiled, not written in Python.
 BUILT = {f"{PACKAGE}._build_info", f"{PACKAGE}._C"}
 
 

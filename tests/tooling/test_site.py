@@ -18,7 +18,7 @@ ROOT = next(folder for folder in Path(__file__).resolve().parents if (folder / "
 
 
 class Loader(yaml.SafeLoader):
-    """Takes the tags of mkdocs.yml, for functions and variables of the environment, for what they stand before."""
+    """Reads the tags of mkdocs.yml as the values behind them."""
 
 
 for tag in ("tag:yaml.org,2002:python/", "!ENV"):

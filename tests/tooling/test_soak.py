@@ -1,4 +1,4 @@
-"""The judge of ``tools/soak.sh`` finds faults, and excuses failures that the workers' bad luck explains."""
+"""The judge of ``tools/soak.sh`` finds faults, and excuses failures that a misfortune explains."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ SUCCESSOR = tuple(joined(1, 10.5, "b", generation=1))
         (failure(4.9), (CUT_OFF,), "unexplained"),
         (failure(10.0), ({**CUT_OFF, "host": "a"},), CUT_OFF_REASON),
         (failure(10.0), ({**CUT_OFF, "host": "c"},), "unexplained"),
-        # When its successor has been there for long.
+        # Long after its successor has come.
         (failure(20.0), (KILL,), "unexplained"),
         # The number of another process.
         (failure(10.0, LOST.replace("pid 7", "pid 6")), (KILL,), "unexplained"),
@@ -132,7 +132,7 @@ STOP = {"what": "stop", "at": 9.0, "until": 10.5, "host": "a"}
         ({"error": TAKEN}, 10.5, (KILL,), False),
         ({"error": TAKEN}, 12.0, (KILL,), True),
         ({"error": TAKEN}, 12.0, (), False),
-        # The worker that looks, or its host, may have been kept from hearing of the end.
+        # The worker, or its host, may not have been able to hear of the end.
         ({"lives": ["1.0 0"]}, 12.0, (KILL, STOP), False),
         ({"lives": ["1.0 0"]}, 20.0, (KILL, STOP), True),
         # The kernel needs time to end a process, and closes its connections last.

@@ -1,4 +1,4 @@
-"""The source distribution has what git tracks, and the build finds all its files in it."""
+"""The source distribution has the tracked files, and the build finds all its files in it."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_unpacked_sdist_has_the_builds_files_and_metadata(tmp_path: Path) -> Non
     options = [f"-DCMAKE_MAKE_PROGRAM={ninja}", f"-DPython_EXECUTABLE={sys.executable}", "-DTORCH_UCX_RPC_TESTS=ON"]
     ucx = f"-DTORCH_UCX_RPC_UCX={os.environ.get('TORCH_UCX_RPC_UCX', '')}"
     run(cmake, "-G", "Ninja", "-S", ".", "-B", "build", *options, ucx, cwd=tree)
-    # Compiling takes minutes. Every source of this tree is going to be compiled, and is there.
+    # Compiling takes minutes, so this only checks that every source is there and would be compiled.
     commands = run(ninja, "-C", "build", "-t", "commands", cwd=tree)
     compiled = {path.resolve() for path in map(Path, re.findall(r" -c (\S+\.cpp)", commands))}
     assert all(path.exists() for path in compiled)

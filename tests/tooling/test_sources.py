@@ -1,4 +1,4 @@
-"""Sources: lines stay short, long files are told of, names of tests are short."""
+"""Sources: lines stay short, long files get a warning, names of tests are short."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ CPP = {".h", ".cpp"}
 PYTHON = {".py", ".pyi"}
 
 LONGEST_LINE = 120
-# Longer sources are told of. The ideas in a file say where it ends, not its lines.
+# Longer sources get a warning. The ideas of a file limit its length, not its lines.
 LONG_SOURCE = 600
 LARGEST_SHARE = 1 / 4
-# The name of a test says what holds. The test says how that comes about.
+# The name of a test says what holds, and its code how.
 LONGEST_NAME = 60
 
 
@@ -56,7 +56,7 @@ def long_sources(lines: dict[str, int]) -> list[str]:
 
 
 def lines_by_folder(lines: dict[str, int]) -> Counter[str]:
-    """Of files relative to csrc. transport counts with its subfolders."""
+    """Files relative to csrc. transport counts with its subfolders."""
     folders: Counter[str] = Counter()
     for file, count in lines.items():
         folders[file.split("/")[0] if "/" in file else "."] += count

@@ -1,4 +1,4 @@
-"""Wheels: what they require, who may install them, and the index that pip finds them by."""
+"""Wheels: their requirements, their tags, and pip's index."""
 
 from __future__ import annotations
 
@@ -161,14 +161,14 @@ def wheel(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def unpacked_wheel(wheel) -> Path:
-    """A folder with what pip installs from the wheel, and nothing else."""
+    """A folder with only the files that pip installs from the wheel."""
     site = wheel.parent / "site"
     subprocess.run([*PIP, "install", "--no-deps", "--target", str(site), str(wheel)], check=True)
     return site
 
 
 def run_with_wheel(site: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    # -P: what is in the current folder is not importable, so that nothing of the source tree is.
+    # -P: the current folder, hence the source tree, cannot be imported.
     environment = {**os.environ, "PYTHONPATH": str(site), "PYTHONSAFEPATH": "1"}
     return subprocess.run(
         [sys.executable, *arguments], env=environment, cwd=site, capture_output=True, text=True, check=False

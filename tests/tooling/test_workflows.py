@@ -79,7 +79,7 @@ def test_container_builds_wheels_for_each_python_of_setup_cfg(setup_cfg) -> None
 @pytest.mark.parametrize("workflow", [CI, NIGHTLY, RELEASE], ids=["ci", "nightly", "release"])
 def test_scripts_are_bash_and_their_verbs_exist(workflow: dict[str, Any]) -> None:
     for script in scripts(workflow):
-        # Expressions that GitHub replaces before the shell sees them, by a verb, for one.
+        # Expressions that GitHub replaces before the shell sees them, such as a verb.
         text = re.sub(r"\$\{\{.*?\}\}", "build", script)
         subprocess.run(["bash", "-n", "-c", text], check=True)
         assert set(re.findall(r"\bmake ([a-z-]+)", text)) <= verbs()

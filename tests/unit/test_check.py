@@ -1,4 +1,4 @@
-"""``python -m torch_ucx_rpc check``: what it finds, and what it makes of it."""
+"""``python -m torch_ucx_rpc check``: its findings and its report."""
 
 from __future__ import annotations
 

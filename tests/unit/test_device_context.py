@@ -1,4 +1,4 @@
-"""Contexts of CUDA are there before UCX starts, on the devices that a worker's own options name."""
+"""CUDA has contexts on the devices of a worker's own options before UCX starts."""
 
 from __future__ import annotations
 

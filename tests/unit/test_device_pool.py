@@ -51,7 +51,7 @@ def test_without_rmm_its_wheel_is_named(monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_the_worker_is_named(rmm: Any) -> None:
-    # No server is at that address: nothing of this is to be tried.
+    # No server is at that address, so a try would fail.
     options = UcxRpcBackendOptions(device_pool="rmm", init_method="tcp://localhost:1")
     with pytest.raises(JoinFailed, match=r"there is none for worker 'ps'.*Leave device_pool out"):
         rpc.init_rpc("ps", rank=0, world_size=2, rpc_backend_options=options)

@@ -19,10 +19,10 @@ LIMIT = 1.0
 class World:
     """A group of workers with clocks of their own, and the network between them.
 
-    A member makes progress at a moment in which it is current. The world holds all members to two rules:
+    A member makes progress while it is current. The world checks two rules:
 
     * A number stands for one epoch.
-    * Nobody is current in an epoch that is older than one in which any worker has ever been current.
+    * No worker is current in an epoch older than one in which any worker has been current.
     """
 
     def __init__(self, seed: int, size: int) -> None:
@@ -54,7 +54,7 @@ class World:
         return self.now + self.offsets[one]
 
     def check(self, one: Member) -> None:
-        """After something has happened at this worker."""
+        """Check the rules after an event at this worker."""
         machine = self.machines[one]
         outgoing = machine.take_outgoing()
         if outgoing:
@@ -137,13 +137,13 @@ class World:
             self.machines[one].leave(self.clock(one))
 
     def restart(self, one: Member) -> None:
-        """Have a worker that is out join again."""
+        """Let a worker that is out join again."""
         del self.machines[one]
         self.stopped.discard(one)
         self.start(one._replace(joined=one.joined + 1))
 
     def run(self, rounds: int) -> None:
-        """Let some time pass, with few or many misfortunes. Messages of a round arrive in any order, or later."""
+        """Let some time pass, with few or many faults. Messages of a round arrive in any order, or later."""
         dice = self.random.random
         misfortunes, delay, loss = 0.05 + 0.4 * dice(), 0.6 * dice() ** 2, 0.1 * dice()
         for _ in range(rounds):
@@ -162,7 +162,7 @@ class World:
             self.wait(LIMIT * (0.03 + 0.15 * dice() if dice() < 0.9 else dice()))
 
     def calm_down(self, seconds: float) -> None:
-        """No misfortune any more: all deaths are seen, and messages arrive at once."""
+        """End all faults: all deaths are seen, and messages arrive at once."""
         self.cuts.clear()
         self.stopped.clear()
         for one in list(self.machines):
@@ -213,7 +213,7 @@ def test_once_misfortunes_end_there_is_one_epoch() -> None:
         if current:
             in_force += 1
             assert {*current} == {*world.machines} == {*next(iter(current.values())).members}, seed
-    # In the others, those that knew what was decided have died.
+    # In the others, the members that knew the decision have died.
     assert in_force > 200
 
 
@@ -259,7 +259,7 @@ class Line:
         self.settle()
 
     def ranks(self, rank: int) -> list[int]:
-        """The members of the epoch that is in force for this member; none if none is."""
+        """The members of this member's current epoch; none without one."""
         machine = self[rank]
         return [one.rank for one in machine.epoch.members] if machine.is_current(self.now) else []
 
@@ -285,7 +285,7 @@ def test_a_sole_survivor_goes_on() -> None:
 )
 def test_a_majority_or_the_decider_goes_on(size: int, away: set[int], goes_on: set[int]) -> None:
     line = Line(size)
-    # Those that are away hear each other as little as the rest: one side of a cut is enough to see.
+    # Members that are away do not hear each other either: one side of a cut is enough.
     line.away = {one for one in line.members if one.rank in away}
     line.wait(3 * LIMIT)
     for rank in range(size):

@@ -1,4 +1,4 @@
-"""The exceptions of failed calls: what they are, what they carry, how they travel, and how C++ errors become them."""
+"""The exceptions of failed calls: their types, attributes, pickling, and their making from C++ errors."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_each_error_is_a_runtime_error_with_its_sentence(type_: type[errors.RpcE
 def test_a_timeout_is_a_timeout_error_too() -> None:
     error = errors.CallTimedOut(TIMED_OUT, timeout=0.25)
     assert isinstance(error, TimeoutError)
-    # As an OSError it has these; they must not get into the text.
+    # An OSError has these attributes; they must not get into the text.
     assert (error.errno, error.strerror, error.filename) == (None, None, None)
     assert str(error) == TIMED_OUT
     assert [type_ for type_ in TYPES if issubclass(type_, OSError)] == [errors.CallTimedOut, errors.JoinTimedOut]
@@ -97,7 +97,7 @@ def test_a_native_error_becomes_the_exception_of_its_kind(
 
 
 def test_every_exception_of_an_agent_has_one_kind() -> None:
-    # Python raises the others itself.
+    # Python itself raises the other kinds.
     others = (errors.RpcError, errors.NotRunning, errors.JoinFailed, errors.JoinTimedOut)
     assert sorted(map(id, errors.KINDS.values())) == sorted(id(type_) for type_ in TYPES if type_ not in others)
 

@@ -25,7 +25,7 @@ def test_all_names_exist_and_are_all_the_public_ones() -> None:
 
 
 def test_other_modules_are_private_and_mapped_by_the_docstring() -> None:
-    # One is written by the build, and of interest to `_native` alone.
+    # The build writes one of them, for `_native` only.
     modules = {module.name for module in pkgutil.iter_modules(torch_ucx_rpc.__path__)} - {"_build_info"}
     assert {name for name in modules if not name.startswith("_")} == set(PUBLIC_MODULES)
     mapped = set(re.findall(r"^\* `+(\w+)`+", torch_ucx_rpc.__doc__, re.MULTILINE))
@@ -37,5 +37,6 @@ def test_the_version_is_that_of_the_installed_package() -> None:
 
 
 def test_wheel_and_source_build_of_one_version_work_together() -> None:
-    # Workers compare this. A wheel's version also names its torch (0.2.0+torch2.13), and not all may run from wheels.
+    # Workers compare this. A wheel's version also names its torch (0.2.0+torch2.13), and some workers may run from
+    # source.
     assert torch_ucx_rpc.__version__.partition("+")[0] == _build_info.VERSION

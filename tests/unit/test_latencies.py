@@ -1,4 +1,4 @@
-"""Arithmetic of the durations that ``statistics()`` tells."""
+"""Arithmetic of the durations in ``statistics()``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""init_rpc() without arguments: what it asks for and in which order; real launchers are in ``launchers/``."""
+"""init_rpc() without arguments: its sources, in order; real launchers are in ``launchers/``."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
-    """The names, ranks and sizes of agents that would have started."""
+    """The names, ranks and sizes of the agents that init_rpc would start."""
     calls: list[tuple] = []
     monkeypatch.setattr(init._start, "init_rpc", lambda *arguments, open_store: calls.append(arguments[:3]))
     return calls
@@ -143,7 +143,7 @@ def meet(address: JobAddress) -> tuple[TCPStore, TCPStore]:
 def test_the_workers_meet_at_the_first_free_port(ports: tuple[int, int]) -> None:
     with socket.create_server(("", 0)) as other:
         taken = other.getsockname()[1]
-        # The listener hangs up on strangers, or it would take seconds to find that it is not a Store.
+        # The listener closes connections at once; otherwise it would take seconds to find that it is not a Store.
         threading.Thread(target=hang_up, args=(other,), daemon=True).start()
         served, found = meet(JobAddress("job", ("127.0.0.1",), (taken, *ports)))
     assert served.port == found.port == ports[0]

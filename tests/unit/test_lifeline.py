@@ -64,7 +64,7 @@ def test_an_address_of_another_machine_is_no_error(monkeypatch: pytest.MonkeyPat
 
 
 def own_address() -> str:
-    """An address besides the loopback, where the machine has one; else the test would prove nothing."""
+    """An address besides the loopback, if the machine has one; without it the test proves nothing."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
         try:
             asking.connect(("192.0.2.1", 9))

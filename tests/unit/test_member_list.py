@@ -43,7 +43,7 @@ def join(store: Store, rank: int, secret: Secret | None = None) -> tuple[MemberL
 
 @pytest.fixture
 def reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """How many places each reading of the list has asked for."""
+    """The number of places that each reading of the list asked for."""
     sizes: list[int] = []
     read_records = member_list.read_records
 
@@ -95,7 +95,7 @@ def test_place_of_a_worker_that_died_early_is_awaited_once(store: Store, monkeyp
     begin = time.monotonic()
     assert join(store, 2)[2] == [0]
     assert time.monotonic() - begin >= 0.5
-    # Whatever has become of what the first one wrote down.
+    # In either case of the first worker's entry.
     raw(store).set("compacted", "")
     monkeypatch.setattr(member_list, "_WRITING_S", 600.0)
     assert join(store, 3)[2] == [0, 2]
@@ -106,7 +106,7 @@ def test_a_worker_that_was_slow_to_fill_its_place_takes_another(monkeypatch: pyt
     before, store = HashStore(), HashStore()
     raw(before).add("arrivals", 1)
     join(before, 1)
-    # Another worker has come to wait for it by the time that it writes.
+    # Another worker waits for it by the time of the write.
     raw(store).set("member/0", raw(before).get("member/0"))
     assert join(store, 0)[1:] == ("member/1", [])
 

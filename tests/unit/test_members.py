@@ -1,4 +1,4 @@
-"""Workers find each other in a Store, or all learn why they do not."""
+"""Workers find each other in a Store, or all learn the reason."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from torch_ucx_rpc._bootstrap.record import Record, process_facts
 
 @pytest.fixture
 def no_farewell(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A worker that is only a text in the Store reads no farewell: do not wait for it."""
+    """Do not wait for workers that are only texts in the Store: they read no farewell."""
     monkeypatch.setattr(members, "_FAREWELL_S", 0.01)
 
 
@@ -168,7 +168,7 @@ def test_a_field_of_another_type_is_refused(field: str, value: object) -> None:
 
 @pytest.mark.parametrize(("size", "longest"), [(2, 0.01), (24, 0.024), (64, 0.064), (5000, 1.0)])
 def test_pauses_between_questions_stay_short(monkeypatch: pytest.MonkeyPatch, size: int, longest: float) -> None:
-    # All ask about 1,000 times a second together; a worker that comes last is seen so much later at most.
+    # All together ask about 1,000 times a second, so this is the longest delay in noticing the last worker.
     pauses: list[float] = []
     monkeypatch.setattr(members.time, "sleep", pauses.append)
     for _ in itertools.islice(members.ask_again(size, Deadline(60)), 20):

@@ -1,4 +1,4 @@
-"""The UCX and the torch that the package runs with, and its errors for others."""
+"""The accepted versions of UCX and torch, and the errors for others."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ def test_patch_release_with_another_header_is_refused(
     message = str(refused.value)
     assert f"built for torch 2.13.0 and this is torch 2.13.1, whose header {RPC_AGENT} is another: " in message
     assert "pip install torch_ucx_rpc" not in message
-    # The headers are not read for the release of the build, nor do they make another minor release fit.
+    # The headers do not matter for the build's own release, or for another minor release.
     _native.check_torch_version("2.13.0+cpu", "2.13.0+cu130", listing, include)
 
 
@@ -189,7 +189,7 @@ def test_this_builds_listing_agrees_with_torchs_headers() -> None:
     listing = PACKAGE / "_torch_headers.txt"
     names = {line.split("  ")[1] for line in listing.read_text(encoding="utf-8").splitlines()}
     assert {RPC_AGENT, "c10/core/Device.h", "c10/core/TensorImpl.h", "ATen/core/ivalue.h"} <= names
-    # It differs in each release, so none would fit.
+    # This file differs in each release, so none would fit.
     assert "torch/headeronly/version.h" not in names
     assert _native.changed_headers(listing, Path(torch.__file__).parent / "include") == []
 
@@ -207,7 +207,7 @@ def test_libucx_with_its_loader_elsewhere_is_asked_itself(monkeypatch: pytest.Mo
 
 
 def test_without_any_ucx_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    # No library has this name, neither in this process nor on any machine.
+    # No library has this name on any machine.
     monkeypatch.setattr(_native, "SONAME", "libucp.so.none")
     monkeypatch.setitem(sys.modules, "libucx", None)
     monkeypatch.setattr(_native, "complete_ucx", lambda: None)
@@ -237,7 +237,7 @@ def inside(name: str) -> str:
 
 @pytest.fixture
 def one_python_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hides the threads that the test runner's process may have besides this one."""
+    """Hides other threads of the test runner's process."""
     monkeypatch.setattr(sys, "_current_frames", lambda: {threading.get_ident(): None})
 
 

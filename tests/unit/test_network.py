@@ -1,4 +1,4 @@
-"""The interface that UCX is given."""
+"""The interface that UCX gets."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_infiniband_is_never_excluded(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(network, "_INFINIBAND", tmp_path / "infiniband")
     monkeypatch.setattr(network, "_INTERFACES", tmp_path / "net")
     (tmp_path / "ucx").mkdir()
-    # A UCX without verbs would warn of them.
+    # A UCX without verbs would warn of such devices.
     assert network.default_devices(store, str(tmp_path / "libucp.so.0")) == "eth7,lo,ib0"
     (tmp_path / "ucx" / "libuct_ib.so.0").touch()
     assert network.default_devices(store, str(tmp_path / "libucp.so.0")) == "eth7,lo,ib0,mlx5_0:1,mlx5_1:2"

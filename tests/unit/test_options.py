@@ -1,4 +1,4 @@
-"""`UcxRpcBackendOptions`: what it takes, what it refuses and says then, and how it compares and copies."""
+"""`UcxRpcBackendOptions`: accepted and refused values, errors, comparison and copies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Records survive packing, whatever they have, and take few bytes."""
+"""Records of any contents survive packing, and take few bytes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CUDA = torch.device("cuda:1")
 
 
 def records_of_a_job(workers: int) -> list[Record]:
-    """Records as workers of several hosts have them: most bytes of an address are those of its host."""
+    """Records like those of workers on several hosts, whose addresses share most bytes by host."""
     numbers = random.Random(1)
     kind = numbers.randbytes(280)
     return [

@@ -1,4 +1,4 @@
-"""The Store opens at rank 0 at once; without one, the error says where it should be."""
+"""The Store opens at rank 0 at once; without a Store, the error names its place."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_a_store_of_torchs_own_at_the_same_port_is_shared(master: int) -> None:
 
 def test_the_server_stays_until_the_next_store_takes_over(master: int) -> None:
     create_store("env://", 0, 2, 10)
-    # The other worker is ahead: it has connected for the next group while rank 0 still has the Store of the last.
+    # The other worker has connected for the next group while rank 0 still has the Store of the last one.
     ahead = TCPStore("127.0.0.1", master, wait_for_workers=False)
     ahead.set("next", "of the one ahead")
     store = create_store("env://", 0, 2, 10)
@@ -242,14 +242,14 @@ def test_a_server_of_this_host_is_seen_without_a_connection(bound_to: str) -> No
 
 
 def test_server_missing_in_the_kernels_table_is_found(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    # As where a packet filter hands the port of this host on to a container, or IPVS to another host.
+    # As if a packet filter passed this host's port on to a container, or IPVS to another host.
     monkeypatch.setattr(listener, "_is_listened_at_here", lambda host, port: False)
     with socket.create_server(("127.0.0.1", 0)) as server:
         await_listener("127.0.0.1", server.getsockname()[1], "rank 0", Deadline(5), "")
 
 
 class Slow:
-    """Passes connections on to a Store, the first after a while."""
+    """Passes connections on to a Store, the first one late."""
 
     def __init__(self, port: int, after: float) -> None:
         self._port, self._after = port, after

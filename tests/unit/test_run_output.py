@@ -16,7 +16,7 @@ from torch_ucx_rpc._cli._output import WorkerOutput
 
 
 class SlowTarget(io.BytesIO):
-    """A reader of the launcher's output that reads nothing before `goes_on`."""
+    """A reader of the launcher's output that waits for `goes_on`."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The secret of a job: its sources, its seals, and the workers that it keeps out."""
+"""The secret of a job: its sources, its seals, and the refused workers."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ CLASSES = (Statistics, PeerStatistics, ServiceStatistics)
 
 
 def snapshot() -> Statistics:
-    """One worker, one peer and one service, with values that are all different."""
+    """One worker, one peer and one service, in which all values differ."""
     numbers = iter(range(1, 1000))
     values: dict[type, Any] = {}
     for class_ in CLASSES:

@@ -1,4 +1,4 @@
-"""`torch_ucx_rpc.testing`: its options, and that they choose the agent. PyTorch's suites test the faults themselves."""
+"""`torch_ucx_rpc.testing`: its options choose the agent. PyTorch's suites test the faults themselves."""
 
 from __future__ import annotations
 

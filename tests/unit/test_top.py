@@ -1,4 +1,4 @@
-"""The tables of ``top``, at the widths of terminals; what they are made of is in ``e2e/test_statistics``."""
+"""The tables of ``top`` at the widths of terminals; ``e2e/test_statistics`` tests their contents."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`wait`: the value of any future, and which streams the thread waits for. test_cuda.py has it with a GPU."""
+"""`wait`: the value of any future, and the streams that the thread waits for. test_cuda.py tests it on a GPU."""
 
 from __future__ import annotations
 

@@ -6,8 +6,8 @@
 * ``__main__``     from the arguments to the report
 * ``_image``       the disk that both machines boot from: Debian, torch, this project
 * ``_machines``    the machines as processes of QEMU: booted, told what to run, paused, switched off
-* ``_workers``     the two workers of a trial, one on each machine, and what they tell
-* ``_trials``      what they go through, and what must come of it
+* ``_workers``     the two workers of a trial, one on each machine, and their facts
+* ``_trials``      the trials and their required outcomes
 * ``guest``        scripts that run in a machine before its first command
 * ``programs``     the programs of the workers
 """

@@ -61,7 +61,7 @@ class Lab:
         self._machines: Machines | None = None
 
     def run(self, trials: list[Trial]) -> list[dict[str, object]]:
-        """Returns an outcome for each; prints it, too."""
+        """Return an outcome for each, and print it."""
         outcomes = []
         with self._booted:
             for trial in trials:
@@ -85,7 +85,7 @@ class Lab:
                 print(f"verbs: {trial.name} runs once more, since {error}", flush=True)
                 return True, trial.run(self._up())
         except (Stuck, MachineEnded, TimeoutError) as error:
-            # The remains of a trial must not be the next one's trouble.
+            # The remains of a trial must not disturb the next one.
             self._down()
             return False, str(error)
         except Failed as error:

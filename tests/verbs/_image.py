@@ -1,4 +1,4 @@
-"""What the machines boot: `Image`. Nothing is emulated while it is made."""
+"""The disk of the machines: `Image`. Nothing is emulated while it is made."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _PACKAGES = (
     *("libucx-dev", "ucx-utils", "rdma-core", "ibverbs-utils", "ibverbs-providers"),
     *(_PYTHON, f"{_PYTHON}-dev", "g++", "cmake", "ninja-build", "pkgconf"),
 )
-# Beside torch: the command `check` needs rich. pip, setuptools and wheel install the project.
+# Packages beside torch: the command `check` needs rich. pip, setuptools and wheel install the project.
 _WHEELS = ("numpy", "rich", "pip", "setuptools>=77", "wheel")
 # The modules with which the kernel finds its root.
 _EARLY_MODULES = ("virtio_blk", "virtio_pci", "ext4", "overlay")
@@ -38,7 +38,7 @@ _WORKAROUNDS = {
 
 
 class CannotBuild(Exception):
-    """The machine on which this runs lacks something; the text says what."""
+    """This machine lacks something; the text names it."""
 
 
 class Image:
@@ -87,7 +87,7 @@ class Image:
         }
 
     def _is_done(self, step: str, of: Mapping[str, object]) -> bool:
-        """Whether the step has come to its end with these; from here on it has not."""
+        """Whether the step has been completed with these inputs; marks it as incomplete."""
         stamp = self._stamp(step)
         is_done = stamp.exists() and stamp.read_text() == _digest(json.dumps(of, sort_keys=True).encode())
         if not is_done:
@@ -128,7 +128,7 @@ class Image:
             *("--root-user-action", "ignore", "--only-binary", ":all:", "--target", target),
             *(f"torch=={_torch()}", *_WHEELS),
         )
-        # The machines are too slow to do it themselves, each time. Some files are for newer versions of Python.
+        # The machines are too slow to do it each time. Some files are for newer versions of Python.
         self._inside("sh", "-c", f"{_PYTHON} -m compileall -q -j 2 {_inside_path(target, self._root)} > /dev/null || :")
         (self._root / "usr" / "local" / "bin" / "python3").symlink_to(f"/usr/bin/{_PYTHON}")
 
@@ -178,7 +178,7 @@ class Image:
         return kernel.name
 
     def _inside(self, *command: str) -> str:
-        """Returns what it says. Its mounts end with it."""
+        """Returns the output. Its mounts end with the command."""
         (self.folder / "src").mkdir(exist_ok=True)
         (self._root / "src").mkdir(exist_ok=True)
         mount = 'mount --bind /dev "$0/dev"; mount -t proc proc "$0/proc"; mount --bind "$0/../src" "$0/src"'
@@ -242,7 +242,7 @@ def _check_this_machine() -> None:
 
 @functools.cache
 def _sources() -> list[Path]:
-    """Of the checkout, as they lie there; what the package is built from."""
+    """The sources of the package in the checkout, changes included."""
     listed = _run("git", "-C", ROOT, "ls-files", "-z", "--cached", "--others", "--exclude-standard").split("\0")
     elsewhere = ("tests/", "docs/", "benchmarks/", "examples/", "recipe/")
     return [ROOT / name for name in listed if name and not name.startswith(elsewhere) and (ROOT / name).is_file()]

@@ -19,7 +19,7 @@ PROGRAMS = Path(__file__).resolve().parent / "programs"
 
 _MEMORY_MIB = 2048
 _BOOT_S = 300.0
-# Emulated, a machine takes half a minute to import torch, and longer beside others' work.
+# An emulated machine takes half a minute to import torch, and longer on a busy host.
 _IMPORT_S = 600.0
 _ORDER_S = 60.0
 
@@ -41,7 +41,7 @@ class Ended:
 
 
 class Job:
-    """A command on a machine. It speaks through files, so it can be heard when the network of the machine is cut."""
+    """A command on a machine. It communicates through files, also while the network of the machine is cut."""
 
     def __init__(self, machine: Machine, base: Path) -> None:
         self._machine = machine
@@ -105,7 +105,7 @@ class Machine:
         return self._process.poll() is None
 
     def expect_on(self) -> None:
-        """Raises `MachineEnded` where it is not on, and nobody has switched it off."""
+        """Raises `MachineEnded` if it has ended without being switched off."""
         if not self.is_on and not self._is_switched_off:
             said = self.console.read_text(encoding="utf-8", errors="replace")[-2000:]
             raise MachineEnded(f"{self.name} ended by itself; its console:\n{said}")
@@ -124,7 +124,7 @@ class Machine:
         return self._order("program", json.dumps({"program": program, "environment": dict(environment)}))
 
     def run(self, command: str, timeout: float = _ORDER_S) -> str:
-        """Returns what it says; raises RuntimeError if it fails."""
+        """Returns the output; raises RuntimeError if it fails."""
         done = self.begin(command).wait(timeout)
         if done.status != 0:
             raise RuntimeError(f"{self.name}: {command}: status {done.status}\n{done.output}")
@@ -138,13 +138,13 @@ class Machine:
         self._tell("cont")
 
     def power_off(self) -> None:
-        """At once, and without a word to anybody."""
+        """Switch it off at once, without a packet to the other one."""
         self._is_switched_off = True
         self._process.send_signal(signal.SIGKILL)
         self._process.wait()
 
     def await_file(self, file: Path, timeout: float) -> str:
-        """Returns what a command has written there; nothing where the machine was switched off before."""
+        """Returns the contents of a command's file; nothing if the machine was switched off before."""
         deadline = time.monotonic() + timeout
         while not file.exists() or not (text := file.read_text(encoding="utf-8")):
             if self._is_switched_off:

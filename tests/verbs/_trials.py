@@ -9,17 +9,16 @@ from collections.abc import Callable, Sequence
 from ._machines import ABORTED, KILLED, Ended, Job, Machine, Machines
 from ._workers import Stuck, Workers, expect, expect_within, faults
 
-# Of a worker on another host: docs/failure_model.md promises that calls to a killed one fail within a second. These
-# machines are slow.
+# The limit for calls to a killed worker: docs/failure_model.md promises 2 s, and these machines are slow.
 _TOLD_S = 2.0
 # heartbeat_limit, which is left at its default, and when silence ends a worker: 1.05 times the limit and 0.3 s.
 _LIMIT_S = 10.0
 _SILENCE_S = (_LIMIT_S, 1.05 * _LIMIT_S + 0.3 + 2)
-# A shutdown knows by then that the other one is lost. It took 30 s when it did not.
+# A shutdown knows by then that the other worker is lost. Otherwise it took 30 s.
 _LEAVE_S = 15.0
 
 # The second worker is in its shutdown all the time, and its clock begins before the misfortune. A handler of the open
-# call is running there for a minute; it keeps nobody.
+# call runs there for a minute, and delays nothing.
 _OTHER_LEAVES_S = 30.0
 
 _BELOW_S = 4.0
@@ -149,7 +148,7 @@ def link_down(machines: Machines) -> str:
     """A link that is down for 4 s: the other machine's worker loses this one within the limit, and leaves."""
     workers = _watch(machines)
     machines.second.run(f"ip link set eth0 down; sleep {_BELOW_S}; ip link set eth0 up")
-    # UCX itself ends the process whose datagrams Soft-RoCE has given back.
+    # UCX itself ends a process whose datagrams Soft-RoCE has returned.
     aborts = r"ud_verbs\.c:\d+ +Fatal: receive completion.*Work Request Flushed Error"
     return _lost(workers, (0.0, _SILENCE_S[1]), second=(0, ABORTED), known=aborts)
 
@@ -203,7 +202,7 @@ def _unharmed(machines: Machines, misfortune: Callable[[Workers], None]) -> str:
     expect("error" not in told, f"a call failed after {told.get('told_after_s')} s: {told.get('error')}")
     expect(told["open_call"] == "answered", "the open call failed")
     expect("shutdown_error" not in told, f"shutdown: {told.get('shutdown_error')}")
-    # Or nothing has happened to it.
+    # Otherwise nothing has happened to it.
     expect(told["slowest_s"] > _BELOW_S / 2, f"the slowest call took {told['slowest_s']:.2f} s only")
     return f"all {told['calls']} calls were answered, the slowest after {told['slowest_s']:.1f} s"
 

@@ -1,4 +1,4 @@
-"""The two workers of a trial, one on each machine: `Workers`."""
+"""The two workers of a trial, one on each machine."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def expect_within(limit_s: float, seconds: float, what: str) -> None:
 
 
 def faults(output: str) -> list[str]:
-    """Lines that no worker may write, whatever happens to the other one: those of aborts, and UCX's warnings."""
+    """Lines that no worker may write in any trial: lines of aborts, and UCX's warnings."""
     return _FAULT.findall(output)
 
 
@@ -62,7 +62,7 @@ class Workers:
         ]
 
     def facts(self, rank: int) -> dict[str, Any]:
-        """The facts of the worker so far; the last word counts."""
+        """The facts of the worker so far; later ones replace earlier ones."""
         file = self._facts[rank]
         lines = file.read_text(encoding="utf-8").split("\n")[:-1] if file.exists() else []
         return {name: value for line in lines for name, value in json.loads(line).items()}
@@ -87,7 +87,7 @@ class Workers:
         return self._jobs[1].process
 
     def end(self, second: Sequence[int | None] = (0,), known: str = "") -> tuple[dict[str, Any], dict[str, Any]]:
-        """Wait for both; returns what each has told.
+        """Wait for both, and return their facts.
 
         Raises `Stuck` if one does not end, and `Failed` if one ends with a fault (`faults`) or by another exit code.
 

@@ -10,7 +10,7 @@
 namespace torch_ucx_rpc {
 namespace {
 
-// Counts how many of it are alive, whatever is done to it.
+// Counts its living copies.
 template <size_t kBytes, bool kNoexceptMove = true>
 class Counted {
  public:

@@ -64,7 +64,7 @@ TEST_F(WarningsTest, DoNotWaitForAReceiverThatHangs) {
     }
   }
   flushWarnings();
-  // One may have been on its way to the receiver, beside those that waited.
+  // One warning may have been on its way to the receiver, beside the waiting ones.
   EXPECT_GE(received_.size(), 1000u);
   EXPECT_LE(received_.size(), 1001u);
   EXPECT_NE(received_.back().find("warnings after this one are lost"), std::string::npos) << received_.back();

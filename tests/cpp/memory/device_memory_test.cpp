@@ -1,4 +1,4 @@
-// Whose memory of devices tensors arrive in, and leave from.
+// The device memory in which tensors arrive, and from which they leave.
 
 #include "device_fixture.h"
 
@@ -20,7 +20,7 @@ namespace {
 
 constexpr uint64_t kLargeBytes = kLarge * sizeof(float);
 
-// An allocator such as RMM's: it has entry points, and hands memory out again that it has been given back, at once.
+// An allocator such as RMM's: it has entry points, and hands out released memory again at once.
 class FakeRmm {
  public:
   static FakeRmm& instance() {
@@ -32,11 +32,11 @@ class FakeRmm {
     return {&FakeRmm::allocate, &FakeRmm::deallocate};
   }
 
-  // Allocations wait from now on until the gate is open, as for a driver that is busy.
+  // From now on allocations wait for the gate, as for a busy driver.
   void waitAt(std::shared_ptr<Gate> gate) {
     gate_.store(std::move(gate));
   }
-  // Likewise for memory that is given back.
+  // The same for releases.
   void releaseAt(std::shared_ptr<Gate> gate) {
     releaseGate_.store(std::move(gate));
   }
@@ -52,12 +52,12 @@ class FakeRmm {
     const std::lock_guard lock(mutex_);
     return allocations_;
   }
-  // That memory was given on last.
+  // The stream of the last allocation.
   c10::Stream stream() {
     const std::lock_guard lock(mutex_);
     return c10::Stream(c10::Stream::UNSAFE, fake(), reinterpret_cast<c10::StreamId>(stream_)); // NOLINT
   }
-  // Giving memory back ends the process from now on.
+  // From now on a release ends the process.
   static void forbid() {
     instance().isForbidden_.store(true);
   }
@@ -93,7 +93,7 @@ class FakeRmm {
     self.inUseBytes_ += bytes;
     ++self.allocations_;
     self.stream_ = stream;
-    // That of the stream which is current, and no default stream.
+    // The handle must be the current stream's, and no default stream's.
     self.isMisused_ |= device != FakeDevice::currentDevice() || stream == nullptr ||
         stream != FakeGuard().getStreamNativeHandle(FakeGuard().getStream(fake(FakeDevice::currentDevice())));
     for (auto idle = self.idle_.begin(); idle != self.idle_.end(); ++idle) {
@@ -141,7 +141,7 @@ class FakeRmm {
   std::atomic<std::shared_ptr<Gate>> releaseGate_;
 };
 
-// One thread collects at a time, and it may be one of the agents'. collect() does nothing then.
+// One thread collects at a time, and while an agent's thread does, collect() does nothing.
 void expectToGiveAllBack() {
   DevicePool& pool = DevicePool::instance();
   EXPECT_TRUE(eventually([&] {
@@ -172,7 +172,7 @@ class DeviceMemoryTest : public DeviceTest, public testing::WithParamInterface<D
     EXPECT_FALSE(rmm_.isMisused());
   }
 
-  // Reads what has come on a stream that the agent knows nothing of, and keeps nothing.
+  // Reads the tensor on a stream that is unknown to the agent, and keeps nothing.
   Handler lookOnAnotherStream() {
     return [this](Message& request) {
       c10::Event arrived(kFake);
@@ -208,7 +208,7 @@ TEST_P(DeviceMemoryTest, ReleasedMemoryIsHeldWhileAnyStreamUsesIt) {
     ASSERT_EQ(looks_.size(), 2u);
     EXPECT_TRUE(looks_[0].hasSeen(5)) << elements;
     EXPECT_TRUE(looks_[1].hasSeen(6)) << elements;
-    // Without anything that is received, or released.
+    // No tensor is received or released for this.
     EXPECT_TRUE(eventually([&] { return pool_.statistics().heldBytes == 0; }));
   }
 }
@@ -257,12 +257,12 @@ TEST_P(DeviceMemoryTest, StreamsAreAskedOnceForManyBlocks) {
     last = pool_.allocate(fake(), 64); // releases the one before
   }
   EXPECT_LT(device_.questions() - before, 10u * kStreams);
-  // Blocks are not collected, and yet few are held.
+  // Few blocks are held although collect() is never called.
   EXPECT_LT(pool_.statistics().heldBytes, 20u * 64);
   last.clear();
 }
 
-// A program that needs memory no more may have used it on a stream that torch does not know, and may destroy that next.
+// A program may have used the memory on a stream that torch does not know, and may destroy that stream next.
 TEST_P(DeviceMemoryTest, StreamsOfOthersAreAskedAtOnce) {
   const c10::Stream other(c10::Stream::UNSAFE, fake(), kStreams + 7);
   c10::DataPtr data = pool_.allocate(fake(), 64);
@@ -315,7 +315,7 @@ TEST_P(DeviceMemoryTest, ReleaseOnADeviceThatHasFailedEndsNothing) {
   EXPECT_NO_THROW(pool_.collect());
   expectToGiveAllBack();
   device_.fail(false);
-  // What it has is lost; not for the test's books.
+  // The memory is lost on purpose, so the test does not count it.
   blocksAtStart_ = device_.blocksInUse();
   rmm_.forget();
 }
@@ -355,7 +355,7 @@ TEST_P(EntryPointsTest, WhatIsSmallIsWrittenWhenEarlierOwnersAreDone) {
   device_.run();
   received_.clear();
   {
-    // Somebody else uses the memory in the order of the same stream: streams of torch's pool are shared.
+    // Another user of the same stream uses the memory in its order: streams of torch's pool are shared.
     const c10::StreamGuard guard(rmm_.stream());
     void* const stream = FakeGuard().getStreamNativeHandle(rmm_.stream());
     void* const memory = FakeRmm::entryPoints().allocate(kSmall * sizeof(float), 0, stream);
@@ -446,7 +446,7 @@ TEST_P(EntryPointsTest, WhatIsAllocatedForAPeerThatIsGoneIsGivenBack) {
 
 // ------------------------------------------------------------------------------------------------- what torch has
 
-// As torch.cuda.memory.change_current_allocator leaves it: what makes tensors is not what is registered.
+// As torch.cuda.memory.change_current_allocator leaves it: the allocator of tensors is not the registered one.
 TEST_F(DeviceTest, WhatHasReplacedTorchsAllocatorIsAsked) {
   c10::SetAllocator(kFake, c10::GetAllocator(c10::kCPU), 1);
   EXPECT_EQ(allocatorOf(kFake), &device_);

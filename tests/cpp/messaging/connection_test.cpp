@@ -1,4 +1,4 @@
-// The states of a connection, and which connections a round looks at.
+// The states of a connection, and the connections that a round looks at.
 
 #include "messaging/connection.h"
 
@@ -85,7 +85,7 @@ TEST_F(ConnectionTest, ResumesAfterABreakIfItMay) {
   EXPECT_EQ(connection.roundsToResume, 1u);
   connection.transition(Event::kAdmitted);
   EXPECT_EQ(connection.state(), State::kResuming) << "there is no endpoint yet";
-  for (int failure = 1; failure < 20; ++failure) { // over which nothing comes
+  for (int failure = 1; failure < 20; ++failure) { // without a message over any of them
     connect(connection, 1);
     EXPECT_EQ(connection.state(), State::kOpen);
     connection.breakOff("a reset");

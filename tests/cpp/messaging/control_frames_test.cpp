@@ -1,4 +1,4 @@
-// Control frames come out of the codec as they went in, and malformed ones do not come out.
+// The codec returns control frames as they went in, and refuses malformed ones.
 
 #include "messaging/control_frames.h"
 

@@ -37,7 +37,7 @@ TEST(DispatchOrderTest, WhatFollowsATurnWaitsForAllEarlierOnes) {
 TEST(DispatchOrderTest, WhatFollowsTurnsRunsInTheirOrderOneAtATime) {
   DispatchOrder turns;
   Gate gate;
-  std::vector<int> ran; // by one thread at a time, or a sanitizer finds out
+  std::vector<int> ran; // one thread at a time writes, or a sanitizer complains
   std::thread busy([&, turn = turns.begin()]() mutable {
     turn.end([&] {
       gate.pass();
@@ -49,7 +49,7 @@ TEST(DispatchOrderTest, WhatFollowsTurnsRunsInTheirOrderOneAtATime) {
   turns.begin().end([&] { ran.push_back(3); });
   second.end([&] {
     ran.push_back(2);
-    turns.begin().end([&] { ran.push_back(4); }); // not within this one
+    turns.begin().end([&] { ran.push_back(4); }); // not inside this call
     ran.push_back(-2);
   });
   gate.open();

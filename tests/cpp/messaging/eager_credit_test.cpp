@@ -1,4 +1,4 @@
-// The bytes sent unasked that a receiver may have to hold, from one sender and from all.
+// The bound on unasked bytes that a receiver holds, of one sender and of all.
 
 #include "messaging/eager_credit.h"
 

@@ -27,7 +27,7 @@ class HeartbeatTest : public testing::Test {
     return peer;
   }
 
-  // Lets time pass, with checks as often as they are to be made; what was found all together.
+  // Lets time pass, with checks as often as the heartbeat wants them. Returns all findings.
   Heartbeat::Findings wait(milliseconds time) {
     return wait(heartbeat_, time);
   }
@@ -152,7 +152,7 @@ TEST_F(HeartbeatTest, APeerThatHasBeenHeardIsWatchedOnWithoutItsEndpoint) {
   EXPECT_EQ(found.lost.at(0), &peer);
 }
 
-// It has called this worker, which has not answered yet: there is no connection that could have a lifeline beside it.
+// The peer has called this worker, which has not answered yet, so there is no connection with a lifeline beside it.
 TEST_F(HeartbeatTest, APeerWithoutAnEndpointIsNotMetYet) {
   Peer& peer = add(1);
   connections_.of(peer).setEndpoint(std::nullopt);
@@ -177,7 +177,7 @@ TEST_F(HeartbeatTest, APeerIsMetOnceWhenItIsHeardForTheFirstTime) {
 TEST_F(HeartbeatTest, TimeInWhichThisProcessDidNotRunDoesNotCount) {
   add(1);
   EXPECT_TRUE(wait(kLimit / 2).lost.empty());
-  now_ += 100 * kLimit; // stopped, say
+  now_ += 100 * kLimit; // as if this process had been stopped
   EXPECT_TRUE(wait(kLimit / 4).lost.empty());
 }
 

@@ -1,4 +1,4 @@
-// How large messages are received, piece by piece, and frames refused.
+// Large messages are received piece by piece, and bad frames are refused.
 
 #include "messaging/inbox.h"
 
@@ -121,7 +121,7 @@ TEST_F(InboxTest, ALargeSpanIsReceivedAFewPiecesAtATime) {
   }
 }
 
-// The other worker may take the end of the connection for the end of this one, and drop all that follows.
+// The other worker may take the connection's end for this worker's, and drop all later messages.
 TEST_F(InboxTest, APeerWhoseConnectionThisProcessHasLostIsWatchedByItsAnswers) {
   outbox_.sendControl(peer(1), wire::Kind::kPing);
   ASSERT_TRUE(connection(1).endpoint().has_value());

@@ -1,4 +1,4 @@
-// Messages between two workers that consist of nothing but a Messenger: what arrives, what is told, and what ends.
+// Messages between two workers that are nothing but a Messenger: arrivals, events and ends.
 
 #include "messaging/messenger.h"
 
@@ -42,7 +42,7 @@ class MessengerTest : public testing::Test {
   void post(Kind kind, uint64_t callId, size_t bodyBytes = 4, std::span<const std::byte> span = {}) {
     one_.messenger.post(one_.peer(1), kind, callId, makeOutgoing(bodyBytes, span));
   }
-  // The handlers of worker 1 return. Messages that fit now may arrive at once.
+  // Lets the handlers of worker 1 return. Waiting messages that fit now may arrive at once.
   void finishRequests() {
     (void)std::exchange(handlers_[1].requests, {});
   }

@@ -1,4 +1,4 @@
-// How whole messages leave: in parts, a few at a time, each with exactly one end.
+// Whole messages leave in parts, a few at a time, each with exactly one end.
 
 #include "messaging/outbox.h"
 
@@ -43,11 +43,11 @@ class OutboxTest : public testing::Test {
   void send(Kind kind, uint64_t callId, size_t bodyBytes = 1, Peer* to = nullptr) {
     outbox_.send(message(kind, callId, bodyBytes, {}, to));
   }
-  // A body that waits here until it is fetched.
+  // Sends a body that waits here until the peer fetches it.
   void sendLarge(Kind kind, uint64_t callId, Peer* to = nullptr) {
     send(kind, callId, kLarge, to);
   }
-  // As many by rendezvous as may be under way.
+  // Sends as many bodies by rendezvous as may be under way.
   void fill(Kind kind, uint64_t firstCall) {
     for (uint64_t call = 0; call < kMost; ++call) {
       sendLarge(kind, firstCall + call);

@@ -51,7 +51,7 @@ class ReceiverTest : public testing::Test {
     assembled.body = std::move(body);
     return {&connections_.of(peer_), std::move(assembled), bytes};
   }
-  // A message of one span, of so many whole pieces, whose handles are the numbers from `firstNumber` on.
+  // A message of one span of `pieces` whole pieces, whose handles are the numbers from `firstNumber` on.
   Receiver::Announced announced(Kind kind, uint64_t callId, size_t pieces, uintptr_t firstNumber) {
     Receiver::Announced made = announced(kind, callId, pieces * kPiece, eager("body"));
     wire::Assembled::Span span{pieces * kPiece, {}};

@@ -46,7 +46,7 @@ class ResumptionTest : public testing::Test {
   void exchangeAll() {
     exchange(one_, two_);
   }
-  // Time for another endpoint, or for an acknowledgement that no frame takes along.
+  // Lets enough time pass for another endpoint, or for an acknowledgement in a frame of its own.
   void wait(milliseconds time = milliseconds(25)) {
     one_.advance(time);
     two_.advance(time);
@@ -258,7 +258,7 @@ class HardshipTest : public ResumptionTest, public testing::WithParamInterface<u
           ++arrived_[note];
         }
       }
-      // What they make room for may arrive at once.
+      // Messages that fit now may arrive at once.
       const std::vector<IncomingMessage> requests = std::exchange(handlers.requests, {});
       for (const IncomingMessage& request : requests) {
         for (const IncomingMessage::Span& span : request.spans) {

@@ -1,4 +1,4 @@
-// On which thread, and when, what has been sent is destroyed.
+// The thread and the moment at which sent messages are destroyed.
 
 #include "messaging/sent_messages.h"
 
@@ -21,7 +21,7 @@ namespace {
 
 class SentMessagesTest : public testing::Test {
  protected:
-  // Runs what stands for a tensor's deleter, user code perhaps.
+  // Calls a function when it is destroyed, like a tensor's deleter, which may be user code.
   class DestroyedLender final : public Lender {
    public:
     DestroyedLender(bool mayRunUserCode, std::function<void()> onDestroyed)
@@ -73,7 +73,7 @@ class SentMessagesTest : public testing::Test {
   }
 
   std::mutex mutex_;
-  std::vector<std::thread::id> threads_; // that have destroyed something, in order; guarded by mutex_
+  std::vector<std::thread::id> threads_; // the threads that destroyed lenders, in order; guarded by mutex_
   Gate gate_;
   QuietLeader leader_;
   std::shared_ptr<int> alive_ = std::make_shared<int>();

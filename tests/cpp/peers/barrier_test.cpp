@@ -17,11 +17,11 @@
 namespace torch_ucx_rpc {
 namespace {
 
-// Several workers' barriers in one thread. What they send, and what they learn of one another, waits until it is
-// delivered: in order from one worker to another, in any order otherwise, as on a network.
+// Several workers' barriers in one thread. Their frames, and the news of each other's ends, wait until deliver() is
+// called: in order between two workers, in any order otherwise, as on a network.
 class Job {
  private:
-  // What one worker sees of the others, and its way to them.
+  // One worker's view of the others, and its link to them.
   class Link final : public Barrier::Link {
    public:
     Link(Job& job, Rank rank) : job_(job), rank_(rank) {}
@@ -70,15 +70,14 @@ class Job {
     return nodes_[static_cast<size_t>(rank)]->barrier;
   }
 
-  // `rank` says goodbye, or its death is noticed: by all others, or only by those that have exchanged something with
-  // it; by each in its time.
+  // `rank` says goodbye, or dies. All others notice, or only its contacts, each in its own time.
   void leave(Rank rank) {
     end(rank, false);
   }
   void die(Rank rank) {
     for (auto& [channel, frames] : channels_) {
       if (channel.first == rank) {
-        frames.clear(); // what had not gone out never does
+        frames.clear(); // frames that have not left are lost
       }
     }
     end(rank, true);
@@ -92,7 +91,7 @@ class Job {
     notice(rank, other, true);
   }
 
-  // What waiting workers do now and then.
+  // Runs the periodic check of a waiting worker.
   void tick(Rank rank) {
     at(rank).tick();
     for (const Rank other : at(rank).toContact()) {
@@ -145,7 +144,7 @@ class Job {
     EXPECT_TRUE(at(rank).wait(std::chrono::milliseconds(0), result)) << "rank " << rank << " was not released";
     return result;
   }
-  // Whether what `rank` was released with says that `dead` has died.
+  // Whether the result at `rank` names `dead` as dead.
   bool names(Rank rank, Rank dead) {
     return result(rank).lost.message().find("worker 'w" + std::to_string(dead) + "'") != std::string::npos;
   }
@@ -188,7 +187,7 @@ class Job {
       }
     }
   }
-  // The end of another worker shows when something is sent to it, or was before.
+  // A worker notices the end of its contacts alone.
   void contact(Rank one, Rank other) {
     met_[one].insert(other);
     met_[other].insert(one);
@@ -523,7 +522,7 @@ TEST(BarrierTest, ADeathThatOnlyTheParentNoticesIsNamedAllTheSame) {
   job.deliverAll();
   for (const Rank rank : {4, 0}) {
     EXPECT_FALSE(job.isReleased(rank));
-    job.tick(rank); // which contacts those that are missing, and those that others have lost
+    job.tick(rank); // contacts the missing workers, and workers that others have lost
     job.deliverAll();
   }
   for (const Rank rank : {0, 4, 10, 14}) {
@@ -574,8 +573,8 @@ INSTANTIATE_TEST_SUITE_P(
           (shape.param.doOnlyContactsNotice ? "ContactsNotice" : "AllNotice");
     });
 
-// Workers leave or die at any moment, before, in and after a round, and every other worker learns of it at another
-// time. All that live are released from each round, with the same sum, and the living are never called dead.
+// Workers leave or die before, in and after a round, and the others learn of it at different times. All living workers
+// are released from each round, with the same sum, and no living worker is called dead.
 TEST_P(BarrierScheduleTest, LivingWorkersAreReleasedWithOneSum) {
   const Shape shape = GetParam();
   for (unsigned seed = 0; seed < 2000; ++seed) {
@@ -603,7 +602,7 @@ TEST_P(BarrierScheduleTest, LivingWorkersAreReleasedWithOneSum) {
         job.tick(rank);
       }
     };
-    const bool doDie = seed % 3 != 0; // else all that end say goodbye
+    const bool doDie = seed % 3 != 0; // else each worker that ends says goodbye
     for (int step = 0; step < 30 * shape.workers; ++step) {
       const Rank rank = living[random() % living.size()];
       if (living.size() > 1 && random() % static_cast<unsigned>(8 * shape.workers) == 0) {

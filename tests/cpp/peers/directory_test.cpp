@@ -1,4 +1,4 @@
-// The workers of the job: by rank, by name, by session; and whose place can be taken.
+// The workers of the job by rank, by name and by session; and ranks that a new worker may take.
 
 #include "peers/directory.h"
 
@@ -33,7 +33,7 @@ class DirectoryTest : public testing::Test {
     ASSERT_TRUE(peer.moveTo(state, {ErrorCode::kPeerFailed, "gone"}));
   }
 
-  // Why a worker cannot be added.
+  // The error of add(); empty if the worker is added.
   std::string refusal(const Member& added) {
     try {
       directory_.add(added);

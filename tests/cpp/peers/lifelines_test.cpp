@@ -1,4 +1,4 @@
-// The end of a peer's process, as its lifeline shows it. The ports are real ones of this machine.
+// A lifeline shows the end of a peer's process. The ports are real ports of this machine.
 
 #include "peers/lifelines.h"
 
@@ -71,7 +71,7 @@ class LifelinesTest : public testing::Test {
   void connect(uint16_t port) {
     lines_.connect(memberAt(port), [this] { ++cuts_; });
   }
-  // Runs the oldest watch if its descriptor becomes readable; whether it did.
+  // Runs the oldest watch if its descriptor becomes readable. Returns whether it ran.
   bool runWatch(int timeoutMs = 30'000) {
     if (watched_.empty()) {
       return false;
@@ -132,7 +132,7 @@ TEST_F(LifelinesTest, PortThatRefusesFromTheBeginningSaysNothing) {
   const uint16_t port = listener.port();
   listener.close();
   connect(port);
-  runWatch(); // where the kernel has not refused at once
+  runWatch(); // only if the kernel has not refused at once
   EXPECT_EQ(cuts_, 0);
   EXPECT_TRUE(watched_.empty());
 }

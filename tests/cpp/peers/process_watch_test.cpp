@@ -34,7 +34,7 @@ Member memberOf(pid_t pid) {
   return member;
 }
 
-// A process that lives until it is let go.
+// A process that lives until its end of a pipe is closed.
 class Child {
  public:
   Child() {

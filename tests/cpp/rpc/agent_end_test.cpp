@@ -91,7 +91,7 @@ TEST_F(AgentTest, JoinFollowsChainsOfCalls) {
     return completed(text);
   });
   for (worker_id_t rank = 0; rank < 3; ++rank) {
-    // Handler of `left` runs at rank (left + 1 + 2) % 3 == left % 3.
+    // The handler of `left` runs at rank (left + 1 + 2) % 3 == left % 3.
     (void)call(rank, 0, "30");
   }
   atOnce({0, 1, 2}, [&](worker_id_t rank) { agent(rank).join(true, 20.f); });

@@ -1,4 +1,4 @@
-// Deadlines, messages that are lost, doubled or late, peers that fall silent or die, calls that are given up.
+// Deadlines; lost, doubled and late messages; silent and dead peers; calls that are given up.
 
 #include "agent_fixture.h"
 
@@ -140,7 +140,7 @@ TEST_F(AgentTest, PartsThatArriveInReverseAreJoined) {
           [&] { return metric(1, "agent.calls_received") == 10 && metric(1, "agent.server_active_calls") == 0; }));
     }
     network_.setFault({});
-    // A part may still be on its way to being held: repeated until all is there.
+    // A part may not have been held yet, so this repeats until all calls are completed.
     ASSERT_TRUE(eventually([&] {
       network_.releaseHeld();
       return std::all_of(calls.begin(), calls.end(), [](const Future& future) { return future->completed(); });
@@ -276,7 +276,7 @@ TEST_F(AgentTest, PeerWhoseHandlersAllBlockGivesSignsOfLife) {
     pongs.fetch_add(header.kind == wire::Kind::kPong && header.sourceRank == 1 ? 1 : 0);
     return Fate::kDeliver;
   });
-  // More than the limit has room for.
+  // More pongs than fit into the limit.
   EXPECT_TRUE(eventually([&] { return pongs.load() > 20; })) << pongs.load();
   EXPECT_FALSE(pending->completed());
   gate_->open();
@@ -428,7 +428,7 @@ TEST_F(AgentTest, RequestWhoseCallerHasGivenUpIsNotRun) {
   ASSERT_TRUE(eventually([&] { return gate_->waiting() == 1; }));
   const Future givenUp = call(0, 1, "given up", {}, 0.05F);
   const Future patient = call(0, 1, "patient");
-  // The deadline is relative, so the callee's ends later than the caller's, by the time on the way.
+  // The deadline is relative, so it ends later at the callee, by the travel time of the request.
   EXPECT_TRUE(contains(failure(givenUp), "RPC ran for more than"));
   ASSERT_TRUE(eventually([&] { return metric(1, "agent.calls_received") >= 3; }));
   EXPECT_TRUE(contains(failure(call(0, 1, "a clock", {}, 0.5F)), "RPC ran for more than"));

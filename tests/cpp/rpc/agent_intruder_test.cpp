@@ -1,4 +1,4 @@
-// Frames that should not come.
+// Frames of intruders.
 
 #include "agent_fixture.h"
 
@@ -62,7 +62,7 @@ class AgentIntruderTest : public AgentTest, public TransportListener {
     });
   }
 
-  // Of the first reply.
+  // Checks the first reply.
   void expectRefusal(wire::RefusalReason reason, const std::string& sentence) {
     EXPECT_EQ(replies_[0].first.kind, wire::Kind::kRefused);
     wire::Refusal refusal{};
@@ -74,7 +74,7 @@ class AgentIntruderTest : public AgentTest, public TransportListener {
     EXPECT_TRUE(contains(text, sentence)) << text;
   }
 
-  // Lent to the transport, which comes after them.
+  // Lent to the transport, so declared before it.
   std::deque<wire::Header> headers_;
   std::deque<Bytes> bytes_;
   std::deque<Outcome> outcomes_;
@@ -118,7 +118,7 @@ TEST_F(AgentIntruderTest, AnswerOfAnotherWorkerThanTheOneCalledIsIgnored) {
   const std::string text = "forged";
   forged.setInlinePayload(text);
   send(frame(wire::Kind::kResponse, 0), forged.finish());
-  EXPECT_EQ(textOf(*answer(call(0, 1, "later"))), "later"); // by then it has been looked at
+  EXPECT_EQ(textOf(*answer(call(0, 1, "later"))), "later"); // the forged answer has been handled by then
   EXPECT_FALSE(future->completed()) << "answered by a worker that was not asked";
   gate_->open();
   EXPECT_EQ(textOf(*answer(future)), "block");

@@ -88,7 +88,7 @@ TEST_F(DynamicGroupTest, CallsOfAWorkerThatIsNotAdmittedYetWait) {
   join(0, {});
   admission_ = [gate] { gate->pass(); };
   join(1, {0});
-  // It may have been asked, by a member that has admitted it, to call one that has not.
+  // A member that has admitted it may ask it to call a member that has not.
   const Future small = call(1, 0, "small");
   const Future large = call(1, 0, "large", {tensorOf(kMiB)});
   EXPECT_FALSE(eventually([&] { return small->completed() || large->completed(); }, milliseconds(200)));
@@ -151,7 +151,7 @@ TEST_F(DynamicGroupTest, WhoLeavesAnswersWhatItWasAskedAndIsAskedNoMore) {
   gate_->open();
   EXPECT_EQ(textOf(*answer(before)), "before");
   leaver.join();
-  // Its last answer may be here before its goodbye.
+  // The last answer may arrive before the goodbye.
   EXPECT_TRUE(eventually([&] { return contains(failure(call(0, 1, "later")), "shut down"); }));
   EXPECT_TRUE(lostBy(0).empty()) << "who leaves in good order is not lost";
 }
@@ -209,7 +209,7 @@ TEST_F(DynamicGroupTest, WorkerThatIsLostIsReportedAndItsPlaceCanBeTaken) {
   (void)failure(call(0, 1, "?"));
   ASSERT_TRUE(eventually([&] { return lostBy(0) == std::vector<uint64_t>{session}; }));
   EXPECT_EQ(agent(0).getWorkerInfos().size(), 1u);
-  agent(1).shutdown(); // it ends here, and not on a thread of its own while its address is taken again
+  agent(1).shutdown(); // ends the agent here, before its address is taken again
   agents_.erase(1);
   join(1, {0}, [](Message& /*request*/) { return completed("second life"); });
   ASSERT_TRUE(isAdmitted(1));

@@ -1,4 +1,4 @@
-// Calls: what travels, what comes back, and who waits how.
+// Calls, their answers, and their waiting callers.
 
 #include "agent_fixture.h"
 #include "stalls.h"
@@ -40,7 +40,7 @@ TEST_F(AgentTest, TensorsOfAllKindsTravel) {
   EXPECT_TRUE(received[2].is_alias_of(received[3])) << "views of one tensor still are";
 }
 
-// torch's Message::getStorages() throws for them.
+// torch's Message::getStorages() throws for undefined tensors.
 TEST_F(AgentTest, UndefinedTensorsTravel) {
   start(2, [](Message& request) {
     EXPECT_FALSE(request.tensors().at(0).defined());
@@ -169,7 +169,8 @@ TEST_F(AgentTest, WaitersAreWokenForTheirAnswers) {
       << "a lost wake-up shows as a sleep of its full bound, half a second";
 }
 
-// In Python `gil` is the GIL: who waits takes it now and then, to see to signals, and who completes a future has it.
+// In Python `gil` is the GIL: a waiting thread takes it now and then, to handle signals, and a thread that completes a
+// future holds it.
 TEST_F(AgentTest, WhoCompletesAFutureMayHoldWhatItsWaiterWants) {
   std::mutex gil;
   std::atomic<bool> wantsGil{false};
@@ -188,8 +189,8 @@ TEST_F(AgentTest, WhoCompletesAFutureMayHoldWhatItsWaiterWants) {
   whileWaiting_ = {};
 }
 
-// No thread is woken for the answers of torch's own bookkeeping: the thread that receives one completes the call. Other
-// calls are different, since their completion may run user code.
+// Answers of torch's own bookkeeping wake no thread: the thread that receives one completes the call. The completion of
+// other calls may run user code.
 TEST_F(AgentTest, WhoReceivesAnAnswerOfBookkeepingCompletesTheCall) {
   std::mutex beforeCallback;
   start(2, [&](Message& request) {

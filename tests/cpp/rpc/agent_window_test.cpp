@@ -1,4 +1,4 @@
-// The receive window: messages that are taken in, messages that wait, and the end of each wait.
+// The receive window: admitted messages, waiting messages, and the end of each wait.
 
 #include "agent_fixture.h"
 
@@ -50,7 +50,7 @@ TEST_F(AgentWindowTest, MessageLargerThanTheWindowPassesAlone) {
   }
 }
 
-// The window cannot hold back what is sent at once, so that not too much is.
+// The window cannot hold back eager bodies, so the sender limits them.
 TEST_F(AgentWindowTest, ManyBodiesThatAreSmallWaitAtTheSender) {
   std::atomic<uint64_t> eagerBytes{0};
   constexpr size_t kCalls = 300;
@@ -63,7 +63,7 @@ TEST_F(AgentWindowTest, ManyBodiesThatAreSmallWaitAtTheSender) {
     gate_->pass();
     return completed(std::to_string(request.payload().size()));
   });
-  for (int round = 0; round < 2; ++round) { // what a call has taken is given back with its answer
+  for (int round = 0; round < 2; ++round) { // credit returns with the answer of a call
     std::vector<Future> calls;
     for (size_t number = 0; number < kCalls; ++number) {
       calls.push_back(call(0, 1, text));

@@ -1,4 +1,4 @@
-// Calls of one worker, whose callee is the test: every future is completed once, and says why where it failed.
+// Calls of one worker, whose callee is the test: every future is completed once, failures with the reason.
 
 #include "rpc/call_client.h"
 
@@ -51,12 +51,12 @@ class CallClientTest : public testing::Test {
       Rank to = 1) {
     return calls_.send(one_.peer(to), makeMessage(type, text), timeout, {});
   }
-  // The id of the call that has reached the callee last.
+  // The id of the last call that reached the callee.
   uint64_t arrivedCall() {
     two_.takeIn();
     return callee_.requests.empty() ? ~0ull : callee_.requests.back().header.callId;
   }
-  // The callee answers, and the caller takes that in.
+  // Answers as the callee, and lets the caller take the answer in.
   void answerWith(uint64_t callId, const c10::intrusive_ptr<Message>& message) {
     Peer& caller = two_.peer(0);
     two_.messenger.post(
@@ -277,7 +277,7 @@ TEST_F(RRefCreationTest, DeletionOfATimedOutRRefIsRepeatedWhenTheOwnerAnswers) {
     two_.takeIn();
     return deletion;
   };
-  // An owner that knows the reference, of a function that returned a future, forgets it now.
+  // The function returned a future, so the owner knows the reference and forgets it now.
   const Future deletion = deleteReference();
   acknowledge(2);
   EXPECT_EQ(answer(deletion)->type(), MessageType::RREF_ACK);
@@ -293,7 +293,7 @@ TEST_F(RRefCreationTest, DeletionOfATimedOutRRefIsRepeatedWhenTheOwnerAnswers) {
   acknowledge(3);
   EXPECT_EQ(calls_.open(), 0u);
 
-  // One that comes after the answer goes to the owner once.
+  // A deletion after the answer goes to the owner once.
   const Future again = deleteReference();
   acknowledge(4);
   EXPECT_EQ(answer(again)->type(), MessageType::RREF_ACK);
@@ -317,7 +317,7 @@ class FailedCreationTest : public RRefCreationTest {
   void refuse(uint64_t callId) {
     calls_.onRefused(one_.peer(1), callId, {ErrorCode::kOutOfThreads, "no thread left"});
   }
-  // The id of the latest of `number` requests, which tells the owner of the failure.
+  // The id of the last of `number` requests: the one that reports the failure to the owner.
   uint64_t failureThatIsSent(size_t number) {
     EXPECT_TRUE(eventually([&] {
       two_.takeIn();
@@ -575,7 +575,7 @@ TEST_F(CallClientTest, CallerThatWaitsDrivesAndCompletesItsOwnCall) {
       wire::Kind::kResponse,
       id,
       encodeMessage(makeMessage(MessageType::PYTHON_RET, "answer"), caller, {}, &two_.messenger.transport()));
-  calls_.waitDriving(*future); // no other worker takes it in
+  calls_.waitDriving(*future); // no other thread takes the frame in
   EXPECT_EQ(completedOn, std::this_thread::get_id());
   EXPECT_EQ(textOf(*answer(future)), "answer");
 }

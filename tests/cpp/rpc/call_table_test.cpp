@@ -168,7 +168,7 @@ TEST_F(CallTableTest, TakeAllLeavesNothingAndCanGoOn) {
   EXPECT_TRUE(isEarliest_);
 }
 
-// Everybody who can end a call tries to, at once: each call is taken out by exactly one of them.
+// All threads that can end a call try at once, and exactly one takes each call out.
 TEST_F(CallTableTest, EachCallLeavesExactlyOnce) {
   constexpr uint64_t kCalls = 40'000;
   std::vector<std::atomic<int>> taken(kCalls);

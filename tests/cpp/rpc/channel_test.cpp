@@ -1,5 +1,5 @@
-// Values of channels between agents over a loopback network: what arrives where, and what becomes of it when it is
-// late, too much, of another epoch, or its sender dies.
+// Values of channels between agents over a loopback network: arrivals, late values, too many values, values of other
+// epochs, and dead senders.
 
 #include "rpc/channel.h"
 #include "agent_fixture.h"
@@ -62,7 +62,7 @@ const std::vector<std::vector<at::Tensor>>& valuesOfAllSizes() {
   static const std::vector<std::vector<at::Tensor>> values = [] {
     std::vector<at::Tensor> many;
     for (int index = 0; index < 60; ++index) {
-      many.push_back(at::full({2000}, index)); // small each, and too much to come along together
+      many.push_back(at::full({2000}, index)); // each is small, and together they do not fit into the body
     }
     return std::vector<std::vector<at::Tensor>>{
         {}, {at::ones({3})}, {at::ones({kMiB})}, {at::arange(9 * kMiB), at::ones({1})}, many};
@@ -107,7 +107,7 @@ TEST_F(ChannelTest, LargeValuesGoStraightIntoPostedTensors) {
   const at::Tensor into = at::zeros({4 * kMiB}, at::kByte);
   const auto expected = post(1, 0, "x", std::vector<at::Tensor>{into});
   channel(0).wait(put(0, 1, "x", {at::ones({4 * kMiB}, at::kByte)}));
-  EXPECT_EQ(poolBytesInUse(), inUse); // it has arrived, and in no memory of the pool
+  EXPECT_EQ(poolBytesInUse(), inUse); // the value has arrived, outside of the pool
   const Channel::Value value = channel(1).wait(expected, kPatienceMs);
   EXPECT_TRUE(into.equal(at::ones({4 * kMiB}, at::kByte)));
   EXPECT_EQ(value.tensors.front().const_data_ptr(), into.const_data_ptr());
@@ -134,7 +134,7 @@ TEST_F(ChannelTest, ValuesThatAreNotTakenWaitAtTheirSender) {
   const auto second = put(0, 1, "1", {large});
   const auto third = put(0, 1, "2", {large});
   put(0, 1, "small", {at::ones({1})});
-  EXPECT_EQ(take(1, 0, "small").size(), 1u); // it passes them
+  EXPECT_EQ(take(1, 0, "small").size(), 1u); // the small value passes the large ones
   EXPECT_EQ(channel(1).counts().untakenBytes, 40u * kMiB);
   EXPECT_EQ(take(1, 0, "2").front().numel(), large.numel()); // out of order
   channel(0).wait(third);

@@ -1,4 +1,4 @@
-// The table of where tensors arrive at other workers.
+// The table of the devices at which tensors arrive at other workers.
 
 #include "rpc/device_maps.h"
 

@@ -1,4 +1,4 @@
-// On which device tensors arrive.
+// The devices on which tensors arrive.
 
 #include "device_fixture.h"
 
@@ -60,7 +60,7 @@ TEST_F(DeviceMapsTest, TensorsThatShareMemoryStillDo) {
   EXPECT_EQ(received_[2].device(), fake(1));
 }
 
-// Its body comes by rendezvous, together with its spans: where they go is known when they are there.
+// The body comes by rendezvous, together with its spans, so their devices are known only when they are there.
 TEST_F(DeviceMapsTest, MessageWithALargeBodyArrivesOnTheDevice) {
   startWith(keep(), same_);
   std::vector<at::Tensor> sent{onDevice(kLarge, 5)};

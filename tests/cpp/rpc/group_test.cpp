@@ -1,4 +1,4 @@
-// Members of a group: who they are, how they meet, and how they leave.
+// Members of a group: their records, joins and leaves.
 
 #include "rpc/group.h"
 
@@ -53,7 +53,7 @@ class GroupTest : public testing::Test {
   RpcWorker& worker(Rank rank) {
     return *workers_.at(static_cast<size_t>(rank));
   }
-  // What each worker's barrier returns, of which each gives a number.
+  // Enters a number for each worker, and returns the results.
   std::vector<int64_t> barrier(const std::vector<int64_t>& values) {
     std::vector<int64_t> sums(values.size());
     std::vector<std::thread> threads;
@@ -285,7 +285,7 @@ class DynamicMembersTest : public GroupTest {
     }
   }
 
-  // A worker that knows the members before it, and whom they know when they have admitted it.
+  // Makes a worker that knows the earlier members; each knows it after admitting it.
   RpcWorker& join(Rank rank) {
     RpcWorker& made = make(rank);
     made.group.setMembership(
@@ -304,7 +304,7 @@ class DynamicMembersTest : public GroupTest {
     made.parts.startDriving();
     return made;
   }
-  // Has the worker ask all before it.
+  // Lets the worker ask all earlier members.
   void announce(RpcWorker& joining, const std::string& record) {
     std::vector<uint64_t> sessions;
     for (Rank rank = 0; rank < joining.parts.identity.rank; ++rank) {

@@ -78,7 +78,7 @@ class OrphanedStateTest : public testing::Test {
   void drain() {
     EXPECT_TRUE(eventually([&] { return worker_.holds() == 0; }));
   }
-  // The references that torch was told to delete.
+  // The references that torch has deleted.
   std::vector<std::pair<int64_t, int64_t>> deleted() {
     const std::lock_guard lock(mutex_);
     return deleted_;
@@ -168,7 +168,7 @@ TEST_F(OrphanedStateTest, RequestThatCameBeforeAGoodbyeStillMakesItsValue) {
   end(1, Peer::State::kLeft);
   drain();
   EXPECT_FALSE(wait->completed());
-  worker_.peer(1).requestsOpen.fetch_sub(1); // answered, and it made no value
+  worker_.peer(1).requestsOpen.fetch_sub(1); // the call is answered without a value
   worker_.advance(std::chrono::seconds(1));
   EXPECT_TRUE(rpcFailure(wait));
 }
@@ -176,7 +176,7 @@ TEST_F(OrphanedStateTest, RequestThatCameBeforeAGoodbyeStillMakesItsValue) {
 TEST_F(OrphanedStateTest, ValueOfOneWhoseRankIsTakenNeverComesInADynamicGroup) {
   orphans_.setDynamic();
   constexpr int64_t kFirst = int64_t{1} << 41;
-  const auto wait = RRefContext::getInstance().getOwnerRRef({1, 9}); // belongs to the life before
+  const auto wait = RRefContext::getInstance().getOwnerRRef({1, 9}); // of worker 1's earlier life
   const auto fresh = RRefContext::getInstance().getOwnerRRef({1, kFirst + 9});
   Peer& before = worker_.peer(1);
   ASSERT_TRUE(before.moveTo(Peer::State::kFailed, before.lost({ErrorCode::kPeerFailed, "it died"})));
@@ -196,7 +196,7 @@ TEST_F(OrphanedStateTest, ValueOfOneWhoseRankIsTakenNeverComesInADynamicGroup) {
   EXPECT_TRUE(rpcFailure(fresh));
 }
 
-// A handler that still runs for the dead opens it, when another worker has the rank already.
+// A handler that still runs for the dead worker opens the context after another worker has taken the rank.
 TEST_F(OrphanedStateTest, ContextOfOneWhoseRankIsTakenIsClosedInADynamicGroup) {
   orphans_.setDynamic();
   const int64_t late = openContext(1);
@@ -207,7 +207,7 @@ TEST_F(OrphanedStateTest, ContextOfOneWhoseRankIsTakenIsClosedInADynamicGroup) {
   taker.firstContextId = contextNumber(fresh);
   ASSERT_TRUE(before.moveTo(Peer::State::kFailed, before.lost({ErrorCode::kPeerFailed, "it died"})));
   worker_.directory.add(taker);
-  orphans_.onPeerGone(worker_.peer(2)); // an end of somebody, long after that of the former one
+  orphans_.onPeerGone(worker_.peer(2)); // another worker's end, long after the first one's
   worker_.advance(std::chrono::seconds(1));
   EXPECT_TRUE(eventually([&] { return !isOpen(late); }));
   EXPECT_TRUE(isOpen(fresh)) << "whoever has the rank now has opened it";
@@ -223,7 +223,7 @@ TEST_F(OrphanedStateTest, ContextsOfOthersAreClosedAtTheEndOfTheAgent) {
 
 TEST_F(OrphanedStateTest, AgentThatIsNotTorchsCurrentOneReleasesNothing) {
   const FakeRpcAgent another(0);
-  // Its timer is its own, so that tasks are added before anything starts.
+  // This worker has a timer of its own, so that tasks are added before threads start.
   TestWorker worker(network_, 1, membersOf(3), others_.all);
   OrphanedState orphans(partsOf(worker), another, callback_);
   worker.startThreads();

@@ -31,7 +31,7 @@ constexpr milliseconds kLimit(1000); // of silence
 
 class PeerMonitorTest : public testing::Test {
  protected:
-  // Writes down each peer that ends, and its state by then.
+  // Notes each peer that ends, and its state at that moment.
   class Observer final : public PeerObserver {
    public:
     Observer(std::string name, Notes& notes) : name_(std::move(name)), notes_(notes) {}
@@ -61,7 +61,7 @@ class PeerMonitorTest : public testing::Test {
   static Notes told(const std::string& what) {
     return {"first: " + what, "second: " + what};
   }
-  // Has the heartbeat look `times` times.
+  // Lets the heartbeat check `times` times.
   void beat(int times) {
     for (int time = 0; time < times; ++time) {
       one_.advance(kLimit / 20);
@@ -223,7 +223,7 @@ TEST_F(PeerMonitorTest, PeerThatAnswersPingsLives) {
 TEST_F(PeerMonitorTest, PeerThatStaysSilentIsLostAfterTheLimit) {
   monitor_.watch(memberOf(0), one_.directory.all());
   one_.messenger.postControl(one_.peer(1), wire::Kind::kAcknowledge);
-  beat(20); // the limit, and what a retransmission takes beside
+  beat(20); // the limit, and the time of a retransmission
   EXPECT_EQ(takeNotes(), Notes{});
   beat(20);
   EXPECT_EQ(takeNotes(), told("w1 failed")) << "and not worker 2, which was never spoken to";
@@ -283,7 +283,7 @@ TEST_F(PeerMonitorTest, EndOfALifelineLosesASilentPeerLongBeforeTheLimit) {
 
 class WatchedProcessTest : public PeerMonitorTest {
  protected:
-  // A process that ends with the pipe that it reads, and the member that it stands for.
+  // Starts a process that ends with the pipe that it reads, and makes its member.
   WatchedProcessTest() {
     EXPECT_EQ(pipe(pipe_), 0);
     child_ = fork();

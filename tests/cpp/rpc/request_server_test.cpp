@@ -54,7 +54,7 @@ class RequestServerTest : public testing::Test {
     two_.messenger.post(callee, wire::Kind::kRequest, callId, std::move(message));
     one_.takeIn();
   }
-  // The calls that the caller has heard of.
+  // Waits for the answer to this call; null if it does not come.
   c10::intrusive_ptr<Message> answerOf(uint64_t callId) {
     if (!eventually([&] {
           two_.takeIn();
@@ -86,7 +86,7 @@ class RequestServerTest : public testing::Test {
   int64_t open() {
     return one_.peer(1).requestsOpen.load();
   }
-  // Calls 1 to 4, as many as run at a time, wait at the gate. Whether all of them have got there.
+  // Makes calls 1 to 4 wait at the gate: all threads. Returns whether all have got there.
   bool occupyAllThreads() {
     handler_ = [this](Message& request) {
       gate_.pass();
@@ -95,7 +95,7 @@ class RequestServerTest : public testing::Test {
     for (uint64_t callId = 1; callId <= 4; ++callId) {
       call(callId);
     }
-    // While a thread has to lead, the timer makes the last one.
+    // The timer makes the last thread, because one thread has to lead.
     return eventually([&] {
       one_.advance(std::chrono::milliseconds(10));
       return gate_.waiting() == 4;
@@ -300,7 +300,7 @@ TEST_F(RequestServerTest, AnswerThatCannotBeSentIsReplacedByTheReason) {
   EXPECT_EQ(notes[1], "refused: worker 'w0' could not send its answer: it died 9");
 }
 
-// The caller would find that the parts of two answers contradict each other.
+// The parts of two answers would contradict each other at the caller.
 TEST_F(RequestServerTest, AnswerOfWhichSomePartsHaveLeftIsRefusedWithTheReason) {
   server_.onAnswerNotSent(one_.peer(1), 8, {ErrorCode::kDeviceFailed, "the device is on fire"}, true);
   two_.takeIn();

@@ -84,7 +84,7 @@ TEST_F(SealedAgentTest, ManyThreadsCallOnePeer) {
   EXPECT_EQ(metric(0, "agent.frames_refused") + metric(1, "agent.frames_refused"), 0u);
 }
 
-// Someone on the network who knows address and session of worker 0, and who worker 1 is.
+// An intruder on the network that knows worker 0's address and session, and worker 1's identity.
 class SealedAgentIntruderTest : public ForgedFrameTest, private TransportListener {
  protected:
   void SetUp() override {
@@ -117,7 +117,7 @@ class SealedAgentIntruderTest : public ForgedFrameTest, private TransportListene
     });
   }
 
-  // Lent to the transport, which comes after them.
+  // Lent to the transport, so declared before it.
   std::deque<wire::Header> headers_;
   std::deque<Bytes> bytes_;
   std::deque<Outcome> outcomes_;
@@ -166,7 +166,7 @@ TEST_F(SealedAgentIntruderTest, ARecordedFrameIsTakenOnceAndNotInAnotherLife) {
   earlier.targetSession ^= 1; // and with the address corrected
   send(earlier, body);
   EXPECT_TRUE(isRefused(12));
-  earlier.sequence = 0; // a genuine frame that could come any number of times
+  earlier.sequence = 0; // a genuine frame without a number could be repeated
   earlier.targetSession = header.targetSession;
   sealer.sealFrame(earlier, body.size(), body);
   send(earlier, body);
@@ -204,7 +204,7 @@ TEST_F(SealedAgentIntruderTest, AFloodOfForgedFramesLeavesNothingBehind) {
   const auto inUse = poolBytesInUse();
   for (int number = 0; number < 2'000; ++number) {
     wire::Header header = frame(wire::Kind::kRequest);
-    header.spanCount = 2; // a message that is never whole
+    header.spanCount = 2; // a message that never becomes complete
     send(header, body);
     header.index = 0;
     send(header, body, SendMode::kRendezvous);

@@ -1,4 +1,4 @@
-// The end of an executor: what waits is done or dropped, and threads that still run user code are left behind.
+// The end of an executor: waiting tasks run or are dropped, and threads that still run user code are left behind.
 
 #include "executor_fixture.h"
 
@@ -58,7 +58,7 @@ TEST_F(ExecutorStopTest, CompletionAddedAfterStopIsRun) {
 
 TEST_F(ExecutorStopTest, StopWaitsForThreadsThatOnlyNeedACore) {
   start();
-  progress_.arrive([this] { gate_.pass(); }); // a leader that the machine keeps from running
+  progress_.arrive([this] { gate_.pass(); }); // a leader that gets no core
   ASSERT_TRUE(eventually([this] { return gate_.waiting() == 1; }));
   std::thread core([this] {
     std::this_thread::sleep_for(std::chrono::milliseconds(200));

@@ -99,7 +99,7 @@ TEST_F(ExecutorTest, AtMostTheSetNumberOfRequestsRunAtOnce) {
   for (int count = 0; count < 5; ++count) {
     threads_->addRequest([&] { later.fetch_add(1); });
   }
-  // Completions come and go meanwhile, and bring no further request in.
+  // Completions come and go without letting a further request start.
   std::atomic<int> completions{0};
   for (int count = 0; count < 50; ++count) {
     progress_.arrive([&] { threads_->addCompletion([&] { completions.fetch_add(1); }); });
@@ -230,7 +230,7 @@ TEST_F(ExecutorTest, CompletionThatArrivesDoesNotWaitBehindBlockedRequests) {
   EXPECT_TRUE(eventually([&] { return isDone.load(); }, std::chrono::seconds(5)));
 }
 
-// A timer, or a thread that calls its own worker, adds tasks while the leader sleeps and everyone else is blocked.
+// A timer, or a thread that calls its own worker, adds tasks while the leader sleeps and all others are blocked.
 class ExecutorBlockedTest : public ExecutorTest, public testing::WithParamInterface<size_t> {};
 
 TEST_P(ExecutorBlockedTest, CompletionAddedFromOutsideDoesNotWait) {
@@ -251,7 +251,7 @@ TEST_F(ExecutorTest, RequestAddedFromOutsideDoesNotWaitForBlockedOnes) {
   EXPECT_TRUE(eventually([&] { return isDone_.load(); }, std::chrono::seconds(5)));
 }
 
-// A chain in which each request waits for a later one: it ends only if there is always someone to lead and to run.
+// A chain in which each request waits for a later one. It ends only if a thread can always lead, and another run.
 TEST_F(ExecutorTest, RequestsThatWaitForLaterOnesAreServed) {
   start();
   std::vector<Gate> gates(kMaxRequests);
@@ -341,7 +341,7 @@ TEST_F(ExecutorTest, ThreadsStayWithinTheirBound) {
   EXPECT_LE(started_.load(), 2 * 4 + 3);
 }
 
-// A thread that is made on busy cores takes a while to begin. Tasks that wait at that time are no reason for more.
+// On busy cores a new thread takes a while to begin. Tasks that wait for it must not make further threads.
 TEST_F(ExecutorTest, NoThreadsAreMadeWhileOthersAreAboutToBegin) {
   std::atomic<bool> isOver{false};
   std::vector<std::thread> busy;
@@ -364,7 +364,7 @@ TEST_F(ExecutorTest, NoThreadsAreMadeWhileOthersAreAboutToBegin) {
   }
 }
 
-// A task may own this: its end makes another task.
+// A task may own this object, whose destruction adds another task.
 class AddsOnDestruction {
  public:
   AddsOnDestruction(Executor& threads, std::atomic<bool>& isDone) : threads_(threads), isDone_(isDone) {}

@@ -26,7 +26,7 @@ using Clock = std::chrono::steady_clock;
 // A Progress over a loopback transport whose messages become events: their call ids.
 class TestEndpoint final : public TransportListener, private ProgressClient {
  public:
-  // Called with the call ids of a batch, and how the thread that hands them out drives.
+  // Called with the call ids of a batch, and the driver role of the thread that hands them out.
   using Hand = std::function<void(const std::vector<uint64_t>& calls, const std::optional<Driver>& driver)>;
 
   TestEndpoint(LoopbackNetwork& network, const std::string& name, Waiting waiting)
@@ -77,10 +77,10 @@ class TestEndpoint final : public TransportListener, private ProgressClient {
   std::atomic<uint64_t> toLeaders{0};
   std::atomic<uint64_t> toWaitingCaller{0};
   std::atomic<int> deferredStarts{0};
-  // A device works on a message that is ready when it has been asked this often; guarded by the worker lock.
+  // A device's message is ready after this many questions; guarded by the worker lock.
   int questionsUntilReady = 0;
   static constexpr uint64_t kReady = 77; // the call id of that message
-  bool asksAgain = false; // some of the starts ask for another one; guarded by the worker lock
+  bool asksAgain = false; // some starts ask for another start; guarded by the worker lock
   uint64_t all() const {
     return withoutDriver.load() + toLeaders.load() + toWaitingCaller.load();
   }
@@ -142,7 +142,7 @@ bool lead(TestEndpoint& endpoint, IsDone isDone) {
   return events != nullptr;
 }
 
-// Leads, as an agent thread does, until it is told to stop.
+// Leads like an agent thread, until stopped.
 class LeadingThread {
  public:
   explicit LeadingThread(TestEndpoint& endpoint)
@@ -214,7 +214,7 @@ TEST_P(ProgressTest, DeferredWorkIsStartedOnRequest) {
   EXPECT_EQ(a_.deferredStarts.load(), before + 2) << "after the operation; what it asked for is done with that";
 }
 
-// Asked by the timer alone, a message would wait for up to 50 us, and for a wake-up.
+// If only the timer asked, a message would wait for up to 50 us, and for a wake-up.
 TEST_P(ProgressTest, DriverAsksADeviceAgainBeforeItSleeps) {
   if (Spinning::usableCores() < 2) {
     GTEST_SKIP() << "the other side may need the core";
@@ -229,7 +229,7 @@ TEST_P(ProgressTest, DriverAsksADeviceAgainBeforeItSleeps) {
   EXPECT_TRUE(isReady);
 }
 
-// As the timer makes them while a device works, which may take seconds.
+// The timer makes such requests while a device works, which may take seconds.
 TEST_P(ProgressTest, RequestsToLookAgainKeepNoDriverFromSleep) {
   if (GetParam() == Waiting::kPoll) {
     return; // it never sleeps
@@ -269,7 +269,7 @@ TEST_P(ProgressTest, NothingSubmittedIsLostWhileOneLeads) {
     for (std::thread& submitter : submitters) {
       submitter.join();
     }
-    // Without anything else happening: whoever held the lock last has looked at the queue.
+    // No other event is needed: the last holder of the lock has looked at the queue.
     int seen = 0;
     EXPECT_TRUE(eventually([&] {
       a_.progress.run([&] { seen = total; });
@@ -343,7 +343,7 @@ TEST_P(ProgressTest, DriverSaysWhatItWaitsFor) {
 }
 
 // A call in miniature, thousands of times: a caller that drives while it waits sends to an echo, while an agent thread
-// leads. Each answer is delivered once, to either of the two, and none is left lying.
+// leads. Each answer is delivered once, to one of the two.
 TEST_P(ProgressTest, NoAnswerIsLostBetweenLeaderAndWaitingCaller) {
   constexpr uint64_t kCalls = 5000;
   a_.connect(b_);

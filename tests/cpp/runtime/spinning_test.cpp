@@ -14,12 +14,12 @@ class SpinningTest : public testing::Test {
   using Awaited = Spinning::Awaited;
   static constexpr auto kShort = std::chrono::microseconds(5); // between two looks of a thread that spins
 
-  // Looks again after so much time.
+  // Looks again after `later`.
   bool spin(Spinning::Wait& wait, Awaited awaited = Awaited::kMessage, Clock::duration later = kShort) {
     now_ += later;
     return wait.spin(awaited, now_);
   }
-  // Waits that each find what they wait for after so much time.
+  // Makes `times` waits that each end after `time`.
   void waitFor(Clock::duration time, Spinning& spinning, Role role, int times) {
     for (int done = 0; done < times; ++done) {
       Spinning::Wait wait(spinning, role);

@@ -23,7 +23,7 @@ using std::chrono::milliseconds;
 
 class TimerTasksTest : public testing::Test {
  protected:
-  // A task that notes its runs, and wants to run again after `period`; never for zero.
+  // Adds a task that notes its runs, and runs again after `period`; zero means never.
   Timer::Task& add(const std::string& name, milliseconds period = milliseconds(0)) {
     return timer_.add(name, [this, name, period](TimePoint now) {
       EXPECT_EQ(now, now_);
@@ -32,7 +32,7 @@ class TimerTasksTest : public testing::Test {
     });
   }
 
-  // The names of the tasks that run when so much time has passed.
+  // Lets `time` pass, and returns the names of the tasks that ran.
   std::vector<std::string> after(milliseconds time) {
     now_ += time;
     ran_.clear();
@@ -121,7 +121,7 @@ TEST_F(TimerTasksTest, TaskMayMakeAnotherDue) {
 
 // ----------------------------------------------------------------------------------------------------- the thread
 
-// Counts its runs; due once, or again as long as `again` says.
+// A timer with a task that counts its runs, and is due again while `again` holds.
 class TimerTest : public testing::Test {
  protected:
   ~TimerTest() override {
@@ -170,7 +170,7 @@ TEST_F(TimerTest, ThreadIsWokenInTime) {
   task.dueNow();
   ASSERT_TRUE(eventually([&] { return slackNs.load() != 0; }));
   EXPECT_LE(slackNs.load(), 5000);
-  timer_.stop(); // before what the task uses is gone
+  timer_.stop(); // before the objects that the task uses are gone
 }
 
 TEST_F(TimerTest, NeverStartedCanBeStopped) {

@@ -1,4 +1,4 @@
-// The ends of a sleep, and the events that are found then.
+// The end of a sleep, and the events found then.
 
 #include "runtime/wait_set.h"
 

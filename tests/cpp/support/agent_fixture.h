@@ -74,7 +74,7 @@ class AgentTest : public testing::Test {
     return network_.makeTransport("address " + std::to_string(rank));
   }
 
-  // What the worker is told of the others: in a job with a secret, its keys.
+  // The members as worker `rank` gets them; in a job with a secret, with its keys.
   virtual std::vector<Member> asToldTo(worker_id_t /*rank*/, std::vector<Member> members) {
     return members;
   }
@@ -98,7 +98,7 @@ class AgentTest : public testing::Test {
     return agent;
   }
 
-  // A job of workers 0, 1, ..., who all have the same handler.
+  // Starts workers 0, 1, ..., all with the same handler.
   void start(worker_id_t size, const Handler& handler = &echo, const AgentOptions& options = {}) {
     std::vector<Member> members;
     for (worker_id_t rank = 0; rank < size; ++rank) {
@@ -151,7 +151,7 @@ class AgentTest : public testing::Test {
 
   uint64_t poolBytesAtStart_ = 0;
   std::atomic<bool> isInterrupted_{false};
-  std::function<void()> whileWaiting_; // what a caller that waits does now and then; set before it waits
+  std::function<void()> whileWaiting_; // called by waiting callers now and then; set before they wait
   LoopbackNetwork network_;
   const std::shared_ptr<Gate> gate_ = std::make_shared<Gate>();
   std::map<worker_id_t, std::shared_ptr<UcxRpcAgent>> agents_;

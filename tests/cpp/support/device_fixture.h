@@ -27,7 +27,7 @@ inline c10::Stream latestStream(c10::Device device = fake()) {
   return c10::Stream(c10::Stream::UNSAFE, device, kPoolStreams);
 }
 
-// What a kernel finds in a tensor when it runs, on the stream that is current now. The tensor is not kept.
+// Notes the contents that a kernel on the current stream finds in a tensor. Does not keep the tensor.
 class Look {
  public:
   explicit Look(const at::Tensor& tensor) {
@@ -107,7 +107,7 @@ class DeviceTest : public AgentTest {
     return answer(future);
   }
 
-  // On each stream, so that whichever it is that receives is busy, and has memory to give that is still read.
+  // On each stream, so that the receiving stream is busy whichever it is, and gives out memory that is still read.
   static std::vector<Look> lookOnAllStreams(c10::Device device) {
     std::vector<Look> looks;
     for (c10::StreamId stream = 0; stream <= kPoolStreams; ++stream) {
@@ -117,7 +117,7 @@ class DeviceTest : public AgentTest {
     return looks;
   }
 
-  // Whoever drives has looked at what waits, since this has gone the same way and come back.
+  // This call has gone the same way and come back, so the driver has looked at the waiting messages.
   void exchangeWithoutTensors() {
     const int before = handled_.load();
     (void)answer(call(0, 1, "no tensors"));

@@ -22,7 +22,7 @@ class EventLog {
   }
 
   Handlers handlers;
-  // If there is something, work is left to the executor, as long as an agent lives. It never comes to do it.
+  // While this is set, work is left to the executor, which never runs it.
   std::shared_ptr<void> life;
 
  private:

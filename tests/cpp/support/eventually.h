@@ -7,10 +7,10 @@
 
 namespace torch_ucx_rpc {
 
-// Far beyond what anything here takes, sanitizers and a busy machine included; far below the limit of a hung test.
+// Far longer than any step here takes, with sanitizers on a busy machine too; far below the limit of a hung test.
 inline constexpr auto kPatience = std::chrono::seconds(30);
 
-// Asks until it is true; false when it has not become so in time. For states that no condition variable announces.
+// Asks until the condition holds; false if it does not in time. For states that no condition variable announces.
 template <typename Condition>
 [[nodiscard]] bool eventually(Condition condition, std::chrono::milliseconds patience = kPatience) {
   const auto deadline = std::chrono::steady_clock::now() + patience;

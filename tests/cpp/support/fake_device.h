@@ -111,7 +111,7 @@ class FakeDevice final : public c10::Allocator {
     }
   }
 
-  // As an allocator that torch's has been replaced with: what is recorded on streams is not heard of.
+  // Acts like an allocator that replaced torch's: it ignores recordStream().
   void ignoreRecords(bool areIgnored) {
     const std::lock_guard lock(mutex_);
     ignoresRecords_ = areIgnored;
@@ -173,7 +173,7 @@ class FakeDevice final : public c10::Allocator {
   static int priorityOf(c10::StreamId stream) {
     return stream == 0 ? 0 : -static_cast<int>((stream - 1) / kPoolStreams);
   }
-  // Somebody else gets the stream whose turn it is then.
+  // Takes the stream whose turn it is, as another user would.
   void skipPoolStreamAfter(int turns) {
     const std::lock_guard lock(mutex_);
     turnsUntilSkip_ = turns;
@@ -250,7 +250,7 @@ class FakeDevice final : public c10::Allocator {
     queues_[stream].push_back({std::move(kernel), nullptr});
   }
 
-  // When the stream has come to this; on one that has nothing to do at once, or when the device runs.
+  // Done when the stream has come to it. On an idle stream: at once, or when the device runs.
   void complete(const StreamKey& stream, const std::shared_ptr<Event>& event) {
     if (queues_[stream].empty() && !completesEventsLater_) {
       event->isDone = true;

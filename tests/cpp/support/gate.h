@@ -6,7 +6,7 @@
 
 namespace torch_ucx_rpc {
 
-// Holds threads up until it is opened, and counts them.
+// Blocks threads until it is opened, and counts them.
 class Gate {
  public:
   ~Gate() {

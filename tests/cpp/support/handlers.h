@@ -1,6 +1,6 @@
 #pragma once
 
-// Event handlers that write down their events. Tests override what they are about.
+// Event handlers that note their events. Tests override the ones that they need.
 
 #include "messaging/event_handlers.h"
 
@@ -118,7 +118,7 @@ class Handlers : public AnswerHandler,
   }
 
   EventHandlers all{this, this, this, this, this};
-  uint64_t abandonedCall = ~0ull; // the call whose answer is not awaited
+  uint64_t abandonedCall = ~0ull; // a call whose caller has given up
   uint64_t shortRequest = ~0ull; // the request that a driver may run itself
   Verdict::Fate fateOfPuts = Verdict::Fate::kReceive;
   std::vector<IncomingMessage> answers;

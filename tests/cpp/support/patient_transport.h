@@ -73,7 +73,7 @@ class PatientTransport final : public Transport {
   void abandon(EndpointId /*endpoint*/) override {}
   void close(int64_t /*limitMs*/) override {}
 
-  // The first of those asked for. Its bytes are the number that is its handle.
+  // Completes the first requested receive. Its bytes are its handle.
   void complete(Error error = {}) {
     Receive first = std::move(asked.front());
     asked.pop_front();

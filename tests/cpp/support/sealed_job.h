@@ -27,7 +27,7 @@ class SealedAgentTest : public AgentTest {
   }
 };
 
-// The same, and somebody who forges frames.
+// The same, with a forger of frames.
 class ForgedFrameTest : public SealedAgentTest {
  protected:
   void SetUp() override {
@@ -38,7 +38,7 @@ class ForgedFrameTest : public SealedAgentTest {
     });
   }
 
-  // In the name of worker 1, to worker 0.
+  // Forges a frame from worker 1 to worker 0.
   wire::Header frame(wire::Kind kind) {
     wire::Header header;
     header.kind = kind;

@@ -13,7 +13,7 @@
 
 namespace torch_ucx_rpc {
 
-// Finishes sends when the test says so, and notes what it was asked for.
+// Finishes sends when the test says so, and notes all requests.
 class SendingTransport final : public Transport {
  public:
   struct Send {
@@ -125,7 +125,7 @@ class SendingTransport final : public Transport {
   std::vector<EndpointId> abandoned;
   int repairs = 0;
   int scans = 0;
-  int repairsNeeded = 1; // until nothing is in the way any more
+  int repairsNeeded = 1; // until no slot blocks the queue
   RepairState notWhole = RepairState::kUndecided; // until then
 
  private:

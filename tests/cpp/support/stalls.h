@@ -7,8 +7,8 @@
 
 namespace torch_ucx_rpc {
 
-// By how much a sleeping thread of this process oversleeps, meanwhile. That is the machine's doing: a bound on the time
-// that something takes may be exceeded by that much.
+// Measures by how much a sleeping thread of this process oversleeps. That is the machine's doing, so a time may exceed
+// its bound by as much.
 class Stalls {
  public:
   Stalls()

@@ -1,5 +1,5 @@
-// A process that belongs to no job and sends what it is told to, over UCX: stranger <file>, see stranger.h. It ends
-// with 0 when the worker has taken or refused it all.
+// A process that belongs to no job and sends what it is told to, over UCX: stranger <file>, see stranger.h. It exits
+// with 0 when the worker has taken or refused all of it.
 
 #include "stranger.h"
 

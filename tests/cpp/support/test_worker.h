@@ -42,7 +42,7 @@ inline std::vector<Member> membersOf(Rank size) {
   return members;
 }
 
-// Stands for a leader that hears nothing: agent threads run tasks, and none of them drives.
+// A leader that receives nothing: agent threads run tasks, and none drives.
 class QuietLeader final : public Leader {
  public:
   bool lead() override {
@@ -106,17 +106,17 @@ class TestWorker {
   void startThreads() {
     executor->start(leader_);
   }
-  // The same, and they take in what comes, as an agent's do: for threads of the test that wait.
+  // The same, and these threads receive like an agent's: for tests whose own threads wait.
   void startDriving() {
     executor->start(messenger);
   }
 
-  // Takes in what has come, and hands out the events as a thread does that only submitted an operation.
+  // Takes in arrived frames, and hands out the events like a thread that only submitted an operation.
   void takeIn() {
     messenger.submit([this] { messenger.drainTransportWithWorkerLock(); });
   }
 
-  // Takes in as an agent thread that leads. Only where something has come.
+  // Takes in arrived frames like a leading agent thread. Call it only if a frame has arrived.
   void lead() {
     EXPECT_TRUE(messenger.lead());
   }
@@ -131,7 +131,7 @@ class TestWorker {
     return directory.at(rank);
   }
 
-  // As an agent that is being destroyed: nothing may be queued for it.
+  // Checks, like an agent that is being destroyed, that nothing is queued.
   void endLifetime() {
     alive_.reset();
   }
@@ -172,8 +172,8 @@ class TestWorker {
   Messenger messenger;
 };
 
-// Has workers take in what they have sent one another, and what that brings about: as often as a large message needs to
-// be announced, fetched and done with.
+// Lets workers take in each other's frames, and the resulting ones, often enough to announce, fetch and finish a large
+// message.
 template <typename... Workers>
 void exchange(Workers&... workers) {
   for (int round = 0; round < 8; ++round) {
@@ -194,7 +194,7 @@ inline std::unique_ptr<OutgoingMessage> makeOutgoing(
   return message;
 }
 
-// Says when it is destroyed.
+// Notes its destruction.
 class CountingLender final : public Lender {
  public:
   explicit CountingLender(std::atomic<int>& destroyed, bool mayRunUserCode = false)

@@ -65,7 +65,7 @@ inline Future echo(Message& request) {
   return completed(textOf(request), request.tensors());
 }
 
-// Waits for the answer; throws what the call failed with.
+// Waits for the answer; throws the failure of the call.
 inline c10::intrusive_ptr<Message> answer(const Future& future) {
   if (!eventually([&] { return future->completed(); })) {
     throw std::runtime_error("no answer, and no error either");
@@ -76,7 +76,7 @@ inline c10::intrusive_ptr<Message> answer(const Future& future) {
   return future->constValue().toCustomClass<Message>();
 }
 
-// Waits for the call to fail, and says with what.
+// Waits for the call to fail, and returns the text of the failure.
 inline std::string failure(const Future& future) {
   EXPECT_TRUE(eventually([&] { return future->completed(); })) << "neither an answer nor an error";
   return future->hasError() ? future->tryRetrieveErrorMessage() : "no error";

@@ -1,4 +1,4 @@
-// In which order the streams of devices, and the transport, use the memory of tensors.
+// The order in which the streams of devices, and the transport, use the memory of tensors.
 
 #include "device_fixture.h"
 #include "memory/device_pool.h"
@@ -287,7 +287,7 @@ TEST_F(DeviceTest, CallToOneselfIsInOrder) {
   device_.launch(fake(), [view = hostView(sent)] { view.add_(2); });
   const Future future = call(0, 0, "", {sent, at::full({kLarge}, 5.f)});
   sent.reset();
-  const c10::intrusive_ptr<Message> response = answer(future); // what goes back to the CPU has the device run
+  const c10::intrusive_ptr<Message> response = answer(future); // an answer that goes to the CPU makes the device run
   device_.run();
   ASSERT_EQ(looks.size(), 2u);
   EXPECT_TRUE(looks[0].hasSeen(7));
@@ -302,14 +302,14 @@ TEST_F(DeviceTest, WhoDrivesHasAContext) {
   startWith([&](Message& /*request*/) { return completed(""); }, same_);
   std::thread caller([&] {
     EXPECT_TRUE(eventually([&] {
-      agent(0).calls().waitDriving(*call(0, 1, "")); // drives, unless the answer is there at once
+      agent(0).calls().waitDriving(*call(0, 1, "")); // drives, unless the answer has arrived already
       return device_.threads().contains(std::this_thread::get_id());
     }));
   });
   caller.join();
 }
 
-// Large tensors for devices would go one after the other, for want of memory that they do not need.
+// Otherwise large tensors for devices would go one after the other, for lack of memory that they do not need.
 TEST_F(DeviceTest, TensorsForDevicesTakeNothingOfTheHostsWindow) {
   startWith(
       [this](Message& /*request*/) {
@@ -337,7 +337,7 @@ TEST_F(DeviceTest, WhatHasTimedOutIsNotSent) {
   startWith([&](Message& /*request*/) { return completed(""); }, same_);
   device_.launch(fake(), [] {});
   EXPECT_TRUE(contains(failure(call(0, 1, "", {onDevice(kLarge, 1)}, 0.05f)), "ran for more than"));
-  exchangeWithoutTensors(); // the cancellation has been worked off
+  exchangeWithoutTensors(); // the cancellation has been handled
   device_.run();
   exchangeWithoutTensors();
   EXPECT_EQ(metric(0, "agent.calls_timed_out"), 1u);

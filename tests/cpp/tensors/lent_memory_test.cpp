@@ -26,7 +26,7 @@ c10::Storage makeStorage(c10::Allocator* allocator) {
   return makeStorage(allocator, allocator->allocate(kBytes), true);
 }
 
-// As resize_() does it.
+// Like resize_().
 void replaceMemory(const c10::Storage& storage) {
   storage.unsafeGetStorageImpl()->set_data_ptr_noswap(storage.allocator()->allocate(kBytes));
 }

@@ -1,5 +1,4 @@
-// The tensors that the encoder refuses, and its errors. And that the modes of the calling thread do
-// not matter to the codec.
+// The tensors that the encoder refuses, and its errors. Modes of the calling thread do not change the codec.
 
 #include "tensors/sendable.h"
 
@@ -176,7 +175,7 @@ TEST(SendableTest, ZeroTensorsArriveAsZeros) {
 
 // ------------------------------------------------------------------------------------------------------------- modes
 
-// A tensor each whose decoding, or encoding, runs operators.
+// Tensors whose encoding or decoding runs operators.
 std::vector<at::Tensor> manyKinds() {
   const at::Tensor dense = at::arange(24.).remainder(5).reshape({4, 6});
   return {
@@ -244,7 +243,7 @@ TEST(CodecModesTest, AutocastHasNoEffect) {
   });
 }
 
-// A mode in Python, such as FakeTensorMode, is the key that this test's own kernel would run by.
+// The kernel of this test runs by the same dispatch key as a Python mode, such as FakeTensorMode.
 TEST(CodecModesTest, PythonsModesSeeNoOperator) {
   expectNoEffect([](const std::function<void()>& body) {
     const c10::impl::IncludeDispatchKeyGuard python(c10::DispatchKey::Python);

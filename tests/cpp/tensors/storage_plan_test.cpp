@@ -1,4 +1,4 @@
-// The storages of a message, and their ways of travelling. Tensors are only described here.
+// The storages of a message, in the body or as spans. Tensors are only described here.
 
 #include "tensors/storage_plan.h"
 

@@ -46,7 +46,7 @@ std::unique_ptr<OutgoingMessage> encode(std::vector<at::Tensor> tensors, std::ve
       transport.get());
 }
 
-// What the transport does, without one.
+// Delivers a message without a transport.
 IncomingMessage arrive(const OutgoingMessage& outgoing) {
   IncomingMessage incoming;
   incoming.header = outgoing.header;
@@ -230,7 +230,7 @@ TEST(TensorCodecTest, LentMemoryOutlivesEveryChangeOfItsTensor) {
       ASSERT_EQ(outgoing->spans[0].bytes.data(), sent.const_data_ptr()) << "lent, not copied";
       swap.away(sent);
       sent = at::Tensor();
-      // Memory of that size which torch gets now must be other memory.
+      // torch must get other memory of that size now.
       const at::Tensor next = isPooled ? pooled(300'000) : at::empty({300'000});
       ASSERT_NE(next.const_data_ptr(), static_cast<const void*>(outgoing->spans[0].bytes.data()));
       next.fill_(8);
@@ -463,7 +463,7 @@ TEST(TensorCodecTest, DtypesWhoseElementsShareBytesArrive) {
       EXPECT_EQ(std::memcmp(received.const_data_ptr(), sent.const_data_ptr(), bytes), 0);
       EXPECT_TRUE(received.q_per_channel_scales().equal(sent.q_per_channel_scales()));
     }
-    // torch takes the view to begin after the end of its storage, from which nothing may be read.
+    // For torch the view begins behind the end of its storage, so nothing of it may be read.
     const at::Tensor view = at::quantize_per_tensor(at::ones({4, 8}), 1, 0, dtype).narrow(0, 3, 1);
     ASSERT_GT(view.storage_offset(), view.storage().nbytes());
     const at::Tensor beyond = travel(view);
@@ -678,7 +678,7 @@ TEST(TensorCodecTest, RecordsThatTorchCouldNotHaveMadeAreRefused) {
   }
 }
 
-// Whatever bytes a peer sends: an error, or tensors that can be read (a sanitizer sees it if not).
+// Any bytes from a peer give an error, or tensors that can be read (a sanitizer checks this).
 TEST(TensorCodecTest, DamagedBodiesNeverLeadOutsideMemory) {
   std::mt19937 random(3);
   const at::Tensor dense = at::rand({4, 6});

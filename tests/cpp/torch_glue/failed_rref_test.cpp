@@ -1,4 +1,4 @@
-// An RRef whose rpc.remote() has failed: how the caller describes it, and what the owner makes of that.
+// An RRef whose rpc.remote() has failed: the caller describes it, and the owner makes an RRef of that.
 
 #include "torch_glue/failed_rref.h"
 
@@ -53,7 +53,7 @@ TEST_F(FailedRRefTest, OwnerMakesAnRRefWhoseValueIsTheError) {
   const auto request = describeFailedRRef(*creation_, "no such module");
   ASSERT_TRUE(request);
   EXPECT_TRUE(isFailedRRef(*request));
-  const Future wait = context_.getOwnerRRef(rref_->rrefId()); // of a worker that has asked before
+  const Future wait = context_.getOwnerRRef(rref_->rrefId()); // by a worker that has asked before
   EXPECT_FALSE(wait->completed());
 
   const auto ret = rpc::RemoteRet::fromMessage(*answer(makeFailedRRef(*request)));

@@ -1,4 +1,4 @@
-// The consequences of a request's type, and of its contents.
+// The type and contents of a request decide how it is handled.
 
 #include "torch_glue/message_types.h"
 

@@ -1,4 +1,4 @@
-// Which worker holds which reference to an RRef of this process, and who waits for values that never come.
+// The workers that hold references to RRefs of this process, and the waits for values that never come.
 
 #include "torch_glue/rref_holders.h"
 
@@ -37,7 +37,7 @@ class RRefHoldersTest : public testing::Test {
     }
   }
 
-  // As torch notes a reference that another worker holds.
+  // Notes a reference of another worker, as torch does.
   void addFork(RRefId rref, ForkId fork) {
     RRefContext::getInstance().addForkOfOwner(rref, fork);
     forks_.emplace_back(rref, fork);
@@ -54,7 +54,7 @@ class RRefHoldersTest : public testing::Test {
         sender,
         *rpc::PythonRemoteCall(rpc::SerializedPyObj("", {}), result.toIValue(), result.toIValue(), false).toMessage());
   }
-  // The creators of the values that are waited for in vain, where those of worker `gone` never come.
+  // The creators of values that are awaited in vain when worker `gone` is dead.
   std::vector<rpc::worker_id_t> hopelessWaits(rpc::worker_id_t gone) {
     std::vector<rpc::worker_id_t> creators;
     for (const WaitForValue& wait :

@@ -1,4 +1,4 @@
-// UCX while the process can open no more files.
+// UCX in a process that can open no more files.
 
 #include "transport/ucp/files_for_ucx.h"
 
@@ -47,7 +47,7 @@ class FilesForUcxTest : public testing::Test {
     files_.push_back(socket(AF_INET, SOCK_STREAM, 0));
     ASSERT_EQ(connect(files_.back(), reinterpret_cast<sockaddr*>(&address_), sizeof(address_)), 0);
   }
-  // As UCX does.
+  // Like UCX.
   ucs_status_t acceptOne() {
     using Accept = ucs_status_t (*)(int, sockaddr*, socklen_t*, int*);
     static const auto accept = reinterpret_cast<Accept>(dlsym(RTLD_DEFAULT, "ucs_socket_accept"));

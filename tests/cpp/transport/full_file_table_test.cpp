@@ -1,4 +1,4 @@
-// A process that can open no more files: what it blames for the sends that fail.
+// In a process that can open no more files, failed sends name the cause.
 
 #include "eventually.h"
 #include "outcome.h"
@@ -70,7 +70,7 @@ class Neighbour {
   pid_t pid_ = -1;
 };
 
-// UCX opens some of its sockets when the peer answers. Told as the peer's, the failure would end a peer that is well.
+// UCX opens some of its sockets when the peer answers. If the peer were blamed, a healthy peer would be lost.
 TEST(FullFileTable, ConnectionThatFindsNoFilesIsNotBlamedOnThePeer) {
   const Neighbour neighbour; // forked before UCX starts here
   Deaf listener;

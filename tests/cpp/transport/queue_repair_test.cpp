@@ -1,4 +1,4 @@
-// Shared-memory queues with a slot that nobody marks as written, as a sender leaves it that is killed while it writes.
+// Shared-memory queues with an unmarked slot, as left by a sender that was killed while it wrote.
 
 #include "transport/ucp/queue_repair.h"
 
@@ -34,7 +34,7 @@ class Counter final : public TransportListener {
   int arrived = 0;
 };
 
-// A process that has what this one has mapped, and does what it is told to.
+// A process with this one's mappings, which obeys orders.
 class Bystander {
  public:
   explicit Bystander(const std::function<void()>& does) : pid_(fork()) {
@@ -47,7 +47,7 @@ class Bystander {
     kill(pid_, SIGKILL);
     waitpid(pid_, nullptr, 0);
   }
-  // In its own code, where it may be in the middle of writing; not in a system call.
+  // Busy in its own code, perhaps in the middle of writing; not in a system call.
   void stop() const {
     const std::string thread = "/proc/" + std::to_string(pid_) + "/task/" + std::to_string(pid_);
     do {
@@ -104,13 +104,13 @@ class QueueRepairTest : public testing::TestWithParam<const char*> {
   bool arrives(int messages) {
     return eventually([&] { return progress(), received_.arrived == messages; });
   }
-  // As an agent does, until nothing is in the way.
+  // Repairs like an agent, until no slot blocks the queue.
   bool repair() {
     receiver_->scanForRepair();
     return receiver_->repairState() == RepairState::kWhole;
   }
-  // As a sender does, which then marks it as written. The head of the queue is the first thing in its memory, and the
-  // receiver's process stands behind the second cache line.
+  // Takes a slot like a sender. The queue's memory begins with the head; the receiver's process is behind the second
+  // cache line.
   void takeSlot() {
     for (const uintptr_t begin : mapped_) {
       if (*reinterpret_cast<const pid_t*>(begin + 136) == getpid()) { // NOLINT(performance-no-int-to-ptr)
@@ -236,7 +236,7 @@ TEST_P(QueueRepairTest, WhoSleepsIsNotWriting) {
   EXPECT_TRUE(arrives(2));
 }
 
-// As NothingIsSkippedWhereProcessesMayNotBeSeen, until it is told.
+// Like NothingIsSkippedWhereProcessesMayNotBeSeen, until the order comes.
 TEST_P(QueueRepairTest, UnseenProcessesMakeTheQueueUnrepairableAfterSomeScans) {
   send();
   ASSERT_TRUE(arrives(1));

@@ -1,5 +1,4 @@
-// A job with a secret on real UCX, and another process that has got hold of a worker's address and of bytes that were
-// sent.
+// A job with a secret on real UCX, and a process that knows a worker's address and recorded bytes.
 
 #include "stranger.h"
 #include "sealed_job.h"
@@ -58,7 +57,7 @@ class StrangerTest : public ForgedFrameTest {
     expected_ += times;
   }
 
-  // Runs the stranger; false when it did not get rid of its frames.
+  // Runs the stranger; false if it could not send all frames.
   [[nodiscard]] bool runStranger() {
     shots_.close();
     std::string program = std::filesystem::read_symlink("/proc/self/exe").parent_path() / "stranger";
@@ -131,7 +130,7 @@ TEST_F(StrangerTest, AFloodCostsNoMemory) {
   header.spanCount = 2;
   wire::Header span = header;
   span.index = 0;
-  // To begin with, what UCX itself sets up for a process that talks to it.
+  // First, UCX's own memory for a process that connects.
   shoot(header, large, 200);
   shoot(span, spanBytes, 200, SendMode::kRendezvous);
   ASSERT_TRUE(runStranger());

@@ -36,7 +36,7 @@ class TransportFactory {
   virtual std::unique_ptr<Transport> make(const std::string& name) = 0;
   // Ends a transport as the death of its process would.
   virtual void destroy(std::unique_ptr<Transport> transport) = 0;
-  // Whether the death of a transport in this very process can be seen by the others.
+  // Whether others notice the death of a transport in this process.
   virtual bool showsDeath() const = 0;
 };
 
@@ -198,7 +198,7 @@ class TransportContractTest : public testing::TestWithParam<Implementation> {
     }
   }
 
-  // Progresses everybody until it is true.
+  // Progresses all transports until the condition holds.
   [[nodiscard]] bool progressUntil(const std::function<bool()>& condition) {
     const auto deadline = std::chrono::steady_clock::now() + kPatience;
     while (!condition()) {
@@ -210,7 +210,7 @@ class TransportContractTest : public testing::TestWithParam<Implementation> {
     return true;
   }
 
-  // Progresses everybody until nobody has anything to do for a while: for showing that something does not happen.
+  // Progresses all transports until all have been idle for a while, to show that something does not happen.
   void progressAWhile() {
     for (int round = 0; round < 2000; ++round) {
       progress();
@@ -286,8 +286,7 @@ TEST_P(TransportContractTest, RendezvousIsReceivedWholeAndTakesNoMemoryBefore) {
     EXPECT_EQ(a.transport->operationsInFlight(), 0u);
     EXPECT_EQ(b.transport->operationsInFlight(), 0u);
   }
-  // `sent` has one element more than there are sizes, for an empty message. That has no bytes to wait for, and may
-  // arrive either way.
+  // `sent` has one more element than sizes: an empty message, which may arrive either way.
   const wire::Header frame = header(number);
   a.transport->send(toB, frame, {}, SendMode::kRendezvous, sent[number].callback());
   ASSERT_TRUE(progressUntil([&] { return !b.arrivals.empty(); }));
@@ -734,7 +733,7 @@ TEST_P(TransportContractTest, CloseReleasesWhatNobodyTook) {
       << "the sender's bytes are pinned for ever";
 }
 
-// Over TCP this one is never drained: the peer reads nothing, and the kernel's buffers are full.
+// Over TCP this send never finishes: the peer reads nothing, and the kernel's buffers are full.
 TEST_P(TransportContractTest, CloseWithAPeerThatReadsNothingEndsEverything) {
   constexpr size_t kSends = 8;
   Outcome first;
@@ -847,7 +846,7 @@ TEST_P(TransportContractTest, SleeperIsWokenEveryTime) {
       if (poll(&event, 1, 10'000) == 0) {
         self.transport->progress();
         if (!self.arrivals.empty()) {
-          lost.fetch_add(1); // it was there, and no event said so
+          lost.fetch_add(1); // the message had arrived without an event
         }
         return !self.arrivals.empty();
       }

@@ -1,4 +1,4 @@
-// UCX's own lines about failures that a transport reports: they become part of the error, and are not printed.
+// UCX's lines about a reported failure become part of its error, and are not printed.
 
 #include "transport/ucp/ucx_log.h"
 #include "eventually.h"
@@ -76,7 +76,7 @@ std::string addressOfDead(const std::string& lanes) {
 
 class UcxLogOfTheDeadTest : public testing::TestWithParam<const char*> {
  protected:
-  // Sends a message there. Returns why that has failed.
+  // Sends a message there. Returns the reason of the failure.
   std::string sendTo(const std::string& address) {
     EndpointId endpoint = 0;
     if (const Error error = transport_->connect(address, endpoint)) {
@@ -111,7 +111,7 @@ TEST_P(UcxLogOfTheDeadTest, FailureToReachADeadWorkerIsNotPrinted) {
 
 INSTANTIATE_TEST_SUITE_P(Lanes, UcxLogOfTheDeadTest, testing::Values("sysv,self", "posix,self", "tcp,self", ""));
 
-// A process that reaches a dead worker, with the user's own level of UCX's log.
+// A process that calls a dead worker, with the user's own level of UCX's log.
 TEST_P(UcxLogOfTheDeadTest, DISABLED_Reacher) {
   const std::string dead = addressOfDead(GetParam());
   transport_ = makeUcpTransportOver(GetParam());
@@ -134,7 +134,7 @@ void say(ucs_log_level_t level, const char* what) {
   ucs_log_dispatch("/src/some.c", 7, "function", level, &ucs_global_opts.log_component, "%s", what);
 }
 
-// The text that is printed while `printing` runs.
+// Returns the text that `printing` prints.
 std::string printedBy(const std::function<void()>& printing) {
   testing::internal::CaptureStdout();
   printing();

@@ -12,7 +12,7 @@
 namespace torch_ucx_rpc::wire {
 namespace {
 
-// Numbers the rendezvous that it makes, and checks at the end that each came out of the assembler exactly once.
+// Numbers its rendezvous, and checks at the end that the assembler returned each exactly once.
 class AssemblerTest : public testing::Test {
  protected:
   static constexpr uint64_t kSession = 77;
@@ -262,7 +262,7 @@ TEST_F(AssemblerTest, WhatComesOfAMessageThatWasCanceledIsHandedOutAtOnce) {
   EXPECT_EQ(add(header(kBodyIndex, 3)), Assembler::Outcome::kGivenUp);
   EXPECT_EQ(add(header(1, 3)), Assembler::Outcome::kGivenUp);
   EXPECT_EQ(out_.size(), 4u);
-  // That was all of it: nothing is remembered.
+  // Nothing is remembered after the last part.
   EXPECT_EQ(add(header(0, 3)), Assembler::Outcome::kIncomplete);
 }
 
@@ -307,7 +307,7 @@ TEST_F(AssemblerTest, AnnouncedSpansCostNothingUntilTheyArrive) {
   EXPECT_EQ(assembler_.incomplete(), 100'000u);
 }
 
-// Any sequence of frames, valid or not: what goes in comes out exactly once (TearDown checks it).
+// For any sequence of frames, valid or not, each rendezvous comes out exactly once (TearDown checks it).
 TEST_F(AssemblerTest, RandomFramesNeverLoseAPiece) {
   std::mt19937 random(7);
   for (int step = 0; step < 50'000; ++step) {
@@ -327,7 +327,7 @@ TEST_F(AssemblerTest, RandomFramesNeverLoseAPiece) {
   }
 }
 
-// Nothing of so much memory is there: rendezvous are only announced.
+// This memory does not exist: rendezvous are only announced.
 TEST_F(AssemblerTest, PiecesBeyond4GiBKeepTheirPlaces) {
   constexpr uint64_t kGiB = uint64_t{1} << 30;
   EXPECT_EQ(addPiece(9 * kGiB / 2, kGiB / 2, 5 * kGiB), Assembler::Outcome::kIncomplete);

@@ -24,7 +24,7 @@ TensorRecord record(Layout layout, uint32_t storage = kNowhere, uint32_t childre
   return made;
 }
 
-// A body in which every kind of record occurs, and where each of its fields lies.
+// A body with every kind of record, and the place of each field.
 class Sample {
  public:
   Sample() {
@@ -416,7 +416,7 @@ TEST(WireBodyTest, TensorsStayInsideTheirStorage) {
   }
 }
 
-// Whatever single byte is changed: it is refused, or what is read is consistent with itself.
+// With any single byte changed, the body is refused, or consistent in itself.
 TEST(WireBodyTest, NoChangeOfOneByteIsReadPastTheEnd) {
   const Sample sample;
   for (size_t at = 0; at < sample.body.size(); ++at) {

@@ -1,4 +1,4 @@
-// The fuzz target on its seed corpus, without libFuzzer: what it found once stays found, with any compiler.
+// The fuzz target on its seed corpus, without libFuzzer: old findings are checked with any compiler.
 
 #include "../../fuzz/wire_fuzzer.cpp"
 

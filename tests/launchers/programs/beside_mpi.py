@@ -1,4 +1,4 @@
-"""MPI and RPC in the same processes, at the same time: the argument says which of them is started first."""
+"""MPI and RPC in the same processes, at the same time; the argument names the one that starts first."""
 
 import os
 import sys

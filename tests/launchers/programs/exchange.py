@@ -1,4 +1,4 @@
-"""``exchange.py [MIB]``: each worker sends each other one a small and a large tensor, and says by which lanes."""
+"""``exchange.py [MIB]``: each worker sends all others a small and a large tensor, and prints the lanes."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""A worker of ``run`` that writes to FOLDER/<name>.json what it can tell about its own process.
+"""A worker of ``run`` that writes facts about its own process to FOLDER/<name>.json.
 
 facts.py FOLDER
 """

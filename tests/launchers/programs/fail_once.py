@@ -1,4 +1,4 @@
-"""The group forms, and worker 1 fails; torchrun starts all of them again, and then nobody does."""
+"""The group forms, and worker 1 fails; torchrun starts all workers again, and then none fails."""
 
 import os
 import time

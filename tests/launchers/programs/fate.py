@@ -1,4 +1,4 @@
-"""worker1 meets with a fate while worker0 and worker2 are in ``rpc.shutdown()``; they write down what that did."""
+"""worker1 ends or stops while worker0 and worker2 are in ``rpc.shutdown()``; these note the outcome."""
 
 import os
 import signal
@@ -30,7 +30,7 @@ if me == "worker1":
     elif fate == "sys.exit()":
         sys.exit()
     elif fate == "Ctrl-C":
-        os.kill(os.getppid(), signal.SIGINT)  # as the terminal does
+        os.kill(os.getppid(), signal.SIGINT)  # like the terminal
         time.sleep(1000)
 try:
     rpc.shutdown(timeout=4 if fate in ("stopped", "never calls shutdown") else 60)

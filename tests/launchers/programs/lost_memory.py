@@ -1,4 +1,4 @@
-"""Worker 1 takes more and more memory, until the kernel kills it; worker 0 says what it hears of that."""
+"""Worker 1 takes more and more memory, until the kernel kills it; worker 0 prints its error."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""Joins without a word, calls all workers, and says so in one line."""
+"""Joins without arguments, calls all workers, and says so in one line."""
 
 import json
 import os
@@ -13,6 +13,6 @@ me = rpc.get_worker_info()
 names = sorted(info.name for info in rpc.api._get_current_rpc_agent().get_worker_infos())
 hosts = [rpc.rpc_sync(name, socket.gethostname) for name in names]
 line = json.dumps({"name": me.name, "rank": me.id, "calls": names, "hosts": hosts, "on": socket.gethostname()})
-# In one piece: launchers may put the lines of several workers together.
+# One write, because launchers may mix the lines of several workers.
 os.write(1, f"{line}\n".encode())
 rpc.shutdown()

@@ -1,7 +1,7 @@
 """``without.py CALLS PROGRAM ARGUMENTS``: a program that may not make some system calls, as under Docker's seccomp.
 
-What Docker allows depends on its version and on the kernel's. Older ones forbid process_vm_readv and process_vm_writev
-without CAP_SYS_PTRACE, and calls that they do not know yet, such as pidfd_open. They fail with EPERM.
+Docker's profile depends on its version and on the kernel's. Older profiles forbid process_vm_readv and
+process_vm_writev without CAP_SYS_PTRACE, and calls that are newer than they, such as pidfd_open. They fail with EPERM.
 """
 
 import ctypes

@@ -1,11 +1,11 @@
-"""Trainers, and the hosts of their gradients, are killed and started anew: all copies of the model must stay equal.
+"""Trainers, and the hosts of their gradients, are killed and restarted: all copies of the model must stay equal.
 
     python -m tests.soak.training --minutes 1
 
 Five jobs, one after the other: trainers that share the work, trainers with one host and with two, trainers with a
 quorum, and trainers of parameters that hosts keep. Each trainer notes a digest of its parameters at the beginning of
-each step. It fails where two trainers are in the same step with other parameters, where one is in no step for
-`_STALL_S`, and where a process ends by itself. Then it prints the stacks of the others.
+each step. It fails if two trainers have different parameters in the same step, if a trainer is in no step for
+`_STALL_S`, or if a process ends by itself. Then it prints the stacks of the others.
 """
 
 # mypy: allow-untyped-calls
@@ -36,14 +36,14 @@ from torch import nn
 
 from torch_ucx_rpc import UcxRpcBackendOptions, reduction
 
-# A call has more, so that one that waits for what never comes is seen before it fails.
+# Calls have a longer limit, so that a hanging call shows before it fails.
 _STALL_S = 15.0
 _TIMEOUT_S = 40.0
 _STARTING_S = 60.0
 _ENDING_S = 60.0
-# Trainers that train on, when others have left, may differ.
+# Trainers that train on after others have left may differ.
 _LAST_S = 0.5
-# Until a host that has come back has a replica.
+# The time until a restarted host has a replica.
 _REPLICATING_S = 3.0
 _PAUSES_S = (0.1, 0.3, 0.6, 1.0)
 _ABSENCES_S = (0.0, 0.5, 2.0)
@@ -59,7 +59,7 @@ class Kind:
     trainers: int
     hosts: tuple[str, ...] = ()
     quorum: int | None = None
-    # The hosts have the optimizer and the parameters, and each a replica of the other's.
+    # The hosts have the optimizer and the parameters, and each has a replica of the other's.
     replica: bool = False
 
     @property
@@ -149,7 +149,7 @@ def train_copies(kind: Kind, folder: Path) -> reduction.Server:
 
 
 def serve(kind: Kind, **options: Any) -> reduction.Server:
-    """The server, once a host is there: both may be about to be started anew."""
+    """The server, once a host exists: both hosts may be restarting."""
     give_up_at = time.monotonic() + _STARTING_S
     while True:
         try:
@@ -164,11 +164,11 @@ def serve(kind: Kind, **options: Any) -> reduction.Server:
 
 
 class Failed(Exception):
-    """Something has been found."""
+    """A finding."""
 
 
 class Job:
-    """The processes of a job, which die and come back."""
+    """The processes of a job, which die and are restarted."""
 
     def __init__(self, kind: Kind, choices: random.Random, folder: Path) -> None:
         self._kind = kind
@@ -193,7 +193,7 @@ class Job:
         return journal.stat().st_mtime if journal.exists() and journal.stat().st_size else None
 
     def live(self, seconds: float) -> None:
-        """Have bad luck for so long; `Failed` where a process ends by itself or stalls."""
+        """Kill and restart for ``seconds``; `Failed` if a process ends by itself or stalls."""
         give_up_at = time.monotonic() + _STARTING_S
         while not all(self._last_step(name) for name in self._kind.workers if name not in self._kind.hosts):
             self._look()
@@ -212,13 +212,13 @@ class Job:
                 self._strike(now)
 
     def _strike(self, now: float) -> None:
-        """Kill one; one of several hosts, and a trainer with the state of the model, are left."""
+        """Kill one process, but leave one of several hosts, and a trainer with the state of the model."""
         living = [name for name in self._processes if name not in self._returns]
         hosts = [name for name in living if name in self._kind.hosts]
         trainers = [name for name in living if name not in self._kind.hosts and self._last_step(name)]
         may_lose_host = len(hosts) > 1 or len(self._kind.hosts) == 1
         if self._kind.replica:
-            # The other one must have had the time to come up and to get all that this one has.
+            # The other one must have had time to start and to get all of this one's state.
             may_lose_host &= all(time.time() - self._began[host] > _REPLICATING_S for host in hosts)
         candidates = [*(hosts if may_lose_host else []), *(trainers if len(trainers) > 1 else [])]
         if not candidates:
@@ -244,7 +244,7 @@ class Job:
         return failure.read_text() if failure.exists() else f"exit code {self._processes[name].exitcode}"
 
     def end(self) -> None:
-        """Have all leave. A trainer that has not begun yet would wait for the others, and is killed."""
+        """Let all leave. A trainer that has not begun yet would wait for the others, and is killed."""
         for name in self._returns.keys() & set(self._kind.hosts):
             del self._returns[name]
             self._start(name)
@@ -263,7 +263,7 @@ class Job:
                     raise Failed(f"{name} has failed at the end: {self._why(name)}")
 
     def stacks(self) -> str:
-        """Where the threads of each process are that has come as far as RPC."""
+        """The stacks of all processes that have joined RPC."""
         files = {name: self._folder / f"{name}.stacks" for name in self._kind.workers}
         living = [name for name, file in files.items() if file.exists() and self._processes[name].exitcode is None]
         for name in living:
@@ -292,7 +292,7 @@ class Step(NamedTuple):
 def steps(folder: Path, killed: set[str]) -> Iterator[Step]:
     """The steps of all, but for the last one of each process that was killed.
 
-    As a host it may have answered itself, and died before the others had that answer: then they do that step anew.
+    As a host it may have answered itself, and died before it answered the others, which then repeat that step.
     """
     for journal in folder.glob("*.steps"):
         lines = journal.read_text().splitlines()
@@ -302,7 +302,7 @@ def steps(folder: Path, killed: set[str]) -> Iterator[Step]:
 
 
 def first_difference(done: list[Step], stopped_at: float) -> tuple[Step, Step] | None:
-    """Two trainers that have other parameters in the same step."""
+    """Two trainers with different parameters in the same step."""
     first: dict[int, Step] = {}
     for step in sorted(done):
         if step.at > stopped_at - _LAST_S:

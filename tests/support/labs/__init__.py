@@ -1,14 +1,14 @@
-"""What a cluster has and one machine has not, for tests that run as root on Linux.
+"""A cluster on one machine, for tests that run as root on Linux.
 
 * ``VirtualHosts(["a", "b"])``: hosts with a network, shared memory and processes of their own, on one switch, with
   cables that can be cut. (``_virtual_hosts``)
 * ``move_to_host(pid)`` puts the calling process onto one; ``run_workers(..., hosts=hosts)`` does. (``_moving``)
-* ``Fate(hosts)`` cuts and heals them at the word of a worker. (``_fate``)
+* ``Fate(hosts)`` cuts and heals them on a worker's order. (``_fate``)
 * ``SlurmCluster(hosts)``: Slurm on them. (``_slurm``)
-* ``Container(ipc="host", user=12345).command([...])``: what Docker and Kubernetes put around a command, with
+* ``Container(ipc="host", user=12345).command([...])``: a command in a container like Docker's and Kubernetes's, with
   ``limits(memory_mib=..., cpus=...)``. (``_containers``)
-* ``needs("srun", "mpirun.mpich")``, ``needs_mpi4py("mpich")`` and ``needs_virtual_hosts()``: a test is skipped where
-  that is not to be had; where CI is set it fails. (``_needs``)
+* ``needs("srun", "mpirun.mpich")``, ``needs_mpi4py("mpich")`` and ``needs_virtual_hosts()``: a test without these is
+  skipped, or fails if CI is set. (``_needs``)
 """
 
 from ._containers import Container, limits

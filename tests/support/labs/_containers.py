@@ -1,4 +1,4 @@
-"""Containers as Docker and Kubernetes make them, of namespaces on this machine: `Container`."""
+"""Containers like Docker's and Kubernetes's, of namespaces on this machine: `Container`."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
-# Those of Docker, which Kubernetes takes over.
+# Docker's capabilities, which Kubernetes uses too.
 DEFAULT_CAPABILITIES = (
     *("audit_write", "chown", "dac_override", "fowner", "fsetid", "kill", "mknod", "net_bind_service", "net_raw"),
     *("setfcap", "setgid", "setpcap", "setuid", "sys_chroot"),
 )
 
-# What programs need of this machine's files, wherever it lies.
+# The folders of this machine that programs need.
 _NEEDED = (Path(__file__).resolve().parents[3], Path(sys.prefix))
 
 _TMP = Path("/tmp")
@@ -28,19 +28,19 @@ _PERIOD_US = 100_000
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Container:
-    """What ``docker run`` makes of a command, by options of the same names; its files are this machine's.
+    """A container for a command, with options of ``docker run``, and with this machine's files.
 
     It has mounts of its own. Its first process is the command, or, with ``init``, one that starts the command.
 
     Args:
         ipc: "private", with a ``/dev/shm`` of ``shm_mib``; or "host", with System V IPC and ``/dev/shm`` of the host.
         pid: "private", with processes of its own; or "host", with those of the host.
-        network: "host", that of the host that it runs on, which is that of a pod where the host is one of
-            `VirtualHosts`; or "none", with the loopback interface alone.
-        hostname: its name, which nobody can resolve; empty for the host's.
-        read_only: nothing can be written but ``/tmp`` and ``/dev/shm``.
-        user: number of the user, who needs no name. Only root, 0, has capabilities.
-        capabilities: of root; all others are gone for good.
+        network: "host", the network of its host (a pod's, if the host is one of `VirtualHosts`); or "none", with the
+            loopback interface alone.
+        hostname: its name, which does not resolve; empty for the host's.
+        read_only: only ``/tmp`` and ``/dev/shm`` can be written.
+        user: number of the user, with or without a name. Only root, 0, has capabilities.
+        capabilities: of root, which can regain no others.
         first_pid: with ``init`` and processes of its own, the number of the command's process.
         cgroups: folders of `limits`, to run within.
     """
@@ -58,7 +58,8 @@ class Container:
     cgroups: Sequence[Path] = ()
 
     def command(self, program: Sequence[str]) -> list[str]:
-        """What runs ``program`` in such a container. Ends with its exit code; SIGKILL ends all of it."""
+        """Return the command that runs ``program`` in such a container. It ends with its exit code; SIGKILL ends all of
+        it."""
         assert {self.ipc, self.pid} <= {"private", "host"}
         assert self.network in ("host", "none")
         set_up = []
@@ -71,7 +72,7 @@ class Container:
         if self.ipc == "private":
             set_up.append(f"mount -t tmpfs -o mode=1777,size={self.shm_mib}m shm /dev/shm")
         if self.user != 0:
-            # Files of an image are for all its users. Here Python may be in root's home, closed to others.
+            # An image's files are open to all its users. Here Python may be in root's home, closed to others.
             set_up += [
                 "mount -t tmpfs -o mode=755 home /mnt",
                 "mkdir -m 755 /mnt/upper /mnt/work",
@@ -86,7 +87,7 @@ class Container:
         if self.init and self.pid == "private":
             set_up.append(f"echo {self.first_pid - 1} > /proc/sys/kernel/ns_last_pid")
         capabilities = ",".join(["-all", *(f"+{name}" for name in sorted(self.capabilities))])
-        # It forgets whose end is its own when it changes the user, so that comes with the same command.
+        # The kernel forgets the parent-death signal when the user changes, so one command sets both.
         dropping = f"setpriv --pdeathsig KILL --reuid={self.user} --regid={self.user} --clear-groups"
         # A user without a name has no home either.
         run = f'env HOME={"/root" if self.user == 0 else "/"} {dropping} --bounding-set={capabilities} -- "$@"'
@@ -96,7 +97,7 @@ class Container:
         spaces += ["--ipc"] if self.ipc == "private" else []
         spaces += ["--pid"] if self.pid == "private" else []
         spaces += ["--net"] if self.network == "none" else []
-        # The shell starts the first process. With --fork unshare would, and say 1 of one that was killed by SIGKILL
+        # The shell starts the first process. With --fork unshare would, and return 1 after SIGKILL
         # (https://github.com/util-linux/util-linux/issues/2614, before 2.40).
         first = 'setpriv --pdeathsig KILL sh -euc "$0" - "$@"; exit $?'
         start = ["sh", "-euc", f'{join}exec "$@"', "-", "unshare", *spaces, "sh", "-uc", first]
@@ -104,13 +105,13 @@ class Container:
 
 
 def _new_tmp() -> list[str]:
-    """Commands that mount an empty ``/tmp``, in which nothing is found but those of the needed folders that lie there.
+    """Return commands that mount an empty ``/tmp`` with only the needed folders that lie there.
 
-    Anybody may enter the folders above them, such as that of ``mktemp -d``.
+    Their parents, such as that of ``mktemp -d``, are open to all.
     """
     kept = [folder for folder in _NEEDED if _TMP in folder.parents]
     kept = [folder for folder in kept if not set(kept) & set(folder.parents)]
-    # Open files lead to the folders once they are covered. A mount from one must not look for its path.
+    # Open files reach the folders once they are covered. A mount from one must not look up its path.
     files = list(enumerate(kept, 5))
     commands = [f"exec {file}< {folder}" for file, folder in files]
     commands.append("mount -t tmpfs -o mode=1777 tmp /tmp")
@@ -149,7 +150,7 @@ def limits(*, memory_mib: int | None = None, cpus: float | None = None) -> Itera
             if memory_mib is not None:
                 file = folders[0] / ("memory.max" if is_unified else "memory.limit_in_bytes")
                 file.write_text(str(memory_mib << 20))
-                # Or what does not fit would be swapped out.
+                # Otherwise excess memory would be swapped out.
                 swap = folders[0] / ("memory.swap.max" if is_unified else "memory.swappiness")
                 if swap.exists():
                     swap.write_text("0")

@@ -1,4 +1,4 @@
-"""Misfortunes of hosts while a test runs, ordered by its workers: `Fate`."""
+"""Failures of hosts during a test, ordered by its workers: `Fate`."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from ._virtual_hosts import VirtualHosts
 
 
 class Fate:
-    """Cuts, heals and powers off hosts when a worker says so, which can pick the moment and is on one of them itself.
+    """Cuts, heals and powers off hosts on the order of a worker, which can pick the moment and runs on one of them.
 
-    It is pickled to the workers; the pytest process keeps it running in a ``with``::
+    It is pickled to the workers; the pytest process runs it in a ``with``::
 
         with Fate(hosts) as fate:
             run_workers(2, body, fate, hosts=hosts)     # in the body: fate.of("b", "cut")
@@ -33,7 +33,7 @@ class Fate:
         self._address = address
 
     def of(self, host: str, what: str, *args: float) -> None:
-        """``what`` is "cut", "cut_for" (so many seconds), "heal" or "power_off"; returns when it has happened.
+        """``what`` is "cut", "cut_for" (a number of seconds), "heal" or "power_off". Return when it is done.
 
         For workers.
         """

@@ -11,10 +11,10 @@ _PR_SET_PDEATHSIG = 1
 
 
 def move_to_host(host_pid: int) -> None:
-    """Go on as a process of the host whose first process is ``host_pid``, with all files that are open.
+    """Continue as a process of the host whose first process is ``host_pid``, with all open files.
 
-    To be called by a process with a single thread. Only a child can be in another pid namespace: this returns in one,
-    and the caller's process waits for it, ends as it ends, and takes it along if it is killed.
+    Call it with a single thread. Only a child can be in another pid namespace: this returns in a child. The caller's
+    process waits for it and ends like it, and if it is killed, the child is killed too.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     folder = Path.cwd()

@@ -1,4 +1,4 @@
-"""Tests of what not every machine has: never silently skipped where everything is supposed to be installed."""
+"""Tests of optional programs: not skipped in silence where all should be installed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 # Debian and its like have a folder of libraries for each processor, others one for all.
 _LIBRARY_FOLDERS = (*Path("/usr/lib").glob("*-linux-gnu"), Path("/usr/lib64"), Path("/usr/lib"))
 
-# As Debian names them.
+# By Debian's names.
 _MPI_LIBRARIES = {"openmpi": "libmpi.so.40", "mpich": "libmpich.so.12"}
 
 

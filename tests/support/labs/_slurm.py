@@ -51,7 +51,7 @@ NodeName={names} CPUs=4 State=UNKNOWN
 PartitionName=lab Nodes=ALL Default=YES MaxTime=INFINITE State=UP OverSubscribe=FORCE:8
 """
 
-# From the first daemon to nodes that take jobs; it takes a second or two.
+# The limit from the first daemon to nodes that take jobs; usually a second or two.
 _START_S = 60.0
 
 
@@ -70,7 +70,7 @@ class SlurmCluster:
             configuration.write_text(_CONFIGURATION.format(directory=self.directory, names=",".join(self._names)))
             self.environment = {**os.environ, "SLURM_CONF": str(configuration)}
             (self.directory / "state").mkdir()
-            # Ended in the reverse order: the controller must not miss its nodes, and needs munge to the last.
+            # Ended in reverse order: the controller must not miss its nodes, and needs munge until its end.
             self._start(begun, self.head, ["munged", *self._munge_arguments()])
             self._await(lambda: (self.directory / "munge.socket").exists(), "munged")
             self._start(begun, self.head, ["slurmctld", "-D", "-i", "-c"])

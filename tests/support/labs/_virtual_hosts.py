@@ -15,11 +15,11 @@ _NETWORK = "10.78.0"
 
 
 class VirtualHosts(Sequence["VirtualHost"]):
-    """Hosts that share this machine's files and nothing else, until ``close()`` or the end of a ``with``.
+    """Hosts that share only this machine's files, until ``close()`` or the end of a ``with``.
 
     Each has its own network, host name, ``/dev/shm``, System V IPC and processes, and resolves the names of all. A
-    switch joins them and leads nowhere else, so that labs can be up at the same time. On it is one host more, ``head``,
-    for what starts the others' programs: it sees the processes of this machine.
+    switch joins them and leads nowhere else, so that labs can be up at the same time. One more host is on it, ``head``,
+    for launchers: it sees the processes of this machine.
 
     Args:
         names: the hosts' names, at most 250. Their addresses are 10.78.0.1, 10.78.0.2, ...; that of ``head`` is
@@ -62,7 +62,7 @@ class VirtualHosts(Sequence["VirtualHost"]):
         self.close()
 
     def close(self) -> None:
-        """End the hosts, with all that still runs on them (not what runs on ``head``)."""
+        """End the hosts, and all programs on them (not on ``head``)."""
         self._resources.close()
 
     def _write_remote_shell(self) -> Path:
@@ -90,7 +90,7 @@ class VirtualHost:
     def __init__(self, name: str, address: str, hosts_file: Path, switch: VirtualHost | None) -> None:
         self.name = name
         self.address = address
-        # The head needs to see the hosts' processes, to start others there.
+        # The head must see the hosts' processes, to start others there.
         self._spaces = ["--net", "--ipc", "--uts", "--mount", *([] if switch is None else ["--pid"])]
         set_up = [
             f"hostname {name}",
@@ -103,7 +103,7 @@ class VirtualHost:
             "echo up",
             "exec sleep infinity",
         ]
-        # Its first process, whose end is that of the host. It ends with this one, however that comes to its end.
+        # Its first process, whose end ends the host. It ends with this process, in any case.
         self._holder = subprocess.Popen(
             ["setpriv", "--pdeathsig", "KILL", "unshare", *self._spaces, "--fork", "--kill-child"]
             + ([] if switch is None else ["--mount-proc"])
@@ -122,7 +122,7 @@ class VirtualHost:
         if switch is not None:
             # Its end of the cable at the switch.
             self._port = f"port{self.pid}"
-            # Only the network of the switch is entered: the number of a process means the same as here.
+            # Enter only the network of the switch, so that pids mean the same as here.
             plug = f"ip link add {self._port} type veth peer name eth0 netns {self.pid}"
             switch._on_network(plug)
             switch._on_network(f"ip link set {self._port} master eth0 up")
@@ -138,7 +138,7 @@ class VirtualHost:
         return subprocess.Popen([*self._entering(options), "setpriv", "--pdeathsig", "KILL", *command], **options)
 
     def cut(self) -> None:
-        """Pull the cable: nothing arrives or leaves, and no error says so."""
+        """Pull the cable: nothing arrives or leaves, without an error."""
         self._switch._on_network(f"ip link set {self._port} down")
 
     def cut_for(self, seconds: float) -> None:
@@ -162,7 +162,7 @@ class VirtualHost:
 
     @contextlib.contextmanager
     def slowed_down(self, megabits: int) -> Iterator[None]:
-        """While it lasts, so many megabits a second go through the cable, each way."""
+        """Limit the cable to this many megabits a second each way, for the time of the block."""
         with contextlib.ExitStack() as slow:
             for host, end in ((self._switch, self._port), (self, "eth0")):
                 host._on_network(f"tc qdisc add dev {end} root tbf rate {megabits}mbit burst 128kb latency 50ms")
@@ -170,11 +170,11 @@ class VirtualHost:
             yield
 
     def power_off(self) -> None:
-        """End it at once, with all that runs on it; no packet tells the others."""
+        """End it at once, with all its programs, and without a packet to the others."""
         if self._holder.poll() is not None:
             return
         if self._switch is not None:
-            # With its cable, which would outlive it for a moment.
+            # Remove its cable too, which would outlive it for a moment.
             self._switch._on_network(f"ip link del {self._port}")
         os.kill(self.pid, 9)
         self._holder.communicate()

@@ -1,4 +1,4 @@
-"""Tests whose body is what the workers do."""
+"""Tests whose body runs in the workers."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def in_worker0(of: int, **job: Any) -> Callable[[Callable[[], None]], Callable[.
 
 
 class _Body:
-    """The body of a decorated test, as it is sent to the workers: the name it has in its module is the test's."""
+    """The body of a decorated test, as sent to the workers: its name in the module is the test's."""
 
     def __init__(self, body: Callable[[int], None]) -> None:
         self._body = body

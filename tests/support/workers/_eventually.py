@@ -1,4 +1,4 @@
-"""Waiting for a state of another process that sends no message."""
+"""Waiting for a state that no message announces."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from collections.abc import Callable
 def eventually(condition: Callable[[], bool], what: str, timeout: float = 20.0) -> None:
     """Return as soon as ``condition()`` is true; AssertionError if it is not within ``timeout`` seconds.
 
-    Only for states that are reached by messages nobody can wait for, such as the deletion of an RRef on its owner.
-    The pauses grow, so that asking does not hold up what is asked for.
+    Only for states that no message announces, such as the deletion of an RRef on its owner. The pauses grow, so that
+    the questions do not delay the state.
     """
     deadline = time.monotonic() + timeout
     pause = 0.001

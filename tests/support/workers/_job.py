@@ -17,18 +17,18 @@ from tests.support.labs import VirtualHosts
 from ._processes import dump_stacks, kill, process_context, reserved_port
 from ._worker import Transport, Worker, worker_name
 
-# What the others get to report, or to end, once the first has failed: the later errors often tell more.
+# The others' time to report or end after the first failure: later errors often say more.
 _GRACE_S = 5.0
 
-# What the agent says where tensors on a GPU go by TCP alone, once: it is no fault there.
+# The agent's warning for tensors of a GPU over TCP alone, which is no fault there.
 SAID_OVER_TCP = "are in device memory that UCX cannot share with another process"
 
-# In lines of UCX's own log, which is stdout. The agent reports ordinary failures itself.
+# A level in lines of UCX's log, on stdout. The agent reports ordinary failures itself.
 _UCX_ERROR = "UCX  ERROR"
 
 
 class WorkersFailed(AssertionError):
-    """Some worker of a job raised, died or hung. The text is the whole account."""
+    """Some worker of a job raised, died or hung. The text has the output of all workers."""
 
 
 def run_workers(
@@ -55,16 +55,16 @@ def run_workers(
     Args:
         backend: ``"UCX"`` or ``"TENSORPIPE"``.
         transport: how the workers reach each other.
-        hosts: where they run, one on each host in turn; on this machine by default.
+        hosts: hosts of the workers, in turn; this machine by default.
         options: arguments for the backend's options object.
         env: variables that are set in each worker before UCX is loaded.
         init: false when the body joins by itself, with `workers.init_rpc`; it then also shuts down by itself.
-        shutdown: false when the body leaves RPC shut down.
+        shutdown: false if the body shuts RPC down itself.
         exit_codes: rank to exit code, of the workers whose body ends the process and returns nothing (None is their
             result).
         expendable: ranks that may end in any way, or not at all: they are killed when the others have ended.
-        silent: fail when a worker writes to stderr, or UCX an error to its log. Not enforced for TensorPipe, nor
-            between hosts, where torch's Store warns of names that it cannot resolve.
+        silent: fail if a worker writes to stderr, or UCX an error to its log. Not enforced for TensorPipe, or between
+            hosts, where torch's Store warns of names that it cannot resolve.
         timeout: seconds for the whole job, beyond which it is taken to hang. The default is less than a call has by
             default, so that a call that hangs is seen hanging.
 
@@ -125,13 +125,13 @@ class _Job:
             report, worker_end = context.Pipe(duplex=False)
             process = context.Process(target=self._worker.main, args=(rank, worker_end), name=worker_name(rank))
             process.start()
-            # With the worker's copy the only one left, the worker's end is seen as the pipe's.
+            # Only the worker's copy is left, so the pipe ends with the worker.
             worker_end.close()
             self._processes.append(process)
             self._reports.append(report)
 
     def _follow(self, deadline: float, timeout: float) -> None:
-        # A worker is done with when its process has ended; its report, if any, is in the pipe by then.
+        # A worker is finished when its process has ended; its report, if any, is in the pipe by then.
         running = {rank: process for rank, process in enumerate(self._processes) if rank not in self._expendable}
         while running and not (self._failures and time.monotonic() > deadline):
             readable = {self._reports[rank]: rank for rank in running if not self._has_reported(rank)}
@@ -159,7 +159,7 @@ class _Job:
         try:
             succeeded, content = pickle.loads(self._reports[rank].recv_bytes())
         except EOFError:
-            # It ends without a report. Its exit code, which comes next, tells whether that was to be expected.
+            # It ends without a report. Its exit code, which comes next, shows whether that was expected.
             self._silent_ends.add(rank)
             return
         if succeeded:
@@ -197,12 +197,12 @@ class _Job:
 
     def _output(self, rank: int, stream: str) -> str:
         file = self._worker.output_file(rank, stream)
-        # There is none of a worker that ended before it began.
+        # A worker that ended early has no such file.
         return file.read_text(errors="replace") if file.exists() else ""
 
     def _account(self) -> str:
         lines = []
-        # In the order in which they failed: what comes first is usually the cause of the rest.
+        # In the order of failures: the first is usually the cause of the rest.
         innocent = set(range(self._worker.world_size)) - set(self._failures)
         for rank, failure in [*self._failures.items(), *((rank, "did not fail") for rank in sorted(innocent))]:
             lines.append(f"{worker_name(rank)} (process {self._processes[rank].pid}) {failure}")

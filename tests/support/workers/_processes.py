@@ -23,7 +23,7 @@ from ._eventually import eventually
 
 # Imported once in the fork server, and from then on in every process it forks. torch_ucx_rpc is not among them: loading
 # it loads UCX, which reads its environment once, and each test brings its own. None of these may ask CUDA anything:
-# whoever is forked after that cannot use CUDA ("Cannot re-initialize CUDA in forked subprocess").
+# forked processes could not use CUDA then ("Cannot re-initialize CUDA in forked subprocess").
 PRELOADED = (
     "numpy",
     "pytest",
@@ -58,10 +58,10 @@ def _has_cuda() -> bool:
 
 @contextlib.contextmanager
 def reserved_port() -> Iterator[int]:
-    """A TCP port on which a process of the test may listen and nobody else will, until the block is left.
+    """A TCP port that is reserved for a process of the test, for the time of the block.
 
-    A socket that is bound but does not listen keeps the kernel from handing the port to anyone who asks for any port;
-    SO_REUSEADDR, which the Store sets too, lets rank 0 listen on it all the same.
+    A socket that is bound and does not listen keeps the kernel from giving the port to others; SO_REUSEADDR, which the
+    Store sets too, lets rank 0 listen on it.
     """
     with socket.socket() as reservation:
         reservation.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -70,7 +70,7 @@ def reserved_port() -> Iterator[int]:
 
 
 def kill(processes: Iterable[multiprocessing.process.BaseProcess]) -> None:
-    """End these processes, and no others, whatever they are doing."""
+    """Kill these processes, and no others."""
     processes = list(processes)
     for process in processes:
         if process.is_alive():
@@ -80,7 +80,7 @@ def kill(processes: Iterable[multiprocessing.process.BaseProcess]) -> None:
 
 
 def stop(pid: int) -> None:
-    """Stop a process, and return when it does nothing any more; SIGCONT has it go on.
+    """Stop a process, and return when all its threads have stopped; SIGCONT continues it.
 
     The signal stops its threads only when one of them gets a core and looks. Until then others may answer calls.
     """
@@ -93,7 +93,7 @@ def _is_stopped(task: Path) -> bool:
     return (task / "stat").read_text().rpartition(")")[2].split()[0] == "T"
 
 
-# Of `keep_process_group`.
+# The groups kept by `keep_process_group`.
 _kept: list[object] = []
 
 
@@ -101,8 +101,8 @@ def keep_process_group() -> None:
     """To be called in a worker that has gloo's process group: it is not destroyed before the process ends, `os._exit`.
 
     In torch 2.13 its destructor joins gloo's threads with the GIL held, while one of them may be waiting for the GIL to
-    release a tensor. A function that has returned then hangs, whatever the RPC agent: the last to let go of the group
-    is often DistributedDataParallel.
+    release a tensor. Then a function hangs after its return, with any RPC agent: DistributedDataParallel often drops
+    the group last.
     """
     _kept.append(dist.group.WORLD)
 
@@ -119,8 +119,8 @@ def dump_stacks_on_request(directory: Path) -> None:
 
 
 def dump_stacks(pids: Sequence[int], directory: Path) -> dict[int, str]:
-    """The Python stacks of workers that called `dump_stacks_on_request(directory)`; C++ stacks too where gdb is."""
-    # First all of these, which takes no time: gdb does, and what hangs may go on or end meanwhile.
+    """The Python stacks of workers that called `dump_stacks_on_request(directory)`; C++ stacks too, with gdb."""
+    # These first, since gdb takes long, and a hanging process may go on or end in that time.
     python = {pid: _python_stacks(pid, directory) for pid in pids}
     return {pid: f"--- stacks of process {pid} ---\n{stacks}{native_stacks(pid)}" for pid, stacks in python.items()}
 
@@ -144,7 +144,7 @@ def _python_stacks(pid: int, directory: Path) -> str:
         os.kill(pid, _STACKS_SIGNAL)
     except (FileNotFoundError, ProcessLookupError):
         return "(it has ended just now)\n"
-    # The signal handler does not say when it is done: it is when the file has stopped growing.
+    # The signal handler has finished when the file has stopped growing.
     text, deadline = "", time.monotonic() + 5
     while time.monotonic() < deadline:
         time.sleep(0.1)

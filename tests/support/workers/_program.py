@@ -21,14 +21,14 @@ def run_program(
     """Run ``source``, a text or a file, once per rank, all at once, and return how each ended and what it wrote.
 
     Unlike the workers of `run_workers`, which are forked and leave by ``os._exit``, these interpreters start and are
-    finalized as a user's are. The script finds its rank in ``sys.argv[1]``. One that starts processes by spawn must be
-    a file, where they find what they are to call.
+    finalized as a user's are. The script finds its rank in ``sys.argv[1]``. A script that starts processes by spawn
+    must be a file, where they find their function.
 
     Raises AssertionError, with the stacks of those that have not ended, when ``timeout`` seconds are over.
     """
     script = [str(source)] if isinstance(source, Path) else ["-c", textwrap.dedent(source)]
     command = [sys.executable, "-X", "faulthandler", *script]
-    # The package is found as it is found by this process, be it installed or beside the tests.
+    # Programs find the package where this process does, installed or beside the tests.
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **(env or {})}
     deadline = time.monotonic() + timeout
     with contextlib.ExitStack() as running:
@@ -42,7 +42,7 @@ def run_program(
                     stdout=subprocess.PIPE,
                     stderr=subprocess.PIPE,
                     text=True,
-                    # A shell starts what it runs in the background deaf to Ctrl-C, and that is inherited.
+                    # Background programs of a shell ignore Ctrl-C, and children inherit that.
                     preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
                 )
             )

@@ -10,9 +10,9 @@ _HARMLESS_S = 0.05  # turns of the GIL, and of the processor
 
 
 class Stalls:
-    """Finds out, for the time of a ``with``, by how much a sleeping thread of this process oversleeps.
+    """Measures, for the time of a ``with``, by how much a sleeping thread of this process oversleeps.
 
-    That is the machine's doing. A bound on the time that something takes may be exceeded by that much.
+    That is the machine's doing. A time may exceed its bound by as much.
     """
 
     def __init__(self) -> None:

@@ -8,7 +8,7 @@ from ._eventually import eventually
 
 
 class Steps:
-    """Lets the processes of a test go on in an order, without RPC."""
+    """Orders the steps of a test's processes, without RPC."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -23,6 +23,6 @@ class Steps:
         eventually(lambda: all(map(self.is_done, steps)), f"waiting for {steps}", timeout)
 
     def meet(self, step: str, rank: int, of: int) -> None:
-        """Return when all processes are as far as this one, which has done a step."""
+        """Return when all processes have done as many steps as this one."""
         self.done(f"{step} {rank}")
         self.wait_for(*(f"{step} {peer}" for peer in range(of)), timeout=120)

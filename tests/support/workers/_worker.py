@@ -1,4 +1,4 @@
-"""The inside of a worker process of a job: its instructions, and how it carries them out."""
+"""The inside of a worker process of a job: its instructions and their execution."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support.labs import move_to_host
 
 from ._processes import dump_stacks_on_request
 
-# Beginnings of the warnings that are not errors in tests: torch's, about torch's features that must work all the same.
+# Beginnings of warnings that are not errors in tests: torch's, about features that must still work.
 ACCEPTED_WARNINGS = (
     r"`torch\.jit\.\w+` is (deprecated|not supported in Python 3\.14)",
     "torch.quantize_per_tensor, torch.quantize_per_channel",
@@ -93,7 +93,7 @@ class Worker:
             if self.host_pids:
                 move_to_host(self.host_pids[rank % len(self.host_pids)])
             self._set_up_process(rank)
-            # Importing the test's module may load UCX: not before the environment is as the test wants it.
+            # The import of the test's module may load UCX, so the environment comes first.
             body, args = pickle.loads(self.call)
             if self.init:
                 self.init_rpc(rank, {})
@@ -103,7 +103,7 @@ class Worker:
             report.send_bytes(pickle.dumps((True, result)))
         except BaseException:
             report.send_bytes(pickle.dumps((False, traceback.format_exc())))
-            # All is said, and this agent may be in any state: leave without running anything more.
+            # The report is sent, and the agent may be in any state: leave at once.
             os._exit(1)
 
     def init_rpc(self, rank: int, overrides: dict[str, Any]) -> None:
@@ -156,7 +156,7 @@ class Worker:
 
 
 def _explain_failed_assertions() -> None:
-    """Make ``assert a == b`` in a test's module tell the values, as it does in the pytest process."""
+    """Let ``assert a == b`` in a test's module show the values, as in the pytest process."""
     import _pytest.assertion
     import _pytest.config
 

@@ -19,7 +19,7 @@ _START = time.monotonic()
 
 
 def tell(**facts: Any) -> None:
-    """For the trial; a worker that dies leaves behind what it has told."""
+    """Write a fact for the trial, which outlives the worker."""
     with Path(os.environ["FACTS"]).open("a", encoding="utf-8") as file:
         file.write(json.dumps(facts) + "\n")
     print(f"[{time.monotonic() - _START:7.2f} s, w{RANK}] {facts}", flush=True)

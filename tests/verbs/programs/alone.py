@@ -1,4 +1,4 @@
-"""Transports that cannot connect: what the first call says, and when."""
+"""Transports that cannot connect: the error of the first call, and its time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Everything that goes over the lanes between two machines: calls, large tensors, RRefs, gradients, floods.
+"""All kinds of traffic between two machines: calls, large tensors, RRefs, gradients, floods.
 
 The variables LARGE_MIB and FLOOD_MIB say how large.
 """

@@ -1,6 +1,6 @@
 """Starts the programs of a machine as forks of a process that has imported torch, which takes half a minute there.
 
-python nursery.py FOLDER    runs what comes there as NUMBER.program; writes NUMBER.pid, NUMBER.out and NUMBER.rc
+python nursery.py FOLDER runs each NUMBER.program there, and writes NUMBER.pid, NUMBER.out and NUMBER.rc
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch.distributed.rpc  # noqa: F401
 
 
 def write(file: Path, text: str) -> None:
-    """All of it appears at once."""
+    """The whole file appears at once."""
     unfinished = file.with_suffix(file.suffix + ".new")
     unfinished.write_text(text, encoding="utf-8")
     unfinished.rename(file)

@@ -1,4 +1,4 @@
-"""What w0 sees of what happens to w1 or its machine: it calls again and again, with one call open all the time.
+"""w0 watches the fate of w1 and its machine: it calls again and again, with one call open all the time.
 
 It calls for SECONDS, or until a call fails. The trial waits for the fact `ready`.
 """
