@@ -237,7 +237,7 @@ TEST(DeviceAgents, UcxIsGivenNoMemoryOfADeviceOnOneSideOnly) {
   }
 }
 
-TEST(DeviceAgents, WhatUcxCannotShareIsStaged) {
+TEST(DeviceAgents, UnshareableMemoryIsStaged) {
   const std::vector<Job> jobs{{{{"UCX_TLS", "^cuda_ipc"}}}, {{}, DeviceMemory::kPool}, {{}, DeviceMemory::kVirtual}};
   for (const Job& unshared : jobs) {
     const auto job = callEcho(unshared, fake(), 8 * kMiB);

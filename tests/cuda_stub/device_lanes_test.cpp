@@ -443,7 +443,7 @@ TEST(DeviceLanes, MemoryThatCannotBeSharedArrivesInPieces) {
 }
 
 // As between containers that share no PID namespace.
-TEST(DeviceLanes, HandlesThatCannotBeOpenedAreDoneWithout) {
+TEST(DeviceLanes, UnusableHandlesAreNotNeeded) {
   const auto pair = exchange(Kind::kDevice, Kind::kDevice, kMiB, {{"CUDA_STUB_IPC", "n"}});
   ASSERT_TRUE(pair->haveSucceeded());
   EXPECT_EQ(pair->count("cuMemcpyDtoDAsync_v2"), 0u);
@@ -545,7 +545,7 @@ TEST(DeviceMemoryRefusal, IsWhatSendsAndReceivesEndWith) {
 // ------------------------------------------------------------------------------------------------------ waiting, dying
 
 // No thread polls the device: UCX makes it wake the sleeping thread.
-TEST(DeviceLanes, WhoSleepsIsWokenWhenTheDeviceIsDone) {
+TEST(DeviceLanes, SleepingThreadIsWokenWhenTheDeviceIsDone) {
   for (const char* nvlinks : {"0", "18"}) {
     const auto pair = exchange(
         Kind::kDevice, Kind::kDevice, kMiB, {{"CUDA_STUB_EVENT_US", "100000"}, {"CUDA_STUB_NVLINKS", nvlinks}});

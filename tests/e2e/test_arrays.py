@@ -152,7 +152,7 @@ def test_arrays_arrive_as_they_were_sent() -> None:
 
 @pytest.mark.ucx_only
 @in_worker0(of=1)
-def test_what_is_large_and_plain_is_not_pickled() -> None:
+def test_large_plain_arrays_are_not_pickled() -> None:
     for case in CASES:
         value = make(case)
         pickled, tensors = serialize(value)
@@ -229,7 +229,7 @@ def is_same(a: object, b: object) -> bool:
 
 @pytest.mark.ucx_only
 @in_worker0(of=2)
-def test_what_shares_memory_shares_it_after_arrival() -> None:
+def test_shared_memory_is_shared_after_arrival() -> None:
     base = numbers(LARGE, 2)
     for a, b in ((base, base.T), (base, base[LARGE // 2 :]), (base[: LARGE // 2 + 1], base[LARGE // 2 :])):
         assert rpc.rpc_sync("worker1", shares_memory, args=(a, b))
@@ -253,7 +253,7 @@ def refuses_to_be_written(array: np.ndarray) -> bool:
 
 @pytest.mark.ucx_only
 @in_worker0(of=2)
-def test_what_has_arrived_is_writable_if_it_was() -> None:
+def test_arrived_arrays_are_writable_if_the_sent_ones_were() -> None:
     array = numbers(LARGE)
     returned = rpc.rpc_sync("worker1", one_more, args=(array,))
     np.testing.assert_array_equal(returned, array + 1)
@@ -286,7 +286,7 @@ class Owner:
 
 @pytest.mark.ucx_only
 @in_worker0(of=2)
-def test_a_sent_array_is_let_go() -> None:
+def test_a_sent_array_is_released() -> None:
     owner = Owner()
     alive = weakref.ref(owner)
     rpc.rpc_sync("worker1", len, args=(np.asarray(owner),))

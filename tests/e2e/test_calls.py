@@ -269,7 +269,7 @@ def unpicklable() -> Unpicklable:
 
 
 @in_worker0(of=2)
-def test_what_cannot_be_pickled_fails_its_call_only() -> None:
+def test_an_unpicklable_argument_fails_its_call_only() -> None:
     with pytest.raises(TypeError, match="this stays where it is"):
         rpc.rpc_sync("worker1", greet, args=(Unpicklable(),))
     with pytest.raises(Exception, match="this stays where it is"):

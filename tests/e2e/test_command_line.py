@@ -142,7 +142,7 @@ def test_commands_print_json_to_stdout_and_the_rest_to_stderr(monkeypatch: pytes
     assert done.stderr.startswith("top: no worker of this user")
 
 
-def test_what_c_code_writes_does_not_get_among_the_json() -> None:
+def test_output_of_c_code_stays_out_of_the_json() -> None:
     code = """
 import ctypes, os, sys
 import _torch_ucx_rpc_cli as cli

@@ -82,7 +82,7 @@ def test_an_answer_is_read_when_its_stream_has_made_it() -> None:
 
 
 @in_worker0(of=2, options=SAME)
-def test_who_waits_is_ordered_after_the_answer_on_its_own_stream() -> None:
+def test_a_waiting_callers_stream_is_ordered_after_the_answer() -> None:
     future = rpc.rpc_async("worker1", add_one_slowly, (full(LARGE, 4),))
     with torch.cuda.stream(torch.cuda.Stream()):
         result = future.wait() * 2

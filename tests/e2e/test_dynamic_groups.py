@@ -104,7 +104,7 @@ def join_at_once(rank: int, steps: Steps) -> None:
 ROUNDS = 4
 
 
-def test_others_do_not_notice_who_comes_and_goes(run_workers: RunWorkers, tmp_path: Path) -> None:
+def test_others_do_not_notice_joins_and_leaves(run_workers: RunWorkers, tmp_path: Path) -> None:
     run_workers(5, come_and_go, Steps(tmp_path), init=False)
 
 
@@ -266,7 +266,7 @@ def rpc_pid_of(rank: int) -> int:
     return rpc.rpc_sync(f"worker{rank}", os.getpid)
 
 
-def test_a_list_with_none_but_the_dead_in_it_is_no_obstacle(run_workers: RunWorkers, tmp_path: Path) -> None:
+def test_a_list_of_dead_members_does_not_hinder_a_join(run_workers: RunWorkers, tmp_path: Path) -> None:
     file = tmp_path / "store"
     run_workers(2, die_in_a_group, Steps(tmp_path), file, init=False, exit_codes={0: 3, 1: 3})
     # On the same file, with the same ranks and names.
@@ -290,7 +290,7 @@ def live_in_a_group(rank: int, steps: Steps, file: Path) -> None:
     rpc.shutdown()
 
 
-def test_a_cut_strikes_nobody_off_the_list(tmp_path: Path) -> None:
+def test_a_cut_removes_no_member_from_the_list(tmp_path: Path) -> None:
     needs_virtual_hosts()
     with VirtualHosts(["a", "b", "c"]) as hosts, Fate(hosts) as fate:
         arguments = {"options": {"heartbeat_limit": 2, "reconnect_limit": 0}, "hosts": hosts, "init": False}

@@ -209,7 +209,7 @@ def rref_count(name: str) -> str:
     return rpc._rref_context_get_debug_info()[name]
 
 
-def test_what_a_dead_worker_held_is_released(run_workers: Callable[..., list]) -> None:
+def test_property_of_a_dead_worker_is_released(run_workers: Callable[..., list]) -> None:
     run_workers(
         3,
         leave_ungracefully_after(outlive_worker1),
@@ -390,5 +390,5 @@ def await_what_worker1_has_promised(rank: int) -> None:
     rpc.rpc_sync("worker0", let_go)
 
 
-def test_nobody_waits_for_a_value_that_a_dead_worker_was_to_make(run_workers: Callable[..., list]) -> None:
+def test_no_wait_for_a_value_that_a_dead_worker_was_to_make(run_workers: Callable[..., list]) -> None:
     run_workers(3, leave_ungracefully_after(await_what_worker1_has_promised), **DEATH_OF_WORKER1)

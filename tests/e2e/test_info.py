@@ -51,7 +51,7 @@ def test_a_resolver_that_does_not_answer_is_a_problem(monkeypatch: pytest.Monkey
 # ---- Here ------------------------------------------------------------------------------------------------------------
 
 
-def test_what_is_installed_and_what_the_machine_offers_is_told() -> None:
+def test_the_report_has_the_installation_and_the_machine() -> None:
     report = info.collect()
     facts = report.facts
     assert facts["torch_ucx_rpc"]["version"] == torch_ucx_rpc.__version__
@@ -226,7 +226,7 @@ def with_a_broken_torch(package: Path) -> None:
         (with_a_broken_torch, "torch cannot be imported: libtorch_cpu.so: cannot open", "pip install torch"),
     ],
 )
-def test_a_broken_installation_is_told_with_the_cure(
+def test_a_broken_installation_is_reported_with_the_cure(
     tmp_path: Path, harm: Callable[[Path], None], problem: str, cure: str
 ) -> None:
     package = tmp_path / "torch_ucx_rpc"

@@ -115,7 +115,7 @@ def release() -> None:
 
 
 @in_worker0(of=2)
-def test_active_calls_are_those_that_are_not_answered_yet() -> None:
+def test_active_calls_are_the_unanswered_ones() -> None:
     futures = [rpc.rpc_async("worker1", wait_for_release) for _ in range(5)]
     rpc.rpc_sync("worker1", wait_until_entered, args=(5,))
     assert metric("agent.client_active_calls") == 5
@@ -228,7 +228,7 @@ def test_a_pool_of_nothing_keeps_nothing() -> None:
 
 
 @in_worker0(of=2)
-def test_what_the_caller_received_goes_back_to_its_pool() -> None:
+def test_received_memory_returns_to_the_callers_pool() -> None:
     result = rpc.rpc_sync("worker1", tensor_of, args=(4 * MIB,))
     view = result[:100]
     del result

@@ -62,7 +62,7 @@ def test_it_can_be_called_again_after_shutdown() -> None:
     assert run_workers(2, join_twice, init=False) == [[1.0, 1.0], [2.0, 2.0]]
 
 
-def test_the_error_without_a_launcher_is_what_a_user_sees_last() -> None:
+def test_the_error_without_a_launcher_comes_last() -> None:
     environ = dict.fromkeys(("RANK", "WORLD_SIZE"), "")
     [ended] = run_program("import torch_ucx_rpc; torch_ucx_rpc.init_rpc()", env=environ)
     assert ended.returncode == 1

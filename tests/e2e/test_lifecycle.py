@@ -370,7 +370,7 @@ def wait_for_file(file: Path) -> None:
     eventually(file.exists, f"{file} exists", timeout=50)
 
 
-def test_an_ungraceful_shutdown_waits_for_nobody(run_workers: Callable[..., list], tmp_path: Path) -> None:
+def test_an_ungraceful_shutdown_waits_for_no_worker(run_workers: Callable[..., list], tmp_path: Path) -> None:
     # Not silent: worker1 may find that the receiver of its answer is gone.
     run_workers(2, leave_at_once, tmp_path / "done", shutdown=False, silent=False)
 

@@ -216,7 +216,7 @@ def call_over_shared_memory(rank: int) -> None:
         assert workers.agent().get_debug_info()["lanes.worker1"] == "sysv/memory"
 
 
-def test_with_dev_shm_full_workers_share_memory_all_the_same(host: VirtualHosts) -> None:
+def test_with_dev_shm_full_workers_still_share_memory(host: VirtualHosts) -> None:
     # The size that containers have by default.
     host[0].run(["mount", "-o", "remount,size=64m", "/dev/shm"], check=True)
     full = host[0].run(["sh", "-c", "head --bytes 64M /dev/zero > /dev/shm/full"], capture_output=True, check=False)

@@ -165,7 +165,7 @@ def lose_rank_0(rank: int) -> str:
     return outcome(gather_members, store, record(rank, 3), 30)
 
 
-def test_who_loses_the_store_says_what_that_means() -> None:
+def test_the_loss_of_the_store_is_explained() -> None:
     # torch itself reports the closed connection on stderr.
     _, *errors = run_workers(2, lose_rank_0, init=False, silent=False, exit_codes={0: 0})
     assert all("rank 0, or whoever hosts the Store, has ended or given up" in error for error in errors)
@@ -195,7 +195,7 @@ def meet_after_rank_0_gave_up(rank: int, file: Path) -> list[int]:
     return [member.rank for member in gather_members(store, record(rank, 2), 30)]
 
 
-def test_a_worker_that_comes_late_meets_those_who_try_again(tmp_path: Path) -> None:
+def test_a_late_worker_meets_workers_that_try_again(tmp_path: Path) -> None:
     assert run_workers(2, meet_after_rank_0_gave_up, tmp_path / "store", init=False) == [[0, 1]] * 2
 
 
@@ -225,7 +225,7 @@ def test_ctrl_c_ends_the_wait_and_unlists_the_worker(tmp_path: Path) -> None:
     assert others == [first] * 2
 
 
-def test_a_record_tells_which_process_it_is_of() -> None:
+def test_a_record_identifies_its_process() -> None:
     facts = process_facts()
     assert facts["pid"] == os.getpid()
     assert Path("/proc/self/ns/pid").readlink().name == f"pid:[{facts['pid_namespace']}]"

@@ -116,7 +116,7 @@ def test_much_output_arrives_whole_and_in_lines() -> None:
     assert len(lines) == 4002
 
 
-def test_workers_go_on_when_nobody_reads_any_more(tmp_path: Path) -> None:
+def test_workers_go_on_when_their_output_is_not_read(tmp_path: Path) -> None:
     code = f"import sys; [print('x' * 500) for _ in range(2000)]; open({str(tmp_path / 'done')!r}, 'w')"
     with subprocess.Popen([*COMMAND, "-n", "1", "-c", code], env=ENVIRON, stdout=subprocess.PIPE) as launcher:
         launcher.stdout.readline()
@@ -163,7 +163,7 @@ def test_worker_that_failed_first_is_named() -> None:
     assert "[worker0] " in done.stderr
 
 
-def test_a_killed_worker_is_named_and_not_those_that_called_it() -> None:
+def test_a_killed_worker_is_named_and_its_callers_are_not() -> None:
     done = run("-n", 3, PROGRAMS / "fail.py", "kill")
     assert done.returncode == 128 + signal.SIGKILL
     assert re.search(r"since worker1 \(pid \d+ on \S+\) ended with SIGKILL", done.stderr.splitlines()[-1])
@@ -274,7 +274,7 @@ def test_a_worker_killed_from_outside_ends_the_job() -> None:
 # ---- Restarts --------------------------------------------------------------------------------------------------------
 
 
-def test_a_failed_job_is_started_again_and_the_group_forms_anew(tmp_path: Path) -> None:
+def test_a_failed_job_is_restarted_and_the_group_forms_again(tmp_path: Path) -> None:
     logs = tmp_path / "logs"
     done = run("--role", "worker=2", "--max-restarts", 2, "--log-dir", logs, PROGRAMS / "fail_once.py")
     assert done.returncode == 0, done.stderr

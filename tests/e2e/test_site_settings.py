@@ -26,7 +26,7 @@ def refused(rank: int, files: int | None) -> str:
     return str(error.value)
 
 
-def test_init_rpc_refuses_transports_that_lead_to_nobody() -> None:
+def test_init_rpc_refuses_transports_without_a_network() -> None:
     said = workers.run_workers(2, refused, None, init=False, env={"UCX_TLS": "self"})
     assert [text.endswith("tcp or rc for those of several, or unset it") for text in said] == [True, True]
 

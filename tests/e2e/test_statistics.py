@@ -48,7 +48,7 @@ def fail() -> None:
 
 
 @in_worker0(of=3)
-def test_calls_bytes_lanes_and_latencies_are_told_by_peer() -> None:
+def test_calls_bytes_lanes_and_latencies_are_counted_by_peer() -> None:
     assert [p.name for p in statistics().peers] == ["worker0", "worker1", "worker2"]
     assert peer("worker1").lanes == ()
     tensor = torch.ones(MIB, dtype=torch.uint8)
@@ -118,7 +118,7 @@ def queues() -> tuple[int, int, int]:
 
 
 @in_every_worker(of=2, options={"num_worker_threads": 2})
-def test_queues_tell_what_runs_and_what_waits(rank: int) -> None:
+def test_queues_count_running_and_waiting_calls(rank: int) -> None:
     if rank == 0:
         futures = [rpc.rpc_async("worker1", wait_for_release) for _ in range(5)]
         eventually(lambda: statistics().messages_sending == 0, "the calls are sent")
@@ -255,7 +255,7 @@ def test_nonsense_gets_no_answer_and_does_no_harm(rank: int) -> None:
 
 
 @in_every_worker(of=2, init=False)
-def test_a_worker_that_cannot_be_watched_works_all_the_same(rank: int) -> None:
+def test_a_worker_that_cannot_be_watched_works(rank: int) -> None:
     def no_such_sockets(name: str) -> str:
         raise OSError("abstract sockets are not supported")
 

@@ -83,7 +83,7 @@ def join_without_store(rank: int, steps: Steps) -> None:
 
 
 @pytest.mark.parametrize("world_size", [None, 2])
-def test_nobody_waits_for_a_file_of_the_store_that_is_gone(tmp_path: Path, world_size: int | None) -> None:
+def test_no_worker_waits_for_a_deleted_file_of_the_store(tmp_path: Path, world_size: int | None) -> None:
     arguments = (Steps(tmp_path), tmp_path / "job", world_size)
     workers.run_workers(2, leave_without_file, *arguments, init=False, expendable={1}, silent=False)
 

@@ -187,7 +187,7 @@ def test_a_joiner_with_another_secret_is_refused_with_both_named(
     assert member == "ok"
 
 
-def test_a_stranger_that_asks_all_the_same_is_not_heard(run_workers: Callable[..., list], tmp_path: Path) -> None:
+def test_a_stranger_that_asks_to_join_is_ignored(run_workers: Callable[..., list], tmp_path: Path) -> None:
     # Its join and its goodbye are refused.
     arguments = (join_beside_a_member, Steps(tmp_path), believe_everything_without_the_secret, 2)
     # The member warns of it on stderr.

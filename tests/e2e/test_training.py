@@ -192,7 +192,7 @@ def python_matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 # The legacy profiler: torch's newer one says that it does not profile the callee.
 @in_worker0(of=2)
-def test_the_profiler_sees_what_ran_remotely() -> None:
+def test_the_profiler_sees_remote_work() -> None:
     a, b = torch.randn(50, 50), torch.randn(50, 50)
     for function in (torch.mm, python_matmul, scripted_matmul):
         for call in (rpc.rpc_sync, lambda *args, **kwargs: rpc.rpc_async(*args, **kwargs).wait()):

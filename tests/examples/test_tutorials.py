@@ -47,6 +47,6 @@ def test_it_runs_on_ucx(tutorial: Path) -> None:
 
 @pytest.mark.timeout(270)  # two runs, each of a minute on a busy machine
 @pytest.mark.parametrize("tutorial", DETERMINISTIC)
-def test_its_results_are_those_of_tensorpipe(tutorial: str) -> None:
+def test_its_results_equal_tensorpipes(tutorial: str) -> None:
     file = TUTORIALS[0].with_name(f"{tutorial}.py")
     assert printed_by(file, "UCX") == printed_by(file, "TENSORPIPE")

@@ -150,7 +150,7 @@ def test_nameless_user_on_read_only_files_works(node: VirtualHost) -> None:
 
 
 @pytest.mark.field
-def test_half_a_processor_is_slow_and_loses_nobody(node: VirtualHost) -> None:
+def test_half_a_processor_is_slow_and_loses_no_worker(node: VirtualHost) -> None:
     with limits(cpus=0.5) as cgroups:
         lanes = run_in_one(node, Container(cgroups=cgroups), 2, EXCHANGE)
     assert lanes["worker0"] == {"worker1": IN_SHARED_MEMORY}
@@ -196,7 +196,7 @@ def test_tensor_between_containers_may_exceed_dev_shm(node: VirtualHost) -> None
 
 
 @pytest.mark.field
-def test_containers_whose_names_nobody_can_resolve(node: VirtualHost) -> None:
+def test_containers_with_names_that_do_not_resolve(node: VirtualHost) -> None:
     containers = [(node, Container(hostname=name)) for name in ("3f2a9c0b11d7", "train-1")]
     with worker_in_each(containers, EXCHANGE) as programs:
         assert_only_tcp(lanes_of(ends_of(programs)))

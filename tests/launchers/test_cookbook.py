@@ -31,7 +31,7 @@ def block(recipe: str, language: str) -> str:
 
 @pytest.mark.field
 @pytest.mark.parametrize("name", RECIPES)
-def test_a_recipe_prints_what_the_page_says(tmp_path: Path, name: str) -> None:
+def test_a_recipe_prints_the_output_on_the_page(tmp_path: Path, name: str) -> None:
     assert_prints_what_it_says(RECIPES[name], tmp_path)
 
 
@@ -40,7 +40,7 @@ def test_a_recipe_prints_what_the_page_says(tmp_path: Path, name: str) -> None:
     [("README.md", "Ten lines"), ("docs/quickstart.md", "A first program")],
     ids=["readme", "quick"],
 )
-def test_the_first_program_of_a_page_prints_what_it_says(tmp_path: Path, page: str, heading: str) -> None:
+def test_the_first_program_of_a_page_prints_its_output(tmp_path: Path, page: str, heading: str) -> None:
     assert_prints_what_it_says(sections((ROOT / page).read_text(encoding="utf-8"))[heading], tmp_path)
 
 

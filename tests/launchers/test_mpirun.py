@@ -59,7 +59,7 @@ def mpich_in_pid_namespaces_with_the_proc_of_the_host(*arguments: str) -> list[s
 
 
 @pytest.mark.field
-def test_a_worker_that_cannot_see_its_mpirun_says_what_to_set() -> None:
+def test_a_worker_that_cannot_see_its_mpirun_names_the_cure() -> None:
     closing = "import subprocess, sys; sys.exit(subprocess.run(sys.argv[1:]).returncode)"
     done = run(mpich_in_pid_namespaces("-n", "2", PYTHON, "-c", closing, PYTHON, MEET))
     assert done.returncode != 0

@@ -110,7 +110,7 @@ def test_a_failure_on_one_host_starts_the_job_again_on_both(hosts: VirtualHosts)
 
 
 @pytest.mark.field
-def test_a_job_on_two_hosts_forms_anew_after_a_restart(hosts: VirtualHosts) -> None:
+def test_a_job_on_two_hosts_forms_again_after_a_restart(hosts: VirtualHosts) -> None:
     def command(number: int) -> list[str]:
         meeting = ["--nnodes", "2", "--node-rank", str(number), "--rdzv", "n1:29500"]
         return [PYTHON, "-m", "torch_ucx_rpc", "run", "-n", "1", *meeting, "--max-restarts", "1", FAIL_ONCE]

@@ -104,7 +104,7 @@ def facts(tmp_path_factory: pytest.TempPathFactory) -> Facts:
 
 @both
 @pytest.mark.parametrize("fact", SAME)
-def test_worker_finds_what_a_program_of_python_finds(fact: str, start: str, facts: Facts) -> None:
+def test_worker_finds_the_same_as_a_plain_program(fact: str, start: str, facts: Facts) -> None:
     for told in facts.told[start]:
         assert told["same"][fact] == facts.python["same"][fact]
 
@@ -123,7 +123,7 @@ def test_launcher_is_the_parent_of_its_workers(start: str, facts: Facts) -> None
 
 
 @both
-def test_environment_is_what_the_launcher_has_given(start: str, facts: Facts) -> None:
+def test_environment_is_the_launchers(start: str, facts: Facts) -> None:
     expected = facts.python["own"]["environ"]
     for rank, told in enumerate(facts.told[start]):
         environ = told["own"]["environ"]
@@ -344,7 +344,7 @@ REASONS = {
 
 
 @pytest.mark.parametrize("case", REASONS)
-def test_worker_that_could_tell_a_fork_is_not_forked(case: str, script: Path, tmp_path: Path) -> None:
+def test_worker_that_could_notice_a_fork_is_not_forked(case: str, script: Path, tmp_path: Path) -> None:
     variables, line, reason = REASONS[case]
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "sitecustomize.py").touch()

@@ -145,7 +145,7 @@ def time_out(rank: int) -> None:
     assert torch.equal(channel.take(other, "never"), torch.ones(1))
 
 
-def test_a_sender_in_an_earlier_epoch_is_told(run_on_both: RunWorkers, tmp_path: Path) -> None:
+def test_a_sender_in_an_earlier_epoch_gets_an_error(run_on_both: RunWorkers, tmp_path: Path) -> None:
     run_on_both(2, send_from_the_past, Steps(tmp_path))
 
 
@@ -198,7 +198,7 @@ def send_from_the_future(rank: int, steps: Steps) -> None:
         assert torch.equal(channel.take("worker1", "y"), torch.ones(1 << 20))
 
 
-def test_an_epoch_that_ends_ends_what_waits(run_on_both: RunWorkers) -> None:
+def test_the_end_of_an_epoch_ends_its_waits(run_on_both: RunWorkers) -> None:
     run_on_both(2, end_waits)
 
 

@@ -145,7 +145,7 @@ def save_behind(folder: str) -> None:
     assert len(set(names)) == 1
 
 
-def test_an_asynchronous_save_holds_what_was_when_it_returned(tmp_path):
+def test_an_asynchronous_save_has_the_state_of_its_return(tmp_path):
     drive(save_behind, 3, str(tmp_path))
 
 
@@ -351,11 +351,11 @@ def refuse(folder: str) -> None:
     assert all(torch.equal(value, before[name]) for name, value in pipe.state_dict().items())
 
 
-def test_what_does_not_fit_is_refused_before_anything_is_changed(tmp_path):
+def test_a_misfit_is_refused_before_any_change(tmp_path):
     drive(refuse, 3, str(tmp_path))
 
 
-def test_without_rpc_it_saves_what_is_here(tmp_path):
+def test_without_rpc_it_saves_the_local_state(tmp_path):
     from torch_ucx_rpc import checkpoint
 
     model = small_model()

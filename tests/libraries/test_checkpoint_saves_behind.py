@@ -88,7 +88,7 @@ def test_processes_take_turns_in_a_folder(run_on_ucx, tmp_path, first):
     assert holds(folder) == 3.0
 
 
-def test_a_load_waits_for_what_its_process_is_saving(tmp_path, disk):
+def test_a_load_waits_for_saves_of_its_process(tmp_path, disk):
     checkpoint.save({"x": torch.tensor(1.0)}, tmp_path / "ckpt", asynchronous=True)
     timer = threading.Timer(0.2, disk.set)
     timer.start()
@@ -162,7 +162,7 @@ class Counter:
         self.total = torch.ones(3)
 
 
-def test_what_is_no_tensor_is_saved_as_it_was(tmp_path, disk):
+def test_plain_objects_are_saved_unchanged(tmp_path, disk):
     optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=1.0)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
     state: dict[str, Any] = {
@@ -196,6 +196,6 @@ def test_what_is_no_tensor_is_saved_as_it_was(tmp_path, disk):
     assert found["file"].getvalue() == b"abc"
 
 
-def test_what_cannot_be_pickled_is_told_at_once(tmp_path):
+def test_an_unpicklable_state_fails_at_once(tmp_path):
     with pytest.raises(checkpoint.CheckpointError, match="planning a checkpoint failed"):
         checkpoint.save({"x": lambda: 0}, tmp_path, asynchronous=True)

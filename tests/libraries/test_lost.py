@@ -19,7 +19,7 @@ from ._jobs import KILLED, die
 RunWorkers = Callable[..., list]
 
 
-def test_the_death_of_a_worker_is_told_to_all_who_want_to_know(run_on_ucx: RunWorkers, tmp_path: Path) -> None:
+def test_the_death_of_a_worker_reaches_all_watchers(run_on_ucx: RunWorkers, tmp_path: Path) -> None:
     run_on_ucx(3, see_a_death, Steps(tmp_path), shutdown=False, exit_codes={1: KILLED})
 
 
@@ -93,7 +93,7 @@ def see_one_leave(rank: int, steps: Steps) -> None:
     rpc.shutdown()
 
 
-def test_without_rpc_there_is_nobody_to_lose() -> None:
+def test_without_rpc_no_worker_can_be_lost() -> None:
     with pytest.raises(NotRunning, match="RPC is not running"):
         torch_ucx_rpc.on_lost(print)
 
@@ -136,7 +136,7 @@ RAISED_THERE = "On WorkerInfo(id=1, name=ps):\n"
         (RuntimeError("out of memory"), None),
     ],
 )
-def test_an_error_tells_whether_the_callee_was_lost_or_slow(error: BaseException, kind: str | None) -> None:
+def test_an_error_says_whether_the_callee_was_lost_or_slow(error: BaseException, kind: str | None) -> None:
     assert (ends.was_lost(error), ends.timed_out(error)) == (kind == "lost", kind == "timed out")
 
 
@@ -150,5 +150,5 @@ def test_an_error_tells_whether_the_callee_was_lost_or_slow(error: BaseException
         (RuntimeError("LookupError("), False),
     ],
 )
-def test_an_error_tells_what_the_callee_has_raised(error: BaseException, is_lookup: bool) -> None:
+def test_an_error_has_the_type_that_the_callee_raised(error: BaseException, is_lookup: bool) -> None:
     assert ends.was_raised_there(error, LookupError) == is_lookup

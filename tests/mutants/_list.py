@@ -196,7 +196,7 @@ MUTANTS = (
         "cpp-forged-frames-are-taken",
         "    if (!opener->isGenuine(header, dataBytes, data)) {\n",
         "    if (false && !opener->isGenuine(header, dataBytes, data)) {\n",
-        ("WhateverIsForgedIsRefused",),
+        ("ForgedFramesAreRefused",),
     ),
     Mutant(
         "cpp-recorded-frames-are-taken-again",

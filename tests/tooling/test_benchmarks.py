@@ -107,7 +107,7 @@ def test_the_program_ends_with_1_where_a_bound_is_missed(
     assert found["configuration"]["TensorPipe, uv"]["_channels"] == ["mpt_uv", "basic"]
 
 
-def test_what_is_measured_anew_replaces_its_own_results_only(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_new_measurement_replaces_its_own_results_only(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     pytest.importorskip("tqdm")
     monkeypatch.setattr(kept, "RESULTS", tmp_path)
     monkeypatch.setattr(program, "load", lambda _: benchmark(LATENCY, ucx=40.0, tensorpipe=100.0))
@@ -118,12 +118,12 @@ def test_what_is_measured_anew_replaces_its_own_results_only(monkeypatch: pytest
     assert [rounds[name]["UCX"][0]["latency"] for name in ("small_calls", "idle")] == [40.0, 30.0]
 
 
-def test_the_tables_of_the_docs_are_what_was_measured() -> None:
+def test_the_tables_of_the_docs_match_the_results() -> None:
     stale = [page.name for page, text in tables.written_pages() if page.read_text(encoding="utf-8") != text]
     assert not stale, "run: python -m benchmarks.tables --write"
 
 
 @pytest.mark.parametrize("claim", tables.CLAIMS, ids=lambda claim: claim.words[:30])
-def test_the_claims_of_the_readme_are_what_was_measured(claim: tables.Claim) -> None:
+def test_the_claims_of_the_readme_match_the_results(claim: tables.Claim) -> None:
     assert claim.words in " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
     assert not list(tables.Run(claim.run).broken(claim)), "say less in the README"

@@ -33,7 +33,7 @@ def condensed(*reports: dict) -> dict:
     return _results.condensed(list(reports), {"GENERIC_TESTS": {"RpcTest": ["test_a", "test_b"]}})
 
 
-def test_the_page_is_what_the_results_give():
+def test_the_page_matches_the_results():
     assert page.PAGE.read_text(encoding="utf-8") == page.page(SUITES, RESULTS), (
         "run: python -m tests.conformance.page render"
     )

@@ -40,7 +40,7 @@ def test_a_rehearsal_finds_what_hangs_and_keeps_the_rest(tmp_path: Path) -> None
     assert sorted(file.name for file in tmp_path.iterdir()) == ["hang.log", "report.json"]
 
 
-def test_whoever_ends_it_ends_its_programs_too(tmp_path: Path) -> None:
+def test_its_programs_end_with_it(tmp_path: Path) -> None:
     pid_file = tmp_path / "pid"
     program = "import os, pathlib, sys, time; pathlib.Path(sys.argv[1]).write_text(str(os.getpid())); time.sleep(900)"
     supervised = f"""
@@ -77,7 +77,7 @@ def test_a_step_leaves_those_after_it_their_time(tmp_path: Path) -> None:
     assert 18 < left["last"] <= 20
 
 
-def test_what_goes_wrong_costs_no_other_step(tmp_path: Path) -> None:
+def test_a_failed_step_costs_no_other_step(tmp_path: Path) -> None:
     def fail(check: Check) -> None:
         raise Failed("it has failed", {"a figure": 1})
 
@@ -112,7 +112,7 @@ def test_what_goes_wrong_costs_no_other_step(tmp_path: Path) -> None:
         "[gw0] [ 30%] SKIPPED tests/a.py::test_three ",
     ],
 )
-def test_without_results_the_log_tells(tmp_path: Path, printed: str) -> None:
+def test_without_results_the_log_is_judged(tmp_path: Path, printed: str) -> None:
     found = pytest_outcome.outcome(tmp_path / "none.xml", printed)
     assert found["passed"] == 1
     assert list(found["failed"]) == ["tests/a.py::test_two"]

@@ -162,6 +162,6 @@ IMPORT_WITH_CUDA_POISONED = """
 """
 
 
-def test_what_is_preloaded_asks_cuda_nothing() -> None:
+def test_preloaded_modules_ask_cuda_nothing() -> None:
     [ended] = run_program(IMPORT_WITH_CUDA_POISONED.replace("{preloaded!r}", repr(PRELOADED)))
     assert ended.returncode == 0, ended.stderr

@@ -50,7 +50,7 @@ def test_they_reach_each_other_by_name_until_the_cable_is_cut(hosts: VirtualHost
     assert reaches(a, "head")
 
 
-def test_what_runs_on_one_ends_with_it() -> None:
+def test_programs_end_with_their_host() -> None:
     needs_virtual_hosts()
     with VirtualHosts(["a"]) as (host,):
         program = host.popen(["sh", "-c", "echo up; exec sleep 600"], stdout=subprocess.PIPE)
@@ -81,7 +81,7 @@ NEEDS = [
 
 @pytest.mark.usefixtures("bare")
 @pytest.mark.parametrize(("need", "reason"), NEEDS)
-def test_what_is_not_installed_skips_the_test_and_is_named(need: Callable[[], object], reason: str) -> None:
+def test_a_missing_program_skips_the_test_and_is_named(need: Callable[[], object], reason: str) -> None:
     with pytest.raises(pytest.skip.Exception, match=f"^{reason}$"):
         need()
 

@@ -71,7 +71,7 @@ def test_version_stands_only_in_setup_cfg(setup_cfg):
     assert [str(file) for file in files if quoted.search(file.read_text(encoding="utf-8"))] == []
 
 
-def test_conda_environment_covers_what_setup_cfg_requires(build_environment, conda_environment):
+def test_conda_environment_covers_the_requirements(build_environment, conda_environment):
     conda = {name_of(line) for line in conda_environment["dependencies"] if isinstance(line, str)}
     groups = ["build", "install", *build_environment.setup_cfg()["options.extras_require"]]
     required = {name_of(line) for group in groups for line in build_environment.requirements(group)}
@@ -114,7 +114,7 @@ def conda_recipe() -> dict:
     return yaml.safe_load((ROOT / "recipe" / "recipe.yaml").read_text(encoding="utf-8"))
 
 
-def test_conda_recipe_says_of_the_package_what_setup_cfg_says(conda_recipe, setup_cfg):
+def test_conda_recipe_agrees_with_setup_cfg(conda_recipe, setup_cfg):
     metadata = setup_cfg["metadata"]
     assert conda_recipe["context"]["version"] == metadata["version"]
     assert conda_recipe["package"] == {"name": metadata["name"], "version": "${{ version }}"}
@@ -136,7 +136,7 @@ def test_a_torch_that_is_too_old_is_refused(build_environment, monkeypatch, vers
             build_environment.check_torch_version(version)
 
 
-def test_without_ucx_the_build_says_what_to_install(build_environment, monkeypatch):
+def test_without_ucx_the_build_names_the_package(build_environment, monkeypatch):
     for place in ("ucx_of_wheel", "ucx_of_conda", "ucx_of_system"):
         monkeypatch.setattr(build_environment, place, lambda: None)
     with pytest.raises(build_environment.Missing, match="no UCX to build against: pip install libucx-cu12"):

@@ -92,8 +92,8 @@ def test_every_sentence_that_promises_has_a_test(page: str) -> None:
     assert not untested, "say in tests/support/promises.py which tests hold these"
 
 
-def test_a_name_of_no_test_is_noticed() -> None:
-    assert exists("test_a_name_of_no_test_is_noticed")
+def test_an_unknown_test_name_is_noticed() -> None:
+    assert exists("test_an_unknown_test_name_is_noticed")
     assert exists("CallTableTest")
     assert not exists("test_that_nobody_has_written")
     assert not exists("NobodysTest")

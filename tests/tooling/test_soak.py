@@ -169,7 +169,7 @@ def test_the_state_of_a_server_is_lost_with_both_hosts_only(
     assert judged(failures=(failed,), timeline=timeline, members=SUCCESSOR).reasons == {reason: 1}
 
 
-def test_a_push_that_is_lost_or_doubled_is_told_by_its_number() -> None:
+def test_a_lost_or_doubled_push_is_named_by_its_number() -> None:
     ledger = Ledger("ledger", ["worker1", "worker2"])
     ledger._answered_before = {0: frozenset(), 1: frozenset({0}), 2: frozenset({0, 1})}
     both = [torch.tensor([1.0, 1.0, 1.0]), torch.tensor([1.0, 1.0, 1.0])]

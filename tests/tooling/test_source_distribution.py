@@ -26,7 +26,7 @@ def files_of_git(*options: str) -> set[str]:
 
 
 @needs_git
-def test_the_source_distribution_has_what_git_tracks(tmp_path: Path) -> None:
+def test_the_source_distribution_has_the_tracked_files(tmp_path: Path) -> None:
     command = [sys.executable, "setup.py", "--quiet", "egg_info", "--egg-base", str(tmp_path)]
     subprocess.run(command, cwd=ROOT, capture_output=True, check=True)
     listed = (tmp_path / "torch_ucx_rpc.egg-info" / "SOURCES.txt").read_text(encoding="utf-8").splitlines()

@@ -90,7 +90,7 @@ def test_names_of_tests_are_short() -> None:
 
 
 @pytest.mark.filterwarnings("default")
-def test_long_sources_are_told_of() -> None:
+def test_long_sources_get_a_warning() -> None:
     package = ROOT / "torch_ucx_rpc"
     lines = {str(path.relative_to(ROOT)): len(read(path).splitlines()) for path in sources(package)}
     for finding in long_sources(lines):

@@ -59,13 +59,13 @@ def lost(shared: Path, second: dict[str, Any] | None = None, status: int | None 
         "==== backtrace ====\n[n1:12:0:12] Caught signal 11 (Segmentation fault)",
     ],
 )
-def test_a_fault_is_found_in_what_a_worker_says(line: str, tmp_path: Path) -> None:
+def test_a_fault_is_found_in_the_output_of_a_worker(line: str, tmp_path: Path) -> None:
     assert len(faults(f"before\n{line}\nafter\n")) == 1
     with pytest.raises(Failed, match="w1 says"):
         lost(tmp_path, {"output": line})
 
 
-def test_a_lost_worker_that_is_told_in_time_passes(tmp_path: Path) -> None:
+def test_a_loss_that_is_reported_in_time_passes(tmp_path: Path) -> None:
     assert lost(tmp_path) == "told after 11.0 s, shutdown 0.5 s, of the other one 1.0 s"
     assert lost(tmp_path, {"shutdown_s": 2.0}, KILLED) == "told after 11.0 s, shutdown 0.5 s, of the other one 2.0 s"
 
@@ -82,6 +82,6 @@ def test_a_lost_worker_that_is_told_in_time_passes(tmp_path: Path) -> None:
         ({"shutdown_s": 30.0}, "shutdown after 30.0 s"),
     ],
 )
-def test_a_lost_worker_that_is_not_told_as_wanted_fails(tmp_path: Path, facts: dict[str, Any], reason: str) -> None:
+def test_a_loss_with_the_wrong_report_fails(tmp_path: Path, facts: dict[str, Any], reason: str) -> None:
     with pytest.raises(Failed, match=reason):
         lost(tmp_path, **facts)

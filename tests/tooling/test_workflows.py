@@ -51,7 +51,7 @@ def setup_cfg() -> configparser.ConfigParser:
     return config
 
 
-def test_workflows_run_what_stands_in_the_repository() -> None:
+def test_workflows_call_existing_verbs_and_files() -> None:
     assert [script for script in scripts(CI) if ".ci/run" in script] == [".ci/run"]
     assert set(CI["on"]) == {"push", "pull_request"}
     assert "${{ matrix.command }}" in scripts(NIGHTLY)

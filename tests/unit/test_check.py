@@ -23,7 +23,7 @@ def verdict(pair: Pair, callee: Place, caller: Place = PLACE) -> tuple[list[str]
 # ---- Judging ---------------------------------------------------------------------------------------------------------
 
 
-def test_what_is_as_it_should_be_is_not_commented_upon() -> None:
+def test_good_settings_cause_no_comment() -> None:
     assert verdict(PAIR, PLACE) == ([], [])
     assert verdict(dataclasses.replace(PAIR, lanes=["tcp/eth0"]), ELSEWHERE) == ([], [])
 
@@ -58,7 +58,7 @@ def test_only_a_pair_much_slower_than_its_like_is_a_warning() -> None:
     assert "a call takes 5000 us, the median is 104 us; 10.0 MB/s, the median is 1.0 GB/s" in warning
 
 
-def test_containers_of_one_machine_are_told_how_to_share_memory() -> None:
+def test_containers_of_one_machine_get_the_cure_for_memory() -> None:
     beside = dataclasses.replace(ELSEWHERE, machine=PLACE.machine)
     assert verdict(dataclasses.replace(PAIR, lanes=["tcp/eth0"]), beside)[1][0].endswith("would use shared memory")
 

@@ -62,7 +62,7 @@ def test_replies_follow_from_the_map_of_requests(requests: DeviceMap, replies: D
     assert reply_map(requests, {}) == replies
 
 
-def test_what_the_caller_names_for_replies_comes_first() -> None:
+def test_reply_maps_of_the_caller_come_first() -> None:
     assert reply_map({CUDA0: CPU}, {CPU: CPU, CUDA1: CUDA0}) == {CPU: CPU, CUDA1: CUDA0}
 
 
@@ -80,7 +80,7 @@ def test_worker_knows_its_callers_maps_and_devices() -> None:
     assert devices_in_use(record("c"), maps_of_replies("c", members)) == []
 
 
-def test_the_devices_that_a_worker_names_are_those_it_uses() -> None:
+def test_a_worker_uses_the_devices_that_it_names() -> None:
     assert devices_in_use(record("a", devices=[CUDA1, CUDA0]), {"b": {CUDA0: CPU}}) == [CUDA0, CUDA1]
 
 

@@ -91,7 +91,7 @@ def without_switching_devices(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("without_switching_devices")
-def test_rmm_gets_a_pool_where_nobody_has_chosen(rmm: Any) -> None:
+def test_rmm_gets_a_pool_unless_the_program_has_one(rmm: Any) -> None:
     device_pool.prepare_resource(DEVICE, 2**30 + 1)
     pool = rmm.mr.get_per_device_resource(DEVICE)
     assert isinstance(pool, rmm.mr.PoolMemoryResource)
@@ -143,7 +143,7 @@ def test_memory_source_follows_options_and_torchs_allocator(
     [({}, "native", False), ({}, "pluggable", True), ({"device_pool": "rmm"}, "native", True)],
     ids=str,
 )
-def test_others_memory_is_not_given_back_at_the_interpreters_end(
+def test_others_memory_is_not_released_at_the_interpreters_end(
     rmm: Any, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], backend: str, is_stopped: bool
 ) -> None:
     registered: list[object] = []

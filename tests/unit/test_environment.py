@@ -89,7 +89,7 @@ def test_srun_has_rank_0_on_the_first_node_of_the_step() -> None:
     assert (launch.rank, launch.world_size, launch.name, launch.hosts) == (2, 3, "worker2", ("n3",))
 
 
-def test_the_size_is_that_of_the_step_and_not_of_the_job() -> None:
+def test_the_size_is_the_steps_and_not_the_jobs() -> None:
     assert find_launch({**SRUN, "SLURM_NTASKS": "16"}).world_size == 3
 
 

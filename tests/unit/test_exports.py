@@ -32,7 +32,7 @@ def test_other_modules_are_private_and_mapped_by_the_docstring() -> None:
     assert mapped == modules | set(torch_ucx_rpc.__all__)
 
 
-def test_the_version_is_that_of_the_installed_package() -> None:
+def test_the_version_is_the_installed_packages() -> None:
     assert torch_ucx_rpc.__version__ == importlib.metadata.version("torch_ucx_rpc")
 
 

@@ -31,7 +31,7 @@ def test_time_beyond_all_buckets_counts_as_infinite() -> None:
 
 
 @pytest.mark.parametrize("percent", [-1, 100.1, math.nan])
-def test_what_is_no_percentage_is_refused(percent: float) -> None:
+def test_an_impossible_percentage_is_refused(percent: float) -> None:
     with pytest.raises(ValueError, match="percent must be between 0 and 100"):
         Latencies((1,), 1.0).percentile_us(percent)
 

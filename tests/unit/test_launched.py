@@ -39,7 +39,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
     return calls
 
 
-def test_nothing_found_says_what_was_looked_for() -> None:
+def test_the_error_without_a_launcher_names_the_variables() -> None:
     with pytest.raises(
         RuntimeError, match=r"looked for RANK and WORLD_SIZE .* SLURM_PROCID .* torch_ucx_rpc run -n 2 <script>"
     ):
@@ -100,7 +100,7 @@ def test_port_without_an_address_is_used_on_the_jobs_host(monkeypatch: pytest.Mo
         assert open_store(Launch("Slurm", 0, 1, "worker0", hosts=("127.0.0.1",), job="Slurm a 2")).port == port
 
 
-def test_a_meeting_place_that_is_no_url_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_meeting_place_must_be_a_url(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_UCX_RPC_INIT_METHOD", "/shared/store")
     with pytest.raises(ValueError, match=r"TORCH_UCX_RPC_INIT_METHOD must be a URL such as .* '/shared/store'"):
         open_store(None)
@@ -109,13 +109,13 @@ def test_a_meeting_place_that_is_no_url_is_refused_by_name(monkeypatch: pytest.M
 SEVERAL_HOSTS = Launch("Open MPI", 1, 3, "worker1", job="Open MPI 1", speaks_mpi=True)
 
 
-def test_without_mpi4py_one_error_says_which_variable_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_mpi4py_the_error_names_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mpi, "is_installed", lambda: False)
     with pytest.raises(JoinFailed, match=r"set MASTER_ADDR to its host .* TORCH_UCX_RPC_INIT_METHOD to file:///"):
         open_store(SEVERAL_HOSTS)
 
 
-def test_without_mpi4py_a_shared_file_will_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_shared_file_works_without_mpi4py(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mpi, "is_installed", lambda: False)
     monkeypatch.setenv("TORCH_UCX_RPC_INIT_METHOD", f"file://{tmp_path}/store")
     assert isinstance(open_store(SEVERAL_HOSTS), FileStore)
@@ -177,7 +177,7 @@ def test_rank_0_says_when_the_others_would_look_elsewhere(ports: tuple[int, int]
         open_job_store(JobAddress("job", ("nowhere.invalid",), ports), 0, 2, 5)
 
 
-def test_error_says_what_answers_in_place_of_rank_0(ports: tuple[int, int]) -> None:
+def test_error_names_the_answer_of_rank_0s_ports(ports: tuple[int, int]) -> None:
     with pytest.raises(JoinFailed, match=rf"not at 127.0.0.1, port {ports[0]} or {ports[1]}, .*refused"):
         open_job_store(JobAddress("job", ("127.0.0.1",), ports), 1, 2, 0.2)
 

@@ -55,7 +55,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     return sizes
 
 
-def test_each_sees_those_before_it_in_order(store: Store, secret: Secret | None) -> None:
+def test_each_sees_earlier_members_in_order(store: Store, secret: Secret | None) -> None:
     assert [join(store, rank, secret)[2] for rank in (3, 1, 2)] == [[], [3], [3, 1]]
 
 
@@ -78,7 +78,7 @@ def test_next_worker_learns_of_members_before_a_compaction(store: Store) -> None
     assert [join(store, rank)[2] for rank in (4, 5)] == [[0, 2, 3], [0, 2, 3, 4]]
 
 
-def test_an_older_compaction_hides_nobody(store: Store) -> None:
+def test_an_older_compaction_hides_no_member(store: Store) -> None:
     first, place, _ = join(store, 0)
     first.strike(place)
     join(store, 1)
@@ -123,7 +123,7 @@ def test_a_worker_that_was_slow_to_fill_its_place_takes_another(monkeypatch: pyt
         write_entry({"before": 2, "remaining": []}, Secret(b"another secret, which is long enough")),
     ],
 )
-def test_what_no_worker_of_the_job_wrote_hides_nobody(store: Store, text: str) -> None:
+def test_a_forged_compaction_hides_no_member(store: Store, text: str) -> None:
     join(store, 0, SECRET)
     join(store, 1, SECRET)
     raw(store).set("compacted", text)

@@ -96,7 +96,7 @@ def test_a_rank_beyond_the_world_is_refused() -> None:
         "cos\nsystem\n(S'false'\ntR.",
     ],
 )
-def test_what_no_worker_wrote_is_refused(text: str) -> None:
+def test_a_forged_entry_is_refused(text: str) -> None:
     store = HashStore()
     PrefixStore("torch_ucx_rpc", store).add("arrivals", 1)
     PrefixStore("torch_ucx_rpc", store).set("arrival/0", text)
@@ -124,7 +124,7 @@ def test_impossible_count_is_refused_before_any_listing() -> None:
     assert f"counts {2**62} workers that have joined, which no worker wrote" in outcome(group.refuse_mixture)
 
 
-def test_who_comes_when_the_group_has_formed_is_told() -> None:
+def test_a_worker_that_comes_after_the_start_gets_an_error() -> None:
     store = HashStore()
     member = record(0, 1)
     gather_members(store, member, 10)

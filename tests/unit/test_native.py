@@ -55,7 +55,7 @@ def test_this_ucx_is_new_enough_and_where_it_says() -> None:
     assert Path(ucx.path).samefile(_native._C.ucx_library()["path"])
 
 
-def test_the_extension_was_built_with_what_the_build_wrote_down() -> None:
+def test_the_extension_matches_the_record_of_the_build() -> None:
     assert _native._C.BUILT_FOR_TORCH == BUILT_FOR_TORCH
     assert _native._C.UCP_API_VERSION == BUILT_FOR_UCX
 
@@ -69,7 +69,7 @@ def test_the_wheel_comes_before_the_system_unless_one_is_chosen() -> None:
     assert _native.sources("system") == ("system",)
 
 
-def test_a_choice_that_is_none_is_refused() -> None:
+def test_an_unknown_choice_is_refused() -> None:
     with pytest.raises(ImportError, match=r"TORCH_UCX_RPC_UCX=conda means nothing: set it to wheel or system"):
         _native.sources("conda")
 
@@ -106,7 +106,7 @@ def test_an_older_ucx_than_at_the_build_is_refused_with_the_cure(
         ("2.13.0a0+git1234567", "2.13.0a0+git1234567"),
     ],
 )
-def test_every_build_of_one_torch_release_will_do(built_for: str, running: str) -> None:
+def test_every_build_of_one_torch_release_is_accepted(built_for: str, running: str) -> None:
     _native.check_torch_version(built_for, running)
 
 
@@ -153,7 +153,7 @@ def built_with(tmp_path: Path) -> tuple[Path, Path]:
 @pytest.mark.parametrize(
     ("built_for", "running"), [("2.13.0", "2.13.1"), ("2.13.1+cpu", "2.13.0+cu130"), ("2.13.0+cpu", "2.13.12")]
 )
-def test_a_patch_release_with_the_same_headers_will_do(
+def test_a_patch_release_with_the_same_headers_is_accepted(
     built_with: tuple[Path, Path], built_for: str, running: str
 ) -> None:
     _native.check_torch_version(built_for, running, *built_with)
@@ -206,7 +206,7 @@ def test_libucx_with_its_loader_elsewhere_is_asked_itself(monkeypatch: pytest.Mo
     assert loaded == ["UCX"]
 
 
-def test_without_any_ucx_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_any_ucx_the_error_names_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     # No library has this name on any machine.
     monkeypatch.setattr(_native, "SONAME", "libucp.so.none")
     monkeypatch.setitem(sys.modules, "libucx", None)

@@ -141,7 +141,7 @@ def test_the_memory_of_a_result_is_freed_with_the_tensor() -> None:
 # ---- What the schema promises ----------------------------------------------------------------------------------------
 
 
-def test_what_does_not_compile_for_the_tensors_raises_type_error() -> None:
+def test_an_operator_that_does_not_compile_raises_type_error() -> None:
     with pytest.raises(
         TypeError, match=r"accumulate does not compile for self torch.bfloat16 .*numba has no torch.bfl"
     ):
@@ -159,7 +159,7 @@ def test_an_argument_that_is_not_marked_is_not_written() -> None:
         writes_what_it_reads(torch.zeros(2))
 
 
-def test_what_the_function_raises_is_told() -> None:
+def test_exceptions_of_the_function_reach_the_caller() -> None:
     for other in (torch.zeros(3), torch.zeros(2, 1)):
         with pytest.raises(RuntimeError, match="native_op_tests::accumulate: ValueError: shapes differ"):
             accumulate(torch.zeros(2), other)
@@ -182,7 +182,7 @@ def test_tensors_with_grad_are_refused_under_recording() -> None:
     assert torch.equal(parameter.detach(), torch.ones(3))
 
 
-def test_autograd_notices_what_was_written() -> None:
+def test_autograd_notices_written_tensors() -> None:
     factor, x = torch.ones(3), torch.ones(3, requires_grad=True)
     product = (factor * x).sum()
     accumulate(factor, torch.ones(3))
@@ -245,7 +245,7 @@ def test_threads_writing_to_one_storage_lose_no_update() -> None:
         ("native_op_tests::x(Tensor(a!) self) -> Tensor(b!)", "none is marked as written so"),
     ],
 )
-def test_what_is_beyond_it_is_refused_at_once(schema: str, why: str) -> None:
+def test_an_unsupported_schema_is_refused_at_once(schema: str, why: str) -> None:
     with pytest.raises(ValueError, match=why):
         native_op(schema)
 

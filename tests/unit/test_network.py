@@ -40,14 +40,14 @@ def test_the_users_choice_stands(store: TCPStore, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("interface", [None, "lo"])
-def test_where_the_way_says_nothing_the_choice_is_that_of_ucx(
+def test_an_unhelpful_route_leaves_the_choice_to_ucx(
     store: TCPStore, monkeypatch: pytest.MonkeyPatch, interface: str | None
 ) -> None:
     leads_to(monkeypatch, interface)
     assert network.default_devices(store, "libucp.so") == ""
 
 
-def test_without_an_address_the_choice_is_that_of_ucx(tmp_path: Path) -> None:
+def test_no_address_leaves_the_choice_to_ucx(tmp_path: Path) -> None:
     assert network.default_devices(FileStore(str(tmp_path / "store"), 1), "libucp.so") == ""
     assert network.default_devices(HashStore(), "libucp.so") == ""
 
@@ -79,7 +79,7 @@ def test_the_loopback_interface_leads_to_this_host() -> None:
     assert network.address_towards("127.0.0.1") == "127.0.0.1"
 
 
-def test_a_name_that_is_none_leads_nowhere() -> None:
+def test_an_unknown_name_leads_nowhere() -> None:
     assert network.interface_to("no-such-host.invalid") is None
 
 

@@ -194,7 +194,7 @@ def test_an_unknown_attribute_is_refused() -> None:
         ("secret_file", 3),
     ],
 )
-def test_a_wrong_type_is_refused_with_what_is_right(name: str, value: object) -> None:
+def test_a_wrong_type_is_refused_and_the_right_one_named(name: str, value: object) -> None:
     with pytest.raises(TypeError, match=r"must be|is set for") as when_constructed:
         UcxRpcBackendOptions(**{name: value})
     options = UcxRpcBackendOptions()
@@ -243,7 +243,7 @@ def test_an_impossible_value_is_refused_by_name(name: str, value: object) -> Non
     assert options == UcxRpcBackendOptions()
 
 
-def test_set_device_map_adds_to_what_is_there() -> None:
+def test_set_device_map_adds_entries() -> None:
     options = UcxRpcBackendOptions(device_maps={"ps": {"cuda:0": "cuda:1"}})
     options.set_device_map("ps", {"cuda:1": "cuda:0"})
     options.set_device_map("other", {"cuda:0": "cuda:0"})
@@ -252,7 +252,7 @@ def test_set_device_map_adds_to_what_is_there() -> None:
     )
 
 
-def test_set_device_map_keeps_what_is_mapped() -> None:
+def test_set_device_map_keeps_earlier_entries() -> None:
     options = UcxRpcBackendOptions(device_maps={"ps": {"cuda:0": "cuda:1"}})
     with pytest.raises(ValueError, match="`set_device_map` only supports 1-to-1 mapping"):
         options.set_device_map("ps", {"cuda:2": "cuda:2", "cuda:0": "cuda:0"})

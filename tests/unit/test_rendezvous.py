@@ -158,7 +158,7 @@ def test_variables_that_are_not_set_are_named(
 
 
 @pytest.mark.parametrize("value", ["http", "-1", "65536", "29500.0"])
-def test_a_port_that_is_none_is_refused(value: str, master: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_impossible_port_is_refused(value: str, master: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MASTER_PORT", value)
     with pytest.raises(ValueError, match=f"MASTER_PORT={value} is not a port"):
         create_store("env://", 0, 2, 10)
@@ -197,7 +197,7 @@ def test_a_port_in_use_is_named() -> None:
             create_store(f"tcp://127.0.0.1:{port}", 0, 2, 10)
 
 
-def test_what_listens_and_is_no_store_is_told_from_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_listener_that_is_no_store_is_recognized(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rendezvous, "_ANSWER_S", 0.5)
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))

@@ -28,7 +28,7 @@ class SlowTarget(io.BytesIO):
         return super().write(data)  # type: ignore[arg-type]
 
 
-def test_what_was_written_is_known_after_catching_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_written_output_is_known_after_catching_up(monkeypatch: pytest.MonkeyPatch) -> None:
     target = SlowTarget()
     monkeypatch.setattr(sys, "stderr", types.SimpleNamespace(buffer=target))
     output = WorkerOutput(None)
@@ -46,7 +46,7 @@ def test_what_was_written_is_known_after_catching_up(monkeypatch: pytest.MonkeyP
     output.close()
 
 
-def test_silent_workers_keep_no_one_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_silent_workers_delay_no_catching_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_output, "_CATCHING_UP_S", 3600)
     output = WorkerOutput(None)
     # With the same pipe, as after a restart.

@@ -97,9 +97,7 @@ def test_a_file_that_is_not_there_is_named(tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("value", ["", "\n", "too short", "fifteen bytes!!", "x" * 5000])
-def test_what_can_be_no_secret_is_refused_and_not_repeated(
-    value: str, file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unfit_secret_is_refused_and_not_repeated(value: str, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file.write_text(value)
     monkeypatch.setenv(VARIABLE, value)
     for secret_file, name in ((None, VARIABLE), (str(file), "secret_file")):
@@ -122,12 +120,12 @@ def hkdf(secret: bytes, info: bytes) -> bytes:
     return hmac.new(pseudorandom_key, info + b"\x01", hashlib.sha256).digest()
 
 
-def test_keys_are_those_of_hkdf() -> None:
+def test_keys_follow_hkdf() -> None:
     info = b"frames" + (7).to_bytes(8, "little") + (2**64 - 1).to_bytes(8, "little")
     assert SECRET.key("frames", 7, 2**64 - 1) == hkdf(VALUE.encode(), info)
 
 
-def test_what_one_seals_the_other_opens_and_nobody_else() -> None:
+def test_only_a_worker_with_the_secret_opens_a_seal() -> None:
     here, there = SECRET.frame_keys(1, 2), SECRET.frame_keys(2, 1)
     assert here["send_key"] == there["receive_key"]
     assert here["receive_key"] == there["send_key"]
@@ -170,7 +168,7 @@ def test_a_changed_entry_is_doubted() -> None:
 
 @pytest.mark.parametrize("text", ["", "[]", "no JSON", '{"sealed": 1, "hmac": 2}', "[" * 100_000, '{"sealed": "[]"}'])
 @pytest.mark.parametrize("secret", [SECRET, None])
-def test_what_is_no_entry_is_never_believed(text: str, secret: Secret | None) -> None:
+def test_a_malformed_entry_is_never_believed(text: str, secret: Secret | None) -> None:
     entry = read_entry(text.encode(), secret)
     assert entry.doubt or "rank" not in entry.values
 
@@ -190,7 +188,7 @@ def test_a_verdict_that_rank_0_has_not_written_is_not_believed() -> None:
 
 
 @pytest.mark.usefixtures("no_farewell")
-def test_what_is_left_over_for_others_does_not_count() -> None:
+def test_leftover_entries_of_others_do_not_count() -> None:
     store = HashStore()
     for left_over in ("no JSON", write_entry({"error": "RuntimeError", "text": "?", "sessions": [1]}, OTHER)):
         PrefixStore("torch_ucx_rpc", store).set("verdict", left_over)

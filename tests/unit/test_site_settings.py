@@ -14,7 +14,7 @@ def told(**variables: str) -> list[tuple[str, bool]]:
 
 
 @pytest.mark.parametrize("transports", ["self", "cma", "self,cma", "cuda,self", "cuda_ipc,cuda_copy", "knem"])
-def test_transports_that_lead_to_nobody_are_refused(transports: str) -> None:
+def test_transports_without_a_network_are_refused(transports: str) -> None:
     [(problem, is_fatal)] = told(UCX_TLS=transports)
     assert problem == f"UCX_TLS={transports} leaves no transport by which messages reach another worker"
     assert is_fatal

@@ -66,7 +66,7 @@ def picture(width: int, **options: bool) -> list[str]:
 
 
 @pytest.mark.parametrize("options", [{}, {"peers": True}])
-def test_80_columns_cut_no_figure_and_name_what_is_left_out(options: dict[str, bool]) -> None:
+def test_80_columns_cut_no_figure_and_name_the_omissions(options: dict[str, bool]) -> None:
     lines = picture(80, **options)
     assert max(map(len, lines)) <= 80
     head = lines[1].split()

@@ -41,13 +41,13 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> Streams:
 
 
 @pytest.mark.parametrize("blocking", [False, True])
-def test_the_value_is_that_of_the_future(blocking: bool) -> None:
+def test_wait_returns_the_value_of_the_future(blocking: bool) -> None:
     assert torch_ucx_rpc.wait(done(7), blocking=blocking) == 7
     assert torch_ucx_rpc.wait(done(7).then(lambda seven: seven.value() + 1), blocking=blocking) == 8
 
 
 @pytest.mark.parametrize("blocking", [False, True])
-def test_the_exception_is_that_of_the_future(blocking: bool) -> None:
+def test_wait_raises_the_exception_of_the_future(blocking: bool) -> None:
     future: torch.futures.Future[int] = torch.futures.Future()
     future.set_exception(KeyError("lost"))
     with pytest.raises(KeyError, match="lost"):
@@ -79,7 +79,7 @@ def test_without_blocking_no_stream_is_waited_for(streams: Streams, monkeypatch:
     assert not streams.synchronized
 
 
-def test_the_devices_are_those_of_the_future(streams: Streams) -> None:
+def test_the_result_has_the_devices_of_the_future(streams: Streams) -> None:
     # Not completed: torch cannot record events on this kind of device.
     devices = [torch.device("meta", 0), torch.device("meta", 1)]
     assert _C.devices_of(torch.futures.Future(devices=devices)) == devices

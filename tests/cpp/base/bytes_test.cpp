@@ -18,7 +18,7 @@ TEST(BytesTest, IsEmptyAtFirst) {
   EXPECT_TRUE(std::span<const std::byte>(bytes).empty());
 }
 
-TEST(BytesTest, AppendKeepsWhatWasThere) {
+TEST(BytesTest, AppendKeepsTheContents) {
   Bytes bytes;
   std::string expected;
   for (int round = 0; round < 1000; ++round) {

@@ -24,7 +24,7 @@ std::string hexOf(const Hmac::Tag& tag) {
 }
 
 // The first halves of the test vectors 1, 2 and 6 of RFC 4231.
-TEST(HmacTest, ComputesWhatTheRfcSays) {
+TEST(HmacTest, MatchesTheVectorsOfTheRfc) {
   EXPECT_EQ(hexOf(Hmac(std::string(20, '\x0b')).of({bytesOf("Hi There")})), "b0344c61d8db38535ca8afceaf0bf12b");
   EXPECT_EQ(hexOf(Hmac("Jefe").of({bytesOf("what do ya want for nothing?")})), "5bdcc146bf60754e6a042426089575c7");
   EXPECT_EQ(

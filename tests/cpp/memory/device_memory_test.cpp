@@ -326,7 +326,7 @@ class EntryPointsTest : public DeviceMemoryTest {};
 
 INSTANTIATE_TEST_SUITE_P(Sources, EntryPointsTest, testing::Values(DevicePool::Source::kEntryPoints));
 
-TEST_P(EntryPointsTest, WhatArrivesOnDevicesIsTheirs) {
+TEST_P(EntryPointsTest, ArrivalsOnDevicesUseTheirMemory) {
   startWith(keep(), {{c10::kCPU, fake()}, {fake(1), fake(1)}});
   const uint64_t before = rmm_.allocations();
   (void)answerWhileRunning(
@@ -349,7 +349,7 @@ TEST_P(EntryPointsTest, EmptyTensorsNeedNoMemory) {
   EXPECT_EQ(received_[1].device(), fake(1));
 }
 
-TEST_P(EntryPointsTest, WhatIsSmallIsWrittenWhenEarlierOwnersAreDone) {
+TEST_P(EntryPointsTest, SmallTensorsAreWrittenWhenEarlierOwnersAreDone) {
   startWith(keep(), {{c10::kCPU, fake()}});
   (void)answer(call(0, 1, "", {at::full({kSmall}, 5.f)}));
   device_.run();
@@ -367,7 +367,7 @@ TEST_P(EntryPointsTest, WhatIsSmallIsWrittenWhenEarlierOwnersAreDone) {
   EXPECT_TRUE(isAll(hostView(received_.at(0)), 6));
 }
 
-TEST_P(EntryPointsTest, WhatIsHeldIsWaitedForWhenNothingIsLeft) {
+TEST_P(EntryPointsTest, HeldMemoryIsAwaitedWhenNoneIsLeft) {
   startWith(lookOnAnotherStream(), {{c10::kCPU, fake()}});
   rmm_.setLimit(kLargeBytes);
   (void)answer(call(0, 1, "", {at::full({kLarge}, 5.f)}));
@@ -378,7 +378,7 @@ TEST_P(EntryPointsTest, WhatIsHeldIsWaitedForWhenNothingIsLeft) {
   EXPECT_TRUE(looks_.at(1).hasSeen(6));
 }
 
-TEST_P(EntryPointsTest, WhatAnotherThreadIsGivingBackIsWaitedFor) {
+TEST_P(EntryPointsTest, MemoryThatAnotherThreadReleasesIsAwaited) {
   startWith(keep(), across_);
   rmm_.setLimit(kLargeBytes);
   (void)answer(call(0, 1, "", {onDevice(kLarge, 5)}));
@@ -396,7 +396,7 @@ TEST_P(EntryPointsTest, WhatAnotherThreadIsGivingBackIsWaitedFor) {
   EXPECT_TRUE(isAll(hostView(received_.at(0)), 6));
 }
 
-TEST_P(EntryPointsTest, WhatThereIsNoMemoryForIsRefused) {
+TEST_P(EntryPointsTest, TensorBeyondTheMemoryIsRefused) {
   startWith(keep(), {{c10::kCPU, fake()}});
   rmm_.setLimit(kLargeBytes - 1);
   EXPECT_TRUE(contains(failure(call(0, 1, "", {at::full({kLarge}, 5.f)})), "memory"));
@@ -423,7 +423,7 @@ TEST_P(EntryPointsTest, AllocationHoldsUpNoOtherMessage) {
   EXPECT_TRUE(isAll(hostView(received_.at(0)), 6));
 }
 
-TEST_P(EntryPointsTest, WhatIsAllocatedForAPeerThatIsGoneIsGivenBack) {
+TEST_P(EntryPointsTest, MemoryAllocatedForALostPeerIsReleased) {
   startWith(keep(), across_);
   (void)answer(call(0, 1, "", {onDevice(kLarge, 5)}));
   received_.clear();
@@ -447,7 +447,7 @@ TEST_P(EntryPointsTest, WhatIsAllocatedForAPeerThatIsGoneIsGivenBack) {
 // ------------------------------------------------------------------------------------------------- what torch has
 
 // As torch.cuda.memory.change_current_allocator leaves it: the allocator of tensors is not the registered one.
-TEST_F(DeviceTest, WhatHasReplacedTorchsAllocatorIsAsked) {
+TEST_F(DeviceTest, ReplacedAllocatorOfTorchIsAsked) {
   c10::SetAllocator(kFake, c10::GetAllocator(c10::kCPU), 1);
   EXPECT_EQ(allocatorOf(kFake), &device_);
   c10::SetAllocator(kFake, &device_, 1);
@@ -498,7 +498,7 @@ class StagingTest : public DeviceTest {
   bool areInContainers_ = false;
 };
 
-TEST_F(StagingTest, WhatCannotBeSharedIsCopiedToTheHostInOrder) {
+TEST_F(StagingTest, UnshareableMemoryIsCopiedToTheHostInOrder) {
   startWith(keep(), same_);
   at::Tensor sent = onDevice(kLarge, 0);
   device_.launch(fake(), [view = hostView(sent)] { view.fill_(7); });

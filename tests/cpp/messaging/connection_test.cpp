@@ -136,7 +136,7 @@ TEST_F(ConnectionTest, RoundSeesEachReadyConnectionOnce) {
   EXPECT_TRUE(round().empty());
 }
 
-TEST_F(ConnectionTest, WhatIsOnlyLookedAtNeedsNoRoundAtOnce) {
+TEST_F(ConnectionTest, ConnectionThatIsOnlyLookedAtIsNotReady) {
   Connection& connection = connections_.of(peer_);
   connections_.keepLooking(connection);
   EXPECT_FALSE(connections_.hasReady());

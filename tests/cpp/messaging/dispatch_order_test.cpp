@@ -10,7 +10,7 @@
 namespace torch_ucx_rpc {
 namespace {
 
-TEST(DispatchOrderTest, WhatFollowsATurnRunsAtOnceWhenNoEarlierOneIsOpen) {
+TEST(DispatchOrderTest, FollowUpRunsAtOnceWithoutEarlierOpenTurns) {
   DispatchOrder turns;
   turns.begin().end();
   DispatchOrder::Turn turn = turns.begin();
@@ -20,7 +20,7 @@ TEST(DispatchOrderTest, WhatFollowsATurnRunsAtOnceWhenNoEarlierOneIsOpen) {
   EXPECT_TRUE(hasRun);
 }
 
-TEST(DispatchOrderTest, WhatFollowsATurnWaitsForAllEarlierOnes) {
+TEST(DispatchOrderTest, FollowUpWaitsForAllEarlierTurns) {
   DispatchOrder turns;
   std::vector<int> ran;
   DispatchOrder::Turn first = turns.begin();
@@ -34,7 +34,7 @@ TEST(DispatchOrderTest, WhatFollowsATurnWaitsForAllEarlierOnes) {
   EXPECT_EQ(ran, (std::vector<int>{1, 3}));
 }
 
-TEST(DispatchOrderTest, WhatFollowsTurnsRunsInTheirOrderOneAtATime) {
+TEST(DispatchOrderTest, FollowUpsRunInOrderOneAtATime) {
   DispatchOrder turns;
   Gate gate;
   std::vector<int> ran; // one thread at a time writes, or a sanitizer complains

@@ -96,7 +96,7 @@ TEST_F(EventBufferTest, BatchesAreHandedOutInTheOrderInWhichTheyWereTaken) {
   EXPECT_EQ(events_.handlers.takeNotes(), (Notes{"request 1", "request 2", "failure: dead 3"}));
 }
 
-TEST_F(EventBufferTest, BatchThatIsDroppedKeepsNobodyWaiting) {
+TEST_F(EventBufferTest, DroppedBatchKeepsNoCallerWaiting) {
   addRequest(1);
   std::unique_ptr<EventBatch> dropped = events_.buffer.take();
   addRequest(2);
@@ -147,7 +147,7 @@ TEST_F(EventBufferTest, DriverCompletesTheCallThatItWaitsForLast) {
       (Notes{"answer 1", "answer 2", "request 3", "completed by the driver 1"}));
 }
 
-TEST_F(EventBufferTest, FailedSendsGoToThoseWhomTheyConcern) {
+TEST_F(EventBufferTest, FailedSendsReachTheirHandlers) {
   const Error broken(ErrorCode::kPeerFailed, "broken");
   addSent(wire::Kind::kRequest, 1);
   addSent(wire::Kind::kRequest, 2, broken);
@@ -163,7 +163,7 @@ TEST_F(EventBufferTest, FailedSendsGoToThoseWhomTheyConcern) {
           "control not sent: broken 3"}));
 }
 
-TEST_F(EventBufferTest, RejectionsGoToThoseWhomTheyConcern) {
+TEST_F(EventBufferTest, RejectionsReachTheirHandlers) {
   const Error why(ErrorCode::kOutOfMemory, "too large");
   events_.buffer.addRejection(*peer_, message(wire::Kind::kRequest, 1).header, why);
   events_.buffer.addRejection(*peer_, message(wire::Kind::kResponse, 2).header, why);

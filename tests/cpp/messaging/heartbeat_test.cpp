@@ -58,7 +58,7 @@ TEST_F(HeartbeatTest, AQuietPeerIsAskedOnceForASignOfLife) {
   EXPECT_EQ(wait(kLimit / 2).quiet, std::vector<Peer*>{&peer}) << "and again when it falls silent again";
 }
 
-TEST_F(HeartbeatTest, WhoIsHeardIsNeitherAskedNorLost) {
+TEST_F(HeartbeatTest, PeerThatIsHeardIsNeitherAskedNorLost) {
   Peer& peer = add(1);
   for (int period = 0; period < 100; ++period) {
     connections_.of(peer).silence.heardSinceCheck = true;
@@ -112,7 +112,7 @@ TEST_F(HeartbeatTest, ASuspectWhoseProcessHasEndedIsLostWithinASecond) {
   EXPECT_EQ(wait(patient, milliseconds(1'100)).lost.at(0), &peer);
 }
 
-TEST_F(HeartbeatTest, ALateSignOfLifeStartsTheSilenceAnew) {
+TEST_F(HeartbeatTest, ALateSignOfLifeRestartsTheSilence) {
   Peer& peer = add(1);
   EXPECT_TRUE(wait(kLimit).lost.empty());
   connections_.of(peer).silence.heardSinceCheck = true;

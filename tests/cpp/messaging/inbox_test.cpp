@@ -166,7 +166,7 @@ TEST_F(InboxTest, LargeMessagesDoNotKeepEachOtherFromBeingFinished) {
   EXPECT_EQ(events_.take(), Notes{"answer 2"});
 }
 
-TEST_F(InboxTest, TheRestOfWhatIsGivenUpIsReleased) {
+TEST_F(InboxTest, RestOfAnAbandonedMessageIsReleased) {
   announce(1, 1, 8 * kPiece, 1);
   announce(2, 2, 8 * kPiece, 50, wire::Kind::kResponse);
   startDeferred();
@@ -218,7 +218,7 @@ TEST_F(InboxTest, PiecesThatAreThereAtOnceLeaveRoomForOthers) {
   EXPECT_FALSE(hasDeferred());
 }
 
-TEST_F(InboxTest, WhatHasWaitedForAMessageThatIsThereAtOnceIsNotForgotten) {
+TEST_F(InboxTest, WaiterBehindAnImmediateMessageIsNotForgotten) {
   transport_.isImmediate = true;
   announce(1, 1, 2 * kPiece, 1, wire::Kind::kResponse);
   announce(1, 2, 2 * kPiece, 50, wire::Kind::kResponse); // waits while the first is being received
@@ -260,7 +260,7 @@ TEST_F(InboxTest, TheRestOfAMessageOfAPeerThatIsGoneIsReleased) {
   EXPECT_EQ(events_.take(), Notes{"request 1"}) << "of the other peer";
 }
 
-TEST_F(InboxTest, FramesThatAreRefusedAreCountedAndToldOfOnceForEachSort) {
+TEST_F(InboxTest, RefusedFramesAreCountedAndLoggedOnceForEachSort) {
   wire::Header stranger;
   stranger.targetSession = kSession;
   stranger.sourceSession = 4711;
@@ -278,7 +278,7 @@ TEST_F(InboxTest, FramesThatAreRefusedAreCountedAndToldOfOnceForEachSort) {
   EXPECT_NE(warning.find("not a worker of this job"), std::string::npos) << warning;
 }
 
-TEST_F(InboxTest, WhatIsBeingReceivedFailsWhenItCloses) {
+TEST_F(InboxTest, UnfinishedReceivesFailWhenItCloses) {
   announce(1, 1, 8 * kPiece, 1);
   startDeferred();
   inbox_.close();

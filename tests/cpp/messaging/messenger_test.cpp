@@ -103,7 +103,7 @@ TEST_F(MessengerTest, ControlFramesReachTheirHandlersInOrder) {
   EXPECT_EQ(handlers_[1].takeNotes(), (Notes{"leave 0", "acknowledge 0", "goodbye 0", "arrive 9"}));
 }
 
-TEST_F(MessengerTest, MessageThatDoesNotLeaveIsToldOfOnce) {
+TEST_F(MessengerTest, FailureOfAMessageToLeaveIsReportedOnce) {
   network_.setFault([](const wire::Header&, SendMode) { return Fate::kFail; });
   const std::string why = "loopback: the send was made to fail";
   post(Kind::kRequest, 1);
@@ -192,7 +192,7 @@ TEST_F(MessengerTest, EverythingUnderWayToAPeerThatIsGoneEnds) {
   EXPECT_EQ(handlers_[0].takeNotes(), Notes{"request not sent: it died 2"});
 }
 
-TEST_F(MessengerTest, WhatAPeerThatIsGoneHadAnnouncedIsForgotten) {
+TEST_F(MessengerTest, AnnouncementsOfALostPeerAreForgotten) {
   post(Kind::kRequest, 1, 3 * kWindow); // holds the window
   post(Kind::kRequest, 2, kLarge);
   exchangeAll();
@@ -224,7 +224,7 @@ TEST_F(MessengerTest, EndpointThatFailsIsTheFailureOfItsPeer) {
   EXPECT_EQ(handlers_[0].takeNotes(), Notes{"failure: loopback: 'address 1' was killed 1"});
 }
 
-TEST_F(MessengerTest, PingIsAnsweredByWhoeverTakesItIn) {
+TEST_F(MessengerTest, PingIsAnsweredByTheThreadThatTakesItIn) {
   one_.messenger.postControl(one_.peer(1), Kind::kPing);
   two_.takeIn();
   EXPECT_FALSE(one_.peer(1).connection->silence.heardSinceCheck);
@@ -278,7 +278,7 @@ TEST_F(MessengerTest, DeafWorkerTellsItsNeighboursOverTheNetwork) {
   EXPECT_EQ(transport.sent[0].header.kind, Kind::kUseNetwork);
 }
 
-TEST_F(MessengerTest, NeighbourThatIsToldSoUsesTheNetworkToo) {
+TEST_F(MessengerTest, NeighbourOfADeafWorkerUsesTheNetworkToo) {
   two_.peer(0).isNeighbour.store(true);
   one_.messenger.postControl(one_.peer(1), Kind::kUseNetwork);
   exchangeAll();

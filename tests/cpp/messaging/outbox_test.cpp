@@ -91,7 +91,7 @@ TEST_F(OutboxTest, EndpointIsMadeWithTheFirstMessageToAPeer) {
   EXPECT_EQ(connections_.find(7), nullptr);
 }
 
-TEST_F(OutboxTest, WhatIsStuckOverSharedMemoryTakesNoRoomOverTheNetwork) {
+TEST_F(OutboxTest, StuckMessagesTakeNoRoomOverTheNetwork) {
   fill(Kind::kRequest, 0);
   sendLarge(Kind::kRequest, kMost);
   const size_t stuck = transport_.sent.size();
@@ -166,7 +166,7 @@ TEST_F(OutboxTest, MessageEndsOnceWhenItsLastPartIsThrough) {
   EXPECT_EQ(destroyed_.load(), 1);
 }
 
-TEST_F(OutboxTest, FirstFailureOfAPartIsTheMessagesAndIsToldAfterTheLast) {
+TEST_F(OutboxTest, FirstFailureOfAPartIsReportedAfterTheLastPart) {
   const Bytes span(100'000);
   outbox_.send(message(Kind::kRequest, 4, 1, span));
   finish({ErrorCode::kPeerFailed, "first"});
@@ -202,7 +202,7 @@ TEST_F(OutboxTest, RequestIsCanceledWhenAPartFailsLater) {
   EXPECT_EQ(transport_.callsUnderWay(), Calls{4}) << "it is canceled once";
 }
 
-TEST_F(OutboxTest, AnswerThatHasLeftInPartIsToldAtOnceAndOnce) {
+TEST_F(OutboxTest, FailureOfAPartlySentAnswerIsReportedAtOnceAndOnce) {
   const Bytes span(2 * OutgoingMessage::kPieceBytes);
   transport_.sendErrors[1] = {ErrorCode::kOutOfMemory, "no memory"};
   outbox_.send(message(Kind::kResponse, 4, 1, span));
@@ -224,7 +224,7 @@ TEST_F(OutboxTest, AnswerWhoseFirstPartFailsHasNotLeftAndIsSentAgain) {
   EXPECT_EQ(transport_.callsUnderWay(), (Calls{4, 4}));
 }
 
-TEST_F(OutboxTest, NobodyIsToldOfPartsThatWereLostWithTheirReceiver) {
+TEST_F(OutboxTest, PartsLostWithTheirReceiverCauseNoEvent) {
   const Bytes span(100'000);
   outbox_.send(message(Kind::kRequest, 4, 1, span));
   outbox_.send(message(Kind::kResponse, 5, 1, span));
@@ -276,7 +276,7 @@ TEST_F(OutboxTest, MessageToAPeerThatIsGoneFailsWithThat) {
 }
 
 // The goodbye was submitted before, but another thread had the worker lock.
-TEST_F(OutboxTest, GoodbyeLeavesThoughItsPeerHasBeenGivenUpMeanwhile) {
+TEST_F(OutboxTest, GoodbyeLeavesAfterItsPeerHasBeenLost) {
   ASSERT_TRUE(peer_.moveTo(Peer::State::kLeft, {ErrorCode::kShutDown, "it has left the group"}));
   send(Kind::kGoodbye, 0);
   ASSERT_EQ(transport_.sent.size(), 1u);
@@ -307,7 +307,7 @@ TEST_F(OutboxTest, RendezvousLeaveAFewAtATimeInTheOrderOfTheirCalls) {
   EXPECT_EQ(transport_.sent.size(), kMost);
 }
 
-TEST_F(OutboxTest, EagerMessagesPassThoseThatWait) {
+TEST_F(OutboxTest, EagerMessagesPassWaitingOnes) {
   fill(Kind::kRequest, 100);
   sendLarge(Kind::kRequest, 200);
   send(Kind::kRequest, 201);

@@ -88,7 +88,7 @@ TEST_F(ReceiveWindowTest, MemoryOfDevicesHasABoundOfItsOwn) {
   EXPECT_TRUE(window_->tryAdmit(kRequest, 1000, more, 2 * kDevices)) << "alone";
 }
 
-TEST_F(ReceiveWindowTest, AdmitAsksNobody) {
+TEST_F(ReceiveWindowTest, AdmitAsksNoPeer) {
   Admission first;
   Admission second;
   window_->admit(kRequest, 900, first);
@@ -132,7 +132,7 @@ TEST_F(ReceiveWindowTest, StallsWhileMessagesWaitAndNothingIsGivenBack) {
   EXPECT_TRUE(window_->hasStalled(now += ReceiveWindow::kPatienceWhileReceiving, false));
 }
 
-TEST_F(ReceiveWindowTest, AssignmentGivesBackWhatWasHeld) {
+TEST_F(ReceiveWindowTest, AssignmentReleasesTheOldMemory) {
   Admission first;
   Admission second;
   ASSERT_TRUE(window_->tryAdmit(kRequest, 100, first));
@@ -225,7 +225,7 @@ TEST_F(ReceiveWindowTest, AdmissionKeepsTheWindowAlive) {
   admission.release();
 }
 
-TEST(ReceiveWindowThreadsTest, SumIsRightWhateverTheOrder) {
+TEST(ReceiveWindowThreadsTest, SumIsRightInAnyOrder) {
   const auto window = std::make_shared<ReceiveWindow>(1000, [] {});
   std::mutex workerLock; // admissions are made under it, releases are not
   std::atomic<bool> isExceeded{false};

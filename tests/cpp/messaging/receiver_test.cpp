@@ -243,7 +243,7 @@ TEST_F(ReceiverTest, OnlyAnswersAreGivenUpWithTheirCalls) {
   EXPECT_FALSE(receiver_.isAbandoned(peer_, header));
 }
 
-TEST_F(ReceiverTest, RestOfAnAnswerThatNobodyAwaitsIsReleased) {
+TEST_F(ReceiverTest, RestOfAnAbandonedAnswerIsReleased) {
   start(announced(Kind::kResponse, 1, 5, 10));
   startDeferred();
   events_.handlers.abandonedCall = 1;
@@ -313,7 +313,7 @@ TEST_F(ReceiverTest, MessagesOfAPeerThatIsGoneGiveTheirShareBackAtOnce) {
   EXPECT_EQ(HostPool::instance().statistics().inUseBytes, poolBytesAtStart_);
 }
 
-TEST_F(ReceiverTest, ClosingGivesUpWhatHasNotBeenAskedFor) {
+TEST_F(ReceiverTest, ClosingRejectsUnrequestedMessages) {
   start(announced(Kind::kRequest, 1, 5, 10));
   startDeferred();
   start(announced(Kind::kRequest, 2, 1, 20));

@@ -117,7 +117,7 @@ TEST_F(ResumptionTest, BodyThatWasAnnouncedIsFetchedOverAnotherEndpoint) {
   EXPECT_EQ(one_.peer(1).resendBytes.load(), 0u);
 }
 
-TEST_F(ResumptionTest, WhatAPeerLacksIsSentAgainWhenItAsks) {
+TEST_F(ResumptionTest, MissingMessagesAreSentAgainWhenThePeerAsks) {
   network_.setFault([](const wire::Header&, SendMode) { return Fate::kDrop; });
   post(Kind::kRequest, 1);
   network_.setFault({});
@@ -175,7 +175,7 @@ TEST_F(ResumptionTest, CallsOfThePauseWaitAndCanBeCanceled) {
   EXPECT_EQ(notes, (Notes{"leave 0", "request 1", "request 3"}));
 }
 
-TEST_F(ResumptionTest, EndOfThePeerEndsWhatIsKept) {
+TEST_F(ResumptionTest, EndOfThePeerEndsKeptMessages) {
   std::atomic<int> destroyed{0};
   const Bytes span(50'000);
   one_.messenger.post(
@@ -191,7 +191,7 @@ TEST_F(ResumptionTest, EndOfThePeerEndsWhatIsKept) {
   EXPECT_EQ(one_.peer(1).resendBytes.load(), 0u);
 }
 
-TEST_F(ResumptionTest, CloseEndsWhatIsKept) {
+TEST_F(ResumptionTest, CloseEndsKeptMessages) {
   std::atomic<int> destroyed{0};
   const Bytes span(50'000);
   for (const bool isReset : {false, true}) {

@@ -83,7 +83,7 @@ class SentMessagesTest : public testing::Test {
   SentMessages sentMessages_{*executor_, lifetime_, timer_};
 };
 
-TEST_F(SentMessagesTest, WhatRunsNoUserCodeIsLeftToTheCaller) {
+TEST_F(SentMessagesTest, MessageWithoutUserCodeIsLeftToTheCaller) {
   std::unique_ptr<OutgoingMessage> withoutLender = makeOutgoing(1);
   sentMessages_.destroy(withoutLender);
   EXPECT_NE(withoutLender, nullptr);
@@ -105,7 +105,7 @@ TEST_F(SentMessagesTest, UserCodeRunsOnAnAgentThreadAndNotOnTheSendingOne) {
   EXPECT_TRUE(eventually([&] { return alive_.use_count() == 1; }));
 }
 
-TEST_F(SentMessagesTest, OneThreadDestroysAllThatComesMeanwhile) {
+TEST_F(SentMessagesTest, OneThreadDestroysAllMessagesThatComeInThatTime) {
   executor_->start(leader_);
   destroy(message(true, true));
   ASSERT_TRUE(eventually([&] { return gate_.waiting() == 1; }));
@@ -130,7 +130,7 @@ TEST_F(SentMessagesTest, SendersMessageDiesOnTheThreadThatWaitsForTheAnswer) {
   EXPECT_EQ(alive_.use_count(), 1) << "no agent thread is asked for what is gone";
 }
 
-TEST_F(SentMessagesTest, SendersMessageThatNobodyDestroysDiesOnAnAgentThreadInTime) {
+TEST_F(SentMessagesTest, UndestroyedSentMessageDiesOnAnAgentThreadInTime) {
   executor_->start(leader_);
   destroyLater(message(true));
   timer_.runDue(timer_.now() + SentMessages::kPatience);
@@ -150,7 +150,7 @@ TEST_F(SentMessagesTest, SendersMessagesDieOnAnAgentThreadIfTheyAreMany) {
   EXPECT_NE(threads()[0], std::this_thread::get_id());
 }
 
-TEST_F(SentMessagesTest, WhatATaskHasCalledItselfDoesNotWaitForTheTasksEnd) {
+TEST_F(SentMessagesTest, MessageOfATasksOwnCallDoesNotWaitForItsEnd) {
   executor_->start(leader_);
   std::atomic<size_t> destroyedWithin = 0;
   std::atomic<bool> taskIsOver = false;

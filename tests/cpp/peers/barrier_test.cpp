@@ -228,7 +228,7 @@ TEST(BarrierTest, OneWorkerAlonePassesAtOnce) {
   EXPECT_FALSE(job.result(0).lost);
 }
 
-TEST(BarrierTest, NobodyPassesBeforeTheLastHasCome) {
+TEST(BarrierTest, NoWorkerPassesBeforeTheLastHasCome) {
   Job job(4);
   for (const Rank rank : {3, 0, 2}) {
     job.at(rank).enter(1);
@@ -284,7 +284,7 @@ TEST(BarrierTest, WorkersMayBeOneRoundApart) {
   }
 }
 
-TEST(BarrierTest, WhoSaidGoodbyeIsNotWaitedFor) {
+TEST(BarrierTest, WorkerThatSaidGoodbyeIsNotAwaited) {
   Job job(3);
   job.at(0).enter(1);
   job.at(2).enter(1);
@@ -472,7 +472,7 @@ TEST(BarrierTest, NoWorkerOfALargeJobTalksToMoreThanItsParentAndThoseBelow) {
   }
 }
 
-TEST(BarrierTest, AWorkerTellsAtATickWhatItHasCollectedSoFar) {
+TEST(BarrierTest, AWorkerReportsItsCollectedArrivalsAtATick) {
   Job job(15, 1, 2);
   for (Rank rank = 0; rank < 15; ++rank) {
     if (rank != 9) {
@@ -510,7 +510,7 @@ TEST(BarrierTest, WorkersBelowADeadOneArriveAtTheNextAboveIt) {
   }
 }
 
-TEST(BarrierTest, ADeathThatOnlyTheParentNoticesIsNamedAllTheSame) {
+TEST(BarrierTest, ADeathThatOnlyTheParentNoticesIsNamed) {
   Job job(15, 1, 2);
   job.onlyContactsNoticeEnds();
   job.die(9); // before the shutdown; 0 has never talked to it

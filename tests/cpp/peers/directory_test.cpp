@@ -71,7 +71,7 @@ TEST_F(DirectoryTest, UnknownWorkerIsNotFound) {
   EXPECT_EQ(directory_.findSession(103), nullptr);
 }
 
-TEST_F(DirectoryTest, UnknownRankIsToldWithTheWorkersThatExist) {
+TEST_F(DirectoryTest, ErrorForAnUnknownRankListsTheWorkers) {
   try {
     (void)directory_.at(Rank{7});
     ADD_FAILURE() << "nothing was thrown";
@@ -85,7 +85,7 @@ TEST_F(DirectoryTest, UnknownRankIsToldWithTheWorkersThatExist) {
   }
 }
 
-TEST_F(DirectoryTest, UnknownNameIsToldWithTheWorkersThatExist) {
+TEST_F(DirectoryTest, ErrorForAnUnknownNameListsTheWorkers) {
   try {
     (void)directory_.at("ps");
     ADD_FAILURE() << "nothing was thrown";
@@ -99,7 +99,7 @@ TEST_F(DirectoryTest, UnknownNameIsToldWithTheWorkersThatExist) {
   }
 }
 
-TEST_F(DirectoryTest, AllAreListedByRankAndOnlyThosePresentArePresent) {
+TEST_F(DirectoryTest, AllAreListedByRankWithTheirStates) {
   EXPECT_EQ(ranksOf(directory_.all()), (Ranks{0, 1, 2}));
   end(directory_.at(Rank{0}), Peer::State::kFailed);
   end(directory_.at(Rank{2}), Peer::State::kLeaving);
@@ -132,7 +132,7 @@ TEST_F(DirectoryTest, PlaceOfAWorkerThatIsGoneCanBeTaken) {
   EXPECT_EQ(gone.member().name, "w1") << "errors can still name it";
 }
 
-TEST_F(DirectoryTest, LostWorkerCanBeTriedAnewAsItself) {
+TEST_F(DirectoryTest, LostWorkerCanBeTriedAgain) {
   Peer& lost = directory_.at(Rank{1});
   end(lost, Peer::State::kFailed);
   directory_.add(lost.member());

@@ -167,7 +167,7 @@ TEST_F(LifelinesTest, PeerThatIsForgottenIsNotCut) {
   EXPECT_EQ(cuts_, 0);
 }
 
-TEST(UnwatchedLifelinesTest, WhatTheKernelDoesNotWatchIsDoneWithout) {
+TEST(UnwatchedLifelinesTest, LifelinesWorkWithoutAWatchOfTheKernel) {
   const Listener listener;
   Lifelines lines([](int /*fd*/, UniqueFunction<void()> /*onReadable*/) { throw std::runtime_error("no room"); });
   Member member;

@@ -25,7 +25,7 @@ TEST_F(AgentTest, BarrierSumsOverAll) {
   });
 }
 
-TEST_F(AgentTest, BarrierThatTimesOutNamesWhoIsMissing) {
+TEST_F(AgentTest, BarrierThatTimesOutNamesTheMissing) {
   start(3);
   std::string what;
   atOnce({0, 2}, [&](worker_id_t rank) {

@@ -213,7 +213,7 @@ TEST_F(AgentTest, DeathOfAPeerFailsTheCallsToItAndNoOthers) {
   EXPECT_EQ(textOf(*answer(call(2, 0, "ok"))), "ok");
 }
 
-TEST_F(AgentTest, DeathOfAPeerFreesWhatWasLentToItsCalls) {
+TEST_F(AgentTest, DeathOfAPeerFreesTensorsLentToItsCalls) {
   AgentOptions options;
   options.receiveWindowBytes = kMiB;
   options.numWorkerThreads = 1;

@@ -107,7 +107,7 @@ TEST_F(DynamicGroupTest, CallsToAWorkerThatEndsBeforeItAdmitsFail) {
   EXPECT_TRUE(contains(failure(future), "w0"));
 }
 
-TEST_F(DynamicGroupTest, StaticGroupsAdmitNobody) {
+TEST_F(DynamicGroupTest, StaticGroupsAdmitNoWorker) {
   start(2);
   agents_[2] = makeAgent(2, &echo);
   agent(2).group().setMembership({[](const std::string& /*record*/) {}, [](uint64_t /*session*/) {}});
@@ -119,7 +119,7 @@ TEST_F(DynamicGroupTest, StaticGroupsAdmitNobody) {
   EXPECT_THROW((void)agent(0).getWorkerInfo(2), std::runtime_error);
 }
 
-TEST_F(DynamicGroupTest, WhoLeavesAnswersWhatItWasAskedAndIsAskedNoMore) {
+TEST_F(DynamicGroupTest, LeavingWorkerAnswersEarlierRequestsAndGetsNoNewOnes) {
   const std::shared_ptr<Gate> gate = gate_;
   join(0, {});
   join(1, {0}, [gate](Message& request) {
@@ -156,7 +156,7 @@ TEST_F(DynamicGroupTest, WhoLeavesAnswersWhatItWasAskedAndIsAskedNoMore) {
   EXPECT_TRUE(lostBy(0).empty()) << "who leaves in good order is not lost";
 }
 
-TEST_F(DynamicGroupTest, LeavingEndsAtItsTimeoutAndNamesWhoDidNotAcknowledge) {
+TEST_F(DynamicGroupTest, LeavingEndsAtItsTimeoutAndNamesTheSilentWorkers) {
   join(0, {});
   join(1, {0});
   ASSERT_TRUE(isAdmitted(1));

@@ -75,12 +75,12 @@ TEST_F(AgentTest, HandlerMayAnswerLater) {
   EXPECT_EQ(metric(1, "agent.server_active_async_calls"), 0u);
 }
 
-TEST_F(AgentTest, WhatTheHandlerThrowsReachesTheCaller) {
+TEST_F(AgentTest, ExceptionOfTheHandlerReachesTheCaller) {
   start(2, [](Message& /*request*/) -> Future { throw std::runtime_error("no such function"); });
   EXPECT_TRUE(contains(failure(call(0, 1, "f")), "no such function"));
 }
 
-TEST_F(AgentTest, WhatTheHandlersFutureFailsWithReachesTheCaller) {
+TEST_F(AgentTest, FailureOfTheHandlersFutureReachesTheCaller) {
   start(2, [](Message& /*request*/) {
     Future future = newFuture();
     future->setError(std::make_exception_ptr(std::runtime_error("it did not work out")));
@@ -113,7 +113,7 @@ TEST_F(AgentTest, UnknownWorkersAreAnErrorThatNamesTheKnownOnes) {
   }
 }
 
-TEST_F(AgentTest, ManyThreadsCallEverybody) {
+TEST_F(AgentTest, ManyThreadsCallAllWorkers) {
   start(3);
   constexpr int kThreads = 6;
   constexpr int kEach = 200;
@@ -171,7 +171,7 @@ TEST_F(AgentTest, WaitersAreWokenForTheirAnswers) {
 
 // In Python `gil` is the GIL: a waiting thread takes it now and then, to handle signals, and a thread that completes a
 // future holds it.
-TEST_F(AgentTest, WhoCompletesAFutureMayHoldWhatItsWaiterWants) {
+TEST_F(AgentTest, CompleterOfAFutureMayHoldALockThatItsWaiterWants) {
   std::mutex gil;
   std::atomic<bool> wantsGil{false};
   whileWaiting_ = [&] {
@@ -191,7 +191,7 @@ TEST_F(AgentTest, WhoCompletesAFutureMayHoldWhatItsWaiterWants) {
 
 // Answers of torch's own bookkeeping wake no thread: the thread that receives one completes the call. The completion of
 // other calls may run user code.
-TEST_F(AgentTest, WhoReceivesAnAnswerOfBookkeepingCompletesTheCall) {
+TEST_F(AgentTest, ReceiverOfABookkeepingAnswerCompletesTheCall) {
   std::mutex beforeCallback;
   start(2, [&](Message& request) {
     const std::lock_guard lock(beforeCallback);

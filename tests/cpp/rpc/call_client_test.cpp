@@ -338,7 +338,7 @@ class FailedCreationTest : public RRefCreationTest {
   const uint64_t id_ = callee_.requests.back().header.callId;
 };
 
-TEST_F(FailedCreationTest, OwnerIsToldOfItsError) {
+TEST_F(FailedCreationTest, OwnerHearsOfItsError) {
   registerRRef();
   fail(id_);
   const uint64_t told = failureThatIsSent(2);
@@ -347,13 +347,13 @@ TEST_F(FailedCreationTest, OwnerIsToldOfItsError) {
   confirm(told);
 }
 
-TEST_F(FailedCreationTest, OwnerIsToldThatItHasRefused) {
+TEST_F(FailedCreationTest, OwnerHearsThatItHasRefused) {
   registerRRef();
   refuse(id_);
   confirm(failureThatIsSent(2));
 }
 
-TEST_F(FailedCreationTest, OwnerIsToldOnceTorchKnowsTheRRef) {
+TEST_F(FailedCreationTest, OwnerHearsOfTheFailureOnceTorchKnowsTheRRef) {
   fail(id_);
   EXPECT_TRUE(eventually([&] { return calls_.opened() == 2; })) << "it waits in the table";
   one_.advance(milliseconds(1));
@@ -363,7 +363,7 @@ TEST_F(FailedCreationTest, OwnerIsToldOnceTorchKnowsTheRRef) {
   confirm(failureThatIsSent(2));
 }
 
-TEST_F(FailedCreationTest, OwnerThatHasNoRoomForTheFailureIsToldAgain) {
+TEST_F(FailedCreationTest, OwnerWithoutRoomForTheFailureHearsOfItAgain) {
   registerRRef();
   refuse(id_);
   refuse(failureThatIsSent(2));
@@ -431,7 +431,7 @@ TEST_F(SealedCallClientTest, RequestWhoseTimeRanOutBeforeItWasPostedIsTakenBack)
   EXPECT_EQ(one_.messenger.underWay(), 0u);
 }
 
-TEST_F(CallClientTest, RequestThatNobodyAwaitsIsNotTakenInUnlessItMustBeRun) {
+TEST_F(CallClientTest, AbandonedRequestIsNotTakenInUnlessItMustRun) {
   const std::string large(OutgoingMessage::kEagerBodyBytes + 1, 'x');
   const Future call1 = call(large, milliseconds(1));
   const Future call2 = call(large, milliseconds(1), MessageType::PYTHON_REMOTE_CALL);

@@ -194,7 +194,7 @@ TEST_F(GroupTest, WorkerThatHasLeftIsNotWaitedFor) {
   EXPECT_EQ(barrier({1, 2}), std::vector<int64_t>(2, 3));
 }
 
-TEST_F(GroupTest, BarrierThatTimesOutNamesWhoIsMissing) {
+TEST_F(GroupTest, BarrierThatTimesOutNamesTheMissing) {
   start(3);
   const auto failed = rpcFailureOf([&] { worker(0).group.barrier(0, milliseconds(1)); });
   ASSERT_TRUE(failed);
@@ -218,7 +218,7 @@ TEST_F(GroupTest, BarrierAndJoinCanBeInterrupted) {
   EXPECT_THROW(worker(0).group.barrier(0, milliseconds(0)), Interrupted);
 }
 
-TEST_F(GroupTest, JoinReturnsWhenNobodyWaitsForAnAnswer) {
+TEST_F(GroupTest, JoinReturnsWhenNoCallIsOpen) {
   start(2);
   const Future answered = worker(0).call(1, "before the end");
   std::thread other([&] { worker(1).group.join(kPatience, kPatience); });
@@ -374,7 +374,7 @@ TEST_F(DynamicMembersTest, LostMemberIsAskedAsIfForTheFirstTime) {
   EXPECT_EQ(namesOf(joining.group.infos()), (Names{"w0", "w1"}));
 }
 
-TEST_F(DynamicMembersTest, KeeperHearsOfTheLostAndNotOfThoseWhoLeave) {
+TEST_F(DynamicMembersTest, KeeperHearsOfLostWorkersAndNotOfLeavingOnes) {
   RpcWorker& self = join(2);
   ASSERT_TRUE(self.peer(0).moveTo(State::kLeft, {ErrorCode::kShutDown, "left"}));
   self.group.onPeerGone(self.peer(0));
@@ -383,7 +383,7 @@ TEST_F(DynamicMembersTest, KeeperHearsOfTheLostAndNotOfThoseWhoLeave) {
   EXPECT_FALSE(isNoted("w2 has lost " + std::to_string(memberOf(0).session)));
 }
 
-TEST_F(DynamicMembersTest, LeavingWorkerAnswersAndIsAskedNoMore) {
+TEST_F(DynamicMembersTest, LeavingWorkerAnswersAndGetsNoNewRequests) {
   join(0);
   RpcWorker& leaving = join(1);
   announce(leaving, "1");
@@ -397,7 +397,7 @@ TEST_F(DynamicMembersTest, LeavingWorkerAnswersAndIsAskedNoMore) {
   EXPECT_EQ(namesOf(worker(0).group.infos()), Names{"w0"});
 }
 
-TEST_F(DynamicMembersTest, LeavingThatTimesOutNamesWhoDidNotAcknowledge) {
+TEST_F(DynamicMembersTest, LeavingThatTimesOutNamesTheSilentWorkers) {
   join(0);
   RpcWorker& leaving = join(1);
   announce(leaving, "1");

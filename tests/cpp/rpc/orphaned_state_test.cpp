@@ -125,7 +125,7 @@ TEST_F(OrphanedStateTest, ReferencesOfTheGoneAreDeletedAsIfByThemselves) {
   (void)RRefContext::getInstance().delForkOfOwner({0, 2}, {2, 22});
 }
 
-TEST_F(OrphanedStateTest, WhatHandlersMakeAfterwardsIsReleasedOnceASecond) {
+TEST_F(OrphanedStateTest, LaterStateOfRunningHandlersIsReleasedOnceASecond) {
   end(1);
   drain();
   const int64_t late = openContext(1);
@@ -139,7 +139,7 @@ TEST_F(OrphanedStateTest, WhatHandlersMakeAfterwardsIsReleasedOnceASecond) {
   EXPECT_TRUE(eventually([&] { return !isOpen(later); }));
 }
 
-TEST_F(OrphanedStateTest, NothingIsReleasedWhileNobodyIsGone) {
+TEST_F(OrphanedStateTest, NothingIsReleasedWhileAllWorkersLive) {
   const int64_t context = openContext(1);
   worker_.advance(std::chrono::hours(1));
   drain();
@@ -173,7 +173,7 @@ TEST_F(OrphanedStateTest, RequestThatCameBeforeAGoodbyeStillMakesItsValue) {
   EXPECT_TRUE(rpcFailure(wait));
 }
 
-TEST_F(OrphanedStateTest, ValueOfOneWhoseRankIsTakenNeverComesInADynamicGroup) {
+TEST_F(OrphanedStateTest, ValueOfAReplacedWorkerNeverComesInADynamicGroup) {
   orphans_.setDynamic();
   constexpr int64_t kFirst = int64_t{1} << 41;
   const auto wait = RRefContext::getInstance().getOwnerRRef({1, 9}); // of worker 1's earlier life
@@ -197,7 +197,7 @@ TEST_F(OrphanedStateTest, ValueOfOneWhoseRankIsTakenNeverComesInADynamicGroup) {
 }
 
 // A handler that still runs for the dead worker opens the context after another worker has taken the rank.
-TEST_F(OrphanedStateTest, ContextOfOneWhoseRankIsTakenIsClosedInADynamicGroup) {
+TEST_F(OrphanedStateTest, ContextOfAReplacedWorkerIsClosedInADynamicGroup) {
   orphans_.setDynamic();
   const int64_t late = openContext(1);
   const int64_t fresh = openContext(1);

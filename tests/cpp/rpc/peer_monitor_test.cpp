@@ -80,7 +80,7 @@ class PeerMonitorTest : public testing::Test {
   PeerMonitor monitor_{partsOf(one_), kLimit};
 };
 
-TEST_F(PeerMonitorTest, EndIsToldOnceInTheOrderOfTheObserversAfterTheStateSaysSo) {
+TEST_F(PeerMonitorTest, ObserversHearOfAnEndOnceInOrderAfterTheStateHasChanged) {
   Peer& peer = one_.peer(1);
   monitor_.end(peer, State::kFailed, {ErrorCode::kPeerFailed, "first end"});
   EXPECT_EQ(takeNotes(), told("w1 failed"));
@@ -132,7 +132,7 @@ TEST_F(PeerMonitorTest, ControlFrameThatDoesNotLeaveLosesThePeer) {
   EXPECT_EQ(takeNotes(), told("w1 failed")) << "somebody may wait for it";
 }
 
-TEST_F(PeerMonitorTest, ClosedAgentLosesNobody) {
+TEST_F(PeerMonitorTest, ClosedAgentLosesNoPeer) {
   one_.lifetime.close();
   monitor_.onFailure(one_.peer(1), {ErrorCode::kPeerFailed, "gone"});
   EXPECT_EQ(takeNotes(), Notes{});
@@ -184,7 +184,7 @@ TEST_F(PeerMonitorTest, GoodbyeIsForOthersThatAreThere) {
   EXPECT_EQ(one_.peer(0).state(), State::kPresent);
 }
 
-TEST_F(PeerMonitorTest, NobodySaysGoodbyeWhereEverybodyLeaves) {
+TEST_F(PeerMonitorTest, NoWorkerSaysGoodbyeWhenAllLeave) {
   one_.peer(1).isMet.store(true);
   monitor_.setEverybodyLeaving();
   monitor_.sayGoodbye();
@@ -231,7 +231,7 @@ TEST_F(PeerMonitorTest, PeerThatStaysSilentIsLostAfterTheLimit) {
       << one_.peer(1).whyGone().message();
 }
 
-TEST_F(PeerMonitorTest, MessageThatNobodyHadTheTimeToTakeInIsNoSilence) {
+TEST_F(PeerMonitorTest, WaitingMessageIsNoSilence) {
   monitor_.watch(memberOf(0), one_.directory.all());
   one_.messenger.postControl(one_.peer(1), wire::Kind::kAcknowledge);
   for (int time = 0; time < 100; ++time) {
@@ -241,7 +241,7 @@ TEST_F(PeerMonitorTest, MessageThatNobodyHadTheTimeToTakeInIsNoSilence) {
   EXPECT_EQ(takeNotes(), Notes{});
 }
 
-TEST_F(PeerMonitorTest, ClosedAgentAsksNobody) {
+TEST_F(PeerMonitorTest, ClosedAgentAsksNoPeer) {
   monitor_.watch(memberOf(0), one_.directory.all());
   one_.messenger.postControl(one_.peer(1), wire::Kind::kAcknowledge);
   one_.lifetime.close();

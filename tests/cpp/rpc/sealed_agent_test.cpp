@@ -243,7 +243,7 @@ class SealedJoinTest : public SealedAgentTest {
   std::atomic<int> joins_{0};
 };
 
-TEST_F(SealedJoinTest, WhoHasTheSecretIsAdmitted) {
+TEST_F(SealedJoinTest, WorkerWithTheSecretIsAdmitted) {
   makeMember(1);
   agent(1).group().addMembers(asToldTo(1, {selfOf(0)}));
   agent(1).start();
@@ -258,7 +258,7 @@ TEST_F(SealedJoinTest, WhoHasTheSecretIsAdmitted) {
   EXPECT_EQ(joins_.load(), 1);
 }
 
-TEST_F(SealedJoinTest, WhoHasNotIsNotEvenRead) {
+TEST_F(SealedJoinTest, WorkerWithoutTheSecretIsNotRead) {
   Member zero = selfOf(0);
   for (const std::string& guess : {std::string(), std::string("a guess"), joinKeyOf(1)}) {
     zero.joinKey = guess;

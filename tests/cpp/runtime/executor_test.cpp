@@ -20,7 +20,7 @@ using Task = Executor::Task;
 
 class ExecutorTest : public ExecutorFixture {};
 
-TEST_F(ExecutorTest, RunsWhatTheLeaderBrings) {
+TEST_F(ExecutorTest, RunsTasksOfTheLeader) {
   start();
   std::atomic<int> requests{0};
   std::atomic<int> completions{0};
@@ -39,7 +39,7 @@ TEST_F(ExecutorTest, RunsWhatTheLeaderBrings) {
   EXPECT_TRUE(eventually([&] { return requests.load() == 1000 && completions.load() == 1000; }));
 }
 
-TEST_F(ExecutorTest, RunsWhatOtherThreadsAdd) {
+TEST_F(ExecutorTest, RunsTasksOfOtherThreads) {
   start();
   std::atomic<int> done{0};
   std::vector<std::thread> adders;
@@ -58,7 +58,7 @@ TEST_F(ExecutorTest, RunsWhatOtherThreadsAdd) {
 }
 
 // A peer may be found dead before there is anything to lead.
-TEST_F(ExecutorTest, WhatIsAddedBeforeTheStartRunsAfterIt) {
+TEST_F(ExecutorTest, TaskAddedBeforeTheStartRunsAfterIt) {
   make();
   std::atomic<int> run{0};
   std::atomic<bool> isStarted{false};
@@ -170,7 +170,7 @@ TEST_F(ExecutorTest, RequestIsRefusedWhenAllThereMayBeWait) {
   EXPECT_EQ(threads_->counts().waitingRequests, 0u);
 }
 
-TEST_F(ExecutorTest, WhatFollowsATaskRunsWhenThatIsOver) {
+TEST_F(ExecutorTest, FollowUpRunsAfterItsTask) {
   start();
   std::vector<int> order; // by one thread
   struct AtEnd {

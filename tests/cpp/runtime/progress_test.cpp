@@ -279,7 +279,7 @@ TEST_P(ProgressTest, NothingSubmittedIsLostWhileOneLeads) {
   EXPECT_TRUE(isOrdered) << "operations of one thread run in its order";
 }
 
-TEST_P(ProgressTest, LeaderReturnsWhatArrives) {
+TEST_P(ProgressTest, LeaderReturnsArrivedMessages) {
   a_.connect(b_);
   std::vector<uint64_t> got;
   b_.handTo([&](const std::vector<uint64_t>& calls, const std::optional<Driver>& /*driver*/) {
@@ -326,7 +326,7 @@ TEST_P(ProgressTest, OneCallerDrivesAtATime) {
   EXPECT_TRUE(a_.progress.driveUntil([] { return true; }, 3));
 }
 
-TEST_P(ProgressTest, DriverSaysWhatItWaitsFor) {
+TEST_P(ProgressTest, DriverNamesTheAwaitedCall) {
   a_.connect(b_);
   std::atomic<uint64_t> awaited{0};
   b_.handTo([&](const std::vector<uint64_t>& calls, const std::optional<Driver>& driver) {
@@ -434,7 +434,7 @@ TEST_P(ProgressTest, CloseEndsTheLeaderAndLaterOperationsStillRun) {
   EXPECT_TRUE(a_.progress.driveUntil([] { return false; }, std::nullopt)) << "likewise";
 }
 
-TEST_P(ProgressTest, CloseComesAfterWhatWasSubmittedBefore) {
+TEST_P(ProgressTest, CloseComesAfterEarlierOperations) {
   std::vector<std::string> order;
   a_.handTo([&](const std::vector<uint64_t>& /*calls*/, const std::optional<Driver>& /*driver*/) {
     a_.progress.close([&] { order.emplace_back("closed"); });

@@ -66,7 +66,7 @@ TEST_F(SpinningTest, LeadersAndWaitingCallersLearnApart) {
   EXPECT_FALSE(spinning.isOn(Role::kLeader));
 }
 
-TEST_F(SpinningTest, WhoSleptWhileOthersWereServedHasNotWaitedForLong) {
+TEST_F(SpinningTest, SleepDuringOthersServiceIsNoLongWait) {
   Spinning spinning(Waiting::kAuto, 2);
   waitShortly(spinning);
   std::vector<Spinning::Wait> guards(10, Spinning::Wait(spinning, Role::kLeader));
@@ -151,7 +151,7 @@ TEST_F(SpinningTest, DevicesAreWaitedForLongerThanTransfersOfTheHost) {
   EXPECT_FALSE(spin(other, Awaited::kDevice)) << "the other side may need this core";
 }
 
-TEST_F(SpinningTest, BackSoonIsWhoWasAwayShortly) {
+TEST_F(SpinningTest, DriverThatWasAwayShortlyIsBackSoon) {
   Spinning spinning(Waiting::kAuto, 2);
   waitShortly(spinning);
   EXPECT_FALSE(spinning.isBackSoon(Role::kLeader));

@@ -29,7 +29,7 @@ TEST_F(DeviceTest, TensorIsReadWhenItsStreamHasMadeIt) {
 
 // CUDA says of an event that was just recorded that it is not ready, on a stream that has nothing to do as well: a
 // message that waited for it would wait for the timer.
-TEST_F(DeviceTest, WhatIsOnIdleStreamsWaitsForNoEvent) {
+TEST_F(DeviceTest, TensorOnAnIdleStreamWaitsForNoEvent) {
   startWith(keep(), same_);
   device_.completeEventsLater(true);
   for (const int64_t elements : {kSmall, kLarge}) {
@@ -144,7 +144,7 @@ TEST_F(DeviceTest, RequestOutlivesTheHandlersKernels) {
 }
 
 // Small tensors come with the body, and are copied to the device on a stream.
-TEST_F(DeviceTest, HandlerIsOrderedAfterTheArrivalOfWhatIsSmall) {
+TEST_F(DeviceTest, HandlerIsOrderedAfterTheArrivalOfSmallTensors) {
   std::vector<Look> looks;
   startWith(lookAtFirst(looks), {{c10::kCPU, fake()}});
   (void)answer(call(0, 1, "", {at::full({kSmall}, 5.f)}));
@@ -152,7 +152,7 @@ TEST_F(DeviceTest, HandlerIsOrderedAfterTheArrivalOfWhatIsSmall) {
   EXPECT_TRUE(looks.at(0).hasSeen(5));
 }
 
-TEST_F(DeviceTest, WhoHasWaitedIsOrderedAfterTheAnswer) {
+TEST_F(DeviceTest, WaitingCallersStreamIsOrderedAfterTheAnswer) {
   startWith([&](Message& /*request*/) { return completed("", {at::full({kSmall}, 5.f)}); }, {}, {{c10::kCPU, fake()}});
   Future future = call(0, 1, "");
   ASSERT_TRUE(eventually([&] { return future->completed(); }));
@@ -216,7 +216,7 @@ TEST_F(DeviceTest, AnswerMadeOnAnotherStreamIsReadWhenThatHasMadeIt) {
   EXPECT_TRUE(isAll(hostView(answerWhileRunning(future)->tensors().at(0)), 3));
 }
 
-TEST_F(DeviceTest, WhatIsNotReadyHoldsUpNothing) {
+TEST_F(DeviceTest, UnreadyMessageDelaysNoOther) {
   startWith([&](Message& /*request*/) { return completed(""); }, same_);
   device_.launch(fake(), [] {});
   std::vector<at::Tensor> all; // the parts that may be under way at a time
@@ -241,7 +241,7 @@ TEST_F(DeviceTest, NothingIsReceivedIntoMemoryThatIsStillRead) {
 }
 
 // UCX copies such tensors in small pieces: they are received into pinned memory, and copied on the handler's streams.
-TEST_F(DeviceTest, WhatComesFromTheHostNeedsNoMemoryOfTheDeviceUntilItIsThere) {
+TEST_F(DeviceTest, HostTensorsTakeDeviceMemoryOnlyOnArrival) {
   startWith(keep(), {{c10::kCPU, fake(1)}});
   const uint64_t pinned = FakeHostAllocator::allocations();
   const std::vector<Look> looks = lookOnAllStreams(fake(1));
@@ -253,7 +253,7 @@ TEST_F(DeviceTest, WhatComesFromTheHostNeedsNoMemoryOfTheDeviceUntilItIsThere) {
   EXPECT_TRUE(isAll(hostView(received_.at(0)), 5));
 }
 
-TEST_F(DeviceTest, WhatGoesToTheHostIsCopiedThereByItsSender) {
+TEST_F(DeviceTest, SenderCopiesTensorsForTheHost) {
   startWith(keep(), {{fake(), c10::kCPU}});
   at::Tensor sent = onDevice(kLarge, 0);
   device_.launch(fake(), [view = hostView(sent)] { view.fill_(7); });
@@ -298,7 +298,7 @@ TEST_F(DeviceTest, CallToOneselfIsInOrder) {
 }
 
 // UCX's CUDA transports need that.
-TEST_F(DeviceTest, WhoDrivesHasAContext) {
+TEST_F(DeviceTest, DriverHasAContext) {
   startWith([&](Message& /*request*/) { return completed(""); }, same_);
   std::thread caller([&] {
     EXPECT_TRUE(eventually([&] {
@@ -333,7 +333,7 @@ TEST_F(DeviceTest, TensorsForDevicesTakeNothingOfTheHostsWindow) {
 
 // ----------------------------------------------------------------------------------------------------------- failure
 
-TEST_F(DeviceTest, WhatHasTimedOutIsNotSent) {
+TEST_F(DeviceTest, TimedOutRequestIsNotSent) {
   startWith([&](Message& /*request*/) { return completed(""); }, same_);
   device_.launch(fake(), [] {});
   EXPECT_TRUE(contains(failure(call(0, 1, "", {onDevice(kLarge, 1)}, 0.05f)), "ran for more than"));
@@ -343,7 +343,7 @@ TEST_F(DeviceTest, WhatHasTimedOutIsNotSent) {
   EXPECT_EQ(metric(0, "agent.calls_timed_out"), 1u);
 }
 
-TEST_F(DeviceTest, WhatIsNotReadyEndsWithThePeer) {
+TEST_F(DeviceTest, UnreadyMessageEndsWithThePeer) {
   startWith([&](Message& /*request*/) { return completed(""); }, same_);
   (void)answer(call(0, 1, ""));
   device_.launch(fake(), [] {});
@@ -353,7 +353,7 @@ TEST_F(DeviceTest, WhatIsNotReadyEndsWithThePeer) {
   EXPECT_TRUE(eventually([&] { return device_.blocksInUse() == blocksAtStart_; }));
 }
 
-TEST_F(DeviceTest, WhatIsNotReadyEndsWithTheAgent) {
+TEST_F(DeviceTest, UnreadyMessageEndsWithTheAgent) {
   startWith([&](Message& /*request*/) { return completed(""); }, same_);
   device_.launch(fake(), [] {});
   const Future future = call(0, 1, "", {onDevice(kLarge, 1)});

@@ -279,7 +279,7 @@ TEST(TensorCodecTest, CopyOnWriteMemoryIsCopiedAtOnce) {
   EXPECT_TRUE(decode(arrive(*outgoing))->tensors().at(0).eq(1).all().item<bool>());
 }
 
-TEST(TensorCodecTest, OnlyWhatIsReachedTravels) {
+TEST(TensorCodecTest, OnlyReachedBytesTravel) {
   const at::Tensor base = at::rand({10'000'000});
   const std::unique_ptr<OutgoingMessage> few = encode({base.narrow(0, 1000, 10)});
   EXPECT_LT(few->totalBytes(), 1000u);
@@ -335,7 +335,7 @@ TEST(TensorCodecTest, ViewsOfAnotherDtypeShareMemoryToo) {
   EXPECT_EQ(received[0][1].item<uint8_t>(), 0);
 }
 
-TEST(TensorCodecTest, OverlappingViewsOfOtherDtypesShipOnlyWhatTheyReach) {
+TEST(TensorCodecTest, OverlappingViewsOfOtherDtypesShipOnlyReachedBytes) {
   for (const int64_t scale : {1, 100'000}) { // inline, and as a span
     const at::Tensor base = at::randint(0, 256, {4'000'000}, at::kByte);
     const int64_t begin = base.numel() - 12 * scale - 3;
@@ -401,7 +401,7 @@ TEST(TensorCodecTest, RequiresGradIsKept) {
   EXPECT_TRUE(travel(at::rand({3, 4}).to_sparse().set_requires_grad(true)).requires_grad());
 }
 
-TEST(TensorCodecTest, GradModeOfTheThreadDoesNotColourWhatArrives) {
+TEST(TensorCodecTest, GradModeOfTheThreadDoesNotChangeArrivedTensors) {
   const at::Tensor sent = at::rand({3}).set_requires_grad(true);
   const std::unique_ptr<OutgoingMessage> outgoing = encode({sent});
   const at::NoGradGuard guard;
@@ -546,7 +546,7 @@ TEST(TensorCodecTest, PackedTensorsAreOnTheirOwnAfterArrival) {
   expectNumbered(received, kElements);
 }
 
-TEST(TensorCodecTest, ThePackedTensorsAreThoseThatWereSent) {
+TEST(TensorCodecTest, PackedTensorsEqualTheSentOnes) {
   std::vector<at::Tensor> sent = numbered(70, 8000); // 2.2 MB: inline and packed
   sent.push_back(at::rand({2'000'000}));
   sent.push_back(at::rand({5, 7}).to_sparse());
@@ -584,7 +584,7 @@ TEST(TensorCodecTest, AMessageHasABoundedNumberOfSpans) {
   EXPECT_EQ(encode(numbered(512, 9000))->spans.size(), 512u) << "few are lent, one by one";
 }
 
-TEST(TensorCodecTest, WhatCannotBeSentIsRefusedNamingTheWorker) {
+TEST(TensorCodecTest, UnsendableTensorsAreRefusedNamingTheWorker) {
   for (const at::Tensor& tensor : {at::empty({3}, at::kMeta), at::rand({3, 4}).to_mkldnn()}) {
     try {
       (void)encode({tensor});

@@ -65,7 +65,7 @@ Types those(Predicate is) {
   return types;
 }
 
-TEST(MessageTypesTest, PythonIsCalledByWhatMayCarryAPythonFunction) {
+TEST(MessageTypesTest, OnlyRequestsForPythonFunctionsCallPython) {
   EXPECT_EQ(
       those(&runsPython),
       (Types{
@@ -77,15 +77,15 @@ TEST(MessageTypesTest, PythonIsCalledByWhatMayCarryAPythonFunction) {
           MessageType::EXCEPTION}));
 }
 
-TEST(MessageTypesTest, FetchesAreThoseOfToHere) {
+TEST(MessageTypesTest, OnlyToHereFetches) {
   EXPECT_EQ(those(&isFetch), (Types{MessageType::SCRIPT_RREF_FETCH_CALL, MessageType::PYTHON_RREF_FETCH_CALL}));
 }
 
-TEST(MessageTypesTest, DriverRunsOnlyWhatDestroysNothingOfTheUsers) {
+TEST(MessageTypesTest, DriverRunsOnlyRequestsThatDestroyNoUserObjects) {
   EXPECT_EQ(those(&mayRunOnDriver), (Types{MessageType::RREF_CHILD_ACCEPT}));
 }
 
-TEST(MessageTypesTest, DriverCompletesOnlyWhatNobodyWaitsFor) {
+TEST(MessageTypesTest, DriverCompletesOnlyCallsWithoutWaiters) {
   EXPECT_EQ(
       those(&mayCompleteOnDriver),
       (Types{
@@ -116,7 +116,7 @@ TEST(MessageTypesTest, CreationOfAnRRefIsSeenThroughAutogradAndProfiler) {
   }
 }
 
-TEST(MessageTypesTest, NothingIsRecognizedInWhatTorchHasNotWrapped) {
+TEST(MessageTypesTest, PayloadWithoutTorchsWrapperIsNotRecognized) {
   const std::string wrapped = [] {
     const auto message = withAutograd(requestOf(MessageType::PYTHON_REMOTE_CALL, "anything"));
     return std::string(message->payload().begin(), message->payload().end());

@@ -94,7 +94,7 @@ TEST_F(RRefHoldersTest, ReportIsAskedForOnce) {
   EXPECT_EQ(heldBy(2), Ids{}) << "another worker may have the rank by now";
 }
 
-TEST_F(RRefHoldersTest, DeletedReferenceIsNobodys) {
+TEST_F(RRefHoldersTest, DeletedReferenceHasNoHolder) {
   (void)holders_.note(2, *rpc::RRefForkRequest({0, 1}, {1, 11}).toMessage());
   (void)holders_.note(2, *rpc::RRefUserDelete({0, 1}, {1, 11}).toMessage());
   EXPECT_EQ(heldBy(2), Ids{}) << "torch knows of it no more";
@@ -108,7 +108,7 @@ TEST_F(RRefHoldersTest, OtherRequestsAreNotNoted) {
   EXPECT_EQ(holders_.note(1, *makeMessage(MessageType::RREF_CHILD_ACCEPT, "not a pickle")), nullptr);
 }
 
-TEST_F(RRefHoldersTest, RequestThatTorchCannotReadIsToldOf) {
+TEST_F(RRefHoldersTest, UnreadableRequestOfTorchIsReported) {
   EXPECT_ANY_THROW((void)holders_.note(1, *makeMessage(MessageType::RREF_FORK_REQUEST, "not a pickle")));
   EXPECT_ANY_THROW((void)holders_.note(1, *makeMessage(MessageType::PYTHON_REMOTE_CALL, "not a pickle")));
 }

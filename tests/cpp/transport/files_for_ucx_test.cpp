@@ -144,7 +144,7 @@ class WaitingThread {
   void* events_ = nullptr;
 };
 
-TEST_F(FilesForUcxTest, WhoeverWaitsForConnectionsPausesWhileOneWaitsForAFile) {
+TEST_F(FilesForUcxTest, ListenerPausesWhileAConnectionWaitsForAFile) {
   using namespace std::chrono_literals;
   WaitingThread thread(listener_);
   // The shortest of some times: other processes may take the core.
@@ -202,7 +202,7 @@ TEST_F(FilesForUcxTest, ReserveIsGivenBackWithTheLastObject) {
   EXPECT_EQ(acceptOne(), UCS_OK) << "UCX goes on without it";
 }
 
-TEST_F(FilesForUcxTest, WhatIsWrongWithTheSocketIsStillAnError) {
+TEST_F(FilesForUcxTest, FaultOfTheSocketIsStillAnError) {
   close(listener_);
   EXPECT_NE(acceptOne(), UCS_OK);
   EXPECT_NE(acceptOne(), UCS_ERR_NO_PROGRESS);

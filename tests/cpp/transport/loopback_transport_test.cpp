@@ -101,7 +101,7 @@ TEST_F(LoopbackTransportTest, DuplicatedRendezvousCompletesOnce) {
   EXPECT_TRUE(rendezvous.isDone());
 }
 
-TEST_F(LoopbackTransportTest, FailedSendIsToldAtOnce) {
+TEST_F(LoopbackTransportTest, FailedSendIsReportedAtOnce) {
   network_.setFault([](const wire::Header& /*header*/, SendMode /*mode*/) { return Fate::kFail; });
   for (const SendMode mode : {SendMode::kEager, SendMode::kRendezvous}) {
     EXPECT_EQ(send(1, mode).error().code(), ErrorCode::kPeerFailed);

@@ -158,7 +158,7 @@ TEST_P(QueueRepairTest, NothingIsToBeDoneWhereNothingIsUnwritten) {
   EXPECT_TRUE(repair());
 }
 
-TEST_P(QueueRepairTest, WhatIsPutIntoASkippedSlotIsDroppedWithoutAWord) {
+TEST_P(QueueRepairTest, MessageInASkippedSlotIsDroppedSilently) {
   send();
   ASSERT_TRUE(arrives(1));
   takeSlot();
@@ -169,7 +169,7 @@ TEST_P(QueueRepairTest, WhatIsPutIntoASkippedSlotIsDroppedWithoutAWord) {
   EXPECT_EQ(testing::internal::GetCapturedStdout(), "");
 }
 
-TEST_P(QueueRepairTest, SlotThatNobodyWillMarkIsSkippedAndTheOthersArrive) {
+TEST_P(QueueRepairTest, AbandonedSlotIsSkippedAndTheOthersArrive) {
   for (int round = 0; round < 600; ++round) { // twice round the ring, so that both marks occur
     send();
   }
@@ -184,7 +184,7 @@ TEST_P(QueueRepairTest, SlotThatNobodyWillMarkIsSkippedAndTheOthersArrive) {
   EXPECT_TRUE(arrives(602));
 }
 
-TEST_P(QueueRepairTest, WhoMayStillBeWritingIsWaitedFor) {
+TEST_P(QueueRepairTest, PossibleWriterIsAwaited) {
   send();
   ASSERT_TRUE(arrives(1));
   takeSlot();
@@ -222,7 +222,7 @@ TEST_P(QueueRepairTest, NothingIsSkippedWhereProcessesMayNotBeSeen) {
   EXPECT_TRUE(arrives(2));
 }
 
-TEST_P(QueueRepairTest, WhoSleepsIsNotWriting) {
+TEST_P(QueueRepairTest, SleepingThreadIsNotWriting) {
   send();
   ASSERT_TRUE(arrives(1));
   takeSlot();
@@ -334,7 +334,7 @@ TEST_P(QueueRepairTest, AScanRunsBesideTheTransport) {
   scanner.join();
 }
 
-TEST_P(QueueRepairTest, AQueueIsConsistentWhateverItHasCarried) {
+TEST_P(QueueRepairTest, AQueueStaysConsistentWithAnyMessages) {
   for (int round = 0; round < 300; ++round) { // more than once round the ring
     send();
     ASSERT_TRUE(queues_.at(0).isConsistent()) << round;

@@ -81,7 +81,7 @@ class StrangerTest : public ForgedFrameTest {
   uint64_t expected_ = 0; // frames
 };
 
-TEST_F(StrangerTest, WhateverIsForgedIsRefused) {
+TEST_F(StrangerTest, ForgedFramesAreRefused) {
   const Bytes body = bodyOfRequest("forged");
   for (int kind = 1; kind <= static_cast<int>(wire::Kind::kReceived); ++kind) {
     shoot(frame(static_cast<wire::Kind>(kind)), body);
@@ -112,7 +112,7 @@ TEST_F(StrangerTest, WhateverIsForgedIsRefused) {
   EXPECT_EQ(textOf(*answer(call(0, 1, "ok"))), "ok");
 }
 
-TEST_F(StrangerTest, WhatWasRecordedIsTakenAtMostOnce) {
+TEST_F(StrangerTest, RecordedFramesAreTakenAtMostOnce) {
   const Bytes body = bodyOfRequest("recorded");
   wire::Header header = frame(wire::Kind::kRequest);
   header.sequence = 1;

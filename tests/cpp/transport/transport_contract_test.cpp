@@ -420,7 +420,7 @@ TEST_P(TransportContractTest, ThrowingCompletionLeavesProgressAndTheOthersStillR
   EXPECT_EQ(a.transport->operationsInFlight(), 0u);
 }
 
-TEST_P(TransportContractTest, WhatOnEndpointFailedThrowsComesOutOfProgressOnce) {
+TEST_P(TransportContractTest, ProgressThrowsAnErrorOfOnEndpointFailedOnce) {
   if (!factory_->showsDeath()) {
     GTEST_SKIP() << "shared memory is watched by process";
   }
@@ -605,7 +605,7 @@ TEST_P(TransportContractTest, LanesAreNamedAfterTraffic) {
   }
 }
 
-TEST_P(TransportContractTest, DeathOfAPeerEndsWhatWasUnderWayToIt) {
+TEST_P(TransportContractTest, DeathOfAPeerEndsItsSends) {
   if (!factory_->showsDeath()) {
     GTEST_SKIP() << "shared memory is watched by process";
   }
@@ -716,7 +716,7 @@ TEST_P(TransportContractTest, CloseWithOperationsInFlightEndsThemAll) {
   a.transport.reset();
 }
 
-TEST_P(TransportContractTest, CloseReleasesWhatNobodyTook) {
+TEST_P(TransportContractTest, CloseReleasesUntakenMessages) {
   Outcome pending[3];
   TestEndpoint& a = testEndpoint("a");
   TestEndpoint& b = testEndpoint("b");
@@ -781,7 +781,7 @@ TEST_P(TransportContractTest, CloseDuringAReceiveEndsIt) {
   EXPECT_EQ(testing::internal::GetCapturedStdout(), "");
 }
 
-TEST_P(TransportContractTest, CloseFlushesWhatWasSentEagerly) {
+TEST_P(TransportContractTest, CloseFlushesEagerMessages) {
   constexpr uint64_t kMessages = 200;
   std::vector<Outcome> sent(kMessages);
   TestEndpoint& a = testEndpoint("a");

@@ -21,7 +21,7 @@ TEST(UcxTlsTest, NothingSetAllowsEverything) {
   EXPECT_TRUE(allowsTransport("all", "sysv"));
 }
 
-TEST(UcxTlsTest, ListsGroupsAndExclusionsMeanWhatTheyMeanToUcx) {
+TEST(UcxTlsTest, ListsGroupsAndExclusionsFollowUcx) {
   EXPECT_TRUE(allowsTransport("tcp,self", "tcp"));
   EXPECT_FALSE(allowsTransport("tcp,self", "sysv"));
   for (const char* group : {"shm", "sm", "mm", "sysv", "\\sysv", "self, sysv"}) {
@@ -36,7 +36,7 @@ TEST(UcxTlsTest, ListsGroupsAndExclusionsMeanWhatTheyMeanToUcx) {
   EXPECT_FALSE(allowsTransport("^shm", "posix"));
 }
 
-TEST(UcxTlsTest, ALackOfAnAuxiliaryTransportIsTold) {
+TEST(UcxTlsTest, AMissingAuxiliaryTransportIsReported) {
   EXPECT_NE(whatIsLackingToConnect("rc_verbs,self").find("say rc instead of rc_verbs"), std::string::npos);
   EXPECT_NE(whatIsLackingToConnect("dc_mlx5").find("say dc instead of dc_mlx5"), std::string::npos);
   EXPECT_NE(whatIsLackingToConnect("sysv,rc_mlx5"), "") << "shared memory reaches no other machine";
@@ -58,7 +58,7 @@ TEST(UcxDevicesTest, AUcxThatCannotHaveDeviceMemoryIsRefusedWithACure) {
   }
 }
 
-TEST(UcxStatusTest, LocalFailuresAreToldFromThePeers) {
+TEST(UcxStatusTest, LocalFailuresDifferFromThePeers) {
   for (const ucs_status_t local :
        {UCS_ERR_NO_MEMORY,
         UCS_ERR_NO_RESOURCE,
@@ -136,7 +136,7 @@ TEST(WorkerAddressTest, BothAddressesComeOutAsTheyWentIn) {
   EXPECT_EQ(unwrapAddress(wrapped).network, "network");
 }
 
-TEST(WorkerAddressTest, WhatIsDamagedOrCutShortIsEmpty) {
+TEST(WorkerAddressTest, DamagedOrTruncatedAddressIsEmpty) {
   const std::string wrapped = wrapAddress({"all transports", "network"});
   for (size_t at = 0; at < wrapped.size(); ++at) {
     std::string changed = wrapped;

@@ -158,7 +158,7 @@ TEST_F(AssemblerTest, PiecesThatContradictEachOtherOnTheirSpanRejectTheMessage) 
   EXPECT_EQ(addPiece(50, 50, 101), Assembler::Outcome::kRejected);
 }
 
-TEST_F(AssemblerTest, EmptyPiecesOfWhatIsNotEmptyRejectTheMessage) {
+TEST_F(AssemblerTest, EmptyPiecesOfANonEmptySpanRejectTheMessage) {
   EXPECT_EQ(addPiece(0, 0), Assembler::Outcome::kRejected); // else there could be any number
 }
 
@@ -242,7 +242,7 @@ TEST_F(AssemblerTest, BodyThatDeniesTheSpansThatCameIsRejected) {
   EXPECT_EQ(assembler_.incomplete(), 0u);
 }
 
-TEST_F(AssemblerTest, CancelHandsOutWhatHadArrived) {
+TEST_F(AssemblerTest, CancelHandsOutArrivedParts) {
   add(header(2, 3));
   add(header(kBodyIndex, 3));
   add(header(0, 3, 2)); // another call
@@ -253,7 +253,7 @@ TEST_F(AssemblerTest, CancelHandsOutWhatHadArrived) {
   EXPECT_EQ(assembler_.incomplete(), 1u);
 }
 
-TEST_F(AssemblerTest, WhatComesOfAMessageThatWasCanceledIsHandedOutAtOnce) {
+TEST_F(AssemblerTest, PartsOfACanceledMessageAreHandedOutAtOnce) {
   add(header(2, 3));
   std::vector<Piece> dropped;
   assembler_.cancel(kSession, Kind::kRequest, 1, dropped);
@@ -266,7 +266,7 @@ TEST_F(AssemblerTest, WhatComesOfAMessageThatWasCanceledIsHandedOutAtOnce) {
   EXPECT_EQ(add(header(0, 3)), Assembler::Outcome::kIncomplete);
 }
 
-TEST_F(AssemblerTest, WhatComesOfAMessageThatWasRejectedIsHandedOutAtOnce) {
+TEST_F(AssemblerTest, PartsOfARejectedMessageAreHandedOutAtOnce) {
   add(header(0, 2));
   EXPECT_EQ(add(header(0, 2)), Assembler::Outcome::kRejected);
   EXPECT_EQ(add(header(1, 2)), Assembler::Outcome::kGivenUp);
@@ -274,7 +274,7 @@ TEST_F(AssemblerTest, WhatComesOfAMessageThatWasRejectedIsHandedOutAtOnce) {
   EXPECT_EQ(out_.size(), 4u);
 }
 
-TEST_F(AssemblerTest, CancelOfWhatIsNotThereDoesNothing) {
+TEST_F(AssemblerTest, CancelOfAnUnknownMessageDoesNothing) {
   add(header(0, 3));
   std::vector<Piece> dropped;
   assembler_.cancel(kSession, Kind::kRequest, 2, dropped);

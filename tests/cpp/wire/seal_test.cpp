@@ -34,7 +34,7 @@ class SealTest : public testing::Test {
   Opener opener_{kKey};
 };
 
-TEST_F(SealTest, WhatIsSealedIsGenuine) {
+TEST_F(SealTest, SealedFramesAreGenuine) {
   for (const std::string& body : {std::string(), std::string("body"), std::string(100'000, 'x')}) {
     EXPECT_TRUE(opener_.isGenuine(sealed(body), body.size(), bytesOf(body)));
   }

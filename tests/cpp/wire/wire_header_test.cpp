@@ -157,7 +157,7 @@ TEST(WireHeaderTest, LiesAreRefused) {
   }
 }
 
-TEST(WireHeaderTest, AnotherVersionIsToldInOneLineWithBothNumbersAndTheCure) {
+TEST(WireHeaderTest, AnotherVersionGivesOneLineWithBothNumbersAndTheCure) {
   Header sent;
   sent.version = 9;
   Header received;
