@@ -45,7 +45,7 @@ def _filled(native: _Native, source: object, **others: object) -> _Native:
 
 
 class UcxRpcAgent(_C.UcxRpcAgent):
-    """The C++ agent, with what torch's Python code expects of TensorPipe's agent besides calls."""
+    """The C++ agent, with the attributes of TensorPipe's agent that torch's Python code expects."""
 
     # The secret of the job; None in a job without one.
     secret: Secret | None = None
@@ -152,7 +152,7 @@ def _shut_down_at_exit() -> None:
     """End the agent of a program that does not: its threads must be gone before the interpreter is finalized."""
     agent = current
     if agent is not None and agent.is_of_this_process():
-        # As rpc.shutdown(graceful=False). But torch's warning of RRefs that still exist is no failure at exit.
+        # Like rpc.shutdown(graceful=False), but torch's warning of remaining RRefs is no failure at exit.
         destroy_rref_context(True)
         _cleanup_python_rpc_handler()
         _reset_current_rpc_agent()

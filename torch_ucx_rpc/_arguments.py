@@ -13,7 +13,7 @@ _LONGEST = 200
 
 
 def got(value: object) -> str:
-    """What came, for the end of an error's sentence: ``got None (NoneType)``."""
+    """The given value, for the end of an error's sentence: ``got None (NoneType)``."""
     text = repr(value)
     return f"got {text if len(text) <= _LONGEST else text[:_LONGEST] + '...'} ({type(value).__name__})"
 

@@ -1,7 +1,6 @@
 """The version of the installed package, such as "0.2.0+torch2.13"; "unknown" for a folder that is not installed.
 
-It takes longer to find than a module to load, so that only those who ask for it do. Workers compare
-``_build_info.VERSION``.
+Finding it takes longer than loading a module, so it is found on demand. Workers compare ``_build_info.VERSION``.
 """
 
 import importlib.metadata

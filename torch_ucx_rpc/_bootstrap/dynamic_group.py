@@ -215,7 +215,7 @@ class DynamicGroup:
         return is_listed
 
     def _replace(self, place: str, record: Record | None) -> None:
-        # Without the Store nobody can read the list either.
+        # Without the Store no worker can read the list either.
         with self._expendable.attempt():
             self._list.replace(place, record)
 

@@ -1,4 +1,4 @@
-"""`ExpendableStore`: the Store of a group that runs, and that can do without it."""
+"""`ExpendableStore`: the Store of a running group, which can live without it."""
 
 # mypy: allow-untyped-calls
 
@@ -17,7 +17,7 @@ _PATIENCE = datetime.timedelta(seconds=5)
 
 
 class ExpendableStore:
-    """``store``, which may have ended, for reads and writes that a running group can do without."""
+    """``store``, which may have ended, for reads and writes that a running group does not need."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -26,7 +26,7 @@ class ExpendableStore:
 
     @contextlib.contextmanager
     def attempt(self) -> Iterator[None]:
-        """Give up what the block does with the Store if that has ended, or does not answer within 5 s or so.
+        """Give up the block's use of the Store if that has ended, or does not answer within some 5 s.
 
         A Store over TCP that has ended says so at once. One in a file looks for a file that has been deleted until the
         Store's timeout, a minute by default, and the end of the process would wait for that.

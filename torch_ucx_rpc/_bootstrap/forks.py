@@ -1,4 +1,4 @@
-"""`close_in_children`: sockets that a forked child lets go of.
+"""`close_in_children`: sockets that a forked child closes.
 
 A child has copies of all files of its parent. A listening socket among them would outlive the parent: its port would
 stay taken, and its connections open.
@@ -14,7 +14,7 @@ _sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
 
 def close_in_children(listener: socket.socket) -> None:
-    """Have every child that this process forks close ``listener``, for as long as it exists here."""
+    """Let every forked child close ``listener``, as long as it exists here."""
     _sockets.add(listener)
 
 

@@ -1,11 +1,10 @@
 """The lifeline: a TCP port by which workers on other hosts see at once that this process has ended.
 
 A failed UCX connection does not say whether the process at its other end has died or only the connection, and over
-InfiniBand and RoCE a connection to a dead process fails after some ten seconds only. The lifeline tells
-(``csrc/peers/lifelines``): workers that reach this one by such a card connect to it at once, the others when a
-connection has failed.
+InfiniBand and RoCE a connection to a dead process fails after some ten seconds only. The lifeline does
+(``csrc/peers/lifelines``): workers that use such a card connect to it at once, and others after a failed connection.
 
-Nobody accepts these connections. The kernel completes them, keeps them, and resets them when the process ends. So no
+No thread accepts these connections. The kernel completes them, keeps them, and resets them when the process ends. So no
 byte of a stranger is read, and no connection takes a file of this process. Connections beyond the backlog may be
 missing; their workers notice the end by the heartbeat.
 """

@@ -17,8 +17,8 @@ from torch_ucx_rpc.errors import JoinTimedOut
 
 _LISTENING = "0A"  # in /proc/net/tcp
 
-# That the kernel's table shows no server at an address of this host is believed so many times, which takes 0.3 s. Then
-# connections are tried, as for other hosts.
+# The number of looks into the kernel's table, in 0.3 s, for a server at an address of this host. Then connections are
+# tried, as for other hosts.
 _LOOKS = 5
 
 
@@ -31,7 +31,7 @@ def is_this_host(host: str) -> bool:
 
 
 def _addresses_of(host: str) -> list[IPv4Address | IPv6Address]:
-    """The addresses that a name stands for; none if nobody knows it."""
+    """The addresses of a name; none if it does not resolve."""
     try:
         found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
     except OSError:
@@ -72,7 +72,7 @@ def _check_listener(host: str, port: int, limit: float, *, trusts_table: bool) -
     if is_there is False and trusts_table:
         raise refused
     with socket.create_connection((host, port), timeout=limit) as connection:
-        # The kernel may have given this end the very port that nobody listens at: TCP then connects it to itself.
+        # The kernel may have given this end the same free port: TCP then connects it to itself.
         if connection.getsockname() == connection.getpeername():
             raise refused
 

@@ -9,8 +9,8 @@
 
 The records are JSON. In a job with a secret they are authenticated, and so is ``compacted``.
 
-A worker takes a place and then fills it. If it dies in between, the next worker that joins closes the place, so that
-nobody waits for it again; a worker that was merely slow finds its place closed and takes another. A place that is empty
+A worker takes a place and then fills it. If it dies in between, the next worker that joins closes the place, so that no
+worker waits for it again; a worker that was only slow finds its place closed and takes another. A place that is empty
 or closed stays so. Hence an old version of ``compacted`` is still right: it only names places that need not be read.
 """
 
@@ -114,7 +114,7 @@ class MemberList:
         if self._store.check([_COMPACTED]):
             entry = read_entry(self._store.get(_COMPACTED), self._secret)
             before, remaining = entry.values.get("before"), entry.values.get("remaining")
-            # Anything else was not written by a worker of this job. Reading everything is right, too.
+            # No worker of this job wrote anything else. Reading everything is right too.
             if not entry.doubt and isinstance(before, int) and 0 <= before <= _MOST_ARRIVALS:
                 wanted = range(before)
                 if isinstance(remaining, list) and all(isinstance(one, int) and one in wanted for one in remaining):

@@ -84,7 +84,7 @@ def gather_members(store: Store, own: Record, timeout: float, secret: Secret | N
 def _lead(store: Store, own: Record, secret: Secret | None, deadline: Deadline) -> list[Record]:
     """The part of rank 0: wait for the others, judge, and tell them the verdict."""
     arrivals = _Arrivals(store, own, secret)
-    # Rank 0 stays in the list until its verdict is there: whose time ends now would take it for one that never came.
+    # Rank 0 stays in the list until its verdict is there. Otherwise a worker whose time ends now would call it absent.
     with _listed(store, own, secret):
         try:
             members = _await_members(arrivals, own, deadline)
@@ -180,7 +180,7 @@ def _await_members(arrivals: _Arrivals, own: Record, deadline: Deadline) -> list
 
 def _await_verdict(store: Store, own: Record, secret: Secret | None, deadline: Deadline) -> Entry:
     arrivals = _Arrivals(store, own, secret)
-    # Once rank 0 has come, it tells all workers when time is up. It may have begun to wait a little later than this.
+    # A present rank 0 tells all workers when time is up. It may have begun to wait a little later than this worker.
     limit = Deadline(deadline.timeout and deadline.timeout + _FAREWELL_S)
     for is_over in ask_again(own.world_size, limit):
         verdict = _read_verdict(store, secret)
@@ -235,7 +235,7 @@ def _read_verdict(store: Store, secret: Secret | None) -> Entry | None:
     if not store.check(["verdict"]):
         return None
     verdict = read_entry(store.get("verdict"), secret)
-    # Other values are not of rank 0, which will overwrite them.
+    # Rank 0 did not write other values, and will overwrite them.
     addressed = "parts" if isinstance(verdict.values.get("members"), int) else "sessions"
     return verdict if isinstance(verdict.values.get(addressed), list) else None
 
@@ -289,7 +289,8 @@ class _Arrivals:
         return len(self._present) >= min(self.world_sizes())
 
     def read_sessions(self) -> set[int]:
-        """Sessions of all entries, valid or not, without second entries of a process: they are for its next attempt."""
+        """Sessions of all entries, valid or not, without second entries of a process, which are for its next
+        attempt."""
         self.read()
         first_of_process: dict[str, int] = {}
         for values in self._values():
@@ -392,7 +393,7 @@ def _absent(records: list[Record], own: Record, deadline: Deadline) -> JoinTimed
     for record in records:
         ranks_by_host.setdefault(record.host, set()).add(record.rank)
     present = ", ".join(f"{_numbers(ranks)} on {host}" for host, ranks in sorted(ranks_by_host.items()))
-    # Without rank 0, nobody tells all at the same time: other workers may have been here and left just now.
+    # Without rank 0 the workers do not hear at the same time: others may have come and just left.
     not_come = "have not come" if own.rank == 0 else "have not come, or have given up"
     return JoinTimedOut(
         f"init_rpc has waited {deadline.timeout:g} s (init_timeout) for all {own.world_size} workers, and these ranks "

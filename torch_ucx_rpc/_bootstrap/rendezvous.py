@@ -91,7 +91,7 @@ def create_store(init_method: str, rank: int, world_size: int | None, timeout: f
         # Some handlers clean up when their generator is collected, so it must live as long as the Store.
         iterator = _rendezvous_helper(init_method, rank, world_size)
         store, _, _ = next(iterator)
-        # A group without a size forgets its dead, and workers of other jobs may be in it.
+        # A group without a size forgets its dead members, and may contain workers of other jobs.
         outlives_attempts = world_size is not None and attempt != "0"
     if outlives_attempts and attempt:
         # After a restart of the workers such a Store, torchrun's or a file, has all entries of the attempt before.

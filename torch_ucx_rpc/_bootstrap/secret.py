@@ -73,7 +73,7 @@ class Entry(NamedTuple):
 
 
 def _hmac(key: bytes, text: bytes) -> bytes:
-    # Loaded where there is a secret: few jobs have one, and every worker starts.
+    # Imported only with a secret, which few jobs have, to save time at the start.
     import hmac
 
     return hmac.digest(key, text, "sha256")

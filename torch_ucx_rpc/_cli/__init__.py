@@ -1,7 +1,7 @@
 """The commands of ``torch-ucx-rpc``; `_torch_ucx_rpc_cli` has their arguments and exit codes.
 
 * ``run``            starts the workers of a job
-* ``info``           tells what is installed and what the machine offers
+* ``info`` shows the installation and the machine
 * ``check``          lets workers call each other
 * ``top``            watches a running job
 * ``_job``           the part of a job that is on this machine, for ``run``

@@ -1,4 +1,4 @@
-"""The workers of ``run`` as processes, where elastic has lost hold of them: it could not start all of them."""
+"""The workers of ``run`` as processes, if elastic has lost them because it could not start all."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from collections.abc import Iterable
 
 from torch_ucx_rpc._cli._starter.client import Worker
 
-# A worker that does not heed SIGTERM for so long is killed, and so long it is waited for after that.
+# A worker that ignores SIGTERM for this long is killed, and then awaited for as long.
 _PATIENCE_S = 10.0
 
 _LIMITS = {
@@ -22,7 +22,7 @@ _LIMITS = {
 
 
 def cure_for(error: Exception) -> str:
-    """What helps against an error with which a process could not be started; empty where that is unknown."""
+    """The cure for an error at the start of a process; empty if there is none."""
     limit = _LIMITS.get(getattr(error, "errno", None) or 0)
     if limit is None:
         return ""
@@ -36,7 +36,7 @@ def end(workers: Iterable[Worker]) -> None:
     running = [worker for worker in workers if worker.poll() is None]
     for number in (signal.SIGTERM, signal.SIGKILL):
         for worker in running:
-            # One of another user (setuid) is left to itself.
+            # A worker of another user (setuid) is left alone.
             with contextlib.suppress(OSError):
                 os.killpg(worker.pid, number)
         until = time.monotonic() + _PATIENCE_S

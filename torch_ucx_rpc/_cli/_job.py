@@ -154,7 +154,7 @@ class JobAgent(LocalElasticAgent):
                 pids: dict[int, Any] = executor.submit(super()._start_workers, worker_group).result()
         except (OSError, RuntimeError) as error:
             failure = self._first_of_all(worker_group, _not_started(worker_group.spec.local_world_size, error))
-            # elastic has forgotten those that it did start.
+            # elastic has forgotten the workers that it did start.
             _children.end(self._starter.workers)
             self._stay_for_others(worker_group, _FAILED.format(attempt=self._attempt) + "/read")
             raise failure from error
@@ -269,7 +269,7 @@ class JobAgent(LocalElasticAgent):
     def _stay_for_others(self, worker_group: Any, key: str) -> None:
         """Stay until every machine has come here: the Store, where they find the reason, may be in this process."""
         until = time.monotonic() + _NEWS_S
-        # If the Store is gone, its machine has seen all others here, or has given them up.
+        # If the Store is gone, its machine has seen all others here, or has stopped waiting for them.
         with contextlib.suppress(DistError):
             worker_group.store.add(key, 1)
             while worker_group.store.add(key, 0) < worker_group.group_world_size and time.monotonic() < until:
@@ -289,7 +289,7 @@ class JobAgent(LocalElasticAgent):
         if self._failed_at is None:
             self._failed_at = time.monotonic()
         waited = time.monotonic() - self._failed_at
-        # Who began it is told by what the workers had written before the failure.
+        # The output written before the failure shows which worker failed first.
         self._output.catch_up()
         suspects = [
             process.pid
@@ -299,7 +299,7 @@ class JobAgent(LocalElasticAgent):
         if not suspects or waited < _LAST_MOMENTS_S:
             return bool(suspects)
         words = "\n".join(map(self._output.last_words, failed))
-        # As errors name a worker.
+        # The name of a worker in errors.
         return waited < _GOODBYE_S and any(f", pid {pid} on {socket.gethostname()})" in words for pid in suspects)
 
     def _first_failure(self, result: RunResult) -> Failure:

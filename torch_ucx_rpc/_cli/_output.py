@@ -19,14 +19,13 @@ _TRACEBACK = b"Traceback (most recent call last):"
 # How torch's C++ code begins lines of its log.
 _LOG_LINE = re.compile(r"\[[IWE]\d{4} ")
 
-# So many lines of a worker's stderr are kept for the report of its end. So many of them are shown if there is no
-# traceback among them.
+# The lines of a worker's stderr that are kept for the report of its end, and shown if there is no traceback among them.
 _KEPT_LINES = 200
 _SHOWN_LINES = 20
 
 # As much as a pipe holds.
 _READ_BYTES = 65_536
-# Whoever reads what is passed on may keep it waiting.
+# The reader of the launcher's output may keep it waiting.
 _CATCHING_UP_S = 5.0
 
 
@@ -70,7 +69,7 @@ class Stream:
                 self._target.write(self._prefix + line)
             self._target.flush()
         except OSError as error:
-            # The reader has gone (`| head`), or a disk is full. The workers go on all the same.
+            # The reader has gone (`| head`), or a disk is full. The workers go on.
             self._is_lost = True
             if not isinstance(error, BrokenPipeError):
                 print(f"torch_ucx_rpc run: what a worker writes is lost from now on: {error}", file=sys.stderr)
@@ -129,7 +128,7 @@ class WorkerOutput:
     def error_file(self, worker: str) -> str:
         """The file for a report of ``torch.distributed.elastic.multiprocessing.errors.record``, if any."""
         file = self._pipes / f"{worker}.error.json"
-        # That of the worker's earlier life.
+        # The report of the worker's earlier life.
         file.unlink(missing_ok=True)
         return str(file)
 
@@ -187,7 +186,7 @@ class WorkerOutput:
             pass
 
     def _pass_on(self, timeout: float | None) -> bool:
-        """Read each pipe that has something once, which is all that it holds."""
+        """Read each readable pipe once, which empties it."""
         ready = self._selector.select(timeout)
         has_rung = False
         for key, _ in ready:

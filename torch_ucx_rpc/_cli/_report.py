@@ -1,4 +1,4 @@
-"""`Report`: what ``info`` has found out."""
+"""`Report`: the findings of ``info``."""
 
 from __future__ import annotations
 

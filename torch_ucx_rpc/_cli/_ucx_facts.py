@@ -1,4 +1,4 @@
-"""The section of ``info`` about UCX: which one is loaded, what it offers here, and what it complains of."""
+"""The section of ``info`` about UCX: the loaded one, its transports here, and its complaints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Writes what UCX finds on this machine, as JSON, to stdout, and the log of UCX to stderr: a script for ``info``.
+"""Writes UCX's findings on this machine to stdout, as JSON, and its log to stderr: a script for ``info``.
 
 The script runs in a process of its own and imports nothing of this package: UCX may abort in surroundings that it finds
 impossible, and the package may not be importable. The argument is the value of TORCH_UCX_RPC_UCX, as for ``_native``.

@@ -86,7 +86,7 @@ def main(arguments: argparse.Namespace) -> int:
         launch = find_launch(os.environ)
     except ValueError as error:
         arguments.error(str(error))
-    # A shell in an allocation of one task, or a pod by itself, has nobody to call.
+    # A shell in an allocation of one task, or a single pod, has no other worker to call.
     if launch is not None and launch.world_size > 1:
         if arguments.workers is not None:
             arguments.error(f"-n is for workers that this command starts, and {launch.launcher} has started this one")
@@ -122,7 +122,7 @@ def _work(rank: int | None, size: int, url: str, arguments: argparse.Namespace) 
             torch_ucx_rpc.init_rpc(f"worker{rank}", rank=rank, world_size=size, rpc_backend_options=options)
         if rpc.get_worker_info().id == 0:
             return _judge(arguments)
-        # Other ranks serve until rank 0 is done, but not for ever: rank 0 may be unable to tell them.
+        # Other ranks serve until rank 0 is done, but not for ever, since rank 0 may be unable to tell them.
         rpc.shutdown(timeout=2 * arguments.timeout + _PAIR_S * size**2)
     except (RuntimeError, ValueError) as error:
         print(f"check: {error}", file=sys.stderr)

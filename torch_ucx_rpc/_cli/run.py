@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 # Time for the launchers of all machines to meet.
 _RENDEZVOUS_S = 600
 
-# What torch takes as the name of a worker, which is shorter than 128 letters, without the index.
+# torch's pattern for a worker's name, which is shorter than 128 letters, without the index.
 _ROLE = re.compile(r"[A-Za-z0-9_:-]{1,100}")
 
 
@@ -47,7 +47,7 @@ def main(arguments: argparse.Namespace) -> int:
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // arguments.nproc)))
     if arguments.replace_tensorpipe:
         os.environ[REPLACE_TENSORPIPE] = "1"
-    # What the imports make stays. `_run` goes on with collections.
+    # The imported objects stay. `_run` turns collections on again.
     gc.disable()
     # It imports torch while this process does so.
     with contextlib.closing(Starter(program, arguments.start, arguments.preload)) as starter:

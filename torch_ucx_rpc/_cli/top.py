@@ -26,7 +26,7 @@ class View:
     """All workers of a job at one time."""
 
     time_s: float
-    # By rank. A text instead of statistics says why there are none.
+    # By rank; a text instead of statistics is the reason for their absence.
     workers: dict[int, Statistics | str]
 
 
@@ -131,7 +131,7 @@ def _picture(before: View | None, now: View, arguments: argparse.Namespace, out:
     make = _services if arguments.services else _peers if arguments.peers else _workers
     layout, rows = make(before, now)
     shown = list(layout.columns)
-    # Otherwise rich measures what is left when it has cut cells to fit.
+    # Otherwise rich measures the cells after cutting them.
     unbounded = out.options.update(width=1_000_000)
     for name in ("", *layout.least_important):
         shown = [column for column in shown if column.removesuffix("/s") != name]
@@ -294,7 +294,7 @@ def _earlier(before: View | None, now: View, rank: int) -> tuple[Statistics | No
         return None, 1.0
     worker, earlier = now.workers[rank], before.workers.get(rank)
     assert isinstance(worker, Statistics)
-    # A restarted worker counts anew.
+    # A restarted worker counts from zero.
     is_same = isinstance(earlier, Statistics) and earlier.session == worker.session
     return (earlier if is_same else None), now.time_s - before.time_s  # type: ignore[return-value]
 

@@ -57,7 +57,7 @@ def check(options: PoolOptions, worker: str) -> None:
 
 
 def choose(options: PoolOptions, devices: Iterable[torch.device]) -> None:
-    """From now on, in the whole process, receive tensors in the memory that the options choose."""
+    """Set the allocator of received tensors, for the whole process."""
     if options.device_pool == "rmm":
         for device in devices:
             prepare_resource(device.index, options.device_pool_bytes)

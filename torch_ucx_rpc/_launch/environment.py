@@ -35,7 +35,7 @@ Environ = Mapping[str, str]
 
 
 class Launch(NamedTuple):
-    """A worker's place in its job, as its launcher tells it.
+    """A worker's place in its job, from its launcher.
 
     ``hosts`` are hosts where rank 0 may be, the likeliest first; empty if unknown. ``job`` is a text that all workers
     of this job have, and no worker of another job; None if unknown.
@@ -47,7 +47,7 @@ class Launch(NamedTuple):
     name: str
     hosts: tuple[str, ...] = ()
     job: str | None = None
-    # True if MPI started the worker: MPI can then tell what its variables do not.
+    # True if MPI started the worker: MPI then knows more than the variables say.
     speaks_mpi: bool = False
 
 

@@ -17,7 +17,7 @@ _VARIABLE = "PMI_RANK"
 def job_on_this_host(launch: Launch) -> str:
     """A text that all workers of this mpirun have, and no worker of another one on this host.
 
-    Raises JoinFailed where mpirun cannot be seen.
+    Raises JoinFailed if mpirun is not visible.
     """
     origin = _starting_process() or _control_socket()
     if origin is None:

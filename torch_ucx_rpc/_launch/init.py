@@ -18,7 +18,7 @@ from torch_ucx_rpc._launch.environment import Launch, default_name, find_launch,
 from torch_ucx_rpc._options import UcxRpcBackendOptions, check_url
 from torch_ucx_rpc.errors import JoinFailed
 
-# The meeting place as a URL; mostly a file that all hosts see, under launchers that tell no host of rank 0.
+# The meeting place as a URL; mostly a file that all hosts see, under launchers that do not name rank 0's host.
 _INIT_METHOD = "TORCH_UCX_RPC_INIT_METHOD"
 
 

@@ -15,7 +15,7 @@ _logger = logging.getLogger("torch_ucx_rpc")
 
 
 def receive_warnings() -> None:
-    """From now on; until the end of the interpreter, when C++ writes to stderr again."""
+    """Pass warnings on until the end of the interpreter, when C++ writes to stderr again."""
     _C.set_warning_receiver(_log)
     atexit.register(_C.set_warning_receiver, None)
 

@@ -1,4 +1,4 @@
-"""Checkpoints of what lives on many RPC workers, in the format of ``torch.distributed.checkpoint`` (DCP).
+"""Checkpoints of state on many RPC workers, in the format of ``torch.distributed.checkpoint`` (DCP).
 
     >>> from torch_ucx_rpc import checkpoint
     >>> checkpoint.save({"model": pipe, "optim": optimizer, "emb": remote_module}, "ckpt/100")
@@ -11,15 +11,15 @@ files in one process. Importing this package also gives ``RemoteModule`` the met
 ``state_dict``, ``load_state_dict``, ``train``, ``eval``, ``requires_grad_``, ``zero_grad``.
 
 * `save`, `load`     what this is for
-* `SaveFuture`       what an asynchronous save returns
-* `CheckpointError`  how both fail
-* `Part`             what an object returns that wants to be saved by its workers
+* `SaveFuture`       the result of an asynchronous save
+* `CheckpointError`  the failure of both
+* `Part`             the result of an object whose workers save it
 
 How it is laid out:
 
-* ``parts``           which worker has what of a state
-* ``optimizers``      what is to be read into an optimizer
-* ``storage``         DCP's files, made safe against an end in the middle
+* ``parts``           the parts of a state, and their workers
+* ``optimizers``      the template of an optimizer's state
+* ``storage``         DCP's files, safe against an end in the middle
 * ``saving``          `save`
 * ``loading``         `load`
 * ``remote_modules``  the methods of RemoteModule

@@ -26,15 +26,15 @@ __all__ = ["load"]
 # Elements of a tensor that is worth a look at its file of its own.
 _LARGE = 1 << 18
 
-# Of loads between their two rounds.
+# Loads between their two rounds.
 _planned: dict[str, tuple[Any, Any, Any, dict[str, Any], Sequence[tuple[Path, Part]]]] = {}
 
 
 def load(state: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
     """Read into ``state`` what `save` has written at ``path``; the number of workers and of stages may differ.
 
-    Names, shapes and numbers of parameter groups are compared on all workers before the first of them is changed. Where
-    a save into the folder is being written, it is waited for.
+    Names, shapes and numbers of parameter groups are compared on all workers before the first of them is changed. Waits
+    for an unfinished save into the folder.
 
     Raises CheckpointError that names the worker, and what the checkpoint lacks; FileNotFoundError where there is none.
     """
@@ -43,7 +43,7 @@ def load(state: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
     path = str(pathlib.Path(path).absolute())
     await_saves_into(path)
     if not pathlib.Path(path).is_dir():
-        # This fails, with a sentence.
+        # This raises an error that says so.
         storage.read_metadata(path)
     session = uuid.uuid4().hex[:12]
     mine = by_worker(parts_of(state))
@@ -69,7 +69,7 @@ def _turn_in(path: str) -> Iterator[None]:
 
 
 def _plan(session: str, path: str, parts: Sequence[tuple[Path, Part]]) -> None:
-    """What of the files this worker wants; raises where they do not have it."""
+    """The parts of the files that this worker wants; raises if the files lack one."""
     reader = FileSystemReader(path)
     metadata = storage.read_metadata(path)
     paths: Mapping[str, Path] = metadata.planner_data or {name: (name,) for name in metadata.state_dict_metadata}

@@ -1,5 +1,5 @@
-"""Room for the state of an optimizer. DCP reads what is there already, and before its first step an optimizer has no
-state: what is to be read follows from the checkpoint instead."""
+"""Room for the state of an optimizer. DCP reads into present state, and an optimizer has none before its first step. So
+the room follows from the checkpoint instead."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ Path = tuple[Any, ...]
 
 
 def room_in(optimizer: torch.optim.Optimizer, saved: Mapping[Path, Any]) -> dict[str, Any]:
-    """Room for all that was saved of an optimizer of torch; raises ValueError for another number of groups."""
+    """Room for the saved state of a torch optimizer; raises ValueError for another number of groups."""
     check_groups(len(optimizer.param_groups), saved)
     return room_for(saved, optimizer.state_dict())
 
 
 def load_state(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
-    """Give an optimizer of torch what has been read into that room."""
+    """Give a torch optimizer the state that was read into that room."""
     # DCP makes strings of all keys, the numbers of parameters included.
     keys = {str(key): key for group in state["param_groups"] for key in group["params"]}
     states = {keys.get(key, key): value for key, value in state.get("state", {}).items()}
@@ -30,8 +30,8 @@ def load_state(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> No
 
 
 def room_for(saved: Mapping[Path, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """A tensor for each one that was saved, and None for everything else. Tensors of ``own``, a state that is there
-    already, are read into: no other memory is needed for them."""
+    """A tensor for each saved one, and None for other values. Tensors of ``own``, the present state, serve without
+    further memory."""
     there: dict[Path, Any] = {}
     traverse_state_dict(dict(own), there.__setitem__)
     room: dict[str, Any] = {}

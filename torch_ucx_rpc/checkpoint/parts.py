@@ -1,4 +1,4 @@
-"""Which worker has what of a state."""
+"""The parts of a state, and their workers."""
 
 from __future__ import annotations
 
@@ -25,15 +25,13 @@ class CheckpointError(RuntimeError):
 
 
 class Part(NamedTuple):
-    """What one worker has of an object.
+    """One worker's part of an object.
 
-    ``collect(*args)`` is its state there, a dict that may be nested, with the living tensors.
-    ``template(*args, saved)`` is what is to be read there: a dict of tensors to read into, and of anything in the
-    place of what is no tensor. ``saved`` maps the paths that the checkpoint has below the object to DCP's metadata.
-    It raises ValueError where that cannot be read into the object.
-    ``apply(*args, state)`` is called with the template when that has been read.
-    The functions and arguments are pickled, unless ``worker`` is None: then they run where `save` and `load` are
-    called.
+    ``collect(*args)`` is its state there, a dict that may be nested, with the living tensors. ``template(*args,
+    saved)`` is a dict of tensors to read into; non-tensor entries may hold any placeholder. ``saved`` maps the paths
+    that the checkpoint has below the object to DCP's metadata. It raises ValueError if the object cannot take these.
+    ``apply(*args, state)`` gets the template after the read. The functions and arguments are pickled, unless ``worker``
+    is None: then they run where `save` and `load` are called.
     """
 
     worker: str | None
@@ -86,14 +84,14 @@ def _of_stateful(value: Any) -> Part:
 
 def _of_values(holder: Any, plain: dict[str, Any]) -> Part:
     def apply(state: dict[str, Any]) -> None:
-        # Tensors have been read in place; what is none takes the place of the old.
+        # Tensors have been read in place; other values replace the old ones.
         holder.update({key: state[key] for key in plain if key in state})
 
     return Part(None, lambda: plain, lambda saved: dict(plain), apply)
 
 
 def _state_behind(rref: Any) -> dict[str, Any]:
-    """The state of what an RRef refers to, on its owner."""
+    """The state of an RRef's object, on its owner."""
     return _state(rref.local_value())
 
 
@@ -128,7 +126,7 @@ def _set_state(value: Any, state: dict[str, Any]) -> None:
 
 
 def under(path: Path, inner: dict[str, Any], into: dict[str, Any]) -> None:
-    """Put ``inner`` into ``into`` at ``path``, beside what stands there already."""
+    """Put ``inner`` into ``into`` at ``path``, beside the present entries."""
     for key in path:
         into = into.setdefault(str(key), {})
     for key, value in inner.items():
@@ -142,7 +140,7 @@ def under(path: Path, inner: dict[str, Any], into: dict[str, Any]) -> None:
 
 
 def own_name() -> str | None:
-    """Name of this worker; None where RPC has not been initialized."""
+    """Name of this worker; None without RPC."""
     return rpc.get_worker_info().name if _is_current_rpc_agent_set() else None
 
 
@@ -156,7 +154,8 @@ def by_worker(parts: Sequence[tuple[Path, Part]]) -> dict[str | None, list[tuple
 
 
 def _try(function: Callable[..., Any], args: tuple[Any, ...]) -> tuple[bool, Any]:
-    """On a worker: what raises there is an answer, since RPC would write it to the worker's stderr as well."""
+    """Runs on a worker, and returns an exception as an answer: RPC would also write a raised one to the worker's
+    stderr."""
     try:
         return True, function(*args)
     except Exception as error:

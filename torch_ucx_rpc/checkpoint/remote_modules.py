@@ -1,7 +1,7 @@
-"""What nn.Module has and torch's RemoteModule refuses, though users have asked for it since 2020 (pytorch #50346).
+"""Methods of nn.Module that torch's RemoteModule refuses; users have asked for them since 2020 (pytorch #50346).
 
-Each method is one call to the module's owner. ``state_dict`` brings the values here; for a module that does not fit
-there is `save`, to which the RemoteModule is given itself.
+Each method is one call to the module's owner. ``state_dict`` brings the values here. For a module that does not fit,
+give the RemoteModule itself to `save`.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def load_state_dict(self: Any, state_dict: Mapping[str, Any], strict: bool = Tru
 def train(self: Any, mode: bool = True) -> Any:
     """As ``nn.Module.train``, on the remote module."""
     rpc.rpc_sync(self.on, _call, (self.module_rref, "train", (mode,), {}))
-    # As the attribute of any module: torch does not send it along with a RemoteModule.
+    # A plain attribute of the module, which torch does not send along with a RemoteModule.
     self.training = mode
     return self
 
@@ -72,6 +72,6 @@ METHODS = (state_dict, load_state_dict, train, eval, requires_grad_, zero_grad)
 
 
 def install() -> None:
-    """Give these methods to torch's class; more than once does no harm."""
+    """Give these methods to torch's class; repeating it does no harm."""
     for method in METHODS:
         setattr(_RemoteModule, method.__name__, method)

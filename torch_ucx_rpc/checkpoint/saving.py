@@ -1,5 +1,4 @@
-"""`save`: every worker plans and writes its own part; the one that calls puts the plans together and writes the
-metadata.
+"""`save`: every worker plans and writes its own part; the caller merges the plans and writes the metadata.
 
 Two rounds of calls: the first returns plans (and, in an asynchronous save, leaves copies of everything behind), the
 second writes. Tensors go from their worker to the file and nowhere else.
@@ -37,7 +36,7 @@ class SaveFuture(concurrent.futures.Future[None]):
         self.result(timeout)
 
 
-# Of saves between their two rounds: planner, writer, and the copies of an asynchronous one.
+# Saves between their two rounds: planner, writer, and the copies of an asynchronous one.
 _planned: dict[str, tuple[_Planner, storage.Writer, list[torch.Tensor]]] = {}
 # Copies of the last asynchronous save, for the next one: fresh memory costs more than the copying.
 _spare_memory: list[torch.Tensor] = []
@@ -86,7 +85,7 @@ def save(state: Mapping[str, Any], path: str | os.PathLike[str], *, asynchronous
 
     def finish() -> None:
         try:
-            # Each of two saves at a time would take away the other's files.
+            # Two saves at a time would remove each other's files.
             if before is not None:
                 concurrent.futures.wait([before])
             with storage.turn_in(path, to_save=True):
@@ -107,7 +106,7 @@ def save(state: Mapping[str, Any], path: str | os.PathLike[str], *, asynchronous
 
 
 def await_saves_into(path: str) -> None:
-    """Return when what this process has begun to save into the folder is written, or has failed."""
+    """Return when this process's saves into the folder are written, or have failed."""
     with _turns:
         last = _last_into.get(os.path.realpath(path))
     if last is not None:
@@ -190,11 +189,10 @@ class _Pickled(io.BytesIO):
 
 
 class _Planner(DefaultSavePlanner):
-    """DCP's planner, which can let go of the state itself: later changes do not reach the file then."""
+    """DCP's planner, which can drop the state itself, so that later changes do not reach the file."""
 
     def stage(self) -> list[torch.Tensor]:
-        """Put copies in CPU memory in the place of all tensors, and pickles in the place of everything else. Returns
-        the copies."""
+        """Replace all tensors by copies in CPU memory, and other values by pickles. Return the copies."""
         with _staging:
             spare, _spare_memory[:] = list(_spare_memory), []
         copies: list[torch.Tensor] = []

@@ -1,9 +1,9 @@
-"""DCP's files, made safe against an end in the middle of a save.
+"""DCP's files, safe against an end in the middle of a save.
 
 The files of a save have names that no other save uses, and its metadata, which says which files count, takes its place
-in one rename. So until the very end the folder holds the former checkpoint, whole, and from then on the new one.
+in one rename. So the folder holds the whole former checkpoint until the rename, and the new one after it.
 
-A save takes away the files of all others, so processes take turns in a folder, by `turn_in`.
+A save removes the files of all others, so processes take turns in a folder, by `turn_in`.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ _METADATA = ".metadata"
 # Seconds until a file of another host must be seen here. Network file systems look at a folder again after some time.
 _UNTIL_SEEN_S = 5.0
 
-# Somebody else's turn in a folder: when a warning comes, when it is given up, and how often it is looked at.
+# Another process's turn in a folder: the seconds until a warning, until an error, and between two looks.
 _LONG_TURN_S, _LONGEST_TURN_S, _POLL_S = 10.0, 600.0, 0.02
 
 
 class Writer(FileSystemWriter):
-    """Writes one worker's files; on the one that calls `save`, also the metadata."""
+    """Writes one worker's files; on the caller of `save`, also the metadata."""
 
     def __init__(self, path: str, session: str) -> None:
         super().__init__(path)
         self._session = session
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        # Without torch's warning that a checkpoint is there: it stays until this one is whole.
+        # Without torch's warning of a present checkpoint, which stays until this one is whole.
         self.fs.mkdir(self.path)
         return plan
 
@@ -55,7 +55,7 @@ class Writer(FileSystemWriter):
         ]
 
     def missing(self, results: list[Any]) -> str | None:
-        """A file that another worker says it has written, and that does not come to be seen here."""
+        """A file that another worker has written, and that does not appear here."""
         give_up_at = time.monotonic() + _UNTIL_SEEN_S
         for name in {result.storage_data.relative_path for result in results}:
             while not Path(self.path, name).exists():
@@ -65,7 +65,7 @@ class Writer(FileSystemWriter):
         return None
 
     def finish(self, metadata: Metadata, results: list[list[Any]]) -> None:
-        """Make the files of ``results`` the checkpoint, and take away those of the former."""
+        """Make the files of ``results`` the checkpoint, and remove the former one's."""
         metadata.storage_data = {result.index: result.storage_data for some in results for result in some}
         metadata.storage_meta = self.storage_meta()
         metadata.version = _version()
@@ -86,13 +86,13 @@ class Writer(FileSystemWriter):
 
 @contextlib.contextmanager
 def turn_in(path: str, *, to_save: bool) -> Iterator[None]:
-    """Wait until no other process saves into the folder, nor loads from it if this one is to save.
+    """Wait until no other process saves into the folder, or loads from it if this one saves.
 
-    The turn is over with its process, however that ends, and with the children that it has forked meanwhile. Over NFS
-    the processes of each host take turns among themselves alone, since its client asks no server for the lock of a
-    folder. A file system that knows no locks has nobody wait.
+    The turn ends with its process, in any way, and with children that were forked during the turn. Over NFS only the
+    processes of one host take turns, since its client asks no server for the lock of a folder. On a file system without
+    locks no process waits.
 
-    Raises OSError where another one's turn takes too long: it may be stopped, or wait for this one.
+    Raises OSError if another turn takes too long: its process may be stopped, or wait for this one.
     """
     number = os.open(path, os.O_RDONLY)
     try:
@@ -100,7 +100,7 @@ def turn_in(path: str, *, to_save: bool) -> Iterator[None]:
         try:
             yield
         finally:
-            # By name, for the sake of a child that has been forked meanwhile and has the file open too.
+            # By name, since a child forked during the turn has the file open too.
             with contextlib.suppress(OSError):
                 fcntl.flock(number, fcntl.LOCK_UN)
     finally:
@@ -151,7 +151,7 @@ def _sync_folder(folder: Path) -> None:
 
 
 def remove_others(folder: Path, kept: set[str]) -> None:
-    """Take away data files of other saves: of the former, and of those that did not come to their end."""
+    """Remove data files of other saves: the former one's, and those of unfinished ones."""
     for file in folder.glob("__*.distcp"):
         if file.name not in kept:
             file.unlink(missing_ok=True)

@@ -42,7 +42,7 @@ class Worker:
             try:
                 pid, status = os.waitpid(self.pid, os.WNOHANG)
             except ChildProcessError:
-                # As subprocess says where SIGCHLD is ignored: the kernel does not keep the exit code then.
+                # Like subprocess if SIGCHLD is ignored: the kernel does not keep the exit code then.
                 self.returncode = 0
             else:
                 if pid:

@@ -1,4 +1,4 @@
-"""By what a worker could tell that it was forked, as far as it can be seen before the first one starts."""
+"""The signs by which a worker could notice that it was forked, as far as they are known before the first start."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _AT_START = (
 # Libraries that do the same in a forked process as in another one. An unknown one may start a thread, or note its pid.
 _HARMLESS_LIBRARIES = re.compile(r"lib(jemalloc|tcmalloc|mimalloc|iomp5|omp|gomp)\b[^/]*")
 
-# What torch, its libraries and this package read while they are imported.
+# The variables that torch, its libraries and this package read during their import.
 _NAMES = r"(?:OMP|KMP|GOMP|MKL|OPENBLAS|BLIS|NUMEXPR|ATEN|TORCH|PYTORCH|UCX|TORCH_UCX_RPC)_[A-Z0-9_]+"
 _SETS = re.compile(
     rf"""environ\[\s*["']({_NAMES})["']\s*\]\s*=[^=]"""
@@ -27,7 +27,7 @@ _SETS = re.compile(
 
 
 def difference(program: Sequence[str], environ: Mapping[str, str]) -> str | None:
-    """What a worker that runs this program could tell a fork by; None if there is nothing."""
+    """The sign by which a worker with this program could notice a fork; None if there is none."""
     for variable in _AT_START:
         if environ.get(variable):
             return f"{variable} is set"

@@ -79,7 +79,7 @@ def _environ_bytes(environ: dict[str, str]) -> bytes:
 
 
 def _preload(modules: Iterable[str], program: str) -> str | None:
-    """Import what workers shall find imported; returns why no worker can be forked here."""
+    """Import the modules for the workers; return why no worker can be forked here."""
     files = _files()
     before = set(sys.modules)
     gc.disable()
@@ -88,7 +88,7 @@ def _preload(modules: Iterable[str], program: str) -> str | None:
             importlib.import_module(module)
         except BaseException as error:
             return f"{module} cannot be imported: {type(error).__name__}: {error}"
-    # What is there now lives as long as its process. No collection looks at it, so workers share its memory.
+    # The present objects live as long as their process. No collection looks at them, so workers share their memory.
     gc.freeze()
     gc.enable()
     if left := [name for number, name in _files().items() if number not in files]:
@@ -216,7 +216,7 @@ def _become_worker(environ: dict[str, str], command: bytes) -> None:
 
 
 def _exec_worker(environ: dict[str, str], command: list[str]) -> None:
-    # As subprocess does: Python ignores them, and a process that it starts shall not.
+    # Like subprocess: Python ignores these signals, and its child processes must not.
     for number in (signal.SIGPIPE, signal.SIGXFSZ):
         signal.signal(number, signal.SIG_DFL)
     os.execve(command[0], command, environ)
@@ -290,7 +290,7 @@ if __name__ == "sitecustomize":
         sys.stderr.flush()
         os._exit(1)
     if "sitecustomize" not in sys.modules:
-        # As where there is no such module.
+        # As without such a module.
         raise ImportError("there is no sitecustomize", name="sitecustomize")
 elif __name__ == "__main__":
     _exec_workers()
