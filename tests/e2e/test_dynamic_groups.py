@@ -414,7 +414,7 @@ def take_what_is_taken(rank: int, steps: Steps, file: Path) -> None:
         steps.wait_for("joined 1")
     else:
         steps.wait_for("joined 0")
-        with pytest.raises(JoinFailed, match=r"worker name 'worker0' is not unique: rank 5 .* and rank 0 "):
+        with pytest.raises(JoinFailed, match=r"'worker0' .*rank 5 .*rank 0 "):
             join(5, name="worker0", rpc_backend_options=options)
         with pytest.raises(JoinFailed, match=r"worker rank 0 is not unique: rank 0 .* and rank 0 "):
             join(0, name="other", rpc_backend_options=options)
@@ -468,7 +468,7 @@ def join_beside_one_that_hangs(rank: int, steps: Steps, file: Path) -> None:
     pid = int(step.name.split()[1])
     stop(pid)
     try:
-        with pytest.raises(JoinTimedOut, match=r"waited 1 s .* to be admitted to the group by rank 0 \('worker0'"):
+        with pytest.raises(JoinTimedOut, match=r"1 s .*rank 0 \('worker0'"):
             join(1, rpc_backend_options=backend_options(init_method=file.as_uri(), init_timeout=1))
     finally:
         os.kill(pid, signal.SIGCONT)

@@ -149,7 +149,7 @@ def test_workers_that_do_not_come_are_named(rank: int) -> None:
 def test_init_timeout_bounds_the_start_and_rpc_timeout_the_calls(rank: int) -> None:
     init_rpc(rank)
     rpc.shutdown()
-    with pytest.raises(JoinTimedOut, match=r"has waited 3 s \(init_timeout\) .* a larger init_timeout\."):
+    with pytest.raises(JoinTimedOut, match=r"3 s \(init_timeout\)"):
         init_rpc(rank, world_size=3, rpc_backend_options=backend_options(init_timeout=3, rpc_timeout=600))
     # A worker waits for a late one longer than for a call: programs for TensorPipe rely on it.
     for patience in ({"init_timeout": 60}, {}):

@@ -258,7 +258,7 @@ def test_ctrl_c_and_sigterm_end_all(number: signal.Signals) -> None:
         launcher.send_signal(number)
         _, errors = launcher.communicate(timeout=60)
     assert launcher.returncode == 128 + number
-    assert errors.splitlines()[-1] == f"torch_ucx_rpc run: {number.name}, all workers have been ended"
+    assert number.name in errors.splitlines()[-1]
     assert [pid for pid in pids if is_running(pid)] == []
 
 

@@ -40,9 +40,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
 
 
 def test_the_error_without_a_launcher_names_the_variables() -> None:
-    with pytest.raises(
-        RuntimeError, match=r"looked for RANK and WORLD_SIZE .* SLURM_PROCID .* torch_ucx_rpc run -n 2 <script>"
-    ):
+    with pytest.raises(RuntimeError, match=r"RANK and WORLD_SIZE .* SLURM_PROCID .* torch_ucx_rpc run -n 2"):
         torch_ucx_rpc.init_rpc()
 
 
@@ -111,7 +109,7 @@ SEVERAL_HOSTS = Launch("Open MPI", 1, 3, "worker1", job="Open MPI 1", speaks_mpi
 
 def test_without_mpi4py_the_error_names_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mpi, "is_installed", lambda: False)
-    with pytest.raises(JoinFailed, match=r"set MASTER_ADDR to its host .* TORCH_UCX_RPC_INIT_METHOD to file:///"):
+    with pytest.raises(JoinFailed, match=r"MASTER_ADDR .* TORCH_UCX_RPC_INIT_METHOD"):
         open_store(SEVERAL_HOSTS)
 
 
@@ -173,7 +171,7 @@ def test_rank_0_is_looked_for_on_all_hosts_where_it_may_be(ports: tuple[int, int
 
 
 def test_rank_0_says_when_the_others_would_look_elsewhere(ports: tuple[int, int]) -> None:
-    with pytest.raises(JoinFailed, match=r"look for it at nowhere.invalid, .* set MASTER_ADDR to the host of rank 0"):
+    with pytest.raises(JoinFailed, match=r"nowhere.invalid.*MASTER_ADDR"):
         open_job_store(JobAddress("job", ("nowhere.invalid",), ports), 0, 2, 5)
 
 

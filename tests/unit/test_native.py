@@ -70,7 +70,7 @@ def test_the_wheel_comes_before_the_system_unless_one_is_chosen() -> None:
 
 
 def test_an_unknown_choice_is_refused() -> None:
-    with pytest.raises(ImportError, match=r"TORCH_UCX_RPC_UCX=conda means nothing: set it to wheel or system"):
+    with pytest.raises(ImportError, match=r"TORCH_UCX_RPC_UCX=conda .*wheel or system"):
         _native.sources("conda")
 
 

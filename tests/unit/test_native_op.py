@@ -142,15 +142,11 @@ def test_the_memory_of_a_result_is_freed_with_the_tensor() -> None:
 
 
 def test_an_operator_that_does_not_compile_raises_type_error() -> None:
-    with pytest.raises(
-        TypeError, match=r"accumulate does not compile for self torch.bfloat16 .*numba has no torch.bfl"
-    ):
+    with pytest.raises(TypeError, match=r"accumulate .*self torch.bfloat16"):
         accumulate(torch.zeros(2, dtype=torch.bfloat16), torch.zeros(2))
-    with pytest.raises(
-        TypeError, match=r"for self torch.float32 of 2 dimensions, other torch.complex64 of 1 dimension: "
-    ):
+    with pytest.raises(TypeError, match=r"self torch.float32 of 2 dim.*other torch.complex64 of 1 dim"):
         accumulate(torch.zeros(2, 2), torch.zeros(2, dtype=torch.complex64))
-    with pytest.raises(TypeError, match=r"its function returns .*1.*, and its schema says that it returns nothing"):
+    with pytest.raises(TypeError, match=r"returns .*1.*schema"):
         returns_a_number(torch.zeros(2))
 
 
@@ -175,7 +171,7 @@ def test_a_result_on_the_memory_of_an_argument_is_refused() -> None:
 def test_tensors_with_grad_are_refused_under_recording() -> None:
     parameter = torch.zeros(3, requires_grad=True)
     for arguments in ((parameter, torch.ones(3)), (torch.ones(3), parameter)):
-        with pytest.raises(RuntimeError, match=r"has no derivative, and its argument (self|other) requires grad"):
+        with pytest.raises(RuntimeError, match=r"(self|other) requires grad"):
             accumulate(*arguments)
     with torch.no_grad():
         accumulate(parameter, torch.ones(3))
@@ -251,7 +247,7 @@ def test_an_unsupported_schema_is_refused_at_once(schema: str, why: str) -> None
 
 
 def test_the_function_must_have_the_parameters_of_the_schema() -> None:
-    with pytest.raises(ValueError, match=r"has the arguments \['self'\], and its function the parameters \['tensor'\]"):
+    with pytest.raises(ValueError, match=r"\['self'\].*\['tensor'\]"):
         native_op("native_op_tests::y(Tensor self) -> ()")(lambda tensor: None)
 
 

@@ -149,7 +149,7 @@ def test_unknown_name_is_refused_with_the_nearest_and_all() -> None:
 
 
 def test_an_unknown_name_that_is_near_to_none_is_refused() -> None:
-    with pytest.raises(TypeError, match=r"there is no option '_transports'\. The options are device_maps, "):
+    with pytest.raises(TypeError, match=r"'_transports'.*device_maps, "):
         UcxRpcBackendOptions(_transports=["shm"])
 
 
@@ -267,7 +267,7 @@ def test_several_devices_can_be_mapped_to_one() -> None:
 
 
 def test_a_device_cannot_be_mapped_to_two() -> None:
-    with pytest.raises(ValueError, match=r"device_maps\['ps'\] must map a device once; got cuda:0 to cuda:0 and"):
+    with pytest.raises(ValueError, match=r"device_maps\['ps'\] .*cuda:0 to cuda:0"):
         UcxRpcBackendOptions(device_maps={"ps": {"cuda:0": "cuda:0", torch.device("cuda:0"): "cuda:1"}})
 
 

@@ -28,13 +28,11 @@ def test_the_port_is_the_first_plus_the_rank() -> None:
 
 
 def test_a_port_beyond_the_last_one_is_refused() -> None:
-    with pytest.raises(
-        RuntimeError, match=r"prometheus_port \+ rank, which is 65000 \+ 1000 = 66000, and the last port"
-    ):
+    with pytest.raises(RuntimeError, match=r"prometheus_port .*65000 \+ 1000"):
         prometheus.serve(65_000, 1000, nothing_yet)
 
 
 def test_without_prometheus_client_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
-    with pytest.raises(JoinFailed, match=r"needs the package prometheus_client: pip install prometheus_client"):
+    with pytest.raises(JoinFailed, match=r"pip install prometheus_client"):
         prometheus.serve(0, 0, nothing_yet)

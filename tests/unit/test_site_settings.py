@@ -16,7 +16,7 @@ def told(**variables: str) -> list[tuple[str, bool]]:
 @pytest.mark.parametrize("transports", ["self", "cma", "self,cma", "cuda,self", "cuda_ipc,cuda_copy", "knem"])
 def test_transports_without_a_network_are_refused(transports: str) -> None:
     [(problem, is_fatal)] = told(UCX_TLS=transports)
-    assert problem == f"UCX_TLS={transports} leaves no transport by which messages reach another worker"
+    assert problem.startswith(f"UCX_TLS={transports} leaves no transport")
     assert is_fatal
 
 

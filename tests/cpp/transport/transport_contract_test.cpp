@@ -217,6 +217,33 @@ class TransportContractTest : public testing::TestWithParam<Implementation> {
     }
   }
 
+  // Sends an empty message, which must arrive.
+  void expectToReach(const TestEndpoint& from, EndpointId endpoint, const TestEndpoint& to) {
+    Outcome outcome;
+    const wire::Header frame = header(1);
+    from.transport->send(endpoint, frame, {}, SendMode::kEager, outcome.callback());
+    ASSERT_TRUE(progressUntil([&] { return outcome.isDone() && !to.arrivals.empty(); }));
+    EXPECT_FALSE(outcome.error());
+  }
+
+  // Two endpoints, and three messages of `a` by rendezvous, which have arrived at `b` and are not taken.
+  struct Untaken {
+    explicit Untaken(TransportContractTest& test)
+        : a(test.testEndpoint("a")), b(test.testEndpoint("b")), toB(a.connect(b)) {
+      for (Outcome& sending : pending) {
+        a.transport->send(toB, frame, bytes, SendMode::kRendezvous, sending.callback());
+      }
+      EXPECT_TRUE(test.progressUntil([&] { return b.arrivals.size() == std::size(pending); }));
+    }
+
+    Outcome pending[3];
+    TestEndpoint& a;
+    TestEndpoint& b;
+    const EndpointId toB;
+    const wire::Header frame = header(1);
+    const Bytes bytes = pattern(kMiB, 1);
+  };
+
   std::unique_ptr<TransportFactory> factory_;
   std::vector<std::unique_ptr<TestEndpoint>> endpoints_;
 };
@@ -610,69 +637,46 @@ TEST_P(TransportContractTest, DeathOfAPeerEndsItsSends) {
     GTEST_SKIP() << "shared memory is watched by process";
   }
   Outcome first;
-  Outcome pending[3];
   Outcome late;
-  Outcome other;
-  TestEndpoint& a = testEndpoint("a");
-  TestEndpoint& b = testEndpoint("b");
+  Untaken sent(*this);
+  TestEndpoint& a = sent.a;
   TestEndpoint& c = testEndpoint("c");
-  const EndpointId toB = a.connect(b);
   const EndpointId toC = a.connect(c);
-  const Bytes bytes = pattern(kMiB, 1);
-  const wire::Header frame = header(1);
-  a.transport->send(toB, frame, {}, SendMode::kEager, first.callback());
-  for (Outcome& sending : pending) {
-    a.transport->send(toB, frame, bytes, SendMode::kRendezvous, sending.callback());
-  }
-  ASSERT_TRUE(progressUntil([&] { return first.isDone() && b.arrivals.size() == 4; }));
+  a.transport->send(sent.toB, sent.frame, {}, SendMode::kEager, first.callback());
+  ASSERT_TRUE(progressUntil([&] { return first.isDone() && sent.b.arrivals.size() == 4; }));
   EXPECT_FALSE(first.error());
 
   // Without releasing its rendezvous, like a killed process.
-  factory_->destroy(std::move(b.transport));
+  factory_->destroy(std::move(sent.b.transport));
   ASSERT_TRUE(progressUntil([&] { return !a.failed.empty() && a.transport->operationsInFlight() == 0; }));
-  EXPECT_EQ(a.failed, std::vector<EndpointId>{toB});
-  for (const Outcome& sending : pending) {
+  EXPECT_EQ(a.failed, std::vector<EndpointId>{sent.toB});
+  for (const Outcome& sending : sent.pending) {
     EXPECT_TRUE(sending.isDone());
   }
-  a.transport->send(toB, frame, {}, SendMode::kEager, late.callback());
+  a.transport->send(sent.toB, sent.frame, {}, SendMode::kEager, late.callback());
   ASSERT_TRUE(progressUntil([&] { return late.isDone(); }));
   EXPECT_TRUE(late.error());
   progressAWhile();
   EXPECT_EQ(a.failed.size(), 1u) << "told once";
-
-  a.transport->send(toC, frame, {}, SendMode::kEager, other.callback());
-  ASSERT_TRUE(progressUntil([&] { return other.isDone() && !c.arrivals.empty(); }));
-  EXPECT_FALSE(other.error()) << "one peer's death is not another's";
+  expectToReach(a, toC, c);
 }
 
 TEST_P(TransportContractTest, AbandonedEndpointEndsItsOperationsWithAnError) {
-  Outcome pending[3];
   Outcome late;
-  Outcome other;
-  TestEndpoint& a = testEndpoint("a");
-  TestEndpoint& b = testEndpoint("b");
+  Untaken sent(*this);
+  TestEndpoint& a = sent.a;
   TestEndpoint& c = testEndpoint("c");
-  const EndpointId toB = a.connect(b);
   const EndpointId toC = a.connect(c);
-  const Bytes bytes = pattern(kMiB, 1);
-  const wire::Header frame = header(1);
-  for (Outcome& sending : pending) {
-    a.transport->send(toB, frame, bytes, SendMode::kRendezvous, sending.callback());
-  }
-  ASSERT_TRUE(progressUntil([&] { return b.arrivals.size() == 3; }));
-  a.transport->abandon(toB);
-  a.transport->abandon(toB); // twice is no harm
+  a.transport->abandon(sent.toB);
+  a.transport->abandon(sent.toB); // twice is no harm
   ASSERT_TRUE(progressUntil([&] { return a.transport->operationsInFlight() == 0; }));
-  for (const Outcome& sending : pending) {
+  for (const Outcome& sending : sent.pending) {
     EXPECT_TRUE(sending.error());
   }
-  a.transport->send(toB, frame, bytes, SendMode::kEager, late.callback());
+  a.transport->send(sent.toB, sent.frame, {}, SendMode::kEager, late.callback());
   ASSERT_TRUE(progressUntil([&] { return late.isDone(); }));
   EXPECT_TRUE(late.error());
-
-  a.transport->send(toC, frame, {}, SendMode::kEager, other.callback());
-  ASSERT_TRUE(progressUntil([&] { return other.isDone() && !c.arrivals.empty(); }));
-  EXPECT_FALSE(other.error());
+  expectToReach(a, toC, c);
 }
 
 TEST_P(TransportContractTest, AbandonBeforeThePeerHasHeardAnythingEndsTheOperations) {
@@ -690,24 +694,15 @@ TEST_P(TransportContractTest, AbandonBeforeThePeerHasHeardAnythingEndsTheOperati
 }
 
 TEST_P(TransportContractTest, CloseWithOperationsInFlightEndsThemAll) {
-  Outcome pending[3];
   Outcome unheard;
-  TestEndpoint& a = testEndpoint("a");
-  TestEndpoint& b = testEndpoint("b");
-  TestEndpoint& c = testEndpoint("c");
-  const EndpointId toB = a.connect(b);
-  const EndpointId toC = a.connect(c);
-  const Bytes bytes = pattern(kMiB, 1);
-  const wire::Header frame = header(1);
-  for (Outcome& sending : pending) {
-    a.transport->send(toB, frame, bytes, SendMode::kRendezvous, sending.callback());
-  }
-  ASSERT_TRUE(progressUntil([&] { return b.arrivals.size() == 3; }));
-  a.transport->send(toC, frame, bytes, SendMode::kRendezvous, unheard.callback()); // c never makes progress
+  Untaken sent(*this);
+  TestEndpoint& a = sent.a;
+  const EndpointId toC = a.connect(testEndpoint("c"));
+  a.transport->send(toC, sent.frame, sent.bytes, SendMode::kRendezvous, unheard.callback()); // c never makes progress
   testing::internal::CaptureStdout(); // where UCX complains about requests that its worker still has
   a.transport->close(20);
   EXPECT_EQ(testing::internal::GetCapturedStdout(), "");
-  for (const Outcome& sending : pending) {
+  for (const Outcome& sending : sent.pending) {
     EXPECT_TRUE(sending.isDone());
     EXPECT_TRUE(sending.error());
   }
@@ -717,19 +712,10 @@ TEST_P(TransportContractTest, CloseWithOperationsInFlightEndsThemAll) {
 }
 
 TEST_P(TransportContractTest, CloseReleasesUntakenMessages) {
-  Outcome pending[3];
-  TestEndpoint& a = testEndpoint("a");
-  TestEndpoint& b = testEndpoint("b");
-  const EndpointId toB = a.connect(b);
-  const Bytes bytes = pattern(kMiB, 1);
-  const wire::Header frame = header(1);
-  for (Outcome& sending : pending) {
-    a.transport->send(toB, frame, bytes, SendMode::kRendezvous, sending.callback());
-  }
-  ASSERT_TRUE(progressUntil([&] { return b.arrivals.size() == 3; }));
-  b.transport->close(1000);
-  b.transport.reset();
-  ASSERT_TRUE(progressUntil([&] { return a.transport->operationsInFlight() == 0; }))
+  Untaken sent(*this);
+  sent.b.transport->close(1000);
+  sent.b.transport.reset();
+  ASSERT_TRUE(progressUntil([&] { return sent.a.transport->operationsInFlight() == 0; }))
       << "the sender's bytes are pinned for ever";
 }
 
