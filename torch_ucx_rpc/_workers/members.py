@@ -25,7 +25,6 @@ the group. Making it on one worker makes it on all that it can reach.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import queue
 import threading
@@ -102,10 +101,21 @@ class Group:
         epoch = self._epochs.epoch
         return epoch if epoch.number else None
 
-    def is_current(self) -> bool:
-        """True if `epoch` is in force at this moment, with this worker as a member."""
+    def is_current(self, number: int | None = None) -> bool:
+        """True if `epoch` is in force at this moment, with this worker as a member, and has this number if given."""
         with self._lock:
-            return self._epochs.is_current(time.monotonic())
+            is_it = number is None or self._epochs.epoch.number == number
+            return is_it and self._epochs.is_current(time.monotonic())
+
+    @property
+    def is_left_out(self) -> bool:
+        """True if the others have left this worker out; False if it has left by itself, or is a member."""
+        with self._lock:
+            return self._epochs.is_out and not self._is_leaving
+
+    def has_ended(self, name: str, life: int) -> bool:
+        """True if this worker has certainly ended in this life (`Member.life`), as far as is known here."""
+        return (name, life) in self._known.ended
 
     def check(self, number: int) -> None:
         """Return if this epoch is in force at this moment.
@@ -118,13 +128,13 @@ class Group:
             while True:
                 epoch, now = self._epochs.epoch, time.monotonic()
                 if self._epochs.is_out or not epoch.number:
-                    raise CutOff(self._why_out())
+                    raise CutOff(self.why_not_current())
                 if epoch.number != number:
                     raise EpochOver(f"epoch {number} of group {self.name!r} is over; it is in epoch {epoch.number}")
                 if self._epochs.is_current(now):
                     return
                 if now >= deadline:
-                    raise CutOff(self._why_out())
+                    raise CutOff(self.why_not_current())
                 self._changed.wait(self.limit * BEAT)
 
     def wait(self, after: int = 0, timeout: float | None = None) -> Epoch:
@@ -138,7 +148,7 @@ class Group:
             while True:
                 epoch, now = self._epochs.epoch, time.monotonic()
                 if self._epochs.is_out:
-                    raise CutOff(self._why_out())
+                    raise CutOff(self.why_not_current())
                 if self._epochs.is_current(now):
                     heard = now
                     if epoch.number > after:
@@ -146,7 +156,7 @@ class Group:
                 if timeout is not None and now - began >= timeout:
                     raise TimeoutError(f"group {self.name!r} has had no epoch after {after} for {timeout:g} s")
                 if timeout is None and now - heard > 4 * self.limit:
-                    raise CutOff(self._why_out())
+                    raise CutOff(self.why_not_current())
                 self._changed.wait(self.limit * BEAT)
 
     def subscribe(self, callback: Callable[[Epoch], None]) -> Callable[[], None]:
@@ -327,15 +337,22 @@ class Group:
         def end(done: Future[None]) -> None:
             with self._lock:
                 self._unanswered[info.name] -= 1
-            with contextlib.suppress(RuntimeError):
-                done.value()
+                try:
+                    done.value()
+                except RuntimeError as error:
+                    _logger.debug("group %r: %s has not heard: %s", self.name, info.name, error)
+                    # TensorPipe's agent does not tell of an end. It counts only if it is seen soon.
+                    for one in self._epochs.epoch.members:
+                        if one.name == info.name:
+                            self._known.ask_after(one)
 
         call.add_done_callback(end)
 
     def callback_of(self, token: object) -> Callable[[Epoch], None] | None:
         return self._callbacks.get(token)
 
-    def _why_out(self) -> str:
+    def why_not_current(self) -> str:
+        """A sentence for an error: why `is_current` is False."""
         epoch, me = self._epochs.epoch, self._life.info.name
         if not epoch.number:
             return f"worker {me!r} has not joined group {self.name!r} yet"
