@@ -37,8 +37,12 @@ def test_a_recipe_prints_the_output_on_the_page(tmp_path: Path, name: str) -> No
 
 @pytest.mark.parametrize(
     ("page", "heading"),
-    [("README.md", "Ten lines"), ("docs/quickstart.md", "A first program")],
-    ids=["readme", "quick"],
+    [
+        ("README.md", "Ten lines"),
+        ("docs/quickstart.md", "A first program"),
+        ("docs/services.md", "A first program"),
+    ],
+    ids=["readme", "quick", "services"],
 )
 def test_the_first_program_of_a_page_prints_its_output(tmp_path: Path, page: str, heading: str) -> None:
     assert_prints_what_it_says(sections((ROOT / page).read_text(encoding="utf-8"))[heading], tmp_path)

@@ -24,9 +24,8 @@ import torch.distributed.rpc as rpc
 from tests.support.workers import Steps, eventually, init_rpc
 from torch_ucx_rpc import services
 from torch_ucx_rpc.errors import NotRunning, WorkerLost
-from torch_ucx_rpc.services import NameTaken, NotAMember, ReplicasLost, UnknownName
-from torch_ucx_rpc.services._directory import role_of
-from torch_ucx_rpc.services._table import Change, Offer, Table
+from torch_ucx_rpc.services import NameTaken, ReplicasLost, UnknownName
+from torch_ucx_rpc.services._api import role_of
 
 from ._jobs import KILLED, die
 
@@ -84,13 +83,12 @@ def load(number: int) -> str:
 def do_what_the_page_shows(rank: int, steps: Steps) -> None:
     model = Model()
     if rank:
-        services.register("score", model.score, group="eval", idempotent=True)
-    else:
-        services.join("eval")
+        services.register("score", model.score, idempotent=True)
     if rank == 2:
         services.pair("weights", torch.arange(3.0))
-    steps.meet("registered", rank, 3)
 
+    assert services.wait_for("score", replicas=2).workers == ("worker1", "worker2")
+    services.wait_for("weights")
     x = torch.ones(4)
     assert services.call("score", x) == 4
     assert services.call_async("score", x).wait() == 4
@@ -103,7 +101,6 @@ def do_what_the_page_shows(rank: int, steps: Steps) -> None:
 
     assert [member.name for member in services.members(role="worker")] == ["worker0", "worker1", "worker2"]
     assert services.members()[2].services == ("score", "weights")
-    assert [member.rank for member in services.members(group="eval")] == [0, 1, 2]
     assert services.members(role="driver") == []
     del rref
     steps.meet("done", rank, 3)
@@ -210,7 +207,7 @@ def test_top_and_prometheus_show_services(run_on_ucx: RunWorkers, tmp_path: Path
 def look_at_services(rank: int, steps: Steps) -> None:
     import torch_ucx_rpc
 
-    services.register("double", double, group="eval")
+    services.register("double", double)
     services.register("fail", raise_key_error)
     steps.meet("registered", rank, 2)
     if rank == 0:
@@ -223,22 +220,22 @@ def look_at_services(rank: int, steps: Steps) -> None:
     if rank == 1:
         double_counts, fail_counts = torch_ucx_rpc.statistics().services
         assert double_counts == torch_ucx_rpc.ServiceStatistics(
-            name="double", group="eval", replicas=("worker0", "worker1"), calls=3, errors=0, open=0
+            name="double", replicas=("worker0", "worker1"), calls=3, errors=0, open=0
         )
         assert (fail_counts.calls, fail_counts.errors, fail_counts.replicas) == (1, 1, ("worker1",))
         port = torch_ucx_rpc.statistics().prometheus_port
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as answer:
             text = answer.read().decode()
-        labels = 'group="",rank="1",service="fail",worker="worker1"'
+        labels = 'rank="1",service="fail",worker="worker1"'
         assert f"torch_ucx_rpc_service_errors_total{{{labels}}} 1.0" in text
         assert f"torch_ucx_rpc_service_calls_total{{{labels}}} 1.0" in text
-        assert 'torch_ucx_rpc_service_replicas{group="eval",rank="1",service="double",worker="worker1"} 2.0' in text
+        assert 'torch_ucx_rpc_service_replicas{rank="1",service="double",worker="worker1"} 2.0' in text
         code, shown = command_line("top", "--once", "--json", "--pid", str(os.getpid()))
         assert code == 0
         assert json.loads(shown)["1"]["services"][0]["calls"] == 3
         code, shown = command_line("top", "--once", "--services", "--pid", str(os.getpid()))
         assert code == 0
-        assert re.search(r"double +eval +worker0 +2 +3 +0 +0", shown)
+        assert re.search(r"double +worker0 +2 +3 +0 +0", shown)
         assert re.search(r"fail +worker1 +1 +1 +0 +1", shown)
     steps.meet("looked", rank, 2)
 
@@ -260,19 +257,17 @@ def test_a_name_that_is_taken_is_refused_saying_by_whom(run_on_both: RunWorkers,
 
 def take_names(rank: int, steps: Steps) -> None:
     if rank == 1:
-        services.register("score", double, group="eval")
-        services.register("alone", double, unique=True)
+        services.register("score", double)
         services.pair("weights", 1)
     steps.meet("registered", rank, 2)
     if rank == 0:
         for offer, why in (
             (
-                lambda: services.register("score", double),
-                r"'score' is taken.*'worker1' \(rank 1\), in the group 'eval'",
+                lambda: services.register("score", double, idempotent=True),
+                r"'score' is taken.*'worker1' \(rank 1\), with idempotent=False",
             ),
-            (lambda: services.register("score", double, group="eval", idempotent=True), "with idempotent=False"),
-            (lambda: services.register("score", later, group="eval"), r"without rpc\.functions\.async_execution"),
-            (lambda: services.register("alone", double), "unique=True"),
+            (lambda: services.register("score", later), r"without rpc\.functions\.async_execution"),
+            (lambda: services.register_all({"new": double, "weights": double}), r"'weights' is taken"),
             (lambda: services.register("weights", double), r"a value of worker 'worker1' \(rank 1\)"),
             (lambda: services.pair("weights", 2), "choose another name"),
             (lambda: services.pair("score", 2), "a service of worker 'worker1'"),
@@ -291,7 +286,6 @@ def take_names(rank: int, steps: Steps) -> None:
             (lambda: services.call("mine", timeout=None), "timeout must be a number of seconds, .*; got None"),
             (lambda: services.call_async("mine", timeout="1"), "timeout must be a number of seconds, .*; got '1'"),
             (lambda: services.call_role("worker", double, args="ab"), "args must be a tuple of arguments.*got 'ab'"),
-            (lambda: services.call_group("eval", names="score"), "names must be a list of names .*; got 'score'"),
         ):
             with pytest.raises((TypeError, ValueError), match=error):
                 wrong()
@@ -322,7 +316,7 @@ def ask_for_unknown_names(rank: int, steps: Steps) -> None:
             services.call("weights")
         with pytest.raises(TypeError, match=r"is a service of worker 'worker1'"):
             services.get("score")
-        with pytest.raises(UnknownName, match=r"no living worker plays the role 'driver'; the roles are 'worker'"):
+        with pytest.raises(UnknownName, match=r"no living worker has the role 'driver'; the roles are 'worker'"):
             services.call_role("driver", double)
         with pytest.raises(UnknownName, match=r"does not offer 'score'; it offers nothing"):
             services.unregister("score")
@@ -341,72 +335,7 @@ def test_without_rpc_every_function_says_so() -> None:
     assert services.statistics() == ()
 
 
-# ------------------------------------------------------------------------------------------------------------ groups
-
-
-def test_callee_refuses_a_groups_names_to_outsiders(run_on_both: RunWorkers, tmp_path: Path) -> None:
-    run_on_both(3, call_into_a_group, Steps(tmp_path))
-
-
-def call_into_a_group(rank: int, steps: Steps) -> None:
-    if rank == 2:
-        services.register("score", double, group="eval")
-        services.register("rank", own_name, group="eval")
-        services.pair("weights", 5, group="eval")
-        services.register("open", double)
-    steps.meet("registered", rank, 3)
-    if rank == 1:
-        services.join("eval")
-        assert services.call("score", 1) == 2
-        futures = services.call_group("eval", names=["rank"])
-        assert futures["rank"].wait() == "worker2"
-        with pytest.raises(UnknownName, match=r"'open' is no service of the group 'eval'; its services are 'rank'"):
-            services.call_group("eval", names=["open"])
-        assert services.get("weights").to_here() == 5
-    if rank == 0:
-        assert services.call("open", 1) == 2
-        refused = r"'score' of worker 'worker2' is for the members of the group 'eval', and worker 'worker0' is none"
-        for call in (services.call, lambda *args: services.call_async(*args).wait()):
-            with pytest.raises(NotAMember, match=refused):
-                call("score", 1)
-        with pytest.raises(NotAMember, match="is for the members of the group"):
-            services.get("weights").to_here()
-        services.join("eval")
-        assert services.call("score", 1) == 2
-        assert services.get("weights").to_here() == 5
-        services.leave("eval")
-        steps.done("left")
-    if rank == 2:
-        steps.wait_for("left")
-        with pytest.raises(ValueError, match=r"offers 'score' in the group 'eval': unregister that"):
-            services.leave("eval")
-    steps.meet("done", rank, 3)
-    if rank == 0:
-        eventually(lambda: is_refused("score"), "who has left is refused")
-    steps.meet("refused", rank, 3)
-
-
-def is_refused(name: str) -> bool:
-    try:
-        services.call(name, 1)
-    except NotAMember:
-        return True
-    return False
-
-
-def test_all_names_of_a_group_are_called_at_once(run_on_both: RunWorkers, tmp_path: Path) -> None:
-    run_on_both(3, call_a_group, Steps(tmp_path))
-
-
-def call_a_group(rank: int, steps: Steps) -> None:
-    services.register(f"who {rank}", own_name, group="all")
-    steps.meet("registered", rank, 3)
-    futures = services.call_group("all")
-    assert {name: future.wait() for name, future in futures.items()} == {f"who {n}": f"worker{n}" for n in range(3)}
-    steps.meet("done", rank, 3)
-
-
-def test_roles_are_those_of_the_names_or_those_that_are_taken() -> None:
+def test_a_role_is_the_name_without_its_number() -> None:
     assert [role_of(name) for name in ("trainer3", "ps", "eval-12", "ps:0", "42")] == [
         "trainer",
         "ps",
@@ -414,19 +343,6 @@ def test_roles_are_those_of_the_names_or_those_that_are_taken() -> None:
         "ps",
         "42",
     ]
-
-
-def test_a_worker_takes_a_role(run_on_both: RunWorkers, tmp_path: Path) -> None:
-    run_on_both(2, take_a_role, Steps(tmp_path))
-
-
-def take_a_role(rank: int, steps: Steps) -> None:
-    if rank == 1:
-        services.take_role("evaluator")
-    steps.meet("taken", rank, 2)
-    eventually(lambda: [m.role for m in services.members()] == ["worker", "evaluator"], "the role is known")
-    assert services.call_role("evaluator", own_name)[0].wait() == "worker1"
-    steps.meet("done", rank, 2)
 
 
 # ---------------------------------------------------------------------------------------------------------- failures
@@ -627,53 +543,6 @@ def restart_the_decider(rank: int, steps: Steps, url: str) -> None:
     steps.done(f"over {rank}")
     steps.wait_for("over 1", "over 2", "over 3")
     rpc.shutdown()
-
-
-# --------------------------------------------------------------------------------------------------------- the table
-
-
-def change(
-    worker: str, life: int, base: int | None, version: int, *names: str, removed: tuple[str, ...] = ()
-) -> Change:
-    offer = Offer(False, None, False, False, False)
-    return Change(worker, int(worker[-1]), life, base, version, "w", (), ((offer, names),) if names else (), removed)
-
-
-def test_changes_may_come_in_any_order() -> None:
-    changes = [
-        change("w1", 7, 0, 1, "a"),
-        change("w1", 7, 1, 2, "b"),
-        change("w1", 7, 2, 3, removed=("a",)),
-        change("w1", 7, 3, 4, "c"),
-    ]
-    for order in ((3, 2, 1, 0), (2, 0, 3, 1), (0, 2, 1, 3), (1, 1, 0, 2, 2, 3)):
-        table = Table()
-        for index in order:
-            table.apply(changes[index])
-        assert table.names() == {"b", "c"}
-        assert table.owners["w1"].version == 4
-
-
-def test_full_copy_fills_gaps_and_drops_older_changes() -> None:
-    table = Table()
-    table.apply(change("w1", 7, 2, 3, "d"))
-    assert not table.names()
-    assert table.apply(change("w1", 7, None, 2, "a", "b")) == {"a", "b", "d"}
-    assert table.names() == {"a", "b", "d"}
-    assert table.apply(change("w1", 7, None, 1, "z")) == set()
-    assert table.names() == {"a", "b", "d"}
-
-
-def test_ended_life_stays_ended_and_the_next_starts_empty() -> None:
-    table = Table()
-    table.apply(change("w1", 7, 0, 1, "a"))
-    assert table.apply(change("w1", 8, 0, 1, "b")) == {"a", "b"}
-    assert table.names() == {"b"}
-    assert table.apply(change("w1", 7, 1, 2, "c")) == set()
-    assert table.end(8) == {"b"}
-    assert table.apply(change("w1", 8, None, 5, "b")) == set()
-    assert not table.names()
-    assert not table.owners
 
 
 # --------------------------------------------------------------------------------------------------------- the package

@@ -1,65 +1,204 @@
-"""One name, one owner: grants that come while another worker begins to decide, changes that are interrupted, cuts."""
+"""One worker decides on names: when it dies, when others hang, when changes are interrupted, and across cuts."""
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import os
+import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch.distributed.rpc as rpc
 
-from tests.support.workers import Steps, eventually
+from tests.support import workers
+from tests.support.labs import Fate, VirtualHosts
+from tests.support.workers import Steps, backend_options, eventually, init_rpc
 from torch_ucx_rpc import services
-from torch_ucx_rpc.services import NameContested, NameTaken, _announcing, _directory
+from torch_ucx_rpc.services import NameTaken, UnknownName, _directory
+from torch_ucx_rpc.services._directory import LIMIT_S, directory
+from torch_ucx_rpc.services._table import Offer, Owner, conflicts
 
-from ._jobs import KILLED, die
+from ._jobs import KILLED, PATIENCE_S, die
 
 RunWorkers = Callable[..., list]
+
+
+def own_name() -> str:
+    return rpc.get_worker_info().name
 
 
 def offered() -> set[str]:
     return {service.name for service in services.names()}
 
 
-# ---- Another decider -------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("moment", ["_ask", "_claim"])
-def test_grant_of_a_former_decider_is_known_to_the_next_or_void(
-    run_on_ucx: RunWorkers, tmp_path: Path, moment: str
-) -> None:
-    run_on_ucx(3, change_the_decider, Steps(tmp_path), moment, shutdown=False, exit_codes={0: KILLED})
-
-
-def pair_if_free(value: int) -> bool:
-    """Whether this worker, which decides by now, has got the name."""
+def pair_if_free(name: str, value: int) -> bool:
     try:
-        services.pair("seat", value)
+        services.pair(name, value)
     except NameTaken:
         return False
     return True
 
 
+def tell_pid(steps: Steps, rank: int) -> None:
+    (steps.directory / f"pid {rank}").write_text(str(os.getpid()))
+
+
+def pid_of(steps: Steps, rank: int) -> int:
+    return int((steps.directory / f"pid {rank}").read_text())
+
+
+# ---- Workers that hang, and deciders that die ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("group", ["fixed", "dynamic"])
+def test_a_hung_worker_and_a_dead_decider_stop_no_names(run_on_ucx: RunWorkers, tmp_path: Path, group: str) -> None:
+    run_on_ucx(4, go_on_without_two, Steps(tmp_path), group, init=False, shutdown=False, exit_codes={0: KILLED})
+
+
+def test_a_hung_worker_and_a_dead_decider_on_tensorpipe(run_on_tensorpipe: RunWorkers, tmp_path: Path) -> None:
+    job = {"init": False, "shutdown": False, "exit_codes": {0: KILLED}}
+    run_on_tensorpipe(4, go_on_without_two, Steps(tmp_path), "fixed", **job)
+
+
+def go_on_without_two(rank: int, steps: Steps, group: str) -> None:
+    if group == "fixed":
+        init_rpc(rank)
+    else:
+        if rank:
+            steps.wait_for(f"there {rank - 1}")
+        url = (steps.directory / "store").as_uri()
+        init_rpc(rank, world_size=None, rpc_backend_options=backend_options(init_method=url))
+    services.register(f"of {rank}", own_name)
+    tell_pid(steps, rank)
+    steps.meet("there", rank, 4)
+    assert offered() == {f"of {other}" for other in range(4)}
+    steps.meet("known", rank, 4)
+    if rank == 0:
+        steps.wait_for("stopped")
+        die()
+    if rank == 1:
+        workers.stop(pid_of(steps, 3))
+        # It hangs, and changes nothing.
+        began = time.monotonic()
+        services.register("while it hangs", own_name)
+        with pytest.raises(UnknownName):
+            services.call("unknown")
+        assert time.monotonic() - began < LIMIT_S
+        steps.done("stopped")
+        eventually(lambda: "of 0" not in offered(), "the decider is dead")
+        services.register("after", own_name)
+        with pytest.raises(UnknownName, match="no living worker offers 'unknown'"):
+            services.call("unknown")
+        # Silence is no end.
+        assert offered() == {"of 1", "of 2", "of 3", "while it hangs", "after"}
+        with pytest.raises(NameTaken, match="'worker3'"):
+            services.pair("of 3", 1)
+        os.kill(pid_of(steps, 3), signal.SIGCONT)
+        assert services.call("of 3", timeout=30) == "worker3"
+        steps.done("over 1")
+    if rank == 3:
+        eventually(lambda: steps.is_done("over 1"), "", timeout=60)
+        services.register("back", own_name)
+        steps.done("over 3")
+    steps.wait_for("over 1", "over 3", timeout=90)
+    assert services.call("back") == "worker3"
+    assert services.call("after") == "worker1"
+    steps.done(f"called {rank}")
+    steps.wait_for("called 1", "called 2", "called 3")
+    rpc.shutdown(graceful=False)
+
+
+def test_a_decider_that_hangs_is_replaced_and_comes_back(run_on_ucx: RunWorkers, tmp_path: Path) -> None:
+    run_on_ucx(3, stop_the_decider, Steps(tmp_path))
+
+
+def stop_the_decider(rank: int, steps: Steps) -> None:
+    services.register("replica", own_name, idempotent=True)
+    services.pair(f"of {rank}", rank)
+    tell_pid(steps, rank)
+    steps.meet("there", rank, 3)
+    if rank == 1:
+        workers.stop(pid_of(steps, 0))
+        services.register("while it hangs", own_name)
+        # It is no member, so the others are called.
+        assert {services.call("replica", timeout=5) for _ in range(6)} == {"worker1", "worker2"}
+        os.kill(pid_of(steps, 0), signal.SIGCONT)
+        eventually(lambda: services.call("replica") == "worker0", "it is called again")
+        steps.done("continued")
+    steps.wait_for("continued", timeout=60)
+    services.pair(f"later of {rank}", rank)
+    assert services.get("of 0").to_here() == 0
+    assert services.call("while it hangs") == "worker1"
+    steps.meet("over", rank, 3)
+
+
+def test_a_worker_gives_up_a_name_that_was_lost(run_on_ucx: RunWorkers, tmp_path: Path) -> None:
+    run_on_ucx(3, lose_a_name, Steps(tmp_path))
+
+
+class Remember(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+def lose_a_name(rank: int, steps: Steps) -> None:
+    log = Remember()
+    logging.getLogger("torch_ucx_rpc").addHandler(log)
+    if rank == 2:
+        services.pair("seat", 2)
+        services.register("kept", own_name)
+        tell_pid(steps, rank)
+    steps.meet("paired", rank, 3)
+    if rank == 0:
+        workers.stop(pid_of(steps, 2))
+        known = directory()
+        # As if this decider had taken over without having heard of it.
+        with known.lock:
+            known.owners["worker2"] = known.owners["worker2"].without(["seat"])
+        services.pair("seat", 0)
+        eventually(lambda: known._epoch.number > 1, "worker2 is out")
+        os.kill(pid_of(steps, 2), signal.SIGCONT)
+        steps.done("continued")
+    steps.wait_for("continued")
+    if rank == 2:
+        eventually(lambda: "seat" not in directory().served, "it is given up")
+        eventually(lambda: any("another worker has got the name 'seat'" in text for text in log.texts), "it is logged")
+    steps.meet("given up", rank, 3)
+    assert services.get("seat").to_here() == 0
+    assert services.call("kept") == "worker2"
+    steps.meet("over", rank, 3)
+
+
+@pytest.mark.parametrize("moment", ["_on", "_from_decider"])
+def test_a_grant_is_known_to_the_next_decider_or_void(run_on_ucx: RunWorkers, tmp_path: Path, moment: str) -> None:
+    run_on_ucx(3, change_the_decider, Steps(tmp_path), moment, shutdown=False, exit_codes={0: KILLED})
+
+
 def change_the_decider(rank: int, steps: Steps, moment: str) -> None:
-    # All know the first decider.
     assert offered() == set()
     steps.meet("known", rank, 3)
     if rank == 2:
-        place = _directory if moment == "_ask" else _directory.Directory
-        done = getattr(place, moment)
+        done = getattr(_directory.Directory, moment)
         got: list[bool] = []
 
         def overtaken(*arguments: object) -> object:
             granted = done(*arguments)
-            # The grant is here, and its decider dies: the next one gathers, and wants the name itself.
-            setattr(place, moment, done)
+            # The grant is here, and its decider dies: the next one wants the name itself.
+            setattr(_directory.Directory, moment, done)
             rpc.rpc_async("worker0", die)
             eventually(lambda: len(services.members()) == 2, "worker0 is lost")
-            got.append(rpc.rpc_sync("worker1", pair_if_free, args=(1,)))
+            got.append(rpc.rpc_sync("worker1", pair_if_free, args=("seat", 1)))
             return granted
 
-        setattr(place, moment, overtaken)
-        got.append(pair_if_free(2))
+        setattr(_directory.Directory, moment, overtaken)
+        got.append(pair_if_free("seat", 2))
         assert sorted(got) == [False, True]
         owner = 1 if got[0] else 2
         for asked in (1, 2):
@@ -76,49 +215,128 @@ def owners_of_the_seat() -> tuple[str, ...]:
     return {service.name: service.workers for service in services.names()}["seat"]
 
 
-# ---- Workers that have lost each other -------------------------------------------------------------------------------
+# ---- Two servers of one name -----------------------------------------------------------------------------------------
 
 
-def test_name_granted_on_both_sides_of_a_cut_is_refused(run_on_both: RunWorkers, tmp_path: Path) -> None:
-    run_on_both(3, decide_on_both_sides, Steps(tmp_path), shutdown=False)
+def test_of_two_workers_at_once_one_gets_the_name(run_on_both: RunWorkers, tmp_path: Path) -> None:
+    got = run_on_both(3, want_the_same, Steps(tmp_path))
+    assert [sum(ranks) for ranks in zip(*got, strict=True)] == [1] * 20
 
 
-def decide_on_both_sides(rank: int, steps: Steps) -> None:
-    services.register(f"of {rank}", offered)
+def want_the_same(rank: int, steps: Steps) -> list[bool]:
+    got = []
+    for turn in range(20):
+        steps.meet(f"turn {turn}", rank, 3)
+        got.append(pair_if_free(f"seat {turn}", rank))
+        services.register(f"replica {turn}", own_name)
+    steps.meet("over", rank, 3)
+    assert services.wait_for("replica 19", replicas=3).workers == ("worker0", "worker1", "worker2")
+    steps.meet("waited", rank, 3)
+    return got
+
+
+# ---- Shutdown --------------------------------------------------------------------------------------------------------
+
+
+def test_workers_that_wait_in_shutdown_serve_and_register(run_on_both: RunWorkers, tmp_path: Path) -> None:
+    run_on_both(3, serve_in_shutdown, Steps(tmp_path), shutdown=False)
+
+
+def register_another() -> None:
+    services.register("another", own_name)
+
+
+def serve_in_shutdown(rank: int, steps: Steps) -> None:
+    if rank:
+        services.register("name", own_name, idempotent=True)
+    else:
+        services.wait_for("name", replicas=2)
+        time.sleep(LIMIT_S)
+        assert {services.call("name") for _ in range(4)} == {"worker1", "worker2"}
+        rpc.rpc_sync("worker2", register_another)
+        assert services.call("another") == "worker2"
+        services.pair("mine", 0)
+    rpc.shutdown()
+
+
+def test_a_replica_that_waits_in_shutdown_outlives_a_death(run_on_ucx: RunWorkers, tmp_path: Path) -> None:
+    job = {"shutdown": False, "exit_codes": {1: KILLED}}
+    run_on_ucx(4, serve_in_shutdown_while_one_dies, Steps(tmp_path), **job)
+
+
+def serve_in_shutdown_while_one_dies(rank: int, steps: Steps) -> None:
+    if rank:
+        services.register("name", own_name, idempotent=True)
+    else:
+        services.wait_for("name", replicas=3)
+        for number in range(300):
+            if number == 100:
+                rpc.rpc_async("worker1", die)
+            assert services.call("name").startswith("worker")
+        services.register("later", own_name)
+        assert {services.call("name") for _ in range(4)} == {"worker2", "worker3"}
+    with pytest.raises(RuntimeError, match="lost worker 'worker1'"):
+        rpc.shutdown()
+
+
+# ---- Deaths on TensorPipe, where no agent tells ----------------------------------------------------------------------
+
+
+def test_names_of_the_dead_go_on_tensorpipe(run_on_tensorpipe: RunWorkers, tmp_path: Path) -> None:
+    run_on_tensorpipe(3, lose_a_worker, Steps(tmp_path), shutdown=False, exit_codes={1: KILLED})
+
+
+def lose_a_worker(rank: int, steps: Steps) -> None:
+    services.register("name", own_name, idempotent=True)
+    services.pair(f"of {rank}", rank)
     steps.meet("registered", rank, 3)
-    known = _directory.directory()
-    if rank < 2:
-        # As when the agent sees the end of a worker. Worker2 sees none.
-        other = f"worker{1 - rank}"
-        known.drop(other, known.table.owners[other].life)
-    steps.meet("cut", rank, 3)
-    if rank < 2:
-        services.pair("seat", rank)
-        services.register("door", offered, unique=True)
-        # Each side has its own.
-        assert services.get("seat").to_here() == rank
-    steps.meet("decided", rank, 3)
-    if rank == 2:
-        why = (
-            r"has several owners.*worker 'worker0' \(rank 0\), worker 'worker1' \(rank 1\)\. They have lost each other"
-        )
-        for use in (lambda: services.get("seat"), lambda: services.call("door"), lambda: services.call_async("door")):
-            with pytest.raises(NameContested, match=why):
-                use()
-    steps.meet("refused", rank, 3)
     if rank == 1:
-        services.unregister("seat")
-    steps.meet("given up", rank, 3)
+        die()
+    # No call tells it.
+    gone = services.watch("name", lambda service: "worker1" in service.workers or steps.done(f"told {rank}"))
+    steps.wait_for("told 0", "told 2", timeout=60)
+    gone()
+    assert offered() == {"name", "of 0", "of 2"}
+    assert services.wait_for("name").workers == ("worker0", "worker2")
+    steps.done(f"over {rank}")
+    steps.wait_for("over 0", "over 2")
+    rpc.shutdown(graceful=False)
+
+
+# ---- A cut of the network --------------------------------------------------------------------------------------------
+
+
+def test_the_smaller_side_of_a_cut_decides_nothing(hosts: VirtualHosts, fate: Fate, tmp_path: Path) -> None:
+    arguments = {"shutdown": False, "silent": False, "timeout": PATIENCE_S}
+    workers.run_workers(3, be_cut_off, Steps(tmp_path), fate, hosts=hosts, **arguments)
+
+
+def be_cut_off(rank: int, steps: Steps, fate: Fate) -> None:
+    services.register(f"of {rank}", own_name)
+    services.register("replica", own_name)
+    steps.meet("there", rank, 3)
+    assert services.wait_for("replica", replicas=3)
+    steps.meet("known", rank, 3)
+    if rank == 0:
+        fate.of("c", "cut")
+        steps.done("cut")
+    steps.wait_for("cut")
     if rank == 2:
-        # No RRef here: nobody waits for its end in what follows.
-        assert owners_of_the_seat() == ("worker0",)
-        # One decider knows what this worker offers, and it asks the other one, whose rank is lower.
-        _directory.get_rpc_timeout = lambda: 0.3  # for the decision; its calls keep their time
-        with pytest.raises(
-            RuntimeError, match=r"asked worker 'worker0' .*take different workers for the one that decid"
-        ):
-            services.pair("mine", 2)
-        assert "mine" not in offered()
+        _directory.get_rpc_timeout = lambda: 4 * LIMIT_S  # for the decision
+        with pytest.raises(RuntimeError, match="no worker decides: worker 'worker2' is cut off from"):
+            services.pair("seat", 2)
+        assert services.call("of 2") == "worker2"
+        steps.done("refused")
+    elif rank == 1:
+        services.pair("seat", 1)
+    steps.wait_for("refused", timeout=60)
+    if rank == 0:
+        assert services.get("seat").to_here() == 1
+        fate.of("c", "heal")
+        steps.done("healed")
+    steps.wait_for("healed")
+    services.pair(f"after of {rank}", rank)
+    assert services.get("seat").to_here() == 1
     steps.meet("over", rank, 3)
     rpc.shutdown(graceful=False)
 
@@ -126,42 +344,53 @@ def decide_on_both_sides(rank: int, steps: Steps) -> None:
 # ---- Ctrl-C ----------------------------------------------------------------------------------------------------------
 
 
-def test_all_hear_the_outcome_of_an_interrupted_change(run_on_both: RunWorkers, tmp_path: Path) -> None:
+def test_all_know_the_outcome_of_an_interrupted_change(run_on_both: RunWorkers, tmp_path: Path) -> None:
     run_on_both(3, interrupt_changes, Steps(tmp_path))
 
 
 def interrupt_changes(rank: int, steps: Steps) -> None:
-    # From now on they hear of changes, and do not ask.
     assert offered() == set()
     steps.meet("before", rank, 3)
     if rank == 1:
-        places = {"announce": _announcing.Announcer, "_claim": _directory.Directory, "_ask": _directory}
-        for moment, place in places.items():
-            interrupt(services.pair, place, moment, f"weights {moment}", 1)
-            # It is one or the other: a grant that nobody has read is none.
-            assert (f"weights {moment}" in offered()) == (moment != "_ask")
+        for moment in ("_from_decider", "_on"):
+            interrupt(services.pair, moment, f"weights {moment}", 1)
+            # A grant that was not read is none.
+            assert (f"weights {moment}" in directory().served) == (moment == "_from_decider")
             services.pair(f"bias {moment}", 1)
-            interrupt(services.unregister, place, moment, f"bias {moment}")
-            assert (f"bias {moment}" in offered()) == (moment == "_ask")
+            interrupt(services.unregister, moment, f"bias {moment}")
+            assert (f"bias {moment}" in directory().served) == (moment == "_on")
+        with contextlib.suppress(UnknownName):
+            services.unregister("weights _from_decider")
+        steps.done("interrupted")
+    steps.wait_for("interrupted")
+    if rank == 2:
+        services.pair("weights _on", 2)
+        assert services.get("weights _on").to_here() == 2
     steps.meet("over", rank, 3)
 
 
-def interrupt(change: Callable[..., None], place: object, moment: str, *arguments: object) -> None:
-    done = getattr(place, moment)
+def interrupt(change: Callable[..., None], moment: str, *arguments: object) -> None:
+    done = getattr(_directory.Directory, moment)
 
     def interrupted(*arguments: object) -> None:
-        setattr(place, moment, done)
-        # Nobody has been told yet when the announcement begins.
-        if moment != "announce":
-            done(*arguments)
+        setattr(_directory.Directory, moment, done)
+        done(*arguments)
         raise KeyboardInterrupt
 
-    setattr(place, moment, interrupted)
+    setattr(_directory.Directory, moment, interrupted)
     with pytest.raises(KeyboardInterrupt):
         change(*arguments)
-    others = ("worker0", "worker2")
-    eventually(lambda: all(rpc.rpc_sync(other, offered) == offered() for other in others), "the others know of it")
-    # And hears of later changes as ever.
-    services.pair("later", 1)
-    assert "later" in rpc.rpc_sync("worker2", offered)
-    services.unregister("later")
+    served = set(directory().served)
+    eventually(lambda: all(rpc.rpc_sync(other, offered) == served for other in ("worker0", "worker2")), "all know it")
+
+
+# ---- The rules -------------------------------------------------------------------------------------------------------
+
+
+def test_replicas_are_alike_and_values_are_alone() -> None:
+    service, value, again = Offer(False), Offer(True), Offer(False, idempotent=True)
+    there = {"w1": Owner("w1", 1, 7, 1, {"a": service, "b": value, "c": again})}
+    claim = Owner("w2", 2, 8, 1, {"a": service, "b": value, "c": service, "d": value})
+    assert sorted(conflicts(there, claim)) == ["b", "c"]
+    assert conflicts(there, claim._replace(worker="w1")) == {}
+    assert sorted(claim.without(conflicts(there, claim)).offers) == ["a", "d"]

@@ -12,7 +12,7 @@ import torch.distributed.rpc as rpc
 
 from tests.support.workers import Steps, agent, backend_options, eventually, init_rpc
 from torch_ucx_rpc import services
-from torch_ucx_rpc.services import UnknownName, _announcing, _directory, _served
+from torch_ucx_rpc.services import UnknownName, _directory, _served
 
 RunWorkers = Callable[..., list]
 
@@ -36,16 +36,15 @@ def keep_busy(steps: Steps) -> None:
 
 def miss_changes(rank: int, steps: Steps) -> None:
     if rank == 0:
-        # So long a worker that does not hear is waited for, and then the message is void.
-        _announcing._HEARING_S = 0.1
         services.register("old", own_name)
+        # A message that is not heard in this time is void.
+        _directory.LIMIT_S = 0.1
         steps.done("old")
         steps.wait_for("called")
         busy = rpc.rpc_async("worker1", keep_busy, (steps,))
         steps.wait_for("busy")
         services.unregister("old")
         services.register("new", own_name)
-        services.take_role("chief")
         steps.done("changed")
         busy.wait()
     else:
@@ -54,34 +53,43 @@ def miss_changes(rank: int, steps: Steps) -> None:
         steps.done("called")
         steps.wait_for("changed")
         # It asks for nothing: it is told.
-        eventually(lambda: offered() == {"new"}, "it has heard")
-        eventually(lambda: [member.role for member in services.members()] == ["chief", "worker"], "of the role too")
+        eventually(lambda: set(_directory.directory().owners["worker0"].offers) == {"new"}, "it has heard")
         with pytest.raises(UnknownName):
             services.call("old")
     steps.done(f"over {rank}")
     steps.wait_for("over 0", "over 1")
 
 
-def test_name_is_its_new_owners_though_the_old_end_is_unheard(run_on_both: RunWorkers, tmp_path: Path) -> None:
+def be_deaf() -> None:
+    """Hear nothing that the decider sends by itself."""
+    _directory._hear = lambda update: update.at  # type: ignore[assignment]
+
+
+def test_moved_names_are_found_by_a_worker_that_hears_nothing(run_on_both: RunWorkers, tmp_path: Path) -> None:
     run_on_both(4, hand_over_a_name, Steps(tmp_path))
 
 
 def hand_over_a_name(rank: int, steps: Steps) -> None:
     if rank == 1:
         services.pair("seat", 1)
+        services.register("name", own_name)
     steps.meet("paired", rank, 4)
     assert services.get("seat").to_here() == 1
+    assert services.call("name") == "worker1"
+    if rank == 3:
+        be_deaf()
     steps.meet("known", rank, 4)
     if rank == 1:
-        # As with workers that are stopped: it does not wait for them for ever, and goes on.
-        _directory.directory()._announcer.announce = lambda change, told: None
         services.unregister("seat")
+        services.unregister("name")
     steps.meet("given up", rank, 4)
     if rank == 2:
         services.pair("seat", 2)
-        assert services.get("seat").to_here() == 2
+        services.register("name", own_name)
     steps.meet("taken", rank, 4)
     assert services.get("seat").to_here() == 2
+    assert services.call_async("name").wait() == "worker2"
+    assert services.call("name") == "worker2"
     steps.meet("found", rank, 4)
 
 
@@ -115,21 +123,20 @@ def leave_while_called(rank: int, steps: Steps, url: str) -> None:
 
 
 def test_a_service_that_no_worker_of_a_role_offers_is_unknown(run_on_both: RunWorkers, tmp_path: Path) -> None:
-    run_on_both(2, call_a_role_without_the_service, Steps(tmp_path))
+    run_on_both(2, call_a_role_without_the_service, Steps(tmp_path), init=False)
 
 
 def call_a_role_without_the_service(rank: int, steps: Steps) -> None:
+    init_rpc(rank, name=("trainer0", "evaluator0")[rank])
     if rank == 1:
-        services.take_role("evaluator")
         services.register("score", own_name)
-    steps.done(f"registered {rank}")
-    steps.wait_for("registered 0", "registered 1")
-    if rank == 0:
-        assert services.call_role("evaluator", "score")[0].wait() == "worker1"
-        with pytest.raises(UnknownName, match=r"no living worker of the role 'worker' offers 'score'.*'worker1'"):
-            services.call_role("worker", "score")
-    steps.done(f"over {rank}")
-    steps.wait_for("over 0", "over 1")
+    else:
+        services.wait_for("score")
+        assert services.call_role("evaluator", "score")[0].wait() == "evaluator0"
+        with pytest.raises(UnknownName, match=r"no living worker of the role 'trainer' offers 'score'.*'evaluator0'"):
+            services.call_role("trainer", "score")
+    steps.meet("over", rank, 2)
+    rpc.shutdown()
 
 
 def test_refusal_inside_a_service_calls_no_other_replica(run_on_both: RunWorkers, tmp_path: Path) -> None:
@@ -159,56 +166,6 @@ def call_what_is_refused_within(rank: int, steps: Steps) -> None:
                 call("outer")
         assert sum(len(rpc.rpc_sync(f"worker{other}", executed)) for other in (1, 2)) == 2
     steps.meet("over", rank, 3)
-
-
-def test_caller_unaware_of_a_group_is_not_served_by_it(run_on_both: RunWorkers, tmp_path: Path) -> None:
-    run_on_both(2, call_by_a_route_from_before_the_group, Steps(tmp_path))
-
-
-def call_by_a_route_from_before_the_group(rank: int, steps: Steps) -> None:
-    if rank == 1:
-        services.register("score", own_name, group="eval")
-    steps.meet("registered", rank, 2)
-    if rank == 0:
-        with pytest.raises(RuntimeError, match="'worker1' offers no 'score', or not any more"):
-            rpc.rpc_sync("worker1", _served.serve, args=("score",))
-    steps.meet("over", rank, 2)
-
-
-@pytest.mark.parametrize("moment", ["_claim", "announce"])
-def test_nothing_is_half_registered_when_it_is_interrupted(
-    run_on_both: RunWorkers, tmp_path: Path, moment: str
-) -> None:
-    run_on_both(2, interrupt_a_registration, Steps(tmp_path), moment)
-
-
-def interrupt_a_registration(rank: int, steps: Steps, moment: str) -> None:
-    if rank == 1:
-        place = _directory.Directory if moment == "_claim" else _announcing.Announcer
-        done = getattr(place, moment)
-
-        def interrupted(*arguments: object) -> object:
-            done(*arguments)
-            raise KeyboardInterrupt
-
-        setattr(place, moment, interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            services.pair("weights", 1)
-        setattr(place, moment, done)
-        # Either everybody has it or nobody.
-        if "weights" in offered():
-            assert services.get("weights").to_here() == 1
-            services.unregister("weights")
-        eventually(lambda: rpc.rpc_sync("worker0", offered) == set(), "worker0 has it neither")
-        services.pair("weights", 2)
-        services.unregister("weights")
-        steps.done("interrupted")
-    else:
-        steps.wait_for("interrupted")
-        services.pair("weights", 3)
-        assert services.get("weights").to_here() == 3
-    steps.done(f"over {rank}")
-    steps.wait_for("over 0", "over 1")
 
 
 def test_a_new_life_has_offered_nothing_yet(run_on_ucx: RunWorkers, tmp_path: Path) -> None:
@@ -295,9 +252,7 @@ def test_a_role_is_called_that_has_just_registered_the_service(run_on_both: RunW
 
 def call_a_role_before_it_is_told(rank: int, steps: Steps) -> None:
     if rank == 2:
-        services.take_role("caller")
-        # It hears of no announcement.
-        _directory._hear = lambda change: None
+        be_deaf()
     steps.meet("deaf", rank, 3)
     if rank == 1:
         services.register("score", own_name)
@@ -327,16 +282,3 @@ def answer_at_once_by_mistake(rank: int, steps: Steps) -> None:
         eventually(lambda: services.statistics()[0].errors == 1, "it counts as an error")
         assert services.statistics()[0].open == 0
     steps.meet("over", rank, 2)
-
-
-def time_limit(timeout: float) -> float:
-    return timeout
-
-
-def test_services_of_a_group_may_have_a_parameter_named_timeout(run_on_both: RunWorkers) -> None:
-    run_on_both(1, give_a_timeout)
-
-
-def give_a_timeout(rank: int) -> None:
-    services.register("limit", time_limit, group="eval")
-    assert services.call_group("eval", kwargs={"timeout": 3}, timeout=20)["limit"].wait() == 3

@@ -27,7 +27,7 @@ def snapshot() -> Statistics:
     latencies = Latencies((0, 2, 3), 5e6)
     peer = PeerStatistics(**{**values[PeerStatistics], "name": "other", "lanes": (), "latencies": latencies})
     replicas = ("me", "other", "third")
-    service = ServiceStatistics(**{**values[ServiceStatistics], "name": "score", "group": None, "replicas": replicas})
+    service = ServiceStatistics(**{**values[ServiceStatistics], "name": "score", "replicas": replicas})
     return Statistics(**{**values[Statistics], "name": "me", "peers": (peer,), "services": (service,)})
 
 

@@ -272,7 +272,7 @@ def _peers(before: View | None, now: View) -> tuple[Layout, Rows]:
 
 def _services(before: View | None, now: View) -> tuple[Layout, Rows]:
     per = "/s" if before else ""
-    layout = Layout(("service", "group", "worker"), ("replicas", f"calls{per}", "open", "errors"), ("group",))
+    layout = Layout(("service", "worker"), ("replicas", f"calls{per}", "open", "errors"), ())
     rows = []
     for rank, worker in now.workers.items():
         if isinstance(worker, str):
@@ -284,7 +284,7 @@ def _services(before: View | None, now: View) -> tuple[Layout, Rows]:
             if service.name in known and known[service.name].calls <= calls:
                 calls -= known[service.name].calls
             figures = (str(len(service.replicas)), f"{calls / seconds:.0f}", str(service.open), str(service.errors))
-            rows.append((service.name, rank, (service.name, service.group or "", worker.name, *figures)))
+            rows.append((service.name, rank, (service.name, worker.name, *figures)))
     return layout, [row for _, _, row in sorted(rows)]
 
 

@@ -77,8 +77,8 @@ class _Collector:
                 yield _metric(field, ["worker", "rank", "peer"], values)
         for field in dataclasses.fields(ServiceStatistics):
             if field.metadata["kind"]:
-                values = [([*worker, each.name, each.group or ""], getattr(each, field.name)) for each in now.services]
-                yield _metric(field, ["worker", "rank", "service", "group"], values)
+                values = [([*worker, each.name], getattr(each, field.name)) for each in now.services]
+                yield _metric(field, ["worker", "rank", "service"], values)
 
 
 def metric_name(field: dataclasses.Field[Any]) -> str:

@@ -197,7 +197,6 @@ class ServiceStatistics:
     """
 
     name: str = field(metadata=_label("name of the service"))
-    group: str | None = field(metadata=_label("group of the service; None without one"))
     replicas: tuple[str, ...] = field(
         metadata={
             **_gauge("all workers that offer the service, as far as this one knows, by rank", "workers"),

@@ -1,325 +1,435 @@
-"""One worker's part in keeping the names of the job: `Directory`.
+"""One worker's part in keeping the names of the job: `Directory`. docs/development/membership.md says what holds."""
 
-**Who decides.** A worker that wants to offer a name asks the decider, the living worker with the lowest rank. The
-decider grants it if nobody else's offer stands against it, and knows it from then on. Then the worker announces it to
-all others, by one message each. The decider's grant is volatile; the truth about an offer is kept by its owner.
-
-**When the decider dies.** The next one, before its first decision, gathers what every living worker offers and knows.
-A grant that reached its owner is among that. One that did not is asked for again: a claim is repeated with the next
-decider when the asked one is lost. A worker that has been gathered from by a decider takes no grant of an earlier one
-any more, be it that the answer was still under way; it asks again. It applies a grant under the lock under which it is
-gathered from, so a grant is among what is gathered, or void. So a name has never two owners that exclude each other, as
-long as workers agree on who is alive. Across a cut of the network each side decides for itself, and a worker that sees
-both sides refuses to choose between two such owners.
-
-**Joining.** A worker that joins with a rank below the decider's gathers likewise, and the former decider refuses
-further claims from the moment it has answered. Any other worker asks the decider for all that there is when it first
-uses this library. The decider hears of a change before it is announced, so this copy lacks nothing that was announced
-before the worker was a member; what is announced later reaches it directly. Changes carry numbers, and may come in any
-order (`_table`).
-
-**Leaving.** When the agent sees the end of a worker, each worker drops its names by itself. A session, drawn anew for
-each life of a worker, tells a late message of the dead from its successor of the same name. Other backends tell nothing
-of an end: there a worker drops the names of one to which a call has failed.
-
-A lookup is that of a dict. The decider is asked, once, for a name that is not in it, and for one that two workers seem
-to have which only one may have: an announcement may still be under way.
-"""
-
-# mypy: allow-untyped-calls, allow-untyped-decorators
+# mypy: allow-untyped-calls
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed.rpc as rpc
-from torch._C._distributed_rpc import WorkerInfo, get_rpc_timeout
+from torch._C._distributed_rpc import WorkerInfo, _is_current_rpc_agent_set, get_rpc_timeout
+from torch.futures import Future
 
+from torch_ucx_rpc._workers import members
 from torch_ucx_rpc._workers.life import Life, PerLife
-from torch_ucx_rpc._workers.lost import Gone, was_lost
-from torch_ucx_rpc.services._announcing import Announcer
-from torch_ucx_rpc.services._deciding import Decider, Verdict
-from torch_ucx_rpc.services._errors import NameTaken, contested
-from torch_ucx_rpc.services._table import Change, Offer, Owner, Table
+from torch_ucx_rpc._workers.lost import Gone, timed_out, was_lost, was_raised_there
+from torch_ucx_rpc._workers.members import Epoch, Member
+from torch_ucx_rpc.errors import NotRunning
+from torch_ucx_rpc.services._errors import NameTaken
+from torch_ucx_rpc.services._table import Offer, Owner, conflicts, owners_of
 
 _logger = logging.getLogger(__name__)
 
 _Answer = TypeVar("_Answer")
 
-# Until another worker has noticed what this one has: who is alive, and so who decides.
-_PAUSE_S = 0.005
+# After so much silence a worker is no member. One question to another worker lasts no longer.
+LIMIT_S = 3.0
+_PAUSE_S = 0.01
 # Where calls have no timeout.
 _PATIENCE_S = 60.0
 
-# States of peers that are not at their end.
-_THERE = ("present", "leaving")
+# The epoch in which a decider began, and how many changes it has granted since.
+Position = tuple[int, int]
+
+
+class Update(NamedTuple):
+    """The owners that have changed between two positions; without ``base``, the whole table."""
+
+    base: Position | None
+    at: Position
+    owners: tuple[Owner, ...]
+
+
+class Grant(NamedTuple):
+    """What a worker may offer, by the decider of an epoch."""
+
+    epoch: int
+    owner: Owner
+
+
+class Told(NamedTuple):
+    """What a member tells a new decider: what it offers, and its copy of what workers outside the epoch offer."""
+
+    own: Owner
+    is_settled: bool
+    at: Position
+    absent: tuple[Owner, ...]
 
 
 class Directory:
-    """Of one life of this worker: what it offers, and the table of all."""
+    """What one life of this worker offers, and its copy of the table. Any thread may use it."""
 
     def __init__(self, life: Life) -> None:
         self.life = life
-        self.info = info = life.info
+        self.info: WorkerInfo = life.info
         self.lock = threading.RLock()
-        self.table = Table()
-        self.table.apply(Change(info.name, info.id, life.number, None, 0, role_of(info.name), (), (), ()))
-        self._is_synced = False
-        self._sync_lock = threading.Lock()
-        self._change_lock = threading.Lock()
-        # Called with the names whose offers have changed.
-        self.on_change: Callable[[set[str]], None] = lambda _: None
-        self._announcer = Announcer(life, _hear, self._everything)
-        self.decider = Decider(life, self.lock, self.table, _gather, self._learn, self._apply)
+        # Notified when the table has changed, and with each epoch.
+        self.changed = threading.Condition(self.lock)
+        # By name of the worker. An owner that has ended may be there without offers.
+        self.owners: dict[str, Owner] = {}
+        self.own = Owner(life.info.name, life.info.id, life.number, 0, {})
+        # For the callers and the callee: by name how it is called, and the thing that is called; by life the replica.
+        self.routes: dict[str, Any] = {}
+        self.replicas: dict[int, Any] = {}
+        self.served: dict[str, Any] = {}
+        self._at: Position = (0, 0)
+        self._ended: set[int] = set()
+        self._epoch: Epoch | None = None
+        self._lives: dict[str, int] = {}
+        # Of this worker's claims.
+        self._changing = threading.Lock()
+        self._version = 0
+        # False while the decider may not know what this worker offers.
+        self._is_settled = True
+        self._is_settling = False
+        # The decider's: whether it has the table of this epoch, or else what the members have told it so far.
+        self._has_table = False
+        self._told: dict[Member, Told] = {}
+        self._granted_at: dict[str, int] = {}
+        self._heard: dict[Member, Position] = {}
+        self._sending: set[Member] = set()
+        self._group = members.group("services", LIMIT_S)
+        self._group.subscribe(lambda _: self._enter())
         life.watch(self._on_gone)
 
-    # -- what this worker knows
+    # ---------------------------------------------------------------------------------------- what this worker knows
 
-    @property
-    def own(self) -> Owner:
-        return self.table.owners[self.info.name]
+    def sync(self, patience: float | None = None) -> None:
+        """Take over all that the decider knows."""
+        self.hear(self._from_decider(lambda to: self._on(to, _since, self._at), "for the names of the job", patience))
 
-    def sync(self) -> None:
-        """Take over the table from the decider, once."""
-        if self._is_synced:
-            return
-        with self._sync_lock:
-            if self._is_synced:
-                return
-
-            def ask(decider: WorkerInfo) -> list[Change] | None:
-                return _ask(decider, _tell_all)
-
-            self._learn(self._from_decider(ask, "to learn the names of the job"))
-            self._is_synced = True
-
-    def look_up(self, name: str) -> dict[str, Offer]:
-        """The workers that offer a name, by their names.
-
-        Asks the decider before it says that there are none, and where two offer what only one may: then this worker has
-        not heard yet that one of them offers it no more. NameContested if the decider knows no better.
-        """
-        self.sync()
+    def look_up(self, name: str) -> list[Owner]:
+        """The owners of a name by rank, and of them those that are heard, if any are."""
+        if not owners_of(self.owners, name):
+            self.sync()
         with self.lock:
-            offers = self.table.offers_of(name)
-        if offers and not _is_contested(offers):
-            return offers
+            owners = owners_of(self.owners, name)
+            return [one for one in owners if self._is_member(one)] or owners
 
-        def ask(decider: WorkerInfo) -> list[Change] | None:
-            return _ask(decider, _tell_owners, name, tuple(offers))
-
-        self._learn(self._from_decider(ask, f"for {name!r}"))
-        with self.lock:
-            offers = self.table.offers_of(name)
-            if _is_contested(offers):
-                raise contested(name, [str(self.table.owners[worker]) for worker in sorted(offers)])
-        return offers
-
-    def is_in_group(self, worker: str, group: str) -> bool:
-        """Whether a worker belongs to a group; asks the decider before it says no."""
-        with self.lock:
-            if worker in self.table.owners and group in self.table.owners[worker].groups:
-                return True
-
-        def ask(decider: WorkerInfo) -> list[Change] | None:
-            return _ask(decider, _tell_owner, worker)
-
-        self._learn(self._from_decider(ask, f"for the members of {group!r}"))
-        with self.lock:
-            return worker in self.table.owners and group in self.table.owners[worker].groups
-
-    def take_in(self, changes: Iterable[Change]) -> None:
-        """What others have announced or told."""
-        with self.lock:
-            # Nobody knows better what this worker offers, nor of which life.
-            self._apply(*(change for change in changes if change.worker != self.info.name))
-
-    def _learn(self, changes: Iterable[Change]) -> None:
-        """What others know of third workers. Of those that this worker's agent never met, it would not see the end."""
-        if self.life.tells_ends:
-            there = {peer["session"] for peer in self.life.agent._statistics()["peers"] if peer["state"] in _THERE}
-            changes = [change for change in changes if change.life in there]
-        self.take_in(changes)
+    def lasts(self) -> bool:
+        """False once RPC has been shut down."""
+        return directory.is_made() and directory.last() is self
 
     def drop(self, worker: str, life: int) -> None:
-        """Forget a worker to which a call has failed."""
+        """Forget a worker that cannot be called any more, on a backend that does not say so."""
         self.life.lose(worker)
+        self._end(worker, life)
+        self._group.suspect(worker)
+
+    def hear(self, update: Update) -> Position:
+        """Take in what the decider has sent; the position of this copy then."""
+        base, at = update.base, update.at
         with self.lock:
-            if concerned := self.table.end(life):
-                self.on_change(concerned)
+            # Where something is missing, the decider sends what follows the position of this copy.
+            if at > self._at and (base is None or (base[0] == self._at[0] and base <= self._at)):
+                self._has_table &= at[0] == self._at[0]
+                self._at = at
+                if base is None:
+                    self.owners = {}
+                self._take(*update.owners)
+            return self._at
+
+    def _take(self, *owners: Owner) -> None:
+        ended = self._ended
+        self.owners |= {one.worker: one for one in owners if one.life not in ended or not one.offers}
+        self.routes.clear()
+        self.changed.notify_all()
+
+    def _is_member(self, one: Owner) -> bool:
+        # Workers have one life in the groups of other backends.
+        return self._lives.get(one.worker) == (one.life if self.life.tells_ends else 0)
 
     def _on_gone(self, gone: Gone) -> None:
-        self.drop(gone.name, gone.session)
+        self._end(gone.name, gone.session)
 
-    # -- what this worker offers
-
-    def change(
-        self,
-        added: tuple[tuple[Offer, tuple[str, ...]], ...] = (),
-        removed: tuple[str, ...] = (),
-        role: str | None = None,
-        groups: Callable[[set[str]], Iterable[str]] = lambda groups: groups,
-    ) -> None:
-        """Offer other names than before, if the decider agrees, and announce it. NameTaken if it does not."""
-        self.sync()
-        change: Change | None = None
-        try:
-            with self._change_lock:
-                with self.lock:
-                    own = self.own
-                    change = own.full()._replace(
-                        base=own.version,
-                        version=own.version + 1,
-                        role=role or own.role,
-                        groups=tuple(sorted(groups(set(own.groups)))),
-                        added=added,
-                        removed=removed,
-                    )
-                told = self._claim(change)
-            self._announcer.announce(change, told)
-        except BaseException:
-            # Ctrl-C too. A claim that was refused, and nothing else, has left no trace.
-            if change is not None and self.own.version != change.base:
-                self._announcer.announce_all()
-            raise
-
-    def _everything(self) -> Change:
+    def _end(self, worker: str, life: int) -> None:
         with self.lock:
-            return self.own.full()
+            self._ended.add(life)
+            owner = self.owners.get(worker)
+            if owner is not None and owner.life == life and owner.offers:
+                # The decider tells workers that have not seen the end, too.
+                (self._grant if self._has_table else self._take)(owner._replace(offers={}))
 
-    def _claim(self, change: Change) -> str:
-        """Have the decider grant a change, and apply it; the name of that worker."""
-        asked_with = change
-        is_void_somewhere = False
+    # ---------------------------------------------------------------------------------------- what this worker offers
 
-        def ask(decider: WorkerInfo) -> str | None:
-            nonlocal asked_with, is_void_somewhere
-            verdict = _ask(decider, _judge, asked_with)
-            with self.lock:
-                if verdict.needs_all:
-                    asked_with = self.own.full_with(change)
-                    return None
-                if verdict.leader is None:
-                    return None
-                if not self.decider.binds(verdict.leader):
-                    is_void_somewhere = True
-                    return None
-                if verdict.refusal is not None:
-                    raise NameTaken(verdict.refusal)
-                self._apply(change)
-                return decider.name
+    def change(self, added: dict[str, Offer] | None = None, removed: tuple[str, ...] = ()) -> None:
+        """Offer other names than before, if the decider agrees. NameTaken if it does not."""
+        added = added or {}
+        asked = 0
 
-        try:
-            return self._from_decider(ask, "to decide on a name")
-        except BaseException as error:
-            if is_void_somewhere or not isinstance(error, NameTaken):
-                # A decider may have granted it. A number above the claim's makes what this worker tells newer than it.
-                with self.lock:
-                    self.own.version = change.version + 1
-            raise
-
-    def _apply(self, *changes: Change) -> None:
-        """The caller holds the lock."""
-        concerned: set[str] = set()
-        for change in changes:
-            concerned |= self.table.apply(change)
-        if concerned:
-            self.on_change(concerned)
-
-    def _from_decider(self, ask: Callable[[WorkerInfo], _Answer | None], what: str) -> _Answer:
-        """What the living worker with the lowest rank answers, whichever that is by then."""
-        patience = get_rpc_timeout() or _PATIENCE_S
-        deadline = time.monotonic() + patience
-        while True:
-            decider = self.life.living()[0]
-            try:
-                answer = ask(decider)
-            except RuntimeError as error:
-                if not was_lost(error):
-                    raise
-                _logger.debug("%s was lost while it was asked %s: %s", decider.name, what, error)
-                if not self.life.tells_ends:
-                    # Nobody else will say so.
-                    with self.lock:
-                        life = self.table.owners[decider.name].life if decider.name in self.table.owners else 0
-                    self.drop(decider.name, life)
-                answer = None
-            if answer is not None:
+        def ask(to: WorkerInfo) -> WorkerInfo | bool | None:
+            nonlocal asked
+            asked += 1
+            # A late question has an earlier version, and is dropped.
+            self._version += 1
+            own = self.own.without(removed)
+            claim = own._replace(version=self._version, offers={**own.offers, **added})
+            answer = self._on(to, _judge, claim, tuple(added))
+            if isinstance(answer, str):
+                raise NameTaken(answer)
+            if not isinstance(answer, Grant):
                 return answer
+            with self.lock:
+                if not self._group.is_current(answer.epoch):
+                    return None
+                self.own, self._is_settled = answer.owner, True
+            for name in claim.offers.keys() - answer.owner.offers.keys():
+                self.served.pop(name, None)
+                _logger.warning("another worker has got the name %r while %s was left out", name, self.info.name)
+            return True
+
+        with self._changing:
+            try:
+                self._from_decider(ask, "to decide on a name")
+            except BaseException as error:
+                if asked > 1 or not isinstance(error, NameTaken):
+                    # A question that was not answered may be granted yet.
+                    self._settle()
+                raise
+
+    def _settle(self) -> None:
+        """Have the decider told again what this worker offers, by another thread."""
+        with self.lock:
+            self._is_settled = False
+            if not self._is_settling:
+                self._is_settling = True
+                threading.Thread(target=self._keep_telling, name="torch_ucx_rpc-services", daemon=True).start()
+
+    def _keep_telling(self) -> None:
+        while True:
+            with self.lock:
+                if self._is_settled or not self.lasts():
+                    self._is_settling = False
+                    return
+            try:
+                self.change()
+            except RuntimeError as error:
+                _logger.debug("the decider does not know yet what %s offers: %s", self.info.name, error)
+                time.sleep(_PAUSE_S)
+
+    # ------------------------------------------------------------------------------------------------- as the decider
+
+    def judge(self, claim: Owner, new: tuple[str, ...]) -> Grant | str | WorkerInfo | None:
+        """Grant a member what it claims; or say why it cannot have a new name, or which worker decides."""
+        with self.lock:
+            if not self._decides() or self._epoch is None or not self._is_member(claim):
+                return self._decider()
+            known = self.owners.get(claim.worker)
+            if known is not None and known.life == claim.life and known.version >= claim.version:
+                return None
+            taken = conflicts(self.owners, claim)
+            for name in new:
+                if name in taken:
+                    return taken[name]
+            owner = claim.without(taken)
+            self._grant(owner)
+            return Grant(self._epoch.number, owner)
+
+    def since(self, at: Position) -> Update | WorkerInfo | None:
+        """What has changed since a position; or which worker decides."""
+        with self.lock:
+            return self._update_since(at) if self._decides() else self._decider()
+
+    def tell(self, names: tuple[str, ...]) -> Told:
+        """Tell a new decider, whose epoch has these members."""
+        with self.lock:
+            absent = tuple(one for one in self.owners.values() if one.worker not in names)
+            return Told(self.own, self._is_settled, self._at, absent)
+
+    def _decides(self) -> bool:
+        self._enter()
+        return self._has_table and self._epoch is not None and self._group.is_current(self._epoch.number)
+
+    def _decider(self) -> WorkerInfo | None:
+        epoch = self._group.epoch
+        return None if epoch is None else WorkerInfo(epoch.decider.name, epoch.decider.rank)
+
+    def _grant(self, owner: Owner) -> None:
+        self._at = (self._at[0], self._at[1] + 1)
+        self._granted_at[owner.worker] = self._at[1]
+        self._take(owner)
+        self._send_all()
+
+    def _update_since(self, at: Position) -> Update:
+        base = at if at[0] == self._at[0] else None
+        after = -1 if base is None else base[1]
+        return Update(
+            base, self._at, tuple(one for name, one in self.owners.items() if self._granted_at.get(name, 0) > after)
+        )
+
+    def _send_all(self) -> None:
+        # At position 0 nothing has been granted yet.
+        if self._has_table and self._at[1]:
+            for one in self._members():
+                self._send(one)
+
+    def _send(self, one: Member) -> None:
+        """Send a member what it lacks. What comes until it has heard is sent together afterwards."""
+        heard = self._heard.get(one, (0, 0))
+        if one.name == self.info.name or one in self._sending or heard >= self._at:
+            return
+        try:
+            call = rpc.rpc_async(_info(one), _hear, args=(self._update_since(heard),), timeout=LIMIT_S)
+        except RuntimeError as error:
+            _logger.debug("%s is gone: %s", one.name, error)
+            return
+        self._sending.add(one)
+        call.add_done_callback(functools.partial(self._on_heard, one))
+
+    def _on_heard(self, one: Member, done: Future[Position]) -> None:
+        with self.lock:
+            self._sending.discard(one)
+            try:
+                self._heard[one] = done.value()
+            except RuntimeError as error:
+                _logger.debug("%s has not heard: %s", one.name, error)
+                if not timed_out(error):
+                    return
+            if self._has_table and one in self._members():
+                self._send(one)
+
+    # -------------------------------------------------------------------------------------------- from epoch to epoch
+
+    def _members(self) -> tuple[Member, ...]:
+        return () if self._epoch is None else self._epoch.members
+
+    def _enter(self) -> None:
+        """Take note of the latest epoch."""
+        with self.lock:
+            epoch, before, me = self._group.epoch, self._epoch, self._group.me
+            if epoch is None or (before is not None and epoch.number <= before.number):
+                return
+            self._epoch, self._lives = epoch, {one.name: one.life for one in epoch.members}
+            self._take()
+            if epoch.decider != me:
+                self._has_table = False
+            elif not self._has_table or before is None or epoch.number != before.number + 1:
+                self._take_over(epoch)
+            for owner in list(self.owners.values()):
+                life = owner.life if self.life.tells_ends else 0
+                if owner.worker not in self._lives and self._group.has_ended(owner.worker, life):
+                    self.life.lose(owner.worker)
+                    self._end(owner.worker, owner.life)
+            self._send_all()
+            if self._group.is_left_out:
+                self._is_settled = not self.own.offers
+                self._group.rejoin()
+            elif not self._is_settled and me in epoch.members:
+                self._settle()
+
+    def _take_over(self, epoch: Epoch) -> None:
+        self._has_table, self._told = False, {}
+        # Before the first epoch of a group nothing has been granted.
+        others = [one for one in epoch.members if one.name != self.info.name] if epoch.number > 1 else []
+        for one in others:
+            try:
+                call = rpc.rpc_async(_info(one), _tell, args=(tuple(self._lives),), timeout=LIMIT_S)
+            except RuntimeError as error:
+                _logger.debug("%s is gone: %s", one.name, error)
+                self._group.suspect(one.name)
+            else:
+                call.add_done_callback(functools.partial(self._on_told, epoch, one, len(others)))
+        if not others:
+            self._complete(epoch)
+
+    def _on_told(self, epoch: Epoch, one: Member, others: int, done: Future[Told]) -> None:
+        with self.lock:
+            if self._epoch is not epoch:
+                return
+            try:
+                self._told[one] = done.value()
+            except RuntimeError as error:
+                # Without it nothing can be decided. The next epoch begins.
+                _logger.debug("%s does not tell what it offers: %s", one.name, error)
+                self._group.suspect(one.name)
+                return
+            if len(self._told) == others:
+                self._complete(epoch)
+
+    def _complete(self, epoch: Epoch) -> None:
+        """Make the table of what all members have told."""
+        told = [self.tell(tuple(self._lives)), *self._told.values()]
+        # Members that have settled have no names in conflict. The others will learn which of theirs are taken.
+        owners = [one.own for one in sorted(told, key=lambda one: (not one.is_settled, one.own.rank))]
+        owners += max(told, key=lambda one: one.at).absent
+        table: dict[str, Owner] = {}
+        for owner in owners:
+            table[owner.worker] = owner.without(conflicts(table, owner))
+        self.owners, self._granted_at, self._heard = {}, {}, {}
+        self._at = (epoch.number, min(1, len(self._told)))
+        self._has_table = True
+        self._take(*table.values())
+        self._send_all()
+
+    # ---------------------------------------------------------------------------------------------- asking the decider
+
+    def _on(self, worker: WorkerInfo, function: Callable[..., _Answer], *arguments: Any) -> _Answer:
+        """Call a function of those below, on another worker or here."""
+        if worker.name == self.info.name:
+            return function(*arguments)
+        answer: _Answer = rpc.rpc_sync(worker, function, args=arguments, timeout=LIMIT_S)
+        return answer
+
+    def _from_decider(
+        self, ask: Callable[[WorkerInfo], _Answer | WorkerInfo | None], what: str, patience: float | None = None
+    ) -> _Answer:
+        """What the decider answers, whichever worker that is by then."""
+        patience = patience or get_rpc_timeout() or _PATIENCE_S
+        deadline = time.monotonic() + patience
+        known, turn, failed = None, 0, None
+        while True:
+            self._enter()
+            living = self.life.living()
+            # A newcomer knows no decider yet. Others may.
+            to = known or self._decider() or living[turn % len(living)]
+            known, turn = None, turn + 1
+            try:
+                answer = ask(to)
+            except RuntimeError as error:
+                is_wait = was_lost(error) or timed_out(error) or was_raised_there(error, NotRunning)
+                if not is_wait or not _is_current_rpc_agent_set():
+                    raise
+                failed = error
+            else:
+                if isinstance(answer, WorkerInfo):
+                    known = answer
+                elif answer is not None:
+                    return answer
             if time.monotonic() > deadline:
+                is_current = self._group.is_current()
+                why = f"{to.name!r} was asked last" if is_current else self._group.why_not_current()
                 raise RuntimeError(
-                    f"worker {self.info.name!r} has asked worker {decider.name!r} (rank {decider.id}) {what} for "
-                    f"{patience:g} s, and the two take different workers for the one that decides: workers have lost "
-                    f"each other, in a cut of the network or since one was stopped for long. Start those anew that are "
-                    f"to be found again"
-                )
+                    f"worker {self.info.name!r} has asked {what} for {patience:g} s, and no worker decides: {why}"
+                ) from failed
             time.sleep(_PAUSE_S)
 
 
-def _is_contested(offers: dict[str, Offer]) -> bool:
-    return len(offers) > 1 and any(offer.is_value or offer.unique for offer in offers.values())
+directory = PerLife(Directory)
 
 
-def role_of(worker: str) -> str:
-    """The role of a worker that names none: its name without the number at the end."""
-    return worker.rstrip("0123456789").rstrip("-_:/.") or worker
-
-
-# ------------------------------------------------------------------------------------------- this worker's directory
-
-# Told of a new directory, before anything is asked of it.
-made: list[Callable[[Directory], None]] = []
-
-
-def _make(life: Life) -> Directory:
-    known = Directory(life)
-    for tell in made:
-        tell(known)
-    return known
-
-
-directory = PerLife(_make)
+def _info(one: Member) -> WorkerInfo:
+    return WorkerInfo(one.name, one.rank)
 
 
 # ---------------------------------------------------------------------------------------------- what others call here
 
 
-def _ask(worker: WorkerInfo, function: Callable[..., _Answer], *arguments: Any) -> _Answer:
-    """Call a function of those below, on another worker or here."""
-    if worker.name == directory().info.name:
-        return function(*arguments)
-    answer: _Answer = rpc.rpc_sync(worker, function, args=arguments)
-    return answer
+def _judge(claim: Owner, new: tuple[str, ...]) -> Grant | str | WorkerInfo | None:
+    return directory().judge(claim, new)
 
 
-def _tell_all() -> list[Change] | None:
-    return directory().decider.tell(None)
+def _since(at: Position) -> Update | WorkerInfo | None:
+    return directory().since(at)
 
 
-def _tell_owners(name: str, workers: tuple[str, ...]) -> list[Change] | None:
-    """All that is known of those that offer a name, and of other workers."""
-    known = directory()
-    with known.lock:
-        owners = {*known.table.offers_of(name), *workers}
-    return known.decider.tell(owners)
+def _hear(update: Update) -> Position:
+    return directory().hear(update)
 
 
-def _tell_owner(worker: str) -> list[Change] | None:
-    return directory().decider.tell([worker])
-
-
-def _judge(change: Change) -> Verdict:
-    return directory().decider.judge(change)
-
-
-def _hear(change: Change) -> None:
-    known = directory()
-    known.take_in([change])
-
-
-def _gather(leader: int) -> list[Change]:
-    return directory().decider.follow(leader)
+def _tell(names: tuple[str, ...]) -> Told:
+    return directory().tell(names)

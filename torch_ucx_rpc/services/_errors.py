@@ -9,32 +9,16 @@ class NameTaken(RuntimeError):
     """A name cannot be registered: the text says which worker has it, and what to do."""
 
 
-class NameContested(RuntimeError):
-    """Two workers that have lost each other offer what only one may: the text says which, and what to do."""
-
-
 class UnknownName(LookupError, RuntimeError):
-    """Nobody offers the name, or plays the role: the text says which names come close."""
+    """No worker offers the name, or has the role: the text says which names come close."""
 
 
 class NotServed(LookupError, RuntimeError):
-    """The worker that was called does not offer the name, or not any more; nothing has been executed."""
-
-
-class NotAMember(RuntimeError):
-    """The worker that was called offers the name to the members of a group, and the caller is none."""
+    """The called worker does not offer the name, or no longer; it has executed nothing."""
 
 
 class ReplicasLost(RuntimeError):
-    """The workers that were called have been lost, or have left, before they answered."""
-
-
-def contested(name: str, owners: list[str]) -> NameContested:
-    return NameContested(
-        f"the name {name!r} has several owners, and may have one: {', '.join(owners)}. They have lost each other, in a "
-        f"cut of the network or since one was stopped for long, and each side has decided for itself: have one of them "
-        f"unregister it, or end"
-    )
+    """The called workers were lost, or have left, before they answered."""
 
 
 def text_of_not_served(worker: str, name: str) -> str:
@@ -42,5 +26,5 @@ def text_of_not_served(worker: str, name: str) -> str:
 
 
 def was_not_served(error: BaseException, worker: str, name: str) -> bool:
-    """True if this worker refused this name before it executed anything: not what it called itself."""
+    """True if this worker refused this name itself. A service that it executed may have raised the same type."""
     return was_raised_there(error, NotServed) and text_of_not_served(worker, name) in str(error)

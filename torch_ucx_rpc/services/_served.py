@@ -10,62 +10,39 @@ import torch
 import torch.distributed.rpc as rpc
 from torch.futures import Future
 
-from torch_ucx_rpc.services import _directory
-from torch_ucx_rpc.services._directory import Directory, directory
-from torch_ucx_rpc.services._errors import NotAMember, NotServed, text_of_not_served
+from torch_ucx_rpc.services._directory import directory
+from torch_ucx_rpc.services._errors import NotServed, text_of_not_served
 
 
 class Served:
-    """What this worker serves under a name."""
+    """What this worker serves under a name, and how often it was called."""
 
-    __slots__ = ("calls", "errors", "group", "name", "open", "value")
+    __slots__ = ("calls", "errors", "name", "open", "value")
 
-    def __init__(self, name: str, value: Any, group: str | None) -> None:
+    def __init__(self, name: str, value: Any) -> None:
         self.name = name
         self.value = value
-        self.group = group
         # CPython does not switch threads within the statements that count.
-        self.calls = 0
-        self.open = 0
-        self.errors = 0
-
-
-# By name; of the agent that runs.
-served: dict[str, Served] = {}
-
-
-def _not_served(name: str) -> NotServed:
-    return NotServed(f"{text_of_not_served(directory().info.name, name)}, or not any more")
+        self.calls = self.open = self.errors = 0
 
 
 def _find(name: str) -> Served:
-    service = served.get(name)
+    known = directory()
+    service: Served | None = known.served.get(name)
     if service is None:
-        raise _not_served(name)
+        raise NotServed(f"{text_of_not_served(known.info.name, name)}, or no longer")
     return service
 
 
-def _find_for_all(name: str) -> Served:
-    """For a caller that knows of no group: where there is one by now, the caller is to look again."""
+# ---- The functions that run on another worker ------------------------------------------------------------------------
+
+
+def value_of(name: str) -> Any:
+    return _find(name).value
+
+
+def serve(name: str, /, *args: Any, **kwargs: Any) -> Any:
     service = _find(name)
-    if service.group is not None:
-        raise _not_served(name)
-    return service
-
-
-def _find_for(name: str, caller: str) -> Served:
-    service = _find(name)
-    group = service.group
-    if group is not None and not directory().is_in_group(caller, group):
-        own = directory().info.name
-        raise NotAMember(
-            f"{name!r} of worker {own!r} is for the members of the group {group!r}, and worker {caller!r} is none: it "
-            f"becomes one by services.join({group!r}), or by registering a name in it"
-        )
-    return service
-
-
-def _run(service: Served, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     service.calls += 1
     service.open += 1
     try:
@@ -77,9 +54,19 @@ def _run(service: Served, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         service.open -= 1
 
 
-def _run_async(service: Served, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+@rpc.functions.async_execution
+def serve_async(name: str, /, *args: Any, **kwargs: Any) -> Any:
+    service = _find(name)
     service.calls += 1
     service.open += 1
+
+    def end(done: Future[Any]) -> None:
+        service.open -= 1
+        try:
+            done.value()
+        except Exception:
+            service.errors += 1
+
     try:
         future = service.value(*args, **kwargs)
         # What rpc_async returns is one of torch's own, which torch.futures.Future is made of.
@@ -88,49 +75,9 @@ def _run_async(service: Served, args: tuple[Any, ...], kwargs: dict[str, Any]) -
                 f"{service.name!r} is decorated with rpc.functions.async_execution, so it must return a "
                 f"torch.futures.Future; it has returned {future!r}"
             )
-        future.add_done_callback(lambda done: _count_end(service, done))
+        future.add_done_callback(end)
     except BaseException:
         service.errors += 1
         service.open -= 1
         raise
     return future
-
-
-def _count_end(service: Served, done: Future[Any]) -> None:
-    service.open -= 1
-    try:
-        done.value()
-    except Exception:
-        service.errors += 1
-
-
-# The functions that run on another worker. The four differ in what is known before the call, so that none of them asks.
-
-
-def serve(name: str, /, *args: Any, **kwargs: Any) -> Any:
-    return _run(_find_for_all(name), args, kwargs)
-
-
-def serve_member(name: str, caller: str, /, *args: Any, **kwargs: Any) -> Any:
-    return _run(_find_for(name, caller), args, kwargs)
-
-
-@rpc.functions.async_execution
-def serve_async(name: str, /, *args: Any, **kwargs: Any) -> Any:
-    return _run_async(_find_for_all(name), args, kwargs)
-
-
-@rpc.functions.async_execution
-def serve_member_async(name: str, caller: str, /, *args: Any, **kwargs: Any) -> Any:
-    return _run_async(_find_for(name, caller), args, kwargs)
-
-
-def value_of(name: str, caller: str) -> Any:
-    return _find_for(name, caller).value
-
-
-def _begin(known: Directory) -> None:
-    served.clear()
-
-
-_directory.made.append(_begin)
