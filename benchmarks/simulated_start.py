@@ -150,8 +150,11 @@ class SimulatedStore:
 
 
 def record_of(rank: int, workers: int) -> Record:
-    """As a worker has it over TCP and shared memory: 26 of the 302 bytes of the address are random."""
+    """As a worker has it over TCP and shared memory: 24 bytes of the address are random, and 12 of them come twice."""
     numbers = random.Random(rank)
+    host, place = divmod(rank, 8)
+    own, queues = numbers.randbytes(4), numbers.randbytes(20)
+    address = own + bytes(262) + host.to_bytes(2, "big") + bytes(2 * [place]) + queues + queues[:12]
     return Record(
         rank=rank,
         name=f"worker{rank}",
@@ -159,18 +162,18 @@ def record_of(rank: int, workers: int) -> Record:
         session=numbers.getrandbits(64),
         first_rref_id=0,
         first_context_id=0,
-        address=bytes(276) + numbers.randbytes(26),
+        address=address,
         package_version="0.2.0 (wire version 4)",
         torch_version=torch.__version__,
         device_maps={},
         reply_device_maps={},
         devices=[],
         device_count=0,
-        host=f"node{rank // 8:04}",
-        boot_id=f"981875c3-3e83-4466-9f24-{rank // 8:012x}",
+        host=f"node{host:04}",
+        boot_id=f"981875c3-3e83-4466-9f24-{host:012x}",
         pid_namespace=4026531836,
-        pid=4000 + rank % 8 * 2,
-        process_start_time=1441462 + rank % 8 * 4,
+        pid=4000 + place * 2,
+        process_start_time=1441462 + place * 4,
         user="0 in user:[4026531837]",
         lifeline_host="",
         lifeline_port=0,

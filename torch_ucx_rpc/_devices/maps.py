@@ -103,7 +103,7 @@ def check(records: Sequence[Worker], is_static_group: bool = True) -> None:
             raise ValueError(f"Node {record.name} has devices with invalid indices: {_list(absent)}. {_cure(record)}")
     for caller in records:
         names = {*caller.device_maps, *caller.reply_device_maps}
-        if is_static_group and (unknown := sorted(names - set(members))):
+        if is_static_group and (unknown := sorted(name for name in names if name not in members)):
             raise ValueError(
                 f"Node {caller.name} has invalid target node names in its device maps: "
                 f"{', '.join(map(repr, unknown))}, on {caller}. The workers are {', '.join(map(repr, members))}."
