@@ -15,6 +15,7 @@ from torch.distributed.rpc import api
 from tests.support import workers
 from tests.support.labs import Fate, VirtualHosts, needs_virtual_hosts
 from tests.support.workers import Stalls, Transport, agent
+from torch_ucx_rpc._torch import patches
 from torch_ucx_rpc.errors import BarrierFailed, WorkerLost
 
 from ._failures import DEATH_OF_WORKER1, LOST_SOON, SHORT_LIMIT, die, echo, failure_of, sleep
@@ -171,6 +172,19 @@ def test_death_within_shutdown_ends_it_for_all_and_is_named(
 ) -> None:
     took = run_workers(3, die_in_shutdown, dying, moment, exit_codes={dying: 5}, shutdown=False, silent=False)
     assert max(filter(None, took)) < 10, "the timeout is 30 s"
+
+
+# ------------------------------------------------------------------------------------------------- large groups
+
+
+def shut_down_where_the_gather_ends(rank: int) -> None:
+    patches._MOST_GATHERED = 2
+    api._all_gather = end
+    rpc.shutdown()
+
+
+def test_large_group_is_not_gathered_at_one_worker(run_workers: Callable[..., list]) -> None:
+    run_workers(3, shut_down_where_the_gather_ends, shutdown=False)
 
 
 # ------------------------------------------------------------------------------------------ a worker that hangs

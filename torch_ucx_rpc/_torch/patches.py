@@ -134,6 +134,10 @@ def _member(name: str) -> Any:
     return backend_registry.BackendType[name]
 
 
+# In torch's barrier each worker sends the names of all to one of them. In larger groups, ours is a tree.
+_MOST_GATHERED = 33
+
+
 def _wait_all_workers(timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
     agent = _agent.current
     if agent is not None:
@@ -144,7 +148,7 @@ def _wait_all_workers(timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
         came = agent._barrier(timeout)
         # torch's own barrier follows, and finds all workers ready: programs and tests hook into its parts. It waits for
         # every worker that ever was, so it is left out when one has left or died before.
-        if came == len(api._ALL_WORKER_NAMES):
+        if came == len(api._ALL_WORKER_NAMES) <= _MOST_GATHERED:
             shutdown.wait_all_workers(timeout or get_rpc_timeout())
         return
     _torchs_wait_all_workers(timeout)
