@@ -1,16 +1,16 @@
-"""What do rendezvous and shutdown of 10,000 workers cost? A simulation without processes, and a real job beside it.
+"""What do rendezvous and shutdown of 10,000 workers cost? A simulation without processes.
 
     python -m benchmarks.simulated_start 256 1000 10000
     python -m benchmarks.simulated_start 10000 --late 1 --dying 3    1 % of the workers come 5 s late, 3 inner ones die
-    python -m benchmarks.simulated_start 256 --real                  and a job of forked workers of this machine
 
 The simulated workers run the product's own code: ``gather_members`` in a greenlet each, by a clock that jumps from one
 event to the next, and the C++ barrier (simulated_barrier.cpp). Simulated is what lies between them: one Store, which
 takes ``SERVE_S`` for a request, and a network with 50 us of delay and 10 Gbit/s at each host. The work of rank 0 and of
 each worker with the records is measured here and counted in.
 
-It needs greenlet (pip install greenlet). The bytes of a real job must be those of the simulation. Its time is longer:
-its workers share the processors.
+With ``--shared SECONDS`` all workers share a machine, which takes so long for the ``init_rpc`` of each. A real job is
+as fast if it has the CPU time that real_start.py tells, divided by the processors. It needs greenlet (pip install
+greenlet).
 """
 
 from __future__ import annotations
@@ -21,10 +21,8 @@ import functools
 import gc
 import heapq
 import json
-import os
 import random
 import resource
-import socket
 import subprocess
 import sys
 import tempfile
@@ -35,7 +33,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.rpc as rpc
 from greenlet import getcurrent, greenlet
 from torch._C._distributed_c10d import HashStore
 
@@ -102,7 +99,7 @@ class SimulatedStore:
         self._clock = clock
         self._values: dict[str, bytes] = {}
         self._served = self._sent = 0.0
-        self.sent_bytes = self.requests = 0
+        self.sent_bytes = self.taken_bytes = self.requests = 0
         self.most_bytes = self._held = 0
 
     def set(self, key: str, value: str | bytes) -> None:
@@ -143,6 +140,7 @@ class SimulatedStore:
         self._sent = max(self._sent, self._served) + (FRAME_BYTES + answer_bytes) / BYTES_PER_S
         self.requests += 1
         self.sent_bytes += FRAME_BYTES + answer_bytes
+        self.taken_bytes += FRAME_BYTES + asked_bytes
         # What waits for the link is copied for each worker.
         waiting = int((self._sent - self._served) * BYTES_PER_S)
         self.most_bytes = max(self.most_bytes, self._held + waiting)
@@ -201,7 +199,7 @@ def simulated_time(clock: Clock) -> Iterator[None]:
             setattr(module, name, value)
 
 
-def rendezvous(workers: int, late: float, work_s: float) -> dict[str, float]:
+def rendezvous(workers: int, late: float, work_s: float, each_s: float = 0) -> dict[str, float]:
     clock = Clock()
     store = SimulatedStore(clock)
     chance = random.Random(1)
@@ -217,10 +215,17 @@ def rendezvous(workers: int, late: float, work_s: float) -> dict[str, float]:
         for rank in range(workers):
             is_late = rank != 0 and chance.random() < late / 100
             at = LATE_S if is_late else 0.01 * chance.random()
+            at += rank * each_s
             clock.start(at, functools.partial(meet, rank), takes_time=rank == 0)
         clock.run()
     gc.enable()
-    return {"seconds": max(ended), "sent": store.sent_bytes, "requests": store.requests, "store": store.most_bytes}
+    return {
+        "seconds": max(ended),
+        "sent": store.sent_bytes,
+        "taken": store.taken_bytes,
+        "requests": store.requests,
+        "store": store.most_bytes,
+    }
 
 
 def work_with_records(workers: int) -> tuple[float, float]:
@@ -261,77 +266,32 @@ def barrier(folder: str, workers: int, late: float, dying: int) -> dict[str, flo
     return figures
 
 
-def real(workers: int) -> dict[str, float]:
-    """A job of forked workers on this machine: seconds of ``init_rpc`` and ``shutdown``, bytes that the Store sent."""
-    with socket.socket() as reserved:
-        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        reserved.bind(("127.0.0.1", 0))
-        url = f"tcp://127.0.0.1:{reserved.getsockname()[1]}"
-        # Then only the Store uses the loopback interface.
-        os.environ["UCX_TLS"] = "sm,self"
-        ends = [socket.socketpair() for _ in range(workers)]
-        pids = []
-        for rank, (_, theirs) in enumerate(ends):
-            if (pid := os.fork()) == 0:
-                work(rank, workers, url, theirs)
-            pids.append(pid)
-        figures: dict[str, float] = {}
-        for step in ("init", "shutdown"):
-            began, before = time.perf_counter(), loopback_bytes()
-            for ours, _ in ends:
-                ours.send(b"!")
-            if any(ours.recv(1) != b"!" for ours, _ in ends):
-                raise RuntimeError(f"a worker has failed in {step}; its output tells why")
-            figures |= {f"{step} s": time.perf_counter() - began, f"{step} bytes": loopback_bytes() - before}
-        for pid in pids:
-            os.waitpid(pid, 0)
-    return figures
-
-
-def work(rank: int, workers: int, url: str, orders: socket.socket) -> None:
-    options = torch_options()
-    options.init_method, options.init_timeout = url, 600.0
-    try:
-        orders.recv(1)
-        rpc.init_rpc(f"worker{rank}", rank=rank, world_size=workers, rpc_backend_options=options)
-        orders.send(b"!")
-        orders.recv(1)
-        rpc.shutdown()
-        orders.send(b"!")
-    finally:
-        orders.close()
-        os._exit(0)
-
-
-def loopback_bytes() -> int:
-    line = next(line for line in Path("/proc/net/dev").read_text().splitlines() if line.strip().startswith("lo:"))
-    return int(line.split(":")[1].split()[0])
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("workers", type=int, nargs="+")
     parser.add_argument("--late", type=float, default=0, metavar="PERCENT", help=f"share that comes {LATE_S:g} s late")
+    parser.add_argument("--shared", type=float, metavar="SECONDS", help="time of a shared machine for each worker")
     parser.add_argument("--dying", type=int, default=0, help="inner workers that die in the shutdown")
-    parser.add_argument("--real", action="store_true", help="run such a job on this machine as well")
     arguments = parser.parse_args()
     if _native._C is None:
         sys.exit("the extension is not built")
     print(
-        f"{'workers':>7} {'init, s':>8} {'Store sends':>12} {'a worker':>9} {'requests':>9} {'Store holds':>12} ",
+        f"{'workers':>7} {'init, s':>8} {'Store sends':>12} {'takes':>10} {'a worker':>9} {'requests':>9} ",
         end="",
     )
-    print(f"{'worker holds':>13} {'shutdown, s':>12} {'frames':>7} {'contacts':>9}")
+    print(f"{'Store holds':>12} {'worker holds':>13} {'shutdown, s':>12} {'frames':>7} {'contacts':>9}")
     with tempfile.TemporaryDirectory() as folder:
         for workers in arguments.workers:
-            if arguments.real:
-                print(f"{workers:>7} real: {json.dumps(real(workers))}")
             work_s, worker_bytes = work_with_records(workers)
-            found = rendezvous(workers, arguments.late, work_s)
+            if arguments.shared:
+                found = rendezvous(workers, arguments.late, 0, arguments.shared)
+            else:
+                found = rendezvous(workers, arguments.late, work_s)
             ending = barrier(folder, workers, arguments.late, arguments.dying)
             sent = found["sent"]
             print(
-                f"{workers:>7} {found['seconds']:>8.2f} {sent / 1e6:>9.1f} MB {sent / workers / 1e3:>6.1f} kB "
+                f"{workers:>7} {found['seconds']:>8.2f} {sent / 1e6:>9.1f} MB "
+                f"{found['taken'] / 1e6:>7.1f} MB {sent / workers / 1e3:>6.1f} kB "
                 f"{found['requests']:>9} {found['store'] / 1e6:>9.1f} MB {worker_bytes / 1e6:>10.1f} MB "
                 f"{ending['seconds']:>12.3f} {ending['frames']:>7} {ending['contacts']:>9}",
                 flush=True,
