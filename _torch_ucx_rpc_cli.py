@@ -32,7 +32,7 @@ class ExitCode(enum.IntEnum):
     """Exit codes, one for each outcome, whichever command has it. ``run`` has its workers' codes besides."""
 
     OK = 0
-    # Python's own for an exception, such as that of an import which fails.
+    # Python's own code after an exception, such as a failed import.
     BROKEN = 1
     # argparse's.
     WRONG_ARGUMENTS = 2

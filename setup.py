@@ -1,4 +1,4 @@
-"""Drives the one CMake build of the extension; what the package is stands in setup.cfg."""
+"""Drives the one CMake build of the extension; setup.cfg has the metadata."""
 
 import os
 import shlex
@@ -47,7 +47,7 @@ class CMakeBuild(build_ext):
         record = folder / "configured_with.txt"
         if record.exists() and record.read_text(encoding="utf-8") == shlex.join(arguments):
             return
-        # CMake asks the same again, but wraps what is missing into a report of its own.
+        # CMake asks the same again, but wraps a missing part into a report of its own.
         build_environment.facts(os.environ.get("TORCH_UCX_RPC_UCX", ""))
         self.call(cmake, "--fresh", "-G", "Ninja", "-S", str(ROOT), "-B", str(folder), *arguments)
         record.write_text(shlex.join(arguments), encoding="utf-8")

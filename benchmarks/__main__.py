@@ -29,7 +29,7 @@ import torch
 
 from benchmarks import harness, jobs, kept
 
-# In the order in which they are reported: the file, and what it calls its benchmark.
+# In the order of the report: the file, and its name for the benchmark.
 BENCHMARKS = {
     "small_calls": "small_calls:BENCHMARK",
     "large_tensors": "large_tensors:BENCHMARK",
@@ -88,7 +88,7 @@ def measured(name: str, benchmark: harness.Benchmark, rounds: int | None, advanc
     """The result of a benchmark. If it crashes outside of its contenders, all of them have failed."""
 
     def say(contender: str, figures: harness.Figures) -> None:
-        if not sys.stderr.isatty():  # into a log: a run that is cut short has said what it found
+        if not sys.stderr.isatty():  # into a log: an interrupted run has printed its findings
             print(f"measured {name}, {contender}: {json.dumps(figures)}", file=sys.stderr, flush=True)
 
     try:

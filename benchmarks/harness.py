@@ -84,7 +84,7 @@ class Benchmark:
 
 
 def durations_us(call: Callable[[], object], count: int) -> list[float]:
-    """How long each of ``count`` calls takes, sorted, in microseconds; for p50 and p99."""
+    """The times of ``count`` calls, sorted, in microseconds; for p50 and p99."""
     durations = []
     for _ in range(count):
         started = time.perf_counter()

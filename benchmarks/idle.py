@@ -1,4 +1,4 @@
-"""What does a worker cost that has nothing to do?"""
+"""What does an idle worker cost?"""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ class Transport:
     backend: str
     environment: dict[str, str] = dataclasses.field(default_factory=dict)
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
-    # How its lanes to another worker must read, a pattern; TensorPipe does not tell its own.
+    # A pattern of its lanes to another worker; TensorPipe does not tell its own.
     lanes: str = ""
     # Another checkout, built in place, whose package the workers import instead of this one's.
     tree: str = ""

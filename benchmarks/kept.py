@@ -87,7 +87,7 @@ def _gpu() -> str:
 
 
 def commit() -> str:
-    """Of this checkout, with "-dirty" where the package or the benchmarks differ from it.
+    """The commit of this checkout, with "-dirty" if the package or the benchmarks differ from it.
 
     A copy of the files alone has the commit in the variable COMMIT, if anywhere.
     """

@@ -37,7 +37,7 @@ def nothing() -> None:
 
 
 def call_all_others(calls: int) -> None:
-    """Of this worker to every other, all at once, ``calls`` times each."""
+    """Calls of this worker to every other, all at once, ``calls`` times each."""
     others = [info.id for info in _get_current_rpc_agent().get_worker_infos()]
     me = rpc.get_worker_info().id
     torch.futures.wait_all([rpc.rpc_async(rank, nothing) for _ in range(calls) for rank in others if rank != me])

@@ -40,7 +40,7 @@ class Other:
     name: str
     # The module that it imports.
     module: str
-    # How its lanes must read, a pattern.
+    # A pattern of its lanes.
     lanes: str
     launcher: tuple[str, ...] = ()
 
@@ -92,7 +92,7 @@ OTHERS = (
 
 
 def measure() -> harness.Figures:
-    """As `peers` measures the others, but with tensors."""
+    """Like `peers`, but with tensors."""
     figures = {}
     for name, (array, calls) in ARRAYS.items():
         tensor = torch.from_numpy(array)

@@ -61,7 +61,7 @@ def step_ms(step: Callable[[], object], count: int = STEPS) -> float:
 
 
 class Shard(nn.Module):
-    """As in the tutorial: fetches its input from where that is."""
+    """As in the tutorial: fetches its input from its owner."""
 
     def __init__(self, first: int, last: int) -> None:
         super().__init__()
@@ -259,7 +259,7 @@ def _mean(output: torch.Tensor) -> torch.Tensor:
 
 
 def _sleeps_s() -> dict[str, float]:
-    """How long the two sleeps take on this machine at this moment."""
+    """The time of the two sleeps on this machine at this moment."""
 
     def measured(seconds: float) -> float:
         durations = []

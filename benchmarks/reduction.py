@@ -1,4 +1,4 @@
-"""What does a step of data-parallel training cost whose gradients go through a server?
+"""What does a step of data-parallel training cost if its gradients go through a server?
 
 Four trainers on one host, and models whose gradients have 1, 10 and 100 MB and cost next to nothing to compute: how
 long a step takes (forward, backward, gradients averaged), by the slowest trainer's clock. With DistributedDataParallel
@@ -47,7 +47,7 @@ HOOK_ON_TENSORPIPE, HOOK_ON_TENSORPIPE_UV = harness.TENSORPIPES
 
 
 class Wide(nn.Module):
-    """Parameters of so many bytes, of which each step needs all gradients."""
+    """Parameters of this many bytes; each step needs all their gradients."""
 
     def __init__(self, nbytes: int) -> None:
         super().__init__()

@@ -81,7 +81,7 @@ def run(size: int) -> dict[str, list[dict[str, float]]]:
             for ours, _ in ends:
                 ours.send(step)
             steps[step] = [receive(ours, step) for ours, _ in ends]
-            # Of all calls together, with the last.
+            # The time of all calls together, with the last one.
             steps[step].append({"seconds": time.perf_counter() - started})
         for ours, _ in ends:
             ours.send(None)

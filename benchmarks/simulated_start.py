@@ -44,9 +44,9 @@ ROOT = Path(__file__).resolve().parents[1]
 
 DELAY_S = 50e-6
 BYTES_PER_S = 10e9 / 8
-# Of the one thread of torch's Store: measured with clients that ask whether a key is there.
+# The time of the one thread of torch's Store, measured with clients that ask for the presence of a key.
 SERVE_S = 11e-6
-# What a request or an answer has besides its keys and values.
+# The bytes of a request or an answer besides its keys and values.
 FRAME_BYTES = 80
 LATE_S = 5.0
 FAN_OUT = 32
@@ -93,7 +93,7 @@ class Clock:
 
 
 class SimulatedStore:
-    """What ``members`` uses of a Store: one thread serves, and one link carries what it sends."""
+    """The part of a Store that ``members`` uses: one thread serves, and one link carries its answers."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -141,14 +141,14 @@ class SimulatedStore:
         self.requests += 1
         self.sent_bytes += FRAME_BYTES + answer_bytes
         self.taken_bytes += FRAME_BYTES + asked_bytes
-        # What waits for the link is copied for each worker.
+        # Answers that wait for the link are copied for each worker.
         waiting = int((self._sent - self._served) * BYTES_PER_S)
         self.most_bytes = max(self.most_bytes, self._held + waiting)
         self._clock.sleep_until(self._sent + DELAY_S)
 
 
 def record_of(rank: int, workers: int) -> Record:
-    """As a worker has it over TCP and shared memory: 24 bytes of the address are random, and 12 of them come twice."""
+    """A record like those for TCP and shared memory: 24 random bytes in the address, 12 of which come twice."""
     numbers = random.Random(rank)
     host, place = divmod(rank, 8)
     own, queues = numbers.randbytes(4), numbers.randbytes(20)

@@ -86,6 +86,6 @@ def hosts() -> Iterator[VirtualHosts]:
 
 @pytest.fixture
 def fate(hosts: VirtualHosts) -> Iterator[Fate]:
-    """What happens to the virtual hosts."""
+    """The failures of the virtual hosts."""
     with Fate(hosts) as desk:
         yield desk

@@ -8,8 +8,8 @@
     python tools/gpu_check.py rehearse-all      all steps without a GPU, with CPU tests in the place of those for GPUs
 
 The torch is the one of the Python that runs this, a CUDA build, which nothing here replaces. The environment,
-.venv-gpu, sees what is installed beside that torch and adds what is missing, from FOLDER where --wheels names it. A
-compiled extension in FOLDER is used if it can be imported, and otherwise one is built.
+.venv-gpu, sees the packages beside that torch and adds missing ones, from FOLDER if --wheels names it. A compiled
+extension in FOLDER is used if it can be imported, and otherwise one is built.
 
 The results lie in the folder --out ($OUT, or build/gpu-check): 8 small files at most; supervisor.py says more.
 """

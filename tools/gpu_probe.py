@@ -1,4 +1,4 @@
-"""How an echo of tensors travels between two workers: times, lanes, and what the driver says of their memory.
+"""An echo of tensors between two workers: times, lanes, and the driver's facts about their memory.
 
 Prints a line of JSON for each finding, as it comes; UCX's own log stands between them. tools/gpu_check.py runs it with
 several settings of UCX. By hand:

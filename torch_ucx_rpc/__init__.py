@@ -76,7 +76,7 @@ def _runs(command: str) -> bool:
 
 @contextlib.contextmanager
 def _without_collections() -> typing.Iterator[None]:
-    """Keep Python's collector from walking what is imported: nearly all of it stays, torch's objects above all."""
+    """Keep Python's collector from walking imported objects, of which nearly all stay, torch's above all."""
     collects = gc.isenabled()
     gc.disable()
     try:

@@ -201,7 +201,7 @@ class UcxRpcBackendOptions(RpcBackendOptions):
             ``"env://"``, which reads MASTER_ADDR and MASTER_PORT).
         device_maps (dict[str, dict]): for each callee, by name, on which of its devices the tensors of a local device
             arrive (default: none, only CPU tensors can be sent). The CPU may stand on either side, and several devices
-            may go to one. What the callee returns comes back the same way.
+            may go to one. Results come back the same way.
         reply_device_maps (dict[str, dict]): for each callee, by name, the local device where results from one of its
             devices arrive, if that cannot or should not follow from ``device_maps`` (default: none).
         devices (list): local CUDA devices used for RPC (default: those that device maps mention, this worker's or the
@@ -316,8 +316,7 @@ class UcxRpcBackendOptions(RpcBackendOptions):
 
         Args:
             to (str): the callee's name.
-            device_map (dict): from this worker's devices, the CPU included, to the callee's. What an earlier call has
-                mapped stays.
+            device_map (dict): from this worker's devices, the CPU included, to the callee's. Earlier entries stay.
 
         Raises:
             ValueError: a device is mapped already, to another device.

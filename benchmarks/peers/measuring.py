@@ -36,7 +36,7 @@ def in_flight_name(echoes: int) -> str:
 
 
 def rounds_of(echoes: int) -> int:
-    """How often so many echoes at once are measured, after a first time that is not."""
+    """The number of measurements of echoes at once, after a first unmeasured one."""
     return max(5, 500 // echoes)
 
 
@@ -70,7 +70,7 @@ def measured(
 
 
 def schedule() -> Iterator[tuple[np.ndarray, int]]:
-    """What `measured` asks for, in its order: the array, and how many echoes at once."""
+    """The requests of `measured`, in order: the array, and the number of echoes at once."""
     for array, calls in ARRAYS.values():
         yield from [(array, 1)] * (calls + 1)
     for echoes in IN_FLIGHT:

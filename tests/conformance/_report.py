@@ -21,7 +21,7 @@ class Report:
 
     @staticmethod
     def is_needed(config: pytest.Config) -> bool:
-        """Whether a report is asked for, and this process is the one that writes it."""
+        """Whether a report is wanted, and this process writes it."""
         return bool(config.getoption("--conformance-report")) and not hasattr(config, "workerinput")
 
     def __init__(self, config: pytest.Config) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 # torch's limit for one of its tests, in seconds, which it reads when the suites are imported. On two cores the longest
-# takes 15, and several times that on one that is shared.
+# takes 15, and several times that on a shared core.
 os.environ.setdefault("DISTRIBUTED_TESTS_DEFAULT_TIMEOUT", "150")
 # torch's switch for an init_process_group that returns when it is done on every rank. The master of
 # DdpUnderDistAutogradTest calls its trainers as soon as its own init_process_group has returned, and they need the

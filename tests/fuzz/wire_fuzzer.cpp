@@ -37,7 +37,7 @@ class Input {
   bool isEmpty() const {
     return rest_.empty();
   }
-  // As many as are there.
+  // As many as are left.
   std::span<const std::byte> take(size_t bytes) {
     const std::span<const std::byte> taken = rest_.first(std::min(bytes, rest_.size()));
     rest_ = rest_.subspan(taken.size());
@@ -195,7 +195,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   Input input(std::as_bytes(std::span(data, size)));
   Receiver receiver;
   ReplayWindow window;
-  std::set<uint64_t> numbers; // what the window has taken
+  std::set<uint64_t> numbers; // the numbers that the window has taken
   while (!input.isEmpty()) {
     switch (input.read<uint8_t>() % 6) {
       case 0: { // a frame that brings its data

@@ -48,7 +48,7 @@ def run(command: list[str], on: VirtualHosts | None = None) -> subprocess.Comple
 
 
 def mpich_in_pid_namespaces(*arguments: str) -> list[str]:
-    """As with a container for each worker."""
+    """Like a container for each worker."""
     needs_virtual_hosts()
     return mpich(*arguments[:2], "unshare", "--pid", "--fork", "--mount-proc", *arguments[2:])
 

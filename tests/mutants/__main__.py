@@ -37,7 +37,7 @@ def tests_that_fail(chosen: Sequence[Mutant]) -> dict[str, str]:
 
 
 def fate(mutant: Mutant) -> str:
-    """ "caught", or what is wrong. The tests pass without it."""
+    """ "caught", or the fault of the test. The tests pass without it."""
     file = mutant.place(_copy.COPY)
     text = file.read_text(encoding="utf-8")
     file.write_text(mutant.pattern.sub(lambda _: mutant.instead, text), encoding="utf-8")

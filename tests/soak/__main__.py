@@ -27,7 +27,7 @@ _STARTING_S = 120.0
 _LONGER_S = 120.0
 # After the last misfortune, before all must see each other.
 _PEACE_S = 2.0
-# For a worker to end what it has begun, and to leave, or to join again.
+# The time of a worker to end its calls, and to leave, or to join again.
 _ENDING_S = LONGEST_CALL_S + 60
 
 

@@ -94,7 +94,7 @@ def judge(
         calls: entries of all journals, as of `read_calls`.
         events: of all journals, as of `read_events`.
         timeline: of `Chaos`.
-        heartbeat_limit: of the workers, in seconds; a shorter cut loses nobody.
+        heartbeat_limit: of the workers, in seconds; a shorter cut loses no worker.
     """
     events, timeline = list(events), list(timeline)
     history = _History(events, timeline, heartbeat_limit)

@@ -1,4 +1,4 @@
-"""What the README and docs/failure_model.md promise, and the tests that hold them to it.
+"""The promises of the README and of docs/failure_model.md, and their tests.
 
 test_promises.py checks that each test exists, and that each statement of the README's list and each sentence of the
 lists under "Promises" stands here.

@@ -35,7 +35,7 @@ _UD = "ud_verbs/rxe0:1"
 
 @dataclasses.dataclass(frozen=True)
 class Trial:
-    """`run` gets machines that are up, returns what it has measured, and raises `Failed`."""
+    """`run` gets running machines, returns its measurements, and raises `Failed`."""
 
     name: str
     run: Callable[[Machines], str]

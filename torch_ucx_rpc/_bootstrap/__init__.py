@@ -1,4 +1,4 @@
-"""How the workers of a job find each other, before the first call.
+"""The meeting of a job's workers, before the first call.
 
 * ``site_settings``  refuses settings and limits of the site that RPC cannot work with
 * ``rendezvous``     opens the Store: the place where workers meet

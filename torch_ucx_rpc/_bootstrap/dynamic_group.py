@@ -36,8 +36,8 @@ from torch_ucx_rpc.errors import JoinFailed, JoinTimedOut
 # The key in the Store for rank 0 of a group with a size.
 _STATIC = "torch_ucx_rpc/static"
 
-# Members in doubt have this long to admit a worker that joins: they do within milliseconds, or are not there. Members
-# that cannot be reached are tried this often meanwhile.
+# Members in doubt have this long to admit a worker that joins: they do within milliseconds, or are not there.
+# Unreachable members are tried this often in that time.
 _DOUBTED_S = 1.0
 _TRY_AGAIN_S = 0.2
 

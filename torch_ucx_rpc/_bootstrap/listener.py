@@ -25,7 +25,7 @@ _LOOKS = 5
 def is_this_host(host: str) -> bool:
     """Whether an address of ``host``, a name or an address, is an address of this host.
 
-    That it can be bound would not tell: ``net.ipv4.ip_nonlocal_bind`` allows that for any address.
+    A successful bind proves nothing: ``net.ipv4.ip_nonlocal_bind`` allows it for any address.
     """
     return any(_is_own(address) for address in _addresses_of(host))
 

@@ -1,4 +1,4 @@
-"""Many records in few bytes, so that all workers can read those of all.
+"""Many records in few bytes, so that all workers can read all records.
 
 Records of one job resemble each other. So they are written by column: a field that all share once, numbers as
 differences, names that follow from the rank as a rule, and addresses byte by byte, the first bytes of all before the

@@ -91,7 +91,7 @@ def of_settings(environ: Mapping[str, str]) -> Iterator[Problem]:
 
 
 def of_files(world_size: int) -> Iterator[Problem]:
-    """Problems with the limit of open files, for a job of so many workers."""
+    """Problems with the limit of open files, for a job of ``world_size`` workers."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit == resource.RLIM_INFINITY:
         return

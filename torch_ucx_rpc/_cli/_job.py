@@ -35,8 +35,8 @@ MONITOR_INTERVAL_S = 0.05
 # When a worker has failed, another one that has written a traceback has this long to end by itself: the first failure
 # may be its own.
 _LAST_MOMENTS_S = 3.0
-# The same for one that the failed worker names in its last words. It has said goodbye and is ending, which takes long
-# on a busy machine.
+# The same for a worker that the failed worker names in its last words. It has said goodbye and is ending, which takes
+# long on a busy machine.
 _GOODBYE_S = 30.0
 
 # A machine that learns of the end of a job, or of an attempt, waits at most this long for the others to learn of it.

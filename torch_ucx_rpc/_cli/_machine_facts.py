@@ -63,7 +63,7 @@ def add_machine(report: Report) -> None:
 
 
 def _add_resolver(report: Report) -> None:
-    """Ask for the name of this host's address as torch's Store asks for that of each client."""
+    """Ask for the name of this host's address, as torch's Store does for each client."""
     address = network.address_towards(_ELSEWHERE) or "127.0.0.1"
     client = (address if ":" in address else f"::ffff:{address}", 0, 0, 0)
     began = time.monotonic()

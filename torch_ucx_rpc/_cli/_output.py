@@ -16,14 +16,14 @@ from typing import BinaryIO
 
 _TRACEBACK = b"Traceback (most recent call last):"
 
-# How torch's C++ code begins lines of its log.
+# The beginning of log lines of torch's C++ code.
 _LOG_LINE = re.compile(r"\[[IWE]\d{4} ")
 
 # The lines of a worker's stderr that are kept for the report of its end, and shown if there is no traceback among them.
 _KEPT_LINES = 200
 _SHOWN_LINES = 20
 
-# As much as a pipe holds.
+# The capacity of a pipe.
 _READ_BYTES = 65_536
 # The reader of the launcher's output may keep it waiting.
 _CATCHING_UP_S = 5.0
@@ -195,7 +195,7 @@ class WorkerOutput:
             else:
                 key.data.take(os.read(key.fd, _READ_BYTES))
         if has_rung:
-            # What was written before it rang was there to be read.
+            # All output written before the ring could be read.
             os.eventfd_read(self._bell)
             with self._answers:
                 self._answered += 1

@@ -55,7 +55,7 @@ def main(arguments: argparse.Namespace) -> int:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError):
             stream.flush()
-    # Everything is closed. Python and torch would spend a quarter of a second on what is left in memory.
+    # Everything is closed. Python and torch would spend a quarter of a second on the remaining objects.
     os._exit(code)
 
 

@@ -46,7 +46,7 @@ _LONGEST_END = 30 * 1024
 # The answer of an RRef owner's agent, made without a Python function. torch sends the text alone.
 _NO_VALUE = r"(?s)(Error on Node \d+: )?this RRef will never have a value: (?P<cause>.*)"
 
-# How torch refuses an RRef that it or the agent has marked.
+# torch's refusal of an RRef that it or the agent has marked.
 _NO_OBJECT = "RRef creation via rpc.remote() timed out"
 
 # By text: torch's description of the exception. Not the exception itself, whose traceback would keep frames alive.

@@ -16,7 +16,7 @@ from torch_ucx_rpc._workers.lost import Gone, ended, subscribe
 _PERIOD_S = 0.01
 # How long the news of a loss may take after a call has failed by it, here or at a worker that has proceeded.
 _NEWS_S = 1.0
-# All living workers delete their references now. After so long, only the dead hold some.
+# All living workers delete their references now. After this time, only the dead hold some.
 _DELETING_S = 1.0
 
 

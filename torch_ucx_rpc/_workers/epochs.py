@@ -1,7 +1,7 @@
 """The epochs of a group as one member sees them: `Epochs`, a state machine without threads, clocks or a network.
 
 docs/development/membership.md has the protocol and the argument for it. The caller passes the time of its own clock to
-each method, carries out what `take_outgoing` returns, and reports what it knows: messages, ticks and certain deaths.
+each method, sends the messages of `take_outgoing`, and reports messages, ticks and certain deaths.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from torch_ucx_rpc._workers.messages import (
     Suspect,
 )
 
-# As parts of the limit. A lease and a vote together last no longer than the limit, so no member that is left out for
-# silence could still count a death that happened after a vote for leaving it out.
+# Times as parts of the limit. A lease and a vote together last no longer than the limit, so no member that is left out
+# for silence could still count a death that happened after a vote for leaving it out.
 BEAT = 0.125
 LEASE = 0.65
 VOTE = 0.3
@@ -54,7 +54,7 @@ class _Attempt:
 
 
 class Epochs:
-    """What one member knows and may do. Not thread-safe.
+    """The knowledge and rights of one member. Not thread-safe.
 
     Attributes:
         epoch (Epoch): the latest one that has this member, or that has left it out; it has the number 0 before this
@@ -146,7 +146,7 @@ class Epochs:
         return now < self._lease
 
     def quiet(self, now: float, seconds: float) -> list[Member]:
-        """Members whose silence has lasted so long, of those that this one listens to."""
+        """Members, among those that this one listens to, whose silence has lasted this long."""
         if not self.epoch.number or self.is_out:
             return []
         if self.epoch.decider == self.me:
@@ -228,7 +228,7 @@ class Epochs:
         if self.me in epoch.members:
             self._install(epoch, now)
         elif not known.number:
-            # Of a newcomer that is not let in yet.
+            # The answer to a newcomer that is not admitted yet.
             self._contacts = (epoch.decider, *(one for one in self._contacts if one != epoch.decider))
         else:
             self.epoch = epoch
@@ -300,7 +300,7 @@ class Epochs:
             else:
                 return
         staying = self._staying(now)
-        # Those that are silent could not consent. Without a quorum of the others, this side is cut off.
+        # Silent members could not consent. Without a quorum of the others, this side is cut off.
         if not self._is_quorum({*staying, *self._leaving, self.me}, now):
             return
         if self._promised[0]:

@@ -14,9 +14,9 @@ def fail(future: Future[Any], error: BaseException) -> None:
     """Complete a future with an exception: ``Future.set_exception``, without a circle.
 
     torch's futures are C++ objects, so Python's collector does not see what they keep. `set_exception` keeps the
-    exception and raises that same object in every wait. Its traceback has the frames that it came through, and those
-    that wait. A frame that knows the future closes a circle, which lives for ever with all that its frames know:
-    tensors, and agents of former lives. Here each wait raises a copy, and what is kept has no traceback.
+    exception and raises that same object in every wait. Its traceback has the frames that it passed, and the waiting
+    ones. A frame that knows the future closes a circle, which lives for ever with all that its frames know: tensors,
+    and agents of former lives. Here each wait raises a copy, and the kept exception has no traceback.
     """
     _drop_tracebacks(error)
 
@@ -43,6 +43,6 @@ def _copy_of(error: BaseException) -> BaseException:
     try:
         made = copy.copy(error)
     except Exception:
-        # Of a type that cannot be made anew.
+        # An exception of a type that cannot be copied.
         return error
     return made if type(made) is type(error) else error

@@ -1,7 +1,7 @@
 """One life of this worker, from ``init_rpc`` to ``shutdown``: `life`, and `PerLife`, for things that last as long.
 
-A process may have several lives, one after the other. Whatever a library knows of workers belongs to one of them: in
-the next one the same names are other workers.
+A process may have several lives, one after the other. A library's knowledge of workers belongs to one life: in the next
+one the same names are other workers.
 """
 
 # mypy: allow-untyped-calls
@@ -98,7 +98,7 @@ class Life:
     def before_leaving(self, callback: Callable[[], None]) -> None:
         """Have this called when this worker is about to leave a group that goes on, while it still has RPC.
 
-        The worker answers what it has been asked before it leaves. Other backends have no such groups.
+        The worker answers all requests before it leaves. Other backends have no such groups.
         """
         if self.tells_ends:
             self.agent.before_leaving.append(callback)
@@ -113,7 +113,7 @@ def _devices_in_options(agent: Any) -> Sequence[torch.device]:
 
 
 def _is_of_now(known: Life) -> bool:
-    """Whether a life lasts: names are made anew in the next one, and the agent is taken away when it ends."""
+    """Whether a life lasts: the next one has new names, and the agent goes with the end of its life."""
     return known.era is api._ALL_WORKER_NAMES and _is_current_rpc_agent_set()
 
 

@@ -92,7 +92,7 @@ def subscribe(callback: Callable[[Gone], None]) -> Callable[[], None]:
         with _lock:
             if _subscribers.pop(token, None) is None or _subscribers:
                 return
-            # Each goodbye would take a thread and Python's lock to call nobody.
+            # Without callbacks each goodbye would take a thread and Python's lock for nothing.
             watched_agent: Any = None if _watched is None else _watched()
             _watched = None
             if hasattr(watched_agent, "_set_on_gone"):
@@ -156,15 +156,15 @@ def was_raised_there(error: BaseException, kind: type[BaseException]) -> bool:
 
 def _is_failure(error: BaseException, *kinds: type[RpcError]) -> bool:
     if isinstance(error, RpcError):
-        # torch makes an exception of the callee anew, from type and text: only a call made here has the attributes.
+        # torch makes a new exception from the type and text of the callee's: only a call made here has the attributes.
         return isinstance(error, kinds) and error.name is not None
     return _type_in_text_of_tensorpipe(error) in {kind.__name__ for kind in kinds}
 
 
 def _type_in_text_of_tensorpipe(error: BaseException) -> str | None:
     """The name of the exception's type that a text of TensorPipe's agent stands for."""
-    # That agent raises RuntimeError for every failure, its own or the callee's, so the text is all there is to go by.
-    # The text of a callee's exception may quote any other: hence it is looked for first.
+    # That agent raises RuntimeError for every failure, its own or the callee's, so only the text tells them apart. The
+    # text of a callee's exception may quote any other: hence it is looked for first.
     text = str(error)
     if type(error) is not RuntimeError:
         return None

@@ -92,7 +92,7 @@ class Lifelines:
             return False
         try:
             with socket.create_connection((address.host, address.port), timeout=_PATIENCE_S) as connection:
-                # The kernel may have given this end the very port at which nobody listens any more.
+                # The kernel may have given this end the same free port.
                 if connection.getsockname() != connection.getpeername():
                     self._reached.add(address)
                     return False
@@ -104,7 +104,7 @@ class Lifelines:
 
 
 def _nothing() -> None:
-    """What follows from the end of a process that nobody has asked about."""
+    """The consequence of the end of a process without a question about it."""
 
 
 def _place() -> str:

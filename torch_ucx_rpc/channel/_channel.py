@@ -107,7 +107,7 @@ class Channel:
 
         Raises:
             CallTimedOut: no value has come in time. The text names the tag and the sender.
-            EpochEnded: this process has advanced the group meanwhile, or closed it.
+            EpochEnded: this process has advanced the group in the meantime, or closed it.
             WorkerLost, WorkerLeft: the sender is gone, and the value has not come. Only with UCX.
         """
         return self.post(source, tag).wait(timeout)

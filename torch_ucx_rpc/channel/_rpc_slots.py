@@ -30,10 +30,11 @@ class _Value(NamedTuple):
 class RpcSlots:
     """The values of one life of this worker, by group. Thread-safe.
 
-    A value's sender has a call open until the value is taken. That call carries the errors, and bounds what waits here.
+    A value's sender has a call open until the value is taken. That call carries the errors, and bounds the waiting
+    values here.
     """
 
-    # What a sender may have under way to one worker before `put` blocks.
+    # The bytes that a sender may have under way to one worker before `put` blocks.
     LENT_BYTES = 256 * 1024 * 1024
     # A value up to this size is copied, so that its sender may change it at once.
     COPIED_BYTES = 32 * 1024

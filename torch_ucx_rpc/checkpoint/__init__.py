@@ -10,7 +10,7 @@ returns. Names are those of the undivided model, so ``dcp.load(..., no_dist=True
 files in one process. Importing this package also gives ``RemoteModule`` the methods of nn.Module that torch refuses:
 ``state_dict``, ``load_state_dict``, ``train``, ``eval``, ``requires_grad_``, ``zero_grad``.
 
-* `save`, `load`     what this is for
+* `save`, `load`     the two functions
 * `SaveFuture`       the result of an asynchronous save
 * `CheckpointError`  the failure of both
 * `Part`             the result of an object whose workers save it

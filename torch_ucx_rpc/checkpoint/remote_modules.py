@@ -37,14 +37,14 @@ def state_dict(self: Any, *, prefix: str = "", **_: Any) -> dict[str, Any]:
 
 
 def load_state_dict(self: Any, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-    """As ``nn.Module.load_state_dict``, on the remote module."""
+    """Like ``nn.Module.load_state_dict``, on the remote module."""
     from torch.nn.modules.module import _IncompatibleKeys
 
     return _IncompatibleKeys(*rpc.rpc_sync(self.on, _load, (self.module_rref, dict(state_dict), strict, assign)))
 
 
 def train(self: Any, mode: bool = True) -> Any:
-    """As ``nn.Module.train``, on the remote module."""
+    """Like ``nn.Module.train``, on the remote module."""
     rpc.rpc_sync(self.on, _call, (self.module_rref, "train", (mode,), {}))
     # A plain attribute of the module, which torch does not send along with a RemoteModule.
     self.training = mode
@@ -52,18 +52,18 @@ def train(self: Any, mode: bool = True) -> Any:
 
 
 def eval(self: Any) -> Any:
-    """As ``nn.Module.eval``, on the remote module."""
+    """Like ``nn.Module.eval``, on the remote module."""
     return self.train(False)
 
 
 def requires_grad_(self: Any, requires_grad: bool = True) -> Any:
-    """As ``nn.Module.requires_grad_``, on the remote module."""
+    """Like ``nn.Module.requires_grad_``, on the remote module."""
     rpc.rpc_sync(self.on, _call, (self.module_rref, "requires_grad_", (requires_grad,), {}))
     return self
 
 
 def zero_grad(self: Any, set_to_none: bool = True) -> None:
-    """As ``nn.Module.zero_grad``, on the remote module. Gradients of distributed autograd live in their contexts
+    """Like ``nn.Module.zero_grad``, on the remote module. Gradients of distributed autograd live in their contexts
     instead."""
     rpc.rpc_sync(self.on, _call, (self.module_rref, "zero_grad", (), {"set_to_none": set_to_none}))
 

@@ -59,7 +59,7 @@ def save(state: Mapping[str, Any], path: str | os.PathLike[str], *, asynchronous
 
     Returns None, or the future of an asynchronous save.
 
-    Raises CheckpointError that names the worker. The folder then holds what it held before.
+    Raises CheckpointError that names the worker. The folder then keeps its earlier contents.
     """
     check_type("state", Mapping, "a dict", state)
     check_path("path", path)

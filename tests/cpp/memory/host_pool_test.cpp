@@ -219,7 +219,7 @@ TEST(HostPoolTest, TensorInABlockCanBeResized) {
 }
 
 TEST(HostPoolTest, TensorOutlivesItsNeighbours) {
-  HostPool pool(0); // what is returned is unmapped at once
+  HostPool pool(0); // returned memory is unmapped at once
   torch::Tensor kept;
   {
     const torch::Tensor before = tensorIn(pool, 500'000).fill_(1);

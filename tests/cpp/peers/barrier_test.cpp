@@ -148,7 +148,7 @@ class Job {
   bool names(Rank rank, Rank dead) {
     return result(rank).lost.message().find("worker 'w" + std::to_string(dead) + "'") != std::string::npos;
   }
-  // How many frames `rank` has sent, and how many others it has exchanged something with.
+  // The numbers of frames that `rank` has sent, and of its contacts.
   int sent(Rank rank) {
     return sent_[rank];
   }

@@ -37,7 +37,7 @@ inline constexpr c10::DeviceIndex kFakeDevices = 2;
 inline constexpr c10::StreamId kPoolStreams = 64; // of each pool: 1, 2, ...; stream 0 is the default one
 inline constexpr int kPools = 2; // of priority 0, and of -1
 inline constexpr c10::StreamId kStreams = 1 + kPools * kPoolStreams;
-inline constexpr std::byte kReleased{0xEE}; // what released memory is filled with
+inline constexpr std::byte kReleased{0xEE}; // the filling of released memory
 
 inline c10::Device fake(c10::DeviceIndex index = 0) {
   return {kFake, index};
@@ -90,8 +90,7 @@ class FakeDevice final : public c10::Allocator {
     return busy;
   }
 
-  // As CUDA's, events are not done at once from now on when they are recorded on a stream that has nothing to do, but
-  // when the device runs the next time.
+  // From now on, like CUDA's, an event on an idle stream is not done at once, but when the device runs next.
   void completeEventsLater(bool isLater) {
     const std::lock_guard lock(mutex_);
     completesEventsLater_ = isLater;
@@ -103,7 +102,7 @@ class FakeDevice final : public c10::Allocator {
     return questions_;
   }
 
-  // Events and streams are asked in vain from now on, and throw: those of one device, or of all.
+  // From now on questions to events and streams throw, on one device or on all.
   void fail(bool isFailing, std::optional<c10::DeviceIndex> device = std::nullopt) {
     const std::lock_guard lock(mutex_);
     for (c10::DeviceIndex index = 0; index < kFakeDevices; ++index) {

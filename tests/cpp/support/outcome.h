@@ -9,8 +9,8 @@
 
 namespace torch_ucx_rpc {
 
-// The outcome of one transport operation. That its callback was called exactly once is checked when it is destroyed:
-// declare it before the transports.
+// The outcome of one transport operation. Its destruction checks that its callback was called exactly once, so declare
+// it before the transports.
 class Outcome {
  public:
   Outcome() = default;

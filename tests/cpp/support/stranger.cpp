@@ -1,5 +1,5 @@
-// A process that belongs to no job and sends what it is told to, over UCX: stranger <file>, see stranger.h. It exits
-// with 0 when the worker has taken or refused all of it.
+// A process outside of the job that sends given frames over UCX: stranger <file>, see stranger.h. It exits with 0 when
+// the worker has taken or refused all of it.
 
 #include "stranger.h"
 

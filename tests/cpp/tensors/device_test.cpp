@@ -27,8 +27,7 @@ TEST_F(DeviceTest, TensorIsReadWhenItsStreamHasMadeIt) {
   }
 }
 
-// CUDA says of an event that was just recorded that it is not ready, on a stream that has nothing to do as well: a
-// message that waited for it would wait for the timer.
+// A fresh CUDA event is not ready, even on an idle stream, so a message that needed it would wait for the timer.
 TEST_F(DeviceTest, TensorOnAnIdleStreamWaitsForNoEvent) {
   startWith(keep(), same_);
   device_.completeEventsLater(true);

@@ -501,7 +501,7 @@ TEST_P(TransportContractTest, AbandoningAnEndpointEndsItsOwnOperationsOnly) {
   EXPECT_TRUE(progressUntil([&] { return pending[0].isDone() && pending[1].isDone(); }));
   EXPECT_EQ(a.transport->operationsInFlight(), 1u);
   EXPECT_FALSE(other.isDone());
-  endpoints_.clear(); // ends what is under way
+  endpoints_.clear(); // ends the open operations
 }
 
 TEST_P(TransportContractTest, AnEndpointOverTheNetworkUsesNoSharedMemory) {

@@ -299,8 +299,7 @@ TEST_F(AssemblerTest, DropSessionHandsOutEverythingOfIt) {
 }
 
 TEST_F(AssemblerTest, AnnouncedSpansCostNothingUntilTheyArrive) {
-  // A hundred thousand messages that each announce a million spans: with memory for what is announced this
-  // would be terabytes.
+  // A hundred thousand messages that each announce a million spans: memory for all announcements would be terabytes.
   for (uint64_t callId = 0; callId < 100'000; ++callId) {
     ASSERT_EQ(add(header(kMaxSpans - 1, kMaxSpans, callId), {}), Assembler::Outcome::kIncomplete);
   }

@@ -18,7 +18,7 @@ from ._processes import native_stacks
 def run_program(
     source: str | Path, *, ranks: Sequence[int] = (0,), env: Mapping[str, str] | None = None, timeout: float = 120.0
 ) -> list[subprocess.CompletedProcess[str]]:
-    """Run ``source``, a text or a file, once per rank, all at once, and return how each ended and what it wrote.
+    """Run ``source``, a text or a file, once per rank, all at once, and return each one's end and output.
 
     Unlike the workers of `run_workers`, which are forked and leave by ``os._exit``, these interpreters start and are
     finalized as a user's are. The script finds its rank in ``sys.argv[1]``. A script that starts processes by spawn

@@ -2,7 +2,7 @@
 
 * ``client``         the launcher's side: `Starter`, and `Worker`, a started process
 * ``sitecustomize``  the process that starts workers: the starter
-* ``reasons``        by what a worker could tell a fork from an exec
+* ``reasons``        the signs by which a worker could notice a fork
 
 The starter is ``python <program>`` itself, in the environment of the workers. ``PYTHONPATH`` makes Python import this
 folder's ``sitecustomize`` in its own start, before it looks at the program. There the starter imports torch and serves

@@ -178,7 +178,7 @@ class Starter:
                     sys.stderr.buffer.write(said or b"")
                     sys.stderr.buffer.flush()
                 elif self._link in ready:
-                    # Nothing is unread of what it has written before.
+                    # All its earlier output has been read.
                     line = self._answers.readline()
                     if line:
                         reason: str | None = json.loads(line)["reason"]

@@ -27,7 +27,7 @@ VARIABLE = "_TORCH_UCX_RPC_STARTER"
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_MM, _PR_SET_MM_MAP = 35, 14
-# How often a new worker looks whether the launcher is its parent.
+# The pause of a new worker between two looks whether the launcher is its parent.
 _INTERVAL_S = 0.002
 # Longer than any request.
 _REQUEST_BYTES = 1 << 20

@@ -23,7 +23,7 @@ constexpr uint64_t kCallSlot = ~uint64_t{0}, kDataSlot = ~uint64_t{0}; // nothin
 
 // The imports of one library.
 struct Imports {
-  const void* ofTheLibrary; // some function of it
+  const void* ofTheLibrary; // any function of it
   std::span<Import> all;
 };
 

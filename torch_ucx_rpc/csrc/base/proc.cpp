@@ -46,7 +46,7 @@ std::optional<std::string> readProcFile(const std::string& path) {
   while ((bytes = read(fd, part.data(), part.size())) > 0) {
     text.append(part.data(), static_cast<size_t>(bytes));
   }
-  const int why = errno; // which close() may change
+  const int why = errno; // close() may change it
   close(fd);
   errno = why;
   return bytes == 0 ? std::optional(std::move(text)) : std::nullopt;

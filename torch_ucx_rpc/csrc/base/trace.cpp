@@ -47,7 +47,7 @@ std::vector<std::shared_ptr<Buffer>>& buffers() {
   return *all;
 }
 
-// Shared with the list, because write() comes after many threads have ended.
+// Shared with the list, because many threads end before write().
 Buffer& threadBuffer() {
   thread_local const std::shared_ptr<Buffer> mine = [] {
     auto made = std::make_shared<Buffer>();

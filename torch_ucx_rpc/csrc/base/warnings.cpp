@@ -59,7 +59,7 @@ class Warnings {
   }
 
  private:
-  // In a forked process the thread is not there.
+  // A forked process does not have the thread.
   bool isDelivering() const {
     return deliverer_ == getpid();
   }

@@ -126,7 +126,7 @@ py::dict statisticsOf(UcxRpcAgent& agent) {
   return values;
 }
 
-// Makes any kind of agent. `own` is what only this kind takes, after the arguments that Python passes for every kind.
+// Makes any kind of agent. `own` are the arguments of this kind only, after those of every kind.
 template <typename Agent, typename... Own>
 std::shared_ptr<Agent> makeAgent(
     std::string name,
@@ -262,7 +262,7 @@ void bindAgents(py::module_& module) {
       .def_readwrite("stream_priority", &AgentOptions::streamPriority);
 
   using torch::distributed::rpc::RpcAgent;
-  // For what may wait for the worker lock, for a peer, or for a thread that waits for the GIL.
+  // For functions that may wait for the worker lock, for a peer, or for a thread that waits for the GIL.
   using NoGil = py::call_guard<py::gil_scoped_release>;
   py::class_<UcxRpcAgent, RpcAgent, std::shared_ptr<UcxRpcAgent>>(module, "UcxRpcAgent")
       .def(

@@ -198,7 +198,7 @@ void DevicePool::release(void* context) {
   }
   std::unique_lock lock(pool.mutex_);
   pool.heldBytes_.fetch_add(bytes);
-  pool.inUseBytes_.fetch_sub(bytes); // after the other, since nothing collects where both are 0
+  pool.inUseBytes_.fetch_sub(bytes); // after the other count, since collect() returns at once if both are 0
   pool.releasedBytes_ += bytes;
   pool.released_.push_back(std::move(block));
   const bool isMuch = pool.releasedBytes_ >= kMaxReleasedBytes || pool.released_.size() >= kMaxReleasedBlocks;

@@ -276,7 +276,7 @@ void Messenger::close(int64_t flushLimitMs) {
     transport_->close(flushLimitMs);
     retries_.close(); // the agent object may live on
   });
-  sentMessages_.destroyWaiting(); // the timer, which would see to it, has stopped
+  sentMessages_.destroyWaiting(); // the timer, which would do it, has stopped
 }
 
 // ------------------------------------------------------------------------------------------------------ reports

@@ -260,7 +260,7 @@ void Receiver::receiveNextParts(Connection& connection) {
   // so many, and other operations have the worker lock in between.
   uint64_t bytes = source.inFlightBytes;
   size_t pieces = source.inFlightPieces;
-  // The rest of a message that has failed, or that nobody awaits, need not travel.
+  // The rest of a failed or abandoned message need not travel.
   const auto giveUpIfOver = [this](Entry receiving) {
     const bool isOver = receiving->error || isAbandoned(*receiving->message.from, receiving->message.header);
     if (isOver) {

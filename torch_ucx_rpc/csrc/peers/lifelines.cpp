@@ -80,7 +80,7 @@ bool Lifelines::open(uint64_t session, Line& line) {
 //
 //   how the socket has ended                what it means                      what follows
 //   a connection ended (0, ECONNRESET)      the process, or a firewall's whim  another connection, kReconnections times
-//   refused, and it was connected before    nobody listens there any more      onCut
+//   refused, and it was connected before    no process listens there           onCut
 //   refused at first, or not reached        nothing about the peer             nothing, unless another connection has
 //                                                                              failed: then onCut, if it is refused
 void Lifelines::onEvent(uint64_t session) {

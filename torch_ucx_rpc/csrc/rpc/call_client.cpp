@@ -164,7 +164,7 @@ void CallClient::settleRRef(const std::optional<CallTable::Call>& call, uint64_t
     return;
   }
   if (const c10::intrusive_ptr<Message> deletion = unmadeRRefs_.take(callId, peer)) {
-    // Nobody waits for its answer: torch has that of the first one.
+    // No caller waits for its answer: torch has the first one's.
     (void)send(peer, deletion, std::chrono::milliseconds(0), {});
   }
 }

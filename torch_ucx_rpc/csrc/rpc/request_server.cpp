@@ -51,7 +51,7 @@ RequestServer::RequestServer(
 // --------------------------------------------------------------------------------------------------- taking in
 
 bool RequestServer::mayRunOnDriver(const IncomingMessage& request) const {
-  // Nobody has checked the body yet. One that is malformed is refused when it is decoded, on whichever thread.
+  // The body is not checked yet. A malformed one is refused by the thread that decodes it.
   return torch_ucx_rpc::mayRunOnDriver(static_cast<rpc::MessageType>(wire::messageTypeOf(request.body())));
 }
 
@@ -72,7 +72,7 @@ void RequestServer::onRequest(IncomingMessage request) {
   executor_.addRequest(
       [this, hold, open = std::move(open), request = std::move(request), arrivedAt = Clock::now()]() mutable {
         if (hasExpired(request, arrivedAt)) {
-          // A server that ran requests nobody waits for would collapse under timeouts and retries.
+          // A server that ran abandoned requests would collapse under timeouts and retries.
           expired_.fetch_add(1, std::memory_order_relaxed);
           return;
         }
@@ -102,7 +102,7 @@ void RequestServer::onRequestRejected(Peer& from, uint64_t callId, const Error& 
 void RequestServer::serve(OpenRequest open, IncomingMessage incoming) {
   Peer& from = open.from();
   if (from.state() == Peer::State::kFailed) {
-    return; // it died while the request was queued: nobody waits for the answer; after a goodbye requests still run
+    return; // it died while the request was queued, so no caller waits; after a goodbye requests still run
   }
   const trace::CallId traced{from.member().session, open.callId()};
   Admission admission = std::move(incoming.admission);

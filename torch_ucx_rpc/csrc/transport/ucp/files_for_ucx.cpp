@@ -24,7 +24,7 @@ bool isLackOfFiles(int error) {
   return error == EMFILE || error == ENFILE;
 }
 
-// Whether the listening socket itself is no good. All else befalls one connection, or passes (accept(2)).
+// Whether the listening socket itself is useless. Other errors concern one connection, or pass (accept(2)).
 bool isOfTheListener(int error) {
   return error == EBADF || error == EINVAL || error == ENOTSOCK || error == EFAULT;
 }
@@ -76,12 +76,12 @@ int socketForUcx(int domain, int type, int protocol) {
   return socket;
 }
 
-// Of the thread that accepts connections: one has to wait for want of files.
+// On the thread that accepts connections: a connection has to wait for a file.
 thread_local bool isConnectionWaiting = false;
 constexpr timespec kPause{.tv_sec = 0, .tv_nsec = 1'000'000};
 
-// UCX takes EAGAIN for "nobody is there", and asks again as long as somebody is. The reserve is not for connections
-// that come in: as many may come as there are workers, and UCX looks at a network card for each.
+// UCX takes EAGAIN for "no connection", and asks again while one waits. The reserve is not for incoming connections:
+// each worker may make one, and UCX looks at a network card for each.
 int acceptForUcx(int listener, sockaddr* address, socklen_t* length) {
   const int connection = ::accept(listener, address, length);
   if (connection < 0 && !isOfTheListener(errno)) {

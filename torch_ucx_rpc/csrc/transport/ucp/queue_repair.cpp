@@ -129,7 +129,7 @@ RepairState QueueRepair::state(Repair& repair) {
   ask(repair, slot);
   if (finding == Finding::kNobodyWrites) {
     // In this order: a writer that the scan saw elsewhere had marked the slot before. If it is still unmarked, its
-    // writer is no more.
+    // writer is dead.
     if (repair.queue.unwritten() == slot) {
       if (!repair.queue.isConsistent()) {
         return RepairState::kUnrepairable;

@@ -51,8 +51,8 @@ struct [[gnu::packed]] SharedMemoryQueue::Slot {
   void* receiversAddress;
 };
 
-// A message of UCP's own that it drops without a word: the acknowledgement of a rendezvous that there is not. They do
-// come, from peers that this side has given up.
+// A message of UCP's own that it drops silently: the acknowledgement of an unknown rendezvous. Such messages do come,
+// from peers that this side has given up.
 struct [[gnu::packed]] SharedMemoryQueue::Acknowledgement { // ucp_reply_hdr_t
   static constexpr uint8_t kHandler = 10; // UCP_AM_ID_RNDV_ATS
 

@@ -185,7 +185,7 @@ void UcpEndpoints::closeDrained() {
 }
 
 // Only TCP needs draining (see closeWhenDrained()). Other transports must not be drained, because that may never end:
-// nobody empties the queue of a process that has died, and a card waits for acknowledgements of a host that is cut off.
+// the queue of a dead process stays full, and a card waits for acknowledgements of a host that is cut off.
 bool UcpEndpoints::mayBeForced(const UcpEndpoint& endpoint) const {
   const std::vector<std::string> lanes = this->lanes(endpoint.id);
   const auto isTcp = [](const std::string& lane) { return lane.starts_with("tcp/"); };
