@@ -27,13 +27,17 @@ _ENDED = ("left", "failed")
 
 
 class Gone(NamedTuple):
-    """The end of a worker. ``session`` tells this life of it from others of the same name."""
+    """The end of a worker. ``session`` tells this life of it from others of the same name.
+
+    ``has_ended``: the kernel says that the process has ended. A worker that failed otherwise may only be cut off.
+    """
 
     session: int
     name: str
     rank: int
     failed: bool
     reason: str
+    has_ended: bool = False
 
 
 _lock = threading.Lock()

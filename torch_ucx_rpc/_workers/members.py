@@ -51,8 +51,6 @@ LIMIT_S = 5.0
 _ACQUAINTED = 64
 # Messages to a worker that answers none are lost, beyond so many.
 _UNANSWERED = 4
-# What the agent says of an end that it is sure of (csrc/rpc/peer_monitor, csrc/messaging/heartbeat).
-_ENDED = "its process has ended"
 
 
 class EpochOver(RuntimeError):
@@ -443,7 +441,7 @@ class _Groups:
 
     def _on_gone(self, gone: Gone) -> None:
         life = gone.session if self.life.tells_ends else 0
-        if not gone.failed or _ENDED in gone.reason:
+        if not gone.failed or gone.has_ended:
             self.end(gone.name, life)
         else:
             self.ask_after(Member(gone.rank, gone.name, life))

@@ -221,6 +221,26 @@ TEST_F(ChannelTest, ValuesOfAnEarlierEpochAreDropped) {
   EXPECT_TRUE(take(1, 0, "late", 1).front().equal(at::full({2}, 7)));
 }
 
+TEST_F(ChannelTest, EndOfAnEpochIsToldToEachSenderOnce) {
+  startInEpoch(2);
+  std::atomic<int> refusals{0};
+  network_.setFault([&](const wire::Header& header, SendMode) {
+    refusals += header.kind == wire::Kind::kPutRefused ? 1 : 0;
+    return LoopbackNetwork::Fate::kDeliver;
+  });
+  for (int value = 0; value < 5; ++value) {
+    put(0, 1, std::to_string(value), {at::ones({2})});
+  }
+  put(0, 1, "taken", {});
+  EXPECT_TRUE(take(1, 0, "taken").empty());
+  channel(1).advance("g", 1);
+  put(1, 0, "after", {}, 1); // overtakes no frame
+  channel(0).advance("g", 1);
+  EXPECT_TRUE(take(0, 1, "after", 1).empty());
+  EXPECT_EQ(refusals.load(), 1);
+  network_.setFault({});
+}
+
 TEST_F(ChannelTest, EpochEndsAWaitWhenItsTensorIsWrittenNoMore) {
   startInEpoch(2);
   const at::Tensor into = at::zeros({kMiB}, at::kByte);

@@ -124,6 +124,7 @@ TEST_F(PeerMonitorTest, EndOfAnEndpointIsAFailure) {
   network_.kill("address 1");
   one_.takeIn();
   EXPECT_EQ(takeNotes(), told("w1 failed"));
+  EXPECT_FALSE(one_.peer(1).hasEnded.load()) << "it may be cut off";
 }
 
 TEST_F(PeerMonitorTest, ControlFrameThatDoesNotLeaveLosesThePeer) {
@@ -327,6 +328,7 @@ TEST_F(WatchedProcessTest, EndOfAProcessIsSeenWithoutAnyMessage) {
   one_.lead(); // asleep, until the process has ended
   EXPECT_EQ(takeNotes(), told("w7 failed"));
   EXPECT_EQ(one_.peer(7).failureOfGone().details().cause, "its process has ended");
+  EXPECT_TRUE(one_.peer(7).hasEnded.load());
 }
 
 TEST_F(WatchedProcessTest, ProcessThatHasEndedBeforeIsLostAtOnce) {

@@ -174,8 +174,8 @@ std::shared_ptr<FaultyUcxRpcAgent> makeFaultyAgent(
   return makeAgent<FaultyUcxRpcAgent>(std::move(name), rank, options, expectedPeers, networkDevices, faults);
 }
 
-// `callback(session, name, rank, has_failed, reason)` runs on an agent thread for each peer that is gone. None ends
-// that.
+// `callback(session, name, rank, has_failed, reason, has_ended)` runs on an agent thread for each peer that is gone. None
+// ends that.
 void setOnGone(UcxRpcAgent& agent, const py::object& callback) {
   Group::OnGone onGone;
   if (!callback.is_none()) {
@@ -193,7 +193,12 @@ void setOnGone(UcxRpcAgent& agent, const py::object& callback) {
       const py::gil_scoped_acquire gil;
       try {
         (*held)(
-            member.session, member.name, member.rank, peer.state() == Peer::State::kFailed, peer.whyGone().message());
+            member.session,
+            member.name,
+            member.rank,
+            peer.state() == Peer::State::kFailed,
+            peer.whyGone().message(),
+            peer.hasEnded.load());
       } catch (py::error_already_set& error) {
         error.discard_as_unraisable("torch_ucx_rpc: a callback for lost workers");
       }

@@ -95,6 +95,10 @@ class Peer {
   // Why the worker takes no calls; no error while it is present.
   Error whyGone() const;
 
+  // Its process has certainly ended: its kernel says so. Without this, a worker that failed may only be cut off. Set
+  // before moveTo().
+  std::atomic<bool> hasEnded{false};
+
   // Counted by the threads that make and serve calls; read by reports.
   std::atomic<uint64_t> callsSent{0};
   std::atomic<uint64_t> callsFailed{0}; // of those sent; an exception of a Python function is an answer to torch

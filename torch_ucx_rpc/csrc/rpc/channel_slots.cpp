@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <numeric>
+#include <set>
 #include <utility>
 
 namespace torch_ucx_rpc {
@@ -278,6 +279,7 @@ void Channel::freeUntakenLocked(uint64_t bytes, Aftermath& after) {
 void Channel::endEpochsLocked(
     const std::string& name, Group& group, uint64_t before, const RpcFailure& why, Aftermath& after) {
   const auto end = group.slots.lower_bound(before);
+  std::set<Peer*> senders; // of values that are dropped: each is told once
   for (auto epoch = group.slots.begin(); epoch != end; ++epoch) {
     for (auto& [key, slot] : epoch->second) {
       for (const ExpectedPtr& expected : slot.expected) {
@@ -285,10 +287,13 @@ void Channel::endEpochsLocked(
       }
       for (const ArrivalPtr& arrival : slot.arrivals) {
         dropLocked(arrival, after);
-        if (const std::optional<uint64_t> now = why.details().epoch) {
-          after.frames.emplace_back(&arrival->from, PutRefused{name, *now});
-        }
+        senders.insert(&arrival->from);
       }
+    }
+  }
+  if (const std::optional<uint64_t> now = why.details().epoch) {
+    for (Peer* sender : senders) {
+      after.frames.emplace_back(sender, PutRefused{name, *now});
     }
   }
   group.slots.erase(group.slots.begin(), end);

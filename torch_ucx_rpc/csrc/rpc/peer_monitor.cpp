@@ -30,9 +30,11 @@ void PeerMonitor::watch(const Member& self, const std::vector<Peer*>& peers) {
     const Error ended(ErrorCode::kPeerFailed, "its process has ended");
     const ProcessWatch::Outcome outcome = processes_.add(peer->member(), self, [this, peer, ended] {
       messenger_.drainTransportWithWorkerLock(); // what it sent before its end counts
+      peer->hasEnded.store(true);
       messenger_.addFailureWithWorkerLock(*peer, ended);
     });
     if (outcome == ProcessWatch::Outcome::kHasEnded) {
+      peer->hasEnded.store(true);
       end(*peer, Peer::State::kFailed, peer->lost(ended));
       continue;
     }
@@ -146,6 +148,7 @@ void PeerMonitor::checkHeartbeatsWithWorkerLock(Timer::TimePoint now) {
     messenger_.addWarningWithWorkerLock(Heartbeat::describeBack(*peer, silence));
   }
   for (Peer* peer : findings.lost) {
+    peer->hasEnded.store(peer->connection->silence.isDoubted);
     messenger_.addFailureWithWorkerLock(*peer, heartbeat_.describe(*peer));
   }
 }
@@ -165,6 +168,7 @@ void PeerMonitor::onLifelineCutWithWorkerLock(Peer& peer) {
   }
   messenger_.drainTransportWithWorkerLock(); // what it sent before its end counts
   if (peer.connection->isUnproven) {
+    peer.hasEnded.store(true);
     messenger_.addFailureWithWorkerLock(
         peer,
         {ErrorCode::kPeerFailed,
