@@ -37,7 +37,7 @@ _Native = TypeVar("_Native", _C.AgentOptions, _C.Member)
 
 
 def _filled(native: _Native, source: object, **others: object) -> _Native:
-    """Set each field of a C++ structure to what ``others``, or else ``source``, has under its name."""
+    """Set each field of a C++ structure to the value of its name in ``others``, or else in ``source``."""
     for name, field in vars(type(native)).items():
         if isinstance(field, property):
             setattr(native, name, others[name] if name in others else getattr(source, name))

@@ -346,8 +346,8 @@ TEST(DeviceLanes, UcxMayStartBeforeTheDeviceIsUsed) {
   EXPECT_EQ(pair->count("cuMemcpyAsync"), 0u);
 }
 
-// UCX's cache of allocations finds older ones by the mappings of NVIDIA's driver. The stub's look like the host's, and
-// UCX would have the processor copy them.
+// UCX's cache of allocations finds older ones by the mappings of NVIDIA's driver. The stub's mappings look like the
+// host's, so UCX would copy such memory by the processor.
 TEST(DeviceLanes, MemoryThatUcxTakesForTheHostsIsRefused) {
   expectDeviceMemoryIsRefused({{"DEVICE_USED_LATER", "y"}}, "UCX_MEMTYPE_CACHE=n");
 }

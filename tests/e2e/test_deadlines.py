@@ -170,7 +170,7 @@ def time_out(count: int) -> None:
     calls += [rpc.rpc_async("worker1", answer_late, timeout=0.1) for _ in range(count - len(tensors))]
     del tensors
     assert all(map(fails_by_timeout, calls))
-    # Before there is room for them.
+    # The memory is free before the window has room for these calls.
     eventually(
         lambda: not any(tensor() is not None for tensor in alive),
         "the tensors of calls that failed are free",

@@ -142,7 +142,7 @@ class Receiver {
     release(dropped);
   }
 
-  // Everybody leaves.
+  // All peers leave.
   void finish() {
     for (const uint64_t session : sessions_) {
       std::vector<Piece> dropped;

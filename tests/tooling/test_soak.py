@@ -90,7 +90,7 @@ SUCCESSOR = tuple(joined(1, 10.5, "b", generation=1))
         (failure(10.0), (CUT,), "unexplained"),
         (failure(10.0), (CUT_OFF,), CUT_OFF_REASON),
         (failure(5.1), (CUT_OFF,), CUT_OFF_REASON),
-        # Sooner than after half the limit.
+        # The failure comes before half the limit.
         (failure(4.9), (CUT_OFF,), "unexplained"),
         (failure(10.0), ({**CUT_OFF, "host": "a"},), CUT_OFF_REASON),
         (failure(10.0), ({**CUT_OFF, "host": "c"},), "unexplained"),

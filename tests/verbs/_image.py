@@ -42,7 +42,7 @@ class CannotBuild(Exception):
 
 
 class Image:
-    """A disk with Debian, torch and this checkout, as it lies there; `folder` has it, with a kernel beside.
+    """A disk with Debian, torch and this checkout, changes included; `folder` has it, with a kernel beside.
 
     Debian's and PyPI's packages and the compiler's results are kept for the next time: only changes are built again.
     `folder` takes some 6 GB.

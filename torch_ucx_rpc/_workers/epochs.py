@@ -74,7 +74,7 @@ class Epochs:
         self._outgoing: list[tuple[Member, Message]] = []
         # No epoch without this member begins before this time, unless the member has accepted it.
         self._lease = now
-        # Whom this member follows, the last sign of it, and that one's time in its last answer.
+        # The member that this one follows, the time of its last sign, and its own time in its last answer.
         self._leader = me
         self._heard = now
         self._echo = _NEVER

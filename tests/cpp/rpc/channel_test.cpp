@@ -147,7 +147,7 @@ TEST_F(ChannelTest, ValuesThatAreNotTakenWaitAtTheirSender) {
 
 TEST_F(ChannelTest, SenderBlocksUntilItsSmallValuesAreTaken) {
   startInEpoch(2);
-  constexpr int kValues = 1000; // twice of what may be open
+  constexpr int kValues = 1000; // twice the bound of open bytes
   std::atomic<int> count{0};
   std::future<void> sender = std::async(std::launch::async, [&] {
     for (int index = 0; index < kValues; ++index) {

@@ -333,7 +333,7 @@ class FakeDevice final : public c10::Allocator {
   bool ignoresRecords_ = false;
 };
 
-// Pinned memory of the host, of the fake device's.
+// The fake device's pinned memory of the host.
 class FakeHostAllocator final : public at::HostAllocator {
  public:
   static bool isPinned(const c10::DataPtr& data) {

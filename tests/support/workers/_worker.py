@@ -34,7 +34,7 @@ FOREIGN_MODULES = r"(cuda|cupy|cupyx|cupy_backends|numba|numba_cuda|rmm)(\..*)?$
 
 
 class Transport(Enum):
-    """How the workers of a job, all on this host, reach each other."""
+    """The transports between the workers of a job, all on this host."""
 
     SHARED_MEMORY = "shared memory"
     TCP = "tcp"

@@ -194,7 +194,7 @@ def _await_launcher(helper: int, launcher: int) -> None:
 
 
 def _become_worker(environ: dict[str, str], command: bytes) -> None:
-    """Undo what a fork has kept of the starter."""
+    """Undo the traces of the starter in a fork."""
     show(command, _environ_bytes(environ))
     os.environ.clear()
     os.environ.update(environ)
