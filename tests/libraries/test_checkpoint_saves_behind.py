@@ -155,7 +155,7 @@ def stop_before(owner: type, method: str, steps: Steps) -> None:
 
 
 class Counter:
-    """It is no tensor, has no ``state_dict``, and changes in place."""
+    """A value without ``state_dict`` that is no tensor and changes in place."""
 
     def __init__(self) -> None:
         self.count = 1

@@ -100,7 +100,7 @@ def exchange_by_way_of(
 
 
 def chain(calls: list[int], names: list[str], sent: Payload, tensor: torch.Tensor) -> tuple[list[int], torch.Tensor]:
-    """Through all of these workers and back."""
+    """Pass through all of these workers and back."""
     run(calls[0], "nested")
     check(not (difference := sent.differs_from(tensor)), f"{sent} has arrived as {difference}")
     if not names:

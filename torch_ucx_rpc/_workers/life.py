@@ -47,7 +47,7 @@ class Life:
         self._lock = threading.Lock()
         self._gone_names: set[str] = set()
         self._subscriptions: list[Callable[[], None]] = []
-        # The first to be told of an end: others may ask then which workers are alive.
+        # This callback hears of an end first, so later ones may ask for the living workers.
         self.watch(lambda gone: self.lose(gone.name))
 
     def is_of(self, agent: Any) -> bool:

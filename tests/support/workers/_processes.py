@@ -108,7 +108,7 @@ def keep_process_group() -> None:
 
 
 def dump_stacks_on_request(directory: Path) -> None:
-    """To be called in a worker: lets `dump_stacks` have this process's Python stacks, even while it holds the GIL.
+    """Let `dump_stacks` get this worker's Python stacks, even while it holds the GIL.
 
     They are also written to stderr when the process crashes.
     """
