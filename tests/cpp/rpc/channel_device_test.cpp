@@ -1,7 +1,7 @@
 // In which order the streams of devices, and channels, use the memory of tensors.
 
-#include "rpc/channel.h"
 #include "device_fixture.h"
+#include "rpc/channel.h"
 
 #include <future>
 
