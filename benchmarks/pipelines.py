@@ -274,7 +274,7 @@ def _sleeps_s() -> dict[str, float]:
 
 def makespan() -> harness.Figures:
     from torch_ucx_rpc import pipeline
-    from torch_ucx_rpc.pipeline import schedule
+    from torch_ucx_rpc.pipeline import _schedule
 
     figures = {}
     workers = [f"worker{number}" for number in range(1, STAGES + 1)]
@@ -286,8 +286,8 @@ def makespan() -> harness.Figures:
         pipe.step(batch)
         ratios = []
         for _ in range(3):
-            rows = schedule.build("1F1B", STAGES, STAGES, micro_batches).rows
-            ideal = max(end for _, end in schedule.simulate(rows, STAGES, _sleeps_s()).values())
+            rows = _schedule.build("1F1B", STAGES, STAGES, micro_batches).rows
+            ideal = max(end for _, end in _schedule.simulate(rows, STAGES, _sleeps_s()).values())
             begin = time.perf_counter()
             pipe.step(batch)
             ratios.append((time.perf_counter() - begin) / ideal)

@@ -8,7 +8,7 @@ checkpoint, and goes on from it.
 
     python examples/pipeline.py                         on UCX
     python examples/pipeline.py --backend tensorpipe    on PyTorch's own backend
-    python examples/pipeline.py --schedule zero-bubble --trace step.png
+    python examples/pipeline.py --schedule zero-bubble --trace step.json
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def train(arguments: argparse.Namespace) -> None:
     if arguments.trace:
         pipe.trace(arguments.trace, x[:BATCH], target=y[:BATCH])
         optimizer.zero_grad()
-        print(f"a picture of a step: {arguments.trace}")
+        print(f"a trace of a step: {arguments.trace}")
 
     with tempfile.TemporaryDirectory() as folder:
         pipe.save(folder)
@@ -114,7 +114,7 @@ def main() -> None:
     parser.add_argument("--backend", choices=("ucx", "tensorpipe"), default="ucx")
     parser.add_argument("--schedule", default="1F1B")
     parser.add_argument("--epochs", type=int, default=6)
-    parser.add_argument("--trace", type=Path, help="draw a step into this file: .png or .json")
+    parser.add_argument("--trace", type=Path, help="write a Chrome trace of a step into this file: .json")
     arguments = parser.parse_args()
     # Slow imports happen once, in the server that all workers are forked from.
     context = mp.get_context("forkserver")

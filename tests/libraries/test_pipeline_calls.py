@@ -15,9 +15,9 @@ from ._pipelines import Failing, PassOn, assert_equal_gradients, make_pipe
 
 def graphs() -> int:
     """Micro-batches of which stages of this worker keep what their way back needs."""
-    from torch_ucx_rpc.pipeline import host
+    from torch_ucx_rpc.pipeline import _host
 
-    return sum(len(stage.graphs) for one in host.hosts_here() for stage in one.stages.by_index.values())
+    return sum(len(stage.graphs) for one in _host.hosts_here() for stage in one.stages.by_index.values())
 
 
 def fail_on_the_way_back() -> None:

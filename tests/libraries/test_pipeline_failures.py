@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import os
 import random
 import signal
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed.rpc as rpc
 import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import nn
 
@@ -25,11 +22,11 @@ from ._pipelines import Failing, PassOn, make_pipe
 
 def kept() -> int:
     """The memory of stages for the way back, and values that lie in slots."""
-    from torch_ucx_rpc.pipeline import host
+    from torch_ucx_rpc.pipeline import _host
 
     return sum(
         len(one.exchange) + sum(len(stage.graphs) for stage in one.stages.by_index.values())
-        for one in host.hosts_here()
+        for one in _host.hosts_here()
     )
 
 
@@ -54,7 +51,7 @@ def fail_and_go_on() -> None:
             assert (error.stage, error.worker, error.micro_batch) == (1, "worker2", 2)
             assert f"stage 1 on worker 'worker2' failed in the {kind}" in str(error)
             assert ("in forward" if kind == "forward" else "in raise_on_the_way_back") in error.traceback_text
-            assert "host.py" not in error.traceback_text
+            assert "_host.py" not in error.traceback_text
             # The step is undone, nothing is kept, and the next one is as if nothing had been.
             assert all(gradient is None for gradient in pipe.gradients().values())
             assert [on(worker, kept) for worker in workers] == [0, 0, 0]
@@ -216,59 +213,39 @@ def test_spare_takes_over_and_all_losses_stay_the_same(tmp_path, backend, save_a
     assert len(set(undisturbed)) == 10
 
 
-class CutOff:
-    """In the place of torch.distributed.rpc: what leaves is lost on its way, or what comes back for it, which is told
-    a moment later."""
+def cut_off(is_cut: bool) -> None:
+    """This worker's stages cannot send to others, or can again."""
+    from torch_ucx_rpc.errors import WorkerLost
+    from torch_ucx_rpc.pipeline import _exchange, _host
 
-    def __init__(self, lost: str) -> None:
-        self.lost = lost
+    def refuse(box: str, epoch: int, to: str, *args: Any) -> None:
+        raise WorkerLost("the cable is cut", name=to)
 
-    def rpc_async(self, *args: Any, **options: Any) -> torch.futures.Future:
-        if self.lost == "answers":
-            rpc.rpc_async(*args, **options)
-        future: torch.futures.Future = torch.futures.Future()
-        timer = threading.Timer(0.05, future.set_exception, (RuntimeError("the cable is cut"),))
-        timer.start()
-        return future
-
-
-def set_cut(lost: str | None) -> None:
-    from torch_ucx_rpc.pipeline import exchange
-
-    exchange.rpc = CutOff(lost) if lost else rpc
-
-
-@contextlib.contextmanager
-def cut_off(worker: str, other: str, lost: str) -> Iterator[None]:
-    """A worker loses what it sends to another, and the body fails by that."""
-    from torch_ucx_rpc.pipeline import PipelineError
-
-    on(worker, set_cut, lost)
-    start = time.monotonic()
-    cut = f"could not send to worker {other}: the cable is cut, which the driver"
-    with Stalls() as stalls, pytest.raises(PipelineError, match=cut):
-        yield
-    assert time.monotonic() - start < 10 + stalls.seconds()
-    on(worker, set_cut, None)
+    _exchange.put = refuse if is_cut else _host.put
 
 
 def lose_what_leaves() -> None:
+    from torch_ucx_rpc.pipeline import PipelineError
+
     pipe = make_pipe(small_model())
     x, y = torch.randn(8, 8), torch.randn(8, 4)
     good = pipe.step(x, target=y)
     pipe.zero_grad()
-    # In a step what comes back for a value is the answer to it; by pipe(x) and backward() both are requests.
-    for lost in ("requests", "answers"):
-        with cut_off("worker1", "worker2", lost):
-            pipe.step(x, target=y)
+    out = pipe(x)
+    for worker, other, call in (
+        ("worker1", "worker2", lambda: pipe.step(x, target=y)),
+        ("worker1", "worker2", lambda: pipe(x)),
+        ("worker2", "worker1", lambda: out.sum().backward()),
+    ):
+        on(worker, cut_off, True)
+        start = time.monotonic()
+        words = f"could not send to worker {other}: the cable is cut, which the driver"
+        with Stalls() as stalls, pytest.raises(PipelineError, match=words):
+            call()
+        assert time.monotonic() - start < 10 + stalls.seconds()
+        on(worker, cut_off, False)
         assert torch.equal(pipe.step(x, target=y), good)
         pipe.zero_grad()
-    with cut_off("worker1", "worker2", "requests"):
-        pipe(x)
-    out = pipe(x)
-    with cut_off("worker2", "worker1", "requests"):
-        out.sum().backward()
-    assert torch.equal(pipe.step(x, target=y), good)
 
 
 def test_value_that_never_reaches_the_next_stage_ends_the_step():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import importlib
 import os
 from typing import Any
 
@@ -502,9 +501,9 @@ def differentiate_calls() -> None:
 
 
 def graphs() -> int:
-    from torch_ucx_rpc.pipeline import host
+    from torch_ucx_rpc.pipeline import _host
 
-    return sum(len(stage.graphs) for one in host.hosts_here() for stage in one.stages.by_index.values())
+    return sum(len(stage.graphs) for one in _host.hosts_here() for stage in one.stages.by_index.values())
 
 
 def test_a_call_works_in_autograd_and_in_loops(backend):
@@ -564,14 +563,11 @@ def look(folder: str) -> None:
     )
     assert {one["pid"] for one in events if one["name"].startswith("1")} == {1}
     assert all(one["dur"] > 0 for one in events)
-    pipe.trace(Path(folder, "step.png"), x, target=y)
-    assert Path(folder, "step.png").read_bytes().startswith(b"\x89PNG")
-    with pytest.raises(ValueError, match=r"Chrome trace \(\.json\)"):
+    with pytest.raises(ValueError, match=r"a Chrome trace, with a path that ends in \.json"):
         pipe.trace(Path(folder, "step.txt"), x, target=y)
 
 
-def test_the_partition_is_printed_and_a_step_is_drawn(tmp_path):
-    importlib.import_module("matplotlib.font_manager")  # the first time it says on stderr that it builds its cache
+def test_the_partition_is_printed_and_a_step_is_traced(tmp_path):
     drive(look, 3, str(tmp_path))
 
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import nn
 
-from torch_ucx_rpc.pipeline.values import merge
+from torch_ucx_rpc.pipeline._values import merge
 
 from ._jobs import drive, reference_step
 from ._pipelines import make_pipe

@@ -98,7 +98,7 @@ TAKES_NONE = {
     "reduction.push_pull_async": {"quorum"},
     "reduction.state": {"quorum", "process_group"},
     "reduction.serve": {"trainers", "parameters", "optimizer", "checkpoint", "name"},
-    "pipeline.DistributedPipeline": {"balance", "split_spec", "stages_per_worker", "loss"},
+    "pipeline.DistributedPipeline": {"balance", "split_spec", "stages_per_worker", "loss", "step_timeout"},
 }
 TAKES_AN_EMPTY_LIST = {
     "UcxRpcBackendOptions": {"devices"},

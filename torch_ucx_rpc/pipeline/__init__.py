@@ -17,53 +17,53 @@
 
 How it is laid out, from the bottom up:
 
-* ``errors``     how a pipeline fails
-* ``values``     what goes between stages; micro-batches of a batch
-* ``wiring``     which stage sends what to which
-* ``schedule``   which worker does what when: named schedules, torch's text, the proof that they end
-* ``schedules``  those of one pipeline, one for each number of micro-batches
+* ``_errors``     how a pipeline fails
+* ``_values``     what goes between stages; micro-batches of a batch
+* ``_wiring``     which stage sends what to which
+* ``_schedule``   which worker does what when: named schedules, torch's text, the proof that they end
+* ``_schedules``  the schedules of one pipeline, one for each number of micro-batches
 
 On a worker:
 
-* ``build``      how a module comes to its worker
-* ``backward``   the way back of a micro-batch, whole or in halves
-* ``stage``      one stage: micro-batches forward and back
-* ``messages``   what the driver and its workers tell each other
-* ``exchange``   the values between stages: how they leave, and where they lie
-* ``run``        one call: its row of the schedule, action by action
-* ``stages``     all stages of a worker, and what the driver's orders do with them
-* ``host``       the mailbox in front of them; orders are carried out in turn
+* ``_build``      how a module comes to its worker
+* ``_backward``   the way back of a micro-batch, whole or in halves
+* ``_stage``      one stage: micro-batches forward and back
+* ``_messages``   what the driver and its workers tell each other
+* ``_exchange``   values between stages, by channel
+* ``_run``        one call: its row of the schedule, action by action
+* ``_stages``     all stages of a worker, and what the driver's orders do with them
+* ``_host``       the thread that carries out the driver's orders
 
 On the driver:
 
-* ``partition``  a model divided into stages: their weights and edges
-* ``balance``    stages that take equally long
-* ``tracing``    models that are no nn.Sequential, by torch's splitter
-* ``divide``     which layers make a stage
-* ``crew``       the workers: orders to all of them, and what came of each
-* ``calls``      one batch as the workers get it
-* ``engine``     a batch through the stages, as long as no worker is lost
-* ``recovery``   the same in spite of losses: spares, and the journal since the last checkpoint
-* ``function``   ``pipe(x)`` in autograd
-* ``scaler``     `GradScaler`
-* ``optimizer``  `PipelineOptimizer`
-* ``state``      what of all this a checkpoint holds
-* ``trace``      a picture of a step
-* ``table``      ``print(pipe)``
-* ``driver``     `DistributedPipeline`
+* ``_partition``  a model divided into stages: their weights and edges
+* ``_balance``    stages that take equally long
+* ``_tracing``    models that are no nn.Sequential, by torch's splitter
+* ``_divide``     which layers make a stage
+* ``_crew``       the workers: epochs, orders to all of them, and what came of each
+* ``_calls``      one batch as the workers get it
+* ``_engine``     a batch through the stages, as long as no worker is lost
+* ``_recovery``   the same in spite of losses: spares, and the journal since the last checkpoint
+* ``_function``   ``pipe(x)`` in autograd
+* ``_scaler``     `GradScaler`
+* ``_optimizer``  `PipelineOptimizer`
+* ``_state``      what of all this a checkpoint holds
+* ``_trace``      a Chrome trace of a step
+* ``_table``      ``print(pipe)``
+* ``_driver``     `DistributedPipeline`
 
-The way of one step: ``driver`` checks it, ``recovery`` guards it, ``engine`` divides the batch into ``calls``. ``crew``
-sends an order to each worker, ``host`` takes it in turn, ``run`` carries out the row, ``stage`` computes, ``exchange``
-passes on.
+A step: ``_driver`` checks it, ``_recovery`` guards it, ``_engine`` divides the batch into ``_calls``. ``_crew`` sends
+an order to each worker. There ``_host`` takes it, ``_run`` carries out the row, ``_stage`` computes, ``_exchange``
+passes values on.
 """
 
 from torch.distributed.pipelining import SplitPoint
 
-from torch_ucx_rpc.pipeline.build import Built
-from torch_ucx_rpc.pipeline.driver import DistributedPipeline
-from torch_ucx_rpc.pipeline.errors import PipelineError, ScheduleError, StageError, StageLostError
-from torch_ucx_rpc.pipeline.optimizer import PipelineOptimizer
-from torch_ucx_rpc.pipeline.scaler import GradScaler
+from torch_ucx_rpc.pipeline._build import Built
+from torch_ucx_rpc.pipeline._driver import DistributedPipeline
+from torch_ucx_rpc.pipeline._errors import PipelineError, ScheduleError, StageError, StageLostError
+from torch_ucx_rpc.pipeline._optimizer import PipelineOptimizer
+from torch_ucx_rpc.pipeline._scaler import GradScaler
 
 __all__ = [
     "Built",

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from torch_ucx_rpc.pipeline import schedule
-from torch_ucx_rpc.pipeline.errors import ScheduleError
-from torch_ucx_rpc.pipeline.schedule import Schedule
+from torch_ucx_rpc.pipeline import _schedule
+from torch_ucx_rpc.pipeline._errors import ScheduleError
+from torch_ucx_rpc.pipeline._schedule import Schedule
 
 __all__ = ["Schedules"]
 
@@ -29,19 +29,19 @@ class Schedules:
     def of(self, micro_batches: int) -> Schedule:
         """The schedule of a step."""
         if micro_batches not in self._known:
-            self._known[micro_batches] = schedule.build(self.name, self.workers, self.stages, micro_batches)
+            self._known[micro_batches] = _schedule.build(self.name, self.workers, self.stages, micro_batches)
         return self._known[micro_batches]
 
 
 def _count_stages(name: str, workers: int, per_worker: int | None) -> int:
-    if schedule.is_text(name):
-        rows = schedule.parse(name)
+    if _schedule.is_text(name):
+        rows = _schedule.parse(name)
         stages = 1 + max(action.stage for row in rows for action in row)
         if per_worker is not None and per_worker * workers != stages:
             raise ScheduleError(f"the schedule has {stages} stages, and stages_per_worker={per_worker} asks for others")
         return stages
     if per_worker is None:
-        per_worker = schedule.stages_per_worker(name)
+        per_worker = _schedule.stages_per_worker(name)
     if not isinstance(per_worker, int) or per_worker < 1:
         raise ValueError(f"stages_per_worker must be a whole number, 1 at least, and not {per_worker!r}")
     return workers * per_worker

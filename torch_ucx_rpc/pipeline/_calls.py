@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from torch_ucx_rpc.pipeline.messages import Request
-from torch_ucx_rpc.pipeline.partition import Partition
-from torch_ucx_rpc.pipeline.schedule import Row
-from torch_ucx_rpc.pipeline.stage import Autocast
-from torch_ucx_rpc.pipeline.values import Packet, batch_size, pack, split
-from torch_ucx_rpc.pipeline.wiring import INPUT, StageSpec
+from torch_ucx_rpc.pipeline._messages import Request
+from torch_ucx_rpc.pipeline._partition import Partition
+from torch_ucx_rpc.pipeline._schedule import Row
+from torch_ucx_rpc.pipeline._stage import Autocast
+from torch_ucx_rpc.pipeline._values import Packet, batch_size, pack, split
+from torch_ucx_rpc.pipeline._wiring import INPUT, StageSpec
 
 __all__ = ["Call", "Circumstances", "circumstances", "divided", "packets"]
 
@@ -44,7 +44,7 @@ class Call:
     inputs: list[Any] | None = None
     targets: list[Any] | None = None
     number: int | None = None
-    """None: that of its order."""
+    """None: a new one."""
     grad: bool = True
     to_driver: bool = False
     output_gradients: list[Any] | None = None
@@ -61,14 +61,13 @@ class Call:
         *,
         is_last: bool,
         is_known: bool,
-        order: int,
-        zero_grad: bool | None,
     ) -> Request:
-        """What the worker of this row gets: ``inputs`` are by stage, ``order`` is the number of the next order."""
+        """What the worker of this row gets; ``inputs`` are by stage."""
+        assert self.number is not None
         return Request(
             row_key=self.key,
             row=None if is_known else self.rows[row],
-            call=order if self.number is None else self.number,
+            call=self.number,
             micro_batches=self.micro_batches,
             inputs={stage: inputs[stage] for stage in stages if stage in inputs},
             targets=self.targets if is_last or self.targets is None else [],
@@ -79,7 +78,6 @@ class Call:
             autocast=self.autocast,
             scale=self.scale,
             record=self.record,
-            zero_grad=zero_grad,
         )
 
 

@@ -10,11 +10,11 @@ from torch import nn
 from torch._C._distributed_rpc import PyRRef
 from torch.distributed.nn.api.remote_module import _RemoteModule
 
-from torch_ucx_rpc.pipeline.balance import balanced, profile
-from torch_ucx_rpc.pipeline.build import Built
-from torch_ucx_rpc.pipeline.partition import Partition, StageInfo, parameter_count, tie
-from torch_ucx_rpc.pipeline.values import batch_size, split
-from torch_ucx_rpc.pipeline.wiring import INPUT, Edge, Ref, StageSpec
+from torch_ucx_rpc.pipeline._balance import balanced, profile
+from torch_ucx_rpc.pipeline._build import Built
+from torch_ucx_rpc.pipeline._partition import Partition, StageInfo, parameter_count, tie
+from torch_ucx_rpc.pipeline._values import batch_size, split
+from torch_ucx_rpc.pipeline._wiring import INPUT, Edge, Ref, StageSpec
 
 __all__ = ["divide"]
 
@@ -34,7 +34,7 @@ def divide(
     args, kwargs = _sample(sample, chunks)
     if split_spec is not None or type(model).forward is not nn.Sequential.forward:
         # It imports torch.export, which most models do not need.
-        from torch_ucx_rpc.pipeline import tracing
+        from torch_ucx_rpc.pipeline import _tracing
 
         if isinstance(balance, (list, tuple)):
             raise ValueError(
@@ -46,7 +46,7 @@ def divide(
                 f"{type(model).__name__} is no plain nn.Sequential, so it must be traced to be divided: give sample=, "
                 f"a batch such as step() will get. Or give a list of stages, one module each."
             )
-        return tracing.divide(model, stages, args, kwargs, split_spec, balance)
+        return _tracing.divide(model, stages, args, kwargs, split_spec, balance)
     assert isinstance(model, nn.Sequential)
     return _sequential(model, stages, balance, args, kwargs, sample is not None)
 

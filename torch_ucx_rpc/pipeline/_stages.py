@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
-from torch_ucx_rpc.pipeline import build
-from torch_ucx_rpc.pipeline.exchange import Exchange, Waiting
-from torch_ucx_rpc.pipeline.messages import HostConfig, Request
-from torch_ucx_rpc.pipeline.run import Run
-from torch_ucx_rpc.pipeline.schedule import Row
-from torch_ucx_rpc.pipeline.stage import Stage
+from torch_ucx_rpc.pipeline import _build
+from torch_ucx_rpc.pipeline._exchange import Exchange
+from torch_ucx_rpc.pipeline._messages import HostConfig, Request
+from torch_ucx_rpc.pipeline._run import Run
+from torch_ucx_rpc.pipeline._schedule import Row
+from torch_ucx_rpc.pipeline._stage import Stage
 
 __all__ = ["Stages"]
 
@@ -21,8 +21,7 @@ __all__ = ["Stages"]
 class Stages:
     """The stages with their optimizers. They belong to the thread that works for the host.
 
-    ``order_<name>(payload)`` carries out the driver's order of that name. An order that has to wait is a generator,
-    which yields what it waits for.
+    ``order_<name>(payload)`` carries out the driver's order of that name.
     """
 
     def __init__(self, config: HostConfig, exchange: Exchange) -> None:
@@ -31,24 +30,24 @@ class Stages:
         self.by_index = {
             spec.index: Stage(
                 spec,
-                build.on_worker(spec, self._device),
+                _build.on_worker(spec, self._device),
                 self._device,
                 rematerialize=config.rematerialize,
                 loss=config.loss,
                 training=config.training,
-                evaluation_module=build.evaluation_module(spec, self._device),
+                evaluation_module=_build.evaluation_module(spec, self._device),
             )
             for spec in config.specs
         }
-        build.share_evaluation_state(self.by_index.values())
+        _build.share_evaluation_state(self.by_index.values())
         for stage in self.by_index.values():
             stage.train(config.mode)
         self._optimizers: dict[int, torch.optim.Optimizer] = {}
         self._rows: dict[tuple[Any, ...], Row] = {}
         # Gradients that a failed step has added to: no optimizer is to use them.
         self._spoilt = False
-        # The last order that has added to gradients: its number, and the parameters that had none before.
-        self._finished: tuple[int, list[nn.Parameter]] = (-1, [])
+        # The last call: the number of its message, its own, and the parameters that had no gradient before.
+        self._last_run: tuple[int, int, list[nn.Parameter]] = (-1, -1, [])
 
     def clear(self) -> None:
         self.by_index.clear()
@@ -66,68 +65,46 @@ class Stages:
 
     # --------------------------------------------------------------------------------------------------------- a call
 
-    def order_skip(self, request: Request) -> None:
-        """A call that does not begin here: gradients go, or are spoilt, as where it has begun."""
-        if request.zero_grad is not None:
-            self.order_zero_grad({"set_to_none": request.zero_grad})
-        if request.adds_gradients:
-            self._undo([])
-
-    def order_run(self, request: Request) -> Generator[Waiting, None, dict[str, Any]]:
+    def order_run(self, request: Request) -> dict[str, Any]:
         if request.row is not None:
             self._rows[request.row_key] = request.row
-        if request.zero_grad is not None:
-            self.order_zero_grad({"set_to_none": request.zero_grad})
-        number = self._exchange.running
-        assert number is not None
-        fresh = self._without_gradients() if request.adds_gradients else []
-        try:
-            result = yield from Run(self.by_index, self._exchange, request).carry_out(self._rows[request.row_key])
-        except BaseException:
-            # Gradients of a part of the batch are of no use: those that were not there before go again.
-            if request.adds_gradients:
-                self._undo(fresh)
-            raise
-        if request.adds_gradients:
-            self._finished = number, fresh
-        return result
+        # The parameters without gradients: what a part of the batch gives them is of no use.
+        fresh = [one for one in self._parameters() if one.grad is None] if request.adds_gradients else []
+        self._last_run = self._exchange.number, request.call, fresh
+        return Run(self.by_index, self._exchange, request).carry_out(self._rows[request.row_key])
 
-    def _undo(self, fresh: list[nn.Parameter]) -> None:
-        """Let go of the gradients of parameters that had none before; others are spoilt."""
-        for parameter in fresh:
-            parameter.grad = None
-        self._spoilt = any(
-            parameter.grad is not None for stage in self.by_index.values() for parameter in stage.module.parameters()
-        )
+    def _parameters(self) -> Iterator[nn.Parameter]:
+        for stage in self.by_index.values():
+            yield from stage.module.parameters()
 
-    def _without_gradients(self) -> list[nn.Parameter]:
-        return [
-            parameter
-            for stage in self.by_index.values()
-            for parameter in stage.module.parameters()
-            if parameter.grad is None
-        ]
+    def end_epoch(self, at: int, spoils: bool) -> None:
+        """Undo the call of the message ``at``, or of a later one: the other workers may not have carried it out.
+
+        Gradients go where there were none before. If the call ``spoils`` the others, no optimizer may use them, on no
+        worker.
+        """
+        number, call, fresh = self._last_run
+        if number >= at:
+            self.forget(call)
+            for parameter in fresh:
+                parameter.grad = None
+        if spoils:
+            self._spoilt = any(parameter.grad is not None for parameter in self._parameters())
+        self._last_run = (-1, -1, [])
 
     # ---------------------------------------------------------------------------------------------- other orders
 
-    def order_reset(self, payload: dict[str, Any]) -> None:
-        """After a failure, and when workers have changed: forget what has been left behind."""
-        self._exchange.forget_unanswered()
-        # An order that failed elsewhere when it was done here.
-        if (number := payload.get("undo")) is not None:
-            self.forget(number)
-            if self._finished[0] == number:
-                self._undo(self._finished[1])
-        if routes := payload.get("routes"):
-            self._exchange.set_routes(routes)
-            # A call whose graphs are not on all workers any more has no way back.
-            for stage in self.by_index.values():
-                stage.graphs.clear()
-        if payload.get("gradients"):
-            self.order_zero_grad({"set_to_none": True})
+    def order_crew(self, payload: dict[str, Any]) -> None:
+        """Workers have been replaced."""
+        self._exchange.set_routes(payload["routes"])
+        # A call whose graphs are not on all workers any more has no way back.
+        for stage in self.by_index.values():
+            stage.graphs.clear()
+        self.order_zero_grad(True)
 
-    def order_forget(self, payload: dict[str, Any]) -> None:
-        self.forget(payload["call"])
+    def order_forget(self, calls: list[int]) -> None:
+        for call in calls:
+            self.forget(call)
 
     def order_train(self, payload: dict[str, Any]) -> None:
         for stage in self.by_index.values():
@@ -139,10 +116,10 @@ class Stages:
             for name, parameter in stage.named_parameters():
                 parameter.requires_grad_(payload[name])
 
-    def order_zero_grad(self, payload: dict[str, Any]) -> None:
+    def order_zero_grad(self, set_to_none: bool) -> None:
         self._spoilt = False
         for stage in self.by_index.values():
-            stage.module.zero_grad(set_to_none=payload["set_to_none"])
+            stage.module.zero_grad(set_to_none=set_to_none)
 
     def order_optimizer(self, payload: dict[str, Any] | None) -> None:
         if payload is None:
@@ -158,7 +135,7 @@ class Stages:
                 **payload["options"],
             )
 
-    def order_optimizer_step(self, payload: dict[str, Any]) -> Generator[Waiting, None, None]:
+    def order_optimizer_step(self, payload: dict[str, Any]) -> None:
         optimizer = self._optimizers.get(payload["optimizer"])
         if self._spoilt:
             raise RuntimeError(
@@ -169,22 +146,24 @@ class Stages:
             for group, values in zip(optimizer.param_groups, payload["groups"], strict=True):
                 group.update(values)
             optimizer.step()
-        yield from self._share_tied_values()
+        self._share_tied_values()
 
-    def order_set_values(self, payload: dict[str, Any]) -> Generator[Waiting, None, None]:
+    def order_set_values(self, payload: dict[str, Any]) -> None:
         """After a load: the owners' values are everybody's."""
-        yield from self._share_tied_values()
+        self._share_tied_values()
 
-    def _share_tied_values(self) -> Generator[Waiting, None, None]:
+    def _share_tied_values(self) -> None:
         for stage in self.by_index.values():
             for tie, parameter in stage.ties:
                 if tie.owner == stage.index:
                     for user in tie.users:
-                        self._exchange.send(user, ("V", tie.number, 0, user), parameter.detach())
+                        # A copy: the next step of the optimizer may come before it has been fetched.
+                        value = parameter.detach().clone()
+                        self._exchange.send(("V", user, 0, stage.index, tie.number), value)
         for stage in self.by_index.values():
             for tie, parameter in stage.ties:
                 if tie.owner != stage.index:
-                    value = yield from self._exchange.wait(("V", tie.number, 0, stage.index))
+                    value = self._exchange.take(("V", stage.index, 0, tie.owner, tie.number))
                     with torch.no_grad():
                         parameter.copy_(value)
 

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from torch_ucx_rpc.pipeline.engine import Engine
-from torch_ucx_rpc.pipeline.recovery import Recovery
-from torch_ucx_rpc.pipeline.scaler import GradScaler
+from torch_ucx_rpc.pipeline._engine import Engine
+from torch_ucx_rpc.pipeline._recovery import Recovery
+from torch_ucx_rpc.pipeline._scaler import GradScaler
 
 __all__ = ["PipelineOptimizer"]
 
@@ -122,10 +122,10 @@ class PipelineOptimizer(torch.optim.Optimizer):
     def checkpoint_parts(self) -> list[Any]:
         """For `torch_ucx_rpc.checkpoint`: what each worker writes."""
         # It imports torch.distributed.checkpoint, which takes longer than all the rest.
-        from torch_ucx_rpc.pipeline import state
+        from torch_ucx_rpc.pipeline import _state
 
         self._recovery.ask(Engine.synchronize)
-        return state.optimizer_parts(self._engine.crew.places, self._number, self)
+        return _state.optimizer_parts(self._engine.crew.places, self._number, self)
 
     def load_groups(self, groups: list[dict[str, Any]]) -> None:
         """Take the options of what `groups_by_name` returned; raises ValueError for another number of groups."""

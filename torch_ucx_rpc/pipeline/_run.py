@@ -1,26 +1,22 @@
-"""One call on one worker: its row of the schedule, action by action (`Run`).
-
-It runs as a generator. It yields what it waits for, and None before it computes, so that its host can take in what has
-come, have another thread go on, and end it by raising AbortedError in it.
-"""
+"""One call on one worker: its row of the schedule, action by action (`Run`)."""
 
 from __future__ import annotations
 
 import time
 import traceback
-from collections.abc import Generator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 
-from torch_ucx_rpc.pipeline.exchange import Exchange, LostPeerError, Waiting
-from torch_ucx_rpc.pipeline.messages import Failure, Request
-from torch_ucx_rpc.pipeline.schedule import Action, Row
-from torch_ucx_rpc.pipeline.stage import Stage
-from torch_ucx_rpc.pipeline.values import Packet, to_device
-from torch_ucx_rpc.pipeline.wiring import DRIVER, INPUT
+from torch_ucx_rpc.pipeline._exchange import AbortedError, Exchange, LostPeerError, Slot
+from torch_ucx_rpc.pipeline._messages import Failure, Request
+from torch_ucx_rpc.pipeline._schedule import Action, Row
+from torch_ucx_rpc.pipeline._stage import Stage
+from torch_ucx_rpc.pipeline._values import Packet, to_device
+from torch_ucx_rpc.pipeline._wiring import DRIVER, INPUT
 
-__all__ = ["AbortedError", "ActionError", "Run", "failure_of"]
+__all__ = ["ActionError", "Run", "failure_of"]
 
 _CPU = torch.device("cpu")
 
@@ -30,10 +26,6 @@ _DOING = {
     "I": "the backward to the inputs",
     "W": "the backward to the weights",
 }
-
-
-class AbortedError(Exception):
-    """The driver has called the present call off."""
 
 
 class ActionError(Exception):
@@ -73,15 +65,17 @@ class Run:
         self._result: dict[str, Any] = {}
         self._events: list[tuple[str, float, float]] | None = [] if request.record else None
 
-    def carry_out(self, row: Row) -> Generator[Waiting, None, dict[str, Any]]:
+    def carry_out(self, row: Row) -> dict[str, Any]:
         """All actions in turn. Raises ActionError; AbortedError and LostPeerError as they come."""
-        for action, following in zip(row, (*row[1:], None), strict=True):
+        actions = [action for action in map(self._whole, row) if action is not None]
+        self._exchange.expect(slot for action in actions for slot in self._needs(action))
+        for action, following in zip(actions, (*actions[1:], None), strict=True):
             try:
                 if action.kind == "F":
-                    yield from self._forward(self._stages[action.stage], action, following)
+                    self._forward(self._stages[action.stage], action, following)
                 else:
-                    yield from self._backward(self._stages[action.stage], action)
-            except (AbortedError, LostPeerError, GeneratorExit):
+                    self._backward(self._stages[action.stage], action)
+            except (AbortedError, LostPeerError):
                 raise
             except BaseException as error:
                 raise ActionError(action) from error
@@ -91,20 +85,38 @@ class Run:
             self._result["events"] = self._events
         return self._result
 
-    def _forward(self, stage: Stage, action: Action, following: Action | None) -> Generator[Waiting, None, None]:
+    def _whole(self, action: Action) -> Action | None:
+        """A stage that does not divide its way back does all of it in the first half."""
+        if action.kind in "IW" and not self._stages[action.stage].has_halves:
+            return Action(action.stage, "B", action.micro_batch) if action.kind == "I" else None
+        return action
+
+    def _needs(self, action: Action) -> Iterator[Slot]:
+        """The values of other stages that an action takes."""
+        stage, number = self._stages[action.stage], action.micro_batch
+        if action.kind == "F":
+            for edge in stage.spec.edges_in:
+                if edge.source != INPUT:
+                    yield "F", stage.index, number, edge.source, 0
+            return
+        if action.kind != "W":
+            for target in stage.targets:
+                yield "B", stage.index, number, target, 0
+        if action.kind != "I":
+            for tie, _ in stage.ties:
+                if tie.owner == stage.index:
+                    for user in tie.users:
+                        yield "T", stage.index, number, user, tie.number
+
+    def _forward(self, stage: Stage, action: Action, following: Action | None) -> None:
         request, number = self._request, action.micro_batch
         # As in the last stage of 1F1B. To compute the activations again would cost a forward, and spare no memory.
         goes_back_next = following is not None and (following.stage, following.micro_batch) == (stage.index, number)
-        packets: dict[int, Packet] = {}
-        for edge in stage.spec.edges_in:
-            if edge.source == INPUT:
-                packets[INPUT] = request.inputs[stage.index][number]
-            else:
-                packets[edge.source] = yield from self._exchange.wait(("F", stage.index, number, edge.source))
-        if INPUT in packets:
+        packets: dict[int, Packet] = {slot[3]: self._exchange.take(slot) for slot in self._needs(action)}
+        if stage.index in request.inputs:
+            packets[INPUT] = request.inputs[stage.index][number]
             # Once used it may go: on the way back only what autograd has saved of it is needed.
             request.inputs[stage.index][number] = None  # type: ignore[call-overload]
-        yield None
         is_last = stage.index == self._exchange.last_stage
         begin = time.time()
         sent = stage.forward(
@@ -118,50 +130,40 @@ class Run:
             to_driver=request.to_driver and is_last,
             goes_back_next=goes_back_next,
         )
-        self._record(stage.index, "F", number, begin)
+        self._record(action, begin)
         for target, packet in sent.items():
             if target != DRIVER:
-                slot = ("F", target, number, stage.index)
-                self._exchange.send(target, slot, packet, for_gradients=request.is_step)
+                self._exchange.send(("F", target, number, stage.index, 0), packet)
             elif request.to_driver:
                 self._result.setdefault("outputs", []).append(to_device(packet, _CPU))
             else:
                 self._losses.append(packet[0])
 
-    def _backward(self, stage: Stage, action: Action) -> Generator[Waiting, None, None]:
-        request = self._request
-        number, kind = action.micro_batch, action.kind
-        if not stage.has_halves and kind in "IW":
-            if kind == "W":
-                return
-            kind = "B"
+    def _backward(self, stage: Stage, action: Action) -> None:
+        request, number = self._request, action.micro_batch
         gradients: dict[int, Any] = {}
-        if kind != "W":
-            for target in stage.targets:
-                gradients[target] = yield from self._exchange.wait(("B", stage.index, number, target))
-            if request.output_gradients is not None and stage.index == self._exchange.last_stage:
-                gradients[DRIVER] = request.output_gradients[number]
         tied: dict[int, list[torch.Tensor | None]] = {}
-        for tie, _ in stage.ties if kind != "I" else ():
-            if tie.owner == stage.index:
-                tied[tie.number] = []
-                for user in tie.users:
-                    tied[tie.number].append((yield from self._exchange.wait(("T", tie.number, number, user))))
-        yield None
+        for slot in self._needs(action):
+            if slot[0] == "B":
+                gradients[slot[3]] = self._exchange.take(slot)
+            else:
+                tied.setdefault(slot[4], []).append(self._exchange.take(slot))
+        if action.kind != "W" and request.output_gradients is not None and stage.index == self._exchange.last_stage:
+            gradients[DRIVER] = request.output_gradients[number]
         begin = time.time()
-        found, owed = stage.backward((request.call, number), kind, gradients, tied)
-        self._record(stage.index, kind, number, begin)
+        found, owed = stage.backward((request.call, number), action.kind, gradients, tied)
+        self._record(action, begin)
         for source, some in found.items():
             if source != INPUT:
-                self._exchange.send(source, ("B", source, number, stage.index), some)
+                self._exchange.send(("B", source, number, stage.index, 0), some)
             elif request.input_gradients:
                 by_stage = self._result.setdefault("input_gradients", {})
                 by_stage.setdefault(stage.index, {})[number] = to_device(some, _CPU)
         for tie, _ in stage.ties:
             if tie.number in owed:
-                self._exchange.send(tie.owner, ("T", tie.number, number, stage.index), owed[tie.number])
+                self._exchange.send(("T", tie.owner, number, stage.index, tie.number), owed[tie.number])
 
-    def _record(self, stage: int, kind: str, number: int, begin: float) -> None:
+    def _record(self, action: Action, begin: float) -> None:
         """An action that began then has ended now."""
         if self._events is not None:
-            self._events.append((str(Action(stage, kind, number)), begin, time.time()))
+            self._events.append((str(action), begin, time.time()))

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from torch_ucx_rpc.pipeline.errors import PipelineError
-from torch_ucx_rpc.pipeline.values import tensors_of
+from torch_ucx_rpc.pipeline._errors import PipelineError
+from torch_ucx_rpc.pipeline._values import tensors_of
 
 __all__ = ["balanced", "profile"]
 

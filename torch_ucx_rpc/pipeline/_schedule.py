@@ -15,7 +15,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from torch_ucx_rpc.pipeline.errors import ScheduleError
+from torch_ucx_rpc.pipeline._errors import ScheduleError
 
 __all__ = ["NAMES", "Action", "Schedule", "build", "check", "is_text", "parse", "simulate", "to_text"]
 

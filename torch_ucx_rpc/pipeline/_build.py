@@ -14,8 +14,8 @@ from torch._C._distributed_rpc import PyRRef
 from torch.distributed.rpc.internal import _internal_rpc_pickler
 
 from torch_ucx_rpc._arguments import check_callable, wrong_value
-from torch_ucx_rpc.pipeline.errors import PipelineError
-from torch_ucx_rpc.pipeline.wiring import StageSpec
+from torch_ucx_rpc.pipeline._errors import PipelineError
+from torch_ucx_rpc.pipeline._wiring import StageSpec
 
 __all__ = ["Built", "evaluation_module", "on_worker", "share_evaluation_state", "skeleton", "travels"]
 

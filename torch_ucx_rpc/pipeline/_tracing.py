@@ -18,11 +18,11 @@ from torch.export import Dim
 from torch.fx.experimental.symbolic_shapes import is_concrete_int
 from torch.utils import _pytree as pytree
 
-from torch_ucx_rpc.pipeline.balance import balanced
-from torch_ucx_rpc.pipeline.errors import PipelineError
-from torch_ucx_rpc.pipeline.partition import Partition, StageInfo, close_to, connect, parameter_count, tie
-from torch_ucx_rpc.pipeline.values import equal, map_tensors
-from torch_ucx_rpc.pipeline.wiring import INPUT, Ref, StageSpec
+from torch_ucx_rpc.pipeline._balance import balanced
+from torch_ucx_rpc.pipeline._errors import PipelineError
+from torch_ucx_rpc.pipeline._partition import Partition, StageInfo, close_to, connect, parameter_count, tie
+from torch_ucx_rpc.pipeline._values import equal, map_tensors
+from torch_ucx_rpc.pipeline._wiring import INPUT, Ref, StageSpec
 
 __all__ = ["divide"]
 

@@ -10,8 +10,8 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from torch_ucx_rpc.checkpoint import Part
 from torch_ucx_rpc.checkpoint.optimizers import check_groups, room_for
-from torch_ucx_rpc.pipeline import host
-from torch_ucx_rpc.pipeline.crew import Place
+from torch_ucx_rpc.pipeline import _host
+from torch_ucx_rpc.pipeline._crew import Place
 
 __all__ = ["Gradients", "RandomState", "model_parts", "optimizer_parts"]
 
@@ -34,7 +34,7 @@ def model_parts(places: Sequence[Place]) -> list[Part]:
 
 def _model_state(name: str) -> dict[str, Any]:
     state: dict[str, Any] = {}
-    for _, stage in sorted(host.find(name).by_index.items()):
+    for _, stage in sorted(_host.find(name).by_index.items()):
         state.update(stage.state_dict())
     return state
 
@@ -45,7 +45,7 @@ def _model_template(name: str, saved: Mapping[Path, Any]) -> dict[str, Any]:
 
 
 def _set_model_state(name: str, state: dict[str, Any]) -> None:
-    for stage in host.find(name).by_index.values():
+    for stage in _host.find(name).by_index.values():
         # A value that is no tensor could not be read into: a module's extra state.
         prefix = stage.spec.prefix
         extra = {
@@ -88,17 +88,17 @@ def _set_groups(groups: Groups, state: dict[str, Any]) -> None:
 
 
 def _optimizer_state(name: str, number: int) -> dict[str, Any]:
-    return {"state": host.find(name).optimizer_state(number)}
+    return {"state": _host.find(name).optimizer_state(number)}
 
 
 def _optimizer_room(name: str, number: int, saved: Mapping[Path, Any]) -> dict[str, Any]:
-    mine = {parameter for parameter, _ in host.find(name).owned_parameters()}
+    mine = {parameter for parameter, _ in _host.find(name).owned_parameters()}
     of_mine = {path: kind for path, kind in saved.items() if path[0] == "state" and len(path) > 1 and path[1] in mine}
     return room_for(of_mine, _optimizer_state(name, number))
 
 
 def _set_optimizer_state(name: str, number: int, state: dict[str, Any]) -> None:
-    host.find(name).set_optimizer_state(number, state.get("state", {}))
+    _host.find(name).set_optimizer_state(number, state.get("state", {}))
 
 
 class Gradients:
@@ -122,20 +122,20 @@ def _gradients(name: str) -> dict[str, Any]:
     # DCP has no sparse tensors: in a tuple they are pickled, and a pickle should not ask for a device.
     return {
         parameter: gradient if gradient.layout == torch.strided else (gradient.cpu(),)
-        for parameter, gradient in host.find(name).gradients().items()
+        for parameter, gradient in _host.find(name).gradients().items()
     }
 
 
 def _gradients_room(name: str, saved: Mapping[Path, Any]) -> dict[str, Any]:
     return {
         parameter: torch.empty_like(one.detach()) if isinstance(saved[parameter,], TensorStorageMetadata) else None
-        for parameter, one in host.find(name).owned_parameters()
+        for parameter, one in _host.find(name).owned_parameters()
         if (parameter,) in saved
     }
 
 
 def _set_gradients(name: str, state: dict[str, Any]) -> None:
-    for parameter, one in host.find(name).owned_parameters():
+    for parameter, one in _host.find(name).owned_parameters():
         if parameter in state:
             gradient = state[parameter]
             one.grad = gradient[0].to(one.device) if isinstance(gradient, tuple) else gradient

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torch_ucx_rpc.pipeline.partition import StageInfo
+from torch_ucx_rpc.pipeline._partition import StageInfo
 
 __all__ = ["table"]
 

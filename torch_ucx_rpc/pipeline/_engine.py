@@ -6,6 +6,7 @@ workers send each other what the stages make of it, and the last one answers wit
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -14,14 +15,14 @@ import torch
 import torch.distributed.rpc as rpc
 from torch import nn
 
-from torch_ucx_rpc.pipeline import build, host, schedule
-from torch_ucx_rpc.pipeline.calls import Call, Circumstances, divided, packets
-from torch_ucx_rpc.pipeline.crew import Crew
-from torch_ucx_rpc.pipeline.errors import PipelineError
-from torch_ucx_rpc.pipeline.messages import HostConfig
-from torch_ucx_rpc.pipeline.partition import Partition, lent_names
-from torch_ucx_rpc.pipeline.schedules import Schedules
-from torch_ucx_rpc.pipeline.values import Packet, merge
+from torch_ucx_rpc.pipeline import _build, _host, _schedule
+from torch_ucx_rpc.pipeline._calls import Call, Circumstances, divided, packets
+from torch_ucx_rpc.pipeline._crew import Crew, tell
+from torch_ucx_rpc.pipeline._errors import PipelineError
+from torch_ucx_rpc.pipeline._messages import HostConfig
+from torch_ucx_rpc.pipeline._partition import Partition, lent_names
+from torch_ucx_rpc.pipeline._schedules import Schedules
+from torch_ucx_rpc.pipeline._values import Packet, merge
 
 __all__ = ["Engine", "RemoteOptimizer"]
 
@@ -86,8 +87,7 @@ class Engine:
         self._schedules = schedules
         # Rows that the workers know, by row and key of the call.
         self._sent_rows: set[tuple[int, Any]] = set()
-        # It travels with the next call.
-        self._zero_grad: bool | None = None
+        self._calls = itertools.count()
         try:
             self.parameters = self._proxies(self._create(range(len(crew.places))))
         except BaseException:
@@ -97,8 +97,8 @@ class Engine:
         self._trained = self._trained_at_first = tuple(one.requires_grad for one in self.parameters.values())
         # What replaces a lost worker gets the structure from here, and the values from a checkpoint.
         for spec in self.specs:
-            spec.module = build.skeleton(spec.module)
-            spec.evaluation_module = build.skeleton(spec.evaluation_module)
+            spec.module = _build.skeleton(spec.module)
+            spec.evaluation_module = _build.skeleton(spec.evaluation_module)
         self._finalizer = weakref.finalize(self, Crew.close, crew)
         self._finalizer.atexit = False
 
@@ -114,20 +114,24 @@ class Engine:
         for row in rows:
             place = self.crew.places[row]
             config = HostConfig(
-                pipeline=place.host,
+                host=place.host,
                 specs=[self.specs[stage] for stage in self.crew.stages_of[row]],
                 device=place.device,
                 routes=self.crew.routes(),
                 loss=self.loss,
                 rematerialize=self.rematerialize,
-                first_order=self.crew.number,
+                driver=rpc.get_worker_info().name,
+                driver_session=self.crew.session,
+                driver_box=self.crew.name,
+                tell=tell,
+                epoch=self.crew.epoch,
                 training=self._given_training,
                 mode=self.mode,
             )
             try:
-                calls.append((place, rpc.rpc_async(place.info, host.create, (config,), timeout=0)))
+                calls.append((place, rpc.rpc_async(place.info, _host.create, (config,), timeout=0)))
             except Exception as error:
-                if build.travels(config):
+                if _build.travels(config):
                     raise PipelineError(f"worker {place.worker!r} cannot be reached: {error}") from error
                 raise PipelineError(
                     f"stages {self.crew.stages_of[row]} cannot be sent to worker {place.worker!r}: {error}. Modules "
@@ -167,9 +171,9 @@ class Engine:
             raise ValueError(f"no stage runs on {worker!r}; the stages run on {names}")
         for row in rows:
             for stage in crew.stages_of[row]:
-                if (error := build.cannot_be_rebuilt(self.specs[stage])) is not None:
+                if (error := _build.cannot_be_rebuilt(self.specs[stage])) is not None:
                     raise error
-        crew.give_up_unsettled()
+        crew.renew()
         self.crews += 1
         for row in rows:
             crew.close_place(crew.places[row])
@@ -185,7 +189,7 @@ class Engine:
         if any(place.lost for place in crew.places):
             # Several have died: the last one to be replaced tells the others.
             return
-        crew.reset()
+        crew.do("crew", {"routes": crew.routes()})
         new = [place.is_new for place in crew.places]
         for optimizer in self.optimizers:
             crew.settle(crew.send("optimizer", [optimizer.description() if one else None for one in new]))
@@ -239,12 +243,13 @@ class Engine:
         count, inputs, _ = self._divided(args, kwargs, ())
         call = Call(("forward", count), self._forward_rows(count), count, inputs, grad=grad, to_driver=True)
         results = self._run(call, around)
-        return self.crew.number - 1, inputs, results[self.crew.worker_of[-1]]["outputs"]
+        assert call.number is not None
+        return call.number, inputs, results[self.crew.worker_of[-1]]["outputs"]
 
     def backward(self, number: int, gradients: list[Any], input_gradients: bool) -> dict[int, Any]:
         """The way back of a call, with the gradients of its outputs by micro-batch; those of its inputs, by stage."""
         count = len(gradients)
-        rows = schedule.backward_only(self.crew.worker_of, len(self.crew.places), count, last_first=True)
+        rows = _schedule.backward_only(self.crew.worker_of, len(self.crew.places), count, last_first=True)
         call = Call(("backward", count), rows, count, number=number)
         call.output_gradients, call.input_gradients = gradients, input_gradients
         found: dict[int, Any] = {}
@@ -252,8 +257,8 @@ class Engine:
             found.update(result.get("input_gradients", {}))
         return found
 
-    def _forward_rows(self, count: int) -> Sequence[schedule.Row]:
-        return schedule.forward_only(self.crew.worker_of, len(self.crew.places), count)
+    def _forward_rows(self, count: int) -> Sequence[_schedule.Row]:
+        return _schedule.forward_only(self.crew.worker_of, len(self.crew.places), count)
 
     def _divided(self, args: Any, kwargs: Any, target: tuple[Any, ...]) -> tuple[int, list[Any], list[Any]]:
         return divided(self.partition, self.chunks, args, kwargs, target)
@@ -266,7 +271,8 @@ class Engine:
             call.autocast = around.autocast
             self._train_only(around.trained)
         inputs = {} if call.inputs is None else packets(self.specs, call.inputs, grad=call.to_driver and call.grad)
-        zero_grad, self._zero_grad = self._zero_grad, None
+        if call.number is None:
+            call.number = next(self._calls)
         requests = [
             call.request(
                 row,
@@ -274,12 +280,11 @@ class Engine:
                 inputs,
                 is_last=row == self.crew.worker_of[-1],
                 is_known=(row, call.key) in self._sent_rows,
-                order=self.crew.number,
-                zero_grad=zero_grad,
             )
             for row, stages in enumerate(self.crew.stages_of)
         ]
-        results: list[dict[str, Any]] = self.crew.settle(self.crew.send("run", requests))
+        adds_gradients = requests[0].adds_gradients
+        results: list[dict[str, Any]] = self.crew.settle(self.crew.send("run", requests, adds_gradients=adds_gradients))
         self._sent_rows.update((row, call.key) for row in range(len(requests)))
         return results
 
@@ -287,31 +292,24 @@ class Engine:
         """Tell the workers which parameters want a gradient, where that has changed."""
         if trained == self._trained:
             return
-        self._flush()
         wanted = dict(zip(self.parameters, trained, strict=True))
         wanted.update({lent: wanted[owned] for lent, owned in lent_names(self.specs).items()})
-        self.crew.send_later("requires_grad", wanted)
+        self.crew.later("requires_grad", wanted)
         self._trained = trained
 
     # ------------------------------------------------------------------------------------------------------ the model
 
     def order(self, name: str, payload: dict[str, Any]) -> list[Any]:
         """Have all workers do something, after all that they have been told before; their answers."""
-        self._flush()
         return self.crew.do(name, payload)
-
-    def _flush(self) -> None:
-        if self._zero_grad is not None:
-            set_to_none, self._zero_grad = self._zero_grad, None
-            self.crew.send_later("zero_grad", {"set_to_none": set_to_none})
 
     def synchronize(self) -> None:
         """Return when the workers have done all that they have been told. Raises what went wrong meanwhile."""
         self.order("synchronize", {})
 
-    def forget(self, number: int) -> None:
-        """A call will have no backward: what is kept for it may go."""
-        self.crew.send_later("forget", {"call": number})
+    def forget(self, numbers: list[int]) -> None:
+        """Calls that will have no backward: what is kept for them may go."""
+        self.crew.later("forget", numbers)
 
     def gather(self, name: str) -> dict[str, Any]:
         """The answers to an order, put together."""
@@ -335,8 +333,8 @@ class Engine:
         self.mode = mode
 
     def zero_grad(self, set_to_none: bool) -> None:
-        """Travels with the next call."""
-        self._zero_grad = set_to_none
+        """Travels with the next order."""
+        self.crew.later("zero_grad", set_to_none)
 
     def clip_grad_norm(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> torch.Tensor:
         """The norm of all gradients before they were clipped."""
@@ -359,7 +357,6 @@ class Engine:
 
     def optimizer_step(self, number: int, groups: list[dict[str, Any]]) -> None:
         """A step of the workers' optimizers; nobody waits for it."""
-        self._flush()
         self.crew.send_later("optimizer_step", {"optimizer": number, "groups": groups})
 
     # ---------------------------------------------------------------------------------------------------- checkpoints
@@ -367,10 +364,10 @@ class Engine:
     def checkpoint_parts(self) -> list[Any]:
         """For `torch_ucx_rpc.checkpoint`: what each worker writes of the model."""
         # It imports torch.distributed.checkpoint, which takes longer than all the rest.
-        from torch_ucx_rpc.pipeline import state
+        from torch_ucx_rpc.pipeline import _state
 
         self.synchronize()
-        return state.model_parts(self.crew.places)
+        return _state.model_parts(self.crew.places)
 
     def make_optimizers(self, first: int) -> None:
         """Make the optimizers from number ``first`` on anew: a checkpoint from before them knows nothing of them."""
@@ -379,6 +376,5 @@ class Engine:
 
     def on_loaded(self) -> None:
         """The values of a checkpoint are in the stages now: let go of the gradients, and bring tied values along."""
-        self._zero_grad = None
-        self.order("zero_grad", {"set_to_none": True})
+        self.zero_grad(True)
         self.order("set_values", {})

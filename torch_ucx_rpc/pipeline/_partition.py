@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import nn
 
-from torch_ucx_rpc.pipeline.errors import PipelineError
-from torch_ucx_rpc.pipeline.wiring import Edge, StageSpec, Tie, edges_to
+from torch_ucx_rpc.pipeline._errors import PipelineError
+from torch_ucx_rpc.pipeline._wiring import Edge, StageSpec, Tie, edges_to
 
 __all__ = ["Partition", "StageInfo", "close_to", "connect", "lent_names", "parameter_count", "tie"]
 

@@ -14,9 +14,9 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from torch_ucx_rpc.pipeline import backward
-from torch_ucx_rpc.pipeline.values import Packet, map_tensors, pack, to_device, unpack
-from torch_ucx_rpc.pipeline.wiring import DRIVER, INPUT, Edge, StageSpec, fill
+from torch_ucx_rpc.pipeline import _backward
+from torch_ucx_rpc.pipeline._values import Packet, map_tensors, pack, to_device, unpack
+from torch_ucx_rpc.pipeline._wiring import DRIVER, INPUT, Edge, StageSpec, fill
 
 __all__ = ["Autocast", "Stage"]
 
@@ -32,7 +32,7 @@ class _Graph:
     sent: dict[int, list[torch.Tensor]]
     loss: torch.Tensor | None = None
     seed: torch.Tensor | None = None
-    half: backward.HalfDone | None = None
+    half: _backward.HalfDone | None = None
 
 
 class Stage:
@@ -227,7 +227,7 @@ class Stage:
             del self.graphs[key]
             assert graph.half is not None
             half = graph.half
-            return {}, self._with_ties(tied, lambda: backward.weights_half(half, list(self.module.parameters())))
+            return {}, self._with_ties(tied, lambda: _backward.weights_half(half, list(self.module.parameters())))
         roots, seeds = self._roots(graph, gradients)
         inputs = [leaf for leaves in graph.arrived.values() for leaf in leaves]
         owed: dict[int, torch.Tensor | None] = {}
@@ -239,9 +239,9 @@ class Stage:
                     if gradient is not None and parameter.requires_grad:
                         roots.append(parameter)
                         seeds.append(to_device(gradient, self.device))
-            owed = self._with_ties({}, lambda: backward.whole(roots, seeds))
+            owed = self._with_ties({}, lambda: _backward.whole(roots, seeds))
         else:
-            graph.half = backward.inputs_half(roots, seeds, inputs, list(self.module.parameters()))
+            graph.half = _backward.inputs_half(roots, seeds, inputs, list(self.module.parameters()))
             graph.sent, graph.loss, graph.seed = {}, None, None
         found = {source: [leaf.grad for leaf in leaves] for source, leaves in graph.arrived.items()}
         for leaf in inputs:
@@ -261,7 +261,7 @@ class Stage:
         if graph.loss is not None and graph.loss.requires_grad:
             tensors.insert(0, graph.loss)
             found.insert(0, graph.seed)
-        return backward.sum_by_tensor(tensors, found)
+        return _backward.sum_by_tensor(tensors, found)
 
     def _with_ties(
         self, remote: dict[int, list[torch.Tensor | None]], run: Callable[[], None]

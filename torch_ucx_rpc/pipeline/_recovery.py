@@ -12,10 +12,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
-from torch_ucx_rpc.pipeline.calls import Circumstances
-from torch_ucx_rpc.pipeline.engine import Engine
-from torch_ucx_rpc.pipeline.errors import PipelineError, StageLostError
-from torch_ucx_rpc.pipeline.values import Packet, map_tensors
+from torch_ucx_rpc.pipeline._calls import Circumstances
+from torch_ucx_rpc.pipeline._engine import Engine
+from torch_ucx_rpc.pipeline._errors import PipelineError, StageLostError
+from torch_ucx_rpc.pipeline._values import Packet, map_tensors
 
 __all__ = ["Recovery"]
 
@@ -83,8 +83,9 @@ class Recovery:
         """The same for what changes nothing, and need not be done again later."""
         while True:
             try:
-                while self._forgotten:
-                    self._engine.forget(self._forgotten.pop())
+                if self._forgotten:
+                    forgotten, self._forgotten = self._forgotten, []
+                    self._engine.forget(forgotten)
                 return method(self._engine, *args, **kwargs)
             except StageLostError as lost:
                 if self._playing:
@@ -164,6 +165,8 @@ class Recovery:
                     for method, args, kwargs in self._journal or ():
                         method(self._engine, *args, **kwargs)
                 except StageLostError as again:
+                    if not self._spares:
+                        raise
                     lost = again
                 else:
                     return
@@ -281,13 +284,13 @@ class Recovery:
         self._engine.on_loaded()
 
     def _gradients(self) -> Any:
-        from torch_ucx_rpc.pipeline.state import Gradients
+        from torch_ucx_rpc.pipeline._state import Gradients
 
         return Gradients(self._engine.crew.places)
 
     def _everything(self, optimizers: int | None = None, here: bool = True) -> dict[str, Any]:
         """What a checkpoint has; model and optimizers, or the first of them, under the names that they usually have."""
-        from torch_ucx_rpc.pipeline.state import RandomState
+        from torch_ucx_rpc.pipeline._state import RandomState
 
         everything: dict[str, Any] = {"model": self._engine}
         for number, optimizer in enumerate(self._engine.optimizers[:optimizers]):

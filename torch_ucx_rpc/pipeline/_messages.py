@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from torch_ucx_rpc.pipeline.schedule import Row
-from torch_ucx_rpc.pipeline.stage import Autocast
-from torch_ucx_rpc.pipeline.values import Packet
-from torch_ucx_rpc.pipeline.wiring import StageSpec
+from torch_ucx_rpc.pipeline._schedule import Row
+from torch_ucx_rpc.pipeline._stage import Autocast
+from torch_ucx_rpc.pipeline._values import Packet
+from torch_ucx_rpc.pipeline._wiring import StageSpec
 
 __all__ = ["Failure", "HostConfig", "Request"]
 
@@ -20,16 +20,23 @@ __all__ = ["Failure", "HostConfig", "Request"]
 class HostConfig:
     """What a worker is told when it gets its stages."""
 
-    pipeline: str
-    """Name of this host: of the pipeline, and of its place in there."""
+    host: str
+    """Name of this host."""
     specs: list[StageSpec]
     device: str
     routes: list[tuple[str, str]]
     """Worker and host of each stage."""
     loss: Callable[..., Any] | None
     rematerialize: bool
-    first_order: int
-    """Number of the first order that it will get."""
+    driver: str
+    """Name of the worker that gives it orders."""
+    driver_session: int
+    """Tells the life of that worker from others."""
+    driver_box: str
+    """Where the driver's answers go."""
+    tell: Callable[..., None]
+    """What tells it of a failure."""
+    epoch: int
     training: bool
     """Whether the model was given in training mode."""
     mode: bool | None
@@ -43,7 +50,7 @@ class Request(NamedTuple):
     row: Row | None
     """None: the one that came with this key before."""
     call: int
-    """Under which the graphs of forward are kept: the number of the order in which it ran."""
+    """Under which the graphs of forward are kept."""
     micro_batches: int
     inputs: dict[int, list[Packet]]
     """Of the batch, by stage, for each micro-batch."""
@@ -55,31 +62,11 @@ class Request(NamedTuple):
     autocast: Autocast = ()
     scale: float | None = None
     record: bool = False
-    zero_grad: bool | None = None
-    """First let go of the gradients; True: by setting them to None."""
-
-    @property
-    def is_step(self) -> bool:
-        """Whether it goes forward and back."""
-        return self.grad and self.targets is not None
 
     @property
     def adds_gradients(self) -> bool:
         """Whether it goes back, after its forward or after that of another call."""
         return self.grad and not self.to_driver
-
-    def skipped(self, *, has_begun: bool) -> Request:
-        """For a worker that this has not reached: its place in the row of orders, without what it carries.
-
-        ``has_begun`` says whether other workers may have begun.
-        """
-        return self._replace(
-            row=None,
-            inputs={},
-            targets=None if self.targets is None else [],
-            output_gradients=None,
-            grad=self.grad and has_begun,
-        )
 
 
 class Failure(NamedTuple):

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from torch_ucx_rpc.pipeline.calls import Circumstances
-from torch_ucx_rpc.pipeline.engine import Engine
-from torch_ucx_rpc.pipeline.errors import PipelineError
-from torch_ucx_rpc.pipeline.recovery import Recovery
-from torch_ucx_rpc.pipeline.values import Packet, flatten, merge, merge_leaves, tensors_of
-from torch_ucx_rpc.pipeline.wiring import INPUT
+from torch_ucx_rpc.pipeline._calls import Circumstances
+from torch_ucx_rpc.pipeline._engine import Engine
+from torch_ucx_rpc.pipeline._errors import PipelineError
+from torch_ucx_rpc.pipeline._recovery import Recovery
+from torch_ucx_rpc.pipeline._values import Packet, flatten, merge, merge_leaves, tensors_of
+from torch_ucx_rpc.pipeline._wiring import INPUT
 
 __all__ = ["call_with_autograd"]
 

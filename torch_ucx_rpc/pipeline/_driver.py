@@ -11,19 +11,27 @@ import torch.distributed.rpc as rpc
 from torch import nn
 from torch._C._distributed_rpc import _get_current_rpc_agent
 
-from torch_ucx_rpc._arguments import check_callable, check_count, check_flag, check_type, wrong_type, wrong_value
-from torch_ucx_rpc.pipeline import host, table, trace
-from torch_ucx_rpc.pipeline.calls import Circumstances, circumstances
-from torch_ucx_rpc.pipeline.crew import Crew
-from torch_ucx_rpc.pipeline.divide import divide
-from torch_ucx_rpc.pipeline.engine import Engine
-from torch_ucx_rpc.pipeline.errors import PipelineError
-from torch_ucx_rpc.pipeline.exchange import worker_info
-from torch_ucx_rpc.pipeline.function import call_with_autograd
-from torch_ucx_rpc.pipeline.optimizer import PipelineOptimizer
-from torch_ucx_rpc.pipeline.partition import close_to
-from torch_ucx_rpc.pipeline.recovery import Recovery
-from torch_ucx_rpc.pipeline.schedules import Schedules
+from torch_ucx_rpc._arguments import (
+    check_callable,
+    check_count,
+    check_flag,
+    check_number,
+    check_type,
+    wrong_type,
+    wrong_value,
+)
+from torch_ucx_rpc.pipeline import _host, _table, _trace
+from torch_ucx_rpc.pipeline._calls import Circumstances, circumstances
+from torch_ucx_rpc.pipeline._crew import Crew
+from torch_ucx_rpc.pipeline._divide import divide
+from torch_ucx_rpc.pipeline._engine import Engine
+from torch_ucx_rpc.pipeline._errors import PipelineError
+from torch_ucx_rpc.pipeline._exchange import worker_info
+from torch_ucx_rpc.pipeline._function import call_with_autograd
+from torch_ucx_rpc.pipeline._optimizer import PipelineOptimizer
+from torch_ucx_rpc.pipeline._partition import close_to
+from torch_ucx_rpc.pipeline._recovery import Recovery
+from torch_ucx_rpc.pipeline._schedules import Schedules
 
 __all__ = ["DistributedPipeline"]
 
@@ -51,6 +59,8 @@ class DistributedPipeline:
         loss: ``loss(output, target)``, a scalar; runs on the worker of the last stage.
         spares: workers that take the place of lost ones. They begin from a checkpoint: `save` one before the first
             step.
+        step_timeout: seconds that the workers may take for a step, or for another order. A worker whose stage is busy
+            then counts as lost. None: no limit; a worker that answers no call for ``rpc_timeout`` counts as lost.
 
     Raises ValueError, TypeError, ScheduleError or PipelineError, with the cure, for what cannot be.
     """
@@ -69,6 +79,7 @@ class DistributedPipeline:
         rematerialize: bool = False,
         loss: Callable[..., Any] | None = None,
         spares: Sequence[Any] = (),
+        step_timeout: float | None = None,
     ) -> None:
         if not isinstance(model, (nn.Module, list, tuple)):
             raise wrong_type("model", "an nn.Module, or a list of stages", model)
@@ -85,6 +96,10 @@ class DistributedPipeline:
         if stages_per_worker is not None:
             check_count("stages_per_worker", 1, "a number of stages", stages_per_worker)
         check_flag("rematerialize", rematerialize)
+        if step_timeout is not None:
+            check_number("step_timeout", step_timeout)
+            if step_timeout <= 0:
+                raise wrong_value("step_timeout", "above 0", step_timeout)
         if loss is not None:
             check_callable("loss", "a function of the output and the target", loss)
         if isinstance(loss, nn.Module) and any(one.requires_grad for one in loss.parameters()):
@@ -114,7 +129,7 @@ class DistributedPipeline:
         )
         self._schedule = schedule
         self._engine = Engine(
-            Crew(places, worker_of),
+            Crew(places, worker_of, step_timeout),
             partition,
             schedules,
             chunks=chunks,
@@ -125,7 +140,7 @@ class DistributedPipeline:
         self._recovery = Recovery(self._engine, spare_places)
         try:
             for worker, _ in spare_places:
-                rpc.rpc_sync(worker_info(worker), host.prepare)
+                rpc.rpc_sync(worker_info(worker), _host.prepare)
         except BaseException:
             self._engine.close()
             raise
@@ -306,21 +321,20 @@ class DistributedPipeline:
     # ------------------------------------------------------------------------------------------------------- looking
 
     def trace(self, path: str | os.PathLike[str], *args: Any, target: Any = None, **kwargs: Any) -> torch.Tensor:
-        """`step` once, and write when which stage did which micro-batch: a picture (``.png``), or a Chrome trace
-        (``.json``).
+        """`step` once, and write when which stage did which micro-batch: a Chrome trace (``.json``), for Perfetto.
 
         Times are those of the workers' clocks: between hosts they are as good as these are set.
         """
         self._check_loss("trace")
-        writer = trace.writer_of(path)
+        _trace.check_path(path)
         loss, events = self._recovery.do(Engine.recorded_step, self._around(), args, kwargs, target)
-        writer(path, events, [str(place) for place in self._engine.crew.places])
+        _trace.write_chrome(path, events, [str(place) for place in self._engine.crew.places])
         return loss
 
     def __repr__(self) -> str:
         engine = self._engine
         workers = [str(engine.crew.places[row]) for row in engine.crew.worker_of]
-        return table.table(engine.partition.infos, workers, self._schedule, engine.chunks, engine.rematerialize)
+        return _table.table(engine.partition.infos, workers, self._schedule, engine.chunks, engine.rematerialize)
 
     @property
     def workers(self) -> list[str]:

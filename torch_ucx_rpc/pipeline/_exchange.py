@@ -1,0 +1,219 @@
+"""Values by `torch_ucx_rpc.channel`: the `Box` of the driver and of each host, and what stages send each other
+(`Exchange`)."""
+
+# mypy: allow-untyped-calls
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch._C._distributed_rpc import _get_current_rpc_agent
+from torch.distributed.rpc.api import _to_worker_info
+from torch.distributed.rpc.internal import _internal_rpc_pickler
+
+from torch_ucx_rpc._workers.lost import timed_out, was_lost
+from torch_ucx_rpc.channel._channel import slots
+from torch_ucx_rpc.errors import EpochEnded
+from torch_ucx_rpc.pipeline._values import to_device
+
+__all__ = ["AbortedError", "Box", "Exchange", "LostPeerError", "Slot", "decode", "encode", "put", "worker_info"]
+
+_CPU = torch.device("cpu")
+
+# Seconds that a sender without room waits before it looks whether its order has been called off.
+_SLICE_S = 0.25
+
+# A slot: kind ("F", "B", "T" for tied gradients, "V" for tied values), the stage it is for, micro-batch, the stage that
+# it comes from, number of the tie.
+Slot = tuple[str, int, int, int, int]
+
+
+class AbortedError(Exception):
+    """The driver has ended the epoch in which this order runs."""
+
+
+class LostPeerError(Exception):
+    """A worker that a stage exchanges values with cannot be reached."""
+
+
+def worker_info(name: str) -> Any:
+    """The WorkerInfo of a worker; what torch raises where there is none of that name."""
+    return _to_worker_info(name)
+
+
+def encode(value: Any) -> tuple[list[torch.Tensor], bool]:
+    """What a channel carries for ``value``. Raises what pickle raises."""
+    if isinstance(value, torch.Tensor):
+        return [value], True
+    data, tensors = _internal_rpc_pickler.serialize(value)
+    return [torch.frombuffer(bytearray(data), dtype=torch.uint8), *tensors], False
+
+
+def decode(value: Any) -> Any:
+    """The reverse of `encode`. Raises what unpickling raises."""
+    if isinstance(value, torch.Tensor):
+        return value
+    return _internal_rpc_pickler.deserialize(value[0].numpy().tobytes(), value[1:])
+
+
+def put(box: str, epoch: int, to: str, tag: str, encoded: tuple[list[torch.Tensor], bool], timeout: float) -> None:
+    """Put a value into a box of the worker ``to``. For the errors see `torch_ucx_rpc.channel.Channel.put`."""
+    tensors, is_single = encoded
+    slots().put(box, epoch, to, tag, tensors, is_single, timeout)
+
+
+def open_to_send(box: str) -> None:
+    """A process may put into a box when it has this channel, too."""
+    with contextlib.suppress(ValueError):  # the box is here, in a later epoch
+        slots().advance(box, 0)
+
+
+class Box:
+    """Where values for one host, or for the driver, arrive. Its owner alone advances it to the next epoch.
+
+    Args:
+        name: of the box, the same on all workers.
+        epoch: the first.
+    """
+
+    def __init__(self, name: str, epoch: int) -> None:
+        self.name = name
+        self._slots = slots()
+        self._slots.advance(name, epoch)
+
+    def post(self, epoch: int, source: str, tag: str) -> Any:
+        return self._slots.post(self.name, epoch, source, tag, None, False)
+
+    def take(self, epoch: int, source: str, tag: str, timeout: float = 0) -> Any:
+        return self.post(epoch, source, tag).wait(timeout)
+
+    def advance(self, epoch: int) -> None:
+        self._slots.advance(self.name, epoch)
+
+    def close(self) -> None:
+        self._slots.close(self.name)
+
+
+class Exchange:
+    """The values between the stages of a host and others. It belongs to the host's thread, but for ``is_waiting``.
+
+    Args:
+        box: of the host.
+        device: where its stages compute.
+        routes: worker and host of each stage.
+        is_called_off: whether the order that runs has been called off.
+    """
+
+    def __init__(
+        self, box: Box, device: torch.device, routes: list[tuple[str, str]], is_called_off: Callable[[], bool]
+    ) -> None:
+        self._box = box
+        self._device = device
+        self._is_called_off = is_called_off
+        # Number of the message that is being carried out, and its epoch.
+        self.number = self.epoch = 0
+        self.is_waiting = False
+        # Values for stages of this host, from stages of this host.
+        self._here: dict[Slot, Any] = {}
+        self._posted: dict[Slot, Any] = {}
+        self._expected: Iterable[Slot] = ()
+        self.set_routes(routes)
+
+    def __len__(self) -> int:
+        """How many values lie here."""
+        return len(self._here) + len(self._posted)
+
+    def set_routes(self, routes: list[tuple[str, str]]) -> None:
+        # Worker and host; None for the stages that are here.
+        self._routes = [None if host == self._box.name else (worker, host) for worker, host in routes]
+        self._takes_device = {}
+        for route in filter(None, self._routes):
+            open_to_send(route[1])
+            self._takes_device[route[0]] = self._device.type == "cpu" or _has_device_map(route[0])
+
+    @property
+    def last_stage(self) -> int:
+        return len(self._routes) - 1
+
+    def begin(self, number: int, epoch: int) -> None:
+        self.number, self.epoch = number, epoch
+        self.clear()
+
+    def clear(self) -> None:
+        self._here.clear()
+        self._posted.clear()
+        self._expected = ()
+
+    def close(self) -> None:
+        self.clear()
+        for route in filter(None, self._routes):
+            slots().close(route[1])
+
+    def expect(self, expected: Iterable[Slot]) -> None:
+        """Say what will be taken. All is posted before the first wait, so that no sender waits for room for ever."""
+        self._expected = expected
+
+    def take(self, slot: Slot) -> Any:
+        """Wait for the value of a slot. Raises AbortedError and LostPeerError."""
+        kind, source = slot[0], slot[3]
+        route = self._routes[source]
+        if route is None:
+            return self._here.pop(slot)
+        self.is_waiting = True
+        try:
+            for one in self._expected:
+                if (other := self._routes[one[3]]) is not None:
+                    self._posted[one] = self._box.post(self.epoch, other[0], self._tag(one))
+            self._expected = ()
+            posted = self._posted.pop(slot, None) or self._box.post(self.epoch, route[0], self._tag(slot))
+            value = posted.wait(0)
+        except EpochEnded:
+            raise AbortedError from None
+        except RuntimeError as error:
+            raise _as_lost(route[0], error) from None
+        finally:
+            self.is_waiting = False
+        if isinstance(value, torch.Tensor):
+            return (value, None) if kind == "F" else [value] if kind == "B" else value
+        return decode(value)
+
+    def send(self, slot: Slot, value: Any) -> None:
+        """To the stage that the slot is for. Raises AbortedError and LostPeerError, and what cannot be sent raises."""
+        kind, stage = slot[:2]
+        route = self._routes[stage]
+        if route is None:
+            self._here[slot] = value
+            return
+        worker, box = route
+        if not self._takes_device[worker]:
+            value = to_device(value, _CPU)
+        # The usual values: one tensor that wants a gradient, and its gradient.
+        if (kind == "F" and value[1] is None) or (kind == "B" and len(value) == 1 and value[0] is not None):
+            value = value[0]
+        encoded = encode(value)
+        while not self._is_called_off():
+            try:
+                put(box, self.epoch, worker, self._tag(slot), encoded, _SLICE_S)
+                return
+            except EpochEnded:
+                break
+            except RuntimeError as error:
+                if not timed_out(error):
+                    raise _as_lost(worker, error) from None
+        raise AbortedError
+
+    def _tag(self, slot: Slot) -> str:
+        return f"{self.number}{slot}"
+
+
+def _as_lost(worker: str, error: RuntimeError) -> Exception:
+    """Of a value that cannot be sent to anybody the stage that made it has to know."""
+    return LostPeerError(f"{worker}: {error}") if was_lost(error) else error
+
+
+def _has_device_map(worker: str) -> bool:
+    """Whether tensors may go to that worker from devices; without, they go by the CPU."""
+    return bool(_get_current_rpc_agent()._get_device_map(worker_info(worker)))

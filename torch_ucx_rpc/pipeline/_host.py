@@ -1,0 +1,273 @@
+"""A worker of a pipeline: a box for the driver's orders, and the thread that carries them out (`Host`).
+
+A message of the driver holds one or more orders, and ends in one outcome: ``("ok", result)`` of the last order,
+``("error", failure)``, ``("lost", worker)`` or ``("aborted",)``. The thread takes messages by their number. All that a
+stage computes, it computes there. ``cut``, on a thread of RPC, ends the epoch: see `_crew`.
+"""
+
+# mypy: allow-untyped-calls
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+import traceback
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed.rpc as rpc
+
+from torch_ucx_rpc._workers.life import PerLife
+from torch_ucx_rpc._workers.lost import Gone, ended
+from torch_ucx_rpc.errors import EpochEnded
+from torch_ucx_rpc.pipeline._exchange import (
+    AbortedError,
+    Box,
+    Exchange,
+    LostPeerError,
+    decode,
+    encode,
+    open_to_send,
+    put,
+)
+from torch_ucx_rpc.pipeline._messages import Failure, HostConfig
+from torch_ucx_rpc.pipeline._run import failure_of
+from torch_ucx_rpc.pipeline._stages import Stages
+
+__all__ = ["Host", "close", "create", "cut", "find", "hosts_here", "prepare", "progress"]
+
+Outcome = tuple[Any, ...]
+
+
+class _Cut(NamedTuple):
+    """The end of an epoch: messages from number ``at`` on are not carried out in it, nor is what has been kept."""
+
+    epoch: int
+    """The next one."""
+    at: int
+    spoils: bool
+
+
+class Host:
+    """The stages of one pipeline on this worker. They and the exchange belong to its thread."""
+
+    def __init__(self, config: HostConfig) -> None:
+        self._config = config
+        self._box = Box(config.host, config.epoch)
+        open_to_send(config.driver_box)
+        self.exchange = Exchange(self._box, torch.device(config.device), config.routes, self._is_called_off)
+        self.stages: Stages
+        self._lock = threading.Lock()
+        # Guarded by the lock: the epoch; the number of the message that is being carried out, or is the next one; and
+        # the end of the epoch, once it is known.
+        self._epoch = config.epoch
+        self._number = 0
+        self._cut: _Cut | None = None
+        self._is_idle = True
+        self._is_closed = False
+        self._made: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._work, name=f"pipeline {config.host}", daemon=True)
+
+    def start(self) -> None:
+        """Begin the work. Raises what goes wrong when the stages are made."""
+        self._thread.start()
+        if (error := self._made.get()) is not None:
+            raise error
+        _watch()
+        if any(self.is_driven_by(gone) for gone in ended()):
+            close(self._config.host)
+
+    # ------------------------------------------------------------------------------------------- for other threads
+
+    def cut(self, epoch: int, at: int, spoils: bool) -> None:
+        """End this epoch at a message. It may be told again, with a lower number."""
+        with self._lock:
+            if epoch <= self._epoch:
+                return
+            if self._cut is not None:
+                at, spoils = min(at, self._cut.at), spoils or self._cut.spoils
+            self._cut = _Cut(epoch, at, spoils)
+            self._end_if_reached()
+
+    def close(self) -> None:
+        """Let go of the stages, as soon as the thread is not at an action."""
+        self._is_closed = True
+        self._box.close()
+
+    def progress(self) -> str:
+        """What the thread does: it is "idle", "waiting" for another stage, or "busy"."""
+        return "idle" if self._is_idle else "waiting" if self.exchange.is_waiting else "busy"
+
+    def is_driven_by(self, gone: Gone) -> bool:
+        return gone.session == self._config.driver_session
+
+    # -------------------------------------------------------------------------------------------------- the thread
+
+    def _work(self) -> None:
+        # torch.set_num_threads counts for the threads that have asked for it since.
+        torch.get_num_threads()
+        try:
+            self.stages = Stages(self._config, self.exchange)
+        except Exception as error:
+            self._made.put(error)
+            return
+        self._made.put(None)
+        try:
+            while not self._is_closed:
+                try:
+                    self._carry_out_next()
+                except (EpochEnded, AbortedError):
+                    self._begin_epoch()
+        except RuntimeError:
+            # The driver is gone, or RPC has been shut down.
+            close(self._config.host)
+        finally:
+            with contextlib.suppress(RuntimeError):
+                self.exchange.close()
+            self.stages.clear()
+
+    def _carry_out_next(self) -> None:
+        epoch, number = self._epoch, self._number
+        message = self._box.take(epoch, self._config.driver, str(number))
+        self._is_idle = False
+        self.exchange.begin(number, epoch)
+        outcome = self._carry_out(message)
+        self._is_idle = True
+        # What the message held is gone before its outcome leaves: that may be the last thing this does for long.
+        del message
+        self._answer(epoch, str(number), outcome)
+        with self._lock:
+            self._number += 1
+            self._end_if_reached()
+        if outcome[0] != "ok":
+            # The driver ends the epoch here.
+            self._box.take(epoch, self._config.driver, "end")
+
+    def _carry_out(self, message: Any) -> Outcome:
+        try:
+            orders = decode(message)
+        except Exception as error:
+            text = (
+                "it could not take the order. What goes to a worker must be of modules that can be imported there: "
+                f"{type(error).__name__}: {error}"
+            )
+            return "error", Failure(text, "")
+        result: Any = None
+        try:
+            while orders:
+                name, payload = orders.pop(0)
+                result = getattr(self.stages, f"order_{name}")(payload)
+        except AbortedError:
+            raise
+        except LostPeerError as lost:
+            return "lost", str(lost)
+        except BaseException as error:
+            return "error", failure_of(error)
+        return "ok", result
+
+    def _answer(self, epoch: int, tag: str, outcome: Outcome) -> None:
+        try:
+            encoded = encode(outcome)
+        except Exception as error:
+            outcome = "error", Failure(f"its answer cannot be pickled: {type(error).__name__}: {error}", "")
+            encoded = encode(outcome)
+        if outcome[0] in {"error", "lost"}:
+            # The driver may wait for another worker, which waits for this one.
+            arguments = (self._config.driver_box, epoch, self._number, self._config.host, outcome)
+            rpc.rpc_async(self._config.driver, self._config.tell, arguments, timeout=0)
+        with contextlib.suppress(EpochEnded):
+            put(self._config.driver_box, epoch, self._config.driver, f"{self._config.host} {tag}", encoded, 0)
+
+    def _is_called_off(self) -> bool:
+        return self._is_closed or (self._cut is not None and self._number >= self._cut.at)
+
+    def _end_if_reached(self) -> None:
+        """Advance the box if this epoch is over: what the thread waits for there ends. The caller holds the lock."""
+        if self._cut is not None and self._number >= self._cut.at:
+            self._box.advance(self._cut.epoch)
+
+    def _begin_epoch(self) -> None:
+        with self._lock:
+            ended, self._cut = self._cut, None
+            if ended is None or self._is_closed:
+                return
+            epoch, number = self._epoch, self._number
+            self._epoch, self._number = ended.epoch, 0
+            self._box.advance(ended.epoch)
+        self._is_idle = True
+        self.exchange.clear()
+        self.stages.end_epoch(ended.at, ended.spoils)
+        self._answer(epoch, str(number), ("aborted",))
+        self._answer(ended.epoch, "begins", ("ok", None))
+
+
+# ------------------------------------------------------------------------------------------ what other workers call
+
+_changing = threading.Lock()
+_hosts: dict[str, Host] = {}
+
+
+def _close_of(gone: Gone) -> None:
+    for name, host in list(_hosts.items()):
+        if host.is_driven_by(gone):
+            close(name)
+
+
+# In each life of this worker: a driver that ends takes its stages along.
+_watch = PerLife(lambda life: life.watch(_close_of))
+
+
+def hosts_here() -> list[Host]:
+    """All hosts on this worker."""
+    return list(_hosts.values())
+
+
+def find(host: str) -> Stages:
+    """The stages of a host on this worker; for checkpoints."""
+    return _hosts[host].stages
+
+
+def prepare() -> None:
+    """Import what stages and checkpoints need, so that a spare need not when it is wanted in a hurry."""
+    import torch.distributed.checkpoint  # noqa: F401
+
+    import torch_ucx_rpc.checkpoint  # noqa: F401
+
+
+def create(config: HostConfig) -> Outcome:
+    """Make the stages of a pipeline on this worker. Its outcome is what the driver wants to know of them, or the
+    failure."""
+    host = Host(config)
+    with _changing:
+        _hosts[config.host] = host
+    try:
+        host.start()
+    except Exception as error:
+        close(config.host)
+        return "error", f"{type(error).__name__}: {error}", "".join(traceback.format_exception(error))
+    return "ok", {
+        index: [(name, tuple(one.shape), one.dtype, one.requires_grad) for name, one in stage.named_parameters()]
+        for index, stage in host.stages.by_index.items()
+    }
+
+
+def cut(host: str, epoch: int, at: int, spoils: bool) -> None:
+    """End the epoch of a host. See `Host.cut`."""
+    if (found := _hosts.get(host)) is not None:
+        found.cut(epoch, at, spoils)
+
+
+def progress(host: str) -> str:
+    """What a host does; "closed" if it is not there."""
+    found = _hosts.get(host)
+    return "closed" if found is None else found.progress()
+
+
+def close(host: str) -> None:
+    """Let go of a pipeline's stages."""
+    with _changing:
+        found = _hosts.pop(host, None)
+    if found is not None:
+        with contextlib.suppress(RuntimeError):  # RPC has been shut down
+            found.close()
