@@ -317,6 +317,19 @@ def test_a_survivor_that_hung_before_does_not_go_on() -> None:
     assert line.ranks(2) == []
 
 
+def test_a_candidate_that_cannot_win_lets_another_stand() -> None:
+    line = Line(4)
+    first = Epoch(2, line.members, line.members[3])
+    line.machines = {one: Epochs(one, LIMIT, line.now, first) for one in line.members}
+    # Member 1 has no lease yet, so the deaths count for member 2 alone.
+    line.away = {line.members[1]}
+    line.wait(0.5)
+    line.away = set()
+    line.kill(0, 3)
+    line.wait(3 * LIMIT)
+    assert line.ranks(1) == line.ranks(2) == [1, 2]
+
+
 def test_a_member_that_comes_back_is_another_one() -> None:
     line = Line(3)
     line.away = {line.members[1]}

@@ -367,6 +367,9 @@ class Epochs:
             if missing and now - attempt.since <= PATIENCE * self.limit:
                 return
             if not self._is_quorum({*attempt.promises}, now):
+                if now - attempt.since > 2 * PATIENCE * self.limit:
+                    # Another member may win: it may have seen deaths under a lease that count for nothing here.
+                    self._attempt, self._lost_at = None, now + self.limit
                 return
             attempt.value = _accepted_before(attempt) or self._next_epoch(
                 [one for one in attempt.promises if one not in self.dead and one not in self._leaving]
